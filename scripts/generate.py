@@ -126,8 +126,7 @@ def sample(cfg: Config, opened: OpenModel, mesh: Mesh) -> list[str]:
     params, what = opened.load(sharding.layout(mesh, zero, decode=True, model=opened.cfg))
     print(what)
     tokenizer = opened.tokenizer
-    begin = [] if tokenizer.begin is None else [tokenizer.begin]
-    prompt = begin + tokenizer.encode([cfg.prompt])[0].tolist()
+    prompt = tokenizer.prefix() + tokenizer.encode([cfg.prompt])[0].tolist()
     running = min(cfg.samples, MOST)
     each = -(-(len(prompt) + cfg.new_tokens) // PAGE) + 1  # and one to grow into
     engine = Engine(
@@ -147,7 +146,7 @@ def sample(cfg: Config, opened: OpenModel, mesh: Mesh) -> list[str]:
     found: list[list[int]] = [[] for _ in range(cfg.samples)]
     for output in engine.run():
         found[output.index] += output.tokens
-    return [tokenizer.decode(ids[:-1] if ids[-1] == tokenizer.end else ids) for ids in found]
+    return [tokenizer.decode(ids[:-1] if ids[-1] in tokenizer.ends else ids) for ids in found]
 
 
 if __name__ == "__main__":

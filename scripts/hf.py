@@ -26,6 +26,7 @@ from megajax.core.errors import UserError, did_you_mean
 from megajax.core.paths import expand
 from megajax.core.tree import count
 from megajax.data.config import DataConfig
+from megajax.data.tokenizer import need_tokenizer
 from megajax.parallel import sharding
 from megajax.training.config import Config as RunConfig
 from megajax.training.presets import finetune
@@ -43,7 +44,8 @@ class Config(Checked):
     )
     tokenizer: str | None = option(
         None,
-        "export: folder or tokenizer.json to put beside the model; import: instead of its own",
+        "export: folder or file of a tokenizer to put beside the model; import: instead of its "
+        "own, bytes for none",
     )
     key_file: str | None = option(
         None, "file of keys; import: signs the step; export: must have signed it; none: not asked"
@@ -67,16 +69,16 @@ def import_folder(cfg: Config, source: str, run_dir: str) -> None:
     opened = gguf.GgufModel(source) if expand(source).is_file() else None
     model = opened.cfg if opened else hf.load_decoder_config(source)  # a run trains decoders
     layout = sharding.layout(cfg.mesh.build(), model=model)
+    if opened is None and cfg.tokenizer is None:
+        need_tokenizer(source, "import")  # before the work
     params = opened.params(layout) if opened else hf.load_params(source, model, layout)
+    data = DataConfig()
     if opened and cfg.tokenizer is None:
         opened.tokenizer().copy_to(target)
-    elif cfg.tokenizer or (expand(source) / "tokenizer.json").is_file():
-        target.mkdir(parents=True, exist_ok=True)
+    elif cfg.tokenizer != "bytes":
         hf.copy_tokenizer(cfg.tokenizer or source, target)
-    tokenizer = target / "tokenizer.json"
-    data = DataConfig()
-    if tokenizer.is_file():
-        data = DataConfig(tokenizer=str(tokenizer.absolute()))
+    if cfg.tokenizer != "bytes":
+        data = DataConfig(tokenizer=str((target / "tokenizer.json").absolute()))
     run = replace(finetune(model), data=data)  # what it goes on from there with
     manager.save(0, {"params": params}, data_state={"imported": str(source), "rows": 0})
     manager.close()  # it is read back by then

@@ -26,6 +26,7 @@ from megajax.core.errors import UserError
 from megajax.core.layout import Layout
 from megajax.core.paths import expand
 from megajax.core.tree import Tree, named_leaves, nest
+from megajax.data.tokenizer import FILES, FileTokenizer, tokenizer_file
 from megajax.models import decoder, encoder, encoder_names, names
 from megajax.models.decoder_config import DecoderConfig
 from megajax.models.encoder_config import EncoderConfig
@@ -39,10 +40,6 @@ MAX_CONFIG = 2**24  # (chosen) bytes of a config.json
 CODES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 ADAPTERS = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")  # of PEFT
 COMPARED_ROWS = 4096  # (chosen) rows of a table that are in memory as float32 at a time
-TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "generation_config.json",
-    "chat_template.jinja",
-)  # fmt: skip
 
 
 def load_config(path: str | Path, flag: str = "init_from") -> ModelConfig:
@@ -369,20 +366,16 @@ def join(rules: list[Rule], pieces: list[np.ndarray], sizes: Sizes) -> np.ndarra
 
 
 def find_tokenizer(source: str | Path) -> Path:
-    """Returns where a tokenizer is: a file, or a folder with one. Raises: UserError."""
+    """Returns the file of a tokenizer: itself, or the one in a folder. Raises: UserError."""
     source = expand(source)
-    if not source.is_file() and not (source / "tokenizer.json").is_file():
-        raise UserError(f"{source} is no tokenizer.json and no folder with one (--tokenizer)")
-    return source
+    file = source if source.is_file() else tokenizer_file(source)
+    if file is None:
+        raise UserError(f"{source} is no tokenizer and no folder with one: {FILES} (--tokenizer)")
+    return file
 
 
 def copy_tokenizer(source: str | Path, folder: Path) -> None:
-    """Copies a tokenizer.json (or the one in a folder) and the settings beside it; keeps what is
-    there already. Raises: UserError when there is none."""
-    source = find_tokenizer(source)
-    files = {"tokenizer.json": source} if source.is_file() else {}
-    home = source.parent if source.is_file() else source
-    files = {name: home / name for name in TOKENIZER_FILES} | files
-    for name, file in files.items():
-        if file.is_file() and not (folder / name).exists():
-            shutil.copyfile(file, folder / name)
+    """Copies the tokenizer of a file or a folder and the settings beside it; keeps what is there
+    already. Raises: UserError when there is none."""
+    file = find_tokenizer(source)
+    FileTokenizer(file, str(file)).copy_to(folder)

@@ -16,6 +16,7 @@ import numpy as np
 
 from megajax.core.errors import UserError
 from megajax.core.files import GROWTH
+from megajax.data.special_tokens import BEGIN_NAMES, END_NAMES, Settings, template
 from megajax.data.tokenizer import MOST
 
 # {argument of tokenizer_json: the file's array}.
@@ -94,8 +95,8 @@ def tokenizer_json(
     merges: Sequence[str] = (),
     scores: np.ndarray | None = None,
     types: np.ndarray | None = None,
-) -> tuple[bytes, dict[str, Any]]:
-    """Returns (a tokenizer.json, the settings that go with it: as in tokenizer_config.json).
+) -> tuple[bytes, Settings]:
+    """Returns (a tokenizer.json, the settings that go with it).
 
     Args: metadata: of the file. spare: what `check_counts` returned. tokens: by their ids. merges:
       'left right', the first ones first. scores, types: one for each token.
@@ -129,8 +130,13 @@ def tokenizer_json(
     apart = [i for i, k in enumerate(kinds.tolist()) if k in (UNKNOWN, CONTROL, USER_DEFINED)]
     if len(apart) * APART_BYTES > spare:
         raise UserError(f"{len(apart):,} of its tokens are special; the file is too short for them")
+    for name, usual in (("bos", BEGIN_NAMES), ("eos", END_NAMES)):  # where the file says nothing
+        if name not in special and (there := next((n for n in usual if n in vocab), None)):
+            special[name] = vocab[there]
+    begin = special.get("bos") if _truth(metadata, "add_bos_token", adds) else None
     found |= {
-        "version": "1.0", "truncation": None, "padding": None, "post_processor": None,
+        "version": "1.0", "truncation": None, "padding": None,
+        "post_processor": None if begin is None else template((list(vocab)[begin], begin)),
         "added_tokens": [
             {
                 "id": i, "content": tokens[i], "single_word": False, "lstrip": False,
@@ -139,18 +145,19 @@ def tokenizer_json(
             for i in apart if tokens[i]
         ],
     }  # fmt: skip
-    settings: dict[str, Any] = {"add_bos_token": _truth(metadata, "add_bos_token", adds)}
-    settings |= {f"{name}_token": tokens[i] for name, i in special.items() if name != "unknown"}
-    settings |= _template(metadata)
+    texts = list(vocab)  # by their ids
+    names = {f"{n}_token": texts[special[n]] if n in special else None for n in ("bos", "eos")}
+    ends = tuple(dict.fromkeys(special[n] for n in ("eos", "eot", "eom") if n in special))
+    settings = Settings(names, ends, silent=False, chat_template=_template(metadata))
     return json.dumps(found, ensure_ascii=False, default=bool).encode(), settings
 
 
-def _template(metadata: Mapping[str, Any]) -> dict[str, str]:
-    """Returns {'chat_template': it}, where there is one."""
+def _template(metadata: Mapping[str, Any]) -> str | None:
+    """Returns the chat template, where there is one."""
     template = metadata.get("tokenizer.chat_template")
     if template is not None and not isinstance(template, str):
         raise UserError(f"tokenizer.chat_template is {reprlib.repr(template):.60}, not a text")
-    return {"chat_template": template} if template else {}
+    return template or None
 
 
 def _truth(metadata: Mapping[str, Any], key: str, default: bool) -> bool:
@@ -161,9 +168,9 @@ def _truth(metadata: Mapping[str, Any], key: str, default: bool) -> bool:
 
 
 def _specials(metadata: Mapping[str, Any], tokens: Sequence[str]) -> dict[str, int]:
-    """Returns {bos, eos, unknown: its id} of those that the file names."""
+    """Returns {bos, eos, eot, eom, unknown: its id} of those that the file names."""
     found = {}
-    for name in ("bos", "eos", "unknown"):
+    for name in ("bos", "eos", "eot", "eom", "unknown"):
         key = f"tokenizer.ggml.{name}_token_id"
         value = metadata.get(key)
         if value is None or value == 2**32 - 1:  # llama.cpp's word for none

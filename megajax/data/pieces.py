@@ -34,7 +34,7 @@ def pieces(decoder: Any, vocab: dict[str, int], added: dict[int, bool]) -> list[
     Raises: UserError for a decoder of neither kind.
     """
     kinds = [part.get("type") for part in _parts(decoder)]
-    if "ByteLevel" in kinds:
+    if is_byte_level(decoder):
         alphabet = byte_alphabet()
 
         def of(token: str, id: int) -> bytes:
@@ -61,6 +61,11 @@ def pieces(decoder: Any, vocab: dict[str, int], added: dict[int, bool]) -> list[
         if not added.get(id, False):
             made[id] = of(token, id)
     return made
+
+
+def is_byte_level(decoder: Any) -> bool:
+    """Whether tokens are spelled in the alphabet of bytes."""
+    return any(part.get("type") == "ByteLevel" for part in _parts(decoder))
 
 
 def strips_space(decoder: Any) -> bool:

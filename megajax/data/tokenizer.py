@@ -8,9 +8,8 @@ import contextlib
 import functools
 import hashlib
 import json
-import reprlib
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,22 +19,22 @@ from megajax.core import files
 from megajax.core.errors import UserError
 from megajax.core.paths import expand
 from megajax.data import pieces as pieces_
+from megajax.data import special_tokens
+from megajax.data.special_tokens import CONFIG, GENERATION, MAP, MAX_BYTES, MAX_ID, Settings
 
 MOST = 1 << 24  # ids of a trained BPE (chosen: the trainer reserves memory for them)
-MAX_BYTES = 2**28  # (chosen) of a tokenizer.json: the largest published ones have 2^25
-MAX_ID = 2**31 - 1
 LONGEST = 2**12  # (chosen) bytes of a token: published ones have some hundred
-CONFIG = "tokenizer_config.json"
 TEMPLATE = "chat_template.jinja"
-BEGIN_NAMES = ("<|begin_of_text|>", "<|bos|>", "<s>", "<bos>", "<|endoftext|>", "[CLS]")
-END_NAMES = ("<|end_of_text|>", "<|eos|>", "</s>", "<eos>", "<|endoftext|>", "[SEP]")
+FILES = "tokenizer.json"  # that say what the tokens are
+BESIDE = (CONFIG, MAP, GENERATION, TEMPLATE)  # files that say how a tokenizer is used
 
 
 class Tokenizer(Protocol):
-    """What the data pipeline and sampling need. begin, end: special ids, or None.
+    """What the data pipeline and sampling need. begin, end: special ids of a document, or None.
 
-    vocab: all ids are below it. identity: two tokenizers that share it give the same ids.
-    strips_space: `decode` drops a space before the first word.
+    ends: ids that end an answer, `end` one of them. vocab: all ids are below it. identity: two
+    tokenizers that share it give the same ids. strips_space: `decode` drops a space before the
+    first word.
     """
 
     name: str
@@ -43,6 +42,7 @@ class Tokenizer(Protocol):
     vocab: int
     begin: int | None
     end: int | None
+    ends: tuple[int, ...]
     strips_space: bool
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
@@ -75,6 +75,7 @@ class ByteTokenizer:
     vocab: int = 259
     begin: int | None = 256
     end: int | None = 257
+    ends: tuple[int, ...] = (257,)
     strips_space: bool = False
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
@@ -95,49 +96,52 @@ class ByteTokenizer:
 
     def prefix(self) -> list[int]:
         """Returns the id that begins a document."""
-        return [256]
+        return [] if self.begin is None else [self.begin]
 
 
 class JsonTokenizer:
     """A tokenizer.json, read by the `tokenizers` package, with the settings that go with it.
 
-    settings: as given. chat_template: in Jinja, or None.
+    settings: what the files beside it say. chat_template: in Jinja, or None.
     """
 
-    def __init__(self, raw: bytes, settings: Mapping[str, Any], name: str):
-        """settings: bos_token and eos_token (texts), add_bos_token (False: no text begins with the
-        begin token) and chat_template, where there are any. Raises: UserError when raw is no
-        tokenizer."""
+    def __init__(self, raw: bytes, settings: Settings | Callable[[bool], Settings], name: str):
+        """settings: or what returns them, told whether the tokens are bytes.
+
+        Raises: UserError when raw is no tokenizer, or its special tokens are not (data/
+        special_tokens.py).
+        """
         import tokenizers  # here, so that runs on bytes need not load it
 
         with _errors_of(f"{name} is not a tokenizer.json"):
             found = files.parse_json(raw)
             _check_lengths(found)
             self._tokenizer = tokenizers.Tokenizer.from_buffer(raw)
-        self._raw, self.settings, self.name = raw, dict(settings), name
+        self._decoder, post_processor = found.get("decoder"), found.get("post_processor")
+        if callable(settings):
+            settings = settings(pieces_.is_byte_level(self._decoder))
+        self._raw, self.settings, self.name = raw, settings, name
         self._tokenizer.encode_special_tokens = True  # special tokens' text stays text
         self._tokenizer.no_truncation()  # settings of a model's inputs, not of documents
         self._tokenizer.no_padding()
         if getattr(self._tokenizer.model, "dropout", None):
             self._tokenizer.model.dropout = None  # encoding again gives the same ids
-        ids = self._tokenizer.get_vocab(with_added_tokens=True).values()
+        ids = self._tokenizer.get_vocab(with_added_tokens=True)
         if not ids:
             raise UserError(f"{name} has no tokens (--data.tokenizer)")
-        self.vocab = max(ids) + 1  # ids may have gaps
-        if self.vocab > MAX_ID + 1:
+        largest = max(ids.values())  # ids may have gaps
+        if largest > MAX_ID:
             raise UserError(
-                f"{name} has the id {max(ids)}; ids are stored in 32 bits, so the largest legal "
+                f"{name} has the id {largest}; ids are stored in 32 bits, so the largest legal "
                 f"one is {MAX_ID} (--data.tokenizer)"
             )
-        self.begin = self._special(settings.get("bos_token"), BEGIN_NAMES)
-        if settings.get("add_bos_token") is False:
-            self.begin = None
-        self.end = self._special(settings.get("eos_token"), END_NAMES)
-        self.chat_template: str | None = settings.get("chat_template")
+        self.vocab = largest + 1
+        special = special_tokens.resolve(settings, post_processor, ids, name)
+        self.begin, self.end, self.ends = special.begin, special.end, special.ends
+        self.chat_template: str | None = settings.chat_template
         content = raw + f" {self.begin} {self.end}".encode()
         self.identity = hashlib.blake2b(content, digest_size=8).hexdigest()
         self._forbidden = self._find_forbidden(found["model"])
-        self._decoder, self._post = found.get("decoder"), found.get("post_processor")
         self.strips_space = pieces_.strips_space(self._decoder)
 
     def _find_forbidden(self, model: dict[str, Any]) -> np.ndarray:
@@ -149,11 +153,6 @@ class JsonTokenizer:
             unknown = self._tokenizer.token_to_id(name)
         found = [i for i in special if i is not None and i != unknown]
         return np.array(sorted(found), np.int32)
-
-    def _special(self, declared: str | None, usual: tuple[str, ...]) -> int | None:
-        names = (declared, *usual) if declared else usual
-        ids = (self._tokenizer.token_to_id(n) for n in names)
-        return next((i for i in ids if i is not None), None)
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         """Returns the token ids of each text. Raises: UserError when it has none for a text."""
@@ -181,10 +180,27 @@ class JsonTokenizer:
         return np.concatenate([self._without_special(text[a:b]) for a, b in pieces])
 
     def copy_to(self, folder: Path) -> None:
-        """Writes the files that `open_tokenizer(folder)` reads."""
+        """Writes the files that `open_tokenizer(folder)` reads; keeps those that are there."""
+        settings = self.settings
+        made: dict[str, Any] = {}
+        if not settings.silent:
+            named = {
+                k: settings.tokens[k] for k in ("bos_token", "eos_token") if k in settings.tokens
+            }
+            made[CONFIG] = {"tokenizer_class": "PreTrainedTokenizerFast", **named}
+            if self.chat_template:
+                made[CONFIG]["chat_template"] = self.chat_template
+        if settings.eos_ids is not None:
+            made[GENERATION] = {"eos_token_id": list(settings.eos_ids)}
+        self._write(folder, {name: json.dumps(m, indent=2) + "\n" for name, m in made.items()})
+
+    def _write(self, folder: Path, made: dict[str, str]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "tokenizer.json").write_bytes(self._raw)
-        (folder / CONFIG).write_text(json.dumps(self.settings, indent=2) + "\n")
+        if not (folder / "tokenizer.json").exists():
+            (folder / "tokenizer.json").write_bytes(self._raw)
+        for name, text in made.items():
+            if not (folder / name).exists():
+                (folder / name).write_text(text)
 
     def pieces(self) -> list[bytes | None]:
         """Returns the bytes of each id, None for special ones, as data/pieces.py.
@@ -208,15 +224,8 @@ class JsonTokenizer:
             return self._special_too.encode(text, add_special_tokens=False).ids
 
     def prefix(self) -> list[int]:
-        """Returns the special ids that the file itself puts before a prompt; the begin of a
-        document where it does not say."""
-        if self._post is None or self.settings.get("add_bos_token") is False:
-            return [] if self.begin is None else [self.begin]
-        with _errors_of(f"{self.name} cannot encode"):
-            whole = self._special_too.encode("a").ids
-            text = self._special_too.encode("a", add_special_tokens=False).ids
-        at = next((i for i in range(len(whole)) if whole[i : i + len(text)] == text), 0)
-        return whole[:at]
+        """Returns the special ids before a prompt: those that begin a document."""
+        return [] if self.begin is None else [self.begin]
 
     def decode(self, ids: Iterable[int]) -> str:
         """Returns the text of token ids."""
@@ -225,23 +234,34 @@ class JsonTokenizer:
 
 
 class FileTokenizer(JsonTokenizer):
-    """A tokenizer.json with the tokenizer_config.json beside it."""
+    """A tokenizer.json with the settings that lie beside it."""
 
     def __init__(self, path: Path, name: str):
         """Raises: UserError when the file is not a tokenizer."""
         with _errors_of(f"{path} is not a tokenizer.json"):
             raw = files.read_bytes(path, MAX_BYTES)
-        super().__init__(raw, _settings(path.parent), str(path))
+        read = functools.partial(special_tokens.read_settings, path.parent)
+        super().__init__(raw, read, str(path))
         self.name, self.path = name, path
 
     def copy_to(self, folder: Path) -> None:
-        """Writes the files that `open_tokenizer(folder)` reads."""
+        """Writes the files that `open_tokenizer(folder)` reads; keeps those that are there.
+
+        The end tokens that only a config.json names are written as generation_config.json.
+        """
         folder.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(self.path, folder / "tokenizer.json")
-        for name in (CONFIG, TEMPLATE):
+        made, ids = {}, self.settings.eos_ids
+        if ids is not None or self.settings.default_eos is not None:
+            file = self.path.parent / GENERATION
+            said = files.read_object(file, MAX_BYTES, "data.tokenizer") if file.is_file() else {}
+            if "eos_token_id" not in said:
+                said["eos_token_id"] = list(self.ends if ids is None else ids)
+                made[GENERATION] = json.dumps(said, indent=2) + "\n"
+        for name in BESIDE:
             beside = self.path.parent / name
-            if beside.is_file():
+            if beside.is_file() and name not in made and not (folder / name).exists():
                 shutil.copyfile(beside, folder / name)
+        self._write(folder, made)
 
 
 def _check_lengths(found: Any) -> None:
@@ -273,40 +293,6 @@ def _errors_of(what: str) -> Iterator[None]:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         raise UserError(f"{what}: {error} (--data.tokenizer)") from None
-
-
-def special_tokens(folder: Path) -> dict[str, str]:
-    """Returns bos_token and eos_token of a tokenizer_config.json beside the tokenizer.
-
-    Raises: UserError when the file cannot be read or one of the two is no token.
-    """
-    found = _settings(folder)
-    return {key: found[key] for key in ("bos_token", "eos_token") if key in found}
-
-
-def _settings(folder: Path) -> dict[str, Any]:
-    """Returns what `JsonTokenizer` wants of a tokenizer_config.json, but its chat template."""
-    file = folder / CONFIG
-    if not file.is_file():
-        return {}
-    found = files.read_object(file, MAX_BYTES, "data.tokenizer")
-    named: dict[str, Any] = {}
-    for key in ("bos_token", "eos_token"):
-        value = found.get(key)
-        token = value.get("content") if isinstance(value, dict) else value
-        if value is not None and not (isinstance(token, str) and _is_unicode(token)):
-            raise UserError(
-                f"{file}: {key} is {reprlib.repr(value):.40}; it must be a string of Unicode "
-                "characters, or an object whose member content is one (--data.tokenizer)"
-            )
-        if token:
-            named[key] = token
-    return named | {"add_bos_token": found.get("add_bos_token")}
-
-
-def _is_unicode(text: str) -> bool:
-    """Whether text can be written as UTF-8: JSON may escape half of a surrogate pair."""
-    return not any("\ud800" <= c <= "\udfff" for c in text)
 
 
 def train_bpe(texts: Iterable[str], vocab: int, path: Path) -> None:
@@ -346,13 +332,34 @@ def open_tokenizer(name: str) -> Tokenizer:
     if name == "bytes":
         return ByteTokenizer()
     path = expand(name, "data.tokenizer")
-    file = expand(path / "tokenizer.json" if path.is_dir() else path, "data.tokenizer")
-    if not file.is_file():
+    file = tokenizer_file(path) if path.is_dir() else path
+    if file is None or not file.is_file():
         raise UserError(
-            f"data.tokenizer={name} is neither bytes nor bpe:N nor a tokenizer.json that exists "
-            "(--data.tokenizer)"
+            f"data.tokenizer={name} is neither bytes nor bpe:N nor a file of a tokenizer nor a "
+            f"folder with one: {FILES} (--data.tokenizer)"
         )
     return FileTokenizer(file, name)
+
+
+def tokenizer_file(folder: Path) -> Path | None:
+    """Returns the file of a folder that says what its tokens are, or None."""
+    file = folder / "tokenizer.json"
+    return file if file.is_file() else None
+
+
+def need_tokenizer(folder: str | Path, flag: str, chosen: str = "--tokenizer") -> Path:
+    """Returns the file of a model's folder that says what its tokens are.
+
+    Args: flag: which named the folder. chosen: the flag that names another tokenizer.
+    Raises: UserError where there is none: the ids of a model are never taken for bytes unasked.
+    """
+    file = tokenizer_file(expand(folder, flag))
+    if file is None:
+        raise UserError(
+            f"{flag}={folder} has no tokenizer ({FILES}): say what its tokens are ({chosen}=bytes, "
+            f"{chosen}=FILE)"
+        )
+    return file
 
 
 def check_vocabulary(tokenizer: Tokenizer, vocab: int) -> None:

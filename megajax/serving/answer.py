@@ -13,9 +13,9 @@ from megajax.serving.sequence import Sequence
 
 
 class Tokenizer(Protocol):
-    """What an engine needs of a tokenizer. end: the id that ends an answer, or None."""
+    """What an engine needs of a tokenizer. ends: ids that end an answer."""
 
-    end: int | None
+    ends: tuple[int, ...]
 
     def decode(self, ids: Iterable[int]) -> str:
         """Returns the text of token ids."""
@@ -61,8 +61,8 @@ class Answer:
         self.listed = 0
         self._words, self._tokenizer, self.matcher = words, tokenizer, matcher
         self._stops = set(params.stop_token_ids)
-        if tokenizer is not None and tokenizer.end is not None and not params.ignore_eos:
-            self._stops.add(tokenizer.end)
+        if tokenizer is not None and not params.ignore_eos:
+            self._stops.update(tokenizer.ends)
         # A token stands for a byte at least, unless it is special and stands for none.
         self._window = max((len(s.encode()) for s in params.stop), default=0) + 8
         self._new: list[tuple[int, float, int, dict[int, float] | None]] = []

@@ -24,7 +24,12 @@ from megajax.core.packed import PackedWeight
 from megajax.core.paths import expand
 from megajax.core.tree import Tree
 from megajax.data import tokenizer as tokenizer_
-from megajax.data.tokenizer import Tokenizer, check_vocabulary, open_tokenizer
+from megajax.data.tokenizer import (
+    Tokenizer,
+    check_vocabulary,
+    need_tokenizer,
+    open_tokenizer,
+)
 from megajax.models import decoder
 from megajax.models.decoder_config import DecoderConfig
 from megajax.parallel import sharding
@@ -167,11 +172,8 @@ def _pack(run: RunConfig, layout: Layout, params: Tree, what: str) -> tuple[Tree
 
 def _open_hf(folder: Path, tokenizer: str | None) -> OpenModel:
     cfg = hf_.load_decoder_config(folder, "hf")
-    if tokenizer is None and not (folder / "tokenizer.json").is_file():
-        raise UserError(
-            f"hf={folder} has no tokenizer.json: say what its tokens are (--tokenizer=bytes, "
-            "--tokenizer=FILE)"
-        )
+    if tokenizer is None:
+        need_tokenizer(folder, "hf")
 
     def load(layout: Layout) -> tuple[Tree, str]:
         if found is None:
@@ -201,8 +203,7 @@ def _open_gguf(file: Path, tokenizer: str | None) -> OpenModel:
     own = opened.tokenizer()
     chat = None
     if own.chat_template:
-        words = own.settings.get("bos_token", ""), own.settings.get("eos_token", "")
-        chat = ChatTemplate(own.chat_template, *words)
+        chat = ChatTemplate(own.chat_template, *_words(own))
     return OpenModel(file.name, opened.cfg, own, chat, load)
 
 
@@ -216,8 +217,7 @@ def chat_template(path: Path, tokenizer: Tokenizer) -> ChatTemplate | None:
     folder = path if path.is_dir() else path.parent
     if tokenizer.name == "bytes" or not folder.is_dir():
         return None
-    special = tokenizer_.special_tokens(folder)
-    begin, end = special.get("bos_token", ""), special.get("eos_token", "")
+    begin, end = _words(tokenizer)
     file = folder / tokenizer_.TEMPLATE
     if file.is_file():
         try:
@@ -240,3 +240,10 @@ def chat_template(path: Path, tokenizer: Tokenizer) -> ChatTemplate | None:
             "with the members name and template (--tokenizer)"
         )
     return ChatTemplate(source, begin, end) if source else None
+
+
+def _words(tokenizer: Tokenizer) -> tuple[str, str]:
+    """Returns the texts of bos_token and eos_token, "" for one that there is not."""
+    settings: Any = getattr(tokenizer, "settings", None)
+    tokens = {} if settings is None else settings.tokens
+    return tokens.get("bos_token") or "", tokens.get("eos_token") or ""

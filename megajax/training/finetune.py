@@ -18,6 +18,7 @@ from megajax.core.mesh import MeshSpec
 from megajax.core.paths import expand
 from megajax.core.tree import Tree
 from megajax.data.config import LabelledConfig
+from megajax.data.tokenizer import need_tokenizer, tokenizer_file
 from megajax.models import encoder
 from megajax.models.encoder_config import PRESETS as MODELS
 from megajax.models.encoder_config import EncoderConfig
@@ -162,7 +163,10 @@ def take_encoder(
     head = {name: getattr(base.model, name) for name in ("head", "labels", "dropout")}
     base = dataclasses.replace(base, model=dataclasses.replace(model, **head))
     kept = {k: v for k, v in over.items() if k.startswith("model.")}
-    tokenizer = expand(folder, "init_from") / "tokenizer.json"
-    if tokenizer.is_file() and "data.tokenizer" not in over:
+    if "data.tokenizer" not in {**read, **given}:
+        kept["data.tokenizer"] = str(need_tokenizer(folder, "init_from", "--data.tokenizer"))
+    elif "data.tokenizer" not in over and (
+        tokenizer := tokenizer_file(expand(folder, "init_from"))
+    ):
         kept["data.tokenizer"] = str(tokenizer)
     return config.override(base, kept)

@@ -51,8 +51,7 @@ class Measure:
 
     def _encode_prompt(self) -> list[int]:
         cfg, tokenizer = self._cfg, self._tokenizer
-        begin = [] if tokenizer.begin is None else [tokenizer.begin]
-        prompt = begin + tokenizer.encode([cfg.eval.prompt])[0].tolist()
+        prompt = tokenizer.prefix() + tokenizer.encode([cfg.eval.prompt])[0].tolist()
         if not 0 < len(prompt) < cfg.model.max_positions:
             raise UserError(
                 f"eval.prompt of {len(prompt)} tokens must have from 1 to "
@@ -109,6 +108,6 @@ class Measure:
         self._engine.submit(self._prompt, asked)
         ids = [token for output in self._engine.run() for token in output.tokens]
         self._engine.sleep()
-        if ids[-1] == self._tokenizer.end:
+        if ids[-1] in self._tokenizer.ends:
             ids.pop()
         return cfg.eval.prompt + self._tokenizer.decode(ids)

@@ -10,12 +10,13 @@ import shlex
 import sys
 from pathlib import Path
 
-from megajax.checkpoint.hf import copy_tokenizer
-from megajax.core import config
+from megajax.core import config, files
 from megajax.core.errors import UserError
 from megajax.core.paths import expand
 from megajax.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, open_tokenizer
 from megajax.training.config import JobConfig
+
+MAX_CONFIG = 2**24  # (chosen) bytes of a config.json
 
 # What may change between the starts of one run: where and how fast it goes, not what is computed.
 # (mesh and micro-batches change the order of sums, nothing else.)
@@ -49,7 +50,7 @@ class RunDir:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             if isinstance(tokenizer, FileTokenizer):
-                copy_tokenizer(tokenizer.path, self.path)
+                tokenizer.copy_to(self.path)
             (self.path / "config.json").write_text(config.to_json(cfg))
         except OSError as error:
             raise UserError(f"cannot write to {self.path}: {error.strerror} (--run_dir)") from None
@@ -110,9 +111,21 @@ def open_run(cfg: JobConfig, experiment: str, preset: str) -> RunDir:
 
 
 def saved_tokenizer(folder: str | Path) -> Tokenizer:
-    """Returns the tokenizer that the run in a folder was trained with."""
-    file = expand(folder, "run_dir") / "tokenizer.json"
-    return open_tokenizer(str(file)) if file.is_file() else ByteTokenizer()
+    """Returns the tokenizer that the run in a folder was trained with.
+
+    Raises: UserError when its file is gone: only a run that says so was trained on bytes.
+    """
+    path = expand(folder, "run_dir")
+    if (path / "tokenizer.json").is_file():
+        return open_tokenizer(str(path / "tokenizer.json"))
+    data = files.read_object(path / "config.json", MAX_CONFIG, "run_dir").get("data")
+    named = data.get("tokenizer", "bytes") if isinstance(data, dict) else "bytes"
+    if named != "bytes":
+        raise UserError(
+            f"{path} has no tokenizer.json, and its run was trained with data.tokenizer={named}: "
+            "name the file (--tokenizer=FILE)"
+        )
+    return ByteTokenizer()
 
 
 def is_imported(path: Path) -> bool:

@@ -10,10 +10,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from megajax.core import config
-from megajax.core.errors import UserError
 from megajax.core.paths import expand
 from megajax.data.config import DataConfig
 from megajax.data.corpus import recorded_tokenizer
+from megajax.data.tokenizer import need_tokenizer, tokenizer_file
 from megajax.training.config import Config, JobConfig
 from megajax.training.presets import finetune
 
@@ -42,14 +42,12 @@ def take_model(base: Config, given: Mapping[str, Any], read: Mapping[str, Any]) 
     base = base if config.start_given() else finetune(model)
     base = dataclasses.replace(base, model=model)
     kept = {k: v for k, v in over.items() if k.startswith("model.")}
-    tokenizer = expand(folder, "init_from") / "tokenizer.json"
-    if tokenizer.is_file() and "data.tokenizer" not in over:
+    if "data.tokenizer" not in {**read, **given}:
+        kept["data.tokenizer"] = str(need_tokenizer(folder, "init_from", "--data.tokenizer"))
+    elif "data.tokenizer" not in over and (
+        tokenizer := tokenizer_file(expand(folder, "init_from"))
+    ):
         kept["data.tokenizer"] = str(tokenizer)
-    elif not tokenizer.is_file() and "data.tokenizer" not in {**read, **given}:
-        raise UserError(
-            f"init_from={folder} has no tokenizer.json: say what its tokens are "
-            "(--data.tokenizer=bytes, or a tokenizer.json)"
-        )
     return config.override(base, kept)
 
 

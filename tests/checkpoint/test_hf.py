@@ -16,6 +16,7 @@ from megajax.checkpoint import hf
 from megajax.core.errors import UserError
 from megajax.core.mesh import MeshSpec
 from megajax.core.tree import named_leaves
+from megajax.data.tokenizer import train_bpe
 from megajax.models import decoder, names
 from megajax.models.decoder_config import PRESETS, DecoderConfig
 from megajax.parallel import sharding
@@ -304,17 +305,18 @@ def test_a_tokenizer_that_is_not_there_is_named(tmp_path):
     unpack("llama", tmp_path / "theirs")
     cfg, params = hf.load(tmp_path / "theirs")
     for place in (tmp_path / "nowhere", tmp_path / "theirs"):
-        with pytest.raises(UserError, match="is no tokenizer.json and no folder with one"):
+        with pytest.raises(UserError, match="is no tokenizer and no folder with one"):
             hf.save(params, cfg, tmp_path / "out", tokenizer=place)
     assert [p.name for p in tmp_path.iterdir()] == ["theirs"]
 
 
 def test_tokenizers_travel_along(tmp_path):
     unpack("llama", tmp_path / "theirs")
-    (tmp_path / "theirs" / "tokenizer.json").write_text("{}")
+    train_bpe(["hello"], 300, tmp_path / "theirs" / "tokenizer.json")
     cfg, params = hf.load(tmp_path / "theirs")
     hf.save(params, cfg, tmp_path / "ours", tokenizer=tmp_path / "theirs")
-    assert (tmp_path / "ours" / "tokenizer.json").read_text() == "{}"
+    texts = [(tmp_path / name / "tokenizer.json").read_text() for name in ("theirs", "ours")]
+    assert texts[0] == texts[1]
 
 
 def config_of(name):

@@ -198,7 +198,7 @@ def test_begin_end_and_template(pre, add, begin, tmp_path):
     tokenizer = made(found, tokens, merges=merges, types=kinds)
     assert (tokenizer.begin, tokenizer.end, tokenizer.vocab) == (begin, 261, 262)
     assert tokenizer.chat_template.startswith("{{ bos_token }}")
-    assert tokenizer.settings["bos_token"] == "<|begin|>"
+    assert tokenizer.settings.tokens["bos_token"] == "<|begin|>"
     tokenizer.copy_to(tmp_path)
     again = open_tokenizer(str(tmp_path))
     assert (again.begin, again.end, again.identity) == (begin, 261, tokenizer.identity)
@@ -207,11 +207,14 @@ def test_begin_end_and_template(pre, add, begin, tmp_path):
     assert 261 not in tokenizer.encode([text])[0]
 
 
-def test_a_tokenizer_config_may_say_that_no_text_begins_with_a_token(tmp_path):
-    train_bpe([TEXT], 300, tmp_path / "tokenizer.json")
-    assert open_tokenizer(str(tmp_path)).begin == 0
-    (tmp_path / "tokenizer_config.json").write_text('{"add_bos_token": false}')
-    assert open_tokenizer(str(tmp_path)).begin is None
+def test_other_ends_of_a_file_stop_answers_too(tmp_path):
+    found = w.vocabulary() | {"tokenizer.ggml.eot_token_id": 260}
+    tokens, merges = found["tokenizer.ggml.tokens"], found["tokenizer.ggml.merges"]
+    kinds = np.array([x.value for x in found["tokenizer.ggml.token_type"]])
+    tokenizer = made(found, tokens, merges=merges, types=kinds)
+    assert (tokenizer.end, tokenizer.ends) == (261, (261, 260))
+    tokenizer.copy_to(tmp_path)
+    assert open_tokenizer(str(tmp_path)).ends == (261, 260)
 
 
 # ---- SentencePiece

@@ -97,6 +97,8 @@ def test_a_folder_with_another_head_starts_a_classifier(tmp_path):
     given = encoder.parts(masked).init(jax.random.key(1))
     folder = str(tmp_path / "hf")
     hf.save(given, masked, folder)
+    with pytest.raises(UserError, match="has no tokenizer .*--data.tokenizer=bytes"):
+        take_encoder(nano(), {"init_from": folder}, {})
     cfg = take_encoder(nano(), {"init_from": folder, "data.tokenizer": "bytes"}, {})
     cfg = dataclasses.replace(cfg, init_from=folder)
     assert (cfg.model.head, cfg.model.labels, cfg.model.width) == ("classify", 8, 16)

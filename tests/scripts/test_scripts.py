@@ -3,6 +3,7 @@
 import json
 import os
 import pathlib
+import shutil
 import signal
 import subprocess
 import sys
@@ -57,6 +58,18 @@ def test_import_then_export_is_the_same_model(folder, tmp_path):
     assert (tmp_path / "back" / "tokenizer.json").exists()
     again = call("hf.py", "import", folder, tmp_path / "run")
     assert again.returncode == 2 and "already holds a run" in again.stderr
+
+
+def test_weights_without_a_tokenizer_are_not_imported_as_bytes(folder, tmp_path):
+    shutil.copytree(folder, tmp_path / "bare")
+    (tmp_path / "bare" / "tokenizer.json").unlink()
+    done = call("hf.py", "import", tmp_path / "bare", tmp_path / "run")
+    assert done.returncode == 2 and "has no tokenizer" in done.stderr
+    assert "--tokenizer=bytes" in done.stderr and not (tmp_path / "run").exists()
+    done = call("hf.py", "import", tmp_path / "bare", tmp_path / "run", "--tokenizer=bytes")
+    assert done.returncode == 0, done.stderr
+    cfg = config.load_json(Config, tmp_path / "run" / "config.json")
+    assert cfg.data.tokenizer == "bytes"
 
 
 def test_a_gguf_file_and_the_run_that_is_made_of_it_say_the_same(tmp_path):

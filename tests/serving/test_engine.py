@@ -125,6 +125,21 @@ def test_requests_end_as_they_ask():
     assert engine.pool.in_use == 0
 
 
+class Ending(ByteTokenizer):
+    """Ends at several ids, as a generation_config.json may say."""
+
+    def __init__(self, ends):
+        self.ends = ends
+
+
+def test_every_end_token_stops_an_answer():
+    plain = one_by_one(CFG, [1, 2, 3], 12, 36)
+    engine = Engine(CFG, sharp(CFG), **SMALL, tokenizer=Ending((35, plain[4])))
+    ended = SamplingParams(max_tokens=12, temperature=0)
+    (found,) = answers(engine, [[1, 2, 3]], [ended])
+    assert (found[0], found[2]) == (plain[: plain.index(plain[4]) + 1], ["stop"])
+
+
 def random_params(random):
     """What a request may ask for, each with some probability."""
     given = {"max_tokens": int(random.integers(1, 9)), "seed": int(random.integers(99))}

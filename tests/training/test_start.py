@@ -48,7 +48,7 @@ def test_typed_weights_replace_the_model_of_a_file(weights):
     assert cfg.data.tokenizer == str(weights / "tokenizer.json")
     (weights / "tokenizer.json").unlink()
     assert start({"init_from": str(weights)}, read).data.tokenizer == "bpe:400"
-    with pytest.raises(UserError, match="has no tokenizer.json: say what its tokens are"):
+    with pytest.raises(UserError, match="has no tokenizer .*: say what its tokens are"):
         start({"init_from": str(weights)}, {})
 
 

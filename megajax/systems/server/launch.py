@@ -56,8 +56,7 @@ def open_server(cfg: Config) -> tuple[Worker, Server]:
     engine, opened = load_engine(cfg)
     return build_server(
         engine, cfg.served_model_name or opened.name, Chat(template_of(cfg, opened)), cfg,
-        max_batch=cfg.max_batch, keys=keys, ends=end_ids(cfg),
-        document=cfg.hf is None and cfg.gguf is None,
+        max_batch=cfg.max_batch, keys=keys,
     )  # fmt: skip
 
 
@@ -89,21 +88,13 @@ def build_server(
     *,
     max_batch: int,
     keys: list[str] | None = None,
-    ends: tuple[int, ...] = (),
-    document: bool = True,
 ) -> tuple[Worker, Server]:
-    """Returns (the worker, which the event loop has to start, the application).
-
-    ends: ids that end an answer beside the tokenizer's. document: prompts begin as documents of
-    training do, else as the tokenizer's file says.
-    """
+    """Returns (the worker, which the event loop has to start, the application)."""
     tokenizer: Any = engine.tokenizer
-    begin = [] if tokenizer.begin is None else [tokenizer.begin]
-    prefix = begin if document else tokenizer.prefix()
     metrics = Metrics(name)
     tell = peers.Peers().tell if jax.process_count() > 1 else None
     worker = Worker(engine, metrics, limits.max_waiting, max_batch, tell)
-    reader = Reader([name], tokenizer, chat, engine.context, prefix, ends)
+    reader = Reader([name], tokenizer, chat, engine.context)
     server = Server(
         worker, reader, metrics, name=name, keys=keys or (), max_body=limits.max_body,
         timeout_s=limits.request_timeout_s,
@@ -153,19 +144,6 @@ def template_of(options: ModelOptions, opened: OpenModel) -> ChatTemplate | None
         raise UserError(f"cannot read {path}: {error} (--chat_template)") from None
     own = opened.chat
     return ChatTemplate(source, own.begin if own else "", own.end if own else "")
-
-
-def end_ids(options: ModelOptions) -> tuple[int, ...]:
-    """Returns eos_token_id of a Hugging Face folder's generation_config.json: chat models may end
-    an answer with one of several."""
-    if options.hf is None:
-        return ()
-    file = expand(options.hf, "hf") / "generation_config.json"
-    if not file.is_file():
-        return ()
-    found = files.read_object(file, MAX_TEMPLATE, "hf").get("eos_token_id")
-    listed = found if isinstance(found, list) else [found]
-    return tuple(i for i in listed if isinstance(i, int) and i >= 0)
 
 
 def read_keys(name: str | None) -> list[str]:

@@ -53,13 +53,10 @@ class Reader:
         tokenizer: Any,
         chat: Chat,
         context: int,
-        prefix: Sequence[int],
-        ends: Sequence[int] = (),
     ):
-        """names: of the model. context: most tokens of prompt and answer. prefix: special ids
-        before the text of a completion. ends: ids that end an answer beside the tokenizer's."""
+        """names: of the model. context: most tokens of prompt and answer."""
         self._names, self._tokenizer, self._chat = tuple(names), tokenizer, chat
-        self._context, self._prefix, self._ends = context, list(prefix), list(ends)
+        self._context, self._prefix = context, list(tokenizer.prefix())
 
     def completion(self, body: dict[str, Any]) -> Job:
         """Reads a body of /v1/completions. Raises: ApiError."""
@@ -164,8 +161,7 @@ class Reader:
         include = fields.take("include_stop_str_in_output", bool, False)
         params = self._params(fields, most, logprobs)
         fields.end()
-        end = self._tokenizer.end
-        own = [] if end is None or params.ignore_eos else [end]
+        own = () if params.ignore_eos else self._tokenizer.ends
         ends = frozenset([*own, *params.stop_token_ids])
         return Job(kind, prompts, params, echo, stream, usage, logprobs, include, ends)
 
@@ -175,11 +171,11 @@ class Reader:
         given |= {name: fields.take(name, int) for name in ("top_k", "seed", "priority")}
         given["n"] = fields.between("n", 1, ANSWERS, 1)
         given["logit_bias"] = fields.take("logit_bias", dict)
-        given["ignore_eos"] = ignore = fields.take("ignore_eos", bool, False)
+        given["ignore_eos"] = fields.take("ignore_eos", bool, False)
         stops = fields.take("stop_token_ids", list, [])
         if stops and not is_ids(stops):
             raise fields.error("stop_token_ids", "must be a list of token ids")
-        given["stop_token_ids"] = [*stops, *(() if ignore else self._ends)]
+        given["stop_token_ids"] = stops
         given["stop"] = strings(fields, "stop", STOPS)
         given["structured_outputs"] = _structured(fields)
         try:

@@ -1,0 +1,255 @@
+"""Which ids begin and end a text, as Hugging Face's files say it and transformers 5 reads them.
+
+What wins, first to last; `begin` and `end` are a document's, `ends` stop an answer:
+
+| id | from | note |
+|---|---|---|
+| begin | post_processor of tokenizer.json: the ids before a text | bos_token alone adds none |
+| | no file says anything: a usual name (BEGIN_NAMES) | a bare tokenizer.json, as `bpe:N` |
+| end | post_processor: the ids after a text | |
+| | eos_token: special_tokens_map.json | only without added_tokens_decoder in the next |
+| | eos_token: tokenizer_config.json | text, or object with `content`; null: none |
+| | eos_token: the tokenizer class (EOS_OF_CLASS) | where the member is absent |
+| | the first of eos_token_id: generation_config.json, else config.json | |
+| | no file says anything: a usual name (END_NAMES) | never against a null |
+| | eos_token_id of the model's class (EOS_OF_FAMILY) | nothing names one, nor null |
+| ends | eos_token_id: generation_config.json, else config.json; and `end` | a number or a list |
+
+add_bos_token and add_eos_token do not count beside a tokenizer.json (transformers drops them).
+Where other files are read (vocabulary_files.py), they decide which post_processor is made. No jax.
+"""
+
+import reprlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megajax.core import files
+from megajax.core.errors import UserError
+
+CONFIG = "tokenizer_config.json"
+MAP = "special_tokens_map.json"
+GENERATION = "generation_config.json"
+MAX_BYTES = 2**28  # (chosen) of a tokenizer.json: the largest published ones have 2^25
+MAX_CONFIG = 2**24  # (chosen) of a config.json
+MAX_ID = 2**31 - 1
+NAMES = ("bos_token", "eos_token", "pad_token", "unk_token", "cls_token", "sep_token", "mask_token")
+BEGIN_NAMES = ("<|begin_of_text|>", "<|bos|>", "<s>", "<bos>", "<|endoftext|>", "[CLS]")
+END_NAMES = ("<|end_of_text|>", "<|eos|>", "</s>", "<eos>", "<|endoftext|>", "[SEP]")
+BACKEND = "TokenizersBackend"
+
+# (transformers 5.24, models/*/tokenization_*.py) {class: its bos_token and eos_token by default}.
+_LLAMA, _GPT2 = ("<s>", "</s>"), ("<|endoftext|>", "<|endoftext|>")
+OF_CLASS: dict[str, tuple[str | None, str | None]] = {
+    "GPT2Tokenizer": _GPT2, "GPTNeoXTokenizer": _GPT2, "Qwen2Tokenizer": (None, _GPT2[1]),
+    "Qwen3_5Tokenizer": (None, _GPT2[1]), "LlamaTokenizer": _LLAMA, "CodeLlamaTokenizer": _LLAMA,
+    "RobertaTokenizer": _LLAMA, "GemmaTokenizer": ("<bos>", "<eos>"),
+    "CohereTokenizer": ("<BOS_TOKEN>", "<|END_OF_TURN_TOKEN|>"), "BertTokenizer": (None, None),
+    "AlbertTokenizer": ("[CLS]", "[SEP]"), "XLMRobertaTokenizer": _LLAMA,
+}  # fmt: skip
+# (transformers 5.24, models/auto/tokenization_auto.py) {model_type: class where none is named}.
+CLASS_OF_FAMILY = {
+    "gpt2": "GPT2Tokenizer", "qwen2": "Qwen2Tokenizer", "qwen3": "Qwen2Tokenizer",
+    "qwen3_moe": "Qwen2Tokenizer", "mistral": BACKEND, "mixtral": BACKEND, "bert": "BertTokenizer",
+    "distilbert": "BertTokenizer", "roberta": "RobertaTokenizer", "albert": "AlbertTokenizer",
+}  # fmt: skip
+FORCED = ("qwen2",)  # families whose class transformers takes whatever tokenizer_config.json names
+# (transformers 5.24, models/*/configuration_*.py) {model_type: eos_token_id by default}.
+EOS_OF_FAMILY = {"llama": 2, "mistral": 2, "mixtral": 2, "gpt2": 50256, "roberta": 2, "albert": 3}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the files beside a tokenizer say.
+
+    tokens: {member of NAMES: its text, or None where a file says null}; a member that no file has
+    is not there. eos_ids: eos_token_id that generation stops at; None: no file has it. default_eos:
+    what else could be meant: config.json's where generation_config.json has none, else the
+    family's. silent: no file says anything about special tokens. tokenizer_class: as transformers
+    would choose it. members: of tokenizer_config.json.
+    """
+
+    tokens: Mapping[str, str | None] = field(default_factory=dict)
+    eos_ids: tuple[int, ...] | None = None
+    default_eos: int | None = None
+    silent: bool = True
+    tokenizer_class: str = BACKEND
+    members: Mapping[str, Any] = field(default_factory=dict)
+    chat_template: str | None = None  # in Jinja, where the file of the tokenizer has it inside
+
+
+def read_settings(folder: Path, byte_level: bool = True) -> Settings:
+    """Returns what the files of a folder say about special tokens.
+
+    byte_level: whether the tokenizer's tokens are bytes: transformers then takes LlamaTokenizer for
+      its plain class. Raises: UserError for a file that is damaged.
+    """
+    config = _read(folder / CONFIG, MAX_BYTES)
+    found = dict(config or {})
+    said = config is not None
+    if "added_tokens_decoder" not in found and (listed := _read(folder / MAP, MAX_BYTES)):
+        found |= listed
+        said = True
+    model = _read(folder / "config.json", MAX_CONFIG) or {}
+    if not isinstance(model.get("model_type", model.get("architectures")), str | list):
+        model = {}  # of a run of ours
+    family = model.get("model_type")
+    kind = tokenizer_class(found.get("tokenizer_class") or model.get("tokenizer_class"), family,
+                           byte_level)  # fmt: skip
+    tokens = {key: _token(found[key], key, folder) for key in NAMES if key in found}
+    if said and kind in OF_CLASS:
+        for key, name in zip(("bos_token", "eos_token"), OF_CLASS[kind], strict=True):
+            tokens.setdefault(key, name)
+    generation = _read(folder / GENERATION, MAX_CONFIG)
+    ids, default = None, None
+    source, file = (model, "config.json") if generation is None else (generation, GENERATION)
+    if "eos_token_id" in source:
+        ids = id_list(source["eos_token_id"], folder / file)
+    elif "eos_token_id" in model:  # transformers then stops at nothing; documents need an end
+        default = next(iter(id_list(model["eos_token_id"], folder / "config.json")), None)
+    elif generation is None:
+        default = EOS_OF_FAMILY.get(str(family))
+    return Settings(tokens, ids, default, not said, kind, found)
+
+
+def tokenizer_class(named: Any, family: Any, byte_level: bool) -> str:
+    """Returns the class that transformers' AutoTokenizer takes, without its ending Fast.
+
+    named: by tokenizer_config.json, else config.json. family: model_type, or None.
+    """
+    named = named.removesuffix("Fast") if isinstance(named, str) else None
+    usual = CLASS_OF_FAMILY.get(family) if isinstance(family, str) else None
+    if named in ("PreTrainedTokenizer", "PythonBackend"):
+        named = BACKEND
+    if family in FORCED:
+        return usual or BACKEND
+    if named is None:
+        return usual or BACKEND
+    if named == "LlamaTokenizer" and byte_level or usual == BACKEND:
+        return BACKEND
+    return named
+
+
+@dataclass(frozen=True)
+class Special:
+    """The ids of a tokenizer. begin, end: of a document. ends: those that stop an answer."""
+
+    begin: int | None
+    end: int | None
+    ends: tuple[int, ...]
+
+
+def resolve(
+    settings: Settings, post_processor: Any, vocab: Mapping[str, int], name: str
+) -> Special:
+    """Returns the special ids, by the table above.
+
+    Args: post_processor: of the tokenizer.json. vocab: token -> id. name: of the tokenizer.
+    Raises: UserError for an eos_token that is no token, for an id that no token has, and for
+      several tokens before a text.
+    """
+    before, after = template_ids(post_processor)
+    if len(before) > 1 or len(after) > 1:
+        raise UserError(
+            f"{name}: its post_processor puts {len(before)} tokens before a text and {len(after)} "
+            "behind it; at most 1 on each side is known (--data.tokenizer)"
+        )
+    silent = settings.silent and post_processor is None
+    begin = before[0] if before else _usual(BEGIN_NAMES, vocab) if silent else None
+    eos = settings.tokens.get("eos_token")
+    if eos is not None and eos not in vocab:
+        if settings.members.get("eos_token") is not None or not settings.members:
+            raise UserError(
+                f"{name}: eos_token is {eos!r:.60}, which is none of its tokens "
+                f"({CONFIG}, {MAP}, --data.tokenizer)"
+            )
+        eos = None  # only the class names it
+    listed = settings.eos_ids
+    end = after[0] if after else vocab[eos] if eos is not None else None
+    if end is None and listed:
+        end = listed[0]
+    if end is None and settings.silent and listed is None:
+        end = _usual(END_NAMES, vocab)
+    default = settings.default_eos
+    if end is None and default is not None and default <= max(vocab.values(), default=-1):
+        end = default
+    ends = dict.fromkeys((*(listed or ()), *(() if end is None else (end,))))
+    return Special(begin, end, tuple(ends))
+
+
+def template_ids(post_processor: Any) -> tuple[list[int], list[int]]:
+    """Returns (ids before, ids behind) that a post_processor of a tokenizer.json adds to a text."""
+    if not isinstance(post_processor, dict):
+        return [], []
+    kind = post_processor.get("type")
+    if kind in ("RobertaProcessing", "BertProcessing"):
+        return [post_processor["cls"][1]], [post_processor["sep"][1]]
+    before: list[int] = []
+    after: list[int] = []
+    if kind == "Sequence":
+        for part in post_processor["processors"]:
+            more = template_ids(part)
+            before, after = more[0] + before, after + more[1]
+    if kind == "TemplateProcessing":
+        side = before
+        for piece in post_processor["single"]:
+            if "Sequence" in piece:
+                side = after
+            else:
+                side += post_processor["special_tokens"][piece["SpecialToken"]["id"]]["ids"]
+    return before, after
+
+
+def id_list(value: Any, file: Path) -> tuple[int, ...]:
+    """Returns eos_token_id as a tuple; null is an empty one. Raises: UserError."""
+    listed = value if isinstance(value, list) else [] if value is None else [value]
+    good = [i for i in listed if isinstance(i, int) and not isinstance(i, bool)]
+    if len(good) < len(listed) or any(i > MAX_ID for i in good):
+        raise UserError(
+            f"{file}: eos_token_id is {reprlib.repr(value):.60}; it must be an id, a list of ids, "
+            "or null"
+        )
+    return tuple(i for i in good if i >= 0)  # some write -1 for none
+
+
+def template(begin: tuple[str, int] | None, end: tuple[str, int] | None = None) -> dict[str, Any]:
+    """Returns the post_processor of a tokenizer.json that puts these tokens around a text."""
+    named = [token for token in (begin, end) if token is not None]
+
+    def around(sequence: str, type_id: int) -> list[dict[str, Any]]:
+        parts: list[dict[str, Any]] = [{"Sequence": {"id": sequence, "type_id": type_id}}]
+        sides = [[{"SpecialToken": {"id": t[0], "type_id": type_id}}] if t else [] for t in
+                 (begin, end)]  # fmt: skip
+        return sides[0] + parts + sides[1]
+
+    return {
+        "type": "TemplateProcessing", "single": around("A", 0),
+        "pair": around("A", 0) + around("B", 1),
+        "special_tokens": {t: {"id": t, "ids": [i], "tokens": [t]} for t, i in named},
+    }  # fmt: skip
+
+
+def _usual(names: tuple[str, ...], vocab: Mapping[str, int]) -> int | None:
+    return next((vocab[n] for n in names if n in vocab), None)
+
+
+def _read(file: Path, most: int) -> dict[str, Any] | None:
+    return files.read_object(file, most, "data.tokenizer") if file.is_file() else None
+
+
+def _token(value: Any, key: str, folder: Path) -> str | None:
+    """Returns the text of a special token."""
+    token = value.get("content") if isinstance(value, dict) else value
+    if value is not None and not (isinstance(token, str) and is_unicode(token)):
+        raise UserError(
+            f"{folder / CONFIG}: {key} is {reprlib.repr(value):.40}; it must be a string of "
+            "Unicode characters, an object whose member content is one, or null "
+            "(--data.tokenizer)"
+        )
+    return token or None
+
+
+def is_unicode(text: str) -> bool:
+    """Whether text can be written as UTF-8: JSON may escape half of a surrogate pair."""
+    return not any("\ud800" <= c <= "\udfff" for c in text)
