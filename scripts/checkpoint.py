@@ -7,6 +7,7 @@
     uv run scripts/checkpoint.py reshard DIR NEW --there=qkv,stages:4x2
     uv run scripts/checkpoint.py export DIR FOLDER         # safetensors under our own names
     uv run scripts/checkpoint.py import FOLDER NEW         # and back
+    uv run scripts/checkpoint.py import FILE.pt NEW [--leave_out=optimizer]
     uv run scripts/checkpoint.py import MEGATRON NEW [--vocab=50257] [--to=safetensors]
 
 DIR: a run, a folder of steps, or DIR/STEP; DIR and NEW may be s3://BUCKET/PREFIX or gs://... (where
@@ -20,6 +21,7 @@ import megajax.core.interrupted  # noqa: F401
 
 import sys
 import tempfile
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -82,6 +84,11 @@ class Config(Checked):
         None,
         "file of the keys that must have signed what is read, and that sign what is written; none: "
         "off",
+    )
+    leave_out: str = option(
+        "",
+        "import: names not to import, or the first parts of names, joined by commas",
+        verbs=("import",),
     )
     hf_config: str | None = option(
         None, "import: config.json, for a Megatron checkpoint without arguments", verbs=("import",)
@@ -276,16 +283,30 @@ def export(cfg: Config, path: str, target: str) -> int:
     with offline.new_folder(target) as folder:
         write_folder(folder, tensors, leaves.__getitem__, cfg.shard_bytes)
         (folder / foreign.DATA_STATE).write_text(offline.data_state_text(steps, step) + "\n")
-    print(f"step {step} of {steps.path} is in {target}")
+        written = [f for f in folder.iterdir() if f.suffix == ".safetensors"]
+        megabytes = sum(f.stat().st_size for f in written) / 1e6
+    parts = Counter(name.partition(".")[0] for name in tensors)
+    print(
+        f"step {step} of {steps.path} is in {target}: {len(tensors)} tensors "
+        f"({', '.join(f'{n} of {part}' for part, n in parts.items())}), {megabytes:,.1f} MB in "
+        f"{len(written)} file{'s' * (len(written) > 1)} of safetensors, and {foreign.DATA_STATE}. "
+        "Their names and layouts are those of megajax: other programs know them only by these "
+        "names. There is no config.json and no tokenizer; scripts/hf.py export writes a model as "
+        "Hugging Face has it."
+    )
     return 0
 
 
 def import_folder(cfg: Config, path: str, target: str) -> int:
     """Makes a step, or a folder of safetensors, of what another system wrote."""
     kind = foreign.detect(path) if cfg.format == "auto" else cfg.format
-    source = foreign.open_foreign(path, kind, cfg.step, cfg.vocab, cfg.hf_config)
+    leave_out = [word for word in cfg.leave_out.split(",") if word]
+    source = foreign.open_foreign(path, kind, cfg.step, cfg.vocab, cfg.hf_config, leave_out)
     if source.left_out:
-        print(f"left out: {', '.join(source.left_out)}")
+        print(f"left out: {foreign.some(source.left_out)}")
+    notes = source.notes.get("objects")
+    if isinstance(notes, dict) and notes:
+        print(f"no tensors, so kept beside the data position: {foreign.some(list(notes))}")
     if cfg.to == "safetensors":
         with offline.new_folder(target) as folder:
             foreign.write(source, folder, cfg.shard_bytes)

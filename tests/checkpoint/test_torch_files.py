@@ -8,14 +8,16 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from megajax.checkpoint import foreign
 from megajax.checkpoint.formats import torch_files
 from megajax.checkpoint.formats.pickles import Global, Record
 from megajax.checkpoint.formats.torch_files import Tensor, TorchFile, plain, tensors
 from megajax.core.errors import UserError
-from tests.foreign_writer import Name, Object, Pairs, dumps, tensor, torch_zip
+from tests.foreign_writer import Name, Object, Pairs, Persistent, dumps, tensor, torch_zip
 
 KINDS = pathlib.Path(__file__).parent.parent / "golden" / "foreign" / "kinds.pt"
 SIX = np.arange(6, dtype=np.float32)
+SIX_TENSOR = tensor(0, (6,), (1,))
 
 
 def opened(tmp_path, *args, **kwargs):
@@ -204,3 +206,149 @@ def test_shared_dictionaries_end(monkeypatch):
     shared["itself"] = shared
     with pytest.raises(UserError, match="or in itself"):
         list(tensors(shared))
+
+
+VIEWS = KINDS.parent.parent / "torch_views"
+
+
+@pytest.mark.parametrize(
+    ("file", "kind"), [("views.pt", "torch"), ("legacy.pt", "torch"), ("dcp", "dcp")]
+)
+def test_conjugate_and_negative_views_have_the_values_that_torch_shows(file, kind):
+    source = foreign.open_foreign(VIEWS / file, kind)
+    with np.load(VIEWS / "values.npz") as values:
+        assert set(source.shapes) == set(values) and not source.left_out
+        for name, value in values.items():
+            read = source.view(name)
+            assert (read.dtype, read.shape) == (value.dtype, value.shape), name
+            assert read.tobytes() == value.tobytes(), name  # the signs of zeros too
+            assert not read.flags.writeable or read.size == 0
+
+
+def test_dtensors_of_one_process_are_read_and_a_part_is_not():
+    source = foreign.open_foreign(VIEWS / "dtensors_of_1.pt", "torch")
+    x = np.arange(6, dtype=np.float32).reshape(2, 3)
+    assert set(source.shapes) == {"rows", "columns", "same", "plain"}
+    for name in ("rows", "columns", "same"):
+        np.testing.assert_array_equal(source.view(name), x)
+    with pytest.raises(UserError) as error:
+        foreign.open_foreign(VIEWS / "dtensors_of_2.pt", "torch")
+    said = str(error.value)
+    assert "rows is one process's part (1, 3) of a DTensor (2, 3) (Shard)" in said
+    assert "columns is one process's part (2, 2)" in said and "x.full_tensor()" in said
+    assert "2 tensors" in said and "same" not in said and "plain is" not in said
+
+
+def test_classes_with_plain_values_and_arrays_are_read():
+    source = foreign.open_foreign(VIEWS / "classes.pt", "torch")
+    x = np.arange(6, dtype=np.float32).reshape(2, 3)
+    want = dict.fromkeys(("parameter", "attribute", "buffer", "array", "columns", "list.0"), x)
+    want |= {"cell": np.float64(2.5), "list.1.row": x[1]}
+    assert set(source.shapes) == set(want) and not source.left_out
+    for name, array in want.items():
+        read = source.view(name)
+        assert read.dtype == array.dtype and read.shape == array.shape, name
+        np.testing.assert_array_equal(read, array, err_msg=name)
+    assert source.notes["objects"] == {
+        "number": 2.5, "truth": True, "list.2": 7, "plain": [1, "two"],
+    }  # fmt: skip
+
+
+REFUSED = {
+    "coo": "sparse", "csr": "sparse", "csc": "sparse", "bsr": "sparse", "bsc": "sparse",
+    "nested": "nested", "jagged": "nested", "quantized": "quantized", "channels": "quantized",
+    "meta": "'meta'", "masked": "MaskedTensor", "lazy": "without values", "half": "complex32",
+    "module": "torch.nn.modules.linear.Linear that holds tensors", "texts": "'U1'",
+    "swapped": "big-endian", "inside.0.deep": "sparse",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_is_no_dense_tensor_is_refused_by_name(name):
+    others = [n for n in REFUSED if n != name]
+    with pytest.raises(UserError) as error:
+        foreign.open_foreign(VIEWS / "refused.pt", "torch", leave_out=others)
+    said = str(error.value)
+    assert f"holds 1 tensor that cannot be imported: {name} is a" in said and REFUSED[name] in said
+
+
+def test_what_is_left_out_by_name_is_listed():
+    source = foreign.open_foreign(VIEWS / "refused.pt", "torch", leave_out=[*REFUSED, "inside"])
+    assert set(source.shapes) == {"good"} and set(source.left_out) == set(REFUSED)
+    with pytest.raises(UserError, match="no value named insid .--leave_out"):
+        foreign.open_foreign(VIEWS / "refused.pt", "torch", leave_out=[*REFUSED, "insid"])
+    with pytest.raises(UserError, match="holds 17 tensors .*; and 7 more; .*--leave_out"):
+        foreign.open_foreign(VIEWS / "refused.pt", "torch")
+
+
+def test_objects_that_only_leave_a_name_are_listed(tmp_path):
+    path, buffer = Object(Name("pathlib", "PurePath"), ("x",)), Object(Name("_io", "BytesIO"), ())
+    made = {"when": path, "raw": buffer, "w": SIX_TENSOR}
+    (tmp_path / "x.pt").write_bytes(torch_zip(made, {"0": SIX.tobytes()}))
+    source = foreign.open_foreign(tmp_path / "x.pt", "torch")
+    assert set(source.shapes) == {"w"}
+    assert source.left_out == [
+        "when (noted by its name only: pathlib.PurePath)",
+        "raw (noted by its name only: _io.BytesIO)",
+    ]
+
+
+def with_bits(bits, cls="FloatStorage"):
+    pid = ("storage", Name("torch", cls), "0", "cpu", 3)
+    args = (Persistent(pid), 0, (3,), (1,), False, None, bits)
+    return Object(Name("torch._utils", "_rebuild_tensor_v2"), args)
+
+
+@pytest.mark.parametrize(
+    ("value", "said"),
+    [
+        (with_bits({"conj": True}), "the bit of a conjugate"),
+        (with_bits({"neg": True}, "LongStorage"), "the bit of a conjugate or a negative"),
+        (with_bits({"neg": 1}), "no dictionary of truths"),
+        (with_bits([1]), "no dictionary of truths"),
+        (with_bits({"zero": True}), "x is a tensor with the bit 'zero'"),
+        (Object(Name("torch._tensor", "_rebuild_from_type_v2"), (1, 2, 3)), "no name"),
+    ],
+)
+def test_hostile_bits(value, said, tmp_path):
+    (tmp_path / "x.pt").write_bytes(torch_zip({"x": value}, {"0": bytes(24)}))
+    with pytest.raises(UserError, match=said):
+        foreign.open_foreign(tmp_path / "x.pt", "torch")
+
+
+def numpy_array(shape, name, data, order="<"):
+    kind = Object(
+        Name("numpy", "dtype"), (name, False, True), (3, order, None, None, None, -1, -1, 0)
+    )
+    raw = Object(Name("_codecs", "encode"), (data.decode("latin1"), "latin1"))
+    core = Name("numpy.core.multiarray", "_reconstruct")
+    return Object(core, (Name("numpy", "ndarray"), (0,), "b"), (1, shape, kind, False, raw))
+
+
+@pytest.mark.parametrize(
+    ("array", "said"),
+    [
+        (numpy_array((2**61,), "f4", bytes(4)), "giant"),
+        (numpy_array((-1,), "f4", bytes(4)), "negative"),
+        (numpy_array((2,), "f4", bytes(4)), r"\(2,\) of float32 with 4 bytes"),
+        (numpy_array((1,), "O8", bytes(8)), "x is an array of NumPy's type 'O8'"),
+        (numpy_array((1,), "i16", bytes(16)), "x is an array of NumPy's type 'i16'"),
+        (numpy_array((1,) * 40, "f4", bytes(4)), "negative, fractional or giant"),
+    ],
+)
+def test_hostile_arrays(array, said, tmp_path):
+    (tmp_path / "x.pt").write_bytes(torch_zip({"x": array}))
+    with pytest.raises(UserError, match=said):
+        foreign.open_foreign(tmp_path / "x.pt", "torch")
+
+
+def test_lists_that_hold_themselves_end(tmp_path):
+    x = opened(tmp_path, SIX_TENSOR, {"0": SIX.tobytes()}).value
+    laugh = [1]
+    for _ in range(100):
+        laugh = [laugh] * 10
+    assert [n for n, _ in tensors({"laugh": laugh, "x": [x]})] == ["laugh", "x.0"]
+    circle = [x]
+    circle.append(circle)
+    with pytest.raises(UserError, match="or in itself"):
+        list(tensors({"circle": circle}))

@@ -91,6 +91,8 @@ def test_stored_leaves_are_what_was_saved(run):
 def test_export_then_import_changes_no_bit(run, tmp_path):
     done = call("checkpoint.py", "export", run, tmp_path / "out", "--shard_bytes=2000")
     assert done.returncode == 0, done.stderr
+    assert "6 tensors (1 of none, 4 of params, 1 of step), 0.1 MB in" in done.stdout
+    assert "There is no config.json and no tokenizer" in done.stdout
     shards = sorted((tmp_path / "out").glob("*.safetensors"))
     theirs = {k: v for p in shards for k, v in safetensors.numpy.load_file(p).items()}
     want, data_state = leaves_of(run / "checkpoints", 2)
@@ -128,6 +130,17 @@ def test_import_runs_nothing(tmp_path):
     assert done.returncode == 2 and "it names 'os.system'" in done.stderr
     assert "Traceback" not in done.stderr
     assert [p.name for p in tmp_path.iterdir()] == ["evil.pt"]
+
+
+def test_import_leaves_nothing_out_in_silence(tmp_path):
+    path = GOLDEN.parent / "torch_views" / "dtensors_of_2.pt"
+    words = "import", path, tmp_path / "new"
+    done = call("checkpoint.py", *words)
+    assert done.returncode == 2 and "rows is one process's part" in done.stderr
+    assert not list(tmp_path.iterdir())
+    done = call("checkpoint.py", *words, "--leave_out=rows,columns")
+    assert done.returncode == 0 and "left out: rows, columns" in done.stdout, done.stderr
+    assert "2 leaves are step 0" in done.stdout
 
 
 @pytest.mark.slow

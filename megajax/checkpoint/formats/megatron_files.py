@@ -16,7 +16,15 @@ import numpy as np
 
 from megajax.checkpoint.formats.pickles import Global, Record
 from megajax.checkpoint.formats.torch_dcp import METADATA, DcpFolder
-from megajax.checkpoint.formats.torch_files import Plain, Tensor, TorchFile, show, tensors, word
+from megajax.checkpoint.formats.torch_files import (
+    Plain,
+    Tensor,
+    TorchFile,
+    Unread,
+    show,
+    tensors,
+    word,
+)
 from megajax.core import files
 from megajax.core.boxes import Box
 from megajax.core.errors import UserError
@@ -245,6 +253,10 @@ class Stacked:
                     self._add(f"decoder.layers.{i}.{stack[1]}", stored, i)
             else:
                 self._add(name, stored, None)
+        for stored, unread in self._files.unread.items():
+            if not rename(stored).startswith(NOT_MODEL):
+                raise UserError(f"{folder}: {stored[:200]} is {unread.what}; {unread.remedy}")
+            others.add(stored)
         for name in [n for n in self.names if n.endswith("_w")]:  # a gate apart from its up
             gate, up = self.names.pop(name), self.names.pop(f"{name[:-2]}_v", None)
             if up is None:
@@ -314,6 +326,8 @@ def _model_tensors(file: TorchFile, chunk: str) -> list[tuple[str, Tensor]]:
         name = rename(stored)
         if name.endswith(NEEDLESS):
             continue
+        if isinstance(tensor, Unread):
+            raise UserError(f"{file.where}: {stored[:200]} is {tensor.what}; {tensor.remedy}")
         if not isinstance(tensor, Tensor):
             raise UserError(f"{file.where}: {stored[:200]} is no tensor")
         if name in found:

@@ -304,7 +304,10 @@ def _price(argument: Any, builder: Callable[..., Any]) -> int:
         return 2 * len(argument)
     if builder in _FILLERS:
         return 128 * len(argument)
-    return len(argument) * (2 if isinstance(argument, tuple) else 16)
+    if isinstance(argument, tuple):  # of arguments with a storage: a tensor is made of them
+        simple = all(isinstance(m, _PLAIN) for m in argument)
+        return 2 * len(argument) + (0 if simple else 256)
+    return 16 * len(argument)
 
 
 _PLAIN = (int, float, type(None), Global)
@@ -337,6 +340,7 @@ def _frozenset(values: Any = ()) -> frozenset:
 _FILLERS = (_ordered, _set, _frozenset)  # each value takes a place in a table
 _BUILDERS: Builders = {
     "collections.OrderedDict": _ordered,
+    "collections.defaultdict": lambda *_: {},  # its items follow
     "copyreg._reconstructor": _make,
     "_codecs.encode": _encode,
     "__builtin__.bytes": lambda: b"",

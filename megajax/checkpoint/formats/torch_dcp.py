@@ -18,14 +18,17 @@ from typing import Any
 import numpy as np
 
 from megajax.checkpoint.formats import pickles
-from megajax.checkpoint.formats.pickles import Record
+from megajax.checkpoint.formats.pickles import Global, Record
 from megajax.checkpoint.formats.torch_files import (
+    DTYPES,
     MAX_RANK,
     Tensor,
     TorchFile,
+    Unread,
     check_shape,
     dtype_of,
     map_file,
+    show,
 )
 from megajax.core.boxes import Box, intersect
 from megajax.core.errors import UserError
@@ -55,7 +58,10 @@ class Chunked:
 
 
 class DcpFolder:
-    """The tensors and the other objects of a DCP folder, by name."""
+    """The tensors and the other objects of a DCP folder, by name.
+
+    unread: the tensors whose values cannot be read.
+    """
 
     def __init__(self, folder: str | Path):
         """Reads the metadata; every number in it is checked.
@@ -70,6 +76,7 @@ class DcpFolder:
         left = len(raw) // CHUNK_BYTES
         self.tensors: dict[str, Chunked] = {}
         self.objects: dict[str, Place] = {}
+        self.unread: dict[str, Unread] = {}
         try:
             places = _places(found)
             for name, entry in _dictionary(found, "state_dict_metadata").items():
@@ -80,6 +87,8 @@ class DcpFolder:
                     raise ValueError("its tensors share their lists of chunks")
                 if entry.last == "BytesStorageMetadata":
                     self.objects[name] = _find(places, name, None)
+                elif (unread := _unread(entry)) is not None:
+                    self.unread[name] = unread
                 else:
                     self.tensors[name] = _chunked(name, entry, places)
         except (ValueError, TypeError, AttributeError, LookupError) as error:
@@ -114,6 +123,11 @@ class DcpFolder:
         tensor = self.tensors[name]
         place, shape = tensor.places[number], tensor.boxes[number].shape
         found = self._open(name, place).value
+        if isinstance(found, Unread):
+            raise UserError(
+                f"{self.folder / place.file}: {name} is {found.what}, which is not read; "
+                f"{found.remedy}"
+            )
         if not isinstance(found, Tensor) or (found.dtype, found.shape) != (tensor.dtype, shape):
             raise UserError(
                 f"{self.folder / place.file}: chunk {number} of {name} at byte {place.offset} is "
@@ -182,6 +196,20 @@ def _find(places: dict[tuple, Place], name: str, offset: tuple | None) -> Place:
     if place is None:
         raise ValueError(f"{name}: no file holds {'it' if offset is None else f'chunk {offset}'}")
     return place
+
+
+def _unread(entry: Record) -> Unread | None:
+    """Returns what a tensor is whose type has no counterpart here, else None."""
+    properties = entry.member("properties")
+    state = properties.state if isinstance(properties, Record) else None
+    if not isinstance(state, tuple) or len(state) < 2:
+        return None
+    if isinstance(state[0], Global) and state[0].name.removeprefix("torch.") not in DTYPES:
+        return Unread(f"a tensor of the type {state[0].name[:200]}", "save it as another type")
+    layout = state[1].args[0] if isinstance(state[1], Record) and state[1].args else "torch.strided"
+    if layout != "torch.strided":
+        return Unread(f"a tensor of the layout {show(layout)}", "save x.to_dense()")
+    return None
 
 
 def _chunked(name: str, entry: Record, places: dict[tuple, Place]) -> Chunked:

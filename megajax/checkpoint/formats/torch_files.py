@@ -1,19 +1,24 @@
 """Files of torch.save, read without torch and without running their pickle.
 
 Such a file is a zip of stored members: NAME/data.pkl, the structure, and NAME/data/KEY, the bytes
-of each storage. A tensor is a view of a storage (offset, shape, strides); it stays in the file till
+of each storage. A tensor is a view of a storage (offset, shape, strides), which may have to be
+conjugated or negated (torch keeps two bits for that beside the storage); it stays in the file till
 it is read. Members are checked against the zip's CRC-32 once, before the first tensor of them is
-given out. Files older than PyTorch 1.6 are no zip: torch_legacy.py finds their parts. No jax.
+given out. A DTensor is read where one process held all of it; what is no dense tensor (sparse,
+nested, quantized, meta, subclasses) becomes an Unread, which says what it is and how to save it so
+that it can be read. Files older than PyTorch 1.6 are no zip: torch_legacy.py finds their parts.
+No jax.
 """
 
 import functools
 import io
 import itertools
 import math
+import re
 import struct
 import zipfile
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,6 +45,42 @@ STORAGES = {
     "ComplexFloatStorage": "complex64", "ComplexDoubleStorage": "complex128",
     "UntypedStorage": "uint8",
 }  # fmt: skip
+# What is no dense tensor: torch's function that would build it -> (what it is, how to save it).
+NOT_DENSE: Mapping[str, tuple[str, str]] = {
+    "torch._utils._rebuild_sparse_tensor": ("a sparse tensor", "save x.to_dense()"),
+    "torch._utils._rebuild_sparse_csr_tensor": ("a sparse tensor", "save x.to_dense()"),
+    "torch._utils._rebuild_nested_tensor": ("a nested tensor", "save x.unbind()"),
+    "torch.nested._internal.nested_tensor._rebuild_njt": ("a nested tensor", "save x.unbind()"),
+    "torch._utils._rebuild_qtensor": ("a quantized tensor", "save x.dequantize()"),
+    "torch._utils._rebuild_meta_tensor_no_storage": (
+        "a tensor on the device 'meta', which has no values",
+        "save it after it was loaded",
+    ),
+    "torch._utils._rebuild_device_tensor_from_cpu_tensor": (
+        "a tensor of a device without storages",
+        "save x.cpu()",
+    ),
+    "torch._utils._rebuild_device_tensor_from_numpy": (
+        "a tensor of a device without storages",
+        "save x.cpu()",
+    ),
+    "torch._utils._rebuild_xla_tensor": ("a tensor of an XLA device", "save x.cpu()"),
+    "torch.nn.parameter.UninitializedParameter": (
+        "a parameter without values",
+        "save it after its first use",
+    ),
+    "torch.nn.parameter.UninitializedBuffer": (
+        "a buffer without values",
+        "save it after its first use",
+    ),
+}
+QUANTIZED = ("QInt8", "QUInt8", "QInt32", "QUInt4x2", "QUInt2x4")  # storages
+PLAIN_TYPES = frozenset(
+    ("torch.Tensor", "torch._tensor.Tensor", "torch.nn.parameter.Parameter")
+    + ("torch.nn.parameter.Buffer", "torch.nn.Parameter", "torch.nn.Buffer")
+)  # classes of tensors whose values are those of their storage
+ARRAYS = ("numpy.core.multiarray", "numpy._core.multiarray")
+NUMBERS = re.compile(r"b1|[iu][1248]|f[248]|c8|c16")  # NumPy's types that are numbers
 MAX_RANK = 32
 MAX_REPEATED = 16 * 2**20  # bytes that a tensor may repeat its storage to (strides of 0)
 MAX_SHARED = 8  # times that the tensors of a file may come to its bytes (chosen: ties are 2)
@@ -74,23 +115,60 @@ class Storage:
 
 @dataclass(frozen=True, eq=False)
 class Tensor:
-    """A tensor that lies in a file. strides: in elements."""
+    """A tensor that lies in a file.
+
+    strides: in elements. conjugate, negative: what torch does to the stored values when it reads
+    them; `x.conj()` and `x.conj().imag` of torch share the storage of x.
+    """
 
     storage: Storage
     dtype: np.dtype
     offset: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
+    conjugate: bool = False
+    negative: bool = False
 
     def read(self) -> np.ndarray:
-        """Returns the tensor as a read-only view of the file. Raises: UserError for damage."""
+        """Returns the tensor, read-only: a view of the file, or a copy where a bit changes values.
+
+        Raises: UserError for damage.
+        """
         if 0 in self.shape:
             return np.empty(self.shape, self.dtype)
         width = self.dtype.itemsize
         pairs = zip(self.shape, self.strides, strict=True)
         strides = tuple(width * s if n > 1 else width for n, s in pairs)  # of 1: any is legal
         raw = self.storage.raw
-        return np.ndarray(self.shape, self.dtype, raw.data, self.offset * width, strides)
+        found = np.ndarray(self.shape, self.dtype, raw.data, self.offset * width, strides)
+        if self.conjugate or self.negative:
+            found = np.asarray(np.conjugate(found) if self.conjugate else found)
+            found = np.asarray(np.negative(found) if self.negative else found)
+            found.flags.writeable = False
+        return found
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Array:
+    """An array of NumPy's that lies in a pickle."""
+
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    data: bytes
+    by_columns: bool
+
+    def read(self) -> np.ndarray:
+        """Returns the array, read-only."""
+        order = "F" if self.by_columns else "C"
+        return np.frombuffer(self.data, self.dtype).reshape(self.shape, order=order)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
+class Unread:
+    """A tensor that cannot be read. what: says what it is. remedy: how it could be saved."""
+
+    what: str
+    remedy: str
 
 
 class TorchFile:
@@ -121,11 +199,13 @@ class TorchFile:
             "torch._utils._rebuild_tensor_v3": self._tensor_v3,
             "torch._utils._rebuild_parameter": lambda data, *_: data,
             "torch._utils._rebuild_parameter_with_state": lambda data, *_: data,
+            "torch._tensor._rebuild_from_type": self._subclass,
+            "torch._tensor._rebuild_from_type_v2": self._subclass,
             "torch.Size": lambda sizes: tuple(sizes),
-        }
+        } | {name: lambda *_, said=said: Unread(*said) for name, said in NOT_DENSE.items()}
         self.value = pickles.loads(text.tobytes(), self.where, builders, self._storage)
 
-    def _storage(self, pid: Any) -> Storage:
+    def _storage(self, pid: Any) -> Storage | Unread:
         """Makes a storage of ('storage', class, key, place, elements)."""
         kind, cls, key, _, elements, *_ = pid  # files before 1.6 have one more, which is None
         if kind != "storage" or not isinstance(cls, Global):
@@ -134,6 +214,8 @@ class TorchFile:
             raise ValueError(f"a storage with a key of type {type(key).__name__}, or a long one")
         if type(elements) is not int or elements < 0:
             raise ValueError("a storage with a negative or fractional size")
+        if cls.name.rpartition(".")[2].removesuffix("Storage") in QUANTIZED:
+            return Unread(*NOT_DENSE["torch._utils._rebuild_qtensor"])
         dtype = storage_dtype(cls)
         member = self._members.get(f"{self._home}data/{key}")
         if member is None:
@@ -146,23 +228,45 @@ class TorchFile:
             raise ValueError(f"storage {key} has {found.nbytes} bytes for {elements} elements")
         return found
 
-    def _tensor(self, storage: Any, offset: Any, shape: Any, strides: Any, *_: Any) -> Tensor:
+    def _tensor(
+        self, storage: Any, offset: Any, shape: Any, strides: Any, grad: Any = None,
+        hooks: Any = None, bits: Any = None, *_: Any,
+    ) -> Tensor | Unread:  # fmt: skip
+        if isinstance(storage, Unread):
+            return storage
         if not isinstance(storage, Storage):
             raise ValueError("a tensor without a storage")
-        return self._view(storage, storage.dtype, offset, shape, strides)
+        return self._view(storage, storage.dtype, offset, shape, strides, bits)
 
     def _tensor_v3(
         self, storage: Any, offset: Any, shape: Any, strides: Any, grad: Any, hooks: Any,
-        dtype: Any, *_: Any,
-    ) -> Tensor:  # fmt: skip
+        dtype: Any, bits: Any = None, *_: Any,
+    ) -> Tensor | Unread:  # fmt: skip
         if not isinstance(storage, Storage):
             raise ValueError("a tensor without a storage")
-        return self._view(storage, dtype_of(dtype), offset, shape, strides)
+        if isinstance(dtype, Global) and dtype.name.removeprefix("torch.") not in DTYPES:
+            return Unread(f"a tensor of the type {dtype.name[:MAX_KEY]}", "save it as another type")
+        return self._view(storage, dtype_of(dtype), offset, shape, strides, bits)
+
+    def _subclass(self, build: Any, cls: Any, args: Any, state: Any = None, *_: Any) -> Any:
+        """Makes a tensor of a class that is not torch.Tensor, or that has attributes."""
+        if not all(isinstance(x, Global) for x in (build, cls)) or not isinstance(args, tuple):
+            raise ValueError("a tensor of a class that is no name")
+        kind = cls.name[:MAX_KEY]
+        if cls.name.rpartition(".")[2] == "DTensor" and cls.name.startswith("torch."):
+            return _all_of_dtensor(args, state)
+        builder = {"v2": self._tensor, "v3": self._tensor_v3}.get(build.name[-2:])
+        if build.name in NOT_DENSE:
+            return Unread(*NOT_DENSE[build.name])
+        if build.name.startswith("torch._utils._rebuild_tensor_v") and builder is not None:
+            if cls.name in PLAIN_TYPES:
+                return builder(*args)
+        return Unread(f"a tensor of the class {kind}", "save it as a plain torch.Tensor")
 
     def _view(
-        self, storage: Storage, dtype: np.dtype, offset: Any, shape: Any, strides: Any
-    ) -> Tensor:
-        """Makes a tensor; every number in it is checked."""
+        self, storage: Storage, dtype: np.dtype, offset: Any, shape: Any, strides: Any, bits: Any
+    ) -> Tensor | Unread:
+        """Makes a tensor; every number in it is checked. bits: torch's metadata, a dictionary."""
         if not isinstance(shape, tuple | list) or not isinstance(strides, tuple | list):
             raise ValueError("a tensor whose sizes or strides are no tuple")
         if len(shape) != len(strides) or len(shape) > MAX_RANK:
@@ -179,7 +283,69 @@ class TorchFile:
         self._left -= math.prod(shape) * dtype.itemsize
         if self._left < 0:
             raise ValueError(f"tensors that share bytes come to over {MAX_SHARED} times the file")
-        return Tensor(storage, dtype, offset, tuple(shape), tuple(strides))
+        found = {} if bits is None else bits
+        if not isinstance(found, dict) or any(type(v) is not bool for v in found.values()):
+            raise ValueError("a tensor whose bits are no dictionary of truths")
+        if others := sorted(map(word, found.keys() - {"conj", "neg"})):
+            return Unread(f"a tensor with the bit {others[0]!r:.50}", "save x.clone()")
+        conjugate, negative = found.get("conj", False), found.get("neg", False)
+        if conjugate and dtype.kind != "c" or negative and dtype.kind not in "fcV":
+            raise ValueError(f"a tensor of {dtype} with the bit of a conjugate or a negative")
+        return Tensor(storage, dtype, offset, tuple(shape), tuple(strides), conjugate, negative)
+
+
+def _all_of_dtensor(args: tuple, state: Any) -> Any:
+    """Returns the local tensor of a DTensor where it is all of it, else an Unread.
+
+    args: those of torch's _rebuild_wrapper_subclass. state: its members, or (None, its members).
+    """
+    states = state if isinstance(state, tuple) else (state,)
+    members = {k: v for s in states if isinstance(s, dict) for k, v in s.items()}
+    local, spec = members.get("_local_tensor"), members.get("_spec")
+    placements = spec.member("placements") if isinstance(spec, Record) else None
+    if isinstance(local, Unread) or len(args) < 3 or not isinstance(placements, tuple | list):
+        return local if isinstance(local, Unread) else Unread("a DTensor", _FULL)
+    kinds = [p.last if isinstance(p, Record) else type(p).__name__ for p in placements]
+    shape = args[2]
+    if isinstance(local, Tensor) and local.shape == shape and set(kinds) <= {"Shard", "Replicate"}:
+        return local
+    held = local.shape if isinstance(local, Tensor) else "nothing"
+    shape = shape if isinstance(shape, tuple) and _is_flat(shape) else "(...)"
+    return Unread(
+        f"one process's part {held} of a DTensor {shape} ({', '.join(kinds)})"[:300], _FULL
+    )
+
+
+_FULL = "save x.full_tensor(), or all processes' parts by torch.distributed.checkpoint"
+
+
+def _array(found: Record) -> Any:
+    """Returns the array or the number that a record of NumPy's says, or an Unread of it."""
+    kind = found.kind.rpartition(".")
+    if kind[0] not in ARRAYS or kind[2] not in ("_reconstruct", "scalar"):
+        return found
+    if kind[2] == "scalar" and len(found.args) == 2:
+        shape, by_columns = (), False
+        dtype, data = found.args
+    elif isinstance(found.state, tuple) and len(found.state) == 5:
+        _, shape, dtype, by_columns, data = found.state
+    else:
+        return Unread("an array of NumPy's without values", "save it as a tensor")
+    name = dtype.args[0] if isinstance(dtype, Record) and dtype.args else None
+    order = dtype.state if isinstance(dtype, Record) else None
+    if not isinstance(name, str) or not NUMBERS.fullmatch(name) or not isinstance(data, bytes):
+        return Unread(f"an array of NumPy's type {word(name)[:20]!r}", "save it as a tensor")
+    if not isinstance(order, tuple) or len(order) < 2 or order[1] not in ("<", "|", "="):
+        return Unread("an array of NumPy's in big-endian order", "save it as a tensor")
+    numbers = shape if isinstance(shape, tuple) and len(shape) <= MAX_RANK else (-1,)
+    if any(type(n) is not int or not 0 <= n < 2**62 for n in numbers):
+        raise ValueError("an array with negative, fractional or giant sizes")
+    made = np.dtype(name)
+    check_shape(numbers, made)
+    if math.prod(numbers) * made.itemsize != len(data):
+        raise ValueError(f"an array {numbers} of {made} with {len(data):,} bytes")
+    array = Array(made, tuple(numbers), data, by_columns is True)
+    return array.read().item() if kind[2] == "scalar" else array
 
 
 def storage_dtype(cls: Global) -> np.dtype:
@@ -222,15 +388,32 @@ def _is_flat(x: Any) -> bool:
 
 
 def tensors(value: Any, where: str = "the file") -> Iterator[tuple[str, Any]]:
-    """Yields (dots-joined keys, value) of nested dictionaries' ends: Tensors and the rest.
+    """Yields (dots-joined keys, value) of nested dictionaries' ends.
 
+    A list or tuple is entered too if it holds tensors; its parts are named by their numbers.
+    Values: Tensors, Arrays, an Unread for each tensor or object with tensors that cannot be read,
+    and the rest as `pickles` reads it.
     Raises: UserError for two ends of one name, and for more or longer names than MAX_NAMES bytes,
     which shared dictionaries and those that hold themselves can come to.
     """
     todo: list[tuple[str | None, Any]] = [(None, value)]
-    seen, left = set(), MAX_NAMES
+    seen, left, holders = set(), MAX_NAMES, _Holders()
     while todo:
         name, x = todo.pop()
+        if isinstance(x, Record):
+            try:
+                x = _array(x)
+            except ValueError as error:
+                raise UserError(
+                    f"{where} is damaged: {(name or '')[:MAX_KEY]} is {error}"
+                ) from None
+        if isinstance(x, list | tuple | Record | Storage) and holders(x):
+            if isinstance(x, Record):
+                x = Unread(f"an object {x.kind[:MAX_KEY]} that holds tensors", _STATE_DICT)
+            elif isinstance(x, Storage):
+                x = Unread("a storage without a tensor", "save it as a tensor")
+            else:
+                x = dict(enumerate(x))
         if isinstance(x, dict):
             prefix = "" if name is None else f"{name}."
             parts = [word(k) for k in x]
@@ -252,12 +435,63 @@ def tensors(value: Any, where: str = "the file") -> Iterator[tuple[str, Any]]:
             yield name or "", x
 
 
+_STATE_DICT = "save its state_dict(), or a dictionary of its tensors"
+
+
+class _Holders:
+    """Tells which containers hold a tensor, however deep; each container is looked at once."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, bool] = {}  # by id: the structure outlives this
+        self._alive: list[Any] = []
+
+    def __call__(self, value: Any) -> bool:
+        path: list[tuple[Any, Iterator[Any]]] = []
+        answer = self._enter(value, path)
+        while path:
+            container, parts = path[-1]
+            if answer:
+                self._known[id(container)] = True
+                path.pop()
+                continue
+            part = next(parts, path)
+            if part is path:  # all parts were looked at: it holds none
+                path.pop()
+            else:
+                answer = self._enter(part, path)
+        return answer
+
+    def _enter(self, x: Any, path: list[tuple[Any, Iterator[Any]]]) -> bool:
+        """Returns what is known of a value; a container that was not looked at joins the path."""
+        if isinstance(x, Tensor | Array | Storage | Unread):
+            return True
+        if isinstance(x, Record) and x.kind.rpartition(".")[0] in ARRAYS:
+            return x.last != "scalar"
+        if not isinstance(x, dict | list | tuple | Record) or not x:
+            return False
+        if id(x) not in self._known:
+            self._known[id(x)] = False  # also while it is looked at: it may hold itself
+            self._alive.append(x)
+            if isinstance(x, Record):
+                members = x.state.values() if isinstance(x.state, dict) else (x.state,)
+                parts = itertools.chain(x.args, members, x.items)
+            else:
+                parts = iter(x.values() if isinstance(x, dict) else x)
+            path.append((x, iter(parts)))
+            return False
+        return self._known[id(x)]
+
+
 class Plain:
-    """Makes values that JSON can say, of all of a file: so many values and characters."""
+    """Makes values that JSON can say, of all of a file: so many values and characters.
+
+    named: the classes of the objects that were replaced by the names of their classes.
+    """
 
     def __init__(self) -> None:
         """Starts with the whole allowance."""
         self._values, self._text = MAX_PLAIN, MAX_PLAIN_TEXT
+        self.named: dict[str, None] = {}
 
     def __call__(self, value: Any, depth: int = 20) -> Any:
         """Returns a value as JSON can say it: dtypes and records of code by their names.
@@ -280,6 +514,9 @@ class Plain:
         if isinstance(value, Global):
             return value.name
         if isinstance(value, Record):
+            value = _array(value)
+        if isinstance(value, Record):
+            self.named[value.kind[:MAX_KEY]] = None
             return value.kind
         if value is None or isinstance(value, bool | int | float | str):
             return value
