@@ -1,5 +1,9 @@
 """Deviceless compilation: what it compiles, and what it must leave alone."""
 
+import os
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -39,3 +43,18 @@ def test_a_program_compiles_twice_beside_a_cache_on_disk(cache):
     assert not list(cache.iterdir())
     jax.jit(lambda x: jnp.cos(x).sum())(jnp.ones(8))
     assert list(cache.iterdir()), "the cache must go on for programs with devices"
+
+
+@pytest.mark.aot
+@pytest.mark.process
+@pytest.mark.skipif(os.path.exists("/dev/nvidiactl"), reason="there is a GPU")
+def test_the_plugin_without_a_gpu_leaves_other_programs_of_the_environment_alone(tmp_path):
+    """A program that imports jax and nothing of ours prints no traceback of the CUDA plugin."""
+    jaxes = ("JAX_", "XLA_", "CUDA_")
+    env = {k: v for k, v in os.environ.items() if not k.startswith(jaxes)}
+    code = "import jax; print(jax.devices(), jax.numpy.ones(3).sum())"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.split() == ["[CpuDevice(id=0)]", "3.0"]
