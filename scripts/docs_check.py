@@ -21,7 +21,7 @@ SCRIPT = re.compile(r"(?:(?:experiments|scripts)/)?(\w+\.(?:py|sh))$")
 # What other programs define: their flags, and files that the project makes when it runs.
 FOREIGN_FLAGS = {
     "--extra", "--group", "--help", "--helpfull", "--nodes", "--server-side", "--signal", "--batch",
-    "--all", "--slow", "--lint", "--FLAG", "--durations",
+    "--all", "--slow", "--lint", "--FLAG", "--durations", "--with", "--logdir",
 }  # fmt: skip
 MADE = ("pallas_kernels/tuned", "runs/", "summary.md", "plan.md")  # appear when a script has run
 PRETRAIN = "pretrain.py"  # these launchers hand it the flags that are not theirs
@@ -33,7 +33,7 @@ SHARED = {"tune.py": "scripts/gpu_check.py", "supervise.py": "megajax/systems/mi
 FOREIGN = {
     "aws", "s3", "sync", "sbatch", "scancel", "srun", "kubectl", "mpirun", "nvidia", "git", "pip",
     "install", "moto", "ui", "perfetto", "dev", "shm", "tmp", "ptxas", "TMA", "gh", "clone", "cd",
-    "rankK", "attemptN", "NOTES",
+    "rankK", "attemptN", "NOTES", "jupyterlab", "jupyter", "lab", "tensorboard",
 }  # fmt: skip
 
 
