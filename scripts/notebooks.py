@@ -1,11 +1,18 @@
 """Executes every notebook of experiments/notebooks in a fresh kernel; fails with the first error.
 
-uv run scripts/notebooks.py            # check
-uv run scripts/notebooks.py --write    # and keep the outputs
+    uv run scripts/notebooks.py [NAME ...]           # check
+    uv run scripts/notebooks.py --write [NAME ...]   # and keep the outputs
+
+The outputs are committed, so that a notebook can be read without running it. The check fails when a
+cell prints a warning, when the outputs are large, and when what a cell printed has other words than
+the outputs in the file. Numbers may differ: many are times. A cell whose words differ from machine
+to machine (a sample of a model) has the tag `varies`, and only its kinds of output are compared.
 """
 
 import megajax.core.interrupted  # noqa: F401
 
+import itertools
+import re
 import sys
 import tempfile
 import time
@@ -14,28 +21,81 @@ from pathlib import Path
 import nbformat
 from absl import flags
 from nbclient import NotebookClient
+from traitlets.config import Config
 
 from megajax.core import config
 
 FOLDER = Path(__file__).parent.parent / "experiments" / "notebooks"
 MAX_CELLS = 12
+MAX_BYTES = 300_000  # of a file with its outputs (chosen: pictures of a few dozen kilobytes each)
+VARIES = "varies"
 WRITE = flags.DEFINE_boolean("write", False, "keep the outputs in the notebooks")
+# A socket file instead of TCP ports: other users of this machine cannot read along.
+IPC = Config({"KernelManager": {"transport": "ipc"}})
 
 
-def main() -> None:
-    """Runs them one after the other, each in an empty folder."""
-    for path in sorted(FOLDER.glob("*.ipynb")):
-        notebook = nbformat.read(path, as_version=4)
-        if len(notebook.cells) > MAX_CELLS:
-            raise SystemExit(f"{path.name} has {len(notebook.cells)} cells, at most {MAX_CELLS}")
+def execute(notebook: nbformat.NotebookNode) -> None:
+    """Runs the cells in an empty folder and a fresh kernel; their outputs replace the old."""
+    with tempfile.TemporaryDirectory() as folder:
+        client = NotebookClient(
+            notebook, timeout=300, record_timing=False, config=IPC, coalesce_streams=True,
+            resources={"metadata": {"path": folder}},
+        )  # fmt: skip
+        client.execute()
+
+
+def words(cell: nbformat.NotebookNode) -> list[str]:
+    """Returns what a cell printed, without numbers and breaks, and the kinds of its pictures."""
+    parts = []
+    for output in cell.outputs:
+        text = output.get("text", "")
+        if output.output_type in ("execute_result", "display_data"):
+            kinds = sorted(kind for kind in output.data if kind != "text/plain")
+            text = output.data.get("text/plain", "") if not kinds else ""
+            parts += kinds
+        if VARIES not in cell.metadata.get("tags", ()):
+            parts.append(re.sub(r"\s+", " ", re.sub(r"[-+]?\d[\d.,]*(e[-+]?\d+)?", "#", text)))
+    return parts
+
+
+def defects(old: nbformat.NotebookNode, new: nbformat.NotebookNode) -> list[str]:
+    """Returns one line for each cell that warns, or whose outputs are not those of the file."""
+    bad = []
+    codes = [[c for c in n.cells if c.cell_type == "code"] for n in (old, new)]
+    for at, (before, after) in enumerate(zip(*codes, strict=True), 1):
+        warned = [o.text for o in after.outputs if o.get("name") == "stderr"]
+        bad += [f"code cell {at} warns: {text.strip()}" for text in warned]
+        for was, now in itertools.zip_longest(words(before), words(after), fillvalue="nothing"):
+            if was != now:
+                bad.append(
+                    f"code cell {at}: the file has\n    {was.strip()}\n  the cell gave\n"
+                    f"    {now.strip()}\n  uv run scripts/notebooks.py --write"
+                )
+    size = len(nbformat.writes(new).encode())
+    if size > MAX_BYTES:
+        bad.append(f"{size:,} bytes with its outputs, at most {MAX_BYTES:,}")
+    return bad
+
+
+def main(*names: str) -> int:
+    """Runs them one after the other; returns 1 when something is wrong."""
+    wrong = 0
+    for name in names or sorted(path.name for path in FOLDER.glob("*.ipynb")):
+        path = (FOLDER / name).with_suffix(".ipynb")
+        old = nbformat.read(path, as_version=4)
+        if len(old.cells) > MAX_CELLS:
+            raise SystemExit(f"{path.name} has {len(old.cells)} cells, at most {MAX_CELLS}")
+        new = nbformat.from_dict(old)
         began = time.perf_counter()
-        with tempfile.TemporaryDirectory() as folder:
-            client = NotebookClient(notebook, timeout=300, resources={"metadata": {"path": folder}})
-            client.execute()
-        print(f"{path.name}: {len(notebook.cells)} cells in {time.perf_counter() - began:.0f} s")
+        execute(new)
+        print(f"{path.name}: {len(new.cells)} cells in {time.perf_counter() - began:.0f} s")
+        found = defects(new if WRITE.value else old, new)
+        print("\n".join(f"{path.name}: {line}" for line in found), end="\n" if found else "")
+        wrong += len(found)
         if WRITE.value:
-            nbformat.write(notebook, path)
+            nbformat.write(new, path)
+    return int(bool(wrong))
 
 
 if __name__ == "__main__":
-    sys.exit(config.run(main))
+    sys.exit(config.run(main, optional=len(sys.argv)))
