@@ -61,6 +61,8 @@ else:
         if Path(f"{out}.idx").exists():
             raise UserError(f"{out}.idx exists; remove it or choose another --out")
         source = open_source(cfg.data.source, cfg.data)
+        if said := source.coverage():
+            print(said)
         tokenizer = open_tokenizer_for(cfg.data, [source], expand(cfg.cache_dir, "cache_dir"))
         try:
             stats = tokenise(source, tokenizer, out)

@@ -381,11 +381,13 @@ def _jsonl_seeds(folder: Path) -> list[bytes]:
 
 def _jsonl(data: bytes, folder: Path) -> None:
     name = "a.jsonl.gz" if data[:2] == b"\x1f\x8b" else "a.jsonl"
-    (folder / name).write_bytes(data)
+    names = (name, name.replace("jsonl", "json"))
     for undecodable in ("error", "replace", "skip"):
         cfg = DataConfig(undecodable=undecodable)
-        for document in open_source(str(folder / name), cfg).documents():
-            document.text.encode()
+        for name in names:
+            (folder / name).write_bytes(data)
+            for document in open_source(str(folder / name), cfg).documents():
+                document.text.encode()
 
 
 def _tokenizer_seeds(folder: Path) -> list[bytes]:

@@ -12,8 +12,8 @@ class DataConfig(Checked, section="data"):
 
     source: str = option(
         "stdlib",
-        "stdlib, site-packages, a folder, a glob, a file (txt md py jsonl, .gz), a Megatron prefix "
-        "(x.bin with x.idx), or a mixture a:0.7,b:0.3 of names without commas",
+        "stdlib, site-packages, a folder, a glob, a file (txt md py jsonl json parquet, .gz .zst), "
+        "a Megatron prefix (x.bin with x.idx), or a mixture a:0.7,b:0.3 of names without commas",
     )
     tokenizer: str = option("bytes", "bytes, bpe:N (trained here, cached), or a tokenizer.json")
     holdout: float = option(
@@ -28,7 +28,7 @@ class DataConfig(Checked, section="data"):
     undecodable: Literal["error", "skip", "replace"] = option(
         "error", "what to do with bytes that are not UTF-8"
     )
-    text_key: str = option("text", "the member of a jsonl line that holds the text")
+    text_key: str = option("text", "the member (of jsonl, json) or column that holds the text")
     prefetch: int = option(4, "batches that threads prepare ahead", "batches", at_least=0)
 
 
@@ -41,4 +41,4 @@ class LabelledConfig(DataConfig, section="data"):
         "what pretraining reads; to classify: stdlib (passages and their packages), jsonl lines "
         "with text and label, or a folder with a folder of texts for each label",
     )
-    label_key: str = option("label", "the member of a jsonl line that holds the label")
+    label_key: str = option("label", "the member or column that holds the label")

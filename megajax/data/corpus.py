@@ -76,6 +76,9 @@ def open_corpora(
     named = parse(cfg.source)
     prefixes = {name: _megatron_prefix(name) for name, _ in named}
     sources = {name: open_source(name, cfg) for name, prefix in prefixes.items() if prefix is None}
+    for source in sources.values():
+        if said := source.coverage():
+            say(said)
     tokenizer = open_tokenizer_for(cfg, list(sources.values()), cache, say)
     if vocab is not None:
         check_vocabulary(tokenizer, vocab)

@@ -10,7 +10,7 @@ Legend: N examples, S tokens of a row.
 
 import dataclasses
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -101,11 +101,21 @@ class ShuffledRows:
         return self.examples.row(permute(place, len(self.examples), key), self.seq_len)
 
 
-def open_labelled(cfg: LabelledConfig, seq_len: int, cache_dir: str | Path) -> LabelledSet:
-    """Returns the labelled set of `data.source`. Raises: UserError when there is none."""
+def open_labelled(
+    cfg: LabelledConfig,
+    seq_len: int,
+    cache_dir: str | Path,
+    say: Callable[[str], None] = print,
+) -> LabelledSet:
+    """Returns the labelled set of `data.source`; say hears which files are not read.
+
+    Raises: UserError when there is none.
+    """
     if cfg.source == "stdlib":
         return _passages(cfg, seq_len, cache_dir)
     source = dataclasses.replace(open_source(cfg.source, cfg), label_key=cfg.label_key)
+    if said := source.coverage():
+        say(said)
     tokenizer = open_tokenizer_for(cfg, [source], expand(cache_dir, "cache_dir"))
     texts = [(d.text, d.label) for d in source.documents()]
     labels = tuple(sorted({label for _, label in texts if label is not None}))

@@ -1,9 +1,10 @@
 """Where text comes from: the interpreter's own library, folders, globs, files.
 
 A source lists its files first (so that a missing or empty one fails at once) and reads them one by
-one later. A document is one file, or one line of a jsonl file. Symbolic links are followed
-(walk.py), and a file that several names reach is read once. Nothing is downloaded and no text
-leaves the machine.
+one later. A document is one text file, one line of a jsonl file, one object of a json file or one
+row of a parquet file. What is not read is counted by its ending (Source.coverage). Symbolic links
+are followed (walk.py), and a file that several names reach is read once. Nothing is downloaded and
+no text leaves the machine. Parquet files and .zst files need pyarrow, an extra.
 """
 
 import contextlib
@@ -11,13 +12,16 @@ import dataclasses
 import glob
 import gzip
 import hashlib
+import importlib.util
+import io
 import os
 import re
 import sysconfig
 import zlib
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from absl import logging
 
@@ -28,10 +32,15 @@ from megajax.data.config import DataConfig
 from megajax.data.walk import each_file_once, files_below, files_matching
 
 READING = 2  # how a file becomes texts: part of every fingerprint of a source
-SUFFIXES = (".txt", ".md", ".py", ".jsonl")
+SUFFIXES = (".txt", ".md", ".py", ".jsonl", ".json", ".parquet")
+PACKED = (".gz", ".zst")
 SURROGATE = re.compile("[\ud800-\udfff]")
 GZIP_SLACK = 8 * 2**20  # (chosen) bytes that any compressed file may unfold to
 GZIP_GROWTH = 32  # (chosen: text has 3 to 10) bytes that each compressed byte may come to beyond it
+HEAD = 2**16  # (chosen) bytes of a json file of a folder that are searched for the text's member
+ROWS = 1024  # (chosen) rows of a parquet file that are in memory at a time
+ENDINGS = 8  # (chosen) endings that a message lists
+ENDING = 12  # (chosen) characters of an ending; more are a part of a name
 BUILT_IN = ("stdlib", "site-packages")
 SKIPPED_FOLDERS = {"test", "tests", "__pycache__", "site-packages", "idle_test"}
 
@@ -49,8 +58,9 @@ class Document:
 class Source:
     """A list of files. undecodable: error, skip or replace; text_key: for jsonl lines.
 
-    label_key: the member of a jsonl line that is the label of its text; the label of another file
-    is the folder that it is in, below the root. None: documents have no labels.
+    label_key: the member of a line, object or row that is the label of its text; the label of
+    another file is the folder that it is in, below the root. None: documents have no labels.
+    unread: how many files with which ending there are beside `files`.
     """
 
     name: str
@@ -59,6 +69,17 @@ class Source:
     undecodable: str
     text_key: str
     label_key: str | None = None
+    unread: tuple[tuple[str, int], ...] = ()
+
+    def coverage(self) -> str | None:
+        """Returns how many of the files are read and which are not; None when all are."""
+        if not self.unread:
+            return None
+        total = len(self.files) + sum(n for _, n in self.unread)
+        return (
+            f"data.source={self.name}: read {len(self.files):,} of {total:,} files; "
+            f"not read: {_listed(self.unread)}"
+        )
 
     def fingerprint(self) -> str:
         """Returns a hash of the files' names, sizes and times: it changes when the text does."""
@@ -79,12 +100,17 @@ class Source:
     def documents(self) -> Iterator[Document]:
         """Yields the documents in the order of the files. Raises: UserError naming the file."""
         for file in self.files:
-            if _suffix(file) == ".jsonl":
+            kind = _suffix(file)
+            if kind == ".jsonl":
                 yield from self._lines(file)
-                continue
-            for raw in _parts(file, lines=False):
-                if text := self._decoded(raw, str(file)):
-                    yield Document(self._relative(file), text, self._folder(file))
+            elif kind == ".json":
+                yield from self._json(file)
+            elif kind == ".parquet":
+                yield from self._rows(file)
+            else:
+                for raw in _parts(file, lines=False):
+                    if text := self._decoded(raw, str(file)):
+                        yield Document(self._relative(file), text, self._folder(file))
 
     def _relative(self, file: Path) -> str:
         return file.relative_to(self.root).as_posix()
@@ -109,20 +135,88 @@ class Source:
         for number, raw in enumerate(_parts(file, lines=True), 1):
             where = f"{file} line {number}"
             line = self._decoded(raw, where)
-            if line and line.strip() and (value := self._text_of(line, where)):
-                label = self._label_of(line, where)
-                yield Document(f"{self._relative(file)}#{number}", value, label)
+            if line and line.strip():
+                found = _parsed(line, where)
+                yield from self._of_object(found, where, f"{self._relative(file)}#{number}")
+
+    def _json(self, file: Path) -> Iterator[Document]:
+        """Yields the texts of a list of objects, of one object, or of an object a line."""
+        with contextlib.closing(_parts(file, lines=True)) as lines:
+            first = next((raw for raw in lines if raw.strip()), b"").strip()
+        if first.startswith((b"{", b"\xef\xbb\xbf{")) and first.endswith(b"}"):
+            yield from self._lines(file)
+            return
+        for raw in _parts(file, lines=False):
+            if (text := self._decoded(raw, str(file))) is None:
+                return
+            found = _parsed(text, str(file))
+            if not isinstance(found, list):
+                yield from self._of_object(found, str(file), self._relative(file))
+                return
+            for number, item in enumerate(found, 1):
+                where = f"{file} item {number}"
+                yield from self._of_object(item, where, f"{self._relative(file)}#{number}")
+
+    def _rows(self, file: Path) -> Iterator[Document]:
+        """Yields the texts of a parquet file. A batch of rows at a time is in memory."""
+        import pyarrow
+        from pyarrow import parquet
+
+        columns = [self.text_key, *([] if self.label_key is None else [self.label_key])]
+        left = most = GZIP_SLACK + GZIP_GROWTH * file.stat().st_size
+        number = 0
+        try:
+            with _opened(file) as raw:
+                # As a dictionary a value is in memory once, however many rows repeat it.
+                names = _check_columns(parquet.read_schema(raw), columns, file)
+                table = parquet.ParquetFile(raw, read_dictionary=names, pre_buffer=False)
+                groups = [table.metadata.row_group(i) for i in range(table.num_row_groups)]
+                parts = [g.column(i) for g in groups for i in range(g.num_columns)]
+                sizes = {c: 0 for c in columns}
+                for part in parts:
+                    if part.path_in_schema in sizes:
+                        sizes[part.path_in_schema] += part.total_uncompressed_size
+                if max(sizes.values()) > most:
+                    raise _bomb(file, most, "write it again with smaller values")
+                for batch in table.iter_batches(ROWS, columns=columns):
+                    for values in zip(*map(_values, batch.columns), strict=True):
+                        number += 1
+                        left -= len(values[0] or b"") + 1
+                        if left < 0:
+                            raise _bomb(file, most, "write it again as jsonl")
+                        yield from self._of_row(values, file, number)
+        except (pyarrow.ArrowException, UnicodeDecodeError, KeyError) as error:
+            said = str(error).splitlines()[0][:200]
+            raise UserError(f"cannot read {file}: {said} (--data.source)") from None
+
+    def _of_row(self, values: tuple, file: Path, number: int) -> Iterator[Document]:
+        where, text = f"{file} row {number}", values[0]
+        if isinstance(text, bytes):
+            text = self._decoded(text, where)
+            if text is None:
+                return
+        found = {self.text_key: text}
+        if self.label_key is not None:
+            label = values[1]
+            label = label.decode(errors="replace") if isinstance(label, bytes) else label
+            found[self.label_key] = label
+        yield from self._of_object(found, where, f"{self._relative(file)}#{number}")
+
+    def _of_object(self, found: Any, where: str, name: str) -> Iterator[Document]:
+        """Yields the text of a parsed object, with its label."""
+        if text := self._text_of(found, where):
+            yield Document(name, text, self._label_of(found, where))
 
     def _folder(self, file: Path) -> str | None:
         """Returns the name of the folder below the root that a file is in, as its label."""
         parts = file.relative_to(self.root).parts
         return parts[0] if self.label_key is not None and len(parts) > 1 else None
 
-    def _label_of(self, line: str, where: str) -> str | None:
-        """Returns the label of a jsonl line whose text was read: a string or a whole number."""
+    def _label_of(self, found: dict[str, Any], where: str) -> str | None:
+        """Returns the label of an object whose text was read: a string or a whole number."""
         if self.label_key is None:
             return None
-        value = parse_json(line).get(self.label_key)
+        value = found.get(self.label_key)
         if not isinstance(value, str | int) or isinstance(value, bool):
             raise UserError(
                 f"{where}: member {self.label_key!r} must be a label, a string or a whole number, "
@@ -130,15 +224,15 @@ class Source:
             )
         return str(value)
 
-    def _text_of(self, line: str, where: str) -> str | None:
-        """Returns the text of one jsonl line, or None where `undecodable` says to skip it."""
+    def _text_of(self, found: Any, where: str) -> str | None:
+        """Returns the text of a parsed object, or None where `undecodable` says to skip it."""
         key = self.text_key
-        try:
-            found = parse_json(line)
-        except ValueError as error:
-            raise UserError(f"{where} is not JSON: {error} (--data.source)") from None
         if not isinstance(found, dict) or key not in found:
-            raise UserError(f"{where} has no member {key!r} (--data.text_key)")
+            its = ""
+            if isinstance(found, dict):
+                members = ", ".join(repr(m)[:40] for m in list(found)[:ENDINGS])
+                its = f"; its members: {members or 'none'}"
+            raise UserError(f"{where} has no member {key!r}{its} (--data.text_key)")
         value = found[key]
         if not isinstance(value, str):
             kind = "null" if value is None else type(value).__name__
@@ -169,68 +263,188 @@ def open_source(name: str, cfg: DataConfig) -> Source:
         named = (f for f in root.rglob("*.py") if f.is_file())  # no folder, no broken link
         files = [f for f in named if not skipped & set(f.relative_to(root).parts[:-1])]
         return Source(name, root, each_file_once(files), "skip", cfg.text_key)
-    root, files = _find(name)
+    root, files, unread = _find(name, cfg.text_key)
     if not files:
+        has = f" it has {_listed(unread)};" if unread else ""
         raise UserError(
-            f"data.source={name} has no {', '.join(SUFFIXES)} file (nor .gz of one) (--data.source)"
+            f"data.source={name} has no {', '.join(SUFFIXES)} file (nor {' or '.join(PACKED)} of "
+            f"one):{has} convert the texts to one of these (--data.source)"
         )
-    return Source(name, root, each_file_once(files), cfg.undecodable, cfg.text_key)
+    if importlib.util.find_spec("pyarrow") is None:
+        for file in files:
+            _check_pyarrow(file)
+    files = each_file_once(files)
+    return Source(name, root, files, cfg.undecodable, cfg.text_key, unread=unread)
+
+
+def _check_pyarrow(file: Path) -> None:
+    """Raises UserError for a file that only pyarrow reads. It is called where pyarrow is absent."""
+    packed = file.suffix.lower() == ".zst"
+    if packed or _suffix(file) == ".parquet":
+        other = "unfold it with zstd -d" if packed else "convert it to jsonl"
+        raise UserError(
+            f"{file} needs the package pyarrow: uv sync --extra parquet; or {other} (--data.source)"
+        )
+
+
+def _listed(unread: Iterable[tuple[str, int]]) -> str:
+    """Returns '.pdf 4, .docx 3, without ending 1': the most frequent endings."""
+    ordered = sorted(unread, key=lambda pair: (-pair[1], pair[0]))
+    more = sum(n for _, n in ordered[ENDINGS:])
+    first = ", ".join(f"{ending} {n:,}" for ending, n in ordered[:ENDINGS])
+    return f"{first}, others {more:,}" if more else first
+
+
+def _parsed(text: str, where: str) -> Any:
+    """Returns what JSON says. Raises: UserError naming the place."""
+    try:
+        return parse_json(text)
+    except ValueError as error:
+        raise UserError(f"{where} is not JSON: {error} (--data.source)") from None
+
+
+def _check_columns(schema: Any, columns: list[str], file: Path) -> list[str]:
+    """Returns those of the columns that hold text, not numbers.
+
+    Raises: UserError for a parquet file without the columns of text and label, or of other types.
+    """
+    from pyarrow import types
+
+    names, found = schema.names, []
+    for name, flag in zip(columns, ("text_key", "label_key"), strict=False):
+        if names.count(name) != 1:
+            its = ", ".join(str(n)[:40] for n in names[:ENDINGS])
+            raise UserError(f"{file} has no column {name!r}; its columns: {its} (--data.{flag})")
+        kind = schema.field(name).type
+        value = kind.value_type if types.is_dictionary(kind) else kind
+        texts = types.is_string(value) or types.is_large_string(value) or types.is_binary(value)
+        if not texts and not (flag == "label_key" and types.is_integer(value)):
+            raise UserError(f"{file}: column {name!r} has the type {kind}, no text (--data.{flag})")
+        found += [name] if texts else []
+    return found
+
+
+def _values(column: Any) -> Iterator[Any]:
+    """Yields the values of a column: bytes of a text, numbers, None."""
+    for scalar in column:
+        value = getattr(scalar, "value", scalar)  # of a dictionary's entry
+        if value is None or not getattr(value, "is_valid", True):
+            yield None
+        elif hasattr(value, "as_buffer"):
+            yield value.as_buffer().to_pybytes()
+        else:
+            yield value.as_py()
+
+
+def _bomb(file: Path, most: int, remedy: str) -> UserError:
+    return UserError(
+        f"{file} unfolds to over {most:,} bytes, {GZIP_GROWTH} times its size and more: a file "
+        f"made to fill the memory; if it is not, {remedy} (--data.source)"
+    )
 
 
 @contextlib.contextmanager
-def _opened(file: Path) -> Iterator[BinaryIO | gzip.GzipFile]:
-    """Opens a regular file, unpacked if it is a .gz. Raises: UserError when it cannot be read."""
+def _opened(file: Path) -> Iterator[BinaryIO | gzip.GzipFile | io.BufferedReader]:
+    """Opens a regular file, unpacked if it is packed. Raises: UserError when it cannot be read."""
+    packing = file.suffix.lower()
     try:
         with open_regular(file) as raw:
-            if file.suffix != ".gz":
-                yield raw
-            else:
+            if packing == ".gz":
                 with gzip.GzipFile(fileobj=raw) as unfolded:
                     yield unfolded
+            elif packing == ".zst":
+                import pyarrow
+
+                stream = pyarrow.CompressedInputStream(pyarrow.PythonFile(raw, "r"), "zstd")
+                yield io.BufferedReader(stream)
+            else:
+                yield raw
     except (OSError, EOFError, zlib.error) as error:
         raise UserError(f"cannot read {file}: {error} (--data.source)") from None
 
 
 def _parts(file: Path, lines: bool) -> Iterator[bytes]:
     """Yields the lines of a file, or all of it as one part. Raises: UserError."""
-    is_packed = file.suffix == ".gz"
+    is_packed = file.suffix.lower() in PACKED
     with _opened(file) as stream:
         size = file.stat().st_size
         most = GZIP_SLACK + GZIP_GROWTH * size if is_packed else max(size, 1)
         asked = most + is_packed  # what somebody appends to a plain file meanwhile is not read
         while raw := stream.readline(asked) if lines else stream.read(asked):
             if len(raw) > most:  # a small .gz can unfold to terabytes
-                raise UserError(
-                    f"{file} unfolds to over {most:,} bytes, {GZIP_GROWTH} times its size and "
-                    "more: a file made to fill the memory; if it is not, unfold it with gunzip "
-                    "(--data.source)"
-                )
+                unfold = "gunzip" if file.suffix.lower() == ".gz" else "zstd -d"
+                raise _bomb(file, most, f"unfold it with {unfold}")
             yield raw
             if not lines:
                 return
 
 
 def _suffix(file: Path) -> str:
-    """Returns the suffix that says what the file holds, without .gz."""
-    return Path(file.stem).suffix if file.suffix == ".gz" else file.suffix
+    """Returns the ending that says what a file holds, in small letters, without .gz and .zst."""
+    suffix = file.suffix.lower()
+    return Path(file.stem).suffix.lower() if suffix in PACKED else suffix
 
 
-def _find(name: str) -> tuple[Path, list[Path]]:
-    """Returns (the folder that names are relative to, the text files)."""
+def _is_read(file: Path) -> bool:
+    """Tells by its ending whether a file is one of texts."""
+    inner = _suffix(file)
+    return inner in SUFFIXES and not (inner == ".parquet" and file.suffix.lower() in PACKED)
+
+
+def _ending(file: Path) -> str:
+    """Returns what a file is counted as: its ending, with the one before .gz and the like."""
+    last = file.suffix.lower()
+    before = Path(file.stem).suffix.lower() if last in (*PACKED, ".bz2", ".xz", ".zip") else ""
+    if not 1 < len(last) <= ENDING or any(c.isspace() or not c.isprintable() for c in last):
+        return "without ending"
+    return before + last if len(before) <= ENDING and before.isprintable() else last
+
+
+def _has_texts(file: Path, key: str) -> bool:
+    """Tells whether the beginning of a json file names the member of the text.
+
+    A folder of texts may hold settings in json files: those are not read, but counted.
+    """
+    with _opened(file) as stream:
+        head = stream.read(HEAD)
+    return re.search(rb'"%s"\s*:\s*"' % re.escape(key.encode()), head) is not None
+
+
+def _sorted_out(files: Iterable[Path], key: str) -> tuple[list[Path], tuple[tuple[str, int], ...]]:
+    """Returns (the files that are read, how many of which ending are not)."""
+    taken: list[Path] = []
+    others: Counter[str] = Counter()
+    can_unfold = importlib.util.find_spec("pyarrow") is not None
+    for file in files:
+        packed = file.suffix.lower() == ".zst"
+        if not _is_read(file):
+            others[_ending(file)] += 1
+        elif _suffix(file) == ".json" and (can_unfold or not packed) and not _has_texts(file, key):
+            others[f".json without a text {key[:40]!r}"] += 1
+        else:
+            taken.append(file)
+    return taken, tuple(sorted(others.items()))
+
+
+def _find(name: str, key: str) -> tuple[Path, list[Path], tuple[tuple[str, int], ...]]:
+    """Returns (the folder that names are relative to, the text files, what else there is)."""
     path = expand(name, "data.source")
     if path.is_dir():
-        return path, [f for f in files_below(path) if _suffix(f) in SUFFIXES]
+        return path, *_sorted_out(files_below(path), key)
     if path.is_file():
-        if _suffix(path) not in SUFFIXES:
+        if not _is_read(path):
             raise UserError(
-                f"data.source={name} is not a {', '.join(SUFFIXES)} file (nor .gz of one) "
-                "(--data.source)"
+                f"data.source={name} is not a {', '.join(SUFFIXES)} file (nor "
+                f"{' or '.join(PACKED)} of one) (--data.source)"
             )
-        return path.parent, [path]
+        return path.parent, [path], ()
     if glob.has_magic(name):
         root = Path(*_before_magic(path.parts))
         pattern = path.parts[len(root.parts) :]
-        return root, [f for f in files_matching(root, pattern) if _suffix(f) in SUFFIXES]
+        if _suffix(Path(pattern[-1])) == ".json":  # asked for by name
+            matching = list(files_matching(root, pattern))
+            return root, [f for f in matching if _is_read(f)], ()
+        return root, *_sorted_out(files_matching(root, pattern), key)
     raise UserError(
         f"data.source={name} is neither {' nor '.join(BUILT_IN)} nor a folder, file or glob that "
         f"exists.{did_you_mean(name, BUILT_IN)} (--data.source)"

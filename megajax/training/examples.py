@@ -67,7 +67,7 @@ class Examples:
 
     def _open_labelled(self, console: Console) -> None:
         cfg, seq_len = self._cfg, self._cfg.train.seq_len
-        found = open_labelled(cfg.data, seq_len, cfg.cache_dir)
+        found = open_labelled(cfg.data, seq_len, cfg.cache_dir, console.say)
         self.tokenizer = found.tokenizer
         for name, least, there in (
             ("labels", len(found.labels), cfg.model.labels),

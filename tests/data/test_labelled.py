@@ -1,9 +1,12 @@
 """Labelled sets and hidden tokens: each example once an epoch, copies on one side, shares."""
 
+import gzip
 import json
 
 import numpy as np
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 from megajax.core.errors import UserError
 from megajax.data.config import LabelledConfig
@@ -46,6 +49,27 @@ def test_lines_and_folders_give_the_same_examples(tmp_path):
     )
     held = found[0].held_out
     assert held.majority == max(np.bincount(held.labels_N)) / len(held)
+
+
+@pytest.mark.parametrize("name", ["set.json", "set.parquet", "set.JSONL.gz"])
+@pytest.mark.parametrize("number", [False, True])
+def test_other_files_give_the_same_examples_as_lines(name, number, tmp_path):
+    rows = [{"text": t, "label": "ab".index(k) if number else k} for t, k in TEXTS]
+    lines = opened(write_lines(tmp_path, rows), tmp_path / "cache")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "notes.pdf").touch()
+    file = tmp_path / "other" / name
+    if name.endswith("json"):
+        file.write_text(json.dumps(rows, indent=1))
+    elif name.endswith("gz"):
+        file.write_bytes(gzip.compress("".join(json.dumps(x) + "\n" for x in rows).encode()))
+    else:
+        parquet.write_table(pyarrow.Table.from_pylist(rows), file)
+    heard = []
+    cfg = LabelledConfig(source=str(file.parent), holdout=0.3)
+    found = open_labelled(cfg, 16, tmp_path / "cache", heard.append)
+    assert heard == [f"data.source={file.parent}: read 1 of 2 files; not read: .pdf 1"]
+    assert found.labels == lines.labels and found.fingerprint == lines.fingerprint
 
 
 def test_rows_pad_and_name_the_label_at_the_first_token():

@@ -1,9 +1,13 @@
+import contextlib
 import gzip
+import importlib.util
 import json
 import os
 from pathlib import Path
 
+import pyarrow
 import pytest
+from pyarrow import parquet
 
 from megajax.core.errors import UserError
 from megajax.data import source
@@ -143,7 +147,7 @@ def test_another_text_key(tmp_path):
 
 
 def test_missing_and_empty_sources(tmp_path):
-    with pytest.raises(UserError, match="has no .txt, .md, .py, .jsonl file"):
+    with pytest.raises(UserError, match="has no .txt, .md, .py, .jsonl, .json, .parquet file"):
         read(tmp_path)
     with pytest.raises(UserError, match="Did you mean stdlib?"):
         read("stdlb")
@@ -239,3 +243,156 @@ def test_a_line_nested_without_end(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "one"}\n' + "[" * 100_000)
     with pytest.raises(UserError, match="a.jsonl line 2 is not JSON: it is nested too deep"):
         read(tmp_path)
+
+
+def packed(data, ending):
+    return gzip.compress(data) if ending == ".gz" else pyarrow.compress(data, "zstd", asbytes=True)
+
+
+LINES = b'{"text": "one"}\n{"text": "two"}\n'
+LIST = b'[\n {"text": "one"},\n {"text": "two", "id": 2}\n]\n'
+KINDS = {
+    "a.jsonl": LINES, "b.json": LINES, "c.json": LIST, "d.json": LIST.replace(b"\n", b""),
+    "e.txt": b"one", "f.json": b'{\n "text": "one"\n}', "g.json": b'{"text": "one"}',
+    "h.json": b"\xef\xbb\xbf" + LINES,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("ending", ["", ".gz", ".zst"])
+@pytest.mark.parametrize("capitals", [False, True])
+@pytest.mark.parametrize("name", KINDS)
+def test_every_ending_gives_the_texts(name, capitals, ending, tmp_path):
+    data = packed(KINDS[name], ending) if ending else KINDS[name]
+    name += ending
+    (tmp_path / (name.upper() if capitals else name)).write_bytes(data)
+    want = ["one"] if name[0] in "efg" else ["one", "two"]
+    assert [d.text for d in read(tmp_path)] == want
+    assert open_source(str(tmp_path), DataConfig()).coverage() is None
+
+
+def test_what_is_not_read_is_counted_by_its_ending(tmp_path):
+    for i in range(4):
+        (tmp_path / f"{i}.pdf").touch()
+    names = "a.tar.gz b.TAR.GZ c.docx LICENSE .hidden e.parquet.gz f.bz2 g.jsonl.xz h.txt~ x.y.zip"
+    for name in names.split():
+        (tmp_path / name).touch()
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "sub" / "settings.json").write_text('{"width": 3}')
+    with pytest.raises(UserError, match=r"it has .pdf 4, .tar.gz 2, without ending 2, .bz2 1, "):
+        read(tmp_path)
+    (tmp_path / "A.TXT").write_text("one")
+    (tmp_path / "more.json").write_text(json.dumps([{"text": "two"}]))
+    source = open_source(str(tmp_path), DataConfig())
+    assert [d.text for d in source.documents()] == ["one", "two"]
+    said = source.coverage()
+    assert said is not None and "read 2 of 17 files; not read: .pdf 4, .tar.gz 2" in said
+    assert said.endswith("others 2")  # eight endings are listed, the others counted
+    assert sum(n for _, n in source.unread) == 15
+    assert dict(source.unread)[".json without a text 'text'"] == 1
+    assert dict(source.unread)[".jsonl.xz"] == dict(source.unread)[".parquet.gz"] == 1
+    heard = []
+    open_corpora(DataConfig(source=str(tmp_path), holdout=0), tmp_path / "cache", heard.append)
+    assert any("read 2 of" in line for line in heard)
+
+
+def test_a_json_file_that_is_named_must_have_texts(tmp_path):
+    for name, content, said in (
+        ("a.json", '{"width": 3, "depth": 4}', "no member 'text'; its members: 'width', 'depth'"),
+        ("b.json", "[1,\n2]", "b.json item 1 has no member 'text'"),
+        ("c.json", '{"text": "a"', "c.json is not JSON"),
+        ("d.json", "[" * 100_000, "nested too deep"),
+        ("e.json", '[{"text": "a"},\n{"text": 5}]', "e.json item 2: member 'text' is int"),
+    ):  # fmt: skip
+        (tmp_path / name).write_text(content)
+        with pytest.raises(UserError) as error:
+            read(tmp_path / name)
+        assert said in str(error.value)
+
+
+def write_parquet(path, **columns):
+    parquet.write_table(pyarrow.table(columns), path, compression="zstd", row_group_size=3)
+
+
+def test_parquet_gives_the_text_of_every_row(tmp_path):
+    texts = ["one", "zwei \u2028 drei", "", "four", "one", "five"] * 3
+    write_parquet(tmp_path / "a.PARQUET", id=list(range(18)), text=texts)
+    found = read(tmp_path)
+    assert [d.text for d in found] == [t for t in texts if t]
+    assert found[0].name == "a.PARQUET#1" and found[2].name == "a.PARQUET#4"
+    write_parquet(tmp_path / "a.PARQUET", body=pyarrow.array(texts, pyarrow.large_string()))
+    assert len(read(tmp_path, text_key="body")) == 15
+    write_parquet(tmp_path / "a.PARQUET", text=pyarrow.array(texts).dictionary_encode())
+    assert [d.text for d in read(tmp_path)] == [t for t in texts if t]
+
+
+def test_parquet_that_cannot_be_read_is_named(tmp_path):
+    file = tmp_path / "a.parquet"
+    for columns, said in (
+        ({"body": ["a"]}, "a.parquet has no column 'text'; its columns: body"),
+        ({"text": [1]}, "column 'text' has the type int64, no text"),
+        ({"text": [["a"]]}, "has the type list"),
+        ({"text": ["a", None]}, "a.parquet row 2: member 'text' is null"),
+        ({"text": [b"a", b"\xff"]}, "a.parquet row 2 is not UTF-8"),
+    ):
+        write_parquet(file, **columns)
+        with pytest.raises(UserError) as error:
+            read(tmp_path)
+        assert said in str(error.value)
+    write_parquet(file, text=["several words " * 30] * 3)
+    data = file.read_bytes()
+    for damaged in (data[:-5], data[:40] + bytes(20) + data[60:], b"no parquet", b""):
+        file.write_bytes(damaged)
+        with pytest.raises(UserError, match="a.parquet"):
+            read(tmp_path)
+
+
+def test_parquet_that_fills_the_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(source, "GZIP_SLACK", 10_000)
+    file = tmp_path / "a.parquet"
+    repeated = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 10**6), ["word " * 30])
+    for column in (["x" * 10**6], repeated):
+        parquet.write_table(pyarrow.table({"text": column}), file, compression="zstd")
+        assert file.stat().st_size < 20_000
+        with pytest.raises(UserError, match=r"a.parquet unfolds to over \d+,\d+ bytes"):
+            read(tmp_path)
+    (tmp_path / "a.parquet").unlink()
+    for name in ("a.jsonl.zst", "a.txt.zst", "a.json.zst"):
+        (tmp_path / name).write_bytes(packed(b'{"text": "' + b" " * 10**6, ".zst"))
+        with pytest.raises(UserError, match=rf"{name} unfolds to over .* zstd -d"):
+            read(tmp_path / name)
+
+
+@pytest.mark.parametrize("name", ["x.jsonl.zst", "x.txt.zst"])
+def test_damaged_zst_files_are_named(tmp_path, name):
+    whole = packed(json.dumps({"text": "several words " * 30}).encode(), ".zst")
+    for damaged in (whole[:-5], whole[:5], b"no zstd", whole + b"tail"):
+        (tmp_path / name).write_bytes(damaged)
+        with pytest.raises(UserError, match=f"cannot read .*{name}: "):
+            read(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["a.parquet", "a.txt.zst", "a.json.zst"])
+def test_without_pyarrow_the_extra_is_named(name, tmp_path, monkeypatch):
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda n, *a: None if n == "pyarrow" else found(n, *a)
+    )
+    (tmp_path / name).write_bytes(b"x")
+    with pytest.raises(
+        UserError, match=f"{name} needs .* uv sync --extra parquet; or .*--data.source"
+    ):
+        read(tmp_path)
+    (tmp_path / name).unlink()
+    (tmp_path / "a.txt").write_text("one")
+    assert [d.text for d in read(tmp_path)] == ["one"]
+
+
+def test_every_change_of_a_parquet_file_is_read_or_named(tmp_path):
+    write_parquet(tmp_path / "a.parquet", text=["one", "two", "one", "three"])
+    whole = (tmp_path / "a.parquet").read_bytes()
+    for place in range(len(whole)):
+        data = bytearray(whole)
+        data[place] ^= 0xA5
+        (tmp_path / "a.parquet").write_bytes(data)
+        with contextlib.suppress(UserError):
+            read(tmp_path, undecodable="replace")
