@@ -7,14 +7,16 @@
     uv run experiments/minder.py evaluate --preset=paper       # beside rivals, on simulated jobs
     uv run experiments/minder.py watch --prometheus=http://HOST:9090 --model=MODEL
     uv run experiments/minder.py time --model=MODEL            # seconds a call, 1,500 machines
+    uv run experiments/minder.py unlike                        # judged on three other fleets
 
 Without a verb the command trains a little, watches two simulated jobs and draws what it found.
 `train` fits a model and writes it to --model; after Ctrl-C the same command resumes. `evaluate`
-compares the detector with others (experiments/reports/minder.py). `watch` is a daemon with such a
-model: it reads the metrics of all machines from Prometheus every few seconds, logs each alert with
-a picture, and reports it to Alertmanager (docs/monitoring.md). The daemon keeps running while the
-server is away; SIGTERM ends it with exit code 0. Exit code 2: a flag, the model or the server's
-password is wrong.
+compares the detector with others (experiments/reports/minder.py). `unlike` fits and judges it on
+three fleets that share no assumption with the simulator (minder_unlike.py). `watch` is a daemon
+with such a model: it reads the metrics of all machines from Prometheus every few seconds, logs each
+alert with a picture, and reports it to Alertmanager (docs/monitoring.md). The daemon keeps running
+while the server is away; SIGTERM ends it with exit code 0. Exit code 2: a flag, the model or the
+server's password is wrong.
 """
 
 import megajax.core.interrupted  # noqa: F401
@@ -28,7 +30,7 @@ from typing import Any
 
 from experiments.reports import minder as report
 from experiments.reports import minder_sources as sources_
-from experiments.reports import minder_time, minder_watch
+from experiments.reports import minder_time, minder_unlike, minder_watch
 from megajax.core import config, mesh
 from megajax.core.config import Checked, group, option
 from megajax.core.errors import UserError, did_you_mean
@@ -40,7 +42,7 @@ from megajax.systems.minder import Detector, Settings
 from megajax.systems.minder.pictures import Heat, draw_alert
 from megajax.systems.minder.recent import Recent
 
-VERBS = ("train", "evaluate", "watch", "time")
+VERBS = ("train", "evaluate", "watch", "time", "unlike")
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,7 @@ class Config(Checked):
     watch: minder_watch.WatchConfig = group(minder_watch.WatchConfig)
     evaluate: report.Config = group(report.Config)
     time: minder_time.Config = group(minder_time.Config)
+    unlike: minder_unlike.Config = group(minder_unlike.Config)
     out: str = results.out_option("minder")
 
     @property
@@ -129,7 +132,7 @@ def fit(cfg: Config) -> Detector:
     """Fits a detector and saves it; after Ctrl-C the same call resumes."""
     path = cfg.model_path
     results.writable_folder(str(path.parent), "model")
-    ignored = ("watch", "evaluate", "time", "model", "out", "server.timeout_s")
+    ignored = ("watch", "evaluate", "time", "unlike", "model", "out", "server.timeout_s")
     same = config.fingerprint(cfg, ignore=ignored)
     folder = results.writable_folder(f"{cfg.out}/training/{same}")
     given = _sources(cfg, folder)
@@ -221,6 +224,9 @@ def main(verb: str = "") -> int:
         return 0
     if verb == "time":
         minder_time.measure(cfg.time, cfg.model_path, cfg.out, _say)
+        return 0
+    if verb == "unlike":
+        minder_unlike.measure(cfg.unlike, cfg.train.steps, cfg.out, _say)
         return 0
     return demonstrate(cfg)
 

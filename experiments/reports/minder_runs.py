@@ -32,8 +32,8 @@ HEALTHY = 1024  # machines of a long healthy run
 HOURS = 1.0  # of one such run
 HEALTHY_TOO = (OURS, "minder-paper", "median")  # detectors that see them: they take long
 # The modules on which alerts depend; others tell of them, or run the detector.
-DETECTS = {"detector", "edges", "evidence", "features", "fit", "judge", "medians", "pending",
-           "profile", "settings", "tracker", "training"}  # fmt: skip
+DETECTS = {"detector", "dynamics", "edges", "evidence", "features", "fit", "judge", "medians",
+           "onsets", "pending", "profile", "settings", "tracker", "training"}  # fmt: skip
 MIXES_APART = 1000  # between the seeds of two mixes
 
 

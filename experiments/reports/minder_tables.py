@@ -128,6 +128,37 @@ def seconds(path: Path) -> str:
                       "", _source(found)])  # fmt: skip
 
 
+def unlike(path: Path) -> str:
+    """Recall by kind of fault, and precision, on fleets of other assumptions."""
+    found = _read(path)
+    config = found["config"]
+    by = {(r["background"], r["detector"], r.get("kind")): r for r in found["rows"]}
+    names = list(dict.fromkeys(r["background"] for r in found["rows"]))
+    kinds = list(dict.fromkeys(r["kind"] for r in _part(found, "kind")))
+    rows = []
+    for background in names:
+        for detector, what in (("levels", "levels only"), (OURS, "the whole detector")):
+            each = [by[background, detector, kind] for kind in kinds]
+            total = by[background, detector, None]
+            alarms = f"{total['healthy_vain']} in {total['healthy_machine_days']:.1f}"
+            rows.append(
+                (background, what, *(f"{r['named']} of {r['faults']}" for r in each),
+                 f"{total['precision']:.3f} ({total['vain']} in vain)", alarms)
+            )  # fmt: skip
+    recall = {}
+    for kind in kinds:
+        each = [by[name, OURS, kind] for name in names]
+        recall[kind] = sum(r["named"] for r in each) / sum(r["faults"] for r in each)
+    heads = ("fleet", "detector", *kinds, "precision", "false alarms in days of a healthy machine")
+    text = (
+        f"Recall of the whole detector over all fleets: "
+        f"{', '.join(f'{k} {v:.2f}' for k, v in recall.items())}. Jobs of "
+        f"{', '.join(map(str, config['sizes']))} machines, {config['faults']} faults of each kind "
+        f"and {config['healthy']} healthy jobs on each fleet, seed {config['seed']}."
+    )
+    return "\n".join([_table(heads, rows), "", text, "", _source(found)])
+
+
 def tables(folder: Path) -> dict[str, Callable[[], str]]:
     """Returns {name of a place in a document: what stands there}."""
     every = (overall, sizes, kinds, conditions, alarms)

@@ -45,6 +45,16 @@ class _Memory:
     divisor_N: np.ndarray
 
 
+def nothing_in(grid: Grid) -> str:
+    """Returns a sentence about a grid in which no machine has a sample; "" if one has."""
+    if np.isfinite(grid.values_CNT).any():
+        return ""
+    return (
+        f"no machine has a sample from {grid.start} to {grid.end} (Unix seconds): nothing was "
+        "judged in this time"
+    )
+
+
 class Quality:
     """Remembers units, and what was said, from grid to grid."""
 
@@ -75,7 +85,12 @@ class Quality:
         return fresh
 
     def _missing(self, grid: Grid) -> list[str]:
-        """Returns sentences about metrics and machines without a sample, once each."""
+        """Returns sentences about metrics and machines without a sample, once each.
+
+        A grid without any sample is named each time, and its metrics and machines are not.
+        """
+        if nothing := nothing_in(grid):
+            return [nothing]
         has_CN = np.isfinite(grid.values_CNT).any(2)
         there = {m for m, has in zip(grid.metrics, has_CN.any(1), strict=True) if has}
         notes = [

@@ -81,6 +81,10 @@ def of_machines(samples: Samples, pattern: str) -> Samples:
     if not pattern:
         return samples
     keep = [k for k, m in enumerate(samples.machines) if re.fullmatch(pattern, m)]
+    notes = samples.notes
+    if samples.machines and not keep:
+        names = ", ".join(samples.machines[:3])
+        notes += (f"none of the {len(samples.machines)} machines ({names}) matches {pattern!r}",)
     place = np.full(len(samples.machines), -1)
     place[keep] = np.arange(len(keep))
     rows = np.flatnonzero(place[samples.machine_N] >= 0)
@@ -91,6 +95,7 @@ def of_machines(samples: Samples, pattern: str) -> Samples:
         metric_N=samples.metric_N[rows],
         value_N=samples.value_N[rows],
         machines=tuple(samples.machines[k] for k in keep),
+        notes=notes,
     )
 
 

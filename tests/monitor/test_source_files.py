@@ -107,6 +107,14 @@ def test_a_file_that_holds_nothing_readable_is_refused(tmp_path, text, words):
         files.read(tmp_path / "a.csv")
 
 
+def test_an_interval_without_a_row_is_named_with_the_times_of_the_rows(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text(f"{HEAD}{T0},m,x,1\n{T0 + 50},m,x,2\n")
+    assert not files.read(path, T0, T0 + 60).notes
+    (note,) = files.read(path, T0 + 100, T0 + 160).notes
+    assert "none of its 2 rows" in note and f"they are from {T0} to {T0 + 50}" in note
+
+
 def test_half_a_file_is_read_as_far_as_it_goes(tmp_path, seed):
     wanted = random_rows(np.random.default_rng(seed), 20_000)
     text = HEAD + "".join(f"{t},{m},{c},{v!r}\n" for t, m, c, v in wanted)

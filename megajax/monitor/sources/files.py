@@ -62,6 +62,7 @@ class _Parts:
         self._metrics: dict[str, int] = {}
         self._bad, self._first_bad = 0, ""
         self._back, self._first_back = 0, 0
+        self._times = (math.inf, -math.inf)  # of all rows, whether they were asked for or not
         self._latest: dict[tuple[int, int], float] = {}  # time of a series
 
     def add(self, numbers: np.ndarray, columns: dict[str, Sequence[Any]]) -> None:
@@ -78,6 +79,9 @@ class _Parts:
             row = {name: column[at] for name, column in columns.items()}
             self._first_bad = self._first_bad or f"row {numbers[at]}: {_wrong(row)}"
         words: Sequence[str] = columns["metric"]
+        if not bad_N.all():
+            good_N, (low, high) = time_N[~bad_N], self._times
+            self._times = min(low, good_N.min()), max(high, good_N.max())
         if labels := [c for c in columns if c not in COLUMNS]:
             words = _labelled(words, labels, [columns[c] for c in labels])
         keep = np.flatnonzero(
@@ -127,6 +131,12 @@ class _Parts:
             )
         if not self.rows:
             self.notes.append(f"{self.path}: has no rows")
+        elif not any(len(part[0]) for part in self._parts):
+            low, high = self._times
+            self.notes.append(
+                f"{self.path}: none of its {self.rows} rows lies in [{self.start}, {self.end}): "
+                f"they are from {low:.0f} to {high:.0f} (Unix seconds)"
+            )
         time_N, machine_N, metric_N, value_N = (
             np.concatenate([np.empty(0), *(p[k] for p in self._parts)]) for k in range(4)
         )

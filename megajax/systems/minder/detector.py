@@ -2,8 +2,10 @@
 
 Source: Minder (NSDI 2025, arXiv 2411.01791). Each tick of 24 s goes through features.py (LSTM-VAEs)
 and tracker.py (distances to the peers and to the machine's own past) on the device, then through
-judge.py (continuity, causes) on the host. A detector has the state of one job. The data may be cut
-into windows of any length and give the same alerts; no second is computed twice.
+judge.py (continuity, causes) on the host. Spreads and lags (dynamics.py, not in the paper) go the
+same course beside it, and are asked only about machines that no level explains. A detector has the
+state of one job. The data may be cut into windows of any length and give the same alerts; no second
+is computed twice.
 
 Legend: C metrics, F channels, N machines.
 """
@@ -18,15 +20,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from megajax.core.errors import UserError
-from megajax.monitor.quality import Quality
-from megajax.systems.minder import features, kinds, tracker
-from megajax.systems.minder.alert import Alert
+from megajax.monitor.quality import Quality, nothing_in
+from megajax.systems.minder import dynamics, features, kinds, tracker
+from megajax.systems.minder.alert import COURSES, Alert
 from megajax.systems.minder.edges import Edges
+from megajax.systems.minder.evidence import spans
 from megajax.systems.minder.judge import Found, Judge
+from megajax.systems.minder.onsets import Onsets
 from megajax.systems.minder.pending import Pending, Window, grid_of, held
-from megajax.systems.minder.profile import Profile
+from megajax.systems.minder.profile import Dynamics, Profile
 from megajax.systems.minder.settings import CHANNELS, LEAST, TICK, WINDOW, WINDOWS, Settings
 
+SMOOTH = 0.25  # (chosen) share by which a tick moves the lag that an alert tells
 LEFT = 3600.0  # (chosen) seconds of silence after which a machine no longer belongs to the job
 
 
@@ -41,13 +46,14 @@ class Detector:
         C = len(profile.metrics)
         first = [profile.metrics.index(m) for m in profile.priority or profile.metrics]
         order = [c + k * C for c in first for k in range(CHANNELS)]
-        self._judge = Judge(self.settings, profile.limits, order)
+        self._onsets = Onsets(C, spans(self.settings.ticks)[-1].ticks)
+        self._judge = Judge(self.settings, profile.limits, order, self._onsets)
         self._pending = Pending(profile.metrics)
-        self._prior = tracker.Prior(
-            *(jnp.asarray(getattr(profile, f.name), jnp.float32)
-              for f in dataclasses.fields(tracker.Prior))
-        )  # fmt: skip
+        self._prior = _prior(profile)
         self._tracks = tracker.begin(self._prior, 0)
+        self._course = None
+        if profile.dynamics is not None:
+            self._course = _Course(profile.dynamics, self.settings, [C, *first])
         longest = int(profile.period_C.max(initial=1))
         self._tail_CNT = np.zeros((C, 0, longest - 1), np.float32)  # may be held in the next tick
         self._edges = Edges(profile.bottom_C, profile.top_C)
@@ -112,7 +118,10 @@ class Detector:
     @property
     def scores(self) -> dict[str, float]:
         """{machine: score at the last tick}; 1 is the limit of an alert."""
-        return dict(zip(self._pending.machines, self._judge.worst_N.tolist(), strict=False))
+        worst_N = self._judge.worst_N
+        if self._course is not None:
+            worst_N = np.maximum(worst_N, self._course.judge.worst_N)
+        return dict(zip(self._pending.machines, worst_N.tolist(), strict=False))
 
     @property
     def named(self) -> dict[str, float]:
@@ -132,16 +141,26 @@ class Detector:
         """Judges a window; its seconds follow those of the last call.
 
         Args: window: path of a CSV or Parquet file, Samples, or a Grid of 1 s.
-        Returns: the new alerts. Afterwards `notes` has a sentence for each flaw of the window.
-        Raises: UserError for anything else, or if the job has fewer than 4 machines.
+        Returns: the new alerts. Afterwards `notes` has a sentence for each flaw of the window, also
+          if no machine has a sample in it.
+        Raises: UserError for anything else, for a window that has neither a row nor an interval, or
+          if the job has fewer than 4 machines.
         """
-        grid = self._quality.check(grid_of(window))
+        grid = grid_of(window)
+        if not grid.values_CNT.shape[2]:
+            raise UserError(
+                "the window has neither a row nor an interval of time, so nothing was judged: give "
+                "rows, or samples with start and end" + "".join(f"; {n}" for n in grid.notes)
+            )
+        grid = self._quality.check(grid)
         self.notes = [*grid.notes, *self._pending.add(grid)]
         # In its first seconds a machine may only have lost a sample.
         if len(self._pending.machines) < LEAST and grid.end - self._pending.begin >= WINDOW:
             count = len(self._pending.machines)
             while self._pending.take() is not None:  # their time is over
                 pass
+            if not count:
+                raise UserError(nothing_in(grid) or "no machine has a sample yet")
             raise UserError(
                 f"a job of {count} machines cannot be judged: at least {LEAST} are needed to say "
                 "which one differs"
@@ -170,10 +189,15 @@ class Detector:
         score_FN, far_FN = np.array(score)[:, :N], np.array(far)[:, :N]
         for x_FN in (score_FN, far_FN):
             x_FN[:C][hidden_2CN[0] & (x_FN[:C] < 0) | hidden_2CN[1] & (x_FN[:C] > 0)] = 0.0
+        x_CNT = features.scaled(values_CNT, *p.range_3C[:, :, None, None].astype(np.float32))
+        self._onsets.add(x_CNT)
         found = self._judge.look(
             end, score_FN, far_FN, np.asarray(apart)[:, :N], np.asarray(middle_F)
         )
         alerts = [self._alert(one, end) for one in found]
+        if self._course is not None:
+            for one in self._course.look(end, x_CNT, rows, self._judge):
+                alerts.append(self._alert_of_course(one, end, self._course))
         last_N = self._judge.seen_CN.max(0)
         silent_N = np.isfinite(last_N) & (end - last_N > LEFT)
         if silent_N.any():
@@ -186,6 +210,8 @@ class Detector:
         judge, tail = self._judge, self._tail_CNT.shape[2]
         if (have := judge.joined_N.shape[0]) < N:
             judge.grow(N)
+            if self._course is not None:
+                self._course.judge.grow(N)
             pad = ((0, 0), (0, N - have), (0, 0))
             self._tail_CNT = np.pad(self._tail_CNT, pad, constant_values=np.nan)
         has_CNT = np.isfinite(values_CNT)
@@ -203,6 +229,9 @@ class Detector:
         self._tail_CNT = np.delete(self._tail_CNT, rows, axis=1)
         self._tracks = tracker.without(self._tracks, rows)
         self._edges.forget(rows)
+        self._onsets.forget(rows)
+        if self._course is not None:
+            self._course.forget(rows)
 
     # ---- alerts
 
@@ -225,6 +254,70 @@ class Detector:
             kind = kinds.nearest({m: float(signed_F[c]) for c, m in enumerate(metrics)})
         machine = self._pending.machines[found.row]
         return Alert(machine, metric, found.since, found.score, kind, tuple(apart), end)
+
+    def _alert_of_course(self, found: Found, end: float, course: "_Course") -> Alert:
+        metrics, mean_F = self.profile.metrics, course.judge.mean_FN[:, found.row]
+        assert found.channel is not None
+        is_late = found.channel == len(metrics)
+        named = dict(zip(metrics, mean_F.tolist(), strict=False))
+        apart = sorted(((m, s) for m, s in named.items() if s >= 1), key=lambda x: -x[1])
+        shown = max(named, key=lambda m: named[m]) if is_late else metrics[found.channel]
+        return Alert(
+            self._pending.machines[found.row], shown, found.since, found.score,
+            COURSES[is_late], tuple(apart), end,
+            float(course.lag_N[found.row]) if is_late else 0.0,
+        )  # fmt: skip
+
+
+class _Course:
+    """Spreads and lags of a job's machines: estimates and judge. lag_N: by how many seconds each
+    machine is behind the others, over about the last two minutes."""
+
+    def __init__(self, learnt: Dynamics, settings: Settings, order: Sequence[int]):
+        F = len(learnt.noise_F)
+        self.judge = Judge(settings, learnt.limits, order, levels=F)
+        self.lag_N = np.zeros(0)
+        self._prior = _prior(learnt)
+        self._tracks = tracker.begin(self._prior, 0)
+
+    def look(self, end: float, x_CNT: np.ndarray, rows: int, levels: Judge) -> list[Found]:
+        """Takes the scaled samples of a tick that ended at `end`; returns the machines to name.
+
+        A machine that `levels` names, or one that differs while it names another, is not named.
+        Args: rows: of a program's arrays. levels: the judge of levels; hears who is named.
+        """
+        N = x_CNT.shape[1]
+        if self._tracks.offset_FN.shape[1] != rows:
+            self._tracks = tracker.resized(self._tracks, self._prior, rows)
+        padded_CNT = np.pad(x_CNT, ((0, 0), (0, rows - N), (0, 0)), constant_values=np.nan)
+        y_FN = dynamics.of_tick(padded_CNT)
+        self.judge.come(levels)
+        held_N, anew_N = np.zeros((2, rows), bool)
+        held_N[:N], anew_N[:N] = ~self.judge.learns_N(end), self.judge.anew_N
+        self._tracks, score, far, _, apart = tracker.advance(
+            self._prior, self._tracks, y_FN[..., None], held_N, anew_N
+        )
+        score_FN, far_FN = (np.maximum(np.asarray(x)[:, :N], 0.0) for x in (score, far))
+        lag_N = np.asarray(y_FN)[-1, :N]
+        if np.isfinite(lag_N).any():
+            self.lag_N = np.pad(self.lag_N, (0, N - len(self.lag_N)))
+            self.lag_N += SMOOTH * np.nan_to_num(lag_N - np.nanmedian(lag_N) - self.lag_N)
+        found = self.judge.look(end, score_FN, far_FN, np.asarray(apart)[:, :N], None)
+        self.judge.tell(levels)
+        return found
+
+    def forget(self, rows: list[int]) -> None:
+        """Removes the machines in these rows."""
+        self.judge.forget(rows)
+        self._tracks = tracker.without(self._tracks, rows)
+        self.lag_N = np.delete(self.lag_N, [r for r in rows if r < len(self.lag_N)])
+
+
+def _prior(learnt: Profile | Dynamics) -> tracker.Prior:
+    return tracker.Prior(
+        *(jnp.asarray(getattr(learnt, f.name), jnp.float32)
+          for f in dataclasses.fields(tracker.Prior))
+    )  # fmt: skip
 
 
 def _rows(machines: int) -> int:

@@ -166,14 +166,14 @@ def score(
     past_N: np.ndarray,
     limits: Limits,
     chosen: Sequence[Span],
-    middle_FH: np.ndarray,
+    middle_FH: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns (score_GN, average_FN of the first span). A score of 1 is the limit.
 
     Of several spans the largest score counts. A score below SMALL is 0.
     Args: scores_FNH: of the newest ticks, at least as many as the first span has. past_N: ticks for
       which each machine was known before the newest one. middle_FH: the job's median in the ticks
-      of the scores.
+      of the scores; None: of channels that no stall of the job hides.
     """
     F, N, H = scores_FNH.shape
     best_GN = np.zeros((F + 1, N))
@@ -182,7 +182,8 @@ def score(
         if H < span.ticks:
             continue
         part = scores_FNH[..., H - span.ticks :]
-        if p > 0:  # a stall must not prolong a short disturbance: here more ticks are left
+        # A stall must not prolong a short disturbance: in the longer span more ticks are left.
+        if p > 0 and middle_FH is not None:
             part = without_stalls(part, middle_FH[:, H - span.ticks :])
         age_N = age_of(past_N - span.ticks + 1)
         mean_FN = average(part)
@@ -211,8 +212,11 @@ def demand(worst_N: np.ndarray, judged_N: np.ndarray, always_N: np.ndarray) -> n
     return factor * np.where(always_N, ALWAYS, 1.0)
 
 
-def covariance(average_XF: np.ndarray) -> np.ndarray:
-    """Returns a robust covariance (F, F) of healthy averages, more diagonal if they are few."""
+def covariance(average_XF: np.ndarray, levels: int) -> np.ndarray:
+    """Returns a robust covariance (F, F) of healthy averages, more diagonal if they are few.
+
+    levels: channels behind which there are residuals.
+    """
     X, F = average_XF.shape
     middle_F = np.median(average_XF, 0)
     sigma_F = np.maximum(1.4826 * np.median(np.abs(average_XF - middle_F), 0), LEAST_SIGMA)
@@ -220,5 +224,5 @@ def covariance(average_XF: np.ndarray) -> np.ndarray:
     found_FF = cut_XF.T @ cut_XF / max(X, 1)
     shrink = F / (F + X)
     found_FF = (1 - shrink) * found_FF + (shrink + 0.05) * np.eye(F)
-    sigma_F[F // CHANNELS :] *= ODD  # residuals move for many reasons
+    sigma_F[levels:] *= ODD  # residuals move for many reasons
     return found_FF * sigma_F[:, None] * sigma_F[None]

@@ -20,11 +20,19 @@ from megajax.core.errors import UserError
 from megajax.models.lstm_vae import LstmVaeConfig
 from megajax.monitor.grid import Grid, period_of
 from megajax.monitor.sources.names import MINDER
-from megajax.systems.minder import edges, evidence, features, priority, tracker, training
+from megajax.systems.minder import (
+    dynamics,
+    edges,
+    evidence,
+    features,
+    priority,
+    tracker,
+    training,
+)  # fmt: skip
 from megajax.systems.minder.evidence import Limits
 from megajax.systems.minder.pending import Window, grid_of, held
-from megajax.systems.minder.profile import Profile
-from megajax.systems.minder.settings import CHANNELS, LEAST, TICK, WINDOW, Settings
+from megajax.systems.minder.profile import Dynamics, Profile
+from megajax.systems.minder.settings import LEAST, TICK, WINDOW, Settings
 
 SHORTEST = 600  # seconds of a job to learn from: more than the longest span of ticks
 VALUES = 2**20  # of a metric from which its range is taken
@@ -87,20 +95,28 @@ def fit(
             f"WARNING: after {steps} steps the networks give back {max(learnt, 0):.0%} of their "
             f"windows' variance, less than {LEARNT:.0%}: the detector is nearly blind. Train longer"
         )
-    ticks, starts = [], []
+    ticks, dynamic, starts = [], [], []
     for source in sources:
         grid = grid_of(source)
-        ticks.append(_ticks(model, vae, range_3C, period_C, names, grid))
+        levels, courses = _ticks(model, vae, range_3C, period_C, names, grid)
+        ticks.append(levels)
+        dynamic.append(courses)
         starts.append(grid.start + -grid.start % TICK)
     tell("networks trained; measuring offsets and noise")
-    prior = noise_F, offset_F, slope_F = _spreads(ticks)
-    limits = _limits(prior, ticks, settings)
+    C = len(names)
+    slopes = np.repeat(USUAL_SLOPE, C)
+    prior = noise_F, offset_F, slope_F = _spreads(ticks, np.repeat(LEAST_NOISE, C), slopes, C)
+    limits = _limits(prior, ticks, settings, C)
+    usual = np.full(C + 1, dynamics.USUAL_SLOPE)
+    course = _spreads(dynamic, dynamics.least_noise(C), usual, C + 1)
+    limit = _limits(course, dynamic, settings, C + 1, only_more=True)
+    more = Dynamics(course[0], course[1], course[2], limit)
     report = {"seconds": ranges.seconds, "machines": ranges.machines, "mean_square": error,
               "learnt": learnt}  # fmt: skip
     return Profile(
         names, model, vae, range_3C[0], range_3C[1], range_3C[2], period_C, end_2C[0], end_2C[1],
         noise_F, offset_F, slope_F, limits, settings, report,
-        names if faults is None else _priority(ticks, starts, faults, names),
+        names if faults is None else _priority(ticks, starts, faults, names), more,
     )  # fmt: skip
 
 
@@ -202,6 +218,8 @@ def _range(values: np.ndarray) -> tuple[float, float, float]:
     """Returns (low, high, bend) of a metric's values."""
     low, middle, high = np.quantile(values, (TAILS[0], 0.5, TAILS[1]))
     bend = 0.0
+    if low >= 0 and middle == 0 and high > 0:  # mostly nothing: what there is when there is some
+        middle = float(np.median(values[values > 0]))
     if low >= 0 and middle > 0 and high - middle > SKEWED * (middle - low):
         bend = middle / 10
         low, high = features.bent(low, bend), features.bent(high, bend)
@@ -214,8 +232,8 @@ def _range(values: np.ndarray) -> tuple[float, float, float]:
 def _ticks(
     model: LstmVaeConfig, vae: Any, range_3C: np.ndarray, period_C: np.ndarray,
     names: tuple[str, ...], grid: Grid,
-) -> np.ndarray:  # fmt: skip
-    """Returns y_HFNJ of a source's ticks."""
+) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+    """Returns y_HFNJ of a source's ticks: levels and residuals; spreads and lags (J = 1)."""
     C, N, T = len(names), len(grid.machines), grid.values_CNT.shape[2]
     values = np.full((C, N, T), np.nan, np.float32)
     for c, name in enumerate(names):
@@ -223,11 +241,13 @@ def _ticks(
             values[c] = grid.values_CNT[grid.metrics.index(name)]
     values = held(values, period_C)
     first = -grid.start % TICK
-    found = []
+    x_CNT = features.scaled(values, *range_3C[:, :, None, None].astype(np.float32))
+    levels, courses = [], []
     for at in range(first, T - TICK + 1, TICK):
-        part = values[:, :, at : at + TICK]
-        found.append(np.asarray(features.of_tick(model, vae, range_3C, part)))
-    return np.stack(found)
+        during = slice(at, at + TICK)
+        levels.append(features.of_tick(model, vae, range_3C, values[..., during]))
+        courses.append(np.asarray(dynamics.of_tick(x_CNT[..., during]))[..., None])
+    return np.stack(levels), np.stack(courses)
 
 
 def _quiet(function: Callable) -> Callable:
@@ -243,9 +263,13 @@ def _quiet(function: Callable) -> Callable:
 
 
 @_quiet
-def _spreads(ticks: Sequence[np.ndarray]) -> Prior:
-    """Returns (noise_F, offset_F, slope_F) of all sources."""
-    C = ticks[0].shape[1] // CHANNELS
+def _spreads(
+    ticks: Sequence[np.ndarray], least_F: np.ndarray, usual_F: np.ndarray, levels: int
+) -> Prior:
+    """Returns (noise_F, offset_F, slope_F) of all sources.
+
+    least_F: noise that a channel has at least. usual_F: slopes where the job's state did not vary.
+    """
     middles = [np.nanmedian(y_HFNJ, (2, 3)) for y_HFNJ in ticks]  # (H, F)
     noise, offsets, slopes = [], [], []
     for y_HFNJ, middle_HF in zip(ticks, middles, strict=True):
@@ -258,11 +282,9 @@ def _spreads(ticks: Sequence[np.ndarray]) -> Prior:
         power_F = np.nanmean(u_HF**2, 0)
         slope_FN = np.nanmean(u_HF[..., None] * rest_HFN, 0) / np.maximum(power_F, 1e-9)[:, None]
         slopes.append(np.where((power_F > 0.03**2)[:, None], slope_FN, np.nan))
-    least_F = np.repeat(LEAST_NOISE, C)
     noise_F = np.fmax(1.4826 * np.nanmedian(np.concatenate(noise, 1), 1), least_F)
     offset_F = np.fmax(_spread(np.concatenate(offsets, 1)), 2 * noise_F)
     slope_F = np.fmax(_spread(np.concatenate(slopes, 1)), 0.1)
-    usual_F = np.repeat(USUAL_SLOPE, C)
     slope_F = np.where(np.isfinite(slope_F), slope_F, usual_F)
     return np.nan_to_num(noise_F), np.nan_to_num(offset_F), np.nan_to_num(slope_F)
 
@@ -276,24 +298,27 @@ def _spread(x_FN: np.ndarray) -> np.ndarray:
     return np.fmax(usual_F, far_F)
 
 
-def _scores(prior: tracker.Prior, y_HFNJ: np.ndarray) -> np.ndarray:
+def _scores(prior: tracker.Prior, y_HFNJ: np.ndarray, only_more: bool) -> np.ndarray:
     """Returns the scores of a source's ticks, (F, N, H)."""
     N = y_HFNJ.shape[2]
     tracks, nobody, found = tracker.begin(prior, N), np.zeros(N, bool), []
     for y_FNJ in y_HFNJ:
         tracks, score, *_ = tracker.advance(prior, tracks, jnp.asarray(y_FNJ), nobody, nobody)
-        found.append(np.asarray(score))
+        found.append(np.maximum(score, 0.0) if only_more else np.asarray(score))
     return np.stack(found, -1)
 
 
-def _limits(prior: Prior, ticks: Sequence[np.ndarray], s: Settings) -> Limits:
+def _limits(
+    prior: Prior, ticks: Sequence[np.ndarray], s: Settings, levels: int, only_more: bool = False
+) -> Limits:
     """Returns limits that healthy machines do not reach.
 
     An observation is the highest statistic of a machine in half an hour. The limit is a multiple of
     a percentile of these that is too low for the unlabelled faults in the sources to influence it.
+    levels: channels behind which there are residuals. only_more: scores below 0 count as 0.
     """
     given = tracker.Prior(*(jnp.asarray(x, jnp.float32) for x in prior))
-    scores = [_scores(given, y_HFNJ) for y_HFNJ in ticks]
+    scores = [_scores(given, y_HFNJ, only_more) for y_HFNJ in ticks]
     chosen, F = evidence.spans(s.ticks), len(prior[0])
     shape = len(evidence.AGES), len(chosen)
     inverse, limit = np.zeros((*shape, F, F)), np.zeros((*shape, F + 1))
@@ -308,11 +333,11 @@ def _limits(prior: Prior, ticks: Sequence[np.ndarray], s: Settings) -> Limits:
         if not len(average_XF):  # the sources are too short: as the shorter past
             inverse[a, p], limit[a, p] = inverse[a - 1, p], limit[a - 1, p]
             continue
-        inverse[a, p] = np.linalg.inv(evidence.covariance(average_XF))
+        inverse[a, p] = np.linalg.inv(evidence.covariance(average_XF, levels))
         highest = [
             _highest(x, ats, inverse[a, p], span) for x, ats in zip(scores, starts, strict=True)
         ]
-        limit[a, p] = _tail(np.concatenate([h for hs in highest for h in hs], 1), F)
+        limit[a, p] = _tail(np.concatenate([h for hs in highest for h in hs], 1), levels)
     return Limits(inverse, limit)
 
 
@@ -335,10 +360,13 @@ def _highest(
     return found
 
 
-def _tail(highest_GX: np.ndarray, F: int) -> np.ndarray:
-    """Returns the limit of each statistic, (G,), from the highest statistics (G, X)."""
-    X = highest_GX.shape[1]
+def _tail(highest_GX: np.ndarray, levels: int) -> np.ndarray:
+    """Returns the limit of each statistic, (G,), from the highest statistics (G, X).
+
+    levels: channels behind which there are residuals.
+    """
+    X, F = highest_GX.shape[1], len(highest_GX) - 1
     least_G = np.append(np.full(F, LEAST_ALONE), np.sqrt(F) + LEAST_MORE)
-    least_G[F // CHANNELS : F] *= ODD  # residuals
+    least_G[levels:F] *= ODD  # residuals
     high_G = MARGIN * np.quantile(highest_GX, HIGH, axis=1)
     return np.maximum(high_G, least_G * (1 + 1.5 / np.sqrt(X)))

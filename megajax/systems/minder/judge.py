@@ -4,8 +4,10 @@ Minder section 4.3: a machine is named after it has differed for four minutes wi
 (evidence.py). If several machines differ, one may be the cause while the others wait for it.
 Machines that began within `group_s` of each other are one group, and only the furthest of them is
 named; if another machine is further and began a moment later, the decision waits for it. A machine
-that begins to differ while a named machine still does, and by less, counts as its follower. If too
-many machines differ, the job has changed and nobody is named.
+that begins to differ while a named machine still does, and by less, counts as its follower. If
+machines differ in the same metrics and one of them clearly moved first (onsets.py), that one is
+named, however far the others are. If too many machines differ, the job has changed and nobody is
+named.
 
 Legend: F channels, N rows of machines, C metrics, H ticks that are remembered.
 """
@@ -18,6 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from megajax.systems.minder.evidence import YOUNG, Limits, demand, score, spans
+from megajax.systems.minder.onsets import Onsets
 from megajax.systems.minder.settings import CHANNELS, TICK, Settings
 
 HISTORY = 50  # ticks, 20 minutes, or twice the longest span
@@ -31,6 +34,8 @@ CLEARLY = 1.2  # (chosen) times as far: of two machines that differ, the cause
 FURTHER = 1.1  # (chosen) times as far: another machine may be the cause
 UNLIKE, ODDER = 3.0, 1.3  # (chosen) standard deviations of machines, times its present distance
 EARLY = 9  # (chosen) ticks: a first state that lasted longer than a disturbance is the usual one
+LEAD = 5.0  # (chosen) seconds by which the first one moved before another: clocks differ by up to 4
+LEADER = 0.4  # (chosen) share of the furthest one's distance that the first one has at least
 LATELY = 3 * TICK  # seconds within which a machine or a metric that lives has a sample
 
 
@@ -54,23 +59,32 @@ class Found:
 class Judge:
     """Remembers the scores of each machine and decides whom to name. A machine is a row."""
 
-    def __init__(self, settings: Settings, limits: Limits, order: Sequence[int]):
-        """order: channels in the order in which they decide the metric of an alert."""
-        self._settings = settings
+    def __init__(
+        self, settings: Settings, limits: Limits, order: Sequence[int],
+        onsets: Onsets | None = None, levels: int | None = None,
+    ):  # fmt: skip
+        """Judges a job of which nothing has been seen.
+
+        Args: order: channels in the order in which they decide the metric of an alert. onsets: the
+          last samples; None: who moved first is not asked. levels: channels that are no residuals;
+          None: as many as residuals.
+        """
+        self._settings, self._courses = settings, onsets
+        self._levels = (limits.limit.shape[-1] - 1) // CHANNELS if levels is None else levels
         self._limits = dataclasses.replace(limits, limit=limits.limit * settings.strict)
         self._spans, self._order = spans(settings.ticks), np.asarray(order)
         F, N = limits.limit.shape[-1] - 1, 0
         H = self._history = max(HISTORY, 2 * self._spans[-1].ticks)
         self.scores_FNH = np.full((F, N, H), np.nan, np.float32)
         self.far_FNH = np.full((F, N, H), np.nan, np.float32)  # not cut off
-        self._apart_CNH = np.full((F // CHANNELS, N, H), np.nan, np.float32)
-        self._middle_FH = np.full((F, H), np.nan, np.float32)  # of the job, not of a machine
+        self._apart_CNH = np.full((self._levels, N, H), np.nan, np.float32)
+        # of the job, not of a machine
+        self._middle_FH: np.ndarray | None = np.full((F, H), np.nan, np.float32)
         self.mean_FN = np.zeros((F, N))  # of the scores over the continuity
-        self.seen_CN = np.full(
-            (F // CHANNELS, N), -math.inf
-        )  # end of the last second with a sample
+        self.seen_CN = np.full((self._levels, N), -math.inf)  # end of the last second with a sample
         self.joined_N = np.zeros(N)  # -inf: with the job; inf: not yet
         self._begun = False
+        self._elsewhere_N = np.array(False)  # of whom another judge says what happened
         self._past_N = np.zeros(N, int)  # ticks from which its offsets were learnt
         self._worst_N = np.zeros(N)  # the last score, 1 at its limit
         self.anew_N = np.zeros(N, bool)  # whose offset is to be learnt anew
@@ -127,21 +141,24 @@ class Judge:
 
     def look(
         self, end: float, score_FN: np.ndarray, far_FN: np.ndarray, apart_FN: np.ndarray,
-        middle_F: np.ndarray,
+        middle_F: np.ndarray | None,
     ) -> list[Found]:  # fmt: skip
         """Takes the scores of a tick that ended at `end`; returns the machines to name now.
 
         Args: score_FN: signed, in standard deviations, NaN without samples. far_FN: unclipped.
           apart_FN: distance from the other machines without regard to the machine's own past.
-          middle_F: level of the median machine, the state of the job.
+          middle_F: level of the median machine, the state of the job; None: as in evidence.score.
         """
-        apart_CN = apart_FN[: len(apart_FN) // CHANNELS]
+        apart_CN = apart_FN[: self._levels]
         for kept, new in (
             (self.scores_FNH, score_FN), (self.far_FNH, far_FN), (self._apart_CNH, apart_CN),
         ):  # fmt: skip
             kept[..., :-1] = kept[..., 1:]
             kept[..., -1] = new
-        self._middle_FH = np.concatenate([self._middle_FH[:, 1:], middle_F[:, None]], 1)
+        self._middle_FH = (
+            None if middle_F is None or self._middle_FH is None
+            else np.concatenate([self._middle_FH[:, 1:], middle_F[:, None]], 1)
+        )  # fmt: skip
         judged_N = self._judged_N(end)
         self._past_N += judged_N
         self.anew_N = np.zeros(len(judged_N), bool)
@@ -158,6 +175,22 @@ class Judge:
         """Unix seconds until which each named machine is not named again, (N,); 0: none."""
         return self._free_at_N
 
+    # ---- two judges of one job
+
+    def come(self, first: "Judge") -> None:
+        """Takes over when machines joined, and whom another judge of the job suspects or names.
+
+        While it does, no other machine is named here, since that may be a follower.
+        """
+        self.joined_N = first.joined_N.copy()
+        suspected_N = first._worst_N > SUSPECTED
+        others_N = suspected_N.sum() - suspected_N > 0
+        self._elsewhere_N = others_N | (first._free_at_N > 0).any()
+
+    def tell(self, first: "Judge") -> None:
+        """Lets the other judge hear whom this one names, so that it does not name them again."""
+        first._free_at_N = np.maximum(first._free_at_N, self._free_at_N)
+
     # ---- machines that differ
 
     def _differing(self, end: float, judged_N: np.ndarray) -> list[Found]:
@@ -172,7 +205,7 @@ class Judge:
         self._free_at_N[self._free_at_N <= end] = 0.0
         follows_N = self._follows_N > end
         self._follows_N[follows_N & (worst_N > SUSPECTED)] = end + s.group_s
-        fires_N = (worst_N >= 1) & ~busy_N & ~follows_N
+        fires_N = (worst_N >= 1) & ~busy_N & ~follows_N & ~self._elsewhere_N
         differing_N = worst_N > SUSPECTED
         if not fires_N.any():
             return []
@@ -180,15 +213,20 @@ class Judge:
         # Machines that a fault drags along are far behind it; a job that changed has no furthest.
         alike_N = differing_N & (far_N > DRAGGED * far_N[fires_N].max())
         if alike_N.sum() > max(1.0, s.widely * judged_N.sum()) and not _pair(far_N, alike_N):
-            return []
+            rows = np.flatnonzero(alike_N & judged_N)
+            if not self._leads(rows, end, onset_N, differing_N):
+                return []
         found = []
         free_N = judged_N & ~busy_N & ~follows_N
         while fires_N.any():
             first = min(onset_N[fires_N])
             group_N = differing_N & (np.abs(onset_N - first) <= s.group_s) & ~busy_N
             row = int(np.argmax(np.where(group_N & fires_N, far_N, -1.0)))
+            row = self._first(row, group_N & judged_N, far_N, end, onset_N, differing_N)
             fresh = end - onset_N[row] <= s.continuity_s
             further_N = free_N & ~fires_N & (far_N > FURTHER * far_N[row])
+            if fresh and further_N.any():
+                further_N &= ~self._later(row, further_N, end, onset_N, differing_N)
             if fresh and further_N.any():
                 fires_N &= ~group_N
                 continue
@@ -214,7 +252,7 @@ class Judge:
         newest = slice(self._history - have, None)
         score_GN, self.mean_FN = score(
             self.scores_FNH[..., newest], self._past_N - 1, self._limits, self._spans,
-            self._middle_FH[:, newest],
+            None if self._middle_FH is None else self._middle_FH[:, newest],
         )  # fmt: skip
         onset_N = self._onsets(end)
         score_GN = np.where(judged_N, score_GN, 0.0)
@@ -223,6 +261,61 @@ class Judge:
         self._anew(odd_N)
         self._always_N = self._always()
         return score_GN / demand(score_GN.max(0), judged_N, self._always_N), onset_N
+
+    def _moved(
+        self, rows_R: np.ndarray, end: float, onset_N: np.ndarray, differing_N: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Returns (when the machines moved, Unix seconds; by how much that may be wrong)."""
+        if self._courses is None:
+            return np.full(len(rows_R), np.nan), np.full(len(rows_R), np.nan)
+        level_CR = self.mean_FN[: self._levels, rows_R]
+        ago_R, blur_R = self._courses.moved(rows_R, end - onset_N[rows_R], level_CR, ~differing_N)
+        return end - ago_R, blur_R
+
+    def _first(
+        self, row: int, group_N: np.ndarray, far_N: np.ndarray, end: float, onset_N: np.ndarray,
+        differing_N: np.ndarray,
+    ) -> int:  # fmt: skip
+        """Returns the machine of a group that clearly moved before its furthest, `row`; else `row`.
+
+        Only machines that differ in the same metrics are compared: another fault has other ones.
+        """
+        group_N = group_N & (far_N >= LEADER * far_N[row])
+        group_N &= self._alike_N(self.mean_FN[:, row], self.mean_FN)
+        rows_R = np.flatnonzero(group_N | (np.arange(len(group_N)) == row))
+        if len(rows_R) < 2:
+            return row
+        moved_R, blur_R = self._moved(rows_R, end, onset_N, differing_N)
+        at = int(np.flatnonzero(rows_R == row)[0])
+        lead_R = moved_R[at] - moved_R - blur_R - blur_R[at]
+        first = int(np.argmax(np.where(np.isfinite(lead_R), lead_R, -math.inf)))
+        return int(rows_R[first]) if lead_R[first] >= LEAD else row
+
+    def _later(
+        self, row: int, others_N: np.ndarray, end: float, onset_N: np.ndarray,
+        differing_N: np.ndarray,
+    ) -> np.ndarray:  # fmt: skip
+        """Tells which of the others clearly moved after a machine, in the same metrics, (N,)."""
+        later_N = others_N & self._alike_N(self.mean_FN[:, row], self.mean_FN)
+        rows_R = np.append(np.flatnonzero(later_N), row)
+        moved_R, blur_R = self._moved(rows_R, end, onset_N, differing_N)
+        lead_R = moved_R - moved_R[-1] - blur_R - blur_R[-1]
+        later_N[rows_R] = lead_R >= LEAD
+        return later_N
+
+    def _leads(
+        self, rows_R: np.ndarray, end: float, onset_N: np.ndarray, differing_N: np.ndarray
+    ) -> bool:
+        """Tells whether one of many machines that differ moved well before all others.
+
+        If the job as a whole changes, its machines move at the same moment.
+        """
+        moved_R, blur_R = self._moved(rows_R, end, onset_N, differing_N)
+        if len(rows_R) < 2 or not np.isfinite(moved_R).all():
+            return False
+        first, second = np.argsort(moved_R)[:2]
+        apart = moved_R[second] - moved_R[first] - blur_R[first] - blur_R[second]
+        return bool(apart >= 2 * LEAD)
 
     def _follows(self, far_N: np.ndarray, row: int, onset: float) -> bool:
         """Tells whether a machine that is already named explains this one.
@@ -240,12 +333,14 @@ class Judge:
         ended_N = ~np.isfinite(self._named_for_N)  # they were named because their series ended
         if self._worst_N[row] >= CLEAR:
             explains_N &= ended_N | self._alike_N(self.mean_FN[:, row], self._named_as_FN)
-        return bool((explains_N & (self._named_for_N > far_N[row])).any())
+        further_N = self._named_for_N > far_N[row]
+        if self._courses is not None:  # the first one need not be the furthest
+            further_N |= self._alike_N(self.mean_FN[:, row], self._named_as_FN)
+        return bool((explains_N & further_N).any())
 
     def _alike_N(self, one_F: np.ndarray, others_FN: np.ndarray) -> np.ndarray:
         """Tells which machines differ in the same direction; another fault moves other metrics."""
-        levels = len(one_F) // CHANNELS
-        a_F, b_FN = one_F[:levels], others_FN[:levels]
+        a_F, b_FN = one_F[: self._levels], others_FN[: self._levels]
         lengths_N = np.linalg.norm(a_F) * np.linalg.norm(b_FN, axis=0)
         return a_F @ b_FN >= ALIKE * np.maximum(lengths_N, 1e-9)
 

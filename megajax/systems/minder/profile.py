@@ -29,6 +29,21 @@ CHANNELS = (
     "noise_F", "offset_F", "slope_F",
 )  # fmt: skip
 EVIDENCE = ("inverse", "limit")
+DYNAMICS = ("noise_F", "offset_F", "slope_F", *EVIDENCE)
+
+
+@dataclass(frozen=True)
+class Dynamics:
+    """What `fit` learnt of spreads and lags (dynamics.py), F = C + 1; as in Profile."""
+
+    noise_F: np.ndarray
+    offset_F: np.ndarray
+    slope_F: np.ndarray
+    limits: Limits
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Returns the arrays by name."""
+        return {n: getattr(self.limits if n in EVIDENCE else self, n) for n in DYNAMICS}
 
 
 @dataclass(frozen=True)
@@ -42,7 +57,7 @@ class Profile:
     metrics' scales (edges.py). noise_F: standard deviation of a machine's ticks about its own
     offset. offset_F, slope_F: standard deviations of the machines' offsets, and of how far machines
     move apart when the median of all moves. limits: of the scores of healthy machines. report:
-    facts about the fit.
+    facts about the fit. dynamics: of spreads and lags; None in a file of a version before them.
     """
 
     metrics: tuple[str, ...]
@@ -61,6 +76,7 @@ class Profile:
     settings: Settings = Settings()
     report: dict[str, Any] = dataclasses.field(default_factory=dict)  # of the fit
     priority: tuple[str, ...] = ()
+    dynamics: Dynamics | None = None
 
     @property
     def range_3C(self) -> np.ndarray:
@@ -72,6 +88,8 @@ class Profile:
         arrays = {name: np.asarray(getattr(self, name)) for name in CHANNELS}
         arrays |= {name: getattr(self.limits, name) for name in EVIDENCE}
         arrays |= {f"vae.{name}": np.asarray(leaf) for name, leaf in named_leaves(self.vae)}
+        if self.dynamics is not None:
+            arrays |= {f"dynamics.{n}": np.asarray(x) for n, x in self.dynamics.arrays().items()}
         head = {
             "format": FORMAT,
             "metrics": list(self.metrics),
@@ -108,6 +126,7 @@ class Profile:
                 arrays.setdefault(name, np.full_like(arrays["low_C"], end))
             channels = {name: arrays[name] for name in CHANNELS}
             limits = Limits(*(arrays[name] for name in EVIDENCE))
+            learnt = _dynamics(arrays, len(metrics))
         except OSError as error:
             why = error.strerror or "it is no NumPy archive"
             raise UserError(f"model={path} cannot be read: {why} (--model)") from None
@@ -121,8 +140,19 @@ class Profile:
         vae = nest({n[4:]: x for n, x in arrays.items() if n.startswith("vae.")})
         return Profile(
             metrics, model, vae, **channels, limits=limits, settings=settings, report=report,
-            priority=priority,
+            priority=priority, dynamics=learnt,
         )  # fmt: skip
+
+
+def _dynamics(arrays: dict[str, np.ndarray], metrics: int) -> Dynamics | None:
+    """Returns what a file says of spreads and lags. Raises: ValueError, KeyError."""
+    if f"dynamics.{DYNAMICS[0]}" not in arrays:
+        return None
+    found = {n: arrays[f"dynamics.{n}"] for n in DYNAMICS}
+    if any(found[n].shape != (metrics + 1,) for n in DYNAMICS if n.endswith("_F")):
+        raise ValueError("spreads of other metrics")
+    limits = Limits(*(found.pop(n) for n in EVIDENCE))
+    return Dynamics(**found, limits=limits)
 
 
 def _fits(name: str, array: np.ndarray, metrics: int) -> bool:

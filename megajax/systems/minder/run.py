@@ -1,10 +1,12 @@
 """Minder in a supervised run: finds the rank or host that makes the job wait, and evicts it.
 
---detector=minder adds three rules to a driver's watchdog:
+--detector=minder adds four rules to a driver's watchdog:
 
 hang    a rank for which all others wait, within seconds, by progress (monitor/hang.py); warns
 slow    a rank whose own work makes the steps slow, by step times (monitor/slow_rank.py); evicts
 minder  a machine whose metrics differ from the others' (detector.py, a child process); evicts
+course  a machine whose metrics vary more than the others', or come later; warns, because a clock
+        that is set back looks like a lag
 
 Evictions happen only within a budget of false alarms (elastic/evictions.py); beyond it the rules
 only warn. --respond=slow=warn lets a rule only warn. No jax import.
@@ -35,7 +37,10 @@ from megajax.systems.minder.beside import Beside
 from megajax.systems.minder.settings import LEAST
 
 NAME = "minder"
-RESPONSES: Mapping[str, Kind] = {"hang": "warn", "slow": "evict", "minder": "evict"}
+COURSE = "course"  # the rule of spreads and lags
+RESPONSES: Mapping[str, Kind] = {
+    "hang": "warn", "slow": "evict", "minder": "evict", COURSE: "warn"
+}  # fmt: skip
 AFTER = 3  # (chosen) ticks of an attempt whose steps tell whether an eviction was right
 
 
@@ -223,7 +228,7 @@ class _Attempt:
         self._is_judged = False
 
     def watch(self, records: Sequence[Record]) -> list[Alert]:
-        """Returns the new alerts of all three rules."""
+        """Returns the new alerts of all rules."""
         if self._run.file is not None:
             self._run.file.write(records)
         slow = self._slow.watch(records)
@@ -262,7 +267,8 @@ class _Attempt:
             message += "; " + ", ".join(beside)
         if host is None:
             return Alert(NAME, f"{message} (no host of this job)", step=self._job.step)
-        return self._job.alert(NAME, host.ranks, message)
+        rule = COURSE if found.kind in minder_alert.COURSES else NAME
+        return self._job.alert(rule, host.ranks, message)
 
     def steps_s(self, action: Action) -> tuple[float, float]:
         """Returns how long steps took before a host was slow, and take now; 0: not known."""

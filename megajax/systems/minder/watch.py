@@ -21,6 +21,7 @@ from typing import Protocol
 from megajax.core import files
 from megajax.core.errors import UserError
 from megajax.monitor.grid import Grid
+from megajax.monitor.quality import nothing_in
 from megajax.monitor.samples import Samples, of_machines
 from megajax.monitor.sources.http_query import Refused, Unavailable
 from megajax.systems.minder.alert import Alert, without_numbers
@@ -92,6 +93,7 @@ class Watch:
         self._piece, self._has_read = PIECE_S, False
         self._source_trouble = Trouble("reading", teller)
         self._window_trouble = Trouble("judging", teller)
+        self._empty_trouble = Trouble("metrics", teller)
         self._left_trouble = Trouble("machines that left", teller)
         self._refit_trouble = Trouble("retraining", teller)
         self._notes: dict[str, float] = {}  # without its numbers -> when it came
@@ -189,17 +191,24 @@ class Watch:
     def _judge(self, grid: Grid) -> None:
         teller, detector = self._teller, self._detector
         began, alerts = time.monotonic(), []
+        nothing = nothing_in(grid)
+        if nothing:
+            self._empty_trouble.there("; ".join([nothing, *grid.notes]))
+        else:
+            self._empty_trouble.gone()
         self._leave()
         try:
             alerts = detector.update(grid)
         except UserError as error:
             teller.count["refused_windows_total"] += 1
-            self._window_trouble.there(str(error))
+            if not nothing:
+                self._window_trouble.there(str(error))
         else:
             self._window_trouble.gone()
         teller.count["update_seconds_total"] += time.monotonic() - began  # type: ignore
-        teller.count["judged_seconds_total"] += grid.values_CNT.shape[2]
-        for note in detector.notes:
+        if not nothing:
+            teller.count["judged_seconds_total"] += grid.values_CNT.shape[2]
+        for note in detector.notes if not nothing else ():
             self._note(note)
         self._hear(alerts, grid.end)
 

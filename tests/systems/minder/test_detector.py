@@ -14,6 +14,7 @@ from experiments.reports import minder_time
 from experiments.reports.minder_rivals import ablated
 from megajax.core.errors import UserError
 from megajax.monitor.grid import Grid
+from megajax.monitor.samples import Samples
 from megajax.systems.minder import Detector, Settings, features, fit, training
 from megajax.systems.minder.judge import SUSPECTED
 
@@ -164,6 +165,48 @@ def test_a_machine_that_drags_others_along_is_named(model):
     assert alerts(model, job(9, 1500, seed=10, faults=faults(0.45))) == []
 
 
+@pytest.mark.parametrize("followers", [2, 3])  # three and the first are too many for one fault
+def test_who_moved_first_is_named_though_others_follow_as_far(model, followers):
+    def values(delay):
+        faults = [(1, 3, 700, 1400, -0.45)]
+        faults += [(1, m, 700 + delay, 1400, -0.5) for m in range(4, 4 + followers)]
+        return job(9, 1500, seed=10, faults=faults)
+
+    assert [a.machine for a in alerts(model, values(25))] == ["m3"]
+    if followers == 3:
+        assert alerts(model, values(0)) == []
+
+
+def test_noise_that_grows_on_one_machine_is_named_and_on_all_is_not(model):
+    grid = job(8, 1500, seed=21)
+    wild_NT = NOISE[0] * np.random.default_rng(3).standard_normal((8, 1500))
+    wild_NT *= np.clip((np.arange(1500) - 600) / 150, 0, 1) * 4  # to four times the noise
+    one, everywhere = grid.values_CNT.copy(), grid.values_CNT.copy()
+    one[0, 5] += wild_NT[5]
+    everywhere[0] += wild_NT
+    (alert,) = alerts(model, dataclasses.replace(grid, values_CNT=one))
+    assert (alert.machine, alert.metric, alert.kind) == ("m5", "cpu_usage", "unsteady")
+    assert 600 - 24 <= alert.since - BEGIN <= 750 and alert.at - alert.since <= 360
+    assert "cpu_usage varies more than the others'" in alert.message
+    assert alerts(model, dataclasses.replace(grid, values_CNT=everywhere)) == []
+
+
+def test_a_machine_a_second_behind_is_named_and_one_that_has_always_been_is_not(model):
+    def behind(since, to):
+        grid = job(8, 1500, seed=22, missing=0.0, stall_every=10_000)
+        course_T = 1 + 0.1 * np.sin(2 * np.pi * (np.arange(1500) - 1) / 7)
+        late_T = course_T - (1 + 0.1 * np.sin(2 * np.pi * np.arange(1500) / 7))
+        values = grid.values_CNT.copy()
+        values[:, 6, since:to] += (LEVEL[:, None] * late_T)[:, since:to]
+        return dataclasses.replace(grid, values_CNT=values)
+
+    (alert,) = alerts(model, behind(700, 1500))
+    assert (alert.machine, alert.kind) == ("m6", "late")
+    assert alert.lag_s == pytest.approx(1.0, abs=0.3) and "s behind the others" in alert.message
+    assert abs(alert.since - (BEGIN + 700)) <= 48
+    assert alerts(model, behind(700, 880)) == []  # for three minutes
+
+
 def test_two_machines_at_different_times_are_both_named(model):
     faults = [(0, 1, 600, 1300, 1.0), (1, 6, 1000, 1700, -0.6)]
     found = alerts(model, job(16, 1800, seed=9, faults=faults))
@@ -270,6 +313,27 @@ def test_silence_is_an_alert_unless_it_was_declared(model):
     assert detector.update(cut(grid, 0, 720)) == []
     detector.leave("m5")
     assert detector.update(cut(grid, 720, 1500, [0, 1, 2, 3, 4, 6, 7])) == []
+
+
+def test_a_window_without_a_row_is_named_each_time(model, tmp_path):
+    detector, grid = Detector.load(model), job(8, 1000, seed=14)
+    empty = Samples.of([], BEGIN, BEGIN + 60)
+    with pytest.raises(UserError, match=f"no machine has a sample from {BEGIN} to {BEGIN + 60}"):
+        detector.update(empty)  # nothing is known of the job yet
+    detector = Detector.load(model)
+    detector.update(cut(grid, 0, 600))
+    for start in (600, 660):
+        begin, end = BEGIN + start, BEGIN + start + 60
+        assert detector.update(Samples.of([], begin, end)) == []
+        (note,) = detector.notes
+        assert note.startswith(f"no machine has a sample from {begin} to {end}")
+    path = tmp_path / "none.csv"
+    path.write_text("timestamp,machine,metric,value\n")
+    for window in (path, Samples.of([])):  # neither a row nor an interval
+        with pytest.raises(UserError, match="neither a row nor an interval.*nothing was judged"):
+            detector.update(window)
+    detector.update(cut(grid, 720, 1000))  # nothing was lost
+    assert not any("no machine has a sample" in note for note in detector.notes)
 
 
 def test_one_series_that_ends_is_an_alert_and_one_that_ends_everywhere_is_none(model):

@@ -35,7 +35,9 @@ def flags(*words):
 def test_both_spellings_add_minder_to_the_default_with_its_responses():
     detectors, responses = flags("--detector=minder")
     assert list(detectors) == [*DETECTORS, "minder"]
-    assert responses == {"straggler": "warn", "hang": "warn", "slow": "evict", "minder": "evict"}
+    assert responses == {
+        "straggler": "warn", "hang": "warn", "slow": "evict", "minder": "evict", "course": "warn",
+    }  # fmt: skip
     other = flags("--detectors=default,minder", "--respond=slow=warn,hang=restart")
     assert list(other[0]) == list(detectors)
     assert (other[1]["slow"], other[1]["hang"]) == ("warn", "restart")

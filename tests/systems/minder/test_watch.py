@@ -202,6 +202,25 @@ def test_a_refusal_at_the_start_ends_it_and_later_it_does_not(setting):
     assert sum("401" in line for line in said) == 1 and "watching goes on" in said[-1]
 
 
+@pytest.mark.parametrize("only", ["", "other.*"])
+def test_metrics_without_a_sample_are_reported_until_they_are_back(setting, only):
+    world, detector = World(), Scripted()
+    watch, said, _, teller = setting(world, detector, Pace(history_s=0, machines=only))
+    read = world.read
+    if not only:
+        go(watch, world, 16)
+        world.read = lambda start, end: Samples.of([], start, end)
+    seconds = teller.count["judged_seconds_total"]
+    go(watch, world, 80)
+    assert len(said) == 1 and "no machine has a sample from" in said[0], said
+    assert ("none of the 5 machines" in said[0] and "'other.*'" in said[0]) == bool(only)
+    assert teller.count["judged_seconds_total"] == seconds
+    if not only:
+        world.read = read
+        go(watch, world, 8)
+        assert len(said) == 2 and "works again" in said[1]
+
+
 def test_few_machines_are_said_once_and_watching_goes_on(setting):
     world, detector = World(), Scripted()
     watch, said, _, teller = setting(world, detector)

@@ -1,0 +1,152 @@
+"""Judges the detector on three fleets that share no assumption with the simulator it grew up on.
+
+On each fleet (megajax/monitor/fleet/unlike.py) a detector is fitted on that fleet's own jobs,
+without labels, and judged on others. `ours` is the whole detector. `levels` is the same fit without
+spreads, lags and the order of onsets. Constants were chosen on scenes of the seeds below
+FIRST_SEED; a judgement uses a seed from there on.
+"""
+
+import contextlib
+import dataclasses
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+
+from experiments.reports import minder_counts as counts
+from experiments.reports.minder_rows import wilson
+from megajax.core.config import Checked, option
+from megajax.monitor import results
+from megajax.monitor.fleet import unlike
+from megajax.monitor.grid import Grid
+from megajax.systems.minder import Detector
+from megajax.systems.minder.onsets import Onsets
+
+FIRST_SEED = 1000
+DETECTORS = ("ours", "levels")
+HEALTHY = "healthy"
+SIZES = (8, 16, 32)  # machines of a job
+
+
+@dataclass(frozen=True)
+class Config(Checked):
+    """What is judged."""
+
+    faults: int = option(8, "unlike: scenes of each kind of fault on each fleet", at_least=1,
+                         verbs=("unlike",))  # fmt: skip
+    healthy: int = option(12, "unlike: scenes without a fault on each fleet", at_least=0,
+                          verbs=("unlike",))  # fmt: skip
+    seed: int = option(FIRST_SEED, "unlike: random seed of the scenes; below 1000: those on which "
+                       "constants were chosen", at_least=0, verbs=("unlike",))  # fmt: skip
+
+
+def sources() -> Callable[[str], list[Grid]]:
+    """Returns what makes the jobs to fit on: six of 45 minutes, one of them with a fault."""
+
+    def of(background: str) -> list[Grid]:
+        return [
+            unlike.scene(background, size, k, "level" if k == 4 else None, seconds=2700).grid
+            for k, size in enumerate((8, 16, 24, 8, 16, 24))
+        ]
+
+    return of
+
+
+def alerts(detector: str, model: Path, grid: Grid) -> list[dict[str, Any]]:
+    """Returns the alerts of one detector on one scene."""
+    profile = Detector.load(model).profile
+    with contextlib.ExitStack() as stack:
+        if detector == "levels":
+            profile = dataclasses.replace(profile, dynamics=None)
+            stack.enter_context(mock.patch.object(Onsets, "moved", _unknown))
+        return [dataclasses.asdict(a) for a in Detector(profile).update(grid)]
+
+
+def _unknown(self: Onsets, rows_R: np.ndarray, *_: Any) -> tuple[np.ndarray, np.ndarray]:
+    return np.full(len(rows_R), np.nan), np.full(len(rows_R), np.nan)
+
+
+def judged(background: str, model: Path, cfg: Config) -> Iterator[dict[str, Any]]:
+    """Yields {'kind', 'faults', 'machine_days', 'said': {detector: alerts}} of each scene."""
+    wanted: Mapping[unlike.Kind | None, int] = {
+        **dict.fromkeys(unlike.KINDS, cfg.faults), None: cfg.healthy
+    }  # fmt: skip
+    for one in unlike.scenes(background, wanted, SIZES, cfg.seed):
+        _, N, T = one.grid.values_CNT.shape
+        yield {
+            "kind": one.faults[0].kind if one.faults else HEALTHY, "left": [],
+            "faults": [dataclasses.asdict(f) for f in one.faults], "machine_days": N * T / 86400,
+            "said": {name: alerts(name, model, one.grid) for name in DETECTORS},
+        }  # fmt: skip
+
+
+def rows(background: str, cases: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Yields a row for each detector and kind of fault, and one for each detector over all."""
+    for name in DETECTORS:
+        total, delays = Counter[tuple[str, str]](), dict[str, list[float]]()
+        for case in cases:
+            found = counts.judged(case, case["said"][name])
+            hits = [d for d in found["named"] if d is not None]
+            delays.setdefault(case["kind"], []).extend(hits)
+            total[case["kind"], "faults"] += len(case["faults"])
+            total[case["kind"], "vain"] += found["vain"]
+        for kind in unlike.KINDS:
+            named, faults = len(delays.get(kind, ())), total[kind, "faults"]
+            if faults:
+                yield {"part": "kind", "background": background, "detector": name, "kind": kind,
+                       "faults": faults, "named": named, "recall": named / faults,
+                       "recall_95": wilson(named, faults), "vain": total[kind, "vain"],
+                       "delay_s": counts.delays(delays[kind])}  # fmt: skip
+        named = sum(map(len, delays.values()))
+        vain = sum(v for (_, what), v in total.items() if what == "vain")
+        days = sum(c["machine_days"] for c in cases if c["kind"] == HEALTHY)
+        yield {"part": "background", "background": background, "detector": name, "named": named,
+               "vain": vain, "precision": named / (named + vain) if named + vain else 1.0,
+               "healthy_machine_days": days, "healthy_vain": total[HEALTHY, "vain"]}  # fmt: skip
+
+
+def measure(
+    cfg: Config, steps: int, out: str, tell: Callable[[str], Any] = print
+) -> Mapping[str, Any]:
+    """Fits and judges on every fleet; writes OUT/minder_unlike.json; returns what it holds."""
+    import jax
+
+    folder = results.writable_folder(out)
+    made, fits = sources(), folder / "unlike"
+    fits.mkdir(exist_ok=True)
+    found: list[dict[str, Any]] = []
+    for background in unlike.BACKGROUNDS:
+        began, model = time.perf_counter(), fits / f"{background}.npz"
+        detector = Detector.fit(made(background), seed=0, steps=steps)
+        detector.save(model)
+        share = detector.profile.report["learnt"]
+        tell(f"{background}: fitted in {time.perf_counter() - began:.0f} s, networks give back "
+             f"{share:.0%} of the variance")  # fmt: skip
+        for row in rows(background, list(judged(background, model, cfg))):
+            found.append(row)
+            tell(text(row))
+    about = results.facts(jax.devices()[0].device_kind, "simulated") | {
+        "config": {"faults": cfg.faults, "healthy": cfg.healthy, "seed": cfg.seed,
+                   "sizes": list(SIZES), "steps": steps},
+    }  # fmt: skip
+    path = folder / "minder_unlike.json"
+    results.write(path, about, found)
+    tell(f"{path}")
+    return about | {"rows": found}
+
+
+def text(row: Mapping[str, Any]) -> str:
+    """Returns a line for the terminal."""
+    begin = f"{row['background']:15} {row['detector']:7}"
+    if row["part"] == "kind":
+        named = f"{row['named']} of {row['faults']} named"
+        return f"{begin} {row['kind']:7} {named}, {row['vain']} in vain"
+    return (
+        f"{begin} precision {row['precision']:.3f}; {row['healthy_vain']} false alarms in "
+        f"{row['healthy_machine_days']:.1f} days of a healthy machine"
+    )
