@@ -252,7 +252,8 @@ def predict() -> int:
     if PREDICTOR.value != "assumed":
         path = None if PREDICTOR.value is None else expand(PREDICTOR.value, "predictor")
         loaded, name = Predictor.load(path), path.name if path else "the shipped predictor"
-        times, source = loaded.predict, f"{name}, fitted on {', '.join(loaded.cards)}"
+        times = loaded.predict
+        source = f"{name}, fitted on {', '.join(loaded.cards)}. {loaded.basis(cluster.card)}"
     sizes = aot.sizes(cfg, cluster)
     compiled = aot.compile_step(cfg, cluster, fused=True)
     segments = 1 if compiled.attention == "xla" else SEGMENTS.value

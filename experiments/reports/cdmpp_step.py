@@ -93,9 +93,8 @@ def step_markdown(facts: Mapping[str, Any], cluster: Cluster) -> str:
             f"| {row['name']} | {row['kind']} | {row['executions']:g} | {_time(row['seconds'])} | "
             f"{100 * row['share']:.1f} % |"
         )
-    return "\n".join(
-        [*lines, "", f"*Predicted, not measured: {facts['times']}. {KERNELS[facts['attention']]}*"]
-    )
+    source = f"{facts['times'].rstrip('.')}. {KERNELS[facts['attention']]}"
+    return "\n".join([*lines, "", f"*Predicted, not measured: {source}*"])
 
 
 def _memory(nbytes: float, cluster: Cluster) -> str:

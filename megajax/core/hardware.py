@@ -40,7 +40,8 @@ class DeviceCard:
     flops: FLOP/s by dtype name. memory_bytes: HBM capacity. memory_bytes_per_s: HBM bandwidth.
     link_bytes_per_s: NVLink, one direction. network_bytes_per_s: its NIC, one direction.
     sms: streaming multiprocessors (of a CPU: threads that compute). l2_bytes: the last cache that
-    all of them share. clock_hz: the largest (boost) clock. 0: unknown.
+    all of them share. clock_hz: the largest (boost) clock. capability: CUDA's compute capability,
+    9.0 for example. power_w: the power limit. 0: unknown.
     """
 
     name: str
@@ -52,6 +53,8 @@ class DeviceCard:
     sms: int = 0
     l2_bytes: float = 0
     clock_hz: float = 0
+    capability: float = 0
+    power_w: float = 0
 
     def floor_s(self, flops: float, nbytes: float, dtype: str = "bfloat16") -> float:
         """Returns seconds below which no kernel can stay: at the peaks, without efficiencies."""
@@ -83,7 +86,8 @@ _HOPPER_FLOPS = {
     "float8": 1979e12,
     "int8": 1979e12,
 }
-_HOPPER_DIE = (132, 50 * 2**20, 1.98e9)  # SMs, L2, clock
+# SMs, L2, clock, compute capability, power limit (data sheets, CUDA C++ programming guide)
+_HOPPER_DIE = (132, 50 * 2**20, 1.98e9, 9.0, 700.0)
 _A100_FLOPS = {
     "float32": 19.5e12,
     "tfloat32": 156e12,
@@ -103,41 +107,43 @@ _ADA_FLOPS = {"float32": 91.6e12, "tfloat32": 183e12, "bfloat16": 362.05e12, "fl
 
 CARDS = {
     "A100": DeviceCard(
-        "A100", _A100_FLOPS, 80 * 10**9, 2.039e12, 300e9, 25e9, 108, 40 * 2**20, 1.41e9
+        "A100", _A100_FLOPS, 80 * 10**9, 2.039e12, 300e9, 25e9, 108, 40 * 2**20, 1.41e9,
+        8.0, 400.0,
     ),
     "H100": DeviceCard("H100", _HOPPER_FLOPS, 80 * 10**9, 3.35e12, 450e9, 50e9, *_HOPPER_DIE),
     "H200": DeviceCard("H200", _HOPPER_FLOPS, 141 * 10**9, 4.8e12, 450e9, 50e9, *_HOPPER_DIE),
     "H800": DeviceCard("H800", _HOPPER_FLOPS, 80 * 10**9, 3.35e12, 200e9, 50e9, *_HOPPER_DIE),
     "B200": DeviceCard(
-        "B200", _B200_FLOPS, 180 * 10**9, 7.7e12, 900e9, 50e9, 148, 126.5 * 2**20, 1.965e9
+        "B200", _B200_FLOPS, 180 * 10**9, 7.7e12, 900e9, 50e9, 148, 126.5 * 2**20, 1.965e9,
+        10.0, 1000.0,
     ),
     "V100": DeviceCard(
         "V100", {"float32": 15.7e12, "float16": 125e12}, 32 * 10**9, 900e9, 150e9, 12.5e9, 80,
-        6 * 2**20, 1.53e9,
+        6 * 2**20, 1.53e9, 7.0, 300.0,
     ),
     "P100": DeviceCard(
         "P100", {"float32": 10.6e12, "float16": 21.2e12}, 16 * 10**9, 732e9, 80e9, 12.5e9, 56,
-        4 * 2**20, 1.48e9,
+        4 * 2**20, 1.48e9, 6.0, 250.0,
     ),
     "T4": DeviceCard(
         "T4", {"float32": 8.1e12, "float16": 65e12, "int8": 130e12}, 16 * 10**9, 320e9, 16e9,
-        12.5e9, 40, 4 * 2**20, 1.59e9,
+        12.5e9, 40, 4 * 2**20, 1.59e9, 7.5, 70.0,
     ),
     "A10": DeviceCard(
         "A10",
         {"float32": 31.2e12, "tfloat32": 62.5e12, "bfloat16": 125e12, "float16": 125e12,
          "int8": 250e12},
-        24 * 10**9, 600e9, 32e9, 12.5e9, 72, 6 * 2**20, 1.695e9,
+        24 * 10**9, 600e9, 32e9, 12.5e9, 72, 6 * 2**20, 1.695e9, 8.6, 150.0,
     ),
     "L4": DeviceCard(
         "L4",
         {"float32": 30.3e12, "tfloat32": 60e12, "bfloat16": 121e12, "float16": 121e12,
          "float8": 242.5e12, "int8": 242.5e12},
-        24 * 10**9, 300e9, 32e9, 12.5e9, 58, 48 * 2**20, 2.04e9,
+        24 * 10**9, 300e9, 32e9, 12.5e9, 58, 48 * 2**20, 2.04e9, 8.9, 72.0,
     ),
     "L40S": DeviceCard(
         "L40S", _ADA_FLOPS | {"float8": 733e12, "int8": 733e12}, 48 * 10**9, 864e9, 32e9, 12.5e9,
-        142, 96 * 2**20, 2.52e9,
+        142, 96 * 2**20, 2.52e9, 8.9, 350.0,
     ),
 }  # fmt: skip
 

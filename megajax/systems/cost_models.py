@@ -3,6 +3,7 @@
 from typing import Literal
 
 from megajax.core.errors import UserError
+from megajax.core.hardware import DeviceCard
 from megajax.core.paths import expand
 from megajax.cost.base import CostModel
 from megajax.cost.roofline import Roofline
@@ -32,3 +33,18 @@ def load(name: Name, path: str | None) -> CostModel:
     from megajax.systems.cdmpp.predictor import Predictor
 
     return Learned(Predictor.load(file))
+
+
+def source(model: CostModel, name: Name, path: str | None, card: DeviceCard, others: str) -> str:
+    """Returns where a plan's times come from, as text. path: as in `load`. others: of the times
+    that the model does not know."""
+    if name == "roofline":
+        return others
+    file = path or "the predictor that ships with megajax"
+    text = f"operations from {file}, the others and transfers from {others}"
+    if name == "table":
+        return text
+    from megajax.systems.cdmpp.backend import Learned  # as above
+
+    assert isinstance(model, Learned)
+    return f"{text}. {model.basis(card).rstrip('.')}"

@@ -42,6 +42,8 @@ class Predictor(Protocol):
         self, records: Sequence[OpRecord], card: DeviceCard
     ) -> tuple[np.ndarray, np.ndarray]: ...
 
+    def basis(self, card: DeviceCard) -> str: ...  # noqa: D102
+
 
 class Learned:
     """A CostModel around a predictor.
@@ -71,6 +73,10 @@ class Learned:
         if key not in self._known:
             self._known[key] = self._asked(op, device)
         return self._known[key]
+
+    def basis(self, device: DeviceCard) -> str:
+        """Returns a sentence: whether times of this device rest on its rows or on its numbers."""
+        return self._predictor.basis(device)
 
     def transfer_time(self, nbytes: float, link: Link) -> float:
         """Returns seconds from one device to another."""

@@ -25,7 +25,6 @@ from megajax.core.hardware import DeviceCard
 from megajax.cost.record import KINDS
 from megajax.systems.cdmpp import nearness, train
 from megajax.systems.cdmpp.network import plain_device
-from megajax.systems.cdmpp.power import gpu
 
 COVERED, WIDTH = 0.9, 1.645
 _ENOUGH = 20  # least number of rows for which a kind of record gets an estimate of its own
@@ -148,12 +147,12 @@ def folds(
     for member, left in enumerate(out):
         if left >= 0:
             others = np.delete(np.arange(len(names)), left)
-            have = {names[int(i)]: cards[names[int(i)]] for i in others}
+            have = [cards[names[int(i)]] for i in others]
             card = cards[names[left]]
-            weights_RY = nearness.blend(gpu(card.name) or gpu(names[left]), list(have), kinds_R)
+            weights_RY = nearness.blend(card, have, kinds_R)
             unseen_R = devices_R == left
             traits_ERZ[member, unseen_R] = weights_RY[unseen_R] @ traits_EYZ[member, others]
-            distance_E[member] = nearness.distance(names[left], card, have)
+            distance_E[member] = nearness.distance(card, have)
     unseen_ER = devices_R[None] == out[:, None]
     score_ER = scores(_ratio(graph, states, rows, plain_device(jax.numpy.asarray(traits_ERZ))))
     kinds_ER = np.broadcast_to(kinds_R, score_ER.shape)

@@ -17,6 +17,7 @@ import numpy as np
 from megajax.core.errors import UserError
 from megajax.core.hardware import DeviceCard
 from megajax.cost.record import FEATURES, LEAF, PLACE, OpRecord, Tree
+from megajax.systems.cdmpp.power import with_chip
 
 VERSION = 2
 _TEXTS = ("kind", "hash", "dtype", "name")
@@ -232,7 +233,8 @@ def card_as_json(card: DeviceCard, name: str) -> dict[str, Any]:
 def card_of_json(entry: Mapping[str, Any]) -> tuple[str, DeviceCard]:
     """Returns the name and the card that `card_as_json` wrote."""
     values = dict(entry)
-    return values.pop("device"), DeviceCard(**values)
+    name, card = values.pop("device"), DeviceCard(**values)
+    return name, card if "capability" in entry else with_chip(card, name)
 
 
 def save_arrays(path: str | os.PathLike[str], arrays: Mapping[str, np.ndarray]) -> None:

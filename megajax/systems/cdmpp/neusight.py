@@ -25,6 +25,7 @@ from megajax.core.hardware import DeviceCard
 from megajax.cost.operators import product, rowwise
 from megajax.cost.record import OpRecord
 from megajax.systems.cdmpp.dataset import Dataset
+from megajax.systems.cdmpp.power import with_chip
 
 SOURCE = (
     "kernel latencies of github.com/sitar-lab/NeuSight (ASPLOS'25), MIT licence, "
@@ -123,7 +124,7 @@ def _cards(root: pathlib.Path) -> dict[str, DeviceCard]:
     for path in sorted((root / "devices").glob("*.json")):
         try:
             entry: dict[str, Any] = json.loads(path.read_text())
-            cards[entry["Device"]] = DeviceCard(
+            card = DeviceCard(
                 entry["Device"],
                 {"float32": float(entry["SingleFLOPs"]) * 1e9},
                 memory_bytes=int(entry["Dev_Mem"] * 1e9),
@@ -134,6 +135,7 @@ def _cards(root: pathlib.Path) -> dict[str, DeviceCard]:
                 l2_bytes=float(entry["L2Cache"]) * 2**20,
                 clock_hz=float(entry["Freq"]) * 1e6,
             )
+            cards[entry["Device"]] = with_chip(card)
         except (KeyError, TypeError, ValueError) as error:
             raise UserError(f"{path} is no device card of NeuSight: {error!r}") from error
     return cards

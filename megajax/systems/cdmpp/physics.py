@@ -44,6 +44,9 @@ _LOGS = (
 )  # fmt: skip
 PLACES = slice(len(_LOGS) - len(PLACE), len(_LOGS))  # inputs that say where in a program a row is
 LOGS = len(_LOGS) + 6 + len(TILES)
+# Inputs that say what sizes and strides are multiples of, and how much padding tiles need: they
+# jump between sizes that are nearly equal.
+ALIGNMENT = slice(LOGS - len(TILES) - 2, LOGS + 8)
 _FLAGS = 8 + 5 + len(KINDS) + len(DTYPES)
 INPUTS = LOGS + _FLAGS + 2 * len(OPCODES)  # of a program
 # Peak FLOP/s of devices, and the operations of one SM in one clock that devices with such a peak

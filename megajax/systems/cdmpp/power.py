@@ -5,6 +5,8 @@ less energy. The power of a GPU is modelled as what it needs at any clock, plus 
 second times the energy of one operation, which rises as a power of the current clock.
 """
 
+import dataclasses
+
 import numpy as np
 
 from megajax.core.hardware import DeviceCard
@@ -43,31 +45,38 @@ _NODES = ((6.0, 2.0), (8.0, 1.0), (8.6, 0.9), (8.9, 0.95), (np.inf, 0.57))
 _BUSY = ((8.6, 1.0), (9.0, 0.77), (np.inf, 0.86))
 
 
-def gpu(name: str) -> tuple[float, float] | None:
-    """Returns (compute capability, power limit in W) of the GPU of this name; None: unknown."""
-    words = set(name.upper().replace("-", " ").replace("_", " ").split())
-    found = (entry for entry in _GPUS if words.issuperset(entry[0].split()))
-    return next(((capability, float(watts)) for _, capability, watts in found), None)
+def with_chip(card: DeviceCard, *names: str) -> DeviceCard:
+    """Returns the card with the compute capability and power limit of the GPU that it is named for.
+
+    Rows of other projects, and files from before cards had these numbers, say only what a GPU is
+    called. A card of no known GPU, and one that has the numbers, is returned as it is.
+    Args: names: further names of the device, looked up if the card's is of no known GPU.
+    """
+    if card.capability or card.power_w:
+        return card
+    for name in (card.name, *names):
+        words = set(name.upper().replace("-", " ").replace("_", " ").split())
+        for needed, capability, watts in _GPUS:
+            if words.issuperset(needed.split()):
+                return dataclasses.replace(card, capability=capability, power_w=float(watts))
+    return card
 
 
 def busy(card: DeviceCard) -> float:
     """Returns the share of a card's peak that its SMs reach in float32 products; see _BUSY."""
-    known = gpu(card.name)
-    return 1.0 if known is None else next(share for below, share in _BUSY if known[0] < below)
+    return next(share for below, share in _BUSY if card.capability < below)
 
 
 def sustained(card: DeviceCard) -> float:
     """Returns the float32 FLOP/s that a card's power limit allows at the energy of its full clock.
 
-    Infinity if the card's name is of no known GPU, because its power limit is not known.
+    Infinity if the card lacks its compute capability or its power limit.
     """
-    known = gpu(card.name)
-    if known is None:
+    if not (card.capability and card.power_w):
         return np.inf
-    capability, watts = known
-    node = next(share for below, share in _NODES if capability < below)
+    node = next(share for below, share in _NODES if card.capability < below)
     rise = ((card.clock_hz or CLOCK) / 1e9) ** _ENERGY_RISE
-    return (watts * (1 - _IDLE_SHARE) - _IDLE) / (_JOULES * rise * node)
+    return (card.power_w * (1 - _IDLE_SHARE) - _IDLE) / (_JOULES * rise * node)
 
 
 def throttled(rate: np.ndarray, limit: np.ndarray) -> np.ndarray:

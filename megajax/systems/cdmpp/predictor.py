@@ -3,9 +3,9 @@
 A prediction is never below the roofline of the device's card, and never longer for a card with more
 FLOP/s, bandwidth, SMs or L2 (network.py). A device is known if its rows were in the training, or if
 the predictor was adapted to it. Each known device has traits, a small vector of fitted numbers,
-which is found by the name of its card. For any other device the predictor uses a weighted mean of
-the traits of known devices, in which those with a similar compute capability and power limit weigh
-most (nearness.py).
+which is found by the name of its card; `basis` says so. For any other device the name has no part
+in a prediction: the predictor uses a weighted mean of the traits of known devices, in which those
+with a similar compute capability and power limit weigh most (nearness.py).
 """
 
 import dataclasses
@@ -24,13 +24,16 @@ from megajax.systems.cdmpp import calibration, files, nearness, neusight, train
 from megajax.systems.cdmpp.dataset import Dataset
 from megajax.systems.cdmpp.network import Device, above, combine
 from megajax.systems.cdmpp.physics import Programs, Times, check_card, programs, times
-from megajax.systems.cdmpp.power import gpu
 from megajax.systems.cdmpp.ranges import Ranges
 
 MEMBERS = 3  # networks, whose predictions are averaged
 STEPS = 2000  # training steps of these networks
 FOLD_STEPS = 500  # training steps of the further networks that set the width of bands
 ROWS_PER_GROUP = 20_000  # most rows of one device and kind that are used; of more, see `sample`
+# Members of a card that a prediction reads.
+_NUMBERS = (
+    "flops", "memory_bytes_per_s", "sms", "l2_bytes", "clock_hz", "capability", "power_w",
+)  # fmt: skip
 _CHUNK = 4096  # rows of one call of the network
 _MOST_ADAPTED = 128  # most rows of a kind that an adaptation reads, to take seconds on one core
 
@@ -147,7 +150,7 @@ class Predictor:
             warnings.warn("; ".join(far), FarFromTraining, stacklevel=2)
         device, traits_ERZ = self._device(twin, card), None
         if twin is None:
-            weights_RY = nearness.blend(gpu(card.name), self.trained, rows.kinds_R)
+            weights_RY = nearness.blend(card, self._trained_cards, rows.kinds_R)
             traits_ERZ = np.einsum("ry,yez->erz", weights_RY, self._traits_YEZ)
         logs_ER = self._logs(rows, card, device, traits_ERZ)
         seconds = np.maximum(np.exp(logs_ER.mean(0)), [record.floor_s(card) for record in records])
@@ -155,17 +158,39 @@ class Predictor:
         if twin is None:
             errors = self._unseen(card)
         elif name is None:
-            far = nearness.distance("", card, {twin: self.cards[twin]})
+            far = nearness.distance(card, [self.cards[twin]])
             errors = errors.plus(self.errors["away"], far)
         # If the networks' predictions spread by more than the error that is expected of such rows,
         # the networks know little about this row, and the spread is the better estimate.
         relative = np.maximum(errors.of(rows.kinds_R), logs_ER.std(0))
         return seconds, seconds * relative
 
-    def _unseen(self, card: DeviceCard, called: str = "") -> calibration.Errors:
+    def basis(self, card: DeviceCard) -> str:
+        """Returns a sentence: what predictions for this card rest on, rows of it or its numbers."""
+        name = self._name(card)
+        if name is None:
+            twin = nearness.twin(card, {k: self.cards[k] for k in self._adapted})
+            text = f"There are no rows of {card.name}: it is predicted from its card's numbers"
+            chip = "which has the same compute capability and about its power limit"
+            return f"{text}." if twin is None else f"{text} and from rows of {twin}, {chip}."
+        rows = self.cards[name]
+        other = [
+            field.name
+            for field in dataclasses.fields(card)
+            if field.name in _NUMBERS and getattr(card, field.name) != getattr(rows, field.name)
+        ]
+        called = card.name if name == card.name else f"{card.name} ({name})"
+        text = f"The predictor has rows of {called}, which it found by that name"
+        numbers = ", ".join(other)
+        return f"{text}; the card asked for differs in {numbers}." if other else f"{text}."
+
+    @property
+    def _trained_cards(self) -> list[DeviceCard]:
+        return [self.cards[name] for name in self.trained]
+
+    def _unseen(self, card: DeviceCard) -> calibration.Errors:
         """Returns the errors to expect on a device without rows."""
-        known = {name: self.cards[name] for name in self.trained}
-        far = nearness.distance(called, card, known)
+        far = nearness.distance(card, self._trained_cards)
         return self.errors["known"].plus(self.errors["away"], far)
 
     @property
@@ -193,7 +218,7 @@ class Predictor:
             rows = programs(part.records)
             learnt[name] = Ranges.of(part, rows).joined(learnt.get(name))
             labelled = _rows(part, rows, [name], self.scale)
-            prior = self._device(name if name in self.devices else None, data.cards[name], name)
+            prior = self._device(name if name in self.devices else None, data.cards[name])
             folds = calibration.leave_out(len(part))
             fitted = jax.tree.map(
                 np.asarray, train.adapt(self.graph, self.states, labelled, prior.traits, folds)
@@ -210,7 +235,7 @@ class Predictor:
                 score_R = calibration.scores(np.exp(np.log(part.seconds) - logs_R))
                 errors[f"adapted {name}"] = self.errors["known"].rescaled(score_R, rows.kinds_R)
             else:
-                errors[f"adapted {name}"] = self._unseen(data.cards[name], name)
+                errors[f"adapted {name}"] = self._unseen(data.cards[name])
         return dataclasses.replace(self, devices=devices, cards=cards, errors=errors, learnt=learnt)
 
     @property
@@ -227,10 +252,10 @@ class Predictor:
             same = [name for name in same if self.cards[name] == card]
         return same[0] if len(same) == 1 else None
 
-    def _device(self, name: str | None, card: DeviceCard, called: str = "") -> Device:
+    def _device(self, name: str | None, card: DeviceCard) -> Device:
         if name is not None:
             return self.devices[name]
-        weights = nearness.prior(gpu(card.name) or gpu(called), self.trained)
+        weights = nearness.prior(card, self._trained_cards)
         traits_EZ = np.einsum("y,yez->ez", weights, self._traits_YEZ)
         return dataclasses.replace(train.no_offsets(len(traits_EZ)), traits=traits_EZ)
 

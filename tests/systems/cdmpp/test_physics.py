@@ -13,9 +13,9 @@ from megajax.cost.record import FEATURES, record
 from megajax.systems.cdmpp import network, physics, power
 
 T4 = dataclasses.replace(
-    known_gpu.card("Tesla T4", 8.141, 320, 40, 4), clock_hz=1.59e9
+    known_gpu.card("Tesla T4", 8.141, 320, 40, 4), clock_hz=1.59e9, capability=7.5, power_w=70.0
 )  # 70 W feed about half of its peak
-FREE = dataclasses.replace(T4, name="another")  # a name that no power limit is known of
+FREE = dataclasses.replace(T4, power_w=0.0)  # its power limit is not known
 TILE = physics.TILES.index((128, 128))
 
 
@@ -48,7 +48,8 @@ def test_the_limit_feeds_what_large_layers_were_measured_at():
         ("Tesla V100-PCIE-32GB", 14.029, 1.37e9, 0.98, 0.025),
         ("NVIDIA A100-PCIE-40GB", 19.492, 1.41e9, 0.85, 0.015),
     ):
-        card = dataclasses.replace(known_gpu.card(name, tflops, 900, 40, 4), clock_hz=clock)
+        card = power.with_chip(known_gpu.card(name, tflops, 900, 40, 4))
+        card = dataclasses.replace(card, clock_hz=clock)
         reached = power.throttled(np.array(0.96 * tflops * 1e12), power.sustained(card))
         assert reached / (tflops * 1e12) == pytest.approx(measured, abs=within), name
     assert power.sustained(FREE) == np.inf
@@ -59,7 +60,7 @@ def test_lanes_wait_in_float32_products_alone_on_sms_with_128():
     shares = {name: power.busy(CARDS[name]) for name in ("L4", "H100", "A100", "T4")}
     assert shares["L4"] < shares["H100"] < shares["A100"] == shares["T4"] == 1
     known = dataclasses.replace(CARDS["H100"], clock_hz=1e8)  # far below its power limit
-    other = dataclasses.replace(known, name="another")
+    other = dataclasses.replace(known, capability=0)
     for dtype, share in (("float32", shares["H100"]), ("bfloat16", 1.0)):
         rows = physics.programs([product(1, 4096, 4096, 4096, dtype)])
         slow, fast = (physics.times(rows, card).waves_RT for card in (known, other))

@@ -72,6 +72,28 @@ def test_the_band_of_an_unseen_device_is_wider_the_further_it_is(fitted):
     assert np.mean(sigma / seconds) > np.mean(near[1] / near[0])
 
 
+@pytest.mark.filterwarnings("ignore::megajax.systems.cdmpp.FarFromTraining")
+def test_the_numbers_of_a_card_count_and_not_its_name(fitted):
+    """Unless rows of a card of that name were read, which `basis` then says."""
+    shipped, records = Predictor.load(), known_gpu.programs(40, seed=11)
+    names = ("NVIDIA H100 PCIe", "Tesla T4 of a friend", "x")
+    bare = dataclasses.replace(CARDS["B200"], capability=0, power_w=0)
+    for predictor in (fitted, fitted.adapt(known_gpu.dataset(("largest",), 12, seed=6)), shipped):
+        for card in (known_gpu.CARDS["largest"], CARDS["H100"], CARDS["L4"], bare):
+            renamed = [dataclasses.replace(card, name=name) for name in names]
+            found = [predictor.predict(records, one) for one in renamed]
+            for one, (seconds, sigma) in zip(renamed, found, strict=True):
+                np.testing.assert_array_equal(seconds, found[0][0])
+                np.testing.assert_array_equal(sigma, found[0][1])
+                assert predictor.basis(one).startswith(f"There are no rows of {one.name}: it is")
+    weaker = dataclasses.replace(CARDS["H100"], power_w=350.0)
+    assert np.any(shipped.predict(records, weaker)[0] > shipped.predict(records, CARDS["H100"])[0])
+    assert "from rows of H200" in shipped.basis(CARDS["H100"])
+    assert shipped.basis(CARDS["H200"]).endswith("has rows of H200, which it found by that name.")
+    slow = dataclasses.replace(CARDS["H200"], sms=100)
+    assert shipped.basis(slow).endswith("by that name; the card asked for differs in sms.")
+
+
 def odd_programs() -> list:
     """Sizes around tiles, tiny and huge ones: where a time jumps."""
     found = [product(b, m, n, k, "float32") for b, m, n, k in (
@@ -88,7 +110,7 @@ def test_more_of_anything_never_makes_a_program_slower(fitted, name):
     predictor, records = fitted, odd_programs()
     card = known_gpu.CARDS["large" if name == "large" else "largest"]
     if name == "at its power limit":
-        card = dataclasses.replace(card, name="NVIDIA L4")
+        card = dataclasses.replace(card, capability=8.9, power_w=72.0)
     if name == "adapted":
         predictor = fitted.adapt(known_gpu.dataset(("largest",), 24, seed=6, efficiency=0.5))
     for field in ("memory_bytes_per_s", "sms", "l2_bytes", "flops"):
@@ -221,6 +243,67 @@ def test_chosen_rows_cover_the_programs():
     for wrong in (0, 201):
         with pytest.raises(UserError, match=f"n={wrong} rows"):
             choose(data, wrong)
+
+
+SHAPES = (
+    (1, 64, 64, 64), (1, 64, 4096, 512), (1, 4096, 64, 4096), (1, 4096, 4096, 4096),
+    (64, 128, 128, 64), (1, 512, 512, 16384),
+)  # fmt: skip
+
+
+def clusters(counts: tuple, width: float | tuple, seed: int) -> tuple[Dataset, np.ndarray]:
+    """Products around SHAPES, as many of each, whose sizes vary by a factor of exp(width)."""
+    rng = np.random.default_rng(seed)
+    records, labels = [], np.repeat(np.arange(len(counts)), counts)
+    for label in labels.tolist():
+        here = width if isinstance(width, float) else width[label]
+        batch, *sizes = SHAPES[label]
+        sizes = np.round(sizes * np.exp(rng.uniform(-here, here, 3))).astype(int).tolist()
+        records.append(product(batch, *sizes, "float32"))
+    order = rng.permutation(len(labels))
+    unknown, names = np.full(len(labels), np.nan), ["wide"] * len(labels)
+    return Dataset([records[i] for i in order], unknown, names, known_gpu.CARDS), labels[order]
+
+
+@pytest.mark.parametrize(
+    "counts, width",
+    [
+        ((20,) * 6, 0.1),
+        ((20,) * 6, 0.0),  # duplicates: six different rows
+        ((300, 5, 5, 5, 5, 5), 0.2),
+        ((5, 5, 100, 2, 1, 1), 0.05),
+        ((60, 30, 20, 10, 5, 5), (0.001, 0.01, 0.05, 0.1, 0.2, 0.3)),
+    ],
+)
+def test_one_row_of_each_clear_cluster_is_chosen(counts, width):
+    for seed in range(3):
+        data, labels = clusters(counts, width, seed)
+        rows = choose(data, 6, seed=seed)
+        assert sorted(labels[rows].tolist()) == [0, 1, 2, 3, 4, 5], seed
+        for n in (7, 80):  # of each at least one
+            rows = choose(data, n, seed=seed)
+            assert set(labels[rows].tolist()) == set(range(6)), (seed, n)
+            assert len(set(rows.tolist())) == n
+
+
+def test_a_fine_cluster_counts_as_much_as_a_coarse_one():
+    """Three clusters lie nearer to each other than the rows of the fourth: one row of each."""
+    sizes = [(32 * i, 32 * j, 1056) for i in (33, 49, 73) for j in (95, 97, 99)]
+    sizes += [(32 * i, 96, 32800) for i in (33, 67, 133, 267, 533, 1067, 2133)]
+    records = [product(1, *size, "float32") for size in sizes]
+    data = Dataset(records, np.full(16, np.nan), ["wide"] * 16, known_gpu.CARDS)
+    for seed in range(3):
+        assert np.minimum(choose(data, 4, seed=seed) // 3, 3).tolist() == [0, 1, 2, 3]
+
+
+def test_fewer_different_rows_than_are_asked_for():
+    records = [product(1, 128 * 2 ** (i % 3), 256, 256, "float32") for i in range(30)]
+    data = Dataset(records, np.full(30, np.nan), ["wide"] * 30, known_gpu.CARDS)
+    for n in (1, 2, 3, 4, 10, 30):
+        rows = choose(data, n, seed=n)
+        assert len(set(rows.tolist())) == n and len(set((rows % 3).tolist())) == min(n, 3)
+    same = Dataset(records[:1] * 5, np.full(5, np.nan), ["wide"] * 5, known_gpu.CARDS)
+    assert len(set(choose(same, 4).tolist())) == 4
 
 
 FOLDER = os.environ.get("MEGAJAX_NEUSIGHT", "")
