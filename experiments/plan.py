@@ -10,19 +10,26 @@ memory by term beside XLA's own figure, the largest collectives of the scheduled
 compiler did that nobody wanted, and step time and MFU as ESTIMATES (MegaScale, arXiv 2402.15627,
 sections 3 and 6). --search looks for the mesh, the pipeline's schedule, the micro-batches and the
 rematerialisation itself, whatever the flags say of them, and ranks what it found with the flags to
-paste behind pretrain.py. --workload=prefill or decode plans generation instead, by the cost model
-alone: --train.global_batch rows of --train.seq_len tokens, or one more token for each of them.
+paste behind pretrain.py. It says how far it is. After Ctrl-C it ranks what it has looked at so far,
+says that the ranking is partial, and exits with code 130. --workload=prefill or decode plans
+generation instead, by the cost model alone: --train.global_batch rows of --train.seq_len tokens, or
+one more token for each of them.
 --workload=serve answers how many tokens a second the cluster serves with engines on --mesh.tensor
 GPUs each, by batch, where every sequence has --train.seq_len tokens. --cost says where times come
 from: assumed efficiencies (roofline), a predictor that experiments/cdmpp.py fitted (learned), or a
 JSON table of measured kernels (table); --cost_file names the file. Exit code 2: it does not fit,
-and which term is to blame.
+and which term is to blame. Exit code 130: Ctrl-C.
 """
 
 import megajax.core.interrupted  # noqa: F401
 
+import os
+import shutil
+import signal
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 from absl import flags
 
@@ -59,34 +66,67 @@ def main() -> int:
     cluster = parse_cluster(CLUSTER.value)
     mesh_.start(1)  # no device is used
     folder = None if OUT.value is None else results.writable_folder(OUT.value)
-    section, search = "", None
+    section, figures = "", None
     if SEARCH.value and WORKLOAD.value != "train":
         raise UserError(f"--search ranks training only; leave out --workload={WORKLOAD.value}")
     model = cost_models.load(COST.value, COST_FILE.value)
-    times = plan_report.ASSUMED
-    if COST.value != "roofline":
-        source = COST_FILE.value or "the predictor that ships with megajax"
-        times = f"operations from {source}, the others and transfers from {times}"
+    times = cost_models.source(
+        model, COST.value, COST_FILE.value, cluster.card, plan_report.ASSUMED
+    )
     if WORKLOAD.value == "serve":
         return serve(cfg, cluster, folder, model)
+    is_stopped = False
     if SEARCH.value:  # 2 either rank what could run
-        found = strategies.search(cfg, cluster, BEST.value, model=model)
-        plan = found.best
+        found = search(cfg, cluster, model)
+        plan, is_stopped = found.best, bool(found.stopped)
         rows = plan_search.rows(found, base, config.start_flags())
-        section, search = plan_search.markdown(found, rows), plan_search.figures(found, rows)
+        section, figures = plan_search.markdown(found, rows), plan_search.figures(found, rows)
     elif WORKLOAD.value != "train":
         plan = aot.outline(cfg, cluster, phase=WORKLOAD.value, model=model)
     else:  # or plan what was asked for
         plan = aot.plan(cfg, cluster, model)
     print(plan_report.markdown(plan, section, times))  # 3 what it will do
     if folder is not None:
-        plan_report.write(plan, folder, section, search, times)
-        if search:
+        plan_report.write(plan, folder, section, figures, times)
+        if figures:
             about = results.facts(cluster.name, f"estimate, best compiled for {cluster.card.name}")
-            results.write(folder / "search.json", about | search, search["rows"])
+            results.write(folder / "search.json", about | figures, figures["rows"])
         print(f"see {folder}/plan.md, plan.json, plan.png")
     print(plan_report.verdict(plan))
+    if is_stopped:
+        print("stopped: the ranking is partial", file=sys.stderr)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(130)  # at once: the compiler may still run in a thread
     return 2 if plan.misfit else 0
+
+
+def search(cfg: Config, cluster: Cluster, model: CostModel) -> strategies.Found:
+    """Ranks what could run, and says on standard error how far it is.
+
+    The first Ctrl-C ends the search, the second one the process.
+    """
+    shown, on_terminal = -60.0, sys.stderr.isatty()
+
+    def tell(line: str) -> None:
+        nonlocal shown
+        is_new = line.startswith("compiling")  # takes long, and is told seldom
+        if is_new or time.monotonic() - shown > (0.2 if on_terminal else 10):
+            shown = time.monotonic()
+            wide = shutil.get_terminal_size().columns - 1
+            text = f"\r{line[:wide]:<{wide}}" if on_terminal else f"{line}\n"
+            print(text, end="", file=sys.stderr, flush=True)
+
+    def interrupt(*_: Any) -> None:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, interrupt)
+    try:
+        return strategies.search(cfg, cluster, BEST.value, model=model, tell=tell)
+    finally:
+        if on_terminal:
+            print(file=sys.stderr)
 
 
 def serve(cfg: Config, cluster: Cluster, folder: Path | None, model: CostModel) -> int:

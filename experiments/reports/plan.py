@@ -91,7 +91,7 @@ ASSUMED = "assumed efficiencies and link speeds (megajax/cost)"
 
 def markdown(plan: Plan, search: str = "", times: str = ASSUMED) -> str:
     """Returns the whole plan. search: the section on how it was chosen. times: their source."""
-    parts = ["# Plan", headline(plan).replace("\n", "\n\n"), verdict(plan)]
+    parts = ["# Plan", verdict(plan), headline(plan).replace("\n", "\n\n")]
     parts += [search] if search else []
     parts += ["## Memory of a GPU", table(("term", "bytes", "source"), _memory(plan))]
     if plan.compiled:
@@ -223,8 +223,12 @@ def draw(plan: Plan, path: Path) -> None:
     if top > capacity / 3:  # else the line would flatten the bars
         left.axhline(capacity, color="0.2", linestyle="--", linewidth=1)
     left.set(ylabel="GiB a GPU", title=f"needs {plan.needed / GIB:.1f} of {capacity:.1f} GiB")
-    left.set_xlim(-0.6, 2.6)
-    left.legend(fontsize=8, loc="center right", frameon=False)
+    left.set_xlim(-0.6, 1.6 if plan.compiled else 0.6)
+    handles, labels = left.get_legend_handles_labels()  # in the order of the bar, the top first
+    left.legend(
+        handles[::-1], labels[::-1], fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5),
+        frameon=False,
+    )  # fmt: skip
     times = _times(plan)
     right.barh(list(times), list(times.values()), color="C0")
     right.invert_yaxis()

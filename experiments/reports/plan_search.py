@@ -1,10 +1,11 @@
-"""A search as a ranked table: text for people, rows for plan.json, flags for pretrain.py."""
+"""A search as a ranking: text for people, rows for plan.json, flags for pretrain.py."""
 
 import shlex
+import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-from experiments.reports.plan import GIB, table
+from experiments.reports.plan import GIB
 from megajax.core import config
 from megajax.systems.aot import Plan
 from megajax.systems.strategies import Found
@@ -44,7 +45,7 @@ def rows(found: Found, base: Config, start: Sequence[str]) -> list[dict[str, Any
             "estimate": f"estimate: {p.estimate.step_s:.4g} s, estimate: MFU "
             f"{100 * p.estimate.mfu_megatron:.1f} %",
             "needed_gib": p.needed / GIB,
-            "fits": "yes" if p.misfit is None else f"no: {p.misfit}",
+            "fits": "fits" if p.misfit is None else f"DOES NOT FIT ({p.misfit})",
             "flags": shlex.join([*start, *config.spell(p.cfg, base)]),
         }
         for rank, p in enumerate(found.plans, 1)
@@ -59,21 +60,34 @@ def figures(found: Found, ranking: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "legal_meshes": found.meshes,
         "dropped": dict(found.dropped),
         "search_cpu_s": found.cpu_s,
+        "stopped": found.stopped,
         "rows": list(ranking),
     }
 
 
 def markdown(found: Found, ranking: Sequence[dict[str, Any]]) -> str:
-    """Returns the ranking, and below it the flags of each row, to paste behind pretrain.py."""
-    columns = ("", "mesh", "schedule", "remat", "source", "a step", "GiB a GPU", "fits")
-    keys = ("rank", "mesh", "schedule", "remat", "source", "estimate", "needed_gib", "fits")
-    if any(r["exchange"] != PLAIN for r in ranking):
-        columns, keys = (*columns[:4], "exchange", *columns[4:]), (*keys[:4], "exchange", *keys[4:])
-    lines = [[f"{r[k]:.1f}" if k == "needed_gib" else r[k] for k in keys] for r in ranking]
+    """Returns the ranking, and below it the flags of each row, to paste behind pretrain.py.
+
+    A row of the ranking is two lines that 80 columns hold; a Markdown table would break there.
+    """
+    parts = ["## Search", summary(found)]
+    if found.stopped:
+        parts.append(
+            f"PARTIAL: Ctrl-C ended the search: {found.stopped}. The ranking is of these alone."
+        )
+    lines = [f"{'':<32}{'GiB a GPU':>10}{'estimate, s':>13}{'MFU, est.':>11}  source"]
+    for row in ranking:
+        figures = f"{row['needed_gib']:10.1f}{row['estimate_step_s']:13.4g}"
+        figures += f"{100 * row['estimate_mfu']:9.1f} %  {row['source']}"
+        lines.append(f"{row['rank']:2}  {row['fits']:<28}{figures}")
+        about = [row["mesh"], row["schedule"], f"remat {row['remat']}"]
+        about += [] if all(r["exchange"] == PLAIN for r in ranking) else [row["exchange"]]
+        lines += textwrap.wrap(
+            "; ".join(about), 79, initial_indent=" " * 4, subsequent_indent=" " * 6
+        )
     flags = "\n".join(f"{r['rank']}: {r['flags']}" for r in ranking)
-    return "\n\n".join(
-        ["## Search", summary(found), table(columns, lines), f"Flags:\n\n```\n{flags}\n```"]
-    )
+    text = "\n".join(lines)
+    return "\n\n".join([*parts, f"```\n{text}\n```", f"Flags:\n\n```\n{flags}\n```"])
 
 
 def _schedule(plan: Plan) -> str:

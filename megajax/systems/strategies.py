@@ -6,15 +6,19 @@ are compiled. The model, its batch and its optimizer stay as they are. Times are
 
 A search asks the cost model 10^5 times, so each proposal is priced before it is checked once more
 as a whole, and only the best are: the check builds and verifies the tick table that would run.
+
+Ctrl-C ends a search early: it then returns what it has, and says how far it came.
 """
 
 import dataclasses
+import functools
 import itertools
 import math
+import threading
 import time
 import typing
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from megajax.core.axes import ZERO_AXES
 from megajax.core.errors import UserError, divisors
@@ -35,6 +39,11 @@ from megajax.training.config import Config
 SHOWN = 10  # rows of the ranking beside the compiled ones (chosen)
 MOST_CONTEXT = 8  # devices that share a row (chosen)
 
+Tell = Callable[[str], None]  # is told how far a search is, in a line
+
+
+def _quiet(_: str) -> None: ...
+
 
 @dataclasses.dataclass(frozen=True)
 class Strategy:
@@ -46,12 +55,26 @@ class Strategy:
 
 
 @dataclasses.dataclass(frozen=True)
+class Priced:
+    """What the cost model says of some proposals.
+
+    fits: those that fit a device, fastest first. dropped: {largest memory term: how many of the
+    others}. nearest: where none fits, those that need least. meshes: how many are done.
+    """
+
+    fits: list[Strategy]
+    dropped: Mapping[str, int]
+    nearest: list[Strategy]
+    meshes: int
+
+
+@dataclasses.dataclass(frozen=True)
 class Found:
     """What a search found.
 
     compiled: those that fit first, fastest first. ranked: the best by the cost model. meshes,
     proposals: how many were looked at. dropped: {largest memory term: proposals that do not fit}.
-    cpu_s: CPU seconds before anything was compiled.
+    cpu_s: CPU seconds before anything was compiled. stopped: what Ctrl-C left undone; "": nothing.
     """
 
     compiled: tuple[Plan, ...]
@@ -60,6 +83,7 @@ class Found:
     proposals: int
     dropped: Mapping[str, int]
     cpu_s: float
+    stopped: str = ""
 
     @property
     def best(self) -> Plan:
@@ -79,27 +103,42 @@ def search(
     best: int = 3,
     compiles: bool = True,
     model: CostModel = Roofline(),
+    tell: Tell = _quiet,
 ) -> Found:
     """Ranks what could run by the cost model, compiles the best few and ranks those again.
 
     best: how many that fit are compiled, of at most twice as many that are tried. model: of times.
-    Raises: UserError when nothing is legal.
+    tell: is told how far the search is. After Ctrl-C (KeyboardInterrupt) what is known by then is
+    ranked and returned; a compilation that Ctrl-C left goes on in a thread, which ends with the
+    process.
+    Raises: UserError when nothing is legal. KeyboardInterrupt before anything is priced.
     """
     began = time.process_time()
+    tell("which meshes are legal?")
     meshes = legal_meshes(cfg, cluster)
     if not meshes:
         raise UserError(
             f"no mesh of {cluster.name} divides this configuration: change --train.global_batch="
             f"{cfg.train.global_batch} or --cluster"
         )
-    priced, dropped, nearest = price(cfg, cluster, meshes, model)
+    priced, compiled, stopped = price(cfg, cluster, meshes, model, tell), [], ""
     ranked = tuple(
-        itertools.islice(legal(priced or nearest, cluster, model), SHOWN if priced else 1)
+        itertools.islice(
+            legal(priced.fits or priced.nearest, cluster, model), SHOWN if priced.fits else 1
+        )
     )
     spent = time.process_time() - began
-    compiled = compile_best(priced, cluster, best, model) if compiles else []
-    looked_at = len(priced) + sum(dropped.values())
-    return Found(tuple(compiled), ranked, len(meshes), looked_at, dropped, spent)
+    if priced.meshes < len(meshes):
+        if not ranked:
+            raise KeyboardInterrupt
+        stopped = f"{priced.meshes} of {len(meshes)} legal meshes are priced, nothing is compiled"
+    elif compiles and priced.fits:
+        compiled, is_stopped = compile_best(priced.fits, cluster, best, model, tell)
+        if is_stopped:
+            done = sum(p.misfit is None for p in compiled)
+            stopped = f"all legal meshes are priced, {done} of {best} that fit are compiled"
+    looked_at = len(priced.fits) + sum(priced.dropped.values())
+    return Found(tuple(compiled), ranked, len(meshes), looked_at, priced.dropped, spent, stopped)
 
 
 def legal_meshes(cfg: Config, cluster: Cluster) -> list[tuple[MeshSpec, dict[str, int]]]:
@@ -206,27 +245,35 @@ def price(
     cluster: Cluster,
     meshes: list[tuple[MeshSpec, dict[str, int]]],
     model: CostModel = Roofline(),
-) -> tuple[list[Strategy], dict[str, int], list[Strategy]]:
-    """Returns (proposals that fit, fastest first; counts of the others by their largest term; if
-    none fits, those that need least)."""
+    tell: Tell = _quiet,
+) -> Priced:
+    """Returns what the cost model says of every proposal, or until Ctrl-C of some."""
     capacity = cluster.card.memory_bytes - RESERVE_BYTES
-    fits, dropped, least = [], Counter(), float("inf")
+    fits: list[Strategy] = []
     nearest: list[Strategy] = []
-    for mesh, sizes in meshes:
-        for candidate in proposals(cfg, mesh, sizes):
-            step = aot.step_shape(candidate, sizes)
-            terms = memory.terms(step)
-            bound = memory.bound(terms)
-            if misfit := memory.misfit(terms, capacity):
-                dropped[misfit] += 1
-                if bound < least:
-                    least = bound
-                    nearest.insert(0, Strategy(0.0, bound, candidate))
-                continue
-            guess = estimate(step, cluster, traffic.transfers(step), model)
-            fits.append(Strategy(guess.step_s, bound, candidate))
+    dropped, least, done = Counter(), float("inf"), 0
+    try:
+        for done, (mesh, sizes) in enumerate(meshes):
+            looked_at = len(fits) + sum(dropped.values())
+            counts = f"{looked_at:,} candidates so far, {len(fits):,} fit"
+            tell(f"pricing mesh {done + 1} of {len(meshes)}: {counts}")
+            for candidate in proposals(cfg, mesh, sizes):
+                step = aot.step_shape(candidate, sizes)
+                terms = memory.terms(step)
+                bound = memory.bound(terms)
+                if misfit := memory.misfit(terms, capacity):
+                    dropped[misfit] += 1
+                    if bound < least:
+                        least = bound
+                        nearest.insert(0, Strategy(0.0, bound, candidate))
+                    continue
+                guess = estimate(step, cluster, traffic.transfers(step), model)
+                fits.append(Strategy(guess.step_s, bound, candidate))
+        done = len(meshes)
+    except KeyboardInterrupt:
+        pass  # `meshes` of the result says so
     fits.sort(key=lambda p: (p.step_s, p.bound))
-    return fits, dict(dropped.most_common()), nearest
+    return Priced(fits, dict(dropped.most_common()), nearest, done)
 
 
 def legal(
@@ -248,30 +295,61 @@ def legal(
 
 
 def compile_best(
-    priced: Iterable[Strategy], cluster: Cluster, best: int, model: CostModel = Roofline()
-) -> list[Plan]:
-    """Returns the compiled plans, those that fit first, fastest first.
+    priced: Iterable[Strategy],
+    cluster: Cluster,
+    best: int,
+    model: CostModel = Roofline(),
+    tell: Tell = _quiet,
+) -> tuple[list[Plan], bool]:
+    """Returns the compiled plans, those that fit first, fastest first, and whether Ctrl-C left
+    some undone.
 
     A program needs more than its bound. One whose bound, times the least factor seen of what keeps
     the same, fits no device is not tried.
     """
     plans: list[Plan] = []
+    is_stopped = False
     factors: dict[tuple, float] = {}
 
     def worth(one: Strategy) -> bool:
         need = factors.get(_keeps(one.cfg), 1.0) * one.bound
         return need + RESERVE_BYTES <= cluster.card.memory_bytes
 
-    for outlined in legal(filter(worth, priced), cluster, model):
-        planned = aot.plan(outlined.cfg, cluster, model)
-        plans.append(planned)
-        if planned.compiled:
-            kind, bound = _keeps(planned.cfg), memory.bound(outlined.terms)
-            factor = planned.compiled.xla["peak"] / bound
-            factors[kind] = min(factors.get(kind, factor), factor)
-        if sum(p.misfit is None for p in plans) == best or len(plans) == 2 * best:
-            break
-    return sorted(plans, key=lambda p: (p.misfit is not None, p.estimate.step_s))
+    try:
+        for outlined in legal(filter(worth, priced), cluster, model):
+            fitting = sum(p.misfit is None for p in plans)
+            tell(f"compiling: {fitting} of {best} that fit are done, {len(plans)} were tried")
+            planned = _in_thread(functools.partial(aot.plan, outlined.cfg, cluster, model))
+            plans.append(planned)
+            if planned.compiled:
+                kind, bound = _keeps(planned.cfg), memory.bound(outlined.terms)
+                factor = planned.compiled.xla["peak"] / bound
+                factors[kind] = min(factors.get(kind, factor), factor)
+            if sum(p.misfit is None for p in plans) == best or len(plans) == 2 * best:
+                break
+    except KeyboardInterrupt:
+        is_stopped = True
+    return sorted(plans, key=lambda p: (p.misfit is not None, p.estimate.step_s)), is_stopped
+
+
+def _in_thread(make: Callable[[], Plan]) -> Plan:
+    """Returns what a function makes. Ctrl-C ends the waiting at once; in the main thread it would
+    wait for the compiler, which is C++ code, for minutes."""
+    made: list[Plan | BaseException] = []
+
+    def run() -> None:
+        try:
+            made.append(make())
+        except BaseException as error:  # the caller's to see
+            made.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(0.2)
+    if isinstance(made[0], BaseException):
+        raise made[0]
+    return made[0]
 
 
 def _keeps(cfg: Config) -> tuple:

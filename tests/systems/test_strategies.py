@@ -3,6 +3,10 @@
 import dataclasses
 import itertools
 import json
+import os
+import signal
+import threading
+import time
 import typing
 
 import pytest
@@ -171,7 +175,7 @@ def test_the_best_few_that_fit_are_compiled(monkeypatch):
 
 def test_what_needs_more_than_its_bound_is_not_tried(monkeypatch):
     """All programs need 1.5 bounds: one whose bound has no such room is not compiled."""
-    priced = strategies.price(TINY, HOST, strategies.legal_meshes(TINY, HOST))[0]
+    priced = strategies.price(TINY, HOST, strategies.legal_meshes(TINY, HOST)).fits
     priced = [p for p in priced if p.cfg.mesh.pipe == 1 and p.cfg.train.remat == "full"]
     room = 1.5 * sorted(p.bound for p in priced)[len(priced) // 2]
     card = dataclasses.replace(HOST.card, memory_bytes=aot.RESERVE_BYTES + room)
@@ -181,6 +185,67 @@ def test_what_needs_more_than_its_bound_is_not_tried(monkeypatch):
     small = {p.cfg for p in priced if 1.5 * p.bound <= room}
     assert tried[0] == first and tried[1:] == [c for c in others if c in small]
     assert 0 < len(small) < len(priced)
+
+
+def test_ctrl_c_while_pricing_ranks_what_was_priced():
+    meshes, told = strategies.legal_meshes(TINY, HOST), []
+
+    def stop(line):
+        told.append(line)
+        if line.startswith("pricing mesh 4 of"):
+            raise KeyboardInterrupt
+
+    found = strategies.search(TINY, HOST, compiles=False, tell=stop)
+    assert found.stopped.startswith(f"3 of {len(meshes)} legal meshes are priced, nothing is")
+    seen = {mesh for mesh, _ in meshes[:3]}
+    assert found.ranked and {p.cfg.mesh for p in found.ranked} <= seen
+    priced = strategies.price(TINY, HOST, meshes[:3]).fits
+    assert found.best.estimate.step_s == priced[0].step_s and found.proposals == len(priced)
+    assert told[-1].split(": ")[1].startswith(f"{len(priced)} candidates so far")
+    text = plan_search.markdown(found, plan_search.rows(found, TINY, []))
+    assert f"PARTIAL: Ctrl-C ended the search: {found.stopped}" in text
+    assert plan_search.figures(found, [])["stopped"] == found.stopped
+
+    def at_once(line):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):  # nothing to rank
+        strategies.search(TINY, HOST, compiles=False, tell=at_once)
+
+
+def test_ctrl_c_while_compiling_keeps_what_is_compiled(monkeypatch):
+    """The signal reaches the main thread, while the compiler goes on in another one."""
+    pretend(monkeypatch, [1.5, 1.5])
+    quick, free = aot.plan, threading.Event()
+
+    def plan(cfg, cluster, model):
+        made = quick(cfg, cluster, model)
+        if len(tried) > 1:
+            os.kill(os.getpid(), signal.SIGINT)
+            assert free.wait(60)
+        return made
+
+    tried = []
+    monkeypatch.setattr(aot, "plan", lambda *args: (tried.append(args[0]), plan(*args))[1])
+    began = time.monotonic()
+    found = strategies.search(TINY, HOST, best=3)
+    assert time.monotonic() - began < 40
+    free.set()
+    assert len(found.compiled) == 1 and found.best.cfg == tried[0]
+    assert found.stopped == "all legal meshes are priced, 1 of 3 that fit are compiled"
+    assert len(found.ranked) == strategies.SHOWN
+
+
+def test_a_row_that_does_not_fit_says_so_first_within_80_columns(monkeypatch):
+    pretend(monkeypatch, [1e9, 1.5])
+    found = strategies.search(TINY, HOST, best=1)
+    text = plan_search.markdown(found, plan_search.rows(found, run_config(), ["--preset=nano"]))
+    ranking = text.split("```")[1].strip("\n").splitlines()
+    assert max(map(len, text.split("```")[1].splitlines())) < 80
+    (bad,) = [line for line in ranking if "DOES NOT FIT" in line]
+    assert bad.startswith(" 2  DOES NOT FIT (stash)") and ranking[1].startswith(" 1  fits ")
+    told = plan_report.markdown(dataclasses.replace(found.best, misfit="stash")).splitlines()
+    assert told[2].startswith("DOES NOT FIT: needs ")  # before everything else
 
 
 def test_the_report_has_the_table_and_flags_to_paste(found, tmp_path):
@@ -233,7 +298,8 @@ def test_a_search_with_a_wire_shows_what_each_row_sends():
     cfg = run_config(wire="zeropp", train__global_batch=8, model__layers=1, train__remat="full")
     found = strategies.search(cfg, parse_cluster("h100:1x2"), compiles=False)
     rows = plan_search.rows(found, run_config(), ["--preset=nano"])
-    assert "| exchange |" in plan_search.markdown(found, rows)
+    text = " ".join(plan_search.markdown(found, rows).split())
+    assert all(f"; {row['exchange']}" in text for row in rows)
     for row, plan in zip(rows, found.plans, strict=True):
         assert row["exchange"] == f"wire {plan.cfg.wire}, ZeRO {plan.cfg.zero}"
         assert ("--wire=zeropp" in row["flags"]) == (plan.cfg.wire == "zeropp")
