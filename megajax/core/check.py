@@ -100,6 +100,11 @@ def _check_sequence(cfg: Any, sizes: Mapping[str, int]) -> None:
 def _check_context(cfg: Any, sizes: Mapping[str, int]) -> None:
     train, kind, ways = cfg.train, cfg.context.kind, sizes["context"]
     if kind == "ulysses":
+        if "heads" not in cfg.model.sizes:
+            raise UserError(
+                "context.kind=ulysses cuts attention heads, and the model's `sizes` has no "
+                "'heads'; use a ring (--context.kind=ring)"
+            )
         heads, (size, flag) = sizes["tensor"] * ways, cfg.model.sizes["heads"]
         if size % heads:
             near = nearest_divisors(size // sizes["tensor"], ways)

@@ -7,6 +7,7 @@ dotted name and its flag in the running script. A float must be finite, whatever
 
 import dataclasses
 import functools
+import inspect
 import math
 import numbers
 import types
@@ -163,8 +164,21 @@ def check_type(name: str, flag: str, value: Any, hint: Any) -> None:
         if not isinstance(value, numbers.Real) or isinstance(value, bool):
             raise UserError(f"{name}={value!r} must be a number (--{flag})")
     elif not isinstance(value, base) or (base is int and isinstance(value, bool)):
+        if members := getattr(base, "__protocol_attrs__", None):
+            raise UserError(_lacks(name, value, base, sorted(members)))
         near = f"; nearest: {int(value)}" if base is int and _is_whole(value) else ""
         raise UserError(f"{name}={value!r} must be of type {base.__name__}{near} (--{flag})")
+
+
+def _lacks(name: str, value: Any, protocol: type, members: list[str]) -> str:
+    """Returns which members of a protocol a value does not have, each with what it is."""
+    missing = [member for member in members if not hasattr(value, member)]
+    about = (inspect.getdoc(getattr(protocol, member)) or "" for member in missing)
+    lines = (f"{member}: {text}".rstrip(" :") for member, text in zip(missing, about, strict=True))
+    return (
+        f"{name}={value!r} lacks {len(missing)} of the members that {protocol.__name__} has "
+        f"({', '.join(members)}): {'; '.join(lines)}"
+    )
 
 
 def _is_whole(value: Any) -> bool:

@@ -202,7 +202,42 @@ def total(sums: Any) -> Any:
 
 @dataclass(frozen=True)
 class Ops:
-    """The functions above, each replaceable; vocab: the cut of the logits inside a shard_map."""
+    """What a model calls instead of a kernel or a collective; each member can be replaced.
+
+    The default of each member is the function of that name in this module, which computes on one
+    device. A network of one's own needs `matmul`, `up`, `down` and `lookup`, and for its loss
+    `gather` and `whole`. Arguments and results are those of the defaults.
+
+    matmul(x, w, contract, out_sharding, out_dtype): product of x with a weight in use, without any
+      communication.
+    gather(x_BSD): the residual stream as a block reads it. Where the sequence is cut over
+      `tensor`, this brings its pieces together.
+    whole(w, dtype, codec): a stored parameter as a weight in use: cast, and gathered if ZeRO cuts
+      it.
+    up(x_BSD, weights, matmul): products of the residual stream with several parameters (D, ...),
+      one result for each: how a sublayer begins. The weights' last dimensions are cut over
+      `tensor`, and so are the results.
+    down(((x, w), ...), residual_BSD, matmul, bias, drop): residual + drop(sum of x . w + bias) for
+      parameters w (..., D): how a sublayer ends. It adds the ranks' partial sums up.
+    settle(norm, y_BSD, residual_BSD, bias, drop): norm(residual + drop(y + bias)), the end of a
+      sublayer that is normalised after it, where `down` got no residual.
+    expand(mlp, x_BSD, up, matmul): the first half of a feed-forward layer: products, bias and
+      activation.
+    lookup(((table, ids), ...), dtype): the sum of the tables' rows (B, S, D), with which the
+      residual stream starts.
+    vector(w): a stored bias of heads as the heads of this rank need it.
+    attend(q_BSHK, k_BMGK, v_BMGK, query, memory, window): attention of queries to keys and values
+      (layers/attend.py). query, memory: their positions and segments.
+    vocab: a VocabCut and no function: which part of the vocabulary's logits this rank has, inside a
+      shard_map; pass it to `cross_entropy`.
+    grouped(lhs_MK, rhs_GKN, group_sizes): products of rows that are sorted by group, each group
+      with its own matrix (pallas_kernels.grouped_matmul): the experts' products.
+    score(x_BSD, w, dtype): a small product with the residual stream, which stays as it lies: a
+      router's.
+    expert(x_BSD, dispatch, params, slots_of, grouped): every token's weighted sum of its experts'
+      answers (layers/dispatch.py).
+    total(sums): a tree of sums over this rank's tokens, added up over all ranks.
+    """
 
     matmul: Callable = matmul
     gather: Callable = gather

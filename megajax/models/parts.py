@@ -174,9 +174,11 @@ def split(model: nnx.Module) -> tuple[Any, Tree, Tree]:
 
     Words that name fewer dimensions than the leaf has belong to a stacked leaf, whose layers come
     first: of the stack that `block` runs, or of one that `as_tower` marked.
+    Raises: UserError with every variable that has no words, or too many, and how to give them.
     """
     graph, state = nnx.split(model)
     params = nnx.to_pure_dict(state)
+    _check_words(state)
 
     def words(variable: nnx.Variable) -> tuple:
         axes, stack = variable.get_metadata("axes"), variable.get_metadata("stack", LAYERS)
@@ -188,6 +190,27 @@ def split(model: nnx.Module) -> tuple[Any, Tree, Tree]:
         )
     )
     return graph, params, axes
+
+
+def _check_words(state: Any) -> None:
+    wrong = []
+    for path, variable in nnx.to_flat_state(state):
+        name, kind = ".".join(map(str, path)), type(variable).__name__
+        axes, shape = variable.get_metadata("axes", None), tuple(variable.get_value().shape)
+        if not issubclass(type(variable), nnx.Param):
+            wrong.append(f"{name} is a {kind} and no nnx.Param; a step keeps parameters alone")
+        elif axes is None:
+            wrong.append(f"{name} {shape} has none")
+        elif not is_words(axes) or len(axes) > len(shape):
+            wrong.append(f"{name} {shape} has {axes!r}")
+    if wrong:
+        raise UserError(
+            "each parameter needs words, a tuple with the word of each dimension or None (the "
+            f"layers of a stack need none): {'; '.join(wrong)}. Give them where the parameter is "
+            'made: megajax.layers.param.normal(rngs, layout, shape, ("embed", "mlp"), std), '
+            'nnx.Param(value, axes=("embed", "mlp")), or for a module of Flax nnx.Linear(..., '
+            'kernel_metadata={"axes": ("embed", "mlp")}, bias_metadata={"axes": ("mlp",)})'
+        )
 
 
 def as_tower(stack: Any) -> Any:

@@ -149,21 +149,29 @@ class ProfileConfig(Checked, section="profile"):
 class ModelShape(Protocol):
     """What a run must know of a model's shape, for its checks and its mesh.
 
-    sizes: {logical word: (size of that dimension, the field that sets it)} of the words that a mesh
-    can cut. layers: of the stack that a pipeline cuts. max_positions: tokens of a row at most.
+    `--train.loss_chunks=0` and plans also need `workload(rows, seq_len, dtype, phase)`, which
+    returns a megajax.cost.Workload.
     """
 
     @property
-    def sizes(self) -> Mapping[str, tuple[int, str]]: ...  # noqa: D102
+    def sizes(self) -> Mapping[str, tuple[int, str]]:
+        """{word: (size of that dimension, the field that sets it)} of what a mesh can cut."""
+        ...
 
     @property
-    def layers(self) -> int: ...  # noqa: D102
+    def layers(self) -> int:
+        """Layers of the stack that a pipeline cuts."""
+        ...
 
     @property
-    def max_positions(self) -> int: ...  # noqa: D102
+    def max_positions(self) -> int:
+        """Tokens of a row at most."""
+        ...
 
     @property
-    def dropout(self) -> float: ...  # noqa: D102
+    def dropout(self) -> float:
+        """Rate of dropout, 0.0 without any."""
+        ...
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ Floor: training. Memory and time of a `StepShape` are megajax/cost's; systems/ao
 import dataclasses
 from typing import Any
 
+from megajax.core.errors import UserError
 from megajax.cost import memory
 from megajax.cost.base import Phase
 from megajax.cost.pipeline import Pipeline
@@ -24,7 +25,16 @@ def step_shape(
     fused_attention: bool = False,
     phase: Phase = "train",
 ) -> StepShape:
-    """Returns what the cost model must know of a configuration. found: {mesh axis: size}."""
+    """Returns what the cost model must know of a configuration. found: {mesh axis: size}.
+
+    Raises: UserError if the model's configuration has no `workload`.
+    """
+    if not hasattr(cfg.model, "workload"):
+        raise UserError(
+            f"{type(cfg.model).__name__} has no workload(rows, seq_len, dtype, phase), from which "
+            "memory and time are estimated; write it (megajax/cost/base.py:Workload), or leave "
+            "nothing to the estimate (--train.loss_chunks=1 and not 0)"
+        )
     stages, train, pipeline = found["pipe"], cfg.train, cfg.pipeline
     schedule = Pipeline()
     if stages > 1:

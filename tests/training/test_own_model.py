@@ -1,6 +1,8 @@
 """A network that the library does not know, as docs/training.md shows it: both files run here."""
 
+import dataclasses
 import functools
+import inspect
 import pathlib
 import re
 import sys
@@ -9,15 +11,19 @@ import types
 import jax
 import numpy as np
 import pytest
+from flax import nnx
 
 from megajax.core import mesh
+from megajax.core.axes import MESH_AXES
 from megajax.core.errors import UserError
 from megajax.core.mesh import MeshSpec
 from megajax.core.tree import is_words, named_leaves
 from megajax.layers.ops import Ops
+from megajax.models.parts import of_module
 from megajax.training.config import JobConfig, TrainConfig
 from megajax.training.masking import chosen
 from megajax.training.optim import OptimConfig, is_hidden_matrix
+from megajax.training.shape import with_chunks
 from megajax.training.step import make_train_step
 from megajax.training.task import Task, mean_loss, token_rows
 from tests.tiny import host_batch, on
@@ -65,6 +71,78 @@ def test_two_stacks_without_a_mark_are_refused(mixer, monkeypatch):
     monkeypatch.setattr(mixer, "as_tower", lambda stack: stack)
     with pytest.raises(UserError, match="found tower, trunk; mark further stacks by .*as_tower"):
         mixer.parts(mixer.MixerConfig(), None, Ops())
+
+
+def test_all_members_that_a_shape_lacks_are_named_at_once():
+    @dataclasses.dataclass(frozen=True)
+    class Bare:
+        layers: int = 2
+        width: int = 8
+
+    with pytest.raises(UserError) as caught:
+        JobConfig(model=Bare())
+    said = str(caught.value)
+    assert said.startswith("model=") and "lacks 3 of the members that ModelShape has" in said
+    listed = said.partition("): ")[2].split("; ")
+    assert [line.partition(":")[0] for line in listed] == ["dropout", "max_positions", "sizes"]
+    assert all(len(line.partition(": ")[2]) > 10 for line in listed)  # each says what it is
+    whole = dataclasses.make_dataclass(
+        "Whole", [(name, object, value) for name, value in vars(Bare()).items()]
+        + [("dropout", float, 0.0), ("max_positions", int, 8), ("sizes", object, None)],
+    )  # fmt: skip
+    assert JobConfig(model=whole()).model.max_positions == 8
+
+
+def test_a_shape_without_workload_says_what_needs_it(mixer):
+    cfg = JobConfig(model=mixer.MixerConfig(), train=TrainConfig(loss_chunks=0, seq_len=16))
+    with pytest.raises(UserError, match="MixerConfig has no workload.*--train.loss_chunks=1"):
+        with_chunks(cfg, dict.fromkeys(MESH_AXES, 1), 10**9)
+
+
+def test_every_parameter_without_words_is_named_with_the_remedy(mixer):
+    class Foreign(nnx.Module):
+        def __init__(self, rngs, **words):
+            self.inner = nnx.Linear(64, 64, rngs=rngs, **words)
+
+    def build(key, **words):
+        network = mixer.Network(mixer.MixerConfig(), None, Ops(), nnx.Rngs(params=key))
+        network.foreign = Foreign(nnx.Rngs(params=key), **words)
+        return network
+
+    with pytest.raises(UserError) as caught:
+        of_module(build, 4)
+    said = str(caught.value)
+    assert "foreign.inner.bias (64,) has none; foreign.inner.kernel (64, 64) has none." in said
+    assert "trunk" not in said and "tower" not in said
+    for remedy in ("megajax.layers.param.normal(", "nnx.Param(value, axes=", "kernel_metadata="):
+        assert remedy in said
+    (given,) = re.findall(r"nnx.Linear\(\.\.\., (.*)\)$", said)  # the remedy, as it is written
+    words = eval(f"dict({given})")
+    axes = of_module(functools.partial(build, **words), 4).axes
+    assert axes["foreign"]["inner"] == {"kernel": ("embed", "mlp"), "bias": ("mlp",)}
+    for wrong in (("embed", "mlp", "vocab"), ["embed", "mlp"], "embed"):
+        bad = words | {"kernel_metadata": {"axes": wrong}}
+        with pytest.raises(UserError, match=r"foreign.inner.kernel \(64, 64\) has [\['(]+embed"):
+            of_module(functools.partial(build, **bad), 4)
+
+
+def test_a_variable_that_is_no_parameter_is_named(mixer):
+    def build(key):
+        network = mixer.Network(mixer.MixerConfig(), None, Ops(), nnx.Rngs(params=key))
+        network.drop = nnx.Dropout(0.1, rngs=nnx.Rngs(dropout=key))
+        return network
+
+    with pytest.raises(UserError, match="drop.rngs.count is a RngCount and no nnx.Param"):
+        of_module(build, 4)
+
+
+def test_each_member_of_ops_is_documented():
+    """In its docstring and in the table of the page on networks of one's own."""
+    page = (ROOT / "docs" / "training.md").read_text()
+    about = inspect.getdoc(Ops) or ""
+    for field in dataclasses.fields(Ops):
+        assert re.search(rf"^{field.name}[(:]", about, re.M) or f" {field.name}(" in about
+        assert f"\n| `{field.name}` | " in page, field.name
 
 
 @pytest.mark.slow
