@@ -57,9 +57,7 @@ def load_config(path: str | Path, flag: str = "init_from") -> ModelConfig:
     file = folder / "config.json"
     found = files_.read_object(file, MAX_CONFIG, flag)
     try:
-        kind = check_members(found).get("model_type")
-        if kind not in FAMILIES:
-            raise UserError(f"model_type {kind!r} is not one of {', '.join(FAMILIES)}")
+        kind = check_members(found, FAMILIES)["model_type"]
         maps: Any = encoder_names if kind in encoder_names.FAMILIES else names
         return maps.from_hf_config(found)
     except KeyError as error:
@@ -109,7 +107,8 @@ def load_params(path: str | Path, cfg: ModelConfig, layout: Layout | None = None
     if shaping:
         raise UserError(f"{path} has another model: {'; '.join(shaping)} (--init_from)")
     files = TensorFolder(expand(path))
-    if any(name.endswith(".qweight") for name in files.names()):
+    settings = files_.read_object(expand(path) / "config.json", MAX_CONFIG)
+    if settings.get("quantization_config") or any(n.endswith(".qweight") for n in files.names()):
         raise UserError(
             f"{path} is quantized (quantization_config); only what runs a model reads it "
             "(scripts/serve.py, scripts/generate.py: checkpoint.hf_quantized.load)"

@@ -14,7 +14,7 @@ import jax
 
 from megajax.core.packed import PackedWeight
 from megajax.layers import ops
-from megajax.layers.mlp import Mlp
+from megajax.layers.mlp import ACTIVATIONS, Mlp
 from megajax.layers.norm import Norm
 from megajax.layers.weight import Weight
 from pallas_kernels import fused_gemm, fused_layer_norm
@@ -52,7 +52,7 @@ def expand(
     implementation: Implementation | None = None,
 ) -> jax.Array:
     """activation(x w + bias), hidden_BSF, as one GEMM; a gated layer, which has two, as many."""
-    if mlp.cfg.activation == "swiglu":
+    if ACTIVATIONS[mlp.cfg.activation].is_gated:
         return ops.expand(mlp, x_BSD, up, matmul)
     bias = mlp.up_bias[...] if mlp.cfg.bias else None
 

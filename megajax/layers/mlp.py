@@ -7,6 +7,8 @@ Legend: B rows, S positions, D model width, F feed-forward width.
 """
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Literal
 
 import jax
@@ -17,6 +19,29 @@ from megajax.layers import param
 
 INPUTS = "gate", "up"  # the weights that read the block's input; gate: SwiGLU only
 Activation = Literal["swiglu", "gelu", "gelu_tanh"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Nonlinearity:
+    """What an activation is. hugging_face: its names in transformers' table, ours for exports
+    first; a gated one's is the function of the gate.."""
+
+    apply: Callable[..., jax.Array]
+    hugging_face: tuple[str, ...]
+    is_gated: bool = False
+
+
+# Every word of Activation is here (tests/layers/test_mlp.py), so that none is computed as another.
+ACTIVATIONS: dict[Activation, Nonlinearity] = {
+    "swiglu": Nonlinearity(lambda gate, up: jax.nn.silu(gate) * up, ("silu", "swish"), True),
+    "gelu": Nonlinearity(
+        functools.partial(jax.nn.gelu, approximate=False), ("gelu", "gelu_python")
+    ),
+    "gelu_tanh": Nonlinearity(
+        functools.partial(jax.nn.gelu, approximate=True),
+        ("gelu_new", "gelu_pytorch_tanh", "gelu_fast", "gelu_python_tanh", "gelu_accurate"),
+    ),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +62,7 @@ class Mlp(nnx.Module):
         """Makes up (and gate, for SwiGLU) (D,F) and down (F,D), with biases if asked."""
         D, F = cfg.width, cfg.hidden
         self.cfg = cfg
-        if cfg.activation == "swiglu":
+        if ACTIVATIONS[cfg.activation].is_gated:
             self.gate = param.normal(rngs, layout, (D, F), ("embed", "mlp"), 0.02)
         self.up = param.normal(rngs, layout, (D, F), ("embed", "mlp"), 0.02)
         self.down = param.normal(rngs, layout, (F, D), ("mlp", "embed"), cfg.down_std)
@@ -48,7 +73,7 @@ class Mlp(nnx.Module):
     @property
     def inputs(self) -> tuple[nnx.Param, ...]:
         """The weights that read the block's input."""
-        return (self.gate, self.up) if self.cfg.activation == "swiglu" else (self.up,)
+        return (self.gate, self.up) if ACTIVATIONS[self.cfg.activation].is_gated else (self.up,)
 
     def __call__(self, projected: tuple[jax.Array, ...]) -> jax.Array:
         """Turns the projected inputs (each B,S,F) into the hidden values, ready for `down`."""
@@ -60,6 +85,4 @@ class Mlp(nnx.Module):
 
 def activate(kind: Activation, projected: tuple[jax.Array, ...]) -> jax.Array:
     """Returns the hidden values of the products with gate (SwiGLU only) and up."""
-    if kind == "swiglu":
-        return jax.nn.silu(projected[0]) * projected[-1]
-    return jax.nn.gelu(projected[-1], approximate=kind == "gelu_tanh")
+    return ACTIVATIONS[kind].apply(*projected)

@@ -29,7 +29,7 @@ from megajax.core.needs import above, equal
 from megajax.layers import param
 from megajax.layers.dispatch import Dispatch, ExpertWeights
 from megajax.layers.losses import MoeSums
-from megajax.layers.mlp import MlpConfig, activate
+from megajax.layers.mlp import ACTIVATIONS, MlpConfig, activate
 from megajax.layers.ops import Ops, total
 
 
@@ -119,7 +119,7 @@ class Moe(nnx.Module):
         self.cfg, self.mlp, self.ops = cfg, mlp, ops
         self.router = param.normal(rngs, layout, (D, E), ("embed", "router"), 0.02)
         into = ("expert", "embed", "mlp")
-        if mlp.activation == "swiglu":
+        if ACTIVATIONS[mlp.activation].is_gated:
             self.gate = param.normal(rngs, layout, (E, D, F), into, 0.02)
         self.up = param.normal(rngs, layout, (E, D, F), into, 0.02)
         self.down = param.normal(rngs, layout, (E, F, D), ("expert", "mlp", "embed"), mlp.down_std)
@@ -129,7 +129,7 @@ class Moe(nnx.Module):
     def __call__(self, x_BSD: jax.Array) -> tuple[jax.Array, MoeSums]:
         """Returns what the experts add to the normalised residual stream, laid out as it is."""
         kind = self.mlp.activation
-        inputs = (self.gate, self.up) if kind == "swiglu" else (self.up,)
+        inputs = (self.gate, self.up) if ACTIVATIONS[kind].is_gated else (self.up,)
         weights = ExpertWeights(inputs, self.down, functools.partial(activate, kind))
         with jax.named_scope("router"):
             scores_BSE = self.ops.score(x_BSD, self.router)

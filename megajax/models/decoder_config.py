@@ -17,7 +17,7 @@ from megajax.cost.base import Op, Phase, Workload
 from megajax.cost.kernels import Matmul
 from megajax.cost.transformer import Routed, Stack, lookup
 from megajax.layers.attention import AttentionConfig
-from megajax.layers.mlp import Activation, MlpConfig
+from megajax.layers.mlp import ACTIVATIONS, Activation, MlpConfig
 from megajax.layers.moe import MoeConfig
 from megajax.layers.rope import RopeConfig
 
@@ -164,7 +164,7 @@ class DecoderConfig(Checked, section="model"):
             self.kv_heads,
             self.head_width,
             self.feed_forward.hidden,
-            gated=self.activation == "swiglu",
+            gated=ACTIVATIONS[self.activation].is_gated,
             parallel=self.block == "parallel",
             window=self.window,
             routed=routed,

@@ -13,9 +13,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
 from megajax.core.errors import UserError
+from megajax.layers.mlp import ACTIVATIONS
 from megajax.models.encoder_config import EncoderConfig, Head
 from megajax.models.hf_members import check_members
-from megajax.models.name_rules import Rule, require
+from megajax.models.name_rules import Rule, require, spelled
 
 Family = Literal["bert", "roberta", "distilbert", "albert"]
 FAMILIES = get_args(Family)
@@ -196,7 +197,6 @@ _CLASSES = {
 _HEADS: dict[str, Head] = {
     "ForMaskedLM": "mlm", "ForSequenceClassification": "classify", "Model": "none",
 }  # fmt: skip
-_ACTIVATIONS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
 # DistilBERT's own words for what the others call alike.
 _DISTIL_WORDS = {
     "hidden_size": "dim", "intermediate_size": "hidden_dim", "num_hidden_layers": "n_layers",
@@ -206,21 +206,17 @@ _DISTIL_WORDS = {
 
 def from_hf_config(found: Mapping[str, Any]) -> EncoderConfig:
     """Returns our configuration of a config.json. Raises: UserError for what we cannot compute."""
-    found = check_members(found)
-    kind = found.get("model_type")
-    if kind not in FAMILIES:
-        raise UserError(f"model_type {kind!r} is not one of {', '.join(FAMILIES)}")
+    found = check_members(found, FAMILIES)
+    kind = found["model_type"]
     if kind == "distilbert":
         found = found | {word: found[own] for word, own in _DISTIL_WORDS.items()}
     head = _head(found.get("architectures") or ())
-    require(
-        found, position_embedding_type="absolute", is_decoder=False, add_cross_attention=False,
-        inner_group_num=1, **({"tie_word_embeddings": True} if head == "mlm" else {}),
-    )  # fmt: skip
-    activation = found["hidden_act"]
-    if activation not in _ACTIVATIONS:
-        known = ", ".join(_ACTIVATIONS)
-        raise UserError(f"config.json: hidden_act={activation} is not supported, only {known}")
+    if head == "mlm":
+        require(found, tie_word_embeddings=True)
+    if head == "classify":
+        require(found, problem_type="single_label_classification")
+    word = "activation" if kind == "distilbert" else "hidden_act"
+    activation = spelled(word, found["hidden_act"], ("gelu", "gelu_tanh"))
     layers = found["num_hidden_layers"]
     groups = found["num_hidden_groups"] if kind == "albert" else layers
     if layers % groups:
@@ -237,7 +233,7 @@ def from_hf_config(found: Mapping[str, Any]) -> EncoderConfig:
         position_offset=found["pad_token_id"] + 1 if kind == "roberta" else 0,
         types=0 if kind == "distilbert" else found["type_vocab_size"],
         embed_width=found["embedding_size"] if kind == "albert" else 0,
-        activation=_ACTIVATIONS[activation],  # type: ignore[arg-type]
+        activation=activation,  # type: ignore[arg-type]
         norm_eps=1e-12 if kind == "distilbert" else found["layer_norm_eps"],
         dropout=found["hidden_dropout_prob"],
         head=head,
@@ -260,7 +256,7 @@ def to_hf_config(cfg: EncoderConfig, dtype: str) -> dict[str, Any]:
         "intermediate_size": cfg.mlp,
         "num_hidden_layers": cfg.layers * cfg.repeats,
         "num_attention_heads": cfg.heads,
-        "hidden_act": "gelu" if cfg.activation == "gelu" else "gelu_new",
+        "hidden_act": ACTIVATIONS[cfg.activation].hugging_face[0],
         "hidden_dropout_prob": cfg.dropout,
     }
     if kind == "distilbert":

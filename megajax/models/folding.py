@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from megajax.core.errors import UserError
 from megajax.core.packed import map_runs
 from megajax.core.tree import Tree
+from megajax.layers.mlp import ACTIVATIONS
 from megajax.models.decoder_config import DecoderConfig
 from megajax.quant.kernel import QuantKernel
 
@@ -28,7 +29,7 @@ def sources(cfg: DecoderConfig) -> dict[str, str | None]:
     before = "blocks.attention_norm" if is_serial else None
     found = dict.fromkeys((f"blocks.attention.{n}" for n in ("query", "key", "value")), before)
     found["blocks.attention.out"] = VALUE if cfg.heads == cfg.kv_heads else None
-    is_gated = cfg.activation == "swiglu"
+    is_gated = ACTIVATIONS[cfg.activation].is_gated
     before = "blocks.mlp_norm" if is_serial else None
     found |= dict.fromkeys(["blocks.mlp.gate", UP] if is_gated else [UP], before)
     return found | {"blocks.mlp.down": UP if is_gated else None}

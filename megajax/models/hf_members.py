@@ -1,31 +1,85 @@
-"""Members of a Hugging Face config.json that name maps read, and of what kind each must be."""
+"""Members of a Hugging Face config.json: read, inert, or refused by name.
 
+hf_members.json has what transformers' own configuration classes have: each family's members, their
+defaults and which may be null (tests/golden/make_hf_members.py writes it). A member that is absent
+gets the default of its family; a null one must be one that may be null. What a name map reads is in
+READ, what changes no product of a forward pass is in INERT. Every other member must have its
+default, and a member that the class does not have is refused, unless NEUTRAL lists its value: forks
+compute by such members, and transformers itself reads some of them.
+"""
+
+import functools
+import json
 import reprlib
 import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from megajax.core.errors import UserError
 
+_TABLE = Path(__file__).with_name("hf_members.json")
 _COUNTS = (
     "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim",
     "intermediate_size", "vocab_size", "max_position_embeddings", "sliding_window",
     "num_local_experts", "num_experts", "num_experts_per_tok", "moe_intermediate_size",
     "original_max_position_embeddings", "n_layer", "n_embd", "n_head", "n_inner", "n_positions",
     "num_hidden_groups", "num_labels", "dim", "hidden_dim", "n_layers", "n_heads",
+    "embedding_size",
 )  # fmt: skip
 _STACKED = ("num_hidden_layers", "n_layer", "n_layers", "num_local_experts", "num_experts",
             "num_hidden_groups")  # fmt: skip
 MOST = 2**31 - 1  # (chosen) of a size; the product of two is one that NumPy can count to
 MOST_STACKED = 2**14  # (chosen: ten times the deepest networks) layers, or experts
-_WHOLE = ("max_window_layers", "pad_token_id", "type_vocab_size", "embedding_size")
+_WHOLE = ("max_window_layers", "pad_token_id", "type_vocab_size")
 _POSITIVE = ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "rope_theta", "factor",
              "low_freq_factor", "high_freq_factor")  # fmt: skip
 _SHARES = ("hidden_dropout_prob", "dropout")
 _FLAGS = ("tie_word_embeddings", "norm_topk_prob", "use_sliding_window")
-_TEXTS = ("model_type", "hidden_act", "activation", "rope_type", "type")
+_TEXTS = ("model_type", "hidden_act", "activation", "activation_function", "rope_type", "type",
+          "problem_type")  # fmt: skip
 _LISTS = ("layer_types", "architectures")
 _OBJECTS = ("rope_scaling", "rope_parameters", "id2label")
+
+READ = {
+    *_COUNTS, *_WHOLE, *_POSITIVE, *_SHARES, *_FLAGS, *_TEXTS, *_LISTS, *_OBJECTS, "label2id",
+    "mlp_only_layers", "partial_rotary_factor", "quantization_config",
+}  # fmt: skip
+# Members without a part in what a forward pass computes: training, generation, loading, history.
+INERT = {
+    "_name_or_path", "name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache",
+    "output_hidden_states", "output_attentions", "return_dict", "use_return_dict", "torchscript",
+    "chunk_size_feed_forward", "initializer_range", "initializer_factor", "bos_token_id",
+    "eos_token_id", "sep_token_id", "cls_token_id", "mask_token_id", "unk_token_id",
+    "decoder_start_token_id", "finetuning_task", "task_specific_params", "tokenizer_class",
+    "prefix", "gradient_checkpointing", "language", "license", "output_past", "use_bfloat16",
+    "tf_legacy_loss", "attn_implementation", "_attn_implementation", "_commit_hash",
+    "_attn_implementation_autoset", "attention_implementation", "experts_implementation",
+    "attention_dropout", "attention_probs_dropout_prob", "attn_pdrop", "embd_pdrop", "resid_pdrop",
+    "classifier_dropout", "classifier_dropout_prob", "qa_dropout", "seq_classif_dropout",
+    "summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels",
+    "summary_first_dropout", "predict_special_tokens", "reorder_and_upcast_attn", "pretraining_tp",
+    "router_aux_loss_coef", "router_jitter_noise", "output_router_logits", "sinusoidal_pos_embds",
+    "directionality", "pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers",
+    "pooler_size_per_head", "pooler_type", "net_structure_type", "gap_size", "num_memory_blocks",
+    "down_scale_factor", "tie_weights_", "n_ctx", "unsloth_version", "unsloth_fixed",
+    "transformers.js_config", "sentence_transformers", "model_max_length", "max_sequence_length",
+    "is_llama_config", "neftune_noise_alpha",
+}  # fmt: skip
+# Members that a family's class does not have, and the values that say what it computes anyway.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "attention_bias": (False,), "mlp_bias": (False,), "bias": (False,), "qkv_bias": (False,),
+    "use_qk_norm": (False,), "rope_interleaved": (False,), "is_causal": (True,),
+    "is_decoder": (False,), "add_cross_attention": (False,), "pruned_heads": ({},),
+    "position_embedding_type": ("absolute",), "use_bidirectional_attention": (False,),
+    "n_shared_experts": (0,), "num_nextn_predict_layers": (0,),
+}  # fmt: skip
+# Members that transformers reads although the class does not list them, by family.
+_UNLISTED = {
+    "qwen2": {"head_dim"}, "qwen3_moe": {"head_dim"}, "mixtral": {"norm_topk_prob"},
+}  # fmt: skip
+_IGNORED = {"qwen3_moe": {"max_window_layers"}}  # which its published files have
+_ROPE = {"rope_scaling", "rope_theta", "original_max_position_embeddings", "partial_rotary_factor"}
 
 
 def _is_number(x: Any) -> bool:
@@ -55,8 +109,8 @@ _KINDS: dict[str, tuple[tuple[str, ...], Callable[[Any], bool]]] = {
 }
 
 
-def check_members(found: Any) -> dict[str, Any]:
-    """Returns a config.json's members; those that are null count as missing.
+def check_kinds(found: Any, wanted: Any = None) -> dict[str, Any]:
+    """Returns members whose kinds are right. wanted: their names, of which null counts as absent.
 
     Raises: UserError for what is no object, and for a member of another kind than it must be.
     """
@@ -68,8 +122,86 @@ def check_members(found: Any) -> dict[str, Any]:
             value = kept.get(name)
             if value is None:
                 kept.pop(name, None)
-            elif not is_legal(value):
+            elif (wanted is None or name in wanted) and not is_legal(value):
                 raise UserError(
                     f"config.json: {name} is {reprlib.repr(value):.60}, it must be {kind}"
                 )
     return kept
+
+
+@functools.cache
+def table() -> dict[str, Any]:
+    """Returns what hf_members.json holds."""
+    return json.loads(_TABLE.read_text())
+
+
+def check_members(found: Any, families: tuple[str, ...]) -> dict[str, Any]:
+    """Returns the members of a config.json with what transformers 5 takes for absent ones.
+
+    A member that may be null and is, or whose default is null, is left out. families: that the
+    caller knows.
+    Raises: UserError for another family, for a member of another kind than it must be, and for one
+    that may change what the model computes and that is not read here.
+    """
+    found = check_kinds(found, ("model_type",)) | (found if isinstance(found, Mapping) else {})
+    kind = found.get("model_type")
+    if kind not in families:
+        raise UserError(f"model_type {kind!r} is not one of {', '.join(families)}")
+    members = table()["common"] | table()["families"][kind]["members"]
+    found = _in_one_word(found, table()["families"][kind]["other_words"], members)
+    if found.get("auto_map"):
+        raise UserError(
+            "config.json: auto_map names code of the folder's own, which may compute another model "
+            "and is not run here; a folder whose model is a plain one needs no auto_map"
+        )
+    for name, value in found.items():
+        _check_use(name, value, kind, members)
+    merged = {n: m["default"] for n, m in members.items() if m["default"] is not None} | found
+    return check_kinds(merged) | {"model_type": kind}
+
+
+def _in_one_word(
+    found: Mapping[str, Any], words: Mapping[str, str], members: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Returns members under the names that the class has; transformers takes either of two."""
+    kept = dict(found)
+    for other, name in words.items():
+        other, name = (name, other) if name not in members else (other, name)
+        if other not in kept:
+            continue
+        value = kept.pop(other)
+        if kept.get(name, value) != value or value is None:
+            raise UserError(
+                f"config.json: {other}={reprlib.repr(value):.40} and {name}="
+                f"{reprlib.repr(kept.get(name)):.40} are two words for one member; keep {name}"
+            )
+        kept[name] = value
+    return kept
+
+
+def _check_use(name: str, value: Any, kind: str, members: Mapping[str, Any]) -> None:
+    """Refuses a member that is not read and may change what is computed."""
+    if name in INERT or name in table()["generation"] or name in _IGNORED.get(kind, ()):
+        return
+    shown = f"config.json: {name}={reprlib.repr(value):.60}"
+    if name not in members and value is None:
+        return
+    if name in members:
+        if value is None and not members[name]["null"]:
+            raise UserError(f"{shown.replace('=None', ' is null')}, which transformers refuses too")
+        if value is None or name in READ or value == members[name]["default"]:
+            return
+        raise UserError(f"{shown} is not supported, only {members[name]['default']}")
+    has_rope = "rope_parameters" in members
+    if name in _UNLISTED.get(kind, ()) or name in ("num_labels", "quantization_config"):
+        return
+    if name == "model_type" or (has_rope and name in _ROPE):
+        return
+    if name in NEUTRAL:
+        if not any(value == v and type(value) is type(v) for v in NEUTRAL[name]):
+            raise UserError(f"{shown} is not supported, only {NEUTRAL[name][0]}")
+        return
+    raise UserError(
+        f"{shown} is no member of transformers' configuration of {kind}, so it may stand for "
+        "arithmetic that is not done here; if it changes nothing, remove it from config.json"
+    )

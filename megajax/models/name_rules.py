@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from megajax.core.errors import UserError
+from megajax.layers.mlp import ACTIVATIONS, Activation
 
 Sizes = Mapping[str, int]  # {letter of a rule's dims: size}
 
@@ -58,6 +59,14 @@ class Rule:
         """Returns one piece of our leaf with their order of dimensions (the '3' left out)."""
         theirs, ours = self.dims.split("->")
         return array.transpose([ours.index(c) for c in theirs.replace("3", "")])
+
+
+def spelled(member: str, word: str, known: tuple[Activation, ...]) -> Activation:
+    """Returns the activation that transformers calls `word`. Raises: UserError for another one."""
+    names = {w: a for a in known for w in ACTIVATIONS[a].hugging_face}
+    if word not in names:
+        raise UserError(f"config.json: {member}={word} is not supported, only {', '.join(names)}")
+    return names[word]
 
 
 def require(found: Mapping[str, Any], **wanted: Any) -> None:

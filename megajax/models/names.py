@@ -12,11 +12,12 @@ from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
 from megajax.core.errors import UserError
+from megajax.layers.mlp import ACTIVATIONS
 from megajax.layers.moe import MoeConfig
 from megajax.layers.rope import RopeConfig
 from megajax.models.decoder_config import DecoderConfig
-from megajax.models.hf_members import check_members
-from megajax.models.name_rules import Rule, require
+from megajax.models.hf_members import check_kinds, check_members, table
+from megajax.models.name_rules import Rule, require, spelled
 
 Family = Literal["gpt2", "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe"]
 
@@ -203,22 +204,18 @@ _ARCHITECTURES = {
 
 def from_hf_config(found: Mapping[str, Any]) -> DecoderConfig:
     """Returns our configuration of a config.json. Raises: UserError for what we cannot compute."""
-    found = check_members(found)
-    kind = found.get("model_type")
+    found = check_members(found, tuple(_ARCHITECTURES))
+    kind = found["model_type"]
     if kind == "gpt2":
         return _from_gpt2(found)
-    if kind not in _ARCHITECTURES:
-        raise UserError(f"model_type {kind!r} is not one of {', '.join(_ARCHITECTURES)}")
-    require(found, hidden_act="silu", mlp_bias=False)
-    if kind != "qwen2":  # which always has them, and no such member
-        require(found, attention_bias=False)
+    spelled("hidden_act", found["hidden_act"], ("swiglu",))
     heads, width = found["num_attention_heads"], found["hidden_size"]
     return DecoderConfig(
         layers=found["num_hidden_layers"],
         width=width,
         heads=heads,
-        kv_heads=found.get("num_key_value_heads") or heads,
-        head_width=found.get("head_dim") or width // heads,
+        kv_heads=found.get("num_key_value_heads", heads),
+        head_width=found.get("head_dim", width // heads),
         mlp=found["intermediate_size"],
         vocab=found["vocab_size"],
         norm_eps=found["rms_norm_eps"],
@@ -226,7 +223,7 @@ def from_hf_config(found: Mapping[str, Any]) -> DecoderConfig:
         bias="qkv" if kind == "qwen2" else "none",
         qk_norm=kind in ("qwen3", "qwen3_moe"),
         window=_window(found),
-        tied=found.get("tie_word_embeddings", False),
+        tied=found["tie_word_embeddings"],
         rope=_rope(found),
         moe=_moe(found),
     )
@@ -236,43 +233,83 @@ def _moe(found: Mapping[str, Any]) -> MoeConfig:
     """Reads the routing of Mixtral and Qwen3-MoE; other families have none."""
     if found["model_type"] not in ("mixtral", "qwen3_moe"):
         return MoeConfig()
-    experts = found.get("num_local_experts") or found["num_experts"]  # transformers 5, or 4
     if found["model_type"] == "mixtral":
-        return MoeConfig(experts, found["num_experts_per_tok"], found["intermediate_size"])
-    require(found, decoder_sparse_step=1, mlp_only_layers=[])
-    width, normalise = found["moe_intermediate_size"], found.get("norm_topk_prob", False)
+        require(found, norm_topk_prob=True)
+        experts, width = found["num_local_experts"], found["intermediate_size"]
+        return MoeConfig(experts, found["num_experts_per_tok"], width)
+    if found.get("mlp_only_layers") not in (None, []):
+        raise UserError(
+            f"config.json: mlp_only_layers={found['mlp_only_layers']} is not supported, only none"
+        )
+    width, normalise = found["moe_intermediate_size"], found["norm_topk_prob"]
+    experts = found["num_experts"]
     return MoeConfig(experts, found["num_experts_per_tok"], width, normalise=normalise)
 
 
 def _window(found: Mapping[str, Any]) -> int | None:
-    """Reads the sliding window; members that lack are what transformers' families have then."""
+    """Reads the sliding window, as each family's attention does in transformers."""
     window, kind = found.get("sliding_window"), found["model_type"]
-    qwen = kind.startswith("qwen")
-    # transformers' Llama has no window, whatever config.json says.
-    if window is None or kind == "llama" or not found.get("use_sliding_window", not qwen):
-        return None
+    if not found.get("use_sliding_window", True):  # a member of the Qwens only
+        window = None
+    if kind not in ("qwen2", "qwen3"):
+        return window
     layers = found["num_hidden_layers"]
-    whole = min(found.get("max_window_layers", 28 if qwen else 0), layers)
-    of_layers = ["full_attention"] * whole + ["sliding_attention"] * (layers - whole)
-    kinds = set(found.get("layer_types") or of_layers)
-    if kinds == {"full_attention"}:
+    above = min(found["max_window_layers"], layers) if window else layers
+    of_layers = ["full_attention"] * above + ["sliding_attention"] * (layers - above)
+    each = found.get("layer_types", of_layers)
+    if len(each) != layers:
+        raise UserError(f"config.json: layer_types has {len(each)} types for {layers} layers")
+    if set(each) == {"full_attention"}:
         return None
-    if kinds != {"sliding_attention"}:
-        raise UserError("config.json: a window on some layers only is not supported")
+    if set(each) != {"sliding_attention"}:
+        raise UserError(
+            f"config.json: layer_types of {sorted(set(each))} are not supported; all layers must "
+            "be full_attention or all sliding_attention: a window on some layers only is not read"
+        )
+    if window is None:
+        raise UserError(
+            "config.json: layer_types says sliding_attention, and there is no window: "
+            "use_sliding_window is false or sliding_window is null"
+        )
     return window
 
 
+_LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+
+
 def _rope(found: Mapping[str, Any]) -> RopeConfig:
-    """Reads rope_theta and rope_scaling, or the rope_parameters of transformers 5."""
-    settings = {"rope_theta": found.get("rope_theta", 10000.0)}
-    settings |= found.get("rope_scaling") or {}
-    settings |= found.get("rope_parameters") or {}
-    settings = check_members(settings)
+    """Reads rope_parameters of transformers 5, rope_theta and rope_scaling of transformers 4."""
+    both = [found[n] for n in ("rope_scaling", "rope_parameters") if found.get(n)]
+    if len(both) == 2 and both[0] != both[1]:
+        raise UserError(
+            "config.json: rope_scaling and rope_parameters say two things; keep rope_parameters"
+        )
+    theta = found.get("rope_theta", table()["families"][found["model_type"]]["rope_theta"])
+    settings: dict[str, Any] = {"rope_theta": theta}
+    settings |= both[0] if both else {}
+    for place in (found, settings):
+        if place.get("partial_rotary_factor", 1.0) not in (None, 1.0):
+            raise UserError("config.json: partial_rotary_factor is not supported, only 1.0")
     kind = settings.get("rope_type", settings.get("type", "default"))
-    if kind == "default":
-        return RopeConfig(theta=float(settings["rope_theta"]))
-    if kind != "llama3":
+    settings = check_kinds(settings)
+    used = {"rope_theta", "rope_type", "type", "partial_rotary_factor"}
+    if kind == "llama3":
+        used |= {*_LLAMA3}
+        old = "original_max_position_embeddings"
+        settings.setdefault(old, found["max_position_embeddings"])
+        settings |= {old: found[old]} if old in found else {}
+    elif kind != "default" and not (kind == "linear" and settings.get("factor") == 1.0):
         raise UserError(f"config.json: rope_type {kind} is not supported, only default and llama3")
+    used |= {"factor"} if settings.get("factor") == 1.0 else set()
+    if lacking := [n for n in _LLAMA3 if kind == "llama3" and n not in settings]:
+        raise UserError(f"config.json: rope_type llama3 lacks {', '.join(lacking)}")
+    if strange := sorted(n for n in settings if n not in used and settings[n] is not None):
+        raise UserError(
+            f"config.json: {', '.join(strange[:5])} of the rotary settings is not read for "
+            f"rope_type {kind}, so it may stand for arithmetic that is not done here"
+        )
+    if kind != "llama3":
+        return RopeConfig(theta=float(settings["rope_theta"]))
     return RopeConfig(
         theta=float(settings["rope_theta"]),
         factor=float(settings["factor"]),
@@ -283,21 +320,17 @@ def _rope(found: Mapping[str, Any]) -> RopeConfig:
 
 
 def _from_gpt2(found: Mapping[str, Any]) -> DecoderConfig:
-    require(
-        found,
-        activation_function="gelu_new",
-        scale_attn_weights=True,
-        scale_attn_by_inverse_layer_idx=False,
-        add_cross_attention=False,
-    )
+    spelled("activation_function", found["activation_function"], ("gelu_tanh",))
     width, heads = found["n_embd"], found["n_head"]
+    if width % heads:
+        raise UserError(f"config.json: n_head={heads} must divide n_embd={width}")
     return DecoderConfig(
         layers=found["n_layer"],
         width=width,
         heads=heads,
         kv_heads=heads,
         head_width=width // heads,
-        mlp=found.get("n_inner") or 4 * width,
+        mlp=found.get("n_inner", 4 * width),
         vocab=found["vocab_size"],
         norm="layer",
         norm_eps=found["layer_norm_epsilon"],
@@ -305,7 +338,7 @@ def _from_gpt2(found: Mapping[str, Any]) -> DecoderConfig:
         max_positions=found["n_positions"],
         activation="gelu_tanh",
         bias="all",
-        tied=found.get("tie_word_embeddings", True),
+        tied=found["tie_word_embeddings"],
     )
 
 
@@ -327,7 +360,7 @@ def to_hf_config(cfg: DecoderConfig, dtype: str) -> dict[str, Any]:
             "n_inner": cfg.mlp,
             "n_positions": cfg.max_positions,
             "layer_norm_epsilon": cfg.norm_eps,
-            "activation_function": "gelu_new",
+            "activation_function": ACTIVATIONS[cfg.activation].hugging_face[0],
         }
     rope: dict[str, Any] = {"rope_theta": cfg.rope.theta, "rope_scaling": None}
     if cfg.rope.factor != 1.0:
@@ -354,7 +387,7 @@ def to_hf_config(cfg: DecoderConfig, dtype: str) -> dict[str, Any]:
             "intermediate_size": cfg.mlp,
             "rms_norm_eps": cfg.norm_eps,
             "max_position_embeddings": cfg.max_positions,
-            "hidden_act": "silu",
+            "hidden_act": ACTIVATIONS[cfg.activation].hugging_face[0],
             "attention_bias": False,
         }
         | _moe_to_hf(kind, cfg)

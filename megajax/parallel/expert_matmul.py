@@ -12,7 +12,7 @@ expert_overlap.py choose.
 
 from collections.abc import Sequence
 from numbers import Integral
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ from pallas_kernels.hopper.activations import activate
 
 Array = jax.Array
 Activation = Literal["gelu", "gelu_tanh", "silu", "swiglu"]
-ACTIVATIONS = (None, "gelu", "gelu_tanh", "silu", "swiglu")
+ACTIVATIONS = (None, *get_args(Activation))  # the kernels' and 'swiglu', of two products
 
 
 def dispatch_grouped_matmul(

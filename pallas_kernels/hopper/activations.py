@@ -2,13 +2,13 @@
 
 import dataclasses
 import math
+from collections.abc import Callable
 from typing import Literal
 
 import jax
 import jax.numpy as jnp
 
 Activation = Literal["gelu", "gelu_tanh", "silu"]
-ACTIVATIONS = (None, "gelu", "gelu_tanh", "silu")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,13 +26,17 @@ def activate(kind: Activation | None, z: jax.Array) -> jax.Array:
     0.5 (1 + tanh(u)) is sigmoid(2 u), of which Hopper's fast exponential gives all bits that its
     fast tanh (11) does not.
     """
-    if kind == "gelu":
-        return 0.5 * z * (1 + jax.lax.erf(z * math.sqrt(0.5)))
-    if kind == "gelu_tanh":
-        return z * jax.nn.sigmoid(math.sqrt(8 / math.pi) * (z + 0.044715 * z * z * z))
-    if kind == "silu":
-        return z * jax.nn.sigmoid(z)
-    return z
+    return _FUNCTIONS[kind](z)
+
+
+# Every word of Activation, so that none is computed as another one or as nothing.
+_FUNCTIONS: dict[Activation | None, Callable[[jax.Array], jax.Array]] = {
+    None: lambda z: z,
+    "gelu": lambda z: 0.5 * z * (1 + jax.lax.erf(z * math.sqrt(0.5))),
+    "gelu_tanh": lambda z: z * jax.nn.sigmoid(math.sqrt(8 / math.pi) * (z + 0.044715 * z * z * z)),
+    "silu": lambda z: z * jax.nn.sigmoid(z),
+}
+ACTIVATIONS = tuple(_FUNCTIONS)
 
 
 def activate_tile(kind: Activation | None, z: jax.Array) -> jax.Array:

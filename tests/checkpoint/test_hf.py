@@ -22,6 +22,7 @@ from megajax.models.decoder_config import PRESETS, DecoderConfig
 from megajax.parallel import sharding
 
 GOLDEN = pathlib.Path(__file__).parent.parent / "golden"
+ABSENT = object()
 FAMILIES = ["gpt2", "llama", "llama3_tied", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe"]
 
 
@@ -218,8 +219,8 @@ def test_missing_pieces_are_named(tmp_path):
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(UserError, match="is not JSON"):
         hf.load(tmp_path)
-    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    with pytest.raises(UserError, match="lacks"):
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')  # of default sizes
+    with pytest.raises(UserError, match="has neither model.safetensors nor"):
         hf.load(tmp_path)
 
 
@@ -239,8 +240,15 @@ def test_a_window_on_some_layers_is_refused(tmp_path):
     ("family", "members", "window"),
     [
         ("mistral", {}, 8),
-        ("llama", {}, None),
+        ("mistral", {"sliding_window": None}, None),
+        ("mistral", {"sliding_window": ABSENT}, 4096),
+        ("mixtral", {}, 8),
+        ("mixtral", {"sliding_window": ABSENT}, None),
+        ("llama", {"sliding_window": ABSENT}, None),
         ("qwen2", {}, None),
+        ("qwen3_moe", {"max_window_layers": 48}, None),
+        ("qwen3_moe", {"max_window_layers": 48, "use_sliding_window": True}, 8),  # on all layers
+        ("qwen3_moe", {"sliding_window": ABSENT, "use_sliding_window": True}, 4096),
         ("qwen2", {"use_sliding_window": True}, None),  # 28 layers before it has effect
         ("qwen3", {"use_sliding_window": True, "max_window_layers": 0}, 8),
         ("qwen3", {"use_sliding_window": True, "max_window_layers": 2}, None),
@@ -248,13 +256,62 @@ def test_a_window_on_some_layers_is_refused(tmp_path):
     ],
 )
 def test_members_that_lack_are_those_of_transformers(family, members, window):
-    """Defaults of its Qwen2Config and Qwen3Config; its LlamaConfig knows no window."""
+    """Defaults of the classes of transformers 5.24; its LlamaConfig knows no window."""
     common = {
         "model_type": family, "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4,
         "intermediate_size": 128, "vocab_size": 100, "rms_norm_eps": 1e-5, "sliding_window": 8,
-        "max_position_embeddings": 64, "hidden_act": "silu",
+        "max_position_embeddings": 64, "hidden_act": "silu", "num_key_value_heads": 4,
     }  # fmt: skip
-    assert names.from_hf_config(common | members).window == window
+    given = {n: v for n, v in (common | members).items() if v is not ABSENT}
+    assert names.from_hf_config(given).window == window
+
+
+@pytest.mark.parametrize(
+    ("family", "member", "value"),
+    [
+        ("mixtral", "rope.theta", 1e6), ("llama", "rope.theta", 1e4), ("mistral", "kv_heads", 8),
+        ("qwen2", "kv_heads", 32), ("qwen3_moe", "kv_heads", 4), ("llama", "kv_heads", 32),
+        ("qwen3", "head_width", 128), ("qwen3_moe", "head_width", 2), ("mixtral", "norm_eps", 1e-5),
+        ("llama", "norm_eps", 1e-6), ("gpt2", "tied", True), ("qwen2", "tied", False),
+        ("gpt2", "mlp", 256), ("qwen3_moe", "moe.normalise", False), ("mixtral", "moe.top_k", 2),
+        ("qwen3_moe", "moe.experts", 128), ("qwen3_moe", "moe.width", 768),
+    ],
+)  # fmt: skip
+def test_absent_members_are_defaults_of_transformers(family, member, value):
+    """Of its configuration classes, read in 5.24; heads are 32 of width 2."""
+    given = {"model_type": family, "hidden_size": 64, "num_attention_heads": 32}
+    found = names.from_hf_config(given)
+    for name in member.split("."):
+        found = getattr(found, name)
+    assert found == value
+
+
+@pytest.mark.parametrize(
+    ("members", "words"),
+    [
+        ({"auto_map": {"AutoModel": "m.X"}}, "auto_map names code of the folder's own"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0 is no member of"),
+        ({"is_causal": False}, "is_causal=False is not supported, only True"),
+        ({"mlp_bias": True}, "mlp_bias=True is not supported, only False"),
+        ({"attention_bias": True}, "attention_bias=True is not supported, only False"),
+        ({"sliding_window": 8}, "sliding_window=8 is no member of"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is not supported, only 1.0"),
+        ({"rope_parameters": {"mscale": 1.0}}, "mscale of the rotary settings is not read"),
+        ({"quantization": {"bits": 4}}, "quantization={'bits': 4} is no member of"),
+        ({"hidden_act": "relu"}, "hidden_act=relu is not supported, only silu, swish"),
+    ],
+)
+def test_members_that_may_change_the_arithmetic_are_named(members, words):
+    with pytest.raises(UserError) as error:
+        names.from_hf_config({"model_type": "llama"} | members)
+    assert words in str(error.value)
+
+
+def test_a_folder_to_quantize_on_loading_is_refused(tmp_path):
+    unpack("llama", tmp_path)
+    edit(tmp_path, quantization_config={"quant_method": "bitsandbytes", "load_in_8bit": True})
+    with pytest.raises(UserError, match="is quantized .quantization_config"):
+        hf.load(tmp_path)
 
 
 def test_weights_for_another_model_are_refused(tmp_path):
@@ -360,15 +417,19 @@ def test_members_of_a_wrong_kind_are_named(name, members, kind, tmp_path):
     [
         ({"rope_scaling": "linear"}, "rope_scaling is 'linear', it must be an object"),
         ({"rope_parameters": {"rope_type": "llama3", "factor": "8"}}, "factor is '8'"),
-        ({"rope_parameters": {"rope_type": "llama3"}}, "lacks 'factor'"),
-        ({"rope_scaling": {"factor": 10**400}}, "it must be a finite number above 0"),
+        ({"rope_parameters": {"rope_type": "llama3"}}, "llama3 lacks factor, low_freq_factor"),
+        (
+            {"rope_scaling": {"factor": 10**400}, "rope_parameters": None},
+            "it must be a finite number above 0",
+        ),
+        ({"rope_scaling": {"rope_type": "llama3"}}, "rope_scaling and rope_parameters say two"),
         ({"rms_norm_eps": math.nan}, "rms_norm_eps is nan, it must be a finite number above 0"),
         ({"rope_parameters": {"rope_type": 3}}, "rope_type is 3, it must be a string"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes', it must be true or false"),
         ({"model_type": ["llama"]}, "model_type is ['llama'], it must be a string"),
         ({"hidden_act": ["silu"]}, "hidden_act is ['silu'], it must be a string"),
         ({"architectures": "LlamaForCausalLM"}, "it must be a list of strings"),
-        ({"hidden_size": None}, "lacks 'hidden_size'"),
+        ({"hidden_size": None}, "hidden_size is null, which transformers refuses too"),
         ({"num_attention_heads": 10**6, "head_dim": None}, "model.head_width=0 must be at least"),
     ],
 )

@@ -204,7 +204,15 @@ def test_copies_of_the_table_are_equal_or_refused(copy, offset, tmp_path):
         ({}, "has no arguments"),
         (ARGS | {"num_experts": 8}, "num_experts=8 is not supported"),
         (ARGS | {"rotary_percent": 0.5}, "rotary_percent=0.5 is not supported, only 1.0"),
-        (ARGS | {"window_size": (128, 0)}, "window_size=tuple is not supported"),
+        (ARGS | {"window_size": (128, 0)}, "window_size=.128, 0. is not supported"),
+        (ARGS | {"softmax_scale": 0.5}, "softmax_scale=0.5 is not supported, only None"),
+        (ARGS | {"use_mup": True}, "use_mup=True is not supported, only False"),
+        (ARGS | {"spec": ["my.module", "layer"]}, "spec=list is not supported, only None"),
+        (ARGS | {"multi_latent_attention": True}, "multi_latent_attention=True"),
+        (ARGS | {"rotary_interleaved": True}, "rotary_interleaved=True"),
+        (ARGS | {"embedding_multiplier": 12.0}, "embedding_multiplier=12.0 is no argument of"),
+        (GPT2 | {"add_position_embedding": False}, "add_position_embedding=False"),
+        (GPT2 | {"use_rotary_position_embeddings": True}, "say two things"),
         (ARGS | {"apply_layernorm_1p": True}, "apply_layernorm_1p=True"),
         (ARGS | {"normalization": "LayerNorm"}, "no family of ours has normalization=LayerNorm"),
         (ARGS | {"add_qkv_bias": True, "qk_layernorm": True}, "no family"),
@@ -215,6 +223,20 @@ def test_copies_of_the_table_are_equal_or_refused(copy, offset, tmp_path):
 def test_arguments_that_we_cannot_compute(args, said):
     with pytest.raises(UserError, match=said):
         to_hf_config(args)
+
+
+def test_arguments_that_change_nothing_are_let_through():
+    """Of training, and those that something else would have to switch on."""
+    inert = {
+        "lr": 3e-4, "micro_batch_size": 4, "moe_router_topk": 2, "kv_lora_rank": 32, "mscale": 1.0,
+        "apply_query_key_layer_scaling": True, "attention_softmax_in_fp32": True, "fp8": "hybrid",
+        "yarn_correction_range_round_to_int": True, "recompute_granularity": "selective",
+        "relative_attention_num_buckets": 32, "mtp_loss_scaling_factor": 0.1, "img_h": 224,
+        "consumed_train_samples": 5, "use_rotary_position_embeddings": True,
+        "some_new_switch": None, "some_old_switch": False, "attention_dropout": 0.1,
+        "num_experts": None, "mtp_num_layers": 0,
+    }  # fmt: skip
+    assert to_hf_config(ARGS | inert) == to_hf_config(ARGS)
 
 
 def test_arguments_of_relatives():

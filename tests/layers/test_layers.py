@@ -1,6 +1,9 @@
 """Norms, rotary positions, losses and dropout against NumPy in float64."""
 
+import math
 import re
+import typing
+from typing import get_args
 
 import chex
 import jax
@@ -9,11 +12,15 @@ import numpy as np
 import pytest
 
 from megajax.core.mesh import MeshSpec
+from megajax.layers import mlp
 from megajax.layers.dropout import drop
 from megajax.layers.losses import cross_entropy, mask_padding
 from megajax.layers.norm import Norm
 from megajax.layers.ops import matmul
 from megajax.layers.rope import RopeConfig, frequencies, rotary, rotate
+from megajax.models.encoder_config import EncoderConfig
+from megajax.parallel import expert_matmul
+from pallas_kernels.hopper import activations
 
 
 def test_a_float32_product_of_16_bit_arrays_has_16_bit_products_backward(seed):
@@ -152,3 +159,26 @@ def test_dropout_keeps_the_mean_and_is_equal_on_every_mesh():
         cut = jax.jit(lambda x: drop(x, 0.25, key))(placed)
     assert cut.sharding.spec == lo.act("batch", "seq", None, residual=True)
     np.testing.assert_array_equal(np.asarray(cut), plain)
+
+
+def test_every_word_of_an_activation_has_code_and_its_formula():
+    """The decoder's, the encoder's and the kernels' words, against Python's math."""
+    z, up = np.linspace(-4, 4, 17), np.linspace(1, 2, 17)
+    tanh = np.tanh(math.sqrt(2 / math.pi) * (z + 0.044715 * z**3))
+    wanted = {
+        "gelu": 0.5 * z * (1 + np.array([math.erf(x / math.sqrt(2)) for x in z])),
+        "gelu_tanh": 0.5 * z * (1 + tanh), "silu": z / (1 + np.exp(-z)),
+        "swiglu": z / (1 + np.exp(-z)) * up,
+    }  # fmt: skip
+    assert set(get_args(mlp.Activation)) == mlp.ACTIVATIONS.keys()
+    for kind, found in mlp.ACTIVATIONS.items():
+        products = (z, up) if found.is_gated else (z,)
+        arrays = tuple(jnp.asarray(x, jnp.float32) for x in products)
+        np.testing.assert_allclose(mlp.activate(kind, arrays), wanted[kind], atol=2e-6)
+    words = get_args(typing.get_type_hints(EncoderConfig)["activation"])
+    assert words and not any(mlp.ACTIVATIONS[w].is_gated for w in words)
+    assert {None, *get_args(activations.Activation)} == set(activations.ACTIVATIONS)
+    for kind in get_args(activations.Activation):
+        found = activations.activate(kind, jnp.asarray(z, jnp.float32))
+        np.testing.assert_allclose(found, wanted[kind], atol=2e-6)
+    assert set(expert_matmul.ACTIVATIONS) == {*activations.ACTIVATIONS, "swiglu"}

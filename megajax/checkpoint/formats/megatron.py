@@ -9,6 +9,8 @@ it is cut over data-parallel ranks in ways of its own.
 Legend: D width, G key-value heads, R queries of one of them, K head width.
 """
 
+import functools
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,7 @@ import numpy as np
 from megajax.checkpoint.formats.megatron_files import find_step, open_step
 from megajax.checkpoint.formats.torch_files import show
 from megajax.core.errors import UserError
+from megajax.layers.mlp import ACTIVATIONS, Activation
 from megajax.models import names
 from megajax.models.decoder_config import DecoderConfig
 
@@ -25,15 +28,34 @@ _TABLE, _HEAD = "embedding.word_embeddings.weight", "output_layer.weight"
 Change = Callable[[np.ndarray, DecoderConfig], np.ndarray]
 MAX_ITERATION = 10**12  # (chosen) steps that a training may have
 
-# What changes the arithmetic, and the one value that ours has.
-PLAIN = {
-    "num_experts": None, "multi_latent_attention": False, "apply_layernorm_1p": False,
-    "rotary_interleaved": False, "rotary_percent": 1.0, "window_size": None, "squared_relu": False,
-    "rotary_seq_len_interpolation_factor": None, "mtp_num_layers": None,
-    "apply_residual_connection_post_layernorm": False, "attention_output_gate": False,
-    "quick_geglu": False, "softmax_type": "vanilla", "no_rope_freq": None,
-    "heterogeneous_layers_config_path": None, "experimental_attention_variant": None,
+# Arguments that become config.json.
+READ = {
+    "num_layers", "hidden_size", "num_attention_heads", "ffn_hidden_size", "num_query_groups",
+    "group_query_attention", "kv_channels", "normalization", "position_embedding_type", "swiglu",
+    "add_bias_linear", "add_qkv_bias", "qk_layernorm", "norm_epsilon", "layernorm_epsilon",
+    "untie_embeddings_and_output_weights", "vocab_size", "padded_vocab_size", "seq_length",
+    "max_position_embeddings", "rotary_base", "use_rope_scaling", "rope_scaling_factor",
+    "bias_gelu_fusion", "openai_gelu",
 }  # fmt: skip
+# Arguments that change what is computed, and the values with which nothing changes. What only one
+# of these switches on (moe_*, yarn_*, q_lora_rank) is inert without it.
+PLAIN: dict[str, tuple[Any, ...]] = {
+    "num_experts": (None, 0), "num_moe_experts": (None, 0), "multi_latent_attention": (False,),
+    "apply_layernorm_1p": (False,), "layernorm_zero_centered_gamma": (False,),
+    "rotary_interleaved": (False,), "rotary_percent": (1.0,), "window_size": (None,),
+    "squared_relu": (False,), "quick_geglu": (False,), "rotary_seq_len_interpolation_factor":
+    (None,), "mtp_num_layers": (None, 0), "apply_residual_connection_post_layernorm": (False,),
+    "attention_output_gate": (False,), "softmax_type": ("vanilla",), "softmax_scale": (None,),
+    "no_rope_freq": (None,), "heterogeneous_layers_config_path": (None,),
+    "heterogeneous_layers_config_encoded_json": (None,), "experimental_attention_variant": (None,),
+    "linear_attention_freq": (None,), "qk_l2_norm": (False,), "glu_linear_offset": (0.0,),
+    "activation_func_clamp_value": (None,), "use_mup": (False,), "enable_mhc_connections": (False,),
+    "is_hybrid_model": (False,), "hybrid_layer_pattern": (None,), "hybrid_override_pattern":
+    (None,), "hybrid_attention_ratio": (0.0,), "hybrid_mlp_ratio": (0.0,), "spec": (None,),
+    "retro_add_retriever": (False,), "retro_attention_gate": (1,), "mamba_ssm_ratio": (None, 0.0),
+    "rope_type": (None, "rope"), "quant_recipe": (None,), "mrope_section": (None,),
+}  # fmt: skip
+_NAMES = Path(__file__).with_name("megatron_arguments.json")
 
 
 class MegatronFolder:
@@ -141,10 +163,8 @@ def to_hf_config(args: Mapping[str, Any], vocab: int | None = None) -> dict[str,
     """
     if not args:
         raise UserError("the checkpoint has no arguments; give its config.json (--hf_config)")
-    for name, plain in PLAIN.items():
-        if (value := args.get(name, plain)) and value != plain:
-            shown = value if isinstance(value, bool | int | float) else type(value).__name__
-            raise UserError(f"{name}={shown} is not supported, only {plain}")
+    for name, value in args.items():
+        _check_argument(name, value)
     try:
         kind = _family(args)
         words = vocab or args.get("vocab_size") or args["padded_vocab_size"]
@@ -157,7 +177,7 @@ def to_hf_config(args: Mapping[str, Any], vocab: int | None = None) -> dict[str,
             return common | {
                 "n_layer": args["num_layers"], "n_embd": width, "n_head": heads,
                 "n_inner": args["ffn_hidden_size"], "n_positions": positions,
-                "layer_norm_epsilon": eps, "activation_function": "gelu_new",
+                "layer_norm_epsilon": eps, "activation_function": _word("gelu_tanh"),
             }  # fmt: skip
         grouped = args.get("group_query_attention", False)
         return common | {
@@ -166,7 +186,7 @@ def to_hf_config(args: Mapping[str, Any], vocab: int | None = None) -> dict[str,
             "num_key_value_heads": args["num_query_groups"] if grouped else heads,
             "head_dim": args.get("kv_channels") or width // heads,
             "intermediate_size": args["ffn_hidden_size"], "rms_norm_eps": eps,
-            "max_position_embeddings": positions, "hidden_act": "silu",
+            "max_position_embeddings": positions, "hidden_act": _word("swiglu"),
             "rope_theta": float(args.get("rotary_base", 10000)), "rope_scaling": _scaling(args),
         }  # fmt: skip
     except KeyError as error:
@@ -175,16 +195,46 @@ def to_hf_config(args: Mapping[str, Any], vocab: int | None = None) -> dict[str,
         ) from None
 
 
+def _word(activation: Activation) -> str:
+    return ACTIVATIONS[activation].hugging_face[0]
+
+
+@functools.cache
+def _known() -> frozenset[str]:
+    """Returns the names of Megatron's arguments (tests/golden/make_megatron_arguments.py)."""
+    return frozenset(json.loads(_NAMES.read_text()))
+
+
+def _check_argument(name: str, value: Any) -> None:
+    """Refuses an argument that is not read, not known to be inert, and not switched off."""
+    shown = value if isinstance(value, bool | int | float) else show(value)
+    if name in PLAIN:
+        if not any(value == v and type(value) is type(v) for v in PLAIN[name]) and value:
+            raise UserError(f"{name}={shown} is not supported, only {PLAIN[name][0]}")
+    elif name not in READ and name not in _known() and value not in (None, False, 0, "", [], {}):
+        raise UserError(
+            f"{name}={shown} is no argument of Megatron-LM that is known here, so it may change "
+            "what the model computes; if it does not, give the model's config.json (--hf_config)"
+        )
+
+
 def _family(args: Mapping[str, Any]) -> str:
     """Returns the model type of a shape. Raises: UserError when there is none."""
     norm, place = args.get("normalization", "LayerNorm"), args["position_embedding_type"]
     swiglu, biased = args.get("swiglu", False), args.get("add_bias_linear", True)
     qkv_bias, qk_norm = args.get("add_qkv_bias", False), args.get("qk_layernorm", False)
+    if place != "rope" and args.get("use_rotary_position_embeddings"):
+        raise UserError(
+            f"use_rotary_position_embeddings=True and position_embedding_type={show(place)} say "
+            "two things; give the model's config.json (--hf_config)"
+        )
     if (norm, place, swiglu, biased) == ("RMSNorm", "rope", True, False):
         if not (qkv_bias and qk_norm):
             return "qwen2" if qkv_bias else "qwen3" if qk_norm else "llama"
     elif (norm, place, swiglu, biased) == ("LayerNorm", "learned_absolute", False, True):
         tanh = args.get("bias_gelu_fusion", True) or args.get("openai_gelu", False)
+        if not args.get("add_position_embedding", True):
+            raise UserError("add_position_embedding=False is not supported, only True")
         if tanh and not qk_norm and not args.get("group_query_attention", False):
             return "gpt2"
     raise UserError(
