@@ -16,7 +16,7 @@ import sys
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from megajax.checkpoint import gguf, hf
+from megajax.checkpoint import companions, gguf, hf
 from megajax.checkpoint.manager import CheckpointManager
 from megajax.checkpoint.run_folder import load_params
 from megajax.core import config
@@ -26,10 +26,11 @@ from megajax.core.errors import UserError, did_you_mean
 from megajax.core.paths import expand
 from megajax.core.tree import count
 from megajax.data.config import DataConfig
-from megajax.data.tokenizer import need_tokenizer
+from megajax.data.tokenizer import check_vocabulary, need_tokenizer
 from megajax.parallel import sharding
 from megajax.training.config import Config as RunConfig
 from megajax.training.presets import finetune
+from megajax.training.run_dir import saved_tokenizer
 
 
 @dataclass(frozen=True)
@@ -76,9 +77,11 @@ def import_folder(cfg: Config, source: str, run_dir: str) -> None:
     if opened and cfg.tokenizer is None:
         opened.tokenizer().copy_to(target)
     elif cfg.tokenizer != "bytes":
-        hf.copy_tokenizer(cfg.tokenizer or source, target)
+        companions.copy_tokenizer(cfg.tokenizer or source, target)
     if cfg.tokenizer != "bytes":
         data = DataConfig(tokenizer=str((target / "tokenizer.json").absolute()))
+    if opened is None:  # what others may do with the weights, and what they are
+        companions.copy_files(companions.licences([source]), target)
     run = replace(finetune(model), data=data)  # what it goes on from there with
     manager.save(0, {"params": params}, data_state={"imported": str(source), "rows": 0})
     manager.close()  # it is read back by then
@@ -94,11 +97,19 @@ def export_run(cfg: Config, run_dir: str, target: str) -> None:
     params, step = load_params(
         expand(run_dir), run.model, layout, cfg.step, run.checkpoint.dir, key
     )
-    tokenizer = cfg.tokenizer
-    if tokenizer is None and (expand(run_dir) / "tokenizer.json").is_file():
-        tokenizer = run_dir
-    hf.save(params, run.model, target, cfg.dtype, tokenizer=tokenizer)
+    words = companions.find_tokenizer(cfg.tokenizer or saved_tokenizer(run_dir))
+    check_vocabulary(words, run.model.vocab)
+    beside = companions.licences([run_dir, run.init_from])
+    hf.save(params, run.model, target, cfg.dtype, tokenizer=words, licences=beside)
     print(f"step {step} of {run_dir} is in {target} ({cfg.dtype})")
+    ends = ", ".join(map(str, words.ends)) or "none"
+    print(f"tokenizer {words.name}: begin {words.begin}, ends {ends}")
+    print(f"licence and model card: {', '.join(f.name for f in beside) or 'none found'}")
+    if companions.is_replaced(words, expand(target)):
+        print(
+            "note: AutoTokenizer of transformers 5 cuts words of this family as Qwen does, not "
+            "as this tokenizer; load it with PreTrainedTokenizerFast.from_pretrained"
+        )
 
 
 def main(verb: str, source: str, target: str) -> int:

@@ -20,14 +20,13 @@ import megajax.core.interrupted  # noqa: F401
 import sys
 import time
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from megajax.checkpoint import hf, hf_quantized
+from megajax.checkpoint import companions, hf, hf_quantized
 from megajax.checkpoint.formats.integers import BITS
 from megajax.checkpoint.formats.quantization_config import AWQ_BITS, Form
 from megajax.core import config
@@ -36,7 +35,6 @@ from megajax.core.config import Checked, option
 from megajax.core.errors import UserError
 from megajax.core.needs import other_than
 from megajax.core.packed import PackedWeight
-from megajax.core.paths import expand
 from megajax.core.tree import nbytes
 from megajax.models import folding
 from megajax.parallel import sharding
@@ -99,13 +97,6 @@ PRESETS = {"default": Config}
 config.define_flags(PRESETS, "default")
 
 
-def tokenizer_of(cfg: Config) -> Path | None:
-    """Returns the file or folder whose tokenizer goes beside the weights, where there is one."""
-    named = (cfg.tokenizer if cfg.tokenizer != "bytes" else None) or cfg.hf or cfg.run_dir
-    home = None if named is None else expand(named)
-    return home if home and (home.is_file() or (home / "tokenizer.json").is_file()) else None
-
-
 def is_packed(x: Any) -> bool:
     """Tells a matrix in few bits from an array."""
     return isinstance(x, PackedWeight)
@@ -155,7 +146,10 @@ def main() -> int:
         f"{time.monotonic() - began:.0f} s"
     )
     if cfg.out is not None:
-        hf_quantized.save(params_q, opened.cfg, cfg.out, tokenizer_of(cfg), form=cfg.form)
+        beside = companions.licences([cfg.run_dir, cfg.hf])
+        hf_quantized.save(
+            params_q, opened.cfg, cfg.out, opened.tokenizer, form=cfg.form, licences=beside
+        )
         print(f"{cfg.out}: a Hugging Face folder in {cfg.form.upper()}'s form")
     return 0
 

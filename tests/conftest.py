@@ -39,6 +39,11 @@ gc.set_threshold(50_000, 20, 20)
 HEAVY = ("experiments", "parallel", "training")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """A Python with transformers and torch, for slow tests that run what users run."""
+    parser.addoption("--transformers_python", default=None, help="Python with transformers, torch")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The folders of long files first: one of them at the end would leave the other worker idle."""
     items.sort(key=lambda item: item.path.parent.name not in HEAVY)

@@ -9,7 +9,7 @@ models/names.py and models/encoder_names.py.
 import json
 import shutil
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -19,6 +19,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
+from megajax.checkpoint import companions
 from megajax.checkpoint.formats.safetensors import SHARD_BYTES, TensorFolder, write_folder
 from megajax.core import config as config_
 from megajax.core import files as files_
@@ -26,7 +27,7 @@ from megajax.core.errors import UserError
 from megajax.core.layout import Layout
 from megajax.core.paths import expand
 from megajax.core.tree import Tree, named_leaves, nest
-from megajax.data.tokenizer import FILES, FileTokenizer, tokenizer_file
+from megajax.data.tokenizer import Tokenizer
 from megajax.models import decoder, encoder, encoder_names, names
 from megajax.models.decoder_config import DecoderConfig
 from megajax.models.encoder_config import EncoderConfig
@@ -248,18 +249,21 @@ def save(
     path: str | Path,
     dtype: str = "float32",
     shard_bytes: int = SHARD_BYTES,
-    tokenizer: str | Path | None = None,
+    tokenizer: str | Path | Tokenizer | None = None,
+    licences: Sequence[Path] = (),
 ) -> None:
     """Writes a folder that transformers, and `load`, can read.
 
-    Args: dtype: float32 (exact), bfloat16 or float16. tokenizer: folder or tokenizer.json to copy.
+    Args: dtype: float32 (exact), bfloat16 or float16. tokenizer: itself, its folder or
+      file, or 'bytes'; its ids go into config.json and generation_config.json too. licences: files
+      to put beside the weights.
     Raises: UserError when no family has this shape, the folder exists, or storage fails.
     """
     if dtype not in CODES:
         raise UserError(f"dtype={dtype} must be one of {', '.join(CODES)} (--dtype)")
     leaves, (maps, _) = dict(named_leaves(params)), _home(cfg)
     tensors, produce = tensors_of(leaves, _fitting(maps.rules(cfg), leaves), cfg, dtype)
-    write(path, tensors, produce, maps.to_hf_config(cfg, dtype), shard_bytes, tokenizer)
+    write(path, tensors, produce, maps.to_hf_config(cfg, dtype), shard_bytes, tokenizer, licences)
 
 
 Tensors = dict[str, tuple[tuple[int, ...], str]]  # {name: (shape, safetensors' name of the type)}
@@ -301,15 +305,19 @@ def write(
     produce: Callable[[str], np.ndarray],
     members: Mapping[str, Any],
     shard_bytes: int = SHARD_BYTES,
-    tokenizer: str | Path | None = None,
+    tokenizer: str | Path | Tokenizer | None = None,
+    licences: Sequence[Path] = (),
 ) -> None:
     """Writes tensors, config.json (`members`) and a tokenizer as a folder, whole or not at all.
 
     Raises: UserError when the folder exists or storage fails.
     """
     target = free_folder(path)
-    if tokenizer is not None:
-        find_tokenizer(tokenizer)
+    words = None if tokenizer is None else companions.find_tokenizer(tokenizer)
+    generates = members.get("model_type") in get_args(names.Family)
+    if words is not None and generates:
+        members = companions.special_ids(words) | dict(members)
+    members = dict(members) | {"dtype": members["torch_dtype"]}  # transformers 5's name for it
     if jax.process_index() != 0:  # every process takes part in fetching; one writes
         for name in tensors:
             produce(name)
@@ -320,8 +328,9 @@ def write(
         temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
         write_folder(temporary, tensors, produce, shard_bytes)
         (temporary / "config.json").write_text(json.dumps(members, indent=2) + "\n")
-        if tokenizer is not None:
-            copy_tokenizer(tokenizer, temporary)
+        if words is not None:
+            companions.write(words, temporary, _positions(members), generates)
+        companions.copy_files(licences, temporary)
         temporary.chmod(0o755)
         if target.is_dir():
             target.rmdir()
@@ -331,6 +340,11 @@ def write(
     finally:
         if temporary is not None:
             shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _positions(members: Mapping[str, Any]) -> int:
+    """Returns the most tokens of a text, of a config.json."""
+    return members.get("max_position_embeddings") or members["n_positions"]
 
 
 def _fitting(rules: list[Rule], leaves: Mapping[str, Any]) -> list[Rule]:
@@ -362,19 +376,3 @@ def join(rules: list[Rule], pieces: list[np.ndarray], sizes: Sizes) -> np.ndarra
     else:
         joined = views[0][tuple(slice(sizes[c]) for c in theirs)]
     return joined.reshape(rules[0].their_shape(sizes))
-
-
-def find_tokenizer(source: str | Path) -> Path:
-    """Returns the file of a tokenizer: itself, or the one in a folder. Raises: UserError."""
-    source = expand(source)
-    file = source if source.is_file() else tokenizer_file(source)
-    if file is None:
-        raise UserError(f"{source} is no tokenizer and no folder with one: {FILES} (--tokenizer)")
-    return file
-
-
-def copy_tokenizer(source: str | Path, folder: Path) -> None:
-    """Copies the tokenizer of a file or a folder and the settings beside it; keeps what is there
-    already. Raises: UserError when there is none."""
-    file = find_tokenizer(source)
-    FileTokenizer(file, str(file)).copy_to(folder)

@@ -27,6 +27,7 @@ from megajax.core.errors import UserError
 from megajax.core.packed import LayerRuns, runs_of
 from megajax.core.paths import expand
 from megajax.core.tree import Tree, is_words, named_leaves, nest
+from megajax.data.tokenizer import Tokenizer
 from megajax.models import decoder, names
 from megajax.models.decoder_config import DecoderConfig
 from megajax.models.name_rules import Rule, Sizes
@@ -206,9 +207,10 @@ def save(
     params: Tree,
     cfg: DecoderConfig,
     path: str | Path,
-    tokenizer: str | Path | None = None,
+    tokenizer: str | Path | Tokenizer | None = None,
     *,
     form: Form = "gptq",
+    licences: Sequence[Path] = (),
 ) -> None:
     """Writes a folder in GPTQ's form or AWQ's ('gemm').
 
@@ -249,7 +251,7 @@ def save(
     ready = tensors | singles
     hf.write(
         path, plain | kept, lambda n: ready[n] if n in ready else produce(n), members,
-        tokenizer=tokenizer,
+        tokenizer=tokenizer, licences=licences,
     )  # fmt: skip
 
 

@@ -102,7 +102,8 @@ class ByteTokenizer:
 class JsonTokenizer:
     """A tokenizer.json, read by the `tokenizers` package, with the settings that go with it.
 
-    settings: what the files beside it say. chat_template: in Jinja, or None.
+    raw: the tokenizer.json. settings: what the files beside it say. chat_template: in Jinja, or
+    None.
     """
 
     def __init__(self, raw: bytes, settings: Settings | Callable[[bool], Settings], name: str):
@@ -120,7 +121,7 @@ class JsonTokenizer:
         self._decoder, post_processor = found.get("decoder"), found.get("post_processor")
         if callable(settings):
             settings = settings(pieces_.is_byte_level(self._decoder))
-        self._raw, self.settings, self.name = raw, settings, name
+        self.raw, self.settings, self.name = raw, settings, name
         self._tokenizer.encode_special_tokens = True  # special tokens' text stays text
         self._tokenizer.no_truncation()  # settings of a model's inputs, not of documents
         self._tokenizer.no_padding()
@@ -179,6 +180,10 @@ class JsonTokenizer:
         pieces = zip([0, *cuts], [*cuts, len(text)], strict=True)
         return np.concatenate([self._without_special(text[a:b]) for a, b in pieces])
 
+    def id_of(self, token: str) -> int | None:
+        """Returns the id of a token, None for what is none."""
+        return self._tokenizer.token_to_id(token)
+
     def copy_to(self, folder: Path) -> None:
         """Writes the files that `open_tokenizer(folder)` reads; keeps those that are there."""
         settings = self.settings
@@ -197,7 +202,7 @@ class JsonTokenizer:
     def _write(self, folder: Path, made: dict[str, str]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         if not (folder / "tokenizer.json").exists():
-            (folder / "tokenizer.json").write_bytes(self._raw)
+            (folder / "tokenizer.json").write_bytes(self.raw)
         for name, text in made.items():
             if not (folder / name).exists():
                 (folder / name).write_text(text)
