@@ -7,13 +7,17 @@ never becomes a special id: '<|eos|>' in a document is seven characters like any
 import contextlib
 import functools
 import hashlib
+import itertools
 import json
+import re
 import shutil
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+from absl import logging
 
 from megajax.core import files
 from megajax.core.errors import UserError
@@ -24,6 +28,12 @@ from megajax.data.special_tokens import CONFIG, GENERATION, MAP, MAX_BYTES, MAX_
 
 MOST = 1 << 24  # ids of a trained BPE (chosen: the trainer reserves memory for them)
 LONGEST = 2**12  # (chosen) bytes of a token: published ones have some hundred
+WORD = 256  # (chosen: real words are shorter) bytes of a word that a BPE is trained on
+PIECE = 2**18  # (chosen) characters of a text that the package encodes in one piece
+TOGETHER = 16  # (chosen: some 500 MiB of memory) pieces, one for each of its threads
+WINDOW = 2**10  # (chosen) characters on both sides of a cut that are encoded to judge it
+TRIES = 16  # (chosen) places of a piece that are judged
+BETWEEN = re.compile(r"(?<=[A-Za-z]) (?=[A-Za-z])")  # where words are cut by all patterns
 TEMPLATE = "chat_template.jinja"
 FILES = "tokenizer.json"  # that say what the tokens are
 BESIDE = (CONFIG, MAP, GENERATION, TEMPLATE)  # files that say how a tokenizer is used
@@ -156,7 +166,58 @@ class JsonTokenizer:
         return np.array(sorted(found), np.int32)
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Returns the token ids of each text. Raises: UserError when it has none for a text."""
+        """Returns the token ids of each text. Raises: UserError when it has none for a text.
+
+        A text of more than PIECE characters is encoded in pieces, which keeps memory bounded. They
+        end between two words where cutting changes no id; a text without such a place, as one word
+        of a million letters, is cut after PIECE characters, and a warning says so.
+        """
+        if max(map(len, texts), default=0) <= PIECE:
+            return self._encode(texts)
+        return [
+            np.concatenate(
+                [
+                    ids
+                    for together in itertools.batched(self._pieces_of(text), TOGETHER)
+                    for ids in self._encode(together)
+                ]
+            )
+            for text in texts
+        ]
+
+    def _pieces_of(self, text: str) -> Iterator[str]:
+        """Yields the pieces of a long text."""
+        begin, warned = 0, False
+        while len(text) - begin > PIECE:
+            places = [m.start() for m in BETWEEN.finditer(text, begin + PIECE // 2, begin + PIECE)]
+            for at in reversed(places[-TRIES:]):
+                if (skipped := self._cut(text, at)) is not None:
+                    break
+            else:
+                at, skipped = begin + PIECE, 0
+                if not warned:
+                    logging.warning(
+                        "%s: a text of %s characters has %s without a place between words where "
+                        "it can be cut unseen; its tokens are cut after %r, and wherever that "
+                        "happens again.",
+                        self.name, f"{len(text):,}", f"{PIECE:,}", text[at - 20 : at],
+                    )  # fmt: skip
+                warned = True
+            yield text[begin:at]
+            begin = at + skipped
+        yield text[begin:]
+
+    def _cut(self, text: str, at: int) -> int | None:
+        """Returns how many characters to leave out (0, or the space) so that a text that is cut
+        before `at` keeps its ids; None: it does not. Judged by the characters around."""
+        left, right = text[max(0, at - WINDOW) : at], text[at : at + WINDOW]
+        whole, before, after, bare = self._encode([left + right, left, right, right[1:]])
+        for skipped, ids in ((0, after), (1, bare)):
+            if np.array_equal(whole, np.concatenate([before, ids])):
+                return skipped
+        return None
+
+    def _encode(self, texts: Sequence[str]) -> list[np.ndarray]:
         with _errors_of(f"{self.name} cannot encode"):
             batch = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
             found = [np.array(e.ids, np.int32) for e in batch]
@@ -301,12 +362,18 @@ def _errors_of(what: str) -> Iterator[None]:
 
 
 def train_bpe(texts: Iterable[str], vocab: int, path: Path) -> None:
-    """Trains a byte-level BPE with `vocab` ids and writes its tokenizer.json."""
+    """Trains a byte-level BPE with `vocab` ids and writes its tokenizer.json.
+
+    A word of more than WORD bytes (base64, DNA, minified code) is learned from in pieces of WORD
+    bytes: training takes time linear in its length, and no token is longer.
+    """
     import tokenizers
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
     tokenizer = tokenizers.Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore
+    words = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bounded = [words, pre_tokenizers.FixedLength(length=WORD)]
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(bounded)  # type: ignore
     tokenizer.decoder = decoders.ByteLevel()  # type: ignore
     trainer = trainers.BpeTrainer(
         vocab_size=vocab,
@@ -314,9 +381,22 @@ def train_bpe(texts: Iterable[str], vocab: int, path: Path) -> None:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.train_from_iterator(_short(texts), trainer)
+    tokenizer.pre_tokenizer = words  # type: ignore
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
+
+
+def _short(texts: Iterable[str]) -> Iterator[str]:
+    """Yields texts in pieces of at most PIECE characters, cut between words where there are any."""
+    for text in texts:
+        begin = 0
+        while len(text) - begin > PIECE:
+            found = deque(BETWEEN.finditer(text, begin + PIECE // 2, begin + PIECE), maxlen=1)
+            at = found[0].start() if found else begin + PIECE
+            yield text[begin:at]
+            begin = at
+        yield text[begin:]
 
 
 def bpe_size(name: str) -> int | None:

@@ -1,8 +1,11 @@
 import json
+import logging
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, models
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from megajax.core.errors import UserError
 from megajax.data import tokenizer
@@ -249,3 +252,74 @@ def test_a_tokenizer_nested_without_end_or_too_long(tmp_path, monkeypatch):
     monkeypatch.setattr(tokenizer, "MAX_BYTES", 1000)
     with pytest.raises(UserError, match="1,000 are read at most"):
         open_tokenizer(str(tmp_path))
+
+
+def plain_bpe(texts, vocab):
+    """The `tokenizers` package alone, whose time is quadratic in the length of a word."""
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab, special_tokens=["<|bos|>", "<|eos|>"], show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )  # fmt: skip
+    made.train_from_iterator(texts, trainer)
+    return json.loads(made.to_str())
+
+
+def test_ordinary_text_trains_the_same_bpe_as_the_package_alone(tmp_path, monkeypatch):
+    """Also where a text is longer than what the package is given at a time."""
+    monkeypatch.setattr(tokenizer, "PIECE", 2000)
+    texts = [Path(tokenizer.__file__).read_text()[:9000], "x" * 256 + " naïve café ☕\n\n  y"]
+    train_bpe(texts, 400, tmp_path / "t.json")
+    assert json.loads((tmp_path / "t.json").read_text()) == plain_bpe(texts, 400)
+
+
+def test_training_takes_time_linear_in_the_length_of_a_word(tmp_path):
+    """A word of 100,000 letters took a minute; the longest token is WORD bytes."""
+    began = time.process_time()
+    train_bpe(["x y z " * 200 + "a" * 100_000], 300, tmp_path / "t.json")
+    assert time.process_time() - began < 5
+    vocab = json.loads((tmp_path / "t.json").read_text())["model"]["vocab"]
+    assert max(map(len, vocab)) == 256
+
+
+def like_sentencepiece(folder):
+    """A BPE without words, whose normalizer puts a blank before a text."""
+    vocab = {t: i for i, t in enumerate(["<unk>", "\u2581", *"abcdefghijklmnopqrstuvwxyz.,", "ab"])}
+    blanks = {"type": "Replace", "pattern": {"String": " "}, "content": "\u2581"}
+    first = {"type": "Prepend", "prepend": "\u2581"}
+    steps = {"type": "Sequence", "normalizers": [first, blanks]}
+    save(folder, models.BPE(vocab, [("a", "b")], unk_token="<unk>"), normalizer=steps)
+
+
+@pytest.mark.parametrize("kind", ["bytes", "metaspace", "sentencepiece"])
+def test_long_texts_have_the_ids_that_they_have_as_a_whole(bpe, tmp_path, monkeypatch, kind):
+    text = "some words, and more.  cab abba  12 naïve\n\tx y z <|eos|> " * 40
+    if kind == "sentencepiece":
+        like_sentencepiece(tmp_path)
+    else:
+        found = json.loads(bpe.read_text())
+        if kind == "metaspace":
+            found["pre_tokenizer"] = {
+                "type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "first",
+                "split": True,
+            }  # fmt: skip
+        (tmp_path / "tokenizer.json").write_text(json.dumps(found))
+    opened = open_tokenizer(str(tmp_path))
+    (whole,) = opened.encode([text])
+    with monkeypatch.context() as patched:
+        patched.setattr(tokenizer, "PIECE", 100)
+        patched.setattr(tokenizer, "WINDOW", 60)
+        parts = opened.encode([text, "short", ""])
+    assert parts[0].tolist() == whole.tolist() and len(whole) > 500
+    assert parts[1].tolist() == opened.encode(["short"])[0].tolist() and len(parts[2]) == 0
+
+
+def test_a_text_without_words_is_cut_and_says_so(bpe, monkeypatch, caplog):
+    monkeypatch.setattr(tokenizer, "PIECE", 100)
+    opened = open_tokenizer(str(bpe))
+    with caplog.at_level(logging.WARNING):
+        (ids,) = opened.encode(["def" * 200])
+    assert opened.decode(ids) == "def" * 200
+    assert [r.getMessage() for r in caplog.records if "cut after" in r.getMessage()] != []
