@@ -15,7 +15,7 @@ import numpy as np
 
 INT32 = jnp.iinfo(jnp.int32)
 # Of float32, which flushes smaller numbers to 0.
-TINY, HUGE = float(jnp.finfo(jnp.float32).tiny), float(jnp.finfo(jnp.float32).max)
+TINY, HUGE = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 
 
 def check_arrays(op: str, needed: Sequence[str] = (), **arrays: Any) -> None:

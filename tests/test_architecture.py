@@ -72,6 +72,7 @@ JAX_FREE = (
     "megajax.core.flag_parser",
     "megajax.core.help",
     "megajax.core.needs",
+    "megajax.core.placeholders",
     "megajax.core.errors",
     "megajax.core.limits",
     "megajax.core.axes",

@@ -6,7 +6,8 @@ show as code 130. SIGUSR1 writes the Python stacks of all threads to standard er
 goes on; under supervision a trainer writes them beside its progress record instead
 (monitor/heartbeat.py). SIGUSR2 does nothing. By default both would end the process, and people send
 them to look. Every script imports this module before all others (ruff's section `first`). Importing
-it sets sys.excepthook and signal handlers, so no library module may import it.
+it sets sys.excepthook and signal handlers, so no library module may import it. If the command line
+asks for help, packages that take seconds to import are not imported (core/placeholders.py).
 """
 
 import faulthandler
@@ -29,3 +30,15 @@ if threading.current_thread() is threading.main_thread():
     signal.signal(
         signal.SIGUSR2, lambda *_: None
     )  # ignored, a shell that we start could not trap it
+
+
+def _answer_help_soon() -> None:
+    # Not at the top: Ctrl-C while these are imported is one line too.
+    from megajax.core import help as help_
+    from megajax.core import placeholders
+
+    if help_.asked(sys.argv) is not None:
+        placeholders.install()
+
+
+_answer_help_soon()

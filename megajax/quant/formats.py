@@ -11,7 +11,6 @@ import operator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import jax.numpy as jnp
 import numpy as np
 
 from megajax.core.errors import UserError, did_you_mean
@@ -94,7 +93,7 @@ class Format:
         """
         if self.group is None:
             return float(self.width)
-        each = jnp.dtype(self.scale_dtype).itemsize * 8
+        each = np.dtype(self.scale_dtype).itemsize * 8
         return self.width + (each if self.symmetric else 2 * each) / self.group
 
     def group_of(self, line: int) -> int:
@@ -144,7 +143,7 @@ def _whole(name: str, value: Any, least: int | None = None) -> int | None:
 
 def _scale_dtype(value: Any) -> str:
     try:
-        found = jnp.dtype(value).name
+        found = np.dtype(value).name
     except TypeError:
         found = ""
     if value is None or found not in SCALES:

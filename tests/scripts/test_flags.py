@@ -1,9 +1,11 @@
 """Scripts refuse bad settings at once, and by their own flags."""
 
 import importlib.util
+import os
 import pathlib
 import re
 import subprocess
+import sys
 
 import pytest
 
@@ -146,3 +148,78 @@ def test_every_script_answers_help_and_refuses_unknown_flags():
     ways = "config.run(main", "script.start(main", "argparse.ArgumentParser"
     assert len(mains) > 20
     assert not [name for name, text in mains.items() if not any(way in text for way in ways)]
+
+
+# Answers --help for each script in a fork of one process, as the script itself does, but without
+# the second attempt with the real packages.
+HELP = """if True:
+    import os, runpy, sys
+    sys.argv[1:] = ["--help"]
+    import megajax.core.interrupted
+    sys.excepthook = sys.__excepthook__
+    import megajax.systems.aot, megajax.systems.cdmpp.predictor, megajax.systems.job
+    for path in sys.stdin.read().split():
+        sys.stdout.flush()
+        if not os.fork():
+            sys.argv[0], sys.path[0] = path, os.path.dirname(path)
+            os.dup2(os.open(f"{sys.argv[0].rpartition('/')[2]}.txt", os.O_WRONLY | os.O_CREAT), 1)
+            try:
+                runpy.run_path(path, run_name="__main__")
+            finally:
+                real = [m for m in HEAVY if getattr(sys.modules.get(m), "__file__", None)]
+                print("imported:", *real)
+        assert os.wait()[1] == 0, path
+    """
+HEAVY = [
+    "chex", "flax", "grain", "jax", "jaxlib", "matplotlib", "optax", "orbax", "scipy", "tensorstore"
+]  # fmt: skip
+
+
+def commands() -> list[pathlib.Path]:
+    folders = SCRIPTS, SCRIPTS.parent / "experiments"
+    paths = sorted(p for f in folders for p in f.glob("*.py"))
+    workers = ("gpu_worker.py", "gpu_tune.py")
+    return [p for p in paths if '"__main__"' in p.read_text() and p.name not in workers]
+
+
+SOME = "bytetransformer cdmpp flux hf minder pretrain serve tables".split()
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("names", [SOME, pytest.param(None, marks=pytest.mark.slow)])
+def test_help_imports_nothing_that_takes_seconds(tmp_path, names):
+    paths = [path for path in commands() if names is None or path.stem in names]
+    assert len(paths) >= len(SOME)
+    code = HELP.replace("HEAVY", repr(HEAVY))
+    env = os.environ | {"PYTHONPATH": str(SCRIPTS.parent)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], input=" ".join(map(str, paths)), cwd=tmp_path, env=env,
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    for path in paths:
+        shown = (tmp_path / f"{path.name}.txt").read_text()
+        assert len(shown) > 100 and shown.endswith("\nimported:\n"), (path, shown)
+
+
+@pytest.mark.process
+def test_help_that_needs_a_real_package_is_right_too(tmp_path):
+    path = tmp_path / "script.py"
+    path.write_text(
+        "import megajax.core.interrupted\n"
+        "import scipy.constants\n"
+        "print(f'--length: in m; {scipy.constants.inch}')\n"
+    )
+    for flag in ("--help", "--helpfull"):
+        done = subprocess.run([sys.executable, path, flag], capture_output=True, text=True)
+        assert done.stdout == "--length: in m; 0.0254\n" and not done.stderr, done
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("path", commands(), ids=lambda path: path.name)
+def test_help_says_what_the_real_packages_would(path):
+    said = [
+        subprocess.run([sys.executable, *option, path, "--help"], capture_output=True, text=True)
+        for option in ((), ("-X", "real_imports"))
+    ]
+    assert said[0].returncode == said[1].returncode == 0 and said[0].stdout == said[1].stdout
