@@ -1,8 +1,8 @@
 """Scripts as processes of their own, without the seconds that imports take.
 
-Each is a fork of one server, which has imported what megajax depends on and nothing of megajax, so
-what a script forgets to import of ours is missing here too. The server has run nothing: a fork
-starts JAX's backends, and ends, as any process does.
+Each is a fork of one server, which has imported what megajax depends on, and the modules of megajax
+that most scripts import. The server has run nothing: a fork starts JAX's backends, and ends, as any
+process does.
 """
 
 import atexit
@@ -26,6 +26,7 @@ DEPENDENCIES = (
     "flax.nnx", "jax.experimental.pallas.mosaic_gpu", "matplotlib.pyplot", "optax",
     "orbax.checkpoint", "rich.console",
 )  # fmt: skip
+OURS = ("megajax.systems.aot", "megajax.systems.job", "megajax.systems.strategies")
 
 SECONDS = 600  # that a script may take, on a machine however busy; then it is gone
 
@@ -118,7 +119,7 @@ def _server() -> subprocess.Popen:
 
 def _serve() -> None:
     """Starts and waits for processes; returns in forks only, once they are set up."""
-    for name in DEPENDENCIES:
+    for name in (*DEPENDENCIES, *OURS):
         importlib.import_module(name)
     gc.freeze()  # a collection in a fork would copy all of it
     for line in sys.stdin:

@@ -27,6 +27,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = {"prometheus": "prometheus", "prometheus-node-exporter": "prometheus-node-exporter"}
+NEEDED = f"needs Debian's {' and '.join(PACKAGES)}"
 PASSWORD = "s3cret"
 # bcrypt of PASSWORD, of the least cost, so that checking it takes no time
 HASHED = "$2b$04$abcdefghijklmnopqrstuuLZYjhNQAOdpbzt4WxWlUHjv1wsyH5DG"
@@ -95,7 +96,11 @@ def program(name: str) -> str | None:
 
 
 def is_missing() -> str:
-    """Returns why there can be no real server here, or ''."""
+    """Returns why there can be no real server here, or ''.
+
+    A download may be needed to tell, so marks hold the call as text: pytest evaluates that before
+    the test, not while it collects all of them.
+    """
     missing = [name for name in PACKAGES if program(name) is None]
     return f"needs Debian's {' and '.join(missing)}" if missing else ""
 

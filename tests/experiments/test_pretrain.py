@@ -120,8 +120,8 @@ def restore(folder, step, cfg=None):
     """Returns (train step, state, data state) of a checkpoint on the mesh of `cfg`."""
     cfg = cfg or load_config(folder)
     other = Config()  # what changes no program: one train step for all folders of a mesh
-    groups = {"eval": other.eval, "checkpoint": other.checkpoint}
-    train_step = step_of(dataclasses.replace(cfg, run_dir=other.run_dir, **groups))
+    same = ("run_dir", "eval", "checkpoint", "emulate")
+    train_step = step_of(dataclasses.replace(cfg, **{k: getattr(other, k) for k in same}))
     manager = CheckpointManager(folder / "checkpoints", keep=0)
     restored = manager.restore(step, like=vars(train_step.abstract_state))
     return train_step, TrainState(**restored), manager.data_state(step)

@@ -22,7 +22,7 @@ from tests.experiments.test_supervised import same
 pytestmark = [
     pytest.mark.process,
     pytest.mark.slow,
-    pytest.mark.skipif(bool(machines.is_missing()), reason=machines.is_missing() or "-"),
+    pytest.mark.skipif("machines.is_missing()", reason=machines.NEEDED),
 ]
 __all__ = ["home"]  # the fixture, shared
 

@@ -19,7 +19,7 @@ from tests import machines
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.process,
-    pytest.mark.skipif(bool(machines.is_missing()), reason=machines.is_missing() or "-"),
+    pytest.mark.skipif("machines.is_missing()", reason=machines.NEEDED),
 ]
 PER_HOST = {"cpu_usage", "memory_usage", "disk_throughput"}
 COUNT = 8

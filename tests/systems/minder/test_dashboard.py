@@ -83,7 +83,7 @@ def test_what_grafana_needs_is_there(dashboard):
 
 @pytest.mark.slow
 @pytest.mark.process
-@pytest.mark.skipif(bool(machines.is_missing()), reason=machines.is_missing() or "-")
+@pytest.mark.skipif("machines.is_missing()", reason=machines.NEEDED)
 def test_a_real_server_can_parse_every_expression(dashboard, tmp_path):
     with machines.server(tmp_path / "server", []) as server:
         time.sleep(3)

@@ -23,7 +23,7 @@ from tests import machines
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.process,
-    pytest.mark.skipif(bool(machines.is_missing()), reason=machines.is_missing() or "-"),
+    pytest.mark.skipif("machines.is_missing()", reason=machines.NEEDED),
 ]
 COUNT, SICK, QUIET_S = 8, 3, 600
 SCRIPT = machines.ROOT / "experiments" / "minder.py"
