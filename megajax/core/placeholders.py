@@ -9,6 +9,7 @@ an error. After an error the process starts again with the real packages, so tha
 then and never wrong; `python -X real_imports SCRIPT --help` uses them at once. No jax import.
 """
 
+import functools
 import importlib.abc
 import importlib.machinery
 import os
@@ -33,7 +34,7 @@ class _Kind(ABCMeta):
         return _member(name)
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        if _members.get(cls.__name__) is not cls:
+        if "_has_no_value" not in vars(cls):
             return super().__call__(*args, **kwargs)  # a real class that inherits a placeholder
         # A decorator leaves a class what it is: its fields may be those of a configuration.
         return args[0] if args and isinstance(args[0], type) else cls
@@ -47,24 +48,21 @@ class _Kind(ABCMeta):
     __ror__ = __or__
 
     def __bool__(cls) -> bool:
-        if _members.get(cls.__name__) is cls:
+        if "_has_no_value" in vars(cls):
             raise TypeError(f"the placeholder {cls.__name__} has no value")
         return True
 
     def __repr__(cls) -> str:
-        if _members.get(cls.__name__) is cls:
+        if "_has_no_value" in vars(cls):
             raise TypeError(f"the placeholder {cls.__name__} has no value to show")
         return super().__repr__()
 
 
-_members: dict[str, Any] = {}
-
-
+@functools.cache
 def _member(name: str) -> Any:
     """Returns the one placeholder of this name, whatever it is a member of."""
-    if name not in _members:
-        _members[name] = _Kind(name, (), {"__init_subclass__": classmethod(lambda *_, **__: None)})
-    return _members[name]
+    inherit = classmethod(lambda *_, **__: None)
+    return _Kind(name, (), {"_has_no_value": True, "__init_subclass__": inherit})
 
 
 class _Module(ModuleType):
