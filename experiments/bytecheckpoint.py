@@ -225,9 +225,10 @@ def main() -> int:
     if not times:
         return 0
     measured = saving.summarise(times, nbytes)
-    for row in [*measured, *saving.goals(times), plan]:
-        print(" | ".join(f"{v:.4g}" if isinstance(v, float) else str(v) for v in row.values()))
-    saving.draw(measured, path, nbytes / 1e6)
+    print(saving.text(measured, saving.goals(times), plan))
+    print(f"{path}, .svg and .png")
+    print(f"{saving.draw(measured, path, nbytes / 1e6)}. The paper's factor is of a cluster with a")
+    print("remote file system, ours of this machine's disk.")
     return 0
 
 

@@ -183,6 +183,7 @@ def main() -> int:
             add(torch_row(cfg, batch, longest))
     draw(rows, path.with_suffix(""), on_gpu)  # 6 figure
     print(f"{path}, .svg and .png")
+    print(report.conclusion(rows, on_gpu))
     return int(not all(row["passed"] for row in rows if row["part"] == "exact"))
 
 

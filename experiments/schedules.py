@@ -51,6 +51,11 @@ class Config(Checked):
             )
 
 
+COLUMNS = {
+    "schedule": "schedule", "ideal makespan": "ideal", "idle": "bubble",
+    "lockstep, residuals stashed": "residuals", "lockstep, inputs stashed": "inputs",
+    "inputs kept": "places",
+}  # fmt: skip
 PRESETS = {"default": Config}
 config.define_flags(PRESETS, "default")
 
@@ -79,12 +84,19 @@ def main() -> int:
         "zero_bubble": build.zero_bubble(*sizes),
     }
     rows = [row(name, table) for name, table in tables.items()]
-    for r in rows:
-        print(r)
+    print(results.columns(rows, COLUMNS))
     out = results.writable_folder(cfg.out)
     device = f"{cfg.stages} stages, {cfg.microbatches} microbatches"
     results.write(out / "schedules.json", results.facts(device, "simulated"), rows)
-    gantt({k: simulate(t, IDEAL) for k, t in tables.items()}, out / "schedules.svg", "forward")
+    titles = {f"{r['schedule']}: {r['bubble']} of all time idle": r["schedule"] for r in rows}
+    charts = {title: simulate(tables[name], IDEAL) for title, name in titles.items()}
+    gantt(charts, out / "schedules.svg", "forward passes of a stage")
+    print(
+        "Times are in forward passes of a stage, simulated; no paper's number stands beside them. "
+        f"Of {cfg.stages} stages' time with {cfg.microbatches} micro-batches, "
+        + ", ".join(f"{r['schedule']} idles {r['bubble']}" for r in rows)
+        + "."
+    )
     print(f"{out}/schedules.json and .svg")
     return 0
 

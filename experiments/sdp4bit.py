@@ -138,9 +138,14 @@ def show(row: report.Row) -> None:
         text = f"{row['variant']} | {_percent(row['gap_percent'], row['gap_error'])} above float32"
         text += f" ({row['n']} seeds)" + (f"; paper: {paper} %" if paper else "")
     elif row["part"] == "claim":
-        sure = {True: ", sure", False: ", not sure", None: ""}[row["sure"]]
         text = f"claim: {row['what']} | {_percent(row['value'], row['error'])}: "
-        text += ("met" if row["met"] else "NOT met") + f"{sure} ({row['n']} seeds)"
+        if row["sure"] is None:
+            text += "one seed, which cannot tell it from chance"
+        else:
+            text += f"{'holds' if row['met'] else 'does not hold'} in the mean of {row['n']} seeds"
+            text += (
+                ", beyond two standard errors" if row["sure"] else ", within two standard errors"
+            )
     elif row["part"] == "bytes":
         text = f"compiled for H100 | {row['codec']}, {row['level']}: {row['bits']:.4f} bits, "
         text += f"{row['of_bf16']:.4f} of bfloat16's bytes"
@@ -190,7 +195,22 @@ def main() -> int:
     if any(row["part"] == "gap" for row in made):
         sdp4bit_figures.draw([*found, *made], path.with_suffix(""))
     print(f"{path}, .svg and .png")
+    print(conclusion(cfg, made))
     return code
+
+
+def conclusion(cfg: Config, rows: list[report.Row]) -> str:
+    """Returns what the run has shown, beside the paper's number."""
+    gap = next((r for r in rows if r["part"] == "gap" and r["variant"] == "SDP4Bit"), None)
+    if gap is None:
+        return "Shown: the chosen exchanges run; SDP4Bit and float32 were not both among them."
+    paper = ", ".join(f"{p:+.2f} % ({m})" for m, p in gap["paper_percent"].items())
+    text = f"SDP4Bit's held-out loss is {_percent(gap['gap_percent'], gap['gap_error'])} above "
+    text += f"float32's after {cfg.steps} steps of a small model; the paper has {paper}."
+    if gap["n"] < 2:
+        text += " This run is too short to judge that: it shows that both exchanges train."
+        text += " --preset=paper trains 400 steps of three seeds; PAPERS.md has its results."
+    return text
 
 
 PRESETS = {"tiny": tiny, "paper": Config}

@@ -4,8 +4,8 @@
     uv run scripts/figures.py FOLDER     # those of another folder, what an experiment's --out was
 
 Nothing is trained, simulated or measured: flux, comet, bytetransformer, tilewise, sdp4bit,
-serving and minder. The figures of chaos, bytecheckpoint and schedules are drawn by their
-experiments alone.
+serving, minder, bytecheckpoint and cdmpp_replay. The figures of chaos and schedules are drawn by
+their experiments alone.
 """
 
 import megajax.core.interrupted  # noqa: F401
@@ -15,8 +15,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from experiments.reports import (
+    cdmpp_replay,
     minder_figures,
     pruning_figures,
+    saving,
     sdp4bit_figures,
     serving_figures,
 )
@@ -71,6 +73,17 @@ def minder(found: dict, path: Path) -> None:
     minder_figures.draw(found["rows"], path)
 
 
+def bytecheckpoint(found: dict, path: Path) -> None:
+    """Seconds of saves and loads."""
+    rows = [row for row in found["rows"] if row["what"] in saving.TITLES]
+    saving.draw(rows, path, found["megabytes"])
+
+
+def replay(found: dict, path: Path) -> None:
+    """Predicted beside measured train steps."""
+    cdmpp_replay.draw(found["rows"], path)
+
+
 FIGURES: dict[str, Callable[[dict, Path], None]] = {
     "flux_simulated": flux,
     "comet_simulated": comet,
@@ -79,6 +92,8 @@ FIGURES: dict[str, Callable[[dict, Path], None]] = {
     "sdp4bit": sdp4bit,
     "serving": serving,
     "minder": minder,
+    "bytecheckpoint": bytecheckpoint,
+    "cdmpp_replay": replay,
 }
 
 

@@ -217,11 +217,11 @@ def repository_rows(machine: Machine) -> Iterator[Row]:
 # ---- figures
 
 
-def draw_ops(rows: Sequence[Row], device: str, path: Path) -> None:
-    """Efficiency by m of GPT-3's products, fused and as a ring; Flux's reported figures beside.
+def draw_ops(rows: Sequence[Row], device: str, path: Path) -> str:
+    """Efficiency by m of GPT-3's products, fused and as a ring; returns the figure's title.
 
-    A panel for each product. Far below 0 the axis is logarithmic: a small product loses many times
-    the time of its collective.
+    A panel for each product, with Flux's reported figures. Far below 0 the axis is logarithmic: a
+    small product loses many times the time of its collective.
     """
     from matplotlib.ticker import NullLocator
 
@@ -260,9 +260,10 @@ def draw_ops(rows: Sequence[Row], device: str, path: Path) -> None:
             f"m >= 2048 (GPT-3, simulated {device})"
         )
     save(figure, path, title)
+    return title
 
 
-def draw_layers(rows: Sequence[Row], device: str, path: Path) -> None:
+def draw_layers(rows: Sequence[Row], device: str, path: Path) -> str:
     """Speedup of a layer over one thing after the other, by layout.
 
     The mean over the numbers of tokens, at the imbalance nearest to 0.032. No line of the paper's:
@@ -297,6 +298,7 @@ def draw_layers(rows: Sequence[Row], device: str, path: Path) -> None:
         f"{COMET_LAYER} is over other systems)"
     )
     save(figure, path, title)
+    return title
 
 
 def reported() -> Mapping[str, Any]:

@@ -9,12 +9,14 @@ import numpy as np
 
 from experiments.reports.figure import panels, save
 from megajax.checkpoint import planner
+from megajax.monitor import results
 
 # (ByteCheckpoint, table of section 6: stall against PyTorch's own format, vDiT 4B on 128 A100s)
 PAPER_STALL = 61.37 / 0.38
 BASE = {"stall": "one copy", "whole": "write and sync", "load": "read"}
 # The machine's own time over ours must be at least this (chosen before it was measured).
 GOALS = {"stall": 1 / 1.2, "whole": 0.7, "load": 0.7}
+TITLES = {"stall": "the loop stands still", "whole": "until the step counts", "load": "load"}
 COLOURS = {
     "ours": "#0072B2", "ours, read back": "#56B4E9", "orbax": "#E69F00",
     "orbax, waits": "#D55E00", "machine": "#999999",
@@ -110,12 +112,31 @@ def planned(ranks: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def draw(rows: list[dict[str, Any]], path: Path, megabytes: float) -> None:
-    """Three panels, one for each question; SVG and PNG."""
-    titles = {"stall": "the loop stands still", "whole": "until the step counts", "load": "load"}
-    counts = [sum(row["what"] == what for row in rows) for what in titles]
-    figure, places = panels(rows=3, size=(8, 6.4), heights=[1 + n for n in counts])
-    for axes, (what, title) in zip(places, titles.items(), strict=True):
+def text(measured: list[dict[str, Any]], found: list[dict[str, Any]], plan: dict[str, Any]) -> str:
+    """Returns what was measured, the goals and the plan, for a terminal."""
+    times = {
+        "measured": "what", "how": "how", "median s": "median_s", "10th percentile s": "p10_s",
+        "90th percentile s": "p90_s", "runs": "runs", "GB/s": "gb_per_s",
+        "times the machine's": "times_the_machine",
+    }  # fmt: skip
+    wanted = {
+        "the machine's time over ours": "how", "median": "rate", "our goal, at least": "goal",
+        "orbax over ours": "orbax_over_ours", "orbax that waits over ours": "orbax_waits_over_ours",
+    }  # fmt: skip
+    shown = [row | {"what": TITLES[row["what"]]} for row in measured]
+    return (
+        f"{results.columns(shown, times)}\n\n{results.columns(found, wanted)}\n\n"
+        f"plan of a save of 405B parameters by {plan['how']}, simulated: {plan['plan_s']:.1f} s, "
+        f"again {plan['plan_again_s']:.3f} s; {plan['gb_per_rank']:.2f} GB a rank, imbalance "
+        f"{plan['imbalance']:.3f}"
+    )
+
+
+def draw(rows: list[dict[str, Any]], path: Path, megabytes: float) -> str:
+    """Three panels, one for each question; SVG and PNG. Returns the figure's title."""
+    counts = [sum(row["what"] == what for row in rows) for what in TITLES]
+    figure, places = panels(rows=3, size=(8, 7), heights=[1 + n for n in counts])
+    for axes, (what, title) in zip(places, TITLES.items(), strict=True):
         mine = [row for row in rows if row["what"] == what][::-1]
         names = [r["how"].partition(", to ")[0] for r in mine]
         kind = [name if name in COLOURS else "machine" for name in names]
@@ -124,7 +145,7 @@ def draw(rows: list[dict[str, Any]], path: Path, megabytes: float) -> None:
                   color=[COLOURS[k] for k in kind])  # fmt: skip
         axes.set_title(title, loc="left", fontsize=10)
         axes.set_xlim(0)
-    places[-1].set_xlabel("seconds, median with 10th and 90th percentile")
+        axes.set_xlabel("seconds, median with 10th and 90th percentile", fontsize=9)
     by = {(r["what"], r["how"]): r["median_s"] for r in rows}
     gain = by["stall", "orbax, waits"] / by["stall", "ours"]
     title = (
@@ -132,3 +153,4 @@ def draw(rows: list[dict[str, Any]], path: Path, megabytes: float) -> None:
         f"(paper: {PAPER_STALL:.0f})"
     )
     save(figure, path, title)
+    return title

@@ -61,7 +61,7 @@ def _draw_gaps(axes: Any, gaps: Sequence[Row]) -> None:
     axes.set_yscale("symlog", linthresh=LINEAR)
     axes.axhline(0, color="0.6", linewidth=0.8)
     axes.set_xlim(-0.7, max(len(gaps), 4) - 0.3)
-    axes.set_xticks(range(len(gaps)), [r["variant"] for r in gaps], fontsize=8)
+    axes.set_xticks(range(len(gaps)), [r["variant"] for r in gaps], fontsize=7)
     axes.set(ylabel="held-out loss above the float32 exchange (%)")
     count = max((r["n"] for r in gaps), default=0)
     bars = "" if count < 2 else ", bars: two standard errors"

@@ -42,7 +42,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
             )  # fmt: skip
             right.plot(
                 [r["tokens_per_s"] for r in curve], [r["request_s_p90"] for r in curve], "v:",
-                color=COLOURS[mode], label="90th percentile", markersize=4,
+                color=COLOURS[mode], label=f"{mode}, p90", markersize=4,
             )  # fmt: skip
     right.set(xlabel="tokens a second, Poisson arrivals", ylabel="seconds from arrival to end")
     right.set_yscale("log")

@@ -89,6 +89,17 @@ def table(path: Path, columns: Mapping[str, str], **wanted: str) -> str:
     return "\n".join([*lines, "", f"*{source}*"])
 
 
+def columns(rows: Sequence[Row], members: Mapping[str, str]) -> str:
+    """Returns rows as text in columns for a terminal. members: heading -> member of a row."""
+    lines = [list(members), *([_cell(row.get(key)) for key in members.values()] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    padded = (
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True))
+        for line in lines
+    )
+    return "\n".join(line.rstrip() for line in padded)
+
+
 def _cell(value: Any) -> str:
     if value is None:
         return "-"

@@ -124,3 +124,34 @@ def test_results_are_json_where_a_figure_is_not_finite(tmp_path):
         "rows": [{"loss": None, "each": [1.5, None, None], "of": {"n": 2}}],
     }  # fmt: skip
     assert "| - |" in results.table(tmp_path / "a.json", {"loss": "loss"})
+
+
+def test_rows_stand_in_columns_with_their_headings():
+    rows = [{"way": "ours", "took": 0.123456}, {"way": "orbax, waits", "took": None}]
+    text = results.columns(rows, {"how": "way", "median s": "took"})
+    assert text == "how           median s\nours          0.1235\norbax, waits  -"
+
+
+def test_small_runs_end_in_a_sentence_with_the_papers_number(monkeypatch):
+    """One seed says that it is too little to judge; three seeds do not."""
+    monkeypatch.setattr(config, "define_flags", lambda *_, **__: None)
+    load = lambda name: runpy.run_path(str(ROOT / "experiments" / name), run_name="imported")  # noqa: E731
+    sdp, tiles, serving = map(load, ("sdp4bit.py", "tilewise.py", "serving.py"))
+    gap = {"part": "gap", "variant": "SDP4Bit", "gap_percent": 1.25, "gap_error": None, "n": 1}
+    gap["paper_percent"] = {"125M": 0.1}
+    claims = [{"met": True}, {"met": False}]
+    rate = [{"mode": "continuous", "ratio": 2.2}]
+    small = (
+        sdp["conclusion"](sdp["tiny"](), [gap]),
+        tiles["conclusion"](tiles["tiny"](), claims),
+        serving["conclusion"](serving["tiny"](), rate),
+    )
+    assert "+1.250 % above float32's after 12 steps" in small[0] and "+0.10 % (125M)" in small[0]
+    assert "less than blocks in 1 of 2" in small[1] and "1.95 times" in small[1]
+    assert "2.20 times" in small[2] and all("to judge" in text for text in small)
+    large = (
+        sdp["conclusion"](sdp["Config"](), [gap | {"n": 3, "gap_error": 0.2}]),
+        tiles["conclusion"](tiles["Config"](), claims),
+        serving["conclusion"](serving["Config"](), rate),
+    )
+    assert not any("to judge" in text for text in large)
