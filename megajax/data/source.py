@@ -19,7 +19,7 @@ import re
 import sysconfig
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -363,7 +363,7 @@ def _opened(file: Path) -> Iterator[BinaryIO | gzip.GzipFile | io.BufferedReader
         raise UserError(f"cannot read {file}: {error} (--data.source)") from None
 
 
-def _parts(file: Path, lines: bool) -> Iterator[bytes]:
+def _parts(file: Path, lines: bool) -> Generator[bytes]:
     """Yields the lines of a file, or all of it as one part. Raises: UserError."""
     is_packed = file.suffix.lower() in PACKED
     with _opened(file) as stream:

@@ -143,7 +143,8 @@ def check_members(found: Any, families: tuple[str, ...]) -> dict[str, Any]:
     Raises: UserError for another family, for a member of another kind than it must be, and for one
     that may change what the model computes and that is not read here.
     """
-    found = check_kinds(found, ("model_type",)) | (found if isinstance(found, Mapping) else {})
+    check_kinds(found, ("model_type",))
+    found = dict(found)
     kind = found.get("model_type")
     if kind not in families:
         raise UserError(f"model_type {kind!r} is not one of {', '.join(families)}")
