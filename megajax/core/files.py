@@ -6,6 +6,7 @@ memory than its text does: `[[],[],...` takes 20 times its size. `read_object` i
 JSON files that strangers write: one rule and one sentence for all of them. No jax.
 """
 
+import contextlib
 import json
 import math
 import os
@@ -61,6 +62,21 @@ def read_bytes(path: str | Path, most: int) -> bytes:
         if size > most:
             raise UserError(f"{path} has {size:,} bytes; {most:,} are read at most")
         return file.read(size)  # reading `most` would take as much memory
+
+
+def write_whole(path: Path, data: bytes | str) -> None:
+    """Writes a file that is there as a whole or as it was before, also on a disk that fills up.
+
+    Raises: OSError; nothing is left of what was written then.
+    """
+    part = path.with_name(f"{path.name}.part")
+    try:
+        part.write_bytes(data.encode() if isinstance(data, str) else data)
+        part.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
+        raise
 
 
 def map_bytes(path: str | Path) -> np.ndarray:

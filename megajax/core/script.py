@@ -1,6 +1,7 @@
 """How a script starts and ends: help, flags, and an output that nobody reads. No jax import."""
 
 import contextlib
+import errno
 import io
 import os
 import re
@@ -8,7 +9,7 @@ import select
 import sys
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NoReturn
 
 from absl import app, flags
 
@@ -23,6 +24,7 @@ WORDS = {
     r"^ERROR:+ ": "",
 }
 
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # a disk takes no more
 SETTLE_S = 10.0  # (chosen) longest wait for what jax still computes when a script ends
 # Names that tools give to one flag; some of each row are flags here.
 OTHER_NAMES = (
@@ -106,17 +108,38 @@ def settle(code: int) -> None:
         os._exit(code)
 
 
+def flush_output() -> None:
+    """Flushes what was printed: at the exit Python would report an error in its own words.
+
+    Raises: BrokenPipeError when nobody reads; SystemExit when the disk is full.
+    """
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        _end_of_output(error)
+
+
+def _end_of_output(error: OSError) -> NoReturn:
+    with contextlib.suppress(OSError):
+        print(f"error: the output cannot be written: {error.strerror}", file=sys.stderr)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    sys.exit(1)
+
+
 @contextlib.contextmanager
 def output_may_close() -> Iterator[None]:
     """Ends the script without a traceback when what reads its output (head, less) is gone.
 
-    The exit code is then 141, which is what a shell reports for a program that SIGPIPE ends.
+    The exit code is then 141, which is what a shell reports for a program that SIGPIPE ends. A disk
+    that does not take the output is one line and exit code 1.
     """
     try:
         try:
             yield
         finally:
-            sys.stdout.flush()  # at the exit Python would report the same error in its own words
+            flush_output()
     except BrokenPipeError:
         poll = select.poll()
         poll.register(sys.stdout.fileno(), 0)
@@ -124,3 +147,10 @@ def output_may_close() -> Iterator[None]:
             raise  # it was another pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(141)
+    except OSError as error:
+        if error.errno in FULL and error.filename is None:  # a print without a buffer, perhaps
+            try:
+                os.write(sys.stdout.fileno(), b"\n")
+            except OSError:
+                _end_of_output(error)
+        raise

@@ -83,9 +83,9 @@ def _cut_half_line(file: int) -> None:
 class Lossy:
     """A text stream that drops what a full disk, or a pipe that nobody reads, does not take."""
 
-    def __init__(self, stream: TextIO):
-        """Does for all else what the stream does."""
-        self._stream = stream
+    def __init__(self, stream: TextIO, pipes: bool = True):
+        """Does for all else what the stream does. pipes: False: a pipe's end is an error still."""
+        self._stream, self._pipes = stream, pipes
 
     def __getattr__(self, name: str):
         """Returns what the stream has under this name."""
@@ -99,8 +99,8 @@ class Lossy:
         """Returns the characters that were given, written or not."""
         try:
             self._stream.write(text)
-        except OSError:
-            pass
+        except OSError as error:
+            self._pass(error)
         except UnicodeEncodeError:  # the stream's encoding does not have them
             self.write(text.encode("ascii", "backslashreplace").decode())
         return len(text)
@@ -114,13 +114,20 @@ class Lossy:
         """Flushes what can be written."""
         try:
             self._stream.flush()
-        except OSError:
-            pass
+        except OSError as error:
+            self._pass(error)
+
+    def _pass(self, error: OSError) -> None:
+        if isinstance(error, BrokenPipeError) and not self._pipes:
+            raise error
 
 
-def keep_standard_streams() -> None:
-    """Lets no print and no exit of this process fail for a log that cannot be written."""
+def keep_standard_streams(pipes: bool = True) -> None:
+    """Lets no print and no exit of this process fail for a log that cannot be written.
+
+    pipes: False: who reads a pipe may still end the process by closing it, as `head` does.
+    """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is not None and not isinstance(stream, Lossy):
-            setattr(sys, name, Lossy(stream))
+            setattr(sys, name, Lossy(stream, pipes))

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from megajax.core.config import option
-from megajax.core.files import json_text
+from megajax.core.errors import UserError
+from megajax.core.files import json_text, write_whole
 from megajax.core.paths import check_writable, expand
 
 Row = Mapping[str, Any]
@@ -67,11 +68,14 @@ def write(path: Path, about: Mapping[str, Any], rows: Sequence[Row]) -> None:
     """Writes {**about, "rows": [...]}; called after each row, so that a cut-off run counts.
 
     A run that is cut off while it writes leaves the rows before. Inf and NaN become null.
+    Raises: UserError when the disk does not take it.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f"{path.name}.part")
-    part.write_text(json_text({**about, "rows": list(rows)}))
-    part.replace(path)
+    text = json_text({**about, "rows": list(rows)})
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, text)
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror} (--out)") from None
 
 
 def table(path: Path, columns: Mapping[str, str], **wanted: str) -> str:

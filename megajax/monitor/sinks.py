@@ -5,7 +5,7 @@ import json
 import math
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -158,8 +158,15 @@ class Wandb:
     def write(self, records: Sequence[Record]) -> None:
         """Logs all values of the moment."""
         values = {r.name: r.value for r in records if r.value is not None}
-        self._run.log(values, step=records[0].step)
+        self._attempt(lambda: self._run.log(values, step=records[0].step))
 
     def close(self) -> None:
         """Ends the run."""
-        self._run.finish()
+        self._attempt(self._run.finish)
+
+    def _attempt(self, work: Callable[[], Any]) -> None:
+        """Raises: OSError for any error of the package: no run ends because of it."""
+        try:
+            work()
+        except Exception as error:
+            raise OSError(errno.EIO, f"{type(error).__name__}: {error}") from None

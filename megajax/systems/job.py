@@ -26,6 +26,7 @@ from megajax.data.tokenizer import Tokenizer
 from megajax.monitor import faults, stream
 from megajax.monitor.console import Console, Phases
 from megajax.monitor.faults import Injector
+from megajax.monitor.lines import keep_standard_streams
 from megajax.monitor.meter import Meter
 from megajax.monitor.records import Recorder
 from megajax.monitor.timers import Timers
@@ -95,7 +96,12 @@ class _Start:
 
 
 def run(kind: Kind) -> int:
-    """Runs a training job by its flags. Returns the exit code."""
+    """Runs a training job by its flags. Returns the exit code.
+
+    What cannot be written beside the checkpoints (metrics, samples, the report, what is printed)
+    changes no exit code.
+    """
+    keep_standard_streams(pipes=False)
     begun = _begin(kind)
     cfg, console, phases, timers = begun.cfg, begun.console, begun.phases, begun.timers
     reading = kind.open(cfg, console)  # 4 data
@@ -120,7 +126,8 @@ def run(kind: Kind) -> int:
     if jax.process_index() == 0:  # 9 what is left to look at
         facts = banner.facts(cfg, begun.mesh, train_step, begun.name, begun.preset)
         sample = measurement.last_sample
-        figures = write_report(begun.run_dir.path, facts | {"command": command_line()}, sample)
+        facts |= {"command": command_line()}
+        figures = write_report(begun.run_dir.path, facts, sample, console.say)
         banner.show_end(console, figures, begun.run_dir, sample)
     job.checkpoints.close()
     return 0
@@ -172,7 +179,11 @@ def _assemble(begun: _Start, reading: Reading, train_step: TrainStep) -> tuple[R
         console.say("no copies in memory: it takes scripts/supervise.py to keep them")
     if jax.process_index() == 0:
         run_dir.begin(cfg, reading.tokenizer)
-    sinks = [*banner.sinks(cfg, run_dir), console, *stream.of_process(supervision.progress)]
+    sinks = [
+        *banner.sinks(cfg, run_dir, console),
+        console,
+        *stream.of_process(supervision.progress),
+    ]
     if begun.progress is not None:
         args = cfg.minder, cfg.prometheus, begun.progress, run_dir.path
         sinks.append(InRun(*args, console.say))

@@ -13,6 +13,7 @@ import jax
 from jax.sharding import Mesh
 
 from megajax.core import config, tree
+from megajax.core.errors import UserError
 from megajax.core.hardware import find_card
 from megajax.core.mesh import describe
 from megajax.cost.flops import train_flops_per_token
@@ -30,13 +31,24 @@ from megajax.training.run_dir import RunDir
 from megajax.training.step import TrainStep
 
 
-def sinks(cfg: Any, run_dir: RunDir) -> list[Sink]:
-    """Returns the sinks of this process; only the first one of a job writes."""
+def sinks(cfg: Any, run_dir: RunDir, console: Console) -> list[Sink]:
+    """Returns the sinks of this process; only the first one of a job writes.
+
+    A run goes on without TensorBoard's files.
+    Raises: UserError when metrics.jsonl cannot be opened.
+    """
     if jax.process_index() != 0:
         return []
-    chosen: list[Sink] = [Jsonl(run_dir.metrics)]
+    try:
+        chosen: list[Sink] = [Jsonl(run_dir.metrics)]
+    except OSError as error:
+        raise UserError(f"cannot write {run_dir.metrics}: {error.strerror} (--run_dir)") from None
     if cfg.log.tensorboard:
-        chosen.append(TensorBoard(run_dir.path))
+        try:
+            chosen.append(TensorBoard(run_dir.path))
+        except OSError as error:
+            why = error.strerror
+            console.say(f"TensorBoard cannot write: {why}. Training goes on without")
     if cfg.log.wandb is not None:
         name = run_dir.path.name
         chosen.append(Wandb(cfg.log.wandb, name, run_dir.path, dataclasses.asdict(cfg)))
@@ -183,4 +195,6 @@ def show_end(
         loss = figures["last_10_loss"]
         shown = f"{loss:.4f} nats" if loss is not None else "not finite"
         console.say(f"done: {figures['steps']} steps, last 10 losses {shown}{tail}")
-    console.say(f"see {run_dir.path}/summary.md, curve.png, metrics.jsonl")
+    there = [n for n in ("summary.md", "curve.png", "metrics.jsonl") if (run_dir.path / n).exists()]
+    if there:
+        console.say(f"see {run_dir.path}/{', '.join(there)}")

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 import jax
 
 from megajax.core.errors import UserError
+from megajax.core.files import write_whole
 from megajax.data.corpus import Corpus
 from megajax.data.loader import held_out_rows
 from megajax.data.tokenizer import Tokenizer
@@ -79,10 +80,13 @@ class Measure:
         if self._cfg.eval.sample_tokens:
             self.last_sample = self.sample(state)
             if jax.process_index() == 0:
-                self._run_dir.samples.mkdir(exist_ok=True)
-                (self._run_dir.samples / f"{step:08d}.txt").write_text(
-                    self.last_sample + "\n", encoding="utf-8"
-                )
+                file = self._run_dir.samples / f"{step:08d}.txt"
+                text = (self.last_sample + "\n").encode(errors="backslashreplace")
+                try:
+                    file.parent.mkdir(exist_ok=True)
+                    write_whole(file, text)
+                except OSError as error:
+                    self._console.say(f"cannot write {file}: {error.strerror}")
         return state
 
     def sample(self, state: TrainState) -> str:

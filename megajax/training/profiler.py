@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import jax
+from absl import logging
 
 
 class Profiler:
@@ -25,5 +26,8 @@ class Profiler:
     def after(self, step: int) -> None:
         """Stops recording when its span ends with this step."""
         if self.ends(step):
-            jax.profiler.stop_trace()
             self._active = False
+            try:
+                jax.profiler.stop_trace()
+            except (OSError, RuntimeError) as error:  # of XLA: a RuntimeError
+                logging.warning("The profile in %s cannot be written: %s", self._folder, error)

@@ -1,27 +1,45 @@
-"""What a run leaves to look at: curve.png, summary.md and .json, from metrics.jsonl."""
+"""What a run leaves to look at: curve.png, summary.md and .json, from metrics.jsonl.
 
+A run whose checkpoints are safe has done its work: what of this cannot be written (a full disk, a
+folder that became read-only) is told in a line, and changes no exit code.
+"""
+
+import io
 import textwrap
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from megajax.monitor import results
+from megajax.core.errors import UserError
+from megajax.core.files import json_text, write_whole
 from megajax.monitor.sinks import rows_by_step
 
 LAST = 10  # steps whose mean loss stands for the end of a run: one batch's is noise
 OURS, HELD_OUT = "#1f6feb", "#d1242f"  # the same colours in all figures
 
 
-def write_report(folder: Path, facts: dict[str, Any], sample: str | None) -> dict[str, Any]:
+def write_report(
+    folder: Path, facts: dict[str, Any], sample: str | None, say: Callable[[str], None] = print
+) -> dict[str, Any]:
     """Draws the curve and writes the summary. Returns the figures that the summary states.
 
     facts: name -> value lines for the head of the summary; `caption` has those under the curve.
+    say: hears what could not be written, and why; nothing is raised for it.
     """
-    train = rows_by_step(folder / "metrics.jsonl", "loss")
-    held_out = rows_by_step(folder / "metrics.jsonl", "eval_loss")
+
+    def attempt(name: str, work: Callable[[], Any]) -> Any:
+        try:
+            return work()
+        except Exception as error:  # of drawing too: the run is over, and it went well
+            why = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+            said = f"cannot write {folder / name}: {' '.join(str(why).split())[:200]}"
+            say(str(error) if isinstance(error, UserError) else said)  # it names the file
+
+    rows = attempt("curve.png, summary.md, summary.json", lambda: _rows(folder / "metrics.jsonl"))
+    train, held_out = rows or ({}, {})
     if not train:
         return {}
-    draw_curve(folder / "curve.png", train, held_out, caption(facts))
+    attempt("curve.png", lambda: draw_curve(folder / "curve.png", train, held_out, caption(facts)))
     steps = sorted(train)
     times = sorted(train[s]["step_time_s"] for s in steps[1:]) or [train[steps[0]]["step_time_s"]]
     figures: dict[str, Any] = {
@@ -42,11 +60,15 @@ def write_report(folder: Path, facts: dict[str, Any], sample: str | None) -> dic
     lines += ["", "![loss](curve.png)", ""]
     if sample is not None:
         lines += ["## Sample", "", "```", sample, "```", ""]
-    (folder / "summary.md").write_text(
-        "\n".join(lines), encoding="utf-8", errors="backslashreplace"
-    )
-    results.write(folder / "summary.json", facts, [figures])
+    text = "\n".join(lines).encode(errors="backslashreplace")
+    whole = json_text({**facts, "rows": [figures]})
+    attempt("summary.md", lambda: write_whole(folder / "summary.md", text))
+    attempt("summary.json", lambda: write_whole(folder / "summary.json", whole))
     return figures
+
+
+def _rows(metrics: Path) -> tuple[dict[int, dict], dict[int, dict]]:
+    return rows_by_step(metrics, "loss"), rows_by_step(metrics, "eval_loss")
 
 
 def caption(facts: Mapping[str, Any]) -> str:
@@ -107,5 +129,9 @@ def draw_curve(
     axes.legend(frameon=False)
     if about:
         figure.supxlabel(textwrap.fill(about, 110), fontsize=7, color="0.4", parse_math=False)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    picture = io.BytesIO()
+    try:
+        figure.savefig(picture, dpi=110, format=path.suffix.removeprefix(".") or "png")
+    finally:
+        plt.close(figure)
+    write_whole(path, picture.getvalue())

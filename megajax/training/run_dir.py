@@ -10,6 +10,8 @@ import shlex
 import sys
 from pathlib import Path
 
+from absl import logging
+
 from megajax.core import config, files
 from megajax.core.errors import UserError
 from megajax.core.paths import expand
@@ -45,14 +47,21 @@ class RunDir:
         """Makes the folder and writes what it takes to use the run elsewhere: the configuration
         and the tokenizer. Called once everything else is known to work.
 
-        Raises: UserError when the folder cannot be written.
+        A run that continues has a configuration already: if the disk takes no new one, the former
+        one stays, and a warning says so.
+        Raises: UserError when the folder of a new run cannot be written.
         """
+        saved, text = self.path / "config.json", config.to_json(cfg)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             if isinstance(tokenizer, FileTokenizer):
                 tokenizer.copy_to(self.path)
-            (self.path / "config.json").write_text(config.to_json(cfg))
+            if not saved.is_file() or saved.read_text() != text:
+                files.write_whole(saved, text)
         except OSError as error:
+            if saved.is_file():
+                logging.warning("cannot write %s: %s; the former one stays", saved, error.strerror)
+                return
             raise UserError(f"cannot write to {self.path}: {error.strerror} (--run_dir)") from None
 
     @property

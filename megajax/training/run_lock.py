@@ -58,11 +58,14 @@ class RunLock:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._file = _take(self._path, patience_s, attempt)
+        except OSError as error:
+            raise UserError(f"cannot write to {folder}: {error.strerror} (--run_dir)") from None
+        try:
             if self._file >= 0:
                 os.ftruncate(self._file, 0)
                 os.pwrite(self._file, json.dumps(_about_us(attempt)).encode(), 0)
-        except OSError as error:
-            raise UserError(f"cannot write to {folder}: {error.strerror} (--run_dir)") from None
+        except OSError as error:  # a full disk: the lock holds without the name of its holder
+            logging.warning("%s does not name its holder: %s", self._path, error.strerror)
         # A fork shares the open file and thus the lock: a child that outlives us would keep it.
         os.register_at_fork(after_in_child=self._forget)
         atexit.register(self.release)

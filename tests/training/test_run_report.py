@@ -1,8 +1,22 @@
 """What a finished run says of itself."""
 
+import errno
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
+import matplotlib.figure
+import pytest
+
+from megajax.core.errors import UserError
+from megajax.data.tokenizer import ByteTokenizer
+from megajax.monitor.lines import Lossy
 from megajax.training import report
+from megajax.training.config import Config
+from megajax.training.run_dir import RunDir, open_run
+from megajax.training.run_lock import RunLock
 
 
 def test_the_summary_the_title_and_the_table_agree(tmp_path):
@@ -37,3 +51,115 @@ def test_the_summary_the_title_and_the_table_agree(tmp_path):
     )
     assert (tmp_path / "curve.png").stat().st_size > 0
     assert report.title({1: {"loss": None}}, {}) == "loss not finite"
+
+
+def some_rows(folder):
+    row = {"step": 1, "loss": 2.5, "step_time_s": 0.5, "tokens": 64}
+    (folder / "metrics.jsonl").write_text(json.dumps(row) + "\n")
+
+
+@pytest.fixture
+def full(monkeypatch):
+    """A disk that takes no more bytes, though small files can be opened on it."""
+
+    def write(path, data, *args, **kwargs):
+        path.touch()
+        raise OSError(errno.ENOSPC, "No space left on device", str(path))
+
+    def fill():
+        for name in ("write_bytes", "write_text"):
+            monkeypatch.setattr(Path, name, write)
+
+    return fill
+
+
+def test_a_report_that_cannot_be_written_is_told_and_the_figures_are_there(tmp_path, full):
+    some_rows(tmp_path)
+    full()
+    heard = []
+    figures = report.write_report(tmp_path, {"preset": "nano"}, None, heard.append)
+    assert figures["last_10_loss"] == 2.5 and figures["steps"] == 1
+    assert heard == [
+        f"cannot write {tmp_path}/curve.png: No space left on device",
+        f"cannot write {tmp_path}/summary.md: No space left on device",
+        f"cannot write {tmp_path}/summary.json: No space left on device",
+    ]
+    assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]  # nothing half-written
+
+
+def test_a_picture_that_cannot_be_drawn_takes_nothing_else_with_it(tmp_path, monkeypatch):
+    def fail(*args, **kwargs):
+        raise RuntimeError("no font")
+
+    some_rows(tmp_path)
+    monkeypatch.setattr(matplotlib.figure.Figure, "savefig", fail)
+    heard = []
+    assert report.write_report(tmp_path, {}, None, heard.append)["steps"] == 1
+    assert heard == [f"cannot write {tmp_path}/curve.png: RuntimeError: no font"]
+    assert (tmp_path / "summary.md").exists() and (tmp_path / "summary.json").exists()
+
+
+def test_metrics_that_cannot_be_read_are_told(tmp_path):
+    os.mkfifo(tmp_path / "metrics.jsonl")
+    heard = []
+    assert report.write_report(tmp_path, {}, None, heard.append) == {}
+    assert len(heard) == 1 and "named pipe" in heard[0]
+
+
+def test_a_full_disk_at_the_start(tmp_path, full, monkeypatch):
+    """A new run is refused in a sentence; a run that continues keeps its former configuration."""
+    cfg = Config()
+    RunDir(tmp_path / "old").begin(cfg, ByteTokenizer())
+    saved = (tmp_path / "old" / "config.json").read_text()
+    full()
+    with pytest.raises(UserError, match=r"cannot write to .*new: No space left .*--run_dir"):
+        RunDir(tmp_path / "new").begin(cfg, ByteTokenizer())
+    assert not (tmp_path / "new" / "config.json").exists()
+    other = Config(log=type(cfg.log)(every=3))
+    RunDir(tmp_path / "old").begin(other, ByteTokenizer())
+    assert (tmp_path / "old" / "config.json").read_text() == saved
+    open_run(Config(run_dir=str(tmp_path / "old")), "pretrain", "nano")
+
+    def no_space(*args):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", no_space)
+    lock = RunLock(tmp_path / "old")  # holds, though it cannot name its holder
+    with pytest.raises(UserError, match="in use by another process"):
+        RunLock(tmp_path / "old", patience_s=0)
+    lock.release()
+
+
+FULL_OUTPUT = """
+import sys
+from megajax.core import script
+from megajax.monitor.lines import keep_standard_streams
+if sys.argv[1] == "run":
+    keep_standard_streams(pipes=False)
+with script.output_may_close():
+    print("x" * 100, flush=sys.argv[1] == "now")
+    sys.exit(3 if sys.argv[1] == "run" else 0)
+"""
+
+
+@pytest.mark.parametrize(("kind", "code"), [("run", 3), ("end", 1), ("now", 1)])
+def test_a_full_disk_of_the_output(kind, code):
+    """A script whose output is lost fails in a line; a run goes on and keeps its exit code."""
+    with open("/dev/full", "w") as out:
+        done = subprocess.run(
+            [sys.executable, "-c", FULL_OUTPUT, kind],
+            stdout=out, stderr=subprocess.PIPE, text=True, check=False,
+        )  # fmt: skip
+    assert done.returncode == code, done.stderr
+    said = "error: the output cannot be written: No space left on device\n"
+    assert done.stderr == ("" if kind == "run" else said)
+
+
+def test_a_closed_pipe_still_ends_a_run():
+    read, write = os.pipe()
+    os.close(read)
+    with os.fdopen(write, "w") as out, pytest.raises(BrokenPipeError):
+        try:
+            print("x", file=Lossy(out, pipes=False), flush=True)
+        finally:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())
