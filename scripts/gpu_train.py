@@ -46,6 +46,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 LARGE = {
     "train.steps": 1000, "train.global_batch": 8, "train.seq_len": 4096, "train.dtype": "bfloat16",
     "train.loss_chunks": 8, "train.attention": "cudnn", "train.remat": "outputs",
+    "train.segments": PIECES,
 }  # fmt: skip
 TINY = {"train.steps": 1000, "train.global_batch": 2, "train.seq_len": 64, "train.attention": "xla"}
 

@@ -30,6 +30,7 @@ def attend(
     memory: Context | None = None,
     window: int | None = None,
     implementation: Implementation = "xla",
+    segments: int | None = None,
 ) -> jax.Array:
     """softmax(q k^T / sqrt(K)) v over the visible keys, softmax in float32.
 
@@ -37,6 +38,8 @@ def attend(
       keeps the (S, M) logits in memory; 'cudnn' is fused, for 16-bit types on NVIDIA GPUs;
       'varlen' does the work of each segment's own tokens only, and dead tokens get 0; it runs what
       was measured best on this kind of GPU. 'hopper' is 'varlen' by our Hopper kernel in any case.
+      segments: for 'cudnn', of a row, on average over the batch; None: one for 64 tokens
+      (library.room). More are as right, and slower.
     Returns: out_BSHK in q's dtype. What the backward pass needs of it is named 'attended' for the
       remat policies. Every query must see a key; itself, where M holds it. Inf or NaN in a key or
       value makes NaN the queries that see it, and no others; so it is with gradients, except that
@@ -49,7 +52,8 @@ def attend(
     window = reach(window)
     memory = query if memory is None else memory
     ours = functools.partial(_varlen, kernel="hopper")
-    kernels = {"xla": _xla, "cudnn": _cudnn, "varlen": _varlen, "hopper": ours}
+    cudnn = functools.partial(_cudnn, segments=segments)
+    kernels = {"xla": _xla, "cudnn": cudnn, "varlen": _varlen, "hopper": ours}
     if implementation not in kernels:
         raise UserError(f"attention implementation={implementation!r}; there are {[*kernels]}")
     with arguments.reverse_only(f"attention {implementation!r}"):
@@ -129,6 +133,7 @@ def _cudnn(
     query: Context,
     memory: Context,
     window: int | None,
+    segments: int | None = None,
 ) -> jax.Array:
     """cuDNN's fused kernel: packed rows by the offsets of their segments (runs of equal ids).
 
@@ -145,7 +150,7 @@ def _cudnn(
         k_BMGK,
         v_BMGK,
         segment_ids=query.segments_BS,
-        segments=library.room(q_BSHK),
+        segments=library.room(q_BSHK, segments),
         causal=query.causal,
         window=sides,
     )

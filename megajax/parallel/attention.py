@@ -30,9 +30,13 @@ MASKED_WIDTH = 128
 
 
 def attention_of(
-    layout: Layout, kernel: attend_.Implementation, spec: ContextSpec
+    layout: Layout,
+    kernel: attend_.Implementation,
+    spec: ContextSpec,
+    segments: int | None = None,
 ) -> Callable[..., Array]:
-    """Returns the attention of one device's arrays. spec: how they meet those of other devices."""
+    """Returns the attention of one device's arrays. spec: how they meet those of other devices.
+    segments: of a row, as in layers.attend; unused where the sequence is cut."""
     cut = layout.live(layout.rules.act.get("seq", ()))
 
     def attend(
@@ -40,7 +44,7 @@ def attention_of(
     ) -> Array:
         if cut:
             return context_.attend(spec.kind, cut[0], q, k, v, query, window, kernel)
-        return attend_.attend(q, k, v, query, memory, window, kernel)
+        return attend_.attend(q, k, v, query, memory, window, kernel, segments)
 
     return attend
 

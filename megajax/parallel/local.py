@@ -41,14 +41,17 @@ def ops(
     attention: str = "auto",
     context: ContextSpec = ContextSpec(),
     overlap: Overlap = "xla",
+    segments: int | None = None,
 ) -> Ops:
-    """Returns the Ops of local code. attention, context, overlap: as in tensor.ops."""
+    """Returns the Ops of local code. attention, context, overlap, segments: as in tensor.ops."""
     return Ops(
         gather=functools.partial(gather, layout),
         up=functools.partial(up, layout, overlap=overlap),
         down=functools.partial(down, layout, overlap=overlap),
         lookup=functools.partial(lookup, layout),
-        attend=functools.partial(attend, layout, attention=attention, context=context),
+        attend=functools.partial(
+            attend, layout, attention=attention, context=context, segments=segments
+        ),
         vector=functools.partial(inside.own, layout),
         vocab=VocabCut(layout.live(layout.rules.stored["vocab"])),
         expert=functools.partial(expert, layout, context=context, overlap=overlap),
@@ -129,11 +132,12 @@ def attend(
     *,
     attention: str,
     context: ContextSpec,
+    segments: int | None = None,
 ) -> Array:
     """This device's rows and heads."""
     packed = attention_.packed_shape(q_BSHK, k_BMGK, query, memory)
     kernel, _ = attention_.choose_attention(layout, attention, q_BSHK.dtype, context, packed)
-    here = attention_.attention_of(layout, kernel, context)
+    here = attention_.attention_of(layout, kernel, context, segments)
     return here(q_BSHK, k_BMGK, v_BMGK, query, memory, window)
 
 

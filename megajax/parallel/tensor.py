@@ -47,13 +47,15 @@ def ops(
     context: ContextSpec = ContextSpec(),
     overlap: Overlap = "xla",
     codec: Codec | None = None,
+    segments: int | None = None,
 ) -> Ops:
     """Returns the Ops that put collectives around local compute, or into it.
 
     attention: 'xla', 'cudnn', 'varlen', or 'auto' (`attention.choose_attention`). context: how
     queries meet the keys of other devices where the sequence is cut. overlap: of `up` and `down`
     (`inside.choose_overlap`), and of `expert` (parallel/expert.py). codec: how weights travel to
-    where they are used; what `lookup` and `score` read travels as it is.
+    where they are used; what `lookup` and `score` read travels as it is. segments: of a row, on
+    average over a device's rows, for which cuDNN's attention has room (layers/attend.py).
     Raises: UserError for an overlap that cannot run on this mesh.
     """
     overlap_.refuse_fused(overlap, layout.mesh.abstract_mesh.abstract_device)
@@ -66,7 +68,9 @@ def ops(
         down=functools.partial(down, layout, overlap=overlap, whole=used),
         lookup=functools.partial(lookup, layout),
         vector=functools.partial(vector, layout),
-        attend=functools.partial(attend, layout, attention=attention, context=context),
+        attend=functools.partial(
+            attend, layout, attention=attention, context=context, segments=segments
+        ),
         score=functools.partial(expert.score, layout, whole),
         expert=functools.partial(expert.expert, layout, used, context=context, overlap=overlap),
     )
@@ -252,6 +256,7 @@ def attend(
     *,
     attention: str = "auto",
     context: ContextSpec = ContextSpec(),
+    segments: int | None = None,
 ) -> Array:
     """This device's rows and heads, in a shard_map: a kernel sees plain local arrays.
 
@@ -274,7 +279,9 @@ def attend(
     # A custom kernel does not say over which axes its result varies, so the check is XLA's only.
     # All live axes cut an operand, so nothing rests on it (tests/parallel/test_tensor.py).
     return jax.shard_map(
-        functools.partial(attention_.attention_of(layout, kernel, context), window=window),
+        functools.partial(
+            attention_.attention_of(layout, kernel, context, segments), window=window
+        ),
         mesh=layout.mesh,
         in_specs=(heads, kv, kv, rows, rows),
         out_specs=heads,

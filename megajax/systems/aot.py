@@ -26,7 +26,7 @@ from megajax.cost.roofline import Roofline
 from megajax.cost.step import StepShape
 from megajax.parallel.tick import branches
 from megajax.training.config import Config
-from megajax.training.shape import step_shape, with_chunks
+from megajax.training.shape import resolved, step_shape
 from megajax.training.step import make_train_step
 from pallas_kernels import aot
 from pallas_kernels.hopper.cards import CHIPS
@@ -199,7 +199,7 @@ def outline(
     Raises: UserError when the configuration cannot run there.
     """
     found = sizes(cfg, cluster)
-    cfg = with_chunks(cfg, found, cluster.card.memory_bytes)
+    cfg = resolved(cfg, found, cluster.card.memory_bytes)
     step = step_shape(cfg, found, fused_attention, phase)
     terms = memory.terms(step)
     guess = estimate(step, cluster, traffic.transfers(step), model)
@@ -212,6 +212,7 @@ def plan(cfg: Config, cluster: Cluster, model: CostModel = Roofline()) -> Plan:
     outlined = outline(cfg, cluster, model=model)
     if outlined.misfit:
         return outlined
+    cfg = outlined.cfg
     compiled = compile_step(cfg, cluster)
     step, terms = outlined.step, outlined.terms | compiled.state
     pod = cluster.hosts_per_pod * cluster.gpus_per_host

@@ -39,6 +39,7 @@ from megajax.training.pulse import Pulse
 from megajax.training.report import write_report
 from megajax.training.run_dir import RunDir, command_line, open_run, run_path
 from megajax.training.run_lock import lock_run
+from megajax.training.shape import is_open, resolved, with_segments
 from megajax.training.start import TUNED, start_name
 from megajax.training.step import TrainStep, make_train_step
 
@@ -106,7 +107,14 @@ def run(kind: Kind) -> int:
     cfg, console, phases, timers = begun.cfg, begun.console, begun.phases, begun.timers
     reading = kind.open(cfg, console)  # 4 data
     phases.done("data", console, "data ready")
-    train_step = make_train_step(cfg, begun.mesh)  # 5 model and step
+    built = cfg  # 5 model and step
+    if begun.mesh.devices.flat[0].platform != "cpu":  # cuDNN's attention has slots for documents
+        built = with_segments(cfg, reading.rows, dict(begun.mesh.shape))
+    if is_open(built):
+        built = resolved(built, dict(begun.mesh.shape), mesh_.memory_bytes(begun.mesh))
+    for name, _, value in config.diff(built, cfg):
+        console.say(f"{name}: {value}, chosen for this data and GPU")
+    train_step = make_train_step(built, begun.mesh)
     banner.show_model(console, cfg, train_step, begun.mesh)
     job, measurement = _assemble(begun, reading, train_step)
     try:

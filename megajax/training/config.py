@@ -48,7 +48,11 @@ class TrainConfig(Checked, section="train"):
     dtype: Literal["float32", "bfloat16"] = option(
         "float32", "data type of computation; the master weights are float32"
     )
-    remat: Remat = option("outputs", "what the backward pass keeps: all, nothing, or by name")
+    remat: Literal["none", "full", "outputs", "dots", "auto"] = option(
+        "outputs",
+        "what the backward pass keeps: all, nothing, or by name; auto: dots where the estimate of "
+        "memory says that it fits the GPU, else outputs",
+    )
     loss_chunks: int = option(
         1,
         "pieces of the sequence whose logits exist at one time; 0: the fewest that fit the GPU",
@@ -60,6 +64,18 @@ class TrainConfig(Checked, section="train"):
         "attention kernel; varlen: the work of each document's own tokens only, by what was "
         "measured best on this kind of GPU; hopper: the same by our Hopper kernel in any case",
     )
+    segments: int = option(
+        0,
+        "documents of a row for which cuDNN's attention has room, on average over a device's "
+        "rows; 0: counted in the data; more are as right, and slower",
+        at_least=0,
+    )
+
+    @property
+    def keeps(self) -> Remat:
+        """What the backward pass keeps, which `training.shape.resolved` chooses for `auto`."""
+        assert self.remat != "auto"
+        return self.remat
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,7 @@ def without_stages(
 ) -> Gradients:
     """Returns the gradients of a step without pipeline stages. parts: on the layout of weights in
     use, if there is an exchange."""
-    remat, pieces = cfg.train.remat, cfg.train.accumulate
+    remat, pieces = cfg.train.keeps, cfg.train.accumulate
     if exchange is None:
         return without_exchange(scanned(plain_sums(parts, remat), value, pieces))
     if cfg.zero == "full":

@@ -26,13 +26,14 @@ FREE = (
     "mesh", "shard", "pipeline", "context", "eval", "checkpoint", "log", "profile", "emulate",
     "emulate_without_gpu", "run_dir", "init_from", "cache_dir", "optim", "train.steps",
     "train.accumulate", "train.remat", "train.loss_chunks", "train.attention", "train.dtype",
-    "train.global_batch", "data.prefetch", "fault", "told_code", "overlap", "wire", "exchange",
+    "train.segments", "train.global_batch", "data.prefetch", "fault", "told_code", "overlap",
+    "wire", "exchange",
 )  # fmt: skip
 FIXED = ("optim.name",)  # among those: another optimizer has another state
 NOT_IN_NAME = (
     "run_dir", "log", "profile", "cache_dir", "data.prefetch", "data.hash_gib", "fault",
     "told_code", "checkpoint.memory_every_steps", "checkpoint.dir", "checkpoint.verify_saves",
-    "checkpoint.key_file",
+    "checkpoint.key_file", "train.segments",
 )  # fmt: skip
 
 

@@ -6,6 +6,8 @@ Floor: training. Memory and time of a `StepShape` are megajax/cost's; systems/ao
 import dataclasses
 from typing import Any
 
+import numpy as np
+
 from megajax.core.errors import UserError
 from megajax.cost import memory
 from megajax.cost.base import Phase
@@ -16,6 +18,8 @@ from megajax.parallel import sharding, wire
 # Share of a GPU's memory that the terms of cost/memory.py may fill (assumed until a measured peak
 # stands beside them).
 ROOM = 0.85
+COUNTED = 256  # rows whose documents are counted (chosen)
+DEVIATIONS = 8  # of a batch's mean number of documents, for which there is room (chosen)
 MOST_CHUNKS = 64  # (chosen) more pieces make the head's products too small to be worth it
 
 
@@ -46,7 +50,7 @@ def step_shape(
         sizes=found,
         zero_axes=tuple(a for a in sharding.zero_axes(cfg.zero) if found[a] > 1),
         accumulate=train.accumulate if phase == "train" else 1,
-        remat=train.remat,
+        remat=train.keeps,
         loss_chunks=max(train.loss_chunks, 1) if phase == "train" else 1,
         optimizer=cfg.optim.name,
         fused_attention=fused_attention,
@@ -72,6 +76,52 @@ def _coding(cfg: Any) -> Coding:
     )
 
 
+def with_segments(cfg: Any, rows: Any, found: dict[str, int]) -> Any:
+    """Returns the configuration with a number of documents a row where it leaves that open (0).
+
+    It is the mean over the first rows that training reads, and so many of their deviations more
+    that hardly any batch of a device has more. Rows are the same in all processes, so the number
+    is, too. Args: rows: a data.loader.Rows. found: {mesh axis: size}.
+    """
+    train = cfg.train
+    if train.segments:
+        return cfg
+    first = [rows[i]["segments"] for i in range(COUNTED)]
+    counts = np.array([np.count_nonzero(np.diff(s, prepend=-2) * (s >= 0)) for s in first])
+    pieces = cfg.pipeline.pieces(found["pipe"]) if found["pipe"] > 1 else train.accumulate
+    batch = max(train.global_batch // (found["node"] * found["data"] * found["expert"] * pieces), 1)
+    room = int(np.ceil(counts.mean() + DEVIATIONS * counts.std() / np.sqrt(batch)))
+    return dataclasses.replace(cfg, train=dataclasses.replace(train, segments=max(room, 2)))
+
+
+def is_open(cfg: Any) -> bool:
+    """Tells whether `resolved` has something to choose."""
+    return not cfg.train.loss_chunks or cfg.train.remat == "auto"
+
+
+def resolved(cfg: Any, found: dict[str, int], memory_bytes: int | None) -> Any:
+    """Returns the configuration with what it leaves open chosen for a GPU's memory.
+
+    First rematerialisation, then the loss chunks: keeping every product spares more time than
+    logits in one piece do. memory_bytes: as in `with_chunks`.
+    """
+    train = cfg.train
+    if train.remat == "auto":
+        dots = dataclasses.replace(cfg, train=dataclasses.replace(train, remat="dots"))
+        fits = False
+        if memory_bytes is not None:
+            step = step_shape(with_chunks(dots, found, memory_bytes), found, _is_fused(train))
+            fits = memory.bound(memory.terms(step)) <= ROOM * memory_bytes
+        outputs = dataclasses.replace(cfg, train=dataclasses.replace(train, remat="outputs"))
+        cfg = dots if fits else outputs
+    return with_chunks(cfg, found, memory_bytes)
+
+
+def _is_fused(train: Any) -> bool:
+    # What parallel/attention.py takes in 16 bit on any GPU keeps no logits.
+    return train.attention != "xla" and train.dtype == "bfloat16"
+
+
 def with_chunks(cfg: Any, found: dict[str, int], memory_bytes: int | None) -> Any:
     """Returns the configuration with a number of loss chunks where it leaves that open (0).
 
@@ -85,9 +135,7 @@ def with_chunks(cfg: Any, found: dict[str, int], memory_bytes: int | None) -> An
         return cfg
     chosen = 1
     if memory_bytes is not None:
-        # What parallel/attention.py takes in 16 bit on any GPU keeps no logits.
-        fused = train.attention != "xla" and train.dtype == "bfloat16"
-        step = step_shape(cfg, found, fused)
+        step = step_shape(cfg, found, _is_fused(train))
         tokens = train.seq_len // found["context"]
         pieces = [n for n in range(1, MOST_CHUNKS + 1) if tokens % n == 0]
         needed = (

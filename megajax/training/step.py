@@ -33,7 +33,7 @@ from megajax.parallel.overlap import compiler_options
 from megajax.parallel.pipeline import Pipeline, layer_order
 from megajax.training.gradients import Gradients, exchange_of, pipelined, without_stages
 from megajax.training.optim import Optimizer
-from megajax.training.shape import with_chunks
+from megajax.training.shape import is_open, resolved
 from megajax.training.state import TrainState
 from megajax.training.task import Leaf, Task
 
@@ -88,23 +88,26 @@ def make_train_step(
       itself describes, `cfg.task()`. optimizer(words of the parameters, layout): None: that of the
       configuration, `cfg.optimizer`.
     """
-    if not cfg.train.loss_chunks:
-        cfg = with_chunks(cfg, dict(mesh.shape), memory_bytes(mesh))
+    if is_open(cfg):
+        cfg = resolved(cfg, dict(mesh.shape), memory_bytes(mesh))
     task = cfg.task() if task is None else task
     layout = sharding.layout(mesh, cfg.zero, model=cfg.model)
     cfg.check(mesh.shape)
     stages = mesh.shape["pipe"]
     pieces = cfg.pipeline.pieces(stages) if stages > 1 else cfg.train.accumulate
     with jax.set_mesh(mesh):
-        how = cfg.train.attention, cfg.context, cfg.overlap
-        parts = task.parts(layout, tensor.ops(layout, *how))
+        how = functools.partial(
+            tensor.ops, attention=cfg.train.attention, context=cfg.context, overlap=cfg.overlap,
+            segments=cfg.train.segments or None,
+        )  # fmt: skip
+        parts = task.parts(layout, how(layout))
 
         def objective(sums: LossSums, total: jax.Array) -> jax.Array:
             return task.objective(sums, total, pieces)
 
         exchange, used = exchange_of(cfg, parts, layout), parts
         if exchange is not None:
-            used = task.parts(exchange.used, tensor.ops(exchange.used, *how))
+            used = task.parts(exchange.used, how(exchange.used))
         loss, options = parts.loss, compiler_options(cfg.overlap, mesh)
         if stages > 1:
             pipe = _pipeline(cfg, task, layout, exchange)
@@ -143,10 +146,11 @@ def make_train_step(
 
 
 def _pipeline(cfg: Any, task: Task, layout: Layout, exchange: Exchange | None) -> Pipeline:
-    parts = task.parts(None, local.ops(layout, cfg.train.attention, cfg.context, cfg.overlap))
+    how = cfg.train.attention, cfg.context, cfg.overlap, cfg.train.segments or None
+    parts = task.parts(None, local.ops(layout, *how))
     rows = {name: _spec(layout, leaf, True) for name, leaf in task.batch.items()}
     dtype = jnp.dtype(cfg.train.dtype)
-    return Pipeline(parts, layout, cfg.pipeline, dtype, cfg.train.remat, rows, exchange)
+    return Pipeline(parts, layout, cfg.pipeline, dtype, cfg.train.keeps, rows, exchange)
 
 
 def _once(mesh: Mesh) -> dict[str, Any] | None:

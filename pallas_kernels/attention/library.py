@@ -33,13 +33,17 @@ from pallas_kernels.attention.names import SAVED, named
 from pallas_kernels.attention.ranges import FARTHEST, Rows, Window, packed_rows, segment_rows
 
 Array = jax.Array
-__all__ = ["SAVED", "packed_attention", "reasons", "room", "stats_bytes", "varlen_attention"]
+__all__ = [
+    "SAVED", "packed_attention", "reasons", "room", "stats_bytes", "varlen_attention",
+    "workspace_bytes",
+]  # fmt: skip
 CUDNN = 90600  # the first whose packed offsets JAX 0.11.2 tests
 WIDEST, WIDEST_BEFORE = 256, 128  # head width on Hopper, and not (check_is_flash_attention)
 ABSENT = 1e30  # log-sum-exp of positions that hold no query: their weights are exp(-1e30) = 0
-# Tokens of a row for which it has one slot, and the least slots of a row (chosen, not measured).
-# Ordinary documents have a mean of a few hundred tokens, and one batch in which they are shorter
-# takes the slow path in every layer; an unused slot costs memory and blocks that find no work.
+# Tokens of a row for which it has one slot where nobody says how many segments rows have, and the
+# least slots of such a row (chosen, not measured). Ordinary documents have a mean of a few hundred
+# tokens, and one batch in which they are shorter takes the slow path in every layer; an unused slot
+# costs memory (`workspace_bytes`) and blocks that find no work.
 SLOT, LEAST_SLOTS = 64, 8
 STATS_BYTES = 2**31  # that cuDNN's log-sum-exps of all slots may take (chosen, not measured)
 
@@ -106,15 +110,34 @@ def stats_bytes(q: Any, slots: int) -> int:
     return slots * q.shape[-3] * q.shape[-2] * 4
 
 
-def room(q_BSHK: Any) -> int:
+def workspace_bytes(q_BSHK: Any, k_BMGK: Any, segments: int) -> int:
+    """Returns the bytes that cuDNN's backward pass takes beside its operands, while it runs.
+
+    XLA multiplies the batch by the slots, and cudnn-frontend sizes the sums for that padded batch:
+    dQ in float32, a float32 number a query and head, and for grouped heads dK and dV of all query
+    heads. (openxla/xla cuda_dnn.cc, FixDimsForRaggedOffset; cudnn-frontend,
+    node/scaled_dot_product_flash_attention.h. With 64 slots in each of 8 rows of 4,096 tokens they
+    are 32.25 GiB; the step that was measured on an H200 needs 32.4 GiB more than without.)
+    """
+    B, S, H, K = q_BSHK.shape
+    M, G = k_BMGK.shape[1:3]
+    padded = B * segments * H
+    grouped = 2 * padded * M * K * k_BMGK.dtype.itemsize if G < H else 0
+    return padded * S * (K + 1) * 4 + grouped
+
+
+def room(q_BSHK: Any, segments: int | None = None) -> int:
     """Returns how many `segments` a row `packed_attention` should have room for.
 
-    One for every SLOT tokens and at least LEAST_SLOTS, so that ordinary documents fit, but no more
-    than STATS_BYTES allow, for every slot of the batch has a row of log-sum-exps as long as S.
+    Args: segments: documents of a row, on average over the batch, that whoever packs the rows
+      expects at most; None: unknown, then one for every SLOT tokens and at least LEAST_SLOTS, so
+      that ordinary documents fit. In any case no more than STATS_BYTES allow, for every slot of the
+      batch has a row of log-sum-exps as long as S.
     """
     B, S = q_BSHK.shape[:2]
     most = STATS_BYTES // max(stats_bytes(q_BSHK, B), 1)
-    return max(min(max(S // SLOT, LEAST_SLOTS), most), 2)  # cuDNN's packed form begins at two
+    usual = max(S // SLOT, LEAST_SLOTS)
+    return max(min(segments or usual, usual, most), 2)  # cuDNN's packed form begins at two
 
 
 def varlen_attention(

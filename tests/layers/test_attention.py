@@ -1,6 +1,7 @@
 """Attention against float64 NumPy, and what may see what, by exact zeros."""
 
 import dataclasses
+import functools
 import re
 
 import jax
@@ -214,3 +215,20 @@ def test_packed_rows_before_hopper_have_a_mask(monkeypatch):
     assert masks == [(1, 1, 4, 4)]
     monkeypatch.setattr(library, "packed_attention", lambda *_, **kinds: kinds["segment_ids"])
     assert attend(x, x, x, Context(positions), implementation="cudnn") is None
+
+
+def test_attention_has_slots_for_as_many_documents_as_are_said():
+    """Of eight rows of 4,096 tokens: one for 64 tokens of a row, or as many as its packer says."""
+    q, k = (jax.ShapeDtypeStruct((8, 4096, n, 64), jnp.bfloat16) for n in (32, 8))
+    ids = jax.ShapeDtypeStruct((8, 4096), jnp.int32)
+
+    def loss(segments, q, k, v, ids):
+        context = Context(jnp.zeros_like(ids), ids)
+        out = attend(q, k, v, context, implementation="cudnn", segments=segments)
+        return out.astype(jnp.float32).sum()
+
+    for segments, slots in ((None, 512), (4, 32)):
+        grad = jax.jit(jax.grad(functools.partial(loss, segments), (0, 1, 2)))
+        text = grad.trace(q, k, k, ids).lower(lowering_platforms=("cuda",)).as_text()
+        sums = re.findall(r"tensor<(\d+)x32x4096xf32>", text)  # log-sum-exps: a row for each slot
+        assert max(map(int, sums)) == slots
