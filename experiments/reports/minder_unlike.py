@@ -37,9 +37,9 @@ SIZES = (8, 16, 32)  # machines of a job
 class Config(Checked):
     """What is judged."""
 
-    faults: int = option(8, "unlike: scenes of each kind of fault on each fleet", at_least=1,
+    faults: int = option(5, "unlike: scenes of each kind of fault on each fleet", at_least=1,
                          verbs=("unlike",))  # fmt: skip
-    healthy: int = option(12, "unlike: scenes without a fault on each fleet", at_least=0,
+    healthy: int = option(6, "unlike: scenes without a fault on each fleet", at_least=0,
                           verbs=("unlike",))  # fmt: skip
     seed: int = option(FIRST_SEED, "unlike: random seed of the scenes; below 1000: those on which "
                        "constants were chosen", at_least=0, verbs=("unlike",))  # fmt: skip

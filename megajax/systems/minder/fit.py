@@ -44,6 +44,9 @@ LEAST_NOISE = (
     0.002,
     0.05,
 )  # (chosen) of a level, as a share of three healthy ranges; of a residual
+# (chosen) quantile of distances, and times as far as noise that it shows: of a metric whose machines
+# differ from the others in a few ticks only, such as rare packets
+SPARSE = (0.9, 2.0)
 USUAL_SLOPE = (0.5, 0.5)  # where the job's state did not vary while learning
 BLOCK = 75  # ticks (30 minutes) of which the highest score is one observation of the tail
 # (chosen on held-out jobs of earlier runs, which are not reported with them) A fault and the peers
@@ -271,18 +274,21 @@ def _spreads(
     least_F: noise that a channel has at least. usual_F: slopes where the job's state did not vary.
     """
     middles = [np.nanmedian(y_HFNJ, (2, 3)) for y_HFNJ in ticks]  # (H, F)
-    noise, offsets, slopes = [], [], []
+    noise, rare, offsets, slopes = [], [], [], []
     for y_HFNJ, middle_HF in zip(ticks, middles, strict=True):
         apart_HFN = np.nanmean(y_HFNJ - np.nanmedian(y_HFNJ, 2, keepdims=True), 3)
         offset_FN = np.nanmedian(apart_HFN, 0)
         rest_HFN = apart_HFN - offset_FN
         noise.append(np.nanmedian(np.abs(rest_HFN), 0))
+        rare.append(np.nanquantile(np.abs(rest_HFN), SPARSE[0], axis=0))
         offsets.append(offset_FN)
         u_HF = middle_HF - np.nanmedian(middle_HF, 0)
         power_F = np.nanmean(u_HF**2, 0)
         slope_FN = np.nanmean(u_HF[..., None] * rest_HFN, 0) / np.maximum(power_F, 1e-9)[:, None]
         slopes.append(np.where((power_F > 0.03**2)[:, None], slope_FN, np.nan))
     noise_F = np.fmax(1.4826 * np.nanmedian(np.concatenate(noise, 1), 1), least_F)
+    rare_F = np.nanmedian(np.concatenate(rare, 1), 1) / 1.645  # of normal noise it is noise_F
+    noise_F = np.where(rare_F > SPARSE[1] * noise_F, rare_F, noise_F)
     offset_F = np.fmax(_spread(np.concatenate(offsets, 1)), 2 * noise_F)
     slope_F = np.fmax(_spread(np.concatenate(slopes, 1)), 0.1)
     slope_F = np.where(np.isfinite(slope_F), slope_F, usual_F)

@@ -204,7 +204,8 @@ class Judge:
         self._free_at_N[busy_N & (worst_N > SUSPECTED)] = end + s.clear_s
         self._free_at_N[self._free_at_N <= end] = 0.0
         follows_N = self._follows_N > end
-        self._follows_N[follows_N & (worst_N > SUSPECTED)] = end + s.group_s
+        again_N = follows_N & (worst_N > SUSPECTED)
+        self._follows_N[again_N] = np.maximum(self._follows_N[again_N], end + s.group_s)
         fires_N = (worst_N >= 1) & ~busy_N & ~follows_N & ~self._elsewhere_N
         differing_N = worst_N > SUSPECTED
         if not fires_N.any():
@@ -242,7 +243,8 @@ class Judge:
             alike_N = self._alike_N(self.mean_FN[:, row], self.mean_FN)
             others_N = group_N & (alike_N | (worst_N < CLEAR))
             others_N[row] = False
-            self._follows_N[others_N] = end + s.group_s
+            # A stall of the job may hide for minutes that a follower differs.
+            self._follows_N[others_N] = end + s.clear_s
             fires_N &= ~others_N
             fires_N[row] = False
         return found
