@@ -31,6 +31,10 @@ from megajax.systems.minder.pending import Pending, Window, grid_of, held
 from megajax.systems.minder.profile import Dynamics, Profile
 from megajax.systems.minder.settings import CHANNELS, LEAST, TICK, WINDOW, WINDOWS, Settings
 
+OLDER = (
+    "the model was fitted by a version that knew neither spread nor lag, so neither is judged: fit "
+    "it anew"
+)
 SMOOTH = 0.25  # (chosen) share by which a tick moves the lag that an alert tells
 LEFT = 3600.0  # (chosen) seconds of silence after which a machine no longer belongs to the job
 
@@ -46,13 +50,14 @@ class Detector:
         C = len(profile.metrics)
         first = [profile.metrics.index(m) for m in profile.priority or profile.metrics]
         order = [c + k * C for c in first for k in range(CHANNELS)]
-        self._onsets = Onsets(C, spans(self.settings.ticks)[-1].ticks)
+        self._onsets = Onsets(spans(self.settings.ticks)[-1].ticks)
         self._judge = Judge(self.settings, profile.limits, order, self._onsets)
         self._pending = Pending(profile.metrics)
         self._prior = _prior(profile)
         self._tracks = tracker.begin(self._prior, 0)
-        self._course = None
+        self._course, self._about = None, [OLDER]
         if profile.dynamics is not None:
+            self._about = []
             self._course = _Course(profile.dynamics, self.settings, [C, *first])
         longest = int(profile.period_C.max(initial=1))
         self._tail_CNT = np.zeros((C, 0, longest - 1), np.float32)  # may be held in the next tick
@@ -153,7 +158,8 @@ class Detector:
                 "rows, or samples with start and end" + "".join(f"; {n}" for n in grid.notes)
             )
         grid = self._quality.check(grid)
-        self.notes = [*grid.notes, *self._pending.add(grid)]
+        self.notes = [*self._about, *grid.notes, *self._pending.add(grid)]
+        self._about = []
         # In its first seconds a machine may only have lost a sample.
         if len(self._pending.machines) < LEAST and grid.end - self._pending.begin >= WINDOW:
             count = len(self._pending.machines)

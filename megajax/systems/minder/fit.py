@@ -44,8 +44,8 @@ LEAST_NOISE = (
     0.002,
     0.05,
 )  # (chosen) of a level, as a share of three healthy ranges; of a residual
-# (chosen) quantile of distances, and times as far as noise that it shows: of a metric whose machines
-# differ from the others in a few ticks only, such as rare packets
+# (chosen) quantile of distances, and times as far as noise that it shows: in a metric whose
+# machines differ from the others in a few ticks only, such as rare packets
 SPARSE = (0.9, 2.0)
 USUAL_SLOPE = (0.5, 0.5)  # where the job's state did not vary while learning
 BLOCK = 75  # ticks (30 minutes) of which the highest score is one observation of the tail

@@ -8,11 +8,15 @@ with the least squares, over all metrics in which the machine differs.
 Legend: C metrics, N machines, T seconds, R machines that are asked for.
 """
 
+import collections
+
 import numpy as np
 
 from megajax.systems.minder.settings import TICK
 
-BEFORE, AFTER = 96, 96  # (chosen) seconds about a tick in which its machine's onset is looked for
+AROUND = 4  # (chosen) ticks before and after a tick in which its machine's onset is looked for
+MORE = AROUND + 3  # ticks that are kept beyond the longest span
+MOST = 64  # (chosen) machines that are asked for: where more differ, the job has changed
 LEAST = 8  # (chosen) seconds on either side of a change point
 BLUR = 6.0  # (chosen) of an onset: so many times noise variance over squared change, in seconds
 OTHERS = 2  # machines that do not differ, at least
@@ -22,24 +26,19 @@ MOVED = 2.0  # (chosen) standard deviations from which a metric has moved
 class Onsets:
     """The last samples of all machines, scaled, in half precision."""
 
-    def __init__(self, metrics: int, ticks: int):
+    def __init__(self, ticks: int):
         """ticks: of the longest span that is judged."""
-        self._seconds = TICK * (ticks + 2) + BEFORE
-        self._x_CNT = np.full((metrics, 0, self._seconds), np.nan, np.float16)
+        self._ticks: collections.deque[np.ndarray] = collections.deque(maxlen=ticks + MORE)
 
     def add(self, x_CNT: np.ndarray) -> None:
         """Adds a tick; x_CNT: scaled samples; machines may have come since the last one."""
-        more = x_CNT.shape[1] - self._x_CNT.shape[1]
-        if more:
-            pad = ((0, 0), (0, more), (0, 0))
-            self._x_CNT = np.pad(self._x_CNT, pad, constant_values=np.nan)
-        T = x_CNT.shape[2]
-        self._x_CNT[..., :-T] = self._x_CNT[..., T:]
-        self._x_CNT[..., -T:] = x_CNT
+        self._ticks.append(x_CNT.astype(np.float16))
 
     def forget(self, rows: list[int]) -> None:
         """Removes the machines in these rows."""
-        self._x_CNT = np.delete(self._x_CNT, rows, axis=1)
+        for k, x_CNT in enumerate(self._ticks):
+            there = [row for row in rows if row < x_CNT.shape[1]]
+            self._ticks[k] = np.delete(x_CNT, there, axis=1)
 
     def moved(
         self, rows_R: np.ndarray, ago_R: np.ndarray, far_CR: np.ndarray, still_N: np.ndarray
@@ -50,23 +49,33 @@ class Onsets:
         still_N: machines that do not differ.
         """
         moved_R, blur_R = np.full((2, len(rows_R)), np.nan)
-        if still_N.sum() < OTHERS:
+        if still_N.sum() < OTHERS or len(rows_R) > MOST:
             return moved_R, blur_R
-        for r, row in enumerate(rows_R):
-            metrics = np.flatnonzero(np.abs(far_CR[:, r]) >= MOVED)
-            begin = max(self._seconds - int(ago_R[r]) - BEFORE, 0)
-            end = min(self._seconds - int(ago_R[r]) + AFTER, self._seconds)
-            if end - begin < (BEFORE + AFTER) / 2:  # too long ago
+        ticks_R = np.round(ago_R / TICK).astype(int)
+        for ago in np.unique(ticks_R):
+            last, first = max(ago - AROUND, 0), min(ago + AROUND, len(self._ticks))
+            if first - last < AROUND:  # too long ago
                 continue
-            part_CNT = self._x_CNT[metrics, :, begin:end].astype(np.float32)
+            part_CNT = self._part(first, last, len(still_N))
             others_CNT = part_CNT[:, still_N]
-            gone_CT = ~np.isfinite(others_CNT).any(1)
-            others_CNT[:, 0][gone_CT] = 0.0
-            apart_CT = part_CNT[:, row] - np.nanmedian(others_CNT, 1)
-            apart_CT[gone_CT] = np.nan
-            split, blur_R[r] = _change(apart_CT)
-            moved_R[r] = self._seconds - begin - split
+            others_CNT[:, 0][~np.isfinite(others_CNT).any(1)] = np.inf  # nobody has a sample
+            middle_CT = np.nanmedian(others_CNT, 1)
+            middle_CT[~np.isfinite(middle_CT)] = np.nan
+            for r in np.flatnonzero(ticks_R == ago):
+                metrics = np.abs(far_CR[:, r]) >= MOVED
+                apart_CT = (part_CNT[:, rows_R[r]] - middle_CT)[metrics]
+                split, blur_R[r] = _change(apart_CT)
+                moved_R[r] = TICK * first - split
         return moved_R, blur_R
+
+    def _part(self, first: int, last: int, machines: int) -> np.ndarray:
+        """Returns x_CNT from `first` ticks ago to `last` ticks ago."""
+        parts = []
+        for k in range(len(self._ticks) - first, len(self._ticks) - last):
+            x_CNT = self._ticks[k].astype(np.float32)
+            pad = ((0, 0), (0, machines - x_CNT.shape[1]), (0, 0))
+            parts.append(np.pad(x_CNT, pad, constant_values=np.nan))
+        return np.concatenate(parts, 2)
 
 
 def _change(apart_CT: np.ndarray) -> tuple[float, float]:

@@ -191,6 +191,15 @@ def test_noise_that_grows_on_one_machine_is_named_and_on_all_is_not(model):
     assert alerts(model, dataclasses.replace(grid, values_CNT=everywhere)) == []
 
 
+def test_a_model_of_a_version_without_spread_and_lag_says_so_once(model, tmp_path):
+    older = tmp_path / "older.npz"
+    dataclasses.replace(Detector.load(model).profile, dynamics=None).save(older)
+    detector, grid = Detector.load(older), job(8, 600, seed=21)
+    said = [detector.update(cut(grid, at, at + 300)) or detector.notes for at in (0, 300)]
+    assert ["neither spread nor lag" in " ".join(notes) for notes in said] == [True, False]
+    assert Detector.load(model).update(grid) == []
+
+
 def test_a_machine_a_second_behind_is_named_and_one_that_has_always_been_is_not(model):
     def behind(since, to):
         grid = job(8, 1500, seed=22, missing=0.0, stall_every=10_000)

@@ -60,7 +60,7 @@ def test_onsets_are_known_to_the_second_whatever_the_sizes(seed):
         x_CNT[0, row, at:] += 0.02 * (1 + number)
         x_CNT[1, row, at:] -= 0.02
     x_CNT[:, :, 300:] += 0.1  # all machines
-    onsets = Onsets(C, 15)
+    onsets = Onsets(15)
     for at in range(0, 20 * TICK, TICK):
         onsets.add(x_CNT[..., at : at + TICK])
     rows_R = np.array(list(moved))
