@@ -20,7 +20,14 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
 from megajax.checkpoint import companions
-from megajax.checkpoint.formats.safetensors import SHARD_BYTES, TensorFolder, write_folder
+from megajax.checkpoint.formats.safetensors import (
+    INDEX,
+    SHARD_BYTES,
+    SINGLE,
+    TensorFolder,
+    write_folder,
+)
+from megajax.checkpoint.formats.torch_files import BIN, TorchFolder
 from megajax.core import config as config_
 from megajax.core import files as files_
 from megajax.core.errors import UserError
@@ -36,6 +43,7 @@ from megajax.models.name_rules import Rule, Sizes
 from megajax.models.parts import ModelParts, map_words
 
 ModelConfig = DecoderConfig | EncoderConfig
+Weights = TensorFolder | TorchFolder
 FAMILIES = (*get_args(names.Family), *encoder_names.FAMILIES)
 MAX_CONFIG = 2**24  # (chosen) bytes of a config.json
 CODES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
@@ -107,7 +115,7 @@ def load_params(path: str | Path, cfg: ModelConfig, layout: Layout | None = None
     ]
     if shaping:
         raise UserError(f"{path} has another model: {'; '.join(shaping)} (--init_from)")
-    files = TensorFolder(expand(path))
+    files = open_weights(expand(path))
     settings = files_.read_object(expand(path) / "config.json", MAX_CONFIG)
     if settings.get("quantization_config") or any(n.endswith(".qweight") for n in files.names()):
         raise UserError(
@@ -121,6 +129,16 @@ def load_params(path: str | Path, cfg: ModelConfig, layout: Layout | None = None
         return rule.to_ours(tensors[rule.name(index)], sizes)[inner]
 
     return make_params(network.parts(cfg), rules, sizes, read, layout)
+
+
+def open_weights(folder: Path) -> Weights:
+    """Returns the tensors of a folder: safetensors, else pytorch_model.bin, as transformers does.
+
+    Raises: UserError when there are none, or a file is damaged. No pickle is run.
+    """
+    safe = (folder / SINGLE).is_file() or (folder / INDEX).is_file()
+    torch = (folder / BIN).is_file() or (folder / f"{BIN}.index.json").is_file()
+    return TorchFolder(folder) if torch and not safe else TensorFolder(folder)
 
 
 def make_params(
@@ -156,9 +174,7 @@ def _leaf_words(axes: Tree) -> list[tuple]:
     return found
 
 
-def _find_tensors(
-    files: TensorFolder, rules: list[Rule], cfg: ModelConfig
-) -> dict[str, np.ndarray]:
+def _find_tensors(files: Weights, rules: list[Rule], cfg: ModelConfig) -> dict[str, np.ndarray]:
     """Returns views of all tensors that the rules name; refuses strangers and wrong shapes."""
     maps, _ = _home(cfg)
     sizes = maps.sizes(cfg)
@@ -180,7 +196,7 @@ def _find_tensors(
     return found
 
 
-def equal_copies(files: TensorFolder, cfg: ModelConfig) -> set[str]:
+def equal_copies(files: Weights, cfg: ModelConfig) -> set[str]:
     """Returns the names of stored tensors that are copies of tied ones.
 
     Raises: UserError for one that differs: transformers uses it then, against config.json.
@@ -205,7 +221,7 @@ def equal_copies(files: TensorFolder, cfg: ModelConfig) -> set[str]:
     return set(copies)
 
 
-def check_tensor(files: TensorFolder, name: str, wanted: tuple[int, ...]) -> None:
+def check_tensor(files: Weights, name: str, wanted: tuple[int, ...]) -> None:
     """Raises: UserError for a tensor of another shape, or of integers."""
     shape, dtype = files.kind(name)
     if shape != wanted:

@@ -23,7 +23,7 @@ from megajax.core import files
 from megajax.core.errors import UserError
 from megajax.core.paths import expand
 from megajax.data import pieces as pieces_
-from megajax.data import special_tokens
+from megajax.data import special_tokens, vocabulary_files
 from megajax.data.special_tokens import CONFIG, GENERATION, MAP, MAX_BYTES, MAX_ID, Settings
 
 MOST = 1 << 24  # ids of a trained BPE (chosen: the trainer reserves memory for them)
@@ -35,7 +35,7 @@ WINDOW = 2**10  # (chosen) characters on both sides of a cut that are encoded to
 TRIES = 16  # (chosen) places of a piece that are judged
 BETWEEN = re.compile(r"(?<=[A-Za-z]) (?=[A-Za-z])")  # where words are cut by all patterns
 TEMPLATE = "chat_template.jinja"
-FILES = "tokenizer.json"  # that say what the tokens are
+FILES = "tokenizer.json, vocab.json with merges.txt, tokenizer.model or vocab.txt"
 BESIDE = (CONFIG, MAP, GENERATION, TEMPLATE)  # files that say how a tokenizer is used
 
 
@@ -265,7 +265,7 @@ class JsonTokenizer:
         if not (folder / "tokenizer.json").exists():
             (folder / "tokenizer.json").write_bytes(self.raw)
         for name, text in made.items():
-            if not (folder / name).exists():
+            if text and not (folder / name).exists():
                 (folder / name).write_text(text)
 
     def pieces(self) -> list[bytes | None]:
@@ -300,13 +300,17 @@ class JsonTokenizer:
 
 
 class FileTokenizer(JsonTokenizer):
-    """A tokenizer.json with the settings that lie beside it."""
+    """A tokenizer.json, or another file of a tokenizer, with the settings that lie beside it."""
 
     def __init__(self, path: Path, name: str):
         """Raises: UserError when the file is not a tokenizer."""
-        with _errors_of(f"{path} is not a tokenizer.json"):
-            raw = files.read_bytes(path, MAX_BYTES)
-        read = functools.partial(special_tokens.read_settings, path.parent)
+        read: Any = functools.partial(special_tokens.read_settings, path.parent)
+        if path.name in vocabulary_files.NAMES_OF_FILES:
+            with _errors_of(f"{path} is not a tokenizer"):
+                raw, read = vocabulary_files.convert(path)
+        else:
+            with _errors_of(f"{path} is not a tokenizer.json"):
+                raw = files.read_bytes(path, MAX_BYTES)
         super().__init__(raw, read, str(path))
         self.name, self.path = name, path
 
@@ -323,6 +327,13 @@ class FileTokenizer(JsonTokenizer):
             if "eos_token_id" not in said:
                 said["eos_token_id"] = list(self.ends if ids is None else ids)
                 made[GENERATION] = json.dumps(said, indent=2) + "\n"
+        if self.path.name != "tokenizer.json":  # what its class or its file says is said here
+            settings = self.settings
+            named = {
+                k: settings.tokens[k] for k in ("bos_token", "eos_token") if k in settings.tokens
+            }
+            made[CONFIG] = json.dumps({**settings.members, **named}, indent=2) + "\n"
+            made[MAP] = ""
         for name in BESIDE:
             beside = self.path.parent / name
             if beside.is_file() and name not in made and not (folder / name).exists():
@@ -357,6 +368,8 @@ def _errors_of(what: str) -> Iterator[None]:
         yield
     except BaseException as error:
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        if isinstance(error, UserError) and "--data.tokenizer" in str(error):
             raise
         raise UserError(f"{what}: {error} (--data.tokenizer)") from None
 
@@ -429,7 +442,7 @@ def open_tokenizer(name: str) -> Tokenizer:
 def tokenizer_file(folder: Path) -> Path | None:
     """Returns the file of a folder that says what its tokens are, or None."""
     file = folder / "tokenizer.json"
-    return file if file.is_file() else None
+    return file if file.is_file() else vocabulary_files.find(folder)
 
 
 def need_tokenizer(folder: str | Path, flag: str, chosen: str = "--tokenizer") -> Path:

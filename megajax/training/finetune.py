@@ -30,6 +30,7 @@ from megajax.training.config import (
     TrainConfig,
 )
 from megajax.training.optim import OptimConfig
+from megajax.training.start import fit_vocabulary
 from megajax.training.task import Task, mean_loss, token_rows
 
 
@@ -150,7 +151,9 @@ def take_encoder(
     """
     folder = given.get("init_from", base.init_from)
     over = given if "init_from" in given else {**read, **given}
-    if folder is None or {"model.layers", "model.width", "model.vocab"} <= over.keys():
+    if folder is None:
+        return fit_vocabulary(base, given, read)
+    if {"model.layers", "model.width", "model.vocab"} <= over.keys():
         return base
     from megajax.checkpoint import hf
 

@@ -13,7 +13,7 @@ from megajax.core import config
 from megajax.core.paths import expand
 from megajax.data.config import DataConfig
 from megajax.data.corpus import recorded_tokenizer
-from megajax.data.tokenizer import need_tokenizer, tokenizer_file
+from megajax.data.tokenizer import bpe_size, need_tokenizer, tokenizer_file
 from megajax.training.config import Config, JobConfig
 from megajax.training.presets import finetune
 
@@ -32,7 +32,7 @@ def take_model(base: Config, given: Mapping[str, Any], read: Mapping[str, Any]) 
     """
     folder = given.get("init_from", base.init_from)
     if folder is None:
-        return _take_recorded(base, given, read)
+        return fit_vocabulary(_take_recorded(base, given, read), given, read)
     over = given if "init_from" in given else {**read, **given}
     if all(name in over for name in SHAPE):
         return base
@@ -58,6 +58,18 @@ def _take_recorded(base: Config, given: Mapping[str, Any], read: Mapping[str, An
     if chosen or base.data.tokenizer != DataConfig().tokenizer or recorded is None:
         return base
     return dataclasses.replace(base, data=dataclasses.replace(base.data, tokenizer=recorded))
+
+
+def fit_vocabulary(base: Any, given: Mapping[str, Any], read: Mapping[str, Any]) -> Any:
+    """Returns `base` with a vocabulary that has room for bpe:N, unless one is chosen.
+
+    A larger one stays, so that runs which had it go on. A masked-token head has one more id.
+    """
+    size = bpe_size(str(given.get("data.tokenizer", base.data.tokenizer)))
+    if size is None or "model.vocab" in {**read, **given}:
+        return base
+    size += getattr(base.model, "head", None) == "mlm"
+    return config.override(base, {"model.vocab": size}) if size > base.model.vocab else base
 
 
 def start_name(cfg: JobConfig) -> str:

@@ -6,6 +6,7 @@ import math
 import os
 import pathlib
 import re
+import shutil
 
 import jax
 import numpy as np
@@ -20,6 +21,7 @@ from megajax.data.tokenizer import train_bpe
 from megajax.models import decoder, names
 from megajax.models.decoder_config import PRESETS, DecoderConfig
 from megajax.parallel import sharding
+from tests import foreign_writer
 
 GOLDEN = pathlib.Path(__file__).parent.parent / "golden"
 ABSENT = object()
@@ -356,6 +358,50 @@ def test_numbers_that_half_precision_has_not_are_refused(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["theirs"]
     params["norm"]["scale"] = params["norm"]["scale"].at[3].set(np.inf)  # what was infinite may be
     hf.save(params, cfg, tmp_path / "out", "float16")
+
+
+def write_torch(folder, tensors, name="pytorch_model.bin"):
+    """A file of torch.save with float32 tensors, written by hand."""
+    value, members = {}, {}
+    for i, (key, x) in enumerate(tensors.items()):
+        strides = tuple(s // x.itemsize for s in np.ascontiguousarray(x).strides)
+        value[key] = foreign_writer.tensor(0, x.shape, strides, str(i), x.size)
+        members[str(i)] = x.astype("<f4").tobytes()
+    (folder / name).write_bytes(foreign_writer.torch_zip(value, members))
+
+
+def test_weights_of_torch_are_read_where_there_are_no_others(tmp_path):
+    """pytorch_model.bin, in one file and in several: the same parameters as of safetensors."""
+    unpack("llama", tmp_path / "safe")
+    cfg, wanted = hf.load(tmp_path / "safe")
+    tensors = safetensors.numpy.load_file(tmp_path / "safe" / "model.safetensors")
+    for kind in ("one", "several"):
+        folder = tmp_path / kind
+        folder.mkdir()
+        shutil.copyfile(tmp_path / "safe" / "config.json", folder / "config.json")
+        if kind == "one":
+            write_torch(folder, tensors)
+            continue
+        homes = {key: f"pytorch_model-{i % 2}.bin" for i, key in enumerate(tensors)}
+        for name in set(homes.values()):
+            write_torch(folder, {k: x for k, x in tensors.items() if homes[k] == name}, name)
+        index = folder / "pytorch_model.bin.index.json"
+        index.write_text(json.dumps({"weight_map": homes}))
+    for kind in ("one", "several"):
+        found, params = hf.load(tmp_path / kind)
+        assert found == cfg
+        assert_same(params, wanted)
+    gone = next(iter(tensors))
+    index.write_text(json.dumps({"weight_map": homes | {gone: "pytorch_model-1.bin"}}))
+    homes[gone] = "pytorch_model-0.bin"
+    with pytest.raises(UserError, match="is in pytorch_model-1.bin; it is not"):
+        hf.load(tmp_path / "several")
+    write_torch(tmp_path / "one", {k: x for k, x in tensors.items() if k != gone})
+    with pytest.raises(UserError, match=f"has no tensor {gone}"):
+        hf.load(tmp_path / "one")
+    (tmp_path / "one" / "pytorch_model.bin").write_bytes(foreign_writer.torch_zip({"a": 5}))
+    with pytest.raises(UserError, match="pytorch_model.bin: a is no tensor"):
+        hf.load(tmp_path / "one")
 
 
 def test_a_tokenizer_that_is_not_there_is_named(tmp_path):

@@ -1,8 +1,8 @@
 """Begin and end tokens. Oracle: transformers 5.24, frozen by tests/golden/make_tokenizers.py."""
 
-import gzip
 import hashlib
 import json
+import lzma
 import re
 
 import pytest
@@ -14,7 +14,7 @@ from tests.golden import make_tokenizers as made
 
 @pytest.fixture(scope="module")
 def golden():
-    return json.loads(gzip.decompress(made.FILE.read_bytes()))
+    return json.loads(lzma.decompress(made.FILE.read_bytes()))
 
 
 def test_begin_and_end_are_those_of_transformers(golden, tmp_path):

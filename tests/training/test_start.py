@@ -9,6 +9,7 @@ import pytest
 from megajax.core import config
 from megajax.core.errors import UserError
 from megajax.training.config import Config
+from megajax.training.finetune import nano, take_encoder
 from megajax.training.start import take_model
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "hf_llama.npz"
@@ -25,7 +26,8 @@ def weights(tmp_path, monkeypatch):
     return folder
 
 
-def start(given, read):
+def start(given, read=()):
+    read = dict(read)
     base = config.override(Config(), read)
     return config.override(take_model(base, given, read), given)
 
@@ -60,3 +62,18 @@ def test_no_weights_and_a_saved_file_read_no_folder():
     assert start({}, read) == saved
     with pytest.raises(UserError, match="gone"):
         start({"init_from": "gone"}, read)
+
+
+def test_a_bpe_makes_room_for_its_tokens():
+    assert start({"data.tokenizer": "bpe:8192"}).model.vocab == 8192
+    assert start({}, {"data.tokenizer": "bpe:8192"}).model.vocab == 8192  # of a file
+    chosen = {"data.tokenizer": "bpe:8192", "model.vocab": 9000}
+    assert start(chosen).model.vocab == start({}, chosen).model.vocab == 9000
+    usual = Config().model.vocab  # runs that had room before go on with what they had
+    assert start({"data.tokenizer": "bpe:300"}).model.vocab == usual
+    with pytest.raises(UserError, match="bpe:N needs N of at least 258"):
+        start({"data.tokenizer": "bpe:3"})
+    for head, wanted in (("classify", 8192), ("mlm", 8193)):
+        flags = {"data.tokenizer": "bpe:8192", "model.head": head}
+        base = config.override(nano(), flags)
+        assert take_encoder(base, flags, {}).model.vocab == wanted

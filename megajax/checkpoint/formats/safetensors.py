@@ -41,7 +41,7 @@ class TensorFolder:
         self.folder = Path(folder)
         index, single = self.folder / INDEX, (self.folder / SINGLE).is_file()
         if index.is_file():
-            homes = _read_index(index)
+            homes = read_index(index)
             if single and SINGLE not in homes.values():  # transformers would read it alone
                 raise UserError(
                     f"{self.folder} has {SINGLE}, and {INDEX} of other files; move one away"
@@ -98,7 +98,7 @@ class TensorFolder:
         return raw[offset:end].view(dtype).reshape(shape)
 
 
-def _read_index(path: Path) -> dict[str, str]:
+def read_index(path: Path) -> dict[str, str]:
     """Returns {tensor: file name}. Raises: UserError; also for files outside the folder."""
     try:
         homes = files.read_object(path, MAX_INDEX)["weight_map"]

@@ -28,9 +28,11 @@ import numpy as np
 
 from megajax.checkpoint.formats import pickles, torch_legacy
 from megajax.checkpoint.formats.pickles import Global, Record
+from megajax.checkpoint.formats.safetensors import read_index
 from megajax.core import files
 from megajax.core.errors import UserError
 
+BIN = "pytorch_model.bin"
 DTYPES: dict[str, Any] = {
     "float64": np.float64, "float32": np.float32, "float16": np.float16,
     "bfloat16": ml_dtypes.bfloat16, "float8_e4m3fn": ml_dtypes.float8_e4m3fn,
@@ -598,3 +600,56 @@ def _members(raw: np.ndarray, where: str) -> dict[str, tuple[np.ndarray, int]]:
     except (zipfile.BadZipFile, struct.error, ValueError, NotImplementedError) as error:
         raise UserError(f"{where} is not a whole file of torch.save: {error}") from None
     return found
+
+
+class TorchFolder:
+    """The tensors of a Hugging Face folder whose weights are files of torch.save, by name.
+
+    As safetensors' TensorFolder: pytorch_model.bin, or the files of its index.
+    """
+
+    def __init__(self, folder: str | Path):
+        """Reads the structures. Raises: UserError when one is damaged, or holds what is no dense
+        tensor."""
+        self.folder = Path(folder)
+        index = self.folder / f"{BIN}.index.json"
+        homes = {} if (self.folder / BIN).is_file() else read_index(index)
+        self._tensors: dict[str, Tensor | Array] = {}
+        where: dict[str, str] = {}
+        for name in sorted(set(homes.values())) or [BIN]:
+            file = self.folder / name
+            for tensor, value in tensors(TorchFile(file).value, str(file)):
+                if not isinstance(value, Tensor | Array):
+                    what = value.what if isinstance(value, Unread) else "no tensor"
+                    hint = f"; {value.remedy}" if isinstance(value, Unread) else ""
+                    raise UserError(f"{file}: {tensor[:MAX_KEY]} is {what}{hint}")
+                if tensor in where:
+                    raise UserError(
+                        f"{file} holds {tensor[:MAX_KEY]}, and so does {where[tensor]}; a tensor "
+                        "may be in one file only"
+                    )
+                self._tensors[tensor], where[tensor] = value, name
+        for tensor, name in homes.items():
+            if where.get(tensor) != name:
+                raise UserError(f"{index} says that {tensor[:MAX_KEY]} is in {name}; it is not")
+
+    def __contains__(self, name: str) -> bool:
+        """Tells whether there is a tensor of this name."""
+        return name in self._tensors
+
+    def names(self) -> list[str]:
+        """Returns the names of all tensors."""
+        return list(self._tensors)
+
+    def kind(self, name: str) -> tuple[tuple[int, ...], np.dtype]:
+        """Returns the shape and the type of a tensor that is there."""
+        return self._tensors[name].shape, np.dtype(self._tensors[name].dtype)
+
+    def view(self, name: str) -> np.ndarray:
+        """Returns a tensor, read-only: mostly a part of its file's memory map.
+
+        Raises: UserError for a name that is not there, and for bytes that are damaged.
+        """
+        if name not in self._tensors:
+            raise UserError(f"{self.folder} has no tensor {name}")
+        return self._tensors[name].read()

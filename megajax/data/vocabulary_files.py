@@ -1,0 +1,522 @@
+"""Tokenizers that lie in other files than tokenizer.json, made into one as transformers 5 does.
+
+| files | classes (tokenizer_config.json, else the model's family) | words are cut by |
+|---|---|---|
+| vocab.json, merges.txt | GPT2, Roberta, Bart, Qwen2, GPTNeoX | the class: byte-level BPE |
+| vocab.txt | Bert, DistilBert, Electra | WordPiece, with Bert's normalizer |
+| tokenizer.model | Llama (BPE only), or none of its own (BPE and Unigram) | SentencePiece's file |
+
+A class that is not in the table is refused by name: its way of cutting words is in code, not in a
+file. SentencePiece's file is a protobuf; the reader here knows the wire format and the members that
+it needs (sentencepiece_model.proto), and reads no more than the file has. Source: transformers 5.24
+(convert_slow_tokenizer.py, tokenization_utils_tokenizers.py, models/*/tokenization_*.py). No jax.
+"""
+
+import dataclasses
+import json
+import re
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megajax.core import files
+from megajax.core.errors import UserError
+from megajax.data.special_tokens import (
+    BACKEND,
+    MAX_BYTES,
+    NAMES,
+    OF_CLASS,
+    Settings,
+    read_settings,
+    template,
+)
+
+MODEL, VOCAB, MERGES, WORDS = "tokenizer.model", "vocab.json", "merges.txt", "vocab.txt"
+NAMES_OF_FILES = (MODEL, VOCAB, WORDS)
+MAX_MODEL = 2**26  # (chosen) bytes of a tokenizer.model: published ones have some 2^22
+MAX_PIECES = 2**21  # (chosen) pieces of a tokenizer.model: published ones have some 2^18
+MAX_PIECE = 256  # (chosen: published ones have at most some 100) letters of a piece that is merged
+MAX_LETTERS = 2**23  # (chosen) letters of all pieces that are merged
+SPACE = "\u2581"  # SentencePiece's sign for a blank
+NORMAL, CONTROL, USER_DEFINED = 1, 3, 4  # kinds of pieces
+
+_END = "<|endoftext|>"
+_QWEN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+# {class: its special tokens by default, beside bos_token and eos_token}.
+_BERT = {
+    "unk_token": "[UNK]", "sep_token": "[SEP]", "pad_token": "[PAD]", "cls_token": "[CLS]",
+    "mask_token": "[MASK]",
+}  # fmt: skip
+_ROBERTA = {
+    "unk_token": "<unk>", "sep_token": "</s>", "pad_token": "<pad>", "cls_token": "<s>",
+    "mask_token": "<mask>",
+}  # fmt: skip
+_DEFAULTS: dict[str, dict[str, str]] = {
+    "GPT2Tokenizer": {"unk_token": _END}, "Qwen2Tokenizer": {"unk_token": _END, "pad_token": _END},
+    "GPTNeoXTokenizer": {"unk_token": _END, "pad_token": "<|padding|>"},
+    "RobertaTokenizer": _ROBERTA, "BertTokenizer": _BERT, "LlamaTokenizer": {"unk_token": "<unk>"},
+}  # fmt: skip
+_SAME = {
+    "BartTokenizer": "RobertaTokenizer", "DistilBertTokenizer": "BertTokenizer",
+    "ElectraTokenizer": "BertTokenizer",
+}  # fmt: skip
+BYTE_LEVEL = ("GPT2Tokenizer", "GPTNeoXTokenizer", "Qwen2Tokenizer", "RobertaTokenizer")
+
+
+def find(folder: Path) -> Path | None:
+    """Returns the file of a folder that has the tokens, where there is no tokenizer.json."""
+    if (folder / VOCAB).is_file() and (folder / MERGES).is_file():
+        return folder / VOCAB
+    named = (folder / MODEL, folder / WORDS)
+    return next((file for file in named if file.is_file()), None)
+
+
+def convert(file: Path) -> tuple[bytes, Settings]:
+    """Returns (a tokenizer.json, the settings that go with it) of the tokenizer in a file.
+
+    Raises: UserError for a class that is not known, and for a file that is damaged.
+    """
+    settings = read_settings(file.parent, byte_level=False)
+    kind = _SAME.get(settings.tokenizer_class, settings.tokenizer_class)
+    tokens = {**_DEFAULTS.get(kind, {}), **settings.tokens}
+    for key, name in zip(("bos_token", "eos_token"), OF_CLASS.get(kind, (None, None)), strict=True):
+        if name is not None:
+            tokens.setdefault(key, name)
+    settings = dataclasses.replace(settings, tokens=tokens, silent=False)
+    if file.name == MODEL:
+        made, settings = _sentencepiece(file, kind, settings)
+    elif file.name == VOCAB and kind in BYTE_LEVEL:
+        made = _byte_level(file, kind, settings)
+    elif file.name == WORDS and kind == "BertTokenizer":
+        made = _word_piece(file, settings)
+    else:
+        known = {MODEL: ("LlamaTokenizer", BACKEND), VOCAB: BYTE_LEVEL, WORDS: ("BertTokenizer",)}
+        raise UserError(
+            f"{file}: the class {kind} cuts words in a way that is not known here; known for "
+            f"{file.name} are {', '.join(known.get(file.name, ()))}. Save a tokenizer.json "
+            "(AutoTokenizer.from_pretrained(...).save_pretrained(...)) and name it "
+            "(--data.tokenizer, --tokenizer)"
+        )
+    return made, settings
+
+
+# ---- vocab.json and vocab.txt
+
+
+def _byte_level(file: Path, kind: str, settings: Settings) -> bytes:
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    vocab = files.read_object(file, MAX_BYTES, "data.tokenizer")
+    if not all(isinstance(i, int) and not isinstance(i, bool) for i in vocab.values()):
+        raise UserError(f"{file}: its members must be ids (--data.tokenizer)")
+    lines = _text(file.parent / MERGES).split("\n")
+    merges = []
+    for number, line in enumerate(lines, 1):
+        if not line or line.startswith("#version"):
+            continue
+        parts = line.rstrip("\r").split(" ")
+        if len(parts) != 2:
+            raise UserError(
+                f"{file.parent / MERGES}: line {number} is {line!r:.60}, not two tokens"
+            )
+        merges.append((parts[0], parts[1]))
+    made: Any = Tokenizer(models.BPE(vocab=vocab, merges=merges, fuse_unk=False))
+    prefix = bool(settings.members.get("add_prefix_space") or False)
+    level = pre_tokenizers.ByteLevel(add_prefix_space=prefix, use_regex=kind != "Qwen2Tokenizer")
+    made.decoder = decoders.ByteLevel()
+    made.pre_tokenizer = level
+    if kind in ("Qwen2Tokenizer", "GPTNeoXTokenizer"):
+        made.normalizer = normalizers.NFC()
+    if kind == "Qwen2Tokenizer":
+        split = pre_tokenizers.Split(Regex(_QWEN), behavior="isolated", invert=False)
+        made.pre_tokenizer = pre_tokenizers.Sequence([split, level])
+    _add_tokens(made, settings, [], file)
+    if kind != "RobertaTokenizer":
+        return _with_template(made, settings)
+    around = _around(made, settings, "cls_token", "sep_token")
+    return _json(made, {"type": "RobertaProcessing", "sep": around[1], "cls": around[0],
+                        "trim_offsets": True, "add_prefix_space": prefix})  # fmt: skip
+
+
+def _word_piece(file: Path, settings: Settings) -> bytes:
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    words = [line.rstrip("\r\n") for line in _text(file).split("\n")]
+    if words and not words[-1]:
+        words.pop()
+    vocab = {word: i for i, word in enumerate(words)}
+    said = settings.members
+    made: Any = Tokenizer(models.WordPiece(vocab, unk_token=settings.tokens.get("unk_token") or ""))
+    made.normalizer = normalizers.BertNormalizer(
+        clean_text=True, handle_chinese_chars=bool(said.get("tokenize_chinese_chars", True)),
+        strip_accents=said.get("strip_accents"), lowercase=bool(said.get("do_lower_case", True)),
+    )  # fmt: skip
+    made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    made.decoder = decoders.WordPiece(prefix="##")
+    _add_tokens(made, settings, [], file)
+    begin, end = _around(made, settings, "cls_token", "sep_token")
+    return _json(made, template(begin, end))
+
+
+def _around(made: Any, settings: Settings, *keys: str) -> list[tuple[str, int]]:
+    """Returns (token, id) of special tokens that a class puts around every text."""
+    found = []
+    for key in keys:
+        token = settings.tokens.get(key)
+        if token is None:
+            raise UserError(f"tokenizer_config.json: {key} is null, and its class needs one")
+        found.append((token, made.token_to_id(token)))
+    return found
+
+
+def _text(file: Path) -> str:
+    try:
+        return files.read_bytes(file, MAX_BYTES).decode()
+    except OSError as error:
+        raise UserError(f"cannot read {file}: {error.strerror} (--data.tokenizer)") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{file} is no text in UTF-8: {error} (--data.tokenizer)") from None
+
+
+# ---- special tokens
+
+
+def _add_tokens(made: Any, settings: Settings, more: Sequence[Any], file: Path) -> None:
+    """Adds tokens in the order of transformers: added_tokens_decoder by their ids, the named
+    special ones, then additional ones (more: of the file, where tokenizer_config.json has none)."""
+    said, wanted, listed = settings.members, {}, {}
+    decoder = said.get("added_tokens_decoder")
+    legacy = file.parent / "added_tokens.json"
+    if decoder is None and legacy.is_file():
+        ids = files.read_object(legacy, MAX_BYTES, "data.tokenizer")
+        named = set(settings.tokens.values())
+        decoder = {i: {"content": t, "special": t in named, "normalized": t not in named}
+                   for t, i in ids.items()}  # fmt: skip
+    try:
+        for id, token in sorted(((int(i), t) for i, t in (decoder or {}).items()), key=_first):
+            wanted[token["content"]] = id
+            listed[token["content"]] = _added(token, bool(token.get("special")))
+    except (TypeError, ValueError, KeyError, AttributeError):
+        raise UserError(
+            f"{file.parent}: added_tokens_decoder must map ids to objects with a content "
+            "(--data.tokenizer)"
+        ) from None
+    others = [
+        k for k in said if k.endswith("_token") and k not in NAMES and isinstance(said[k], str)
+    ]
+    for key in (*NAMES, *others):
+        token = settings.tokens.get(key) if key in NAMES else said[key]
+        if token is not None and token not in listed:
+            listed[token] = _added(
+                said.get(key) if isinstance(said.get(key), dict) else token, True
+            )
+        elif token is not None:
+            listed[token].special = True
+    extra = next((said[k] for k in ("extra_special_tokens", "additional_special_tokens")
+                  if k in said), more) or ()  # fmt: skip
+    for token in extra.values() if isinstance(extra, dict) else extra:
+        added = token if not isinstance(token, str | dict) else _added(token, True)
+        listed.setdefault(added.content, added)
+    made.add_tokens(list(listed.values()))
+    for token, id in wanted.items():
+        if made.token_to_id(token) != id:
+            raise UserError(
+                f"{file.parent}: added_tokens_decoder gives {token!r:.60} the id {id}, but after "
+                f"the tokens of {file.name} it gets {made.token_to_id(token)} (--data.tokenizer)"
+            )
+
+
+def _first(pair: tuple[int, Any]) -> int:
+    return pair[0]
+
+
+def _added(token: Any, special: bool) -> Any:
+    from tokenizers import AddedToken
+
+    if isinstance(token, str):
+        return AddedToken(token, special=special, normalized=not special)
+    flags = {n: bool(token.get(n, False)) for n in ("lstrip", "rstrip", "single_word")}
+    normal = bool(token.get("normalized", not special))
+    return AddedToken(token["content"], normalized=normal, special=special, **flags)
+
+
+def _with_template(made: Any, settings: Settings) -> bytes:
+    """Returns the tokenizer.json with the tokens around a text that add_bos_token and add_eos_token
+    ask for."""
+    pairs: list[tuple[str, int] | None] = []
+    for flag, key in (("add_bos_token", "bos_token"), ("add_eos_token", "eos_token")):
+        token = settings.tokens.get(key)
+        wanted = settings.members.get(flag) and token is not None
+        pairs.append((str(token), made.token_to_id(token)) if wanted else None)
+    return _json(made, template(*pairs))
+
+
+def _json(made: Any, post_processor: Mapping[str, Any]) -> bytes:
+    found = json.loads(made.to_str()) | {"post_processor": post_processor}
+    return json.dumps(found, ensure_ascii=False).encode()
+
+
+# ---- tokenizer.model
+
+
+@dataclasses.dataclass
+class Spm:
+    """What a tokenizer.model says, with the defaults of sentencepiece_model.proto."""
+
+    pieces: list[tuple[str, float, int]] = dataclasses.field(default_factory=list)
+    model_type: int = 1  # 1: Unigram, 2: BPE, 3: words, 4: characters
+    unk_id: int = 0
+    bos_id: int = 1
+    eos_id: int = 2
+    unk_piece: str = "<unk>"
+    bos_piece: str = "<s>"
+    eos_piece: str = "</s>"
+    byte_fallback: bool = False
+    suffix: bool = False
+    charsmap: bytes = b""
+    add_dummy_prefix: bool = True
+    remove_extra_whitespaces: bool = True
+    escape_whitespaces: bool = True
+
+
+# {field number: (member of Spm, how it is read)}.
+_TRAINER = {
+    3: ("model_type", int), 24: ("suffix", bool), 35: ("byte_fallback", bool), 40: ("unk_id", int),
+    41: ("bos_id", int), 42: ("eos_id", int), 45: ("unk_piece", str), 46: ("bos_piece", str),
+    47: ("eos_piece", str),
+}  # fmt: skip
+_NORMALIZER = {
+    2: ("charsmap", bytes), 3: ("add_dummy_prefix", bool), 4: ("remove_extra_whitespaces", bool),
+    5: ("escape_whitespaces", bool),
+}  # fmt: skip
+
+
+def read_model(data: bytes) -> Spm:
+    """Returns what a tokenizer.model says. Raises: ValueError for what is no such file."""
+    found = Spm()
+    for number, value in _fields(memoryview(data)):
+        if number == 1:
+            text, score, kind = "", 0.0, NORMAL
+            for inner, x in _fields(_bytes(value)):
+                if inner == 1:
+                    text = bytes(_bytes(x)).decode()
+                elif inner == 2:
+                    if not isinstance(x, memoryview) or len(x) != 4:
+                        raise ValueError("a score is no float")
+                    (score,) = struct.unpack("<f", x)
+                elif inner == 3:
+                    kind = int(x)
+            found.pieces.append((text, score, kind))
+            if len(found.pieces) > MAX_PIECES:
+                raise ValueError(f"it has over {MAX_PIECES:,} pieces")
+        elif number in (2, 3):
+            members = _TRAINER if number == 2 else _NORMALIZER
+            for inner, x in _fields(_bytes(value)):
+                if inner in members:
+                    name, read = members[inner]
+                    if read in (int, bool):
+                        if isinstance(x, memoryview):
+                            raise ValueError(f"{name} is no number")
+                        setattr(found, name, read(x))
+                    else:
+                        raw = bytes(_bytes(x))
+                        setattr(found, name, raw if read is bytes else raw.decode())
+    if not found.pieces:
+        raise ValueError("it has no pieces")
+    return found
+
+
+def _bytes(value: int | memoryview) -> memoryview:
+    if not isinstance(value, memoryview):
+        raise ValueError("a number stands where bytes should")
+    return value
+
+
+def _fields(data: memoryview) -> Iterator[tuple[int, int | memoryview]]:
+    """Yields (number, value) of the fields of a protobuf message: int32 of a varint, else bytes."""
+    at = 0
+    while at < len(data):
+        key, at = _varint(data, at)
+        number, wire = key >> 3, key & 7
+        if wire == 0:
+            value, at = _varint(data, at)
+            yield number, value - 2**64 if value >= 2**63 else value
+            continue
+        size = {1: 8, 5: 4}.get(wire)
+        if wire == 2:
+            size, at = _varint(data, at)
+        if size is None or number == 0 or size > len(data) - at:
+            raise ValueError(f"byte {at} is no part of a protobuf message")
+        yield number, data[at : at + size]
+        at += size
+
+
+def _varint(data: memoryview, at: int) -> tuple[int, int]:
+    value = 0
+    for shift in range(0, 70, 7):
+        if at >= len(data):
+            raise ValueError("it ends inside a number")
+        byte = data[at]
+        at += 1
+        value |= (byte & 127) << shift
+        if byte < 128:
+            return value & (2**64 - 1), at
+    raise ValueError(f"byte {at} is no part of a number")
+
+
+def _sentencepiece(file: Path, kind: str, settings: Settings) -> tuple[bytes, Settings]:
+    """Returns (a tokenizer.json, the settings with the special tokens of the file)."""
+    try:
+        spm = read_model(files.read_bytes(file, MAX_MODEL))
+    except OSError as error:
+        raise UserError(f"cannot read {file}: {error.strerror} (--data.tokenizer)") from None
+    except ValueError as error:
+        raise UserError(
+            f"{file} is no SentencePiece model: {error}; one of tiktoken is not read "
+            "(--data.tokenizer)"
+        ) from None
+    if spm.model_type not in (1, 2) or spm.suffix:
+        what = "with blanks behind words" if spm.suffix else f"of model_type {spm.model_type}"
+        raise UserError(f"{file} is a SentencePiece model {what}; Unigram and BPE are known")
+    from tokenizers import AddedToken
+
+    more = [
+        AddedToken(text, normalized=False, special=k == CONTROL)
+        for text, _, k in spm.pieces
+        if k in (CONTROL, USER_DEFINED)
+    ]
+    if kind == "LlamaTokenizer":
+        if spm.model_type != 2:
+            raise UserError(
+                f"{file} is a Unigram model, which the class LlamaTokenizer would read as a BPE "
+                "(tokenizer_class of tokenizer_config.json)"
+            )
+        made = _llama(spm, settings, file)
+    elif kind == BACKEND:
+        tokens = dict(settings.tokens)
+        for name, id in (("bos", spm.bos_id), ("eos", spm.eos_id), ("unk", spm.unk_id)):
+            if id >= 0:
+                tokens.setdefault(f"{name}_token", getattr(spm, f"{name}_piece"))
+        settings, more = _renamed(spm, dataclasses.replace(settings, tokens=tokens), more)
+        made = _from_model(spm, settings, file)
+    else:
+        raise UserError(
+            f"{file}: the class {kind} cuts words in a way that is not known here; known for "
+            f"{MODEL} are LlamaTokenizer and {BACKEND} (--data.tokenizer, --tokenizer)"
+        )
+    _add_tokens(made, settings, more, file)
+    return _with_template(made, settings), settings
+
+
+def _renamed(spm: Spm, settings: Settings, more: list[Any]) -> tuple[Settings, list[Any]]:
+    """Gives pieces the names that added_tokens_decoder has for them; user-defined pieces are no
+    special tokens."""
+    decoder = settings.members.get("added_tokens_decoder")
+    user = {text for text, _, k in spm.pieces if k == USER_DEFINED}
+    if isinstance(decoder, dict) and decoder:
+        names = {int(i): t["content"] for i, t in decoder.items()}
+        if spm.model_type == 2:
+            others = {text for i, (text, _, _) in enumerate(spm.pieces) if i not in names}
+            spm.pieces = [
+                (names[i] if i in names and names[i] not in others else text, score, k)
+                for i, (text, score, k) in enumerate(spm.pieces)
+            ]
+        if spm.add_dummy_prefix:
+            plain = {i: {**t, "normalized": False} for i, t in decoder.items()}
+            said = {**settings.members, "added_tokens_decoder": plain}
+            settings = dataclasses.replace(settings, members=said)
+    return settings, [token for token in more if token.content not in user]
+
+
+def _vocabulary(spm: Spm, file: Path) -> dict[str, int]:
+    vocab = {text: i for i, (text, _, _) in enumerate(spm.pieces)}
+    if len(vocab) < len(spm.pieces):
+        raise UserError(f"{file} has two pieces of one text (--data.tokenizer)")
+    letters = [len(text) for text in vocab]
+    if max(letters) > MAX_PIECE or sum(letters) > MAX_LETTERS:
+        raise UserError(
+            f"{file} has a piece of {max(letters):,} letters, {sum(letters):,} in all; at most "
+            f"{MAX_PIECE:,} and {MAX_LETTERS:,} are merged (--data.tokenizer)"
+        )
+    return vocab
+
+
+def _llama(spm: Spm, settings: Settings, file: Path) -> Any:
+    """transformers' LlamaTokenizer: merges in the order of ids, no normalizer."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    vocab = _vocabulary(spm, file)
+    ranked = [
+        (id, len(piece[:at]), piece[:at], piece[at:])
+        for piece, id in vocab.items()
+        for at in range(1, len(piece))
+        if piece[:at] in vocab and piece[at:] in vocab
+    ]
+    merges = [(left, right) for _, _, left, right in sorted(ranked)]
+    made: Any = Tokenizer(models.BPE(vocab=vocab, merges=merges, fuse_unk=True, byte_fallback=True))
+    said = settings.members.get("add_prefix_space")
+    prefix = True if said is None else bool(said)
+    scheme = "never" if not prefix else "always" if settings.members.get("legacy") else "first"
+    made.pre_tokenizer = pre_tokenizers.Metaspace(
+        replacement=SPACE, prepend_scheme=scheme, split=False
+    )
+    steps: list[Any] = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    made.decoder = decoders.Sequence(steps + [decoders.Strip(content=" ", left=1)] * prefix)
+    return made
+
+
+def _from_model(spm: Spm, settings: Settings, file: Path) -> Any:
+    """transformers' plain class: everything as the file says."""
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    user = [text for text, _, k in spm.pieces if k == USER_DEFINED]
+    if spm.model_type == 2:
+        vocab = _vocabulary(spm, file)
+        normal = {t: (-s, i) for i, (t, s, k) in enumerate(spm.pieces) if k == NORMAL}
+        ranked = [
+            (*rank, piece[:at], piece[at:])
+            for piece, rank in normal.items()
+            for at in range(1, len(piece))
+            if piece[:at] in normal and piece[at:] in normal
+        ]
+        model: Any = models.BPE(
+            vocab=vocab, merges=[(left, right) for _, _, left, right in sorted(ranked)],
+            unk_token=spm.unk_piece, fuse_unk=True, byte_fallback=spm.byte_fallback,
+            ignore_merges=bool(user),
+        )  # fmt: skip
+    else:
+        scores = [(text, score) for text, score, _ in spm.pieces]
+        model = models.Unigram(scores, spm.unk_id, spm.byte_fallback)
+    made: Any = Tokenizer(model)
+    legacy = bool(settings.members.get("legacy", True))
+    steps: list[Any] = [normalizers.Precompiled(spm.charsmap)] if spm.charsmap else []
+    if spm.remove_extra_whitespaces:
+        steps += [normalizers.Replace(Regex(r"\A +| +\z"), ""),
+                  normalizers.Replace(Regex(" {2,}"), " ")]  # fmt: skip
+    if spm.escape_whitespaces:
+        steps.append(normalizers.Replace(" ", SPACE))
+    if spm.add_dummy_prefix and legacy:
+        steps.append(normalizers.Replace(Regex(r"\A" + SPACE), SPACE * 2))
+    made.normalizer = normalizers.Sequence(steps)
+    cuts: list[Any] = []
+    if spm.add_dummy_prefix:
+        scheme = "always" if legacy else "first"
+        cuts.append(pre_tokenizers.Metaspace(replacement=SPACE, prepend_scheme=scheme, split=False))
+    if user:
+        pattern = "|".join(re.escape(t) for t in sorted(user, key=len, reverse=True))
+        cuts.append(pre_tokenizers.Split(Regex(pattern), behavior="isolated"))
+    if cuts:
+        made.pre_tokenizer = pre_tokenizers.Sequence(cuts)
+    back: list[Any] = [decoders.Replace(SPACE, " ")]
+    if spm.byte_fallback:
+        back.append(decoders.ByteFallback())
+    if spm.add_dummy_prefix:
+        back += [decoders.Fuse(), decoders.Strip(content=" ", left=1)]
+    elif spm.byte_fallback:
+        back.append(decoders.Fuse())
+    made.decoder = decoders.Sequence(back)
+    return made
