@@ -8,7 +8,7 @@ means the same here.
     uv run experiments/finetune.py
     uv run experiments/finetune.py --preset=nano_mlm
     uv run --extra gpu experiments/finetune.py --preset=bert_base --init_from=HF_FOLDER \\
-        --data.source=LABELLED.jsonl --model.labels=2
+        --data.source=LABELLED.jsonl --model.labels=2 --new_head=true
 
 Labelled text is jsonl lines with the members `text` and `label` (--data.text_key,
 --data.label_key), or a folder with a folder of text files for each label. --model.head=mlm reads

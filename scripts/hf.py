@@ -7,7 +7,8 @@
 
 `import` makes a run that has trained 0 steps; `export` writes config.json and safetensors (sharded
 above 5 GB) that transformers can load. Families: gpt2, llama, mistral, qwen2, qwen3, mixtral,
-qwen3_moe. Encoders (bert and relatives) are for the library: megajax.checkpoint.hf.
+qwen3_moe. A run of experiments/finetune.py is exported too, as bert, roberta, distilbert or albert,
+a classifier with the names of its classes; experiments/finetune.py --init_from reads such a folder.
 """
 
 import megajax.core.interrupted  # noqa: F401
@@ -26,11 +27,12 @@ from megajax.core.errors import UserError, did_you_mean
 from megajax.core.paths import expand
 from megajax.core.tree import count
 from megajax.data.config import DataConfig
+from megajax.data.labelled import shown
 from megajax.data.tokenizer import check_vocabulary, need_tokenizer
 from megajax.parallel import sharding
-from megajax.training.config import Config as RunConfig
+from megajax.training.finetune import load_run
 from megajax.training.presets import finetune
-from megajax.training.run_dir import saved_tokenizer
+from megajax.training.run_dir import saved_labels, saved_tokenizer
 
 
 @dataclass(frozen=True)
@@ -91,7 +93,7 @@ def import_folder(cfg: Config, source: str, run_dir: str) -> None:
 
 def export_run(cfg: Config, run_dir: str, target: str) -> None:
     """Writes a run's parameters as a Hugging Face folder."""
-    run = config.load_json(RunConfig, expand(run_dir) / "config.json", "run_dir")
+    run = load_run(run_dir)
     layout = sharding.layout(cfg.mesh.build(), model=run.model)
     key = cfg.key_file or run.checkpoint.key_file
     params, step = load_params(
@@ -100,7 +102,10 @@ def export_run(cfg: Config, run_dir: str, target: str) -> None:
     words = companions.find_tokenizer(cfg.tokenizer or saved_tokenizer(run_dir))
     check_vocabulary(words, run.model.vocab)
     beside = companions.licences([run_dir, run.init_from])
-    hf.save(params, run.model, target, cfg.dtype, tokenizer=words, licences=beside)
+    labels = saved_labels(run_dir)
+    hf.save(
+        params, run.model, target, cfg.dtype, tokenizer=words, licences=beside, labels=labels
+    )  # fmt: skip
     print(f"step {step} of {run_dir} is in {target} ({cfg.dtype})")
     ends = ", ".join(map(str, words.ends)) or "none"
     print(f"tokenizer {words.name}: begin {words.begin}, ends {ends}")
@@ -110,6 +115,9 @@ def export_run(cfg: Config, run_dir: str, target: str) -> None:
             "note: AutoTokenizer of transformers 5 cuts words of this family as Qwen does, not "
             "as this tokenizer; load it with PreTrainedTokenizerFast.from_pretrained"
         )
+    if getattr(run.model, "head", None) == "classify":
+        names = f"classes {shown(labels)}" if labels else "its classes have no names"
+        print(f"{names} (id2label in config.json)")
 
 
 def main(verb: str, source: str, target: str) -> int:

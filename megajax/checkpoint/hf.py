@@ -76,6 +76,16 @@ def load_config(path: str | Path, flag: str = "init_from") -> ModelConfig:
         raise UserError(f"{file}: {reason} (--{flag})") from None
 
 
+def load_labels(path: str | Path, flag: str = "init_from") -> tuple[str, ...]:
+    """Returns the names of the classes of a folder's classifier, as encoder_names.label_names."""
+    file = expand(path) / "config.json"
+    try:
+        return encoder_names.label_names(files_.read_object(file, MAX_CONFIG, flag))
+    except UserError as error:
+        reason = str(error).removeprefix("config.json").removeprefix(":").strip()
+        raise UserError(f"{file}: {reason} (--{flag})") from None
+
+
 def load_decoder_config(path: str | Path, flag: str = "init_from") -> DecoderConfig:
     """Reads config.json for a program that runs decoders only; else a UserError, as load_config."""
     cfg = load_config(path, flag)
@@ -267,19 +277,22 @@ def save(
     shard_bytes: int = SHARD_BYTES,
     tokenizer: str | Path | Tokenizer | None = None,
     licences: Sequence[Path] = (),
+    labels: Sequence[str] | None = None,
 ) -> None:
     """Writes a folder that transformers, and `load`, can read.
 
     Args: dtype: float32 (exact), bfloat16 or float16. tokenizer: itself, its folder or
       file, or 'bytes'; its ids go into config.json and generation_config.json too. licences: files
-      to put beside the weights.
+      to put beside the weights. labels: the names of a classifier's classes; None: LABEL_0, ...
     Raises: UserError when no family has this shape, the folder exists, or storage fails.
     """
     if dtype not in CODES:
         raise UserError(f"dtype={dtype} must be one of {', '.join(CODES)} (--dtype)")
     leaves, (maps, _) = dict(named_leaves(params)), _home(cfg)
     tensors, produce = tensors_of(leaves, _fitting(maps.rules(cfg), leaves), cfg, dtype)
-    write(path, tensors, produce, maps.to_hf_config(cfg, dtype), shard_bytes, tokenizer, licences)
+    named = {} if labels is None else {"labels": labels}
+    members = maps.to_hf_config(cfg, dtype, **named)
+    write(path, tensors, produce, members, shard_bytes, tokenizer, licences)
 
 
 Tensors = dict[str, tuple[tuple[int, ...], str]]  # {name: (shape, safetensors' name of the type)}

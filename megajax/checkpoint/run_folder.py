@@ -9,14 +9,15 @@ from megajax.checkpoint.manager import CheckpointManager
 from megajax.core.errors import UserError
 from megajax.core.layout import Layout
 from megajax.core.tree import Tree
-from megajax.models import decoder
+from megajax.models import decoder, encoder
 from megajax.models.decoder_config import DecoderConfig
+from megajax.models.encoder_config import EncoderConfig
 from megajax.models.parts import map_words
 
 
 def load_params(
     folder: str | Path,
-    cfg: DecoderConfig,
+    cfg: DecoderConfig | EncoderConfig,
     layout: Layout,
     step: int | None = None,
     checkpoints: str | None = None,
@@ -29,7 +30,7 @@ def load_params(
     manager = CheckpointManager(
         checkpoints or Path(folder) / "checkpoints", keep=0, key_file=key_file
     )
-    parts = decoder.parts(cfg)
+    parts = encoder.parts(cfg) if isinstance(cfg, EncoderConfig) else decoder.parts(cfg)
 
     def like(words: tuple, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         named = layout.named(layout.stored(*words))

@@ -3,14 +3,17 @@
 A set is `stdlib` (passages of Python's standard library with their packages, passages.py), jsonl
 lines with a text and a label, or a folder with a folder of text files for each label. Examples are
 held out by the hash of their text, so a text and its copies lie on one side. Row i is a pure
-function of (seed, i), as in pack.py.
+function of (seed, i), as in pack.py. The number of a label is its place in a list of names: that of
+a trained classifier where there is one, else the set's labels in their natural order.
 
 Legend: N examples, S tokens of a row.
 """
 
 import dataclasses
 import hashlib
-from collections.abc import Callable, Sequence
+import math
+import re
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +29,7 @@ from megajax.data.source import open_source
 from megajax.data.tokenizer import Tokenizer
 
 PAD = 0  # the id of what pads a row; segments say that it is dead
+SHOWN = 12  # (chosen) labels that a message names
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +68,9 @@ class Examples:
 class LabelledSet:
     """A set of examples with the names of its labels, cut into two sides.
 
-    vocab: token ids, the begin token included. fingerprint: changes when examples or sides would.
+    labels: the name of each class, in the order of their numbers; a trained classifier may know
+    some that no example has. vocab: token ids, the begin token included. fingerprint: changes when
+    examples or sides would.
     """
 
     labels: tuple[str, ...]
@@ -101,27 +107,85 @@ class ShuffledRows:
         return self.examples.row(permute(place, len(self.examples), key), self.seq_len)
 
 
+@dataclasses.dataclass(frozen=True)
+class Classes:
+    """The classes of a trained classifier: their names in the order of their numbers, and what it
+    is called in messages. remedy: what to do where a set has other labels."""
+
+    names: tuple[str, ...]
+    whose: str
+    remedy: str
+
+    def numbers(self, labels: Sequence[str], source: str) -> list[int]:
+        """Returns the number of each label of a set.
+
+        Labels are names of classes. A set whose labels are whole numbers may have the numbers
+        themselves: where the classes have no names but LABEL_0, LABEL_1, ..., or where the labels
+        are the numbers of all classes. Raises: UserError for a label that is no class.
+        """
+        if set(labels) <= set(self.names):
+            return [self.names.index(label) for label in labels]
+        every = [str(i) for i in range(len(self.names))]
+        nameless = self.names == tuple(f"LABEL_{i}" for i in every)
+        if set(labels) == set(every) or (nameless and set(labels) <= set(every)):
+            return [int(label) for label in labels]
+        strange = [label for label in labels if label not in self.names]
+        raise UserError(
+            f"data.source={source} has labels that {self.whose} does not know: {shown(strange)}; "
+            f"its classes are {shown(self.names)}. {self.remedy} (--data.source, --data.label_key)"
+        )
+
+
+def shown(labels: Sequence[str]) -> str:
+    """Returns the first labels for a message."""
+    more = f" and {len(labels) - SHOWN} more" if len(labels) > SHOWN else ""
+    return ", ".join(labels[:SHOWN]) + more
+
+
+def natural_order(labels: Iterable[str]) -> tuple[str, ...]:
+    """Returns the labels as a person would list them: numbers by their value; other texts by the
+    alphabet, with the numbers inside them by value (class2 before class10)."""
+    found = list(labels)
+    if all(map(_is_number, found)):
+        return tuple(sorted(found, key=lambda label: (float(label), label)))
+
+    def key(label: str) -> tuple:
+        parts = re.split(r"0*([0-9]+)", label)  # texts at even places, numbers at odd ones
+        return [(len(p) * (i % 2), p) for i, p in enumerate(parts)], label
+
+    return tuple(sorted(found, key=key))
+
+
+def _is_number(text: str) -> bool:
+    try:
+        return math.isfinite(float(text))
+    except ValueError:
+        return False
+
+
 def open_labelled(
     cfg: LabelledConfig,
     seq_len: int,
     cache_dir: str | Path,
     say: Callable[[str], None] = print,
+    classes: Classes | None = None,
 ) -> LabelledSet:
     """Returns the labelled set of `data.source`; say hears which files are not read.
 
-    Raises: UserError when there is none.
+    classes: of the classifier that is trained on; None: a new one. Raises: UserError when there is
+    no set, or it has a label that the classifier does not know.
     """
     if cfg.source == "stdlib":
-        return _passages(cfg, seq_len, cache_dir)
+        return _passages(cfg, seq_len, cache_dir, classes)
     source = dataclasses.replace(open_source(cfg.source, cfg), label_key=cfg.label_key)
     if said := source.coverage():
         say(said)
     tokenizer = open_tokenizer_for(cfg, [source], expand(cache_dir, "cache_dir"))
     texts = [(d.text, d.label) for d in source.documents()]
-    labels = tuple(sorted({label for _, label in texts if label is not None}))
+    labels = natural_order({label for _, label in texts if label is not None})
     if len(labels) < 2 or any(label is None for _, label in texts):
         raise UserError(
-            f"data.source={cfg.source} has the labels {', '.join(labels) or 'none'}: a labelled "
+            f"data.source={cfg.source} has the labels {shown(labels) or 'none'}: a labelled "
             f"set is jsonl lines with {cfg.text_key!r} and {cfg.label_key!r}, or a folder that has "
             "a folder of text files for each of two labels or more (--data.source, "
             "--data.label_key)"
@@ -137,10 +201,12 @@ def open_labelled(
         return Examples([rows[i] for i in np.flatnonzero(chosen_N)], found_N[chosen_N])
 
     sides = side(~held_N), side(held_N)
-    return _checked(labels, sides, tokenizer, max(tokenizer.vocab, begin + 1), cfg)
+    return _checked(labels, sides, tokenizer, max(tokenizer.vocab, begin + 1), cfg, classes)
 
 
-def _passages(cfg: LabelledConfig, seq_len: int, cache_dir: str | Path) -> LabelledSet:
+def _passages(
+    cfg: LabelledConfig, seq_len: int, cache_dir: str | Path, classes: Classes | None
+) -> LabelledSet:
     found = open_passages(seq_len, cfg.tokenizer, cache_dir, holdout=cfg.holdout)
     counts = [len(rows) for rows in found.train]
     held_N = np.arange(len(found.held_out_NS)) % len(found.labels)
@@ -148,7 +214,7 @@ def _passages(cfg: LabelledConfig, seq_len: int, cache_dir: str | Path) -> Label
         Examples(np.concatenate(found.train), np.repeat(np.arange(len(counts)), counts)),
         Examples(found.held_out_NS, held_N),
     )
-    return _checked(found.labels, sides, found.tokenizer, found.vocab, cfg)
+    return _checked(found.labels, sides, found.tokenizer, found.vocab, cfg, classes)
 
 
 def _checked(
@@ -157,7 +223,13 @@ def _checked(
     tokenizer: Tokenizer,
     vocab: int,
     cfg: LabelledConfig,
+    classes: Classes | None,
 ) -> LabelledSet:
+    if classes is not None:
+        number = np.array(classes.numbers(labels, cfg.source), np.int32)
+        labels = classes.names
+        learned, held = (dataclasses.replace(s, labels_N=number[s.labels_N]) for s in sides)
+        sides = learned, held
     for side, what in zip(sides, ("to learn from", "held out"), strict=True):
         if not len(side):
             raise UserError(

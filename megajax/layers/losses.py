@@ -5,7 +5,7 @@ pass makes them again). With a vocabulary cut over devices only (B, S) maxima an
 compiler sees to it, or inside a shard_map `VocabCut` (Megatron, arXiv 1909.08053 section 3).
 z-loss: PaLM (arXiv 2204.02311) section 5, keeps log Z near 0.
 
-Legend: B rows, S positions, D model width, V vocabulary, L layers, E experts.
+Legend: B rows, S positions, D model width, V vocabulary, L layers, E experts, C classes.
 """
 
 import dataclasses
@@ -41,7 +41,8 @@ class LossSums:
     """Sums over the predicted tokens (targets >= 0), float32 scalars; count is int32.
 
     moe: of all blocks, stacked; None in a dense model. right: int32, targets that no other id has a
-    larger logit than; None where nobody asked.
+    larger logit than; None where nobody asked. classes_3C: int32, of each class of a classifier how
+    often it is the target, is predicted, and is both; None for other models.
     """
 
     cross_entropy: jax.Array
@@ -49,6 +50,7 @@ class LossSums:
     count: jax.Array
     moe: MoeSums | None = None
     right: jax.Array | None = None
+    classes_3C: jax.Array | None = None
 
     def __add__(self, other: "LossSums") -> "LossSums":
         """Adds member by member."""
@@ -94,6 +96,14 @@ def mask_padding(logits: jax.Array, vocab: int, cut: VocabCut = VocabCut()) -> j
     return jnp.where(jnp.expand_dims(real_V, (0, 1)), logits, NEGATIVE)
 
 
+def by_class(hit_BSV: jax.Array, z_BSV: jax.Array, valid_BS: jax.Array) -> jax.Array:
+    """Returns LossSums.classes_3C. hit_BSV: True at the targets. The first of equal logits wins."""
+    best_BS1 = jnp.argmax(z_BSV, -1)[..., None]
+    chosen_BSV = (best_BS1 == jnp.arange(z_BSV.shape[-1])[None, None]) & valid_BS[..., None]
+    counted = (hit_BSV, chosen_BSV, hit_BSV & chosen_BSV)
+    return jnp.stack([x.sum((0, 1), dtype=jnp.int32) for x in counted])
+
+
 def cross_entropy(
     hidden_BSD: jax.Array,
     targets_BS: jax.Array,
@@ -101,13 +111,14 @@ def cross_entropy(
     chunks: int = 1,
     cut: VocabCut = VocabCut(),
     accuracy: bool = False,
+    classes: int = 0,
 ) -> LossSums:
     """Sums -log p(target) and log(Z)^2; with `accuracy` also how many predictions are right.
 
     Args: targets_BS: int32, negative: not predicted, and what hidden holds there, NaN too, reaches
       neither a sum nor a gradient, unless the type of hidden names reduced axes. logits: (B,s,D) ->
       float32 (B,s,V), pads masked. chunks: pieces of the sequence; must divide S. cut: of the
-      vocabulary.
+      vocabulary. classes: of a classifier, whose predictions are counted by class; 0: they are not.
     """
 
     def piece(h_BSD: jax.Array, t_BS: jax.Array) -> LossSums:
@@ -127,6 +138,7 @@ def cross_entropy(
             jnp.where(valid_BS, log_z_BS**2, 0.0).sum(),
             valid_BS.sum(),
             right=None if right_BS is None else right_BS.sum(),
+            classes_3C=by_class(hit_BSV, z_BSV, valid_BS) if classes else None,
         )
 
     if chunks == 1:  # no reshape: a dim of size 1 cannot be added to an array with reduced axes
@@ -141,5 +153,6 @@ def cross_entropy(
 
     zero = jnp.zeros((), jnp.float32)
     none = jnp.zeros((), jnp.int32)
-    start = LossSums(zero, zero, none, right=none if accuracy else None)
+    counts = jnp.zeros((3, classes), jnp.int32) if classes else None
+    start = LossSums(zero, zero, none, right=none if accuracy else None, classes_3C=counts)
     return jax.lax.scan(step, start, (pieces(hidden_BSD), pieces(targets_BS)))[0]

@@ -169,7 +169,10 @@ class Encoder(nnx.Module):
                 "model.head=none has no loss; train with mlm or classify (--model.head)"
             )
         hidden_BSD, project = self._head(x_BSD)
-        return cross_entropy(hidden_BSD, targets_BS, project, chunks, self.ops.vocab, accuracy=True)
+        classes = self.cfg.labels if self.cfg.head == "classify" else 0
+        return cross_entropy(
+            hidden_BSD, targets_BS, project, chunks, self.ops.vocab, accuracy=True, classes=classes
+        )
 
 
 def parts(

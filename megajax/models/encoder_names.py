@@ -20,6 +20,7 @@ from megajax.models.name_rules import Rule, require, spelled
 
 Family = Literal["bert", "roberta", "distilbert", "albert"]
 FAMILIES = get_args(Family)
+MOST_LABELS = 2**16  # (chosen) classes of a classifier whose names are read
 
 # Parts of checkpoints that no head of ours has: next-sentence prediction and its pooler, buffers.
 IGNORED = (
@@ -221,7 +222,7 @@ def from_hf_config(found: Mapping[str, Any]) -> EncoderConfig:
     groups = found["num_hidden_groups"] if kind == "albert" else layers
     if layers % groups:
         raise UserError(f"config.json: num_hidden_groups={groups} must divide {layers} layers")
-    labels = found.get("num_labels") or len(found.get("id2label") or {}) or 2
+    labels = len(label_names(found)) if head == "classify" else 2
     return EncoderConfig(
         layers=groups,
         repeats=layers // groups,
@@ -247,8 +248,46 @@ def _head(architectures: Sequence[str]) -> Head:
     return next(named, "mlm")
 
 
-def to_hf_config(cfg: EncoderConfig, dtype: str) -> dict[str, Any]:
-    """Returns the config.json that `from_hf_config` and transformers read."""
+def label_names(found: Mapping[str, Any]) -> tuple[str, ...]:
+    """Returns the names of a classifier's classes, in the order of their numbers; LABEL_0, LABEL_1,
+    ... where config.json has none, as transformers calls them.
+
+    Raises: UserError for members that contradict each other, or that do not number the classes.
+    """
+    found = check_members(found)
+    named, count = found.get("id2label"), found.get("num_labels")
+    if named is None:
+        names = [f"LABEL_{i}" for i in range(2 if count is None else min(count, MOST_LABELS + 1))]
+    else:
+        names = [named.get(str(i)) for i in range(len(named))]
+    if not 0 < len(names) <= MOST_LABELS or not all(isinstance(name, str) for name in names):
+        raise UserError(
+            "config.json: id2label must give each of the numbers 0, 1, ... of its classes a name, "
+            f"at most {MOST_LABELS} of them"
+        )
+    if count not in (None, len(names)):
+        raise UserError(f"config.json: num_labels={count}, but id2label has {len(names)} classes")
+    numbered = found.get("label2id")
+    if named is not None and numbered:
+        wrong = [n for i, n in enumerate(names) if names.count(n) == 1 and numbered.get(n, i) != i]
+        if wrong or len(numbered) > len(names):
+            raise UserError(
+                f"config.json: id2label and label2id contradict each other ({', '.join(wrong[:5])})"
+            )
+    return tuple(str(name) for name in names)
+
+
+def to_hf_config(
+    cfg: EncoderConfig, dtype: str, labels: Sequence[str] | None = None
+) -> dict[str, Any]:
+    """Returns the config.json that `from_hf_config` and transformers read.
+
+    labels: the names of a classifier's classes; None: they have none (LABEL_0, LABEL_1, ...).
+    """
+    if labels is None or cfg.head != "classify":
+        labels = [f"LABEL_{i}" for i in range(cfg.labels)]
+    if len(labels) != cfg.labels:
+        raise UserError(f"{len(labels)} names cannot name the {cfg.labels} classes of the model")
     kind = family(cfg)
     head = {value: end for end, value in _HEADS.items()}[cfg.head]
     shared = {
@@ -276,8 +315,8 @@ def to_hf_config(cfg: EncoderConfig, dtype: str) -> dict[str, Any]:
         "model_type": kind,
         "vocab_size": cfg.vocab,
         "max_position_embeddings": cfg.max_positions,
-        "id2label": {str(i): f"LABEL_{i}" for i in range(cfg.labels)},
-        "label2id": {f"LABEL_{i}": i for i in range(cfg.labels)},
+        "id2label": {str(i): name for i, name in enumerate(labels)},
+        "label2id": {name: i for i, name in enumerate(labels)},
         "tie_word_embeddings": True,
         "torch_dtype": dtype,
     }

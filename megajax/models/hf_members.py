@@ -39,7 +39,7 @@ _FLAGS = ("tie_word_embeddings", "norm_topk_prob", "use_sliding_window")
 _TEXTS = ("model_type", "hidden_act", "activation", "activation_function", "rope_type", "type",
           "problem_type")  # fmt: skip
 _LISTS = ("layer_types", "architectures")
-_OBJECTS = ("rope_scaling", "rope_parameters", "id2label")
+_OBJECTS = ("rope_scaling", "rope_parameters", "id2label", "label2id")
 
 READ = {
     *_COUNTS, *_WHOLE, *_POSITIVE, *_SHARES, *_FLAGS, *_TEXTS, *_LISTS, *_OBJECTS, "label2id",

@@ -51,9 +51,11 @@ class Measurement(Hook, Protocol):
 
 
 class Reading(Protocol):
-    """What a run reads. identity: what must not change under a data position."""
+    """What a run reads. identity: what must not change under a data position. labels: the names of
+    a classifier's classes in the order of their numbers; empty: it trains no classifier."""
 
     tokenizer: Tokenizer
+    labels: tuple[str, ...]
     rows: Rows
     identity: dict[str, Any]
 
@@ -70,13 +72,13 @@ class Kind:
 
     name: of the experiment, the folder of its runs. presets: a run that starts from given weights
     is shown by how it differs from the first. take: as config.from_flags takes it. open(cfg,
-    console): what a run reads, which it describes on the console.
+    console, run_dir): what a run reads, which it describes on the console; run_dir: of the run.
     """
 
     name: str
     presets: Mapping[str, Callable[[], Any]]
     take: Callable[[Any, Mapping[str, Any], Mapping[str, Any]], Any]
-    open: Callable[[Any, Console], Reading]
+    open: Callable[[Any, Console, RunDir], Reading]
 
 
 @dataclasses.dataclass
@@ -105,7 +107,7 @@ def run(kind: Kind) -> int:
     keep_standard_streams(pipes=False)
     begun = _begin(kind)
     cfg, console, phases, timers = begun.cfg, begun.console, begun.phases, begun.timers
-    reading = kind.open(cfg, console)  # 4 data
+    reading = kind.open(cfg, console, begun.run_dir)  # 4 data
     phases.done("data", console, "data ready")
     built = cfg  # 5 model and step
     if begun.mesh.devices.flat[0].platform != "cpu":  # cuDNN's attention has slots for documents
@@ -133,10 +135,10 @@ def run(kind: Kind) -> int:
     timers.enter("end", int(job.state.step))
     if jax.process_index() == 0:  # 9 what is left to look at
         facts = banner.facts(cfg, begun.mesh, train_step, begun.name, begun.preset)
-        sample = measurement.last_sample
+        sample, labels = measurement.last_sample, reading.labels
         facts |= {"command": command_line()}
-        figures = write_report(begun.run_dir.path, facts, sample, console.say)
-        banner.show_end(console, figures, begun.run_dir, sample)
+        figures = write_report(begun.run_dir.path, facts, sample, console.say, labels)
+        banner.show_end(console, figures, begun.run_dir, sample, labels)
     job.checkpoints.close()
     return 0
 
@@ -186,7 +188,7 @@ def _assemble(begun: _Start, reading: Reading, train_step: TrainStep) -> tuple[R
     if cfg.checkpoint.memory_every_steps and memory is None:
         console.say("no copies in memory: it takes scripts/supervise.py to keep them")
     if jax.process_index() == 0:
-        run_dir.begin(cfg, reading.tokenizer)
+        run_dir.begin(cfg, reading.tokenizer, reading.labels)
     sinks = [
         *banner.sinks(cfg, run_dir, console),
         console,

@@ -7,6 +7,7 @@ model whose work is known.
 import dataclasses
 import math
 import shlex
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -29,6 +30,8 @@ from megajax.parallel.attention import choose_attention
 from megajax.parallel.inside import explain_overlap
 from megajax.training.run_dir import RunDir
 from megajax.training.step import TrainStep
+
+MOST_CLASSES = 20  # (chosen) classes whose figures the end of a run lists
 
 
 def sinks(cfg: Any, run_dir: RunDir, console: Console) -> list[Sink]:
@@ -181,9 +184,13 @@ def facts(
 
 
 def show_end(
-    console: Console, figures: dict[str, Any], run_dir: RunDir, sample: str | None
+    console: Console,
+    figures: dict[str, Any],
+    run_dir: RunDir,
+    sample: str | None,
+    labels: Sequence[str] = (),
 ) -> None:
-    """The last figures and where to look."""
+    """The last figures and where to look. labels: the names of a classifier's classes."""
     if sample is not None:
         console.say(f"--- sample\n{sample}\n---")
     if figures:
@@ -195,6 +202,17 @@ def show_end(
         loss = figures["last_10_loss"]
         shown = f"{loss:.4f} nats" if loss is not None else "not finite"
         console.say(f"done: {figures['steps']} steps, last 10 losses {shown}{tail}")
+        rows = figures.get("labels", ())
+        for row in rows[:MOST_CLASSES]:
+            precision, recall = (
+                "-" if row[kind] is None else f"{row[kind]:.1%}" for kind in ("precision", "recall")
+            )
+            console.say(
+                f"  {row['class']}: {row['examples']} examples held out, precision {precision}, "
+                f"recall {recall}"
+            )
+        if len(labels) > min(len(rows), MOST_CLASSES):
+            console.say(f"  {len(labels)} classes, see summary.md")
     there = [n for n in ("summary.md", "curve.png", "metrics.jsonl") if (run_dir.path / n).exists()]
     if there:
         console.say(f"see {run_dir.path}/{', '.join(there)}")

@@ -4,12 +4,15 @@ import math
 from collections.abc import Iterable, Sequence
 
 import jax
+import numpy as np
 
 from megajax.core.tree import Tree
 from megajax.data.corpus import Corpus
 from megajax.layers.losses import LossSums
 from megajax.models.parts import Batch
 from megajax.training.step import TrainStep
+
+MOST_SHOWN = 200  # (chosen) classes that have figures of their own
 
 
 def evaluate(
@@ -18,9 +21,12 @@ def evaluate(
     batches: Iterable[Batch],
     corpora: Sequence[Corpus] | None,
     rows: Sequence[int] = (),
+    labels: Sequence[str] = (),
 ) -> dict[str, float | int | None]:
     """Returns eval_loss (nats a token), eval_bits_per_byte and eval_tokens, or {} without targets;
     eval_accuracy too where the model counts what it predicted right.
+
+    labels: the names of a classifier's classes, of which `by_label` says more than these figures.
 
     Bits per byte makes tokenizers comparable: total bits over the bytes of the text. It is None
     when nobody knows the bytes (a foreign .bin), and left out where targets are no text (corpora
@@ -39,7 +45,29 @@ def evaluate(
         found["eval_bits_per_byte"] = bits_per_byte(loss, corpora, rows)
     if total.right is not None:
         found["eval_accuracy"] = int(total.right) / count
+    if labels and total.classes_3C is not None:
+        found |= by_label(jax.device_get(total.classes_3C), labels)
     return found
+
+
+def by_label(classes_3C: np.ndarray, labels: Sequence[str]) -> dict[str, float | int | None]:
+    """Returns of each class eval_precision/NAME (of what is said to be of it, how much is) and
+    eval_recall/NAME (of what is of it, how much is said to be), None where nothing is, with
+    eval_examples/NAME; and eval_f1, the mean over the classes with examples of their harmonic mean.
+
+    classes_3C: as LossSums has them. Of more than MOST_SHOWN classes: eval_f1 only.
+    """
+    found: dict[str, float | int | None] = {}
+    means: list[float] = []
+    for name, counts in zip(labels, classes_3C.T.tolist(), strict=True):
+        there, said, right = counts
+        if there:
+            means.append(2 * right / (there + said))
+        if len(labels) <= MOST_SHOWN:
+            found[f"eval_precision/{name}"] = right / said if said else None
+            found[f"eval_recall/{name}"] = right / there if there else None
+            found[f"eval_examples/{name}"] = there
+    return found | {"eval_f1": sum(means) / len(means)}
 
 
 def bits_per_byte(

@@ -8,22 +8,26 @@ import dataclasses
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from megajax.core import config
-from megajax.core.config import group
+from megajax.core import config, config_file
+from megajax.core.config import group, option
 from megajax.core.errors import UserError
 from megajax.core.layout import Layout
 from megajax.core.mesh import MeshSpec
+from megajax.core.needs import other_than
 from megajax.core.paths import expand
 from megajax.core.tree import Tree
 from megajax.data.config import LabelledConfig
 from megajax.data.tokenizer import need_tokenizer, tokenizer_file
 from megajax.models import encoder
 from megajax.models.encoder_config import PRESETS as MODELS
-from megajax.models.encoder_config import EncoderConfig
+from megajax.models.encoder_config import EncoderConfig, Head
+from megajax.training import presets
 from megajax.training.config import (
     CheckpointConfig,
+    Config,
     HeldOutConfig,
     JobConfig,
     LogConfig,
@@ -40,6 +44,11 @@ class FinetuneConfig(JobConfig):
 
     model: EncoderConfig = group(EncoderConfig)
     data: LabelledConfig = group(LabelledConfig)
+    new_head: bool = option(
+        False,
+        "begin the head from random weights, whichever head the folder of init_from has",
+        needs=other_than("init_from", None),
+    )
 
     def task(self) -> Task:
         """Returns the encoder with its head's targets."""
@@ -50,16 +59,34 @@ class FinetuneConfig(JobConfig):
         return Task(parts, token_rows(train.seq_len), mean_loss(train.z_loss))
 
     def given_params(self, layout: Layout, fresh: Tree) -> Tree:
-        """Reads the parameters as JobConfig does; a head that the folder lacks begins anew."""
+        """Reads the parameters as JobConfig does; with `new_head` the head begins anew."""
         from megajax.checkpoint import hf
 
         assert self.init_from is not None
         theirs = hf.load_config(self.init_from)
-        if not isinstance(theirs, EncoderConfig) or _head(theirs) == _head(self.model):
+        if not isinstance(theirs, EncoderConfig):
+            return super().given_params(layout, fresh)
+        self.check_head(theirs)
+        if not self.new_head:
             return super().given_params(layout, fresh)
         like = {name: getattr(theirs, name) for name in ("head", "labels", "pooler")}
         given = hf.load_params(self.init_from, dataclasses.replace(self.model, **like), layout)
         return fresh | {name: x for name, x in given.items() if name not in encoder.HEAD}
+
+    def check_head(self, theirs: EncoderConfig) -> None:
+        """Refuses to leave the head of the folder of init_from out unless `new_head` says so.
+
+        theirs: of the folder. Raises: UserError.
+        """
+        if self.new_head or _head(theirs) == _head(self.model):
+            return
+        shown = [f"{h} with {n} labels" if n else h for h, n in map(_head, (theirs, self.model))]
+        has = "has no head" if theirs.head == "none" else f"has the head {shown[0]}"
+        raise UserError(
+            f"{self.init_from} {has}, and the run has the head {shown[1]}, which would begin from "
+            "random weights; say so with --new_head=true, or train the folder's head (--new_head, "
+            "--model.head, --model.labels)"
+        )
 
     def check(self, sizes: Mapping[str, int]) -> None:
         """Checks what JobConfig checks, and what an encoder cannot do. Raises: UserError."""
@@ -84,6 +111,7 @@ class FinetuneConfig(JobConfig):
 
 
 def _head(model: EncoderConfig) -> tuple[str, int]:
+    """Returns what must be equal for a head to fit: its kind, and the classes of a classifier."""
     return model.head, model.labels if model.head == "classify" else 0
 
 
@@ -130,9 +158,28 @@ def large(name: str) -> FinetuneConfig:
     )  # fmt: skip
 
 
+def tuned(model: EncoderConfig) -> FinetuneConfig:
+    """The recipe for fine-tuning given weights (presets.finetune), for an encoder."""
+    shared = presets.recipe(model.max_positions - model.position_offset)
+    head: Head = "classify"
+    evaluation = HeldOutConfig(every=50, batches=4)
+    model = dataclasses.replace(model, head=head)
+    return FinetuneConfig(model=model, eval=evaluation, **shared)
+
+
 PRESETS = {"nano": nano, "nano_mlm": nano_mlm} | {
     name: (lambda name=name: large(name)) for name in MODELS if name != "nano"
 }
+
+
+def load_run(run_dir: str | Path) -> Config | FinetuneConfig:
+    """Returns the configuration of a run's folder, of a decoder or of an encoder: only an encoder
+    has a head. Raises: UserError naming the file."""
+    file = expand(run_dir, "run_dir") / "config.json"
+    model = config_file.read(file, "run_dir").get("model")
+    has_head = isinstance(model, Mapping) and "head" in model
+    return config.load_json(FinetuneConfig if has_head else Config, file, "run_dir")
+
 
 # The flags that --help describes; the others it names.
 FIRST = (
@@ -146,7 +193,8 @@ def take_encoder(
 ) -> FinetuneConfig:
     """Returns `base` with the model and the tokenizer of the folder of init_from, if there is one.
 
-    The head stays that of `base`: a folder with a masked-token head starts a classifier too.
+    Without --preset or --config the rest is the recipe for fine-tuning. The head stays that of
+    `base`; the number of a classifier's labels is the folder's, if it has one that is trained on.
     Args: given: {dotted name: value} of the flags; read: of the file. Both go over the folder's.
     """
     folder = given.get("init_from", base.init_from)
@@ -163,13 +211,19 @@ def take_encoder(
             f"{folder} holds a decoder; this program trains encoders, experiments/pretrain.py "
             "decoders (--init_from)"
         )
-    head = {name: getattr(base.model, name) for name in ("head", "labels", "dropout")}
-    base = dataclasses.replace(base, model=dataclasses.replace(model, **head))
+    base = base if config.start_given() else tuned(model)
     kept = {k: v for k, v in over.items() if k.startswith("model.")}
+    head = kept.get("model.head", base.model.head)
+    new = over.get("new_head", base.new_head)
+    loaded = not new and head == model.head == "classify"
+    labels = model.labels if loaded else base.model.labels
+    base = dataclasses.replace(base, model=dataclasses.replace(model, head=head, labels=labels))
     if "data.tokenizer" not in {**read, **given}:
         kept["data.tokenizer"] = str(need_tokenizer(folder, "init_from", "--data.tokenizer"))
     elif "data.tokenizer" not in over and (
         tokenizer := tokenizer_file(expand(folder, "init_from"))
     ):
         kept["data.tokenizer"] = str(tokenizer)
-    return config.override(base, kept)
+    base = config.override(base, kept)
+    dataclasses.replace(base, init_from=folder, new_head=new).check_head(model)
+    return base

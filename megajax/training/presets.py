@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 from megajax.core.mesh import MeshSpec
 from megajax.models.decoder_config import PRESETS as MODELS
@@ -67,19 +68,19 @@ FIRST = (
 )  # fmt: skip
 
 
-def finetune(model: DecoderConfig) -> Config:
-    """Full fine-tuning of given weights: what --init_from starts from without --preset or --config.
+def recipe(max_positions: int) -> dict[str, Any]:
+    """Full fine-tuning of given weights: what --init_from starts from without --preset or --config,
+    as the members of a configuration, for decoders and encoders.
 
     Rate, cosine, decay and optimizer: supervised fine-tuning of Llama 2 (arXiv 2307.09288 section
     3.1: AdamW, 2e-5, 0.1). A rate for training from scratch, 100 times larger and more, would
     overwrite what the weights know. Moments decay as in the library's pretraining presets.
     """
-    return Config(
-        model=model,
+    return dict(
         train=TrainConfig(
             steps=200,  # (chosen: minutes for a small model; the paper's is 2 epochs of its data)
             global_batch=16,  # (chosen: fits one GPU with a 1B model; the paper has 64)
-            seq_len=min(model.max_positions, 512),  # (chosen: as the batch; the paper has 4096)
+            seq_len=min(max_positions, 512),  # (chosen: as the batch; the paper has 4096)
         ),
         optim=OptimConfig(
             name="adamw",
@@ -89,9 +90,14 @@ def finetune(model: DecoderConfig) -> Config:
             final=0.0,  # (chosen: nothing follows; the paper does not say)
             weight_decay=0.1,
         ),
-        eval=EvalConfig(every=50, batches=4),
         checkpoint=CheckpointConfig(every=100),
     )
+
+
+def finetune(model: DecoderConfig) -> Config:
+    """The recipe for fine-tuning a decoder."""
+    evaluation = EvalConfig(every=50, batches=4)
+    return Config(model=model, eval=evaluation, **recipe(model.max_positions))
 
 
 SMALL: dict[str, Callable[[], Config]] = {"nano": nano, "nano_moe": nano_moe}

@@ -6,7 +6,7 @@ folder that became read-only) is told in a line, and changes no exit code.
 
 import io
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,17 @@ OURS, HELD_OUT = "#1f6feb", "#d1242f"  # the same colours in all figures
 
 
 def write_report(
-    folder: Path, facts: dict[str, Any], sample: str | None, say: Callable[[str], None] = print
+    folder: Path,
+    facts: dict[str, Any],
+    sample: str | None,
+    say: Callable[[str], None] = print,
+    labels: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Draws the curve and writes the summary. Returns the figures that the summary states.
 
     facts: name -> value lines for the head of the summary; `caption` has those under the curve.
     say: hears what could not be written, and why; nothing is raised for it.
+    labels: the names of a classifier's classes.
     """
 
     def attempt(name: str, work: Callable[[], Any]) -> Any:
@@ -52,11 +57,18 @@ def write_report(
         figures["eval_step"] = max(held_out)
         newest = held_out[figures["eval_step"]]
         figures["eval_loss"] = newest["eval_loss"]
-        for name in ("eval_bits_per_byte", "eval_accuracy", "eval_majority"):
+        for name in ("eval_bits_per_byte", "eval_accuracy", "eval_majority", "eval_f1"):
             if name in newest:
                 figures[name] = newest[name]
+        if scores := label_scores(newest, labels):
+            figures["labels"] = scores
     lines = ["# Run", "", "| | |", "|---|---|"]
-    lines += [f"| {name} | {_show(value)} |" for name, value in (facts | figures).items()]
+    plain = {name: value for name, value in (facts | figures).items() if name != "labels"}
+    lines += [f"| {name} | {_show(value)} |" for name, value in plain.items()]
+    if "labels" in figures:
+        lines += ["", "## Classes", "", "| number | class | examples | precision | recall |"]
+        lines += ["|---|---|---|---|---|"]
+        lines += ["| " + " | ".join(map(_show, row.values())) + " |" for row in figures["labels"]]
     lines += ["", "![loss](curve.png)", ""]
     if sample is not None:
         lines += ["## Sample", "", "```", sample, "```", ""]
@@ -69,6 +81,16 @@ def write_report(
 
 def _rows(metrics: Path) -> tuple[dict[int, dict], dict[int, dict]]:
     return rows_by_step(metrics, "loss"), rows_by_step(metrics, "eval_loss")
+
+
+def label_scores(row: Mapping[str, Any], labels: Sequence[str]) -> list[dict[str, Any]]:
+    """Returns the figures of each class in an evaluation's row; [] where it has none."""
+    return [
+        {"number": i, "class": name}
+        | {kind: row.get(f"eval_{kind}/{name}") for kind in ("examples", "precision", "recall")}
+        for i, name in enumerate(labels)
+        if f"eval_examples/{name}" in row
+    ]
 
 
 def caption(facts: Mapping[str, Any]) -> str:
@@ -88,6 +110,8 @@ def _show(value: Any) -> str:
     """A cell of a Markdown table."""
     if isinstance(value, float):
         return f"{value:.4g}"
+    if value is None:
+        return "-"
     return " ".join(str(value).replace("|", "\\|").splitlines())
 
 

@@ -1,13 +1,16 @@
 """The folder of a run: where it is, whether it may go on, what is in it.
 
-config.json, metrics.jsonl, events.* (TensorBoard), checkpoints/, samples/, curve.png, summary.md
-and, unless the run is on bytes, tokenizer.json.
+config.json, metrics.jsonl, events.* (TensorBoard), checkpoints/, samples/, curve.png, summary.md,
+unless the run is on bytes, tokenizer.json and, of a classifier, labels.json: the names of its
+classes in the order of their numbers.
 The same command finds the same folder, because its name holds a fingerprint of the configuration.
 """
 
 import dataclasses
+import json
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from absl import logging
@@ -26,8 +29,8 @@ FREE = (
     "mesh", "shard", "pipeline", "context", "eval", "checkpoint", "log", "profile", "emulate",
     "emulate_without_gpu", "run_dir", "init_from", "cache_dir", "optim", "train.steps",
     "train.accumulate", "train.remat", "train.loss_chunks", "train.attention", "train.dtype",
-    "train.segments", "train.global_batch", "data.prefetch", "fault", "told_code", "overlap",
-    "wire", "exchange",
+    "train.segments", "train.global_batch", "new_head", "data.prefetch", "fault", "told_code",
+    "overlap", "wire", "exchange",
 )  # fmt: skip
 FIXED = ("optim.name",)  # among those: another optimizer has another state
 NOT_IN_NAME = (
@@ -35,6 +38,8 @@ NOT_IN_NAME = (
     "told_code", "checkpoint.memory_every_steps", "checkpoint.dir", "checkpoint.verify_saves",
     "checkpoint.key_file", "train.segments",
 )  # fmt: skip
+LABELS = "labels.json"
+MAX_LABELS = 2**24  # (chosen) bytes of that file
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,9 +49,10 @@ class RunDir:
     path: Path
     elsewhere: str | None = None
 
-    def begin(self, cfg: JobConfig, tokenizer: Tokenizer) -> None:
-        """Makes the folder and writes what it takes to use the run elsewhere: the configuration
-        and the tokenizer. Called once everything else is known to work.
+    def begin(self, cfg: JobConfig, tokenizer: Tokenizer, labels: Sequence[str] = ()) -> None:
+        """Makes the folder and writes what it takes to use the run elsewhere: the configuration,
+        the tokenizer and the names of a classifier's classes. Called once everything else is known
+        to work.
 
         A run that continues has a configuration already: if the disk takes no new one, the former
         one stays, and a warning says so.
@@ -57,6 +63,8 @@ class RunDir:
             self.path.mkdir(parents=True, exist_ok=True)
             if isinstance(tokenizer, FileTokenizer):
                 tokenizer.copy_to(self.path)
+            if labels and saved_labels(self.path) != tuple(labels):
+                files.write_whole(self.path / LABELS, json.dumps(list(labels), indent=2) + "\n")
             if not saved.is_file() or saved.read_text() != text:
                 files.write_whole(saved, text)
         except OSError as error:
@@ -84,6 +92,23 @@ class RunDir:
     def samples(self) -> Path:
         """Generated text, one file an evaluation."""
         return self.path / "samples"
+
+
+def saved_labels(folder: str | Path) -> tuple[str, ...] | None:
+    """Returns the names of the classes of a run's classifier; None where it has none.
+
+    Raises: UserError when the file holds something else.
+    """
+    file = expand(folder, "run_dir") / LABELS
+    if not file.is_file():
+        return None
+    try:
+        found = files.parse_json(files.read_bytes(file, MAX_LABELS))
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot read {file}: {error} (--run_dir)") from None
+    if not (isinstance(found, list) and all(isinstance(name, str) for name in found)):
+        raise UserError(f"{file} must hold a list of strings, the names of classes (--run_dir)")
+    return tuple(found)
 
 
 def run_path(cfg: JobConfig, experiment: str, preset: str) -> Path:

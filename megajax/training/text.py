@@ -16,7 +16,9 @@ from megajax.training.step import TrainStep
 class Text:
     """The corpora of a pretraining run (systems/job.py: Reading)."""
 
-    def __init__(self, cfg: Config, console: Console):
+    labels: tuple[str, ...] = ()  # the next token is no class
+
+    def __init__(self, cfg: Config, console: Console, run_dir: RunDir):
         """Opens the corpora, and says what they hold."""
         self._cfg = cfg
         self._corpora, self.tokenizer = open_corpora(

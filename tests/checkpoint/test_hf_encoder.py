@@ -71,6 +71,43 @@ def test_config_json_round_trip(name):
         assert encoder_names.from_hf_config(written) == cfg
 
 
+@pytest.mark.parametrize(
+    "members, names",
+    [
+        ({}, "LABEL_0 LABEL_1"),
+        ({"num_labels": 3}, "LABEL_0 LABEL_1 LABEL_2"),
+        ({"id2label": {"1": "no", "0": "yes"}}, "yes no"),
+        ({"id2label": {"0": "yes", "1": "no"}, "label2id": {"no": 1, "yes": 0}}, "yes no"),
+        ({"id2label": {"0": "x", "1": "x"}, "num_labels": 2}, "x x"),
+        ({"id2label": {"0": "yes", "1": "no"}, "label2id": {"no": 0, "yes": 1}}, None),
+        ({"id2label": {"0": "yes", "1": "no"}, "num_labels": 3}, None),
+        ({"id2label": {"0": "yes", "2": "no"}}, None),
+        ({"id2label": {"0": "yes", "1": 7}}, None),
+        ({"id2label": {}}, None),
+    ],
+)
+def test_names_of_classes_come_from_config_json(members, names):
+    """As transformers 5.24 reads them (LABEL_0, ... where there are none), or refused by name."""
+    if names is None:
+        with pytest.raises(UserError, match="config.json: (id2label|num_labels)"):
+            encoder_names.label_names(members)
+    else:
+        assert encoder_names.label_names(members) == tuple(names.split())
+
+
+def test_an_export_names_the_classes(tmp_path):
+    cfg = EncoderConfig(layers=1, width=16, heads=2, mlp=32, vocab=128, head="classify", labels=3)
+    params = encoder.parts(cfg).init(jax.random.key(0))
+    hf.save(params, cfg, tmp_path / "out", labels=["no", "10", "yes"])
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert written["id2label"] == {"0": "no", "1": "10", "2": "yes"}
+    assert written["label2id"] == {"no": 0, "10": 1, "yes": 2}
+    assert hf.load_labels(tmp_path / "out") == ("no", "10", "yes")
+    assert hf.load_config(tmp_path / "out") == cfg
+    with pytest.raises(UserError, match="2 names cannot name the 3 classes"):
+        hf.save(params, cfg, tmp_path / "other", labels=["no", "yes"])
+
+
 @pytest.mark.parametrize("name", FAMILIES)
 def test_networks_without_a_head_have_no_prefix(name, tmp_path):
     """What BertModel and its relatives save; also with a prefix, and with a head to ignore."""

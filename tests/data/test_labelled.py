@@ -10,7 +10,7 @@ from pyarrow import parquet
 
 from megajax.core.errors import UserError
 from megajax.data.config import LabelledConfig
-from megajax.data.labelled import Examples, FixedRows, ShuffledRows, open_labelled
+from megajax.data.labelled import Classes, Examples, FixedRows, ShuffledRows, open_labelled
 from megajax.data.masked import MaskedRows
 from megajax.data.pack import IGNORED
 
@@ -119,6 +119,63 @@ def test_hidden_tokens_have_the_papers_shares(seed):
 def test_a_set_without_labels_is_refused(tmp_path, lines, message):
     with pytest.raises(UserError, match=message):
         opened(write_lines(tmp_path, lines), tmp_path / "cache")
+
+
+@pytest.mark.parametrize(
+    "labels, order",
+    [
+        ([11, 2, 0, 10, 1], "0 1 2 10 11"),
+        (["1.5", "-1", "0.25"], "-1 0.25 1.5"),
+        (["class10", "class2", "class1"], "class1 class2 class10"),
+        (["10b", "9a", "b", "a"], "9a 10b a b"),
+        (["neutral", "negative", "positive"], "negative neutral positive"),
+        (["nan", "1", "inf"], "1 inf nan"),
+        (["x" + "9" * 5000, "x1", "x" + "8" * 5000], f"x1 x{'8' * 5000} x{'9' * 5000}"),
+    ],
+)
+def test_labels_are_numbered_as_a_person_lists_them(tmp_path, labels, order):
+    lines = [{"text": f"{i} of {k!s:.9}", "label": k} for i in range(20) for k in labels]
+    found = opened(write_lines(tmp_path, lines), tmp_path / "cache")
+    assert found.labels == tuple(order.split(" "))
+    texts = found.tokenizer.decode(found.train.tokens[0][1:]), found.train.labels_N[0]
+    assert found.labels[texts[1]].startswith(texts[0].split(" of ")[1][:3])
+
+
+@pytest.mark.parametrize(
+    "names, labels, numbers",
+    [
+        (("positive", "negative"), ("negative", "positive"), [1, 0]),
+        (("10", "2", "0"), ("0", "2", "10"), [2, 1, 0]),  # names that are numbers, not numbers
+        (("LABEL_0", "LABEL_1", "LABEL_2"), ("0", "2"), [0, 2]),
+        (("LABEL_0", "LABEL_1"), ("LABEL_1",), [1]),
+        (("no", "yes"), ("0", "1"), [0, 1]),  # all of them, so they can only be the numbers
+        (("no", "maybe", "yes"), ("no", "yes"), [0, 2]),
+        # "1 star" is number 0: a part of the numbers may be meant otherwise
+        (("1 star", "2 stars", "3 stars"), ("1", "2"), None),
+        (("LABEL_0", "LABEL_1"), ("negative", "positive"), None),
+        (("a", "b"), ("a", "c"), None),
+    ],
+)
+def test_labels_have_the_numbers_of_the_classifier(names, labels, numbers):
+    """The numbers by hand; a label that is no class is refused by name."""
+    classes = Classes(names, "FOLDER", "Begin a new head")
+    if numbers is None:
+        with pytest.raises(UserError, match="that FOLDER does not know: .*Begin a new head"):
+            classes.numbers(labels, "set.jsonl")
+    else:
+        assert classes.numbers(labels, "set.jsonl") == numbers
+
+
+def test_a_set_takes_the_classes_of_the_classifier(tmp_path):
+    source = write_lines(tmp_path, [{"text": t, "label": k} for t, k in TEXTS])
+    plain = opened(source, tmp_path / "cache")
+    classes = Classes(("b", "never", "a"), "FOLDER", "")
+    cfg = LabelledConfig(source=source, holdout=0.3)
+    found = open_labelled(cfg, 16, tmp_path / "cache", classes=classes)
+    assert found.labels == ("b", "never", "a")
+    for side in ("train", "held_out"):
+        assert decoded(found, getattr(found, side)) == decoded(plain, getattr(plain, side))
+    assert found.fingerprint != plain.fingerprint
 
 
 def test_a_folder_without_folders_is_refused(tmp_path):

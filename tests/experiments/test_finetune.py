@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import signal
+import types
 
 import jax
 import numpy as np
@@ -16,7 +17,9 @@ from megajax.core.tree import named_leaves
 from megajax.models import encoder
 from megajax.models.encoder_config import EncoderConfig
 from megajax.parallel import sharding
+from megajax.training.examples import Examples
 from megajax.training.finetune import nano, take_encoder
+from megajax.training.run_dir import RunDir, saved_labels
 from tests import forks
 from tests.experiments.test_pretrain import optimized, rows, wait_for
 
@@ -90,23 +93,99 @@ def test_what_an_encoder_cannot_do_is_refused(values, message):
         cfg.check(cfg.mesh.sizes(8))
 
 
-def test_a_folder_with_another_head_starts_a_classifier(tmp_path):
-    """Of a model with a masked-token head the trunk is taken; the head begins anew."""
-    masked = EncoderConfig(layers=1, width=16, heads=2, mlp=32, vocab=128, max_positions=128)
-    mesh = MeshSpec(data=1).build()
-    given = encoder.parts(masked).init(jax.random.key(1))
-    folder = str(tmp_path / "hf")
-    hf.save(given, masked, folder)
+@pytest.fixture
+def untyped(monkeypatch):
+    """Neither --preset nor --config was typed."""
+    monkeypatch.setattr(config, "start_given", lambda: False)
+
+
+def folder_of(tmp_path, names=None, **changes):
+    """A folder with a tiny encoder, and its parameters."""
+    model = EncoderConfig(layers=1, width=16, heads=2, mlp=32, vocab=384, max_positions=128)
+    model = dataclasses.replace(model, **changes)
+    params = encoder.parts(model).init(jax.random.key(1))
+    hf.save(params, model, tmp_path / "hf", labels=names)
+    return str(tmp_path / "hf"), params
+
+
+def started(folder, **given):
+    """The configuration of a run of these flags."""
+    given = {"init_from": folder, "data.tokenizer": "bytes"} | given
+    base = config.override(nano(), {k: v for k, v in given.items() if k == "init_from"})
+    return config.override(take_encoder(base, given, {}), given)
+
+
+@pytest.mark.parametrize("preset", [False, True])
+def test_a_folder_with_another_head_starts_a_classifier(tmp_path, preset, monkeypatch):
+    """Of a model with a masked-token head the trunk is taken; the head begins anew, if told."""
+    monkeypatch.setattr(config, "start_given", lambda: preset)
+    folder, given = folder_of(tmp_path)
     with pytest.raises(UserError, match="has no tokenizer .*--data.tokenizer=bytes"):
         take_encoder(nano(), {"init_from": folder}, {})
-    cfg = take_encoder(nano(), {"init_from": folder, "data.tokenizer": "bytes"}, {})
-    cfg = dataclasses.replace(cfg, init_from=folder)
-    assert (cfg.model.head, cfg.model.labels, cfg.model.width) == ("classify", 8, 16)
+    with pytest.raises(UserError, match="has the head mlm, and the run has the head classify.*new"):
+        started(folder)
+    cfg = started(folder, new_head=True)
+    assert (cfg.model.head, cfg.model.labels, cfg.model.width) == (
+        "classify", 8 if preset else 2, 16
+    )  # fmt: skip
     fresh = encoder.parts(cfg.model).init(jax.random.key(2))
-    found = cfg.given_params(sharding.layout(mesh, model=cfg.model), fresh)
+    layout = sharding.layout(MeshSpec(data=1).build(), model=cfg.model)
+    found = cfg.given_params(layout, fresh)
     named, theirs, new = (dict(named_leaves(tree)) for tree in (found, given, fresh))
     assert named.keys() == new.keys()
     for name, x in named.items():
         want = new if name.split(".")[0] in encoder.HEAD else theirs
         rows = slice(2 if name == "types" else None)  # what pads a table is 0
         np.testing.assert_array_equal(x[rows], want[name][rows], err_msg=name)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"model.labels": 2}, "has the head classify with 3 labels, .* classify with 2 labels"),
+        ({"model.head": "mlm"}, "has the head classify with 3 labels, and the run has the head ml"),
+    ],
+)
+def test_a_head_is_left_out_only_if_told(tmp_path, untyped, changes, message):
+    folder, _ = folder_of(tmp_path, head="classify", labels=3)
+    assert started(folder).model.labels == 3
+    with pytest.raises(UserError, match=message):
+        started(folder, **changes)
+    cfg = started(folder, new_head=True, **changes)
+    assert config.diff(cfg.model, started(folder).model)[0][1] in ("classify", 3)
+    with pytest.raises(UserError, match="begin from random weights"):
+        dataclasses.replace(cfg, new_head=False).given_params(None, {})
+
+
+def reading(home, cfg, run_dir):
+    lines: list[str] = []
+    console = types.SimpleNamespace(say=lines.append)
+    return Examples(cfg, console, RunDir(run_dir)), lines
+
+
+def test_the_classes_of_a_run_are_the_folders_then_its_own(home, tmp_path, untyped):
+    """x is class 1 of the folder, y class 0, as in its id2label, whatever the alphabet says."""
+    folder, _ = folder_of(tmp_path, ["y", "x"], head="classify", labels=2)
+    data = {"data.source": f"{home}/set.jsonl", "cache_dir": f"{home}/cache"}
+    cfg = started(folder, **data)
+    run = tmp_path / "run"
+    found, said = reading(home, cfg, run)
+    assert found.labels == ("y", "x") and f"classes of {folder}: 0 y, 1 x" in said
+    for i in range(20):
+        row = found.rows[i]
+        assert row["targets"][0] == (row["tokens"][1] == ord("x"))
+    # The run goes on with its numbers: without the folder, with other data, with a new order.
+    RunDir(run).begin(cfg, found.tokenizer, found.labels)
+    assert saved_labels(run) == ("y", "x")
+    alone = dataclasses.replace(cfg, init_from=None)
+    assert reading(home, alone, run)[0].labels == ("y", "x")
+    assert reading(home, alone, tmp_path / "other")[0].labels == ("x", "y")
+    more = {"text": "z", "label": "z"}
+    (tmp_path / "more.jsonl").write_text((home / "set.jsonl").read_text() + json.dumps(more))
+    other = config.override(alone, {"data.source": f"{tmp_path}/more.jsonl"})
+    with pytest.raises(UserError, match="labels that the run in .* does not know: z; its .* y, x"):
+        reading(home, other, run)
+    with pytest.raises(UserError, match=r"labels=2 must be the 3 of .*x, y, z \(--model.labels=3"):
+        reading(home, other, tmp_path / "other")
+    with pytest.raises(UserError, match="does not know: z.*--new_head=true"):
+        reading(home, dataclasses.replace(other, init_from=folder), tmp_path / "other")

@@ -99,7 +99,15 @@ def test_cross_entropy(chunks, seed):
     valid = targets >= 0
     assert float(sums.cross_entropy) == pytest.approx(((log_z - picked) * valid).sum(), rel=1e-5)
     assert float(sums.z_squared) == pytest.approx((log_z**2 * valid).sum(), rel=1e-5)
-    assert int(sums.count) == valid.sum()
+    assert int(sums.count) == valid.sum() and sums.classes_3C is None
+    counted = cross_entropy(
+        jnp.asarray(hidden, jnp.float32), jnp.asarray(targets), logits, chunks, classes=V
+    )
+    best = z.argmax(-1)
+    pairs = [(t, p) for t, p in zip(targets[valid], best[valid], strict=True)]
+    wanted = [[sum(t == c for t, _ in pairs), sum(p == c for _, p in pairs),
+               sum(t == p == c for t, p in pairs)] for c in range(V)]  # fmt: skip
+    np.testing.assert_array_equal(counted.classes_3C, np.transpose(wanted))
 
 
 def test_chunks_do_not_change_the_gradient(seed):

@@ -5,16 +5,21 @@ import json
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import matplotlib.figure
+import numpy as np
 import pytest
 
 from megajax.core.errors import UserError
 from megajax.data.tokenizer import ByteTokenizer
 from megajax.monitor.lines import Lossy
 from megajax.training import report
+from megajax.training.banner import show_end
 from megajax.training.config import Config
+from megajax.training.evaluate import by_label
+from megajax.training.report import write_report
 from megajax.training.run_dir import RunDir, open_run
 from megajax.training.run_lock import RunLock
 
@@ -163,3 +168,25 @@ def test_a_closed_pipe_still_ends_a_run():
             print("x", file=Lossy(out, pipes=False), flush=True)
         finally:
             os.dup2(os.open(os.devnull, os.O_WRONLY), out.fileno())
+
+
+def test_scores_are_by_the_names_of_the_classes(tmp_path):
+    """Counts, precision and recall by hand: 6 of 9 'no' were right, 1 of 2 'yes'; no 'maybe'."""
+    classes_3C = np.array([[9, 0, 2], [7, 1, 3], [6, 0, 1]])
+    row = by_label(classes_3C, ("no", "maybe", "yes"))
+    assert row["eval_precision/no"] == 6 / 7 and row["eval_recall/no"] == 6 / 9
+    assert row["eval_recall/maybe"] is None and row["eval_precision/maybe"] == 0
+    assert row["eval_f1"] == pytest.approx((12 / 16 + 2 / 5) / 2)
+    steps = [{"step": 1, "loss": 1.0, "step_time_s": 1, "tokens": 1}]
+    lines = [*steps, {"step": 1, "eval_loss": 0.5, "eval_accuracy": 7 / 11} | row]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+    figures = write_report(tmp_path, {"device": "x"}, None, labels=("no", "maybe", "yes"))
+    summary = (tmp_path / "summary.md").read_text()
+    assert "| 0 | no | 9 | 0.8571 | 0.6667 |\n| 1 | maybe | 0 | 0 | - |" in summary
+    assert figures["labels"][2] == {
+        "number": 2, "class": "yes", "examples": 2, "precision": 1 / 3, "recall": 0.5
+    }  # fmt: skip
+    said: list[str] = []
+    show_end(types.SimpleNamespace(say=said.append), figures | {"last_10_loss": 1.0},
+             RunDir(tmp_path), None, ("no", "maybe", "yes"))  # fmt: skip
+    assert "  no: 9 examples held out, precision 85.7%, recall 66.7%" in said
