@@ -185,6 +185,8 @@ def _assemble(begun: _Start, reading: Reading, train_step: TrainStep) -> tuple[R
     # 6 own steps > init_from > new
     start = resume.begin(cfg, train_step, checkpoints, reading.identity, memory)
     begun.phases.done("state", console, start.how)
+    for line in resume.changes(cfg, run_dir.former, int(start.state.step)):
+        console.say(line)
     if cfg.checkpoint.memory_every_steps and memory is None:
         console.say("no copies in memory: it takes scripts/supervise.py to keep them")
     if jax.process_index() == 0:

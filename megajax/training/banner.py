@@ -28,6 +28,7 @@ from megajax.monitor.sinks import Jsonl, TensorBoard, Wandb
 from megajax.parallel import expert, wire
 from megajax.parallel.attention import choose_attention
 from megajax.parallel.inside import explain_overlap
+from megajax.training import optim
 from megajax.training.run_dir import RunDir
 from megajax.training.step import TrainStep
 
@@ -79,6 +80,8 @@ def show_start(
     console.say(f"{name}: {describe(mesh)}, run in {run_dir.path}")
     for field, old, new in config.diff(cfg, preset):
         console.say(f"  {field}: {old} -> {new}")
+    for sentence in optim.shortened(cfg.optim, cfg.train.steps):
+        console.say(f"note: {sentence}")
 
 
 def show_data(console: Console, cfg: Any, corpora: list[Corpus], tokenizer: Tokenizer) -> None:

@@ -68,18 +68,41 @@ class OptimConfig(Checked, section="optim"):
     )
 
 
+def phases(cfg: OptimConfig, steps: int) -> tuple[int, int]:
+    """Returns (steps of warm-up, steps of WSD's decay): as asked for, as far as the run has room,
+    the warm-up first. `shortened` says what had none."""
+    warmup = min(cfg.warmup, steps)
+    decay = max(round(cfg.decay * steps), 1) if cfg.schedule == "wsd" else 0
+    return warmup, min(decay, max(steps - warmup, 1))
+
+
+def shortened(cfg: OptimConfig, steps: int) -> list[str]:
+    """Returns a sentence for each part of the schedule that is longer than its run."""
+    warmup, decay = phases(cfg, steps)
+    said = []
+    if warmup < cfg.warmup:
+        said.append(
+            f"optim.warmup={cfg.warmup} is longer than train.steps={steps}: the warm-up is "
+            f"shortened to {warmup} steps, and only the last one learns with optim.lr={cfg.lr:g}"
+        )
+    if cfg.schedule == "wsd" and decay < round(cfg.decay * steps):
+        said.append(
+            f"optim.warmup={cfg.warmup} and optim.decay={cfg.decay:g} of train.steps={steps} are "
+            f"longer than the run: the decay is shortened to {decay} steps"
+        )
+    return said
+
+
 def make_schedule(cfg: OptimConfig, steps: int) -> optax.Schedule:
     """Returns step (from 0) -> learning rate. The first step already learns."""
-    warmup = min(cfg.warmup, steps)
+    warmup, decay = phases(cfg, steps)
     rest = max(steps - warmup, 1)
     last = cfg.lr * cfg.final
     tail = {
         "constant": optax.constant_schedule(cfg.lr),
         "cosine": optax.cosine_decay_schedule(cfg.lr, rest, cfg.final),
         "linear": optax.linear_schedule(cfg.lr, last, rest),
-        "wsd": optax.linear_schedule(
-            cfg.lr, last, max(round(cfg.decay * steps), 1), rest - max(round(cfg.decay * steps), 1)
-        ),
+        "wsd": optax.linear_schedule(cfg.lr, last, decay, rest - decay),
     }[cfg.schedule]
     if not warmup:
         return tail

@@ -5,19 +5,24 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 from absl import logging
 
 from megajax.checkpoint.integrity import DamagedError
 from megajax.checkpoint.manager import CheckpointManager
 from megajax.checkpoint.memory_tier import MemoryTier
+from megajax.core import config
 from megajax.core.errors import UserError
 from megajax.core.tree import named_leaves
 from megajax.data.corpus import Corpus
 from megajax.data.tokenizer import Tokenizer
 from megajax.training.config import JobConfig
+from megajax.training.optim import make_schedule
 from megajax.training.state import TrainState
 from megajax.training.step import TrainStep
 
+# The members of optim that decide the learning rate, with train.steps.
+COURSE = ("lr", "schedule", "warmup", "final", "decay")
 KEPT = "exchange"  # the member of a data_state that has TrainStep.kept
 
 
@@ -103,6 +108,54 @@ def _go_on(
     _check_data(identity, data, str(checkpoints.folder))
     state, note = _completed(train_step, restored, data)
     return Start(state, data["rows"], how + note)
+
+
+def changes(cfg: JobConfig, former: JobConfig | None, step: int) -> list[str]:
+    """Returns what differs from the run that is continued, the learning rate's course first, or
+    from the model of the folder of init_from.
+
+    former: what the run's folder said before; None: it is a new run. step: it goes on after.
+    """
+    if former is None:
+        return _model_changes(cfg) if cfg.init_from is not None and step == 0 else []
+    found = [d for d in config.diff(cfg, former) if d[0] != "run_dir"]
+    lines = [f"  {name}: {old} -> {new}" for name, old, new in found]
+    course = _course(cfg, former, step)
+    return [*course, *(["settings that differ from the former start:"] if lines else []), *lines]
+
+
+def _course(cfg: JobConfig, former: JobConfig, step: int) -> list[str]:
+    """Returns a line on how the learning rate goes on, if it does not as it would have."""
+
+    def rates(of: JobConfig) -> np.ndarray:
+        schedule = make_schedule(of.optim, of.train.steps)
+        at = (step, max(step, of.train.steps - 1))
+        return np.array([np.asarray(schedule(s), float) for s in at])
+
+    was, now = rates(former), rates(cfg)
+    before, after = (dataclasses.asdict(c.optim) | {"steps": c.train.steps} for c in (former, cfg))
+    if all(before[name] == after[name] for name in ("steps", *COURSE)):
+        return []
+    ended = step >= former.train.steps
+    then = f"the run had ended at {was[0]:.3g}" if ended else f"it would have been {was[0]:.3g}"
+    last = "" if ended else f", {was[1]:.3g} before"
+    return [
+        f"the learning rate takes another course: step {step + 1} learns with {now[0]:.3g} "
+        f"({then}), the last one, {cfg.train.steps}, with {now[1]:.3g}"
+        + (f" (step {former.train.steps}{last})" if last else "")
+    ]
+
+
+def _model_changes(cfg: JobConfig) -> list[str]:
+    from megajax.checkpoint import hf
+
+    assert cfg.init_from is not None
+    theirs: Any = hf.load_config(cfg.init_from)
+    if type(theirs) is not type(cfg.model):
+        return []
+    found = config.diff(cfg.model, theirs)
+    lines = [f"  model.{name}: {old} -> {new}" for name, old, new in found]
+    return [f"settings that differ from {cfg.init_from}:", *lines] if lines else []
 
 
 # ---- copies of weights and errors of gradients (--wire), which belong to a mesh and a codec

@@ -12,6 +12,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from absl import logging
 
@@ -44,10 +45,12 @@ MAX_LABELS = 2**24  # (chosen) bytes of that file
 
 @dataclasses.dataclass(frozen=True)
 class RunDir:
-    """Paths of a run. elsewhere: where its checkpoints are when not in its folder."""
+    """Paths of a run. elsewhere: where its checkpoints are when not in its folder. former: the
+    configuration that the folder held when this process began; None: it held none."""
 
     path: Path
     elsewhere: str | None = None
+    former: Any = None
 
     def begin(self, cfg: JobConfig, tokenizer: Tokenizer, labels: Sequence[str] = ()) -> None:
         """Makes the folder and writes what it takes to use the run elsewhere: the configuration,
@@ -130,8 +133,8 @@ def open_run(cfg: JobConfig, experiment: str, preset: str) -> RunDir:
             f"{path} holds imported weights, which checkpoints at {elsewhere} would pass over: "
             "leave --checkpoint.dir out, or begin a new --run_dir with --init_from"
         )
-    if saved.is_file() and not is_imported(path):
-        former = config.load_json(type(cfg), saved, "run_dir")
+    former = config.load_json(type(cfg), saved, "run_dir") if saved.is_file() else None
+    if former is not None and not is_imported(path):
         fixed = [
             f"{n} was {old}, now {new}"
             for n, old, new in config.diff(cfg, former)
@@ -142,7 +145,7 @@ def open_run(cfg: JobConfig, experiment: str, preset: str) -> RunDir:
                 f"{path} holds another run: {'; '.join(fixed)}. Give the former values to continue "
                 "it, or another --run_dir"
             )
-    return RunDir(path, elsewhere)
+    return RunDir(path, elsewhere, former)
 
 
 def saved_tokenizer(folder: str | Path) -> Tokenizer:

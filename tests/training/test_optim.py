@@ -20,8 +20,10 @@ from megajax.training.optim import (
     make_optimizer,
     make_schedule,
     orthogonalise,
+    phases,
     route,
     scale_by_muon,
+    shortened,
     spread,
 )
 
@@ -285,6 +287,31 @@ def test_schedules():
     assert wsd[10:80] == [1.0] * 70
     np.testing.assert_allclose(wsd[80:], 1 - 0.9 * np.arange(20) / 20, atol=1e-6)
     assert rates(schedule="constant", warmup=0) == [1.0] * 100
+
+
+@pytest.mark.parametrize(
+    "values, steps, phases_, said",
+    [
+        (dict(warmup=10), 10, (10, 0), []),
+        (dict(warmup=10), 4, (4, 0), ["warmup=10 is longer than train.steps=4: .* to 4 steps"]),
+        (dict(warmup=6, decay=0.5, schedule="wsd"), 10, (6, 4), ["decay is shortened to 4 steps"]),
+        (dict(warmup=5, decay=0.5, schedule="wsd"), 10, (5, 5), []),
+        (dict(warmup=20, decay=0.5, schedule="wsd"), 10, (10, 1), ["warmup=20 is", "to 1 steps"]),
+    ],
+)
+def test_a_schedule_longer_than_its_run_is_shortened_and_says_so(values, steps, phases_, said):
+    """The rates by hand: up to the peak in `warmup` steps, down to `final` in `decay` steps."""
+    cfg = OptimConfig(lr=1.0, final=0.0, **values)
+    assert phases(cfg, steps) == phases_
+    found = shortened(cfg, steps)
+    assert len(found) == len(said)
+    assert all(re.search(word, sentence) for word, sentence in zip(said, found, strict=True))
+    warmup, decay = phases_
+    got = [float(make_schedule(cfg, steps)(s)) for s in range(steps + 1)]
+    np.testing.assert_allclose(got[:warmup], (np.arange(warmup) + 1) / warmup, rtol=1e-6)
+    if cfg.schedule == "wsd" and warmup < steps:
+        fall = 1 - np.arange(decay + 1) / decay
+        np.testing.assert_allclose(got[steps - decay :], fall, atol=1e-6)
 
 
 def test_settings_out_of_range_are_refused():

@@ -2,12 +2,14 @@
 
 import dataclasses
 import types
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from megajax.checkpoint import hf
 from megajax.checkpoint.integrity import RECORD
 from megajax.checkpoint.manager import CheckpointManager
 from megajax.core import config
@@ -94,6 +96,47 @@ def test_a_position_that_is_none_is_refused(tmp_path, rows):
     manager.save(5, vars(state(5)), data_state={"rows": rows, "seed": 0}).result()
     with pytest.raises(UserError, match="says that .* rows were read"):
         begin(tmp_path)
+
+
+def test_what_differs_from_the_former_start_is_listed(tmp_path):
+    """The learning rate's course first. Rates by hand: linear from 1e-3 to 0, no warm-up."""
+    optim = {
+        "optim__schedule": "linear",
+        "optim__lr": 1e-3,
+        "optim__final": 0.0,
+        "optim__warmup": 0,
+    }
+    former = run_config(train__steps=100, run_dir="there", **optim)
+    assert resume.changes(former, former, 40) == []
+    assert resume.changes(former, None, 0) == []
+    free = config.override(former, {"run_dir": "here", "eval.batches": 3})
+    assert resume.changes(free, former, 40) == [
+        "settings that differ from the former start:", "  eval.batches: 8 -> 3"
+    ]  # fmt: skip
+    longer = run_config(train__steps=200, run_dir="there", **optim)
+    assert resume.changes(longer, former, 40) == [
+        "the learning rate takes another course: step 41 learns with 0.0008 (it would have been "
+        "0.0006), the last one, 200, with 5e-06 (step 100, 1e-05 before)",
+        "settings that differ from the former start:", "  train.steps: 100 -> 200",
+    ]  # fmt: skip
+    assert (
+        "step 101 learns with 0.0005 (the run had ended at 0)"
+        in resume.changes(longer, former, 100)[0]
+    )
+    slower = dataclasses.replace(former, optim=dataclasses.replace(former.optim, lr=1e-4))
+    assert resume.changes(slower, former, 0)[0].startswith("the learning rate takes another course")
+
+
+def test_what_differs_from_the_folder_of_the_weights_is_listed(tmp_path):
+    with np.load(Path(__file__).parents[1] / "golden" / "hf_llama.npz") as golden:
+        (tmp_path / "config.json").write_text(str(golden["config"]))
+    model = dataclasses.replace(hf.load_config(tmp_path), window=8, norm_eps=1e-5)
+    cfg = dataclasses.replace(run_config(), model=model, init_from=str(tmp_path))
+    assert resume.changes(cfg, None, 0) == [
+        f"settings that differ from {tmp_path}:",
+        "  model.norm_eps: 1e-06 -> 1e-05", "  model.window: None -> 8",
+    ]  # fmt: skip
+    assert resume.changes(cfg, None, 5) == []
 
 
 def test_what_may_change_between_the_starts_of_a_run(tmp_path):

@@ -1,5 +1,6 @@
 """What a run starts from: a folder of weights counts where init_from stands; flags go over all."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -8,6 +9,7 @@ import pytest
 
 from megajax.core import config
 from megajax.core.errors import UserError
+from megajax.training import finetune, presets
 from megajax.training.config import Config
 from megajax.training.finetune import nano, take_encoder
 from megajax.training.start import take_model
@@ -20,7 +22,8 @@ def weights(tmp_path, monkeypatch):
     """A folder with a model's shape and a tokenizer; --config was typed."""
     folder = tmp_path / "weights"
     folder.mkdir()
-    (folder / "config.json").write_text(str(np.load(GOLDEN)["config"]))
+    with np.load(GOLDEN) as golden:
+        (folder / "config.json").write_text(str(golden["config"]))
     (folder / "tokenizer.json").write_text("{}")
     monkeypatch.setattr(config, "start_given", lambda: True)
     return folder
@@ -52,6 +55,39 @@ def test_typed_weights_replace_the_model_of_a_file(weights):
     assert start({"init_from": str(weights)}, read).data.tokenizer == "bpe:400"
     with pytest.raises(UserError, match="has no tokenizer .*: say what its tokens are"):
         start({"init_from": str(weights)}, {})
+
+
+@pytest.mark.parametrize("family", ["llama", "bert"])
+def test_both_commands_begin_from_weights_with_the_recipe_of_the_documents(
+    family, tmp_path, monkeypatch
+):
+    """Without --preset or --config. The figures are also those that docs/training.md states."""
+    with np.load(GOLDEN.parent / f"hf_{family}.npz") as golden:
+        (tmp_path / "config.json").write_text(str(golden["config"]))
+    given = {"init_from": str(tmp_path), "data.tokenizer": "bytes", "new_head": True}
+    take, nano = {"llama": (take_model, Config), "bert": (take_encoder, finetune.nano)}[family]
+    monkeypatch.setattr(config, "start_given", lambda: False)
+    cfg = take(nano(), given, {})
+    optim, train = cfg.optim, cfg.train
+    assert (optim.name, optim.lr, optim.schedule, optim.final) == ("adamw", 2e-5, "cosine", 0.0)
+    assert (optim.warmup, optim.weight_decay, optim.beta2) == (10, 0.1, 0.95)
+    assert (train.steps, train.global_batch) == (200, 16)
+    assert train.seq_len == cfg.model.max_positions < 512  # of these tiny models
+    largest = dataclasses.replace(cfg.model, max_positions=600)
+    tuned = finetune.tuned(largest) if family == "bert" else presets.finetune(largest)
+    assert tuned.train.seq_len == 512 and tuned.optim == optim
+    page = " ".join((GOLDEN.parents[2] / "docs" / "training.md").read_text().split())
+    assert "AdamW with a learning rate of 2e-5, 200 steps of 16 rows of up to 512 tokens" in page
+    # --preset or --config replaces the recipe.
+    monkeypatch.setattr(config, "start_given", lambda: True)
+    assert take(nano(), given, {}).optim == nano().optim
+
+
+def test_the_presets_of_encoders_have_the_settings_of_bert(monkeypatch):
+    """arXiv 1810.04805, appendix A.3: rows of 128, batches of 32, 2e-5, 10 % of warm-up."""
+    cfg = finetune.PRESETS["bert_base"]()
+    assert (cfg.train.seq_len, cfg.train.global_batch, cfg.optim.lr) == (128, 32, 2e-5)
+    assert cfg.optim.warmup == cfg.train.steps // 10 and cfg.optim.schedule == "linear"
 
 
 def test_no_weights_and_a_saved_file_read_no_folder():
