@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 from megajax.core.errors import UserError
 from megajax.layers.mlp import ACTIVATIONS
 from megajax.models.encoder_config import EncoderConfig, Head
-from megajax.models.hf_members import check_members
+from megajax.models.hf_members import check_kinds, check_members
 from megajax.models.name_rules import Rule, require, spelled
 
 Family = Literal["bert", "roberta", "distilbert", "albert"]
@@ -207,7 +207,7 @@ _DISTIL_WORDS = {
 
 def from_hf_config(found: Mapping[str, Any]) -> EncoderConfig:
     """Returns our configuration of a config.json. Raises: UserError for what we cannot compute."""
-    found = check_members(found, FAMILIES)
+    members, found = found, check_members(found, FAMILIES)
     kind = found["model_type"]
     if kind == "distilbert":
         found = found | {word: found[own] for word, own in _DISTIL_WORDS.items()}
@@ -222,7 +222,6 @@ def from_hf_config(found: Mapping[str, Any]) -> EncoderConfig:
     groups = found["num_hidden_groups"] if kind == "albert" else layers
     if layers % groups:
         raise UserError(f"config.json: num_hidden_groups={groups} must divide {layers} layers")
-    labels = len(label_names(found)) if head == "classify" else 2
     return EncoderConfig(
         layers=groups,
         repeats=layers // groups,
@@ -238,7 +237,7 @@ def from_hf_config(found: Mapping[str, Any]) -> EncoderConfig:
         norm_eps=1e-12 if kind == "distilbert" else found["layer_norm_eps"],
         dropout=found["hidden_dropout_prob"],
         head=head,
-        labels=labels,
+        labels=len(label_names(members)) if head == "classify" else 2,
         pooler="relu" if kind == "distilbert" else "tanh",
     )
 
@@ -254,7 +253,7 @@ def label_names(found: Mapping[str, Any]) -> tuple[str, ...]:
 
     Raises: UserError for members that contradict each other, or that do not number the classes.
     """
-    found = check_members(found)
+    found = check_kinds(found)
     named, count = found.get("id2label"), found.get("num_labels")
     if named is None:
         names = [f"LABEL_{i}" for i in range(2 if count is None else min(count, MOST_LABELS + 1))]
