@@ -136,7 +136,8 @@ class Runner:
         self.step = make_train_step(self.cfg, self.cfg.mesh.build())
         self._corpora, _ = open_corpora(self.cfg.data, cache_dir, vocab=self.cfg.model.vocab)
         like = self.step.abstract_eval_batch
-        self._held_out = list(held_out_batches(self._corpora, like, study.held_out))
+        most = study.held_out * self.cfg.train.global_batch
+        self._held_out = list(held_out_batches(self._corpora, like, most))
         with jax.set_mesh(self.step.layout.mesh):
             self._exchange = exchange_of(self.cfg, self.step.parts, self.step.layout)
         self._send = jax.jit(self._weights)

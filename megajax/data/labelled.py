@@ -24,7 +24,7 @@ from megajax.data.config import LabelledConfig
 from megajax.data.corpus import open_tokenizer_for
 from megajax.data.holdout import is_held_out
 from megajax.data.pack import IGNORED, mix, permute
-from megajax.data.passages import open_passages
+from megajax.data.passages import Template, open_passages
 from megajax.data.source import open_source
 from megajax.data.tokenizer import Tokenizer
 
@@ -34,7 +34,8 @@ SHOWN = 12  # (chosen) labels that a message names
 
 @dataclasses.dataclass(frozen=True)
 class Examples:
-    """Token rows of any length, each with its begin token and at most a row's tokens."""
+    """Token rows of any length, each with the special tokens of its template, which a text that is
+    too long keeps, and at most a row's tokens."""
 
     tokens: Sequence[np.ndarray] | np.ndarray
     labels_N: np.ndarray
@@ -58,10 +59,10 @@ class Examples:
             "positions": np.where(live_S, np.arange(seq_len), 0).astype(np.int32),
         }
 
-    @property
-    def majority(self) -> float:
-        """The fraction of the most frequent label: what a constant answer gets right."""
-        return float(np.bincount(self.labels_N).max() / max(len(self), 1))
+
+def majority(labels_N: np.ndarray) -> float:
+    """Returns the fraction of the most frequent label: what a constant answer gets right."""
+    return float(np.bincount(labels_N).max() / len(labels_N))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -190,9 +191,9 @@ def open_labelled(
             "a folder of text files for each of two labels or more (--data.source, "
             "--data.label_key)"
         )
-    begin = tokenizer.vocab if tokenizer.begin is None else tokenizer.begin
+    template = Template.of(tokenizer, seq_len)
     encoded = tokenizer.encode([text for text, _ in texts])
-    rows = [np.insert(ids[: seq_len - 1], 0, begin).astype(np.int32) for ids in encoded]
+    rows = [template.row(ids) for ids in encoded]
     number = {label: i for i, label in enumerate(labels)}
     found_N = np.array([number[str(label)] for _, label in texts], np.int32)
     held_N = np.array([is_held_out(text, cfg.holdout) for text, _ in texts], bool)
@@ -201,7 +202,9 @@ def open_labelled(
         return Examples([rows[i] for i in np.flatnonzero(chosen_N)], found_N[chosen_N])
 
     sides = side(~held_N), side(held_N)
-    return _checked(labels, sides, tokenizer, max(tokenizer.vocab, begin + 1), cfg, classes)
+    return _checked(
+        labels, sides, tokenizer, max(tokenizer.vocab, template.before[0] + 1), cfg, classes
+    )
 
 
 def _passages(

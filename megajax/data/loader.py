@@ -138,15 +138,14 @@ def held_out_rows(corpora: Sequence[Corpus], seq_len: int, most: int) -> list[in
 
 
 def held_out_batches(
-    corpora: Sequence[Corpus], abstract: Abstract, batches: int, order: np.ndarray | None = None
+    corpora: Sequence[Corpus], abstract: Abstract, most: int, order: np.ndarray | None = None
 ) -> Iterator[dict[str, jax.Array]]:
-    """Yields up to `batches` batches of held-out rows, the same ones at every call.
+    """Yields up to `most` held-out rows in batches, the same rows at every call.
 
     Corpora follow one another; rows beyond the last are filled with targets that count nothing.
     """
-    like = abstract["tokens"]
-    B, S = int(np.prod(like.shape[:-1])), like.shape[-1]
-    yield from finite_batches(held_out(corpora, S, batches * B), abstract, order)
+    S = abstract["tokens"].shape[-1]
+    yield from finite_batches(held_out(corpora, S, most), abstract, order)
 
 
 def held_out(corpora: Sequence[Corpus], seq_len: int, most: int) -> list[tuple[Rows, int]]:

@@ -29,8 +29,42 @@ PACKAGES = (
 
 
 @dataclasses.dataclass(frozen=True)
+class Template:
+    """The special tokens around a text that is one row. before: at least one, which a classifier
+    reads. room: tokens of the text that a row has."""
+
+    before: tuple[int, ...]
+    after: tuple[int, ...]
+    room: int
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, tokens: int) -> "Template":
+        """Returns that of the tokenizer's file ([CLS] text [SEP]); where it has none, its begin
+        token, or an id of our own, stands before the text. tokens: of a row.
+
+        Raises: UserError when there is no room for a text.
+        """
+        before, after = tokenizer.template
+        begin = tokenizer.vocab if tokenizer.begin is None else tokenizer.begin
+        before = before or (begin,)
+        room = tokens - len(before) - len(after)
+        if room < 1:
+            raise UserError(
+                f"train.seq_len={tokens} has no room for a text: {tokenizer.name} puts "
+                f"{len(before) + len(after)} special tokens around it; at least "
+                f"{tokens - room + 1} (--train.seq_len)"
+            )
+        return cls(before, after, room)
+
+    def row(self, ids: np.ndarray) -> np.ndarray:
+        """Returns a text as a row, cut behind the tokens that there is room for."""
+        return np.concatenate([self.before, ids[: self.room], self.after]).astype(np.int32)
+
+
+@dataclasses.dataclass(frozen=True)
 class Passages:
-    """Rows of S tokens, the first a begin token, int32, of each label (its number: its place).
+    """Rows of S tokens, special ones of the tokenizer's template included, int32, of each label
+    (its number: its place).
 
     held_out_NS has equally many of each label, in turn: passage i is of label i modulo labels.
     vocab: token ids, the begin token included. tokenizer: what made them.
@@ -76,18 +110,18 @@ def open_passages(
     learned = tuple(f for p in packages for f in files[p] if f not in cut[p])
     source = dataclasses.replace(whole, files=learned)
     tokens_of = open_tokenizer_for(cfg, [source], expand(cache_dir, "cache_dir"))
-    begin = tokens_of.vocab if tokens_of.begin is None else tokens_of.begin
+    template = Template.of(tokens_of, tokens)
+    room = template.room
 
     def passages(package: str, wanted: bool) -> np.ndarray:
         chosen = tuple(f for f in files[package] if (f in cut[package]) == wanted)
         documents = dataclasses.replace(whole, files=chosen).documents()
         rows = [
-            np.insert(
-                ids[: ids.size // (tokens - 1) * (tokens - 1)].reshape(-1, tokens - 1), 0, begin, 1
-            )  # noqa: E501
+            template.row(ids[first : first + room])
             for ids in tokens_of.encode([d.text for d in documents])
+            for first in range(0, ids.size - room + 1, room)
         ]
-        found = np.concatenate(rows) if rows else np.zeros((0, tokens), np.int32)
+        found = np.stack(rows) if rows else np.zeros((0, tokens), np.int32)
         if not len(found):
             raise UserError(f"the standard library's {package} holds no passage of {tokens} tokens")
         return found.astype(np.int32)
@@ -99,7 +133,7 @@ def open_passages(
         packages,
         tuple(passages(p, False) for p in packages),
         np.stack(even, 1).reshape(-1, tokens),
-        max(tokens_of.vocab, begin + 1),
+        max(tokens_of.vocab, template.before[0] + 1),
         tokens_of,
     )
 

@@ -43,8 +43,9 @@ class Tokenizer(Protocol):
     """What the data pipeline and sampling need. begin, end: special ids of a document, or None.
 
     ends: ids that end an answer, `end` one of them. vocab: all ids are below it. identity: two
-    tokenizers that share it give the same ids. strips_space: `decode` drops a space before the
-    first word.
+    tokenizers that share it give the same ids. template: the ids that its file puts before and
+    behind a text which is one input of a model; none where it does not say. strips_space: `decode`
+    drops a space before the first word.
     """
 
     name: str
@@ -53,6 +54,7 @@ class Tokenizer(Protocol):
     begin: int | None
     end: int | None
     ends: tuple[int, ...]
+    template: tuple[tuple[int, ...], tuple[int, ...]]
     strips_space: bool
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
@@ -86,6 +88,7 @@ class ByteTokenizer:
     begin: int | None = 256
     end: int | None = 257
     ends: tuple[int, ...] = (257,)
+    template: tuple[tuple[int, ...], tuple[int, ...]] = (), ()
     strips_space: bool = False
 
     def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
@@ -149,6 +152,8 @@ class JsonTokenizer:
         self.vocab = largest + 1
         special = special_tokens.resolve(settings, post_processor, ids, name)
         self.begin, self.end, self.ends = special.begin, special.end, special.ends
+        before, after = special_tokens.template_ids(post_processor)
+        self.template = tuple(before), tuple(after)
         self.chat_template: str | None = settings.chat_template
         content = raw + f" {self.begin} {self.end}".encode()
         self.identity = hashlib.blake2b(content, digest_size=8).hexdigest()

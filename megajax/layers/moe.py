@@ -65,6 +65,12 @@ class MoeConfig(Checked, section="moe"):
         needs=equal("mode", "capacity"),
         above=0,
     )
+    share_slots: bool = option(
+        False,
+        "capacity: whether documents that are packed into one row may share its slots, so that one "
+        "decides which tokens of another are dropped",
+        needs=equal("mode", "capacity"),
+    )
     aux_loss: float = option(
         0.01, "weight of each layer's load-balance loss, 1 when balanced", at_least=0
     )
@@ -95,6 +101,16 @@ class MoeConfig(Checked, section="moe"):
             raise UserError(
                 f"moe.top_k={self.top_k} must be at most {reach}, the experts that a token may use "
                 "(--moe.top_k, --moe.experts, --moe.top_groups)"
+            )
+
+    def check_packed(self) -> None:
+        """Refuses rows of several documents where these would share slots. Raises: UserError."""
+        if self.experts and self.mode == "capacity" and not self.share_slots:
+            raise UserError(
+                "moe.mode=capacity gives an expert's slots to a row, and a row has several "
+                "documents: one decides which tokens of another are dropped. Use "
+                "moe.mode=dropless, or accept it with moe.share_slots=true (--moe.mode, "
+                "--moe.share_slots)"
             )
 
     def slots(self, seq_len: int) -> int | None:

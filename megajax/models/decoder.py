@@ -111,7 +111,12 @@ class Decoder(nnx.Module):
             self.head = param.normal(rngs, layout, (D, V), ("embed", "vocab"), 0.02)
 
     def context(self, batch: parts_.Batch, key: jax.Array | None) -> Context:
-        """Returns what all blocks share. key: for dropout, None when it is off."""
+        """Returns what all blocks share. key: for dropout, None when it is off.
+
+        Raises: UserError for packed rows whose documents would share slots of experts.
+        """
+        if batch.get("segments") is not None:
+            self.cfg.moe.check_packed()
         positions_BS = batch["positions"]
         tables = None
         if self.cfg.position == "rope":

@@ -26,7 +26,7 @@ BUFFERS = {"gpt2": (".attn.bias", ".attn.masked_bias")}
 FREQUENCIES = (".rotary_emb.inv_freq",)
 
 # Members of MoeConfig that a checkpoint knows nothing of.
-TRAINED = ("mode", "capacity_factor", "aux_loss", "z_loss")
+TRAINED = ("mode", "capacity_factor", "share_slots", "aux_loss", "z_loss")
 
 
 def sizes(cfg: DecoderConfig) -> dict[str, int]:

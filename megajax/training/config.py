@@ -86,7 +86,9 @@ class HeldOutConfig(Checked, section="eval"):
         500, "evaluate every so many steps and at the end; 0: only at the end", at_least=0
     )
     batches: int = option(
-        8, "held-out batches that an evaluation reads; 0: no evaluation", at_least=0
+        8,
+        "batches of train.global_batch held-out rows that an evaluation reads; 0: no evaluation",
+        at_least=0,
     )
 
 
@@ -288,6 +290,11 @@ class Config(JobConfig):
 
     model: DecoderConfig = group(DecoderConfig)
     eval: EvalConfig = group(EvalConfig)
+
+    def check(self, sizes: Mapping[str, int]) -> None:
+        """Checks what JobConfig checks, and that rows may be packed. Raises: UserError."""
+        self.model.moe.check_packed()
+        super().check(sizes)
 
     def task(self) -> Task:
         """Returns the decoder with the next token as its target."""

@@ -10,9 +10,16 @@ from megajax.core.tree import Tree
 from megajax.data.corpus import Corpus
 from megajax.layers.losses import LossSums
 from megajax.models.parts import Batch
+from megajax.training.config import JobConfig
 from megajax.training.step import TrainStep
 
 MOST_SHOWN = 200  # (chosen) classes that have figures of their own
+
+
+def evaluated_rows(cfg: JobConfig) -> int:
+    """Returns how many held-out rows an evaluation reads: the same under any accumulation and on
+    any mesh, whatever the batches in which they come."""
+    return cfg.eval.batches * cfg.train.global_batch
 
 
 def evaluate(

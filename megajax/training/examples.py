@@ -13,14 +13,21 @@ import numpy as np
 
 from megajax.core.errors import UserError
 from megajax.data.corpus import open_corpora
-from megajax.data.labelled import Classes, FixedRows, ShuffledRows, open_labelled, shown
+from megajax.data.labelled import (
+    Classes,
+    FixedRows,
+    ShuffledRows,
+    majority,
+    open_labelled,
+    shown,
+)
 from megajax.data.loader import Rows, finite_batches, held_out, training_rows
 from megajax.data.masked import MaskedRows
 from megajax.models.parts import Batch
 from megajax.monitor.console import Console, quantity
 from megajax.monitor.records import Recorder
 from megajax.training import banner, resume
-from megajax.training.evaluate import evaluate
+from megajax.training.evaluate import evaluate, evaluated_rows
 from megajax.training.finetune import FinetuneConfig
 from megajax.training.run_dir import RunDir, saved_labels
 from megajax.training.state import TrainState
@@ -68,7 +75,7 @@ class Examples:
     def __init__(self, cfg: FinetuneConfig, console: Console, run_dir: RunDir):
         """Opens what the run reads, and says what it holds."""
         self._cfg = cfg
-        self._more: dict[str, float] = {}
+        self._held_labels: np.ndarray | None = None
         self.labels: tuple[str, ...] = ()
         if cfg.model.head == "classify":
             self._open_labelled(console, run_dir)
@@ -91,7 +98,7 @@ class Examples:
                 f"model.vocab={cfg.model.vocab} is fewer than the {found.vocab} of data.source="
                 f"{cfg.data.source}; nearest: {found.vocab} (--model.vocab)"
             )
-        self._more = {"eval_majority": found.held_out.majority}
+        self._held_labels = found.held_out.labels_N
         console.say(
             f"{cfg.data.source}: {quantity(len(found.train))} examples to learn, "
             f"{quantity(len(found.held_out))} held out ({self.tokenizer.name})"
@@ -134,13 +141,16 @@ class Examples:
         self, train_step: TrainStep, recorder: Recorder, console: Console, run_dir: RunDir
     ) -> Accuracy:
         """Returns the evaluations of a run."""
-        like, cfg = train_step.abstract_eval_batch, self._cfg.eval
-        rows = self._held(cfg.batches * int(like["tokens"].size // like["tokens"].shape[-1]))
+        like, most = train_step.abstract_eval_batch, evaluated_rows(self._cfg)
+        rows, every = self._held(most), self._cfg.eval.every
+        more = {}
+        if self._held_labels is not None and rows:  # of the same examples
+            more["eval_majority"] = majority(self._held_labels[:most])
 
         def batches() -> Any:
             return finite_batches(rows, like, train_step.order)
 
-        return Accuracy(train_step, recorder, cfg.every, batches, self._more, self.labels)
+        return Accuracy(train_step, recorder, every, batches, more, self.labels)
 
 
 def known_classes(cfg: FinetuneConfig, run_dir: RunDir) -> Classes | None:

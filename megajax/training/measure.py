@@ -1,6 +1,5 @@
 """The measurement beside training: held-out loss, then a sample of what the model writes."""
 
-import math
 from collections.abc import Callable, Iterable, Sequence
 
 import jax
@@ -17,7 +16,7 @@ from megajax.serving.engine import Engine
 from megajax.serving.laid import LEAST
 from megajax.serving.params import SamplingParams
 from megajax.training.config import Config
-from megajax.training.evaluate import evaluate
+from megajax.training.evaluate import evaluate, evaluated_rows
 from megajax.training.run_dir import RunDir
 from megajax.training.state import TrainState
 from megajax.training.step import TrainStep
@@ -72,8 +71,8 @@ class Measure:
 
     def __call__(self, state: TrainState, step: int) -> TrainState:
         """Evaluates, records, samples."""
-        like, most = self._step.abstract_eval_batch["tokens"], self._cfg.eval.batches
-        rows = held_out_rows(self._corpora, like.shape[-1], most * math.prod(like.shape[:-1]))
+        seq_len = self._cfg.train.seq_len
+        rows = held_out_rows(self._corpora, seq_len, evaluated_rows(self._cfg))
         row = evaluate(self._step, state.params, self._batches(), self._corpora, rows)
         if row:
             self._recorder.emit(step, row)

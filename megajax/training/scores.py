@@ -3,6 +3,7 @@
 Legend: B rows, S positions, D model width, V vocabulary.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Sequence
@@ -54,6 +55,8 @@ def logprobs(
                 f"rows[{i}] has {len(row)} tokens; the model has {cfg.max_positions} positions"
             )
     mesh = MeshSpec(data=1).build(jax.devices()[:1]) if mesh is None else mesh
+    # As the engine: nothing is dropped, and the score of a row does not depend on its padding.
+    cfg = dataclasses.replace(cfg, moe=dataclasses.replace(cfg.moe, mode="dropless"))
     dtype = jnp.dtype(dtype).name
     if numerics == "exact":
         teacher = tiles.teacher(cfg, mesh, dtype)

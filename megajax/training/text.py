@@ -8,6 +8,7 @@ from megajax.monitor.console import Console
 from megajax.monitor.records import Recorder
 from megajax.training import banner, resume
 from megajax.training.config import Config
+from megajax.training.evaluate import evaluated_rows
 from megajax.training.measure import Measure
 from megajax.training.run_dir import RunDir
 from megajax.training.step import TrainStep
@@ -34,8 +35,8 @@ class Text:
         """Returns the evaluations of a run."""
 
         def batches() -> Any:
-            like, count = train_step.abstract_eval_batch, self._cfg.eval.batches
-            return held_out_batches(self._corpora, like, count, train_step.order)
+            like, most = train_step.abstract_eval_batch, evaluated_rows(self._cfg)
+            return held_out_batches(self._corpora, like, most, train_step.order)
 
         return Measure(
             self._cfg, train_step, self._corpora, self.tokenizer, recorder, console, run_dir,

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from pathlib import Path
 
 import numpy as np
 import pyarrow
@@ -10,7 +11,14 @@ from pyarrow import parquet
 
 from megajax.core.errors import UserError
 from megajax.data.config import LabelledConfig
-from megajax.data.labelled import Classes, Examples, FixedRows, ShuffledRows, open_labelled
+from megajax.data.labelled import (
+    Classes,
+    Examples,
+    FixedRows,
+    ShuffledRows,
+    majority,
+    open_labelled,
+)
 from megajax.data.masked import MaskedRows
 from megajax.data.pack import IGNORED
 
@@ -48,7 +56,7 @@ def test_lines_and_folders_give_the_same_examples(tmp_path):
         found[0].fingerprint != opened(lines, tmp_path / "cache", tokenizer="bpe:300").fingerprint
     )
     held = found[0].held_out
-    assert held.majority == max(np.bincount(held.labels_N)) / len(held)
+    assert majority(held.labels_N) == max(np.bincount(held.labels_N)) / len(held)
 
 
 @pytest.mark.parametrize("name", ["set.json", "set.parquet", "set.JSONL.gz"])
@@ -176,6 +184,27 @@ def test_a_set_takes_the_classes_of_the_classifier(tmp_path):
     for side in ("train", "held_out"):
         assert decoded(found, getattr(found, side)) == decoded(plain, getattr(plain, side))
     assert found.fingerprint != plain.fingerprint
+
+
+@pytest.mark.parametrize("family", ["bert", "roberta"])
+def test_rows_are_cut_as_transformers_cuts_them(family, tmp_path):
+    """[CLS] text [SEP] and <s> text </s>, the last one kept where the text is too long; frozen by
+    tests/golden/make_rows.py."""
+    golden = json.loads((Path(__file__).parents[1] / "golden" / "rows.json").read_text())[family]
+    for name, text in golden["files"].items():
+        (tmp_path / name).write_text(text)
+    texts = [(t, "ab"[i % 2]) for i, t in enumerate(golden["texts"]) if t]  # without a text: no row
+    wanted = {n: [r for r, t in zip(rows, golden["texts"], strict=True) if t]
+              for n, rows in golden["rows"].items()}  # fmt: skip
+    more = [(f"a mat {i}", "ab"[i % 2]) for i in range(20)]  # so that both sides have examples
+    source = write_lines(tmp_path, [{"text": t, "label": k} for t, k in texts + more])
+    for length, rows in wanted.items():
+        cfg = LabelledConfig(source=source, holdout=0.5, tokenizer=f"{tmp_path}/tokenizer.json")
+        found = open_labelled(cfg, int(length), tmp_path / "cache")
+        ours = [list(ids) for side in (found.train, found.held_out) for ids in side.tokens]
+        assert len(ours) == len(texts + more) and all(row in ours for row in rows), length
+    with pytest.raises(UserError, match="train.seq_len=2 has no room .*at least 3"):
+        open_labelled(cfg, 2, tmp_path / "cache")
 
 
 def test_a_folder_without_folders_is_refused(tmp_path):

@@ -151,15 +151,17 @@ def test_held_out_batches_are_the_same_and_end_with_ignored_rows(tmp_path):
     corpora, _ = open_corpora(DataConfig(str(folder), holdout=0.3), tmp_path / "c", lambda _: None)
     like = abstract(16)
     rows = (corpora[0].held_out.tokens - 1) // S
-    batches = list(held_out_batches(corpora, like, 100))
+    batches = list(held_out_batches(corpora, like, 1600))
     assert len(batches) == -(-rows // 16)
-    again = list(held_out_batches(corpora, like, 100))
+    again = list(held_out_batches(corpora, like, 1600))
     for a, b in zip(batches, again, strict=True):
         np.testing.assert_array_equal(np.asarray(a["tokens"]), np.asarray(b["tokens"]))
     filled = 16 * len(batches) - rows
     ignored = (np.asarray(batches[-1]["targets"]) == -1).all(1)
     assert ignored.sum() == filled and ignored[16 - filled :].all()
-    assert len(list(held_out_batches(corpora, like, 1))) == 1
+    few = list(held_out_batches(corpora, like, 20))
+    live = [(np.asarray(b["targets"]) >= 0).any(1) for b in few]
+    assert len(few) == 2 and live[0].all() and live[1].sum() == min(rows, 20) - 16
 
 
 def test_data_parallel_sizes_change_and_every_row_comes_once():

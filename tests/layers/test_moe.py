@@ -8,9 +8,13 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from megajax.core import config
 from megajax.core.errors import UserError
 from megajax.layers.moe import MoeConfig, balance
+from megajax.models import decoder
+from megajax.training.scores import logprobs
 from tests.moe_oracle import build, differences, gradients, loop, tokens
+from tests.tiny import MODEL, run_config
 
 PLAIN = MoeConfig(experts=8, top_k=2)
 CASES = {f"top {k}": dataclasses.replace(PLAIN, top_k=k) for k in range(1, 9)} | {
@@ -127,6 +131,38 @@ def test_the_bias_follows_the_load():
     load = jnp.array([[4, 0, 2, 2], [1, 1, 1, 5]])
     new = balance(jnp.zeros((2, 4)), load, 0.25)
     np.testing.assert_array_equal(new, [[-0.25, 0.25, 0, 0], [0.25, 0.25, 0.25, -0.25]])
+
+
+def test_packed_documents_do_not_share_slots_unless_told():
+    """What the first document says would decide which tokens of the second one are dropped."""
+    moe = MoeConfig(experts=4, top_k=2, width=8, mode="capacity")
+    rows = {"tokens": jnp.zeros((1, 8), jnp.int32), "positions": jnp.arange(8)[None] % 4}
+    packed = rows | {"segments": jnp.arange(8)[None] // 4}
+
+    def logits(moe, batch):
+        parts = decoder.parts(dataclasses.replace(MODEL, moe=moe))
+        return jax.eval_shape(parts.logits, parts.abstract, batch)
+
+    with pytest.raises(UserError, match="moe.share_slots=true .--moe.mode, --moe.share_slots"):
+        logits(moe, packed)
+    cfg = config.override(run_config(), {"model.moe.experts": 4, "model.moe.mode": "capacity"})
+    with pytest.raises(UserError, match="one decides which tokens of another are dropped"):
+        cfg.check(cfg.mesh.sizes(8))
+    config.override(cfg, {"model.moe.share_slots": True}).check(cfg.mesh.sizes(8))
+    for fine in ({"share_slots": True}, {"mode": "dropless"}):
+        logits(dataclasses.replace(moe, **fine), packed)
+    logits(moe, rows)  # one document a row
+
+
+@pytest.mark.slow
+def test_the_scores_of_a_row_do_not_depend_on_its_padding():
+    """As in the engine, no token is dropped: 17 tokens are padded to 32, 16 are not."""
+    moe = MoeConfig(experts=4, top_k=2, width=8, mode="capacity", capacity_factor=0.3)
+    cfg = dataclasses.replace(MODEL, layers=1, moe=moe)
+    params = decoder.parts(cfg).init(jax.random.key(0))
+    row = [int(i) for i in np.random.default_rng(0).integers(0, 61, 17)]
+    long, short = logprobs(cfg, params, [row, row[:16]])
+    np.testing.assert_allclose(long[1:16], short[1:], rtol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,7 @@ def test_stages_of_experts_exchange_tokens_in_the_loop_and_weights_outside():
 
 
 def test_capacity_exchanges_slots():
-    moe = dataclasses.replace(MODEL.moe, mode="capacity", capacity_factor=1.25)
+    moe = dataclasses.replace(MODEL.moe, mode="capacity", capacity_factor=1.25, share_slots=True)
     model = dataclasses.replace(MODEL, moe=moe)
     found = compile_step(model=model, mesh__expert=4, mesh__tensor=2, **SIZES)
     slots = moe.slots(SEQ)

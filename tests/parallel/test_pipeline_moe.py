@@ -22,7 +22,8 @@ PLAIN = dataclasses.replace(MOE, activation="gelu", position="none")
 DEEP = dataclasses.replace(MOE, layers=4)
 # Fixed slots that do not suffice, groups, shared experts and a bias that moves at every step.
 SLOTS = dataclasses.replace(
-    DEEPSEEK, moe=dataclasses.replace(DEEPSEEK.moe, mode="capacity", capacity_factor=0.8)
+    DEEPSEEK,
+    moe=dataclasses.replace(DEEPSEEK.moe, mode="capacity", capacity_factor=0.8, share_slots=True),
 )
 MODELS = {"plain": PLAIN, "mixtral": MOE, "deep": DEEP, "slots": SLOTS}
 METRICS = ("loss", "moe_aux", "moe_z", "moe_dropped", "moe_max_load")

@@ -13,7 +13,7 @@ from tests.tolerances import LONG_LOSSES, LOSSES, PARAMETERS
 
 STEPS = 20
 CAPACITY = dataclasses.replace(
-    MOE, moe=dataclasses.replace(MOE.moe, mode="capacity", capacity_factor=1.0)
+    MOE, moe=dataclasses.replace(MOE.moe, mode="capacity", capacity_factor=1.0, share_slots=True)
 )
 MESHES = {
     "data 8": {},
