@@ -230,7 +230,7 @@ def from_hf_config(found: Mapping[str, Any]) -> EncoderConfig:
         mlp=found["intermediate_size"],
         vocab=found["vocab_size"],
         max_positions=found["max_position_embeddings"],
-        position_offset=found["pad_token_id"] + 1 if kind == "roberta" else 0,
+        position_offset=_pad(found) + 1 if kind == "roberta" else 0,
         types=0 if kind == "distilbert" else found["type_vocab_size"],
         embed_width=found["embedding_size"] if kind == "albert" else 0,
         activation=activation,  # type: ignore[arg-type]
@@ -240,6 +240,17 @@ def from_hf_config(found: Mapping[str, Any]) -> EncoderConfig:
         labels=len(label_names(members)) if head == "classify" else 2,
         pooler="relu" if kind == "distilbert" else "tanh",
     )
+
+
+def _pad(found: Mapping[str, Any]) -> int:
+    pad = found.get("pad_token_id")
+    if type(pad) is not int or not 0 <= pad < found["max_position_embeddings"]:
+        raise UserError(
+            f"config.json: pad_token_id is {pad!r:.60}; a RoBERTa counts positions from it, so it "
+            "must be a whole number below max_position_embeddings="
+            f"{found['max_position_embeddings']}"
+        )
+    return pad
 
 
 def _head(architectures: Sequence[str]) -> Head:

@@ -31,7 +31,7 @@ _STACKED = ("num_hidden_layers", "n_layer", "n_layers", "num_local_experts", "nu
             "num_hidden_groups")  # fmt: skip
 MOST = 2**31 - 1  # (chosen) of a size; the product of two is one that NumPy can count to
 MOST_STACKED = 2**14  # (chosen: ten times the deepest networks) layers, or experts
-_WHOLE = ("max_window_layers", "pad_token_id", "type_vocab_size")
+_WHOLE = ("max_window_layers", "type_vocab_size")
 _POSITIVE = ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "rope_theta", "factor",
              "low_freq_factor", "high_freq_factor")  # fmt: skip
 _SHARES = ("hidden_dropout_prob", "dropout")
@@ -43,7 +43,7 @@ _OBJECTS = ("rope_scaling", "rope_parameters", "id2label", "label2id")
 
 READ = {
     *_COUNTS, *_WHOLE, *_POSITIVE, *_SHARES, *_FLAGS, *_TEXTS, *_LISTS, *_OBJECTS, "label2id",
-    "mlp_only_layers", "partial_rotary_factor", "quantization_config",
+    "mlp_only_layers", "pad_token_id", "partial_rotary_factor", "quantization_config",
 }  # fmt: skip
 # Members without a part in what a forward pass computes: training, generation, loading, history.
 INERT = {
@@ -64,7 +64,7 @@ INERT = {
     "pooler_size_per_head", "pooler_type", "net_structure_type", "gap_size", "num_memory_blocks",
     "down_scale_factor", "tie_weights_", "n_ctx", "unsloth_version", "unsloth_fixed",
     "transformers.js_config", "sentence_transformers", "model_max_length", "max_sequence_length",
-    "is_llama_config", "neftune_noise_alpha",
+    "is_llama_config", "neftune_noise_alpha", "_num_labels",
 }  # fmt: skip
 # Members that a family's class does not have, and the values that say what it computes anyway.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -72,7 +72,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_qk_norm": (False,), "rope_interleaved": (False,), "is_causal": (True,),
     "is_decoder": (False,), "add_cross_attention": (False,), "pruned_heads": ({},),
     "position_embedding_type": ("absolute",), "use_bidirectional_attention": (False,),
-    "n_shared_experts": (0,), "num_nextn_predict_layers": (0,),
+    "n_shared_experts": (0,), "num_nextn_predict_layers": (0,), "use_mrope": (False,),
 }  # fmt: skip
 # Members that transformers reads although the class does not list them, by family.
 _UNLISTED = {

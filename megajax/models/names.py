@@ -308,7 +308,7 @@ def _rope(found: Mapping[str, Any]) -> RopeConfig:
             f"config.json: {', '.join(strange[:5])} of the rotary settings is not read for "
             f"rope_type {kind}, so it may stand for arithmetic that is not done here"
         )
-    if kind != "llama3":
+    if kind != "llama3" or settings["factor"] == 1.0:
         return RopeConfig(theta=float(settings["rope_theta"]))
     return RopeConfig(
         theta=float(settings["rope_theta"]),
