@@ -38,7 +38,76 @@ OTHER_NAMES = (
     ("expert", "ep", "expert_parallel_size", "expert_model_parallel_size"),
     ("layers", "num_layers", "n_layer", "n_layers"),
     ("preset", "model_name", "size"),
+    ("init_from", "hf", "model_name_or_path", "model_path", "pretrained_model", "pretrained"),
+    ("context", "cp", "context_parallel_size"),
+    ("tokenizer", "tokenizer_name", "tokenizer_path", "tokenizer_name_or_path"),
+    ("source", "dataset", "dataset_path", "data_path", "train_file", "train_data", "dataset_dir"),
+    ("text_key", "text_column", "text_column_name", "dataset_text_field"),
+    ("label_key", "label_column", "label_column_name"),
+    ("labels", "num_labels", "num_classes"),
+    ("holdout", "val_split", "validation_split_percentage", "validation_size"),
+    ("warmup", "warmup_steps", "num_warmup_steps", "lr_warmup_iters"),
+    ("schedule", "lr_scheduler_type", "lr_scheduler", "lr_decay_style"),
+    ("weight_decay", "wd"),
+    ("clip", "max_grad_norm", "clip_grad", "grad_clip", "gradient_clip_val"),
+    ("beta1", "adam_beta1"),
+    ("beta2", "adam_beta2"),
+    ("eps", "adam_epsilon", "adam_eps"),
+    ("accumulate", "gradient_accumulation_steps", "grad_accum", "accumulate_grad_batches"),
+    ("remat", "gradient_checkpointing", "activation_checkpointing", "recompute_granularity"),
+    ("attention", "attn_implementation", "flash_attn", "use_flash_attn", "flash_attention"),
+    ("keep", "save_total_limit"),
+    ("prefetch", "num_workers", "dataloader_num_workers", "dataloader_prefetch_factor"),
+    ("wandb", "wandb_project"),
+    ("temperature", "temp"),
+    ("max_tokens", "max_new_tokens", "max_length"),
 )  # fmt: skip
+_DTYPE = "the type of computation is --train.dtype, float32 or bfloat16"
+_LORA = "there is no LoRA: all parameters are trained"
+_SHARDS = "--shard.zero says what is cut over the devices, and the --mesh flags how they stand"
+_ROWS = "--train.global_batch is the rows of a step on all devices together"
+# Names of other tools for what is said in another way here. An answer counts in a script that has
+# all flags which it names.
+ANSWERS = {
+    ("bf16", "use_bf16", "bf16_full_eval"): "say --train.dtype=bfloat16",
+    ("fp16", "half_precision_backend"): f"nothing is trained in float16; {_DTYPE}",
+    ("mixed_precision", "precision", "torch_dtype", "dtype"): _DTYPE,
+    ("num_train_epochs", "num_epochs", "epochs", "n_epochs", "max_epochs"):
+        "a run has steps and no epochs: an epoch is the number of rows, divided by "
+        "--train.global_batch, and its steps are --train.steps",
+    ("per_device_train_batch_size", "per_device_batch_size", "micro_batch_size",
+     "train_micro_batch_size_per_gpu"): f"{_ROWS}; --train.accumulate cuts them into micro-batches",
+    ("per_device_eval_batch_size", "eval_batch_size"):
+        f"{_ROWS}, and --eval.batches says how many such batches an evaluation reads",
+    ("lora_r", "lora_rank", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_target",
+     "use_lora", "use_peft", "peft_type", "use_dora", "finetuning_type"): _LORA,
+    ("qlora", "load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type", "quantization_bit"):
+        f"no quantized weights are trained, and {_LORA}",
+    ("warmup_ratio", "warmup_proportion"): "--optim.warmup is a number of steps, no ratio",
+    ("logging_steps", "log_interval", "logging_strategy", "log_steps"): "say --log.every, in steps",
+    ("save_steps", "save_interval", "save_strategy", "checkpoint_interval"):
+        "say --checkpoint.every, in steps",
+    ("eval_steps", "eval_interval", "eval_strategy", "evaluation_strategy", "val_check_interval"):
+        "say --eval.every, in steps",
+    ("dataset_name", "dataset_config_name", "streaming", "use_auth_token", "hub_model_id",
+     "push_to_hub"): "nothing is downloaded or sent: --data.source names files of this machine",
+    ("max_seq_length", "max_source_length", "cutoff_len", "model_max_length"):
+        "say --train.seq_len, in tokens",
+    ("deepspeed", "deepspeed_config", "zero_stage", "use_distributed_optimizer", "fsdp",
+     "fsdp_config", "fsdp_transformer_layer_cls_to_wrap", "sharding_strategy"): _SHARDS,
+    ("resume_from_checkpoint", "resume", "overwrite_output_dir"):
+        "a run goes on by itself where its --run_dir holds checkpoints; another folder begins anew",
+    ("optim", "optimizer", "optimizer_name", "optimizer_type"): "say --optim.name",
+    ("report_to", "logger"): "--log.tensorboard and --log.wandb say where metrics go",
+    ("do_train", "do_eval", "do_predict"):
+        "the command trains; --eval.every and --eval.batches say when it evaluates",
+    ("max_train_samples", "max_samples", "max_eval_samples"):
+        "--train.steps and --train.global_batch say how many rows are read",
+    ("packing", "group_by_length", "pad_to_max_length"):
+        "rows of --train.seq_len tokens are packed without a flag where the task allows it",
+    ("torch_compile", "compile", "tf32", "local_rank", "ddp_backend", "nproc_per_node"):
+        "jax compiles and finds the devices; there is nothing to say (--emulate emulates some)",
+}  # fmt: skip
 
 
 def start(main: Callable[..., Any]) -> None:
@@ -72,8 +141,14 @@ def suggest(name: str) -> str:
     """Returns '. Did you mean --x?' of the flags of the script, or where they are listed.
 
     A name that is the last part of some flags means these: steps is train.steps or prune.steps. So
-    does what other tools call the same (OTHER_NAMES): output_dir is run_dir or out.
+    does what other tools call the same (OTHER_NAMES): output_dir is run_dir or out. What they say
+    in another way has its answer (ANSWERS).
     """
+    name = name.replace("-", "_")
+    for names, answer in ANSWERS.items():
+        needed = re.findall(r"--([a-z_]+(?:\.[a-z_]+)*)", answer)
+        if name in names and all(f in flags.FLAGS for f in needed if f != "mesh"):
+            return f". {answer[0].upper()}{answer[1:]}" if answer[0] != "-" else f". {answer}"
     alike = next((names for names in OTHER_NAMES if name in names), (name,))
     last = sorted(f for f in flags.FLAGS if f.endswith(f".{name}") or f.split(".")[-1] in alike)
     if last:

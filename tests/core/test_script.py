@@ -1,6 +1,7 @@
 """A command line that cannot be read ends a script with one sentence and exit code 2."""
 
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -9,7 +10,9 @@ import jax.numpy as jnp
 import pytest
 from absl import flags
 
-from megajax.core import script
+from megajax.core import config, script
+from megajax.training.config import Config
+from megajax.training.finetune import FinetuneConfig
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 
@@ -25,6 +28,52 @@ def known(monkeypatch):
     flags.DEFINE_string("out", "", "where", flag_values=values)
     flags.DEFINE_boolean("search", False, "or not", flag_values=values)
     monkeypatch.setattr(flags, "FLAGS", values)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("model_name_or_path", "Did you mean --init_from?"),
+        ("bf16", "Say --train.dtype=bfloat16"),
+        ("num_train_epochs", "no epochs: .* --train.global_batch, and its steps are --train.steps"),
+        ("per_device_train_batch_size", "--train.global_batch is the rows of a step on all devic"),
+        ("per-device-train-batch-size", "--train.global_batch is the rows of a step on all devic"),
+        ("lora_r", "There is no LoRA: all parameters are trained"),
+        ("learning_rate", "Did you mean --optim.lr?"),
+        ("output_dir", "Did you mean --run_dir?"),
+        ("max_steps", "Did you mean --.*train.steps?"),
+        ("warmup_ratio", "--optim.warmup is a number of steps, no ratio"),
+        ("gradient_accumulation_steps", "Did you mean --train.accumulate?"),
+        ("fp16", "Nothing is trained in float16; the type of computation is --train.dtype"),
+        ("seed", "Did you mean --train.seed?"),
+        ("weight_decay", "Did you mean --optim.weight_decay?"),
+        ("logging_steps", "Say --log.every"),
+        ("save_steps", "Say --checkpoint.every"),
+        ("eval_steps", "Say --eval.every"),
+        ("dataset_name", "Nothing is downloaded or sent: --data.source"),
+        ("max_seq_length", "Say --train.seq_len"),
+        ("deepspeed", "--shard.zero says what is cut"),
+        ("fsdp", "--shard.zero says what is cut"),
+        ("optim", "Say --optim.name"),
+        ("lr_scheduler_type", "Did you mean --optim.schedule?"),
+        ("resume_from_checkpoint", "A run goes on by itself where its --run_dir"),
+    ],
+)
+def test_names_of_other_trainers_are_answered_with_ours(monkeypatch, name, words):
+    """With the flags of experiments/finetune.py."""
+    values = flags.FlagValues()
+    for flag in {*config.flag_names(FinetuneConfig).values(), "preset", "config"}:
+        flags.DEFINE_string(flag, None, "", flag_values=values)
+    monkeypatch.setattr(flags, "FLAGS", values)
+    assert re.search(words, script.suggest(name))
+
+
+def test_every_answer_names_flags_that_pretraining_has():
+    answers = " ".join(script.ANSWERS.values())
+    named = set(re.findall(r"--([a-z_]+(?:\.[a-z_]+)*)", answers))
+    assert named - {"mesh"} <= set(config.flag_names(Config).values())
+    every = [name for names in (*script.ANSWERS, *script.OTHER_NAMES) for name in names]
+    assert len(every) == len(set(every))
 
 
 @pytest.mark.parametrize(
