@@ -79,6 +79,32 @@ def test_updates_of_the_embedding_gathered():
     assert "updates of a scatter" in warning
 
 
+def test_a_fault_of_many_places_is_one_sentence_without_scopes_of_jit():
+    """Bytes and executions are added up, and the places that send most are named."""
+    scopes = "jit(_step)/shard_map/while/body/eval_jaxpr"
+    lines = [
+        f'%g{i} = bf16[{1024 * rows},1024] all-gather(%w), {DATA}, '
+        f'metadata={{op_name="{scopes}/{place}/cond/branch_1_fun/all_gather"}}'
+        for i, (place, rows) in enumerate(
+            (("mlp", 3), ("attention", 2), ("mlp", 3), ("head", 4), ("norm", 1))
+        )
+    ]  # fmt: skip
+    (warning,) = planted("\n".join(lines))
+    gib = 5 * 2 * (3 + 2 + 3 + 4 + 1) / 1024  # five ticks of bf16
+    assert warning == (
+        f"all-gather inside the pipeline's tick loop: {gib:.2f} GiB a step over data, 25 x "
+        "(mlp/all_gather, head/all_gather, attention/all_gather and 1 more)"
+    )
+    assert "jit" not in warning and "body" not in warning
+    names = ("jit(f)/jvp(blocks)/while/body/dot", "(jit(_step)/a/psum:jit(_step)/b/psum)")
+    text = [
+        f'%r{i} = f32[1024,1024] all-reduce(%w), {DATA}, metadata={{op_name="{name}"}}'
+        for i, name in enumerate(names)
+    ]
+    (warning,) = planted(entry="\n".join(text))
+    assert warning.endswith("2 x (jvp(blocks)/dot, a/psum + b/psum)")
+
+
 def test_neighbours_across_pods():
     found = collectives(MODULE, MESH)
     assert find(found, ("data",), gpus_per_pod=8) == []
