@@ -140,7 +140,8 @@ def unlike(path: Path) -> str:
         for detector, what in (("levels", "levels only"), (OURS, "the whole detector")):
             each = [by[background, detector, kind] for kind in kinds]
             total = by[background, detector, None]
-            alarms = f"{total['healthy_vain']} in {total['healthy_machine_days']:.1f}"
+            days = total["healthy_machine_days"]
+            alarms = f"{total['healthy_vain']} in {days:.1f}" if days else "-"
             rows.append(
                 (background, what, *(f"{r['named']} of {r['faults']}" for r in each),
                  f"{total['precision']:.3f} ({total['vain']} in vain)", alarms)

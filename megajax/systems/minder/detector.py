@@ -53,7 +53,10 @@ class Detector:
         self._onsets = Onsets(spans(self.settings.ticks)[-1].ticks)
         self._judge = Judge(self.settings, profile.limits, order, self._onsets)
         self._pending = Pending(profile.metrics)
-        self._prior = _prior(profile)
+        self._prior = tracker.Prior(
+            *(jnp.asarray(getattr(profile, f.name), jnp.float32)
+              for f in dataclasses.fields(tracker.Prior))
+        )  # fmt: skip
         self._tracks = tracker.begin(self._prior, 0)
         self._course, self._about = None, [OLDER]
         if profile.dynamics is not None:
@@ -180,7 +183,7 @@ class Detector:
         """Judges one tick."""
         end, N = start + TICK, len(self._pending.machines)
         values_CNT = self._arrive(start, values_CNT)
-        C, rows = values_CNT.shape[0], _rows(N)
+        C, rows = values_CNT.shape[0], tracker.rows(N)
         if self._tracks.offset_FN.shape[1] != rows:
             self._tracks = tracker.resized(self._tracks, self._prior, rows)
         held_N, anew_N = np.zeros((2, rows), bool)
@@ -283,7 +286,7 @@ class _Course:
         F = len(learnt.noise_F)
         self.judge = Judge(settings, learnt.limits, order, levels=F)
         self.lag_N = np.zeros(0)
-        self._prior = _prior(learnt)
+        self._prior = dynamics.prior(learnt.noise_F, learnt.offset_F, learnt.slope_F)
         self._tracks = tracker.begin(self._prior, 0)
 
     def look(self, end: float, x_CNT: np.ndarray, rows: int, levels: Judge) -> list[Found]:
@@ -295,20 +298,18 @@ class _Course:
         N = x_CNT.shape[1]
         if self._tracks.offset_FN.shape[1] != rows:
             self._tracks = tracker.resized(self._tracks, self._prior, rows)
-        padded_CNT = np.pad(x_CNT, ((0, 0), (0, rows - N), (0, 0)), constant_values=np.nan)
-        y_FN = dynamics.of_tick(padded_CNT)
+        y_FN = dynamics.of_tick(x_CNT)
         self.judge.come(levels)
         held_N, anew_N = np.zeros((2, rows), bool)
         held_N[:N], anew_N[:N] = ~self.judge.learns_N(end), self.judge.anew_N
-        self._tracks, score, far, _, apart = tracker.advance(
-            self._prior, self._tracks, y_FN[..., None], held_N, anew_N
+        self._tracks, score_FN, far_FN, apart_FN = dynamics.advance(
+            self._prior, self._tracks, y_FN, held_N, anew_N
         )
-        score_FN, far_FN = (np.maximum(np.asarray(x)[:, :N], 0.0) for x in (score, far))
-        lag_N = np.asarray(y_FN)[-1, :N]
+        lag_N = y_FN[-1]
         if np.isfinite(lag_N).any():
             self.lag_N = np.pad(self.lag_N, (0, N - len(self.lag_N)))
             self.lag_N += SMOOTH * np.nan_to_num(lag_N - np.nanmedian(lag_N) - self.lag_N)
-        found = self.judge.look(end, score_FN, far_FN, np.asarray(apart)[:, :N], None)
+        found = self.judge.look(end, score_FN, far_FN, apart_FN, None)
         self.judge.tell(levels)
         return found
 
@@ -317,18 +318,6 @@ class _Course:
         self.judge.forget(rows)
         self._tracks = tracker.without(self._tracks, rows)
         self.lag_N = np.delete(self.lag_N, [r for r in rows if r < len(self.lag_N)])
-
-
-def _prior(learnt: Profile | Dynamics) -> tracker.Prior:
-    return tracker.Prior(
-        *(jnp.asarray(getattr(learnt, f.name), jnp.float32)
-          for f in dataclasses.fields(tracker.Prior))
-    )  # fmt: skip
-
-
-def _rows(machines: int) -> int:
-    """Returns a power of two, so that few programs are compiled as machines come and go."""
-    return max(8, 1 << (machines - 1).bit_length())
 
 
 assert WINDOWS * WINDOW == TICK

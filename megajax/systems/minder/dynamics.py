@@ -21,8 +21,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from megajax.systems.minder import tracker
 from megajax.systems.minder.medians import median
-from megajax.systems.minder.settings import TICK
+from megajax.systems.minder.settings import TICK, WINDOWS
+from megajax.systems.minder.tracker import Prior, Tracks
 
 Array = jax.Array
 FLOOR = 0.003  # (chosen) of a distance, as a share of three healthy ranges: 1 % of one
@@ -53,12 +55,48 @@ def _shifts() -> tuple[np.ndarray, np.ndarray]:
     return shifts_K.astype(np.float32), weights_KST.astype(np.float32)
 
 
-@jax.jit
-def of_tick(x_CNT: Array) -> Array:
+def of_tick(x_CNT: np.ndarray) -> np.ndarray:
     """Returns y_FN, float32: NaN where a spread or a lag cannot be measured.
 
     x_CNT: scaled samples (features.scaled) of the tick, NaN where missing.
     """
+    N = x_CNT.shape[1]
+    pad = ((0, 0), (0, tracker.rows(N) - N), (0, 0))
+    return np.asarray(_of_tick(np.pad(x_CNT, pad, constant_values=np.nan)))[:, :N]
+
+
+def prior(noise_F: np.ndarray, offset_F: np.ndarray, slope_F: np.ndarray) -> Prior:
+    """Returns the prior of `advance`, with channels that have no sample behind those that do.
+
+    There are as many as a tick of levels and residuals has, so that both run the same program.
+    """
+    pad = (0, 2 * (len(noise_F) - 1) - len(noise_F))
+    return Prior(
+        *(jnp.asarray(np.pad(x, pad, constant_values=1.0), jnp.float32)
+          for x in (noise_F, offset_F, slope_F))
+    )  # fmt: skip
+
+
+def advance(
+    prior: Prior, tracks: Tracks, y_FN: np.ndarray, held_N: np.ndarray, anew_N: np.ndarray
+) -> tuple[Tracks, np.ndarray, np.ndarray, np.ndarray]:
+    """Returns (the estimates after a tick, score_FN, the same unclipped, apart_FN).
+
+    As tracker.advance, but less spread or lag than usual counts as none. Args: y_FN: of `of_tick`;
+    machines of the estimates that it does not have count as without samples.
+    """
+    (F, N), (channels, rows) = y_FN.shape, tracks.offset_FN.shape
+    y_FN = np.pad(y_FN, ((0, channels - F), (0, rows - N)), constant_values=np.nan)
+    y_FNJ = np.repeat(y_FN[..., None], WINDOWS, 2)
+    tracks, score, far, _, apart = tracker.advance(
+        prior, tracks, jnp.asarray(y_FNJ), held_N, anew_N
+    )
+    score_FN, far_FN, apart_FN = (np.asarray(x)[:F, :N] for x in (score, far, apart))
+    return tracks, np.maximum(score_FN, 0.0), np.maximum(far_FN, 0.0), apart_FN
+
+
+@jax.jit
+def _of_tick(x_CNT: Array) -> Array:
     median_CT = median(x_CNT.swapaxes(1, 2))
     apart_CNT = x_CNT - median_CT[:, None]
     apart_CNT -= jnp.nanmean(apart_CNT, 2, keepdims=True)

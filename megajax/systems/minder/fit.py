@@ -249,7 +249,7 @@ def _ticks(
     for at in range(first, T - TICK + 1, TICK):
         during = slice(at, at + TICK)
         levels.append(features.of_tick(model, vae, range_3C, values[..., during]))
-        courses.append(np.asarray(dynamics.of_tick(x_CNT[..., during]))[..., None])
+        courses.append(dynamics.of_tick(x_CNT[..., during])[..., None])
     return np.stack(levels), np.stack(courses)
 
 
@@ -309,8 +309,11 @@ def _scores(prior: tracker.Prior, y_HFNJ: np.ndarray, only_more: bool) -> np.nda
     N = y_HFNJ.shape[2]
     tracks, nobody, found = tracker.begin(prior, N), np.zeros(N, bool), []
     for y_FNJ in y_HFNJ:
-        tracks, score, *_ = tracker.advance(prior, tracks, jnp.asarray(y_FNJ), nobody, nobody)
-        found.append(np.maximum(score, 0.0) if only_more else np.asarray(score))
+        if only_more:
+            tracks, score, *_ = dynamics.advance(prior, tracks, y_FNJ[..., 0], nobody, nobody)
+        else:
+            tracks, score, *_ = tracker.advance(prior, tracks, jnp.asarray(y_FNJ), nobody, nobody)
+        found.append(np.asarray(score))
     return np.stack(found, -1)
 
 
@@ -321,9 +324,11 @@ def _limits(
 
     An observation is the highest statistic of a machine in half an hour. The limit is a multiple of
     a percentile of these that is too low for the unlabelled faults in the sources to influence it.
-    levels: channels behind which there are residuals. only_more: scores below 0 count as 0.
+    levels: channels behind which there are residuals. only_more: the ticks are spreads and lags.
     """
     given = tracker.Prior(*(jnp.asarray(x, jnp.float32) for x in prior))
+    if only_more:
+        given = dynamics.prior(*prior)
     scores = [_scores(given, y_HFNJ, only_more) for y_HFNJ in ticks]
     chosen, F = evidence.spans(s.ticks), len(prior[0])
     shape = len(evidence.AGES), len(chosen)

@@ -72,6 +72,11 @@ class Tracks:
     noise_F: Array
 
 
+def rows(machines: int) -> int:
+    """Returns a power of two, so that few programs are compiled as machines come and go."""
+    return max(8, 1 << (machines - 1).bit_length())
+
+
 def begin(prior: Prior, machines: int) -> Tracks:
     """Returns the estimates for so many machines, none of which has been seen yet."""
     F = prior.noise_F.shape[0]
