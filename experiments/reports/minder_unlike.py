@@ -22,6 +22,7 @@ from experiments.reports import minder_counts as counts
 from experiments.reports.minder_rows import wilson
 from experiments.reports.minder_runs import OURS, code
 from megajax.core.config import Checked, option
+from megajax.core.errors import UserError
 from megajax.monitor import results
 from megajax.monitor.fleet import unlike
 from megajax.monitor.grid import Grid
@@ -39,12 +40,26 @@ SIZES = (8, 16, 32)  # machines of a job
 class Config(Checked):
     """What is judged."""
 
+    fleets: str = option(
+        ",".join(unlike.BACKGROUNDS), "unlike: names of fleets, joined by commas",
+        verbs=("unlike",),
+    )  # fmt: skip
     faults: int = option(4, "unlike: scenes of each kind of fault on each fleet", at_least=1,
                          verbs=("unlike",))  # fmt: skip
     healthy: int = option(5, "unlike: scenes without a fault on each fleet", at_least=0,
                           verbs=("unlike",))  # fmt: skip
     seed: int = option(FIRST_SEED, "unlike: random seed of the scenes; below 1000: those on which "
                        "constants were chosen", at_least=0, verbs=("unlike",))  # fmt: skip
+
+    def __post_init__(self):
+        """Refuses fleets that do not exist."""
+        super().__post_init__()
+        for name in self.fleets.split(","):
+            if name not in unlike.BACKGROUNDS:
+                known = ", ".join(unlike.BACKGROUNDS)
+                raise UserError(
+                    f"fleets={self.fleets}: {name!r} must be one of {known} (--unlike.fleets)"
+                )
 
 
 def sources(background: str) -> list[Grid]:
@@ -116,14 +131,17 @@ def rows(background: str, cases: Sequence[Mapping[str, Any]]) -> Iterator[dict[s
 def measure(
     cfg: Config, steps: int, out: str, tell: Callable[[str], Any] = print
 ) -> Mapping[str, Any]:
-    """Fits and judges on every fleet; writes OUT/minder_unlike.json; returns what it holds."""
+    """Fits and judges on each fleet; writes OUT/minder_unlike.json; returns what it holds.
+
+    Raises: UserError for an unknown fleet.
+    """
     import jax
 
     folder = results.writable_folder(out)
     state = folder / f"unlike-{code()}-{steps}"  # what is done stays: the same command goes on
     state.mkdir(exist_ok=True)
     found: list[dict[str, Any]] = []
-    for background in unlike.BACKGROUNDS:
+    for background in cfg.fleets.split(","):
         model = state / f"{background}.npz"
         if not model.exists():
             with mock.patch.object(training, "BATCH", BATCH):
