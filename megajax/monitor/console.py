@@ -1,13 +1,25 @@
-"""The progress line: live in a terminal, plain lines elsewhere."""
+"""The progress line: live in a terminal, plain lines elsewhere.
+
+In a terminal a line also stays in the scrollback every few seconds. Both fit the terminal's width:
+step, loss and time to the end are always there, and the other parts go in a fixed order.
+"""
 
 import math
 import time
 from collections.abc import Sequence
 
 from rich.console import Console as RichConsole
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Column
 
 from megajax.monitor.records import Record
+
+STAYS_S = 5.0  # (chosen) seconds between lines that stay in a terminal
+BAR = 20  # characters of the bar
+BAR_FROM = 120  # (chosen) columns of a terminal from which on there is a bar beside the line
+# The parts of a line that a narrow terminal does without, in this order.
+GO_FIRST = ("wait", "memory", "mfu", "gradient", "mean", "speed")
 
 
 def duration(seconds: float) -> str:
@@ -33,15 +45,13 @@ class Console:
         self.out = out or RichConsole(highlight=False, soft_wrap=True, quiet=quiet)
         self._steps, self._every = steps, max(every, 1)
         self._progress: Progress | None = None
-        self._last_line = 0.0
+        self._last_line = -math.inf
         if self.out.is_terminal:
-            self._progress = Progress(
-                TextColumn("{task.description}"),
-                BarColumn(bar_width=20),
-                TextColumn("{task.fields[line]}"),
-                console=self.out,
-            )
-            self._task = self._progress.add_task("compiling", total=steps, line="")
+            self._has_bar = self.out.width >= BAR_FROM
+            columns = [BarColumn(bar_width=BAR)] if self._has_bar else []
+            text = TextColumn("{task.description}", table_column=Column(no_wrap=True))
+            self._progress = Progress(*columns, text, console=self.out)
+            self._task = self._progress.add_task("compiling", total=steps)
             self._progress.start()
 
     def write(self, records: Sequence[Record]) -> None:
@@ -49,7 +59,7 @@ class Console:
         values = {r.name: r.value for r in records}
         step = records[0].step or 0
         if "loss" in values:
-            self._show(step, training_line(values))
+            self._show(step, values)
         elif "eval_loss" in values:
             bits = values.get("eval_bits_per_byte")
             tail = f", {bits:.3f} bits per byte" if isinstance(bits, float) else ""
@@ -63,12 +73,17 @@ class Console:
             if kept := kept_line(values):
                 self.say(kept)
 
-    def _show(self, step: int, line: str) -> None:
-        where = f"step {step}/{self._steps}"
+    def _show(self, step: int, values: dict) -> None:
         if self._progress is not None:
-            self._progress.update(self._task, completed=step, description=where, line=line)
+            room = self.out.width - 1  # a full line may wrap
+            now = time.perf_counter()
+            if now >= self._last_line + STAYS_S or step == self._steps:
+                self._last_line = now
+                self.say(training_line(step, self._steps, values, room))
+            line = training_line(step, self._steps, values, room - (BAR + 1) * self._has_bar)
+            self._progress.update(self._task, completed=step, description=escape(line))
         elif step % self._every == 0 or step in (1, self._steps):
-            self.out.print(f"{where} | {line}", markup=False)
+            self.say(training_line(step, self._steps, values))
 
     def say(self, message: str) -> None:
         """Prints a message above the live line."""
@@ -80,19 +95,32 @@ class Console:
             self._progress.stop()
 
 
-def training_line(values: dict) -> str:
-    """Returns 'loss 2.31 (2.40) | grad 0.8 | 9.8k tok/s | MFU N/A | ...'."""
-    used = values.get("mfu")
-    parts = [
-        f"loss {values['loss']:.4f} (mean {values['loss_smooth']:.4f})",
-        f"grad {values['grad_norm']:.3g}",
-        f"{quantity(values['tokens_per_s'])} tok/s",
-        f"MFU {100 * used:.1f} %" if used is not None else "MFU N/A",
-        f"{values['memory_gib']:.2f} GiB",
-        f"wait {100 * values['data_wait']:.1f} %",
-        f"ETA {duration(values['eta_s'])}" if math.isfinite(values["eta_s"]) else "ETA -",
-    ]
-    return " | ".join(parts)
+def training_line(step: int, steps: int, values: dict, width: int | None = None) -> str:
+    """Returns 'step 3/100 | loss 2.31 (mean 2.40) | grad 0.8 | 9.8k tok/s | ... | ETA 1:01'.
+
+    width: columns that it may take; None: any. What does not fit goes in the order of GO_FIRST,
+    then words and digits do; step, loss and ETA stay.
+    """
+    used, loss = values.get("mfu"), values["loss"]
+    eta = duration(values["eta_s"]) if math.isfinite(values["eta_s"]) else "-"
+    parts = {
+        "gradient": f"grad {values['grad_norm']:.3g}",
+        "speed": f"{quantity(values['tokens_per_s'])} tok/s",
+        "mfu": f"MFU {100 * used:.1f} %" if used is not None else "MFU N/A",
+        "memory": f"{values['memory_gib']:.2f} GiB",
+        "wait": f"wait {100 * values['data_wait']:.1f} %",
+    }
+    for gone in range(len(GO_FIRST) + 1):
+        left = [text for name, text in parts.items() if name not in GO_FIRST[:gone]]
+        mean = "" if "mean" in GO_FIRST[:gone] else f" (mean {values['loss_smooth']:.4f})"
+        line = " | ".join([f"step {step}/{steps}", f"loss {loss:.4f}{mean}", *left, f"ETA {eta}"])
+        if width is None or len(line) <= width:
+            return line
+    shorter = (
+        f"step {step} | loss {loss:.4f} | ETA {eta}",
+        f"step {step} loss {loss:.3g} ETA {eta}",
+    )
+    return next((line for line in shorter if len(line) <= width), f"{step} {loss:.3g} {eta}")
 
 
 def kept_line(values: dict) -> str:

@@ -70,20 +70,48 @@ def rows_by_step(path: Path, key: str) -> dict[int, dict[str, Any]]:
     return {row["step"]: row for row in rows if isinstance(row.get("step"), int)}
 
 
+TRAINING = ("loss", "loss_smooth", "grad_norm", "lr", "tokens", "targets")
+SPEED = ("tokens_per_s", "mfu", "mfu_causal", "data_wait")
+GROUPS = (
+    ("eval_", "eval"), ("moe_", "moe"), ("wire_", "wire"), ("start_", "start"),
+    ("time_", "time"), ("memory_", "memory"), ("kept.", "pruning"),
+)  # fmt: skip
+METRICS = ("train/loss", "eval/loss", "speed/tokens_per_s")  # beside the hyperparameters
+
+
+def tag(name: str) -> str:
+    """Returns what a value is called in TensorBoard: 'train/loss', 'eval/loss', 'speed/mfu'."""
+    if name in TRAINING or name.startswith("accuracy"):
+        return f"train/{name}"
+    for prefix, group in GROUPS:
+        if name.startswith(prefix):
+            return f"{group}/{name.removeprefix(prefix)}"
+    if name == "sparsity":
+        return f"pruning/{name}"
+    return f"speed/{name}" if name in SPEED or name.endswith("_s") else f"other/{name}"
+
+
 class TensorBoard:
-    """Event files, readable by `tensorboard --logdir`.
+    """Event files, readable by `tensorboard --logdir`. Tags are in groups (`tag`).
 
     tensorboardX's SummaryWriter hands events to a thread, which a full disk ends; its queue then
     fills and blocks the training loop for ever. Events are therefore written here, in the caller.
     """
 
-    def __init__(self, folder: Path):
-        """Loads tensorboardX only now."""
+    def __init__(self, folder: Path, settings: Mapping[str, Any] | None = None):
+        """Loads tensorboardX only now. settings: of the run, for the page of hyperparameters."""
         from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto.event_pb2 import Event  # type: ignore[missing-module-attribute]
+        from tensorboardX.summary import hparams
 
         folder.mkdir(parents=True, exist_ok=True)
         self._writer = EventsWriter(str(folder / "events"))
         self._flushed = 0.0
+        if settings:
+            known = (bool, int, float, str)
+            plain = {n: v if isinstance(v, known) else str(v) for n, v in settings.items()}
+            for summary in hparams(plain, dict.fromkeys(METRICS, 0.0)):
+                self._writer.write_event(Event(wall_time=time.time(), summary=summary))
 
     def write(self, records: Sequence[Record]) -> None:
         """Writes every number as a scalar. Raises: OSError when the disk does not take it."""
@@ -92,7 +120,7 @@ class TensorBoard:
 
         for r in records:
             if isinstance(r.value, (int, float)) and math.isfinite(r.value):
-                summary = scalar(r.name, r.value)
+                summary = scalar(tag(r.name), r.value)
                 self._writer.write_event(Event(wall_time=r.time, step=r.step, summary=summary))
         if time.monotonic() > self._flushed + FLUSH_S:
             self._flushed = time.monotonic()

@@ -158,14 +158,15 @@ def _begin(kind: Kind) -> _Start:
     mesh = cfg.mesh.build()
     mesh_.cache_programs(cfg.cache_dir)
     name = start_name(cfg)
-    path = run_path(cfg, kind.name, name)
+    shown = next(iter(kind.presets.values()))() if name == TUNED else preset  # all of the recipe
+    named = None if name == TUNED else preset  # the model of a folder differs in every member
+    path = run_path(cfg, kind.name, name, named)
     preflight.check(cfg, jax.devices()[0], path)
     attempt = Attempt(supervision.run, supervision.attempt) if supervision.run else None
     lock_run(path, attempt=attempt)  # 3 the run's folder, ours alone
-    run_dir = open_run(cfg, kind.name, name)
+    run_dir = open_run(cfg, kind.name, name, named)
     # One process of a job speaks and writes.
     console = Console(cfg.train.steps, cfg.log.every, quiet=jax.process_index() != 0)
-    shown = next(iter(kind.presets.values()))() if name == TUNED else preset  # all of the recipe
     banner.show_start(console, name, cfg, shown, mesh, run_dir)
     phases.done("devices", console, f"devices of {jax.process_count()} hosts ready")
     return _Start(

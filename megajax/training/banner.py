@@ -49,7 +49,8 @@ def sinks(cfg: Any, run_dir: RunDir, console: Console) -> list[Sink]:
         raise UserError(f"cannot write {run_dir.metrics}: {error.strerror} (--run_dir)") from None
     if cfg.log.tensorboard:
         try:
-            chosen.append(TensorBoard(run_dir.path))
+            settings = {name: config.get(cfg, name) for name, _, _ in config.leaves(type(cfg))}
+            chosen.append(TensorBoard(run_dir.path, settings))
         except OSError as error:
             why = error.strerror
             console.say(f"TensorBoard cannot write: {why}. Training goes on without")

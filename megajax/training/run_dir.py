@@ -4,10 +4,12 @@ config.json, metrics.jsonl, events.* (TensorBoard), checkpoints/, samples/, curv
 unless the run is on bytes, tokenizer.json and, of a classifier, labels.json: the names of its
 classes in the order of their numbers.
 The same command finds the same folder, because its name holds a fingerprint of the configuration.
+Before the fingerprint stand the preset and what differs from it: nano-layers_2-lr_0.01-0a1b2c3d.
 """
 
 import dataclasses
 import json
+import re
 import shlex
 import sys
 from collections.abc import Sequence
@@ -41,6 +43,12 @@ NOT_IN_NAME = (
 )  # fmt: skip
 LABELS = "labels.json"
 MAX_LABELS = 2**24  # (chosen) bytes of that file
+
+
+# A run's name says nothing of where it runs and who watches it.
+MACHINE = ("mesh", "emulate", "emulate_without_gpu", "detector", "minder", "prometheus")
+MAX_WORDS = 4  # (chosen) differences from the preset that a run's name says
+MAX_WORD = 24  # (chosen) characters of one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,18 +122,42 @@ def saved_labels(folder: str | Path) -> tuple[str, ...] | None:
     return tuple(found)
 
 
-def run_path(cfg: JobConfig, experiment: str, preset: str) -> Path:
-    """Returns the folder of a run: the same command finds it again."""
-    name = f"{preset}-{config.fingerprint(cfg, NOT_IN_NAME)}"
-    return expand(cfg.run_dir or f"runs/{experiment}/{name}", "run_dir")
+def run_path(cfg: JobConfig, experiment: str, preset: str, base: JobConfig | None = None) -> Path:
+    """Returns the folder of a run: the same command finds it again.
+
+    preset: the name of what the configuration starts from. base: that itself, so that the folder's
+    name says what differs; a folder that an earlier version made without these words is found too.
+    """
+    if cfg.run_dir:
+        return expand(cfg.run_dir, "run_dir")
+    home, mark = f"runs/{experiment}", config.fingerprint(cfg, NOT_IN_NAME)
+    former = expand(f"{home}/{preset}-{mark}", "run_dir")
+    words = [] if base is None else differences(cfg, base)
+    return expand("-".join([f"{home}/{preset}", *words, mark])) if not former.exists() else former
 
 
-def open_run(cfg: JobConfig, experiment: str, preset: str) -> RunDir:
+def differences(cfg: JobConfig, base: JobConfig) -> list[str]:
+    """Returns short words for what differs from a preset and is a part of a run's name.
+
+    Letters, digits and dots only; at most MAX_WORDS words and one for the number of the others.
+    """
+    words = []
+    for name, _, new in config.diff(cfg, base):
+        if not any(name == i or name.startswith(f"{i}.") for i in (*NOT_IN_NAME, *MACHINE)):
+            shown = str(new).lower() if new is None or isinstance(new, bool) else str(new)
+            shown = re.sub(r"[^A-Za-z0-9.]+", "_", Path(shown).name or shown).strip("_.")
+            words.append(f"{name.rpartition('.')[2]}_{shown}"[:MAX_WORD].rstrip("_."))
+    more = len(words) - MAX_WORDS
+    return [*words[:MAX_WORDS], *([f"and_{more}_more"] if more > 0 else [])]
+
+
+def open_run(cfg: JobConfig, experiment: str, preset: str, base: JobConfig | None = None) -> RunDir:
     """Finds the folder of a run and checks that this configuration may continue what is there.
 
+    preset, base: as run_path takes them.
     Raises: UserError when the folder holds a run that this one cannot continue.
     """
-    path = run_path(cfg, experiment, preset)
+    path = run_path(cfg, experiment, preset, base)
     saved = path / "config.json"
     elsewhere = cfg.checkpoint.dir
     if elsewhere and is_imported(path):

@@ -3,13 +3,23 @@ import json
 import math
 import os
 import shutil
+import struct
 
 import pytest
 from rich.console import Console as RichConsole
+from tensorboardX.proto.event_pb2 import Event
+from tensorboardX.proto.plugin_hparams_pb2 import HParamsPluginData
 
 from megajax.core.errors import UserError
 from megajax.monitor import lines, results, sinks
-from megajax.monitor.console import Console, Phases, duration, kept_line, quantity
+from megajax.monitor.console import (
+    Console,
+    Phases,
+    duration,
+    kept_line,
+    quantity,
+    training_line,
+)
 from megajax.monitor.meter import Meter, Work
 from megajax.monitor.records import Recorder
 from megajax.monitor.sinks import Jsonl, TensorBoard, Wandb, read_jsonl, rows_by_step
@@ -101,12 +111,45 @@ def test_a_metrics_file_that_is_removed_is_made_again(tmp_path):
     assert [r["step"] for r in read_jsonl(tmp_path / "run" / "m.jsonl")] == [2]
 
 
+def events(folder):
+    """Returns the events of a TensorBoard file: records of a length, a sum, the bytes, a sum."""
+    raw, found = next(folder.glob("events*")).read_bytes(), []
+    while raw:
+        (size,) = struct.unpack("<Q", raw[:8])
+        found.append(Event.FromString(raw[12 : 12 + size]))
+        raw = raw[16 + size :]
+    return found
+
+
 def test_tensorboard_events_are_read_back(tmp_path):
-    recorder = Recorder([TensorBoard(tmp_path)])
-    recorder.emit(7, {"loss": 2.0, "bad": math.nan, "none": None})
+    settings = {"optim.lr": 0.5, "data.source": "docs", "zero": True, "layers": 2, "none": None}
+    recorder = Recorder([TensorBoard(tmp_path, settings)])
+    values = dict.fromkeys(TAGS, 2.0)
+    recorder.emit(7, values | {"bad": math.nan, "none": None, "text": "x"})
     recorder.close()
-    raw = next(tmp_path.glob("events*")).read_bytes()
-    assert b"loss" in raw and b"bad" not in raw and b"none" not in raw
+    found = events(tmp_path)
+    scalars = [(v.tag, v.simple_value) for e in found if e.step == 7 for v in e.summary.value]
+    assert scalars == [(tag, 2.0) for tag in TAGS.values()]
+    (start,) = [
+        v.metadata.plugin_data for e in found for v in e.summary.value
+        if v.tag == "_hparams_/session_start_info"
+    ]  # fmt: skip
+    assert start.plugin_name == "hparams"
+    said = HParamsPluginData.FromString(start.content).session_start_info.hparams
+    assert said["optim.lr"].number_value == 0.5 and said["data.source"].string_value == "docs"
+    assert said["zero"].bool_value and said["layers"].number_value == 2
+
+
+TAGS = {
+    "loss": "train/loss", "loss_smooth": "train/loss_smooth", "grad_norm": "train/grad_norm",
+    "lr": "train/lr", "accuracy": "train/accuracy", "eval_loss": "eval/loss",
+    "eval_bits_per_byte": "eval/bits_per_byte", "tokens_per_s": "speed/tokens_per_s",
+    "mfu": "speed/mfu", "step_time_s": "speed/step_time_s", "eta_s": "speed/eta_s",
+    "memory_gib": "memory/gib", "moe_drop": "moe/drop", "wire_between_bytes": "wire/between_bytes",
+    "start_data_s": "start/data_s", "time_launch_s": "time/launch_s",
+    "sparsity": "pruning/sparsity",
+    "kept.mlp.up": "pruning/mlp.up", "checkpoint_refuted": "other/checkpoint_refuted",
+}  # fmt: skip
 
 
 def test_wandb_without_the_package_says_how_to_get_it(tmp_path):
@@ -143,6 +186,55 @@ def test_a_live_line_in_a_terminal():
     recorder.close()
     assert "step 3/100" in out.getvalue() and "MFU 51.2 %" in out.getvalue()
     assert "a message above" in out.getvalue() and "\x1b[" in out.getvalue()
+
+
+PARTS = ("step", "loss", "mean", "grad", "tok/s", "MFU", "GiB", "wait", "ETA")
+
+
+@pytest.mark.parametrize(
+    ("width", "gone"),
+    [
+        (200, ""), (109, ""), (108, "wait"), (96, "wait"), (95, "wait GiB"), (85, "wait GiB"),
+        (84, "wait GiB MFU"), (80, "wait GiB MFU"), (75, "wait GiB MFU"),
+        (74, "wait GiB MFU grad"), (64, "wait GiB MFU grad"), (63, "wait GiB MFU grad mean"),
+        (50, "wait GiB MFU grad mean"), (49, "wait GiB MFU grad mean tok/s"),
+        (40, "wait GiB MFU grad mean tok/s"),
+    ],
+)  # fmt: skip
+def test_what_a_narrow_terminal_does_without(width, gone):
+    """Counted by hand from the whole line, which has 109 characters."""
+    line = training_line(12, 100, ROW, width)
+    assert len(line) <= width
+    assert [part for part in PARTS if part not in line] == sorted(gone.split(), key=PARTS.index)
+    assert line.startswith("step 12/100 | loss 2.5000") and line.endswith("| ETA 1:01")
+
+
+@pytest.mark.parametrize("width", range(40, 201))
+def test_step_loss_and_time_stay_at_every_width(width):
+    row = ROW | {"loss": 11.12345, "eta_s": 359_999, "mfu": 0.5, "tokens_per_s": 1.5e6}
+    for step, steps in ((1, 100), (123_456, 1_000_000)):
+        line = training_line(step, steps, row, width)
+        assert len(line) <= width and str(step) in line
+        assert "11.1" in line and "ETA 99:59:59" in line
+
+
+def test_a_line_stays_in_a_terminal_every_few_seconds(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr("megajax.monitor.console.time.perf_counter", lambda: now[0])
+    out = io.StringIO()
+    rich = RichConsole(file=out, force_terminal=True, width=80, highlight=False)
+    said = []
+    console = Console(100, 10, rich)
+    monkeypatch.setattr(console, "say", said.append)
+    recorder = Recorder([console])
+    for step in range(1, 31):  # a step a second
+        recorder.emit(step, ROW)
+        now[0] += 1.0
+    recorder.close()
+    assert [line.split()[1] for line in said] == [f"{s}/100" for s in (1, 6, 11, 16, 21, 26)]
+    assert all(len(line) < 80 and line.endswith("ETA 1:01") for line in said)
+    live = [line for line in out.getvalue().split("\r") if "step 30/100" in line]
+    assert live and "loss 2.5000" in live[-1] and "ETA 1:01" in live[-1]
 
 
 def test_a_quiet_process_says_nothing(capsys):

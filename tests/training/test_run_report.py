@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import subprocess
 import sys
 import types
@@ -12,6 +13,7 @@ import matplotlib.figure
 import numpy as np
 import pytest
 
+from megajax.core import config
 from megajax.core.errors import UserError
 from megajax.data.tokenizer import ByteTokenizer
 from megajax.monitor.lines import Lossy
@@ -19,8 +21,9 @@ from megajax.training import report
 from megajax.training.banner import show_end
 from megajax.training.config import Config
 from megajax.training.evaluate import by_label
+from megajax.training.presets import PRESETS
 from megajax.training.report import write_report
-from megajax.training.run_dir import RunDir, open_run
+from megajax.training.run_dir import RunDir, open_run, run_path
 from megajax.training.run_lock import RunLock
 
 
@@ -190,3 +193,41 @@ def test_scores_are_by_the_names_of_the_classes(tmp_path):
     show_end(types.SimpleNamespace(say=said.append), figures | {"last_10_loss": 1.0},
              RunDir(tmp_path), None, ("no", "maybe", "yes"))  # fmt: skip
     assert "  no: 9 examples held out, precision 85.7%, recall 66.7%" in said
+
+
+def test_the_folder_of_a_run_is_named_by_what_differs(tmp_path, monkeypatch):
+    """Short, bounded, the same for the same command, another for another."""
+    monkeypatch.chdir(tmp_path)
+    nano = PRESETS["nano"]()
+
+    def named(**changes):
+        cfg = config.override(nano, {k.replace("__", "."): v for k, v in changes.items()})
+        path = run_path(cfg, "pretrain", "nano", nano)
+        assert path == run_path(cfg, "pretrain", "nano", nano)
+        assert path.parent.name == "pretrain" and len(path.name) <= 5 + 4 * 25 + 11 + 9
+        assert re.fullmatch(r"nano(-[A-Za-z0-9._]+)*-[0-9a-f]{8}", path.name), path.name
+        return path.name.rpartition("-")[0]
+
+    assert named() == "nano"
+    assert named(model__layers=2, optim__lr=0.001) == "nano-layers_2-lr_0.001"
+    assert named(data__source="/some/where/My texts/") == "nano-source_My_texts"
+    assert named(data__source="../a:0.7,b:0.3") == "nano-source_a_0.7_b_0.3"
+    assert named(data__source="x/" + "y" * 300).endswith("y") and named(eval__prompt="/") != ""
+    assert named(log__every=3, mesh__tensor=1, run_dir=None) == "nano"
+    many = dict(model__layers=2, model__width=64, optim__lr=0.1, train__steps=7, train__seed=5)
+    assert named(**many).endswith("-and_1_more")
+    assert run_path(nano, "pretrain", "nano", nano) != run_path(
+        config.override(nano, {"train.seed": 5}), "pretrain", "nano", nano
+    )
+
+
+def test_a_folder_without_words_from_before_is_continued(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    nano = PRESETS["nano"]()
+    cfg = config.override(nano, {"model.layers": 2})
+    former = run_path(cfg, "pretrain", "nano")
+    assert "layers" not in former.name
+    former.mkdir(parents=True)
+    assert run_path(cfg, "pretrain", "nano", nano) == former
+    former.rmdir()
+    assert run_path(cfg, "pretrain", "nano", nano).name.startswith("nano-layers_2-")
