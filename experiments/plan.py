@@ -104,22 +104,26 @@ def main() -> int:
 def search(cfg: Config, cluster: Cluster, model: CostModel) -> strategies.Found:
     """Ranks what could run, and says on standard error how far it is.
 
-    The first Ctrl-C ends the search, the second one the process.
+    The first Ctrl-C ends the search, the second one the process. The handler only notes it: an
+    exception that it raised would be lost where Python ignores exceptions, as in jax's callback of
+    the garbage collector.
     """
-    shown, on_terminal = -60.0, sys.stderr.isatty()
+    shown, on_terminal, is_stopped = -60.0, sys.stderr.isatty(), False
 
     def tell(line: str) -> None:
         nonlocal shown
-        is_new = line.startswith("compiling")  # takes long, and is told seldom
-        if is_new or time.monotonic() - shown > (0.2 if on_terminal else 10):
+        if is_stopped:
+            raise KeyboardInterrupt
+        if time.monotonic() - shown > (0.2 if on_terminal else 10):
             shown = time.monotonic()
             wide = shutil.get_terminal_size().columns - 1
             text = f"\r{line[:wide]:<{wide}}" if on_terminal else f"{line}\n"
             print(text, end="", file=sys.stderr, flush=True)
 
     def interrupt(*_: Any) -> None:
+        nonlocal is_stopped
+        is_stopped = True
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-        raise KeyboardInterrupt
 
     signal.signal(signal.SIGINT, interrupt)
     try:

@@ -108,9 +108,9 @@ def search(
     """Ranks what could run by the cost model, compiles the best few and ranks those again.
 
     best: how many that fit are compiled, of at most twice as many that are tried. model: of times.
-    tell: is told how far the search is. After Ctrl-C (KeyboardInterrupt) what is known by then is
-    ranked and returned; a compilation that Ctrl-C left goes on in a thread, which ends with the
-    process.
+    tell: is told how far the search is, at each mesh and several times a second while the compiler
+    runs. After Ctrl-C, or a KeyboardInterrupt that `tell` raises, what is known by then is ranked
+    and returned; a compilation that this left goes on in a thread, which ends with the process.
     Raises: UserError when nothing is legal. KeyboardInterrupt before anything is priced.
     """
     began = time.process_time()
@@ -318,8 +318,11 @@ def compile_best(
     try:
         for outlined in legal(filter(worth, priced), cluster, model):
             fitting = sum(p.misfit is None for p in plans)
-            tell(f"compiling: {fitting} of {best} that fit are done, {len(plans)} were tried")
-            planned = _in_thread(functools.partial(aot.plan, outlined.cfg, cluster, model))
+            state = f"compiling: {fitting} of {best} that fit are done, {len(plans)} were tried"
+            tell(state)
+            planned = _in_thread(
+                functools.partial(aot.plan, outlined.cfg, cluster, model), tell, state
+            )
             plans.append(planned)
             if planned.compiled:
                 kind, bound = _keeps(planned.cfg), memory.bound(outlined.terms)
@@ -332,7 +335,7 @@ def compile_best(
     return sorted(plans, key=lambda p: (p.misfit is not None, p.estimate.step_s)), is_stopped
 
 
-def _in_thread(make: Callable[[], Plan]) -> Plan:
+def _in_thread(make: Callable[[], Plan], tell: Tell, state: str) -> Plan:
     """Returns what a function makes. Ctrl-C ends the waiting at once; in the main thread it would
     wait for the compiler, which is C++ code, for minutes."""
     made: list[Plan | BaseException] = []
@@ -345,8 +348,10 @@ def _in_thread(make: Callable[[], Plan]) -> Plan:
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
+    began = time.monotonic()
     while thread.is_alive():
         thread.join(0.2)
+        tell(f"{state}, {time.monotonic() - began:.0f} s")
     if isinstance(made[0], BaseException):
         raise made[0]
     return made[0]
