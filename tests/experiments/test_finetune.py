@@ -2,25 +2,30 @@
 
 import dataclasses
 import json
+import pathlib
 import signal
 import types
 
 import jax
 import numpy as np
 import pytest
+import safetensors.numpy
 
 from megajax.checkpoint import hf
+from megajax.checkpoint.manager import CheckpointManager
 from megajax.core import config
 from megajax.core.errors import UserError
 from megajax.core.mesh import MeshSpec
 from megajax.core.tree import named_leaves
+from megajax.data.tokenizer import ByteTokenizer
 from megajax.models import encoder
 from megajax.models.encoder_config import EncoderConfig
 from megajax.parallel import sharding
 from megajax.training.examples import Examples
-from megajax.training.finetune import nano, take_encoder
+from megajax.training.finetune import FinetuneConfig, nano, take_encoder
 from megajax.training.run_dir import RunDir, saved_labels
 from tests import forks
+from tests.checkpoint.test_hf import unpack
 from tests.experiments.test_pretrain import optimized, rows, wait_for
 
 SCRIPT = "experiments/finetune.py"
@@ -189,3 +194,37 @@ def test_the_classes_of_a_run_are_the_folders_then_its_own(home, tmp_path, untyp
         reading(home, other, tmp_path / "other")
     with pytest.raises(UserError, match="does not know: z.*--new_head=true"):
         reading(home, dataclasses.replace(other, init_from=folder), tmp_path / "other")
+
+
+@pytest.mark.parametrize("name", ["roberta_classify", "bert"])
+def test_a_run_is_exported_as_what_transformers_computes(name, tmp_path):
+    """Of a run with the weights of a model of transformers whose logits are frozen: the folder has
+    its tensors bit for bit, and a config.json of the same arithmetic (tests/checkpoint/
+    test_hf_encoder.py compares the logits; tests/golden/check_encoder_export.py runs both)."""
+    golden, tensors = unpack(name, tmp_path / "theirs")
+    cfg, params = hf.load(tmp_path / "theirs")
+    run, out = tmp_path / "run", tmp_path / "out"
+    manager = CheckpointManager(run / "checkpoints")
+    manager.save(3, {"params": params}, data_state={"rows": 0}).result()
+    manager.close()
+    rows = json.loads((pathlib.Path(forks.ROOT) / "tests/golden/rows.json").read_text())
+    for file, text in rows["bert"]["files"].items():
+        (run / file).write_text(text)
+    labels = ["2", "10", "other"] if cfg.head == "classify" else []
+    RunDir(run).begin(FinetuneConfig(model=cfg), ByteTokenizer(), labels)
+    done = forks.run("scripts/hf.py", "export", run, out, "--emulate=1")
+    assert done.returncode == 0, done.stderr
+    assert not labels or "classes 2, 10, other" in done.stdout
+    exported = safetensors.numpy.load_file(out / "model.safetensors")
+    assert exported.keys() == tensors.keys()
+    for key, tensor in tensors.items():
+        np.testing.assert_array_equal(exported[key], tensor, err_msg=key)
+    written = json.loads((out / "config.json").read_text())
+    shape = json.loads((tmp_path / "theirs" / "config.json").read_text())
+    freed = {"id2label", "label2id", "torch_dtype", "dtype"}
+    assert {k: written[k] for k in written.keys() - freed} == {
+        k: shape[k] for k in written.keys() - freed
+    }
+    names = labels or ["LABEL_0", "LABEL_1"]
+    assert written["id2label"] == {str(i): label for i, label in enumerate(names)}
+    assert (out / "tokenizer.json").is_file()
