@@ -310,7 +310,7 @@ class _Course:
             self.lag_N = np.pad(self.lag_N, (0, N - len(self.lag_N)))
             self.lag_N += SMOOTH * np.nan_to_num(lag_N - np.nanmedian(lag_N) - self.lag_N)
         found = self.judge.look(end, score_FN, far_FN, apart_FN, None)
-        self.judge.tell(levels)
+        self.judge.tell(levels, found)
         return found
 
     def forget(self, rows: list[int]) -> None:

@@ -187,8 +187,14 @@ class Judge:
         others_N = suspected_N.sum() - suspected_N > 0
         self._elsewhere_N = others_N | (first._free_at_N > 0).any()
 
-    def tell(self, first: "Judge") -> None:
-        """Lets the other judge hear whom this one names, so that it does not name them again."""
+    def tell(self, first: "Judge", found: Sequence[Found]) -> None:
+        """Lets the other judge hear whom this one names: neither they nor their followers are news.
+
+        found: the machines that are named now.
+        """
+        for one in found:
+            first._named_at_N[one.row] = one.since
+            first._named_as_FN[:, one.row] = first.mean_FN[:, one.row]
         first._free_at_N = np.maximum(first._free_at_N, self._free_at_N)
 
     # ---- machines that differ

@@ -6,6 +6,7 @@ import pytest
 from megajax.systems.minder import evidence
 from megajax.systems.minder.evidence import Limits
 from megajax.systems.minder.judge import Judge
+from megajax.systems.minder.onsets import Onsets
 from megajax.systems.minder.settings import TICK, Settings
 
 N, TICKS = 16, 40
@@ -145,3 +146,30 @@ def test_a_machine_whose_series_ended_explains_others_though_it_never_had_all_me
         middle_F, apart_FN = np.zeros(4), np.zeros((4, N))
         found += [one.row for one in judge.look(end, score_FN, score_FN, apart_FN, middle_F)]
     assert found == [5]
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_the_follower_of_a_machine_that_another_judge_named_is_not_named(told):
+    """The spread of machine 3 passes its limit a tick before its level and its follower's do."""
+    F, least = 4, np.tile([6.0, 6.0, 9.0, 9.0, 10.0], (3, 2, 1))
+    limits = Limits(np.tile(np.eye(F) / 0.16, (3, 2, 1, 1)), least)
+    levels = Judge(Settings(), limits, range(F), Onsets(15))
+    spreads = Judge(Settings(), limits, range(F), levels=F)
+    for judge in (levels, spreads):
+        judge.grow(N)
+    rng, found = np.random.default_rng(1), []
+    for h in range(TICKS):
+        end = TICK * (h + 1.0)
+        levels.see(np.full((2, N), end), end - TICK)
+        scores = [0.3 * rng.standard_normal((F, N)) for _ in range(2)]
+        scores[0][0, 3] += -4.0 * (h >= 16)
+        scores[0][0, 5] += -4.5 * (h >= 16)
+        scores[1][0, 3] += 5.0 * (h >= 14)
+        now = levels.look(end, scores[0], scores[0], np.zeros((F, N)), np.zeros(F))
+        spreads.come(levels)
+        more = spreads.look(end, scores[1], scores[1], np.zeros((F, N)), None)
+        if told:
+            spreads.tell(levels, more)
+        found += [("level", one.row) for one in now] + [("spread", one.row) for one in more]
+    assert found[0] == ("spread", 3)
+    assert (("level", 5) in found) != told
