@@ -268,10 +268,10 @@ class JsonTokenizer:
     def _write(self, folder: Path, made: dict[str, str]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         if not (folder / "tokenizer.json").exists():
-            (folder / "tokenizer.json").write_bytes(self.raw)
+            files.write_whole(folder / "tokenizer.json", self.raw)
         for name, text in made.items():
             if text and not (folder / name).exists():
-                (folder / name).write_text(text)
+                files.write_whole(folder / name, text)
 
     def pieces(self) -> list[bytes | None]:
         """Returns the bytes of each id, None for special ones, as data/pieces.py.
