@@ -62,7 +62,7 @@ def nano_output() -> str:
     last = max(train)
     lines = ["$ uv run experiments/pretrain.py", f"nano: {run['mesh']}"]
     lines += [
-        f"step {s}/{last} | {training_line({'eta_s': math.inf} | known(train[s]))}"
+        training_line(s, last, {"eta_s": math.inf} | known(train[s]))
         for s in (1, 40, 80, 120, last)
     ]
     lines.append(
