@@ -336,7 +336,13 @@ class Checker:
         return None
 
     def _imported(self, tree: ast.Module, file: str, name: str, prefix: str) -> set[str]:
-        """Returns what `fields_of` does, of a class that another module defines."""
+        """Returns what `fields_of` does, of a class that another module defines.
+
+        A script that imports its presets, and no Config, has the class that is beside these.
+        """
+        names = {a.name for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) for a in n.names}
+        if name == "Config" and "PRESETS" in names and "Config" not in names:
+            return self._of_presets(tree, prefix)
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom) and node.module:
                 for alias in node.names:
