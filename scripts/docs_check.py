@@ -361,7 +361,9 @@ class Checker:
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom) and "PRESETS" in [a.name for a in node.names]:
                 path = source_of(node.module or "", self.root)
-                kinds = [n for n in parse(path).body if isinstance(n, ast.ClassDef)] if path else []
+                body = parse(path).body if path else []
+                classes = [n for n in body if isinstance(n, ast.ClassDef)]
+                kinds = [n for n in classes if n.name.endswith("Config")]
                 if path and kinds:
                     file = path.relative_to(self.root).as_posix()
                     return self.fields_of(file, kinds[0].name, prefix)

@@ -101,6 +101,7 @@ def training_line(step: int, steps: int, values: dict, width: int | None = None)
     width: columns that it may take; None: any. What does not fit goes in the order of GO_FIRST,
     then words and digits do; step, loss and ETA stay.
     """
+    columns = math.inf if width is None else width
     used, loss = values.get("mfu"), values["loss"]
     eta = duration(values["eta_s"]) if math.isfinite(values["eta_s"]) else "-"
     parts = {
@@ -114,13 +115,13 @@ def training_line(step: int, steps: int, values: dict, width: int | None = None)
         left = [text for name, text in parts.items() if name not in GO_FIRST[:gone]]
         mean = "" if "mean" in GO_FIRST[:gone] else f" (mean {values['loss_smooth']:.4f})"
         line = " | ".join([f"step {step}/{steps}", f"loss {loss:.4f}{mean}", *left, f"ETA {eta}"])
-        if width is None or len(line) <= width:
+        if len(line) <= columns:
             return line
     shorter = (
         f"step {step} | loss {loss:.4f} | ETA {eta}",
         f"step {step} loss {loss:.3g} ETA {eta}",
     )
-    return next((line for line in shorter if len(line) <= width), f"{step} {loss:.3g} {eta}")
+    return next((line for line in shorter if len(line) <= columns), f"{step} {loss:.3g} {eta}")
 
 
 def kept_line(values: dict) -> str:
