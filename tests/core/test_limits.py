@@ -31,7 +31,8 @@ RANGES = {
         pipeline.microbatches pipeline.chunks prune.stages prune.steps prune.tile prune.chunk
         emulate emulate_without_gpu minder.hang_s""",
     (0, INF, True): """
-        train.loss_chunks train.z_loss optim.lr optim.warmup optim.weight_decay optim.clip
+        train.loss_chunks train.segments train.z_loss
+        optim.lr optim.warmup optim.weight_decay optim.clip
         model.moe.experts model.moe.shared model.moe.aux_loss model.moe.z_loss model.moe.bias_rate
         prune.start data.prefetch data.hash_gib eval.every eval.batches
         eval.sample_tokens eval.temperature
