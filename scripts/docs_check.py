@@ -354,16 +354,14 @@ class Checker:
                             return self.fields_of(
                                 path.relative_to(self.root).as_posix(), wanted, prefix
                             )
-        return self._of_presets(tree, prefix) if name == "Config" else set()
+        return set()
 
     def _of_presets(self, tree: ast.Module, prefix: str) -> set[str]:
         """The flags of a script that imports presets: of the class beside them, or training's."""
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom) and "PRESETS" in [a.name for a in node.names]:
                 path = source_of(node.module or "", self.root)
-                body = parse(path).body if path else []
-                classes = [n for n in body if isinstance(n, ast.ClassDef)]
-                kinds = [n for n in classes if n.name.endswith("Config")]
+                kinds = [n for n in parse(path).body if isinstance(n, ast.ClassDef)] if path else []
                 if path and kinds:
                     file = path.relative_to(self.root).as_posix()
                     return self.fields_of(file, kinds[0].name, prefix)
