@@ -71,7 +71,7 @@ if "argparse.ArgumentParser" in open(script).read():
     sys.exit("parsed no arguments")
 module = runpy.run_path(script, run_name="parsed")
 words = flags.FLAGS(argv)
-if "PRESETS" in module and "--init_from" not in " ".join(argv):
+if "preset" in flags.FLAGS and "--init_from" not in " ".join(argv):
     cfg, _ = config.from_flags(module["PRESETS"], module.get("take_model"))
     if cluster:
         from megajax.core.hardware import parse_cluster
