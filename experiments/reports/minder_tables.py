@@ -168,6 +168,7 @@ def tables(folder: Path) -> dict[str, Callable[[], str]]:
     }
     found["minder_slow_kinds"] = functools.partial(kinds, folder / "minder_slow.json")
     found["minder_ablations"] = functools.partial(ablations, folder / "minder_ablations.json")
+    found["minder_unlike"] = functools.partial(unlike, folder / "minder_unlike.json")
     found["minder_time"] = functools.partial(seconds, folder / "minder_time.json")
     return found
 
