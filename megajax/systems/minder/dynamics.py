@@ -17,6 +17,8 @@ Legend: C metrics, N machines, T seconds of a tick, K shifts, S seconds that hav
 F = C + 1 channels: the spread of each metric, then the lag.
 """
 
+import collections
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -32,6 +34,8 @@ FARTHEST = 4  # (chosen) seconds of lag that are looked for
 PART = 0.5  # seconds between two shifts
 LEAST = 12.0  # (chosen) log likelihood below which no shift is told from another
 NEAR = 0.15  # (chosen) share of it that the farthest shift costs: the nearer of two peaks counts
+USUAL, RECENT, FIRST = 50, 5, 10  # ticks: of the usual course, of the present one, to begin with
+MOVED = 0.04  # (chosen) of a level or variation of the job's course, whose healthy range is 1/3
 SEEN = 0.5  # share of the seconds that must have a sample
 LEAST_NOISE = (0.05, 0.2)  # (chosen) standard deviation of a spread, of a lag in s
 USUAL_SLOPE = 0.5  # where the job's state did not vary while learning
@@ -47,6 +51,41 @@ def least_noise(metrics: int) -> np.ndarray:
     return np.append(np.full(metrics, LEAST_NOISE[0]), LEAST_NOISE[1])
 
 
+class State:
+    """What the job as a whole does, tick by tick: `is_usual` tells whether spreads can be compared.
+
+    Machines with other roles follow the job in other ways: if its steps change, so do their spreads
+    and lags, and no machine is to blame. Ticks in which the job's course differs from that of most
+    of the last 20 minutes are no evidence. If the new course stays, offsets are learnt anew.
+    """
+
+    def __init__(self) -> None:
+        """Knows nothing of a job yet."""
+        self._states: collections.deque[np.ndarray] = collections.deque(maxlen=USUAL)
+        self._learnt_S: np.ndarray | None = None
+
+    def see(self, state_S: np.ndarray) -> tuple[bool, bool]:
+        """Takes a tick's state; returns (the job does what it usually does, that is another course
+        than the one in which offsets were learnt)."""
+        self._states.append(state_S)
+        seen_HS = np.array(self._states)
+        usual_S, now_S = np.nanmedian(seen_HS, 0), np.nanmean(seen_HS[-RECENT:], 0)
+        if self._learnt_S is None:
+            self._learnt_S = usual_S
+        if len(seen_HS) < FIRST:  # nothing is learnt that could be wrong
+            self._learnt_S = usual_S
+        if _apart(now_S, usual_S) > MOVED:
+            return False, False
+        is_new = _apart(usual_S, self._learnt_S) > MOVED
+        if is_new:
+            self._learnt_S = usual_S
+        return True, is_new
+
+
+def _apart(one_S: np.ndarray, other_S: np.ndarray) -> float:
+    return float(np.nanmax(np.abs(one_S - other_S), initial=0.0))
+
+
 def _shifts() -> tuple[np.ndarray, np.ndarray]:
     """Returns (shifts_K, weights_KST: what makes of a course the course that is so much later)."""
     shifts_K = np.arange(-FARTHEST, FARTHEST + PART / 2, PART)
@@ -55,14 +94,16 @@ def _shifts() -> tuple[np.ndarray, np.ndarray]:
     return shifts_K.astype(np.float32), weights_KST.astype(np.float32)
 
 
-def of_tick(x_CNT: np.ndarray) -> np.ndarray:
-    """Returns y_FN, float32: NaN where a spread or a lag cannot be measured.
+def of_tick(x_CNT: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns (y_FN, float32: NaN where a spread or a lag cannot be measured; state_S: level and
+    variation of the median's course in each metric).
 
     x_CNT: scaled samples (features.scaled) of the tick, NaN where missing.
     """
     N = x_CNT.shape[1]
     pad = ((0, 0), (0, tracker.rows(N) - N), (0, 0))
-    return np.asarray(_of_tick(np.pad(x_CNT, pad, constant_values=np.nan)))[:, :N]
+    y_FN, state_S = _of_tick(np.pad(x_CNT, pad, constant_values=np.nan))
+    return np.asarray(y_FN)[:, :N], np.asarray(state_S)
 
 
 def prior(noise_F: np.ndarray, offset_F: np.ndarray, slope_F: np.ndarray) -> Prior:
@@ -96,7 +137,7 @@ def advance(
 
 
 @jax.jit
-def _of_tick(x_CNT: Array) -> Array:
+def _of_tick(x_CNT: Array) -> tuple[Array, Array]:
     median_CT = median(x_CNT.swapaxes(1, 2))
     apart_CNT = x_CNT - median_CT[:, None]
     apart_CNT -= jnp.nanmean(apart_CNT, 2, keepdims=True)
@@ -104,7 +145,8 @@ def _of_tick(x_CNT: Array) -> Array:
     spread_CN = jnp.log(FLOOR + jnp.nanmean(jnp.abs(apart_CNT), 2))
     spread_CN = jnp.where(seen_CN, spread_CN, jnp.nan)
     lag_N = _lag(jnp.nan_to_num(apart_CNT), jnp.nan_to_num(median_CT), seen_CN)
-    return jnp.concatenate([spread_CN, lag_N[None]])
+    state_S = jnp.concatenate([jnp.nanmean(median_CT, 1), jnp.nanstd(median_CT, 1)])
+    return jnp.concatenate([spread_CN, lag_N[None]]), state_S
 
 
 def _lag(apart_CNT: Array, median_CT: Array, seen_CN: Array) -> Array:

@@ -245,11 +245,13 @@ def _ticks(
     values = held(values, period_C)
     first = -grid.start % TICK
     x_CNT = features.scaled(values, *range_3C[:, :, None, None].astype(np.float32))
-    levels, courses = [], []
+    levels, courses, state = [], [], dynamics.State()
     for at in range(first, T - TICK + 1, TICK):
         during = slice(at, at + TICK)
         levels.append(features.of_tick(model, vae, range_3C, values[..., during]))
-        courses.append(dynamics.of_tick(x_CNT[..., during])[..., None])
+        y_FN, state_S = dynamics.of_tick(x_CNT[..., during])
+        is_usual, _ = state.see(state_S)
+        courses.append(np.where(is_usual, y_FN, np.nan)[..., None])
     return np.stack(levels), np.stack(courses)
 
 

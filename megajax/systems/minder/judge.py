@@ -187,6 +187,10 @@ class Judge:
         others_N = suspected_N.sum() - suspected_N > 0
         self._elsewhere_N = others_N | (first._free_at_N > 0).any()
 
+    def anew(self) -> None:
+        """Forgets what was learnt of all machines: the job does something else now."""
+        self._anew(np.ones(len(self._past_N), bool))
+
     def tell(self, first: "Judge", found: Sequence[Found]) -> None:
         """Lets the other judge hear whom this one names: neither they nor their followers are news.
 

@@ -29,7 +29,7 @@ def test_spreads_are_mean_distances_from_the_medians_course(seed):
     x_CNT[0, :, 3:7] = np.nan
     x_CNT[2, 4, ::3] = np.nan
     x_CNT[2, 6, : TICK - 4] = np.nan
-    y_FN = np.asarray(dynamics.of_tick(x_CNT))
+    y_FN, _ = dynamics.of_tick(x_CNT)
     for c, n in np.ndindex(C, N):
         apart_T = x_CNT[c, n] - [
             np.median(v[np.isfinite(v)]) if np.isfinite(v).any() else np.nan for v in x_CNT[c].T
@@ -43,14 +43,14 @@ def test_spreads_are_mean_distances_from_the_medians_course(seed):
 
 @pytest.mark.parametrize("late_s", [-1.5, 0.0, 0.6, 1.0, 2.3])
 def test_the_lag_is_how_late_a_machine_is(seed, late_s):
-    lag_N = np.asarray(dynamics.of_tick(tick(np.random.default_rng(seed), late_s)))[-1]
+    lag_N = dynamics.of_tick(tick(np.random.default_rng(seed), late_s))[0][-1]
     assert lag_N[5] == pytest.approx(late_s, abs=0.2)
     assert np.abs(np.delete(lag_N, 5)).max() < 0.2
 
 
 def test_a_job_that_stands_still_shows_no_lag(seed):
     noise_CNT = 0.5 + 0.01 * np.random.default_rng(seed).standard_normal((C, N, TICK))
-    assert np.isnan(np.asarray(dynamics.of_tick(noise_CNT.astype(np.float32)))[-1]).all()
+    assert np.isnan(dynamics.of_tick(noise_CNT.astype(np.float32))[0][-1]).all()
 
 
 def test_onsets_are_known_to_the_second_whatever_the_sizes(seed):
@@ -71,3 +71,15 @@ def test_onsets_are_known_to_the_second_whatever_the_sizes(seed):
     np.testing.assert_allclose(20 * TICK - ago_R, list(moved.values()), atol=3)
     assert (blur_R < 3).all()
     assert np.isnan(onsets.moved(rows_R, about_R, far_CR, np.zeros(N, bool))[0]).all()
+
+
+def test_a_job_that_changes_its_course_is_no_evidence_until_that_is_usual(seed):
+    rng, state = np.random.default_rng(seed), dynamics.State()
+    level_H = np.full(120, 0.5)
+    level_H[40:60] += 0.1  # for eight minutes
+    level_H[80:] -= 0.1  # from now on
+    said = [state.see(np.array([level, 0.1]) + 0.005 * rng.standard_normal(2)) for level in level_H]
+    is_usual_H, is_new_H = np.array(said).T
+    assert is_usual_H[:40].all() and is_usual_H[66:80].all() and is_usual_H[108:].all()
+    assert not is_usual_H[43:60].any() and not is_usual_H[84:100].any()
+    assert not is_new_H[:100].any() and is_new_H[100:].sum() == 1
