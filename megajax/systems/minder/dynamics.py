@@ -18,6 +18,7 @@ F = C + 1 channels: the spread of each metric, then the lag.
 """
 
 import collections
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -69,7 +70,9 @@ class State:
         than the one in which offsets were learnt)."""
         self._states.append(state_S)
         seen_HS = np.array(self._states)
-        usual_S, now_S = np.nanmedian(seen_HS, 0), np.nanmean(seen_HS[-RECENT:], 0)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)  # a metric without a sample
+            usual_S, now_S = np.nanmedian(seen_HS, 0), np.nanmean(seen_HS[-RECENT:], 0)
         if self._learnt_S is None:
             self._learnt_S = usual_S
         if len(seen_HS) < FIRST:  # nothing is learnt that could be wrong
