@@ -92,9 +92,10 @@ def torch_zip(value: Any, members: dict[str, bytes] | None = None, kind: int = 0
     """Returns a torch.save file. members: by the names after data/. kind: how they are stored."""
     file = io.BytesIO()
     with zipfile.ZipFile(file, "w", kind) as archive:
-        archive.writestr("archive/data.pkl", dumps(value))
-        for name, data in (members or {}).items():
-            archive.writestr(f"archive/data/{name}", data)
+        parts = {"data.pkl": dumps(value)}
+        parts |= {f"data/{name}": data for name, data in (members or {}).items()}
+        for name, data in parts.items():  # of a fixed time: made again, a file has the same bytes
+            archive.writestr(zipfile.ZipInfo(f"archive/{name}", (2026, 1, 1, 0, 0, 0)), data, kind)
     return file.getvalue()
 
 

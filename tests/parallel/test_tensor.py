@@ -41,10 +41,9 @@ def test_a_kernel_without_axis_types_has_the_same_gradients(mesh, kind, monkeypa
     plain = attend_.attend
     seen = []
 
-    def stand_in(*args):
-        *rest, implementation = args
+    def stand_in(q, k, v, query, memory, window, implementation, segments=None):
         seen.append(implementation)
-        return plain(*rest, "xla")
+        return plain(q, k, v, query, memory, window, "xla", segments)
 
     monkeypatch.setattr(attend_, "attend", stand_in)
     cfg = run_config(train__attention="cudnn", context__kind=kind, **mesh)
