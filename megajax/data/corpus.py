@@ -7,7 +7,6 @@ are held out is decided by their content, over all parts of a mixture (holdout.p
 
 import dataclasses
 import hashlib
-import itertools
 import json
 import os
 import tempfile
@@ -26,7 +25,7 @@ from megajax.data.holdout import Parted, is_held_out, part
 from megajax.data.indexed import TokenFile, TokenWriter
 from megajax.data.mixture import parse
 from megajax.data.pack import Split, mix
-from megajax.data.source import Source, open_source
+from megajax.data.source import Document, Source, open_source
 from megajax.data.tokenizer import (
     FileTokenizer,
     Tokenizer,
@@ -39,6 +38,7 @@ from megajax.data.whole import is_whole, make_folder, publish
 
 SUFFIXES = (".bin", ".documents.npy", ".json", ".tokenizer")  # beside the .idx of a pair
 BATCH = 256  # documents tokenised at a time
+BATCH_CHARACTERS = 2**24  # (chosen) of these documents together, but for one that is longer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -231,11 +231,14 @@ def tokenise(source: Source, tokenizer: Tokenizer, prefix: Path) -> dict:
 
 def _write_tokens(source: Source, tokenizer: Tokenizer, prefix: Path) -> dict:
     texts, tokens, sizes = [], [], []
+    begin, end = (
+        np.array([] if i is None else [i], np.int32) for i in (tokenizer.begin, tokenizer.end)
+    )
     with TokenWriter(prefix, tokenizer.vocab) as writer:
         for batch in _batches(source.documents()):
             encoded = tokenizer.encode([d.text for d in batch])
             for document, ids in zip(batch, encoded, strict=True):
-                writer.add(_with_specials(ids, tokenizer))
+                writer.add(begin, ids, end)
                 texts.append(text_key(document.text))
                 tokens.append(token_key(ids))
                 sizes.append(len(document.text.encode()))
@@ -258,15 +261,16 @@ def _write_tokens(source: Source, tokenizer: Tokenizer, prefix: Path) -> dict:
     return stats
 
 
-def _with_specials(ids: np.ndarray, tokenizer: Tokenizer) -> np.ndarray:
-    begin = [] if tokenizer.begin is None else [tokenizer.begin]
-    end = [] if tokenizer.end is None else [tokenizer.end]
-    return np.concatenate([begin, ids, end]).astype(np.int32)
-
-
-def _batches(items: Iterable) -> Iterator[list]:
-    iterator = iter(items)
-    while batch := list(itertools.islice(iterator, BATCH)):
+def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    """Yields documents together, few of them where they are long, which bounds the memory."""
+    batch, characters = [], 0
+    for document in documents:
+        batch.append(document)
+        characters += len(document.text)
+        if len(batch) == BATCH or characters >= BATCH_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    if batch:
         yield batch
 
 

@@ -24,6 +24,7 @@ DTYPES = {
     1: np.uint8, 2: np.int8, 3: np.int16, 4: np.int32, 5: np.int64, 8: np.uint16,
 }  # fmt: skip  # Megatron's 6 and 7 are floating-point numbers: no token ids
 LONGEST = 2**31 - 1  # tokens of a document
+BLOCK = 2**20  # (chosen) tokens of it that are written at a time
 MAX_INDEX = 2**36  # (chosen) bytes of an index: five billion documents
 _HEADER = struct.Struct("<9sQBQQ")
 
@@ -159,15 +160,21 @@ class TokenWriter:
         self._file = open(f"{prefix}.bin", "wb")
         self._lengths: list[int] = []
 
-    def add(self, tokens: np.ndarray) -> None:
-        """Appends one document. Raises: UserError for one that is longer than the index can say."""
-        if len(tokens) > LONGEST:
+    def add(self, *parts: np.ndarray) -> None:
+        """Appends one document, the tokens of its parts in their order.
+
+        Raises: UserError for one that is longer than the index can say.
+        """
+        length = sum(map(len, parts))
+        if length > LONGEST:
             raise UserError(
-                f"a document has {len(tokens):,} tokens, and the index of {self.prefix} holds "
+                f"a document has {length:,} tokens, and the index of {self.prefix} holds "
                 f"{LONGEST:,} at most; cut the text into several documents (--data.source)"
             )
-        self._file.write(tokens.astype(self.dtype).tobytes())
-        self._lengths.append(len(tokens))
+        for part in parts:
+            for start in range(0, len(part), BLOCK):  # a copy of a block, not of a long document
+                self._file.write(part[start : start + BLOCK].astype(self.dtype).tobytes())
+        self._lengths.append(length)
 
     @property
     def tokens(self) -> int:

@@ -149,3 +149,26 @@ def test_texts_without_tokens_are_refused_when_they_are_packed(tmp_path):
     assert corpus.train.tokens == 0 and corpus.bytes_per_token is None
     with pytest.raises(UserError, match="has 0 tokens"):
         PackedRows(corpus.train, 8, 0)
+
+
+def test_a_long_document_takes_few_times_its_bytes_of_memory(tmp_path):
+    import tracemalloc
+
+    from megajax.data.corpus import tokenise
+    from megajax.data.indexed import TokenFile
+    from megajax.data.source import open_source
+    from megajax.data.tokenizer import ByteTokenizer
+
+    line = np.random.default_rng(0).integers(32, 127, 2**22, np.uint8).tobytes()
+    (tmp_path / "line.txt").write_bytes(line)
+    source = open_source(str(tmp_path / "line.txt"), DataConfig())
+    tracemalloc.start()
+    try:
+        tokenise(source, ByteTokenizer(), tmp_path / "out")
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    # The file, its text, four bytes for each token, and copies of a block.
+    assert peak < 9 * len(line)
+    tokens = TokenFile(tmp_path / "out").read(0, 0, len(line) + 2)
+    assert tokens.tolist() == [256, *line, 257]
