@@ -12,6 +12,7 @@ here: docs/serving.md.
 
 import megajax.core.interrupted  # noqa: F401
 
+import asyncio
 import os
 import signal
 import threading
@@ -55,7 +56,14 @@ class Replica:
         if scope["type"] == "http" and not self._started:
             self._started = True
             self._worker.start()
+            self._ending = asyncio.create_task(self._end_with_engine())
         await self._server.app(scope, receive, send)
+
+    async def _end_with_engine(self) -> None:
+        """Ray starts a replica anew whose process has ended."""
+        await self._worker.failed.wait()
+        await asyncio.sleep(1)  # running requests are told
+        os._exit(75)
 
 
 def deploy(serve: Any, cfg: Config) -> Any:

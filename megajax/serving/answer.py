@@ -28,8 +28,9 @@ class Output:
 
     index: of the request's n. tokens: a stop token is one of them. logprobs: of the unmodified
     logits, whatever the sampling. versions: of the weights that drew each token. finish_reason:
-    None while it runs, then once 'stop', 'length', 'cancelled' or 'error' (logits that are no
-    numbers). top_logprobs: for each token {id: log-probability} of the likeliest, where
+    None while it runs, then once 'stop', 'length', 'cancelled', 'constraint' (which has become too
+    complex to follow) or 'error' (logits that are no numbers, or a failure of this answer alone).
+    top_logprobs: for each token {id: log-probability} of the likeliest, where
     SamplingParams.logprobs asks for them.
     """
 
@@ -85,7 +86,8 @@ class Answer:
             return "error"
         ended = token in self._stops or (self.params.stop and self._is_stopped())
         if ended or (self.matcher is not None and self.matcher.take(token)):
-            return "error" if self.matcher is not None and self.matcher.problem else "stop"
+            broken = self.matcher is not None and self.matcher.problem
+            return "constraint" if broken else "stop"
         return "length" if len(self.tokens) >= self.params.max_tokens else None
 
     def _is_stopped(self) -> bool:

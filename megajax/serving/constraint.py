@@ -130,9 +130,16 @@ class Constraints:
             ) from None
         inner = library.LLMatcher(tokenizer, grammar, log_level=0, limits=limits)
         made = Matcher(inner, vocab, end)
-        if not inner.is_error():  # the first mask finds what is too complex, or impossible
-            _mask_of(inner, vocab, end is None)
-        if (problem := made.problem) is not None:
+        # The first mask and the first token find what is too complex, or impossible.
+        tried, problem = made.copy(), made.problem
+        if problem is None:
+            allowed = np.unpackbits(
+                _mask_of(inner, vocab, end is None).view(np.uint8), bitorder="little"
+            )
+            if (problem := made.problem) is None and allowed.any():
+                tried.take(int(allowed.argmax()))
+                problem = tried.problem
+        if problem is not None:
             raise UserError(f"structured_outputs.{form.kind} cannot be used: {problem:.400}")
         return made
 

@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import jax
 import numpy as np
+from absl import logging
 from jax.sharding import Mesh
 
 from megajax.core.errors import UserError
@@ -158,11 +159,16 @@ class Engine:
         sequences = self.scheduler.add(
             request, prompt, max_tokens=params.max_tokens, n=params.n, priority=params.priority
         )
-        for sequence in sequences:
-            words = self._seed_words(params, request, sequence.index)
-            own = matcher.copy() if matcher is not None else None
-            self._answers[sequence] = Answer(sequence, params, words, self.tokenizer, own)
-            self._constrained += own is not None
+        try:
+            for sequence in sequences:
+                words = self._seed_words(params, request, sequence.index)
+                own = matcher.copy() if matcher is not None else None
+                self._answers[sequence] = Answer(sequence, params, words, self.tokenizer, own)
+                self._constrained += own is not None
+        except BaseException:  # all of a request or nothing of it
+            for sequence in self.scheduler.cancel(request):
+                self._drop(sequence)
+            raise
         return request
 
     def prepare(self, params: SamplingParams) -> None:
@@ -257,7 +263,10 @@ class Engine:
                 continue
             reason = None
             for k in range(launched.plan.steps):
-                reason = answer.take(drawn, (k, row), launched.version)
+                try:
+                    reason = answer.take(drawn, (k, row), launched.version)
+                except Exception as error:  # of its text or its constraint; others go on
+                    reason = _failed(answer, error)
                 if reason is not None:
                     break
             kept[piece.sequence] = answer.tokens[len(answer.tokens) - k - 1 :]
@@ -292,15 +301,30 @@ class Engine:
             raise UserError("the engine sleeps; load parameters first (Engine.load)")
         if plan.copies:
             self.programs.copy_pages(plan.copies)
-        segments = []
-        for sequence, start, count, draws in plan.pieces:
+        segments, pieces, masks = [], [], {}
+        for piece in plan.pieces:
+            sequence, start, count, draws = piece
             slot = sequence.slot
             assert slot is not None
-            self._enter(sequence, slot, start + count - len(sequence.prompt))
+            try:
+                changes = self._enter(sequence, slot, start + count - len(sequence.prompt))
+                mask = self._mask(sequence) if draws else None
+            except Exception as error:  # nothing of it is on the device yet; others go on
+                self._fail(sequence, error)
+                continue
+            if changes is not None:
+                self.programs.set_changes(slot, *changes)
+            if mask is not None:
+                masks[slot] = mask
             ids = sequence.tokens[start : start + count] if before is None else [0]
             segments.append(Segment(slot, ids, start, draws))
-        if self._constrained:
-            self._set_masks(plan)
+            pieces.append(piece)
+        if len(pieces) < len(plan.pieces):
+            plan = plan._replace(pieces=tuple(pieces))
+        if not segments:
+            return
+        if masks:
+            self.programs.set_masks(list(masks), np.stack(list(masks.values())))
         args = self._params, segments, self._tables, self._rules, plan.steps
         if before is None:
             drawn, rows = self.programs.step(*args)
@@ -310,32 +334,37 @@ class Engine:
             drawn, rows = self.programs.step(*args, after=(before.drawn, sources))
         self._launched.append(_Launched(plan, drawn, rows, self.version))
 
-    def _enter(self, sequence: Running, slot: int, drawn: int) -> None:
+    def _enter(
+        self, sequence: Running, slot: int, drawn: int
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:
         """Brings what a slot's sequence needs up to date: its pages, its rules. drawn: tokens of
-        its answer, before this step."""
-        answer, table = self._answers[sequence], self._tables[slot]
+        its answer, before this step. Returns what `Programs.set_changes` has to be told."""
+        answer, table, changes = self._answers[sequence], self._tables[slot], None
         if self._owners[slot] is not sequence or answer.pages is not sequence.pages:
             self._owners[slot], answer.pages, answer.listed = sequence, sequence.pages, 0
             table[:] = 0
             answer.write_rules(self._rules, slot)
             if answer.changes:
-                self.programs.set_changes(slot, *answer.change_rows(self.cfg.padded_vocab))
+                changes = answer.change_rows(self.cfg.padded_vocab)
         if answer.listed < len(sequence.pages):
             table[answer.listed : len(sequence.pages)] = sequence.pages[answer.listed :]
             answer.listed = len(sequence.pages)
         self._rules.drawn[slot] = drawn
+        return changes
 
-    def _set_masks(self, plan: Plan) -> None:
-        """Tells the device which tokens the constrained sequences of a plan may draw."""
-        slots, masks = [], []
-        for sequence in (piece.sequence for piece in plan.pieces if piece.draws):
-            matcher, slot = self._answers[sequence].matcher, sequence.slot
-            if matcher is not None and slot is not None:
-                masks.append(np.zeros(draw.words(self.cfg.padded_vocab), np.uint32))
-                matcher.write_mask(masks[-1])
-                slots.append(slot)
-        if slots:
-            self.programs.set_masks(slots, np.stack(masks))
+    def _mask(self, sequence: Running) -> np.ndarray | None:
+        """Returns the bits of the tokens that a constrained sequence may draw, else None."""
+        if (matcher := self._answers[sequence].matcher) is None:
+            return None
+        mask = np.zeros(draw.words(self.cfg.padded_vocab), np.uint32)
+        matcher.write_mask(mask)
+        return mask
+
+    def _fail(self, sequence: Running, error: Exception) -> None:
+        """Ends one sequence that cannot be laid out; the others know nothing of it."""
+        reason = _failed(self._answers[sequence], error)
+        self.scheduler.finish(sequence)
+        self._end(sequence, reason)
 
     def _end(self, sequence: Running, reason: str) -> None:
         answer = self._drop(sequence)
@@ -346,6 +375,13 @@ class Engine:
         answer = self._answers.pop(sequence, None)
         self._constrained -= answer is not None and answer.matcher is not None
         return answer
+
+
+def _failed(answer: Answer, error: Exception) -> str:
+    """Logs why one answer ends. Returns the reason that its output has."""
+    sequence = answer.sequence
+    logging.error("answer %d of request %s ends: %r", sequence.index, sequence.request, error)
+    return "error"
 
 
 def _shapes(params: Tree) -> Tree:

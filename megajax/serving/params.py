@@ -1,11 +1,11 @@
 """What a request may ask of the sampler: vLLM's names, defaults and ranges.
 
-Source: vLLM, vllm/sampling_params.py. A value that vLLM would clip is refused here. Not here: the
-arithmetic of the sampler, and what depends on a model (vocabulary, context).
+Source: vLLM, vllm/sampling_params.py. A value that vLLM would clip is refused here. Every number
+has a lower and an upper limit, which the arrays of the sampler (int32, float32) can hold. Not here:
+the arithmetic of the sampler, and what depends on a model (vocabulary, context).
 """
 
 import dataclasses
-import math
 import numbers
 import operator
 from collections.abc import Collection, Mapping
@@ -19,6 +19,10 @@ from megajax.serving.structured import StructuredOutputsParams
 BIAS = 100  # (OpenAI's and vLLM's interface) largest absolute value of a token's bias
 MOST = 16384  # (vLLM, the default of VLLM_MAX_N_SEQUENCES) continuations of a prompt
 PRIORITY = 1000  # (chosen) largest absolute priority, so that waiting can make up for it
+WHOLE = 2**31 - 1  # largest number that the sampler's arrays of int32 hold
+# (chosen) Largest temperature, and largest and smallest factor of a logit: products and quotients
+# with logits of up to 1e7 stay finite in float32.
+FACTOR = 1e30
 
 
 @dataclass(frozen=True)
@@ -31,9 +35,11 @@ class SamplingParams(Checked):
     Raises: UserError, with what was given, the rule and the nearest legal value.
     """
 
-    max_tokens: int = option(16, "largest number of tokens that are drawn", "tokens", at_least=1)
-    temperature: float = option(1.0, "divides the logits; 0: greedy", at_least=0)
-    top_k: int = option(0, "only the k likeliest tokens; 0 or -1: all", at_least=-1)
+    max_tokens: int = option(
+        16, "largest number of tokens that are drawn", "tokens", at_least=1, at_most=WHOLE
+    )
+    temperature: float = option(1.0, "divides the logits; 0: greedy", at_least=0, at_most=FACTOR)
+    top_k: int = option(0, "only the k likeliest tokens; 0 or -1: all", at_least=-1, at_most=WHOLE)
     top_p: float = option(
         1.0, "only the likeliest tokens that together have this probability", above=0, at_most=1
     )
@@ -49,11 +55,17 @@ class SamplingParams(Checked):
     stop: Collection[str] = ()  # a str is one too
     stop_token_ids: Collection[int] = ()
     logprobs: int | None = option(
-        None, "return this many likeliest tokens' log-probabilities", at_least=0, at_most=20
+        None,
+        "list this many likeliest tokens with their log-probabilities, and the drawn one",
+        at_least=0,
+        at_most=20,
     )
     n: int = option(1, "number of continuations of the prompt", at_least=1, at_most=MOST)
     repetition_penalty: float = option(
-        1.0, "divides positive logits of tokens seen in prompt or output; 1: off", above=0
+        1.0,
+        "divides positive logits of tokens seen in prompt or output; 1: off",
+        at_least=1 / FACTOR,
+        at_most=FACTOR,
     )
     presence_penalty: float = option(
         0.0, "subtracted from logits of tokens in the output", at_least=-2, at_most=2
@@ -103,9 +115,11 @@ def _ids(name: str, given: Any) -> tuple[int, ...]:
         found = tuple(_index(token) for token in (() if given is None else given))
     except TypeError:
         raise UserError(f"{name}={given!r} must be a list of ids; the default is ()") from None
-    if any(token < 0 for token in found):
-        kept = [token for token in found if token >= 0]
-        raise UserError(f"{name}={given!r} must hold ids of at least 0; nearest: {kept}")
+    if not all(0 <= token <= WHOLE for token in found):
+        kept = [token for token in found if 0 <= token <= WHOLE]
+        raise UserError(
+            f"{name}={given!r:.200} must hold ids from 0 to {WHOLE}; nearest: {kept!r:.200}"
+        )
     return found
 
 
@@ -127,14 +141,18 @@ def _biases(given: Any) -> dict[int, float]:
             number = int(token) if isinstance(token, str) else _index(token)
         except (TypeError, ValueError):
             number = -1
-        if number < 0:
-            raise UserError(f"logit_bias has the key {token!r}: a key must be an id of at least 0")
-        if not isinstance(bias, numbers.Real) or isinstance(bias, bool) or math.isnan(bias):
-            raise UserError(f"logit_bias[{token}]={bias!r} must be a number in [-{BIAS}, {BIAS}]")
-        if abs(float(bias)) > BIAS:
-            near = math.copysign(BIAS, float(bias))
+        if not 0 <= number <= WHOLE:
             raise UserError(
-                f"logit_bias[{token}]={bias} must be in [-{BIAS}, {BIAS}]; nearest: {near:g}"
+                f"logit_bias has the key {token!r:.80}: a key must be an id from 0 to {WHOLE}"
+            )
+        # Compared as it is: float() refuses whole numbers of more than 308 digits.
+        legal = isinstance(bias, numbers.Real) and not isinstance(bias, bool)
+        value: Any = bias
+        if not legal or not -BIAS <= value <= BIAS:
+            known = legal and value == value
+            near = f"; nearest: {BIAS if value > 0 else -BIAS}" if known else ""
+            raise UserError(
+                f"logit_bias[{number}]={bias!r:.80} must be a number in [-{BIAS}, {BIAS}]{near}"
             )
         found[number] = float(bias)
     return found

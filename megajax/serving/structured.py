@@ -9,10 +9,29 @@ import json as json_
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from megajax.core.errors import UserError
+from megajax.core.errors import UserError, did_you_mean
 
 KINDS = ("json", "regex", "choice", "json_object")
 LONGEST = 2**18  # (chosen) characters of a constraint: large schemas in use have some 2^15
+EXPRESSION = 2**14  # (chosen) characters of an expression: 2^17 took 7 s of one CPU core to compile
+# Keywords of JSON Schema (drafts 4 to 2020-12), by what they hold. Whether a keyword can be
+# followed is asked of the library, which ignores those that it has never heard of.
+SCHEMA = {
+    "additionalItems", "additionalProperties", "contains", "contentSchema", "else", "if", "items",
+    "not", "propertyNames", "then", "unevaluatedItems", "unevaluatedProperties",
+}  # fmt: skip
+SCHEMAS = {"allOf", "anyOf", "items", "oneOf", "prefixItems"}
+NAMED = {"$defs", "definitions", "dependencies", "dependentSchemas", "patternProperties",
+         "properties"}  # fmt: skip
+KEYWORDS = SCHEMA | SCHEMAS | NAMED | {
+    "$anchor", "$comment", "$dynamicAnchor", "$dynamicRef", "$id", "$recursiveAnchor",
+    "$recursiveRef", "$ref", "$schema", "$vocabulary", "const", "contentEncoding",
+    "contentMediaType", "default", "dependentRequired", "deprecated", "description",
+    "discriminator", "enum", "example", "examples", "exclusiveMaximum", "exclusiveMinimum",
+    "format", "id", "maxContains", "maxItems", "maxLength", "maxProperties", "maximum",
+    "minContains", "minItems", "minLength", "minProperties", "minimum", "multipleOf", "nullable",
+    "pattern", "readOnly", "required", "title", "type", "uniqueItems", "writeOnly",
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +71,7 @@ class StructuredOutputsParams:
                 f"structured_outputs.{given[0]} has {size} characters; it must have at most "
                 f"{LONGEST}"
             )
+        _check_expression("structured_outputs.regex", self.regex or "")
 
     @property
     def kind(self) -> str:
@@ -65,7 +85,11 @@ class StructuredOutputsParams:
             found = json_.loads(self.json) if isinstance(self.json, str) else self.json
             if isinstance(found, Mapping) or found is True:
                 # True is a schema too, and the same as {}.
-                return json_.dumps({} if found is True else dict(found), allow_nan=False)
+                text = json_.dumps({} if found is True else dict(found), allow_nan=False)
+                _check_keywords({} if found is True else found)
+                return text
+        except UserError:
+            raise
         except (ValueError, TypeError, RecursionError) as error:
             reason = f": {error}"
         else:
@@ -83,3 +107,36 @@ class StructuredOutputsParams:
                 "text, none of them empty"
             )
         return tuple(listed)
+
+
+def _check_keywords(schema: Any) -> None:
+    """Refuses keywords that JSON Schema does not have, whose meaning would be ignored.
+
+    Names that begin with x- are annotations (OpenAPI). Raises: UserError.
+    """
+    stack = [schema]
+    while stack:
+        for name, value in stack.pop().items():
+            if name not in KEYWORDS and not name.startswith("x-"):
+                raise UserError(
+                    f"structured_outputs.json has the keyword {name!r:.80}, which JSON Schema does "
+                    f"not know.{did_you_mean(name[:80], KEYWORDS)}"
+                )
+            if name == "pattern" and isinstance(value, str):
+                _check_expression("structured_outputs.json: a pattern", value)
+            inner: list[Any] = [value] if name in SCHEMA else []
+            if name in SCHEMAS and isinstance(value, list):
+                inner = value
+            if name in NAMED and isinstance(value, Mapping):
+                inner = list(value.values())
+                for expression in value if name == "patternProperties" else ():
+                    _check_expression("structured_outputs.json: a pattern", expression)
+            stack += [found for found in inner if isinstance(found, Mapping)]
+
+
+def _check_expression(name: str, expression: str) -> None:
+    """Raises: UserError for an expression whose compilation would take too long."""
+    if len(expression) > EXPRESSION:
+        raise UserError(
+            f"{name} has {len(expression)} characters; an expression must have at most {EXPRESSION}"
+        )

@@ -65,16 +65,16 @@ def test_the_ends_of_a_range_are_legal(given):
 @pytest.mark.parametrize(
     "given, message",
     [
-        ({"max_tokens": 0}, "max_tokens=0 must be at least 1; nearest: 1"),
+        ({"max_tokens": 0}, "max_tokens=0 must be in [1, 2147483647]; nearest: 1"),
         ({"max_tokens": 1.5}, "max_tokens=1.5 must be of type int"),
         ({"max_tokens": True}, "max_tokens=True must be of type int; nearest: 1"),
-        ({"temperature": -0.1}, "temperature=-0.1 must be at least 0; nearest: 0"),
+        ({"temperature": -0.1}, "temperature=-0.1 must be in [0, 1e+30]; nearest: 0"),
         ({"temperature": "hot"}, "temperature='hot' must be a number"),
         (
             {"temperature": float("nan")},
-            "temperature=nan must be a finite number, at least 0; the default is 1.0",
+            "temperature=nan must be a finite number, in [0, 1e+30]; the default is 1.0",
         ),
-        ({"top_k": -2}, "top_k=-2 must be at least -1; nearest: -1"),
+        ({"top_k": -2}, "top_k=-2 must be in [-1, 2147483647]; nearest: -1"),
         ({"top_p": 0}, "top_p=0 must be in (0, 1]; the default is 1.0"),
         ({"top_p": 1.1}, "top_p=1.1 must be in (0, 1]; nearest: 1"),
         ({"min_p": -1}, "min_p=-1 must be in [0, 1]; nearest: 0"),
@@ -85,7 +85,7 @@ def test_the_ends_of_a_range_are_legal(given):
         ({"n": 0}, "n=0 must be in [1, 16384]; nearest: 1"),
         (
             {"repetition_penalty": 0},
-            "repetition_penalty=0 must be above 0; the default is 1.0",
+            "repetition_penalty=0 must be in [1e-30, 1e+30]; nearest: 1e-30",
         ),
         ({"presence_penalty": 2.5}, "presence_penalty=2.5 must be in [-2, 2]; nearest: 2"),
         ({"frequency_penalty": -3}, "frequency_penalty=-3 must be in [-2, 2]; nearest: -2"),
@@ -100,17 +100,17 @@ def test_the_ends_of_a_range_are_legal(given):
         ({"stop_token_ids": "3"}, "stop_token_ids='3' must be a list of ids; the default is ()"),
         (
             {"stop_token_ids": [3, -1]},
-            "stop_token_ids=[3, -1] must hold ids of at least 0; nearest: [3]",
+            "stop_token_ids=[3, -1] must hold ids from 0 to 2147483647; nearest: [3]",
         ),
         (
             {"logit_bias": {7: 101}},
-            "logit_bias[7]=101 must be in [-100, 100]; nearest: 100",
+            "logit_bias[7]=101 must be a number in [-100, 100]; nearest: 100",
         ),
         ({"logit_bias": {7: "x"}}, "logit_bias[7]='x' must be a number in [-100, 100]"),
         ({"logit_bias": {7: float("nan")}}, "logit_bias[7]=nan must be a number in [-100, 100]"),
         (
             {"logit_bias": {"a": 1}},
-            "logit_bias has the key 'a': a key must be an id of at least 0",
+            "logit_bias has the key 'a': a key must be an id from 0 to 2147483647",
         ),
         ({"logit_bias": [7]}, "logit_bias=[7] must be a dict of token: bias; the default is {}"),
     ],
@@ -119,6 +119,35 @@ def test_what_is_refused_and_how(given, message):
     with pytest.raises(UserError, match=f"^{re.escape(message)}") as refused:
         SamplingParams(**given)
     assert "--" not in str(refused.value), "a request has no flags"
+
+
+def test_every_number_has_limits_that_the_samplers_arrays_hold():
+    """int32 and float32; a seed is made into words, whatever its size."""
+    for field in dataclasses.fields(SamplingParams):
+        limits = field.metadata.get("limits")
+        if limits is None or field.name == "seed":
+            continue
+        low = limits.above if limits.at_least is None else limits.at_least
+        for value in (low, limits.at_most):
+            assert value is not None, f"{field.name} has no limit"
+            stored = np.float32(value) if "float" in str(field.type) else np.int32(value)
+            assert np.isfinite(stored) and (stored != 0) == (value != 0), field.name
+
+
+@pytest.mark.parametrize("digits", ["9" * 400, "-" + "9" * 400, "9" * 4000])
+def test_numbers_of_hundreds_of_digits_are_refused_by_name(digits):
+    number = int(digits)
+    for field in dataclasses.fields(SamplingParams):
+        if "limits" in field.metadata:
+            with pytest.raises(UserError, match=f"^{field.name}="):
+                SamplingParams(**{field.name: number})
+    for given, name in (
+        ({"logit_bias": {7: number}}, "logit_bias"), ({"logit_bias": {digits: 1}}, "logit_bias"),
+        ({"stop_token_ids": [number]}, "stop_token_ids"),
+    ):  # fmt: skip
+        with pytest.raises(UserError, match=f"^{name}") as refused:
+            SamplingParams(**given)
+        assert len(str(refused.value)) < 600
 
 
 def test_lists_are_kept_as_tuples():

@@ -51,7 +51,7 @@ class Answer:
     def add(self, output: Output) -> Delta | None:
         """Returns what is new, or None. Raises: ApiError for an answer that failed."""
         self.tokens += len(output.tokens)
-        if output.finish_reason in ("error", "cancelled"):
+        if output.finish_reason in ("error", "cancelled", "constraint"):
             raise _failure(output.finish_reason)
         if self.reason is not None:
             return None
@@ -93,10 +93,14 @@ class Answer:
 def _failure(reason: str) -> ApiError:
     if reason == "cancelled":
         return ApiError(503, "the server is stopping", code="stopping")
+    if reason == "constraint":
+        return ApiError(
+            400, "the form of the answer (its schema or expression) is too complex to be followed",
+            param="structured_outputs", code="invalid_value",
+        )  # fmt: skip
     return ApiError(
         500,
-        "the answer failed: the model's logits are not finite, or the constraint of the answer is "
-        "too complex",
+        "the answer failed: the model's logits are not finite, or see the server's log",
         code="answer_failed",
     )
 

@@ -12,12 +12,13 @@ import hmac
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection
 from typing import Any
 
+from absl import logging
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
@@ -31,6 +32,7 @@ from megajax.systems.server.text import Decoder, pieces_of
 from megajax.systems.server.worker import Stream, Worker
 
 BODY_S = 30  # (chosen) for a client to send its body
+GONE = 499  # (nginx) status of a request whose client has closed; nobody reads it
 
 
 class Server:
@@ -56,7 +58,7 @@ class Server:
         self._max_body, self._timeout_s = max_body, timeout_s
         self._tokenizer = worker.engine.tokenizer
         self._pieces, self._born = pieces_of(self._tokenizer), int(time.time())
-        self.app = Starlette(
+        made = Starlette(
             routes=[
                 Route("/v1/completions", self._guard(self._completions), methods=["POST"]),
                 Route("/v1/chat/completions", self._guard(self._chat), methods=["POST"]),
@@ -67,6 +69,7 @@ class Server:
             ],
             exception_handlers={HTTPException: self._no_route},
         )
+        self.app = _with_one_length(made)
 
     # ---- endpoints
 
@@ -121,6 +124,14 @@ class Server:
             except (UserError, EngineFailed) as error:
                 status = 400 if isinstance(error, UserError) else 500
                 response = JSONResponse(ApiError(status, str(error)).body, status_code=status)
+            except (Gone, ClientDisconnect):
+                logging.log_every_n_seconds(
+                    logging.INFO, "clients close connections before they are answered", 60
+                )
+                response = Response(status_code=GONE)
+            except Exception as error:
+                logging.exception("a request to %s failed", request.scope["route"].path)
+                response = JSONResponse(ApiError(500, f"{error!r:.300}").body, status_code=500)
             response.headers.update(headers)
             path = request.scope["route"].path
             self._metrics.count(path, response.status_code)
@@ -184,8 +195,6 @@ class Server:
             if job.stream:
                 return EventStream(run)
             return JSONResponse(await _or_gone(run.whole(), gone))
-        except Gone:
-            return Response(status_code=499)  # (nginx) the client closed; nobody reads this
         finally:
             gone.cancel()
             if not job.stream:
@@ -197,6 +206,21 @@ class Server:
         free = job.kind == "chat" and job.params.structured_outputs is None
         strip = free and getattr(self._tokenizer, "strips_space", False)
         return Decoder(self._tokenizer, self._pieces, strip)
+
+
+def _with_one_length(app: Any) -> Any:
+    """Refuses requests with two lengths, which a proxy in front may end elsewhere (RFC 9112, 6.1:
+    request smuggling)."""
+
+    async def checked(scope: Any, receive: Any, send: Any) -> None:
+        names = {name for name, _ in scope.get("headers", ())}
+        if {b"content-length", b"transfer-encoding"} <= names:
+            error = ApiError(400, "a request has Content-Length or Transfer-Encoding, not both")
+            response = JSONResponse(error.body, 400, headers={"Connection": "close"})
+            return await response(scope, receive, send)
+        await app(scope, receive, send)
+
+    return checked
 
 
 class Gone(Exception):
@@ -242,7 +266,7 @@ class Run:
 
     async def submit(self) -> None:
         """Hands all prompts to the engine. Raises: ApiError, UserError, EngineFailed."""
-        async with self._limit():
+        async with self.limit():
             for prompt in self.job.prompts:
                 self._streams.append(await self._worker.submit(prompt, self.job.params))
 
@@ -252,7 +276,8 @@ class Run:
             self._worker.cancel(stream)
 
     @contextlib.asynccontextmanager
-    async def _limit(self) -> AsyncIterator[None]:
+    async def limit(self) -> AsyncIterator[None]:
+        """Ends the run when its time is over. Raises: ApiError."""
         try:
             async with asyncio.timeout(self._deadline - time.monotonic()):
                 yield
@@ -265,7 +290,7 @@ class Run:
             self.cancel()
             raise
 
-    async def deltas(self) -> AsyncIterator[tuple[int, Any]]:
+    async def deltas(self) -> AsyncGenerator[tuple[int, Any]]:
         """Yields (number of the answer, what is new of it). Raises: ApiError, EngineFailed."""
         outputs: asyncio.Queue = asyncio.Queue()
 
@@ -281,8 +306,8 @@ class Run:
         pumps = [asyncio.create_task(pump(i * n, s)) for i, s in enumerate(self._streams)]
         try:
             while open_:
-                async with self._limit():
-                    found = await outputs.get()
+                found = await outputs.get()
+                await asyncio.sleep(0)  # with a full queue nothing else here waits
                 if found is None:
                     open_ -= 1
                     continue
@@ -309,18 +334,20 @@ class Run:
     async def whole(self) -> dict[str, Any]:
         """Returns the response when all answers have ended."""
         found: list[list] = [[] for _ in self._answers]
-        async for index, delta in self.deltas():
-            found[index].append(delta)
+        async with self.limit(), contextlib.aclosing(self.deltas()) as deltas:
+            async for index, delta in deltas:
+                found[index].append(delta)
         return self.shapes.whole(found, self.usage)
 
-    async def events(self) -> AsyncIterator[str]:
+    async def events(self) -> AsyncGenerator[str]:
         """Yields the data of a stream's events. An error is one, and the last before the end."""
         try:
             for index in range(len(self._answers)):
                 if (first := self.shapes.first(index)) is not None:
                     yield json.dumps(first, ensure_ascii=False)
-            async for index, delta in self.deltas():
-                yield json.dumps(self.shapes.part(index, delta), ensure_ascii=False)
+            async with contextlib.aclosing(self.deltas()) as deltas:
+                async for index, delta in deltas:
+                    yield json.dumps(self.shapes.part(index, delta), ensure_ascii=False)
             if self.job.usage:
                 yield json.dumps(self.shapes.last(self.usage))
         except (ApiError, EngineFailed) as error:
@@ -354,7 +381,16 @@ class EventStream(Response):
     async def _send(self, send: Any) -> None:
         start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
         await send(start)
-        async for event in self._run.events():
+
+        async def show(event: str) -> None:
             body = f"data: {event}\n\n".encode()
             await send({"type": "http.response.body", "body": body, "more_body": True})
+
+        try:  # the limit holds while a client that does not read makes `send` wait, too
+            async with self._run.limit(), contextlib.aclosing(self._run.events()) as events:
+                async for event in events:
+                    await show(event)
+        except ApiError as error:
+            await show(json.dumps(error.body))
+            await show("[DONE]")
         await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -1,25 +1,46 @@
 """Serving an application on a socket until a signal says stop.
 
 The first SIGTERM or Ctrl-C: no new connection, no new request, the running ones end, exit code 0.
-The second one, or stop_timeout_s: what runs is cut off, exit code 1.
+The second one, or the end of stop_timeout_s: what runs is cut off, exit code 1. An engine that has
+failed answers nothing any more: exit code 75, for a supervisor to start the process anew.
+
+A connection that says nothing, or half of a request, or reads nothing, is closed after a limit.
+Where there are more connections than descriptors allow, the oldest without a request go first.
 """
 
 import asyncio
 import contextlib
+import errno
+import functools
 import os
+import resource
 import signal
 import socket
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import uvicorn
+from absl import logging
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from megajax.core.errors import UserError
 from megajax.systems.server.app import Server
 from megajax.systems.server.worker import Worker
 
-IDLE_S = 30  # (chosen) a connection without a request is kept
-LATE_S = 5  # (chosen) for the last events after the requests were cut off
+IDLE_S = 30  # (chosen) a connection is kept between two requests
+HEAD_S = 20  # (chosen) from a connection's begin, or a request's first byte, to its last header
+STALLED_S = 30  # (chosen) a client that reads too little to make room for more is kept
+CHECK_S = 1  # (chosen) between two looks at all connections
+LATE_S = 5  # (chosen) for the last bytes of a connection that is being closed
+SPARE = 64  # (chosen) descriptors that are left for files and for connections being accepted
+ROUND = 16  # (chosen) connections accepted at once, so that several rounds stay within SPARE
+QUEUE = 2048  # (chosen) connections that the system keeps until they are accepted
+FAILED = 75  # (sysexits.h, EX_TEMPFAIL) exit code of a process whose engine failed
+FULL = (
+    b"HTTP/1.1 503 Service Unavailable\r\nContent-Length: 0\r\nRetry-After: 1\r\n"
+    b"Connection: close\r\n\r\n"
+)
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -30,10 +51,12 @@ def listen(host: str, port: int) -> socket.socket:
     """
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        made = socket.socket(family, socket.SOCK_STREAM)
+        # asyncio sets TCP_NODELAY only for sockets that name the protocol. Without it, an answer in
+        # two parts waits 40 ms for the client's delayed acknowledgement.
+        made = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         made.bind((host, port))
-        made.listen(2048)
+        made.listen(QUEUE)
     except OSError as error:
         raise UserError(
             f"cannot listen on {host}:{port}: {error.strerror or error}; take another port, or 0 "
@@ -48,6 +71,13 @@ def address(made: socket.socket) -> str:
     return f"http://{f'[{host}]' if ':' in host else host}:{port}"
 
 
+def most_connections() -> int:
+    """Returns how many connections the limit of descriptors (ulimit -n) leaves room for."""
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    used = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else SPARE
+    return max(ROUND, min(most, 2**20) - used - SPARE)
+
+
 class _Http(uvicorn.Server):
     """Leaves the signals to `serve`."""
 
@@ -55,53 +85,190 @@ class _Http(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         yield
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Accepts ROUND connections at once, and lets QUEUE wait: asyncio has one number."""
+        await super().startup(sockets)
+        for made in sockets or ():
+            made.listen(QUEUE)
 
-async def serve(server: Server, worker: Worker, made: socket.socket, stop_timeout_s: float) -> int:
-    """Serves until a signal. Returns the exit code."""
+
+class _Connection(H11Protocol):
+    """uvicorn's connection, with limits of number and time."""
+
+    def __init__(self, *, most: int, **options: Any):
+        super().__init__(**options)
+        self._most, self._began = most, self.loop.time()
+        self._head: float | None = self._began  # since when a whole head is waited for
+        self._stalled: float | None = None  # since when the client reads too little
+        self._closing: float | None = None
+
+    @property
+    def answering(self) -> bool:
+        """Whether there is a request that is not answered."""
+        return self.cycle is not None and not self.cycle.response_complete
+
+    @property
+    def expendable(self) -> tuple[bool, float] | None:
+        """Order in which connections are given up for new ones; None: it has a whole request."""
+        if self.transport.is_closing() or (self.answering and not self.cycle.more_body):
+            return None
+        return self.answering, self._began
+
+    def connection_made(self, transport: Any) -> None:
+        """Makes room for itself, or says that there is none."""
+        super().connection_made(transport)
+        others = [c for c in self.connections if c is not self and not c.transport.is_closing()]
+        if len(others) < self._most:
+            return
+        logging.log_every_n_seconds(
+            logging.WARNING, "there are %d connections, and no more descriptors (ulimit -n): the "
+            "oldest without a whole request are closed (--max_connections)", 60, self._most,
+        )  # fmt: skip
+        found = [c for c in others if isinstance(c, _Connection) and c.expendable is not None]
+        if found:
+            min(found, key=lambda c: c.expendable or (True, 0.0)).transport.abort()
+        else:
+            transport.write(FULL)
+            transport.close()
+
+    def data_received(self, data: bytes) -> None:
+        """Measures the time that a head takes from its first byte."""
+        super().data_received(data)
+        if self.answering:
+            self._head = None
+        elif self._head is None:
+            self._head = self.loop.time()
+
+    def pause_writing(self) -> None:
+        """The client reads too little."""
+        self._stalled = self.loop.time()
+        super().pause_writing()
+
+    def resume_writing(self) -> None:
+        """It reads."""
+        self._stalled = None
+        super().resume_writing()
+
+    def shutdown(self) -> None:
+        """Closes a connection without a request, in whatever state it is."""
+        try:
+            super().shutdown()
+        except Exception:  # h11's, of a client that broke off inside a request
+            self.transport.abort()
+
+    def check(self, now: float) -> None:
+        """Closes a connection that has been silent for too long. now: of the loop."""
+        if self.transport.is_closing():
+            self._closing = self._closing or now
+            if now - self._closing > LATE_S:
+                self.transport.abort()
+        elif self._stalled is not None and now - self._stalled > STALLED_S:
+            self.transport.abort()
+        elif self._head is not None and now - self._head > HEAD_S:
+            self.transport.close()
+
+
+async def _check_connections(http: uvicorn.Server) -> None:
+    """Every CHECK_S. (A timer for each connection would be set anew with each of its bytes.)"""
+    while True:
+        await asyncio.sleep(CHECK_S)
+        now = asyncio.get_running_loop().time()
+        for connection in list(http.server_state.connections):
+            if isinstance(connection, _Connection):
+                connection.check(now)
+
+
+def _note(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Says in one line a minute that there is no descriptor for a new connection."""
+    error = context.get("exception")
+    if not isinstance(error, OSError) or error.errno not in (errno.EMFILE, errno.ENFILE):
+        return loop.default_exception_handler(context)
+    logging.log_every_n_seconds(
+        logging.ERROR, "no connection can be accepted: %s (ulimit -n)", 60, error.strerror
+    )
+
+
+async def serve(
+    server: Server,
+    worker: Worker,
+    made: socket.socket,
+    stop_timeout_s: float,
+    max_connections: int | None = None,
+) -> int:
+    """Serves until a signal. Returns the exit code.
+
+    max_connections: None: as many as the limit of descriptors leaves room for.
+    """
+    most = most_connections() if max_connections is None else max_connections
     config = uvicorn.Config(
-        server.app, loop="asyncio", http="h11", ws="none", lifespan="off", access_log=False,
-        log_level="warning", timeout_keep_alive=IDLE_S, server_header=False,
+        server.app, loop="asyncio", http=functools.partial(_Connection, most=most),  # type: ignore
+        ws="none", lifespan="off", access_log=False, log_level="error", backlog=ROUND,
+        timeout_keep_alive=IDLE_S, server_header=False,
     )  # fmt: skip
-    http, loop, asked = _Http(config), asyncio.get_running_loop(), asyncio.Event()
-    signals = 0
+    http, loop = _Http(config), asyncio.get_running_loop()
+    asked, cut = asyncio.Event(), asyncio.Event()
 
     def ask() -> None:
-        nonlocal signals
-        signals += 1
-        asked.set()
+        (cut if asked.is_set() else asked).set()
         worker.stop()
         http.should_exit = True
-        if signals > 1:
-            cut.set()
 
-    cut = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, ask)
+    loop.set_exception_handler(_note)
     worker.start()
     serving = asyncio.create_task(http.serve(sockets=[made]))
-    waiting = asyncio.create_task(asked.wait())
-    await asyncio.wait({waiting, serving}, return_when=asyncio.FIRST_COMPLETED)
-    if not asked.is_set():  # uvicorn gave up
-        worker.stop()
-        return 1
-    print("stopping: running requests end first", flush=True)
-    ended = asyncio.create_task(_ended(serving, worker))
-    await asyncio.wait(
-        {ended, asyncio.create_task(cut.wait())},
-        timeout=stop_timeout_s,
-        return_when=asyncio.FIRST_COMPLETED,
-    )
-    if ended.done():
+    checking = asyncio.create_task(_check_connections(http))
+    waiting = [asyncio.create_task(event.wait()) for event in (asked, worker.failed)]
+    await asyncio.wait({*waiting, serving}, return_when=asyncio.FIRST_COMPLETED)
+    if not worker.failed.is_set():
+        print("stopping: running requests end first", flush=True)
+    worker.stop()
+    http.should_exit = True
+    code = await _stop(http, worker, serving, cut, stop_timeout_s)
+    for task in (checking, *waiting):
+        task.cancel()
+    if worker.failure is not None:
+        print(
+            f"error: the engine failed: {worker.failure}; start the server anew (exit code "
+            f"{FAILED})",
+            file=sys.stderr, flush=True,
+        )  # fmt: skip
+        return FAILED
+    return code
+
+
+async def _stop(
+    http: uvicorn.Server,
+    worker: Worker,
+    serving: asyncio.Task,
+    cut: asyncio.Event,
+    timeout_s: float,
+) -> int:
+    """Waits for what runs, and cuts off in time what does not end. Returns the exit code."""
+
+    async def end() -> None:
+        await serving
+        await worker.join()
+
+    ending, cutting = asyncio.create_task(end()), asyncio.create_task(cut.wait())
+    late = min(LATE_S, timeout_s / 10)
+    patience = LATE_S if worker.failure is not None else timeout_s - 2 * late
+    first = asyncio.FIRST_COMPLETED
+    await asyncio.wait({ending, cutting}, timeout=patience, return_when=first)
+    cutting.cancel()
+    if ending.done():
+        ending.result()
         return 0
     print(f"stopping: {worker.live} requests are cut off", file=sys.stderr, flush=True)
     worker.abort()
-    await asyncio.wait({ended}, timeout=LATE_S)
-    if not ended.done():  # the engine hangs in a step, and would keep the process
+    await asyncio.wait({ending}, timeout=late)
+    if unread := len(http.server_state.connections):
+        print(f"stopping: {unread} connections are cut off", file=sys.stderr, flush=True)
+    for connection in list(http.server_state.connections):
+        connection.transport.abort()  # type: ignore[union-attr]
+    await asyncio.wait({ending}, timeout=late)
+    if not ending.done():  # the engine hangs in a step, and would keep the process
         sys.stdout.flush()
-        os._exit(1)
+        os._exit(FAILED if worker.failure is not None else 1)
     return 1
-
-
-async def _ended(serving: asyncio.Task, worker: Worker) -> None:
-    await serving
-    await worker.join()

@@ -42,12 +42,15 @@ def run(cfg: Config) -> int:
             peers.follow(load_engine(cfg)[0])
             return 0
         worker, server = open_server(cfg)
-        return asyncio.run(_serve(cfg, worker, server, made))
+        code = asyncio.run(_serve(cfg, worker, server, made))
+    if code == http.FAILED and jax.process_count() > 1:
+        os._exit(code)  # an orderly end would wait for the other processes
+    return code
 
 
 async def _serve(cfg: Config, worker: Worker, server: Server, made: socket.socket) -> int:
     print(f"model {server.name!r} on {http.address(made)}/v1 (Ctrl-C stops)", flush=True)
-    return await http.serve(server, worker, made, cfg.stop_timeout_s)
+    return await http.serve(server, worker, made, cfg.stop_timeout_s, cfg.max_connections)
 
 
 def open_server(cfg: Config) -> tuple[Worker, Server]:

@@ -84,8 +84,17 @@ class HttpOptions(Checked):
     request_timeout_s: float = option(
         600.0, "longest time from a request to its last token", "s", above=0
     )
+    max_connections: int | None = option(
+        None,
+        "largest number of connections; the oldest without a request make room for new ones; none: "
+        "what the limit of descriptors allows",
+        at_least=1,
+    )
     stop_timeout_s: float = option(
-        60.0, "time that running requests have after SIGTERM", "s", at_least=0
+        60.0,
+        "time from SIGTERM to the end of the process; requests that still run are cut off before",
+        "s",
+        at_least=0,
     )
 
 

@@ -11,7 +11,6 @@ import json
 from typing import Any
 
 from megajax.core import mesh
-from megajax.core.errors import UserError
 from megajax.serving import Engine, SamplingParams, StructuredOutputsParams
 
 FOLDER = "megajax/serve"
@@ -44,7 +43,7 @@ def follow(engine: Engine) -> None:
             else:
                 try:
                     engine.submit(what, params)  # type: ignore[arg-type]
-                except UserError:
+                except Exception:
                     pass  # process 0 has the same, and answers it
         if engine.busy:
             engine.step()

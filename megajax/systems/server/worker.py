@@ -12,10 +12,14 @@ import asyncio
 import math
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+
+from absl import logging
 
 from megajax.core.errors import UserError
 from megajax.serving import Engine, Output, SamplingParams
@@ -84,7 +88,7 @@ class Worker:
         self._queued = 0  # answers in the inbox
         self._load = Load()
         self._stopping = False
-        self.failure: BaseException | None = None
+        self.failure: str | None = None  # what ended the thread, in one line
         self._streams: dict[int, Stream] = {}  # by the engine's id; the thread's
         self._ends: deque[float] = deque(maxlen=RATE)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -95,6 +99,7 @@ class Worker:
     def start(self) -> None:
         """Starts the thread. The caller runs on the event loop that will use it."""
         self._loop = asyncio.get_running_loop()
+        self.failed = asyncio.Event()  # set when `failure` is
         self._thread.start()
 
     @property
@@ -110,7 +115,7 @@ class Worker:
     def check(self) -> None:
         """Raises: ApiError where no request can be taken at all."""
         if self.failure is not None:
-            raise ApiError(500, f"the engine failed: {self.failure!r:.300}", code="engine_failed")
+            raise ApiError(500, f"the engine failed: {self.failure}", code="engine_failed")
         if self._stopping:
             raise ApiError(503, "the server is stopping", code="stopping")
 
@@ -220,6 +225,9 @@ class Worker:
                 stream.id = self.engine.submit(stream.prompt, stream.params)
             except UserError as error:
                 self._call(_refuse, stream.accepted, error)
+            except Exception as error:  # of this request alone: the engine has taken nothing
+                logging.exception("a request could not be taken")
+                self._call(_refuse, stream.accepted, EngineFailed(_line(error)))
             else:
                 self._streams[stream.id], stream.left = stream, stream.params.n
                 self._call(_accept, stream.accepted)
@@ -244,14 +252,15 @@ class Worker:
 
     def _fail(self, error: BaseException) -> None:
         with self._lock:
-            self.failure, commands, self._inbox = error, self._inbox, []
-        failed = EngineFailed(f"{error!r:.300}")
+            self.failure, commands, self._inbox = _line(error), self._inbox, []
+        failed = EngineFailed(self.failure)
         for stream in self._streams.values():
             self._call(stream.outputs.put_nowait, failed)
         for verb, stream in commands:
             if verb == "submit":
                 self._call(_refuse, stream.accepted, failed)
         self._streams.clear()
+        self._call(self.failed.set)
 
     def _call(self, function: Callable, *args: Any) -> None:
         assert self._loop is not None
@@ -264,6 +273,13 @@ def _told(verb: str, stream: Stream) -> Command:
     if verb == "cancel":
         return verb, stream.id, None
     return verb, list(stream.prompt), stream.params
+
+
+def _line(error: BaseException) -> str:
+    """An error and where it was raised, in one line."""
+    *_, last = traceback.extract_tb(error.__traceback__) or [None]
+    where = f" ({Path(last.filename).name}:{last.lineno})" if last is not None else ""
+    return f"{type(error).__name__}: {' '.join(str(error).split()):.300}{where}"
 
 
 def _accept(future: asyncio.Future) -> None:

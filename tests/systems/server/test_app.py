@@ -10,10 +10,12 @@ import re
 import httpx2
 import jax
 import jsonschema
+import pytest
 
 from megajax.data.tokenizer import ByteTokenizer
 from megajax.models import decoder
 from megajax.serving import Engine
+from megajax.serving import answer as serving_answer
 from megajax.systems.open_model import ChatTemplate
 from megajax.systems.server.chat import Chat
 from megajax.systems.server.launch import build_server
@@ -169,7 +171,7 @@ BAD = [
     ({"max_tokens": 200}, 400, "context_length_exceeded", "context has 128 tokens; the prompt"),
     ({"max_tokens": 0}, 400, "invalid_value", "max_tokens=0 must be from 1"),
     ({"temperature": "x"}, 400, "invalid_value", "temperature='x' must be a number"),
-    ({"temperature": -1}, 400, "invalid_value", "temperature=-1 must be at least 0"),
+    ({"temperature": -1}, 400, "invalid_value", "temperature=-1 must be in [0, 1e+30]"),
     ({"top_p": 0}, 400, "invalid_value", "top_p=0 must be in"),
     ({"n": 1000}, 400, "invalid_value", "n=1000 must be from 1 to 128"),
     ({"stop": 7}, 400, "invalid_value", "stop=7 must be a string or a list"),
@@ -181,6 +183,11 @@ BAD = [
     ({"echo": True, "logprobs": 1}, 400, "invalid_value", "echo=True cannot be had with logprobs"),
     ({"logit_bias": {"x": 1}}, 400, "invalid_value", "logit_bias has the key 'x'"),
     ({"guided_regex": "("}, 400, None, "structured_outputs.regex cannot be used"),
+    ({"guided_regex": "a" * 2000000}, 413, None, "longer than"),
+    ({"guided_regex": "(a{1000}){1000}"}, 400, None, "regex cannot be used: lexer error: too many"),
+    ({"guided_json": {"type": "integer", "minimun": 3}}, 400, "invalid_value",
+     "the keyword 'minimun', which JSON Schema does not know. Did you mean minimum?"),
+    ({"top_k": 2**31}, 400, "invalid_value", "top_k=2147483648 must be in [-1, 2147483647]"),
     ({"guided_regex": "a", "response_format": {"type": "json_object"}}, 400, None, "exclude"),
     ({"response_format": {"type": "xml"}}, 400, "invalid_value", "response_format must be"),
     ({"stream_options": {"x": 1}}, 400, "unknown_parameter", "no member stream_options.x"),
@@ -296,6 +303,118 @@ def test_an_engine_that_raises_ends_all_requests_and_health_says_so():
             list(engine().run())
 
     asyncio.run(whole())
+
+
+# Numbers as JSON spells them, at the edges of arrays and of what Python converts.
+EDGES = [
+    *(str(sign * 2**bits + more) for bits in (7, 8, 15, 16, 31, 32, 53, 63, 64) for sign in (1, -1)
+      for more in (-1, 0)),
+    "0", "-0.0", "1", "-1", "0.5", "1e-400", "1e38", "3.5e38", "-1e39", "1e308", "1e400", "-1e400",
+    "NaN", "Infinity", "9" * 400, "-" + "9" * 400, "9" * 5000, "true", '"1"',
+]  # fmt: skip
+NUMBERS = {
+    "completions": [
+        "max_tokens", "temperature", "top_p", "top_k", "min_p", "n", "best_of", "seed", "priority",
+        "logprobs", "presence_penalty", "frequency_penalty", "repetition_penalty", "min_tokens",
+        "stop_token_ids", "logit_bias", "prompt", "stream_options",
+    ],
+    "chat/completions": ["max_tokens", "max_completion_tokens", "top_logprobs", "top_k", "seed"],
+}  # fmt: skip
+INSIDE = {"stop_token_ids": "[%s]", "logit_bias": '{"5": %s}', "prompt": "[[65, %s]]",
+          "stream_options": '{"include_usage": %s}'}  # fmt: skip
+
+
+async def check_edges(edges_of):
+    """Asks for each member at some edges beside eight streams, none of which may notice."""
+    headers = {"Content-Type": "application/json"}
+    async with serving(max_body=8192) as (client, worker):
+        stream = {"prompt": "x", "max_tokens": 100, "ignore_eos": True}
+        alone = [(await ask(client, **stream, seed=seed)).json()["choices"] for seed in range(8)]
+        running: list = []
+        for number, (path, name) in enumerate(
+            (p, n) for p, names in NUMBERS.items() for n in names
+        ):
+            if not running:
+                running = [asyncio.create_task(ask(client, **stream, seed=s)) for s in range(8)]
+                await asyncio.sleep(0)
+            start = '{"prompt": "a", "max_tokens": 1, "n": 1'
+            if path != "completions":
+                start = '{"messages": [{"role": "user", "content": "a"}], "logprobs": true'
+            values = [INSIDE.get(name, "%s") % edge for edge in edges_of(number)]
+            # Of two members the last counts.
+            raws = [f'{start}, "priority": 1000, "{name}": {value}}}' for value in values]
+            asked = [client.post(f"/v1/{path}", content=r, headers=headers) for r in raws]
+            for raw, response in zip(raws, await asyncio.gather(*asked), strict=True):
+                assert response.status_code in (200, 400), (raw[:100], response.text[:300])
+                assert response.status_code == 200 or len(response.text) < 6000, raw[:100]
+            if all(task.done() for task in running):
+                assert [task.result().json()["choices"] for task in running] == alone
+                running = []
+        found = await asyncio.gather(*running)
+        assert [f.json()["choices"] for f in found] in ([], alone)
+
+
+def test_no_number_of_a_request_harms_others():
+    asyncio.run(check_edges(lambda number: EDGES[number % 9 :: 9]))
+
+
+@pytest.mark.slow
+def test_no_number_of_a_request_harms_others_at_any_edge():
+    asyncio.run(check_edges(lambda number: EDGES))
+
+
+def test_what_fails_while_one_request_is_laid_out_ends_it_alone(monkeypatch):
+    """Whatever the reason: here the rules of one request raise, and another's are never made."""
+    real = serving_answer.Answer.write_rules
+
+    def broken(self, rules, slot):
+        if self.params.top_k == 7:
+            raise OverflowError("does not fit")
+        real(self, rules, slot)
+
+    def seeds(self, params, *more):
+        if params.top_k == 8:
+            raise MemoryError
+        return words(self, params, *more)
+
+    words = Engine._seed_words
+
+    @serve
+    async def check(client, worker):
+        body = {"prompt": "x", "max_tokens": 60, "ignore_eos": True}
+        asked = [body | {"seed": 1}, body | {"top_k": 7}, body | {"top_k": 8}, body | {"seed": 2}]
+        alone = [(await ask(client, **asked[i])).json()["choices"] for i in (0, 3)]
+        monkeypatch.setattr(serving_answer.Answer, "write_rules", broken)
+        monkeypatch.setattr(Engine, "_seed_words", seeds)
+        found = await asyncio.gather(*(ask(client, **each) for each in asked))
+        assert [f.status_code for f in found] == [200, 500, 500, 200]
+        assert [found[i].json()["choices"] for i in (0, 3)] == alone
+        assert (await client.get("/health")).status_code == 200
+
+    check()
+
+
+@serve
+async def test_what_a_client_breaks_off_is_no_traceback(client, worker):
+    """An upload that ends early, by ASGI's own messages, and a request with two lengths."""
+    sent, messages = [], [{"type": "http.request", "body": b"{", "more_body": True}]
+
+    async def receive():
+        return messages.pop() if messages else {"type": "http.disconnect"}
+
+    async def send(message):
+        sent.append(message)
+
+    scope = {
+        "type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"",
+        "headers": [(b"content-type", b"application/json")],
+    }  # fmt: skip
+    await client._transport.app(scope, receive, send)
+    assert sent[0]["status"] == 499
+    headers = {"Content-Type": "application/json", "Transfer-Encoding": "chunked",
+               "Content-Length": "2"}  # fmt: skip
+    response = await client.post("/v1/completions", content=b"{}", headers=headers)
+    assert response.status_code == 400 and "not both" in response.json()["error"]["message"]
 
 
 @serve
