@@ -28,6 +28,7 @@ import numpy as np
 from megajax.checkpoint import agreement
 from megajax.checkpoint.integrity import CheckpointError
 from megajax.core.boxes import Box, intersect, stored_rows, targets
+from megajax.core.paths import open_own
 
 Tree = Any  # core.tree has it, and jax
 Order = Mapping[str, Sequence[int]]  # as leaves.Order
@@ -65,7 +66,7 @@ class Segment:
         """Opens a segment that exists. Raises: CheckpointError when it does not."""
         self.path = Path(path)
         try:
-            with open(self.path, "r+b") as file:
+            with os.fdopen(open_own(self.path, make=False), "r+b") as file:
                 self._memory = mmap.mmap(file.fileno(), 0)
             if len(self._memory) < 2 * PAGE:
                 raise ValueError(f"{len(self._memory)} bytes")

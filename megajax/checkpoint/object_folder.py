@@ -18,6 +18,7 @@ import hashlib
 import os
 import re
 import secrets
+import stat
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -41,6 +42,7 @@ from megajax.core.paths import expand
 
 MARK = "unfinished"  # an object of a step that is being written or removed
 WORKERS = 4  # files sent at once (chosen: a gigabyte of memory, copies counted)
+STAGES = 100  # (chosen) names of the local folder that are tried
 FILE_BYTES = 128 * 2**20  # at which Orbax begins another file; one chunk may be more
 
 
@@ -58,8 +60,7 @@ class ObjectFolder(StepFolder):
         self._home = path
         server = path.spec().get("endpoint", "")
         name = hashlib.sha256(f"{server} {path}".encode()).hexdigest()[:16]
-        stage = Path(tempfile.gettempdir()) / f"megajax-{os.getuid()}-{name}"
-        self._stage = StepFolder(stage)
+        self._stage = StepFolder(_stage_folder(f"megajax-{os.geteuid()}-{name}"))
 
     def fence(self, attempt: Attempt | None, takes: bool) -> None:
         """Does what it does on a disk; an older attempt may share the stage."""
@@ -83,9 +84,13 @@ class ObjectFolder(StepFolder):
 
     def begin(self, step: int) -> None:
         """Takes the stage, and removes what killed saves left. Raises: OSError, StoreError."""
-        self._stage.path.mkdir(mode=0o700, exist_ok=True)
-        if self._stage.path.stat().st_uid != os.getuid():
-            raise OSError(f"{self._stage.path} is not ours; set TMPDIR")
+        with contextlib.suppress(FileExistsError):
+            self._stage.path.mkdir(mode=0o700)
+        if not _is_private(self._stage.path):
+            raise OSError(
+                f"{self._stage.path}, where steps are staged, is not a folder of this user alone; "
+                "set TMPDIR to a folder that only this user may write to"
+            )
         refuse_run(self.step(step), [n.partition("/")[0] for n in self.step(step).names()])
         if self.lease is not None:
             self.lease.take()
@@ -207,6 +212,24 @@ class ObjectFolder(StepFolder):
         """Returns the steps that have an object of this name."""
         pairs = (key.split("/") for key in self._home.names())
         return {int(p[0]) for p in pairs if len(p) == 2 and is_step_name(p[0]) and p[1] == name}
+
+
+def _stage_folder(name: str) -> Path:
+    """Returns where steps are staged: all processes of a job must find it, so its name can be
+    guessed. What somebody else put there, a link too, is passed over."""
+    home = Path(tempfile.gettempdir())
+    places = [home / name, *(home / f"{name}-{i}" for i in range(1, STAGES))]
+    return next((p for p in places if _is_private(p) or not os.path.lexists(p)), places[0])
+
+
+def _is_private(folder: Path) -> bool:
+    """Tells a folder that only this user may enter."""
+    try:
+        facts = folder.lstat()
+    except OSError:
+        return False
+    own = stat.S_ISDIR(facts.st_mode) and facts.st_uid == os.geteuid()
+    return own and not facts.st_mode & 0o077
 
 
 def _read_back(path: ObjectPath, content: bytes) -> None:

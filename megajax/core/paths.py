@@ -1,5 +1,8 @@
-"""Paths that a user typed. No jax import."""
+"""Paths that a user typed, and files that the processes of a user share. No jax, no NumPy."""
 
+import errno
+import os
+import stat
 import tempfile
 from pathlib import Path
 
@@ -40,3 +43,21 @@ def check_writable(folder: Path, flag: str, make: bool = False) -> None:
         raise UserError(
             f"cannot write to {folder}: {there}: {error.strerror}; name another folder (--{flag})"
         ) from None
+
+
+def open_own(path: str | Path, make: bool = True) -> int:
+    """Opens a file that processes of one user share, for reading and writing.
+
+    In a folder that others may write to (/dev/shm, /tmp) a name proves nothing: a link there may
+    lead to a file of this user, and a file may belong to somebody who goes on writing into it.
+    make: makes a missing file, which no other user may read. Returns: the descriptor.
+    Raises: OSError, also for a symbolic link and for what is not a regular file of this user with
+        this one name.
+    """
+    flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    number = os.open(path, flags | (os.O_CREAT if make else 0), 0o600)
+    facts = os.fstat(number)
+    if not stat.S_ISREG(facts.st_mode) or facts.st_uid != os.geteuid() or facts.st_nlink > 1:
+        os.close(number)
+        raise PermissionError(errno.EPERM, "it is not a file of this user alone", str(path))
+    return number

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megajax.core.errors import UserError
+from megajax.core.paths import open_own
 
 # In the order in which a step passes through them: of two ranks in the same step, the one in the
 # earlier section is behind. The last four are the end of a process; 'told': it saved and stopped
@@ -93,7 +94,7 @@ class Heartbeat:
         """
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with open(path, "a+b") as file:
+            with os.fdopen(open_own(path), "r+b") as file:
                 os.posix_fallocate(file.fileno(), 0, SIZE)
                 file.truncate(SIZE)
                 self._memory = mmap.mmap(file.fileno(), SIZE)
@@ -192,10 +193,11 @@ def stacks_file(path: Path) -> Path:
 
 
 def dump_stacks_on_signal(path: Path) -> None:
-    """Makes SIGUSR1 write all Python stacks beside the progress file.
+    """Makes SIGUSR1 write all Python stacks beside the progress file. Raises: OSError.
 
     faulthandler answers in the signal handler itself, so a thread that holds the interpreter's
     lock, or is blocked in C++, cannot keep it from answering.
     """
-    stacks = open(stacks_file(path), "w")  # noqa: SIM115 - open as long as the process lives
+    stacks = os.fdopen(open_own(stacks_file(path)), "w")  # open as long as the process lives
+    stacks.truncate(0)
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)

@@ -16,6 +16,8 @@ import threading
 import time
 from pathlib import Path
 
+from megajax.core.paths import open_own
+
 EXPIRED = 75  # the exit code: nothing is wrong with the command, start it elsewhere
 LOOK_S = 0.5  # (chosen) between two looks at the lease
 _RECORD = struct.Struct("<ddQQ")  # moment, longest age in seconds, process, its namespace
@@ -44,7 +46,7 @@ class Lease:
 
     def __init__(self, path: Path):
         """Makes the file. Raises: OSError."""
-        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._file = open_own(path)
         self._moment = self._longest = 0.0
 
     def renew(self, moment: float, longest: float | None = None) -> None:

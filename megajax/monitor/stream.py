@@ -13,6 +13,7 @@ import struct
 from collections.abc import Sequence
 from pathlib import Path
 
+from megajax.core.paths import open_own
 from megajax.monitor.records import Record, Value
 
 SLOTS = 4096  # (chosen) about 150 steps of 25 records between two readings
@@ -31,7 +32,7 @@ class Stream:
         """Makes the file. Raises: OSError when memory is full: its pages are taken here, because
         a page that is missing later would end the process by SIGBUS."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "a+b") as file:
+        with os.fdopen(open_own(path), "r+b") as file:
             os.posix_fallocate(file.fileno(), 0, SIZE)
             file.truncate(SIZE)
             self._memory = mmap.mmap(file.fileno(), SIZE)

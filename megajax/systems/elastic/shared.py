@@ -2,7 +2,12 @@
 
 The agent removes it at its end, its reaper when the agent was killed. Where all were killed at one
 time (a scheduler does so) the next agent of that machine does: each folder is locked by its agent
-as long as that lives, whatever its name or its namespace of process numbers.
+as long as that lives, whatever its name or its namespace of process numbers. A training that
+watches itself (minder/in_run.py) has such a folder too.
+
+Everybody may write to /dev/shm, so nothing there is known by its name. A folder has a name that
+nobody can guess, no other user may enter it, and the file MARK tells it from what this user keeps
+there under a similar name. Folders of other users are never looked into.
 """
 
 import contextlib
@@ -13,21 +18,28 @@ import tempfile
 import time
 from pathlib import Path
 
+from megajax.core.paths import open_own
+
 PREFIX = "megajax-"
+MARK = ".megajax-agent"
 YOUNG_S = 60.0  # (chosen) a folder may be without its lock for a moment after it was made
 
 
 def root() -> Path:
     """Returns where shared memory is, or else the folder for temporary files."""
     shared = Path("/dev/shm")
-    return shared if shared.is_dir() else Path(tempfile.gettempdir())
+    return shared if os.access(shared, os.W_OK | os.X_OK) else Path(tempfile.gettempdir())
 
 
 def claim(parent: Path) -> tuple[Path, int]:
-    """Returns (a new folder, the descriptor that holds its lock until this process ends)."""
+    """Returns (a new folder, the descriptor that holds its lock until this process ends).
+
+    Raises: OSError.
+    """
     folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=parent))
-    lock = os.open(folder, os.O_RDONLY)
+    lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     fcntl.flock(lock, fcntl.LOCK_EX)
+    os.close(open_own(folder / MARK))
     return folder, lock
 
 
@@ -36,11 +48,12 @@ def sweep(parent: Path) -> list[Path]:
     found = []
     for folder in parent.glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):
-            facts = folder.stat()
-            if facts.st_uid != os.getuid() or time.time() - facts.st_ctime < YOUNG_S:
-                continue
-            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
             try:
+                facts = os.fstat(lock)
+                if facts.st_uid != os.geteuid() or time.time() - facts.st_ctime < YOUNG_S:
+                    continue
+                os.stat(MARK, dir_fd=lock, follow_symlinks=False)  # raises when it is not ours
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises when it is held
                 shutil.rmtree(folder, ignore_errors=True)
                 found.append(folder)

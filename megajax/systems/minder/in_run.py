@@ -9,8 +9,8 @@ driver judges instead.
 
 import json
 import os
+import shutil
 import socket
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -20,6 +20,7 @@ from typing import Any
 import jax
 
 from megajax.core import mesh
+from megajax.core.errors import UserError
 from megajax.monitor import heartbeat
 from megajax.monitor.alerts import Kind
 from megajax.monitor.heartbeat import Heartbeat
@@ -30,6 +31,7 @@ from megajax.monitor.minder_config import MinderConfig
 from megajax.monitor.records import Record, newest, parse, without_host
 from megajax.monitor.timers import Timers
 from megajax.monitor.watchdog import Watchdog
+from megajax.systems.elastic import shared
 from megajax.systems.minder.run import NAME, RESPONSES, RunMinder
 
 FOLDER = "megajax/minder"
@@ -39,12 +41,21 @@ MEET_S = 300.0  # (chosen) for all processes to say where they are
 
 
 def watched_timers() -> tuple[Timers, Path]:
-    """Returns (timers whose progress another thread can read, the file of that progress)."""
-    folder = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else Path(tempfile.gettempdir())
-    for old in folder.glob("megajax-minder-*"):  # of processes that were killed
-        if not Path(f"/proc/{old.name.rsplit('-', 1)[1]}").exists():
-            old.unlink(missing_ok=True)
-    path = folder / f"megajax-minder-{os.getpid()}"
+    """Returns (timers whose progress another thread can read, the file of that progress).
+
+    The file is in a folder of this process (shared.py), whose lock it holds until it ends.
+    Raises: UserError.
+    """
+    place = shared.root()
+    shared.sweep(place)  # of processes that were killed
+    try:
+        folder, _ = shared.claim(place)
+    except OSError as error:
+        raise UserError(
+            f"cannot make a folder for the progress of this process in {place}: {error.strerror} "
+            "(--detector=minder)"
+        ) from None
+    path = folder / "progress"
     return Timers(Heartbeat(path)), path
 
 
@@ -96,7 +107,7 @@ class InRun:
         self._thread.join(2 * self._period + 5)
         if self._minder is not None:
             self._minder.close()
-        self._progress.unlink(missing_ok=True)
+        shutil.rmtree(self._progress.parent, ignore_errors=True)
 
     # ---- the thread
 
