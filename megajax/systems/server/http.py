@@ -267,7 +267,7 @@ async def _stop(
         print(f"stopping: {unread} connections are cut off", file=sys.stderr, flush=True)
     for connection in list(http.server_state.connections):
         connection.transport.abort()  # type: ignore[union-attr]
-    await asyncio.wait({ending}, timeout=late)
+    await asyncio.wait({ending}, timeout=LATE_S)
     if not ending.done():  # the engine hangs in a step, and would keep the process
         sys.stdout.flush()
         os._exit(FAILED if worker.failure is not None else 1)
