@@ -1,9 +1,10 @@
 """What is wrong with the metrics of machines themselves: named once, and units put right.
 
 Between the sources and a detector: `Quality.check` looks at successive grids of one job. It names a
-metric that no machine has, a machine that is silent, and a change of unit: an exporter that says
-percent where it said shares, or milliwatts instead of watts. A change of unit on one machine would
-look like the worst fault of all, so its values are converted to the old unit.
+metric that no machine has, a machine that is silent, an exporter that repeats its last values, and
+a change of unit: an exporter that says percent where it said shares, or milliwatts instead of
+watts. A change of unit on one machine would look like the worst fault of all, so its values are
+converted to the old unit.
 
 A change of unit is a step by a factor of FACTORS, up to TOLERANCE, between the medians of SECONDS
 before and after it. It counts only where the metric is steady: rates of packets, say, jump by a
@@ -12,7 +13,10 @@ other machines, as the old one did and the new one as it is does not; if the oth
 and if the values vary as much in proportion as before: a GPU that stands still, or a job that goes
 on after it stood still, does not look like milliwatts.
 
-Legend: C metrics, N machines, T seconds, M moments, K stretches of EVERY seconds.
+An exporter is stuck when no series of its machine changes any more although some of them did so all
+the time. Series that are always the same, or change once in a while, say nothing either way.
+
+Legend: C metrics, N machines, T seconds, M moments, K stretches of EVERY seconds, J last changes.
 """
 
 import dataclasses
@@ -23,8 +27,8 @@ import numpy as np
 
 from megajax.monitor.grid import Grid
 
-# (chosen) percent; thousands and millions, decimal and binary: what exporters change between
-FACTORS = (100.0, 1000.0, 1024.0, 1e6, 2.0**20)
+# (chosen) percent; thousands to billions, decimal and binary: what exporters change between
+FACTORS = (100.0, 1000.0, 1024.0, 1e6, 2.0**20, 1e9, 2.0**30)
 TOLERANCE = 0.05  # (chosen) of the factor, in the middle of all machines that changed alike
 NOISY = 0.25  # (chosen) the same of one machine, whose medians are of few seconds
 SECONDS = 30  # (chosen) that a level is the median of; a step shows this late
@@ -35,6 +39,14 @@ VARIES = 3.0  # (chosen) times by which the spread in proportion to the level ma
 FEWEST_OTHERS = 3  # (chosen) machines that did not change
 STEADY = 0.25  # (chosen) power of the factor that the middle 90 % of a metric's samples may span
 ALL = 0.9  # (chosen) part of the machines that makes a step one of all
+CHANGES, LIVELY_S = 8, 900  # (chosen) changes in so many seconds: the series varies
+STUCK_S = 120  # (chosen) without a change, after which a series that varies stands still
+STUCK_ALL_S = (
+    300  # (chosen) the same, if more than half of the machines stand still: a job may wait
+)
+RARE = 4.0  # (chosen) times the usual distance of its changes that it must stand still, if longer
+EQUAL = 5  # (chosen) equal samples of it
+FRESH_S = 120  # (chosen) age of the newest sample of a series that is not silent
 
 
 @dataclasses.dataclass
@@ -64,6 +76,7 @@ class Quality:
         self._said: set[tuple[str, str]] = set()
         self._machines: tuple[str, ...] = ()
         self._memory: dict[str, _Memory] = {}
+        self._changes = _Changes()
 
     def check(self, grid: Grid) -> Grid:
         """Returns the grid in the units of the first one, with what is new in its notes.
@@ -76,6 +89,7 @@ class Quality:
         values_CNT = grid.values_CNT.copy()
         for c, metric in enumerate(grid.metrics):
             notes += self._convert(metric, values_CNT[c], grid)
+        notes += self._stuck(grid)
         return dataclasses.replace(grid, values_CNT=values_CNT, notes=(*grid.notes, *notes))
 
     def _is_new(self, kind: str, name: str, holds: bool) -> bool:
@@ -104,9 +118,36 @@ class Quality:
                 notes.append(f"machine {machine} is silent from {grid.start} (Unix seconds) on")
         return notes
 
+    def forget(self, machines: Sequence[str]) -> None:
+        """Forgets machines that have left the job."""
+        gone = set(machines)
+        stay = [k for k, name in enumerate(self._machines) if name not in gone]
+        for memory in self._memory.values():
+            memory.tail_NT, memory.divisor_N = memory.tail_NT[stay], memory.divisor_N[stay]
+        self._machines = tuple(self._machines[k] for k in stay)
+        self._said -= {(kind, name) for kind, name in self._said if name in gone}
+        self._changes.forget(gone)
+
+    def _stuck(self, grid: Grid) -> list[str]:
+        """Returns sentences about exporters that repeat their last values, once each."""
+        notes = []
+        for stuck in self._changes.look(grid):
+            fresh = [m for m in stuck if self._is_new("stuck", m, True)]
+            for machine in {name for kind, name in self._said if kind == "stuck"} - stuck.keys():
+                self._said.discard(("stuck", machine))
+            if fresh:
+                since = min(stuck[m] for m in fresh)
+                more = f" and {len(fresh) - 3} more" if len(fresh) > 3 else ""
+                notes.append(
+                    f"all metrics of {', '.join(fresh[:3])}{more} have had the same values since "
+                    f"{since:.0f} (Unix seconds): what exports or serves them may be stuck"
+                )
+        return notes
+
     def _know(self, grid: Grid) -> None:
         """Makes room for new machines."""
-        machines = self._machines + tuple(m for m in grid.machines if m not in self._machines)
+        have = set(self._machines)
+        machines = self._machines + tuple(m for m in grid.machines if m not in have)
         for memory in self._memory.values():
             more = len(machines) - len(memory.divisor_N)
             memory.tail_NT = np.pad(memory.tail_NT, ((0, more), (0, 0)), constant_values=np.nan)
@@ -155,6 +196,81 @@ class Quality:
             f"{metric} is {shown} on {who} since about {moment - SECONDS} (Unix seconds): taken "
             "for a change of unit and converted"
         )
+
+
+class _Changes:
+    """When each series changed, over the grids of a job."""
+
+    def __init__(self) -> None:
+        self._names: tuple[tuple[str, ...], tuple[str, ...]] = ((), ())  # metrics, machines
+        self._last_CN = np.zeros((0, 0), np.float32)
+        self._heard_CN = np.zeros((0, 0))  # Unix seconds of the newest sample
+        self._equal_CN = np.zeros((0, 0), np.int64)  # samples since the last change
+        self._changed_CNJ = np.zeros((0, 0, CHANGES))  # Unix seconds, the newest last
+
+    def look(self, grid: Grid) -> list[dict[str, float]]:
+        """Returns {machine that stands still: since when} at each moment of the grid."""
+        self._grow(grid)
+        places = [
+            [{name: k for k, name in enumerate(have)}[name] for name in names]
+            for have, names in zip(self._names, (grid.metrics, grid.machines), strict=True)
+        ]
+        values_CNT = np.full((*self._last_CN.shape, grid.values_CNT.shape[2]), np.nan, np.float32)
+        values_CNT[np.ix_(*places)] = grid.values_CNT
+        stuck = []
+        for second in range(values_CNT.shape[2]):
+            now = grid.start + second
+            self._take(values_CNT[..., second], now)
+            if (now + 1) % EVERY == 0:
+                stuck.append(self._stuck(now + 1))
+        return stuck
+
+    def _grow(self, grid: Grid) -> None:
+        more = []
+        for have, new in zip(self._names, (grid.metrics, grid.machines), strict=True):
+            known = set(have)
+            more.append(tuple(name for name in new if name not in known))
+        if not any(more):
+            return
+        pad = [(0, len(names)) for names in more]
+        self._names = self._names[0] + more[0], self._names[1] + more[1]
+        self._last_CN = np.pad(self._last_CN, pad, constant_values=np.nan)
+        self._heard_CN = np.pad(self._heard_CN, pad, constant_values=-np.inf)
+        self._equal_CN = np.pad(self._equal_CN, pad)
+        self._changed_CNJ = np.pad(self._changed_CNJ, [*pad, (0, 0)], constant_values=-np.inf)
+
+    def _take(self, value_CN: np.ndarray, now: int) -> None:
+        has_CN = np.isfinite(value_CN)
+        changed = np.nonzero(has_CN & (value_CN != self._last_CN) & np.isfinite(self._last_CN))
+        if len(changed[0]):
+            before_RJ = self._changed_CNJ[changed]
+            before_RJ[:, :-1], before_RJ[:, -1] = before_RJ[:, 1:].copy(), now
+            self._changed_CNJ[changed] = before_RJ
+            self._equal_CN[changed] = 0
+        self._equal_CN += has_CN
+        np.copyto(self._last_CN, value_CN, where=has_CN)
+        self._heard_CN[has_CN] = now
+
+    def _stuck(self, moment: int) -> dict[str, float]:
+        first_CN, last_CN = self._changed_CNJ[..., 0], self._changed_CNJ[..., -1]
+        with np.errstate(invalid="ignore"):  # of series that never changed
+            span_CN = last_CN - first_CN
+            varies_CN = (moment - self._heard_CN <= FRESH_S) & (span_CN <= LIVELY_S)
+            least_CN = np.maximum(STUCK_S, RARE * span_CN / (CHANGES - 1))
+            stands_CN = (self._equal_CN >= EQUAL) & (moment - last_CN >= least_CN)
+        since_N = last_CN.max(0, initial=-np.inf)
+        varies_N = varies_CN.any(0)
+        stuck_N = varies_N & (stands_CN | ~varies_CN).all(0) & (moment - since_N >= STUCK_S)
+        if 2 * stuck_N.sum() > varies_N.sum():
+            stuck_N &= moment - since_N >= STUCK_ALL_S
+        return {self._names[1][k]: float(since_N[k]) for k in np.flatnonzero(stuck_N)}
+
+    def forget(self, gone: set[str]) -> None:
+        """Forgets machines."""
+        stay = [k for k, name in enumerate(self._names[1]) if name not in gone]
+        self._names = self._names[0], tuple(self._names[1][k] for k in stay)
+        self._last_CN, self._heard_CN = self._last_CN[:, stay], self._heard_CN[:, stay]
+        self._equal_CN, self._changed_CNJ = self._equal_CN[:, stay], self._changed_CNJ[:, stay]
 
 
 def _far(value_NT: np.ndarray) -> np.ndarray:

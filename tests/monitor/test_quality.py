@@ -28,7 +28,7 @@ def cut(whole, *places):
     ]
 
 
-@pytest.mark.parametrize("factor", [1000.0, 0.01, 1024.0, 1e6])
+@pytest.mark.parametrize("factor", [1000.0, 0.001, 0.01, 1024.0, 1e6, 1e-9])
 @pytest.mark.parametrize("who", [[2], [0, 4], list(range(6))])
 def test_a_change_of_unit_is_named_and_converted(seed, factor, who):
     plain = grid(np.random.default_rng(seed))
@@ -137,6 +137,82 @@ def test_one_machine_that_shows_a_little_while_all_show_nothing_changed_no_unit(
     values[:, 100:200] = 0  # the whole job waits
     values[5, 100:200] = 1
     untouched(values)
+
+
+def fleet(rng, seconds=900, count=6):
+    """Power in tenths of a watt, a share that changes every 15 s, a count that never changes."""
+    power_NT = (400 + 8 * rng.normal(size=(count, seconds))).round(1)
+    share_NT = rng.uniform(0.4, 0.6, (count, seconds // 15)).repeat(15, axis=1)
+    values = np.stack([power_NT, share_NT, np.full((count, seconds), 8.0)]).astype(np.float32)
+    names = tuple(f"m{k}" for k in range(count))
+    return Grid(T0, 1, values, names, ("power", "share", "gpus"))
+
+
+def stuck(whole, *places):
+    quality = Quality()
+    notes = [n for part in cut(whole, *places) for n in quality.check(part).notes]
+    assert all("have had the same values since" in n for n in notes), notes
+    return notes
+
+
+@pytest.mark.parametrize("who", [[2], [0, 4], list(range(6))])
+def test_an_exporter_that_repeats_its_last_values_is_named_once(seed, who):
+    whole = fleet(np.random.default_rng(seed))
+    values = whole.values_CNT
+    values[:, who, 300:] = values[:, who, 299:300]
+    (note,) = stuck(whole)
+    assert note.startswith(f"all metrics of m{who[0]}") and ("more" in note) == (len(who) > 3)
+    since = int(note.partition("since ")[2].split()[0])
+    assert since <= T0 + 299 and since >= T0 + 285
+    assert stuck(whole, 7, 150, 299, 420, 421, 600) == [note]  # wherever time is cut
+    limit = 300 + (120 if len(who) < 4 else 300)
+    early = dataclasses.replace(whole, values_CNT=values[:, :, : limit - 20])
+    assert stuck(early) == []
+    again = fleet(np.random.default_rng(seed + 1)).values_CNT[:, :, :600]
+    again[:, who, 400:] = again[:, who, 399:400]
+    longer = dataclasses.replace(whole, values_CNT=np.concatenate([values, again], axis=2))
+    assert len(stuck(longer)) == (2 if len(who) < 4 else 1)  # it moved meanwhile
+
+
+def test_what_is_always_the_same_or_seldom_changes_is_no_stuck_exporter(seed):
+    whole = fleet(np.random.default_rng(seed))
+    values = whole.values_CNT.copy()
+    values[1, 3, 200:] = values[1, 3, 200]  # a series that stands still beside one that varies
+    assert stuck(dataclasses.replace(whole, values_CNT=values)) == []
+    values = whole.values_CNT.copy()
+    values[:] = 8.0  # a job of counts
+    assert stuck(dataclasses.replace(whole, values_CNT=values)) == []
+    values[0] = (np.arange(900) // 250 % 2) * 30.0  # phases of four minutes
+    assert stuck(dataclasses.replace(whole, values_CNT=values)) == []
+    values[0] = whole.values_CNT[0]
+    values[0, :, 300:500] = 100.0  # a job that uses all it can for three minutes
+    assert stuck(dataclasses.replace(whole, values_CNT=values)) == []
+    values[:, 2, 300:] = np.nan  # silence has a sentence of its own
+    notes = Quality().check(dataclasses.replace(whole, values_CNT=values)).notes
+    assert [n for n in notes if "same values" in n] == []
+
+
+def test_samples_every_minute_stand_still_only_after_several_of_them(seed):
+    rng = np.random.default_rng(seed)
+    values = np.full((1, 6, 3600), np.nan, np.float32)
+    values[..., ::60] = rng.normal(100, 5, (1, 6, 60))
+    values[0, 1, 1800:] = np.where(np.isnan(values[0, 1, 1800:]), np.nan, values[0, 1, 1740])
+    names = tuple(f"m{k}" for k in range(6))
+    (note,) = stuck(Grid(0, 1, values, names, ("power",)))
+    assert "of m1 have" in note and "since 1740 " in note
+    values[0, 1, 1980:] = np.nan
+    assert stuck(Grid(0, 1, values[..., :2040], names, ("power",))) == []
+
+
+def test_machines_that_left_are_forgotten(seed):
+    whole, quality = fleet(np.random.default_rng(seed)), Quality()
+    first, second = cut(whole, 450)
+    quality.check(first)
+    quality.forget(["m1", "m5", "nobody"])
+    stay = [0, 2, 3, 4]
+    names = tuple(whole.machines[k] for k in stay)
+    fewer = dataclasses.replace(second, machines=names, values_CNT=second.values_CNT[:, stay])
+    assert quality.check(fewer).notes == ()
 
 
 def untouched(values):

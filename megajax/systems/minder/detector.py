@@ -234,6 +234,7 @@ class Detector:
         return held(both, self.profile.period_C)[..., tail:]
 
     def _forget(self, rows: list[int]) -> None:
+        self._quality.forget([self._pending.machines[k] for k in rows])
         self._pending.forget(rows)
         if rows[0] >= self._judge.joined_N.shape[0]:
             return  # came since the last tick

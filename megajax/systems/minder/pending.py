@@ -95,7 +95,8 @@ class Pending:
         shows_N = np.isfinite(grid.values_CNT).any((0, 2))  # who has no sample is not there yet
         there = [m for m, shows in zip(grid.machines, shows_N, strict=True) if shows]
         self._grow(there, max(grid.end, self.end))
-        rows = np.array([self.machines.index(m) for m in there], int)
+        row = {name: k for k, name in enumerate(self.machines)}
+        rows = np.array([row[m] for m in there], int)
         places = [self._metrics.index(m) for m in grid.metrics if m in known]
         used = [m in known for m in grid.metrics]
         new = grid.values_CNT[used][:, shows_N, late:]
