@@ -119,18 +119,22 @@ def _key(key: Any) -> Any:
     return key
 
 
+class TooManyValues(ValueError):
+    """JSON whose values would take far more memory than its text."""
+
+
 def parse_json(
     text: bytes | str, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None
 ) -> Any:
     """Returns what JSON says. pairs: makes the value of an object, as json.loads has it.
 
-    Raises: ValueError for what is no JSON, nested too deep, or of more values than its length pays.
+    Raises: ValueError for what is no JSON or nested too deep; TooManyValues, which is one.
     """
     if len(text) * VALUE_BYTES > SLACK:
         marks = MARKS if isinstance(text, bytes) else [m.decode() for m in MARKS]
         values, budget = sum(map(text.count, marks)), SLACK + GROWTH * len(text)  # type: ignore
         if values * VALUE_BYTES > budget:
-            raise ValueError(
+            raise TooManyValues(
                 f"{values:,} values in {len(text):,} bytes; {budget // VALUE_BYTES:,} are read at "
                 "most in a file of this size"
             )

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from megajax.monitor.sources.http_query import Client, Unavailable
+from megajax.monitor.sources.http_query import Client, Unavailable, plain
 
 RESEND_S = 60.0  # (Prometheus' rule manager: --rules.alert.resend-delay)
 LASTS = 4  # (the same) times RESEND_S after which an alert that is not sent again has ended
@@ -97,7 +97,6 @@ class Alertmanager:
             fails = fails + 1 if problem else 0
             pause = min(2.0**fails, LONGEST_PAUSE_S) if problem else self._resend_s
             due = time.monotonic() + pause
-        self._client.close()
 
     def _send(self) -> str:
         """Sends all alerts; returns what went wrong, or ''."""
@@ -107,15 +106,15 @@ class Alertmanager:
             self._alerts, batch = kept, dict(kept)
         if not batch:
             return ""
-        body = json.dumps([alert.row(time.time()) for alert, _ in batch.values()]).encode()
         try:
+            body = json.dumps([alert.row(time.time()) for alert, _ in batch.values()]).encode()
             status, text = self._client.post("api/v2/alerts", body)
-        except Unavailable as error:
+        except Exception as error:  # whatever it is, the thread goes on
             self.failures += 1
-            return str(error)
+            return str(error) if isinstance(error, Unavailable) else plain(f"{error!r:.200}")
         if status != 200:
             self.failures += 1
-            words = " ".join(text[:200].decode(errors="replace").split())
+            words = plain(text[:200].decode(errors="replace"))
             return f"{self._client.where}: {status}: {words or 'no reason is given'}"
         self.sent += 1
         with self._lock:

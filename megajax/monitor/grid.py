@@ -17,6 +17,7 @@ from megajax.core.errors import UserError
 from megajax.monitor.samples import Samples
 
 MOST = 2**29  # (chosen: 2 GiB of float32) cells of a grid; a wrong timestamp would need far more
+LARGEST = float(np.finfo(np.float32).max)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,8 +44,9 @@ def to_grid(samples: Samples, step_s: int = 1, period_s: Mapping[str, float] | N
 
     The order of the rows does not matter. A metric that is sampled every k > 1 cells holds each
     sample for its own period, k - 1 more cells, and no longer. k is the median distance of the
-    samples of a machine, over all machines. Values that are not finite count as none. Cells begin
-    at multiples of step_s; the first is that of the samples' start, or of the first row.
+    samples of a machine, over all machines. Values that are not finite as
+    float32 count as none. Cells begin at multiples of step_s; the first is that of the samples'
+    start, or of the first row.
 
     period_s: seconds between the samples of a metric, where the caller knows it, e.g. because the
         window is shorter than a few of them.
@@ -66,7 +68,7 @@ def to_grid(samples: Samples, step_s: int = 1, period_s: Mapping[str, float] | N
     with np.errstate(invalid="ignore"):  # a time that is not finite is in no cell
         cell_N = np.floor(samples.time_N / step_s) - first
         inside_N = (cell_N >= 0) & (cell_N < cells)
-    valid_N = inside_N & np.isfinite(samples.value_N)
+    valid_N = inside_N & (np.abs(samples.value_N) <= LARGEST)  # NaN is not
     values_CNT = np.full((len(metrics), len(machines), cells), np.nan, np.float32)
     for c, name in enumerate(metrics):
         rows = np.flatnonzero(valid_N & (metric_N == c))

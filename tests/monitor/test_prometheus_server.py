@@ -102,7 +102,7 @@ def raw_samples(server, start, end):
     rows = []
     for name in sorted(listed):
         query = {"query": f"{name}[{end - start}s]", "time": str(end)}
-        data, _ = client.ask("query", query)
+        data, _ = client.ask("query", query, lambda data: data)
         for series in data["result"]:
             labels = {k: v for k, v in series["metric"].items() if k not in ("__name__", "job")}
             machine = labels.pop("instance")
@@ -110,7 +110,6 @@ def raw_samples(server, start, end):
             rows += [
                 (float(t), machine, f"{name}{{{pairs}}}", float(v)) for t, v in series["values"]
             ]
-    client.close()
     return Samples.of(rows, start, end)
 
 

@@ -182,20 +182,20 @@ def hang_up(handler, _):
 @pytest.mark.parametrize(
     ("misbehave", "words"),
     [
-        (half_body, "breaks off, 39 bytes are missing"),
+        (half_body, r"breaks off: .*30 bytes, expected 69"),
         (half_chunk, "breaks off"),
-        (hang_up, "without response|Connection reset"),
+        (hang_up, "without sending a response|Connection reset"),
         (lambda h, p: h.say(200, '{"status":"success","data":{"resultType":"ma'), "breaks off"),
         (lambda h, p: h.say(200, "<html>please log in</html>"), "please log in"),
         (lambda h, p: h.say(200, "[" * 100_000), "none of Prometheus' API"),
         (lambda h, p: h.say(200, ""), "none of Prometheus' API"),
-        (lambda h, p: h.data({"resultType": "vector", "result": []}), "no matrix"),
-        (lambda h, p: h.data([1]), "no matrix"),
+        (lambda h, p: h.data({"resultType": "vector", "result": []}), "another form"),
+        (lambda h, p: h.data([1]), "another form"),
         (lambda h, p: h.data({"resultType": "matrix", "result": [{"metric": {"instance": "a"},
-                              "values": [[1, 2, 3]]}]}), "no matrix"),
+                              "values": [[1, 2, 3]]}]}), "another form"),
         (lambda h, p: h.error(200, "internal", "broken"), "broken"),
         (lambda h, p: h.error(429, "", "too many requests"), "429 too many requests"),
-        (lambda h, p: h.drip(2.0), "no whole answer within 0.2 s"),
+        (lambda h, p: h.drip(2.0), r"no whole answer within 0\.\d+ s"),
     ],
 )  # fmt: skip
 def test_an_answer_that_is_none_is_named_and_reading_goes_on(fake, misbehave, words):

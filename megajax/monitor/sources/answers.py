@@ -3,13 +3,14 @@
 A range query's answer is nearly all points, `[1700000000,"0.25"]`. As objects each takes 200 bytes
 and the garbage collector's time, so that the points of a series are read as numbers at once, and
 only what is left of the text is given to the JSON parser. What does not look like points goes to
-the JSON parser as a whole.
+the JSON parser as a whole. Either text is refused when its values would take far more memory.
 """
 
-import json
 from typing import Any
 
 import numpy as np
+
+from megajax.core.files import parse_json
 
 _KEY = b'"values":'
 _POINTS = b'0123456789+-.eE,NaInf[]"'  # the bytes that points are made of
@@ -18,7 +19,7 @@ _POINTS = b'0123456789+-.eE,NaInf[]"'  # the bytes that points are made of
 def load(text: bytes) -> Any:
     """Returns what json.loads returns, but each "values" of points as float64 (points, 2).
 
-    Raises: ValueError or RecursionError for what is no JSON.
+    Raises: ValueError for what is no JSON; core.files.TooManyValues, which is one.
     """
     head, *pieces = text.split(_KEY)
     rest, found = [head], []
@@ -26,17 +27,17 @@ def load(text: bytes) -> Any:
         end = piece.find(b"]]")
         points = _numbers(piece[: end + 2]) if piece.startswith(b"[[") and end > 0 else None
         if points is None:
-            return json.loads(text)
+            return parse_json(text)
         rest.append(b"%d%b" % (len(found), piece[end + 2 :]))
         found.append(points)
-    said = json.loads(_KEY.join(rest))
+    said = parse_json(_KEY.join(rest))
     if found:
         try:
             for series in said["data"]["result"]:
                 if "values" in series:
                     series["values"] = found[series["values"]]
         except (LookupError, TypeError):  # the word stands elsewhere
-            return json.loads(text)
+            return parse_json(text)
     return said
 
 

@@ -1,35 +1,42 @@
-"""Asks a Prometheus server over HTTP, and names what goes wrong.
+"""Asks Prometheus and Alertmanager over HTTP, and names what goes wrong.
 
-A request has one deadline for all of its answer, so that a server that sends a byte a second holds
-nobody. Answers are bounded. What may pass (no connection, a restart, half an answer, 5xx) is tried
-again with growing pauses; what will not pass (401, an expression that cannot be parsed) is told at
-once. A redirect is followed on the same host only, because the password goes with it.
+httpcore2 speaks HTTP; what a server may cost is bounded here, below it: one limit holds the time
+and the bytes of a whole exchange, from the name of the host to the last byte, so that neither a
+byte a second nor endless headers hold anybody. Every exchange has a connection of its own. What may
+pass (no connection, a restart, half an answer, 5xx) is tried again with growing pauses; what will
+not pass (401, an expression that cannot be parsed) is told at once. A redirect is followed on the
+same host only, because the password goes with it. Whatever a server answers, the caller sees
+Refused, Unavailable or TooLarge, and nothing else.
 
 Not here: pages and expressions (server.py, promql.py). Source: the HTTP API of Prometheus, v1.
 """
 
 import base64
-import collections
 import contextlib
-import http.client
+import math
 import random
-import socket
 import ssl
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlencode, urljoin, urlsplit
+from urllib.parse import SplitResult, unquote, urlencode, urljoin, urlsplit
+
+import httpcore2
 
 from megajax.core.errors import UserError
+from megajax.core.files import TooManyValues
 from megajax.monitor.sources import answers
 
 MOST = 2**25  # (chosen: 32 MiB, 1.2 million points, which take 300 MB as objects) of an answer
-CHUNK = 2**20
+FRAMING = 4  # (chosen) times MOST that an answer may have with its headers and lengths of chunks
+PART = 2**14  # bytes that are sent at a time: the time that is left is looked at between them
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 8.0  # (chosen) between tries
 REDIRECTS = 3
 LONG_URL = 4000  # (chosen: below the 8 KiB of usual proxies) bytes; more goes into a POST
+WARNINGS = 10  # (chosen) of an answer that are told
+PORTS = {"http": 80, "https": 443}
 
 
 class Refused(UserError):
@@ -54,6 +61,56 @@ class _Again(Exception):
         self.after = after
 
 
+class _Limit(httpcore2.NetworkBackend):
+    """What one exchange may take: seconds and received bytes. It makes the exchange's connection,
+    and asks the library for no more than is left."""
+
+    def __init__(self, seconds: float, most: int):
+        self._until, self._left = time.monotonic() + seconds, most
+        self._inner = httpcore2.SyncBackend()
+
+    def left_s(self) -> float:
+        """Returns the seconds that are left. Raises: httpcore2.ReadTimeout if there are none."""
+        seconds = self._until - time.monotonic()
+        if seconds <= 0:
+            raise httpcore2.ReadTimeout
+        return seconds
+
+    def receive(self, data: bytes) -> bytes:
+        """Counts bytes that have come, and returns them. Raises: _TooMuch."""
+        self._left -= len(data)
+        if self._left < 0:
+            raise _TooMuch
+        return data
+
+    def connect_tcp(self, host, port, timeout=None, local_address=None, socket_options=None):
+        """Connects; see httpcore2."""
+        return _Stream(self._inner.connect_tcp(host, port, self.left_s()), self)
+
+
+class _Stream(httpcore2.NetworkStream):
+    """A connection within a limit."""
+
+    def __init__(self, inner: httpcore2.NetworkStream, limit: _Limit):
+        self._inner, self._limit = inner, limit
+        self.close, self.get_extra_info = inner.close, inner.get_extra_info  # type: ignore
+
+    def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
+        return self._limit.receive(self._inner.read(max_bytes, self._limit.left_s()))
+
+    def write(self, buffer: bytes, timeout: float | None = None) -> None:
+        for at in range(0, len(buffer), PART):
+            self._inner.write(buffer[at : at + PART], self._limit.left_s())
+
+    def start_tls(self, ssl_context, server_hostname=None, timeout=None):
+        inner = self._inner.start_tls(ssl_context, server_hostname, self._limit.left_s())
+        return _Stream(inner, self._limit)
+
+
+class _TooMuch(Exception):
+    """More bytes than an exchange may have."""
+
+
 class Client:
     """Sends requests to one server; threads may share it."""
 
@@ -71,16 +128,13 @@ class Client:
         """url: http(s)://host[:port][/prefix], without /api/v1. name: what messages call it by.
         Raises: UserError for an address that cannot be, for both a password and a token, and for a
         ca_file that cannot be read."""
-        parts = urlsplit(url)
         try:
-            port = parts.port
-        except ValueError:
-            port = 0
-        if parts.scheme not in ("http", "https") or not parts.hostname or port == 0:
+            self._origin, parts = _split(url)
+        except ValueError:  # a UnicodeError is one
             raise UserError(
                 f"{name}={shown(url)} must be an address such as http://host:9090 (--{name})"
-            )
-        if timeout_s <= 0 or retries < 0:
+            ) from None
+        if not 0 < timeout_s < math.inf or retries < 0:
             raise UserError(
                 f"timeout_s={timeout_s} must be more than 0 and retries={retries} 0 or more"
             )
@@ -88,38 +142,53 @@ class Client:
             user, password = unquote(parts.username), unquote(parts.password or "")
         if (user is None) != (password is None) or (user is not None and token is not None):
             raise UserError("give a user with a password, or a token, or neither, and not both")
-        self._origin = (parts.scheme, parts.hostname, port)
-        self._prefix = parts.path.rstrip("/").removesuffix("/api/v1").removesuffix("/api/v2")
-        self._timeout_s, self.retries = timeout_s, retries
-        self._headers = {"Accept": "application/json", "User-Agent": "megajax"}
+        prefix = parts.path.rstrip("/").removesuffix("/api/v1").removesuffix("/api/v2")
+        self._prefix, self.timeout_s, self.retries = prefix, timeout_s, retries
+        scheme, host, port = self._origin
+        at = f"[{host}]" if ":" in host else host
+        shown_port = f":{port}" if parts.port is not None else ""
+        self.where = f"{scheme}://{at}{shown_port}"
+        self._headers = {
+            "Host": at + shown_port, "Accept": "application/json", "User-Agent": "megajax"
+        }  # fmt: skip
         if token is not None:
             self._headers["Authorization"] = f"Bearer {token}"
         elif user is not None:
             pair = base64.b64encode(f"{user}:{password}".encode()).decode()
             self._headers["Authorization"] = f"Basic {pair}"
-        if any(not c.isprintable() for c in "".join(self._headers.values())):
+        told = "".join(self._headers.values())
+        if not (told.isprintable() and told.isascii()):
             raise UserError("the token has a line end or another character that no header can have")
-        self._tls = _context(ca_file) if parts.scheme == "https" else None
-        self._idle: collections.deque[http.client.HTTPConnection] = collections.deque(maxlen=8)
-        self.where = f"{parts.scheme}://{parts.hostname}" + (f":{port}" if port else "")
+        self._tls = _context(ca_file) if scheme == "https" else None
+        self._turn = threading.Lock()  # one answer at a time is values: they take most memory
 
-    def ask(
-        self, path: str, parameters: Mapping[str, str], retries: int | None = None
-    ) -> tuple[Any, list[str]]:
-        """Returns (the answer's data, its warnings). path: below /api/v1/.
+    def ask[T](
+        self,
+        path: str,
+        parameters: Mapping[str, str],
+        take: Callable[[Any], T],
+        retries: int | None = None,
+        until: float = math.inf,
+    ) -> tuple[T, list[str]]:
+        """Returns (what `take` makes of the answer's data, the answer's warnings).
 
+        Args: path: below /api/v1/. take: turns the data into what is kept of it; whatever it raises
+          says that the answer has another form. until: time.monotonic() at which all tries end.
         Raises: Refused, Unavailable or TooLarge.
         """
         tries = 1 + (self.retries if retries is None else retries)
         pause = FIRST_PAUSE_S
         for left in reversed(range(tries)):
             try:
-                return self._once(f"{self._prefix}/api/v1/{path}", urlencode(parameters))
+                return self._once(
+                    f"{self._prefix}/api/v1/{path}", urlencode(parameters), take, until
+                )
             except _Again as error:
-                if not left:
-                    tried = f" ({tries} tries)" if tries > 1 else ""
+                wait = max(pause * random.uniform(0.8, 1.2), error.after)
+                if not left or time.monotonic() + wait > until:
+                    tried = f" ({tries - left} tries)" if tries - left > 1 else ""
                     raise Unavailable(f"{self.where}: {error}{tried}") from None
-                time.sleep(max(pause * random.uniform(0.8, 1.2), error.after))
+                time.sleep(wait)
                 pause = min(2 * pause, LONGEST_PAUSE_S)
         raise AssertionError
 
@@ -134,98 +203,116 @@ class Client:
             raise Unavailable(f"{self.where}: {error}") from None
         return status, text
 
-    def _once(self, path: str, query: str) -> tuple[Any, list[str]]:
+    def _once[T](
+        self, path: str, query: str, take: Callable[[Any], T], until: float
+    ) -> tuple[T, list[str]]:
         """One request with its redirects."""
         target, body = f"{path}?{query}", None
         if len(target) > LONG_URL:
             target, body = path, query.encode()
         for _ in range(REDIRECTS + 1):
-            status, headers, text = self._exchange(target, body)
+            status, headers, text = self._exchange(target, body, until=until)
             if status not in (301, 302, 303, 307, 308):
-                return self._judge(status, headers, text)
-            address = urljoin(f"{self.where}{target}", headers.get("location", ""))
-            parts = urlsplit(address)
-            if (parts.scheme, parts.hostname, parts.port) != self._origin:
-                shown = f"{parts.scheme}://{parts.netloc}"
-                raise Refused(
-                    f"{self.where}: redirects to {shown}, which gets no password from here; "
-                    "give the address that answers itself (--prometheus)"
-                )
-            target = parts.path + (f"?{parts.query}" if parts.query else "")
+                return self._judge(status, headers, text, take)
+            target = self._redirected(target, headers.get("location", ""))
         raise Refused(f"{self.where}: redirects more than {REDIRECTS} times")
 
+    def _redirected(self, target: str, location: str) -> str:
+        """Returns the target that a redirect names. Raises: Refused for another host, and for what
+        is no address."""
+        try:
+            origin, parts = _split(urljoin(f"{self.where}{target}", location))
+        except ValueError:
+            raise Refused(
+                f"{self.where}: redirects to {plain(location)[:80]!r}, which is no address of "
+                "HTTP; give the address that answers itself (--prometheus)"
+            ) from None
+        if origin != self._origin:
+            scheme, host, port = origin
+            raise Refused(
+                f"{self.where}: redirects to {scheme}://{host}:{port}, which gets no password from "
+                "here; give the address that answers itself (--prometheus)"
+            )
+        return (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+
     def _exchange(
-        self, target: str, body: bytes | None, kind: str = "application/x-www-form-urlencoded"
+        self,
+        target: str,
+        body: bytes | None,
+        kind: str = "application/x-www-form-urlencoded",
+        until: float = math.inf,
     ) -> tuple[int, Mapping[str, str], bytes]:
         """Returns (status, headers in lower case, body)."""
-        reused = bool(self._idle)
-        try:
-            connection = self._idle.pop()
-        except IndexError:
-            connection, reused = self._connect(), False
-        late = threading.Event()
-        timer = threading.Timer(self._timeout_s, _expire, (late, connection))
-        timer.daemon = True
-        timer.start()
-        try:
-            answer = self._talk(connection, target, body, kind)
-        except (OSError, http.client.HTTPException) as error:
-            connection.close()
-            if late.is_set():
-                raise _Again(f"no whole answer within {self._timeout_s:g} s") from None
-            if reused:  # the server has closed it meanwhile
-                self.close()
-                return self._exchange(target, body, kind)
-            raise _Again(_why(error)) from None
-        except BaseException:
-            connection.close()
-            raise
-        finally:
-            timer.cancel()
-        if late.is_set():
-            connection.close()
-        else:
-            self._idle.append(connection)
-        return answer
-
-    def _talk(
-        self, connection: http.client.HTTPConnection, target: str, body: bytes | None, kind: str
-    ) -> tuple[int, Mapping[str, str], bytes]:
-        headers = dict(self._headers)
+        seconds = min(self.timeout_s, until - time.monotonic())
+        if seconds <= 0:
+            raise Unavailable(f"{self.where}: no time is left to ask")
+        scheme, host, port = self._origin
+        url = httpcore2.URL(
+            scheme=scheme.encode(), host=host.encode(), port=port, target=target.encode()
+        )
+        headers = [(name.encode(), value.encode()) for name, value in self._headers.items()]
         if body is not None:
-            headers["Content-Type"] = kind
-        connection.request("GET" if body is None else "POST", target, body, headers)
-        response = connection.getresponse()
+            size = str(len(body)).encode()
+            headers += [(b"Content-Type", kind.encode()), (b"Content-Length", size)]
+        request = httpcore2.Request(
+            "GET" if body is None else "POST", url, headers=headers, content=body
+        )
+        connection = httpcore2.HTTPConnection(
+            url.origin, self._tls, network_backend=_Limit(seconds, FRAMING * MOST + 2**20)
+        )
         parts, size = [], 0
-        while part := response.read(CHUNK):
-            parts.append(part)
-            size += len(part)
-            if size > MOST:
-                raise TooLarge(f"{self.where}: an answer of more than {MOST >> 20} MiB")
-        if response.length:  # what is read in parts does not notice this by itself
-            raise http.client.IncompleteRead(b"", response.length)
-        return response.status, {k.lower(): v for k, v in response.headers.items()}, b"".join(parts)
-
-    def _judge(self, status: int, headers: Mapping[str, str], text: bytes) -> tuple[Any, list[str]]:
-        """Returns what a good answer holds. Raises for all others."""
         try:
-            said = answers.load(text)
-        except (ValueError, RecursionError):
-            said = None
-        good = isinstance(said, dict)
-        if status == 200 and good and said.get("status") == "success" and "data" in said:
-            warnings = said.get("warnings")
-            return said["data"], [str(w) for w in warnings] if isinstance(warnings, list) else []
-        kind = str(said.get("errorType", "")) if good else ""
-        message = str(said.get("error", "")) if good else ""
-        self._raise(status, kind, message[:500], headers, text)
+            with contextlib.closing(connection):
+                response = connection.handle_request(request)
+                for part in response.stream:  # type: ignore[union-attr]
+                    parts.append(part)
+                    size += len(part)
+                    if size > MOST:
+                        raise _TooMuch
+        except _TooMuch:
+            raise TooLarge(f"{self.where}: an answer of more than {MOST >> 20} MiB") from None
+        except httpcore2.TimeoutException:
+            raise _Again(f"no whole answer within {seconds:.3g} s") from None
+        except Exception as error:  # whatever the libraries raise, the answer is none
+            raise _Again(_why(error)) from None
+        told = {k.decode("latin1").lower(): v.decode("latin1") for k, v in response.headers}
+        return response.status, told, b"".join(parts)
+
+    def _judge[T](
+        self, status: int, headers: Mapping[str, str], text: bytes, take: Callable[[Any], T]
+    ) -> tuple[T, list[str]]:
+        """Returns what a good answer holds. Raises for all others."""
+        with self._turn:
+            try:
+                said = answers.load(text)
+            except TooManyValues as error:
+                raise Unavailable(f"{self.where}: an answer of {error}") from None
+            except ValueError:
+                said = None
+            good = isinstance(said, dict)
+            if status == 200 and good and said.get("status") == "success" and "data" in said:
+                told = said.get("warnings")
+                warnings = told[:WARNINGS] if isinstance(told, list) else []
+                try:
+                    taken = take(said["data"])
+                except UserError:
+                    raise
+                except Exception as error:  # whatever is wrong with its form
+                    raise Unavailable(
+                        f"{self.where}: the answer has another form than Prometheus' API says: "
+                        f"{plain(f'{error!r:.200}')}"
+                    ) from None
+                return taken, [plain(w)[:500] for w in warnings if isinstance(w, str)]
+            kind, message = (said.get(k) if good else "" for k in ("errorType", "error"))
+            kind, message = (x if isinstance(x, str) else "" for x in (kind, message))
+        self._raise(status, plain(kind[:50]), plain(message[:500]), headers, text)
         raise AssertionError
 
     def _raise(
         self, status: int, kind: str, message: str, headers: Mapping[str, str], text: bytes
     ) -> None:
         where = self.where
-        words = " ".join(text[:80].decode(errors="replace").split())
+        words = plain(text[:80].decode(errors="replace"))
         if status == 401:
             said = "the user and password, or the token, are" if self._has_secret() else "a user is"
             wrong = "not accepted" if self._has_secret() else "wanted and none is given"
@@ -237,7 +324,7 @@ class Client:
         if status in (429, 500, 502, 503, 504) or kind in ("canceled", "internal", "unavailable"):
             after = headers.get("retry-after", "")
             pause = float(after) if after.isdecimal() else 0.0
-            raise _Again(f"{status} {message or words}", min(pause, self._timeout_s))
+            raise _Again(f"{status} {message or words}", min(pause, self.timeout_s))
         if kind:
             raise Refused(f"{where}: {kind}: {message}")
         if status == 200:
@@ -249,25 +336,15 @@ class Client:
     def _has_secret(self) -> bool:
         return "Authorization" in self._headers
 
-    def _connect(self) -> http.client.HTTPConnection:
-        _, host, port = self._origin
-        if self._tls is None:
-            return http.client.HTTPConnection(host, port, timeout=self._timeout_s)
-        return http.client.HTTPSConnection(host, port, timeout=self._timeout_s, context=self._tls)
 
-    def close(self) -> None:
-        """Closes the connections that are kept open."""
-        while self._idle:
-            self._idle.pop().close()
-
-
-def _expire(late: threading.Event, connection: http.client.HTTPConnection) -> None:
-    """Ends a request: who reads from its socket comes back at once."""
-    late.set()
-    sock = connection.sock
-    if sock is not None:
-        with contextlib.suppress(OSError):
-            sock.shutdown(socket.SHUT_RDWR)
+def _split(address: str) -> tuple[tuple[str, str, int], SplitResult]:
+    """Returns ((scheme, host, port), all parts). Raises: ValueError for no address of HTTP."""
+    parts = urlsplit(address)
+    scheme, host, place = parts.scheme, parts.hostname or "", f"{parts.path}{parts.query}"
+    port = PORTS.get(scheme, 0) if parts.port is None else parts.port
+    if not (port and host and place.isascii() and place.isprintable() and " " not in place):
+        raise ValueError(address)
+    return (scheme, host.encode("idna").decode(), port), parts
 
 
 def _context(ca_file: str | Path | None) -> ssl.SSLContext:
@@ -279,17 +356,23 @@ def _context(ca_file: str | Path | None) -> ssl.SSLContext:
 
 def _why(error: Exception) -> str:
     """Returns what an error of a connection means."""
-    if isinstance(error, ssl.SSLCertVerificationError):
-        return f"its TLS certificate is not trusted: {error.verify_message} (ca_file)"
-    if isinstance(error, ssl.SSLError):
-        return f"TLS: {error.reason or error}"
-    if isinstance(error, TimeoutError):
-        return "no connection in time"
-    if isinstance(error, http.client.IncompleteRead):
-        return f"the answer breaks off, {error.expected} bytes are missing"
-    if isinstance(error, OSError):
-        return error.strerror or str(error) or type(error).__name__
-    return f"no answer of HTTP: {str(error)[:200] or type(error).__name__}"
+    cause = error.__cause__ or error  # httpcore2 keeps what the socket or h11 raised
+    if isinstance(cause, ssl.SSLCertVerificationError):
+        return f"its TLS certificate is not trusted: {cause.verify_message} (ca_file)"
+    if isinstance(cause, ssl.SSLError):
+        return f"TLS: {cause.reason or cause}"
+    if isinstance(cause, OSError):
+        return cause.strerror or str(cause) or type(cause).__name__
+    text = plain(str(cause))[:200] or type(cause).__name__
+    if "without sending complete" in text:  # h11's words, with the numbers of bytes
+        return f"the answer breaks off: {text}"
+    return f"no answer of HTTP: {text.partition(': bytearray')[0]}"  # h11 quotes what it got
+
+
+def plain(text: str) -> str:
+    """Returns a stranger's words as one line that a terminal and a log can show."""
+    words = " ".join(text.split())
+    return words if words.isprintable() else "".join(c if c.isprintable() else "?" for c in words)
 
 
 def shown(url: str) -> str:

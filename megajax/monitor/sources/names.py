@@ -164,13 +164,20 @@ COUNTED = ("gpu_temperature", "gpu_duty_cycle", "gpu_power_draw", "gpu_memory_us
 LEAST, GREATEST = "_min", "_max"  # of the devices of a machine, behind the metric's name
 
 
+_PAIR = re.compile(r'\s*([A-Za-z_]\w*)\s*=\s*"((?:[^"\\]|\\.)*)"\s*(?:,|$)')
+
+
 def parse(series: str) -> tuple[str, dict[str, str]]:
     """Returns (name, labels) of a series as Prometheus writes it: name{label="value",...}.
 
     What does not have this form is a name without labels.
     """
-    name, brace, rest = series.partition("{")
-    if not brace or not rest.endswith("}"):
+    name, brace, inside = series.partition("{")
+    if not brace or not inside.endswith("}"):
         return series, {}
-    found = re.findall(r'\s*([A-Za-z_]\w*)\s*=\s*"((?:[^"\\]|\\.)*)"\s*,?', rest[:-1])
-    return name.strip(), dict(found)
+    inside, at, labels = inside[:-1], 0, dict[str, str]()
+    while at < len(inside):  # pair by pair, so that the time is that of one pass
+        if (pair := _PAIR.match(inside, at)) is None:
+            return (name.strip(), labels) if not inside[at:].strip() else (series, {})
+        labels[pair[1]], at = pair[2], pair.end()
+    return name.strip(), labels

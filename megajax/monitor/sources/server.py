@@ -5,14 +5,16 @@ machine. By default the expressions are those of promql.py for what the server h
 interval of each exporter as the server's own samples show it. Two exporters of one host differ in
 the port of their `instance`; they are one machine if no metric comes from both.
 
-A page that is lost is a hole and a note. `read` raises only if nothing can be read, or if reading
-again would not help. Legend: N rows.
+A page that is lost is a hole and a note. `read` raises only if nothing can be read, if reading
+again would not help, or if the answers are more than one read may hold. A read has a limit of time
+in which all of its pages, tries and halves must be done. Legend: N rows, S series.
 """
 
 import collections
 import concurrent.futures
 import dataclasses
 import math
+import re
 import statistics
 import threading
 import time
@@ -32,6 +34,10 @@ PAGE = 11_000  # points of a series: Prometheus refuses more
 POINTS = 400_000  # (chosen: some 10 MB of text) of a page, once the number of series is known
 SMALLEST = 60  # (chosen) points of a page that is not cut further when it is too much
 THREADS = 4  # (chosen) requests at a time
+ROWS = 2**24  # (chosen: 0.4 GB, and as much again to sort them) samples of a read
+MACHINES = 2**14  # (chosen: 130,000 GPUs) of a read
+NAME = 1024  # (chosen) characters of a machine's name, or of a series' labels
+LONGEST_INTERVAL_S = 3600.0  # (chosen) between two scrapes
 KNOWN_S = 600.0  # (chosen) for which a scrape interval is believed
 USUAL_S = 15.0  # scrape interval where it cannot be seen; (Prometheus' example configuration)
 
@@ -82,6 +88,10 @@ class _Page:
     first: int
     count: int
 
+    def last(self, step_s: int) -> int:
+        """Returns the Unix second of the last point."""
+        return self.first + (self.count - 1) * step_s
+
 
 class Server:
     """A source. It remembers machines and scrape intervals between its reads."""
@@ -93,6 +103,7 @@ class Server:
         self._client, self._queries, self._metrics = client, queries, tuple(metrics)
         self._step_s = step_s
         self._intervals: dict[str, tuple[float, float]] = {}  # name -> (known until, seconds)
+        self._timeout_s = client.timeout_s
         self._size: dict[str, int] = {}  # metric -> number of its series
         self._seen: dict[str, set[str]] = {}  # instance -> the metrics that it had
         self._machines: dict[str, str] = {}  # instance -> machine
@@ -113,10 +124,7 @@ class Server:
         if not (math.isfinite(start) and math.isfinite(end) and start < end):
             raise UserError(f"start={start} must be before end={end} (Unix seconds)")
         notes: list[str] = []
-        try:
-            samples, queries = self._ask(start, end, notes)
-        finally:
-            self._client.close()  # connections live as long as a read
+        samples, queries = self._ask(start, end, notes)
         if empty := [m for m in queries if not {m, m + names.LEAST} & set(samples.metrics)]:
             notes.append(f"{self._client.where}: no machine has {', '.join(empty)}")
         notes += [*samples.notes, *self._silent(samples)]
@@ -134,11 +142,14 @@ class Server:
                 _Page(metric, text, first + k * self._step_s, min(most, points - k))
                 for k in range(0, points, most)
             ]
-        series, lost = self._run(pages, notes)
-        different = {(s.metric, s.series, s.labels.get(promql.MACHINE)) for s in series}
-        self._size |= collections.Counter(metric for metric, *_ in different)
+        until = time.monotonic() + self._timeout_s * (1 + len(pages) / THREADS)
+        parts, lost = self._run(pages, notes, until)
+        for metric in queries:
+            series = [zip(p.instances, p.series, strict=True) for p in parts if p.metric == metric]
+            if size := len(set().union(*series)):
+                self._size[metric] = size
         asked = {m: text for m, text in queries.items() if m not in lost}
-        return self._samples(series, start, end), asked
+        return self._samples(parts, start, end, notes), asked
 
     # ---- what to ask
 
@@ -147,12 +158,17 @@ class Server:
         if self._queries is not None:
             return dict(self._queries)
         window = {"start": f"{start:.3f}", "end": f"{end:.3f}"}
-        listed, _ = self._client.ask("label/__name__/values", window)
-        there = set(listed) if isinstance(listed, list) else set()
-        wanted = [n for m in self._metrics for n in promql.exporter_names(m)]
-        intervals = {
-            name: self._interval(name, end) for name in dict.fromkeys(wanted) if name in there
-        }
+        wanted = {n for m in self._metrics for n in promql.exporter_names(m)}
+
+        def known(data: Any) -> set[str]:
+            if not isinstance(data, list):
+                raise TypeError(f"{data!r:.40} where a list of names must be")
+            return wanted & set(map(_text, data))
+
+        until = time.monotonic() + self._timeout_s
+        there, _ = self._client.ask("label/__name__/values", window, known, until=until)
+        until = time.monotonic() + self._timeout_s  # for all of them: what is late is asked again
+        intervals = {name: self._interval(name, end, until, notes) for name in sorted(there)}
         made = {m: promql.expression(m, intervals) for m in self._metrics}
         absent = [promql.split(m)[0] for m, text in made.items() if text is None]
         if absent := list(dict.fromkeys(absent)):
@@ -160,45 +176,64 @@ class Server:
             notes.append(f"{self._client.where}: has no {', '.join(absent[:8])}{more}")
         return {m: text for m, text in made.items() if text is not None}
 
-    def _interval(self, name: str, end: float) -> float:
+    def _interval(self, name: str, end: float, until: float, notes: list[str]) -> float:
         """Returns the scrape interval of an exporter's name, by the series that has most samples.
 
         A series is younger than the window after a restart, so that its samples' distances are
         asked for, and not only their number.
         """
-        until, seconds = self._intervals.get(name, (0.0, USUAL_S))
-        if time.monotonic() < until:
+        known_until, seconds = self._intervals.get(name, (0.0, USUAL_S))
+        if time.monotonic() < known_until or time.monotonic() > until:
             return seconds
         at = {"time": f"{end:.3f}"}
+
+        def labels(data: Any) -> str:
+            pairs = data["result"][0]["metric"].items()
+            plain = [(k, _text(v)) for k, v in pairs if _label(k) == k != "__name__"]
+            return ",".join(f"{k}={_quoted(v)}" for k, v in plain)
+
+        def moments(data: Any) -> list[float]:
+            return [float(t) for t, _ in data["result"][0]["values"][:PAGE]]
+
         try:
             query = f"topk(1, count_over_time({name}[5m]))"
-            found, _ = self._client.ask("query", {"query": query, **at}, retries=0)
-            labels = found["result"][0]["metric"]
-            pairs = ",".join(f"{k}={_quoted(v)}" for k, v in labels.items() if k != "__name__")
+            pairs, _ = self._client.ask("query", {"query": query, **at}, labels, 0, until)
             query = f"{name}{{{pairs}}}[5m]"
-            found, _ = self._client.ask("query", {"query": query, **at}, retries=0)
-            moments = [float(t) for t, _ in found["result"][0]["values"]]
-        except (Unavailable, LookupError, TypeError, ValueError, AttributeError):
+            times, _ = self._client.ask("query", {"query": query, **at}, moments, 0, until)
+        except Unavailable:
             return seconds
-        if len(moments) > 2:
-            seconds = statistics.median(b - a for a, b in zip(moments, moments[1:], strict=False))
-            self._intervals[name] = (time.monotonic() + KNOWN_S, seconds)
+        if len(times) > 2:
+            measured = statistics.median(b - a for a, b in zip(times, times[1:], strict=False))
+            if 0 < measured <= LONGEST_INTERVAL_S:  # NaN is not
+                seconds = measured
+                self._intervals[name] = (time.monotonic() + KNOWN_S, seconds)
+            else:
+                notes.append(
+                    f"{self._client.where}: the samples of {name} are {measured:.3g} s apart, "
+                    f"which is no scrape interval; {seconds:g} s are assumed"
+                )
         return seconds
 
     # ---- asking
 
-    def _run(self, pages: Sequence[_Page], notes: list[str]) -> tuple[list["_Series"], set[str]]:
+    def _run(
+        self, pages: Sequence[_Page], notes: list[str], until: float
+    ) -> tuple[list["_Part"], set[str]]:
         """Returns (the series of all pages, metrics of which pages were lost), and notes why.
 
         Once a page has failed at all its tries, others try once; where none succeeds, most are not
-        tried at all, since a server that is away would cost minutes.
+        tried at all, since a server that is away would cost minutes. until: time.monotonic() after
+        which no page is asked.
         """
-        health, found = _Health(), list[_Series]()
+        health, parts, rows = _Health(until), list[_Part](), 0
         lost: list[tuple[_Page, UserError]] = []
         with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
-            jobs = [(page, pool.submit(self._page, page, health)) for page in pages]
+            jobs = collections.deque(
+                (page, pool.submit(self._page, page, health)) for page in pages
+            )
             try:
-                for page, job in jobs:
+                while jobs:
+                    page, job = jobs.popleft()
                     try:
                         series, warnings = job.result()
                     except (Refused, Unavailable) as error:
@@ -207,7 +242,13 @@ class Server:
                             raise Refused(str(error) if _is_about_user(error) else said) from None
                         lost.append((page, error))
                     else:
-                        found += series
+                        parts += series
+                        rows += sum(len(part.time_N) for part in series)
+                        if rows > ROWS:
+                            raise TooLarge(
+                                f"{self._client.where}: more than {ROWS:,} samples, which is the "
+                                "limit of a read; read fewer metrics or a shorter time"
+                            )
                         notes += [f"{self._client.where}: {page.metric}: {w}" for w in warnings]
             finally:
                 pool.shutdown(wait=True, cancel_futures=True)
@@ -215,63 +256,83 @@ class Server:
             raise lost[0][1]
         for why, metrics in _by_reason(lost).items():
             notes.append(f"{why}. These pages are holes: {', '.join(metrics)}")
-        return found, {page.metric for page, _ in lost}
+        return parts, {page.metric for page, _ in lost}
 
-    def _page(self, page: _Page, health: "_Health") -> tuple[list["_Series"], list[str]]:
+    def _page(self, page: _Page, health: "_Health") -> tuple[list["_Part"], list[str]]:
         """Returns (series of a page, warnings). A page that is too much is asked in halves."""
         retries = health.retries()
-        last = page.first + (page.count - 1) * self._step_s
         parameters = {
-            "query": page.expression, "start": str(page.first), "end": str(last),
-            "step": str(self._step_s),
+            "query": page.expression, "start": str(page.first),
+            "end": str(page.last(self._step_s)), "step": str(self._step_s),
         }  # fmt: skip
         try:
-            data, warnings = self._client.ask("query_range", parameters, retries)
+            part, warnings = self._client.ask(
+                "query_range", parameters, lambda data: _parse(page, data, self._step_s), retries,
+                health.until,
+            )  # fmt: skip
         except TooLarge:
             if page.count <= SMALLEST:
                 raise
             half = page.count // 2
-            parts = [
+            halves = [
                 self._page(dataclasses.replace(page, first=first, count=count), health)
                 for first, count in (
                     (page.first, half),
                     (page.first + half * self._step_s, page.count - half),
                 )
             ]
-            return [s for part in parts for s in part[0]], [w for part in parts for w in part[1]]
+            return [p for ps, _ in halves for p in ps], [w for _, ws in halves for w in ws]
         except Unavailable:
             health.fell()
             raise
         health.stood()
-        try:
-            return _parse(page.metric, data), warnings
-        except (LookupError, TypeError, ValueError, AttributeError) as error:
-            raise Unavailable(
-                f"{self._client.where}: the answer is no matrix of Prometheus' API ({error!r:.100})"
-            ) from None
+        return [part], warnings
 
     # ---- what the series are
 
-    def _samples(self, series: Sequence["_Series"], start: float, end: float) -> Samples:
+    def _samples(
+        self, parts: Sequence["_Part"], start: float, end: float, notes: list[str]
+    ) -> Samples:
         """Returns one sample a machine, metric and moment, devices as their mean and extremes."""
-        notes = []
-        for metric in sorted({s.metric for s in series if promql.MACHINE not in s.labels}):
+        for metric in sorted({p.metric for p in parts if p.nameless}):
             notes.append(f"{metric}: series without the label {promql.MACHINE!r} were left out")
-        series = [s for s in series if promql.MACHINE in s.labels]
-        for s in series:
-            self._seen.setdefault(s.labels[promql.MACHINE], set()).add(s.metric)
+        if outside := sum(p.outside for p in parts):
+            notes.append(
+                f"{self._client.where}: {outside} samples of times that were not asked for"
+            )
+        there = {i for p in parts for i in p.instances}
+        if len(there) > MACHINES:
+            raise Unavailable(
+                f"{self._client.where}: the answers name {len(there):,} machines; {MACHINES:,} are "
+                f"read at most. Does the label {promql.MACHINE!r} name machines?"
+            )
+        self._forget(there)
+        for p in parts:
+            for instance in set(p.instances):
+                self._seen.setdefault(instance, set()).add(p.metric)
         self._name_machines(notes)
-        machines, machine_S = index([self._machines[s.labels[promql.MACHINE]] for s in series])
-        metrics, metric_S = index([s.series for s in series])
-        sizes = [len(s.time_N) for s in series]
+        machines, machine_S = index([self._machines[i] for p in parts for i in p.instances])
+        metrics, metric_S = index([s for p in parts for s in p.series])
+        sizes = np.concatenate([np.empty(0, np.int64), *(p.size_S for p in parts)])
         none = np.empty(0)
-        found = Samples(
-            np.concatenate([none, *(s.time_N for s in series)]),
-            np.repeat(machine_S, sizes), np.repeat(metric_S, sizes),
-            np.concatenate([none, *(s.value_N for s in series)]),
-            machines, metrics, start, end, tuple(notes),
+        return per_machine(
+            Samples(
+                np.concatenate([none, *(p.time_N for p in parts)]),
+                np.repeat(machine_S, sizes), np.repeat(metric_S, sizes),
+                np.concatenate([none, *(p.value_N for p in parts)]),
+                machines, metrics, start, end,
+            )
         )  # fmt: skip
-        return per_machine(found)
+
+    def _forget(self, there: set[str]) -> None:
+        """Forgets machines that are not there when too many have come and gone."""
+        if len(self._seen) + len(there) > 2 * MACHINES:
+            machines = {self._machines.get(i, i) for i in there}
+            for known in (self._seen, self._machines):
+                for instance in known.keys() - there:
+                    del known[instance]
+            for machine in self._last.keys() - machines:
+                del self._last[machine]
 
     def _name_machines(self, notes: list[str]) -> None:
         """Names the machine of each instance: the instance itself, or that of another exporter.
@@ -290,59 +351,81 @@ class Server:
             else:
                 self._machines |= {i: i for i in instances}
             if moved := [i for i in instances if known[i] not in (None, self._machines[i])]:
-                notes.append(f"{', '.join(moved)} are machines of their own from now on")
+                notes.append(f"{_some(moved)} are machines of their own from now on")
 
     def _silent(self, samples: Samples) -> list[str]:
-        """Returns a sentence about machines that gave something once and nothing now."""
-        for k, machine in enumerate(samples.machines):
-            times = samples.time_N[samples.machine_N == k]
-            if len(times):
-                self._last[machine] = max(times.max(), self._last.get(machine, -math.inf))
-        return [
-            f"machine {m} gave nothing; its last sample is of {at:.0f} (Unix seconds)"
-            for m, at in self._last.items()
-            if m not in samples.machines
-        ][:10]
+        """Returns a sentence about each machine that gave something once and nothing now; of many,
+        those that stopped last."""
+        newest_K = np.full(len(samples.machines), -math.inf)
+        np.maximum.at(newest_K, samples.machine_N, samples.time_N)
+        for machine, at in zip(samples.machines, newest_K.tolist(), strict=True):
+            if at > self._last.get(machine, -math.inf):
+                self._last[machine] = at
+        heard = set(samples.machines)
+        gone = sorted((m for m in self._last if m not in heard), key=lambda m: -self._last[m])
+        notes = [
+            f"machine {m} gave nothing; its last sample is of {self._last[m]:.0f} (Unix seconds)"
+            for m in gone[:10]
+        ]
+        return notes + [f"and {len(gone) - 10} more machines gave nothing"] * (len(gone) > 10)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Series:
-    """A series of an answer. series: the metric with its labels but for the machine's."""
+class _Part:
+    """The series of a page. instances, series: the machine of each, and its metric with all other
+    labels. size_S: their numbers of samples. nameless: series without a machine, which were left
+    out; outside: samples of other times, which were left out."""
 
     metric: str
-    series: str
-    labels: Mapping[str, str]
+    instances: list[str]
+    series: list[str]
+    size_S: np.ndarray
     time_N: np.ndarray
     value_N: np.ndarray
+    nameless: int
+    outside: int
 
 
-def _parse(metric: str, data: Any) -> list[_Series]:
-    """Returns the series of an answer. Raises: what an answer of another form raises."""
+def _parse(page: _Page, data: Any, step_s: int) -> _Part:
+    """Returns the series of an answer. Raises: anything for an answer of another form."""
     if data["resultType"] != "matrix":
-        raise ValueError(f"resultType {data['resultType']}")
-    found = []
+        raise ValueError(f"resultType {data['resultType']!r:.40}")
+    instances, series, points, nameless = [], [], [np.empty((0, 2))], 0
     for entry in data["result"]:
-        labels = {str(k): str(v) for k, v in entry["metric"].items()}
+        labels = {_label(k): _text(v) for k, v in entry["metric"].items()}
         values = entry.get("values", [])
+        if len(values) > PAGE:
+            raise ValueError(f"{len(values)} samples of a series where {page.count} were asked for")
         points_N2 = np.array(values, np.float64).reshape(len(values), 2)
-        own = {k: v for k, v in labels.items() if k not in (promql.MACHINE, "__name__")}
-        pairs = ",".join(f"{k}={_quoted(v)}" for k, v in sorted(own.items()))
-        found.append(
-            _Series(
-                metric,
-                f"{metric}{{{pairs}}}" if pairs else metric,
-                labels,
-                points_N2[:, 0],
-                points_N2[:, 1],
-            )
-        )
-    return found
+        if (instance := labels.pop(promql.MACHINE, "")) == "":
+            nameless += 1
+            continue
+        labels.pop("__name__", None)
+        pairs = ",".join(f"{k}={_quoted(v)}" for k, v in sorted(labels.items()))
+        if len(pairs) > NAME:
+            raise ValueError(f"labels of {len(pairs)} characters; {NAME} are read at most")
+        instances.append(instance)
+        series.append(f"{page.metric}{{{pairs}}}" if pairs else page.metric)
+        points.append(points_N2)
+    if len(set(zip(instances, series, strict=True))) < len(series):
+        raise ValueError("the same series comes twice")
+    time_N, value_N = np.concatenate(points).T
+    sizes = [len(points_N2) for points_N2 in points[1:]]
+    with np.errstate(invalid="ignore"):  # a time may be NaN
+        inside_N = (time_N >= page.first) & (time_N <= page.last(step_s))
+    owner_N = np.repeat(np.arange(len(series)), sizes)[inside_N]
+    return _Part(
+        page.metric, instances, series, np.bincount(owner_N, minlength=len(series)),
+        time_N[inside_N], value_N[inside_N], nameless, int((~inside_N).sum()),
+    )  # fmt: skip
 
 
 class _Health:
-    """Whether the server of a read answers at all. Threads share it."""
+    """Whether the server of a read answers at all. Threads share it. until: time.monotonic() at
+    which the read ends."""
 
-    def __init__(self) -> None:
+    def __init__(self, until: float) -> None:
+        self.until = until
         self._lock, self._fell, self._stood = threading.Lock(), 0, False
 
     def retries(self) -> int | None:
@@ -370,6 +453,27 @@ def _by_reason(lost: Sequence[tuple[_Page, UserError]]) -> dict[str, list[str]]:
         listed = found.setdefault(str(error), [])
         listed += [page.metric] * (page.metric not in listed)
     return found
+
+
+def _text(value: Any) -> str:
+    """Returns a name of the server's. Raises: TypeError for what is no text, ValueError for one
+    that is too long. What UTF-8 cannot hold, half of a pair of surrogates, becomes "?"."""
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r:.40} where a text must be")
+    if len(value) > NAME:
+        raise ValueError(f"a name of {len(value)} characters; {NAME} are read at most")
+    return value.encode("utf-8", "replace").decode()
+
+
+def _label(name: str) -> str:
+    """Returns a label's name with "_" for what names.parse does not know, such as a dot."""
+    return re.sub(r"^(?=\d)|[^A-Za-z0-9_]", "_", _text(name))
+
+
+def _some(names: Sequence[str]) -> str:
+    """Returns the first three names, and how many more there are."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
 
 
 def _is_about_user(error: UserError) -> bool:

@@ -2,7 +2,7 @@
 
 Both are lines of JSON; the first line of input has the options. Every few seconds the new records,
 and a Prometheus server's samples of the same hosts, become one window of the detector. A server
-that is unreachable is reported once, and the records alone are judged.
+that is unreachable, or answers nothing usable, is reported once, and the records alone are judged.
 """
 
 import dataclasses
@@ -20,7 +20,6 @@ from megajax.core.errors import UserError
 from megajax.monitor.records import Record
 from megajax.monitor.samples import Samples, concat
 from megajax.monitor.sources import from_records, prometheus
-from megajax.monitor.sources.http_query import Refused, Unavailable
 from megajax.systems.minder.alert import without_numbers
 from megajax.systems.minder.beside import as_line
 from megajax.systems.minder.detector import Detector
@@ -90,7 +89,7 @@ class Feed:
     def _ask(self, start: int, end: int) -> Samples | None:
         try:
             samples = self._server.read(start, end)
-        except (Refused, Unavailable) as error:
+        except Exception as error:  # whatever a server makes its reader raise
             if str(error)[:60] != self._trouble:
                 self._trouble = str(error)[:60]
                 self.notes.append(f"the metrics server: {error}; records are judged without it")
@@ -176,6 +175,9 @@ def main() -> int:
             notes = [*notes, *detector.notes]
         except UserError as error:
             notes = [*notes, str(error)]
+        except Exception as error:  # what it had learnt may be half of the old, half of the new
+            notes = [*notes, f"the detector begins anew after {error!r:.200}"]
+            detector = Detector(detector.profile, settings)
         keys = [without_numbers(n) for n in notes]
         fresh = [n for n, key in zip(notes, keys, strict=True) if key not in said]
         said.update(keys)

@@ -14,6 +14,7 @@ from typing import Any
 from megajax.monitor.alertmanager import Alertmanager, Firing
 from megajax.monitor.exporter import Row
 from megajax.monitor.lines import Lines
+from megajax.monitor.sources.http_query import plain
 from megajax.systems.minder.alert import Alert
 from megajax.systems.minder.ledger import Lasting, Ledger
 from megajax.systems.minder.pictures import Heat, draw_alert
@@ -28,6 +29,7 @@ COUNTERS = {
     "skipped_seconds_total": "seconds that were never judged, since the source was away too long",
     "source_failures_total": "reads that failed",
     "refused_windows_total": "windows that could not be judged, e.g. of fewer than 4 machines",
+    "notes_total": "sentences about what is wrong with the metrics themselves",
     "read_seconds_total": "time that reading took",
     "update_seconds_total": "time that judging took",
     "lost_writes_total": "events, pictures and states that the disk did not take",
@@ -75,7 +77,7 @@ class Teller:
         """Writes an event to events.jsonl and its message to the log."""
         row = {"time": round(time.time(), 3), "event": name, "message": message} | values
         self.count["lost_writes_total"] += not self._lines.write(json.dumps(row))
-        self.say(message)
+        self.say(plain(message))  # names come from a server: no line end, nothing for a terminal
 
     def hear(
         self,
@@ -156,7 +158,7 @@ class Teller:
         try:
             self._heatmap.parent.mkdir(parents=True, exist_ok=True)
             self._heat.write(self._heatmap, self.ledger.lasting)
-        except OSError:
+        except Exception:  # whatever a name or a disk does to the drawing
             self.count["lost_writes_total"] += 1
 
     # ---- Prometheus

@@ -1,7 +1,8 @@
 """The daemon: reads the metrics of a job every few seconds and names the faulty machine.
 
 A read that fails is repeated, and the missed seconds are read later, up to `gap_s` of them. Only a
-server that refuses the first request ends the watch. The daemon's time is that of the samples: an
+server that refuses the first request ends the watch: whatever else a server says, and whatever a
+window makes the detector raise, is an event. The daemon's time is that of the samples: an
 alert's `at` is the second up to which the detector had read.
 
 Source: Minder (NSDI 2025, arXiv 2411.01791), section 5; there the detector is called every few
@@ -23,7 +24,8 @@ from megajax.core.errors import UserError
 from megajax.monitor.grid import Grid
 from megajax.monitor.quality import nothing_in
 from megajax.monitor.samples import Samples, of_machines
-from megajax.monitor.sources.http_query import Refused, Unavailable
+from megajax.monitor.sources.http_query import Refused, plain
+from megajax.monitor.sources.server import MACHINES
 from megajax.systems.minder.alert import Alert, without_numbers
 from megajax.systems.minder.detector import Detector
 from megajax.systems.minder.pending import grid_of
@@ -36,6 +38,8 @@ FORGET_S = 3600.0  # (chosen) a hole after which a detector's history says nothi
 BACK_S = 60.0  # (chosen) by which a clock may go back without a new beginning
 QUIET_S = 600.0  # (chosen) without a note, after which it is said again; between two sentences
 # about what still goes wrong
+CHANGED_S = 60.0  # (chosen) between two sentences about what goes wrong in ever other words
+CELLS = 2**26  # (chosen: 256 MiB; 1,500 machines and 9 metrics have 12 million) of a grid
 MOST_NAMES = 2**20  # (chosen) bytes of a file of names
 MOST_NOTES = 1000  # (chosen) that are remembered
 PIECE_S = 900  # (chosen) seconds that are read at a time
@@ -125,8 +129,10 @@ class Watch:
         self._teller.count["read_seconds_total"] += time.monotonic() - began  # type: ignore
         if samples is None:
             return
+        grid = self._grid(samples, *span)
+        if grid is None:
+            return
         self._next = span[1]
-        grid = grid_of(of_machines(samples, self._pace.machines))
         self._recent.add(grid)
         self._judge(grid)
         if self._refit is not None:
@@ -173,18 +179,42 @@ class Watch:
         teller = self._teller
         try:
             samples = self._source.read(start, end)
-        except (Refused, Unavailable) as error:
+        except Exception as error:  # whatever a server makes its reader raise ends no watch
             if isinstance(error, Refused) and not self._has_read:
                 raise
-            teller.count["source_failures_total"] += 1
-            teller.gauges["source_up"] = 0.0
-            self._piece = max(SMALLEST_S, self._piece // 2)  # it may be too slow for so much
-            self._source_trouble.there(str(error))
+            self._fail(_cause(error))
             return None
         teller.gauges["source_up"] = 1.0
         self._piece, self._has_read = min(PIECE_S, 2 * self._piece), True
         self._source_trouble.gone()
         return samples
+
+    def _fail(self, why: str) -> None:
+        """Reports a read that gave nothing, and asks for less the next time."""
+        self._teller.count["source_failures_total"] += 1
+        self._teller.gauges["source_up"] = 0.0
+        self._piece = max(SMALLEST_S, self._piece // 2)  # it may be too slow for so much
+        self._source_trouble.there(why)
+
+    def _grid(self, samples: Samples, start: int, end: int) -> Grid | None:
+        """Returns the samples as a grid; None, and what is wrong is said, if there are too many
+        machines and metrics."""
+        samples = of_machines(samples, self._pace.machines)
+        machines = set(samples.machines).union(self._detector.machines)
+        if len(machines) > MACHINES:
+            self._fail(
+                f"{len(machines):,} machines have come and gone; {MACHINES:,} are watched at most, "
+                "so that the detector begins anew (--only)"
+            )
+            self._begin(start)
+            return None
+        if (cells := len(samples.machines) * len(samples.metrics) * (end - start)) > CELLS:
+            self._fail(
+                f"{len(samples.machines):,} machines with {len(samples.metrics)} metrics in "
+                f"{end - start} s are {cells:,} values; {CELLS:,} are watched at most (--only)"
+            )
+            return None
+        return grid_of(samples)
 
     # ---- judging
 
@@ -203,6 +233,10 @@ class Watch:
             teller.count["refused_windows_total"] += 1
             if not nothing:
                 self._window_trouble.there(str(error))
+        except Exception as error:  # what it had learnt may be half of the old and half of the new
+            teller.count["refused_windows_total"] += 1
+            self._window_trouble.there(f"{_cause(error)}; the detector begins anew")
+            self._begin(grid.end)
         else:
             self._window_trouble.gone()
         teller.count["update_seconds_total"] += time.monotonic() - began  # type: ignore
@@ -238,6 +272,7 @@ class Watch:
         """Reports a note, unless it also came within the last QUIET_S seconds."""
         key, now = without_numbers(note), time.monotonic()
         if now - self._notes.pop(key, -math.inf) > QUIET_S:
+            self._teller.count["notes_total"] += 1
             self._teller.event("note", note)
         self._notes[key] = now
         if len(self._notes) > MOST_NOTES:
@@ -274,7 +309,8 @@ class Watch:
 
 
 class Trouble:
-    """A lasting problem, which is reported when it begins, changes and ends."""
+    """A lasting problem, which is reported when it begins, changes and ends; while its cause is
+    told in ever other words, once in CHANGED_S seconds."""
 
     def __init__(self, what: str, teller: Teller):
         """what: name of the activity that fails, with which messages begin."""
@@ -287,7 +323,8 @@ class Trouble:
         if not self._count:
             self._since = now
         self._count += 1
-        if key != self._said[0] or now - self._said[1] > QUIET_S:
+        quiet_s = QUIET_S if key == self._said[0] else CHANGED_S
+        if self._count == 1 or now - self._said[1] > quiet_s:
             self._said = (key, now)
             more = f" ({self._count} times so far)" if self._count > 1 else ""
             self._teller.event("trouble", f"{self._what}: {why}{more}; watching goes on")
@@ -301,3 +338,10 @@ class Trouble:
                 "trouble", f"{self._what}: works again, after {failures} in {seconds:.0f} s"
             )
         self._count, self._said = 0, ("", 0.0)
+
+
+def _cause(error: Exception) -> str:
+    """Returns what an error says; of one that nobody foresaw, its type too."""
+    if isinstance(error, UserError):
+        return str(error)
+    return f"{type(error).__name__}: {plain(str(error))[:200]}"
