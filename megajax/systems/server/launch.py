@@ -97,7 +97,7 @@ def build_server(
     metrics = Metrics(name)
     tell = peers.Peers().tell if jax.process_count() > 1 else None
     worker = Worker(engine, metrics, limits.max_waiting, max_batch, tell)
-    reader = Reader([name], tokenizer, chat, engine.context)
+    reader = Reader([name], tokenizer, chat, engine.context, limits.strict_members)
     server = Server(
         worker, reader, metrics, name=name, keys=keys or (), max_body=limits.max_body,
         timeout_s=limits.request_timeout_s,

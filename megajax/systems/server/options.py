@@ -81,6 +81,11 @@ class HttpOptions(Checked):
     max_body: int = option(
         2**22, "largest body of a request; larger ones are refused with 413", "bytes", at_least=1
     )
+    strict_members: bool = option(
+        False,
+        "refuse members of requests that no answer here depends on (reasoning_effort, verbosity, "
+        "modalities, ...)",
+    )
     request_timeout_s: float = option(
         600.0, "longest time from a request to its last token", "s", above=0
     )

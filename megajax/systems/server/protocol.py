@@ -4,15 +4,17 @@ Beside OpenAI's members there are those that vLLM's users send (its "extra param
 min_p, repetition_penalty, stop_token_ids, ignore_eos, priority, include_stop_str_in_output,
 add_special_tokens, chat_template_kwargs, add_generation_prompt, structured_outputs. Its older
 guided_json, guided_regex and guided_choice mean structured_outputs' members. What only says who
-asks is ignored.
+asks is ignored, and so is what other models heed (HINTS), unless the server is told to refuse it.
+The limits of numbers are those of SamplingParams.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 from megajax.core.errors import UserError
 from megajax.serving import SamplingParams, StructuredOutputsParams
+from megajax.serving.params import WHOLE
 from megajax.systems.server.chat import Chat
 from megajax.systems.server.errors import ApiError
 from megajax.systems.server.fields import Fields, empty, is_ids, none_of, strings
@@ -21,7 +23,20 @@ STOPS = 16  # (chosen; OpenAI has 4, vLLM no limit) stop strings
 PROMPTS = 64  # (chosen) prompts of one request
 ANSWERS = 128  # (OpenAI) n
 PASSED = ("top_p", "presence_penalty", "frequency_penalty", "min_p", "repetition_penalty")
-IGNORED = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
+IGNORED = (
+    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
+    "prompt_cache_retention", "request_id",
+)  # fmt: skip
+# Members of current clients that no answer here depends on, with the values that are let pass;
+# none: every value.
+HINTS: dict[str, tuple[Any, ...]] = {
+    "reasoning_effort": (), "verbosity": (), "prediction": (), "parallel_tool_calls": (),
+    "include_reasoning": (), "cache_prompt": (), "modalities": (["text"],),
+    "function_call": ("none", "auto"), "use_beam_search": (False,), "length_penalty": (1, 1.0),
+    "early_stopping": (False,), "spaces_between_special_tokens": (True,),
+    "continue_final_message": (False,), "return_token_ids": (False,), "detokenize": (True,),
+}  # fmt: skip
+PART = 2**14  # (chosen) characters that are encoded before a long prompt's length is looked at
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,8 +68,10 @@ class Reader:
         tokenizer: Any,
         chat: Chat,
         context: int,
+        strict: bool = False,
     ):
-        """names: of the model. context: most tokens of prompt and answer."""
+        """names: of the model. context: most tokens of prompt and answer. strict: refuse HINTS."""
+        self._strict = strict
         self._names, self._tokenizer, self._chat = tuple(names), tokenizer, chat
         self._context, self._prefix = context, list(tokenizer.prefix())
 
@@ -69,7 +86,7 @@ class Reader:
             raise fields.error("echo", "cannot be had with logprobs: prompts have none here")
         fields.only("suffix", none_of(""), "is not supported")
         fields.only("best_of", none_of(body.get("n") or 1), "must equal n: no answer is dropped")
-        most = fields.between("max_tokens", 1, 2**31, 16)
+        most = fields.between("max_tokens", 1, WHOLE, 16)
         return self._job(fields, "completion", prompts, most, logprobs, texts if echo else [])
 
     def chat(self, body: dict[str, Any]) -> Job:
@@ -79,7 +96,7 @@ class Reader:
         more = dict(fields.take("chat_template_kwargs", dict, {}))
         more["add_generation_prompt"] = fields.take("add_generation_prompt", bool, True)
         text = self._chat.prompt(_messages(fields), more)
-        prompt = self._tokenizer.encode_special(text)
+        prompt = self._encoded(self._tokenizer.encode_special, text, "messages")
         listed = fields.between("top_logprobs", 0, 20, None)
         wanted = fields.take("logprobs", bool, False)
         if listed is not None and not wanted:
@@ -87,9 +104,8 @@ class Reader:
         for name in ("tools", "functions"):
             fields.only(name, empty, "is not supported: the server calls no tools")
         fields.only("tool_choice", none_of("none", "auto"), "is not supported")
-        fields.ignore("parallel_tool_calls")
-        most = fields.between("max_completion_tokens", 1, 2**31, None)
-        older = fields.between("max_tokens", 1, 2**31, None)
+        most = fields.between("max_completion_tokens", 1, WHOLE, None)
+        older = fields.between("max_tokens", 1, WHOLE, None)
         most = older if most is None else most
         self._check_context(prompt, 1)
         most = self._context - len(prompt) if most is None else most
@@ -121,7 +137,7 @@ class Reader:
         found, texts = [], []
         for prompt in listed:
             if isinstance(prompt, str):
-                found.append(prefix + self._tokenizer.encode([prompt])[0].tolist())
+                found.append(prefix + self._encoded(self._plain, prompt, "prompt"))
                 texts.append(prompt)
             else:
                 found.append(prompt)
@@ -129,6 +145,28 @@ class Reader:
         if not all(found):
             raise fields.error("prompt", "must have at least one token")
         return found, texts
+
+    def _plain(self, text: str) -> list[int]:
+        return self._tokenizer.encode([text])[0].tolist()
+
+    def _encoded(self, encode: Callable[[str], list[int]], text: str, param: str) -> list[int]:
+        """Returns the ids of a text.
+
+        A long text is encoded in parts before, until they have more than twice the tokens of the
+        context: what is refused costs no more than that. (A cut adds a token or two.)
+        Raises: ApiError.
+        """
+        count = 0
+        for at in range(0, len(text) if len(text) > PART else 0, PART):
+            count += len(encode(text[at : at + PART]))
+            if count > 2 * self._context:
+                raise ApiError(
+                    400,
+                    f"the model's context has {self._context} tokens; the first {at + PART} of "
+                    f"{len(text)} characters of {param} have some {count}: shorten it",
+                    param=param, code="context_length_exceeded",
+                )  # fmt: skip
+        return encode(text)
 
     def _check_context(self, prompt: Sequence[int], most: int) -> None:
         if len(prompt) + most > self._context:
@@ -156,6 +194,13 @@ class Reader:
         options.ignore("continuous_usage_stats", "include_obfuscation")
         options.end()
         fields.ignore(*IGNORED)
+        for name, legal in HINTS.items():
+            if self._strict:
+                fields.only(name, none_of(), "changes no answer of this server (--strict_members)")
+            elif legal:
+                fields.only(name, none_of(*legal), "is not supported")
+            else:
+                fields.ignore(name)
         fields.only("min_tokens", none_of(0), "is not supported")
         fields.only("skip_special_tokens", none_of(True), "is not supported: they have no text")
         include = fields.take("include_stop_str_in_output", bool, False)

@@ -221,6 +221,69 @@ async def test_what_is_wrong_is_said_as_openai_says_it(client, worker):
         assert (await ask(client, "chat/completions", **listed, **more)).status_code == 400
 
 
+HARMLESS = {
+    "reasoning_effort": "low", "verbosity": "low", "modalities": ["text"], "prediction": None,
+    "parallel_tool_calls": True, "use_beam_search": False, "prompt_cache_retention": "24h",
+}  # fmt: skip
+
+
+def test_members_that_change_no_answer_are_taken_or_refused_by_one_flag():
+    async def whole():
+        listed = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2, "seed": 1}
+        async with serving() as (client, _):
+            plain = (await ask(client, "chat/completions", **listed)).json()["choices"]
+            found = (await ask(client, "chat/completions", **listed, **HARMLESS)).json()
+            assert found["choices"] == plain
+            for more in ({"modalities": ["text", "audio"]}, {"use_beam_search": True}):
+                response = await ask(client, "chat/completions", **listed, **more)
+                assert response.status_code == 400 and "is not supported" in response.text
+        async with serving(strict_members=True) as (client, _):
+            for name, value in HARMLESS.items():
+                response = await ask(client, "chat/completions", **listed, **{name: value})
+                passes = name in ("prediction", "prompt_cache_retention")  # null; of the client
+                assert response.status_code == (200 if passes else 400), name
+                assert passes or "--strict_members" in response.text
+
+    asyncio.run(whole())
+
+
+def test_a_refused_prompt_costs_no_more_than_its_bound():
+    class Counted(ByteTokenizer):
+        """Counts the characters that it encodes."""
+
+        count = 0
+
+        def encode(self, texts):
+            self.count += sum(map(len, texts))
+            return super().encode(texts)
+
+        def encode_special(self, text):
+            self.count += len(text)
+            return super().encode_special(text)
+
+    async def whole():
+        async with serving(max_body=2**23) as (client, worker):
+            counted = worker.engine.tokenizer = Counted()
+            limits = HttpOptions(max_body=2**23)
+            made, server = build_server(worker.engine, "tiny", Chat(TEMPLATE), limits, max_batch=4)
+            made.start()
+            transport = httpx2.ASGITransport(app=server.app)
+            async with httpx2.AsyncClient(transport=transport, base_url="http://tiny") as client:
+                long = "word " * 800_000
+                messages = [{"role": "user", "content": long}]
+                for path, body in (("completions", {"prompt": [long, long]}),
+                                   ("chat/completions", {"messages": messages})):  # fmt: skip
+                    counted.count = 0
+                    error = (await ask(client, path, **body)).json()["error"]
+                    assert error["code"] == "context_length_exceeded", error
+                    assert counted.count < 2**15
+            made.stop()
+            assert await made.join(60)
+            worker.engine.tokenizer = ByteTokenizer()
+
+    asyncio.run(whole())
+
+
 def test_a_model_without_a_template_says_so():
     async def whole():
         for chat in (None, ChatTemplate("{% for %}", "", "")):
