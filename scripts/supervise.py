@@ -21,10 +21,11 @@ first line of --token_file. The training processes do not get it. --tls encrypts
 --report --out=OUT --run_dir=RUN prints how the time was spent (ETTR) and draws the ranks.
 --evict=HOST --out=FOLDER takes a host out of a running job; --readmit=HOST lets it come back.
 
-Exit codes: 0 the command completed; 2 the command cannot work; 70 one step failed again and again
-(do not retry); 75 too few good hosts or restarts are left (retry on other hosts than those of the
-blocklist), or the last save failed (retry when the storage works); 76 a newer driver continues the
-run (do not retry); 143 the job was told to stop and has saved.
+Exit codes: 0 the command completed; 2 the command cannot work; 70 one step failed with the same
+error on several hosts (do not retry); 75 too few good hosts or restarts are left (retry on other
+hosts than those of the blocklist), a disk is full or the last save failed (retry when the storage
+works); 76 a newer driver continues the run (do not retry); 143 the job was told to stop and has
+saved. The last line of a driver that gave up is the command that continues the run.
 """
 
 import megajax.core.interrupted  # noqa: F401
@@ -34,6 +35,7 @@ import dataclasses
 import json
 import os
 import secrets
+import shlex
 import signal
 import socket
 import subprocess
@@ -264,7 +266,7 @@ def drive(
             Limits(s.start_s, s.step_s, s.save_s, s.evaluate_s, s.silence_s, 2 * s.period_s),
             Policy(s.max_restarts, least, backoff=s.backoff_s, responses=responses),
             invitation(host, port, out) if s.agents == "elsewhere" else "", detectors,
-            minder,
+            minder, s.again,
         ),
         journal, listener, secret, lambda text: speaker.say(sys.stdout, text),
         spawner(s, address, secret, tls) if s.agents == "here" else None, s.spares, tls,
@@ -347,6 +349,7 @@ def main(argv: Sequence[str], detectors: Mapping[str, Maker] = DETECTORS) -> int
     """
     try:
         settings, command = parse(argv)
+        settings.again = shlex.join([sys.argv[0], *argv])
         if settings.report:
             return report(settings)
         if settings.evict or settings.readmit:

@@ -10,15 +10,22 @@ from typing import Literal
 from megajax.core.errors import UserError, did_you_mean
 
 Kind = Literal["restart", "stop", "done", "evict", "warn"]
+# What a fault is evidence of. program: an error of a rank itself while all ranks trained. start:
+# the same before all of them did. stall: a rank that got nowhere while it trained. temporary: a
+# full disk, or another error that says that a later start may work. other: what was done to a rank,
+# to an agent or to the driver; it speaks against nobody.
+Cause = Literal["program", "start", "stall", "temporary", "other"]
 
 # What is done about an alert, by its rule. A rule that is not listed here warns.
 RESPONSES: Mapping[str, Kind] = {
     "end": "done",
     "superseded": "stop",
+    "driver": "restart",
     "usage": "stop",
     "agent": "restart",
     "exit": "restart",
     "lost": "restart",
+    "lease": "restart",
     "silence": "restart",
     "nan": "restart",
     "stopped": "restart",
@@ -34,7 +41,10 @@ CHOICES: Mapping[str, Kind] = {k: k for k in ("warn", "evict", "restart")}  # of
 
 @dataclass(frozen=True)
 class Alert:
-    """What a detector found. rule: names the kind of finding. code: how the job ends by it."""
+    """What a detector found. rule: names the kind of finding. code: how the job ends by it.
+
+    cause: what it is evidence of. error: what the ranks said, without numbers, to be compared.
+    """
 
     rule: str
     message: str
@@ -42,6 +52,8 @@ class Alert:
     hosts: tuple[str, ...] = ()
     step: int | None = None
     code: int = 0
+    cause: Cause = "other"
+    error: str = ""
 
 
 @dataclass(frozen=True)
@@ -50,6 +62,7 @@ class Action:
 
     kind restart: end this attempt and go on; stop: end the job, because trying again is no use;
     done: the job ended well, with `code`; evict: save, and go on without the hosts; warn: record.
+    cause, error: as of the alert.
     """
 
     kind: Kind
@@ -59,6 +72,8 @@ class Action:
     hosts: tuple[str, ...] = ()
     step: int | None = None
     code: int = 0
+    cause: Cause = "other"
+    error: str = ""
 
     @property
     def ends_the_attempt(self) -> bool:

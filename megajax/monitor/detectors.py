@@ -8,18 +8,25 @@ rules look at ends and at progress. What is done about an alert is no business o
 (alerts.py). No jax import.
 """
 
+import signal
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from megajax.core.errors import SUPERSEDED, UserError, did_you_mean
-from megajax.monitor.alerts import Alert
+from megajax.monitor.alerts import Alert, Cause
 from megajax.monitor.job import WINDOW, Host, Job, Rank
+from megajax.monitor.lease import EXPIRED
 from megajax.monitor.records import Record
 
 STRAGGLER = 0.08  # (chosen) of a step: named at +12 %, above the 6 % between two at -3 and +3 %
 TRAFFIC = 0.5  # (chosen, papers' "traffic drop") of its own median bytes a step
 ABORT = -6
+WORDS = 1.5  # (chosen) times the usual, for the last words of a rank without an exit code
+# What jax's runtime says when it ends a process because of another one.
+GIVEN_UP = ("distributed service", "coordination service", "heartbeat")
+FULL_DISK = ("no space left on", "disk quota exceeded", "storage is full")
+CRASHES = tuple(-getattr(signal, f"SIG{name}") for name in ("SEGV", "BUS", "FPE", "ILL", "SYS"))
 TOLD_CODE = 143  # of a job whose processes say that they were told, whatever their own codes
 
 
@@ -66,39 +73,91 @@ class End(Rule):
             why = "a newer driver's run saves in its place"
             return [job.alert("superseded", taken, why, SUPERSEDED)]
         bad = [r for r in ranks if _blame(r)]
-        if not (bad or job.gone) or not job.is_settled():
+        if not (bad or job.gone):
             return []
+        mute = [r for r in bad if r.code is None and r.section == "failed" and not r.error]
+        if not job.is_settled(WORDS if mute else 1.0):
+            return []
+        least = min(map(_blame, bad), default=LOST)
+        away = job.absence()
+        if away > job.limits.silence / 2 and least > OWN and (job.gone or least >= LEASE):
+            return [
+                Alert(
+                    "driver",
+                    f"the driver did not run for {away:.1f} s (it was frozen, or its machine was); "
+                    f"without it, processes end themselves after {job.limits.silence:g} s. No host "
+                    "is at fault",
+                    step=job.step,
+                )
+            ]
         if job.gone:
             mine = [r for name in job.gone for r in job.hosts[name].ranks]
-            return [job.alert("agent", mine, "the agent is gone")]
-        return self._cause(bad)
+            why = next(iter(job.gone.values()))
+            return [job.alert("agent", mine, f"the agent is gone{why and f' ({why})'}")]
+        return self._cause([r for r in bad if _blame(r) == least], least)
 
-    def _cause(self, bad: Sequence[Rank]) -> list[Alert]:
-        """Returns an alert about those that ended first."""
-        job = self._job
-        least = min(map(_blame, bad))
-        causes = [r for r in bad if _blame(r) == least]
-        if least == 4 and (late := [r for r in job.behind() if not _blame(r)]):
+    def _cause(self, causes: Sequence[Rank], least: int) -> list[Alert]:
+        """Returns an alert about those that ended first. least: their blame."""
+        job, first = self._job, causes[0]
+        if least == LOST and (late := [r for r in job.behind() if not _blame(r)]):
             # Those that were on their way when jax gave them up.
-            return [job.alert("lost", late, f"lost by others while in {late[0].section!r}")]
+            why = (
+                f"the others gave up waiting for it, in {late[0].section!r}; it was slow, not lost"
+            )
+            return [job.alert("lost", late, why)]
         if any(r.has_bad_loss for r in causes):
             return NotFinite(job).watch(())
-        if any(r.code == 2 for r in causes):
-            return [job.alert("usage", causes, "says it cannot (exit code 2)", 2)]
-        return [job.alert("exit", causes, f"{_how(causes[0])}, step {causes[0].step}")]
+        if any(r.code == 2 and not _is_full(r) for r in causes):
+            return [job.alert("usage", causes, f"says it cannot (exit code 2){_said(first)}", 2)]
+        if least == LEASE:
+            why = f"ended itself, for want of news from its driver (exit code {EXPIRED})"
+            return [job.alert("lease", causes, why + _said(first))]
+        message = f"{_how(first)}, step {first.step}{_said(first)}"
+        return [job.alert("exit", causes, message, 0, self._evidence(first, least), _sign(first))]
+
+    def _evidence(self, rank: Rank, least: int) -> Cause:
+        """Returns what the end of a rank is evidence of."""
+        if _is_full(rank) or rank.code == EXPIRED or f"exit code {EXPIRED}" in rank.error:
+            return "temporary"
+        is_own = rank.code in CRASHES if least == KILLED else least == OWN
+        if least == ABORTED:
+            is_own = bool(rank.error) and not any(word in rank.error for word in GIVEN_UP)
+        return "other" if not is_own else "program" if self._job.is_up() else "start"
+
+
+# Who of those that ended caused it: the smallest.
+KILLED, OWN, ABORTED, LEASE, LOST = 1, 2, 3, 4, 5
 
 
 def _blame(rank: Rank) -> int:
-    """Who of those that ended caused it: the smallest. 0: nothing wrong here."""
+    """Returns how likely the end of a rank caused the others'. 0: nothing wrong here."""
     if rank.came_to_its_end or (rank.code is None and rank.section not in ("failed", "lost")):
         return 0
     if rank.code is not None and rank.code < 0 and rank.code != ABORT:
-        return 1  # somebody killed it
+        return KILLED  # by somebody, or by what it did itself
     if rank.section == "lost":
-        return 4  # it died of another rank's death
+        return LOST  # it died of another rank's death
     if rank.code == ABORT:
-        return 3  # so ends jax's runtime what lost its coordinator or was slow to answer
-    return 2  # an error of its own, or it left before the end
+        return ABORTED  # so ends jax's runtime what lost its coordinator or was slow to answer
+    if rank.code == EXPIRED:
+        says_so = rank.error.startswith("[lease]")
+        if says_so or ("beat" in rank.values and rank.section != "failed" and not rank.error):
+            return LEASE
+    return OWN  # an error of its own, or it left before the end
+
+
+def _is_full(rank: Rank) -> bool:
+    """Tells whether a rank ended because a disk takes no more."""
+    return any(word in rank.error.lower() for word in FULL_DISK)
+
+
+def _sign(rank: Rank) -> str:
+    """Returns what must be equal for two ends to be of one kind."""
+    return rank.error or f"{_how(rank)}"
+
+
+def _said(rank: Rank) -> str:
+    return f": {rank.error[:200]}" if rank.error else ""
 
 
 def _how(rank: Rank) -> str:
@@ -142,7 +201,7 @@ class NotFinite(Rule):
         sick = [r for r in bad if r.has_bad_state]
         why = ", what it holds of the state is not" if sick else ""
         message = f"the loss is not finite by step {bad[0].step}{why}"
-        return [job.alert("nan", sick or bad, message)]
+        return [job.alert("nan", sick or bad, message, cause="program", error="nan")]
 
 
 class Stopped(Rule):
@@ -174,7 +233,10 @@ class Stall(Rule):
             return []
         message = f"no progress for {age:.1f} s in {section!r} of step {behind[0].step} "
         frozen = [r for r in behind if r.is_frozen]
-        return [job.alert("stall", frozen or behind, message + f"(allowed: {allowed:.1f} s)")]
+        # Whoever stopped it, compiles, or waits for storage, has done nothing wrong.
+        free = frozen or section in ("start", "compile", "save") or not job.is_up()
+        message += f"(allowed: {allowed:.1f} s)"
+        return [job.alert("stall", frozen or behind, message, cause="other" if free else "stall")]
 
 
 class Flood(Rule):

@@ -2,18 +2,20 @@
 
 The watchdog puts the records of all hosts into one Job, and the detectors read it. Its clock does
 not run while nobody looks: when the watcher itself was starved on a loaded machine, the time that
-it missed counts for two periods. No jax import.
+it missed counts for two periods. How long it missed is known (`absence`): what agents and
+ranks did meanwhile, because nobody answered them, is not their fault. No jax import.
 
 Of all ranks only those furthest behind can be late; who is ahead waits for them rightly, however
 long. So `since` of every other rank is now.
 """
 
 import math
+import re
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from megajax.monitor.alerts import Alert
+from megajax.monitor.alerts import Alert, Cause
 from megajax.monitor.heartbeat import CODES
 from megajax.monitor.records import Record, Value
 
@@ -98,6 +100,11 @@ class Rank:
         return bool(self.number_of("has_bad_state"))
 
     @property
+    def error(self) -> str:
+        """The last error that it printed, '' for none."""
+        return str(self.values.get("error", ""))
+
+    @property
     def came_to_its_end(self) -> bool:
         """Whether it ended as it should, or is about to."""
         return self.code in TOLD and ("beat" not in self.values or self.section in ("end", "told"))
@@ -131,7 +138,8 @@ class Job:
         self._last, self.clock = now, 0.0
         self.hosts = {name: Host(name, [Rank(r, name) for r in own]) for name, own in ranks.items()}
         self.ranks = {r.number: r for host in self.hosts.values() for r in host.ranks}
-        self.gone: list[str] = []  # hosts whose agents hung up
+        self.gone: dict[str, str] = {}  # hosts whose agents hung up, and why
+        self._gaps: deque[tuple[float, float]] = deque(maxlen=WINDOW)  # (end, seconds) unwatched
         self._back = set(self.ranks)  # the ranks furthest behind, at the last look
         self._seen: dict[str, float] = {}
         self._sign: float | None = None  # when the first sign of a fault came
@@ -143,7 +151,10 @@ class Job:
 
     def tick(self, now: float) -> None:
         """Lets the clock go on to a moment of the watcher's clock."""
-        self.clock += min(now - self._last, 2 * self._period)
+        gap = now - self._last
+        self.clock += min(gap, 2 * self._period)
+        if gap > 2 * self._period:
+            self._gaps.append((now, gap))
         self._last = now
 
     def look(self, now: float) -> None:
@@ -201,6 +212,15 @@ class Job:
 
     # ---- what rules ask
 
+    def absence(self) -> float:
+        """Returns for how many seconds nobody looked, where that may explain what is seen now."""
+        recent = self._last - self.limits.silence - self.limits.settle - 2 * self._period
+        return sum(gap for end, gap in self._gaps if end >= recent)
+
+    def is_up(self) -> bool:
+        """Tells whether every rank came as far as a step, as far as ranks tell where they are."""
+        return all(r.step > 0 for r in self.ranks.values())
+
     def behind(self) -> list[Rank]:
         """Returns the living ranks that are furthest behind."""
         live = [r for r in self.ranks.values() if r.code is None]
@@ -213,18 +233,30 @@ class Job:
         least = self.limits.floor(section) if least is None else least
         return max(least, FACTOR * self._seen.get(section, 0.0))
 
-    def is_settled(self) -> bool:
-        """Called at a sign of a fault. Tells whether the signs of the other ranks are in."""
+    def is_settled(self, times: float = 1.0) -> bool:
+        """Called at a sign of a fault. Tells whether the signs of the other ranks are in.
+
+        times: how often to wait for as long as the limits say.
+        """
         self._sign = self.clock if self._sign is None else self._sign
         waits = any(r.code is None for r in self.ranks.values())
-        return not waits or self.clock - self._sign >= self.limits.settle
+        return not waits or self.clock - self._sign >= times * self.limits.settle
 
-    def alert(self, rule: str, ranks: Sequence[Rank], message: str, code: int = 0) -> Alert:
-        """Returns an alert that names ranks with their hosts."""
+    def alert(
+        self,
+        rule: str,
+        ranks: Sequence[Rank],
+        message: str,
+        code: int = 0,
+        cause: Cause = "other",
+        error: str = "",
+    ) -> Alert:
+        """Returns an alert that names ranks with their hosts. error: numbers in it do not count."""
         where = f"rank {_listed(r.number for r in ranks)} on {_listed(r.host for r in ranks)}"
         hosts = tuple(dict.fromkeys(r.host for r in ranks))
         numbers = tuple(r.number for r in ranks)
-        return Alert(rule, f"{where}: {message}", numbers, hosts, self.step, code)
+        error = re.sub(r"0x[0-9a-f]+|\d+", "#", error)
+        return Alert(rule, f"{where}: {message}", numbers, hosts, self.step, code, cause, error)
 
 
 def _number(value: Value, otherwise: float) -> float:

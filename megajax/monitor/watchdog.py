@@ -34,9 +34,9 @@ class Watchdog:
         self._detectors: dict[str, Detector] = {n: make(self.job) for n, make in detectors.items()}
         self._fresh: list[Record] = []
 
-    def hang_up(self, host: str) -> None:
+    def hang_up(self, host: str, why: str = "") -> None:
         """The connection to an agent is gone."""
-        self.job.gone.append(host)
+        self.job.gone[host] = why
 
     def hear(self, now: float, host: str, records: Sequence[Record]) -> None:
         """Takes a report of a host's agent."""

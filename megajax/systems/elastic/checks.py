@@ -124,17 +124,25 @@ def gpu(timeout: float = 300.0) -> float:
 
 
 def run(folder: Path) -> dict[str, float | str]:
-    """Returns {check: its figure, or what is wrong}. folder: whose disk is tried."""
+    """Returns {check: its figure, or what is wrong}. folder: whose disk is tried.
+
+    What takes too long is tried once more: a host that was frozen for a moment is not broken.
+    """
     checks = {"memory": memory, "disk": lambda: disk(folder), "loopback": loopback}
     if shutil.which("nvidia-smi"):
         checks["gpu"] = gpu
     found: dict[str, float | str] = {}
     for name, check in checks.items():
-        try:
-            found[name] = check()
-        except (ValueError, OSError, subprocess.SubprocessError) as error:
-            if not (isinstance(error, OSError) and error.errno in NOT_TRIED):
+        for _ in range(2):
+            try:
+                found[name] = check()
+                break
+            except (ValueError, OSError, subprocess.SubprocessError) as error:
                 found[name] = str(error) or type(error).__name__
+                if isinstance(error, OSError) and error.errno in NOT_TRIED:
+                    del found[name]
+                if not isinstance(error, TimeoutError):
+                    break
     return found
 
 

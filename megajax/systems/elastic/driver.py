@@ -29,6 +29,7 @@ from megajax.systems.elastic.policy import (
     ELSEWHERE,
     USAGE,
     Recovery,
+    after,
     ended,
     to_evict,
 )
@@ -66,6 +67,7 @@ class Driver:
         self._first_attempt = self._attempt + 1
         self._fenced = 0.0  # until when processes of lost hosts may go on
         self._team: list[Host] = []
+        self._moves: frozenset[str] = frozenset()  # hosts whose ranks go elsewhere next
         self._dog: Watchdog | None = None
         self._evict: str | None = None
         self._unable: Action | None = None
@@ -103,10 +105,10 @@ class Driver:
         """An agent came."""
         self._journal.event("joined", host=host.name, address=host.address, pid=host.pid)
 
-    def on_hang_up(self, host: Host) -> None:
+    def on_hang_up(self, host: Host, why: str) -> None:
         """An agent is gone."""
         if self._dog is not None and host in self._team:
-            self._dog.hang_up(host.name)
+            self._dog.hang_up(host.name, why)
 
     def on_asked(self, signal: int) -> None:
         """A host was told that the job should stop."""
@@ -160,7 +162,7 @@ class Driver:
     def _start(self) -> bool:
         """Starts all processes of the next attempt. Tells whether its hosts were all there."""
         s = self._settings
-        self._team = self._hosts.choose(self._team, self._settings.hosts)
+        self._team = self._hosts.choose(self._team, self._settings.hosts, self._moves)
         moments = self._hosts.ask(self._team, "moment", ANSWER_S, do="moment")
         (port,) = self._hosts.ask(self._team[:1], "port", ANSWER_S, do="port")
         if port is None or None in moments:
@@ -168,6 +170,7 @@ class Driver:
                 if moment is None:  # nothing of it runs
                     self._hosts.dismiss(host)
             return False
+        self._moves = frozenset()
         self._attempt += 1
         self._journal.begin(self._attempt)
         job = {
@@ -226,7 +229,7 @@ class Driver:
             if len(self.signals) > told:
                 told = len(self.signals)
                 deadline = self._tell(f"signal {self.signals[-1]}: the job may save and stop")
-            if told > 1 or time.monotonic() > deadline:
+            if told > 1 or self._hosts.clock > deadline:
                 if leaving is not None and not told:
                     return leaving
                 code = ELSEWHERE
@@ -237,10 +240,10 @@ class Driver:
             )  # fmt: skip
 
     def _tell(self, why: str) -> float:
-        """Lets all ranks save and stop. Returns until when they may."""
+        """Lets all ranks save and stop. Returns until when they may, by the clock of the hosts."""
         self._journal.event("told", why)
         self._hosts.send(self._team, do="tell", signal=signal.SIGTERM)
-        return time.monotonic() + self._settings.grace
+        return self._hosts.clock + self._settings.grace
 
     def _to_evict(self, found: list[Action]) -> Action | None:
         """Returns what takes a host out, where it may."""
@@ -272,6 +275,7 @@ class Driver:
         verdict = self._recovery.decide(fault, bad, self._hosts.candidates())
         for host, why in verdict.excluded.items():
             self._block(host, why)
+        self._moves = verdict.moves
         if self.signals and verdict.code is None:
             return self._give_up(ELSEWHERE, "told to stop between two attempts")
         if verdict.code is not None:
@@ -317,6 +321,9 @@ class Driver:
         bad = checks.failing(said, named)
         sound = [h for h in present if h.name not in bad and self._hosts.has(h)]
         found = self._hosts.check_links(sound)
+        if links.failing(found, named):  # once more: a host that was frozen for a moment is not bad
+            wrong = {p: f for p, f in found.items() if f == links.DAMAGED}
+            found = self._hosts.check_links(sound) | wrong
         between = {" - ".join(pair): figure for pair, figure in found.items()}
         self._journal.event("checked", results=said, links=between)
         lost = {h.name for h in sound if not self._hosts.has(h)}  # an agent that ended says nothing
@@ -357,7 +364,7 @@ class Driver:
         self._journal.report(
             f"gave up {when}: {why}\n"
             f"exit code {code}; excluded hosts: {blocked}; stacks, logs and events: "
-            f"{self._journal.folder}\n"
+            f"{self._journal.folder}\n{after(code, self._settings.again)}\n"
         )
         return code
 

@@ -11,7 +11,7 @@ import selectors
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 
 from megajax.systems.elastic import links, reaper
@@ -20,6 +20,9 @@ from megajax.systems.elastic.tls import Tls
 from megajax.systems.elastic.wire import Line, join_address
 
 TICK_S = 0.1  # (chosen)
+LONGEST_LOOK_S = (
+    2.0  # (chosen) a longer time between two looks is this driver's, and nobody's delay
+)
 ANSWER_S = 15.0  # (chosen) for stacks, and for the end of killed processes
 WAITING_S = 30.0  # (chosen) between two words about agents that are missing
 SPARES_S = 10.0  # (chosen) for spares of this machine to come, though enough are there
@@ -49,7 +52,7 @@ class Listener(Protocol):
     def on_join(self, host: Host) -> None:
         """An agent came."""
 
-    def on_hang_up(self, host: Host) -> None:
+    def on_hang_up(self, host: Host, why: str) -> None:
         """An agent is gone."""
 
     def on_report(self, host: Host, message: dict[str, Any]) -> None:
@@ -98,16 +101,26 @@ class Hosts:
         self._next: dict[str, float] = {}  # when each may be started again
         self._names = [f"local{i}" for i in range(count)] if spawn else []
         self._here: dict[str, Host] = {}
+        self._looked, self._clock = time.monotonic(), 0.0
         self.blocked: set[str] = set()
+
+    @property
+    def clock(self) -> float:
+        """Seconds, by which all waiting for agents is measured. They go on while this process
+        looks: one that was frozen for a minute has not waited for a minute."""
+        now = time.monotonic()
+        self._clock += min(now - self._looked, LONGEST_LOOK_S)
+        self._looked = now
+        return self._clock
 
     def gather(self, wanted: int, least: int, seconds: float, stop: Callable[[], bool]) -> bool:
         """Waits for agents: all wanted, or after a while the fewest that will do. Tells success."""
-        began = time.monotonic()
+        began = self.clock
         end = began + seconds
         # Those of this machine come by themselves, and soon.
         word = began + (WAITING_S if self._names else 0.0)
         while not stop():
-            awaited = self.candidates() if time.monotonic() < began + SPARES_S else ()
+            awaited = self.candidates() if self.clock < began + SPARES_S else ()
             if len(self.good()) >= max(wanted, len(awaited)):
                 break
             for name in self._names:
@@ -115,7 +128,7 @@ class Hosts:
             possible = len(set(self._names) - self.blocked)
             if self._names and possible < wanted and len(self.good()) >= possible:
                 break  # no others can come
-            now = time.monotonic()
+            now = self.clock
             if now > end:
                 break
             if now >= word:
@@ -138,17 +151,22 @@ class Hosts:
         found = [h for h in self._here.values() if h.name not in self.blocked]
         return sorted(found, key=lambda h: h.name)
 
-    def choose(self, team: Sequence[Host], count: int) -> list[Host]:
+    def choose(self, team: Sequence[Host], count: int, moves: Collection[str] = ()) -> list[Host]:
         """Returns the hosts of the next attempt, at most `count`.
 
         Each of the former team takes its former place, where its memory fits; others come where
-        one is gone.
+        one is gone. moves: hosts that must not have their former place; they come last, and where
+        no other is left all of the team exchange their places.
         """
         good = {h.name: h for h in self.good()}
+        last = [good.pop(name) for name in sorted(moves) if name in good]
         kept = [good.pop(h.name, None) for h in team]
-        others = iter(good.values())
+        others = iter([*good.values(), *last])
         found = [h or next(others, None) for h in kept]
-        return [h for h in (*found, *others) if h is not None][:count]
+        chosen = [h for h in (*found, *others) if h is not None][:count]
+        if any(a.name == b.name in moves for a, b in zip(chosen, team, strict=False)):
+            chosen = [*chosen[1:], *chosen[:1]]
+        return chosen
 
     def has(self, host: Host) -> bool:
         """Tells whether this very agent is there, and not another of its name."""
@@ -160,6 +178,7 @@ class Hosts:
 
     def pump(self, timeout: float = TICK_S) -> None:
         """Takes what agents say."""
+        _ = self.clock
         for key, _ in self._selector.select(timeout):
             line: Any = key.fileobj
             if line is self._door.listener:
@@ -194,7 +213,7 @@ class Hosts:
         elif host is None:
             self._join(line, message)
         else:
-            host.heard = time.monotonic()
+            host.heard = self.clock
             if "unable" in message:
                 self._owner.on_unable(host, str(message["unable"]))
             elif "asked" in message:
@@ -211,14 +230,14 @@ class Hosts:
         """Takes an agent in, instead of a silent one of its name."""
         known = self._here.get(line.name)
         if known is not None:
-            quiet = time.monotonic() - known.heard
+            quiet = self.clock - known.heard
             if quiet < QUIET_S:  # or two hosts of one name would end one another for ever
                 line.send({"do": "wait", "why": f"another agent is called {line.name} (--name)"})
                 self._drop(line, "its name is taken")
                 return
             self._drop(known.line, f"silent for {quiet:.0f} s, and another came")
         address, pid = str(message["address"]), int(message["pid"])
-        host = Host(line.name, line, address, pid, time.monotonic(), str(message.get("mark", "")))
+        host = Host(line.name, line, address, pid, self.clock, str(message.get("mark", "")))
         self._here[host.name] = host
         self._owner.on_join(host)
         line.send({"do": "welcome"})
@@ -233,7 +252,7 @@ class Hosts:
         self._door.turn_away(line, why)
         for host in [h for h in self._here.values() if h.line is line]:
             del self._here[host.name]
-            self._owner.on_hang_up(host)
+            self._owner.on_hang_up(host, why)
 
     def send(self, hosts: Sequence[Host], **message: Any) -> None:
         """Tells hosts something; one that cannot be reached has hung up."""
@@ -241,8 +260,8 @@ class Hosts:
             if self.has(host):
                 try:
                     host.line.send(message)
-                except OSError:
-                    self._drop(host.line)
+                except OSError as error:
+                    self._drop(host.line, str(error))
 
     def ask(
         self,
@@ -267,8 +286,8 @@ class Hosts:
         for host in hosts:
             host.answers.pop(answer, None)
             self.send([host], **messages[host.name])
-        end = time.monotonic() + seconds
-        while time.monotonic() < end and not stop():
+        end = self.clock + seconds
+        while self.clock < end and not stop():
             if all(answer in h.answers or not self.has(h) for h in hosts):
                 break
             self.pump()
@@ -288,7 +307,10 @@ class Hosts:
         return offset
 
     def check_links(self, hosts: Sequence[Host]) -> dict[links.Pair, float | str]:
-        """Returns MB/s of the links between pairs of hosts, or what is wrong with them."""
+        """Returns MB/s of the links between pairs of hosts, or what is wrong with them.
+
+        A pair of which an agent does not answer is left out: that says nothing about the link.
+        """
         by_name = {h.name: h for h in hosts}
         found: dict[links.Pair, float | str] = {}
         for pairs in links.rounds(sorted(by_name)):
@@ -301,7 +323,8 @@ class Hosts:
             clients = [by_name[a] for a, _ in pairs]
             said = self.ask_each(at, clients, "reached", 2 * links.WAIT_S)
             for pair, port, figure in zip(pairs, ports, said, strict=True):
-                found[pair] = "no answer" if figure is None or port is None else figure
+                if figure is not None and port is not None:
+                    found[pair] = figure
         return found
 
     def dismiss(self, host: Host) -> bool:

@@ -26,6 +26,7 @@ WAIT_S = 10.0  # (chosen) for the other host to come; a link that takes longer i
 SLOW = 0.25  # (chosen) of the median of all hosts, of each its best link
 ENOUGH = 50.0  # (chosen) MB/s that a busy machine still reaches; faster than this is never a fault
 
+DAMAGED = "other bytes come back than were sent"
 ECHO = "echo"  # the purpose of such a connection
 Pair = tuple[str, str]
 
@@ -101,7 +102,7 @@ def reach(address: str, secret: str) -> float:
                 back = line.receive()
             best = min(best, time.perf_counter() - began)
             if zlib.crc32(back[0].get("echo", "").encode()) != zlib.crc32(data.encode()):
-                raise ValueError("other bytes come back than were sent")
+                raise ValueError(DAMAGED)
     finally:
         line.close()
     return 2 * ECHO_BYTES / best / 1e6

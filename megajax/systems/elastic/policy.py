@@ -1,31 +1,34 @@
 """What to do after a fault: whom to exclude, how long to wait, when to give up. Pure.
 
 Exit codes, for SLURM, JobSet and Ray to act on (scripts/launch_*):
-0 done | 2 the command cannot work, do not retry | 70 the same step failed again and again, do not
-retry | 75 too few good hosts or restarts are left: start again elsewhere, without the blocklist |
+0 done | 2 the command cannot work, do not retry | 70 one step failed with the same error on several
+hosts, do not retry | 75 too few good hosts or restarts are left, or a disk is full: start again,
+without the blocklist |
 76 another driver's run has taken over the checkpoints: it goes on there, do not retry |
 143, 130 told to stop and saved (the processes themselves then end with 0, and say so in their
 progress records).
 """
 
 import dataclasses
-from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
-from megajax.monitor.alerts import Action, Kind
+from megajax.core.errors import SUPERSEDED
+from megajax.monitor.alerts import Action, Cause, Kind
 
 USAGE, POISON, ELSEWHERE = 2, 70, 75
+OWN: tuple[Cause, ...] = ("program", "start", "stall")  # causes that speak against somebody
 
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
     """restarts: of the whole job. min_hosts: fewer than wanted are good enough from here on.
 
-    poison: failures in one step that end the job. strikes: faults that name a host, before it is
-    excluded though its self-checks pass. backoff: seconds before the first restart; each one that
-    made no progress doubles them, up to longest. responses: what is done about alerts, by their
-    rule, where it differs from alerts.RESPONSES.
+    poison: times that one error must come back before the job ends by it. strikes: errors of the
+    ranks of one host alone, each of another kind or in another step, before it is excluded though
+    its self-checks pass. backoff: seconds before the first restart; each one that made no progress
+    doubles them, up to longest. responses: what is done about alerts, by their rule, where it
+    differs from alerts.RESPONSES.
     """
 
     restarts: int = 5
@@ -39,12 +42,31 @@ class Policy:
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """code: to end with, None: restart after `wait` seconds without the `excluded` hosts."""
+    """code: to end with, None: restart after `wait` seconds without the `excluded` hosts.
+
+    moves: hosts whose ranks another host must run in the next attempt, if there is one, so that it
+    is seen whether an error goes with the host or with the rank.
+    """
 
     code: int | None
     why: str
     wait: float = 0.0
     excluded: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    moves: frozenset[str] = frozenset()
+
+
+def after(code: int, again: str) -> str:
+    """Returns what to do after the driver ended with a code, in a sentence. again: its command."""
+    if code == SUPERSEDED:
+        return "Start nothing: the run goes on under the newer driver."
+    if code == POISON:
+        return (
+            "Another start would fail in the same step. Correct the data or the program, and then "
+            f"continue the run from its last checkpoint: {again}"
+        )
+    if code == USAGE:
+        return f"Correct the command, and then start it again: {again}"
+    return f"To continue the run from its last checkpoint, start the command again: {again}"
 
 
 def ended(action: Action, told: bool, leaving: Action | None) -> Action:
@@ -102,16 +124,24 @@ def to_evict(
 
 
 class Recovery:
-    """Remembers the faults of a job."""
+    """Remembers the faults of a job.
+
+    Only errors of the ranks themselves speak against anybody (alerts.Cause). One that comes back in
+    the same step is the program's or its data's when it was seen on several hosts, and the host's
+    when it stays there. What was done to ranks, agents or the driver costs a restart and no more.
+    """
 
     def __init__(self, policy: Policy):
         """Nothing has happened yet."""
         self.policy = policy
         self.restarts = 0
-        self._strikes: Counter[str] = Counter()
+        self._strikes: dict[str, list[Action]] = {}
         self._sick: set[str] = set()  # hosts that have failed a self-check
         self._step: int | None = None
-        self._same = 0
+        self._same = 0  # faults in a row in one step, whatever they were
+        self._errors: list[Action] = []  # of the program in one step, all of one kind
+        self._own: Action | None = None  # the last fault that speaks against somebody
+        self._deferred = 0  # temporary errors in a row without progress
         self._idle = 0  # restarts in a row that did not get beyond the best step
         self._best = 0
 
@@ -129,29 +159,61 @@ class Recovery:
         if fault.kind == "stop":
             return Verdict(fault.code, fault.message)
         step = fault.step or 0
-        # The loop is one step ahead of the devices, so one fault is seen in either of two steps.
-        again = self._step is not None and abs(step - self._step) <= 1
-        self._same = self._same + 1 if again else 1
+        self._same = self._same + 1 if self._step is not None and _near(step, self._step) else 1
         self._step = step
-        if self._same >= self.policy.poison:
-            return Verdict(
-                POISON,
-                f"step {step} failed {self._same} times: its data, or the program. Last: "
-                f"{fault.message}",
-            )
+        goes_on, self._best = step > self._best, max(self._best, step)
+        self._remember(fault, step, goes_on)
+        if why := self._hopeless(hosts):
+            return Verdict(POISON, why)
         excluded = dict(bad) | self._strike(fault, set(hosts) - set(bad))
         left = len(set(hosts) - set(excluded))
         if left < self.policy.min_hosts:
             return Verdict(
                 ELSEWHERE, f"{left} good hosts are left of {self.policy.min_hosts}", 0.0, excluded
             )
-        if self.restarts >= self.policy.restarts:
-            return Verdict(ELSEWHERE, f"all {self.restarts} restarts are used", 0.0, excluded)
-        self.restarts += 1
-        self._idle = 0 if step > self._best else self._idle + 1
-        self._best = max(self._best, step)
+        if self._deferred >= self.policy.poison:
+            why = f"{self._deferred} attempts ended by a temporary error. Last: {fault.message}"
+            return Verdict(ELSEWHERE, why, 0.0, excluded)
+        if fault.rule != "driver" or not goes_on:  # the job cannot help it that its driver froze
+            if self.restarts >= self.policy.restarts:
+                why = f"all {self.restarts} restarts are used. Last: {fault.message}"
+                return Verdict(ELSEWHERE, why, 0.0, excluded)
+            self.restarts += 1
+        self._idle = 0 if goes_on else self._idle + 1
         wait = min(self.policy.backoff * 2**self._idle, self.policy.longest)
-        return Verdict(None, fault.message, wait, excluded)
+        return Verdict(None, fault.message, wait, excluded, self._moves(fault))
+
+    def _remember(self, fault: Action, step: int, goes_on: bool) -> None:
+        """Keeps the errors of the step that may be poison, until the job came beyond it."""
+        if fault.cause == "program" and self._errors and _alike(fault, self._errors[-1]):
+            self._errors.append(fault)
+        elif fault.cause == "program":
+            self._errors = [fault]
+        elif self._errors and step > (self._errors[-1].step or 0) + 1:
+            self._errors = []
+        self._deferred = self._deferred * (not goes_on) + 1 if fault.cause == "temporary" else 0
+
+    def _moves(self, fault: Action) -> frozenset[str]:
+        """Returns the host on which an error came back, as the only one that had it."""
+        if fault.cause not in OWN:
+            return frozenset()
+        former, self._own = self._own, fault
+        again = former is not None and _alike(fault, former) and fault.hosts == former.hosts
+        return frozenset(fault.hosts if again and len(fault.hosts) == 1 else ())
+
+    def _hopeless(self, hosts: Collection[str]) -> str | None:
+        """Returns why the data or the program must be at fault, None where it may be otherwise.
+
+        One error in one step, of ranks that trained, on several hosts; or on the only one there is.
+        """
+        seen = {host for e in self._errors for host in e.hosts}
+        if len(self._errors) < self.policy.poison or not (len(seen) > 1 or len(hosts) <= 1):
+            return None
+        last = self._errors[-1]
+        return (
+            f"step {last.step} failed {len(self._errors)} times with the same error, on "
+            f"{', '.join(sorted(seen))}: its data, or the program. Last: {last.message}"
+        )
 
     def acquitted(self, guard: Guard | None) -> list[str]:
         """Returns the hosts that a guard lets come back now, but for those that have failed a
@@ -164,14 +226,28 @@ class Recovery:
         self._strikes.pop(host, None)
 
     def _strike(self, fault: Action, good: set[str]) -> dict[str, str]:
-        """Counts against a host that alone is named; excludes it while there are others."""
+        """Counts an error against the host whose ranks alone had it; excludes the host while there
+        are others. The same error in the same step counts once: it may be the program's."""
         if fault.kind == "evict":
             return dict.fromkeys(fault.hosts, fault.message)
-        if len(fault.hosts) != 1 or fault.rule == "nan":
+        if len(fault.hosts) != 1 or fault.cause not in OWN or fault.rule == "nan":
             return {}
         (host,) = fault.hosts
-        self._strikes[host] += 1
-        others = len(good - {host})
-        if self._strikes[host] < self.policy.strikes or others < max(self.policy.min_hosts, 1):
+        strikes = self._strikes.setdefault(host, [])
+        if any(_alike(fault, s) for s in strikes):
             return {}
-        return {host: f"{self._strikes[host]} faults; the last: {fault.message}"}
+        strikes.append(fault)
+        others = len(good - {host})
+        if len(strikes) < self.policy.strikes or others < max(self.policy.min_hosts, 1):
+            return {}
+        return {host: f"{len(strikes)} faults; the last: {fault.message}"}
+
+
+def _near(a: int, b: int) -> bool:
+    """The loop is one step ahead of the devices, so one fault is seen in either of two steps."""
+    return abs(a - b) <= 1
+
+
+def _alike(a: Action, b: Action) -> bool:
+    """Tells whether two faults are one error that came back."""
+    return (a.rule, a.error) == (b.rule, b.error) and _near(a.step or 0, b.step or 0)

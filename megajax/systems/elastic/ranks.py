@@ -20,6 +20,8 @@ KEYWORDS = (
     "Xid", "NCCL WARN", "CUDA_ERROR", "CUDA error", "Terminating process because the JAX",
     "out of memory", "RESOURCE_EXHAUSTED", "No space left", "ECC error", "injected fault",
 )  # fmt: skip
+TRACEBACK = "Traceback (most recent call last)"
+ERRORS = ("error: ", "[lease] ", "Check failed: ")  # the first two begin a line
 PROGRESS = ("beat", "section", "loss", "own_s", "step_s", "has_bad_state")  # of a heartbeat
 SIGNALLED = 128  # what a shell, and uv run, add to the number of the signal that ended a program
 _LIBC = ctypes.CDLL(None)
@@ -36,6 +38,8 @@ class Process:
     output: Output
     rest: str = ""
     told: int = 0
+    error: str = ""  # the last that it printed
+    in_traceback: bool = False
     reader: stream.Reader | None = None
 
     def code(self) -> int | None:
@@ -63,13 +67,25 @@ class Process:
                 os.kill(self.popen.pid if record is None else record.pid, number)
 
     def words(self, text: str) -> list[str]:
-        """Returns the whole lines with a keyword, up to LINES of a process."""
+        """Returns whole lines with a keyword, up to LINES of a process; notes the last error."""
         *lines, self.rest = (self.rest[-1000:] + text).split("\n")
+        if lines and (self.in_traceback or any(word in text for word in (TRACEBACK, *ERRORS))):
+            self._note(lines)
         present = [word for word in KEYWORDS if word in text or word in lines[0]] if lines else []
         found = [line[:300] for line in lines if any(word in line for word in present)]
         found = found[: LINES - self.told]
         self.told += len(found)
         return found
+
+    def _note(self, lines: list[str]) -> None:
+        """Finds the last error: what ends a traceback, and what a script or the lease says."""
+        for line in lines:
+            if line.startswith(TRACEBACK):
+                self.in_traceback = True
+            elif self.in_traceback and line and not line[0].isspace():
+                self.error, self.in_traceback = line[:300], False
+            elif line.startswith(ERRORS[:2]) or ERRORS[2] in line:
+                self.error = line[:300]
 
     def records(self, host: str, meter: HostMeter, text: str) -> list[Record]:
         """Returns what there is to say of it: the newest of what it recorded itself, and what is
@@ -84,7 +100,10 @@ class Process:
             seen |= {} if code is not None else meter.process(progress.pid)
         seen["log_bytes"] = self.output.total
         step = None if progress is None else progress.step
-        values = [*seen.items(), *(("log_line", line) for line in self.words(text))]
+        lines = self.words(text)
+        if self.error and (code is not None or seen.get("section") in ("failed", "lost")):
+            seen["error"] = self.error
+        values = [*seen.items(), *(("log_line", line) for line in lines)]
         outside = [Record(now, host, self.rank, None, step, n, v) for n, v in values]
         return newest(self.reader.take()) + outside
 

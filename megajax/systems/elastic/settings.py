@@ -14,6 +14,7 @@ class Settings:
 
     grace: seconds to save for a job that was told to stop. grid: of devices, 'pipe=2,tensor=8'.
     invite: how a person starts an agent that is missing. detectors: by name. guard: of evictions.
+    again: the command line of this driver, to be typed again.
     """
 
     command: tuple[str, ...]
@@ -28,3 +29,4 @@ class Settings:
     invite: str = ""
     detectors: Mapping[str, Maker] = dataclasses.field(default_factory=lambda: DETECTORS)
     guard: Guard | None = None
+    again: str = "the same command"

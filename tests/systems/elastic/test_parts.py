@@ -12,28 +12,83 @@ import types
 
 import pytest
 
+from megajax.core.errors import SUPERSEDED
 from megajax.monitor import ettr, host_meter
 from megajax.monitor.alerts import Action
 from megajax.systems.elastic import checks, hosts, output, ranks, reaper, shared
 from megajax.systems.elastic.events import Journal
 from megajax.systems.elastic.output import Output
-from megajax.systems.elastic.policy import ELSEWHERE, POISON, Policy, Recovery
+from megajax.systems.elastic.policy import ELSEWHERE, POISON, Policy, Recovery, after
 from megajax.systems.elastic.ranks import Process
 from megajax.systems.elastic.wire import Line
 
 
-def fault(step, *hosts, rule="exit", kind="restart"):
-    return Action(kind, rule, f"{rule} in {step}", ranks=(0,), hosts=hosts, step=step)
+def fault(step, *hosts, rule="exit", kind="restart", cause="program", error="ValueError: x"):
+    message = f"{rule} in {step}"
+    return Action(kind, rule, message, (0,), hosts, step, cause=cause, error=error)
 
 
 # ---- policy
 
 
-def test_the_same_step_three_times_is_poison_and_progress_forgives():
+def test_one_error_of_a_step_on_several_hosts_is_poison_and_progress_forgives():
     r = Recovery(Policy(strikes=9))
-    assert [r.decide(fault(s, "a"), {}, "ab").code for s in (7, 8, 7)] == [None, None, POISON]
+    first, second = (r.decide(fault(s, "a"), {}, "ab") for s in (7, 8))
+    assert first.code is second.code is None
+    assert not first.moves and second.moves == {"a"}  # so that another host tries it
+    third = r.decide(fault(7, "b"), {}, "ab")
+    assert third.code == POISON and "step 7 failed 3 times with the same error" in third.why
+    assert "on a, b" in third.why and not third.excluded
+    r = Recovery(Policy(strikes=9))  # the only host there is
+    assert [r.decide(fault(7, "a"), {}, "a").code for _ in range(3)] == [None, None, POISON]
+    r = Recovery(Policy(strikes=9))  # what all show is seen on several hosts
+    assert [r.decide(fault(7, "a", "b"), {}, "ab").code for _ in range(3)] == [None, None, POISON]
     r = Recovery(Policy(strikes=9))  # seen in either of two steps, because the loop is one ahead
-    assert [r.decide(fault(s, "a"), {}, "ab").code for s in (7, 20, 7, 20)] == [None] * 4
+    assert [r.decide(fault(s, "a"), {}, "a").code for s in (7, 20, 7, 20)] == [None] * 4
+
+
+def test_no_other_fault_is_poison_however_often_one_step_has_it():
+    for cause in ("other", "start", "stall"):
+        r = Recovery(Policy(restarts=9, strikes=99))
+        found = [r.decide(fault(7, h, cause=cause), {}, "ab").code for h in "abababab"]
+        assert found == [None] * 8
+    r = Recovery(Policy(restarts=9))  # other errors, or the same one on one host while others wait
+    assert [r.decide(fault(7, h, error=h), {}, "abc").code for h in "abcabc"] == [None] * 6
+    r = Recovery(Policy(restarts=9))
+    assert [r.decide(fault(7, "a"), {}, "ab").code for _ in range(6)] == [None] * 6
+    r = Recovery(Policy(restarts=9))  # kills between them prove nothing and hide nothing
+    seen = [("program", 7), ("other", 3), ("program", 7), ("other", 8), ("program", 7)]
+    codes = [r.decide(fault(s, "a", "b", cause=c), {}, "ab").code for c, s in seen]
+    assert codes == [None] * 4 + [POISON]
+    r = Recovery(Policy(restarts=9))  # the step was passed
+    seen = [("program", 7), ("program", 7), ("other", 12), ("program", 7)]
+    assert [r.decide(fault(s, "a", "b", cause=c), {}, "ab").code for c, s in seen] == [None] * 4
+
+
+def test_a_disk_that_stays_full_ends_the_job_for_now():
+    r = Recovery(Policy(restarts=9))
+    assert r.decide(fault(20, "a", cause="other"), {}, "ab").code is None
+    found = [r.decide(fault(0, "a", cause="temporary"), {}, "ab") for _ in range(3)]
+    assert [v.code for v in found] == [None, None, ELSEWHERE]
+    assert "3 attempts ended by a temporary error" in found[-1].why and not found[-1].excluded
+    r = Recovery(Policy(restarts=9))  # it had room in between
+    steps = (5, 9, 14, 20)
+    assert [r.decide(fault(s, "a", cause="temporary"), {}, "ab").code for s in steps] == [None] * 4
+
+
+def test_a_frozen_driver_costs_no_restart_unless_nothing_came_of_the_last():
+    r = Recovery(Policy(restarts=2))
+    frozen = [fault(s, rule="driver", cause="other") for s in (5, 9, 14, 20, 20, 20, 20)]
+    codes = [r.decide(f, {}, "ab").code for f in frozen]
+    assert codes == [None] * 6 + [ELSEWHERE] and r.restarts == 2
+
+
+def test_every_end_says_how_the_run_goes_on():
+    again = "scripts/supervise.py --hosts=2 -- train"
+    assert after(75, again).endswith(f"start the command again: {again}")
+    assert again in after(2, again) and again in after(70, again)
+    assert "would fail in the same step" in after(70, again)
+    assert again not in after(SUPERSEDED, again)
 
 
 def test_waits_double_until_there_is_progress():
@@ -62,6 +117,12 @@ def test_a_host_is_excluded_by_its_checks_by_strikes_or_by_hand():
     assert r.decide(fault(5, "a"), {}, "abc").excluded == {}
     assert r.decide(fault(50, "b"), {}, "abc").excluded == {}
     assert list(r.decide(fault(90, "a"), {}, "abc").excluded) == ["a"]
+    r = Recovery(Policy(strikes=2))  # killed, frozen, silent, cut off: nothing that it did
+    for step in range(5, 60, 9):
+        verdict = r.decide(fault(step, "a", cause="other"), {}, "abc")
+        assert not verdict.excluded and not verdict.moves
+    r = Recovery(Policy(strikes=2))  # one error in one step may be the program's
+    assert not any(r.decide(fault(5, "a"), {}, "abc").excluded for _ in range(4))
     for rule in ("evicted", "straggler"):
         verdict = Recovery(Policy()).decide(fault(5, "c", rule=rule, kind="evict"), {}, "abc")
         assert verdict.code is None and list(verdict.excluded) == ["c"]

@@ -235,21 +235,29 @@ def test_when_the_driver_is_killed_everything_ends(tmp_path):
 
 @slow
 def test_a_step_that_fails_three_times_stops_with_a_report(tmp_path):
-    run = Supervised(tmp_path, fault="kill@12:rank0:always", pause=0.0)
+    run = Supervised(tmp_path, fault="data@12:rank0:always", pause=0.0)
     code, err = run.end()
     assert code == 70
     assert len(run.events("start")) == 3
     report = (run.out / "report.txt").read_text()
-    assert "step 12 failed 3 times" in report and report in err
+    assert "step 12 failed 3 times with the same error, on local0, local1" in report
+    assert (
+        report in err
+        and "InjectedError: the data loader" in report
+        and not (run.out / "blocklist").exists()
+    )
+    command = report.splitlines()[2]
+    assert "Correct the data or the program" in command and f"--out={run.out}" in command
     assert run.saved()["step"] == 10
     memory = [line for line in run.output.splitlines() if line.startswith("in memory")]
-    # After two failures of the step what is in memory is not trusted.
+    # After two failures of the step what is in memory is not trusted, and hosts change places.
     assert memory == ["in memory: nothing", "in memory: rank 0, attempt 0", "in memory: nothing"]
+    assert run.events("start")[2]["message"].endswith("on local1, local0")
 
 
 @slow
 def test_a_host_that_fails_twice_is_left_out_and_fewer_go_on(tmp_path):
-    run = Supervised(tmp_path, "--min_hosts=1", fault="kill@12:rank1:always")
+    run = Supervised(tmp_path, "--min_hosts=1", fault="data@8:rank1,data@18:rank1:attempt1")
     code, err = run.end()
     assert code == 0, err
     assert run.saved()["value"] == parameters()
@@ -259,7 +267,7 @@ def test_a_host_that_fails_twice_is_left_out_and_fewer_go_on(tmp_path):
 
 @slow
 def test_a_host_that_fails_twice_gives_way_to_the_spare(tmp_path):
-    run = Supervised(tmp_path, "--spares=1", fault="kill@8:rank1,kill@18:rank1:attempt1")
+    run = Supervised(tmp_path, "--spares=1", fault="data@8:rank1,data@18:rank1:attempt1")
     code, err = run.end()
     assert code == 0, err
     assert run.saved()["value"] == parameters()
