@@ -4,6 +4,7 @@
     uv run experiments/chaos.py --preset=long     # 8 faults
     uv run experiments/chaos.py --preset=gust     # about 3 minutes, 4 kinds of faults from outside
     uv run experiments/chaos.py --preset=storm    # an hour of faults of all kinds (--minutes)
+    uv run experiments/chaos.py --preset=outside  # 10 minutes of kills, freezes and full disks
 
 Two supervised jobs of real processes (scripts/supervise.py), one of them with a fault in every
 attempt, of a random kind, at a random step, in a random rank: killed, frozen, asleep before a
@@ -35,7 +36,7 @@ import numpy as np
 
 from experiments.reports.figure import panels, save
 from experiments.storm import job
-from experiments.storm.plan import FEW
+from experiments.storm.plan import FEW, FROM_OUTSIDE
 from experiments.storm.plan import KINDS as KINDS_OUTSIDE
 from megajax.core import config, mesh
 from megajax.core.config import Checked, option
@@ -73,6 +74,7 @@ class Config(Checked):
     kinds: str = option("", "kinds of faults in a storm, joined by commas; empty: all")
     pace_s: float = option(0.3, "storm: time added to each step, as if the model were larger",
                            "s", at_least=0)  # fmt: skip
+    busy: int = option(0, "storm: processes beside the job that keep a core busy", at_least=0)
     out: str = results.out_option("chaos")
 
     def __post_init__(self):
@@ -105,7 +107,14 @@ def gust() -> Config:
     return Config(processes=4, every=10, minutes=1.5, stall_s=20.0, kinds=",".join(FEW), pace_s=0.1)
 
 
-PRESETS = {"tiny": Config, "long": long, "gust": gust, "storm": storm}
+def outside() -> Config:
+    """Ten minutes of what is done to a job from outside, on a machine that two others use."""
+    return Config(
+        processes=2, every=10, minutes=10.0, stall_s=20.0, kinds=",".join(FROM_OUTSIDE), busy=2
+    )
+
+
+PRESETS = {"tiny": Config, "long": long, "gust": gust, "storm": storm, "outside": outside}
 config.define_flags(PRESETS, "tiny")
 
 

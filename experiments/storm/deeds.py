@@ -21,6 +21,7 @@ from megajax.systems.elastic.wire import StrangerError, dial
 
 RECORD = "integrity.json"
 IDLE = 200  # (chosen) connections of a flood
+HELD_S = 0.3  # (chosen) for each piece of up to 64 KiB; a period of reports is 0.5 s
 FAKE_S = 8.0  # (chosen) for which a stranger sits at the driver's port
 CHUNK = 1 << 20
 Ranks = dict[int, tuple[Host, int]]
@@ -44,6 +45,7 @@ class Deeds:
         self._cluster, self._mail = cluster, mail
         self.attempt = 0
         self.junk: set[str] = set()
+        self.errors = 0  # in the program, for which a host may be excluded
         self.reaper_killed = False  # what it would have removed stays, until a later agent does
 
     def do(self, strike: Strike) -> Hit | None:
@@ -59,6 +61,7 @@ class Deeds:
         return getattr(self, f"_{name}")(rank, ranks, draw)
 
     def _send(self, kind: str, rank: int) -> Hit:
+        self.errors += 1
         with open(self._mail, "a") as file:
             file.write(f"{kind}@1:rank{rank}:attempt{self.attempt}\n")
         return Hit((rank,))
@@ -127,6 +130,32 @@ class Deeds:
             host.relay.cut = False
 
         return Hit(hosts=(host.name,), back=mend)
+
+    def _slow_network(self, rank: int, ranks: Ranks, draw: random.Random) -> Hit:
+        host = ranks[rank][0]
+        host.relay.held_s = HELD_S
+
+        def mend() -> None:
+            host.relay.held_s = 0.0
+
+        return Hit(note=host.name, back=mend)
+
+    def _cut_line(self, rank: int, ranks: Ranks, draw: random.Random) -> Hit:
+        host = ranks[rank][0]
+        host.relay.ends = True
+        return Hit(hosts=(host.name,))
+
+    def _wrong_bytes(self, rank: int, ranks: Ranks, draw: random.Random) -> Hit:
+        host = ranks[rank][0]
+        host.relay.wrong = True
+        return Hit(hosts=(host.name,))
+
+    def _stop_driver(self, rank: int, ranks: Ranks, draw: random.Random) -> Hit | None:
+        if self._cluster.driver is None:
+            return None
+        pid = self._cluster.driver.pid
+        kill(pid, signal.SIGSTOP)
+        return Hit(back=lambda: kill(pid, signal.SIGCONT))
 
     def _twin(self, rank: int, ranks: Ranks, draw: random.Random) -> Hit:
         host: Host = ranks[rank][0]
@@ -197,6 +226,11 @@ class Deeds:
 
     def _full_run_dir(self, rank: int, ranks: Ranks, draw: random.Random) -> Hit:
         return self._fill(self._cluster.disks["run_disk"])
+
+    def _full_disk_and_kill(self, rank: int, ranks: Ranks, draw: random.Random) -> Hit:
+        hit = self._fill(self._cluster.disks["run_disk"])
+        kill(ranks[rank][1])
+        return Hit((rank,), note=hit.note, back=hit.back)
 
     def _full_out(self, rank: int, ranks: Ranks, draw: random.Random) -> Hit:
         return self._fill(self._cluster.disks["out_disk"])

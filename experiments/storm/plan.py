@@ -38,11 +38,15 @@ KINDS: dict[str, Kind] = {
     "kill agent, reaper": Kind("kill -9 of an agent and its reaper", ("agent",), "host"),
     "stop rank": Kind("SIGSTOP of a rank", ("stopped", "stall"), "rank"),
     "stop agent": Kind("SIGSTOP of an agent, which wakes up",
-                       ("silence", "lost"), "host", 40.0),
+                       ("silence", "lease", "lost"), "host", 40.0),
     "stop host": Kind("SIGSTOP of an agent and all that it started, which wake up",
                       ("silence",), "host", 40.0),
-    "lost host": Kind("a network that is silent, and comes back", ("silence", "lost"),
+    "stop driver": Kind("SIGSTOP of the driver, which wakes up", ("driver",), "none", 25.0),
+    "lost host": Kind("a network that is silent, and comes back", ("silence", "lease", "lost"),
                       "host", 40.0),
+    "slow network": Kind("a network that holds every packet back for 0.3 s", hold_s=15.0),
+    "cut line": Kind("a network that ends a connection", ("agent",), "host"),
+    "wrong bytes": Kind("a network that changes a byte", ("agent",), "host", 10.0),
     "nan": Kind("NaN in a parameter of a rank", ("nan",), "rank"),
     "asleep": Kind("asleep before a collective", ("stall",), "rank"),
     "stuck": Kind("stuck in C code", ("stall",), "rank"),
@@ -55,6 +59,8 @@ KINDS: dict[str, Kind] = {
     "flipped bit": Kind("a flipped bit in the newest step, and kill -9 of a rank",
                         ("exit",), "rank"),
     "full run_dir": Kind("a full disk of the run", hold_s=15.0, needs="mount"),
+    "full disk and kill": Kind("a full disk of the run, and kill -9 of a rank", ("exit",), "rank",
+                               15.0, needs="mount"),
     "full out": Kind("a full disk of the supervisor", hold_s=10.0, needs="mount"),
     "lost log": Kind("a log file is deleted"),
     "strangers": Kind("a bomb, an idle flood, a dribble and a guess at the driver's port",
@@ -64,6 +70,12 @@ KINDS: dict[str, Kind] = {
     "fake driver": Kind("SIGTERM of the driver, a stranger at its port, and another goes on",
                         ("told",)),
 }  # fmt: skip
+# What is done to a job, and not by its program: nobody must be excluded for it.
+FROM_OUTSIDE = (
+    "kill rank", "kill agent", "kill both", "kill reaper", "stop rank", "stop agent", "stop host",
+    "stop driver", "lost host", "slow network", "cut line", "wrong bytes", "full run_dir",
+    "full disk and kill", "full out", "driver killed",
+)  # fmt: skip
 # A storm of minutes meets these, and not one kind more.
 FEW = ("kill rank", "stop host", "junk", "strangers")
 BY_MAIL = {"nan": "nan", "asleep": "sleep", "stuck": "gil", "left": "exit", "bad data": "data",

@@ -1,7 +1,8 @@
 """The network between an agent and its driver, which can fall silent: no FIN, no RST, no byte.
 
 A relay listens on a port of its own and hands on what comes, in a thread. While it is cut it takes
-nothing and gives nothing, as a switch without power does; both ends keep their connections.
+nothing and gives nothing, as a switch without power does; both ends keep their connections. It can
+also hold back what comes, end its connections, and change a byte.
 """
 
 import contextlib
@@ -13,12 +14,17 @@ TICK_S = 0.1  # (chosen)
 
 
 class Relay:
-    """Hands connections on to a port of this machine. cut: set to silence it."""
+    """Hands connections on to a port of this machine.
+
+    cut: set to silence it. held_s: seconds for which all that comes waits. wrong: set, changes a
+    byte of what comes next, and is set back. ends: set, ends all connections, and is set back.
+    """
 
     def __init__(self, to: int):
         """to: the port of the driver."""
         self._to = to
-        self.cut = False
+        self.cut = self.wrong = self.ends = False
+        self.held_s = 0.0
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.port: int = self._listener.getsockname()[1]
         self._selector = selectors.DefaultSelector()
@@ -33,6 +39,10 @@ class Relay:
             if self.cut:
                 self._ended.wait(TICK_S)
                 continue
+            if self.ends:
+                self.ends = False
+                for sock in list(self._others):
+                    self._end(sock)
             for key, _ in self._selector.select(TICK_S):
                 sock = key.fileobj
                 if sock is self._listener:
@@ -58,9 +68,19 @@ class Relay:
             data = sock.recv(1 << 16)
             if not data:
                 raise ConnectionResetError
+            if self.held_s:
+                self._ended.wait(self.held_s)
+            if self.wrong:
+                self.wrong = False
+                at = len(data) // 2
+                data = data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
             other.sendall(data)
         except OSError:
-            for one in (sock, other):
+            self._end(sock)
+
+    def _end(self, sock: socket.socket) -> None:
+        for one in (sock, self._others.get(sock)):
+            if one is not None:
                 self._others.pop(one, None)
                 with contextlib.suppress(KeyError, ValueError):
                     self._selector.unregister(one)

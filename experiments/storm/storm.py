@@ -76,6 +76,7 @@ class Storm:
         self.seen = Seen()
         self.cases: list[Case] = []
         self.alarms: list[dict[str, Any]] = []  # faults between two cases
+        self.excluded: list[dict[str, Any]] = []  # hosts that nothing in the program speaks against
         self._since_start = 0  # steps of this attempt
         self._resumed: int | None = None
         self._codes = 0
@@ -143,6 +144,9 @@ class Storm:
         if event["event"] == "warning" and "straggler" in rules:
             if case is not None and case.found is None and event["rule"] == "straggler":
                 self._found(case, event, event["time"])
+        if event["event"] == "excluded" and not self._deeds.errors:
+            self.excluded.append(event)
+            self._say(f"INNOCENT: {event['message']}")
         if event["event"] != "fault":
             return
         if case is None:
@@ -162,7 +166,8 @@ class Storm:
         named = set(event["ranks"]) & set(case.hit.ranks) | set(event["hosts"]) & set(
             case.hit.hosts
         )
-        case.right = bool(named) and event["rule"] in kind.rules
+        nobody = kind.target == "none" and not event["hosts"]
+        case.right = (bool(named) or nobody) and event["rule"] in kind.rules
 
     def _row(self, row: dict[str, Any], case: Case) -> None:
         """A step ended."""
