@@ -31,7 +31,7 @@ from megajax.checkpoint.integrity import (
     read_record,
     sync_folder,
 )
-from megajax.checkpoint.lease import Attempt, Lease
+from megajax.checkpoint.lease import Attempt, Lease, lease_error
 from megajax.checkpoint.signature import FLAG, Keys
 from megajax.core.files import parse_json
 
@@ -60,14 +60,18 @@ class StepFolder:
     def fence(self, attempt: Attempt | None, takes: bool) -> None:
         """Lets a supervised attempt save for as long as no newer one does.
 
-        takes: in one process of the job. Raises: SupersededError, OSError.
+        takes: in one process of the job. Raises: SupersededError; LeaseError, or CheckpointError
+        where trying again is no use.
         """
         if attempt is None:
             return
         self._tag = f"-{attempt.tag}"
         if takes:
             self.lease = Lease(self.path, attempt)
-            self.lease.take()
+            try:
+                self.lease.take()
+            except OSError as error:
+                raise lease_error(self.path, error) from None
 
     def step(self, step: int) -> Path:
         """Returns the folder of a saved step."""

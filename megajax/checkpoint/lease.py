@@ -17,6 +17,7 @@ then nothing is checked. No jax.
 """
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
@@ -27,13 +28,14 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megajax.checkpoint.store import ObjectPath, SaveError
+from megajax.checkpoint.store import CheckpointError, ObjectPath, SaveError
 from megajax.core.errors import SUPERSEDED
 from megajax.core.files import parse_json
 
 RECORD, LOCK = "attempt.json", "attempt.lock"
 PATIENCE_S = 30.0  # for another process between check and rename (chosen)
 SWAPS = 5  # (chosen) tries against others who write the record of a store at the same time
+NEVER = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.ELOOP)
 FORMER = 1000  # (chosen) runs that are remembered as taken over
 
 
@@ -186,6 +188,20 @@ class Lease:
                     pass
                 break
             yield
+
+
+class LeaseError(SaveError):
+    """Storage does not take the record of who may save; a later start may find it in order."""
+
+
+def lease_error(place: Path, error: OSError) -> CheckpointError:
+    """Returns the error of a place that an attempt could not take over. It has exit code 75, but
+    for a place that will never do (no permission, a folder where a file must be)."""
+    kind = CheckpointError if error.errno in NEVER else LeaseError
+    return kind(
+        f"cannot take {place} over from earlier attempts: {error.filename or RECORD}: "
+        f"{error.strerror or error}; nothing was changed there (--run_dir)"
+    )
 
 
 class SupersededError(SaveError):

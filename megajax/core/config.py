@@ -22,7 +22,7 @@ from absl import flags, logging
 
 from megajax.core import config_file, needs, script
 from megajax.core import help as help_
-from megajax.core.errors import UserError, did_you_mean, respell
+from megajax.core.errors import FULL, TEMPORARY, UserError, did_you_mean, respell
 from megajax.core.flag_parser import Parser, spell_type
 from megajax.core.limits import Limits, alternatives, check_members, check_number, check_type
 from megajax.core.needs import Needs
@@ -269,9 +269,24 @@ def run(main: Callable[..., Any], positional: int = 0, optional: int = 0) -> Non
                 raise UserError(f"{needed} needed, {len(words)} given; see --help")
             code = main(*words)
         except UserError as error:
-            print(f"error: {respell(str(error), list(flags.FLAGS))}", file=sys.stderr)
+            hint = f" (exit code {TEMPORARY}: a later start may work)"
+            print(
+                f"error: {respell(str(error), list(flags.FLAGS))}"
+                f"{hint if error.exit_code == TEMPORARY else ''}",
+                file=sys.stderr,
+            )
             script.settle(error.exit_code)
             sys.exit(error.exit_code)
+        except OSError as error:
+            if error.errno not in FULL or error.filename is None:
+                raise
+            print(
+                f"error: cannot write {error.filename}: {error.strerror}; make room, and start the "
+                f"command again (exit code {TEMPORARY}: a later start may work)",
+                file=sys.stderr,
+            )
+            script.settle(TEMPORARY)
+            sys.exit(TEMPORARY)
         except KeyboardInterrupt:
             print("stopped", file=sys.stderr)
             script.settle(130)

@@ -7,10 +7,13 @@ newer start of the same job has taken its place.
 """
 
 import difflib
+import errno
 import math
 import re
 from collections.abc import Collection, Iterable
 
+TEMPORARY = 75  # exit code of what may work the next time: nothing is wrong with the command
+FULL = (errno.ENOSPC, errno.EDQUOT)  # a disk has no room
 SUPERSEDED = 76  # exit code of a process whose place another has taken: no fault, not to be retried
 
 
@@ -18,6 +21,17 @@ class UserError(ValueError):
     """Bad input, explained. A ValueError, so that library callers need not know this class."""
 
     exit_code = 2
+
+
+class TemporaryError(UserError):
+    """What a later start of the same command may not meet: a full disk, a peer that is late."""
+
+    exit_code = TEMPORARY
+
+
+def unwritable(message: str, error: OSError) -> UserError:
+    """Returns the error of a place that cannot be written; a full disk is a temporary one."""
+    return (TemporaryError if error.errno in FULL else UserError)(message)
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -23,7 +23,7 @@ from jax.sharding import AxisType, Mesh
 
 from megajax.core.axes import MESH_AXES
 from megajax.core.config import Checked, option
-from megajax.core.errors import UserError, nearest_divisors
+from megajax.core.errors import TemporaryError, UserError, nearest_divisors
 from megajax.core.hardware import find_card
 
 
@@ -125,6 +125,7 @@ def describe(mesh: Mesh) -> str:
 # Share of a GPU's memory that jax's allocator may take (chosen: 80 GB less 2.5 GB for NCCL's
 # buffers and the CUDA context is 0.97, less what kernels load later; jax's own default is 0.75).
 MEMORY_SHARE = 0.92
+MEET_S = 3600.0  # (chosen) for processes that compile; who supervises them looks earlier
 
 
 def set_memory_share(env: MutableMapping[str, str] | None = None) -> None:
@@ -276,8 +277,20 @@ def _join(job: Job) -> None:
             local_device_ids=local,
         )
     except (ValueError, RuntimeError) as error:
+        kind = UserError if isinstance(error, ValueError) else TemporaryError  # others did not come
         hint = " (uv sync --extra k8s)" if job.launcher == "Kubernetes" else ""
-        raise UserError(f"cannot join the {job.launcher} job: {error}{hint}") from error
+        raise kind(f"cannot join the {job.launcher} job: {error}{hint}") from error
+
+
+def meet(place: str) -> None:
+    """Waits until every process of the job has come to a place, which has a name of its own.
+
+    For processes that took unequally long to compile a program: in its first collective one that
+    came early would wait 30 s for the others (Gloo) and then give them up.
+    Raises: jax.errors.JaxRuntimeError when a process is gone, or has not come in MEET_S.
+    """
+    if (store := job_store()) is not None:
+        store.wait_at_barrier(place, int(1000 * MEET_S))
 
 
 def job_store() -> Any:

@@ -6,7 +6,7 @@ import stat
 import tempfile
 from pathlib import Path
 
-from megajax.core.errors import UserError
+from megajax.core.errors import UserError, unwritable
 
 
 def expand(name: str | Path, flag: str | None = None) -> Path:
@@ -40,8 +40,9 @@ def check_writable(folder: Path, flag: str, make: bool = False) -> None:
         if make:
             folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(
-            f"cannot write to {folder}: {there}: {error.strerror}; name another folder (--{flag})"
+        raise unwritable(
+            f"cannot write to {folder}: {there}: {error.strerror}; name another folder (--{flag})",
+            error,
         ) from None
 
 

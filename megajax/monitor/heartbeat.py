@@ -23,7 +23,7 @@ import struct
 from dataclasses import dataclass
 from pathlib import Path
 
-from megajax.core.errors import UserError
+from megajax.core.errors import unwritable
 from megajax.core.paths import open_own
 
 # In the order in which a step passes through them: of two ranks in the same step, the one in the
@@ -99,9 +99,10 @@ class Heartbeat:
                 file.truncate(SIZE)
                 self._memory = mmap.mmap(file.fileno(), SIZE)
         except OSError as error:
-            raise UserError(
+            raise unwritable(
                 f"cannot keep {SIZE:,} bytes of progress in {path}: {error.strerror}; make room "
-                f"in {path.parent}, which the agent on this host reads"
+                f"in {path.parent}, which the agent on this host reads",
+                error,
             ) from None
         self._pid = os.getpid()
         self._beat = 0

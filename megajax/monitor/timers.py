@@ -18,6 +18,7 @@ from megajax.monitor import lease
 from megajax.monitor.heartbeat import CODES, SECTIONS, Heartbeat, dump_stacks_on_signal
 from megajax.monitor.lines import keep_standard_streams
 
+OWN = ("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "UNIMPLEMENTED")  # no other rank's death
 _START, _DATA, _PREPARE, _SAVE = (CODES[s] for s in ("start", "data", "prepare", "save"))
 
 
@@ -95,5 +96,5 @@ class Timers:
         if SECTIONS[self._section] in ("end", "told", "failed", "lost"):
             return
         error = error or getattr(sys, "last_exc", None)
-        lost = error is not None and type(error).__name__ == "JaxRuntimeError"
+        lost = type(error).__name__ == "JaxRuntimeError" and not str(error).startswith(OWN)
         self.enter("lost" if lost else "failed", self._step)

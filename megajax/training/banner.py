@@ -14,7 +14,7 @@ import jax
 from jax.sharding import Mesh
 
 from megajax.core import config, tree
-from megajax.core.errors import UserError
+from megajax.core.errors import unwritable
 from megajax.core.hardware import find_card
 from megajax.core.mesh import describe
 from megajax.cost.flops import train_flops_per_token
@@ -46,7 +46,8 @@ def sinks(cfg: Any, run_dir: RunDir, console: Console) -> list[Sink]:
     try:
         chosen: list[Sink] = [Jsonl(run_dir.metrics)]
     except OSError as error:
-        raise UserError(f"cannot write {run_dir.metrics}: {error.strerror} (--run_dir)") from None
+        why = f"cannot write {run_dir.metrics}: {error.strerror} (--run_dir)"
+        raise unwritable(why, error) from None
     if cfg.log.tensorboard:
         try:
             settings = {name: config.get(cfg, name) for name, _, _ in config.leaves(type(cfg))}

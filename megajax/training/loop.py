@@ -16,7 +16,8 @@ import numpy as np
 
 from megajax.checkpoint.manager import CheckpointManager
 from megajax.checkpoint.memory_tier import MemoryTier
-from megajax.core.errors import UserError
+from megajax.core import mesh
+from megajax.core.errors import TEMPORARY, UserError
 from megajax.core.tree import Tree, named_leaves
 from megajax.data.loader import Loader
 from megajax.monitor.console import Console
@@ -41,7 +42,10 @@ class NotFinite(UserError):
 
 
 class ReplicasDiffer(UserError):
-    """Devices that should hold the same bits do not; nothing was saved of it."""
+    """Devices that should hold the same bits do not; nothing was saved of it. A later start goes on
+    from the last step that was saved, perhaps on other devices."""
+
+    exit_code = TEMPORARY
 
 
 class Hook(Protocol):
@@ -111,6 +115,9 @@ def train(run: Run) -> Stop:
             run.meter.waited(timers.enter("prepare", step))
             run.skew.launch(step)
             timers.enter("launch" if step > first else "compile", step)
+            if step == first and jax.process_count() > 1:
+                run.train_step.step.lower(run.state, batch).compile()  # kept for the call below
+                mesh.meet(f"before step {first}")
             run.state, metrics = run.train_step.step(run.state, batch)
             if run.pulse is not None:
                 run.pulse.launch(step, metrics)

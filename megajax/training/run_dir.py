@@ -19,7 +19,7 @@ from typing import Any
 from absl import logging
 
 from megajax.core import config, files
-from megajax.core.errors import UserError
+from megajax.core.errors import UserError, unwritable
 from megajax.core.paths import expand
 from megajax.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, open_tokenizer
 from megajax.training.config import JobConfig
@@ -82,7 +82,8 @@ class RunDir:
             if saved.is_file():
                 logging.warning("cannot write %s: %s; the former one stays", saved, error.strerror)
                 return
-            raise UserError(f"cannot write to {self.path}: {error.strerror} (--run_dir)") from None
+            why = f"cannot write to {self.path}: {error.strerror} (--run_dir)"
+            raise unwritable(why, error) from None
 
     @property
     def metrics(self) -> Path:

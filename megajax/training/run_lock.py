@@ -32,7 +32,7 @@ from absl import logging
 from jax.experimental import multihost_utils
 
 from megajax.checkpoint.lease import Attempt, SupersededError
-from megajax.core.errors import UserError
+from megajax.core.errors import TemporaryError, UserError, unwritable
 from megajax.core.files import parse_json
 
 FILE = "lock"
@@ -51,15 +51,17 @@ class RunLock:
     ):
         """Makes the folder if needed. patience_s: how long another process may take to end.
 
-        Raises: UserError when another process keeps the folder, or it cannot be written;
-        SupersededError when that is a newer attempt of this one's run.
+        Raises: UserError when another process keeps the folder, or it cannot be written, a
+        TemporaryError where that may pass; SupersededError when that is a newer attempt of this
+        one's run.
         """
         self._path, self._file, self._made = folder / FILE, -1, not folder.exists()
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._file = _take(self._path, patience_s, attempt)
         except OSError as error:
-            raise UserError(f"cannot write to {folder}: {error.strerror} (--run_dir)") from None
+            why = f"cannot write to {folder}: {error.strerror} (--run_dir)"
+            raise unwritable(why, error) from None
         try:
             if self._file >= 0:
                 os.ftruncate(self._file, 0)
@@ -95,22 +97,24 @@ def lock_run(
     attempt: of a supervised run. Returns: the lock, in process 0. Raises: UserError, the same one
     in every process; in process 0 SupersededError when a newer attempt of the run has the lock.
     """
-    lock, refused = None, ""
+    lock, refused, kind = None, "", UserError
     if jax.process_index() == 0:
         try:
             lock = RunLock(folder, patience_s, attempt)
         except SupersededError:
             raise  # this process ends at once, and the job with it
         except UserError as error:
-            refused = str(error)
+            refused, kind = str(error), type(error)
     if jax.process_count() > 1:
         told = np.zeros(MESSAGE_BYTES, np.uint8)
-        text = np.frombuffer(refused.encode()[:MESSAGE_BYTES], np.uint8)
+        text = np.frombuffer(refused.encode()[: MESSAGE_BYTES - 1], np.uint8)
         told[: text.size] = text
+        told[-1] = kind is TemporaryError
         told = np.asarray(multihost_utils.broadcast_one_to_all(told), np.uint8)
-        refused = told.tobytes().rstrip(b"\0").decode(errors="ignore")
+        kind = TemporaryError if told[-1] else UserError
+        refused = told[:-1].tobytes().rstrip(b"\0").decode(errors="ignore")
     if refused:
-        raise UserError(refused)
+        raise kind(refused)
     return lock
 
 
@@ -133,7 +137,9 @@ def _take(path: Path, patience_s: float, attempt: Attempt | None = None) -> int:
             if lead < 0:
                 raise SupersededError(f"a newer attempt is in {path.parent}: {holder}") from None
             if is_late and lead == 0:
-                raise UserError(
+                # Beside a supervised run it may be what an earlier driver left, and ends soon.
+                kind = UserError if attempt is None else TemporaryError
+                raise kind(
                     f"{path.parent} is in use by {holder}: stop that run or give another --run_dir"
                 ) from None
             if not told:

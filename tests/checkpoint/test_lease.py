@@ -1,6 +1,7 @@
 """Only the newest attempt of a supervised job saves."""
 
 import contextlib
+import errno
 import json
 import os
 
@@ -9,13 +10,39 @@ import pytest
 
 from megajax.checkpoint import lease
 from megajax.checkpoint.directory import StepFolder
-from megajax.checkpoint.lease import Attempt, Lease, SupersededError
+from megajax.checkpoint.lease import Attempt, Lease, LeaseError, SupersededError
 from megajax.checkpoint.manager import CheckpointManager
 from megajax.checkpoint.storage import SaveError
+from megajax.checkpoint.store import CheckpointError
 from megajax.core import errors, mesh
 from megajax.training import interrupts
 
 X = {"x": np.arange(3, dtype=np.float32)}
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(errno.ENOSPC, 75), (errno.EDQUOT, 75), (errno.EIO, 75), (errno.EACCES, 2)]
+)
+def test_storage_that_does_not_take_the_record_has_an_error_of_its_own(
+    tmp_path, monkeypatch, number, code
+):
+    def refuse(_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(lease.os, "fsync", refuse)
+    with pytest.raises(
+        CheckpointError, match=f"cannot take {tmp_path} over.*{os.strerror(number)}"
+    ) as e:
+        CheckpointManager(tmp_path, attempt=Attempt("r", 0))
+    assert e.value.exit_code == code and isinstance(e.value, LeaseError) == (code == 75)
+    assert not (tmp_path / lease.RECORD).exists()
+
+
+def test_a_folder_in_the_place_of_the_lock_is_named(tmp_path):
+    (tmp_path / lease.LOCK).mkdir()
+    with pytest.raises(CheckpointError, match=f"{lease.LOCK}: Is a directory") as e:
+        CheckpointManager(tmp_path, attempt=Attempt("r", 0))
+    assert e.value.exit_code == 2
 
 
 def test_an_older_attempt_saves_nothing_once_a_newer_one_began(tmp_path):

@@ -153,6 +153,7 @@ HOW
     ("how", "section"),
     [
         ("raise JaxRuntimeError('gloo')", "lost"),
+        ("raise JaxRuntimeError('RESOURCE_EXHAUSTED: Out of memory')", "failed"),
         ("raise ValueError('loader')", "failed"),
         ("sys.exit(0)", "failed"),  # too early: nobody said 'end'
         ("timers.enter('end', 6)", "end"),

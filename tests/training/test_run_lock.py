@@ -1,5 +1,6 @@
 """One run in a folder: the lock goes with its process, and says who has it."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -139,6 +140,22 @@ def test_all_processes_of_a_job_fail_with_the_first(tmp_path, monkeypatch):
     lock.release()
 
 
+def test_a_full_disk_is_no_mistake_of_the_command(tmp_path, monkeypatch):
+    """Every process of the job ends with the code that a launcher starts again."""
+    full = OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr(run_lock.os, "open", lambda *_: (_ for _ in ()).throw(full))
+    sent = []
+    monkeypatch.setattr(run_lock.jax, "process_count", lambda: 2)
+    send = run_lock.multihost_utils
+    monkeypatch.setattr(send, "broadcast_one_to_all", lambda x: sent.append(np.array(x)) or x)
+    for index in (0, 1):
+        monkeypatch.setattr(run_lock.jax, "process_index", lambda i=index: i)
+        with pytest.raises(UserError, match="cannot write to .*: No space left on") as refused:
+            lock_run(tmp_path, 0)
+        assert refused.value.exit_code == 75
+        monkeypatch.setattr(send, "broadcast_one_to_all", lambda _: sent[0])
+
+
 def test_a_lock_file_that_says_nothing_of_use(tmp_path):
     for text in ("", "{", "[" * 50_000, "[]", '{"pid": 1}'):
         (tmp_path / FILE).write_text(text)
@@ -150,11 +167,12 @@ def test_a_newer_attempt_of_a_run_does_not_wait_for_a_frozen_one(tmp_path):
     old = RunLock(tmp_path, attempt=Attempt("r", 0))
     new = RunLock(tmp_path, 0, Attempt("r", 1))
     old.release()  # wakes up, and ends: the file is not its own any more
-    with pytest.raises(UserError, match="is in use by process"):
+    with pytest.raises(UserError, match="is in use by process") as refused:
         RunLock(tmp_path, 0)
+    assert refused.value.exit_code == 2
     with pytest.raises(UserError, match="is in use by process") as refused:
         RunLock(tmp_path, 0, Attempt("another", 2))
-    assert refused.value.exit_code == 2
+    assert refused.value.exit_code == 75  # what a killed driver left may end soon
     with pytest.raises(SupersededError, match="a newer attempt is in"):
         RunLock(tmp_path, 60, Attempt("r", 0))
     new.release()
