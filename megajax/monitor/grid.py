@@ -17,6 +17,8 @@ from megajax.core.errors import UserError
 from megajax.monitor.samples import Samples
 
 MOST = 2**29  # (chosen: 2 GiB of float32) cells of a grid; a wrong timestamp would need far more
+SPARSE = 2**27  # (chosen: 0.5 GiB) cells of a grid of few rows
+CELLS_PER_ROW = 16  # (chosen: samples every 15 s) of a grid of more cells than that
 LARGEST = float(np.finfo(np.float32).max)
 
 
@@ -56,12 +58,14 @@ def to_grid(samples: Samples, step_s: int = 1, period_s: Mapping[str, float] | N
         raise UserError(f"step_s={step_s} must be a whole number of seconds; nearest: 1")
     first, cells = _span(samples, step_s)
     machines, metrics = tuple(sorted(samples.machines)), tuple(sorted(samples.metrics))
-    if cells * len(machines) * len(metrics) > MOST:
-        low, high = samples.time_N.min(), samples.time_N.max()
+    most = min(MOST, max(SPARSE, CELLS_PER_ROW * len(samples)))
+    if cells * len(machines) * len(metrics) > most:
+        low, high = _range(samples.time_N)
         raise UserError(
             f"{len(machines)} machines x {len(metrics)} metrics x {cells} cells of {step_s} s are "
-            f"more than {MOST}: the rows are from {low:.0f} to {high:.0f} (Unix seconds). Take a "
-            "shorter interval, a larger step_s, or correct the timestamps"
+            f"more than {most:,}: the {len(samples):,} rows are from {low:.0f} to "
+            f"{high:.0f} (Unix seconds). Take a shorter interval, a larger step_s, or "
+            "correct the timestamps"
         )
     row_N = _ranks(samples.machines)[samples.machine_N]
     metric_N = _ranks(samples.metrics)[samples.metric_N]
@@ -85,6 +89,11 @@ def to_grid(samples: Samples, step_s: int = 1, period_s: Mapping[str, float] | N
         values_CNT[c] = hold(mean_NT, period)
     notes = samples.notes + _outside(samples, ~inside_N)
     return Grid(first * step_s, int(step_s), values_CNT, machines, metrics, notes)
+
+
+def _range(time_N: np.ndarray) -> tuple[float, float]:
+    finite_N = time_N[np.isfinite(time_N)]
+    return (finite_N.min(), finite_N.max()) if len(finite_N) else (math.nan, math.nan)
 
 
 def _span(samples: Samples, step_s: int) -> tuple[int, int]:

@@ -345,7 +345,7 @@ def test_whatever_an_alertmanager_answers_alerts_are_sent_again(liar, answer, mo
     said, lies = [], [answer, answer]
     liar.lie = lambda target: lies.pop() if lies else whole(b"")
     url = liar.url.replace("//", "//u:s3cret@")
-    with contextlib.closing(Alertmanager(url, tell=said.append, timeout_s=0.2)) as client:
+    with contextlib.closing(Alertmanager(url, tell=said.append, timeout_s=0.1)) as client:
         client.put(Firing({"alertname": "A"}, {}, T0))
         until = time.monotonic() + 20
         while len(said) < 2 and time.monotonic() < until:

@@ -17,6 +17,7 @@ import pytest
 from megajax.core.errors import UserError
 from megajax.monitor import sources
 from megajax.monitor.grid import to_grid
+from megajax.monitor.quality import Quality
 from megajax.monitor.sources import http_query, names, promql, server
 from tests.fake_prometheus import Fake
 
@@ -361,3 +362,34 @@ def test_every_metric_of_the_table_has_an_expression_with_a_bound_on_its_age():
         "> time() - 37.500)))"
     )
     assert server.PAGE == 11_000
+
+
+def test_what_exporters_do_to_their_metrics_between_two_reads_is_noted(fake, seed):
+    """A change from watts to kilowatts, an exporter that freezes, NaN from all machines."""
+    rng, held = np.random.default_rng(seed), {}
+
+    def value_at(query, n, t):
+        if query == "power":
+            watts = (300 + 20 * n) * (1 + 0.05 * rng.normal())
+            return "NaN" if t >= T0 + 700 else f"{watts / (1000 if t >= T0 + 200 else 1):.5g}"
+        return f"{rng.uniform(0.3, 0.7):.4f}" if query == "load" else "8"
+
+    def series_of(query, t):
+        found = {}
+        for n in range(6):
+            text = value_at(query, n, t)
+            if n == 4 and 400 <= t - T0 < 620:
+                text = held.setdefault((query, n), text)  # the last thing that it said
+            found[(("instance", f"h{n}"),)] = text
+        return found
+
+    fake.series = series_of
+    one = source(fake, queries={"power": "power", "load": "load", "gpus": "gpus"})
+    quality = Quality(["power", "load", "gpus"])
+    notes = []
+    for start in range(T0, T0 + 800, 20):
+        notes += quality.check(to_grid(one.read(start, start + 20), 1)).notes
+    assert len(notes) == 3, notes
+    assert notes[0].startswith("power is 1000 times smaller on h0, h1, h2 and 3 more since about")
+    assert notes[1].startswith("all metrics of h4 have had the same values since")
+    assert notes[2].startswith("no machine has the metric power from")

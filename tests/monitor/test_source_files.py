@@ -4,12 +4,16 @@ import csv
 import datetime
 import gzip
 import math
+import os
+import socket
 
 import numpy as np
 import pytest
 
 from megajax.core.errors import UserError
-from megajax.monitor.sources import files
+from megajax.monitor.grid import to_grid
+from megajax.monitor.samples import Samples
+from megajax.monitor.sources import convert, files
 
 T0 = 1_700_000_000
 HEAD = "timestamp,machine,metric,value\n"
@@ -130,3 +134,155 @@ def test_half_a_file_is_read_as_far_as_it_goes(tmp_path, seed):
         files.read(tmp_path / "nothing.csv")
     (tmp_path / "empty.csv").write_text(HEAD)
     assert "has no rows" in files.read(tmp_path / "empty.csv").notes[0]
+
+
+def test_quotes_may_hold_line_ends_wherever_a_block_ends(tmp_path, seed, monkeypatch):
+    monkeypatch.setattr(files, "BLOCK", 1 << 10)
+    rng = np.random.default_rng(seed)
+    wanted = [
+        (t, f'm{n}\n"{n}",\n' if quoted else f"m{n}", c, v)
+        for (t, n, c, v), quoted in zip(
+            [(t, int(m[1:]), c, v) for t, m, c, v in random_rows(rng)], rng.random(500) < 0.3,
+            strict=True,
+        )
+    ]  # fmt: skip
+    with open(tmp_path / "a.csv", "w", newline="") as f:
+        csv.writer(f, lineterminator="\n").writerows([HEAD.strip().split(","), *wanted])
+    assert rows(files.read(tmp_path / "a.csv")) == sorted(wanted)
+
+
+def packed(text, times=1):
+    return b"".join(gzip.compress(text.encode()) for _ in range(times))
+
+
+def parquet_of(path, **columns):
+    pa = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    size = len(next(iter(columns.values())))
+    full = {"timestamp": [float(T0)] * size, "machine": ["h"] * size, "metric": ["x"] * size,
+            "value": [1.0] * size} | columns  # fmt: skip
+    parquet.write_table(pa.table(full), path, compression="zstd")
+
+
+ROW = f"{T0},h,x,1\n"
+BOMBS = {  # a few kilobytes each, which would be thousands of times as much
+    "line.csv.gz": (packed(HEAD) + packed("a" * 2**21, 20), "row 2 has more than 1,048,576 bytes"),
+    "header.csv.gz": (packed("machine," * 2**20), "row 1 has more than 1,048,576 bytes"),
+    "columns.csv": (",".join(f"c{k}" for k in range(30_000)).encode(), "has 30,000 columns; 256"),
+    "quote.csv.gz": (packed(HEAD + '"' + "\n" * 2**21), "cannot be read: field larger than"),
+    "rows.csv.gz": (packed(HEAD) + packed(ROW * 60_000, 2), "more than 50,000 rows"),
+    "empty.csv.gz": (packed(HEAD) + packed("\n" * 60_000, 2), "more than 50,000 lines"),
+    "expanded.csv.gz": (packed(HEAD) + packed((ROW[:-1] + " " * 999 + "\n") * 9000), "unpacked"),
+    "twice.csv": ((HEAD[:-1] + ",value\n" + ROW[:-1] + ",2\n").encode(), "'value' twice"),
+    "machines.csv": (
+        (HEAD + "".join(f"{T0},h{k},x,1\n" for k in range(300))).encode(), "more than 200 machines"
+    ),
+    "labels.csv": (
+        (HEAD[:-1] + ",id\n" + "".join(f"{ROW[:-1]},{k}\n" for k in range(600))).encode(),
+        "more than 500 metrics",
+    ),
+    "metrics.csv": (
+        (HEAD + "".join(f"{T0},h,x{k},1\n" for k in range(60))).encode(), "60 names of metrics"
+    ),
+    "name.csv": ((HEAD + f"{T0},{'h' * 2000},x,1\n").encode(), "a machine of 2,000 characters"),
+    "devices.csv": ((HEAD + ROW * 5000).encode(), "h has 5,000 values of x at 1700000000"),
+    "pattern.csv": ((HEAD + f"{T0},h,x{{{'a' * 1000}}},1\n" * 3).encode(), ""),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_a_small_file_that_holds_very_much_is_refused(tmp_path, name, monkeypatch):
+    monkeypatch.setattr(files, "ROWS", 50_000)
+    monkeypatch.setattr(files, "EXPANDED", 2**23)
+    monkeypatch.setattr(files, "MACHINES", 200)
+    monkeypatch.setattr(files, "METRICS", 500)
+    monkeypatch.setattr(convert, "NAMES", 50)
+    content, words = BOMBS[name]
+    (tmp_path / name).write_bytes(content)
+    if words:
+        with pytest.raises(UserError, match=words) as caught:
+            files.read(tmp_path / name)
+        assert name in str(caught.value) and len(str(caught.value)) < 400
+    else:
+        assert len(files.read(tmp_path / name)) == 3
+
+
+def test_a_small_parquet_file_that_holds_very_much_is_refused(tmp_path, monkeypatch):
+    pa = pytest.importorskip("pyarrow")
+    monkeypatch.setattr(files, "ROWS", 50_000)
+    monkeypatch.setattr(files, "CHUNK", 2**22)
+    one = pa.DictionaryArray.from_arrays(pa.array(np.zeros(200_000, np.int32)), ["h"])
+    parquet_of(tmp_path / "rows.parquet", machine=one)
+    assert (tmp_path / "rows.parquet").stat().st_size < 50_000
+    big = pa.DictionaryArray.from_arrays(pa.array(np.zeros(2000, np.int32)), ["h" * 2**20])
+    parquet_of(tmp_path / "name.parquet", metric=big)
+    parquet_of(tmp_path / "value.parquet", value=big)
+    parquet_of(tmp_path / "chunk.parquet", machine=[f"{k}" + "h" * 1000 for k in range(9000)])
+    parquet_of(tmp_path / "columns.parquet", **{f"c{k}": [1.0] for k in range(300)})
+    parquet_of(tmp_path / "lists.parquet", gpu=[[1, 2], [3]])
+    parquet_of(tmp_path / "bytes.parquet", machine=[b"\xff", b"a"])
+    for name, words in {
+        "rows": "has 200,000 rows; 50,000", "name": "a metric of 1,048,576 bytes",
+        "value": "a value of 1,048,576 bytes", "chunk": "a column of its group 0",
+        "columns": "has 304 columns", "lists": "'gpu' is of type list", "bytes": "of type binary",
+    }.items():  # fmt: skip
+        with pytest.raises(UserError, match=rf"{name}\.parquet.*{words}"):
+            files.read(tmp_path / f"{name}.parquet")
+
+
+def test_parquet_columns_of_other_types_are_read(tmp_path):
+    pa = pytest.importorskip("pyarrow")
+    moments = pa.array([T0 * 10**9 + 123_456_789, None], pa.timestamp("ns"))
+    parquet_of(
+        tmp_path / "a.parquet", timestamp=moments, value=pa.array([3, None], pa.int64()),
+        gpu=pa.array([7, None], pa.int8()), ok=[True, False],
+    )  # fmt: skip
+    found = files.read(tmp_path / "a.parquet")
+    assert found.metrics == ("x",) and rows(found) == [(T0 + 0.123456, "h", "x", 3.0)]
+    assert "row 2: timestamp=" in found.notes[0]
+    parquet_of(tmp_path / "b.parquet", value=["1.5", "", "four"], timestamp=["5", "6", "7"])
+    found = files.read(tmp_path / "b.parquet")
+    assert [v for *_, v in found.rows()][0] == 1.5 and math.isnan(found.value_N[1])
+    assert "row 3: value='four' is no number; 1 of 3" in found.notes[0]
+
+
+def test_a_damaged_parquet_file_is_named_or_read(tmp_path, seed):
+    parquet_of(tmp_path / "a.parquet", machine=[f"m{k % 7}" for k in range(3000)],
+               value=np.arange(3000.0))  # fmt: skip
+    whole, rng = (tmp_path / "a.parquet").read_bytes(), np.random.default_rng(seed)
+    wanted, refused = set(files.read(tmp_path / "a.parquet").rows()), 0
+    for k in range(60):
+        bent = bytearray(whole)
+        if k % 3:
+            for place in rng.integers(4, len(whole), 1 + k % 5):
+                bent[place] ^= 1 << rng.integers(8)
+        else:
+            del bent[rng.integers(4, len(whole)) :]
+        (tmp_path / "b.parquet").write_bytes(bent)
+        try:
+            files.read(tmp_path / "b.parquet")
+        except UserError as error:
+            refused += 1
+            assert "b.parquet" in str(error)
+    assert refused >= 20 and wanted
+
+
+def test_what_is_no_regular_file_is_refused_at_once(tmp_path):
+    os.mkfifo(tmp_path / "pipe.csv")
+    os.symlink("/dev/zero", tmp_path / "device.csv")
+    (tmp_path / "folder.parquet").mkdir()
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(tmp_path / "socket.csv"))
+        for name, what in {"pipe.csv": "a named pipe", "device.csv": "a device",
+                           "folder.parquet": "a folder"}.items():  # fmt: skip
+            with pytest.raises(UserError, match=f"{name}: it is {what}"):
+                files.read(tmp_path / name)
+        with pytest.raises(UserError, match=r"socket\.csv"):
+            files.read(tmp_path / "socket.csv")
+
+
+def test_few_rows_far_apart_make_no_huge_grid():
+    samples = Samples.of([(T0 + 10.0 * k, f"m{k % 300}", f"x{k % 30}", 1.0) for k in range(3000)])
+    with pytest.raises(UserError, match="more than 134,217,728: the 3,000 rows are from 17"):
+        to_grid(samples)

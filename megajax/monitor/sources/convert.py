@@ -16,10 +16,13 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from megajax.core.errors import UserError
 from megajax.monitor.samples import Samples, index
 from megajax.monitor.sources import names
 from megajax.monitor.sources.names import COUNTER, Way
 
+DEVICES = 4096  # (chosen) of a machine: more values of one time are no devices
+NAMES = 4096  # (chosen) exporter's names, without their labels
 GAP = 2.5  # (chosen) times the usual distance of a counter's readings: over more there is no rate
 
 
@@ -49,8 +52,10 @@ class Rows:
 
     def devices(self) -> int:
         """Returns the number of devices of the machine that has most."""
-        pairs = np.unique(np.stack([self.machine_N, self.key_N]), axis=1)
-        return int(np.bincount(pairs[0]).max()) if pairs.size else 0
+        if not len(self.key_N):
+            return 0
+        keys = int(self.key_N.max()) + 1
+        return int(np.bincount(np.unique(self.machine_N * keys + self.key_N) // keys).max())
 
 
 def canonical(samples: Samples) -> Samples:
@@ -114,6 +119,18 @@ class _Table:
         self.parsed = [names.parse(m) for m in samples.metrics]
         labels = [repr(sorted(found.items())) for _, found in self.parsed]
         self.labels, self._key_of_metric = index(labels)
+        self._metrics: dict[str, list[int]] = {}  # exporter's name -> its metrics
+        for k, (base, _) in enumerate(self.parsed):
+            self._metrics.setdefault(base, []).append(k)
+        if len(self._metrics) > NAMES:
+            raise UserError(
+                f"{len(self._metrics):,} names of metrics; {NAMES:,} are read at most. Is the "
+                "column of metrics one of identities or times?"
+            )
+        self._order_N = np.argsort(samples.metric_N, kind="stable")  # the rows by metric
+        self._first_C = np.searchsorted(
+            samples.metric_N[self._order_N], np.arange(len(samples.metrics) + 1)
+        )
         self._occurrence_N = _occurrences(samples)
 
     def needs_work(self) -> bool:
@@ -125,11 +142,13 @@ class _Table:
 
     def rows(self, base: str, way: Way | None = None) -> Rows:
         """Returns the rows of an exporter's name that have a value and the labels of a way."""
-        chosen = np.array(
-            [b == base and (way is None or way.takes(labels)) for b, labels in self.parsed], bool
-        )
-        s = self.samples
-        place_N = np.flatnonzero(chosen[s.metric_N]) if len(chosen) else np.empty(0, np.int64)
+        s, first_C = self.samples, self._first_C
+        parts = [
+            self._order_N[first_C[k] : first_C[k + 1]]
+            for k in self._metrics.get(base, ())
+            if way is None or way.takes(self.parsed[k][1])
+        ]
+        place_N = np.sort(np.concatenate([np.empty(0, np.int64), *parts]))
         place_N = place_N[np.isfinite(s.value_N[place_N]) & np.isfinite(s.time_N[place_N])]
         key_N = self._key_of_metric[s.metric_N[place_N]].astype(np.int64)
         if self._occurrence_N is not None:
@@ -210,7 +229,15 @@ def _occurrences(samples: Samples) -> np.ndarray | None:
     begins = np.ones(len(order), bool)
     begins[1:] = np.any([np.diff(c) != 0 for c in columns], axis=0)
     first = np.flatnonzero(begins)
-    place = np.arange(len(order)) - np.repeat(first, np.diff([*first, len(order)]))
+    size = np.diff(first, append=len(order))
+    if size.max() > DEVICES:
+        at = int(size.argmax())
+        time, machine, metric = (column[first[at]] for column in columns)
+        raise UserError(
+            f"{samples.machines[machine]} has {size[at]:,} values of {samples.metrics[metric]} at "
+            f"{time:.0f} (Unix seconds); {DEVICES:,} devices are read at most"
+        )
+    place = np.arange(len(order)) - np.repeat(first, size)
     metric_N = columns[2]
     times = np.bincount(metric_N, begins, len(samples.metrics))
     doubled = np.bincount(metric_N, place == 1, len(samples.metrics))
@@ -249,7 +276,7 @@ def reduce(rows: Rows, how: str, by_device: bool = False) -> Rows:
     begins = np.ones(len(order), bool)
     begins[1:] = np.any([np.diff(c) != 0 for c in columns], axis=0)
     first = np.flatnonzero(begins)
-    size = np.diff([*first, len(order)])
+    size = np.diff(first, append=len(order))
     value_N = rows.value_N[order]
     match how:
         case "count":

@@ -308,7 +308,7 @@ class Server:
             )
         self._forget(there)
         for p in parts:
-            for instance in set(p.instances):
+            for instance in dict.fromkeys(p.instances):
                 self._seen.setdefault(instance, set()).add(p.metric)
         self._name_machines(notes)
         machines, machine_S = index([self._machines[i] for p in parts for i in p.instances])
