@@ -10,10 +10,13 @@ in float32, as in QTensor's `dequantize`. w is rounded to x's type; the product 
 float32.
 
 Legend: M rows (leading dimensions of x, flattened or not: written x), K contracted, N columns, G
-groups of K, P bytes of a column's codes.
+groups of K, C codes of a group, P bytes of a column's codes, U pieces of whole bytes of a column, S
+bytes of a piece.
 """
 
 import dataclasses
+import functools
+import operator
 
 import jax
 import jax.numpy as jnp
@@ -49,17 +52,38 @@ def pack(codes_KN: Array, bits: int) -> Array:
 def dequantize(
     packed_PN: Array, scales_GN: Array, zeros_GN: Array | None, K: int, spec: Spec
 ) -> Array:
-    """Returns w_KN, float32."""
+    """Returns w_KN, float32.
+
+    Rows stay rows: with each column turned into a line, as quantize/reference.py has them, XLA for
+    CPUs (jaxlib 0.11.2) wrote codes and weights to memory transposed, which took four times the
+    CPU time of the product itself.
+    """
+    N, G = packed_PN.shape[1], scales_GN.shape[0]
     if not packed_PN.size:
-        return jnp.zeros((K, packed_PN.shape[1]), jnp.float32)
-    code_NK = rule.unpack(jnp.moveaxis(packed_PN, 0, -1), K, spec.bits, signed=spec.signed)
-    scale_NG = scales_GN.astype(jnp.float32).T
-    if zeros_GN is None:
-        return rule.dequantize(code_NK, scale_NG, spec.group).T
-    code_NGC = rule.split(code_NK, spec.group).astype(jnp.float32)
-    above_NGC = rule.rounded(code_NGC * scale_NG[..., None])
-    zero_NG = zeros_GN.astype(jnp.float32).T
-    return rule.join(above_NGC + zero_NG[..., None], K).T
+        return jnp.zeros((K, N), jnp.float32)
+    code_KN = _unpack(packed_PN, K, spec)
+    code_GCN = jnp.pad(code_KN, ((0, G * spec.group - K), (0, 0))).reshape(G, spec.group, N)
+    w_GCN = rule.rounded(code_GCN.astype(jnp.float32) * scales_GN.astype(jnp.float32)[:, None])
+    if zeros_GN is not None:
+        w_GCN += zeros_GN.astype(jnp.float32)[:, None]
+    return w_GCN.reshape(G * spec.group, N)[:K]
+
+
+def _unpack(packed_PN: Array, K: int, spec: Spec) -> Array:
+    """Returns code_KN, int8 or, with zero points, uint8: quantize.reference.unpack of columns."""
+    bits, (count, size) = spec.bits, rule.unit(spec.bits)
+    code_KN = packed_PN
+    if count > 1:
+        byte_USN = packed_PN.reshape(-1, size, packed_PN.shape[1])
+        word = jnp.uint8 if size == 1 else jnp.uint32
+        parts = (byte_USN[:, i].astype(word) << 8 * i for i in range(size))
+        word_UN = functools.reduce(operator.or_, parts)
+        lanes = [((word_UN >> bits * i) & (2**bits - 1)).astype(jnp.uint8) for i in range(count)]
+        code_KN = jnp.stack(lanes, 1).reshape(-1, packed_PN.shape[1])[:K]
+    if not spec.signed:
+        return code_KN
+    # The sign bit goes to the top, and comes back with copies of itself.
+    return jax.lax.bitcast_convert_type(code_KN << (8 - bits), jnp.int8) >> (8 - bits)
 
 
 def forward(
