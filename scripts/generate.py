@@ -26,7 +26,7 @@ from megajax.core.needs import above, other_than
 from megajax.parallel import sharding
 from megajax.parallel.overlap import Overlap, refuse_fused
 from megajax.parallel.sharding import Zero
-from megajax.serving import Engine, SamplingParams
+from megajax.serving import SamplingParams
 from megajax.systems.open_model import OpenModel, open_model
 
 PAGE = 16  # tokens
@@ -92,6 +92,7 @@ class Config(Checked):
     dtype: Literal["float32", "bfloat16"] = option("float32", "data type of computation")
     overlap: Overlap = option("auto", "how tensor ranks add up their sums; see the training flag")
     emulate: int | None = option(None, "CPU devices to emulate; none: real ones", at_least=1)
+    cache_dir: str = option("~/.cache/megajax", "folder for compiled programs")
     sampling: Sampling = group(Sampling)
     mesh: mesh_.MeshSpec = group(mesh_.MeshSpec, whole=True)
 
@@ -112,6 +113,7 @@ def main() -> int:
         tiles=cfg.tiles,
     )
     mesh_.start(cfg.emulate)
+    mesh_.cache_programs(cfg.cache_dir)
     mesh = cfg.mesh.build()
     refuse_fused(cfg.overlap, jax.devices()[0])
     for text in sample(cfg, opened, mesh):
@@ -123,18 +125,18 @@ def sample(cfg: Config, opened: OpenModel, mesh: Mesh) -> list[str]:
     """Returns the continuations. Raises: UserError for a prompt that the model cannot continue."""
     # Several replicas would each need a copy: there, the weights rest cut, as training has them.
     zero: Zero = "none" if math.prod(mesh.shape[a] for a in ZERO_AXES) == 1 else "full"
-    params, what = opened.load(sharding.layout(mesh, zero, decode=True, model=opened.cfg))
-    print(what)
+    layout = sharding.layout(mesh, zero, decode=True, model=opened.cfg)
     tokenizer = opened.tokenizer
     prompt = tokenizer.prefix() + tokenizer.encode([cfg.prompt])[0].tolist()
     running = min(cfg.samples, MOST)
     each = -(-(len(prompt) + cfg.new_tokens) // PAGE) + 1  # and one to grow into
-    engine = Engine(
-        opened.cfg, params, mesh=mesh, pages=running * each + 1, page_size=PAGE, max_batch=running,
-        dtype=cfg.dtype, tokenizer=tokenizer, zero=None if zero == "none" else zero,
+    engine, what, _ = opened.engine(
+        mesh, lambda: opened.load(layout), (running, len(prompt)),
+        outlined=not cfg.tiles, pages=running * each + 1, page_size=PAGE, max_batch=running,
+        dtype=cfg.dtype, zero=None if zero == "none" else zero,
         overlap=cfg.overlap,
     )  # fmt: skip
-    del params  # the engine has its own, in the type of compute
+    print(what)
     asked = SamplingParams(
         max_tokens=cfg.new_tokens, seed=cfg.seed, n=cfg.samples,
         **{f.name: getattr(cfg.sampling, f.name) for f in dataclasses.fields(cfg.sampling)},

@@ -32,6 +32,10 @@ class Backend(Protocol):
         before, the same."""
         ...
 
+    def outline(self, params: Tree) -> Any:
+        """Returns what `place` would, as ShapeDtypeStructs with their shardings."""
+        ...
+
     def default_pages(self, most: int, page_size: int) -> int:
         """Returns how many pages of all layers there is room for, `most` at most, at least 2."""
         ...
@@ -77,6 +81,12 @@ class OneMesh:
         """See Backend. Raises: UserError for parameters of another model."""
         check_params(params, self._forward.parts, "params")
         return self._forward.place(params, self._cast, self._free() if self.alone else 0)
+
+    def outline(self, params: Tree) -> Tree:
+        """See Backend. Not where layers rest alone, which depends on the memory that is free."""
+        assert not self.alone
+        check_params(params, self._forward.parts, "params")
+        return self._forward.outline(params, self._cast)
 
     def default_pages(self, most: int, page_size: int) -> int:
         """Returns for how many pages the devices of all processes have room."""

@@ -12,6 +12,7 @@ import collections
 import dataclasses
 import itertools
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from typing import Any, Literal
 
 import jax
@@ -78,8 +79,10 @@ class Engine:
     ):
         """Places the weights and the pages.
 
-        Args: mesh: None: one device. pages: of `page_size` tokens, a power of two up to 128, for
-          all layers; None: room for max_batch whole contexts, or what fits in the free memory.
+        Args: params: or, on a CPU, ShapeDtypeStructs: the engine sleeps until `load` brings the
+          weights, and `compile` need not wait for them. mesh: None: one device. pages: of
+          `page_size` tokens, a power of two up to 128, for all layers; None: room for max_batch
+          whole contexts, or what fits in the free memory.
           max_batch: sequences that run at a time. dtype: of compute, weights and pages. numerics:
           'exact': log-probabilities are the same bits in every batch, page size, chunking, and in
           training.logprobs (serving/tiles.py). prefix_cache: prompts that begin alike share pages.
@@ -98,7 +101,11 @@ class Engine:
         exact = numerics == "exact"
         backend = backend or OneMesh(cfg, mesh, zero, dtype, "xla" if exact else overlap, exact)
         self.cfg, self.version, self.tokenizer, self._backend = cfg, 0, tokenizer, backend
-        self._params: Tree | None = backend.place(params)
+        asleep = any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(params))
+        if asleep and not backend.cpu:
+            raise UserError("on a GPU the room for pages is what the weights leave: give weights")
+        self._params: Tree | None = None if asleep else backend.place(params)
+        self._outline = backend.outline(params) if asleep else None
         self._shapes = _shapes(params)
         context = min(context or cfg.max_positions, cfg.max_positions)
         width = -(-context // page_size)
@@ -125,6 +132,18 @@ class Engine:
         self._launched: collections.deque[_Launched] = collections.deque()
         self._late: list[Output] = []
         self._constraints, self._constrained = Constraints(tokenizer), 0  # 0 live answers have one
+
+    def compile(self, tokens: Sequence[int] = (), others: bool = True) -> list[Future]:
+        """Compiles steps beside what the caller does next (Programs.prepare): first those of the
+        smallest and of the largest number of tokens, with which any request can begin.
+
+        tokens: numbers of tokens in the place of these two. others: whether the steps of all other
+        sizes follow.
+        Returns: what is done when the first ones are ready.
+        """
+        outline = self._params if self._params is not None else self._outline
+        sizes = self.programs.sizes
+        return self.programs.prepare(outline, tokens or (sizes[0], sizes[-1]), others)
 
     # ---- requests
 

@@ -75,9 +75,27 @@ class Forward:
             placed = placed | {stack: each_alone(placed[stack], self.cfg.layers, join)}
         return placed
 
+    def outline(self, params: Tree, cast: bool) -> Tree:
+        """Returns what `place` does without room, as ShapeDtypeStructs with their shardings.
+
+        params: their leaves need a shape and a type only, packed ones' too."""
+        words = packed_axes(self.parts.axes, params)
+
+        def of(words: tuple, x: Any) -> Any:
+            named = self.layout.named(self.layout.stored(*words))
+            cast_to = self.dtype if cast and self._narrows(words, x) else None
+            return jax.tree.map(
+                lambda a: jax.ShapeDtypeStruct(a.shape, cast_to or a.dtype, sharding=named), x
+            )
+
+        return map_words(of, words, params)
+
     def _cast(self, words: tuple, w: Any) -> Any:
-        narrows = not isinstance(w, PackedWeight) and buckets.is_quantized(words)
-        return w.astype(self.dtype) if narrows else w
+        return w.astype(self.dtype) if self._narrows(words, w) else w
+
+    @staticmethod
+    def _narrows(words: tuple, w: Any) -> bool:
+        return not isinstance(w, PackedWeight) and buckets.is_quantized(words)
 
     @property
     def heads(self) -> int:

@@ -45,13 +45,18 @@ class Laying:
         self._slots, self._width = slots, width
         self.sizes = _sizes(budget)
 
-    def step(self, segments: Sequence[Segment], table_SM: np.ndarray, rules: Rules) -> Laid:
+    def size(self, tokens: int) -> int:
+        """Returns the smallest T that holds so many tokens."""
+        return next(size for size in self.sizes if size >= tokens)
+
+    def step(
+        self, segments: Sequence[Segment], table_SM: np.ndarray, rules: Rules, T: int | None = None
+    ) -> Laid:
         """Returns what a step of these segments reads, in NumPy; a row for each, in their order.
 
-        table_SM, rules: by slot.
+        table_SM, rules: by slot. T: one of `sizes` that holds the segments; None: the smallest.
         """
-        count = sum(len(s.ids) for s in segments)
-        T = next(size for size in self.sizes if size >= count)
+        T = T or self.size(sum(len(s.ids) for s in segments))
         B = min(T, self._slots)
         tokens, at = self.tokens(segments, table_SM, T, B)
         slot_B, rows_B = np.full(B, self._slots, np.int32), np.zeros(B, np.int32)

@@ -9,7 +9,9 @@ sequence, V vocabulary with its padding, K steps of one dispatch.
 """
 
 import functools
+import threading
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -62,8 +64,8 @@ class Programs:
         """slots: S. budget: most tokens of a step. pool: pages of a layer, tokens of a page, M.
         steps: K."""
         self._forward, self._exact, self._slots, self.steps = forward, exact, slots, steps
-        self._pool, self._page, width = pool
-        self._laying = Laying(slots, budget, width)
+        self._pool, self._page, self._width = pool
+        self._laying = Laying(slots, budget, self._width)
         self.sizes = self._laying.sizes
         self._options = compiler_options(forward.overlap, forward.mesh)
         pages = paged.Pages(forward.page_spec, forward.page_spec)
@@ -81,6 +83,8 @@ class Programs:
         self._copy = self._on_state(functools.partial(_copy, self._pool), self._specs)
         self._set = self._on_state(_set, self._specs)
         self._allow = self._on_state(_allow, self._specs)
+        # Steps that `prepare` compiles, by (function, T).
+        self._ahead: dict[tuple[str, int], Future] = {}
 
     def hold(self) -> None:
         """Takes the memory of pages, if it has none."""
@@ -124,11 +128,79 @@ class Programs:
             self._set,
             self._allow,
         )
-        return sum(f._cache_size() for f in jits)
+        ahead = sum(program.done() for program in self._ahead.values())
+        return ahead + sum(f._cache_size() for f in jits)
 
     @property
     def _most_rows(self) -> int:
         return next(size for size in self.sizes if size >= min(self._slots, self.sizes[-1]))
+
+    # ---- compiled before they are called
+
+    def prepare(self, params: Tree, tokens: Sequence[int], others: bool) -> list[Future]:
+        """Starts a thread that compiles programs: those for steps of so many tokens first.
+
+        A step whose program is not ready takes that of the next larger size that is, or else waits.
+        params: as `step` will get them; ShapeDtypeStructs with their shardings are enough. others:
+        whether all other steps' programs follow.
+        Returns: what is done when the first ones are ready, and has the exception of one that could
+        not be compiled. Nothing on several processes, which would not choose the same programs.
+        """
+        if self._forward.mesh.is_multi_process:
+            return []
+        if self._exact:
+            jobs = begin = [("tile", tiles.TILE), ("draw", self._slots)]
+        else:
+            most = self._most_rows if self.steps > 1 else 0
+            jobs = [("step", T) for T in self.sizes]
+            jobs += [("several", T) for T in self.sizes if T <= most]
+            sizes = {self._laying.size(min(n, self.sizes[-1])) for n in tokens}
+            begin = [job for job in jobs if job[1] in sizes]
+            jobs = begin + [job for job in jobs if others and job not in begin]
+        self._ahead = {job: Future() for job in jobs}
+        outline = jax.tree.map(_outline, (params, self._state))
+        threading.Thread(target=self._compile, args=outline, name="compiler").start()
+        return [self._ahead[job] for job in begin]
+
+    def _compile(self, params: Tree, state: State) -> None:
+        main = threading.main_thread()
+        for (name, T), program in self._ahead.items():
+            if not main.is_alive():  # the process ends, and waits for this thread
+                program.cancel()
+                continue
+            try:
+                with jax.set_mesh(self._forward.mesh):
+                    program.set_result(self._lower(name, T, params, state).compile())
+            except Exception as error:
+                program.set_exception(error)
+
+    def _lower(self, name: str, T: int, params: Tree, state: State) -> Any:
+        """Returns the lowered program of a step, in which nothing is fed."""
+        table_SM = np.zeros((1, self._width), np.int32)
+        if name == "draw":
+            return self._draw.lower(state, np.zeros(T, np.int32), draw.plain_rules(T))
+        if name == "tile":
+            tokens, _ = self._laying.tokens([], table_SM, T, T)
+            return self._tile.lower(params, state, tokens, np.zeros(T, np.int32))
+        laid = self._laying.step([], table_SM, draw.plain_rules(1), T)
+        if name == "step":
+            return self._step.lower(params, state, *laid)
+        ids_T = jax.ShapeDtypeStruct((T,), np.int32, sharding=self._ids)
+        laid = laid._replace(tokens=replace(laid.tokens, ids_T=ids_T))
+        return self._several.lower(params, state, *laid)
+
+    def _ready(self, name: str, T: int) -> tuple[Any, int]:
+        """Returns what runs a step of T tokens, and for how many it is: more than T where that
+        program is not ready and a larger one is."""
+        program = self._ahead.get((name, T))
+        if program is None or not program.done():
+            larger = [job for job in self._ahead if job[0] == name and job[1] > T]
+            for job in sorted(job for job in larger if self._ahead[job].done()):
+                return self._ahead[job].result(), job[1]
+        if program is not None:
+            return program.result(), T
+        jits = {"step": self._step, "several": self._several}
+        return (jits | {"tile": self._tile, "draw": self._draw})[name], T
 
     # ---- calls
 
@@ -146,8 +218,9 @@ class Programs:
         with jax.set_mesh(self._forward.mesh):
             if self._exact:
                 return self._exact_step(params, segments, table_SM, rules)
-            run = self._several if steps > 1 else self._step
-            laid = self._laying.step(segments, table_SM, rules)
+            name = "several" if steps > 1 else "step"
+            run, T = self._ready(name, self._laying.size(sum(len(s.ids) for s in segments)))
+            laid = self._laying.step(segments, table_SM, rules, T)
             if steps > 1:  # the ids as a call before leaves them, or this would be two programs
                 tokens = laid.tokens
                 if after is None:
@@ -194,19 +267,20 @@ class Programs:
     def _exact_step(
         self, params: Tree, segments: Sequence[Segment], table_SM: np.ndarray, rules: Rules
     ) -> tuple[Drawn, list[int]]:
+        tile, T = self._ready("tile", tiles.TILE)
         for part in _tiles(segments):
-            tokens, at = self._laying.tokens(part, table_SM, tiles.TILE, tiles.TILE)
-            slot_T = np.full(tiles.TILE, self._slots, np.int32)
+            tokens, at = self._laying.tokens(part, table_SM, T, T)
+            slot_T = np.full(T, self._slots, np.int32)
             for first, segment in zip(at, part, strict=True):
                 if segment.draws:
                     slot_T[first + len(segment.ids) - 1] = segment.slot
-            self._state = self._tile(params, self._state, tokens, slot_T)
+            self._state = tile(params, self._state, tokens, slot_T)
         slot_S = np.full(self._slots, self._slots, np.int32)
         drawing = [s.slot for s in segments if s.draws]
         slot_S[drawing] = drawing
         if not drawing:
             return Drawn(*(np.zeros(self._slots),) * 4), [s.slot for s in segments]  # type: ignore
-        drawn, self._state = self._draw(self._state, slot_S, rules)
+        drawn, self._state = self._ready("draw", self._slots)[0](self._state, slot_S, rules)
         return drawn, [s.slot for s in segments]
 
     # ---- what is compiled
@@ -304,6 +378,10 @@ class Programs:
             state.logits_SV, state.log_z_S, rules, state.changes, slot_S
         )
         return drawn, replace(state, changes=changes)
+
+
+def _outline(x: Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
 
 
 def _tiles(segments: Sequence[Segment]) -> list[list[Segment]]:

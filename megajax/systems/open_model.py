@@ -4,7 +4,9 @@ scripts/generate.py and scripts/serve.py open their models here. Opening reads c
 tokenizer only; `OpenModel.load` reads the parameters, once the mesh is known.
 """
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,6 @@ from jax.sharding import Mesh
 from megajax.checkpoint import gguf as gguf_
 from megajax.checkpoint import hf as hf_
 from megajax.checkpoint import hf_quantized
-from megajax.checkpoint.run_folder import load_params
 from megajax.core import config, files
 from megajax.core.errors import UserError
 from megajax.core.layout import Layout
@@ -35,6 +36,7 @@ from megajax.models.decoder_config import DecoderConfig
 from megajax.parallel import sharding
 from megajax.quant.formats import Format
 from megajax.quant.quantized_model import quantize_model
+from megajax.serving import Engine
 from megajax.systems.prune_export import stored, to_tiles
 from megajax.training.config import Config as RunConfig
 from megajax.training.run_dir import saved_tokenizer
@@ -62,7 +64,8 @@ class ChatTemplate:
 class OpenModel:
     """A model whose parameters have not been read yet.
 
-    name: of its folder or file. chat: None where the tokenizer has no chat template.
+    name: of its folder or file. chat: None where the tokenizer has no chat template. outlined:
+    whether `outline` knows the parameters before they are read.
     """
 
     name: str
@@ -70,6 +73,39 @@ class OpenModel:
     tokenizer: Tokenizer
     chat: ChatTemplate | None
     _load: Callable[[Layout], tuple[Tree, str]]
+    outlined: bool = True
+
+    @property
+    def outline(self) -> Tree:
+        """The parameters as ShapeDtypeStructs."""
+        return decoder.parts(self.cfg).abstract
+
+    def engine(
+        self,
+        mesh: Mesh,
+        load: Callable[[], tuple[Tree, str]],
+        tokens: Sequence[int] = (),
+        *,
+        outlined: bool = True,
+        **options: Any,
+    ) -> tuple[Engine, str, list[Future]]:
+        """Returns (an engine, the line of `load`, what is done when the first programs are ready).
+
+        On one CPU process, programs are compiled while the parameters are read.
+        Args: load: reads the parameters. tokens: as of Engine.compile; with any, the programs of
+          other sizes are compiled when a step needs them. outlined: whether `load` returns what
+          `outline` says. options: of the engine.
+        """
+        start = functools.partial(Engine, self.cfg, mesh=mesh, tokenizer=self.tokenizer, **options)
+        if outlined and self.outlined and mesh.devices.flat[0].platform == "cpu":
+            engine = start(self.outline)
+            first = engine.compile(tokens, not tokens)
+            params, what = load()
+            engine.load(params, 0)
+            return engine, what, first
+        params, what = load()
+        engine = start(params)
+        return engine, what, engine.compile(tokens, not tokens)
 
     def load(self, layout: Layout) -> tuple[Tree, str]:
         """Returns (parameters as the layout stores them, a line that says what was read).
@@ -144,6 +180,9 @@ def _open_run(folder: Path, step: int | None, tokenizer: str | None, tiles: bool
     run = config.load_json(RunConfig, folder / "config.json", "run_dir")
 
     def load(layout: Layout) -> tuple[Tree, str]:
+        # Orbax comes with it, whose import takes 0.4 s that no file of another kind needs.
+        from megajax.checkpoint.run_folder import load_params
+
         params, chosen = load_params(
             folder, run.model, layout, step, run.checkpoint.dir, run.checkpoint.key_file
         )
@@ -186,7 +225,9 @@ def _open_hf(folder: Path, tokenizer: str | None) -> OpenModel:
     found = hf_quantized.settings(folder)
     named = open_tokenizer(tokenizer or str(folder))
     beside = expand(tokenizer) if tokenizer else folder
-    return OpenModel(folder.name, cfg, named, chat_template(beside, named), load)
+    return OpenModel(
+        folder.name, cfg, named, chat_template(beside, named), load, outlined=found is None
+    )
 
 
 def _open_gguf(file: Path, tokenizer: str | None) -> OpenModel:

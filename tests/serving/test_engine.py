@@ -10,6 +10,7 @@ from megajax.core.errors import UserError
 from megajax.core.mesh import MeshSpec
 from megajax.data.tokenizer import ByteTokenizer
 from megajax.layers.joined import INPUTS
+from megajax.models import decoder
 from megajax.quant import Format, quantize_model
 from megajax.serving import Engine, SamplingParams, StructuredOutputsParams
 from megajax.serving.backend import OneMesh
@@ -173,6 +174,35 @@ def test_random_traffic_compiles_a_bounded_number_of_programs(numerics, bound):
     assert list(engine.run()) or not engine.busy
     assert engine.programs.compiled == bound
     assert engine.pool.in_use == 0
+
+
+@pytest.mark.parametrize("numerics", ["fast", pytest.param("exact", marks=pytest.mark.slow)])
+def test_steps_are_compiled_before_the_weights_are_there(numerics):
+    engine = Engine(CFG, decoder.parts(CFG).abstract, numerics=numerics, pages=40, **SMALL)
+    ready = engine.compile()
+    engine.submit([1], SamplingParams(max_tokens=1))
+    with pytest.raises(UserError, match="sleeps"):
+        engine.step()
+    engine.cancel(0)
+    assert [output.finish_reason for output in engine.run()] == ["cancelled"]
+    engine.load(sharp(CFG), 0)
+    for program in ready:
+        program.result()
+    prompts = prompts_of(6, 20, CFG.vocab)
+    found = answers(engine, prompts, [SamplingParams(max_tokens=5, temperature=0)] * 6)
+    for prompt, (tokens, *_) in zip(prompts, found, strict=True):
+        assert tokens == one_by_one(CFG, prompt, 5, 36)
+    assert engine.programs.compiled == len(ready) == 2  # nothing was compiled a second time
+
+
+def test_a_step_takes_a_larger_program_that_is_ready():
+    engine = Engine(CFG, sharp(CFG), **SMALL | {"prefill_chunk": 32})
+    (program,) = engine.compile((20,), others=False)
+    program.result()
+    prompts = prompts_of(3, 12, CFG.vocab)
+    found = answers(engine, prompts, [SamplingParams(max_tokens=4, temperature=0)] * 3)
+    assert [tokens for tokens, *_ in found] == [one_by_one(CFG, p, 4, 36) for p in prompts]
+    assert engine.programs.compiled == 1
 
 
 def test_decoding_goes_on_before_its_tokens_are_read(monkeypatch):

@@ -164,6 +164,8 @@ class View:
         """The stages have the weights."""
         return ()
 
+    outline = place
+
     def default_pages(self, most: int, page_size: int) -> int:
         """The pipeline decides."""
         return most

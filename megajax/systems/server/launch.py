@@ -7,6 +7,7 @@ import math
 import os
 import socket
 import stat
+import time
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ SHORTEST_KEY = 16  # (chosen) characters
 def run(cfg: Config) -> int:
     """Serves until a signal. Returns the exit code. Raises: UserError."""
     mesh_.start(cfg.emulate)
+    mesh_.cache_programs(cfg.cache_dir)
     first = jax.process_index() == 0
     made = http.listen(cfg.host, cfg.port) if first else None
     with made or contextlib.nullcontext():
@@ -74,12 +76,23 @@ def load_engine(cfg: Config) -> tuple[Engine, OpenModel]:
             "--mesh.expert, or start a server for each",
             alike,
         )
-    opened = open_named(cfg)
-    params, what = opened.load_to_serve(mesh, cfg.quantize)
+    opened, begun = open_named(cfg), time.monotonic()
+
+    def say(text: str) -> None:
+        if jax.process_index() == 0:
+            print(f"{time.monotonic() - begun:6.1f} s: {text}", flush=True)
+
+    say(f"reading {opened.name}, compiling the first programs")
     options = {f.name: getattr(cfg, f.name) for f in dataclasses.fields(EngineOptions)}
-    engine = Engine(opened.cfg, params, mesh=mesh, tokenizer=opened.tokenizer, **options)
-    if jax.process_index() == 0:
-        print(f"{what}\n{describe(engine)}", flush=True)
+    engine, what, first = opened.engine(
+        mesh, lambda: opened.load_to_serve(mesh, cfg.quantize),
+        outlined=cfg.quantize == "none", **options,
+    )  # fmt: skip
+    say(f"{what}; {describe(engine)}")
+    for program in first:
+        program.result()
+    if first:
+        say(f"{len(first)} programs are compiled; those of other sizes follow beside requests")
     return engine, opened
 
 
