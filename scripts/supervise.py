@@ -32,6 +32,7 @@ import megajax.core.interrupted  # noqa: F401
 
 import argparse
 import dataclasses
+import errno
 import json
 import os
 import secrets
@@ -70,7 +71,9 @@ from megajax.systems.minder import run
 # What a number may be, by its flag.
 RANGES = {
     **dict.fromkeys("hosts processes".split(), Range(at_least=1)),
-    **dict.fromkeys("spares max_restarts backoff_s join_s grace_s".split(), Range(at_least=0)),
+    **dict.fromkeys(
+        "spares max_restarts backoff_s join_s grace_s rejoin_s".split(), Range(at_least=0)
+    ),
     **dict.fromkeys("start_s step_s save_s evaluate_s silence_s period_s".split(), Range(above=0)),
 }
 
@@ -133,6 +136,8 @@ def _meeting(add: Callable[..., Any]) -> None:
     add("--listen", default="127.0.0.1:0", help="host:port at which the driver listens")
     add("--agents", choices=("here", "elsewhere"), default="here", help="who starts the agents")
     add("--agent", metavar="HOST:PORT", help="run as the agent of this host, for this driver")
+    add("--rejoin_s", type=float, default=30.0, help="time for an --agent to come back when its "
+        "connection ended and the driver may not have; [%(default)g]")  # fmt: skip
     add("--metrics_at", metavar="HOST:PORT", help="address at which an --agent serves this host's "
         "counters to Prometheus; default: none")  # fmt: skip
     name = os.environ.get("SLURMD_NODENAME", socket.gethostname())  # as a blocklist must have it
@@ -226,6 +231,7 @@ def spawner(
 
     def spawn(name: str) -> subprocess.Popen:
         words = [f"--agent={address}", f"--name={name}", f"--period_s={s.period_s}"]
+        words += ["--rejoin_s=0"]  # the driver starts another
         words += ["--tls"] * bool(tls) + [f"--tls_ca={s.tls_ca}"] * bool(s.tls_ca)
         return subprocess.Popen(
             [sys.executable, __file__, *words],
@@ -319,7 +325,7 @@ def serve(s: argparse.Namespace) -> int:
         raise UserError("an agent must hold the job's secret (MEGAJAX_TOKEN, or --token_file)")
     # Without SLURM's own variables: jax would read from them that there is one process a GPU.
     env = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_")}
-    end, word = time.monotonic() + s.join_s, 0.0
+    end, word, served = time.monotonic() + s.join_s, 0.0, False
     if s.metrics_at:
         shown = exporter.Server(*split_address(s.metrics_at, "--metrics_at"), exporter.Host().rows)
         threading.Thread(target=shown.serve_forever, daemon=True).start()
@@ -328,6 +334,8 @@ def serve(s: argparse.Namespace) -> int:
             agent = Agent(s.name, s.agent, secret, env, s.period_s, find_tls(s, None))
         except OSError as error:
             left = end - time.monotonic()
+            if served and (left < 0 or error.errno == errno.ECONNREFUSED):
+                return 1  # the driver has ended
             if left < 0:
                 raise UserError(f"no driver at {s.agent}: {error} (--agent)") from None
             if time.monotonic() > word:
@@ -339,7 +347,10 @@ def serve(s: argparse.Namespace) -> int:
                 )  # fmt: skip
             time.sleep(min(1.0, left))  # both are started at one time; the driver may be later
         else:
-            return agent.serve()
+            code = agent.serve()
+            if code == 0 or agent.was_asked or not s.rejoin_s:
+                return code
+            served, end = True, time.monotonic() + s.rejoin_s
 
 
 def main(argv: Sequence[str], detectors: Mapping[str, Maker] = DETECTORS) -> int:

@@ -150,6 +150,66 @@ def test_the_rank_that_ended_first_is_named(name):
     assert fault.step == 6 and took <= 1.5 * LIMITS.settle + 1  # the last words are waited for
 
 
+CAUSES = {
+    "an exception": (1, "failed", "ValueError: row 7", "program"),
+    "a segmentation fault": (-11, "wait", "", "program"),
+    "kill -9": (-9, "wait", "", "other"),
+    "SIGTERM": (-15, "data", "", "other"),
+    "a full disk": (1, "failed", "OSError: [Errno 28] No space left on device: 'x'", "temporary"),
+    "a full disk, told by a wrong code": (2, "failed", "error: no space left on x", "temporary"),
+    "storage that is away": (75, "failed", "error: step 5 was not saved", "temporary"),
+    "the same, and its clean-up waits": (None, "failed", "error: x (exit code 75: y)", "temporary"),
+    "a failed assertion of XLA": (-6, "wait", "F0000 a.cc:7] Check failed: n > 0", "program"),
+    "a coordinator that is gone": (-6, "wait", "F0 Check failed: coordination service", "other"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CAUSES)
+def test_what_the_end_of_a_rank_is_evidence_of(name):
+    """An error proves nothing about a step before all ranks came as far as one."""
+    code, section, error, cause = CAUSES[name]
+    for is_up in (True, False):
+        s = Stream()
+        if is_up:
+            s.train(1, 5)
+        s.put(1, section, 6)
+        s.set(1, error=error, **({} if code is None else {"exit_code": code, "state": "X"}))
+        fault, _ = s.until(5)
+        assert (fault.kind, fault.rule, fault.ranks) == ("restart", "exit", (1,))
+        assert fault.cause == ("start" if cause == "program" and not is_up else cause)
+        assert error[:200] in fault.message and "7" not in fault.error
+
+
+@pytest.mark.parametrize("how", ["leases", "agents", "killed"])
+def test_a_watcher_that_was_frozen_blames_nobody(how):
+    s = Stream()
+    s.train(1, 5)
+    for rank in s.ranks:
+        if how != "agents":
+            s.set(rank, exit_code=75, state="X")
+    if how == "agents":
+        for host in s.hosts:
+            s.silent.add(host)
+            s.dog.hang_up(host, "closed by the other end")
+    if how == "killed":  # which a freeze explains as little as a rank's own error
+        s.set(2, exit_code=-9)
+    found = [a for a in s.tick(60.0) if a.kind != "warn"]
+    fault = found[0] if found else s.until(5)[0]
+    if how == "killed":
+        assert (fault.rule, fault.ranks) == ("exit", (2,))
+    else:
+        assert (fault.rule, fault.ranks, fault.hosts) == ("driver", (), ())
+        assert "did not run for 60.0 s" in fault.message
+
+
+def test_a_lease_that_ran_out_is_no_error_of_its_rank():
+    s = Stream()
+    s.train(1, 5)
+    s.set(3, exit_code=75, state="X", error="[lease] process 9 ends: no news")
+    fault, _ = s.until(5)
+    assert (fault.rule, fault.hosts, fault.cause) == ("lease", ("b",), "other")
+
+
 def test_who_was_waited_for_is_named_when_only_the_waiting_gave_up():
     """Gloo gives a peer 30 s to come; one that still compiles is too late for it."""
     s = Stream()

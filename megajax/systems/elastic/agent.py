@@ -67,6 +67,7 @@ class Agent:
         self._processes: list[Process] = []
         self._attempt = 0
         self._asked: int | None = None
+        self.was_asked = False  # to stop, by a signal
         self._disk = Path(".")
         self._reaper = self._new_reaper()
 
@@ -159,7 +160,7 @@ class Agent:
     def _ask(self, number: int, _: object) -> None:
         """Asks the driver to let the whole job save and stop; a second signal ends this agent."""
         signal.signal(number, signal.SIG_DFL)
-        self._asked = number
+        self._asked, self.was_asked = number, True
 
     def _obey(self, message: dict[str, Any]) -> None:
         match message["do"]:

@@ -19,6 +19,7 @@ import time
 
 import pytest
 
+from experiments.storm.relay import Relay
 from megajax.systems.elastic.wire import StrangerError, dial
 
 pytestmark = pytest.mark.process
@@ -223,6 +224,70 @@ def test_a_frozen_agent_is_replaced(tmp_path):
     assert code == 0, err
     assert run.saved()["value"] == parameters()
     assert run.events("fault")[0]["rule"] == "silence"
+
+
+@pytest.mark.parametrize("times", [1, pytest.param(20, marks=slow)])
+def test_frozen_drivers_blame_nobody(tmp_path, times):
+    """The leases of the ranks run out meanwhile. A freeze costs the steps since the last save."""
+    steps = 16 * times + 10
+    job = [sys.executable, JOB, str(tmp_path), str(steps), "3", "0.25"]
+    run = Supervised(tmp_path, "--max_restarts=1", command=job)
+    for i in range(times):
+        last = run.saved()["step"]
+        run.wait_for(lambda last=last: run.saved()["step"] >= last + 3)
+        run.process.send_signal(signal.SIGSTOP)
+        time.sleep(3.5)
+        run.process.send_signal(signal.SIGCONT)
+        run.wait_for(lambda i=i: len(run.events("start")) == i + 2)
+    code, err = run.end()
+    assert code == 0 and run.saved() == {"step": steps, "value": parameters(steps)}, err
+    found = [(e["rule"], e["hosts"], e["ranks"]) for e in run.events("fault")]
+    assert found == [("driver", [], [])] * times, err
+    assert "the driver did not run for" in err and "No host is at fault" in err
+    assert not (run.out / "blocklist").exists()
+
+
+@slow
+def test_an_agent_comes_back_when_its_connection_ends_and_the_driver_does_not(tmp_path):
+    """A network between the two hosts and the driver ends and changes what goes through it."""
+    secret = "a secret of this job"
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    env = os.environ | {"PYTHONPATH": str(ROOT), "MEGAJAX_TOKEN": secret}
+    job = [sys.executable, JOB, str(tmp_path), "60", "5", "0.1"]
+    words = ["--agents=elsewhere", f"--listen=127.0.0.1:{port}", f"--out={tmp_path / 'out'}"]
+    driver = subprocess.Popen(
+        [sys.executable, SUPERVISE, *QUICK, *words, "--", *job], env=env, stderr=subprocess.PIPE
+    )
+    relays = [Relay(port), Relay(port)]
+    agents = [
+        subprocess.Popen(
+            [sys.executable, SUPERVISE, f"--agent=127.0.0.1:{r.port}", f"--name=h{i}",
+             "--period_s=0.2", "--join_s=20"], env=env,
+        )
+        for i, r in enumerate(relays)
+    ]  # fmt: skip
+    seen = tmp_path / "out" / "events.jsonl"
+    saved = tmp_path / "saved.json"
+    try:
+        for attempt, mark in enumerate(("ends", "wrong")):
+            end = time.monotonic() + 30
+            while not saved.exists() or json.loads(saved.read_text())["step"] < 10 + 20 * attempt:
+                assert time.monotonic() < end and driver.poll() is None
+                time.sleep(0.05)
+            setattr(relays[attempt], mark, True)
+        assert driver.wait(60) == 0, driver.communicate()
+        assert [a.wait(20) for a in agents] == [0, 0]  # the driver sent them home
+    finally:
+        for process in (driver, *agents):
+            process.kill()
+            process.communicate()
+        for relay in relays:
+            relay.close()
+    found = [e for e in map(json.loads, seen.read_text().splitlines()) if e["event"] == "fault"]
+    assert [(e["rule"], e["hosts"]) for e in found] == [("agent", ["h0"]), ("agent", ["h1"])]
+    assert "nobody signed" in found[1]["message"]
+    assert json.loads(saved.read_text()) == {"step": 60, "value": parameters(60)}
 
 
 @slow
