@@ -170,6 +170,25 @@ def test_a_reader_that_leaves_ends_a_script_quietly(script, words):
     assert (done.returncode, done.stderr) == (141, "")
 
 
+@pytest.mark.parametrize(
+    ("error", "code", "said"),
+    [
+        ("OSError(28, 'No space left on device', '/runs/x')", 75,
+         "error: cannot write /runs/x: No space left on device; make room, and start the command "
+         "again (exit code 75: a later start may work)\n"),
+        ("errors.TemporaryError('too late')", 75,
+         "error: too late (exit code 75: a later start may work)\n"),
+        ("errors.UserError('too early')", 2, "error: too early\n"),
+    ],
+)  # fmt: skip
+def test_a_command_says_whether_a_later_start_may_work(error, code, said):
+    program = (
+        f"from megajax.core import config, errors\ndef main():\n  raise {error}\nconfig.run(main)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (code, said)
+
+
 def test_another_broken_pipe_is_an_error():
     with pytest.raises(BrokenPipeError), script_.output_may_close():
         raise BrokenPipeError

@@ -14,6 +14,7 @@ from experiments.storm.deeds import Deeds, Hit
 from experiments.storm.plan import BY_MAIL, FEW, KINDS, Strike, strikes
 from experiments.storm.storm import Case, Storm
 
+NOT_HERE = ("lost step", "flipped bit", "slow", "junk", "full run_dir", "full disk and kill")
 JOB = str(pathlib.Path(__file__).parents[1] / "elastic" / "lockstep.py")
 FLAGS = [
     "--hosts=2", "--min_hosts=2", "--processes=2", "--max_restarts=1000", "--silence_s=4",
@@ -104,9 +105,7 @@ def test_a_storm_over_a_small_job(tmp_path):
 
     cluster = Cluster(tmp_path, FLAGS, command, 3, os.environ)
     cluster.run_dir.mkdir()
-    kinds = tuple(
-        k for k in KINDS if k not in ("lost step", "flipped bit", "slow", "junk", "full run_dir")
-    )
+    kinds = tuple(k for k in KINDS if k not in NOT_HERE)
     kinds = tuple(k for k in kinds if cluster.mounted or KINDS[k].needs != "mount")
     storm = Storm(cluster, Deeds(cluster, tmp_path / "mail"), strikes(1, kinds), 100.0)
     try:
