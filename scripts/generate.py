@@ -23,6 +23,7 @@ from megajax.core.axes import ZERO_AXES
 from megajax.core.config import Checked, group, option
 from megajax.core.errors import UserError
 from megajax.core.needs import above, other_than
+from megajax.data.tokenizer import prompt_ids
 from megajax.parallel import sharding
 from megajax.parallel.overlap import Overlap, refuse_fused
 from megajax.parallel.sharding import Zero
@@ -86,6 +87,9 @@ class Config(Checked):
     )
     tokenizer: str | None = option(None, "bytes or a tokenizer.json; none: the model's own")
     prompt: str = option("def ", "text to continue")
+    parse_special: bool = option(
+        True, "whether the text of a special token in the prompt is that token, or text"
+    )
     samples: int = option(1, "number of continuations", at_least=1)
     new_tokens: int = option(200, "length of the longest continuation", "tokens", at_least=1)
     seed: int = option(0, "random seed of the sampling", at_least=0, at_most=2**32 - 1)
@@ -127,7 +131,7 @@ def sample(cfg: Config, opened: OpenModel, mesh: Mesh) -> list[str]:
     zero: Zero = "none" if math.prod(mesh.shape[a] for a in ZERO_AXES) == 1 else "full"
     layout = sharding.layout(mesh, zero, decode=True, model=opened.cfg)
     tokenizer = opened.tokenizer
-    prompt = tokenizer.prefix() + tokenizer.encode([cfg.prompt])[0].tolist()
+    prompt = prompt_ids(tokenizer, cfg.prompt, cfg.parse_special)
     running = min(cfg.samples, MOST)
     each = -(-(len(prompt) + cfg.new_tokens) // PAGE) + 1  # and one to grow into
     engine, what, _ = opened.engine(

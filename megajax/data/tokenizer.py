@@ -1,7 +1,9 @@
 """Text to token ids and back: bytes, a BPE trained on the corpus, or a Hugging Face tokenizer.json.
 
-A document becomes [begin] tokens [end] with the tokenizer's special ids, where it has them. Text
-never becomes a special id: '<|eos|>' in a document is seven characters like any others.
+One method encodes everything, `Tokenizer.encode`. A document becomes [begin] tokens [end] with the
+tokenizer's special ids, where it has them, and its text never becomes a special id: '<|eos|>' in it
+is seven characters like any others. A prompt (`prompt_ids`) becomes [begin] tokens, and in it the
+text of a special token is that token, as in transformers and llama.cpp. Chats: data/chat.py.
 """
 
 import contextlib
@@ -12,7 +14,7 @@ import json
 import re
 import shutil
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -30,6 +32,7 @@ MOST = 1 << 24  # ids of a trained BPE (chosen: the trainer reserves memory for 
 LONGEST = 2**12  # (chosen) bytes of a token: published ones have some hundred
 WORD = 256  # (chosen: real words are shorter) bytes of a word that a BPE is trained on
 PIECE = 2**18  # (chosen) characters of a text that the package encodes in one piece
+PART = 2**14  # (chosen) characters that are encoded before a long prompt's length is looked at
 TOGETHER = 16  # (chosen: some 500 MiB of memory) pieces, one for each of its threads
 WINDOW = 2**10  # (chosen) characters on both sides of a cut that are encoded to judge it
 TRIES = 16  # (chosen) places of a piece that are judged
@@ -37,6 +40,9 @@ BETWEEN = re.compile(r"(?<=[A-Za-z]) (?=[A-Za-z])")  # where words are cut by al
 TEMPLATE = "chat_template.jinja"
 FILES = "tokenizer.json, vocab.json with merges.txt, tokenizer.model or vocab.txt"
 BESIDE = (CONFIG, MAP, GENERATION, TEMPLATE)  # files that say how a tokenizer is used
+
+
+type Encode = Callable[[Sequence[str]], list[np.ndarray]]
 
 
 class Tokenizer(Protocol):
@@ -57,12 +63,14 @@ class Tokenizer(Protocol):
     template: tuple[tuple[int, ...], tuple[int, ...]]
     strips_space: bool
 
-    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Returns the token ids of each text, without special ids."""
-        ...
+    def encode(
+        self, texts: Sequence[str], special: bool = False, most: int | None = None
+    ) -> list[np.ndarray]:
+        """Returns the token ids (int32) of each text, nothing before or behind it.
 
-    def encode_special(self, text: str) -> list[int]:
-        """Returns the ids of a text in which the text of a special token is that token."""
+        special: whether the text of a special token is that token; else it is text. most: a text
+        that has far more tokens is not read to its end: what is refused anyway costs little.
+        """
         ...
 
     def prefix(self) -> list[int]:
@@ -74,8 +82,8 @@ class Tokenizer(Protocol):
         none."""
         ...
 
-    def decode(self, ids: Iterable[int]) -> str:
-        """Returns the text of token ids; special ids give nothing."""
+    def decode(self, ids: Iterable[int], special: bool = False) -> str:
+        """Returns the text of token ids; special ids give nothing, or with `special` their text."""
         ...
 
 
@@ -91,21 +99,22 @@ class ByteTokenizer:
     template: tuple[tuple[int, ...], tuple[int, ...]] = (), ()
     strips_space: bool = False
 
-    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
-        """Returns the bytes of each text."""
+    def encode(
+        self, texts: Sequence[str], special: bool = False, most: int | None = None
+    ) -> list[np.ndarray]:
+        """Returns the bytes of each text: no text is a special token."""
+        if most is not None:
+            texts = [t[: most + 1] for t in texts]
         return [np.frombuffer(t.encode(), np.uint8).astype(np.int32) for t in texts]
 
-    def decode(self, ids: Iterable[int]) -> str:
-        """Returns the text; bytes that are not UTF-8 show as the replacement character."""
+    def decode(self, ids: Iterable[int], special: bool = False) -> str:
+        """Returns the text; bytes that are not UTF-8 show as the replacement character, and special
+        ids, which have no text, as nothing."""
         return bytes(i for i in map(int, ids) if i < 256).decode(errors="replace")
 
     def pieces(self) -> list[bytes | None]:
         """Returns the byte of each id; None: special."""
         return [*(bytes([b]) for b in range(256)), None, None, None]
-
-    def encode_special(self, text: str) -> list[int]:
-        """Returns the bytes of a text: no text is a special token."""
-        return list(text.encode())
 
     def prefix(self) -> list[int]:
         """Returns the id that begins a document."""
@@ -170,33 +179,43 @@ class JsonTokenizer:
         found = [i for i in special if i is not None and i != unknown]
         return np.array(sorted(found), np.int32)
 
-    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
+    def encode(
+        self, texts: Sequence[str], special: bool = False, most: int | None = None
+    ) -> list[np.ndarray]:
         """Returns the token ids of each text. Raises: UserError when it has none for a text.
 
         A text of more than PIECE characters is encoded in pieces, which keeps memory bounded. They
         end between two words where cutting changes no id; a text without such a place, as one word
         of a million letters, is cut after PIECE characters, and a warning says so.
         """
-        if max(map(len, texts), default=0) <= PIECE:
-            return self._encode(texts)
-        return [
-            np.concatenate(
-                [
-                    ids
-                    for together in itertools.batched(self._pieces_of(text), TOGETHER)
-                    for ids in self._encode(together)
-                ]
-            )
-            for text in texts
-        ]
+        encode = functools.partial(self._encode, special=special)
+        if max(map(len, texts), default=0) <= (PIECE if most is None else PART):
+            return encode(texts)
+        return [self._encode_long(text, encode, most) for text in texts]
 
-    def _pieces_of(self, text: str) -> Iterator[str]:
+    def _encode_long(self, text: str, encode: Encode, most: int | None) -> np.ndarray:
+        parts: list[np.ndarray] = []
+        if len(text) <= (PIECE if most is None else PART):
+            return encode([text])[0]
+        if most is None:
+            for pieces in itertools.batched(self._pieces_of(text, encode), TOGETHER):
+                parts += encode(pieces)
+            return np.concatenate(parts)
+        size = 0
+        for at in range(0, len(text), PART):
+            parts += encode([text[at : at + PART]])
+            size += len(parts[-1])
+            if size > 2 * most:  # a cut adds a token or two
+                return np.concatenate(parts)
+        return encode([text])[0]
+
+    def _pieces_of(self, text: str, encode: Encode) -> Iterator[str]:
         """Yields the pieces of a long text."""
         begin, warned = 0, False
         while len(text) - begin > PIECE:
             places = [m.start() for m in BETWEEN.finditer(text, begin + PIECE // 2, begin + PIECE)]
             for at in reversed(places[-TRIES:]):
-                if (skipped := self._cut(text, at)) is not None:
+                if (skipped := self._cut(text, at, encode)) is not None:
                     break
             else:
                 at, skipped = begin + PIECE, 0
@@ -212,39 +231,70 @@ class JsonTokenizer:
             begin = at + skipped
         yield text[begin:]
 
-    def _cut(self, text: str, at: int) -> int | None:
+    def _cut(self, text: str, at: int, encode: Encode) -> int | None:
         """Returns how many characters to leave out (0, or the space) so that a text that is cut
         before `at` keeps its ids; None: it does not. Judged by the characters around."""
         left, right = text[max(0, at - WINDOW) : at], text[at : at + WINDOW]
-        whole, before, after, bare = self._encode([left + right, left, right, right[1:]])
+        whole, before, after, bare = encode([left + right, left, right, right[1:]])
         for skipped, ids in ((0, after), (1, bare)):
             if np.array_equal(whole, np.concatenate([before, ids])):
                 return skipped
         return None
 
-    def _encode(self, texts: Sequence[str]) -> list[np.ndarray]:
+    def _encode(self, texts: Sequence[str], special: bool) -> list[np.ndarray]:
+        tokenizer = self._special_too if special else self._tokenizer
         with _errors_of(f"{self.name} cannot encode"):
-            batch = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+            batch = tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
             found = [np.array(e.ids, np.int32) for e in batch]
+            if special:
+                return found
             return [
-                self._without_special(text) if np.isin(ids, self._forbidden).any() else ids
+                _without(self._forbidden, tokenizer, text)
+                if np.isin(ids, self._forbidden).any()
+                else ids
                 for text, ids in zip(texts, found, strict=True)
             ]
 
-    def _without_special(self, text: str) -> np.ndarray:
-        """Returns the ids of a text, cut inside what its tokenizer makes a special token of.
+    def renamed(self, names: Mapping[int, str]) -> Callable[[str, int | None], np.ndarray]:
+        """Returns what encodes a text in which tokens have other names: (text, most) -> ids.
 
-        For models whose own pieces include a special token (Unigram, WordLevel), or whose begin and
-        end are not marked as special.
+        Only the new names become these tokens; their usual text, and that of every other special
+        token, is text. Args: names: id -> new name, of ids of `added`.
+        Raises: UserError for a tokenizer whose ids have gaps that the new names would fill.
         """
-        found = self._tokenizer.encode(text, add_special_tokens=False)
-        special = np.isin(found.ids, self._forbidden)
-        spans = [found.offsets[i] for i in np.flatnonzero(special)]
-        cuts = sorted({c for start, stop in spans if 0 < (c := (start + stop) // 2) < len(text)})
-        if not cuts:  # nothing to cut: what is special is left out
-            return np.array(found.ids, np.int32)[~special]
-        pieces = zip([0, *cuts], [*cuts, len(text)], strict=True)
-        return np.concatenate([self._without_special(text[a:b]) for a, b in pieces])
+        import tokenizers
+
+        made, ids = json.loads(self._tokenizer.to_str()), {}
+        for token in made["added_tokens"]:
+            token["content"] = names.get(token["id"], token["content"])
+            ids[token["content"]] = token["id"]
+        other = tokenizers.Tokenizer.from_str(json.dumps(made))
+        usual: dict[Any, int] = {other.token_to_id(name): i for name, i in ids.items()}
+        pieces = set(self._tokenizer.get_vocab(with_added_tokens=False).values())
+        if any(new != old and new in pieces for new, old in usual.items()):
+            raise UserError(f"{self.name}: its special tokens cannot be told from their text")
+        lost = np.array([i for i in self._forbidden if i not in usual], np.int32)
+
+        def encode(texts: Sequence[str]) -> list[np.ndarray]:
+            with _errors_of(f"{self.name} cannot encode"):
+                batch = other.encode_batch_fast(list(texts), add_special_tokens=False)
+                found = [np.array(e.ids, np.int32) for e in batch]
+                return [
+                    _without(lost, other, text) if np.isin(ids, lost).any() else ids
+                    for text, ids in zip(texts, found, strict=True)
+                ]
+
+        def encode_one(text: str, most: int | None) -> np.ndarray:
+            found = self._encode_long(text, encode, most).tolist()
+            return np.array([usual.get(i, i) for i in found], np.int32)
+
+        return encode_one
+
+    def added(self) -> dict[int, tuple[str, bool]]:
+        """Returns {id: (its text, whether it is special)} of the tokens that no text is cut into:
+        they are looked for before."""
+        listed = self._tokenizer.get_added_tokens_decoder().items()
+        return {i: (token.content, token.special) for i, token in listed if token.content}
 
     def id_of(self, token: str) -> int | None:
         """Returns the id of a token, None for what is none."""
@@ -288,20 +338,14 @@ class JsonTokenizer:
 
         return tokenizers.Tokenizer.from_str(self._tokenizer.to_str())
 
-    def encode_special(self, text: str) -> list[int]:
-        """Returns the ids of a text in which the text of a special token is that token, for chat
-        templates, which write them. Raises: UserError as `encode`."""
-        with _errors_of(f"{self.name} cannot encode"):
-            return self._special_too.encode(text, add_special_tokens=False).ids
-
     def prefix(self) -> list[int]:
         """Returns the special ids before a prompt: those that begin a document."""
         return [] if self.begin is None else [self.begin]
 
-    def decode(self, ids: Iterable[int]) -> str:
+    def decode(self, ids: Iterable[int], special: bool = False) -> str:
         """Returns the text of token ids."""
         with _errors_of(f"{self.name} cannot decode"):
-            return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
+            return self._tokenizer.decode([int(i) for i in ids], skip_special_tokens=not special)
 
 
 class FileTokenizer(JsonTokenizer):
@@ -344,6 +388,22 @@ class FileTokenizer(JsonTokenizer):
             if beside.is_file() and name not in made and not (folder / name).exists():
                 shutil.copyfile(beside, folder / name)
         self._write(folder, made)
+
+
+def _without(forbidden: np.ndarray, tokenizer: Any, text: str) -> np.ndarray:
+    """Returns the ids of a text, cut inside what a tokenizer makes a forbidden token of.
+
+    For models whose own pieces include a special token (Unigram, WordLevel), or whose begin and end
+    are not marked as special.
+    """
+    found = tokenizer.encode(text, add_special_tokens=False)
+    special = np.isin(found.ids, forbidden)
+    spans = [found.offsets[i] for i in np.flatnonzero(special)]
+    cuts = sorted({c for start, stop in spans if 0 < (c := (start + stop) // 2) < len(text)})
+    if not cuts:  # nothing to cut: what is special is left out
+        return np.array(found.ids, np.int32)[~special]
+    pieces = zip([0, *cuts], [*cuts, len(text)], strict=True)
+    return np.concatenate([_without(forbidden, tokenizer, text[a:b]) for a, b in pieces])
 
 
 def _check_lengths(found: Any) -> None:
@@ -463,6 +523,25 @@ def need_tokenizer(folder: str | Path, flag: str, chosen: str = "--tokenizer") -
             f"{chosen}=FILE)"
         )
     return file
+
+
+def prompt_ids(
+    tokenizer: Tokenizer,
+    text: str,
+    special: bool = True,
+    begin: bool = True,
+    most: int | None = None,
+) -> list[int]:
+    """Returns the ids of a prompt: what begins a document, then the text. Completions,
+    scripts/generate.py and the samples of a training have them.
+
+    The end that some tokenizers put behind a text (their post_processor) is left out: what goes on
+    behind it would be another text. A begin that the text itself writes is not taken out.
+
+    Args: special, most: as `Tokenizer.encode`. begin: whether the begin id comes first.
+    """
+    ids = tokenizer.encode([text], special, most)[0].tolist()
+    return [*tokenizer.prefix(), *ids] if begin else ids
 
 
 def check_vocabulary(tokenizer: Tokenizer, vocab: int) -> None:

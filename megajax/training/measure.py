@@ -8,7 +8,7 @@ from megajax.core.errors import UserError
 from megajax.core.files import write_whole
 from megajax.data.corpus import Corpus
 from megajax.data.loader import held_out_rows
-from megajax.data.tokenizer import Tokenizer
+from megajax.data.tokenizer import Tokenizer, prompt_ids
 from megajax.models.parts import Batch
 from megajax.monitor.console import Console
 from megajax.monitor.records import Recorder
@@ -51,7 +51,7 @@ class Measure:
 
     def _encode_prompt(self) -> list[int]:
         cfg, tokenizer = self._cfg, self._tokenizer
-        prompt = tokenizer.prefix() + tokenizer.encode([cfg.eval.prompt])[0].tolist()
+        prompt = prompt_ids(tokenizer, cfg.eval.prompt)
         if not 0 < len(prompt) < cfg.model.max_positions:
             raise UserError(
                 f"eval.prompt of {len(prompt)} tokens must have from 1 to "

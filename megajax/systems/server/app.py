@@ -1,4 +1,5 @@
-"""The server's endpoints: /v1/completions, /v1/chat/completions, /v1/models, /health, /metrics.
+"""The server's endpoints: /v1/completions, /v1/chat/completions, /v1/models, /tokenize,
+/detokenize, /health, /metrics.
 
 A body is read up to a limit, becomes a Job (protocol.py), each of whose prompts is a request of the
 engine (worker.py). A client that leaves, streaming or not, ends its requests, whose pages are free
@@ -57,6 +58,7 @@ class Server:
         self._keys = [hashlib.sha256(key.encode()).digest() for key in keys]
         self._max_body, self._timeout_s = max_body, timeout_s
         self._tokenizer = worker.engine.tokenizer
+        self._tokenizing = asyncio.Semaphore()  # what no model's context bounds, one at a time
         self._pieces, self._born = pieces_of(self._tokenizer), int(time.time())
         made = Starlette(
             routes=[
@@ -64,6 +66,8 @@ class Server:
                 Route("/v1/chat/completions", self._guard(self._chat), methods=["POST"]),
                 Route("/v1/models", self._guard(self._models)),
                 Route("/v1/models/{name:path}", self._guard(self._models)),
+                Route("/tokenize", self._guard(self._tokenize), methods=["POST"]),
+                Route("/detokenize", self._guard(self._detokenize), methods=["POST"]),
                 Route("/health", self._health),
                 Route("/metrics", self._measured),
             ],
@@ -94,6 +98,19 @@ class Server:
         if wanted != self.name:
             raise ApiError(404, f"the model {wanted!r:.200} does not exist", code="model_not_found")
         return JSONResponse(model)
+
+    async def _tokenize(self, request: Request) -> Response:
+        body = fields.parse(await self._body(request))
+        async with self._tokenizing:
+            ids = await asyncio.to_thread(self._reader.tokenize, body)
+        context = self._worker.engine.context
+        return JSONResponse({"count": len(ids), "max_model_len": context, "tokens": ids})
+
+    async def _detokenize(self, request: Request) -> Response:
+        body = fields.parse(await self._body(request))
+        async with self._tokenizing:
+            text = await asyncio.to_thread(self._reader.detokenize, body)
+        return JSONResponse({"prompt": text})
 
     async def _health(self, _: Request) -> Response:
         try:

@@ -1,8 +1,9 @@
 """Prompts from the messages of a chat, by the chat template of the model.
 
 Templates are Jinja programs of whoever made the model; they run in Jinja's sandbox, which keeps
-them from everything but their variables. What they may call is what Hugging Face's transformers
-gives them (chat template documentation): raise_exception, strftime_now, and the filter tojson.
+them from everything but their variables. What they may call and which variables they have is what
+transformers gives them (5.24, utils/chat_template_utils.py). Their control tokens and the text of
+messages are told apart by data/chat.py.
 """
 
 import datetime
@@ -13,48 +14,163 @@ from typing import Any
 import jinja2
 import jinja2.ext
 import jinja2.sandbox
+from jinja2 import nodes
 
+from megajax.core.errors import UserError
+from megajax.data.chat import ControlTokens
+from megajax.data.tokenizer import Tokenizer
 from megajax.systems.open_model import ChatTemplate
 from megajax.systems.server.errors import ApiError
 
+BETWEEN = "\n"  # (vLLM, llama.cpp) joins the texts of one message
+PROBES = ("first probe", "second probe", "third probe")  # (chosen) texts of the trial's messages
+
+type Messages = Sequence[Mapping[str, Any]]
+
 
 class Chat:
-    """A compiled chat template."""
+    """A compiled chat template.
 
-    def __init__(self, template: ChatTemplate | None):
+    problem: why every chat is refused, or "". doubts: what the trial of the template showed, in
+    lines for whoever starts a server.
+    """
+
+    def __init__(self, template: ChatTemplate | None, tokenizer: Tokenizer):
         """None, or a template that cannot be compiled: every chat is refused, and told why."""
-        self._template, self._problem, self._words = None, "", {}
+        self.problem, self.doubts = "", []  # type: ignore[var-annotated]
+        self._tokenizer, self._takes_texts, self._takes_parts = tokenizer, True, False
+        source = "" if template is None else template.source
+        self._controls = ControlTokens(tokenizer, source)
         if template is None:
-            self._problem = (
+            self.problem = (
                 "this model has no chat template; use /v1/completions, or start the server with "
                 "--chat_template=FILE"
             )
             return
         self._words = {"bos_token": template.begin, "eos_token": template.end}
         try:
-            self._template = _environment().from_string(template.source)
+            self._template = _environment().from_string(source)
         except jinja2.TemplateError as error:
-            self._problem = f"this model's chat template cannot be compiled: {error}"
+            line = getattr(error, "lineno", None)
+            where = "" if line is None else f" (line {line})"
+            self.problem = f"this model's chat template cannot be compiled: {error}{where}"
+            return
+        self._try()
 
-    def prompt(self, messages: Sequence[Mapping[str, Any]], more: Mapping[str, Any]) -> str:
+    def prompt(self, messages: Messages, more: Mapping[str, Any]) -> str:
         """Returns the text of a chat, up to where the assistant answers.
 
         more: other variables of the template. Raises: ApiError.
         """
-        if self._template is None:
-            raise ApiError(400, self._problem, param="messages", code="no_chat_template")
-        words = {"add_generation_prompt": True, **self._words, **more}
+        self._check()
         try:
-            return self._template.render(messages=list(messages), **words)
+            return self._render([self._with_content(m) for m in messages], more)
         except Exception as error:  # a template is a program: it can fail in any way
-            raise ApiError(
-                400, f"the model's chat template refuses these messages: {error}", param="messages"
-            ) from None
+            raise _refused(error) from None
+
+    def encode(
+        self,
+        messages: Messages,
+        more: Mapping[str, Any],
+        special: bool = False,
+        most: int | None = None,
+    ) -> list[int]:
+        """Returns the token ids of a chat, of which the template alone writes control tokens.
+
+        Args: messages, more: as `prompt`. special: whether the text of special tokens in messages
+          becomes these tokens too. most: as `Tokenizer.encode`. Raises: ApiError.
+        """
+        self._check()
+        if special:
+            return self._tokenizer.encode([self.prompt(messages, more)], True, most)[0].tolist()
+        controls = self._controls
+        try:
+            made = [self._with_content(m) for m in messages]
+            mark = controls.mark(made, more)
+            text = self._render(controls.protect(made, mark), controls.protect(dict(more), mark))
+        except Exception as error:
+            raise _refused(error) from None
+        return controls.encode(text, mark, most)
+
+    def _check(self) -> None:
+        if self.problem:
+            raise ApiError(400, self.problem, param="messages", code="no_chat_template")
+
+    def _render(self, messages: Messages, more: Mapping[str, Any]) -> str:
+        words: dict[str, Any] = {"tools": None, "documents": None, "add_generation_prompt": True}
+        return self._template.render(messages=list(messages), **{**words, **self._words, **more})
+
+    def _with_content(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Gives a message's content the form that the template reads: a text, or parts."""
+        content = message.get("content")
+        if isinstance(content, str):
+            if self._takes_texts:
+                return message
+            content = [content]
+        if not isinstance(content, list):
+            return message
+        if not self._takes_parts:
+            return {**message, "content": BETWEEN.join(content)}
+        return {**message, "content": [{"type": "text", "text": text} for text in content]}
+
+    # ---- the trial
+
+    def _try(self) -> None:
+        """Renders one turn and two, and sees in what form the template reads contents."""
+        first, second, third = PROBES
+        one = [{"role": "user", "content": first}]
+        two = [*one, {"role": "assistant", "content": second}, {"role": "user", "content": third}]
+        found, error = self._attempt(one)
+        parts = [{"type": "text", "text": first}, {"type": "text", "text": second}]
+        with_parts, _ = self._attempt([{"role": "user", "content": parts}])
+        self._takes_parts = first in with_parts and second in with_parts and "{'" not in with_parts
+        self._takes_texts = first in found or not self._takes_parts
+        if error is not None and self._takes_texts:
+            self.doubts.append(f"the chat template refuses a message of a user: {error}")
+        elif first not in found and not self._takes_parts:
+            self.doubts.append("the chat template leaves out the text of a user's message")
+        else:
+            found, error = self._attempt([self._with_content(m) for m in two])
+            if error is not None:
+                self.doubts.append(f"the chat template refuses a second turn: {error}")
+            elif third not in found:
+                self.doubts.append("the chat template leaves out the text of a second turn")
+
+    def _attempt(self, messages: Messages) -> tuple[str, Exception | None]:
+        try:
+            return self._render(messages, {}), None
+        except Exception as error:
+            return "", error
+
+
+def _refused(error: Exception) -> ApiError:
+    if isinstance(error, UserError):
+        return ApiError(400, str(error), param="messages")
+    return ApiError(
+        400, f"the model's chat template refuses these messages: {error}", param="messages"
+    )
+
+
+class _Generation(jinja2.ext.Extension):
+    """{% generation %}...{% endgeneration %} renders what is between them.
+
+    transformers marks with it what a model wrote, for masks of training.
+    """
+
+    tags = {"generation"}
+
+    def parse(self, parser: Any) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_render"), [], [], body).set_lineno(line)
+
+    def _render(self, caller: Any) -> str:
+        return caller()
 
 
 def _environment() -> jinja2.sandbox.ImmutableSandboxedEnvironment:
     made = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
     )
     made.filters["tojson"] = _to_json
     more: dict[str, Any] = {"raise_exception": _raise, "strftime_now": _now}
@@ -70,5 +186,13 @@ def _raise(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
-def _to_json(value: Any, indent: int | None = None, **options: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+def _to_json(
+    value: Any,
+    ensure_ascii: bool = False,
+    indent: int | None = None,
+    separators: tuple[str, str] | None = None,
+    sort_keys: bool = False,
+) -> str:
+    return json.dumps(
+        value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+    )

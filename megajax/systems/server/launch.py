@@ -60,8 +60,8 @@ def open_server(cfg: Config) -> tuple[Worker, Server]:
     keys = read_keys(cfg.api_key_file)
     engine, opened = load_engine(cfg)
     return build_server(
-        engine, cfg.served_model_name or opened.name, Chat(template_of(cfg, opened)), cfg,
-        max_batch=cfg.max_batch, keys=keys,
+        engine, cfg.served_model_name or opened.name, template_of(cfg, opened), cfg,
+        max_batch=cfg.max_batch, keys=keys, parse_special=cfg.parse_special,
     )  # fmt: skip
 
 
@@ -99,18 +99,29 @@ def load_engine(cfg: Config) -> tuple[Engine, OpenModel]:
 def build_server(
     engine: Engine,
     name: str,
-    chat: Chat,
+    template: ChatTemplate | None,
     limits: HttpOptions,
     *,
     max_batch: int,
     keys: list[str] | None = None,
+    parse_special: bool = True,
 ) -> tuple[Worker, Server]:
-    """Returns (the worker, which the event loop has to start, the application)."""
+    """Returns (the worker, which the event loop has to start, the application).
+
+    parse_special: as Reader's.
+    """
     tokenizer: Any = engine.tokenizer
+    chat = Chat(template, tokenizer)
+    for doubt in [chat.problem] * (template is not None) + chat.doubts:
+        if doubt:
+            logging.warning("%s; chat requests may fail (--chat_template=FILE)", doubt)
     metrics = Metrics(name)
     tell = peers.Peers().tell if jax.process_count() > 1 else None
     worker = Worker(engine, metrics, limits.max_waiting, max_batch, tell)
-    reader = Reader([name], tokenizer, chat, engine.context, limits.strict_members)
+    reader = Reader(
+        [name], tokenizer, chat, engine.context, strict=limits.strict_members,
+        parse_special=parse_special,
+    )  # fmt: skip
     server = Server(
         worker, reader, metrics, name=name, keys=keys or (), max_body=limits.max_body,
         timeout_s=limits.request_timeout_s,

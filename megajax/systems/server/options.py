@@ -29,6 +29,11 @@ class ModelOptions(Checked):
     chat_template: str | None = option(
         None, "file with a chat template in Jinja; none: the model's own"
     )
+    parse_special: bool = option(
+        True,
+        "whether the text of a special token in a completion's prompt is that token, where the "
+        "request does not say; in a chat, the text of messages is text",
+    )
     served_model_name: str | None = option(
         None, "name of the model in requests; none: that of its folder or file"
     )

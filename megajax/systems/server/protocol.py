@@ -3,16 +3,18 @@
 Beside OpenAI's members there are those that vLLM's users send (its "extra parameters"): top_k,
 min_p, repetition_penalty, stop_token_ids, ignore_eos, priority, include_stop_str_in_output,
 add_special_tokens, chat_template_kwargs, add_generation_prompt, structured_outputs. Its older
-guided_json, guided_regex and guided_choice mean structured_outputs' members. What only says who
-asks is ignored, and so is what other models heed (HINTS), unless the server is told to refuse it.
-The limits of numbers are those of SamplingParams.
+guided_json, guided_regex and guided_choice mean structured_outputs' members. parse_special is
+llama.cpp's word. What only says who asks is ignored, and so is what other models heed (HINTS),
+unless the server is told to refuse it. The limits of numbers are those of SamplingParams.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from megajax.core.errors import UserError
+from megajax.data.tokenizer import prompt_ids
 from megajax.serving import SamplingParams, StructuredOutputsParams
 from megajax.serving.params import WHOLE
 from megajax.systems.server.chat import Chat
@@ -22,6 +24,7 @@ from megajax.systems.server.fields import Fields, empty, is_ids, none_of, string
 STOPS = 16  # (chosen; OpenAI has 4, vLLM no limit) stop strings
 PROMPTS = 64  # (chosen) prompts of one request
 ANSWERS = 128  # (OpenAI) n
+ROLE = re.compile(r"[\w .-]{1,64}")  # (chosen) templates write a role between parts of tokens
 PASSED = ("top_p", "presence_penalty", "frequency_penalty", "min_p", "repetition_penalty")
 IGNORED = (
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
@@ -36,7 +39,6 @@ HINTS: dict[str, tuple[Any, ...]] = {
     "early_stopping": (False,), "spaces_between_special_tokens": (True,),
     "continue_final_message": (False,), "return_token_ids": (False,), "detokenize": (True,),
 }  # fmt: skip
-PART = 2**14  # (chosen) characters that are encoded before a long prompt's length is looked at
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,12 +70,18 @@ class Reader:
         tokenizer: Any,
         chat: Chat,
         context: int,
+        *,
         strict: bool = False,
+        parse_special: bool = True,
     ):
-        """names: of the model. context: most tokens of prompt and answer. strict: refuse HINTS."""
+        """names: of the model. context: most tokens of prompt and answer. strict: refuse HINTS.
+
+        parse_special: whether the text of a special token in a completion's prompt is that token,
+          where the request does not say.
+        """
         self._strict = strict
         self._names, self._tokenizer, self._chat = tuple(names), tokenizer, chat
-        self._context, self._prefix = context, list(tokenizer.prefix())
+        self._context, self._special = context, parse_special
 
     def completion(self, body: dict[str, Any]) -> Job:
         """Reads a body of /v1/completions. Raises: ApiError."""
@@ -93,17 +101,11 @@ class Reader:
         """Reads a body of /v1/chat/completions. Raises: ApiError."""
         fields = Fields(body)
         self._check_model(fields)
-        more = dict(fields.take("chat_template_kwargs", dict, {}))
-        more["add_generation_prompt"] = fields.take("add_generation_prompt", bool, True)
-        text = self._chat.prompt(_messages(fields), more)
-        prompt = self._encoded(self._tokenizer.encode_special, text, "messages")
+        prompt = self._chat_prompt(fields, self._context)
         listed = fields.between("top_logprobs", 0, 20, None)
         wanted = fields.take("logprobs", bool, False)
         if listed is not None and not wanted:
             raise fields.error("top_logprobs", "needs logprobs=true")
-        for name in ("tools", "functions"):
-            fields.only(name, empty, "is not supported: the server calls no tools")
-        fields.only("tool_choice", none_of("none", "auto"), "is not supported")
         most = fields.between("max_completion_tokens", 1, WHOLE, None)
         older = fields.between("max_tokens", 1, WHOLE, None)
         most = older if most is None else most
@@ -111,7 +113,53 @@ class Reader:
         most = self._context - len(prompt) if most is None else most
         return self._job(fields, "chat", [prompt], most, (listed or 0) if wanted else None, [])
 
+    def tokenize(self, body: dict[str, Any]) -> list[int]:
+        """Reads a body of /tokenize: a prompt or messages, as the endpoints above read them.
+
+        Returns: its token ids. Raises: ApiError.
+        """
+        fields = Fields(body)
+        self._check_model(fields)
+        if fields.any("messages") is not None:
+            ids = self._chat_prompt(fields, None)
+        else:
+            given = fields.take("prompt", str)
+            if given is None:
+                raise fields.error("prompt", "is missing: give a text, or messages")
+            ids = self._prompt(fields, given, None)
+        fields.end()
+        return ids
+
+    def detokenize(self, body: dict[str, Any]) -> str:
+        """Reads a body of /detokenize. Returns: the text of its ids, special tokens too."""
+        fields = Fields(body)
+        self._check_model(fields)
+        ids, most = fields.take("tokens", list), self._tokenizer.vocab - 1
+        fields.end()
+        if ids is None or (ids and not is_ids(ids)) or not all(0 <= i <= most for i in ids):
+            raise ApiError(
+                400, f"tokens must be a list of ids from 0 to {most}", param="tokens",
+                code="invalid_value",
+            )  # fmt: skip
+        return self._tokenizer.decode(ids, special=True)
+
     # ---- parts
+
+    def _prompt(self, fields: Fields, text: str, most: int | None) -> list[int]:
+        begin = fields.take("add_special_tokens", bool, True)
+        special = fields.take("parse_special", bool, self._special)
+        return prompt_ids(self._tokenizer, text, special, begin, most)
+
+    def _chat_prompt(self, fields: Fields, most: int | None) -> list[int]:
+        more = dict(fields.take("chat_template_kwargs", dict, {}))
+        more["add_generation_prompt"] = fields.take("add_generation_prompt", bool, True)
+        begin = fields.take("add_special_tokens", bool, False)
+        special = fields.take("parse_special", bool, False)
+        for name in ("tools", "functions"):
+            fields.only(name, empty, "is not supported: the server calls no tools")
+        fields.only("tool_choice", none_of("none", "auto"), "is not supported")
+        ids = self._chat.encode(_messages(fields), more, special, most)
+        return [*self._tokenizer.prefix(), *ids] if begin else ids
 
     def _check_model(self, fields: Fields) -> None:
         name = fields.take("model", str, self._names[0])
@@ -133,11 +181,12 @@ class Reader:
             raise ApiError(
                 400, f"prompt has {len(listed)} texts; at most {PROMPTS}", param="prompt"
             )
-        prefix = self._prefix if fields.take("add_special_tokens", bool, True) else []
+        fields.ignore("add_special_tokens", "parse_special")  # of ids; `_prompt` reads them
         found, texts = [], []
         for prompt in listed:
             if isinstance(prompt, str):
-                found.append(prefix + self._encoded(self._plain, prompt, "prompt"))
+                found.append(self._prompt(fields, prompt, self._context))
+                self._check_context(found[-1], 0)
                 texts.append(prompt)
             else:
                 found.append(prompt)
@@ -146,34 +195,13 @@ class Reader:
             raise fields.error("prompt", "must have at least one token")
         return found, texts
 
-    def _plain(self, text: str) -> list[int]:
-        return self._tokenizer.encode([text])[0].tolist()
-
-    def _encoded(self, encode: Callable[[str], list[int]], text: str, param: str) -> list[int]:
-        """Returns the ids of a text.
-
-        A long text is encoded in parts before, until they have more than twice the tokens of the
-        context: what is refused costs no more than that. (A cut adds a token or two.)
-        Raises: ApiError.
-        """
-        count = 0
-        for at in range(0, len(text) if len(text) > PART else 0, PART):
-            count += len(encode(text[at : at + PART]))
-            if count > 2 * self._context:
-                raise ApiError(
-                    400,
-                    f"the model's context has {self._context} tokens; the first {at + PART} of "
-                    f"{len(text)} characters of {param} have some {count}: shorten it",
-                    param=param, code="context_length_exceeded",
-                )  # fmt: skip
-        return encode(text)
-
     def _check_context(self, prompt: Sequence[int], most: int) -> None:
         if len(prompt) + most > self._context:
             raise ApiError(
                 400,
-                f"the model's context has {self._context} tokens; the prompt has {len(prompt)}, "
-                f"and {most} more are asked for: shorten the prompt, or max_tokens",
+                f"the model's context has {self._context} tokens; the prompt has {len(prompt)}"
+                f"{' or more' if len(prompt) > self._context else ''}, and {most} more are asked "
+                "for: shorten the prompt, or max_tokens",
                 param="messages" if most == 1 else "max_tokens", code="context_length_exceeded",
             )  # fmt: skip
 
@@ -235,7 +263,7 @@ class Reader:
 
 
 def _messages(fields: Fields) -> list[dict[str, Any]]:
-    """Returns the messages of a chat, with texts as contents."""
+    """Returns the messages of a chat, whose contents are texts or lists of texts."""
     found = fields.take("messages", list)
     if not found:
         raise fields.error("messages", "must be a list of at least one message")
@@ -245,18 +273,28 @@ def _messages(fields: Fields) -> list[dict[str, Any]]:
             raise ApiError(
                 400, f"messages[{i}] must be an object with a role", param=f"messages[{i}]"
             )
+        if not ROLE.fullmatch(message["role"]):
+            raise ApiError(
+                400, f"messages[{i}].role={message['role']!r:.80} must have 1 to 64 letters, "
+                "digits, blanks, '.', '_' or '-'", param=f"messages[{i}].role",
+            )  # fmt: skip
         content = message.get("content")
         if isinstance(content, list):
-            parts = [p.get("text") if isinstance(p, dict) else None for p in content]
-            texts = [p for p in parts if isinstance(p, str)]
-            content = "".join(texts) if len(texts) == len(parts) else 0
-        if content is not None and not isinstance(content, str):
+            content = [_text_of(part) for part in content]
+        if None in content if isinstance(content, list) else not isinstance(content, str | None):
             raise ApiError(
                 400, f"messages[{i}].content must be a text, or a list of parts with texts",
                 param=f"messages[{i}].content",
             )  # fmt: skip
         made.append({**message, "content": content or ""})
     return made
+
+
+def _text_of(part: Any) -> str | None:
+    """Returns the text of a part of a message's content, or None."""
+    if isinstance(part, dict):
+        part = part.get("refusal" if part.get("type") == "refusal" else "text")
+    return part if isinstance(part, str) else None
 
 
 def _structured(fields: Fields) -> StructuredOutputsParams | None:

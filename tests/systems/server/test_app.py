@@ -17,7 +17,6 @@ from megajax.models import decoder
 from megajax.serving import Engine
 from megajax.serving import answer as serving_answer
 from megajax.systems.open_model import ChatTemplate
-from megajax.systems.server.chat import Chat
 from megajax.systems.server.launch import build_server
 from megajax.systems.server.options import HttpOptions
 from tests.tiny import MODEL
@@ -47,7 +46,7 @@ async def serving(chat=TEMPLATE, keys=(), to=None, **options):
     """Yields (a client, the worker)."""
     limits = HttpOptions(**({"max_body": 4096} | options))
     worker, server = build_server(
-        to or engine(), "tiny", Chat(chat), limits, max_batch=4, keys=list(keys)
+        to or engine(), "tiny", chat, limits, max_batch=4, keys=list(keys)
     )
     worker.start()
     transport = httpx2.ASGITransport(app=server.app)
@@ -249,23 +248,20 @@ def test_members_that_change_no_answer_are_taken_or_refused_by_one_flag():
 
 def test_a_refused_prompt_costs_no_more_than_its_bound():
     class Counted(ByteTokenizer):
-        """Counts the characters that it encodes."""
+        """Counts the tokens that it makes."""
 
         count = 0
 
-        def encode(self, texts):
-            self.count += sum(map(len, texts))
-            return super().encode(texts)
-
-        def encode_special(self, text):
-            self.count += len(text)
-            return super().encode_special(text)
+        def encode(self, texts, special=False, most=None):
+            found = super().encode(texts, special, most)
+            self.count += sum(map(len, found))
+            return found
 
     async def whole():
         async with serving(max_body=2**23) as (client, worker):
             counted = worker.engine.tokenizer = Counted()
             limits = HttpOptions(max_body=2**23)
-            made, server = build_server(worker.engine, "tiny", Chat(TEMPLATE), limits, max_batch=4)
+            made, server = build_server(worker.engine, "tiny", TEMPLATE, limits, max_batch=4)
             made.start()
             transport = httpx2.ASGITransport(app=server.app)
             async with httpx2.AsyncClient(transport=transport, base_url="http://tiny") as client:

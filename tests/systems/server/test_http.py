@@ -11,7 +11,6 @@ import time
 import pytest
 
 from megajax.systems.server import http
-from megajax.systems.server.chat import Chat
 from megajax.systems.server.launch import build_server
 from megajax.systems.server.options import HttpOptions
 from tests.systems.server.test_app import TEMPLATE, engine
@@ -91,7 +90,7 @@ def serve(test, to=None, stop_timeout_s=60, most=None, **options):
 
     async def whole():
         limits = HttpOptions(**options)
-        worker, server = build_server(to or engine(), "tiny", Chat(TEMPLATE), limits, max_batch=4)
+        worker, server = build_server(to or engine(), "tiny", TEMPLATE, limits, max_batch=4)
         with http.listen("127.0.0.1", 0) as made:
             # So that little fits between the server and a client that does not read.
             made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
