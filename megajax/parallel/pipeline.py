@@ -291,6 +291,9 @@ class Pipeline:
             held = _write(held, loop.chunks, coming)
             for chunk in loop.done if local else ():
                 grads = jax.tree.map(lambda g: g[chunk], carry.blocks)  # noqa: B023
+                # Cut out before the next loop adds to the others: else XLA copies all chunks' sums
+                # here, and every finished chunk would keep a copy of all of them.
+                grads, carry = lax.optimization_barrier((grads, carry))
                 grads, done = order.together((grads, done))
                 done[chunk] = moves.scatter_chunk(grads, chunk)
         partial, rest = self.layout.live(self.layout.rules.partial), carry.rest
