@@ -17,6 +17,9 @@ from megajax.cost.step import StepShape
 
 MASTER = 4  # bytes of float32 masters, gradients and moments
 MOMENTS = {"adamw": 2, "lamb": 2, "muon": 1}
+# Bytes for each pair of a query and a key: XLA's attention keeps the softmax in float32 for its
+# gradient, beside its value in the compute type (read in programs compiled for H100, jax 0.11.2).
+SOFTMAX = 4
 
 
 def terms(step: StepShape) -> dict[str, float]:
@@ -53,7 +56,13 @@ def _gradients(step: StepShape) -> float:
         return held(step) + layer + step.load.table_params / step.ways("tensor")
     if step.resident:
         return gathered(step) + held(step)
-    return gathered(step) if step.local_gradients else held(step)
+    if not step.local_gradients:
+        return held(step)
+    # While a pipeline's last chunk is computed, the sums of the one before are on their way, apart
+    # from those of all chunks, and those of the others have arrived.
+    chunks = step.pipeline.chunks
+    moving = gathered(step) / chunks + (1 - 2 / chunks) * held(step)
+    return gathered(step) + (moving if step.pipeline.hides and chunks > 1 else 0.0)
 
 
 def _generation(step: StepShape) -> dict[str, float]:
@@ -150,7 +159,7 @@ def _kept(step: StepShape) -> float:
         "none": first
         + cut * step.tokens * (work.input_width + work.output_width)
         + (layer_weights(step) if step.ways(*step.zero_axes) > 1 and not step.exchanges else 0.0)
-        + (_weights_of_attention(step, step.itemsize) if step.keeps_attention else 0.0)
+        + (_weights_of_attention(step, SOFTMAX + step.itemsize) if step.keeps_attention else 0.0)
         + _experts(step, backward=False),
     }
     return residual(step) + more[step.remat]
@@ -181,7 +190,15 @@ def _block(step: StepShape) -> float:
     """The backward pass of one block: its gathered input, its inner values, and their gradients."""
     inner = step.itemsize * step.tokens * step.used.input_width / step.ways("tensor")
     whole = step.itemsize * step.tokens * step.load.width
-    attention = _weights_of_attention(step, 4 + step.itemsize) if step.keeps_attention else 0.0
+    attention = 0.0
+    if not step.fused_attention:
+        # The gradient of the softmax, and unless the stash has them, its values in both types. A
+        # ring works on the keys of one device at a time, and computes them again.
+        size = step.itemsize
+        if step.remat != "none" or not step.keeps_attention:
+            size += SOFTMAX + step.itemsize
+        blocks = 1 if step.keeps_attention else step.ways("context")
+        attention = _weights_of_attention(step, size) / blocks
     return 2 * whole + 2 * inner + attention
 
 

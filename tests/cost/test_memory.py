@@ -54,10 +54,17 @@ def test_a_fused_attention_has_no_logits_of_queries_by_keys():
     plain, fused = (
         terms(dataclasses.replace(STEP, fused_attention=f))["activations"] for f in (False, True)
     )
-    assert plain - fused == 6 * 2 * 1 * 16 * 16  # rows x heads of this device x S x S
+    # The softmax in float32, the same in bfloat16 and a gradient, of rows x heads of this device x
+    # S x S. A stash without rematerialisation has the first two, of 4 layers.
+    assert plain - fused == (4 + 2 + 2) * 2 * 1 * 16 * 16
+    none = dataclasses.replace(STEP, remat="none")
+    stashed, bare = (dataclasses.replace(none, fused_attention=f) for f in (False, True))
+    assert terms(stashed)["activations"] - terms(bare)["activations"] == 2 * 2 * 16 * 16
+    assert terms(stashed)["stash"] - terms(bare)["stash"] == 4 * (4 + 2) * 2 * 16 * 16
+    # Half of the queries, and all keys or, in a ring, those of one device at a time.
     ring = dataclasses.replace(STEP, sizes=SIZES | {"context": 2})
     other = dataclasses.replace(ring, context="gather")
-    assert terms(other)["activations"] - terms(ring)["activations"] == 6 * 2 * 1 * 8 * 16
+    assert terms(other)["activations"] - terms(ring)["activations"] == 8 * 2 * 1 * 8 * (16 - 8)
 
 
 def test_a_pipelines_stash_is_flat_in_the_microbatches():
@@ -83,6 +90,24 @@ def test_stashed_residuals_lie_in_every_place():
 
     assert stash("input") == 4 * stream + 2 * stream
     assert stash("residuals") == 4 * stream + 4 * 2 * stream
+
+
+def test_a_chunk_on_its_way_is_apart_from_the_sums_of_all():
+    """Gradients of 2 layers in 2 chunks: all sums, and a copy of one chunk's that is being sent. Of
+    4 chunks two have arrived by then, each a half over data 2."""
+    sizes = SIZES | {"pipe": 2}
+
+    def gradients(chunks, hides=True, layers=4):
+        pipeline = Pipeline(2, 4, chunks, "interleaved", "input", hides)
+        load = dataclasses.replace(CFG, layers=layers).workload(8, 16)
+        step = dataclasses.replace(STEP, load=load, sizes=sizes, pipeline=pipeline)
+        return terms(dataclasses.replace(step, local_gradients=True))["gradients"] / 4
+
+    table, layer = 64 * 8 / 2 / 2, 768 / 2
+    once = 2 * layer + table
+    assert gradients(1) == gradients(2, hides=False) == once
+    assert gradients(2) == once + once / 2
+    assert gradients(4, layers=8) == (4 * layer + table) * (1 + 1 / 4 + (1 - 2 / 4) / 2)
 
 
 def test_experts_rest_on_their_axis_and_are_cut_over_the_others():
