@@ -73,6 +73,8 @@ def main() -> int:
     times = cost_models.source(
         model, COST.value, COST_FILE.value, cluster.card, plan_report.ASSUMED
     )
+    if said := cost_models.unknown(model, cluster.card):
+        print(said)
     if WORKLOAD.value == "serve":
         return serve(cfg, cluster, folder, model)
     is_stopped = False

@@ -61,9 +61,14 @@ def rows(found: Sequence[hlo.Collective]) -> list[Row]:
 def verdict(plan: Plan) -> str:
     """Returns whether it fits, and if not, what to change."""
     have, need = plan.cluster.card.memory_bytes / GIB, plan.needed / GIB
-    sizes = f"needs {need:.1f} of {have:.1f} GiB a GPU ({RESERVE_BYTES / GIB:.1f} reserved)"
+    amount = f"{need:.1f} of {have:.1f} GiB a GPU ({RESERVE_BYTES / GIB:.1f} reserved)"
+    if plan.fits:
+        return f"fits: needs {amount}"
+    if plan.misfit is None and plan.expected:
+        return f"not compiled: expected to need {amount}, as compiled programs of its kind do"
+    sizes = f"needs {amount}" if plan.compiled else f"needs at least {amount}"
     if plan.misfit is None:
-        return f"fits: {sizes}"
+        return f"not compiled: {sizes}"
     term = memory.size(plan.terms[plan.misfit])
     return f"DOES NOT FIT: {sizes}; largest term: {plan.misfit}, {term}: " + (REMEDY[plan.misfit])
 

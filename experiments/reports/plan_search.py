@@ -12,10 +12,11 @@ from megajax.systems.strategies import Found
 from megajax.training.config import Config
 
 PLAIN = "wire none, ZeRO full"  # what is not said of a plan
+SIGN = {"compiled": "", "expected": "~ ", "bound": "> "}  # before the GiB a GPU
 
 
 def summary(found: Found) -> str:
-    """Returns how many were looked at, and why most were dropped."""
+    """Returns how many were looked at, why most were dropped, and how many were compiled."""
     dropped = sum(found.dropped.values())
     text = (
         f"{found.proposals:,} candidates on {found.meshes} legal meshes, priced by the cost model "
@@ -24,7 +25,18 @@ def summary(found: Found) -> str:
     if dropped:
         terms = ", ".join(f"{term} {count:,}" for term, count in found.dropped.items())
         text += f"; {dropped:,} fit no GPU by their bound (largest term: {terms})"
-    return f"{text}."
+    parts = [f"{text}."]
+    if found.compiled:
+        fits = sum(p.fits for p in found.compiled)
+        parts.append(f"{len(found.compiled)} were compiled, of which {fits} fit.")
+    if found.unlikely:
+        parts.append(
+            f"{found.unlikely:,} that fit by their bound are left out: they would not fit if their "
+            "programs grow beyond it as the compiled ones did."
+        )
+    if found.ended:
+        parts.append(f"The search ended early: {found.ended}.")
+    return " ".join(parts)
 
 
 def rows(found: Found, base: Config, start: Sequence[str]) -> list[dict[str, Any]]:
@@ -45,7 +57,8 @@ def rows(found: Found, base: Config, start: Sequence[str]) -> list[dict[str, Any
             "estimate": f"estimate: {p.estimate.step_s:.4g} s, estimate: MFU "
             f"{100 * p.estimate.mfu_megatron:.1f} %",
             "needed_gib": p.needed / GIB,
-            "fits": "fits" if p.misfit is None else f"DOES NOT FIT ({p.misfit})",
+            "needed_is": _certainty(p),
+            "fits": _fits(p),
             "flags": shlex.join([*start, *config.spell(p.cfg, base)]),
         }
         for rank, p in enumerate(found.plans, 1)
@@ -60,6 +73,9 @@ def figures(found: Found, ranking: Sequence[dict[str, Any]]) -> dict[str, Any]:
         "legal_meshes": found.meshes,
         "dropped": dict(found.dropped),
         "search_cpu_s": found.cpu_s,
+        "compiled": len(found.compiled),
+        "unlikely": found.unlikely,
+        "ended": found.ended,
         "stopped": found.stopped,
         "rows": list(ranking),
     }
@@ -77,7 +93,8 @@ def markdown(found: Found, ranking: Sequence[dict[str, Any]]) -> str:
         )
     lines = [f"{'':<32}{'GiB a GPU':>10}{'estimate, s':>13}{'MFU, est.':>11}  source"]
     for row in ranking:
-        figures = f"{row['needed_gib']:10.1f}{row['estimate_step_s']:13.4g}"
+        need = f"{SIGN[row['needed_is']]}{row['needed_gib']:.1f}"
+        figures = f"{need:>10}{row['estimate_step_s']:13.4g}"
         figures += f"{100 * row['estimate_mfu']:9.1f} %  {row['source']}"
         lines.append(f"{row['rank']:2}  {row['fits']:<28}{figures}")
         about = [row["mesh"], row["schedule"], f"remat {row['remat']}"]
@@ -85,6 +102,12 @@ def markdown(found: Found, ranking: Sequence[dict[str, Any]]) -> str:
         lines += textwrap.wrap(
             "; ".join(about), 79, initial_indent=" " * 4, subsequent_indent=" " * 6
         )
+    if any(row["needed_is"] != "compiled" for row in ranking):
+        lines += [
+            "",
+            "~ is expected: as much beyond the bound as the compiled programs of its kind.",
+        ]
+        lines += ["> is the bound: no program of its kind was compiled, and it will need more."]
     flags = "\n".join(f"{r['rank']}: {r['flags']}" for r in ranking)
     text = "\n".join(lines)
     return "\n\n".join([*parts, f"```\n{text}\n```", f"Flags:\n\n```\n{flags}\n```"])
@@ -99,3 +122,15 @@ def _schedule(plan: Plan) -> str:
         f"{pipeline.schedule}{chunks}, M {pipeline.microbatches}, keeps {pipeline.stash}, "
         f"{pipeline.gradients} gradients"
     )
+
+
+def _certainty(plan: Plan) -> str:
+    """Returns what the bytes of a plan are."""
+    return "compiled" if plan.compiled else "expected" if plan.expected else "bound"
+
+
+def _fits(plan: Plan) -> str:
+    """Returns whether a plan fits, which only a compiled program can tell."""
+    if plan.misfit is not None:
+        return f"DOES NOT FIT ({plan.misfit})"
+    return "fits" if plan.compiled else "not compiled"

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from absl import logging
 
 from megajax.core.errors import UserError
-from megajax.core.hardware import Cluster
+from megajax.core.hardware import CARDS, Cluster
 from megajax.cost import hlo, memory, traffic, traps
 from megajax.cost.base import CostModel, Phase
 from megajax.cost.estimate import Estimate, estimate
@@ -61,7 +61,9 @@ class Plan:
     """What is known of a step on a cluster before anybody owns it.
 
     terms: {term: bytes a device}, a lower bound. compiled: None when the terms alone do not fit.
-    misfit: the largest term of a step that does not fit, or None.
+    misfit: the largest term of a step that does not fit; None: it fits, or nothing is compiled and
+    the bound alone would fit. expected: of a step that was not compiled, bytes a device by what
+    compiled programs of its kind needed; None: there are none.
     """
 
     cfg: Config
@@ -72,12 +74,20 @@ class Plan:
     compiled: Compiled | None
     warnings: tuple[str, ...]
     misfit: str | None
+    expected: float | None = None
 
     @property
     def needed(self) -> float:
-        """Bytes a device that the step needs: XLA's peak where it is known, and the reserve."""
-        found = self.compiled.xla["peak"] if self.compiled else memory.bound(self.terms)
-        return found + RESERVE_BYTES
+        """Bytes a device that the step needs, with the reserve: XLA's peak where it is known, else
+        what is expected, else at least the bound."""
+        if self.compiled:
+            return self.compiled.xla["peak"] + RESERVE_BYTES
+        return (self.expected or memory.bound(self.terms)) + RESERVE_BYTES
+
+    @property
+    def fits(self) -> bool:
+        """Whether a compiled program fits. Without one nobody knows that a step does."""
+        return self.compiled is not None and self.misfit is None
 
 
 def sizes(cfg: Config, cluster: Cluster) -> dict[str, int]:
@@ -113,6 +123,21 @@ def compile_step(cfg: Config, cluster: Cluster, *, fused: bool = False) -> Compi
     return _compile_step(cfg, cluster, "xla")
 
 
+def is_compiled_for(cluster: Cluster) -> bool:
+    """Whether the compiler knows the GPUs of a cluster."""
+    return cluster.card.name.lower() in CHIPS
+
+
+def compiled_in_place(cfg: Config, cluster: Cluster) -> Cluster:
+    """Returns the cluster for which to compile a step with a fused kernel of attention: the same
+    one, or of H100s where our kernel is not compiled for its GPUs. XLA's attention, which writes
+    all scores to memory, would take several times the time of the cuDNN kernel that runs there.
+    """
+    if cluster.card.capability == CARDS["H100"].capability or not _is_fused(cfg):
+        return cluster
+    return dataclasses.replace(cluster, card=CARDS["H100"])
+
+
 def _is_fused(cfg: Config) -> bool:
     """Whether a run's attention is a fused kernel that ours can stand for."""
     half = jnp.dtype(cfg.train.dtype).itemsize == 2
@@ -125,7 +150,7 @@ def _compile_step(cfg: Config, cluster: Cluster, attention: Literal["hopper", "x
     began = time.process_time()
     try:
         kind = cluster.card.name.lower()
-        if kind not in CHIPS:
+        if not is_compiled_for(cluster):
             raise UserError(
                 f"cluster={cluster.name}: steps are compiled for {', '.join(CHIPS)} only; "
                 "--workload=prefill, decode or serve needs no compiler (--cluster)"

@@ -2,7 +2,9 @@
 
 Every mesh, schedule and rematerialisation is proposed; the check that a run uses says which meshes
 can be, the memory bound drops what fits no device, the cost model ranks the rest, and the best few
-are compiled. The model, its batch and its optimizer stay as they are. Times are ESTIMATES.
+are compiled. What a program needs beyond its bound is expected of its kind from then on, so that
+what is likely too large is neither compiled nor ranked. The model, its batch and its optimizer stay
+as they are. Times are ESTIMATES.
 
 A search asks the cost model 10^5 times, so each proposal is priced before it is checked once more
 as a whole, and only the best are: the check builds and verifies the tick table that would run.
@@ -18,7 +20,7 @@ import threading
 import time
 import typing
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from megajax.core.axes import ZERO_AXES
 from megajax.core.errors import UserError, divisors
@@ -38,6 +40,9 @@ from megajax.training.config import Config
 
 SHOWN = 10  # rows of the ranking beside the compiled ones (chosen)
 MOST_CONTEXT = 8  # devices that share a row (chosen)
+# Programs that are compiled in vain before a search gives up, and the CPU seconds after which it
+# begins no other one: a large model takes 10 to 120 of them (chosen).
+MOST_MISFITS, MOST_CPU_S = 12, 900.0
 
 Tell = Callable[[str], None]  # is told how far a search is, in a line
 
@@ -72,9 +77,12 @@ class Priced:
 class Found:
     """What a search found.
 
-    compiled: those that fit first, fastest first. ranked: the best by the cost model. meshes,
-    proposals: how many were looked at. dropped: {largest memory term: proposals that do not fit}.
-    cpu_s: CPU seconds before anything was compiled. stopped: what Ctrl-C left undone; "": nothing.
+    compiled: those that fit first, fastest first. ranked: the best of the others by the cost model,
+    without those whose kind is known to need too much. meshes, proposals: how many were looked at.
+    dropped: {largest memory term: proposals that do not fit by their bound}. cpu_s: CPU seconds
+    before anything was compiled. unlikely: how many fit by their bound and are expected not to, by
+    the programs that were compiled. ended: why fewer that fit were compiled than asked for; "": as
+    many were. stopped: what Ctrl-C left undone; "": nothing.
     """
 
     compiled: tuple[Plan, ...]
@@ -83,6 +91,8 @@ class Found:
     proposals: int
     dropped: Mapping[str, int]
     cpu_s: float
+    unlikely: int = 0
+    ended: str = ""
     stopped: str = ""
 
     @property
@@ -92,9 +102,9 @@ class Found:
 
     @property
     def plans(self) -> tuple[Plan, ...]:
-        """The compiled ones, then the ranked ones that were not compiled."""
-        done = [p.cfg for p in self.compiled]
-        return (*self.compiled, *(p for p in self.ranked if p.cfg not in done))
+        """Those that fit, those that may and were not compiled, and those that do not fit."""
+        fits = sum(p.fits for p in self.compiled)
+        return (*self.compiled[:fits], *self.ranked, *self.compiled[fits:])
 
 
 def search(
@@ -107,7 +117,7 @@ def search(
 ) -> Found:
     """Ranks what could run by the cost model, compiles the best few and ranks those again.
 
-    best: how many that fit are compiled, of at most twice as many that are tried. model: of times.
+    best: how many that fit are compiled. model: of times.
     tell: is told how far the search is, at each mesh and several times a second while the compiler
     runs. After Ctrl-C, or a KeyboardInterrupt that `tell` raises, what is known by then is ranked
     and returned; a compilation that this left goes on in a thread, which ends with the process.
@@ -121,24 +131,33 @@ def search(
             f"no mesh of {cluster.name} divides this configuration: change --train.global_batch="
             f"{cfg.train.global_batch} or --cluster"
         )
-    priced, compiled, stopped = price(cfg, cluster, meshes, model, tell), [], ""
-    ranked = tuple(
-        itertools.islice(
-            legal(priced.fits or priced.nearest, cluster, model), SHOWN if priced.fits else 1
-        )
-    )
-    spent = time.process_time() - began
+    priced = price(cfg, cluster, meshes, model, tell)
+    spent, tries, stopped = time.process_time() - began, Tries(), ""
     if priced.meshes < len(meshes):
-        if not ranked:
+        if not (priced.fits or priced.nearest):
             raise KeyboardInterrupt
         stopped = f"{priced.meshes} of {len(meshes)} legal meshes are priced, nothing is compiled"
+    elif compiles and priced.fits and not aot.is_compiled_for(cluster):
+        tries.ended = f"programs cannot be compiled for {cluster.card.name}"
     elif compiles and priced.fits:
-        compiled, is_stopped = compile_best(priced.fits, cluster, best, model, tell)
-        if is_stopped:
-            done = sum(p.misfit is None for p in compiled)
-            stopped = f"all legal meshes are priced, {done} of {best} that fit are compiled"
-    looked_at = len(priced.fits) + sum(priced.dropped.values())
-    return Found(tuple(compiled), ranked, len(meshes), looked_at, priced.dropped, spent, stopped)
+        tries = compile_best(priced.fits, cluster, best, model, tell)
+        if tries.is_stopped:
+            fitting = sum(p.fits for p in tries.plans)
+            stopped = f"all legal meshes are priced, {fitting} of {best} that fit are compiled"
+    done = [p.cfg for p in tries.plans]
+    likely = [one for one in priced.fits if tries.growth.fits(one, cluster)]
+    others = (p for p in legal(likely, cluster, model) if p.cfg not in done)
+    ranked = [
+        dataclasses.replace(outlined, expected=tries.growth.expected(outlined))
+        for outlined in itertools.islice(others, SHOWN)
+    ]
+    if not (ranked or tries.plans):
+        ranked = list(itertools.islice(legal(priced.nearest, cluster, model), 1))
+    return Found(
+        tuple(tries.plans), tuple(ranked), len(meshes),
+        len(priced.fits) + sum(priced.dropped.values()), priced.dropped, spent,
+        len(priced.fits) - len(likely), tries.ended, stopped,
+    )  # fmt: skip
 
 
 def legal_meshes(cfg: Config, cluster: Cluster) -> list[tuple[MeshSpec, dict[str, int]]]:
@@ -294,45 +313,114 @@ def legal(
         before = one
 
 
+class Growth:
+    """What compiled programs needed, as multiples of their bounds, by what they keep.
+
+    The bound counts no fragmentation and not all that XLA copies, which differ from kind to kind.
+    """
+
+    def __init__(self):
+        """Nothing is known."""
+        self._seen: dict[tuple, list[float]] = {}
+
+    def learn(self, planned: Plan, bound: float) -> None:
+        """Notes the peak of a compiled plan. bound: bytes a device, before it was compiled."""
+        if planned.compiled:
+            factor = planned.compiled.xla["peak"] / bound
+            self._seen.setdefault(_keeps(planned.cfg), []).append(factor)
+
+    def factor(self, cfg: Config, share: float = 1.0) -> float:
+        """Returns what to multiply a bound by, from the least (share 0) to the most (share 1) that
+        programs of its kind needed. If none of its kind is compiled: from 1 to the least of all."""
+        every = itertools.chain.from_iterable(self._seen.values())
+        seen = self._seen.get(_keeps(cfg)) or [1.0, max(1.0, min(every, default=1.0))]
+        return min(seen) + share * (max(seen) - min(seen))
+
+    def fits(self, one: Strategy, cluster: Cluster, share: float = 1.0) -> bool:
+        """Whether a candidate fits if it needs more than its bound by this factor."""
+        need = self.factor(one.cfg, share) * one.bound
+        return need + RESERVE_BYTES <= cluster.card.memory_bytes
+
+    def expected(self, outlined: Plan) -> float | None:
+        """Returns the bytes a device that a plan is expected to need, by the largest factor of its
+        kind. None: no program of its kind is compiled."""
+        if _keeps(outlined.cfg) not in self._seen:
+            return None
+        return self.factor(outlined.cfg) * memory.bound(outlined.terms)
+
+
+@dataclasses.dataclass
+class Tries:
+    """What was compiled. plans: those that fit first, fastest first. ended: as `Found.ended`.
+
+    is_stopped: by Ctrl-C.
+    """
+
+    plans: list[Plan] = dataclasses.field(default_factory=list)
+    growth: Growth = dataclasses.field(default_factory=Growth)
+    ended: str = ""
+    is_stopped: bool = False
+
+
 def compile_best(
-    priced: Iterable[Strategy],
+    priced: Sequence[Strategy],
     cluster: Cluster,
     best: int,
     model: CostModel = Roofline(),
     tell: Tell = _quiet,
-) -> tuple[list[Plan], bool]:
-    """Returns the compiled plans, those that fit first, fastest first, and whether Ctrl-C left
-    some undone.
+) -> Tries:
+    """Compiles the fastest candidates until `best` of them fit, or MOST_MISFITS do not.
 
-    A program needs more than its bound. One whose bound, times the least factor seen of what keeps
-    the same, fits no device is not tried.
+    A program needs more than its bound, and others of its kind will too. A candidate is tried only
+    where its bound has room for that: at first for the least growth that was seen, and the more
+    programs did not fit, the nearer to the largest. The last third of the tries goes to those that
+    need least, so that a search of many misfits still ends with what fits if anything does.
     """
-    plans: list[Plan] = []
-    is_stopped = False
-    factors: dict[tuple, float] = {}
-
-    def worth(one: Strategy) -> bool:
-        need = factors.get(_keeps(one.cfg), 1.0) * one.bound
-        return need + RESERVE_BYTES <= cluster.card.memory_bytes
-
+    tries, began, left = Tries(), time.process_time(), list(priced)
     try:
-        for outlined in legal(filter(worth, priced), cluster, model):
-            fitting = sum(p.misfit is None for p in plans)
-            state = f"compiling: {fitting} of {best} that fit are done, {len(plans)} were tried"
+        while (fitting := sum(p.fits for p in tries.plans)) < best:
+            misfits = len(tries.plans) - fitting
+            outlined = _next(left, tries.growth, cluster, misfits, model)
+            if outlined is None:
+                tries.ended = "no other candidate is expected to fit"
+            elif misfits >= MOST_MISFITS:
+                tries.ended = f"{misfits} programs did not fit"
+            elif time.process_time() - began > MOST_CPU_S:
+                tries.ended = f"compiling took more than {MOST_CPU_S:.0f} CPU seconds"
+            if outlined is None or tries.ended:
+                break
+            state = f"compiling: {fitting} of {best} that fit are done, {len(tries.plans)} tried"
             tell(state)
             planned = _in_thread(
                 functools.partial(aot.plan, outlined.cfg, cluster, model), tell, state
             )
-            plans.append(planned)
-            if planned.compiled:
-                kind, bound = _keeps(planned.cfg), memory.bound(outlined.terms)
-                factor = planned.compiled.xla["peak"] / bound
-                factors[kind] = min(factors.get(kind, factor), factor)
-            if sum(p.misfit is None for p in plans) == best or len(plans) == 2 * best:
-                break
+            tries.plans.append(planned)
+            tries.growth.learn(planned, memory.bound(outlined.terms))
     except KeyboardInterrupt:
-        is_stopped = True
-    return sorted(plans, key=lambda p: (p.misfit is not None, p.estimate.step_s)), is_stopped
+        tries.is_stopped = True
+    tries.plans.sort(key=lambda p: (not p.fits, p.estimate.step_s))
+    return tries
+
+
+def _next(
+    left: list[Strategy], growth: Growth, cluster: Cluster, misfits: int, model: CostModel
+) -> Plan | None:
+    """Returns the outline of the candidate to compile next, and takes it and its equals from
+    `left`; None: all that are left need too much by the least growth that was seen."""
+    left[:] = [one for one in left if growth.fits(one, cluster, 0.0)]
+    share = min(1.0, 2 * misfits / MOST_MISFITS)
+    worth = [one for one in left if growth.fits(one, cluster, share)] or list(left)
+    if misfits >= MOST_MISFITS * 2 // 3:
+        worth = sorted(left, key=lambda one: growth.factor(one.cfg, share) * one.bound)
+    for one in worth:
+        outlined = next(legal([one], cluster, model), None)
+        if outlined is None:
+            left.remove(one)
+            continue
+        equals = (one.step_s, one.cfg.mesh)  # gpipe beside interleaved: the first needs least
+        left[:] = [other for other in left if (other.step_s, other.cfg.mesh) != equals]
+        return outlined
+    return None
 
 
 def _in_thread(make: Callable[[], Plan], tell: Tell, state: str) -> Plan:
@@ -358,8 +446,9 @@ def _in_thread(make: Callable[[], Plan], tell: Tell, state: str) -> Plan:
 
 
 def _keeps(cfg: Config) -> tuple:
-    """What decides how far a program's memory lies above its bound."""
-    return cfg.mesh.pipe > 1, cfg.pipeline.stash, cfg.train.remat
+    """The kind of a program: what decides how far its memory lies above its bound."""
+    staged = cfg.mesh.pipe > 1
+    return staged, staged and (cfg.pipeline.stash, cfg.pipeline.gradients), cfg.train.remat
 
 
 def _schedule(cfg: Config, schedule: Schedule, chunks: int, microbatches: int | None) -> Config:
