@@ -19,7 +19,9 @@ noise of the measured times.
 time of each operation and simulates the step with one stream for computation and one for
 collectives. It prints the step time with a 90 % band, MFU, the communication that no computation
 hides, and the longest operations. Times come from the shipped predictor, from that of
---predictor=FILE, or with --predictor=assumed from the roofline with assumed efficiencies.
+--predictor=FILE, or with --predictor=assumed from the roofline with assumed efficiencies. These
+are also used, which the first line then says, for a GPU whose compiled programs, or those of its
+chip, the predictor has no rows of.
 `calibrate` times programs on this machine for --budget seconds and adapts a predictor to it.
 `replay` measures train steps of ten configurations on this machine's CPU and predicts them from the
 times of their instructions: those that another process measured and, with --data, those of a
@@ -56,6 +58,7 @@ from megajax.cost.replay import contention
 from megajax.monitor import results
 from megajax.systems import aot
 from megajax.systems.cdmpp import families, machine, neusight, profile, rivals, step
+from megajax.systems.cdmpp.backend import no_rows
 from megajax.systems.cdmpp.dataset import Dataset
 from megajax.systems.cdmpp.labels import Labels
 from megajax.systems.cdmpp.predictor import FOLD_STEPS, ROWS_PER_GROUP, Predictor, sample
@@ -248,14 +251,19 @@ def predict() -> int:
     """Prints what a step takes on a cluster."""
     cfg, _ = config.from_flags(PRESETS, take_model)
     cluster = parse_cluster(CLUSTER.value)
-    times, source = step.assumed, "assumed efficiencies (megajax/cost/roofline.py)"
+    times, source, said = step.assumed, "assumed efficiencies (megajax/cost/roofline.py)", ""
     if PREDICTOR.value != "assumed":
         path = None if PREDICTOR.value is None else expand(PREDICTOR.value, "predictor")
         loaded, name = Predictor.load(path), path.name if path else "the shipped predictor"
-        times = loaded.predict
-        source = f"{name}, fitted on {', '.join(loaded.cards)}. {loaded.basis(cluster.card)}"
+        if loaded.learnt_from(cluster.card):
+            times = loaded.predict
+            source = f"{name}, fitted on {', '.join(loaded.cards)}. {loaded.basis(cluster.card)}"
+        else:
+            said = no_rows(cluster.card)
+            print(said)
     sizes = aot.sizes(cfg, cluster)
-    compiled = aot.compile_step(cfg, cluster, fused=True)
+    place = aot.compiled_in_place(cfg, cluster)
+    compiled = aot.compile_step(cfg, place, fused=True)
     segments = 1 if compiled.attention == "xla" else SEGMENTS.value
     if segments != SEGMENTS.value:
         print("attention is XLA's, which does the work of a whole row: --segments has no effect")
@@ -264,7 +272,9 @@ def predict() -> int:
     live = {"live_rows": 1 / sizes["expert"], "live_pairs": 1 / segments}
     found = step.predict(compiled.text, cluster, times, **live, slowdown=slowdown)
     about = {"times": source, "attention": compiled.attention, "segments": segments}
-    facts = cdmpp_step.step_facts(found, cfg, cluster, segments)
+    about |= {"compiled_for": place.card.name, "said": said}
+    band = step.ASSUMED_BAND if times is step.assumed else None
+    facts = cdmpp_step.step_facts(found, cfg, cluster, segments, band)
     facts |= {"memory_bytes": compiled.xla["peak"]} | about
     print(cdmpp_step.step_markdown(facts, cluster))
     folder = results.writable_folder(OUT.value)

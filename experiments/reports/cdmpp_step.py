@@ -15,9 +15,20 @@ from megajax.training.config import Config
 TOP = 10
 
 
-def step_facts(step: StepTime, cfg: Config, cluster: Cluster, segments: int = 1) -> dict[str, Any]:
-    """Returns the figures of a predicted step, and its dearest operations. segments: documents of
-    equal length in a row; MFU credits the attention inside them only."""
+def step_facts(
+    step: StepTime,
+    cfg: Config,
+    cluster: Cluster,
+    segments: int = 1,
+    band: tuple[float, float] | None = None,
+) -> dict[str, Any]:
+    """Returns the figures of a predicted step, and its dearest operations.
+
+    Args: segments: documents of equal length in a row; MFU credits the attention inside them only.
+      band: the ends of the 90 % band, as multiples of the step's time; None: by its deviation.
+    """
+    low = max(step.seconds - BAND * step.sigma, 0.0) if band is None else band[0] * step.seconds
+    high = step.seconds + BAND * step.sigma if band is None else band[1] * step.seconds
     rows, length = cfg.train.global_batch * segments, cfg.train.seq_len // segments
     load = cfg.model.workload(rows, length, cfg.train.dtype)
     tokens_per_s = load.tokens / step.seconds
@@ -33,8 +44,8 @@ def step_facts(step: StepTime, cfg: Config, cluster: Cluster, segments: int = 1)
     dearest = sorted(same, key=lambda key: -same[key][0])[:TOP]
     return {
         "step_s": step.seconds,
-        "low_s": max(step.seconds - BAND * step.sigma, 0.0),
-        "high_s": step.seconds + BAND * step.sigma,
+        "low_s": low,
+        "high_s": high,
         "compute_s": step.compute_s,
         "communication_s": step.communication_s,
         "exposed_s": step.exposed_s,
@@ -94,6 +105,11 @@ def step_markdown(facts: Mapping[str, Any], cluster: Cluster) -> str:
             f"{100 * row['share']:.1f} % |"
         )
     source = f"{facts['times'].rstrip('.')}. {KERNELS[facts['attention']]}"
+    if (place := facts.get("compiled_for", cluster.card.name)) != cluster.card.name:
+        source += (
+            f" It is not compiled for {cluster.card.name}, so the program and its memory are those "
+            f"of {place}."
+        )
     return "\n".join([*lines, "", f"*Predicted, not measured: {source}*"])
 
 

@@ -47,4 +47,16 @@ def source(model: CostModel, name: Name, path: str | None, card: DeviceCard, oth
     from megajax.systems.cdmpp.backend import Learned  # as above
 
     assert isinstance(model, Learned)
+    if model.unknown(card):
+        return others
     return f"{text}. {model.basis(card).rstrip('.')}"
+
+
+def unknown(model: CostModel, card: DeviceCard) -> str:
+    """Returns a sentence if a learned model has no rows of compiled programs of a GPU; else ''."""
+    if isinstance(model, (Roofline, Table)):
+        return ""
+    from megajax.systems.cdmpp.backend import Learned  # as above
+
+    assert isinstance(model, Learned)
+    return model.unknown(card)

@@ -44,14 +44,16 @@ class Predictor(Protocol):
 
     def basis(self, card: DeviceCard) -> str: ...  # noqa: D102
 
+    def learnt_from(self, card: DeviceCard) -> str | None: ...  # noqa: D102
+
 
 class Learned:
     """A CostModel around a predictor.
 
     The fallback model estimates collectives, transfers and memory. It also estimates, with one
-    warning for each reason, operations of a kind that the predictor was not fitted on, and devices
-    whose card lacks the number of SMs, the size of L2 or the clock. Each operation is predicted
-    once for each card.
+    warning for each reason, operations of a kind that the predictor was not fitted on, devices
+    without rows of compiled programs, and devices whose card lacks the number of SMs, the size of
+    L2 or the clock. Each operation is predicted once for each card.
     """
 
     def __init__(self, predictor: Predictor, fallback: CostModel = Roofline()):
@@ -78,6 +80,10 @@ class Learned:
         """Returns a sentence: whether times of this device rest on its rows or on its numbers."""
         return self._predictor.basis(device)
 
+    def unknown(self, device: DeviceCard) -> str:
+        """Returns a sentence for a device without rows of compiled programs; '': it has some."""
+        return "" if self._predictor.learnt_from(device) else no_rows(device)
+
     def transfer_time(self, nbytes: float, link: Link) -> float:
         """Returns seconds from one device to another."""
         return self._fallback.transfer_time(nbytes, link)
@@ -94,7 +100,9 @@ class Learned:
             name for name in ("sms", "l2_bytes", "clock_hz") if not getattr(device, name)
         ]  # fmt: skip
         unseen = sorted({r.kind for r in found or ()} - set(self._predictor.kinds))
-        if missing:
+        if self.unknown(device):
+            reason = f"{device.name} has no rows of compiled programs"
+        elif missing:
             reason = f"the card of {device.name} has no {', '.join(missing)}"
         elif found is None:
             reason = f"no record describes the kernel {op.kernel.name}"
@@ -118,6 +126,14 @@ class Learned:
         if what not in self._told:
             self._told.add(what)
             warnings.warn(what, stacklevel=4)
+
+
+def no_rows(card: DeviceCard) -> str:
+    """Returns what to say first of times of a GPU that no compiled program was measured on."""
+    return (
+        f"{card.name} has no rows of compiled programs: its times are those of the cost model, at "
+        "assumed efficiencies."
+    )
 
 
 def records_of(op: Op) -> list[OpRecord] | None:

@@ -184,6 +184,16 @@ class Predictor:
         numbers = ", ".join(other)
         return f"{text}; the card asked for differs in {numbers}." if other else f"{text}."
 
+    def learnt_from(self, card: DeviceCard) -> str | None:
+        """Returns the device whose rows of compiled programs tell the times of a card: a device of
+        its name, or one with its chip. None: there are none, and times are those of other GPUs or
+        of another library's kernels."""
+        adapted = {k: self.cards[k] for k in self._adapted}
+        name = self._name(card)
+        if name in adapted or (name and neusight.SOURCE not in self.facts.values()):
+            return name
+        return nearness.twin(card, adapted)
+
     @property
     def _trained_cards(self) -> list[DeviceCard]:
         return [self.cards[name] for name in self.trained]

@@ -32,6 +32,11 @@ from megajax.schedule.ir import Task
 from megajax.schedule.simulator import Slowdown
 from megajax.systems.cdmpp.overheads import Overheads, counts
 
+# Of times at assumed efficiencies: the least of a launched kernel, and what 90 % of measured times
+# are multiples of. (Measured on an H200, 2026-11-27: sums of 8 rows, experiments/results/
+# cdmpp_gpu_labels.npz, none of which has a part in the efficiencies.)
+LAUNCH_S, ASSUMED_BAND = 2e-6, (0.7, 2.5)
+
 # (records, card) -> (seconds of one execution, their standard deviations)
 Times = Callable[[Sequence[OpRecord], DeviceCard], tuple[np.ndarray, np.ndarray]]
 
@@ -80,7 +85,8 @@ def assumed(found: Sequence[OpRecord], card: DeviceCard) -> tuple[np.ndarray, np
         share = model.attention if one.kind == "attention" else model.matmul
         arithmetic = dataclasses.replace(one, nbytes=0.0).floor_s(card) / share
         moving = one.nbytes / (model.memory_bandwidth * card.memory_bytes_per_s)
-        seconds[place] = max(arithmetic, moving)
+        launch = LAUNCH_S if card.capability else 0.0  # a CPU launches nothing
+        seconds[place] = max(arithmetic, moving, launch)
     return seconds, model.sigma * seconds
 
 

@@ -28,10 +28,13 @@ H100 = CARDS["H100"]
 
 
 class Twice:
-    """Predicts twice the roofline, and counts how often it is asked."""
+    """Predicts twice the roofline, and counts how often it is asked; knows all but A100."""
 
     def __init__(self, kinds=KINDS, delay=0.0):
         self.kinds, self.asked, self.delay = kinds, 0, delay
+
+    def learnt_from(self, card):
+        return None if card.name == "A100" else card.name
 
     def predict(self, records, card):
         self.asked += 1
@@ -105,6 +108,15 @@ def test_what_the_predictor_never_saw_falls_back_with_one_warning():
     product = Op("input", Matmul(64, 64, 64))
     with pytest.warns(UserWarning, match="card of bare has no sms, clock_hz"):
         assert model.op_time(product, bare) == Roofline().op_time(product, bare)
+
+
+def test_a_gpu_without_rows_has_the_times_of_the_cost_model():
+    model, op = Learned(Twice()), Op("input", Matmul(64, 64, 64))
+    a100 = CARDS["A100"]
+    with pytest.warns(UserWarning, match="A100 has no rows of compiled programs; .*Roofline"):
+        assert model.op_time(op, a100) == Roofline().op_time(op, a100)
+    assert model.unknown(a100).startswith("A100 has no rows of compiled programs: its times are")
+    assert model.unknown(H100) == ""
 
 
 def test_two_cards_of_one_name_have_times_of_their_own():

@@ -10,9 +10,11 @@ import pytest
 from megajax.core.hardware import CARDS, parse_cluster
 from megajax.cost.operators import product, rowwise
 from megajax.systems import aot, cost_models
-from megajax.systems.cdmpp import FarFromTraining, Predictor
+from megajax.systems.cdmpp import FarFromTraining, Predictor, step
 from megajax.systems.cdmpp.files import DEFAULT
+from megajax.systems.cdmpp.labels import Labels
 from megajax.training.presets import PRESETS
+from tests.experiments.test_pretrain import ROOT
 
 
 @pytest.fixture(scope="module")
@@ -93,6 +95,30 @@ def test_what_was_measured_on_an_h200_is_near_on_its_chip(shipped):
             shipped.predict([one], CARDS[name])
     with pytest.warns(FarFromTraining, match="of B200 and its like are of PyTorch's kernels"):
         shipped.predict([layer], CARDS["B200"])
+
+
+def test_only_an_h200_and_its_chip_have_rows_of_compiled_programs(shipped):
+    """NeuSight's rows are PyTorch's kernels in float32, also those of an A100."""
+    known = {name: shipped.learnt_from(card) for name, card in CARDS.items()}
+    assert {name for name, rows in known.items() if rows} == {"H100", "H200", "H800"}
+    assert set(known.values()) == {"H200", None}
+    assert shipped.learnt_from(shipped.cards["NVIDIA A100-PCIE-40GB"]) is None
+
+
+def test_sums_of_an_h200s_rows_are_in_the_band_of_the_cost_model():
+    """Which has none of them: 90 % of 2,000 sums of 8, 32 or 128 rows of its compiled programs."""
+    data = Labels.load(ROOT / "experiments/results/cdmpp_gpu_labels.npz").dataset.labelled
+    seconds = step.assumed(data.records, CARDS["H200"])[0]
+    rng = np.random.default_rng(0)
+    for rows in (8, 32, 128):
+        drawn = rng.integers(len(data), size=(2000, rows))
+        ratio = data.seconds[drawn].sum(1) / seconds[drawn].sum(1)
+        low, high = step.ASSUMED_BAND
+        assert np.mean((low <= ratio) & (ratio <= high)) >= 0.9, rows
+    # Without a kernel's least time, the sums of small ones are far above the band.
+    bare = np.array([r.floor_s(CARDS["H200"]) for r in data.records])
+    ratio = data.seconds[drawn].sum(1) / bare[drawn].sum(1)
+    assert np.mean(ratio <= high) < 0.9
 
 
 def test_a_plan_of_12288_gpus_asks_it_without_a_file():
