@@ -43,6 +43,7 @@ def test_a_mixed_plan_has_the_loss_of_the_quantized_model(given):
         assert found == pytest.approx(wanted, abs=2e-4) and abs(found - given.dense) > 1e-3
 
 
+@pytest.mark.slow
 def test_rows_of_indicators_and_roundings(given):
     random, alike = quality.indicator_rows(given, 5, 0)
     assert random["count"] == 5 and len(set(map(tuple, random["bits"]))) == 5
