@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from megajax.checkpoint.integrity import CheckpointError, DamagedError
+from megajax.checkpoint.integrity import CheckpointError, DamagedError, ForbiddenError
 
 
 def tell(values: Any) -> np.ndarray:
@@ -43,8 +43,8 @@ def together(what: str, explain: Callable[[Exception], CheckpointError]) -> Iter
     For what can fail on one process before a collective that all must reach. Inside may be
     collectives that any process reaches only if all do. what: is read, for messages. explain: makes
     an error of this process what it raises.
-    Raises: CheckpointError if any process has one that is no DamagedError, else DamagedError if any
-      has one.
+    Raises: CheckpointError if any process has one of another kind than these two, else
+      ForbiddenError if any has one, else DamagedError if any has one.
     """
     problem: CheckpointError | None = None
     try:
@@ -55,8 +55,9 @@ def together(what: str, explain: Callable[[Exception], CheckpointError]) -> Iter
         except Exception as second:  # a disk that is lost: the others are waiting to be told
             problem = CheckpointError(f"{what}: {error}; and then {second}")
         problem.__cause__ = error
-    kinds = (CheckpointError, DamagedError, CheckpointError)
-    kind = 0 if problem is None else 1 if isinstance(problem, DamagedError) else 2
+    kinds = (CheckpointError, DamagedError, ForbiddenError, CheckpointError)
+    kind = 0 if problem is None else len(kinds) - 1
+    kind = next((i for i in (1, 2) if isinstance(problem, kinds[i])), kind)
     worst = int(tell(kind).max())
     if worst > kind:
         problem = kinds[worst](str(problem or f"{what} failed on another process"))

@@ -1,9 +1,13 @@
 """The folder of a run's checkpoints: which steps it has, how one appears, how one goes.
 
-A step is written under another name, N.saving, and gets its own by one rename when all of it is on
-the disk, the integrity record last: kill -9 at any moment leaves steps that are whole and, at most,
-leavings that the next start removes. Every process that saves holds a shared lock on the folder
-(flock, so it ends with the process), and who removes leavings holds it alone. No jax.
+A step is written elsewhere, as N.saving/new, and gets its own name by one rename when all of it is
+on the disk, the integrity record last: kill -9 at any moment leaves steps that are whole and, at
+most, leavings that the next start removes. Every process that saves holds a shared lock on the
+folder (flock, so it ends with the process), and who removes leavings holds it alone.
+
+Others may keep things there too, under whatever names. So what is removed or replaced is known by
+what is inside: N.saving and N.trash by the file MARK, which is made before anything else and goes
+last, and a step by its record or its metadata, which Orbax alone would not write so. No jax.
 """
 
 import contextlib
@@ -11,7 +15,9 @@ import fcntl
 import functools
 import itertools
 import os
+import secrets
 import shutil
+import stat
 import threading
 import time
 from collections.abc import Collection, Iterable
@@ -25,6 +31,7 @@ from megajax.checkpoint.integrity import (
     RECORD,
     CheckpointError,
     DamagedError,
+    ForbiddenError,
     Record,
     absent,
     find_damage,
@@ -33,12 +40,17 @@ from megajax.checkpoint.integrity import (
 )
 from megajax.checkpoint.lease import Attempt, Lease, lease_error
 from megajax.checkpoint.signature import FLAG, Keys
-from megajax.core.files import parse_json
+from megajax.checkpoint.store import ObjectPath
+from megajax.core.errors import UserError
+from megajax.core.files import open_regular, parse_json, read_bytes
 
 METADATA = "_CHECKPOINT_METADATA"  # Orbax's mark of a whole checkpoint
 OURS = "megajax.integrity"  # in a step's metadata: it was given a record, so it must have one
-TEMPORARY = ".orbax-checkpoint-tmp"
-SAVING, FORMER, TRASH = ".saving", ".former", ".trash"
+MAX_METADATA = 2**30  # (chosen) bytes
+SAVING, TRASH = ".saving", ".trash"
+MARK = ".megajax-leavings"  # in what has these names, and may be removed
+NEW, FORMER = "new", "former"  # in N.saving: the step, and that of its name before it
+BEGINNING = b'{"crc32": "'  # of a record
 PATIENCE_S = 30.0  # for one who removes leavings; then a save goes on beside him (chosen)
 
 
@@ -54,6 +66,7 @@ class StepFolder:
         self._key: tuple[str, int] | None = None  # of the step that is being saved
         self.lease: Lease | None = None  # of a supervised attempt
         self.keys, self._noted = keys, False
+        self._closed: set[int] = set()  # steps that this user may not look into, and was told so
         self.cleaning = threading.Lock()  # of the threads that remove what is not needed any more
         self._tag = ""  # of what it writes: an older attempt may wake up and write the same step
 
@@ -79,21 +92,33 @@ class StepFolder:
 
     def saving(self, step: int) -> Path:
         """Returns the folder in which a step is written before it counts."""
-        return self.path / f"{step}{SAVING}{self._tag}"
+        return self.path / f"{step}{SAVING}{self._tag}" / NEW
 
     def steps(self) -> list[int]:
         """Returns the stored steps, oldest first, good or not. Raises: UnreadableError.
 
         A folder is a step when its name is a number as `str` writes it and it holds an integrity
-        record, or what Orbax describes a whole checkpoint with.
+        record, or what Orbax describes a whole checkpoint with. One that this user may not look
+        into is named once and passed over, unless no other step is there.
         """
         try:
             names = os.listdir(self.path)
         except OSError as error:
             absent(self.path, error)
             return []
-        numbers = sorted(int(name) for name in names if is_step_name(name))
-        return [step for step in numbers if _is_step(self.path / str(step))]
+        found, closed = [], None
+        for step in sorted(int(name) for name in names if is_step_name(name)):
+            try:
+                if _is_step(self.path / str(step)):
+                    found.append(step)
+            except ForbiddenError as error:
+                closed = error
+                if step not in self._closed:
+                    self._closed.add(step)
+                    logging.warning("%s. It is passed over", error)
+        if closed is not None and not found:
+            raise closed
+        return found
 
     def record(self, step: int) -> Record | None:
         """Returns a step's record; None: Orbax alone wrote the step, there never was one.
@@ -135,7 +160,7 @@ class StepFolder:
         for step in reversed(self.steps()):
             if seen == among:
                 break
-            with contextlib.suppress(DamagedError):
+            with contextlib.suppress(DamagedError, ForbiddenError):
                 if step in but or (record := self.record(step)) is None:
                     continue
                 if not self.is_read_back(step, record):
@@ -173,20 +198,21 @@ class StepFolder:
         """Returns the metadata that the step was saved with. Raises: CheckpointError."""
         path = self.home(step) / METADATA
         try:
-            found = parse_json(path.read_bytes())["custom_metadata"] or {}
+            found = parse_json(_bytes(path))["custom_metadata"] or {}
             return {k: v for k, v in found.items() if k != OURS}
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"cannot read step {step}: {path}: {error!r}") from None
 
     def begin(self, step: int) -> None:
         """Takes the folder and tries to write there. Raises: OSError, CheckpointError."""
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            refuse_run(self.step(step), os.listdir(self.step(step)))
+        self._refuse_foreign(step)
         if self.lease is not None:
             with self.lease.held():  # an attempt that lost it never comes here
                 for leftover in self.path.glob(f"[0-9]*{SAVING}-*"):
                     if not leftover.name.partition(SAVING)[2].startswith(self._tag):
-                        _free(leftover)  # of an older attempt that was frozen or killed in a save
+                        self._settle_saving(
+                            leftover
+                        )  # an older attempt was frozen or killed in a save
         key = (os.path.realpath(self.path), step)
         if key in _being_saved():
             raise OSError(f"another manager of this process is saving step {step} there")
@@ -194,40 +220,71 @@ class StepFolder:
         self.lock(shared=True, wait_s=PATIENCE_S)
         self._key = key
         _being_saved().add(key)
-        self.saving(step).mkdir(exist_ok=True)
         self.drop_saving(step)
+        if not _mark(self.saving(step).parent):
+            raise CheckpointError(
+                f"{self.saving(step).parent}, where step {step} would be written, is not of "
+                "megajax; move it, or save elsewhere"
+            )
 
     def commit(self, step: int) -> None:
-        """Gives a written step its name; one of that name before it goes. Raises: OSError."""
-        former = self.path / f"{step}{FORMER}"
+        """Gives a written step its name; one of that name before it goes.
+
+        Raises: OSError; CheckpointError when somebody else's things have the name.
+        """
+        saving = self.saving(step)
         with self.lease.held() if self.lease is not None else contextlib.nullcontext():
-            if self.step(step).exists():
-                _free(former)
-                self.step(step).rename(former)
-            self.saving(step).rename(self.step(step))
+            self._refuse_foreign(step)
+            if os.path.lexists(self.step(step)):
+                self.step(step).rename(saving.with_name(FORMER))
+            saving.rename(self.step(step))
         sync_folder(self.path)
-        _free(former)
+        _free(saving.parent)
+
+    def _refuse_foreign(self, step: int) -> None:
+        """Raises CheckpointError when what has the name of a step is no step of ours."""
+        place = self.step(step)
+        if not os.path.lexists(place):
+            return
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError):
+            refuse_run(place, os.listdir(place))
+        if not is_ours(place):
+            raise CheckpointError(
+                f"{place} was not saved by megajax, and saving step {step} would replace it; move "
+                "it, or save elsewhere"
+            )
 
     def drop_saving(self, step: int) -> None:
         """Frees what a failed save wrote; a full disk would stay full."""
-        for leftover in self.path.glob(f"{step}{SAVING}{self._tag}*"):
-            _free(leftover)
-        if self.lease is not None and self.lease.is_lost():
-            return  # the newer attempt may be naming the same step
-        former = self.path / f"{step}{FORMER}"
-        if former.exists() and not self.step(step).exists():
-            former.rename(self.step(step))
+        lost = self.lease is not None and self.lease.is_lost()  # to one that may be naming it
+        self._settle_saving(self.saving(step).parent, gives_back=not lost)
+
+    def _settle_saving(self, leftover: Path, gives_back: bool = True) -> None:
+        """Removes N.saving. gives_back: a step that was there before gets its name again."""
+        former, step = leftover / FORMER, self.path / leftover.name.partition(SAVING)[0]
+        if _is_marked(leftover) and os.path.lexists(former) and not os.path.lexists(step):
+            if not gives_back:
+                return
+            former.rename(step)
+        _free(leftover)
 
     def remove(self, step: int) -> None:
-        """Takes a step's name away, so that it is never half there; `empty` frees its bytes."""
-        trash = self.path / f"{step}{TRASH}"
-        _free(trash)
+        """Takes a step's name away, so that it is never half there; `empty` frees its bytes.
+
+        A step that is not of megajax stays. Raises: UnreadableError.
+        """
+        if not is_ours(self.step(step)):
+            return
         with contextlib.suppress(OSError):  # gone already, or storage does not let us
-            self.step(step).rename(trash)
+            for i in itertools.count():  # until a name is free of what others keep
+                trash = self.path / f"{step}{TRASH}{f'-{i}' if i else ''}"
+                if _mark(trash):
+                    self.step(step).rename(trash / secrets.token_hex(4))
+                    return
 
     def empty(self) -> None:
         """Frees the bytes of removed steps: a second for 500 MB on a slow disk."""
-        for trash in self.path.glob(f"[0-9]*{TRASH}"):
+        for trash in self.path.glob(f"[0-9]*{TRASH}*"):
             _free(trash)
 
     def retain(
@@ -244,14 +301,19 @@ class StepFolder:
         if not newest:
             return
         records: dict[int, Record] = {}
-        steps = self.steps()
+        kept, steps = {saved}, self.steps()
         if len(steps) <= newest:
             return  # none has so many after it
         for step in steps:
-            if step not in bad:
-                with contextlib.suppress(DamagedError):
-                    if (record := self.record(step)) is not None:
-                        records[step] = record
+            try:
+                record = self.record(step)
+            except DamagedError:
+                continue
+            except ForbiddenError:  # it may be whole
+                kept.add(step)
+                continue
+            if record is not None and step not in bad:
+                records[step] = record
         whole = functools.cache(lambda s: not find_damage(self.step(s), records[s], fast=True))
         verified = functools.cache(
             lambda s: (not read_back or self.is_read_back(s, records[s])) and whole(s)
@@ -259,10 +321,7 @@ class StepFolder:
         after = list(itertools.islice(filter(verified, sorted(records, reverse=True)), newest))
         if len(after) < newest:
             return
-        kept, ranked = (
-            {saved},
-            sorted((r.metric, s) for s, r in records.items() if r.metric is not None),
-        )
+        ranked = sorted((r.metric, s) for s, r in records.items() if r.metric is not None)
         for _, step in ranked:
             if not best:
                 break
@@ -271,7 +330,8 @@ class StepFolder:
                 best -= verified(step)
         for step in steps:
             if step < after[-1] and step not in kept:
-                self.remove(step)
+                with contextlib.suppress(ForbiddenError):
+                    self.remove(step)
 
     def lock(self, shared: bool = False, wait_s: float = 0.0) -> bool:
         """Takes the folder; False: another has it. Where locks do not exist: True.
@@ -316,13 +376,10 @@ class StepFolder:
         if not _is_there(self.path) or not self.lock():
             return
         try:
-            for former in self.path.glob(f"[0-9]*{FORMER}"):  # killed between two renames
-                step = self.path / former.name.removesuffix(FORMER)
-                if not step.exists():
-                    former.rename(step)
-            for suffix in (f"{TEMPORARY}*", f"{SAVING}*", FORMER, TRASH):
-                for leftover in self.path.glob(f"[0-9]*{suffix}"):
-                    _free(leftover)
+            for leftover in self.path.glob(f"[0-9]*{SAVING}*"):
+                self._settle_saving(leftover)
+            for trash in self.path.glob(f"[0-9]*{TRASH}*"):
+                _free(trash)
         except OSError:
             return  # a read-only file system: nothing was left by a save, or nothing can be done
         finally:
@@ -335,13 +392,64 @@ def _being_saved() -> set[tuple[str, int]]:
     return set()
 
 
-def _free(path: Path) -> None:
-    """Removes a folder; of a step that was moved elsewhere, the link to it; a file."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
-    else:
-        with contextlib.suppress(OSError):
-            path.unlink()
+def _mark(folder: Path) -> bool:
+    """Makes a folder that may be removed, or takes one that has the mark or is empty.
+
+    Returns: whether it is one; not when it holds what somebody else keeps. Raises: OSError.
+    """
+    try:
+        folder.mkdir(exist_ok=True)
+    except FileExistsError:  # a file
+        return False
+    if not _is_marked(folder):
+        if folder.is_symlink() or any(folder.iterdir()):
+            return False
+        (folder / MARK).touch(exist_ok=False)
+    return True
+
+
+def _is_marked(folder: Path) -> bool:
+    with contextlib.suppress(OSError):
+        return not folder.is_symlink() and stat.S_ISREG((folder / MARK).lstat().st_mode)
+    return False
+
+
+def _free(folder: Path) -> None:
+    """Removes a marked folder, its mark last; of a step that was moved away, the link to it."""
+    with contextlib.suppress(OSError):
+        if not _is_marked(folder):
+            folder.rmdir()  # refused unless it is empty: killed before the mark was made
+            return
+        for name in os.listdir(folder):
+            path = folder / name
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            elif name != MARK:
+                path.unlink()
+        if os.listdir(folder) == [MARK]:
+            (folder / MARK).unlink()
+            folder.rmdir()
+
+
+def is_ours(step: Path) -> bool:
+    """Tells a step that megajax saved, damaged or not, from what else may have such a name.
+
+    Raises: UnreadableError.
+    """
+    described = _description(step) or {}
+    metadata = described.get("custom_metadata")
+    if isinstance(metadata, dict) and OURS in metadata:
+        return True
+    if isinstance(step, ObjectPath):
+        return False
+    try:
+        with open_regular(step / RECORD) as file:
+            return file.read(len(BEGINNING)) == BEGINNING
+    except UserError:  # no file
+        return False
+    except OSError as error:
+        absent(step / RECORD, error)
+        return False
 
 
 def is_step_name(name: str) -> bool:
@@ -372,11 +480,15 @@ def _is_there(path: Path) -> bool:
     return True
 
 
+def _bytes(path: Path) -> bytes:
+    return path.read_bytes() if isinstance(path, ObjectPath) else read_bytes(path, MAX_METADATA)
+
+
 def _description(folder: Path) -> dict[str, Any] | None:
     """Returns what Orbax wrote about a checkpoint, or None. Raises: UnreadableError."""
     path = folder / METADATA
     try:
-        found = parse_json(path.read_bytes())
+        found = parse_json(_bytes(path))
     except OSError as error:
         absent(path, error)
         return None

@@ -47,6 +47,10 @@ class UnreadableError(CheckpointError):
     """Something is stored and this process may not look at it: neither absent nor damaged."""
 
 
+class ForbiddenError(UnreadableError):
+    """This user may not look at something that is stored: other steps count without it."""
+
+
 # What says nothing of the bytes: they may be whole.
 _CLOSED = frozenset(
     getattr(errno, name) for name in "EACCES EPERM ESTALE ETIMEDOUT EMFILE ENFILE".split()
@@ -59,11 +63,12 @@ def absent(path: Path, error: OSError, any_other: bool = True) -> OSError:
 
     any_other: every other error means that the file cannot be looked at; else only those that
     say nothing of its bytes do, and the rest are returned too.
-    Raises: UnreadableError.
+    Raises: UnreadableError; ForbiddenError where permissions are why.
     """
     if error.errno in _ABSENT or not (any_other or error.errno in _CLOSED):
         return error
-    raise UnreadableError(
+    forbidden = error.errno in (errno.EACCES, errno.EPERM)
+    raise (ForbiddenError if forbidden else UnreadableError)(
         f"cannot read {path}: {error.strerror or error}; what is stored there is not known. "
         "Make it readable for this user, or move it away"
     ) from None

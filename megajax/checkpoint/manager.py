@@ -28,7 +28,7 @@ from absl import logging
 from megajax.checkpoint import agreement, integrity, leaves, read_back, storage
 from megajax.checkpoint.directory import OURS
 from megajax.checkpoint.fingerprint import Fingerprints
-from megajax.checkpoint.integrity import CheckpointError, DamagedError, Record
+from megajax.checkpoint.integrity import CheckpointError, DamagedError, ForbiddenError, Record
 from megajax.checkpoint.lease import Attempt, SupersededError
 from megajax.checkpoint.leaves import Order
 from megajax.checkpoint.object_folder import open_steps
@@ -37,6 +37,8 @@ from megajax.checkpoint.signature import Keys
 from megajax.checkpoint.storage import Compression, ReadBackError, SaveError, SaveHandle
 from megajax.checkpoint.store import no_step
 from megajax.core.tree import Tree, named_leaves
+
+PASSED_OVER = (DamagedError, ForbiddenError)  # steps of which another one is restored instead
 
 
 class CheckpointManager:
@@ -54,7 +56,7 @@ class CheckpointManager:
         verify_saves: bool = True,
         key_file: str | Path | None = None,
     ):
-        """Removes what killed saves left.
+        """Removes what killed saves left, and nothing that others put there (directory.py).
 
         directory: a folder, or an address: s3://bucket/prefix, gs://bucket/prefix (store.py says
         where endpoint and credentials come from, object_folder.py what such a store allows). keep:
@@ -99,7 +101,8 @@ class CheckpointManager:
     def latest(self) -> int | None:
         """Returns the newest step whose record is whole, or None. Reads records, not arrays.
 
-        A step that was found bad, here or in a restore, is forgotten.
+        A step that was found bad, here or in a restore, or that this user may not read, is named
+        and passed over.
         """
         for step in reversed(self.steps()):
             if step in self._bad:
@@ -107,7 +110,7 @@ class CheckpointManager:
             try:
                 record = self._steps.record(step)
                 self._check_few(step, record)
-            except DamagedError as error:
+            except PASSED_OVER as error:
                 self._report(step, error)
                 continue
             return step
@@ -242,10 +245,11 @@ class CheckpointManager:
     ) -> Tree:
         """Returns the state of a step, placed as `like` says.
 
-        step: None: the newest good one; a damaged one is reported once and the one before it is
-        taken (`latest` says afterwards which it was). like: arrays or ShapeDtypeStructs with
-        shardings. partial: `like` may leave parts of the stored tree out. order: in which the rows
-        of leaves are wanted, as `save` has it; each row is read straight to its place.
+        step: None: the newest good one; one that is damaged, or that this user may not read, is
+        reported once and the one before it is taken (`latest` says afterwards which it was). like:
+        arrays or ShapeDtypeStructs with shardings. partial: `like` may leave parts of the stored
+        tree out. order: in which the rows of leaves are wanted, as `save` has it; each row is read
+        straight to its place.
         Raises: CheckpointError when there is no such step or it does not fit `like`; DamagedError
         when it is not what was saved, after which `latest` passes it over.
         """
@@ -260,7 +264,7 @@ class CheckpointManager:
         while (newest := self.agreed_latest()) is not None:
             try:
                 return self._restore(newest, like, partial, order)
-            except DamagedError as error:
+            except PASSED_OVER as error:
                 self._report(newest, error)
         raise no_step(self.folder, None, self.steps(), self._bad)
 
@@ -332,8 +336,11 @@ class CheckpointManager:
         folder, record = self._steps.step(step), None
         with contextlib.suppress(Exception):  # it was read before, or cannot be
             record = self._steps.record(step) if self._verify else None
-        if record is not None and (damage := integrity.find_damage(folder, record)):
-            return integrity.damaged(folder, damage, home=record.home)
+        try:
+            if record is not None and (damage := integrity.find_damage(folder, record)):
+                return integrity.damaged(folder, damage, home=record.home)
+        except CheckpointError as why:
+            return why
         text = f"cannot restore step {step} of {self.folder}: {storage.reason(error)}"
         if record is None and self._verify:  # not ours, and perhaps not even Orbax's
             return DamagedError(f"{text}; it has no integrity record that would tell why")

@@ -24,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from megajax.checkpoint import integrity
-from megajax.checkpoint.directory import StepFolder, is_step_name, refuse_run
+from megajax.checkpoint.directory import StepFolder, is_ours, is_step_name, refuse_run
 from megajax.checkpoint.integrity import (
     CHUNK,
     COPY,
@@ -43,6 +43,7 @@ from megajax.core.paths import expand
 MARK = "unfinished"  # an object of a step that is being written or removed
 WORKERS = 4  # files sent at once (chosen: a gigabyte of memory, copies counted)
 STAGES = 100  # (chosen) names of the local folder that are tried
+ASKED = 10  # (chosen) objects of which one must be there for a prefix to be taken
 FILE_BYTES = 128 * 2**20  # at which Orbax begins another file; one chunk may be more
 
 
@@ -91,7 +92,7 @@ class ObjectFolder(StepFolder):
                 f"{self._stage.path}, where steps are staged, is not a folder of this user alone; "
                 "set TMPDIR to a folder that only this user may write to"
             )
-        refuse_run(self.step(step), [n.partition("/")[0] for n in self.step(step).names()])
+        self._refuse_foreign(step)
         if self.lease is not None:
             self.lease.take()
         self._stage.begin(step)
@@ -100,6 +101,20 @@ class ObjectFolder(StepFolder):
             for left in marked & self._found(RECORD) if marked else ():
                 self._settle(left)  # killed after the record was written, or while it was replaced
             self.empty()
+
+    def _refuse_foreign(self, step: int) -> None:
+        place = self.step(step)
+        names = place.names()
+        refuse_run(place, [n.partition("/")[0] for n in names])
+        if not names or (place / RECORD).exists() or (place / MARK).exists():
+            return
+        # A listing may name objects that are gone.
+        there = next((n for n in names[:ASKED] if (place / n).exists()), None)
+        if there is not None and not is_ours(place):
+            raise CheckpointError(
+                f"{place / there} was not written by megajax, and saving step {step} would remove "
+                "it; move it, or save elsewhere"
+            )
 
     def commit(self, step: int) -> None:
         """Sends a staged step, its record last. Raises: StoreError, OSError."""

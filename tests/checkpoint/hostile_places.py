@@ -25,7 +25,7 @@ from tests.checkpoint import object_servers
 
 RECORD, METADATA = "integrity.json", "_CHECKPOINT_METADATA"
 State = Callable[[int], dict[str, np.ndarray]]
-LEAVINGS = (".saving", ".former", ".trash", ".orbax-checkpoint-tmp")
+LEAVINGS = (".saving", ".trash")
 LATE_S = 30.0  # for a store to answer what a dead process had sent
 PAUSE_S = 0.02  # between two disturbances while a victim saves
 
@@ -237,8 +237,8 @@ class Junk(Hostile):
         most: steps that may be there. Raises: UserError.
         """
         names = os.listdir(self._folder) if self._folder.exists() else []
-        left = [n for n in names if n[0] in "123456789" and any(w in n for w in LEAVINGS)]
         steps = [n for n in names if n not in self._ours]
+        left = [n for n in steps if n[0] in "123456789" and any(w in n for w in LEAVINGS)]
         odd = [n for n in steps if not (n.isdecimal() or n.startswith(("attempt.", ".attempt")))]
         if left or odd or len(steps) > most + len(self._spoilt):
             raise UserError(f"{self._folder} has grown: left {left}, unknown {odd}, steps {steps}")

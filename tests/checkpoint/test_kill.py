@@ -27,7 +27,7 @@ def test_kill_9_during_saves(tmp_path, monkeypatch):
 @pytest.mark.slow
 @pytest.mark.parametrize("around", ["junk", "store"])
 def test_kill_9_in_hostile_places(tmp_path, around):
-    flags = (f"--around={around}", "--kills=12", "--restarts=6", f"--folder={tmp_path}")
+    flags = (f"--around={around}", "--kills=24", "--restarts=6", f"--folder={tmp_path}")
     done = call("kill_saves.py", *flags, f"--out={tmp_path}/results")
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads((tmp_path / "results" / f"kill_saves_{around}.json").read_text())

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from megajax.checkpoint import lease
-from megajax.checkpoint.directory import StepFolder
+from megajax.checkpoint.directory import MARK, StepFolder
 from megajax.checkpoint.lease import Attempt, Lease, LeaseError, SupersededError
 from megajax.checkpoint.manager import CheckpointManager
 from megajax.checkpoint.storage import SaveError
@@ -214,18 +214,21 @@ def test_an_older_attempt_does_not_touch_what_the_newer_one_writes(tmp_path):
     """Both save step 2; the older one wakes up in the middle and cleans up after its refusal."""
     folders = [StepFolder(tmp_path) for _ in range(2)]
     folders[0].fence(Attempt("a", 0), takes=True)
+    folders[0].begin(4)  # frozen in a save of step 4
+    folders[0].unlock()
     folders[0].begin(2)
-    folders[0].saving(2).mkdir()
     folders[1].fence(Attempt("a", 1), takes=True)
-    folders[1].saving(2).mkdir()
-    (folders[1].saving(2) / "data").write_text("of the newer one")
+    newer = folders[1].saving(2)
+    newer.mkdir(parents=True)
+    (newer / "data").write_text("of the newer one")
+    (newer.parent / MARK).touch()
     folders[0].drop_saving(2)
-    assert not folders[0].saving(2).exists()
-    folders[0].saving(4).mkdir()  # wakes up, and is killed: the newer one's next save removes it
+    assert not folders[0].saving(2).parent.exists()
     with pytest.raises(SupersededError):
         folders[0].begin(2)
+    assert folders[0].saving(4).parent.exists()
     folders[1].begin(6)
-    assert not folders[0].saving(4).exists()
-    assert [p.name for p in folders[1].saving(2).iterdir()] == ["data"]
+    assert not folders[0].saving(4).parent.exists()
+    assert [p.name for p in newer.iterdir()] == ["data"]
     for folder in folders:
         folder.unlock()

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from megajax.checkpoint.directory import StepFolder
+from megajax.checkpoint.directory import FORMER, MARK, StepFolder
 from megajax.checkpoint.manager import CheckpointManager
 from megajax.checkpoint.memory_tier import MemoryTier
 from megajax.checkpoint.storage import SaveError
@@ -215,9 +215,11 @@ def test_another_manager_leaves_a_save_under_way_alone(tmp_path):
 
 def test_a_kill_between_two_renames_loses_nothing(tmp_path):
     CheckpointManager(tmp_path).save(1, {"x": jnp.ones(3)}).finish()  # a kill reads nothing back
-    (tmp_path / "1").rename(tmp_path / "1.former")
-    (tmp_path / "2.saving").mkdir()
-    (tmp_path / "0.trash").mkdir()
+    for name in ("1.saving", "2.saving", "0.trash"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / MARK).touch()
+    (tmp_path / "1").rename(tmp_path / "1.saving" / FORMER)
+    (tmp_path / "3.saving").mkdir()  # killed before the mark
     manager = CheckpointManager(tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == ["1"]
     assert manager.restore(like=like({"x": jnp.ones(3)}))["x"].tolist() == [1.0] * 3
@@ -234,11 +236,14 @@ def test_the_same_step_may_be_saved_again(tmp_path):
 def test_leavings_of_a_killed_save_are_removed_and_ignored(tmp_path):
     manager = CheckpointManager(tmp_path)
     manager.save(1, {"x": jnp.ones(3)}, data_state={}).result()
-    shutil.copytree(tmp_path / "1", tmp_path / "2.orbax-checkpoint-tmp")
+    manager.close()
+    (tmp_path / "2.saving").mkdir()
+    (tmp_path / "2.saving" / MARK).touch()
+    shutil.copytree(tmp_path / "1", tmp_path / "2.saving" / "new.orbax-checkpoint-tmp")
     (tmp_path / "9").mkdir()  # no checkpoint in it
     again = CheckpointManager(tmp_path)
     assert again.steps() == [1]
-    assert not (tmp_path / "2.orbax-checkpoint-tmp").exists()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["1", "9"]
 
 
 @pytest.mark.parametrize(
