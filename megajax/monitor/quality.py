@@ -211,10 +211,10 @@ class _Changes:
     def look(self, grid: Grid) -> list[dict[str, float]]:
         """Returns {machine that stands still: since when} at each moment of the grid."""
         self._grow(grid)
-        places = [
-            [{name: k for k, name in enumerate(have)}[name] for name in names]
-            for have, names in zip(self._names, (grid.metrics, grid.machines), strict=True)
-        ]
+        places = []
+        for have, names in zip(self._names, (grid.metrics, grid.machines), strict=True):
+            place = {name: k for k, name in enumerate(have)}
+            places.append([place[name] for name in names])
         values_CNT = np.full((*self._last_CN.shape, grid.values_CNT.shape[2]), np.nan, np.float32)
         values_CNT[np.ix_(*places)] = grid.values_CNT
         stuck = []

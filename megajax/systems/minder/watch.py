@@ -25,7 +25,6 @@ from megajax.monitor.grid import Grid
 from megajax.monitor.quality import nothing_in
 from megajax.monitor.samples import Samples, of_machines
 from megajax.monitor.sources.http_query import Refused, plain
-from megajax.monitor.sources.server import MACHINES
 from megajax.systems.minder.alert import Alert, without_numbers
 from megajax.systems.minder.detector import Detector
 from megajax.systems.minder.pending import grid_of
@@ -39,7 +38,8 @@ BACK_S = 60.0  # (chosen) by which a clock may go back without a new beginning
 QUIET_S = 600.0  # (chosen) without a note, after which it is said again; between two sentences
 # about what still goes wrong
 CHANGED_S = 60.0  # (chosen) between two sentences about what goes wrong in ever other words
-CELLS = 2**26  # (chosen: 256 MiB; 1,500 machines and 9 metrics have 12 million) of a grid
+CELLS = 2**25  # (chosen: 128 MiB; 1,500 machines and 9 metrics have 12 million) of a grid
+MACHINES = 2**13  # (measured: a process of 0.8 GB) of a job within an hour; 65,000 GPUs
 MOST_NAMES = 2**20  # (chosen) bytes of a file of names
 MOST_NOTES = 1000  # (chosen) that are remembered
 PIECE_S = 900  # (chosen) seconds that are read at a time
