@@ -86,9 +86,9 @@ def canonical(samples: Samples) -> Samples:
 def per_machine(samples: Samples) -> Samples:
     """Returns the samples with the devices of a machine as in `canonical`, under their own names
     and taken as gauges."""
-    table = _Table(samples)
-    if not any(labels for _, labels in table.parsed):
+    if not any(names.parse(metric)[1] for metric in samples.metrics):
         return samples
+    table = _Table(samples)
     found: dict[str, list[Rows]] = {}
     for base in dict.fromkeys(b for b, _ in table.parsed):
         for suffix, rows in over_devices(table.rows(base)).items():
