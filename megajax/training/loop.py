@@ -116,7 +116,8 @@ def train(run: Run) -> Stop:
             run.skew.launch(step)
             timers.enter("launch" if step > first else "compile", step)
             if step == first and jax.process_count() > 1:
-                run.train_step.step.lower(run.state, batch).compile()  # kept for the call below
+                # The program is kept for the call below.
+                run.train_step.step.lower(run.state, batch).compile()  # type: ignore
                 mesh.meet(f"before step {first}")
             run.state, metrics = run.train_step.step(run.state, batch)
             if run.pulse is not None:
