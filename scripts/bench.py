@@ -1,20 +1,33 @@
-"""Benchmark of the trainer: ours beside the best rival, interleaved in one process.
+"""Benchmarks of the trainer and of the server, each beside its best rival.
 
     uv run scripts/bench.py train [--preset=nano] [--mesh.data=4 --mesh.tensor=2]
+    uv run --extra serve scripts/bench.py serve --gguf=FILE --rival=PYTHON [--before=CHECKOUT]
 
 train: the trainer's step (data, step, record) over a minimal hand-written JAX loop of the same
 model, mesh, stored shardings and remat (scripts/plain_train.py), A/B/A/B, median of --rounds pairs.
 Writes bench_train.json into --out. On a CPU the ratio counts, not the times.
+serve: from the start of scripts/serve.py to the first token of a chat, and CPU seconds a token of
+one stream and of eight at once (with their prompts), beside llama.cpp without an HTTP server
+(scripts/plain_llama.py; PYTHON has llama-cpp-python). Starts have no compiled programs, but for the
+rows that say so. Writes bench_serve.json. CPU seconds are user and system time of the process,
+which a busy machine changes less than the clock's.
 Kernels are timed by scripts/gpu_check.py.
 """
 
 import megajax.core.interrupted  # noqa: F401
 
+import concurrent.futures
+import json
+import os
+import re
+import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -44,6 +57,10 @@ class Config(Checked):
     """What to compare."""
 
     rounds: int = option(30, "timed pairs, after 5 of warm-up", at_least=1)
+    gguf: str | None = option(None, "file that serve measures")
+    rival: str | None = option(None, "Python with llama-cpp-python, of serve; none: no rival")
+    before: str | None = option(None, "another checkout whose server is measured too, of serve")
+    tokens: int = option(48, "length of an answer of serve", "tokens", at_least=2)
     out: str = results.out_option("bench")
     run: RunConfig = group(RunConfig)
     emulate: int | None = option(None, "CPU devices to emulate; none: 8 without a GPU", at_least=1)
@@ -57,6 +74,9 @@ def nano() -> Config:
     )
     return Config(run=run, mesh=mesh_.MeshSpec(tensor=2))
 
+
+QUESTION = "Name three planets."
+STREAMS = 8
 
 PRESETS = {"nano": nano}
 config.define_flags(PRESETS, "nano")
@@ -121,13 +141,149 @@ def bench_train(cfg: Config) -> None:
     results.write(expand(cfg.out, "out") / "bench_train.json", about, found)
 
 
+class Served:
+    """A server of a checkout in a process, with figures of its life."""
+
+    def __init__(self, root: Path, gguf: Path, home: str, *flags: str):
+        """Starts it. home: the folder that it takes for the user's, with its compiled programs."""
+        self.began = time.monotonic()
+        self.process = subprocess.Popen(
+            [sys.executable, "scripts/serve.py", f"--gguf={gguf}", "--port=0", *flags],
+            cwd=root, env=os.environ | {"HOME": home}, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        assert self.process.stdout is not None
+        lines = iter(self.process.stdout.readline, "")
+        found = (re.search(r"http://\S+/v1", line) for line in lines)
+        address = next((m[0] for m in found if m), None)
+        if address is None:
+            raise UserError(f"the server of {root} did not start; its messages are above")
+        self.address: str = address
+
+    @property
+    def cpu_s(self) -> float:
+        """User and system time so far."""
+        stat = Path(f"/proc/{self.process.pid}/stat").read_text().rsplit(")", 1)[1].split()
+        return (int(stat[11]) + int(stat[12])) / os.sysconf("SC_CLK_TCK")
+
+    @property
+    def peak_mib(self) -> float:
+        """The most memory that was resident."""
+        status = Path(f"/proc/{self.process.pid}/status").read_text()
+        return int(status.split("VmHWM:")[1].split()[0]) / 1024
+
+    def answer(self, tokens: int) -> tuple[float, float, float]:
+        """Returns (seconds since the start, CPU seconds) at the first token of an answer, and CPU
+        seconds at its end."""
+        body = {"messages": [{"role": "user", "content": QUESTION}], "temperature": 0}
+        body |= {"max_tokens": tokens, "stream": True, "ignore_eos": True}
+        request = urllib.request.Request(
+            f"{self.address}/chat/completions", json.dumps(body).encode(),
+            {"Content-Type": "application/json"},
+        )  # fmt: skip
+        first = None
+        with urllib.request.urlopen(request, timeout=600) as lines:
+            for line in lines:
+                if first is None and b'"content":"' in line.replace(b'": "', b'":"'):
+                    if b'"content":""' not in line.replace(b'": "', b'":"'):
+                        first = time.monotonic() - self.began, self.cpu_s
+        assert first is not None
+        return *first, self.cpu_s
+
+    def settle(self) -> None:
+        """Waits until it computes nothing: programs of other sizes are compiled meanwhile."""
+        before, now = -1.0, self.cpu_s
+        while now - before > 0.05:
+            time.sleep(2)
+            before, now = now, self.cpu_s
+
+    def stop(self) -> None:
+        """Ends it."""
+        self.process.terminate()
+        self.process.wait(120)
+
+
+def serve_row(name: str, root: Path, gguf: Path, home: str, tokens: int, *flags: str) -> dict:
+    """Returns the figures of one server."""
+    server = Served(root, gguf, home, *flags)
+    try:
+        first_s, first_cpu, end_cpu = server.answer(tokens)
+        row = {"who": name, "first_token_s": first_s, "first_token_cpu_s": first_cpu}
+        row |= {"answer_cpu_s": end_cpu}
+        for streams in (1, STREAMS):
+            with concurrent.futures.ThreadPoolExecutor(streams) as pool:
+                taken = 0.0
+                for _ in range(2):  # what the first turn compiles does not count
+                    server.settle()
+                    began = server.cpu_s
+                    found = list(pool.map(server.answer, [tokens] * streams))
+                    taken = server.cpu_s - (found[0][1] if streams == 1 else began)
+            row[f"cpu_s_a_token_{streams}"] = taken / tokens / streams
+        return row | {"peak_mib": server.peak_mib}
+    finally:
+        server.stop()
+
+
+def rival_row(python: str, gguf: Path, tokens: int) -> dict:
+    """Returns the figures of llama.cpp."""
+    began = time.monotonic()
+    script = Path(__file__).with_name("plain_llama.py")
+    threads = str(os.cpu_count())
+    process = subprocess.Popen(
+        [python, "-P", str(script), str(gguf), str(tokens), threads], stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL, text=True,
+    )  # fmt: skip
+    assert process.stdout is not None
+    lines = (json.loads(x) for x in iter(process.stdout.readline, "") if x.startswith("{"))
+    row: dict[str, Any] = {"who": "llama.cpp"}
+    for line in lines:
+        if "streams" not in line:
+            row |= {"first_token_s": time.monotonic() - began} | line
+            continue
+        row[f"cpu_s_a_token_{line['streams']}"] = line["cpu_s_a_token"]
+        row["peak_mib"] = line["peak_mib"]
+    if process.wait() or "peak_mib" not in row:
+        raise UserError(f"{python} {script} failed with code {process.returncode} (--rival)")
+    return row | {"first_token_cpu_s": row.pop("first_cpu_s")}
+
+
+def bench_serve(cfg: Config) -> None:
+    """Measures the server of this checkout, of another one, and the rival."""
+    if cfg.gguf is None:
+        raise UserError("serve needs a model (--gguf)")
+    gguf, here = expand(cfg.gguf, "gguf").resolve(), Path(__file__).resolve().parent.parent
+    rows = []
+    path = expand(cfg.out, "out") / "bench_serve.json"
+    about: dict[str, Any] = results.facts("cpu", "measured on a CPU")
+    about |= {"model": gguf.name, "tokens": cfg.tokens, "cores": os.cpu_count()}
+    with tempfile.TemporaryDirectory() as kept, tempfile.TemporaryDirectory() as other:
+        turns: list[Any] = []
+        if cfg.rival is not None:
+            turns.append(lambda: rival_row(str(cfg.rival), gguf, cfg.tokens))
+        if cfg.before is not None:
+            root = expand(cfg.before, "before")
+            turns.append(lambda: serve_row("before", root, gguf, other, cfg.tokens))
+        for name, flags in (
+            ("megajax", ()), ("megajax, programs kept", ()),
+            ("megajax, packed weights", ("--weights=packed",)),
+        ):  # fmt: skip
+            turns.append(
+                lambda name=name, flags=flags: serve_row(name, here, gguf, kept, cfg.tokens, *flags)
+            )
+        for turn in turns:
+            rows.append(turn())
+            for member in [n for n in rows[-1] if n != "who" and n in rows[0] and cfg.rival]:
+                rows[-1] |= {f"{member}_over_rival": rows[-1][member] / rows[0][member]}
+            results.write(path, about, rows)
+            print({k: round(v, 4) if isinstance(v, float) else v for k, v in rows[-1].items()})
+
+
 def main(what: str) -> int:
     """Runs one benchmark."""
     cfg, _ = config.from_flags(PRESETS)
-    if what != "train":
-        raise UserError(f"{what!r} must be train; kernels are timed by scripts/gpu_check.py")
+    if what not in ("train", "serve"):
+        raise UserError(f"{what!r} must be train or serve; scripts/gpu_check.py times kernels")
     results.writable_folder(cfg.out)
-    bench_train(cfg)
+    (bench_train if what == "train" else bench_serve)(cfg)
     return 0
 
 

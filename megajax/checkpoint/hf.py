@@ -41,6 +41,7 @@ from megajax.models.encoder_config import EncoderConfig
 from megajax.models.hf_members import check_members
 from megajax.models.name_rules import Rule, Sizes
 from megajax.models.parts import ModelParts, map_words
+from megajax.parallel import buckets
 
 ModelConfig = DecoderConfig | EncoderConfig
 Weights = TensorFolder | TorchFolder
@@ -157,15 +158,29 @@ def make_params(
     sizes: Sizes,
     read: Callable[[Rule, tuple[int, ...], tuple[slice, ...]], np.ndarray],
     layout: Layout | None,
+    *,
+    dtype: Any = "float32",
+    ready: Mapping[str, Any] | None = None,
 ) -> Tree:
     """Returns a network's parameters, every device's piece of a leaf made by itself.
 
     Args: parts: for shapes and words; no mesh is needed. rules: one for each leaf. read(rule,
       index, inner): the part `inner`, in our order of dimensions, of the tensor `rule.name(index)`.
+      dtype: of matrices and tables; vectors and routers are float32. ready: leaves that are there.
     """
-    named = {rule.ours: rule for rule in rules}
+    named, ready = {rule.ours: rule for rule in rules}, ready or {}
     leaves = {
-        name: _make_leaf(named[name], read, sizes, like, words, layout)
+        name: ready[name]
+        if name in ready
+        else _make_leaf(
+            named[name],
+            read,
+            sizes,
+            like,
+            words,
+            layout,
+            dtype if buckets.is_quantized(words) else "float32",
+        )
         for (name, like), words in zip(
             named_leaves(parts.abstract), _leaf_words(parts.axes), strict=True
         )
@@ -247,6 +262,7 @@ def _make_leaf(
     like: jax.ShapeDtypeStruct,
     words: tuple,
     layout: Layout | None,
+    dtype: Any,
 ) -> jax.Array:
     """Makes a (stacked) leaf; each device's piece is read where it lies in the files."""
     stack = rule.stack(sizes)
@@ -254,7 +270,7 @@ def _make_leaf(
     def piece(wanted: Any) -> np.ndarray:
         index = tuple(slice(*s.indices(n)) for s, n in zip(wanted, like.shape, strict=True))
         shape = [s.stop - s.start for s in index]
-        out = np.zeros(shape, np.float32)  # rows that pad a table stay 0
+        out = np.zeros(shape, jnp.dtype(dtype))  # rows that pad a table stay 0
         outer, inner = index[: len(stack)], index[len(stack) :]
         for place in np.ndindex(*shape[: len(stack)]):
             there = tuple(s.start + k for s, k in zip(outer, place, strict=True))

@@ -17,7 +17,8 @@ from megajax.parallel.sharding import Zero
 from megajax.serving.forward import Forward
 from megajax.serving.programs import Programs
 
-CPU_PAGES = 2**30  # (chosen) bytes of the pages of a process on CPUs, at most
+# (chosen) bytes of the pages of a process on CPUs: as many as of the weights, within these bounds.
+CPU_PAGES = 2**28, 2**30
 GPU_SHARE = 0.9  # (vLLM's gpu_memory_utilization) of the free memory that becomes pages
 
 
@@ -91,7 +92,10 @@ class OneMesh:
     def default_pages(self, most: int, page_size: int) -> int:
         """Returns for how many pages the devices of all processes have room."""
         mesh = self._forward.mesh
-        room = CPU_PAGES // len(mesh.local_devices)
+        weights = sum(x.size for x in jax.tree.leaves(self._forward.parts.abstract))
+        least, most_bytes = CPU_PAGES
+        room = max(least, min(most_bytes, weights * self._forward.dtype.itemsize))
+        room //= len(mesh.local_devices)
         if not self.cpu and (free := self._free()) < math.inf:
             room = int(GPU_SHARE * free)
         pages = min(most, room // self._forward.page_bytes(page_size))

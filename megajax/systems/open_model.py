@@ -74,11 +74,11 @@ class OpenModel:
     chat: ChatTemplate | None
     _load: Callable[[Layout], tuple[Tree, str]]
     outlined: bool = True
+    gguf: gguf_.GgufModel | None = None
 
-    @property
-    def outline(self) -> Tree:
-        """The parameters as ShapeDtypeStructs."""
-        return decoder.parts(self.cfg).abstract
+    def outline(self, packed: bool = False) -> Tree:
+        """Returns the parameters as ShapeDtypeStructs. packed: as of `load_to_serve`."""
+        return self.gguf.outline(packed) if self.gguf else decoder.parts(self.cfg).abstract
 
     def engine(
         self,
@@ -87,6 +87,7 @@ class OpenModel:
         tokens: Sequence[int] = (),
         *,
         outlined: bool = True,
+        packed: bool = False,
         **options: Any,
     ) -> tuple[Engine, str, list[Future]]:
         """Returns (an engine, the line of `load`, what is done when the first programs are ready).
@@ -94,11 +95,11 @@ class OpenModel:
         On one CPU process, programs are compiled while the parameters are read.
         Args: load: reads the parameters. tokens: as of Engine.compile; with any, the programs of
           other sizes are compiled when a step needs them. outlined: whether `load` returns what
-          `outline` says. options: of the engine.
+          `outline(packed)` says. options: of the engine.
         """
         start = functools.partial(Engine, self.cfg, mesh=mesh, tokenizer=self.tokenizer, **options)
         if outlined and self.outlined and mesh.devices.flat[0].platform == "cpu":
-            engine = start(self.outline)
+            engine = start(self.outline(packed))
             first = engine.compile(tokens, not tokens)
             params, what = load()
             engine.load(params, 0)
@@ -115,15 +116,25 @@ class OpenModel:
         params, what = self._load(layout)
         return params, f"{what}, {describe(layout.mesh)}"
 
-    def load_to_serve(self, mesh: Mesh, quantize: str = "none") -> tuple[Tree, str]:
+    def load_to_serve(
+        self, mesh: Mesh, quantize: str = "none", dtype: str = "float32", packed: bool = False
+    ) -> tuple[Tree, str]:
         """The same, for `serving.Engine` on this mesh: all devices of a tensor rank have a copy.
 
         quantize: a name of BITS: the blocks' matrices rounded to nearest, in groups of GROUP
-          inputs; 'none': as they are stored.
+          inputs; 'none': as they are stored. dtype: in which a GGUF file's dense matrices are
+          read, when the engine computes in it. packed: a GGUF file's matrices in few bits stay so.
         Raises: UserError also for experts, a stored form that is quantized already, and several
           tensor ranks, for which no matrix can be quantized yet.
         """
         layout = sharding.layout(mesh, "none", decode=True, model=self.cfg)
+        if self.gguf is not None and quantize == "none":
+            if packed:
+                one_rank(layout)
+            params = self.gguf.params(layout, dtype, packed)
+            params = sharding.place(layout, self.cfg.axes, params)
+            bits = ", its matrices in the file's bits" if packed else ""
+            return params, f"{self.gguf.path}{bits}, {describe(layout.mesh)}"
         params, what = self.load(layout)
         if quantize == "none":
             return params, what
@@ -239,13 +250,14 @@ def _open_gguf(file: Path, tokenizer: str | None) -> OpenModel:
     if tokenizer is not None:
         named = open_tokenizer(tokenizer)
         return OpenModel(
-            file.name, opened.cfg, named, chat_template(expand(tokenizer), named), load
-        )
+            file.name, opened.cfg, named, chat_template(expand(tokenizer), named), load,
+            gguf=opened,
+        )  # fmt: skip
     own = opened.tokenizer()
     chat = None
     if own.chat_template:
         chat = ChatTemplate(own.chat_template, *_words(own))
-    return OpenModel(file.name, opened.cfg, own, chat, load)
+    return OpenModel(file.name, opened.cfg, own, chat, load, gguf=opened)
 
 
 def chat_template(path: Path, tokenizer: Tokenizer) -> ChatTemplate | None:

@@ -6,6 +6,7 @@ import struct
 import time
 
 import gguf as theirs
+import jax
 import numpy as np
 import pytest
 
@@ -14,7 +15,9 @@ from megajax.checkpoint import gguf, hf
 from megajax.checkpoint.formats.gguf import GgufFile
 from megajax.core.errors import UserError
 from megajax.core.mesh import MeshSpec
+from megajax.core.tree import named_leaves
 from megajax.parallel import sharding
+from megajax.quant.kernel import QuantKernel
 from tests import gguf_writer as w
 from tests.checkpoint.test_hf import assert_same, unpack
 
@@ -122,6 +125,42 @@ def test_models_are_those_of_the_hugging_face_folder(name, tmp_path):
         assert_same(cut, params)
         query = cut["blocks"]["attention"]["query"]
         assert query.addressable_shards[0].data.shape[2] * 2 == query.shape[2]
+
+
+def test_matrices_in_few_bits_stay_so_and_are_the_same_weights(tmp_path):
+    """Except where layers have unlike types, and tables."""
+    kind = theirs.GGMLQuantizationType
+    ends = {"attn_q": kind.Q4_1, "attn_output": kind.Q4_0, "ffn_gate": kind.Q8_0}
+    found = {f"blk.{i}.{end}": one for i in (0, 1) for end, one in ends.items()}
+    found |= {"blk.0.ffn_up": kind.Q4_0, "blk.1.ffn_up": kind.Q8_0, "token_embd": kind.Q8_0}
+    tensors = []
+    for tensor in w.llama_tensors(np.random.default_rng(0)):
+        if one := found.get(tensor.name.removesuffix(".weight")):
+            x = np.frombuffer(tensor.data, np.float32).reshape(tensor.sizes[::-1])
+            tensor = tensor._replace(kind=int(one), data=theirs.quants.quantize(x, one).tobytes())
+        tensors.append(tensor)
+    (tmp_path / "x.gguf").write_bytes(w.gguf(w.llama() | w.vocabulary(), tensors))
+    opened = gguf.GgufModel(tmp_path / "x.gguf")
+    dense, packed = opened.params(), opened.params(packed=True)
+    outline = opened.outline(packed=True)
+    assert jax.tree.structure(outline) == jax.tree.structure(packed)
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), outline) == jax.tree.map(
+        lambda x: (x.shape, x.dtype), packed
+    )
+    leaves = dict(named_leaves(packed, lambda x: isinstance(x, QuantKernel)))
+    few = {n: x for n, x in leaves.items() if isinstance(x, QuantKernel)}
+    assert set(few) == {f"blocks.{n}" for n in ("attention.query", "attention.out", "mlp.gate")}
+    for name, wanted in named_leaves(dense):
+        if name not in few:
+            np.testing.assert_array_equal(leaves[name], wanted)
+            continue
+        for i in range(opened.cfg.layers):
+            one = jax.tree.map(lambda x, i=i: x[i], few[name]).piece()
+            inputs = one.weight.shape[0]
+            rows = one.ndim - 1 if name.endswith("out") else 1
+            eye = np.eye(inputs, dtype=np.float32).reshape(inputs, *one.shape[:rows])
+            got = one.matmul(eye, rows)
+            np.testing.assert_array_equal(got, wanted[i].reshape(got.shape))
 
 
 def test_experts_may_be_tensors_of_their_own(tmp_path):

@@ -6,7 +6,7 @@ import warnings
 import numpy as np
 import pytest
 
-from megajax.checkpoint.formats.gguf_blocks import FORMATS, dequantize
+from megajax.checkpoint.formats.gguf_blocks import FORMATS, dequantize, take_apart
 
 READABLE = {f.name: (number, f) for number, f in FORMATS.items() if f.read is not None}
 IQ4 = [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113]
@@ -152,3 +152,17 @@ def test_many_rows_are_read_in_chunks(monkeypatch):
     chunked = dequantize(raw, found)
     monkeypatch.undo()
     np.testing.assert_array_equal(chunked, dequantize(raw, found))
+
+
+@pytest.mark.parametrize("name", [n for n, (_, f) in READABLE.items() if f.packing])
+def test_codes_scales_and_zero_points_hold_the_weights(name, seed):
+    raw, found = blocks(name, np.random.default_rng(seed)), READABLE[name][1]
+    kind, (code, scale, zero) = found.packing, take_apart(raw, found)
+    low, high = (0, 2**kind.bits) if kind.zeros else (-(2 ** (kind.bits - 1)), 2 ** (kind.bits - 1))
+    assert low <= code.min() and code.max() < high
+    wanted = dequantize(raw, found).astype(np.float64).reshape(3, -1, kind.group)
+    got = scale[..., None].astype(np.float64) * code.reshape(wanted.shape)
+    got += 0 if zero is None else zero[..., None]
+    np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-7 * np.abs(wanted).max())
+    for x in (scale, zero):
+        assert x is None or np.array_equal(x, x.astype(kind.scale_dtype).astype(np.float32))

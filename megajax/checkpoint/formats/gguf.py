@@ -21,7 +21,14 @@ from typing import Any
 
 import numpy as np
 
-from megajax.checkpoint.formats.gguf_blocks import FORMATS, READABLE, Format, dequantize
+from megajax.checkpoint.formats.gguf_blocks import (
+    FORMATS,
+    READABLE,
+    Format,
+    Parts,
+    dequantize,
+    take_apart,
+)
 from megajax.core import files
 from megajax.core.errors import UserError
 from megajax.core.paths import expand
@@ -145,6 +152,14 @@ class GgufFile:
         out = dequantize(part, found)
         cut = begin * found.weights
         return out[:, first - cut : last - cut]
+
+    def read_parts(self, name: str) -> Parts:
+        """Returns the codes, scales and zero points of a tensor of two dimensions whose format has
+        a packing, (rows, weights of a row or their groups) each."""
+        info = self.tensors[name]
+        return take_apart(
+            self._raw[info.at : info.at + info.nbytes].reshape(info.shape[0], -1), info.format
+        )
 
 
 _LENGTH = struct.Struct("<Q")

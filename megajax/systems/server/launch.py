@@ -82,11 +82,12 @@ def load_engine(cfg: Config) -> tuple[Engine, OpenModel]:
         if jax.process_index() == 0:
             print(f"{time.monotonic() - begun:6.1f} s: {text}", flush=True)
 
+    packed = cfg.weights == "packed"
     say(f"reading {opened.name}, compiling the first programs")
     options = {f.name: getattr(cfg, f.name) for f in dataclasses.fields(EngineOptions)}
     engine, what, first = opened.engine(
-        mesh, lambda: opened.load_to_serve(mesh, cfg.quantize),
-        outlined=cfg.quantize == "none", **options,
+        mesh, lambda: opened.load_to_serve(mesh, cfg.quantize, cfg.dtype, packed),
+        outlined=cfg.quantize == "none", packed=packed, **options,
     )  # fmt: skip
     say(f"{what}; {describe(engine)}")
     for program in first:
