@@ -421,3 +421,22 @@ def test_a_search_in_vain_says_how_many_it_compiled(monkeypatch):
     text = plan_search.summary(found)
     assert f"{len(tried)} were compiled, of which 0 fit" in text
     assert f"The search ended early: {found.ended}." in text
+
+
+def test_gpus_that_the_compiler_does_not_know_are_ranked_without_it():
+    found = strategies.search(TINY, parse_cluster("l4:1x8"), best=1)
+    assert found.ended == "programs cannot be compiled for L4" and not found.compiled
+    rows = plan_search.rows(found, TINY, [])
+    assert {(row["fits"], row["needed_is"]) for row in rows} == {("not compiled", "bound")}
+    assert "The search ended early: programs cannot be" in plan_search.summary(found)
+
+
+def test_attention_of_other_gpus_is_compiled_for_an_h100():
+    """Where a run has a fused kernel; XLA's own is compiled for the GPUs themselves."""
+    cfg = run_config(train__dtype="bfloat16", train__attention="auto")
+    for kind, place in (("h200", "H200"), ("a100", "H100"), ("b200", "H100"), ("l4", "H100")):
+        cluster = parse_cluster(f"{kind}:2x4")
+        found = aot.compiled_in_place(cfg, cluster)
+        assert (found.card.name, found.devices) == (place, 8)
+        plain = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, attention="xla"))
+        assert aot.compiled_in_place(plain, cluster) == cluster

@@ -259,6 +259,10 @@ ENTRY %main (x: f32[512,512], y: f32[512,512]) -> f32[512,512] {
     facts |= {"memory_bytes": 2**30, "times": "assumed", "attention": "xla"}
     shown = cdmpp_step.step_markdown(facts, cluster)
     assert "90 % band" in shown and "| one | product | 2 |" in shown
-    assert "1.0 of 74.5 GiB" in shown
+    assert "1.0 of 74.5 GiB" in shown and "not compiled for" not in shown
+    wide = cdmpp_step.step_facts(found, cfg, cluster, band=(0.5, 3.0))
+    assert (wide["low_s"], wide["high_s"]) == (0.5 * found.seconds, 3 * found.seconds)
+    other = cdmpp_step.step_markdown(facts | {"compiled_for": "H100"}, parse_cluster("a100:1x8"))
+    assert "not compiled for A100, so the program and its memory are those of H100" in other
     large = cdmpp_step.step_markdown(facts | {"memory_bytes": 2**37}, cluster)
     assert "does not fit" in large and "--train.accumulate" in large
