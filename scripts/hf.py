@@ -24,6 +24,7 @@ from megajax.core import config
 from megajax.core import mesh as mesh_
 from megajax.core.config import Checked, group, option
 from megajax.core.errors import UserError, did_you_mean
+from megajax.core.files import write_whole
 from megajax.core.paths import expand
 from megajax.core.tree import count
 from megajax.data.config import DataConfig
@@ -87,7 +88,7 @@ def import_folder(cfg: Config, source: str, run_dir: str) -> None:
     run = replace(finetune(model), data=data)  # what it goes on from there with
     manager.save(0, {"params": params}, data_state={"imported": str(source), "rows": 0})
     manager.close()  # it is read back by then
-    (target / "config.json").write_text(config.to_json(run))
+    write_whole(target / "config.json", config.to_json(run))
     print(f"{count(params):,} parameters of {source} are step 0 of {target}")
 
 

@@ -11,6 +11,7 @@ import json
 import math
 import os
 import reprlib
+import secrets
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -65,13 +66,17 @@ def read_bytes(path: str | Path, most: int) -> bytes:
 
 
 def write_whole(path: Path, data: bytes | str) -> None:
-    """Writes a file that is there as a whole or as it was before, also on a disk that fills up.
+    """Writes a file that is there as a whole or as it was before, also on a disk that fills up and
+    when the power fails: it is on the disk when this returns.
 
     Raises: OSError; nothing is left of what was written then.
     """
-    part = path.with_name(f"{path.name}.part")
+    part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")  # nobody else's name
     try:
-        part.write_bytes(data.encode() if isinstance(data, str) else data)
+        with open(part, "xb") as file:
+            file.write(data.encode() if isinstance(data, str) else data)
+            file.flush()
+            os.fsync(file.fileno())
         part.replace(path)
     except OSError:
         with contextlib.suppress(OSError):

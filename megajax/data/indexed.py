@@ -63,6 +63,32 @@ class TokenFile:
         self.lengths = np.frombuffer(raw, np.int32, count, _HEADER.size)
         self.offsets = np.frombuffer(raw, np.int64, count, _HEADER.size + 4 * count)
         self._check_places(index)
+        table = np.frombuffer(raw, np.int64, documents, _HEADER.size + 12 * count)
+        self._check_documents(index, table)
+
+    def _check_documents(self, index: Path, table: np.ndarray) -> None:
+        """Refuses a document table that no writer makes: here a sequence is a document, and where
+        the table is wrong the lengths and offsets before it are not to be believed either."""
+        count = len(self.lengths)
+        if not len(table):  # of a file without documents, or of a writer that keeps none
+            return
+        wrong = np.flatnonzero((table < 0) | (table > count))
+        if len(wrong):
+            raise UserError(
+                f"{index} is damaged: entry {wrong[0]} of its document table is "
+                f"{table[wrong[0]]}, and its sequences are 0 to {count}"
+            )
+        wrong = np.flatnonzero(table[1:] < table[:-1])
+        if len(wrong):
+            raise UserError(
+                f"{index} is damaged: its document table is out of order: entry {wrong[0] + 1} is "
+                f"{table[wrong[0] + 1]}, after {table[wrong[0]]}"
+            )
+        if table[0] != 0 or table[-1] != count:
+            raise UserError(
+                f"{index} is damaged: its document table goes from {table[0]} to {table[-1]}; it "
+                f"must go from 0 to {count}, the number of sequences"
+            )
 
     def _check_places(self, index: Path) -> None:
         """Refuses documents that are not in the file, and tokens that two documents share."""

@@ -74,7 +74,7 @@ class RunDir:
             self.path.mkdir(parents=True, exist_ok=True)
             if isinstance(tokenizer, FileTokenizer):
                 tokenizer.copy_to(self.path)
-            if labels and saved_labels(self.path) != tuple(labels):
+            if labels and not self._has_labels(labels):
                 files.write_whole(self.path / LABELS, json.dumps(list(labels), indent=2) + "\n")
             if not saved.is_file() or saved.read_text() != text:
                 files.write_whole(saved, text)
@@ -84,6 +84,12 @@ class RunDir:
                 return
             why = f"cannot write to {self.path}: {error.strerror} (--run_dir)"
             raise unwritable(why, error) from None
+
+    def _has_labels(self, labels: Sequence[str]) -> bool:
+        try:
+            return saved_labels(self.path) == tuple(labels)
+        except UserError:  # torn: it is written anew
+            return False
 
     @property
     def metrics(self) -> Path:
@@ -117,7 +123,10 @@ def saved_labels(folder: str | Path) -> tuple[str, ...] | None:
     try:
         found = files.parse_json(files.read_bytes(file, MAX_LABELS))
     except (OSError, ValueError) as error:
-        raise UserError(f"cannot read {file}: {error} (--run_dir)") from None
+        raise UserError(
+            f"cannot read {file}: {error}; a list of the names of the classes, in the order of "
+            "their numbers, mends it (--run_dir)"
+        ) from None
     if not (isinstance(found, list) and all(isinstance(name, str) for name in found)):
         raise UserError(f"{file} must hold a list of strings, the names of classes (--run_dir)")
     return tuple(found)
@@ -166,7 +175,7 @@ def open_run(cfg: JobConfig, experiment: str, preset: str, base: JobConfig | Non
             f"{path} holds imported weights, which checkpoints at {elsewhere} would pass over: "
             "leave --checkpoint.dir out, or begin a new --run_dir with --init_from"
         )
-    former = config.load_json(type(cfg), saved, "run_dir") if saved.is_file() else None
+    former = _saved_config(cfg, saved) if saved.is_file() else None
     if former is not None and not is_imported(path):
         fixed = [
             f"{n} was {old}, now {new}"
@@ -179,6 +188,31 @@ def open_run(cfg: JobConfig, experiment: str, preset: str, base: JobConfig | Non
                 "it, or another --run_dir"
             )
     return RunDir(path, elsewhere, former)
+
+
+def _saved_config(cfg: JobConfig, saved: Path) -> JobConfig | None:
+    """Returns the configuration in a run's folder; None where the file is torn and this command's
+    own takes its place, because it named the folder: by its fingerprint, not by --run_dir.
+
+    Raises: UserError.
+    """
+    try:
+        return config.load_json(type(cfg), saved, "run_dir")
+    except UserError as error:
+        try:
+            text = files.read_bytes(saved, MAX_CONFIG)
+            files.parse_json(text)
+        except (OSError, UserError):
+            raise error from None
+        except ValueError:
+            if not cfg.run_dir:
+                logging.warning("%s is torn, and is written anew from this command", saved)
+                return None
+            raise UserError(
+                f"{saved} is torn: delete it and give the command that began this run, with all of "
+                "its flags; it writes the file anew and goes on (--run_dir)"
+            ) from None
+        raise
 
 
 def saved_tokenizer(folder: str | Path) -> Tokenizer:

@@ -204,6 +204,8 @@ def change(folder, **members):
         ),
         ({"bits": 5}, "bits=5 of gptq must be one of"),
         ({"group_size": 0}, "group_size=0 must be at least 1"),
+        ({"group_size": 2**64}, "group_size=18446744073709551616 must be at most 2,147,483,647"),
+        ({"dynamic": {".*": {"group_size": 2**63}}}, "dynamic .*group_size=9223372036854775808"),
         ({"checkpoint_format": "marlin"}, "must be gptq or gptq_v2"),
         (
             {"group_size": 16},

@@ -97,6 +97,10 @@ def twice(entries):
         header({"x": GOOD["x"] | {"data_offsets": [4, 20]}}, b"\0" * 20),  # a hole
         struct.pack("<Q", 200_000) + b'{"a":' * 40_000,  # deeper than a parser goes
         twice(GOOD),
+        header(GOOD | {"__metadata__": {"format": 1}}),
+        header(GOOD | {"__metadata__": {"format": ["pt"]}}),
+        header(GOOD | {"__metadata__": "pt"}),
+        header(GOOD | {"__metadata__": {"format": None}}),
     ],
 )
 def test_damaged_files_are_refused(tmp_path, content):

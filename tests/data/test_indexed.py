@@ -80,6 +80,33 @@ def test_damage_is_found(tmp_path, change, words):
     assert words in str(error.value) and str(error.value).endswith(" (--data.source)")
 
 
+@pytest.mark.parametrize(
+    ("table", "words"),
+    [
+        ([0, 2, 1, 3], "out of order: entry 2 is 1, after 2"),
+        ([0, -1, 2, 3], "entry 1 of its document table is -1, and its sequences are 0 to 3"),
+        ([0, 1, 2, 4], "entry 3 of its document table is 4"),
+        ([0, 1, 2**63 - 1, 3], "entry 2 of its document table is 9223372036854775807"),
+        ([1, 1, 2, 3], "goes from 1 to 3"),
+        ([0, 1, 1, 2], "goes from 0 to 2"),
+    ],
+)
+def test_a_document_table_that_no_writer_makes_is_refused(tmp_path, table, words):
+    index, data = megatron_bytes([[1, 2, 3], [4], [5]], 8, np.uint16)
+    (tmp_path / "m.idx").write_bytes(index[:-32] + np.array(table, np.int64).tobytes())
+    (tmp_path / "m.bin").write_bytes(data)
+    with pytest.raises(UserError, match=words):
+        TokenFile(tmp_path / "m")
+
+
+def test_several_sequences_may_be_one_document(tmp_path):
+    index, data = megatron_bytes([[1, 2, 3], [4], [5]], 8, np.uint16)
+    table = np.array([0, 0, 2, 3], np.int64).tobytes()
+    (tmp_path / "m.idx").write_bytes(index[:-32] + table)
+    (tmp_path / "m.bin").write_bytes(data)
+    assert TokenFile(tmp_path / "m").read(2, 0, 1).tolist() == [5]
+
+
 def test_a_document_that_the_index_cannot_hold_is_refused(tmp_path):
     with TokenWriter(tmp_path / "x", 512) as writer:
         with pytest.raises(UserError, match=r"2,147,483,648 tokens, .* 2,147,483,647 at most"):

@@ -14,6 +14,7 @@ from megajax.checkpoint.integrity import RECORD
 from megajax.checkpoint.manager import CheckpointManager
 from megajax.core import config
 from megajax.core.errors import UserError
+from megajax.data.tokenizer import ByteTokenizer
 from megajax.training import resume
 from megajax.training.run_dir import open_run
 from megajax.training.state import TrainState
@@ -148,3 +149,21 @@ def test_what_may_change_between_the_starts_of_a_run(tmp_path):
         name = next(iter(fixed)).replace("__", ".")
         with pytest.raises(UserError, match=f"holds another run: {name} was .*, now "):
             open_run(run_config(run_dir=str(tmp_path), **fixed), "pretrain", "nano")
+
+
+@pytest.mark.parametrize("text", ["", '{"train": {"ste', "\0" * 40])
+def test_a_torn_configuration_is_written_anew_or_the_remedy_named(tmp_path, monkeypatch, text):
+    monkeypatch.chdir(tmp_path)
+    cfg = run_config()
+    run = open_run(cfg, "pretrain", "nano")
+    run.begin(cfg, ByteTokenizer())
+    saved, whole = run.path / "config.json", (run.path / "config.json").read_text()
+    assert sorted(p.name for p in run.path.iterdir()) == ["config.json"]
+    saved.write_text(text)
+    with pytest.raises(UserError, match=r"is torn: delete it and give the command that began"):
+        open_run(run_config(run_dir=str(run.path)), "pretrain", "nano")
+    assert saved.read_text() == text
+    again = open_run(cfg, "pretrain", "nano")  # the folder is named by this configuration
+    assert again.path == run.path and again.former is None
+    again.begin(cfg, ByteTokenizer())
+    assert saved.read_text() == whole

@@ -74,7 +74,11 @@ def full(monkeypatch):
         path.touch()
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
+    def sync(number):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
     def fill():
+        monkeypatch.setattr(os, "fsync", sync)
         for name in ("write_bytes", "write_text"):
             monkeypatch.setattr(Path, name, write)
 

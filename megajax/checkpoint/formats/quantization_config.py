@@ -12,6 +12,7 @@ GPTQModel reads `zero_point` as its opposite.
 import collections
 import dataclasses
 import re
+import reprlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -23,6 +24,7 @@ Kind = tuple[int, int | None]  # bits, group (None: the whole column)
 SECTION = "quantization_config"
 AWQ_BITS = 4
 SUPPORTED = "gptq (2, 3, 4 and 8 bits) and awq (4 bits, version gemm)"
+MAX_GROUP = 2**31 - 1  # (chosen) rows: more than a Linear has, and arrays of places hold it
 # (chosen) of a folder of strangers: Python's `re` may take for ever. Names have some 40 characters.
 MAX_RULES, MAX_PATTERN, MAX_REPEATS = 10_000, 1000, 4
 NAME, MAX_STEPS = 40, 3_000_000  # steps of all patterns on one name, NAME ** repeats each
@@ -98,7 +100,12 @@ def _kind(found: Mapping[str, Any], method: str, base: Mapping[str, Any], where:
     if isinstance(bits, bool) or bits not in legal:
         raise UserError(f"{where}: bits={bits!r} of {method} must be one of {legal}")
     if not isinstance(group, int) or isinstance(group, bool) or not (group == -1 or group > 0):
-        raise UserError(f"{where}: group_size={group!r} must be at least 1, or -1")
+        raise UserError(f"{where}: group_size={group!r:.100} must be at least 1, or -1")
+    if group > MAX_GROUP:
+        raise UserError(
+            f"{where}: group_size={reprlib.repr(group)} must be at most {MAX_GROUP:,}, or -1 for "
+            "one group of all inputs"
+        )
     return int(bits), None if group == -1 else group
 
 

@@ -126,6 +126,7 @@ def _read_header(path: Path) -> dict[str, tuple[Path, Any, tuple[int, ...], int]
         found, spans = {}, []
         for name, entry in header.items():
             if name == "__metadata__":
+                _check_metadata(entry)
                 continue
             dtype, shape, (begin, end) = _check_entry(name[:200], entry)
             if 8 + length + end > size:
@@ -140,6 +141,19 @@ def _read_header(path: Path) -> dict[str, tuple[Path, Any, tuple[int, ...], int]
         raise
     except (ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
         raise UserError(f"{path} is not a safetensors file: {str(error)[:500]}") from None
+
+
+def _check_metadata(entry: Any) -> None:
+    """Refuses what the reference implementation refuses. Raises: ValueError."""
+    if entry is None:
+        return
+    if not isinstance(entry, dict):
+        raise ValueError(f"__metadata__ must be an object of strings, not {entry!r:.100}")
+    for name, value in entry.items():
+        if not isinstance(value, str):
+            raise ValueError(
+                f"__metadata__ must hold strings only; {name[:200]!r} is {value!r:.100}"
+            )
 
 
 def _check_entry(name: str, entry: Any) -> tuple[Any, tuple[int, ...], tuple[int, int]]:
