@@ -20,8 +20,10 @@ import numpy as np
 from jax import lax
 
 from megajax.layers.losses import NEGATIVE
+from megajax.serving.params import ENDS
 
 Array = jax.Array
+NO_TOKEN = 2**31 - 1  # no vocabulary has it
 GREEDY = 1e-30  # (chosen) temperature below which logits over it would not be finite in float32
 TOP = 20  # most likeliest tokens that an answer may list (OpenAI's limit)
 
@@ -33,7 +35,8 @@ class Rules:
 
     top_k: 0 is all. seed: uint32 words of a PRNG key, (B, 2). drawn: tokens of the answer so far.
     changes: whether the sequence has penalties, a bias or a constraint. masked: whether it has a
-    constraint. tops: whether it lists likeliest tokens.
+    constraint. tops: whether it lists likeliest tokens. least: tokens of the answer before which
+    none of `ends` is drawn, (B, ENDS) ids, filled up with NO_TOKEN.
     """
 
     temperature: Any
@@ -48,6 +51,8 @@ class Rules:
     changes: Any
     masked: Any
     tops: Any
+    least: Any
+    ends: Any
 
 
 @jax.tree_util.register_dataclass
@@ -69,12 +74,14 @@ class Changes:
 @dataclasses.dataclass(frozen=True)
 class Drawn:
     """What a step drew: token ids, log-probabilities of the unmodified logits, and the TOP
-    likeliest tokens with theirs, zeros where nobody asked for them."""
+    likeliest tokens with theirs, zeros where nobody asked for them. scores: the same for every
+    token that was fed, where `token` is the one that follows it; None where nobody asked."""
 
     token: Any
     logprob: Any
     top_token: Any
     top_logprob: Any
+    scores: Any = None
 
 
 def plain_rules(B: int) -> Rules:
@@ -83,7 +90,8 @@ def plain_rules(B: int) -> Rules:
     none, no = np.zeros(B, np.int32), np.zeros(B, bool)
     return Rules(  # type: ignore[arg-type]
         zeros, none, ones, zeros.copy(), ones.copy(), zeros.copy(), zeros.copy(),
-        np.zeros((B, 2), np.uint32), none.copy(), no, no.copy(), no.copy(),
+        np.zeros((B, 2), np.uint32), none.copy(), no, no.copy(), no.copy(), none.copy(),
+        np.full((B, ENDS), NO_TOKEN, np.int32),
     )  # fmt: skip
 
 
@@ -129,6 +137,16 @@ def draw_tokens(
     return Drawn(token_B, logprob_B, top[0], top[1] - log_z_B[:, None]), after
 
 
+def score(logits_TV: Array, log_z_T: Array, next_T: Array) -> Drawn:
+    """Returns the log-probabilities of the tokens that follow, and the likeliest in their places.
+
+    logits: float32. log_z: their log-sum-exp.
+    """
+    logprob_T = jnp.take_along_axis(logits_TV, next_T[:, None], 1)[:, 0] - log_z_T
+    values_TK, ids_TK = _likeliest(logits_TV)[::-1]
+    return Drawn(next_T, logprob_T, ids_TK, values_TK - log_z_T[:, None])
+
+
 def _likeliest(logits_BV: Array) -> tuple[Array, Array]:
     """The TOP largest logits and their tokens, of equal ones the first tokens first."""
     k = min(TOP, logits_BV.shape[-1])
@@ -159,7 +177,8 @@ def _nothing(logits_BV: Array) -> tuple[Array, Array]:
 
 
 def _change(logits_BV: Array, rules: Rules, changes: Changes, slot_B: Array) -> Array:
-    """Bias, repetition, frequency, presence and constraint; only for sequences that have any."""
+    """Bias, repetition, frequency, presence, constraint and least length; only for sequences that
+    have any."""
     rows = jnp.minimum(slot_B, changes.counts_SV.shape[0] - 1)
     counts_BV, seen_BV, bias_BV = (
         x[rows] for x in (changes.counts_SV, changes.seen_SV, changes.bias_SV)
@@ -173,6 +192,10 @@ def _change(logits_BV: Array, rules: Rules, changes: Changes, slot_B: Array) -> 
     allowed_BV = ~rules.masked[:, None] | _bits(changes.allowed_SW[rows], x_BV.shape[-1])
     # Not NEGATIVE: a high temperature, which divides the logits, would bring that within reach.
     x_BV = jnp.where(allowed_BV, x_BV, -jnp.inf)
+    early_B1 = (rules.drawn < rules.least)[:, None]
+    row_B1 = jnp.arange(x_BV.shape[0])[:, None]
+    ends_BE = jnp.where(early_B1, rules.ends, NO_TOKEN)
+    x_BV = x_BV.at[row_B1, ends_BE].set(-jnp.inf, mode="drop")
     return jnp.where(rules.changes[:, None], x_BV, logits_BV)
 
 

@@ -32,7 +32,7 @@ from megajax.serving.cache import PagePool
 from megajax.serving.constraint import Constraints, Matcher
 from megajax.serving.laid import Segment
 from megajax.serving.params import SamplingParams
-from megajax.serving.requests import check_bias, check_options, check_tokens
+from megajax.serving.requests import check_bias, check_ends, check_options, check_tokens
 from megajax.serving.scheduler import Scheduler
 from megajax.serving.sequence import Plan
 from megajax.serving.sequence import Sequence as Running
@@ -168,6 +168,13 @@ class Engine:
         """
         prompt = check_tokens(prompt_tokens, self.cfg.vocab)
         check_bias(params, self.cfg.vocab)
+        check_ends(params, self.tokenizer.ends if self.tokenizer is not None else ())
+        scored = params.prompt_logprobs is not None
+        if scored and not getattr(self.programs, "scores", False):
+            raise UserError(
+                f"prompt_logprobs={params.prompt_logprobs} needs an engine on one mesh; the "
+                "default is None"
+            )
         if params.stop and self.tokenizer is None:
             raise UserError(
                 f"stop={list(params.stop)} needs a tokenizer: give the engine one, or "
@@ -176,13 +183,17 @@ class Engine:
         matcher = self._matcher(params)
         request = next(self._ids) if id is None else id
         sequences = self.scheduler.add(
-            request, prompt, max_tokens=params.max_tokens, n=params.n, priority=params.priority
-        )
+            request, prompt, max_tokens=params.max_tokens, n=params.n, priority=params.priority,
+            anew=scored,
+        )  # fmt: skip
+        scores: list | None = [None] * len(prompt) if scored else None
         try:
             for sequence in sequences:
                 words = self._seed_words(params, request, sequence.index)
                 own = matcher.copy() if matcher is not None else None
-                self._answers[sequence] = Answer(sequence, params, words, self.tokenizer, own)
+                self._answers[sequence] = Answer(
+                    sequence, params, words, self.tokenizer, own, scores
+                )
                 self._constrained += own is not None
         except BaseException:  # all of a request or nothing of it
             for sequence in self.scheduler.cancel(request):
@@ -272,6 +283,9 @@ class Engine:
             return []
         launched = self._launched.popleft()
         drawn = self.programs.read(launched.drawn)
+        if drawn.scores is not None:
+            self._take_scores(launched.plan, drawn.scores)
+            drawn = dataclasses.replace(drawn, scores=None)
         if drawn.token.ndim == 1:
             drawn = jax.tree.map(lambda x: x[None], drawn)
         kept: dict[Running, list[int]] = {}
@@ -336,7 +350,8 @@ class Engine:
             if mask is not None:
                 masks[slot] = mask
             ids = sequence.tokens[start : start + count] if before is None else [0]
-            segments.append(Segment(slot, ids, start, draws))
+            following = self._answers[sequence].unscored(start, count)
+            segments.append(Segment(slot, ids, start, draws, following))
             pieces.append(piece)
         if len(pieces) < len(plan.pieces):
             plan = plan._replace(pieces=tuple(pieces))
@@ -370,6 +385,15 @@ class Engine:
             answer.listed = len(sequence.pages)
         self._rules.drawn[slot] = drawn
         return changes
+
+    def _take_scores(self, plan: Plan, scores: draw.Drawn) -> None:
+        """Records the log-probabilities of prompts. scores: in NumPy, of all tokens of a plan."""
+        first = 0
+        for sequence, start, count, _ in plan.pieces:
+            answer = self._answers.get(sequence)
+            if answer is not None and answer.scores is not None:
+                answer.take_scores(scores, first, start, count)
+            first += count
 
     def _mask(self, sequence: Running) -> np.ndarray | None:
         """Returns the bits of the tokens that a constrained sequence may draw, else None."""

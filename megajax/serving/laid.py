@@ -19,12 +19,14 @@ LEAST = 8  # tokens of the smallest program
 @dataclass(frozen=True)
 class Segment:
     """Neighbouring tokens of one sequence that a step feeds. ids: theirs. first: their position.
-    draws: whether the last of them is followed by a token to draw."""
+    draws: whether the last of them is followed by a token to draw. following: the ids behind each
+    of them, as far as their log-probabilities are asked for."""
 
     slot: int
     ids: Sequence[int]
     first: int
     draws: bool
+    following: Sequence[int] = ()
 
 
 class Laid(NamedTuple):

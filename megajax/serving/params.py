@@ -20,6 +20,7 @@ BIAS = 100  # (OpenAI's and vLLM's interface) largest absolute value of a token'
 MOST = 16384  # (vLLM, the default of VLLM_MAX_N_SEQUENCES) continuations of a prompt
 PRIORITY = 1000  # (chosen) largest absolute priority, so that waiting can make up for it
 WHOLE = 2**31 - 1  # largest number that the sampler's arrays of int32 hold
+ENDS = 16  # (chosen) most tokens that may end an answer with a least length
 # (chosen) Largest temperature, and largest and smallest factor of a logit: products and quotients
 # with logits of up to 1e7 stay finite in float32.
 FACTOR = 1e30
@@ -38,6 +39,10 @@ class SamplingParams(Checked):
     max_tokens: int = option(
         16, "largest number of tokens that are drawn", "tokens", at_least=1, at_most=WHOLE
     )
+    min_tokens: int = option(
+        0, "number of tokens before which nothing but max_tokens ends the answer", "tokens",
+        at_least=0, at_most=WHOLE,
+    )  # fmt: skip
     temperature: float = option(1.0, "divides the logits; 0: greedy", at_least=0, at_most=FACTOR)
     top_k: int = option(0, "only the k likeliest tokens; 0 or -1: all", at_least=-1, at_most=WHOLE)
     top_p: float = option(
@@ -57,6 +62,12 @@ class SamplingParams(Checked):
     logprobs: int | None = option(
         None,
         "list this many likeliest tokens with their log-probabilities, and the drawn one",
+        at_least=0,
+        at_most=20,
+    )
+    prompt_logprobs: int | None = option(
+        None,
+        "the same for each token of the prompt, after those before it",
         at_least=0,
         at_most=20,
     )
@@ -92,6 +103,16 @@ class SamplingParams(Checked):
             ("logit_bias", _biases(self.logit_bias)),
         ):
             object.__setattr__(self, name, value)
+        if self.min_tokens > self.max_tokens:
+            raise UserError(
+                f"min_tokens={self.min_tokens} must be at most max_tokens={self.max_tokens}; "
+                f"nearest: {self.max_tokens}"
+            )
+        if self.min_tokens and self.structured_outputs is not None:
+            raise UserError(
+                f"min_tokens={self.min_tokens} and structured_outputs exclude each other: a "
+                "complete form may not go on; the default is 0"
+            )
 
 
 def _strings(given: Any) -> tuple[str, ...]:

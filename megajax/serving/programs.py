@@ -29,8 +29,10 @@ from megajax.serving.laid import Laying, Segment
 
 Array = jax.Array
 COPIES = 16  # pages that one call copies
+SCORED = 128  # (chosen) tokens whose logits are in memory at a time where prompts are scored
 MASKS = 16  # sequences whose masks one call sets
 DRAWN = Drawn(PS(), PS(), PS(), PS())  # type: ignore[arg-type]
+SCORES = replace(DRAWN, scores=DRAWN)
 
 
 @jax.tree_util.register_dataclass
@@ -47,9 +49,10 @@ class State:
 
 class Programs:
     """Runs steps. All arguments that vary are arrays of few shapes. draws: whether they end with
-    tokens; otherwise there is no memory of what penalties know."""
+    tokens; otherwise there is no memory of what penalties know. scores: whether they give the
+    log-probabilities of prompts."""
 
-    draws = True
+    draws = scores = True
 
     def __init__(
         self,
@@ -75,10 +78,12 @@ class Programs:
         self.hold()
         self._step = self._program(self._local_step)
         self._several = self._program(self._local_several)
+        self._scored = self._program(self._local_scored, SCORES)
         self._ids = forward.layout.named(PS(None))
         # A function of its own: engines would count each other's programs.
         self._follow: Any = jax.jit(functools.partial(_follow), out_shardings=self._ids)
         self._tile = self._program(self._local_tile, None)
+        self._scored_tile = self._program(self._local_scored_tile, DRAWN)
         self._draw = self._on_state(self._local_draw, (DRAWN, self._specs))
         self._copy = self._on_state(functools.partial(_copy, self._pool), self._specs)
         self._set = self._on_state(_set, self._specs)
@@ -110,7 +115,7 @@ class Programs:
     @property
     def bound(self) -> int:
         """The most programs that any traffic compiles."""
-        steps = 2 if self._exact else len(self.sizes)
+        steps = 3 if self._exact else 2 * len(self.sizes)
         several = [size for size in self.sizes if self.steps > 1 and size <= self._most_rows]
         n = 0 if self._exact else len(several)
         return steps + n + n * (n + 1) // 2 + 3
@@ -121,6 +126,8 @@ class Programs:
         jits = (
             self._step,
             self._several,
+            self._scored,
+            self._scored_tile,
             self._follow,
             self._tile,
             self._draw,
@@ -199,8 +206,9 @@ class Programs:
                 return self._ahead[job].result(), job[1]
         if program is not None:
             return program.result(), T
-        jits = {"step": self._step, "several": self._several}
-        return (jits | {"tile": self._tile, "draw": self._draw})[name], T
+        jits = {"step": self._step, "several": self._several, "scored": self._scored}
+        jits |= {"tile": self._tile, "scored_tile": self._scored_tile, "draw": self._draw}
+        return jits[name], T
 
     # ---- calls
 
@@ -213,12 +221,14 @@ class Programs:
         table_SM, rules: by slot. steps: 1, or K when every segment is one token that draws. after:
           what a call of K steps returned that perhaps still runs, and of each segment the row whose
           last token it feeds, in the place of the segment's own; None: its own.
-        Returns: (arrays (rows,) of Drawn, or (K, rows); the row of each segment).
+        Returns: (arrays (rows,) of Drawn, or (K, rows); the row of each segment). If a segment has
+          `following`, the arrays of scores have a row for each token, in the segments' order.
         """
         with jax.set_mesh(self._forward.mesh):
             if self._exact:
                 return self._exact_step(params, segments, table_SM, rules)
-            name = "several" if steps > 1 else "step"
+            is_scored = any(s.following for s in segments)
+            name = "several" if steps > 1 else "scored" if is_scored else "step"
             run, T = self._ready(name, self._laying.size(sum(len(s.ids) for s in segments)))
             laid = self._laying.step(segments, table_SM, rules, T)
             if steps > 1:  # the ids as a call before leaves them, or this would be two programs
@@ -231,14 +241,20 @@ class Programs:
                     source_T[: len(sources)] = sources
                     ids_T = self._follow(drawn.token, source_T)
                 laid = laid._replace(tokens=replace(tokens, ids_T=ids_T))
-            drawn, self._state = run(params, self._state, *laid)
+            following = (_side_by_side(segments, T),) if is_scored else ()
+            drawn, self._state = run(params, self._state, *laid, *following)
             for part in jax.tree.leaves(drawn):
                 part.copy_to_host_async()
             return drawn, list(range(len(segments)))
 
     def read(self, drawn: Drawn) -> Drawn:
         """Waits for what `step` returned; returns it in NumPy."""
-        return jax.tree.map(np.asarray, drawn)
+        drawn = jax.tree.map(np.asarray, drawn)
+        if isinstance(drawn.scores, list):  # of each tile, and how many rows it has
+            parts = [jax.tree.map(lambda x, n=n: x[:n], scores) for scores, n in drawn.scores]
+            whole = jax.tree.map(lambda *xs: np.concatenate(xs), *parts)
+            drawn = replace(drawn, scores=whole)
+        return drawn
 
     def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copies pages in all layers, (source, target) each."""
@@ -267,21 +283,29 @@ class Programs:
     def _exact_step(
         self, params: Tree, segments: Sequence[Segment], table_SM: np.ndarray, rules: Rules
     ) -> tuple[Drawn, list[int]]:
-        tile, T = self._ready("tile", tiles.TILE)
+        is_scored = any(s.following for s in segments)
+        scores: list[tuple[Drawn, int]] | None = [] if is_scored else None
+        tile, T = self._ready("scored_tile" if is_scored else "tile", tiles.TILE)
         for part in _tiles(segments):
             tokens, at = self._laying.tokens(part, table_SM, T, T)
             slot_T = np.full(T, self._slots, np.int32)
             for first, segment in zip(at, part, strict=True):
                 if segment.draws:
                     slot_T[first + len(segment.ids) - 1] = segment.slot
-            self._state = tile(params, self._state, tokens, slot_T)
+            if scores is None:
+                self._state = tile(params, self._state, tokens, slot_T)
+                continue
+            next_T = _side_by_side(part, T)
+            found, self._state = tile(params, self._state, tokens, slot_T, next_T)
+            scores.append((found, sum(len(s.ids) for s in part)))
         slot_S = np.full(self._slots, self._slots, np.int32)
         drawing = [s.slot for s in segments if s.draws]
         slot_S[drawing] = drawing
         if not drawing:
-            return Drawn(*(np.zeros(self._slots),) * 4), [s.slot for s in segments]  # type: ignore
+            nothing = Drawn(*(np.zeros(self._slots),) * 4, scores)  # type: ignore[arg-type]
+            return nothing, [s.slot for s in segments]
         drawn, self._state = self._ready("draw", self._slots)[0](self._state, slot_S, rules)
-        return drawn, [s.slot for s in segments]
+        return replace(drawn, scores=scores), [s.slot for s in segments]
 
     # ---- what is compiled
 
@@ -330,6 +354,25 @@ class Programs:
         logits_BV, pages = self._forward.run(params, state.pages, tokens, rows_B)
         return self._local_drawn(replace(state, pages=pages), logits_BV, slot_B, rules)
 
+    def _local_scored(
+        self, params: Tree, state: State, tokens: paged.Tokens, rows_B: Array, slot_B: Array,
+        rules: Rules, next_T: Array,
+    ) -> tuple[Drawn, State]:  # fmt: skip
+        """The step, with the log-probability of each token that follows one that is fed."""
+        forward, T = self._forward, len(next_T)
+        x = forward.enter(params, tokens)
+        x, pages = forward.through(params, state.pages, tokens, x)
+        state, logits_BV = replace(state, pages=pages), forward.leave(params, x, rows_B)
+        drawn, state = self._local_drawn(state, logits_BV, slot_B, rules)
+
+        def some(at_N: Array) -> Drawn:
+            logits_NV = forward.leave(params, x, at_N)
+            return draw.score(logits_NV, jax.nn.logsumexp(logits_NV, -1), next_T[at_N])
+
+        parts = jax.lax.map(some, jnp.arange(T).reshape(-1, min(T, SCORED)))
+        scores = jax.tree.map(lambda a: a.reshape(T, *a.shape[2:]), parts)
+        return replace(drawn, scores=scores), state
+
     def _local_drawn(
         self, state: State, logits_BV: Array, slot_B: Array, rules: Rules
     ) -> tuple[Drawn, State]:
@@ -364,8 +407,13 @@ class Programs:
         return drawn, state
 
     def _local_tile(self, params: Tree, state: State, tokens: paged.Tokens, slot_T: Array) -> State:
+        return self._local_scored_tile(params, state, tokens, slot_T, slot_T * 0)[1]
+
+    def _local_scored_tile(
+        self, params: Tree, state: State, tokens: paged.Tokens, slot_T: Array, next_T: Array
+    ) -> tuple[Drawn, State]:
         logits_TV, log_z_T, pages = tiles.tile(self._forward, params, state.pages, tokens)
-        return replace(
+        return draw.score(logits_TV, log_z_T, next_T), replace(
             state,
             pages=pages,
             logits_SV=state.logits_SV.at[slot_T].set(logits_TV, mode="drop"),
@@ -396,10 +444,22 @@ def _tiles(segments: Sequence[Segment]) -> list[list[Segment]]:
                 room = tiles.TILE
             part = segment.ids[done : done + room]
             last = done + len(part) == len(segment.ids)
-            piece = Segment(segment.slot, part, segment.first + done, segment.draws and last)
+            piece = Segment(
+                segment.slot, part, segment.first + done, segment.draws and last,
+                segment.following[done : done + room],
+            )  # fmt: skip
             found[-1].append(piece)
             done, room = done + len(part), room - len(part)
     return found
+
+
+def _side_by_side(segments: Sequence[Segment], T: int) -> np.ndarray:
+    """Returns the ids that follow the tokens of segments, int32 (T,); 0 where nobody asks."""
+    next_T, at = np.zeros(T, np.int32), 0
+    for segment in segments:
+        next_T[at : at + len(segment.following)] = segment.following
+        at += len(segment.ids)
+    return next_T
 
 
 def _follow(token_KB: Array, source_T: Array) -> Array:

@@ -1,11 +1,11 @@
 """What an engine refuses before it runs."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import numpy as np
 
 from megajax.core.errors import UserError
-from megajax.serving.params import SamplingParams
+from megajax.serving.params import ENDS, SamplingParams
 
 
 def check_tokens(prompt: Sequence[int], vocab: int, name: str = "prompt_tokens") -> list[int]:
@@ -26,6 +26,16 @@ def check_tokens(prompt: Sequence[int], vocab: int, name: str = "prompt_tokens")
         wrong = row[(row < 0) | (row >= vocab)][0]
         raise UserError(f"{name} has the token id {wrong}; the vocabulary has 0 to {vocab - 1}")
     return row.tolist()
+
+
+def check_ends(params: SamplingParams, ends: Collection[int]) -> None:
+    """Refuses a least length with too many end tokens. ends: of a tokenizer. Raises: UserError."""
+    count = len({*params.stop_token_ids, *(() if params.ignore_eos else ends)})
+    if params.min_tokens and count > ENDS:
+        raise UserError(
+            f"min_tokens={params.min_tokens} needs at most {ENDS} tokens that end an answer; these "
+            f"are {count} (stop_token_ids)"
+        )
 
 
 def check_bias(params: SamplingParams, vocab: int) -> None:

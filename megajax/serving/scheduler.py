@@ -79,9 +79,11 @@ class Scheduler:
         max_tokens: int,
         n: int = 1,
         priority: int = 0,
+        anew: bool = False,
     ) -> list[Sequence]:
         """Returns the n sequences of a request, which wait from now on.
 
+        anew: the prompt is computed even where other requests have computed its beginning.
         Raises: UserError for a request that can never run, or whose id another one has.
         """
         if id in self._requests:
@@ -96,7 +98,9 @@ class Scheduler:
         self._requests[id] = family
         made = []
         for index in range(n):
-            sequence = Sequence(id, index, tokens, max_tokens, priority, list(tokens), family)
+            sequence = Sequence(
+                id, index, tokens, max_tokens, priority, list(tokens), family, anew=anew
+            )
             sequence.order = (self._clock - priority * AGING, self._added)
             self._added += 1
             family.alive[sequence] = self._waiting[sequence] = None
@@ -333,7 +337,8 @@ class Scheduler:
         """Returns the published pages that hold the sequence's first tokens, without its last one:
         that is fed to draw from its logits."""
         found, size = [], self._pool.page_size
-        for i in range((len(sequence.tokens) - 1) // size if self._pool.reusable else 0):
+        reusable = self._pool.reusable and not sequence.anew
+        for i in range((len(sequence.tokens) - 1) // size if reusable else 0):
             page = self._pool.find(sequence.key(i, size))
             if page is None:
                 break

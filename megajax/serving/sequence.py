@@ -32,6 +32,7 @@ class Sequence:
     slot: int | None = None
     keys: list[bytes] = field(default_factory=list, repr=False)  # of its full pages, as far as used
     published: int = 0  # pages that were offered for reuse
+    anew: bool = False  # no page of another request is reused for it
     weights: int = 0  # number of the weights with which its pages were begun
 
     def key(self, i: int, size: int) -> bytes:

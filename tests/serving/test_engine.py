@@ -18,6 +18,7 @@ from megajax.training import logprobs
 from tests.plain_loop import (
     CFG,
     SMALL,
+    _logits,
     answers,
     check_greedy,
     one_by_one,
@@ -126,6 +127,68 @@ def test_requests_end_as_they_ask():
     assert engine.pool.in_use == 0
 
 
+def log_softmax(prompt):
+    """The oracle: (len(prompt), vocabulary) in float64, by one pass over the whole prompt."""
+    ids = np.asarray([prompt], np.int32)
+    batch = {"tokens": ids, "positions": np.arange(len(prompt), dtype=np.int32)[None]}
+    logits = np.asarray(_logits(CFG)(sharp(CFG), batch), np.float64)[0, :, : CFG.vocab]
+    shifted = logits - logits.max(-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+
+
+@pytest.mark.parametrize("numerics", ["fast", "exact"])
+def test_prompts_are_scored_whatever_their_pages_and_neighbours(numerics):
+    """In chunks, beside others, again where its pages could be reused, and after preemption."""
+    options = SMALL | {"pages": 16, "page_size": 4}
+    engine = Engine(CFG, sharp(CFG), **options, numerics=numerics)
+    prompts = [np.random.default_rng(i).integers(0, CFG.vocab, 24).tolist() for i in range(3)]
+    found: dict = {}
+    asked = [(prompts[0], 3, 1), (prompts[0], 0, 2), (prompts[1], None, 1), (prompts[2], 20, 1)]
+    for prompt, most, n in asked:
+        params = SamplingParams(max_tokens=14, temperature=0, n=n, prompt_logprobs=most)
+        found[engine.submit(prompt, params)] = []
+    for output in engine.run():
+        if output.prompt_logprobs is not None:
+            found[output.request_id].append(output.prompt_logprobs)
+    assert engine.scheduler.preemptions > 0
+    for (prompt, most, n), scores in zip(asked, found.values(), strict=True):
+        assert len(scores) == (0 if most is None else n)
+        want = log_softmax(prompt)
+        for each in scores:
+            assert each[0] is None and len(each) == len(prompt)
+            for place, top in enumerate(each[1:]):
+                likeliest = np.argsort(-want[place])[:most].tolist()
+                assert set(top) == {*likeliest, prompt[place + 1]} and max(top.values()) <= 0
+                for token, logprob in top.items():
+                    assert abs(logprob - want[place, token]) < 1e-4
+
+
+def test_nothing_but_the_largest_length_ends_an_answer_before_the_least():
+    plain = one_by_one(CFG, [1, 2, 3], 12, 36)
+    assert plain[4] not in plain[:4]
+    engine = Engine(CFG, sharp(CFG), **SMALL, tokenizer=Ending((plain[4],)), decode_steps=3)
+    asked = [
+        SamplingParams(max_tokens=12, temperature=0, **more)
+        for more in ({"min_tokens": 4}, {"min_tokens": 5}, {"min_tokens": 12}, {},
+                     {"min_tokens": 7, "ignore_eos": True, "stop_token_ids": plain[4:5]})
+    ]  # fmt: skip
+    found = answers(engine, [[1, 2, 3]] * 5, asked)
+    assert found[0][0] == found[3][0] == plain[:5] and found[0][2] == ["stop"]
+    for (tokens, _, reasons), least in zip(found[1:3], (5, 12), strict=True):
+        assert tokens[:4] == plain[:4] and plain[4] not in tokens[:least]
+        # The likeliest of the others, from the whole pass.
+        rest = log_softmax([1, 2, 3, *plain[:4]])[-1].copy()
+        rest[plain[4]] = -np.inf
+        assert tokens[4] == rest.argmax() and len(tokens) >= least
+        assert reasons == ["length"] if len(tokens) == 12 else ["stop"]
+    assert found[4][0][:4] == plain[:4] and plain[4] not in found[4][0][:7]
+    text = ByteTokenizer().decode(plain[1:2])
+    byte = SamplingParams(max_tokens=12, temperature=0, stop=text, min_tokens=12, ignore_eos=True)
+    assert answers(engine, [[1, 2, 3]], [byte])[0][2] == ["length"]
+    with pytest.raises(UserError, match="min_tokens=1 needs at most 16 tokens that end an answer"):
+        engine.submit([1], SamplingParams(min_tokens=1, stop_token_ids=range(5, 25)))
+
+
 class Ending(ByteTokenizer):
     """Ends at several ids, as a generation_config.json may say."""
 
@@ -148,17 +211,21 @@ def random_params(random):
         ("temperature", 0), ("top_k", 5), ("top_p", 0.8), ("min_p", 0.1), ("logprobs", 3), ("n", 3),
         ("repetition_penalty", 1.2), ("frequency_penalty", 0.4), ("logit_bias", {3: 5.0}),
         ("stop_token_ids", [7]), ("stop", "ab"), ("priority", 2),
+        ("prompt_logprobs", 2), ("min_tokens", given["max_tokens"]),
         ("structured_outputs", StructuredOutputsParams(regex="[0-9]{1,20}")),
     ):  # fmt: skip
         if random.random() < 0.25:
             given[name] = value
+    if "structured_outputs" in given:
+        given.pop("min_tokens", None)
     return SamplingParams(**given)
 
 
-@pytest.mark.parametrize(("numerics", "bound"), [("fast", 7), ("exact", 5)])
+@pytest.mark.parametrize(("numerics", "bound"), [("fast", 9), ("exact", 6)])
 def test_random_traffic_compiles_a_bounded_number_of_programs(numerics, bound):
-    """fast: steps of 8 and of 16 tokens, 3 decode steps of 8, what takes their last tokens, copies
-    of pages, penalties, masks of constraints. exact: a tile, a draw, and the last three."""
+    """fast: steps of 8 and of 16 tokens, the same with scores of prompts, 3 decode steps of 8, what
+    takes their last tokens, copies of pages, penalties, masks of constraints. exact: a tile, the
+    same with scores, a draw, and the last three."""
     options = SMALL | {"pages": 30, "page_size": 4, "tokenizer": ByteTokenizer()}
     engine = Engine(CFG, sharp(CFG), **options, decode_steps=3, numerics=numerics)
     assert engine.programs.bound == bound

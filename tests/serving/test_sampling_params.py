@@ -13,6 +13,7 @@ from megajax.serving import SamplingParams
 # vLLM's class, vllm/sampling_params.py; its None for a list is our empty tuple or dict.
 DEFAULTS = {
     "max_tokens": 16,
+    "min_tokens": 0,
     "temperature": 1.0,
     "top_k": 0,
     "top_p": 1.0,
@@ -21,6 +22,7 @@ DEFAULTS = {
     "stop": (),
     "stop_token_ids": (),
     "logprobs": None,
+    "prompt_logprobs": None,
     "n": 1,
     "repetition_penalty": 1.0,
     "presence_penalty": 0.0,
@@ -74,6 +76,7 @@ def test_the_ends_of_a_range_are_legal(given):
             {"temperature": float("nan")},
             "temperature=nan must be a finite number, in [0, 1e+30]; the default is 1.0",
         ),
+        ({"min_tokens": 17}, "min_tokens=17 must be at most max_tokens=16; nearest: 16"),
         ({"top_k": -2}, "top_k=-2 must be in [-1, 2147483647]; nearest: -1"),
         ({"top_p": 0}, "top_p=0 must be in (0, 1]; the default is 1.0"),
         ({"top_p": 1.1}, "top_p=1.1 must be in (0, 1]; nearest: 1"),

@@ -7,7 +7,7 @@ sends them, and a whole answer is what they add up to.
 import dataclasses
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from megajax.serving import Output
@@ -18,10 +18,11 @@ from megajax.systems.server.text import Decoder, Stopper
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """A token with its log-probability. start, end: its place in the text, in characters."""
+    """A token with its log-probability. start, end: its place in the text, in characters. logprob:
+    None for the first token of a prompt. top: the likeliest tokens in its place, and itself."""
 
     token: int
-    logprob: float
+    logprob: float | None
     top: dict[int, float]
     start: int
     end: int
@@ -39,31 +40,48 @@ class Delta:
 class Answer:
     """One answer while it comes."""
 
-    def __init__(self, job: Job, decoder: Decoder, echo: str = ""):
-        """echo: text that its first delta begins with."""
-        self._job, self._decoder, self._echo = job, decoder, echo
+    def __init__(
+        self,
+        job: Job,
+        decoder: Callable[[Job], Decoder],
+        echo: str = "",
+        prompt: Sequence[int] = (),
+    ):
+        """echo: text that its first delta begins with. prompt: its tokens."""
+        self._job, self._decoder, self._echo, self._prompt = job, decoder(job), echo, prompt
+        self._decoder_of_prompt = decoder(job)
         self._stopper = Stopper(job.params.stop, job.include_stop)
-        self._decoded = self._shown = len(echo)
+        self._decoded, self._shown = len(echo), 0
         self._pending: list[Entry] = []
         self.tokens = 0
         self.reason: str | None = None
 
     def add(self, output: Output) -> Delta | None:
         """Returns what is new, or None. Raises: ApiError for an answer that failed."""
-        self.tokens += len(output.tokens)
         if output.finish_reason in ("error", "cancelled", "constraint"):
             raise _failure(output.finish_reason)
+        if output.prompt_logprobs is not None:
+            self._pending += self._of_prompt(output.prompt_logprobs)
+        if self._job.silent:
+            output = dataclasses.replace(
+                output, tokens=[], logprobs=[], top_logprobs=None, finish_reason="length"
+            )
+        before, self.tokens = self.tokens, self.tokens + len(output.tokens)
         if self.reason is not None:
             return None
         shown, tops = self._echo, output.top_logprobs or [{}] * len(output.tokens)
         self._echo = ""
         for token, logprob, top in zip(output.tokens, output.logprobs, tops, strict=True):
+            start, before = self._decoded, before + 1
             if token in self._job.ends:  # the last one, since it ended the answer
+                if self._job.kind == "completion":
+                    self._pending.append(Entry(token, logprob, top, start, start))
                 break
-            start, text = self._decoded, self._decoder.add(token)
+            text = self._decoder.add(token)
             self._decoded += len(text)
             self._pending.append(Entry(token, logprob, top, start, self._decoded))
-            shown += self._stopper.add(text)
+            # The engine looks for stop strings behind the least length.
+            shown += text if before <= self._job.params.min_tokens else self._stopper.add(text)
         reason = output.finish_reason
         if reason is not None:
             shown += self._stopper.add(self._decoder.finish()) + self._stopper.finish()
@@ -73,6 +91,15 @@ class Answer:
         if not shown and not entries and self.reason is None:
             return None
         return Delta(shown, entries, self.reason)
+
+    def _of_prompt(self, scores: Sequence[dict[int, float] | None]) -> Iterator[Entry]:
+        """Yields the entries of the prompt's tokens."""
+        at, most = 0, len(self._echo)
+        for token, top in zip(self._prompt, scores, strict=True):
+            text = self._decoder_of_prompt.add(token)
+            logprob = None if top is None else top[token]
+            yield Entry(token, logprob, top or {}, min(at, most), min(at + len(text), most))
+            at += len(text)
 
     def _release(self) -> list[Entry]:
         """Takes the entries of what was shown; those of a token that a stop string cut too."""
@@ -165,17 +192,29 @@ class Shapes:
         return {
             "tokens": [self._name(e.token) for e in entries],
             "token_logprobs": [_finite(e.logprob) for e in entries],
-            "top_logprobs": [
-                {self._name(t): _finite(p) for t, p in e.top.items()} for e in entries
-            ],
+            "top_logprobs": [self._by_name(e) for e in entries],
             "text_offset": [e.start for e in entries],
         }
 
+    def _by_name(self, entry: Entry) -> dict[str, float | None] | None:
+        """Returns the log-probabilities in the place of a token; the names of a few vocabularies'
+        tokens are equal, of which the first has its name."""
+        if entry.logprob is None:
+            return None
+        first = {entry.token: entry.logprob}
+        found: dict[str, float | None] = {}
+        for token, logprob in (first | entry.top).items():
+            name = self._name(token)
+            found[name if name not in found else f"token_id:{token}"] = _finite(logprob)
+        return dict(sorted(found.items(), key=lambda pair: -(pair[1] or 0)))
+
     def _chat_entry(self, entry: Entry) -> dict[str, Any]:
-        top = [self._named(token, logprob) for token, logprob in entry.top.items()]
+        # (OpenAI) exactly the likeliest; a completion lists the token itself, too.
+        likeliest = list(entry.top.items())[: self._job.logprobs]
+        top = [self._named(token, logprob) for token, logprob in likeliest]
         return self._named(entry.token, entry.logprob) | {"top_logprobs": top}
 
-    def _named(self, token: int, logprob: float) -> dict[str, Any]:
+    def _named(self, token: int, logprob: float | None) -> dict[str, Any]:
         data = self._bytes(token)
         text = self._name(token) if data is None else data.decode(errors="replace")
         numbers = None if data is None else list(data)
@@ -197,5 +236,6 @@ class Shapes:
             return "bytes:" + "".join(f"\\x{b:02x}" for b in data)
 
 
-def _finite(logprob: float) -> float:
-    return max(logprob, -9999.0)  # (OpenAI's least value) JSON has no infinity
+def _finite(logprob: float | None) -> float | None:
+    # (OpenAI's least value) JSON has no infinity
+    return None if logprob is None else max(logprob, -9999.0)

@@ -279,7 +279,11 @@ class Run:
         self._worker, self.job, self.shapes, self._deadline = worker, job, shapes, deadline
         self._streams: list[Stream] = []
         n, echo = job.params.n, job.echo or [""] * len(job.prompts)
-        self._answers = [Answer(job, decoder(job), text) for text in echo for _ in range(n)]
+        self._answers = [
+            Answer(job, decoder, text, prompt)
+            for text, prompt in zip(echo, job.prompts, strict=True)
+            for _ in range(n)
+        ]
 
     async def submit(self) -> None:
         """Hands all prompts to the engine. Raises: ApiError, UserError, EngineFailed."""

@@ -1,11 +1,12 @@
 """Requests of OpenAI's API, read strictly: a member that is unknown or cannot be done is refused.
 
 Beside OpenAI's members there are those that vLLM's users send (its "extra parameters"): top_k,
-min_p, repetition_penalty, stop_token_ids, ignore_eos, priority, include_stop_str_in_output,
-add_special_tokens, chat_template_kwargs, add_generation_prompt, structured_outputs. Its older
-guided_json, guided_regex and guided_choice mean structured_outputs' members. parse_special is
-llama.cpp's word. What only says who asks is ignored, and so is what other models heed (HINTS),
-unless the server is told to refuse it. The limits of numbers are those of SamplingParams.
+min_p, min_tokens, repetition_penalty, stop_token_ids, ignore_eos, priority,
+include_stop_str_in_output, add_special_tokens, chat_template_kwargs, add_generation_prompt,
+structured_outputs. Its older guided_json, guided_regex and guided_choice mean structured_outputs'
+members. parse_special is llama.cpp's word. What only says who asks is ignored, and so is what other
+models heed (HINTS), unless the server is told to refuse it. The limits of numbers are those of
+SamplingParams.
 """
 
 import dataclasses
@@ -26,6 +27,7 @@ PROMPTS = 64  # (chosen) prompts of one request
 ANSWERS = 128  # (OpenAI) n
 ROLE = re.compile(r"[\w .-]{1,64}")  # (chosen) templates write a role between parts of tokens
 PASSED = ("top_p", "presence_penalty", "frequency_penalty", "min_p", "repetition_penalty")
+WHOLE_NUMBERS = ("top_k", "seed", "priority", "min_tokens")
 IGNORED = (
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
     "prompt_cache_retention", "request_id",
@@ -47,7 +49,7 @@ class Job:
 
     prompts: token ids. echo: for each prompt, the text that comes before an answer. logprobs:
     likeliest tokens to list for each, None: no log-probabilities. ends: ids that end an answer and
-    are no part of it.
+    are no part of it. silent: the answer has no token, and only the prompt is sent back.
     """
 
     kind: Literal["completion", "chat"]
@@ -59,6 +61,7 @@ class Job:
     logprobs: int | None
     include_stop: bool
     ends: frozenset[int]
+    silent: bool = False
 
 
 class Reader:
@@ -90,11 +93,11 @@ class Reader:
         prompts, texts = self._prompts(fields)
         logprobs = fields.between("logprobs", 0, 20, None)
         echo = fields.take("echo", bool, False)
-        if echo and logprobs is not None:
-            raise fields.error("echo", "cannot be had with logprobs: prompts have none here")
         fields.only("suffix", none_of(""), "is not supported")
         fields.only("best_of", none_of(body.get("n") or 1), "must equal n: no answer is dropped")
-        most = fields.between("max_tokens", 1, WHOLE, 16)
+        most = fields.between("max_tokens", 0, WHOLE, 16)
+        if most == 0 and not echo:
+            raise fields.error("max_tokens", "must be at least 1, or 0 with echo=true")
         return self._job(fields, "completion", prompts, most, logprobs, texts if echo else [])
 
     def chat(self, body: dict[str, Any]) -> Job:
@@ -214,6 +217,7 @@ class Reader:
         logprobs: int | None,
         echo: list[str],
     ) -> Job:
+        silent, most = most == 0, max(most, 1)  # the engine draws at least one token
         for prompt in prompts:
             self._check_context(prompt, most)
         stream = fields.take("stream", bool, False)
@@ -229,19 +233,20 @@ class Reader:
                 fields.only(name, none_of(*legal), "is not supported")
             else:
                 fields.ignore(name)
-        fields.only("min_tokens", none_of(0), "is not supported")
         fields.only("skip_special_tokens", none_of(True), "is not supported: they have no text")
         include = fields.take("include_stop_str_in_output", bool, False)
-        params = self._params(fields, most, logprobs)
+        params = self._params(fields, most, logprobs, logprobs if echo else None)
         fields.end()
         own = () if params.ignore_eos else self._tokenizer.ends
         ends = frozenset([*own, *params.stop_token_ids])
-        return Job(kind, prompts, params, echo, stream, usage, logprobs, include, ends)
+        return Job(kind, prompts, params, echo, stream, usage, logprobs, include, ends, silent)
 
-    def _params(self, fields: Fields, most: int, logprobs: int | None) -> SamplingParams:
+    def _params(
+        self, fields: Fields, most: int, logprobs: int | None, prompt_logprobs: int | None
+    ) -> SamplingParams:
         given = {name: fields.take(name, float) for name in PASSED}
         given["temperature"] = fields.take("temperature", float, 1.0)
-        given |= {name: fields.take(name, int) for name in ("top_k", "seed", "priority")}
+        given |= {name: fields.take(name, int) for name in WHOLE_NUMBERS}
         given["n"] = fields.between("n", 1, ANSWERS, 1)
         given["logit_bias"] = fields.take("logit_bias", dict)
         given["ignore_eos"] = fields.take("ignore_eos", bool, False)
@@ -255,6 +260,7 @@ class Reader:
             return SamplingParams(
                 max_tokens=most,
                 logprobs=logprobs,
+                prompt_logprobs=prompt_logprobs,
                 **{name: value for name, value in given.items() if value is not None},  # type: ignore[arg-type]
             )
         except UserError as error:

@@ -10,6 +10,7 @@ import re
 import httpx2
 import jax
 import jsonschema
+import numpy as np
 import pytest
 
 from megajax.data.tokenizer import ByteTokenizer
@@ -103,8 +104,11 @@ async def test_a_completion_and_its_stream_say_the_same(client, worker):
         found = choice["logprobs"]
         for name in ("tokens", "token_logprobs", "text_offset"):
             assert sum((c["logprobs"][name] for c in mine if c["logprobs"]), []) == found[name]
-        assert len(found["tokens"]) in (11, 12)
-        assert all(len(top) == 2 for top in found["top_logprobs"])
+        assert len(found["tokens"]) <= 12
+        listed = (found[n] for n in ("tokens", "token_logprobs", "top_logprobs"))
+        for token, score, top in zip(*listed, strict=True):
+            assert top[token] == score and len(top) in (2, 3)
+            assert len(top) == 2 or score == min(top.values())
         offsets = found["text_offset"]
         assert offsets == sorted(offsets) and offsets[-1] <= len(choice["text"])
 
@@ -140,9 +144,80 @@ async def test_stops_echo_prompts_of_ids_and_biases(client, worker):
     assert found["usage"]["completion_tokens"] == 3
     more = {"logit_bias": {"257": 100}, "max_tokens": 5, "logprobs": 0}
     found = (await ask(client, prompt="x", **more)).json()["choices"][0]
-    assert (found["text"], found["finish_reason"], found["logprobs"]["tokens"]) == ("", "stop", [])
+    assert (found["text"], found["finish_reason"]) == ("", "stop")
+    assert found["logprobs"]["tokens"] == ["token_id:257"]  # counts in usage, and is listed
+    assert found["logprobs"]["text_offset"] == [0]
     found = (await ask(client, prompt="x", **more, ignore_eos=True)).json()
     assert found["usage"]["completion_tokens"] == 5
+
+
+@serve
+async def test_the_drawn_token_is_listed_whatever_number_is_asked_for(client, worker):
+    body = {"prompt": "hello", "max_tokens": 8, "seed": 3, "temperature": 2}
+    found = [
+        (await ask(client, **body, logprobs=most)).json()["choices"][0]["logprobs"]
+        for most in (0, 1, 5)
+    ]
+    alone = [{t: p} for t, p in zip(found[0]["tokens"], found[0]["token_logprobs"], strict=True)]
+    assert found[0]["top_logprobs"] == alone
+    for more in found[1:]:
+        for one, top in zip(alone, more["top_logprobs"], strict=True):
+            assert one.items() <= top.items()
+
+
+@serve
+async def test_a_prompt_is_echoed_with_its_log_probabilities(client, worker):
+    """As evaluation harnesses ask: the tokens of the prompt, then one that is drawn, or none."""
+    ids = [*b"hello world", 200, 256, *b"!"]
+    body = {"prompt": [ids, ids[:1]], "echo": True, "logprobs": 1, "temperature": 0}
+    for most in (0, 1):
+        found = (await ask(client, **body, max_tokens=most, n=2)).json()
+        assert found["usage"]["completion_tokens"] == 4 * most
+        for choice, prompt in zip(found["choices"], [ids, ids, ids[:1], ids[:1]], strict=True):
+            scores = choice["logprobs"]
+            assert all(len(value) == len(prompt) + most for value in scores.values())
+            assert scores["token_logprobs"][0] is scores["top_logprobs"][0] is None
+            assert scores["tokens"][: len(prompt)] == [
+                f"token_id:{i}" if i > 255 else f"bytes:\\x{i:02x}" if i > 127 else chr(i)
+                for i in prompt
+            ]
+            # The byte 200 begins a character, which only the last token shows to be none.
+            assert scores["text_offset"][: len(prompt)] == [*range(11), 11, 11, 11][: len(prompt)]
+            for place, top in enumerate(scores["top_logprobs"]):
+                if place:
+                    assert top[scores["tokens"][place]] == scores["token_logprobs"][place]
+            assert choice["finish_reason"] in ("length", "stop")
+            assert choice["text"].startswith(worker.engine.tokenizer.decode(prompt))
+        batch = {"tokens": np.asarray([ids], np.int32),
+                 "positions": np.arange(len(ids), dtype=np.int32)[None]}  # fmt: skip
+        params = jax.jit(decoder.parts(CFG).init)(jax.random.key(0))
+        logits = np.asarray(jax.jit(decoder.parts(CFG).logits)(params, batch), np.float64)[
+            0, :, :259
+        ]
+        want = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+        scores = found["choices"][0]["logprobs"]
+        np.testing.assert_allclose(
+            scores["token_logprobs"][1 : len(ids)], want[range(len(ids) - 1), ids[1:]], atol=1e-4
+        )
+        likeliest = [max(top.values()) for top in scores["top_logprobs"][1 : len(ids)]]
+        np.testing.assert_allclose(likeliest, want[:-1].max(-1), atol=1e-4)
+        parts = await events(client, **body, max_tokens=most)
+        for index in range(2):
+            mine = [c["logprobs"] for p in parts for c in p["choices"] if c["index"] == index]
+            for name, value in found["choices"][2 * index]["logprobs"].items():
+                assert sum((part[name] for part in mine if part), []) == value
+    error = (await ask(client, prompt="x", max_tokens=0)).json()["error"]
+    assert "0 with echo=true" in error["message"]
+
+
+@serve
+async def test_a_least_length_holds_back_stop_strings_and_end_tokens(client, worker):
+    bias = {str(ord("a")): 100, "257": 100}
+    body = {"prompt": "x", "logit_bias": bias, "max_tokens": 9, "stop": ["aa"], "temperature": 0}
+    found = (await ask(client, **body, min_tokens=4)).json()["choices"][0]
+    assert (found["text"], found["finish_reason"]) == ("aaaa", "stop")
+    parts = await events(client, **body, min_tokens=4)
+    assert "".join(c["text"] for p in parts for c in p["choices"]) == "aaaa"
 
 
 @serve
@@ -168,7 +243,7 @@ async def test_answers_have_the_form_that_is_asked_for(client, worker):
 BAD = [
     ({"model": "other"}, 404, "model_not_found", "does not exist; this server has 'tiny'"),
     ({"max_tokens": 200}, 400, "context_length_exceeded", "context has 128 tokens; the prompt"),
-    ({"max_tokens": 0}, 400, "invalid_value", "max_tokens=0 must be from 1"),
+    ({"max_tokens": 0}, 400, "invalid_value", "must be at least 1, or 0 with echo=true"),
     ({"temperature": "x"}, 400, "invalid_value", "temperature='x' must be a number"),
     ({"temperature": -1}, 400, "invalid_value", "temperature=-1 must be in [0, 1e+30]"),
     ({"top_p": 0}, 400, "invalid_value", "top_p=0 must be in"),
@@ -179,7 +254,7 @@ BAD = [
     ({"prompt": [[300]]}, 400, None, "token id 300; the vocabulary has 0 to 258"),
     ({"prompt": {}}, 400, "invalid_value", "must be a text, token ids"),
     ({"temprature": 1}, 400, "unknown_parameter", "temprature. Did you mean temperature?"),
-    ({"echo": True, "logprobs": 1}, 400, "invalid_value", "echo=True cannot be had with logprobs"),
+
     ({"logit_bias": {"x": 1}}, 400, "invalid_value", "logit_bias has the key 'x'"),
     ({"guided_regex": "("}, 400, None, "structured_outputs.regex cannot be used"),
     ({"guided_regex": "a" * 2000000}, 413, None, "longer than"),
