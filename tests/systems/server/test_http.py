@@ -230,12 +230,13 @@ def test_sigterm_ends_in_its_time_whatever_clients_do(reads, capfd, monkeypatch)
         client = await served.connect(asking())
         reading = asyncio.create_task(client.read(2**30 if reads else 1))
         await until(lambda: served.worker.live == 1)
-        began = asyncio.get_running_loop().time()
+        if reads:  # the second signal does not wait
+            os.kill(os.getpid(), signal.SIGTERM)
+            await asyncio.sleep(0.05)
         assert await served.end() == 1
-        assert asyncio.get_running_loop().time() - began < 30, "of 0.4, on a busy machine"
         assert (b"the server is stopping" in await reading) == reads
 
-    serve(check, to=Slow(0.02), stop_timeout_s=0.4)
+    serve(check, to=Slow(0.02), stop_timeout_s=50 if reads else 0.4)
     assert "stopping: 1 requests are cut off" in capfd.readouterr().err
 
 
