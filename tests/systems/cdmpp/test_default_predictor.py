@@ -115,10 +115,10 @@ def test_sums_of_an_h200s_rows_are_in_the_band_of_the_cost_model():
         ratio = data.seconds[drawn].sum(1) / seconds[drawn].sum(1)
         low, high = step.ASSUMED_BAND
         assert np.mean((low <= ratio) & (ratio <= high)) >= 0.9, rows
-    # Without a kernel's least time, the sums of small ones are far above the band.
-    bare = np.array([r.floor_s(CARDS["H200"]) for r in data.records])
-    ratio = data.seconds[drawn].sum(1) / bare[drawn].sum(1)
-    assert np.mean(ratio <= high) < 0.9
+    # Without a kernel's least time most small ones would be far above the band.
+    bare = np.array([record.floor_s(CARDS["H200"]) for record in data.records])
+    small = data.seconds < 5e-6
+    assert np.median(data.seconds[small] / bare[small]) > 2 * high
 
 
 def test_a_plan_of_12288_gpus_asks_it_without_a_file():
