@@ -9,6 +9,7 @@ import io
 import json
 import shutil
 import struct
+import zlib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,13 +17,16 @@ from typing import Any
 import numpy as np
 
 from megajax.checkpoint import foreign, integrity
-from megajax.checkpoint.formats import pickles, safetensors
+from megajax.checkpoint.formats import pickles, quantization_config, safetensors
 from megajax.checkpoint.formats.torch_files import Plain, tensors
+from megajax.checkpoint.memory_tier import ALIGN, HEADER, MAGIC, PAGE, Segment
+from megajax.core import files
 from megajax.core.errors import UserError
 from megajax.data.config import DataConfig
 from megajax.data.indexed import TokenFile, TokenWriter
 from megajax.data.source import open_source
 from megajax.data.tokenizer import open_tokenizer
+from megajax.quant.formats import Format
 from megajax.systems.elastic import wire
 from megajax.systems.elastic.door import Door
 from tests import fuzz_local as local
@@ -373,6 +377,46 @@ def _config(data: bytes, folder: Path) -> None:
             continue
 
 
+def _quantization_seeds(folder: Path) -> list[bytes]:
+    gptq = {
+        "quant_method": "gptq", "bits": 4, "group_size": 128, "checkpoint_format": "gptq_v2",
+        "desc_act": True, "dynamic": {r"+:^model\.layers\.1\.": {"bits": 8, "group_size": 32}},
+    }  # fmt: skip
+    awq = {"quant_method": "awq", "w_bit": 4, "q_group_size": 64, "version": "gemm"}
+    return [json.dumps(x).encode() for x in (gptq, awq)]
+
+
+def _quantization(data: bytes, folder: Path) -> None:
+    (folder / "config.json").write_bytes(data)
+    settings = quantization_config.checked(files.read_object(folder / "config.json", 2**24))
+    kind = settings.of("model.layers.1.mlp.up_proj")
+    if kind is not None:
+        np.arange(256) // Format(kind[0], kind[1], 0, symmetric=False).group_of(256)
+
+
+def _segment_seeds(folder: Path) -> list[bytes]:
+    rows = [
+        ["params.w", [4, 6], [0, 0], [2, 6], "float32", 0],
+        ["b", [3], [0], [3], "bfloat16", 64],
+    ]
+    return [json.dumps({"data_state": {"attempt": 0, "rows": 7}, "pieces": rows}).encode()]
+
+
+def _segment(data: bytes, folder: Path) -> None:
+    """A table whose checksums are good, with all that follows it."""
+    segment = Segment.create(folder / "memory", 2**16)
+    body = data[:30_000].ljust(-(-len(data[:30_000]) // ALIGN) * ALIGN) + bytes(128)
+    header = HEADER.pack(MAGIC, 1, 5, min(len(data), 30_000), len(body), zlib.crc32(body))
+    with open(folder / "memory", "r+b") as file:
+        file.write(header + struct.pack("<I", zlib.crc32(header)))
+        file.seek(2 * PAGE)
+        file.write(body)
+    for snapshot in segment.snapshots():
+        for piece in snapshot.pieces:
+            piece.array.tobytes()
+        json.dumps(snapshot.data_state)
+
+
 def _jsonl_seeds(folder: Path) -> list[bytes]:
     lines = ['{"text": "one"}', '{"text": "\\u00e9\\ud83d\\ude00 two", "id": 7}', '{"text": ""}']
     text = "\n".join(lines).encode()
@@ -438,7 +482,13 @@ TARGETS = local.TARGETS | {
         (*mutations.COMMON, mutations.edit_pickle, *[mutations.inside_zip(mutations.PICKLE)] * 9),
         _megatron,
     ),
-    "idx": Target(_idx_seeds, (*mutations.COMMON, *[mutations.set_field] * 6), _idx),
+    "idx": Target(
+        _idx_seeds,
+        (*mutations.COMMON, *[mutations.set_field] * 6, *[mutations.move_field] * 6),
+        _idx,
+    ),
+    "quantization": Target(_quantization_seeds, mutations.TEXT, _quantization),
+    "segment": Target(_segment_seeds, (*mutations.TEXT, *[mutations.edit_json] * 9), _segment),
     "config": Target(_config_seeds, mutations.TEXT, _config),
     "jsonl": Target(
         _jsonl_seeds, (*mutations.TEXT, *[mutations.inside_gzip(mutations.TEXT)] * 6), _jsonl

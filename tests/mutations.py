@@ -163,15 +163,40 @@ def edit_lines(rng: random.Random, data: bytes) -> bytes:
 
 
 def set_field(rng: random.Random, data: bytes) -> bytes:
-    """Writes a number into a field of a token index: its counts, lengths or offsets."""
+    """Writes a number into a field of a token index: its counts, lengths, offsets or documents."""
     fields = [(9, 8), (17, 1), (18, 8), (26, 8)]
     count = min(int.from_bytes(data[18:26], "little"), len(data) // 12)
     fields += [(34 + 4 * i, 4) for i in range(count)]
-    fields += [(34 + 4 * count + 8 * i, 8) for i in range(count)]
+    table = min(int.from_bytes(data[26:34], "little"), len(data) // 8)
+    fields += [(34 + 4 * count + 8 * i, 8) for i in range(count + table)]
     begin, size = rng.choice(fields)
     number = rng.choice([*NUMBERS, 2**63 - rng.randrange(100), rng.randrange(100)])
     wrapped = (number % 2 ** (8 * size)).to_bytes(size, "little")
     return data[:begin] + wrapped + data[begin + size :]
+
+
+def move_field(rng: random.Random, data: bytes, begin: int = 34) -> bytes:
+    """Copies, exchanges, negates or shifts whole numbers of a table from byte `begin` on: nothing
+    changes its size, and every number is one that a table may hold."""
+    size = rng.choice((4, 8))
+    count = (len(data) - begin) // size
+    if count < 2:
+        return data
+    out = bytearray(data)
+    one, other = (begin + size * rng.randrange(count) for _ in range(2))
+    a, b = data[one : one + size], data[other : other + size]
+    match rng.randrange(4):
+        case 0:
+            out[one : one + size] = b
+        case 1:
+            out[one : one + size], out[other : other + size] = b, a
+        case 2:
+            number = -int.from_bytes(a, "little", signed=True)
+            out[one : one + size] = (number % 2 ** (8 * size)).to_bytes(size, "little")
+        case _:
+            number = int.from_bytes(a, "little") + rng.choice((-2, -1, 1, 2, len(data)))
+            out[one : one + size] = (number % 2 ** (8 * size)).to_bytes(size, "little")
+    return bytes(out)
 
 
 def edit_pickle(rng: random.Random, data: bytes) -> bytes:

@@ -28,12 +28,14 @@ import numpy as np
 from megajax.checkpoint import agreement
 from megajax.checkpoint.integrity import CheckpointError
 from megajax.core.boxes import Box, intersect, stored_rows, targets
+from megajax.core.files import parse_json
 from megajax.core.paths import open_own
 
 Tree = Any  # core.tree has it, and jax
 Order = Mapping[str, Sequence[int]]  # as leaves.Order
 PAGE = 4096
 ALIGN = 64
+MAX_RANK = 32  # NumPy has up to 64
 HEADER = struct.Struct("<8sQQQQI")  # magic, turn, step, bytes of the table, of all, their CRC-32
 MAGIC = b"megajax1"
 ATTEMPT, ORDER = "attempt", "order_of_rows"  # members of data_state
@@ -163,16 +165,31 @@ class Segment:
         """Yields the whole copies, the newest first, each checked byte for byte."""
         for _, step, table_bytes, total, crc, slot in sorted(self._headers(), reverse=True):
             home = 2 * PAGE + slot * self._slot
-            if self._crc(home, total) == crc:
-                table = json.loads(self._memory[home : home + table_bytes])
+            if self._crc(home, total) != crc:
+                continue
+            try:
+                table = parse_json(self._memory[home : home + min(table_bytes, total)])
                 begin = home + -(-table_bytes // ALIGN) * ALIGN
-                pieces = [self._piece(begin, row) for row in table["pieces"]]
-                yield Snapshot(step, table["data_state"], pieces)
+                pieces = [self._piece(begin, home + total, row) for row in table["pieces"]]
+                state = dict(table["data_state"])
+            except (ValueError, KeyError, TypeError, AttributeError):
+                continue  # of another version: its checksum is good, and its table is no table
+            yield Snapshot(step, state, pieces)
 
-    def _piece(self, begin: int, row: list) -> Piece:
+    def _piece(self, begin: int, end: int, row: list) -> Piece:
+        """Returns a row of the table, which lies from `begin` to `end`. Raises: ValueError for one
+        that does not, TypeError."""
         name, shape, start, stop, dtype, offset = row
         kind = np.dtype(getattr(ml_dtypes, dtype, dtype))
+        if any(type(n) is not int for n in (*shape, *start, *stop, offset)) or kind.hasobject:
+            raise TypeError(f"{row}")
+        if not len(shape) == len(start) == len(stop) or len(shape) > MAX_RANK:
+            raise ValueError(f"{row}")
+        if not all(0 <= a <= b <= n for a, b, n in zip(start, stop, shape, strict=True)):
+            raise ValueError(f"{row}")
         box = Box(tuple(start), tuple(stop))
+        if offset < 0 or begin + offset + box.size * kind.itemsize > end:
+            raise ValueError(f"{row}")
         flat = np.frombuffer(self._memory, np.uint8, box.size * kind.itemsize, begin + offset)
         return Piece(name, tuple(shape), box, flat.view(kind).reshape(box.shape))
 
