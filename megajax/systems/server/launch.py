@@ -7,6 +7,7 @@ import math
 import os
 import socket
 import stat
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -45,8 +46,10 @@ def run(cfg: Config) -> int:
             return 0
         worker, server = open_server(cfg)
         code = asyncio.run(_serve(cfg, worker, server, made))
-    if code == http.FAILED and jax.process_count() > 1:
-        os._exit(code)  # an orderly end would wait for the other processes
+    if code:  # an orderly end would wait for a compilation, and for the other processes
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
     return code
 
 
