@@ -15,7 +15,7 @@ from experiments.storm.plan import BY_MAIL, FEW, KINDS, Strike, strikes
 from experiments.storm.storm import Case, Storm
 
 NOT_HERE = ("lost step", "flipped bit", "slow", "junk", "full run_dir", "full disk and kill")
-JOB = str(pathlib.Path(__file__).parents[1] / "elastic" / "lockstep.py")
+JOB = str(pathlib.Path(__file__).parents[1] / "systems" / "elastic" / "lockstep.py")
 FLAGS = [
     "--hosts=2", "--min_hosts=2", "--processes=2", "--max_restarts=1000", "--silence_s=4",
     "--step_s=4", "--start_s=40", "--period_s=0.2", "--backoff_s=0.1",

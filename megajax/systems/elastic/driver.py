@@ -270,7 +270,10 @@ class Driver:
             if answer is None:  # frozen or gone: its reaper ends what it started
                 self._let_go(host)
         bad: dict[str, str] = {}
-        if fault.kind != "stop" and not self.signals:
+        says_nothing = fault.kind == "stop" or fault.cause == "temporary" or fault.rule == "driver"
+        if not (
+            says_nothing or self.signals
+        ):  # a full disk and a frozen driver say nothing of hosts
             bad = self._check(fault.hosts)
         verdict = self._recovery.decide(fault, bad, self._hosts.candidates())
         for host, why in verdict.excluded.items():
