@@ -149,7 +149,8 @@ class Served:
         self.began = time.monotonic()
         self.process = subprocess.Popen(
             [sys.executable, "scripts/serve.py", f"--gguf={gguf}", "--port=0", *flags],
-            cwd=root, env=os.environ | {"HOME": home}, stdout=subprocess.PIPE, text=True,
+            cwd=root, env=os.environ | {"HOME": home, "PYTHONPATH": str(root)}, text=True,
+            stdout=subprocess.PIPE,
         )  # fmt: skip
         assert self.process.stdout is not None
         lines = iter(self.process.stdout.readline, "")
