@@ -93,6 +93,18 @@ def bench_train() -> str:
     return table(RESULTS / "bench_train.json", columns)
 
 
+def bench_serve() -> str:
+    """The server beside llama.cpp."""
+    columns = {
+        "program": "who", "first token, s": "first_token_s",
+        "first token, CPU-s": "first_token_cpu_s", "one stream, CPU-s a token": "cpu_s_a_token_1",
+        "over llama.cpp": "cpu_s_a_token_1_over_rival",
+        "eight streams, CPU-s a token": "cpu_s_a_token_8",
+        "over llama.cpp's": "cpu_s_a_token_8_over_rival", "peak memory, MiB": "peak_mib",
+    }  # fmt: skip
+    return table(RESULTS / "bench_serve.json", columns)
+
+
 def megascale_mfu() -> str:
     """MegaScale's table 2 from its own tokens a second, by our formula."""
     load = replace(PRESETS["megascale_175b"](), window=None).workload(1, 2048)
@@ -283,6 +295,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "nano_output": nano_output,
     "nano_figures": nano_figures,
     "bench_train": bench_train,
+    "bench_serve": bench_serve,
     "step_budget": functools.partial(step_tables.configurations, RESULTS / "step_budget.json"),
     "step_memory": functools.partial(step_tables.memory, RESULTS / "step_memory.json"),
     "step_causes": functools.partial(step_tables.causes, RESULTS / "step_budget.json", 4),
