@@ -33,9 +33,9 @@ from megajax.schedule.simulator import Slowdown
 from megajax.systems.cdmpp.overheads import Overheads, counts
 
 # Of times at assumed efficiencies: the least of a launched kernel, and what 90 % of measured times
-# are multiples of. (Measured, none of which has a part in the efficiencies: sums of 8 to 128 rows
-# of an H200, 2026-11-27, experiments/results/cdmpp_gpu_labels.npz, and of each of the eight GPUs of
-# NeuSight's test rows.)
+# are multiples of. (Chosen with measured rows, which have no part in the efficiencies: sums of 8 to
+# 128 rows of an H200, 2026-11-27, experiments/results/cdmpp_gpu_labels.npz, and of each of the
+# eight GPUs of NeuSight's test rows. A fit, not a test on unseen GPUs.)
 LAUNCH_S, ASSUMED_BAND = 2e-6, (0.7, 3.0)
 
 # (records, card) -> (seconds of one execution, their standard deviations)
