@@ -7,6 +7,7 @@ the tokenizer.json of the models that the names are called after. No jax.
 """
 
 import functools
+import itertools
 import json
 import reprlib
 from collections.abc import Mapping, Sequence
@@ -33,6 +34,20 @@ SLACK = 48 * 2**20  # (chosen) bytes of memory that any vocabulary may take
 MAX_PIECE = 256  # (chosen: published ones have at most some 100) letters of a SentencePiece piece
 MAX_LETTERS = 2**23  # (chosen: 2 s; published ones have some 2^21) letters of all such pieces
 SPACE = "\u2581"  # SentencePiece's sign for a blank
+
+# (llama.cpp, src/llama-vocab.cpp) Tokens that end an answer by their text, whatever the file says.
+ENDS = (
+    "<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>",
+    "<end_of_turn>", "<|endoftext|>", "</s>", "<|eom_id|>", "<EOT>", "_<EOT>", "[EOT]", "[EOS]",
+    "<|end_of_text|>", "<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>",
+    "<\uff5cend\u2581of\u2581sentence\uff5c>", "[e~[",
+)  # fmt: skip
+# {key of a token of code models that ends an answer: its texts}, the first that there is.
+CODE_ENDS = {
+    "fim_pad": ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
+    "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
+    "fim_sep": ("<|file_sep|>",),
+}
 
 _GPT2 = "gpt2"
 _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -105,7 +120,7 @@ def tokenizer_json(
     for name, array in (("scores", scores), ("token_type", types)):
         if array is not None and len(array) != len(tokens):
             raise UserError(f"it has {len(tokens):,} tokens and {len(array):,} {name}")
-    kinds = np.full(len(tokens), NORMAL) if types is None else types
+    kinds = np.full(len(tokens), NORMAL) if types is None else np.array(types)
     vocab: dict[str, int] = {}
     for number, token in enumerate(tokens):
         text = token or f"[EMPTY_{number}]"  # llama.cpp's name for it
@@ -127,6 +142,9 @@ def tokenizer_json(
         raise UserError(
             f"tokenizer.ggml.model is {reprlib.repr(model):.60}; it must be gpt2 or llama"
         )
+    ends = _ends(special, vocab)
+    texts = {*ENDS, *itertools.chain(*CODE_ENDS.values())}
+    kinds[[i for i in ends if tokens[i] in texts and kinds[i] != UNKNOWN]] = CONTROL
     apart = [i for i, k in enumerate(kinds.tolist()) if k in (UNKNOWN, CONTROL, USER_DEFINED)]
     if len(apart) * APART_BYTES > spare:
         raise UserError(f"{len(apart):,} of its tokens are special; the file is too short for them")
@@ -147,9 +165,26 @@ def tokenizer_json(
     }  # fmt: skip
     texts = list(vocab)  # by their ids
     names = {f"{n}_token": texts[special[n]] if n in special else None for n in ("bos", "eos")}
-    ends = tuple(dict.fromkeys(special[n] for n in ("eos", "eot", "eom") if n in special))
     settings = Settings(names, ends, silent=False, chat_template=_template(metadata))
     return json.dumps(found, ensure_ascii=False, default=bool).encode(), settings
+
+
+def _ends(special: Mapping[str, int], vocab: Mapping[str, int]) -> tuple[int, ...]:
+    """Returns the ids that end an answer in llama.cpp: those that the file names, then those of
+    ENDS and CODE_ENDS."""
+    by_text = [name for name in ENDS if name in vocab]
+    calls, others = {"<|call|>", "<|calls|>"}, {"<|return|>", "<|flush|>"}
+    if not calls.isdisjoint(by_text) and not others.isdisjoint(by_text):  # it ends a message there
+        by_text = [name for name in by_text if name != "<|end|>"]
+    if "<|tool_response>" in vocab:  # text, in Gemma 4
+        by_text = [name for name in by_text if name != "</s>"]
+    found = [special[n] for n in ("eos", "eot", "eom") if n in special]
+    found += [vocab[name] for name in by_text]
+    for key, texts in CODE_ENDS.items():
+        there = (vocab[t] for t in texts if t in vocab)
+        if (code := special.get(key, next(there, None))) is not None:
+            found.append(code)
+    return tuple(dict.fromkeys(found))
 
 
 def _template(metadata: Mapping[str, Any]) -> str | None:
@@ -168,9 +203,9 @@ def _truth(metadata: Mapping[str, Any], key: str, default: bool) -> bool:
 
 
 def _specials(metadata: Mapping[str, Any], tokens: Sequence[str]) -> dict[str, int]:
-    """Returns {bos, eos, eot, eom, unknown: its id} of those that the file names."""
+    """Returns {bos, eos, eot, eom, unknown, one of CODE_ENDS: its id} of what the file names."""
     found = {}
-    for name in ("bos", "eos", "eot", "eom", "unknown"):
+    for name in ("bos", "eos", "eot", "eom", "unknown", *CODE_ENDS):
         key = f"tokenizer.ggml.{name}_token_id"
         value = metadata.get(key)
         if value is None or value == 2**32 - 1:  # llama.cpp's word for none

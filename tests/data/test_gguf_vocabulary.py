@@ -339,3 +339,26 @@ def test_special_tokens_and_merges_of_pieces_are_limited_too():
         build(metadata, 2**40, many, scores=np.zeros(33_000))
     with pytest.raises(UserError, match="there are no scores"):
         build(metadata, 2**20, runs)
+
+
+@pytest.mark.parametrize(
+    ("names", "more", "ends"),
+    [
+        (["<|im_end|>", "<|eot_id|>"], {}, {262, 263}),
+        (["<|return|>", "<|call|>", "<|end_|>"], {}, {262, 263}),
+        (["<|fim_pad|>", "<|repo_name|>", "<|file_sep|>"], {}, {262, 263, 264}),
+        (["<|fim_pad|>", "other"], {"tokenizer.ggml.fim_pad_token_id": 263}, {263}),
+        (["</s>", "<|tool_response>"], {}, {263}),
+    ],
+)
+def test_ends_by_their_text_are_those_of_llama_cpp(names, more, ends):
+    """Also where a file calls them normal tokens; in a prompt they are tokens then."""
+    found = w.vocabulary() | more
+    tokens = [*found["tokenizer.ggml.tokens"], *names]
+    kinds = np.array([x.value for x in found["tokenizer.ggml.token_type"]] + [1] * len(names))
+    tokenizer = made(found, tokens, merges=found["tokenizer.ggml.merges"], types=kinds)
+    assert set(tokenizer.ends) - {261} >= ends and not set(tokenizer.ends) & (
+        {262, 263, 264} - ends
+    )
+    if not more:
+        assert tokenizer.encode([tokens[min(ends)]], special=True)[0].tolist() == [min(ends)]
