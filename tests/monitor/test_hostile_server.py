@@ -16,6 +16,8 @@ import pytest
 
 from megajax.monitor import sources
 from megajax.monitor.alertmanager import Alertmanager, Firing
+from megajax.monitor.grid import to_grid
+from megajax.monitor.samples import Samples
 from megajax.monitor.sources import http_query, names, server
 from megajax.systems.minder.ledger import Ledger
 from megajax.systems.minder.telling import Teller
@@ -368,3 +370,14 @@ def test_a_read_ends_in_its_time_however_many_pages_are_slow(liar):
     with pytest.raises(sources.Unavailable, match="503"):
         source.read(T0, T0 + 10)
     assert time.monotonic() - began < 10 and liar.asked <= 2 * len(queries)
+
+
+def test_names_are_shown_as_one_line_and_values_beyond_float32_are_none(tmp_path):
+    said = []
+    teller = Teller(tmp_path, Ledger(tmp_path / "alerts.json", 600), said.append)
+    teller.event("note", "machine h\n2026 ALERT h7\x1b[2J is silent")
+    assert said == ["machine h 2026 ALERT h7?[2J is silent"]
+    teller.close()
+    grid = to_grid(Samples.of([(T0, "h", "x", 1e300), (T0 + 1, "h", "x", 2.0)]))
+    assert grid.values_CNT[0, 0, 1] == 2.0
+    assert not (abs(grid.values_CNT[0, 0, 0]) > 0)  # NaN, and not infinite
