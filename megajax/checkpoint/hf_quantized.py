@@ -46,6 +46,12 @@ def settings(path: str | Path, flag: str = "hf") -> Settings | None:
     """
     file = expand(path) / "config.json"
     found = files_.read_object(file, hf.MAX_CONFIG, flag).get(SECTION)
+    older = file.with_name("quantize_config.json")  # AutoGPTQ's, before transformers read GPTQ
+    if found is None and older.is_file():
+        file, found = (
+            older,
+            {"quant_method": "gptq"} | files_.read_object(older, hf.MAX_CONFIG, flag),
+        )
     if found is None:
         return None
     if not isinstance(found, dict):

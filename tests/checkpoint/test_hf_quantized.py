@@ -233,3 +233,16 @@ def test_what_the_form_cannot_hold(tmp_path):
     with pytest.raises(UserError, match="no matrix is quantized; hf.save"):
         hf_quantized.save(dense, CFG, tmp_path / "d")
     assert params is not None and not any((tmp_path / n).exists() for n in "abd")
+
+
+def test_an_older_folder_of_autogptq_has_its_settings_in_a_file(tmp_path):
+    """quantize_config.json, without quant_method; config.json says nothing."""
+    hf_quantized.save(quantized(4), CFG, tmp_path, form="gptq_v1")
+    wanted = logits(hf_quantized.load(tmp_path)[1])
+    found = json.loads((tmp_path / "config.json").read_text())
+    older = {n: found["quantization_config"][n] for n in ("bits", "group_size", "desc_act", "sym")}
+    del found["quantization_config"]
+    (tmp_path / "config.json").write_text(json.dumps(found))
+    assert hf_quantized.settings(tmp_path) is None
+    (tmp_path / "quantize_config.json").write_text(json.dumps(older))
+    np.testing.assert_array_equal(logits(hf_quantized.load(tmp_path)[1]), wanted)
