@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from megajax.checkpoint import agreement
-from megajax.checkpoint.integrity import CheckpointError, DamagedError
+from megajax.checkpoint.integrity import CheckpointError, DamagedError, ForbiddenError
 
-FINE, DAMAGED, FAILED = range(3)
+FINE, DAMAGED, FORBIDDEN, FAILED = range(4)
 
 
 def play(monkeypatch, other):
@@ -35,6 +35,10 @@ def explain(error):
         (None, FAILED, CheckpointError, "the step failed on another process"),
         (DamagedError("a bit"), FINE, DamagedError, "a bit"),
         (DamagedError("a bit"), FAILED, CheckpointError, "a bit"),
+        (None, FORBIDDEN, ForbiddenError, "the step failed on another process"),
+        (DamagedError("a bit"), FORBIDDEN, ForbiddenError, "a bit"),
+        (ForbiddenError("shut"), DAMAGED, ForbiddenError, "shut"),
+        (ForbiddenError("shut"), FAILED, CheckpointError, "shut"),
         (CheckpointError("no disk"), DAMAGED, CheckpointError, "no disk"),
         (OSError("first"), FINE, CheckpointError, "the step: first; and then second"),
     ],

@@ -117,13 +117,13 @@ def test_staged_steps_are_not_put_where_another_user_may_look(place, monkeypatch
     monkeypatch.setattr(tempfile, "tempdir", str(place))
     with user(ALICE):
         address = ObjectPath("s3://bucket/steps")
-        first = object_folder.ObjectFolder(address).saving(3).parent
+        first = object_folder.ObjectFolder(address).saving(3).parent.parent
         (place / "runs").mkdir()
     with user(MALLORY):
         first.symlink_to(place / "runs")
         (place / f"{first.name}-1").mkdir()
     with user(ALICE):
-        folder = object_folder.ObjectFolder(address)
-        assert folder.saving(3).parent == place / f"{first.name}-2"
-        folder.saving(3).parent.mkdir(mode=0o700)
-        assert object_folder.ObjectFolder(address).saving(3).parent == folder.saving(3).parent
+        stage = object_folder.ObjectFolder(address).saving(3).parent.parent
+        assert stage == place / f"{first.name}-2"
+        stage.mkdir(mode=0o700)
+        assert object_folder.ObjectFolder(address).saving(3).parent.parent == stage

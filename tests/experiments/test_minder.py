@@ -115,11 +115,11 @@ def test_what_a_server_gave_is_kept_until_the_training_is_done(tmp_path, monkeyp
     kept = tmp_path / "training" / "recorded.npz"
     kept.parent.mkdir()
     (grid,) = minder_sources.recorded(Server(), 1.0, "a.*", kept, said.append)
-    assert [b - a for a, b in asked] == [900] * 4 and said[-1] == "read 60 of 60 minutes"
+    assert [b - a for a, b in asked] == [240] * 15 and said[-1] == "read 60 of 60 minutes"
     assert grid.machines == ("a1", "a2") and (grid.start, grid.end) == (now - 1805, now - 5)
     assert (grid.values_CNT[0, 0] == np.arange(grid.start, grid.end) % 7).all()
     (again,) = minder_sources.recorded(Server(), 1.0, "a.*", kept, said.append)
-    assert len(asked) == 4 and again.start == grid.start and again.machines == grid.machines
+    assert len(asked) == 15 and again.start == grid.start and again.machines == grid.machines
     assert np.array_equal(again.values_CNT, grid.values_CNT)
     minder_sources.forget(kept.parent)
     assert not kept.exists()

@@ -180,7 +180,7 @@ def test_programs_are_compiled_with_these_options(monkeypatch):
     assert (asked, got["{'marked': 1}"]) == ([("ring", mesh)], 2)
     params = decoder.parts(cfg.model).init(jax.random.key(0))
     Engine(cfg.model, params, mesh=mesh, pages=3, overlap="ring")
-    assert (asked, got["{'marked': 1}"]) == ([("ring", mesh)] * 2, 2 + 7)
+    assert (asked, got["{'marked': 1}"]) == ([("ring", mesh)] * 2, 2 + 9)
 
 
 def test_one_function_knows_the_clique_of_a_kernel():

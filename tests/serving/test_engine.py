@@ -96,9 +96,10 @@ def test_a_seed_draws_the_same_alone_and_in_a_batch_and_siblings_differ():
                 for token, score, top in zip(
                     output.tokens, output.logprobs, output.top_logprobs, strict=True
                 ):
-                    assert len(top) == 2
+                    # The two likeliest and, where it is none of them, the drawn one.
+                    assert len(top) == 2 + (sorted(top.values())[-2] > score)
                     assert max(top.values()) >= score - 1e-6
-                    assert token not in top or abs(top[token] - score) < 1e-6
+                    assert abs(top[token] - score) < 1e-6
         return found
 
     alone = draw(0)
