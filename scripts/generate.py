@@ -11,8 +11,9 @@ import megajax.core.interrupted  # noqa: F401
 import dataclasses
 import math
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 from jax.sharding import Mesh
@@ -40,7 +41,7 @@ class Sampling(Checked, section="sampling"):
 
     temperature: float = option(0.8, "divides the logits; 0: greedy", at_least=0)
     top_k: int = option(
-        0, "only the k likeliest tokens; 0: all", needs=above(0, "temperature"), at_least=0
+        0, "only the k likeliest tokens; 0 or -1: all", needs=above(0, "temperature"), at_least=-1
     )
     top_p: float = option(
         1.0,
@@ -90,6 +91,11 @@ class Config(Checked):
     parse_special: bool = option(
         True, "whether the text of a special token in the prompt is that token, or text"
     )
+    sampling_defaults: Literal["model", "none"] = option(
+        "model",
+        "source of the sampling options that are not given; model: generation_config.json or the "
+        "GGUF file; none: the defaults of this script",
+    )
     samples: int = option(1, "number of continuations", at_least=1)
     new_tokens: int = option(200, "length of the longest continuation", "tokens", at_least=1)
     seed: int = option(0, "random seed of the sampling", at_least=0, at_most=2**32 - 1)
@@ -107,7 +113,13 @@ config.define_flags(PRESETS, "default")
 
 def main() -> int:
     """Prints each continuation."""
-    cfg, _ = config.from_flags(PRESETS)
+    given: set[str] = set()
+
+    def note(base: Config, flags: Mapping[str, Any], read: Mapping[str, Any]) -> Config:
+        given.update(flags, read)
+        return base
+
+    cfg, _ = config.from_flags(PRESETS, note)
     opened = open_model(
         run_dir=cfg.run_dir,
         hf=cfg.hf,
@@ -116,6 +128,12 @@ def main() -> int:
         tokenizer=cfg.tokenizer,
         tiles=cfg.tiles,
     )
+    if cfg.sampling_defaults == "model":
+        values, line = opened.sampling_defaults()
+        named = {f"sampling.{name}": value for name, value in values.items()}
+        cfg = config.override(cfg, {n: value for n, value in named.items() if n not in given})
+        if line:
+            print(line)
     mesh_.start(cfg.emulate)
     mesh_.cache_programs(cfg.cache_dir)
     mesh = cfg.mesh.build()

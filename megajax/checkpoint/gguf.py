@@ -46,12 +46,15 @@ def load(
 
 
 class GgufModel:
-    """A GGUF file whose configuration has been read; parameters and tokenizer when asked for."""
+    """A GGUF file whose configuration has been read; parameters and tokenizer when asked for.
+
+    path: of the file. metadata: {key: number, truth value, text or Array}.
+    """
 
     def __init__(self, path: str | Path):
         """Raises: UserError as `load`."""
         self._file = file = GgufFile(path)
-        self.path = file.path
+        self.path, self.metadata = file.path, file.metadata
         try:
             self._kind = gguf_names.architecture(file.metadata)
             shapes = {name: info.shape for name, info in file.tensors.items()}

@@ -25,6 +25,7 @@ from megajax.core.packed import PackedWeight
 from megajax.core.paths import expand
 from megajax.core.tree import Tree
 from megajax.data import tokenizer as tokenizer_
+from megajax.data.special_tokens import GENERATION
 from megajax.data.tokenizer import (
     Tokenizer,
     check_vocabulary,
@@ -36,14 +37,19 @@ from megajax.models.decoder_config import DecoderConfig
 from megajax.parallel import sharding
 from megajax.quant.formats import Format
 from megajax.quant.quantized_model import quantize_model
-from megajax.serving import Engine
+from megajax.serving import Engine, SamplingParams
 from megajax.systems.prune_export import stored, to_tiles
 from megajax.training.config import Config as RunConfig
 from megajax.training.run_dir import saved_tokenizer
 
 MAX_TEMPLATE = 2**20  # (chosen) bytes of a chat template: published ones have at most some 2^13
 
-
+# (vLLM, ModelConfig.get_diff_sampling_param) members of generation_config.json that a server takes
+# as defaults of requests, and their keys in a GGUF file (llama.cpp, LLM_KV_GENERAL_SAMPLING_*).
+SAMPLING = {
+    "temperature": "temp", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p",
+    "repetition_penalty": "penalty_repeat",
+}  # fmt: skip
 BITS = {"int8": 8, "int4": 4, "int3": 3}
 GROUP = 128  # (GPTQ and AWQ, the papers' group) inputs that share a scale
 
@@ -65,7 +71,8 @@ class OpenModel:
     """A model whose parameters have not been read yet.
 
     name: of its folder or file. chat: None where the tokenizer has no chat template. outlined:
-    whether `outline` knows the parameters before they are read.
+    whether `outline` knows the parameters before they are read. folder: of Hugging Face, that may
+    have a generation_config.json.
     """
 
     name: str
@@ -75,6 +82,39 @@ class OpenModel:
     _load: Callable[[Layout], tuple[Tree, str]]
     outlined: bool = True
     gguf: gguf_.GgufModel | None = None
+    folder: Path | None = None
+
+    def sampling_defaults(self) -> tuple[dict[str, Any], str]:
+        """Returns ({member of SamplingParams: value that the model's files recommend}, a line that
+        says so, or "" where they recommend nothing).
+
+        They are members of a folder's generation_config.json, or keys of a GGUF file. As in vLLM, a
+        value counts where do_sample is absent; do_sample=false means temperature 0. A run has none.
+        Raises: UserError for a value that no request may have.
+        """
+        if self.gguf is not None:
+            file, names = self.gguf.path, {n: f"general.sampling.{k}" for n, k in SAMPLING.items()}
+            said = self.gguf.metadata
+        elif self.folder is not None and (self.folder / GENERATION).is_file():
+            file, names = self.folder / GENERATION, {n: n for n in SAMPLING}
+            said = files.read_object(file, hf_.MAX_CONFIG, "sampling_defaults")
+        else:
+            return {}, ""
+        ignore = "--sampling_defaults=none ignores the file's sampling"
+        values = {n: said[key] for n, key in names.items() if said.get(key) is not None}
+        for name, value in values.items():
+            try:
+                SamplingParams(**{name: value})
+            except UserError as error:
+                rule = str(error).replace(name, names[name], 1)
+                raise UserError(f"{file}: {rule:.300}; {ignore}") from None
+        does = said.get("do_sample")
+        if not isinstance(does, bool | None):
+            raise UserError(f"{file}: do_sample={does!r:.80} must be true or false; {ignore}")
+        if does is False:
+            values["temperature"] = 0.0
+        listed = ", ".join(f"{name}={value:g}" for name, value in values.items())
+        return values, f"sampling defaults of {file}: {listed} ({ignore})" if values else ""
 
     def outline(self, packed: bool = False) -> Tree:
         """Returns the parameters as ShapeDtypeStructs. packed: as of `load_to_serve`."""
@@ -237,8 +277,9 @@ def _open_hf(folder: Path, tokenizer: str | None) -> OpenModel:
     named = open_tokenizer(tokenizer or str(folder))
     beside = expand(tokenizer) if tokenizer else folder
     return OpenModel(
-        folder.name, cfg, named, chat_template(beside, named), load, outlined=found is None
-    )
+        folder.name, cfg, named, chat_template(beside, named), load, outlined=found is None,
+        folder=folder,
+    )  # fmt: skip
 
 
 def _open_gguf(file: Path, tokenizer: str | None) -> OpenModel:

@@ -100,6 +100,35 @@ def test_generate_from_a_folder(folder):
     assert done.returncode == 2 and "vocabulary" in done.stderr, done.stdout + done.stderr
 
 
+def test_sampling_defaults_of_a_model_are_checked_at_the_start(tmp_path):
+    file, bad = tmp_path / "small.gguf", {"general.sampling.top_p": 1.5}
+    meta = gguf_writer.llama() | gguf_writer.vocabulary() | bad
+    file.write_bytes(gguf_writer.gguf(meta, gguf_writer.llama_tensors(np.random.default_rng(0))))
+    for script, *more in (("generate.py",), ("serve.py", "--port=0")):
+        done = call(script, f"--gguf={file}", *more)
+        assert done.returncode == 2, done.stdout + done.stderr
+        assert "small.gguf: general.sampling.top_p=1.5 must be in (0, 1]" in done.stderr
+        assert "--sampling_defaults=none" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_model_that_recommends_to_be_greedy(tmp_path):
+    """Two samples are one text then, unless a flag gives the temperature or ignores the model."""
+    file, greedy = tmp_path / "small.gguf", {"general.sampling.temp": 0.0}
+    meta = gguf_writer.llama() | gguf_writer.vocabulary() | greedy
+    file.write_bytes(gguf_writer.gguf(meta, gguf_writer.llama_tensors(np.random.default_rng(0))))
+    ask = f"--gguf={file}", "--prompt=hello", "--new_tokens=9", "--samples=2"
+    for flags, are_equal in (
+        ((), True), (("--sampling.temperature=0.8",), False), (("--sampling_defaults=none",), False)
+    ):  # fmt: skip
+        done = call("generate.py", *ask, *flags)
+        assert done.returncode == 0, done.stderr
+        _, one, other = done.stdout.split("---")
+        assert (one.strip() == other.strip()) == are_equal
+        said = "small.gguf: temperature=0 (--sampling_defaults=none" in done.stdout
+        assert said == ("--sampling_defaults=none" not in flags)
+
+
 @pytest.mark.slow
 def test_a_pruned_run_samples_from_tiles(tmp_path):
     """Dense with zeros on one device, and as packed tiles on two tensor ranks: the same text."""

@@ -158,3 +158,69 @@ def test_a_gguf_file_has_everything_in_it(tmp_path):
     opened.tokenizer.copy_to(tmp_path / "other")
     again = open_model(gguf=str(file), tokenizer=str(tmp_path / "other"))
     assert again.chat == opened.chat and again.tokenizer.identity == opened.tokenizer.identity
+
+
+RECOMMENDED = {"temperature": 0.6, "top_p": 0.95, "top_k": 20}
+
+
+@pytest.mark.parametrize(
+    ("said", "values"),
+    [
+        (RECOMMENDED | {"do_sample": True, "max_length": 5, "typical_p": 0.3}, RECOMMENDED),
+        (RECOMMENDED, RECOMMENDED),  # vLLM heeds no do_sample
+        (RECOMMENDED | {"do_sample": False}, RECOMMENDED | {"temperature": 0.0}),
+        ({"do_sample": False, "repetition_penalty": 1.1},
+         {"repetition_penalty": 1.1, "temperature": 0.0}),
+        ({"min_p": 0, "top_k": -1, "temperature": None, "eos_token_id": 1},
+         {"min_p": 0, "top_k": -1}),
+        ({"do_sample": None}, {}),
+        (None, {}),
+    ],
+)  # fmt: skip
+def test_a_folder_recommends_how_to_sample(theirs, tmp_path, said, values):
+    shutil.copytree(theirs, tmp_path / "m")
+    if said is not None:
+        (tmp_path / "m" / "generation_config.json").write_text(json.dumps(said))
+    got, line = open_model(hf=str(tmp_path / "m")).sampling_defaults()
+    assert got == values and bool(line) == bool(values)
+    if values == RECOMMENDED:
+        assert "generation_config.json: temperature=0.6, top_k=20, top_p=0.95 (--" in line
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ({"temperature": -0.5}, "temperature=-0.5 must be in [0, 1e+30]; nearest: 0"),
+        ({"top_p": 0.0}, "top_p=0.0 must be in (0, 1]"),
+        ({"top_k": 20.0}, "top_k=20.0 must be of type int; nearest: 20"),
+        ({"min_p": float("nan")}, "min_p=nan must be a finite number"),
+        ({"repetition_penalty": ["x" * 999] * 99}, "repetition_penalty=['xxx"),
+        ({"do_sample": "no"}, "do_sample='no' must be true or false"),
+    ],
+)
+def test_a_recommendation_that_no_request_may_have_is_refused(theirs, tmp_path, said, words):
+    shutil.copytree(theirs, tmp_path / "m")
+    (tmp_path / "m" / "generation_config.json").write_text(json.dumps(said))
+    opened = open_model(hf=str(tmp_path / "m"))  # sampled with --sampling_defaults=none
+    with pytest.raises(UserError) as error:
+        opened.sampling_defaults()
+    text = str(error.value)
+    assert "generation_config.json: " + words in text and "--sampling_defaults=none" in text
+    assert len(text) < 600
+
+
+def test_a_gguf_file_recommends_how_to_sample(tmp_path):
+    """By llama.cpp's keys; its numbers are of float32."""
+    keys = {
+        "general.sampling.temp": 0.5, "general.sampling.top_k": 64, "general.sampling.top_p": 0.75,
+        "general.sampling.min_p": 0.125, "general.sampling.penalty_repeat": 1.25,
+        "general.sampling.mirostat": 2,
+    }  # fmt: skip
+    file, tensors = tmp_path / "small.gguf", w.llama_tensors(np.random.default_rng(0))
+    file.write_bytes(w.gguf(w.llama() | w.vocabulary() | keys, tensors))
+    assert open_model(gguf=str(file)).sampling_defaults()[0] == {
+        "temperature": 0.5, "top_k": 64, "top_p": 0.75, "min_p": 0.125, "repetition_penalty": 1.25,
+    }  # fmt: skip
+    file.write_bytes(w.gguf(w.llama() | w.vocabulary() | {"general.sampling.temp": -1.0}, tensors))
+    with pytest.raises(UserError, match=r"gguf: general\.sampling\.temp=-1.0 must be in"):
+        open_model(gguf=str(file)).sampling_defaults()

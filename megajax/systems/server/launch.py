@@ -9,6 +9,7 @@ import socket
 import stat
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ def run(cfg: Config) -> int:
     made = http.listen(cfg.host, cfg.port) if first else None
     with made or contextlib.nullcontext():
         if made is None:
-            peers.follow(load_engine(cfg)[0])
+            peers.follow(load_engine(cfg, open_named(cfg)))
             return 0
         worker, server = open_server(cfg)
         code = asyncio.run(_serve(cfg, worker, server, made))
@@ -61,15 +62,19 @@ async def _serve(cfg: Config, worker: Worker, server: Server, made: socket.socke
 def open_server(cfg: Config) -> tuple[Worker, Server]:
     """Returns what `build_server` does, for a model that it opens. Raises: UserError."""
     keys = read_keys(cfg.api_key_file)
-    engine, opened = load_engine(cfg)
+    opened = open_named(cfg)
+    sampling, line = opened.sampling_defaults() if cfg.sampling_defaults == "model" else ({}, "")
+    if line:
+        print(line, flush=True)
+    engine = load_engine(cfg, opened)
     return build_server(
         engine, cfg.served_model_name or opened.name, template_of(cfg, opened), cfg,
-        max_batch=cfg.max_batch, keys=keys, parse_special=cfg.parse_special,
+        max_batch=cfg.max_batch, keys=keys, parse_special=cfg.parse_special, sampling=sampling,
     )  # fmt: skip
 
 
-def load_engine(cfg: Config) -> tuple[Engine, OpenModel]:
-    """Returns an engine on the mesh of the settings, and what it serves. Raises: UserError."""
+def load_engine(cfg: Config, opened: OpenModel) -> Engine:
+    """Returns an engine on the mesh of the settings. Raises: UserError."""
     mesh = cfg.mesh.build()
     refuse_fused(cfg.overlap, mesh.devices.flat[0])
     alike = math.prod(n for axis, n in mesh.shape.items() if axis not in ("tensor", "expert"))
@@ -79,7 +84,7 @@ def load_engine(cfg: Config) -> tuple[Engine, OpenModel]:
             "--mesh.expert, or start a server for each",
             alike,
         )
-    opened, begun = open_named(cfg), time.monotonic()
+    begun = time.monotonic()
 
     def say(text: str) -> None:
         if jax.process_index() == 0:
@@ -97,7 +102,7 @@ def load_engine(cfg: Config) -> tuple[Engine, OpenModel]:
         program.result()
     if first:
         say(f"{len(first)} programs are compiled; those of other sizes follow beside requests")
-    return engine, opened
+    return engine
 
 
 def build_server(
@@ -109,10 +114,11 @@ def build_server(
     max_batch: int,
     keys: list[str] | None = None,
     parse_special: bool = True,
+    sampling: Mapping[str, Any] | None = None,
 ) -> tuple[Worker, Server]:
     """Returns (the worker, which the event loop has to start, the application).
 
-    parse_special: as Reader's.
+    parse_special, sampling: as Reader's.
     """
     tokenizer: Any = engine.tokenizer
     chat = Chat(template, tokenizer)
@@ -124,7 +130,7 @@ def build_server(
     worker = Worker(engine, metrics, limits.max_waiting, max_batch, tell)
     reader = Reader(
         [name], tokenizer, chat, engine.context, strict=limits.strict_members,
-        parse_special=parse_special,
+        parse_special=parse_special, sampling=sampling,
     )  # fmt: skip
     server = Server(
         worker, reader, metrics, name=name, keys=keys or (), max_body=limits.max_body,

@@ -40,6 +40,11 @@ class ModelOptions(Checked):
         "whether the text of a special token in a completion's prompt is that token, where the "
         "request does not say; in a chat, the text of messages is text",
     )
+    sampling_defaults: Literal["model", "none"] = option(
+        "model",
+        "source of temperature, top_p, top_k, min_p, repetition_penalty that a request lacks; "
+        "model: generation_config.json or the GGUF file; none: the defaults of the API",
+    )
     served_model_name: str | None = option(
         None, "name of the model in requests; none: that of its folder or file"
     )

@@ -11,7 +11,7 @@ SamplingParams.
 
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from megajax.core.errors import UserError
@@ -26,7 +26,9 @@ STOPS = 16  # (chosen; OpenAI has 4, vLLM no limit) stop strings
 PROMPTS = 64  # (chosen) prompts of one request
 ANSWERS = 128  # (OpenAI) n
 ROLE = re.compile(r"[\w .-]{1,64}")  # (chosen) templates write a role between parts of tokens
-PASSED = ("top_p", "presence_penalty", "frequency_penalty", "min_p", "repetition_penalty")
+PASSED = (
+    "temperature", "top_p", "presence_penalty", "frequency_penalty", "min_p", "repetition_penalty",
+)  # fmt: skip
 WHOLE_NUMBERS = ("top_k", "seed", "priority", "min_tokens")
 IGNORED = (
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
@@ -76,12 +78,15 @@ class Reader:
         *,
         strict: bool = False,
         parse_special: bool = True,
+        sampling: Mapping[str, Any] | None = None,
     ):
         """names: of the model. context: most tokens of prompt and answer. strict: refuse HINTS.
 
         parse_special: whether the text of a special token in a completion's prompt is that token,
-          where the request does not say.
+          where the request does not say. sampling: members of SamplingParams for requests that
+          do not have them.
         """
+        self._sampling = dict(sampling or {})
         self._strict = strict
         self._names, self._tokenizer, self._chat = tuple(names), tokenizer, chat
         self._context, self._special = context, parse_special
@@ -245,7 +250,6 @@ class Reader:
         self, fields: Fields, most: int, logprobs: int | None, prompt_logprobs: int | None
     ) -> SamplingParams:
         given = {name: fields.take(name, float) for name in PASSED}
-        given["temperature"] = fields.take("temperature", float, 1.0)
         given |= {name: fields.take(name, int) for name in WHOLE_NUMBERS}
         given["n"] = fields.between("n", 1, ANSWERS, 1)
         given["logit_bias"] = fields.take("logit_bias", dict)
@@ -261,7 +265,7 @@ class Reader:
                 max_tokens=most,
                 logprobs=logprobs,
                 prompt_logprobs=prompt_logprobs,
-                **{name: value for name, value in given.items() if value is not None},  # type: ignore[arg-type]
+                **self._sampling | {n: value for n, value in given.items() if value is not None},
             )
         except UserError as error:
             name = str(error).partition("=")[0].partition("[")[0].partition(" ")[0]

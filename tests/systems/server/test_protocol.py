@@ -5,6 +5,7 @@ import json
 import pytest
 
 from megajax.data.tokenizer import open_tokenizer
+from megajax.serving import SamplingParams
 from megajax.systems.open_model import ChatTemplate
 from megajax.systems.server.chat import Chat
 from megajax.systems.server.errors import ApiError
@@ -129,6 +130,30 @@ def test_templates_are_rendered_as_transformers_does(plain):
     chat = Chat(ChatTemplate(source, "", ""), plain)
     messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
     assert chat.prompt(messages, {}) == 'y2\na{"a": "<é>", "b": 1}'
+
+
+MODEL = {"temperature": 0.6, "top_p": 0.95, "top_k": 20}
+
+
+@pytest.mark.parametrize(
+    ("defaults", "said", "params"),
+    [
+        (MODEL, {}, SamplingParams(temperature=0.6, top_p=0.95, top_k=20)),
+        (MODEL, {"temperature": None, "top_k": None}, SamplingParams(**MODEL)),  # as left out
+        (MODEL, {"temperature": 0}, SamplingParams(temperature=0, top_p=0.95, top_k=20)),
+        (MODEL, {"temperature": 1.0, "top_p": 1, "top_k": 0}, SamplingParams()),
+        (MODEL, {"min_p": 0.1, "repetition_penalty": 2},
+         SamplingParams(**MODEL, min_p=0.1, repetition_penalty=2)),
+        ({"temperature": 0.0}, {}, SamplingParams(temperature=0)),
+        (None, {}, SamplingParams(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0)),
+        (None, {"temperature": 0.3}, SamplingParams(temperature=0.3)),
+    ],
+)  # fmt: skip
+def test_what_a_request_leaves_out_comes_from_the_model(plain, defaults, said, params):
+    read = reader(plain, sampling=defaults)
+    assert read.completion({"prompt": "a", "max_tokens": 16} | said).params == params
+    chat = {"messages": [{"role": "user", "content": "Hi."}], "max_tokens": 16}
+    assert read.chat(chat | said).params == params
 
 
 @pytest.mark.parametrize(
