@@ -31,13 +31,14 @@ type Messages = Sequence[Mapping[str, Any]]
 class Chat:
     """A compiled chat template.
 
-    problem: why every chat is refused, or "". doubts: what the trial of the template showed, in
-    lines for whoever starts a server.
+    problem: why every chat is refused, or "". refusal: why the template refuses a chat of one
+    message of a user, or "". doubts: what the trial of the template showed, in lines for whoever
+    starts a server; the refusal is one of them.
     """
 
     def __init__(self, template: ChatTemplate | None, tokenizer: Tokenizer):
         """None, or a template that cannot be compiled: every chat is refused, and told why."""
-        self.problem, self.doubts = "", []  # type: ignore[var-annotated]
+        self.problem, self.refusal, self.doubts = "", "", []  # type: ignore[var-annotated]
         self._tokenizer, self._takes_texts, self._takes_parts = tokenizer, True, False
         source = "" if template is None else template.source
         self._controls = ControlTokens(tokenizer, source)
@@ -53,7 +54,7 @@ class Chat:
         except jinja2.TemplateError as error:
             line = getattr(error, "lineno", None)
             where = "" if line is None else f" (line {line})"
-            self.problem = f"this model's chat template cannot be compiled: {error}{where}"
+            self.problem = f"the chat template cannot be compiled: {error}{where}"
             return
         self._try()
 
@@ -126,7 +127,8 @@ class Chat:
         self._takes_parts = first in with_parts and second in with_parts and "{'" not in with_parts
         self._takes_texts = first in found or not self._takes_parts
         if error is not None and self._takes_texts:
-            self.doubts.append(f"the chat template refuses a message of a user: {error}")
+            self.refusal = f"the chat template refuses a message of a user: {error}"
+            self.doubts.append(self.refusal)
         elif first not in found and not self._takes_parts:
             self.doubts.append("the chat template leaves out the text of a user's message")
         else:

@@ -63,12 +63,13 @@ def open_server(cfg: Config) -> tuple[Worker, Server]:
     """Returns what `build_server` does, for a model that it opens. Raises: UserError."""
     keys = read_keys(cfg.api_key_file)
     opened = open_named(cfg)
+    template = template_of(cfg, opened)
     sampling, line = opened.sampling_defaults() if cfg.sampling_defaults == "model" else ({}, "")
     if line:
         print(line, flush=True)
     engine = load_engine(cfg, opened)
     return build_server(
-        engine, cfg.served_model_name or opened.name, template_of(cfg, opened), cfg,
+        engine, cfg.served_model_name or opened.name, template, cfg,
         max_batch=cfg.max_batch, keys=keys, parse_special=cfg.parse_special, sampling=sampling,
     )  # fmt: skip
 
@@ -171,7 +172,12 @@ def describe(engine: Engine) -> str:
 
 
 def template_of(options: ModelOptions, opened: OpenModel) -> ChatTemplate | None:
-    """Returns the chat template of a file, or of the model. Raises: UserError."""
+    """Returns the chat template of a file, or of the model.
+
+    Raises: UserError for a file that cannot be read, and for a template in it that cannot be
+      compiled or refuses a message of a user. A model's own template only gets a warning later, so
+      that completions of the model can be served.
+    """
     if options.chat_template is None:
         return opened.chat
     path = expand(options.chat_template, "chat_template")
@@ -180,7 +186,12 @@ def template_of(options: ModelOptions, opened: OpenModel) -> ChatTemplate | None
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read {path}: {error} (--chat_template)") from None
     own = opened.chat
-    return ChatTemplate(source, own.begin if own else "", own.end if own else "")
+    given = ChatTemplate(source, own.begin if own else "", own.end if own else "")
+    chat = Chat(given, opened.tokenizer)
+    if reason := chat.problem or chat.refusal:
+        raise UserError(f"{path}: {reason:.500}; without the flag, chats use the model's own "
+                        "template (--chat_template)")  # fmt: skip
+    return given
 
 
 def read_keys(name: str | None) -> list[str]:

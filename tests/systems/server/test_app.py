@@ -43,11 +43,11 @@ def engine():
 
 
 @contextlib.asynccontextmanager
-async def serving(chat=TEMPLATE, keys=(), to=None, **options):
+async def serving(chat=TEMPLATE, keys=(), to=None, sampling=None, **options):
     """Yields (a client, the worker)."""
     limits = HttpOptions(**({"max_body": 4096} | options))
     worker, server = build_server(
-        to or engine(), "tiny", chat, limits, max_batch=4, keys=list(keys)
+        to or engine(), "tiny", chat, limits, max_batch=4, keys=list(keys), sampling=sampling
     )
     worker.start()
     transport = httpx2.ASGITransport(app=server.app)
@@ -317,6 +317,22 @@ def test_members_that_change_no_answer_are_taken_or_refused_by_one_flag():
                 passes = name in ("prediction", "prompt_cache_retention")  # null; of the client
                 assert response.status_code == (200 if passes else 400), name
                 assert passes or "--strict_members" in response.text
+
+    asyncio.run(whole())
+
+
+def test_a_server_samples_as_its_model_recommends():
+    """Greedy answers do not depend on the seed; a temperature in the request does count."""
+
+    async def whole():
+        async with serving(sampling={"temperature": 0.0}) as (client, _):
+            texts = [
+                (await ask(client, prompt="hello", max_tokens=8, **more)).json()["choices"][0][
+                    "text"
+                ]
+                for more in ({"seed": 1}, {"seed": 2}, {"seed": 2, "temperature": 1})
+            ]
+        assert texts[0] == texts[1] != texts[2]
 
     asyncio.run(whole())
 

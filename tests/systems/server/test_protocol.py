@@ -1,14 +1,18 @@
 """Prompts of requests as token ids, and what is wrong with a chat template. No engine runs."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 
+from megajax.core.errors import UserError
 from megajax.data.tokenizer import open_tokenizer
 from megajax.serving import SamplingParams
 from megajax.systems.open_model import ChatTemplate
 from megajax.systems.server.chat import Chat
 from megajax.systems.server.errors import ApiError
+from megajax.systems.server.launch import template_of
+from megajax.systems.server.options import ModelOptions
 from megajax.systems.server.protocol import Reader
 from tests.golden import make_tokenizers as made
 
@@ -174,6 +178,35 @@ def test_a_template_is_tried_before_a_request_comes(plain, source, problem, doub
     chat = Chat(ChatTemplate(source, "", ""), plain)
     assert problem in chat.problem and bool(problem) == bool(chat.problem)
     assert [doubt in d for d in chat.doubts] == [True] * bool(doubt)
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        (CHATML, ""),
+        ("{{ messages[0].content }}", ""),  # no second turn: a doubt
+        ("a\n{% for m in messages %}", "cannot be compiled: Unexpected end of template"),
+        ("{{ raise_exception('no' * 999) }}", "refuses a message of a user: nono"),
+    ],
+)
+def test_a_template_that_a_flag_names_must_answer_one_turn(plain, tmp_path, source, words):
+    """A model's own is taken as it is: the trial warns, and chats get a 400."""
+    (tmp_path / "t.jinja").write_text(source)
+    own = ChatTemplate(source, "<|im_start|>", "")
+    opened = SimpleNamespace(chat=own, tokenizer=plain)
+    assert template_of(ModelOptions(), opened) == own
+    options = ModelOptions(chat_template=str(tmp_path / "t.jinja"))
+    if not words:
+        assert template_of(options, opened) == own
+        return
+    with pytest.raises(UserError) as error:
+        template_of(options, opened)
+    text = str(error.value)
+    assert text.startswith(f"{tmp_path / 't.jinja'}: the chat template {words}")
+    assert text.endswith("(--chat_template)") and len(text) < 700
+    with pytest.raises(ApiError) as refused:
+        reader(plain, source).chat({"messages": [{"role": "user", "content": "Hi."}]})
+    assert refused.value.status == 400
 
 
 @pytest.mark.parametrize(
