@@ -20,7 +20,7 @@ import numpy as np
 from megajax.checkpoint import hf, quantized_linear
 from megajax.checkpoint.formats import quantization_config
 from megajax.checkpoint.formats.quantization_config import SECTION, Form, Settings
-from megajax.checkpoint.formats.safetensors import TensorFolder
+from megajax.checkpoint.formats.safetensors import INDEX, SINGLE, TensorFolder
 from megajax.checkpoint.quantized_linear import Linear
 from megajax.core import files as files_
 from megajax.core.errors import UserError
@@ -37,21 +37,31 @@ from megajax.quant.qtensor import QTensor
 from megajax.quant.quantized_model import inputs_of, matrices
 
 HEAD = "head"
+# Settings before transformers read GPTQ and AWQ: AutoGPTQ's file, and AutoAWQ's, whose members
+# (w_bit, q_group_size) some folders have in a file of the first name.
+OLDER = ("quantize_config.json", "quant_config.json")
 
 
 def settings(path: str | Path, flag: str = "hf") -> Settings | None:
     """Returns what a folder's config.json says of its codes; None: it is not quantized.
 
-    Raises: UserError for a form that is not supported.
+    If config.json says nothing, a file of OLDER is read.
+    Raises: UserError for a form that is not supported, and for several such files.
     """
     file = expand(path) / "config.json"
     found = files_.read_object(file, hf.MAX_CONFIG, flag).get(SECTION)
-    older = file.with_name("quantize_config.json")  # AutoGPTQ's, before transformers read GPTQ
-    if found is None and older.is_file():
-        file, found = (
-            older,
-            {"quant_method": "gptq"} | files_.read_object(older, hf.MAX_CONFIG, flag),
+    older = [p for name in OLDER if found is None and (p := file.with_name(name)).is_file()]
+    if len(older) > 1:
+        raise UserError(
+            f"{file.parent} has {' and '.join(OLDER)}, and config.json has no {SECTION} to say "
+            f"which of them counts; move one away (--{flag})"
         )
+    if older:
+        file = older[0]
+        found = files_.read_object(file, hf.MAX_CONFIG, flag)
+        if found.get("quant_method") is None:
+            is_awq = file.name == OLDER[1] or "w_bit" in found
+            found |= {"quant_method": "awq" if is_awq else "gptq"}
     if found is None:
         return None
     if not isinstance(found, dict):
@@ -77,11 +87,33 @@ def load(path: str | Path) -> tuple[DecoderConfig, Tree]:
             f"{folder} is a model with experts in few bits ({given.method}), which is not "
             "supported; models without experts are"
         )
-    found = _Folder(TensorFolder(folder), given, cfg)
+    found = _Folder(TensorFolder(folder, _single_file(folder)), given, cfg)
     leaves = {rule.ours: found.leaf(rule) for rule in names.rules(cfg)}
     found.check_all_used()
     stack = decoder.parts(cfg).stack
     return cfg, nest(_in_runs(leaves, stack, cfg.layers))
+
+
+def _single_file(folder: Path) -> str:
+    """Returns the name of the file that has all tensors: model.safetensors, or the only one that
+    ends so. AutoGPTQ called it gptq_model-4bit-128g.safetensors, and other programs as they liked.
+
+    Raises: UserError for none and for several, if no index lists them.
+    """
+    if (folder / INDEX).is_file() or (folder / SINGLE).is_file():
+        return SINGLE
+    names = sorted(p.name for p in folder.glob("*.safetensors") if not p.name.startswith("."))
+    if len(names) == 1:
+        return names[0]
+    rule = f"{folder} has neither {SINGLE} nor {INDEX}"
+    if names:
+        raise UserError(
+            f"{rule}, but {len(names)} other files of weights: {', '.join(names[:8])}; leave only "
+            "the one that has all tensors (--hf)"
+        )
+    pickles = sorted(p.name for end in ("bin", "pt", "pth") for p in folder.glob(f"*.{end}"))
+    more = f"; codes are not read from {', '.join(pickles[:8])}" if pickles else ""
+    raise UserError(f"{rule}, nor another file of safetensors{more} (--hf)")
 
 
 class _Folder:

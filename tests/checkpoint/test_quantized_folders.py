@@ -150,6 +150,69 @@ def test_unlike_layers_are_served(tmp_path):
     assert output.tokens == [np.argmax(oracle.logits(weights, TOKENS)[-1])]
 
 
+def as_older(folder, name, members, weights):
+    """Moves the settings of a folder to a file of their own, and renames its weights."""
+    config = json.loads((folder / "config.json").read_text())
+    section = config.pop("quantization_config")
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / name).write_text(json.dumps({n: section.get(m, m) for n, m in members.items()}))
+    (folder / "model.safetensors").rename(folder / weights)
+
+
+GPTQ = {n: n for n in ("bits", "group_size", "desc_act", "sym")} | {
+    "model_name_or_path": None, "model_file_base_name": "gptq_model-4bit-32g",
+}  # fmt: skip
+AWQ = {"w_bit": "bits", "q_group_size": "group_size", "zero_point": "zero_point", "version": "GEMM"}
+
+
+@pytest.mark.parametrize(
+    ("spec", "name", "members", "weights"),
+    [
+        (Spec(version=1, order=True, symmetric=False), "quantize_config.json", GPTQ,
+         "gptq_model-4bit-32g.safetensors"),
+        (Spec(version=1, bits=8), "quantize_config.json", GPTQ, "llama-8bit.safetensors"),
+        (Spec(method="awq", symmetric=False), "quant_config.json", AWQ, "awq_w4_g32.safetensors"),
+        (Spec(method="awq", group=64), "quantize_config.json", AWQ, "model.safetensors"),
+    ],
+)  # fmt: skip
+def test_a_folder_of_an_older_program_is_read(spec, name, members, weights, tmp_path):
+    """Its parameters are bit for bit those of the same folder in today's form."""
+    for folder in ("new", "old"):
+        oracle.write(tmp_path / folder, spec)
+    as_older(tmp_path / "old", name, members, weights)
+    new, old = (hf_quantized.load(tmp_path / folder)[1] for folder in ("new", "old"))
+    jax.tree.map(np.testing.assert_array_equal, new, old)
+
+
+@pytest.mark.parametrize(
+    ("files", "gone", "words"),
+    [
+        (["b.safetensors"], "", "2 other files of weights: b.safetensors, gptq.safetensors; leave"),
+        (["gptq.bin"], "gptq.safetensors",
+         "nor another file of safetensors; codes are not read from gptq.bin"),
+        ([".x.safetensors"], "gptq.safetensors", "nor another file of safetensors (--hf)"),
+        (["quant_config.json"], "", "has quantize_config.json and quant_config.json"),
+    ],
+)  # fmt: skip
+def test_an_older_folder_says_what_is_missing(files, gone, words, tmp_path):
+    oracle.write(tmp_path, Spec(version=1))
+    as_older(tmp_path, "quantize_config.json", GPTQ, "gptq.safetensors")
+    for name in files:
+        (tmp_path / name).write_text("{}")
+    if gone:
+        (tmp_path / gone).unlink()
+    with pytest.raises(UserError) as error:
+        hf_quantized.load(tmp_path)
+    assert words in str(error.value)
+
+
+def test_an_older_form_of_awq_that_is_not_read_is_named(tmp_path):
+    oracle.write(tmp_path, Spec(method="awq"))
+    as_older(tmp_path, "quant_config.json", AWQ | {"version": "GEMV"}, "a.safetensors")
+    with pytest.raises(UserError, match="quant_config.json: .*version='GEMV' of awq must be gemm"):
+        hf_quantized.load(tmp_path)
+
+
 # ---- refused
 
 

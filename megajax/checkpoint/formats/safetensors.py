@@ -36,22 +36,25 @@ SHARD_BYTES = 5 * 10**9  # (Hugging Face's default shard size)
 class TensorFolder:
     """The tensors of a Hugging Face folder, by name, as views of its files."""
 
-    def __init__(self, folder: str | Path):
-        """Reads the headers. Raises: UserError when there is none or one is damaged."""
+    def __init__(self, folder: str | Path, single_name: str = SINGLE):
+        """Reads the headers. single_name: of the file that has all tensors, if there is no index.
+
+        Raises: UserError when there is none or one is damaged.
+        """
         self.folder = Path(folder)
-        index, single = self.folder / INDEX, (self.folder / SINGLE).is_file()
+        index, single = self.folder / INDEX, (self.folder / single_name).is_file()
         if index.is_file():
             homes = read_index(index)
-            if single and SINGLE not in homes.values():  # transformers would read it alone
+            if single and single_name not in homes.values():  # transformers would read it alone
                 raise UserError(
-                    f"{self.folder} has {SINGLE}, and {INDEX} of other files; move one away"
+                    f"{self.folder} has {single_name}, and {INDEX} of other files; move one away"
                 )
         elif single:
             homes = {}
         else:
-            raise UserError(f"{self.folder} has neither {SINGLE} nor {INDEX}")
+            raise UserError(f"{self.folder} has neither {single_name} nor {INDEX}")
         self._tensors: dict[str, tuple[Path, Any, tuple[int, ...], int]] = {}
-        for name in sorted(set(homes.values())) or [SINGLE]:
+        for name in sorted(set(homes.values())) or [single_name]:
             found = _read_header(self.folder / name)
             if both := found.keys() & self._tensors.keys():
                 tensor = min(both)
