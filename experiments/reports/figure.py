@@ -1,8 +1,11 @@
 """What the figures of all reports share: panels without frames, files that come out the same."""
 
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+LETTER = 0.075  # inches of a letter of the title, DejaVu Sans of 10 points: the mean of English
 
 
 def panels(
@@ -34,12 +37,14 @@ def panels(
 def save(figure: Any, path: Path, title: str = "") -> None:
     """Writes path.svg and path.png; the same figure gives the same file, byte for byte.
 
-    title: above all panels.
+    title: above all panels, in as many lines as the figure's width asks for.
     """
     from matplotlib import rc_context
 
     if title:
-        figure.suptitle(title, fontsize=10)
+        letters = int(figure.get_figwidth() / LETTER)
+        lines = [part for line in title.splitlines() for part in textwrap.wrap(line, letters)]
+        figure.suptitle("\n".join(lines), fontsize=10)
     with rc_context({"svg.hashsalt": path.with_suffix("").name}):
         figure.savefig(path.with_suffix(".svg"), metadata={"Date": None})
     figure.savefig(path.with_suffix(".png"))

@@ -104,7 +104,8 @@ class Heat:
             self._draw(order, named, path)
 
     def _title(self, named: Collection[str]) -> str:
-        who = f"{', '.join(sorted(named)[:3])} differ" if named else "no machine differs"
+        verb = "differs" if len(named) == 1 else "differ"
+        who = f"{', '.join(sorted(named)[:3])} {verb}" if named else "no machine differs"
         last = self._moments[-1][0] if self._moments else 0.0
         return f"Minder: {who} ({datetime.datetime.fromtimestamp(last):%Y-%m-%d %H:%M:%S})"
 
