@@ -224,11 +224,14 @@ def test_ctrl_c_while_compiling_keeps_what_is_compiled(monkeypatch, signalled):
     def plan(cfg, cluster, model):
         made = quick(cfg, cluster, model)
         if len(tried) > 1:
-            if signalled:
-                os.kill(os.getpid(), signal.SIGINT)
-            else:
-                stopped.set()
-            assert free.wait(60)
+            for _ in range(12):
+                if signalled:  # again: Python ignores what a handler raises in some callbacks
+                    os.kill(os.getpid(), signal.SIGINT)
+                else:
+                    stopped.set()
+                if free.wait(5):
+                    return made
+            raise AssertionError("nobody was interrupted")
         return made
 
     def tell(line):
