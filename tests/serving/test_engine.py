@@ -344,7 +344,12 @@ def _idle():
 
 
 @pytest.mark.parametrize(
-    ("tensor", "bits"), [pytest.param(1, None, marks=pytest.mark.slow), (2, None), (1, 4)]
+    ("tensor", "bits"),
+    [
+        pytest.param(1, None, marks=pytest.mark.slow),
+        (2, None),
+        pytest.param(1, 4, marks=pytest.mark.slow),
+    ],
 )
 def test_layers_in_arrays_of_their_own_give_the_same_tokens(tensor, bits, monkeypatch):
     """As on a GPU; the program then has no loop over layers, and reads each array as it is. Packed

@@ -224,14 +224,11 @@ def test_ctrl_c_while_compiling_keeps_what_is_compiled(monkeypatch, signalled):
     def plan(cfg, cluster, model):
         made = quick(cfg, cluster, model)
         if len(tried) > 1:
-            for _ in range(12):
-                if signalled:  # again: Python ignores what a handler raises in some callbacks
-                    os.kill(os.getpid(), signal.SIGINT)
-                else:
-                    stopped.set()
-                if free.wait(5):
-                    return made
-            raise AssertionError("nobody was interrupted")
+            if signalled:
+                os.kill(os.getpid(), signal.SIGINT)
+            else:
+                stopped.set()
+            assert free.wait(60)
         return made
 
     def tell(line):
@@ -240,10 +237,15 @@ def test_ctrl_c_while_compiling_keeps_what_is_compiled(monkeypatch, signalled):
 
     tried = []
     monkeypatch.setattr(aot, "plan", lambda *args: (tried.append(args[0]), plan(*args))[1])
+    # A shell starts what it puts into the background with this signal ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     began = time.monotonic()
-    found = strategies.search(TINY, HOST, best=3, tell=tell)
+    try:
+        found = strategies.search(TINY, HOST, best=3, tell=tell)
+    finally:
+        signal.signal(signal.SIGINT, before)
+        free.set()
     assert time.monotonic() - began < 50
-    free.set()
     assert len(found.compiled) == 1 and found.best.cfg == tried[0]
     assert found.stopped == "all legal meshes are priced, 1 of 3 that fit are compiled"
     assert len(found.ranked) == strategies.SHOWN and tried[0] not in [p.cfg for p in found.ranked]

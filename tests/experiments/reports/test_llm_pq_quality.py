@@ -31,6 +31,7 @@ def given():
     )
 
 
+@pytest.mark.slow
 def test_a_mixed_plan_has_the_loss_of_the_quantized_model(given):
     params = {16: given.params}
     for width in (3, 4, 8):

@@ -226,7 +226,8 @@ def test_a_frozen_agent_is_replaced(tmp_path):
     assert run.events("fault")[0]["rule"] == "silence"
 
 
-@pytest.mark.parametrize("times", [1, pytest.param(20, marks=slow)])
+@slow
+@pytest.mark.parametrize("times", [1, 20])
 def test_frozen_drivers_blame_nobody(tmp_path, times):
     """The leases of the ranks run out meanwhile. A freeze costs the steps since the last save."""
     steps = 16 * times + 10

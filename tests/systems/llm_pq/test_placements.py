@@ -231,6 +231,7 @@ def test_bytes_in_other_units_and_one_byte_too_few():
     assert set(solve(dataclasses.replace(p, memory=[1e10])).bits) == {4}
 
 
+@pytest.mark.slow
 def test_numbers_of_unlike_size():
     """HiGHS keeps a row to an absolute 1e-6: a memory without a limit, or a layer that loses a
     million times as much as another, must not make other rows coarse."""
