@@ -1,12 +1,14 @@
 """The options of XLA under which tests run, beside those that are given in XLA_FLAGS.
 
 The suite's programs run a few times each, so they are not optimised, and the older emitters build
-no MLIR context for every fusion.
+no MLIR context for every fusion. Their code is one LLVM module: of the 32 that XLA cuts a program
+into for as many threads, each costs time of its own, and pytest's workers need the cores.
 """
 
 OPTIONS = (
     "--xla_backend_optimization_level=0",
     "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters",
+    "--xla_cpu_parallel_codegen_split_count=1",
 )
 
 
