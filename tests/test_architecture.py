@@ -10,13 +10,10 @@ import sys
 import pytest
 
 from megajax.core.axes import LETTERS
+from scripts import house
+from scripts.house import ROOT, SKIP, imports, module_name
 
-ROOT = pathlib.Path(__file__).parent.parent
-SOURCES = sorted(
-    p
-    for folder in ("megajax", "pallas_kernels", "experiments", "scripts", "tests")
-    for p in (ROOT / folder).rglob("*.py")
-)
+SOURCES = sorted(path for area in house.AREAS for path in house.sources(area))
 LIBRARY = [p for p in SOURCES if p.relative_to(ROOT).parts[0] in ("megajax", "pallas_kernels")]
 LIBRARY += [p for p in SOURCES if p.parent.parent == ROOT / "experiments"]  # not its scripts
 
@@ -158,24 +155,10 @@ JAX_FREE = (
 )
 
 
-def module_name(path: pathlib.Path) -> str:
-    return ".".join(path.relative_to(ROOT).with_suffix("").parts)
-
-
 def floor_of(module: str) -> str | None:
     parts = module.split(".")
     names = (".".join(parts[:k]) for k in range(len(parts), 0, -1))
     return next((n for n in names if n in RANK), None)
-
-
-def imports(tree: ast.AST) -> list[tuple[str, int]]:
-    found = []
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            found += [(alias.name, node.lineno) for alias in node.names]
-        elif isinstance(node, ast.ImportFrom) and node.level == 0:
-            found += [(f"{node.module}.{alias.name}", node.lineno) for alias in node.names]
-    return found
 
 
 def floor_violations(path: pathlib.Path, tree: ast.AST) -> list[str]:
@@ -300,9 +283,6 @@ def test_sizes(tmp_path):
     assert not found, "\n".join(found)
 
 
-SKIP = "# fmt: " + "skip"
-
-
 def formatted(texts: dict[pathlib.Path, str], folder: pathlib.Path) -> dict[pathlib.Path, str]:
     """Returns the files as the formatter would write them if nothing held it back: a comment that
     packs a table must not make room in a file."""
@@ -329,10 +309,8 @@ def size_violations(path: pathlib.Path, text: str) -> list[str]:
         found.append(f"{relative}: too deep")
     if path.name == "utils.py" or re.search(r"_v\d+\.py$", path.name):
         found.append(f"{relative}: a name that says nothing")
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            continue
-        length = (node.end_lineno or node.lineno) - node.body[0].lineno + 2  # one for its head
+    for node in house.functions(tree):
+        length = house.function_lines(node)
         limit = 150 if roomy else 100
         if length > limit:
             found.append(f"{relative}: {node.name} has {length} lines")
