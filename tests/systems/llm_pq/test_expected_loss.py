@@ -28,6 +28,7 @@ def test_curvature_is_the_squared_gradients_of_sequences(params, rows):
     name, place = "blocks.mlp.up", (1, 3, 5)
     parts, h = decoder.parts(MODEL, dtype="float32"), 1e-2
 
+    @jax.jit
     def summed(step, tokens):
         leaf = leaf_of(params, name)
         moved = with_leaves(params, {name: leaf.at[place].add(step)})
@@ -35,9 +36,9 @@ def test_curvature_is_the_squared_gradients_of_sequences(params, rows):
             "tokens": tokens[None, :-1], "positions": jnp.arange(8, dtype=jnp.int32)[None],
         })[0, :, : MODEL.vocab]  # fmt: skip
         chosen = jnp.take_along_axis(logits, tokens[1:, None], 1)[:, 0]
-        return float((jax.nn.logsumexp(logits, -1) - chosen).sum())
+        return (jax.nn.logsumexp(logits, -1) - chosen).sum()
 
-    slopes = [(summed(h, x) - summed(-h, x)) / (2 * h) for x in jnp.asarray(rows)]
+    slopes = [(float(summed(h, x)) - float(summed(-h, x))) / (2 * h) for x in jnp.asarray(rows)]
     found = curvature(params, MODEL, [rows[:2], rows[2:]])
     assert found[name][place] == pytest.approx(np.square(slopes).sum() / 24, rel=0.02)
 
