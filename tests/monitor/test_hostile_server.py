@@ -9,6 +9,8 @@ import itertools
 import json
 import socket
 import struct
+import subprocess
+import sys
 import threading
 import time
 
@@ -381,3 +383,43 @@ def test_names_are_shown_as_one_line_and_values_beyond_float32_are_none(tmp_path
     grid = to_grid(Samples.of([(T0, "h", "x", 1e300), (T0 + 1, "h", "x", 2.0)]))
     assert grid.values_CNT[0, 0, 1] == 2.0
     assert not (abs(grid.values_CNT[0, 0, 0]) > 0)  # NaN, and not infinite
+
+
+READ = """
+import sys
+from megajax.monitor import sources
+source = sources.prometheus(sys.argv[1], queries={f"m{k}": f"m{k}" for k in range(4)}, timeout_s=60)
+found = source.read(1_700_000_000, 1_700_000_060)
+lines = open("/proc/self/status").read().splitlines()
+(peak,) = (int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
+print(len(found), len(found.metrics), peak // 1024)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.process
+@pytest.mark.parametrize("devices", [1, 8])
+def test_a_read_of_8_million_samples_takes_less_than_1_gib(liar, devices):
+    points = b"[" + b",".join(b'[17e8,"%d.00"]' % (k % 10) for k in range(60)) + b"]"
+    label = b',"gpu":"%d"' if devices > 1 else b""
+    rows = [
+        b'{"metric":{"instance":"h%d"%b},"values":%b}'
+        % (k // devices, label % (k % devices) if label else label, points)
+        for k in range(34_000)
+    ]
+    body = (
+        b'{"status":"success","data":{"resultType":"matrix","result":[' + b",".join(rows) + b"]}}"
+    )
+
+    def send(connection):
+        connection.settimeout(60)
+        connection.sendall(whole(body))
+
+    liar.lie = every(send)
+    done = subprocess.run([sys.executable, "-c", READ, liar.url], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    count, metrics, peak_mb = map(int, done.stdout.split())
+    machines = 34_000 // devices
+    assert metrics == (4 if devices == 1 else 12)
+    assert count == (4 * 60 * machines if devices == 1 else 12 * machines)
+    assert peak_mb < 1024

@@ -108,6 +108,18 @@ def test_devices_of_a_machine_are_their_mean_and_extremes_under_the_querys_name(
     assert found.machines == ("h1",) and "without the label 'instance'" in found.notes[0]
 
 
+def test_devices_that_come_in_a_later_page_make_extremes_in_all(fake, monkeypatch):
+    monkeypatch.setattr(server, "PAGE", 60)
+    fake.series = lambda query, t: {
+        (("instance", "h0"), ("gpu", str(g))): str(g + 1) for g in range(1 if t < T0 + 60 else 2)
+    }
+    found = {(t - T0, c): v for t, _, c, v in source(fake).read(T0, T0 + 120).rows()}
+    assert len(fake.pages) == 2
+    for name, early, late in (("cpu", 1.0, 1.5), ("cpu_min", 1.0, 1.0), ("cpu_max", 1.0, 2.0)):
+        assert [found.pop((t, name)) for t in range(120)] == [early] * 60 + [late] * 60
+    assert not found
+
+
 def test_two_exporters_of_a_host_are_a_machine_until_they_give_the_same_metric(fake):
     port = {"a": "9100", "b": "9400"}
     fake.series = lambda query, t: {
@@ -237,10 +249,10 @@ def test_a_connection_that_the_server_has_closed_is_opened_again(fake):
     assert found.notes == () and len(found) == 20 * 6
 
 
-@pytest.mark.parametrize("how", ["samples", "timeout", "bytes"])
+@pytest.mark.parametrize("how", ["samples", "timeout", "bytes", "points"])
 def test_what_is_too_much_is_asked_in_smaller_pages(fake, how, monkeypatch):
     def misbehave(handler, p):
-        if how == "bytes" or int(p["end"]) - int(p["start"]) < 200:
+        if how in ("bytes", "points") or int(p["end"]) - int(p["start"]) < 200:
             return False
         if how == "samples":
             message = "query processing would load too many samples into memory in query execution"
@@ -252,6 +264,8 @@ def test_what_is_too_much_is_asked_in_smaller_pages(fake, how, monkeypatch):
     fake.asked.clear()
     if how == "bytes":
         monkeypatch.setattr(http_query, "MOST", 20_000)
+    if how == "points":
+        monkeypatch.setattr(server, "ANSWER", 800)
     found = source(fake).read(T0, T0 + 1000)
     assert len(fake.pages) > 5 and len(found) == 2 * 1000 + 100 and found.notes == ()
     assert set(whole.rows()) <= set(found.rows())

@@ -21,16 +21,19 @@ def load(text: bytes) -> Any:
 
     Raises: ValueError for what is no JSON; core.files.TooManyValues, which is one.
     """
-    head, *pieces = text.split(_KEY)
-    rest, found = [head], []
-    for piece in pieces:
-        end = piece.find(b"]]")
-        points = _numbers(piece[: end + 2]) if piece.startswith(b"[[") and end > 0 else None
+    rest, found, at = [], [], 0
+    begin = text.find(_KEY) + len(_KEY)
+    while begin >= len(_KEY):  # a series at a time: all of them at once are the text again
+        following = text.find(_KEY, begin)
+        end = text.find(b"]]", begin, following if following >= 0 else len(text)) + 2
+        points = _numbers(text[begin:end]) if text.startswith(b"[[", begin) and end > 2 else None
         if points is None:
             return parse_json(text)
-        rest.append(b"%d%b" % (len(found), piece[end + 2 :]))
+        rest.append(b"%b%d" % (text[at:begin], len(found)))
         found.append(points)
-    said = parse_json(_KEY.join(rest))
+        begin, at = following + len(_KEY), end
+    rest.append(text[at:])
+    said = parse_json(b"".join(rest))
     if found:
         try:
             for series in said["data"]["result"]:

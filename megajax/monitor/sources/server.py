@@ -27,14 +27,15 @@ import numpy as np
 from megajax.core.errors import UserError, did_you_mean
 from megajax.monitor.samples import Samples, index
 from megajax.monitor.sources import names, promql
-from megajax.monitor.sources.convert import per_machine
+from megajax.monitor.sources.convert import Rows, over_devices
 from megajax.monitor.sources.http_query import Client, Refused, TooLarge, Unavailable
 
 PAGE = 11_000  # points of a series: Prometheus refuses more
 POINTS = 400_000  # (chosen: some 10 MB of text) of a page, once the number of series is known
+ANSWER = 2**21  # samples of an answer: 17 bytes each, as `[1700000000,"0"],`, are 32 MiB of text
 SMALLEST = 60  # (chosen) points of a page that is not cut further when it is too much
 THREADS = 4  # (chosen) requests at a time
-ROWS = 2**23  # (chosen: 0.2 GB, and as much again to sort them) samples of a read
+ROWS = 2**23  # (chosen: 0.2 GB, and as much again while they are joined) samples of a read
 MACHINES = 2**16  # (chosen: a server of many jobs) of a read
 NAME = 1024  # (chosen) characters of a machine's name, or of a series' labels
 LONGEST_INTERVAL_S = 3600.0  # (chosen) between two scrapes
@@ -93,6 +94,10 @@ class _Page:
         return self.first + (self.count - 1) * step_s
 
 
+class _Full(Exception):
+    """The answers of a read have more than ROWS samples."""
+
+
 class Server:
     """A source. It remembers machines and scrape intervals between its reads."""
 
@@ -145,8 +150,7 @@ class Server:
         until = time.monotonic() + self._timeout_s * (1 + len(pages) / THREADS)
         parts, lost = self._run(pages, notes, until)
         for metric in queries:
-            series = [zip(p.instances, p.series, strict=True) for p in parts if p.metric == metric]
-            if size := len(set().union(*series)):
+            if size := max((p.count for p in parts if p.metric == metric), default=0):
                 self._size[metric] = size
         asked = {m: text for m, text in queries.items() if m not in lost}
         return self._samples(parts, start, end, notes), asked
@@ -225,31 +229,29 @@ class Server:
         tried at all, since a server that is away would cost minutes. until: time.monotonic() after
         which no page is asked.
         """
-        health, parts, rows = _Health(until), list[_Part](), 0
+        health, parts = _Health(until), list[_Part]()
         lost: list[tuple[_Page, UserError]] = []
         with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
             jobs = collections.deque(
-                (page, pool.submit(self._page, page, health)) for page in pages
+                (page, pool.submit(self._outcome, page, health)) for page in pages
             )
             try:
                 while jobs:
                     page, job = jobs.popleft()
-                    try:
-                        series, warnings = job.result()
-                    except (Refused, Unavailable) as error:
-                        if isinstance(error, Refused) and (self._queries or _is_about_user(error)):
-                            said = f"{error}. The query of {page.metric!r} is {page.expression}"
-                            raise Refused(str(error) if _is_about_user(error) else said) from None
-                        lost.append((page, error))
-                    else:
-                        parts += series
-                        rows += sum(len(part.time_N) for part in series)
-                        if rows > ROWS:
+                    match job.result():
+                        case _Full():
                             raise TooLarge(
                                 f"{self._client.where}: more than {ROWS:,} samples, which is the "
                                 "limit of a read; read fewer metrics or a shorter time"
                             )
-                        notes += [f"{self._client.where}: {page.metric}: {w}" for w in warnings]
+                        case Refused() as error if self._queries or _is_about_user(error):
+                            said = f"{error}. The query of {page.metric!r} is {page.expression}"
+                            raise Refused(str(error) if _is_about_user(error) else said)
+                        case Exception() as error:
+                            lost.append((page, error))
+                        case series, warnings:
+                            parts += series
+                            notes += [f"{self._client.where}: {page.metric}: {w}" for w in warnings]
             finally:
                 pool.shutdown(wait=True, cancel_futures=True)
         if lost and len(lost) == len(pages):
@@ -258,6 +260,15 @@ class Server:
             notes.append(f"{why}. These pages are holes: {', '.join(metrics)}")
         return parts, {page.metric for page, _ in lost}
 
+    def _outcome(
+        self, page: _Page, health: "_Health"
+    ) -> tuple[list["_Part"], list[str]] | UserError | _Full:
+        """Returns what `_page` returns or raises."""
+        try:
+            return self._page(page, health)
+        except (_Full, Refused, Unavailable) as error:
+            return _light(error)
+
     def _page(self, page: _Page, health: "_Health") -> tuple[list["_Part"], list[str]]:
         """Returns (series of a page, warnings). A page that is too much is asked in halves."""
         retries = health.retries()
@@ -265,28 +276,34 @@ class Server:
             "query": page.expression, "start": str(page.first),
             "end": str(page.last(self._step_s)), "step": str(self._step_s),
         }  # fmt: skip
+        where = self._client.where
+
+        def take(data: Any) -> _Part:
+            return _parse(page, data, self._step_s, where)
+
         try:
             part, warnings = self._client.ask(
-                "query_range", parameters, lambda data: _parse(page, data, self._step_s), retries,
-                health.until,
-            )  # fmt: skip
+                "query_range", parameters, take, retries, health.until
+            )
         except TooLarge:
             if page.count <= SMALLEST:
                 raise
-            half = page.count // 2
-            halves = [
-                self._page(dataclasses.replace(page, first=first, count=count), health)
-                for first, count in (
-                    (page.first, half),
-                    (page.first + half * self._step_s, page.count - half),
-                )
-            ]
-            return [p for ps, _ in halves for p in ps], [w for _, ws in halves for w in ws]
         except Unavailable:
             health.fell()
             raise
-        health.stood()
-        return [part], warnings
+        else:
+            health.stood()
+            health.hold(part.samples)
+            return [part], warnings
+        half = page.count // 2  # the error is gone by now, and with it the answer that it holds
+        halves = [
+            self._page(dataclasses.replace(page, first=first, count=count), health)
+            for first, count in (
+                (page.first, half),
+                (page.first + half * self._step_s, page.count - half),
+            )
+        ]
+        return [p for ps, _ in halves for p in ps], [w for _, ws in halves for w in ws]
 
     # ---- what the series are
 
@@ -308,21 +325,33 @@ class Server:
             )
         self._forget(there)
         for p in parts:
-            for instance in dict.fromkeys(p.instances):
+            for instance in p.instances:
                 self._seen.setdefault(instance, set()).add(p.metric)
         self._name_machines(notes)
-        machines, machine_S = index([self._machines[i] for p in parts for i in p.instances])
-        metrics, metric_S = index([s for p in parts for s in p.series])
-        sizes = np.concatenate([np.empty(0, np.int64), *(p.size_S for p in parts)])
-        none = np.empty(0)
-        return per_machine(
-            Samples(
-                np.concatenate([none, *(p.time_N for p in parts)]),
-                np.repeat(machine_S, sizes), np.repeat(metric_S, sizes),
-                np.concatenate([none, *(p.value_N for p in parts)]),
-                machines, metrics, start, end,
+        machines, _ = index([self._machines[i] for p in parts for i in p.instances])
+        place = {machine: k for k, machine in enumerate(machines)}
+        joined: dict[str, list[tuple[_Part, Rows]]] = {}
+        for metric in sorted({p.metric for p in parts if p.instances}):
+            pages = [p for p in parts if p.metric == metric]
+            for suffix in max((p.rows for p in pages), key=len):  # a page may lack devices
+                rows_of = joined.setdefault(metric + suffix, [])  # a query may have that name, too
+                rows_of += [(p, p.rows.get(suffix, p.rows[""])) for p in pages]
+        rows = sum(len(r.time_N) for pairs in joined.values() for _, r in pairs)
+        if rows > 2 * ROWS:
+            raise TooLarge(
+                f"{self._client.where}: {rows:,} means and extremes of devices; {2 * ROWS:,} are "
+                "read at most; read fewer metrics or a shorter time"
             )
-        )  # fmt: skip
+        time_N, value_N = np.empty(rows), np.empty(rows)
+        machine_N, metric_N, at = np.empty(rows, np.int32), np.empty(rows, np.int32), 0
+        metrics = tuple(sorted(joined))
+        for k, metric in enumerate(metrics):
+            for p, part in joined[metric]:
+                here = slice(at, at := at + len(part.time_N))
+                machine_I = np.array([place[self._machines[i]] for i in p.instances], np.int32)
+                time_N[here], value_N[here] = part.time_N, part.value_N
+                machine_N[here], metric_N[here] = machine_I[part.machine_N], k
+        return Samples(time_N, machine_N, metric_N, value_N, machines, metrics, start, end)
 
     def _forget(self, there: set[str]) -> None:
         """Forgets machines that are not there when too many have come and gone."""
@@ -372,30 +401,33 @@ class Server:
 
 @dataclasses.dataclass(frozen=True)
 class _Part:
-    """The series of a page. instances, series: the machine of each, and its metric with all other
-    labels. size_S: their numbers of samples. nameless: series without a machine, which were left
-    out; outside: samples of other times, which were left out."""
+    """What is kept of a page. instances: the different ones, sorted. rows: of each instance, as
+    `over_devices` has them, with places in `instances` as machines and no keys. count: of series.
+    samples: of the page, or its rows where these are more. nameless: series without a machine,
+    which were left out; outside: samples of other times, which were left out."""
 
     metric: str
-    instances: list[str]
-    series: list[str]
-    size_S: np.ndarray
-    time_N: np.ndarray
-    value_N: np.ndarray
+    instances: tuple[str, ...]
+    rows: dict[str, Rows]
+    count: int
+    samples: int
     nameless: int
     outside: int
 
 
-def _parse(page: _Page, data: Any, step_s: int) -> _Part:
-    """Returns the series of an answer. Raises: anything for an answer of another form."""
+def _parse(page: _Page, data: Any, step_s: int, where: str) -> _Part:
+    """Returns what is kept of an answer. Raises: TooLarge for one of more than ANSWER samples;
+    anything for an answer of another form."""
     if data["resultType"] != "matrix":
         raise ValueError(f"resultType {data['resultType']!r:.40}")
-    instances, series, points, nameless = [], [], [np.empty((0, 2))], 0
+    instances, series, points, nameless, samples = [], [], [np.empty((0, 2))], 0, 0
     for entry in data["result"]:
         labels = {_label(k): _text(v) for k, v in entry["metric"].items()}
         values = entry.get("values", [])
         if len(values) > PAGE:
             raise ValueError(f"{len(values)} samples of a series where {page.count} were asked for")
+        if (samples := samples + len(values)) > ANSWER:
+            raise TooLarge(f"{where}: an answer of more than {ANSWER:,} samples")
         points_N2 = np.array(values, np.float64).reshape(len(values), 2)
         if (instance := labels.pop(promql.MACHINE, "")) == "":
             nameless += 1
@@ -405,19 +437,36 @@ def _parse(page: _Page, data: Any, step_s: int) -> _Part:
         if len(pairs) > NAME:
             raise ValueError(f"labels of {len(pairs)} characters; {NAME} are read at most")
         instances.append(instance)
-        series.append(f"{page.metric}{{{pairs}}}" if pairs else page.metric)
+        series.append(pairs)
         points.append(points_N2)
     if len(set(zip(instances, series, strict=True))) < len(series):
         raise ValueError("the same series comes twice")
-    time_N, value_N = np.concatenate(points).T
     sizes = [len(points_N2) for points_N2 in points[1:]]
+    time_N, value_N = np.concatenate(points).T
+    del points
     with np.errstate(invalid="ignore"):  # a time may be NaN
         inside_N = (time_N >= page.first) & (time_N <= page.last(step_s))
-    owner_N = np.repeat(np.arange(len(series)), sizes)[inside_N]
-    return _Part(
-        page.metric, instances, series, np.bincount(owner_N, minlength=len(series)),
-        time_N[inside_N], value_N[inside_N], nameless, int((~inside_N).sum()),
+    outside = int((~inside_N).sum())
+    if any(series):
+        inside_N &= np.isfinite(value_N)  # in no mean
+    different, machine_S = index(instances)
+    _, key_S = index(series)
+    owner_N = np.repeat(np.arange(len(series), dtype=np.int32), sizes)[inside_N]
+    rows = Rows(
+        time_N[inside_N], machine_S.astype(np.int64)[owner_N], key_S.astype(np.int64)[owner_N],
+        value_N[inside_N],
     )  # fmt: skip
+    kept = {
+        suffix: dataclasses.replace(r, machine_N=r.machine_N.astype(np.int32), key_N=_NO_KEYS)
+        for suffix, r in (over_devices(rows) if any(series) else {"": rows}).items()
+    }
+    return _Part(
+        page.metric, different, kept, len(series),
+        max(samples, sum(len(r.time_N) for r in kept.values())), nameless, outside,
+    )  # fmt: skip
+
+
+_NO_KEYS = np.empty(0, np.int64)
 
 
 class _Health:
@@ -426,14 +475,23 @@ class _Health:
 
     def __init__(self, until: float) -> None:
         self.until = until
-        self._lock, self._fell, self._stood = threading.Lock(), 0, False
+        self._lock, self._fell, self._stood, self._rows = threading.Lock(), 0, False, 0
 
     def retries(self) -> int | None:
-        """Returns how often to try again, None: as usual. Raises: Unavailable."""
+        """Returns how often to try again, None: as usual. Raises: Unavailable; _Full."""
         with self._lock:
+            if self._rows > ROWS:
+                raise _Full
             if self._fell >= 2 * THREADS and not self._stood:
                 raise Unavailable("the server was not asked, since it answered nothing before")
             return 0 if self._fell and not self._stood else None
+
+    def hold(self, rows: int) -> None:
+        """A page has so many samples. Raises: _Full when all pages have more than a read may."""
+        with self._lock:
+            self._rows += rows
+            if self._rows > ROWS:
+                raise _Full
 
     def fell(self) -> None:
         """A page was lost."""
@@ -444,6 +502,12 @@ class _Health:
         """A page was answered."""
         with self._lock:
             self._stood, self._fell = True, 0
+
+
+def _light[E: BaseException](error: E) -> E:
+    """Returns an error without its frames, whose variables hold all of an answer."""
+    error.__traceback__ = error.__context__ = error.__cause__ = None
+    return error
 
 
 def _by_reason(lost: Sequence[tuple[_Page, UserError]]) -> dict[str, list[str]]:
