@@ -3,16 +3,19 @@
 Only regular files are opened: opening a named pipe blocks until somebody writes to it, and a device
 has no end. Symbolic links are followed. JSON is read only when its values cannot take far more
 memory than its text does: `[[],[],...` takes 20 times its size. `read_object` is the reader of the
-JSON files that strangers write: one rule and one sentence for all of them. No jax.
+JSON files that strangers write: one rule and one sentence for all of them; `read_arrays` is that of
+archives of arrays. No jax.
 """
 
 import contextlib
+import io
 import json
 import math
 import os
 import reprlib
 import secrets
 import stat
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -24,14 +27,17 @@ from megajax.core.errors import UserError
 SLACK = 64 * 2**20  # (chosen) bytes of memory that any file may take
 GROWTH = 10  # (chosen) bytes of memory that one byte of a file may take beyond that
 VALUE_BYTES = 80  # (measured with CPython 3.12: 32 to 70) bytes of memory for each such mark
+ARRAYS = 2**28  # (chosen) bytes of the arrays of an archive
+ARRAYS_RATIO = 64  # (chosen: published labels pack to a 24th) times its size, where that is more
 MARKS = (b",", b":", b"[", b"{")
+HEADER = 2**14  # bytes that hold the header of a .npy: NumPy reads at most 10,000
 KINDS = (
     (stat.S_ISDIR, "a folder"), (stat.S_ISFIFO, "a named pipe"), (stat.S_ISSOCK, "a socket"),
     (stat.S_ISCHR, "a device"), (stat.S_ISBLK, "a device"),
 )  # fmt: skip
 
 
-def open_regular(path: str | Path) -> BinaryIO:
+def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
     """Opens a regular file, or a link to one, for reading. Never blocks.
 
     Raises: UserError for what is no regular file; OSError as `open` does.
@@ -90,6 +96,58 @@ def map_bytes(path: str | Path) -> np.ndarray:
         if size_of(file) == 0:
             raise UserError(f"{path} is empty")
         return np.memmap(file, np.uint8, "r")
+
+
+def read_arrays(path: str | os.PathLike[str], what: str) -> dict[str, np.ndarray]:
+    """Returns the arrays of an npz file without pickles. They take no more memory than the members
+    of the archive say that they have, and these are bounded.
+
+    what: the kind of file, for messages. Raises: UserError when the file is damaged, is another
+    one, or holds too much; OSError when it cannot be opened.
+    """
+    with open_regular(path) as file:
+        most = max(ARRAYS, ARRAYS_RATIO * size_of(file))
+        try:
+            with zipfile.ZipFile(file) as archive:
+                members = archive.infolist()
+                total = sum(member.file_size for member in members)
+                if total > most:
+                    raise ValueError(f"its arrays have {total:,} bytes; {most:,} are read at most")
+                arrays = {}
+                for member in members:
+                    data = bytearray(member.file_size)
+                    with archive.open(member) as opened:
+                        size = opened.readinto(data)  # type: ignore[missing-attribute]
+                        if size != len(data) or opened.read(1):
+                            raise ValueError(f"{member.filename!r:.60} breaks off")
+                    arrays[member.filename.removesuffix(".npy")] = _array(member.filename, data)
+                return arrays
+        except Exception as error:  # zipfile and NumPy raise many kinds for what is damaged
+            said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+            raise UserError(f"{path} is no {what}, or it is damaged: {said:.300}") from None
+
+
+def _array(name: str, data: bytearray) -> np.ndarray:
+    """Returns the array of a .npy, over the same bytes. Raises: ValueError, and what NumPy does."""
+    head = io.BytesIO(data[:HEADER])
+    version = np.lib.format.read_magic(head)
+    if version not in ((1, 0), (2, 0)):
+        raise ValueError(f"{name!r:.60} has the version {version} of NumPy's format")
+    first = version == (1, 0)
+    read = np.lib.format.read_array_header_1_0 if first else np.lib.format.read_array_header_2_0
+    shape, is_fortran, dtype = read(head)
+    begin, size = head.tell(), math.prod(shape)
+    if dtype.hasobject or not dtype.itemsize or min(shape, default=0) < 0:
+        raise ValueError(f"{name!r:.60} has the type {dtype} and shape {shape}")
+    if size * dtype.itemsize != len(data) - begin:
+        raise ValueError(
+            f"{name!r:.60} has {len(data) - begin:,} bytes; its shape {shape} of {dtype} needs "
+            f"{size * dtype.itemsize:,}"
+        )
+    if not size:
+        return np.empty(shape, dtype)
+    flat = np.frombuffer(data, dtype, size, begin)
+    return flat.reshape(shape[::-1]).T if is_fortran else flat.reshape(shape)
 
 
 def json_text(value: Any) -> str:

@@ -5,6 +5,7 @@ import math
 import os
 import socket
 import tracemalloc
+import zipfile
 
 import ml_dtypes
 import numpy as np
@@ -108,3 +109,58 @@ def test_a_key_must_be_finite(key):
 def test_an_array_is_no_json():
     with pytest.raises(TypeError, match="ndarray"):
         files.json_text({"a": np.zeros(2)})
+
+
+@pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
+def test_arrays_are_those_that_numpy_reads(tmp_path, save):
+    rng = np.random.default_rng(0)
+    arrays = {
+        "a": rng.normal(size=(3, 4)), "b": np.asfortranarray(rng.integers(0, 9, (2, 3, 5))),
+        "text": np.array(["x", "été"]), "none": np.empty((0, 7), np.float32), "one": np.array(5),
+        "big": np.arange(4).astype(">i2"), "flags": np.array([True, False]),
+    }  # fmt: skip
+    save(tmp_path / "x.npz", **arrays)
+    read = files.read_arrays(tmp_path / "x.npz", "table")
+    assert read.keys() == arrays.keys()
+    with np.load(tmp_path / "x.npz") as other:
+        for name, array in read.items():
+            np.testing.assert_array_equal(array, other[name], strict=True)
+            assert array.flags.writeable
+
+
+def _npy(head, body=b""):
+    text = f"{head}\n".encode()
+    return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text + body
+
+
+@pytest.mark.parametrize(
+    ("member", "words"),
+    [
+        (_npy("{'descr': '<f8', 'fortran_order': False, 'shape': (2**40,)}"), ""),
+        (_npy("{'descr': '<f8', 'fortran_order': False, 'shape': (1099511627776,)}"), "needs 8,79"),
+        (_npy("{'descr': '<U99999999', 'fortran_order': False, 'shape': (2,)}"), "needs"),
+        (
+            _npy("{'descr': '|O', 'fortran_order': False, 'shape': (1,)}", b"cos\nsystem\n"),
+            "object",
+        ),
+        (_npy("{'descr': '<f8', 'fortran_order': False, 'shape': (-1,)}", bytes(8)), "shape"),
+        (_npy("{'descr': '<f8', 'fortran_order': False, 'shape': (\0,)}"), ""),
+        (b"no array", ""),
+        (b"", ""),
+    ],
+)
+def test_an_array_that_is_none_is_refused_with_its_file(tmp_path, member, words):
+    with zipfile.ZipFile(tmp_path / "x.npz", "w") as archive:
+        archive.writestr("x.npy", member)
+    with pytest.raises(UserError, match=rf"x\.npz is no table, or it is damaged: .*{words}"):
+        files.read_arrays(tmp_path / "x.npz", "table")
+
+
+def test_an_archive_of_arrays_may_hold_so_much(tmp_path, monkeypatch):
+    np.savez_compressed(tmp_path / "x.npz", a=np.zeros(2**20))
+    monkeypatch.setattr(files, "ARRAYS", 2**20)
+    with pytest.raises(UserError, match="8,388,7.. bytes; 1,048,576 are read at most"):
+        files.read_arrays(tmp_path / "x.npz", "table")
+    with pytest.raises(UserError, match="no table"):
+        (tmp_path / "x.npz").write_bytes(b"PK")
+        files.read_arrays(tmp_path / "x.npz", "table")

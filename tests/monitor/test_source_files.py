@@ -268,6 +268,14 @@ def test_a_damaged_parquet_file_is_named_or_read(tmp_path, seed):
     assert refused >= 20 and wanted
 
 
+def test_parquet_with_names_that_are_no_text_is_refused(tmp_path):
+    parquet_of(tmp_path / "a.parquet", machine=["m"] * 3, value=np.arange(3.0))
+    data = (tmp_path / "a.parquet").read_bytes()
+    (tmp_path / "a.parquet").write_bytes(data.replace(b"machine", b"mach\x80ne"))
+    with pytest.raises(UserError, match=r"a\.parquet: .*(utf-8|machine)"):
+        files.read(tmp_path / "a.parquet")
+
+
 def test_what_is_no_regular_file_is_refused_at_once(tmp_path):
     os.mkfifo(tmp_path / "pipe.csv")
     os.symlink("/dev/zero", tmp_path / "device.csv")

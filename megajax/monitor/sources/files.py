@@ -428,7 +428,7 @@ def _parquet(path: Path, file: Any) -> Iterator[_Block]:
             for batch in opened.iter_batches(BATCH, use_threads=False):
                 yield _of_batch(path, pyarrow, first, dict(zip(names, batch.columns, strict=True)))
                 first += len(batch)
-    except (pyarrow.ArrowException, OSError, MemoryError) as error:
+    except (pyarrow.ArrowException, OSError, MemoryError, UnicodeDecodeError) as error:
         raise _Damaged(f"as Parquet: {' '.join(str(error).split())[:300]}") from None
 
 

@@ -7,13 +7,12 @@ are npz without pickles; a record that many rows share is stored once.
 import dataclasses
 import json
 import os
-import zipfile
-import zlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from megajax.core import files
 from megajax.core.errors import UserError
 from megajax.core.hardware import DeviceCard
 from megajax.cost.record import FEATURES, LEAF, PLACE, OpRecord, Tree
@@ -21,10 +20,6 @@ from megajax.systems.cdmpp.power import with_chip
 
 VERSION = 2
 _TEXTS = ("kind", "hash", "dtype", "name")
-_DAMAGE = (  # what NumPy raises on a file that is cut off, changed or of another format
-    OSError, ValueError, EOFError, TypeError, AttributeError, NotImplementedError,
-    zipfile.BadZipFile, zlib.error,
-)  # fmt: skip
 _NUMBERS = ("flops", "nbytes", "executions")
 
 
@@ -181,14 +176,29 @@ class Dataset:
             unique = _records(arrays)
             names = [str(name) for name in arrays["names"]]
             cards = dict(card_of_json(entry) for entry in json.loads(str(arrays["cards"])))
+            rows = {arrays[name].shape for name in ("record", "seconds", "device")}
+            if len(rows) != 1 or len(next(iter(rows))) != 1:
+                raise ValueError(f"its columns have the shapes {sorted(rows)}, not one of rows")
+            if min(arrays["record"].min(initial=0), arrays["device"].min(initial=0)) < 0:
+                raise ValueError("a row names a record or a device before the first")
+            devices = [names[i] for i in arrays["device"]]
+            if unknown := next((name for name in devices if name not in cards), None):
+                raise ValueError(f"it has no card of the device {unknown!r:.60}")
             return cls(
                 [unique[i] for i in arrays["record"]],
-                arrays["seconds"],
-                [names[i] for i in arrays["device"]],
+                arrays["seconds"].astype(np.float64, casting="same_kind", copy=False),
+                devices,
                 cards,
                 json.loads(str(arrays["facts"])),
             )
-        except (KeyError, IndexError, ValueError, TypeError) as error:
+        except (
+            KeyError,
+            IndexError,
+            ValueError,
+            TypeError,
+            AttributeError,
+            OverflowError,
+        ) as error:
             if isinstance(error, UserError):
                 raise
             raise UserError(
@@ -249,9 +259,8 @@ def save_arrays(path: str | os.PathLike[str], arrays: Mapping[str, np.ndarray]) 
 def load_arrays(path: str | os.PathLike[str], what: str) -> dict[str, np.ndarray]:
     """Returns the arrays of an npz file. Raises: UserError if it is missing or damaged."""
     try:
-        with open(path, "rb") as opened, np.load(opened, allow_pickle=False) as file:
-            return {name: file[name] for name in file.files}
+        return files.read_arrays(path, f"{what} of megajax")
     except FileNotFoundError:
         raise UserError(f"{what} {path} does not exist") from None
-    except _DAMAGE as error:
-        raise UserError(f"{path} is no {what} of megajax, or it is damaged: {error}") from error
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror}") from None

@@ -23,6 +23,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from megajax.core.errors import UserError
 from megajax.systems.cdmpp.reads import Reads
 
 # Lines of a GPU's plane that sum up the kernels of its streams, where a tool has derived them.
@@ -131,7 +132,10 @@ def _alone(span: _Span, done: float, began: np.ndarray, ended: np.ndarray) -> fl
 def _events(path: Path) -> Iterator[tuple[Any, dict[str, Any]]]:
     with warnings.catch_warnings():  # jax 0.11.2: the type of stats warns when it is first made
         warnings.filterwarnings("ignore", "builtin type event_stats", DeprecationWarning)
-        planes = list(jax.profiler.ProfileData.from_file(str(path)).planes)
+        try:
+            planes = list(jax.profiler.ProfileData.from_file(str(path)).planes)
+        except RuntimeError as error:
+            raise UserError(f"{path} is no profile of XLA: {str(error):.200}") from None
         gpus = [plane for plane in planes if plane.name.startswith("/device:GPU")]
         for plane in gpus or planes:
             for line in plane.lines:

@@ -162,10 +162,13 @@ class Labels:
             raise UserError(
                 f"{path} has no {missing[0]}: scripts/profile_programs.py did not write it"
             )
-        found = cls(dataset, *(arrays[name] for name in _OWN))
-        if any(len(arrays[name]) != len(dataset) for name in _OWN):
-            raise UserError(f"{path} is damaged: not all of its arrays have {len(dataset)} rows")
-        return found
+        for name in _OWN:
+            if arrays[name].shape[:1] != (len(dataset),):
+                raise UserError(
+                    f"{path} is damaged: {name} has the shape {arrays[name].shape}, not "
+                    f"{len(dataset)} rows"
+                )
+        return cls(dataset, *(arrays[name] for name in _OWN))
 
 
 def card_json(card: DeviceCard) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from megajax.core import files
 from megajax.core.errors import UserError
 from megajax.core.tree import Tree, named_leaves, nest
 from megajax.models.lstm_vae import LstmVaeConfig
@@ -115,9 +116,8 @@ class Profile:
     def load(path: str | Path) -> "Profile":
         """Returns the profile of a file. Raises: UserError for a file that `save` did not write."""
         try:
-            with np.load(path, allow_pickle=False) as file:
-                arrays = {name: file[name] for name in file.files if name != "head"}
-                head = json.loads(str(file["head"]))
+            arrays = files.read_arrays(path, "detector that `save` wrote")
+            head = json.loads(str(arrays.pop("head")))
             metrics, model = tuple(head["metrics"]), LstmVaeConfig(**head["model"])
             settings, report = Settings(**head["settings"]), head["report"]
             priority = tuple(head.get("priority", ()))
@@ -128,8 +128,9 @@ class Profile:
             limits = Limits(*(arrays[name] for name in EVIDENCE))
             learnt = _dynamics(arrays, len(metrics))
         except OSError as error:
-            why = error.strerror or "it is no NumPy archive"
-            raise UserError(f"model={path} cannot be read: {why} (--model)") from None
+            raise UserError(f"model={path} cannot be read: {error.strerror} (--model)") from None
+        except UserError as error:
+            raise UserError(f"model={error} (--model)") from None
         except Exception as error:  # a foreign or damaged archive fails in many ways
             raise UserError(
                 f"model={path} is no detector that `save` wrote: {type(error).__name__} (--model)"

@@ -199,9 +199,9 @@ def stretches(paths: Sequence[str | Path], metrics: Sequence[str]) -> list[Grid]
     """Returns the grids of the pieces; successive pieces of the same machines are joined."""
     groups: list[list[Grid]] = []
     for path in paths:
-        with np.load(path, allow_pickle=False) as file:
-            machines = tuple(str(m) for m in file["machines"])
-            grid = Grid(int(Path(path).stem), 1, file["values"], machines, tuple(metrics))
+        arrays = files.read_arrays(path, "piece of a job's grid")
+        machines = tuple(str(m) for m in arrays["machines"])
+        grid = Grid(int(Path(path).stem), 1, arrays["values"], machines, tuple(metrics))
         if len(machines) < LEAST:
             continue
         last = groups[-1][-1] if groups else None

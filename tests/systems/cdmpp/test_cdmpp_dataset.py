@@ -103,3 +103,24 @@ def test_the_rows_in_the_repository_are_of_this_version(name):
         assert int(arrays["version"]) == VERSION
         assert arrays["leaves"].shape == (arrays["operations"].sum(), LEAF)
         assert {"family", "program", "halves", "walls"} <= set(arrays.files)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "words"),
+    [
+        ("seconds", lambda x: np.array(1.0), "shapes"),
+        ("seconds", lambda x: x[:2], "shapes"),
+        ("record", lambda x: x - 5, "before the first"),
+        ("device", lambda x: x + 7, "out of range"),
+        ("cards", lambda x: np.array("[]"), "no card of the device 'one'"),
+        ("cards", lambda x: np.array("[3]"), ""),
+        ("operations", lambda x: -x, "incomplete"),
+    ],
+)
+def test_columns_that_do_not_fit_each_other_are_refused(tmp_path, name, change, words):
+    example().save(tmp_path / "data.npz")
+    with np.load(tmp_path / "data.npz") as file:
+        arrays = {n: file[n] for n in file.files}
+    np.savez(tmp_path / "data.npz", **{**arrays, name: change(arrays[name])})
+    with pytest.raises(UserError, match=rf"data\.npz is no data set of megajax, .*{words}"):
+        Dataset.load(tmp_path / "data.npz")

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from megajax.core.errors import UserError
 from megajax.systems.cdmpp.events import read
 from megajax.systems.cdmpp.families import Program
 from megajax.systems.cdmpp.profile import measure
@@ -121,6 +122,12 @@ def test_a_sort_has_the_time_of_all_its_work():
     assert record.kind == "sort"
     # Its own events, with the copy, say 20 % of the call on one processor and 40 to 50 % on two.
     assert 0.8 * found.wall.min() < found.halves.min() < 1.5 * found.wall.max()
+
+
+def test_a_file_that_is_no_profile_is_refused_by_name(tmp_path):
+    (tmp_path / "host.xplane.pb").write_bytes(b"\x0a\xff\xff")
+    with pytest.raises(UserError, match=r"host\.xplane\.pb is no profile of XLA"):
+        read(str(tmp_path))
 
 
 def written(folder, trace):
