@@ -34,6 +34,7 @@ GENERATION = "generation_config.json"
 MAX_BYTES = 2**28  # (chosen) of a tokenizer.json: the largest published ones have 2^25
 MAX_CONFIG = 2**24  # (chosen) of a config.json
 MAX_ID = 2**31 - 1
+GAPS = 2**20  # (chosen) ids without a token: tables by id take memory for each of them
 NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 BEGIN_NAMES = ("<|begin_of_text|>", "<|bos|>", "<s>", "<bos>", "<|endoftext|>", "[CLS]")
 END_NAMES = ("<|end_of_text|>", "<|eos|>", "</s>", "<eos>", "<|endoftext|>", "[SEP]")
@@ -199,6 +200,18 @@ def template_ids(post_processor: Any) -> tuple[list[int], list[int]]:
             else:
                 side += post_processor["special_tokens"][piece["SpecialToken"]["id"]]["ids"]
     return before, after
+
+
+def check_largest(largest: int, tokens: int, name: str | Path) -> None:
+    """Raises: UserError for ids that do not fit 32 bits, and for ids that are nearly all gaps.
+
+    largest: id. tokens: how many. name: of the tokenizer or its file."""
+    most = min(MAX_ID, tokens + GAPS)
+    if largest > most:
+        raise UserError(
+            f"{name} has {tokens:,} tokens and the id {largest}; the largest legal one is {most} "
+            f"(32 bits, and at most {GAPS:,} ids without a token) (--data.tokenizer)"
+        )
 
 
 def id_list(value: Any, file: Path) -> tuple[int, ...]:

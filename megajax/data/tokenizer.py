@@ -6,6 +6,7 @@ is seven characters like any others. A prompt (`prompt_ids`) becomes [begin] tok
 text of a special token is that token, as in transformers and llama.cpp. Chats: data/chat.py.
 """
 
+import base64
 import contextlib
 import functools
 import hashlib
@@ -26,7 +27,7 @@ from megajax.core.errors import UserError
 from megajax.core.paths import expand
 from megajax.data import pieces as pieces_
 from megajax.data import special_tokens, vocabulary_files
-from megajax.data.special_tokens import CONFIG, GENERATION, MAP, MAX_BYTES, MAX_ID, Settings
+from megajax.data.special_tokens import CONFIG, GENERATION, MAP, MAX_BYTES, Settings
 
 MOST = 1 << 24  # ids of a trained BPE (chosen: the trainer reserves memory for them)
 LONGEST = 2**12  # (chosen) bytes of a token: published ones have some hundred
@@ -139,6 +140,7 @@ class JsonTokenizer:
         with _errors_of(f"{name} is not a tokenizer.json"):
             found = files.parse_json(raw)
             _check_lengths(found)
+            _check_normalizer(found.get("normalizer"))
             self._tokenizer = tokenizers.Tokenizer.from_buffer(raw)
         self._decoder, post_processor = found.get("decoder"), found.get("post_processor")
         if callable(settings):
@@ -153,11 +155,7 @@ class JsonTokenizer:
         if not ids:
             raise UserError(f"{name} has no tokens (--data.tokenizer)")
         largest = max(ids.values())  # ids may have gaps
-        if largest > MAX_ID:
-            raise UserError(
-                f"{name} has the id {largest}; ids are stored in 32 bits, so the largest legal "
-                f"one is {MAX_ID} (--data.tokenizer)"
-            )
+        special_tokens.check_largest(largest, len(ids), name)
         self.vocab = largest + 1
         special = special_tokens.resolve(settings, post_processor, ids, name)
         self.begin, self.end, self.ends = special.begin, special.end, special.ends
@@ -423,6 +421,18 @@ def _check_lengths(found: Any) -> None:
                 f"the token {token[:20]!r}... has {len(token):,} letters; at most {LONGEST:,} "
                 "bytes are read"
             )
+
+
+def _check_normalizer(found: Any) -> None:
+    """Raises: ValueError for a map of characters in it that says that it is larger than it is."""
+    if not isinstance(found, dict):
+        return
+    text = found.get("precompiled_charsmap")
+    if isinstance(text, str):
+        vocabulary_files.check_charsmap(base64.b64decode(text))
+    parts = found.get("normalizers")
+    for part in parts if isinstance(parts, list) else ():
+        _check_normalizer(part)
 
 
 @contextlib.contextmanager

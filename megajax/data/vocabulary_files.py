@@ -28,6 +28,7 @@ from megajax.data.special_tokens import (
     NAMES,
     OF_CLASS,
     Settings,
+    check_largest,
     read_settings,
     template,
 )
@@ -113,6 +114,7 @@ def _byte_level(file: Path, kind: str, settings: Settings) -> bytes:
     vocab = files.read_object(file, MAX_BYTES, "data.tokenizer")
     if not all(isinstance(i, int) and not isinstance(i, bool) for i in vocab.values()):
         raise UserError(f"{file}: its members must be ids (--data.tokenizer)")
+    check_largest(max(vocab.values(), default=0), len(vocab), file)
     lines = _text(file.parent / MERGES).split("\n")
     merges = []
     for number, line in enumerate(lines, 1):
@@ -327,7 +329,21 @@ def read_model(data: bytes) -> Spm:
                         setattr(found, name, raw if read is bytes else raw.decode())
     if not found.pieces:
         raise ValueError("it has no pieces")
+    check_charsmap(found.charsmap)
     return found
+
+
+def check_charsmap(data: bytes) -> None:
+    """Raises: ValueError for a precompiled_charsmap that says that its tree is larger than it is.
+
+    It begins with the bytes of the tree. The `tokenizers` package reserves that much memory before
+    it looks at the rest, and ends the process where there is not so much."""
+    size = int.from_bytes(data[:4], "little")
+    if data and size > len(data) - 4:
+        raise ValueError(
+            f"its precompiled_charsmap has {len(data):,} bytes and says that {size:,} follow its "
+            "first 4"
+        )
 
 
 def _bytes(value: int | memoryview) -> memoryview:

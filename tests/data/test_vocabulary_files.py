@@ -128,3 +128,38 @@ def test_a_damaged_model_is_refused_or_read(golden, seed):
             vocabulary_files.read_model(bytes(changed[: rng.randrange(1, len(changed))]))
         except ValueError:
             pass
+
+
+@pytest.mark.parametrize("gap", [1000, 2**21, 2**31 + 5])
+def test_ids_may_have_gaps_but_not_be_nearly_all_gaps(tmp_path, gap):
+    vocab = {"<|endoftext|>": 0, "a": 1, "b": gap}
+    (tmp_path / "vocab.json").write_text(json.dumps(vocab))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\n")
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "GPT2Tokenizer"}')
+    if gap < 2**20:
+        assert open_tokenizer(str(tmp_path)).vocab == gap + 1
+        return
+    with pytest.raises(UserError, match=f"vocab.json has 3 tokens and the id {gap}; the largest"):
+        open_tokenizer(str(tmp_path))
+    model = {"type": "WordLevel", "vocab": vocab, "unk_token": "a"}
+    (tmp_path / "tokenizer.json").write_text(json.dumps({"version": "1.0", "model": model}))
+    with pytest.raises(UserError, match="tokenizer.json"):
+        open_tokenizer(str(tmp_path))
+
+
+def test_a_map_of_characters_that_says_it_is_larger_than_it_is_is_refused(tmp_path):
+    pieces = b"".join(b"\x0a%c\x0a\x01%c" % (3, c) for c in b"abc")
+    (tmp_path / "tokenizer.model").write_bytes(pieces + b"\x1a\x06\x12\x04\x00\x00\x80\xc0")
+    with pytest.raises(UserError, match=r"tokenizer\.model is no .*says that 3,229,614,080 follow"):
+        open_tokenizer(str(tmp_path))
+    bad = {
+        "type": "Precompiled",
+        "precompiled_charsmap": base64.b64encode(b"\0\0\x80\xc0").decode(),
+    }
+    made = {
+        "version": "1.0", "normalizer": {"type": "Sequence", "normalizers": [bad]},
+        "model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"},
+    }  # fmt: skip
+    (tmp_path / "tokenizer.json").write_text(json.dumps(made))
+    with pytest.raises(UserError, match=r"tokenizer\.json: .*says that 3,229,614,080 follow"):
+        open_tokenizer(str(tmp_path))

@@ -51,10 +51,14 @@ class Chat:
         self._words = {"bos_token": template.begin, "eos_token": template.end}
         try:
             self._template = _environment().from_string(source)
-        except jinja2.TemplateError as error:
-            line = getattr(error, "lineno", None)
+        except Exception as error:  # of Jinja, and of Python, to which it is compiled
+            line = (
+                getattr(error, "lineno", None) if isinstance(error, jinja2.TemplateError) else None
+            )
             where = "" if line is None else f" (line {line})"
-            self.problem = f"the chat template cannot be compiled: {error}{where}"
+            nested = isinstance(error, RecursionError)
+            said = "it is nested too deep" if nested else f"{error}"[:500]
+            self.problem = f"the chat template cannot be compiled: {said}{where}"
             return
         self._try()
 

@@ -165,6 +165,8 @@ def test_what_a_request_leaves_out_comes_from_the_model(plain, defaults, said, p
     [
         (CHATML, "", ""),
         ("{% for m in messages %}", "cannot be compiled: Unexpected end", ""),
+        ("{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}", "compiled: it is nested too deep", ""),
+        ("{% if x %}" * 200 + "{% endif %}" * 200, "cannot be compiled: ", ""),
         ("{{ 1 / 0 }}", "", "refuses a message of a user: division by zero"),
         ("{{ messages[0].text }}", "", "leaves out the text of a user's message"),
         ("{{ messages[0].content }}", "", "leaves out the text of a second turn"),
