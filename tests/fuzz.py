@@ -11,7 +11,7 @@ more than 10 s of a processor or 60 s of waiting, or more memory than 10 times t
 (the limit on the address space is set before each input). Seconds are those of a processor, so that
 other work on the machine takes nothing away from a target's time and makes no hang. Each kind of
 finding is saved once, as TARGET/SEED-NUMBER.bin with its reason beside it; fuzz.json holds the
-counts.
+counts, the most seconds of a processor that one input took, and the most memory of a process.
 Exits with 1 when there is a finding.
 """
 
@@ -34,6 +34,7 @@ import threading
 import time
 import traceback
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -119,10 +120,14 @@ def work(
     number = first
     while time.process_time() < end:
         shared[:8] = number.to_bytes(8, "little")
+        begin = time.process_time()
         try:
             reason = read(target, make(target, seeds, cfg.seed, number))
         except Exception as error:  # of this script
             reason = f"not in the parser: {_reason(error)}"
+        took = int(1e6 * (time.process_time() - begin))
+        if took > int.from_bytes(shared[8:], "little"):
+            shared[8:] = took.to_bytes(8, "little")
         if reason:
             os.write(say, (json.dumps([number, reason]) + "\n").encode())
         number += 1
@@ -130,16 +135,17 @@ def work(
     os._exit(0)
 
 
-def fuzz(name: str, cfg: Config, out: Path) -> dict:
-    """Feeds one target for its time. Returns its row of figures."""
-    target, shared = TARGETS[name], mmap.mmap(-1, 8)
+def fuzz(name: str, cfg: Config, out: Path, keep: Callable[[dict], None]) -> None:
+    """Feeds one target for its time. keep: gets its row of figures after each child, so that a run
+    that is ended has them, too."""
+    target, shared = TARGETS[name], mmap.mmap(-1, 16)
     with tempfile.TemporaryDirectory() as folder:
         seeds = list(target.seeds(Path(folder)))
         (Path(folder) / "first").mkdir()
         with contextlib.suppress(ValueError, OSError):
             target.read(seeds[0], Path(folder) / "first")  # what is imported late is imported now
     gc.freeze()
-    spent, number, kinds = 0.0, 0, {}
+    spent, number, kinds, memory = 0.0, 0, {}, 0
     while (left := cfg.seconds - spent) > 0:
         ours, theirs = os.pipe()
         if (child := os.fork()) == 0:
@@ -149,6 +155,7 @@ def fuzz(name: str, cfg: Config, out: Path) -> dict:
         with open(ours) as pipe:
             found = [json.loads(line) for line in pipe]
         _, status, used = os.wait4(child, 0)
+        memory = max(memory, used.ru_maxrss)
         code, spent = os.waitstatus_to_exitcode(status), spent + used.ru_utime + used.ru_stime
         number = int.from_bytes(shared[:8], "little")
         if code != 0:
@@ -159,8 +166,9 @@ def fuzz(name: str, cfg: Config, out: Path) -> dict:
             kinds[kind] = kinds.get(kind, 0) + 1
             if kinds[kind] == 1:
                 save(out / name, cfg.seed, where, make(target, seeds, cfg.seed, where), reason)
-    return {"target": name, "inputs": number, "seconds": round(spent, 1),
-            "findings": kinds}  # fmt: skip
+        worst = int.from_bytes(shared[8:], "little") / 1e6
+        keep({"target": name, "inputs": number, "seconds": round(spent, 1), "worst_s": worst,
+              "memory_mb": memory // 1024, "findings": kinds})  # fmt: skip
 
 
 def save(folder: Path, seed: int, number: int, data: bytes, reason: str) -> None:
@@ -186,17 +194,21 @@ def main() -> int:
         reason = read(TARGETS[names[0]], Path(cfg.replay).read_bytes())
         print(reason or "no finding")
         return bool(reason)
-    out, rows = Path(cfg.out), []
+    out, rows = Path(cfg.out), dict[str, dict]()
     out.mkdir(parents=True, exist_ok=True)
+
+    def keep(row: dict) -> None:
+        rows[row["target"]] = row
+        found = {"seed": cfg.seed, "rows": [*rows.values()]}
+        (out / "fuzz.json").write_text(json.dumps(found, indent=2) + "\n")
+
     for name in names:
-        rows.append(fuzz(name, cfg, out))
-        row, kinds = rows[-1], rows[-1]["findings"]
+        fuzz(name, cfg, out, keep)
+        row, kinds = rows[name], rows[name]["findings"]
         found = f"{sum(kinds.values())} findings of {len(kinds)} kinds"
-        print(f"{name}: {row['inputs']:,} inputs, {row['seconds']} s, {found}", flush=True)
-        (out / "fuzz.json").write_text(
-            json.dumps({"seed": cfg.seed, "rows": rows}, indent=2) + "\n"
-        )
-    return int(any(row["findings"] for row in rows))
+        worst = f"at most {row['worst_s']:.2f} s for one and {row['memory_mb']:,} MB"
+        print(f"{name}: {row['inputs']:,} inputs, {row['seconds']} s, {worst}, {found}", flush=True)
+    return int(any(row["findings"] for row in rows.values()))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """What the fuzzer (tests/fuzz.py) feeds: each parser of bytes that strangers write.
 
-Here are those of checkpoints, weights, text and the network; tests/fuzz_local.py has the others.
+Here are those of checkpoints, weights, text and the network; tests/fuzz_tables.py has those of
+vocabularies, templates, metrics, arrays and profiles, tests/fuzz_local.py has the others.
 """
 
 import contextlib
@@ -30,7 +31,7 @@ from megajax.quant.formats import Format
 from megajax.systems.elastic import wire
 from megajax.systems.elastic.door import Door
 from tests import fuzz_local as local
-from tests import gguf_writer, mutations
+from tests import fuzz_tables, gguf_writer, mutations
 from tests.foreign_writer import (
     Name,
     Object,
@@ -462,7 +463,7 @@ def _tokenizer(data: bytes, folder: Path) -> None:
 
 
 _NUMBERS = (*mutations.COMMON, mutations.set_number)
-TARGETS = local.TARGETS | {
+TARGETS = local.TARGETS | fuzz_tables.TARGETS | {
     "wire": Target(_wire_seeds, mutations.TEXT, _wire),
     "records": Target(_record_seeds, mutations.TEXT, _record),
     "safetensors": Target(_safetensors_seeds, (*mutations.TEXT, *[_edit_header] * 8), _safetensors),

@@ -6,6 +6,7 @@ import random
 import pytest
 
 from megajax.core.errors import UserError
+from tests import fuzz_tables
 from tests.fuzz_targets import TARGETS, _edit_header
 from tests.mutations import COMMON, PICKLE, TEXT, edit_json, move_field, mutate, set_field
 
@@ -23,6 +24,7 @@ LIGHT += [
     "stats",
     "lock",
 ]
+LIGHT += [*fuzz_tables.TARGETS]
 
 
 @pytest.mark.parametrize("name", LIGHT)
@@ -50,6 +52,14 @@ WELL_FORMED = {
     "safetensors": (100, [_edit_header]),
     "segment": (150, [edit_json]),
     "quantization": (100, [edit_json]),
+    "spm": (40, [fuzz_tables.edit_message]),
+    "merges": (80, [edit_json]),
+    "wordpiece": (40, [fuzz_tables.edit_rows]),
+    "csv": (40, [fuzz_tables.edit_rows]),
+    "parquet": (60, [fuzz_tables.edit_footer]),
+    "npz": (80, [fuzz_tables.edit_member]),
+    "xplane": (30, [fuzz_tables.edit_message]),
+    "template": (30, [fuzz_tables.edit_template]),
 }
 
 
