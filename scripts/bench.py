@@ -90,7 +90,7 @@ def bench_train(cfg: Config) -> None:
     train_step = make_train_step(run, mesh)
     corpora, _ = open_corpora(run.data, run.cache_dir, vocab=run.model.vocab)
     rows = training_rows(corpora, run.train.seq_len, run.train.seed)
-    ours = Loader(rows, train_step.abstract_batch, order=train_step.order)
+    ours = Loader(rows, train_step.abstract_batch, order=train_step.storage.tokens)
     auto = plain_train.automatic(mesh)
     theirs = Loader(
         rows,

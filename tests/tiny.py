@@ -83,7 +83,7 @@ def host_batch(number: int, rows: int = 16, seq: int = 16, vocab: int = 61) -> d
 
 def on(train_step, host: dict) -> dict:
     """The batch on the devices of a train step, in its order and cut into its micro-batches."""
-    order = slice(None) if train_step.order is None else train_step.order
+    order = slice(None) if train_step.storage.tokens is None else train_step.storage.tokens
     return {
         k: jax.device_put(host[k][:, order].reshape(like.shape), like.sharding)
         for k, like in train_step.abstract_batch.items()

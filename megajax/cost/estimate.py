@@ -141,6 +141,6 @@ def estimate(
 
 def _update(step: StepShape, cluster: Cluster, model: CostModel) -> tuple[float, float]:
     """Masters, moments and gradients are read, masters and moments written, in float32."""
-    arrays = 2 * (1 + MOMENTS[step.optimizer]) + 1
+    arrays = 2 * (1 + MOMENTS[step.optimizer] + step.averages) + 1
     kernel = Rowwise("update", held(step), 1, arrays - 1)
     return model.op_time(Op("update", kernel, dtypes=("float32",)), cluster.card)

@@ -16,7 +16,7 @@ from megajax.cost.base import ITEMSIZE
 from megajax.cost.step import StepShape
 
 MASTER = 4  # bytes of float32 masters, gradients and moments
-MOMENTS = {"adamw": 2, "lamb": 2, "muon": 1}
+MOMENTS = {"adamw": 2, "lamb": 2, "muon": 1, "sgd": 1}
 # Bytes for each pair of a query and a key: XLA's attention keeps the softmax in float32 for its
 # gradient, beside its value in the compute type (read in programs compiled for H100, jax 0.11.2).
 SOFTMAX = 4
@@ -28,7 +28,7 @@ def terms(step: StepShape) -> dict[str, float]:
     if not step.trains:
         return _generation(step)
     tables = step.load.table_params / (step.ways("pipe", "tensor") * step.ways(*step.zero_axes))
-    moments, rest = MOMENTS[step.optimizer], held(step)
+    moments, rest = MOMENTS[step.optimizer] + step.averages, held(step)
     adam_tables = tables if step.optimizer == "muon" else 0.0  # Adam's second moment for them
     kept = step.coding.error_bits / 8 * gathered(step) if step.coding else 0.0
     return {

@@ -84,7 +84,8 @@ class StepShape:
     context: how context parallelism brings queries to the keys of other devices. resident: every
     device holds all weights of its stage in use (ZeRO-1/2); weights and gradients are sent once a
     step. coding: the codecs with which they are sent; None: in the data type in which they are
-    computed, and gradients of a resident step in float32.
+    computed, and gradients of a resident step in float32. averages: a running mean of the weights
+    is held too.
     Raises: UserError for a pipeline or a sharded sequence in generation, which has neither.
     """
 
@@ -95,6 +96,7 @@ class StepShape:
     remat: Remat = "outputs"
     loss_chunks: int = 1
     optimizer: str = "adamw"
+    averages: bool = False
     fused_attention: bool = False
     local_gradients: bool = False
     pipeline: Pipeline = Pipeline()

@@ -5,11 +5,14 @@ that its devices hold under the batch's sharding, so hosts of one data-parallel 
 rows and nothing is sent between them (MegaScale section 3.4's one reader a machine). The position
 is the count of rows consumed: saving it is saving the pipeline.
 
+Batches may come in a few shapes (images on canvases of several sizes). Which one a batch has is a
+function of its number alone, and a step compiles once for each.
+
 Legend: A micro-batches, B rows of one, R = A B rows a step, S positions.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import numpy as np
@@ -37,19 +40,36 @@ def training_rows(corpora: Sequence[Corpus], seq_len: int, seed: int) -> Rows:
     return MixedRows(packed, [c.weight for c in corpora], seed)
 
 
+class ShapedRows(Protocol):
+    """An endless sequence of rows that come in several shapes, such as images on canvases."""
+
+    def row(self, i: int, shape: int) -> dict[str, np.ndarray]:
+        """Returns row i in a shape, given by its number; it depends on nothing else."""
+        ...
+
+
+class Share(NamedTuple):
+    """The part of each batch that a loader gives: `count` rows from the one numbered `first`, of
+    the `total` rows of the whole batch. Loaders with shares of their own feed processes that train
+    on unequal parts of one batch."""
+
+    first: int
+    count: int
+    total: int
+
+
 class _HostBatches:
     """Batch n as this host's rows, for Grain: a random-access source of NumPy arrays."""
 
-    def __init__(self, rows: Rows, indices: np.ndarray, rows_per_batch: int, start: int):
-        self._rows, self._indices = rows, indices
-        self._rows_per_batch, self._start = rows_per_batch, start
+    def __init__(self, numbers: Callable[[int], np.ndarray], row: Callable[[int, int], dict]):
+        """numbers(n): of this host's rows of batch n. row(i, n): row i as batch n has it."""
+        self._numbers, self._row = numbers, row
 
     def __len__(self) -> int:
         return 2**40  # endless
 
     def __getitem__(self, n: int) -> dict[str, np.ndarray]:
-        first = self._start + n * self._rows_per_batch
-        rows = [self._rows[first + int(i)] for i in self._indices]
+        rows = [self._row(int(i), n) for i in self._numbers(n)]
         return {key: np.stack([r[key] for r in rows]) for key in rows[0]}
 
 
@@ -58,29 +78,60 @@ class Loader(Iterator[dict[str, jax.Array]]):
 
     def __init__(
         self,
-        rows: Rows,
-        abstract: Abstract,
+        rows: Rows | ShapedRows,
+        abstract: Abstract | Sequence[Abstract],
         position: int = 0,
         prefetch: int = 4,
         order: np.ndarray | None = None,
+        share: Share | None = None,
+        shape_of: Callable[[int], int] | None = None,
     ):
-        """abstract: the batch as ShapeDtypeStructs with shardings. position: rows to skip.
+        """abstract: the batch as ShapeDtypeStructs with shardings; of several shapes a sequence of
+        them, equal in rows. position: rows to skip.
 
-        order: which token of a row lies at each of its places (TrainStep.order).
+        order: which token of a row lies at each of its places (TrainStep.order). share: the part of
+        each batch that this loader gives; None: all of it. position counts rows of the whole batch.
+        shape_of(batch number) -> the number of its shape, where there are several; the rows are
+        ShapedRows then.
+        Raises: ValueError for a share that is not of the abstract batch.
         """
         import grain  # here: machines that only benchmark have none
 
-        self._abstract, self._order, self.position = abstract, order, position
-        self.rows_per_batch, self._indices = _shares(abstract, rows[position])
-        host: Any = _HostBatches(rows, self._indices, self.rows_per_batch, position)
+        shapes = [abstract] if isinstance(abstract, Mapping) else [*abstract]
+        self._shape_of = shape_of or (lambda number: 0)
+        first_row = _row(rows, position, 0 if shape_of else None)
+        held, self._indices = _shares(shapes[0], first_row)
+        first, count, total = share or (0, held, held)
+        if not (0 <= first and count == held and first + count <= total):
+            raise ValueError(
+                f"share {(first, count, total)}: the batch has {held} rows, so count must be "
+                f"{held}, and first + count at most total"
+            )
+        self._shapes, self._order, self.position, self.rows_per_batch = (
+            shapes, order, position, total
+        )  # fmt: skip
+        start = position // total
+
+        def numbers(n: int) -> np.ndarray:
+            return position + n * total + first + self._indices
+
+        def row(i: int, n: int) -> dict[str, np.ndarray]:
+            return _row(rows, i, shape_of(start + n) if shape_of else None)
+
         options = grain.ReadOptions(num_threads=2, prefetch_buffer_size=max(prefetch, 1))
+        host: Any = _HostBatches(numbers, row)
         self._iterator = iter(grain.MapDataset.source(host).to_iter_dataset(options))
 
     def __next__(self) -> dict[str, jax.Array]:
         """Returns the next batch."""
-        batch = place(next(self._iterator), self._abstract, self._indices, self._order)
+        abstract = self._shapes[self._shape_of(self.position // self.rows_per_batch)]
+        batch = place(next(self._iterator), abstract, self._indices, self._order)
         self.position += self.rows_per_batch
         return batch
+
+
+def _row(rows: Any, i: int, shape: int | None) -> dict[str, np.ndarray]:
+    return rows[i] if shape is None else rows.row(i, shape)
 
 
 def _shares(abstract: Abstract, row: Mapping[str, np.ndarray]) -> tuple[int, np.ndarray]:

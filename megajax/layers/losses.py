@@ -9,7 +9,7 @@ Legend: B rows, S positions, D model width, V vocabulary, L layers, E experts, C
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -38,19 +38,29 @@ class MoeSums:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LossSums:
-    """Sums over the predicted tokens (targets >= 0), float32 scalars; count is int32.
+    """The sums that a model's loss returns for a batch; members add up over batches.
 
-    moe: of all blocks, stacked; None in a dense model. right: int32, targets that no other id has a
-    larger logit than; None where nobody asked. classes_3C: int32, of each class of a classifier how
-    often it is the target, is predicted, and is both; None for other models.
+    terms: {name: array}, named by the model. `sums.NAME` is `sums.terms["NAME"]`. count: int32, how
+    many predictions the sums are over: tokens, images, whatever the model counts. moe: of all
+    blocks, stacked; None in a dense model.
+
+    The terms of a model that predicts tokens are `cross_entropy` and `z_squared` (log(Z)^2),
+    float32; `right`, int32, the targets that no other id has a larger logit than, where it was
+    asked for; and `classes_3C`, int32, of each class of a classifier how often it is the target, is
+    predicted, and is both.
     """
 
-    cross_entropy: jax.Array
-    z_squared: jax.Array
+    terms: Mapping[str, jax.Array]
     count: jax.Array
     moe: MoeSums | None = None
-    right: jax.Array | None = None
-    classes_3C: jax.Array | None = None
+
+    def __getattr__(self, name: str) -> jax.Array:
+        """Returns the term of this name. Raises: AttributeError that lists the terms."""
+        terms = self.__dict__.get("terms")
+        if not isinstance(terms, Mapping) or name not in terms:
+            has = ", ".join(terms) if isinstance(terms, Mapping) else "none"
+            raise AttributeError(f"these sums have no term {name!r}; they have: {has}")
+        return terms[name]
 
     def __add__(self, other: "LossSums") -> "LossSums":
         """Adds member by member."""
@@ -104,6 +114,38 @@ def by_class(hit_BSV: jax.Array, z_BSV: jax.Array, valid_BS: jax.Array) -> jax.A
     return jnp.stack([x.sum((0, 1), dtype=jnp.int32) for x in counted])
 
 
+@dataclasses.dataclass(frozen=True)
+class _Logits:
+    """One piece's logits z_BSV with what every loss of targets reads of them: valid_BS, hit_BSV
+    (True at the targets), target_BS (their logits) and log_z_BS."""
+
+    z_BSV: jax.Array
+    valid_BS: jax.Array
+    hit_BSV: jax.Array
+    target_BS: jax.Array
+    log_z_BS: jax.Array
+
+    @classmethod
+    def of(cls, h_BSD: jax.Array, t_BS: jax.Array, logits: Callable, cut: VocabCut) -> "_Logits":
+        # A product sums over rows, and 0 times a NaN that a row held would be NaN.
+        valid_BS = t_BS >= 0
+        # (jax 0.11.2 refuses the select where a type says `reduced`: there nothing is left out.)
+        if not jax.typeof(h_BSD).sharding.spec.reduced:
+            h_BSD = jnp.where(valid_BS[..., None], h_BSD, jnp.zeros((), h_BSD.dtype))
+        z_BSV = logits(h_BSD)
+        # A select and a sum: take_along_axis would gather a vocabulary that is cut.
+        hit_BSV = t_BS[..., None] == cut.ids(z_BSV.shape[-1])[None, None]
+        target_BS = cut.sum(jnp.where(hit_BSV, z_BSV, 0.0).sum(-1))
+        return cls(z_BSV, valid_BS, hit_BSV, target_BS, cut.logsumexp(z_BSV))
+
+
+def _strided(x: jax.Array, chunks: int) -> jax.Array:
+    """(B, S, ...) -> (chunks, B, S / chunks, ...), strided, so that a cut S stays the outermost
+    part of what each chunk holds."""
+    x = x.reshape(x.shape[0], x.shape[1] // chunks, chunks, *x.shape[2:])
+    return jnp.moveaxis(x, 2, 0)
+
+
 def cross_entropy(
     hidden_BSD: jax.Array,
     targets_BS: jax.Array,
@@ -122,37 +164,65 @@ def cross_entropy(
     """
 
     def piece(h_BSD: jax.Array, t_BS: jax.Array) -> LossSums:
-        # A product sums over rows, and 0 times a NaN that a row held would be NaN.
-        valid_BS = t_BS >= 0
-        # (jax 0.11.2 refuses the select where a type says `reduced`: there nothing is left out.)
-        if not jax.typeof(h_BSD).sharding.spec.reduced:
-            h_BSD = jnp.where(valid_BS[..., None], h_BSD, jnp.zeros((), h_BSD.dtype))
-        z_BSV = logits(h_BSD)
-        # A select and a sum: take_along_axis would gather a vocabulary that is cut.
-        hit_BSV = t_BS[..., None] == cut.ids(z_BSV.shape[-1])[None, None]
-        target_BS = cut.sum(jnp.where(hit_BSV, z_BSV, 0.0).sum(-1))
-        log_z_BS = cut.logsumexp(z_BSV)
-        right_BS = valid_BS & (target_BS >= cut.max(z_BSV)) if accuracy else None
-        return LossSums(
-            jnp.where(valid_BS, log_z_BS - target_BS, 0.0).sum(),
-            jnp.where(valid_BS, log_z_BS**2, 0.0).sum(),
-            valid_BS.sum(),
-            right=None if right_BS is None else right_BS.sum(),
-            classes_3C=by_class(hit_BSV, z_BSV, valid_BS) if classes else None,
-        )
+        at = _Logits.of(h_BSD, t_BS, logits, cut)
+        terms = {
+            "cross_entropy": jnp.where(at.valid_BS, at.log_z_BS - at.target_BS, 0.0).sum(),
+            "z_squared": jnp.where(at.valid_BS, at.log_z_BS**2, 0.0).sum(),
+        }
+        if accuracy:
+            terms["right"] = (at.valid_BS & (at.target_BS >= cut.max(at.z_BSV))).sum()
+        if classes:
+            terms["classes_3C"] = by_class(at.hit_BSV, at.z_BSV, at.valid_BS)
+        return LossSums(terms, at.valid_BS.sum())
 
     if chunks == 1:  # no reshape: a dim of size 1 cannot be added to an array with reduced axes
         return piece(hidden_BSD, targets_BS)
 
-    def pieces(x: jax.Array) -> jax.Array:  # strided, so that a cut S stays the outermost part
-        x = x.reshape(x.shape[0], x.shape[1] // chunks, chunks, *x.shape[2:])
-        return jnp.moveaxis(x, 2, 0)
-
     def step(total: LossSums, chunk: tuple) -> tuple[LossSums, None]:
         return total + jax.checkpoint(piece)(*chunk), None
 
-    zero = jnp.zeros((), jnp.float32)
-    none = jnp.zeros((), jnp.int32)
-    counts = jnp.zeros((3, classes), jnp.int32) if classes else None
-    start = LossSums(zero, zero, none, right=none if accuracy else None, classes_3C=counts)
-    return jax.lax.scan(step, start, (pieces(hidden_BSD), pieces(targets_BS)))[0]
+    start = {"cross_entropy": jnp.zeros((), jnp.float32), "z_squared": jnp.zeros((), jnp.float32)}
+    if accuracy:
+        start["right"] = jnp.zeros((), jnp.int32)
+    if classes:
+        start["classes_3C"] = jnp.zeros((3, classes), jnp.int32)
+    zeros = LossSums(start, jnp.zeros((), jnp.int32))
+    pieces = _strided(hidden_BSD, chunks), _strided(targets_BS, chunks)
+    return jax.lax.scan(step, zeros, pieces)[0]
+
+
+def token_logprobs(
+    hidden_BSD: jax.Array,
+    targets_BS: jax.Array,
+    logits: Callable,
+    chunks: int = 1,
+    cut: VocabCut = VocabCut(),
+) -> tuple[jax.Array, jax.Array]:
+    """Returns (log p(target), entropy of the prediction) of each position, float32 (B, S).
+
+    Both are 0 where a target is negative. Losses of reinforcement learning are built on these;
+    `cross_entropy` is minus the sum of the first. Nothing of the size of the logits is kept for the
+    backward pass when chunks > 1. Args: as of `cross_entropy`.
+    """
+
+    def piece(h_BSD: jax.Array, t_BS: jax.Array) -> tuple[jax.Array, jax.Array]:
+        at = _Logits.of(h_BSD, t_BS, logits, cut)
+        # -sum p log p = log Z - sum p z; the padding of the vocabulary has p = 0 and a finite z.
+        p_BSV = jnp.exp(at.z_BSV - at.log_z_BS[..., None])
+        entropy_BS = at.log_z_BS - cut.sum((p_BSV * at.z_BSV).sum(-1))
+        both = at.target_BS - at.log_z_BS, entropy_BS
+        return tuple(jnp.where(at.valid_BS, x, 0.0) for x in both)  # type: ignore[bad-return]
+
+    if chunks == 1:
+        return piece(hidden_BSD, targets_BS)
+
+    def step(_: None, chunk: tuple) -> tuple[None, tuple]:
+        return None, jax.checkpoint(piece)(*chunk)
+
+    pieces = _strided(hidden_BSD, chunks), _strided(targets_BS, chunks)
+    _, found = jax.lax.scan(step, None, pieces)
+
+    def joined(x: jax.Array) -> jax.Array:
+        return jnp.moveaxis(x, 0, 2).reshape(targets_BS.shape)
+
+    return joined(found[0]), joined(found[1])

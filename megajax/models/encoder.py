@@ -225,7 +225,7 @@ def parts(
         embed=lambda params, batch, context: merge(params).embed(batch, context, dtype),
         block=block,
         head=lambda params, x: merge(params).logits(x),
-        head_loss=lambda params, x, targets: merge(params).loss(x, targets, loss_chunks),
+        head_loss=lambda params, x, batch: merge(params).loss(x, batch["targets"], loss_chunks),
         settle=lambda params, sums: params,
     )
 

@@ -181,14 +181,20 @@ class Network(nnx.Module):
         squares = jnp.sum(error_BWC**2)
         seconds_BC = measured_BWC.sum(1).astype(jnp.float32)
         divergence = jnp.sum(x_BSC[:, -1] * jnp.minimum(seconds_BC, 1.0))
-        return LossSums(squares + self.cfg.kl * divergence, squares, jnp.sum(measured_BWC))
+        terms = {"squared_error": squares, "divergence": self.cfg.kl * divergence}
+        return LossSums(terms, jnp.sum(measured_BWC))
 
 
 def parts(cfg: LstmVaeConfig, layout: Layout | None = None, ops: Ops | None = None):
     """Returns the networks as ModelParts. A batch is {'targets': (B, W, C) float32}, HOLE where a
-    second has no sample. Loss sums: `cross_entropy` is what is minimised, `z_squared` the squared
-    error alone."""
+    second has no sample. The loss has the terms `squared_error` and `divergence`, which is weighted
+    by cfg.kl; their sum is what is minimised."""
     return parts_.of_module(lambda key: Network(cfg, layout, nnx.Rngs(params=key)), cfg.layers)
+
+
+def objective(sums: LossSums, total: Array) -> Array:
+    """Returns what is minimised: the mean over measured seconds of both terms."""
+    return (sums.squared_error + sums.divergence) / total
 
 
 def denoise(cfg: LstmVaeConfig, params: Tree, x_BWC: Array) -> Array:

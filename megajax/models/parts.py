@@ -10,6 +10,7 @@ code asks where in the tree a stack lies.
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
@@ -64,11 +65,16 @@ class ModelParts:
 
     abstract: the parameters as ShapeDtypeStructs. axes: the logical words of each leaf.
     context(batch, key): what all blocks need. embed(params, batch, context) -> x.
-    block(layer params, x, context, cache) -> (x, cache, MoeSums or None); the objective adds the
-    MoeSums' penalty. head(params, x) -> float32 logits (who never asks for them may raise).
-    head_loss(params, x, targets) -> LossSums
-    without the blocks' part. settle(params, sums of a step) -> params: what follows a rule and no
+    block(layer params, x, context, cache) -> (x, cache, MoeSums or None); the step adds the
+    MoeSums' penalty to the objective. head(params, x) -> float32 logits (a model without logits may
+    raise). head_loss(params, x, batch) -> LossSums without the blocks' part; batch: the
+    micro-batch, all members. settle(params, sums of a step) -> params: what follows a rule and no
     gradient (the experts' bias), once a step.
+    tower: the layers of a further stack (`as_tower`), which `embed` runs; 0: there is none.
+    network(params, batch, key) -> LossSums: of a model without a stack (`of_loss`), in the place of
+    embed, block and head_loss; layers is 0 then.
+    trains: a tree of bools like the parameters, set by the train step: False where a leaf has no
+    gradient; None: all leaves are trained.
     """
 
     layers: int
@@ -81,6 +87,9 @@ class ModelParts:
     head: Callable[..., jax.Array]
     head_loss: Callable[..., LossSums]
     settle: Callable[[Tree, LossSums], Tree] = lambda params, sums: params
+    tower: int = 0
+    network: Callable[..., LossSums] | None = None
+    trains: Tree = None
 
     @property
     def stack(self) -> str:
@@ -89,6 +98,18 @@ class ModelParts:
         Raises: UserError when it is not one member with nothing else in it.
         """
         return _stack(self.axes)
+
+    def trained(self, tree: Tree) -> Tree:
+        """Returns a tree like the parameters with None in the place of what is not trained."""
+        return tree if self.trains is None else select(self.trains, tree)
+
+    def joined(self, trained: Tree, params: Tree) -> Tree:
+        """Returns params with the trained leaves taken from another tree, which `trained` made."""
+        if self.trains is None:
+            return trained
+        return jax.tree.map(
+            lambda is_trained, new, old: new if is_trained else old, self.trains, trained, params
+        )
 
     def hidden(
         self,
@@ -127,10 +148,12 @@ class ModelParts:
         remat: Remat = "none",
         stream: "Stream | None" = None,
     ) -> LossSums:
-        """Returns the sums over all predicted tokens of the batch. stream: as of `hidden`."""
+        """Returns the sums over all predictions of the batch. stream: as of `hidden`."""
+        if self.network is not None:
+            return self.network(params, batch, key)
         x, moe = self.hidden(params, batch, key, remat, stream)
         with jax.named_scope("head"):
-            sums = self.head_loss(params, x, batch["targets"])
+            sums = self.head_loss(params, x, batch)
         return dataclasses.replace(sums, moe=moe)
 
     def logits(self, params: Tree, batch: Batch) -> jax.Array:
@@ -193,13 +216,13 @@ def split(model: nnx.Module) -> tuple[Any, Tree, Tree]:
 
 
 def _check_words(state: Any) -> None:
-    wrong = []
+    wrong = _no_params(state)
     for path, variable in nnx.to_flat_state(state):
-        name, kind = ".".join(map(str, path)), type(variable).__name__
+        name = ".".join(map(str, path))
         axes, shape = variable.get_metadata("axes", None), tuple(variable.get_value().shape)
         if not issubclass(type(variable), nnx.Param):
-            wrong.append(f"{name} is a {kind} and no nnx.Param; a step keeps parameters alone")
-        elif axes is None:
+            continue
+        if axes is None:
             wrong.append(f"{name} {shape} has none")
         elif not is_words(axes) or len(axes) > len(shape):
             wrong.append(f"{name} {shape} has {axes!r}")
@@ -211,6 +234,15 @@ def _check_words(state: Any) -> None:
             'nnx.Param(value, axes=("embed", "mlp")), or for a module of Flax nnx.Linear(..., '
             'kernel_metadata={"axes": ("embed", "mlp")}, bias_metadata={"axes": ("mlp",)})'
         )
+
+
+def _no_params(state: Any) -> list[str]:
+    return [
+        f"{'.'.join(map(str, path))} is a {type(variable).__name__} and no nnx.Param; a step keeps "
+        "parameters alone"
+        for path, variable in nnx.to_flat_state(state)
+        if not issubclass(type(variable), nnx.Param)
+    ]
 
 
 def as_tower(stack: Any) -> Any:
@@ -252,11 +284,21 @@ def of_module(build: Callable[[jax.Array], Any], layers: int) -> ModelParts:
 
     build(key): the module. It has a stack of `layers` blocks, made by nnx.vmap, that take (x,
     context) and return x, and the methods context(batch, key) -> Context, embed(batch, context) ->
-    x, loss(x, targets) -> LossSums and, for whoever asks for it, logits(x).
+    x, loss(x, batch) -> LossSums and, where logits are asked for, logits(x). A `loss` whose second
+    parameter is named `targets` or `targets_...` gets that member of the batch alone.
     Raises: UserError when it has not one such stack.
     """
     graph, abstract, axes = split(nnx.eval_shape(lambda: build(jax.random.key(0))))
-    block_graph = nnx.split(getattr(nnx.merge(graph, abstract), _stack(axes)))[0]
+    module = nnx.merge(graph, abstract)
+    block_graph = nnx.split(getattr(module, _stack(axes)))[0]
+    of_targets = [*inspect.signature(module.loss).parameters][1].split("_")[0] == "targets"
+    towers = [
+        x.shape[0]
+        for (_, words), (_, x) in zip(
+            named_leaves(axes, is_words), named_leaves(abstract), strict=True
+        )
+        if words[:1] == (TOWER,)
+    ]
 
     def block(weights: Tree, x: jax.Array, context: Context, cache: None = None) -> tuple:
         return nnx.merge(block_graph, weights)(x, context), cache, None
@@ -271,7 +313,56 @@ def of_module(build: Callable[[jax.Array], Any], layers: int) -> ModelParts:
         embed=lambda params, batch, context: merge(params).embed(batch, context),
         block=block,
         head=lambda params, x: merge(params).logits(x),
-        head_loss=lambda params, x, targets: merge(params).loss(x, targets),
+        head_loss=lambda params, x, batch: merge(params).loss(
+            x, batch["targets"] if of_targets else batch
+        ),
+        tower=max(towers, default=0),
+    )
+
+
+FEATURES = "features"  # the word of a dimension that no mesh axis cuts, of a matrix or a kernel
+
+
+def of_loss(build: Callable[[jax.Array], Any]) -> ModelParts:
+    """Returns a network that computes its loss by itself, and has no stack of equal layers.
+
+    build(key): an NNX module with the method loss(batch, key) -> LossSums, in plain code: it sees
+    whole weights and a device's rows of the batch, and the train step adds up sums and gradients
+    over devices. key: None where nothing is drawn. The loss of a row must not depend on the other
+    rows. Parameters may have words; `embed` alone counts, as the dimension that --shard.zero cuts.
+    A parameter of two dimensions or more without words counts as a matrix (weight decay).
+    Pipelines and context parallelism, which cut such a network, are refused by the train step.
+    Raises: UserError with every variable that is no nnx.Param.
+    """
+    graph, state = nnx.split(nnx.eval_shape(lambda: build(jax.random.key(0))))
+    wrong = _no_params(state)
+    if wrong:
+        raise UserError("; ".join(wrong))
+
+    def words(variable: nnx.Variable) -> nnx.Variable:
+        ndim = len(variable.get_value().shape)
+        has = variable.get_metadata("axes", None) or (None,) * ndim
+        kept = [w if w == "embed" else None for w in has]
+        if "embed" not in kept and ndim > 1:
+            kept[-1] = FEATURES
+        return variable.replace(tuple(kept))
+
+    axes = jax.tree.map(words, state, is_leaf=lambda v: isinstance(v, nnx.Variable))
+
+    def missing(*_: Any) -> Any:
+        raise UserError("a network that computes its own loss has no blocks and no logits")
+
+    return ModelParts(
+        layers=0,
+        abstract=nnx.to_pure_dict(state),
+        axes=nnx.to_pure_dict(axes),
+        init=lambda key: nnx.to_pure_dict(nnx.state(build(key))),
+        context=missing,
+        embed=missing,
+        block=missing,
+        head=missing,
+        head_loss=missing,
+        network=lambda params, batch, key: nnx.merge(graph, params).loss(batch, key),
     )
 
 
@@ -303,6 +394,12 @@ def check_params(params: Tree, parts: ModelParts, who: str) -> None:
             )
     if wanted:
         raise UserError(f"{who}: the parameters have no {next(iter(wanted))}")
+
+
+def select(mask: Tree, tree: Tree) -> Tree:
+    """Returns a tree with None in the place of what the mask, a tree of bools, has False for. A
+    leaf of the mask may stand for a subtree (a packed weight) or for None."""
+    return jax.tree.map(lambda is_in, x: x if is_in else None, mask, tree)
 
 
 def map_words(function: Callable, axes: Tree, *rest: Tree) -> Tree:

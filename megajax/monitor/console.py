@@ -67,7 +67,8 @@ class Console:
                 tail = f", accuracy {values['eval_accuracy']:.1%}"
             if "eval_majority" in values:
                 tail += f" (one answer for all: {values['eval_majority']:.1%})"
-            self.say(f"step {step}: held-out loss {values['eval_loss']:.4f} nats{tail}")
+            unit = " nats" if "eval_tokens" in values else ""
+            self.say(f"step {step}: held-out loss {values['eval_loss']:.4f}{unit}{tail}")
         elif "sparsity" in values:
             self.say(f"after step {step}: {values['sparsity']:.2%} of the chosen weights pruned")
             if kept := kept_line(values):
@@ -106,7 +107,7 @@ def training_line(step: int, steps: int, values: dict, width: int | None = None)
     eta = duration(values["eta_s"]) if math.isfinite(values["eta_s"]) else "-"
     parts = {
         "gradient": f"grad {values['grad_norm']:.3g}",
-        "speed": f"{quantity(values['tokens_per_s'])} tok/s",
+        "speed": speed(values),
         "mfu": f"MFU {100 * used:.1f} %" if used is not None else "MFU N/A",
         "memory": f"{values['memory_gib']:.2f} GiB",
         "wait": f"wait {100 * values['data_wait']:.1f} %",
@@ -122,6 +123,13 @@ def training_line(step: int, steps: int, values: dict, width: int | None = None)
         f"step {step} loss {loss:.3g} ETA {eta}",
     )
     return next((line for line in shorter if len(line) <= columns), f"{step} {loss:.3g} {eta}")
+
+
+def speed(values: dict) -> str:
+    """Returns '9.8k tok/s', or the like of what the run counts ('images_per_s')."""
+    name = next(n for n in values if n.endswith("_per_s"))
+    unit = name.removesuffix("_per_s")
+    return f"{quantity(values[name])} {'tok' if unit == 'tokens' else unit}/s"
 
 
 def kept_line(values: dict) -> str:

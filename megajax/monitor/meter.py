@@ -13,12 +13,18 @@ SMOOTHING = 0.9  # (chosen) weight of the past in the smoothed loss
 
 @dataclass(frozen=True)
 class Work:
-    """What a step does, for MFU. peak_flops: of all devices together; None: unknown (a CPU)."""
+    """What a step does, for throughput and MFU.
 
-    tokens_per_step: int
-    flops_megatron: float
-    flops_causal: float
+    unit: what is counted ('tokens', 'images'). flops_megatron, flops_causal: a unit, in both
+    conventions; None: the model does not say. peak_flops: of all devices together; None: unknown (a
+    CPU).
+    """
+
+    units_per_step: int
+    flops_megatron: float | None
+    flops_causal: float | None
     peak_flops: float | None
+    unit: str = "tokens"
 
 
 class Meter:
@@ -26,7 +32,7 @@ class Meter:
 
     def __init__(self, work: Work, steps: int):
         """steps: of the whole run."""
-        self._work, self._steps = work, steps
+        self.work, self._steps = work, steps
         self._times: deque[float] = deque(maxlen=WINDOW)
         self._smooth: float | None = None
         self._last = time.perf_counter()
@@ -56,18 +62,18 @@ class Meter:
             self._smooth = SMOOTHING * self._smooth + (1 - SMOOTHING) * loss
         usual = sorted(self._times)[len(self._times) // 2] if self._times else float("inf")
         wait, self._wait = self._wait, 0.0
-        rate = self._work.tokens_per_step / elapsed
+        rate = self.work.units_per_step / elapsed
 
-        def mfu(flops: float) -> float | None:
-            peak = self._work.peak_flops
-            return rate * flops / peak if peak else None
+        def mfu(flops: float | None) -> float | None:
+            peak = self.work.peak_flops
+            return rate * flops / peak if peak and flops is not None else None
 
         return {
             "loss_smooth": self._smooth,
             "step_time_s": elapsed,
-            "tokens_per_s": rate,
-            "mfu": mfu(self._work.flops_megatron),
-            "mfu_causal": mfu(self._work.flops_causal),
+            f"{self.work.unit}_per_s": rate,
+            "mfu": mfu(self.work.flops_megatron),
+            "mfu_causal": mfu(self.work.flops_causal),
             "memory_gib": memory_bytes() / 2**30,
             "data_wait": min(wait / elapsed, 1.0),
             "eta_s": usual * (self._steps - step),

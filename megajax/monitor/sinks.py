@@ -70,7 +70,7 @@ def rows_by_step(path: Path, key: str) -> dict[int, dict[str, Any]]:
     return {row["step"]: row for row in rows if isinstance(row.get("step"), int)}
 
 
-TRAINING = ("loss", "loss_smooth", "grad_norm", "lr", "tokens", "targets")
+TRAINING = ("loss", "loss_smooth", "grad_norm", "lr", "z_squared", "tokens", "targets")
 SPEED = ("tokens_per_s", "mfu", "mfu_causal", "data_wait")
 GROUPS = (
     ("eval_", "eval"), ("moe_", "moe"), ("wire_", "wire"), ("start_", "start"),

@@ -9,8 +9,8 @@ Source: SDP4Bit (arXiv 2410.15526, section 3), in which norms and biases are not
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Self
 
 import jax
 from jax import lax
@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from megajax.core.errors import UserError
 from megajax.core.layout import Layout, Words
 from megajax.core.tree import Tree, is_words, name
-from megajax.models.parts import is_stacked
+from megajax.models.parts import is_stacked, map_words, select
 from megajax.parallel import wire, zero
 from megajax.parallel.passes import Passes
 from pallas_kernels import dispatch
@@ -97,13 +97,35 @@ class Bucket:
 @dataclasses.dataclass(frozen=True)
 class Buckets:
     """The leaves of one tree. axes: their words. masters, used: the layouts of the masters and of
-    the weights in use. dtype: of weights in use."""
+    the weights in use. dtype: of weights in use. trains: a tree of bools like axes, False where a
+    leaf has no gradient; None: all are trained."""
 
     axes: Tree
     masters: Layout
     used: Layout
     wire: Wire
     dtype: Any
+    trains: Tree = None
+
+    def part(self, pick: Callable[[Tree], Tree], words: Callable[[Words], Words]) -> Self:
+        """Returns the same of a part of the tree, whose leaves have other words."""
+        return dataclasses.replace(
+            self,
+            axes=map_words(words, pick(self.axes)),
+            trains=None if self.trains is None else pick(self.trains),
+        )
+
+    def trained(self, tree: Tree) -> Tree:
+        """Returns a tree with None in the place of the leaves that have no gradient."""
+        return tree if self.trains is None else select(self.trains, tree)
+
+    @functools.cached_property
+    def frozen(self) -> frozenset[int]:
+        """The leaves that have no gradient."""
+        if self.trains is None:
+            return frozenset()
+        trains = self._structure.flatten_up_to(self.trains)
+        return frozenset(i for i, is_trained in enumerate(trains) if not is_trained)
 
     @functools.cached_property
     def words(self) -> list[Words]:
@@ -123,7 +145,8 @@ class Buckets:
         if self.wire.weights is None:
             return ()
         for index, words in enumerate(self.words):
-            if not is_quantized(words):
+            # What is frozen never changes: a codec would only lose some of it.
+            if not is_quantized(words) or index in self.frozen:
                 continue
             group = self.names[index].split(".")[0] if is_stacked(words) else "rest"
             if {"vocab", "positions"} & set(words):
@@ -138,6 +161,11 @@ class Buckets:
         """The leaves that are in no bucket."""
         taken = {i for bucket in self.buckets for i in bucket.leaves}
         return tuple(i for i in range(len(self.words)) if i not in taken)
+
+    @functools.cached_property
+    def exact_gradients(self) -> tuple[int, ...]:
+        """The leaves that are in no bucket and have a gradient."""
+        return tuple(i for i in self.exact if i not in self.frozen)
 
     def wire_bytes(self, params: Tree, chunks: int = 1) -> dict[str, tuple[int, float]]:
         """Returns {level: (bytes of a step on one device, numbers that they stand for)}.

@@ -126,9 +126,11 @@ class Exchange(LocalExchange):
         """
         values = self._values(grads)
         specs = [self.masters.stored(*words) for words in self.words]
-        turn = self._turn(values, [self._sums(i) for i in range(len(values))])
-        found, after = list(values), []
-        for i in self.exact:
+        live = [i for i in range(len(values)) if i not in self.frozen]
+        turn = self._turn([values[i] for i in live], [self._sums(i) for i in live])
+        found: list[Any] = [None] * len(values)
+        after = []
+        for i in self.exact_gradients:
             found[i] = reshard(values[i], specs[i])
         for number, bucket in enumerate(self.buckets):
             error = None if errors is None else errors[number]
@@ -140,7 +142,9 @@ class Exchange(LocalExchange):
             after.append(error)
             for i, x in zip(bucket.leaves, pieces, strict=True):
                 found[i] = x
-        found = self._after(turn, found, specs)
+        ordered = self._after(turn, [found[i] for i in live], [specs[i] for i in live])
+        for i, x in zip(live, ordered, strict=True):
+            found[i] = x
         return self._tree(found), None if errors is None else tuple(after)
 
     def squares(self) -> Array:
@@ -154,7 +158,7 @@ class Exchange(LocalExchange):
         stacked. grads: as of `scatter`. sums: of `summed`, of which `index` is added; None: none.
         """
         values, exact = self._values(grads), []
-        for number, i in enumerate(self.exact):
+        for number, i in enumerate(self.exact_gradients):
             found = reshard(values[i], self.masters.stored(*self.words[i]))
             if sums is not None:
                 more = lax.dynamic_index_in_dim(sums["exact"][number], index, keepdims=False)
@@ -177,7 +181,7 @@ class Exchange(LocalExchange):
         found: dict[str, Any] = {
             "exact": [
                 reshard(values[i], _stacked(self.masters.stored(*self.words[i])))
-                for i in self.exact
+                for i in self.exact_gradients
             ]
         }
         # Loops and custom_vjp of jax 0.11.2 take partial sums, and XLA adds them up before: as
@@ -202,7 +206,8 @@ class Exchange(LocalExchange):
     def leave(self, params: Tree, used: Tree, sums: Tree, key: Array, step: Array) -> Tree:
         """Returns the weights in use, whose gradient is `scatter` of it and of sums.
 
-        sums: of earlier micro-batches, float32, partial sums as gradients of `used` are.
+        sums: of earlier micro-batches, float32, partial sums as gradients of `used` are; None where
+        a leaf has no gradient.
         """
 
         @jax.custom_vjp
@@ -210,7 +215,7 @@ class Exchange(LocalExchange):
             return used
 
         def backward(_: None, grads: Tree) -> tuple:
-            added = jax.tree.map(lambda s, g: s + g.astype(s.dtype), sums, grads)
+            added = jax.tree.map(lambda s, g: s + g.astype(s.dtype), sums, self.trained(grads))
             return (self.scatter(added, key, step)[0],)
 
         through.defvjp(lambda params: (used, None), backward)
@@ -219,8 +224,8 @@ class Exchange(LocalExchange):
     def receive(self, sent: dict, key: Array, like: Tree) -> Tree:
         """Returns what `scatter` does. key: as of `send`. like: the masters."""
         masters = self._values(like)
-        found = list(masters)
-        for i, x in zip(self.exact, sent["exact"], strict=True):
+        found: list[Any] = [None] * len(masters)
+        for i, x in zip(self.exact_gradients, sent["exact"], strict=True):
             found[i] = x
         for number, bucket in enumerate(self.buckets):
             shapes = [masters[i] for i in bucket.leaves]

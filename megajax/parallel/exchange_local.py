@@ -64,9 +64,9 @@ class LocalExchange(Buckets):
         self, grads: Tree, key: Array | None, step: Array | None, errors: Any = None
     ) -> tuple[Tree, Any]:
         """`scatter`, of what `gather_local` gave. Vectors stay sums of this rank's own."""
-        values = self._values(grads)
-        found, after = list(values), []
-        for i in self.exact:
+        values, after = self._values(grads), []
+        found = [None if i in self.frozen else x for i, x in enumerate(values)]
+        for i in self.exact_gradients:
             found[i] = scatter_local(self.masters, self.words[i], values[i])
         for number, bucket in enumerate(self.buckets):
             mine = self.order.after([values[i] for i in bucket.leaves], found)

@@ -4,7 +4,6 @@ One stage's layers travel chunk by chunk, each chunk's matrices in one message, 
 layer by itself (parallel/exchange.py says which leaves share a message).
 """
 
-import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -30,15 +29,20 @@ class Turn(NamedTuple):
     errors: Tree = None
 
 
-class Found(NamedTuple):
-    """What a step finds. copies, errors: after it. squares: of Exchange.gather; None: no
-    exchange."""
+class Gradients(NamedTuple):
+    """The gradients of a step and what came with them.
+
+    sums: of the loss, over the whole step. grads: stored as the parameters are, float32; None where
+    a leaf is not trained. copies, errors: of the exchange, after the step. squares: of
+    Exchange.gather; None: no exchange. count: what the step's total counts, int32.
+    """
 
     sums: LossSums
     grads: Tree
     copies: Tree = None
     squares: Array | None = None
     errors: Tree = None
+    count: Array | None = None
 
 
 def first_errors(exchange: Exchange | None, params: Tree, stack: str, chunks: int | None) -> Any:
@@ -76,12 +80,11 @@ class Moves:
         """stack: the member that holds the layers. chunks: of a stage. turn: None where the
         exchange has no codec."""
         self._stack, self._chunks, self._turn = stack, chunks, turn
-        axes = exchange.axes
         # One message a chunk: its layers are a dimension like any other.
-        layers = map_words(lambda words: (None, *words[1:]), axes[stack])
-        rest = {k: words for k, words in axes.items() if k != stack}
-        self._layers = dataclasses.replace(exchange, axes=layers)
-        self._outer = dataclasses.replace(exchange, axes=rest)
+        self._layers = exchange.part(lambda tree: tree[stack], lambda words: (None, *words[1:]))
+        self._outer = exchange.part(
+            lambda tree: {k: x for k, x in tree.items() if k != stack}, lambda words: words
+        )
         self.squares = jnp.zeros((1, 2))
         self._new: dict[int, Tree] = {}
         self._new_rest: Tree = None

@@ -38,7 +38,7 @@ from megajax.layers.weight import packed_axes
 from megajax.models.parts import Batch, ModelParts, Remat, map_words
 from megajax.parallel.buckets import PLAIN, scatter_local
 from megajax.parallel.exchange import Exchange
-from megajax.parallel.moves import Found, Moves, Turn
+from megajax.parallel.moves import Gradients, Moves, Turn
 from megajax.parallel.order import order_of
 from megajax.parallel.tick import PIPE, Objective, Tick
 from megajax.schedule import build
@@ -46,7 +46,7 @@ from megajax.schedule.ir import Table
 from megajax.schedule.route import Route, Stretch, route
 
 # How sums leave the stages: the loss on all devices, the routers' with each stage's own layers.
-SUMS = LossSums(P(), P(), P(), P(PIPE), P())  # type: ignore[bad-argument-type]
+SUMS = LossSums(P(), P(), P(PIPE))  # type: ignore[bad-argument-type]
 
 Schedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
 
@@ -176,7 +176,7 @@ class Pipeline:
         objective: Objective,
         *scalars: jax.Array,
         turn: Turn | None = None,
-    ) -> Found:
+    ) -> Gradients:
         """Returns the loss sums of the batch, gradients stored as the parameters are, and what the
         exchange, if there is one, keeps of this step.
 
@@ -188,7 +188,7 @@ class Pipeline:
         """
         self, route = self._of(params), self.cfg.route(self.stages)
 
-        def local(params: Tree, batch: Batch, turn: Turn | None, *scalars: jax.Array) -> Found:
+        def local(params: Tree, batch: Batch, turn: Turn | None, *scalars: jax.Array) -> Gradients:
             return self._run(route, params, batch, lambda sums: objective(sums, *scalars), turn)
 
         copies: Any = None
@@ -199,7 +199,7 @@ class Pipeline:
             if self.exchange.wire.difference:
                 copies = self.exchange.copied_specs()
         given = None if turn is None else Turn(P(), P(), copies, errors)
-        wanted = Found(SUMS, self._specs, copies, squares, errors)
+        wanted = Gradients(SUMS, self.parts.trained(self._specs), copies, squares, errors)
         return self._everywhere(local, wanted, given, *[P()] * len(scalars))(
             params, batch, turn, *scalars
         )
@@ -247,7 +247,7 @@ class Pipeline:
         batch: Batch,
         objective: Objective | None,
         turn: Turn | None = None,
-    ) -> Found:
+    ) -> Gradients:
         """The program of one device: its loops, and beside them the chunks' gathers and scatters.
 
         While a loop runs, the weights of the chunk that the next one opens are gathered, and the
@@ -301,15 +301,15 @@ class Pipeline:
         blocks, moe = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (carry.blocks, carry.moe))
         sums = dataclasses.replace(sums, moe=moe)
         if objective is None:
-            return Found(sums, None)
+            return Gradients(sums, None)
         if local:
             blocks = jax.tree.map(lambda *g: jnp.concatenate(g), *(done[c] for c in range(v)))
             rest, _ = order.together((rest, (done, sums)))
             rest = moves.scatter_rest(rest)
         grads = order.after(rest | {stack: blocks}, (rest, blocks))
-        grads = map_words(self._add_copies, self.parts.axes, grads)
+        grads = map_words(functools.partial(add_copies, self.layout), self.parts.axes, grads)
         squares = moves.squares if self.exchange else None
-        return Found(sums, grads, moves.copies(), squares, moves.errors())
+        return Gradients(sums, grads, moves.copies(), squares, moves.errors())
 
     # ---- weights and their gradients
 
@@ -317,17 +317,24 @@ class Pipeline:
         """What brings weights: without a codec where nothing is trained."""
         if self.exchange is not None and trains:
             return self.exchange
-        return Exchange(self.parts.axes, self.layout, self.layout, PLAIN, self.dtype)
+        parts = self.parts
+        return Exchange(parts.axes, self.layout, self.layout, PLAIN, self.dtype, parts.trains)
 
-    def _settle(self, words: tuple, grad: jax.Array) -> jax.Array:
+    def _settle(self, words: tuple, grad: jax.Array | None) -> jax.Array | None:
         """Done to a gradient before it is added to the total: its scatter, if that is asked."""
-        return scatter_local(self.layout, words, grad) if self.cfg.gradients == "sharded" else grad
+        if grad is None or self.cfg.gradients == "local":
+            return grad
+        return scatter_local(self.layout, words, grad)
 
-    def _add_copies(self, words: tuple, grad: jax.Array) -> jax.Array:
-        """Sums a gradient over the axes that hold copies of its leaf."""
-        cut = {a for entry in self.layout.stored(*words) for a in _axes(entry)}
-        copies = tuple(a for a in self.layout.live(MESH_AXES) if a not in cut)
-        return lax.psum(grad, copies) if copies else grad
+
+def add_copies(layout: Layout, words: tuple, grad: jax.Array | None) -> jax.Array | None:
+    """Sums a gradient over the axes that hold copies of its leaf, inside a shard_map; None, of a
+    leaf without a gradient, stays None."""
+    if grad is None:
+        return None
+    cut = {a for entry in layout.stored(*words) for a in _axes(entry)}
+    copies = tuple(a for a in layout.live(MESH_AXES) if a not in cut)
+    return lax.psum(grad, copies) if copies else grad
 
 
 def _rows(rows: dict, loop: Stretch) -> dict:

@@ -153,7 +153,7 @@ class Streamed:
                 lambda w, x: jax.vjp(self._function(jnp.int32(0)), w, x)[1], weights, way.dx
             )
             grads, dx = attach(template, kept, weights)((way.dx, rebuild(dy)))
-            return Way(dx, grads, sent), pieces
+            return Way(dx, self._exchange.trained(grads), sent), pieces
 
         def at(index: int) -> tuple:
             own = last if index == count - 1 and last is not None else _at(stacked, index)

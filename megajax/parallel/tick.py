@@ -7,6 +7,7 @@ what this stage does in this tick; idle slots compute on zeros and add zeros. Th
 Legend: U microbatches, B rows of one, S positions, T ticks.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -20,7 +21,7 @@ from megajax.core.layout import Words
 from megajax.core.tree import Tree, floating
 from megajax.layers.losses import LossSums, MoeSums
 from megajax.layers.mask import Context
-from megajax.models.parts import Batch, ModelParts, Remat, map_words, remat_policy
+from megajax.models.parts import Batch, ModelParts, Remat, map_words, remat_policy, select
 from megajax.parallel.order import Order
 from megajax.parallel.residuals import attach, detach
 from megajax.schedule.route import Route
@@ -66,7 +67,7 @@ class Tick:
         copies: int,
         remat: Remat,
         stashes: bool,
-        settle: Callable[[Words, jax.Array], jax.Array],
+        settle: Callable[[Words, Any], Any],
         order: Order,
     ):
         """Args: whole: this stage's weights in use. batch: this device's rows, leaves (U, B, ...).
@@ -84,6 +85,10 @@ class Tick:
         self.rest = {k: x for k, x in whole.items() if k != parts.stack}
         self.blocks = whole[parts.stack]
         self.axes = parts.axes[parts.stack], {k: parts.axes[k] for k in self.rest}
+        self.trains = parts.trains and (
+            parts.trains[parts.stack],
+            {k: parts.trains[k] for k in self.rest},
+        )
 
     def rows(self) -> dict:
         """Returns the route as this stage reads it, leaves (T,)."""
@@ -101,11 +106,11 @@ class Tick:
         x = jax.eval_shape(self.embed, self.rest, 0)
         blocks, rest = {}, {}
         if self.objective is not None:
-            one = floating(jax.tree.map(lambda w: w[0], self.blocks))
+            one = self.graded(0, floating(jax.tree.map(lambda w: w[0], self.blocks)))
             settled = functools.partial(map_words, self.settle)
             chunk = jax.eval_shape(lambda: settled(self.axes[0], one))
             blocks = jax.tree.map(lambda s: jnp.zeros((self.v, *s.shape), jnp.float32), chunk)
-            outer = jax.eval_shape(lambda: settled(self.axes[1], self.rest))
+            outer = jax.eval_shape(lambda: settled(self.axes[1], self.graded(1, self.rest)))
             rest = jax.tree.map(lambda s: jnp.zeros(s.shape, jnp.float32), outer)
         lane = {k: jnp.zeros((), jnp.int32) for k in ("chunk", "microbatch")}
         _, kept, moe = jax.eval_shape(lambda x: self.run(lane, self.pick(lane), x), x)
@@ -118,8 +123,7 @@ class Tick:
 
         inputs, grads = buffer(self.route.inputs, x), buffer(self.route.grads, x)
         kept = jax.tree.map(functools.partial(buffer, self.route.inputs), kept)
-        sums = jax.eval_shape(lambda: self.head_sums(self.rest, empty, 0))
-        sums = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), sums)
+        sums = self.no_sums(empty)
         return Carry(empty, empty, inputs, kept, grads, blocks, rest, sums, moe)
 
     def __call__(self, kinds: frozenset[str], carry: Carry, row: Mapping) -> tuple[Carry, None]:
@@ -196,7 +200,12 @@ class Tick:
     def head_sums(self, rest: Tree, y: jax.Array, number: Any) -> LossSums:
         """Returns the loss sums of a microbatch whose last layer gave y."""
         params = rest | {self.parts.stack: self.blocks}
-        return self.parts.head_loss(params, y, self.piece(number)["targets"])
+        return self.parts.head_loss(params, y, self.piece(number))
+
+    def no_sums(self, y: jax.Array) -> LossSums:
+        """Returns zeros in the place of the loss sums of a microbatch. y: of the last layer."""
+        sums = jax.eval_shape(lambda: self.head_sums(self.rest, y, 0))
+        return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), sums)
 
     def backward(self, carry: Carry, row: Mapping, leaves: bool) -> Carry:
         """B: the gradient of the chunk's input and, unless W does it, of its weights."""
@@ -233,7 +242,7 @@ class Tick:
         dy = _take(carry.grads, lane["grad"])
         one = jax.tree.map(lambda w: w[0], weights)
         (_, moe), template = jax.eval_shape(lambda: jax.vjp(layer, one, dy, context))
-        share = self.share(moe)
+        share = self.share(moe, dy)
 
         def down(state: tuple, item: tuple) -> tuple[tuple, None]:
             dy, total = state
@@ -299,29 +308,37 @@ class Tick:
         """Returns the objective, 0 where nothing is differentiated."""
         return jnp.zeros(()) if self.objective is None else self.objective(sums)
 
-    def share(self, moe: MoeSums | None) -> MoeSums | None:
+    def share(self, moe: MoeSums | None, x: jax.Array) -> MoeSums | None:
         """Returns the objective's gradient by a layer's sums, this device's share of it.
 
-        moe: what they look like. They are equal on all devices of the stage, each of which gives
-        its own share, because the gradient here is that of the sum over all devices (local.py).
+        moe: what they look like. x: an output of the last layer, for its shape. The sums are equal
+        on all devices of the stage, each of which gives its share, because the gradient here is
+        that of the sum over all devices (local.py).
         """
-        zero = jnp.zeros((), jnp.float32)
+        none = self.no_sums(x)
 
         def part(moe: MoeSums | None) -> jax.Array:
-            sums = LossSums(zero, zero, jnp.zeros((), jnp.int32), moe)
-            return self.value(sums) / (lax.axis_size(MESH_AXES) // self.stages)
+            return self.value(dataclasses.replace(none, moe=moe)) / (
+                lax.axis_size(MESH_AXES) // self.stages
+            )
 
         zeros = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), moe)
         return jax.grad(part, allow_int=True)(zeros)
 
+    def graded(self, which: int, tree: Tree) -> Tree:
+        """Returns a tree with None in the place of the leaves that have no gradient. which: 0 for
+        the leaves of a layer, 1 for those in no layer."""
+        return select(self.trains[which], tree) if self.trains else tree
+
     def add_layer(self, total: Tree, lane: Mapping, index: jax.Array, grad: Tree) -> Tree:
         """Adds the gradient of one layer of the lane's chunk."""
+        grad = self.graded(0, grad)
         grad = map_words(lambda words, g: self.settle(words[1:], g), self.axes[0], grad)
         return _add(total, lane, grad, index)
 
     def add_rest(self, total: Tree, grad: Tree) -> Tree:
         """Adds the gradient of embedding, last norm and head."""
-        grad = map_words(self.settle, self.axes[1], grad)
+        grad = map_words(self.settle, self.axes[1], self.graded(1, grad))
         return jax.tree.map(lambda t, g: t + g.astype(jnp.float32), total, grad)
 
     def send(self, x: jax.Array, way: int) -> jax.Array:

@@ -21,7 +21,7 @@ from megajax.checkpoint.memory_tier import MemoryTier
 from megajax.core import config
 from megajax.core import mesh as mesh_
 from megajax.core.mesh import Supervision
-from megajax.data.loader import Loader, Rows
+from megajax.data.loader import Loader
 from megajax.data.tokenizer import Tokenizer
 from megajax.monitor import faults, stream
 from megajax.monitor.console import Console, Phases
@@ -34,7 +34,7 @@ from megajax.systems.minder.in_run import InRun, watched_timers
 from megajax.systems.minder.run import NAME
 from megajax.systems.prune_stages import Pruner
 from megajax.training import banner, preflight, resume
-from megajax.training.loop import Hook, Run, train
+from megajax.training.loop import Batches, Hook, Run, train
 from megajax.training.pulse import Pulse
 from megajax.training.report import write_report
 from megajax.training.run_dir import RunDir, command_line, open_run, run_path
@@ -51,12 +51,13 @@ class Measurement(Hook, Protocol):
 
 
 class Reading(Protocol):
-    """What a run reads. identity: what must not change under a data position. labels: the names of
-    a classifier's classes in the order of their numbers; empty: it trains no classifier."""
+    """What a run reads. tokenizer: of its texts; None: it reads none. labels: the names of a
+    classifier's classes in the order of their numbers; empty: it trains no classifier. rows: what
+    `row_batches` makes batches of. identity: what must not change under a data position."""
 
-    tokenizer: Tokenizer
+    tokenizer: Tokenizer | None
     labels: tuple[str, ...]
-    rows: Rows
+    rows: Any
     identity: dict[str, Any]
 
     def measure(
@@ -66,6 +67,13 @@ class Reading(Protocol):
         ...
 
 
+def row_batches(cfg: Any, reading: Reading, step: TrainStep, position: int) -> Loader:
+    """Returns the batches of a run that reads rows."""
+    return Loader(
+        reading.rows, step.abstract_batch, position, cfg.data.prefetch, step.storage.tokens
+    )
+
+
 @dataclasses.dataclass(frozen=True)
 class Kind:
     """A kind of runs.
@@ -73,12 +81,18 @@ class Kind:
     name: of the experiment, the folder of its runs. presets: a run that starts from given weights
     is shown by how it differs from the first. take: as config.from_flags takes it. open(cfg,
     console, run_dir): what a run reads, which it describes on the console; run_dir: of the run.
+    build(cfg, mesh): the step, one compiled program or several (loop.Step). batches(cfg, reading,
+    step, position): what the loop takes its batches from, from a position on. show(console, cfg,
+    step, mesh): says what is trained.
     """
 
     name: str
     presets: Mapping[str, Callable[[], Any]]
     take: Callable[[Any, Mapping[str, Any], Mapping[str, Any]], Any]
     open: Callable[[Any, Console, RunDir], Reading]
+    build: Callable[[Any, Mesh], Any] = make_train_step
+    batches: Callable[[Any, Reading, Any, int], Batches] = row_batches
+    show: Callable[[Console, Any, Any, Mesh], None] = banner.show_model
 
 
 @dataclasses.dataclass
@@ -110,15 +124,16 @@ def run(kind: Kind) -> int:
     reading = kind.open(cfg, console, begun.run_dir)  # 4 data
     phases.done("data", console, "data ready")
     built = cfg  # 5 model and step
-    if begun.mesh.devices.flat[0].platform != "cpu":  # cuDNN's attention has slots for documents
+    has_slots = begun.mesh.devices.flat[0].platform != "cpu" and kind.build is make_train_step
+    if has_slots:  # cuDNN's attention has slots for documents
         built = with_segments(cfg, reading.rows, dict(begun.mesh.shape))
     if is_open(built):
         built = resolved(built, dict(begun.mesh.shape), mesh_.memory_bytes(begun.mesh))
     for name, _, value in config.diff(built, cfg):
         console.say(f"{name}: {value}, chosen for this data and GPU")
-    train_step = make_train_step(built, begun.mesh)
-    banner.show_model(console, cfg, train_step, begun.mesh)
-    job, measurement = _assemble(begun, reading, train_step)
+    train_step = kind.build(built, begun.mesh)
+    kind.show(console, cfg, train_step, begun.mesh)
+    job, measurement = _assemble(kind, begun, reading, train_step)
     try:
         stop = train(job)  # 8 the loop
     except BaseException as error:
@@ -174,7 +189,9 @@ def _begin(kind: Kind) -> _Start:
     )  # fmt: skip
 
 
-def _assemble(begun: _Start, reading: Reading, train_step: TrainStep) -> tuple[Run, Measurement]:
+def _assemble(
+    kind: Kind, begun: _Start, reading: Reading, train_step: TrainStep
+) -> tuple[Run, Measurement]:
     """Finds the first state and puts together what the loop works on."""
     cfg, console, supervision = begun.cfg, begun.console, begun.supervision
     kept, run_dir = cfg.checkpoint, begun.run_dir
@@ -204,22 +221,26 @@ def _assemble(begun: _Start, reading: Reading, train_step: TrainStep) -> tuple[R
     sent = {name: float(nbytes) for name, (nbytes, _) in banner.wire_bytes(train_step).items()}
     recorder.emit(int(start.state.step), begun.phases.seconds | sent)
     measurement = reading.measure(train_step, recorder, console, run_dir)  # 7 beside training
+    storage = train_step.storage
     pruner = Pruner(
-        cfg.prune, train_step.parts.axes, begun.mesh, train_step.natural, train_step.arranged,
-        recorder.emit, train_step.beside,
-    )  # fmt: skip
+        cfg.prune,
+        train_step.parts.axes,
+        begun.mesh,
+        storage.natural,
+        storage.arranged,
+        recorder.emit,
+        train_step.init_exchange,
+    )
     return Run(
         cfg=cfg,
         train_step=train_step,
         state=start.state,
-        loader=Loader(
-            reading.rows, train_step.abstract_batch, start.rows, cfg.data.prefetch, train_step.order
-        ),
+        loader=kind.batches(cfg, reading, train_step, start.rows),
         checkpoints=checkpoints,
         profile_dir=run_dir.profile,
         recorder=recorder,
         console=console,
-        meter=Meter(banner.work(cfg, begun.mesh), cfg.train.steps),
+        meter=Meter(banner.work(cfg, train_step.task, begun.mesh), cfg.train.steps),
         identity=reading.identity,
         hooks=(measurement, pruner) if cfg.prune.sparsity else (measurement,),
         timers=begun.timers,

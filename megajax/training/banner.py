@@ -31,6 +31,7 @@ from megajax.parallel.inside import explain_overlap
 from megajax.training import optim
 from megajax.training.run_dir import RunDir
 from megajax.training.step import TrainStep
+from megajax.training.task import Task
 
 MOST_CLASSES = 20  # (chosen) classes whose figures the end of a run lists
 
@@ -61,17 +62,23 @@ def sinks(cfg: Any, run_dir: RunDir, console: Console) -> list[Sink]:
     return chosen
 
 
-def work(cfg: Any, mesh: Mesh) -> Work:
-    """Returns what MFU divides: FLOPs in both conventions, and the devices' peak if known."""
-    seq = cfg.train.seq_len
-    load = cfg.model.workload(1, seq)
+def work(cfg: Any, task: Task, mesh: Mesh) -> Work:
+    """Returns what throughput and MFU divide: units of a step, FLOPs of one in both conventions if
+    the model says what it computes, and the devices' peak if known."""
+    flops: dict[str, float | None] = {"megatron": None, "causal": None}
+    if hasattr(cfg.model, "workload"):
+        load = cfg.model.workload(1, cfg.train.seq_len)
+        for convention in ("megatron", "causal"):
+            row = train_flops_per_token(load, convention) * load.tokens
+            flops[convention] = row / task.units_per_row
     card = find_card(mesh.devices.flat[0].device_kind)
     peak = card.flops.get(cfg.train.dtype) if card else None
     return Work(
-        cfg.train.global_batch * seq,
-        train_flops_per_token(load, "megatron"),
-        train_flops_per_token(load, "causal"),
+        cfg.train.global_batch * task.units_per_row,
+        flops["megatron"],
+        flops["causal"],
         peak * mesh.size if peak else None,
+        task.unit,
     )
 
 
@@ -133,7 +140,7 @@ def show_model(console: Console, cfg: Any, train_step: TrainStep, mesh: Mesh) ->
         )
         console.say(f"experts: {why}")
     if mesh.shape["context"] > 1:
-        order = "plain" if train_step.order is None else "zigzag"
+        order = "plain" if train_step.storage.tokens is None else "zigzag"
         console.say(f"context: {cfg.context.kind}, {order} order")
     show_wire(console, cfg, train_step, mesh)
 
@@ -144,7 +151,7 @@ def wire_bytes(train_step: TrainStep) -> dict[str, tuple[int, float]]:
     exchange = train_step.exchange
     if exchange is None:
         return {}
-    sent = exchange.wire_bytes(train_step.abstract_state.params, train_step.chunks)
+    sent = exchange.wire_bytes(train_step.abstract_state.params, train_step.storage.chunks)
     return {f"wire_{level}_bytes": row for level, row in sent.items()}
 
 
@@ -164,7 +171,9 @@ def show_wire(console: Console, cfg: Any, train_step: TrainStep, mesh: Mesh) -> 
     kernels, cpu = cfg.exchange.kernels, mesh.devices.flat[0].platform == "cpu"
     if parts and kernels != "reference" and not (cpu and kernels == "auto"):
         with jax.set_mesh(mesh):
-            plain = exchange.plain_passes(train_step.abstract_state.params, train_step.chunks)
+            plain = exchange.plain_passes(
+                train_step.abstract_state.params, train_step.storage.chunks
+            )
         console.say(wire.kernels_line(plain))
 
 
@@ -175,7 +184,7 @@ def facts(
 
     name: of what the configuration starts from. preset: that itself; None: flags are not stated.
     """
-    device = mesh.devices.flat[0]
+    device, task = mesh.devices.flat[0], train_step.task
     layer = "emulated" if device.platform == "cpu" else f"measured on {device.device_kind}"
     return results.facts(f"{mesh.size} x {device.device_kind}", layer) | {
         "preset": name,
@@ -183,7 +192,7 @@ def facts(
         "seed": cfg.train.seed,
         "mesh": describe(mesh),
         "parameters": tree.count(train_step.abstract_state.params),
-        "tokens_per_step": cfg.train.global_batch * cfg.train.seq_len,
+        f"{task.unit}_per_step": cfg.train.global_batch * task.units_per_row,
         **{name: nbytes for name, (nbytes, _) in wire_bytes(train_step).items()},
     }
 

@@ -71,6 +71,15 @@ class TrainConfig(Checked, section="train"):
         at_least=0,
     )
 
+    freeze: str = option(
+        "",
+        "parameters that are not trained: names of parameters or parts of the model, or shell "
+        "patterns of them, separated by commas",
+    )
+    frozen_dtype: Literal["float32", "bfloat16"] = option(
+        "float32", "data type in which parameters that are not trained rest"
+    )
+
     @property
     def keeps(self) -> Remat:
         """What the backward pass keeps, which `training.shape.resolved` chooses for `auto`."""

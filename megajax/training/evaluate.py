@@ -30,8 +30,9 @@ def evaluate(
     rows: Sequence[int] = (),
     labels: Sequence[str] = (),
 ) -> dict[str, float | int | None]:
-    """Returns eval_loss (nats a token), eval_bits_per_byte and eval_tokens, or {} without targets;
-    eval_accuracy too where the model counts what it predicted right.
+    """Returns eval_NAME of each value that the task reports (eval_loss, of a language model in nats
+    a token; eval_accuracy where it counts what it predicted right), eval_bits_per_byte, and
+    eval_tokens, or the name of another unit: how many predictions there were; {} without any.
 
     labels: the names of a classifier's classes, of which `by_label` says more than these figures.
 
@@ -46,13 +47,12 @@ def evaluate(
     count = 0 if total is None else int(total.count)
     if total is None or not count:
         return {}
-    loss = float(jax.device_get(total.cross_entropy)) / count
-    found: dict[str, float | int | None] = {"eval_loss": loss, "eval_tokens": count}
+    values = jax.device_get(train_step.metrics(jax.device_get(total), np.float64(count)))
+    found: dict[str, float | int | None] = {f"eval_{n}": float(x) for n, x in values.items()}
+    found[f"eval_{train_step.task.unit}"] = count
     if corpora is not None:
-        found["eval_bits_per_byte"] = bits_per_byte(loss, corpora, rows)
-    if total.right is not None:
-        found["eval_accuracy"] = int(total.right) / count
-    if labels and total.classes_3C is not None:
+        found["eval_bits_per_byte"] = bits_per_byte(float(values["loss"]), corpora, rows)
+    if labels and "classes_3C" in total.terms:
         found |= by_label(jax.device_get(total.classes_3C), labels)
     return found
 

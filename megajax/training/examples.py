@@ -64,7 +64,8 @@ class Accuracy:
 
     def __call__(self, state: TrainState, finished: int) -> TrainState:
         """Evaluates and records."""
-        if found := evaluate(self._step, state.params, self._batches(), None, labels=self._labels):
+        weights = self._step.weights(state)
+        if found := evaluate(self._step, weights, self._batches(), None, labels=self._labels):
             self._recorder.emit(finished, found | self._more)
         return state
 
@@ -148,7 +149,7 @@ class Examples:
             more["eval_majority"] = majority(self._held_labels[:most])
 
         def batches() -> Any:
-            return finite_batches(rows, like, train_step.order)
+            return finite_batches(rows, like, train_step.storage.tokens)
 
         return Accuracy(train_step, recorder, every, batches, more, self.labels)
 

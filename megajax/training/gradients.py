@@ -12,29 +12,39 @@ accumulated  of several micro-batches: all weights come before the first one; gr
 gathered   all weights come first, all gradients leave last: with error feedback, because a backward
            pass cannot return the errors that it leaves, and with a first quantized step.
 
+local      a network that computes its own loss (models/parts.py, of_loss) runs inside a shard_map,
+           on whole weights and a device's rows, with all of the above in one message a leaf.
+
 Pipelines have loops of their own (parallel/pipeline.py), with the same exchange in them.
+
+Parameters that are not trained (Task.trains) are constants of what is differentiated: they are
+gathered like the others, and there is no gradient of them, not even zeros.
 
 Legend: L layers.
 """
 
 import dataclasses
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec as P
 from jax.sharding import reshard
 
+from megajax.core.axes import BATCH_AXES
 from megajax.core.layout import Layout
 from megajax.core.tree import Tree
 from megajax.layers.losses import LossSums
 from megajax.models.parts import Batch, ModelParts, Remat, Stream, map_words
 from megajax.parallel import sharding
-from megajax.parallel.buckets import wire_of
+from megajax.parallel.buckets import PLAIN, wire_of
 from megajax.parallel.exchange import Exchange
-from megajax.parallel.moves import REST, Found, Turn
-from megajax.parallel.pipeline import Pipeline
+from megajax.parallel.exchange_local import lead, led
+from megajax.parallel.moves import REST, Gradients, Turn
+from megajax.parallel.pipeline import Pipeline, add_copies
 from megajax.parallel.streamed import Streamed
 from megajax.training.state import TrainState
 
@@ -44,7 +54,8 @@ WIRE = 0x77697265  # folded into a step's key: of what the exchange rounds by
 
 Sums = Callable[[Tree, Batch, Turn], LossSums]  # of parameters and a micro-batch
 Value = Callable[..., Array]  # of sums and the targets of a step: what falls
-Gradients = Callable[[TrainState, Batch, Array, Array], Found]  # of a state, batch, targets, key
+# Of a state, a batch, the step's total and a key.
+Differentiate = Callable[[TrainState, Batch, Array, Array], Gradients]
 
 
 def exchange_of(cfg: Any, parts: ModelParts, layout: Layout) -> Exchange | None:
@@ -56,21 +67,21 @@ def exchange_of(cfg: Any, parts: ModelParts, layout: Layout) -> Exchange | None:
         return None
     used = sharding.layout(layout.mesh, "none", model=cfg.model)
     dtype = jnp.dtype(cfg.train.dtype)
-    return Exchange(parts.axes, layout, used, wire_of(cfg), dtype)
+    return Exchange(parts.axes, layout, used, wire_of(cfg), dtype, parts.trains)
 
 
 def without_stages(
     cfg: Any, parts: ModelParts, exchange: Exchange | None, value: Value
-) -> Gradients:
+) -> Differentiate:
     """Returns the gradients of a step without pipeline stages. parts: on the layout of weights in
     use, if there is an exchange."""
     remat, pieces = cfg.train.keeps, cfg.train.accumulate
     if exchange is None:
-        return without_exchange(scanned(plain_sums(parts, remat), value, pieces))
+        return without_exchange(scanned(parts, plain_sums(parts, remat), value, pieces))
     if cfg.zero == "full":
-        return without_exchange(scanned(sharded_sums(parts, exchange, remat), value, pieces))
+        return without_exchange(scanned(parts, sharded_sums(parts, exchange, remat), value, pieces))
     if exchange.keeps_errors or exchange.wire.start_step:
-        return gathered(exchange, scanned(plain_sums(parts, remat), value, pieces))
+        return gathered(exchange, scanned(parts, plain_sums(parts, remat), value, pieces))
     if pieces > 1:
         return accumulated(parts, exchange, remat, value, pieces)
     return streamed(parts, exchange, remat, value)
@@ -82,33 +93,36 @@ def plain_sums(parts: ModelParts, remat: Remat) -> Sums:
 
 
 def scanned(
-    sums_of: Sums, value: Value, pieces: int, always: bool = False
+    parts: ModelParts, sums_of: Sums, value: Value, pieces: int, always: bool = False
 ) -> Callable[..., tuple[LossSums, Tree]]:
     """Returns (params, batch, total, turn) -> (sums, gradients) by differentiating the loss, one
     micro-batch after the other. pieces: of them; more than one, or always: the batch is stacked."""
 
-    def objective(params: Tree, micro: Batch, total: Array, turn: Turn) -> tuple:
-        sums = sums_of(params, micro, turn)
+    def objective(
+        trained: Tree, params: Tree, micro: Batch, total: Array, turn: Turn
+    ) -> tuple[Array, LossSums]:
+        sums = sums_of(parts.joined(trained, params), micro, turn)
         return value(sums, total), sums
 
     grad_of = jax.grad(objective, has_aux=True)
 
     def gradients(params: Tree, batch: Batch, total: Array, turn: Turn) -> tuple[LossSums, Tree]:
+        trained = parts.trained(params)
         if pieces == 1 and not always:
-            grads, sums = grad_of(params, batch, total, turn)
+            grads, sums = grad_of(trained, params, batch, total, turn)
             return sums, grads
 
         def micro_step(carry: tuple, piece: tuple) -> tuple[tuple, None]:
             index, micro = piece
-            here = turn._replace(key=jax.random.fold_in(turn.key, index))
-            grads, sums = grad_of(params, micro, total, here)
+            drawn = turn._replace(key=jax.random.fold_in(turn.key, index))
+            grads, sums = grad_of(trained, params, micro, total, drawn)
             return jax.tree.map(lambda t, x: t + x.astype(t.dtype), carry, (sums, grads)), None
 
         first = jax.tree.map(lambda x: x[0], dict(batch))
-        like, found = jax.eval_shape(grad_of, params, first, total, turn)
-        none = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), found)
+        like, sums = jax.eval_shape(grad_of, trained, params, first, total, turn)
+        none = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), sums)
         items = (jnp.arange(pieces), dict(batch))
-        return lax.scan(micro_step, (none, jax.tree.map(_zeros, params, like)), items)[0]
+        return lax.scan(micro_step, (none, jax.tree.map(_zeros, trained, like)), items)[0]
 
     return gradients
 
@@ -121,41 +135,41 @@ def _zeros(x: Array, like: jax.ShapeDtypeStruct) -> Array:
     return reshard(jnp.zeros(like.shape, jnp.float32), like.sharding.spec)
 
 
-def without_exchange(gradients: Callable[..., tuple[LossSums, Tree]]) -> Gradients:
+def without_exchange(gradients: Callable[..., tuple[LossSums, Tree]]) -> Differentiate:
     """Returns what a step asks for, of gradients of the masters."""
 
-    def found(state: TrainState, batch: Batch, total: Array, key: Array) -> Found:
-        return Found(*gradients(state.params, batch, total, Turn(key, state.step)))
+    def differentiate(state: TrainState, batch: Batch, total: Array, key: Array) -> Gradients:
+        return Gradients(*gradients(state.params, batch, total, Turn(key, state.step)))
 
-    return found
+    return differentiate
 
 
-def pipelined(pipe: Pipeline, value: Value) -> Gradients:
+def pipelined(pipe: Pipeline, value: Value) -> Differentiate:
     """Gradients by the pipeline's table."""
 
-    def found(state: TrainState, batch: Batch, total: Array, key: Array) -> Found:
+    def differentiate(state: TrainState, batch: Batch, total: Array, key: Array) -> Gradients:
         turn = None
         if pipe.exchange is not None:
             turn = Turn(jax.random.fold_in(key, WIRE), state.step, state.copies, state.errors)
         return pipe.gradients(state.params, batch, value, total, turn=turn)
 
-    return found
+    return differentiate
 
 
 # ---- with an exchange; the parts are on the layout of weights in use
 
 
-def gathered(exchange: Exchange, gradients: Callable[..., tuple[LossSums, Tree]]) -> Gradients:
+def gathered(exchange: Exchange, gradients: Callable[..., tuple[LossSums, Tree]]) -> Differentiate:
     """All weights before the first micro-batch, all gradients after the last one."""
 
-    def found(state: TrainState, batch: Batch, total: Array, key: Array) -> Found:
+    def differentiate(state: TrainState, batch: Batch, total: Array, key: Array) -> Gradients:
         turn, wire_key = Turn(key, state.step), jax.random.fold_in(key, WIRE)
         used, copies, squares = exchange.gather(state.params, state.copies, wire_key)
         sums, grads = gradients(used, batch, total, turn)
         grads, errors = exchange.scatter(grads, wire_key, state.step, state.errors)
-        return Found(sums, grads, copies, squares, errors)
+        return Gradients(sums, grads, copies, squares, errors)
 
-    return found
+    return differentiate
 
 
 def sharded_sums(parts: ModelParts, exchange: Exchange, remat: Remat) -> Sums:
@@ -177,13 +191,14 @@ def sharded_sums(parts: ModelParts, exchange: Exchange, remat: Remat) -> Sums:
     return sums
 
 
-def streamed(parts: ModelParts, exchange: Exchange, remat: Remat, value: Value) -> Gradients:
+def streamed(parts: ModelParts, exchange: Exchange, remat: Remat, value: Value) -> Differentiate:
     """One micro-batch a step, of copied weights: each layer is fetched beside the one before."""
     stack, (layers, rest) = parts.stack, split(exchange, parts)
 
     def objective(
-        params: Tree, copies: Tree, batch: Batch, total: Array, turn: Turn
+        trained: Tree, params: Tree, copies: Tree, batch: Batch, total: Array, turn: Turn
     ) -> tuple[Array, tuple]:
+        params = parts.joined(trained, params)
         key, found = jax.random.fold_in(turn.key, WIRE), {}
 
         def run(step: Callable, x: Array, masters: Tree, count: int) -> tuple[Array, Any]:
@@ -201,26 +216,34 @@ def streamed(parts: ModelParts, exchange: Exchange, remat: Remat, value: Value) 
         new = None if copies is None else held | {stack: found["copies"]}
         return value(sums, total), (sums, new, squares + found["squares"])
 
-    def gradients(state: TrainState, batch: Batch, total: Array, key: Array) -> Found:
+    def differentiate(state: TrainState, batch: Batch, total: Array, key: Array) -> Gradients:
         turn = Turn(key, state.step)
         grads, (sums, copies, squares) = jax.grad(objective, has_aux=True)(
-            state.params, state.copies, batch, total, turn
+            parts.trained(state.params), state.params, state.copies, batch, total, turn
         )
-        return Found(sums, grads, copies, squares)
+        return Gradients(sums, grads, copies, squares)
 
-    return gradients
+    return differentiate
 
 
 def accumulated(
     parts: ModelParts, exchange: Exchange, remat: Remat, value: Value, pieces: int
-) -> Gradients:
+) -> Differentiate:
     """Several micro-batches a step, of copied weights: gradients leave beside the last one."""
     stack, (layers, rest) = parts.stack, split(exchange, parts)
-    earlier = scanned(plain_sums(parts, remat), value, pieces - 1, always=True)
+    earlier = scanned(parts, plain_sums(parts, remat), value, pieces - 1, always=True)
 
     def objective(
-        params: Tree, used: Tree, grads: Tree, batch: Batch, total: Array, turn: Turn, key: Array
+        trained: Tree,
+        params: Tree,
+        used: Tree,
+        grads: Tree,
+        batch: Batch,
+        total: Array,
+        turn: Turn,
+        key: Array,
     ) -> tuple[Array, LossSums]:
+        params = parts.joined(trained, params)
         whole = layers.summed(grads[stack])
 
         def run(step: Callable, x: Array, masters: Tree, count: int) -> tuple[Array, Any]:
@@ -233,25 +256,133 @@ def accumulated(
         sums = parts.loss(left | {stack: params[stack]}, batch, turn.key, remat, Stream(run=run))
         return value(sums, total), sums
 
-    def gradients(state: TrainState, batch: Batch, total: Array, key: Array) -> Found:
+    def differentiate(state: TrainState, batch: Batch, total: Array, key: Array) -> Gradients:
         turn, wire_key = Turn(key, state.step), jax.random.fold_in(key, WIRE)
         used, copies, squares = exchange.gather(state.params, state.copies, wire_key)
         first = {k: x[: pieces - 1] for k, x in batch.items()}
         sums, grads = earlier(used, first, total, turn)
         last = {k: x[pieces - 1] for k, x in batch.items()}
-        own = turn._replace(key=jax.random.fold_in(key, pieces - 1))
+        drawn = turn._replace(key=jax.random.fold_in(key, pieces - 1))
         grads, more = jax.grad(objective, has_aux=True)(
-            state.params, used, grads, last, total, own, wire_key
+            parts.trained(state.params), state.params, used, grads, last, total, drawn, wire_key
         )
         sums = jax.tree.map(lambda t, x: t + x.astype(t.dtype), sums, more)
-        return Found(sums, grads, copies, squares)
+        return Gradients(sums, grads, copies, squares)
 
-    return gradients
+    return differentiate
 
 
 def split(exchange: Exchange, parts: ModelParts) -> tuple[Exchange, Exchange]:
     """Returns the exchanges of one layer and of all that is in no layer."""
     stack = parts.stack
-    layer = map_words(lambda words: words[1:], exchange.axes[stack])
-    rest = {k: words for k, words in exchange.axes.items() if k != stack}
-    return dataclasses.replace(exchange, axes=layer), dataclasses.replace(exchange, axes=rest)
+    layer = exchange.part(lambda tree: tree[stack], lambda words: words[1:])
+    rest = exchange.part(
+        lambda tree: {k: x for k, x in tree.items() if k != stack}, lambda words: words
+    )
+    return layer, rest
+
+
+# ---- a network that computes its own loss, inside a shard_map
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalNetwork:
+    """Runs ModelParts.network on whole weights and a device's rows.
+
+    layout: of the masters. exchange: what brings weights and takes gradients away. batch: how each
+    member of one micro-batch lies. pieces: micro-batches of a step. Matrices and kernels are cast
+    to `dtype`, vectors stay float32. Axes that do not cut rows repeat the work.
+    """
+
+    parts: ModelParts
+    layout: Layout
+    exchange: Exchange
+    batch: Mapping[str, P]
+    pieces: int
+    dtype: jnp.dtype
+
+    def sums(self, params: Tree, batch: Batch) -> LossSums:
+        """Returns the loss sums of one micro-batch."""
+
+        def local(params: Tree, batch: Batch) -> LossSums:
+            sums = self.parts.network(self._weights(params, None, None)[0], batch, None)  # type: ignore
+            return self._total(sums)
+
+        specs = self._specs(), dict(self.batch)
+        return jax.shard_map(
+            local, mesh=self.layout.mesh, in_specs=specs, out_specs=P(), check_vma=False
+        )(params, batch)
+
+    def differentiate(self, value: Value) -> Differentiate:
+        """Returns the gradients of a step."""
+        mesh, exchange = self.layout.mesh, self.exchange
+        stacked = {k: P(None, *spec) if self.pieces > 1 else spec for k, spec in self.batch.items()}
+        copies = exchange.copied_specs() if exchange.wire.difference else None
+        errors = exchange.devices if exchange.keeps_errors else None
+
+        def differentiate(state: TrainState, batch: Batch, total: Array, key: Array) -> Gradients:
+            turn = Turn(key, state.step, state.copies, state.errors)
+            specs = self._specs()
+            found = Gradients(P(), self.parts.trained(specs), copies, exchange.devices, errors)  # type: ignore
+            return jax.shard_map(
+                functools.partial(self._local, value),
+                mesh=mesh,
+                in_specs=(specs, stacked, P(), Turn(P(), P(), copies, errors)),
+                out_specs=found,
+                check_vma=False,
+            )(state.params, dict(batch), total, turn)
+
+        return differentiate
+
+    def _local(
+        self, value: Value, params: Tree, batch: Batch, total: Array, turn: Turn
+    ) -> Gradients:
+        wire_key = jax.random.fold_in(turn.key, WIRE)
+        used, copies, squares = self._weights(params, turn.copies, wire_key)
+        repeats = self.layout.mesh.size // self.layout.ways(BATCH_AXES)
+
+        def objective(trained: Tree, micro: Batch, key: Array) -> tuple[Array, LossSums]:
+            sums = self.parts.network(self.parts.joined(trained, used), micro, key)  # type: ignore
+            return value(sums, total) / repeats, sums
+
+        grad_of = jax.grad(objective, has_aux=True)
+        trained = self.parts.trained(used)
+        if self.pieces == 1:
+            grads, sums = grad_of(trained, batch, turn.key)
+        else:
+
+            def micro_step(carry: tuple, piece: tuple) -> tuple[tuple, None]:
+                index, micro = piece
+                found = grad_of(trained, micro, jax.random.fold_in(turn.key, index))
+                return jax.tree.map(lambda t, x: t + x.astype(t.dtype), carry, found), None
+
+            first = jax.tree.map(lambda x: x[0], batch)
+            like = jax.eval_shape(grad_of, trained, first, turn.key)
+            none = (
+                jax.tree.map(lambda s: jnp.zeros(s.shape, jnp.float32), like[0]),
+                jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), like[1]),
+            )
+            items = (jnp.arange(self.pieces), batch)
+            (grads, sums), _ = lax.scan(micro_step, none, items)
+        grads = jax.tree.map(lambda g: g.astype(jnp.float32), grads)
+        errors = None if turn.errors is None else led(turn.errors)
+        grads, errors = self.exchange.scatter_local(grads, wire_key, turn.step, errors)
+        grads = map_words(functools.partial(add_copies, self.layout), self.parts.axes, grads)
+        errors = None if errors is None else lead(errors)
+        return Gradients(self._total(sums), grads, copies, squares, errors)
+
+    def _weights(self, params: Tree, copies: Tree, key: Array | None) -> tuple[Tree, Tree, Array]:
+        """Returns (whole weights in the type of compute, the new copies, squares)."""
+        exchange = self.exchange
+        if copies is None and exchange.wire.difference:  # an evaluation: nothing is quantized
+            exchange = dataclasses.replace(exchange, wire=PLAIN)
+        used, new, squares = exchange.gather_local(params, copies, key)
+        cast = lambda x: x.astype(self.dtype if x.ndim > 1 else x.dtype)  # noqa: E731
+        return jax.tree.map(cast, used), new, squares
+
+    def _total(self, sums: LossSums) -> LossSums:
+        axes = self.layout.live(BATCH_AXES)
+        return jax.tree.map(lambda x: lax.psum(x, axes), sums) if axes else sums
+
+    def _specs(self) -> Tree:
+        return map_words(lambda words: self.layout.stored(*words), self.parts.axes)

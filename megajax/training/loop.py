@@ -7,7 +7,7 @@ up. Checkpoints hang off the loop, never inside the step.
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -19,7 +19,6 @@ from megajax.checkpoint.memory_tier import MemoryTier
 from megajax.core import mesh
 from megajax.core.errors import TEMPORARY, UserError
 from megajax.core.tree import Tree, named_leaves
-from megajax.data.loader import Loader
 from megajax.monitor.console import Console
 from megajax.monitor.faults import Injector
 from megajax.monitor.meter import Meter
@@ -32,7 +31,7 @@ from megajax.training.profiler import Profiler
 from megajax.training.pulse import Pulse
 from megajax.training.resume import KEPT
 from megajax.training.state import TrainState
-from megajax.training.step import TrainStep
+from megajax.training.step import StorageOrder
 
 Stop = Literal["done", "signal"]
 
@@ -65,14 +64,48 @@ class Hook(Protocol):
         ...
 
 
+class Step(Protocol):
+    """What the loop asks of a step. A `TrainStep` is one; a run of several models brings another.
+
+    step(state, batch) -> (state, metrics), of which `loss` and `grad_norm` decide whether it is
+    finite; every scalar is recorded. state: any pytree with `step`, the number of finished steps.
+    leaf_norms among the metrics and leaf_names name a bad gradient. storage: what a checkpoint says
+    of the state. agree(state): whether replicas hold the same bits.
+    """
+
+    @property
+    def step(self) -> Callable[[Any, Any], tuple[Any, dict[str, jax.Array]]]: ...  # noqa: D102
+
+    @property
+    def storage(self) -> StorageOrder: ...  # noqa: D102
+
+    @property
+    def leaf_names(self) -> tuple[str, ...]: ...  # noqa: D102
+
+    @property
+    def agree(self) -> Callable[[Any], Any]: ...  # noqa: D102
+
+
+class Batches(Protocol):
+    """Endless batches. position: what a checkpoint says of the data, a count of rows consumed.
+    rows_per_batch: by how much a batch moves it."""
+
+    position: int
+    rows_per_batch: int
+
+    def __next__(self) -> Any:
+        """Returns the next batch."""
+        ...
+
+
 @dataclasses.dataclass
 class Run:
     """What the loop works on. identity: of the data. hooks: called in this order."""
 
     cfg: JobConfig
-    train_step: TrainStep
+    train_step: Step
     state: TrainState
-    loader: Loader
+    loader: Batches
     checkpoints: CheckpointManager
     profile_dir: Path
     recorder: Recorder
@@ -90,8 +123,9 @@ class Run:
 
 def data_state(run: Run) -> dict[str, Any]:
     """Returns what a checkpoint says of the data: the position is one global count of rows."""
-    kept = {KEPT: dict(run.train_step.kept)} if run.train_step.kept else {}
-    return {"rows": run.loader.position} | kept | run.identity
+    exchange = dict(run.train_step.storage.exchange)
+    named = {KEPT: exchange} if exchange else {}
+    return {"rows": run.loader.position} | named | run.identity
 
 
 def train(run: Run) -> Stop:
@@ -189,7 +223,7 @@ def _due(step: int, every: int) -> bool:
 def _keep(run: Run, step: int, saves: bool, copies: bool) -> None:
     """Saves the state to storage, or copies it into memory, or both."""
     run.faults.delay("save", step)
-    rows = run.train_step.rows
+    rows = run.train_step.storage.layers
     if copies and run.memory is not None:
         run.memory.put(step, run.state, data_state(run), rows)
     if saves:
@@ -203,17 +237,10 @@ def _finish(run: Run, step: int, metrics: dict[str, jax.Array]) -> None:
     pulse = {} if run.pulse is None else run.pulse.finish(step)
     values = {k: np.asarray(v) for k, v in metrics.items()}
     loss, norm = float(values["loss"]), float(values["grad_norm"])
-    tokens = run.cfg.train.global_batch * run.cfg.train.seq_len
-    row = {
-        "loss": loss,
-        "grad_norm": norm,
-        "lr": float(values["lr"]),
-        "tokens": tokens,
-        "targets": int(values["targets"]),
-    }
+    row = {k: v.item() for k, v in values.items() if v.ndim == 0}
+    row[run.meter.work.unit] = run.meter.work.units_per_step
     run.timers.loss = loss
     row |= run.timers.drain() | pulse
-    row |= {k: v.item() for k, v in values.items() if k.startswith(("accuracy", "moe_", "wire_"))}
     run.recorder.emit(step, row | run.meter.finish(step, loss) | run.skew.finish(step))
     if not (math.isfinite(loss) and math.isfinite(norm)):
         own = bad_leaves(run.state)

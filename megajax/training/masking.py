@@ -166,7 +166,10 @@ def mask_optimizer(
         grads, own = inner.observe(grads, state.inner, params)
         return grads, state._replace(inner=own)
 
-    return dataclasses.replace(inner, init=init, update=update, observe=look)
+    def mean(state: Masked, params: Tree) -> Tree:
+        return keep(state.masks, inner.mean(state.inner, params))
+
+    return dataclasses.replace(inner, init=init, update=update, observe=look, mean=mean)
 
 
 def keep(masks: Tree, tree: Tree) -> Tree:

@@ -73,7 +73,7 @@ class Measure:
         """Evaluates, records, samples."""
         seq_len = self._cfg.train.seq_len
         rows = held_out_rows(self._corpora, seq_len, evaluated_rows(self._cfg))
-        row = evaluate(self._step, state.params, self._batches(), self._corpora, rows)
+        row = evaluate(self._step, self._step.weights(state), self._batches(), self._corpora, rows)
         if row:
             self._recorder.emit(step, row)
         if self._cfg.eval.sample_tokens:
@@ -93,7 +93,7 @@ class Measure:
 
         The engine keeps its compiled programs from one call to the next, and no memory of a device.
         """
-        cfg, params = self._cfg, self._step.natural(state.params)
+        cfg, params = self._cfg, self._step.storage.natural(self._step.weights(state))
         room = min(cfg.eval.sample_tokens, cfg.model.max_positions - len(self._prompt))
         if self._engine is None:
             pages = -(-(len(self._prompt) + room) // PAGE) + 1

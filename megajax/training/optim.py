@@ -1,4 +1,4 @@
-"""AdamW, LAMB and Muon over stacked, sharded parameters; named learning-rate schedules.
+"""AdamW, LAMB, Muon and SGD over stacked, sharded parameters; named learning-rate schedules.
 
 Each optimizer is an optax chain: a direction, decoupled weight decay, (LAMB: trust ratio), the
 learning rate. Two things optax does not do, so they are here: LAMB's trust ratio per layer slice of
@@ -8,6 +8,7 @@ batches); Muon (Jordan et al. 2024) with Moonlight's scale (arXiv 2502.16982 sec
 one learning rate and weight decay serve all leaves; WSD arXiv 2404.06395.
 """
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -22,7 +23,7 @@ from megajax.core.layout import Layout, Words
 from megajax.core.limits import EPS
 from megajax.core.needs import equal, other_than
 from megajax.core.tree import Tree
-from megajax.models.parts import LAYERS, TOWER, map_words
+from megajax.models.parts import FEATURES, LAYERS, TOWER, map_words
 
 STACK_WORDS = (LAYERS, TOWER, "expert")  # dimensions that count independent weights
 SLOWEST = 0.99999  # (chosen) decay of a moment: nearer to 1, float32 makes it 1 and divides by 0
@@ -32,7 +33,7 @@ SLOWEST = 0.99999  # (chosen) decay of a moment: nearer to 1, float32 makes it 1
 class OptimConfig(Checked, section="optim"):
     """Optimizer and schedule."""
 
-    name: Literal["adamw", "lamb", "muon"] = option("adamw", "optimizer")
+    name: Literal["adamw", "lamb", "muon", "sgd"] = option("adamw", "optimizer")
     lr: float = option(3e-3, "peak learning rate", at_least=0)
     schedule: Literal["cosine", "linear", "wsd", "constant"] = option(
         "cosine", "course of the learning rate after the warm-up"
@@ -53,18 +54,26 @@ class OptimConfig(Checked, section="optim"):
         at_most=1,
     )
     beta1: float = option(
-        0.9, "decay of the first moment; muon: momentum", at_least=0, at_most=SLOWEST
+        0.9, "decay of the first moment; muon, sgd: momentum", at_least=0, at_most=SLOWEST
     )
     beta2: float = option(0.95, "decay of the second moment", at_least=0, at_most=SLOWEST)
     eps: float = option(1e-8, "number that is added to the root of the second moment", at_least=EPS)
     weight_decay: float = option(
-        0.1, "decoupled weight decay, on matrices and embeddings only", at_least=0
+        0.1,
+        "weight decay, on matrices and embeddings only; decoupled, of sgd added to the gradient",
+        at_least=0,
     )
     clip: float = option(1.0, "largest global gradient norm; 0: no clipping", at_least=0)
     lamb_scope: Literal["matrices", "all"] = option(
         "matrices",
         "lamb: what has trust ratio and weight decay; all: norms and biases too",
         needs=equal("name", "lamb"),
+    )
+    ema: float = option(
+        0.0,
+        "decay of a running mean of the weights, which evaluations and samples use; 0: none",
+        at_least=0,
+        at_most=SLOWEST,
     )
 
 
@@ -111,13 +120,15 @@ def make_schedule(cfg: OptimConfig, steps: int) -> optax.Schedule:
 
 
 def is_matrix(words: Words) -> bool:
-    """Tells matrices and embeddings, which decay, from norms and biases, which do not."""
-    return "embed" in words and len([w for w in words if w not in STACK_WORDS]) > 1
+    """Tells matrices, kernels of convolutions and embeddings, which decay, from norms and biases,
+    which do not."""
+    inner = [w for w in words if w not in STACK_WORDS]
+    return ("embed" in words or FEATURES in words) and len(inner) > 1
 
 
 def is_hidden_matrix(words: Words) -> bool:
     """Tells the matrices between embedding and head, which Muon orthogonalises."""
-    return is_matrix(words) and not {"vocab", "positions"} & set(words)
+    return is_matrix(words) and not {"vocab", "positions", FEATURES} & set(words)
 
 
 def _observe_nothing(grads: Tree, state: Any, params: Tree) -> tuple[Tree, Any]:
@@ -130,13 +141,15 @@ class Optimizer:
 
     What happens between gradients and update wraps one (training/masking.py).
     observe(grads, state, params) -> (grads, state): called first, before the norm is taken and
-    gradients are clipped. rate(step) -> learning rate, for whoever reports it.
+    gradients are clipped. rate(step) -> the learning rate that is reported. mean(state, params) ->
+    the weights that evaluations use.
     """
 
     init: Callable[[Tree], Any]
     update: Callable[..., tuple[Tree, Any]]
     observe: Callable[[Tree, Any, Tree], tuple[Tree, Any]] = _observe_nothing
     rate: optax.Schedule = lambda step: jnp.nan
+    mean: Callable[[Any, Tree], Tree] = lambda state, params: params
 
 
 def make_optimizer(
@@ -152,7 +165,8 @@ def make_optimizer(
     of the configuration. Gradients must already be clipped.
     """
     schedule = make_schedule(cfg, steps) if schedule is None else schedule
-    return Optimizer(*_chain(cfg, axes, layout, schedule), rate=schedule)
+    optimizer = Optimizer(*_chain(cfg, axes, layout, schedule), rate=schedule)
+    return average_weights(optimizer, cfg.ema) if cfg.ema else optimizer
 
 
 def _chain(
@@ -163,6 +177,8 @@ def _chain(
     everything = cfg.lamb_scope == "all"
     decay = optax.add_decayed_weights(cfg.weight_decay, mask=None if everything else matrices)
     rate = _promoting(optax.scale_by_learning_rate(schedule))
+    if cfg.name == "sgd":  # as torch.optim.SGD: the decay is part of the gradient
+        return optax.chain(decay, optax.trace(cfg.beta1), rate)
     if cfg.name == "lamb":
         return optax.chain(adam, decay, scale_by_trust_ratio(axes, everything), rate)
     if cfg.name == "muon":
@@ -180,6 +196,46 @@ def _promoting(inner: optax.GradientTransformation) -> optax.GradientTransformat
             return inner.update(updates, state, params)
 
     return optax.GradientTransformation(inner.init, update)
+
+
+class Averaged(NamedTuple):
+    """mean: float32, like the parameters. count: int32, updates in it. inner: the optimizer's own
+    state."""
+
+    mean: Tree
+    count: jax.Array
+    inner: Any
+
+
+def average_weights(inner: Optimizer, decay: float) -> Optimizer:
+    """Wraps an optimizer so that it keeps a running mean of the weights.
+
+    mean <- d mean + (1 - d) weights after each update, d = min(decay, (1 + n) / (10 + n)) at update
+    n from 1, so that the first weights do not dominate a short run (as TensorFlow's
+    ExponentialMovingAverage does).
+    """
+
+    def init(params: Tree) -> Averaged:
+        mean = jax.tree.map(lambda w: w.astype(jnp.float32) + 0, params)  # buffers of its own
+        return Averaged(mean, jnp.zeros((), jnp.int32), inner.init(params))
+
+    def update(updates: Tree, state: Any, params: Tree | None = None, **_: Any) -> Any:
+        if params is None:
+            raise ValueError("a mean needs the parameters: update(grads, state, params)")
+        updates, own = inner.update(updates, state.inner, params)
+        count = state.count + 1
+        n = count.astype(jnp.float32)
+        d = jnp.minimum(decay, (1 + n) / (10 + n))
+        mean = jax.tree.map(lambda m, w, u: d * m + (1 - d) * (w + u), state.mean, params, updates)
+        return updates, Averaged(mean, count, own)
+
+    def observe(grads: Tree, state: Any, params: Tree) -> tuple[Tree, Averaged]:
+        grads, own = inner.observe(grads, state.inner, params)
+        return grads, state._replace(inner=own)
+
+    return dataclasses.replace(
+        inner, init=init, update=update, observe=observe, mean=lambda state, params: state.mean
+    )
 
 
 # ---- LAMB

@@ -47,11 +47,12 @@ def write_report(
     attempt("curve.png", lambda: draw_curve(folder / "curve.png", train, held_out, caption(facts)))
     steps = sorted(train)
     times = sorted(train[s]["step_time_s"] for s in steps[1:]) or [train[steps[0]]["step_time_s"]]
+    newest, unit = train[steps[-1]], unit_of(train)
     figures: dict[str, Any] = {
         "steps": steps[-1],
         "last_10_loss": last_loss(train),
         "median_step_time_s": times[len(times) // 2],
-        "tokens_per_s": train[steps[-1]]["tokens"] / times[len(times) // 2],
+        f"{unit}_per_s": newest[unit] / times[len(times) // 2],
     }
     if held_out:
         figures["eval_step"] = max(held_out)
@@ -77,6 +78,12 @@ def write_report(
     attempt("summary.md", lambda: write_whole(folder / "summary.md", text))
     attempt("summary.json", lambda: write_whole(folder / "summary.json", whole))
     return figures
+
+
+def unit_of(train: Mapping[int, Mapping[str, Any]]) -> str:
+    """Returns what the steps of a run count: 'tokens', 'images', ..."""
+    rates = (n for n in train[min(train)] if n.endswith("_per_s"))
+    return next(rates, "tokens_per_s").removesuffix("_per_s")
 
 
 def _rows(metrics: Path) -> tuple[dict[int, dict], dict[int, dict]]:
@@ -119,7 +126,8 @@ def title(train: dict[int, dict], held_out: dict[int, dict]) -> str:
     """Returns what the curve claims: the summary's figures, each with the steps that it is of."""
     mean, steps = last_loss(train), sorted(train)[-LAST:]
     span = f"mean of steps {steps[0]} to {steps[-1]}" if len(steps) > 1 else f"step {steps[0]}"
-    said = f"training loss {mean:.2f} nats ({span})" if mean is not None else "loss not finite"
+    nats = " nats" if unit_of(train) == "tokens" else ""
+    said = f"training loss {mean:.2f}{nats} ({span})" if mean is not None else "loss not finite"
     if held_out:
         bits = held_out[max(held_out)].get("eval_bits_per_byte")
         if bits is not None:
@@ -147,7 +155,8 @@ def draw_curve(
         losses = [held_out[s]["eval_loss"] for s in at]
         axes.plot(at, losses, "o-", color=HELD_OUT, lw=1.4, ms=4, label="held out")
     unit = "token" if all("eval_accuracy" not in r for r in held_out.values()) else "prediction"
-    axes.set(xlabel="optimizer step", ylabel=f"cross-entropy (nats per {unit})")
+    loss = f"cross-entropy (nats per {unit})" if unit_of(train) == "tokens" else "loss"
+    axes.set(xlabel="optimizer step", ylabel=loss)
     axes.set_title(title(train, held_out), fontsize=11)
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)

@@ -23,7 +23,7 @@ from megajax.training.step import TrainStep
 
 # The members of optim that decide the learning rate, with train.steps.
 COURSE = ("lr", "schedule", "warmup", "final", "decay")
-KEPT = "exchange"  # the member of a data_state that has TrainStep.kept
+KEPT = "exchange"  # the member of a data_state that has StorageOrder.exchange
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,7 +79,7 @@ def begin(
         )
     state = train_step.init(cfg.train.seed)
     if cfg.init_from is not None:
-        params = train_step.arranged(cfg.given_params(train_step.layout, state.params))
+        params = train_step.storage.arranged(cfg.given_params(train_step.layout, state.params))
         return _given(train_step, state, params, f"weights from {cfg.init_from}")
     return Start(state, 0, "initialised")
 
@@ -101,7 +101,7 @@ def _go_on(
         return _given(train_step, state, restored["params"], f"weights imported from {imported}")
     how = _resumed(step, cfg, str(checkpoints.folder))
     like = _like(train_step, data)
-    left_out = _holds(data) != train_step.kept
+    left_out = _holds(data) != train_step.storage.exchange
     restored = checkpoints.restore(
         step, like=like, partial=left_out, order=_order(train_step, like)
     )
@@ -162,7 +162,7 @@ def _model_changes(cfg: JobConfig) -> list[str]:
 
 
 def _holds(data: dict[str, Any]) -> dict[str, Any]:
-    """Returns what a checkpoint says of the copies and errors in it, as TrainStep.kept."""
+    """Returns what a checkpoint says of the copies and errors in it, as StorageOrder.exchange."""
     held = data.get(KEPT)
     return held if isinstance(held, dict) else {}
 
@@ -170,7 +170,7 @@ def _holds(data: dict[str, Any]) -> dict[str, Any]:
 def _like(train_step: TrainStep, data: dict[str, Any]) -> dict[str, Any]:
     """Returns what to ask a checkpoint for: copies and errors only where it has this run's."""
     held = _holds(data)
-    other = [k for k in ("copies", "errors") if held.get(k) != train_step.kept.get(k)]
+    other = [k for k in ("copies", "errors") if held.get(k) != train_step.storage.exchange.get(k)]
     return vars(train_step.abstract_state) | dict.fromkeys(other)
 
 
@@ -187,10 +187,10 @@ def _completed(
 
     New copies are the masters in the type of compute: the same bits on all devices.
     """
-    state, held, own, notes = TrainState(**restored), _holds(data), train_step.kept, []
+    state, held, own, notes = TrainState(**restored), _holds(data), train_step.storage.exchange, []
     lacks = [k for k in own if own[k] is not None and getattr(state, k) is None]
     if lacks:
-        made = dict(zip(("copies", "errors"), train_step.beside(state.params), strict=True))
+        made = dict(zip(("copies", "errors"), train_step.init_exchange(state.params), strict=True))
         state = dataclasses.replace(state, **{k: made[k] for k in lacks})
     if "copies" in lacks:
         was = "it has none" if held.get("copies") is None else f"it has {held['copies']} ones"
@@ -209,8 +209,8 @@ def _given(train_step: TrainStep, state: TrainState, params: Any, how: str) -> S
     """Returns a start from a first state with other parameters, which its copies and errors
     follow. how: which way it began."""
     state = dataclasses.replace(state, params=params)
-    if train_step.kept:
-        copies, errors = train_step.beside(params)
+    if train_step.storage.exchange:
+        copies, errors = train_step.init_exchange(params)
         state = dataclasses.replace(state, copies=copies, errors=errors)
     if state.copies is not None:
         how += "; copies of the weights are made of them"

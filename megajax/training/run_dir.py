@@ -35,7 +35,7 @@ FREE = (
     "train.segments", "train.global_batch", "new_head", "data.prefetch", "fault", "told_code",
     "overlap", "wire", "exchange",
 )  # fmt: skip
-FIXED = ("optim.name",)  # among those: another optimizer has another state
+FIXED = ("optim.name", "optim.ema")  # among those: another optimizer has another state
 NOT_IN_NAME = (
     "run_dir", "log", "profile", "cache_dir", "data.prefetch", "data.hash_gib", "fault",
     "told_code", "checkpoint.memory_every_steps", "checkpoint.dir", "checkpoint.verify_saves",
@@ -60,7 +60,9 @@ class RunDir:
     elsewhere: str | None = None
     former: Any = None
 
-    def begin(self, cfg: JobConfig, tokenizer: Tokenizer, labels: Sequence[str] = ()) -> None:
+    def begin(
+        self, cfg: JobConfig, tokenizer: Tokenizer | None, labels: Sequence[str] = ()
+    ) -> None:
         """Makes the folder and writes what it takes to use the run elsewhere: the configuration,
         the tokenizer and the names of a classifier's classes. Called once everything else is known
         to work.

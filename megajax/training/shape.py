@@ -53,6 +53,7 @@ def step_shape(
         remat=train.keeps,
         loss_chunks=max(train.loss_chunks, 1) if phase == "train" else 1,
         optimizer=cfg.optim.name,
+        averages=cfg.optim.ema > 0,
         fused_attention=fused_attention,
         local_gradients=stages > 1 and pipeline.gradients == "local",
         pipeline=schedule,

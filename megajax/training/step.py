@@ -10,6 +10,8 @@ Legend: A micro-batches, B rows of one, S positions.
 """
 
 import dataclasses
+import difflib
+import fnmatch
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -21,17 +23,25 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from megajax.core.errors import UserError
 from megajax.core.layout import Layout, Words
 from megajax.core.mesh import memory_bytes
-from megajax.core.tree import Tree, is_words, name, named_leaves, owner
+from megajax.core.tree import Tree, is_words, name, named_leaves, nest, owner
 from megajax.layers.losses import LossSums, MoeSums
 from megajax.models.parts import Batch, ModelParts, is_layered, map_words
 from megajax.parallel import local, sharding, tensor, zero
+from megajax.parallel.buckets import PLAIN
 from megajax.parallel.exchange import Exchange
-from megajax.parallel.moves import first_errors
+from megajax.parallel.moves import Gradients, first_errors
 from megajax.parallel.overlap import compiler_options
 from megajax.parallel.pipeline import Pipeline, layer_order
-from megajax.training.gradients import Gradients, exchange_of, pipelined, without_stages
+from megajax.training.gradients import (
+    Differentiate,
+    LocalNetwork,
+    exchange_of,
+    pipelined,
+    without_stages,
+)
 from megajax.training.optim import Optimizer
 from megajax.training.shape import is_open, resolved
 from megajax.training.state import TrainState
@@ -39,41 +49,79 @@ from megajax.training.task import Leaf, Task
 
 
 @dataclasses.dataclass(frozen=True)
+class StorageOrder:
+    """In which order a run holds layers and tokens, and what else a checkpoint must say of it.
+
+    layers: {leaf of a state: the model's layer at each place}, of the leaves whose layers are not
+    held in the model's order (interleaved pipeline stages); checkpoints are written in the model's
+    order by it. tokens: which token of a row lies at each of its places (context parallelism);
+    None: as they come. chunks: of a pipeline's stage. natural(tree), arranged(tree): a state or
+    parameters with the layers in the model's order, and in the run's. exchange: what a checkpoint
+    says of the copies and errors in it (JSON); a run of another exchange makes its own.
+    """
+
+    layers: Mapping[str, Sequence[int]]
+    tokens: np.ndarray | None
+    chunks: int
+    natural: Callable[[Any], Any]
+    arranged: Callable[[Any], Any]
+    exchange: Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
 class TrainStep:
     """The jitted functions of a run and what they take.
 
-    init(seed) -> state. step(state, batch) -> (state, metrics); it donates the state.
-    beside(params) -> (copies, errors) of a TrainState, for parameters that no step made.
-    agree(state) -> for each leaf whether all devices with the same part of it hold the same bits.
-    evaluate(params, batch) -> LossSums. abstract_state and abstract_batch: ShapeDtypeStructs with
-    shardings. order: which token of a row lies at each of its places, for whoever places a batch;
-    None: as they come. leaf_names: of metrics['leaf_norms'], in its order. natural(tree),
-    arranged(tree): a state or parameters with the layers in the model's order, and in the order in
-    which interleaved pipeline stages hold them; else the same. rows: of the leaves of a state whose
-    layers are not held in the model's order, the model's layer at each place. kept: what a
-    checkpoint must say of the copies and errors in it (JSON): a run of another one makes its own.
-    exchange: between masters and weights in use; None: the model gathers these itself. chunks: of
-    a pipeline's stage.
+    init(seed) -> state. step(state, batch) -> (state, metrics); it donates the state, and is
+    `apply(state, gradients(state, batch))` in one program. gradients(state, batch) -> Gradients,
+    whose sums and gradients are over the whole step. apply(state, gradients) -> (state, metrics)
+    donates the state. init_exchange(params) -> (copies, errors) of a TrainState, for parameters
+    that were loaded. agree(state) -> for each leaf whether all devices with the same part of it
+    hold the same bits. evaluate(params, batch) -> LossSums. abstract_state, abstract_batch:
+    ShapeDtypeStructs with shardings; abstract_batches: of all shapes in which a batch may come.
+    leaf_names: of metrics['leaf_norms'], in its order: the
+    parameters that are trained. exchange: between masters and weights in use; None: the model
+    gathers these itself.
     """
 
+    task: Task
     init: Callable[[int], TrainState]
     step: Callable[[TrainState, Batch], tuple[TrainState, dict[str, jax.Array]]]
+    gradients: Callable[[TrainState, Batch], Gradients]
+    apply: Callable[[TrainState, Gradients], tuple[TrainState, dict[str, jax.Array]]]
     evaluate: Callable[[Tree, Batch], LossSums]
-    natural: Callable[[Any], Any]
-    arranged: Callable[[Any], Any]
     parts: ModelParts
     layout: Layout
+    optimizer: Optimizer
+    storage: StorageOrder
     abstract_state: TrainState
     abstract_batch: dict[str, jax.ShapeDtypeStruct]
     abstract_eval_batch: dict[str, jax.ShapeDtypeStruct]
-    order: np.ndarray | None
+    abstract_batches: tuple[dict[str, jax.ShapeDtypeStruct], ...]
     leaf_names: tuple[str, ...]
-    beside: Callable[[Tree], tuple[Tree, Tree]]
+    init_exchange: Callable[[Tree], tuple[Tree, Tree]]
     agree: Callable[[TrainState], TrainState]
-    rows: Mapping[str, Sequence[int]] = dataclasses.field(default_factory=dict)
-    kept: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     exchange: Exchange | None = None
-    chunks: int = 1
+
+    @property
+    def rows(self) -> Mapping[str, Sequence[int]]:
+        """Returns storage.layers, the `order` that CheckpointManager takes."""
+        return self.storage.layers
+
+    @property
+    def order(self) -> np.ndarray | None:
+        """Returns storage.tokens, the `order` that Loader takes."""
+        return self.storage.tokens
+
+    def weights(self, state: TrainState) -> Tree:
+        """Returns the parameters that evaluations and samples use: the running mean, if the
+        optimizer keeps one (--optim.ema)."""
+        params = state.params
+        return self.parts.joined(self.optimizer.mean(state.opt, self.parts.trained(params)), params)
+
+    def metrics(self, sums: LossSums, total: Any) -> dict[str, jax.Array]:
+        """Returns what the task reports of sums over `total` predictions, `loss` among it."""
+        return _metrics(self.task, sums, total)
 
 
 def make_train_step(
@@ -85,8 +133,10 @@ def make_train_step(
     """Builds the step of a configuration on a mesh.
 
     Args: cfg: a training.config.JobConfig. task: what is trained; None: what the configuration
-      itself describes, `cfg.task()`. optimizer(words of the parameters, layout): None: that of the
-      configuration, `cfg.optimizer`.
+      itself describes, `cfg.task()`. optimizer(words of the trained parameters, layout): None: that
+      of the configuration, `cfg.optimizer`.
+    Raises: UserError for a mesh that cannot cut the model, and for a --train.freeze that names no
+      parameter, or all of them.
     """
     if is_open(cfg):
         cfg = resolved(cfg, dict(mesh.shape), memory_bytes(mesh))
@@ -101,53 +151,148 @@ def make_train_step(
             segments=cfg.train.segments or None,
         )  # fmt: skip
         parts = task.parts(layout, how(layout))
+        trains = trained_leaves(task, cfg.train.freeze, parts.axes)
+        parts = dataclasses.replace(parts, trains=trains)
 
         def objective(sums: LossSums, total: jax.Array) -> jax.Array:
-            return task.objective(sums, total, pieces)
+            value = task.objective(sums, total)
+            return value if sums.moe is None else value + sums.moe.penalty.sum() / pieces
 
         exchange, used = exchange_of(cfg, parts, layout), parts
-        if exchange is not None:
-            used = task.parts(exchange.used, how(exchange.used))
-        loss, options = parts.loss, compiler_options(cfg.overlap, mesh)
-        if stages > 1:
-            pipe = _pipeline(cfg, task, layout, exchange)
+        options = compiler_options(cfg.overlap, mesh)
+        if parts.network is not None:
+            network = _network(cfg, task, parts, layout, exchange, pieces)
+            loss, differentiate = network.sums, network.differentiate(objective)
+            order = np.arange(0)
+        elif stages > 1:
+            pipe = _pipeline(cfg, task, trains, layout, exchange)
             loss, options = pipe.sums, pipe.compiler_options
-            gradients = pipelined(pipe, objective)
+            differentiate = pipelined(pipe, objective)
+            order = layer_order(parts.layers, stages, cfg.pipeline.chunks)
         else:
-            gradients = without_stages(cfg, used, exchange, objective)
-        rule = (optimizer or cfg.optimizer)(parts.axes, layout)
-        step = functools.partial(_step, cfg, pieces, parts, gradients, rule)
-        order = layer_order(parts.layers, stages, cfg.pipeline.chunks)
-        beside = functools.partial(_beside, cfg, exchange, parts.stack)
-        init = functools.partial(_init, parts, layout, rule, order, beside)
+            if exchange is not None:
+                used = task.parts(exchange.used, how(exchange.used))
+                used = dataclasses.replace(used, trains=trains)
+            loss = parts.loss
+            differentiate = without_stages(cfg, used, exchange, objective)
+            order = np.arange(parts.layers)
+        rule = (optimizer or cfg.optimizer)(parts.trained(parts.axes), layout)
+        gradients = functools.partial(_gradients, cfg, task, differentiate)
+        apply = functools.partial(_apply, cfg, task, pieces, parts, rule)
+        stack = parts.stack if parts.layers else ""
+        init_exchange = functools.partial(_init_exchange, cfg, exchange, stack)
+        init = functools.partial(_init, cfg, parts, layout, rule, order, init_exchange)
         abstract = _with_shardings(jax.eval_shape(init, 0), mesh)
+
+    def step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
+        return apply(state, gradients(state, batch))
 
     under_mesh = functools.partial(_under, mesh)
     return TrainStep(
+        task=task,
         init=under_mesh(jax.jit(init, static_argnums=0, compiler_options=_once(mesh))),
         step=under_mesh(jax.jit(step, donate_argnums=0, compiler_options=options)),
+        gradients=under_mesh(jax.jit(gradients, compiler_options=options)),
+        apply=under_mesh(jax.jit(apply, donate_argnums=0, compiler_options=options)),
         evaluate=under_mesh(jax.jit(loss, compiler_options=options)),
-        natural=under_mesh(_reorder(np.argsort(order), parts.axes)),
-        arranged=under_mesh(_reorder(order, parts.axes)),
         parts=parts,
         layout=layout,
+        optimizer=rule,
+        storage=StorageOrder(
+            layers=_rows(order, parts.axes, abstract),
+            tokens=cfg.context.order_of(cfg.train.seq_len, mesh.shape["context"]),
+            chunks=cfg.pipeline.chunks,
+            natural=under_mesh(_reorder(np.argsort(order), parts.axes)),
+            arranged=under_mesh(_reorder(order, parts.axes)),
+            exchange=_exchange_state(cfg, exchange, abstract),
+        ),
         abstract_state=abstract,
         abstract_batch=_abstract_batch(cfg, task.batch, layout, pieces),
         abstract_eval_batch=_abstract_batch(cfg, task.batch, layout, pieces, stages > 1),
-        order=cfg.context.order_of(cfg.train.seq_len, mesh.shape["context"]),
-        leaf_names=tuple(n for n, _ in named_leaves(abstract.params)),
-        rows=_rows(order, parts.axes, abstract),
-        beside=under_mesh(jax.jit(beside, compiler_options=_once(mesh))),
+        abstract_batches=tuple(
+            _abstract_batch(cfg, members, layout, pieces)
+            for members in (task.batch, *task.more_batches)
+        ),
+        leaf_names=tuple(n for n, _ in named_leaves(parts.trained(abstract.params))),
+        init_exchange=under_mesh(jax.jit(init_exchange, compiler_options=_once(mesh))),
         agree=under_mesh(jax.jit(functools.partial(_agree, mesh, abstract))),
-        kept=_kept(cfg, exchange, abstract),
         exchange=exchange,
-        chunks=cfg.pipeline.chunks,
     )
 
 
-def _pipeline(cfg: Any, task: Task, layout: Layout, exchange: Exchange | None) -> Pipeline:
+def trained_leaves(task: Task, freeze: str, axes: Tree) -> Tree:
+    """Returns a tree of bools like the parameters, False where a leaf is not trained; None: all.
+
+    freeze: --train.freeze: names separated by commas. Each is a dotted name of a parameter or of a
+    part of the model, or a shell pattern of such names ('blocks.*.norm').
+    Raises: UserError for a name that no parameter has, and where nothing is left to train.
+    """
+    names = [n for n, _ in named_leaves(axes, is_words)]
+    frozen: set[str] = set()
+    for pattern in filter(None, (p.strip() for p in freeze.split(","))):
+        parts = [n for n in names if _matches(n, pattern)]
+        if not parts:
+            known = sorted({n.split(".")[0] for n in names})
+            near = difflib.get_close_matches(pattern, {*known, *names}, 1)
+            hint = f"; nearest: {near[0]}" if near else ""
+            raise UserError(
+                f"train.freeze={freeze}: no parameter's name begins with {pattern}, or matches it; "
+                f"the model has {', '.join(known)}{hint} (--train.freeze)"
+            )
+        frozen |= {*parts}
+    trains = {
+        n: n not in frozen and task.trains(n, words) for n, words in named_leaves(axes, is_words)
+    }
+    if not any(trains.values()):
+        raise UserError(
+            f"train.freeze={freeze or 'none'}: no parameter is left to train (--train.freeze)"
+        )
+    return None if all(trains.values()) else nest(trains)
+
+
+def _matches(name: str, pattern: str) -> bool:
+    """Tells whether a pattern is that of the parameter's name or of a part that it lies in."""
+    parts = name.split(".")
+    return any(fnmatch.fnmatchcase(".".join(parts[:i]), pattern) for i in range(1, len(parts) + 1))
+
+
+def _network(
+    cfg: Any,
+    task: Task,
+    parts: ModelParts,
+    layout: Layout,
+    exchange: Exchange | None,
+    pieces: int,
+) -> LocalNetwork:
+    """Returns what runs a network that computes its own loss. Raises: UserError for a mesh that
+    would have to cut it."""
+    for axis in ("pipe", "context"):
+        if layout.mesh.shape[axis] > 1:
+            raise UserError(
+                f"mesh.{axis}={layout.mesh.shape[axis]}: this model computes its loss by itself "
+                f"and has no layers or sequence that {axis} could cut; use 1 (--mesh.{axis})"
+            )
+    for (n, words), (_, x) in zip(
+        named_leaves(parts.axes, is_words), named_leaves(parts.abstract), strict=True
+    ):
+        ways = layout.ways(layout.rules.stored["embed"])
+        if "embed" in words and x.shape[words.index("embed")] % ways:
+            raise UserError(
+                f"{n} {tuple(x.shape)}: its dimension 'embed' must be divisible by {ways}, the "
+                "devices that cut it; use --shard.zero=none, or another word"
+            )
+    dtype = jnp.dtype(cfg.train.dtype)
+    if exchange is None:
+        exchange = Exchange(parts.axes, layout, layout, PLAIN, dtype, parts.trains)
+    rows = {n: _spec(layout, leaf, False) for n, leaf in task.batch.items()}
+    return LocalNetwork(parts, layout, exchange, rows, pieces, dtype)
+
+
+def _pipeline(
+    cfg: Any, task: Task, trains: Tree, layout: Layout, exchange: Exchange | None
+) -> Pipeline:
     how = cfg.train.attention, cfg.context, cfg.overlap, cfg.train.segments or None
-    parts = task.parts(None, local.ops(layout, *how))
+    parts = dataclasses.replace(task.parts(None, local.ops(layout, *how)), trains=trains)
     rows = {name: _spec(layout, leaf, True) for name, leaf in task.batch.items()}
     dtype = jnp.dtype(cfg.train.dtype)
     return Pipeline(parts, layout, cfg.pipeline, dtype, cfg.train.keeps, rows, exchange)
@@ -177,14 +322,15 @@ def _under(mesh: Mesh, function: Any) -> Callable:
 
 
 def _init(
+    cfg: Any,
     parts: ModelParts,
     layout: Layout,
     optimizer: Optimizer,
     order: np.ndarray,
-    beside: Callable[[Tree], tuple[Tree, Tree]],
+    init_exchange: Callable[[Tree], tuple[Tree, Tree]],
     seed: int,
 ) -> TrainState:
-    params = parts.init(jax.random.key(seed))
+    params = rest_frozen(parts, cfg.train.frozen_dtype, parts.init(jax.random.key(seed)))
 
     def place(words: Words, x: jax.Array) -> jax.Array:
         if not is_layered(words) or layout.mesh.shape["pipe"] == 1:
@@ -194,10 +340,23 @@ def _init(
 
     params = map_words(place, parts.axes, params)
     step = jnp.zeros((), jnp.int32)
-    return TrainState(params, optimizer.init(params), step, *beside(params))
+    return TrainState(params, optimizer.init(parts.trained(params)), step, *init_exchange(params))
 
 
-def _beside(cfg: Any, exchange: Exchange | None, stack: str, params: Tree) -> tuple[Tree, Tree]:
+def rest_frozen(parts: ModelParts, dtype: str, params: Tree) -> Tree:
+    """Returns the parameters with those that are not trained, if float32, in the dtype."""
+    if parts.trains is None:
+        return params
+    return jax.tree.map(
+        lambda is_trained, x: x if is_trained or x.dtype != jnp.float32 else x.astype(dtype),
+        parts.trains,
+        params,
+    )
+
+
+def _init_exchange(
+    cfg: Any, exchange: Exchange | None, stack: str, params: Tree
+) -> tuple[Tree, Tree]:
     """Returns the copies and the errors with which masters begin."""
     if exchange is None:
         return None, None
@@ -205,9 +364,9 @@ def _beside(cfg: Any, exchange: Exchange | None, stack: str, params: Tree) -> tu
     return exchange.copies(params), first_errors(exchange, params, stack, chunks)
 
 
-def _kept(cfg: Any, exchange: Exchange | None, abstract: TrainState) -> dict[str, Any]:
-    """Returns TrainStep.kept. Errors are those of a rank, a message and a transform: what decides
-    any of these is in it."""
+def _exchange_state(cfg: Any, exchange: Exchange | None, abstract: TrainState) -> dict[str, Any]:
+    """Returns StorageOrder.exchange. Errors are those of a rank, a message and a transform: what
+    decides any of these is in it."""
     if exchange is None or (abstract.copies is None and abstract.errors is None):
         return {}
     kept = {"copies": None if abstract.copies is None else str(jnp.dtype(exchange.dtype))}
@@ -284,49 +443,60 @@ def _abstract_batch(
     }
 
 
-def _step(
-    cfg: Any,
-    pieces: int,
-    parts: ModelParts,
-    gradients: Gradients,
-    optimizer: Optimizer,
-    state: TrainState,
-    batch: Batch,
-) -> tuple[TrainState, dict[str, jax.Array]]:
-    """One optimizer step. pieces: micro-batches of it."""
-    count = (batch["targets"] >= 0).sum()
+def _gradients(
+    cfg: Any, task: Task, differentiate: Differentiate, state: TrainState, batch: Batch
+) -> Gradients:
+    """The gradients of one step, of all its micro-batches."""
+    count = task.count(batch)
     total = jnp.maximum(count, 1).astype(jnp.float32)
     key = jax.random.fold_in(jax.random.key(cfg.train.seed), state.step)
-    sums, grads, copies, lack, errors = gradients(state, batch, total, key)
-    grads, opt = optimizer.observe(grads, state.opt, state.params)
+    return differentiate(state, batch, total, key)._replace(count=count)
+
+
+def _metrics(task: Task, sums: LossSums, total: Any) -> dict[str, jax.Array]:
+    found = dict(task.metrics(sums, total))
+    return found if "loss" in found else {"loss": task.objective(sums, total), **found}
+
+
+def _apply(
+    cfg: Any,
+    task: Task,
+    pieces: int,
+    parts: ModelParts,
+    optimizer: Optimizer,
+    state: TrainState,
+    gradients: Gradients,
+) -> tuple[TrainState, dict[str, jax.Array]]:
+    """The update of one optimizer step. pieces: micro-batches of it."""
+    sums, grads, copies, lack, errors, count = gradients
+    assert count is not None
+    total, trained = jnp.maximum(count, 1).astype(jnp.float32), parts.trained(state.params)
+    grads, opt = optimizer.observe(grads, state.opt, trained)
     squares = jnp.stack([jnp.sum(g * g) for g in jax.tree.leaves(grads)])
     norm = jnp.sqrt(squares.sum())
     if cfg.optim.clip > 0:
         scale = jnp.minimum(1.0, cfg.optim.clip / jnp.maximum(norm, 1e-30))
         grads = jax.tree.map(lambda g: g * scale, grads)
-    updates, opt = optimizer.update(grads, opt, state.params)
-    params = parts.settle(optax.apply_updates(state.params, updates), sums)
+    updates, opt = optimizer.update(grads, opt, trained)
+    params = parts.joined(optax.apply_updates(trained, updates), state.params)
+    params = parts.settle(params, sums)
     new = TrainState(params, opt, state.step + 1, errors=errors)
-    loss = sums.cross_entropy / total
-    finite = jnp.isfinite(loss) & jnp.isfinite(norm)
+    metrics = _metrics(task, sums, total)
+    finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(norm)
     old = dataclasses.replace(state, copies=None)
     new = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
     # Copies follow the masters that were there before the step, so they stand in any case.
     new = dataclasses.replace(new, copies=copies)
     with jax.numpy_dtype_promotion("standard"):  # optax mixes int32 and floats
         rate = optimizer.rate(state.step)
-    metrics = {
-        "loss": loss,
+    metrics |= {
         "grad_norm": norm,
-        "z_squared": sums.z_squared / total,
         "targets": count,
         "lr": jnp.asarray(rate, jnp.float32),
         "leaf_norms": jnp.sqrt(squares),
     }
     if lack is not None:
         metrics |= _wire_metrics(lack)
-    if sums.right is not None:
-        metrics["accuracy"] = sums.right / total
     return new, metrics | _moe_metrics(sums.moe, pieces)
 
 

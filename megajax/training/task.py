@@ -1,15 +1,15 @@
 """Task: what is trained, as a model family describes it to `make_train_step`.
 
-A task holds the parts of a model, the members of a batch and the objective. How it is trained
-(mesh, optimizer, precision, schedule of a pipeline) is the run's configuration. The decoder's
-pretraining is `Config.task`; a model that the library does not know brings a task of its own
-(docs/training.md).
+A task holds the parts of a model, the members of a batch, the objective, what a step reports and
+what it counts. How the model is trained (mesh, optimizer, precision, schedule of a pipeline) is the
+run's configuration. The decoder's pretraining is `Config.task`; a model that the library does not
+know brings a task of its own (docs/training.md).
 
 Legend: S positions.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -17,9 +17,10 @@ import jax
 from megajax.core.layout import Layout, Words
 from megajax.layers.losses import LossSums
 from megajax.layers.ops import Ops
-from megajax.models.parts import ModelParts
+from megajax.models.parts import Batch, ModelParts
 
-Objective = Callable[[LossSums, jax.Array, int], jax.Array]
+Objective = Callable[[LossSums, jax.Array], jax.Array]
+Metrics = Callable[[LossSums, jax.Array], Mapping[str, jax.Array]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,20 +32,60 @@ class Leaf:
     dtype: Any = "int32"
 
 
+def mean_metrics(sums: LossSums, total: jax.Array) -> dict[str, jax.Array]:
+    """Returns each scalar term of the sums over the total, under the term's name; the terms
+    `cross_entropy` and `right` are reported as `loss` and `accuracy`."""
+    names = {"cross_entropy": "loss", "right": "accuracy"}
+    return {names.get(n, n): x / total for n, x in sums.terms.items() if x.ndim == 0}
+
+
+def count_targets(batch: Batch) -> jax.Array:
+    """Returns how many targets of a batch count: those that are not below 0."""
+    return (batch["targets"] >= 0).sum()
+
+
+def train_all(name: str, words: Words) -> bool:
+    """Says of every parameter that it is trained."""
+    return True
+
+
 @dataclasses.dataclass(frozen=True)
 class Task:
     """What is trained.
 
     parts(layout, ops): the model. Called with the layout of the mesh and the Ops that put
     communication around a block; for the stages of a pipeline with None and the Ops of code inside
-    a shard_map. batch: {name: Leaf}; `targets` is among them, and one below 0 counts nothing.
-    objective(sums, total, pieces): what is differentiated, of the LossSums of one of `pieces`
-    micro-batches and of the number of targets in the whole step; linear in the sums.
+    a shard_map. batch: {name: Leaf}.
+    objective(sums, total): what is differentiated, of the LossSums of one micro-batch and of the
+    count of the whole step; linear in the sums, so that micro-batches of any sizes add up. The
+    step adds the routers' penalty itself: the mean over micro-batches of what their blocks give.
+    metrics(sums, total): {name: scalar} that a step and an evaluation report, of the sums of the
+    whole step; without `loss` among them the objective is reported as the loss.
+    count(batch): how many predictions of a batch count, int32; the step's total, at least 1.
+    unit: what throughput counts ('tokens', 'images'). row_units: how many of them a row has; None:
+    as many as its `tokens` have places, or 1 without tokens.
+    more_batches: further shapes in which a batch may come (images on other canvases), with the
+    members of `batch`.
+    trains(name, words): whether the parameter of this dotted name is trained. One that is not has
+    no gradient, no optimizer state and no part in the gradient norm.
     """
 
     parts: Callable[[Layout | None, Ops], ModelParts]
     batch: Mapping[str, Leaf]
     objective: Objective
+    metrics: Metrics = mean_metrics
+    count: Callable[[Batch], jax.Array] = count_targets
+    unit: str = "tokens"
+    row_units: int | None = None
+    more_batches: Sequence[Mapping[str, Leaf]] = ()
+    trains: Callable[[str, Words], bool] = train_all
+
+    @property
+    def units_per_row(self) -> int:
+        """Returns how many units a row of the batch has."""
+        if self.row_units is not None:
+            return self.row_units
+        return self.batch["tokens"].shape[0] if "tokens" in self.batch else 1
 
 
 def token_rows(seq_len: int, *more: str) -> dict[str, Leaf]:
@@ -55,11 +96,9 @@ def token_rows(seq_len: int, *more: str) -> dict[str, Leaf]:
 
 def mean_loss(z_loss: float = 0.0) -> Objective:
     """Returns the objective of a predictor: the mean over all predicted tokens of the step, so a
-    micro-batch with fewer of them weighs less; plus the mean over micro-batches, all of one size,
-    of the routers' penalties, which count every token. z_loss: weight of log(Z)^2."""
+    micro-batch with fewer of them weighs less. z_loss: weight of log(Z)^2."""
 
-    def objective(sums: LossSums, total: jax.Array, pieces: int) -> jax.Array:
-        value = (sums.cross_entropy + z_loss * sums.z_squared) / total
-        return value if sums.moe is None else value + sums.moe.penalty.sum() / pieces
+    def objective(sums: LossSums, total: jax.Array) -> jax.Array:
+        return (sums.cross_entropy + z_loss * sums.z_squared) / total
 
     return objective

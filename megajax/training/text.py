@@ -36,7 +36,7 @@ class Text:
 
         def batches() -> Any:
             like, most = train_step.abstract_eval_batch, evaluated_rows(self._cfg)
-            return held_out_batches(self._corpora, like, most, train_step.order)
+            return held_out_batches(self._corpora, like, most, train_step.storage.tokens)
 
         return Measure(
             self._cfg, train_step, self._corpora, self.tokenizer, recorder, console, run_dir,

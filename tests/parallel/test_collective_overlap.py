@@ -160,7 +160,7 @@ def test_nothing_asynchronous_is_compiled_where_a_kernel_may_run(monkeypatch, tm
 
 
 def test_programs_are_compiled_with_these_options(monkeypatch):
-    """The step, the evaluation and generation; not what makes the first state."""
+    """The step and its two halves, the evaluation and generation; not what makes the first state."""
     asked, got, jit = [], collections.Counter(), jax.jit
 
     def record(function, compiler_options=None, **others):
@@ -177,10 +177,10 @@ def test_programs_are_compiled_with_these_options(monkeypatch):
     cfg = run_config(mesh__tensor=2, mesh__data=1, overlap="ring")
     mesh = cfg.mesh.build()
     step.make_train_step(cfg, mesh)
-    assert (asked, got["{'marked': 1}"]) == ([("ring", mesh)], 2)
+    assert (asked, got["{'marked': 1}"]) == ([("ring", mesh)], 4)
     params = decoder.parts(cfg.model).init(jax.random.key(0))
     Engine(cfg.model, params, mesh=mesh, pages=3, overlap="ring")
-    assert (asked, got["{'marked': 1}"]) == ([("ring", mesh)] * 2, 2 + 9)
+    assert (asked, got["{'marked': 1}"]) == ([("ring", mesh)] * 2, 4 + 9)
 
 
 def test_one_function_knows_the_clique_of_a_kernel():

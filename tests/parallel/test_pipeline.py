@@ -37,9 +37,9 @@ def train(model, steps, **changes):
         state, metrics = train_step.step(state, on(train_step, host_batch(i)))
         losses.append(float(metrics["loss"]))
         if i == 0:  # the first moment is (1 - beta1) times the first gradient
-            first = train_step.natural(state.opt[0].mu)
+            first = train_step.storage.natural(state.opt[0].mu)
             gradients = jax.tree.map(lambda m: np.asarray(m) / 0.1, first)
-    params = jax.tree.map(np.asarray, train_step.natural(state.params))
+    params = jax.tree.map(np.asarray, train_step.storage.natural(state.params))
     host = host_batch(99)
     like = train_step.abstract_eval_batch
     batch = {k: jax.device_put(host[k].reshape(x.shape), x.sharding) for k, x in like.items()}
@@ -161,9 +161,9 @@ def test_interleaved_stages_hold_their_groups_and_checkpoints_know_it(tmp_path):
     plain, state = one.init(0), train_step.init(0)
     key = state.params["blocks"]["attention"]["key"]
     assert key.sharding.spec[0] == "pipe"
-    natural = train_step.natural(state)
+    natural = train_step.storage.natural(state)
     assert distance(natural.params, plain.params) == 0.0
-    assert distance(train_step.arranged(natural).params, state.params) == 0.0
+    assert distance(train_step.storage.arranged(natural).params, state.params) == 0.0
     assert (np.asarray(key)[2] == np.asarray(natural.params["blocks"]["attention"]["key"])[4]).all()
     manager = CheckpointManager(tmp_path)
     manager.save(1, state, order=train_step.rows).result()

@@ -42,9 +42,9 @@ def train(model, steps, **changes):
         state, metrics = train_step.step(state, on(train_step, host_batch(i)))
         found.append([float(metrics[k]) for k in METRICS])
         if i == 0:  # the first moment is (1 - beta1) times the first gradient
-            first = train_step.natural(state.opt[0].mu)
+            first = train_step.storage.natural(state.opt[0].mu)
             gradients = jax.tree.map(lambda m: np.asarray(m) / 0.1, first)
-    params = jax.tree.map(np.asarray, train_step.natural(state.params))
+    params = jax.tree.map(np.asarray, train_step.storage.natural(state.params))
     return np.array(found), gradients, params
 
 

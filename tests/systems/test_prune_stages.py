@@ -28,7 +28,7 @@ def build(**changes):
     step = make_train_step(cfg, cfg.mesh.build())
     seen = []
     pruner = Pruner(
-        cfg.prune, step.parts.axes, step.layout.mesh, step.natural, step.arranged,
+        cfg.prune, step.parts.axes, step.layout.mesh, step.storage.natural, step.storage.arranged,
         lambda finished, row: seen.append((finished, row)),
     )  # fmt: skip
     return step, pruner, seen
@@ -140,7 +140,7 @@ def test_interleaved_pipeline_stages_prune_the_same(tensor):
     )
     cut = advance(step, pruner, step.init(0), 1, 8)
     assert_pruned(cut)
-    masks = step.natural(cut).opt.masks
+    masks = step.storage.natural(cut).opt.masks
     step, pruner, _ = build(**few)
     whole = advance(step, pruner, step.init(0), 1, 8)
     pairs = zip(jax.tree.leaves(masks), jax.tree.leaves(whole.opt.masks), strict=True)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import signal
+import types
 
 import numpy as np
 import pytest
@@ -16,7 +17,8 @@ from tests.tiny import run_config
 class Step:
     """Adds 1 to the only parameter."""
 
-    leaf_names, rows, kept = ("w",), {}, {}
+    leaf_names = ("w",)
+    storage = types.SimpleNamespace(exchange={}, layers={})
 
     def step(self, state, batch):
         new = TrainState({"w": state.params["w"] + 1}, {}, state.step + 1)

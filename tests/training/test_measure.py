@@ -64,4 +64,4 @@ def test_sampling_beside_training_is_the_plain_loops_and_leaves_no_memory_behind
         held = nbytes()
         text = measure.sample(state)
         assert nbytes() == held
-        assert text == wanted(measure._cfg, step.natural(state.params))
+        assert text == wanted(measure._cfg, step.storage.natural(state.params))

@@ -162,7 +162,7 @@ def test_a_pipeline_and_tensor_ranks_train_it_as_one_device_does(mixer):
             state, metrics = step.step(state, on(step, host_batch(i)))
             found.append(float(metrics["loss"]))
         losses.append(found)
-        ends.append(jax.tree.map(np.asarray, step.natural(state.params)))
+        ends.append(jax.tree.map(np.asarray, step.storage.natural(state.params)))
     np.testing.assert_allclose(*losses, atol=LOSSES)
     assert losses[0][-1] < losses[0][0]
     for name, x in named_leaves(ends[0]):

@@ -30,8 +30,9 @@ def train_step():
     abstract = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state(0)
     )
+    storage = types.SimpleNamespace(arranged=lambda s: s, exchange={})
     return types.SimpleNamespace(
-        abstract_state=abstract, arranged=lambda s: s, rows={}, kept={}, init=lambda seed: state(0)
+        abstract_state=abstract, storage=storage, rows={}, init=lambda seed: state(0)
     )
 
 

@@ -105,7 +105,7 @@ def test_a_run_goes_on_from_what_another_left(resumed, before, after, said):
     how, state, found = resumed(before, after)
     assert how == said
     step, was = train_step(after), train_step(before)
-    a, b = step.natural(found), was.natural(state)
+    a, b = step.storage.natural(found), was.storage.natural(state)
     assert same((a.params, a.opt, a.step), (b.params, b.opt, b.step))
     if found.copies is not None and COPIES in said:
         assert same(found.copies, cast(found))

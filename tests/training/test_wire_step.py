@@ -102,7 +102,11 @@ def test_a_wire_that_rounds_nothing_changes_nothing(model, changes):
 def test_without_a_wire_there_is_nothing_of_one():
     plain = make(MODEL, **MESH)
     state = plain.abstract_state
-    assert plain.exchange is None and plain.kept == {} and state.copies is state.errors is None
+    assert (
+        plain.exchange is None
+        and plain.storage.exchange == {}
+        and state.copies is state.errors is None
+    )
 
 
 def apart(a, b):
@@ -155,13 +159,16 @@ def test_few_bits_train_and_a_killed_run_goes_on_bit_for_bit(tmp_path, model, ch
     for i in (2, 3):
         again, _ = train_step.step(again, on(train_step, host_batch(i)))
     assert same(again, state)
-    other = begin(dataclasses.replace(train_step, kept={"copies": "x", "errors": "of a mesh"}))
+    storage = dataclasses.replace(
+        train_step.storage, exchange={"copies": "x", "errors": "of a mesh"}
+    )
+    other = begin(dataclasses.replace(train_step, storage=storage))
     notes = {
         "sdp4bit": "copies of the weights are made again (it has float32 ones)",
         "loco": "errors of gradients begin at 0 (another mesh or codec)",
     }
     assert notes[cfg.wire] in other.how
-    first = train_step.beside(other.state.params)
+    first = train_step.init_exchange(other.state.params)
     assert same((other.state.copies, other.state.errors), first)
     assert set(map(bool, jax.tree.leaves(train_step.agree(state)))) == {True}
     bad, where = damaged(state)

@@ -23,7 +23,6 @@ from megajax.training import (
     TrainConfig,
     TrainState,
     make_train_step,
-    mean_loss,
 )  # fmt: skip
 from megajax.training.task import Leaf
 
@@ -54,7 +53,7 @@ def train(
     optim = OptimConfig(lr=1e-2, weight_decay=0.0, warmup=20, final=0.02)
     job = JobConfig(model=cfg, train=train_cfg, optim=optim)
     batch = {"targets": Leaf((cfg.window, cfg.metrics), (None, None), "float32")}
-    task = Task(functools.partial(lstm_vae.parts, cfg), batch, mean_loss())
+    task = Task(functools.partial(lstm_vae.parts, cfg), batch, lstm_vae.objective, unit="windows")
     step = make_train_step(job, devices, task)
     state, done, checkpoints = _begin(step, seed, steps, keep.folder)
     where = step.abstract_batch["targets"].sharding
@@ -63,12 +62,12 @@ def train(
         rows = _rows(x_BWC, seed, number)
         state, metrics = step.step(state, {"targets": jax.device_put(rows, where)})
         if number >= steps - 20:
-            recent.append(float(metrics["z_squared"]))
+            recent.append(float(metrics["squared_error"]))
         done, last = number + 1, number + 1 == steps
         if checkpoints is not None and (done % keep.every == 0 or last):
             checkpoints.save(done, state, order=step.rows)
         if done % min(TELL, keep.every) == 0 or last:
-            tell(f"step {done}/{steps} | squared error {float(metrics['z_squared']):.2e}")
+            tell(f"step {done}/{steps} | squared error {float(metrics['squared_error']):.2e}")
     if checkpoints is not None:
         checkpoints.close()
     params = jax.tree.map(np.asarray, state.params)
