@@ -6,7 +6,7 @@ __getattr__, __dir__, __all__ = public(
     __name__,
     {
         "attention": ("Attention", "AttentionConfig", "Cache"),
-        "losses": ("LossSums", "cross_entropy"),
+        "losses": ("LossSums", "cross_entropy", "token_logprobs"),
         "mask": ("Context",),
         "mlp": ("MlpConfig", "Mlp"),
         "moe": ("Moe", "MoeConfig"),

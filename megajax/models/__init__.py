@@ -9,6 +9,6 @@ __getattr__, __dir__, __all__ = public(
         "decoder_config": ("DecoderConfig",),
         "encoder": ("Encoder",),
         "encoder_config": ("EncoderConfig",),
-        "parts": ("ModelParts", "as_tower", "of_module"),
+        "parts": ("ModelParts", "as_tower", "of_loss", "of_module"),
     },
 )

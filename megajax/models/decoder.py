@@ -23,7 +23,13 @@ from megajax.core.tree import Tree
 from megajax.layers import param
 from megajax.layers.attention import Attention, Cache
 from megajax.layers.dropout import drop, dropper
-from megajax.layers.losses import LossSums, MoeSums, cross_entropy, mask_padding
+from megajax.layers.losses import (
+    LossSums,
+    MoeSums,
+    cross_entropy,
+    mask_padding,
+    token_logprobs,
+)
 from megajax.layers.mask import Context
 from megajax.layers.mlp import Mlp
 from megajax.layers.moe import Moe, balance
@@ -157,6 +163,14 @@ class Decoder(nnx.Module):
         project = self._project(x_BSD.dtype)
         return cross_entropy(hidden_BSD, targets_BS, project, chunks, self.ops.vocab)
 
+    def token_logprobs(
+        self, x_BSD: jax.Array, targets_BS: jax.Array, chunks: int
+    ) -> tuple[jax.Array, jax.Array]:
+        """Returns (log p(target), entropy) of each position, float32, 0 where nothing counts."""
+        hidden_BSD = self.ops.gather(self.norm(x_BSD))
+        project = self._project(x_BSD.dtype)
+        return token_logprobs(hidden_BSD, targets_BS, project, chunks, self.ops.vocab)
+
 
 def ends(cfg: DecoderConfig) -> tuple[set[str], set[str]]:
     """Returns the members of the parameters beside the layers: those that `embed` reads, and those
@@ -171,11 +185,13 @@ def parts(
     ops: Ops | None = None,
     dtype: jnp.dtype | str = "float32",
     loss_chunks: int = 1,
+    loss: Callable[[jax.Array, jax.Array, parts_.Batch], LossSums] | None = None,
 ) -> parts_.ModelParts:
     """Returns the decoder as pure functions. Call it, and them, under the layout's mesh.
 
     dtype: of the residual stream and all matmuls. loss_chunks: pieces of the sequence whose logits
-    exist at one time; must divide it.
+    exist at one time; must divide it. loss(logprobs_BS, entropy_BS, batch) -> LossSums: of each
+    target's log-probability and each prediction's entropy; None: the cross-entropy.
     Raises: UserError when the layout's mesh cannot cut the model.
     """
     ops = Ops() if ops is None else ops
@@ -208,6 +224,12 @@ def parts(
         blocks = runs_of(params["blocks"], cfg.layers).stacks[0]  # `embed` and `head` run none
         return nnx.merge(graph, params | {"blocks": blocks})
 
+    def head_loss(params: Tree, x: jax.Array, batch: parts_.Batch) -> LossSums:
+        model, targets = merge(params), batch["targets"]
+        if loss is None:
+            return model.loss(x, targets, loss_chunks)
+        return loss(*model.token_logprobs(x, targets, loss_chunks), batch)
+
     context_of = merge(abstract).context  # reads the configuration only, no parameter
     return parts_.ModelParts(
         layers=cfg.layers,
@@ -218,6 +240,6 @@ def parts(
         embed=lambda params, batch, context: merge(params).embed(batch, context, dtype),
         block=block,
         head=lambda params, x: merge(params).logits(x),
-        head_loss=lambda params, x, batch: merge(params).loss(x, batch["targets"], loss_chunks),
+        head_loss=head_loss,
         settle=settle,
     )

@@ -36,7 +36,9 @@ def mean_metrics(sums: LossSums, total: jax.Array) -> dict[str, jax.Array]:
     """Returns each scalar term of the sums over the total, under the term's name; the terms
     `cross_entropy` and `right` are reported as `loss` and `accuracy`."""
     names = {"cross_entropy": "loss", "right": "accuracy"}
-    return {names.get(n, n): x / total for n, x in sums.terms.items() if x.ndim == 0}
+    return {
+        names.get(n, n): x.astype(total.dtype) / total for n, x in sums.terms.items() if x.ndim == 0
+    }
 
 
 def count_targets(batch: Batch) -> jax.Array:

@@ -160,7 +160,7 @@ def test_nothing_asynchronous_is_compiled_where_a_kernel_may_run(monkeypatch, tm
 
 
 def test_programs_are_compiled_with_these_options(monkeypatch):
-    """The step and its two halves, the evaluation and generation; not what makes the first state."""
+    """The step, its two halves, evaluation and generation; not what makes the first state."""
     asked, got, jit = [], collections.Counter(), jax.jit
 
     def record(function, compiler_options=None, **others):

@@ -14,14 +14,12 @@ from megajax.training.step import make_train_step
 from tests.tiny import MODEL, host_batch, on, run_config
 from tests.tolerances import GRADIENTS, LOSSES
 
-FROZEN = "tokens,blocks.attention,blocks.*.norm"
+FROZEN = "tokens,blocks.attention,blocks.*_norm"
 LEAN = dict(optim__clip=0.0, optim__warmup=0)
 
 
 def is_frozen(name):
-    return name.startswith(("tokens", "blocks.attention")) or (
-        name.startswith("blocks.") and ".norm" in name
-    )
+    return name.startswith(("tokens", "blocks.attention.")) or "_norm." in name
 
 
 def make(freeze=FROZEN, **changes):
@@ -60,7 +58,6 @@ MODES = {
     "pipeline": dict(mesh__pipe=2, mesh__data=2, pipeline__microbatches=2),
     "pipeline, scattered in each tick": dict(
         mesh__pipe=2, mesh__data=2, pipeline__microbatches=2, pipeline__gradients="sharded",
-        shard__zero="optimizer",
     ),
 }  # fmt: skip
 
@@ -71,7 +68,7 @@ def test_what_is_frozen_has_no_gradient_and_keeps_its_bits(mode):
     first = dict(named_leaves(jax.device_get(step.storage.natural(step.init(0).params))))
     found = jax.device_get(step.gradients(step.init(0), on(step, host_batch(0))).grads)
     gradients = dict(named_leaves(step.storage.natural(found)))
-    assert {*first} - {*gradients} == {n for n in first if is_frozen(n)} and len(gradients) > 4
+    assert {*first} - {*gradients} == {n for n in first if is_frozen(n)} and len(gradients) >= 3
     assert step.leaf_names == tuple(n for n in first if not is_frozen(n))
     moments = [n for n, _ in named_leaves(step.abstract_state.opt)]
     assert not any(".tokens" in n or ".attention." in n for n in moments)
