@@ -221,16 +221,19 @@ def _assemble(
     sent = {name: float(nbytes) for name, (nbytes, _) in banner.wire_bytes(train_step).items()}
     recorder.emit(int(start.state.step), begun.phases.seconds | sent)
     measurement = reading.measure(train_step, recorder, console, run_dir)  # 7 beside training
-    storage = train_step.storage
-    pruner = Pruner(
-        cfg.prune,
-        train_step.parts.axes,
-        begun.mesh,
-        storage.natural,
-        storage.arranged,
-        recorder.emit,
-        train_step.init_exchange,
-    )
+    hooks: list[Hook] = [measurement]
+    if cfg.prune.sparsity:
+        hooks.append(
+            Pruner(
+                cfg.prune,
+                train_step.parts.axes,
+                begun.mesh,
+                train_step.storage.natural,
+                train_step.storage.arranged,
+                recorder.emit,
+                train_step.init_exchange,
+            )
+        )
     return Run(
         cfg=cfg,
         train_step=train_step,
@@ -242,7 +245,7 @@ def _assemble(
         console=console,
         meter=Meter(banner.work(cfg, train_step.task, begun.mesh), cfg.train.steps),
         identity=reading.identity,
-        hooks=(measurement, pruner) if cfg.prune.sparsity else (measurement,),
+        hooks=hooks,
         timers=begun.timers,
         faults=Injector(faults.parse(cfg.fault), rank, supervision.attempt, recorder.emit),
         memory=memory,

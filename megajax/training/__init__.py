@@ -19,7 +19,7 @@ __getattr__, __dir__, __all__ = public(
         "scores": ("logprobs",),
         "optim": ("OptimConfig", "Optimizer", "make_optimizer"),
         "state": ("TrainState",),
-        "step": ("TrainStep", "make_train_step"),
-        "task": ("Leaf", "Task", "mean_loss", "token_rows"),
+        "step": ("JointStep", "TrainStep", "joint", "make_train_step"),
+        "task": ("Leaf", "Task", "mean_loss", "mean_metrics", "token_rows"),
     },
 )

@@ -5,6 +5,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 import numpy as np
 from absl import logging
 
@@ -208,6 +209,8 @@ def _completed(
 def _given(train_step: TrainStep, state: TrainState, params: Any, how: str) -> Start:
     """Returns a start from a first state with other parameters, which its copies and errors
     follow. how: which way it began."""
+    # What is not trained may rest in fewer bits than the weights came in.
+    params = jax.tree.map(lambda x, like: x.astype(like.dtype), params, state.params)
     state = dataclasses.replace(state, params=params)
     if train_step.storage.exchange:
         copies, errors = train_step.init_exchange(params)

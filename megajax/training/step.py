@@ -220,6 +220,99 @@ def make_train_step(
     )
 
 
+@dataclasses.dataclass(frozen=True)
+class JointStep:
+    """Several models as one state, for a run whose step trains them together (`joint`).
+
+    A state's `params` and `opt` are dicts by model; `step` counts iterations of the run.
+    step(state, batch) -> (state, metrics) is the run's own, in as many programs as it likes. Other
+    members: as TrainStep's.
+    """
+
+    steps: Mapping[str, TrainStep]
+    step: Callable[[TrainState, Any], tuple[TrainState, dict[str, jax.Array]]]
+    storage: StorageOrder
+    abstract_state: TrainState
+    leaf_names: tuple[str, ...]
+    exchange: None = None
+
+    @property
+    def task(self) -> Task:
+        """Returns the first model's task, whose unit the run counts."""
+        return next(iter(self.steps.values())).task
+
+    @property
+    def rows(self) -> Mapping[str, Sequence[int]]:
+        """Returns storage.layers, the `order` that CheckpointManager takes."""
+        return self.storage.layers
+
+    def init(self, seed: int) -> TrainState:
+        """Returns the first state; each model draws its parameters from a seed of its own."""
+        return self.join(
+            {name: one.init(seed + i) for i, (name, one) in enumerate(self.steps.items())}, 0
+        )
+
+    def agree(self, state: TrainState) -> TrainState:
+        """Returns for each leaf whether all devices with the same part of it hold the same bits."""
+        states = {name: one.agree(self.part(state, name)) for name, one in self.steps.items()}
+        return self.join(states, next(iter(states.values())).step)
+
+    def part(self, state: TrainState, name: str) -> TrainState:
+        """Returns one model's state, as its TrainStep takes it, which may use it up."""
+        return TrainState(state.params[name], state.opt[name], state.step + 0)
+
+    def join(self, states: Mapping[str, TrainState], step: Any) -> TrainState:
+        """Returns the state of all models. step: the number of finished iterations."""
+        return _join(states, jnp.int32(step) if isinstance(step, int) else step)
+
+
+def joint(
+    steps: Mapping[str, TrainStep],
+    step: Callable[[TrainState, Any], tuple[TrainState, dict[str, jax.Array]]],
+) -> JointStep:
+    """Returns the step of a run that trains several models.
+
+    Raises: UserError for a model with an exchange (--wire), whose copies a joint state has no room
+    for.
+    """
+    coded = [name for name, one in steps.items() if one.storage.exchange]
+    if coded:
+        raise UserError(f"wire: models in one state need --wire=none; found one on {coded[0]}")
+
+    def reorder(how: str) -> Callable[[Any], Any]:
+        def call(tree: Any) -> Any:
+            if isinstance(tree, TrainState):
+                parts = {n: TrainState(tree.params[n], tree.opt[n], tree.step) for n in steps}
+                return _join(
+                    {n: getattr(one.storage, how)(parts[n]) for n, one in steps.items()}, tree.step
+                )
+            return {n: getattr(one.storage, how)(tree[n]) for n, one in steps.items()}
+
+        return call
+
+    def renamed(leaf: str, model: str) -> str:
+        member, _, rest = leaf.partition(".")
+        return f"{member}.{model}.{rest}"
+
+    layers = {
+        renamed(leaf, name): order
+        for name, one in steps.items()
+        for leaf, order in one.storage.layers.items()
+    }
+    first = next(iter(steps.values()))
+    storage = StorageOrder(
+        layers, first.storage.tokens, 1, reorder("natural"), reorder("arranged"), {}
+    )
+    states = {name: one.abstract_state for name, one in steps.items()}
+    names = tuple(f"{name}.{leaf}" for name, one in steps.items() for leaf in one.leaf_names)
+    return JointStep(steps, step, storage, _join(states, first.abstract_state.step), names)
+
+
+def _join(states: Mapping[str, TrainState], step: Any) -> TrainState:
+    params = {name: state.params for name, state in states.items()}
+    return TrainState(params, {name: state.opt for name, state in states.items()}, step)
+
+
 def trained_leaves(task: Task, freeze: str, axes: Tree) -> Tree:
     """Returns a tree of bools like the parameters, False where a leaf is not trained; None: all.
 
