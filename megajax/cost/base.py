@@ -23,7 +23,7 @@ ITEMSIZE = {
 }  # fmt: skip
 Part = Literal[
     "embedding", "norm", "input", "attention", "activation", "output", "router", "experts", "head",
-    "update", "transfer",
+    "convolution", "pooling", "update", "transfer",
 ]  # fmt: skip
 Phase = Literal["train", "prefill", "decode"]
 
@@ -97,10 +97,12 @@ class Op:
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """One forward pass over a batch.
+    """One forward pass over a batch, as a list of operations that the model describes.
 
     rows: sequences (or images). seq_len: tokens of one that go through the blocks; of a decoded
-    step 1. layers: blocks that a token goes through. width: of the residual stream.
+    step, and of images without tokens, 1. layers: blocks that a token goes through; a network
+    without a stack is one block. width: of the residual stream. towers: the forward passes of
+    further stacks, with rows and tokens of their own (a vision encoder before a decoder).
     """
 
     ops: tuple[Op, ...]
@@ -109,6 +111,12 @@ class Workload:
     layers: float
     width: float
     phase: Phase = "train"
+    towers: tuple["Workload", ...] = ()
+
+    @property
+    def all_ops(self) -> tuple[Op, ...]:
+        """The operations of the towers, then those of the blocks."""
+        return tuple(op for tower in self.towers for op in tower.all_ops) + self.ops
 
     def times(self, counts: Mapping[str, float]) -> "Workload":
         """Returns the workload with the count of each operation multiplied by counts[op.part].
@@ -126,7 +134,10 @@ class Workload:
 
     def cast(self, dtype: str) -> "Workload":
         """Returns the workload with all operations in one data type."""
-        return dataclasses.replace(self, ops=tuple(op.cast(dtype) for op in self.ops))
+        towers = tuple(tower.cast(dtype) for tower in self.towers)
+        return dataclasses.replace(
+            self, ops=tuple(op.cast(dtype) for op in self.ops), towers=towers
+        )
 
     def with_attention(self, fused: bool) -> "Workload":
         """Returns the workload with fused attention kernels, or with plain ones."""
@@ -164,7 +175,7 @@ class Workload:
     @property
     def flops(self) -> float:
         """Floating-point operations, of one device if the operations are cut."""
-        return sum(op.flops * op.count for op in self.ops)
+        return sum(op.flops * op.count for op in self.all_ops)
 
     @property
     def tokens(self) -> float:
@@ -179,12 +190,13 @@ class Workload:
 
     def params_of(self, *parts: Part) -> float:
         """Returns the parameters of these parts."""
-        return sum(op.params for op in self.ops if op.part in parts)
+        return sum(op.params for op in self.all_ops if op.part in parts)
 
     @functools.cached_property
     def dense_params(self) -> float:
-        """Parameters of the blocks that every token multiplies, routers included."""
-        return self.params_of("input", "output", "router")
+        """Parameters of the blocks that every token multiplies, routers and kernels of convolutions
+        included."""
+        return self.params_of("input", "output", "router", "convolution")
 
     @functools.cached_property
     def routed_params(self) -> float:

@@ -50,8 +50,9 @@ def keys_per_query(seq_len: int, window: int | None, convention: Convention) -> 
 
 
 def model_flops_per_token(load: Workload, convention: Convention) -> float:
-    """Returns FLOPs of one token's forward pass: of experts, those that it uses."""
-    return sum(op.count * _credited(op, convention) for op in load.ops) / load.tokens
+    """Returns FLOPs of one token's forward pass: of experts, those that it uses. Those of towers
+    are shared out over the tokens of the blocks."""
+    return sum(op.count * _credited(op, convention) for op in load.all_ops) / load.tokens
 
 
 def block_flops_per_token(load: Workload) -> float:

@@ -216,6 +216,111 @@ class Experts(Kernel):
         return self.experts * self.matrices * self.width * self.hidden
 
 
+@dataclasses.dataclass(frozen=True)
+class Convolution(Kernel):
+    """A convolution of `images`; height, width: of the result. window: rows and columns of the
+    kernel. stride: in both directions. groups: of channels that do not meet (depthwise: as many as
+    channels)."""
+
+    TOKENS: ClassVar = ("images",)
+    images: float
+    height: float
+    width: float
+    channels: float
+    filters: float
+    window: tuple[int, int] = (3, 3)
+    stride: int = 1
+    groups: int = 1
+
+    @property
+    def flops(self) -> float:  # noqa: D102
+        return 2 * self.images * self.height * self.width * self.params
+
+    @property
+    def sizes(self) -> tuple[float, ...]:
+        """Elements of the images, the kernel and the result."""
+        places = self.images * self.height * self.width
+        return places * self.stride**2 * self.channels, self.params, places * self.filters
+
+    @property
+    def params(self) -> float:  # noqa: D102
+        rows, columns = self.window
+        return rows * columns * self.channels / self.groups * self.filters
+
+
+@dataclasses.dataclass(frozen=True)
+class PatchEmbedding(Kernel):
+    """Patches of images, `patch` rows and columns of `channels`, as tokens of a width."""
+
+    TOKENS: ClassVar = ("tokens",)
+    tokens: float
+    patch: int
+    channels: int
+    width: float
+
+    @property
+    def flops(self) -> float:  # noqa: D102
+        return 2 * self.tokens * self.params
+
+    @property
+    def sizes(self) -> tuple[float, ...]:
+        """Elements of the images, the kernel and the tokens."""
+        pixels = self.tokens * self.patch**2 * self.channels
+        return pixels, self.params, self.tokens * self.width
+
+    @property
+    def params(self) -> float:  # noqa: D102
+        return self.patch**2 * self.channels * self.width
+
+
+@dataclasses.dataclass(frozen=True)
+class Pooling(Kernel):
+    """The largest or mean value of windows of `window` rows and columns; height, width: of the
+    result."""
+
+    TOKENS: ClassVar = ("images",)
+    images: float
+    height: float
+    width: float
+    channels: float
+    window: int
+    stride: int
+
+    @property
+    def flops(self) -> float:
+        """One operation for each value that is read."""
+        return self.sizes[1] * self.window**2
+
+    @property
+    def sizes(self) -> tuple[float, ...]:
+        """Elements of the images and of the result."""
+        result = self.images * self.height * self.width * self.channels
+        return result * self.stride**2, result
+
+
+@dataclasses.dataclass(frozen=True)
+class RoiAlign(Kernel):
+    """Regions of a map, each as size x size places of the mean of sampling x sampling bilinear
+    samples (arXiv 1703.06870, section 3)."""
+
+    TOKENS: ClassVar = ("regions",)
+    regions: float
+    size: int
+    channels: float
+    sampling: int = 2
+
+    @property
+    def flops(self) -> float:
+        """Four products and four additions for each sample."""
+        return 8 * self.sizes[1] * self.sampling**2
+
+    @property
+    def sizes(self) -> tuple[float, ...]:
+        """Elements that are read, four for each sample, and of the result."""
+        result = self.regions * self.size**2 * self.channels
+        return 4 * result * self.sampling**2, result
+
+
 CollectiveKind = Literal[
     "all-gather", "reduce-scatter", "all-reduce", "all-to-all", "ragged-all-to-all",
     "collective-permute",

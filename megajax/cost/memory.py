@@ -151,7 +151,8 @@ def _weights_in_use(step: StepShape) -> float:
 def _kept(step: StepShape) -> float:
     """What the backward pass keeps of one layer of one micro-batch, its input included."""
     work, cut = step.used, step.itemsize / step.ways("tensor")
-    first = (work.sublayers - 1) * residual(step)  # the attention's result, input of the MLP
+    # The attention's result, input of the MLP; in a network of convolutions there is none.
+    first = max(work.sublayers - 1, 0) * residual(step)
     more = {
         "full": 0.0,
         "outputs": first + cut * step.tokens * work.attention_width,
@@ -162,7 +163,12 @@ def _kept(step: StepShape) -> float:
         + (_weights_of_attention(step, SOFTMAX + step.itemsize) if step.keeps_attention else 0.0)
         + _experts(step, backward=False),
     }
-    return residual(step) + more[step.remat]
+    convolved = sum(
+        op.kernel.sizes[-1] * op.count / step.micro_steps
+        for op in step.forward.ops
+        if op.part in ("convolution", "pooling")
+    )
+    return residual(step) + step.itemsize * convolved / step.layers + more[step.remat]
 
 
 def _stash(step: StepShape) -> float:

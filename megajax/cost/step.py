@@ -15,7 +15,7 @@ from megajax.core.axes import BATCH_AXES
 from megajax.core.errors import UserError
 from megajax.cost.base import ITEMSIZE, Op, Part, Workload
 from megajax.cost.flops import Remat, recomputed
-from megajax.cost.kernels import Embedding, Experts, Matmul, Rowwise
+from megajax.cost.kernels import Attention, Embedding, Experts, Matmul, Rowwise
 from megajax.cost.pipeline import Pipeline
 
 # {part: the dimensions of its product that tensor parallelism shards}; for kernels that are no
@@ -279,7 +279,8 @@ def _forward(
         kernel = op.kernel
         found = op.cut(pieces, *kernel.TOKENS)
         found = found.cut(context, "queries" if op.part == "attention" else kernel.TOKENS[0])
-        found = found.cut(tensor, *_tensor_dims(op))
+        if dims := _tensor_dims(op):
+            found = found.cut(tensor, *dims)
         if op.part == "head":
             found = found.cut(stages, *_tensor_dims(op))
         if isinstance(kernel, Experts) and isinstance(found.kernel, Experts):
@@ -289,7 +290,13 @@ def _forward(
         runs = 1 if op.part in ("head", "embedding") else stages
         return dataclasses.replace(found, count=op.count * micro_steps / runs)
 
-    return dataclasses.replace(load, ops=tuple(share(op) for op in load.ops))
+    # Every stage runs the towers, as part of `embed`.
+    ops = [share(op) for op in load.ops]
+    for tower in load.towers:
+        for one in map(share, tower.all_ops):
+            again = 1 if one.part in ("head", "embedding") else stages
+            ops.append(dataclasses.replace(one, count=one.count * again))
+    return dataclasses.replace(load, ops=tuple(ops), towers=())
 
 
 def _tensor_dims(op: Op) -> tuple[str, ...]:
@@ -301,4 +308,7 @@ def _tensor_dims(op: Op) -> tuple[str, ...]:
         return ("width",) if op.part == "activation" else ("rows",)
     if isinstance(kernel, Embedding):
         return ("rows",)
-    return ("hidden",) if op.part == "experts" else ("heads", "kv_heads")
+    if op.part == "experts":
+        return ("hidden",)
+    # Convolutions and what belongs to them are computed on every tensor rank.
+    return ("heads", "kv_heads") if isinstance(kernel, Attention) else ()

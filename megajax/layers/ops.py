@@ -29,7 +29,7 @@ from megajax.core.packed import PackedWeight
 from megajax.layers.attend import attend
 from megajax.layers.dispatch import expert
 from megajax.layers.losses import VocabCut
-from megajax.layers.weight import Weight
+from megajax.layers.weight import Weight, name_of
 from pallas_kernels import grouped_matmul
 
 Array = jax.Array
@@ -51,11 +51,18 @@ class Codec(Protocol):
 
 
 def matmul(
-    x: Array, w: Weight, contract: int = 1, out_sharding: Spec = None, out_dtype: Any = None
+    x: Array,
+    w: Weight,
+    contract: int = 1,
+    out_sharding: Spec = None,
+    out_dtype: Any = None,
+    name: str | None = None,
 ) -> Array:
     """Contracts the last `contract` dims of x with the first ones of w, as w's type does that.
 
     w: an array, or a packed weight's piece, whose arrays and x are local: no sharding to ask for.
+    name: of the parameter that w comes from ('blocks.attention.query'), for replacements that treat
+    parameters differently; not used here.
     Returns: x's leading dims followed by w's trailing ones, in out_dtype (None: x's dtype).
     """
     if isinstance(w, PackedWeight):
@@ -126,7 +133,7 @@ def coded(codec: Codec, x: Array, dtype: Any, gather: Callable = lambda x: x) ->
 
 def up(x_BSD: Array, weights: Sequence[nnx.Param], matmul: Callable) -> tuple[Array, ...]:
     """Products of one input with several weights (D, ...), sharing one gather of the input."""
-    return tuple(matmul(x_BSD, whole(w, x_BSD.dtype)) for w in weights)
+    return tuple(matmul(x_BSD, whole(w, x_BSD.dtype), name=name_of(w)) for w in weights)
 
 
 def down(
@@ -138,8 +145,8 @@ def down(
 ) -> Array:
     """residual + drop(sum of x . w + bias) for (x, w (..., D)) pairs, sharing one scatter; without
     a residual (None) `settle` adds it."""
-    used = ((x, whole(w, x.dtype)) for x, w in products)
-    terms = (matmul(x, w, contract=w.ndim - 1) for x, w in used)
+    used = ((x, whole(w, x.dtype), name_of(w)) for x, w in products)
+    terms = (matmul(x, w, contract=w.ndim - 1, name=name) for x, w, name in used)
     return join(functools.reduce(operator.add, terms), residual_BSD, bias, drop)
 
 
@@ -189,7 +196,22 @@ def vector(w: nnx.Param) -> Array:
 def score(x_BSD: Array, w_DE: nnx.Param, dtype: Any = "float32") -> Array:
     """A small product with the residual stream, which stays as it lies: a router's, in float32, or
     those around an encoder's blocks."""
-    return matmul(x_BSD.astype(dtype), whole(w_DE, dtype))
+    return matmul(x_BSD.astype(dtype), whole(w_DE, dtype), name=name_of(w_DE))
+
+
+def convolve(
+    x_BHWC: Array, w: nnx.Param, strides: Sequence[int] = (1, 1), padding: Any = "SAME"
+) -> Array:
+    """Convolution of images with a stored kernel (height, width, in, out), in x's type. padding:
+    'SAME', 'VALID' or ((top, bottom), (left, right))."""
+    return convolution(x_BHWC, whole(w, x_BHWC.dtype), strides, padding)
+
+
+def convolution(x_BHWC: Array, w: Any, strides: Sequence[int], padding: Any) -> Array:
+    """The convolution of `convolve`, with a kernel in use."""
+    return jax.lax.conv_general_dilated(
+        x_BHWC, w, tuple(strides), padding, dimension_numbers=("NHWC", "HWIO", "NHWC")
+    )
 
 
 def total(sums: Any) -> Any:
@@ -208,8 +230,10 @@ class Ops:
     device. A network of one's own needs `matmul`, `up`, `down` and `lookup`, and for its loss
     `gather` and `whole`. Arguments and results are those of the defaults.
 
-    matmul(x, w, contract, out_sharding, out_dtype): product of x with a weight in use, without any
-      communication.
+    matmul(x, w, contract, out_sharding, out_dtype, name): product of x with a weight in use,
+      without any communication. name: of the parameter.
+    convolve(x_BHWC, w, strides, padding): convolution of images with a parameter (height, width,
+      in, out).
     gather(x_BSD): the residual stream as a block reads it. Where the sequence is cut over
       `tensor`, this brings its pieces together.
     whole(w, dtype, codec): a stored parameter as a weight in use: cast, and gathered if ZeRO cuts
@@ -252,5 +276,6 @@ class Ops:
     vocab: VocabCut = VocabCut()
     grouped: Callable = grouped_matmul
     score: Callable = score
+    convolve: Callable = convolve
     expert: Callable = expert
     total: Callable = total

@@ -25,6 +25,12 @@ def words_of(w: nnx.Param) -> Words:
     return value.words(axes) if isinstance(value, PackedWeight) else axes
 
 
+def name_of(w: nnx.Param) -> str | None:
+    """Returns the dotted name of a parameter in its model, which models.parts.split noted; of a
+    stacked one that of the stack. None: the module is no part of a model's parts."""
+    return w.get_metadata("path", None)
+
+
 def packed_axes(axes: Tree, params: Tree) -> Tree:
     """Returns the words of a tree of parameters of which some may be packed.
 

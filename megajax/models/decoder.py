@@ -36,6 +36,7 @@ from megajax.layers.moe import Moe, balance
 from megajax.layers.norm import Norm
 from megajax.layers.ops import Ops, join
 from megajax.layers.rope import rotary
+from megajax.layers.weight import name_of
 from megajax.models import parts as parts_
 from megajax.models.decoder_config import DecoderConfig
 
@@ -144,11 +145,18 @@ class Decoder(nnx.Module):
     def _project(self, dtype: jnp.dtype) -> Callable[[jax.Array], jax.Array]:
         """Returns hidden_BSD -> float32 logits_BSV, the vocabulary cut and its padding masked."""
         ops, layout = self.ops, self.layout
-        w_DV = ops.whole(self.tokens, dtype).T if self.cfg.tied else ops.whole(self.head, dtype)
+        table = self.tokens if self.cfg.tied else self.head
+        w_DV = ops.whole(table, dtype).T if self.cfg.tied else ops.whole(table, dtype)
         spec = layout.act("batch", "seq", "vocab") if layout else None
 
         def project(hidden_BSD: jax.Array) -> jax.Array:
-            logits = ops.matmul(hidden_BSD, w_DV, out_sharding=spec, out_dtype=jnp.float32)
+            logits = ops.matmul(
+                hidden_BSD,
+                w_DV,
+                out_sharding=spec,
+                out_dtype=jnp.float32,
+                name=name_of(table),
+            )
             return mask_padding(logits, self.cfg.vocab, ops.vocab)
 
         return project

@@ -36,6 +36,7 @@ from megajax.layers.mask import Context
 from megajax.layers.mlp import Mlp, activate
 from megajax.layers.norm import Norm
 from megajax.layers.ops import Ops
+from megajax.layers.weight import name_of
 from megajax.models import parts as parts_
 from megajax.models.encoder_config import EncoderConfig
 
@@ -147,7 +148,13 @@ class Encoder(nnx.Module):
         spec = layout.act("batch", "seq", "vocab") if layout else None
 
         def project(hidden_BSD: jax.Array) -> jax.Array:
-            logits = ops.matmul(hidden_BSD, w_DV, out_sharding=spec, out_dtype=jnp.float32)
+            logits = ops.matmul(
+                hidden_BSD,
+                w_DV,
+                out_sharding=spec,
+                out_dtype=jnp.float32,
+                name=name_of(self.tokens),
+            )
             logits = logits + param.broadcast(self.head_bias, logits, logits.dtype)
             return mask_padding(logits, cfg.vocab, ops.vocab)
 

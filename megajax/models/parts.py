@@ -199,6 +199,8 @@ def split(model: nnx.Module) -> tuple[Any, Tree, Tree]:
     first: of the stack that `block` runs, or of one that `as_tower` marked.
     Raises: UserError with every variable that has no words, or too many, and how to give them.
     """
+    for path, variable in nnx.to_flat_state(nnx.state(model)):
+        variable.set_metadata("path", ".".join(map(str, path)))  # layers.weight.name_of
     graph, state = nnx.split(model)
     params = nnx.to_pure_dict(state)
     _check_words(state)

@@ -42,6 +42,7 @@ from megajax.layers.dispatch import ExpertWeights
 from megajax.layers.mlp import MlpConfig
 from megajax.layers.moe import MoeConfig
 from megajax.layers.ops import matmul
+from megajax.layers.weight import name_of
 from megajax.parallel import expert_overlap as overlaps
 from megajax.parallel.context import ContextSpec
 from megajax.parallel.expert_matmul import dispatch_grouped_matmul as dispatch_grouped_matmul
@@ -65,7 +66,7 @@ def score(
     whole: parallel.tensor.whole.
     """
     beside = TENSOR if _cut(layout) else ()
-    return matmul(x_BSD.astype(dtype), whole(layout, w_DE, dtype, beside))
+    return matmul(x_BSD.astype(dtype), whole(layout, w_DE, dtype, beside), name=name_of(w_DE))
 
 
 def expert(

@@ -59,14 +59,17 @@ def up(
     matmul: Callable,
     implementation: Implementation,
     cut: bool = True,
+    names: Sequence[str | None] | None = None,
 ) -> tuple[Array, ...]:
     """Column-parallel products that share one gather. weights: (D, ...) each.
 
-    cut: whether tensor cuts the positions of x; otherwise nothing is gathered.
+    cut: whether tensor cuts the positions of x; otherwise nothing is gathered. names: of the
+    parameters, for `matmul`; None: the weights are parts of several.
     """
     if implementation == "xla":
         x_BSD = plain.gather(x_BSD, TENSOR) if cut else x_BSD
-        return tuple(matmul(x_BSD, w) for w in weights)
+        named = zip(weights, names or [None] * len(weights), strict=True)
+        return tuple(matmul(x_BSD, w, name=name) for w, name in named)
     if any_packed(weights):
         ys = _ring_up(*alike((x_BSD, tuple(weights))))
     else:
@@ -83,13 +86,16 @@ def down(
     matmul: Callable,
     implementation: Implementation,
     cut: bool = True,
+    names: Sequence[str | None] | None = None,
 ) -> Array:
     """Row-parallel products, added as partial sums, then scattered over the positions.
 
     weights: (..., D) each. cut: as of `up`; otherwise the sum is that of all ranks on each of them.
+    names: as of `up`.
     """
     if implementation == "xla":
-        terms = (matmul(x, w, contract=w.ndim - 1) for x, w in zip(xs, weights, strict=True))
+        named = zip(xs, weights, names or [None] * len(weights), strict=True)
+        terms = (matmul(x, w, contract=w.ndim - 1, name=name) for x, w, name in named)
         return add_up(functools.reduce(operator.add, terms), cut)
     if any_packed(weights):
         return _ring_down(*alike((tuple(xs), tuple(weights))))

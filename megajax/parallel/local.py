@@ -24,7 +24,8 @@ from megajax.layers.dispatch import Dispatch, ExpertWeights
 from megajax.layers.joined import merged, split
 from megajax.layers.losses import VocabCut
 from megajax.layers.mask import Context
-from megajax.layers.ops import Ops, join
+from megajax.layers.ops import Ops, convolution, join
+from megajax.layers.weight import name_of
 from megajax.parallel import attention as attention_
 from megajax.parallel import expert as expert_
 from megajax.parallel import inside
@@ -56,7 +57,24 @@ def ops(
         vocab=VocabCut(layout.live(layout.rules.stored["vocab"])),
         expert=functools.partial(expert, layout, context=context, overlap=overlap),
         total=functools.partial(total, layout),
+        convolve=functools.partial(convolve, layout),
     )
+
+
+def convolve(
+    layout: Layout,
+    x_BHWC: Array,
+    w: nnx.Param,
+    strides: Sequence[int] = (1, 1),
+    padding: Any = "SAME",
+) -> Array:
+    """Each device's own images, with a kernel that is whole over all axes but `tensor`; its output
+    channels are computed on every rank."""
+    words, value = w.get_metadata("axes"), w.get_value().astype(x_BHWC.dtype)
+    for dim, word in enumerate(words):
+        if axes := layout.live(layout.rules.act.get(word or "", ())):
+            value = lax.all_gather(value, axes, axis=dim, tiled=True)
+    return convolution(x_BHWC, value, strides, padding)
 
 
 def gather(layout: Layout, x_BSD: Array) -> Array:
@@ -79,7 +97,8 @@ def up(
     (B, S, D), cut, ones = x_BSD.shape, inside.is_cut(layout), merged(used)
     shape = (B * S * (layout.ways((TENSOR,)) if cut else 1), D, tuple(w.size // D for w in ones))
     how = inside.choose_overlap(layout, overlap, GATHER, shape, x_BSD.dtype, matmul, ones)
-    return split(inside.up(x_BSD, ones, matmul, how, cut), used)
+    names = [name_of(w) for w in weights] if len(ones) == len(weights) else None
+    return split(inside.up(x_BSD, ones, matmul, how, cut, names), used)
 
 
 def down(
@@ -101,7 +120,8 @@ def down(
     cut = inside.is_cut(layout)
     op = SCATTER if cut else REDUCE
     how = inside.choose_overlap(layout, overlap, op, shape, xs[0].dtype, matmul, used)
-    return join(inside.down(xs, used, matmul, how, cut), residual_BSD, bias, drop)
+    names = [name_of(w) for _, w in products]
+    return join(inside.down(xs, used, matmul, how, cut, names), residual_BSD, bias, drop)
 
 
 def lookup(layout: Layout, pairs: Sequence[tuple[nnx.Param, Array]], dtype: Any) -> Array:

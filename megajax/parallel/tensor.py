@@ -19,13 +19,14 @@ from typing import Any
 import jax
 from flax import nnx
 from jax import lax
+from jax.sharding import PartitionSpec as P
 from jax.sharding import reshard
 
 from megajax.core.layout import Layout
 from megajax.core.packed import PackedWeight
 from megajax.layers.mask import Context
-from megajax.layers.ops import Codec, Ops, coded, join
-from megajax.layers.weight import Weight, any_packed, words_of
+from megajax.layers.ops import Codec, Ops, coded, convolution, join
+from megajax.layers.weight import Weight, any_packed, name_of, words_of
 from megajax.parallel import attention as attention_
 from megajax.parallel import expert, inside
 from megajax.parallel import overlap as overlap_
@@ -73,7 +74,17 @@ def ops(
         ),
         score=functools.partial(expert.score, layout, whole),
         expert=functools.partial(expert.expert, layout, used, context=context, overlap=overlap),
+        convolve=convolve,
     )
+
+
+def convolve(
+    x_BHWC: Array, w: nnx.Param, strides: Sequence[int] = (1, 1), padding: Any = "SAME"
+) -> Array:
+    """Each device's own images, with the whole kernel: jax 0.11.2 has no rule for a convolution
+    whose kernel's type says `reduced`, so the gradient is summed over all ranks."""
+    value = w.get_value().astype(x_BHWC.dtype)
+    return convolution(x_BHWC, reshard(value, P(*[None] * value.ndim)), strides, padding)
 
 
 def gather(layout: Layout, x_BSD: Array) -> Array:
@@ -134,17 +145,21 @@ def up(
     how = inside.choose_overlap(layout, overlap, GATHER, shape, x_BSD.dtype, matmul, values)
     outs = tuple(layout.act("batch", "seq", *w.get_metadata("axes")[1:]) for w in weights)
     used = tuple(whole(layout, w, x_BSD.dtype) for w in weights)
+    names = [name_of(w) for w in weights]
     if how != "xla" or any_packed(values):
         return jax.shard_map(
             lambda x, ws: inside.up(
-                x, tuple(map(inside.piece, ws)), matmul, how, inside.is_cut(layout)
+                x, tuple(map(inside.piece, ws)), matmul, how, inside.is_cut(layout), names
             ),
             mesh=layout.mesh,
             in_specs=(layout.act("batch", "seq", None, residual=True), _specs(layout, weights)),
             out_specs=outs,
         )(x_BSD, used)
     x_BSD = gather(layout, x_BSD)
-    return tuple(matmul(x_BSD, w, out_sharding=o) for w, o in zip(used, outs, strict=True))
+    return tuple(
+        matmul(x_BSD, w, out_sharding=o, name=name)
+        for w, o, name in zip(used, outs, names, strict=True)
+    )
 
 
 def down(
@@ -169,11 +184,12 @@ def down(
     op = SCATTER if inside.is_cut(layout) else REDUCE
     how = inside.choose_overlap(layout, overlap, op, shape, xs[0].dtype, matmul, values)
     used = tuple(whole(layout, w, x.dtype) for x, w in products)
+    names = [name_of(w) for w in weights]
     if how != "xla" or any_packed(values):
         words = [w.get_metadata("axes") for w in weights]
         y_BSD = jax.shard_map(
             lambda xs, ws: inside.down(
-                xs, tuple(map(inside.piece, ws)), matmul, how, inside.is_cut(layout)
+                xs, tuple(map(inside.piece, ws)), matmul, how, inside.is_cut(layout), names
             ),
             mesh=layout.mesh,
             in_specs=(
@@ -185,8 +201,8 @@ def down(
         return join(y_BSD, residual_BSD, bias, drop)
     partial = layout.act("batch", "seq", None, unreduced=TENSOR)
     terms = (
-        matmul(x, w, contract=w.ndim - 1, out_sharding=partial)
-        for x, w in zip(xs, used, strict=True)
+        matmul(x, w, contract=w.ndim - 1, out_sharding=partial, name=name)
+        for x, w, name in zip(xs, used, names, strict=True)
     )
     y_BSD = functools.reduce(operator.add, terms)  # not sum(): it starts from a plain 0
     y_BSD = reshard(y_BSD, layout.act("batch", "seq", None, residual=True))

@@ -15,7 +15,18 @@ import numpy as np
 
 from megajax.core.hardware import DeviceCard, Link
 from megajax.cost.base import CostModel, Op
-from megajax.cost.kernels import Attention, Collective, Embedding, Experts, Matmul, Rowwise
+from megajax.cost.kernels import (
+    Attention,
+    Collective,
+    Convolution,
+    Embedding,
+    Experts,
+    Matmul,
+    PatchEmbedding,
+    Pooling,
+    RoiAlign,
+    Rowwise,
+)
 from megajax.cost.operators import product, rowwise
 from megajax.cost.record import OpRecord, itemsize, peak, record
 from megajax.cost.roofline import Roofline
@@ -179,6 +190,19 @@ def _records(op: Op) -> list[OpRecord] | None:
         return [rowwise(steps, kernel.rows, kernel.width, kernel.reads, dtype)]
     if isinstance(kernel, Embedding):
         return [_lookup(kernel, dtype)]
+    if isinstance(kernel, Convolution):  # as the product of its windows
+        rows, columns = kernel.window
+        places, depth = (
+            kernel.images * kernel.height * kernel.width,
+            rows * columns * kernel.channels,
+        )
+        each = kernel.filters / kernel.groups, depth / kernel.groups
+        return [product(kernel.groups, places, *each, dtype)]
+    if isinstance(kernel, PatchEmbedding):
+        return [product(1, kernel.tokens, kernel.width, kernel.params / kernel.width, dtype)]
+    if isinstance(kernel, Pooling | RoiAlign):
+        read, written = kernel.sizes
+        return [rowwise(("reduce",), written, read / written, 1, dtype)]
     return None
 
 

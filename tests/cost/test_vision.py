@@ -1,0 +1,110 @@
+"""Convolutions, patches, pooling and towers in workloads: against XLA's counts and by hand."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from megajax.core.axes import MESH_AXES
+from megajax.core.hardware import CARDS
+from megajax.cost import memory
+from megajax.cost.base import Op, Workload
+from megajax.cost.flops import train_flops_per_token
+from megajax.cost.kernels import Convolution, Matmul, PatchEmbedding, Pooling, RoiAlign
+from megajax.cost.pipeline import Pipeline
+from megajax.cost.roofline import Roofline
+from megajax.cost.step import StepShape
+from megajax.models.decoder_config import PRESETS
+
+
+def counted(function, *shapes):
+    """What XLA counts in a compiled program."""
+    args = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    return jax.jit(function).lower(*args).compile().cost_analysis()["flops"]
+
+
+@pytest.mark.parametrize(
+    ("window", "stride", "groups"), [((3, 3), 1, 1), ((5, 3), 2, 1), ((3, 3), 1, 4)]
+)
+def test_a_convolution_has_the_flops_that_xla_counts(window, stride, groups):
+    rows, columns = window
+    x, w = (
+        (2, 16 * stride + rows - stride, 12 * stride + columns - stride, 8),
+        (*window, 8 // groups, 20),
+    )
+
+    def convolve(x, w):
+        return jax.lax.conv_general_dilated(
+            x, w, (stride, stride), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC"),
+            feature_group_count=groups,
+        )  # fmt: skip
+
+    kernel = Convolution(2, 16, 12, 8, 20, window, stride, groups)
+    assert jax.eval_shape(convolve, jnp.zeros(x), jnp.zeros(w)).shape == (2, 16, 12, 20)
+    assert counted(convolve, x, w) == pytest.approx(kernel.flops, rel=1e-6)
+    assert kernel.params == np.prod(w) and kernel.sizes[2] == 2 * 16 * 12 * 20
+
+
+def test_patches_are_a_convolution_that_steps_over_its_window():
+    patches = PatchEmbedding(tokens=2 * 8 * 6, patch=14, channels=3, width=64)
+    same = Convolution(2, 8, 6, 3, 64, (14, 14), 14)
+    assert (patches.flops, patches.params, patches.sizes) == (same.flops, same.params, same.sizes)
+
+
+def test_pooling_and_regions_by_hand():
+    pooling = Pooling(images=2, height=4, width=4, channels=8, window=3, stride=2)
+    assert pooling.sizes == (2 * 8 * 8 * 8, 2 * 4 * 4 * 8) and pooling.flops == 9 * 256
+    # 10 regions, 7 x 7 places, 4 samples of 4 products and 4 sums each.
+    assert RoiAlign(10, 7, 16, 2).flops == 10 * 49 * 16 * 4 * 8
+
+
+def network(images):
+    """A kernel of 3 x 3, a pooling and a classifier."""
+    ops = (
+        Op("convolution", Convolution(images, 32, 32, 3, 16), dtypes=("float32",)),
+        Op("pooling", Pooling(images, 16, 16, 16, 2, 2), dtypes=("float32",)),
+        Op("head", Matmul(images, 16, 10), dtypes=("float32",)),
+    )
+    return Workload(ops, images, 1, 1, 0)
+
+
+def step(load, **sizes):
+    return StepShape(load, dict.fromkeys(MESH_AXES, 1) | sizes, ("data",), remat="none")
+
+
+def test_a_network_of_convolutions_has_a_step():
+    """Its parameters, its FLOPs an image, what its backward pass keeps, and its time."""
+    load = network(8)
+    assert load.params == 432 + 160
+    image = 2 * 432 * 1024 + 4 * 16 * 256 + 2 * 160
+    assert train_flops_per_token(load, "megatron") == 3 * image
+    one, four = step(load), step(load, data=4)
+    assert memory.terms(one)["parameters"] == 4 * 592 == 4 * memory.terms(four)["parameters"]
+    kept = 4 * 8 * (1024 * 16 + 256 * 16)  # results of kernel and pooling, float32
+    assert memory.terms(one)["activations"] + memory.terms(one)["stash"] == pytest.approx(kept)
+    assert four.forward.flops == one.forward.flops / 4
+    both = step(load, tensor=2).forward  # the ranks repeat the convolutions, and share the head
+    assert both.flops == one.forward.flops - 8 * 160
+    seconds = [Roofline().op_time(op, CARDS["H100"])[0] for op in one.workload.ops]
+    assert len(seconds) == 3 and min(seconds) > 0
+
+
+def test_a_tower_counts_beside_its_decoder():
+    """Its work and its parameters; a pipeline repeats it on every stage."""
+    decoder = PRESETS["nano"]().workload(8, 128)
+    tower = dataclasses.replace(network(8).cast("bfloat16"), phase="train")
+    both = dataclasses.replace(decoder, towers=(tower,))
+    assert both.flops == decoder.flops + tower.flops
+    assert both.params == decoder.params + 592 and both.dtype == decoder.dtype
+    plain = step(both).forward
+    wide, alone = (
+        dataclasses.replace(step(load, pipe=2), pipeline=Pipeline(2, 2)).forward
+        for load in (both, decoder)
+    )
+    assert plain.attention == step(decoder).forward.attention
+    assert plain.flops == step(decoder).forward.flops + tower.flops
+    # All of it on each stage, but for the head, which the stages share.
+    assert wide.flops - alone.flops == tower.flops - 8 * 320 / 2
+    assert both.cast("float32").towers[0].dtype == "float32"
