@@ -321,7 +321,7 @@ def write_checkpoint(cfg: Any, archive: Path) -> None:
 
 def anonymous(member: tarfile.TarInfo) -> tarfile.TarInfo:
     """Returns a member of an archive without owner and times."""
-    return member.replace(uid=0, gid=0, uname="", gname="", mtime=0)
+    return member.replace(uid=0, gid=0, uname="", gname="", mtime=0, deep=False)
 
 
 # ---- programs for GPUs
