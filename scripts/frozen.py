@@ -221,8 +221,8 @@ def train(cfg: Any, steps: int = STEPS) -> tuple[Any, Any, list[dict]]:
     pruner = None
     if cfg.prune.sparsity:
         pruner = Pruner(
-            cfg.prune, train_step.parts.axes, train_step.layout.mesh, train_step.natural,
-            train_step.arranged, beside=train_step.beside,
+            cfg.prune, train_step.parts.axes, train_step.layout.mesh, train_step.storage.natural,
+            train_step.storage.arranged, beside=train_step.init_exchange,
         )  # fmt: skip
     for number in range(steps):
         state, values = train_step.step(state, place(train_step, batch_of(number, cfg)))
@@ -243,7 +243,7 @@ def run_record(name: str) -> Record:
         "batch": {k: describe(x) for k, x in sorted(train_step.abstract_batch.items())},
         "order": None if train_step.order is None else str(train_step.order.tolist()),
         "rows": {k: str(list(rows)) for k, rows in sorted(train_step.rows.items())},
-        "exchange": json.dumps(train_step.kept, sort_keys=True),
+        "exchange": json.dumps(train_step.storage.exchange, sort_keys=True),
         "state": {k: describe(x) for k, x in named_leaves(parts)},
         "parameters": {k: digest_of([(k, x)])[:16] for k, x in named_leaves(state.params)},
         "sha256": {k: digest_of(named_leaves(part)) for k, part in parts.items()},
@@ -311,7 +311,10 @@ def write_checkpoint(cfg: Any, archive: Path) -> None:
     train_step, state, _ = train(cfg)
     with tempfile.TemporaryDirectory() as folder:
         manager = CheckpointManager(folder)
-        position = {"rows": STEPS * cfg.train.global_batch, "exchange": dict(train_step.kept)}
+        position = {
+            "rows": STEPS * cfg.train.global_batch,
+            "exchange": dict(train_step.storage.exchange),
+        }
         manager.save(STEPS, state, data_state=position, order=train_step.rows).result()
         manager.close()
         archive.parent.mkdir(parents=True, exist_ok=True)
