@@ -10,7 +10,8 @@ experts `grouped` is the local compute, `score`, `expert` and `total` what is ar
 defaults are local; layers/fused.py has kernels for some, parallel/tensor.py and parallel/expert.py
 build the sharded ones, and parallel/local.py those of code inside a shard_map.
 
-Legend: B rows, S positions, D model width, F any hidden width, V table rows, E experts.
+Legend: B rows, S positions, D model width, F any hidden width, V table rows, E experts. Of images:
+B images, H rows, W columns, C channels.
 A weight argument is an nnx.Param whose metadata `axes` names its dimensions, of the dense array
 where its value is packed.
 """

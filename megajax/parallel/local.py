@@ -7,7 +7,8 @@ local array is that of the SUM over all devices of what they return, which makes
 its neighbour's transpose. Weights arrive whole, in the compute dtype; vectors and routers in
 float32, so that the default `Ops.score` serves.
 
-Legend: B rows, S positions, D model width, V table rows.
+Legend: B rows, S positions, D model width, V table rows. Of images: B images, H rows, W columns, C
+channels.
 """
 
 import functools

@@ -8,7 +8,8 @@ MegaScale section 3.2), or, with `overlap`, the products of parallel/collective_
 their own, hidden (Flux, arXiv 2406.06858); those are exported here. Both, and every product with a
 packed weight, run parallel/inside.py in a shard_map.
 
-Legend: B rows, S positions, D model width, V table rows.
+Legend: B rows, S positions, D model width, V table rows. Of images: B images, H rows, W columns, C
+channels.
 """
 
 import functools

@@ -43,7 +43,7 @@ RANGES = {
     (0, SEED, True): "train.seed",
     (0, 255, True): "told_code",
     (0, 1, True): "optim.final optim.decay",
-    (0, 0.99999, True): "optim.beta1 optim.beta2",
+    (0, 0.99999, True): "optim.beta1 optim.beta2 optim.ema",
     (0, INF, False): """
         minder.clear_s minder.strict
         model.rope.low_freq_factor model.rope.high_freq_factor model.moe.scale
