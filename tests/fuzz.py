@@ -7,7 +7,8 @@
 Inputs are good files after random edits (tests/mutations.py, tests/fuzz_targets.py,
 tests/fuzz_local.py); the number of an input and --seed make it again. They are read in child
 processes. A finding is an exception that is neither UserError nor OSError, the end of a process,
-more than 10 s of a processor or 60 s of waiting, or more memory than 10 times the input plus 64 MB
+more than 10 s of a processor or 60 s of waiting, or more memory than 10 times the input plus 64 MB,
+or 256 MB for tables of metrics, which are read in blocks of 4 MiB
 (the limit on the address space is set before each input). Seconds are those of a processor, so that
 other work on the machine takes nothing away from a target's time and makes no hang. Each kind of
 finding is saved once, as TARGET/SEED-NUMBER.bin with its reason beside it; fuzz.json holds the
@@ -47,7 +48,7 @@ from tests.fuzz_targets import TARGETS
 from tests.mutations import mutate
 
 HANG_S, STILL_S = 10, 60  # for one input: of a processor, and of waiting for anything else
-SLACK, GROWTH = 64 * 2**20, 10  # bytes of memory: at all, and for each byte of an input
+GROWTH = 10  # bytes of memory for each byte of an input, beyond the slack of its target
 CHILD_S = 20  # seconds of a processor that a child works; a crash costs no more than it
 HANGS = {signal.SIGPROF: f"over {HANG_S} s", signal.SIGALRM: f"still for {STILL_S} s"}
 PAGE = resource.getpagesize()
@@ -79,7 +80,7 @@ def read(target: Target, data: bytes) -> str:
     folder = Path(tempfile.mkdtemp(prefix="fuzz."))
     size = int(Path("/proc/self/statm").read_text().split()[0]) * PAGE
     before = resource.getrlimit(resource.RLIMIT_AS)
-    resource.setrlimit(resource.RLIMIT_AS, (size + SLACK + GROWTH * len(data), before[1]))
+    resource.setrlimit(resource.RLIMIT_AS, (size + target.slack + GROWTH * len(data), before[1]))
     signal.setitimer(signal.ITIMER_PROF, HANG_S)
     signal.setitimer(signal.ITIMER_REAL, STILL_S)
     try:

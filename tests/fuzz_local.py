@@ -29,11 +29,13 @@ from tests.mutations import Edit
 
 @dataclass(frozen=True)
 class Target:
-    """seeds: makes good inputs. read: gets an input and an empty folder that it may fill."""
+    """seeds: makes good inputs. read: gets an input and an empty folder that it may fill. slack:
+    bytes of memory that any input may take."""
 
     seeds: Callable[[Path], Sequence[bytes]]
     edits: Sequence[Edit]
     read: Callable[[bytes, Path], None]
+    slack: int = 64 * 2**20
 
 
 def _one(text: str | dict) -> Callable[[Path], list[bytes]]:

@@ -619,6 +619,7 @@ def _adapter(data: bytes, folder: Path) -> None:
 
 
 _PARQUET = (*mutations.COMMON, *[edit_footer] * 9)
+_BLOCKS = 2**28
 _JSON = (*mutations.TEXT, *[mutations.edit_json] * 6)
 _PACKED = mutations.inside_gzip([edit_rows, *mutations.COMMON])
 _JINJA = (*mutations.COMMON, mutations.set_digits, *[edit_template] * 8)
@@ -628,8 +629,8 @@ TARGETS = {
     "wordpiece": Target(_words_seeds, (*mutations.COMMON, *[edit_rows] * 6), _words),
     "merges": Target(_merges_seeds, _JSON, _merges),
     "template": Target(_templates, _JINJA, _template),
-    "csv": Target(_csv_seeds, (*mutations.COMMON, *[edit_rows] * 6, *[_PACKED] * 6), _csv),
-    "parquet": Target(_parquet_seeds, _PARQUET, _parquet),
+    "csv": Target(_csv_seeds, (*mutations.COMMON, *[edit_rows] * 6, *[_PACKED] * 6), _csv, _BLOCKS),
+    "parquet": Target(_parquet_seeds, _PARQUET, _parquet, _BLOCKS),
     "parquet_text": Target(_rows_seeds, _PARQUET, _rows),
     "npz": Target(_dataset_seeds, (*mutations.COMMON, *[edit_member] * 9), _dataset),
     "xplane": Target(_profile_seeds, (*mutations.COMMON, *[edit_message] * 9), _profile),

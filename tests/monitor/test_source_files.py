@@ -211,7 +211,7 @@ def test_a_small_file_that_holds_very_much_is_refused(tmp_path, name, monkeypatc
 def test_a_small_parquet_file_that_holds_very_much_is_refused(tmp_path, monkeypatch):
     pa = pytest.importorskip("pyarrow")
     monkeypatch.setattr(files, "ROWS", 50_000)
-    monkeypatch.setattr(files, "CHUNK", 2**22)
+    monkeypatch.setattr(files, "GROUP", 2**22)
     one = pa.DictionaryArray.from_arrays(pa.array(np.zeros(200_000, np.int32)), ["h"])
     parquet_of(tmp_path / "rows.parquet", machine=one)
     assert (tmp_path / "rows.parquet").stat().st_size < 50_000
@@ -224,7 +224,7 @@ def test_a_small_parquet_file_that_holds_very_much_is_refused(tmp_path, monkeypa
     parquet_of(tmp_path / "bytes.parquet", machine=[b"\xff", b"a"])
     for name, words in {
         "rows": "has 200,000 rows; 50,000", "name": "a metric of 1,048,576 bytes",
-        "value": "a value of 1,048,576 bytes", "chunk": "a column of its group 0",
+        "value": "a value of 1,048,576 bytes", "chunk": "its group 0 of rows has",
         "columns": "has 304 columns", "lists": "'gpu' is of type list", "bytes": "of type binary",
     }.items():  # fmt: skip
         with pytest.raises(UserError, match=rf"{name}\.parquet.*{words}"):
