@@ -171,8 +171,8 @@ class Source:
                 names = _check_columns(parquet.read_schema(raw), columns, file)
                 table = parquet.ParquetFile(raw, read_dictionary=names, pre_buffer=False)
                 groups = [table.metadata.row_group(i) for i in range(table.num_row_groups)]
-                # Asked only where it matters: pyarrow 26 ends the process where a column's statistics
-                # are bad. Reading such a column raises an error.
+                # Asked only where it matters: pyarrow 26 ends the process where statistics of a
+                # column are bad. Reading such a column raises an error.
                 large = sum(max(g.total_byte_size, 0) for g in groups) > most
                 parts = [g.column(i) for g in groups for i in range(g.num_columns * large)]
                 sizes = {c: 0 for c in columns}
