@@ -283,10 +283,13 @@ def _join(job: Job) -> None:
 
 
 def meet(place: str) -> None:
-    """Waits until every process of the job has come to a place, which has a name of its own.
+    """Waits until every process of the job has come to a place.
 
     For processes that took unequally long to compile a program: in its first collective one that
     came early would wait 30 s for the others (Gloo) and then give them up.
+    place: its name, the same in every process. A name may be used again, because jax.distributed's
+    client counts the visits to each name (jax 0.11.2); after a process has missed a visit, the next
+    one raises in all processes.
     Raises: jax.errors.JaxRuntimeError when a process is gone, or has not come in MEET_S.
     """
     if (store := job_store()) is not None:

@@ -32,7 +32,9 @@ class LaunchSkew:
     def launch(self, step: int) -> None:
         """Notes this host's moment."""
         if self._store is not None:
-            self._store.key_value_set(f"{FOLDER}/{step}/{self._host}", repr(time.time()))
+            # A training that ended by an error may have left its moment of this step there.
+            key, moment = f"{FOLDER}/{step}/{self._host}", repr(time.time())
+            self._store.key_value_set(key, moment, allow_overwrite=True)
 
     def finish(self, step: int) -> dict[str, float]:
         """Returns {'launch_skew_s': last host's moment - first host's}, on the first host of a job.

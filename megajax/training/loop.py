@@ -245,7 +245,7 @@ def _finish(run: Run, step: int, metrics: dict[str, jax.Array]) -> None:
     if not (math.isfinite(loss) and math.isfinite(norm)):
         own = bad_leaves(run.state)
         run.timers.has_bad_state = bool(own)  # who does not say so has it from another
-        raise NotFinite(_bad_step(run, step, loss, values["leaf_norms"], own))
+        raise NotFinite(_bad_step(run, step, loss, norm, values["leaf_norms"], own))
 
 
 def bad_leaves(state: Tree) -> list[str]:
@@ -262,18 +262,27 @@ def bad_leaves(state: Tree) -> list[str]:
     return [name for name, x in named_leaves(state) if is_bad(x)]
 
 
-def _bad_step(run: Run, step: int, loss: float, leaf_norms: np.ndarray, own: Sequence[str]) -> str:
+def _bad_step(
+    run: Run,
+    step: int,
+    loss: float,
+    norm: float,
+    leaf_norms: np.ndarray,
+    own: Sequence[str],
+) -> str:
     bad = [
         n for n, x in zip(run.train_step.leaf_names, leaf_norms, strict=True) if not np.isfinite(x)
     ]
     here = f"; process {jax.process_index()} holds {own[0]} that is not finite" if own else ""
-    leaf = f"first non-finite gradient: {bad[0]} ({len(bad)} of {len(leaf_norms)} leaves)"
+    leaf = f"the gradient of each leaf is finite, the norm of all is {norm}"
+    if bad:
+        leaf = f"first non-finite gradient: {bad[0]} ({len(bad)} of {len(leaf_norms)} leaves)"
     rows = run.loader.rows_per_batch
     run.checkpoints.wait()
     good = run.checkpoints.latest()
     kept = f"last good checkpoint: step {good}" if good is not None else "no checkpoint yet"
     return (
-        f"step {step}: loss is {loss}; {leaf if bad else 'all gradients are finite'}{here}; {kept} "
+        f"step {step}: loss is {loss}; {leaf}{here}; {kept} "
         f"in {run.checkpoints.folder}; the batch held rows {(step - 1) * rows}..{step * rows - 1}. "
         "Lower --optim.lr, or look at the data"
     )

@@ -9,7 +9,7 @@ import pytest
 
 from megajax.core import config
 from megajax.monitor.meter import Meter, Work
-from megajax.training.loop import ReplicasDiffer, Run, train
+from megajax.training.loop import NotFinite, ReplicasDiffer, Run, train
 from megajax.training.state import TrainState
 from tests.tiny import run_config
 
@@ -119,6 +119,27 @@ def test_a_signal_saves_and_calls_no_hook():
     run.loader, run.hooks = Told(), [Hook("a", 1, 10, seen)]
     assert train(run) == "signal"
     assert [x for x in seen if x[0] not in ("row", "start")] == [("save", 1, 1.0)]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"loss": np.nan}, "loss is nan; the gradient of each leaf is finite, .* norm .* is 1.0;"),
+        ({"grad_norm": np.inf}, "loss is 1.0; the gradient of each leaf is finite, .* is inf;"),
+        ({"loss": np.inf, "leaf_norms": [np.nan]}, "loss is inf; first non-finite gradient: w "),
+    ],
+)
+def test_what_is_not_finite_is_named(wrong, words):
+    class Bad(Step):
+        def step(self, state, batch):
+            new, metrics = Step.step(self, state, batch)
+            new.params["w"] = np.int32(0)  # only floats are looked at
+            return new, metrics | {k: np.asarray(v) for k, v in wrong.items()}
+
+    run = run_of([])
+    run.train_step, run.hooks = Bad(), ()
+    with pytest.raises(NotFinite, match=f"step 1: {words}.* step 7"):
+        train(run)
 
 
 @pytest.mark.parametrize(("every", "until"), [(2, 4), (0, 5), (3, 3)])
