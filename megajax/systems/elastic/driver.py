@@ -26,6 +26,7 @@ from megajax.systems.elastic import checks, links
 from megajax.systems.elastic.events import Journal
 from megajax.systems.elastic.hosts import ANSWER_S, Host, Hosts, Spawn
 from megajax.systems.elastic.policy import (
+    EARLY,
     ELSEWHERE,
     USAGE,
     Recovery,
@@ -39,6 +40,7 @@ from megajax.systems.elastic.wire import join_address
 
 LEASE_S = 1.0 + 2 * LOOK_S  # (chosen) for a process whose lease has run out to be gone
 CHECK_S = 400.0  # (chosen) for self-checks; those of GPUs may take 300
+NO_FAULTS = ("superseded", EARLY)  # rules of ends that nobody is at fault for
 STEPS = 200  # (chosen) newest step times whose median enters the ETTR
 
 
@@ -217,7 +219,7 @@ class Driver:
                 if not action.ends_the_attempt:
                     self._record("warning", action)
             if found and found[0].ends_the_attempt:
-                return ended(found[0], told > 0, leaving)
+                return ended(found[0], told > 0, leaving, self._dog.job.is_up())
             if self._evict is not None:
                 name, self._evict = self._evict, None
                 hit = tuple(h.name for h in self._team if h.name == name)
@@ -261,7 +263,7 @@ class Driver:
     def _recover(self, fault: Action) -> int | None:
         """Brings the job to rest and decides. Returns the exit code, None to try again."""
         self._dog = None
-        self._record("superseded" if fault.rule == "superseded" else "fault", fault)
+        self._record(fault.rule if fault.rule in NO_FAULTS else "fault", fault)
         for host in [h for h in self._team if fault.rule == "silence" and h.name in fault.hosts]:
             self._let_go(host)  # nothing more can be had from it
         self._collect()

@@ -2,8 +2,8 @@
 
 Exit codes, for SLURM, JobSet and Ray to act on (scripts/launch_*):
 0 done | 2 the command cannot work, do not retry | 70 one step failed with the same error on several
-hosts, do not retry | 75 too few good hosts or restarts are left, or a disk is full: start again,
-without the blocklist |
+hosts, do not retry | 75 too few good hosts or restarts are left, or a disk is full, or the job was
+told to stop before it trained: start again, without the blocklist |
 76 another driver's run has taken over the checkpoints: it goes on there, do not retry |
 143, 130 told to stop and saved (the processes themselves then end with 0, and say so in their
 progress records).
@@ -17,6 +17,7 @@ from megajax.core.errors import SUPERSEDED
 from megajax.monitor.alerts import Action, Cause, Kind
 
 USAGE, POISON, ELSEWHERE = 2, 70, 75
+EARLY = "early"  # rule of the end of a job that was told to stop while it started
 OWN: tuple[Cause, ...] = ("program", "start", "stall")  # causes that speak against somebody
 
 
@@ -69,16 +70,20 @@ def after(code: int, again: str) -> str:
     return f"To continue the run from its last checkpoint, start the command again: {again}"
 
 
-def ended(action: Action, told: bool, leaving: Action | None) -> Action:
+def ended(action: Action, told: bool, leaving: Action | None, trained: bool) -> Action:
     """Returns what the end of an attempt means: a fault of a job that was told to stop ends it.
 
-    told: whether it was. leaving: what takes a host out as soon as the job has saved.
+    told: whether it was. leaving: what takes a host out as soon as the job has saved. trained:
+    whether all ranks did: the signal ends a rank that is still starting, and no step is lost by it.
     """
     if leaving is not None and not told:
         saved = action.kind == "done" and action.code
         return leaving if saved or action.kind == "restart" else action
     if action.kind == "done" or not told:
         return action
+    if not trained and action.kind == "restart":
+        why = "told to stop before all ranks were seen to train"
+        return Action("stop", EARLY, why, step=action.step, code=ELSEWHERE)
     return dataclasses.replace(action, kind="stop", code=ELSEWHERE)  # its last step may be stored
 
 

@@ -18,7 +18,8 @@ from megajax.monitor.alerts import Action
 from megajax.systems.elastic import checks, hosts, output, ranks, reaper, shared
 from megajax.systems.elastic.events import Journal
 from megajax.systems.elastic.output import Output
-from megajax.systems.elastic.policy import ELSEWHERE, POISON, Policy, Recovery, after
+from megajax.systems.elastic.policy import EARLY, ELSEWHERE, POISON, Policy, Recovery, after
+from megajax.systems.elastic.policy import ended as end_of
 from megajax.systems.elastic.ranks import Process
 from megajax.systems.elastic.wire import Line
 
@@ -29,6 +30,23 @@ def fault(step, *hosts, rule="exit", kind="restart", cause="program", error="Val
 
 
 # ---- policy
+
+
+@pytest.mark.parametrize(
+    ("told", "trained", "kind", "rule"),
+    [
+        (False, False, "restart", "exit"),
+        (False, True, "restart", "exit"),
+        (True, True, "stop", "exit"),  # the last step may be stored
+        (True, False, "stop", EARLY),
+    ],
+)
+def test_a_fault_of_a_job_that_was_told_to_stop_ends_it(told, trained, kind, rule):
+    end = end_of(fault(7, "a"), told, None, trained)
+    assert (end.kind, end.rule, end.step) == (kind, rule, 7)
+    assert end.hosts == (() if rule == EARLY else ("a",))
+    done = Action("done", "end", "all ranks came to their end", code=143)
+    assert end_of(done, told, None, trained) == done
 
 
 def test_one_error_of_a_step_on_several_hosts_is_poison_and_progress_forgives():

@@ -399,6 +399,21 @@ def test_sigterm_to_one_rank_or_to_the_driver_saves_one_step_everywhere(tmp_path
         assert run.saved()["value"] == parameters(run.saved()["step"])
 
 
+@slow
+def test_sigterm_while_ranks_start_is_nobodys_fault(tmp_path):
+    """They have no handler yet, so the signal that they are sent ends them."""
+    script = f"import time; print('up', flush=True); time.sleep(60)  # {tmp_path}"
+    run = Supervised(tmp_path, command=[sys.executable, "-c", script])
+    logs = [run.out / "attempt0" / f"rank{r}.log" for r in (0, 1)]
+    run.wait_for(lambda: all(f.exists() and f.read_text() for f in logs))
+    run.process.send_signal(signal.SIGTERM)
+    code, err = run.end()
+    assert code == 75 and not run.events("fault") and len(run.events("start")) == 1, err
+    (early,) = run.events("early")
+    assert early["ranks"] == early["hosts"] == [], early
+    assert "told to stop before all ranks were seen to train" in err
+
+
 def is_rank(process, folder):
     with contextlib.suppress(OSError):
         words = (process / "cmdline").read_bytes().split(b"\0")
