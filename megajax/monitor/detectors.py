@@ -23,6 +23,7 @@ STRAGGLER = 0.08  # (chosen) of a step: named at +12 %, above the 6 % between tw
 TRAFFIC = 0.5  # (chosen, papers' "traffic drop") of its own median bytes a step
 ABORT = -6
 WORDS = 1.5  # (chosen) times the usual, for the last words of a rank without an exit code
+CODE = 5.0  # (chosen) times the usual, for the exit code that says what the last words do not
 # What jax's runtime says when it ends a process because of another one.
 GIVEN_UP = ("distributed service", "coordination service", "heartbeat")
 FULL_DISK = ("no space left on", "disk quota exceeded", "storage is full")
@@ -75,8 +76,9 @@ class End(Rule):
         bad = [r for r in ranks if _blame(r)]
         if not (bad or job.gone):
             return []
-        mute = [r for r in bad if r.code is None and r.section == "failed" and not r.error]
-        if not job.is_settled(WORDS if mute else 1.0):
+        open_ = [r for r in bad if r.code is None and r.section == "failed"]
+        mute = any(not r.error for r in open_)
+        if not job.is_settled(CODE if any(map(_owes_code, open_)) else WORDS if mute else 1.0):
             return []
         least = min(map(_blame, bad), default=LOST)
         away = job.absence()
@@ -149,6 +151,14 @@ def _blame(rank: Rank) -> int:
 def _is_full(rank: Rank) -> bool:
     """Tells whether a rank ended because a disk takes no more."""
     return any(word in rank.error.lower() for word in FULL_DISK)
+
+
+def _owes_code(rank: Rank) -> bool:
+    """Tells whether a rank printed an error as a command does that may refuse its flags: only its
+    exit code tells whether it is of use to try again, and a busy machine takes seconds to end it.
+    """
+    says_all = "exit code" in rank.error or _is_full(rank)
+    return rank.error.startswith("error: ") and not says_all
 
 
 def _sign(rank: Rank) -> str:

@@ -230,6 +230,21 @@ def test_wrong_flags_are_not_tried_again():
     assert (fault.kind, fault.rule, fault.code) == ("stop", "usage", 2)
 
 
+@pytest.mark.parametrize("late", [0, 3, 8, 20])
+def test_wrong_flags_are_known_by_a_code_that_comes_late(late):
+    """A machine that is busy takes seconds to end a process that has said what is wrong."""
+    s = Stream()
+    s.put(1, "failed", 0)
+    s.set(1, error="error: config.json is torn: delete it (--run_dir)")
+    found = next((a for _ in range(late) for a in s.tick()), None)
+    if found is None:
+        s.set(1, state="X", exit_code=2)
+        found, _ = s.until(8)
+    code = 2 if late <= 5 * LIMITS.settle else 0
+    kind, rule = ("stop", "usage") if code else ("restart", "exit")
+    assert (found.kind, found.rule, found.code, found.ranks) == (kind, rule, code, (1,))
+
+
 def test_a_job_whose_place_another_has_taken_ends_and_nobody_is_blamed():
     s = Stream()
     s.train(1, 5)
