@@ -17,7 +17,8 @@ A storm (--minutes) strikes a job of four processes on two of three hosts from o
 is up: processes, hosts, networks, disks, steps and ports (experiments/storm/plan.py). Then the
 job finishes, an undisturbed one does as many steps, and what must hold is: every fault found under
 the right name, no false alarm, the same parameters and losses bit by bit, nothing left behind.
-Writes storm.json, .svg and .png. It mounts two small disks if it may, else no disk is filled.
+Writes storm.json, .svg and .png, and with --preset=outside storm_outside.json, .svg and .png. It
+mounts two small disks if it may, else no disk is filled.
 """
 
 import megajax.core.interrupted  # noqa: F401
@@ -178,7 +179,8 @@ def main() -> int:
         print(f"{name}: {old} -> {new}")
     path = results.writable_folder(cfg.out) / "chaos.json"
     if cfg.minutes:
-        return job.run(cfg, path.with_name("storm.json"), os.environ)
+        name = "storm_outside" if cfg.kinds == ",".join(FROM_OUTSIDE) else "storm"
+        return job.run(cfg, path.with_name(f"{name}.json"), os.environ)
     faults = draw_faults(cfg)
     with tempfile.TemporaryDirectory() as name:
         folders = {kind: Path(name) / kind for kind in ("undisturbed", "disturbed")}

@@ -264,6 +264,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "cdmpp_h200": functools.partial(cdmpp_tables.h200, RESULTS / "cdmpp_h200.json"),
     "chaos": functools.partial(account.drills, RESULTS / "chaos.json"),
     "storm": functools.partial(account.table, RESULTS / "storm.json"),
+    "storm_outside": functools.partial(account.table, RESULTS / "storm_outside.json"),
     "overlap_gather": overlap_tables.gather,
     "overlap_ops": functools.partial(overlap_tables.ops, RESULTS / "flux_simulated.json"),
     "overlap_layers": functools.partial(overlap_tables.layers, RESULTS / "comet_simulated.json"),
