@@ -47,17 +47,17 @@ def varint(number: int) -> bytes:
 
 def message(fields: Sequence[Field]) -> bytes:
     """Writes a message of protobuf."""
-    out = b""
+    out = []
     for number, wire, value in fields:
-        out += varint(number << 3 | wire)
+        out.append(varint(number << 3 | wire))
         if wire == 0:
-            out += varint(value)
+            out.append(varint(value))
         elif wire == 2:
             body = message(value) if isinstance(value, list) else value
-            out += varint(len(body)) + body
+            out += [varint(len(body)), body]
         else:
-            out += value
-    return out
+            out.append(value)
+    return b"".join(out)
 
 
 def parsed(data: bytes, depth: int = 5) -> list[Field] | None:
@@ -111,7 +111,8 @@ def edit_message(rng: random.Random, data: bytes) -> bytes:
             case 0:
                 del home[at]
             case 1:
-                home[at:at] = [home[at]] * int(2 ** rng.uniform(0, 10))
+                room = mutations.LONGEST // max(len(message([home[at]])), 1)
+                home[at:at] = [home[at]] * min(int(2 ** rng.uniform(0, 10)), room)
             case 2:
                 home.insert(rng.randrange(len(home)), home.pop(at))
             case 3:
