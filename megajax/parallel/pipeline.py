@@ -1,12 +1,13 @@
 """Pipeline parallelism: one jitted program that executes a schedule's tick table.
 
 A shard_map over the whole mesh. It goes through the table's phases, each one loop: in a tick every
-stage takes what its neighbours sent, runs at most one F, one B and one W on the chunk and
-microbatch that the table names, and sends. A chunk's weights are gathered over the ZeRO axes once a
-step (compute dtype), beside the ticks before its first use; its gradients add up in float32 where
-they are made and are reduce-scattered once, beside the ticks after its last, or in every tick if
-asked. The backward pass is called by the table, not by differentiating the loop: so 1F1B's memory
-does not grow with the microbatches.
+stage takes what its neighbours sent, runs at most one slot of each kind (F, B, W) on the chunk and
+microbatch that the table names, and sends. The table enters as the arrays of a `Route`, which are
+arguments of the program, so tables with equal loops share one program. A chunk's weights are
+gathered over the ZeRO axes once a step (compute dtype), beside the ticks before its first use; its
+gradients add up in float32 where they are made and are reduce-scattered once, beside the ticks
+after its last, or in every tick if asked. The backward pass is called by the table, not by
+differentiating the loop: so 1F1B's memory does not grow with the microbatches.
 
 The vocabulary is cut over pipe as well as tensor: all stages share the work of embedding and head.
 Sources: 1F1B and interleaving (Megatron-LM, arXiv 2104.04473 section 2.2), decoupled sends and
@@ -40,7 +41,7 @@ from megajax.parallel.buckets import PLAIN, scatter_local
 from megajax.parallel.exchange import Exchange
 from megajax.parallel.moves import Gradients, Moves, Turn
 from megajax.parallel.order import order_of
-from megajax.parallel.tick import PIPE, Objective, Tick
+from megajax.parallel.tick import FUNCTIONS, PIPE, Function, Objective, Tick
 from megajax.schedule import build
 from megajax.schedule.ir import Table
 from megajax.schedule.route import Route, Stretch, route
@@ -153,7 +154,7 @@ class Pipeline:
 
     dtype: of compute. remat: of the layers inside a chunk. batch: how each member of a batch
     (U, B, ...) lies; none: rows of tokens. exchange: what lies between masters and weights in use;
-    None: nothing but a cast.
+    None: nothing but a cast. functions: of the kinds of a table.
     """
 
     parts: ModelParts
@@ -163,6 +164,7 @@ class Pipeline:
     remat: Remat
     batch: Mapping[str, P] | None = None
     exchange: Exchange | None = None
+    functions: Mapping[str, Function] = dataclasses.field(default_factory=lambda: FUNCTIONS)
 
     @property
     def stages(self) -> int:
@@ -173,6 +175,7 @@ class Pipeline:
         self,
         params: Tree,
         batch: Batch,
+        route: Route,
         objective: Objective,
         *scalars: jax.Array,
         turn: Turn | None = None,
@@ -180,15 +183,19 @@ class Pipeline:
         """Returns the loss sums of the batch, gradients stored as the parameters are, and what the
         exchange, if there is one, keeps of this step.
 
-        Args: params: layers in `layer_order`. batch: leaves (U, B, ...). objective(sums, *scalars):
+        Args: params: layers in `layer_order`. batch: leaves (U, B, ...). route: of a table, such as
+          `cfg.route(stages)`; an argument of the jitted function, or its arrays are constants of
+          the program. objective(sums, *scalars):
           what is differentiated; it must be linear in the sums. It is also called with one
           layer's MoeSums and zeros, and with the rest without them. turn: where there is an
           exchange.
         Of a packed leaf, whose integers have no gradient, the others are None.
         """
-        self, route = self._of(params), self.cfg.route(self.stages)
+        self = self._of(params)
 
-        def local(params: Tree, batch: Batch, turn: Turn | None, *scalars: jax.Array) -> Gradients:
+        def local(
+            params: Tree, batch: Batch, route: Route, turn: Turn | None, *scalars: jax.Array
+        ) -> Gradients:
             return self._run(route, params, batch, lambda sums: objective(sums, *scalars), turn)
 
         copies: Any = None
@@ -201,17 +208,17 @@ class Pipeline:
         given = None if turn is None else Turn(P(), P(), copies, errors)
         wanted = Gradients(SUMS, self.parts.trained(self._specs), copies, squares, errors)
         return self._everywhere(local, wanted, given, *[P()] * len(scalars))(
-            params, batch, turn, *scalars
+            params, batch, route, turn, *scalars
         )
 
-    def sums(self, params: Tree, batch: Batch) -> LossSums:
-        """Returns the loss sums of a batch (U, B, ...): the forward half of the schedule."""
-        self, route = self._of(params), self.cfg.route(self.stages, backward=False)
+    def sums(self, params: Tree, batch: Batch, route: Route) -> LossSums:
+        """Returns the loss sums of a batch (U, B, ...). route: of the forward half of a table."""
+        self = self._of(params)
 
-        def local(params: Tree, batch: Batch) -> LossSums:
+        def local(params: Tree, batch: Batch, route: Route) -> LossSums:
             return self._run(route, params, batch, None).sums
 
-        return self._everywhere(local, SUMS)(params, batch)
+        return self._everywhere(local, SUMS)(params, batch, route)
 
     @property
     def compiler_options(self) -> dict[str, Any] | None:
@@ -235,7 +242,7 @@ class Pipeline:
         return jax.shard_map(
             local,
             mesh=self.layout.mesh,
-            in_specs=(self._specs, rows, *others),
+            in_specs=(self._specs, rows, P(), *others),
             out_specs=out_specs,
             check_vma=False,
         )
@@ -253,7 +260,13 @@ class Pipeline:
         While a loop runs, the weights of the chunk that the next one opens are gathered, and the
         gradients of the chunk that the last one finished are scattered: the first gather and the
         last scatter alone are exposed. (MegaScale section 3.2, overlapping in data parallelism.)
+        Raises: ValueError for kinds of the table that have no function.
         """
+        if lost := [kind.name for kind in route.kinds if kind.name not in self.functions]:
+            raise ValueError(
+                f"kind {', '.join(lost)} of the table has no function here; the kinds that can be "
+                f"executed are {', '.join(self.functions)}"
+            )
         v, stack, order = self.cfg.chunks, self.parts.stack, order_of(self.layout.mesh)
         moves = Moves(self._exchange(objective is not None), stack, v, turn)
         rest = moves.rest({k: x for k, x in params.items() if k != stack})
@@ -272,6 +285,7 @@ class Pipeline:
             stashes=self.cfg.stash == "residuals",
             settle=self._settle,
             order=order,
+            functions=self.functions,
         )
         carry, rows, done = tick.start(), tick.rows(), {}
         local = objective is not None and self.cfg.gradients == "local"
@@ -284,7 +298,7 @@ class Pipeline:
             coming = [moves.chunk(cut, chunk) for chunk in range(loop.chunks, following.chunks)]
             tick.blocks = held
             here = order.after(here, (coming, done))
-            carry, _ = lax.scan(functools.partial(tick, loop.kinds), carry, here)
+            carry, _ = lax.scan(functools.partial(tick, loop), carry, here)
             carry, rows = order.together((carry, rows))
             cut = order.after(cut, carry)
             here, held, coming = lax.optimization_barrier((_rows(rows, following), held, coming))
@@ -337,7 +351,7 @@ def add_copies(layout: Layout, words: tuple, grad: jax.Array | None) -> jax.Arra
     return lax.psum(grad, copies) if copies else grad
 
 
-def _rows(rows: dict, loop: Stretch) -> dict:
+def _rows(rows: Route, loop: Stretch) -> Route:
     """Returns what a loop's ticks read of the route."""
     return jax.tree.map(lambda x: x[loop.first : loop.first + loop.ticks], rows)
 

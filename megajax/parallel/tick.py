@@ -1,8 +1,9 @@
 """One tick of a pipeline on one device: land, forward, head, backward, weights, send.
 
 The body of parallel/pipeline.py's loops, inside a shard_map over the whole mesh. A `Route` says
-what this stage does in this tick; idle slots compute on zeros and add zeros. The predicates of the
-`cond`s are equal on all devices, so the collectives inside meet.
+what this stage does in this tick, kind by kind, and a mapping has the function of each kind. Idle
+slots compute on zeros and add zeros. The predicates of the `cond`s are equal on all devices, so the
+collectives inside meet.
 
 Legend: U microbatches, B rows of one, S positions, T ticks.
 """
@@ -24,28 +25,34 @@ from megajax.layers.mask import Context
 from megajax.models.parts import Batch, ModelParts, Remat, map_words, remat_policy, select
 from megajax.parallel.order import Order
 from megajax.parallel.residuals import attach, detach
-from megajax.schedule.route import Route
+from megajax.schedule.route import Cells, Route, Stretch
 
 PIPE = "pipe"
 # Named scopes of the branches that few ticks take; plans count them by these (`branches`).
 ENTER, HEAD, LEAVE = "pipeline_enter", "pipeline_head", "pipeline_leave"
 Objective = Callable[[LossSums], jax.Array]
 
+# Its arrays are arguments of a program; tables that differ in nothing else share the program.
+jax.tree_util.register_dataclass(
+    Route,
+    data_fields=["cells", "land", "head", "head_place", "embed", "unembed"],
+    meta_fields=["sizes", "kinds", "loops"],
+)
+
 
 class Carry(NamedTuple):
     """What goes from tick to tick.
 
-    x, dy: what arrived from the previous and the next stage. inputs, kept, grads: buffers of chunk
-    inputs, of residuals (if stashed) and of gradients of chunk outputs; the last place is for what
-    nobody needs. blocks, rest: gradients so far. sums: of the loss. moe: of the routers, leaves
-    (chunks, layers of one, ...), equal on all devices of the stage; None in a dense model.
+    arrived: {kind: what a neighbour sent}. values: {value of the Route: its buffer}, of chunk
+    inputs and of gradients of chunk outputs. kept: buffers of residuals, if stashed. The last place
+    of a buffer takes what nothing reads. blocks, rest: gradients so far. sums: of the loss. moe: of
+    the routers, leaves (chunks, layers of one, ...), equal on all devices of the stage; None in a
+    dense model.
     """
 
-    x: jax.Array
-    dy: jax.Array
-    inputs: jax.Array
+    arrived: dict[str, jax.Array]
+    values: dict[str, jax.Array]
     kept: Tree
-    grads: jax.Array
     blocks: Tree
     rest: Tree
     sums: LossSums
@@ -53,7 +60,7 @@ class Carry(NamedTuple):
 
 
 class Tick:
-    """One tick of one device. Scan calls it with the kinds of the phase, the carry and a row."""
+    """One tick of one device. Scan calls it with the loop, the carry and a tick of the route."""
 
     def __init__(
         self,
@@ -69,6 +76,7 @@ class Tick:
         stashes: bool,
         settle: Callable[[Words, Any], Any],
         order: Order,
+        functions: Mapping[str, "Function"],
     ):
         """Args: whole: this stage's weights in use. batch: this device's rows, leaves (U, B, ...).
 
@@ -76,8 +84,9 @@ class Tick:
         together, each of which counts for its share. remat: of the layers inside a chunk. stashes:
         what remat keeps lies in a buffer from F to B; else B makes it again.
         settle(words, gradient): done to a gradient before it is added to the total. order: of the
-        work of a tick: head, send, B, send, W.
+        work of a tick: head, send, B, send, W. functions: of the kinds.
         """
+        self.functions = functions
         self.parts, self.route, self.batch, self.objective = parts, route, batch, objective
         self.copies, self.settle, self.v, self.order = copies, settle, chunks, order
         self.remat, self.stashes = remat, stashes and objective is not None
@@ -90,16 +99,9 @@ class Tick:
             {k: parts.trains[k] for k in self.rest},
         )
 
-    def rows(self) -> dict:
-        """Returns the route as this stage reads it, leaves (T,)."""
-        route = self.route
-        arrays = {k: vars(lane) for k, lane in route.lanes.items()} | {
-            "land_input": route.land_input, "land_grad": route.land_grad, "head": route.head,
-            "head_place": route.head_place, "embed": route.embed, "unembed": route.unembed,
-        }  # fmt: skip
-        return jax.tree.map(
-            lambda a: jnp.asarray(a)[:, self.stage] if a.ndim > 1 else jnp.asarray(a), arrays
-        )
+    def rows(self) -> Route:
+        """Returns the route as this stage reads it, leaves (T,), from another lane (T, P)."""
+        return jax.tree.map(lambda a: a[:, self.stage] if a.ndim > 1 else a, self.route)
 
     def start(self) -> Carry:
         """Returns the carry before the first tick: zeros."""
@@ -112,8 +114,8 @@ class Tick:
             blocks = jax.tree.map(lambda s: jnp.zeros((self.v, *s.shape), jnp.float32), chunk)
             outer = jax.eval_shape(lambda: settled(self.axes[1], self.graded(1, self.rest)))
             rest = jax.tree.map(lambda s: jnp.zeros(s.shape, jnp.float32), outer)
-        lane = {k: jnp.zeros((), jnp.int32) for k in ("chunk", "microbatch")}
-        _, kept, moe = jax.eval_shape(lambda x: self.run(lane, self.pick(lane), x), x)
+        cell = Cells(jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32), {})
+        _, kept, moe = jax.eval_shape(lambda x: self.run(cell, self.pick(cell), x), x)
         kept = kept if self.stashes else {}
         moe = jax.tree.map(lambda s: jnp.zeros((self.v, *s.shape), s.dtype), moe)
         empty = jnp.zeros(x.shape, x.dtype)
@@ -121,59 +123,57 @@ class Tick:
         def buffer(places: int, like: jax.ShapeDtypeStruct) -> jax.Array:
             return jnp.zeros((places + 1, *like.shape), like.dtype)
 
-        inputs, grads = buffer(self.route.inputs, x), buffer(self.route.grads, x)
-        kept = jax.tree.map(functools.partial(buffer, self.route.inputs), kept)
-        sums = self.no_sums(empty)
-        return Carry(empty, empty, inputs, kept, grads, blocks, rest, sums, moe)
+        values = {value: buffer(places, x) for value, places in self.route.sizes}
+        kept = jax.tree.map(functools.partial(buffer, dict(self.route.sizes)["F"]), kept)
+        arrived = {kind.name: empty for kind in self.route.kinds if kind.sends}
+        return Carry(arrived, values, kept, blocks, rest, self.no_sums(empty), moe)
 
-    def __call__(self, kinds: frozenset[str], carry: Carry, row: Mapping) -> tuple[Carry, None]:
-        """Lands what arrived, then F, head, B, W as far as the phase has them, then sends."""
-        carry = carry._replace(
-            inputs=_put(carry.inputs, row["land_input"], carry.x),
-            grads=_put(carry.grads, row["land_grad"], carry.dy),
-        )
-        if "F" in kinds:
-            carry, y = self.forward(carry, row, enters="E" in kinds)
-            if "H" in kinds:
-                carry = self.head(carry, row, y)
-                y = self.order.after(y, carry.sums)
-            carry = carry._replace(x=self.send(y, 1))
-            row = self.order.after(row, carry.x)
-        if "B" in kinds:
-            carry = self.backward(carry, row, leaves="L" in kinds)
-            row = self.order.after(row, carry.dy)
-        if "W" in kinds:
-            carry = self.weights(carry, row)
+    def __call__(self, loop: Stretch, carry: Carry, row: Route) -> tuple[Carry, None]:
+        """Lands what arrived, then runs each of the loop's kinds and sends its result."""
+        landed = {k: _put(carry.values[k], row.land[k], x) for k, x in carry.arrived.items()}
+        carry = carry._replace(values=carry.values | landed)
+        for kind in self.route.kinds:
+            if kind.name not in loop.kinds:
+                continue
+            carry, result = self.functions[kind.name](self, carry, row, loop.events)
+            if result is not None:
+                sent = self.send(result, kind.sends)
+                carry = carry._replace(arrived=carry.arrived | {kind.name: sent})
+                row = self.order.after(row, sent)
         return carry, None
 
-    # ---- the kinds of work
+    # ---- the kinds of work: each returns the carry and what it sends
 
-    def forward(self, carry: Carry, row: Mapping, enters: bool) -> tuple[Carry, jax.Array]:
+    def forward(self, carry: Carry, row: Route, events: frozenset[str]) -> tuple[Carry, jax.Array]:
         """F: the chunk's output. On the first stage's first chunk the tokens enter."""
-        lane = row["F"]
-        x = _take(carry.inputs, lane["input"])
+        cell = row.cells["F"]
+        x = _take(carry.values["F"], cell.places["F"])
 
         def enter() -> jax.Array:
-            entering = (self.stage == 0) & (lane["chunk"] == 0)
-            return jnp.where(entering, self.embed(self.rest, row["embed"]), x)
+            entering = (self.stage == 0) & (cell.chunk == 0)
+            return jnp.where(entering, self.embed(self.rest, row.embed), x)
 
-        if enters:
+        if "E" in events:
             with jax.named_scope(ENTER):
-                x = lax.cond(row["embed"] >= 0, enter, lambda: x)
-            lane = self.order.after(lane, x)
-        carry = carry._replace(inputs=_put(carry.inputs, lane["input"], x))
-        y, kept, moe = self.run(lane, self.pick(lane), x)
-        carry = carry._replace(moe=_add(carry.moe, lane, moe))
+                x = lax.cond(row.embed >= 0, enter, lambda: x)
+            cell = self.order.after(cell, x)
+        inputs = _put(carry.values["F"], cell.places["F"], x)
+        carry = carry._replace(values=carry.values | {"F": inputs})
+        y, kept, moe = self.run(cell, self.pick(cell), x)
+        carry = carry._replace(moe=_add(carry.moe, cell, moe))
         if self.stashes:
-            put = functools.partial(_put, place=lane["input"])
+            put = functools.partial(_put, place=cell.places["F"])
             carry = carry._replace(
                 kept=jax.tree.map(lambda b, k: put(b, value=k), carry.kept, kept)
             )
+        if "H" in events:
+            carry = self.head(carry, row, y)
+            y = self.order.after(y, carry.sums)
         return carry, y
 
-    def head(self, carry: Carry, row: Mapping, y: jax.Array) -> Carry:
+    def head(self, carry: Carry, row: Route, y: jax.Array) -> Carry:
         """H: the loss of the microbatch that leaves the last stage, by all stages together."""
-        number = row["head"]
+        number = row.head
         is_last = self.stage == self.stages - 1
 
         def loss(rest: Tree, y: jax.Array) -> tuple[jax.Array, LossSums]:
@@ -194,8 +194,8 @@ class Tick:
         skip = (carry.sums, carry.rest, jnp.zeros_like(y))
         with jax.named_scope(HEAD):
             sums, rest, dy = lax.cond(number >= 0, gradient, lambda: skip)
-        place = jnp.where(is_last, row["head_place"], -1)
-        return carry._replace(sums=sums, rest=rest, grads=_put(carry.grads, place, dy))
+        grads = _put(carry.values["B"], jnp.where(is_last, row.head_place, -1), dy)
+        return carry._replace(sums=sums, rest=rest, values=carry.values | {"B": grads})
 
     def head_sums(self, rest: Tree, y: jax.Array, number: Any) -> LossSums:
         """Returns the loss sums of a microbatch whose last layer gave y."""
@@ -207,39 +207,38 @@ class Tick:
         sums = jax.eval_shape(lambda: self.head_sums(self.rest, y, 0))
         return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), sums)
 
-    def backward(self, carry: Carry, row: Mapping, leaves: bool) -> Carry:
+    def backward(self, carry: Carry, row: Route, events: frozenset[str]) -> tuple[Carry, jax.Array]:
         """B: the gradient of the chunk's input and, unless W does it, of its weights."""
-        lane = row["B"]
-        dx, blocks = self.pull(carry, lane)
-        if "W" not in row:
+        dx, blocks = self.pull(carry, row.cells["B"])
+        if "W" not in row.cells:
             carry = carry._replace(blocks=blocks)
 
         def leave() -> Tree:
-            vjp = jax.vjp(lambda rest: self.embed(rest, row["unembed"]), self.rest)[1]
+            vjp = jax.vjp(lambda rest: self.embed(rest, row.unembed), self.rest)[1]
             return self.add_rest(carry.rest, *vjp(jnp.where(self.stage == 0, dx, 0)))
 
-        if leaves:
+        if "L" in events:
             with jax.named_scope(LEAVE):
-                rest = lax.cond(row["unembed"] >= 0, leave, lambda: carry.rest)
+                rest = lax.cond(row.unembed >= 0, leave, lambda: carry.rest)
             carry = carry._replace(rest=rest)
             dx = self.order.after(dx, rest)
-        return carry._replace(dy=self.send(dx, -1))
+        return carry, dx
 
-    def weights(self, carry: Carry, row: Mapping) -> Carry:
+    def weights(self, carry: Carry, row: Route, events: frozenset[str]) -> tuple[Carry, None]:
         """W: the gradient of the chunk's weights, for which the backward chain runs again."""
-        return carry._replace(blocks=self.pull(carry, row["W"])[1])
+        return carry._replace(blocks=self.pull(carry, row.cells["W"])[1]), None
 
-    def pull(self, carry: Carry, lane: Mapping) -> tuple[jax.Array, Tree]:
+    def pull(self, carry: Carry, cell: Cells) -> tuple[jax.Array, Tree]:
         """Returns (gradient of the chunk's input, block gradients with the chunk's added).
 
         Layer by layer, so that one layer's weight gradient exists at a time.
         """
-        weights, context, layer = self.pick(lane), self.context(lane), self.layer()
+        weights, context, layer = self.pick(cell), self.context(cell), self.layer()
         if self.stashes:
-            kept = jax.tree.map(lambda buffer: _take(buffer, lane["input"]), carry.kept)
+            kept = jax.tree.map(lambda buffer: _take(buffer, cell.places["F"]), carry.kept)
         else:
-            kept = self.run(lane, weights, _take(carry.inputs, lane["input"]))[1]
-        dy = _take(carry.grads, lane["grad"])
+            kept = self.run(cell, weights, _take(carry.values["F"], cell.places["F"]))[1]
+        dy = _take(carry.values["B"], cell.places["B"])
         one = jax.tree.map(lambda w: w[0], weights)
         (_, moe), template = jax.eval_shape(lambda: jax.vjp(layer, one, dy, context))
         share = self.share(moe, dy)
@@ -248,7 +247,7 @@ class Tick:
             dy, total = state
             index, w, kept = item
             dw, dx, _ = attach(template, kept, w, context)((dy, share))
-            return (dx, self.add_layer(total, lane, index, floating(dw))), None
+            return (dx, self.add_layer(total, cell, index, floating(dw))), None
 
         items = (jnp.arange(len(jax.tree.leaves(weights)[0])), weights, kept)
         (dx, total), _ = lax.scan(down, (dy, carry.blocks), items, reverse=True)
@@ -268,16 +267,16 @@ class Tick:
         context = self.parts.context(batch, None)
         return self.parts.embed(rest | {self.parts.stack: self.blocks}, batch, context)
 
-    def pick(self, lane: Mapping) -> Tree:
-        """Returns the weights of the lane's chunk."""
-        index = jnp.maximum(lane["chunk"], 0)
+    def pick(self, cell: Cells) -> Tree:
+        """Returns the weights of the cell's chunk."""
+        index = jnp.maximum(cell.chunk, 0)
         return jax.tree.map(
             lambda x: lax.dynamic_index_in_dim(x, index, keepdims=False), self.blocks
         )
 
-    def context(self, lane: Mapping) -> Context:
-        """Returns what the blocks need of the lane's microbatch."""
-        return self.parts.context(self.piece(lane["microbatch"]), None)
+    def context(self, cell: Cells) -> Context:
+        """Returns what the blocks need of the cell's microbatch."""
+        return self.parts.context(self.piece(cell.microbatch), None)
 
     def layer(self) -> Callable[[Tree, jax.Array, Context], tuple[jax.Array, MoeSums | None]]:
         """Returns one layer as a function that jax.vjp may take apart."""
@@ -291,11 +290,11 @@ class Tick:
         return jax.checkpoint(layer, policy=remat_policy(self.remat), prevent_cse=False)
 
     def run(
-        self, lane: Mapping, weights: Tree, x: jax.Array
+        self, cell: Cells, weights: Tree, x: jax.Array
     ) -> tuple[jax.Array, Tree, MoeSums | None]:
         """Returns (a chunk's output, what its layers' backward passes need beside weights, the
         layers' own sums)."""
-        layer, context = self.layer(), self.context(lane)
+        layer, context = self.layer(), self.context(cell)
 
         def up(x: jax.Array, w: Tree) -> tuple[jax.Array, tuple]:
             (y, moe), vjp = jax.vjp(layer, w, x, context)
@@ -330,11 +329,11 @@ class Tick:
         the leaves of a layer, 1 for those in no layer."""
         return select(self.trains[which], tree) if self.trains else tree
 
-    def add_layer(self, total: Tree, lane: Mapping, index: jax.Array, grad: Tree) -> Tree:
-        """Adds the gradient of one layer of the lane's chunk."""
+    def add_layer(self, total: Tree, cell: Cells, index: jax.Array, grad: Tree) -> Tree:
+        """Adds the gradient of one layer of the cell's chunk."""
         grad = self.graded(0, grad)
         grad = map_words(lambda words, g: self.settle(words[1:], g), self.axes[0], grad)
-        return _add(total, lane, grad, index)
+        return _add(total, cell, grad, index)
 
     def add_rest(self, total: Tree, grad: Tree) -> Tree:
         """Adds the gradient of embedding, last norm and head."""
@@ -347,6 +346,11 @@ class Tick:
         return lax.ppermute(x, PIPE, [(i, (i + way) % P) for i in range(P)])
 
 
+# (tick, carry, a tick of the route, events of the loop) -> (carry, what the kind sends)
+Function = Callable[[Tick, Carry, Route, frozenset[str]], tuple[Carry, jax.Array | None]]
+FUNCTIONS: Mapping[str, Function] = {"F": Tick.forward, "B": Tick.backward, "W": Tick.weights}
+
+
 def branches(route: Route) -> dict[tuple[str, int], float]:
     """Returns {(scope, ticks of a loop): how many of its ticks take the branch}.
 
@@ -357,7 +361,7 @@ def branches(route: Route) -> dict[tuple[str, int], float]:
     numbers = {ENTER: ("E", route.embed), HEAD: ("H", route.head), LEAVE: ("L", route.unembed)}
     for loop in route.loops:
         for scope, (event, number) in numbers.items():
-            if event in loop.kinds:
+            if event in loop.events:
                 here = number[loop.first : loop.first + loop.ticks]
                 taken.setdefault((scope, loop.ticks), []).append(int((here >= 0).sum()))
     return {key: sum(times) / len(times) for key, times in taken.items()}
@@ -375,9 +379,9 @@ def _take(buffer: jax.Array, place: jax.Array) -> jax.Array:
     return jnp.where(place < 0, jnp.zeros_like(value), value)
 
 
-def _add(total: Tree, lane: Mapping, value: Tree, *index: jax.Array) -> Tree:
-    """Adds what a slot made to the place of the lane's chunk; an idle slot's counts as zero."""
-    chunk, works = jnp.maximum(lane["chunk"], 0), lane["chunk"] >= 0
+def _add(total: Tree, cell: Cells, value: Tree, *index: jax.Array) -> Tree:
+    """Adds what a slot made to the place of the cell's chunk; an idle slot's counts as zero."""
+    chunk, works = jnp.maximum(cell.chunk, 0), cell.chunk >= 0
 
     def add(t: jax.Array, v: jax.Array) -> jax.Array:
         return t.at[(chunk, *index)].add(jnp.where(works, v, 0).astype(t.dtype))

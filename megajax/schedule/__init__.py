@@ -6,7 +6,7 @@ __getattr__, __dir__, __all__ = public(
     __name__,
     {
         "build": ("gpipe", "interleaved", "one_f_one_b", "zero_bubble"),
-        "ir": ("Table", "Task", "Timeline"),
+        "ir": ("Kind", "Lane", "Table", "Task", "Timeline"),
         "simulator": ("simulate",),
     },
 )

@@ -7,7 +7,7 @@ MegaScale section 3.2 overlaps its transfers), zero-bubble (arXiv 2401.10241, ZB
 """
 
 from megajax.core.errors import UserError, nearest_multiples
-from megajax.schedule.ir import Slot, Table
+from megajax.schedule.ir import B, F, Slot, Table, W
 
 
 def gpipe(stages: int, microbatches: int, chunks: int = 1) -> Table:
@@ -36,7 +36,7 @@ def interleaved(stages: int, microbatches: int, chunks: int = 1) -> Table:
     """1F1B with v chunks on each stage: the bubble falls to (S - 1) / (v M).
 
     Groups of S micro-batches pass chunk after chunk. Keeps at most (v + 1) S - 1 inputs, as many
-    as Megatron's asynchronous form does, since `Table.ring` takes places again in any order (a
+    as Megatron's asynchronous form does, since `route` takes places again in any order (a
     buffer indexed by the work's number mod its size needs 2 v S - 1).
     Raises: UserError where a size is below 1 or M is no multiple of S.
     """
@@ -59,7 +59,7 @@ def zero_bubble(stages: int, microbatches: int, chunks: int = 1) -> Table:
         Slot(2 * (stages - 1) + m, s, "W", 0, m) for s in range(stages) for m in range(microbatches)
     ]
     slots = (*_alternating(stages, microbatches, 1), *weights)
-    return Table("zero_bubble", stages, microbatches, 1, slots)
+    return Table("zero_bubble", stages, microbatches, 1, slots, (F, B, W))
 
 
 BUILDERS = {

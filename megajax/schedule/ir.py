@@ -3,24 +3,64 @@
 A `Table` says in which tick which stage computes what; build.py makes it, simulator.py gives it
 times, parallel/pipeline.py executes the same object, bubbles.py and trace.py read the `Timeline`.
 
-A table is LOCKSTEP (one program on all stages, papers' asynchronous schedules made synchronous). In
-a tick a stage runs at most one F (forward), one B (backward) and one W (weight gradient, where a
-table splits it off), in this order. What a tick sends (F its activation to the next chunk, B its
-gradient to the previous one) can be used from the next tick on. The model's last chunk sends
-nothing: the loss stands between the F and the B part of a tick, so there B may follow F in a tick.
-Chunk c of stage s is the layer group c * stages + s.
+A table is LOCKSTEP (one program on all stages, papers' asynchronous schedules made synchronous). A
+`Kind` describes one kind of work, and a `Lane` the network that it works on: the decoder's F
+(forward), B (backward) and W (weight gradient, where a table splits it off), and an encoder's EF
+and EB, whose outputs enter the decoder (Optimus, arXiv 2408.03505). In a tick a stage runs at most
+one slot of each kind, in the order of `Table.kinds`. What a slot sends, to another group of layers
+or to another lane, can be used from the next tick on. What stays on its stage can be used in the
+same tick: B may follow the F of the last group, because the loss stands between them.
 """
 
 import itertools
 from dataclasses import dataclass
 from functools import cached_property
 from os import PathLike
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-Kind = Literal["F", "B", "W", "COMM", "ENC", "GEN"]
-KINDS = ("F", "B", "W")  # of a table, in the order in which they run inside a tick
+DECODER, ENCODER = "decoder", "encoder"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of a table's work.
+
+    lane: the name of the network that it works on. sends: 1 if its result goes to the lane's next
+    group of layers, -1 if to the previous one, 0 if it stays. sources: the kinds whose results
+    start it, as far as a table has them. The first work of a chain (along `sends`) needs the last
+    work of each source, and a kind that sends nothing needs the source's work on the same group.
+    reads: the kinds of its lane whose inputs it reads besides its own input; these are kept until
+    then. includes: the kinds that it does the work of in a table without them.
+    """
+
+    name: str
+    lane: str
+    sends: int
+    sources: tuple[str, ...] = ()
+    reads: tuple[str, ...] = ()
+    includes: tuple[str, ...] = ()
+
+
+F = Kind("F", DECODER, 1, sources=("EF",))
+B = Kind("B", DECODER, -1, sources=("F",), reads=("F",), includes=("W",))
+W = Kind("W", DECODER, 0, sources=("B",), reads=("F", "B"))
+EF = Kind("EF", ENCODER, 1)
+EB = Kind("EB", ENCODER, -1, sources=("B",), reads=("EF",))
+
+
+class Lane(NamedTuple):
+    """A network that microbatches pass through, cut into stages x chunks groups of layers.
+
+    Chunk c of stage s is the group c * stages + s. Where a lane has fewer stages than its table,
+    the table's stages hold copies of it, each on `stages` neighbours, and a microbatch passes
+    through one of the copies.
+    """
+
+    name: str
+    stages: int
+    chunks: int
 
 
 @dataclass(frozen=True)
@@ -28,14 +68,14 @@ class Task:
     """A piece of work on one resource ('stage 2', 'link 1-2').
 
     deps: names of the tasks that must end before it starts. duration: seconds. microbatch, stage,
-    chunk: -1 where the task has none.
+    chunk: -1 where the task has none. kind: of a table's work, or 'COMM' (a transfer), 'GEN'.
     """
 
     name: str
     resource: str
     deps: tuple[str, ...]
     duration: float
-    kind: Kind
+    kind: str
     microbatch: int = -1
     stage: int = -1
     chunk: int = -1
@@ -93,7 +133,7 @@ class Timeline:
 class Work(NamedTuple):
     """What a slot computes, without its tick."""
 
-    kind: Kind
+    kind: str
     stage: int
     chunk: int
     microbatch: int
@@ -104,7 +144,7 @@ class Slot(NamedTuple):
 
     tick: int
     stage: int
-    kind: Kind
+    kind: str
     chunk: int
     microbatch: int
 
@@ -124,16 +164,25 @@ class Phase(NamedTuple):
 
 @dataclass(frozen=True)
 class Table:
-    """A static lockstep schedule. slots: Slot tuples, kept in the order in which they run."""
+    """A static lockstep schedule.
+
+    stages: of the decoder, and of the devices. chunks: of the decoder on each stage. slots: Slot
+    tuples, kept in the order in which they run. kinds: of the slots, in the order in which they run
+    inside a tick. extra_lanes: those besides the decoder.
+    """
 
     name: str
     stages: int
     microbatches: int
     chunks: int
     slots: tuple[Slot, ...]
+    kinds: tuple[Kind, ...] = (F, B)
+    extra_lanes: tuple[Lane, ...] = ()
 
     def __post_init__(self):
-        ordered = sorted(itertools.starmap(Slot, self.slots), key=_running_order)
+        rank = {kind.name: i for i, kind in enumerate(self.kinds)}
+        slots = itertools.starmap(Slot, self.slots)
+        ordered = sorted(slots, key=lambda s: (*s[:2], rank.get(s.kind, -1), *s[3:]))
         object.__setattr__(self, "slots", tuple(ordered))
 
     @property
@@ -147,54 +196,123 @@ class Table:
         return {slot.work: slot.tick for slot in self.slots}
 
     @cached_property
+    def kind_of(self) -> dict[str, Kind]:
+        """The table's kinds by name, in the order in which they run inside a tick."""
+        return {kind.name: kind for kind in self.kinds}
+
+    @property
+    def lanes(self) -> tuple[Lane, ...]:
+        """The decoder and the extra lanes."""
+        return Lane(DECODER, self.stages, self.chunks), *self.extra_lanes
+
+    @cached_property
+    def lane_of(self) -> dict[str, Lane]:
+        """The lane of each kind."""
+        lanes = {lane.name: lane for lane in self.lanes}
+        return {kind.name: lanes[kind.lane] for kind in self.kinds}
+
+    @cached_property
+    def copy_of(self) -> dict[tuple[str, int], int]:
+        """{(lane, microbatch): the copy of the lane that the microbatch passes through}."""
+        copies: dict[tuple[str, int], int] = {}
+        for _, stage, kind, _, microbatch in self.slots:
+            lane = self.lane_of[kind]
+            copies.setdefault((lane.name, microbatch), stage // lane.stages)
+        return copies
+
+    @cached_property
     def is_split(self) -> bool:
         """Whether W stands apart from B; if not, B computes both gradients."""
-        return any(slot.kind == "W" for slot in self.slots)
+        return "W" in self.kind_of
 
-    def needs(self, work: Work) -> Work | None:
-        """Returns the work whose result `work` takes; None for the first chunk's F."""
-        kind, stage, chunk, microbatch = work
-        group = chunk * self.stages + stage
-        if kind == "W":
-            return Work("B", stage, chunk, microbatch)
-        if kind == "B" and group == self.stages * self.chunks - 1:
-            return Work("F", stage, chunk, microbatch)
-        if kind == "F" and group == 0:
-            return None
-        chunk, stage = divmod(group - 1 if kind == "F" else group + 1, self.stages)
-        return Work(kind, stage, chunk, microbatch)
+    def place(self, kind: str, group: int, microbatch: int) -> Work:
+        """Returns the work of a kind on a group of its lane's layers; -1 is the last group."""
+        lane = self.lane_of[kind]
+        chunk, stage = divmod(group % (lane.stages * lane.chunks), lane.stages)
+        copy = self.copy_of.get((lane.name, microbatch), 0)
+        return Work(kind, copy * lane.stages + stage, chunk, microbatch)
+
+    def needs(self, work: Work) -> tuple[Work, ...]:
+        """Returns the work whose results `work` takes."""
+        kind, lane = self.kind_of[work.kind], self.lane_of[work.kind]
+        group = work.chunk * lane.stages + work.stage % lane.stages
+        before = group - kind.sends
+        if kind.sends and 0 <= before < lane.stages * lane.chunks:
+            return (self.place(work.kind, before, work.microbatch),)
+        sources = [self.kind_of[name] for name in kind.sources if name in self.kind_of]
+        if not kind.sends:
+            return tuple(self.place(source.name, group, work.microbatch) for source in sources)
+        ends = {1: -1, 0: group, -1: 0}  # the last group that a source works on
+        return tuple(self.place(s.name, ends[s.sends], work.microbatch) for s in sources)
+
+    def is_sent(self, result: Work, to: Work) -> bool:
+        """Whether a result travels to the work that takes it, and is there a tick later."""
+        return result.kind == to.kind or self.lane_of[result.kind] != self.lane_of[to.kind]
 
     def check(self) -> int:
         """Refuses a table that cannot be executed.
 
-        Returns: the greatest number of chunk inputs that any stage keeps at once.
+        Returns: the greatest number of the decoder's chunk inputs that any stage keeps at once.
         Raises: ValueError naming the slots: work that is missing, doubled or out of range, a
-          result used before it is there, two ops of a kind on one stage in one tick.
+          result used before it is there, two ops of a kind on one stage in one tick, a microbatch
+          in two copies of a lane. ValueError naming kinds or lanes that do not fit each other.
         """
-        kinds = KINDS if self.is_split else KINDS[:2]
-        sizes = range(self.stages), range(self.chunks), range(self.microbatches)
-        wanted = set(itertools.starmap(Work, itertools.product(kinds, *sizes)))
+        lanes, earlier = {lane.name for lane in self.lanes}, set[str]()
+        for lane in self.lanes:
+            if lane.stages < 1 or lane.chunks < 1 or self.stages % lane.stages:
+                raise ValueError(
+                    f"{self.name}: {lane} must have at least 1 chunk, and stages that divide the "
+                    f"table's {self.stages}"
+                )
+        for kind in self.kinds:
+            if kind.lane not in lanes:
+                raise ValueError(f"{self.name}: {kind.name} has no lane {kind.lane!r}")
+            sources = (self.kind_of[name] for name in kind.sources if name in self.kind_of)
+            local = {*kind.reads, *(s.name for s in sources if s.lane == kind.lane)}
+            if late := sorted(local - earlier):
+                raise ValueError(
+                    f"{self.name}: {kind.name} takes what {late[0]} leaves on its stage, so "
+                    f"{late[0]} must be a kind before it; the kinds are {', '.join(self.kind_of)}"
+                )
+            earlier.add(kind.name)
         places: dict[tuple[int, int, str], Slot] = {}
         for slot in self.slots:
-            if slot.work not in wanted or slot.tick < 0:
-                raise ValueError(f"{self.name}: {_spell(slot)} is out of range")
+            lane = self.lane_of.get(slot.kind)
+            sizes = range(self.stages), range(lane.chunks if lane else 0), range(self.microbatches)
+            numbers = slot.stage, slot.chunk, slot.microbatch
+            if slot.tick < 0 or any(n not in size for n, size in zip(numbers, sizes, strict=True)):
+                raise ValueError(f"{self.name}: {tuple(slot)} is out of range")
             if self.tick_of[slot.work] != slot.tick:
                 raise ValueError(
-                    f"{self.name}: {_spell(slot)} runs again in tick {self.tick_of[slot.work]}"
+                    f"{self.name}: {tuple(slot)} runs again in tick {self.tick_of[slot.work]}"
                 )
             if other := places.get(slot[:3]):
-                raise ValueError(f"{self.name}: {_spell(other)} and {_spell(slot)} share a place")
+                raise ValueError(f"{self.name}: {tuple(other)} and {tuple(slot)} share a place")
             places[slot[:3]] = slot
-        if missing := sorted(wanted - self.tick_of.keys()):
+        required = {
+            self.place(kind, group, microbatch)
+            for kind, lane in self.lane_of.items()
+            for group in range(lane.stages * lane.chunks)
+            for microbatch in range(self.microbatches)
+        }
+        for slot in self.slots:
+            if slot.work not in required:
+                other = next(s for s in self.slots if s.microbatch == slot.microbatch
+                             and self.lane_of[s.kind] == self.lane_of[slot.kind])  # fmt: skip
+                raise ValueError(
+                    f"{self.name}: {tuple(slot)} and {tuple(other)} are in two copies of the "
+                    f"{self.lane_of[slot.kind].name}; a microbatch passes through one"
+                )
+        if missing := sorted(required - self.tick_of.keys()):
             raise ValueError(f"{self.name}: {', '.join(map(str, missing[:4]))} missing")
         for slot in self.slots:
-            needed = self.needs(slot.work)
-            earliest = 0 if needed is None else self.tick_of[needed] + (needed.kind == slot.kind)
-            if needed is not None and slot.tick < earliest:
-                raise ValueError(
-                    f"{self.name}: {_spell(slot)} needs {needed}, there from tick {earliest} on"
-                )
-        return max(self.live)
+            for needed in self.needs(slot.work):
+                earliest = self.tick_of[needed] + self.is_sent(needed, slot.work)
+                if slot.tick < earliest:
+                    raise ValueError(
+                        f"{self.name}: {tuple(slot)} needs {needed}, there from tick {earliest} on"
+                    )
+        return max(self.live())
 
     def free(self) -> list[tuple[int, int, str]]:
         """Returns the (tick, stage, kind) that a phase computes but no work uses."""
@@ -214,30 +332,25 @@ class Table:
         present: list[set[str]] = [set() for _ in range(self.ticks)]
         for slot in self.slots:
             present[slot.tick].add(slot.kind)
-        by_tick = (tuple(k for k in KINDS if k in kinds) for kinds in present)
+        by_tick = (tuple(k for k in self.kind_of if k in kinds) for kinds in present)
         runs = ((kinds, len(list(run))) for kinds, run in itertools.groupby(by_tick))
-        found, first = [], 0
+        phases, first = [], 0
         for kinds, ticks in runs:
-            found.append(Phase(first, ticks, kinds))
+            phases.append(Phase(first, ticks, kinds))
             first += ticks
-        return found
+        return phases
 
-    @property
-    def live(self) -> tuple[int, ...]:
-        """The greatest number of chunk inputs that a stage keeps at once, for each stage: from F
-        until B, or until W where B and W are split. Where they lie is `route`'s business."""
-        last = "W" if self.is_split else "B"
+    def live(self, kind: str = "F") -> tuple[int, ...]:
+        """Returns the greatest number of a kind's inputs that each stage keeps at once.
+
+        An input counts from its work until the last work that reads it: for F until B, or until W
+        where B and W are split. `route` finds the places where inputs lie.
+        """
+        readers = [k.name for k in self.kinds if kind in k.reads]
         kept = np.zeros((self.stages, self.ticks + 1), np.int64)
-        for tick, stage, kind, chunk, microbatch in self.slots:
-            if kind == "F":
+        for tick, stage, name, chunk, microbatch in self.slots:
+            if name == kind:
                 kept[stage, tick] += 1
-                kept[stage, self.tick_of[Work(last, stage, chunk, microbatch)] + 1] -= 1
+                ends = (self.tick_of[Work(r, stage, chunk, microbatch)] for r in readers)
+                kept[stage, max(ends, default=tick) + 1] -= 1
         return tuple(kept.cumsum(1).max(1).tolist())
-
-
-def _running_order(slot: Slot) -> tuple[int, int, int, int, int]:
-    return slot.tick, slot.stage, "FBW".find(slot.kind), slot.chunk, slot.microbatch
-
-
-def _spell(slot: Slot) -> str:
-    return str(tuple(slot))

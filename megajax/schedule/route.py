@@ -2,47 +2,53 @@
 
 A `Table` says which work runs when. An executor that runs all stages in lockstep must also know
 where each value lies meanwhile: the input of a chunk from the tick in which it arrives until its
-backward pass, the gradient of its output until that is used. `route` finds places for both by
+backward pass, the gradient of its output until that is used. `route` finds places for them by
 colouring intervals, so the buffers are as small as the table allows (for 1F1B they do not grow with
 the microbatches).
+
+A value is named by the kind whose work takes it: `F`, a chunk's input; `B`, the gradient of its
+output. What one lane gives another has a name of its own, `EF>F` and `B>EB`.
 
 Legend of arrays: T ticks, P stages. -1: nothing.
 """
 
+import functools
 import heapq
+import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from megajax.schedule.ir import KINDS, Kind, Table, Work
+from megajax.schedule.ir import DECODER, Kind, Table, Work
 
 NOTHING = -1
+Array = Any  # of NumPy; in a program that a route is an argument of, of JAX
 Key = tuple[int, int, int]  # stage, chunk, microbatch
 
 
-@dataclass(frozen=True)
-class Lane:
-    """One kind of work: chunk_TP, microbatch_TP, input_TP and grad_TP (places), each int32."""
+class Cells(NamedTuple):
+    """One kind of work: chunk_TP, microbatch_TP, and {value that it reads: place_TP}; int32."""
 
-    chunk: np.ndarray
-    microbatch: np.ndarray
-    input: np.ndarray
-    grad: np.ndarray
+    chunk: Array
+    microbatch: Array
+    places: Mapping[str, Array]
 
 
 class Stretch(NamedTuple):
     """Ticks that one loop runs.
 
-    kinds: of the work in them; with E where microbatches enter, H where they meet the head and L
-    where their gradients leave. chunks: how many chunks, from the first, have
-    been used when it ends. done: the chunks whose last weight gradient it makes.
+    kinds: of the work in them, in the order in which they run inside a tick. events: E where
+    microbatches enter the decoder, H where they meet the head and L where their gradients leave.
+    chunks: how many of the decoder's chunks, from the first, have been used when it ends. done: the
+    decoder's chunks whose last weight gradient it makes.
     """
 
     first: int
     ticks: int
-    kinds: frozenset[str]
+    kinds: tuple[str, ...]
+    events: frozenset[str]
     chunks: int
     done: tuple[int, ...]
 
@@ -51,22 +57,22 @@ class Stretch(NamedTuple):
 class Route:
     """The whole table as arrays.
 
-    lanes: of F, B and (if split) W. land_input_TP, land_grad_TP: the place for what arrives from
-    the neighbour before the tick. head_T: the microbatch whose last chunk the last stage finishes
-    in this tick; its gradient goes to the last stage's head_place_T. embed_T, unembed_T: the
-    microbatch that enters, whose first chunk's backward leaves. inputs, grads: places of a stage.
-    loops: the ticks, stretch by stretch.
+    cells: of each kind. land: {value: the place for what arrives before the tick}, TP from the
+    neighbour; from another lane TPQ, for what stage Q made. head_T: the microbatch whose last chunk
+    the last stage finishes in this tick; its gradient goes to the last stage's head_place_T.
+    embed_T, unembed_T: the microbatch that enters the decoder, whose first chunk's backward leaves.
+    sizes: (value, places of a stage). kinds: in the order in which they run inside a tick. loops:
+    the ticks, stretch by stretch.
     """
 
-    lanes: Mapping[Kind, Lane]
-    land_input: np.ndarray
-    land_grad: np.ndarray
-    head: np.ndarray
-    head_place: np.ndarray
-    embed: np.ndarray
-    unembed: np.ndarray
-    inputs: int
-    grads: int
+    cells: Mapping[str, Cells]
+    land: Mapping[str, Array]
+    head: Array
+    head_place: Array
+    embed: Array
+    unembed: Array
+    sizes: tuple[tuple[str, int], ...]
+    kinds: tuple[Kind, ...]
     loops: tuple[Stretch, ...]
 
 
@@ -74,53 +80,59 @@ def route(table: Table, backward: bool = True, by_chunk: bool = False) -> Route:
     """Returns the route of a table.
 
     backward False: its forward half alone, for evaluation. by_chunk: a new loop also begins where a
-    chunk is used for the first time and where it has been for the last.
+    chunk of the decoder is used for the first time and where it has been for the last.
     """
-    when = {work: tick for work, tick in table.tick_of.items() if backward or work.kind == "F"}
-    kinds: list[Kind] = [k for k in KINDS if any(work.kind == k for work in when)]
+    kinds = {k.name: k for k in table.kinds if backward or k.sends > 0}
+    when = {work: tick for work, tick in table.tick_of.items() if work.kind in kinds}
     T, P = max(when.values()) + 1, table.stages
-    keys = [(work.stage, work.chunk, work.microbatch) for work in when if work.kind == "F"]
-
-    def arrives(kind: Kind, key: Key) -> int | None:
-        """The tick before which the key's value comes from a neighbour; None: made in place."""
-        source = table.needs(Work(kind, *key))
-        return when[source] + 1 if source is not None and source.kind == kind else None
-
-    def life(kind: Kind, key: Key) -> tuple[int, int]:
-        start = arrives(kind, key)
-        start = when[Work("F", *key)] if start is None else start  # embedded, or its loss taken
-        return start, when[Work(kinds[-1], *key)]
-
-    input_of, inputs = _places({k: life("F", k) for k in keys}, P)
-    grad_of, grads = _places({k: life("B", k) for k in keys}, P) if backward else ({}, 0)
-    empty = np.full((T, P), NOTHING, np.int32)
-    lanes = {k: Lane(*(empty.copy() for _ in range(4))) for k in kinds}
+    lives: dict[str, dict[Key, tuple[int, int]]] = {k: {} for k in kinds if kinds[k].sends}
+    landings: dict[str, list[tuple[int, Key, int]]] = {}  # tick, key and the stage that made it
+    readers = {value: [k for k in kinds if value in (k, *kinds[k].reads)] for value in lives}
     for work, tick in when.items():
-        lane, stage = lanes[work.kind], work.stage
-        key = (stage, work.chunk, work.microbatch)
-        lane.chunk[tick, stage], lane.microbatch[tick, stage] = work.chunk, work.microbatch
-        lane.input[tick, stage] = input_of[key]
-        lane.grad[tick, stage] = grad_of.get(key, NOTHING)
-    land_input, land_grad = empty.copy(), empty.copy()
-    head, head_place, embed, unembed = (np.full(T, NOTHING, np.int32) for _ in range(4))
-    last = P - 1, table.chunks - 1
-    for key in keys:
-        stage, chunk, microbatch = key
-        tick = when[Work("F", *key)]
-        if (landing := arrives("F", key)) is not None:
-            land_input[landing, stage] = input_of[key]
-        else:
-            embed[tick] = microbatch
-            if backward:
-                unembed[when[Work("B", *key)]] = microbatch
-        if (stage, chunk) == last:
-            head[tick], head_place[tick] = microbatch, grad_of.get(key, NOTHING)
-        elif backward and (landing := arrives("B", key)) is not None:
-            land_grad[landing, stage] = grad_of[key]
-    loops = _loops(lanes, {"E": embed, "H": head, "L": unembed}, by_chunk)
-    return Route(
-        lanes, land_input, land_grad, head, head_place, embed, unembed, inputs, grads, loops
-    )
+        key, start = work[1:], tick
+        for needed in table.needs(work):
+            if not table.is_sent(needed, work):
+                start = when[needed]  # made in place
+                continue
+            value, arrival = work.kind, when[needed] + 1
+            if needed.kind == work.kind:
+                start = arrival
+            else:
+                value = f"{needed.kind}>{work.kind}"
+                lives.setdefault(value, {})[key] = arrival, tick
+            landings.setdefault(value, []).append((arrival, key, needed.stage))
+        if work.kind in readers:
+            ends = (when[Work(reader, *key)] for reader in readers[work.kind])
+            lives[work.kind][key] = start, max(ends)
+    places: dict[str, dict[Key, int]] = {}
+    sizes = []
+    for value, by_key in lives.items():
+        places[value], size = _places(by_key, P)
+        sizes.append((value, size))
+    nothing = functools.partial(np.full, fill_value=NOTHING, dtype=np.int32)
+    cells = {}
+    for kind in kinds:
+        read = [v for v in lives if kind in readers.get(v, ()) or v.endswith(f">{kind}")]
+        cells[kind] = Cells(nothing((T, P)), nothing((T, P)), {v: nothing((T, P)) for v in read})
+    for (kind, stage, chunk, microbatch), tick in when.items():
+        cells[kind].chunk[tick, stage], cells[kind].microbatch[tick, stage] = chunk, microbatch
+        for value, place in cells[kind].places.items():
+            place[tick, stage] = places[value].get((stage, chunk, microbatch), NOTHING)
+    land = {value: nothing((T, P) if value in kinds else (T, P, P)) for value in lives}
+    for value, arrivals in landings.items():
+        for tick, key, source in arrivals:
+            at = (tick, key[0]) if value in kinds else (tick, key[0], source)
+            land[value][at] = places[value][key]
+    head, head_place, embed, unembed = (nothing(T) for _ in range(4))
+    for microbatch in range(table.microbatches):
+        last = table.place("F", -1, microbatch)
+        embed[when[table.place("F", 0, microbatch)]] = head[when[last]] = microbatch
+        if backward:
+            head_place[when[last]] = places["B"][last[1:]]
+            unembed[when[table.place("B", 0, microbatch)]] = microbatch
+    loops = _loops(table, cells, {"E": embed, "H": head, "L": unembed}, by_chunk)
+    runs = tuple(sizes), tuple(kinds.values()), loops
+    return Route(cells, land, head, head_place, embed, unembed, *runs)
 
 
 def _places(lives: dict[Key, tuple[int, int]], stages: int) -> tuple[dict[Key, int], int]:
@@ -145,28 +157,23 @@ def _places(lives: dict[Key, tuple[int, int]], stages: int) -> tuple[dict[Key, i
 
 
 def _loops(
-    lanes: Mapping[Kind, Lane], events: Mapping[str, np.ndarray], by_chunk: bool
+    table: Table, cells: Mapping[str, Cells], events: Mapping[str, np.ndarray], by_chunk: bool
 ) -> tuple[Stretch, ...]:
     """Cuts the ticks where the set of kinds changes. A loop with any event has it in every tick."""
-    busy = np.stack([(lane.chunk >= 0).any(1) for lane in lanes.values()])
-    starts, ends = _spans(list(lanes.values()))
+    busy = np.stack([(cell.chunk >= 0).any(1) for cell in cells.values()])
+    decoder = [cell.chunk for k, cell in cells.items() if table.kind_of[k].lane == DECODER]
+    chunks = range(table.chunks)
+    starts = [int(np.flatnonzero((decoder[0] == c).any(1))[0]) for c in chunks]
+    ends = [int(np.flatnonzero((decoder[-1] == c).any(1))[-1]) for c in chunks]
     cuts = {0, *(1 + np.flatnonzero((busy[:, 1:] != busy[:, :-1]).any(0))), busy.shape[1]}
     if by_chunk:
         cuts |= {*starts, *(end + 1 for end in ends)}
     edges = sorted(int(tick) for tick in cuts)
     loops = []
-    for a, b in zip(edges, edges[1:], strict=False):
-        kinds = {kind for kind, works in zip(lanes, busy[:, a], strict=True) if works}
-        kinds |= {event for event, number in events.items() if (number[a:b] >= 0).any()}
+    for a, b in itertools.pairwise(edges):
+        kinds = tuple(kind for kind, works in zip(cells, busy[:, a], strict=True) if works)
+        present = frozenset(e for e, number in events.items() if (number[a:b] >= 0).any())
         used = sum(start < b for start in starts)
         done = tuple(c for c, end in enumerate(ends) if a <= end < b)
-        loops.append(Stretch(a, b - a, frozenset(kinds), used, done))
+        loops.append(Stretch(a, b - a, kinds, present, used, done))
     return tuple(loops)
-
-
-def _spans(lanes: list[Lane]) -> tuple[list[int], list[int]]:
-    """Returns the first and the last tick of each chunk's work on any stage."""
-    first, last = lanes[0].chunk, lanes[-1].chunk
-    chunks = range(first.max() + 1)
-    ticks = [[np.flatnonzero((lane == c).any(1)) for c in chunks] for lane in (first, last)]
-    return [int(t[0]) for t in ticks[0]], [int(t[-1]) for t in ticks[1]]

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 from megajax.core.errors import UserError
-from megajax.schedule.ir import KINDS, Span, Table, Task, Timeline, Work
+from megajax.schedule.ir import Span, Table, Task, Timeline, Work
 
 Durations = Mapping[str, float] | Callable[[Task], float]
 # (a task, the others that run) -> how many times longer it takes than alone, at least 1
@@ -22,29 +22,30 @@ Slowdown = Callable[[Task, Sequence[Task]], float]
 def simulate(table: Table, durations: Durations, transfer: float = 0) -> Timeline:
     """Runs each stage's ops in the table's order, each as soon as its inputs are there.
 
-    Args: durations: {'F', 'B', 'W': seconds} or Task -> seconds. Where a table does not split the
-      backward pass, B takes B + W. transfer: seconds of a hop between two stages. Sends are
+    Args: durations: {'F', 'B', 'W': seconds} or Task -> seconds. A kind takes the seconds of those
+      that it includes too: where a table does not split the backward pass, B takes B + W.
+      transfer: seconds of a hop between two stages. Sends are
       decoupled (MegaScale section 3.2): the receiver waits for a hop, the sender goes on; a link
       carries one value at a time in each direction.
     Returns: the stages' ops from second 0 on, and the hops on 'link a-b' if transfer > 0.
     Raises: UserError where a duration is missing or negative.
     """
     tasks = _tasks(table, durations)
-    sent_to = {
-        needed: work.stage
-        for work in tasks
-        if (needed := table.needs(work)) is not None and needed.stage != work.stage and transfer
-    }
+    receivers: dict[Work, set[int]] = {}
+    for work in tasks if transfer else ():
+        for needed in table.needs(work):
+            if needed.stage != work.stage:
+                receivers.setdefault(needed, set()).add(work.stage)
     planned = []
     for slot in table.slots:
-        task, needed = tasks[slot.work], table.needs(slot.work)
-        if needed is not None and sent_to.get(needed) == slot.stage:
-            task = dataclasses.replace(task, deps=(_hop_name(tasks[needed]),))
+        task = tasks[slot.work]
+        if transfer:
+            deps = (_arrival(needed, slot.stage) for needed in table.needs(slot.work))
+            task = dataclasses.replace(task, deps=tuple(deps))
         planned.append(task)
-        if slot.work in sent_to:
-            link = f"link {slot.stage}-{sent_to[slot.work]}"
-            hop = Task(_hop_name(task), link, (task.name,), transfer, "COMM", task.microbatch)
-            planned.append(hop)
+        for stage in sorted(receivers.get(slot.work, ())):
+            name, link = _arrival(slot.work, stage), f"link {slot.stage}-{stage}"
+            planned.append(Task(name, link, (task.name,), transfer, "COMM", task.microbatch))
     return run(planned, _stages(table))
 
 
@@ -61,7 +62,8 @@ def lockstep(table: Table, durations: Durations) -> Timeline:
         parts.setdefault((slot.tick, slot.kind), {})[slot.stage] = tasks[slot.work]
     spans, masked = [], []
     now: float = 0
-    for (tick, kind), part in sorted(parts.items(), key=lambda p: (p[0][0], KINDS.index(p[0][1]))):
+    rank = {kind: i for i, kind in enumerate(table.kind_of)}
+    for (tick, kind), part in sorted(parts.items(), key=lambda p: (p[0][0], rank[p[0][1]])):
         slowest = max(part.values(), key=lambda task: task.duration)
         for stage, resource in enumerate(_stages(table)):
             if stage in part:
@@ -160,8 +162,7 @@ def _tasks(table: Table, durations: Durations) -> dict[Work, Task]:
     """Returns a task with its duration for all work of the table."""
     out = {}
     for work in table.tick_of:
-        needed = table.needs(work)
-        deps = () if needed is None else (_name(needed),)
+        deps = tuple(map(_name, table.needs(work)))
         kind, stage, chunk, microbatch = work
         task = Task(_name(work), f"stage {stage}", deps, 0, kind, microbatch, stage, chunk)
         out[work] = dataclasses.replace(task, duration=_seconds(table, durations, task))
@@ -176,8 +177,9 @@ def _seconds(table: Table, durations: Durations, task: Task) -> float:
             raise UserError(
                 f"durations has {sorted(durations)}, but {table.name} needs {task.kind!r} too"
             )
-        joined = durations.get("W", 0) if task.kind == "B" and not table.is_split else 0
-        seconds = (durations[task.kind] + joined) / table.chunks
+        absent = set(table.kind_of[task.kind].includes) - table.kind_of.keys()
+        seconds = durations[task.kind] + sum(durations.get(kind, 0) for kind in absent)
+        seconds = seconds / table.lane_of[task.kind].chunks
     if seconds < 0:
         raise UserError(f"{task.name} takes {seconds} s; a duration is at least 0")
     return seconds
@@ -191,5 +193,6 @@ def _name(work: Work) -> str:
     return f"{work.kind} stage {work.stage} chunk {work.chunk} microbatch {work.microbatch}"
 
 
-def _hop_name(task: Task) -> str:
-    return f"hop after {task.name}"
+def _arrival(result: Work, stage: int) -> str:
+    """Returns the name of the task after which a result is on a stage."""
+    return _name(result) if result.stage == stage else f"hop to stage {stage} of {_name(result)}"

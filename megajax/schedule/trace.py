@@ -3,6 +3,7 @@
 matplotlib is imported when a chart is drawn, not before.
 """
 
+import itertools
 import json
 from collections.abc import Mapping
 from os import PathLike
@@ -17,7 +18,8 @@ COLOURS = {
     "B": "#E69F00",
     "W": "#009E73",
     "COMM": "#999999",
-    "ENC": "#F0E442",
+    "EF": "#F0E442",
+    "EB": "#D55E00",
     "GEN": "#CC79A7",
 }
 NAMES = {
@@ -25,9 +27,11 @@ NAMES = {
     "B": "backward",
     "W": "weight gradient",
     "COMM": "transfer",
-    "ENC": "encoder",
+    "EF": "encoder forward",
+    "EB": "encoder backward",
     "GEN": "generation",
 }
+SPARE = ("#B2DF8A", "#CAB2D6", "#FDBF6F")  # of kinds without a colour above, in turn
 MASKED = {"facecolor": "white", "edgecolor": "#bbbbbb", "hatch": "////"}
 _POINTS = 72  # an inch
 _ROW_INCHES = 0.27
@@ -88,27 +92,37 @@ def gantt(timelines: Mapping[str, Timeline], path: str | PathLike[str], unit: st
     from matplotlib.figure import Figure
 
     rows = {title: _rows(timeline) for title, timeline in timelines.items()}
+    kinds = {span.task.kind for timeline in timelines.values() for span in timeline.spans}
+    others = zip(sorted(kinds - COLOURS.keys()), itertools.cycle(SPARE), strict=False)
+    colours = {kind: c for kind, c in COLOURS.items() if kind in kinds} | dict(others)
     heights = [len(r) * _ROW_INCHES + 0.45 for r in rows.values()]
     figure = Figure(figsize=(11, sum(heights) + 0.7), dpi=110, layout="constrained")
     panels = figure.subplots(len(rows), sharex=True, squeeze=False, height_ratios=heights)[:, 0]
     span_s = max(float(t.makespan) for t in timelines.values())
     for axes, (title, timeline) in zip(panels, timelines.items(), strict=True):
-        _draw(axes, timeline, rows[title], points_per_s=9.5 * _POINTS / span_s)
+        _draw(axes, timeline, rows[title], colours, points_per_s=9.5 * _POINTS / span_s)
         axes.set_title(title, loc="left", fontsize=10)
         axes.set_xlim(0, span_s)
     panels[-1].set_xlabel(f"time ({unit})")
-    _add_legend(figure, timelines)
+    is_masked = any(timeline.masked for timeline in timelines.values())
+    _add_legend(figure, colours, is_masked)
     figure.savefig(path)
 
 
-def _draw(axes: Any, timeline: Timeline, rows: list[str], points_per_s: float) -> None:
+def _draw(
+    axes: Any,
+    timeline: Timeline,
+    rows: list[str],
+    colours: Mapping[str, str],
+    points_per_s: float,
+) -> None:
     chunks = 1 + max((span.task.chunk for span in timeline.spans), default=0)
     bars: dict[tuple[int, Any], list[tuple[float, float]]] = {}
     for span in timeline.masked:
         bars.setdefault((rows.index(span.task.resource), "white"), []).append(_bar(span, timeline))
     for span in timeline.spans:
         task, row, bar = span.task, rows.index(span.task.resource), _bar(span, timeline)
-        colour = _shade(COLOURS[task.kind], task.chunk, chunks)
+        colour = _shade(colours[task.kind], task.chunk, chunks)
         bars.setdefault((row, colour), []).append(bar)
         text = str(task.microbatch)
         if task.microbatch >= 0 and bar[1] * points_per_s > 0.62 * _LABEL_POINTS * len(text) + 1:
@@ -127,12 +141,11 @@ def _bar(span: Span, timeline: Timeline) -> tuple[float, float]:
     return float(span.start - timeline.start), float(span.end - span.start)
 
 
-def _add_legend(figure: Any, timelines: Mapping[str, Timeline]) -> None:
+def _add_legend(figure: Any, colours: Mapping[str, str], is_masked: bool) -> None:
     from matplotlib.patches import Patch
 
-    present = {span.task.kind for t in timelines.values() for span in t.spans}
-    marks = [Patch(color=COLOURS[k], label=NAMES[k]) for k in COLOURS if k in present]
-    if any(t.masked for t in timelines.values()):
+    marks = [Patch(color=colour, label=NAMES.get(k, k)) for k, colour in colours.items()]
+    if is_masked:
         marks.append(Patch(**MASKED, label="masked"))
     figure.legend(handles=marks, loc="outside upper right", ncols=len(marks), fontsize=8)
 

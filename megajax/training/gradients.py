@@ -46,6 +46,7 @@ from megajax.parallel.exchange_local import lead, led
 from megajax.parallel.moves import REST, Gradients, Turn
 from megajax.parallel.pipeline import Pipeline, add_copies
 from megajax.parallel.streamed import Streamed
+from megajax.schedule.route import Route
 from megajax.training.state import TrainState
 
 Array = jax.Array
@@ -54,8 +55,8 @@ WIRE = 0x77697265  # folded into a step's key: of what the exchange rounds by
 
 Sums = Callable[[Tree, Batch, Turn], LossSums]  # of parameters and a micro-batch
 Value = Callable[..., Array]  # of sums and the targets of a step: what falls
-# Of a state, a batch, the step's total and a key.
-Differentiate = Callable[[TrainState, Batch, Array, Array], Gradients]
+# Of a state, a batch, the step's total, a key and, of a pipeline, its route.
+Differentiate = Callable[..., Gradients]
 
 
 def exchange_of(cfg: Any, parts: ModelParts, layout: Layout) -> Exchange | None:
@@ -145,13 +146,15 @@ def without_exchange(gradients: Callable[..., tuple[LossSums, Tree]]) -> Differe
 
 
 def pipelined(pipe: Pipeline, value: Value) -> Differentiate:
-    """Gradients by the pipeline's table."""
+    """Gradients by the pipeline's table, whose route is the last argument."""
 
-    def differentiate(state: TrainState, batch: Batch, total: Array, key: Array) -> Gradients:
+    def differentiate(
+        state: TrainState, batch: Batch, total: Array, key: Array, route: Route
+    ) -> Gradients:
         turn = None
         if pipe.exchange is not None:
             turn = Turn(jax.random.fold_in(key, WIRE), state.step, state.copies, state.errors)
-        return pipe.gradients(state.params, batch, value, total, turn=turn)
+        return pipe.gradients(state.params, batch, route, value, total, turn=turn)
 
     return differentiate
 

@@ -35,6 +35,7 @@ from megajax.parallel.exchange import Exchange
 from megajax.parallel.moves import Gradients, first_errors
 from megajax.parallel.overlap import compiler_options
 from megajax.parallel.pipeline import Pipeline, layer_order
+from megajax.schedule.route import Route
 from megajax.training.gradients import (
     Differentiate,
     LocalNetwork,
@@ -159,12 +160,13 @@ def make_train_step(
             return value if sums.moe is None else value + sums.moe.penalty.sum() / pieces
 
         exchange, used = exchange_of(cfg, parts, layout), parts
-        options = compiler_options(cfg.overlap, mesh)
+        options, routes = compiler_options(cfg.overlap, mesh), [(), ()]
         if parts.network is not None:
             network = _network(cfg, task, parts, layout, exchange, pieces)
             loss, differentiate = network.sums, network.differentiate(objective)
             order = np.arange(0)
         elif stages > 1:
+            routes = [(cfg.pipeline.route(stages, backward),) for backward in (True, False)]
             pipe = _pipeline(cfg, task, trains, layout, exchange)
             loss, options = pipe.sums, pipe.compiler_options
             differentiate = pipelined(pipe, objective)
@@ -184,17 +186,19 @@ def make_train_step(
         init = functools.partial(_init, cfg, parts, layout, rule, order, init_exchange)
         abstract = _with_shardings(jax.eval_shape(init, 0), mesh)
 
-    def step(state: TrainState, batch: Batch) -> tuple[TrainState, dict[str, jax.Array]]:
-        return apply(state, gradients(state, batch))
+    def step(
+        state: TrainState, batch: Batch, *route: Route
+    ) -> tuple[TrainState, dict[str, jax.Array]]:
+        return apply(state, gradients(state, batch, *route))
 
     under_mesh = functools.partial(_under, mesh)
     return TrainStep(
         task=task,
         init=under_mesh(jax.jit(init, static_argnums=0, compiler_options=_once(mesh))),
-        step=under_mesh(jax.jit(step, donate_argnums=0, compiler_options=options)),
-        gradients=under_mesh(jax.jit(gradients, compiler_options=options)),
+        step=under_mesh(jax.jit(step, donate_argnums=0, compiler_options=options), *routes[0]),
+        gradients=under_mesh(jax.jit(gradients, compiler_options=options), *routes[0]),
         apply=under_mesh(jax.jit(apply, donate_argnums=0, compiler_options=options)),
-        evaluate=under_mesh(jax.jit(loss, compiler_options=options)),
+        evaluate=under_mesh(jax.jit(loss, compiler_options=options), *routes[1]),
         parts=parts,
         layout=layout,
         optimizer=rule,
@@ -398,17 +402,30 @@ def _once(mesh: Mesh) -> dict[str, Any] | None:
     return None
 
 
-def _under(mesh: Mesh, function: Any) -> Callable:
-    """Returns a function that runs, and is lowered, under the mesh."""
+def _under(mesh: Mesh, function: Any, *routes: Route) -> Callable:
+    """Returns a function that runs, and is lowered, under the mesh.
+
+    routes: its last arguments; every device gets their arrays at the first call.
+    """
+    where = NamedSharding(mesh, P())
+
+    @functools.cache
+    def placed() -> tuple[Route, ...]:
+        return jax.tree.map(
+            lambda x: jax.make_array_from_callback(x.shape, where, x.__getitem__), routes
+        )
 
     @functools.wraps(function)
     def call(*args: Any) -> Any:
         with jax.set_mesh(mesh):
-            return function(*args)
+            return function(*args, *placed())
 
     def lower(*args: Any) -> Any:
+        like = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), routes
+        )
         with jax.set_mesh(mesh):
-            return function.lower(*args)
+            return function.lower(*args, *like)
 
     call.lower = lower  # type: ignore[attr-defined]
     return call
@@ -537,13 +554,18 @@ def _abstract_batch(
 
 
 def _gradients(
-    cfg: Any, task: Task, differentiate: Differentiate, state: TrainState, batch: Batch
+    cfg: Any,
+    task: Task,
+    differentiate: Differentiate,
+    state: TrainState,
+    batch: Batch,
+    *route: Route,
 ) -> Gradients:
-    """The gradients of one step, of all its micro-batches."""
+    """The gradients of one step, of all its micro-batches. route: of a pipeline."""
     count = task.count(batch)
     total = jnp.maximum(count, 1).astype(jnp.float32)
     key = jax.random.fold_in(jax.random.key(cfg.train.seed), state.step)
-    return differentiate(state, batch, total, key)._replace(count=count)
+    return differentiate(state, batch, total, key, *route)._replace(count=count)
 
 
 def _metrics(task: Task, sums: LossSums, total: Any) -> dict[str, jax.Array]:

@@ -242,12 +242,16 @@ def compile_pipeline(microbatches: int):
         rows = jax.ShapeDtypeStruct((microbatches, 1, 2048), jnp.int32, sharding=everywhere)
         total = jax.ShapeDtypeStruct((), jnp.float32, sharding=everywhere)
 
-        def gradients(params, batch, total):
-            return pipe.gradients(params, batch, lambda s, n: s.cross_entropy / n, total)
+        def gradients(params, batch, route, total):
+            return pipe.gradients(params, batch, route, lambda s, n: s.cross_entropy / n, total)
+
+        def on_every_device(x):
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=everywhere)
 
         batch = dict.fromkeys(("tokens", "targets", "segments", "positions"), rows)
         params = map_words(like, parts.axes, parts.abstract)
-        lowered = jax.jit(gradients).lower(params, batch, total)
+        route = jax.tree.map(on_every_device, cfg.route(8))
+        lowered = jax.jit(gradients).lower(params, batch, route, total)
         return aot.compile(lowered, QUICK), cfg.table(8)
 
 

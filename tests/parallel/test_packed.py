@@ -99,7 +99,8 @@ def test_stages_hold_tiles_of_their_layers(gradients, overlap):
         def mean(sums):
             return sums.cross_entropy / 32
 
-        sums, found = jax.jit(lambda p, b: pipe.gradients(p, b, mean))(tiles, pieces)
+        gradients = jax.jit(lambda p, b, route: pipe.gradients(p, b, route, mean))
+        sums, found = gradients(tiles, pieces, pipe.cfg.route(2))
     assert tiles["blocks"]["mlp"]["up"].weight.values.sharding.spec[0] == "pipe"
     near(values_of(found), values_of(pack(grads)))
 

@@ -3,18 +3,23 @@
 import dataclasses
 import functools
 import itertools
+import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from megajax.checkpoint.manager import CheckpointManager
 from megajax.core.errors import UserError
-from megajax.parallel import tick
-from megajax.parallel.pipeline import layer_order
+from megajax.core.mesh import MeshSpec
+from megajax.models import decoder
+from megajax.parallel import local, sharding, tick
+from megajax.parallel.pipeline import Pipeline, PipelineConfig, layer_order
 from megajax.schedule import build
 from megajax.schedule.route import route
 from megajax.training.step import make_train_step
+from tests.schedule.test_lanes import COPIES
 from tests.tiny import MODEL, RICH, host_batch, on, run_config
 from tests.tolerances import GRADIENTS, LONG_LOSSES, PARAMETERS
 
@@ -73,7 +78,7 @@ def poisoned(monkeypatch):
 
     def poison(self):
         carry = start(self)
-        places = {k: getattr(carry, k) for k in ("x", "dy", "inputs", "grads", "kept")}
+        places = {k: getattr(carry, k) for k in ("arrived", "values", "kept")}
         return carry._replace(**jax.tree.map(_to_nan, places))
 
     monkeypatch.setattr(tick.Tick, "start", poison)
@@ -148,8 +153,70 @@ def test_branches_run_once_a_microbatch(table, by_chunk):
     plan = route(table, by_chunk=by_chunk)
     taken = tick.branches(plan)
     for scope, event in ((tick.ENTER, "E"), (tick.HEAD, "H"), (tick.LEAVE, "L")):
-        loops = [loop for loop in plan.loops if event in loop.kinds]
+        loops = [loop for loop in plan.loops if event in loop.events]
         assert sum(taken[scope, loop.ticks] for loop in loops) == table.microbatches
+
+
+@pytest.fixture(scope="module")
+def small():
+    """A pipeline on two devices, its parameters, and a batch of four microbatches."""
+    mesh = MeshSpec(pipe=2).build(jax.devices()[:2])
+    layout = sharding.layout(mesh, model=MODEL)
+    with jax.set_mesh(mesh):
+        parts = decoder.parts(MODEL, None, local.ops(layout, overlap="xla"))
+        pipe = Pipeline(parts, layout, PipelineConfig("1f1b", 4), jnp.dtype("float32"), "full")
+        params = sharding.place(layout, parts.axes, parts.init(jax.random.key(0)))
+    host = host_batch(0, rows=4)
+    return pipe, params, {k: np.asarray(x).reshape(4, 1, -1) for k, x in host.items()}
+
+
+def on_two(pipe, batch):
+    cut = pipe.layout.named(jax.P(None, *pipe.layout.act("batch", "seq")))
+    return {k: jax.device_put(x, cut) for k, x in batch.items()}
+
+
+@pytest.mark.parametrize("trains", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_tables_of_one_shape_share_a_program(small, trains):
+    """Microbatches change their numbers, in the table and in the batch: the same bits. Arrays that
+    name the first microbatch four times: its loss alone counts. There is one program."""
+    pipe, params, batch = small
+    table, numbers = build.one_f_one_b(2, 4), [2, 0, 3, 1]
+    slots = tuple(s._replace(microbatch=numbers[s.microbatch]) for s in table.slots)
+    other = dataclasses.replace(table, slots=slots)
+    other.check()
+    renumbered = {k: x[np.argsort(numbers)] for k, x in batch.items()}
+    plan = route(table, trains)
+    cells = {k: c._replace(microbatch=np.minimum(c.microbatch, 0)) for k, c in plan.cells.items()}
+    events = {k: np.minimum(getattr(plan, k), 0) for k in ("embed", "head", "unembed")}
+    repeated = dataclasses.replace(plan, cells=cells, **events)
+    first = {k: np.repeat(x[:1], 4, 0) for k, x in batch.items()}
+
+    def run(params, batch, route):
+        if trains:
+            return pipe.gradients(params, batch, route, lambda s: s.cross_entropy / 64)
+        return pipe.sums(params, batch, route)
+
+    program = jax.jit(run, compiler_options={"xla_backend_optimization_level": 0})
+    with jax.set_mesh(pipe.layout.mesh):
+        one = program(params, on_two(pipe, batch), plan)
+        two = program(params, on_two(pipe, renumbered), route(other, trains))
+        want = program(params, on_two(pipe, first), plan)
+        ours = program(params, on_two(pipe, batch), repeated)
+        assert program._cache_size() == 1
+        text = program.lower(params, on_two(pipe, batch), plan).as_text()
+    assert distance(one, two) == distance(ours, want) == 0.0 and distance(one, ours) > 1e-3
+    ticks = table.ticks if trains else table.ticks - 1
+    tables = re.findall(rf"(\S+) .*tensor<{ticks}x2xi32>", text)
+    assert tables and not [line for line in tables if "constant" in line]
+
+
+def test_a_kind_without_a_function_is_refused_by_name(small):
+    pipe, params, batch = small
+    with jax.set_mesh(pipe.layout.mesh), pytest.raises(ValueError, match="EF, EB .*are F, B, W"):
+        jax.eval_shape(
+            lambda p, b: pipe.gradients(p, b, route(COPIES), lambda s: s.cross_entropy),
+            params, {k: x[:2] for k, x in on_two(pipe, batch).items()},
+        )  # fmt: skip
 
 
 def test_interleaved_stages_hold_their_groups_and_checkpoints_know_it(tmp_path):

@@ -47,7 +47,7 @@ def test_unequal_durations_let_lockstep_wait():
 
 
 def task(name, stage, duration, deps=()):
-    return Task(name, f"stage {stage}", deps, duration, "ENC", 0)
+    return Task(name, f"stage {stage}", deps, duration, "EF", 0)
 
 
 def test_fill_takes_the_first_bubble_that_holds():

@@ -37,7 +37,7 @@ def test_interleaved(s, m, v):
 def test_one_f_one_b(s, m):
     table = build.one_f_one_b(s, m)
     assert table.check() == min(m, 2 * s - 1)
-    assert table.live == tuple(min(m, 2 * (s - stage) - 1) for stage in range(s))
+    assert table.live() == tuple(min(m, 2 * (s - stage) - 1) for stage in range(s))
     phases = [(("F",), s - 1), (("F", "B"), m), (("B",), s - 1)]
     assert counts(table) == [p for p in phases if p[1]]
     if m % s == 0:

@@ -7,6 +7,7 @@ import pytest
 
 from megajax.schedule import build, trace
 from megajax.schedule.simulator import lockstep, simulate
+from tests.schedule.test_lanes import COPIES, UPDATED
 
 UNIT = {"F": 1, "B": 1, "W": 1}
 
@@ -50,18 +51,21 @@ def test_perfetto_names_masked_work():
 def test_gantt_files(tmp_path):
     table = build.interleaved(2, 4, 2)
     charts = {"planned": simulate(table, UNIT, 0.1), "lockstep": lockstep(table, UNIT)}
+    seconds = dict.fromkeys(("F", "B", "U", "EF", "EB"), 1)
+    charts |= {"encoder": simulate(COPIES, seconds), "new kind": simulate(UPDATED, seconds)}
     trace.gantt(charts, tmp_path / "a.png")
     trace.gantt(charts, tmp_path / "a.svg", unit="forward passes")
     assert (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"
     svg = (tmp_path / "a.svg").read_text()
-    colours = {trace.COLOURS[k].lower() for k in ("F", "B", "COMM")}
+    colours = {trace.COLOURS[k].lower() for k in ("F", "B", "COMM", "EF", "EB")}
+    colours.add(trace.SPARE[0].lower())
     assert "<svg" in svg and all(c in svg for c in colours)
     assert trace.COLOURS["W"].lower() not in svg
 
 
 def test_black_numbers_stand_out_on_every_colour():
     """Contrast at least 4.5 (WCAG 2.1, level AA), for each shade."""
-    for colour in trace.COLOURS.values():
+    for colour in (*trace.COLOURS.values(), *trace.SPARE):
         for chunk in range(3):
             channels = trace._shade(colour, chunk, 3)
             linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
