@@ -19,8 +19,7 @@ from dataclasses import dataclass
 from megajax.core import config
 from megajax.core.hardware import parse_cluster
 from megajax.cost.estimate import estimate
-from megajax.cost.pipeline import Pipeline
-from megajax.cost.step import StepShape
+from megajax.cost.step import Pipeline, StepShape
 from megajax.cost.traffic import Overlap, transfers
 from megajax.models.decoder_config import PRESETS
 from megajax.monitor import results

@@ -2,7 +2,7 @@
 
 The text of a program says nothing of a Mosaic GPU kernel but its operands and results: neither how
 many products it makes of them nor which pages it reads. So a kernel is launched in a scope that
-says it, and the scope becomes part of the call's op_name. megajax/cost/program_calls.py reads it.
+says it, and the scope becomes part of the call's op_name. megajax/cost/program_body.py reads it.
 """
 
 import dataclasses

@@ -19,7 +19,7 @@ from megajax.core import config
 from megajax.core.hardware import find_card, parse_cluster
 from megajax.core.mesh import MeshSpec
 from megajax.cost import memory
-from megajax.cost.flops import train_flops_per_token
+from megajax.cost.base import train_flops_per_token
 from megajax.models.decoder_config import PRESETS, DecoderConfig
 from megajax.systems import aot
 from megajax.training.config import Config, TrainConfig

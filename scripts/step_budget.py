@@ -29,8 +29,8 @@ from megajax.core.config import Checked, option
 from megajax.core.hardware import CARDS, Cluster, parse_cluster
 from megajax.core.paths import expand
 from megajax.cost import memory
+from megajax.cost.base import train_flops_per_token
 from megajax.cost.estimate import estimate
-from megajax.cost.flops import train_flops_per_token
 from megajax.cost.roofline import Roofline
 from megajax.cost.step import StepShape
 from megajax.monitor import results

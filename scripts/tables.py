@@ -38,7 +38,7 @@ from experiments.reports import (
 from experiments.storm import account
 from megajax.core import config
 from megajax.core.hardware import CARDS
-from megajax.cost.flops import mfu, train_flops_per_token
+from megajax.cost.base import mfu, train_flops_per_token
 from megajax.models.decoder_config import PRESETS
 from megajax.monitor.console import training_line
 from megajax.monitor.results import table

@@ -539,7 +539,7 @@ def _other_text(rng: random.Random, data: bytes) -> bytes:
 
 def _dataset_seeds(folder: Path) -> list[bytes]:
     from megajax.core.hardware import CARDS
-    from megajax.cost.operators import product, rowwise
+    from megajax.cost.record import product, rowwise
     from megajax.systems.cdmpp.dataset import Dataset
     from megajax.systems.cdmpp.labels import Labels
 

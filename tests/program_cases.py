@@ -167,7 +167,7 @@ def golden_h100():
     return aot.compile(jax.jit(run, donate_argnums=3).lower(*arrays.values()))
 
 
-# Features that say how an instruction is executed (cost/program_access.py).
+# Features that say how an instruction is executed (cost/program_body.py).
 ACCESS = ("stride", "stride_right", "run", "span", "dilated", "custom", "parts", "jumps")
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from experiments.reports.cdmpp import BAND
 from megajax.core.hardware import Cluster
-from megajax.cost.flops import mfu, train_flops_per_token
+from megajax.cost.base import mfu, train_flops_per_token
 from megajax.cost.record import OpRecord
 from megajax.monitor import results
 from megajax.systems.cdmpp.step import StepTime

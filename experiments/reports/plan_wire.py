@@ -7,7 +7,7 @@ scatter stands among a plan's collectives.
 from typing import Any
 
 from megajax.core.hardware import Cluster
-from megajax.cost import exchange, traffic
+from megajax.cost import traffic
 from megajax.cost.estimate import transfer_seconds
 from megajax.cost.roofline import Roofline
 from megajax.cost.step import StepShape
@@ -17,7 +17,7 @@ def figures(step: StepShape, cluster: Cluster) -> dict[str, Any]:
     """Returns what JSON tells of the exchange: rows by level and axes, the time of quantizing."""
     model = Roofline()
     found: dict[tuple, float] = {}
-    for m in exchange.messages(step):
+    for m in traffic.messages(step):
         one = traffic.Transfer(m.kind, m.axes, m.nbytes, m.count, 0.0, m.level)
         seconds = transfer_seconds(one, step, cluster, model, 1.0)[0]
         key = m.level, m.kind, m.axes
@@ -33,10 +33,10 @@ def figures(step: StepShape, cluster: Cluster) -> dict[str, Any]:
                 "bytes": row.nbytes,
                 "estimate_s": found[row.level, row.kind, row.axes],
             }
-            for row in exchange.rows(step)
+            for row in traffic.rows(step)
         ],
-        "quantize_bytes": exchange.coded_bytes(step),
-        "estimate_quantize_s": model.op_time(exchange.coding_op(step), cluster.card)[0],
+        "quantize_bytes": traffic.coded_bytes(step),
+        "estimate_quantize_s": model.op_time(traffic.coding_op(step), cluster.card)[0],
     }
 
 

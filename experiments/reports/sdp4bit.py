@@ -21,8 +21,8 @@ from typing import Any
 from megajax.core.config import override
 from megajax.core.hardware import CARDS, Cluster, shared
 from megajax.cost import traffic
+from megajax.cost.base import train_flops_per_token
 from megajax.cost.estimate import Estimate, estimate
-from megajax.cost.flops import train_flops_per_token
 from megajax.cost.step import StepShape
 from megajax.models.decoder_config import DecoderConfig
 from megajax.training.config import Config

@@ -41,7 +41,7 @@ from megajax.models.encoder_config import EncoderConfig
 from megajax.models.hf_members import check_members
 from megajax.models.name_rules import Rule, Sizes
 from megajax.models.parts import ModelParts, map_words
-from megajax.parallel import buckets
+from megajax.parallel import exchange
 
 ModelConfig = DecoderConfig | EncoderConfig
 Weights = TensorFolder | TorchFolder
@@ -179,7 +179,7 @@ def make_params(
             like,
             words,
             layout,
-            dtype if buckets.is_quantized(words) else "float32",
+            dtype if exchange.is_quantized(words) else "float32",
         )
         for (name, like), words in zip(
             named_leaves(parts.abstract), _leaf_words(parts.axes), strict=True

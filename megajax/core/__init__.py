@@ -5,6 +5,7 @@ from megajax.core.lazy import public
 __getattr__, __dir__, __all__ = public(
     __name__,
     {
+        "axes": ("Rules",),
         "config": ("Checked", "define_flags", "from_flags", "option"),
         "errors": ("UserError",),
         "hardware": (
@@ -19,6 +20,5 @@ __getattr__, __dir__, __all__ = public(
         "layout": ("Layout",),
         "limits": ("Limits",),
         "mesh": ("MeshSpec", "make_mesh"),
-        "rules": ("Rules",),
     },
 )

@@ -7,9 +7,8 @@ devices, is here. Pure arithmetic: an illegal combination is refused before jax 
 from collections.abc import Mapping
 from typing import Any
 
-from megajax.core.axes import BATCH_AXES
+from megajax.core.axes import BATCH_AXES, Rules
 from megajax.core.errors import UserError, divisors, nearest_divisors, nearest_multiples
-from megajax.core.rules import Rules
 
 
 def check(cfg: Any, sizes: Mapping[str, int], rules: Rules) -> None:

@@ -17,9 +17,9 @@ from typing import Any
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from megajax.core.axes import Axes, Rules
 from megajax.core.check import check_weights
 from megajax.core.errors import UserError
-from megajax.core.rules import Axes, Rules
 
 Words = tuple[str | None, ...]
 

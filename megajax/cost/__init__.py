@@ -5,15 +5,24 @@ from megajax.core.lazy import public
 __getattr__, __dir__, __all__ = public(
     __name__,
     {
-        "base": ("CostModel", "Op", "Workload"),
+        "base": (
+            "CostModel",
+            "Op",
+            "Workload",
+            "mfu",
+            "Routed",
+            "Stack",
+        ),
         "estimate": ("Estimate",),
-        "flops": ("mfu",),
         "kernels": ("Attention", "Embedding", "Experts", "Matmul", "Rowwise"),
-        "operators": ("product", "rowwise"),
         "program": ("records",),
-        "record": ("OpRecord", "Tree"),
+        "record": (
+            "OpRecord",
+            "Tree",
+            "product",
+            "rowwise",
+        ),
         "roofline": ("Roofline",),
         "step": ("StepShape",),
-        "transformer": ("Routed", "Stack"),
     },
 )

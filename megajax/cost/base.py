@@ -10,11 +10,12 @@ table of measured times (cost/table.py) and a learned predictor (systems/cdmpp/b
 
 import dataclasses
 import functools
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any, Literal, Protocol
 
 from megajax.core.hardware import DeviceCard, Link
-from megajax.cost.kernels import Attention, Experts, Kernel, Matmul
+from megajax.cost.kernels import Attention, Embedding, Experts, Kernel, Matmul, Rowwise
 
 ITEMSIZE = {
     "float32": 4, "tfloat32": 4, "bfloat16": 2, "float16": 2, "float8": 1, "int8": 1, "int4": 0.5,
@@ -312,3 +313,206 @@ class CostModel(Protocol):
     def memory(self, trees: Mapping[str, Iterable[Any]]) -> dict[str, int]:
         """Returns bytes a device by name; leaves have shape, dtype and sharding."""
         ...
+
+
+# ---- flops
+#
+# Model FLOPs of a workload, and MFU, in the two conventions that papers use.
+#
+# Forward and backward cost 6 FLOPs a parameter and token (2 forward, 4 backward); attention adds 12
+# L H K s_eff, where s_eff is how many keys a query is credited with. 'megatron': all s keys, as if
+# attention were not causal (Megatron-LM, PaLM; MegaScale's tables follow it). 'causal': the keys a
+# query really sees, so a sliding window counts with its own size. Recomputation is never credited.
+# Source: MegaScale tables 2 and 3 reproduce to 0.1 % (tests/cost/test_flops.py).
+
+
+Convention = Literal["megatron", "causal"]
+Remat = Literal["none", "full", "outputs", "dots"]
+
+# Rematerialisation: how much of each part's forward work the backward pass computes again, by what
+# is kept (models/parts.py). Attention without a fused kernel whose result is kept computes only its
+# weights again, which is one of its two products. A fused kernel whose log-sum-exp is kept, too,
+# computes nothing again. Experts are computed again in full, because the gradient of a token's
+# routing weights needs their results.
+_AGAIN = {"norm": 1.0, "attention": 0.5, "activation": 1.0, "experts": 1.0}
+RECOMPUTED = {
+    "none": {},
+    "dots": _AGAIN,
+    "outputs": _AGAIN | {"input": 1.0, "router": 1.0},
+    "full": _AGAIN | {"attention": 1.0, "input": 1.0, "output": 1.0, "router": 1.0},
+}
+
+
+def recomputed(remat: Remat, part: str, keeps_attention: bool) -> float:
+    """Returns how often the backward pass computes the forward values of a part again.
+
+    keeps_attention: whether attention's weights exist as an array; False: its kernel is fused.
+    """
+    if part == "attention" and not keeps_attention and remat != "full":
+        return 0.0
+    return RECOMPUTED[remat].get(part, 0.0)
+
+
+def keys_per_query(seq_len: int, window: int | None, convention: Convention) -> float:
+    """Returns the mean number of keys a query is credited with."""
+    reach = seq_len if window is None else min(window, seq_len)
+    if convention == "megatron":
+        return reach
+    # Query i (from 0) sees min(i + 1, reach) keys.
+    return (reach * (reach + 1) / 2 + (seq_len - reach) * reach) / seq_len
+
+
+def model_flops_per_token(load: Workload, convention: Convention) -> float:
+    """Returns FLOPs of one token's forward pass: of experts, those that it uses. Those of towers
+    are shared out over the tokens of the blocks."""
+    return sum(op.count * _credited(op, convention) for op in load.all_ops) / load.tokens
+
+
+def block_flops_per_token(load: Workload) -> float:
+    """Returns FLOPs of one token's forward pass through all blocks, as the kernels execute it but
+    for experts' empty slots."""
+    ops = (op for op in load.ops if op.part not in ("embedding", "head"))
+    return sum(op.count * _used(op).flops for op in ops) / load.tokens
+
+
+def train_flops_per_token(load: Workload, convention: Convention) -> float:
+    """Returns FLOPs of one token's forward and backward pass."""
+    return 3 * model_flops_per_token(load, convention)
+
+
+def _credited(op: Op, convention: Convention) -> float:
+    kernel = op.kernel
+    if not isinstance(kernel, Attention):
+        return _used(op).flops
+    if kernel.causal and kernel.queries == kernel.keys:
+        keys = keys_per_query(int(kernel.keys), kernel.window, convention)
+    else:  # all keys, or those of a cache: each query sees as many
+        keys = min(kernel.window or kernel.keys, kernel.keys)
+    return dataclasses.replace(kernel, keys=keys, window=None).flops
+
+
+def _used(op: Op) -> Kernel:
+    """The kernel without the slots of experts that no token fills."""
+    kernel = op.kernel
+    if isinstance(kernel, Experts):
+        return dataclasses.replace(kernel, pairs=kernel.top_k)
+    return kernel
+
+
+def mfu(tokens_per_s: float, flops_per_token: float, devices: int, peak_flops: float) -> float:
+    """Returns model FLOPs utilisation: model FLOP/s over the devices' dense peak, 0..1."""
+    return tokens_per_s * flops_per_token / (devices * peak_flops)
+
+
+# ---- transformer
+#
+# The operations of transformer blocks, of which decoders, encoders and vision models are made.
+#
+# A model gives a `Stack` of its sizes, and adds what comes before the blocks and after them:
+# models/decoder_config.py, models/encoder_config.py; docs/planning.md has a vision transformer.
+#
+# Legend: T tokens of the batch, D model width.
+
+
+@dataclasses.dataclass(frozen=True)
+class Routed:
+    """Routed experts of every layer (layers/moe.py).
+
+    experts: of a layer. top_k: that a token uses. hidden: width of one. capacity: slots of an
+    expert over a balanced load, given out row by row; None: dropless.
+    """
+
+    experts: int
+    top_k: int
+    hidden: int
+    capacity: float | None = None
+
+    def slots(self, seq_len: int) -> int | None:
+        """Slots of an expert for one row (layers/moe.py:MoeConfig.slots); None: dropless."""
+        if self.capacity is None:
+            return None
+        return min(math.ceil(self.capacity * seq_len * self.top_k / self.experts), seq_len)
+
+    def pairs(self, seq_len: int) -> float:
+        """Expert rows that are computed for each token: with capacity all slots, filled or not."""
+        slots = self.slots(seq_len)
+        return self.top_k if slots is None else self.experts * slots / seq_len
+
+
+@dataclasses.dataclass(frozen=True)
+class Stack:
+    """The sizes of a stack of equal transformer blocks.
+
+    hidden: feed-forward width; with a mixture of experts, that of the shared experts (0: none).
+    gated: whether the feed-forward layer has two input matrices. parallel: whether attention and
+    feed-forward layer read the same input, with one gather and one scatter of the residual stream.
+    window: the largest number of keys that a query attends to; None: all. repeats: how often each
+    block is applied. routed: the routed experts; None: there are none.
+    """
+
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int
+    head_width: int
+    hidden: int
+    gated: bool = False
+    parallel: bool = False
+    causal: bool = True
+    window: int | None = None
+    repeats: int = 1
+    routed: Routed | None = None
+
+    def ops(self, rows: int, queries: int, keys: int, dtype: str = "bfloat16") -> tuple[Op, ...]:
+        """Returns the blocks' operations in their order.
+
+        Args: queries: tokens of a row. keys: that they attend to, themselves included.
+        """
+        T, D, L = rows * queries, self.width, self.layers * self.repeats
+        asked, stored = self.heads * self.head_width, self.kv_heads * self.head_width
+        into, hidden = (1 + self.gated) * self.hidden, self.hidden
+
+        def op(part, kernel) -> Op:
+            weights = self.layers if self.repeats > 1 else None
+            return Op(part, kernel, L, weights, (dtype,))
+
+        def norm(times: int) -> Op:
+            return dataclasses.replace(op("norm", Rowwise("norm", T, D)), count=times * L)
+
+        attention = Attention(
+            rows, queries, keys, self.heads, self.kv_heads, self.head_width, self.causal,
+            self.window,
+        )  # fmt: skip
+        attend = op("attention", attention)
+        activate = op("activation", Rowwise("activation", T, hidden, 1 + self.gated))
+        if self.parallel:
+            return (
+                norm(1), op("input", Matmul(T, D, asked + 2 * stored + into)), attend, activate,
+                op("output", Matmul(T, asked + hidden, D)), *self._experts(T, queries, op),
+            )  # fmt: skip
+        dense = (
+            op("input", Matmul(T, D, into)), activate, op("output", Matmul(T, hidden, D)),
+        ) if hidden else ()  # fmt: skip
+        return (
+            norm(2), op("input", Matmul(T, D, asked + 2 * stored)), attend,
+            op("output", Matmul(T, asked, D)), *dense, *self._experts(T, queries, op),
+        )  # fmt: skip
+
+    def _experts(self, T: int, queries: int, op) -> tuple[Op, ...]:
+        if (routed := self.routed) is None:
+            return ()
+        pairs, gated = routed.pairs(queries), self.gated
+        kernel = Experts(
+            T, routed.experts, routed.top_k, self.width, routed.hidden, gated, pairs,
+            routed.capacity is None,
+        )  # fmt: skip
+        return (
+            op("router", Matmul(T, self.width, routed.experts)),
+            op("activation", Rowwise("activation", T * pairs, routed.hidden, 1 + gated)),
+            op("experts", kernel),
+        )
+
+
+def lookup(tokens: int, table: int, width: int, dtype: str = "bfloat16") -> Op:
+    """Returns the lookup of these tokens in an embedding table."""
+    return Op("embedding", Embedding(tokens, table, width), dtypes=(dtype,))

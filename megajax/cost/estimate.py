@@ -2,11 +2,11 @@
 
     step = compute + compute of idle ticks + exposed communication + optimizer update + quantizing
 
-Compute times come from a CostModel, communication times from the alpha-beta model (cost/network.py:
-a latency, then bytes over bandwidth). A transfer is exposed for as long as it takes beyond the
-matrix products that run at the same time. If two transfers run beside the same products, both are
-credited with the whole time of these, so the estimate is too fast there. In a pipeline, stages
-compute and send in idle ticks, too, as the program does (cost/pipeline.py).
+Compute times come from a CostModel, communication times from the alpha-beta model
+(cost/roofline.py: a latency, then bytes over bandwidth). A transfer is exposed for as long as it
+takes beyond the matrix products that run at the same time. If two transfers run beside the same
+products, both are credited with the whole time of these, so the estimate is too fast there. In a
+pipeline, stages compute and send in idle ticks, too, as the program does (cost/step.py).
 """
 
 import dataclasses
@@ -15,13 +15,11 @@ from collections.abc import Iterable
 from typing import Protocol
 
 from megajax.core.hardware import Cluster, DeviceCard
-from megajax.cost import exchange
-from megajax.cost.base import CostModel, Op
-from megajax.cost.flops import Convention, mfu, model_flops_per_token
+from megajax.cost import traffic
+from megajax.cost.base import Convention, CostModel, Op, mfu, model_flops_per_token
 from megajax.cost.kernels import Collective, Matmul, Rowwise
 from megajax.cost.memory import MOMENTS, held
-from megajax.cost.network import Group, group_of
-from megajax.cost.roofline import Roofline
+from megajax.cost.roofline import Group, Roofline, group_of
 from megajax.cost.step import StepShape
 from megajax.cost.traffic import members
 
@@ -48,7 +46,7 @@ class Estimate:
     communication_s: {mesh axes such as 'data' or 'node+data': seconds of all transfers over them}.
     exposed_s: the same for what no computation hides. bubble_s: compute of a pipeline's idle ticks.
     bubble: bubble_s over the compute of the stages' work. mfu_megatron, mfu_causal: model FLOPs
-    utilisation, 0..1, in two conventions (cost/flops.py). quantize_s: of quantizing what data
+    utilisation, 0..1, in two conventions (cost/base.py). quantize_s: of quantizing what data
     parallelism sends.
     """
 
@@ -102,7 +100,7 @@ def estimate(
     """
     compute = idle = layers = 0.0
     update, sigma = _update(step, cluster, model) if step.trains else (0.0, 0.0)
-    quantize, deviation = model.op_time(exchange.coding_op(step), cluster.card)
+    quantize, deviation = model.op_time(traffic.coding_op(step), cluster.card)
     sigma += deviation
     for op in step.forward.ops:
         if op.part not in step.counts:

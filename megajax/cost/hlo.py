@@ -9,14 +9,370 @@ of the loops around it.
 """
 
 import dataclasses
+import functools
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
-from megajax.cost.hlo_module import Module, Place
-from megajax.cost.hlo_text import ARRAY, NAME, ints, nbytes
+from megajax.core.axes import ZERO_AXES
+from megajax.cost.memory import size
+
+# ---- hlo text
+#
+# Parses one line of a compiled module's text: an instruction's shapes, opcode and operands.
+#
+# Only this module knows the syntax of an instruction in XLA's text. cost/hlo.py splits the
+# text into computations, which are lists of such lines. On these, cost/hlo.py finds the
+# collectives, and cost/program.py everything that a device launches.
+
+
+BYTES = {
+    "pred": 1, "s4": 0.5, "u4": 0.5, "f4e2m1fn": 0.5, "s8": 1, "u8": 1, "f8e4m3": 1, "f8e4m3fn": 1,
+    "f8e5m2": 1, "f8e4m3fnuz": 1, "f8e5m2fnuz": 1, "f8e8m0fnu": 1, "s16": 2, "u16": 2, "f16": 2,
+    "bf16": 2, "s32": 4, "u32": 4, "f32": 4, "s64": 8, "u64": 8, "f64": 8, "c64": 8, "c128": 16,
+    "token": 0, "opaque": 0,
+}  # fmt: skip
+ARRAY = re.compile(r"(\w+)\[([\d,]*)\]")
+NAME = re.compile(r"^\s*(?:ROOT )?%?([\w.\-]+) = ")
+_LAYOUT = re.compile(r"(\w+)\[([\d,<= ]*)\](?:\{([\d,]*)[^}]*\})?")
+_BRACKET = re.compile(r"[()]")
+_OPERAND = re.compile(r"%([\w.\-]+)")
+
+
+def ints(text: str) -> list[int]:
+    """Returns the numbers of '4,2,8'."""
+    return [int(i) for i in text.split(",") if i]
+
+
+def nbytes(array: tuple[str, str]) -> int:
+    """Returns the bytes of one (dtype, dims) that ARRAY found."""
+    dtype, dims = array
+    return math.ceil(BYTES.get(dtype, 4) * math.prod(ints(dims)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Array:
+    """One array of an instruction's result.
+
+    layout: the order of dimensions in memory, first the one whose elements are adjacent.
+    """
+
+    dtype: str
+    dims: tuple[int, ...]
+    layout: tuple[int, ...]
+
+    @functools.cached_property
+    def elements(self) -> int:
+        """Number of elements of the array."""
+        return math.prod(self.dims)
+
+    @property
+    def itemsize(self) -> float:
+        """Bytes of an element."""
+        return BYTES.get(self.dtype, 4)
+
+    @property
+    def nbytes(self) -> float:
+        """Bytes in memory, without padding."""
+        return self.itemsize * self.elements
+
+    @functools.cached_property
+    def strides(self) -> dict[int, int]:
+        """Elements between two neighbours along each dimension, in the order of `layout`."""
+        found, below = {}, 1
+        for dimension in self.layout:
+            found[dimension] = below
+            below *= self.dims[dimension]
+        return found
+
+    @property
+    def minor(self) -> int:
+        """Size of the dimension whose elements lie side by side; of a scalar 1."""
+        return self.dims[self.layout[0]] if self.layout else 1
+
+    @property
+    def is_float(self) -> bool:
+        """Whether arithmetic on it is floating-point arithmetic."""
+        return self.dtype[0] == "f" or self.dtype[:2] == "bf" or self.dtype[0] == "c"
+
+    def __str__(self) -> str:
+        return f"{self.dtype}{list(self.dims)}{list(self.layout)}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Instruction:
+    """One instruction, as its line says it.
+
+    shape: the text of the result's shape. arguments: the text between the brackets that follow the
+    opcode. attributes: the text after these brackets.
+    """
+
+    name: str
+    opcode: str
+    shape: str
+    arguments: str
+    attributes: str
+    is_root: bool
+
+    @functools.cached_property
+    def arrays(self) -> tuple[Array, ...]:
+        """The result's arrays; of a tuple all, nested ones in their order."""
+        return tuple(_array(*found) for found in _LAYOUT.findall(self.shape))
+
+    @property
+    def array(self) -> Array:
+        """The result, or the first array of a tuple."""
+        return self.arrays[0] if self.arrays else Array("token", (), ())
+
+    @functools.cached_property
+    def operands(self) -> tuple[str, ...]:
+        """The names of the operands."""
+        if self.opcode in ("constant", "parameter", "iota"):
+            return ()
+        if "%" in self.arguments or not self.arguments:
+            return tuple(_OPERAND.findall(self.arguments))
+        # Before optimisation XLA writes names alone.
+        return tuple(word.split()[-1] for word in self.arguments.split(", ") if word.strip())
+
+    def get(self, name: str, default: str = "") -> str:
+        """Returns the text of an attribute without its outer braces, 'calls' without its %."""
+        match = _attribute(name).search(self.attributes)
+        if match is None:
+            return default
+        return match[1] if match[1] is not None else match[2].lstrip("%")
+
+    def dims(self, name: str) -> list[int]:
+        """Returns the numbers of an attribute such as dimensions={0,2}."""
+        return ints(self.get(name))
+
+    @property
+    def op_name(self) -> str:
+        """The name that JAX gave the operation: its named scopes and its primitive."""
+        match = re.search(r'op_name="([^"]*)"', self.attributes)
+        return match[1] if match else ""
+
+    @property
+    def called(self) -> list[str]:
+        """Names of the computations of a fusion, call, or async start."""
+        return re.findall(r"(?:calls|to_apply)=%?([\w.\-]+)", self.attributes)
+
+    @property
+    def branches(self) -> list[str]:
+        """Names of a conditional's computations, in the order of the index that chooses one.
+
+        If a boolean chooses, the computation for false comes first.
+        """
+        if several := self.get("branch_computations"):
+            return re.findall(r"%?([\w.\-]+)", several)
+        both = self.get("false_computation"), self.get("true_computation")
+        return [name for name in both if name]
+
+
+@functools.cache
+def _attribute(name: str) -> re.Pattern[str]:
+    return re.compile(rf"(?:^|[ ,]){name}=(?:\{{([^{{}}]*)\}}|([^\s,]+))")
+
+
+@functools.lru_cache(maxsize=4096)
+def _array(dtype: str, dims: str, layout: str) -> Array:
+    sizes = tuple(ints(dims.replace("<=", "").replace(" ", "")))
+    order = tuple(ints(layout)) if layout else tuple(reversed(range(len(sizes))))
+    return Array(dtype, sizes, order if len(order) == len(sizes) else ())
+
+
+def parse(line: str) -> Instruction | None:
+    """Returns the instruction of a line, or None if there is none."""
+    match = NAME.match(line)
+    if match is None:
+        return None
+    start = match.end()
+    end = _closing(line, start) + 1 if line[start] == "(" else line.find(" ", start)
+    bracket = line.find("(", end)
+    if end <= 0 or bracket < 0:
+        return None
+    close = _closing(line, bracket)
+    return Instruction(
+        match[1],
+        line[end:bracket].strip(),
+        line[start:end],
+        line[bracket + 1 : close],
+        line[close + 1 :],
+        line.lstrip().startswith("ROOT "),
+    )
+
+
+def instructions(lines: Sequence[str]) -> dict[str, Instruction]:
+    """Returns the instructions of a computation's lines by name, in their order."""
+    found = (parse(line) for line in lines)
+    return {one.name: one for one in found if one is not None}
+
+
+def _closing(line: str, start: int) -> int:
+    """Returns the place of the bracket that closes the one at `start`, or the line's end."""
+    depth = 0
+    for match in _BRACKET.finditer(line, start):
+        depth += 1 if match[0] == "(" else -1
+        if depth == 0:
+            return match.start()
+    return len(line)
+
+
+# ---- hlo module
+#
+# Reads a compiled module's text as computations: what runs, how often, and its matmul FLOPs.
+#
+# The text of a scheduled module lists computations (the entry, bodies of loops, fusions). The lines
+# of a computation are instructions, in the order in which the device starts them. cost/hlo.py
+# reads a single line; this module follows calls, loops with their trip counts, and counts the FLOPs
+# of matrix products.
+
+
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) (?:\(.*)?\{\s*$")
+CALLS = ("fusion", "fusion-start", "call", "conditional", "async-start")
+# The line of a Mosaic GPU kernel of pallas_kernels/grouped: the shapes of its results and operands,
+# and which of the two grouped products it is.
+_GROUPED = re.compile(
+    r"= (.*?) custom-call\(.*operand_layout_constraints=\{(.*?)\}, api_version.*"
+    r'op_name="[^"]*/grouped_(matmul|weights)/'
+)
+# The trip count of some loops depends on values. The library puts these loops into a named scope
+# that contains a number: for the loop of a grouped product, the iterations if groups hold all rows;
+# for other loops, the largest number of iterations.
+_STEPS = re.compile(r'op_name="[^"]*/grouped_steps_(\d+)/')
+_MOST = re.compile(r'op_name="[^"]*\bat_most_(\d+)_turns\b')
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """A line that runs: its computation, its index there, and the loops around it.
+
+    loops: trip counts, outermost first. bodies: the names of the loops' bodies.
+    """
+
+    computation: str
+    lines: Sequence[str]
+    index: int
+    loops: tuple[int, ...]
+    bodies: tuple[str, ...]
+
+    @property
+    def line(self) -> str:
+        """The instruction."""
+        return self.lines[self.index]
+
+    def until_done(self) -> Sequence[str]:
+        """Returns the lines between this start and its done."""
+        if (match := NAME.match(self.line)) is None:
+            return ()
+        done = re.compile(rf"-done\([^)]*%?{re.escape(match[1])}[,)]")
+        rest = self.lines[self.index + 1 :]
+        return next((rest[:k] for k, line in enumerate(rest) if done.search(line)), ())
+
+
+class Module:
+    """The computations of one module's text."""
+
+    def __init__(self, text: str, live_rows: float = 1.0):
+        """Splits the text (`compiled.as_text()`).
+
+        live_rows: share of a grouped product's rows that are in groups, which no program says.
+        """
+        self._live_rows = live_rows
+        self.entry = current = ""
+        self.computations: dict[str, list[str]] = {}
+        for line in text.splitlines():
+            if match := _COMPUTATION.match(line):
+                current = match[2]
+                self.computations[current] = []
+                self.entry = current if match[1] else self.entry
+            elif current:
+                self.computations[current].append(line)
+        self.flops_of = functools.cache(self._flops_of)
+        self.instructions = functools.cache(self._instructions)
+
+    def places(self, start: str = "") -> Iterator[Place]:
+        """Yields every line that runs; branches of a conditional all count as running.
+
+        start: the computation to begin with; "" is the entry.
+        """
+        yield from self._visit(start or self.entry, (), ())
+
+    def loop(self, one: Instruction) -> tuple[str, int | None] | None:
+        """Returns (body, trip count) of a while; None for a count that the program does not say."""
+        if one.opcode != "while" or not (body := one.get("body")):
+            return None
+        if count := re.search(r'known_trip_count":\{"n":"(\d+)"', one.attributes):
+            return body, int(count[1])
+        if steps := _STEPS.search(one.attributes):
+            return body, max(round(self._live_rows * int(steps[1])), 1)
+        most = _MOST.search(one.attributes)
+        return body, int(most[1]) if most else None
+
+    def _visit(self, name: str, loops: tuple[int, ...], bodies: tuple[str, ...]) -> Iterator[Place]:
+        lines = self.computations.get(name, [])
+        for index, line in enumerate(lines):
+            yield Place(name, lines, index, loops, bodies)
+            if (one := parse(line)) is None:
+                continue
+            if loop := self.loop(one):
+                yield from self._visit(loop[0], (*loops, loop[1] or 1), (*bodies, loop[0]))
+            elif one.opcode in CALLS:
+                for called in (*one.called, *one.branches):
+                    yield from self._visit(called, loops, bodies)
+
+    def flops(self, lines: Sequence[str], computation: str) -> int:
+        """Returns the matmul FLOPs of some lines of a computation, calls and loops included."""
+        total = 0
+        for one in instructions(lines).values():
+            if loop := self.loop(one):
+                total += (loop[1] or 1) * self.flops_of(loop[0])
+            elif one.opcode in CALLS:
+                total += sum(self.flops_of(called) for called in (*one.called, *one.branches))
+            elif one.opcode == "dot":
+                total += dot_flops(one, self.instructions(computation))
+            elif one.opcode == "custom-call" and (match := _GROUPED.search(_line(one))):
+                total += round(self._live_rows * _grouped(*match.groups()))
+        return total
+
+    def _flops_of(self, computation: str) -> int:
+        return self.flops(self.computations.get(computation, []), computation)
+
+    def _instructions(self, computation: str) -> dict[str, Instruction]:
+        """The instructions of a computation by name."""
+        return instructions(self.computations.get(computation, []))
+
+
+def dot_flops(one: Instruction, around: Mapping[str, Instruction]) -> int:
+    """Returns 2 M N K of all batches of a dot. around: the instructions of its computation."""
+    left = around.get(one.operands[0]) if one.operands else None
+    return 0 if left is None else 2 * one.array.elements * contracted(one, left.array)
+
+
+def contracted(one: Instruction, left: Array) -> int:
+    """Returns the length of the sum of a dot whose first operand this is."""
+    return math.prod(left.dims[i] for i in one.dims("lhs_contracting_dims"))
+
+
+def _line(one: Instruction) -> str:
+    return f" = {one.shape} {one.opcode}({one.arguments}){one.attributes}"
+
+
+def _grouped(result: str, operands: str, kind: str) -> int:
+    """Returns the FLOPs of a grouped product if all rows are in groups.
+
+    kind: 'matmul', which multiplies rows (M, K) by the weights of their group to (M, N), or
+    'weights', which computes the gradient (G, K, N) of the weights from (M, K) and (M, N).
+    """
+    made = ARRAY.search(result)
+    dims = ints(made[2]) if made else []
+    left, *_ = (ints(d) for t, d in ARRAY.findall(operands) if t != "s32")
+    return 2 * math.prod(dims) * left[1] if kind == "matmul" else 2 * left[0] * math.prod(dims[1:])
+
+
+# ---- hlo
+
 
 KINDS = ("all-gather", "reduce-scatter", "all-reduce", "collective-permute", "all-to-all")
 _COLLECTIVE = re.compile(rf"= (.*?) ((?:ragged-)?(?:{'|'.join(KINDS)}))(-start)?\(")
@@ -166,9 +522,9 @@ def _mesh_group(mesh: str, axes: str) -> tuple[int, ...]:
     chosen = {m[0]: m[1:] for m in re.findall(r"'(\w+)'(?::\((\d+)\)(\d+))?", axes)}
     shape: list[int] = []
     picks: list[slice | int] = []
-    for name, size in ((n, int(s)) for n, s in re.findall(r"'(\w+)'=(\d+)", mesh)):
+    for name, ways in ((n, int(s)) for n, s in re.findall(r"'(\w+)'=(\d+)", mesh)):
         before, part = (int(i) if i else 0 for i in chosen.get(name, ("", "")))
-        factors = [before, part, size // (before * part)] if part else [size]
+        factors = [before, part, ways // (before * part)] if part else [ways]
         shape += factors
         picks += [0, slice(None), 0] if part else [slice(None) if name in chosen else 0]
     ids = np.arange(math.prod(shape)).reshape(shape)
@@ -180,3 +536,92 @@ def _axes(groups: Sequence[Sequence[int]], mesh_shape: Mapping[str, int]) -> tup
     coordinates = np.array(np.unravel_index(np.array(groups), tuple(mesh_shape.values())))
     differ = (coordinates != coordinates[..., :1]).any((1, 2))
     return tuple(axis for axis, differs in zip(mesh_shape, differ, strict=True) if differs)
+
+
+# ---- traps
+#
+# Warns of collectives in a compiled program that should not be there, or run over slow links.
+#
+# Every one of these was seen in a program for thousands of GPUs that looked right in small tests.
+# The compiler chooses them without a warning. LOG.md lists the findings; MegaScale section 3.2
+# describes the communication that belongs there instead.
+
+
+PLACES = 3  # that a sentence names (chosen)
+_SCOPE = re.compile(
+    r"jit\(_?\w+\)|jit|while|body|eval_jaxpr|cond|branch_\d+_fun|shard_map|checkpoint"
+)
+SMALL = 2**20  # bytes of an array (chosen: norms, biases and scalars stay below)
+
+
+def find(
+    found: Iterable[Collective], cut: tuple[str, ...], gpus_per_pod: int | None = None
+) -> list[str]:
+    """Returns a sentence for each kind of suspicious collectives and the axes that they run over.
+
+    A program has one collective for each place in the model that asks for it, dozens in a pipeline;
+    a sentence adds them up and names the places, with those that send most first.
+    cut: axes over which weights are sharded at rest. gpus_per_pod: devices under one set of
+    switches.
+    """
+    found = list(found)
+    ticks = {c.bodies[-1] for c in found if c.bodies and c.axes == ("pipe",)}
+    faults: dict[tuple[str, tuple[str, ...]], list[Collective]] = {}
+
+    def note(what: str, c: Collective) -> None:
+        faults.setdefault((what, c.axes), []).append(c)
+
+    for c in found:
+        if c.nbytes <= SMALL * c.arrays:
+            continue
+        data = set() if _is_exchange(c) else set(c.axes) & set(ZERO_AXES)
+        if c.kind == "all-reduce" and set(c.axes) & set(cut):
+            note("all-reduce where a reduce-scatter belongs", c)
+        if data and ticks & set(c.bodies):
+            note(f"{c.kind} inside the pipeline's tick loop", c)
+        elif c.kind == "all-gather" and data and "scatter" in c.op_name.rsplit("/", 1)[-1]:
+            note("updates of a scatter gathered instead of scattered", c)
+        if "pipe" in c.axes and gpus_per_pod and (far := _far(c, gpus_per_pod)):
+            pairs = f"{far} of {len(c.groups)} pairs"
+            note(f"pipeline neighbours in different pods: {pairs}", c)
+    return [_sentence(what, axes, group) for (what, axes), group in faults.items()]
+
+
+def _sentence(what: str, axes: tuple[str, ...], group: list[Collective]) -> str:
+    """Returns what some collectives send together, and where the model asks for them."""
+    places: dict[str, float] = {}
+    for c in group:
+        name = _place(c.op_name)
+        places[name] = places.get(name, 0) + c.total
+    names = sorted(places, key=lambda name: -places[name])
+    more = f" and {len(names) - PLACES} more" if len(names) > PLACES else ""
+    sent, runs = sum(c.total for c in group), sum(c.executions for c in group)
+    link = "," if ":" in what else ":"
+    return (
+        f"{what}{link} {size(sent)} a step over {'+'.join(axes)}, {runs:g} x "
+        f"({', '.join(names[:PLACES])}{more})"
+    )
+
+
+def _place(op_name: str) -> str:
+    """Returns the place in the model that an operation's name tells, without what jit, loops,
+    branches and shard_map add to it."""
+    if op_name.startswith("(") and op_name.endswith(")"):  # several, joined by the compiler
+        op_name = op_name[1:-1]
+    joined = dict.fromkeys(map(_parts, op_name.split(":")))
+    return " + ".join(joined) or "?"
+
+
+def _parts(name: str) -> str:
+    return "/".join(part for part in name.split("/") if not _SCOPE.fullmatch(part))
+
+
+def _is_exchange(c: Collective) -> bool:
+    """Whether tokens travel to their experts or home, which every microbatch must do."""
+    names = c.op_name.split(":")  # of collectives that the compiler joined
+    among = "expert" in c.axes and set(c.axes) <= {"expert", "tensor"}
+    return among and all("experts" in name for name in names)
+
+
+def _far(c: Collective, gpus_per_pod: int) -> int:
+    return sum(len({d // gpus_per_pod for d in group}) > 1 for group in c.groups)

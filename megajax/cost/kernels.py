@@ -101,7 +101,7 @@ class Attention(Kernel):
     window: the largest number of keys that a query attends to; None: all. fused: the kernel leaves
     out blocks of keys beyond the window, and no (queries x keys) array exists; if False, each query
     is multiplied by all keys. A causal mask does not halve the FLOPs, which are those of the
-    Megatron convention (cost/flops.py).
+    Megatron convention (cost/base.py).
     """
 
     TOKENS: ClassVar = ("batch",)

@@ -10,7 +10,7 @@ or for a GPU that is not there (pallas_kernels/aot.py). It counts by these rules
 - Of a conditional only one branch counts: the one that a constant chooses, else the one with the
   most FLOPs (then bytes), because the text does not say how often each is taken.
 - If the compiler does not know the trip count of a loop, the count is in the loop's scope, for
-  example "at_most_3_turns" (cost/hlo_module.py). A loop without such a scope counts once, with a
+  example "at_most_3_turns" (cost/hlo.py). A loop without such a scope counts once, with a
   warning.
 - FLOPs: a product has 2 M N K, a sum of n elements n - 1, other arithmetic on floats one for each
   element of the result. The padding of a convolution is not multiplied. Comparisons, selections,
@@ -19,7 +19,7 @@ or for a GPU that is not there (pallas_kernels/aot.py). It counts by these rules
 - Bytes: what the launched instruction reads of its operands and writes of its results; what stays
   inside a fusion has none. If an operand is only sliced, the slices count; if an array is updated
   in place, the updated part.
-- How long ago the operands were touched (cost/program_reuse.py) has no part in a record's hash.
+- How long ago the operands were touched (cost/program_body.py) has no part in a record's hash.
 
 Not here: times (systems/cdmpp), the mesh axes of a collective (cost/hlo.py).
 """
@@ -32,13 +32,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 from megajax.cost import program_body as body
-from megajax.cost import program_calls as calls
 from megajax.cost import program_work as work
-from megajax.cost.hlo import device_groups
-from megajax.cost.hlo_module import Module
-from megajax.cost.hlo_text import Instruction
-from megajax.cost.program_access import access
-from megajax.cost.program_reuse import Touched, reuse
+from megajax.cost.hlo import Instruction, Module, device_groups
+from megajax.cost.program_body import Touched, access, reuse
 from megajax.cost.record import SIZES, OpRecord, record
 
 Platform = Literal["cpu", "gpu"]
@@ -154,7 +150,7 @@ class _Reader:
     ) -> OpRecord | None:
         if one.opcode.removesuffix("-start") in work.COLLECTIVES:
             return self._collective(one, around, executions)
-        if one.opcode == "custom-call" and calls.target(one) in calls.MARKERS:
+        if one.opcode == "custom-call" and body.target(one) in body.MARKERS:
             return None
         if one.opcode == "copy-start":
             one = _plain_copy(one)
@@ -218,7 +214,7 @@ class _Reader:
         if kind == "custom":
             for name in sorted({i.opcode for i in found.order if work.class_of(i) == "other"}
                                - work.FREE):  # fmt: skip
-                calls.unknown(f"the operation {name}")
+                body.unknown(f"the operation {name}")
         dtype = self._dtype(found)
         values["itemsize"] = SIZES[dtype]
         return record(

@@ -12,15 +12,197 @@ that updates a parameter in place needs nothing of it and writes the updated par
 
 import dataclasses
 import functools
+import json
+import math
 import re
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from megajax.cost import program_calls as calls
 from megajax.cost import program_work as work
-from megajax.cost.hlo_module import Module
-from megajax.cost.hlo_text import Array, Instruction
+from megajax.cost.hlo import Array, Instruction, Module
 from megajax.cost.record import TRANSCENDENTAL, digest
+
+# ---- program calls
+#
+# Finds the FLOPs and bytes of custom calls, by which a compiled program runs library kernels.
+#
+# A call of a vendor library (cuBLAS, cuDNN, oneDNN) has a configuration in the text of the program,
+# which says what it computes. megajax's own Mosaic GPU kernels write their FLOPs and bytes into the
+# name of the scope in which they are launched (pallas_kernels/work.py). For any other call, the
+# bytes are those of its operands and results; its FLOPs are unknown and count as 0, with a warning.
+
+
+# Markers that the compiler leaves in the program and that launch nothing.
+MARKERS = ("Sharding", "SPMDFullToShardShape", "SPMDShardToFullShape", "AllocateBuffer",
+           "annotate_device_placement", "xla.sdy.FuncResultSharding")  # fmt: skip
+# Calls without floating-point operations, by the beginning of their target.
+KNOWN = {
+    "__cub$": "sort", "TopK": "sort", "__gpu$TopK": "sort", "cu_threefry2x32": "random",
+    "PadToStatic": "copy", "SliceToDynamic": "copy", "__nop": "copy",
+}  # fmt: skip
+PRODUCTS = ("__cublas$", "__onednn$matmul")
+# A kernel's own count (pallas_kernels/work.py).
+KERNEL = re.compile(
+    r"kernel_(\w+)\.flops_(\d+)\.read_(\d+)\.written_(\d+)\.given_(\d+)\.product_(\d+_\d+_\d+_\d+)"
+)
+# What the record of a kernel is, by a word of its name.
+KERNELS = {
+    "attention_combine": "reduction", "attention": "attention", "gemm": "product",
+    "grouped": "product", "tile_sparse": "product", "norm": "reduction", "reduce_": "reduction",
+    "all_gather": "collective", "send_rows": "collective", "quant_matmul": "product",
+    "quantize": "fusion",
+}  # fmt: skip
+# Matrix products of fused attention: 2 in the forward pass and 5 in the backward pass, one of which
+# computes the scores again (FlashAttention-2, section 3.1).
+FORWARD, BACKWARD = 2, 5
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """What is known of a call. kind: of record.KINDS. opcode: of record.OPCODES.
+
+    bytes_read, bytes_written: where they are not its operands and results.
+    """
+
+    kind: str
+    flops: float = 0.0
+    product: work.Product | None = None
+    opcode: str = "custom"
+    bytes_read: float | None = None
+    bytes_written: float | None = None
+    transcendentals: float = 0.0
+    name: str = ""
+
+
+def target(one: Instruction) -> str:
+    """Returns what a custom call calls."""
+    return one.get("custom_call_target").strip('"')
+
+
+def as_dot(one: Instruction) -> Instruction:
+    """Returns a library's product as the dot that it is; anything else as it is."""
+    if one.opcode != "custom-call" or "contracting_dimensions" not in one.attributes:
+        return one
+    if not target(one).startswith(PRODUCTS):
+        return one
+    dims = {
+        short: ",".join(re.findall(r"\d+", found[1]))
+        for short, long in (("lhs_contracting_dims", "lhs_contracting_dimensions"),
+                            ("rhs_contracting_dims", "rhs_contracting_dimensions"),
+                            ("lhs_batch_dims", "lhs_batch_dimensions"),
+                            ("rhs_batch_dims", "rhs_batch_dimensions"))
+        if (found := re.search(rf'"{long}":\s*\[([^\]]*)\]', one.attributes))
+    }  # fmt: skip
+    text = ", ".join(f"{name}={{{value}}}" for name, value in dims.items())
+    precision = re.search(r'"operand_precision":\[([^\]]*)\]', one.attributes)
+    if precision and "HIGHEST" in precision[1]:
+        text += ", operand_precision={highest,highest}"
+    # The second array of the result is the library's workspace, which is no part of the product.
+    shape = re.match(r"\((\w+\[[\d,]*\](?:\{[^}]*\})?)", one.shape)
+    return dataclasses.replace(
+        one, opcode="dot", shape=shape[1] if shape else one.shape, attributes=", " + text
+    )
+
+
+def call(one: Instruction, around: Mapping[str, Instruction]) -> Call:
+    """Returns what is known of a custom call's work."""
+    name = target(one)
+    operands = [around[n].array for n in one.operands if n in around]
+    if kernels := KERNEL.findall(one.op_name):
+        given = sum(a.nbytes for n in one.operands if n in around for a in around[n].arrays)
+        return _kernel(kernels[-1], given)
+    readers: dict[str, Callable[..., Call]] = {"__cudnn$conv": _convolution, "__cudnn$fmha": _fmha}
+    for prefix, reader in readers.items():
+        if name.startswith(prefix):
+            return reader(one, operands)
+    for prefix, kind in KNOWN.items():
+        if name.startswith(prefix):
+            return Call(kind, opcode=kind)
+    unknown(f"the custom call {name}")
+    return Call("custom")
+
+
+def unknown(what: str) -> None:
+    """Warns that an operation's arithmetic is not counted."""
+    warnings.warn(
+        f"{what} is not known to the cost model: its FLOPs count as 0, only its bytes are counted",
+        stacklevel=2,
+    )
+
+
+def _kernel(found: tuple[str, ...], given: float) -> Call:
+    """Returns the work that a kernel of megajax states in its scope's name.
+
+    Under `jax.vmap` one launch does the work of several, which the bytes of the operands (`given`)
+    show: they are a multiple of those that the name states, and the work is multiplied likewise.
+    """
+    name, *numbers, shape = found
+    flops, read, written, told = map(float, numbers)
+    rows = max(round(given / told), 1) if told else 1
+    kind = next((kind for word, kind in KERNELS.items() if word in name), "custom")
+    opcode = {"attention": "attention", "product": "dot", "reduction": "reduce",
+              "collective": "collective"}.get(kind, "custom")  # fmt: skip
+    batch, m, n, k = (int(i) for i in shape.split("_"))
+    product = work.Product(batch * rows, m, n, k) if batch else None
+    return Call(kind, rows * flops, product, opcode, rows * read, rows * written, name=name)
+
+
+def _convolution(one: Instruction, operands: Sequence[Array]) -> Call:
+    """Returns the work of one of cuDNN's three convolutions.
+
+    They are the forward one (y from x and w) and the gradients (dx from dy and w, dw from x and
+    dy). The labels of dimensions in the text of all three are those of the forward one.
+    """
+    first, second, result = operands[0], operands[1], one.array
+    if "BackwardInput" in target(one):
+        x, w, y = result, second, first
+    elif "BackwardFilter" in target(one):
+        x, w, y = first, result, second
+    else:
+        x, w, y = first, second, result
+    product, flops = work.convolution(one, x, w, y)
+    return Call("convolution", flops, product, "convolution", bytes_written=result.nbytes)
+
+
+def _fmha(one: Instruction, operands: Sequence[Array]) -> Call:
+    """Returns the work of cuDNN's attention, whose text has its (rows, heads, queries, keys).
+
+    Only the pairs of a query and a key that the mask leaves are counted (`useful_pairs`).
+    """
+    text = one.attributes
+    found = re.search(r'"intermediate_tensor_shape":\s*\{.*?"dimensions":\s*\[([^\]]*)\]', text)
+    if found is None:
+        unknown(f"the shape of {target(one)}")
+        return Call("attention", opcode="attention")
+    *outer, queries, keys = (int(i) for i in re.findall(r"\d+", found[1]))
+    window = re.search(r'"sliding_window_length":\s*"?(\d+)', text)
+    pairs = useful_pairs(queries, keys, "CAUSAL" in text, int(window[1]) if window else 0)
+    heads = math.prod(outer)
+    products = BACKWARD if "Backward" in target(one) else FORWARD
+    width = operands[0].dims[-1]
+    flops = 2.0 * products * heads * pairs * width
+    product = work.Product(heads, queries, keys, width)
+    # Behind the results stands the library's workspace.
+    written = sum(array.nbytes for array in one.arrays if array.is_float)
+    return Call(
+        "attention", flops, product, "attention", bytes_written=written,
+        transcendentals=float(heads * pairs),
+    )  # fmt: skip
+
+
+def useful_pairs(queries: int, keys: int, causal: bool, window: int = 0) -> int:
+    """Returns the pairs of a query and a key that a mask leaves. window: 0 for none."""
+    if not causal:
+        return queries * keys
+    reach = min(window or keys, keys)
+    # Query i sees min(i + 1, reach) keys; both begin at the same position.
+    rising = min(reach, queries)
+    return rising * (rising + 1) // 2 + (queries - rising) * reach
+
+
+# ---- program body
+
 
 _STRUCTURE = re.compile(
     r"\b(dimensions|window|dim_labels|\w+_dims|slice_sizes|dynamic_slice_sizes|padding|"
@@ -79,16 +261,16 @@ class Region:
         )
 
     @functools.cached_property
-    def launches(self) -> dict[str, calls.Call]:
+    def launches(self) -> dict[str, Call]:
         """{name of a call of a library or kernel: what is known of its work}."""
         return {
-            one.name: calls.call(one, self.instructions)
+            one.name: call(one, self.instructions)
             for one in self.order
             if one.opcode == "custom-call"
         }
 
     @functools.cached_property
-    def kernel(self) -> tuple[str, calls.Call] | None:
+    def kernel(self) -> tuple[str, Call] | None:
         """(name, work) of the first call whose own text says how much it reads; None: none does."""
         told = ((n, c) for n, c in self.launches.items() if c.bytes_read is not None)
         return next(told, None)
@@ -202,7 +384,7 @@ class Region:
 def region(module: Module, one: Instruction, around: Mapping[str, Instruction]) -> Region:
     """Returns the region of an instruction of a computation."""
     if one.opcode in ("fusion", "fusion-start") and one.called:
-        inside = {n: calls.as_dot(i) for n, i in module.instructions(one.called[0]).items()}
+        inside = {n: as_dot(i) for n, i in module.instructions(one.called[0]).items()}
         root = next((i for i in inside.values() if i.is_root), None)
         if root is not None:
             return Region(inside, root, module)
@@ -211,7 +393,7 @@ def region(module: Module, one: Instruction, around: Mapping[str, Instruction]) 
         for name in one.operands
         if name in around
     }
-    one = calls.as_dot(one)
+    one = as_dot(one)
     return Region({**given, one.name: one}, one, module)
 
 
@@ -303,3 +485,449 @@ def _leaf(found: Region, one: Instruction) -> dict[str, Any]:
 def _is_unordered(one: Instruction, within: Region) -> bool:
     """Whether the order of the operands is irrelevant: commuting operations, tuples of results."""
     return one.opcode in work.COMMUTES or (one.opcode == "tuple" and one is within.root)
+
+
+# ---- program reuse
+#
+# Computes reuse distances: how many bytes a program touches before it reads an array again.
+#
+# A cache still holds an array if few bytes were touched since the array was last read or written.
+# To count them, the schedule of a module is walked with a clock that counts bytes: each launched
+# instruction advances it by the bytes that it reads and writes. The reuse distance of an operand is
+# what the clock advanced since the operand was last touched. (CDMPP has this number for loop nests
+# as a feature of its leaves, section 4.) A loop is walked for two iterations and the second one
+# counts, because the first does not know what the iteration before it touched. An operand of which
+# each iteration reads only a slice has at least its own size as its distance, because the other
+# parts are read in between.
+#
+# Not here: which bytes an instruction touches (cost/program_body.py), the caches of a device.
+
+
+Key = tuple[str, str]  # a computation and an instruction of it
+_WHOLE = 0.9  # (chosen) an instruction that reads less than this share of an operand reads a slice
+
+
+@dataclasses.dataclass(frozen=True)
+class Touched:
+    """What one execution touches. read: (operand, bytes, bytes of all of it). written: bytes."""
+
+    read: Sequence[tuple[str, float, float]]
+    written: float
+
+    @property
+    def nbytes(self) -> float:
+        """All together."""
+        return sum(nbytes for _, nbytes, _ in self.read) + self.written
+
+
+@dataclasses.dataclass(frozen=True)
+class Reuse:
+    """The place of an instruction in its program, as far as caches are concerned (record.PLACE).
+
+    distance: bytes that the program touched since the instruction's operands were last touched, as
+    the geometric mean over the bytes that it reads. cold: bytes that it is the first in the call to
+    touch; their distance is all that the call touches. around: bytes that one iteration of the
+    innermost loop around the instruction touches, or that the call does. turns: iterations of all
+    loops around it, multiplied.
+    """
+
+    distance: float
+    cold: float
+    around: float
+    turns: float
+
+
+def reuse(module: Module, touched: Mapping[Key, Touched]) -> dict[Key, Reuse]:
+    """Returns the reuse of every launched instruction. touched: by computation and name."""
+    walk = _Walk(module, touched)
+    walk.computation(module.entry, {}, 1.0)
+    total = walk.clock
+    found = {}
+    for key, (logs, cold, around, turns) in walk.found.items():
+        read = sum(nbytes for _, nbytes, _ in touched[key].read)
+        mean = (logs + cold * math.log1p(total)) / read if read else math.log1p(total)
+        found[key] = Reuse(math.exp(mean), cold, walk.around[around], turns)
+    return found
+
+
+class _Walk:
+    """The clock, when each value was last touched, and what was found."""
+
+    def __init__(self, module: Module, touched: Mapping[Key, Touched]):
+        self.clock = 0.0
+        self.found: dict[Key, tuple[float, float, str, float]] = {}
+        self.around: dict[str, float] = {}
+        self._module, self._touched = module, touched
+        self._last: dict[str, float] = {}
+        self._turns = 0
+
+    def computation(self, name: str, given: Mapping[int, Any], turns: float, loop: str = "") -> Any:
+        """Walks a computation and returns its result: a value's name, or a list of them.
+
+        given: values of the parameters. turns: of all loops around. loop: the innermost one.
+        """
+        loop, began = loop or name, self.clock
+        values: dict[str, Any] = {}
+        result: Any = None
+        self._turns += 1
+        turn = self._turns  # values of different turns are different
+        for one in self._module.instructions(name).values():
+            own = f"{turn} {one.name}"
+            before = [values.get(operand) for operand in one.operands]
+            if one.opcode == "parameter":
+                place = int(one.arguments) if one.arguments.isdigit() else 0
+                values[one.name] = given.get(place, own)
+            elif one.opcode == "constant":
+                values[one.name] = f"{name} {one.name}"  # the same in every turn
+            elif one.opcode == "get-tuple-element":
+                index = int(one.get("index", "0") or 0)
+                whole = before[0] if before else own
+                if isinstance(whole, list):  # of a start: operands and results, not told apart
+                    whole = whole[index] if index < len(whole) else own
+                values[one.name] = whole
+            elif one.opcode == "tuple":
+                values[one.name] = before
+            elif found := self._module.loop(one):
+                values[one.name] = self._loop(found[0], found[1] or 1, before, turns)
+            elif one.opcode in ("call", "async-start", "conditional"):
+                inner = before[1:] if one.opcode == "conditional" else before
+                for place, called in enumerate((*one.called, *one.branches)):
+                    own_given = {0: inner[place]} if one.branches and place < len(inner) else (
+                        dict(enumerate(inner))
+                    )  # fmt: skip
+                    values[one.name] = self.computation(called, own_given, turns, loop)
+            elif one.opcode in work.FREE or one.opcode.endswith("-done"):
+                values[one.name] = before[0] if before else own
+            else:
+                values[one.name] = self._launch((name, one.name), one, own, values, turns, loop)
+            if one.is_root:
+                result = values[one.name]
+        if loop == name:
+            self.around[name] = self.clock - began
+        return result
+
+    def _loop(self, body: str, trips: int, before: Sequence[Any], turns: float) -> Any:
+        state, began = before[0] if before else None, self.clock
+        for _ in range(min(trips, 2)):
+            began = self.clock
+            state = self.computation(body, {0: state}, turns * trips)
+        if trips > 2:
+            # The iterations that were not walked only advance the clock: what the second iteration
+            # touched was touched by the last one, too.
+            more = (trips - 2) * (self.clock - began)
+            for value, when in self._last.items():
+                if when > began:
+                    self._last[value] = when + more
+            self.clock += more
+        return state
+
+    def _launch(
+        self, key: Key, one: Instruction, own: str, values: Mapping[str, Any], turns: float,
+        loop: str,
+    ) -> Any:  # fmt: skip
+        touched = self._touched.get(key)
+        made = own if len(one.arrays) < 2 else [f"{own} {i}" for i in range(len(one.arrays))]
+        if touched is None:
+            return made
+        logs, cold, seen = 0.0, 0.0, []
+        for operand, nbytes, whole in touched.read:
+            names = list(_leaves(values.get(operand)))
+            known = [self._last[value] for value in names if value in self._last]
+            seen += names
+            if not known:
+                cold += nbytes
+                continue
+            away = self.clock - max(known)
+            if turns > 1 and nbytes < _WHOLE * whole:
+                away = max(away, whole)
+            logs += nbytes * math.log1p(away)
+        self.found[key] = logs, cold, loop, turns
+        self.clock += touched.nbytes
+        for value in (*seen, *_leaves(made)):
+            self._last[value] = self.clock
+        return made
+
+
+def _leaves(value: Any) -> Iterator[str]:
+    if isinstance(value, list):
+        for part in value:
+            yield from _leaves(part)
+    elif value is not None:
+        yield value
+
+
+# ---- program loops
+#
+# Finds in which order a launched instruction reads the arrays in memory.
+#
+# XLA's code for an operation is a nest of loops over its result, the result's adjacent elements
+# innermost; a reduction has loops over the reduced dimensions inside of these. What an operation
+# inside a fusion reads follows from the loops of its result: a transposition or a copy into another
+# layout permutes them, a broadcast drops some. So each array in memory is read by a nest of loops
+# with known strides, and these say how many adjacent elements are read before the address jumps.
+#
+# A nest is a list of (stride, count), innermost first. The stride is in elements of the value's own
+# layout; it is 0 where the loop does not move within the value.
+
+
+Nest = tuple[tuple[int, int], ...]
+# Operations whose result is not computed from the same place of their operands.
+_STOPS = ("dot", "ragged-dot", "convolution", "custom-call", "scatter", "iota", "constant", "rng",
+          "rng-bit-generator", "tuple")  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Read:
+    """How an array in memory is read, or updated in place.
+
+    reads: elements. run: bytes that are read side by side before the address jumps. stride: bytes
+    between the starts of two runs; 0 if the address never jumps.
+    """
+
+    reads: float
+    run: float
+    stride: float
+    itemsize: float
+
+    @property
+    def jumps(self) -> float:
+        """How often the address jumps."""
+        return self.reads * self.itemsize / self.run if self.stride else 0.0
+
+
+def reads(found: Region, by_library: bool = False) -> list[Read]:
+    """Returns how the operations of a region read their parameters, a value a path and nest.
+
+    Args: by_library: a library runs the region. Its reductions are assumed to read their operand in
+      the order of memory, whatever dimensions they add up: YNNPACK's sums over columns take 0.29 ns
+      an element on an AMD EPYC, XLA's own loops 4.2 ns.
+    """
+    stack = [(one.name, _nest(one)) for one in found.outputs]
+    seen: set[tuple[str, Nest]] = set()
+    result: list[Read] = []
+    while stack:
+        name, nest = stack.pop()
+        if (name, nest) in seen or name not in found.instructions:
+            continue
+        seen.add((name, nest))
+        one = found.instructions[name]
+        if one.opcode == "parameter":
+            if one.array.elements > 1 and len(one.arrays) == 1:
+                result.append(_read(one.array, nest))
+            continue
+        if one.name in found.in_place and one.opcode == "dynamic-update-slice":
+            moved = _by_dimension(nest, found.array(one.operands[1]))
+            result.append(_read(one.array, _onto(one.array, moved)))
+            stack.append((one.operands[1], nest))
+            continue
+        if by_library and one.opcode == "reduce":
+            stack += [
+                (n, _nest(found.instructions[n])) for n in one.operands if n in found.instructions
+            ]
+            continue
+        stack += _below(found, one, nest)
+    return result
+
+
+def _nest(one: Instruction) -> Nest:
+    """Returns the loops over the result of an operation that writes memory."""
+    array = one.array
+    order = list(array.layout)
+    if one.opcode == "sort":  # one row after the other
+        order.sort(key=lambda d: d not in one.dims("dimensions"))
+    return _onto(array, [(d, 1, array.dims[d]) for d in order])
+
+
+def _below(found: Region, one: Instruction, nest: Nest) -> Iterator[tuple[str, Nest]]:
+    """Yields the operands of an operation with the loops that read them."""
+    if one.opcode in _STOPS or not one.operands:
+        return
+    if one.opcode in (*PASS, "reshape"):
+        yield one.operands[0], nest
+        return
+    value = one.array
+    moves = _by_dimension(nest, value)
+    if one.opcode in ("reduce", "reduce-window"):
+        for name in one.operands[: len(one.operands) // 2]:
+            if name in found.instructions:
+                yield name, _combined(one, found.array(name), moves)
+        return
+    for place, name in enumerate(one.operands):
+        if name not in found.instructions or found.array(name).elements <= 1:
+            continue
+        array = found.array(name)
+        if one.opcode == "transpose":
+            to = one.dims("dimensions")
+        elif one.opcode == "broadcast":
+            at = one.dims("dimensions")
+            to = [at.index(d) if d in at else -1 for d in range(len(value.dims))]
+        elif one.opcode == "gather":
+            if place:
+                continue
+            to = _gathered(one, array, len(value.dims))
+        elif len(array.dims) == len(value.dims):
+            to = list(range(len(value.dims)))
+        else:
+            continue
+        by = _steps(one, array, to)
+        there = [(to[d], s * by[d], n) if d >= 0 else (-1, 0, n) for d, s, n in moves]
+        if one.opcode in ("concatenate", "pad"):  # an operand makes a part of the result
+            there = [(d, s, min(n, array.dims[d]) if d >= 0 else n) for d, s, n in there]
+        yield name, _onto(array, there)
+
+
+def _combined(one: Instruction, source: Array, moves: list[tuple[int, int, int]]) -> Nest:
+    """Returns the loops of a reduction over its operand: those of the result around its own."""
+    if one.opcode == "reduce":
+        gone = one.dims("dimensions")
+        kept = [d for d in range(len(source.dims)) if d not in gone]
+        inner = [(d, 1, source.dims[d]) for d in source.layout if d in gone]
+        outer = [(kept[d], step, n) for d, step, n in moves if 0 <= d < len(kept)]
+    else:
+        sizes = work.windows(one)
+        inner = [(d, sizes[d].dilation, sizes[d].size) for d in source.layout]
+        outer = [(d, step * sizes[d].stride, n) for d, step, n in moves if d >= 0]
+    return _onto(source, inner + outer)
+
+
+def _gathered(one: Instruction, array: Array, rank: int) -> list[int]:
+    """Returns the dimension of the operand that each dimension of a gather's result moves along."""
+    inside = one.dims("offset_dims")
+    gone = [*one.dims("collapsed_slice_dims"), *one.dims("operand_batching_dims")]
+    kept = [d for d in range(len(array.dims)) if d not in gone]
+    looked_up = (one.dims("start_index_map") or [-1])[0]
+    to = dict(zip(inside, kept, strict=False))
+    return [to.get(d, looked_up) for d in range(rank)]
+
+
+def _steps(one: Instruction, array: Array, to: list[int]) -> list[int]:
+    """Returns how far one step along each dimension of the result moves along the operand's `to`.
+
+    A slice may have steps. The next row that a gather looks up is anywhere, assumed to be a third
+    of the dimension away, the mean distance of two random rows.
+    """
+    found = [1] * len(to)
+    if one.opcode == "slice":
+        for d, part in enumerate(re.findall(r"\[([\d:]+)\]", one.get("slice"))):
+            bounds = part.split(":")
+            if d < len(to) and len(bounds) == 3:
+                found[d] = int(bounds[2])
+    if one.opcode == "gather":
+        inside = one.dims("offset_dims")
+        for d, there in enumerate(to):
+            if d not in inside and there >= 0:
+                found[d] = max(array.dims[there] // 3, 2)
+    return found
+
+
+def _by_dimension(nest: Nest, array: Array) -> list[tuple[int, int, int]]:
+    """Returns the loops as (dimension, step, count), innermost first; dimension -1: none."""
+    found: list[tuple[int, int, int]] = []
+    for stride, count in nest:
+        if stride == 0:
+            found.append((-1, 0, count))
+            continue
+        for d, below in array.strides.items():
+            above = below * array.dims[d]
+            if below <= stride < above and count > 1:
+                step = max(stride // below, 1)
+                room = math.ceil(array.dims[d] / step)
+                found.append((d, step, min(count, room)))
+                count, stride = math.ceil(count / room), above
+    return found
+
+
+def _onto(array: Array, moves: list[tuple[int, int, int]]) -> Nest:
+    """Returns the loops, given by dimensions of an array, as strides in its layout."""
+    strides = {d: stride for d, stride in array.strides.items() if array.dims[d] > 1}
+    return tuple((strides.get(d, 0) * step, n) for d, step, n in moves if n > 1)
+
+
+def _read(array: Array, nest: Nest) -> Read:
+    moving = [(stride, count) for stride, count in nest if stride and count > 1]
+    reads = math.prod(count for _, count in moving)
+    beside = 1
+    for stride, count in moving:
+        if stride != beside:
+            return Read(reads, beside * array.itemsize, stride * array.itemsize, array.itemsize)
+        beside *= count
+    return Read(reads, beside * array.itemsize, 0.0, array.itemsize)
+
+
+# ---- program access
+#
+# Finds how an operation walks through memory, and what kind of code runs it.
+#
+# An operation that reads an array against its layout (a transposition, a product with a transposed
+# operand) jumps by a stride from element to element. If a large power of two divides the stride,
+# the elements compete for a few sets of the cache: on an AMD EPYC, a transposition of 384 x 1,024
+# floats takes 5.5 times as long as one of 384 x 1,040.
+#
+# Strides are in bytes. All of it follows from the shapes, layouts and attributes of an instruction.
+
+
+_PARTS = re.compile(r'"outer_dimension_partitions":(\[[^\]]*\])')
+_THREADED = ("dot", "convolution", "sort", "custom-call")  # use the threads of a CPU as they like
+
+
+def access(found: Region, one: Instruction, *, is_gpu: bool = False) -> dict[str, float]:
+    """Returns the features of record.FEATURES that say how a launched instruction is executed.
+
+    They are those of `strides`, and: 'span', the bytes of the whole arrays that it reads at least a
+    part of; 'dilated', the product of a convolution's dilations; 'custom', 1 if it is a custom call
+    or fusion, whose code is a library's (YNNPACK, cuBLAS) or another compiler's (Triton), and not
+    that of XLA's own loops; 'parts', how many threads of a CPU a loop of XLA's own runs on at most.
+    Other code divides itself among all threads, or runs on a GPU: then 'parts' is 0.
+
+    Args: found: the region of `one`. is_gpu: whether it runs on a GPU.
+    """
+    given = [i for i in found.order if i.opcode == "parameter" and found.demand[i.name]]
+    windows = [d for i in found.order if i.opcode == "convolution" for d in work.windows(i)]
+    is_custom = one.opcode == "custom-call" or one.get("kind") == "kCustom"
+    is_loop = not (is_gpu or is_custom or one.opcode in _THREADED)
+    cuts = _PARTS.search(one.attributes)
+    parts = math.prod(map(int, json.loads(cuts[1]))) if cuts else 1
+    return {
+        **strides(found, is_custom),
+        "span": sum(array.nbytes for i in given for array in i.arrays),
+        "dilated": math.prod(d.base * d.dilation for d in windows) if windows else 0.0,
+        "custom": float(is_custom),
+        "parts": float(parts) if is_loop else 0.0,
+    }
+
+
+def strides(found: Region, by_library: bool = False) -> dict[str, float]:
+    """Returns the features 'stride', 'stride_right', 'run' and 'jumps' of record.FEATURES.
+
+    Of a product, 'stride' lies between the elements of the first operand along the contracted
+    dimension, and 'stride_right' between those of the second operand along the result's rows, each
+    if the operand is read against its layout. Otherwise 'jumps' says how often the address jumps
+    while arrays are read, and 'run' and 'stride', both in bytes, belong to the array with the most
+    jumps (program_loops.Read). Each is 0 where there is none. by_library: as `reads` has it.
+    """
+    dots = [i for i in found.order if i.opcode in ("dot", "ragged-dot") and len(i.operands) > 1]
+    if dots:
+        one = max(dots, key=lambda i: (i.array.elements, i.shape))
+        left, right = _strides_of_product(one, *found.operands(one)[:2])
+        return {"stride": left, "stride_right": right}
+    jumping = [read for read in reads(found, by_library) if read.jumps]
+    if not jumping:
+        return {}
+    most = max(jumping, key=lambda read: (read.jumps, read.stride, read.run))
+    jumps = math.fsum(read.jumps for read in jumping)  # the same in any order
+    return {"stride": most.stride, "run": most.run, "jumps": jumps}
+
+
+def _strides_of_product(one: Instruction, left: Array, right: Array) -> tuple[float, float]:
+    over, over_right = one.dims("lhs_contracting_dims"), one.dims("rhs_contracting_dims")
+    batch = one.dims("rhs_batch_dims")
+    kept = [d for d in range(len(right.dims)) if d not in (*over_right, *batch)]
+    return _against(left, over), _against(right, kept)
+
+
+def _against(array: Array, wanted: Sequence[int]) -> float:
+    """Returns the least stride along some dimensions, 0 where they hold adjacent elements."""
+    order = [d for d in array.layout if array.dims[d] > 1]
+    if not order or order[0] in wanted:
+        return 0.0
+    return next((array.itemsize * array.strides[d] for d in order if d in wanted), 0.0)

@@ -11,8 +11,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from megajax.cost.hlo_module import contracted
-from megajax.cost.hlo_text import Array, Instruction
+from megajax.cost.hlo import Array, Instruction, contracted
 
 COLLECTIVES = (
     "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all",

@@ -16,10 +16,9 @@ import math
 from collections.abc import Iterable
 
 from megajax.core.hardware import DeviceCard
-from megajax.cost.base import Op
+from megajax.cost.base import Op, Stack
 from megajax.cost.kernels import TileSparse
 from megajax.cost.roofline import Roofline
-from megajax.cost.transformer import Stack
 
 SHARE = 0.8  # (assumed: the goal of at most 1.25 times the dense time where nothing is pruned)
 

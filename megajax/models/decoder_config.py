@@ -13,9 +13,8 @@ from megajax.core.errors import UserError, nearest_divisors
 from megajax.core.limits import EPS
 from megajax.core.needs import above, equal
 from megajax.core.tree import Tree
-from megajax.cost.base import Op, Phase, Workload
+from megajax.cost.base import Op, Phase, Routed, Stack, Workload, lookup
 from megajax.cost.kernels import Matmul
-from megajax.cost.transformer import Routed, Stack, lookup
 from megajax.layers.attention import AttentionConfig
 from megajax.layers.mlp import ACTIVATIONS, Activation, MlpConfig
 from megajax.layers.moe import MoeConfig

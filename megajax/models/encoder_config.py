@@ -11,9 +11,8 @@ from typing import Any, Literal
 from megajax.core.config import Checked, option
 from megajax.core.errors import UserError, nearest_divisors
 from megajax.core.limits import EPS
-from megajax.cost.base import Op, Phase, Workload
+from megajax.cost.base import Op, Phase, Stack, Workload, lookup
 from megajax.cost.kernels import Matmul, Rowwise
-from megajax.cost.transformer import Stack, lookup
 from megajax.layers.attention import AttentionConfig
 from megajax.layers.mlp import MlpConfig
 

@@ -43,14 +43,13 @@ from megajax.layers.mlp import MlpConfig
 from megajax.layers.moe import MoeConfig
 from megajax.layers.ops import matmul
 from megajax.layers.weight import name_of
-from megajax.parallel import expert_overlap as overlaps
+from megajax.parallel import expert_matmul
 from megajax.parallel.context import ContextSpec
+from megajax.parallel.expert_matmul import COMBINE, DISPATCH, first_half, second_half
+from megajax.parallel.expert_matmul import Dispatch as Dispatch
+from megajax.parallel.expert_matmul import Routing as Routing
 from megajax.parallel.expert_matmul import dispatch_grouped_matmul as dispatch_grouped_matmul
-from megajax.parallel.expert_matmul import first_half, second_half
 from megajax.parallel.expert_matmul import grouped_matmul_combine as grouped_matmul_combine
-from megajax.parallel.expert_overlap import COMBINE, DISPATCH
-from megajax.parallel.expert_rows import Dispatch as Dispatch
-from megajax.parallel.expert_rows import Routing as Routing
 from megajax.parallel.overlap import Implementation, Overlap
 from pallas_kernels import grouped_matmul
 
@@ -154,7 +153,9 @@ def choose_overlap(
     E, widths = weights.down.shape[0], tuple(w.shape[2] for w in weights.inputs)
     halves = _halves(layout, tokens, E, widths, dtype)
     implementation = None if wanted == "auto" else wanted
-    return overlaps.choose_all(halves, implementation, _axes(layout), layout.mesh.abstract_mesh)
+    return expert_matmul.choose_all(
+        halves, implementation, _axes(layout), layout.mesh.abstract_mesh
+    )
 
 
 def explain_overlap(
@@ -172,17 +173,17 @@ def explain_overlap(
     each = tokens // layout.ways(rules["batch"] + rules["seq"]), moe.top_k, mlp.width
     widths = (mlp.hidden // layout.ways(TENSOR),) * (2 if mlp.activation == "swiglu" else 1)
     halves = _halves(layout, each, moe.experts // layout.ways(EXPERT), widths, dtype)
-    found = overlaps.best(halves, _axes(layout), layout.mesh.abstract_mesh)
+    found = expert_matmul.best(halves, _axes(layout), layout.mesh.abstract_mesh)
     return "{} ({})".format(*found)
 
 
 def _halves(
     layout: Layout, tokens: tuple[int, int, int], E: int, widths: tuple[int, ...], dtype: str
-) -> dict[str, overlaps.Layer]:
+) -> dict[str, expert_matmul.Layer]:
     """The first products and the second one, of widths[0]."""
     sizes, axes = layout.mesh.shape, _axes(layout)
     return {
-        op: overlaps.describe(sizes, tokens, E, hidden, axes, dtype)
+        op: expert_matmul.describe(sizes, tokens, E, hidden, axes, dtype)
         for op, hidden in ((DISPATCH, widths), (COMBINE, widths[:1]))
     }
 

@@ -23,17 +23,17 @@ from megajax.core.packed import PackedWeight
 from megajax.layers import ops as ops_
 from megajax.layers.mlp import MlpConfig
 from megajax.layers.weight import Weight, any_packed, words_of
+from megajax.parallel import collective_matmul
 from megajax.parallel import overlap as overlap_
-from megajax.parallel import ring
 from megajax.parallel.collective_matmul import (
     GATHER,
     REDUCE,
     SCATTER,
+    Static,
     run_gather,
     run_reduce,
     run_scatter,
 )
-from megajax.parallel.collective_vjp import Static
 from megajax.parallel.heads import share_inside
 from megajax.parallel.overlap import Implementation, Overlap
 from pallas_kernels.collective import reference as plain
@@ -128,7 +128,9 @@ def rows(w_VD: Array, ids_BS: Array, axes: tuple[str, ...]) -> Array:
 
 @jax.custom_vjp
 def _ring_up(x_BSD: Array, weights: tuple[Weight, ...]) -> tuple[Array, ...]:
-    return ring.all_gather(x_BSD, lambda x: _products(x, weights), TENSOR, both_ways=False)
+    return collective_matmul.all_gather(
+        x_BSD, lambda x: _products(x, weights), TENSOR, both_ways=False
+    )
 
 
 def _ring_up_backward(saved: tuple, dys: tuple[Array, ...]) -> tuple:
@@ -145,7 +147,7 @@ _ring_up.defvjp(lambda x, weights: (_ring_up(x, weights), (x, weights)), _ring_u
 def _ring_down(xs: tuple[Array, ...], weights: tuple[Weight, ...]) -> Array:
     flat = tuple(x.reshape(*x.shape[:2], -1) for x in xs)
     work = lambda *xs: _sum(xs, weights).astype(jnp.float32)  # noqa: E731
-    y_BSD = ring.reduce_scatter(flat, work, TENSOR, False, jnp.dtype("float32"))
+    y_BSD = collective_matmul.reduce_scatter(flat, work, TENSOR, False, jnp.dtype("float32"))
     return y_BSD.astype(xs[0].dtype)
 
 

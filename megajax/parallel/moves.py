@@ -12,8 +12,7 @@ import jax.numpy as jnp
 from megajax.core.tree import Tree
 from megajax.layers.losses import LossSums
 from megajax.models.parts import map_words
-from megajax.parallel.exchange import Exchange
-from megajax.parallel.exchange_local import lead, led
+from megajax.parallel.exchange import Exchange, lead, led
 
 Array = jax.Array
 REST = 2**16  # folded into a key for what is in no layer; layers and chunks fold their numbers

@@ -2,9 +2,9 @@
 
 A row that was measured across real ranks of this kind of GPU decides (pallas_kernels/tuned.py says
 what a row must show; scripts/tune.py measures one GPU beside an emulated link, and such a row gives
-an explicit 'fused' its tile and decides nothing). Otherwise the cost model (cost/rings.py) compares
-a ring with plain XLA, and only a clear gain counts, so that nothing is lost where nothing was
-measured. Reasons say which of the two it was.
+an explicit 'fused' its tile and decides nothing). Otherwise the cost model (cost/traffic.py)
+compares a ring with plain XLA, and only a clear gain counts, so that nothing is lost where nothing
+was measured. Reasons say which of the two it was.
 
 A fused kernel needs its GPUs for itself (pallas_kernels/collective/clique.py). `refuse_mesh`
 refuses --overlap=fused on other meshes when a job is configured; 'auto' never takes it there. On
@@ -24,7 +24,7 @@ from jax.sharding import AbstractMesh, Mesh
 
 from megajax.core.errors import UserError
 from megajax.core.hardware import DeviceCard, find_card
-from megajax.cost import rings
+from megajax.cost import traffic
 from pallas_kernels import tuned
 from pallas_kernels.collective import api as kernels
 from pallas_kernels.collective import clique
@@ -203,7 +203,7 @@ def best(
     if card is None or not device.num_cores or R > clique.NODE:
         return "xla", f"nothing is known of {R} x {device.device_kind}"
     plain, ring = simulate(op, shape, R, dtype, card, device.num_cores)
-    gains = rows >= ROWS * R and ring + R * rings.STEP_S <= GAIN * plain
+    gains = rows >= ROWS * R and ring + R * traffic.STEP_S <= GAIN * plain
     return "ring" if gains else "xla", (
         "simulated, not measured, so only a clear gain counts: forward and backward "
         f"{ring * 1e6:.0f} us as a ring, {plain * 1e6:.0f} us as plain XLA"
@@ -223,8 +223,8 @@ def simulate(
     op: str, shape: Shape, R: int, dtype: str, card: DeviceCard, cores: int
 ) -> tuple[float, float]:
     """Returns the cost model's seconds of (plain XLA, the ring), both passes without dw."""
-    model = rings.gather_matmul if op == kernels.GATHER else rings.matmul_scatter
-    return model(rings.Rank(card, cores, R, dtype), *shape)
+    model = traffic.gather_matmul if op == kernels.GATHER else traffic.matmul_scatter
+    return model(traffic.Rank(card, cores, R, dtype), *shape)
 
 
 @functools.cache

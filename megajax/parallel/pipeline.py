@@ -37,8 +37,7 @@ from megajax.core.tree import Tree
 from megajax.layers.losses import LossSums
 from megajax.layers.weight import packed_axes
 from megajax.models.parts import Batch, ModelParts, Remat, map_words
-from megajax.parallel.buckets import PLAIN, scatter_local
-from megajax.parallel.exchange import Exchange
+from megajax.parallel.exchange import PLAIN, Exchange, scatter_local
 from megajax.parallel.moves import Gradients, Moves, Turn
 from megajax.parallel.order import order_of
 from megajax.parallel.tick import FUNCTIONS, PIPE, Function, Objective, Tick

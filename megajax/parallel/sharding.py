@@ -14,11 +14,10 @@ import jax
 from jax.sharding import Mesh
 
 from megajax.core import check
-from megajax.core.axes import BATCH_AXES, MESH_AXES, ZERO_AXES
+from megajax.core.axes import BATCH_AXES, MESH_AXES, ZERO_AXES, Axes, Rules
 from megajax.core.config import Checked, option
 from megajax.core.errors import UserError
 from megajax.core.layout import Layout
-from megajax.core.rules import Axes, Rules
 from megajax.core.tree import Tree, is_words
 from megajax.layers.weight import packed_axes
 

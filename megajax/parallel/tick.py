@@ -23,8 +23,8 @@ from megajax.core.tree import Tree, floating
 from megajax.layers.losses import LossSums, MoeSums
 from megajax.layers.mask import Context
 from megajax.models.parts import Batch, ModelParts, Remat, map_words, remat_policy, select
+from megajax.parallel.exchange import attach, detach
 from megajax.parallel.order import Order
-from megajax.parallel.residuals import attach, detach
 from megajax.schedule.route import Cells, Route, Stretch
 
 PIPE = "pipe"

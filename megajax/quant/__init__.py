@@ -6,14 +6,21 @@ __getattr__, __dir__, __all__ = public(
     __name__,
     {
         "activation_aware": ("awq",),
-        "codecs": ("Codec", "codec"),
-        "feedback": ("Feedback",),
+        "codecs": (
+            "Codec",
+            "codec",
+            "Feedback",
+        ),
         "formats": ("Format",),
         "indicators": ("sensitivity",),
         "compensated": ("gptq",),
-        "qtensor": ("QTensor", "dequantize", "quantize"),
+        "qtensor": (
+            "QTensor",
+            "dequantize",
+            "quantize",
+            "hadamard",
+        ),
         "quantized_model": ("quantize_model",),
         "statistics": ("Statistics",),
-        "transforms": ("hadamard",),
     },
 )

@@ -28,7 +28,7 @@ from megajax.layers.weight import packed_axes
 from megajax.models import decoder
 from megajax.models.decoder_config import DecoderConfig
 from megajax.models.parts import map_words, scan_layers
-from megajax.parallel import buckets, local, sharding
+from megajax.parallel import exchange, local, sharding
 from megajax.parallel.overlap import Overlap
 from megajax.serving import paged
 
@@ -95,7 +95,7 @@ class Forward:
 
     @staticmethod
     def _narrows(words: tuple, w: Any) -> bool:
-        return not isinstance(w, PackedWeight) and buckets.is_quantized(words)
+        return not isinstance(w, PackedWeight) and exchange.is_quantized(words)
 
     @property
     def heads(self) -> int:
@@ -193,7 +193,7 @@ class Forward:
         return batch, self.parts.context(batch, None)
 
     def _whole(self, words: tuple, w: Any) -> Any:
-        return buckets.whole_local(self.layout, words, w, dtype=self.dtype)
+        return exchange.whole_local(self.layout, words, w, dtype=self.dtype)
 
     def _ends(self, params: Tree) -> Tree:
         """The members beside the layers, ready to be used. What is not here, and what nobody asks

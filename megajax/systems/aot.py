@@ -18,10 +18,10 @@ from absl import logging
 
 from megajax.core.errors import UserError
 from megajax.core.hardware import CARDS, Cluster
-from megajax.cost import hlo, memory, traffic, traps
+from megajax.cost import hlo, memory, traffic
 from megajax.cost.base import CostModel, Phase
 from megajax.cost.estimate import Estimate, estimate
-from megajax.cost.hlo_module import Module
+from megajax.cost.hlo import Module
 from megajax.cost.roofline import Roofline
 from megajax.cost.step import StepShape
 from megajax.parallel.tick import branches
@@ -248,7 +248,7 @@ def plan(cfg: Config, cluster: Cluster, model: CostModel = Roofline()) -> Plan:
         terms,
         estimate(step, cluster, compiled.collectives, model),
         compiled,
-        tuple(traps.find(compiled.collectives, step.zero_axes, pod)),
+        tuple(hlo.find(compiled.collectives, step.zero_axes, pod)),
         None,
     )
     if planned.needed <= cluster.card.memory_bytes:

@@ -17,7 +17,7 @@ from megajax.core import config, tree
 from megajax.core.errors import unwritable
 from megajax.core.hardware import find_card
 from megajax.core.mesh import describe
-from megajax.cost.flops import train_flops_per_token
+from megajax.cost.base import train_flops_per_token
 from megajax.data.corpus import Corpus
 from megajax.data.tokenizer import Tokenizer
 from megajax.monitor import results

@@ -40,12 +40,9 @@ from megajax.core.tree import Tree
 from megajax.layers.losses import LossSums
 from megajax.models.parts import Batch, ModelParts, Remat, Stream, map_words
 from megajax.parallel import sharding
-from megajax.parallel.buckets import PLAIN, wire_of
-from megajax.parallel.exchange import Exchange
-from megajax.parallel.exchange_local import lead, led
+from megajax.parallel.exchange import PLAIN, Exchange, Streamed, lead, led, wire_of
 from megajax.parallel.moves import REST, Gradients, Turn
 from megajax.parallel.pipeline import Pipeline, add_copies
-from megajax.parallel.streamed import Streamed
 from megajax.schedule.route import Route
 from megajax.training.state import TrainState
 

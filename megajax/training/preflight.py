@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from megajax.checkpoint import object_folder, store
 from megajax.core.errors import UserError
 from megajax.core.paths import check_writable, expand
-from megajax.parallel.buckets import refuse_kernels
+from megajax.parallel.exchange import refuse_kernels
 from megajax.parallel.overlap import refuse_fused
 from megajax.training.config import JobConfig
 from pallas_kernels.dispatch import is_hopper

@@ -11,8 +11,7 @@ import numpy as np
 from megajax.core.errors import UserError
 from megajax.cost import memory
 from megajax.cost.base import Phase
-from megajax.cost.pipeline import Pipeline
-from megajax.cost.step import Coding, StepShape
+from megajax.cost.step import Coding, Pipeline, StepShape
 from megajax.parallel import sharding, wire
 
 # Share of a GPU's memory that the terms of cost/memory.py may fill (assumed until a measured peak

@@ -30,8 +30,7 @@ from megajax.core.tree import Tree, is_words, name, named_leaves, nest, owner
 from megajax.layers.losses import LossSums, MoeSums
 from megajax.models.parts import Batch, ModelParts, is_layered, map_words
 from megajax.parallel import local, sharding, tensor, zero
-from megajax.parallel.buckets import PLAIN
-from megajax.parallel.exchange import Exchange
+from megajax.parallel.exchange import PLAIN, Exchange
 from megajax.parallel.moves import Gradients, first_errors
 from megajax.parallel.overlap import compiler_options
 from megajax.parallel.pipeline import Pipeline, layer_order

@@ -5,13 +5,11 @@ import dataclasses
 import pytest
 
 from megajax.core.hardware import CARDS, parse_cluster
-from megajax.cost.base import Op
+from megajax.cost.base import RECOMPUTED, Op, train_flops_per_token
 from megajax.cost.estimate import estimate
-from megajax.cost.flops import RECOMPUTED, train_flops_per_token
 from megajax.cost.kernels import Matmul, Rowwise
-from megajax.cost.pipeline import Pipeline
 from megajax.cost.roofline import Roofline
-from megajax.cost.step import StepShape
+from megajax.cost.step import Pipeline, StepShape
 from megajax.cost.traffic import Overlap, members, transfers
 from megajax.models.decoder_config import PRESETS
 

@@ -8,10 +8,10 @@ import pytest
 
 from megajax import quant
 from megajax.core.hardware import parse_cluster
-from megajax.cost import exchange
+from megajax.cost import traffic
 from megajax.cost.estimate import estimate
 from megajax.cost.memory import terms
-from megajax.cost.network import Group, collective_time
+from megajax.cost.roofline import Group, collective_time
 from megajax.cost.step import Coding, StepShape
 from megajax.cost.traffic import Overlap, transfers
 from megajax.layers.moe import MoeConfig
@@ -52,7 +52,7 @@ def shape(model=MODEL, coding: Coding | None = SDP4BIT, **sizes):
 
 
 def by_level(step):
-    return {(r.level, r.axes): r for r in exchange.rows(step)}
+    return {(r.level, r.axes): r for r in traffic.rows(step)}
 
 
 def test_messages_of_a_layer_and_a_table_by_hand():
@@ -71,18 +71,18 @@ def test_messages_of_a_layer_and_a_table_by_hand():
 def test_a_piece_is_padded_to_blocks_of_the_transform():
     """768 over 16 ranks: 48 weights a piece travel as they are, gradients as 64."""
     step = shape(data=8)
-    layer = {m.level: m.nbytes for m in exchange.messages(step) if m.bucket.what == "layer"}
+    layer = {m.level: m.nbytes for m in traffic.messages(step) if m.bucket.what == "layer"}
     row = 64
     assert layer == {
         "weights": 16 * (48 // 2 + 4), "inside": 8 * (2 * row + 4), "between": 2 * (row // 2 + 4),
     }  # fmt: skip
     plain = dataclasses.replace(SDP4BIT, block=1)
-    layer = {m.level: m.nbytes for m in exchange.messages(shape(coding=plain, data=8))}
+    layer = {m.level: m.nbytes for m in traffic.messages(shape(coding=plain, data=8))}
     assert layer["between"] == 2 * (32 // 2 + 4)  # the table's
 
 
 def test_bits_of_an_element_are_the_papers_on_large_layers():
-    bits = [row.bits for row in exchange.rows(shape(LARGE))]
+    bits = [row.bits for row in traffic.rows(shape(LARGE))]
     assert bits == pytest.approx([4 + 32 / 2048, 8 + 32 / 128, 4 + 32 / 128], rel=1e-6)
 
 
@@ -93,7 +93,7 @@ def test_bytes_are_those_that_the_exchange_itself_counts(name):
     coding = Coding(codec.weights, codec.inside, codec.between, max(codec.hadamard, 1))
     for data in (4, 8):
         for bucket, n in (("layer", 768), ("embedding", 512)):
-            found = exchange.messages(shape(coding=coding, data=data))
+            found = traffic.messages(shape(coding=coding, data=data))
             sent = {m.level: m.nbytes for m in found if m.bucket.what == bucket}
             assert sent == zero.wire_bytes(n, codec, 2, data)
 
@@ -102,7 +102,7 @@ def test_one_level_and_one_rank():
     assert by_level(shape(node=1)).keys() == {("weights", ("data",)), ("inside", ("data",))}
     assert by_level(shape(data=1)).keys() == {("weights", ("node",)), ("between", ("node",))}
     alone = shape(node=1, data=1)
-    assert exchange.rows(alone) == [] and exchange.coded_bytes(alone) == 0
+    assert traffic.rows(alone) == [] and traffic.coded_bytes(alone) == 0
 
 
 def test_without_a_codec_numbers_travel_as_they_are_computed():
@@ -111,16 +111,16 @@ def test_without_a_codec_numbers_travel_as_they_are_computed():
     assert {level: row.nbytes for (level, _), row in found.items()} == {
         "weights": 2 * 3584 / 2, "gradients": 4 * 3584 / 2,
     }  # fmt: skip
-    assert exchange.coded_bytes(shape(coding=None)) == 0
+    assert traffic.coded_bytes(shape(coding=None)) == 0
 
 
 def test_experts_have_the_gradients_of_fewer_ranks_and_routers_stay_float32():
     moe = dataclasses.replace(MODEL, moe=MoeConfig(experts=4, top_k=2, width=16))
     step = shape(moe, expert=2)
-    found = {b.what: b for b in exchange.buckets(step)}
+    found = {b.what: b for b in traffic.buckets(step)}
     assert found["experts"].axes == ("node", "data") and found["experts"].elements == 2 * 2 * 8 * 16
     assert found["layer"].axes == ("node", "data", "expert") and found["layer"].elements == 256
-    routers = {m.level: m.nbytes for m in exchange.messages(step) if m.bucket.exact}
+    routers = {m.level: m.nbytes for m in traffic.messages(step) if m.bucket.exact}
     assert routers == {"weights": 4 * 8 * 4, "gradients": 4 * 8 * 4}
     assert ("inside", ("data", "expert")) in by_level(step)
 
@@ -128,17 +128,17 @@ def test_experts_have_the_gradients_of_fewer_ranks_and_routers_stay_float32():
 def test_quantizing_reads_and_writes_each_payload_once():
     """8 ranks, N weights in 16 bit, no padding: see what each fused pass moves."""
     step = shape(LARGE)
-    n = sum(b.elements * b.count for b in exchange.buckets(step))
-    sent = {row.level: row.nbytes for row in exchange.rows(step)}
+    n = sum(b.elements * b.count for b in traffic.buckets(step))
+    sent = {row.level: row.nbytes for row in traffic.rows(step)}
     piece = n / 8
     subtract = 4 * piece + 2 * piece + sent["weights"] / 8
     add = sent["weights"] + 2 * n + 2 * n
     transform = 4 * n + sent["inside"]
     again = sent["inside"] + sent["between"]
     back = sent["between"] + 4 * piece
-    assert exchange.coded_bytes(step) == pytest.approx(subtract + add + transform + again + back)
+    assert traffic.coded_bytes(step) == pytest.approx(subtract + add + transform + again + back)
     whole = dataclasses.replace(SDP4BIT, difference=False)
-    less = exchange.coded_bytes(step) - exchange.coded_bytes(shape(LARGE, whole))
+    less = traffic.coded_bytes(step) - traffic.coded_bytes(shape(LARGE, whole))
     assert less == pytest.approx(2 * piece + 2 * n)
 
 
@@ -146,11 +146,11 @@ def test_the_estimate_prices_each_level_on_its_link_and_the_passes_over_memory()
     step, cluster = shape(LARGE), parse_cluster("a100:2x4")
     guess = estimate(step, cluster, transfers(step))
     memory = cluster.card.memory_bytes_per_s * 0.85
-    assert guess.quantize_s == pytest.approx(exchange.coded_bytes(step) / memory)
+    assert guess.quantize_s == pytest.approx(traffic.coded_bytes(step) / memory)
     for axes, group in ((("data",), Group(4, 1)), (("node",), Group(1, 2))):
         once = [
             m.count * collective_time(m.kind, m.nbytes, group, cluster)
-            for m in exchange.messages(step)
+            for m in traffic.messages(step)
             if m.axes == axes
         ]
         assert guess.exposed_s["+".join(axes)] == pytest.approx(sum(once))
@@ -180,11 +180,11 @@ def test_memory_of_copies_and_of_masters_that_are_cut():
 def test_pieces_in_a_codec_travel_for_every_micro_batch_and_weights_twice():
     """ZeRO-3 of 4 layers and a table, three micro-batches."""
     step = dataclasses.replace(shape(), resident=False, accumulate=3)
-    once = {(m.bucket.what, m.level): m.nbytes for m in exchange.messages(shape())}
-    times = {(m.bucket.what, m.level): m.count for m in exchange.messages(step)}
+    once = {(m.bucket.what, m.level): m.nbytes for m in traffic.messages(shape())}
+    times = {(m.bucket.what, m.level): m.count for m in traffic.messages(step)}
     assert times["layer", "weights"] == 4 * 3 * 2 and times["layer", "inside"] == 4 * 3
     assert times["embedding", "weights"] == times["embedding", "between"] == 3
-    assert {(m.bucket.what, m.level): m.nbytes for m in exchange.messages(step)} == once
+    assert {(m.bucket.what, m.level): m.nbytes for m in traffic.messages(step)} == once
     found = terms(step)
     assert found["gradients"] == 4 * 3584 / 8 and found["weights in use"] == 2 * (768 + 512)
     sent = transfers(step, Overlap(data=0.5))
@@ -231,5 +231,5 @@ def test_buckets_are_those_of_the_step(model):
         layers = pieces[0][0] if bucket.stacked else 1
         axes = tuple(axis for axis in bucket.axes if mesh.shape[axis] > 1)
         found.append((ranks * sum(map(math.prod, pieces)) // layers, layers, axes))
-    planned = exchange.buckets(step_shape(cfg, dict(mesh.shape)))
+    planned = traffic.buckets(step_shape(cfg, dict(mesh.shape)))
     assert sorted(found) == sorted((b.elements, b.count, b.axes) for b in planned if not b.exact)

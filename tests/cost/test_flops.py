@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megajax.core.hardware import CARDS
-from megajax.cost.flops import keys_per_query, mfu, train_flops_per_token
+from megajax.cost.base import keys_per_query, mfu, train_flops_per_token
 from megajax.models.decoder_config import PRESETS
 
 PEAK = CARDS["A100"].flops["bfloat16"]

@@ -2,8 +2,7 @@
 
 import pytest
 
-from megajax.cost.hlo import attributed, collectives
-from megajax.cost.hlo_module import Module
+from megajax.cost.hlo import Module, attributed, collectives
 
 MESH = {"pipe": 1, "node": 2, "data": 2, "tensor": 2}
 MODULE = """HloModule jit_step

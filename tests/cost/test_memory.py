@@ -3,8 +3,7 @@
 import dataclasses
 
 from megajax.cost.memory import bound, misfit, terms
-from megajax.cost.pipeline import Pipeline
-from megajax.cost.step import StepShape
+from megajax.cost.step import Pipeline, StepShape
 from megajax.layers.moe import MoeConfig
 from megajax.models.decoder_config import DecoderConfig
 

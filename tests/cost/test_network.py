@@ -3,7 +3,7 @@
 import pytest
 
 from megajax.core.hardware import parse_cluster
-from megajax.cost.network import CALL_S, Group, collective_time, group_of
+from megajax.cost.roofline import CALL_S, Group, collective_time, group_of
 
 CLUSTER = parse_cluster("h100:16x8")
 NVLINK, NIC = 450e9, 50e9

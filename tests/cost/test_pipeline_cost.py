@@ -7,9 +7,8 @@ import pytest
 
 from megajax.core.hardware import parse_cluster
 from megajax.cost.estimate import estimate
-from megajax.cost.pipeline import Pipeline
 from megajax.cost.roofline import Roofline
-from megajax.cost.step import StepShape, passes
+from megajax.cost.step import Pipeline, StepShape, passes
 from megajax.models.decoder_config import PRESETS
 from megajax.schedule import build
 from megajax.schedule.simulator import lockstep

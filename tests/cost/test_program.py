@@ -11,9 +11,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from megajax.cost.hlo import collectives
-from megajax.cost.hlo_module import Module
-from megajax.cost.hlo_text import parse
+from megajax.cost.hlo import Module, collectives, parse
 from megajax.cost.program import records
 from megajax.cost.record import FEATURES, LEAF_FEATURES, OPCODES, PLACE
 from tests.program_cases import PROGRAMS, compiled, scanned

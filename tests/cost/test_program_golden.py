@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 import pallas_kernels
-from megajax.cost import program_calls
+from megajax.cost import program_body
 from megajax.cost.program import records
 from pallas_kernels import aot, work
 from pallas_kernels.attention.cases import Case as AttentionCase
@@ -158,7 +158,7 @@ def test_cudnns_pairs_are_those_that_are_counted_one_by_one(causal, window):
     for queries, keys in ((7, 7), (5, 9)):
         reach = window or keys
         brute = sum(not causal or i - reach < j <= i for i in range(queries) for j in range(keys))
-        assert program_calls.useful_pairs(queries, keys, causal, window) == brute
+        assert program_body.useful_pairs(queries, keys, causal, window) == brute
 
 
 def aot_records(function, *arrays):

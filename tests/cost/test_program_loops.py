@@ -8,10 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from megajax.cost.hlo_module import Module
-from megajax.cost.hlo_text import parse
-from megajax.cost.program_body import region
-from megajax.cost.program_loops import reads
+from megajax.cost.hlo import Module, parse
+from megajax.cost.program_body import reads, region
 
 M, K, N = 6, 10, 14
 BY_CHANCE = M  # a loop may start at the address after the one where the last one ended

@@ -7,7 +7,7 @@ import pytest
 
 from megajax.core.errors import UserError
 from megajax.core.hardware import CARDS
-from megajax.cost import operators, record
+from megajax.cost import record
 from megajax.cost.record import FEATURES, LEAF, LEAF_FEATURES, OPCODES
 
 
@@ -20,7 +20,7 @@ def opcodes(tree):
 
 
 def test_a_product_counts_two_mnk_and_its_three_arrays():
-    made = operators.product(1, 128, 256, 512, "bfloat16")
+    made = record.product(1, 128, 256, 512, "bfloat16")
     assert made.kind == "product" and made.dtype == "bfloat16" and made.executions == 1
     assert made.flops == made["flops"] == 2 * 128 * 256 * 512
     assert made["bytes_read"] == 2 * (128 * 512 + 512 * 256)
@@ -32,8 +32,8 @@ def test_a_product_counts_two_mnk_and_its_three_arrays():
 
 
 def test_a_bias_is_one_addition_an_element():
-    plain = operators.product(3, 4, 5, 6, "float32", transposed=1)
-    biased = operators.product(3, 4, 5, 6, "float32", transposed=1, bias=True)
+    plain = record.product(3, 4, 5, 6, "float32", transposed=1)
+    biased = record.product(3, 4, 5, 6, "float32", transposed=1, bias=True)
     assert plain.kind == biased.kind == "batched_product" and plain["transposed"] == 1
     assert biased.flops - plain.flops == 3 * 4 * 5
     assert biased.nbytes - plain.nbytes == 4 * 3 * 5
@@ -43,7 +43,7 @@ def test_a_bias_is_one_addition_an_element():
 
 
 def test_softmax_reduces_its_rows_twice():
-    made = operators.rowwise(
+    made = record.rowwise(
         ["reduce", "add", "exponential", "reduce", "divide"], 64, 100, 1, "float32"
     )
     assert made.kind == "reduction" and made["reduces_minor"] == 1
@@ -54,7 +54,7 @@ def test_softmax_reduces_its_rows_twice():
 
 
 def test_an_addition_reads_two_arrays():
-    made = operators.rowwise(["add"], 8, 16, 2, "float16")
+    made = record.rowwise(["add"], 8, 16, 2, "float16")
     assert made.kind == "fusion" and made["reduced"] == 0 and made.flops == 8 * 16
     assert made.nbytes == 3 * 2 * 8 * 16
 
@@ -84,14 +84,14 @@ def test_deep_trees_need_no_recursion():
 
 
 def test_the_hash_knows_shapes_and_no_names():
-    one = operators.product(1, 8, 8, 8, "float32")
-    again = operators.product(1, 8, 8, 8, "float32")
+    one = record.product(1, 8, 8, 8, "float32")
+    again = record.product(1, 8, 8, 8, "float32")
     assert one.hash == again.hash and len(one.hash) == 16
     others = {
-        operators.product(1, 8, 8, 16, "float32").hash,
-        operators.product(1, 8, 8, 8, "bfloat16").hash,
-        operators.product(2, 8, 8, 8, "float32").hash,
-        operators.product(1, 8, 8, 8, "float32", transposed=2).hash,
+        record.product(1, 8, 8, 16, "float32").hash,
+        record.product(1, 8, 8, 8, "bfloat16").hash,
+        record.product(2, 8, 8, 8, "float32").hash,
+        record.product(1, 8, 8, 8, "float32", transposed=2).hash,
     }
     assert len(others | {one.hash}) == 5
     named = record.record("custom", [], {"flops": 1}, name="a")
@@ -101,9 +101,9 @@ def test_the_hash_knows_shapes_and_no_names():
 
 def test_the_floor_is_the_larger_of_arithmetic_and_traffic():
     card = CARDS["H100"]
-    product = operators.product(1, 4096, 4096, 4096, "bfloat16")
+    product = record.product(1, 4096, 4096, 4096, "bfloat16")
     assert product.floor_s(card) == product.flops / 989.5e12
-    added = operators.rowwise(["add"], 1024, 1024, 2, "float32")
+    added = record.rowwise(["add"], 1024, 1024, 2, "float32")
     assert added.floor_s(card) == added.nbytes / 3.35e12
 
 
@@ -111,21 +111,21 @@ def test_the_floor_of_a_type_without_a_peak_is_no_higher_than_physics():
     """float64 is never faster than float32; float8 on an A100 runs as another narrow type."""
     card = CARDS["A100"]
     for dtype, peak in (("float64", 19.5e12), ("float8", 624e12)):
-        made = operators.product(1, 4096, 4096, 4096, dtype)
+        made = record.product(1, 4096, 4096, 4096, dtype)
         assert made.floor_s(card) == made.flops / peak
     narrow = dataclasses.replace(card, flops={"bfloat16": 1e12})
-    assert operators.product(1, 512, 512, 512, "float64").floor_s(narrow) == 2 * 512**3 / 1e12
+    assert record.product(1, 512, 512, 512, "float64").floor_s(narrow) == 2 * 512**3 / 1e12
 
 
 @pytest.mark.parametrize(
     ("call", "match"),
     [
-        (lambda: operators.product(1, 2, 3, 4, "f32"), "dtype=f32 must be one of float32"),
+        (lambda: record.product(1, 2, 3, 4, "f32"), "dtype=f32 must be one of float32"),
         (lambda: record.record("matmul", [], {}), "kind=matmul must be one of product"),
         (lambda: record.record("custom", [], {"flop": 1}), "feature=flop must be one of flops"),
         (lambda: record.record("custom", [], {"flops": -1}), "flops=-1 of a custom"),
         (lambda: record.record("custom", [], {"flops": float("nan")}), "finite"),
-        (lambda: operators.rowwise(["sum"], 1, 1, 1, "float32"), "opcode=sum must be one of add"),
+        (lambda: record.rowwise(["sum"], 1, 1, 1, "float32"), "opcode=sum must be one of add"),
         (lambda: record.tree([{"opcode": "add", "x": 1}]), "feature of a leaf=x"),
     ],
 )

@@ -11,7 +11,7 @@ from experiments.reports.overlap_experts import ExpertProduct, Load
 from experiments.reports.overlap_experts import gemm_s as grouped_s
 from experiments.reports.overlap_simulator import Machine, gemm_s
 from megajax.core.hardware import CARDS
-from megajax.parallel import expert_overlap, overlap
+from megajax.parallel import expert_matmul, overlap
 
 OPS = ("all_gather_matmul", "matmul_reduce_scatter")
 CORES = {"H100": 132, "A100": 108}
@@ -65,7 +65,7 @@ def experts_by_hand(op, layer, card):
 
     plain = load * layer.reached * size + gpu.call_s + work("dispatch", R)
     ring = turn("dispatch", size, layer.rows)
-    if op == expert_overlap.DISPATCH:
+    if op == expert_matmul.DISPATCH:
         dw = work("dispatch", R)
         sums, sums32 = load * layer.reached * size, load * (R - 1) * 4
         return plain + max(sums - dw, 0), ring + max(sums32 - dw, 0)
@@ -100,21 +100,21 @@ def test_rings_of_experts_are_chosen_as_the_kernels_simulator_has_it():
         (1024, 8192), (2, 8), (4096,), (1, 8), ((768, 768), (14336,)),
         ((8, 8), (8, 4), (2, 2)), ("bfloat16", "float32"),
     ):  # fmt: skip
-        layer = expert_overlap.Layer(
+        layer = expert_matmul.Layer(
             tokens, top, width, experts, hidden, *ranks, dtype, ranks[0] - 1
         )
         times = []
-        for op in expert_overlap.HALVES:
+        for op in expert_matmul.HALVES:
             by_hand = experts_by_hand(op, layer, "H100")
-            found = expert_overlap.simulate(op, layer, CARDS["H100"], 132)
+            found = expert_matmul.simulate(op, layer, CARDS["H100"], 132)
             assert found == pytest.approx(by_hand, rel=1e-12)
             times.append(found)
         plain, ring = (math.fsum(side) for side in zip(*times, strict=True))
         gains = layer.rows >= 512 and ring + 3 * ranks[0] * 6e-6 <= 0.95 * plain
-        both = dict.fromkeys(expert_overlap.HALVES, layer)
+        both = dict.fromkeys(expert_matmul.HALVES, layer)
         sizes = ranks[1], ranks[0] // ranks[1]
         mesh = AbstractMesh(sizes, ("expert", "tensor"), abstract_device=device)
-        word, why = expert_overlap.best(both, ("expert", "tensor"), mesh)
+        word, why = expert_matmul.best(both, ("expert", "tensor"), mesh)
         assert word == ("ring" if gains else "xla") or why == overlap.MEASURED
         words.add(word)
     assert words >= {"ring", "xla"}

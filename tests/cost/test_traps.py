@@ -3,8 +3,7 @@ tests/systems/test_cluster.py."""
 
 import pytest
 
-from megajax.cost.hlo import collectives
-from megajax.cost.traps import find
+from megajax.cost.hlo import collectives, find
 
 MESH = {"pipe": 2, "node": 1, "data": 2, "expert": 1, "context": 1, "tensor": 2}
 EXPERT_MESH = MESH | {"data": 1, "expert": 2}

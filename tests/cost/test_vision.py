@@ -10,12 +10,10 @@ import pytest
 from megajax.core.axes import MESH_AXES
 from megajax.core.hardware import CARDS
 from megajax.cost import memory
-from megajax.cost.base import Op, Workload
-from megajax.cost.flops import train_flops_per_token
+from megajax.cost.base import Op, Workload, train_flops_per_token
 from megajax.cost.kernels import Convolution, Matmul, PatchEmbedding, Pooling, RoiAlign
-from megajax.cost.pipeline import Pipeline
 from megajax.cost.roofline import Roofline
-from megajax.cost.step import StepShape
+from megajax.cost.step import Pipeline, StepShape
 from megajax.models.decoder_config import PRESETS
 
 

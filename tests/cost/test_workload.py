@@ -10,14 +10,12 @@ import pytest
 from megajax.core.errors import UserError
 from megajax.core.hardware import CARDS, parse_cluster
 from megajax.cost import memory
-from megajax.cost.base import Op, Workload
+from megajax.cost.base import Op, Stack, Workload
 from megajax.cost.estimate import estimate
 from megajax.cost.kernels import Attention, Collective, Experts, Matmul
-from megajax.cost.pipeline import Pipeline
 from megajax.cost.roofline import Roofline
-from megajax.cost.step import StepShape
+from megajax.cost.step import Pipeline, StepShape
 from megajax.cost.traffic import transfers
-from megajax.cost.transformer import Stack
 from megajax.layers.attend import attend
 from megajax.layers.mask import Context
 from megajax.layers.ops import Ops

@@ -10,8 +10,7 @@ from flax import nnx
 
 from megajax.core.errors import UserError
 from megajax.core.mesh import MeshSpec
-from megajax.cost.hlo import attributed, collectives
-from megajax.cost.traps import find
+from megajax.cost.hlo import attributed, collectives, find
 from megajax.layers.mlp import MlpConfig
 from megajax.layers.moe import Moe, MoeConfig
 from megajax.models.decoder_config import DecoderConfig

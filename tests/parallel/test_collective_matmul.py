@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from megajax.parallel import overlap, ring
+from megajax.parallel import collective_matmul, overlap
 from megajax.parallel.tensor import (
     all_gather_matmul,
     matmul_all_reduce,
@@ -135,7 +135,7 @@ def gather_oracle(inputs, cotangents, kind):
 def test_gather_then_multiply(name, seed, monkeypatch):
     case = CASES[name]
     if name.startswith("loop"):
-        monkeypatch.setattr(ring, "UNROLLED", 2)
+        monkeypatch.setattr(collective_matmul, "UNROLLED", 2)
     mesh, R = make_mesh(case.mesh), case.mesh["tensor"]
     batch = "data" if "data" in case.mesh else None
     m, N = case.rows * R, case.n * R
@@ -172,7 +172,7 @@ def test_gather_then_multiply(name, seed, monkeypatch):
 def test_multiply_then_scatter(name, seed, monkeypatch):
     case = CASES[name]
     if name.startswith("loop"):
-        monkeypatch.setattr(ring, "UNROLLED", 2)
+        monkeypatch.setattr(collective_matmul, "UNROLLED", 2)
     mesh, R = make_mesh(case.mesh), case.mesh["tensor"]
     batch = "data" if "data" in case.mesh else None
     m, K = case.rows * R, case.k * R
@@ -261,7 +261,9 @@ def test_a_hop_goes_to_the_neighbour_whatever_the_order_of_the_axes(axes):
 
     def local():
         rank, R = jax.lax.axis_index(axes), jax.lax.axis_size(axes)
-        return jnp.stack([ring.hop(axes)(rank, by) - (rank - by) % R for by in (1, -1)])[None]
+        return jnp.stack(
+            [collective_matmul.hop(axes)(rank, by) - (rank - by) % R for by in (1, -1)]
+        )[None]
 
     found = jax.shard_map(local, mesh=mesh, in_specs=(), out_specs=P(axes))
     assert not jax.jit(found)().any()

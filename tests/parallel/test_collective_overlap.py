@@ -18,18 +18,10 @@ from megajax.core.errors import UserError
 from megajax.core.hardware import CARDS
 from megajax.core.mesh import MeshSpec
 from megajax.cost import hlo
-from megajax.cost.hlo_module import Module
+from megajax.cost.hlo import Module
 from megajax.layers.mlp import MlpConfig
 from megajax.models import decoder
-from megajax.parallel import (
-    collective_vjp,
-    expert_overlap,
-    inside,
-    overlap,
-    ring,
-    sharding,
-    tensor,
-)
+from megajax.parallel import collective_matmul, expert_matmul, inside, overlap, sharding, tensor
 from megajax.parallel.tensor import all_gather_matmul, matmul_reduce_scatter
 from megajax.serving import programs
 from megajax.serving.engine import Engine
@@ -189,10 +181,10 @@ def test_one_function_knows_the_clique_of_a_kernel():
     assert limits(tables.mesh(tables.H100, other=2, x=4)) == ()
     (why,) = limits(tables.mesh(tables.H100, other=4, x=4))
     assert why == "needs a whole mesh of at most 8 GPUs, those of a node, found 16"
-    layer = expert_overlap.Layer(8192, 2, 4096, 1, (1792,), 4, 4, "bfloat16", 3)
+    layer = expert_matmul.Layer(8192, 2, 4096, 1, (1792,), 4, 4, "bfloat16", 3)
     for sizes, found in (({"data": 2, "expert": 4}, 0), ({"data": 4, "expert": 4}, 1)):
         mesh = tables.mesh(tables.H100, **sizes)
-        assert len(expert_overlap.fused_reasons("dispatch_grouped_matmul", layer, mesh)) == found
+        assert len(expert_matmul.fused_reasons("dispatch_grouped_matmul", layer, mesh)) == found
 
 
 def test_what_cannot_run_is_refused_or_left_to_xla(monkeypatch):
@@ -243,7 +235,7 @@ def test_fused_gradients_are_those_of_plain_collectives(kept, monkeypatch):
         return api.matmul_reduce_scatter(xs, ws, axis=axis, implementation="xla", **options)
 
     stand_in = types.SimpleNamespace(fused_gather=gather, fused_scatter=scatter)
-    monkeypatch.setattr(collective_vjp, "kernels", stand_in)
+    monkeypatch.setattr(collective_matmul, "kernels", stand_in)
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("tensor",))
     random = np.random.default_rng(0)
     shapes = (8, 6), (6, 8), (6, 8), (8,), (8, 6), (8, 6), (6,), (8, 6)
@@ -312,7 +304,9 @@ def mlp_program(R, axes, both_ways, gradients=False, implementation="ring"):
         return jax.ShapeDtypeStruct(shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
 
     args = like((256 * mesh.size, 2048), rows), like((2048, 8192), up), like((8192, 2048), down)
-    compiled = aot.compile(jax.jit(program).lower(*args), QUICK | ring.compiler_options(both_ways))
+    compiled = aot.compile(
+        jax.jit(program).lower(*args), QUICK | collective_matmul.compiler_options(both_ways)
+    )
     return compiled.as_text(), dict(mesh.shape)
 
 

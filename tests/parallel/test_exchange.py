@@ -12,9 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from megajax.core.mesh import make_mesh
 from megajax.parallel import sharding, zero
-from megajax.parallel.buckets import Wire
-from megajax.parallel.exchange import Exchange
-from megajax.parallel.exchange_local import lead, led
+from megajax.parallel.exchange import Exchange, Wire, lead, led
 from megajax.quant import codec
 
 NODES = RANKS = 2

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from megajax.core.errors import UserError
-from megajax.parallel import expert_overlap, expert_rows, expert_vjp
+from megajax.parallel import expert_matmul
 from megajax.parallel.expert import Routing, dispatch_grouped_matmul, grouped_matmul_combine
 from pallas_kernels import aot
 from pallas_kernels.expert import api as kernels
@@ -241,7 +241,7 @@ def test_equals_the_loop_widely(name, seed):
 )
 def test_fused_gradients_equal_the_loop(case, seed, monkeypatch):
     """Around the kernels: everything but the kernels themselves, which are for GPUs."""
-    monkeypatch.setattr(expert_overlap, "fused_reasons", lambda *_: ())
+    monkeypatch.setattr(expert_matmul, "fused_reasons", lambda *_: ())
     calls = []
 
     ops = "dispatch_grouped_matmul", "grouped_matmul_combine"
@@ -260,7 +260,7 @@ def test_fused_gradients_equal_the_loop(case, seed, monkeypatch):
         )
 
     stand_in = types.SimpleNamespace(fused_dispatch=there, fused_combine=back)
-    monkeypatch.setattr(expert_vjp, "kernels", stand_in)
+    monkeypatch.setattr(expert_matmul, "kernels", stand_in)
     check(case, seed, ("as it comes", "an empty rank"))
     assert calls == [*ops, *ops]  # the way back is a dispatch, then a combine
 
@@ -428,21 +428,21 @@ def test_nodes_keep_their_own_collectives():
         ({"data": 1, "expert": 16, "context": 1, "tensor": 1}, True),
         ({"data": 4, "expert": 1, "context": 1, "tensor": 1}, False),
     ):
-        assert expert_overlap.crosses_nodes(sizes, axes) == far
+        assert expert_matmul.crosses_nodes(sizes, axes) == far
 
 
 def test_a_choice_has_a_reason(monkeypatch, tmp_path):
     """Wide experts of many tokens gain by a ring; narrow ones, few tokens, other nodes do not."""
-    dispatch, combine = expert_overlap.HALVES
+    dispatch, combine = expert_matmul.HALVES
 
     def best(halves=(dispatch, combine), mesh=(), kind=tables.H100, **changes):
-        layer = expert_overlap.Layer(8192, 2, 4096, 1, (14336, 14336), 8, 8, "bfloat16", 7)
+        layer = expert_matmul.Layer(8192, 2, 4096, 1, (14336, 14336), 8, 8, "bfloat16", 7)
         layer = layer._replace(**changes)
         both = {dispatch: layer, combine: layer._replace(hidden=layer.hidden[:1])}
         groups = {"expert": layer.groups, "tensor": layer.ranks // layer.groups}
         sizes = {"data": 1} | groups | dict(mesh)
         found = {op: both[op] for op in halves}
-        return expert_overlap.best(found, ("expert", "tensor"), tables.mesh(kind, **sizes))
+        return expert_matmul.best(found, ("expert", "tensor"), tables.mesh(kind, **sizes))
 
     word, why = best()
     assert word == "ring" and why.startswith("simulated, not measured")
@@ -478,16 +478,16 @@ def test_a_choice_has_a_reason(monkeypatch, tmp_path):
 
 def test_kernels_run_over_the_ranks_of_both_axes():
     """With the columns of a rank, to which every choice of its group of ranks comes."""
-    layer = expert_overlap.Layer(8192, 2, 4096, 1, (1792, 1792), 8, 1, "bfloat16", 7)
+    layer = expert_matmul.Layer(8192, 2, 4096, 1, (1792, 1792), 8, 1, "bfloat16", 7)
     node = tables.mesh(tables.H100, expert=1, tensor=8)
-    for op in expert_overlap.HALVES:
-        assert not expert_overlap.fused_reasons(op, layer, node)
-        (why,) = expert_overlap.fused_reasons(op, layer._replace(ranks=16, groups=8), node)
+    for op in expert_matmul.HALVES:
+        assert not expert_matmul.fused_reasons(op, layer, node)
+        (why,) = expert_matmul.fused_reasons(op, layer._replace(ranks=16, groups=8), node)
         assert why == "needs 2 to 8 ranks, those of a node, found 16"
-        (why,) = expert_overlap.fused_reasons(op, layer._replace(hidden=(1440,)), node)[:1]
+        (why,) = expert_matmul.fused_reasons(op, layer._replace(hidden=(1440,)), node)[:1]
         assert why.startswith("needs a multiple of 64 columns of") and why.endswith("found 1440")
     key = {"ranks": 8, "choices": 8192 * 2 * 8, "experts": 1, "K": 4096, "N": 2 * 1792}
-    assert expert_overlap.key(expert_overlap.DISPATCH, layer) == key
+    assert expert_matmul.key(expert_matmul.DISPATCH, layer) == key
 
 
 @pytest.mark.slow
@@ -547,5 +547,5 @@ def test_rows_are_sorted_by_expert_then_from_the_own_rank_on():
     expert = jnp.array([1, 0, 1, 0, 2, 1, 0], jnp.int32)
     source = jnp.array([0, 1, 2, 2, 0, 2, 0], jnp.int32)
     # Rank 2's order of sources is 2, 0, 1.
-    order = jax.jit(expert_rows.sort_rows, static_argnums=3)(expert, source, jnp.int32(2), 3)
+    order = jax.jit(expert_matmul.sort_rows, static_argnums=3)(expert, source, jnp.int32(2), 3)
     assert order.tolist() == [3, 6, 1, 2, 5, 0, 4]

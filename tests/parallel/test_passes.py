@@ -11,9 +11,9 @@ from jax.sharding import PartitionSpec as P
 from megajax.core import config
 from megajax.core.errors import UserError
 from megajax.parallel import zero
-from megajax.parallel.buckets import refuse_kernels
-from megajax.parallel.passes import Passes
+from megajax.parallel.exchange import refuse_kernels
 from megajax.parallel.wire import kernels_line
+from megajax.parallel.zero import Passes
 from megajax.quant import Format, codec
 from megajax.training.config import Config
 from pallas_kernels import interpret

@@ -10,7 +10,7 @@ import pytest
 
 from megajax.core.mesh import MeshSpec
 from megajax.parallel import sharding, tick
-from megajax.parallel.buckets import whole_local
+from megajax.parallel.exchange import whole_local
 from tests.parallel.test_pipeline import distance, make, poisoned
 from tests.tiny import DEEPSEEK, MOE, host_batch, on
 from tests.tolerances import GRADIENTS, LONG_LOSSES, PARAMETERS

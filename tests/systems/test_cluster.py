@@ -17,8 +17,7 @@ from megajax.core.axes import MESH_AXES
 from megajax.core.errors import UserError
 from megajax.core.hardware import parse_cluster
 from megajax.cost import memory, traffic
-from megajax.cost.hlo import KINDS, attributed, collectives
-from megajax.cost.traps import find
+from megajax.cost.hlo import KINDS, attributed, collectives, find
 from megajax.layers.moe import MoeConfig
 from megajax.models.decoder_config import DecoderConfig
 from megajax.systems import aot

@@ -10,7 +10,7 @@ from jax import lax
 
 from megajax.checkpoint.manager import CheckpointManager
 from megajax.monitor.meter import Meter, Work
-from megajax.parallel.exchange_local import LocalExchange
+from megajax.parallel.exchange import Exchange
 from megajax.training.loop import NotFinite, Run, train
 from megajax.training.step import make_train_step
 from tests.tiny import MODEL, host_batch, on, run_config
@@ -38,7 +38,7 @@ class Loader:
 
 def poison(monkeypatch):
     """From now on one element of LEAF's gradient is NaN on one device, before it is sent."""
-    flat = LocalExchange._flat
+    flat = Exchange._flat
 
     def poisoned(self, bucket, grads):
         grads, names = list(grads), [self.names[i] for i in bucket.leaves]
@@ -48,7 +48,7 @@ def poison(monkeypatch):
             grads[i] = jnp.where(jnp.stack(last).all() & first, jnp.nan, grads[i])
         return flat(self, bucket, grads)
 
-    monkeypatch.setattr(LocalExchange, "_flat", poisoned)
+    monkeypatch.setattr(Exchange, "_flat", poisoned)
 
 
 @pytest.mark.parametrize(

@@ -27,8 +27,7 @@ from megajax.cost.kernels import (
     RoiAlign,
     Rowwise,
 )
-from megajax.cost.operators import product, rowwise
-from megajax.cost.record import OpRecord, itemsize, peak, record
+from megajax.cost.record import OpRecord, itemsize, peak, product, record, rowwise
 from megajax.cost.roofline import Roofline
 
 # The elementary operations of a `Rowwise` kernel by its `kind`. A kind that is not listed here is

@@ -22,8 +22,7 @@ import numpy as np
 
 from megajax.core.errors import UserError, did_you_mean
 from megajax.core.hardware import DeviceCard
-from megajax.cost.operators import product, rowwise
-from megajax.cost.record import OpRecord
+from megajax.cost.record import OpRecord, product, rowwise
 from megajax.systems.cdmpp.dataset import Dataset
 from megajax.systems.cdmpp.power import with_chip
 

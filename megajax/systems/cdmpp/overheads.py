@@ -14,7 +14,7 @@ import numpy as np
 from scipy.optimize import nnls
 
 from megajax.core.errors import UserError
-from megajax.cost.hlo_module import Module
+from megajax.cost.hlo import Module
 from megajax.cost.program import records
 
 

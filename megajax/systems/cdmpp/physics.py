@@ -172,7 +172,7 @@ def _logarithms(
 def _power_of_two(strides: np.ndarray) -> np.ndarray:
     """Returns the largest power of two that divides each stride, 1 of a stride of 0.
 
-    It decides how many sets of a cache the elements fall into (cost/program_access.py).
+    It decides how many sets of a cache the elements fall into (cost/program_body.py).
     """
     whole = strides.astype(np.int64)
     return np.clip(whole & -whole, 1, _SETS)

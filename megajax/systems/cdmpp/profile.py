@@ -18,8 +18,7 @@ import jax
 import numpy as np
 
 from megajax.core.errors import UserError
-from megajax.cost.hlo_module import Module
-from megajax.cost.hlo_text import parse
+from megajax.cost.hlo import Module, parse
 from megajax.cost.program import records
 from megajax.cost.record import OpRecord
 from megajax.systems.cdmpp.events import read, tracing

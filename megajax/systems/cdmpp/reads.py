@@ -7,8 +7,7 @@ end of a body has its readers at the body's beginning, and after the loop.
 import collections
 from collections.abc import Mapping
 
-from megajax.cost.hlo_module import Module
-from megajax.cost.hlo_text import Instruction
+from megajax.cost.hlo import Instruction, Module
 from megajax.cost.program_work import FREE
 
 # Their events last as long as those of the instructions inside.

@@ -8,7 +8,7 @@ is one task, which takes the time of all iterations. So a loop hides as much com
 single iteration would, and overlap between neighbouring iterations counts as overlap inside one.
 Copies between memories count as computation.
 
-A predictor gives the times of computation, and the alpha-beta model (cost/network.py) those of
+A predictor gives the times of computation, and the alpha-beta model (cost/roofline.py) those of
 collectives. The overheads of a call (overheads.py) are on the compute stream: a part before the
 first operation, a part at each launch.
 """
@@ -20,14 +20,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import numpy as np
 
 from megajax.core.hardware import Cluster, DeviceCard
-from megajax.cost.hlo import device_groups
-from megajax.cost.hlo_module import Module
-from megajax.cost.hlo_text import Instruction
-from megajax.cost.network import Group, collective_time, group_of
+from megajax.cost.hlo import Instruction, Module, device_groups
 from megajax.cost.program import Platform, records
 from megajax.cost.record import OpRecord
 from megajax.cost.replay import Replay, replay
-from megajax.cost.roofline import Roofline
+from megajax.cost.roofline import Group, Roofline, collective_time, group_of
 from megajax.schedule.ir import Task
 from megajax.schedule.simulator import Slowdown
 from megajax.systems.cdmpp.overheads import Overheads, counts

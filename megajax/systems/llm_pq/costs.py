@@ -20,10 +20,9 @@ import numpy as np
 
 from megajax.core.errors import UserError
 from megajax.core.hardware import Cluster, DeviceCard, MixedCluster
-from megajax.cost.base import CostModel, Op
+from megajax.cost.base import CostModel, Op, Stack
 from megajax.cost.kernels import Matmul, Rowwise
 from megajax.cost.roofline import Roofline
-from megajax.cost.transformer import Stack
 from megajax.systems.llm_pq.problem import Problem, whole
 
 FUSED_ROWS = 64  # rows up to which a product is memory bound on every card: decoding's kernel

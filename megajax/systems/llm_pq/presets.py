@@ -8,7 +8,7 @@ import dataclasses
 from typing import NamedTuple
 
 from megajax.core.hardware import CARDS, ETHERNET, MixedCluster
-from megajax.cost.transformer import Stack
+from megajax.cost.base import Stack
 from megajax.systems.llm_pq.costs import Workload
 
 

@@ -6,7 +6,7 @@ import pytest
 from experiments.reports import cdmpp_calls as calls
 from experiments.reports.cdmpp import Split
 from megajax.core.hardware import CARDS
-from megajax.cost.operators import product
+from megajax.cost.record import product
 from megajax.systems.cdmpp.dataset import Dataset
 from megajax.systems.cdmpp.labels import Labels
 

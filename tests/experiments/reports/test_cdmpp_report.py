@@ -10,7 +10,7 @@ from experiments.reports import cdmpp_splits as splitting
 from experiments.reports import cdmpp_step, cdmpp_tables
 from megajax.core.errors import UserError
 from megajax.core.hardware import CARDS, parse_cluster
-from megajax.cost.operators import product
+from megajax.cost.record import product
 from megajax.monitor import results
 from megajax.systems.cdmpp.dataset import Dataset
 from megajax.systems.cdmpp.labels import Labels

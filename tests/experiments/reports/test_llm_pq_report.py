@@ -9,7 +9,7 @@ from experiments.reports import llm_pq as report
 from experiments.reports import llm_pq_run
 from megajax.core.errors import UserError
 from megajax.core.hardware import CARDS, MixedCluster
-from megajax.cost.transformer import Stack
+from megajax.cost.base import Stack
 from megajax.systems.llm_pq import PRESETS, Workload
 
 SMALL = Workload("small", Stack(8, 2048, 16, 16, 128, 8192), 50272, prompt=64, new_tokens=8,

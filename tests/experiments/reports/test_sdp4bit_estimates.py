@@ -3,7 +3,7 @@
 import pytest
 
 from experiments.reports import sdp4bit
-from megajax.cost import exchange
+from megajax.cost import traffic
 
 PAPER = {
     "64 A100": [2.39, 2.43, 3.44, 2.68, 2.92],
@@ -41,7 +41,7 @@ def test_the_largest_models_traffic_by_hand():
     pair = sdp4bit.PAIRS[-1]
     weights = (40 * 12 * 6144**2 + (51200 + 2048) * 6144) / 8
     plain, coded = (
-        {r.level: r.nbytes for r in exchange.rows(step)} for step in sdp4bit.shapes(pair)
+        {r.level: r.nbytes for r in traffic.rows(step)} for step in sdp4bit.shapes(pair)
     )
     assert plain == {"weights": 2 * weights, "gradients": 4 * weights}
     assert coded == {

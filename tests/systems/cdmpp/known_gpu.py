@@ -10,8 +10,7 @@ import math
 import numpy as np
 
 from megajax.core.hardware import DeviceCard
-from megajax.cost.operators import product, rowwise
-from megajax.cost.record import OpRecord
+from megajax.cost.record import OpRecord, product, rowwise
 from megajax.systems.cdmpp import Dataset
 
 

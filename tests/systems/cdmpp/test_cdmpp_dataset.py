@@ -8,8 +8,7 @@ import pytest
 
 from megajax.core.errors import UserError
 from megajax.core.hardware import CARDS
-from megajax.cost.operators import product, rowwise
-from megajax.cost.record import LEAF
+from megajax.cost.record import LEAF, product, rowwise
 from megajax.systems.cdmpp import Dataset
 from megajax.systems.cdmpp.dataset import VERSION
 

@@ -6,7 +6,7 @@ import pytest
 
 from megajax.core.errors import UserError
 from megajax.core.hardware import CARDS
-from megajax.cost.operators import rowwise
+from megajax.cost.record import rowwise
 from megajax.systems.cdmpp import Dataset, rivals
 
 

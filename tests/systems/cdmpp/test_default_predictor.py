@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from megajax.core.hardware import CARDS, parse_cluster
-from megajax.cost.operators import product, rowwise
+from megajax.cost.record import product, rowwise
 from megajax.systems import aot, cost_models
 from megajax.systems.cdmpp import FarFromTraining, Predictor, step
 from megajax.systems.cdmpp.files import DEFAULT

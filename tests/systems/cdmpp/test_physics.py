@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from megajax.core.hardware import CARDS
-from megajax.cost.operators import product, rowwise
-from megajax.cost.record import FEATURES, record
+from megajax.cost.record import FEATURES, product, record, rowwise
 from megajax.systems.cdmpp import network, physics, power
 
 T4 = dataclasses.replace(

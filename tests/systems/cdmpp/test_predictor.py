@@ -11,8 +11,7 @@ import pytest
 
 from megajax.core.errors import UserError
 from megajax.core.hardware import CARDS, DeviceCard
-from megajax.cost.operators import product, rowwise
-from megajax.cost.record import record
+from megajax.cost.record import product, record, rowwise
 from megajax.systems.cdmpp import Dataset, FarFromTraining, Predictor, choose, neusight
 
 KNOWN = ("small", "wide", "large")

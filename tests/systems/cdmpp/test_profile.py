@@ -10,8 +10,8 @@ import pytest
 
 from megajax.core.errors import UserError
 from megajax.core.hardware import CARDS, DeviceCard
-from megajax.cost.operators import product
 from megajax.cost.program import records
+from megajax.cost.record import product
 from megajax.systems.cdmpp import draw, families, pieces
 from megajax.systems.cdmpp.dataset import Dataset
 from megajax.systems.cdmpp.families import Program

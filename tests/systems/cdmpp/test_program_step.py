@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from megajax.core.hardware import parse_cluster
-from megajax.cost.network import Group, collective_time
 from megajax.cost.replay import replay
+from megajax.cost.roofline import Group, collective_time
 from megajax.systems.cdmpp.step import assumed, by_kind, predict, schedule, tasks
 
 CLUSTER = parse_cluster("h100:2x8")

@@ -9,7 +9,7 @@ import pytest
 
 from megajax.core.errors import UserError
 from megajax.core.hardware import CARDS, Cluster, MixedCluster
-from megajax.cost.transformer import Stack
+from megajax.cost.base import Stack
 from megajax.systems.llm_pq import PRESETS, Workload, plan, simulator, solve
 from megajax.systems.llm_pq.costs import assumed_omega, layer_s, micro_batches, problem_of
 from megajax.systems.llm_pq.planning import equal_quality, uniform_bits
