@@ -234,7 +234,8 @@ def test_fused_gradients_are_those_of_plain_collectives(kept, monkeypatch):
         options = {"bias": bias, "residual": residual, "acc_dtype": acc}
         return api.matmul_reduce_scatter(xs, ws, axis=axis, implementation="xla", **options)
 
-    stand_in = types.SimpleNamespace(fused_gather=gather, fused_scatter=scatter)
+    kernels = vars(collective_matmul.kernels)
+    stand_in = types.SimpleNamespace(**kernels | {"fused_gather": gather, "fused_scatter": scatter})
     monkeypatch.setattr(collective_matmul, "kernels", stand_in)
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("tensor",))
     random = np.random.default_rng(0)
