@@ -62,8 +62,7 @@ from megajax.systems.cdmpp.backend import no_rows
 from megajax.systems.cdmpp.dataset import Dataset
 from megajax.systems.cdmpp.labels import Labels
 from megajax.systems.cdmpp.predictor import FOLD_STEPS, ROWS_PER_GROUP, Predictor, sample
-from megajax.training.presets import PRESETS
-from megajax.training.start import take_model
+from megajax.training.presets import PRESETS, take_model
 
 VERBS = ("train", "evaluate", "predict", "calibrate", "replay")
 

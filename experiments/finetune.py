@@ -21,8 +21,7 @@ import sys
 
 from megajax.core import config
 from megajax.systems import job
-from megajax.training.examples import Examples
-from megajax.training.finetune import FIRST, PRESETS, take_encoder
+from megajax.training.finetune import FIRST, PRESETS, Examples, take_encoder
 from megajax.training.interrupts import ends_when_superseded
 
 config.define_flags(PRESETS, "nano", FIRST)

@@ -43,8 +43,7 @@ from megajax.cost.base import CostModel
 from megajax.monitor import results
 from megajax.systems import aot, cost_models, strategies
 from megajax.training.config import Config
-from megajax.training.presets import FIRST, PRESETS
-from megajax.training.start import take_model
+from megajax.training.presets import FIRST, PRESETS, take_model
 
 config.define_flags(PRESETS, "nano", FIRST)
 CLUSTER = flags.DEFINE_string("cluster", "h100:1x8", "what to plan for, kind:HOSTSxGPUS")

@@ -18,10 +18,9 @@ import sys
 
 from megajax.core import config
 from megajax.systems import job
+from megajax.training.evaluate import Text
 from megajax.training.interrupts import ends_when_superseded
-from megajax.training.presets import FIRST, PRESETS
-from megajax.training.start import take_model
-from megajax.training.text import Text
+from megajax.training.presets import FIRST, PRESETS, take_model
 
 config.define_flags(PRESETS, "nano", FIRST)
 

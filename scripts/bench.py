@@ -46,7 +46,7 @@ from megajax.monitor import results
 from megajax.monitor.meter import Meter
 from megajax.monitor.records import Recorder
 from megajax.monitor.sinks import Jsonl
-from megajax.training import banner
+from megajax.training import report
 from megajax.training.config import Config as RunConfig
 from megajax.training.config import TrainConfig
 from megajax.training.step import make_train_step
@@ -104,7 +104,7 @@ def bench_train(cfg: Config) -> None:
     plain_state = place(train_step.init(0).params)
     with tempfile.TemporaryDirectory() as folder:
         recorder = Recorder([Jsonl(Path(folder) / "metrics.jsonl")])
-        meter = Meter(banner.work(run, mesh), run.train.steps)
+        meter = Meter(report.work(run, mesh), run.train.steps)
         times: tuple[list[float], list[float]] = ([], [])
         losses: tuple[list[float], list[float]] = ([], [])
         for i in range(cfg.rounds + 5):
@@ -133,7 +133,7 @@ def bench_train(cfg: Config) -> None:
         row = {"loop": name, "median_s": median, "p10_s": p10, "p90_s": p90, "n": len(taken)}
         found.append(row)
     found[0]["ratio"] = found[0]["median_s"] / found[1]["median_s"]
-    about = banner.facts(run, mesh, train_step, config.start_name())
+    about = report.facts(run, mesh, train_step, config.start_name())
     about |= {"median_of_pairwise_ratios": ratio, "largest_loss_difference": difference}
     for row in found:
         print({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()})

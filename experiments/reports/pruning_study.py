@@ -45,9 +45,8 @@ from megajax.systems.pruning import Pattern, densities, sparsity_of
 from megajax.training.config import JobConfig, TrainConfig
 from megajax.training.masking import PruneConfig, UnitScore, chosen, mask_optimizer, pick
 from megajax.training.optim import OptimConfig, Optimizer, make_optimizer, make_schedule
-from megajax.training.state import TrainState
 from megajax.training.step import TrainStep, make_train_step
-from megajax.training.task import Leaf, Task, mean_loss
+from megajax.training.task import Leaf, Task, TrainState, mean_loss
 
 SHRINK = 4  # the paper's units over ours
 CLIP = 1.0  # largest global norm of a gradient (BERT's)

@@ -32,8 +32,8 @@ from megajax.training.config import Config, TrainConfig
 from megajax.training.evaluate import evaluate
 from megajax.training.gradients import WIRE, exchange_of
 from megajax.training.optim import OptimConfig
-from megajax.training.state import TrainState
 from megajax.training.step import make_train_step
+from megajax.training.task import TrainState
 
 Row = dict[str, Any]
 

@@ -94,7 +94,8 @@ def passes(
     The kinds are F (forward) and B (backward), which costs two forward passes besides what
     rematerialisation computes again. A zero-bubble pipeline splits off W, the gradients of the
     weights. The program then computes the gradients of activations in B and again in W: of a
-    product with weights that is one forward pass, of another part two (parallel/tick.py:Tick.pull).
+    product with weights that is one forward pass, of another part two
+    (parallel/pipeline.py:Tick.pull).
     """
     again = recomputed(remat, part, keeps_attention)
     if pipeline.stages > 1 and pipeline.stash == "input":

@@ -8,7 +8,7 @@ communication around it and take it as an argument, so all three choices compose
 `expand` are where a kernel joins a product with the element-wise work after it. For mixtures of
 experts `grouped` is the local compute, `score`, `expert` and `total` what is around it. The
 defaults are local; layers/fused.py has kernels for some, parallel/tensor.py and parallel/expert.py
-build the sharded ones, and parallel/local.py those of code inside a shard_map.
+build the sharded ones, and parallel/tensor.py those of code inside a shard_map.
 
 Legend: B rows, S positions, D model width, F any hidden width, V table rows, E experts. Of images:
 B images, H rows, W columns, C channels.

@@ -6,7 +6,7 @@ rank three measures of it are read, as far as they are there, in seconds a step:
 
 own      between the steps' launches: data and prepare (timers.py)
 demand   processor time that its threads got or waited for, as its agent saw it (host_meter.py)
-pulse    how long its devices took for a fixed product, times the usual step (training/pulse.py)
+pulse    how long its devices took for a fixed product, times the usual step (training/loop.py)
 
 A rank is named when for a whole continuity the steps took longer than before, its own work grew by
 at least half of that more than the others' did, and nearly every tick says so (MegaScale section

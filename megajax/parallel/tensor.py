@@ -6,41 +6,360 @@ what it is: `reduced` inputs get partial gradients, `unreduced` results are adde
 travel. XLA inserts the collectives (Megatron sections 3 of arXiv 1909.08053 and 2205.05198;
 MegaScale section 3.2), or, with `overlap`, the products of parallel/collective_matmul.py bring
 their own, hidden (Flux, arXiv 2406.06858); those are exported here. Both, and every product with a
-packed weight, run parallel/inside.py in a shard_map.
+packed weight, run parallel/tensor.py in a shard_map.
 
 Legend: B rows, S positions, D model width, V table rows. Of images: B images, H rows, W columns, C
 channels.
 """
 
 import functools
+import math
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jax import lax
+from jax.sharding import PartitionSpec, reshard
 from jax.sharding import PartitionSpec as P
-from jax.sharding import reshard
 
-from megajax.core.layout import Layout
+from megajax.core.layout import Layout, Words
 from megajax.core.packed import PackedWeight
+from megajax.core.tree import Tree
+from megajax.layers import ops as ops_
+from megajax.layers.dispatch import Dispatch, ExpertWeights
+from megajax.layers.joined import merged, split
+from megajax.layers.losses import VocabCut
 from megajax.layers.mask import Context
+from megajax.layers.mlp import MlpConfig
 from megajax.layers.ops import Codec, Ops, coded, convolution, join
 from megajax.layers.weight import Weight, any_packed, name_of, words_of
-from megajax.parallel import attention as attention_
-from megajax.parallel import expert, inside
+from megajax.parallel import collective_matmul, expert
+from megajax.parallel import context as context_
+from megajax.parallel import expert as expert_
 from megajax.parallel import overlap as overlap_
-from megajax.parallel.collective_matmul import GATHER, REDUCE, SCATTER
+from megajax.parallel.collective_matmul import (
+    GATHER,
+    REDUCE,
+    SCATTER,
+    Static,
+    run_gather,
+    run_reduce,
+    run_scatter,
+)
 from megajax.parallel.collective_matmul import all_gather_matmul as all_gather_matmul
 from megajax.parallel.collective_matmul import matmul_all_reduce as matmul_all_reduce
 from megajax.parallel.collective_matmul import matmul_reduce_scatter as matmul_reduce_scatter
 from megajax.parallel.context import ContextSpec
-from megajax.parallel.heads import rest, share, vector, width
-from megajax.parallel.overlap import Overlap
+from megajax.parallel.overlap import Implementation, Overlap
+from pallas_kernels.collective import reference as plain
+from pallas_kernels.dispatch import alike
+
+# ---- heads
+#
+# Key-value heads that are fewer than the tensor ranks: every rank stores all and uses one.
+#
+# A stored parameter has the model's own shape on every mesh, so checkpoints and exports do not
+# depend on it. Where `Rules.copies` repeats a word, a parameter enters its products as if each
+# entry were there once for every rank that shares it; what follows (projection, attention, cache)
+# then sees one head a rank. The gradients of the copies are added where they came from: outside a
+# shard_map by the transposition of `share`, inside by the pipeline's sum over axes that hold
+# copies. Source: Megatron-LM's and vLLM's replication of key-value heads.
+
+
+TENSOR = "tensor"
+
+
+def rest(layout: Layout, words: Words, x: jax.Array) -> PartitionSpec:
+    """Returns how a parameter rests, with the axes over which its own type says that its gradient
+    is a partial sum (parallel/exchange.py)."""
+    return layout.stored(*words).update(reduced=jax.typeof(x).sharding.spec.reduced)
+
+
+def share(layout: Layout, words: Words, tree: Tree) -> Tree:
+    """Cuts `Layout.stored` to `Layout.shared`; each rank cuts its part out of its own memory.
+
+    tree: an array, or arrays that all begin with dimensions of these words.
+    """
+    if all(layout.copies(word) == 1 for word in words):
+        return tree
+    spec = rest(layout, words, jax.tree.leaves(tree)[0])
+    if spec.reduced:
+        return jax.tree.map(functools.partial(_share_partial, layout, words, spec), tree)
+    return jax.shard_map(
+        functools.partial(share_inside, layout, words),
+        mesh=layout.mesh,
+        in_specs=spec,
+        out_specs=layout.shared(*words),
+    )(tree)
+
+
+def share_inside(layout: Layout, words: Words, tree: Tree) -> Tree:
+    """`share` on local arrays, inside a shard_map over the whole mesh."""
+    for dim, word in enumerate(words):
+        if (copies := layout.copies(word)) > 1:
+            own = lax.axis_index(TENSOR) // copies
+            tree = jax.tree.map(
+                lambda x, dim=dim, own=own: lax.dynamic_slice_in_dim(x, own, 1, dim), tree
+            )
+    return tree
+
+
+def _share_partial(layout: Layout, words: Words, spec: PartitionSpec, x: jax.Array) -> jax.Array:
+    """`share` of an array whose gradient is a partial sum by its type, `spec`. jax 0.11.2 does not
+    put such a gradient into a slice, so the transposition is written out."""
+    cut = functools.partial(share_inside, layout, words)
+    whole = PartitionSpec(*spec.partitions, unreduced=spec.reduced)
+    shared = layout.shared(*words)
+    own = layout.named(layout.stored(*words)).shard_shape(x.shape)
+
+    def add(dy: jax.Array) -> jax.Array:
+        dx = jax.linear_transpose(cut, jax.ShapeDtypeStruct(own, dy.dtype))(dy)[0]
+        return lax.psum(dx, TENSOR)
+
+    def everywhere(local: Callable, given: PartitionSpec, wanted: PartitionSpec) -> Callable:
+        # The checker refuses partial sums inside.
+        return jax.shard_map(
+            local, mesh=layout.mesh, in_specs=(given,), out_specs=wanted, check_vma=False
+        )
+
+    @jax.custom_vjp
+    def through(x: jax.Array) -> jax.Array:
+        return everywhere(cut, spec, shared.update(reduced=spec.reduced))(x)
+
+    def backward(_: None, dy: jax.Array) -> tuple[jax.Array]:
+        return (everywhere(add, shared.update(unreduced=spec.reduced), whole)(dy),)
+
+    through.defvjp(lambda x: (through(x), None), backward)
+    return through(x)
+
+
+def vector(layout: Layout, w: nnx.Param) -> jax.Array:
+    """Returns a bias as what it is added to has it."""
+    return share(layout, w.get_metadata("axes"), w[...])
+
+
+def width(layout: Layout, w: nnx.Param) -> int:
+    """Returns the elements of a weight that one tensor rank uses."""
+    value = w.get_value()
+    if isinstance(value, PackedWeight):
+        return value.size
+    copies = math.prod(layout.copies(word) for word in w.get_metadata("axes"))
+    return value.size * copies // layout.ways((TENSOR,))
+
+
+# ---- inside
+#
+# One rank's part of a block, on local arrays: for code inside a shard_map over the whole mesh.
+#
+# parallel/tensor.py puts a shard_map around each of these; parallel/tensor.py runs in one and calls
+# them. `up` and `down` are the two ends of a sublayer with their collective before or after the
+# products, or in them (`choose_overlap`). Weights are whole over the axes that share their
+# gradient, arrays or packed, in the inputs' type.
+#
+# Legend: B rows, S positions, D model width, F any hidden width, V table rows.
+
 
 Array = jax.Array
-TENSOR = ("tensor",)
+
+
+def own(layout: Layout, w: nnx.Param) -> Weight:
+    """Returns what this rank uses of a parameter that it stores."""
+    return inside_piece(share_inside(layout, words_of(w), w.get_value()))
+
+
+def inside_piece(w: Weight) -> Weight:
+    """Returns a weight that is whole over the ZeRO axes as products take it."""
+    return w.piece() if isinstance(w, PackedWeight) else w
+
+
+def inside_up(
+    x_BSD: Array,
+    weights: Sequence[Weight],
+    matmul: Callable,
+    implementation: Implementation,
+    cut: bool = True,
+    names: Sequence[str | None] | None = None,
+) -> tuple[Array, ...]:
+    """Column-parallel products that share one gather. weights: (D, ...) each.
+
+    cut: whether tensor cuts the positions of x; otherwise nothing is gathered. names: of the
+    parameters, for `matmul`; None: the weights are parts of several.
+    """
+    if implementation == "xla":
+        x_BSD = plain.gather(x_BSD, TENSOR) if cut else x_BSD
+        named = zip(weights, names or [None] * len(weights), strict=True)
+        return tuple(matmul(x_BSD, w, name=name) for w, name in named)
+    if any_packed(weights):
+        ys = _ring_up(*alike((x_BSD, tuple(weights))))
+    else:
+        arrays: Any = weights
+        flat = [w.reshape(w.shape[0], -1) for w in arrays]
+        none = (None,) * len(flat)
+        ys, _ = run_gather(x_BSD, tuple(flat), none, _static(implementation))
+    return tuple(y.reshape(*y.shape[:-1], *w.shape[1:]) for y, w in zip(ys, weights, strict=True))
+
+
+def inside_down(
+    xs: Sequence[Array],
+    weights: Sequence[Weight],
+    matmul: Callable,
+    implementation: Implementation,
+    cut: bool = True,
+    names: Sequence[str | None] | None = None,
+) -> Array:
+    """Row-parallel products, added as partial sums, then scattered over the positions.
+
+    weights: (..., D) each. cut: as of `up`; otherwise the sum is that of all ranks on each of them.
+    names: as of `up`.
+    """
+    if implementation == "xla":
+        named = zip(xs, weights, names or [None] * len(weights), strict=True)
+        terms = (matmul(x, w, contract=w.ndim - 1, name=name) for x, w, name in named)
+        return add_up(functools.reduce(operator.add, terms), cut)
+    if any_packed(weights):
+        return _ring_down(*alike((tuple(xs), tuple(weights))))
+    arrays: Any = weights
+    flat_xs = tuple(x.reshape(*x.shape[:2], -1) for x in xs)
+    flat_ws = tuple(w.reshape(-1, w.shape[-1]) for w in arrays)
+    function = run_scatter if cut else run_reduce
+    return function(flat_xs, flat_ws, None, None, _static(implementation))
+
+
+def _static(implementation: Implementation) -> Static:
+    """Sums cross ranks in float32, rings turn in one direction."""
+    return Static(TENSOR, implementation, "float32", both_ways=False)
+
+
+def add_up(y_BSD: Array, cut: bool) -> Array:
+    """The sum over the tensor ranks: with a cut sequence, this rank's positions of it."""
+    return plain.scatter(y_BSD, TENSOR) if cut else plain.total(y_BSD, TENSOR)
+
+
+def inside_rows(w_VD: Array, ids_BS: Array, axes: tuple[str, ...]) -> Array:
+    """The rows of a table that `axes` cut: those that this device has, 0 for others."""
+    row_BS = ids_BS - lax.axis_index(axes) * w_VD.shape[0] if axes else ids_BS
+    here_BS = (row_BS >= 0) & (row_BS < w_VD.shape[0])
+    return jnp.where(here_BS[..., None], w_VD[jnp.where(here_BS, row_BS, 0)], 0)
+
+
+# ---- rings of weights that are no arrays: their own products, chunk by chunk
+
+
+@jax.custom_vjp
+def _ring_up(x_BSD: Array, weights: tuple[Weight, ...]) -> tuple[Array, ...]:
+    return collective_matmul.all_gather(
+        x_BSD, lambda x: _products(x, weights), TENSOR, both_ways=False
+    )
+
+
+def _ring_up_backward(saved: tuple, dys: tuple[Array, ...]) -> tuple:
+    """Whole products, as of arrays (collective_vjp.py): dx is scattered beside dw."""
+    x_BSD, weights = saved
+    dx, dweights = jax.vjp(_products, plain.gather(x_BSD, TENSOR), weights)[1](dys)
+    return plain.scatter(dx.astype(jnp.float32), TENSOR).astype(dx.dtype), dweights
+
+
+_ring_up.defvjp(lambda x, weights: (_ring_up(x, weights), (x, weights)), _ring_up_backward)
+
+
+@jax.custom_vjp
+def _ring_down(xs: tuple[Array, ...], weights: tuple[Weight, ...]) -> Array:
+    flat = tuple(x.reshape(*x.shape[:2], -1) for x in xs)
+    work = lambda *xs: _sum(xs, weights).astype(jnp.float32)  # noqa: E731
+    y_BSD = collective_matmul.reduce_scatter(flat, work, TENSOR, False, jnp.dtype("float32"))
+    return y_BSD.astype(xs[0].dtype)
+
+
+def _ring_down_backward(saved: tuple, dy_BSD: Array) -> tuple:
+    xs, weights = saved
+    return jax.vjp(_sum, xs, weights)[1](plain.gather(dy_BSD, TENSOR))
+
+
+_ring_down.defvjp(lambda xs, weights: (_ring_down(xs, weights), (xs, weights)), _ring_down_backward)
+
+
+def _products(x_BSD: Array, weights: tuple[Weight, ...]) -> tuple[Array, ...]:
+    return tuple(ops_.matmul(x_BSD, w).reshape(*x_BSD.shape[:2], -1) for w in weights)
+
+
+def _sum(xs: tuple[Array, ...], weights: tuple[Weight, ...]) -> Array:
+    used = ((x.reshape(*x.shape[:2], *w.shape[:-1]), w) for x, w in zip(xs, weights, strict=True))
+    terms = (ops_.matmul(x, w, contract=w.ndim - 1) for x, w in used)
+    return functools.reduce(operator.add, terms)
+
+
+# ---- which collective
+
+
+def is_cut(layout: Layout) -> bool:
+    """Whether tensor cuts the sequence of the residual stream; in decoding it does not."""
+    return TENSOR in layout.rules.residual["seq"]
+
+
+def choose_overlap(
+    layout: Layout,
+    wanted: Overlap,
+    op: str,
+    shape: overlap_.Shape,
+    dtype: Any,
+    matmul: Callable = ops_.matmul,
+    weights: Sequence[Weight] = (),
+) -> Implementation:
+    """Returns how a product of this shape on one device brings its collective.
+
+    'xla' is the plain path, where the collective is not part of the product. It is what 'auto'
+    takes where a weight is packed: nothing is known of how long a packed product takes.
+    Raises: NotImplementedError where what is wanted cannot run.
+    """
+    packed = any_packed(weights)
+    R = layout.ways((TENSOR,))
+    # What is not cut has nothing to gather, and too few rows to hide a ring's hops behind.
+    alone = not is_cut(layout) and (op != REDUCE or wanted == "ring")
+    if wanted == "xla" or R == 1 or alone:
+        return "xla"
+    if wanted == "auto" and (packed or matmul is not ops_.matmul):
+        return "xla"
+    if matmul is not ops_.matmul:
+        raise NotImplementedError(
+            f"overlap={wanted!r} knows plain products only, this block has its own matmul; use "
+            "'auto' or 'xla' (--overlap=auto)"
+        )
+    if packed and wanted == "fused":
+        raise NotImplementedError(
+            f"overlap='fused': the kernel of {op} multiplies arrays, and a weight here is packed; "
+            "use 'ring', 'xla' or 'auto' (--overlap=ring)"
+        )
+    implementation = None if wanted == "auto" else wanted
+    mesh = layout.mesh.abstract_mesh
+    return overlap_.choose(op, implementation, shape, TENSOR, dtype, mesh)
+
+
+def explain_overlap(
+    layout: Layout, wanted: Overlap, tokens: int, mlp: MlpConfig, dtype: str
+) -> str:
+    """Returns what an MLP's two products do, and why. tokens: of a whole batch of rows."""
+    if wanted != "auto":
+        return f"{wanted} (asked for)"
+    R = layout.ways((TENSOR,))
+    inside_rows = tokens // layout.ways(layout.rules.act["batch"] + layout.rules.act["seq"])
+    one, ups = mlp.hidden // R, 2 if mlp.activation == "swiglu" else 1
+    mesh = layout.mesh.abstract_mesh
+    found = (
+        overlap_.best(op, (inside_rows, mlp.width, (one,) * count), TENSOR, dtype, mesh)
+        for op, count in ((GATHER, ups), (SCATTER, 1))
+    )
+    return ", ".join(
+        f"MLP {end} {how} ({why})" for end, (how, why) in zip(("up", "down"), found, strict=True)
+    )
+
+
+# ---- tensor
+
+
+TENSOR_AXES = ("tensor",)
 
 
 def ops(
@@ -90,7 +409,7 @@ def convolve(
 
 def gather(layout: Layout, x_BSD: Array) -> Array:
     """Residual stream -> block: an all-gather over tensor whose transpose is a reduce-scatter."""
-    return reshard(x_BSD, layout.act("batch", "seq", None, reduced=TENSOR))
+    return reshard(x_BSD, layout.act("batch", "seq", None, reduced=TENSOR_AXES))
 
 
 def whole(
@@ -143,14 +462,14 @@ def up(
     """Column-parallel products that share one gather."""
     values, D = [w.get_value() for w in weights], x_BSD.shape[-1]
     shape = (_rows(layout, x_BSD), D, tuple(width(layout, w) // D for w in weights))
-    how = inside.choose_overlap(layout, overlap, GATHER, shape, x_BSD.dtype, matmul, values)
+    how = choose_overlap(layout, overlap, GATHER, shape, x_BSD.dtype, matmul, values)
     outs = tuple(layout.act("batch", "seq", *w.get_metadata("axes")[1:]) for w in weights)
     used = tuple(whole(layout, w, x_BSD.dtype) for w in weights)
     names = [name_of(w) for w in weights]
     if how != "xla" or any_packed(values):
         return jax.shard_map(
-            lambda x, ws: inside.up(
-                x, tuple(map(inside.piece, ws)), matmul, how, inside.is_cut(layout), names
+            lambda x, ws: inside_up(
+                x, tuple(map(inside_piece, ws)), matmul, how, is_cut(layout), names
             ),
             mesh=layout.mesh,
             in_specs=(layout.act("batch", "seq", None, residual=True), _specs(layout, weights)),
@@ -182,15 +501,15 @@ def down(
     values = [w.get_value() for w in weights]
     D = values[0].shape[-1]
     shape = (_rows(layout, xs[0]), D, tuple(width(layout, w) // D for w in weights))
-    op = SCATTER if inside.is_cut(layout) else REDUCE
-    how = inside.choose_overlap(layout, overlap, op, shape, xs[0].dtype, matmul, values)
+    op = SCATTER if is_cut(layout) else REDUCE
+    how = choose_overlap(layout, overlap, op, shape, xs[0].dtype, matmul, values)
     used = tuple(whole(layout, w, x.dtype) for x, w in products)
     names = [name_of(w) for w in weights]
     if how != "xla" or any_packed(values):
         words = [w.get_metadata("axes") for w in weights]
         y_BSD = jax.shard_map(
-            lambda xs, ws: inside.down(
-                xs, tuple(map(inside.piece, ws)), matmul, how, inside.is_cut(layout), names
+            lambda xs, ws: inside_down(
+                xs, tuple(map(inside_piece, ws)), matmul, how, is_cut(layout), names
             ),
             mesh=layout.mesh,
             in_specs=(
@@ -200,7 +519,7 @@ def down(
             out_specs=layout.act("batch", "seq", None, residual=True),
         )(xs, used)
         return join(y_BSD, residual_BSD, bias, drop)
-    partial = layout.act("batch", "seq", None, unreduced=TENSOR)
+    partial = layout.act("batch", "seq", None, unreduced=TENSOR_AXES)
     terms = (
         matmul(x, w, contract=w.ndim - 1, out_sharding=partial, name=name)
         for x, w, name in zip(xs, used, names, strict=True)
@@ -229,27 +548,27 @@ def lookup(layout: Layout, pairs: Sequence[tuple[nnx.Param, Array]], dtype: Any)
     """
     rows = layout.act("batch", "seq")
     out = layout.act("batch", "seq", None, residual=True)
-    cut_seq = inside.is_cut(layout)
+    cut_seq = is_cut(layout)
     tables = [table for table, _ in pairs]
     width_axes, copied_axes = _zero_axes(layout)
     specs = [rest(layout, t.get_metadata("axes"), t[...]) for t in tables]
     # A table that says so itself comes back as partial sums; of others the copies are summed here.
     copied_axes = tuple(a for a in copied_axes if all(a not in s.reduced for s in specs))
-    ranks = layout.live(TENSOR)
+    ranks = layout.live(TENSOR_AXES)
 
     def own_rows(w_VD: Array, ids_BS: Array) -> Array:
         if copied_axes:  # here, so that copies are summed after the scatter, on the shard
             w_VD = lax.pcast(w_VD, copied_axes, to="varying")
         if width_axes:
             w_VD = lax.all_gather(w_VD, width_axes, axis=1, tiled=True)
-        return inside.rows(w_VD, ids_BS, ranks)
+        return inside_rows(w_VD, ids_BS, ranks)
 
     def local(*arrays: Array) -> Array:
         looked_up = map(own_rows, arrays[: len(pairs)], arrays[len(pairs) :])
         total = functools.reduce(operator.add, looked_up)
         if not ranks:
             return total
-        return inside.add_up(total, cut_seq)
+        return add_up(total, cut_seq)
 
     # Without a cut sequence the result is equal over context, which the checker cannot see through
     # an all-gather; nothing differentiates that case (decoding).
@@ -279,8 +598,8 @@ def attend(
 
     Where the sequence is cut, parallel.context brings queries and keys together.
     """
-    packed = attention_.packed_shape(q_BSHK, k_BMGK, query, memory)
-    kernel, _ = attention_.choose_attention(layout, attention, q_BSHK.dtype, context, packed)
+    packed = context_.packed_shape(q_BSHK, k_BMGK, query, memory)
+    kernel, _ = context_.choose_attention(layout, attention, q_BSHK.dtype, context, packed)
     rows = layout.act("batch", "seq")
 
     def places(context: Context) -> Context:
@@ -296,11 +615,171 @@ def attend(
     # A custom kernel does not say over which axes its result varies, so the check is XLA's only.
     # All live axes cut an operand, so nothing rests on it (tests/parallel/test_tensor.py).
     return jax.shard_map(
-        functools.partial(
-            attention_.attention_of(layout, kernel, context, segments), window=window
-        ),
+        functools.partial(context_.attention_of(layout, kernel, context, segments), window=window),
         mesh=layout.mesh,
         in_specs=(heads, kv, kv, rows, rows),
         out_specs=heads,
         check_vma=kernel == "xla",
     )(q_BSHK, k_BMGK, v_BMGK, places(query), None if memory is None else places(memory))
+
+
+# ---- local
+#
+# Ops for code that is already inside a shard_map over the whole mesh: the same communication as
+# tensor.py's, written out, on local arrays.
+#
+# The pipeline runs so: its stages do different things, and types that say `unreduced` do not mix
+# with a manual axis (jax 0.11.2). Differentiate this code with check_vma=False; then the gradient
+# of a local array is that of the SUM over all devices of what they return, which makes every
+# collective its neighbour's transpose. Weights arrive whole, in the compute dtype; vectors and
+# routers in float32, so that the default `Ops.score` serves.
+#
+# Legend: B rows, S positions, D model width, V table rows. Of images: B images, H rows, W columns,
+# C channels.
+
+
+def local_ops(
+    layout: Layout,
+    attention: str = "auto",
+    context: ContextSpec = ContextSpec(),
+    overlap: Overlap = "xla",
+    segments: int | None = None,
+) -> Ops:
+    """Returns the Ops of local code. attention, context, overlap, segments: as in tensor.ops."""
+    return Ops(
+        gather=functools.partial(local_gather, layout),
+        up=functools.partial(local_up, layout, overlap=overlap),
+        down=functools.partial(local_down, layout, overlap=overlap),
+        lookup=functools.partial(local_lookup, layout),
+        attend=functools.partial(
+            local_attend, layout, attention=attention, context=context, segments=segments
+        ),
+        vector=functools.partial(own, layout),
+        vocab=VocabCut(layout.live(layout.rules.stored["vocab"])),
+        expert=functools.partial(local_expert, layout, context=context, overlap=overlap),
+        total=functools.partial(local_total, layout),
+        convolve=functools.partial(local_convolve, layout),
+    )
+
+
+def local_convolve(
+    layout: Layout,
+    x_BHWC: Array,
+    w: nnx.Param,
+    strides: Sequence[int] = (1, 1),
+    padding: Any = "SAME",
+) -> Array:
+    """Each device's own images, with a kernel that is whole over all axes but `tensor`; its output
+    channels are computed on every rank."""
+    words, value = w.get_metadata("axes"), w.get_value().astype(x_BHWC.dtype)
+    for dim, word in enumerate(words):
+        if axes := layout.live(layout.rules.act.get(word or "", ())):
+            value = lax.all_gather(value, axes, axis=dim, tiled=True)
+    return convolution(x_BHWC, value, strides, padding)
+
+
+def local_gather(layout: Layout, x_BSD: Array) -> Array:
+    """Residual stream -> block: a sequence that tensor cuts is gathered."""
+    if not is_cut(layout):
+        return x_BSD
+    return lax.all_gather(x_BSD, TENSOR, axis=1, tiled=True)
+
+
+def local_up(
+    layout: Layout,
+    x_BSD: Array,
+    weights: Sequence[nnx.Param],
+    matmul: Callable,
+    *,
+    overlap: Overlap,
+) -> tuple[Array, ...]:
+    """Column-parallel products that share one gather."""
+    used = tuple(own(layout, w).astype(x_BSD.dtype) for w in weights)
+    (B, S, D), cut, ones = x_BSD.shape, is_cut(layout), merged(used)
+    shape = (B * S * (layout.ways((TENSOR,)) if cut else 1), D, tuple(w.size // D for w in ones))
+    how = choose_overlap(layout, overlap, GATHER, shape, x_BSD.dtype, matmul, ones)
+    names = [name_of(w) for w in weights] if len(ones) == len(weights) else None
+    return split(inside_up(x_BSD, ones, matmul, how, cut, names), used)
+
+
+def local_down(
+    layout: Layout,
+    products: Sequence[tuple[Array, nnx.Param]],
+    residual_BSD: Array | None,
+    matmul: Callable,
+    bias: Array | None = None,
+    drop: Callable | None = None,
+    *,
+    overlap: Overlap,
+) -> Array:
+    """Row-parallel products, added as partial sums, then one scatter to the residual stream; where
+    tensor does not cut the sequence, every rank has the sum of all."""
+    xs = tuple(x for x, _ in products)
+    used = tuple(own(layout, w).astype(x.dtype) for x, w in products)
+    (B, S, *_), D = xs[0].shape, used[0].shape[-1]
+    shape = (B * S, D, tuple(w.size // D for w in used))
+    cut = is_cut(layout)
+    op = SCATTER if cut else REDUCE
+    how = choose_overlap(layout, overlap, op, shape, xs[0].dtype, matmul, used)
+    names = [name_of(w) for _, w in products]
+    return join(inside_down(xs, used, matmul, how, cut, names), residual_BSD, bias, drop)
+
+
+def local_lookup(layout: Layout, pairs: Sequence[tuple[nnx.Param, Array]], dtype: Any) -> Array:
+    """Each device looks up the rows that it has; the partial sums are scattered together."""
+
+    def own_rows(table: nnx.Param, ids_BS: Array) -> Array:
+        axes = layout.live(layout.rules.stored[table.get_metadata("axes")[0]])
+        return inside_rows(table[...].astype(dtype), ids_BS, axes)
+
+    total_BSD = functools.reduce(operator.add, (own_rows(*pair) for pair in pairs))
+    cut = is_cut(layout)
+    axes = layout.live(layout.rules.stored["vocab"])
+    others = [a for a in axes if a != TENSOR or not cut]
+    total_BSD = lax.psum(total_BSD, others) if others else total_BSD
+    if not cut:
+        return total_BSD
+    return lax.psum_scatter(total_BSD, TENSOR, scatter_dimension=1, tiled=True)
+
+
+def local_attend(
+    layout: Layout,
+    q_BSHK: Array,
+    k_BMGK: Array,
+    v_BMGK: Array,
+    query: Context,
+    memory: Context | None = None,
+    window: int | None = None,
+    *,
+    attention: str,
+    context: ContextSpec,
+    segments: int | None = None,
+) -> Array:
+    """This device's rows and heads."""
+    packed = context_.packed_shape(q_BSHK, k_BMGK, query, memory)
+    kernel, _ = context_.choose_attention(layout, attention, q_BSHK.dtype, context, packed)
+    here = context_.attention_of(layout, kernel, context, segments)
+    return here(q_BSHK, k_BMGK, v_BMGK, query, memory, window)
+
+
+def local_expert(
+    layout: Layout,
+    x_BSD: Array,
+    dispatch: Dispatch,
+    params: ExpertWeights,
+    slots_of: Callable[[int], int | None],
+    grouped: Callable,
+    *,
+    context: ContextSpec,
+    overlap: Overlap,
+) -> tuple[Array, Array | None]:
+    """This device's tokens, at the experts wherever they are."""
+    weights = params.map(lambda w: w[...].astype(x_BSD.dtype))
+    slots = slots_of(x_BSD.shape[1] * layout.ways(layout.rules.residual["seq"]))
+    return expert_.exchange(layout, x_BSD, dispatch, weights, slots, grouped, context, overlap)
+
+
+def local_total(layout: Layout, sums: Any) -> Any:
+    """Adds up over all axes that cut the tokens of the residual stream."""
+    axes = layout.live(layout.rules.residual["batch"] + layout.rules.residual["seq"])
+    return lax.psum(sums, axes) if axes else sums

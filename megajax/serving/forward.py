@@ -28,7 +28,7 @@ from megajax.layers.weight import packed_axes
 from megajax.models import decoder
 from megajax.models.decoder_config import DecoderConfig
 from megajax.models.parts import map_words, scan_layers
-from megajax.parallel import exchange, local, sharding
+from megajax.parallel import exchange, sharding, tensor
 from megajax.parallel.overlap import Overlap
 from megajax.serving import paged
 
@@ -53,7 +53,7 @@ class Forward:
         """
         self.cfg, self.mesh, self.dtype, self.overlap = cfg, mesh, jnp.dtype(dtype), overlap
         self.layout = sharding.layout(mesh, zero, decode=True, model=cfg)
-        ops = local.ops(self.layout, "xla", overlap=overlap)
+        ops = tensor.local_ops(self.layout, "xla", overlap=overlap)
         ops = dataclasses.replace(
             ops, expert=functools.partial(_experts, self.layout), total=lambda sums: sums
         )

@@ -24,7 +24,7 @@ from megajax.cost.estimate import Estimate, estimate
 from megajax.cost.hlo import Module
 from megajax.cost.roofline import Roofline
 from megajax.cost.step import StepShape
-from megajax.parallel.tick import branches
+from megajax.parallel.pipeline import branches
 from megajax.training.config import Config
 from megajax.training.shape import resolved, step_shape
 from megajax.training.step import make_train_step

@@ -33,14 +33,13 @@ from megajax.monitor.timers import Timers
 from megajax.systems.minder.in_run import InRun, watched_timers
 from megajax.systems.minder.run import NAME
 from megajax.systems.prune_stages import Pruner
-from megajax.training import banner, preflight, resume
-from megajax.training.loop import Batches, Hook, Run, train
-from megajax.training.pulse import Pulse
+from megajax.training import report, resume, shape
+from megajax.training.loop import Batches, Hook, Pulse, Run, train
+from megajax.training.presets import TUNED, start_name
 from megajax.training.report import write_report
 from megajax.training.run_dir import RunDir, command_line, open_run, run_path
 from megajax.training.run_lock import lock_run
 from megajax.training.shape import is_open, resolved, with_segments
-from megajax.training.start import TUNED, start_name
 from megajax.training.step import TrainStep, make_train_step
 
 
@@ -92,7 +91,7 @@ class Kind:
     open: Callable[[Any, Console, RunDir], Reading]
     build: Callable[[Any, Mesh], Any] = make_train_step
     batches: Callable[[Any, Reading, Any, int], Batches] = row_batches
-    show: Callable[[Console, Any, Any, Mesh], None] = banner.show_model
+    show: Callable[[Console, Any, Any, Mesh], None] = report.show_model
 
 
 @dataclasses.dataclass
@@ -149,11 +148,11 @@ def run(kind: Kind) -> int:
         return 128 + signal.SIGINT if job.stopped_by == signal.SIGINT else cfg.told_code
     timers.enter("end", int(job.state.step))
     if jax.process_index() == 0:  # 9 what is left to look at
-        facts = banner.facts(cfg, begun.mesh, train_step, begun.name, begun.preset)
+        facts = report.facts(cfg, begun.mesh, train_step, begun.name, begun.preset)
         sample, labels = measurement.last_sample, reading.labels
         facts |= {"command": command_line()}
         figures = write_report(begun.run_dir.path, facts, sample, console.say, labels)
-        banner.show_end(console, figures, begun.run_dir, sample, labels)
+        report.show_end(console, figures, begun.run_dir, sample, labels)
     job.checkpoints.close()
     return 0
 
@@ -176,13 +175,13 @@ def _begin(kind: Kind) -> _Start:
     shown = next(iter(kind.presets.values()))() if name == TUNED else preset  # all of the recipe
     named = None if name == TUNED else preset  # the model of a folder differs in every member
     path = run_path(cfg, kind.name, name, named)
-    preflight.check(cfg, jax.devices()[0], path)
+    shape.check(cfg, jax.devices()[0], path)
     attempt = Attempt(supervision.run, supervision.attempt) if supervision.run else None
     lock_run(path, attempt=attempt)  # 3 the run's folder, ours alone
     run_dir = open_run(cfg, kind.name, name, named)
     # One process of a job speaks and writes.
     console = Console(cfg.train.steps, cfg.log.every, quiet=jax.process_index() != 0)
-    banner.show_start(console, name, cfg, shown, mesh, run_dir)
+    report.show_start(console, name, cfg, shown, mesh, run_dir)
     phases.done("devices", console, f"devices of {jax.process_count()} hosts ready")
     return _Start(
         cfg, preset, name, mesh, run_dir, console, attempt, supervision, timers, phases, progress
@@ -210,7 +209,7 @@ def _assemble(
     if jax.process_index() == 0:
         run_dir.begin(cfg, reading.tokenizer, reading.labels)
     sinks = [
-        *banner.sinks(cfg, run_dir, console),
+        *report.sinks(cfg, run_dir, console),
         console,
         *stream.of_process(supervision.progress),
     ]
@@ -218,7 +217,7 @@ def _assemble(
         args = cfg.minder, cfg.prometheus, begun.progress, run_dir.path
         sinks.append(InRun(*args, console.say))
     recorder = Recorder(sinks, rank := jax.process_index(), console.say)
-    sent = {name: float(nbytes) for name, (nbytes, _) in banner.wire_bytes(train_step).items()}
+    sent = {name: float(nbytes) for name, (nbytes, _) in report.wire_bytes(train_step).items()}
     recorder.emit(int(start.state.step), begun.phases.seconds | sent)
     measurement = reading.measure(train_step, recorder, console, run_dir)  # 7 beside training
     hooks: list[Hook] = [measurement]
@@ -243,7 +242,7 @@ def _assemble(
         profile_dir=run_dir.profile,
         recorder=recorder,
         console=console,
-        meter=Meter(banner.work(cfg, train_step.task, begun.mesh), cfg.train.steps),
+        meter=Meter(report.work(cfg, train_step.task, begun.mesh), cfg.train.steps),
         identity=reading.identity,
         hooks=hooks,
         timers=begun.timers,

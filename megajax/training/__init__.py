@@ -18,8 +18,14 @@ __getattr__, __dir__, __all__ = public(
         "masking": ("PruneConfig",),
         "scores": ("logprobs",),
         "optim": ("OptimConfig", "Optimizer", "make_optimizer"),
-        "state": ("TrainState",),
         "step": ("JointStep", "TrainStep", "joint", "make_train_step"),
-        "task": ("Leaf", "Task", "mean_loss", "mean_metrics", "token_rows"),
+        "task": (
+            "Leaf",
+            "Task",
+            "mean_loss",
+            "mean_metrics",
+            "token_rows",
+            "TrainState",
+        ),
     },
 )

@@ -41,10 +41,9 @@ from megajax.layers.losses import LossSums
 from megajax.models.parts import Batch, ModelParts, Remat, Stream, map_words
 from megajax.parallel import sharding
 from megajax.parallel.exchange import PLAIN, Exchange, Streamed, lead, led, wire_of
-from megajax.parallel.moves import REST, Gradients, Turn
-from megajax.parallel.pipeline import Pipeline, add_copies
+from megajax.parallel.pipeline import REST, Gradients, Pipeline, Turn, add_copies
 from megajax.schedule.route import Route
-from megajax.training.state import TrainState
+from megajax.training.task import TrainState
 
 Array = jax.Array
 WIRE = 0x77697265  # folded into a step's key: of what the exchange rounds by

@@ -19,8 +19,8 @@ from megajax.data.corpus import Corpus
 from megajax.data.tokenizer import Tokenizer
 from megajax.training.config import JobConfig
 from megajax.training.optim import make_schedule
-from megajax.training.state import TrainState
 from megajax.training.step import TrainStep
+from megajax.training.task import TrainState
 
 # The members of optim that decide the learning rate, with train.steps.
 COURSE = ("lr", "schedule", "warmup", "final", "decay")

@@ -29,11 +29,10 @@ from megajax.core.mesh import memory_bytes
 from megajax.core.tree import Tree, is_words, name, named_leaves, nest, owner
 from megajax.layers.losses import LossSums, MoeSums
 from megajax.models.parts import Batch, ModelParts, is_layered, map_words
-from megajax.parallel import local, sharding, tensor, zero
+from megajax.parallel import sharding, tensor, zero
 from megajax.parallel.exchange import PLAIN, Exchange
-from megajax.parallel.moves import Gradients, first_errors
 from megajax.parallel.overlap import compiler_options
-from megajax.parallel.pipeline import Pipeline, layer_order
+from megajax.parallel.pipeline import Gradients, Pipeline, first_errors, layer_order
 from megajax.schedule.route import Route
 from megajax.training.gradients import (
     Differentiate,
@@ -44,8 +43,7 @@ from megajax.training.gradients import (
 )
 from megajax.training.optim import Optimizer
 from megajax.training.shape import is_open, resolved
-from megajax.training.state import TrainState
-from megajax.training.task import Leaf, Task
+from megajax.training.task import Leaf, Task, TrainState
 
 
 @dataclasses.dataclass(frozen=True)
@@ -388,7 +386,7 @@ def _pipeline(
     cfg: Any, task: Task, trains: Tree, layout: Layout, exchange: Exchange | None
 ) -> Pipeline:
     how = cfg.train.attention, cfg.context, cfg.overlap, cfg.train.segments or None
-    parts = dataclasses.replace(task.parts(None, local.ops(layout, *how)), trains=trains)
+    parts = dataclasses.replace(task.parts(None, tensor.local_ops(layout, *how)), trains=trains)
     rows = {name: _spec(layout, leaf, True) for name, leaf in task.batch.items()}
     dtype = jnp.dtype(cfg.train.dtype)
     return Pipeline(parts, layout, cfg.pipeline, dtype, cfg.train.keeps, rows, exchange)

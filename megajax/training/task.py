@@ -15,6 +15,7 @@ from typing import Any
 import jax
 
 from megajax.core.layout import Layout, Words
+from megajax.core.tree import Tree
 from megajax.layers.losses import LossSums
 from megajax.layers.ops import Ops
 from megajax.models.parts import Batch, ModelParts
@@ -104,3 +105,26 @@ def mean_loss(z_loss: float = 0.0) -> Objective:
         return (sums.cross_entropy + z_loss * sums.z_squared) / total
 
     return objective
+
+
+# ---- state
+#
+# What a training step reads and writes.
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """float32 master parameters, optimizer state, and the number of finished steps (int32).
+
+    copies: what weights that travel as differences were in use at the last step, in the type of
+    compute, whole over the axes that share a gradient; None: the run keeps none. errors: what
+    codecs with feedback dropped of gradients so far, each device's own: the first dimension of all
+    leaves counts the devices of the mesh (parallel/pipeline.py, first_errors); None: no feedback.
+    """
+
+    params: Tree
+    opt: Tree
+    step: jax.Array
+    copies: Tree = None
+    errors: Tree = None

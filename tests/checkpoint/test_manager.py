@@ -19,8 +19,8 @@ from megajax.checkpoint.storage import SaveError
 from megajax.core import config
 from megajax.core.errors import UserError
 from megajax.core.mesh import MeshSpec
-from megajax.training.state import TrainState
 from megajax.training.step import make_train_step
+from megajax.training.task import TrainState
 from tests.tiny import run_config
 
 

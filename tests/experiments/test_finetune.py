@@ -21,8 +21,7 @@ from megajax.data.tokenizer import ByteTokenizer
 from megajax.models import encoder
 from megajax.models.encoder_config import EncoderConfig
 from megajax.parallel import sharding
-from megajax.training.examples import Examples
-from megajax.training.finetune import FinetuneConfig, nano, take_encoder
+from megajax.training.finetune import Examples, FinetuneConfig, nano, take_encoder
 from megajax.training.run_dir import RunDir, saved_labels
 from tests import forks
 from tests.checkpoint.test_hf import unpack

@@ -24,7 +24,7 @@ from megajax.core import config
 from megajax.data.corpus import open_corpora
 from megajax.data.loader import Loader, training_rows
 from megajax.training.config import Config
-from megajax.training.state import TrainState
+from megajax.training.task import TrainState
 from tests import forks
 from tests.tiny import step_of
 from tests.tolerances import LOSSES, PARAMETERS

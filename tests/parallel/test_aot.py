@@ -22,7 +22,7 @@ from megajax.cost.hlo import Collective, collectives
 from megajax.models import decoder
 from megajax.models.decoder_config import DecoderConfig
 from megajax.models.parts import map_words
-from megajax.parallel import local, sharding, tensor
+from megajax.parallel import sharding, tensor
 from megajax.parallel.pipeline import Pipeline, PipelineConfig
 from megajax.systems.aot import QUICK, outline
 from megajax.systems.aot import compile_step as whole_step
@@ -230,7 +230,7 @@ def compile_pipeline(microbatches: int):
         activation="gelu_tanh", tied=False,
     )  # fmt: skip
     with jax.set_mesh(layout.mesh):
-        parts = decoder.parts(model, None, local.ops(layout, "xla"), "bfloat16")
+        parts = decoder.parts(model, None, tensor.local_ops(layout, "xla"), "bfloat16")
         cfg = PipelineConfig("1f1b", microbatches)
         pipe = Pipeline(parts, layout, cfg, jnp.dtype("bfloat16"), "full")
 

@@ -21,7 +21,7 @@ from megajax.cost import hlo
 from megajax.cost.hlo import Module
 from megajax.layers.mlp import MlpConfig
 from megajax.models import decoder
-from megajax.parallel import collective_matmul, expert_matmul, inside, overlap, sharding, tensor
+from megajax.parallel import collective_matmul, expert_matmul, overlap, sharding, tensor
 from megajax.parallel.tensor import all_gather_matmul, matmul_reduce_scatter
 from megajax.serving import programs
 from megajax.serving.engine import Engine
@@ -188,7 +188,7 @@ def test_one_function_knows_the_clique_of_a_kernel():
 
 
 def test_what_cannot_run_is_refused_or_left_to_xla(monkeypatch):
-    choose = functools.partial(inside.choose_overlap, op=GATHER, shape=SMALL, dtype="float32")
+    choose = functools.partial(tensor.choose_overlap, op=GATHER, shape=SMALL, dtype="float32")
     lo, alone = (sharding.layout(MeshSpec(tensor=n, data=1).build()) for n in (2, 1))
     decode = sharding.layout(lo.mesh, decode=True)
     assert choose(lo, "ring") == "ring" and choose(lo, "auto") == choose(lo, "xla") == "xla"
@@ -212,9 +212,9 @@ def test_what_cannot_run_is_refused_or_left_to_xla(monkeypatch):
     with pytest.raises(NotImplementedError, match="plain products only.*--overlap=auto"):
         choose(lo, "ring", matmul=own)
     mlp = MlpConfig(64, 128, "swiglu", False, 0.02)
-    assert inside.explain_overlap(lo, "ring", 64, mlp, "float32") == "ring (asked for)"
+    assert tensor.explain_overlap(lo, "ring", 64, mlp, "float32") == "ring (asked for)"
     why = "xla (a CPU has nothing to hide)"
-    assert inside.explain_overlap(lo, "auto", 64, mlp, "float32") == f"MLP up {why}, MLP down {why}"
+    assert tensor.explain_overlap(lo, "auto", 64, mlp, "float32") == f"MLP up {why}, MLP down {why}"
 
 
 @pytest.mark.parametrize("kept", [True, False])
@@ -257,8 +257,8 @@ def test_fused_gradients_are_those_of_plain_collectives(kept, monkeypatch):
         )  # fmt: skip
 
     def loss(word, *args):
-        inside = functools.partial(mlp, word)
-        y = jax.shard_map(inside, mesh=mesh, in_specs=specs, out_specs=rows)(*args)
+        tensor = functools.partial(mlp, word)
+        y = jax.shard_map(tensor, mesh=mesh, in_specs=specs, out_specs=rows)(*args)
         return (y**2).sum()
 
     found, want = (

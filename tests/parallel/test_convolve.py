@@ -16,7 +16,7 @@ from megajax.layers import param
 from megajax.layers.ops import Ops
 from megajax.models import decoder, encoder
 from megajax.models.encoder_config import EncoderConfig
-from megajax.parallel import local, sharding, tensor
+from megajax.parallel import sharding, tensor
 from tests.tiny import MODEL, RICH, host_batch
 
 
@@ -56,7 +56,7 @@ def test_a_convolution_and_its_gradients(where, stride):
 
             def inside(stored, x):
                 whole = jax.lax.all_gather(stored, "data", axis=2, tiled=True)  # as a chunk is
-                convolve = local.ops(layout).convolve
+                convolve = tensor.local_ops(layout).convolve
                 (_, y), (dw, dx) = jax.value_and_grad(
                     lambda w, x: (loss(w, x, convolve)[0] / 2, loss(w, x, convolve)[1]),
                     (0, 1), has_aux=True,

@@ -19,7 +19,7 @@ from megajax.core.packed import PackedWeight
 from megajax.core.tree import floating
 from megajax.layers import ops
 from megajax.models import decoder
-from megajax.parallel import inside, local, sharding, tensor
+from megajax.parallel import sharding, tensor
 from megajax.parallel.collective_matmul import GATHER, SCATTER
 from megajax.parallel.pipeline import Pipeline, PipelineConfig
 from megajax.systems.prune_export import to_tiles
@@ -86,7 +86,7 @@ def test_stages_hold_tiles_of_their_layers(gradients, overlap):
     mesh = MeshSpec(pipe=2, data=2, tensor=2).build()
     lo = sharding.layout(mesh, model=MODEL)
     with jax.set_mesh(mesh):
-        parts = decoder.parts(MODEL, None, local.ops(lo, overlap=overlap))
+        parts = decoder.parts(MODEL, None, tensor.local_ops(lo, overlap=overlap))
         pipe = Pipeline(
             parts, lo, PipelineConfig(microbatches=2, gradients=gradients),
             jnp.dtype("float32"), "full",
@@ -208,7 +208,7 @@ def test_pieces_for_another_mesh_are_refused():
 @pytest.mark.parametrize("op", [GATHER, SCATTER])
 def test_a_fused_kernel_takes_arrays_only(op):
     lo, weight = sharding.layout(MeshSpec(tensor=2).build()), Bytes.of(np.ones((1, 32, 32)))
-    choose = functools.partial(inside.choose_overlap, lo, op=op, dtype="float32", weights=[weight])
+    choose = functools.partial(tensor.choose_overlap, lo, op=op, dtype="float32", weights=[weight])
     assert choose("auto", shape=(64, 32, (32,))) == "xla"
     assert choose("ring", shape=(64, 32, (32,))) == "ring"
     with pytest.raises(NotImplementedError, match=f"{op} multiplies arrays.*--overlap=ring"):

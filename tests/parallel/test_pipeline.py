@@ -14,7 +14,7 @@ from megajax.checkpoint.manager import CheckpointManager
 from megajax.core.errors import UserError
 from megajax.core.mesh import MeshSpec
 from megajax.models import decoder
-from megajax.parallel import local, sharding, tick
+from megajax.parallel import pipeline, sharding, tensor
 from megajax.parallel.pipeline import Pipeline, PipelineConfig, layer_order
 from megajax.schedule import build
 from megajax.schedule.route import route
@@ -74,14 +74,14 @@ def compare(ours, want):
 @pytest.fixture
 def poisoned(monkeypatch):
     """NaN lies in every place of a pipeline that nothing was put into yet: none may spread."""
-    start = tick.Tick.start
+    start = pipeline.Tick.start
 
     def poison(self):
         carry = start(self)
         places = {k: getattr(carry, k) for k in ("arrived", "values", "kept")}
         return carry._replace(**jax.tree.map(_to_nan, places))
 
-    monkeypatch.setattr(tick.Tick, "start", poison)
+    monkeypatch.setattr(pipeline.Tick, "start", poison)
 
 
 def _to_nan(x):
@@ -151,8 +151,8 @@ def test_every_schedule_learns_the_same(schedule, stages, times):
 )
 def test_branches_run_once_a_microbatch(table, by_chunk):
     plan = route(table, by_chunk=by_chunk)
-    taken = tick.branches(plan)
-    for scope, event in ((tick.ENTER, "E"), (tick.HEAD, "H"), (tick.LEAVE, "L")):
+    taken = pipeline.branches(plan)
+    for scope, event in ((pipeline.ENTER, "E"), (pipeline.HEAD, "H"), (pipeline.LEAVE, "L")):
         loops = [loop for loop in plan.loops if event in loop.events]
         assert sum(taken[scope, loop.ticks] for loop in loops) == table.microbatches
 
@@ -163,7 +163,7 @@ def small():
     mesh = MeshSpec(pipe=2).build(jax.devices()[:2])
     layout = sharding.layout(mesh, model=MODEL)
     with jax.set_mesh(mesh):
-        parts = decoder.parts(MODEL, None, local.ops(layout, overlap="xla"))
+        parts = decoder.parts(MODEL, None, tensor.local_ops(layout, overlap="xla"))
         pipe = Pipeline(parts, layout, PipelineConfig("1f1b", 4), jnp.dtype("float32"), "full")
         params = sharding.place(layout, parts.axes, parts.init(jax.random.key(0)))
     host = host_batch(0, rows=4)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from megajax.core.mesh import MeshSpec
-from megajax.parallel import sharding, tick
+from megajax.parallel import pipeline, sharding
 from megajax.parallel.exchange import whole_local
 from tests.parallel.test_pipeline import distance, make, poisoned
 from tests.tiny import DEEPSEEK, MOE, host_batch, on
@@ -120,7 +120,7 @@ def test_what_idle_slots_compute_does_not_spread(monkeypatch):
             return value
         return jnp.where(place < 0, jnp.full_like(value, jnp.nan), value)
 
-    monkeypatch.setattr(tick, "_take", poisoned)
+    monkeypatch.setattr(pipeline, "_take", poisoned)
     compare(train(PLAIN, 3, **FEW), control("plain", 3, 2))
 
 

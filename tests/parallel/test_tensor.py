@@ -11,7 +11,7 @@ from flax import nnx
 from megajax.core.mesh import MeshSpec
 from megajax.layers import attend as attend_
 from megajax.layers.ops import Ops
-from megajax.parallel import attention, sharding, tensor
+from megajax.parallel import context, sharding, tensor
 from megajax.parallel.context import ContextSpec
 from megajax.training.step import make_train_step
 from tests import tables
@@ -69,22 +69,22 @@ def test_dots_keep_no_partial_sums():
 
 def test_attention_is_chosen_with_a_reason():
     lo = sharding.layout(MeshSpec(tensor=2).build())
-    choose = functools.partial(attention.choose_attention, lo)
+    choose = functools.partial(context.choose_attention, lo)
     assert choose("auto", "bfloat16") == ("xla", "auto: cuDNN needs a GPU")
     assert choose("cudnn", "bfloat16") == ("cudnn", "asked for")
     from unittest import mock
 
     device = mock.Mock(platform="gpu", device_kind=tables.H100)
     gpu = mock.Mock(mesh=mock.Mock(devices=np.array([device])), live=mock.Mock(return_value=()))
-    assert attention.choose_attention(gpu, "auto", "float32")[0] == "xla"
-    assert attention.choose_attention(gpu, "auto", "bfloat16")[0] == "cudnn"
+    assert context.choose_attention(gpu, "auto", "float32")[0] == "xla"
+    assert context.choose_attention(gpu, "auto", "bfloat16")[0] == "cudnn"
     gpu.live.return_value = ("context",)
-    assert attention.choose_attention(gpu, "auto", "bfloat16") == (
+    assert context.choose_attention(gpu, "auto", "bfloat16") == (
         "xla",
         "a ring joins its blocks itself",
     )
     ulysses = ContextSpec("ulysses")
-    assert attention.choose_attention(gpu, "auto", "bfloat16", ulysses)[0] == "cudnn"
+    assert context.choose_attention(gpu, "auto", "bfloat16", ulysses)[0] == "cudnn"
 
 
 def test_packed_rows_take_ours_where_a_table_says_so(monkeypatch, tmp_path):
@@ -96,7 +96,7 @@ def test_packed_rows_take_ours_where_a_table_says_so(monkeypatch, tmp_path):
     gpu, device = mock.Mock(live=mock.Mock(return_value=())), mock.Mock(platform="gpu")
     device.device_kind = tables.H100
     gpu.mesh.devices = np.array([device])
-    choose = functools.partial(attention.choose_attention, gpu, "auto")
+    choose = functools.partial(context.choose_attention, gpu, "auto")
     packed = (128, 4, 4096)
     assert choose("bfloat16", packed=packed)[0] == "cudnn"
     key = tiling.key("bfloat16", 128, 4, 4096, None)
@@ -139,7 +139,7 @@ def test_packed_attention_trains_as_xla_does(changes):
     """Losses of four steps on rows of several segments."""
 
     def losses(attention):
-        train_step = step_of(run_config(train__attention=attention, **changes))
+        train_step = step_of(run_config(train__attention=context, **changes))
         state, found = train_step.init(0), []
         for i in range(4):
             state, metrics = train_step.step(state, on(train_step, host_batch(i)))

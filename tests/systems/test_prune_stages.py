@@ -10,8 +10,8 @@ from megajax.core.tree import named_leaves
 from megajax.systems.prune_stages import Pruner, starved
 from megajax.systems.pruning import sparsity_of
 from megajax.training.masking import PruneConfig, pick
-from megajax.training.state import TrainState
 from megajax.training.step import make_train_step
+from megajax.training.task import TrainState
 from tests.tiny import host_batch, on, run_config
 
 PRUNE = {

@@ -25,9 +25,8 @@ from megajax.models import encoder, lstm_vae
 from megajax.models.encoder_config import EncoderConfig
 from megajax.training.config import JobConfig, TrainConfig
 from megajax.training.optim import OptimConfig
-from megajax.training.state import TrainState
 from megajax.training.step import make_train_step
-from megajax.training.task import Leaf, Task, mean_loss, token_rows
+from megajax.training.task import Leaf, Task, TrainState, mean_loss, token_rows
 from tests.tiny import MODEL
 from tests.tolerances import LONG_LOSSES
 

@@ -10,7 +10,7 @@ import pytest
 from megajax.core import config
 from megajax.monitor.meter import Meter, Work
 from megajax.training.loop import NotFinite, ReplicasDiffer, Run, train
-from megajax.training.state import TrainState
+from megajax.training.task import TrainState
 from tests.tiny import run_config
 
 

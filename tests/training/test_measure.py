@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from megajax.data.tokenizer import ByteTokenizer
-from megajax.training.measure import Measure
+from megajax.training.evaluate import Measure
 from megajax.training.step import make_train_step
 from tests.plain_loop import one_by_one
 from tests.tiny import host_batch, on, run_config

@@ -10,9 +10,9 @@ import pytest
 from megajax.core import config
 from megajax.core.errors import UserError
 from megajax.data.tokenizer import ByteTokenizer
-from megajax.training import preflight
+from megajax.training import shape
 from megajax.training.config import Config
-from megajax.training.measure import Measure
+from megajax.training.evaluate import Measure
 
 CPU = SimpleNamespace(platform="cpu", device_kind="cpu")
 H100 = SimpleNamespace(platform="gpu", device_kind="NVIDIA H100 80GB HBM3")
@@ -20,7 +20,7 @@ A100 = SimpleNamespace(platform="gpu", device_kind="NVIDIA A100-SXM4-80GB")
 
 
 def run(changes, device, folder):
-    preflight.check(config.override(Config(), changes), device, folder)
+    shape.check(config.override(Config(), changes), device, folder)
 
 
 @pytest.mark.parametrize(

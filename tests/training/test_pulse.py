@@ -6,14 +6,14 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from megajax.training import pulse as pulse_
-from megajax.training.pulse import Pulse
+from megajax.training import loop
+from megajax.training.loop import Pulse
 
 
 @pytest.fixture
 def step(monkeypatch):
     """A step of whose end the loss tells."""
-    monkeypatch.setattr(pulse_, "SIZES", {"cpu": (32, 2)})  # XLA optimizes nothing in tests
+    monkeypatch.setattr(loop, "SIZES", {"cpu": (32, 2)})  # XLA optimizes nothing in tests
 
     def run(x):
         # Long enough to be running still when a busy machine comes back to the test.

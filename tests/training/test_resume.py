@@ -17,7 +17,7 @@ from megajax.core.errors import UserError
 from megajax.data.tokenizer import ByteTokenizer
 from megajax.training import resume
 from megajax.training.run_dir import open_run
-from megajax.training.state import TrainState
+from megajax.training.task import TrainState
 from tests.tiny import run_config
 
 

@@ -18,11 +18,10 @@ from megajax.core.errors import UserError
 from megajax.data.tokenizer import ByteTokenizer
 from megajax.monitor.lines import Lossy
 from megajax.training import report
-from megajax.training.banner import show_end
 from megajax.training.config import Config
 from megajax.training.evaluate import by_label
 from megajax.training.presets import PRESETS
-from megajax.training.report import write_report
+from megajax.training.report import show_end, write_report
 from megajax.training.run_dir import RunDir, open_run, run_path
 from megajax.training.run_lock import RunLock
 

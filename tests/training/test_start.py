@@ -12,7 +12,7 @@ from megajax.core.errors import UserError
 from megajax.training import finetune, presets
 from megajax.training.config import Config
 from megajax.training.finetune import nano, take_encoder
-from megajax.training.start import take_model
+from megajax.training.presets import take_model
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "hf_llama.npz"
 

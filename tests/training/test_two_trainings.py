@@ -71,7 +71,7 @@ def work(rank, port):
 
     from megajax.monitor.skew import LaunchSkew
     from megajax.training.loop import NotFinite, train
-    from megajax.training.state import TrainState
+    from megajax.training.task import TrainState
 
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 1)

@@ -13,7 +13,7 @@ import jax
 import numpy as np
 import pytest
 
-from megajax.training import banner
+from megajax.training import report
 from megajax.training.step import make_train_step
 from pallas_kernels import interpret
 from tests.tiny import MODEL, host_batch, on, run_config
@@ -35,7 +35,7 @@ def stepped(kernels, changes):
     cfg = dataclasses.replace(cfg, model=dataclasses.replace(FITS, layers=2))
     mesh = cfg.mesh.build(jax.devices()[:4])
     train_step, said = make_train_step(cfg, mesh), []
-    banner.show_wire(types.SimpleNamespace(say=said.append), cfg, train_step, mesh)
+    report.show_wire(types.SimpleNamespace(say=said.append), cfg, train_step, mesh)
     state = train_step.init(0)
     before = flat(state.params)  # the step donates its state
     state, metrics = train_step.step(state, on(train_step, host_batch(0)))
