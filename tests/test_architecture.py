@@ -350,7 +350,7 @@ MANY_PARAMETERS: set[tuple[str, str]] = {
     ("api.py", "fused_gemm"),
     ("api.py", "quant_matmul"),
     ("tensor.py", "attend"),
-    ("local.py", "attend"),
+    ("tensor.py", "local_attend"),
     ("expert.py", "expert"),
     ("paged.py", "paged_attention"),
     ("engine.py", "__init__"),
@@ -374,7 +374,7 @@ MANY_PARAMETERS: set[tuple[str, str]] = {
     ("relay.py", "relay"),
     ("rows.py", "relay"),
     # The model, the schedule and the rules of a pipeline's tick.
-    ("tick.py", "__init__"),
+    ("pipeline.py", "__init__"),
     # A fused kernel's shape, for tests.
     ("kernel_cases.py", "scatter"),
     ("kernel_cases.py", "dispatch"),

@@ -187,12 +187,12 @@ class ModelShape(Protocol):
 
     @property
     def layers(self) -> int:
-        """Layers of the stack that a pipeline cuts; 0: it has none."""
+        """Layers of the stack that a pipeline cuts, 0 without one."""
         ...
 
     @property
     def max_positions(self) -> int:
-        """Tokens of a row at most; 0: its rows are no sequences."""
+        """Tokens of a row at most, 0 if its rows are no sequences."""
         ...
 
     @property
