@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from megajax.checkpoint import foreign, offline
+from megajax.checkpoint import offline
 from megajax.checkpoint.directory import StepFolder
 from megajax.checkpoint.integrity import CheckpointError, DamagedError
 from megajax.checkpoint.layouts import (
@@ -44,6 +44,7 @@ from megajax.core import config
 from megajax.core.config import Checked, option
 from megajax.core.errors import UserError, did_you_mean
 from megajax.core.paths import expand
+from megajax.foreign import readers
 
 
 @dataclass(frozen=True)
@@ -271,7 +272,7 @@ def store(cfg: Config, leaves: dict, target: str, step: int, data_state: dict) -
 
 def export(cfg: Config, path: str, target: str) -> int:
     """Writes a step as safetensors, leaf by leaf."""
-    from megajax.checkpoint.formats.safetensors import write_folder
+    from megajax.foreign.safetensors import write_folder
 
     steps, step = chosen(cfg, path)
     record = offline.verify(steps, step)
@@ -282,14 +283,14 @@ def export(cfg: Config, path: str, target: str) -> int:
     leaves = offline.StoredLeaves(steps.step(step), record)
     with offline.new_folder(target) as folder:
         write_folder(folder, tensors, leaves.__getitem__, cfg.shard_bytes)
-        (folder / foreign.DATA_STATE).write_text(offline.data_state_text(steps, step) + "\n")
+        (folder / readers.DATA_STATE).write_text(offline.data_state_text(steps, step) + "\n")
         written = [f for f in folder.iterdir() if f.suffix == ".safetensors"]
         megabytes = sum(f.stat().st_size for f in written) / 1e6
     parts = Counter(name.partition(".")[0] for name in tensors)
     print(
         f"step {step} of {steps.path} is in {target}: {len(tensors)} tensors "
         f"({', '.join(f'{n} of {part}' for part, n in parts.items())}), {megabytes:,.1f} MB in "
-        f"{len(written)} file{'s' * (len(written) > 1)} of safetensors, and {foreign.DATA_STATE}. "
+        f"{len(written)} file{'s' * (len(written) > 1)} of safetensors, and {readers.DATA_STATE}. "
         "Their names and layouts are those of megajax: other programs know them only by these "
         "names. There is no config.json and no tokenizer; scripts/hf.py export writes a model as "
         "Hugging Face has it."
@@ -299,17 +300,17 @@ def export(cfg: Config, path: str, target: str) -> int:
 
 def import_folder(cfg: Config, path: str, target: str) -> int:
     """Makes a step, or a folder of safetensors, of what another system wrote."""
-    kind = foreign.detect(path) if cfg.format == "auto" else cfg.format
+    kind = readers.detect(path) if cfg.format == "auto" else cfg.format
     leave_out = [word for word in cfg.leave_out.split(",") if word]
-    source = foreign.open_foreign(path, kind, cfg.step, cfg.vocab, cfg.hf_config, leave_out)
+    source = readers.open_foreign(path, kind, cfg.step, cfg.vocab, cfg.hf_config, leave_out)
     if source.left_out:
-        print(f"left out: {foreign.some(source.left_out)}")
+        print(f"left out: {readers.some(source.left_out)}")
     notes = source.notes.get("objects")
     if isinstance(notes, dict) and notes:
-        print(f"no tensors, so kept beside the data position: {foreign.some(list(notes))}")
+        print(f"no tensors, so kept beside the data position: {readers.some(list(notes))}")
     if cfg.to == "safetensors":
         with offline.new_folder(target) as folder:
-            foreign.write(source, folder, cfg.shard_bytes)
+            readers.write(source, folder, cfg.shard_bytes)
         print(f"{len(source.shapes)} tensors are in {target}")
         return 0
     if source.config is not None:
@@ -323,18 +324,18 @@ def import_folder(cfg: Config, path: str, target: str) -> int:
     return store(cfg, leaves, target, source.step, source.notes)
 
 
-def model_leaves(source: foreign.Foreign, target: str) -> dict:
+def model_leaves(source: readers.Foreign, target: str) -> dict:
     """Returns a model's parameters under our names, float32."""
     import jax
 
-    from megajax.checkpoint import hf
     from megajax.core.tree import named_leaves
+    from megajax.foreign import hf
 
     jax.config.update("jax_platforms", "cpu")
     home = expand(target).absolute().parent
     home.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".import.", dir=home) as folder:
-        foreign.write(source, Path(folder))
+        readers.write(source, Path(folder))
         _, params = hf.load(folder)
     return {f"params.{name}": x for name, x in named_leaves(params)}
 

@@ -17,7 +17,6 @@ import sys
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from megajax.checkpoint import companions, gguf, hf
 from megajax.checkpoint.manager import CheckpointManager
 from megajax.checkpoint.run_folder import load_params
 from megajax.core import config
@@ -30,6 +29,7 @@ from megajax.core.tree import count
 from megajax.data.config import DataConfig
 from megajax.data.labelled import shown
 from megajax.data.tokenizer import check_vocabulary, need_tokenizer
+from megajax.foreign import companions, gguf, hf
 from megajax.parallel import sharding
 from megajax.training.finetune import load_run
 from megajax.training.presets import finetune

@@ -26,9 +26,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from megajax.checkpoint import companions, hf, hf_quantized
-from megajax.checkpoint.formats.integers import BITS
-from megajax.checkpoint.formats.quantization_config import AWQ_BITS, Form
 from megajax.core import config
 from megajax.core import mesh as mesh_
 from megajax.core.config import Checked, option
@@ -36,6 +33,8 @@ from megajax.core.errors import UserError
 from megajax.core.needs import other_than
 from megajax.core.packed import PackedWeight
 from megajax.core.tree import nbytes
+from megajax.foreign import companions, hf, hf_quantized
+from megajax.foreign.hf_quantized import AWQ_BITS, BITS, Form
 from megajax.models import folding
 from megajax.parallel import sharding
 from megajax.quant import Format, quantize_model

@@ -598,7 +598,7 @@ def _profile(data: bytes, folder: Path) -> None:
 
 
 def _adapter_seeds(folder: Path) -> list[bytes]:
-    import megajax.checkpoint.hf  # noqa: F401
+    import megajax.foreign.hf  # noqa: F401
 
     adapter = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj"],
                "base_model_name_or_path": "x", "bias": "none"}  # fmt: skip
@@ -607,7 +607,7 @@ def _adapter_seeds(folder: Path) -> list[bytes]:
 
 def _adapter(data: bytes, folder: Path) -> None:
     """A folder of PEFT is refused whatever its files say."""
-    from megajax.checkpoint import hf
+    from megajax.foreign import hf
 
     for name in ("adapter_config.json", "adapter_model.safetensors", "config.json"):
         (folder / name).write_bytes(data)

@@ -17,9 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from megajax.checkpoint import foreign, integrity
-from megajax.checkpoint.formats import pickles, quantization_config, safetensors
-from megajax.checkpoint.formats.torch_files import Plain, tensors
+from megajax.checkpoint import integrity
 from megajax.checkpoint.memory_tier import ALIGN, HEADER, MAGIC, PAGE, Segment
 from megajax.core import files
 from megajax.core.errors import UserError
@@ -27,6 +25,8 @@ from megajax.data.config import DataConfig
 from megajax.data.indexed import TokenFile, TokenWriter
 from megajax.data.source import open_source
 from megajax.data.tokenizer import open_tokenizer
+from megajax.foreign import pickles, readers, safetensors
+from megajax.foreign.torch_files import Plain, tensors
 from megajax.quant.formats import Format
 from megajax.systems.elastic import wire
 from megajax.systems.elastic.door import Door
@@ -48,7 +48,7 @@ GOLDEN = Path(__file__).parent / "golden" / "foreign"
 SECRET = "0123456789abcdef"
 
 
-def _read_all(source: foreign.Foreign) -> None:
+def _read_all(source: readers.Foreign) -> None:
     """Reads every tensor, as an import does."""
     for name in source.shapes:
         source.view(name).tobytes()
@@ -165,7 +165,7 @@ def _safetensors(data: bytes, folder: Path) -> None:
         (folder / "x").write_bytes(_safetensors_seeds(folder)[0])
     else:
         (folder / safetensors.SINGLE).write_bytes(data)
-    _read_all(foreign.open_foreign(folder, foreign.detect(folder)))
+    _read_all(readers.open_foreign(folder, readers.detect(folder)))
 
 
 def _edit_header(rng: Any, data: bytes) -> bytes:
@@ -229,7 +229,7 @@ def _zip_seeds(folder: Path) -> list[bytes]:
 
 def _zip(data: bytes, folder: Path) -> None:
     (folder / "file.pt").write_bytes(data)
-    _read_all(foreign.open_foreign(folder / "file.pt", "torch"))
+    _read_all(readers.open_foreign(folder / "file.pt", "torch"))
 
 
 def _legacy_seeds(folder: Path) -> list[bytes]:
@@ -241,14 +241,14 @@ def _legacy_seeds(folder: Path) -> list[bytes]:
 
 def _legacy(data: bytes, folder: Path) -> None:
     (folder / "file.pth").write_bytes(data)
-    _read_all(foreign.open_foreign(folder / "file.pth", "torch"))
+    _read_all(readers.open_foreign(folder / "file.pth", "torch"))
 
 
 # ---- GGUF
 
 
 def _gguf_seeds(folder: Path) -> list[bytes]:
-    import megajax.checkpoint.gguf  # noqa: F401  # it takes jax, which takes long, and much memory
+    import megajax.foreign.gguf  # noqa: F401  # it takes jax, which takes long, and much memory
 
     rng = np.random.default_rng(0)
     tensors = gguf_writer.llama_tensors(rng)
@@ -274,7 +274,7 @@ def _gguf_seeds(folder: Path) -> list[bytes]:
 
 
 def _gguf(data: bytes, folder: Path) -> None:
-    from megajax.checkpoint import gguf  # here: it takes jax
+    from megajax.foreign import gguf  # here: it takes jax
 
     (folder / "x.gguf").write_bytes(data)
     opened = gguf.GgufModel(folder / "x.gguf")
@@ -293,11 +293,11 @@ def _dcp(data: bytes, folder: Path) -> None:
     for file in (GOLDEN / "dcp").glob("*.distcp"):
         (folder / file.name).symlink_to(file)
     (folder / ".metadata").write_bytes(data)
-    _read_all(foreign.open_foreign(folder, "dcp"))
+    _read_all(readers.open_foreign(folder, "dcp"))
 
 
 def _megatron_seeds(folder: Path) -> list[bytes]:
-    import megajax.checkpoint.formats.megatron  # noqa: F401  # it takes jax, which takes long, and memory
+    import megajax.foreign.megatron  # noqa: F401  # it takes jax, which takes long, and memory
 
     homes = [GOLDEN / "megatron_core" / "iter_0000007", GOLDEN / "megatron_dist" / "iter_0000007"]
     return [
@@ -313,7 +313,7 @@ def _megatron(data: bytes, folder: Path) -> None:
     step = home / "iter_0000007"
     file = step / ".metadata" if stacked else step / "mp_rank_00_000" / "model_optim_rng.pt"
     file.write_bytes(data)
-    _read_all(foreign.open_foreign(home, "megatron"))
+    _read_all(readers.open_foreign(home, "megatron"))
 
 
 # ---- .idx, config.json, JSONL, tokenizer.json
@@ -339,7 +339,7 @@ def _idx(data: bytes, folder: Path) -> None:
 
 
 def _config_seeds(folder: Path) -> list[bytes]:
-    import megajax.checkpoint.hf  # noqa: F401  # it takes jax, which takes long, and much memory
+    import megajax.foreign.hf  # noqa: F401  # it takes jax, which takes long, and much memory
 
     llama = {
         "model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4,
@@ -366,7 +366,7 @@ def _config_seeds(folder: Path) -> list[bytes]:
 
 
 def _config(data: bytes, folder: Path) -> None:
-    from megajax.checkpoint import hf  # here: it takes jax
+    from megajax.foreign import hf  # here: it takes jax
 
     (folder / "config.json").write_bytes(data)
     cfg = hf.load_config(folder)
@@ -379,6 +379,8 @@ def _config(data: bytes, folder: Path) -> None:
 
 
 def _quantization_seeds(folder: Path) -> list[bytes]:
+    import megajax.foreign.hf_quantized  # noqa: F401  # it takes jax, which takes long, and memory
+
     gptq = {
         "quant_method": "gptq", "bits": 4, "group_size": 128, "checkpoint_format": "gptq_v2",
         "desc_act": True, "dynamic": {r"+:^model\.layers\.1\.": {"bits": 8, "group_size": 32}},
@@ -388,8 +390,10 @@ def _quantization_seeds(folder: Path) -> list[bytes]:
 
 
 def _quantization(data: bytes, folder: Path) -> None:
+    from megajax.foreign import hf_quantized  # here: it takes jax
+
     (folder / "config.json").write_bytes(data)
-    settings = quantization_config.checked(files.read_object(folder / "config.json", 2**24))
+    settings = hf_quantized.checked_settings(files.read_object(folder / "config.json", 2**24))
     kind = settings.of("model.layers.1.mlp.up_proj")
     if kind is not None:
         np.arange(256) // Format(kind[0], kind[1], 0, symmetric=False).group_of(256)

@@ -17,15 +17,13 @@ import numpy as np
 
 from megajax.checkpoint import integrity, store
 from megajax.checkpoint.directory import StepFolder, is_step_name
-from megajax.checkpoint.formats.safetensors import DTYPES
 from megajax.checkpoint.integrity import CheckpointError, Record
 from megajax.checkpoint.object_folder import open_steps
 from megajax.checkpoint.signature import Keys
 from megajax.checkpoint.stored_index import stored_values
 from megajax.core.errors import UserError
 from megajax.core.paths import expand
-
-CODES = {np.dtype(dtype).name: code for code, dtype in DTYPES.items()}
+from megajax.foreign.safetensors import CODES, DTYPES
 
 
 def open_folder(path: str | Path, keys: Keys | None = None) -> tuple[StepFolder, int | None]:

@@ -14,9 +14,6 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from megajax.checkpoint import gguf as gguf_
-from megajax.checkpoint import hf as hf_
-from megajax.checkpoint import hf_quantized
 from megajax.core import config, files
 from megajax.core.errors import UserError
 from megajax.core.layout import Layout
@@ -32,6 +29,9 @@ from megajax.data.tokenizer import (
     need_tokenizer,
     open_tokenizer,
 )
+from megajax.foreign import gguf as gguf_
+from megajax.foreign import hf as hf_
+from megajax.foreign import hf_quantized
 from megajax.models import decoder
 from megajax.models.decoder_config import DecoderConfig
 from megajax.parallel import sharding

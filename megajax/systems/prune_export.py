@@ -2,7 +2,7 @@
 
 `to_tiles` turns the pruned leaves of a parameter tree into layers.sparse.SparseKernel, and the same
 ModelParts functions, on any mesh that it packed for, run on pallas_kernels.TileSparse.
-Dense: the trained parameters have exact zeros already, so `checkpoint/hf.py` (scripts/hf.py export)
+Dense: the trained parameters have exact zeros already, so `foreign/hf.py` (scripts/hf.py export)
 writes them for any other library as they are.
 """
 

@@ -278,7 +278,7 @@ class JobConfig(Checked):
 
     def given_params(self, layout: Layout, fresh: Tree) -> Tree:
         """Returns the weights of `init_from`, layers in the model's order. fresh: new ones."""
-        from megajax.checkpoint import hf  # the weights' own format; unused otherwise
+        from megajax.foreign import hf  # the weights' own format; unused otherwise
 
         assert self.init_from is not None
         model: Any = self.model

@@ -79,7 +79,7 @@ class FinetuneConfig(JobConfig):
 
     def given_params(self, layout: Layout, fresh: Tree) -> Tree:
         """Reads the parameters as JobConfig does; with `new_head` the head begins anew."""
-        from megajax.checkpoint import hf
+        from megajax.foreign import hf
 
         assert self.init_from is not None
         theirs = hf.load_config(self.init_from)
@@ -222,7 +222,7 @@ def take_encoder(
         return fit_vocabulary(base, given, read)
     if {"model.layers", "model.width", "model.vocab"} <= over.keys():
         return base
-    from megajax.checkpoint import hf
+    from megajax.foreign import hf
 
     model = hf.load_config(folder)
     if not isinstance(model, EncoderConfig):
@@ -387,7 +387,7 @@ def known_classes(cfg: FinetuneConfig, run_dir: RunDir) -> Classes | None:
         return Classes(former, f"the run in {run_dir.path}", remedy)
     if cfg.init_from is None or cfg.new_head:
         return None
-    from megajax.checkpoint import hf
+    from megajax.foreign import hf
 
     remedy = "Name the labels as its classes, or begin a new head with --new_head=true"
     return Classes(hf.load_labels(cfg.init_from), cfg.init_from, remedy)

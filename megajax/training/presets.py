@@ -142,7 +142,7 @@ def take_model(base: Config, given: Mapping[str, Any], read: Mapping[str, Any]) 
     over = given if "init_from" in given else {**read, **given}
     if all(name in over for name in SHAPE):
         return base
-    from megajax.checkpoint import hf
+    from megajax.foreign import hf
 
     model = hf.load_decoder_config(folder)
     base = base if config.start_given() else finetune(model)

@@ -2,12 +2,12 @@ from pathlib import Path
 
 import pytest
 
-from megajax.checkpoint import foreign, hf, object_folder
-from megajax.checkpoint.formats import megatron_files
+from megajax.checkpoint import object_folder
 from megajax.core import config_file
 from megajax.core.errors import UserError
 from megajax.core.paths import expand
 from megajax.data.tokenizer import open_tokenizer
+from megajax.foreign import hf, megatron, readers
 from megajax.monitor import results
 from megajax.training import run_dir
 from megajax.training.config import Config
@@ -25,8 +25,8 @@ def test_a_name_becomes_a_path(monkeypatch, tmp_path):
     [
         expand,
         hf.load_decoder_config,
-        foreign.detect,
-        megatron_files.find_step,
+        readers.detect,
+        megatron.find_step,
         object_folder.open_steps,
         config_file.read,
         open_tokenizer,

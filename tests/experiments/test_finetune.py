@@ -11,21 +11,21 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from megajax.checkpoint import hf
 from megajax.checkpoint.manager import CheckpointManager
 from megajax.core import config
 from megajax.core.errors import UserError
 from megajax.core.mesh import MeshSpec
 from megajax.core.tree import named_leaves
 from megajax.data.tokenizer import ByteTokenizer
+from megajax.foreign import hf
 from megajax.models import encoder
 from megajax.models.encoder_config import EncoderConfig
 from megajax.parallel import sharding
 from megajax.training.finetune import Examples, FinetuneConfig, nano, take_encoder
 from megajax.training.run_dir import RunDir, saved_labels
 from tests import forks
-from tests.checkpoint.test_hf import unpack
 from tests.experiments.test_pretrain import optimized, rows, wait_for
+from tests.foreign.test_hf import unpack
 
 SCRIPT = "experiments/finetune.py"
 SMALL = [

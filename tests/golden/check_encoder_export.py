@@ -22,7 +22,7 @@ LENGTHS = np.array([12, 7, 1], np.int32)
 
 def ours(folder: str, file: str) -> None:
     """Writes tokens and our logits of an exported folder."""
-    from megajax.checkpoint import hf
+    from megajax.foreign import hf
     from megajax.layers.ops import Ops
     from megajax.models import encoder
 

@@ -604,8 +604,8 @@ def export(folder: str) -> None:
     """Writes one folder for each model of the variants that megajax reads: its own export of it."""
     import safetensors.numpy
 
-    from megajax.checkpoint import hf
     from megajax.core.errors import UserError
+    from megajax.foreign import hf
 
     rows, shapes, arrays = frozen()
     seen, place = set(), pathlib.Path(folder)

@@ -1,4 +1,4 @@
-"""Makes megajax/checkpoint/formats/megatron_arguments.json: the names of Megatron-LM's arguments.
+"""Makes megajax/foreign/megatron_arguments.json: the names of Megatron-LM's arguments.
 
 Run it in a separate environment beside a clone of NVIDIA/Megatron-LM, of which it takes names only:
 
@@ -6,7 +6,7 @@ Run it in a separate environment beside a clone of NVIDIA/Megatron-LM, of which 
 
 The names are those of every option, of every member of a configuration class, and of every member
 that training sets, in one version a year and the newest. Which of them are read or change what a
-model computes is said in formats/megatron.py; all others are inert there.
+model computes is said in foreign/megatron.py; all others are inert there.
 """
 
 import ast
@@ -16,7 +16,7 @@ import re
 import subprocess
 import sys
 
-TARGET = pathlib.Path(__file__).parents[2] / "megajax/checkpoint/formats/megatron_arguments.json"
+TARGET = pathlib.Path(__file__).parents[2] / "megajax/foreign/megatron_arguments.json"
 YEARS = range(2021, 2027)
 
 

@@ -9,7 +9,7 @@ In two environments: GPTQModel needs torch and transformers, which megajax does 
 The folders are random codes of tests/quant_files_oracle.py, read and written again by megajax, so
 that zero points other than 2^(b-1) and desc_act are among them. The file has, for each case, a
 SHA-256 of the folder's tensors and quantization_config, and the logits of GPTQModel's model with
-the matrices of its own dequantization in float32. tests/checkpoint/test_read_back.py compares both.
+the matrices of its own dequantization in float32. tests/foreign/test_read_back.py compares both.
 Made with gptqmodel 7.7.0, torch 2.13.0 on a CPU, transformers 5.24.0, Python 3.11.
 """
 
@@ -28,7 +28,7 @@ CASES = ("gptq3_order", "gptq4_dynamic", "gptq4_first_version", "awq4_dense")
 
 def write(path: pathlib.Path, case: str) -> None:
     """Writes a folder as megajax does."""
-    from megajax.checkpoint import hf_quantized
+    from megajax.foreign import hf_quantized
     from tests import quant_files_oracle as oracle
 
     def down_differs(module: str) -> tuple[int, int] | None:

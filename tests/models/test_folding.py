@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from megajax.checkpoint import hf_quantized
 from megajax.core.errors import UserError
 from megajax.core.tree import name
+from megajax.foreign import hf_quantized
 from megajax.layers.rope import RopeConfig
 from megajax.models import decoder, folding
 from megajax.models.decoder_config import DecoderConfig

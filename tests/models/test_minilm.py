@@ -13,7 +13,7 @@ import safetensors.numpy
 import tokenizers
 from scipy.special import erf
 
-from megajax.checkpoint import hf
+from megajax.foreign import hf
 from megajax.layers.ops import Ops
 from megajax.models import encoder
 

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from megajax.checkpoint.formats.megatron import MegatronFolder
 from megajax.checkpoint.integrity import list_files
 from megajax.checkpoint.manager import CheckpointManager
 from megajax.checkpoint.offline import StoredLeaves
 from megajax.core.tree import named_leaves
+from megajax.foreign.megatron import MegatronFolder
 from tests.foreign_writer import Name, Object, torch_zip
 from tests.scripts.test_scripts import call
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from megajax import training
-from megajax.checkpoint import gguf
+from megajax.foreign import gguf
 from megajax.serving import Engine, SamplingParams
 from tests.llama_oracle import Llama
 

@@ -11,11 +11,11 @@ import pytest
 import safetensors.numpy
 import tokenizers
 
-from megajax.checkpoint import hf_quantized
 from megajax.core.errors import UserError
 from megajax.core.mesh import MeshSpec
 from megajax.core.tree import named_leaves
 from megajax.data.tokenizer import FileTokenizer, train_bpe
+from megajax.foreign import hf_quantized
 from megajax.quant.kernel import QuantKernel
 from megajax.serving import Engine, SamplingParams
 from megajax.systems.open_model import open_model

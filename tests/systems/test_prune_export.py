@@ -6,10 +6,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from megajax.checkpoint import hf
 from megajax.core.errors import UserError
 from megajax.core.mesh import MeshSpec
 from megajax.core.tree import named_leaves, nest
+from megajax.foreign import hf
 from megajax.layers.sparse import SparseKernel
 from megajax.models import decoder, encoder
 from megajax.models.encoder_config import EncoderConfig

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from megajax.checkpoint import hf
 from megajax.checkpoint.integrity import RECORD
 from megajax.checkpoint.manager import CheckpointManager
 from megajax.core import config
 from megajax.core.errors import UserError
 from megajax.data.tokenizer import ByteTokenizer
+from megajax.foreign import hf
 from megajax.training import resume
 from megajax.training.run_dir import open_run
 from megajax.training.task import TrainState

@@ -19,8 +19,8 @@ import openai
 import psutil
 import pytest
 
-from megajax.checkpoint import hf
 from megajax.data.tokenizer import FileTokenizer, train_bpe
+from megajax.foreign import hf
 from megajax.models import decoder
 from tests.tiny import MODEL
 

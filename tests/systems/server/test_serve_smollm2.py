@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from megajax.checkpoint import gguf
+from megajax.foreign import gguf
 from tests.llama_oracle import Llama
 from tests.serving.test_smollm2 import END, QUESTIONS, chat
 

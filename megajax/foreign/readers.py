@@ -1,6 +1,6 @@
 """Checkpoints of other systems as named tensors, whatever they are stored as.
 
-What a folder is can be seen: safetensors, torch.distributed.checkpoint (torch_dcp.py) or Megatron
+What a folder is can be seen: safetensors, torch.distributed.checkpoint (torch_files.py) or Megatron
 (megatron.py); a file is one of torch.save (torch_files.py). Nothing in them is run. A tensor is
 read when it is asked for; so writing safetensors holds one at a time, while a step of ours is saved
 from the whole state. A tensor of a kind that cannot be read is an error that names it, unless the
@@ -15,19 +15,27 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
-from megajax.checkpoint.formats.safetensors import (
+from megajax.core import files
+from megajax.core.errors import UserError
+from megajax.core.paths import expand
+from megajax.foreign.safetensors import (
+    CODES,
     INDEX,
     SHARD_BYTES,
     SINGLE,
     TensorFolder,
     write_folder,
 )
-from megajax.checkpoint.formats.torch_dcp import METADATA, DcpFolder
-from megajax.checkpoint.formats.torch_files import Array, Plain, Tensor, TorchFile, Unread, tensors
-from megajax.checkpoint.offline import CODES
-from megajax.core import files
-from megajax.core.errors import UserError
-from megajax.core.paths import expand
+from megajax.foreign.torch_files import (
+    METADATA,
+    Array,
+    DcpFolder,
+    Plain,
+    Tensor,
+    TorchFile,
+    Unread,
+    tensors,
+)
 
 Kind = Literal["safetensors", "dcp", "megatron", "torch"]
 DATA_STATE = "data_state.json"  # beside exported tensors
@@ -119,7 +127,7 @@ def _is_megatrons(folder: Path) -> bool:
 
 def _megatron(path: Path, step: int | None, vocab: int | None, config: str | None) -> Foreign:
     # Here: it knows models, which need jax.
-    from megajax.checkpoint.formats.megatron import MegatronFolder
+    from megajax.foreign.megatron import MegatronFolder
 
     given = None
     if config is not None:

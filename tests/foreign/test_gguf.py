@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 
 from megajax import checkpoint
-from megajax.checkpoint import gguf, hf
-from megajax.checkpoint.formats.gguf import GgufFile
 from megajax.core.errors import UserError
 from megajax.core.mesh import MeshSpec
 from megajax.core.tree import named_leaves
+from megajax.foreign import gguf, hf
+from megajax.foreign.gguf_file import GgufFile
 from megajax.parallel import sharding
 from megajax.quant.kernel import QuantKernel
 from tests import gguf_writer as w
-from tests.checkpoint.test_hf import assert_same, unpack
+from tests.foreign.test_hf import assert_same, unpack
 
 ARCHITECTURES = {"llama3_tied": "llama", "mistral": "llama", "mixtral": "llama",
                  "qwen3_moe": "qwen3moe"}  # fmt: skip

@@ -6,12 +6,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from megajax.checkpoint import foreign
-from megajax.checkpoint.formats import torch_dcp
-from megajax.checkpoint.formats.safetensors import TensorFolder
-from megajax.checkpoint.formats.torch_dcp import DcpFolder
 from megajax.core.boxes import Box
 from megajax.core.errors import UserError
+from megajax.foreign import readers, torch_files
+from megajax.foreign.safetensors import TensorFolder
+from megajax.foreign.torch_files import DcpFolder
 from tests.foreign_writer import Name, Object, Pairs, Raw, code, dumps, tensor, torch_zip
 
 GOLDEN = pathlib.Path(__file__).parent.parent / "golden" / "foreign" / "dcp"
@@ -79,9 +78,9 @@ def test_any_box_of_a_tensor():
 
 
 def test_as_safetensors(tmp_path):
-    assert foreign.detect(GOLDEN) == "dcp"
-    source = foreign.open_foreign(GOLDEN, "dcp", 3)
-    foreign.write(source, tmp_path)
+    assert readers.detect(GOLDEN) == "dcp"
+    source = readers.open_foreign(GOLDEN, "dcp", 3)
+    readers.write(source, tmp_path)
     assert source.step == 3 and not source.left_out
     assert source.notes["objects"]["steps"] == [1, 2]
     found = TensorFolder(tmp_path)
@@ -196,10 +195,10 @@ def test_damage_in_the_golden_folder(tmp_path):
 
 def test_chunks_that_cross_are_counted_not_compared_for_ever(monkeypatch):
     """Bars that lie over one another along the dimension that has the most cuts."""
-    monkeypatch.setattr(torch_dcp, "MAX_PAIRS", 1000)
+    monkeypatch.setattr(torch_files, "MAX_PAIRS", 1000)
     bars = [Box((i, i), (200, i + 1)) for i in range(200)]
     with pytest.raises(ValueError, match="200 chunks lie across one another"):
-        torch_dcp._check_cover("x", (200, 200), bars)
+        torch_files._check_cover("x", (200, 200), bars)
 
 
 def test_a_list_of_chunks_for_many_tensors(tmp_path):

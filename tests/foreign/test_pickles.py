@@ -9,9 +9,9 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from megajax.checkpoint.formats import pickles
-from megajax.checkpoint.formats.pickles import Global, Record
 from megajax.core.errors import UserError
+from megajax.foreign import pickles
+from megajax.foreign.pickles import Global, Record
 from tests.foreign_writer import Name, Object, Raw, code, dumps
 
 SHARED = [1, 2]

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megajax.checkpoint import foreign
 from megajax.core.errors import UserError
+from megajax.foreign import readers
 from tests.foreign_writer import Name, Object, Raw, dumps, old_tensor, torch_legacy, torch_zip
 
 SIX = np.arange(6, dtype=np.float32)
@@ -28,7 +28,7 @@ STORAGES = {
 
 def opened(data, folder):
     (folder / "x.pth").write_bytes(data)
-    source = foreign.open_foreign(folder / "x.pth", "torch")
+    source = readers.open_foreign(folder / "x.pth", "torch")
     return source, {name: source.view(name) for name in source.shapes}
 
 
@@ -131,7 +131,7 @@ def test_weights_of_imagenet_are_those_of_pythons_pickle(tmp_path):
             assert int.from_bytes(file.read(8), "little") == size
             arrays[key] = np.frombuffer(file.read(size * np.dtype(dtype).itemsize), dtype)
         assert not file.read()
-    source = foreign.open_foreign(path, "torch")
+    source = readers.open_foreign(path, "torch")
     assert len(source.shapes) == len(parts[3]) == 296
     for name, (key, offset, shape, strides) in parts[3].items():
         bytes_apart = [s * arrays[key].itemsize for s in strides]

@@ -7,10 +7,10 @@ import sys
 
 import pytest
 
-from megajax.checkpoint import companions, hf
 from megajax.data.special_tokens import Settings, template
 from megajax.data.tokenizer import ByteTokenizer, JsonTokenizer, open_tokenizer, train_bpe
-from tests.checkpoint.test_hf import unpack
+from megajax.foreign import companions, hf
+from tests.foreign.test_hf import unpack
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 TEXTS = ["naïve café <|eos|> x", "  a\n\n\tb ", "", "\u2028\x00 <|bos|>", "汉字 🙂"]

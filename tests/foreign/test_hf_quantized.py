@@ -10,11 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from megajax.checkpoint import hf, hf_quantized
-from megajax.checkpoint.formats import integers
-from megajax.checkpoint.formats.safetensors import TensorFolder, write_folder
-from megajax.checkpoint.quantized_linear import PARTS
 from megajax.core.errors import UserError
+from megajax.foreign import hf, hf_quantized
+from megajax.foreign.hf_quantized import PARTS
+from megajax.foreign.safetensors import TensorFolder, write_folder
 from megajax.layers.rope import RopeConfig
 from megajax.models import decoder
 from megajax.models.decoder_config import DecoderConfig
@@ -44,11 +43,15 @@ def plain_words(codes_KN, bits):
 def test_packing(bits):
     codes_KN = np.random.default_rng(bits).integers(0, 2**bits, (96, 32))
     words = plain_words(codes_KN, bits)
-    np.testing.assert_array_equal(integers.pack(np.ascontiguousarray(codes_KN.T), bits).T, words)
     np.testing.assert_array_equal(
-        integers.unpack(np.ascontiguousarray(words.T), bits, 96).T, codes_KN
+        hf_quantized.pack(np.ascontiguousarray(codes_KN.T), bits).T, words
     )
-    np.testing.assert_array_equal(integers.rows_of_bytes(integers.bytes_of_rows(words)), words)
+    np.testing.assert_array_equal(
+        hf_quantized.unpack(np.ascontiguousarray(words.T), bits, 96).T, codes_KN
+    )
+    np.testing.assert_array_equal(
+        hf_quantized.rows_of_bytes(hf_quantized.bytes_of_rows(words)), words
+    )
 
 
 def test_packing_of_awq():
@@ -57,8 +60,8 @@ def test_packing_of_awq():
     for column in range(2):  # AutoAWQ's loop
         for i, place in enumerate([0, 2, 4, 6, 1, 3, 5, 7]):
             words[:, column] |= codes[:, 8 * column + place].astype(np.uint32) << (4 * i)
-    np.testing.assert_array_equal(integers.pack_awq(codes), words.view(np.int32))
-    np.testing.assert_array_equal(integers.unpack_awq(words.view(np.int32)), codes)
+    np.testing.assert_array_equal(hf_quantized.pack_awq(codes), words.view(np.int32))
+    np.testing.assert_array_equal(hf_quantized.unpack_awq(words.view(np.int32)), codes)
 
 
 def quantized(bits, group=32, **more):

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from megajax.checkpoint import hf
 from megajax.core.errors import UserError
 from megajax.core.tree import named_leaves
+from megajax.foreign import hf
 from megajax.layers.ops import Ops
 from megajax.models import decoder, encoder, encoder_names, hf_members, names
 from megajax.models.encoder_config import EncoderConfig

@@ -8,11 +8,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from megajax.checkpoint import foreign
-from megajax.checkpoint.formats import torch_files
-from megajax.checkpoint.formats.pickles import Global, Record
-from megajax.checkpoint.formats.torch_files import Tensor, TorchFile, plain, tensors
 from megajax.core.errors import UserError
+from megajax.foreign import readers, torch_files
+from megajax.foreign.pickles import Global, Record
+from megajax.foreign.torch_files import Tensor, TorchFile, plain, tensors
 from tests.foreign_writer import Name, Object, Pairs, Persistent, dumps, tensor, torch_zip
 
 KINDS = pathlib.Path(__file__).parent.parent / "golden" / "foreign" / "kinds.pt"
@@ -215,7 +214,7 @@ VIEWS = KINDS.parent.parent / "torch_views"
     ("file", "kind"), [("views.pt", "torch"), ("legacy.pt", "torch"), ("dcp", "dcp")]
 )
 def test_conjugate_and_negative_views_have_the_values_that_torch_shows(file, kind):
-    source = foreign.open_foreign(VIEWS / file, kind)
+    source = readers.open_foreign(VIEWS / file, kind)
     with np.load(VIEWS / "values.npz") as values:
         assert set(source.shapes) == set(values) and not source.left_out
         for name, value in values.items():
@@ -226,13 +225,13 @@ def test_conjugate_and_negative_views_have_the_values_that_torch_shows(file, kin
 
 
 def test_dtensors_of_one_process_are_read_and_a_part_is_not():
-    source = foreign.open_foreign(VIEWS / "dtensors_of_1.pt", "torch")
+    source = readers.open_foreign(VIEWS / "dtensors_of_1.pt", "torch")
     x = np.arange(6, dtype=np.float32).reshape(2, 3)
     assert set(source.shapes) == {"rows", "columns", "same", "plain"}
     for name in ("rows", "columns", "same"):
         np.testing.assert_array_equal(source.view(name), x)
     with pytest.raises(UserError) as error:
-        foreign.open_foreign(VIEWS / "dtensors_of_2.pt", "torch")
+        readers.open_foreign(VIEWS / "dtensors_of_2.pt", "torch")
     said = str(error.value)
     assert "rows is one process's part (1, 3) of a DTensor (2, 3) (Shard)" in said
     assert "columns is one process's part (2, 2)" in said and "x.full_tensor()" in said
@@ -240,7 +239,7 @@ def test_dtensors_of_one_process_are_read_and_a_part_is_not():
 
 
 def test_classes_with_plain_values_and_arrays_are_read():
-    source = foreign.open_foreign(VIEWS / "classes.pt", "torch")
+    source = readers.open_foreign(VIEWS / "classes.pt", "torch")
     x = np.arange(6, dtype=np.float32).reshape(2, 3)
     want = dict.fromkeys(("parameter", "attribute", "buffer", "array", "columns", "list.0"), x)
     want |= {"cell": np.float64(2.5), "list.1.row": x[1]}
@@ -267,25 +266,25 @@ REFUSED = {
 def test_what_is_no_dense_tensor_is_refused_by_name(name):
     others = [n for n in REFUSED if n != name]
     with pytest.raises(UserError) as error:
-        foreign.open_foreign(VIEWS / "refused.pt", "torch", leave_out=others)
+        readers.open_foreign(VIEWS / "refused.pt", "torch", leave_out=others)
     said = str(error.value)
     assert f"holds 1 tensor that cannot be imported: {name} is a" in said and REFUSED[name] in said
 
 
 def test_what_is_left_out_by_name_is_listed():
-    source = foreign.open_foreign(VIEWS / "refused.pt", "torch", leave_out=[*REFUSED, "inside"])
+    source = readers.open_foreign(VIEWS / "refused.pt", "torch", leave_out=[*REFUSED, "inside"])
     assert set(source.shapes) == {"good"} and set(source.left_out) == set(REFUSED)
     with pytest.raises(UserError, match="no value named insid .--leave_out"):
-        foreign.open_foreign(VIEWS / "refused.pt", "torch", leave_out=[*REFUSED, "insid"])
+        readers.open_foreign(VIEWS / "refused.pt", "torch", leave_out=[*REFUSED, "insid"])
     with pytest.raises(UserError, match="holds 17 tensors .*; and 7 more; .*--leave_out"):
-        foreign.open_foreign(VIEWS / "refused.pt", "torch")
+        readers.open_foreign(VIEWS / "refused.pt", "torch")
 
 
 def test_objects_that_only_leave_a_name_are_listed(tmp_path):
     path, buffer = Object(Name("pathlib", "PurePath"), ("x",)), Object(Name("_io", "BytesIO"), ())
     made = {"when": path, "raw": buffer, "w": SIX_TENSOR}
     (tmp_path / "x.pt").write_bytes(torch_zip(made, {"0": SIX.tobytes()}))
-    source = foreign.open_foreign(tmp_path / "x.pt", "torch")
+    source = readers.open_foreign(tmp_path / "x.pt", "torch")
     assert set(source.shapes) == {"w"}
     assert source.left_out == [
         "when (noted by its name only: pathlib.PurePath)",
@@ -313,7 +312,7 @@ def with_bits(bits, cls="FloatStorage"):
 def test_hostile_bits(value, said, tmp_path):
     (tmp_path / "x.pt").write_bytes(torch_zip({"x": value}, {"0": bytes(24)}))
     with pytest.raises(UserError, match=said):
-        foreign.open_foreign(tmp_path / "x.pt", "torch")
+        readers.open_foreign(tmp_path / "x.pt", "torch")
 
 
 def numpy_array(shape, name, data, order="<"):
@@ -339,7 +338,7 @@ def numpy_array(shape, name, data, order="<"):
 def test_hostile_arrays(array, said, tmp_path):
     (tmp_path / "x.pt").write_bytes(torch_zip({"x": array}))
     with pytest.raises(UserError, match=said):
-        foreign.open_foreign(tmp_path / "x.pt", "torch")
+        readers.open_foreign(tmp_path / "x.pt", "torch")
 
 
 def test_lists_that_hold_themselves_end(tmp_path):

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from megajax.checkpoint import hf
 from megajax.core.errors import UserError
 from megajax.core.mesh import MeshSpec
 from megajax.core.tree import named_leaves
 from megajax.data.tokenizer import train_bpe
+from megajax.foreign import hf
 from megajax.models import decoder, names
 from megajax.models.decoder_config import PRESETS, DecoderConfig
 from megajax.parallel import sharding

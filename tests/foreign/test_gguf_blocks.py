@@ -6,7 +6,7 @@ import warnings
 import numpy as np
 import pytest
 
-from megajax.checkpoint.formats.gguf_blocks import FORMATS, dequantize, take_apart
+from megajax.foreign.gguf_file import FORMATS, dequantize, take_apart
 
 READABLE = {f.name: (number, f) for number, f in FORMATS.items() if f.read is not None}
 IQ4 = [-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113]
@@ -147,7 +147,7 @@ def test_sizes_of_all_formats_are_those_of_the_gguf_package():
 
 
 def test_many_rows_are_read_in_chunks(monkeypatch):
-    monkeypatch.setattr("megajax.checkpoint.formats.gguf_blocks.CHUNK", 1)
+    monkeypatch.setattr("megajax.foreign.gguf_file.CHUNK", 1)
     raw, found = blocks("Q8_0", np.random.default_rng(0), rows=20, across=3), READABLE["Q8_0"][1]
     chunked = dequantize(raw, found)
     monkeypatch.undo()

@@ -25,6 +25,7 @@ DTYPES: dict[str, Any] = {
     "I32": np.int32, "I16": np.int16, "I8": np.int8, "U64": np.uint64, "U32": np.uint32,
     "U16": np.uint16, "U8": np.uint8, "BOOL": np.bool_,
 }  # fmt: skip
+CODES = {np.dtype(dtype).name: code for code, dtype in DTYPES.items()}
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 MAX_HEADER = 100 * 2**20  # (the reference implementation's limit)

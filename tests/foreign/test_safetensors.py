@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from megajax.checkpoint.formats.safetensors import INDEX, SINGLE, TensorFolder, write_folder
 from megajax.core.errors import UserError
+from megajax.foreign.safetensors import INDEX, SINGLE, TensorFolder, write_folder
 
 TENSORS = {
     "a.weight": np.arange(12, dtype=np.float32).reshape(3, 4),

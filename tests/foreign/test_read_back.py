@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from megajax.checkpoint import hf_quantized
+from megajax.foreign import hf_quantized
 from megajax.models import decoder
 from tests.golden.make_read_back import CASES, OUT, TOKENS, digest, write
 

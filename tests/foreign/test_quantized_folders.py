@@ -12,11 +12,10 @@ import numpy as np
 import pytest
 import tokenizers
 
-from megajax.checkpoint import hf, hf_quantized
-from megajax.checkpoint.formats import quantization_config
 from megajax.core.errors import UserError
 from megajax.core.mesh import MeshSpec
 from megajax.core.packed import LayerRuns, runs_of
+from megajax.foreign import hf, hf_quantized
 from megajax.models import decoder
 from megajax.models.decoder_config import DecoderConfig
 from megajax.quant import Format, dequantize, quantize_model
@@ -387,16 +386,16 @@ def test_a_module_of_another_width_has_a_pattern_of_its_own():
     kinds = {f"model.layers.{i}.mlp.{n}": (4, 128) for i in range(12) for n in ("up", "down")}
     kinds |= dict.fromkeys(["model.layers.1.mlp.up", "model.layers.1.mlp.down"], (8, 64))
     kinds["model.layers.11.mlp.up"] = (8, None)
-    found = quantization_config.written("gptq", kinds, [], desc_act=False, symmetric=True)
+    found = hf_quantized.section_of("gptq", kinds, [], desc_act=False, symmetric=True)
     assert found["dynamic"] == {
         r"+:^model\.layers\.1\.": {"bits": 8, "group_size": 64},
         r"+:^model\.layers\.11\.mlp\.up$": {"bits": 8, "group_size": -1},
     }
-    settings = quantization_config.checked(found)
+    settings = hf_quantized.checked_settings(found)
     for module, kind in kinds.items():
         assert settings.of(module) == kind
     assert settings.of("model.layers.1.mlp.gate_up") == (8, 64)
-    anchored = quantization_config.checked(found | {"dynamic": {"mlp": {"bits": 2}, "model": {}}})
+    anchored = hf_quantized.checked_settings(found | {"dynamic": {"mlp": {"bits": 2}, "model": {}}})
     assert anchored.of("model.layers.0.mlp.up") == (4, 128)  # patterns match from the beginning
 
 
@@ -404,14 +403,14 @@ def test_a_module_of_another_width_has_a_pattern_of_its_own():
 def test_as_many_rules_are_written_as_are_read(form):
     """One more is refused before a file is written that no reader of ours takes."""
     kinds = {f"h.{i}.up": (4, 32) for i in range(20_003)}
-    dense = [f"h.{i}.down" for i in range(quantization_config.MAX_RULES)]
+    dense = [f"h.{i}.down" for i in range(hf_quantized.MAX_RULES)]
     options = {"desc_act": False, "symmetric": True}
-    found = quantization_config.written(form, kinds, dense, **options)
-    settings = quantization_config.checked(found)
-    assert len(settings.dynamic) == quantization_config.MAX_RULES
+    found = hf_quantized.section_of(form, kinds, dense, **options)
+    settings = hf_quantized.checked_settings(found)
+    assert len(settings.dynamic) == hf_quantized.MAX_RULES
     assert settings.of(dense[-1]) is None and settings.of("h.20002.up") == (4, 32)
     with pytest.raises(UserError, match="10,001 modules or layers differ .* may have 10,000 rules"):
-        quantization_config.written(form, kinds, [*dense, "h.20001.down"], **options)
+        hf_quantized.section_of(form, kinds, [*dense, "h.20001.down"], **options)
 
 
 @pytest.mark.parametrize("method", ["gptq", "awq"])

@@ -11,18 +11,17 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from megajax.checkpoint import foreign, hf
-from megajax.checkpoint.formats import megatron_files
-from megajax.checkpoint.formats.megatron import MegatronFolder, to_hf_config
 from megajax.core.errors import UserError
+from megajax.foreign import hf, megatron, readers
+from megajax.foreign.megatron import MegatronFolder, to_hf_config
 from megajax.models import decoder, names
 from tests.foreign_writer import Name, Object, Raw, tensor, torch_zip
 
 GOLDEN = pathlib.Path(__file__).parent.parent / "golden" / "foreign"
 LLAMAS = ["megatron_legacy", "megatron_core", "megatron_dist", "megatron_dist_apart"]
 VOCAB = 61
-ARGS = megatron_files.open_step(GOLDEN / "megatron_core" / "iter_0000007").args
-GPT2 = megatron_files.open_step(GOLDEN / "megatron_gpt2" / "iter_0000007").args
+ARGS = megatron.open_step(GOLDEN / "megatron_core" / "iter_0000007").args
+GPT2 = megatron.open_step(GOLDEN / "megatron_gpt2" / "iter_0000007").args
 
 
 def tensors(name):
@@ -39,10 +38,10 @@ def logits_of(cfg):
 @pytest.mark.parametrize("name", [*LLAMAS, "megatron_gpt2"])
 def test_logits_are_those_of_transformers(name, tmp_path):
     """2 tensor ranks x 2 stages (x 2 chunks) -> a Hugging Face folder -> ours."""
-    assert foreign.detect(GOLDEN / name) == "megatron"
-    source = foreign.open_foreign(GOLDEN / name, "megatron", vocab=VOCAB)
+    assert readers.detect(GOLDEN / name) == "megatron"
+    source = readers.open_foreign(GOLDEN / name, "megatron", vocab=VOCAB)
     assert source.step == 7
-    foreign.write(source, tmp_path)
+    readers.write(source, tmp_path)
     cfg, params = hf.load(tmp_path)
     kind = "gpt2" if "gpt2" in name else "llama"
     with np.load(GOLDEN / "logits.npz") as golden:
@@ -79,7 +78,7 @@ def test_a_step_by_number():
     with pytest.raises(UserError, match="neither latest_checkpointed_iteration.txt nor ranks"):
         MegatronFolder(GOLDEN)
     with pytest.raises(UserError, match="is none of safetensors, dcp, megatron, torch"):
-        foreign.detect(GOLDEN)
+        readers.detect(GOLDEN)
 
 
 def copied(name, tmp_path):
@@ -138,7 +137,7 @@ def test_arguments_of_another_model(changes, said, tmp_path):
     config.write_text(json.dumps(to_hf_config(ARGS | changes)))
 
     with pytest.raises(UserError, match=said):
-        source = foreign.open_foreign(GOLDEN / "megatron_core", "megatron", config=str(config))
+        source = readers.open_foreign(GOLDEN / "megatron_core", "megatron", config=str(config))
         [source.view(n) for n in source.shapes]
 
 
@@ -263,7 +262,7 @@ def test_names_of_every_age():
             "decoder.layers.pre_mlp_layernorm.weight",
         ),
     ):
-        assert megatron_files.rename(old) == new
+        assert megatron.rename(old) == new
 
 
 @pytest.mark.parametrize(
@@ -352,9 +351,9 @@ def test_values_that_no_message_may_spell_out(state, said, tmp_path):
 
 
 def test_a_tracker_of_many_digits(tmp_path):
-    (tmp_path / megatron_files.TRACKER).write_text("1" * 4000)
+    (tmp_path / megatron.TRACKER).write_text("1" * 4000)
     with pytest.raises(UserError, match="has no checkpoint 111"):
-        megatron_files.find_step(tmp_path)
+        megatron.find_step(tmp_path)
 
 
 def test_shapes_that_do_not_split(tmp_path):

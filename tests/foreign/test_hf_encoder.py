@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from megajax.checkpoint import hf
 from megajax.core.errors import UserError
 from megajax.core.tree import named_leaves
+from megajax.foreign import hf
 from megajax.layers.ops import Ops
 from megajax.models import encoder, encoder_names
 from megajax.models.encoder_config import PRESETS, EncoderConfig
-from tests.checkpoint.test_hf import assert_same, edit, unpack
+from tests.foreign.test_hf import assert_same, edit, unpack
 
 FAMILIES = ["bert", "roberta", "distilbert", "albert"]
 

@@ -1,1 +1,0 @@
-"""Formats of others, read without running what a file holds, within budgets of memory and time."""
