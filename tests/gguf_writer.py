@@ -147,3 +147,17 @@ def llama_tensors(rng: np.random.Generator, vocab: int = 262) -> list[Tensor]:
         ):  # fmt: skip
             shapes[f"blk.{i}.{name}"] = shape
     return [f32(f"{n}.weight", rng.standard_normal(s) * 0.1) for n, s in shapes.items()]
+
+
+def in_four_bits(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Returns the tensors with the blocks' matrices in Q4_0, by the gguf package."""
+    import gguf as theirs
+
+    kind, made = theirs.GGMLQuantizationType.Q4_0, []
+    for tensor in tensors:
+        if len(tensor.sizes) == 2 and tensor.name.startswith("blk."):
+            x = np.frombuffer(tensor.data, np.float32).reshape(tensor.sizes[::-1])
+            data = theirs.quants.quantize(x, kind).tobytes()
+            tensor = tensor._replace(kind=int(kind), data=data)
+        made.append(tensor)
+    return made

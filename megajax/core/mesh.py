@@ -6,10 +6,12 @@ and a multi-host job, then `MeshSpec.build` arranges the devices. The mesh alway
 environment variables: they are how SLURM, Kubernetes and Open MPI tell a process who it is.
 """
 
+import contextlib
 import ctypes
 import dataclasses
 import math
 import os
+import re
 from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -156,6 +158,43 @@ def memory_bytes(mesh: Mesh) -> int | None:
     if own and len(own) < mesh.size:
         least = multihost_utils.process_allgather(np.float32(least)).min()
     return int(least) if math.isfinite(least) else None
+
+
+def free_bytes(mesh: Mesh) -> float:
+    """Returns the free memory of the fullest device of a mesh, the same in each process; inf where
+    nothing tells. The devices of a CPU share what the host has.
+
+    Every process of a mesh of several processes must call it.
+    """
+    if mesh.devices.flat[0].platform == "cpu":
+        free = host_free_bytes()
+    else:
+        stats = [s for d in mesh.local_devices if (s := d.memory_stats())]
+        free = min((s["bytes_limit"] - s["bytes_in_use"] for s in stats), default=math.inf)
+    if mesh.is_multi_process:  # which must take the same decisions
+        free = float(multihost_utils.process_allgather(np.float32(free)).min())
+    return free
+
+
+def host_free_bytes(root: Path = Path("/")) -> float:
+    """Returns the memory that this host, or the container of this process, has left; inf where
+    neither tells. root: of the file system."""
+    free, group = [math.inf], root / "sys/fs/cgroup"
+    with contextlib.suppress(OSError, ValueError, AttributeError):
+        found = re.search(r"MemAvailable:\s+(\d+) kB", (root / "proc/meminfo").read_text())
+        free.append(1024 * int(found[1]))  # type: ignore[index]
+    # (Linux, admin-guide/cgroup-v2) the cached pages of files count as used, and are given up
+    for limit, used, stat, cached in (
+        ("memory.max", "memory.current", "memory.stat", "inactive_file"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat",
+         "total_inactive_file"),
+    ):  # fmt: skip
+        with contextlib.suppress(OSError, ValueError):
+            most = int((group / limit).read_text())  # 'max': none
+            held = int((group / used).read_text())
+            found = re.search(rf"^{cached} (\d+)$", (group / stat).read_text(), re.MULTILINE)
+            free.append(max(0, most - held + (int(found[1]) if found else 0)))
+    return min(free)
 
 
 def count_gpus() -> int:

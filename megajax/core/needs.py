@@ -34,10 +34,10 @@ def equal(member: str, *choices: Any) -> Needs:
     return Needs((member,), " or ".join(map(_word, choices)), lambda value: value in choices)
 
 
-def other_than(member: str, choice: Any) -> Needs:
+def other_than(member: str, choice: Any, harmless: tuple[Any, ...] = ()) -> Needs:
     """Needs a member to have any value but this one."""
     words = "to be set" if choice is None else f"other than {choice}"
-    return Needs((member,), words, lambda value: value != choice)
+    return Needs((member,), words, lambda value: value != choice, harmless)
 
 
 def idle(

@@ -8,7 +8,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
 
-from megajax.core.mesh import MeshSpec
+from megajax.core.mesh import MeshSpec, free_bytes
 from megajax.core.tree import Tree
 from megajax.models.decoder_config import DecoderConfig
 from megajax.models.parts import check_params
@@ -81,7 +81,9 @@ class OneMesh:
     def place(self, params: Tree) -> Tree:
         """See Backend. Raises: UserError for parameters of another model."""
         check_params(params, self._forward.parts, "params")
-        return self._forward.place(params, self._cast, self._free() if self.alone else 0)
+        return self._forward.place(
+            params, self._cast, free_bytes(self._forward.mesh) if self.alone else 0
+        )
 
     def outline(self, params: Tree) -> Tree:
         """See Backend. Not where layers rest alone, which depends on the memory that is free."""
@@ -96,7 +98,7 @@ class OneMesh:
         least, most_bytes = CPU_PAGES
         room = max(least, min(most_bytes, weights * self._forward.dtype.itemsize))
         room //= len(mesh.local_devices)
-        if not self.cpu and (free := self._free()) < math.inf:
+        if not self.cpu and (free := free_bytes(mesh)) < math.inf:
             room = int(GPU_SHARE * free)
         pages = min(most, room // self._forward.page_bytes(page_size))
         if mesh.is_multi_process:
@@ -106,12 +108,3 @@ class OneMesh:
     def programs(self, **shapes: Any) -> Programs:
         """See Backend."""
         return Programs(self._forward, **shapes)
-
-    def _free(self) -> float:
-        """The free bytes of the fullest device of all processes; inf where no device tells."""
-        mesh = self._forward.mesh
-        stats = [s for d in mesh.local_devices if (s := d.memory_stats())]
-        free = min((s["bytes_limit"] - s["bytes_in_use"] for s in stats), default=math.inf)
-        if mesh.is_multi_process:  # which must take the same decisions
-            free = float(multihost_utils.process_allgather(np.float32(free)).min())
-        return free

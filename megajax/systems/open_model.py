@@ -12,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from megajax.core import config, files
 from megajax.core.errors import UserError
 from megajax.core.layout import Layout
-from megajax.core.mesh import describe
+from megajax.core.mesh import describe, free_bytes
 from megajax.core.packed import PackedWeight
 from megajax.core.paths import expand
 from megajax.core.tree import Tree
@@ -120,6 +121,23 @@ class OpenModel:
         """Returns the parameters as ShapeDtypeStructs. packed: as of `load_to_serve`."""
         return self.gguf.outline(packed) if self.gguf else decoder.parts(self.cfg).abstract
 
+    def too_large(self, mesh: Mesh, dtype: str) -> str:
+        """Returns why a GGUF file's matrices have to stay in few bits, or "": they need not, or
+        cannot (`one_rank`). Every process of the mesh must call it.
+
+        dtype: of dense weights.
+        """
+        if self.gguf is None or mesh.shape["tensor"] > 1:
+            return ""
+        size = jnp.dtype(dtype).itemsize * sum(x.size for x in jax.tree.leaves(self.outline()))
+        if mesh.devices.flat[0].platform == "cpu":  # whose devices share the memory
+            size *= len(mesh.local_devices)
+        packed = jax.tree.leaves(self.outline(packed=True), is_leaf=_is_packed)
+        free = free_bytes(mesh)
+        if size <= free or not any(map(_is_packed, packed)):
+            return ""
+        return f"dense weights need {size / 2**30:.1f} GiB, and {free / 2**30:.1f} GiB are free"
+
     def engine(
         self,
         mesh: Mesh,
@@ -164,10 +182,15 @@ class OpenModel:
         quantize: a name of BITS: the blocks' matrices rounded to nearest, in groups of GROUP
           inputs; 'none': as they are stored. dtype: in which a GGUF file's dense matrices are
           read, when the engine computes in it. packed: a GGUF file's matrices in few bits stay so.
-        Raises: UserError also for experts, a stored form that is quantized already, and several
-          tensor ranks, for which no matrix can be quantized yet.
+        Raises: UserError also for `packed` with `quantize`, for experts, a stored form that is
+          quantized already, and several tensor ranks, for which no matrix can be quantized yet.
         """
         layout = sharding.layout(mesh, "none", decode=True, model=self.cfg)
+        if packed and quantize != "none":
+            raise UserError(
+                f"weights=packed keeps the bits of the file, and quantize={quantize} rounds its "
+                "weights to others: leave out one (--weights, --quantize)"
+            )
         if self.gguf is not None and quantize == "none":
             if packed:
                 one_rank(layout)

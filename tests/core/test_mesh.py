@@ -13,6 +13,7 @@ from megajax.core.mesh import (
     describe,
     find_cluster,
     fit,
+    host_free_bytes,
     memory_bytes,
     set_memory_share,
 )
@@ -142,3 +143,22 @@ def test_processes_agree_on_the_smallest_memory(monkeypatch):
 
 def test_a_cpu_has_no_card_to_fill():
     assert memory_bytes(MeshSpec(data=1).build(jax.devices()[:1])) is None
+
+
+def test_the_free_memory_is_what_host_and_container_leave(tmp_path):
+    def write(files):
+        for name, text in files.items():
+            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / name).write_text(text)
+        return host_free_bytes(tmp_path)
+
+    assert host_free_bytes(tmp_path) == float("inf")
+    assert write({"proc/meminfo": "MemTotal: 9000 kB\nMemAvailable:    1000 kB\n"}) == 1_024_000
+    group = "sys/fs/cgroup/memory"
+    second = {f"{group}.max": "max\n", f"{group}.current": "900000\n"}
+    assert write(second | {f"{group}.stat": "file 5\ninactive_file 300\n"}) == 1_024_000
+    assert write({f"{group}.max": "1000000\n"}) == 100_300
+    first = {"limit_in_bytes": "800000", "usage_in_bytes": "799000", "stat": "cache 4\n"}
+    assert write({f"{group}/memory.{name}": text for name, text in first.items()}) == 1_000
+    assert write({f"{group}.current": "2000000"}) == 0
+    assert 2**20 < host_free_bytes() < 2**50  # of this machine

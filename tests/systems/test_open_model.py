@@ -1,7 +1,9 @@
 """What is opened to sample or to serve: configuration, tokenizer, chat template, parameters."""
 
 import json
+import math
 import pathlib
+import re
 import shutil
 
 import jax
@@ -207,6 +209,29 @@ def test_a_recommendation_that_no_request_may_have_is_refused(theirs, tmp_path, 
     text = str(error.value)
     assert "generation_config.json: " + words in text and "--sampling_defaults=none" in text
     assert len(text) < 600
+
+
+def test_dense_weights_that_exceed_the_memory_stay_in_the_bits_of_the_file(tmp_path, monkeypatch):
+    tensors = w.llama_tensors(np.random.default_rng(0))
+    files = {"dense": tensors, "few": w.in_four_bits(tensors)}
+    for name, found in files.items():
+        (tmp_path / name).write_bytes(w.gguf(w.llama() | w.vocabulary(), found))
+    opened = open_model(gguf=str(tmp_path / "few"))
+    mesh = MeshSpec().build(jax.devices()[:1])
+    size = 2 * (sum(math.prod(t.sizes) for t in tensors) + (384 - 262) * 32)  # padded vocabulary
+    for free, dtype, packs in (
+        (size, "bfloat16", False), (size - 1, "bfloat16", True), (size, "float32", True),
+        (math.inf, "float32", False),
+    ):  # fmt: skip
+        monkeypatch.setattr("megajax.systems.open_model.free_bytes", lambda _, n=free: n)
+        found = opened.too_large(mesh, dtype)
+        assert bool(found) == packs, (free, dtype)
+        assert not packs or re.fullmatch(r"dense weights need [.\d]+ GiB, and [.\d]+ GiB .*", found)
+    monkeypatch.setattr("megajax.systems.open_model.free_bytes", lambda _: 0)
+    assert not opened.too_large(MeshSpec(tensor=2).build(jax.devices()[:2]), "float32")
+    assert not open_model(gguf=str(tmp_path / "dense")).too_large(mesh, "float32")
+    with pytest.raises(UserError, match="leave out one .--weights, --quantize"):
+        opened.load_to_serve(mesh, "int4", packed=True)
 
 
 def test_a_gguf_file_recommends_how_to_sample(tmp_path):

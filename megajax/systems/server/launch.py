@@ -92,6 +92,10 @@ def load_engine(cfg: Config, opened: OpenModel) -> Engine:
             print(f"{time.monotonic() - begun:6.1f} s: {text}", flush=True)
 
     packed = cfg.weights == "packed"
+    if cfg.weights == "auto" and cfg.quantize == "none":
+        if reason := opened.too_large(mesh, cfg.dtype):
+            say(f"--weights=packed: {reason}")
+            packed = True
     say(f"reading {opened.name}, compiling the first programs")
     options = {f.name: getattr(cfg, f.name) for f in dataclasses.fields(EngineOptions)}
     engine, what, first = opened.engine(

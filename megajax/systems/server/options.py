@@ -25,11 +25,11 @@ class ModelOptions(Checked):
     quantize: Literal["none", "int8", "int4", "int3"] = option(
         "none", "format to which the blocks' matrices are rounded, in groups of 128 inputs"
     )
-    weights: Literal["dense", "packed"] = option(
-        "dense",
+    weights: Literal["auto", "dense", "packed"] = option(
+        "auto",
         "packed: a GGUF file's matrices in few bits stay so in memory; dense: they are copied "
-        "in the data type of computation",
-        needs=other_than("gguf", None),
+        "in the data type of computation; auto: packed if dense weights exceed the free memory",
+        needs=other_than("gguf", None, harmless=("auto",)),
     )
     tokenizer: str | None = option(None, "bytes or a tokenizer.json; none: the model's own")
     chat_template: str | None = option(

@@ -1,16 +1,21 @@
 """What surrounds a server: keys, the default model, other processes, the Kubernetes manifest."""
 
+import asyncio
 import os
 from pathlib import Path
 
+import httpx2
+import numpy as np
 import pytest
 import yaml
 
 from megajax.core import config
 from megajax.core.errors import UserError
+from megajax.core.mesh import MeshSpec
 from megajax.serving import SamplingParams, StructuredOutputsParams
 from megajax.systems.server import launch, peers
 from megajax.systems.server.options import Config
+from tests import gguf_writer as w
 
 MANIFEST = Path(__file__).parents[3] / "scripts" / "serve_k8s.yaml"
 
@@ -71,3 +76,44 @@ def test_commands_come_back_as_they_were_told():
     told = [("submit", [1, 2], params), ("cancel", 7, None), ("submit", [3], SamplingParams())]
     assert peers.decode(peers.encode(told)) == told
     assert peers.decode(peers.encode([])) == [] and peers.decode(peers.encode(None)) is None
+
+
+@pytest.mark.slow
+def test_weights_in_the_bits_of_the_file_give_the_answers_of_dense_ones(
+    tmp_path, monkeypatch, capsys
+):
+    """Over HTTP; also where memory is short and no flag says so."""
+    tensors = w.in_four_bits(w.llama_tensors(np.random.default_rng(0)))
+    (tmp_path / "x.gguf").write_bytes(w.gguf(w.llama() | w.vocabulary(), tensors))
+    bodies = [{"prompt": p, "max_tokens": 12, "temperature": t, "seed": 1, "logprobs": 3}
+              for p, t in (("hello", 0), ("w he", 1), ([1, 2, 3], 0))]  # fmt: skip
+
+    async def answers(server, worker):
+        worker.start()
+        transport = httpx2.ASGITransport(app=server.app)
+        async with httpx2.AsyncClient(transport=transport, base_url="http://x") as client:
+            found = [(await client.post("/v1/completions", json=b)).json() for b in bodies]
+        worker.stop()
+        assert await worker.join(60)
+        return [f["choices"][0] for f in found]
+
+    def ask(**options):
+        cfg = Config(gguf=str(tmp_path / "x.gguf"), dtype="float32", max_batch=2, pages=20,
+                     prefill_chunk=8, mesh=MeshSpec(tensor=1, data=1),
+                     cache_dir=str(tmp_path / "c"), **options)  # fmt: skip
+        worker, server = launch.open_server(cfg)
+        return asyncio.run(answers(server, worker)), capsys.readouterr().out
+
+    bits = "matrices in the file's bits"
+    dense, said = ask(weights="dense")
+    assert bits not in said and all(len(c["logprobs"]["tokens"]) == 12 for c in dense)
+    packed, said = ask(weights="packed")
+    assert bits in said and [c["text"] for c in packed] == [c["text"] for c in dense]
+    found, said = ask()
+    assert found == dense and bits not in said
+    monkeypatch.setattr("megajax.systems.open_model.free_bytes", lambda _: 1000)
+    found, said = ask()
+    assert found == packed and bits in said and "--weights=packed: dense weights need" in said
+    with pytest.raises(UserError, match="weights=packed keeps the bits"):
+        ask(weights="packed", quantize="int4")
+    assert "in int4" in ask(quantize="int4")[1]
