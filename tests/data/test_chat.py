@@ -1,13 +1,15 @@
 """Control tokens of a chat. Oracle: tokenizers of one token a letter; their ids stand here."""
 
 import json
+import random
+import re
 
 import pytest
 from tokenizers import Tokenizer, models, normalizers
 
 from megajax.core.errors import UserError
-from megajax.data.chat import MARKS, ControlTokens
-from megajax.data.tokenizer import ByteTokenizer, open_tokenizer, prompt_ids
+from megajax.data.chat import MARKS, ControlTokens, TooLongError
+from megajax.data.tokenizer import PART, ByteTokenizer, open_tokenizer, prompt_ids
 
 CONTROL = ["<s>", "<e>", "<es", "s><x", "~"]  # two that overlap others, and one of a letter
 LETTERS = "<>sexabt| "
@@ -126,3 +128,31 @@ def test_a_prompt_that_is_refused_is_not_read_to_its_end(tmp_path):
     controls = ControlTokens(tokenizer, "")
     mark = controls.mark("")
     assert len(controls.encode(controls.protect("<e>" * 2**18, mark), mark, 100)) < 2**16
+
+
+@pytest.mark.parametrize("size", [1, 2, 5, 30_000, None])
+def test_control_tokens_are_the_leftmost_and_of_those_the_longest(tmp_path, size):
+    """Oracle: a regular expression. A long text is read in parts, which tokens may cross."""
+    controls = ControlTokens(letters(tmp_path), "")
+    mark, rng = controls.mark(""), random.Random(size)
+    tokens = re.compile("|".join(map(re.escape, sorted(CONTROL, key=len, reverse=True))))
+    texts = ["a" * (PART - i) + "<s><x<es><x" for i in range(12)]
+    if size is not None:
+        parts = ["<", "s", ">", "x", "e", "<es", "s><x"]
+        times = 3 if size > 5 else 200
+        texts = ["".join(rng.choice(parts) for _ in range(size)) for _ in range(times)]
+    for text in texts:
+        wanted = tokens.sub(lambda m: "".join(c + mark for c in m[0]), text)
+        half = any(text.endswith(t[:n]) for t in CONTROL for n in range(1, len(t)))
+        assert controls.protect(text, mark) == wanted + mark * half
+
+
+def test_values_with_far_too_many_control_tokens_are_refused_early(tmp_path):
+    controls = ControlTokens(letters(tmp_path), "")
+    mark = controls.mark("")
+    assert controls.protect(["<s>" * 15, {"a": "~~~~~"}], mark, 10)[1]["a"] == f"~{mark}" * 5
+    for value in (["<s>" * 15, {"a": "~~~~~~"}], {"<s>" * 21: ""}, ["<s>"] * 21):
+        with pytest.raises(TooLongError, match="over 20 times"):
+            controls.protect(value, mark, 10)
+    # A template may write more of them than the prompt may have.
+    assert 10 < len(controls.encode("<s>" * 1000 + mark, mark, 10)) < 100

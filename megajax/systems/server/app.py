@@ -33,6 +33,7 @@ from megajax.systems.server.text import Decoder, pieces_of
 from megajax.systems.server.worker import Stream, Worker
 
 BODY_S = 30  # (chosen) for a client to send its body
+LARGE = 2**10  # (chosen) tokens of an answer that a thread writes
 GONE = 499  # (nginx) status of a request whose client has closed; nobody reads it
 
 
@@ -101,10 +102,14 @@ class Server:
 
     async def _tokenize(self, request: Request) -> Response:
         body = fields.parse(await self._body(request))
-        async with self._tokenizing:
-            ids = await asyncio.to_thread(self._reader.tokenize, body)
         context = self._worker.engine.context
-        return JSONResponse({"count": len(ids), "max_model_len": context, "tokens": ids})
+
+        def work() -> str:
+            ids = self._reader.tokenize(body)
+            return fields.write({"count": len(ids), "max_model_len": context, "tokens": ids})
+
+        async with self._tokenizing:
+            return Response(await asyncio.to_thread(work), media_type="application/json")
 
     async def _detokenize(self, request: Request) -> Response:
         body = fields.parse(await self._body(request))
@@ -211,7 +216,7 @@ class Server:
             await _or_gone(run.submit(), gone)
             if job.stream:
                 return EventStream(run)
-            return JSONResponse(await _or_gone(run.whole(), gone))
+            return Response(await _or_gone(run.whole(), gone), media_type="application/json")
         finally:
             gone.cancel()
             if not job.stream:
@@ -352,13 +357,18 @@ class Run:
             "total_tokens": prompt + drawn,
         }
 
-    async def whole(self) -> dict[str, Any]:
-        """Returns the response when all answers have ended."""
+    async def whole(self) -> str:
+        """Returns the response, as JSON, when all answers have ended."""
         found: list[list] = [[] for _ in self._answers]
         async with self.limit(), contextlib.aclosing(self.deltas()) as deltas:
             async for index, delta in deltas:
                 found[index].append(delta)
-        return self.shapes.whole(found, self.usage)
+
+        def work() -> str:
+            return fields.write(self.shapes.whole(found, self.usage))
+
+        listed = sum(len(delta.entries) for parts in found for delta in parts)
+        return work() if listed < LARGE else await asyncio.to_thread(work)
 
     async def events(self) -> AsyncGenerator[str]:
         """Yields the data of a stream's events. An error is one, and the last before the end."""

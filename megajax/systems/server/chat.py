@@ -17,7 +17,7 @@ import jinja2.sandbox
 from jinja2 import nodes
 
 from megajax.core.errors import UserError
-from megajax.data.chat import ControlTokens
+from megajax.data.chat import ControlTokens, TooLongError
 from megajax.data.tokenizer import Tokenizer
 from megajax.systems.open_model import ChatTemplate
 from megajax.systems.server.errors import ApiError
@@ -86,13 +86,18 @@ class Chat:
           becomes these tokens too. most: as `Tokenizer.encode`. Raises: ApiError.
         """
         self._check()
+        if most is not None and len(messages) > 2 * most:
+            raise _too_long(most, f"there are {len(messages)} messages")
         if special:
             return self._tokenizer.encode([self.prompt(messages, more)], True, most)[0].tolist()
         controls = self._controls
         try:
             made = [self._with_content(m) for m in messages]
             mark = controls.mark(made, more)
-            text = self._render(controls.protect(made, mark), controls.protect(dict(more), mark))
+            made, more = controls.protect([made, dict(more)], mark, most)
+            text = self._render(made, more)
+        except TooLongError as error:
+            raise _too_long(most, str(error)) from None
         except Exception as error:
             raise _refused(error) from None
         return controls.encode(text, mark, most)
@@ -147,6 +152,13 @@ class Chat:
             return self._render(messages, {}), None
         except Exception as error:
             return "", error
+
+
+def _too_long(most: int | None, reason: str) -> ApiError:
+    return ApiError(
+        400, f"the model's context has {most} tokens; {reason}: shorten the messages",
+        param="messages", code="context_length_exceeded",
+    )  # fmt: skip
 
 
 def _refused(error: Exception) -> ApiError:

@@ -1,5 +1,7 @@
-"""Reading the members of a JSON body one by one, with an error that names what is wrong."""
+"""Reading the members of a JSON body one by one, with an error that names what is wrong; and
+writing a large one."""
 
+import itertools
 import json
 from collections.abc import Callable, Collection
 from typing import Any
@@ -7,6 +9,7 @@ from typing import Any
 from megajax.core.errors import did_you_mean
 from megajax.systems.server.errors import ApiError
 
+PART = 2**10  # (chosen) members of a list that are written at a time
 KINDS = {
     bool: "true or false",
     int: "a whole number",
@@ -34,6 +37,22 @@ def parse(raw: bytes) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise ApiError(400, "the body must be a JSON object", code="invalid_json")
     return found
+
+
+def write(value: Any) -> str:
+    """Returns a value as JSON. A long list is written in parts, between which other threads run:
+    json.dumps of a million numbers would stop all of them for as long."""
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{_dump(k)}:{write(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, list) and len(value) > PART:
+        return "[" + ",".join(_dump(part)[1:-1] for part in itertools.batched(value, PART)) + "]"
+    if isinstance(value, list):
+        return "[" + ",".join(map(write, value)) + "]"
+    return _dump(value)
+
+
+def _dump(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
 class Fields:
@@ -92,14 +111,16 @@ class Fields:
         return ApiError(400, f"{full}={value!r:.100} {rule}", param=full, code="invalid_value")
 
 
-def strings(fields: Fields, name: str, most: int) -> list[str]:
-    """Returns a member that is a string or a list of some."""
+def strings(fields: Fields, name: str, most: int, longest: int) -> list[str]:
+    """Returns a member that is a string or a list of some. longest: characters of each."""
     value = fields.any(name)
     listed = [] if value is None else [value] if isinstance(value, str) else value
     if not isinstance(listed, list) or not all(isinstance(s, str) for s in listed):
         raise fields.error(name, "must be a string or a list of strings")
     if len(listed) > most:
         raise fields.error(name, f"has {len(listed)} strings; at most {most}")
+    if (length := max(map(len, listed), default=0)) > longest:
+        raise fields.error(name, f"has a string of {length} characters; at most {longest}")
     return listed
 
 

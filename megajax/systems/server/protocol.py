@@ -10,6 +10,7 @@ SamplingParams.
 """
 
 import dataclasses
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -23,7 +24,10 @@ from megajax.systems.server.errors import ApiError
 from megajax.systems.server.fields import Fields, empty, is_ids, none_of, strings
 
 STOPS = 16  # (chosen; OpenAI has 4, vLLM no limit) stop strings
+STOP = 2**10  # (chosen) characters of each: as many tokens are decoded anew with every token
 PROMPTS = 64  # (chosen) prompts of one request
+PART = 2**12  # (chosen) tokens whose text is looked at before more is decoded
+TEXT = 2**22  # (chosen) characters that /detokenize answers: an id may stand for thousands
 ANSWERS = 128  # (OpenAI) n
 ROLE = re.compile(r"[\w .-]{1,64}")  # (chosen) templates write a role between parts of tokens
 PASSED = (
@@ -139,7 +143,10 @@ class Reader:
         return ids
 
     def detokenize(self, body: dict[str, Any]) -> str:
-        """Reads a body of /detokenize. Returns: the text of its ids, special tokens too."""
+        """Reads a body of /detokenize. Returns: the text of its ids, special tokens too.
+
+        Raises: ApiError, also for a text of more than TEXT characters, which few ids can have.
+        """
         fields = Fields(body)
         self._check_model(fields)
         ids, most = fields.take("tokens", list), self._tokenizer.vocab - 1
@@ -149,6 +156,14 @@ class Reader:
                 400, f"tokens must be a list of ids from 0 to {most}", param="tokens",
                 code="invalid_value",
             )  # fmt: skip
+        size = 0
+        for part in itertools.batched(ids, PART) if len(ids) > PART else ():
+            size += len(self._tokenizer.decode(part, special=True))
+            if size > TEXT:
+                raise ApiError(
+                    400, f"the text of these {len(ids)} tokens has over {TEXT} characters; ask for "
+                    "it in parts", param="tokens", code="invalid_value",
+                )  # fmt: skip
         return self._tokenizer.decode(ids, special=True)
 
     # ---- parts
@@ -197,6 +212,7 @@ class Reader:
                 self._check_context(found[-1], 0)
                 texts.append(prompt)
             else:
+                self._check_context(prompt, 0)
                 found.append(prompt)
                 texts.append(self._tokenizer.decode([i for i in prompt if 0 <= i < 2**31]))
         if not all(found):
@@ -258,7 +274,7 @@ class Reader:
         if stops and not is_ids(stops):
             raise fields.error("stop_token_ids", "must be a list of token ids")
         given["stop_token_ids"] = stops
-        given["stop"] = strings(fields, "stop", STOPS)
+        given["stop"] = strings(fields, "stop", STOPS, STOP)
         given["structured_outputs"] = _structured(fields)
         try:
             return SamplingParams(

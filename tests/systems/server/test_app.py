@@ -337,6 +337,22 @@ def test_a_server_samples_as_its_model_recommends():
     asyncio.run(whole())
 
 
+def test_a_long_text_becomes_ids_and_back_beside_other_requests():
+    async def whole():
+        async with serving(max_body=2**22) as (client, _):
+            text, answered = "wörd " * 100_000, 0
+            asked = asyncio.create_task(client.post("/tokenize", json={"prompt": text}))
+            while not asked.done():
+                answered += (await client.get("/health")).status_code == 200
+            found = (await asked).json()
+            assert found["tokens"] == [256, *text.encode()] and found["max_model_len"] == 128
+            assert found["count"] == len(found["tokens"]) and answered > 3
+            ids = found["tokens"][1:]
+            assert (await client.post("/detokenize", json={"tokens": ids})).json()["prompt"] == text
+
+    asyncio.run(whole())
+
+
 def test_a_refused_prompt_costs_no_more_than_its_bound():
     class Counted(ByteTokenizer):
         """Counts the tokens that it makes."""
@@ -477,7 +493,8 @@ INSIDE = {"stop_token_ids": "[%s]", "logit_bias": '{"5": %s}', "prompt": "[[65, 
 async def check_edges(edges_of):
     """Asks for each member at some edges beside eight streams, none of which may notice."""
     headers = {"Content-Type": "application/json"}
-    async with serving(max_body=8192) as (client, worker):
+    # As many may wait as all edges of `n` ask for at once.
+    async with serving(max_body=8192, max_waiting=2**12) as (client, worker):
         stream = {"prompt": "x", "max_tokens": 100, "ignore_eos": True}
         alone = [(await ask(client, **stream, seed=seed)).json()["choices"] for seed in range(8)]
         running: list = []

@@ -1,6 +1,7 @@
 """Prompts of requests as token ids, and what is wrong with a chat template. No engine runs."""
 
 import json
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +10,7 @@ from megajax.core.errors import UserError
 from megajax.data.tokenizer import open_tokenizer
 from megajax.serving import SamplingParams
 from megajax.systems.open_model import ChatTemplate
+from megajax.systems.server import fields
 from megajax.systems.server.chat import Chat
 from megajax.systems.server.errors import ApiError
 from megajax.systems.server.launch import template_of
@@ -216,6 +218,12 @@ def test_a_template_that_a_flag_names_must_answer_one_turn(plain, tmp_path, sour
     [
         ({}, "prompt=None is missing"),
         ({"prompt": 3}, "must be a string"),
+        ({"prompt": ["a"]}, "must be a string"),
+        ({"prompt": "a", "parse_special": 1}, "parse_special=1 must be true or false"),
+        ({"prompt": "a", "add_special_tokens": "no"}, "must be true or false"),
+        ({"messages": []}, "at least one message"),
+        ({"messages": {}}, "must be a list"),
+        ({"prompt": "a", "model": "x"}, "the model 'x' does not exist"),
         ({"prompt": "a", "n": 2}, "no member n"),
     ],
 )
@@ -224,8 +232,46 @@ def test_what_cannot_be_tokenized_is_said(plain, body, words):
         reader(plain).tokenize(body)
 
 
-@pytest.mark.parametrize("tokens", [None, [-1], [258], [True], [2**70]])
+@pytest.mark.parametrize(
+    "tokens", [None, [-1], [258], [True], [2**70], [1.0], ["1"], [[1]], [None], "12", 3, {"1": 1}]
+)
 def test_ids_that_there_are_not_have_no_text(plain, tokens):
-    with pytest.raises(ApiError, match="ids from 0 to 257"):
+    with pytest.raises(ApiError, match="ids from 0 to 257|tokens=.* must be a list"):
         reader(plain).detokenize({"tokens": tokens})
     assert reader(plain).detokenize({"tokens": []}) == ""
+
+
+def test_what_is_refused_is_refused_before_it_costs_much(plain, tmp_path):
+    """Each of these bodies has some MB, and most tokens of this vocabulary are short."""
+    read = reader(plain)
+    user = {"role": "user", "content": ""}
+    control = "<|im_end|>" * 200_000
+    for body in (
+        {"messages": [user | {"content": control}]},
+        {"messages": [user], "chat_template_kwargs": {"a": [control]}},
+        {"messages": [user] * 50_000},
+        {"messages": [user] * 50_000, "parse_special": True},
+    ):
+        begun = time.process_time()
+        with pytest.raises(ApiError, match="context has 512 tokens") as refused:
+            read.chat(body)
+        assert refused.value.code == "context_length_exceeded"
+        assert time.process_time() - begun < 1
+    with pytest.raises(ApiError, match="context has 512 tokens; the prompt has 600"):
+        read.completion({"prompt": [1] * 600})
+    assert len(read.tokenize({"messages": [user | {"content": control[:20_000]}]})) > 20_000
+    with pytest.raises(ApiError, match="string of 1025 characters; at most 1024"):
+        read.completion({"prompt": "a", "stop": ["b", "a" * 1025]})
+    ids = [START] * 200_000
+    assert read.detokenize({"tokens": ids}) == "<|im_start|>" * 200_000
+    with pytest.raises(ApiError, match="400000 tokens has over 4194304 characters"):
+        read.detokenize({"tokens": ids * 2})
+
+
+def test_what_is_written_in_parts_is_the_same_json():
+    long = [{"é\n": [i, 1.5, None, {}], "x": "日"} for i in range(3000)]
+    value = {"a": [long, [], {}], "b": list(range(2049)), 'q"': long[:3], "c": True}
+    text = fields.write(value)
+    assert json.loads(text) == value and "日" in text and ": " not in text
+    with pytest.raises(ValueError, match="JSON compliant"):
+        fields.write({"a": [float("nan")]})
