@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from megajax import checkpoint
+from megajax.checkpoint import gguf as public_gguf
 from megajax.core.errors import UserError
 from megajax.core.mesh import MeshSpec
 from megajax.core.tree import named_leaves
@@ -183,7 +183,7 @@ def read(tmp_path):
 
     def load(data):
         (tmp_path / "x.gguf").write_bytes(data)
-        return checkpoint.gguf.load(tmp_path / "x.gguf")
+        return public_gguf.load(tmp_path / "x.gguf")
 
     return load
 
