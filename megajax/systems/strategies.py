@@ -37,6 +37,7 @@ from megajax.parallel.wire import WireSpec
 from megajax.systems import aot
 from megajax.systems.aot import RESERVE_BYTES, Plan
 from megajax.training.config import Config
+from megajax.training.shape import resolved
 
 SHOWN = 10  # rows of the ranking beside the compiled ones (chosen)
 MOST_CONTEXT = 8  # devices that share a row (chosen)
@@ -266,7 +267,10 @@ def price(
     model: CostModel = Roofline(),
     tell: Tell = _quiet,
 ) -> Priced:
-    """Returns what the cost model says of every proposal, or until Ctrl-C of some."""
+    """Returns what the cost model says of every proposal, or until Ctrl-C of some.
+
+    What a proposal leaves open, as --train.loss_chunks=0 does, is chosen first, as in a run.
+    """
     capacity = cluster.card.memory_bytes - RESERVE_BYTES
     fits: list[Strategy] = []
     nearest: list[Strategy] = []
@@ -276,7 +280,8 @@ def price(
             looked_at = len(fits) + sum(dropped.values())
             counts = f"{looked_at:,} candidates so far, {len(fits):,} fit"
             tell(f"pricing mesh {done + 1} of {len(meshes)}: {counts}")
-            for candidate in proposals(cfg, mesh, sizes):
+            for proposal in proposals(cfg, mesh, sizes):
+                candidate = resolved(proposal, sizes, cluster.card.memory_bytes)
                 step = aot.step_shape(candidate, sizes)
                 terms = memory.terms(step)
                 bound = memory.bound(terms)

@@ -418,6 +418,31 @@ def test_only_a_compiled_row_says_that_it_fits(monkeypatch, priced):
     assert f"{len(tried)} were compiled, of which 2 fit. {found.unlikely:,} that fit by" in text
 
 
+def test_loss_chunks_that_are_left_open_are_chosen_before_the_bound_drops_a_candidate():
+    """A large vocabulary and few layers: what one piece of logits does not fit, more pieces do.
+
+    The oracle is the outline of each proposal, which chooses as a run does.
+    """
+    cfg = run_config(
+        model__vocab=128_000, model__layers=1, train__seq_len=4096, train__global_batch=8,
+        train__loss_chunks=0, train__attention="xla",
+    )  # fmt: skip
+    cluster = dataclasses.replace(HOST, gpus_per_host=2)
+    cluster = dataclasses.replace(
+        cluster, card=dataclasses.replace(HOST.card, memory_bytes=round(aot.RESERVE_BYTES + 8e9))
+    )
+    priced = strategies.price(cfg, cluster, strategies.legal_meshes(cfg, cluster))
+    outlines = [aot.outline(c, cluster) for c in proposed(cfg, cluster)]
+    assert {p.cfg for p in priced.fits} == {p.cfg for p in outlines if p.misfit is None}
+    times = {p.cfg: (p.estimate.step_s, memory.bound(p.terms)) for p in outlines}
+    assert all((p.step_s, p.bound) == times[p.cfg] for p in priced.fits)
+    one_piece = strategies.price(
+        dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, loss_chunks=1)), cluster,
+        strategies.legal_meshes(cfg, cluster),
+    )  # fmt: skip
+    assert len(one_piece.fits) < len(priced.fits) and one_piece.dropped["logits"] > 0
+
+
 def test_a_search_in_vain_says_how_many_it_compiled(monkeypatch):
     """Every program needs more than the card has, and the tries are bounded."""
     tried = grown(monkeypatch, lambda cfg, bound: HOST.card.memory_bytes / bound * (1 + len(tried)))
