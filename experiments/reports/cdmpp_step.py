@@ -9,6 +9,7 @@ from megajax.core.hardware import Cluster
 from megajax.cost.base import mfu, train_flops_per_token
 from megajax.cost.record import OpRecord
 from megajax.monitor import results
+from megajax.systems.aot import RESERVE_BYTES
 from megajax.systems.cdmpp.step import StepTime
 from megajax.training.config import Config
 
@@ -114,13 +115,17 @@ def step_markdown(facts: Mapping[str, Any], cluster: Cluster) -> str:
 
 
 def _memory(nbytes: float, cluster: Cluster) -> str:
-    """Returns what XLA says that the step needs on a device, and whether it fits."""
-    gib, room = nbytes / 2**30, cluster.card.memory_bytes / 2**30
-    if nbytes <= cluster.card.memory_bytes:
-        return f"{gib:.1f} of {room:.1f} GiB a device"
+    """Returns what the step needs on a device by XLA's figure and with the reserve of a plan, and
+    whether it fits."""
+    need = nbytes + RESERVE_BYTES
+    gib, room = need / 2**30, cluster.card.memory_bytes / 2**30
+    reserve = f"({RESERVE_BYTES / 2**30:.1f} reserved)"
+    if need <= cluster.card.memory_bytes:
+        return f"{gib:.1f} of {room:.1f} GiB a device {reserve}"
     return (
-        f"{gib:.1f} GiB a device, and it has {room:.1f}: this step does not fit, and XLA's "
-        "schedule of it may be a worse one; more micro-batches need less (--train.accumulate)"
+        f"{gib:.1f} GiB a device {reserve}, and it has {room:.1f}: this step does not fit, and "
+        "XLA's schedule of it may be a worse one; more micro-batches need less "
+        "(--train.accumulate)"
     )
 
 

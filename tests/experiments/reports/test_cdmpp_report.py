@@ -12,6 +12,7 @@ from megajax.core.errors import UserError
 from megajax.core.hardware import CARDS, parse_cluster
 from megajax.cost.record import product
 from megajax.monitor import results
+from megajax.systems import aot
 from megajax.systems.cdmpp.dataset import Dataset
 from megajax.systems.cdmpp.labels import Labels
 from megajax.systems.cdmpp.step import assumed, predict
@@ -259,10 +260,13 @@ ENTRY %main (x: f32[512,512], y: f32[512,512]) -> f32[512,512] {
     facts |= {"memory_bytes": 2**30, "times": "assumed", "attention": "xla"}
     shown = cdmpp_step.step_markdown(facts, cluster)
     assert "90 % band" in shown and "| one | product | 2 |" in shown
-    assert "1.0 of 74.5 GiB" in shown and "not compiled for" not in shown
+    assert "3.3 of 74.5 GiB a device (2.3 reserved)" in shown and "not compiled for" not in shown
     wide = cdmpp_step.step_facts(found, cfg, cluster, band=(0.5, 3.0))
     assert (wide["low_s"], wide["high_s"]) == (0.5 * found.seconds, 3 * found.seconds)
     other = cdmpp_step.step_markdown(facts | {"compiled_for": "H100"}, parse_cluster("a100:1x8"))
     assert "not compiled for A100, so the program and its memory are those of H100" in other
-    large = cdmpp_step.step_markdown(facts | {"memory_bytes": 2**37}, cluster)
-    assert "does not fit" in large and "--train.accumulate" in large
+    assert "fit" not in shown
+    for room, fits in ((aot.RESERVE_BYTES, True), (aot.RESERVE_BYTES - 1, False)):
+        peak = cluster.card.memory_bytes - room
+        full = cdmpp_step.step_markdown(facts | {"memory_bytes": peak}, cluster)
+        assert ("does not fit" not in full) == ("--train.accumulate" not in full) == fits
