@@ -42,8 +42,8 @@ from experiments.storm.plan import KINDS as KINDS_OUTSIDE
 from megajax.core import config, mesh
 from megajax.core.config import Checked, option
 from megajax.core.errors import UserError, did_you_mean
-from megajax.monitor import ettr, results
-from megajax.monitor.sinks import read_jsonl
+from megajax.monitor import results, timeline
+from megajax.monitor.records import read_jsonl
 
 ROOT = Path(__file__).parent.parent
 # Kinds that end an attempt.
@@ -212,7 +212,7 @@ def main() -> int:
         "what was said": "named",
     }  # fmt: skip
     print(results.columns(rows, columns))
-    account = ettr.measured(events, runs["disturbed"])
+    account = timeline.measured(events, runs["disturbed"])
     ok = not different and len(found) >= len(faults)
     same = "the same parameters bit for bit" if not different else f"{len(different)} arrays differ"
     title = f"{len(found)} faults, {same}; effective training time {account['ettr']:.0%}"

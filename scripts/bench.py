@@ -44,8 +44,7 @@ from megajax.data.loader import Loader, training_rows
 from megajax.models.decoder_config import PRESETS as MODELS
 from megajax.monitor import results
 from megajax.monitor.meter import Meter
-from megajax.monitor.records import Recorder
-from megajax.monitor.sinks import Jsonl
+from megajax.monitor.records import Jsonl, Recorder
 from megajax.training import report
 from megajax.training.config import Config as RunConfig
 from megajax.training.config import TrainConfig

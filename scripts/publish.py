@@ -15,7 +15,7 @@ from megajax.core import config, files
 from megajax.core.errors import UserError
 from megajax.core.paths import expand
 from megajax.monitor import results
-from megajax.monitor.sinks import rows_by_step
+from megajax.monitor.records import rows_by_step
 from megajax.training.report import caption, draw_curve
 
 RESULTS = Path(__file__).parent.parent / "experiments" / "results"

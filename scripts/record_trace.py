@@ -26,7 +26,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from megajax.monitor.grid import Grid, to_grid
+from megajax.monitor.samples import Grid, to_grid
 from megajax.monitor.sources import prometheus
 from tests import machines
 

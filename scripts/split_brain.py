@@ -37,7 +37,7 @@ from megajax.core import config
 from megajax.core.config import Checked, option
 from megajax.core.errors import SUPERSEDED, UserError
 from megajax.monitor import results
-from megajax.monitor.sinks import read_jsonl
+from megajax.monitor.records import read_jsonl
 from megajax.systems.elastic import reaper
 
 ROOT = Path(__file__).parent.parent

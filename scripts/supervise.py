@@ -51,10 +51,9 @@ from megajax.core.errors import UserError, did_you_mean
 from megajax.core.limits import Limits as Range
 from megajax.core.limits import check_number
 from megajax.core.paths import expand
-from megajax.monitor import exporter, supervised, timeline
-from megajax.monitor.detectors import DETECTORS, USUAL, Maker
-from megajax.monitor.job import Limits
-from megajax.monitor.lines import keep_standard_streams
+from megajax.monitor import exporter, timeline
+from megajax.monitor.detectors import DETECTORS, USUAL, Limits, Maker
+from megajax.monitor.records import keep_standard_streams
 from megajax.systems.elastic.agent import Agent
 from megajax.systems.elastic.driver import Driver
 from megajax.systems.elastic.events import Journal
@@ -295,9 +294,9 @@ def drive(
 def report(s: argparse.Namespace) -> int:
     """Prints where the time went and draws the newest heat map. Returns 0."""
     out, run_dir = Path(s.out or "."), Path(s.run_dir or ".")
-    for name, value in supervised.figures(out, run_dir).items():
+    for name, value in timeline.figures(out, run_dir).items():
         print(f"{name:10} {value:.4g}")
-    if (found := supervised.shares(out)) is not None:
+    if (found := timeline.shares(out)) is not None:
         newest, shares, grid = found
         timeline.draw_heat(shares, grid, out / "heat.png")
         print(f"see {out / 'heat.png'}, and {newest.parent}/timeline.json in ui.perfetto.dev")

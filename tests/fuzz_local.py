@@ -21,7 +21,7 @@ from megajax.core.errors import UserError
 from megajax.data import corpus, documents
 from megajax.data.indexed import TokenFile, TokenWriter
 from megajax.data.tokenizer import ByteTokenizer, open_tokenizer, train_bpe
-from megajax.monitor import heartbeat, supervised
+from megajax.monitor import heartbeat, timeline
 from megajax.systems.elastic.events import Journal
 from tests import mutations
 from tests.mutations import Edit
@@ -86,7 +86,7 @@ def _report_seeds(folder: Path) -> list[bytes]:
 def _report(data: bytes, folder: Path) -> None:
     for name in ("events.jsonl", "metrics.jsonl"):
         (folder / name).write_bytes(data)
-    supervised.figures(folder, folder)
+    timeline.figures(folder, folder)
 
 
 SPANS = {
@@ -98,7 +98,7 @@ SPANS = {
 def _spans(data: bytes, folder: Path) -> None:
     (folder / "attempt0").mkdir()
     (folder / "attempt0" / "spans.json").write_bytes(data)
-    supervised.shares(folder)
+    timeline.shares(folder)
 
 
 def _progress_seeds(folder: Path) -> list[bytes]:

@@ -22,8 +22,8 @@ import numpy as np
 from absl import app, flags
 
 from megajax.monitor.fleet import METRICS, MIXES, Case, Fleet, cases
-from megajax.monitor.grid import Grid
-from megajax.monitor.sources.names import WATCHED
+from megajax.monitor.samples import Grid
+from megajax.monitor.sources.convert import WATCHED
 
 WINDOW = 8  # seconds, the paper's
 PLAIN = (2.0, 3.0, 4.0, 6.0)  # thresholds that are tried; the best one is reported

@@ -16,9 +16,9 @@ from megajax.core.errors import UserError
 from megajax.core.paths import expand
 from megajax.monitor import sources
 from megajax.monitor.fleet import cases
-from megajax.monitor.grid import Grid
-from megajax.monitor.samples import of_machines
-from megajax.monitor.sources import names, promql
+from megajax.monitor.samples import Grid, of_machines
+from megajax.monitor.sources import convert
+from megajax.monitor.sources import server as server_
 from megajax.systems.minder.pending import grid_of
 from megajax.systems.minder.recent import merged
 
@@ -26,7 +26,7 @@ PIECE_S = 240  # seconds that are read at a time: 2,300 machines and 15 metrics 
 RETRIES = 1  # the daemon reads again anyway
 SIZES = (8, 16, 64)  # machines of simulated jobs, as far as --machines
 # Beside them what shows a sick host where GPUs or their network cannot be seen.
-DEFAULT = (*names.WATCHED, "memory_usage", "disk_throughput", "tcp_throughput")
+DEFAULT = (*convert.WATCHED, "memory_usage", "disk_throughput", "tcp_throughput")
 HEALTHY = 0.8  # share of the simulated jobs without a fault
 
 
@@ -64,7 +64,7 @@ def server(url: str, metrics: Sequence[str] | None, queries: str | None, **secre
                 "(--queries)"
             )
         return sources.prometheus(url, queries=said, retries=RETRIES, **secrets)
-    known = promql.all_metrics()
+    known = server_.all_metrics()
     asked = [m for m in (DEFAULT if metrics is None else metrics) if m in known]
     if not asked:
         raise UserError(

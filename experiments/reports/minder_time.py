@@ -17,9 +17,9 @@ from typing import Any
 from megajax.core.config import Checked, option
 from megajax.core.errors import UserError
 from megajax.monitor import results
-from megajax.monitor.fleet.settings import Setting
+from megajax.monitor.fleet.faults import METRICS
+from megajax.monitor.fleet.roles import Setting
 from megajax.monitor.fleet.simulator import Fleet
-from megajax.monitor.fleet.specs import METRICS
 from megajax.systems.minder import Detector
 from megajax.systems.minder.settings import TICK
 

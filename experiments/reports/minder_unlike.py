@@ -25,7 +25,7 @@ from megajax.core.config import Checked, option
 from megajax.core.errors import UserError
 from megajax.monitor import results
 from megajax.monitor.fleet import unlike
-from megajax.monitor.grid import Grid
+from megajax.monitor.samples import Grid
 from megajax.systems.minder import Detector, training
 from megajax.systems.minder.onsets import Onsets
 

@@ -1,4 +1,4 @@
-"""How often the slow rank of a job is named from its steps' times (megajax/monitor/own_work.py).
+"""How often the slow rank of a job is named from its steps' times (megajax/monitor/slow_rank.py).
 
     uv run experiments/reports/slow_ranks.py --runs=100 --machines=4,16,64,256,1024
 
@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 from absl import app, flags
 
-from megajax.monitor.own_work import TICKS, OwnWork, Slow
+from megajax.monitor.slow_rank import TICKS, OwnWork, Slow
 
 FLAGS = flags.FLAGS
 STEP_S, STEPS = 2.0, 1800

@@ -18,8 +18,8 @@ from experiments.storm.plan import KINDS, strikes
 from experiments.storm.storm import Storm
 from megajax.core import config, mesh
 from megajax.core.errors import UserError
-from megajax.monitor import ettr, results
-from megajax.monitor.sinks import read_jsonl
+from megajax.monitor import results, timeline
+from megajax.monitor.records import read_jsonl
 
 SMALLEST = (
     "--model.layers=1", "--model.width=32", "--model.heads=2", "--model.kv_heads=2",
@@ -178,7 +178,7 @@ def conclude(
 ) -> int:
     """Writes what a storm has shown. Returns 1 when something does not hold."""
     figures = account.summary(found, storm.alarms) | {"excluded": len(storm.excluded)}
-    spent = ettr.measured(storm.seen.events, storm.seen.rows)
+    spent = timeline.measured(storm.seen.events, storm.seen.rows)
     same = f"NOT: {', '.join(wrong)}" if wrong else "parameters and losses equal bit for bit"
     title = (
         f"{figures['faults']} faults in {cfg.minutes:g} minutes, {figures['not_found']} not found, "

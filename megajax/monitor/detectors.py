@@ -1,5 +1,7 @@
 """Detectors: records in, alerts out. The rules of MegaScale section 4, and how others are added.
 
+Job (the state of an attempt) -> detectors -> Watchdog, which turns their alerts into actions.
+
 A detector is called once a look with the records that came since, of all ranks and hosts in the
 order of their coming; perhaps none, because time passes too. It returns what it found, each thing
 once. `Job` is the state that many rules share; a detector may read it, or keep what it needs
@@ -8,16 +10,282 @@ rules look at ends and at progress. What is done about an alert is no business o
 (alerts.py). No jax import.
 """
 
+import math
+import re
 import signal
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from megajax.core.errors import SUPERSEDED, UserError, did_you_mean
-from megajax.monitor.alerts import Alert, Cause
-from megajax.monitor.job import WINDOW, Host, Job, Rank
-from megajax.monitor.lease import EXPIRED
-from megajax.monitor.records import Record
+from megajax.monitor.alerts import RESPONSES, Action, Alert, Cause, Kind, respond
+from megajax.monitor.heartbeat import CODES, EXPIRED
+from megajax.monitor.records import Record, Value
+
+# ---- what the records of a job say so far: how far each rank is, and since when
+#
+# The watchdog puts the records of all hosts into one Job, and the detectors read it. Its clock does
+# not run while nobody looks: when the watcher itself was starved on a loaded machine, the time that
+# it missed counts for two periods. How long it missed is known (`absence`): what agents and ranks
+# did meanwhile, because nobody answered them, is not their fault.
+#
+# Of all ranks only those furthest behind can be late; who is ahead waits for them rightly, however
+# long. So `since` of every other rank is now.
+
+
+FACTOR = 5.0  # (chosen) times the longest time seen in a section, before it counts as a stall
+WINDOW = 20  # (chosen) steps whose median counts, for stragglers and traffic
+TOLD = (0, 143, 130)  # codes of a process that came to its end: done, or saved because told to
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How long is too long, in seconds, and how much too much.
+
+    start: from the start of a process to its first step, and its first two steps, which compile.
+    step: in each section of a step. save, evaluate: in a save; in an evaluation and at the end.
+    silence: of an agent; of a stopped process. settle: between the first sign of a fault and its
+    judgement, so that the signs of the rank that caused it are in.
+    """
+
+    start: float = 1800.0
+    step: float = 180.0
+    save: float = 600.0
+    evaluate: float = 1800.0
+    silence: float = 15.0
+    settle: float = 2.0
+    flood_bytes_per_s: float = 20e6
+    disk_free: float = 2**30
+
+    def floor(self, section: str) -> float:
+        """Returns the least that a section may take."""
+        if section in ("start", "compile"):
+            return self.start
+        if section == "save":
+            return self.save
+        return self.evaluate if section in ("evaluate", "end", "told") else self.step
+
+
+@dataclass
+class Rank:
+    """A training process. values: the last one of each name that it recorded."""
+
+    number: int
+    host: str
+    since: float = 0.0  # when it last moved, or rightly waited for another
+    running: float = 0.0  # when it was last seen in a state other than T
+    flood: float | None = None  # since when its log is in flood
+    step: int = 0
+    values: dict[str, Value] = field(default_factory=dict)
+    own: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=WINDOW))
+
+    def number_of(self, name: str) -> float:
+        """Returns the last value of a name, 0 before the first."""
+        return _number(self.values.get(name), 0.0)
+
+    @property
+    def section(self) -> str:
+        """Name of the section of a step that it is in."""
+        return str(self.values.get("section", "start"))
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """How far it is."""
+        return self.step, CODES[self.section]
+
+    @property
+    def code(self) -> int | None:
+        """How it ended, negative for a signal; None: it lives."""
+        return int(self.number_of("exit_code")) if "exit_code" in self.values else None
+
+    @property
+    def is_frozen(self) -> bool:
+        """Whether a signal has stopped it (SIGSTOP)."""
+        return self.values.get("state") == "T"
+
+    @property
+    def has_bad_loss(self) -> bool:
+        """Whether its last finished step had no finite loss."""
+        return not math.isfinite(self.number_of("loss"))
+
+    @property
+    def has_bad_state(self) -> bool:
+        """Whether what its own devices hold of the state is not finite."""
+        return bool(self.number_of("has_bad_state"))
+
+    @property
+    def error(self) -> str:
+        """The last error that it printed, '' for none."""
+        return str(self.values.get("error", ""))
+
+    @property
+    def came_to_its_end(self) -> bool:
+        """Whether it ended as it should, or is about to."""
+        return self.code in TOLD and ("beat" not in self.values or self.section in ("end", "told"))
+
+
+@dataclass
+class Host:
+    """A machine with its ranks. heard: when its agent last reported."""
+
+    name: str
+    ranks: list[Rank]
+    heard: float = 0.0
+    step: int = 0
+    values: dict[str, Value] = field(default_factory=dict)
+    counted: float | None = None  # bytes through its network at that step
+    per_step: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
+
+    def number_of(self, name: str, otherwise: float = 0.0) -> float:
+        """Returns the last value of a name, or what is given before the first."""
+        return _number(self.values.get(name), otherwise)
+
+
+class Job:
+    """One attempt of a job. clock: in seconds, goes on while somebody looks."""
+
+    def __init__(
+        self, ranks: Mapping[str, Sequence[int]], limits: Limits, now: float, period: float = 1.0
+    ):
+        """ranks: of each host. period: seconds between the reports of an agent."""
+        self.limits, self._period = limits, period
+        self._last, self.clock = now, 0.0
+        self.hosts = {name: Host(name, [Rank(r, name) for r in own]) for name, own in ranks.items()}
+        self.ranks = {r.number: r for host in self.hosts.values() for r in host.ranks}
+        self.gone: dict[str, str] = {}  # hosts whose agents hung up, and why
+        self._gaps: deque[tuple[float, float]] = deque(maxlen=WINDOW)  # (end, seconds) unwatched
+        self._back = set(self.ranks)  # the ranks furthest behind, at the last look
+        self._seen: dict[str, float] = {}
+        self._sign: float | None = None  # when the first sign of a fault came
+
+    @property
+    def step(self) -> int:
+        """The furthest step of any rank."""
+        return max((r.step for r in self.ranks.values()), default=0)
+
+    def tick(self, now: float) -> None:
+        """Lets the clock go on to a moment of the watcher's clock."""
+        gap = now - self._last
+        self.clock += min(gap, 2 * self._period)
+        if gap > 2 * self._period:
+            self._gaps.append((now, gap))
+        self._last = now
+
+    def look(self, now: float) -> None:
+        """Finds who is behind, before the detectors judge."""
+        self.tick(now)
+        self._back = {r.number for r in self.behind()}
+        for rank in self.ranks.values():
+            if rank.number not in self._back:
+                rank.since = self.clock
+
+    def hear(self, now: float, name: str, records: Sequence[Record]) -> None:
+        """Takes what the agent of a host reports at one time."""
+        self.tick(now)
+        host = self.hosts[name]
+        elapsed = self.clock - host.heard
+        host.heard = self.clock
+        told: dict[int, list[Record]] = {}
+        for r in records:
+            if r.rank is None:
+                if r.device is None:
+                    host.values[r.name] = r.value
+            elif r.device is None and r.name != "log_line":
+                told.setdefault(r.rank, []).append(r)
+        for number, own in told.items():
+            self._hear_rank(self.ranks[number], own, elapsed)
+        self._count_traffic(host)
+
+    def _hear_rank(self, rank: Rank, records: Sequence[Record], elapsed: float) -> None:
+        before, section = dict(rank.values), rank.section
+        rank.values.update((r.name, r.value) for r in records)
+        step = next((r.step or 0 for r in records if r.name == "section"), rank.step)
+        if rank.values.get("beat") != before.get("beat"):
+            if rank.number in self._back:  # those ahead also waited for others
+                spent = self.clock - elapsed - rank.since
+                self._seen[section] = max(self._seen.get(section, 0.0), spent)
+            if step != rank.step and (step_s := rank.number_of("step_s")):
+                rank.own.append((rank.number_of("own_s"), step_s))
+            rank.since = self.clock
+        rank.step = step
+        if not rank.is_frozen:
+            rank.running = self.clock
+        if any(r.name == "log_bytes" for r in records):
+            grown = rank.number_of("log_bytes") - _number(before.get("log_bytes"), 0.0)
+            wild = grown > self.limits.flood_bytes_per_s * max(elapsed, self._period)
+            rank.flood = (self.clock if rank.flood is None else rank.flood) if wild else None
+
+    def _count_traffic(self, host: Host) -> None:
+        total = host.number_of("network_bytes")
+        step = min((r.step for r in host.ranks), default=0)
+        if host.counted is None:
+            host.counted, host.step = total, step
+        elif step > host.step:
+            host.per_step.append((total - host.counted) / (step - host.step))
+            host.counted, host.step = total, step
+
+    # ---- what rules ask
+
+    def absence(self) -> float:
+        """Returns for how many seconds nobody looked, where that may explain what is seen now."""
+        recent = self._last - self.limits.silence - self.limits.settle - 2 * self._period
+        return sum(gap for end, gap in self._gaps if end >= recent)
+
+    def is_up(self) -> bool:
+        """Tells whether every rank came as far as a step, as far as ranks tell where they are."""
+        return all(r.step > 0 for r in self.ranks.values())
+
+    def behind(self) -> list[Rank]:
+        """Returns the living ranks that are furthest behind."""
+        live = [r for r in self.ranks.values() if r.code is None]
+        place = min((r.place for r in live), default=None)
+        return [r for r in live if r.place == place]
+
+    def allowed(self, section: str, least: float | None = None) -> float:
+        """Returns the seconds that a section may take now: FACTOR times the longest that was seen
+        of it, and not less than `least`, None: its limit."""
+        least = self.limits.floor(section) if least is None else least
+        return max(least, FACTOR * self._seen.get(section, 0.0))
+
+    def is_settled(self, times: float = 1.0) -> bool:
+        """Called at a sign of a fault. Tells whether the signs of the other ranks are in.
+
+        times: how often to wait for as long as the limits say.
+        """
+        self._sign = self.clock if self._sign is None else self._sign
+        waits = any(r.code is None for r in self.ranks.values())
+        return not waits or self.clock - self._sign >= times * self.limits.settle
+
+    def alert(
+        self,
+        rule: str,
+        ranks: Sequence[Rank],
+        message: str,
+        code: int = 0,
+        cause: Cause = "other",
+        error: str = "",
+    ) -> Alert:
+        """Returns an alert that names ranks with their hosts. error: numbers in it do not count."""
+        where = f"rank {_listed(r.number for r in ranks)} on {_listed(r.host for r in ranks)}"
+        hosts = tuple(dict.fromkeys(r.host for r in ranks))
+        numbers = tuple(r.number for r in ranks)
+        error = re.sub(r"0x[0-9a-f]+|\d+", "#", error)
+        return Alert(rule, f"{where}: {message}", numbers, hosts, self.step, code, cause, error)
+
+
+def _number(value: Value, otherwise: float) -> float:
+    return value if isinstance(value, int | float) else otherwise
+
+
+def _listed(values: Iterable[object]) -> str:
+    found = list(dict.fromkeys(str(v) for v in values))
+    return ", ".join(found[:4]) + (f" and {len(found) - 4} more" if len(found) > 4 else "")
+
+
+# ---- the detectors of every supervised run
+
 
 STRAGGLER = 0.08  # (chosen) of a step: named at +12 %, above the 6 % between two at -3 and +3 %
 TRAFFIC = 0.5  # (chosen, papers' "traffic drop") of its own median bytes a step
@@ -364,3 +632,144 @@ def choose(names: str, known: Mapping[str, Maker] = DETECTORS) -> dict[str, Make
             f"nearest: {','.join([NEEDED, *found])} (--detectors)"
         )
     return {name: found[name] for name in [*known] if name in found}
+
+
+# ---- the rank for which all others wait, named within seconds
+#
+# When a collective hangs, the ranks that came to it say where they wait, and the one that did not
+# is silent or behind (MegaScale section 5.2). So a rank is named when the others have waited for it
+# for `after_s` seconds, and not for a section that rightly takes long: compilation, saves,
+# evaluations. Where all are in the same section the processes tell: one that a signal stopped, or
+# the only one that computes. This only names; a person, or Limits (rules `stall` and
+# `stopped`, which act later), end the attempt.
+
+
+AFTER_S = 10.0  # (chosen): with a report a second, named in less than 15 s
+BRIEF = ("data", "prepare", "launch", "wait")  # sections of a step
+BUSY, IDLE = 0.5, 0.1  # (chosen) processors that a rank uses: it computes; it waits
+
+
+class Hang(Rule):
+    """A rank that does not come, while the others wait for it."""
+
+    def __init__(self, job: Job, after_s: float = AFTER_S):
+        """after_s: how long the others have waited when it is named."""
+        super().__init__(job)
+        self._after = after_s
+        self._late: dict[int, float] = {}  # rank -> since when it alone is behind
+        self._longest = 0.0  # that a rank was late for and then came
+
+    def watch(self, records: Sequence[Record]) -> list[Alert]:
+        """Returns an alert about those that are newly named."""
+        job = self._job
+        live = [r for r in job.ranks.values() if r.code is None]
+        found = [self._silent(live), self._frozen(live), self._behind(live)]
+        return [alert for alert in found if alert is not None]
+
+    def _silent(self, live: Sequence[Rank]) -> Alert | None:
+        """Hosts whose agents do not report, while most others do."""
+        job = self._job
+        quiet = {h.name: job.clock - h.heard for h in job.hosts.values()}
+        hosts = [name for name, age in quiet.items() if age > self._after]
+        is_new = self.is_new(("silent", *hosts), bool(hosts))
+        if not hosts or 2 * len(hosts) >= len(quiet) > 1 or not is_new:
+            return None
+        ranks = [r for name in hosts for r in job.hosts[name].ranks]
+        return job.alert("hang", ranks, f"nothing was heard of it for {quiet[hosts[0]]:.0f} s")
+
+    def _frozen(self, live: Sequence[Rank]) -> Alert | None:
+        job = self._job
+        ranks = [r for r in live if r.is_frozen and job.clock - r.running > self._after]
+        numbers = tuple(r.number for r in ranks)
+        is_new = self.is_new(("frozen", *numbers), bool(ranks))
+        if not ranks or len(ranks) == len(live) > 1 or not is_new:
+            return None
+        age = job.clock - min(r.running for r in ranks)
+        section = ranks[0].section
+        return job.alert("hang", ranks, f"stopped by a signal for {age:.0f} s, in {section!r}")
+
+    def _behind(self, live: Sequence[Rank]) -> Alert | None:
+        """The few that are behind, or in the same section the only one that computes."""
+        job, back = self._job, self._job.behind()
+        if len(live) < 2 or not back or back[0].section not in BRIEF:
+            self._late.clear()
+            return None
+        late = back if 2 * len(back) < len(live) or len(back) < len(live) == 2 else []
+        how = f"the others wait for it, which is in {back[0].section!r} of step {back[0].step}"
+        allowed = max(self._after, min(FACTOR * self._longest, job.limits.step))
+        if not late and len(back) == len(live):
+            late = self._computing(back)
+            how = f"it computes while the others wait, all in {back[0].section!r}"
+            allowed = job.allowed(back[0].section, self._after)
+        if any(r.section not in BRIEF for r in live):
+            late = []  # of those ahead, some are in what takes long
+        places = {r.number: r.since for r in late}
+        for number, since in list(self._late.items()):
+            if places.get(number) != since:  # it came
+                del self._late[number]
+                self._longest = max(self._longest, job.clock - since)
+        self._late |= places
+        late = [r for r in late if job.hosts[r.host].heard - r.since > allowed]
+        if not late or not self.is_new(("behind", *places.items()), True):
+            return None
+        age = job.hosts[late[0].host].heard - late[0].since
+        return job.alert("hang", late, f"{how}, for {age:.0f} s")
+
+    def _computing(self, ranks: Sequence[Rank]) -> list[Rank]:
+        busy = [r for r in ranks if r.number_of("cpu_cores") > BUSY]
+        idle = [r for r in ranks if r.number_of("cpu_cores") < IDLE]
+        return busy if len(busy) == 1 and len(idle) == len(ranks) - 1 else []
+
+
+# ---- the watchdog of one attempt of a job: records of all ranks in, actions out
+#
+# `hear` takes what agents report, each detector of a list looks at it, and what they
+# find becomes at most one action that ends the attempt, besides warnings (alerts.py). The clock is
+# handed in. Who is excluded, and how often to try, is the driver's business.
+
+
+class Watchdog:
+    """`hear` and `hang_up` take what happens, `judge` decides."""
+
+    def __init__(
+        self,
+        ranks: Mapping[str, Sequence[int]],
+        limits: Limits,
+        now: float,
+        period: float = 1.0,
+        detectors: Mapping[str, Maker] = DETECTORS,
+        responses: Mapping[str, Kind] = RESPONSES,
+    ):
+        """ranks: of each host. period: seconds between the reports of an agent. detectors: by name.
+
+        responses: what is done about an alert, by its rule.
+        """
+        self.job = Job(ranks, limits, now, period)
+        self._responses = responses
+        self._detectors: dict[str, Detector] = {n: make(self.job) for n, make in detectors.items()}
+        self._fresh: list[Record] = []
+
+    def hang_up(self, host: str, why: str = "") -> None:
+        """The connection to an agent is gone."""
+        self.job.gone[host] = why
+
+    def hear(self, now: float, host: str, records: Sequence[Record]) -> None:
+        """Takes a report of a host's agent."""
+        self.job.hear(now, host, records)
+        self._fresh += records
+
+    def judge(self, now: float) -> list[Action]:
+        """Returns what is to be done; an action that ends the attempt comes first."""
+        self.job.look(now)
+        records, self._fresh = self._fresh, []
+        alerts: list[Alert] = []
+        for name, detector in list(self._detectors.items()):
+            try:
+                alerts += detector.watch(records)
+            except Exception as error:  # of whoever wrote it: no reason to end a job
+                if name == NEEDED:
+                    raise
+                del self._detectors[name]
+                why = f"the detector {name!r} fails and is switched off: {error!r:.200}"
+                alerts.append(Alert("detector", why))
+        return respond(alerts, self._responses)

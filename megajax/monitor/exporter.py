@@ -1,9 +1,9 @@
 """The counters of a host, or of a group of its processes, as text that Prometheus reads.
 
 For hosts where no exporter runs. The names are those of Prometheus' node_exporter and NVIDIA's
-dcgm-exporter, so that dashboards and the table of sources/names.py need no others. A group is shown
-as if it were a machine: its processors are those of the host, idle where the group does not use
-them, its memory is the host's with the group's share of it used. Several groups of one host can
+dcgm-exporter, so that dashboards and the table of sources/convert.py need no others. A group is
+shown as if it were a machine: its processors are those of the host, idle where the group does not
+use them, its memory is the host's with the group's share of it used. Several groups of one host can
 then play several machines.
 
 A group that is gone is answered with status 503, so that its series stop, as those of a dead host
@@ -22,15 +22,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from megajax.core.errors import UserError
-from megajax.monitor import ethtool
-from megajax.monitor.host_meter import PAGE, SYSTEM, TICKS_PER_S, Gpus, table
+from megajax.monitor import meter
+from megajax.monitor.meter import PAGE, SYSTEM, TICKS_PER_S, Gpus, table
 
 Row = tuple[str, str, dict[str, str], float]  # name, type, labels, value
 MODES = ("user", "nice", "system", "idle", "iowait", "irq", "softirq", "steal")  # of /proc/stat
 SECTOR = 512  # bytes; /proc/diskstats counts in these, whatever the disk has
 BACK_S = 3.0  # (node_exporter) by which a counter of processor time falls without a new beginning
 SLOW_S = 5.0  # (chosen) after which a client that says nothing is dropped
-# GPU value of host_meter.py -> (dcgm-exporter's name, factor)
+# GPU value of meter.py -> (dcgm-exporter's name, factor)
 DCGM = {
     "gpu_duty": ("DCGM_FI_DEV_GPU_UTIL", 100.0),
     "gpu_memory_duty": ("DCGM_FI_DEV_MEM_COPY_UTIL", 100.0),
@@ -101,7 +101,7 @@ class Host:
         for card in sorted((self._system / "sys/class/net").glob("*")):
             counted: dict[str, int] = {}
             with contextlib.suppress(OSError):
-                counted = ethtool.counters(card.name)
+                counted = meter.counters(card.name)
             for way, word in (("tx", "transmitted"), ("rx", "received")):
                 for k in range(8):
                     if (name := f"{way}_prio{k}_pause") in counted:

@@ -25,7 +25,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from megajax.monitor.grid import Grid
+from megajax.monitor.samples import Grid
 
 # (chosen) percent; thousands to billions, decimal and binary: what exporters change between
 FACTORS = (100.0, 1000.0, 1024.0, 1e6, 2.0**20, 1e9, 2.0**30)

@@ -1,4 +1,7 @@
-"""All ranks on one picture: a merged timeline, a heat map, and who is silent (MegaScale section 5).
+"""What a run did with its time: all ranks on one picture, and the share of time that trained.
+
+A merged timeline, a heat map, who is silent (MegaScale section 5); then ETTR, and the report of a
+supervised run.
 
 Made of the spans that the ranks left in shared memory, so also of ranks that are dead. Moments are
 each host's own CLOCK_MONOTONIC; `offsets` bring them onto one clock. No jax import; matplotlib only
@@ -9,14 +12,17 @@ Legend: the grid is {axis: devices}, outermost first; ranks hold equal runs of i
 
 import html
 import math
+import os
 import re
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megajax.core import files
 from megajax.core.errors import UserError
 from megajax.monitor.heartbeat import CODES, Span
+from megajax.monitor.records import read_jsonl
 
 Spans = Mapping[int, Sequence[Span]]
 OWN = ("data", "prepare")
@@ -221,3 +227,117 @@ def draw_heat(shares: Mapping[int, float], grid: Mapping[str, int], path: Path) 
     axes.set_title(f"rank {worst}: {100 * shares[worst]:+.1f} % of a step of own work", loc="left")
     figure.colorbar(image, label="% of a step more than the usual rank")
     figure.savefig(path)
+
+
+# ---- effective training time ratio (ETTR): what part of the time went into steps that count
+#
+# By ByteCheckpoint's formula, from the interval between saves, and by measurement, from what a
+# supervised run left behind.
+
+
+def formula(interval: int, step_s: float, save_s: float, load_s: float) -> float:
+    """Returns N T / (N T + T_wasted), T_wasted = (N T + T_save) / 2 + T_load.
+
+    The ratio of an interval in which one fault falls, at a random moment. interval: N, the steps
+    between saves. step_s: T. save_s: until a save is stored. load_s: from fault to next step.
+    """
+    useful = interval * step_s
+    return useful / (useful + (useful + save_s) / 2 + load_s)
+
+
+def elapsed(events: Sequence[Mapping[str, Any]]) -> float:
+    """Returns the seconds of all drivers that wrote these events, each by its even clock.
+
+    A clock that is set during the run changes "time", and not "clock"; older files lack the latter.
+    """
+    if "clock" not in events[-1]:
+        return events[-1]["time"] - events[0]["time"]
+    clocks = [e.get("clock", 0.0) for e in events]
+    ends = [a for a, b in zip(clocks, clocks[1:], strict=False) if b < a]  # another driver began
+    return sum(ends) + clocks[-1]
+
+
+def measured(events: Iterable[Mapping[str, Any]], rows: Iterable[Mapping[str, Any]]) -> dict:
+    """Returns where the time of a supervised run went, in seconds, and the ratio.
+
+    events: of events.jsonl. rows: of metrics.jsonl, with those of steps that were done again.
+    training_s: steps that count; redone_s: steps that a fault undid; down_s: all the rest: start,
+    compilation, saves, evaluation, hanging, checks.
+    """
+    events = list(events)
+    total = elapsed(events)
+    last: dict[int, float] = {}
+    redone = 0.0
+    for row in rows:
+        if "step_time_s" in row:
+            redone += last.get(row["step"], 0.0)
+            last[row["step"]] = max(row["step_time_s"] - row.get("time_compile_s", 0.0), 0.0)
+    training = sum(last.values())
+    return {
+        "total_s": total,
+        "training_s": training,
+        "redone_s": redone,
+        "down_s": total - training - redone,
+        "faults": sum(e["event"] == "fault" for e in events),
+        "ettr": training / total if total > 0 else 0.0,
+    }
+
+
+# ---- what a supervised run left behind, read again for a report: events, rows, spans
+#
+# Files may be damaged or of another version: lines and sections that are not as expected are left
+# out.
+
+
+MAX_SPANS = 2**30  # (chosen) bytes of a spans.json: 16,384 ranks
+LARGEST = 1e12  # (chosen) seconds; what is beyond is no time
+
+
+def _is_time(value: Any) -> bool:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and abs(value) < LARGEST  # False for NaN
+
+
+def _has_times(row: Mapping[str, Any], needed: str, optional: str) -> bool:
+    return _is_time(row.get(needed)) and _is_time(row.get(optional, 0.0))
+
+
+def figures(out: Path, run_dir: Path) -> dict[str, float]:
+    """Returns where the time of a run went, as ettr.measured. out: of its driver.
+
+    Raises: UserError when no driver wrote there.
+    """
+    events = [
+        e
+        for e in read_jsonl(out / "events.jsonl")
+        if isinstance(e.get("event"), str) and _has_times(e, "time", "clock")
+    ]
+    if len(events) < 2:
+        raise UserError(f"{out} has no supervised run (--out)")
+    rows = (
+        r
+        for r in read_jsonl(run_dir / "metrics.jsonl")
+        if isinstance(r.get("step"), int) and _has_times(r, "step_time_s", "time_compile_s")
+    )
+    return measured(events, rows)
+
+
+def shares(out: Path) -> tuple[Path, dict[int, float], dict[str, int]] | None:
+    """Returns (the newest spans.json, what each rank does more than the usual one, the grid).
+
+    None: no attempt left any. Raises: UserError when the file cannot be read or holds no spans.
+    """
+    newest = max(out.glob("attempt*/spans.json"), key=os.path.getmtime, default=None)
+    if newest is None:
+        return None
+    saved = files.read_object(newest, MAX_SPANS, "out")
+    told, grid = saved.get("spans"), saved.get("grid")
+    spans = spans_of(told if isinstance(told, dict) else {})
+    if not spans:
+        raise UserError(f"{newest} holds no sections of ranks (--out)")
+    axes = parse_grid(grid if isinstance(grid, str) else None, len(spans))
+    shares, more = own_share(spans), saved.get("shares")
+    for rank, x in (more if isinstance(more, dict) else {}).items():  # as the rule `slow` saw it
+        if rank.isdecimal() and int(rank) in shares and _is_time(x):
+            shares[int(rank)] = max(shares[int(rank)], x)
+    return newest, shares, axes

@@ -3,7 +3,7 @@
 The loop is always in exactly one section, so one call ends the one before and begins the next. No
 device is waited for: what the devices and the other ranks take shows as `wait`. Each call also
 writes the progress record that an agent watches, and no save begins without that agent's lease
-(lease.py). No jax import.
+(heartbeat.py). No jax import.
 
 Legend: own time is what a rank does before its devices can begin the step: data and prepare. The
 launch itself does not count: a CPU backend runs the step, and waits for other ranks, inside it.
@@ -14,9 +14,9 @@ import sys
 import time
 from pathlib import Path
 
-from megajax.monitor import lease
+from megajax.monitor import heartbeat as heartbeat_
 from megajax.monitor.heartbeat import CODES, SECTIONS, Heartbeat, dump_stacks_on_signal
-from megajax.monitor.lines import keep_standard_streams
+from megajax.monitor.records import keep_standard_streams
 
 OWN = ("RESOURCE_EXHAUSTED", "INVALID_ARGUMENT", "UNIMPLEMENTED")  # no other rank's death
 _START, _DATA, _PREPARE, _SAVE = (CODES[s] for s in ("start", "data", "prepare", "save"))
@@ -29,7 +29,7 @@ class Timers:
         self,
         heartbeat: Heartbeat | None = None,
         clock=time.monotonic,
-        watch: lease.Watch | None = None,
+        watch: heartbeat_.Watch | None = None,
     ):
         """heartbeat: None: nobody watches, only the sums are kept. The first section is 'start'.
 
@@ -56,7 +56,7 @@ class Timers:
         if progress is None:
             return cls()
         keep_standard_streams()
-        watch = lease.of_process(progress)
+        watch = heartbeat_.of_process(progress)
         dump_stacks_on_signal(progress)
         timers = cls(Heartbeat(progress), watch=watch)
         atexit.register(timers.leave)

@@ -23,12 +23,11 @@ from megajax.core import mesh as mesh_
 from megajax.core.mesh import Supervision
 from megajax.data.loader import Loader
 from megajax.data.tokenizer import Tokenizer
-from megajax.monitor import faults, stream
+from megajax.monitor import faults, records
 from megajax.monitor.console import Console, Phases
 from megajax.monitor.faults import Injector
-from megajax.monitor.lines import keep_standard_streams
 from megajax.monitor.meter import Meter
-from megajax.monitor.records import Recorder
+from megajax.monitor.records import Recorder, keep_standard_streams
 from megajax.monitor.timers import Timers
 from megajax.systems.minder.in_run import InRun, watched_timers
 from megajax.systems.minder.run import NAME
@@ -211,7 +210,7 @@ def _assemble(
     sinks = [
         *report.sinks(cfg, run_dir, console),
         console,
-        *stream.of_process(supervision.progress),
+        *records.of_process(supervision.progress),
     ]
     if begun.progress is not None:
         args = cfg.minder, cfg.prometheus, begun.progress, run_dir.path

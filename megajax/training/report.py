@@ -27,8 +27,7 @@ from megajax.data.tokenizer import Tokenizer
 from megajax.monitor import results
 from megajax.monitor.console import Console, quantity
 from megajax.monitor.meter import Work
-from megajax.monitor.records import Sink
-from megajax.monitor.sinks import Jsonl, TensorBoard, Wandb, rows_by_step
+from megajax.monitor.records import Jsonl, Sink, TensorBoard, Wandb, rows_by_step
 from megajax.parallel import expert, wire
 from megajax.parallel.context import choose_attention
 from megajax.parallel.tensor import explain_overlap

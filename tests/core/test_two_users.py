@@ -18,9 +18,8 @@ from megajax.checkpoint.memory_tier import Segment
 from megajax.checkpoint.store import ObjectPath
 from megajax.core.errors import UserError
 from megajax.core.paths import open_own
-from megajax.monitor.heartbeat import Heartbeat, dump_stacks_on_signal
-from megajax.monitor.lease import Lease
-from megajax.monitor.stream import Stream
+from megajax.monitor.heartbeat import Heartbeat, Lease, dump_stacks_on_signal
+from megajax.monitor.records import Stream
 from megajax.systems.elastic import shared
 from megajax.systems.minder.in_run import watched_timers
 

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from megajax.monitor.sources import answers
+from megajax.monitor.sources import http_query
 
 
 def answer(*values, **more):
@@ -27,7 +27,7 @@ def test_points_are_numbers_and_all_else_is_as_in_json(seed, separators):
          for t in range(size)] for size in (1, 50, 999)
     ]  # fmt: skip
     said = answer(*points, pod='a"values":[[1,"2"]]b')
-    found = answers.load(json.dumps(said, separators=separators).encode())
+    found = http_query.load(json.dumps(said, separators=separators).encode())
     assert is_fast(found) == (separators == (",", ":"))  # as Prometheus writes them
     for series, wanted in zip(found["data"]["result"], points, strict=True):
         numbers = [[t, float(v)] for t, v in wanted]
@@ -53,7 +53,7 @@ def test_points_are_numbers_and_all_else_is_as_in_json(seed, separators):
     ],
 )
 def test_what_is_no_series_of_points_is_as_json_has_it(said):
-    assert answers.load(json.dumps(said, separators=(",", ":")).encode()) == said
+    assert http_query.load(json.dumps(said, separators=(",", ":")).encode()) == said
 
 
 @pytest.mark.parametrize("cut", range(1, 140, 3))
@@ -61,6 +61,6 @@ def test_half_an_answer_is_none(cut):
     text = json.dumps(answer([[1, "2"], [3, "4"]], [[5, "6"]]), separators=(",", ":")).encode()
     assert len(text) > 140
     with pytest.raises(ValueError):
-        answers.load(text[:cut])
+        http_query.load(text[:cut])
     with pytest.raises(ValueError):
-        answers.load(text[:-cut])
+        http_query.load(text[:-cut])

@@ -8,10 +8,9 @@ import numpy as np
 import pytest
 
 from megajax.monitor import sources
-from megajax.monitor.grid import to_grid
 from megajax.monitor.records import Record
-from megajax.monitor.samples import Samples
-from megajax.monitor.sources import canonical, names
+from megajax.monitor.samples import Samples, to_grid
+from megajax.monitor.sources import canonical, convert
 
 T0 = 1_700_000_000
 
@@ -157,13 +156,13 @@ def test_values_that_are_none_are_in_no_mean():
 
 
 def test_the_table_has_the_papers_metrics_and_no_name_twice():
-    assert len(names.COLLECTED) == 21 and names.MINDER[0] == "pfc_tx_packet_rate"
-    assert names.COLLECTED[-1] == "cnp_packet_rate"
-    for ways in names.METRICS.values():
+    assert len(convert.COLLECTED) == 21 and convert.MINDER[0] == "pfc_tx_packet_rate"
+    assert convert.COLLECTED[-1] == "cnp_packet_rate"
+    for ways in convert.METRICS.values():
         listed = [n for way in ways for n in way.names]
         assert len(listed) == len(set(listed))
-    assert names.parse('a{b="c\\"d",e="f"}') == ("a", {"b": 'c\\"d', "e": "f"})
-    assert names.parse("a {odd") == ("a {odd", {})
+    assert convert.parse('a{b="c\\"d",e="f"}') == ("a", {"b": 'c\\"d', "e": "f"})
+    assert convert.parse("a {odd") == ("a {odd", {})
 
 
 def test_records_of_a_run_are_samples_of_its_hosts():

@@ -8,10 +8,8 @@ import pytest
 from megajax.core.errors import UserError
 from megajax.monitor import alerts, detectors
 from megajax.monitor.alerts import Action, Alert, respond
-from megajax.monitor.detectors import DEFAULT, DETECTORS, choose
-from megajax.monitor.job import Limits
+from megajax.monitor.detectors import DEFAULT, DETECTORS, Limits, Watchdog, choose
 from megajax.monitor.records import Record
-from megajax.monitor.watchdog import Watchdog
 
 HOSTS = {"a": (0,), "b": (1,)}
 
@@ -109,7 +107,10 @@ def test_every_rule_of_every_detector_has_its_response():
     calls = [n for n in ast.walk(ast.parse(inspect.getsource(detectors)))
              if isinstance(n, ast.Call) and ast.unparse(n.func).split(".")[-1] in
              ("alert", "Alert")]  # fmt: skip
-    assert {n.args[0].value for n in calls} == set(alerts.RESPONSES)
+    rules = {n.args[0].value for n in calls if isinstance(n.args[0], ast.Constant)}
+    # A detector that raises only warns, as every rule that the table does not list; the response of
+    # "hang" is in the table of --detector=minder.
+    assert rules - {"detector", "hang"} == set(alerts.RESPONSES)
 
 
 def test_the_detector_of_the_documentation():

@@ -17,8 +17,8 @@ import pytest
 
 from megajax.core.errors import UserError
 from megajax.monitor import exporter
-from megajax.monitor.host_meter import Gpus
-from megajax.monitor.sources import names
+from megajax.monitor.meter import Gpus
+from megajax.monitor.sources import convert
 from tests.fake_nvml import Nvml
 from tests.machines import free_port
 
@@ -53,7 +53,7 @@ def test_a_host_shows_what_the_kernel_says():
     (free,) = of(found, "node_filesystem_avail_bytes").values()
     assert 0 < free < size
     assert of(found, "node_network_receive_bytes_total")['device="lo"'] >= 0
-    known = {n for ways in names.METRICS.values() for w in ways for n in (*w.names, w.rest_of)}
+    known = {n for ways in convert.METRICS.values() for w in ways for n in (*w.names, w.rest_of)}
     assert {name for name, _ in found} <= known
 
 
@@ -76,7 +76,7 @@ def test_disks_cards_and_gpus_have_the_names_of_their_exporters(tmp_path, monkey
     )
     for name, words in (("port_rcv_data", "5"), ("port_xmit_data", "6")):
         (tmp_path / "sys/class/infiniband/mlx5_0/ports/1/counters" / name).write_text(words)
-    monkeypatch.setattr(exporter.ethtool, "counters", lambda card: {"tx_prio3_pause": 8, "x": 1})
+    monkeypatch.setattr(exporter.meter, "counters", lambda card: {"tx_prio3_pause": 8, "x": 1})
     found = read(exporter.Host(tmp_path, Gpus(Nvml())).rows())
     port = 'device="mlx5_0",port="1"'
     expected = {

@@ -23,12 +23,11 @@ from megajax.monitor.fleet import (
     Setting,
     cases,
     draw_fault,
-    keyed,
+    roles,
 )
 from megajax.monitor.fleet.faults import draw_kind
-from megajax.monitor.fleet.roles import BINS, draw_layout, step_profile
-from megajax.monitor.fleet.settings import quiet
-from megajax.monitor.sources.names import MINDER
+from megajax.monitor.fleet.roles import BINS, draw_layout, quiet, step_profile
+from megajax.monitor.sources.convert import MINDER
 
 BUSY = Setting(jitters=3.0, job_events=20.0, gaps=3.0, checkpoint_every_s=200, evaluate_every_s=500)
 
@@ -89,10 +88,10 @@ def test_another_process_gives_the_same_bits():
 @pytest.mark.parametrize("spacing", [5, 40, 900])
 def test_correlated_noise_is_continuous(spacing):
     """Pieces are those of one long draw, steps are small, knots are independent."""
-    whole_NT = keyed.interpolated(1, 2, spacing, 120, 3600, 64)
+    whole_NT = roles.interpolated(1, 2, spacing, 120, 3600, 64)
     cuts = [0, 60, 100, 777, 3600]
     for low, high in zip(cuts[:-1], cuts[1:], strict=True):
-        part_NT = keyed.interpolated(1, 2, spacing, 120 + low, high - low, 64)
+        part_NT = roles.interpolated(1, 2, spacing, 120 + low, high - low, 64)
         assert np.array_equal(part_NT, whole_NT[:, low:high])
     assert np.abs(np.diff(whole_NT, axis=1)).max() < 9 / spacing  # two knots: 9 sigma at most
     knots_NT = whole_NT[:, (-120) % spacing :: spacing]

@@ -7,7 +7,7 @@ import pytest
 
 from experiments.reports import fleet as report
 from megajax.monitor.fleet import cases
-from megajax.monitor.grid import Grid
+from megajax.monitor.samples import Grid
 
 
 def made(n: int, machines, **options):

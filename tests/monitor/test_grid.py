@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from megajax.core.errors import UserError
-from megajax.monitor.grid import to_grid
-from megajax.monitor.samples import Samples, concat
+from megajax.monitor.samples import Samples, concat, to_grid
 
 T0 = 1_700_000_000
 

@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from megajax.monitor.hang import Hang
-from megajax.monitor.job import Limits
+from megajax.monitor.detectors import Hang, Limits
 from tests.monitor.test_watchdog import Stream
 
 HOSTS = {f"h{r}": (r,) for r in range(4)}

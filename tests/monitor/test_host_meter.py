@@ -7,8 +7,7 @@ import time
 
 import pytest
 
-from megajax.monitor import ethtool
-from megajax.monitor.host_meter import Gpus, HostMeter, traffic
+from megajax.monitor.meter import Gpus, HostMeter, counters, traffic
 from tests.fake_nvml import Nvml
 
 STAT = "cpu  {} 0 10 {} 5 0 0 0 0 0\ncpu0 1 1 1 1\n"
@@ -48,7 +47,7 @@ def test_rates_come_with_the_second_reading_and_never_from_a_counter_that_began_
 def test_a_host_without_files_has_no_values(system):
     for name in ("stat", "meminfo"):
         (system / "proc" / name).unlink()
-    assert set(HostMeter(system, count=ethtool.counters).host(system)) == {
+    assert set(HostMeter(system, count=counters).host(system)) == {
         "disk_free_bytes", "network_bytes",
     }  # fmt: skip
 
@@ -85,11 +84,11 @@ def test_the_counters_of_network_cards():
     found = {}
     for card in os.listdir("/sys/class/net"):
         try:
-            found[card] = ethtool.counters(card)
+            found[card] = counters(card)
         except OSError:
             continue
     assert all(name.isprintable() and name for counts in found.values() for name in counts)
     assert all(count >= 0 for counts in found.values() for count in counts.values())
     with pytest.raises(OSError):
-        ethtool.counters("no-such-card")
+        counters("no-such-card")
     assert traffic() >= 0

@@ -18,9 +18,8 @@ import pytest
 
 from megajax.monitor import sources
 from megajax.monitor.alertmanager import Alertmanager, Firing
-from megajax.monitor.grid import to_grid
-from megajax.monitor.samples import Samples
-from megajax.monitor.sources import http_query, names, server
+from megajax.monitor.samples import Samples, to_grid
+from megajax.monitor.sources import convert, http_query, server
 from megajax.systems.minder.ledger import Ledger
 from megajax.systems.minder.telling import Teller
 from megajax.systems.minder.watch import Pace, Watch
@@ -359,7 +358,7 @@ def test_whatever_an_alertmanager_answers_alerts_are_sent_again(liar, answer, mo
 
 
 def test_every_metric_that_is_asked_for_is_one_of_the_table():
-    assert {n for m in ("cpu_usage", "gpu_duty_cycle") for n in names.METRICS[m][0].names} == {
+    assert {n for m in ("cpu_usage", "gpu_duty_cycle") for n in convert.METRICS[m][0].names} == {
         *NAMES
     }
 

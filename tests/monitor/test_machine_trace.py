@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megajax.monitor.grid import to_grid
+from megajax.monitor.samples import to_grid
 from megajax.monitor.sources import files
 
 GOLDEN = Path(__file__).parent.parent / "golden"

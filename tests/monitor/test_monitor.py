@@ -11,7 +11,7 @@ from tensorboardX.proto.event_pb2 import Event
 from tensorboardX.proto.plugin_hparams_pb2 import HParamsPluginData
 
 from megajax.core.errors import UserError
-from megajax.monitor import lines, results, sinks
+from megajax.monitor import records, results
 from megajax.monitor.console import (
     Console,
     Phases,
@@ -21,8 +21,7 @@ from megajax.monitor.console import (
     training_line,
 )
 from megajax.monitor.meter import Meter, Work
-from megajax.monitor.records import Recorder
-from megajax.monitor.sinks import Jsonl, TensorBoard, Wandb, read_jsonl, rows_by_step
+from megajax.monitor.records import Jsonl, Recorder, TensorBoard, Wandb, read_jsonl, rows_by_step
 
 ROW = {
     "loss": 2.5, "loss_smooth": 2.6, "grad_norm": 0.5, "tokens_per_s": 9830.0, "mfu": None,
@@ -64,12 +63,12 @@ def test_half_a_line_of_a_killed_run_is_dropped(tmp_path):
 def test_a_long_tail_without_a_line_is_dropped_piece_by_piece(tmp_path, monkeypatch):
     """As zeros are that a machine without power leaves."""
     path, read, most = tmp_path / "m.jsonl", os.pread, []
-    monkeypatch.setattr(lines, "CHUNK", 8)
+    monkeypatch.setattr(records, "CHUNK", 8)
     monkeypatch.setattr(os, "pread", lambda f, n, at: most.append(n) or read(f, n, at))
     for good in ("", '{"step": 1}\n', '{"step": 1}\n{"step": 2}\n'):
         for tail in ("", "x", "\0" * 7, "\0" * 8, "\0" * 99):
             path.write_text(good + tail)
-            lines.Lines(path).close()
+            records.Lines(path).close()
             assert path.read_text() == good
     assert max(most) == 8
 
@@ -89,7 +88,7 @@ def test_rows_that_the_disk_does_not_take_are_counted_and_no_run_ends(tmp_path, 
     with monkeypatch.context() as m:
         m.setattr(os, "write", lambda file, data: write(file, data[:5]))
         m.setattr(board._writer, "flush", lambda: (_ for _ in ()).throw(OSError(28, "full")))
-        m.setattr(sinks, "FLUSH_S", 0.0)
+        m.setattr(records, "FLUSH_S", 0.0)
         for step in range(2, 40):
             recorder.emit(step, {"loss": 2.0})
     recorder.emit(40, {"loss": 1.0})
@@ -167,10 +166,10 @@ def test_plain_lines_when_not_a_terminal():
     recorder = Recorder([console := Console(100, 10, rich)])
     for step in range(1, 21):
         recorder.emit(step, ROW)
-    recorder.emit(20, {"eval_loss": 2.0, "eval_bits_per_byte": 2.9})
+    recorder.emit(20, {"eval_loss": 2.0, "eval_bits_per_byte": 2.9, "eval_tokens": 64.0})
     console.close()
-    lines = out.getvalue().splitlines()
-    assert lines == [
+    records = out.getvalue().splitlines()
+    assert records == [
         f"step {s}/100 | loss 2.5000 (mean 2.6000) | grad 0.5 | 9.83k tok/s | MFU N/A | 1.50 GiB"
         " | wait 1.0 % | ETA 1:01"
         for s in (1, 10, 20)

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from megajax.monitor import sources
-from megajax.monitor.grid import to_grid
-from megajax.monitor.samples import Samples, concat
-from megajax.monitor.sources import http_query, names, promql
+from megajax.monitor.samples import Samples, concat, to_grid
+from megajax.monitor.sources import convert, http_query
+from megajax.monitor.sources import server as server_
 from tests import machines
 
 pytestmark = [
@@ -98,7 +98,7 @@ def test_stress_on_one_machine_shows_on_it_alone(world):
 def raw_samples(server, start, end):
     """The stored samples of all of an exporter's series that the table knows, without look-back."""
     client = http_query.Client(server.url)
-    listed = {n for m in names.METRICS for n in promql.exporter_names(m)}
+    listed = {n for m in convert.METRICS for n in server_.exporter_names(m)}
     rows = []
     for name in sorted(listed):
         query = {"query": f"{name}[{end - start}s]", "time": str(end)}

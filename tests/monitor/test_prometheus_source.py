@@ -16,9 +16,9 @@ import pytest
 
 from megajax.core.errors import UserError
 from megajax.monitor import sources
-from megajax.monitor.grid import to_grid
 from megajax.monitor.quality import Quality
-from megajax.monitor.sources import http_query, names, promql, server
+from megajax.monitor.samples import to_grid
+from megajax.monitor.sources import convert, http_query, server
 from tests.fake_prometheus import Fake
 
 T0 = 1_700_000_000
@@ -365,13 +365,13 @@ def test_an_interval_that_is_none_is_refused(fake):
 
 
 def test_every_metric_of_the_table_has_an_expression_with_a_bound_on_its_age():
-    every = dict.fromkeys((n for m in names.METRICS for n in promql.exporter_names(m)), 1.0)
-    for metric in promql.all_metrics():
-        text = promql.expression(metric, every)
+    every = dict.fromkeys((n for m in convert.METRICS for n in server.exporter_names(m)), 1.0)
+    for metric in server.all_metrics():
+        text = server.expression(metric, every)
         assert text is not None and text.count("timestamp(") >= 1, metric
-        assert promql.expression(metric, {}) is None
-    assert set(names.MINDER) <= set(promql.all_metrics())
-    assert promql.expression("gpu_duty_cycle_min", {"DCGM_FI_DEV_GPU_UTIL": 15.0}) == (
+        assert server.expression(metric, {}) is None
+    assert set(convert.MINDER) <= set(server.all_metrics())
+    assert server.expression("gpu_duty_cycle_min", {"DCGM_FI_DEV_GPU_UTIL": 15.0}) == (
         "min by (instance) (0.01 * ((DCGM_FI_DEV_GPU_UTIL and timestamp(DCGM_FI_DEV_GPU_UTIL) "
         "> time() - 37.500)))"
     )

@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 
 from experiments.reports import slow_ranks
-from megajax.monitor.job import Limits
-from megajax.monitor.own_work import LEAST_PAST, MEASURES, TICKS, OwnWork
-from megajax.monitor.slow_rank import SlowRank
+from megajax.monitor.detectors import Limits
+from megajax.monitor.slow_rank import LEAST_PAST, MEASURES, TICKS, OwnWork, SlowRank
 from tests.monitor.test_watchdog import Stream
 
 PAST = 2 * LEAST_PAST

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 
 from megajax.core.errors import UserError
-from megajax.monitor.grid import to_grid
-from megajax.monitor.samples import Samples
+from megajax.monitor.samples import Samples, to_grid
 from megajax.monitor.sources import convert, files
 
 T0 = 1_700_000_000

@@ -9,9 +9,19 @@ import time
 
 import pytest
 
-from megajax.monitor import stream
-from megajax.monitor.records import Record, Recorder, newest, parse, without_host
-from megajax.monitor.stream import SIZE, SLOTS, Reader, Stream
+from megajax.monitor.records import (
+    SIZE,
+    SLOTS,
+    Reader,
+    Record,
+    Recorder,
+    Stream,
+    beside,
+    newest,
+    of_process,
+    parse,
+    without_host,
+)
 
 
 def record(step, name="loss", value=1.0, device=None):
@@ -19,7 +29,7 @@ def record(step, name="loss", value=1.0, device=None):
 
 
 def test_records_are_read_once_and_in_order(tmp_path):
-    path = stream.beside(tmp_path / "attempt0-rank3")
+    path = beside(tmp_path / "attempt0-rank3")
     reader = Reader(path, "h", 3)
     assert reader.take() == []  # not there yet
     writer = Stream(path)
@@ -65,19 +75,19 @@ def test_what_a_killed_process_recorded_is_there(tmp_path):
     code = (
         "import os, pathlib, signal, sys\n"
         "from megajax.monitor.records import Recorder\n"
-        "from megajax.monitor.stream import of_process\n"
+        "from megajax.monitor.records import of_process\n"
         "Recorder(of_process(pathlib.Path(sys.argv[1])), 3).emit(9, {'injected_fault': 'kill'})\n"
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path / "p")])
-    (found,) = Reader(stream.beside(tmp_path / "p"), "h", 3).take()
+    (found,) = Reader(beside(tmp_path / "p"), "h", 3).take()
     assert (found.name, found.value, found.step) == ("injected_fault", "kill", 9)
 
 
 def test_full_memory_costs_the_stream_and_not_the_run(tmp_path, monkeypatch):
     full = OSError(28, "No space left on device")
     monkeypatch.setattr(os, "posix_fallocate", lambda *_: (_ for _ in ()).throw(full))
-    assert stream.of_process(tmp_path / "p") == stream.of_process(None) == []
+    assert of_process(tmp_path / "p") == of_process(None) == []
 
 
 def test_the_newest_of_each_name_goes_to_the_driver_and_comes_back(tmp_path):
@@ -100,10 +110,10 @@ def test_a_process_records_for_its_sinks_and_for_its_agent_alike(tmp_path):
         def close(self):
             pass
 
-    recorder = Recorder([Keep(), *stream.of_process(pathlib.Path(tmp_path / "p"))], 3, host="h")
+    recorder = Recorder([Keep(), *of_process(pathlib.Path(tmp_path / "p"))], 3, host="h")
     recorder.emit(4, {"loss": 2.0, "mfu": None, "tokens": 8})
     recorder.close()
-    found = Reader(stream.beside(tmp_path / "p"), "h", 3).take()
+    found = Reader(beside(tmp_path / "p"), "h", 3).take()
     assert found == [r for r in seen if r.value is not None]
     assert [(r.name, r.rank, r.host, r.step) for r in found] == [
         ("loss", 3, "h", 4), ("tokens", 3, "h", 4),
@@ -112,7 +122,7 @@ def test_a_process_records_for_its_sinks_and_for_its_agent_alike(tmp_path):
 
 def test_recording_costs_microseconds(tmp_path):
     """The least of several tries, on a machine that others use: about 1 us a record."""
-    recorder = Recorder(stream.of_process(tmp_path / "p"))
+    recorder = Recorder(of_process(tmp_path / "p"))
     row = {f"time_{k}_s": 0.1 for k in range(25)}
     took = []
     for step in range(200):

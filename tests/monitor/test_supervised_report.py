@@ -6,7 +6,7 @@ import math
 import pytest
 
 from megajax.core.errors import UserError
-from megajax.monitor import supervised, timeline
+from megajax.monitor import timeline
 from megajax.systems.elastic.events import Journal
 
 EVENTS = [{"time": 0, "clock": 0, "event": "start"}, {"time": 9, "clock": 8, "event": "end"}]
@@ -29,13 +29,13 @@ def test_lines_that_are_no_events_and_no_rows_are_left_out(tmp_path):
         {"step": 6, "step_time_s": float("nan")},
     ]
     leave(tmp_path, [EVENTS[0], *strange, EVENTS[1]], rows)  # fmt: skip
-    found = supervised.figures(tmp_path, tmp_path)
+    found = timeline.figures(tmp_path, tmp_path)
     assert (found["total_s"], found["training_s"], found["ettr"]) == (8, 2, 0.25)
 
 
 def test_a_run_that_took_no_time_has_a_ratio(tmp_path):
     leave(tmp_path, [EVENTS[0], EVENTS[0]])
-    assert supervised.figures(tmp_path, tmp_path)["ettr"] == 0
+    assert timeline.figures(tmp_path, tmp_path)["ettr"] == 0
 
 
 @pytest.mark.parametrize(
@@ -52,7 +52,7 @@ def test_spans_that_cannot_be_drawn_are_one_sentence(tmp_path, text, words):
     (tmp_path / "attempt0").mkdir()
     (tmp_path / "attempt0" / "spans.json").write_text(text)
     with pytest.raises(UserError, match=words):
-        supervised.shares(tmp_path)
+        timeline.shares(tmp_path)
 
 
 def test_what_a_sick_process_says_of_its_sections_keeps_no_driver_from_its_evidence(tmp_path):

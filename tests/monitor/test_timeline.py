@@ -3,7 +3,7 @@
 import pytest
 
 from megajax.core.errors import UserError
-from megajax.monitor import ettr
+from megajax.monitor import timeline
 from megajax.monitor.heartbeat import Span
 from megajax.monitor.timeline import draw_heat, heat_html, own_share, parse_grid, perfetto, silent
 
@@ -95,13 +95,13 @@ def test_the_heat_map_shows_the_slow_rank(tmp_path):
 
 
 def test_ettr_by_the_formula():
-    assert ettr.formula(100, 2.0, 20.0, 50.0) == pytest.approx(200 / (200 + 110 + 50))
+    assert timeline.formula(100, 2.0, 20.0, 50.0) == pytest.approx(200 / (200 + 110 + 50))
 
 
 def test_compilation_is_no_training():
     rows = [{"step": 1, "step_time_s": 40.0, "time_compile_s": 38.0}, {"step": 2, "step_time_s": 2}]
     events = [{"time": 0, "event": "start"}, {"time": 50, "event": "end"}]
-    found = ettr.measured(events, [*rows, {"step": 2, "eval_loss": 1.0}])
+    found = timeline.measured(events, [*rows, {"step": 2, "eval_loss": 1.0}])
     assert (found["training_s"], found["down_s"]) == (4, 46) and found["ettr"] == 0.08
 
 
@@ -115,10 +115,12 @@ def test_ettr_by_measurement_agrees_with_the_formula():
         end = (interval + lost) * step_s + load_s
         events = [{"time": 0, "event": "start"}, {"time": 1, "event": "fault"},
                   {"time": end, "event": "end"}]  # fmt: skip
-        found = ettr.measured(events, rows)
+        found = timeline.measured(events, rows)
         assert (found["training_s"], found["redone_s"], found["down_s"], found["faults"]) == (
             interval * step_s, lost * step_s, pytest.approx(load_s), 1,
         )  # fmt: skip
         wasted += found["total_s"]
         training += found["training_s"]
-    assert training / wasted == pytest.approx(ettr.formula(interval, step_s, 0, load_s), rel=0.01)
+    assert training / wasted == pytest.approx(
+        timeline.formula(interval, step_s, 0, load_s), rel=0.01
+    )

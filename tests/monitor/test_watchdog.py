@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 from megajax.core.errors import SUPERSEDED
-from megajax.monitor.job import Limits
+from megajax.monitor.detectors import Limits, Watchdog
 from megajax.monitor.records import Record
-from megajax.monitor.watchdog import Watchdog
 
 HOSTS = {"a": (0, 1), "b": (2, 3)}
 LIMITS = Limits(start=100, step=20, save=60, evaluate=200, silence=5, settle=2)

@@ -16,7 +16,7 @@ import pytest
 from megajax.core import config
 from megajax.core.errors import UserError
 from megajax.data.tokenizer import ByteTokenizer
-from megajax.monitor.lines import Lossy
+from megajax.monitor.records import Lossy
 from megajax.training import report
 from megajax.training.config import Config
 from megajax.training.evaluate import by_label
@@ -144,7 +144,7 @@ def test_a_full_disk_at_the_start(tmp_path, full, monkeypatch):
 FULL_OUTPUT = """
 import sys
 from megajax.core import script
-from megajax.monitor.lines import keep_standard_streams
+from megajax.monitor.records import keep_standard_streams
 if sys.argv[1] == "run":
     keep_standard_streams(pipes=False)
 with script.output_may_close():

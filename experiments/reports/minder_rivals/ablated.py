@@ -18,8 +18,8 @@ import numpy as np
 from experiments.reports.minder_rivals import ours
 from experiments.reports.minder_rivals.view import WINDOW, Said
 from megajax.monitor.fleet import METRICS, Case
-from megajax.monitor.grid import Grid
-from megajax.monitor.sources.names import MINDER, WATCHED
+from megajax.monitor.samples import Grid
+from megajax.monitor.sources.convert import MINDER, WATCHED
 from megajax.systems.minder import Detector, Settings, features, tracker, training
 
 Patch = Callable[[], Any]

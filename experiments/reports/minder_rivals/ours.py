@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from experiments.reports.minder_rivals.view import Said
-from megajax.monitor.grid import Grid
+from megajax.monitor.samples import Grid
 from megajax.systems.minder import Detector
 
 DECLARED = 10.0  # seconds after which a departure is declared: clocks are up to 2 s wrong

@@ -20,7 +20,7 @@ import numpy as np
 from megajax.core.tree import Tree, named_leaves, nest
 from megajax.models import lstm_vae
 from megajax.models.lstm_vae import LstmVaeConfig
-from megajax.monitor.grid import Grid
+from megajax.monitor.samples import Grid
 from megajax.systems.minder import Detector
 
 WINDOW = 8  # seconds, side by side (paper: one starts every second)

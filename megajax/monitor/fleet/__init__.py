@@ -5,13 +5,26 @@ from megajax.core.lazy import public
 __getattr__, __dir__, __all__ = public(
     __name__,
     {
-        "case_sets": ("Case", "Family", "FAMILIES", "cases"),
-        "disturbances": ("Disturbance", "Move"),
-        "faults": ("Fault", "draw_fault"),
-        "kinds": ("KINDS", "MIXES"),
-        "roles": ("Layout",),
-        "settings": ("Setting",),
-        "simulator": ("Fleet",),
-        "specs": ("METRICS", "Spec"),
+        "faults": (
+            "Fault",
+            "draw_fault",
+            "KINDS",
+            "MIXES",
+            "Disturbance",
+            "Move",
+            "METRICS",
+            "Spec",
+        ),
+        "roles": (
+            "Layout",
+            "Setting",
+        ),
+        "simulator": (
+            "Fleet",
+            "Case",
+            "Family",
+            "FAMILIES",
+            "cases",
+        ),
     },
 )

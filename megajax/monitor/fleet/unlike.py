@@ -29,7 +29,7 @@ from typing import Literal
 import numpy as np
 
 from megajax.core.errors import UserError
-from megajax.monitor.grid import Grid
+from megajax.monitor.samples import Grid
 
 Kind = Literal["order", "spread", "lag", "level"]
 KINDS: tuple[Kind, ...] = ("order", "spread", "lag", "level")

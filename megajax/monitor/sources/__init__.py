@@ -1,6 +1,6 @@
 """Where the metrics of machines come from: a Prometheus server, files, the records of a run.
 
-Each gives Samples (megajax/monitor/samples.py) under the names of the table in names.py.
+Each gives Samples (megajax/monitor/samples.py) under the names of the table in convert.py.
 """
 
 from megajax.core.lazy import public
@@ -9,9 +9,11 @@ __getattr__, __dir__, __all__ = public(
     __name__,
     {
         "convert": ("canonical",),
-        "files": ("read",),
+        "files": (
+            "read",
+            "from_records",
+        ),
         "http_query": ("Refused", "Unavailable"),
-        "run_records": ("from_records",),
         "server": ("prometheus",),
     },
 )

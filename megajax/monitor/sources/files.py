@@ -18,7 +18,7 @@ import gzip
 import io
 import math
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ import numpy as np
 
 from megajax.core.errors import UserError, did_you_mean
 from megajax.core.files import open_regular, size_of
+from megajax.monitor.records import Record
 from megajax.monitor.samples import Samples
 from megajax.monitor.sources.convert import canonical
 
@@ -495,3 +496,31 @@ def _of_batch(path: Path, pyarrow: Any, first: int, columns: dict[str, Any]) -> 
         numbers[name], texts[name] = (values, np.zeros(len(values), bool)), values
     size = len(numbers["value"][0])
     return _Block(np.arange(first, first + size), texts, numbers, words)
+
+
+# ---- samples from the records of a run (megajax/monitor/records.py), as a driver has them
+#
+# A machine is a host, a metric the name of a record. The ranks and devices of a host are its
+# devices: their mean and extremes count (convert.py). Times are those of the hosts' clocks. Texts
+# are no metrics.
+
+
+def from_records(records: Sequence[Record], offset_s: Mapping[str, float] | None = None) -> Samples:
+    """Returns the numbers of records as samples.
+
+    offset_s: by host, how many seconds its clock is ahead; it is taken away.
+    """
+    ahead = offset_s or {}
+
+    def metric(r: Record) -> str:
+        places = (("rank", r.rank), ("device", r.device))
+        labels = ",".join(f'{name}="{number}"' for name, number in places if number is not None)
+        return f"{r.name}{{{labels}}}" if labels else r.name
+
+    return canonical(
+        Samples.of(
+            (r.time - ahead.get(r.host, 0.0), r.host, metric(r), float(r.value))
+            for r in records
+            if isinstance(r.value, int | float) and math.isfinite(r.time)
+        )
+    )

@@ -1,9 +1,9 @@
 """Samples from a Prometheus server, by range queries in pages.
 
 Each metric is one expression; its series are told apart by the label `instance`, which is the
-machine. By default the expressions are those of promql.py for what the server has, with the scrape
-interval of each exporter as the server's own samples show it. Two exporters of one host differ in
-the port of their `instance`; they are one machine if no metric comes from both.
+machine. By default the expressions are made of the table of convert.py for what the server has,
+with the scrape interval of each exporter as the server's own samples show it. Two exporters of one
+host differ in the port of their `instance`; they are one machine if no metric comes from both.
 
 A page that is lost is a hole and a note. `read` raises only if nothing can be read, if reading
 again would not help, or if the answers are more than one read may hold. A read has a limit of time
@@ -18,7 +18,7 @@ import re
 import statistics
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +26,108 @@ import numpy as np
 
 from megajax.core.errors import UserError, did_you_mean
 from megajax.monitor.samples import Samples, index
-from megajax.monitor.sources import names, promql
-from megajax.monitor.sources.convert import Rows, over_devices
+from megajax.monitor.sources import convert
+from megajax.monitor.sources.convert import COUNTER, Rows, Way, over_devices
 from megajax.monitor.sources.http_query import Client, Refused, TooLarge, Unavailable
+
+# ---- the table of convert.py as expressions of Prometheus
+#
+# A range query looks back 5 minutes for the last sample of a series, which would hide that a series
+# has stopped. Every series is therefore used only while its newest sample is younger than two and a
+# half scrape intervals, which `timestamp` tells; and rates are those between the last two readings
+# (`irate`), as in convert.py. Series of one machine (the label `instance`) become one, because
+# eight GPUs and hundreds of processors would else be sent for every host.
+
+
+FRESH, BACK = 2.5, 3.5  # (chosen) scrape intervals: the age of a sample, and how far a rate looks
+MACHINE = "instance"
+_OVER = {"": "avg", convert.LEAST: "min", convert.GREATEST: "max"}
+
+
+def exporter_names(metric: str) -> tuple[str, ...]:
+    """Returns all series that a metric may come from."""
+    ways = convert.METRICS.get(split(metric)[0], ())
+    found = [n for way in ways for n in (*way.names, way.rest_of) if n not in ("", "1")]
+    return tuple(dict.fromkeys(found))
+
+
+def split(metric: str) -> tuple[str, str]:
+    """Returns (metric of the table, "_min", "_max" or ""); gpu_count is of the first counted."""
+    if metric == convert.GPU_COUNT:
+        return convert.COUNTED[0], ""
+    for suffix in (convert.LEAST, convert.GREATEST):
+        if metric.endswith(suffix) and metric.removesuffix(suffix) in convert.METRICS:
+            return metric.removesuffix(suffix), suffix
+    return metric, ""
+
+
+def all_metrics() -> tuple[str, ...]:
+    """Returns every metric that there is an expression for, extremes included."""
+    found = []
+    for metric, ways in convert.METRICS.items():
+        found += [metric] * bool(ways)
+        if any(way.over == "devices" and _is_per_gpu(way) for way in ways):
+            found += [metric + convert.LEAST, metric + convert.GREATEST]
+    return (*found, convert.GPU_COUNT)
+
+
+def expression(metric: str, intervals: Mapping[str, float]) -> str | None:
+    """Returns the expression of a metric, None where the server has no series for it.
+
+    intervals: scrape interval in seconds of each of an exporter's names that the server has.
+    """
+    base, suffix = split(metric)
+    for way in convert.METRICS.get(base, ()):
+        there = [n for n in way.names if n in intervals]
+        needed = [*way.names, way.rest_of] if way.over == "devices" else [way.rest_of]
+        if there and all(n in ("", "1") or n in intervals for n in needed):
+            over = "count" if metric == convert.GPU_COUNT else _over(way, suffix)
+            return f"{over} by ({MACHINE}) ({_value(way, there, intervals)})"
+    return None
+
+
+def _over(way: Way, suffix: str) -> str:
+    return _OVER[suffix] if way.over == "devices" else {"mean": "avg"}.get(way.over, way.over)
+
+
+def _value(way: Way, there: Collection[str], intervals: Mapping[str, float]) -> str:
+    """Returns the value of every device."""
+    parts = [_series(name, way, intervals[name]) for name in there]
+    if len(parts) == 1:
+        found = parts[0]
+    elif way.over == "devices":  # equal labels
+        found = " + ".join(f"({p})" for p in parts)
+    else:  # the labels of two names may be equal: another label tells them apart
+        found = " or ".join(
+            f'label_replace({p}, "of", "{k}", "{MACHINE}", ".*")' for k, p in enumerate(parts)
+        )
+    if way.scale != 1:
+        found = f"{way.scale!r} * ({found})"
+    if way.rest_of == "1":
+        return f"1 - ({found})"
+    if way.rest_of:
+        return f"1 - ({found}) / ({_series(way.rest_of, way, intervals[way.rest_of])})"
+    return found
+
+
+def _series(name: str, way: Way, interval: float) -> str:
+    """Returns the fresh values, or rates, of an exporter's series."""
+    selector = f"{name}{{{way.only}}}" if way.only else name
+    rate = way.kind == COUNTER and name != way.rest_of
+    value = f"irate({selector}[{_duration(BACK * interval)}])" if rate else selector
+    return f"({value} and timestamp({selector}) > time() - {FRESH * interval:.3f})"
+
+
+def _duration(seconds: float) -> str:
+    return f"{max(1, round(1000 * seconds))}ms"
+
+
+def _is_per_gpu(way: Way) -> bool:
+    return any(name.startswith("DCGM_") for name in way.names)
+
+
+# ---- the source
+
 
 PAGE = 11_000  # points of a series: Prometheus refuses more
 POINTS = 400_000  # (chosen: some 10 MB of text) of a page, once the number of series is known
@@ -71,7 +170,7 @@ def prometheus(
         raise UserError(f"step_s={step_s} must be a whole number of seconds; nearest: 1")
     if queries is not None and (not queries or metrics is not None):
         raise UserError("give queries={metric: expression} or metrics=[...], and at least one")
-    known = promql.all_metrics()
+    known = all_metrics()
     for metric in metrics or ():
         if metric not in known:
             raise UserError(
@@ -130,7 +229,7 @@ class Server:
             raise UserError(f"start={start} must be before end={end} (Unix seconds)")
         notes: list[str] = []
         samples, queries = self._ask(start, end, notes)
-        if empty := [m for m in queries if not {m, m + names.LEAST} & set(samples.metrics)]:
+        if empty := [m for m in queries if not {m, m + convert.LEAST} & set(samples.metrics)]:
             notes.append(f"{self._client.where}: no machine has {', '.join(empty)}")
         notes += [*samples.notes, *self._silent(samples)]
         return dataclasses.replace(samples, notes=tuple(dict.fromkeys(notes)))
@@ -162,7 +261,7 @@ class Server:
         if self._queries is not None:
             return dict(self._queries)
         window = {"start": f"{start:.3f}", "end": f"{end:.3f}"}
-        wanted = {n for m in self._metrics for n in promql.exporter_names(m)}
+        wanted = {n for m in self._metrics for n in exporter_names(m)}
 
         def known(data: Any) -> set[str]:
             if not isinstance(data, list):
@@ -173,8 +272,8 @@ class Server:
         there, _ = self._client.ask("label/__name__/values", window, known, until=until)
         until = time.monotonic() + self._timeout_s  # for all of them: what is late is asked again
         intervals = {name: self._interval(name, end, until, notes) for name in sorted(there)}
-        made = {m: promql.expression(m, intervals) for m in self._metrics}
-        absent = [promql.split(m)[0] for m, text in made.items() if text is None]
+        made = {m: expression(m, intervals) for m in self._metrics}
+        absent = [split(m)[0] for m, text in made.items() if text is None]
         if absent := list(dict.fromkeys(absent)):
             more = f" and {len(absent) - 8} more" if len(absent) > 8 else ""
             notes.append(f"{self._client.where}: has no {', '.join(absent[:8])}{more}")
@@ -312,7 +411,7 @@ class Server:
     ) -> Samples:
         """Returns one sample a machine, metric and moment, devices as their mean and extremes."""
         for metric in sorted({p.metric for p in parts if p.nameless}):
-            notes.append(f"{metric}: series without the label {promql.MACHINE!r} were left out")
+            notes.append(f"{metric}: series without the label {MACHINE!r} were left out")
         if outside := sum(p.outside for p in parts):
             notes.append(
                 f"{self._client.where}: {outside} samples of times that were not asked for"
@@ -321,7 +420,7 @@ class Server:
         if len(there) > MACHINES:
             raise Unavailable(
                 f"{self._client.where}: the answers name {len(there):,} machines; {MACHINES:,} are "
-                f"read at most. Does the label {promql.MACHINE!r} name machines?"
+                f"read at most. Does the label {MACHINE!r} name machines?"
             )
         self._forget(there)
         for p in parts:
@@ -429,7 +528,7 @@ def _parse(page: _Page, data: Any, step_s: int, where: str) -> _Part:
         if (samples := samples + len(values)) > ANSWER:
             raise TooLarge(f"{where}: an answer of more than {ANSWER:,} samples")
         points_N2 = np.array(values, np.float64).reshape(len(values), 2)
-        if (instance := labels.pop(promql.MACHINE, "")) == "":
+        if (instance := labels.pop(MACHINE, "")) == "":
             nameless += 1
             continue
         labels.pop("__name__", None)

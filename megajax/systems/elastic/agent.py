@@ -24,9 +24,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megajax.monitor import heartbeat, lease, stream
+from megajax.monitor import heartbeat, records
 from megajax.monitor.heartbeat import Span
-from megajax.monitor.host_meter import HostMeter
+from megajax.monitor.meter import HostMeter
 from megajax.monitor.records import Record, without_host
 from megajax.systems.elastic import checks, links, ranks, reaper, shared
 from megajax.systems.elastic.hosts import AGENT
@@ -74,7 +74,7 @@ class Agent:
     def _claim(self) -> None:
         """Takes a folder in shared memory."""
         self._folder, self._lock = shared.claim(shared.root())
-        self._lease = lease.Lease(lease.beside(self._folder / "any"))
+        self._lease = heartbeat.Lease(heartbeat.beside(self._folder / "any"))
 
     def _release(self) -> None:
         """Removes the folder."""
@@ -167,7 +167,7 @@ class Agent:
             case "lease":
                 self._lease.renew(message["since"])
             case "moment":
-                self._line.send({"moment": lease.now()})
+                self._line.send({"moment": heartbeat.now()})
             case "ping":
                 self._line.send({"mine": time.monotonic()})
             case "port":
@@ -250,7 +250,7 @@ class Agent:
                 self._line.send({"out": text})
             found += p.records(name, meter, text)
         rows = [without_host(r) for r in found]
-        self._line.send({"report": self._attempt, "records": rows, "moment": lease.now()})
+        self._line.send({"report": self._attempt, "records": rows, "moment": heartbeat.now()})
 
     def _stacks(self) -> dict[int, str]:
         """Returns the Python stacks of every rank, or why there are none."""
@@ -293,7 +293,7 @@ class Agent:
             with contextlib.suppress(OSError):
                 self._tell_reaper(f"reaped {p.popen.pid}")
             p.output.close()
-            for file in (p.progress, heartbeat.stacks_file(p.progress), stream.beside(p.progress)):
+            for file in (p.progress, heartbeat.stacks_file(p.progress), records.beside(p.progress)):
                 file.unlink(missing_ok=True)
 
     def _left(self) -> set[int]:

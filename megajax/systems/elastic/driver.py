@@ -20,8 +20,8 @@ from typing import Any
 
 from megajax.monitor import records
 from megajax.monitor.alerts import RESPONSES, Action
-from megajax.monitor.lease import LOOK_S
-from megajax.monitor.watchdog import Watchdog
+from megajax.monitor.detectors import Watchdog
+from megajax.monitor.heartbeat import LOOK_S
 from megajax.systems.elastic import checks, links
 from megajax.systems.elastic.events import Journal
 from megajax.systems.elastic.hosts import ANSWER_S, Host, Hosts, Spawn

@@ -17,9 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megajax.monitor import timeline
-from megajax.monitor.lines import Lines
-from megajax.monitor.records import Record
-from megajax.monitor.sinks import Prometheus
+from megajax.monitor.records import Lines, Prometheus, Record
 
 SHARE = "own_work_share"  # of slow_rank.py, in usual steps
 # Rules that name a rank for being sick, and not for what it printed.

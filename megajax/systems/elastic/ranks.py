@@ -10,9 +10,9 @@ import time
 from collections.abc import Collection, Mapping
 from pathlib import Path
 
-from megajax.monitor import heartbeat, stream
-from megajax.monitor.host_meter import HostMeter
-from megajax.monitor.records import Record, newest
+from megajax.monitor import heartbeat
+from megajax.monitor.meter import HostMeter
+from megajax.monitor.records import Reader, Record, beside, newest
 from megajax.systems.elastic.output import Output
 
 LINES = 20  # (chosen) keyword lines told of one process
@@ -40,7 +40,7 @@ class Process:
     told: int = 0
     error: str = ""  # the last that it printed
     in_traceback: bool = False
-    reader: stream.Reader | None = None
+    reader: Reader | None = None
 
     def code(self) -> int | None:
         """Returns how it ended: negative for a signal, except those that a run saves on."""
@@ -90,7 +90,7 @@ class Process:
     def records(self, host: str, meter: HostMeter, text: str) -> list[Record]:
         """Returns what there is to say of it: the newest of what it recorded itself, and what is
         seen from outside, which counts where both have a name. text: new in its log."""
-        self.reader = self.reader or stream.Reader(stream.beside(self.progress), host, self.rank)
+        self.reader = self.reader or Reader(beside(self.progress), host, self.rank)
         progress, code, now = heartbeat.read(self.progress), self.code(), time.time()
         seen: dict[str, float | int | str] = {"state": "X" if code is not None else self.state()}
         if code is not None:

@@ -3,8 +3,7 @@
 import dataclasses
 from collections.abc import Mapping
 
-from megajax.monitor.detectors import DETECTORS, Maker
-from megajax.monitor.job import Limits
+from megajax.monitor.detectors import DETECTORS, Limits, Maker
 from megajax.systems.elastic.policy import Guard, Policy
 
 

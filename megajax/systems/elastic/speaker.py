@@ -8,7 +8,7 @@ import queue
 import threading
 from typing import TextIO
 
-from megajax.monitor.lines import Lossy
+from megajax.monitor.records import Lossy
 
 TEXTS = 1000  # (chosen) that wait to be printed; a text is at most what a log grows in a period
 LAST_S = 2.0  # (chosen) for the last of them at the end

@@ -18,8 +18,8 @@ import numpy as np
 
 from megajax.core.errors import UserError
 from megajax.models.lstm_vae import LstmVaeConfig
-from megajax.monitor.grid import Grid, period_of
-from megajax.monitor.sources.names import MINDER
+from megajax.monitor.samples import Grid, period_of
+from megajax.monitor.sources.convert import MINDER
 from megajax.systems.minder import (
     dynamics,
     edges,

@@ -23,14 +23,12 @@ from megajax.core import mesh
 from megajax.core.errors import UserError
 from megajax.monitor import heartbeat
 from megajax.monitor.alerts import Kind
+from megajax.monitor.detectors import Limits, Watchdog
 from megajax.monitor.heartbeat import Heartbeat
-from megajax.monitor.host_meter import HostMeter
-from megajax.monitor.job import Limits
-from megajax.monitor.lines import Lines
+from megajax.monitor.meter import HostMeter
 from megajax.monitor.minder_config import MinderConfig
-from megajax.monitor.records import Record, newest, parse, without_host
+from megajax.monitor.records import Lines, Record, newest, parse, without_host
 from megajax.monitor.timers import Timers
-from megajax.monitor.watchdog import Watchdog
 from megajax.systems.elastic import shared
 from megajax.systems.minder.run import NAME, RESPONSES, RunMinder
 

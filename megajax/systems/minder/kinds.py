@@ -1,7 +1,7 @@
 """Names the fault type of an alert: the one whose signature is nearest to the machine's scores.
 
-monitor/fleet/kinds.py says how each type changes which metrics. Only its names and shares come from
-Minder (NSDI 2025, arXiv 2411.01791, table 1). Signs and sizes are ASSUMED, because the paper's
+monitor/fleet/faults.py says how each type changes which metrics. Only its names and shares come
+from Minder (NSDI 2025, arXiv 2411.01791, table 1). Signs and sizes are ASSUMED, because the paper's
 table of probabilities is not public. Simulated jobs are drawn from the same table, so the types of
 their alerts do not show how well the types of real faults are recognised. Whether a machine is
 named does not depend on its type.
@@ -10,9 +10,9 @@ named does not depend on its type.
 import functools
 from collections.abc import Mapping
 
-from megajax.monitor.fleet.kinds import GROUPS, KINDS
+from megajax.monitor.fleet.faults import GROUPS, KINDS
 
-# Metrics of real exporters (monitor/sources/names.py) that the simulator does not have.
+# Metrics of real exporters (monitor/sources/convert.py) that the simulator does not have.
 ALSO = {"disk": ("disk_busy", "disk_throughput")}
 LEAST = 0.45  # (chosen) cosine below which no type is near
 

@@ -9,8 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from megajax.core.errors import UserError
-from megajax.monitor.grid import Grid, hold, to_grid
-from megajax.monitor.samples import Samples
+from megajax.monitor.samples import Grid, Samples, hold, to_grid
 from megajax.monitor.sources.files import read
 from megajax.systems.minder.settings import TICK
 

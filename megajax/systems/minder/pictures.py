@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from megajax.monitor.grid import Grid
+from megajax.monitor.samples import Grid
 from megajax.systems.minder.alert import Alert
 from megajax.systems.minder.recent import Recent
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from megajax.monitor.grid import Grid
+from megajax.monitor.samples import Grid
 
 
 class Recent:

@@ -24,7 +24,7 @@ import numpy as np
 
 from megajax.core import files
 from megajax.core.errors import UserError
-from megajax.monitor.grid import Grid
+from megajax.monitor.samples import Grid
 from megajax.systems.minder.ledger import Lasting
 from megajax.systems.minder.recent import merged
 from megajax.systems.minder.settings import LEAST, Settings

@@ -2,7 +2,7 @@
 
 --detector=minder adds four rules to a driver's watchdog:
 
-hang    a rank for which all others wait, within seconds, by progress (monitor/hang.py); warns
+hang    a rank for which all others wait, within seconds, by progress (monitor/detectors.py); warns
 slow    a rank whose own work makes the steps slow, by step times (monitor/slow_rank.py); evicts
 minder  a machine whose metrics differ from the others' (detector.py, a child process); evicts
 course  a machine whose metrics vary more than the others', or come later; warns, because a clock
@@ -22,14 +22,10 @@ from megajax.core.errors import UserError
 from megajax.core.paths import expand
 from megajax.monitor import alerts
 from megajax.monitor.alerts import Action, Alert, Kind
-from megajax.monitor.detectors import DETECTORS, NEEDED, Maker, choose
-from megajax.monitor.hang import Hang
-from megajax.monitor.job import Job
+from megajax.monitor.detectors import DETECTORS, NEEDED, Hang, Job, Maker, choose
 from megajax.monitor.minder_config import MinderConfig
-from megajax.monitor.own_work import TICKS, OwnWork
-from megajax.monitor.record_file import RecordFile
 from megajax.monitor.records import Record
-from megajax.monitor.slow_rank import SlowRank
+from megajax.monitor.slow_rank import TICKS, OwnWork, RecordFile, SlowRank
 from megajax.systems.elastic.events import Journal
 from megajax.systems.elastic.evictions import Eviction, Evictions
 from megajax.systems.minder import alert as minder_alert

@@ -13,7 +13,7 @@ from typing import Any
 
 from megajax.monitor.alertmanager import Alertmanager, Firing
 from megajax.monitor.exporter import Row
-from megajax.monitor.lines import Lines
+from megajax.monitor.records import Lines
 from megajax.monitor.sources.http_query import plain
 from megajax.systems.minder.alert import Alert
 from megajax.systems.minder.ledger import Lasting, Ledger

@@ -21,9 +21,8 @@ from typing import Protocol
 
 from megajax.core import files
 from megajax.core.errors import UserError
-from megajax.monitor.grid import Grid
 from megajax.monitor.quality import nothing_in
-from megajax.monitor.samples import Samples, of_machines
+from megajax.monitor.samples import Grid, Samples, of_machines
 from megajax.monitor.sources.http_query import Refused, plain
 from megajax.systems.minder.alert import Alert, without_numbers
 from megajax.systems.minder.detector import Detector

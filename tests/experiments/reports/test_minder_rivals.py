@@ -9,7 +9,7 @@ from scipy.special import gammaln
 
 from experiments.reports.minder_rivals import distances, forest, others, rule
 from experiments.reports.minder_rivals.view import Base, View, nearest
-from megajax.monitor.grid import Grid
+from megajax.monitor.samples import Grid
 
 RNG = np.random.default_rng
 

@@ -20,7 +20,7 @@ import struct
 import sys
 import time
 
-from megajax.monitor import faults, stream
+from megajax.monitor import faults, records
 from megajax.monitor.records import Recorder
 from megajax.monitor.timers import Timers
 
@@ -83,7 +83,7 @@ def main(folder, steps, every, pause_s, spec=""):
     atexit.register(lambda: clean or time.sleep(60))  # jax's barrier; runs after the timers' word
     progress, attempt = pathlib.Path(os.environ["MEGAJAX_PROGRESS"]), os.environ["MEGAJAX_ATTEMPT"]
     timers = Timers.of_process(progress)
-    recorder = Recorder(stream.of_process(progress), rank)
+    recorder = Recorder(records.of_process(progress), rank)
     injector = faults.Injector(faults.parse(spec), rank, int(attempt), recorder.emit)
     faults._poison = lambda state: math.nan
     asked = []

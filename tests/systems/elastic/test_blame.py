@@ -11,10 +11,8 @@ import random
 
 import pytest
 
-from megajax.monitor.detectors import DETECTORS
-from megajax.monitor.job import Limits
+from megajax.monitor.detectors import DETECTORS, Limits, Watchdog
 from megajax.monitor.records import Record
-from megajax.monitor.watchdog import Watchdog
 from megajax.systems.elastic.hosts import Host, Hosts
 from megajax.systems.elastic.policy import ELSEWHERE, POISON, Policy, Recovery
 

@@ -17,9 +17,9 @@ import time
 import pytest
 
 from megajax.core.errors import UserError
-from megajax.monitor import host_meter, lease
-from megajax.monitor.job import Limits
-from megajax.monitor.sinks import read_jsonl
+from megajax.monitor import heartbeat, meter
+from megajax.monitor.detectors import Limits
+from megajax.monitor.records import read_jsonl
 from megajax.systems.elastic import driver as driver_module
 from megajax.systems.elastic import hosts, ranks, reaper, shared
 from megajax.systems.elastic.agent import Agent
@@ -72,7 +72,7 @@ def test_a_log_that_is_removed_is_read_on(tmp_path):
     (tmp_path / "fifo").write_text("\n")
     popen.wait()
     assert output.new_text() == "éb" and output.total == 4
-    assert host_meter.disk_free(log.parent) > 0
+    assert meter.disk_free(log.parent) > 0
     output.close()
 
 
@@ -172,8 +172,8 @@ def test_a_process_whose_lease_is_over_does_not_wait_for_its_output(monkeypatch)
     monkeypatch.setattr(os, "_exit", ended.append)
     monkeypatch.setattr(os, "write", lambda *args: written.append(args))
     monkeypatch.setattr(select, "select", lambda r, w, x, t: select_(r, [writer] if w else w, x, t))
-    lease.end("of a test")
-    assert ended == [lease.EXPIRED] and not written
+    heartbeat.end("of a test")
+    assert ended == [heartbeat.EXPIRED] and not written
     os.close(reader)
     os.close(writer)
 
@@ -188,9 +188,9 @@ def two_of(mark):
 
 AN_AGENT = """
 import os, pathlib, sys
-from megajax.monitor import lease
-from megajax.monitor.job import Limits
-from megajax.monitor.sinks import read_jsonl
+from megajax.monitor import heartbeat
+from megajax.monitor.detectors import Limits
+from megajax.monitor.records import read_jsonl
 from megajax.systems.elastic import driver as driver_module
 from megajax.systems.elastic import ranks, reaper, shared
 from megajax.systems.elastic.agent import Agent

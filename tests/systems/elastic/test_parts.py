@@ -13,7 +13,7 @@ import types
 import pytest
 
 from megajax.core.errors import SUPERSEDED
-from megajax.monitor import ettr, host_meter
+from megajax.monitor import meter, timeline
 from megajax.monitor.alerts import Action
 from megajax.systems.elastic import checks, hosts, output, ranks, reaper, shared
 from megajax.systems.elastic.events import Journal
@@ -281,9 +281,9 @@ def test_a_disk_that_takes_nothing_costs_the_evidence_and_not_the_job(tmp_path, 
 
 def test_time_is_counted_by_a_clock_that_nobody_sets():
     events = [{"time": 90_000.0, "clock": 1.0}, {"time": 3610.0, "clock": 21.0}]
-    assert ettr.elapsed(events) == 21.0
-    assert ettr.elapsed(events * 2) == 42.0  # a second driver wrote on
-    assert ettr.elapsed([{"time": 5.0}, {"time": 9.0}]) == 4.0
+    assert timeline.elapsed(events) == 21.0
+    assert timeline.elapsed(events * 2) == 42.0  # a second driver wrote on
+    assert timeline.elapsed([{"time": 5.0}, {"time": 9.0}]) == 4.0
 
 
 # ---- the agent's view
@@ -366,13 +366,13 @@ def test_folders_of_dead_agents_are_removed_and_no_others(tmp_path, monkeypatch)
 
 
 def test_traffic_counts_this_machines_network():
-    before = host_meter.traffic()
+    before = meter.traffic()
     a, b = pair()
     a.sendall(os.urandom(50_000))
     b.recv(50_000, socket.MSG_WAITALL)
     a.close()
     b.close()
-    assert host_meter.traffic() - before >= 50_000
+    assert meter.traffic() - before >= 50_000
 
 
 @pytest.mark.slow

@@ -9,12 +9,13 @@ import urllib.request
 
 import pytest
 
-from megajax.monitor.sources import names, promql
+from megajax.monitor.sources import convert
+from megajax.monitor.sources import server as server_
 from megajax.systems.minder.telling import NAMES, PREFIX
 from tests import machines
 
 FILE = machines.ROOT / "scripts" / "minder_grafana.json"
-SHOWN = {n for metric in names.WATCHED for n in promql.exporter_names(metric)}
+SHOWN = {n for metric in convert.WATCHED for n in server_.exporter_names(metric)}
 # What a word of PromQL may be besides the name of a metric.
 FUNCTIONS = {
     "sum", "max", "min", "avg", "quantile", "topk", "rate", "irate", "increase", "changes", "time",
@@ -51,7 +52,7 @@ def test_every_metric_of_every_expression_exists(dashboard):
         assert not (unknown := words(text) - {*NAMES, *SHOWN}), (title, unknown)
         used |= words(text)
     assert {n for n in NAMES if n.startswith(PREFIX)} <= used  # all of the daemon is shown
-    assert set(names.WATCHED) <= {p["title"] for p in dashboard["panels"]}
+    assert set(convert.WATCHED) <= {p["title"] for p in dashboard["panels"]}
 
 
 def test_a_name_that_does_not_exist_is_noticed():

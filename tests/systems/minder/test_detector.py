@@ -13,8 +13,7 @@ import pytest
 from experiments.reports import minder_time
 from experiments.reports.minder_rivals import ablated
 from megajax.core.errors import UserError
-from megajax.monitor.grid import Grid
-from megajax.monitor.samples import Samples
+from megajax.monitor.samples import Grid, Samples
 from megajax.systems.minder import Detector, Settings, features, fit, training
 from megajax.systems.minder.judge import SUSPECTED
 

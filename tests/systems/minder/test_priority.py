@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from megajax.core.errors import UserError
-from megajax.monitor.grid import Grid
+from megajax.monitor.samples import Grid
 from megajax.systems.minder import Detector, priority
 
 BEGIN = 1_700_000_000

@@ -10,7 +10,7 @@ import time
 import numpy as np
 import pytest
 
-from megajax.monitor.grid import Grid
+from megajax.monitor.samples import Grid
 from megajax.systems.minder import Alert, Detector, Settings
 from megajax.systems.minder.ledger import Lasting
 from megajax.systems.minder.refit import Plan, Refit, compare, stretches

@@ -9,12 +9,11 @@ import pytest
 
 from megajax.core.errors import UserError
 from megajax.monitor.alerts import RESPONSES, Action
-from megajax.monitor.detectors import DETECTORS
-from megajax.monitor.job import Limits
+from megajax.monitor.detectors import DETECTORS, Limits
 from megajax.monitor.minder_config import MinderConfig
-from megajax.monitor.record_file import RecordFile
 from megajax.monitor.records import Record
 from megajax.monitor.samples import Samples
+from megajax.monitor.slow_rank import RecordFile
 from megajax.monitor.sources import from_records, read
 from megajax.monitor.sources.http_query import Unavailable
 from megajax.systems.minder import run

@@ -13,8 +13,7 @@ import pytest
 
 from megajax.core.errors import UserError
 from megajax.monitor import exporter
-from megajax.monitor.grid import Grid
-from megajax.monitor.samples import Samples
+from megajax.monitor.samples import Grid, Samples
 from megajax.monitor.sources import Refused, Unavailable
 from megajax.systems.minder import Alert
 from megajax.systems.minder.ledger import Ledger
