@@ -8,33 +8,24 @@ from the next step on.
 
 import asyncio
 import contextlib
-import hashlib
-import hmac
 import json
 import time
-import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Collection
 from typing import Any
 
-from absl import logging
-from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import Route
 
-from megajax.core.errors import UserError
 from megajax.systems.server import fields
 from megajax.systems.server.answers import Answer, Shapes
+from megajax.systems.server.base import Base, Gone, or_gone, until_gone
 from megajax.systems.server.errors import ApiError, EngineFailed
 from megajax.systems.server.metrics import Metrics
 from megajax.systems.server.protocol import Job, Reader
 from megajax.systems.server.text import Decoder, pieces_of
 from megajax.systems.server.worker import Stream, Worker
 
-BODY_S = 30  # (chosen) for a client to send its body
 LARGE = 2**10  # (chosen) tokens of an answer that a thread writes
-GONE = 499  # (nginx) status of a request whose client has closed; nobody reads it
 
 
 class Server:
@@ -55,26 +46,26 @@ class Server:
 
         max_body: bytes of a request. timeout_s: of a request, from its arrival to its last token.
         """
-        self._worker, self._reader, self._metrics, self.name = worker, reader, metrics, name
-        self._keys = [hashlib.sha256(key.encode()).digest() for key in keys]
-        self._max_body, self._timeout_s = max_body, timeout_s
+        self._worker, self._reader, self.name, self._timeout_s = worker, reader, name, timeout_s
         self._tokenizer = worker.engine.tokenizer
         self._tokenizing = asyncio.Semaphore()  # what no model's context bounds, one at a time
         self._pieces, self._born = pieces_of(self._tokenizer), int(time.time())
-        made = Starlette(
-            routes=[
-                Route("/v1/completions", self._guard(self._completions), methods=["POST"]),
-                Route("/v1/chat/completions", self._guard(self._chat), methods=["POST"]),
-                Route("/v1/models", self._guard(self._models)),
-                Route("/v1/models/{name:path}", self._guard(self._models)),
-                Route("/tokenize", self._guard(self._tokenize), methods=["POST"]),
-                Route("/detokenize", self._guard(self._detokenize), methods=["POST"]),
-                Route("/health", self._health),
-                Route("/metrics", self._measured),
-            ],
-            exception_handlers={HTTPException: self._no_route},
+        self._base = Base(
+            {
+                "/v1/completions": ("POST", self._completions),
+                "/v1/chat/completions": ("POST", self._chat),
+                "/v1/models": ("GET", self._models),
+                "/v1/models/{name:path}": ("GET", self._models),
+                "/tokenize": ("POST", self._tokenize),
+                "/detokenize": ("POST", self._detokenize),
+            },
+            worker,
+            metrics,
+            keys=keys,
+            max_body=max_body,
+            help="see /v1/models and docs/serving.md",
         )
-        self.app = _with_one_length(made)
+        self.app = self._base.app
 
     # ---- endpoints
 
@@ -101,7 +92,7 @@ class Server:
         return JSONResponse(model)
 
     async def _tokenize(self, request: Request) -> Response:
-        body = fields.parse(await self._body(request))
+        body = fields.parse(await self._base.body(request))
         context = self._worker.engine.context
 
         def work() -> str:
@@ -112,111 +103,27 @@ class Server:
             return Response(await asyncio.to_thread(work), media_type="application/json")
 
     async def _detokenize(self, request: Request) -> Response:
-        body = fields.parse(await self._body(request))
+        body = fields.parse(await self._base.body(request))
         async with self._tokenizing:
             text = await asyncio.to_thread(self._reader.detokenize, body)
         return JSONResponse({"prompt": text})
-
-    async def _health(self, _: Request) -> Response:
-        try:
-            self._worker.check()
-        except ApiError as error:
-            return JSONResponse({"status": error.code, **error.body}, status_code=503)
-        return JSONResponse({"status": "ok"})
-
-    async def _measured(self, _: Request) -> Response:
-        page, kind = self._metrics.text()
-        return Response(page, headers={"Content-Type": kind})
-
-    # ---- around each request
-
-    def _guard(
-        self, handle: Callable[[Request], Awaitable[Response]]
-    ) -> Callable[[Request], Awaitable[Response]]:
-        """Checks the key, and makes a response of what is raised."""
-
-        async def guarded(request: Request) -> Response:
-            headers = {"X-Request-Id": uuid.uuid4().hex}
-            try:
-                self._check_key(request)
-                response = await handle(request)
-            except ApiError as error:
-                headers |= error.headers
-                response = JSONResponse(error.body, status_code=error.status)
-            except (UserError, EngineFailed) as error:
-                status = 400 if isinstance(error, UserError) else 500
-                response = JSONResponse(ApiError(status, str(error)).body, status_code=status)
-            except (Gone, ClientDisconnect):
-                logging.log_every_n_seconds(
-                    logging.INFO, "clients close connections before they are answered", 60
-                )
-                response = Response(status_code=GONE)
-            except Exception as error:
-                logging.exception("a request to %s failed", request.scope["route"].path)
-                response = JSONResponse(ApiError(500, f"{error!r:.300}").body, status_code=500)
-            response.headers.update(headers)
-            path = request.scope["route"].path
-            self._metrics.count(path, response.status_code)
-            return response
-
-        return guarded
-
-    def _check_key(self, request: Request) -> None:
-        if not self._keys:
-            return
-        scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        given = hashlib.sha256(key.strip().encode()).digest()
-        # Digests have one length, and all of them are compared, whichever fits.
-        known = [hmac.compare_digest(given, k) for k in self._keys]
-        if scheme.lower() != "bearer" or not any(known):
-            raise ApiError(
-                401, "give a valid key: Authorization: Bearer KEY", code="invalid_api_key",
-                headers={"WWW-Authenticate": "Bearer"},
-            )  # fmt: skip
-
-    async def _no_route(self, _: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
-        made = ApiError(error.status_code, f"{error.detail}: see /v1/models and docs/serving.md")
-        return JSONResponse(made.body, status_code=made.status, headers=error.headers)
-
-    async def _body(self, request: Request) -> bytes:
-        """Reads a body. Raises: ApiError for one that is too long, too slow or of another kind."""
-        kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        if kind != "application/json":
-            # A browser asks before it sends this type to another site, so no web page that somebody
-            # opens can use a server on their machine.
-            raise ApiError(415, "the header must be Content-Type: application/json")
-        too_long = ApiError(413, f"the body is longer than {self._max_body} bytes (--max_body)")
-        length = request.headers.get("content-length", "0")
-        if not length.isdecimal() or int(length[:18]) > self._max_body:
-            raise too_long
-        raw = bytearray()
-        try:
-            async with asyncio.timeout(BODY_S):
-                async for part in request.stream():
-                    raw += part
-                    if len(raw) > self._max_body:
-                        raise too_long
-        except TimeoutError:
-            raise ApiError(408, f"the body took more than {BODY_S} seconds") from None
-        return bytes(raw)
 
     # ---- answers
 
     async def _answer(self, request: Request, read: Callable[[dict], Job]) -> Response:
         deadline = time.monotonic() + self._timeout_s
-        raw = await self._body(request)
+        raw = await self._base.body(request)
         self._worker.check()
         body = fields.parse(raw)
         job = await asyncio.to_thread(read, body)
         shapes = Shapes(job, body.get("model") or self.name, self._tokenizer, self._pieces)
         run = Run(self._worker, job, shapes, deadline, self._decoder)
-        gone = asyncio.create_task(_until_gone(request))
+        gone = asyncio.create_task(until_gone(request))
         try:
-            await _or_gone(run.submit(), gone)
+            await or_gone(run.submit(), gone)
             if job.stream:
                 return EventStream(run)
-            return Response(await _or_gone(run.whole(), gone), media_type="application/json")
+            return Response(await or_gone(run.whole(), gone), media_type="application/json")
         finally:
             gone.cancel()
             if not job.stream:
@@ -228,45 +135,6 @@ class Server:
         free = job.kind == "chat" and job.params.structured_outputs is None
         strip = free and getattr(self._tokenizer, "strips_space", False)
         return Decoder(self._tokenizer, self._pieces, strip)
-
-
-def _with_one_length(app: Any) -> Any:
-    """Refuses requests with two lengths, which a proxy in front may end elsewhere (RFC 9112, 6.1:
-    request smuggling)."""
-
-    async def checked(scope: Any, receive: Any, send: Any) -> None:
-        names = {name for name, _ in scope.get("headers", ())}
-        if {b"content-length", b"transfer-encoding"} <= names:
-            error = ApiError(400, "a request has Content-Length or Transfer-Encoding, not both")
-            response = JSONResponse(error.body, 400, headers={"Connection": "close"})
-            return await response(scope, receive, send)
-        await app(scope, receive, send)
-
-    return checked
-
-
-class Gone(Exception):
-    """The client closed its connection."""
-
-
-async def _until_gone(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-
-
-async def _or_gone[T](work: Awaitable[T], gone: asyncio.Task) -> T:
-    """Returns what work returns, unless the client leaves before. Raises: Gone."""
-    task = asyncio.ensure_future(work)
-    try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise Gone
-        return task.result()
-    finally:
-        if not task.done():
-            task.cancel()
-            with contextlib.suppress(BaseException):
-                await task
 
 
 class Run:
@@ -400,9 +268,9 @@ class EventStream(Response):
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         """Sends what comes, until it ends or nobody listens."""
-        gone = asyncio.create_task(_until_gone(Request(scope, receive)))
+        gone = asyncio.create_task(until_gone(Request(scope, receive)))
         try:
-            await _or_gone(self._send(send), gone)
+            await or_gone(self._send(send), gone)
         except (Gone, OSError):
             pass
         finally:

@@ -25,8 +25,7 @@ from absl import logging
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from megajax.core.errors import UserError
-from megajax.systems.server.app import Server
-from megajax.systems.server.worker import Worker
+from megajax.systems.server.base import Work
 
 IDLE_S = 30  # (chosen) a connection is kept between two requests
 HEAD_S = 20  # (chosen) from a connection's begin, or a request's first byte, to its last header
@@ -189,15 +188,16 @@ def _note(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
 
 
 async def serve(
-    server: Server,
-    worker: Worker,
+    server: Any,
+    work: Work,
     made: socket.socket,
     stop_timeout_s: float,
     max_connections: int | None = None,
 ) -> int:
     """Serves until a signal. Returns the exit code.
 
-    max_connections: None: as many as the limit of descriptors leaves room for.
+    server: its `app`, of a Base, is served. work: what its answers come from, which is started
+    here. max_connections: None: as many as the limit of descriptors leaves room for.
     """
     most = most_connections() if max_connections is None else max_connections
     config = uvicorn.Config(
@@ -210,27 +210,27 @@ async def serve(
 
     def ask() -> None:
         (cut if asked.is_set() else asked).set()
-        worker.stop()
+        work.stop()
         http.should_exit = True
 
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, ask)
     loop.set_exception_handler(_note)
-    worker.start()
+    work.start()
     serving = asyncio.create_task(http.serve(sockets=[made]))
     checking = asyncio.create_task(_check_connections(http))
-    waiting = [asyncio.create_task(event.wait()) for event in (asked, worker.failed)]
+    waiting = [asyncio.create_task(event.wait()) for event in (asked, work.failed)]
     await asyncio.wait({*waiting, serving}, return_when=asyncio.FIRST_COMPLETED)
-    if not worker.failed.is_set():
+    if not work.failed.is_set():
         print("stopping: running requests end first", flush=True)
-    worker.stop()
+    work.stop()
     http.should_exit = True
-    code = await _stop(http, worker, serving, cut, stop_timeout_s)
+    code = await _stop(http, work, serving, cut, stop_timeout_s)
     for task in (checking, *waiting):
         task.cancel()
-    if worker.failure is not None:
+    if work.failure is not None:
         print(
-            f"error: the engine failed: {worker.failure}; start the server anew (exit code "
+            f"error: the engine failed: {work.failure}; start the server anew (exit code "
             f"{FAILED})",
             file=sys.stderr, flush=True,
         )  # fmt: skip
@@ -240,7 +240,7 @@ async def serve(
 
 async def _stop(
     http: uvicorn.Server,
-    worker: Worker,
+    work: Work,
     serving: asyncio.Task,
     cut: asyncio.Event,
     timeout_s: float,
@@ -249,19 +249,19 @@ async def _stop(
 
     async def end() -> None:
         await serving
-        await worker.join()
+        await work.join()
 
     ending, cutting = asyncio.create_task(end()), asyncio.create_task(cut.wait())
     late = min(LATE_S, timeout_s / 10)
-    patience = LATE_S if worker.failure is not None else timeout_s - 2 * late
+    patience = LATE_S if work.failure is not None else timeout_s - 2 * late
     first = asyncio.FIRST_COMPLETED
     await asyncio.wait({ending, cutting}, timeout=patience, return_when=first)
     cutting.cancel()
     if ending.done():
         ending.result()
         return 0
-    print(f"stopping: {worker.live} requests are cut off", file=sys.stderr, flush=True)
-    worker.abort()
+    print(f"stopping: {work.live} requests are cut off", file=sys.stderr, flush=True)
+    work.abort()
     await asyncio.wait({ending}, timeout=late)
     if unread := len(http.server_state.connections):
         print(f"stopping: {unread} connections are cut off", file=sys.stderr, flush=True)
@@ -270,5 +270,5 @@ async def _stop(
     await asyncio.wait({ending}, timeout=LATE_S)
     if not ending.done():  # the engine hangs in a step, and would keep the process
         sys.stdout.flush()
-        os._exit(FAILED if worker.failure is not None else 1)
+        os._exit(FAILED if work.failure is not None else 1)
     return 1
