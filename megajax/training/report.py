@@ -282,8 +282,11 @@ def show_model(console: Console, cfg: Any, train_step: TrainStep, mesh: Mesh) ->
     state = train_step.abstract_state
     flops = train_flops_per_token(cfg.model.workload(1, cfg.train.seq_len), "megatron")
     held = tree.nbytes_per_device(state) / 2**30
+    parts, some = train_step.parts, ""
+    if parts.trains is not None:
+        some = f" ({quantity(tree.count(parts.trained(state.params)))} of them trained)"
     console.say(
-        f"{quantity(tree.count(state.params))} parameters, {quantity(flops)} FLOPs a token, "
+        f"{quantity(tree.count(state.params))} parameters{some}, {quantity(flops)} FLOPs a token, "
         f"{held:.3f} GiB of state a device"
     )
     model = cfg.model
