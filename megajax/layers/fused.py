@@ -56,7 +56,7 @@ def expand(
         return ops.expand(mlp, x_BSD, up, matmul)
     bias = mlp.up_bias[...] if mlp.cfg.bias else None
 
-    def product(x_BSD: jax.Array, w: Weight) -> jax.Array:
+    def product(x_BSD: jax.Array, w: Weight, name: str | None = None) -> jax.Array:
         after: Any = {"bias": bias, "activation": mlp.cfg.activation}
         if isinstance(w, PackedWeight):
             return w.matmul(x_BSD, **after)
