@@ -33,8 +33,8 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from experiments.reports import saving
-from experiments.reports.saving import seconds
+from experiments.reports import bytecheckpoint as report
+from experiments.reports.bytecheckpoint import seconds
 from megajax.checkpoint.manager import CheckpointManager
 from megajax.core import config
 from megajax.core import mesh as mesh_
@@ -212,22 +212,22 @@ def main() -> int:
         "cores": os.cpu_count(),
         "cache": "every load begins with its files dropped from the page cache",
     }
-    plan = saving.planned(cfg.plan_ranks)
+    plan = report.planned(cfg.plan_ranks)
     times = former(path, about) if cfg.resume else {}
     try:
         for run in repeat(cfg, state, times):
             seen = [{"what": w, "how": h, "seconds": t} for (w, h), t in times.items()]
-            measured = [*saving.summarise(times, nbytes), *saving.goals(times)]
+            measured = [*report.summarise(times, nbytes), *report.goals(times)]
             results.write(path, about | {"times": seen}, [*measured, plan])
             print(f"repetition {run}/{cfg.runs}", flush=True)
     except KeyboardInterrupt:
         print(f"interrupted; {path} holds the repetitions before")
     if not times:
         return 0
-    measured = saving.summarise(times, nbytes)
-    print(saving.text(measured, saving.goals(times), plan))
+    measured = report.summarise(times, nbytes)
+    print(report.text(measured, report.goals(times), plan))
     print(f"{path}, .svg and .png")
-    print(f"{saving.draw(measured, path, nbytes / 1e6)}. The paper's factor is of a cluster with a")
+    print(f"{report.draw(measured, path, nbytes / 1e6)}. The paper's factor is of a cluster with a")
     print("remote file system, ours of this machine's disk.")
     return 0
 

@@ -27,8 +27,7 @@ from typing import Any, Literal
 import jax
 import numpy as np
 
-from experiments.reports import padding as report
-from experiments.reports import padding_free as free
+from experiments.reports import bytetransformer as report
 from megajax.core import config
 from megajax.core import mesh as mesh_
 from megajax.core.config import Checked, group, option
@@ -151,7 +150,7 @@ def main() -> int:
         print(*(f"{k} {v}" for k, v in shown.items() if v is not None), sep=" | ", flush=True)
         return row
 
-    def attempt(part: str, step: free.Step, batch: int, longest: int) -> None:
+    def attempt(part: str, step: report.Step, batch: int, longest: int) -> None:
         """Adds a row of times; one that fails must not lose the others."""
         time = report.timed if part == "time" else report.timed_attention
         try:
@@ -160,8 +159,8 @@ def main() -> int:
             note = f"{type(error).__name__}: {str(error)[:300]}"
             add({"part": part, "step": step.name, "batch": batch, "longest": longest, "note": note})
 
-    for step in (*free.STEPS, free.CUDNN):  # 2 what cannot run here
-        if reason := free.missing(step):
+    for step in (*report.STEPS, report.CUDNN):  # 2 what cannot run here
+        if reason := report.missing(step):
             add({"part": "missing", "step": step.name, "note": reason})
     steps = report.runnable(None if cfg.kernels == "auto" else cfg.kernels)
     sizes = cfg.model, cfg.dtype, cfg.batch, cfg.longest  # 3 exactness

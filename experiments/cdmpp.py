@@ -46,9 +46,8 @@ import numpy as np
 from absl import flags
 
 from experiments.reports import cdmpp as report
-from experiments.reports import cdmpp_calls as calls
-from experiments.reports import cdmpp_replay, cdmpp_step, cdmpp_steps
-from experiments.reports.cdmpp_splits import Split, Wanted, unique_rows
+from experiments.reports import cdmpp_replay
+from experiments.reports.cdmpp import Split, Wanted, unique_rows
 from megajax.core import config
 from megajax.core import mesh as mesh_
 from megajax.core.errors import UserError, did_you_mean
@@ -215,7 +214,7 @@ def evaluate() -> int:
         is_real = ~np.isin(labels.families, list(families.SYNTHETIC))
         numbers = np.unique(labels.programs[is_real])[: CALLS.value]
         print(f"compiling {len(numbers)} programs again for XLA's counts")
-        whole = calls.Calls(labels, calls.xla_counts(labels, numbers.tolist()))
+        whole = report.Calls(labels, report.xla_counts(labels, numbers.tolist()))
         folds = [split for split in splits if split.name == "families"]
         found += whole.judge(folds, {name: parts[: len(folds)] for name, parts in summed.items()})
         results.write(path, about, report.kept(before, about, found) + found)
@@ -273,11 +272,11 @@ def predict() -> int:
     about = {"times": source, "attention": compiled.attention, "segments": segments}
     about |= {"compiled_for": place.card.name, "said": said}
     band = step.ASSUMED_BAND if times is step.assumed else None
-    facts = cdmpp_step.step_facts(found, cfg, cluster, segments, band)
+    facts = report.step_facts(found, cfg, cluster, segments, band)
     facts |= {"memory_bytes": compiled.xla["peak"]} | about
-    print(cdmpp_step.step_markdown(facts, cluster))
+    print(report.step_markdown(facts, cluster))
     folder = results.writable_folder(OUT.value)
-    cdmpp_step.write(folder, found, facts, cluster)
+    report.write(folder, found, facts, cluster)
     spent = time.monotonic() - began
     print(
         f"{folder}/step.json, step_trace.json (opens in ui.perfetto.dev); {spent:.1f} s to predict"
@@ -327,10 +326,10 @@ def calibrate() -> int:
 def replay() -> int:
     """Writes OUT/cdmpp_replay.json and its figure."""
     folder = results.writable_folder(OUT.value)
-    names = cdmpp_steps.names(CONFIGURATIONS.value)
+    names = cdmpp_replay.names(CONFIGURATIONS.value)
     profile.check_passes(PASSES.value)
     if ONLY.value is not None:
-        cdmpp_steps.half(folder, ONLY.value, names, OTHERS.value, PASSES.value, THREADS.value)
+        cdmpp_replay.half(folder, ONLY.value, names, OTHERS.value, PASSES.value, THREADS.value)
         return 0
     dataset = None if DATA.value is None else data()[0]  # a wrong path ends it here
     path = None if PREDICTOR.value is None else expand(PREDICTOR.value, "predictor")
@@ -340,7 +339,7 @@ def replay() -> int:
         if code := subprocess.run([sys.executable, *sys.argv, f"--only={part}"]).returncode:
             return code
     source = folder if MEASURED.value is None else expand(MEASURED.value, "measured")
-    measured = cdmpp_steps.Measured.load_from(source)
+    measured = cdmpp_replay.Measured.load_from(source)
     if dataset is not None:
         free = cdmpp_replay.without(dataset, measured)
         print(f"{len(dataset) - len(free)} rows of the same instructions are left out", flush=True)

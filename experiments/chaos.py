@@ -35,7 +35,7 @@ from typing import Any
 
 import numpy as np
 
-from experiments.reports.figure import panels, save
+from experiments.reports.reporting import panels, save
 from experiments.storm import job
 from experiments.storm.plan import FEW, FROM_OUTSIDE
 from experiments.storm.plan import KINDS as KINDS_OUTSIDE

@@ -25,7 +25,6 @@ import sys
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from experiments.reports import comet_exact, overlap_models
 from experiments.reports import overlap as report
 from experiments.reports.overlap_simulator import MACHINES
 from megajax.core import config
@@ -91,10 +90,10 @@ def check(cfg: Config) -> int:
     """The layer on emulated devices against a loop."""
     mesh_.start(RANKS)
     about = results.facts(f"{RANKS} emulated CPU devices", "emulated")
-    about |= {"preset": config.start_name(), "dtype": "float32", "narrower": comet_exact.NARROWER}
+    about |= {"preset": config.start_name(), "dtype": "float32", "narrower": report.COMET_NARROWER}
     path = results.writable_folder(cfg.out) / "comet_emulated.json"
     rows: list[report.Row] = []
-    for row in comet_exact.rows(
+    for row in report.comet_rows(
         report.names("models", cfg.models, MIXTURES),
         LAYOUTS,
         min(report.numbers("tokens", cfg.tokens) + [MOST_TOKENS]),
@@ -133,7 +132,7 @@ def simulate(cfg: Config) -> int:
         report.numbers("stds", cfg.stds, float),
         machine,
     ):
-        model = overlap_models.mixture_row(row, machine)
+        model = report.mixture_row(row, machine)
         rows += [row, model]
         results.write(path, about, rows)
         print(

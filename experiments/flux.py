@@ -24,7 +24,6 @@ import sys
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from experiments.reports import flux_exact, overlap_models
 from experiments.reports import overlap as report
 from experiments.reports.overlap_simulator import MACHINES
 from megajax.core import config
@@ -80,10 +79,10 @@ def check(cfg: Config) -> int:
     """The layer on emulated devices against NumPy."""
     mesh_.start(RANKS)
     about = results.facts(f"{RANKS} emulated CPU devices", "emulated")
-    about |= {"preset": config.start_name(), "dtype": "float32", "narrower": flux_exact.NARROWER}
+    about |= {"preset": config.start_name(), "dtype": "float32", "narrower": report.FLUX_NARROWER}
     path = results.writable_folder(cfg.out) / "flux_emulated.json"
     rows: list[report.Row] = []
-    for row in flux_exact.rows(report.names("models", cfg.models, DENSE)):
+    for row in report.flux_rows(report.names("models", cfg.models, DENSE)):
         rows.append(row)
         results.write(path, about, rows)
         worst = max(value for name, value in row.items() if name.endswith("_error"))
@@ -120,7 +119,7 @@ def simulate(cfg: Config) -> int:
             f"efficiency {100 * row['fused_efficiency']:.0f} % with {row['comm_blocks']} SMs",
             flush=True,
         )
-    for row in overlap_models.dense_rows(models, machine):
+    for row in report.dense_model_rows(models, machine):
         rows.append(row)
         results.write(path, about, rows)
         print(

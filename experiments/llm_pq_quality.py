@@ -23,7 +23,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from experiments.reports import llm_pq_equal, llm_pq_qwix
 from experiments.reports import llm_pq_quality as report
 from megajax.core import config
 from megajax.core import mesh as mesh_
@@ -110,7 +109,7 @@ def rows_of(cfg: Config) -> Iterator[dict[str, Any]]:
     methods = [m for m in cfg.methods.split(",") if m]
     roundings = {name: report.OURS[name] for name in methods or report.OURS}
     if cfg.qwix:
-        roundings |= llm_pq_qwix.roundings()
+        roundings |= report.roundings()
     for opened in cfg.models():
         given = report.subject(opened, cfg.rows, cfg.length, cfg.seed)
         print(f"{given.name}: {given.dense:.4f} nats a token", flush=True)
@@ -118,12 +117,12 @@ def rows_of(cfg: Config) -> Iterator[dict[str, Any]]:
             found = iter(report.indicator_rows(given, cfg.plans, cfg.seed))
         elif cfg.study == "plans":
             cases = cfg.cases.split(",")
-            found = llm_pq_equal.rows(given, cases, methods or ["rtn"], cfg.time_limit_s)
+            found = report.rows(given, cases, methods or ["rtn"], cfg.time_limit_s)
         else:
             widths = [int(b) for b in cfg.bits.split(",")]
             found = report.rounding_rows(given, widths, cfg.group, roundings)
         for row in found:
-            print((llm_pq_equal if cfg.study == "plans" else report).told(row), flush=True)
+            print((report.told_equal if cfg.study == "plans" else report.told)(row), flush=True)
             yield row
 
 

@@ -29,8 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from experiments.reports import minder as report
-from experiments.reports import minder_sources as sources_
-from experiments.reports import minder_time, minder_unlike, minder_watch
+from experiments.reports import minder_unlike, minder_watch
 from megajax.core import config, mesh
 from megajax.core.config import Checked, group, option
 from megajax.core.errors import UserError, did_you_mean
@@ -94,7 +93,7 @@ class Config(Checked):
     server: minder_watch.Server = group(minder_watch.Server)
     watch: minder_watch.WatchConfig = group(minder_watch.WatchConfig)
     evaluate: report.Config = group(report.Config)
-    time: minder_time.Config = group(minder_time.Config)
+    time: minder_watch.TimeConfig = group(minder_watch.TimeConfig)
     unlike: minder_unlike.Config = group(minder_unlike.Config)
     out: str = results.out_option("minder")
 
@@ -141,7 +140,7 @@ def fit(cfg: Config) -> Detector:
         folder=folder / "steps", tell=_say,
     )  # fmt: skip
     detector.save(path)
-    sources_.forget(folder)
+    minder_watch.forget(folder)
     _say(f"{path}: metrics {', '.join(detector.profile.metrics)}")
     return detector
 
@@ -151,16 +150,16 @@ def _sources(cfg: Config, folder: Path) -> Sequence[Any]:
     if cfg.train.source and cfg.server.prometheus:
         raise UserError("give --source or --prometheus, and not both (--source, --prometheus)")
     if cfg.train.source:
-        return sources_.paths(cfg.train.source)
+        return minder_watch.paths(cfg.train.source)
     if cfg.server.prometheus:
-        return sources_.recorded(
+        return minder_watch.recorded(
             minder_watch.source(cfg.server, None),
             cfg.train.hours,
             cfg.server.only,
             folder / "recorded.npz",
             _say,
         )
-    return sources_.simulated(cfg.train.jobs, cfg.train.machines, cfg.train.seed, _say)
+    return minder_watch.simulated(cfg.train.jobs, cfg.train.machines, cfg.train.seed, _say)
 
 
 # ---- a demonstration
@@ -223,7 +222,7 @@ def main(verb: str = "") -> int:
         fit(cfg)
         return 0
     if verb == "time":
-        minder_time.measure(cfg.time, cfg.model_path, cfg.out, _say)
+        minder_watch.measure(cfg.time, cfg.model_path, cfg.out, _say)
         return 0
     if verb == "unlike":
         minder_unlike.measure(cfg.unlike, cfg.train.steps, cfg.out, _say)

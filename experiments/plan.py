@@ -34,7 +34,6 @@ from typing import Any
 from absl import flags
 
 from experiments.reports import plan as plan_report
-from experiments.reports import plan_search, plan_serving
 from megajax.core import config
 from megajax.core import mesh as mesh_
 from megajax.core.errors import UserError
@@ -80,8 +79,11 @@ def main() -> int:
     if SEARCH.value:  # 2 either rank what could run
         found = search(cfg, cluster, model)
         plan, is_stopped = found.best, bool(found.stopped)
-        rows = plan_search.rows(found, base, config.start_flags())
-        section, figures = plan_search.markdown(found, rows), plan_search.figures(found, rows)
+        rows = plan_report.ranking_rows(found, base, config.start_flags())
+        section, figures = (
+            plan_report.search_markdown(found, rows),
+            plan_report.search_figures(found, rows),
+        )
     elif WORKLOAD.value != "train":
         plan = aot.outline(cfg, cluster, phase=WORKLOAD.value, model=model)
     else:  # or plan what was asked for
@@ -136,11 +138,11 @@ def search(cfg: Config, cluster: Cluster, model: CostModel) -> strategies.Found:
 
 def serve(cfg: Config, cluster: Cluster, folder: Path | None, model: CostModel) -> int:
     """Prints what the cluster serves. Returns 0, or 2 when not one sequence fits."""
-    found = plan_serving.plan(cfg, cluster, model)
-    print(plan_serving.markdown(found, cluster))
+    found = plan_report.plan(cfg, cluster, model)
+    print(plan_report.serving_markdown(found, cluster))
     if folder is not None:
-        about = results.facts(cluster.name, "estimate") | plan_serving.figures(found)
-        results.write(folder / "serve.json", about, plan_serving.rows(found, cluster))
+        about = results.facts(cluster.name, "estimate") | plan_report.serving_figures(found)
+        results.write(folder / "serve.json", about, plan_report.serving_rows(found, cluster))
         print(f"see {folder}/serve.json")
     return 0 if found.rates else 2
 

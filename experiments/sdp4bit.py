@@ -6,7 +6,7 @@
 
 Quality, on emulated CPU devices, 2 nodes of 2: a small GPT on the bytes of Python's standard
 library, trained by the steps of every training run, with the same tokens in the same order for each
-variant of the exchange (experiments/reports/sdp4bit_runs.py lists them with their flags). The loss
+variant of the exchange (experiments/reports/sdp4bit.py lists them with their flags). The loss
 is that of held-out text, with the weights that the ranks use; the masters' stands beside it.
 Bytes (--bytes): of the exchange compiled for 2 nodes of 4 H100s, read from its collectives.
 Speed: the paper's ten pairs of model and cluster as ESTIMATES of the cost model; nothing is timed.
@@ -28,9 +28,7 @@ from typing import Any
 
 import jax
 
-from experiments.reports import sdp4bit as estimate
-from experiments.reports import sdp4bit_bytes, sdp4bit_figures
-from experiments.reports import sdp4bit_runs as report
+from experiments.reports import sdp4bit as report
 from megajax.core import config
 from megajax.core import mesh as mesh_
 from megajax.core.config import Checked, option
@@ -168,7 +166,7 @@ def main() -> int:
     path = results.writable_folder(cfg.out) / "sdp4bit.json"
     mesh_.start(cfg.nodes * cfg.ranks)
     mesh_.cache_programs(cfg.cache_dir)
-    counted = list(sdp4bit_bytes.rows()) if cfg.bytes else []
+    counted = list(report.rows()) if cfg.bytes else []
     # Runs do not depend on these: more of them go on from what is there.
     ignored = "variants", "seeds", "bytes", "draw", "out", "state", "cache_dir"
     same = config.fingerprint(cfg, ignore=ignored)
@@ -176,7 +174,7 @@ def main() -> int:
     about: dict[str, Any] = results.facts(jax.devices()[0].device_kind, "trained here")
     about |= {"preset": config.start_name(), "steps": cfg.steps, "layers": cfg.layers}
     about |= {"width": cfg.width, "tokens": cfg.study.tokens, "nodes": cfg.nodes}
-    about |= {"ranks": cfg.ranks, "assumed": estimate.ASSUMED}
+    about |= {"ranks": cfg.ranks, "assumed": report.ASSUMED}
     found: list[report.Row] = []
     code = 0
     try:
@@ -188,12 +186,12 @@ def main() -> int:
         print(f"stopped after {len(found)} runs; the same command goes on", file=sys.stderr)
         code = 130
     made = [*report.gaps(found), *report.claims(found), *counted]
-    made += [{"part": "estimate"} | row for row in estimate.estimates()]
+    made += [{"part": "estimate"} | row for row in report.estimates()]
     results.write(path, about, [*found, *made])
     for row in made:
         show(row)
     if any(row["part"] == "gap" for row in made):
-        sdp4bit_figures.draw([*found, *made], path.with_suffix(""))
+        report.draw([*found, *made], path.with_suffix(""))
     print(f"{path}, .svg and .png")
     print(conclusion(cfg, made))
     return code

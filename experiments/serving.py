@@ -4,7 +4,7 @@
     uv run experiments/serving.py --preset=bench      # minutes on an idle machine
 
 The nano decoder with random weights answers requests that have the lengths of the blocks of a
-corpus (experiments/reports/serving_load.py). All requests at once: tokens a second with continuous
+corpus (experiments/reports/serving.py). All requests at once: tokens a second with continuous
 batching, with and without the reuse of common prefixes, with static batching, and with static
 batching of rectangular batches, as a loop over padded batches computes them. Poisson arrivals at
 several rates: throughput against latency. Runs of the modes alternate, so that a busy machine slows
@@ -25,8 +25,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from experiments.reports import serving_figures, serving_load
-from experiments.reports.serving_load import MODES, Mode, Request
+from experiments.reports import serving as report
+from experiments.reports.serving import MODES, Mode, Request
 from megajax.core import config
 from megajax.core import mesh as mesh_
 from megajax.core.config import Checked, group, option
@@ -99,7 +99,7 @@ class Study:
     def __init__(self, cfg: Config):
         """Compiles nothing yet."""
         self.cfg = cfg
-        self.load = serving_load.requests(cfg.data, cfg.requests, cfg.seed)
+        self.load = report.requests(cfg.data, cfg.requests, cfg.seed)
         self.params = jax.jit(decoder.parts(cfg.model).init)(jax.random.key(cfg.seed))
         self.fast = self.engine("fast", cfg.max_batch)
 
@@ -112,8 +112,8 @@ class Study:
 
     def run(self, engine: Engine, mode: Mode, rate: float = np.inf) -> Row:
         """Serves the load once."""
-        times = serving_load.arrivals(len(self.load), rate, self.cfg.seed + 1)
-        return serving_load.serve(engine, self.load, mode, times, self.cfg.max_batch)
+        times = report.arrivals(len(self.load), rate, self.cfg.seed + 1)
+        return report.serve(engine, self.load, mode, times, self.cfg.max_batch)
 
     def offline(self) -> Iterator[Row]:
         """Yields a row a mode. The first run of each compiles, and does not count."""
@@ -235,7 +235,7 @@ def main() -> int:
         rows.append(row)
         show(row)
     results.write(path, about, rows)
-    serving_figures.draw(rows, path.with_suffix(""))
+    report.draw(rows, path.with_suffix(""))
     print(f"{path}, .svg and .png")
     print(conclusion(cfg, rows))
     return 0

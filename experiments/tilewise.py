@@ -10,7 +10,7 @@ stages with fine-tuning between them, by first-order Taylor scores. Patterns: ti
 of 1, 8, 32 and 64 rows (TW-1 to TW-64), with an element-wise residual (TEW), with apriori tuning
 (TW-1a), rows of tiles alone (TW1D-1); element-wise (EW), vector-wise (VW), block-wise (BW to
 BW-128). Beside them the model of which nothing is pruned, fine-tuned as long. Units are the paper's
-divided by 4, for matrices 128 wide instead of 768 (experiments/reports/pruning_study.py).
+divided by 4, for matrices 128 wide instead of 768 (experiments/reports/tilewise.py).
 Units rank by the paper's rule, L2 / n of their scores; --unit_score=rms is training's default.
 Speed, of the paper's BERT shapes: FLOPs and bytes, counted from masks; floors and the cost model's
 times are estimates and say so. Times of a GPU: scripts/gpu_check.py tile_sparse.
@@ -33,9 +33,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from experiments.reports import pruning as report
-from experiments.reports import pruning_figures
-from experiments.reports import pruning_study as study
+from experiments.reports import tilewise as report
 from megajax.core import config
 from megajax.core import mesh as mesh_
 from megajax.core.config import Checked, option
@@ -53,7 +51,7 @@ class Config(Checked):
     """What is trained and pruned."""
 
     tasks: str = option("passages,text", "models, joined by commas")
-    methods: str = option(",".join(study.METHODS), "patterns, joined by commas")
+    methods: str = option(",".join(report.METHODS), "patterns, joined by commas")
     stages: str = option("50,75,90,95", "sparsities in rising order, joined by commas", "percent")
     seeds: int = option(
         3, "number of random seeds (of weights, order of the data, dropout)", at_least=1
@@ -85,7 +83,7 @@ class Config(Checked):
         """Refuses what does not exist or cannot be pruned."""
         super().__post_init__()
         names("tasks", self.tasks, TASKS)
-        names("methods", self.methods, study.METHODS)
+        names("methods", self.methods, report.METHODS)
         percentages(self.stages)
         if self.held_out % 32:
             raise UserError(
@@ -128,12 +126,12 @@ def percentages(text: str) -> list[float]:
     return [x / 100 for x in found]
 
 
-def make_subject(cfg: Config, name: str) -> study.Subject:
+def make_subject(cfg: Config, name: str) -> report.Subject:
     """Builds a model and opens its text."""
     if name == "text":
-        return study.text(DECODERS["nano"](), 64, 8, cfg.held_out // 16, cfg.cache_dir)
+        return report.text(DECODERS["nano"](), 64, 8, cfg.held_out // 16, cfg.cache_dir)
     model = EncoderConfig(layers=cfg.layers, max_positions=128, dropout=0.1)
-    return study.passages(model, 33, cfg.tokenizer, 32, cfg.held_out, cfg.cache_dir)
+    return report.passages(model, 33, cfg.tokenizer, 32, cfg.held_out, cfg.cache_dir)
 
 
 def points(cfg: Config, folder: Path, done: set[report.Key]) -> Iterator[dict[str, Any]]:
@@ -141,35 +139,37 @@ def points(cfg: Config, folder: Path, done: set[report.Key]) -> Iterator[dict[st
     stages = percentages(cfg.stages)
     rates = {"passages": (1.5e-3, 1e-3), "text": (3e-3, 1e-3)}
     trainers = {
-        name: study.Trainer(
+        name: report.Trainer(
             make_subject(cfg, name),
-            study.Training(cfg.steps, cfg.tune, *rates[name]),
+            report.Training(cfg.steps, cfg.tune, *rates[name]),
             cfg.unit_score,
         )
         for name in names("tasks", cfg.tasks, TASKS)
     }
-    methods = study.DENSE, *names("methods", cfg.methods, study.METHODS)
+    methods = report.DENSE, *names("methods", cfg.methods, report.METHODS)
     for (seed, (task, trainer)), method in itertools.product(
         itertools.product(range(cfg.seeds), trainers.items()), methods
     ):
         start = folder / f"{task}-{seed}.npz"
         here = {"part": "point", "task": task, "seed": seed, "method": method}
-        if (task, seed, study.DENSE, "") not in done:
-            study.save(start, trainer.dense(seed))
-            row = trainer.measure(study.load(start, trainer.abstract()).params)
-            yield here | {"method": study.DENSE, "stages": "", "goal": 0.0, "sparsity": 0.0} | row
-            done.add((task, seed, study.DENSE, ""))
+        if (task, seed, report.DENSE, "") not in done:
+            report.save_state(start, trainer.dense(seed))
+            row = trainer.measure(report.load(start, trainer.abstract()).params)
+            yield (
+                here | {"method": report.DENSE, "stages": "", "goal": 0.0, "sparsity": 0.0} | row
+            )
+            done.add((task, seed, report.DENSE, ""))
         passed = [through(stages[: i + 1]) for i in range(len(stages))]
         count = sum((task, seed, method, p) in done for p in passed)
         if count == len(stages):
             continue
         before = folder / f"{task}-{seed}-{method}-{passed[count - 1]}.npz" if count else start
-        found = study.chain(
-            trainer, study.load(before, trainer.abstract()), seed, study.METHODS.get(method),
+        found = report.chain(
+            trainer, report.load(before, trainer.abstract()), seed, report.METHODS.get(method),
             stages[count:],
         )  # fmt: skip
         for p, (state, row) in zip(passed[count:], found, strict=True):
-            study.save(folder / f"{task}-{seed}-{method}-{p}.npz", state)
+            report.save_state(folder / f"{task}-{seed}-{method}-{p}.npz", state)
             yield here | {"stages": p} | row
 
 
@@ -185,7 +185,7 @@ def wanted(cfg: Config, row: dict[str, Any]) -> bool:
     return (
         row["task"] in cfg.tasks.split(",")
         and row["seed"] < cfg.seeds
-        and row["method"] in (study.DENSE, *cfg.methods.split(","))
+        and row["method"] in (report.DENSE, *cfg.methods.split(","))
         and row["stages"] in passed
     )
 
@@ -236,7 +236,7 @@ def finish(cfg: Config, path: Path, about: dict[str, Any], rows: list[Any], scor
     claims = list(report.claims(found))
     speeds, prices = [], []
     if scores.exists():
-        methods = [study.METHODS[m] for m in names("methods", cfg.methods, study.METHODS)]
+        methods = [report.METHODS[m] for m in names("methods", cfg.methods, report.METHODS)]
         stages = percentages(cfg.stages)
         speeds = list(report.speeds(trained_scores(scores), methods, stages, cfg.unit_score))
         prices = list(report.prices(found, speeds))
@@ -244,9 +244,9 @@ def finish(cfg: Config, path: Path, about: dict[str, Any], rows: list[Any], scor
     for row in (*prices, *claims):
         show(row)
     if found:
-        pruning_figures.draw_quality(found, claims, path.with_suffix(""))
+        report.draw_quality(found, claims, path.with_suffix(""))
     if any("n" in name for row in prices for name in row):
-        pruning_figures.draw_price(prices, path.with_name("tilewise_price"))
+        report.draw_price(prices, path.with_name("tilewise_price"))
     if claims:
         print(conclusion(cfg, claims))
 

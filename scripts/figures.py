@@ -14,16 +14,14 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from experiments.reports import (
-    cdmpp_replay,
-    minder_figures,
-    pruning_figures,
-    saving,
-    sdp4bit_figures,
-    serving_figures,
-)
+from experiments.reports import bytecheckpoint as bytecheckpoint_report
+from experiments.reports import bytetransformer as bytetransformer_report
+from experiments.reports import cdmpp_replay
+from experiments.reports import minder as minder_report
 from experiments.reports import overlap as overlap_report
-from experiments.reports import padding as padding_report
+from experiments.reports import sdp4bit as sdp4bit_report
+from experiments.reports import serving as serving_report
+from experiments.reports import tilewise as tilewise_report
 from megajax.core import config, files
 from megajax.core.errors import UserError
 from megajax.core.paths import expand
@@ -45,7 +43,7 @@ def comet(found: dict, path: Path) -> None:
 
 def bytetransformer(found: dict, path: Path) -> None:
     """Counted work."""
-    padding_report.draw_counts(found["rows"], path)
+    bytetransformer_report.draw_counts(found["rows"], path)
 
 
 def tilewise(found: dict, path: Path) -> None:
@@ -54,29 +52,29 @@ def tilewise(found: dict, path: Path) -> None:
         part: [r for r in found["rows"] if r["part"] == part]
         for part in ("quality", "claim", "price")
     }
-    pruning_figures.draw_quality(parts["quality"], parts["claim"], path)
-    pruning_figures.draw_price(parts["price"], path.with_name("tilewise_price"))
+    tilewise_report.draw_quality(parts["quality"], parts["claim"], path)
+    tilewise_report.draw_price(parts["price"], path.with_name("tilewise_price"))
 
 
 def sdp4bit(found: dict, path: Path) -> None:
     """Losses, and gaps to the float32 exchange."""
-    sdp4bit_figures.draw(found["rows"], path)
+    sdp4bit_report.draw(found["rows"], path)
 
 
 def serving(found: dict, path: Path) -> None:
     """Tokens a second by mode, and latency by load."""
-    serving_figures.draw(found["rows"], path)
+    serving_report.draw(found["rows"], path)
 
 
 def minder(found: dict, path: Path) -> None:
     """F1 by size, recall by kind, noise, delays."""
-    minder_figures.draw(found["rows"], path)
+    minder_report.draw(found["rows"], path)
 
 
 def bytecheckpoint(found: dict, path: Path) -> None:
     """Seconds of saves and loads."""
-    rows = [row for row in found["rows"] if row["what"] in saving.TITLES]
-    saving.draw(rows, path, found["megabytes"])
+    rows = [row for row in found["rows"] if row["what"] in bytecheckpoint_report.TITLES]
+    bytecheckpoint_report.draw(rows, path, found["megabytes"])
 
 
 def replay(found: dict, path: Path) -> None:

@@ -215,18 +215,18 @@ def torch_times(folder: str, direction: str, rehearsal: bool) -> list[Item]:
 
 def bert(rehearsal: bool) -> list[Item]:
     """ByteTransformer's workload at batch 16, length 1024: the stack, then attention alone."""
-    from experiments.reports import padding, padding_free
+    from experiments.reports import bytetransformer as report
     from megajax.models.encoder_config import PRESETS, EncoderConfig
 
     tiny = EncoderConfig(layers=1, width=64, heads=1, mlp=64)
     cfg = tiny if rehearsal else PRESETS["bert_base"]()
     dtype, batch, longest = ("float32", 2, 16) if rehearsal else ("bfloat16", 16, 1024)
     clock, runs = (bench.wall_clock, 1) if rehearsal else (bench.device_clock, RUNS)
-    ours, forced = padding_free.OURS, None if rehearsal else "hopper"
+    ours, forced = report.OURS, None if rehearsal else "hopper"
     steps = (
         dataclasses.replace(ours, name=f"{ours.name}, our kernels", implementation=forced),
         dataclasses.replace(ours, name=f"{ours.name}, this GPU's defaults"),
-        padding_free.CUDNN, padding_free.PADDED,
+        report.CUDNN, report.PADDED,
     )  # fmt: skip
     return [
         Item(
@@ -234,7 +234,7 @@ def bert(rehearsal: bool) -> list[Item]:
             functools.partial(timed, cfg, step, dtype, batch, longest, clock, runs),
             about={"bert": what, "step": step.name}, limit_s=120, optional=step in steps[2:],
         )
-        for what, timed in (("stack", padding.timed), ("attention", padding.timed_attention))
+        for what, timed in (("stack", report.timed), ("attention", report.timed_attention))
         for step in steps
     ]  # fmt: skip
 

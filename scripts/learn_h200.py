@@ -27,7 +27,7 @@ import numpy as np
 from absl import flags
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from experiments.reports.cdmpp_splits import unique_rows
+from experiments.reports.cdmpp import unique_rows
 from megajax.core import script
 from megajax.core.hardware import parse_cluster
 from megajax.cost.program import records

@@ -22,18 +22,16 @@ import jax
 from absl import flags
 
 from experiments.reports import (
+    bytecheckpoint,
+    cdmpp,
     cdmpp_replay,
-    cdmpp_tables,
-    gpu_tables,
-    kernel_tables,
-    llm_pq_tables,
-    minder_tables,
-    overlap_tables,
-    pruning_tables,
-    saving_tables,
-    sdp4bit_tables,
-    serving_figures,
-    step_tables,
+    gpu,
+    llm_pq,
+    minder,
+    overlap,
+    sdp4bit,
+    serving,
+    tilewise,
 )
 from experiments.storm import account
 from megajax.core import config
@@ -253,90 +251,87 @@ def bytetransformer_times() -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    "cdmpp_calls": functools.partial(cdmpp_tables.calls, RESULTS / "cdmpp.json"),
-    "cdmpp_kinds": functools.partial(cdmpp_tables.kinds, RESULTS / "cdmpp_one_thread.json"),
-    "cdmpp_devices": functools.partial(cdmpp_tables.programs, RESULTS / "cdmpp_two_threads.json"),
-    **llm_pq_tables.tables(RESULTS),
-    "cdmpp_kernels": functools.partial(cdmpp_tables.kernels, RESULTS / "cdmpp_neusight.json"),
-    "cdmpp_gpu": functools.partial(cdmpp_tables.programs, RESULTS / "cdmpp_gpu.json"),
-    "cdmpp_one_thread": functools.partial(cdmpp_tables.programs, RESULTS / "cdmpp_one_thread.json"),
-    "cdmpp_families": functools.partial(cdmpp_tables.families, RESULTS / "cdmpp_one_thread.json"),
-    "cdmpp_h200": functools.partial(cdmpp_tables.h200, RESULTS / "cdmpp_h200.json"),
+    "cdmpp_calls": functools.partial(cdmpp.calls, RESULTS / "cdmpp.json"),
+    "cdmpp_kinds": functools.partial(cdmpp.kinds, RESULTS / "cdmpp_one_thread.json"),
+    "cdmpp_devices": functools.partial(cdmpp.programs, RESULTS / "cdmpp_two_threads.json"),
+    **llm_pq.tables(RESULTS),
+    "cdmpp_kernels": functools.partial(cdmpp.kernels, RESULTS / "cdmpp_neusight.json"),
+    "cdmpp_gpu": functools.partial(cdmpp.programs, RESULTS / "cdmpp_gpu.json"),
+    "cdmpp_one_thread": functools.partial(cdmpp.programs, RESULTS / "cdmpp_one_thread.json"),
+    "cdmpp_families": functools.partial(cdmpp.families_table, RESULTS / "cdmpp_one_thread.json"),
+    "cdmpp_h200": functools.partial(cdmpp.h200, RESULTS / "cdmpp_h200.json"),
     "chaos": functools.partial(account.drills, RESULTS / "chaos.json"),
     "storm": functools.partial(account.table, RESULTS / "storm.json"),
     "storm_outside": functools.partial(account.table, RESULTS / "storm_outside.json"),
-    "overlap_gather": overlap_tables.gather,
-    "overlap_ops": functools.partial(overlap_tables.ops, RESULTS / "flux_simulated.json"),
-    "overlap_layers": functools.partial(overlap_tables.layers, RESULTS / "comet_simulated.json"),
+    "overlap_gather": overlap.gather,
+    "overlap_ops": functools.partial(overlap.ops, RESULTS / "flux_simulated.json"),
+    "overlap_layers": functools.partial(overlap.layers, RESULTS / "comet_simulated.json"),
     "overlap_models": functools.partial(
-        overlap_tables.models, RESULTS / "flux_simulated.json", RESULTS / "comet_simulated.json"
+        overlap.models, RESULTS / "flux_simulated.json", RESULTS / "comet_simulated.json"
     ),
-    "overlap_repository": functools.partial(
-        overlap_tables.repository, RESULTS / "comet_simulated.json"
-    ),
+    "overlap_repository": functools.partial(overlap.repository, RESULTS / "comet_simulated.json"),
     **{
         f"gpu_{table.__name__}": functools.partial(table, RESULTS)
         for table in (
-            gpu_tables.summary,
-            gpu_tables.machines,
-            gpu_tables.peaks,
-            gpu_tables.checks,
-            gpu_tables.verdicts,
-            gpu_tables.training,
-            gpu_tables.serving,
-            gpu_tables.decoding,
-            gpu_tables.bert,
+            gpu.summary,
+            gpu.machines,
+            gpu.peaks,
+            gpu.checks,
+            gpu.verdicts,
+            gpu.training,
+            gpu.serving,
+            gpu.decoding,
+            gpu.bert,
         )
     },
     **{
-        f"{folder}_overlap": functools.partial(gpu_tables.overlap, RESULTS, folder)
+        f"{folder}_overlap": functools.partial(gpu.overlap, RESULTS, folder)
         for folder in ("collective", "expert")
     },
-    "gpu_tuned": functools.partial(gpu_tables.tuned, ROOT / "pallas_kernels" / "tuned"),
+    "gpu_tuned": functools.partial(gpu.tuned, ROOT / "pallas_kernels" / "tuned"),
     "nano_output": nano_output,
     "nano_figures": nano_figures,
     "bench_train": bench_train,
     "bench_serve": bench_serve,
-    "step_budget": functools.partial(step_tables.configurations, RESULTS / "step_budget.json"),
-    "step_memory": functools.partial(step_tables.memory, RESULTS / "step_memory.json"),
-    "step_causes": functools.partial(step_tables.causes, RESULTS / "step_budget.json", 4),
+    "step_budget": functools.partial(gpu.configurations, RESULTS / "step_budget.json"),
+    "step_memory": functools.partial(gpu.memory, RESULTS / "step_memory.json"),
+    "step_causes": functools.partial(gpu.causes, RESULTS / "step_budget.json", 4),
     "megascale_mfu": megascale_mfu,
     "megascale_ablation": megascale_ablation,
     "schedules": schedules,
     "plans": plans,
     "plan_search": plan_search,
+    **{f"{folder}_floors": functools.partial(gpu.floors, RESULTS, folder) for folder in gpu.SIDES},
     **{
-        f"{folder}_floors": functools.partial(kernel_tables.floors, RESULTS, folder)
-        for folder in kernel_tables.SIDES
+        f"kernel_report_{folder}": functools.partial(gpu.compiled, RESULTS, folder)
+        for folder in gpu.REPORTED
     },
-    **{
-        f"kernel_report_{folder}": functools.partial(kernel_tables.compiled, RESULTS, folder)
-        for folder in kernel_tables.REPORTED
-    },
-    "bytecheckpoint": functools.partial(saving_tables.seconds, RESULTS / "bytecheckpoint.json"),
+    "bytecheckpoint": functools.partial(
+        bytecheckpoint.seconds_table, RESULTS / "bytecheckpoint.json"
+    ),
     "bytetransformer_counts": bytetransformer_counts,
     "bytetransformer_steps": bytetransformer_steps,
     "bytetransformer_times": bytetransformer_times,
-    "tilewise_quality": functools.partial(pruning_tables.quality, RESULTS / "tilewise.json"),
-    "tilewise_claims": functools.partial(pruning_tables.claims, RESULTS / "tilewise.json"),
-    "tilewise_prices": functools.partial(pruning_tables.prices, RESULTS / "tilewise.json"),
-    "tilewise_speeds": functools.partial(pruning_tables.speeds, RESULTS / "tilewise.json"),
+    "tilewise_quality": functools.partial(tilewise.quality_table, RESULTS / "tilewise.json"),
+    "tilewise_claims": functools.partial(tilewise.claims_table, RESULTS / "tilewise.json"),
+    "tilewise_prices": functools.partial(tilewise.prices_table, RESULTS / "tilewise.json"),
+    "tilewise_speeds": functools.partial(tilewise.speeds_table, RESULTS / "tilewise.json"),
     **{
-        f"sdp4bit_{table.__name__}": functools.partial(table, RESULTS / "sdp4bit.json")
-        for table in (
-            sdp4bit_tables.losses,
-            sdp4bit_tables.claims,
-            sdp4bit_tables.sent,
-            sdp4bit_tables.estimates,
-        )
+        f"sdp4bit_{name}": functools.partial(table, RESULTS / "sdp4bit.json")
+        for name, table in {
+            "losses": sdp4bit.losses,
+            "claims": sdp4bit.claims_table,
+            "sent": sdp4bit.sent,
+            "estimates": sdp4bit.estimates_table,
+        }.items()
     },
-    **minder_tables.tables(RESULTS),
+    **minder.tables(RESULTS),
     **{
         f"serving_{table.__name__}": functools.partial(table, RESULTS / "serving.json")
-        for table in (serving_figures.offline, serving_figures.online, serving_figures.numerics)
+        for table in (serving.offline, serving.online, serving.numerics)
     },
     "cdmpp_replay": functools.partial(cdmpp_replay.markdown, RESULTS / "cdmpp_replay.json"),
-    "visited": kernel_tables.visited,
+    "visited": gpu.visited,
 }
 
 

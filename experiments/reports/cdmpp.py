@@ -1,24 +1,212 @@
-"""What experiments/cdmpp.py says: errors of a cost model in every split.
+"""CDMPP: splits of measured rows, errors of a cost model in every split, a predicted step, tables.
 
 Errors are absolute errors relative to the measured time; a split also reports how many of its
 measured times lie in the predicted 90 % band, and the noise floor of its labels where both halves
 are known. Figures of several seeds are averaged.
 """
 
+import dataclasses
 import itertools
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+from scipy.optimize import nnls
 
-from experiments.reports.cdmpp_splits import Split
-from megajax.core.errors import UserError
-from megajax.core.hardware import DeviceCard
+from experiments.reports.reporting import source
+from megajax.core.errors import UserError, did_you_mean
+from megajax.core.hardware import Cluster, DeviceCard
+from megajax.cost.base import mfu, train_flops_per_token
+from megajax.cost.program import records
 from megajax.cost.record import OpRecord
+from megajax.monitor import results
+from megajax.systems.aot import RESERVE_BYTES
+from megajax.systems.cdmpp import choose, families
 from megajax.systems.cdmpp.dataset import Dataset
-from megajax.systems.cdmpp.profile import NOISY
+from megajax.systems.cdmpp.families import SYNTHETIC
+from megajax.systems.cdmpp.labels import Labels
+from megajax.systems.cdmpp.profile import NOISY, compile_program
+from megajax.systems.cdmpp.step import StepTime
+from megajax.training.config import Config
+
+# ---- splits
+#
+# Divides measured rows into those to fit on and those to judge on.
+#
+# Splits never cut a program in two: rows of one structural hash are on one side. Rows of synthetic
+# programs (families.SYNTHETIC) are fitted on and never judged.
+
+
+FAMILY_FOLDS = 4
+NAMES = ("random", "families", "devices")
+
+
+@dataclasses.dataclass(frozen=True)
+class Split:
+    """Rows to fit on, to judge on, and to adapt to, as indices. part: what is held out."""
+
+    name: str
+    part: str
+    fit: np.ndarray
+    judge: np.ndarray
+    adapt: np.ndarray | None = None
+
+
+def unique_rows(dataset: Dataset) -> np.ndarray:
+    """Returns the first labelled row of each (structural hash, device)."""
+    seen: dict[tuple[str, str], int] = {}
+    for row, (record, device) in enumerate(zip(dataset.records, dataset.devices, strict=True)):
+        if not np.isnan(dataset.seconds[row]):
+            seen.setdefault((record.hash, device), row)
+    return np.array(list(seen.values()), int)
+
+
+def random_split(dataset: Dataset, rows: np.ndarray, seed: int) -> Split:
+    """A fifth of the programs' hashes is held out, on all devices."""
+    hashes = sorted({dataset.records[i].hash for i in rows})
+    held = set(np.random.default_rng(seed).permutation(hashes)[: max(len(hashes) // 5, 1)])
+    is_held = np.array([dataset.records[i].hash in held for i in rows], bool)
+    return Split("random", "a fifth", rows[~is_held], rows[is_held])
+
+
+def family_splits(
+    dataset: Dataset, rows: np.ndarray, families: np.ndarray, seed: int
+) -> Iterator[Split]:
+    """Holds out one group of families after the other; programs that both sides have are not
+    fitted on."""
+    names = np.random.default_rng(seed).permutation(sorted(set(families[rows].tolist())))
+    for held in np.array_split(names, min(FAMILY_FOLDS, len(names))):
+        is_held = np.isin(families[rows], held)
+        judged = {dataset.records[i].hash for i in rows[is_held]}
+        is_free = np.array([dataset.records[i].hash not in judged for i in rows], bool)
+        yield Split("families", ", ".join(held), rows[~is_held & is_free], rows[is_held])
+
+
+def with_more(dataset: Dataset, split: Split, more: np.ndarray) -> Split:
+    """Returns a split that also fits rows which no split judges (families.SYNTHETIC).
+
+    Left out are rows of devices that the split does not fit on, and of structures that it judges.
+    """
+    devices = {dataset.devices[i] for i in split.fit}
+    judged = {dataset.records[i].hash for i in split.judge}
+    free = [
+        i for i in more if dataset.devices[i] in devices and dataset.records[i].hash not in judged
+    ]
+    return dataclasses.replace(split, fit=np.concatenate([split.fit, np.array(free, int)]))
+
+
+def device_splits(
+    dataset: Dataset,
+    rows: np.ndarray,
+    shots: int,
+    seed: int,
+    held_out: Collection[str] | None = None,
+    programs: np.ndarray | None = None,
+) -> Iterator[Split]:
+    """Holds devices out, of which the rows of `shots` chosen programs may be seen.
+
+    Args: held_out: devices of which no fit has a row; None: one device after the other. programs: a
+        number a row; None: each row is a program.
+    """
+    names = np.array([dataset.devices[i] for i in rows])
+    for name in sorted(set(names.tolist()) if held_out is None else held_out):
+        out = [name] if held_out is None else list(held_out)
+        fit, other = rows[~np.isin(names, out)], rows[names == name]
+        if not len(fit):
+            continue
+        split = Split("devices", name, fit, other)
+        yield split
+        yield shown(dataset, split, shots, seed, programs)
+
+
+def shown(
+    dataset: Dataset, split: Split, shots: int, seed: int, programs: np.ndarray | None = None
+) -> Split:
+    """Returns the split with the rows of chosen programs to adapt to.
+
+    Rows of the structural hashes that those programs have are not judged.
+    """
+    count = min(shots, len(split.judge) - 1)
+    picked = np.zeros(len(split.judge), bool)
+    if count > 0:
+        picked[choose(dataset[split.judge], count, seed=seed)] = True
+    if programs is not None and count > 0:
+        device = dataset.devices[split.judge[0]]
+        chosen = set(programs[split.judge[picked]].tolist())
+        others = sorted(set(programs[split.judge].tolist()) - chosen)  # some have two rows picked
+        rng = np.random.default_rng(seed)
+        chosen.update(rng.permutation(np.array(others, int))[: count - len(chosen)].tolist())
+        seen = {
+            record.hash
+            for record, name, number in zip(dataset.records, dataset.devices, programs, strict=True)
+            if name == device and number in chosen
+        }
+        picked = np.array([dataset.records[i].hash in seen for i in split.judge], bool)
+    return dataclasses.replace(
+        split, name=f"{split.name}, {count} programs seen", judge=split.judge[~picked],
+        adapt=split.judge[picked],
+    )  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Wanted:
+    """A choice of splits.
+
+    names: of NAMES. held_out: devices of which no fit has a row; None: one device after the other.
+    shots: programs of a device that may be seen. seed: of all but the choice of these programs.
+    """
+
+    names: tuple[str, ...]
+    held_out: Collection[str] | None
+    shots: int
+    seed: int
+
+    def __post_init__(self) -> None:
+        """Checks the names. Raises: UserError."""
+        for name in self.names:
+            if name not in NAMES:
+                raise UserError(f"splits={name} must be random, families or devices (--splits)")
+
+    def of(
+        self, dataset: Dataset, rows: np.ndarray, labels: Labels | None, seed: int
+    ) -> list[Split]:
+        """Returns the splits of these rows.
+
+        Args: labels: the families and programs of all rows; None: there are none, and no split by
+            families. seed: draws the programs to adapt to.
+        Raises: UserError on an unknown device, and if all programs are synthetic.
+        """
+        families = None if labels is None else labels.families
+        programs = None if labels is None else labels.programs
+        is_real = np.ones(len(rows), bool)
+        if families is not None:
+            is_real = ~np.isin(families[rows], list(SYNTHETIC))
+        real, more = rows[is_real], rows[~is_real]
+        if len(more) and not len(real):
+            raise UserError(
+                "the data has only synthetic programs, which no split judges; give labels of real "
+                "programs, too (--data=REAL.npz,SYNTHETIC.npz)"
+            )
+        found: list[Split] = []
+        for name in self.names:
+            if name == "random":
+                found.append(random_split(dataset, real, self.seed))
+            elif name == "families" and families is not None:
+                found += family_splits(dataset, real, families, self.seed)
+            elif name == "devices":
+                for unknown in sorted(set(self.held_out or ()) - set(dataset.devices)):
+                    near = did_you_mean(unknown, dataset.devices)
+                    raise UserError(
+                        f"held_out={unknown} is no device of the data.{near} (--held_out)"
+                    )
+                found += device_splits(dataset, real, self.shots, seed, self.held_out, programs)
+        return [with_more(dataset, split, more) for split in found] if len(more) else found
+
+
+# ---- errors
+
 
 BAND = 1.645  # standard deviations of a 90 % band
 PAPER = {"families": 14.03, "devices": 10.85}  # CDMPP abstract: cross-model, cross-device, percent
@@ -262,3 +450,409 @@ def kept(before: Mapping[str, Any], about: Mapping[str, Any], found: list[Any]) 
     new = {(row["method"], row["split"]) for row in found}
     rows = before.get("rows", ()) if same else ()
     return [row for row in rows if (row["method"], row["split"]) not in new]
+
+
+# ---- whole calls
+#
+# Calls of whole programs: sums of predicted instructions beside XLA's own counts of the program.
+#
+# XLA's analysis (`compiled.cost_analysis()`) covers a module and not an instruction, and on a CPU
+# it counts FLOPs, bytes and transcendentals without a time. What can be made of it is a roofline
+# with fitted weights, so that is the rival here; a call's time seen from outside is what both
+# predict. All methods have their weights fitted on the calls of the same other families: of a
+# constant and of their own sums, none negative, by the least squared relative error.
+
+
+GROUP = "whole calls"
+_COUNTED = ("flops", "bytes accessed", "transcendentals")
+_LAUNCH = 1e-5  # seconds; scales the constant, whose weight is fitted
+
+
+def xla_counts(labels: Labels, numbers: Iterable[int]) -> dict[int, np.ndarray]:
+    """Returns XLA's counts of programs (FLOPs, bytes, transcendentals) by their numbers.
+
+    The programs are compiled again, from the seed that the labels' facts have (none: 0). Raises:
+    UserError where the labels are of other programs.
+    """
+    found, seed = {}, int(labels.dataset.facts.get("seed", 0))
+    for number in numbers:
+        rows = np.flatnonzero(labels.programs == number).tolist()
+        family = str(labels.families[rows[0]])  # the labels may be older than some families
+        compiled = compile_program(families.program(number, (family,), seed=seed))
+        mine = {record.hash for record in records(compiled)}
+        if {labels.dataset.records[i].hash for i in rows} - mine:
+            raise UserError(
+                f"program {number} has other instructions than its labels: they are of another "
+                "--seed, --scale or version"
+            )
+        said: Any = compiled.cost_analysis() or {}
+        found[number] = np.array([float(said.get(name, 0.0)) for name in _COUNTED])
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Calls:
+    """Labelled calls. counts: XLA's, by the program's number; calls without them are left out."""
+
+    labels: Labels
+    counts: Mapping[int, np.ndarray]
+
+    def judge(
+        self, splits: Sequence[Split], seconds: Mapping[str, Sequence[np.ndarray]]
+    ) -> list[dict[str, Any]]:
+        """Returns the errors on calls of the held-out families: of each method and of all folds.
+
+        Args: splits: by families. seconds: what a method predicts for all rows of the labels, by
+            the method's name, a fold each.
+        """
+        names, values, walls, calls_families = self._calls()
+        where = {name: np.array([rows for rows in values[name]]) for name in values}
+        of_device = np.array([device for device, _ in names])
+        found = []
+        sums = {name: lambda fold, name=name: self._sum(names, seconds[name][fold])
+                for name in seconds}  # fmt: skip
+        sums |= {name: lambda fold, name=name: where[name] for name in where}
+        for method, terms in sums.items():
+            predicted, measured = [], []
+            for fold, split in enumerate(splits):
+                held = np.isin(calls_families, split.part.split(", "))
+                for device in sorted(set(of_device.tolist())):
+                    here = of_device == device
+                    work = np.column_stack([np.full(len(here), _LAUNCH), terms(fold)])
+                    train, test = here & ~held, here & held
+                    weights, _ = nnls(work[train] / walls[train, None], np.ones(train.sum()))
+                    predicted.append(work[test] @ weights)
+                    measured.append(walls[test])
+            both = np.concatenate(predicted), np.concatenate(measured)
+            about = {"method": method, "split": "families", "held_out": EACH, "group": GROUP}
+            unknown = np.full(len(both[0]), np.nan)
+            found.append(about | errors(both[0], unknown, both[1], None, np.isfinite(both[0])))
+        return found
+
+    def _calls(self) -> tuple[list, dict[str, list[np.ndarray]], np.ndarray, np.ndarray]:
+        names, walls, names_families = [], [], []
+        values: dict[str, list[np.ndarray]] = {"XLA's counts": [], "our counts": []}
+        values["measured instructions"] = []
+        for key, rows in self._rows():
+            names.append(key)
+            walls.append(self.labels.walls[rows[0]].min())
+            names_families.append(self.labels.families[rows[0]])
+            values["XLA's counts"].append(self.counts[key[1]])
+            found = [self.labels.dataset.records[i] for i in rows]
+            values["our counts"].append(
+                np.sum(
+                    [
+                        r.executions * np.array([r.flops, r.nbytes, r["transcendentals"]])
+                        for r in found
+                    ],
+                    0,
+                )
+            )
+            times = self.labels.dataset.seconds[rows]
+            values["measured instructions"].append(
+                np.array([sum(r.executions * s for r, s in zip(found, times, strict=True))])
+            )
+        return names, values, np.array(walls), np.array(names_families)
+
+    def _rows(self) -> Iterator[tuple[tuple[str, int], np.ndarray]]:
+        keys = list(zip(self.labels.dataset.devices, self.labels.programs.tolist(), strict=True))
+        places: dict[tuple[str, int], list[int]] = {}
+        for row, key in enumerate(keys):
+            if key[1] in self.counts:
+                places.setdefault(key, []).append(row)
+        yield from ((key, np.array(rows)) for key, rows in places.items())
+
+    def _sum(self, names: list, seconds: np.ndarray) -> np.ndarray:
+        """Returns the seconds of all executions of each call, (calls, 1)."""
+        executions = np.array([record.executions for record in self.labels.dataset.records])
+        return np.array([[np.sum((executions * seconds)[rows])] for _, rows in self._rows()])
+
+
+# ---- a predicted step
+
+
+TOP = 10
+
+
+def step_facts(
+    step: StepTime,
+    cfg: Config,
+    cluster: Cluster,
+    segments: int = 1,
+    band: tuple[float, float] | None = None,
+) -> dict[str, Any]:
+    """Returns the figures of a predicted step, and its dearest operations.
+
+    Args: segments: documents of equal length in a row; MFU credits the attention inside them only.
+      band: the ends of the 90 % band, as multiples of the step's time; None: by its deviation.
+    """
+    low = max(step.seconds - BAND * step.sigma, 0.0) if band is None else band[0] * step.seconds
+    high = step.seconds + BAND * step.sigma if band is None else band[1] * step.seconds
+    rows, length = cfg.train.global_batch * segments, cfg.train.seq_len // segments
+    load = cfg.model.workload(rows, length, cfg.train.dtype)
+    tokens_per_s = load.tokens / step.seconds
+    peak = cluster.card.peak(cfg.train.dtype)
+    flops = {c: train_flops_per_token(load, c) for c in ("megatron", "causal")}
+    same: dict[str, list[float]] = {}
+    first: dict[str, OpRecord] = {}
+    for record, seconds, _ in step.rows:
+        first.setdefault(record.hash, record)
+        total = same.setdefault(record.hash, [0.0, 0.0])
+        total[0] += seconds
+        total[1] += record.executions
+    dearest = sorted(same, key=lambda key: -same[key][0])[:TOP]
+    return {
+        "step_s": step.seconds,
+        "low_s": low,
+        "high_s": high,
+        "compute_s": step.compute_s,
+        "communication_s": step.communication_s,
+        "exposed_s": step.exposed_s,
+        "tokens_per_s": tokens_per_s,
+        "mfu_megatron": mfu(tokens_per_s, flops["megatron"], cluster.devices, peak),
+        "mfu_causal": mfu(tokens_per_s, flops["causal"], cluster.devices, peak),
+        "dearest": [
+            {
+                "name": first[key].name,
+                "kind": first[key].kind,
+                "executions": same[key][1],
+                "seconds": same[key][0],
+                "share": same[key][0] / step.seconds if step.seconds else 0.0,
+            }
+            for key in dearest
+        ],
+    }
+
+
+ATTENTION_KERNELS = {
+    "xla": "Attention is XLA's.",
+    "hopper": "Attention is our Hopper kernel, in the place of cuDNN's.",
+}
+
+
+def write(folder: Path, step: StepTime, facts: Mapping[str, Any], cluster: Cluster) -> None:
+    """Writes step.json and step_trace.json, which ui.perfetto.dev opens."""
+    about: dict[str, Any] = results.facts(cluster.name, f"compiled for {cluster.card.name}")
+    about |= {name: value for name, value in facts.items() if name != "dearest"}
+    results.write(folder / "step.json", about, facts["dearest"])
+    step.replay.timeline.to_perfetto(folder / "step_trace.json")
+
+
+def step_markdown(facts: Mapping[str, Any], cluster: Cluster) -> str:
+    """Returns the predicted step as text.
+
+    facts: of `step_facts`, with memory_bytes, times (their source) and attention (of KERNELS, with
+    which the step was compiled).
+    """
+    lines = [
+        f"# A step on {cluster.name}",
+        "",
+        f"- step: {_time(facts['step_s'])} (90 % band {_time(facts['low_s'])} to "
+        f"{_time(facts['high_s'])})",
+        f"- compute: {_time(facts['compute_s'])}; communication "
+        f"{_time(facts['communication_s'])}, of which {_time(facts['exposed_s'])} is exposed",
+        f"- {facts['tokens_per_s']:,.0f} tokens/s, MFU {100 * facts['mfu_megatron']:.1f} % "
+        f"(Megatron's convention), {100 * facts['mfu_causal']:.1f} % (causal)",
+        f"- memory: {_memory(facts['memory_bytes'], cluster)}",
+        "",
+        "| operation | kind | executions | time | of the step |",
+        "|---|---|---|---|---|",
+    ]
+    for row in facts["dearest"]:
+        lines.append(
+            f"| {row['name']} | {row['kind']} | {row['executions']:g} | {_time(row['seconds'])} | "
+            f"{100 * row['share']:.1f} % |"
+        )
+    source = f"{facts['times'].rstrip('.')}. {ATTENTION_KERNELS[facts['attention']]}"
+    if (place := facts.get("compiled_for", cluster.card.name)) != cluster.card.name:
+        source += (
+            f" It is not compiled for {cluster.card.name}, so the program and its memory are those "
+            f"of {place}."
+        )
+    return "\n".join([*lines, "", f"*Predicted, not measured: {source}*"])
+
+
+def _memory(nbytes: float, cluster: Cluster) -> str:
+    """Returns what the step needs on a device by XLA's figure and with the reserve of a plan, and
+    whether it fits."""
+    need = nbytes + RESERVE_BYTES
+    gib, room = need / 2**30, cluster.card.memory_bytes / 2**30
+    reserve = f"({RESERVE_BYTES / 2**30:.1f} reserved)"
+    if need <= cluster.card.memory_bytes:
+        return f"{gib:.1f} of {room:.1f} GiB a device {reserve}"
+    return (
+        f"{gib:.1f} GiB a device {reserve}, and it has {room:.1f}: this step does not fit, and "
+        "XLA's schedule of it may be a worse one; more micro-batches need less "
+        "(--train.accumulate)"
+    )
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds:.3f} s" if seconds >= 1 else f"{1e3 * seconds:.3f} ms"
+
+
+# ---- tables of documents
+
+
+# Mean errors in percent that NeuSight's repository publishes (scripts/asplos/summary) for devices
+# outside of its training: H100, L4 and A100-80 together.
+NEUSIGHT = {"bmm": 13.8, "linear": 13.9, "elem": 19.3, "softmax": 13.9, "ln": 56.7}
+GROUP_TEXTS = {
+    "linear": "linear",
+    "bmm": "batched products",
+    "elem": "element-wise",
+    "softmax": "softmax",
+    "ln": "layer norm",
+}
+
+
+def programs(path: Path) -> str:
+    """Errors of own programs' instructions by split and method; bands, noise, the paper's."""
+    found = json.loads(path.read_text())
+    rows = [row for row in found["rows"] if row["group"] == "all"]
+    methods = list(dict.fromkeys(row["method"] for row in rows))
+    splits = list(dict.fromkeys((row["split"], row["held_out"]) for row in rows))
+    whole = {name for name, held in splits if held == EACH}
+    heads = ("held out", "rows", *methods, "of the sum", "in the band", "labels differ by", "paper")
+    lines = [_line(heads), "|" + "---|" * len(heads)]
+    for split, held in splits:
+        if split in whole and held != EACH and split == "families":
+            continue
+        here = {r["method"]: r for r in rows if (r["split"], r["held_out"]) == (split, held)}
+        ours = here["ours"]
+        cells = [f"{here[m]['mean']:.1f} / {here[m]['median']:.1f}" for m in methods]
+        paper = PAPER.get(split.split(",")[0])
+        lines.append(
+            _line(
+                (
+                    f"{split}: {held}", f"{ours['rows']:,}", *_best(cells, here, methods),
+                    f"{ours['weighted']:.1f}", f"{100 * ours['in_band']:.0f}",
+                    f"{ours['noise_mean']:.1f} / {ours['noise_median']:.1f}",
+                    "-" if paper is None else f"{paper}",
+                )
+            )
+        )  # fmt: skip
+    text = (
+        "Relative errors in %: mean / median; bold: the least mean. The paper's figures are of "
+        "other programs and devices. `of the sum`: of ours, weighted by time. `in the band`: "
+        "measured times in our 90 % band, in %. `labels differ by`: the two halves of the "
+        "measurements. "
+        f"Ours: mean of seeds, {rows[0]['seeds']}."
+    )
+    return "\n".join([*lines, "", text, "", source(found)])
+
+
+def kinds(path: Path) -> str:
+    """Our errors by kind of instruction, beside the labels' noise."""
+    found = json.loads(path.read_text())
+    wanted = [
+        row
+        for row in found["rows"]
+        if row["method"] == "ours"
+        and row["group"] not in ("all", GROUP)
+        and not row["group"].startswith(FAMILY)
+        and (row["held_out"] == EACH or row["split"] == "random")
+    ]
+    splits = list(dict.fromkeys(row["split"] for row in wanted))
+    at = {(row["split"], row["group"]): row for row in wanted}
+    names = sorted({row["group"] for row in wanted})
+    heads = ("kind", *(f"{split}" for split in splits), "labels differ by")
+    lines = [_line(heads), "|" + "---|" * len(heads)]
+    for name in names:
+        here = [at.get((split, name)) for split in splits]
+        cells = [f"{r['mean']:.1f} / {r['median']:.1f} ({r['rows']})" if r else "" for r in here]
+        noise = next(r for r in here if r)
+        lines.append(_line((name, *cells, f"{noise['noise_mean']:.1f}")))
+    text = "Relative errors in %: mean / median (rows)."
+    return "\n".join([*lines, "", text, "", source(found)])
+
+
+def families_table(path: Path) -> str:
+    """Errors on each family of programs, held out with the others of its group."""
+    found = json.loads(path.read_text())
+    rows = [row for row in found["rows"] if row["group"].startswith(FAMILY)]
+    at = {(row["method"], row["group"]): row for row in rows}
+    methods = list(dict.fromkeys(row["method"] for row in rows))
+    heads = ("family", "rows", *methods, "labels differ by")
+    lines = [_line(heads), "|" + "---|" * len(heads)]
+    for group in sorted({row["group"] for row in rows}):
+        here = {method: at[method, group] for method in methods}
+        cells = [f"{here[m]['mean']:.1f} / {here[m]['median']:.1f}" for m in methods]
+        first, best = here[methods[0]], _best(cells, here, methods)
+        noise = f"{first['noise_mean']:.1f}"
+        lines.append(_line((group.removeprefix(FAMILY), f"{first['rows']:,}", *best, noise)))
+    text = "Relative errors in %: mean / median; bold: the least mean."
+    return "\n".join([*lines, "", text, "", source(found)])
+
+
+def calls(path: Path) -> str:
+    """Errors on whole calls of held-out families, by what is summed."""
+    found = json.loads(path.read_text())
+    rows = [row for row in found["rows"] if row["group"] == GROUP]
+    heads = ("a call is predicted from", "calls", "mean %", "median %", "90th percentile %")
+    lines = [_line(heads), "|" + "---|" * len(heads)]
+    for row in sorted(rows, key=lambda row: row["mean"]):
+        errors = (f"{row[name]:.1f}" for name in ("mean", "median", "p90"))
+        lines.append(_line((row["method"], f"{row['rows']:,}", *errors)))
+    return "\n".join([*lines, "", source(found)])
+
+
+def kernels(path: Path) -> str:
+    """Errors on NeuSight's kernels of GPUs that no fit has seen, without and with rows of them."""
+    found = json.loads(path.read_text())
+    few = next(row["split"] for row in found["rows"] if "," in row["split"])
+    rows = {
+        (row["group"], row["held_out"], row["method"], row["split"]): row for row in found["rows"]
+    }
+    methods = list(dict.fromkeys(row["method"] for row in found["rows"]))
+    devices = list(dict.fromkeys(row["held_out"] for row in found["rows"]))
+    heads = ("kernels", "rows", *methods, "% of times in our band", "NeuSight")
+    lines = [_line(heads), "|" + "---|" * len(heads)]
+    for group, name in GROUP_TEXTS.items():
+        for device in (d for d in devices if (group, d, "ours", few) in rows):
+            here = {m: rows[group, device, m, "devices"] for m in methods}
+            seen = {m: rows[group, device, m, few] for m in methods}
+            cells = [f"{here[m]['mean']:.1f} / {seen[m]['mean']:.1f}" for m in methods]
+            bands = (100 * r["ours"]["in_band"] for r in (here, seen))
+            where = "both" if device == EACH else device.removeprefix("NVIDIA ")
+            lines.append(
+                _line(
+                    (
+                        f"{name}, {where}", f"{here['ours']['rows']:,}", *cells,
+                        " / ".join(f"{band:.0f}" for band in bands),
+                        f"{NEUSIGHT[group]}" if device == EACH else "",
+                    )
+                )
+            )  # fmt: skip
+    ours = found["rows"][0]
+    text = (
+        "Mean relative errors in %. Left of the slash the predictor has no row of the GPU, right "
+        f"of it {found['shots']} rows of all its kernels. Mean over {ours['seeds']} seeds. "
+        "NeuSight's errors, also without rows of the GPU, are means over an H100 too, whose rows "
+        "we lack."
+    )
+    return "\n".join([*lines, "", text, "", source(found)])
+
+
+def h200(path: Path) -> str:
+    """What one H200 measured, beside predictions: before and after its rows were learnt."""
+    found = json.loads(path.read_text())
+    heads = ["what is predicted", "rows", "mean error", "median error", "times in the 90 % band"]
+    lines = [_line(heads), _line(["---"] * len(heads))]
+    for row in found["rows"]:
+        band = "" if row["coverage"] is None else f"{100 * row['coverage']:.0f} %"
+        errors = (f"{100 * row[k]:,.1f} %" for k in ("mean", "median"))
+        lines.append(_line([row["what"], str(row["rows"]), *errors, band]))
+    return "\n".join([*lines, "", source(found)])
+
+
+def _best(cells: Sequence[str], here: Mapping[str, Row], methods: Sequence[str]) -> list[str]:
+    least = min(here[m]["mean"] for m in methods)
+    return [
+        f"**{cell}**" if here[m]["mean"] == least else cell
+        for cell, m in zip(cells, methods, strict=True)
+    ]
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"

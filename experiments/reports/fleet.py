@@ -193,7 +193,7 @@ def difficulty(made: Sequence[tuple[Case, Grid]]) -> dict[str, Any]:
 
 def draw(case: Case, path: Path) -> None:
     """Writes a heat map of all metrics of a case, with the machine and time of its faults."""
-    from experiments.reports.figure import panels, save
+    from experiments.reports.reporting import panels, save
 
     grid = case.read()
     names = [n for n in WATCHED if n in grid.metrics] or list(grid.metrics)

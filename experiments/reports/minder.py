@@ -1,22 +1,140 @@
-"""Minder (arXiv 2411.01791) judged on simulated jobs, beside rivals: the entry and its flags.
+"""Minder (arXiv 2411.01791) judged on simulated jobs, beside rivals: the entry, figures and tables.
 
 `evaluate` fits every detector on the same jobs, tunes the rivals on others, runs all of them on the
-same cases and writes JSON, figures and a table. What has been done stays in the state folder, so
-the same command goes on after a stop.
-
-- minder_runs.py: the cases, the processes, what is kept.   - minder_counts.py: counts, intervals.
-- minder_rivals/: the other detectors.   - minder_tables.py, minder_figures.py: what documents show.
+same cases and writes JSON and figures; documents show the tables. What has been done stays in the
+state folder, so the same command goes on after a stop. The cases and the counts are in
+minder_runs.py, the other detectors in minder_rivals.py.
 """
 
+import functools
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
+import jax
+import numpy as np
+
+from experiments.reports import minder_runs, minder_watch
+from experiments.reports.minder_rivals import MEASURES, RIVALS, VARIANTS
+from experiments.reports.minder_runs import OURS
+from experiments.reports.reporting import panels, save, source
 from megajax.core.config import Checked, option
 from megajax.core.errors import UserError, did_you_mean
 from megajax.monitor import results
 from megajax.monitor.fleet import MIXES
+
+# ---- figures
+
+
+Rows = Sequence[Mapping[str, Any]]
+PAPER_F1 = 0.893
+COLOURS = {
+    OURS: "#0072B2", "minder-paper": "#000000", "minder-tuned": "#555555", "raw": "#E69F00",
+    "con": "#56B4E9", "int": "#009E73", "no-continuity": "#D55E00", "mahalanobis": "#CC79A7",
+    "median": "#8C564B", "forest": "#17A015", "nvrx-relative": "#F0C000",
+    "nvrx-individual": "#B8A000", "greyhound": "#9467BD",
+}  # fmt: skip
+LEVELS = ("low", "middle", "high")
+
+
+def draw(rows: Rows, path: Path) -> None:
+    """F1 by size, recall by kind, precision and recall by noise, delays. Writes SVG and PNG."""
+    whole = {r["detector"]: r for r in rows if r["part"] == "overall"}
+    if OURS not in whole:
+        return
+    order = sorted(whole, key=lambda n: (n != OURS, -whole[n]["f1"]))
+    figure, axes = panels(2, 2, size=(14, 8.6))
+    _sizes(axes[0], rows, order)
+    _kinds(axes[1], rows, order[:2])
+    _noise(axes[2], rows, order[:4])
+    _delays(axes[3], rows, order[:4])
+    best = whole[order[1]] if len(order) > 1 else None
+    title = f"ours: F1 {whole[OURS]['f1']:.3f} on {whole[OURS]['cases']} simulated cases"
+    title += f"; the best rival ({order[1]}): {best['f1']:.3f}" if best else ""
+    save(figure, path, title)
+
+
+def _sizes(axes: Any, rows: Rows, order: Sequence[str]) -> None:
+    for name in order:
+        mine = [r for r in rows if r["part"] == "size" and r["detector"] == name]
+        x = range(len(mine))
+        axes.plot(
+            x, [r["f1"] for r in mine], color=COLOURS[name], label=name, marker="o", markersize=3,
+            linewidth=2.2 if name == OURS else 1.0,
+        )  # fmt: skip
+        if name == OURS:
+            low, high = zip(*(r["f1_95"] for r in mine), strict=True)
+            axes.fill_between(x, low, high, color=COLOURS[name], alpha=0.15, linewidth=0)
+    axes.axhline(PAPER_F1, color="0.3", linestyle="--", linewidth=0.9)
+    axes.text(0.01, PAPER_F1 + 0.01, "paper", fontsize=7, color="0.3",
+              transform=axes.get_yaxis_transform())  # fmt: skip
+    sizes = sorted({r["size"] for r in rows if r["part"] == "size"})
+    axes.set_xticks(range(len(sizes)), [f"{s:,}" for s in sizes])
+    axes.set(xlabel="machines of the job", ylabel="F1", ylim=(0, 1.02))
+    axes.set_title("F1 by size of the job; shaded: 95 % interval", fontsize=9, loc="left")
+    axes.legend(fontsize=7.5, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+
+
+def _kinds(axes: Any, rows: Rows, names: Sequence[str]) -> None:
+    mine = {n: {r["kind"]: r for r in rows if r["part"] == "kind" and r["detector"] == n}
+            for n in names}  # fmt: skip
+    kinds = sorted(mine[OURS], key=lambda k: (k[0] == "(", mine[OURS][k]["recall"]))
+    for place, kind in enumerate(kinds):
+        for shift, name in zip((0.2, -0.2), names, strict=False):
+            row = mine[name][kind]
+            low, high = row["recall_95"]
+            axes.barh(place + shift, row["recall"], 0.36, color=COLOURS[name],
+                      label=name if not place else None)  # fmt: skip
+            axes.plot([low, high], [place + shift] * 2, color="black", linewidth=0.8)
+    axes.set_yticks(
+        range(len(kinds)), [f"{k.replace('_', ' ')} ({mine[OURS][k]['faults']})" for k in kinds],
+        fontsize=7.5,
+    )  # fmt: skip
+    axes.set(xlabel="share of the faults that were named", xlim=(0, 1))
+    axes.set_title("recall by kind of fault; lines: 95 % intervals", fontsize=9, loc="left")
+    axes.legend(fontsize=7.5, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+
+
+def _noise(axes: Any, rows: Rows, names: Sequence[str]) -> None:
+    for k, name in enumerate(names):
+        mine = {r["noise"]: r for r in rows if r["part"] == "noise" and r["detector"] == name}
+        x = np.array([i for i, level in enumerate(LEVELS) if level in mine]) + 0.07 * k
+        found = [mine[level] for level in LEVELS if level in mine]
+        for what, mark in (("precision", "^"), ("recall", "o")):
+            middle = np.array([r[what] for r in found])
+            low, high = np.array([r[f"{what}_95"] for r in found]).T
+            axes.errorbar(
+                x, middle, np.maximum([middle - low, high - middle], 0), marker=mark,
+                color=COLOURS[name], markersize=4, linewidth=1.0, elinewidth=0.6,
+                linestyle="--" if what == "precision" else "-", label=f"{name}, {what}",
+            )  # fmt: skip
+    axes.set_xticks(range(len(LEVELS)), LEVELS)
+    axes.set(xlabel="noise", ylabel="precision, recall", ylim=(0, 1.02))
+    axes.set_title("precision and recall by noise", fontsize=9, loc="left")
+    axes.legend(fontsize=7, frameon=False, ncols=2, loc="lower left")
+
+
+def _delays(axes: Any, rows: Rows, names: Sequence[str]) -> None:
+    for name in names:
+        (row,) = [r for r in rows if r["part"] == "delays" and r["detector"] == name]
+        seconds = np.sort(row["seconds"]) / 60
+        share = np.arange(1, len(seconds) + 1) / max(row["faults"], 1)
+        last = share[-1] if len(share) else 0
+        width = 2.0 if name == OURS else 1.0
+        axes.step([0, *seconds, 25], [0, *share, last], where="post", color=COLOURS[name],
+                  label=name, linewidth=width)  # fmt: skip
+    axes.axvline(4, color="0.3", linestyle="--", linewidth=0.9)
+    axes.text(4.1, 0.02, "continuity of the paper", fontsize=7, color="0.3")
+    axes.set(xlabel="minutes from the onset to the alert", xlim=(0, 25), ylim=(0, 1.02),
+             ylabel="share of all faults")  # fmt: skip
+    axes.set_title("delay to the alert", fontsize=9, loc="left")
+    axes.legend(fontsize=7, frameon=False, loc="lower right")
+
+
+# ---- the evaluation
+
 
 PAPER = {"precision": 0.904, "recall": 0.883, "f1": 0.893}  # Minder section 6.1: 150 cases
 
@@ -80,9 +198,6 @@ def numbers(name: str, text: str) -> list[int]:
 
 def chosen(text: str) -> list[str]:
     """Returns the detectors of --detectors, ours first. Raises: UserError."""
-    from experiments.reports.minder_rivals.ablated import VARIANTS
-    from experiments.reports.minder_rivals.rivals import MEASURES, RIVALS
-
     known = ["ours", *RIVALS, *VARIANTS]
     groups = {
         "all": ["ours", *(n for n in RIVALS if n not in MEASURES)],
@@ -103,11 +218,6 @@ def evaluate(cfg: Config, tell: Callable[[str], Any] = print) -> Mapping[str, An
 
     Raises: UserError for a configuration that cannot be run.
     """
-    import jax
-
-    from experiments.reports import minder_figures, minder_rows, minder_runs
-    from experiments.reports.minder_rivals.ablated import VARIANTS
-
     names, mixes = chosen(cfg.detectors), cfg.mixes.split(",")
     if strange := [m for m in mixes if m not in MIXES]:
         raise UserError(f"mixes={cfg.mixes}: {strange[0]!r} must be one of {sorted(MIXES)}")
@@ -137,13 +247,13 @@ def evaluate(cfg: Config, tell: Callable[[str], Any] = print) -> Mapping[str, An
     config = {name: value for name, value in vars(cfg).items() if name not in here}
     about |= {"config": config, "cases": len(found), "wanted": len(wanted)}
     about |= {"tuned": minder_runs.tuned(state, made), "paper": PAPER}
-    rows = list(minder_rows.rows(found, names))
+    rows = list(minder_runs.evaluation_rows(found, names))
     results.write(path, about, rows)
     for row in rows:
         if row["part"] in ("overall", "alarms"):
             tell(text(row))
     if name == "minder":
-        minder_figures.draw(rows, path.with_suffix(""))
+        draw(rows, path.with_suffix(""))
     tell(f"{path}" + ", .svg and .png" * (name == "minder"))
     return about | {"rows": rows}
 
@@ -164,3 +274,189 @@ def text(row: Mapping[str, Any]) -> str:
         low, high = row["f1_more_95"]
         line += f" ours better by {row['f1_more']:+.3f} ({low:+.3f} to {high:+.3f})"
     return line.rstrip(",")
+
+
+# ---- tables of documents
+
+
+Row = dict[str, Any]
+
+
+def overall(path: Path) -> str:
+    """Every detector on all cases, and how much better ours is on the same ones."""
+    found = _read(path)
+    rows = []
+    for row in sorted(_part(found, "overall"), key=lambda r: (r["detector"] != OURS, -r["f1"])):
+        name = row["detector"]
+        tuned = found["tuned"].get(name, {}).get("f1")
+        rows.append(
+            (
+                name, row["what"],
+                *(_interval(row, m) for m in ("precision", "recall", "f1")),
+                _interval(row, "f1_more", sign=True) if "f1_more" in row else "",
+                f"{row['delay_s'].get('p50', 0):.0f} s" if row["delay_s"] else "-",
+                "" if tuned is None else f"{tuned:.3f}",
+            )
+        )  # fmt: skip
+    heads = ("detector", "what", "precision", "recall", "F1", "F1 of ours minus its F1",
+             "median time from onset to alert", "F1 on the cases it was tuned on")  # fmt: skip
+    paper = found["paper"]
+    config = found["config"]
+    text = (
+        f"{found['cases']} cases of the family `{config['split']}`, seed {config['seed']}, mixes "
+        f"{config['mixes'].replace(',', ', ')}; in brackets 95 % intervals of a bootstrap over the "
+        f"cases. The paper has {paper['precision']}, {paper['recall']} and {paper['f1']} on 150 "
+        "cases of its own."
+    )
+    return "\n".join([_table(heads, rows), "", text, "", source(found)])
+
+
+def sizes(path: Path) -> str:
+    """F1 by size of the job."""
+    found = _read(path)
+    by = {(r["detector"], r["size"]): r for r in _part(found, "size")}
+    columns = sorted({size for _, size in by})
+    faults = {s: by[OURS, s]["faults"] for s in columns}
+    heads = ("F1", *(f"{s:,} machines ({faults[s]} faults)" for s in columns))
+    rows = [
+        (name, *(_interval(by[name, s], "f1") if name == OURS else f"{by[name, s]['f1']:.3f}"
+                 for s in columns))
+        for name in dict.fromkeys(name for name, _ in by)
+    ]  # fmt: skip
+    both = (f"{by[OURS, s]['precision']:.3f}, {by[OURS, s]['recall']:.3f}" for s in columns)
+    rows.insert(1, ("ours: precision, recall", *both))
+    return "\n".join([_table(heads, rows), "", source(found)])
+
+
+def kinds(path: Path) -> str:
+    """Recall by kind of fault: ours, and the two best rivals."""
+    found = _read(path)
+    whole = sorted(_part(found, "overall"), key=lambda r: (r["detector"] != OURS, -r["f1"]))
+    names = [r["detector"] for r in whole[:3]]
+    by = {(r["detector"], r["kind"]): r for r in _part(found, "kind")}
+    rows = []
+    for kind in sorted({k for _, k in by}, key=lambda k: (k[0] == "(", k)):
+        mine = by[OURS, kind]
+        others = (f"{by[name, kind]['recall']:.3f}" for name in names[1:])
+        delay = f"{mine['delay_s']['p50']:.0f} s" if mine["delay_s"] else "-"
+        before = f"{mine['before_halt']} of {mine['named']}"
+        rows.append((kind.replace("_", " "), str(mine["faults"]), _interval(mine, "recall"),
+                     *others, delay, before))  # fmt: skip
+    heads = (
+        "kind of fault, or (its effect)", "faults", "ours, recall",
+        *(f"{n}, recall" for n in names[1:]),
+        "ours, median time from onset to alert", "named before the job halted",
+    )  # fmt: skip
+    return "\n".join([_table(heads, rows), "", source(found)])
+
+
+def conditions(path: Path) -> str:
+    """Our precision, recall and F1 by noise and by mix of kinds."""
+    found = _read(path)
+    rows = []
+    for part, order in (("noise", LEVELS), ("mix", found["config"]["mixes"].split(","))):
+        by = {r[part]: r for r in _part(found, part) if r["detector"] == OURS}
+        rows += [
+            (f"{part}: {value}", str(by[value]["cases"]),
+             *(_interval(by[value], m) for m in ("precision", "recall", "f1")))
+            for value in order if value in by
+        ]  # fmt: skip
+    heads = ("condition", "cases", "precision", "recall", "F1")
+    return "\n".join([_table(heads, rows), "", source(found)])
+
+
+def alarms(path: Path) -> str:
+    """False alarms a day of long healthy runs."""
+    found = _read(path)
+    rows = [
+        (row["detector"], f"{row['machines']:,}", f"{24 * row['days']:.1f}",
+         str(row["false_alarms"]), f"{row['a_day']:.2f}",
+         f"{row['a_day_95'][0]:.2f} to {row['a_day_95'][1]:.2f}")
+        for row in _part(found, "alarms")
+    ]  # fmt: skip
+    heads = ("detector", "machines", "hours", "false alarms", "false alarms a day", "95 % interval")
+    return "\n".join([_table(heads, rows), "", source(found)])
+
+
+def ablations(path: Path) -> str:
+    """Our detector without one of its parts, on the same cases."""
+    found = _read(path)
+    rows = [
+        (row["what"], *(_interval(row, m) for m in ("precision", "recall", "f1")),
+         _interval(row, "f1_more", sign=True) if "f1_more" in row else "")
+        for row in _part(found, "overall")
+    ]  # fmt: skip
+    heads = ("variant", "precision", "recall", "F1", "F1 of the whole minus its F1")
+    text = f"{found['cases']} cases of the family `{found['config']['split']}`."
+    return "\n".join([_table(heads, rows), "", text, "", source(found)])
+
+
+def seconds(path: Path) -> str:
+    """How long a call takes."""
+    found = _read(path)
+    text = f"{minder_watch.text(found)}. The paper: {found['paper_s']} s with the query."
+    return f"{text}\n\n{source(found)}"
+
+
+def unlike(path: Path) -> str:
+    """Recall by kind of fault, and precision, on fleets of other assumptions."""
+    found = _read(path)
+    config = found["config"]
+    by = {(r["background"], r["detector"], r.get("kind")): r for r in found["rows"]}
+    names = list(dict.fromkeys(r["background"] for r in found["rows"]))
+    kinds = list(dict.fromkeys(r["kind"] for r in _part(found, "kind")))
+    rows = []
+    for background in names:
+        for detector, what in (("levels", "levels only"), (OURS, "the whole detector")):
+            each = [by[background, detector, kind] for kind in kinds]
+            total = by[background, detector, None]
+            days = total["healthy_machine_days"]
+            alarms = f"{total['healthy_vain']} in {days:.1f}" if days else "-"
+            rows.append(
+                (background, what, *(f"{r['named']} of {r['faults']}" for r in each),
+                 f"{total['precision']:.3f} ({total['vain']} in vain)", alarms)
+            )  # fmt: skip
+    recall = {}
+    for kind in kinds:
+        each = [by[name, OURS, kind] for name in names]
+        recall[kind] = sum(r["named"] for r in each) / sum(r["faults"] for r in each)
+    heads = ("fleet", "detector", *kinds, "precision", "false alarms in days of a healthy machine")
+    text = (
+        f"Recall of the whole detector over all fleets: "
+        f"{', '.join(f'{k} {v:.2f}' for k, v in recall.items())}. Jobs of "
+        f"{', '.join(map(str, config['sizes']))} machines, {config['faults']} faults of each kind "
+        f"and {config['healthy']} healthy jobs on each fleet, seed {config['seed']}."
+    )
+    return "\n".join([_table(heads, rows), "", text, "", source(found)])
+
+
+def tables(folder: Path) -> dict[str, Callable[[], str]]:
+    """Returns {name of a place in a document: what stands there}."""
+    every = (overall, sizes, kinds, conditions, alarms)
+    found: dict[str, Callable[[], str]] = {
+        f"minder_{t.__name__}": functools.partial(t, folder / "minder.json") for t in every
+    }
+    found["minder_slow_kinds"] = functools.partial(kinds, folder / "minder_slow.json")
+    found["minder_ablations"] = functools.partial(ablations, folder / "minder_ablations.json")
+    found["minder_unlike"] = functools.partial(unlike, folder / "minder_unlike.json")
+    found["minder_time"] = functools.partial(seconds, folder / "minder_time.json")
+    return found
+
+
+def _read(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text())
+
+
+def _part(found: dict, part: str) -> list[Row]:
+    return [row for row in found["rows"] if row["part"] == part]
+
+
+def _interval(row: Row, name: str, sign: bool = False) -> str:
+    form = "+.3f" if sign else ".3f"
+    low, high = row[f"{name}_95"]
+    return f"{row[name]:{form}} ({low:{form}} to {high:{form}})"
+
+
+def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
+    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])

@@ -1,4 +1,4 @@
-"""Runs detectors on the cases of an evaluation; keeps what is done, case by case.
+"""Runs detectors on the cases of an evaluation, stores what they said, and counts it.
 
 A case is made once for all detectors. What they said of it is in a file of its own, under a key
 that changes with a detector's code, fit and threshold, so the same command goes on after a stop and
@@ -13,18 +13,131 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from experiments.reports import minder_rivals
-from experiments.reports.minder_counts import triple
-from experiments.reports.minder_rivals import ablated, ours
-from experiments.reports.minder_rivals.rivals import RIVALS, Tuned, tune
-from experiments.reports.minder_rivals.view import Base, View
+from experiments.reports import minder_rivals as rivals
+from experiments.reports.minder_rivals import RIVALS, Base, Tuned, View, tune
 from megajax.monitor.fleet import Case, cases
 from megajax.systems import minder
 from megajax.systems.minder import Detector
+
+# ---- counts
+#
+# Counts of a detector's alerts: what was named, what was said in vain, how sure a figure is.
+#
+# An alert is true if it names the machine of a fault after the fault's onset; further alerts of
+# that machine are repeats and count as nothing. Every other alert is false, but for a machine that
+# left the job as it had declared. A fault that no alert names is a miss; several faults of a case
+# count each. Intervals are percentiles of bootstrap samples over cases, drawn within each size of
+# job; two detectors are compared on the same samples of the same cases.
+#
+# Legend: X cases, B bootstrap samples.
+
+
+SAMPLES = 2000
+
+
+def judged(case: Mapping[str, Any], alerts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Returns {'named': delay in s by fault (None: a miss), 'vain': false alerts, 'repeats'}.
+
+    case: 'faults' with machine, start, end; 'left': (machine, time). alerts: with machine, at.
+    """
+    named: list[float | None] = [None] * len(case["faults"])
+    vain = repeats = 0
+    gone = {machine: at for machine, at in case["left"]}
+    for alert in sorted(alerts, key=lambda a: a["at"]):
+        hits = [
+            k for k, fault in enumerate(case["faults"])
+            if alert["machine"] == fault["machine"] and alert["at"] > fault["start"]
+        ]  # fmt: skip
+        new = [k for k in hits if named[k] is None]
+        for k in new:
+            named[k] = alert["at"] - case["faults"][k]["start"]
+        left = alert["machine"] in gone and alert["at"] >= gone[alert["machine"]]
+        if not hits and not left:
+            vain += 1
+        repeats += bool(hits) and not new
+    return {"named": named, "vain": vain, "repeats": repeats}
+
+
+def triple(case: Mapping[str, Any], alerts: Sequence[Mapping[str, Any]]) -> tuple[int, int, int]:
+    """Returns (named, in vain, faults)."""
+    found = judged(case, alerts)
+    return sum(d is not None for d in found["named"]), found["vain"], len(case["faults"])
+
+
+def quality(counts: np.ndarray) -> dict[str, np.ndarray]:
+    """Returns precision, recall and F1 of (..., 3) sums of named, in vain, faults; without an alert
+    the precision is 1, without a fault the recall is."""
+    named, vain, faults = np.moveaxis(np.asarray(counts, float), -1, 0)
+    alerts = named + vain
+    return {
+        "precision": np.where(alerts > 0, named / np.maximum(alerts, 1), 1.0),
+        "recall": np.where(faults > 0, named / np.maximum(faults, 1), 1.0),
+        "f1": np.where(faults + alerts > 0, 2 * named / np.maximum(faults + alerts, 1), 1.0),
+    }
+
+
+def resampled(sizes: Sequence[int], seed: int = 0, samples: int = SAMPLES) -> np.ndarray:
+    """Returns how often each case is in each sample, (B, X); samples keep the cases of a size."""
+    rng, sizes_X = np.random.default_rng(seed), np.asarray(sizes)
+    times_BX = np.zeros((samples, len(sizes_X)))
+    for size in np.unique(sizes_X):
+        rows = np.flatnonzero(sizes_X == size)
+        times_BX[:, rows] = rng.multinomial(len(rows), np.full(len(rows), 1 / len(rows)), samples)
+    return times_BX
+
+
+def summary(counts_X3: np.ndarray, times_BX: np.ndarray) -> dict[str, Any]:
+    """Returns counts, precision, recall, F1, and 95 % intervals of these."""
+    counts_X3 = np.asarray(counts_X3, float)
+    total = counts_X3.sum(0)
+    drawn = quality(times_BX @ counts_X3)
+    row: dict[str, Any] = dict(
+        zip(("named", "vain", "faults"), (int(v) for v in total), strict=True)
+    )
+    row["cases"] = len(counts_X3)
+    for name, value in quality(total).items():
+        row[name] = float(value)
+        row[f"{name}_95"] = [float(v) for v in np.percentile(drawn[name], (2.5, 97.5))]
+    return row
+
+
+def difference(ours_X3: np.ndarray, other_X3: np.ndarray, times_BX: np.ndarray) -> dict[str, Any]:
+    """Returns our F1 less another's on the same cases, with its 95 % interval."""
+    ours_X3, other_X3 = np.asarray(ours_X3, float), np.asarray(other_X3, float)
+    apart_B = quality(times_BX @ ours_X3)["f1"] - quality(times_BX @ other_X3)["f1"]
+    value = quality(ours_X3.sum(0))["f1"] - quality(other_X3.sum(0))["f1"]
+    low, high = np.percentile(apart_B, (2.5, 97.5))
+    return {"f1_more": float(value), "f1_more_95": [float(low), float(high)],
+            "better": bool(low > 0)}  # fmt: skip
+
+
+def rate(count: int, days: float) -> dict[str, Any]:
+    """Returns events a day and the exact 95 % interval of a Poisson process (Garwood 1936)."""
+    from scipy.special import gammaincinv
+
+    low = gammaincinv(count, 0.025) if count else 0.0
+    high = gammaincinv(count + 1, 0.975)
+    return {"false_alarms": count, "days": days, "a_day": count / days,
+            "a_day_95": [float(low / days), float(high / days)]}  # fmt: skip
+
+
+def delays(found: Sequence[float]) -> dict[str, float]:
+    """Returns quantiles of the seconds from onset to alert."""
+    if not len(found):
+        return {}
+    marks = (10, 50, 90, 100)
+    return {f"p{q}": float(v) for q, v in zip(marks, np.percentile(found, marks), strict=True)}
+
+
+# ---- cases
+
 
 OURS = "ours"
 FIT_SIZES, TUNE_SIZES = (8, 16, 64), (4, 16, 64, 256)
@@ -106,8 +219,7 @@ def code() -> str:
 
 def code_of_rivals() -> str:
     """Returns a hash of the rivals' sources."""
-    files = sorted(Path(minder_rivals.__path__[0]).glob("*.py"))
-    return _hash(*(p.read_bytes() for p in files if p.stem not in ("ablated", "ours")))
+    return _hash(Path(minder_rivals.__file__).read_bytes())
 
 
 def _hash(*parts: Any) -> str:
@@ -169,12 +281,12 @@ def ready(names: Sequence[str], folder: Path, model: Path, recipe: Recipe, tell:
     base = base_of(folder, model, recipe)
     shared, common = Base.load(base), _hash(base.read_bytes(), code_of_rivals(), recipe)
     rivals = [n for n in names if n in RIVALS]
-    for name in (n for n in names if n in ablated.VARIANTS):
+    for name in (n for n in names if n in minder_rivals.VARIANTS):
         key = _hash(name, own, code(), code_of_rivals(), recipe)
         path = folder / f"{name}-{key}.npz"
         if not path.exists():
-            tell(f"fitting {name}: {ablated.VARIANTS[name].what}")
-            ablated.fit(name, model, list(recipe.sources()), recipe.steps, path)
+            tell(f"fitting {name}: {minder_rivals.VARIANTS[name].what}")
+            minder_rivals.fit_ablated(name, model, list(recipe.sources()), recipe.steps, path)
         made.append(Made(name, path, f"{name}-{key}"))
     paths = {name: folder / f"{name}-{common}.npz" for name in rivals}
     if new := [name for name in rivals if not paths[name].exists()]:
@@ -215,9 +327,9 @@ def run(folder: Path, wanted: Sequence[Item], made: Sequence[Made], base: Path, 
         for one in missing:
             began = time.process_time()
             if one.name == OURS:
-                said = ours.alerts(one.path, view.grid, view.departures)
-            elif one.name in ablated.VARIANTS:
-                said = ablated.alerts(one.name, one.path, case)
+                said = minder_rivals.our_alerts(one.path, view.grid, view.departures)
+            elif one.name in minder_rivals.VARIANTS:
+                said = minder_rivals.ablated_alerts(one.name, one.path, case)
             else:
                 said = rivals[one.key].alerts(view)
             kept["took"][one.key] = time.process_time() - began
@@ -316,3 +428,116 @@ def tuned(folder: Path, made: Sequence[Made]) -> dict[str, Any]:
 
 if __name__ == "__main__":
     main(sys.argv[1])
+
+
+# ---- rows of results
+
+
+Row = dict[str, Any]
+
+
+def evaluation_rows(found: Sequence[Mapping], names: Sequence[str], seed: int = 0) -> Iterator[Row]:
+    """Yields the rows. found: of minder_runs.found; only cases that all detectors have seen count
+    in a comparison."""
+    judged = [c for c in found if c["mix"]]
+    whole = [c for c in judged if all(n in c["said"] for n in names)]
+    yield from _overall(whole, names, seed)
+    for part, of in (("size", "size"), ("noise", "noise"), ("mix", "mix")):
+        for value in dict.fromkeys(c[of] for c in sorted(whole, key=lambda c: (c["size"], c[of]))):
+            mine = [c for c in whole if c[of] == value]
+            for row in _overall(mine, names, seed):
+                yield row | {"part": part, of: value}
+    for name in names:
+        yield from _kinds(whole, name)
+        found_s = [d for _, d in _named(whole, name) if d is not None]
+        faults = sum(len(c["faults"]) for c in whole)
+        yield {"part": "delays", "detector": name, "faults": faults,
+               "seconds": sorted(round(d) for d in found_s)}  # fmt: skip
+    healthy = [c for c in found if not c["mix"]]
+    for name in names:
+        yield from _alarms(healthy, name)
+        yield from _costs(found, name)
+
+
+def what(name: str) -> str:
+    """Returns a line about a detector."""
+    if name in rivals.VARIANTS:
+        return rivals.VARIANTS[name].what
+    return RIVALS[name].what if name in RIVALS else "the whole detector"
+
+
+def _triples(cases: Sequence[Mapping], name: str) -> np.ndarray:
+    return np.array([triple(c, c["said"][name]) for c in cases]).reshape(-1, 3)
+
+
+def _overall(cases: Sequence[Mapping], names: Sequence[str], seed: int) -> Iterator[Row]:
+    if not cases:
+        return
+    times_BX = resampled([c["size"] for c in cases], seed)
+    mine = _triples(cases, OURS) if OURS in names else None
+    for name in names:
+        own = _triples(cases, name)
+        row = {"part": "overall", "detector": name, "what": what(name)} | summary(own, times_BX)
+        if mine is not None and name != OURS:
+            row |= difference(mine, own, times_BX)
+        row["delay_s"] = delays([d for _, d in _named(cases, name) if d is not None])
+        yield row
+
+
+def _named(cases: Sequence[Mapping], name: str) -> Iterator[tuple[Mapping, float | None]]:
+    """Yields each fault and its delay."""
+    for case in cases:
+        named = judged(case, case["said"][name])["named"]
+        yield from zip(case["faults"], named, strict=True)
+
+
+def _kinds(cases: Sequence[Mapping], name: str) -> Iterator[Row]:
+    """Recall by kind of fault, and of those that slow the job or stop it."""
+    every = list(_named(cases, name))
+    tests: dict[str, Callable[[Mapping], bool]] = {
+        kind: lambda f, kind=kind: f["kind"] == kind
+        for kind in dict.fromkeys(f["kind"] for f, _ in every)
+    }
+    tests |= {
+        "(slows the job)": lambda f: 0 < f["speed"] < 1,
+        "(stops the job)": lambda f: f["speed"] == 0,
+        "(neither)": lambda f: f["speed"] == 1,
+    }
+    for kind, test in tests.items():
+        found = [(f, d) for f, d in every if test(f)]
+        if not found:
+            continue
+        hits = [d for _, d in found if d is not None]
+        before = sum(d is not None and f["start"] + d <= f["end"] for f, d in found)
+        yield {
+            "part": "kind", "detector": name, "kind": kind, "faults": len(found),
+            "named": len(hits), "before_halt": before, "recall": len(hits) / len(found),
+            "recall_95": wilson(len(hits), len(found)), "delay_s": delays(hits),
+        }  # fmt: skip
+
+
+def wilson(hits: int, of: int) -> list[float]:
+    """Returns the 95 % interval of a share (Wilson 1927)."""
+    z, p = 1.959964, hits / of
+    middle = (p + z * z / (2 * of)) / (1 + z * z / of)
+    half = z / (1 + z * z / of) * np.sqrt(p * (1 - p) / of + z * z / (4 * of * of))
+    return [float(max(middle - half, 0)), float(min(middle + half, 1))]
+
+
+def _alarms(healthy: Sequence[Mapping], name: str) -> Iterator[Row]:
+    seen = [c for c in healthy if name in c["said"]]
+    if seen:
+        vain = sum(triple(c, c["said"][name])[1] for c in seen)
+        days = sum(c["seconds"] for c in seen) / 86400
+        yield {"part": "alarms", "detector": name, "machines": seen[0]["size"],
+               "jobs": len(seen)} | rate(vain, days)  # fmt: skip
+
+
+def _costs(found: Sequence[Mapping], name: str) -> Iterator[Row]:
+    for size in sorted({c["size"] for c in found}):
+        mine = [c for c in found if c["size"] == size and name in c["took"]]
+        if mine:
+            each = [1000 * c["took"][name] / c["seconds"] for c in mine]
+            # CPU time of a process of one thread
+            yield {"part": "cost", "detector": name, "size": size,
+                   "ms_a_second_of_data": float(np.median(each))}  # fmt: skip

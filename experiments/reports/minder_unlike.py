@@ -18,9 +18,8 @@ from unittest import mock
 
 import numpy as np
 
-from experiments.reports import minder_counts as counts
-from experiments.reports.minder_rows import wilson
-from experiments.reports.minder_runs import OURS, code
+from experiments.reports import minder_runs
+from experiments.reports.minder_runs import OURS, code, wilson
 from megajax.core.config import Checked, option
 from megajax.core.errors import UserError
 from megajax.monitor import results
@@ -107,7 +106,7 @@ def rows(background: str, cases: Sequence[Mapping[str, Any]]) -> Iterator[dict[s
     for name in DETECTORS:
         total, delays = Counter[tuple[str, str]](), dict[str, list[float]]()
         for case in (c for c in cases if name in c["said"]):
-            found = counts.judged(case, case["said"][name])
+            found = minder_runs.judged(case, case["said"][name])
             hits = [d for d in found["named"] if d is not None]
             delays.setdefault(case["kind"], []).extend(hits)
             total[case["kind"], "faults"] += len(case["faults"])
@@ -118,7 +117,7 @@ def rows(background: str, cases: Sequence[Mapping[str, Any]]) -> Iterator[dict[s
                 yield {"part": "kind", "background": background, "detector": name, "kind": kind,
                        "faults": faults, "named": named, "recall": named / faults,
                        "recall_95": wilson(named, faults), "vain": total[kind, "vain"],
-                       "delay_s": counts.delays(delays[kind])}  # fmt: skip
+                       "delay_s": minder_runs.delays(delays[kind])}  # fmt: skip
         named = sum(map(len, delays.values()))
         vain = sum(v for (_, what), v in total.items() if what == "vain")
         quiet = [c for c in cases if c["kind"] == HEALTHY and name in c["said"]]

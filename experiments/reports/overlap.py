@@ -1,29 +1,35 @@
-"""What flux.py and comet.py claim, as rows of a result file: SIMULATED times, and their figures.
+"""Flux and COMET: SIMULATED times as rows of a result file, exactness, figures and tables.
 
 Rows name their part: 'op' is a tensor-parallel product with its collective, 'layer' a mixture of
-experts, both on the simulated GPU of overlap_simulator.py. What is exact on any device and
-what a GPU takes are other parts, with layers of their own. Papers' figures are those of Flux's and
-COMET's abstracts and of Flux's repository; where only a plot gives one, there is none here.
+experts, both on the simulated GPU of overlap_simulator.py. Exact results and times of a GPU are
+other parts, with layers of their own. Papers' figures are those of Flux's and COMET's abstracts and
+of Flux's repository; where only a plot gives one, there is none here.
 
-Legend: T tokens, A active experts a token, E experts, R ranks.
+Legend: T tokens, A active experts a token, E experts, R ranks, m tokens of all ranks, D model
+width, F width of a layer or expert.
 """
 
 import dataclasses
+import itertools
+import json
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
-from experiments.reports import overlap_experts as experts
 from experiments.reports import overlap_simulator as sim
-from experiments.reports.figure import panels, save
-from experiments.reports.overlap_experts import Load
-from experiments.reports.overlap_schedules import most_comm_blocks
-from experiments.reports.overlap_simulator import Machine
+from experiments.reports.overlap_simulator import Load, Machine, most_comm_blocks
+from experiments.reports.reporting import panels, save
 from megajax.core.errors import UserError, did_you_mean, nearest_multiples
-from pallas_kernels.collective.cases import DENSE, RANKS, Product
+from megajax.parallel.expert import Routing, dispatch_grouped_matmul, grouped_matmul_combine
+from megajax.parallel.overlap import Implementation
+from megajax.parallel.tensor import all_gather_matmul, matmul_reduce_scatter
+from pallas_kernels.collective.cases import DENSE, RANKS, Dense, Product
 from pallas_kernels.expert.cases import MIXTURES, Mixture
 
 Row = dict[str, Any]
@@ -189,9 +195,9 @@ def _layer(case: Mixture, tensor: int, loads: Sequence[Load], machine: Machine) 
     row: Row = {}
     total = dict.fromkeys(("gemm_s", "comm_s", "serial_s", "fused_s"), 0.0)
     for part in ("dispatch", "combine"):
-        product = experts.product_of(case, part, tensor, sum_bytes=2)
-        ways = experts.candidates(product, COMM_BLOCKS)
-        times, how = experts.simulate(product, loads, machine, ways)
+        product = sim.product_of(case, part, tensor, sum_bytes=2)
+        ways = sim.expert_candidates(product, COMM_BLOCKS)
+        times, how = sim.expert_simulate(product, loads, machine, ways)
         row |= {f"{part}_{name}": value for name, value in dataclasses.asdict(times).items()}
         row |= {f"{part}_efficiency": times.efficiency, f"{part}_comm_blocks": how.comm_blocks}
         for name in total:
@@ -308,3 +314,404 @@ def reported() -> Mapping[str, Any]:
         "flux_best_efficiency": FLUX_BEST / 100, "flux_l20_efficiency": l20,
         "comet_layer": COMET_LAYER, "comet_model": COMET_MODEL,
     }  # fmt: skip
+
+
+# ---- tables of documents
+
+
+Columns = Mapping[str, Callable[[dict], str]]  # heading -> what a row's cell says
+
+
+def gather() -> str:
+    """GPT-3's gather on a simulated H100: microseconds and overlap efficiency, by m."""
+    machine = sim.H100
+    ways: dict[str, tuple[tuple[int, ...], bool]] = {
+        "fused, 4 SMs copy": ((4,), True), "8 SMs": ((8,), True),
+        "copy engine, no rotation": ((0,), False),
+    }  # fmt: skip
+    columns = ["m", "product", "gather", "serial", "XLA's ring", *ways]
+    lines = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
+    for m in (512, 1024, 2048, 4096, 8192, 16384):
+        op = DENSE["gpt3_175b"].up(m)
+        gemm, serial = sim.gemm_s(op.m, op.n, op.k, machine), sim.serial_s(op, machine)
+        cells = [f"{1e6 * s:.0f}" for s in (gemm, sim.comm_s(op, machine), serial)]
+        fused = [
+            sim.best_fused(op, machine, sim.candidates(op, blocks, rotated))[0]
+            for blocks, rotated in ways.values()
+        ]
+        for seconds in (sim.ring_s(op, machine), *fused):
+            hidden = sim.efficiency(seconds, gemm, serial)
+            cells.append(f"{1e6 * seconds:.0f} ({_percent(hidden)})")
+        lines.append(f"| {m} | {' | '.join(cells)} |")
+    return "\n".join([*lines, "", "*simulated, 8 x H100*"])
+
+
+def _percent(share: float | None) -> str:
+    """A share in percent; '-' where there is none."""
+    return "-" if share is None else f"{100 * share:.0f} %"
+
+
+def _simulated(path: Path, columns: Columns, device: str = "", **wanted: object) -> str:
+    """A table of the rows of a simulated result that have the members `wanted`."""
+    found = json.loads(path.read_text())
+    lines = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
+    for row in found["rows"]:
+        if wanted.items() <= row.items():
+            lines.append(f"| {' | '.join(cell(row) for cell in columns.values())} |")
+    source = found["layer"], device or found["device"], found["date"], found["commit"]
+    return "\n".join([*lines, "", f"*{', '.join(source)}*"])
+
+
+def ops(path: Path) -> str:
+    """GPT-3's products by m: serial, ring, fused, floor."""
+
+    def us(name: str) -> Callable[[dict], str]:
+        return lambda row: f"{1e6 * row[f'{name}_s']:.0f}"
+
+    columns: Columns = {
+        "product": lambda r: f"{r['kind']}, {8 * r['wire_bytes']} bits",
+        "m": lambda r: str(r["m"]), "alone": us("gemm"), "collective": us("comm"),
+        "serial": us("serial"), "ring": us("ring"), "fused": us("fused"), "floor": us("floor"),
+        "efficiency": lambda r: _percent(r["fused_efficiency"]),
+        "SMs that copy (c_max)": lambda r: f"{r['comm_blocks']} ({r['most_comm_blocks']})",
+        "fastest": lambda r: r["fastest"],
+    }  # fmt: skip
+    return _simulated(path, columns, part="op", model="gpt3_175b")
+
+
+def models(dense: Path, mixtures: Path) -> str:
+    """Whole models, estimated: dense ones by pass, mixtures as means over their layouts."""
+    head = ["model", "pass", "tokens", "one after the other", "hidden", "times, estimated",
+            "times, as the paper reports"]  # fmt: skip
+    lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
+    groups: dict[tuple, list[dict]] = {}
+    for found in map(json.loads, (dense.read_text(), mixtures.read_text())):
+        for row in found["rows"]:
+            if row["part"] == "model" and row.get("std", 0.032) == 0.032:
+                tokens = row["m"] if "m" in row else row["tokens"]
+                groups.setdefault((row["model"], row["passes"], tokens), []).append(row)
+    for key, rows in groups.items():
+        serial, hidden, times = (
+            sum(row[name] for row in rows) / len(rows)
+            for name in ("serial_s", "fused_s", "speedup")
+        )
+        cells = *map(str, key), f"{1e6 * serial:.0f}", f"{1e6 * hidden:.0f}", f"{times:.2f}"
+        lines.append(f"| {' | '.join(cells)} | {rows[0]['reported']:.2f} |")
+    source = found["layer"], found["device"], found["date"], found["commit"]
+    return "\n".join([*lines, "", f"*estimates: {', '.join(source)}*"])
+
+
+def layers(path: Path) -> str:
+    """Mixtures of experts: serial, fused and what is hidden, by layout."""
+    columns: Columns = {
+        "model": lambda r: r["model"],
+        "tensor x expert": lambda r: f"{r['tensor']} x {r['expert']}",
+        "products, us": lambda r: f"{1e6 * r['gemm_s']:.0f}",
+        "serial": lambda r: f"{1e6 * r['serial_s']:.0f}",
+        "fused": lambda r: f"{1e6 * r['fused_s']:.0f}",
+        "times": lambda r: f"{r['speedup']:.2f}", "hidden": lambda r: _percent(r["hidden"]),
+        "SMs that copy": lambda r: f"{r['dispatch_comm_blocks']}, {r['combine_comm_blocks']}",
+    }  # fmt: skip
+    return _simulated(path, columns, part="layer", tokens=16384, std=0.032)
+
+
+def repository(path: Path) -> str:
+    """What Flux's repository reports of its mixtures beside our simulation of the same shapes."""
+    columns: Columns = {
+        "layer": lambda r: f"{r['model']}, {r['tensor']} x {r['expert']}",
+        "product": lambda r: r["product"], "alone, ms": lambda r: f"{r['gemm_ms']:.2f}",
+        "fused, ms": lambda r: f"{r['fused_ms']:.2f}",
+        "Flux, as reported, ms": lambda r: f"{r['reported_ms']:.2f}",
+        "reported / ours": lambda r: f"{r['reported_ms'] / r['fused_ms']:.2f}",
+    }  # fmt: skip
+    return _simulated(path, columns, "8 x H100", part="repository")
+
+
+# ---- whole models
+#
+# What hidden communication is worth to whole models: ESTIMATES from simulated times of one block.
+#
+# Papers report whole systems over others: Flux 1.24 times in training and 1.66 in prefill, COMET
+# 1.71 times. Here a model is equal blocks, and a block its products with their collectives, one
+# after the other or fused (overlap.py), attention itself at a product's rate, and in training the
+# weights' gradients. Nothing else costs time (norms, vocabulary, optimizer, other parallelism), and
+# what is compared with hides nothing: a real run gains less.
+#
+# Legend: m tokens of all ranks.
+
+
+SEQUENCE = 2048  # positions that attention sees half of (chosen: GPT-3's)
+# Columns of queries, keys and values together (the models' configurations).
+QKV = {
+    "gpt3_175b": 3 * 12288, "llama_70b": 80 * 128,
+    "mixtral_8x7b": 48 * 128, "qwen2_moe_2p7b": 48 * 128, "phi3p5_moe": 48 * 128,
+}  # fmt: skip
+# m (chosen: one sequence a microbatch; eight that come in together), and Flux's figure (abstract).
+TOKENS = {"training": SEQUENCE, "prefill": 8 * SEQUENCE}
+FLUX_MODEL = {"training": 1.24, "prefill": 1.66}
+# Products of attention, forward and backward, over those of forward alone (FlashAttention: 2, 5).
+BOTH_WAYS = 3.5
+
+
+def dense_model_rows(models: Sequence[str], machine: Machine) -> Iterator[Row]:
+    """Yields a row for each model in training and in prefill: seconds of a block."""
+    for model in models:
+        for passes, m in TOKENS.items():
+            case = DENSE[model]
+            forward = (*attention(model, case.width, m, RANKS), case.up(m), case.down(m, 2))
+            products, beside = forward, attention_s(case.width, m, RANKS, machine)
+            if passes == "training":
+                products += tuple(map(backward, forward))
+                beside *= BOTH_WAYS
+                beside += sum(sim.gemm_s(p.k, p.n, p.m, machine) for p in forward)
+            times = [sim.simulate(p, machine, sim.candidates(p, COMM_BLOCKS))[0] for p in products]
+            yield {"part": "model", "model": model, "passes": passes, "m": m} | speedup(
+                beside + sum(t.serial_s for t in times),
+                # Where a fused kernel loses, none is taken.
+                beside + sum(min(t.serial_s, t.fused_s) for t in times),
+                FLUX_MODEL[passes],
+            )
+
+
+def mixture_row(layer: Mapping[str, Any], machine: Machine) -> Row:
+    """Returns the row of a block forward, from that of its experts' layer; attention hides nothing.
+
+    The expert axis cuts attention's tokens, tensor its heads.
+    """
+    model, tensor = layer["model"], layer["tensor"]
+    width, m = MIXTURES[model].width, layer["tokens"] // layer["expert"]
+    beside = attention_s(width, m, tensor, machine)
+    for product in attention(model, width, m, tensor):
+        beside += sim.gemm_s(product.m, product.n, product.k, machine)
+        beside += sim.comm_s(product, machine) if tensor > 1 else 0.0
+    row = {"part": "model", "passes": "forward"}
+    row |= {name: layer[name] for name in ("model", "tensor", "expert", "tokens", "std")}
+    return row | speedup(beside + layer["serial_s"], beside + layer["fused_s"], COMET_MODEL)
+
+
+def speedup(serial_s: float, fused_s: float, reported: float) -> Row:
+    """Returns both times of a block, their ratio, and what the paper reports of its systems."""
+    return {"serial_s": serial_s, "fused_s": fused_s, "speedup": serial_s / fused_s,
+            "reported": reported}  # fmt: skip
+
+
+def attention(model: str, width: int, m: int, ranks: int) -> tuple[Product, Product]:
+    """Returns the products into attention and out of it."""
+    return (
+        Product("gather", m, QKV[model] // ranks, width, ranks),
+        Product("scatter", m, width, width // ranks, ranks, 2),
+    )
+
+
+def attention_s(width: int, m: int, ranks: int, machine: Machine) -> float:
+    """Returns seconds of scores and their sums, half of them masked."""
+    return 2 * m * SEQUENCE * width / ranks / machine.flops
+
+
+def backward(product: Product) -> Product:
+    """Returns what brings the gradient of x: each kind is the other's."""
+    kind = "scatter" if product.kind == "gather" else "gather"
+    return Product(kind, product.m, product.k, product.n, product.ranks, 2)
+
+
+# ---- exactness: Flux
+#
+# What flux.py claims to be exact: a feed-forward layer and all gradients against NumPy.
+#
+# The models' layers on 8 devices, widths divided by 64, float32, with biases and the residual:
+# plain collectives and rings, one way and both, against whole products in float64; and that a
+# second run gives the same bits. Times of emulated devices would say nothing, so there are none.
+#
+# Legend: m rows of all ranks, D model width, F width of the layer.
+
+
+FLUX_NARROWER = 64
+ROWS = (RANKS, 25 * RANKS)  # one row a rank; a number that no tile divides
+FLUX_WAYS = {"xla": ("xla", False), "ring": ("ring", False), "ring, both ways": ("ring", True)}
+FLUX_RESULTS = ("y", "dx", "dups", "dup_biases", "ddown", "ddown_bias")
+
+
+def flux_rows(models: Sequence[str]) -> Iterator[Row]:
+    """Yields a row for each model, number of rows and way: the largest errors.
+
+    An error is the largest difference over the largest value of NumPy's.
+    """
+    for model in models:
+        case = DENSE[model]
+        gated = case.inputs == 2
+        for m in ROWS:
+            arrays = draw_dense(case, m)
+            want = exact(arrays, gated)
+            for way, (implementation, both_ways) in FLUX_WAYS.items():
+                run = dense_layer(implementation, both_ways, gated)
+                first, again = (jax.tree.map(np.asarray, run(*arrays)) for _ in range(2))
+                yield {
+                    "part": "exact", "model": model, "way": way, "m": m,
+                    "width": case.width // FLUX_NARROWER, "hidden": case.hidden // FLUX_NARROWER,
+                } | {
+                    f"{name}_error": float(np.abs(got - value).max() / np.abs(value).max())
+                    for name, got, value in zip(FLUX_RESULTS, first, want, strict=True)
+                } | {"same_bits": all(map(np.array_equal, first, again))}  # fmt: skip
+
+
+def draw_dense(case: Dense, m: int, seed: int = 0) -> tuple[np.ndarray, ...]:
+    """Returns (x_mD, ups_IDF, up_biases_IF, down_FD, down_bias_D, dy_mD), float32; I inputs."""
+    random = np.random.default_rng(seed)
+    D, F, inputs = case.width // FLUX_NARROWER, case.hidden // FLUX_NARROWER, case.inputs
+
+    def normal(*shape: int, scale: float = 1.0) -> np.ndarray:
+        return (scale * random.standard_normal(shape)).astype(np.float32)
+
+    ups, up_biases = normal(inputs, D, F, scale=D**-0.5), normal(inputs, F)
+    return normal(m, D), ups, up_biases, normal(F, D, scale=F**-0.5), normal(D), normal(m, D)
+
+
+def dense_layer(implementation: Any, both_ways: bool, gated: bool) -> Callable[..., tuple]:
+    """Returns f(*arrays) -> RESULTS, on RANKS devices."""
+    mesh = Mesh(np.array(jax.devices()[:RANKS]), ("tensor",))
+    how = {"axis": "tensor", "implementation": implementation, "both_ways": both_ways}
+    cut = P("tensor"), P(None, None, "tensor"), P(None, "tensor"), P("tensor"), P()
+
+    def local(x: Any, ups: Any, up_biases: Any, down: Any, down_bias: Any) -> Any:
+        h = all_gather_matmul(
+            x, list(ups), bias=list(up_biases), activation="swiglu" if gated else "gelu_tanh", **how
+        )  # fmt: skip
+        return matmul_reduce_scatter(h if gated else h[0], down, bias=down_bias, residual=x, **how)
+
+    whole: Any = jax.shard_map(local, mesh=mesh, in_specs=cut, out_specs=P("tensor"))
+
+    @jax.jit
+    def both(*arrays: jax.Array) -> tuple:
+        y, pull = jax.vjp(whole, *arrays[:-1])
+        return y, *pull(arrays[-1])
+
+    return both
+
+
+def exact(arrays: tuple[np.ndarray, ...], gated: bool) -> tuple[np.ndarray, ...]:
+    """Returns RESULTS in float64."""
+    x, ups, up_biases, down, down_bias, dy = (a.astype(np.float64) for a in arrays)
+    zs = x @ ups + up_biases[:, None]
+    dh = dy @ down.T
+    if gated:
+        gate, up = zs
+        s = 1 / (1 + np.exp(-gate))
+        h, dzs = gate * s * up, np.stack([dh * up * s * (1 + gate * (1 - s)), dh * gate * s])
+    else:
+        c, cube = (2 / np.pi) ** 0.5, 0.044715
+        (z,) = zs
+        t = np.tanh(c * (z + cube * z**3))
+        h = z * (1 + t) / 2
+        dzs = dh * ((1 + t) / 2 + z * (1 - t * t) * c * (1 + 3 * cube * z * z) / 2)[None]
+    dx = dy + (dzs @ ups.transpose(0, 2, 1)).sum(0)
+    return h @ down + down_bias + x, dx, x.T @ dzs, dzs.sum(1), h.T @ dy, dy.sum(0)
+
+
+# ---- exactness: COMET
+#
+# What comet.py claims to be exact: both products of a layer and all gradients against a loop.
+#
+# The models' experts, top-k and layouts on 8 devices, widths divided by 16, float32, against
+# float64 NumPy that goes through the tokens and their choices one by one; and that a second run
+# gives the same bits. Times of emulated devices would say nothing, so there are none.
+#
+# Legend: T tokens, A active experts a token, D model width, F width of an expert, E experts.
+
+
+COMET_NARROWER = 16
+COMET_WAYS: tuple[Implementation, ...] = ("xla", "ring")
+COMET_RESULTS = ("y", "dx", "dgate", "dup", "ddown", "dweights")
+
+
+def comet_rows(
+    models: Sequence[str], layouts: Sequence[tuple[int, int]], tokens: int, stds: Sequence[float]
+) -> Iterator[Row]:
+    """Yields a row for each model, imbalance, layout (tensor, expert) and way: the largest errors.
+
+    tokens: of all ranks, a multiple of RANKS. An error is the largest difference over the largest
+    value of the loop.
+    """
+    for model in models:
+        case = MIXTURES[model]
+        for std in stds:
+            arrays, index_TA, reached = draw_mixture(case, tokens, std)
+            want = loop(arrays, index_TA)
+            for (tensor, expert), way in itertools.product(layouts, COMET_WAYS):
+                run = mixture_layer(tensor, expert, way)
+                first, again = (jax.tree.map(np.asarray, run(arrays, index_TA)) for _ in range(2))
+                errors = {
+                    f"{name}_error": float(np.abs(got - value).max() / np.abs(value).max())
+                    for name, got, value in zip(COMET_RESULTS, first, want, strict=True)
+                }
+                yield {
+                    "part": "exact", "model": model, "tensor": tensor, "expert": expert, "way": way,
+                    "tokens": tokens, "experts": case.experts, "active": case.active,
+                    "width": case.width // COMET_NARROWER, "hidden": case.hidden // COMET_NARROWER,
+                    "std_reached": reached,
+                } | errors | {
+                    "same_bits": all(map(np.array_equal, first, again)),
+                }  # fmt: skip
+
+
+def draw_mixture(
+    case: Mixture, tokens: int, std: float, seed: int = 0
+) -> tuple[tuple[np.ndarray, ...], np.ndarray, float]:
+    """Returns ((x_TD, gate_EDF, up_EDF, down_EFD, weight_TA, dy_TD) float32, index_TA, the std)."""
+    index_TA, reached = draw_routing(tokens, case.experts, case.active, std, seed)
+    random = np.random.default_rng(seed)
+    D, F, E = case.width // COMET_NARROWER, case.hidden // COMET_NARROWER, case.experts
+
+    def normal(*shape: int, scale: float = 1.0) -> np.ndarray:
+        return (scale * random.standard_normal(shape)).astype(np.float32)
+
+    weight_TA = random.dirichlet(np.ones(case.active), tokens).astype(np.float32)
+    x_TD, dy_TD = normal(tokens, D), normal(tokens, D)
+    inputs = normal(E, D, F, scale=D**-0.5), normal(E, D, F, scale=D**-0.5)
+    down_EFD = normal(E, F, D, scale=F**-0.5)
+    return (x_TD, *inputs, down_EFD, weight_TA, dy_TD), index_TA.astype(np.int32), reached
+
+
+def mixture_layer(
+    tensor: int, expert: int, way: Implementation
+) -> Callable[..., tuple[jax.Array, ...]]:
+    """Returns f(arrays, index_TA) -> RESULTS of the two halves on tensor x expert devices."""
+    mesh = Mesh(np.array(jax.devices()[:RANKS]).reshape(expert, tensor), ("expert", "tensor"))
+    ranks, cut, back = P(("expert", "tensor")), P("expert", None, "tensor"), P("expert", "tensor")
+
+    def local(x: Any, gate: Any, up: Any, down: Any, weight: Any, index: Any) -> Any:
+        h, dispatch = dispatch_grouped_matmul(
+            x, [gate, up], Routing(index, weight), expert_axis="expert", tensor_axis="tensor",
+            activation="swiglu", implementation=way,
+        )  # fmt: skip
+        return grouped_matmul_combine(h, down, dispatch, weights=weight, implementation=way)
+
+    whole: Any = jax.shard_map(
+        local, mesh=mesh, in_specs=(ranks, cut, cut, back, ranks, ranks), out_specs=ranks
+    )
+
+    @jax.jit
+    def both(arrays: tuple[jax.Array, ...], index: jax.Array) -> tuple[jax.Array, ...]:
+        y, pull = jax.vjp(lambda *a: whole(*a, index), *arrays[:-1])
+        return y, *pull(arrays[-1])
+
+    return both
+
+
+def loop(arrays: tuple[np.ndarray, ...], index_TA: np.ndarray) -> tuple[np.ndarray, ...]:
+    """Returns RESULTS in float64, one choice of one token after the other."""
+    x, gate, up, down, weight, dy = (a.astype(np.float64) for a in arrays)
+    y, dx, dgate, dup, ddown, dweight = (np.zeros_like(a) for a in (x, x, gate, up, down, weight))
+    for t, chosen in enumerate(index_TA):
+        for a, e in enumerate(chosen):
+            g, u = x[t] @ gate[e], x[t] @ up[e]
+            s = 1 / (1 + np.exp(-g))
+            answer = (g * s * u) @ down[e]
+            y[t] += weight[t, a] * answer
+            dweight[t, a] = dy[t] @ answer
+            ddown[e] += np.outer(g * s * u, weight[t, a] * dy[t])
+            dh = down[e] @ (weight[t, a] * dy[t])
+            dg, du = dh * u * s * (1 + g * (1 - s)), dh * g * s
+            dgate[e] += np.outer(x[t], dg)
+            dup[e] += np.outer(x[t], du)
+            dx[t] += gate[e] @ dg + up[e] @ du
+    return y, dx, dgate, dup, ddown, dweight

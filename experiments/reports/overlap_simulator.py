@@ -2,7 +2,7 @@
 
 SIMULATED times only; nothing here was measured. One rank of many equal ones: its thread blocks take
 tiles in turn and wait for flags, a few blocks move chunks over a link that they share, flags are
-seen a latency later. The same schedules drive the fused kernels (overlap_schedules.py). Beside
+seen a latency later. The same schedules drive the fused kernels (first section). Beside
 them: the product and its collective one after the other, and XLA's rings, step by step.
 
 Measures (Flux, arXiv 2406.06858, equations 1 and 2): the effective communication time of a way to
@@ -22,13 +22,232 @@ import heapq
 import itertools
 import math
 from collections.abc import Iterable, Sequence
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from experiments.reports import overlap_schedules as schedules
-from experiments.reports.overlap_schedules import Schedule
 from pallas_kernels.collective.cases import Product
-from pallas_kernels.hopper.schedule import Split
+from pallas_kernels.expert.cases import Mixture
+from pallas_kernels.hopper import schedule
+from pallas_kernels.hopper.schedule import Chunk, Split, Tile
+
+# ---- schedules
+#
+# What one rank does in order, as tables: the tiles and copies that the simulated GPU times.
+#
+# Flux (arXiv 2406.06858, sections 3 and 4), one matrix: the tiles and chunks that the fused kernels
+# compute from a loop index (pallas_kernels/hopper/schedule.py), all of them at once, and what each
+# flag waits for. COMET (arXiv 2502.19811, section 3), experts:
+#
+# - First product: the rows of an expert are sorted by source, own rank first, then the rotation; a
+#   tile's stage is its last source, and tiles are taken stage by stage.
+# - Second product: all experts' tiles of one block of columns, then of the next, so that a block of
+#   columns can be added up and sent while the next is computed.
+#
+# Legend: T tiles, C chunks, F flags, R ranks, E experts.
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """What one rank does, in order.
+
+    kind: 'gather': tiles wait for chunks; 'scatter': chunks wait for tiles. tiles: int32 (T,) each,
+    live ones only. chunks: int32 (C,) each, live ones only. need_F: arrivals that fulfil a flag; 0
+    where nobody waits. Flags count upwards from 0 and are never reset inside a call.
+    """
+
+    kind: Literal["gather", "scatter"]
+    rank: int
+    ranks: int
+    tiles: Tile
+    chunks: Chunk
+    need_F: np.ndarray
+
+
+def most_comm_blocks(tiles: int, blocks: int) -> int:
+    """Returns c_max = B - ceil(T / ceil(T / B)): more blocks for communication add a wave of tiles.
+
+    tiles: T. blocks: B, that run at once (the SMs, for one block an SM).
+    """
+    return blocks - _ceil(tiles, _ceil(tiles, blocks))
+
+
+def all_gather_gemm(
+    rank: int, split: Split, columns: int, band: int = 1, *, swizzle: bool = True
+) -> Schedule:
+    """Returns `rank`'s schedule of all_gather(x) @ w, x: (shard, k) a rank, w: (k, n_local).
+
+    columns: tiles of columns of n_local. swizzle=False takes tiles from row 0 on whatever the rank
+    (to see what the rotation is worth).
+    """
+    i = np.arange(split.ranks * split.row_tiles * columns, dtype=np.int32)
+    rank = _rank(rank, split.ranks)
+    order = i if swizzle else _unrotated(i, rank, split, columns)
+    tiles = schedule.gather_tile(order, rank, split, columns, band)
+    copies = np.arange((split.ranks - 1) * split.chunks, dtype=np.int32)
+    chunks = _live(schedule.gather_chunk(copies, rank, split))
+    return Schedule(
+        "gather", rank, split.ranks, _live(tiles), chunks,
+        np.bincount(chunks.flag, minlength=split.ranks * split.chunks).astype(np.int32),
+    )  # fmt: skip
+
+
+def gemm_reduce_scatter(
+    rank: int, split: Split, columns: int, band: int = 1, *, swizzle: bool = True
+) -> Schedule:
+    """Returns `rank`'s schedule of reduce_scatter(x @ w), x: (m, k_local), w: (k_local, n).
+
+    swizzle=False: tiles and copies go through the owners from rank 0 on, on every rank.
+    """
+    i = np.arange(split.ranks * split.row_tiles * columns, dtype=np.int32)
+    rank = _rank(rank, split.ranks)
+    order = i if swizzle else _unrotated(i, rank + 1, split, columns)
+    tiles = _live(schedule.scatter_tile(order, rank, split, columns, band))
+    copies = np.arange((split.ranks - 1) * split.chunks, dtype=np.int32)
+    chunks = _live(schedule.scatter_chunk(copies, rank, split, columns))
+    if not swizzle:
+        chunks = Chunk(*(x[np.argsort(chunks.flag)] for x in chunks))
+    need_F = np.zeros(split.ranks * split.chunks, np.int32)
+    for f in range(int((tiles.last_flag - tiles.first_flag).max())):
+        touched = tiles.first_flag + f < tiles.last_flag
+        np.add.at(need_F, tiles.first_flag[touched] + f, 1)
+    return Schedule("scatter", rank, split.ranks, tiles, chunks, need_F)
+
+
+def _unrotated(i: np.ndarray, start: int, split: Split, columns: int) -> np.ndarray:
+    """The steps of a rotation that starts at `start`, from rank 0 on."""
+    per_rank = split.row_tiles * columns
+    return ((i // per_rank - start) % split.ranks * per_rank + i % per_rank).astype(np.int32)
+
+
+def _ceil(a: Any, b: int) -> Any:
+    return -(-a // b)
+
+
+def _rank(rank: int, ranks: int) -> int:
+    if not 0 <= rank < ranks:
+        raise ValueError(f"rank={rank} must be one of 0 .. {ranks - 1}")
+    return rank
+
+
+def _live(table: Any) -> Any:
+    """A table without its rows that do nothing."""
+    keep = table.rows > 0
+    return type(table)(*(np.asarray(column)[keep].astype(np.int32) for column in table))
+
+
+# ---- experts
+
+
+class ExpertTiles(NamedTuple):
+    """Tiles over the rows of the experts, in the order in which they are taken; int32 (T,).
+
+    group: the expert. row: first of its sorted rows. rows: of the tile. stage: how many sources
+    after the own rank must have landed, 0: none.
+    """
+
+    group: np.ndarray
+    row: np.ndarray
+    rows: np.ndarray
+    stage: np.ndarray
+
+
+def expert_tiles(counts_RE: np.ndarray, tile: int, *, by_stage: bool) -> ExpertTiles:
+    """Returns the tiles over sorted rows of experts.
+
+    counts_RE: int32, rows of each expert by distance of their source after the own rank (row 0 is
+    the own rank's). by_stage: stage by stage, inside a stage expert by expert (first product);
+    False: expert by expert (second product).
+    """
+    landed_RE = np.cumsum(counts_RE, axis=0)
+    rows_E = landed_RE[-1]
+    tiles_E = _ceil(rows_E, tile)
+    group_T = np.repeat(np.arange(len(rows_E)), tiles_E)
+    row_T = (np.arange(len(group_T)) - (np.cumsum(tiles_E) - tiles_E)[group_T]) * tile
+    live_T = np.minimum(rows_E[group_T] - row_T, tile)
+    # The last row's source: every source before it has landed no row at or past that row.
+    stage_T = (landed_RE[:, group_T] < (row_T + live_T)[None]).sum(axis=0)
+    found = ExpertTiles(group_T, row_T, live_T, stage_T)
+    order_T = np.argsort(stage_T, stable=True) if by_stage else slice(None)
+    return ExpertTiles(*(x[order_T].astype(np.int32) for x in found))
+
+
+def dispatch_gemm(
+    rank: int, counts_RE: np.ndarray, tile: int, columns: int, chunk: int
+) -> Schedule:
+    """Returns `rank`'s schedule of the experts' first product over rows that come from all ranks.
+
+    counts_RE: rows of each of the rank's experts by source rank (not by distance). Flag d counts
+    the chunks of up to `chunk` rows that came from rank (rank + d) % ranks: a source's rows travel
+    together, whichever expert they go to. Tiles are in the order (stage, expert, row, column) and
+    wait for the flags 1 .. stage.
+    """
+    ranks, experts = counts_RE.shape
+    source_R = (np.arange(ranks) + _rank(rank, ranks)) % ranks
+    counts = np.asarray(counts_RE, np.int32)[source_R]
+    rows = expert_tiles(counts, tile, by_stage=True)
+    i = np.arange(len(rows.row) * columns, dtype=np.int32)
+    row_tile, column = i // columns, i % columns
+    one = np.ones_like(i)
+    tiles = Tile(
+        rank * one, rows.group[row_tile], rows.row[row_tile], rows.rows[row_tile], column,
+        one, 1 + rows.stage[row_tile],
+    )  # fmt: skip
+    chunks, need_F = [], np.zeros(ranks, np.int32)
+    for distance, sent in enumerate(counts.sum(axis=1)[1:], 1):
+        for row in range(0, int(sent), chunk):
+            moved = min(chunk, int(sent) - row)
+            chunks.append((source_R[distance], row, moved, 0, 0, distance))
+            need_F[distance] += 1
+    return Schedule("gather", rank, ranks, tiles, _chunks(chunks), need_F)
+
+
+def gemm_combine(
+    rank: int,
+    rows_E: np.ndarray,
+    tokens_R: np.ndarray,
+    tile: int,
+    columns: int,
+    *,
+    width: int,
+    chunk: int,
+) -> Schedule:
+    """Returns `rank`'s schedule of the experts' second product with its sum over top-k and ranks.
+
+    rows_E: rows of each of the rank's experts. tokens_R: tokens of each owner that have rows here.
+    columns: tiles of columns of the result, of which `width` make a block; flag b counts the tiles
+    of block b. Tiles are in the order (block, expert, row, column); copies in the order (block,
+    owner, row), each of the sums of up to `chunk` tokens. Own tokens, last, are added up here but
+    use no link.
+    """  # fmt: skip
+    ranks = len(tokens_R)
+    owner_R = (np.arange(ranks) + 1 + _rank(rank, ranks)) % ranks
+    rows = expert_tiles(np.asarray(rows_E, np.int32)[None], tile, by_stage=False)
+    count = len(rows.row)
+    i = np.arange(count * columns, dtype=np.int32)
+    column, row_tile = schedule.raster(i, columns, max(count, 1), width)
+    block = column // width
+    tiles = Tile(
+        rank + 0 * i, rows.group[row_tile], rows.row[row_tile], rows.rows[row_tile], column,
+        block, block + 1,
+    )  # fmt: skip
+    chunks, need_F = [], np.zeros(_ceil(columns, width), np.int32)
+    for b in range(len(need_F)):
+        wide = min(width, columns - b * width)
+        need_F[b] = count * wide
+        for owner in owner_R:
+            for row in range(0, int(tokens_R[owner]), chunk):
+                moved = min(chunk, int(tokens_R[owner]) - row)
+                chunks.append((owner, row, moved, b * width, wide, b))
+    return Schedule("scatter", rank, ranks, tiles, _chunks(chunks), need_F)
+
+
+def _chunks(chunks: list[tuple[int, ...]]) -> Chunk:
+    return Chunk(*np.array(chunks, np.int32).reshape(-1, 6).T)
+
+
+# ---- the simulated GPU
+
 
 TILES = ((128, 256), (256, 128), (128, 192), (128, 128))  # rows x columns
 CHUNKS = (32, 64, 128, 256, 512)  # rows under one flag
@@ -293,7 +512,7 @@ def fused_s(product: Product, machine: Machine, how: Fused) -> float:
     """
     split = Split(product.m, product.ranks, how.tile[0], min(how.chunk, product.shard))
     columns, rank = math.ceil(product.n / how.tile[1]), min(3, product.ranks - 1)
-    make = schedules.all_gather_gemm if product.kind == "gather" else schedules.gemm_reduce_scatter
+    make = all_gather_gemm if product.kind == "gather" else gemm_reduce_scatter
     schedule = make(rank, split, columns, swizzle=how.swizzle)
     if product.kind == "scatter" and not how.swizzle:
         shared = machine.link_bytes_per_s / max(product.ranks - 1, 1)
@@ -326,3 +545,167 @@ def simulate(product: Product, machine: Machine, ways: Sequence[Fused]) -> tuple
     best, how = best_fused(product, machine, ways)
     gemm = gemm_s(product.m, product.n, product.k, machine)
     return Times(gemm, comm_s(product, machine), serial_s(product, machine), best), how
+
+
+# ---- products of experts
+#
+# Both products of a mixture of experts with their communication, on the simulated GPU.
+#
+# SIMULATED times only, from the events of the simulated GPU. First product (dispatch): tokens
+# come from all ranks to the experts, rows sorted by source, tiles stage by stage. Second product
+# (combine): a block of columns of all experts at a time; a few blocks add up each token's answers
+# (top-k) and send the sums to the token's owner (COMET, arXiv 2502.19811, section 3). The rank with
+# the most work decides, as the next collective waits for it.
+#
+# Beside each stands what runs one thing after the other: the grouped product, and everything else
+# (the pass over memory that adds up, the collective, the owner's last sum).
+#
+# Not modelled: sorting, the activation between the products, what the simulated GPU leaves out.
+# A token with several experts on a rank travels once, in both directions.
+#
+# Legend: E experts of one rank, R ranks.
+
+
+WIDTHS = (1, 2, 4)  # of a block of columns, in tiles
+CHUNK = {"dispatch": 128, "combine": 512}  # rows, tokens of one copy
+Part = Literal["dispatch", "combine"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Load:
+    """What the routing gives one rank.
+
+    counts_RE: rows of each of its experts by source rank. tokens_R: tokens of each source that have
+    a row here.
+    """
+
+    rank: int
+    counts_RE: np.ndarray
+    tokens_R: np.ndarray
+
+    @property
+    def remote_tokens(self) -> int:
+        """Tokens that cross the link."""
+        return int(self.tokens_R.sum() - self.tokens_R[self.rank])
+
+
+@dataclasses.dataclass(frozen=True)
+class ExpertProduct:
+    """The first product (tokens, width) x (width, n) or the second (rows, k) x (k, width).
+
+    width: of a token. hidden: columns of the first product or depth of the second on one rank; for
+    a gated activation the first has both matrices' columns. wire_bytes: of an element that crosses
+    ranks: 2 for tokens of 16 bits, 4 for partial sums in float32.
+    """
+
+    part: Part
+    width: int
+    hidden: int
+    wire_bytes: int
+
+    @property
+    def n(self) -> int:
+        """Columns of the result."""
+        return self.hidden if self.part == "dispatch" else self.width
+
+    @property
+    def k(self) -> int:
+        """Depth."""
+        return self.width if self.part == "dispatch" else self.hidden
+
+
+def product_of(mixture: Mixture, part: Part, tensor: int, sum_bytes: int = 4) -> ExpertProduct:
+    """Returns a rank's product where `tensor` ranks share each expert.
+
+    sum_bytes: of a partial sum that crosses ranks.
+    """
+    if part == "dispatch":
+        hidden = mixture.inputs * mixture.hidden // tensor
+        return ExpertProduct(part, mixture.width, hidden, 2)
+    return ExpertProduct(part, mixture.width, mixture.hidden // tensor, sum_bytes)
+
+
+def expert_gemm_s(product: ExpertProduct, load: Load, machine: Machine) -> float:
+    """Returns seconds of the grouped product alone with the best of TILES, in full waves."""
+    rows_E = load.counts_RE.sum(axis=0)
+    return min(
+        math.ceil(int((-(-rows_E // rows)).sum()) * math.ceil(product.n / columns) / machine.sms)
+        * tile_s((rows, columns), product.k, machine)
+        for rows, columns in TILES
+    )
+
+
+def expert_comm_s(product: ExpertProduct, load: Load, machine: Machine) -> float:
+    """Returns seconds of everything beside the product when nothing is hidden."""
+    token = product.width * product.wire_bytes
+    seconds = machine.call_s + load.remote_tokens * token / machine.link_bytes_per_s
+    if product.part == "dispatch":
+        return seconds
+    # Top-k answers of 16 bits are read, their sum is written; then the owners add up.
+    read = int(load.counts_RE.sum()) * product.width * 2 + int(load.tokens_R.sum()) * token
+    return seconds + read / machine.memory_bytes_per_s + owner_s(product, load, machine)
+
+
+def owner_s(product: ExpertProduct, load: Load, machine: Machine) -> float:
+    """Returns seconds of a combine's last pass: what came from all ranks is added up.
+
+    A rank is taken to receive as many sums as it sends.
+    """
+    return (
+        int(load.tokens_R.sum()) * product.width * product.wire_bytes / (machine.memory_bytes_per_s)
+    )
+
+
+def expert_fused_s(product: ExpertProduct, load: Load, machine: Machine, how: Fused) -> float:
+    """Returns seconds of one fused kernel, a combine's last pass included. how.chunk: rows."""
+    rows, columns = how.tile
+    duration = tile_s(how.tile, product.k, machine)
+    across = math.ceil(product.n / columns)
+    if product.part == "dispatch":
+        schedule = dispatch_gemm(load.rank, load.counts_RE, rows, across, how.chunk)
+        sent_R = load.counts_RE.sum(axis=1)
+        token_R = product.width * product.wire_bytes * load.tokens_R / np.maximum(sent_R, 1)
+        bytes_C = schedule.chunks.rows * token_R[schedule.chunks.peer]
+        return run(schedule, duration, bytes_C, how.comm_blocks, machine).end_s
+    rows_E = load.counts_RE.sum(axis=0)
+    schedule = gemm_combine(
+        load.rank, rows_E, load.tokens_R, rows, across, width=how.width, chunk=how.chunk
+    )
+    chunks = schedule.chunks
+    wide_C = np.minimum(chunks.columns * columns, product.n - chunks.column * columns)
+    # A block that reads several answers of a token for each sum is slower by what it reads.
+    answers = float(rows_E.sum()) / max(float(load.tokens_R.sum()), 1.0)
+    slower = max(1.0, 2 * answers / product.wire_bytes)
+    adding = dataclasses.replace(machine, block_bytes_per_s=machine.block_bytes_per_s / slower)
+    bytes_C = chunks.rows * wide_C * product.wire_bytes
+    found = run(schedule, duration, bytes_C, how.comm_blocks, adding)
+    return found.end_s + owner_s(product, load, machine)
+
+
+def expert_candidates(product: ExpertProduct, comm_blocks: Sequence[int]) -> list[Fused]:
+    """Returns ways to fuse; the second product also by the width of its blocks of columns."""
+    widths = WIDTHS if product.part == "combine" else (1,)
+    chunk = CHUNK[product.part]
+    return [
+        Fused(tile, chunk, blocks, width=width)
+        for tile, blocks, width in itertools.product(TILES, comm_blocks, widths)
+        if width * tile[1] <= max(product.n, tile[1])
+    ]
+
+
+def expert_simulate(
+    product: ExpertProduct, loads: Sequence[Load], machine: Machine, ways: Sequence[Fused]
+) -> tuple[Times, Fused]:
+    """Returns the times of the slowest rank, and how the best of `ways` works.
+
+    loads: of the ranks that may be the slowest. The way is chosen on the rank with the most rows.
+    Raises: ValueError without a load or a way.
+    """
+    if not loads or not ways:
+        raise ValueError("simulate needs at least one load and one way to fuse")
+    busiest = max(loads, key=lambda load: int(load.counts_RE.sum()))
+    how = min(ways, key=lambda way: expert_fused_s(product, busiest, machine, way))
+    gemm = max(expert_gemm_s(product, load, machine) for load in loads)
+    comm = max(expert_comm_s(product, load, machine) for load in loads)
+    fused = max(expert_fused_s(product, load, machine, how) for load in loads)
+    return Times(gemm, comm, gemm + comm, fused), how

@@ -1,16 +1,74 @@
-"""A plan as text, Markdown, JSON and a picture. Every time in them carries the word 'estimate'."""
+"""A plan, a search or a serving estimate as text, Markdown, JSON and a picture.
+
+Every time and rate in them is an estimate and carries the word 'estimate'.
+"""
 
 import dataclasses
+import functools
 import json
+import shlex
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments.reports import plan_wire
-from megajax.cost import hlo, memory, sparse
+from megajax.core import config
+from megajax.core.axes import MESH_AXES
+from megajax.core.errors import UserError
+from megajax.core.hardware import Cluster
+from megajax.cost import hlo, memory, serving, sparse, traffic
+from megajax.cost.base import CostModel
+from megajax.cost.estimate import transfer_seconds
+from megajax.cost.roofline import Roofline
+from megajax.cost.step import StepShape
 from megajax.monitor import results
 from megajax.monitor.console import quantity
 from megajax.systems.aot import RESERVE_BYTES, Plan
+from megajax.systems.strategies import Found
+from megajax.training.config import Config
+
+# ---- the exchange of gradients
+#
+# What data parallelism sends in a planned step: the codec's bytes by level, seconds as estimates.
+#
+# For steps with an exchange of their own (--wire, --shard.zero=optimizer); what others gather and
+# scatter stands among a plan's collectives.
+
+
+def exchange_figures(step: StepShape, cluster: Cluster) -> dict[str, Any]:
+    """Returns what JSON tells of the exchange: rows by level and axes, the time of quantizing."""
+    model = Roofline()
+    found: dict[tuple, float] = {}
+    for m in traffic.messages(step):
+        one = traffic.Transfer(m.kind, m.axes, m.nbytes, m.count, 0.0, m.level)
+        seconds = transfer_seconds(one, step, cluster, model, 1.0)[0]
+        key = m.level, m.kind, m.axes
+        found[key] = found.get(key, 0.0) + seconds
+    return {
+        "label": "estimate",
+        "rows": [
+            {
+                "level": row.level,
+                "collective": row.kind,
+                "axes": "+".join(row.axes),
+                "bits": row.bits,
+                "bytes": row.nbytes,
+                "estimate_s": found[row.level, row.kind, row.axes],
+            }
+            for row in traffic.rows(step)
+        ],
+        "quantize_bytes": traffic.coded_bytes(step),
+        "estimate_quantize_s": model.op_time(traffic.coding_op(step), cluster.card)[0],
+    }
+
+
+def seconds(found: dict[str, Any]) -> float:
+    """Returns the estimate of a whole exchange, quantizing included."""
+    return sum(row["estimate_s"] for row in found["rows"]) + found["estimate_quantize_s"]
+
+
+# ---- a plan
+
 
 GIB = 2**30
 REMEDY = {
@@ -45,7 +103,7 @@ class Row:
     op_name: str
 
 
-def rows(found: Sequence[hlo.Collective]) -> list[Row]:
+def collective_rows(found: Sequence[hlo.Collective]) -> list[Row]:
     """Returns the collectives by operation, most bytes first."""
     merged: dict[tuple, list[hlo.Collective]] = {}
     for c in found:
@@ -103,7 +161,7 @@ def markdown(plan: Plan, search: str = "", times: str = ASSUMED) -> str:
         found = plan.compiled.collectives
         top = [
             (r.kind, r.axes, memory.size(r.nbytes), r.executions, r.schedule, f"`{r.op_name}`")
-            for r in rows(found)[:10]
+            for r in collective_rows(found)[:10]
         ]
         columns = ("collective", "axis", "bytes a step", "executions", "schedule", "asked for by")
         share = f"{100 * hlo.attributed(found):.3f} % of all bytes have an axis and an operation."
@@ -137,13 +195,13 @@ def to_json(plan: Plan, search: Mapping[str, Any] | None = None) -> str:
         "misfit": plan.misfit,
         "estimate": dataclasses.asdict(plan.estimate),
         "collective_bytes_attributed": hlo.attributed(found),
-        "collectives": [dataclasses.asdict(row) for row in rows(found)],
+        "collectives": [dataclasses.asdict(row) for row in collective_rows(found)],
         "matmul_flops": plan.compiled.matmul_flops if plan.compiled else None,
         "compile_cpu_s": plan.compiled.cpu_s if plan.compiled else None,
         "warnings": plan.warnings,
     }
     if plan.step.exchanges:
-        members |= {"exchange": plan_wire.figures(plan.step, plan.cluster)}
+        members |= {"exchange": exchange_figures(plan.step, plan.cluster)}
     members |= {"search": search} if search else {}
     return json.dumps(members, indent=2) + "\n"
 
@@ -187,7 +245,7 @@ def sending(plan: Plan) -> list[str]:
     weights and gradients layer by layer, which are among the collectives."""
     if not plan.step.exchanges:
         return []
-    found, head = plan_wire.figures(plan.step, plan.cluster), "## What data parallelism sends"
+    found, head = exchange_figures(plan.step, plan.cluster), "## What data parallelism sends"
     if not found["rows"]:
         return [head, "Nothing: one rank has all gradients."]
     lines = [
@@ -199,13 +257,13 @@ def sending(plan: Plan) -> list[str]:
     parts = [head, table(columns, lines)]
     if plan.step.coding is None:
         return parts
-    plain = plan_wire.figures(dataclasses.replace(plan.step, coding=None), plan.cluster)
+    plain = exchange_figures(dataclasses.replace(plan.step, coding=None), plan.cluster)
     sent = memory.size(sum(row["bytes"] for row in plain["rows"]))
     about = (
         f"Quantizing moves {memory.size(found['quantize_bytes'])} through the memory of a GPU, "
         f"estimate: {found['estimate_quantize_s']:.4g} s. The whole exchange, estimate: "
-        f"{plan_wire.seconds(found):.4g} s. Without a codec the same exchange sends {sent}, "
-        f"estimate: {plan_wire.seconds(plain):.4g} s."
+        f"{seconds(found):.4g} s. Without a codec the same exchange sends {sent}, "
+        f"estimate: {seconds(plain):.4g} s."
     )
     return [*parts, about]
 
@@ -293,3 +351,197 @@ def _provenance(plan: Plan, times: str) -> str:
     facts = results.facts(plan.cluster.name, _layer(plan))
     where = ", ".join(facts[name] for name in ("layer", "date", "commit"))
     return f"Times are estimates: {times}. Attention is XLA's. {where}"
+
+
+# ---- a search
+
+
+PLAIN = "wire none, ZeRO full"  # what is not said of a plan
+SIGN = {"compiled": "", "expected": "~ ", "bound": "> "}  # before the GiB a GPU
+
+
+def summary(found: Found) -> str:
+    """Returns how many were looked at, why most were dropped, and how many were compiled."""
+    dropped = sum(found.dropped.values())
+    text = (
+        f"{found.proposals:,} candidates on {found.meshes} legal meshes, priced by the cost model "
+        f"in {found.cpu_s:.0f} CPU seconds"
+    )
+    if dropped:
+        terms = ", ".join(f"{term} {count:,}" for term, count in found.dropped.items())
+        text += f"; {dropped:,} fit no GPU by their bound (largest term: {terms})"
+    parts = [f"{text}."]
+    if found.compiled:
+        fits = sum(p.fits for p in found.compiled)
+        parts.append(f"{len(found.compiled)} were compiled, of which {fits} fit.")
+    if found.unlikely:
+        parts.append(
+            f"{found.unlikely:,} that fit by their bound are left out: they would not fit if their "
+            "programs grow beyond it as the compiled ones did."
+        )
+    if found.ended:
+        parts.append(f"The search ended early: {found.ended}.")
+    return " ".join(parts)
+
+
+def ranking_rows(found: Found, base: Config, start: Sequence[str]) -> list[dict[str, Any]]:
+    """Returns one row a plan, best first, compiled ones before the others.
+
+    base, start: what the flags started from, and the words that say so (--preset=...).
+    """
+    return [
+        {
+            "rank": rank,
+            "mesh": " x ".join(f"{a} {n}" for a, n in p.step.sizes.items() if n > 1) or "one GPU",
+            "schedule": _schedule(p),
+            "remat": p.cfg.train.remat,
+            "exchange": f"wire {p.cfg.wire}, ZeRO {p.cfg.zero}",
+            "source": "compiled" if p.compiled else "cost model",
+            "estimate_step_s": p.estimate.step_s,
+            "estimate_mfu": p.estimate.mfu_megatron,
+            "estimate": f"estimate: {p.estimate.step_s:.4g} s, estimate: MFU "
+            f"{100 * p.estimate.mfu_megatron:.1f} %",
+            "needed_gib": p.needed / GIB,
+            "needed_is": _certainty(p),
+            "fits": _fits(p),
+            "flags": shlex.join([*start, *config.spell(p.cfg, base)]),
+        }
+        for rank, p in enumerate(found.plans, 1)
+    ]
+
+
+def search_figures(found: Found, ranking: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Returns what JSON tells of a search."""
+    return {
+        "label": "estimate",
+        "candidates": found.proposals,
+        "legal_meshes": found.meshes,
+        "dropped": dict(found.dropped),
+        "search_cpu_s": found.cpu_s,
+        "compiled": len(found.compiled),
+        "unlikely": found.unlikely,
+        "ended": found.ended,
+        "stopped": found.stopped,
+        "rows": list(ranking),
+    }
+
+
+def search_markdown(found: Found, ranking: Sequence[dict[str, Any]]) -> str:
+    """Returns the ranking, and below it the flags of each row, to paste behind pretrain.py.
+
+    A row of the ranking is two lines that 80 columns hold; a Markdown table would break there.
+    """
+    parts = ["## Search", summary(found)]
+    if found.stopped:
+        parts.append(
+            f"PARTIAL: Ctrl-C ended the search: {found.stopped}. The ranking is of these alone."
+        )
+    lines = [f"{'':<32}{'GiB a GPU':>10}{'estimate, s':>13}{'MFU, est.':>11}  source"]
+    for row in ranking:
+        need = f"{SIGN[row['needed_is']]}{row['needed_gib']:.1f}"
+        figures = f"{need:>10}{row['estimate_step_s']:13.4g}"
+        figures += f"{100 * row['estimate_mfu']:9.1f} %  {row['source']}"
+        lines.append(f"{row['rank']:2}  {row['fits']:<28}{figures}")
+        about = [row["mesh"], row["schedule"], f"remat {row['remat']}"]
+        about += [] if all(r["exchange"] == PLAIN for r in ranking) else [row["exchange"]]
+        lines += textwrap.wrap(
+            "; ".join(about), 79, initial_indent=" " * 4, subsequent_indent=" " * 6
+        )
+    if any(row["needed_is"] != "compiled" for row in ranking):
+        lines += [
+            "",
+            "~ is expected: as much beyond the bound as the compiled programs of its kind.",
+        ]
+        lines += ["> is the bound: no program of its kind was compiled, and it will need more."]
+    flags = "\n".join(f"{r['rank']}: {r['flags']}" for r in ranking)
+    text = "\n".join(lines)
+    return "\n\n".join([*parts, f"```\n{text}\n```", f"Flags:\n\n```\n{flags}\n```"])
+
+
+def _schedule(plan: Plan) -> str:
+    pipeline, pieces = plan.cfg.pipeline, plan.cfg.train.accumulate
+    if plan.step.sizes["pipe"] == 1:
+        return f"{pieces} micro-batches" if pieces > 1 else "no pipeline"
+    chunks = f" v {pipeline.chunks}" if pipeline.chunks > 1 else ""
+    return (
+        f"{pipeline.schedule}{chunks}, M {pipeline.microbatches}, keeps {pipeline.stash}, "
+        f"{pipeline.gradients} gradients"
+    )
+
+
+def _certainty(plan: Plan) -> str:
+    """Returns what the bytes of a plan are."""
+    return "compiled" if plan.compiled else "expected" if plan.expected else "bound"
+
+
+def _fits(plan: Plan) -> str:
+    """Returns whether a plan fits, which only a compiled program can tell."""
+    if plan.misfit is not None:
+        return f"DOES NOT FIT ({plan.misfit})"
+    return "fits" if plan.compiled else "not compiled"
+
+
+# ---- serving
+
+
+def plan(cfg: Config, cluster: Cluster, model: CostModel = Roofline()) -> serving.Serving:
+    """Returns the plan. Raises: UserError for a mesh that an engine's plan does not cover."""
+    for axis in MESH_AXES:
+        ways = getattr(cfg.mesh, axis)
+        if axis not in ("tensor", "data") and ways is not None and ways > 1:
+            raise UserError(
+                f"mesh.{axis}={ways} must be 1: --workload=serve plans replicas on tensor ranks "
+                f"(--mesh.{axis})"
+            )
+
+    def load_of(rows: int, tokens: int, phase: Any) -> Any:
+        return cfg.model.workload(rows, tokens, cfg.train.dtype, phase)
+
+    return serving.plan(
+        load_of, cluster, tensor=cfg.mesh.tensor, context=cfg.train.seq_len,
+        room=cluster.card.memory_bytes - RESERVE_BYTES, model=model,
+    )  # fmt: skip
+
+
+def serving_rows(found: serving.Serving, cluster: Cluster) -> list[dict[str, Any]]:
+    """Returns a row a batch. The members of a replica, and `cluster_per_s`, of all of them."""
+    return [
+        dataclasses.asdict(rate) | {"cluster_per_s": rate.served_per_s * found.replicas}
+        for rate in found.rates
+    ]
+
+
+def serving_figures(found: serving.Serving) -> dict[str, Any]:
+    """Returns what all batches share."""
+    return {k: v for k, v in dataclasses.asdict(found).items() if k != "rates"}
+
+
+def serving_markdown(found: serving.Serving, cluster: Cluster) -> str:
+    """Returns the whole plan."""
+    gib = functools.partial("{:.1f} GiB".format)
+    have = gib((cluster.card.memory_bytes - RESERVE_BYTES) / 2**30)
+    head = (
+        f"{cluster.name}: {found.replicas} replicas on {found.tensor} GPUs each, sequences of "
+        f"{found.context:,} tokens. Weights take {memory.size(found.weight_bytes)} of a GPU's "
+        f"{have}, a token's keys and values {found.token_bytes / 1024:.1f} KiB."
+    )
+    if not found.rates:
+        return f"{head}\n\nDOES NOT FIT: not one sequence has room; more --mesh.tensor"
+    columns = (
+        "sequences at a time", "estimate: a decode step, ms", "memory roofline, ms",
+        "estimate: first token, ms", "estimate: decoded tokens/s", "with prefills",
+        "of the cluster", "memory of a GPU",
+    )  # fmt: skip
+    lines = [
+        (
+            f"{r.batch:,}", f"{1e3 * r.decode_s:.2f}", f"{1e3 * r.bound_s:.2f}",
+            f"{1e3 * r.first_token_s:.1f}", f"{r.tokens_per_s:,.0f}", f"{r.served_per_s:,.0f}",
+            f"{r.served_per_s * found.replicas:,.0f}", gib(r.needed / 2**30),
+        )
+        for r in found.rates
+    ]  # fmt: skip
+    note = (
+        "With prefills: answer tokens a second where prompt and answer have half the tokens each. "
+        "Decode steps are those of full sequences. Host work is not counted."
+    )
+    return "\n\n".join([head, table(columns, lines), note])

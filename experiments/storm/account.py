@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments.reports.figure import panels, save
+from experiments.reports.reporting import panels, save
 from experiments.storm.plan import KINDS
 from experiments.storm.storm import Case
 from megajax.monitor import results

@@ -4,7 +4,7 @@ A stage: train, while the optimizer's state sums (w dL/dw)^2; rank on the host; 
 go on (Tile-Wise sparsity, arXiv 2008.13006, section 5). It knows no model: parameters are a tree,
 `axes` the words of its leaves, the optimizer one of training.masking.mask_optimizer. The same
 `Pruner` is a hook of the training loop (training/loop.py) of decoders and encoders, and prunes in
-the study of patterns (experiments/reports/pruning_study.py).
+the study of patterns (experiments/reports/tilewise.py).
 """
 
 import contextlib

@@ -4,7 +4,7 @@ The tile is the grouped product's, by waves; the number of communication blocks,
 block of columns, is the best by closed forms for an even routing: an ESTIMATE until a table of
 measurements says otherwise (COMET, arXiv 2502.19811, section 3.2 compiles kernels with several
 numbers ahead of time, and picks by profiles). Where all is simulated event by event
-(experiments/reports/overlap_experts.py), what they pick is at most 6 % slower than the best.
+(experiments/reports/overlap_simulator.py), what they pick is at most 6 % slower than the best.
 
 Legend: S choices of a rank's tokens, E experts of a rank, K contracted.
 """

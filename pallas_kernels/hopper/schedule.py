@@ -11,7 +11,7 @@ block j of n takes tiles j, j + n, ... of the order given here.
 
 A kernel computes its tile from a loop index by the functions below (`gather_tile`, `scatter_tile`,
 `gather_chunk`, `scatter_chunk`, `raster`); they take Python ints, NumPy arrays and traced values
-alike. Tables of them, and who waits for what, simulated: experiments/reports/overlap_schedules.py
+alike. Tables of them, and who waits for what, simulated: experiments/reports/overlap_simulator.py
 and overlap_simulator.py.
 
 Legend: T tiles, C chunks, F flags, R ranks.

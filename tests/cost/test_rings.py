@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
-from experiments.reports.overlap_experts import ExpertProduct, Load
-from experiments.reports.overlap_experts import gemm_s as grouped_s
-from experiments.reports.overlap_simulator import Machine, gemm_s
+from experiments.reports.overlap_simulator import ExpertProduct, Load, Machine, gemm_s
+from experiments.reports.overlap_simulator import expert_gemm_s as grouped_s
 from megajax.core.hardware import CARDS
 from megajax.parallel import expert_matmul, overlap
 

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from experiments.reports import minder_sources, minder_watch
+from experiments.reports import minder_watch
 from megajax.core import config
 from megajax.core.errors import UserError
 from megajax.monitor.samples import Samples
@@ -100,7 +100,7 @@ def test_train_and_watch_start_from_what_is_worth_something(script, monkeypatch)
 def test_what_a_server_gave_is_kept_until_the_training_is_done(tmp_path, monkeypatch):
     """The server is younger than what is asked for, and has machines of other jobs."""
     now, asked, said = 1_700_003_605, [], []
-    monkeypatch.setattr(minder_sources.time, "time", lambda: now)
+    monkeypatch.setattr(minder_watch.time, "time", lambda: now)
 
     class Server:
         def read(self, start, end):
@@ -114,22 +114,22 @@ def test_what_a_server_gave_is_kept_until_the_training_is_done(tmp_path, monkeyp
 
     kept = tmp_path / "training" / "recorded.npz"
     kept.parent.mkdir()
-    (grid,) = minder_sources.recorded(Server(), 1.0, "a.*", kept, said.append)
+    (grid,) = minder_watch.recorded(Server(), 1.0, "a.*", kept, said.append)
     assert [b - a for a, b in asked] == [240] * 15 and said[-1] == "read 60 of 60 minutes"
     assert grid.machines == ("a1", "a2") and (grid.start, grid.end) == (now - 1805, now - 5)
     assert (grid.values_CNT[0, 0] == np.arange(grid.start, grid.end) % 7).all()
-    (again,) = minder_sources.recorded(Server(), 1.0, "a.*", kept, said.append)
+    (again,) = minder_watch.recorded(Server(), 1.0, "a.*", kept, said.append)
     assert len(asked) == 15 and again.start == grid.start and again.machines == grid.machines
     assert np.array_equal(again.values_CNT, grid.values_CNT)
-    minder_sources.forget(kept.parent)
+    minder_watch.forget(kept.parent)
     assert not kept.exists()
 
 
 def test_files_that_are_not_there_are_named(tmp_path):
     (tmp_path / "a.csv").write_text("")
-    assert minder_sources.paths(f"{tmp_path}/a.csv") == [tmp_path / "a.csv"]
+    assert minder_watch.paths(f"{tmp_path}/a.csv") == [tmp_path / "a.csv"]
     with pytest.raises(UserError, match=r"b.csv is no file \(--source\)"):
-        minder_sources.paths(f"{tmp_path}/a.csv,{tmp_path}/b.csv")
+        minder_watch.paths(f"{tmp_path}/a.csv,{tmp_path}/b.csv")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

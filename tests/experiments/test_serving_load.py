@@ -6,8 +6,8 @@ import json
 import numpy as np
 import pytest
 
-from experiments.reports import serving_load
-from experiments.reports.serving_load import MODES, Request
+from experiments.reports import serving
+from experiments.reports.serving import MODES, Request
 from megajax.core.errors import UserError
 from megajax.serving import Engine
 from tests import forks
@@ -25,26 +25,26 @@ def engine():
 def test_requests_have_the_corpus_lengths_and_share_prefixes(tmp_path):
     text = "\n\n".join("x" * n for n in range(10, 400))
     (tmp_path / "a.txt").write_text(text)
-    load = serving_load.requests(str(tmp_path), 300, 0)
-    assert load == serving_load.requests(str(tmp_path), 300, 0)
+    load = serving.requests(str(tmp_path), 300, 0)
+    assert load == serving.requests(str(tmp_path), 300, 0)
     prompts = [len(r.prompt) for r in load]
-    assert max(prompts) <= serving_load.MOST_PROMPT + serving_load.PREFIX
-    assert max(r.answer for r in load) == serving_load.MOST_ANSWER
+    assert max(prompts) <= serving.MOST_PROMPT + serving.PREFIX
+    assert max(r.answer for r in load) == serving.MOST_ANSWER
     begun = [tuple(r.prompt[:64]) for r in load if len(r.prompt) > 64]
     assert len(set(begun)) < len(begun) / 2
     with pytest.raises(UserError, match="390 blocks of text for 391 requests.*--requests"):
-        serving_load.requests(str(tmp_path), 391, 0)
+        serving.requests(str(tmp_path), 391, 0)
 
 
 def test_arrivals_are_a_poisson_process():
-    gaps = np.diff(serving_load.arrivals(4000, 5.0, 0), prepend=0)
+    gaps = np.diff(serving.arrivals(4000, 5.0, 0), prepend=0)
     assert gaps.mean() == pytest.approx(0.2, rel=0.05)
     assert gaps.std() == pytest.approx(0.2, rel=0.05)  # an exponential's deviation is its mean
-    assert not serving_load.arrivals(3, np.inf, 0).any()
+    assert not serving.arrivals(3, np.inf, 0).any()
 
 
 def test_padded_batches_are_rectangles():
-    first, second = serving_load.batches(LOAD, 3, padded=True)
+    first, second = serving.batches(LOAD, 3, padded=True)
     assert [(len(r.prompt), r.answer) for r in first] == [(20, 9)] * 3
     assert first[0].prompt == [0] * 17 + [1, 2, 3]
     assert second == LOAD[3:]
@@ -53,7 +53,7 @@ def test_padded_batches_are_rectangles():
 @pytest.mark.parametrize("mode", MODES)
 def test_every_mode_serves_all_and_counts_what_was_asked_for(engine, mode):
     times = np.array([0.0, 0.0, 0.02, 0.05])
-    row = serving_load.serve(engine, LOAD, mode, times, 3)
+    row = serving.serve(engine, LOAD, mode, times, 3)
     assert row["tokens"] == 17 and row["tokens_per_s"] == pytest.approx(17 / row["seconds"])
     assert 0 < row["first_token_s_p50"] <= row["request_s_p50"] <= row["request_s_p99"]
     assert not engine.busy and engine.pool.in_use == 0

@@ -13,7 +13,6 @@ import typing
 import pytest
 
 from experiments.reports import plan as plan_report
-from experiments.reports import plan_search
 from megajax.core.errors import UserError
 from megajax.core.hardware import parse_cluster
 from megajax.core.mesh import MeshSpec
@@ -106,7 +105,7 @@ def test_what_fits_no_device_is_dropped_and_counted(outlines):
     fits = [p for p in outlines if memory.bound(p.terms) <= room]
     assert sum(found.dropped.values()) == len(outlines) - len(fits) > 0
     assert found.best.estimate.step_s == min(p.estimate.step_s for p in fits)
-    assert "fit no GPU by their bound (largest term: " in plan_search.summary(found)
+    assert "fit no GPU by their bound (largest term: " in plan_report.summary(found)
 
 
 def test_a_model_that_fits_nowhere_names_the_term(outlines):
@@ -204,9 +203,9 @@ def test_ctrl_c_while_pricing_ranks_what_was_priced():
     priced = strategies.price(TINY, HOST, meshes[:3]).fits
     assert found.best.estimate.step_s == priced[0].step_s and found.proposals == len(priced)
     assert told[-1].split(": ")[1].startswith(f"{len(priced)} candidates so far")
-    text = plan_search.markdown(found, plan_search.rows(found, TINY, []))
+    text = plan_report.search_markdown(found, plan_report.ranking_rows(found, TINY, []))
     assert f"PARTIAL: Ctrl-C ended the search: {found.stopped}" in text
-    assert plan_search.figures(found, [])["stopped"] == found.stopped
+    assert plan_report.search_figures(found, [])["stopped"] == found.stopped
 
     def at_once(line):
         raise KeyboardInterrupt
@@ -254,7 +253,9 @@ def test_ctrl_c_while_compiling_keeps_what_is_compiled(monkeypatch, signalled):
 def test_a_row_that_does_not_fit_says_so_first_within_80_columns(monkeypatch):
     pretend(monkeypatch, [1e9, 1.5])
     found = strategies.search(TINY, HOST, best=1)
-    text = plan_search.markdown(found, plan_search.rows(found, run_config(), ["--preset=nano"]))
+    text = plan_report.search_markdown(
+        found, plan_report.ranking_rows(found, run_config(), ["--preset=nano"])
+    )
     ranking = text.split("```")[1].strip("\n").splitlines()
     assert max(map(len, text.split("```")[1].splitlines())) < 80
     (bad,) = [line for line in ranking if "DOES NOT FIT" in line]
@@ -266,9 +267,9 @@ def test_a_row_that_does_not_fit_says_so_first_within_80_columns(monkeypatch):
 
 
 def test_the_report_has_the_table_and_flags_to_paste(found, tmp_path):
-    rows = plan_search.rows(found, run_config(), ["--preset=nano"])
-    text = plan_search.markdown(found, rows)
-    plan_report.write(found.best, tmp_path, text, plan_search.figures(found, rows))
+    rows = plan_report.ranking_rows(found, run_config(), ["--preset=nano"])
+    text = plan_report.search_markdown(found, rows)
+    plan_report.write(found.best, tmp_path, text, plan_report.search_figures(found, rows))
     assert f"{found.proposals:,} candidates on" in (tmp_path / "plan.md").read_text()
     figures = json.loads((tmp_path / "plan.json").read_text())["search"]
     assert figures["label"] == "estimate" and len(figures["rows"]) == strategies.SHOWN
@@ -315,8 +316,8 @@ def test_a_wire_is_searched_beside_runs_without_one():
 def test_a_search_with_a_wire_shows_what_each_row_sends():
     cfg = run_config(wire="zeropp", train__global_batch=8, model__layers=1, train__remat="full")
     found = strategies.search(cfg, parse_cluster("h100:1x2"), compiles=False)
-    rows = plan_search.rows(found, run_config(), ["--preset=nano"])
-    text = " ".join(plan_search.markdown(found, rows).split())
+    rows = plan_report.ranking_rows(found, run_config(), ["--preset=nano"])
+    text = " ".join(plan_report.search_markdown(found, rows).split())
     assert all(f"; {row['exchange']}" in text for row in rows)
     for row, plan in zip(rows, found.plans, strict=True):
         assert row["exchange"] == f"wire {plan.cfg.wire}, ZeRO {plan.cfg.zero}"
@@ -398,7 +399,7 @@ def test_only_a_compiled_row_says_that_it_fits(monkeypatch, priced):
     room = 1.8 * sorted(p.bound for p in priced)[len(priced) // 2]
     tried = grown(monkeypatch, lambda cfg, bound: 1.8)
     found = strategies.search(TINY, card_with(room), best=2)
-    rows = plan_search.rows(found, TINY, [])
+    rows = plan_report.ranking_rows(found, TINY, [])
     for plan, row in zip(found.plans, rows, strict=True):
         assert plan.fits == (row["fits"] == "fits")
         assert (row["fits"] == "not compiled") == (row["needed_is"] != "compiled")
@@ -414,7 +415,7 @@ def test_only_a_compiled_row_says_that_it_fits(monkeypatch, priced):
     assert {row["needed_is"] for row in rows} >= {"compiled", "expected"}
     too_large = sum(p.bound <= room < 1.8 * p.bound for p in priced)
     assert 0 < too_large == found.unlikely
-    text = plan_search.summary(found)
+    text = plan_report.summary(found)
     assert f"{len(tried)} were compiled, of which 2 fit. {found.unlikely:,} that fit by" in text
 
 
@@ -448,7 +449,7 @@ def test_a_search_in_vain_says_how_many_it_compiled(monkeypatch):
     tried = grown(monkeypatch, lambda cfg, bound: HOST.card.memory_bytes / bound * (1 + len(tried)))
     found = strategies.search(TINY, HOST, best=1)
     assert not found.best.fits and 0 < len(tried) <= strategies.MOST_MISFITS
-    text = plan_search.summary(found)
+    text = plan_report.summary(found)
     assert f"{len(tried)} were compiled, of which 0 fit" in text
     assert f"The search ended early: {found.ended}." in text
 
@@ -456,9 +457,9 @@ def test_a_search_in_vain_says_how_many_it_compiled(monkeypatch):
 def test_gpus_that_the_compiler_does_not_know_are_ranked_without_it():
     found = strategies.search(TINY, parse_cluster("l4:1x8"), best=1)
     assert found.ended == "programs cannot be compiled for L4" and not found.compiled
-    rows = plan_search.rows(found, TINY, [])
+    rows = plan_report.ranking_rows(found, TINY, [])
     assert {(row["fits"], row["needed_is"]) for row in rows} == {("not compiled", "bound")}
-    assert "The search ended early: programs cannot be" in plan_search.summary(found)
+    assert "The search ended early: programs cannot be" in plan_report.summary(found)
 
 
 def test_attention_of_other_gpus_is_compiled_for_an_h100():

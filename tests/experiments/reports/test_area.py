@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from experiments.reports import attention_area as area
+from experiments.reports import bytetransformer
 from pallas_kernels.attention.cases import paper_lengths
 
 
@@ -28,7 +28,7 @@ def counted(lengths, block_q, block_k, own_q, own_k):
 def test_area_on_the_papers_draws(longest, block, bound):
     """block: of keys in the forward kernel; the backward kernels' are at most 64."""
     lengths = paper_lengths(longest)
-    got = area.of_lengths(lengths, 64)
+    got = bytetransformer.of_lengths(lengths, 64)
     small = min(block, 64)
     want = {
         "forward": counted(lengths, 64, block, 2, 1),
@@ -42,6 +42,6 @@ def test_area_on_the_papers_draws(longest, block, bound):
 
 def test_heads_of_a_group_in_a_tile_visit_less():
     lengths = paper_lengths(64)
-    alone, grouped = (area.of_lengths(lengths, 64, group)["forward"] for group in (1, 4))
+    alone, grouped = (bytetransformer.of_lengths(lengths, 64, group)["forward"] for group in (1, 4))
     assert (grouped.computed, grouped.passed) == pytest.approx(counted(lengths, 16, 32, 2, 1))
     assert grouped.computed < 0.7 * alone.computed

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from experiments.reports import cdmpp_calls as calls
+from experiments.reports import cdmpp
 from experiments.reports.cdmpp import Split
 from megajax.core.hardware import CARDS
 from megajax.cost.record import product
@@ -33,14 +33,14 @@ def test_weights_are_fitted_on_other_families_and_sums_count_executions():
     every = np.arange(len(records))
     splits = [Split("families", name, every, every) for name in ("a", "b")]
     off = np.array(seconds) * np.where(np.array(families) == "a", 1.0, 2.0)
-    rows = calls.Calls(labels, counts).judge(
+    rows = cdmpp.Calls(labels, counts).judge(
         splits, {"exact": [np.array(seconds)] * 2, "off": [off] * 2}
     )
     error = {row["method"]: row["mean"] for row in rows}
-    assert all(row["rows"] == 40 and row["group"] == calls.GROUP for row in rows)
+    assert all(row["rows"] == 40 and row["group"] == cdmpp.GROUP for row in rows)
     assert error["measured instructions"] == pytest.approx(0, abs=1e-6)
     assert error["exact"] == pytest.approx(0, abs=1e-6)
     # Weights of the other family: twice and half of what is right for this one.
     assert error["off"] > 20 and error["XLA's counts"] > 5
-    few = calls.Calls(labels, {n: counts[n] for n in range(20)}).judge(splits, {})
+    few = cdmpp.Calls(labels, {n: counts[n] for n in range(20)}).judge(splits, {})
     assert all(row["rows"] == 20 for row in few)

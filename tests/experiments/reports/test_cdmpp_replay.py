@@ -6,8 +6,8 @@ import json
 import numpy as np
 import pytest
 
-from experiments.reports import cdmpp_replay, cdmpp_steps
-from experiments.reports.cdmpp_steps import Measured
+from experiments.reports import cdmpp_replay
+from experiments.reports.cdmpp_replay import Measured
 from megajax.core.errors import UserError
 from megajax.core.hardware import DeviceCard
 from megajax.cost.program import records
@@ -125,11 +125,11 @@ def test_what_is_written_is_shown(measured, tmp_path, capsys):
 
 
 def test_configurations_are_named():
-    assert cdmpp_steps.names("all") == list(cdmpp_steps.CONFIGURATIONS)
+    assert cdmpp_replay.names("all") == list(cdmpp_replay.CONFIGURATIONS)
     with pytest.raises(UserError, match="Did you mean wide"):
-        cdmpp_steps.names("nano,wied")
+        cdmpp_replay.names("nano,wied")
     with pytest.raises(UserError, match="twice"):
-        cdmpp_steps.names("nano,nano")
-    for name in cdmpp_steps.CONFIGURATIONS:
-        cdmpp_steps.configuration(name).check(dict.fromkeys(("pipe", "node", "data", "expert",
+        cdmpp_replay.names("nano,nano")
+    for name in cdmpp_replay.CONFIGURATIONS:
+        cdmpp_replay.configuration(name).check(dict.fromkeys(("pipe", "node", "data", "expert",
                                                              "context", "tensor"), 1))  # fmt: skip

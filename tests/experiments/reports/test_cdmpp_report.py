@@ -6,8 +6,6 @@ import numpy as np
 import pytest
 
 from experiments.reports import cdmpp as report
-from experiments.reports import cdmpp_splits as splitting
-from experiments.reports import cdmpp_step, cdmpp_tables
 from megajax.core.errors import UserError
 from megajax.core.hardware import CARDS, parse_cluster
 from megajax.cost.record import product
@@ -46,12 +44,12 @@ class Off:
 
 def test_no_program_is_on_both_sides_of_a_split():
     dataset = made()
-    rows = splitting.unique_rows(dataset)
+    rows = report.unique_rows(dataset)
     assert len(rows) == len({(dataset.records[i].hash, dataset.devices[i]) for i in rows}) == 20
     assert 0 not in rows  # without a time
     families = np.array(["a", "b", "c", "d", "e"])[np.arange(60) % 5]
-    splits = [splitting.random_split(dataset, rows, 1)]
-    splits += splitting.family_splits(dataset, rows, families, 1)
+    splits = [report.random_split(dataset, rows, 1)]
+    splits += report.family_splits(dataset, rows, families, 1)
     assert len(splits) == 5
     for split in splits:
         fit, judge = ({dataset.records[i].hash for i in part} for part in (split.fit, split.judge))
@@ -63,12 +61,12 @@ def test_no_program_is_on_both_sides_of_a_split():
 
 def test_synthetic_programs_are_fitted_on_and_never_judged():
     dataset, known = made(), np.array(["a", "b", "mixture", "c", "d"])[np.arange(60) % 5]
-    rows = splitting.unique_rows(dataset)
+    rows = report.unique_rows(dataset)
     programs, pairs = np.arange(60), np.zeros((60, 2))
     labels = Labels(dataset, known, programs, pairs, pairs)
-    wanted = splitting.Wanted(splitting.NAMES, None, 3, 0)
+    wanted = report.Wanted(report.NAMES, None, 3, 0)
     found = wanted.of(dataset, rows, labels, 0)
-    assert {split.name for split in found} >= set(splitting.NAMES)
+    assert {split.name for split in found} >= set(report.NAMES)
     mixtures = set(rows[known[rows] == "mixture"])
     for split in found:
         assert not mixtures & set(split.judge)
@@ -81,9 +79,9 @@ def test_synthetic_programs_are_fitted_on_and_never_judged():
     with pytest.raises(UserError, match="only synthetic programs"):
         wanted.of(dataset, np.flatnonzero(known == "mixture"), labels, 0)
     with pytest.raises(UserError, match="splits=x must be random, families or devices"):
-        splitting.Wanted(("x",), None, 3, 0)
+        report.Wanted(("x",), None, 3, 0)
     with pytest.raises(UserError, match="held_out=nears is no device.*near"):
-        splitting.Wanted(("devices",), ["nears"], 3, 0).of(dataset, rows, labels, 0)
+        report.Wanted(("devices",), ["nears"], 3, 0).of(dataset, rows, labels, 0)
 
 
 def test_a_program_of_two_devices_is_on_one_side():
@@ -91,22 +89,22 @@ def test_a_program_of_two_devices_is_on_one_side():
     dataset = made()
     names = ["H100" if (i // 20) % 2 else "near" for i in range(60)]
     dataset = dataclasses.replace(dataset, devices=names)
-    rows = splitting.unique_rows(dataset)
+    rows = report.unique_rows(dataset)
     assert len(rows) == 40
-    split = splitting.random_split(dataset, rows, 0)
+    split = report.random_split(dataset, rows, 0)
     fit, judge = ({dataset.records[i].hash for i in part} for part in (split.fit, split.judge))
     assert len(judge) == 4 and len(split.judge) == 8 and not fit & judge
     # A structure that two families have is not fitted on where one of them is held out.
     families = np.array(list("abcde"))[(np.arange(60) % 20 + np.arange(60) // 20) % 5]
-    for split in splitting.family_splits(dataset, rows, families, 0):
+    for split in report.family_splits(dataset, rows, families, 0):
         fit, judge = ({dataset.records[i].hash for i in part} for part in (split.fit, split.judge))
         assert judge and not fit & judge
 
 
 def test_a_held_out_device_is_not_fitted_on_and_seen_rows_are_not_judged():
     dataset = made()
-    rows = splitting.unique_rows(dataset)
-    bare, few, *_ = splitting.device_splits(dataset, rows, 3, 0)
+    rows = report.unique_rows(dataset)
+    bare, few, *_ = report.device_splits(dataset, rows, 3, 0)
     assert bare.part == few.part == "H100"
     assert {dataset.devices[i] for i in bare.fit} == {"near"}
     assert {dataset.devices[i] for i in bare.judge} == {"H100"}
@@ -131,7 +129,7 @@ def test_errors_are_those_of_a_hand_count():
 
 def test_every_split_and_method_has_its_rows_and_a_method_is_fitted_once_a_split():
     dataset = made()
-    splits = list(splitting.device_splits(dataset, splitting.unique_rows(dataset), 3, 0))
+    splits = list(report.device_splits(dataset, report.unique_rows(dataset), 3, 0))
     fitted, told = [], []
 
     def fit(part):
@@ -156,9 +154,9 @@ def test_every_split_and_method_has_its_rows_and_a_method_is_fitted_once_a_split
 def test_rows_of_programs_that_are_seen_are_not_judged():
     """All rows of a chosen program adapt, and no row of their structure is judged."""
     dataset = made()
-    rows = splitting.unique_rows(dataset)
+    rows = report.unique_rows(dataset)
     programs = np.arange(60) // 6
-    _, few = list(splitting.device_splits(dataset, rows, 3, 0, ["H100"], programs))
+    _, few = list(report.device_splits(dataset, rows, 3, 0, ["H100"], programs))
     names = np.array(dataset.devices)
     seen = {dataset.records[i].hash for i in few.adapt}
     assert not seen & {dataset.records[i].hash for i in few.judge}
@@ -193,7 +191,7 @@ def test_groups_replace_kinds_and_a_method_without_a_band_has_none():
             return ["sort"]
 
     dataset = made()
-    split = splitting.random_split(dataset, splitting.unique_rows(dataset), 0)
+    split = report.random_split(dataset, report.unique_rows(dataset), 0)
     groups = np.array(["even", "odd"])[np.arange(60) % 2]
     rows = report.evaluate(
         dataset, [split], {"bare": lambda _: Bare(1e-4)}, None, lambda _: None, groups
@@ -205,27 +203,27 @@ def test_groups_replace_kinds_and_a_method_without_a_band_has_none():
 
 def test_documents_have_each_split_beside_its_rivals(tmp_path):
     dataset = made()
-    rows = splitting.unique_rows(dataset)
+    rows = report.unique_rows(dataset)
     families = np.array(["a", "b", "c", "d", "e"])[np.arange(60) % 5]
-    splits = [splitting.random_split(dataset, rows, 1)]
-    splits += splitting.family_splits(dataset, rows, families, 1)
-    splits += splitting.device_splits(dataset, rows, 3, 0)
+    splits = [report.random_split(dataset, rows, 1)]
+    splits += report.family_splits(dataset, rows, families, 1)
+    splits += report.device_splits(dataset, rows, 3, 0)
     halves = np.stack([dataset.seconds, 1.1 * dataset.seconds], 1)
     methods = {"ours": lambda _: Off(1e-4), "worse": lambda _: Off(1.0)}
-    groups = np.array(sorted(cdmpp_tables.KERNELS))[np.arange(60) % 5]
+    groups = np.array(sorted(report.GROUP_TEXTS))[np.arange(60) % 5]
     for name in ("cpu", "kernels"):
         of = splits if name == "cpu" else splits[5:]
         more = {"families": families} if name == "cpu" else {}
         found = report.evaluate(dataset, of, methods, halves, lambda _: None, groups, **more)
         about = results.facts("x", "measured") | {"shots": 3}
         results.write(tmp_path / name, about, report.averaged([found]))
-    table = cdmpp_tables.programs(tmp_path / "cpu")
+    table = report.programs(tmp_path / "cpu")
     lines = [line for line in table.splitlines() if line.startswith("| ")]
     assert len(lines) == 1 + 2 + 6  # families only together; 2 devices and both, twice
     assert all("**" in line.split(" | ")[2] for line in lines[1:])  # ours is the better one
     assert "| 14.03 |" in table and "10.0 / 10.0" in table
-    assert "| batched products, both | " in cdmpp_tables.kernels(tmp_path / "kernels")
-    kinds, each = (table(tmp_path / "cpu") for table in (cdmpp_tables.kinds, cdmpp_tables.families))
+    assert "| batched products, both | " in report.kernels(tmp_path / "kernels")
+    kinds, each = (table(tmp_path / "cpu") for table in (report.kinds, report.families_table))
     assert "| bmm |" in kinds and "family" not in kinds
     seconds = dataset.seconds[rows[families[rows] == "b"]]
     mean = 100 * np.mean(np.abs(1e-4 - seconds) / seconds)
@@ -245,10 +243,10 @@ ENTRY %main (x: f32[512,512], y: f32[512,512]) -> f32[512,512] {
 """
     cluster, cfg = parse_cluster("h100:1x8"), PRESETS["nano"]()
     found = predict(text, cluster, assumed)
-    facts = cdmpp_step.step_facts(found, cfg, cluster)
+    facts = report.step_facts(found, cfg, cluster)
     assert facts["low_s"] < facts["step_s"] < facts["high_s"]
     assert facts["tokens_per_s"] == pytest.approx(32 * 128 / found.seconds)
-    two = cdmpp_step.step_facts(found, cfg, cluster, segments=2)
+    two = report.step_facts(found, cfg, cluster, segments=2)
     assert two["tokens_per_s"] == facts["tokens_per_s"]
     assert two["mfu_megatron"] < facts["mfu_megatron"]  # of less attention
     assert facts["dearest"] == [
@@ -258,15 +256,15 @@ ENTRY %main (x: f32[512,512], y: f32[512,512]) -> f32[512,512] {
         }
     ]  # fmt: skip
     facts |= {"memory_bytes": 2**30, "times": "assumed", "attention": "xla"}
-    shown = cdmpp_step.step_markdown(facts, cluster)
+    shown = report.step_markdown(facts, cluster)
     assert "90 % band" in shown and "| one | product | 2 |" in shown
     assert "3.3 of 74.5 GiB a device (2.3 reserved)" in shown and "not compiled for" not in shown
-    wide = cdmpp_step.step_facts(found, cfg, cluster, band=(0.5, 3.0))
+    wide = report.step_facts(found, cfg, cluster, band=(0.5, 3.0))
     assert (wide["low_s"], wide["high_s"]) == (0.5 * found.seconds, 3 * found.seconds)
-    other = cdmpp_step.step_markdown(facts | {"compiled_for": "H100"}, parse_cluster("a100:1x8"))
+    other = report.step_markdown(facts | {"compiled_for": "H100"}, parse_cluster("a100:1x8"))
     assert "not compiled for A100, so the program and its memory are those of H100" in other
     assert "fit" not in shown
     for room, fits in ((aot.RESERVE_BYTES, True), (aot.RESERVE_BYTES - 1, False)):
         peak = cluster.card.memory_bytes - room
-        full = cdmpp_step.step_markdown(facts | {"memory_bytes": peak}, cluster)
+        full = report.step_markdown(facts | {"memory_bytes": peak}, cluster)
         assert ("does not fit" not in full) == ("--train.accumulate" not in full) == fits

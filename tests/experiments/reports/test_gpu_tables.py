@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from experiments.reports import gpu_tables, kernel_tables
+from experiments.reports import gpu
 from pallas_kernels.attention.cases import CASES as ATTENTION
 from pallas_kernels.grouped.cases import CASES as GROUPED
 
@@ -32,7 +32,7 @@ KERNELS = [
     timed("attention", CASE, "ours", 4e-3),
     timed("attention", CASE, "cudnn padded", 5e-3, clock="wall"),
     timed("attention", CASE, "torch flash padded", 6e-3, events_s=6.3e-3, **TORCH),
-    timed("attention", CASE, kernel_tables.CONTROL, 4.4e-3, sets=1, runs=3),
+    timed("attention", CASE, gpu.CONTROL, 4.4e-3, sets=1, runs=3),
     {"folder": "attention", "case": CASE.name, "direction": "forward",
      "implementation": "tokamax packed", "note": "ModuleNotFoundError: No module named 'tokamax'"},
     {"folder": "attention", "case": "another", "direction": "forward",
@@ -90,12 +90,12 @@ def write(folder, slug, layer):
 
 def everything(folder):
     named = (
-        gpu_tables.machines, gpu_tables.peaks, gpu_tables.checks, gpu_tables.verdicts,
-        gpu_tables.training, gpu_tables.bert,
+        gpu.machines, gpu.peaks, gpu.checks, gpu.verdicts,
+        gpu.training, gpu.bert,
     )  # fmt: skip
     texts = {table.__name__: table(folder) for table in named}
-    texts |= {k: gpu_tables.overlap(folder, k) for k in ("collective", "expert")}
-    return texts | {f: kernel_tables.floors(folder, f) for f in ("attention", "grouped", "norm")}
+    texts |= {k: gpu.overlap(folder, k) for k in ("collective", "expert")}
+    return texts | {f: gpu.floors(folder, f) for f in ("attention", "grouped", "norm")}
 
 
 @pytest.fixture
@@ -108,7 +108,7 @@ def tuned(folder):
     only = folder / "tuned"
     only.mkdir()
     (only / "nvidia_h100.json").write_text((folder / "nvidia_h100.json").read_text())
-    return gpu_tables.tuned(only)
+    return gpu.tuned(only)
 
 
 def line(text, start):
@@ -132,7 +132,7 @@ def test_every_row_has_a_table_that_shows_it(texts):
     assert "ValueError: no cuDNN" in texts["bert"]
     fused = line(texts["collective"], "| all gather")
     assert "right (off by 0.004)" in fused and "ready 102, free 103" in fused
-    assert "emulated link" in texts["collective"] and texts["expert"] == gpu_tables.NOTHING
+    assert "emulated link" in texts["collective"] and texts["expert"] == gpu.NOTHING
     tile = line(texts["tuned"], "| gemm x")
     assert tile[1:4] == ["block_m 128, stages 4", "1 of 9", "cupti"]
     assert all(f"measured on {DEVICE}" in texts[name] for name in texts if name not in
@@ -175,4 +175,4 @@ def test_a_rehearsal_has_no_table(tmp_path):
     texts = everything(tmp_path)
     for name in ("attention", "grouped", "norm"):  # floors are known without a GPU
         assert not re.search(r"[0-9] to [0-9]", texts.pop(name))
-    assert set(texts.values()) == {gpu_tables.NOTHING}
+    assert set(texts.values()) == {gpu.NOTHING}

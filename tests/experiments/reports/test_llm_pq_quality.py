@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.reports import llm_pq_equal, llm_pq_qwix
 from experiments.reports import llm_pq_quality as quality
 from experiments.reports.llm_pq_run import in_bits
 from megajax.core.errors import UserError
@@ -69,7 +68,7 @@ def test_a_cluster_scaled_down_is_as_tight_in_sum():
     small = dataclasses.replace(
         workload, stack=MODEL.stack, vocab=MODEL.padded_vocab, positions=0, omega=None
     )
-    scaled = llm_pq_equal.scaled_down(cluster, workload, small)
+    scaled = quality.scaled_down(cluster, workload, small)
     large, found = problem_of(workload, cluster), problem_of(small, scaled)
 
     def room(p):
@@ -85,7 +84,7 @@ def test_a_cluster_scaled_down_is_as_tight_in_sum():
 def test_the_fastest_plan_that_loses_no_more(monkeypatch):
     """Budgets grow while the measured loss allows it, and then halve; what loses more is out."""
     problem = problem_of(*PRESETS["case3"])
-    rival = next(r for r in llm_pq_equal.rivals(problem) if r.name == "pipeedge")
+    rival = next(r for r in quality.rivals(problem) if r.name == "pipeedge")
 
     def plan(problem, *, quality, time_limit_s):  # of twice the budget, a layer less than 8 bits
         narrow = min(int(200 * quality), 48)
@@ -96,15 +95,15 @@ def test_the_fastest_plan_that_loses_no_more(monkeypatch):
     def measure(bits):
         return float(np.mean([b == 4 for b in bits])) if 4 in bits else 0.5
 
-    monkeypatch.setattr(llm_pq_equal, "solve", plan)
-    found = llm_pq_equal.tried(problem, rival, measure, 1.0)
+    monkeypatch.setattr(quality, "solve", plan)
+    found = quality.tried(problem, rival, measure, 1.0)
     budgets = [p["budget"] for p in found]
     assert budgets[:2] == [rival.omega, 4 * rival.omega]
     assert max(budgets) == pytest.approx(rival.omega * 4.0**3)  # the first that loses more
-    row = llm_pq_equal.compared(rival, measure(rival.bits), found)
+    row = quality.compared(rival, measure(rival.bits), found)
     assert row["ours"]["bits"].count(4) == 23 and row["loss_change"] == pytest.approx(23 / 48)
     assert row["speedup"] == pytest.approx(1023 / rival.times.tokens_per_s)
-    assert llm_pq_equal.compared(rival, -1.0, found)["ours"] is None
+    assert quality.compared(rival, -1.0, found)["ours"] is None
 
 
 def test_qwix_rounds_the_same_matrix():
@@ -113,20 +112,20 @@ def test_qwix_rounds_the_same_matrix():
     x = jax.random.normal(jax.random.key(0), (64, 16))
     w, own = jax.random.normal(jax.random.key(1), (16, 8)), Statistics.of(x)
     fmt = Format(4, 8, 0, scale_dtype="float16")
-    for name, rounding in llm_pq_qwix.roundings().items():
+    for name, rounding in quality.roundings().items():
         ours = quality.OURS[name.removeprefix("qwix ")](w, own, fmt)
         with jax.numpy_rank_promotion("allow"):
             theirs = rounding(w, own, fmt)
         assert theirs.shape == w.shape
         assert 0.3 < float(own.error(theirs - w)) / float(own.error(ours - w)) < 2
     with pytest.raises(NotImplementedError, match="no 3 bits"):
-        llm_pq_qwix.by_gptq(w, own, Format(3, 8, 0))
+        quality.qwix_by_gptq(w, own, Format(3, 8, 0))
 
 
 def test_without_qwix(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(UserError, match="uv sync --group rivals"):
-        llm_pq_qwix.roundings()
+        quality.roundings()
 
 
 def test_awq_divides_its_scales_out():

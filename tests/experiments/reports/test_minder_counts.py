@@ -7,7 +7,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from experiments.reports import minder_counts as counts
+from experiments.reports import minder_runs
 from experiments.reports.minder_runs import Item, items
 
 
@@ -37,15 +37,15 @@ def said(*alerts):
     ],
 )
 def test_what_is_named_what_is_in_vain(case, alerts, named, vain, repeats):
-    found = counts.judged(case, alerts)
+    found = minder_runs.judged(case, alerts)
     assert found == {"named": named, "vain": vain, "repeats": repeats}
     hits = sum(x is not None for x in named)
-    assert counts.triple(case, alerts) == (hits, vain, len(named))
+    assert minder_runs.triple(case, alerts) == (hits, vain, len(named))
 
 
 @pytest.mark.parametrize("named, vain, faults", [(8, 2, 10), (0, 0, 4), (0, 0, 0), (0, 3, 0)])
 def test_f1_is_the_harmonic_mean(named, vain, faults):
-    found = counts.quality(np.array([named, vain, faults]))
+    found = minder_runs.quality(np.array([named, vain, faults]))
     p = Fraction(named, named + vain) if named + vain else Fraction(1)
     r = Fraction(named, faults) if faults else Fraction(1)
     assert (found["precision"], found["recall"]) == (pytest.approx(float(p)), float(r))
@@ -59,28 +59,29 @@ def test_intervals_are_those_of_all_samples_of_few_cases():
     """Three cases have 27 samples; the bootstrap must draw from them alone, and evenly."""
     each = np.array([[1, 0, 1], [0, 1, 1], [1, 0, 1]])
     every = [
-        counts.quality(each[list(k)].sum(0))["f1"] for k in itertools.product(range(3), repeat=3)
+        minder_runs.quality(each[list(k)].sum(0))["f1"]
+        for k in itertools.product(range(3), repeat=3)
     ]
-    times = counts.resampled([7, 7, 7], seed=1, samples=20_000)
-    drawn = counts.quality(times @ each)["f1"]
+    times = minder_runs.resampled([7, 7, 7], seed=1, samples=20_000)
+    drawn = minder_runs.quality(times @ each)["f1"]
     assert np.mean(drawn) == pytest.approx(np.mean(every), abs=0.01)
     assert set(np.round(np.unique(drawn), 9)) == set(np.round(every, 9))
-    assert counts.summary(each, times)["f1_95"] == pytest.approx(
+    assert minder_runs.summary(each, times)["f1_95"] == pytest.approx(
         np.percentile(every, (2.5, 97.5), method="inverted_cdf"), abs=1e-9
     )
 
 
 def test_samples_keep_the_cases_of_a_size_and_pairs_stay_pairs():
     sizes = [4, 4, 4, 64, 64]
-    times = counts.resampled(sizes)
+    times = minder_runs.resampled(sizes)
     assert (times[:, :3].sum(1) == 3).all() and (times[:, 3:].sum(1) == 2).all()
     mine = np.array([[1, 0, 1], [0, 0, 1], [1, 1, 1], [0, 0, 0], [1, 0, 1]])
-    same = counts.difference(mine, mine, times)
+    same = minder_runs.difference(mine, mine, times)
     assert (same["f1_more"], same["f1_more_95"], same["better"]) == (0.0, [0.0, 0.0], False)
     worse = mine.copy()
     worse[:, 1] += 1  # a false alarm more in each case
-    assert counts.difference(mine, worse, times)["better"]
-    assert not counts.difference(worse, mine, times)["better"]
+    assert minder_runs.difference(mine, worse, times)["better"]
+    assert not minder_runs.difference(worse, mine, times)["better"]
 
 
 def test_rate_of_rare_events_has_the_exact_interval():
@@ -89,11 +90,11 @@ def test_rate_of_rare_events_has_the_exact_interval():
     def at_most(k, mean):
         return math.exp(-mean) * sum(mean**i / math.factorial(i) for i in range(k + 1))
 
-    found = counts.rate(3, 2.0)
+    found = minder_runs.rate(3, 2.0)
     low, high = (2.0 * x for x in found["a_day_95"])
     assert found["a_day"] == 1.5
     assert 1 - at_most(2, low) == pytest.approx(0.025) == at_most(3, high)
-    assert counts.rate(0, 1.0)["a_day_95"] == [0.0, pytest.approx(-np.log(0.025))]
+    assert minder_runs.rate(0, 1.0)["a_day_95"] == [0.0, pytest.approx(-np.log(0.025))]
 
 
 def test_cases_are_shared_out_as_the_flags_say():

@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 from scipy.special import gammaln
 
-from experiments.reports.minder_rivals import distances, forest, others, rule
-from experiments.reports.minder_rivals.view import Base, View, nearest
+from experiments.reports import minder_rivals as rivals
+from experiments.reports.minder_rivals import Base, View, nearest
 from megajax.monitor.samples import Grid
 
 RNG = np.random.default_rng
 
 
-@pytest.mark.parametrize("measure", distances.MEASURES)
+@pytest.mark.parametrize("measure", rivals.DISTANCES)
 def test_sums_of_distances(measure):
     e_JND = RNG(0).random((3, 5, 8)).astype(np.float32)
     e_JND[1, 2] = e_JND[1, 3]
@@ -23,7 +23,7 @@ def test_sums_of_distances(measure):
         [sum(np.linalg.norm((a - b).astype(float), order) for b in e_ND) for a in e_ND]
         for e_ND in e_JND
     ]
-    np.testing.assert_allclose(distances.sums(e_JND, measure), want, rtol=2e-5)
+    np.testing.assert_allclose(rivals.sums(e_JND, measure), want, rtol=2e-5)
 
 
 def test_holes_have_the_nearest_sample():
@@ -47,11 +47,11 @@ def test_scores_of_distances():
             "mad": (d - middle) / (1.4826 * np.median(abs(d - middle)) + 0.02 * middle),
             "plain": d,
         }
-        for how in rule.SCORES:
-            got = rule.normal(d_JN, there_JN, how)[j][there_JN[j]]
+        for how in rivals.SCORES:
+            got = rivals.normal(d_JN, there_JN, how)[j][there_JN[j]]
             np.testing.assert_allclose(got, want[how], rtol=1e-6, err_msg=how)
     lone = np.array([[1.0] * 99 + [50.0]])
-    share = rule.normal(lone, np.ones((1, 100), bool), "share")
+    share = rivals.normal(lone, np.ones((1, 100), bool), "share")
     assert share.max() == pytest.approx(1.0, rel=1e-6)  # the most that 100 machines can have
 
 
@@ -87,10 +87,10 @@ def test_continuity_counts_windows_of_one_machine(seed):
     rng = RNG(seed)
     slow_JN = np.repeat(rng.random((2, 12, 5)), 5, 1)  # candidates last a few windows
     score_MJN = slow_JN + 0.1 * rng.random((2, 60, 5))
-    found = rule.trace(score_MJN, np.ones((60, 5), bool))
+    found = rivals.trace(score_MJN, np.ones((60, 5), bool))
     for threshold in (0.3, 0.6, 0.8):
         for need in (1, 4, 9):
-            got = rule.decide(found, threshold, need, 2)
+            got = rivals.decide(found, threshold, need, 2)
             assert [g[:3] for g in got] == slow_rule(score_MJN, threshold, need, 2)
 
 
@@ -99,14 +99,14 @@ def test_machines_that_are_not_there_are_no_candidates():
     score_MJN[..., 2] = 9.0
     there_JN = np.ones((5, 3), bool)
     there_JN[2:, 2] = False
-    found = rule.trace(score_MJN, there_JN)
-    assert rule.decide(found, 5.0, 3) == [] and rule.decide(found, 5.0, 2)[0][:2] == (1, 2)
+    found = rivals.trace(score_MJN, there_JN)
+    assert rivals.decide(found, 5.0, 3) == [] and rivals.decide(found, 5.0, 2)[0][:2] == (1, 2)
 
 
 def test_the_best_choice_has_the_highest_f1():
     table = {1.0: [(1, 3, 1), (0, 0, 1)], 2.0: [(1, 0, 1), (0, 0, 1)], 3.0: [(0, 0, 1), (0, 0, 1)]}
     choices = ({"threshold": t} for t in table)
-    choice, value = rule.best(choices, lambda c: table[c["threshold"]])
+    choice, value = rivals.best(choices, lambda c: table[c["threshold"]])
     assert choice == {"threshold": 2.0} and value == pytest.approx(2 / 3)
 
 
@@ -115,7 +115,7 @@ def test_the_best_choice_has_the_highest_f1():
 
 def test_a_forest_walks_as_its_trees_say():
     x_XD = RNG(0).normal(size=(400, 3)).astype(np.float32)
-    grown = forest.grow(x_XD, 1)
+    grown = rivals.grow(x_XD, 1)
     rows = np.concatenate([x_XD[:20], [[9, 9, 9]]]).astype(np.float32)
 
     def path(t, x):
@@ -125,9 +125,9 @@ def test_a_forest_walks_as_its_trees_say():
             node = 2 * node + (2 if right else 1)
         return grown["depth"][t, node]
 
-    mean = [np.mean([path(t, x) for t in range(forest.TREES)]) for x in rows]
-    usual = float(forest.average_path(np.array(256)))
-    got = forest.score(grown, rows)
+    mean = [np.mean([path(t, x) for t in range(rivals.TREES)]) for x in rows]
+    usual = float(rivals.average_path(np.array(256)))
+    got = rivals.score(grown, rows)
     np.testing.assert_allclose(got, 2 ** (-np.array(mean) / usual), rtol=1e-5)
     assert got.argmax() == 20 and got[20] > 0.7 and np.median(got[:20]) < 0.55
 
@@ -147,7 +147,7 @@ def test_average_path_is_that_of_random_search_trees():
         exact = 2 * sum(1 / k for k in range(1, n)) - 2 * (n - 1) / n
         assert np.mean(total) == pytest.approx(exact, rel=0.05)
         # The paper has ln(n - 1) + 0.5772 for the harmonic number: 1 / (2 n - 2) too low.
-        got = float(forest.average_path(np.array(n)))
+        got = float(rivals.average_path(np.array(n)))
         assert got == pytest.approx(exact, abs=0 if n == 2 else 1.1 / (n - 1))
 
 
@@ -175,8 +175,8 @@ def job(seconds=720, machines=6):
 def test_nvrx_is_a_ratio_of_medians():
     values = job()
     values[1:, 2, 300:] *= 0.5
-    relative = others.nvrx(view(values), {}, "relative")
-    own = others.nvrx(view(values), {}, "individual")
+    relative = rivals.nvrx(view(values), {}, "relative")
+    own = rivals.nvrx(view(values), {}, "individual")
     assert relative.shape == own.shape == (1, 90, 6)
     for h in (12, 29):
         means = values[1:, :, : (h + 1) * 24].reshape(2, 6, -1, 24).mean(3)
@@ -221,9 +221,9 @@ def test_who_left_or_has_not_come_is_not_there():
 
 def test_mahalanobis_is_the_length_under_the_learnt_covariance():
     seen = view(job())
-    learnt = others.learn_covariance([seen], 0, 0)
-    y_JND = others.apart(seen).astype(float)
-    got = others.mahalanobis(seen, learnt)
+    learnt = rivals.learn_covariance([seen], 0, 0)
+    y_JND = rivals.apart(seen).astype(float)
+    got = rivals.mahalanobis(seen, learnt)
     for j, n in ((0, 0), (40, 3)):
         want = np.sqrt(y_JND[j, n] @ learnt["inverse"] @ y_JND[j, n])
         assert got[0, j, n] == pytest.approx(want, rel=1e-5)
@@ -236,7 +236,7 @@ def test_change_points_are_those_of_the_full_posterior():
     y_HS = rng.normal(0, 0.02, (50, 3))
     y_HS[30:, 1] += 0.3
     y_HS[25:, 2] += 0.05
-    got = others.changes(y_HS, hazard, 4)
+    got = rivals.changes(y_HS, hazard, 4)
     assert got[40:, 1].min() > 0.25 and got[40:, 1].max() < 0.35 and got[:33, 1].max() < 0.1
     spread = 1.4826 * np.median(np.abs(np.diff(y_HS, axis=0)), 0) / 2**0.5 + 5e-3
     for s in range(3):

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from experiments.reports import minder_tables, minder_unlike
+from experiments.reports import minder, minder_unlike
 from megajax.core.errors import UserError
 
 
@@ -46,7 +46,7 @@ def test_the_table_shows_each_fleet_twice(tmp_path):
     rows = list(minder_unlike.rows("counters", CASES))
     path = tmp_path / "minder_unlike.json"
     path.write_text(json.dumps(about | {"config": config, "rows": rows}))
-    text = minder_tables.unlike(path)
+    text = minder.unlike(path)
     assert (
         "| counters | the whole detector | 1 of 1 | 1 of 2 | 0.400 (3 in vain) | 1 in 1.0 |" in text
     )

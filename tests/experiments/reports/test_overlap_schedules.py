@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from experiments.reports import overlap_schedules as schedules
+from experiments.reports import overlap_simulator
 from tests import collective_oracle as oracle
 
 
@@ -13,7 +13,7 @@ from tests import collective_oracle as oracle
 )
 def test_most_comm_blocks(tiles, blocks, most):
     """1536 tiles: 12 waves of 132, and of 128, but 13 of 127."""
-    assert schedules.most_comm_blocks(tiles, blocks) == most
+    assert overlap_simulator.most_comm_blocks(tiles, blocks) == most
     waves = -(-tiles // blocks)
     assert -(-tiles // (blocks - most)) == waves
     assert most == blocks - 1 or -(-tiles // (blocks - most - 1)) > waves
@@ -46,7 +46,7 @@ def test_expert_tiles_against_a_loop(seed):
         wanted = slow_tiles(counts, 4)
         staged = sorted(wanted, key=lambda t: (t[3], t[0], t[1]))
         for by_stage, order in ((True, staged), (False, wanted)):
-            found = oracle.rows_of(schedules.expert_tiles(counts, 4, by_stage=by_stage))
+            found = oracle.rows_of(overlap_simulator.expert_tiles(counts, 4, by_stage=by_stage))
             assert found == order
 
 
@@ -55,7 +55,7 @@ def test_dispatch_has_every_tile_once_and_waits_for_its_stages(seed):
     for _ in range(20):
         counts = counts_of(rng, 4, 3)
         for rank in range(4):
-            schedule = schedules.dispatch_gemm(rank, counts, 4, 2, chunk=5)
+            schedule = overlap_simulator.dispatch_gemm(rank, counts, 4, 2, chunk=5)
             live = {(rank, e): int(counts[:, e].sum()) for e in range(3)}
             oracle.check(schedule, live, 2, 4)
             assert oracle.run(schedule, 3, 2, rng) == 0
@@ -72,7 +72,7 @@ def test_combine_goes_block_of_columns_by_block_of_columns(seed):
     for columns, width in ((5, 2), (4, 4), (3, 1), (3, 8)):
         rows_E, tokens_R = counts_of(rng, 1, 4)[0], rng.integers(0, 9, 3)
         for rank in range(3):
-            schedule = schedules.gemm_combine(
+            schedule = overlap_simulator.gemm_combine(
                 rank, rows_E, tokens_R, 4, columns, width=width, chunk=4
             )
             oracle.check(schedule, {(rank, e): int(n) for e, n in enumerate(rows_E)}, columns, 4)
@@ -86,7 +86,9 @@ def test_combine_goes_block_of_columns_by_block_of_columns(seed):
 
 
 def test_no_rows_at_all():
-    schedule = schedules.dispatch_gemm(0, np.zeros((2, 3), np.int32), 4, 2, chunk=5)
+    schedule = overlap_simulator.dispatch_gemm(0, np.zeros((2, 3), np.int32), 4, 2, chunk=5)
     assert schedule.tiles.row.size == schedule.chunks.row.size == 0
-    schedule = schedules.gemm_combine(0, np.zeros(3, int), np.zeros(2, int), 4, 2, width=1, chunk=5)
+    schedule = overlap_simulator.gemm_combine(
+        0, np.zeros(3, int), np.zeros(2, int), 4, 2, width=1, chunk=5
+    )
     assert schedule.tiles.row.size == schedule.chunks.row.size == 0

@@ -6,8 +6,6 @@ import math
 import numpy as np
 import pytest
 
-from experiments.reports import overlap_experts as experts
-from experiments.reports import overlap_schedules as schedules
 from experiments.reports import overlap_simulator as sim
 from experiments.reports.overlap_simulator import Fused, Machine
 from pallas_kernels.collective.cases import Product
@@ -74,7 +72,7 @@ def test_agrees_with_time_steps_on_random_cases(kind, seed):
     for _ in range(25):
         m, ranks = int(rng.integers(4, 30)), int(rng.integers(2, 5))
         split = Split(m, ranks, int(rng.integers(1, 5)), int(rng.integers(1, 6)))
-        make = schedules.all_gather_gemm if kind == "gather" else schedules.gemm_reduce_scatter
+        make = sim.all_gather_gemm if kind == "gather" else sim.gemm_reduce_scatter
         swizzle = bool(rng.integers(2))
         schedule = make(int(rng.integers(ranks)), split, int(rng.integers(1, 4)), swizzle=swizzle)
         bytes_C = schedule.chunks.rows * float(rng.choice([0.25, 1.0]))
@@ -88,7 +86,7 @@ def test_experts_agree_with_time_steps(seed):
     rng, dt = np.random.default_rng(seed), 1 / 64
     for _ in range(12):
         rows_E, tokens_R = rng.integers(0, 6, 3), rng.integers(0, 5, 3)
-        schedule = schedules.gemm_combine(1, rows_E, tokens_R, 2, 3, width=2, chunk=3)
+        schedule = sim.gemm_combine(1, rows_E, tokens_R, 2, 3, width=2, chunk=3)
         bytes_C = schedule.chunks.rows * schedule.chunks.columns * 0.5
         ours = sim.run(schedule, 0.5, bytes_C, 2, SMALL).end_s
         slow = steps(schedule, 0.5, bytes_C, 2, SMALL, dt, columns_stored)
@@ -119,7 +117,7 @@ def test_copies_by_hand():
 def test_one_gather_by_hand():
     """2 ranks, 2 tiles a rank, one SM copies: own tiles 0..2 and the peer's when its rows came."""
     machine = Machine("", 2, 4.0, 1.0, 1.0, latency_s=0.25)
-    schedule = schedules.all_gather_gemm(0, Split(4, 2, 1, 1), 1)
+    schedule = sim.all_gather_gemm(0, Split(4, 2, 1, 1), 1)
     found = sim.run(schedule, 1.0, schedule.chunks.rows * 3.0, 1, machine)
     assert found.copy_end_C.tolist() == [3.25, 6.25]
     assert found.tile_end_T.tolist() == [1, 2, 4.25, 7.25]
@@ -227,7 +225,7 @@ def test_ring_by_hand():
 
 
 def test_too_many_blocks_are_refused():
-    schedule = schedules.all_gather_gemm(0, Split(4, 2, 1, 1), 1)
+    schedule = sim.all_gather_gemm(0, Split(4, 2, 1, 1), 1)
     with pytest.raises(ValueError, match="comm_blocks=4 must be at most 3"):
         sim.run(schedule, 1.0, schedule.chunks.rows, 4, SMALL)
 
@@ -237,44 +235,44 @@ def test_too_many_blocks_are_refused():
 
 def even_loads(ranks=8, rows=64, local=2):
     counts = np.full((ranks, local), rows, np.int32)
-    return [experts.Load(r, counts, np.full(ranks, rows + rows // 2)) for r in range(ranks)]
+    return [sim.Load(r, counts, np.full(ranks, rows + rows // 2)) for r in range(ranks)]
 
 
 def test_experts_by_hand():
     """Rank 0 of 2: rows (1, 0) and (2, 1) from ranks 0 and 1, 1 and 2 tokens."""
-    load = experts.Load(0, np.array([[1, 0], [2, 1]]), np.array([1, 2]))
+    load = sim.Load(0, np.array([[1, 0], [2, 1]]), np.array([1, 2]))
     machine = Machine("", 1, 1.0, 4.0, 8.0, call_s=1.0)
-    first = experts.ExpertProduct("dispatch", 6, 5, 2)
+    first = sim.ExpertProduct("dispatch", 6, 5, 2)
     assert (first.n, first.k, load.remote_tokens) == (5, 6, 2)
-    assert experts.comm_s(first, load, machine) == 1 + 2 * 12 / 4
-    second = experts.ExpertProduct("combine", 6, 5, 4)
+    assert sim.expert_comm_s(first, load, machine) == 1 + 2 * 12 / 4
+    second = sim.ExpertProduct("combine", 6, 5, 4)
     assert (second.n, second.k) == (6, 5)
     # The link, 4 answers of 2 bytes read, 3 sums of 4 bytes written, then read by the owner.
-    assert experts.comm_s(second, load, machine) == 1 + 2 * 24 / 4 + (48 + 72) / 8 + 72 / 8
+    assert sim.expert_comm_s(second, load, machine) == 1 + 2 * 24 / 4 + (48 + 72) / 8 + 72 / 8
     # Experts of 3 rows and 1: a tile each.
-    assert experts.gemm_s(first, load, machine) == 2 * sim.tile_s((128, 128), 6, machine)
+    assert sim.expert_gemm_s(first, load, machine) == 2 * sim.tile_s((128, 128), 6, machine)
 
 
 @pytest.mark.parametrize("part", ["dispatch", "combine"])
 def test_experts_controls(part):
     """A link without limit leaves the product and the last pass; blocks that copy hide most."""
-    product = experts.ExpertProduct(part, 4096, 3584, 2)
+    product = sim.ExpertProduct(part, 4096, 3584, 2)
     loads = even_loads(rows=512)
-    ways = experts.candidates(product, (2, 8))
-    times, how = experts.simulate(product, loads[:1], sim.H800, ways)
+    ways = sim.expert_candidates(product, (2, 8))
+    times, how = sim.expert_simulate(product, loads[:1], sim.H800, ways)
     assert 0 < times.efficiency <= 1 and times.fused_s >= times.gemm_s
     assert how in ways
     fast = dataclasses.replace(sim.H800, link_bytes_per_s=1e18, block_bytes_per_s=math.inf,
                                memory_bytes_per_s=1e18, latency_s=0.0)  # fmt: skip
-    free, _ = experts.simulate(product, loads[:1], fast, experts.candidates(product, (0,)))
+    free, _ = sim.expert_simulate(product, loads[:1], fast, sim.expert_candidates(product, (0,)))
     assert free.fused_s == pytest.approx(free.gemm_s)
 
 
 def test_stages_hide_more_than_waiting_for_everything():
     """The order by stage is the point of the first product's schedule."""
-    product, load = experts.ExpertProduct("dispatch", 4096, 3584, 2), even_loads(rows=512)[3]
+    product, load = sim.ExpertProduct("dispatch", 4096, 3584, 2), even_loads(rows=512)[3]
     tile, k = (128, 256), product.k
-    schedule = schedules.dispatch_gemm(3, load.counts_RE, 128, 14, 128)
+    schedule = sim.dispatch_gemm(3, load.counts_RE, 128, 14, 128)
     late = schedule.tiles._replace(last_flag=np.full_like(schedule.tiles.row, 8))
     bytes_C = schedule.chunks.rows * float(product.width * 2)
     ends = [
@@ -286,4 +284,4 @@ def test_stages_hide_more_than_waiting_for_everything():
 
 def test_experts_need_a_load():
     with pytest.raises(ValueError, match="at least one load"):
-        experts.simulate(experts.ExpertProduct("dispatch", 8, 8, 2), [], sim.H800, [])
+        sim.expert_simulate(sim.ExpertProduct("dispatch", 8, 8, 2), [], sim.H800, [])

@@ -6,7 +6,6 @@ import json
 import pytest
 
 from experiments.reports import plan as plan_report
-from experiments.reports import plan_wire
 from megajax.core.hardware import parse_cluster
 from megajax.systems import aot
 from tests.tiny import run_config
@@ -28,14 +27,14 @@ def test_a_plan_with_a_wire_lists_levels_bits_and_what_it_saves():
     assert "| weights | all-gather | node+data |" in section
     assert "| quantizing |" in text and plan.estimate.quantize_s > 0
     told = json.loads(plan_report.to_json(plan))["exchange"]
-    assert told == plan_wire.figures(plan.step, plan.cluster)
+    assert told == plan_report.exchange_figures(plan.step, plan.cluster)
     # The estimate of a step has the same times in it.
     sent = {"node": 0.0, "data": 0.0, "node+data": 0.0}
     for row in told["rows"]:
         sent[row["axes"]] += row["estimate_s"]
     assert sent == pytest.approx(plan.estimate.exposed_s)
     assert told["estimate_quantize_s"] == plan.estimate.quantize_s
-    assert plan_wire.seconds(told) == pytest.approx(
+    assert plan_report.seconds(told) == pytest.approx(
         sum(plan.estimate.exposed_s.values()) + plan.estimate.quantize_s
     )
 

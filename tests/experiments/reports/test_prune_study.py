@@ -7,8 +7,8 @@ import jax
 import numpy as np
 import pytest
 
-from experiments.reports import pruning_study as study
-from experiments.reports.pruning_study import METHODS, Subject, Trainer, Training
+from experiments.reports import tilewise
+from experiments.reports.tilewise import METHODS, Subject, Trainer, Training
 from megajax.models import decoder
 from megajax.training.optim import OptimConfig, make_schedule
 from tests.tiny import MODEL, host_batch
@@ -35,10 +35,10 @@ def test_a_chain_prunes_further_and_goes_on_from_a_saved_state_bit_for_bit(train
     dense = trainer.dense(0)
     assert int(dense.step) == 6
     former, method = None, METHODS["TW-1"]
-    for state, row in study.chain(trainer, dense, 0, method, (0.5, 0.75)):
-        study.save(tmp_path / f"{row['goal']}.npz", state)
+    for state, row in tilewise.chain(trainer, dense, 0, method, (0.5, 0.75)):
+        tilewise.save_state(tmp_path / f"{row['goal']}.npz", state)
         masks = flat(state.opt.masks)
-        weights = flat(study.pick(state.params, trainer.names))
+        weights = flat(tilewise.pick(state.params, trainer.names))
         assert (weights[~masks] == 0).all() and (weights[masks] != 0).all()
         assert row["sparsity"] == pytest.approx(1 - masks.mean())
         assert abs(row["sparsity"] - row["goal"]) < 0.02
@@ -46,8 +46,8 @@ def test_a_chain_prunes_further_and_goes_on_from_a_saved_state_bit_for_bit(train
         former = masks
     assert int(state.step) == 6 + 2 * 3
     assert row["loss"] == trainer.measure(state.params)["loss"]
-    begin = study.load(tmp_path / "0.5.npz", trainer.abstract())
-    ((again, other),) = study.chain(trainer, begin, 0, method, (0.75,))
+    begin = tilewise.load(tmp_path / "0.5.npz", trainer.abstract())
+    ((again, other),) = tilewise.chain(trainer, begin, 0, method, (0.75,))
     assert row == other
     chex.assert_trees_all_equal(again, state)
 

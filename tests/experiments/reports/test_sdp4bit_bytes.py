@@ -2,7 +2,7 @@
 
 import pytest
 
-from experiments.reports import sdp4bit_bytes as report
+from experiments.reports import sdp4bit
 from megajax.core.errors import UserError
 from megajax.cost.hlo import Collective
 from pallas_kernels import aot
@@ -22,10 +22,10 @@ def found(weights, inside, between):
 
 
 def test_counts_by_hand():
-    rows = {r["level"]: r for r in report.count("bf16", found(2 * N, 2 * N, 2 * N // 4), N)}
+    rows = {r["level"]: r for r in sdp4bit.count("bf16", found(2 * N, 2 * N, 2 * N // 4), N)}
     assert all(r["of_bf16"] == 1 for r in rows.values())
     assert rows["crossing"]["bytes"] == 2 * N // 4 // 2 + 2 * N // 2
-    halves = {r["level"]: r for r in report.count("x", found(N, N, N // 4), N)}
+    halves = {r["level"]: r for r in sdp4bit.count("x", found(N, N, N // 4), N)}
     assert [r["bits"] for r in halves.values()] == [8, 8, 8, 5]
     assert all(r["of_bf16"] == 0.5 for r in halves.values())
 
@@ -34,7 +34,7 @@ def test_a_program_of_other_collectives_is_refused():
     whole = found(N, N, N // 4)
     for bad in (whole[:2] + whole[3:], [*whole, whole[1]]):
         with pytest.raises(UserError, match="collectives all-to-all over"):
-            list(report.count("x", bad, N))
+            list(sdp4bit.count("x", bad, N))
 
 
 def test_without_the_extra_it_is_said_how_to_get_it(monkeypatch):
@@ -43,12 +43,12 @@ def test_without_the_extra_it_is_said_how_to_get_it(monkeypatch):
 
     monkeypatch.setattr(aot, "devices", devices)
     with pytest.raises(UserError, match=r"--bytes: .*--extra aot.* or leave --bytes out"):
-        report.compiled("sdp4bit")
+        sdp4bit.compiled("sdp4bit")
 
 
 @pytest.mark.aot
 def test_the_program_for_h100s_sends_the_papers_bits():
-    rows = {r["level"]: r for r in report.count("sdp4bit", report.compiled("sdp4bit"))}
+    rows = {r["level"]: r for r in sdp4bit.count("sdp4bit", sdp4bit.compiled("sdp4bit"))}
     assert rows["weights"]["bits"] == 4 + 32 / 2048
     assert rows["inside"]["bits"] == 8 + 32 / 128
     assert rows["between"]["bits"] == 4 + 32 / 128

@@ -7,8 +7,8 @@ import jax
 import numpy as np
 import pytest
 
-from experiments.reports import sdp4bit_runs as report
-from experiments.reports.sdp4bit_runs import FLOAT32, VARIANTS
+from experiments.reports import sdp4bit
+from experiments.reports.sdp4bit import FLOAT32, VARIANTS
 from megajax.core.errors import UserError
 from megajax.monitor import results
 from megajax.parallel import wire
@@ -38,11 +38,11 @@ def study(percent=PERCENT, spread=0.01, seeds=3, **changes):
 
 
 def verdicts(rows):
-    return {r["what"]: r for r in report.claims(rows)}
+    return {r["what"]: r for r in sdp4bit.claims(rows)}
 
 
 def test_gaps_are_means_of_pairs_and_their_errors():
-    rows = {r["variant"]: r for r in report.gaps(study(spread=0.3))}
+    rows = {r["variant"]: r for r in sdp4bit.gaps(study(spread=0.3))}
     assert list(rows) == [v for v in VARIANTS if v in PERCENT]
     for variant, row in rows.items():
         assert row["gap_percent"] == pytest.approx(PERCENT[variant], abs=1e-9)
@@ -53,14 +53,14 @@ def test_gaps_are_means_of_pairs_and_their_errors():
     assert rows["SDP4Bit"]["paper_percent"]["1.3B"] == pytest.approx(0.2407, abs=1e-4)
     assert rows["qW"]["paper_percent"]["125M"] == pytest.approx(12.17, abs=0.01)
     assert rows["ZeRO++"]["paper_percent"] == {}
-    alone = {r["variant"]: r for r in report.gaps(study(seeds=1))}
+    alone = {r["variant"]: r for r in sdp4bit.gaps(study(seeds=1))}
     assert alone["qW"]["gap_error"] is None
-    assert not list(report.gaps([run("qW", 0, 2.0)]))  # nothing to compare with
+    assert not list(sdp4bit.gaps([run("qW", 0, 2.0)]))  # nothing to compare with
 
 
 def test_the_papers_own_table_meets_its_claims():
     """Its three models as if they were three seeds."""
-    losses = list(report.PAPER.values())
+    losses = list(sdp4bit.PAPER.values())
     rows = [run(v, s, found[v]) for s, found in enumerate(losses) for v in found]
     found = verdicts(rows)
     assert len(found) == 6 and all(r["met"] for r in found.values())
@@ -122,7 +122,7 @@ def test_a_loss_that_is_not_finite_meets_nothing():
 )
 def test_runs_that_cannot_be_compared_are_refused(row, message):
     rows = [r for r in study() if (r["variant"], r["seed"]) != ("qW", 1)]
-    for function in (report.gaps, report.claims):
+    for function in (sdp4bit.gaps, sdp4bit.claims):
         with pytest.raises(UserError, match=message):
             list(function([*rows, row]))
 
@@ -134,12 +134,12 @@ def test_a_claim_needs_all_its_variants():
 
 
 def test_a_saved_run_is_read_back_and_a_broken_one_is_told(tmp_path):
-    path = report.saved(tmp_path, "qW", 2)
-    assert path.name == "qW-2.json" and report.read(path) is None
+    path = sdp4bit.saved(tmp_path, "qW", 2)
+    assert path.name == "qW-2.json" and sdp4bit.read(path) is None
     path.write_text(json.dumps({"rows": [run("qW", 2, 2.5)]}))
-    assert report.read(path) == run("qW", 2, 2.5)
+    assert sdp4bit.read(path) == run("qW", 2, 2.5)
     results.write(path, {}, [run("qW", 2, math.inf)])  # a run that diverged: null in JSON
-    again = report.read(path)
+    again = sdp4bit.read(path)
     assert again is not None and math.isnan(again["loss"]) and math.isnan(again["losses"][0])
     for bad in (
         "{", '{"rows": []}', '{"rows": 3}', json.dumps({"rows": [run("qW", 2, "2.5")]}),
@@ -147,10 +147,10 @@ def test_a_saved_run_is_read_back_and_a_broken_one_is_told(tmp_path):
     ):  # fmt: skip
         path.write_text(bad)
         with pytest.raises(UserError, match=r"qW-2.json holds no run: .*remove it \(--state\)"):
-            report.read(path)
+            sdp4bit.read(path)
 
 
-STUDY = report.Study(
+STUDY = sdp4bit.Study(
     layers=1, width=32, steps=3, batch=4, seq_len=16, nodes=2, ranks=2, held_out=1, evals=1
 )
 
@@ -159,7 +159,7 @@ def test_the_flags_of_a_variant_give_its_exchange():
     """(weights, inside, between) as bits, whether transformed, whether differences."""
 
     def sent(variant):
-        cfg = report.job(STUDY, variant)
+        cfg = sdp4bit.job(STUDY, variant)
         cfg.check(cfg.mesh.sizes(4))
         assert cfg.zero == "optimizer"
         used = wire.codec(cfg)
@@ -183,13 +183,13 @@ def test_the_flags_of_a_variant_give_its_exchange():
 @pytest.mark.slow  # CI runs the preset
 def test_weights_in_use_are_what_a_wire_gives(tmp_path):
     """qW: no more than 8 magnitudes in a group; the float32 exchange: the masters."""
-    runner = report.Runner(STUDY, "qW", str(tmp_path))
+    runner = sdp4bit.Runner(STUDY, "qW", str(tmp_path))
     state = runner.step.init(1)
     used, masters = runner.used(state), state.params
     for x in _matrices(used):  # 8 magnitudes a group, which may begin and end in other leaves
         groups = 4 * (x.size // 4 // 2048 + 2)
         assert len(np.unique(np.abs(np.asarray(x)))) <= 8 * groups < x.size // 10
-    plain = report.Runner(STUDY, FLOAT32, str(tmp_path))
+    plain = sdp4bit.Runner(STUDY, FLOAT32, str(tmp_path))
     again = plain.used(plain.step.init(1))
     for a, b in zip(_matrices(again), _matrices(masters), strict=True):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))

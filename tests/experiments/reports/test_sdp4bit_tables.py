@@ -4,8 +4,7 @@ import json
 
 import pytest
 
-from experiments.reports import sdp4bit_bytes, sdp4bit_tables
-from experiments.reports import sdp4bit_runs as report
+from experiments.reports import sdp4bit
 from tests.experiments.reports.test_sdp4bit_bytes import found as collectives
 from tests.experiments.reports.test_sdp4bit_runs import study
 
@@ -18,8 +17,8 @@ ABOUT = {
 @pytest.fixture
 def path(tmp_path):
     runs, n = study(), 2**20
-    made = [*runs, *report.gaps(runs), *report.claims(runs)]
-    made += sdp4bit_bytes.count("half", collectives(n, n, n // 4), n)
+    made = [*runs, *sdp4bit.gaps(runs), *sdp4bit.claims(runs)]
+    made += sdp4bit.count("half", collectives(n, n, n // 4), n)
     path = tmp_path / "sdp4bit.json"
     path.write_text(json.dumps(ABOUT | {"rows": made}))
     return path
@@ -31,7 +30,7 @@ def cells(text, first):
 
 
 def test_losses_stand_beside_the_papers(path):
-    text = sdp4bit_tables.losses(path)
+    text = sdp4bit.losses(path)
     assert cells(text, "qW")[3:] == [
         "+6.00 ± 0.01 %", "+6.00 ± 0.01 %", "3", "+12.17 %", "+8.95 %", "+6.14 %"
     ]  # fmt: skip
@@ -41,22 +40,22 @@ def test_losses_stand_beside_the_papers(path):
 
 
 def test_claims_say_whether_they_hold(path):
-    text = sdp4bit_tables.claims(path)
+    text = sdp4bit.claims_table(path)
     assert cells(text, "SDP4Bit at most 0.24 % above float32")[1:] == [
         "+0.12 ± 0.01 %", "yes", "yes", "3"
     ]  # fmt: skip
-    runs = study({report.FLOAT32: 0.0, "SDP4Bit": 0.4}, seeds=1)
-    path.write_text(json.dumps(ABOUT | {"rows": list(report.claims(runs))}))
-    text = sdp4bit_tables.claims(path)
+    runs = study({sdp4bit.FLOAT32: 0.0, "SDP4Bit": 0.4}, seeds=1)
+    path.write_text(json.dumps(ABOUT | {"rows": list(sdp4bit.claims(runs))}))
+    text = sdp4bit.claims_table(path)
     assert cells(text, "SDP4Bit at most 0.24 % above float32")[1:] == [
         "+0.39 %", "no", "one seed", "1"
     ]  # fmt: skip
 
 
 def test_bits_by_level_and_what_is_not_counted_yet(path):
-    text = sdp4bit_tables.sent(path)
+    text = sdp4bit.sent(path)
     assert cells(text, "weights, all-gather") == ["weights, all-gather", "8.0000 (0.500)"]
     assert cells(text, "all that leaves a node")[1] == "5.0000 (0.500)"
     assert "2 nodes of 4, a buffer of 1,048,576 elements" in text
     path.write_text(json.dumps(ABOUT | {"rows": []}))
-    assert "--bytes" in sdp4bit_tables.sent(path)
+    assert "--bytes" in sdp4bit.sent(path)

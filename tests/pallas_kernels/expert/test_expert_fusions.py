@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from experiments.reports import overlap_experts
+from experiments.reports import overlap_simulator
 from experiments.reports.overlap_simulator import H100, Fused
 from pallas_kernels.expert import fusions
 from pallas_kernels.expert.cases import MIXTURES
@@ -37,13 +37,13 @@ def test_what_is_picked_is_nearly_the_best_of_a_simulation(op):
     for mixture in MIXTURES.values():
         for choices in (512 * mixture.active, 2048 * mixture.active):
             experts, part = mixture.experts // 8, "dispatch" if op == DISPATCH else "combine"
-            product = overlap_experts.product_of(mixture, part, 1)
+            product = overlap_simulator.product_of(mixture, part, 1)
             fusion = fusions.heuristic(op, 8, choices, experts, product.k, [product.n], "float32")
             counts_RE = np.full((8, experts), choices // (8 * experts), np.int32)
-            load = overlap_experts.Load(0, counts_RE, counts_RE.sum(1))
+            load = overlap_simulator.Load(0, counts_RE, counts_RE.sum(1))
             block = fusion.tile.block_m, fusion.tile.block_n
             seconds = {
-                (comm, width): overlap_experts.fused_s(
+                (comm, width): overlap_simulator.expert_fused_s(
                     product, load, H100, Fused(block, fusions.CHUNK, comm, width=width)
                 )
                 for comm in fusions.COMM

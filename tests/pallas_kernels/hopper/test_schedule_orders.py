@@ -10,7 +10,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from experiments.reports import overlap_schedules as schedules
+from experiments.reports import overlap_simulator
 from pallas_kernels import aot
 from pallas_kernels.hopper import schedule as s
 from tests import collective_oracle as oracle
@@ -20,7 +20,10 @@ SPLITS = [
     (64, 4, 8, 8), (64, 4, 8, 12), (64, 4, 8, 4), (48, 2, 7, 9), (37, 8, 4, 3), (9, 8, 4, 4),
     (8, 8, 16, 1), (30, 3, 4, 100), (5, 1, 2, 2),
 ]  # fmt: skip
-KINDS = {"gather": schedules.all_gather_gemm, "scatter": schedules.gemm_reduce_scatter}
+KINDS = {
+    "gather": overlap_simulator.all_gather_gemm,
+    "scatter": overlap_simulator.gemm_reduce_scatter,
+}
 
 
 def dense(kind, split, columns, band=1, **options):
@@ -50,7 +53,7 @@ def test_one_block_of_each_kind_is_enough():
 
 def test_a_wait_that_nobody_answers_is_seen():
     """The oracle itself: one chunk less, and the tiles that wait for it never run."""
-    schedule = schedules.all_gather_gemm(1, s.Split(64, 4, 8, 8), 2)
+    schedule = overlap_simulator.all_gather_gemm(1, s.Split(64, 4, 8, 8), 2)
     cut = s.Chunk(*(x[:-1] for x in schedule.chunks))
     assert oracle.run(dataclasses.replace(schedule, chunks=cut), 3, 1) > 0
 
@@ -59,8 +62,8 @@ def planted(name):
     """A schedule with one fault."""
     split = s.Split(37, 4, 4, 3)
     gather, scatter = (
-        schedules.all_gather_gemm(1, split, 2),
-        schedules.gemm_reduce_scatter(1, split, 2),
+        overlap_simulator.all_gather_gemm(1, split, 2),
+        overlap_simulator.gemm_reduce_scatter(1, split, 2),
     )
     tiles, chunks = gather.tiles, gather.chunks
     last = np.array(chunks.rows)
@@ -99,7 +102,7 @@ def test_rotation_is_a_permutation_of_the_ranks_at_each_step(kind, first):
 
 
 def test_a_gather_takes_tiles_in_the_order_in_which_chunks_come():
-    schedule = schedules.all_gather_gemm(2, s.Split(64, 4, 8, 8), 3, 1)
+    schedule = overlap_simulator.all_gather_gemm(2, s.Split(64, 4, 8, 8), 3, 1)
     place = {f: i for i, f in enumerate(schedule.chunks.flag.tolist())}
     flags = zip(schedule.tiles.first_flag, schedule.tiles.last_flag, strict=True)
     last = [max([place[f] for f in range(a, b)], default=-1) for a, b in flags]
@@ -111,12 +114,12 @@ def test_by_hand():
     """7 rows on 2 ranks (4 and 3), tiles of 2, chunks of 3: rank 0."""
     split = s.Split(7, 2, 2, 3)
     assert (split.shard, split.row_tiles, split.chunks) == (4, 2, 2)
-    gather = schedules.all_gather_gemm(0, split, 1)
+    gather = overlap_simulator.all_gather_gemm(0, split, 1)
     assert oracle.rows_of(gather.tiles) == [
         (0, 0, 0, 2, 0, 0, 0), (0, 0, 2, 2, 0, 0, 0), (1, 0, 0, 2, 0, 2, 3), (1, 0, 2, 1, 0, 2, 3),
     ]  # fmt: skip
     assert oracle.rows_of(gather.chunks) == [(1, 0, 3, 0, 0, 2)]  # the last chunk has no row
-    scatter = schedules.gemm_reduce_scatter(1, split, 5)
+    scatter = overlap_simulator.gemm_reduce_scatter(1, split, 5)
     assert oracle.rows_of(scatter.chunks) == [(0, 0, 3, 0, 5, 0), (0, 3, 1, 0, 5, 1)]
     # Rows 0..2 lie in two tiles of rows, row 3 in the second: 5 columns each.
     assert scatter.need_F.tolist() == [10, 5, 10, 0]
@@ -172,4 +175,4 @@ def test_what_is_refused():
     with pytest.raises(ValueError, match="chunk=0 must be at least 1"):
         s.Split(8, 2, 4, 0)
     with pytest.raises(ValueError, match=r"rank=2 must be one of 0 \.\. 1"):
-        schedules.all_gather_gemm(2, s.Split(8, 2, 4, 4), 1)
+        overlap_simulator.all_gather_gemm(2, s.Split(8, 2, 4, 4), 1)

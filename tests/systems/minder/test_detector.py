@@ -10,8 +10,8 @@ import gzip
 import numpy as np
 import pytest
 
-from experiments.reports import minder_time
-from experiments.reports.minder_rivals import ablated
+from experiments.reports import minder_rivals as rivals
+from experiments.reports import minder_watch
 from megajax.core.errors import UserError
 from megajax.monitor.samples import Grid, Samples
 from megajax.systems.minder import Detector, Settings, features, fit, training
@@ -120,7 +120,7 @@ def test_ten_minutes_are_named_once_with_their_onset(model, machines, metric):
 
 @pytest.mark.parametrize("part", ["no-residual", "no-vae", "no-past"])
 def test_the_detector_without_one_of_its_parts(model, part):
-    with ablated.changed(ablated.VARIANTS[part], model, fits=False):
+    with rivals.changed(rivals.VARIANTS[part], model, fits=False):
         detector = Detector.load(model)
         detector.update(job(seconds=400))
     learnt, scores_FNH = detector._tracks.offset_FN, detector._judge.scores_FNH
@@ -400,7 +400,7 @@ def test_models_and_windows_that_do_not_fit_are_named(model, tmp_path):
         with pytest.raises(UserError, match="model="):
             Detector.load(path)
     with pytest.raises(UserError, match=r"judges 'queue_length', which simulated jobs.*--model"):
-        minder_time.measure(minder_time.Config(), model, str(tmp_path))
+        minder_watch.measure(minder_watch.TimeConfig(), model, str(tmp_path))
     with pytest.raises(UserError, match="at least 4 machines and 600 s"):
         Detector.fit([job(3, 900)])
     with pytest.raises(UserError, match="nothing to fit"):

@@ -1,5 +1,6 @@
-"""What experiments/bytecheckpoint.py makes of its seconds: rows, goals, a plan and a figure."""
+"""ByteCheckpoint: rows, goals, a plan, the figure and the table of measured seconds."""
 
+import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -7,9 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from experiments.reports.figure import panels, save
+from experiments.reports.reporting import panels, save
 from megajax.checkpoint import planner
 from megajax.monitor import results
+from megajax.monitor.results import table
 
 # (ByteCheckpoint, table of section 6: stall against PyTorch's own format, vDiT 4B on 128 A100s)
 PAPER_STALL = 61.37 / 0.38
@@ -154,3 +156,26 @@ def draw(rows: list[dict[str, Any]], path: Path, megabytes: float) -> str:
     )
     save(figure, path, title)
     return title
+
+
+# ---- table of documents
+
+
+def seconds_table(path: Path) -> str:
+    """What saves and loads cost, and the plan for many ranks."""
+    columns = {
+        "what": "what", "how": "how", "median s": "median_s", "p10": "p10_s", "p90": "p90_s",
+        "n": "runs", "GB/s": "gb_per_s", "times the machine's own": "times_the_machine",
+    }  # fmt: skip
+    found = json.loads(path.read_text())
+    (plan,) = (row for row in found["rows"] if row["what"] == "plan")
+    text = (
+        f"{found['megabytes']:.0f} MB of float32, {found['cores']} cores. A plan for a "
+        f"405B model's state on {plan['how']} takes {plan['plan_s']:.1f} s, again "
+        f"{1e3 * plan['plan_again_s']:.2g} ms; imbalance {plan['imbalance']:.3f}, "
+        f"{plan['gb_per_rank']:.2f} GB a rank."
+    )
+    kinds = [table(path, columns, what=what) for what in ("stall", "whole", "load")]
+    head, source = kinds[0].rsplit("\n\n", 1)
+    rows = [line for kind in kinds[1:] for line in kind.splitlines()[2:-2]]
+    return "\n".join([text, "", head, *rows, "", source])

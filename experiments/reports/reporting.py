@@ -1,7 +1,7 @@
-"""What the figures of all reports share: panels without frames, files that come out the same."""
+"""What all reports share: figures without frames, reproducible files, the source under a table."""
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,3 +48,14 @@ def save(figure: Any, path: Path, title: str = "") -> None:
     with rc_context({"svg.hashsalt": path.with_suffix("").name}):
         figure.savefig(path.with_suffix(".svg"), metadata={"Date": None})
     figure.savefig(path.with_suffix(".png"))
+
+
+def source(
+    found: Mapping[str, Any], *details: str, layer: str | None = None, device: str | None = None
+) -> str:
+    """Returns the line under a table of a result file: how it was obtained, where and when.
+
+    details: shown after the layer. layer, device: replace the file's.
+    """
+    words = (layer or found.get("layer"), *details, device or found.get("device"))
+    return f"*{', '.join(w for w in (*words, found.get('date'), found.get('commit')) if w)}*"
