@@ -14,7 +14,7 @@ time, as measured. MegaScale (arXiv 2402.15627) section 4, ByteCheckpoint (arXiv
 Writes chaos.json, .svg and .png into --out. Exit code 1: something does not hold.
 
 A storm (--minutes) strikes a job of four processes on two of three hosts from outside, until time
-is up: processes, hosts, networks, disks, steps and ports (experiments/storm/plan.py). Then the
+is up: processes, hosts, networks, disks, steps and ports (experiments/faults/strikes.py). Then the
 job finishes, an undisturbed one does as many steps, and what must hold is: every fault found under
 the right name, no false alarm, the same parameters and losses bit by bit, nothing left behind.
 Writes storm.json, .svg and .png, and with --preset=outside storm_outside.json, .svg and .png. It
@@ -35,10 +35,10 @@ from typing import Any
 
 import numpy as np
 
+from experiments.faults import storm as storms
+from experiments.faults.strikes import FEW, FROM_OUTSIDE
+from experiments.faults.strikes import KINDS as KINDS_OUTSIDE
 from experiments.reports.reporting import panels, save
-from experiments.storm import job
-from experiments.storm.plan import FEW, FROM_OUTSIDE
-from experiments.storm.plan import KINDS as KINDS_OUTSIDE
 from megajax.core import config, mesh
 from megajax.core.config import Checked, option
 from megajax.core.errors import UserError, did_you_mean
@@ -145,7 +145,7 @@ def supervise(cfg: Config, folder: Path, faults: list[tuple[str, int, int]]) -> 
     ]  # fmt: skip
     began = time.time()
     with open(folder / "output.txt", "w") as output:
-        code = job.finish(subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT))
+        code = storms.finish(subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT))
     if code:
         tail = "\n".join((folder / "output.txt").read_text().splitlines()[-15:])
         raise UserError(f"the supervised job ended with {code}:\n{tail}")
@@ -180,7 +180,7 @@ def main() -> int:
     path = results.writable_folder(cfg.out) / "chaos.json"
     if cfg.minutes:
         name = "storm_outside" if cfg.kinds == ",".join(FROM_OUTSIDE) else "storm"
-        return job.run(cfg, path.with_name(f"{name}.json"), os.environ)
+        return storms.run(cfg, path.with_name(f"{name}.json"), os.environ)
     faults = draw_faults(cfg)
     with tempfile.TemporaryDirectory() as name:
         folders = {kind: Path(name) / kind for kind in ("undisturbed", "disturbed")}
@@ -191,7 +191,7 @@ def main() -> int:
             print(f"{kind}: {took[kind]:.0f} s", flush=True)
         mesh.start(2 * cfg.processes)
         ours, want = (
-            job.parameters(folders[kind], cfg.steps) for kind in ("disturbed", "undisturbed")
+            storms.parameters(folders[kind], cfg.steps) for kind in ("disturbed", "undisturbed")
         )
         different = [k for k in want if not np.array_equal(ours[k], want[k], equal_nan=True)]
         runs = {

@@ -21,6 +21,7 @@ from pathlib import Path
 import jax
 from absl import flags
 
+from experiments.faults import storm
 from experiments.reports import (
     bytecheckpoint,
     cdmpp,
@@ -33,7 +34,6 @@ from experiments.reports import (
     serving,
     tilewise,
 )
-from experiments.storm import account
 from megajax.core import config
 from megajax.core.hardware import CARDS
 from megajax.cost.base import mfu, train_flops_per_token
@@ -260,9 +260,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "cdmpp_one_thread": functools.partial(cdmpp.programs, RESULTS / "cdmpp_one_thread.json"),
     "cdmpp_families": functools.partial(cdmpp.families_table, RESULTS / "cdmpp_one_thread.json"),
     "cdmpp_h200": functools.partial(cdmpp.h200, RESULTS / "cdmpp_h200.json"),
-    "chaos": functools.partial(account.drills, RESULTS / "chaos.json"),
-    "storm": functools.partial(account.table, RESULTS / "storm.json"),
-    "storm_outside": functools.partial(account.table, RESULTS / "storm_outside.json"),
+    "chaos": functools.partial(storm.drills, RESULTS / "chaos.json"),
+    "storm": functools.partial(storm.table, RESULTS / "storm.json"),
+    "storm_outside": functools.partial(storm.table, RESULTS / "storm_outside.json"),
     "overlap_gather": overlap.gather,
     "overlap_ops": functools.partial(overlap.ops, RESULTS / "flux_simulated.json"),
     "overlap_layers": functools.partial(overlap.layers, RESULTS / "comet_simulated.json"),

@@ -8,11 +8,10 @@ import time
 
 import pytest
 
-from experiments.storm import account
-from experiments.storm.cluster import SUPERVISE, Cluster, Tail
-from experiments.storm.deeds import Deeds, Hit
-from experiments.storm.plan import BY_MAIL, FEW, KINDS, Strike, strikes
-from experiments.storm.storm import Case, Storm
+from experiments.faults import storm as storms
+from experiments.faults.cluster import SUPERVISE, Cluster, Tail
+from experiments.faults.storm import Case, Storm
+from experiments.faults.strikes import BY_MAIL, FEW, KINDS, Deeds, Hit, Strike, strikes
 
 NOT_HERE = ("lost step", "flipped bit", "slow", "junk", "full run_dir", "full disk and kill")
 JOB = str(pathlib.Path(__file__).parents[1] / "systems" / "elastic" / "lockstep.py")
@@ -55,15 +54,15 @@ def test_what_is_no_lineage_is_told():
         return [{"step": s, "loss": x, "time": 0.0} for s, x in pairs]
 
     theirs = of((1, 1.0), (2, 2.0), (3, 3.0))
-    assert account.lineage(of((1, 1.0), (2, 2.0), (2, 2.0), (3, 3.0)), theirs, 3, 2) == []
-    (found,) = account.lineage(of((1, 1.0), (2, 2.5), (3, 3.0)), theirs, 3, 1)
+    assert storms.lineage(of((1, 1.0), (2, 2.0), (2, 2.0), (3, 3.0)), theirs, 3, 2) == []
+    (found,) = storms.lineage(of((1, 1.0), (2, 2.5), (3, 3.0)), theirs, 3, 1)
     assert "1 steps have another loss, the first is 2: 2.5, not 2.0" in found
-    assert account.lineage(of((1, 1.0), (2, None), (2, 2.0), (3, 3.0)), theirs, 3, 2) == []
-    (found,) = account.lineage(of((1, 1.0), (2, 2.0), (2, None), (3, 3.0)), theirs, 3, 2)
+    assert storms.lineage(of((1, 1.0), (2, None), (2, 2.0), (3, 3.0)), theirs, 3, 2) == []
+    (found,) = storms.lineage(of((1, 1.0), (2, 2.0), (2, None), (3, 3.0)), theirs, 3, 2)
     assert "1 steps have another loss, the first is 2: None" in found
-    (found,) = account.lineage(of((1, 1.0), (2, 2.0), (2, 2.0), (3, 3.0)), theirs, 3, 1)
+    (found,) = storms.lineage(of((1, 1.0), (2, 2.0), (2, 2.0), (3, 3.0)), theirs, 3, 1)
     assert "began again 1 times in 1 starts" in found
-    (found,) = account.lineage(of((1, 1.0), (2, 2.0)), theirs, 3, 1)
+    (found,) = storms.lineage(of((1, 1.0), (2, 2.0)), theirs, 3, 1)
     assert found == "the last step is not 3"
 
 
@@ -77,19 +76,19 @@ def test_figures_table_and_picture(tmp_path):
         case("stop host"),
         case("junk", back=105.0, alarms=2),
     ]
-    rows = account.rows(cases, 90.0)
+    rows = storms.rows(cases, 90.0)
     assert (rows[0]["at_s"], rows[0]["found_s"], rows[0]["training_s"]) == (10.0, 2.0, 10.0)
-    figures = account.summary(rows, [{}])
+    figures = storms.summary(rows, [{}])
     assert figures["found_s"] == {"median": 2.0, "p90": 4.0, "most": 4.0}
     names = ("to_be_found", "not_found", "wrongly_named", "false_alarms")
     assert [figures[n] for n in names] == [3, 1, 1, 3]
     trained = [{"time": 90.0 + s, "step": s} for s in range(2000)]
-    line = account.line(trained, 90.0)
+    line = storms.line(trained, 90.0)
     assert len(line) < 1100 and line[-1] == [1999.0, 1999]
     about = {"title": "a storm", "line": line, "rows": rows, **figures}
     about |= {"layer": "emulated", "device": "x", "date": "", "commit": ""}
     (tmp_path / "storm.json").write_text(json.dumps(about))
-    table = account.table(tmp_path / "storm.json")
+    table = storms.table(tmp_path / "storm.json")
     assert "| kill -9 of a rank | 2 | exit | 2.0, 4.0 | 10.0, 30.0 | 0 |" in table
     assert "| no restart | - | - | 2 |" in table and "not found" in table
 
@@ -122,8 +121,8 @@ def test_a_storm_over_a_small_job(tmp_path):
             cluster.send_home()
             assert time.monotonic() < end + 20, left
             time.sleep(0.2)
-        rows = account.rows(storm.cases, storm.began)
-        figures = account.summary(rows, storm.alarms)
+        rows = storms.rows(storm.cases, storm.began)
+        figures = storms.summary(rows, storm.alarms)
         assert figures["not_found"] == figures["wrongly_named"] == figures["false_alarms"] == 0, (
             rows
         )

@@ -194,7 +194,7 @@ def test_an_experiment_lets_a_driver_end_its_job_after_ctrl_c():
     """SIGKILL, which subprocess.run would send, leaves the processes of the job behind."""
     program = """if True:
         import signal, subprocess, sys
-        from experiments.storm import job as storm
+        from experiments.faults import storm
         def ring(*_):
             raise KeyboardInterrupt
         signal.signal(signal.SIGALRM, ring)

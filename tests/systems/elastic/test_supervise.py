@@ -19,7 +19,7 @@ import time
 
 import pytest
 
-from experiments.storm.relay import Relay
+from experiments.faults.cluster import Relay
 from megajax.systems.elastic.wire import StrangerError, dial
 
 pytestmark = pytest.mark.process
