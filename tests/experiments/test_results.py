@@ -22,9 +22,9 @@ SCRIPTS = sorted(
     for path in (ROOT / folder).glob("*.py")
     if re.search(r"^config.define_flags\(", path.read_text(), re.MULTILINE)
 )
-# Whose work is to write there: from a finished run, from the committed results, a whole report.
+# Whose work is to write there, from a run or from committed results, or to read a whole report.
 PUBLISHERS = {"scripts/publish.py", "scripts/tables.py", "scripts/figures.py"}
-PUBLISHERS |= {"scripts/kernel_report.py", "scripts/learn_h200.py"}
+PUBLISHERS |= {"scripts/kernel_report.py", "scripts/learn_h200.py", "scripts/frozen.py"}
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
