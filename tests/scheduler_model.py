@@ -12,8 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from megajax.serving.cache import PagePool
-from megajax.serving.scheduler import Scheduler
-from megajax.serving.sequence import Plan, Sequence
+from megajax.serving.scheduler import Plan, Scheduler, Sequence
 
 
 def prefixes(tokens: Iterable[int], before: int = 0) -> list[int]:

@@ -120,7 +120,7 @@ JAX_FREE = (
     "megajax.serving.cache",
     "megajax.serving.params",
     "megajax.serving.scheduler",
-    "megajax.serving.sequence",
+    "megajax.serving.scheduler",
     "megajax.serving.structured",
     "megajax.systems.elastic.agent",
     "megajax.systems.elastic.driver",

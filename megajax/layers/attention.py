@@ -24,7 +24,7 @@ INPUTS = "query", "key", "value"  # the weights that read the block's input
 
 
 class Cache(Protocol):
-    """Keys and values of tokens that one layer has seen before (serving/paged.py)."""
+    """Keys and values of tokens that one layer has seen before (serving/forward.py)."""
 
     def attend(
         self, q: jax.Array, k: jax.Array, v: jax.Array, context: Context, window: int | None

@@ -22,7 +22,6 @@ from megajax.core.packed import runs_of
 from megajax.core.tree import Tree
 from megajax.layers import param
 from megajax.layers.attention import Attention, Cache
-from megajax.layers.dropout import drop, dropper
 from megajax.layers.losses import (
     LossSums,
     MoeSums,
@@ -31,7 +30,7 @@ from megajax.layers.losses import (
     token_logprobs,
 )
 from megajax.layers.mask import Context
-from megajax.layers.mlp import Mlp
+from megajax.layers.mlp import Mlp, drop, dropper
 from megajax.layers.moe import Moe, balance
 from megajax.layers.norm import Norm
 from megajax.layers.ops import Ops, join

@@ -30,10 +30,9 @@ from megajax.core.tree import Tree
 from megajax.layers import fused, param
 from megajax.layers.attend import attend
 from megajax.layers.attention import Attention
-from megajax.layers.dropout import drop, dropper
 from megajax.layers.losses import LossSums, cross_entropy, mask_padding
 from megajax.layers.mask import Context
-from megajax.layers.mlp import Mlp, activate
+from megajax.layers.mlp import Mlp, activate, drop, dropper
 from megajax.layers.norm import Norm
 from megajax.layers.ops import Ops
 from megajax.layers.weight import name_of

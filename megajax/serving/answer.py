@@ -9,7 +9,7 @@ import numpy as np
 from megajax.serving.constraint import Matcher
 from megajax.serving.draw import NO_TOKEN, Drawn, Rules
 from megajax.serving.params import SamplingParams
-from megajax.serving.sequence import Sequence
+from megajax.serving.scheduler import Sequence
 
 
 class Tokenizer(Protocol):

@@ -30,12 +30,11 @@ from megajax.serving.answer import Answer, Output, Tokenizer
 from megajax.serving.backend import Backend, OneMesh
 from megajax.serving.cache import PagePool
 from megajax.serving.constraint import Constraints, Matcher
-from megajax.serving.laid import Segment
 from megajax.serving.params import SamplingParams
+from megajax.serving.programs import Segment
 from megajax.serving.requests import check_bias, check_ends, check_options, check_tokens
-from megajax.serving.scheduler import Scheduler
-from megajax.serving.sequence import Plan
-from megajax.serving.sequence import Sequence as Running
+from megajax.serving.scheduler import Plan, Scheduler
+from megajax.serving.scheduler import Sequence as Running
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,10 +22,110 @@ from jax.sharding import PartitionSpec as PS
 
 from megajax.core.tree import Tree
 from megajax.parallel.overlap import compiler_options
-from megajax.serving import draw, paged, tiles
+from megajax.serving import draw, forward, tiles
+from megajax.serving import forward as forward_
 from megajax.serving.draw import Changes, Drawn, Rules
 from megajax.serving.forward import Forward
-from megajax.serving.laid import Laying, Segment
+
+# ---- laid
+#
+# A step's segments laid side by side, as the arrays that its program reads.
+#
+# Legend: T tokens of a step, B segments, S slots (sequences that run), M pages of the longest
+# sequence.
+
+
+LEAST = 8  # tokens of the smallest program
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Neighbouring tokens of one sequence that a step feeds. ids: theirs. first: their position.
+    draws: whether the last of them is followed by a token to draw. following: the ids behind each
+    of them, as far as their log-probabilities are asked for."""
+
+    slot: int
+    ids: Sequence[int]
+    first: int
+    draws: bool
+    following: Sequence[int] = ()
+
+
+class Laid(NamedTuple):
+    """What a step reads beside weights and state. rows_B: where a segment's last token is. slot_B:
+    its slot; S: it draws nothing. rules_B: how it draws."""
+
+    tokens: forward.Tokens
+    rows_B: Any
+    slot_B: Any
+    rules_B: Rules
+
+
+class Laying:
+    """Lays segments in arrays of few shapes. sizes: the T that there are."""
+
+    def __init__(self, slots: int, budget: int, width: int):
+        """slots: S. budget: most tokens of a step. width: M."""
+        self._slots, self._width = slots, width
+        self.sizes = _sizes(budget)
+
+    def size(self, tokens: int) -> int:
+        """Returns the smallest T that holds so many tokens."""
+        return next(size for size in self.sizes if size >= tokens)
+
+    def step(
+        self, segments: Sequence[Segment], table_SM: np.ndarray, rules: Rules, T: int | None = None
+    ) -> Laid:
+        """Returns what a step of these segments reads, in NumPy; a row for each, in their order.
+
+        table_SM, rules: by slot. T: one of `sizes` that holds the segments; None: the smallest.
+        """
+        T = T or self.size(sum(len(s.ids) for s in segments))
+        B = min(T, self._slots)
+        tokens, at = self.tokens(segments, table_SM, T, B)
+        slot_B, rows_B = np.full(B, self._slots, np.int32), np.zeros(B, np.int32)
+        rules_B = draw.plain_rules(B)
+        used = [s.slot for s in segments]
+        for target, source in zip(fields(rules_B), fields(rules), strict=True):
+            target[: len(used)] = source[used]
+        for b, segment in enumerate(segments):
+            rows_B[b] = at[b] + len(segment.ids) - 1
+            if segment.draws:
+                slot_B[b] = segment.slot
+        return Laid(tokens, rows_B, slot_B, rules_B)
+
+    def tokens(
+        self, segments: Sequence[Segment], table_SM: np.ndarray, T: int, B: int
+    ) -> tuple[forward.Tokens, list[int]]:
+        """Returns (the segments' tokens side by side, where each begins)."""
+        tokens, at, where = forward.tokens_like(T, B, self._width), 0, []
+        tokens.table_BM[: len(segments)] = table_SM[[s.slot for s in segments]]
+        for b, segment in enumerate(segments):
+            count = len(segment.ids)
+            tokens.ids_T[at : at + count] = segment.ids
+            tokens.positions_T[at : at + count] = range(segment.first, segment.first + count)
+            tokens.start_B[b], tokens.count_B[b] = at, count
+            tokens.context_B[b] = segment.first + count
+            where.append(at)
+            at += count
+        return tokens, where
+
+
+def fields(rules: Rules) -> list[np.ndarray]:
+    """Returns the arrays of rules."""
+    return [getattr(rules, name) for name in rules.__dataclass_fields__]
+
+
+def _sizes(budget: int) -> tuple[int, ...]:
+    """Powers of two from LEAST on, the last of which holds the budget."""
+    sizes = [LEAST]
+    while sizes[-1] < budget:
+        sizes.append(2 * sizes[-1])
+    return tuple(sizes)
+
+
+# ---- programs
+
 
 Array = jax.Array
 COPIES = 16  # pages that one call copies
@@ -41,7 +141,7 @@ class State:
     """What lives on the devices and is given up to every call. logits_SV, log_z_S: exact numerics
     only, of the token to draw next."""
 
-    pages: paged.Pages
+    pages: forward_.Pages
     changes: Changes
     logits_SV: Any
     log_z_S: Any
@@ -71,7 +171,7 @@ class Programs:
         self._laying = Laying(slots, budget, self._width)
         self.sizes = self._laying.sizes
         self._options = compiler_options(forward.overlap, forward.mesh)
-        pages = paged.Pages(forward.page_spec, forward.page_spec)
+        pages = forward_.Pages(forward.page_spec, forward.page_spec)
         scores = PS() if exact else None
         self._specs = State(pages, Changes(*[PS()] * 4), scores, scores)
         self._state: Any = None  # State, while there is memory for it
@@ -348,14 +448,14 @@ class Programs:
         return jax.jit(call, donate_argnums=0, compiler_options=self._options)
 
     def _local_step(
-        self, params: Tree, state: State, tokens: paged.Tokens, rows_B: Array, slot_B: Array,
+        self, params: Tree, state: State, tokens: forward_.Tokens, rows_B: Array, slot_B: Array,
         rules: Rules,
     ) -> tuple[Drawn, State]:  # fmt: skip
         logits_BV, pages = self._forward.run(params, state.pages, tokens, rows_B)
         return self._local_drawn(replace(state, pages=pages), logits_BV, slot_B, rules)
 
     def _local_scored(
-        self, params: Tree, state: State, tokens: paged.Tokens, rows_B: Array, slot_B: Array,
+        self, params: Tree, state: State, tokens: forward_.Tokens, rows_B: Array, slot_B: Array,
         rules: Rules, next_T: Array,
     ) -> tuple[Drawn, State]:  # fmt: skip
         """The step, with the log-probability of each token that follows one that is fed."""
@@ -381,7 +481,7 @@ class Programs:
         return drawn, replace(state, changes=changes)
 
     def _local_several(
-        self, params: Tree, state: State, tokens: paged.Tokens, rows_B: Array, slot_B: Array,
+        self, params: Tree, state: State, tokens: forward_.Tokens, rows_B: Array, slot_B: Array,
         rules: Rules,
     ) -> tuple[Drawn, State]:  # fmt: skip
         """K times: each sequence's drawn token is the next one that it feeds."""
@@ -406,11 +506,13 @@ class Programs:
         (state, _, _), drawn = jax.lax.scan(one, carry, None, length=self.steps)
         return drawn, state
 
-    def _local_tile(self, params: Tree, state: State, tokens: paged.Tokens, slot_T: Array) -> State:
+    def _local_tile(
+        self, params: Tree, state: State, tokens: forward_.Tokens, slot_T: Array
+    ) -> State:
         return self._local_scored_tile(params, state, tokens, slot_T, slot_T * 0)[1]
 
     def _local_scored_tile(
-        self, params: Tree, state: State, tokens: paged.Tokens, slot_T: Array, next_T: Array
+        self, params: Tree, state: State, tokens: forward_.Tokens, slot_T: Array, next_T: Array
     ) -> tuple[Drawn, State]:
         logits_TV, log_z_T, pages = tiles.tile(self._forward, params, state.pages, tokens)
         return draw.score(logits_TV, log_z_T, next_T), replace(
@@ -468,7 +570,7 @@ def _follow(token_KB: Array, source_T: Array) -> Array:
 
 
 def _copy(pool: int, state: State, source_N: Array, target_N: Array) -> State:
-    return replace(state, pages=paged.copy(state.pages, pool, source_N, target_N))
+    return replace(state, pages=forward_.copy(state.pages, pool, source_N, target_N))
 
 
 def _set(state: State, slot: Array, counts: Array, seen: Array, bias: Array) -> State:

@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as PS
 
 from megajax.core.tree import Tree
 from megajax.models.decoder_config import DecoderConfig
-from megajax.serving import paged
+from megajax.serving import forward as forward_
 from megajax.serving.forward import Forward
 
 TILE = 32  # (chosen) tokens: a decode step of as many costs about what one token does
@@ -30,8 +30,8 @@ PAGE = 16
 
 
 def tile(
-    forward: Forward, params: Tree, pages: paged.Pages, tokens: paged.Tokens
-) -> tuple[jax.Array, jax.Array, paged.Pages]:
+    forward: Forward, params: Tree, pages: forward_.Pages, tokens: forward_.Tokens
+) -> tuple[jax.Array, jax.Array, forward_.Pages]:
     """Returns (logits_TV after every token, their log-sum-exp_T, the pages). Inside `everywhere`.
 
     tokens: T = B = TILE.
@@ -69,7 +69,7 @@ class Teacher:
                 for start in range(0, len(row) - 1, TILE):
                     ids = np.asarray(row[start : start + TILE + 1], np.int32)
                     count = len(ids) - 1
-                    tokens = paged.tokens_like(TILE, TILE, width)
+                    tokens = forward_.tokens_like(TILE, TILE, width)
                     tokens.ids_T[:count], tokens.table_BM[0] = ids[:-1], table_M
                     tokens.positions_T[:count] = np.arange(start, start + count)
                     tokens.count_B[0], tokens.context_B[0] = count, start + count
@@ -84,10 +84,12 @@ class Teacher:
         ]
 
     def _program(self, params: Tree) -> Any:
-        pages = paged.Pages(self.forward.page_spec, self.forward.page_spec)
-        everyone = jax.tree.map(lambda _: PS(), paged.tokens_like(1, 1, 1))
+        pages = forward_.Pages(self.forward.page_spec, self.forward.page_spec)
+        everyone = jax.tree.map(lambda _: PS(), forward_.tokens_like(1, 1, 1))
 
-        def local(params: Tree, pages: paged.Pages, tokens: paged.Tokens, wanted_T: Any) -> Any:
+        def local(
+            params: Tree, pages: forward_.Pages, tokens: forward_.Tokens, wanted_T: Any
+        ) -> Any:
             logits_TV, log_z_T, pages = tile(self.forward, params, pages, tokens)
             logit_T = jnp.take_along_axis(logits_TV, wanted_T[:, None], 1)[:, 0]
             return logit_T - log_z_T, pages

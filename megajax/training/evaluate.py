@@ -18,8 +18,8 @@ from megajax.models.parts import Batch
 from megajax.monitor.console import Console
 from megajax.monitor.records import Recorder
 from megajax.serving.engine import Engine
-from megajax.serving.laid import LEAST
 from megajax.serving.params import SamplingParams
+from megajax.serving.programs import LEAST
 from megajax.training import report, resume
 from megajax.training.config import Config, JobConfig
 from megajax.training.run_dir import RunDir

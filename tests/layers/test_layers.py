@@ -13,8 +13,8 @@ import pytest
 
 from megajax.core.mesh import MeshSpec
 from megajax.layers import mlp
-from megajax.layers.dropout import drop
 from megajax.layers.losses import cross_entropy, mask_padding
+from megajax.layers.mlp import drop
 from megajax.layers.norm import Norm
 from megajax.layers.ops import matmul
 from megajax.layers.rope import RopeConfig, frequencies, rotary, rotate

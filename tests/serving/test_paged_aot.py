@@ -10,7 +10,8 @@ from jax.sharding import PartitionSpec as PS
 from megajax.core.mesh import MeshSpec
 from megajax.models.decoder_config import DecoderConfig
 from megajax.models.parts import map_words
-from megajax.serving import paged, tiles
+from megajax.serving import forward as forward_
+from megajax.serving import tiles
 from megajax.serving.forward import Forward
 from megajax.systems.aot import QUICK
 from pallas_kernels import aot
@@ -39,9 +40,9 @@ def lowered(tokens, segments, tensor, exact=False, attention=None):
             return jax.ShapeDtypeStruct(shape, dtype, sharding=layout.named(spec))
 
         keys = like((CFG.layers * POOL, PAGE, forward.heads, 64), jnp.bfloat16, forward.page_spec)
-        numbers = paged.tokens_like(tokens, segments, WIDTH)
+        numbers = forward_.tokens_like(tokens, segments, WIDTH)
         numbers = jax.tree.map(lambda x: like(x.shape, jnp.int32, PS(*[None] * x.ndim)), numbers)
-        specs = paged.Pages(*[forward.page_spec] * 2)
+        specs = forward_.Pages(*[forward.page_spec] * 2)
 
         def step(params, pages, tokens, rows):
             if exact:
@@ -52,7 +53,7 @@ def lowered(tokens, segments, tensor, exact=False, attention=None):
             step, params, (specs, jax.tree.map(lambda x: PS(), numbers), PS()), (PS(), specs)
         )
         rows = like((segments,), jnp.int32, PS(None))
-        return jax.jit(run).lower(params, paged.Pages(keys, keys), numbers, rows)
+        return jax.jit(run).lower(params, forward_.Pages(keys, keys), numbers, rows)
 
 
 @pytest.mark.parametrize(("tokens", "segments", "tensor"), [(8, 8, 2), (64, 8, 1)])

@@ -17,7 +17,7 @@ import numpy as np
 from megajax.core.errors import UserError
 from megajax.serving import draw
 from megajax.serving.draw import Drawn, Rules
-from megajax.serving.laid import Laying, Segment, fields
+from megajax.serving.programs import Laying, Segment, fields
 from megajax.systems.llm_pq.stages import NoAnswerError, Place, Shapes, StageError
 
 

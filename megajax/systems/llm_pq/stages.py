@@ -23,11 +23,10 @@ from megajax.core.mesh import MeshSpec
 from megajax.core.tree import Tree
 from megajax.models import decoder
 from megajax.models.decoder_config import DecoderConfig
-from megajax.serving import paged
+from megajax.serving import forward as forward_
 from megajax.serving.draw import Rules
 from megajax.serving.forward import Forward
-from megajax.serving.laid import Laid
-from megajax.serving.programs import DRAWN, Programs, State
+from megajax.serving.programs import DRAWN, Laid, Programs, State
 
 Array = jax.Array
 Wrap = Callable[[int, Callable], Callable]  # (stage, what it computes) -> what it computes instead
@@ -128,7 +127,7 @@ class _StagePrograms(Programs):
             return out
 
     def _local_stage(
-        self, params: Tree, state: State, x: Any, tokens: paged.Tokens, rows_B: Array,
+        self, params: Tree, state: State, x: Any, tokens: forward_.Tokens, rows_B: Array,
         slot_B: Array, rules: Rules,
     ) -> tuple[Any, State]:  # fmt: skip
         forward = self._forward
