@@ -10,6 +10,7 @@ Legend: B rows, S positions, D model width, V vocabulary, L layers, E experts, C
 
 import dataclasses
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -47,16 +48,18 @@ class LossSums:
     The terms of a model that predicts tokens are `cross_entropy` and `z_squared` (log(Z)^2),
     float32; `right`, int32, the targets that no other id has a larger logit than, where it was
     asked for; and `classes_3C`, int32, of each class of a classifier how often it is the target, is
-    predicted, and is both.
+    predicted, and is both. `sums.right` and `sums.classes_3C` are None where nobody asked for them.
     """
 
     terms: Mapping[str, jax.Array]
     count: jax.Array
     moe: MoeSums | None = None
 
-    def __getattr__(self, name: str) -> jax.Array:
+    def __getattr__(self, name: str) -> Any:
         """Returns the term of this name. Raises: AttributeError that lists the terms."""
         terms = self.__dict__.get("terms")
+        if name in ("right", "classes_3C") and isinstance(terms, Mapping):
+            return terms.get(name)
         if not isinstance(terms, Mapping) or name not in terms:
             has = ", ".join(terms) if isinstance(terms, Mapping) else "none"
             raise AttributeError(f"these sums have no term {name!r}; they have: {has}")
