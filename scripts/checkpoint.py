@@ -27,8 +27,6 @@ from pathlib import Path
 from typing import Literal
 
 from megajax.checkpoint import offline
-from megajax.checkpoint.directory import StepFolder
-from megajax.checkpoint.integrity import CheckpointError, DamagedError
 from megajax.checkpoint.layouts import (
     Conversion,
     FusedQkv,
@@ -38,8 +36,9 @@ from megajax.checkpoint.layouts import (
     convert,
     units,
 )
-from megajax.checkpoint.signature import Keys
+from megajax.checkpoint.steps import StepFolder
 from megajax.checkpoint.store import no_step
+from megajax.checkpoint.trust import CheckpointError, DamagedError, Keys
 from megajax.core import config
 from megajax.core.config import Checked, option
 from megajax.core.errors import UserError, did_you_mean
@@ -162,14 +161,14 @@ def verify(cfg: Config, path: str) -> int:
     """Reads every byte, and the leaves of what was not read back. Returns 1 for damage."""
     import jax  # sums leaves
 
-    from megajax.checkpoint import read_back
+    from megajax.checkpoint import fingerprint
 
     jax.config.update("jax_platforms", "cpu")
     steps, step = opened(cfg, path)
     bad = 0
     for number in steps.steps() if step is None else [step]:
         try:
-            record = read_back.verify(steps, number)
+            record = fingerprint.verify(steps, number)
             when = "when it was saved" if steps.is_read_back(number, record) else "now, for once"
             signed = "; signed" * (cfg.key_file is not None)
             print(

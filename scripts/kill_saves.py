@@ -28,7 +28,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from megajax.checkpoint.directory import StepFolder
+from megajax.checkpoint.steps import StepFolder
 from megajax.core import config
 from megajax.core.config import Checked, option
 from megajax.core.errors import UserError
@@ -76,7 +76,7 @@ def victim(folder: str) -> None:
 
     from megajax.checkpoint import store
     from megajax.checkpoint.manager import CheckpointManager
-    from megajax.checkpoint.storage import SaveError
+    from megajax.checkpoint.orbax_io import SaveError
     from megajax.checkpoint.store import CheckpointError
 
     jax.config.update("jax_platforms", "cpu")

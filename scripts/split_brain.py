@@ -31,8 +31,8 @@ from pathlib import Path
 from typing import Any
 
 from megajax.checkpoint import offline
-from megajax.checkpoint.directory import SAVING, StepFolder
-from megajax.checkpoint.integrity import DamagedError
+from megajax.checkpoint.steps import SAVING, StepFolder
+from megajax.checkpoint.trust import DamagedError
 from megajax.core import config
 from megajax.core.config import Checked, option
 from megajax.core.errors import SUPERSEDED, UserError

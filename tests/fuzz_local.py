@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from megajax.checkpoint.directory import METADATA, StepFolder
 from megajax.checkpoint.lease import RECORD, Attempt, Lease
+from megajax.checkpoint.steps import METADATA, StepFolder
 from megajax.core import config_file
 from megajax.core.errors import UserError
 from megajax.data import corpus, documents
@@ -145,14 +145,14 @@ def _step_seeds(folder: Path) -> list[bytes]:
 
 
 def _step(data: bytes, folder: Path) -> None:
-    from megajax.checkpoint import reads  # here: it takes jax
+    from megajax.checkpoint import orbax_io  # here: it takes jax
 
     step = folder / "5"
     (step / "state" / "array_metadatas").mkdir(parents=True)
     (step / "state" / "array_metadatas" / "process_0").write_bytes(data)
     (step / METADATA).write_bytes(data)
-    for chunk in reads.stored_chunks(step).values():
-        reads.amplification(chunk, chunk, [])
+    for chunk in orbax_io.stored_chunks(step).values():
+        orbax_io.amplification(chunk, chunk, [])
     steps = StepFolder(folder)
     for number in steps.steps():
         with contextlib.suppress(UserError):

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from megajax.checkpoint import integrity
+from megajax.checkpoint import trust
 from megajax.checkpoint.memory_tier import ALIGN, HEADER, MAGIC, PAGE, Segment
 from megajax.core import files
 from megajax.core.errors import UserError
@@ -125,13 +125,13 @@ def _hear(line: wire.Line) -> None:
 
 
 def _record_seeds(folder: Path) -> list[bytes]:
-    files = {"state/a": integrity.FileSum(5, [907060870]), "b": integrity.FileSum(0, [])}
+    files = {"state/a": trust.FileSum(5, [907060870]), "b": trust.FileSum(0, [])}
     leaves = {
-        "params.w": integrity.LeafSum([2, 3], "float32", [1, 2]),
-        "params.layers": integrity.LeafSum([4, 3], "float32", [1, 2], [0, 2, 1, 3]),
+        "params.w": trust.LeafSum([2, 3], "float32", [1, 2]),
+        "params.layers": trust.LeafSum([4, 3], "float32", [1, 2], [0, 2, 1, 3]),
     }
-    many = {f"leaf{i}": integrity.LeafSum([i], "int8", [i, i]) for i in range(50)}
-    records = [integrity.Record(3, files, leaves, 0.5), integrity.Record(4, files, many)]
+    many = {f"leaf{i}": trust.LeafSum([i], "int8", [i, i]) for i in range(50)}
+    records = [trust.Record(3, files, leaves, 0.5), trust.Record(4, files, many)]
     return [r.text().encode() for r in records]
 
 
@@ -139,16 +139,14 @@ def _record(data: bytes, folder: Path) -> None:
     (folder / "state").mkdir()
     (folder / "state" / "a").write_bytes(b"hello")
     (folder / "b").write_bytes(b"")
-    for text in (data, integrity._sealed(data.decode(errors="replace")).encode()):
-        (folder / integrity.RECORD).write_bytes(text)
+    for text in (data, trust._sealed(data.decode(errors="replace")).encode()):
+        (folder / trust.RECORD).write_bytes(text)
         try:
-            record = integrity.read_record(folder)
-        except integrity.DamagedError:
+            record = trust.read_record(folder)
+        except trust.DamagedError:
             continue
-        if damage := integrity.find_damage(folder, record):
-            integrity.damaged(
-                folder, damage, ["x"]
-            )  # without the names: tensorstore reads the index
+        if damage := trust.find_damage(folder, record):
+            trust.damaged(folder, damage, ["x"])  # without the names: tensorstore reads the index
 
 
 def _safetensors_seeds(folder: Path) -> list[bytes]:

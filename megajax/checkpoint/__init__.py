@@ -1,15 +1,15 @@
-"""Saving and loading: run checkpoints through Orbax, Hugging Face folders, safetensors."""
+"""Saving and loading: run checkpoints through Orbax, and Hugging Face folders (hf), GGUF (gguf)."""
 
 from megajax.core.lazy import public
 
 __getattr__, __dir__, __all__ = public(
     __name__,
     {
-        "integrity": ("DamagedError", "UnreadableError"),
         "lease": ("Attempt", "SupersededError"),
         "manager": ("CheckpointManager",),
+        "orbax_io": ("SaveError", "SaveHandle"),
         "planner": ("PlanCache",),
-        "storage": ("SaveError", "SaveHandle"),
         "store": ("CheckpointError",),
+        "trust": ("DamagedError", "UnreadableError"),
     },
 )

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from megajax.checkpoint.integrity import CheckpointError, DamagedError, ForbiddenError
+from megajax.checkpoint.trust import CheckpointError, DamagedError, ForbiddenError
 
 
 def tell(values: Any) -> np.ndarray:

@@ -1,8 +1,8 @@
 """Checkpoints of a run: asynchronous, by step, through Orbax, and never a lie.
 
 A save takes the arrays' fingerprints, copies the arrays off the devices and returns; storage goes
-on in the background (sealing.py): Orbax's files, then the integrity record (integrity.py), then the
-step's name (directory.py), with which it counts; then it is read back. A restore is checked against
+on in the background (Sealer): Orbax's files, then the integrity record (trust.py), then the
+step's name (steps.py), with which it counts; then it is read back. A restore is checked against
 the record, element by element where they come to lie, and what is not as it was saved is an error
 that names it. Plain Orbax can read every step, and steps that plain Orbax wrote are read here.
 
@@ -14,29 +14,479 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import json
+import math
+import operator
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax
 import numpy as np
 from absl import logging
 
-from megajax.checkpoint import agreement, integrity, leaves, read_back, storage
-from megajax.checkpoint.directory import OURS
+from megajax.checkpoint import agreement, fingerprint, orbax_io, trust
 from megajax.checkpoint.fingerprint import Fingerprints
-from megajax.checkpoint.integrity import CheckpointError, DamagedError, ForbiddenError, Record
 from megajax.checkpoint.lease import Attempt, SupersededError
-from megajax.checkpoint.leaves import Order
-from megajax.checkpoint.object_folder import open_steps
-from megajax.checkpoint.sealing import Job, Sealer, Verify, check_settings
-from megajax.checkpoint.signature import Keys
-from megajax.checkpoint.storage import Compression, ReadBackError, SaveError, SaveHandle
+from megajax.checkpoint.orbax_io import Compression, ReadBackError, SaveError, SaveHandle
+from megajax.checkpoint.steps import OURS, StepFolder, open_steps
 from megajax.checkpoint.store import no_step
+from megajax.checkpoint.trust import (
+    CheckpointError,
+    DamagedError,
+    ForbiddenError,
+    Keys,
+    LeafSum,
+    Record,
+)
+from megajax.core.boxes import stored_rows
+from megajax.core.errors import did_you_mean
 from megajax.core.tree import Tree, named_leaves
+
+# ---- leaves
+#
+# What a save accepts, and how it is stored: names, types, random keys, arrays of the host.
+#
+# A tree that could not be restored is refused before anything is written. Storage has types for
+# numbers only, so typed random keys (jax.random.key) are stored as the uint32 words of their
+# `key_data`; a restore makes keys of them again when `like` holds keys. The implementation of a key
+# is not stored: `like` must have the one that was saved.
+
+
+# What zarr3 of tensorstore 0.1 has a type for (tried, one by one).
+NUMBERS = (
+    "bool int2 int4 int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64 "
+    "bfloat16 complex64 complex128 float4_e2m1fn float8_e3m4 float8_e4m3b11fnuz float8_e4m3fn "
+    "float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu"
+).split()
+
+# {leaf: the row of the model at each place of its first dimension}, of leaves in another order.
+Order = Mapping[str, Sequence[int]]
+
+NUMBER: Any = (bool, int, float, complex, np.generic)  # a leaf of the host without dimensions
+
+
+def check_leaves(state: Tree) -> None:
+    """Raises CheckpointError, which names the leaf, for a tree that could not be restored."""
+    leaves = named_leaves(state)
+    if not leaves:
+        raise CheckpointError("the state holds no array, so there is nothing to save")
+    seen: set[str] = set()
+    for name, x in leaves:
+        if name in seen:
+            raise CheckpointError(
+                f"two leaves are named {name}: names are the keys with dots between; rename one"
+            )
+        seen.add(name)
+        if not _is_text(name):
+            raise CheckpointError(f"leaf {name!r}: its name cannot be written as UTF-8; rename it")
+        if name.endswith("/"):
+            raise CheckpointError(f"leaf {name}: a name must not end in a slash; rename it")
+        if not is_key(x) and (kind := type_name(x)) not in NUMBERS:
+            raise CheckpointError(
+                f"leaf {name} is {kind}, which storage has no type for; convert it to one of "
+                f"{', '.join(NUMBERS)}, or leave it out"
+            )
+
+
+def is_key(x: Any) -> bool:
+    """Tells typed random keys, and their ShapeDtypeStructs, from numbers."""
+    dtype = getattr(x, "dtype", None)
+    return dtype is not None and jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key)
+
+
+def type_name(x: Any) -> str:
+    """Returns the name of a leaf's type, whatever the order of its bytes is."""
+    return np.dtype(x.dtype).name if hasattr(x, "dtype") else np.asarray(x).dtype.name
+
+
+def storable(state: Tree) -> Tree:
+    """Returns the tree as it is stored. Arrays of the host are copied, for they may change."""
+    return jax.tree.map(_storable, state)
+
+
+def _storable(x: Any) -> Any:
+    if is_key(x):
+        return jax.random.key_data(x)
+    if isinstance(x, jax.Array):
+        return x
+    if isinstance(x, np.memmap) and not x.flags.writeable:  # of a file: nobody writes through it
+        return np.asarray(x, _native(x.dtype))
+    x = np.asarray(x)
+    return np.array(x, _native(x.dtype))
+
+
+def _native(dtype: np.dtype) -> np.dtype:
+    return dtype.newbyteorder("=") if dtype.byteorder in "<>" else dtype
+
+
+def template(like: Tree) -> Tree:
+    """Returns what to ask storage for: `storable` of what `like` describes.
+
+    Numbers of the host are asked for as NumPy arrays; so are types that this process's devices do
+    not have (float64 without jax_enable_x64), where `like` names no sharding.
+    Raises: CheckpointError for a leaf that is no number, no array and no ShapeDtypeStruct, and for
+    a sharding of a type that devices do not have.
+    """
+    for name, x in named_leaves(like):
+        if not isinstance(x, NUMBER) and not (hasattr(x, "shape") and hasattr(x, "dtype")):
+            raise CheckpointError(
+                f"leaf {name} of `like` is {x!r}; give a number, an array or a jax.ShapeDtypeStruct"
+            )
+        if getattr(x, "sharding", None) is not None and not _on_devices(x):
+            raise CheckpointError(
+                f"leaf {name} of `like` is {x.dtype} with a sharding, and devices have that type "
+                "only with jax_enable_x64; set it, or give a NumPy array or leave the sharding out"
+            )
+    return jax.tree.map(_template_leaf, like)
+
+
+def _on_devices(x: Any) -> bool:
+    return is_key(x) or jax.dtypes.canonicalize_dtype(x.dtype) == x.dtype
+
+
+def _template_leaf(x: Any) -> Any:
+    if is_key(x):
+        abstract = jax.ShapeDtypeStruct(x.shape, x.dtype)
+        words = jax.eval_shape(jax.random.key_data, abstract)
+        return jax.ShapeDtypeStruct(words.shape, words.dtype, sharding=x.sharding)
+    found = np.asarray(x) if isinstance(x, NUMBER) else x
+    if not found.dtype.isnative:
+        found = np.empty(found.shape, _native(found.dtype))
+    return found if _on_devices(found) else np.empty(found.shape, found.dtype)
+
+
+def from_storage(state: Tree, like: Tree) -> Tree:
+    """Returns what storage gave for `template(like)` as `like` has it: words become keys again,
+    and arrays of the host numbers.
+    """
+
+    def leaf(x: Any, as_: Any) -> Any:
+        if is_key(as_):
+            return jax.random.wrap_key_data(x, impl=as_.dtype._impl)
+        if isinstance(as_, NUMBER):
+            return x[()] if isinstance(as_, np.generic) else x.item()
+        return x
+
+    return jax.tree.map(leaf, state, like)
+
+
+def step_number(step: Any) -> int:
+    """Returns a step as an int. Raises: CheckpointError for what no folder can be named by."""
+    try:
+        number = operator.index(step)
+    except TypeError:
+        number = -1
+    if number < 0 or isinstance(step, bool):
+        raise CheckpointError(f"step {step!r} must be a whole number from 0 on")
+    return number
+
+
+def metric_number(metric: Any) -> float | None:
+    """Returns a metric as a float; NaN as None: it ranks nowhere. Raises: CheckpointError."""
+    try:
+        number = None if metric is None else float(metric)
+    except (TypeError, ValueError):
+        raise CheckpointError(f"metric {metric!r} must be a number or None") from None
+    return None if number is None or math.isnan(number) else number
+
+
+def check_json(value: Any, where: str = "data_state") -> None:
+    """Raises CheckpointError, which names the member, for what JSON would change or refuse."""
+    if isinstance(value, dict):
+        for key, member in value.items():
+            if not isinstance(key, str):
+                raise CheckpointError(f"{where} has the key {key!r}; JSON has text for keys")
+            check_json(member, f"{where}[{key!r}]")
+    elif isinstance(value, list | tuple):
+        for i, member in enumerate(value):
+            check_json(member, f"{where}[{i}]")
+    elif value is not None and not isinstance(value, str | int | float):
+        raise CheckpointError(
+            f"{where} is {value!r} of type {type(value).__name__}; JSON has text, int, float, "
+            "bool, None, lists and dicts"
+        )
+
+
+def _is_text(name: str) -> bool:
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def check_fits(step: int, folder: Path, like: Tree, record: Record, partial: bool) -> None:
+    """Raises CheckpointError when `like` is not the tree that was saved."""
+    asked = dict(named_leaves(like))
+    strange = [n for n in asked if n not in record.leaves]
+    missing = [] if partial else [n for n in record.leaves if n not in asked]
+    problems = [f"leaf {n} is not there.{did_you_mean(n, record.leaves)}" for n in strange[:3]]
+    problems += [f"leaf {n} is there and not in `like`" for n in missing[:3]]
+    for name, x in asked.items():
+        stored = record.leaves.get(name)
+        if stored and (tuple(stored.shape), stored.dtype) != (tuple(x.shape), str(x.dtype)):
+            problems.append(
+                f"leaf {name} is {stored.dtype}{tuple(stored.shape)} there and "
+                f"{x.dtype}{tuple(x.shape)} in `like`"
+            )
+    if problems:
+        raise CheckpointError(f"cannot restore step {step} of {folder}: {'; '.join(problems[:5])}")
+
+
+def orders_of(tree: Tree, order: Order | None) -> list[list[int]]:
+    """Returns the order of the rows of each leaf, [] for one in the model's order.
+
+    Raises: CheckpointError when `order` names no leaf, or is no order of its rows.
+    """
+    given, found = dict(order or {}), []
+    for name, x in named_leaves(tree):
+        rows = [int(row) for row in given.pop(name, ())]
+        if rows and sorted(rows) != list(range(x.shape[0] if x.shape else 0)):
+            raise CheckpointError(
+                f"order of leaf {name} must hold each of its {x.shape[:1]} rows once, found {rows}"
+            )
+        found.append([] if rows == sorted(rows) else rows)
+    if given:
+        raise CheckpointError(f"order names {next(iter(given))}, which is no leaf of the state")
+    return found
+
+
+def rows_of(record: Record | None, wanted: Mapping[str, Sequence[int]]) -> dict[str, list[int]]:
+    """Returns {leaf: the stored row of each wanted one}, of leaves that are stored in another order
+    than wanted. record: None: all are stored in the model's order. wanted: [] stands for it."""
+    known = {} if record is None else record.leaves
+    found = {}
+    for name, order in wanted.items():
+        rows = stored_rows(known[name].order if name in known else (), order)
+        if rows is not None:
+            found[name] = rows
+    return found
+
+
+# ---- sealing
+#
+# The second stage of a save, in a thread of its own: from Orbax's files to a step that was read
+# back.
+#
+# store: waits for Orbax, sums the files, writes the integrity record (trust.py) and gives the
+# step its name, with which it counts. check: reads the step back from storage, compares it with the
+# fingerprints of the devices' arrays, says in a mark (trust.py) what was found, and lets older
+# steps go. A step that was not read back lets none go. Reading back runs beside the next save, but
+# ends before that save's step gets its name: so no two run at once, and no more than one step is
+# waiting. A step that a kill kept from being read back is read by the next save, before its own
+# gets its name.
+#
+# The processes of a job meet twice in `store`. In `check` they leave word with jax's coordination
+# service: what each found, and from process 0, what follows.
+
+
+Table = list[tuple[str, tuple[int, ...], str, list[int]]]  # name, shape, dtype, order of its rows
+Verify = Literal["full", "fast"] | None  # what a restore checks
+Found = dict[str, Any]  # what one process read back: {"wrong": [...]} or {"unknown": "why"}
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the second stage of one save is given.
+
+    number: of the save, the same on all processes. response: Orbax's. former: the save before,
+    which may still be reading back. unread: an older step to read back first.
+    """
+
+    step: int
+    number: int
+    response: Any
+    table: Table
+    prints: Fingerprints
+    metric: float | None
+    former: SaveHandle | None
+    unread: int | None
+
+
+def check_settings(keep: int, best: int, compression: str, verify: str | None) -> None:
+    """Raises CheckpointError for a setting of a manager that cannot be."""
+    for name, value, flag in (("keep", keep, " (--checkpoint.keep)"), ("best", best, "")):
+        if type(value) is not int or value < 0:
+            raise CheckpointError(
+                f"{name}={value!r} must be a whole number from 0 on; nearest: 0{flag}"
+            )
+    for name, word, words in (
+        ("compression", compression, get_args(Compression)),
+        ("verify", verify, (None, "fast", "full")),
+    ):
+        if word not in words:
+            raise CheckpointError(f"{name}={word!r} must be one of {', '.join(map(str, words))}")
+
+
+class Sealer:
+    """The second stage of all saves in one folder."""
+
+    def __init__(self, steps: StepFolder, keep: int, best: int, reads_back: bool, bad: set[int]):
+        """bad: the steps that are known to be damaged; those found to be are added."""
+        self._steps, self._keep, self._best = steps, keep, best
+        self._reads_back, self._bad = reads_back, bad
+        self._part, self._parts = jax.process_index(), jax.process_count()
+        self.refuted: list[int] = []  # steps that were read back and not what was written
+
+    def store(self, job: Job) -> None:
+        """Seals a step and gives it its name. Raises: what storage does."""
+        saving, meet = self._steps.saving(job.step), orbax_io.barrier()
+        problem: Exception | None = None
+        try:
+            try:
+                sums = job.prints.local()  # beside Orbax's writing, which must end in any case
+            finally:
+                orbax_io.wait(job.response, f"megajax_failed_{job.number}", saving.parent)
+            mine = trust.list_files(saving)[self._part :: self._parts]
+            secret = mine if self._steps.keys else ()
+            summed = trust.sum_files(saving, mine, None, secret)
+            files = {n: asdict(f) for n, f in summed.items()}
+            if job.former is not None:
+                job.former.join()
+            unread = None if job.unread is None else self._share(job.unread)
+            part = {"files": files, "fingerprints": sums, "unread": unread}
+            name = f"{trust.PART}{self._part}"
+            trust.write_file(saving / name, json.dumps(part))
+        except Exception as error:
+            problem = error
+            orbax_io.give_up(f"megajax_failed_{job.number}", error)
+        # A process that failed meets the others all the same, or they would wait in vain.
+        meet(key=f"megajax_summed_{job.number}", timeout_ms=1000 * orbax_io.PATIENCE_S)
+        if self._part == 0:
+            try:
+                if problem is not None:
+                    raise problem
+                self._seal(job)
+            except Exception as error:
+                problem = error
+                self._steps.drop_saving(job.step)
+            finally:
+                self._steps.unlock()
+        meet(key=f"megajax_named_{job.number}", timeout_ms=1000 * orbax_io.PATIENCE_S)
+        if problem is None and not (self._steps.step(job.step) / trust.RECORD).exists():
+            problem = OSError("another process could not write")
+        if problem is not None:
+            raise problem
+        self._bad.discard(job.step)
+
+    def _seal(self, job: Job) -> None:
+        """Writes the record, from what each process found, and the name."""
+        saving = self._steps.saving(job.step)
+        paths = sorted(saving.glob(f"{trust.PART}*"))
+        if len(paths) != self._parts:
+            raise OSError(f"only {len(paths)} of {self._parts} processes wrote their part")
+        parts = [json.loads(p.read_text()) for p in paths]
+        files = {n: trust.FileSum(**f) for part in parts for n, f in part["files"].items()}
+        sums = [
+            fingerprint.add(own) for own in zip(*(p["fingerprints"] for p in parts), strict=True)
+        ]
+        found = {
+            name: LeafSum(list(shape), dtype, list(total), order)
+            for (name, shape, dtype, order), total in zip(job.table, sums, strict=True)
+        }
+        if job.unread is not None:
+            self._judge(job.unread, [part["unread"] for part in parts])
+        if self._reads_back and job.former is None:  # a kill may have come before older ones went
+            self._remove_older(job.step, counts=False)
+        for path in paths:
+            path.unlink()
+        version = trust.ORDERED if any(x.order for x in found.values()) else 1
+        record = Record(job.step, files, found, job.metric, version)
+        trust.write_record(saving, record, self._steps.keys)
+        self._steps.commit(job.step)
+
+    def check(self, step: int, number: int) -> None:
+        """Reads a step back and lets older ones go. number: of its save.
+
+        Raises: ReadBackError when the step is not what was written.
+        """
+        found: Found = {"wrong": []}
+        if self._reads_back:
+            mine = self._share(step)
+            if self._parts == 1:
+                found = self._judge(step, [mine])
+            else:
+                key = f"megajax_read_{number}"
+                found = orbax_io.agree(key, mine, lambda said: self._judge(step, said))
+        if self._part == 0:
+            with self._steps.cleaning:
+                self._remove_older(step)
+        if found.get("wrong"):
+            self._bad.add(step)
+            raise ReadBackError(str(trust.refuted(self._steps.step(step), found["wrong"])))
+
+    def empty(self) -> None:
+        """Frees the bytes of the steps that were let go. Raises: OSError, StoreError."""
+        if self._part == 0:
+            with self._steps.cleaning:
+                self._steps.empty()
+
+    def _share(self, step: int) -> Found:
+        """Reads this process's share of a step back: what is wrong, a second time too.
+
+        A store that answers late, or a folder that somebody moves and puts back, makes whole bytes
+        look wrong once; a step that is called wrong does not count any more.
+        """
+        folder = self._steps.step(step)
+        try:
+            record = self._steps.record(step)
+            if record is None:
+                return {"unknown": "it has no record"}
+            share = folder, record, self._part, self._parts
+            wrong = fingerprint.wrong_parts(*share) and fingerprint.wrong_parts(*share)
+            if wrong and self._steps.record(step) != record:
+                return {"unknown": "it was saved again meanwhile"}
+        except Exception as error:  # tensorstore raises many kinds
+            return {"unknown": orbax_io.reason(error)}
+        return {"wrong": wrong[: trust.SAID]}
+
+    def _judge(self, step: int, found: Sequence[Found]) -> Found:
+        """Marks a step that was read back, and says loudly when it is not what was written."""
+        wrong = [what for one in found for what in one.get("wrong", ())]
+        unknown = next((one["unknown"] for one in found if "unknown" in one), None)
+        folder = self._steps.step(step)
+        if wrong:
+            self.refuted.append(step)
+            logging.error(
+                "%s. It does not count any more; older steps stay", trust.refuted(folder, wrong)
+            )
+        elif unknown is not None:
+            logging.warning(
+                "step %d of %s was not read back (%s): older steps stay until it is",
+                step, self._steps.path, unknown,
+            )  # fmt: skip
+            return {"unknown": unknown}
+        try:
+            record = self._steps.record(step)
+            assert record is not None
+            trust.write_mark(folder, record, wrong)
+        except (OSError, CheckpointError) as error:
+            logging.warning("step %d of %s is not marked: %s", step, self._steps.path, error)
+        return {"wrong": wrong[: trust.SAID]}
+
+    def _remove_older(self, saved: int, counts: bool = True) -> None:
+        """Removes what need not be kept.
+
+        saved: a step that stays in every case. counts: it is one of those that let others go. An
+        older copy that is about to be replaced is not: it may be why the step is saved again,
+        whether a restore found it damaged or a listing of a store left it out.
+        """
+        try:
+            if self._steps.lease is not None and self._steps.lease.is_lost():
+                return  # the newer attempt does it
+            bad = self._bad if counts else self._bad | {saved}
+            self._steps.retain(self._keep, self._best, bad, saved, self._reads_back)
+        except (OSError, CheckpointError) as error:  # the step counts all the same
+            logging.warning("older steps than %d stay: %s", saved, error)
+
+
+# ---- manager
+
 
 PASSED_OVER = (DamagedError, ForbiddenError)  # steps of which another one is restored instead
 
@@ -56,19 +506,19 @@ class CheckpointManager:
         verify_saves: bool = True,
         key_file: str | Path | None = None,
     ):
-        """Removes what killed saves left, and nothing that others put there (directory.py).
+        """Removes what killed saves left, and nothing that others put there (steps.py).
 
         directory: a folder, or an address: s3://bucket/prefix, gs://bucket/prefix (store.py says
-        where endpoint and credentials come from, object_folder.py what such a store allows). keep:
+        where endpoint and credentials come from, steps.py what such a store allows). keep:
         steps kept after a newer one is stored; 0: all. best: steps kept beside them for having the
         lowest metric. compression: auto compresses arrays that are mostly bytes. verify: what
         restore checks: full: every element and the step's small files; fast: the small files and
         all sizes; None: nothing.
         attempt: who saves; a newer one of its run takes over (lease.py). None: nobody does.
-        verify_saves: read each step back in the background before older ones go (sealing.py): a bit
+        verify_saves: read each step back in the background before older ones go (Sealer): a bit
         that flipped on the way to storage is an error in the log, the step counts no more, `close`
         raises. key_file: of the keys that sign what is saved; a step counts only if one of them
-        signed it (signature.py). None: who wrote a step is not asked.
+        signed it (trust.py). None: who wrote a step is not asked.
         Raises: CheckpointError for a folder, a setting or an attempt that cannot be.
         """
         check_settings(keep, best, compression, verify)
@@ -83,7 +533,7 @@ class CheckpointManager:
         self._pending: SaveHandle | None = None
         self._bad: set[int] = set()
         self._sealer = Sealer(self._steps, keep, best, verify_saves, self._bad)
-        self._turn = threading.Lock()  # of the threads that save
+        self._saving = threading.Lock()  # of the threads that save
         self._steps.fence(attempt, takes=jax.process_index() == 0)
         if jax.process_index() == 0:
             self._steps.collect()
@@ -133,16 +583,16 @@ class CheckpointManager:
         order: of leaves whose rows are not held in the model's order: the model's row at each
         place. They are stored as they are held, and every reader puts them in order.
         Returns: a handle; a failure of storage shows there, not here.
-        Raises: CheckpointError for arguments that could not be restored (leaves.py).
+        Raises: CheckpointError for arguments that could not be restored.
         """
         began = time.perf_counter()
-        step, metric = leaves.step_number(step), leaves.metric_number(metric)
+        step, metric = step_number(step), metric_number(metric)
         if not isinstance(data_state, dict | None) or OURS in (data_state or {}):
             raise CheckpointError(f"data_state must be a dict without the key {OURS}")
-        leaves.check_json(data_state)
-        leaves.check(state)
-        orders = leaves.orders_of(state, order)
-        with self._turn:
+        check_json(data_state)
+        check_leaves(state)
+        orders = orders_of(state, order)
+        with self._saving:
             former, handle = self._pending, SaveHandle(step)
             if former is not None:
                 _warn(former.result)  # what it still reads back it reads beside this save
@@ -169,17 +619,17 @@ class CheckpointManager:
             reason = error  # raised where the handle reports it
             return handle.run([lambda: self._fail(reason, former)], self.folder)
         try:
-            state = leaves.storable(state)
+            state = storable(state)
             arrays = named_leaves(state)
             prints = Fingerprints((x for _, x in arrays), orders=[o or None for o in orders])
-            compress = storage.compresses(self._compression, state)
+            compress = orbax_io.compresses(self._compression, state)
             where, file_bytes = self._steps.saving(step), self._steps.file_bytes
-            response = storage.write(where, state, data_state | {OURS: 1}, compress, file_bytes)
+            response = orbax_io.write(where, state, data_state | {OURS: 1}, compress, file_bytes)
             table = [
                 (n, x.shape, str(x.dtype), o) for (n, x), o in zip(arrays, orders, strict=True)
             ]
         except Exception as error:
-            response = storage.Failed(error)  # the others have begun, and must hear of it
+            response = orbax_io.Failed(error)  # the others have begun, and must hear of it
         job = Job(step, number, response, table, prints, metric, former, unread)
         work = self._sealer
         store = functools.partial(work.store, job)
@@ -255,7 +705,7 @@ class CheckpointManager:
         """
         self.wait()
         if step is not None:
-            step = leaves.step_number(step)
+            step = step_number(step)
             try:
                 return self._restore(step, like, partial, order)
             except DamagedError:
@@ -285,14 +735,14 @@ class CheckpointManager:
         with self.together(step):
             self._existing(step)
             record = self._steps.record(step) if self._verify else None
-            asked = leaves.wanted(like)
+            asked = template(like)
             if record is not None:
                 if damage := self._find_damage(folder, record):
-                    raise integrity.damaged(folder, damage, home=record.home)
-                leaves.check_fits(step, self.folder, asked, record, partial)
-            names, orders = [n for n, _ in named_leaves(asked)], leaves.orders_of(asked, order)
+                    raise trust.damaged(folder, damage, home=record.home)
+                check_fits(step, self.folder, asked, record, partial)
+            names, orders = [n for n, _ in named_leaves(asked)], orders_of(asked, order)
             known = record or self._steps.unchecked(step)
-            rows = leaves.rows_of(known, dict(zip(names, orders, strict=True)))
+            rows = rows_of(known, dict(zip(names, orders, strict=True)))
         bare = agreement.tell(record is None)
         if bare.any() and not bare.all():
             raise CheckpointError(f"step {step} of {self.folder}: not all processes see its record")
@@ -301,33 +751,33 @@ class CheckpointManager:
             prints = Fingerprints(at_once=True, orders=[o or None for o in orders])
         with self.together(step):
             home = folder if known is None else folder / known.home
-            state = storage.load(home, asked, partial, prints.add if prints else None, rows)
+            state = orbax_io.load(home, asked, partial, prints.add if prints else None, rows)
         if prints is not None and record is not None:
             with self.together(step):
                 names = [n for n, _ in named_leaves(state)]
                 wrong = prints.wrong([record.leaves[n].fingerprint for n in names])
                 if wrong:
-                    damage = integrity.find_damage(folder, record)
+                    damage = trust.find_damage(folder, record)
                     wrong = [names[i] for i in wrong]
-                    raise integrity.damaged(folder, damage, wrong, record.home)
-        return leaves.returned(state, like)
+                    raise trust.damaged(folder, damage, wrong, record.home)
+        return from_storage(state, like)
 
     def together(self, step: int) -> contextlib.AbstractContextManager[None]:
         """Returns what to read a step in: `agreement.together`. Errors tell what is wrong in it."""
         what = f"step {step} of {self.folder}"
         return agreement.together(what, functools.partial(self._explain, step))
 
-    def _find_damage(self, folder: Path, record: Record) -> list[integrity.Damage]:
+    def _find_damage(self, folder: Path, record: Record) -> list[trust.Damage]:
         """Returns what is wrong with the files of a step, before its arrays are read.
 
         With keys each process reads its share of all files: fingerprints are no secret.
         """
         if self._steps.keys is None:
-            return integrity.find_damage(folder, record, fast=True)
+            return trust.find_damage(folder, record, fast=True)
         part, parts = jax.process_index(), jax.process_count()
         mine = dict(list(record.files.items())[part::parts])
-        damage = integrity.find_damage(folder, dataclasses.replace(record, files=mine))
-        return damage or integrity.strangers(folder, record)
+        damage = trust.find_damage(folder, dataclasses.replace(record, files=mine))
+        return damage or trust.strangers(folder, record)
 
     def _explain(self, step: int, error: Exception) -> CheckpointError:
         """Returns the error to raise: damage if there is any, else what storage said."""
@@ -337,11 +787,11 @@ class CheckpointManager:
         with contextlib.suppress(Exception):  # it was read before, or cannot be
             record = self._steps.record(step) if self._verify else None
         try:
-            if record is not None and (damage := integrity.find_damage(folder, record)):
-                return integrity.damaged(folder, damage, home=record.home)
+            if record is not None and (damage := trust.find_damage(folder, record)):
+                return trust.damaged(folder, damage, home=record.home)
         except CheckpointError as why:
             return why
-        text = f"cannot restore step {step} of {self.folder}: {storage.reason(error)}"
+        text = f"cannot restore step {step} of {self.folder}: {orbax_io.reason(error)}"
         if record is None and self._verify:  # not ours, and perhaps not even Orbax's
             return DamagedError(f"{text}; it has no integrity record that would tell why")
         return CheckpointError(text)
@@ -354,7 +804,7 @@ class CheckpointManager:
     def verify(self, step: int) -> Record:
         """Reads every byte of a step and returns its record. Raises: as `read_back.verify`."""
         self.wait()
-        return read_back.verify(self._steps, step)
+        return fingerprint.verify(self._steps, step)
 
     def data_state(self, step: int) -> dict[str, Any]:
         """Returns the data_state of a stored step, without its arrays. Raises: CheckpointError."""
@@ -364,7 +814,7 @@ class CheckpointManager:
         return self._steps.data_state(step)
 
     def _existing(self, step: int) -> int:
-        if (number := leaves.step_number(step)) not in self.steps():
+        if (number := step_number(step)) not in self.steps():
             raise no_step(self.folder, step, self.steps())
         return number
 
@@ -374,12 +824,12 @@ class CheckpointManager:
             return
         files = {n: f for n, f in record.files.items() if os.sep not in n}
         folder = self._steps.step(step)
-        if damage := integrity.find_damage(folder, dataclasses.replace(record, files=files)):
-            raise integrity.damaged(folder, damage, home=record.home)
+        if damage := trust.find_damage(folder, dataclasses.replace(record, files=files)):
+            raise trust.damaged(folder, damage, home=record.home)
 
 
 def _of_listing(error: Exception) -> CheckpointError:
-    return error if isinstance(error, CheckpointError) else CheckpointError(storage.reason(error))
+    return error if isinstance(error, CheckpointError) else CheckpointError(orbax_io.reason(error))
 
 
 def _warn(call: Callable[[], None]) -> None:

@@ -26,7 +26,7 @@ import ml_dtypes
 import numpy as np
 
 from megajax.checkpoint import agreement
-from megajax.checkpoint.integrity import CheckpointError
+from megajax.checkpoint.trust import CheckpointError
 from megajax.core.boxes import Box, intersect, stored_rows, targets
 from megajax.core.files import parse_json
 from megajax.core.paths import open_own

@@ -15,12 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from megajax.checkpoint import integrity, store
-from megajax.checkpoint.directory import StepFolder, is_step_name
-from megajax.checkpoint.integrity import CheckpointError, Record
-from megajax.checkpoint.object_folder import open_steps
-from megajax.checkpoint.signature import Keys
-from megajax.checkpoint.stored_index import stored_values
+from megajax.checkpoint import store, trust
+from megajax.checkpoint.steps import StepFolder, is_step_name, open_steps
+from megajax.checkpoint.store import stored_values
+from megajax.checkpoint.trust import CheckpointError, Keys, Record
 from megajax.core.errors import UserError
 from megajax.core.paths import expand
 from megajax.foreign.safetensors import CODES, DTYPES
@@ -81,9 +79,9 @@ def verify(steps: StepFolder, step: int) -> Record:
             "restore it and save it here"
         )
     folder = steps.step(step)
-    damage = integrity.find_damage(folder, record)
-    if damage or (damage := integrity.strangers(folder, record) if record.signature else []):
-        raise integrity.damaged(folder, damage, home=record.home)
+    damage = trust.find_damage(folder, record)
+    if damage or (damage := trust.strangers(folder, record) if record.signature else []):
+        raise trust.damaged(folder, damage, home=record.home)
     return record
 
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import jax
 
-from megajax.checkpoint.integrity import DamagedError
 from megajax.checkpoint.manager import CheckpointManager
+from megajax.checkpoint.trust import DamagedError
 from megajax.core.errors import UserError
 from megajax.core.layout import Layout
 from megajax.core.tree import Tree

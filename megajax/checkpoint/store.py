@@ -8,14 +8,18 @@ AWS_SECRET_ACCESS_KEY, AWS_PROFILE or the machine's own role; GOOGLE_APPLICATION
 gcloud's login. Errors 429 and 5xx are tried again by tensorstore; nothing waits for ever. No jax.
 """
 
+import ast
 import errno
 import fnmatch
 import functools
 import json
+import math
 import os
-from collections.abc import Collection, Generator, Sequence
+from collections.abc import Collection, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from megajax.core.errors import UserError
 
@@ -28,6 +32,8 @@ CREDENTIALS = {
     "gcs": "GOOGLE_APPLICATION_CREDENTIALS, or gcloud auth application-default login",
 }
 NO_BUCKET = ("NoSuchBucket", "bucket does not exist")
+INDEX_CACHE = 10**8  # bytes of OCDBT's index that are kept, or every chunk would read it again
+ALIGNMENT = 64  # bytes: memory that begins so needs no copy to become an array on the CPU
 ADDRESS = {"s3": "AWS_ENDPOINT_URL and AWS_REGION", "gcs": "the network and its proxy"}
 
 
@@ -238,3 +244,61 @@ def _open(spec: str) -> Any:
         scheme = {driver: scheme for scheme, driver in DRIVERS.items()}[place["driver"]]
         where = ObjectPath(f"{scheme}//{place['bucket']}/{place['path']}")
         raise explained(where, error) from error
+
+
+# ---- stored index
+#
+# Where the arrays of a step lie in its files, as OCDBT's own index says. No jax.
+
+
+def stored_values(folder: Path) -> Iterator[tuple[str, str, int, int]]:
+    """Yields (leaf, file, begin, end) for each chunk of the arrays of a step, from OCDBT's index.
+
+    What lies in the index itself (arrays below 1 kB) is not yielded. Raises: what tensorstore does.
+    """
+    import tensorstore as ts  # here: only damage and tools ask
+
+    base: Any = ts.KvStore.open(kvstore(folder / "state")).result()
+    root: Any = ts.ocdbt.dump(base).result()["versions"][-1]["root"]["location"]
+    todo = [root]
+    while todo:
+        entries: Any = ts.ocdbt.dump(base, todo.pop()).result()["entries"]
+        for entry in entries:
+            if "location" in entry:
+                todo.append(entry["location"])
+            elif "indirect_value" in entry:
+                # value:<folder>:<file>:<offset>:<length>
+                _, home, file, offset, length = entry["indirect_value"].split(":")
+                key = entry["key"]
+                text = ast.literal_eval(key) if isinstance(key, str) else key
+                leaf = text.decode().rpartition("/c")[0]
+                begin = int(offset)
+                yield leaf, f"state/{home}{file}", begin, begin + int(length)
+
+
+def index_context() -> Any:
+    """Returns what `open_leaf` shares among the leaves of a step, a tensorstore.Context."""
+    import tensorstore as ts
+
+    return ts.Context({"cache_pool#index": {"total_bytes_limit": INDEX_CACHE}})
+
+
+def open_leaf(folder: Path, name: str, context: Any) -> Any:
+    """Returns the future of a stored leaf's array."""
+    import tensorstore as ts
+
+    source = {
+        "driver": "ocdbt",
+        "base": kvstore(folder / "state"),
+        "path": f"{name}/",
+        "cache_pool": "cache_pool#index",
+    }
+    return ts.open({"driver": "zarr3", "kvstore": source}, open=True, read=True, context=context)
+
+
+def buffer(shape: Sequence[int], dtype: np.dtype) -> np.ndarray:
+    """Returns fresh memory that begins at a multiple of ALIGNMENT."""
+    nbytes = math.prod(shape) * dtype.itemsize
+    raw = np.empty(nbytes + ALIGNMENT, np.uint8)
+    begin = -raw.ctypes.data % ALIGNMENT
+    return raw[begin : begin + nbytes].view(dtype).reshape(shape)

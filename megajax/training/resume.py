@@ -9,9 +9,9 @@ import jax
 import numpy as np
 from absl import logging
 
-from megajax.checkpoint.integrity import DamagedError
 from megajax.checkpoint.manager import CheckpointManager
 from megajax.checkpoint.memory_tier import MemoryTier
+from megajax.checkpoint.trust import DamagedError
 from megajax.core import config
 from megajax.core.errors import UserError
 from megajax.core.tree import named_leaves

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from megajax.checkpoint import object_folder, store
+from megajax.checkpoint import steps, store
 from megajax.core.errors import UserError
 from megajax.core.paths import check_writable, expand
 from megajax.cost import memory
@@ -195,7 +195,7 @@ def check_address(address: str) -> None:
         if store.is_address(address):
             store.ObjectPath(address).spec()
         else:
-            object_folder.open_steps(address)
+            steps.open_steps(address)
     except store.CheckpointError as error:
         raise UserError(f"{error} (--checkpoint.dir)") from None
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from megajax.checkpoint import agreement
-from megajax.checkpoint.integrity import CheckpointError, DamagedError, ForbiddenError
+from megajax.checkpoint.trust import CheckpointError, DamagedError, ForbiddenError
 
 FINE, DAMAGED, FORBIDDEN, FAILED = range(4)
 

@@ -14,10 +14,11 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from megajax.checkpoint import integrity, read_back, sealing
-from megajax.checkpoint.integrity import CheckpointError, DamagedError
+from megajax.checkpoint import fingerprint, trust
+from megajax.checkpoint import manager as manager_
 from megajax.checkpoint.manager import CheckpointManager
-from megajax.checkpoint.storage import SaveError
+from megajax.checkpoint.orbax_io import SaveError
+from megajax.checkpoint.trust import CheckpointError, DamagedError
 
 
 def tree(step):
@@ -60,7 +61,7 @@ def folder(stored, tmp_path):
 
 def flip_once(monkeypatch):
     """Flips a bit of the next step's largest file between the write and the checksum."""
-    summed = integrity.sum_files
+    summed = trust.sum_files
 
     def flip(folder, names, sizes=None, *rest):
         if sizes is None:
@@ -73,7 +74,7 @@ def flip_once(monkeypatch):
                 file.write(bytes([bits]))
         return summed(folder, names, sizes, *rest)
 
-    monkeypatch.setattr(integrity, "sum_files", flip)
+    monkeypatch.setattr(trust, "sum_files", flip)
 
 
 def test_a_bit_that_flips_before_its_checksum_costs_no_older_step(tmp_path, monkeypatch, caplog):
@@ -96,7 +97,7 @@ def test_a_bit_that_flips_before_its_checksum_costs_no_older_step(tmp_path, monk
 
 
 def test_what_looks_wrong_once_is_read_again(tmp_path, monkeypatch):
-    folder, away, wrong_parts = tmp_path / "1", tmp_path / "away", read_back.wrong_parts
+    folder, away, wrong_parts = tmp_path / "1", tmp_path / "away", fingerprint.wrong_parts
     said = []
 
     def meanwhile(*share):
@@ -109,7 +110,7 @@ def test_what_looks_wrong_once_is_read_again(tmp_path, monkeypatch):
             away.rename(folder)
         return said[-1]
 
-    monkeypatch.setattr(read_back, "wrong_parts", meanwhile)
+    monkeypatch.setattr(fingerprint, "wrong_parts", meanwhile)
     manager = CheckpointManager(tmp_path)
     manager.save(1, tree(1)).finish()
     assert said[0] and said[1:] == [[]] and manager.latest() == 1
@@ -125,7 +126,7 @@ def test_a_step_that_a_kill_kept_from_being_read_back(tmp_path, monkeypatch):
         if flips:
             flip_once(monkeypatch)
         with monkeypatch.context() as patch:
-            patch.setattr(sealing.Sealer, "check", lambda self, step, number: None)
+            patch.setattr(manager_.Sealer, "check", lambda self, step, number: None)
             manager.save(step, tree(step)).result()
             manager.close()
         again = CheckpointManager(tmp_path, keep=1)
@@ -135,9 +136,9 @@ def test_a_step_that_a_kill_kept_from_being_read_back(tmp_path, monkeypatch):
             assert same(again.restore(like=like(tree(2))), tree(2))
             again.save(2, tree(2)).result()  # the same step: the copy that goes is not read
             assert again.steps() == [2]
-    read, wrong_parts = [], read_back.wrong_parts
+    read, wrong_parts = [], fingerprint.wrong_parts
     monkeypatch.setattr(
-        read_back, "wrong_parts", lambda at, *rest: read.append(at.name) or wrong_parts(at, *rest)
+        fingerprint, "wrong_parts", lambda at, *rest: read.append(at.name) or wrong_parts(at, *rest)
     )
     again.save(4, tree(4)).result()
     assert again.steps() == [4] and read == ["3", "3", "4"]  # what is wrong is read twice
@@ -146,7 +147,7 @@ def test_a_step_that_a_kill_kept_from_being_read_back(tmp_path, monkeypatch):
 @pytest.mark.parametrize("compression", ["none", pytest.param("zstd", marks=pytest.mark.slow)])
 def test_what_is_read_back_has_the_devices_fingerprints(tmp_path, monkeypatch, compression):
     """Every type and shape, in slabs and blocks that do not divide them."""
-    monkeypatch.setattr(read_back, "SLAB", 2**11)
+    monkeypatch.setattr(fingerprint, "SLAB", 2**11)
     random = np.random.default_rng(0)
     raw = random.integers(0, 256, (5, 7, 64), np.uint8)
     state = {
@@ -157,16 +158,16 @@ def test_what_is_read_back_has_the_devices_fingerprints(tmp_path, monkeypatch, c
     state |= {"scalar": jnp.float32(3), "none": np.zeros((3, 0)), "long": np.arange(300_000)}
     state["devices"] = tree(0)
     CheckpointManager(tmp_path, compression=compression).save(1, state).result()
-    found = integrity.read_record(tmp_path / "1").leaves
+    found = trust.read_record(tmp_path / "1").leaves
     table = [(n, tuple(x.shape), x.dtype) for n, x in found.items()]
-    parts = [read_back.share(table, i, 3) for i in range(3)]
+    parts = [fingerprint.share(table, i, 3) for i in range(3)]
     assert sorted(n for part in parts for n, *_ in part) == sorted(found)
-    again = {n: p for x in parts for n, p in read_back.fingerprints(tmp_path / "1", x).items()}
+    again = {n: p for x in parts for n, p in fingerprint.fingerprints(tmp_path / "1", x).items()}
     assert again == {n: tuple(x.fingerprint) for n, x in found.items()}
 
 
 def files(step):
-    return [*integrity.list_files(step), integrity.RECORD]
+    return [*trust.list_files(step), trust.RECORD]
 
 
 def outcome(folder, good, places):
@@ -238,7 +239,7 @@ def exchange(a, b):
 
 
 def data_file(step):
-    return max(integrity.list_files(step), key=lambda n: (step / n).stat().st_size)
+    return max(trust.list_files(step), key=lambda n: (step / n).stat().st_size)
 
 
 def flip(path, place):
@@ -252,7 +253,7 @@ def flip(path, place):
 def test_a_damaged_array_is_named_and_the_step_before_is_taken(folder, caplog):
     step, name = folder / "2", data_file(folder / "2")
     inside = next(
-        (file, begin) for leaf, file, begin, _ in integrity.stored_values(step) if leaf == "block.w"
+        (file, begin) for leaf, file, begin, _ in trust.stored_values(step) if leaf == "block.w"
     )
     assert inside[0] == name
     flip(step / name, inside[1] + 100)
@@ -270,7 +271,7 @@ def test_a_damaged_array_is_named_and_the_step_before_is_taken(folder, caplog):
     with pytest.raises(DamagedError, match="leaf block.w"):
         CheckpointManager(folder).verify(2)
     manager.verify(1)
-    flip(folder / "1" / integrity.RECORD, 40)
+    flip(folder / "1" / trust.RECORD, 40)
     with pytest.raises(CheckpointError, match=r"has no good checkpoint; damaged: \[1, 2\]"):
         manager.restore(like=like(tree(1)))
 
@@ -305,25 +306,25 @@ def test_a_step_of_plain_orbax_restores(tmp_path):
 
 
 def test_a_long_file_is_summed_in_pieces(tmp_path, monkeypatch):
-    monkeypatch.setattr(integrity, "CHUNK", 1000)
+    monkeypatch.setattr(trust, "CHUNK", 1000)
     data = os.urandom(3500)
     (tmp_path / "f").write_bytes(data)
-    sums = integrity.sum_files(tmp_path, ["f"])
+    sums = trust.sum_files(tmp_path, ["f"])
     assert sums["f"].crc32 == [zlib.crc32(data[i : i + 1000]) for i in range(0, 3500, 1000)]
-    record = integrity.Record(1, sums, {})
+    record = trust.Record(1, sums, {})
     flip(tmp_path / "f", 2345)
-    damage = integrity.find_damage(tmp_path, record)
+    damage = trust.find_damage(tmp_path, record)
     assert [d.spans for d in damage] == [[(2000, 3000)]]
-    integrity.write_record(tmp_path, record)
-    assert integrity.read_record(tmp_path) == record
+    trust.write_record(tmp_path, record)
+    assert trust.read_record(tmp_path) == record
 
 
 def test_checksums_are_those_of_zlib(tmp_path, monkeypatch):
     """So every record ever written stays good."""
-    monkeypatch.setattr(integrity, "CHUNK", 3 * integrity.BLOCK + 5)
-    data = np.random.default_rng(0).bytes(2 * integrity.CHUNK + 7)
+    monkeypatch.setattr(trust, "CHUNK", 3 * trust.BLOCK + 5)
+    data = np.random.default_rng(0).bytes(2 * trust.CHUNK + 7)
     (tmp_path / "x").write_bytes(data)
-    found = integrity.sum_files(tmp_path, ["x"])["x"]
-    cuts = range(0, len(data), integrity.CHUNK)
+    found = trust.sum_files(tmp_path, ["x"])["x"]
+    cuts = range(0, len(data), trust.CHUNK)
     assert found.bytes == len(data)
-    assert found.crc32 == [zlib.crc32(data[i : i + integrity.CHUNK]) for i in cuts]
+    assert found.crc32 == [zlib.crc32(data[i : i + trust.CHUNK]) for i in cuts]

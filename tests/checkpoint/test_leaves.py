@@ -12,10 +12,9 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from megajax.checkpoint import leaves, run_folder, storage
-from megajax.checkpoint.integrity import damaged, find_damage, read_record
-from megajax.checkpoint.manager import CheckpointManager
-from megajax.checkpoint.sealing import Sealer
+from megajax.checkpoint import orbax_io, run_folder
+from megajax.checkpoint.manager import CheckpointManager, Sealer, is_key
+from megajax.checkpoint.trust import damaged, find_damage, read_record
 from megajax.core.errors import UserError
 from megajax.core.mesh import MeshSpec
 from megajax.models import decoder
@@ -27,7 +26,7 @@ X = {"x": jnp.arange(3.0)}
 
 def data(tree):
     """Random keys as their words, everything in NumPy."""
-    words = jax.tree.map(lambda x: jax.random.key_data(x) if leaves.is_key(x) else x, tree)
+    words = jax.tree.map(lambda x: jax.random.key_data(x) if is_key(x) else x, tree)
     return [np.asarray(x) for x in jax.tree.leaves(words)]
 
 
@@ -318,7 +317,7 @@ def test_a_step_that_its_run_removes_meanwhile_is_not_called_damaged(tmp_path, m
     cfg = DecoderConfig(layers=1, width=16, heads=2, kv_heads=2, head_width=8, mlp=16, vocab=32)
     layout = sharding.layout(MeshSpec(data=1).build(jax.devices()[:1]))
     params = jax.tree.map(lambda x: jnp.ones(x.shape, x.dtype), decoder.parts(cfg).abstract)
-    run, load = CheckpointManager(tmp_path / "checkpoints", keep=1), storage.load
+    run, load = CheckpointManager(tmp_path / "checkpoints", keep=1), orbax_io.load
     run.save(1, {"params": params}).finish()
 
     def late(folder, *args):
@@ -326,7 +325,7 @@ def test_a_step_that_its_run_removes_meanwhile_is_not_called_damaged(tmp_path, m
             run.save(2, {"params": params}).finish()
         return load(folder, *args)
 
-    monkeypatch.setattr(storage, "load", late)
+    monkeypatch.setattr(orbax_io, "load", late)
     assert run_folder.load_params(tmp_path, cfg, layout)[1] == 2
     gone = tmp_path / "checkpoints" / "2"
     record = read_record(gone)

@@ -14,8 +14,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from megajax.checkpoint import agreement
-from megajax.checkpoint.integrity import CheckpointError
 from megajax.checkpoint.memory_tier import PAGE, MemoryTier, Piece, Segment
+from megajax.checkpoint.trust import CheckpointError
 from megajax.core.boxes import Box
 
 

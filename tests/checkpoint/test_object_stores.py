@@ -9,19 +9,14 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
-from megajax.checkpoint import integrity, object_folder, offline, store
-from megajax.checkpoint.directory import METADATA
-from megajax.checkpoint.integrity import (
-    RECORD,
-    CheckpointError,
-    DamagedError,
-    Record,
-    read_record,
-)
+from megajax.checkpoint import offline, store, trust
+from megajax.checkpoint import steps as steps_
 from megajax.checkpoint.lease import Attempt, Lease, SupersededError
 from megajax.checkpoint.manager import CheckpointManager
-from megajax.checkpoint.storage import SaveError
+from megajax.checkpoint.orbax_io import SaveError
+from megajax.checkpoint.steps import METADATA
 from megajax.checkpoint.store import ObjectPath, StoreError
+from megajax.checkpoint.trust import RECORD, CheckpointError, DamagedError, Record, read_record
 from megajax.core.errors import UserError
 from megajax.training.run_dir import open_run
 from tests.checkpoint import object_servers
@@ -150,8 +145,8 @@ def put_step(steps, step):
         folder.mkdir()
         for name in ("data", METADATA):
             (folder / name).write_text(f"{name} {step}")
-        files = integrity.sum_files(folder, integrity.list_files(folder))
-        integrity.write_record(folder, Record(step, files, {}))
+        files = trust.sum_files(folder, trust.list_files(folder))
+        trust.write_record(folder, Record(step, files, {}))
         steps.commit(step)
     except (OSError, StoreError):
         steps.drop_saving(step)
@@ -169,7 +164,7 @@ def good(server, step):
 
 
 def test_keys_that_are_listed_and_not_there_are_no_steps(server):
-    steps = object_folder.open_steps("s3://bucket/c")
+    steps = steps_.open_steps("s3://bucket/c")
     assert all(put_step(steps, step) for step in (1, 2, 3))
     server.ghosts = {f"c/{step}/{RECORD}" for step in (500, 600, 700)}
     server.ghosts |= {f"c/0900/{RECORD}", f"c/\u0669/{RECORD}"}
@@ -182,7 +177,7 @@ def test_keys_that_are_listed_and_not_there_are_no_steps(server):
 
 @pytest.mark.parametrize("lost", ["data", METADATA, RECORD])
 def test_a_step_whose_objects_a_store_lost_was_not_saved(server, lost):
-    steps = object_folder.open_steps("s3://bucket/c")
+    steps = steps_.open_steps("s3://bucket/c")
     assert put_step(steps, 1)
     server.loses = lambda key: key.endswith(lost)
     assert not put_step(steps, 2)
@@ -191,7 +186,7 @@ def test_a_step_whose_objects_a_store_lost_was_not_saved(server, lost):
 
 @pytest.mark.parametrize("scheme", ["s3", "gs"])
 def test_only_the_newest_attempt_saves(server, monkeypatch, scheme):
-    old, new = (object_folder.open_steps(f"{scheme}://bucket/c") for _ in range(2))
+    old, new = (steps_.open_steps(f"{scheme}://bucket/c") for _ in range(2))
     old.lease, new.lease = (Lease(old.path, Attempt("r", number)) for number in (0, 1))
     assert put_step(old, 1)
     read = Lease._read
@@ -227,7 +222,7 @@ def test_a_store_without_conditional_writes(server, monkeypatch, scheme):
     """One that ignores conditions: an older attempt is refused at its next look. One that refuses
     them: the save is refused, and the message says why."""
     server.conditions = "ignored"
-    old, new = (object_folder.open_steps(f"{scheme}://bucket/c") for _ in range(2))
+    old, new = (steps_.open_steps(f"{scheme}://bucket/c") for _ in range(2))
     old.lease, new.lease = (Lease(old.path, Attempt("r", number)) for number in (0, 1))
     old.lease.take()
     new.lease.take()
@@ -241,7 +236,7 @@ def test_a_store_without_conditional_writes(server, monkeypatch, scheme):
 
 def test_an_older_attempt_that_wakes_up_while_it_sends_stops(server, monkeypatch):
     """It had sent one of its files; the newer one then sent the same step, which stays whole."""
-    old = object_folder.open_steps("s3://bucket/c")
+    old = steps_.open_steps("s3://bucket/c")
     old.lease = Lease(old.path, Attempt("r", 0))
     write, newer = store.ObjectPath.write, {}
 
@@ -252,7 +247,7 @@ def test_an_older_attempt_that_wakes_up_while_it_sends_stops(server, monkeypatch
             newer.update({f"c/1/{name}": b"newer" for name in ("data", RECORD)})
             server.objects.update(newer)
 
-    monkeypatch.setattr(object_folder, "WORKERS", 1)
+    monkeypatch.setattr(steps_, "WORKERS", 1)
     monkeypatch.setattr(store.ObjectPath, "write", frozen)
     with pytest.raises(SupersededError):
         put_step(old, 1)
@@ -261,9 +256,9 @@ def test_an_older_attempt_that_wakes_up_while_it_sends_stops(server, monkeypatch
 
 
 def test_a_step_does_not_clear_a_run_whose_prefix_lies_in_its_own(server):
-    assert put_step(object_folder.open_steps("s3://bucket/c/5"), 1)
+    assert put_step(steps_.open_steps("s3://bucket/c/5"), 1)
     held = dict(server.objects)
-    steps = object_folder.open_steps("s3://bucket/c")
+    steps = steps_.open_steps("s3://bucket/c")
     with pytest.raises(CheckpointError, match="5 holds 1/, a step of another run"):
         put_step(steps, 5)
     server.objects["c/5/unfinished"] = b""
@@ -278,7 +273,7 @@ def test_no_good_step_is_lost_in_a_store_that_lies(server, seed):
     """Objects that were accepted and are lost, and listings with too much and with too little."""
     random = np.random.default_rng(seed)
     keep, loss = int(random.integers(1, 4)), float(random.choice([0, 0.1, 0.3]))
-    steps = object_folder.open_steps("s3://bucket/c")
+    steps = steps_.open_steps("s3://bucket/c")
     for step in random.permutation(20)[:10].tolist():
         before = {s for s in range(20) if good(server, s)}
         guessed = [f"c/{s}/{n}" for s in range(25) for n in (RECORD, "data")]
@@ -332,7 +327,7 @@ def test_a_kill_while_a_step_is_saved_again_loses_no_copy(server, monkeypatch, s
 
             return counted
 
-        steps = object_folder.open_steps("s3://bucket/run")
+        steps = steps_.open_steps("s3://bucket/run")
         value = 2 + kill_at
         with monkeypatch.context() as patch:
             patch.setattr(ObjectPath, "write", count(write))
@@ -371,7 +366,7 @@ def test_no_damage_is_loaded(server):
     manager.save(1, tree)
     manager.save(2, tree)
     manager.close()
-    good = {k: x for k, x in server.objects.items() if not k.endswith(integrity.MARK)}
+    good = {k: x for k, x in server.objects.items() if not k.endswith(trust.MARK)}
     named = 0
     for key in sorted(k for k in good if k.startswith("run/2/")):
         content = good[key]
@@ -410,8 +405,8 @@ def test_what_a_killed_save_left_is_ignored_and_goes(server):
     manager.save(2, small(2)).result()
     whole = dict(server.objects)
     del server.objects[f"run/2/{RECORD}"]  # killed before the record: marked, some objects sent
-    server.objects[f"run/2/{object_folder.MARK}"] = b""
-    server.objects[f"run/1/{object_folder.MARK}"] = b""  # killed after it
+    server.objects[f"run/2/{steps_.UNFINISHED_MARK}"] = b""
+    server.objects[f"run/1/{steps_.UNFINISHED_MARK}"] = b""  # killed after it
     server.objects["run/notes/mine.txt"] = b"none of ours"
     again = CheckpointManager("s3://bucket/run", keep=0)
     assert again.steps() == [1] and again.latest() == 1

@@ -3,7 +3,7 @@
 import pytest
 
 from megajax.checkpoint import offline
-from megajax.checkpoint.object_folder import open_steps
+from megajax.checkpoint.steps import open_steps
 from megajax.core.errors import UserError
 
 

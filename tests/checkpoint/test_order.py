@@ -10,11 +10,11 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from megajax.checkpoint import integrity, offline
+from megajax.checkpoint import offline, trust
 from megajax.checkpoint.fingerprint import Fingerprints
-from megajax.checkpoint.integrity import CheckpointError, DamagedError
 from megajax.checkpoint.manager import CheckpointManager
 from megajax.checkpoint.memory_tier import MemoryTier
+from megajax.checkpoint.trust import CheckpointError, DamagedError
 from megajax.core.boxes import Run, runs
 
 LAYERS = 8
@@ -110,9 +110,9 @@ def test_tools_show_the_model_and_not_the_order(stored):
         leaves = offline.StoredLeaves(steps.step(step), record)
         assert (leaves[NAME] == values(0)["params"]["blocks"]["query"]).all()
         CheckpointManager(stored, keep=0).verify(step)  # reads every byte back
-    body = json.loads((stored / "1" / integrity.RECORD).read_text())["record"]
+    body = json.loads((stored / "1" / trust.RECORD).read_text())["record"]
     assert body["version"] == 1 and "order" not in body["leaves"][NAME]  # as before there were any
-    body = json.loads((stored / "2" / integrity.RECORD).read_text())["record"]
+    body = json.loads((stored / "2" / trust.RECORD).read_text())["record"]
     assert body["version"] == 2 and body["leaves"][NAME]["order"] == TWO.tolist()
     assert "order" not in body["leaves"]["params.embed"]
 
@@ -124,7 +124,7 @@ def test_a_wrong_order_in_the_record_is_found(stored, tmp_path):
     leaves = dict(record.leaves)
     leaves[NAME] = dataclasses.replace(leaves[NAME], order=FOUR.tolist())
     shutil.copytree(stored / "2", tmp_path / "2")
-    integrity.write_record(tmp_path / "2", dataclasses.replace(record, leaves=leaves))
+    trust.write_record(tmp_path / "2", dataclasses.replace(record, leaves=leaves))
     with pytest.raises(DamagedError, match="query"):
         CheckpointManager(tmp_path).restore(2, like=values(0))
 
@@ -167,13 +167,13 @@ def test_a_record_whose_order_is_none_is_damaged(stored, tmp_path, order):
     steps, _ = offline.open_folder(stored)
     record = steps.record(2)
     leaves = record.leaves | {NAME: dataclasses.replace(record.leaves[NAME], order=order)}
-    integrity.write_record(tmp_path, dataclasses.replace(record, leaves=leaves))
+    trust.write_record(tmp_path, dataclasses.replace(record, leaves=leaves))
     with pytest.raises(DamagedError):
-        integrity.read_record(tmp_path)
+        trust.read_record(tmp_path)
 
 
 def test_an_order_of_too_many_rows_takes_no_memory(tmp_path):
-    leaf = integrity.LeafSum([2**55, 4], "float32", [1, 2], [1, 0])
-    integrity.write_record(tmp_path, integrity.Record(1, {}, {NAME: leaf}))
+    leaf = trust.LeafSum([2**55, 4], "float32", [1, 2], [1, 0])
+    trust.write_record(tmp_path, trust.Record(1, {}, {NAME: leaf}))
     with pytest.raises(DamagedError, match="order"):
-        integrity.read_record(tmp_path)
+        trust.read_record(tmp_path)

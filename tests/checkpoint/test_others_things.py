@@ -10,10 +10,10 @@ import numpy as np
 import orbax.checkpoint.experimental.v1 as ocp
 import pytest
 
-from megajax.checkpoint.directory import METADATA
-from megajax.checkpoint.integrity import RECORD, CheckpointError, UnreadableError
 from megajax.checkpoint.manager import CheckpointManager
+from megajax.checkpoint.steps import METADATA
 from megajax.checkpoint.store import SaveError
+from megajax.checkpoint.trust import RECORD, CheckpointError, UnreadableError
 
 FOLDERS = ["5", "6.trash", "7.former", "8.saving-backup-of-bob", "2024-results.trash", "3x.former",
            "0.saving_notes", "9", "1.trash", "4.saving"]  # fmt: skip

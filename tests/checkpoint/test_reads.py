@@ -8,9 +8,9 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from megajax.checkpoint import reads
-from megajax.checkpoint.integrity import CheckpointError
+from megajax.checkpoint import orbax_io
 from megajax.checkpoint.manager import CheckpointManager
+from megajax.checkpoint.trust import CheckpointError
 from megajax.core.boxes import Box
 
 
@@ -34,7 +34,7 @@ def test_amplification_counts_whole_chunks(seed):
         stop = [int(random.integers(a + 1, n + 1)) for a, n in zip(start, shape, strict=True)]
         box = Box(tuple(start), tuple(stop))
         expected = touched(shape, chunk, box) / box.size
-        assert reads.amplification(shape, chunk, [box]) == pytest.approx(expected)
+        assert orbax_io.amplification(shape, chunk, [box]) == pytest.approx(expected)
 
 
 def test_aligned_reads_touch_each_chunk_once():
@@ -44,11 +44,11 @@ def test_aligned_reads_touch_each_chunk_once():
         for spec in (P("a"), P(None, ("a", "b")), P(("a", "b")), P("b", None, "a"), P()):
             shape = (16, 64, 128)
             like = jax.ShapeDtypeStruct(shape, np.float32, sharding=NamedSharding(mesh, spec))
-            way = reads.aligned(like, chunk)
+            way = orbax_io.aligned(like, chunk)
             changed += way is not None
             sharding = way or like.sharding
             boxes = {Box.of(i, shape) for i in sharding.devices_indices_map(shape).values()}
-            assert reads.amplification(shape, chunk, list(boxes)) <= reads.TOLERANCE
+            assert orbax_io.amplification(shape, chunk, list(boxes)) <= orbax_io.TOLERANCE
             assert sum(b.size for b in boxes) == math.prod(shape)
     assert changed > 3
 
@@ -56,7 +56,7 @@ def test_aligned_reads_touch_each_chunk_once():
 def test_what_would_take_too_much_memory_is_read_as_wanted():
     mesh = jax.make_mesh((8,), ("a",))
     like = jax.ShapeDtypeStruct((64, 3), np.float32, sharding=NamedSharding(mesh, P("a")))
-    assert reads.aligned(like, (64, 3)) is None  # one chunk: it would be whole on every device
+    assert orbax_io.aligned(like, (64, 3)) is None  # one chunk: it would be whole on every device
 
 
 def test_pieces_hold_every_wanted_element_and_no_chunk_twice(seed):
@@ -70,7 +70,7 @@ def test_pieces_hold_every_wanted_element_and_no_chunk_twice(seed):
             stop = [int(random.integers(a + 1, n + 1)) for a, n in zip(start, shape, strict=True)]
             boxes.append(Box(tuple(start), tuple(stop)))
         limit = int(random.integers(1, 40))
-        found = list(reads.pieces(shape, chunk, boxes, limit))
+        found = list(orbax_io.pieces(shape, chunk, boxes, limit))
         owners = {}
         for number, (box, wanted) in enumerate(found):
             assert box.size <= max(limit, math.prod(chunk)) and wanted

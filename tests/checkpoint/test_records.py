@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from megajax.checkpoint import integrity, reads
-from megajax.checkpoint.directory import METADATA, StepFolder
-from megajax.checkpoint.integrity import CheckpointError, DamagedError
+from megajax.checkpoint import orbax_io, trust
+from megajax.checkpoint.steps import METADATA, StepFolder
+from megajax.checkpoint.trust import CheckpointError, DamagedError
 
 GOOD = {
     "step": 1,
@@ -20,8 +20,8 @@ LEAF = {"shape": [2], "dtype": "int8", "fingerprint": [1, 2]}
 
 def test_a_good_record(tmp_path):
     body = json.dumps(GOOD | {"leaves": {"w": LEAF}})
-    (tmp_path / integrity.RECORD).write_text(integrity._sealed(body))
-    assert integrity.read_record(tmp_path).files["a"].bytes == 5
+    (tmp_path / trust.RECORD).write_text(trust._sealed(body))
+    assert trust.read_record(tmp_path).files["a"].bytes == 5
 
 
 @pytest.mark.parametrize(
@@ -44,9 +44,9 @@ def test_a_good_record(tmp_path):
 )
 def test_what_no_save_writes_is_damage(body, said, tmp_path):
     text = body if isinstance(body, str) else json.dumps(body)
-    (tmp_path / integrity.RECORD).write_text(integrity._sealed(text))
+    (tmp_path / trust.RECORD).write_text(trust._sealed(text))
     with pytest.raises(DamagedError, match=f"integrity.json: .*{said}"):
-        integrity.read_record(tmp_path)
+        trust.read_record(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -69,4 +69,4 @@ def test_chunks_that_no_array_has_are_unknown(tmp_path):
     entries = [{"array_metadata": {"param_name": n, "chunk_shape": s}} for n, s in shapes.items()]
     (home / "process_0").write_text(json.dumps({"array_metadatas": entries}))
     (home / "process_1").write_text("[" * 50_000)
-    assert reads.stored_chunks(tmp_path) == {"a": (2, 3)}
+    assert orbax_io.stored_chunks(tmp_path) == {"a": (2, 3)}

@@ -12,7 +12,7 @@ import tensorstore
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from megajax.checkpoint import reads
+from megajax.checkpoint import orbax_io
 from megajax.checkpoint.manager import CheckpointManager
 
 MESHES = [(1,), (2,), (4, 2), (2, 4), (8, 1), (2, 2, 2)]
@@ -90,7 +90,7 @@ def test_leaves_that_match_no_chunk_come_back_in_whole_and_in_part(tmp_path, par
     cut = NamedSharding(make_mesh((8, 1)), P(None, None, "p"))
     names = "ab" if partial else "abc"
     like = {n: jax.ShapeDtypeStruct((16, 64, 128), np.float32, sharding=cut) for n in names}
-    assert reads.aligned(like["a"], reads.stored_chunks(tmp_path / "1")["a"]) is not None
+    assert orbax_io.aligned(like["a"], orbax_io.stored_chunks(tmp_path / "1")["a"]) is not None
     found = manager.restore(1, like=like, partial=partial)
     for name in names:
         assert found[name].sharding == cut

@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megajax.checkpoint import integrity, marks
-from megajax.checkpoint.directory import METADATA, StepFolder
-from megajax.checkpoint.integrity import RECORD, CheckpointError, DamagedError, Record
+from megajax.checkpoint import trust
 from megajax.checkpoint.manager import CheckpointManager
+from megajax.checkpoint.steps import METADATA, StepFolder
 from megajax.checkpoint.store import SaveError
+from megajax.checkpoint.trust import RECORD, CheckpointError, DamagedError, Record
 from megajax.core.errors import UserError
 
 X = {"x": np.arange(3, dtype=np.float32)}
@@ -26,9 +26,9 @@ def put_step(steps: StepFolder, step: int, metric: float | None = None) -> None:
     folder = steps.saving(step)
     folder.mkdir()
     for name in ("data", METADATA):
-        integrity.write_file(folder / name, json.dumps({"step": step}))
-    files = integrity.sum_files(folder, integrity.list_files(folder))
-    integrity.write_record(folder, Record(step, files, {}, metric))
+        trust.write_file(folder / name, json.dumps({"step": step}))
+    files = trust.sum_files(folder, trust.list_files(folder))
+    trust.write_record(folder, Record(step, files, {}, metric))
     try:
         steps.commit(step)
     finally:
@@ -119,7 +119,7 @@ def _is_good(steps: StepFolder, step: int) -> bool:
 )
 def test_no_good_step_is_lost(tmp_path, seed, monkeypatch):
     """Random saves, junk, damage and saves of lower numbers."""
-    monkeypatch.setattr(integrity.os, "fsync", lambda number: None)
+    monkeypatch.setattr(trust.os, "fsync", lambda number: None)
     random = np.random.default_rng(seed)
     keep, best = int(random.integers(1, 4)), int(random.integers(0, 2))
     steps = StepFolder(tmp_path)
@@ -190,18 +190,18 @@ def test_only_a_step_that_was_read_back_lets_older_ones_go(tmp_path):
         put_step(steps, step, metric)
     records = {s: steps.record(s) for s in steps.steps()}
     assert steps.unread(1) == 4 and steps.unread(1, {4, 3}) == 2
-    marks.write(steps.step(4), records[3], [])
-    (tmp_path / "3" / integrity.MARK).write_text('{"record": "')
+    trust.write_mark(steps.step(4), records[3], [])
+    (tmp_path / "3" / trust.MARK).write_text('{"record": "')
     steps.retain(1, 0, (), 4, read_back=True)
     assert steps.steps() == [1, 2, 3, 4]
-    marks.write(steps.step(4), records[4], [])
+    trust.write_mark(steps.step(4), records[4], [])
     assert steps.unread(1) is None and steps.unread(2) == 3
     steps.retain(1, 1, (), 4, read_back=True)
     assert steps.steps() == [1, 2, 3, 4]  # none of the others is known to be the best one
-    marks.write(steps.step(2), records[2], [])
+    trust.write_mark(steps.step(2), records[2], [])
     steps.retain(1, 1, (), 4, read_back=True)
     assert steps.steps() == [2, 4]
-    marks.write(steps.step(4), records[4], ["leaf x"])
+    trust.write_mark(steps.step(4), records[4], ["leaf x"])
     with pytest.raises(DamagedError, match="step 4 .*not what was written: leaf x"):
         steps.record(4)
     put_step(steps, 4)

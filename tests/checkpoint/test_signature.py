@@ -8,11 +8,10 @@ import shutil
 import numpy as np
 import pytest
 
-from megajax.checkpoint import integrity, offline
-from megajax.checkpoint.directory import METADATA, StepFolder
-from megajax.checkpoint.integrity import RECORD, CheckpointError, DamagedError
+from megajax.checkpoint import offline, trust
 from megajax.checkpoint.manager import CheckpointManager
-from megajax.checkpoint.signature import Keys
+from megajax.checkpoint.steps import METADATA, StepFolder
+from megajax.checkpoint.trust import RECORD, CheckpointError, DamagedError, Keys
 
 X = {"x": np.arange(40_000, dtype=np.float32), "y": np.ones(3, np.int8)}
 ONE, TWO = "1" * 64, "2" * 64
@@ -45,12 +44,12 @@ def folder(stored, tmp_path):
 
 def mend(folder, keys=None):
     """Makes a record that fits the files of step 2, as one who can write there would."""
-    old = integrity.read_record(folder / "2")
-    names = integrity.list_files(folder / "2")
-    files = integrity.sum_files(folder / "2", names, None, names)
+    old = trust.read_record(folder / "2")
+    names = trust.list_files(folder / "2")
+    files = trust.sum_files(folder / "2", names, None, names)
     record = dataclasses.replace(old, files=files)
     signature = keys.sign(record.text().encode()) if keys else old.signature
-    (folder / "2" / RECORD).write_text(integrity._sealed(record.text(), signature))
+    (folder / "2" / RECORD).write_text(trust._sealed(record.text(), signature))
 
 
 def payload(folder):
@@ -78,7 +77,7 @@ def test_what_was_signed_comes_back_with_the_key_and_without(folder, stored, cap
 def forge_leaf(folder, stored):
     edit(payload(folder))
     mend(folder)
-    assert integrity.find_damage(folder / "2", integrity.read_record(folder / "2")) == []
+    assert trust.find_damage(folder / "2", trust.read_record(folder / "2")) == []
 
 
 def forge_data(folder, stored):
@@ -93,8 +92,8 @@ def forge_with_another_key(folder, stored):
 
 
 def strip(folder, stored):
-    record = integrity.read_record(folder / "2")
-    (folder / "2" / RECORD).write_text(integrity._sealed(record.text()))
+    record = trust.read_record(folder / "2")
+    (folder / "2" / RECORD).write_text(trust._sealed(record.text()))
 
 
 def put_back_an_older_step(folder, stored):
@@ -109,20 +108,20 @@ def leave_orbax_alone(folder, stored):
 
 
 def sign_no_sums(folder, stored):
-    record = integrity.read_record(folder / "2")
+    record = trust.read_record(folder / "2")
     files = {n: dataclasses.replace(f, sha256="") for n, f in record.files.items()}
     record = dataclasses.replace(record, files=files)
-    integrity.write_record(folder / "2", record, Keys(stored[1]))
+    trust.write_record(folder / "2", record, Keys(stored[1]))
 
 
 def keep_the_checksums(folder, stored):
     """CRC-32 is linear: who changes bytes can find others that keep it. Here the sum is stubbed."""
     edit(payload(folder))
-    record = integrity.read_record(folder / "2")
+    record = trust.read_record(folder / "2")
     name = os.path.relpath(payload(folder), folder / "2")
-    crc = integrity.sum_files(folder / "2", [name])[name].crc32
+    crc = trust.sum_files(folder / "2", [name])[name].crc32
     files = record.files | {name: dataclasses.replace(record.files[name], crc32=crc)}
-    integrity.write_record(folder / "2", dataclasses.replace(record, files=files), Keys(stored[1]))
+    trust.write_record(folder / "2", dataclasses.replace(record, files=files), Keys(stored[1]))
 
 
 def add_a_file(folder, stored):
@@ -164,14 +163,14 @@ def test_no_bit_of_a_signature_can_flip(folder, stored):
     for place in range(begin, begin + 64, 7):
         edit(path, place)
         with pytest.raises(DamagedError, match="step 2"):
-            integrity.read_record(folder / "2", keys)
+            trust.read_record(folder / "2", keys)
         path.write_bytes(good)
     for odd in ("é".encode(), rb"\ud800"):  # which hmac.compare_digest takes in no string
         path.write_bytes(good[:begin] + odd + good[begin + 1 :])
         with pytest.raises(DamagedError, match="step 2"):
-            integrity.read_record(folder / "2", keys)
+            trust.read_record(folder / "2", keys)
     path.write_bytes(good)
-    assert integrity.read_record(folder / "2", keys).signature
+    assert trust.read_record(folder / "2", keys).signature
 
 
 def test_a_key_is_replaced(folder, stored, tmp_path):

@@ -28,10 +28,10 @@ SET_UP = """
     from jax.experimental import multihost_utils
     from jax.sharding import AxisType
 
-    from megajax.checkpoint import integrity, reads, storage
-    from megajax.checkpoint.integrity import MARK, RECORD, CheckpointError, DamagedError
+    from megajax.checkpoint import orbax_io, trust
+    from megajax.checkpoint.trust import MARK, RECORD, CheckpointError, DamagedError
     from megajax.checkpoint.manager import CheckpointManager
-    from megajax.checkpoint.storage import SaveError
+    from megajax.checkpoint.orbax_io import SaveError
     from tests.checkpoint.test_two_processes import OTHER, SAVED, check, place, wanted
 
     folder, spare, rank, port = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
@@ -58,15 +58,15 @@ WORKER = """
     manager.close()
     assert (folder / "3" / MARK).exists() and manager.steps() == [1, 2, 3]
     multihost_utils.sync_global_devices("marked")
-    summed = integrity.sum_files
+    summed = trust.sum_files
 
     def flipped(at, names, *rest):
-        integrity.sum_files = summed
+        trust.sum_files = summed
         flip(max((at / n for n in names), key=lambda p: p.stat().st_size))
         return summed(at, names, *rest)
 
     if rank == 1:
-        integrity.sum_files = flipped
+        trust.sum_files = flipped
     manager.save(4, place(mesh, SAVED, 4))
     try:
         manager.close()
@@ -114,7 +114,7 @@ WORKER = """
             shutil.copytree(spare, folder / "3")
 
     multihost_utils.sync_global_devices("whole again")
-    read = reads._read
+    read = orbax_io._read
 
     def broken(step_folder, *rest):
         if step_folder.name == "3":
@@ -122,7 +122,7 @@ WORKER = """
         return read(step_folder, *rest)
 
     if rank == 1:
-        reads._read = broken
+        orbax_io._read = broken
     manager = CheckpointManager(folder)
     try:
         manager.restore(like=wanted(mesh, OTHER))
@@ -137,7 +137,7 @@ WORKER = """
 WIPED = """
     manager = CheckpointManager(folder)
     manager.save(1, place(mesh, SAVED, 1)).result()
-    write, over = storage.write, time.monotonic() + 3
+    write, over = orbax_io.write, time.monotonic() + 3
 
     def remove():
         while time.monotonic() < over:
@@ -149,7 +149,7 @@ WIPED = """
             threading.Thread(target=remove).start()
         return response
 
-    storage.write = wiped
+    orbax_io.write = wiped
     began = time.monotonic()
     over = began + 3
     try:
@@ -159,7 +159,7 @@ WIPED = """
         assert time.monotonic() - began < 20, error
         print("refused:", error, flush=True)
     time.sleep(max(over - time.monotonic(), 0) + 1)
-    storage.write = write
+    orbax_io.write = write
     manager.save(3, place(mesh, SAVED, 3)).result()
     assert manager.steps() == [3]
     print("saved again", flush=True)
@@ -199,8 +199,8 @@ KEYED = """
     manager.close()
     multihost_utils.sync_global_devices("saved")
     if rank == 1:  # as one who can write there and has no key would
-        record = dataclasses.replace(integrity.read_record(folder / "2"), signature="")
-        (folder / "2" / RECORD).write_text(integrity._sealed(record.text()))
+        record = dataclasses.replace(trust.read_record(folder / "2"), signature="")
+        (folder / "2" / RECORD).write_text(trust._sealed(record.text()))
     multihost_utils.sync_global_devices("stripped")
     again = CheckpointManager(folder, key_file=key)
     try:
@@ -258,7 +258,7 @@ TOLD = """
     from megajax.training.interrupts import Interrupts
 
     manager = CheckpointManager(folder)
-    write, told = storage.write, []
+    write, told = orbax_io.write, []
 
     def remove():
         while time.monotonic() < told[0] + 1:
@@ -277,7 +277,7 @@ TOLD = """
     with Interrupts() as interrupts:
         for step in range(1, 10_000):
             if step == 5:
-                storage.write = wiped
+                orbax_io.write = wiped
             manager.save(step, place(mesh, SAVED, step))
             if interrupts.asked(step):
                 break

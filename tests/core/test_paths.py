@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from megajax.checkpoint import object_folder
+from megajax.checkpoint import steps
 from megajax.core import config_file
 from megajax.core.errors import UserError
 from megajax.core.paths import expand
@@ -27,7 +27,7 @@ def test_a_name_becomes_a_path(monkeypatch, tmp_path):
         hf.load_decoder_config,
         readers.detect,
         megatron.find_step,
-        object_folder.open_steps,
+        steps.open_steps,
         config_file.read,
         open_tokenizer,
         run_dir.saved_tokenizer,

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from megajax.checkpoint import object_folder
-from megajax.checkpoint.integrity import CheckpointError
+from megajax.checkpoint import steps
 from megajax.checkpoint.memory_tier import Segment
 from megajax.checkpoint.store import ObjectPath
+from megajax.checkpoint.trust import CheckpointError
 from megajax.core.errors import UserError
 from megajax.core.paths import open_own
 from megajax.monitor.heartbeat import Heartbeat, Lease, dump_stacks_on_signal
@@ -116,13 +116,13 @@ def test_staged_steps_are_not_put_where_another_user_may_look(place, monkeypatch
     monkeypatch.setattr(tempfile, "tempdir", str(place))
     with user(ALICE):
         address = ObjectPath("s3://bucket/steps")
-        first = object_folder.ObjectFolder(address).saving(3).parent.parent
+        first = steps.ObjectFolder(address).saving(3).parent.parent
         (place / "runs").mkdir()
     with user(MALLORY):
         first.symlink_to(place / "runs")
         (place / f"{first.name}-1").mkdir()
     with user(ALICE):
-        stage = object_folder.ObjectFolder(address).saving(3).parent.parent
+        stage = steps.ObjectFolder(address).saving(3).parent.parent
         assert stage == place / f"{first.name}-2"
         stage.mkdir(mode=0o700)
-        assert object_folder.ObjectFolder(address).saving(3).parent.parent == stage
+        assert steps.ObjectFolder(address).saving(3).parent.parent == stage

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import safetensors.numpy
 
-from megajax.checkpoint.integrity import list_files
 from megajax.checkpoint.manager import CheckpointManager
 from megajax.checkpoint.offline import StoredLeaves
+from megajax.checkpoint.trust import list_files
 from megajax.core.tree import named_leaves
 from megajax.foreign.megatron import MegatronFolder
 from tests.foreign_writer import Name, Object, torch_zip

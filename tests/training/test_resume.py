@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from megajax.checkpoint.integrity import RECORD
 from megajax.checkpoint.manager import CheckpointManager
+from megajax.checkpoint.trust import RECORD
 from megajax.core import config
 from megajax.core.errors import UserError
 from megajax.data.tokenizer import ByteTokenizer

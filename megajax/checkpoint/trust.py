@@ -1,20 +1,19 @@
-"""The integrity record of a step: what its files and leaves must be, byte for byte.
+"""Whether a step is what was saved: its integrity record, its signature, and the mark of a
+read-back.
 
 Orbax checks its indices, not the arrays: a flipped bit in one loads without a word. Here the last
 file written into a step is integrity.json: a CRC-32 (zlib's) of every 16 MiB of every other file,
-the fingerprint of every leaf, and a CRC-32 of the record itself. A step is good when its record is
-and its files are. No jax: a tool on a login node reads records.
-
-The record is {"crc32": "xxxxxxxx", "record": ...}, one line; the checksum is of the text of the
-record as it stands. With a key (signature.py), "hmac": "..." comes before "record", and each file
-has the SHA-256 of its chunks' SHA-256 sums.
+the fingerprint of every leaf (fingerprint.py), and a CRC-32 of the record itself. A step is good
+when its record is and its files are. No jax: a tool on a login node reads records.
 """
 
 import errno
 import hashlib
+import hmac
 import json
 import os
 import re
+import stat
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,13 +23,124 @@ from typing import Any
 
 from isal import isal_zlib
 
-from megajax.checkpoint.signature import Keys
-from megajax.checkpoint.store import CheckpointError, ObjectPath, StoreError
-from megajax.checkpoint.stored_index import stored_values
-from megajax.core.files import parse_json, read_bytes
+from megajax.checkpoint.store import CheckpointError, ObjectPath, StoreError, stored_values
+from megajax.core.errors import UserError
+from megajax.core.files import open_regular, parse_json, read_bytes
+from megajax.core.paths import expand
+
+# ---- keys and signatures
+#
+# Signed integrity records: who has the key wrote the step, byte for byte.
+#
+# Checksums and fingerprints protect from accidents; whoever can write where the checkpoints lie can
+# mend them. With a key file the record carries an HMAC-SHA256 of its text, and SHA-256 sums of all
+# files of the step besides the checksums. The file holds one key a line, each of at least KEY_BYTES
+# bytes; the first one signs, all of them verify, so a key is replaced by putting a new line first.
+# Make one with `openssl rand -hex 32`. Not protected: which of the signed steps is there (an older
+# one can be put back, or one of another run with the same key).
+
+
+KEY_BYTES = 16  # at least (128 bits)
+MAX_FILE = 2**16  # (chosen) bytes of a key file
+MEANING = b"megajax checkpoint record 1\n"  # nothing else that is signed with the key begins so
+FLAG = "(--checkpoint.key_file)"
+
+
+class Keys:
+    """The keys of a file. They appear in no message."""
+
+    def __init__(self, path: str | Path):
+        """Raises: CheckpointError for a file that others can read, or that holds no key."""
+        self.path = expand(path)
+        try:
+            with open_regular(self.path) as file:
+                _check_owner(self.path, os.fstat(file.fileno()))
+                text = file.read(MAX_FILE + 1)
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot read the key file {self.path}: {error.strerror} {FLAG}"
+            ) from None
+        except CheckpointError:
+            raise
+        except UserError as error:
+            raise CheckpointError(f"{error} {FLAG}") from None
+        lines = [line.strip() for line in text.splitlines()]
+        self._keys = [line for line in lines if line]
+        short = [n for n, line in enumerate(lines, 1) if 0 < len(line) < KEY_BYTES]
+        if not self._keys or short or len(text) > MAX_FILE:
+            where = f"line {short[0]} is shorter" if short else "it holds none"
+            if len(text) > MAX_FILE:
+                where = f"it has more than {MAX_FILE} bytes"
+            raise CheckpointError(
+                f"{self.path} must hold one key a line, of {KEY_BYTES} bytes or more: {where}; "
+                f"make one with: openssl rand -hex 32 {FLAG}"
+            )
+
+    def __repr__(self) -> str:
+        """Returns what may be shown."""
+        return f"{len(self._keys)} keys of {self.path}"
+
+    def sign(self, text: bytes) -> str:
+        """Returns the signature of a text, by the first key."""
+        return self._sum(self._keys[0], text)
+
+    def is_signed(self, text: bytes, signature: str) -> bool:
+        """Tells whether one of the keys signed a text."""
+        said = signature.encode(errors="surrogatepass")  # a forged one may hold any character
+        found = [hmac.compare_digest(self._sum(key, text).encode(), said) for key in self._keys]
+        return any(found)
+
+    def refusal(self, text: bytes, signature: str, bare: Sequence[str]) -> str:
+        """Returns why a record is not one that a key signed, and what to do; or nothing.
+
+        bare: files of the record without SHA-256.
+        """
+        if not signature:
+            return (
+                f"it is not signed, and only signed steps count {FLAG}; if you know who wrote it, "
+                "restore it without a key and save it again with one"
+            )
+        if not self.is_signed(text, signature):
+            return (
+                f"it was signed with none of the {self!r}: it is forged or damaged, or of another "
+                f"key, which can be added to that file as a line after the first {FLAG}"
+            )
+        return f"it says no SHA-256 of {bare[0]}; save the step again {FLAG}" if bare else ""
+
+    @staticmethod
+    def _sum(key: bytes, text: bytes) -> str:
+        return hmac.new(key, MEANING + text, hashlib.sha256).hexdigest()
+
+
+def _check_owner(path: Path, found: os.stat_result) -> None:
+    """Raises CheckpointError for a key file that another user could read or change.
+
+    A group may read what root owns: that is how a service is given a key.
+    """
+    open_to = found.st_mode & (stat.S_IRWXG | stat.S_IRWXO)
+    if found.st_uid == 0:
+        open_to &= ~stat.S_IRGRP
+    if open_to:
+        raise CheckpointError(
+            f"{path} has the mode {stat.S_IMODE(found.st_mode):04o}: others can read or change the "
+            f"key; chmod 600 {path} {FLAG}"
+        )
+    if found.st_uid not in (0, os.geteuid()):
+        raise CheckpointError(
+            f"{path} belongs to user {found.st_uid}, who could change the key; it must belong to "
+            f"this user or to root {FLAG}"
+        )
+
+
+# ---- the record
+#
+# The record is {"crc32": "xxxxxxxx", "record": ...}, one line; the checksum is of the text of the
+# record as it stands. With a key, "hmac": "..." comes before "record", and each file
+# has the SHA-256 of its chunks' SHA-256 sums.
+
 
 RECORD = "integrity.json"
-MARK = "read_back.json"  # what reading the step back found (marks.py); the record does not know it
+MARK = "read_back.json"  # what reading the step back found; the record does not know it
 PART = "integrity.part-"  # what one process of a job found, until the record is written
 CHUNK = 16 * 2**20  # bytes a checksum covers (chosen: a read that disks do at full rate)
 SMALL = 64 * 2**10  # files up to here are checked even when a check is to be fast
@@ -402,3 +512,62 @@ def leaves_in(folder: Path, damage: Sequence[Damage]) -> list[str]:
     except Exception:  # the index itself may be what is damaged; tensorstore raises many kinds
         return list(found)
     return list(found)
+
+
+# ---- the mark of a read-back
+#
+# Whether a step was read back after it was saved: read_back.json, beside the record.
+#
+# A step counts when it has its name; what lies in storage is compared with the devices'
+# fingerprints after that (fingerprint.py). The mark says what was found, so that a later process
+# knows: `wrong` is empty when all was as it was written. It names the record that it speaks of: a
+# step without a mark, or with a torn one, or one of another save of the same step, was not read
+# back.
+
+
+MAX_MARK = 2**24  # (chosen) bytes
+SAID = 5  # (chosen) wrong things that a message names, and a mark holds
+
+
+def identity(record: Record) -> str:
+    """Returns what tells a record from every other one."""
+    return hashlib.sha256(record.text().encode()).hexdigest()
+
+
+def write_mark(folder: Path, record: Record, wrong: Sequence[str]) -> None:
+    """Says what reading a step back found. wrong: nothing when it is good. Raises: OSError."""
+    text = json.dumps({"record": identity(record), "wrong": list(wrong[:SAID])})
+    if isinstance(folder, ObjectPath):
+        (folder / MARK).write(text.encode())
+    else:
+        write_file(folder / MARK, text)
+
+
+def read_mark(folder: Path, record: Record) -> list[str] | None:
+    """Returns what was wrong when a step was read back; None: it was not.
+
+    Raises: UnreadableError, StoreError.
+    """
+    path = folder / MARK
+    try:
+        raw = path.read_bytes() if isinstance(path, ObjectPath) else read_bytes(path, MAX_MARK)
+        found = parse_json(raw)
+        wrong = found["wrong"]
+        if not isinstance(wrong, list) or found["record"] != identity(record):
+            return None
+        return [str(what)[:300] for what in wrong]
+    except StoreError:
+        raise
+    except OSError as error:
+        absent(path, error, any_other=False)
+    except (ValueError, TypeError, KeyError):
+        return None
+    return None
+
+
+def refuted(folder: Path, wrong: Sequence[str]) -> DamagedError:
+    """Returns the error of a step that is not what was written, though its checksums agree."""
+    return DamagedError(
+        f"step {folder.name} of {folder.parent} was read back after it was saved and is not what "
+        f"was written: {', '.join(wrong)}; storage or memory is faulty; {REMEDY}"
+    )
