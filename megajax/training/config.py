@@ -71,13 +71,15 @@ class TrainConfig(Checked, section="train"):
         at_least=0,
     )
 
-    freeze: str = option(
-        "",
+    freeze: str | None = option(
+        None,
         "parameters that are not trained: names of parameters or parts of the model, or shell "
-        "patterns of them, separated by commas",
+        "patterns of them, separated by commas; none: all are trained",
     )
     frozen_dtype: Literal["float32", "bfloat16"] = option(
-        "float32", "data type in which parameters that are not trained rest"
+        "float32",
+        "data type in which parameters that are not trained rest",
+        needs=other_than("freeze", None),
     )
 
     @property

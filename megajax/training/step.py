@@ -314,7 +314,7 @@ def _join(states: Mapping[str, TrainState], step: Any) -> TrainState:
     return TrainState(params, {name: state.opt for name, state in states.items()}, step)
 
 
-def trained_leaves(task: Task, freeze: str, axes: Tree) -> Tree:
+def trained_leaves(task: Task, freeze: str | None, axes: Tree) -> Tree:
     """Returns a tree of bools like the parameters, False where a leaf is not trained; None: all.
 
     freeze: --train.freeze: names separated by commas. Each is a dotted name of a parameter or of a
@@ -323,7 +323,7 @@ def trained_leaves(task: Task, freeze: str, axes: Tree) -> Tree:
     """
     names = [n for n, _ in named_leaves(axes, is_words)]
     frozen: set[str] = set()
-    for pattern in filter(None, (p.strip() for p in freeze.split(","))):
+    for pattern in filter(None, (p.strip() for p in (freeze or "").split(","))):
         parts = [n for n in names if _matches(n, pattern)]
         if not parts:
             known = sorted({n.split(".")[0] for n in names})

@@ -30,7 +30,7 @@ def make(freeze=FROZEN, **changes):
 @functools.cache
 def whole_gradients():
     """Of all parameters, on one device, which the frozen run must agree with."""
-    step = make("", mesh__data=1)
+    step = make(None, mesh__data=1)
     found = step.gradients(step.init(0), on(step, host_batch(0)))
     return dict(named_leaves(jax.device_get(found.grads)))
 

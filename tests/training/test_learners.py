@@ -106,16 +106,16 @@ def sentences(path):
 def learner(name):
     """Returns (what writes its data, configuration of the model, task, --train.freeze)."""
     if name == "policy":
-        return rollouts, MODEL, from_page("ppo").task(MODEL, S), ""
+        return rollouts, MODEL, from_page("ppo").task(MODEL, S), None
     if name == "images":
         page = from_page("resnet")
         model = page.ResNetConfig()
-        return images, model, page.task(model, 12), ""
+        return images, model, page.task(model, 12), None
     if name == "vae":
         model = lstm_vae.LstmVaeConfig(metrics=3)
         batch = {"targets": Leaf((8, 3), (None, None), "float32")}
         parts = functools.partial(lstm_vae.parts, model)
-        return windows, model, Task(parts, batch, lstm_vae.objective, unit="windows"), ""
+        return windows, model, Task(parts, batch, lstm_vae.objective, unit="windows"), None
     model = EncoderConfig(
         layers=2, width=32, heads=4, mlp=64, vocab=128, max_positions=S, head="classify", labels=2
     )
