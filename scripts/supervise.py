@@ -55,16 +55,22 @@ from megajax.monitor import exporter, timeline
 from megajax.monitor.detectors import DETECTORS, USUAL, Limits, Maker
 from megajax.monitor.records import keep_standard_streams
 from megajax.systems.elastic.agent import Agent
-from megajax.systems.elastic.driver import Driver
-from megajax.systems.elastic.events import Journal
-from megajax.systems.elastic.folder import hold, new_folder
-from megajax.systems.elastic.hosts import OPERATOR, WAITING_S
-from megajax.systems.elastic.meeting import announce, invitation, listen, own_address
+from megajax.systems.elastic.driver import WAITING_S, Driver, Settings
+from megajax.systems.elastic.events import Journal, Speaker
 from megajax.systems.elastic.policy import Policy
-from megajax.systems.elastic.settings import Settings
-from megajax.systems.elastic.speaker import Speaker
-from megajax.systems.elastic.tls import Tls, self_signed
-from megajax.systems.elastic.wire import check_secret, dial, split_address
+from megajax.systems.elastic.shared import hold, new_folder
+from megajax.systems.elastic.wire import (
+    OPERATOR,
+    Tls,
+    announce,
+    check_secret,
+    dial,
+    invitation,
+    listen,
+    own_address,
+    self_signed,
+    split_address,
+)
 from megajax.systems.minder import run
 
 # What a number may be, by its flag.

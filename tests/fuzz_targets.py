@@ -29,7 +29,7 @@ from megajax.foreign import pickles, readers, safetensors
 from megajax.foreign.torch_files import Plain, tensors
 from megajax.quant.formats import Format
 from megajax.systems.elastic import wire
-from megajax.systems.elastic.door import Door
+from megajax.systems.elastic.wire import Door
 from tests import fuzz_local as local
 from tests import fuzz_tables, gguf_writer, mutations
 from tests.foreign_writer import (
@@ -55,7 +55,7 @@ def _read_all(source: readers.Foreign) -> None:
     json.dumps(source.notes)
 
 
-# ---- wire.py and door.py
+# ---- wire.py
 
 
 class FakeSocket:

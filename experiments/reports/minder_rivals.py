@@ -31,7 +31,7 @@ from megajax.models.lstm_vae import LstmVaeConfig
 from megajax.monitor.fleet import METRICS, Case
 from megajax.monitor.samples import Grid
 from megajax.monitor.sources.convert import MINDER, WATCHED
-from megajax.systems.minder import Detector, Settings, features, tracker, training
+from megajax.systems.minder import Detector, Settings, features, tracker
 
 # ---- a case
 #
@@ -1018,7 +1018,7 @@ def changed(variant: Variant, base: Path, fits: bool) -> Iterator[None]:
         if fits and variant.metrics == WATCHED:
             profile = Detector.load(base).profile
             error = profile.report.get("mean_square", float("nan"))
-            same = mock.patch.object(training, "train", lambda *a, **k: (profile.vae, error))
+            same = mock.patch.object(features, "train", lambda *a, **k: (profile.vae, error))
             stack.enter_context(same)
         yield
 

@@ -5,6 +5,7 @@ that changes with a detector's code, fit and threshold, so the same command goes
 a new version of one detector runs that one alone.
 """
 
+import ast
 import dataclasses
 import functools
 import hashlib
@@ -144,9 +145,6 @@ FIT_SIZES, TUNE_SIZES = (8, 16, 64), (4, 16, 64, 256)
 HEALTHY = 1024  # machines of a long healthy run
 HOURS = 1.0  # of one such run
 HEALTHY_TOO = (OURS, "minder-paper", "median")  # detectors that see them: they take long
-# The modules on which alerts depend; others tell of them, or run the detector.
-DETECTS = {"detector", "dynamics", "edges", "evidence", "features", "fit", "judge", "medians",
-           "onsets", "pending", "profile", "settings", "tracker", "training"}  # fmt: skip
 MIXES_APART = 1000  # between the seeds of two mixes
 
 
@@ -212,9 +210,27 @@ def described(item: Item, case: Case) -> dict[str, Any]:
 
 
 def code() -> str:
-    """Returns a hash of our detector's sources."""
-    files = [p for p in Path(minder.__path__[0]).glob("*.py") if p.stem in DETECTS]
-    return _hash(*(p.read_bytes() for p in sorted(files)))
+    """Returns a hash of our detector's sources: detector.py and all that it imports of its package.
+
+    alert.py is not among them: it words and remembers alerts.
+    """
+    folder, names, new = Path(minder.__path__[0]), {"alert"}, {"detector"}
+    while new:
+        names |= new
+        texts = [(folder / f"{name}.py").read_text() for name in new]
+        new = set[str]().union(*map(_imports, texts)) - names
+    return _hash(*((folder / f"{n}.py").read_bytes() for n in sorted(names - {"alert"})))
+
+
+def _imports(text: str) -> set[str]:
+    """Returns the modules of the detector's package that a module imports."""
+    package, modules = minder.__name__, set[str]()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom) and node.module == package:
+            modules |= {a.name for a in node.names}
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith(package + "."):
+            modules.add((node.module or "").removeprefix(package + "."))
+    return modules
 
 
 def code_of_rivals() -> str:

@@ -25,8 +25,8 @@ from megajax.core.errors import UserError
 from megajax.monitor import results
 from megajax.monitor.fleet import unlike
 from megajax.monitor.samples import Grid
-from megajax.systems.minder import Detector, training
-from megajax.systems.minder.onsets import Onsets
+from megajax.systems.minder import Detector, features
+from megajax.systems.minder.judge import Onsets
 
 FIRST_SEED = 1000
 DETECTORS = (OURS, "levels")  # the second one sees no healthy jobs: it takes long
@@ -143,7 +143,7 @@ def measure(
     for background in cfg.fleets.split(","):
         model = state / f"{background}.npz"
         if not model.exists():
-            with mock.patch.object(training, "BATCH", BATCH):
+            with mock.patch.object(features, "BATCH", BATCH):
                 Detector.fit(sources(background), seed=0, steps=steps).save(model)
             share = Detector.load(model).profile.report["learnt"]
             tell(f"{background}: fitted; networks give back {share:.0%} of the variance")

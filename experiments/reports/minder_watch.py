@@ -33,9 +33,8 @@ from megajax.monitor.sources import convert
 from megajax.monitor.sources import server as server_
 from megajax.monitor.sources.http_query import shown
 from megajax.systems.minder import Detector, Settings
-from megajax.systems.minder.ledger import Ledger
-from megajax.systems.minder.pending import grid_of
-from megajax.systems.minder.recent import merged
+from megajax.systems.minder.alert import Ledger
+from megajax.systems.minder.pending import grid_of, merged
 from megajax.systems.minder.refit import Plan, Refit
 from megajax.systems.minder.settings import TICK
 from megajax.systems.minder.telling import Teller

@@ -20,7 +20,7 @@ from megajax.monitor import sources
 from megajax.monitor.alertmanager import Alertmanager, Firing
 from megajax.monitor.samples import Samples, to_grid
 from megajax.monitor.sources import convert, http_query, server
-from megajax.systems.minder.ledger import Ledger
+from megajax.systems.minder.alert import Ledger
 from megajax.systems.minder.telling import Teller
 from megajax.systems.minder.watch import Pace, Watch
 

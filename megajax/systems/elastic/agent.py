@@ -9,8 +9,11 @@ stays running, nor in shared memory: what left its session is found as a descend
 or by a mark in its environment.
 """
 
+import codecs
 import contextlib
+import ctypes
 import dataclasses
+import fcntl
 import os
 import secrets
 import select
@@ -19,20 +22,313 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from megajax.monitor import heartbeat, records
 from megajax.monitor.heartbeat import Span
 from megajax.monitor.meter import HostMeter
-from megajax.monitor.records import Record, without_host
-from megajax.systems.elastic import checks, links, ranks, reaper, shared
-from megajax.systems.elastic.hosts import AGENT
-from megajax.systems.elastic.ranks import Process
-from megajax.systems.elastic.tls import Tls
-from megajax.systems.elastic.wire import Line, dial
+from megajax.monitor.records import Reader, Record, beside, newest, without_host
+from megajax.systems.elastic import checks, reaper, shared, wire
+from megajax.systems.elastic.wire import AGENT, Line, Tls, dial
+
+# ---- what a command prints, through a pipe: into its log, and its newest part to the driver
+#
+# The command itself never meets a full disk: the agent empties the pipe, and what the log does not
+# take is dropped, and counted in the log as soon as there is room again. A thread writes the log,
+# so neither the agent's other work nor a disk that hangs holds the command up. What a killed
+# command had printed is still in the pipe and is taken from there. Nobody waits for the pipe's end,
+# because a process that the command left behind may hold it open for ever. While its agent is
+# frozen, a command that prints more than PIPE_BYTES waits, until its lease has run out.
+
+
+PIPE_BYTES = 1 << 20  # (chosen) the most that Linux gives everybody
+NEWEST_BYTES = 1 << 20  # (chosen) kept for the driver between two reports; a flood is skipped
+WAITING_BYTES = 1 << 24  # (chosen) that wait for a slow disk; more is dropped
+TAIL_BYTES = 4096  # (chosen) of the last output, for the evidence when the log lacks some
+CLOSE_S = 5.0  # (chosen) for the log of a disk that hangs
+
+
+class Output:
+    """The output of one command. total: bytes printed so far. lost: those that no log has."""
+
+    def __init__(self, log: Path):
+        """Opens the log; a disk that does not take one costs the log. writer: the command's end."""
+        self.log, self.total, self.lost = log, 0, 0
+        self._why = ""
+        self._file = self._open()
+        if self._file < 0:
+            print(f"[agent] no log {log}: {self._why}. The job goes on", file=sys.stderr)
+        self._newest, self._skipped, self._tail = bytearray(), False, b""
+        self._waiting = bytearray()  # for the log
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._guard = threading.Lock()  # of all but the log; nobody writes to a disk under it
+        self._read, self.writer = os.pipe()
+        os.set_blocking(self._read, False)
+        with contextlib.suppress(OSError):  # this user has too many pipes of this size
+            fcntl.fcntl(self._read, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+        self._wake, self._waker = os.pipe()
+        os.set_blocking(self._waker, False)
+        self._thread = threading.Thread(target=self._follow, name="output", daemon=True)
+
+    def follow(self) -> None:
+        """Begins to write the log."""
+        self._thread.start()
+
+    def new_text(self) -> str:
+        """Returns what was printed since the last call, the end of it when that is much."""
+        self._take()
+        with contextlib.suppress(BlockingIOError):  # the disk has hung for long
+            os.write(self._waker, b".")
+        with self._guard:
+            raw, skipped = bytes(self._newest), self._skipped
+            self._newest, self._skipped = bytearray(), False
+        if skipped:
+            self._decoder.reset()
+        return self._decoder.decode(raw)
+
+    def missing(self) -> str:
+        """Returns the last lines that were printed, '' when the log has all of them."""
+        if not self.lost:
+            return ""
+        text = self._tail.decode(errors="replace")
+        return f"{self.lost} bytes of output are not in the log ({self._why}); the last:\n{text}\n"
+
+    def close(self) -> None:
+        """Takes what is left, and lets go of log and pipe. A disk may take CLOSE_S for it."""
+        os.close(self._waker)
+        if self._thread.ident is None:
+            self._thread.start()
+        self._thread.join(CLOSE_S)
+
+    def _follow(self) -> None:
+        told, open_ = b".", True
+        while told:
+            files = [self._read, self._wake] if open_ else [self._wake]
+            ready, _, _ = select.select(files, [], [])
+            told = os.read(self._wake, 1 << 16) if self._wake in ready else told
+            open_ = self._take()
+            with self._guard:
+                data, self._waiting = bytes(self._waiting), bytearray()
+            self._log(data)
+        for file in (self._read, self._wake, self._file):
+            if file >= 0:
+                os.close(file)
+
+    def _take(self) -> bool:
+        """Empties the pipe, of what was in it by now. Tells whether somebody may print on."""
+        taken = 0
+        with self._guard:
+            while taken <= PIPE_BYTES:
+                try:
+                    data = os.read(self._read, 1 << 16)
+                except BlockingIOError:
+                    return True
+                if not data:
+                    return False
+                taken += len(data)
+                self._keep(data)
+        return True
+
+    def _keep(self, data: bytes) -> None:
+        self.total += len(data)
+        self._tail = (self._tail + data)[-TAIL_BYTES:]
+        self._newest += data
+        if (over := len(self._newest) - NEWEST_BYTES) > 0:
+            del self._newest[:over]
+            self._skipped = True
+        if len(self._waiting) < WAITING_BYTES:
+            self._waiting += data
+        else:
+            self.lost, self._why = self.lost + len(data), "the disk is too slow"
+
+    def _log(self, data: bytes) -> None:
+        """Writes what the disk takes; before it, how much it did not take."""
+        if self.lost and data:
+            note = f"\n[agent] {self.lost} bytes are missing here: {self._why}\n".encode()
+            if not self._write(note, whole=True):
+                self.lost += len(data)
+                return
+            self.lost = 0
+        self.lost += len(data) - self._write(data)
+
+    def _write(self, data: bytes, whole: bool = False) -> int:
+        """Returns how many bytes the log took. whole: all of them, or none."""
+        if self._file < 0:
+            self._file = self._open()
+        written = 0
+        try:
+            while self._file >= 0 and written < len(data):
+                written += os.write(self._file, data[written:])
+        except OSError as error:
+            self._why = error.strerror or str(error)
+            with contextlib.suppress(OSError):
+                if whole and written:
+                    os.ftruncate(self._file, os.fstat(self._file).st_size - written)
+                    written = 0
+        return written
+
+    def _open(self) -> int:
+        """Returns the log's descriptor, -1 where there can be none."""
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC
+        try:
+            self.log.parent.mkdir(parents=True, exist_ok=True)
+            return os.open(self.log, flags, 0o644)
+        except OSError as error:
+            self._why = error.strerror or str(error)
+            return -1
+
+
+# ---- a training process as its agent sees it, from outside, and how it is started and tied to it
+
+
+LINES = 20  # (chosen) keyword lines told of one process
+KEYWORDS = (
+    "Xid", "NCCL WARN", "CUDA_ERROR", "CUDA error", "Terminating process because the JAX",
+    "out of memory", "RESOURCE_EXHAUSTED", "No space left", "ECC error", "injected fault",
+)  # fmt: skip
+TRACEBACK = "Traceback (most recent call last)"
+ERRORS = ("error: ", "[lease] ", "Check failed: ")  # the first two begin a line
+PROGRESS = ("beat", "section", "loss", "own_s", "step_s", "has_bad_state")  # of a heartbeat
+SIGNALLED = 128  # what a shell, and uv run, add to the number of the signal that ended a program
+_LIBC = ctypes.CDLL(None)
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
+
+
+@dataclasses.dataclass
+class Process:
+    """A training process. Its own session: a kill of the group takes what it started along."""
+
+    rank: int
+    popen: subprocess.Popen
+    progress: Path
+    output: Output
+    rest: str = ""
+    told: int = 0
+    error: str = ""  # the last that it printed
+    in_traceback: bool = False
+    reader: Reader | None = None
+
+    def code(self) -> int | None:
+        """Returns how it ended: negative for a signal, except those that a run saves on."""
+        code = self.popen.poll()
+        if code is None or code <= SIGNALLED or code in (143, 130):
+            return code
+        return SIGNALLED - code
+
+    def state(self) -> str:
+        """Returns the state of the training process itself, X when there is none."""
+        record = heartbeat.read(self.progress)
+        pid = self.popen.pid if record is None else record.pid
+        try:
+            stat = Path(f"/proc/{pid}/stat").read_text()
+        except OSError:
+            return "X"
+        return stat.rsplit(")", 1)[1].split()[0]
+
+    def send(self, number: int) -> None:
+        """Sends a signal to the training process, which a wrapper may have started."""
+        record = heartbeat.read(self.progress)
+        if self.popen.poll() is None:
+            with contextlib.suppress(OSError):
+                os.kill(self.popen.pid if record is None else record.pid, number)
+
+    def words(self, text: str) -> list[str]:
+        """Returns whole lines with a keyword, up to LINES of a process; notes the last error."""
+        *lines, self.rest = (self.rest[-1000:] + text).split("\n")
+        if lines and (self.in_traceback or any(word in text for word in (TRACEBACK, *ERRORS))):
+            self._note(lines)
+        present = [word for word in KEYWORDS if word in text or word in lines[0]] if lines else []
+        found = [line[:300] for line in lines if any(word in line for word in present)]
+        found = found[: LINES - self.told]
+        self.told += len(found)
+        return found
+
+    def _note(self, lines: list[str]) -> None:
+        """Finds the last error: what ends a traceback, and what a script or the lease says."""
+        for line in lines:
+            if line.startswith(TRACEBACK):
+                self.in_traceback = True
+            elif self.in_traceback and line and not line[0].isspace():
+                self.error, self.in_traceback = line[:300], False
+            elif line.startswith(ERRORS[:2]) or ERRORS[2] in line:
+                self.error = line[:300]
+
+    def records(self, host: str, meter: HostMeter, text: str) -> list[Record]:
+        """Returns what there is to say of it: the newest of what it recorded itself, and what is
+        seen from outside, which counts where both have a name. text: new in its log."""
+        self.reader = self.reader or Reader(beside(self.progress), host, self.rank)
+        progress, code, now = heartbeat.read(self.progress), self.code(), time.time()
+        seen: dict[str, float | int | str] = {"state": "X" if code is not None else self.state()}
+        if code is not None:
+            seen["exit_code"] = code
+        if progress is not None:
+            seen |= {n: getattr(progress, n) for n in PROGRESS}
+            seen |= {} if code is not None else meter.process(progress.pid)
+        seen["log_bytes"] = self.output.total
+        step = None if progress is None else progress.step
+        lines = self.words(text)
+        if self.error and (code is not None or seen.get("section") in ("failed", "lost")):
+            seen["error"] = self.error
+        values = [*seen.items(), *(("log_line", line) for line in lines)]
+        outside = [Record(now, host, self.rank, None, step, n, v) for n, v in values]
+        return newest(self.reader.take()) + outside
+
+
+def run(command: list[str], log: Path, env: Mapping[str, str]) -> tuple[subprocess.Popen, Output]:
+    """Starts a command in a session of its own, to be called by this process's main thread.
+
+    The command is killed when this process dies. Returns: it, and its output, which nobody takes
+    before `follow`: a process with threads should not fork. Raises: OSError: no such program.
+    """
+    agent, output = os.getpid(), Output(log)
+    try:
+        popen = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output.writer,
+            stderr=subprocess.STDOUT,
+            env=env,
+            start_new_session=True,
+            preexec_fn=lambda: _die_with(agent),
+        )
+    except BaseException:
+        os.close(output.writer)
+        output.close()
+        raise
+    os.close(output.writer)
+    return popen, output
+
+
+def _die_with(agent: int) -> None:
+    """Makes the kernel kill this child when the agent's thread that forked it ends."""
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != agent:
+        os._exit(1)
+
+
+def adopt_orphans() -> None:
+    """Makes what this process's children leave behind children of this process."""
+    _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def reap(own: Collection[int]) -> None:
+    """Takes the exit codes of adopted processes; those of `own` are for others to take."""
+    while True:
+        try:
+            found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if found is None or found.si_pid in own:
+                return  # one of our own hides the adopted ones, until its code is taken
+            os.waitpid(found.si_pid, os.WNOHANG)
+        except ChildProcessError:
+            return
+
+
+# ---- the agent
+
 
 TICK_S = 0.1  # (chosen) how soon the end of a process is seen
 DUMP_S = 1.0  # (chosen) for the stacks of all threads to be written
@@ -63,7 +359,7 @@ class Agent:
         self._join()
         shared.sweep(shared.root())
         self._claim()
-        ranks.adopt_orphans()
+        adopt_orphans()
         self._processes: list[Process] = []
         self._attempt = 0
         self._asked: int | None = None
@@ -171,7 +467,7 @@ class Agent:
             case "ping":
                 self._line.send({"mine": time.monotonic()})
             case "port":
-                with socket.socket(links.family(self._address)) as probe:
+                with socket.socket(wire.family(self._address)) as probe:
                     probe.bind((self._address, 0))
                     self._line.send({"port": probe.getsockname()[1]})
             case "start":
@@ -186,10 +482,10 @@ class Agent:
                 self._stop()
                 self._line.send({"stopped": self._attempt})
             case "answer":
-                self._line.send({"answers": links.answer(self._address, self._secret)})
+                self._line.send({"answers": wire.answer(self._address, self._secret)})
             case "reach":
                 try:
-                    figure = links.reach(message["at"], self._secret)
+                    figure = wire.reach(message["at"], self._secret)
                     self._line.send({"reached": figure})
                 except (OSError, ValueError) as error:
                     self._line.send({"reached": str(error) or type(error).__name__})
@@ -221,7 +517,7 @@ class Agent:
                 reaper.MARK: self._mark,
             }  # fmt: skip
             try:
-                popen, output = ranks.run(message["command"], log, {**self._env, **env, **own})
+                popen, output = run(message["command"], log, {**self._env, **env, **own})
             except OSError as error:  # another one would say the same
                 program = message["command"][0]
                 at = "" if error.filename in (None, program) else f": {error.filename}"
@@ -237,7 +533,7 @@ class Agent:
         return {self._reaper.pid, *(p.popen.pid for p in self._processes)}
 
     def _report(self) -> None:
-        ranks.reap(self._own())
+        reap(self._own())
         now, name, meter = time.time(), self._name, self._meter
         found = [
             Record(now, name, None, device, None, n, value)
@@ -298,5 +594,5 @@ class Agent:
 
     def _left(self) -> set[int]:
         """Returns what was started here and lives."""
-        ranks.reap({self._reaper.pid})
+        reap({self._reaper.pid})
         return reaper.descendants(os.getpid(), {self._reaper.pid}) | reaper.marked(self._mark)

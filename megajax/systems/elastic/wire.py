@@ -4,7 +4,7 @@ Both ends of a connection hold the job's secret, which never travels. The caller
 called end answers with a nonce of its own and an HMAC over both, and the caller proves itself in
 the same way; neither end acts on anything before the other has proved that it holds the secret.
 After that every line carries an HMAC of a session key, of its direction and of its number, so that
-nothing can be forged, replayed, reordered or moved to another connection. With TLS (tls.py) the
+nothing can be forged, replayed, reordered or moved to another connection. With TLS the
 proofs cover the certificate too, so a stranger in the middle is found whatever certificate it has.
 
     caller                                          called
@@ -13,19 +13,163 @@ proofs cover the certificate too, so a stranger in the middle is found whatever 
     {"proof": HMAC(secret, caller + both)} ->
     <HMAC> <JSON>                        <->        <HMAC> <JSON>
 
-The limits on a connection that has not proved itself are in door.py.
+Door holds the limits on a connection that has not proved itself. The checks of links between hosts
+and the address at which agents find the driver follow. No jax import.
 """
 
+import dataclasses
+import functools
 import hashlib
 import hmac
 import json
+import os
+import random
 import secrets
+import selectors
+import shutil
 import socket
+import ssl
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
 import time
+import zlib
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from megajax.core.errors import UserError
-from megajax.systems.elastic.tls import Channel, Tls
+
+# ---- TLS under the messages, for networks where commands and logs must not be read
+#
+# Who is who is decided by the job's secret: its proofs cover the certificate of the called end, so
+# a self-signed one, made at the start, is enough. A certificate of an authority is checked on top
+# where its file is given. The channel works on bytes in memory, so that a stranger who stops in the
+# middle of a TLS handshake can never block the driver.
+
+
+@dataclasses.dataclass(frozen=True)
+class Tls:
+    """certificate, key: PEM files of the end that is called. authority: whom callers trust."""
+
+    certificate: str | None = None
+    key: str | None = None
+    authority: str | None = None
+
+    def channel(self, calls: bool) -> "Channel":
+        """Returns one end of a connection. Raises: UserError when a file does not fit.
+
+        The files are read once: what is removed later, or a lack of descriptors, ends nobody.
+        """
+        context, bound = _context(self, calls)
+        return Channel(context, calls, bound)
+
+    def context(self, calls: bool) -> tuple[ssl.SSLContext, bytes | None]:
+        """Returns what connections of one end share, and the digest of the own certificate."""
+        kind = ssl.PROTOCOL_TLS_CLIENT if calls else ssl.PROTOCOL_TLS_SERVER
+        context = ssl.SSLContext(kind)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        try:
+            if calls:
+                context.check_hostname = False  # the secret says who it is, a name would not
+                context.verify_mode = ssl.CERT_NONE
+                if self.authority is not None:
+                    context.load_verify_locations(self.authority)
+                    context.verify_mode = ssl.CERT_REQUIRED
+            else:
+                context.load_cert_chain(self.certificate or "", self.key)
+        except OSError as error:  # an SSLError is one
+            raise UserError(f"TLS cannot use {self}: {error} (--tls_cert, --tls_ca)") from None
+        if calls:
+            return context, None
+        return context, _digest(ssl.PEM_cert_to_DER_cert(_first(self.certificate or "")))
+
+
+@functools.cache
+def _context(tls: Tls, calls: bool) -> tuple[ssl.SSLContext, bytes | None]:
+    return tls.context(calls)
+
+
+class Channel:
+    """Bytes of a connection, sealed and opened. open: whether the TLS handshake has ended."""
+
+    def __init__(self, context: ssl.SSLContext, calls: bool, bound: bytes | None):
+        """bound: the digest of the own certificate; None: of what the other end shows."""
+        self._in, self._out = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._tls = context.wrap_bio(self._in, self._out, server_side=not calls)
+        self._bound = bound
+        self.open = False
+
+    def begin(self) -> bytes:
+        """Returns what the caller sends first."""
+        return self.take(b"")[1]
+
+    def take(self, data: bytes) -> tuple[bytes, bytes]:
+        """Returns (what was in the bytes that came, what must be sent back).
+
+        Raises: ConnectionAbortedError for what is not TLS, or a certificate that is not trusted.
+        """
+        self._in.write(data)
+        found = bytearray()
+        try:
+            if not self.open:
+                self._tls.do_handshake()
+                self.open = True
+            while chunk := self._tls.read(1 << 16):
+                found += chunk
+        except ssl.SSLWantReadError:
+            pass
+        except ssl.SSLError as error:
+            raise ConnectionAbortedError(f"TLS: {error.reason or error}") from None
+        return bytes(found), self._out.read()
+
+    def seal(self, data: bytes) -> bytes:
+        """Returns the bytes to send."""
+        self._tls.write(data)
+        return self._out.read()
+
+    def certificate(self) -> bytes:
+        """Returns the digest of the called end's certificate, the same at both ends."""
+        if self._bound is not None:
+            return self._bound
+        return _digest(self._tls.getpeercert(binary_form=True) or b"")
+
+
+def _digest(der: bytes) -> bytes:
+    return hashlib.sha256(der).digest()
+
+
+def _first(path: str) -> str:
+    """Returns the first certificate of a PEM file: the called end's own."""
+    end = "-----END CERTIFICATE-----"
+    text = Path(path).read_text()
+    begin = text.index("-----BEGIN CERTIFICATE-----")
+    return text[begin : text.index(end) + len(end)] + "\n"
+
+
+def self_signed(folder: Path) -> Tls:
+    """Returns what a new self-signed certificate in a folder of this user gives.
+
+    Raises: UserError where there is no openssl to make one.
+    """
+    if shutil.which("openssl") is None:
+        raise UserError("--tls makes its certificate with openssl, which is not here (--tls_cert)")
+    place = Path(tempfile.mkdtemp(prefix="tls-", dir=folder))  # mode 0700
+    certificate, key = place / "certificate.pem", place / "key.pem"
+    command = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 3650"
+    subprocess.run(
+        [*command.split(), "-subj", "/CN=megajax", "-keyout", key, "-out", certificate],
+        check=True,
+        capture_output=True,
+    )
+    return Tls(str(certificate), str(key))
+
+
+# ---- signed messages
+
 
 LONGEST = 64 * 2**20  # (chosen) bytes of a message: stacks and spans of all ranks of a host
 LONGEST_GREETING = 4096  # (chosen) bytes of a line from an end that has not proved itself
@@ -34,6 +178,7 @@ GREETING_S = 5.0  # (chosen) seconds in which an end must prove itself
 SHORTEST_SECRET = 16  # (chosen) characters: whoever hears a greeting can try secrets at leisure
 NONCE_BYTES = 32
 MAC = 64  # hexadecimal digits of HMAC-SHA256
+AGENT, OPERATOR = "agent", "evict"  # the purposes of connections to a driver
 CALLED, CALLER = b"called", b"caller"
 
 
@@ -244,3 +389,285 @@ def dial(address: str, secret: str, purpose: str, name: str, tls: Tls | None = N
         line.close()
         raise
     return line
+
+
+# ---- where connections come in: few, small and quick until they have proved that they may
+#
+# Whoever reaches the port may try: a connection has GREETING_S to prove that it holds the secret
+# in lines of 4 kB; so many may wait at a time, and the oldest of the busiest address
+# gives way to a new one, so a flood delays nobody for long. What goes wrong with one connection
+# ends that connection and nothing else. Each kind of refusal of an address is told once, then
+# counted.
+
+
+WAITING = 64  # (chosen) connections that have not proved themselves, at a time
+WAITING_OF_ONE = 16  # (chosen) of one address
+REST_S = 0.5  # (chosen) seconds without accepting after the system refused a connection
+TOLD = 256  # (chosen) refusals that are told one by one; a table of strangers may not grow
+
+Refused = Callable[[str, str, int], None]
+
+
+class Door:
+    """Accepts connections of a listening socket into a selector."""
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        selector: selectors.BaseSelector,
+        secret: str,
+        serves: Collection[str],
+        refused: Refused = lambda address, why, count: None,
+        tls: Tls | None = None,
+    ):
+        """serves: the purposes that callers may have. refused: hears (address, why, how often)."""
+        listener.setblocking(False)
+        self.listener, self._selector = listener, selector
+        self._secret, self._serves, self._refused, self._tls = secret, serves, refused, tls
+        if tls is not None:
+            tls.channel(False)  # a file that does not fit is found before anybody comes
+        self._waiting: dict[Line, tuple[str, float]] = {}  # address, when it came
+        self._counts: Counter[tuple[str, str]] = Counter()
+        self._rests_until: float | None = None
+        selector.register(listener, selectors.EVENT_READ)
+
+    def accept(self) -> None:
+        """Lets one connection in, to prove itself. Never raises for what the network does."""
+        try:
+            sock, where = self.listener.accept()
+        except BlockingIOError:
+            return  # it has left again
+        except OSError as error:  # out of descriptors, or of memory
+            self._selector.unregister(self.listener)
+            self._rests_until = time.monotonic() + REST_S
+            self.refuse("", f"cannot accept: {error.strerror}")
+            return
+        address = str(where[0])
+        try:
+            line = Line(sock, self._secret, False, self._tls)
+        except OSError:
+            sock.close()  # reset before it was looked at
+            return
+        own = [k for k, (a, _) in self._waiting.items() if a == address]
+        if len(own) >= WAITING_OF_ONE or len(self._waiting) >= WAITING:
+            busiest = Counter(a for a, _ in self._waiting.values()).most_common(1)[0][0]
+            oldest = own[0] if own else next(
+                k for k, (a, _) in self._waiting.items() if a == busiest
+            )  # fmt: skip
+            self.turn_away(oldest, "too many connections that prove nothing")
+        self._waiting[line] = (address, time.monotonic())
+        self._selector.register(line, selectors.EVENT_READ)
+
+    def admits(self, line: Line) -> bool:
+        """Tells whether a line that was heard has proved itself and wants what is served here."""
+        if line.ready and line in self._waiting:
+            if line.purpose not in self._serves:
+                raise ConnectionRefusedError("it wants what is not served here")
+            del self._waiting[line]
+        return line.ready
+
+    def turn_away(self, line: Line, why: str) -> None:
+        """Ends a connection, and tells of one that never proved itself."""
+        address, _ = self._waiting.pop(line, (None, 0.0))
+        if not line.closed:
+            self._selector.unregister(line)
+            line.close()
+        if address is not None:
+            self.refuse(address, why)
+
+    def refuse(self, address: str, why: str) -> None:
+        """Tells of a refusal: the first of its kind, and every hundredth."""
+        if len(self._counts) >= TOLD and (address, why) not in self._counts:
+            address, why = "", "others, not told one by one"
+        self._counts[address, why] += 1
+        count = self._counts[address, why]
+        if count == 1 or count % 100 == 0:
+            self._refused(address, why, count)
+
+    def sweep(self) -> None:
+        """Ends what takes too long to prove itself; call it at every turn of the loop."""
+        now = time.monotonic()
+        for line, (_, came) in list(self._waiting.items()):
+            if now - came > GREETING_S:
+                self.turn_away(line, f"did not prove itself in {GREETING_S:g} s")
+        if self._rests_until is not None and now > self._rests_until:
+            self._rests_until = None
+            self._selector.register(self.listener, selectors.EVENT_READ)
+
+    def close(self) -> None:
+        """Ends all that wait, and listens no more."""
+        for line in list(self._waiting):
+            self.turn_away(line, "the driver has ended")
+        if self._rests_until is None:
+            self._selector.unregister(self.listener)
+        self.listener.close()
+
+
+# ---- checks of the links between hosts: echoes over TCP between agents (MegaScale section 4)
+#
+# In a round each host talks with one other, so no pair disturbs another; after ROUNDS rounds a host
+# has been heard by so many. A link has two ends: a host is named when all its links are bad and
+# each of the others has a good one elsewhere. Two hosts alone can therefore not tell whose link it
+# is. The bytes of an echo are known to everybody and are not encrypted; both ends prove the job's
+# secret.
+
+
+ROUNDS = 3  # (chosen) pairs of a host: a majority can be right
+ECHO_BYTES = 2 * 2**20  # (chosen) each way; tenths of a second on a slow network
+ECHOES = 3
+WAIT_S = 10.0  # (chosen) for the other host to come; a link that takes longer is bad
+SLOW = 0.25  # (chosen) of the median of all hosts, of each its best link
+ENOUGH = 50.0  # (chosen) MB/s that a busy machine still reaches; faster than this is never a fault
+
+DAMAGED = "other bytes come back than were sent"
+ECHO = "echo"  # the purpose of such a connection
+Pair = tuple[str, str]
+
+
+def rounds(hosts: Sequence[str]) -> list[list[Pair]]:
+    """Returns up to ROUNDS rounds of disjoint pairs; no pair comes twice (as in a tournament)."""
+    ring: list[str | None] = [*hosts, *([None] if len(hosts) % 2 else [])]
+    found = []
+    for _ in range(min(len(ring) - 1, ROUNDS)):
+        half = len(ring) // 2
+        pairs = zip(ring[:half], reversed(ring[half:]), strict=True)
+        found.append([(a, b) for a, b in pairs if a is not None and b is not None])
+        ring = [ring[0], ring[-1], *ring[1:-1]]
+    return found
+
+
+def answer(address: str, secret: str) -> int:
+    """Waits, in a thread, for one host that holds the secret, and sends back what it sends.
+
+    address: of this host in the job's network; no other is listened on. Returns: the port there.
+    """
+    server = socket.create_server((address, 0), family=family(address))
+    threading.Thread(target=_echo, args=(server, secret), daemon=True).start()
+    return server.getsockname()[1]
+
+
+def family(address: str) -> socket.AddressFamily:
+    """Returns which kind of address this is."""
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
+def _echo(server: socket.socket, secret: str) -> None:
+    """Serves one host; strangers who come first are sent away."""
+    end, served = time.monotonic() + WAIT_S, None
+    with selectors.DefaultSelector() as selector:
+        door = Door(server, selector, secret, (ECHO,))
+        while time.monotonic() < end and not (served is not None and served.closed):
+            for key, _ in selector.select(0.1):
+                line: Any = key.fileobj
+                if line is server:
+                    door.accept()
+                    continue
+                try:
+                    messages = line.receive()
+                    if door.admits(line):
+                        served, end = line, max(end, time.monotonic() + WAIT_S)
+                    for message in messages:
+                        line.send({"echo": message["data"]})
+                except (OSError, KeyError) as error:
+                    door.turn_away(line, str(error))  # the other side reports it
+            door.sweep()
+        if served is not None and not served.closed:
+            door.turn_away(served, "the time is over")
+        door.close()
+
+
+def reach(address: str, secret: str) -> float:
+    """Sends data to a host that answers, and compares what comes back. Returns MB/s, both ways.
+
+    Raises: OSError when it cannot be reached in time; ValueError when other bytes come back.
+    """
+    data = random.Random(2).randbytes(ECHO_BYTES // 2).hex()
+    line = dial(address, secret, ECHO, "link")
+    try:
+        best, end = float("inf"), time.monotonic() + WAIT_S
+        for _ in range(ECHOES):
+            began = time.perf_counter()
+            line.send({"data": data})
+            back: list[dict] = []
+            while not back:
+                if time.monotonic() > end:
+                    raise TimeoutError(f"no answer in {WAIT_S:g} s")
+                back = line.receive()
+            best = min(best, time.perf_counter() - began)
+            if zlib.crc32(back[0].get("echo", "").encode()) != zlib.crc32(data.encode()):
+                raise ValueError(DAMAGED)
+    finally:
+        line.close()
+    return 2 * ECHO_BYTES / best / 1e6
+
+
+def failing(links: Mapping[Pair, float | str], named: Collection[str]) -> dict[str, str]:
+    """Returns {host: why} of those that are to blame. links: MB/s, or what is wrong.
+
+    named: the hosts of the fault; no other is to blame for links that are only slow.
+    """
+    mine: dict[str, list[Pair]] = {}
+    for pair in links:
+        for host in pair:
+            mine.setdefault(host, []).append(pair)
+    speed = {p: 0.0 if isinstance(f, str) else f for p, f in links.items()}
+    # Of each host the best link: one bad host makes two links of three slow.
+    usual = statistics.median([max(speed[p] for p in own) for own in mine.values()] or [0.0])
+    bad = {p for p, f in links.items() if isinstance(f, str) or f < min(SLOW * usual, ENOUGH)}
+    found = {}
+    for host, pairs in mine.items():
+        others = [p[0] if p[1] == host else p[1] for p in pairs]
+        broken = any(isinstance(links[p], str) for p in pairs)
+        guilty = bad.issuperset(pairs) and all(set(mine[o]) - bad for o in others)
+        if guilty and (broken or host in named):
+            said = links[pairs[0]]
+            how = said if isinstance(said, str) else f"{said:.3g} MB/s, usually {usual:.3g}"
+            found[host] = f"links to {', '.join(others)}: {how}"
+    return found
+
+
+# ---- where the agents of other hosts find the driver, and how an operator does
+
+
+BACKLOG = 1024  # (chosen) connections that wait to be accepted
+
+
+def listen(where: str) -> socket.socket:
+    """Returns the socket that agents come to. Raises: UserError."""
+    host, port = split_address(where, "--listen")
+    try:
+        if ":" not in host:
+            return socket.create_server((host, port), backlog=BACKLOG)
+        both = host == "::" and socket.has_dualstack_ipv6()
+        return socket.create_server(
+            (host, port), family=socket.AF_INET6, backlog=BACKLOG, dualstack_ipv6=both
+        )
+    except OSError as error:
+        raise UserError(f"cannot listen on {where}: {error} (--listen)") from None
+
+
+def own_address(listener: socket.socket) -> str:
+    """Returns what an agent of this machine dials."""
+    host, port = listener.getsockname()[:2]
+    return join_address({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host), port)
+
+
+def announce(file: Path, address: str, secret: str) -> None:
+    """Leaves what --evict needs, for this user only."""
+    try:
+        file.unlink(missing_ok=True)
+        with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as out:
+            json.dump({"address": address, "token": secret}, out)
+    except OSError as error:
+        print(f"no {file}: {error.strerror}; --evict will not find this driver", file=sys.stderr)
+
+
+def invitation(host: str, port: int, out: Path) -> str:
+    """Returns how agents of other hosts are started. host: that the driver listens on."""
+    near = host.startswith("127.") or host in ("::1", "localhost")
+    name = socket.gethostname() if host in ("", "0.0.0.0", "::") else host
+    place = join_address(name, port)
+    return (
+        f"; on each of them: scripts/supervise.py --agent={place}, with MEGAJAX_TOKEN set to "
+        f"the token in {out / 'driver.json'}"
+    ) + (f"; only this machine reaches {host} (--listen)" if near else "")

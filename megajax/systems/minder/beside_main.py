@@ -1,4 +1,5 @@
-"""The child of beside.py: reads records from standard input, writes alerts to standard output.
+"""The child process of run.py (Beside): reads records from standard input, writes alerts to
+standard output.
 
 Both are lines of JSON; the first line of input has the options. Every few seconds the new records,
 and a Prometheus server's samples of the same hosts, become one window of the detector. A server
@@ -21,8 +22,8 @@ from megajax.monitor.records import Record
 from megajax.monitor.samples import Samples, concat
 from megajax.monitor.sources import from_records, prometheus
 from megajax.systems.minder.alert import without_numbers
-from megajax.systems.minder.beside import as_line
 from megajax.systems.minder.detector import Detector
+from megajax.systems.minder.run import as_line
 
 EVERY_S = 5.0  # (chosen) between two windows
 LAG_S = 4.0  # (chosen) before now, up to which a window goes: records and scrapes come late

@@ -1,11 +1,12 @@
 """Fits a detector on jobs without labels: ranges, networks, noise, offsets and limits.
 
 There are three passes over the sources, with one source in memory at a time. The first finds the
-ranges of the metrics and windows to train on. The second trains the LSTM-VAEs (training.py). The
+ranges of the metrics and windows to train on. The second trains the LSTM-VAEs (features.py). The
 third measures how far healthy machines are from their peers and from their own past. Faults in the
 data are few, so every estimate is a quantile or a median.
 
-Legend: C metrics, F channels, N machines, T seconds, J windows of a tick, H ticks.
+Legend: C metrics, F channels, N machines, T seconds, J windows of a tick, H ticks, X windows with
+and without a fault.
 """
 
 import functools
@@ -20,19 +21,99 @@ from megajax.core.errors import UserError
 from megajax.models.lstm_vae import LstmVaeConfig
 from megajax.monitor.samples import Grid, period_of
 from megajax.monitor.sources.convert import MINDER
-from megajax.systems.minder import (
-    dynamics,
-    edges,
-    evidence,
-    features,
-    priority,
-    tracker,
-    training,
-)  # fmt: skip
-from megajax.systems.minder.evidence import Limits
+from megajax.systems.minder import features, tracker
 from megajax.systems.minder.pending import Window, grid_of, held
 from megajax.systems.minder.profile import Dynamics, Profile
 from megajax.systems.minder.settings import LEAST, TICK, WINDOW, Settings
+from megajax.systems.minder.tracker import Limits
+
+# ---- in which order metrics decide: a decision tree, learnt from labelled faults
+#
+# Source: Minder (arXiv 2411.01791, section 4.3). The feature of a metric is the largest absolute
+# z-score of a machine in a window. A tree that separates windows with a fault from windows without
+# one has the most informative metrics near its root; these come first. The largest possible z-score
+# grows with the number of machines. Features are divided by it, so that jobs of different sizes
+# share one tree.
+
+
+DEPTH = 8  # (chosen) splits from the root to a leaf, at most
+LEAST_LEAF = 0.005  # (chosen) share of the windows that a leaf has at least
+
+
+def peak_scores(levels_CNX: np.ndarray) -> np.ndarray:
+    """Returns the largest |z-score| of a machine, (X, C), as a share of its bound.
+
+    levels_CNX: levels of the windows (features.of_tick), NaN where missing.
+    """
+    measured = np.isfinite(levels_CNX)
+    count_CX = np.maximum(measured.sum(1), 1)
+    filled = np.where(measured, levels_CNX, 0.0)
+    mean_CX = filled.sum(1) / count_CX
+    apart = np.where(measured, levels_CNX - mean_CX[:, None], 0.0)
+    sigma_CX = np.sqrt((apart**2).sum(1) / count_CX)
+    bound_CX = np.maximum(np.sqrt(count_CX - 1.0), 1e-9)  # of a population deviation
+    return (np.abs(apart).max(1) / np.maximum(sigma_CX, 1e-9) / bound_CX).T
+
+
+def order(z_XC: np.ndarray, fault_X: np.ndarray, names: Sequence[str]) -> tuple[str, ...]:
+    """Returns the names of the metrics, the most informative first.
+
+    They are sorted by the depth at which the tree first uses a metric, then by the total gain of
+    its splits. Metrics that the tree never uses follow in their given order.
+    Args: z_XC: of `features`. fault_X: True for windows with a fault. names: of the metrics.
+    """
+    depth, gain = {}, dict.fromkeys(range(len(names)), 0.0)
+    least = max(1, int(LEAST_LEAF * len(fault_X)))
+    todo = [(np.arange(len(fault_X)), 0)]
+    while todo:
+        rows, level = todo.pop()
+        split = best_split(z_XC[rows], fault_X[rows], least) if level < DEPTH else None
+        if split is None:
+            continue
+        c, threshold, told = split
+        depth[c] = min(level, depth.get(c, DEPTH))
+        gain[c] += told
+        left = z_XC[rows, c] <= threshold
+        todo += [(rows[left], level + 1), (rows[~left], level + 1)]
+    places = sorted(range(len(names)), key=lambda c: (depth.get(c, DEPTH), -gain[c], c))
+    return tuple(names[c] for c in places)
+
+
+def best_split(
+    z_XC: np.ndarray, fault_X: np.ndarray, least: int = 1
+) -> tuple[int, float, float] | None:
+    """Returns (metric index, threshold, gain) of the best split; None if no split has a gain.
+
+    The gain is the decrease of Gini's impurity times the number of windows. Each side has at least
+    `least` windows.
+    """
+    X = len(fault_X)
+    whole = _impurity(np.array([fault_X.sum()], float), np.array([X], float))[0]
+    best: tuple[int, float, float] | None = None
+    if X < 2 * least or whole == 0:
+        return None
+    for c in range(z_XC.shape[1]):
+        by = np.argsort(z_XC[:, c], kind="stable")
+        z_X, faults_X = z_XC[by, c], np.cumsum(fault_X[by]).astype(float)
+        left_X = np.arange(1.0, X + 1)
+        right = _impurity(faults_X[-1] - faults_X, X - left_X)
+        told_X = whole - _impurity(faults_X, left_X) - right
+        cuts = (z_X[:-1] < z_X[1:]) & (left_X[:-1] >= least) & (X - left_X[:-1] >= least)
+        if not cuts.any():
+            continue
+        k = int(np.argmax(np.where(cuts, told_X[:-1], -1.0)))
+        if told_X[k] > (best[2] if best else 1e-9):
+            best = c, float((z_X[k] + z_X[k + 1]) / 2), float(told_X[k])
+    return best
+
+
+def _impurity(faults: np.ndarray, count: np.ndarray) -> np.ndarray:
+    """Returns Gini's impurity times the windows: 2 f (n - f) / n."""
+    return 2 * faults * (count - faults) / np.maximum(count, 1)
+
+
+# ---- fitting
+
 
 SHORTEST = 600  # seconds of a job to learn from: more than the longest span of ticks
 VALUES = 2**20  # of a metric from which its range is taken
@@ -68,7 +149,7 @@ def fit(
     steps: int,
     settings: Settings,
     tell: Tell | None,
-    keep: training.Keep,
+    keep: features.Keep,
     faults: Faults | None = None,
 ) -> Profile:
     """Returns a profile; the arguments are Detector.fit's."""
@@ -91,8 +172,8 @@ def fit(
     tell(f"{len(names)} metrics of {ranges.machines} machines, {ranges.seconds / 3600:.1f} h")
     model = LstmVaeConfig(len(names))
     windows = ranges.windows(range_3C)
-    vae, error = training.train(model, windows, seed, steps, keep, tell)
-    learnt = 1.0 - error / training.variance(windows, seed)
+    vae, error = features.train(model, windows, seed, steps, keep, tell)
+    learnt = 1.0 - error / features.variance(windows, seed)
     if not learnt >= LEARNT:
         tell(
             f"WARNING: after {steps} steps the networks give back {max(learnt, 0):.0%} of their "
@@ -110,8 +191,8 @@ def fit(
     slopes = np.repeat(USUAL_SLOPE, C)
     prior = noise_F, offset_F, slope_F = _spreads(ticks, np.repeat(LEAST_NOISE, C), slopes, C)
     limits = _limits(prior, ticks, settings, C)
-    usual = np.full(C + 1, dynamics.USUAL_SLOPE)
-    course = _spreads(dynamic, dynamics.least_noise(C), usual, C + 1)
+    usual = np.full(C + 1, tracker.USUAL_SLOPE)
+    course = _spreads(dynamic, tracker.least_noise(C), usual, C + 1)
     limit = _limits(course, dynamic, settings, C + 1, only_more=True)
     more = Dynamics(course[0], course[1], course[2], limit)
     report = {"seconds": ranges.seconds, "machines": ranges.machines, "mean_square": error,
@@ -126,16 +207,16 @@ def fit(
 def _priority(
     ticks: Sequence[np.ndarray], starts: Sequence[int], faults: Faults, names: tuple[str, ...]
 ) -> tuple[str, ...]:
-    """Returns the metrics in the order in which a decision tree uses them (priority.py)."""
+    """Returns the metrics in the order in which a decision tree uses them."""
     z, labels = [], []
     for y_HFNJ, start, intervals in zip(ticks, starts, faults, strict=True):
         H, _, N, J = y_HFNJ.shape
         levels = y_HFNJ[:, : len(names)].transpose(1, 2, 0, 3).reshape(len(names), N, H * J)
         middle_X = start + WINDOW * (np.arange(H * J) + 0.5)
-        z.append(priority.features(levels))
+        z.append(peak_scores(levels))
         labels.append(np.any([(a <= middle_X) & (middle_X < b) for a, b in intervals], 0)
                       if intervals else np.zeros(H * J, bool))  # fmt: skip
-    return priority.order(np.concatenate(z), np.concatenate(labels), names)
+    return order(np.concatenate(z), np.concatenate(labels), names)
 
 
 def _checked(grid: Grid, k: int) -> Grid:
@@ -150,7 +231,7 @@ def _checked(grid: Grid, k: int) -> Grid:
 
 def _long_enough(ticks: int, settings: Settings) -> None:
     """Raises UserError if no source has the ticks of the longest span that the limits are for."""
-    needed = evidence.spans(settings.ticks)[-1].ticks
+    needed = tracker.spans(settings.ticks)[-1].ticks
     if ticks < needed:
         raise UserError(
             f"continuity_s={settings.continuity_s:g} needs a source of at least "
@@ -198,7 +279,7 @@ class _Ranges:
         if not order:
             raise UserError(f"no metric to learn: the sources have {sorted(have) or 'no value'}")
         values = [np.concatenate(self._values[name]).astype(np.float64) for name in order]
-        ranges, ends = [_range(x) for x in values], [edges.ends(x) for x in values]
+        ranges, ends = [_range(x) for x in values], [features.ends(x) for x in values]
         period_C = np.array([np.median(self._periods[name]) for name in order])
         self._order = tuple(order)
         return self._order, np.array(ranges).T, period_C, np.array(ends).T
@@ -245,11 +326,11 @@ def _ticks(
     values = held(values, period_C)
     first = -grid.start % TICK
     x_CNT = features.scaled(values, *range_3C[:, :, None, None].astype(np.float32))
-    levels, courses, state = [], [], dynamics.State()
+    levels, courses, state = [], [], tracker.State()
     for at in range(first, T - TICK + 1, TICK):
         during = slice(at, at + TICK)
         levels.append(features.of_tick(model, vae, range_3C, values[..., during]))
-        y_FN, state_S = dynamics.of_tick(x_CNT[..., during])
+        y_FN, state_S = tracker.of_tick(x_CNT[..., during])
         is_usual, _ = state.see(state_S)
         courses.append(np.where(is_usual, y_FN, np.nan)[..., None])
     return np.stack(levels), np.stack(courses)
@@ -312,7 +393,7 @@ def _scores(prior: tracker.Prior, y_HFNJ: np.ndarray, only_more: bool) -> np.nda
     tracks, nobody, found = tracker.begin(prior, N), np.zeros(N, bool), []
     for y_FNJ in y_HFNJ:
         if only_more:
-            tracks, score, *_ = dynamics.advance(prior, tracks, y_FNJ[..., 0], nobody, nobody)
+            tracks, score, *_ = tracker.advance_course(prior, tracks, y_FNJ[..., 0], nobody, nobody)
         else:
             tracks, score, *_ = tracker.advance(prior, tracks, jnp.asarray(y_FNJ), nobody, nobody)
         found.append(np.asarray(score))
@@ -330,23 +411,23 @@ def _limits(
     """
     given = tracker.Prior(*(jnp.asarray(x, jnp.float32) for x in prior))
     if only_more:
-        given = dynamics.prior(*prior)
+        given = tracker.prior(*prior)
     scores = [_scores(given, y_HFNJ, only_more) for y_HFNJ in ticks]
-    chosen, F = evidence.spans(s.ticks), len(prior[0])
-    shape = len(evidence.AGES), len(chosen)
+    chosen, F = tracker.spans(s.ticks), len(prior[0])
+    shape = len(tracker.AGES), len(chosen)
     inverse, limit = np.zeros((*shape, F, F)), np.zeros((*shape, F + 1))
     for a, p in np.ndindex(shape):
         span = chosen[p]
         starts = [_starts(a, span, x.shape[-1]) for x in scores]
         averages = [
-            evidence.average(x[..., at : at + span.ticks]).T
+            tracker.average(x[..., at : at + span.ticks]).T
             for x, ats in zip(scores, starts, strict=True) for at in ats[:: max(1, span.ticks // 2)]
         ]  # fmt: skip
         average_XF = np.concatenate([np.zeros((0, F)), *averages])
         if not len(average_XF):  # the sources are too short: as the shorter past
             inverse[a, p], limit[a, p] = inverse[a - 1, p], limit[a - 1, p]
             continue
-        inverse[a, p] = np.linalg.inv(evidence.covariance(average_XF, levels))
+        inverse[a, p] = np.linalg.inv(tracker.covariance(average_XF, levels))
         highest = [
             _highest(x, ats, inverse[a, p], span) for x, ats in zip(scores, starts, strict=True)
         ]
@@ -354,21 +435,21 @@ def _limits(
     return Limits(inverse, limit)
 
 
-def _starts(age: int, span: evidence.Span, H: int) -> list[int]:
+def _starts(age: int, span: tracker.Span, H: int) -> list[int]:
     """Returns the first ticks of spans whose machines have a past of this age (index of AGES)."""
-    ages = (*evidence.AGES, H)
+    ages = (*tracker.AGES, H)
     return list(range(ages[age], min(ages[age + 1], H - span.ticks + 1)))
 
 
 def _highest(
-    scores_FNH: np.ndarray, starts: list[int], inverse_FF: np.ndarray, span: evidence.Span
+    scores_FNH: np.ndarray, starts: list[int], inverse_FF: np.ndarray, span: tracker.Span
 ) -> list[np.ndarray]:
     """Returns the highest statistics of each block of BLOCK spans: a list of (G, N)."""
     found = []
     for first in range(0, len(starts), BLOCK):
         block = starts[first : first + BLOCK]
         parts = [scores_FNH[..., at : at + span.ticks] for at in block]
-        each = [evidence.statistics(x, evidence.average(x), inverse_FF, span) for x in parts]
+        each = [tracker.statistics(x, tracker.average(x), inverse_FF, span) for x in parts]
         found.append(np.max(each, 0))
     return found
 

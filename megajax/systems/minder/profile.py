@@ -20,9 +20,9 @@ from megajax.core import files
 from megajax.core.errors import UserError
 from megajax.core.tree import Tree, named_leaves, nest
 from megajax.models.lstm_vae import LstmVaeConfig
-from megajax.systems.minder.evidence import Limits
 from megajax.systems.minder.settings import CHANNELS as CHANNELS_
 from megajax.systems.minder.settings import Settings
+from megajax.systems.minder.tracker import Limits
 
 FORMAT = 1
 CHANNELS = (
@@ -35,7 +35,7 @@ DYNAMICS = ("noise_F", "offset_F", "slope_F", *EVIDENCE)
 
 @dataclass(frozen=True)
 class Dynamics:
-    """What `fit` learnt of spreads and lags (dynamics.py), F = C + 1; as in Profile."""
+    """What `fit` learnt of spreads and lags (tracker.py), F = C + 1; as in Profile."""
 
     noise_F: np.ndarray
     offset_F: np.ndarray
@@ -55,10 +55,11 @@ class Profile:
     the metric of an alert; empty: as metrics. model, vae: configuration and parameters of the
     networks. low_C, high_C, bend_C: range of healthy values, and from where the scale is
     logarithmic (features.scaled). period_C: seconds between samples. bottom_C, top_C: ends of the
-    metrics' scales (edges.py). noise_F: standard deviation of a machine's ticks about its own
-    offset. offset_F, slope_F: standard deviations of the machines' offsets, and of how far machines
-    move apart when the median of all moves. limits: of the scores of healthy machines. report:
-    facts about the fit. dynamics: of spreads and lags; None in a file of a version before them.
+    metrics' scales (features.py: Edges). noise_F: standard deviation of a machine's ticks about its
+    own offset. offset_F, slope_F: standard deviations of the machines' offsets, and of how far
+    machines move apart when the median of all moves. limits: of the scores of healthy machines.
+    report: facts about the fit. dynamics: of spreads and lags; None in a file of a version before
+    them.
     """
 
     metrics: tuple[str, ...]

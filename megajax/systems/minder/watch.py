@@ -26,8 +26,7 @@ from megajax.monitor.samples import Grid, Samples, of_machines
 from megajax.monitor.sources.http_query import Refused, plain
 from megajax.systems.minder.alert import Alert, without_numbers
 from megajax.systems.minder.detector import Detector
-from megajax.systems.minder.pending import grid_of
-from megajax.systems.minder.recent import Recent
+from megajax.systems.minder.pending import Recent, grid_of
 from megajax.systems.minder.refit import Refit
 from megajax.systems.minder.telling import Teller
 

@@ -14,10 +14,18 @@ import time
 import pytest
 
 from megajax.core.errors import UserError
-from megajax.systems.elastic import door, hosts, wire
-from megajax.systems.elastic.hosts import AGENT, OPERATOR, Hosts
-from megajax.systems.elastic.tls import Tls, self_signed
-from megajax.systems.elastic.wire import Line, StrangerError, dial
+from megajax.systems.elastic import driver as driver_
+from megajax.systems.elastic import wire
+from megajax.systems.elastic.driver import Hosts
+from megajax.systems.elastic.wire import (
+    AGENT,
+    OPERATOR,
+    Line,
+    StrangerError,
+    Tls,
+    dial,
+    self_signed,
+)
 
 SECRET = "known to this job only"
 
@@ -94,7 +102,7 @@ class Driver:
 
 @pytest.fixture
 def quick(monkeypatch):
-    monkeypatch.setattr(door, "GREETING_S", 0.3)
+    monkeypatch.setattr(wire, "GREETING_S", 0.3)
 
 
 @pytest.mark.parametrize(
@@ -131,8 +139,8 @@ def test_idle_connections_and_dribbles_make_room(quick):
         began = time.monotonic()
         driver.still_works()  # while all of them are there
         assert time.monotonic() - began < 1
-        assert len(driver.hosts._door._waiting) <= door.WAITING_OF_ONE
-        driver.wait_for(lambda: len(driver.hosts._door._waiting) <= door.WAITING_OF_ONE)
+        assert len(driver.hosts._door._waiting) <= wire.WAITING_OF_ONE
+        driver.wait_for(lambda: len(driver.hosts._door._waiting) <= wire.WAITING_OF_ONE)
         dribble = socket.create_connection(driver.where)
         used = time.thread_time()
         try:
@@ -151,7 +159,7 @@ def test_idle_connections_and_dribbles_make_room(quick):
 
 
 def test_a_refused_accept_rests_and_goes_on(monkeypatch):
-    monkeypatch.setattr(door, "REST_S", 0.05)
+    monkeypatch.setattr(wire, "REST_S", 0.05)
     with Driver() as driver:
         real = driver.hosts._door.listener
 
@@ -276,7 +284,7 @@ def test_the_drivers_own_proof_sent_back_to_it_proves_nothing():
 def test_an_agent_ends_in_the_same_turn_in_which_another_takes_its_place(
     monkeypatch, newcomer_first
 ):
-    monkeypatch.setattr(hosts, "QUIET_S", 0.0)
+    monkeypatch.setattr(driver_, "QUIET_S", 0.0)
     with Driver() as driver:
         late = driver.dial(AGENT, "a") if newcomer_first else None
         first, _ = driver.join("a")
@@ -310,7 +318,7 @@ def test_an_agent_that_comes_again_takes_its_place_when_the_other_is_silent(monk
         first, said = driver.join("a")
         again, said = driver.join("a")
         assert said["do"] == "wait" and "another agent is called a (--name)" in said["why"]
-        monkeypatch.setattr(hosts, "QUIET_S", 0.0)
+        monkeypatch.setattr(driver_, "QUIET_S", 0.0)
         for _ in range(4):
             line, said = driver.join("a")
             first.close()  # both ends in one turn of the loop

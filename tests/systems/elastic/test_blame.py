@@ -13,7 +13,7 @@ import pytest
 
 from megajax.monitor.detectors import DETECTORS, Limits, Watchdog
 from megajax.monitor.records import Record
-from megajax.systems.elastic.hosts import Host, Hosts
+from megajax.systems.elastic.driver import Host, Hosts
 from megajax.systems.elastic.policy import ELSEWHERE, POISON, Policy, Recovery
 
 LIMITS = Limits(start=60, step=8, save=60, evaluate=60, silence=4, settle=1)

@@ -20,17 +20,13 @@ from megajax.core.errors import UserError
 from megajax.monitor import heartbeat, meter
 from megajax.monitor.detectors import Limits
 from megajax.monitor.records import read_jsonl
+from megajax.systems.elastic import agent as agent_
 from megajax.systems.elastic import driver as driver_module
-from megajax.systems.elastic import hosts, ranks, reaper, shared
-from megajax.systems.elastic.agent import Agent
-from megajax.systems.elastic.driver import Driver
-from megajax.systems.elastic.events import Journal
-from megajax.systems.elastic.hosts import AGENT, Host, Hosts
-from megajax.systems.elastic.output import Output
-from megajax.systems.elastic.settings import Settings
-from megajax.systems.elastic.speaker import Speaker
-from megajax.systems.elastic.tls import self_signed
-from megajax.systems.elastic.wire import Line, join_address, split_address
+from megajax.systems.elastic import reaper, shared
+from megajax.systems.elastic.agent import Agent, Output
+from megajax.systems.elastic.driver import Driver, Host, Hosts, Settings
+from megajax.systems.elastic.events import Journal, Speaker
+from megajax.systems.elastic.wire import AGENT, Line, join_address, self_signed, split_address
 
 ROOT = pathlib.Path(__file__).parent.parent.parent.parent
 SUPERVISE = str(ROOT / "scripts" / "supervise.py")
@@ -63,7 +59,7 @@ def test_a_log_that_is_removed_is_read_on(tmp_path):
     script = "printf 'a\\303'; read x < fifo; printf '\\251b'"
     os.mkfifo(tmp_path / "fifo")
     with contextlib.chdir(tmp_path):
-        popen, output = ranks.run(["sh", "-c", script], log, os.environ)
+        popen, output = agent_.run(["sh", "-c", script], log, os.environ)
     output.follow()
     wait_for(lambda: log.stat().st_size == 2)
     assert output.new_text() == "a"  # and half of a character
@@ -79,7 +75,7 @@ def test_a_log_that_is_removed_is_read_on(tmp_path):
 @process
 def test_a_place_that_takes_no_log_costs_the_log(tmp_path, capsys):
     (tmp_path / "rank0.log").mkdir()
-    popen, output = ranks.run(["echo", "x"], tmp_path / "rank0.log", os.environ)
+    popen, output = agent_.run(["echo", "x"], tmp_path / "rank0.log", os.environ)
     output.follow()
     assert popen.wait() == 0
     assert output.new_text() == "x\n" and "no log" in capsys.readouterr().err
@@ -88,12 +84,12 @@ def test_a_place_that_takes_no_log_costs_the_log(tmp_path, capsys):
         "2 bytes of output are not in the log (Is a directory); the last:\nx\n\n"
     )
     with pytest.raises(FileNotFoundError):
-        ranks.run(["no such program"], tmp_path / "other.log", os.environ)
+        agent_.run(["no such program"], tmp_path / "other.log", os.environ)
 
 
 @process
 def test_frozen_agents_are_not_waited_for_one_after_the_other(monkeypatch):
-    monkeypatch.setattr(hosts, "ANSWER_S", 0.3)
+    monkeypatch.setattr(driver_module, "ANSWER_S", 0.3)
     listener = socket.create_server(("127.0.0.1", 0))
     found = Hosts(Owner(), listener, "a secret of this job")
     agents = [subprocess.Popen(["sleep", "60"]) for _ in range(5)]
@@ -109,7 +105,7 @@ def test_frozen_agents_are_not_waited_for_one_after_the_other(monkeypatch):
 @process
 def test_a_command_that_prints_does_not_meet_a_full_disk(tmp_path):
     script = "i=0; while [ $i -lt 300 ]; do echo line $i || exit 9; i=$((i+1)); done; kill -9 $$"
-    popen, output = ranks.run(["sh", "-c", script], pathlib.Path("/dev/full"), os.environ)
+    popen, output = agent_.run(["sh", "-c", script], pathlib.Path("/dev/full"), os.environ)
     output.follow()
     assert popen.wait() == -signal.SIGKILL  # and no 9
     text = "".join(f"line {i}\n" for i in range(300))
@@ -149,7 +145,7 @@ def test_a_log_says_what_is_missing_as_soon_as_there_is_room(tmp_path):
 def test_what_a_command_left_behind_may_keep_its_output_open(tmp_path):
     """The command is killed with 200 kB in the pipe; the process it left prints on."""
     script = f"sleep 60 & {sys.executable} -c 'print(\"x\" * 200_000)'; kill -9 $$"
-    popen, output = ranks.run(["sh", "-c", script], tmp_path / "log", os.environ)
+    popen, output = agent_.run(["sh", "-c", script], tmp_path / "log", os.environ)
     assert popen.wait() == -signal.SIGKILL
     output.follow()
     assert len(output.new_text()) == 200_001
@@ -192,20 +188,19 @@ from megajax.monitor import heartbeat
 from megajax.monitor.detectors import Limits
 from megajax.monitor.records import read_jsonl
 from megajax.systems.elastic import driver as driver_module
-from megajax.systems.elastic import ranks, reaper, shared
+from megajax.systems.elastic import agent, reaper, shared
 from megajax.systems.elastic.agent import Agent
-from megajax.systems.elastic.driver import Driver
-from megajax.systems.elastic.settings import Settings
-ranks.adopt_orphans()
+from megajax.systems.elastic.driver import Driver, Settings
+agent.adopt_orphans()
 command = ["sh", "-c", sys.argv[2]]
 env = os.environ | {reaper.MARK: sys.argv[3]}
-popen, _ = ranks.run(command, pathlib.Path(sys.argv[1]), env)
+popen, _ = agent.run(command, pathlib.Path(sys.argv[1]), env)
 print(popen.pid, flush=True)
 sys.stdin.readline()
 popen.kill()
 popen.wait()
 print(len(reaper.descendants(os.getpid())), flush=True)
-print(reaper.kill_all(lambda: ranks.reap(()) or reaper.descendants(os.getpid())), flush=True)
+print(reaper.kill_all(lambda: agent.reap(()) or reaper.descendants(os.getpid())), flush=True)
 sys.stdin.readline()
 """
 

@@ -8,8 +8,7 @@ import pytest
 from megajax.core.errors import UserError
 from megajax.monitor.alerts import Action
 from megajax.systems.elastic.events import Journal
-from megajax.systems.elastic.evictions import DAY_S, OPEN_S, Evictions
-from megajax.systems.elastic.policy import Policy, Recovery, to_evict
+from megajax.systems.elastic.policy import DAY_S, OPEN_S, Evictions, Policy, Recovery, to_evict
 
 
 class Clock:

@@ -15,12 +15,11 @@ import pytest
 from megajax.core.errors import SUPERSEDED
 from megajax.monitor import meter, timeline
 from megajax.monitor.alerts import Action
-from megajax.systems.elastic import checks, hosts, output, ranks, reaper, shared
+from megajax.systems.elastic import agent, checks, driver, reaper, shared
+from megajax.systems.elastic.agent import Output, Process
 from megajax.systems.elastic.events import Journal
-from megajax.systems.elastic.output import Output
 from megajax.systems.elastic.policy import EARLY, ELSEWHERE, POISON, Policy, Recovery, after
 from megajax.systems.elastic.policy import ended as end_of
-from megajax.systems.elastic.ranks import Process
 from megajax.systems.elastic.wire import Line
 
 
@@ -319,10 +318,10 @@ def test_logs_are_searched_once_line_by_line_and_not_for_ever(tmp_path):
         assert p.words(p.output.new_text()) == ["half of a CUDA_ERROR: launch failed"]
         log.write(100 * "out of memory\n")
         log.flush()
-        assert len(p.words(p.output.new_text())) == ranks.LINES - 2
-        log.write("x" * (output.NEWEST_BYTES + 100) + "\n")
+        assert len(p.words(p.output.new_text())) == agent.LINES - 2
+        log.write("x" * (agent.NEWEST_BYTES + 100) + "\n")
         log.flush()
-        assert len(p.output.new_text()) == output.NEWEST_BYTES
+        assert len(p.output.new_text()) == agent.NEWEST_BYTES
     p.output.close()
     assert p.output.total == p.output.log.stat().st_size and not p.output.missing()
 
@@ -387,7 +386,7 @@ def test_the_check_of_gpus_runs_on_any_devices_and_sees_a_wrong_product(monkeypa
 @pytest.mark.parametrize("here", [False, True])
 def test_a_driver_says_now_and_then_whom_it_awaits(here, monkeypatch):
     """Agents of other machines at once; this machine's, which come by themselves, after a while."""
-    monkeypatch.setattr(hosts, "WAITING_S", 0.06)
+    monkeypatch.setattr(driver, "WAITING_S", 0.06)
     said = []
 
     class Owner:
@@ -399,7 +398,7 @@ def test_a_driver_says_now_and_then_whom_it_awaits(here, monkeypatch):
 
     idle = types.SimpleNamespace(poll=lambda: None, wait=lambda seconds: None)
     listener = socket.create_server(("127.0.0.1", 0))
-    found = hosts.Hosts(Owner(), listener, "token", (lambda name: idle) if here else None, 2)
+    found = driver.Hosts(Owner(), listener, "token", (lambda name: idle) if here else None, 2)
     monkeypatch.setattr(found, "pump", lambda: time.sleep(0.01))
     assert not found.gather(2, 1, 0.2, lambda: False)
     found.close()

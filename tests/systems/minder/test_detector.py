@@ -14,7 +14,7 @@ from experiments.reports import minder_rivals as rivals
 from experiments.reports import minder_watch
 from megajax.core.errors import UserError
 from megajax.monitor.samples import Grid, Samples
-from megajax.systems.minder import Detector, Settings, features, fit, training
+from megajax.systems.minder import Detector, Settings, features, fit
 from megajax.systems.minder.judge import SUSPECTED
 
 BEGIN = 1_700_000_000
@@ -58,7 +58,7 @@ def small_programs():
 def model(tmp_path_factory):
     path = tmp_path_factory.mktemp("minder") / "model.npz"
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(training, "BATCH", 64)  # an eighth: more steps in a third of the time
+        patch.setattr(features, "BATCH", 64)  # an eighth: more steps in a third of the time
         sources = [job(8, 1800, seed=1), job(12, 1500, seed=2)]
         detector = Detector.fit(sources, seed=3, steps=600)
     assert detector.profile.report["learnt"] > 0.9

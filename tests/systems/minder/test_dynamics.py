@@ -6,8 +6,8 @@ Legend: C metrics, N machines, T seconds.
 import numpy as np
 import pytest
 
-from megajax.systems.minder import dynamics
-from megajax.systems.minder.onsets import Onsets
+from megajax.systems.minder import tracker
+from megajax.systems.minder.judge import Onsets
 from megajax.systems.minder.settings import TICK
 
 C, N = 3, 8
@@ -29,13 +29,13 @@ def test_spreads_are_mean_distances_from_the_medians_course(seed):
     x_CNT[0, :, 3:7] = np.nan
     x_CNT[2, 4, ::3] = np.nan
     x_CNT[2, 6, : TICK - 4] = np.nan
-    y_FN, _ = dynamics.of_tick(x_CNT)
+    y_FN, _ = tracker.of_tick(x_CNT)
     for c, n in np.ndindex(C, N):
         apart_T = x_CNT[c, n] - [
             np.median(v[np.isfinite(v)]) if np.isfinite(v).any() else np.nan for v in x_CNT[c].T
         ]
         apart_T = apart_T[np.isfinite(apart_T)]
-        wanted = np.log(dynamics.FLOOR + np.abs(apart_T - apart_T.mean()).mean())
+        wanted = np.log(tracker.FLOOR + np.abs(apart_T - apart_T.mean()).mean())
         wanted = np.nan if len(apart_T) < TICK / 2 else wanted
         assert y_FN[c, n] == pytest.approx(wanted, abs=1e-4, nan_ok=True), (c, n)
     assert y_FN[1, 2] == y_FN[1].max()
@@ -43,14 +43,14 @@ def test_spreads_are_mean_distances_from_the_medians_course(seed):
 
 @pytest.mark.parametrize("late_s", [-1.5, 0.0, 0.6, 1.0, 2.3])
 def test_the_lag_is_how_late_a_machine_is(seed, late_s):
-    lag_N = dynamics.of_tick(tick(np.random.default_rng(seed), late_s))[0][-1]
+    lag_N = tracker.of_tick(tick(np.random.default_rng(seed), late_s))[0][-1]
     assert lag_N[5] == pytest.approx(late_s, abs=0.2)
     assert np.abs(np.delete(lag_N, 5)).max() < 0.2
 
 
 def test_a_job_that_stands_still_shows_no_lag(seed):
     noise_CNT = 0.5 + 0.01 * np.random.default_rng(seed).standard_normal((C, N, TICK))
-    assert np.isnan(dynamics.of_tick(noise_CNT.astype(np.float32))[0][-1]).all()
+    assert np.isnan(tracker.of_tick(noise_CNT.astype(np.float32))[0][-1]).all()
 
 
 def test_onsets_are_known_to_the_second_whatever_the_sizes(seed):
@@ -74,7 +74,7 @@ def test_onsets_are_known_to_the_second_whatever_the_sizes(seed):
 
 
 def test_a_job_that_changes_its_course_is_no_evidence_until_that_is_usual(seed):
-    rng, state = np.random.default_rng(seed), dynamics.State()
+    rng, state = np.random.default_rng(seed), tracker.State()
     level_H = np.full(120, 0.5)
     level_H[40:60] += 0.1  # for eight minutes
     level_H[80:] -= 0.1  # from now on

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from megajax.systems.minder.edges import Edges, ends
+from megajax.systems.minder.features import Edges, ends
 
 
 def test_the_ends_of_a_scale_are_values_that_many_samples_have():

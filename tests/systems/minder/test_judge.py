@@ -3,11 +3,10 @@
 import numpy as np
 import pytest
 
-from megajax.systems.minder import evidence
-from megajax.systems.minder.evidence import Limits
-from megajax.systems.minder.judge import Judge
-from megajax.systems.minder.onsets import Onsets
+from megajax.systems.minder import tracker
+from megajax.systems.minder.judge import Judge, Onsets
 from megajax.systems.minder.settings import TICK, Settings
+from megajax.systems.minder.tracker import Limits
 
 N, TICKS = 16, 40
 
@@ -67,7 +66,7 @@ def test_ticks_in_which_the_whole_job_stalls_hide_a_fault_and_do_not_end_it():
     fault_H[19:22] = 0.0
     assert named(fault_H, middle_H=middle_H) == [22 + Settings().ticks - 1]  # the job did not stall
     middle_H[19:22] = 0.1
-    longer = evidence.spans(Settings().ticks)[1]  # waits for more ticks, so that some may be hidden
+    longer = tracker.spans(Settings().ticks)[1]  # waits for more ticks, so that some may be hidden
     assert named(fault_H, middle_H=middle_H) == [14 + longer.needed - 1]
     short_H = np.where(np.arange(TICKS) < 23, fault_H, 0.0)  # nine ticks with the stall
     assert named(short_H, middle_H=middle_H) == []
@@ -91,7 +90,7 @@ def test_a_disturbance_after_another_one_does_not_prolong_it(
 ):
     scores = two_disturbances(first, second, size)
     assert named(*scores) == []
-    monkeypatch.setattr(evidence, rule, {"ONE_WAY": -2.0, "MORE": 1e9}[rule])
+    monkeypatch.setattr(tracker, rule, {"ONE_WAY": -2.0, "MORE": 1e9}[rule])
     assert named(*scores) != []  # it is this rule that refuses them
     monkeypatch.undo()
     both_H = np.where(np.arange(TICKS) < 14, 0.0, -5.0)

@@ -6,7 +6,7 @@ import pytest
 from megajax.monitor.fleet import METRICS
 from megajax.monitor.fleet.faults import GROUPS, KINDS
 from megajax.monitor.sources.convert import MINDER
-from megajax.systems.minder.kinds import nearest
+from megajax.systems.minder.detector import nearest
 
 GPU = ("gpu_duty_cycle", "gpu_power_draw", "gpu_graphics_engine_activity", "gpu_tensor_activity")
 

@@ -7,7 +7,7 @@ import pytest
 
 from megajax.core.errors import UserError
 from megajax.monitor.samples import Grid
-from megajax.systems.minder import Detector, priority
+from megajax.systems.minder import Detector, fit
 
 BEGIN = 1_700_000_000
 
@@ -27,7 +27,7 @@ def test_the_best_split_is_that_of_all_splits():
             left = z[:, c] <= cut
             if left.sum() >= 3 and (~left).sum() >= 3:
                 told[c, cut] = gini(fault) - gini(fault[left]) - gini(fault[~left])
-        found = priority.best_split(z, fault, least=3)
+        found = fit.best_split(z, fault, least=3)
         assert found is not None
         c, threshold, decrease = found
         assert decrease == pytest.approx(max(told.values()))
@@ -42,9 +42,9 @@ def test_the_telling_metric_comes_first_and_a_constant_one_last():
     z[:, 2] += 0.8 * fault
     z[:, 0] += 0.3 * fault
     z[:, 1] = 0.5
-    found = priority.order(z, fault, ("a", "b", "c", "d"))
+    found = fit.order(z, fault, ("a", "b", "c", "d"))
     assert found[:2] == ("c", "a") and found[-1] == "b"
-    assert priority.order(z, np.zeros(2000, bool), ("a", "b", "c", "d")) == ("a", "b", "c", "d")
+    assert fit.order(z, np.zeros(2000, bool), ("a", "b", "c", "d")) == ("a", "b", "c", "d")
 
 
 def test_a_lone_machine_has_the_same_feature_at_any_size():
@@ -52,7 +52,7 @@ def test_a_lone_machine_has_the_same_feature_at_any_size():
         levels = np.zeros((1, machines, 5))
         levels[0, 1] = 1.0
         levels[0, 0, 3] = np.nan
-        np.testing.assert_allclose(priority.features(levels), 1.0, rtol=1e-6)
+        np.testing.assert_allclose(fit.peak_scores(levels), 1.0, rtol=1e-6)
 
 
 def jobs():

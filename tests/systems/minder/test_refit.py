@@ -12,7 +12,7 @@ import pytest
 
 from megajax.monitor.samples import Grid
 from megajax.systems.minder import Alert, Detector, Settings
-from megajax.systems.minder.ledger import Lasting
+from megajax.systems.minder.alert import Lasting
 from megajax.systems.minder.refit import Plan, Refit, compare, stretches
 
 BEGIN = 1_699_999_992  # a multiple of 24

@@ -18,8 +18,8 @@ from megajax.monitor.sources import from_records, read
 from megajax.monitor.sources.http_query import Unavailable
 from megajax.systems.minder import run
 from megajax.systems.minder.alert import without_numbers
-from megajax.systems.minder.beside import Beside
 from megajax.systems.minder.beside_main import Feed, host_of
+from megajax.systems.minder.run import Beside
 from scripts import supervise
 from tests.monitor.test_watchdog import Stream
 

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 
-from megajax.systems.minder import medians, tracker
+from megajax.systems.minder import tracker
 
 MACHINES, WINDOWS, NOISE, SLOPE = 16, 3, 0.005, 0.1
 
@@ -49,7 +49,7 @@ def test_medians_are_exact_for_any_count_of_machines_with_holes_ties_and_both_si
         x[1] = np.round(x[1] / np.abs(x[1]).max() * 3)  # ties, zeros of both signs
         x[2:4, rng.random(machines) < 0.3] = np.nan
         x[4], x[5, machines // 2 :] = np.nan, np.inf
-        found = zip(*medians.middle_two(x), medians.median(x), strict=True)
+        found = zip(*tracker.middle_two(x), tracker.median(x), strict=True)
         for row, (low, high, middle) in zip(x, found, strict=True):
             ordered = np.sort(row[np.isfinite(row)])
             n = len(ordered)

@@ -16,11 +16,10 @@ from megajax.monitor import exporter
 from megajax.monitor.samples import Grid, Samples
 from megajax.monitor.sources import Refused, Unavailable
 from megajax.systems.minder import Alert
-from megajax.systems.minder.ledger import Ledger
-from megajax.systems.minder.pictures import Heat, draw_alert
-from megajax.systems.minder.recent import Recent, merged
+from megajax.systems.minder.alert import Ledger
+from megajax.systems.minder.pending import Recent, merged
 from megajax.systems.minder.refit import Result
-from megajax.systems.minder.telling import NAMES, Teller
+from megajax.systems.minder.telling import NAMES, Heat, Teller, draw_alert
 from megajax.systems.minder.watch import Pace, Watch
 
 BEGIN = 1_700_000_000
