@@ -14,8 +14,7 @@ import megajax.core.interrupted  # noqa: F401
 import sys
 
 from absl import flags
-from docs_check import Checker
-from docs_reference import FOLDER, ROOT, pages
+from docs_pages import FOLDER, ROOT, Checker, pages
 
 from megajax.core import config
 

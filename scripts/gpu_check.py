@@ -10,9 +10,9 @@ committed results, copy experiments/results/DEVICE_*.json and pallas_kernels/tun
 --out first. Serving and training run what the tuning tables of pallas_kernels/tuned make the
 default, so copy a newly measured table there before these parts run.
 
-This process never touches the GPU. Each part is a process of its own (gpu_worker.py) with a limit
-for every stage (workers.py), so a kernel that hangs costs its limit, a crash costs its part, and
-the rest is measured. Correctness comes before speed: a small kernel and the peaks of the machine,
+This process never touches the GPU. Each part is a process of its own (gpu_session/worker.py) with a
+limit for every stage, so a kernel that hangs costs its limit, a crash costs its part, and the rest
+is measured. Correctness comes before speed: a small kernel and the peaks of the machine,
 the checks of every kernel folder, then times beside rivals, training, the tunings that matter most,
 and products with communication behind an emulated link.
 
@@ -37,14 +37,14 @@ from pathlib import Path
 from typing import Any
 
 from absl import flags
-from workers import TUNED, Part, Session, Store
 
 from megajax.core import script
 from megajax.core.errors import UserError, did_you_mean
 from megajax.monitor import results
+from scripts.gpu_session.session import TUNED, Part, Session, Store
 
 ROOT = Path(__file__).parent.parent
-WORKER = [sys.executable, str(ROOT / "scripts" / "gpu_worker.py")]
+WORKER = [sys.executable, str(ROOT / "scripts" / "gpu_session" / "worker.py")]
 REHEARSAL_SCALE, REHEARSAL_MINUTES = 30, 60  # of limits on a CPU that interprets; of the time
 SMOKE = Part("smoke", "kernels", {"do": "smoke"})
 FOLDERS = (
@@ -55,7 +55,7 @@ TORCH = ("attention", "gemm", "grouped", "norm", "quant_gemm")  # where PyTorch 
 FORWARD, BOTH = "forward", "forward+backward"
 FUSED = ("collective", "expert")
 SAMPLE = 6  # checks of a folder before any times
-# Names of scripts/gpu_train.py:VARIANTS, the goals first.
+# Names of gpu_session/training.py:VARIANTS, the goals first.
 TRAIN_FIRST = ("cudnn, remat outputs", "hopper, remat outputs")
 TRAIN_REST = (
     "cudnn, remat dots", "cudnn, remat full", "cudnn, batch 16", "cudnn, parallel block",

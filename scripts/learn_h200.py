@@ -21,7 +21,6 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import gpu_train
 import jax
 import numpy as np
 from absl import flags
@@ -41,6 +40,7 @@ from pallas_kernels import aot
 from pallas_kernels.attention import bench as attention
 from pallas_kernels.gemm import bench as gemm
 from pallas_kernels.quant_gemm import bench as quant_gemm
+from scripts.gpu_session import training
 
 FOLDER = Path(__file__).parents[1] / "experiments" / "results"
 DEVICE, FAMILIES = "H200", ("encoder", "vit")
@@ -154,11 +154,11 @@ def of_attention(name: str, before: Predictor, data: Dataset, rows: Any) -> dict
 
 
 def of_step(predictors: dict[str, Predictor]) -> list[dict[str, Any]]:
-    """The train step that gpu_train.py measured, predicted from its compiled program."""
+    """The train step that gpu_session/training.py measured, predicted from its compiled program."""
     file = json.loads((FOLDER / "nvidia_h200_train.json").read_text())
     [row] = [row for row in file["rows"] if row["item"] == "step" and "median_s" in row]
     cluster = parse_cluster("h200:1x1")
-    cfg = gpu_train.configuration(row["variant"], rehearsal=False)
+    cfg = training.configuration(row["variant"], rehearsal=False)
     program = steps.compile_step(cfg, cluster, fused=True)
     assert program.attention == "hopper"
     all_times = {"assumed efficiencies": step.assumed}

@@ -2,10 +2,11 @@
 
     uv run scripts/step_budget.py [--out=experiments/results] [--compiled]
 
-The step of the 1.2B decoder of scripts/gpu_train.py (8 rows of 4,096 tokens). Three configurations:
-as the program was before packed cuDNN attention, the same flags now, and the flags recommended for
-one H100. Each for rows of one segment and of four. The efficiencies are the cost model's own
-(cost/roofline.py, assumed); nothing here was measured. Writes step_budget.json into --out.
+The step of the 1.2B decoder of gpu_session/training.py (8 rows of 4,096 tokens). Three
+configurations: as the program was before packed cuDNN attention, the same flags now, and the flags
+recommended for one H100. Each for rows of one segment and of four. The efficiencies are the cost
+model's own (cost/roofline.py, assumed); nothing here was measured. Writes step_budget.json into
+--out.
 --compiled also writes step_memory.json, the memory of the steps compiled for an H100 without one.
 cuDNN's kernel cannot be compiled without its library: attention is our kernel there, which keeps
 the same arrays.
@@ -22,8 +23,6 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-import gpu_train
-
 from megajax.core import config
 from megajax.core.config import Checked, option
 from megajax.core.hardware import CARDS, Cluster, parse_cluster
@@ -38,6 +37,7 @@ from megajax.systems.aot import QUICK
 from megajax.training.config import Config as RunConfig
 from megajax.training.shape import step_shape, with_chunks
 from pallas_kernels import aot
+from scripts.gpu_session import training
 
 ONE = dict.fromkeys(("pipe", "node", "data", "expert", "context", "tensor"), 1)
 NOW = "cudnn, remat outputs"
@@ -111,7 +111,7 @@ def as_before(step: StepShape, row_step: StepShape) -> dict[str, float]:
 
 def row(name: str, variant: str, pieces: int, before: bool, cluster: Cluster) -> dict[str, Any]:
     """One configuration's estimate."""
-    cfg = gpu_train.configuration(variant, rehearsal=False)
+    cfg = training.configuration(variant, rehearsal=False)
     if not before:
         open_chunks = config.override(cfg, {"train.loss_chunks": 0})
         cfg = with_chunks(open_chunks, ONE, CARD.memory_bytes) if variant == RECOMMENDED else cfg
@@ -134,9 +134,9 @@ def row(name: str, variant: str, pieces: int, before: bool, cluster: Cluster) ->
 
 def memory_row(name: str, variant: str) -> dict[str, Any]:
     """XLA's memory of a step, beside that of the cost model's terms."""
-    cfg = gpu_train.configuration(variant, rehearsal=False)
+    cfg = training.configuration(variant, rehearsal=False)
     cfg = config.override(cfg, {"train.attention": "hopper"})
-    step = gpu_train.train_step_of(cfg, aot.devices(1, 1, "h100")[0])
+    step = training.train_step_of(cfg, aot.devices(1, 1, "h100")[0])
     lowered = step.step.lower(step.abstract_state, step.abstract_batch)
     used = aot.compile(lowered, QUICK).memory_analysis()
     chosen = with_chunks(cfg, ONE, CARD.memory_bytes)
@@ -156,7 +156,7 @@ def main() -> int:
     cluster = parse_cluster("H100:1x1")
     rows = [
         row(name, variant, pieces, name == "before", cluster)
-        for pieces in (1, gpu_train.PIECES)
+        for pieces in (1, training.PIECES)
         for name, variant in (("before", NOW), ("now", NOW), ("recommended", RECOMMENDED))
     ]
     about = results.facts("H100", "estimated: efficiencies assumed, nothing measured")

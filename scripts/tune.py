@@ -5,7 +5,7 @@
     PYTHONPATH=. python3 scripts/tune.py --again --minutes=8
     PYTHONPATH=. python3 scripts/tune.py --rehearse --out=runs/tune   # on a CPU, one tiny tile
 
-Each key of the table is a process of its own (gpu_worker.py, gpu_tune.py), with a limit for every
+Each key of the table is a process of its own (gpu_session), with a limit for every
 candidate, and the keys that matter most come first. Rows go into DEVICE.json in --out as they come,
 so a run may be cut off and called again; DEVICE_verdicts.json says what failed, and candidates that
 hung are left out from then on. The kernels read tables in pallas_kernels/tuned, which is where they
@@ -19,9 +19,9 @@ import subprocess
 import sys
 
 import gpu_check
-from workers import Part
 
 from megajax.core import script
+from scripts.gpu_session.session import Part
 
 FIRST = Part("device", "kernels", {"do": "device"})
 LIST_S = 300  # that listing the tunings may take
@@ -40,7 +40,7 @@ def names(words: list[str]) -> list[str]:
 
 def listed(words: list[str]) -> list[str]:
     """Asks a process that may import jax."""
-    command = [sys.executable, str(gpu_check.ROOT / "scripts" / "gpu_tune.py"), *words]
+    command = [sys.executable, str(gpu_check.ROOT / "scripts" / "gpu_session" / "tune.py"), *words]
     environment = gpu_check.environment(rehearsal=True)
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIST_S, env=environment)
     if done.returncode:

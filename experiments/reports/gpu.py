@@ -23,7 +23,7 @@ from pallas_kernels.attention.cases import paper_lengths
 Row = dict[str, Any]
 Columns = Mapping[str, Callable[[Row], Any]]
 NOTHING = "*Not measured yet.*"
-RUNS = 50  # calls that a time should have (scripts/gpu_kernels.py)
+RUNS = 50  # calls that a time should have (scripts/gpu_session/kernels.py)
 
 
 def measured(folder: Path, file: str) -> list[dict[str, Any]]:

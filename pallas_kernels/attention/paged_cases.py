@@ -90,8 +90,8 @@ CASES = (
     Case("chunk 1984 beside 64 x 2048", (*[2048] * 64, 4096), (*[1] * 64, 1984)),
 )
 
-# Of the engine that scripts/gpu_serving.py decodes with (Llama 3.2 1B's attention): its smallest
-# step, 64 sequences, and a prompt in an engine for 64 of them.
+# Of the engine that scripts/gpu_session/serving.py decodes with (Llama 3.2 1B's attention): its
+# smallest step, 64 sequences, and a prompt in an engine for 64 of them.
 SERVED = (
     decode(8, 768, width=64),
     decode(64, 768, width=64),

@@ -22,7 +22,7 @@ timed.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -30,7 +30,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
-from pallas_kernels import aot, bench
+from pallas_kernels import aot, bench, tuned
 from pallas_kernels.collective.all_gather_gemm import all_gather
 from pallas_kernels.collective.bench import (
     CLOSE,
@@ -45,6 +45,7 @@ from pallas_kernels.collective.bench import (
     apart,
     compiled,
     interleaved,
+    link,
     link_row,
 )
 from pallas_kernels.expert import fusions, reference, tables
@@ -534,3 +535,46 @@ def rehearsals() -> list[Work]:
           for name, function in functions(case, LINKS[:1]).items()
           if name.startswith(REHEARSED)),
     ]  # fmt: skip
+
+
+# ---- tunings
+#
+# What tune.py times of the experts' products: the papers' models, on one rank beside ghosts.
+#
+# The rival is plain XLA, one after the other (`Case.plain`).
+
+
+TUNED_TOKENS = (4096, 16384)  # of all ranks (COMET, section 5: 2048 to 32768)
+WORDS = ("fused", "xla")
+
+
+def tuned_cases() -> Iterator[Case]:
+    """The papers' models, every number of tokens, rows for any routing."""
+    for model in MIXTURES:
+        for tokens in TUNED_TOKENS:
+            for op in (DISPATCH, COMBINE):
+                yield of_model(op, model, tokens)
+
+
+def tunings() -> tuple[tuned.Tuning, ...]:
+    """Returns the tunings of all cases."""
+    return tuple(map(tuning, tuned_cases()))
+
+
+def tuning(case: Case) -> tuned.Tuning:
+    """One measurement."""
+    legal = case.fusions()
+
+    def function(fusion: ExpertFusion, interpret: bool) -> Callable[..., Any]:
+        if not interpret:
+            return lambda *args: case.fused(case.ghost(fusion, link()), fusion, *args)
+        return functools.partial(case.alike, fusion)
+
+    def plain(*args: Any) -> tuple[jax.Array, ...]:
+        return case.plain(case.ghost(legal[0], link()), legal[0], *args)
+
+    key = fusions.key(case.op, case.ranks, case.S, case.experts, case.K, sum(case.widths))
+    return tuned.Tuning(
+        case.op, key, legal, function, case.inputs, plain, want=case.exact, words=WORDS,
+        link="emulated",
+    )  # fmt: skip

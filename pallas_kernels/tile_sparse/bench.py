@@ -4,6 +4,7 @@ Correct: the error against float32 is at most twice that of the plain 16-bit pro
 where nothing is pruned the kernel takes at most 1.25 times what the dense product takes.
 """
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -12,12 +13,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import TileSparse, bench, tile_sparse_matmul
+from pallas_kernels import TileSparse, bench, tile_sparse_matmul, tuned
 from pallas_kernels.bench import Side
 from pallas_kernels.dispatch import Implementation
-from pallas_kernels.tile_sparse import cases
+from pallas_kernels.hopper.activations import Spec
+from pallas_kernels.tile_sparse import api, cases, hopper, hopper_weights, reference
 from pallas_kernels.tile_sparse.cases import CASES as CASES
 from pallas_kernels.tile_sparse.cases import Case
+from pallas_kernels.tile_sparse.configs import KINDS, kernel
+from pallas_kernels.tile_sparse.configs import arguments as operands
 
 TINY_CASES = (Case(64, 128, 128, 50, tile=64),)
 CHECKED = (
@@ -132,3 +136,58 @@ def checks(rehearsal: bool) -> list[tuple[str, Callable[[], dict[str, float]]]]:
             compare = functools.partial(beside_dense, case, implementation, bench.device_clock, 50)
             found.append((f"tile_sparse beside dense, {case.name}", compare))
     return found
+
+
+# ---- tunings
+#
+# What tune.py times of the tile-sparse product: y, dx and dw of every case.
+
+
+def tunings() -> tuple[tuned.Tuning, ...]:
+    """Returns those of each named shape: y as for inference, dx (where by a kernel) and dw."""
+    return tuple(
+        tuning(case, kind)
+        for case in CASES
+        for kind in KINDS
+        if kind != "dx" or case.abstract.together == 1
+    )
+
+
+def tuning(case: Case, kind: str) -> tuned.Tuning:
+    """One product of a case; x w, dz w^T or x^T dz of what is kept."""
+    pattern, spec = case.abstract, Spec(None, "bfloat16")
+
+    def inputs(key: jax.Array) -> tuple[Any, ...]:
+        # Also what the mask does not keep is drawn: in these cases it keeps whole slots.
+        (left, right), (a, b) = jax.random.split(key), operands(kind, case, pattern)[:2]
+        drawn = (jax.random.normal(k, x.shape, x.dtype) for k, x in ((left, a), (right, b)))
+        rest = (None,) if kind == "forward" else ()
+        return *drawn, *rest, cases.pattern(case)
+
+    if kind == "dw":
+        first = hopper_weights.heuristic(case.M, pattern)
+        tiles = (first, *hopper_weights.candidates(pattern.unit, case.tile))
+    else:
+        shape = hopper.shape_of(pattern, kind == "dx")
+        blocks = pattern.grid[0 if kind == "dx" else 1]
+        first = hopper.heuristic(case.M, shape, blocks, pattern.chunks.size, spec)
+        wider = (dataclasses.replace(first, snake=snake) for snake in (4, 16))
+        tiles = (first, *hopper.candidates(shape, spec), *wider)
+    key = api.key(jnp.bfloat16, kind, None, pattern, case.M)
+    function = functools.partial(_timed, kind, spec)
+    plain = functools.partial(_plain, kind, spec)
+    return tuned.Tuning(api.OP, key, tuple(dict.fromkeys(tiles)), function, inputs, plain)
+
+
+def _timed(kind: str, spec: Spec, tile: Any, interpret: bool) -> Callable[..., Any]:
+    return kernel(kind, tile, spec, interpret)
+
+
+def _plain(kind: str, spec: Spec, *args: Any) -> Any:
+    """What the reference makes of the same operands."""
+    if kind == "forward":
+        return reference.forward(*args, spec=spec)
+    pattern = args[2]
+    if kind == "dx":
+        return reference.gradient(args[0], args[1], pattern)
+    return pattern.collect(args[0].T @ args[1])

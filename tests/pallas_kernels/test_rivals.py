@@ -12,7 +12,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 import gpu_check
-import gpu_kernels
+
+from scripts.gpu_session import kernels as gpu_kernels
 
 sys.path.pop(0)
 

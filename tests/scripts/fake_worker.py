@@ -9,8 +9,7 @@ import time
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # python -S knows no installed package
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
-from worker_channel import Channel, Item, work
+from scripts.gpu_session.channel import Channel, Item, work
 
 
 def sleep_for_ever():

@@ -44,11 +44,10 @@ class Loader:
 def tools():
     sys.path.insert(0, str(ROOT / "scripts"))
     try:
-        import docs_check
-        import docs_reference
+        import docs_pages
     finally:
         sys.path.remove(str(ROOT / "scripts"))
-    return docs_reference, docs_check
+    return docs_pages
 
 
 @pytest.fixture
@@ -94,15 +93,15 @@ BAD = {
 
 def test_what_documents_mention_is_looked_up(tools, project):
     (project / "README.md").write_text(GOOD)
-    assert tools[1].Checker(project).check() == []
+    assert tools.Checker(project).check() == []
     (project / "README.md").write_text("\n\n".join(BAD))
-    found = tools[1].Checker(project).check()
+    found = tools.Checker(project).check()
     assert len(found) == len(BAD), found
     assert [words for words in BAD.values() if not any(words in line for line in found)] == []
 
 
 def test_the_reference_shows_signatures_and_docstrings(tools, project):
-    pages = tools[0].pages(project)
+    pages = tools.pages(project)
     assert set(pages) == {"docs/api/README.md", "docs/api/megajax.md"}
     text = pages["docs/api/megajax.md"]
     assert "[`megajax/rows.py`](../../megajax/rows.py)" in text
@@ -110,8 +109,8 @@ def test_the_reference_shows_signatures_and_docstrings(tools, project):
     (project / "megajax" / "__init__.py").write_text(
         'a, b, __all__ = public(__name__, {"rows": ("Loader", "Moe")})\n'
     )
-    tools[0].parse.cache_clear()
-    assert tools[0].public_names("megajax", project) == {
+    tools.parse.cache_clear()
+    assert tools.public_names("megajax", project) == {
         "Loader": "megajax.rows", "Moe": "megajax.rows",
     }  # fmt: skip
 
@@ -125,7 +124,7 @@ def example() -> str:
 def test_the_example_is_short_and_imports_what_exists(tools):
     code = example()
     assert len(code.splitlines()) <= 30
-    checker = tools[1].Checker(ROOT)
+    checker = tools.Checker(ROOT)
     for node in ast.parse(code).body:
         if isinstance(node, ast.ImportFrom):
             for alias in node.names:

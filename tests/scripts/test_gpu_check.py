@@ -13,7 +13,8 @@ from pallas_kernels import bench, report
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 import gpu_check
-import gpu_train
+
+from scripts.gpu_session import training as gpu_train
 
 SCRIPTS = sys.path.pop(0)
 

@@ -13,9 +13,10 @@ from pallas_kernels import tuned
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
 import gpu_check
-import gpu_tune
-import worker_channel
-import workers
+
+from scripts.gpu_session import channel as worker_channel
+from scripts.gpu_session import session as workers
+from scripts.gpu_session import tune as gpu_tune
 
 sys.path.pop(0)
 

@@ -10,11 +10,9 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
-import workers
+from scripts.gpu_session import session as workers
 
-SCRIPTS = sys.path.pop(0)
-
+SCRIPTS = str(Path(__file__).parents[2] / "scripts")
 COMMAND = [sys.executable, "-S", str(Path(__file__).parent / "fake_worker.py")]
 SMOKE = workers.Part("smoke", "kernels", {"items": {"peaks": "ok"}})
 
@@ -163,8 +161,8 @@ def test_what_a_killed_session_measured_is_on_disk_and_no_worker_is_left(tmp_pat
     code = f"""
 import sys, time
 from pathlib import Path
-sys.path[:0] = [{SCRIPTS!r}, {str(Path(__file__).parent)!r}]
-import workers
+sys.path[:0] = [{str(Path(__file__).parents[2])!r}, {str(Path(__file__).parent)!r}]
+from scripts.gpu_session import session as workers
 parts = [workers.Part("p", "kernels", {{"items": {{"a": "ok", "b": "hang"}}}})]
 first = workers.Part("smoke", "kernels", {{"items": {{"peaks": "ok"}}}})
 store = workers.Store(Path({str(tmp_path)!r}), "abc")

@@ -7,9 +7,9 @@ import pytest
 
 from pallas_kernels import interpret
 from pallas_kernels.attention import paged_bench, paged_tile, paged_tiling
+from pallas_kernels.attention import paged_bench as tunings
 from pallas_kernels.attention.paged_cases import CASES, Case
 from pallas_kernels.attention.paged_reference import Pages
-from scripts.tunings import paged as tunings
 from tests import tables
 
 SMALL = Case("small", (300, 20), (1, 3), (4, 2), 64, page=8, room=512)

@@ -9,8 +9,8 @@ import pytest
 
 import pallas_kernels
 from pallas_kernels.attention import api, hopper_backward, hopper_forward, tiling
+from pallas_kernels.attention import bench as tunings
 from pallas_kernels.attention.cases import CASES, Case
-from scripts.tunings import attention as tunings
 from tests import tables
 
 SHAPE = ("bfloat16", 64, 2, 256, 128)  # type, width, group, tokens, longest

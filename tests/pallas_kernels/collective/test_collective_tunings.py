@@ -10,12 +10,12 @@ import pytest
 
 from pallas_kernels import interpret as interpreter
 from pallas_kernels.collective import api, fusions
+from pallas_kernels.collective import bench as tunings
 from pallas_kernels.collective.bench import Case
 from pallas_kernels.collective.cases import RANKS
 from pallas_kernels.hopper import fused
 from pallas_kernels.hopper.cards import SMS
 from pallas_kernels.hopper.tiles import Tile
-from scripts.tunings import collective as tunings
 
 R = 2
 
@@ -48,7 +48,7 @@ def test_tunings_are_legal_and_differ():
     """Of each the heuristic's fusion comes first, and the table's row is read back as it was."""
     found = tunings.tunings()
     assert len({(t.op, *t.key.values()) for t in found}) == len(found) == 26
-    for case, tuning in zip(tunings.cases(), found, strict=True):
+    for case, tuning in zip(tunings.tuned_cases(), found, strict=True):
         sizes = RANKS, case.rows, case.K, [case.N], case.spec.out_dtype
         assert tuning.candidates[0] == fusions.heuristic(case.op, *sizes)
         assert len(set(tuning.candidates)) == len(tuning.candidates) > 1
@@ -71,7 +71,7 @@ def test_a_rivals_sums_travel_in_16_bits(op):
 
 def test_the_copies_of_an_all_reduce_are_the_fewest():
     """A scatter's and a gather's, of (R - 1) / R of the sums each, whatever the rows."""
-    for case in (c for c in tunings.cases() if c.op == api.REDUCE):
+    for case in (c for c in tunings.tuned_cases() if c.op == api.REDUCE):
         fusion, sums = case.fusions()[0], case.m * case.N
         peers = case.alone(fusion, 1e9)
         parts = jax.ShapeDtypeStruct((1, case.m, case.N), jnp.float32)

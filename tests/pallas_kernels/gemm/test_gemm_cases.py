@@ -3,9 +3,9 @@
 import jax
 import pytest
 
+from pallas_kernels.gemm import bench as tunings
 from pallas_kernels.gemm.cases import CASES, Case
 from pallas_kernels.hopper import tiles
-from scripts.tunings import gemm as tunings
 
 
 def test_floors():

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from pallas_kernels.grouped import api, configs, tiling
+from pallas_kernels.grouped import bench as tunings
 from pallas_kernels.grouped.cases import CASES, Case
-from scripts.tunings import grouped as tunings
 from tests import tables
 
 

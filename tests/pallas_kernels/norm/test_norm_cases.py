@@ -3,9 +3,9 @@
 import jax.numpy as jnp
 import pytest
 
+from pallas_kernels.norm import bench as tunings
 from pallas_kernels.norm import configs, hopper
 from pallas_kernels.norm.cases import CASES, Case
-from scripts.tunings import norm as tunings
 
 
 def test_floors():

@@ -6,9 +6,9 @@ import pytest
 
 from pallas_kernels.hopper import tiles
 from pallas_kernels.quant_gemm import api, bench, hopper
+from pallas_kernels.quant_gemm import bench as tunings
 from pallas_kernels.quant_gemm.cases import CASES, SERVED, Case
 from pallas_kernels.quant_gemm.reference import Spec
-from scripts.tunings import quant_gemm as tunings
 from tests import tables
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from pallas_kernels import tuned
 from pallas_kernels.quantize import api, bench, cases, configs, counter, hopper
-from scripts.tunings import quantize as tunings
+from pallas_kernels.quantize import bench as tunings
 
 KEY = jax.random.key(3)
 

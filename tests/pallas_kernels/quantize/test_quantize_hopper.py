@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from pallas_kernels import aot, interpret
+from pallas_kernels.quantize import bench as tunings
 from pallas_kernels.quantize import configs, fused_reference, hopper, reference, registers
 from pallas_kernels.quantize.cases import Case
-from scripts.tunings import quantize as tunings
 
 SLOW = pytest.mark.slow
 SEND, RELAY, RECEIVE = "hadamard_quantize", "reduce_requantize", "reduce_hadamard"

@@ -10,8 +10,8 @@ import pytest
 from pallas_kernels import TileSparse
 from pallas_kernels.hopper import tiles
 from pallas_kernels.tile_sparse import api, cases, configs, hopper, hopper_weights
+from pallas_kernels.tile_sparse import bench as tunings
 from pallas_kernels.tile_sparse.cases import CASES, Case
-from scripts.tunings import tile_sparse as tunings
 from tests import tables
 
 SMALL = Case(256, 128, 192, 50, tile=64)

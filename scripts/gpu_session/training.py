@@ -13,7 +13,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from worker_channel import Item
 
 from megajax.core import config
 from megajax.core.hardware import find_card, parse_cluster
@@ -25,6 +24,7 @@ from megajax.systems import aot
 from megajax.training.config import Config, TrainConfig
 from megajax.training.optim import OptimConfig
 from megajax.training.step import TrainStep, make_train_step
+from scripts.gpu_session.channel import Item
 
 PIECES = 4  # segments of a row
 WARMUP, STEPS = 5, 20

@@ -21,7 +21,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from worker_channel import Item
 
 from megajax.core.hardware import Cluster, find_card
 from megajax.cost import serving as cost
@@ -30,6 +29,7 @@ from megajax.models.decoder_config import PRESETS, DecoderConfig
 from megajax.quant import Format, quantize_model
 from megajax.serving import Engine, SamplingParams
 from pallas_kernels import bench, paged_attention
+from scripts.gpu_session.channel import Item
 
 GOALS = {"attention": 0.85, "decode": 0.6}  # of the copy's bandwidth, of the memory roofline
 PAGE = 16

@@ -19,9 +19,9 @@ from dataclasses import asdict
 from typing import Any
 
 import jax
-from worker_channel import Item
 
 from pallas_kernels import bench, rivals
+from scripts.gpu_session.channel import Item
 
 FORWARD, BOTH = "forward", "forward+backward"
 CONTROL = "ours, in PyTorch's process"

@@ -1,10 +1,10 @@
 """The measurement of tune.py's parts: each tile of a kernel, of which the fastest is kept.
 
-    python3 scripts/gpu_tune.py attention forward    # prints the names of tunings with all words
+    python3 scripts/gpu_session/tune.py attention forward   # names of tunings with all words
 
-tunings/ has what is measured of each folder of kernels. Each candidate must give what plain JAX
-gives, and is then timed beside it: all shortly, the best few in full. Each has a limit of its own:
-the parent kills this process when one hangs, and the next process leaves it out.
+`tunings()` of a kernel folder's bench.py has what is measured. Each candidate must give what plain
+JAX gives, and is then timed beside it: all shortly, the best few in full. Each has a limit of its
+own: the parent kills this process when one hangs, and the next process leaves it out.
 """
 
 import megajax.core.interrupted  # noqa: F401
@@ -18,23 +18,27 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
-from tunings import FOLDERS
-from worker_channel import PREPARE_S, Item, is_poison, reason
 
 from pallas_kernels import bench, tuned
 from pallas_kernels.attention import hopper_forward, reference
 from pallas_kernels.attention.ranges import packed_rows
+from scripts.gpu_session.channel import PREPARE_S, Item, is_poison, reason
 
 WRONG = 0.02  # relative to the reference's size (chosen: 16-bit results differ by less than 0.01)
 FINALISTS = 3  # that are timed in full (chosen: short timings order them well enough)
 RUNS, SHORT = 50, 6  # calls, in full and shortly
 TILE_S = 20  # limit of one candidate (chosen: a hundred times what any takes)
 
+FOLDERS = {
+    "attention", "collective", "expert", "gemm", "grouped", "norm", "paged", "quant_gemm",
+    "quantize", "tile_sparse",
+}  # fmt: skip
+
 Row = dict[str, Any]
 
 
 class Parent(Protocol):
-    """What is needed of worker_channel.Channel."""
+    """What is needed of channel.Channel."""
 
     spec: dict[str, Any]
 
@@ -45,10 +49,10 @@ class Parent(Protocol):
 def tunings(words: Iterable[str] = ()) -> list[tuple[str, tuned.Tuning]]:
     """(folder, what to measure), those whose folder, op and key have all words, each name once."""
     words = set(words)
-    folders = FOLDERS.keys() & words or FOLDERS  # building is slow
+    folders = FOLDERS & words or FOLDERS  # building is slow
     found: dict[str, tuple[str, tuned.Tuning]] = {}
     for folder in sorted(folders):
-        for tuning in FOLDERS[folder].tunings():
+        for tuning in bench.module_of(folder, "bench").tunings():
             found.setdefault(name_of(folder, tuning), (folder, tuning))
     return [each for name, each in found.items() if words <= set(name.split())]
 
@@ -213,7 +217,7 @@ def items(name: str, parent: Parent, rehearsal: bool) -> list[Item]:
     else:
         found = [each for folder, each in tunings(name.split()) if name_of(folder, each) == name]
         if not found:
-            raise ValueError(f"no tuning is named {name!r}; python3 scripts/gpu_tune.py lists them")
+            raise ValueError(f"no tuning is named {name!r}; scripts/gpu_session/tune.py lists them")
         tuning, clock = found[0], bench.device_clock
     measurement = Measurement(name, tuning, parent, clock, interpret=rehearsal)
     return [Item(name, measurement.run, measurement.prepare, limit_s=60)]

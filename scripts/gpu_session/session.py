@@ -4,7 +4,7 @@ What a part can do wrong must not cost the others their time: a kernel that neve
 a CUDA error after which its process is useless, a package that is missing. So the parent (`run`)
 never touches the GPU. It kills the process group of a worker whose present stage takes longer than
 its limit, records why, and starts the part again for what is left of it (`TRIES` times). Exactly
-one part measures at a time; the next few lower their programs meanwhile (worker_channel.py has the
+one part measures at a time; the next few lower their programs meanwhile (channel.py has the
 messages). Parts that are not `alone`, checks of results, run beside each other.
 
 Every row is on disk once it has arrived (`Store`; files are replaced as a whole). A second call
@@ -25,9 +25,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
-from worker_channel import shown
-
 from megajax.monitor import results
+from scripts.gpu_session.channel import shown
 
 AHEAD = min(max((os.cpu_count() or 1) - 4, 3), 12)  # parts that lower while another measures
 TRIES = 3  # processes of a part that may die in one call

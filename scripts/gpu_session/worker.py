@@ -1,4 +1,4 @@
-"""One part of gpu_check.py or tune.py, in its own process (worker_channel.py: the messages).
+"""One part of gpu_check.py or tune.py, in its own process (channel.py: the messages).
 
 A part that waits for its turn traces and compiles what it will measure first; it starts no kernel.
 Parts are imported when they are asked for: a package that is missing costs its parts only.
@@ -21,9 +21,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from worker_channel import Channel, Item, reason, work
+from scripts.gpu_session.channel import Channel, Item, reason, work
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 SMI = "name,driver_version,memory.total,clocks.max.sm,power.limit"
 
 
@@ -68,30 +68,30 @@ def build(spec: dict[str, Any], channel: Channel) -> list[Item]:
     if do == "smoke":
         return smoke(spec)
     if do in ("losses", "step"):
-        import gpu_train
+        from scripts.gpu_session import training
 
         if do == "losses":
-            return gpu_train.losses_items(rehearsal)
-        return gpu_train.step_items(spec["variant"], rehearsal)
+            return training.losses_items(rehearsal)
+        return training.step_items(spec["variant"], rehearsal)
     if do == "serving":
-        import gpu_serving
+        from scripts.gpu_session import serving
 
-        return gpu_serving.items(rehearsal)
+        return serving.items(rehearsal)
     if do == "tune":
-        import gpu_tune
+        from scripts.gpu_session import tune
 
-        return gpu_tune.items(spec["tuning"], channel, rehearsal)
-    import gpu_kernels
+        return tune.items(spec["tuning"], channel, rehearsal)
+    from scripts.gpu_session import kernels
 
     if do == "bert":
-        return gpu_kernels.bert(rehearsal)
+        return kernels.bert(rehearsal)
     if do == "checks":
-        return gpu_kernels.checks(spec["folder"], spec["span"], rehearsal)
+        return kernels.checks(spec["folder"], spec["span"], rehearsal)
     if do == "torch":
-        return gpu_kernels.torch_times(spec["folder"], spec["direction"], rehearsal)
+        return kernels.torch_times(spec["folder"], spec["direction"], rehearsal)
     if do == "times":
-        return gpu_kernels.times(spec["folder"], spec["direction"], rehearsal)
-    return gpu_kernels.fused(spec["folder"], do == "exact", rehearsal)
+        return kernels.times(spec["folder"], spec["direction"], rehearsal)
+    return kernels.fused(spec["folder"], do == "exact", rehearsal)
 
 
 # ---- planted faults

@@ -1,4 +1,4 @@
-"""The worker's end of the pipes between scripts/workers.py and one part. No jax import.
+"""The worker's end of the pipes between session.py and one part. No jax import.
 
 Standard input brings one line of JSON, which says what to do (`Channel.spec`), and later the lines
 `go` (the GPU is free for this part) and `stop` (end after the present item). When the parent ends,
