@@ -39,7 +39,7 @@ RULES = [
     (r"launch_ray.py|supervise.py", "parse", ""),
     ("|".join(map(re.escape, NEEDS_SERVICE)), "parse", ""),
     (r"scripts/(gpu_check|tune|kernel_report|learn_h200|profile_programs|kill_saves)", "parse", ""),
-    (r"scripts/(tables|figures|docs|notebooks|publish|house|mutants)", "parse", ""),
+    (r"scripts/(tables|figures|docs|notebooks|publish|house|mutants|frozen)", "parse", ""),
     (r"plan.py .*--(search|workload)", "parse", ""),
     (r"--extra gpu .*pretrain.py .*--preset=gpt2", "plan", "h100:1x1"),
     (r"pretrain.py --preset=llama3_1b", "plan", "h100:1x1"),
