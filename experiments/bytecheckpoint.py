@@ -40,8 +40,8 @@ from megajax.core import config
 from megajax.core import mesh as mesh_
 from megajax.core.config import Checked, option
 from megajax.core.errors import UserError, nearest_multiples
+from megajax.core.files import expand
 from megajax.core.mesh import MeshSpec
-from megajax.core.paths import expand
 from megajax.monitor import results
 
 MIB = 1 << 20

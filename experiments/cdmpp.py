@@ -51,12 +51,12 @@ from experiments.reports.cdmpp import Split, Wanted, unique_rows
 from megajax.core import config
 from megajax.core import mesh as mesh_
 from megajax.core.errors import UserError, did_you_mean
+from megajax.core.files import expand
 from megajax.core.hardware import parse_cluster
-from megajax.core.paths import expand
 from megajax.cost.replay import contention
 from megajax.monitor import results
 from megajax.systems import aot
-from megajax.systems.cdmpp import families, machine, neusight, profile, rivals, step
+from megajax.systems.cdmpp import families, neusight, profile, rivals, step
 from megajax.systems.cdmpp.backend import no_rows
 from megajax.systems.cdmpp.dataset import Dataset
 from megajax.systems.cdmpp.labels import Labels
@@ -290,7 +290,7 @@ def calibrate() -> int:
     path = None if PREDICTOR.value is None else expand(PREDICTOR.value, "predictor")
     before = Predictor.load(path)
     began, timed = time.monotonic(), []
-    card = machine.card(len(os.sched_getaffinity(0)))
+    card = profile.card(len(os.sched_getaffinity(0)))
     if card.name in before.cards:
         # A card measured anew differs by chance, and the networks go with the one of their rows.
         card = before.cards[card.name]

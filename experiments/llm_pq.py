@@ -42,13 +42,12 @@ from typing import Any, Literal
 from experiments.reports import llm_pq as report
 from megajax.core import config
 from megajax.core import mesh as mesh_
-from megajax.core.config import Checked, option
+from megajax.core.config import Checked, equal, option
 from megajax.core.errors import UserError, did_you_mean
 from megajax.core.hardware import parse_mixed
-from megajax.core.needs import equal
 from megajax.monitor import results
 from megajax.systems import llm_pq
-from megajax.systems.llm_pq.costs import assumed_omega
+from megajax.systems.llm_pq.planning import assumed_omega
 
 
 @dataclass(frozen=True)

@@ -26,9 +26,8 @@ from typing import Any, Literal
 from experiments.reports import llm_pq_quality as report
 from megajax.core import config
 from megajax.core import mesh as mesh_
-from megajax.core.config import Checked, option
+from megajax.core.config import Checked, equal, option
 from megajax.core.errors import UserError
-from megajax.core.needs import equal
 from megajax.monitor import results
 from megajax.systems import llm_pq
 from megajax.systems.open_model import OpenModel, open_model

@@ -33,7 +33,7 @@ from experiments.reports import minder_unlike, minder_watch
 from megajax.core import config, mesh
 from megajax.core.config import Checked, group, option
 from megajax.core.errors import UserError, did_you_mean
-from megajax.core.paths import expand
+from megajax.core.files import expand
 from megajax.monitor import results
 from megajax.monitor.fleet import cases
 from megajax.monitor.sources.http_query import shown

@@ -9,7 +9,7 @@ import sys
 
 from megajax.core import config
 from megajax.core.errors import UserError
-from megajax.core.paths import expand
+from megajax.core.files import expand
 from megajax.monitor.records import rows_by_step
 
 LARGEST_LOSS = 2.8  # nats a byte, mean of the last 10 steps

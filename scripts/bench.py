@@ -38,7 +38,7 @@ from megajax.core import config
 from megajax.core import mesh as mesh_
 from megajax.core.config import Checked, group, option
 from megajax.core.errors import UserError
-from megajax.core.paths import expand
+from megajax.core.files import expand
 from megajax.data.corpus import open_corpora
 from megajax.data.loader import Loader, training_rows
 from megajax.models.decoder_config import PRESETS as MODELS

@@ -42,7 +42,7 @@ from megajax.checkpoint.trust import CheckpointError, DamagedError, Keys
 from megajax.core import config
 from megajax.core.config import Checked, option
 from megajax.core.errors import UserError, did_you_mean
-from megajax.core.paths import expand
+from megajax.core.files import expand
 from megajax.foreign import readers
 
 

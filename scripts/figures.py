@@ -24,7 +24,7 @@ from experiments.reports import serving as serving_report
 from experiments.reports import tilewise as tilewise_report
 from megajax.core import config, files
 from megajax.core.errors import UserError
-from megajax.core.paths import expand
+from megajax.core.files import expand
 
 RESULTS = Path(__file__).parent.parent / "experiments" / "results"
 

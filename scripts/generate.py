@@ -21,9 +21,8 @@ from jax.sharding import Mesh
 from megajax.core import config
 from megajax.core import mesh as mesh_
 from megajax.core.axes import ZERO_AXES
-from megajax.core.config import Checked, group, option
+from megajax.core.config import Checked, above, group, option, other_than
 from megajax.core.errors import UserError
-from megajax.core.needs import above, other_than
 from megajax.data.tokenizer import prompt_ids
 from megajax.parallel import sharding
 from megajax.parallel.overlap import Overlap, refuse_fused

@@ -23,8 +23,7 @@ from megajax.core import config
 from megajax.core import mesh as mesh_
 from megajax.core.config import Checked, group, option
 from megajax.core.errors import UserError, did_you_mean
-from megajax.core.files import write_whole
-from megajax.core.paths import expand
+from megajax.core.files import expand, write_whole
 from megajax.core.tree import count
 from megajax.data.config import DataConfig
 from megajax.data.labelled import shown

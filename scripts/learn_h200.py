@@ -34,8 +34,8 @@ from megajax.cost.record import OpRecord
 from megajax.monitor import results
 from megajax.systems import aot as steps
 from megajax.systems.cdmpp import Dataset, FarFromTraining, Predictor, step
-from megajax.systems.cdmpp.files import DEFAULT
 from megajax.systems.cdmpp.labels import Labels
+from megajax.systems.cdmpp.predictor import DEFAULT
 from pallas_kernels import aot
 from pallas_kernels.attention import bench as attention
 from pallas_kernels.gemm import bench as gemm

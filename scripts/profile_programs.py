@@ -47,8 +47,8 @@ import numpy as np
 from megajax.core import config
 from megajax.core.config import Checked, option
 from megajax.core.errors import UserError, did_you_mean
+from megajax.core.files import expand
 from megajax.core.hardware import CARDS, DeviceCard
-from megajax.core.paths import expand
 from megajax.monitor import results
 
 
@@ -137,7 +137,7 @@ def time_device(cfg: Config, threads: int) -> int:
     from megajax.core import mesh
 
     mesh.start()
-    from megajax.systems.cdmpp.batch import Batch
+    from megajax.systems.cdmpp.labels import Batch
     from megajax.systems.cdmpp.profile import usual_passes
 
     folder = _folder(cfg, f"threads{threads}")
@@ -164,9 +164,8 @@ def time_gpu(cfg: Config) -> int:
     mesh.start()
     import jax
 
-    from megajax.systems.cdmpp.batch import Batch
+    from megajax.systems.cdmpp.labels import Batch, Turns, share
     from megajax.systems.cdmpp.profile import usual_passes
-    from megajax.systems.cdmpp.turns import Turns, share
 
     mine, many = cfg.worker or 0, cfg.processes or 1
     folder = _folder(cfg, f"gpu{mine}")
@@ -232,12 +231,12 @@ def _tell(cfg: Config, who: str, spent: dict[str, Any], now: float) -> None:
 
 def _card(folder: Path, threads: int) -> DeviceCard:
     """Returns the device's card, measured once a folder."""
-    from megajax.systems.cdmpp import machine
+    from megajax.systems.cdmpp import profile
     from megajax.systems.cdmpp.labels import card_json
 
     path = folder / "card.json"
     if not path.exists():
-        path.write_text(card_json(machine.card(threads)) + "\n")
+        path.write_text(card_json(profile.card(threads)) + "\n")
     return DeviceCard(**json.loads(path.read_text()))
 
 
@@ -332,7 +331,7 @@ def _start(worker: int, *words: str, env: dict[str, str] | None = None) -> subpr
 def _run_gpu(cfg: Config, processes: int) -> int:
     """Lets all processes time programs; ends those that hang. Returns an exit code that is not 0,
     if there is one."""
-    from megajax.systems.cdmpp.turns import Turns
+    from megajax.systems.cdmpp.labels import Turns
 
     _same_settings(_folder(cfg, "gpu0"), dataclasses.replace(cfg, processes=processes))
     turns, limit = Turns(_lock(cfg)), time.monotonic() + cfg.budget + HANGS

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from megajax.core import config, files
 from megajax.core.errors import UserError
-from megajax.core.paths import expand
+from megajax.core.files import expand
 from megajax.monitor import results
 from megajax.monitor.records import rows_by_step
 from megajax.training.report import caption, draw_curve

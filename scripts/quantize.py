@@ -28,9 +28,8 @@ import numpy as np
 
 from megajax.core import config
 from megajax.core import mesh as mesh_
-from megajax.core.config import Checked, option
+from megajax.core.config import Checked, option, other_than
 from megajax.core.errors import UserError
-from megajax.core.needs import other_than
 from megajax.core.packed import PackedWeight
 from megajax.core.tree import nbytes
 from megajax.foreign import companions, hf, hf_quantized
@@ -38,8 +37,7 @@ from megajax.foreign.hf_quantized import AWQ_BITS, BITS, Form
 from megajax.models import folding
 from megajax.parallel import sharding
 from megajax.quant import Format, quantize_model
-from megajax.systems.llm_pq.calibrate import calibrate
-from megajax.systems.llm_pq.quality import loss_of, windows
+from megajax.systems.llm_pq.quality import calibrate, loss_of, windows
 from megajax.systems.open_model import open_model
 
 

@@ -25,8 +25,8 @@ from typing import Any
 
 from megajax.core import config
 from megajax.core.config import Checked, option
+from megajax.core.files import expand
 from megajax.core.hardware import CARDS, Cluster, parse_cluster
-from megajax.core.paths import expand
 from megajax.cost import memory
 from megajax.cost.base import train_flops_per_token
 from megajax.cost.estimate import estimate

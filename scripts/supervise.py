@@ -47,10 +47,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megajax.core.config import Limits as Range
+from megajax.core.config import check_number
 from megajax.core.errors import UserError, did_you_mean
-from megajax.core.limits import Limits as Range
-from megajax.core.limits import check_number
-from megajax.core.paths import expand
+from megajax.core.files import expand
 from megajax.monitor import exporter, timeline
 from megajax.monitor.detectors import DETECTORS, USUAL, Limits, Maker
 from megajax.monitor.records import keep_standard_streams

@@ -31,7 +31,7 @@ else:
     from megajax.core import config
     from megajax.core.config import Checked, group, option
     from megajax.core.errors import UserError
-    from megajax.core.paths import expand
+    from megajax.core.files import expand
     from megajax.data.config import DataConfig
     from megajax.data.corpus import open_tokenizer_for, tokenise
     from megajax.data.source import open_source

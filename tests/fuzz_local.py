@@ -16,7 +16,7 @@ import numpy as np
 
 from megajax.checkpoint.lease import RECORD, Attempt, Lease
 from megajax.checkpoint.steps import METADATA, StepFolder
-from megajax.core import config_file
+from megajax.core import config
 from megajax.core.errors import UserError
 from megajax.data import corpus, documents
 from megajax.data.indexed import TokenFile, TokenWriter
@@ -66,7 +66,7 @@ def _settings(data: bytes, folder: Path) -> None:
         file = folder / f"config{suffix}"
         file.write_bytes(data)
         with contextlib.suppress(UserError):
-            config_file.flatten(config_file.read(file), NAMES, {"train.lr"})
+            config.flatten(config.read(file), NAMES, {"train.lr"})
 
 
 def _settings_seeds(folder: Path) -> list[bytes]:

@@ -568,7 +568,7 @@ def _dataset(data: bytes, folder: Path) -> None:
 
 
 def _profile_seeds(folder: Path) -> list[bytes]:
-    from megajax.systems.cdmpp import events  # noqa: F401
+    from megajax.systems.cdmpp import profile  # noqa: F401
 
     names = {1: b"dot.1", 2: b"end: dot.1"}
     stats = {1: b"hlo_op", 2: b"hlo_module", 3: b"_p", 4: b"_c", 5: b"jit_f", 6: b"dot.1"}
@@ -588,10 +588,10 @@ def _profile_seeds(folder: Path) -> list[bytes]:
 
 
 def _profile(data: bytes, folder: Path) -> None:
-    from megajax.systems.cdmpp import events
+    from megajax.systems.cdmpp import profile
 
     (folder / "host.xplane.pb").write_bytes(data)
-    events.read(str(folder))
+    profile.read(str(folder))
 
 
 # ---- folders of PEFT

@@ -16,7 +16,7 @@ import numpy as np
 
 from experiments.reports.reporting import panels, save
 from megajax.core.hardware import CARDS
-from megajax.core.packing import PackInfo, bucket, pack, unpack
+from megajax.core.packed import PackInfo, bucket, pack, unpack
 from megajax.core.tree import Tree, named_leaves, nest
 from megajax.layers import fused
 from megajax.layers.attend import attend

@@ -29,11 +29,11 @@ from megajax.cost.program import records
 from megajax.cost.record import OpRecord
 from megajax.models.encoder_config import EncoderConfig
 from megajax.monitor import results
-from megajax.systems.cdmpp import families, machine, profile, step
+from megajax.systems.cdmpp import families, profile, step
 from megajax.systems.cdmpp.dataset import Dataset
 from megajax.systems.cdmpp.labels import Labels
-from megajax.systems.cdmpp.overheads import Overheads, counts
 from megajax.systems.cdmpp.profile import Ready, Timed
+from megajax.systems.cdmpp.step import Overheads, counts
 from megajax.training.config import JobConfig, TrainConfig
 from megajax.training.finetune import FinetuneConfig
 from megajax.training.optim import OptimConfig
@@ -195,7 +195,7 @@ def parts(folder: Path, names: Sequence[str], count: int, passes: int, threads: 
 
     A program's number is its place: the configurations come first.
     """
-    card = machine.card(threads)
+    card = profile.card(threads)
     programs, found = _all(folder, names, count)
     steps = [families.Program(0, f"step {name}", lambda: None, ()) for name in names]
     numbered = [

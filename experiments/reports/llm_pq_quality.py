@@ -33,10 +33,16 @@ from megajax.quant.formats import Format
 from megajax.quant.indicators import INDICATORS, Indicator
 from megajax.quant.quantized_model import inputs_of, matrices
 from megajax.systems.llm_pq import PRESETS, Problem, solve
-from megajax.systems.llm_pq.calibrate import calibrate, leaf_of, with_leaves
-from megajax.systems.llm_pq.costs import CONTEXT_BYTES, USABLE, Workload, problem_of
+from megajax.systems.llm_pq.planning import CONTEXT_BYTES, USABLE, Workload, problem_of
 from megajax.systems.llm_pq.problem import Placement
-from megajax.systems.llm_pq.quality import expected_loss, loss_of, windows
+from megajax.systems.llm_pq.quality import (
+    calibrate,
+    expected_loss,
+    leaf_of,
+    loss_of,
+    windows,
+    with_leaves,
+)
 from megajax.systems.llm_pq.rivals import Rival, rivals
 from megajax.systems.open_model import OpenModel
 

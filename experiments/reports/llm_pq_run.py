@@ -23,8 +23,13 @@ from megajax.parallel import sharding
 from megajax.quant import Format, quantize_model
 from megajax.serving import SamplingParams
 from megajax.systems import llm_pq
-from megajax.systems.llm_pq.costs import CONTEXT_BYTES, USABLE, Workload, problem_of
-from megajax.systems.llm_pq.planning import uniform_bits
+from megajax.systems.llm_pq.planning import (
+    CONTEXT_BYTES,
+    USABLE,
+    Workload,
+    problem_of,
+    uniform_bits,
+)
 from megajax.systems.llm_pq.problem import Placement
 from megajax.systems.llm_pq.quality import expected_loss, loss_of, windows
 from megajax.systems.llm_pq.runtime import Runtime

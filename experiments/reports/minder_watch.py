@@ -20,7 +20,7 @@ import numpy as np
 from megajax.core import files
 from megajax.core.config import Checked, option
 from megajax.core.errors import UserError
-from megajax.core.paths import expand
+from megajax.core.files import expand
 from megajax.monitor import exporter, results, sources
 from megajax.monitor.alertmanager import Alertmanager
 from megajax.monitor.fleet import cases

@@ -34,8 +34,7 @@ from megajax.models import decoder, encoder
 from megajax.models.decoder_config import DecoderConfig
 from megajax.models.encoder_config import EncoderConfig
 from megajax.models.parts import Batch, ModelParts
-from megajax.systems.prune_stages import Pruner
-from megajax.systems.pruning import Pattern, densities, prune, sparsity_of
+from megajax.systems.pruning import Pattern, Pruner, densities, prune, sparsity_of
 from megajax.training.config import JobConfig, TrainConfig
 from megajax.training.masking import PruneConfig, UnitScore, chosen, mask_optimizer, pick
 from megajax.training.optim import OptimConfig, Optimizer, make_optimizer, make_schedule
@@ -53,7 +52,7 @@ from pallas_kernels.tile_sparse.format import TileSparse
 # fine-tune, measure (Tile-Wise sparsity, arXiv 2008.13006, section 5). The chain `dense` prunes
 # nothing and is fine-tuned as long: what a pattern loses, it loses against this. The steps are
 # those of every training run (training/step.py), the masks those of --prune.*
-# (systems/prune_stages.py).
+# (systems/pruning.py).
 #
 # Units. The paper's matrices are 768 wide, these 128. The paper's units (tile 128, chunks of 8, 32
 # and 64 rows, blocks of 32 x 32) divided by 4 are one and a half times as large here as a part of a

@@ -28,8 +28,7 @@ import numpy as np
 from megajax.checkpoint import agreement
 from megajax.checkpoint.trust import CheckpointError
 from megajax.core.boxes import Box, intersect, stored_rows, targets
-from megajax.core.files import parse_json
-from megajax.core.paths import open_own
+from megajax.core.files import open_own, parse_json
 
 Tree = Any  # core.tree has it, and jax
 Order = Mapping[str, Sequence[int]]  # as leaves.Order

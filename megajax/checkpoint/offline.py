@@ -20,7 +20,7 @@ from megajax.checkpoint.steps import StepFolder, is_step_name, open_steps
 from megajax.checkpoint.store import stored_values
 from megajax.checkpoint.trust import CheckpointError, Keys, Record
 from megajax.core.errors import UserError
-from megajax.core.paths import expand
+from megajax.core.files import expand
 from megajax.foreign.safetensors import CODES, DTYPES
 
 

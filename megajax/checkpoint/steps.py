@@ -46,8 +46,7 @@ from megajax.checkpoint.trust import (
     write_record,
 )
 from megajax.core.errors import UserError
-from megajax.core.files import open_regular, parse_json, read_bytes
-from megajax.core.paths import expand
+from megajax.core.files import expand, open_regular, parse_json, read_bytes
 
 # ---- a folder on a disk
 #

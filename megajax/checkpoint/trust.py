@@ -25,8 +25,7 @@ from isal import isal_zlib
 
 from megajax.checkpoint.store import CheckpointError, ObjectPath, StoreError, stored_values
 from megajax.core.errors import UserError
-from megajax.core.files import open_regular, parse_json, read_bytes
-from megajax.core.paths import expand
+from megajax.core.files import expand, open_regular, parse_json, read_bytes
 
 # ---- keys and signatures
 #

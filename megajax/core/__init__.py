@@ -6,7 +6,13 @@ __getattr__, __dir__, __all__ = public(
     __name__,
     {
         "axes": ("Rules",),
-        "config": ("Checked", "define_flags", "from_flags", "option"),
+        "config": (
+            "Checked",
+            "define_flags",
+            "from_flags",
+            "option",
+            "Limits",
+        ),
         "errors": ("UserError",),
         "hardware": (
             "Cluster",
@@ -18,7 +24,6 @@ __getattr__, __dir__, __all__ = public(
             "parse_mixed",
         ),
         "layout": ("Layout",),
-        "limits": ("Limits",),
         "mesh": ("MeshSpec", "make_mesh"),
     },
 )

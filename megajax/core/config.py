@@ -1,9 +1,10 @@
-"""Frozen dataclasses <-> absl flags, JSON and diffs.
+"""Frozen dataclasses <-> absl flags, files, JSON and diffs.
 
 An experiment declares presets (functions that return its Config), calls `define_flags(PRESETS)` at
 import and `from_flags(PRESETS)` in main. Every leaf of the dataclass tree becomes one typed flag
 (`--model.layers=3`); a flag that is not given keeps the preset's value. `--config=FILE` starts from
-a saved config.json instead of a preset. No jax import here: flags fail in a tenth of a second.
+a file (JSON, YAML or TOML) instead of a preset. Limits of members and the switches that they need
+are declared beside their defaults. No jax import here: flags fail in a tenth of a second.
 
 Legend: a leaf is (dotted name, type, dataclass field).
 """
@@ -11,21 +12,461 @@ Legend: a leaf is (dotted name, type, dataclass field).
 import dataclasses
 import functools
 import hashlib
+import inspect
 import json
+import math
+import numbers
+import re
 import sys
+import tomllib
+import types
 import typing
-from collections.abc import Callable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from absl import flags, logging
 
-from megajax.core import config_file, needs, script
-from megajax.core import help as help_
+from megajax.core import files, script
 from megajax.core.errors import FULL, TEMPORARY, UserError, did_you_mean, respell
-from megajax.core.flag_parser import Parser, spell_type
-from megajax.core.limits import Limits, alternatives, check_members, check_number, check_type
-from megajax.core.needs import Needs
+from megajax.core.files import expand
+
+# ---- files that hold a configuration
+#
+# The config.json of a run, or YAML or TOML written by hand. The extension decides: .yaml, .yml,
+# .toml, and JSON for every other. The readers return nested mappings; `load` decides which members
+# are legal.
+
+
+MAX_BYTES = 2**20  # (chosen) of a file: the configuration of the largest run has 2^14
+MAX_VALUES = 10_000  # (chosen) of a file, those included that YAML's aliases and merges repeat
+MAX_DEPTH = 20  # (chosen) groups inside one another
+
+
+def read(path: str | Path, flag: str = "config") -> Mapping[str, Any]:
+    """Returns what a file says.
+
+    flag: which named it, for messages. Raises: UserError naming the file and the flag.
+    """
+    file = expand(path, flag)
+    try:
+        with open(file, "rb") as opened:  # also a pipe: a shell's <(...)
+            raw = opened.read(MAX_BYTES + 1)
+        if len(raw) > MAX_BYTES:
+            raise ValueError(f"it has over {MAX_BYTES:,} bytes")
+        return parse(raw.decode("utf-8-sig"), file.suffix)
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror} (--{flag})") from None
+    except ValueError as error:
+        raise UserError(f"{path} is not a configuration: {error} (--{flag})") from None
+
+
+def parse(text: str, suffix: str = ".json") -> Mapping[str, Any]:
+    """Returns what a text says. suffix: of a file's name. Raises: ValueError."""
+    try:
+        if suffix in (".yaml", ".yml"):
+            found = _from_yaml(text)
+        else:
+            toml = suffix == ".toml"
+            found = tomllib.loads(text) if toml else files.parse_json(text, files.each_once)
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
+    if not isinstance(found, Mapping):
+        kind = "null" if found is None else type(found).__name__
+        raise ValueError(f"it must hold named members, like train and model, and is a {kind}")
+    return found
+
+
+def _from_yaml(text: str) -> Any:
+    """YAML 1.1, but 1e-3 is a number as it is everywhere else, and no member may stand twice.
+
+    Aliases and merges (<<) can make gigabytes of a few lines, so what they come to is counted.
+    """
+    import yaml  # here, because most programs read no YAML
+
+    class Loader(yaml.SafeLoader):
+        values = 0
+
+        def _count(self, more: int) -> None:
+            self.values += more
+            if self.values > MAX_VALUES:
+                raise ValueError(f"it has over {MAX_VALUES:,} values")
+
+        def compose_node(self, parent: Any, index: Any) -> Any:
+            self._count(1)
+            return super().compose_node(parent, index)
+
+        def flatten_mapping(self, node: Any) -> None:
+            super().flatten_mapping(node)
+            self._count(len(node.value))
+
+        def construct_mapping(self, node: Any, deep: bool = False) -> dict:
+            keys = [key for key, _ in node.value]
+            names = Counter(k.value for k in keys if isinstance(k, yaml.ScalarNode))
+            if twice := sorted(name for name, n in names.items() if n > 1):
+                raise ValueError(f"{', '.join(twice)} stands twice{node.start_mark}")
+            return super().construct_mapping(node, deep)
+
+    number = re.compile(r"[-+]?(\d[\d_]*\.?\d*|\.\d+)[eE][-+]?\d+$")
+    Loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+.0123456789"))
+    try:
+        found = yaml.load(text, Loader)
+    except yaml.YAMLError as error:
+        raise ValueError(" ".join(str(error).split())) from None
+    except (AttributeError, LookupError, TypeError, OverflowError) as error:
+        # PyYAML's own, of a value that is not of the type that its tag says: `!!bool maybe`
+        raise ValueError(f"a value does not fit its tag: {error}") from None
+    return {} if found is None else found  # a file of comments only
+
+
+def flatten(
+    said: Mapping[str, Any], names: Mapping[str, str], optional: Collection[str]
+) -> dict[str, Any]:
+    """Returns {dotted name: value} of nested members, which may be named by place or by flag.
+
+    'none' is None, as in a flag. What nobody knows keeps the name that it has.
+
+    Args: names: {place or flag: dotted name} of all members. optional: those that may be None.
+    Raises: UserError for more members, or groups inside one another, than a configuration has.
+    """
+    groups = {name.rpartition(".")[0] for name in names}
+    flat: dict[str, Any] = {}
+    left = MAX_VALUES
+
+    def visit(node: Mapping[str, Any], prefix: str, depth: int) -> None:
+        nonlocal left
+        left -= 1 + len(node)
+        if depth > MAX_DEPTH or left < 0:
+            raise UserError("its members are nested too deeply, or too many")
+        for key, value in node.items():
+            name = f"{prefix}{key}"
+            if isinstance(value, Mapping) and name not in names:
+                visit(value, f"{name}.", depth + 1)
+            elif value is None and any(f"{g}.".startswith(f"{name}.") for g in groups):
+                pass  # YAML: a group whose members are all comments
+            else:
+                place = names.get(name, name)
+                flat[place] = None if place in optional and value == "none" else value
+
+    visit(said, "", 1)
+    return flat
+
+
+# ---- limits of a member
+#
+# The type and the range of one member, and the message that refuses a value. `option` declares a
+# Limits with the default. Two callers check it: every construction of a config class (`Checked`),
+# and `override`, which knows the member's dotted name and its flag in the running script. A float
+# must be finite, whatever its limits say.
+
+
+EPS = 1e-30  # (chosen) least number that is added against a division by 0: float32 flushes
+# numbers below 1.2e-38 to 0, and then a row or a gradient of zeros becomes NaN
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """The range of a number; None: no bound. `above` and `below` exclude the bound itself."""
+
+    at_least: float | None = None
+    above: float | None = None
+    at_most: float | None = None
+    below: float | None = None
+
+    def allows(self, value: float) -> bool:
+        """Tells whether a finite number is inside the range."""
+        return (
+            (self.at_least is None or value >= self.at_least)
+            and (self.above is None or value > self.above)
+            and (self.at_most is None or value <= self.at_most)
+            and (self.below is None or value < self.below)
+        )
+
+    def rule(self) -> str:
+        """Returns the range in words, e.g. 'at least 0', or 'in [0, 1)'; empty: no bound."""
+        low = self.above if self.at_least is None else self.at_least
+        high = self.below if self.at_most is None else self.at_most
+        if low is not None and high is not None:
+            left = "(" if self.at_least is None else "["
+            right = ")" if self.at_most is None else "]"
+            return f"in {left}{low:.10g}, {high:.10g}{right}"
+        if low is not None:
+            return f"{'above' if self.at_least is None else 'at least'} {low:.10g}"
+        if high is not None:
+            return f"{'below' if self.at_most is None else 'at most'} {high:.10g}"
+        return ""
+
+    def nearest(self, value: float) -> float | None:
+        """Returns the nearest legal value; None beside a bound that the range excludes, where a
+        float has none."""
+        if self.at_least is not None and value < self.at_least:
+            return self.at_least
+        if self.at_most is not None and value > self.at_most:
+            return self.at_most
+        return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Member:
+    """What one member of a config class may be. field: of its dataclass. hint: its type."""
+
+    field: dataclasses.Field
+    hint: Any
+    base: Any  # the hint without None
+    choices: tuple[Any, ...]  # of a Literal
+    limits: Limits
+
+    def is_legal(self, value: Any) -> bool:
+        """Tells quickly that `check` accepts a value; False: that has to be asked."""
+        kind = value.__class__
+        if kind is int and self.base in (int, float):
+            return -(2**63) < value < 2**63 and self.limits.allows(value)
+        if kind is float and self.base is float:
+            return math.isfinite(value) and self.limits.allows(value)
+        return value in self.choices if kind is str and self.choices else kind is self.base
+
+    def check(self, name: str, flag: str, value: Any) -> None:
+        """Refuses another type and a number outside its limits.
+
+        Args: name: as messages say it. flag: without the dashes. Raises: UserError.
+        """
+        check_type(name, flag, value, self.hint)
+        check_number(name, flag, value, self.limits, self.field.default)
+
+
+@functools.cache
+def members(cls: type) -> tuple[Member, ...]:
+    """Returns the members of a config class, its groups too, that have a type to be checked."""
+    hints, found = typing.get_type_hints(cls), []
+    for field in dataclasses.fields(cls):
+        base, _ = alternatives(hint := hints[field.name])
+        choices = typing.get_args(base) if typing.get_origin(base) is Literal else ()
+        if choices or isinstance(base, type):
+            limits = field.metadata.get("limits", Limits())
+            found.append(Member(field, hint, base, choices, limits))
+    return tuple(found)
+
+
+def check_members(cfg: Any, section: str) -> None:
+    """Checks all members of a configuration; a NumPy scalar becomes Python's, as JSON needs it.
+
+    section: what messages put before their names, with a dot. Raises: UserError.
+    """
+    for member in members(type(cfg)):
+        value, name = getattr(cfg, member.field.name), member.field.name
+        if member.is_legal(value):  # quick: searches make many configurations
+            continue
+        if type(value).__module__ == "numpy" and value.shape == ():
+            value = value.item()
+            object.__setattr__(cfg, name, value)
+        member.check(section + name, section + name, value)
+
+
+def check_number(name: str, flag: str, value: Any, limits: Limits, default: Any) -> None:
+    """Refuses a number that is not finite or outside its limits; what is no number passes.
+
+    Args: name: of the member, as messages say it. flag: without the dashes. default: suggested
+      where there is no nearest legal value.
+    Raises: UserError.
+    """
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        return
+    try:
+        finite = math.isfinite(float(value))
+    except OverflowError:  # a whole number that no float holds
+        finite = False
+    if finite and limits.allows(float(value)):
+        return
+    rule, near = limits.rule(), limits.nearest(float(value)) if finite else None
+    if not finite:
+        rule = f"a finite number{', ' if rule else ''}{rule}"
+    advice = f"nearest: {near:.10g}" if near is not None else f"the default is {default}"
+    raise UserError(f"{name}={value} must be {rule}; {advice} (--{flag})")
+
+
+def alternatives(hint: Any) -> tuple[Any, bool]:
+    """Returns (the type without None, whether None is allowed)."""
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        rest = [a for a in typing.get_args(hint) if a is not type(None)]
+        return rest[0], True
+    return hint, False
+
+
+def check_type(name: str, flag: str, value: Any, hint: Any) -> None:
+    """Refuses a value that a type hint does not allow. Raises: UserError."""
+    base, optional = alternatives(hint)
+    if value is None and optional:
+        return
+    if typing.get_origin(base) is Literal:
+        choices = typing.get_args(base)
+        if not isinstance(value, str) or value not in choices:
+            listed = ", ".join([*map(str, choices), *(["none"] if optional else [])])
+            raise UserError(
+                f"{name}={value} must be one of {listed}.{did_you_mean(value, choices)} (--{flag})"
+            )
+    elif base is float:
+        if not isinstance(value, numbers.Real) or isinstance(value, bool):
+            raise UserError(f"{name}={value!r} must be a number (--{flag})")
+    elif not isinstance(value, base) or (base is int and isinstance(value, bool)):
+        if members := getattr(base, "__protocol_attrs__", None):
+            raise UserError(_lacks(name, value, base, sorted(members)))
+        near = f"; nearest: {int(value)}" if base is int and _is_whole(value) else ""
+        raise UserError(f"{name}={value!r} must be of type {base.__name__}{near} (--{flag})")
+
+
+def _lacks(name: str, value: Any, protocol: type, members: list[str]) -> str:
+    """Returns which members of a protocol a value does not have, each with what it is."""
+    missing = [member for member in members if not hasattr(value, member)]
+    about = (inspect.getdoc(getattr(protocol, member)) or "" for member in missing)
+    lines = (f"{member}: {text}".rstrip(" :") for member, text in zip(missing, about, strict=True))
+    return (
+        f"{name}={value!r} lacks {len(missing)} of the members that {protocol.__name__} has "
+        f"({', '.join(members)}): {'; '.join(lines)}"
+    )
+
+
+def _is_whole(value: Any) -> bool:
+    """Tells whether a value, or what its text says, is a whole number of another type."""
+    try:
+        return float(value) == int(value)
+    except (TypeError, ValueError, OverflowError):
+        return False
+
+
+# ---- parsers of flags
+
+
+WORDS = {int: "an integer", float: "a number", str: "text", bool: "true or false"}
+
+
+class Parser(flags.ArgumentParser):
+    """Parses one leaf by its type hint; 'none' stands for None where None is allowed."""
+
+    def __init__(self, hint: Any):
+        """hint: of the leaf."""
+        self.base, self.optional = alternatives(hint)
+        self.syntactic_help = spell_type(hint)
+
+    def parse(self, argument: str) -> Any:
+        """Returns the value. Raises: ValueError saying what the type is."""
+        if self.optional and str(argument).lower() == "none":
+            return None
+        if typing.get_origin(self.base) is Literal:
+            choices = typing.get_args(self.base)
+            if argument not in choices:
+                raise ValueError(
+                    f"must be one of {', '.join(choices)}.{did_you_mean(argument, choices)}"
+                )
+            return argument
+        try:
+            if self.base is bool:
+                return {"true": True, "false": False}[str(argument).lower()]
+            return self.base(argument)
+        except (KeyError, ValueError):
+            raise ValueError(f"must be {self.syntactic_help}") from None
+
+    def flag_type(self) -> str:
+        """Returns the type in words."""
+        return self.syntactic_help
+
+
+def spell_type(hint: Any, limits: Limits = Limits()) -> str:
+    """Returns a type in words, e.g. 'an integer, at least 1, or none'."""
+    base, optional = alternatives(hint)
+    if typing.get_origin(base) is Literal:
+        choices = [str(choice) for choice in typing.get_args(base)]
+        words = "|".join(choices)
+        words = words if len(words) < 60 else ", ".join(choices)
+    else:
+        words = WORDS[base]
+    rule = limits.rule()
+    return words + (f", {rule}" if rule else "") + (", or none" if optional else "")
+
+
+# ---- members that need others
+#
+# Members that have no effect unless another member has some value. `option` and `group` declare a
+# Needs: experts' settings need experts, the settings of a pipeline need stages. Only values that
+# were given as flags are looked at: presets and saved files may hold values that have no effect.
+
+
+@dataclasses.dataclass(frozen=True)
+class Needs:
+    """The switch of a member, or of all members of a group.
+
+    members: what must be set, seen from the class that declares the field. words: to what, as a
+    message says it. test: of their values. harmless: values of the field that ask for nothing.
+    """
+
+    members: tuple[str, ...]
+    words: str
+    test: Callable[..., bool]
+    harmless: tuple[Any, ...] = ()
+
+
+def above(bound: float, *members: str, harmless: tuple[Any, ...] = ()) -> Needs:
+    """Needs one of these members above a number."""
+    return Needs(members, f"above {bound}", lambda *values: max(values) > bound, harmless)
+
+
+def equal(member: str, *choices: Any) -> Needs:
+    """Needs a member to have one of these values."""
+    return Needs((member,), " or ".join(map(_word, choices)), lambda value: value in choices)
+
+
+def other_than(member: str, choice: Any, harmless: tuple[Any, ...] = ()) -> Needs:
+    """Needs a member to have any value but this one."""
+    words = "to be set" if choice is None else f"other than {choice}"
+    return Needs((member,), words, lambda value: value != choice, harmless)
+
+
+def idle(
+    cfg: Any, given: Mapping[str, Any], flags: Mapping[str, str], verb: str | None = None
+) -> Iterator[str]:
+    """Yields a sentence for each member that was given and has no effect.
+
+    Args: given: {dotted name: value}. flags: {dotted name: flag} of all members. verb: what the
+      script is asked to do.
+    """
+    for name, value in given.items():
+        said = f"{flags[name]}={_word(value)} has no effect:"
+        *path, field = _walk(cfg, name)
+        verbs = field[1].metadata.get("verbs")
+        if verb is not None and verbs and verb not in verbs:
+            yield f"{said} {verb} does not use it, only {', '.join(verbs)} (--{flags[name]})"
+            continue
+        for prefix, part, found in (*path, field):
+            needs: Needs | None = part.metadata.get("needs")
+            if needs is None or found in needs.harmless:
+                continue
+            switches = [prefix + member for member in needs.members]
+            now = [_walk(cfg, switch)[-1][2] for switch in switches]
+            if name not in switches and not needs.test(*now):
+                those = " or ".join(flags[switch] for switch in switches)
+                listed = ", ".join(f"--{flags[switch]}" for switch in switches)
+                is_now = ", ".join(map(_word, now))
+                yield f"{said} it needs {those} {needs.words}, found {is_now} ({listed})"
+                break
+
+
+def _word(value: Any) -> str:
+    return str(value).lower() if value is None or isinstance(value, bool) else str(value)
+
+
+def _walk(cfg: Any, name: str) -> list[tuple[str, dataclasses.Field, Any]]:
+    """Returns (what comes before it, field, value) of each part of a dotted name."""
+    found, prefix = [], ""
+    for part in name.split("."):
+        field = next(f for f in dataclasses.fields(cfg) if f.name == part)
+        cfg = getattr(cfg, part)
+        found.append((prefix, field, cfg))
+        prefix += f"{part}."
+    return found
+
+
+# ---- config classes and their leaves
+
 
 flags.disclaim_key_flags()  # `--help` lists the flags under the script that calls define_flags
 
@@ -170,14 +611,14 @@ def _replace(cfg: Any, values: dict[str, Any]) -> Any:
 # ---- flags
 
 
-def _page(presets: Presets, start: str, first: tuple[str, ...]) -> help_.Page:
+def _page(presets: Presets, start: str, first: tuple[str, ...]) -> script.Page:
     """Returns what --help shows: flags with their values in the preset `start`."""
     base = presets[start]()
     shown, rows = flag_names(type(base)), []
     for name, hint, field in leaves(type(base)):
         kind = spell_type(hint, field.metadata.get("limits", Limits()))
         rows.append((shown[name], kind, f"{_describe(field)}; {start}: {get(base, name)}"))
-    return help_.Page(sections(type(base)), rows, first)
+    return script.Page(sections(type(base)), rows, first)
 
 
 def _describe(field: dataclasses.Field) -> str:
@@ -192,7 +633,7 @@ def define_flags(presets: Presets, default: str, first: tuple[str, ...] = ()) ->
     """
     base = presets[default]()
     names = Literal[tuple(presets)]  # type: ignore[valid-type]
-    start = help_.Start(Parser(names), None, "preset", default, "where the configuration starts")
+    start = script.Start(Parser(names), None, "preset", default, "where the configuration starts")
     start.pages = {name: functools.partial(_page, presets, name, first) for name in presets}
     flags.DEFINE_flag(start)
     about = "start from a .json, .yaml or .toml file; what it lacks comes from --preset, if given"
@@ -226,7 +667,7 @@ def from_flags(
     if adapt is not None:
         base = adapt(base, given, read)
     cfg = _overlay(base, given)
-    for sentence in needs.idle(cfg, given, flag_names(type(cfg)), verb) if warn else ():
+    for sentence in idle(cfg, given, flag_names(type(cfg)), verb) if warn else ():
         logging.warning("%s", sentence)
     return cfg, base
 
@@ -310,7 +751,7 @@ def from_json(cls: type, text: str) -> Any:
     Members that the text lacks keep their defaults, so older files stay readable.
     Raises: UserError for names that this version does not know.
     """
-    return overlay(cls(), config_file.parse(text))
+    return overlay(cls(), parse(text))
 
 
 def load_json(cls: type, path: str | Path, flag: str = "config") -> Any:
@@ -328,7 +769,7 @@ def load(base: Any, path: str | Path, flag: str = "config") -> Any:
 
 def _load(base: Any, path: str | Path, flag: str = "config") -> tuple[Any, dict[str, Any]]:
     """Returns what `load` does, and {dotted name: value} of what the file says."""
-    found = config_file.read(path, flag)
+    found = read(path, flag)
     try:
         flat = _flatten(type(base), found)
         return _overlay(base, flat), flat
@@ -353,7 +794,7 @@ def _flatten(cls: type, said: Mapping[str, Any]) -> dict[str, Any]:
     """Returns {dotted name: value} of the nested members of a file."""
     hints = {name: hint for name, hint, _ in leaves(cls)}
     names = {flag: name for name, flag in flag_names(cls).items()} | {n: n for n in hints}
-    return config_file.flatten(said, names, {n for n in hints if alternatives(hints[n])[1]})
+    return flatten(said, names, {n for n in hints if alternatives(hints[n])[1]})
 
 
 def _drop_whole(base: Any, given: Mapping[str, Any]) -> Any:

@@ -1,4 +1,4 @@
-"""Files that others wrote, opened and parsed within a budget.
+"""Paths of users, and files that others wrote, opened and parsed within a budget.
 
 Only regular files are opened: opening a named pipe blocks until somebody writes to it, and a device
 has no end. Symbolic links are followed. JSON is read only when its values cannot take far more
@@ -8,6 +8,7 @@ archives of arrays. No jax.
 """
 
 import contextlib
+import errno
 import io
 import json
 import math
@@ -15,6 +16,7 @@ import os
 import reprlib
 import secrets
 import stat
+import tempfile
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -22,7 +24,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from megajax.core.errors import UserError
+from megajax.core.errors import UserError, unwritable
 
 SLACK = 64 * 2**20  # (chosen) bytes of memory that any file may take
 GROWTH = 10  # (chosen) bytes of memory that one byte of a file may take beyond that
@@ -236,3 +238,63 @@ def read_object(path: str | Path, most: int, flag: str = "") -> dict[str, Any]:
     if not isinstance(found, dict):
         raise UserError(f"{path} must hold a JSON object, not {reprlib.repr(found):.40}{hint}")
     return found
+
+
+# ---- paths
+#
+# Paths that a user typed, and files that the processes of a user share.
+
+
+def expand(name: str | Path, flag: str | None = None) -> Path:
+    """Returns the path of a name that may begin with ~; the path need not exist.
+
+    flag: which gave the name, for the message.
+    Raises: UserError when the name cannot be a path of this user.
+    """
+    given, hint = (f"{flag}={name}", f" (--{flag})") if flag else (str(name), "")
+    try:
+        path = Path(name).expanduser()
+        path.exists()  # raises for a name that is too long, or a parent that may not be searched
+    except RuntimeError as error:  # no such user, or a user without a home
+        raise UserError(f"{given}: {error}{hint}") from None
+    except OSError as error:
+        raise UserError(f"{given}: {error.strerror}{hint}") from None
+    return path
+
+
+def check_writable(folder: Path, flag: str, make: bool = False) -> None:
+    """Refuses a folder that cannot be made or written in.
+
+    Args: flag: which named it. make: makes the folder; else nothing is made.
+    Raises: UserError.
+    """
+    there = folder
+    try:
+        there = next(p for p in (folder.absolute(), *folder.absolute().parents) if p.exists())
+        with tempfile.TemporaryFile(dir=there):
+            pass
+        if make:
+            folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise unwritable(
+            f"cannot write to {folder}: {there}: {error.strerror}; name another folder (--{flag})",
+            error,
+        ) from None
+
+
+def open_own(path: str | Path, make: bool = True) -> int:
+    """Opens a file that processes of one user share, for reading and writing.
+
+    In a folder that others may write to (/dev/shm, /tmp) a name proves nothing: a link there may
+    lead to a file of this user, and a file may belong to somebody who goes on writing into it.
+    make: makes a missing file, which no other user may read. Returns: the descriptor.
+    Raises: OSError, also for a symbolic link and for what is not a regular file of this user with
+        this one name.
+    """
+    flags = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    number = os.open(path, flags | (os.O_CREAT if make else 0), 0o600)
+    facts = os.fstat(number)
+    if not stat.S_ISREG(facts.st_mode) or facts.st_uid != os.geteuid() or facts.st_nlink > 1:
+        os.close(number)
+        raise PermissionError(errno.EPERM, "it is not a file of this user alone", str(path))
+    return number

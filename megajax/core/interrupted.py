@@ -36,10 +36,9 @@ def _answer_help_soon() -> None:
     if not any(word.startswith(("-h", "--h", "-?")) for word in sys.argv[1:]):
         return  # other command lines import nothing here
     # Not at the top: Ctrl-C while these are imported is one line too.
-    from megajax.core import help as help_
-    from megajax.core import placeholders
+    from megajax.core import placeholders, script
 
-    if help_.asked(sys.argv) is not None:
+    if script.asked(sys.argv) is not None:
         placeholders.install()
 
 

@@ -9,8 +9,10 @@ __getattr__, __dir__, __all__ = public(
         "corpus": ("Corpus", "open_corpora"),
         "indexed": ("TokenFile", "TokenWriter"),
         "loader": ("Loader", "training_rows"),
-        "mixture": ("MixedRows",),
-        "pack": ("PackedRows",),
+        "pack": (
+            "PackedRows",
+            "MixedRows",
+        ),
         "source": ("Document", "Source", "open_source"),
         "tokenizer": ("Tokenizer", "open_tokenizer", "train_bpe"),
     },

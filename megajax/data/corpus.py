@@ -1,8 +1,8 @@
 """From a configuration to tokens on disk: each source is tokenised once and cached.
 
 The cache is keyed by the corpus (folder, names, sizes and times of its files) and the tokenizer. A
-killed run leaves nothing half-made, and what is damaged is made again (whole.py). Which documents
-are held out is decided by their content, over all parts of a mixture (holdout.py).
+killed run leaves nothing half-made, and what is damaged is made again (documents.py). Which
+documents are held out is decided by their content, over all parts of a mixture (documents.py).
 """
 
 import dataclasses
@@ -17,14 +17,24 @@ import numpy as np
 from absl import logging
 
 from megajax.core.errors import UserError
-from megajax.core.paths import expand
+from megajax.core.files import expand
 from megajax.data import documents as documents_
 from megajax.data.config import DataConfig
-from megajax.data.documents import FORMAT, Documents, open_documents, text_key, token_key
-from megajax.data.holdout import Parted, is_held_out, part
+from megajax.data.documents import (
+    FORMAT,
+    Documents,
+    Parted,
+    is_held_out,
+    is_whole,
+    make_folder,
+    open_documents,
+    part,
+    publish,
+    text_key,
+    token_key,
+)
 from megajax.data.indexed import TokenFile, TokenWriter
-from megajax.data.mixture import parse
-from megajax.data.pack import Split, mix
+from megajax.data.pack import Split, mix, parse
 from megajax.data.source import Document, Source, open_source
 from megajax.data.tokenizer import (
     FileTokenizer,
@@ -34,7 +44,6 @@ from megajax.data.tokenizer import (
     open_tokenizer,
     train_bpe,
 )
-from megajax.data.whole import is_whole, make_folder, publish
 
 SUFFIXES = (".bin", ".documents.npy", ".json", ".tokenizer")  # beside the .idx of a pair
 BATCH = 256  # documents tokenised at a time

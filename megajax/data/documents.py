@@ -1,15 +1,18 @@
-"""What the documents of a token file are, by content: keys that copies share wherever they lie.
+"""The documents of a token file by content, their cache, and which of them are held out.
 
-The key of a text or of its tokens is a 64-bit hash of all of it, so equal documents have equal keys
-whatever file, line or source holds them; the begin and end tokens do not count. A file that
-scripts/tokenize.py wrote has its keys beside it; any other pair is read once, and the keys are
-cached. A pair beyond `data.hash_gib` is not read: its documents are known by their number only.
+Three parts: folders of the cache that are complete or absent; keys of documents, which copies share
+wherever they lie; and the split into training and held-out documents.
 """
 
 import dataclasses
+import fcntl
 import hashlib
+import io
+import json
 import os
-from collections.abc import Callable, Iterator
+import tempfile
+import tokenize
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +22,136 @@ from absl import logging
 from megajax.core import files
 from megajax.core.errors import UserError
 from megajax.data.indexed import TokenFile
-from megajax.data.pack import mix
+from megajax.data.pack import Split, mix
 from megajax.data.tokenizer import Tokenizer
-from megajax.data.whole import load_table, read_array, save_table
+
+# ---- folders of the cache
+#
+# A folder of the cache is filled under another name and renamed, so several runs can make it at one
+# time: the first one wins, and the others use its folder. digests.json, written last, has the size
+# and the hash of each file; a folder whose files differ from it is made again. The hash of a file
+# beyond HASHED bytes is not computed at each start: its size is compared.
+
+
+DIGESTS = "digests.json"
+HASHED = 1 << 26  # bytes
+
+
+def make_folder(folder: Path, fill: Callable[[Path], None]) -> None:
+    """Makes a folder by `fill(new folder)`, in place of a damaged one. Raises: OSError."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(
+        prefix=f"{folder.name}.", dir=folder.parent, ignore_cleanup_errors=True
+    ) as scratch:
+        new = Path(scratch) / "new"
+        new.mkdir()  # with the permissions that others have: the cache may be shared
+        fill(new)
+        (new / DIGESTS).write_text(json.dumps(_digests(new)) + "\n")
+        with _alone(folder.parent):
+            if is_whole(folder):  # another process was first
+                return
+            if folder.exists():
+                folder.rename(Path(scratch) / "damaged")
+            new.rename(folder)
+
+
+def is_whole(folder: Path) -> bool:
+    """Tells whether the files of a folder are those that `make_folder` left there."""
+    try:
+        return json.loads((folder / DIGESTS).read_text()) == _digests(folder)
+    except (OSError, ValueError, RecursionError):
+        return False
+
+
+def _digests(folder: Path) -> dict[str, list]:
+    files = [f for f in sorted(folder.rglob("*")) if f.is_file() and f != folder / DIGESTS]
+    return {f.relative_to(folder).as_posix(): [f.stat().st_size, _digest(f)] for f in files}
+
+
+def _digest(file: Path) -> str | None:
+    if file.stat().st_size > HASHED:
+        return None
+    return hashlib.blake2b(file.read_bytes(), digest_size=16).hexdigest()
+
+
+class _alone:
+    """Holds the lock of a folder where the file system has locks."""
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+
+    def __enter__(self) -> None:
+        self._handle = os.open(self._folder, os.O_RDONLY)
+        try:
+            fcntl.flock(self._handle, fcntl.LOCK_EX)
+        except OSError:  # no locks there: what remains is the time between two renames
+            pass
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._handle)
+
+
+def publish(scratch: Path, prefix: Path, suffixes: tuple[str, ...], last: str) -> None:
+    """Moves scratch + suffix to prefix + suffix, for files and folders; what is not there goes.
+
+    The file with the suffix `last` says that the others are complete: it appears after them.
+    Raises: FileExistsError when it exists, OSError.
+    """
+    with _alone(prefix.parent):
+        if os.path.lexists(f"{prefix}{last}"):
+            raise FileExistsError(17, "File exists", f"{prefix}{last}")
+        for suffix in (*suffixes, last):
+            made, place = Path(f"{scratch}{suffix}"), Path(f"{prefix}{suffix}")
+            if place.is_dir() and not place.is_symlink():
+                place.rename(f"{scratch}.former{suffix}")  # a folder cannot be replaced
+            if made.exists():
+                made.replace(place)
+            elif os.path.lexists(place):
+                place.unlink()
+
+
+def save_table(path: Path, table: np.ndarray) -> None:
+    """Writes an array with its hash, by a rename. Raises: OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    content = io.BytesIO()
+    np.save(content, table)
+    raw = content.getvalue()
+    with tempfile.TemporaryDirectory(prefix=path.name, dir=path.parent) as scratch:
+        new = Path(scratch) / "new"
+        new.write_bytes(hashlib.blake2b(raw, digest_size=16).digest() + raw)
+        new.replace(path)
+
+
+def load_table(path: Path) -> np.ndarray | None:
+    """Returns what `save_table` wrote; None when there is nothing, or something else."""
+    try:
+        raw = path.read_bytes()
+        if hashlib.blake2b(raw[16:], digest_size=16).digest() != raw[:16]:
+            return None
+        return read_array(raw[16:])
+    except (OSError, ValueError):
+        return None
+
+
+def read_array(raw: bytes) -> np.ndarray:
+    """Returns the array of a .npy file's bytes. Raises: ValueError when they are no such file."""
+    try:  # np.load would also open archives
+        return np.lib.format.read_array(io.BytesIO(raw), allow_pickle=False)
+    except (
+        EOFError, SyntaxError, tokenize.TokenError, OverflowError, MemoryError, TypeError,
+        SystemError,  # CPython 3.12's tokenizer, on some headers that are no text
+    ) as error:  # fmt: skip
+        raise ValueError(str(error)) from None
+
+
+# ---- keys of documents
+#
+# The key of a text or of its tokens is a 64-bit hash of all of it, so equal documents have equal
+# keys whatever file, line or source holds them; the begin and end tokens do not count. A file that
+# scripts/tokenize.py wrote has a second file with its keys; any other pair is read once, and the
+# keys are cached. A pair beyond `data.hash_gib` is not read: its documents are known by their
+# number only.
+
 
 MAX_STATS = 2**20  # (chosen) bytes of a record of statistics
 FORMAT = 2  # of the tables, the split and the encoding: part of every name in the cache
@@ -220,3 +350,134 @@ def _keep(path: Path, keys: np.ndarray) -> None:
             path.parent,
             error.strerror,
         )
+
+
+# ---- held-out documents
+#
+# A document is held out when the hash of its content is below the fraction, so copies are on one
+# side whatever file, line or source holds them, and the split stays the same when files are added.
+# Copies are known by their tokens; where a source has text, the hash is the text's, so the side
+# does not depend on the tokenizer (which is trained on the other side only).
+#
+# A part all of whose documents are on one side has the tail of its longest document held out, in
+# every part that holds a copy of it.
+
+
+@dataclasses.dataclass(frozen=True)
+class Parted:
+    """One token file in two. held_out: None when nothing is. bytes_per_token: of what is held out,
+    None when unknown. copies: documents that equal an earlier one, of this file or a former; None
+    when the file was not compared."""
+
+    train: Split
+    held_out: Split | None
+    bytes_per_token: float | None
+    copies: int | None
+
+
+def is_held_out(text: str, fraction: float) -> bool:
+    """Tells by its content whether a text is held out."""
+    return text_key(text) < int(fraction * 2**64)
+
+
+def part(
+    files: Sequence[TokenFile],
+    documents: Sequence[Documents],
+    fraction: float,
+    begin: int | None = None,
+    end: int | None = None,
+) -> list[Parted]:
+    """Splits every file; documents[i] has the keys of files[i]. begin, end: of the tokenizer."""
+    keys, copies = _identify(documents)
+    limit = np.uint64(int(fraction * 2**64))
+    sides = [k < limit for k in keys]
+    cut: list[int] = []
+    for file, key, held in zip(files, keys, sides, strict=True):
+        tokens = int(file.lengths[held].sum(dtype=np.int64))
+        if fraction > 0 and len(file) and tokens in (0, int(file.lengths.sum(dtype=np.int64))):
+            cut.append(int(key[np.argmax(file.lengths)]))
+            logging.warning(
+                "%s has too few documents to hold some out; the last %.0f %% of its longest are "
+                "held out instead.",
+                file.prefix,
+                100 * fraction,
+            )
+    cuts = [np.isin(key, np.array(cut, np.uint64)) for key in keys]
+    return [
+        _part(
+            file, key, held, cuts[i], _heads(file, cuts[i], fraction, begin, end),
+            documents[i].sizes, copies[i],
+        )
+        for i, (file, key, held) in enumerate(zip(files, keys, sides, strict=True))
+    ]  # fmt: skip
+
+
+def _heads(
+    file: TokenFile, cut: np.ndarray, fraction: float, begin: int | None, end: int | None
+) -> np.ndarray:
+    """Returns how many tokens of each document are learned if it is: all, or up to its tail.
+
+    Copies with and without begin and end tokens are cut at the same place of the text.
+    """
+    heads = file.lengths.astype(np.int64)
+    specials = (begin is not None) + (end is not None)
+    for i in np.flatnonzero(cut).tolist():
+        length = int(heads[i])
+        first = length > 0 and file.read(i, 0, 1)[0] == begin
+        last = length > first and file.read(i, length - 1, length)[0] == end
+        text = length - int(first) - int(last)
+        kept = int((text + specials) * (1 - fraction)) - (begin is not None)
+        heads[i] = int(first) + min(max(kept, 0), text)
+    return heads
+
+
+def _part(
+    file: TokenFile,
+    keys: np.ndarray,
+    held: np.ndarray,
+    cut: np.ndarray,
+    heads: np.ndarray,
+    sizes: np.ndarray | None,
+    copies: int | None,
+) -> Parted:
+    lengths = file.lengths.astype(np.int64)
+    learned = np.flatnonzero(~held | cut)
+    train = Split(file, learned, np.zeros_like(learned), heads[learned])
+    once = np.zeros_like(cut)
+    once[np.unique(keys, return_index=True)[1]] = True
+    kept = np.flatnonzero((held & ~cut) | (cut & once))
+    if not len(kept):
+        return Parted(train, None, None, copies)
+    starts = np.where(cut, heads, 0)[kept]
+    tokens = float(lengths[kept].sum())  # a tokenizer may make none of a text
+    ratio = None if sizes is None or not tokens else float(sizes[kept].sum()) / tokens
+    return Parted(train, Split(file, kept, starts, lengths[kept]), ratio, copies)
+
+
+def _identify(documents: Sequence[Documents]) -> tuple[list[np.ndarray], list[int | None]]:
+    """Returns, file by file, a key that all copies share, and how many copies of earlier ones."""
+    compared = [d for d in documents if d.compared]
+    unknown = np.uint64(2**64 - 1)
+    none = [np.zeros(0, np.uint64)]
+    tokens = np.concatenate([d.tokens for d in compared] or none)
+    texts = np.concatenate(
+        [np.full_like(d.tokens, unknown) if d.texts is None else d.texts for d in compared] or none
+    )
+    each, first, group = np.unique(tokens, return_index=True, return_inverse=True)
+    least = np.full(len(each), unknown)
+    np.minimum.at(least, group, texts)
+    shared = np.where(least == unknown, each, least)[group]
+    is_first = np.zeros(len(tokens), bool)
+    is_first[first] = True
+    keys: list[np.ndarray] = []
+    copies: list[int | None] = []
+    at = 0
+    for d in documents:
+        if d.compared:
+            keys.append(shared[at : at + len(d.tokens)])
+            copies.append(int((~is_first[at : at + len(d.tokens)]).sum()))
+            at += len(d.tokens)
+        else:
+            keys.append(d.tokens)
+            copies.append(None)
+    return keys, copies

@@ -1,10 +1,11 @@
-"""Labelled texts as rows for a classifier: one text a row, its label at the first token.
+"""Labelled texts as rows for a classifier, and rows with masked tokens.
 
-A set is `stdlib` (passages of Python's standard library with their packages, passages.py), jsonl
-lines with a text and a label, or a folder with a folder of text files for each label. Examples are
-held out by the hash of their text, so a text and its copies lie on one side. Row i is a pure
-function of (seed, i), as in pack.py. The number of a label is its place in a list of names: that of
-a trained classifier where there is one, else the set's labels in their natural order.
+A row holds one text, with its label at the first token. A set is `stdlib` (passages of Python's
+standard library with their packages, passages.py), jsonl lines with a text and a label, or a folder
+with a folder of text files for each label. Examples are held out by the hash of their text, so a
+text and its copies lie on one side. Row i is a pure function of (seed, i), as in pack.py. The
+number of a label is its place in a list of names: that of a trained classifier where there is one,
+else the set's labels in their natural order.
 
 Legend: N examples, S tokens of a row.
 """
@@ -19,10 +20,11 @@ from pathlib import Path
 import numpy as np
 
 from megajax.core.errors import UserError
-from megajax.core.paths import expand
+from megajax.core.files import expand
 from megajax.data.config import LabelledConfig
 from megajax.data.corpus import open_tokenizer_for
-from megajax.data.holdout import is_held_out
+from megajax.data.documents import is_held_out
+from megajax.data.loader import Rows
 from megajax.data.pack import IGNORED, mix, permute
 from megajax.data.passages import Template, open_passages
 from megajax.data.source import open_source
@@ -246,3 +248,36 @@ def _checked(
             digest.update(np.asarray(ids, np.int32).tobytes())
     train, held_out = sides
     return LabelledSet(labels, train, held_out, tokenizer, vocab, digest.hexdigest()[:16])
+
+
+# ---- masked tokens
+#
+# Packed rows of text of which a model predicts some hidden tokens: BERT's corruption (arXiv
+# 1810.04805, section 3.1). 15 % of the tokens are targets; of these 80 % are replaced by the mask,
+# 10 % by any token, and 10 % stay. Row i is a pure function of (seed, i).
+
+
+SHARE, MASKED, REPLACED = 0.15, 0.8, 0.1  # (arXiv 1810.04805, section 3.1)
+
+
+class MaskedRows:
+    """Rows of text with some tokens hidden, whose ids are the targets."""
+
+    def __init__(self, rows: Rows, mask: int, vocab: int, seed: int):
+        """mask: the id that hides a token. vocab: ids below it may replace one."""
+        self.rows, self.mask, self.vocab, self.seed = rows, mask, vocab, seed
+
+    def __getitem__(self, i: int) -> dict[str, np.ndarray]:
+        """Returns row i."""
+        row = self.rows[i]
+        tokens_S = row["tokens"]
+        random = np.random.default_rng(mix(self.seed, i, "masks"))
+        draw_S, kind_S = random.random(tokens_S.shape), random.random(tokens_S.shape)
+        other_S = random.integers(0, self.vocab, tokens_S.shape, np.int32)
+        chosen_S = draw_S < SHARE
+        hidden_S = np.where(kind_S < MASKED, np.int32(self.mask), other_S)
+        changes_S = chosen_S & (kind_S < MASKED + REPLACED)
+        return row | {
+            "tokens": np.where(changes_S, hidden_S, tokens_S),
+            "targets": np.where(chosen_S, tokens_S, np.int32(IGNORED)),
+        }

@@ -18,8 +18,7 @@ import jax
 import numpy as np
 
 from megajax.data.corpus import Corpus
-from megajax.data.mixture import MixedRows
-from megajax.data.pack import IGNORED, PackedRows
+from megajax.data.pack import IGNORED, MixedRows, PackedRows
 
 Abstract = Mapping[str, jax.ShapeDtypeStruct]
 

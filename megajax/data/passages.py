@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from megajax.core.errors import UserError
-from megajax.core.paths import expand
+from megajax.core.files import expand
 from megajax.data.config import DataConfig
 from megajax.data.corpus import open_tokenizer_for
 from megajax.data.pack import mix

@@ -24,12 +24,10 @@ from absl import logging
 
 from megajax.core import files
 from megajax.core.errors import UserError
-from megajax.core.paths import expand
-from megajax.data import pieces as pieces_
-from megajax.data import special_tokens, vocabulary_files
-from megajax.data.special_tokens import CONFIG, GENERATION, MAP, MAX_BYTES, Settings
+from megajax.core.files import expand
+from megajax.data import token_ids, vocabulary_files
+from megajax.data.token_ids import CONFIG, GENERATION, MAP, MAX_BYTES, MOST, Settings
 
-MOST = 1 << 24  # ids of a trained BPE (chosen: the trainer reserves memory for them)
 LONGEST = 2**12  # (chosen) bytes of a token: published ones have some hundred
 WORD = 256  # (chosen: real words are shorter) bytes of a word that a BPE is trained on
 PIECE = 2**18  # (chosen) characters of a text that the package encodes in one piece
@@ -133,7 +131,7 @@ class JsonTokenizer:
         """settings: or what returns them, told whether the tokens are bytes.
 
         Raises: UserError when raw is no tokenizer, or its special tokens are not (data/
-        special_tokens.py).
+        token_ids.py).
         """
         import tokenizers  # here, so that runs on bytes need not load it
 
@@ -144,7 +142,7 @@ class JsonTokenizer:
             self._tokenizer = tokenizers.Tokenizer.from_buffer(raw)
         self._decoder, post_processor = found.get("decoder"), found.get("post_processor")
         if callable(settings):
-            settings = settings(pieces_.is_byte_level(self._decoder))
+            settings = settings(token_ids.is_byte_level(self._decoder))
         self.raw, self.settings, self.name = raw, settings, name
         self._tokenizer.encode_special_tokens = True  # special tokens' text stays text
         self._tokenizer.no_truncation()  # settings of a model's inputs, not of documents
@@ -155,17 +153,17 @@ class JsonTokenizer:
         if not ids:
             raise UserError(f"{name} has no tokens (--data.tokenizer)")
         largest = max(ids.values())  # ids may have gaps
-        special_tokens.check_largest(largest, len(ids), name)
+        token_ids.check_largest(largest, len(ids), name)
         self.vocab = largest + 1
-        special = special_tokens.resolve(settings, post_processor, ids, name)
+        special = token_ids.resolve(settings, post_processor, ids, name)
         self.begin, self.end, self.ends = special.begin, special.end, special.ends
-        before, after = special_tokens.template_ids(post_processor)
+        before, after = token_ids.template_ids(post_processor)
         self.template = tuple(before), tuple(after)
         self.chat_template: str | None = settings.chat_template
         content = raw + f" {self.begin} {self.end}".encode()
         self.identity = hashlib.blake2b(content, digest_size=8).hexdigest()
         self._forbidden = self._find_forbidden(found["model"])
-        self.strips_space = pieces_.strips_space(self._decoder)
+        self.strips_space = token_ids.strips_space(self._decoder)
 
     def _find_forbidden(self, model: dict[str, Any]) -> np.ndarray:
         """Returns the ids that no text becomes: special ones but the one of unknown text."""
@@ -322,13 +320,13 @@ class JsonTokenizer:
                 files.write_whole(folder / name, text)
 
     def pieces(self) -> list[bytes | None]:
-        """Returns the bytes of each id, None for special ones, as data/pieces.py.
+        """Returns the bytes of each id, None for special ones, as data/token_ids.py.
 
         Raises: UserError for tokens that do not stand for bytes.
         """
         added = self._tokenizer.get_added_tokens_decoder()
         vocab = self._tokenizer.get_vocab(with_added_tokens=True)
-        return pieces_.pieces(self._decoder, vocab, {i: t.special for i, t in added.items()})
+        return token_ids.pieces(self._decoder, vocab, {i: t.special for i, t in added.items()})
 
     @functools.cached_property
     def _special_too(self) -> Any:
@@ -351,7 +349,7 @@ class FileTokenizer(JsonTokenizer):
 
     def __init__(self, path: Path, name: str):
         """Raises: UserError when the file is not a tokenizer."""
-        read: Any = functools.partial(special_tokens.read_settings, path.parent)
+        read: Any = functools.partial(token_ids.read_settings, path.parent)
         if path.name in vocabulary_files.NAMES_OF_FILES:
             with _errors_of(f"{path} is not a tokenizer"):
                 raw, read = vocabulary_files.convert(path)

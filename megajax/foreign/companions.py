@@ -13,10 +13,9 @@ from typing import Any
 
 from megajax.core import files
 from megajax.core.errors import UserError
-from megajax.core.paths import expand
-from megajax.data import special_tokens
-from megajax.data.pieces import byte_alphabet
-from megajax.data.special_tokens import CONFIG, GENERATION, MAP, MAX_BYTES
+from megajax.core.files import expand
+from megajax.data import token_ids
+from megajax.data.token_ids import CONFIG, GENERATION, MAP, MAX_BYTES, byte_alphabet
 from megajax.data.tokenizer import (
     BESIDE,
     FILES,
@@ -81,10 +80,10 @@ def write(tokenizer: Tokenizer, folder: Path, positions: int, generates: bool) -
         raise UserError(f"the tokenizer {tokenizer.name} has no file to write (--tokenizer)")
     made = json.loads(raw)
     names = {id: token for token, id in _vocabulary(made).items()}
-    if special_tokens.template_ids(made.get("post_processor"))[0] != tokenizer.prefix():
+    if token_ids.template_ids(made.get("post_processor"))[0] != tokenizer.prefix():
         begin = tokenizer.begin  # that no file named, so that no other program knew it
         pair = None if begin is None else (names[begin], begin)
-        raw = json.dumps(made | {"post_processor": special_tokens.template(pair)}).encode()
+        raw = json.dumps(made | {"post_processor": token_ids.template(pair)}).encode()
     (folder / "tokenizer.json").write_bytes(raw)
     home = tokenizer.path.parent if isinstance(tokenizer, FileTokenizer) else None
     for name in BESIDE:
@@ -146,7 +145,7 @@ def bytes_json() -> bytes:
                 for i, token in enumerate(BYTE_TOKENS)
             ],
             "normalizer": None, "pre_tokenizer": level | {"use_regex": False},
-            "post_processor": special_tokens.template((BYTE_TOKENS[0], 256)),
+            "post_processor": token_ids.template((BYTE_TOKENS[0], 256)),
             "decoder": level | {"use_regex": True},
             "model": {
                 "type": "BPE", "dropout": None, "unk_token": None,
@@ -161,7 +160,7 @@ def is_replaced(tokenizer: Tokenizer, folder: Path) -> bool:
     """Whether AutoTokenizer puts another way of cutting words in the place of the tokenizer's: for
     some families it takes their class whatever the folder names."""
     family = files.read_object(folder / "config.json", MAX_BYTES).get("model_type")
-    if family not in special_tokens.FORCED or not isinstance(tokenizer, JsonTokenizer):
+    if family not in token_ids.FORCED or not isinstance(tokenizer, JsonTokenizer):
         return False
     return "(?i:'s|'t|'re" not in json.dumps(json.loads(tokenizer.raw).get("pre_tokenizer"))
 

@@ -18,13 +18,13 @@ import numpy as np
 from megajax.core.errors import UserError
 from megajax.core.layout import Layout
 from megajax.core.tree import Tree, named_leaves, nest
-from megajax.data import gguf_vocabulary
+from megajax.data import vocabulary_files
 from megajax.data.tokenizer import JsonTokenizer
 from megajax.foreign import hf
 from megajax.foreign.gguf_file import Array, GgufFile, Packing
 from megajax.models import decoder, gguf_names, names
 from megajax.models.decoder_config import DecoderConfig
-from megajax.models.name_rules import Rule, Sizes
+from megajax.models.names import Rule, Sizes
 from megajax.quant.formats import Format
 from megajax.quant.kernel import QuantKernel
 from megajax.quant.qtensor import QTensor
@@ -70,15 +70,15 @@ class GgufModel:
     def tokenizer(self) -> JsonTokenizer:
         """Returns the tokenizer that the file describes. Raises: UserError."""
         file = self._file
-        keys = {name: key for name, key in gguf_vocabulary.ARRAYS.items() if key in file.metadata}
+        keys = {name: key for name, key in vocabulary_files.ARRAYS.items() if key in file.metadata}
         wrong = [k for k in keys.values() if not isinstance(file.metadata[k], Array)]
         if wrong:
             raise UserError(f"{file.path}: {wrong[0]} is no array (--gguf)")
         counts = {name: file.metadata[key].count for name, key in keys.items()}
         try:
-            spare = gguf_vocabulary.check_counts(counts, file.size)
+            spare = vocabulary_files.check_counts(counts, file.size)
             arrays: dict[str, Any] = {name: file.array(key) for name, key in keys.items()}
-            text, settings = gguf_vocabulary.tokenizer_json(file.metadata, spare, **arrays)
+            text, settings = vocabulary_files.tokenizer_json(file.metadata, spare, **arrays)
         except UserError as error:
             raise UserError(f"{file.path}: {error} (--gguf, --tokenizer=FILE)") from None
         return JsonTokenizer(text, settings, str(file.path))

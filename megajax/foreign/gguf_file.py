@@ -24,7 +24,7 @@ import numpy as np
 
 from megajax.core import files
 from megajax.core.errors import UserError
-from megajax.core.paths import expand
+from megajax.core.files import expand
 
 # ---- formats of blocks
 #

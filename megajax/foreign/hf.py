@@ -22,8 +22,8 @@ from jax.sharding import NamedSharding, PartitionSpec
 from megajax.core import config as config_
 from megajax.core import files as files_
 from megajax.core.errors import UserError
+from megajax.core.files import expand
 from megajax.core.layout import Layout
-from megajax.core.paths import expand
 from megajax.core.tree import Tree, named_leaves, nest
 from megajax.data.tokenizer import Tokenizer
 from megajax.foreign import companions
@@ -38,8 +38,7 @@ from megajax.foreign.torch_files import BIN, TorchFolder
 from megajax.models import decoder, encoder, encoder_names, names
 from megajax.models.decoder_config import DecoderConfig
 from megajax.models.encoder_config import EncoderConfig
-from megajax.models.hf_members import check_members
-from megajax.models.name_rules import Rule, Sizes
+from megajax.models.names import Rule, Sizes, check_members
 from megajax.models.parts import ModelParts, map_words
 from megajax.parallel import exchange
 

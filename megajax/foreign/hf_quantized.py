@@ -22,15 +22,15 @@ import numpy as np
 
 from megajax.core import files as files_
 from megajax.core.errors import UserError
+from megajax.core.files import expand
 from megajax.core.packed import LayerRuns, runs_of
-from megajax.core.paths import expand
 from megajax.core.tree import Tree, is_words, named_leaves, nest
 from megajax.data.tokenizer import Tokenizer
 from megajax.foreign import hf
 from megajax.foreign.safetensors import INDEX, SINGLE, TensorFolder
 from megajax.models import decoder, names
 from megajax.models.decoder_config import DecoderConfig
-from megajax.models.name_rules import Rule, Sizes
+from megajax.models.names import Rule, Sizes
 from megajax.quant.formats import Format
 from megajax.quant.kernel import QuantKernel
 from megajax.quant.qtensor import QTensor, dequantize, from_codes

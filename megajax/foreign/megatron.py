@@ -22,7 +22,7 @@ import numpy as np
 from megajax.core import files
 from megajax.core.boxes import Box
 from megajax.core.errors import UserError
-from megajax.core.paths import expand
+from megajax.core.files import expand
 from megajax.foreign.pickles import Global, Record
 from megajax.foreign.torch_files import (
     METADATA,

@@ -22,10 +22,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from megajax.core.config import Checked, option
+from megajax.core.config import Checked, above, equal, option
 from megajax.core.errors import UserError, nearest_divisors
 from megajax.core.layout import Layout
-from megajax.core.needs import above, equal
 from megajax.layers import param
 from megajax.layers.dispatch import Dispatch, ExpertWeights
 from megajax.layers.losses import MoeSums

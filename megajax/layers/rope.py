@@ -14,9 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from megajax.core.config import Checked, option
+from megajax.core.config import Checked, option, other_than
 from megajax.core.errors import UserError
-from megajax.core.needs import other_than
 
 SCALED = other_than("factor", 1.0)
 

@@ -8,10 +8,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, Literal
 
-from megajax.core.config import Checked, group, option
+from megajax.core.config import EPS, Checked, above, equal, group, option
 from megajax.core.errors import UserError, nearest_divisors
-from megajax.core.limits import EPS
-from megajax.core.needs import above, equal
 from megajax.core.tree import Tree
 from megajax.cost.base import Op, Phase, Routed, Stack, Workload, lookup
 from megajax.cost.kernels import Matmul

@@ -25,7 +25,7 @@ from flax import nnx
 
 from megajax.core.errors import UserError
 from megajax.core.layout import Layout
-from megajax.core.packing import PackInfo, pack, unpack
+from megajax.core.packed import PackInfo, pack, unpack
 from megajax.core.tree import Tree
 from megajax.layers import fused, param
 from megajax.layers.attend import attend

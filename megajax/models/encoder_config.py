@@ -8,9 +8,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any, Literal
 
-from megajax.core.config import Checked, option
+from megajax.core.config import EPS, Checked, option
 from megajax.core.errors import UserError, nearest_divisors
-from megajax.core.limits import EPS
 from megajax.cost.base import Op, Phase, Stack, Workload, lookup
 from megajax.cost.kernels import Matmul, Rowwise
 from megajax.layers.attention import AttentionConfig

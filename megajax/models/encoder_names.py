@@ -15,8 +15,7 @@ from typing import Any, Literal, get_args
 from megajax.core.errors import UserError
 from megajax.layers.mlp import ACTIVATIONS
 from megajax.models.encoder_config import EncoderConfig, Head
-from megajax.models.hf_members import check_kinds, check_members
-from megajax.models.name_rules import Rule, require, spelled
+from megajax.models.names import Rule, check_kinds, check_members, require, spelled
 
 Family = Literal["bert", "roberta", "distilbert", "albert"]
 FAMILIES = get_args(Family)

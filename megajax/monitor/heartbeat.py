@@ -29,7 +29,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megajax.core.errors import unwritable
-from megajax.core.paths import open_own
+from megajax.core.files import open_own
 
 # In the order in which a step passes through them: of two ranks in the same step, the one in the
 # earlier section is behind. The last four are the end of a process; 'told': it saved and stopped

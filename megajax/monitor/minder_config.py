@@ -6,7 +6,7 @@ from typing import Any
 from megajax.core import files
 from megajax.core.config import Checked, option
 from megajax.core.errors import UserError
-from megajax.core.paths import expand
+from megajax.core.files import expand
 
 
 @dataclass(frozen=True)

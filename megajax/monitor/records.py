@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, Protocol, TextIO
 
 from megajax.core import files
 from megajax.core.errors import UserError
-from megajax.core.paths import open_own
+from megajax.core.files import open_own
 
 Value = float | int | str | None
 

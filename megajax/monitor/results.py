@@ -16,8 +16,7 @@ from typing import Any
 
 from megajax.core.config import option
 from megajax.core.errors import UserError
-from megajax.core.files import json_text, write_whole
-from megajax.core.paths import check_writable, expand
+from megajax.core.files import check_writable, expand, json_text, write_whole
 
 Row = Mapping[str, Any]
 

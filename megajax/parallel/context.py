@@ -27,9 +27,8 @@ import numpy as np
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from megajax.core.config import Checked, option
+from megajax.core.config import Checked, option, other_than
 from megajax.core.layout import Layout
-from megajax.core.needs import other_than
 from megajax.layers import attend as attend_
 from megajax.layers.losses import NEGATIVE
 from megajax.layers.mask import Context, visible

@@ -56,7 +56,7 @@ def quantize_model(
     Args: params: dense, as in ModelParts. cfg: the model's configuration. formats: one for all
         layers, or a list with one for each; None keeps a layer dense. Groups lie along the inputs
         of a product, so axis=0 (None is read as 0). calibration: {name of a leaf: Statistics of the
-        inputs of its products, stacked over the layers} (systems/llm_pq/calibrate.py); needed for
+        inputs of its products, stacked over the layers} (systems/llm_pq/quality.py); needed for
         'gptq' and 'awq'. method: 'rtn' (rounding to nearest), 'gptq' (with order='activations' and
         clip=True) or 'awq'. sources: for 'awq', {matrix: what its inputs come out of}
         (models/folding.py): matrices of one source share their scales of inputs, and a matrix

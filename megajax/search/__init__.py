@@ -6,5 +6,6 @@ __getattr__, __dir__, __all__ = public(
     __name__,
     {
         "assign": ("Assignment",),
+        "program": ("Program", "Solution"),
     },
 )

@@ -6,7 +6,9 @@ __getattr__, __dir__, __all__ = public(
     __name__,
     {
         "prune_export": ("to_tiles",),
-        "prune_stages": ("Pruner",),
-        "pruning": ("prune",),
+        "pruning": (
+            "prune",
+            "Pruner",
+        ),
     },
 )

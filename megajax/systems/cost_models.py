@@ -3,8 +3,8 @@
 from typing import Literal
 
 from megajax.core.errors import UserError
+from megajax.core.files import expand
 from megajax.core.hardware import DeviceCard
-from megajax.core.paths import expand
 from megajax.cost.base import CostModel
 from megajax.cost.roofline import Roofline
 from megajax.cost.table import Table

@@ -31,7 +31,7 @@ from megajax.monitor.records import Recorder, keep_standard_streams
 from megajax.monitor.timers import Timers
 from megajax.systems.minder.in_run import InRun, watched_timers
 from megajax.systems.minder.run import NAME
-from megajax.systems.prune_stages import Pruner
+from megajax.systems.pruning import Pruner
 from megajax.training import report, resume, shape
 from megajax.training.loop import Batches, Hook, Pulse, Run, train
 from megajax.training.presets import TUNED, start_name

@@ -17,13 +17,13 @@ from jax.sharding import Mesh
 
 from megajax.core import config, files
 from megajax.core.errors import UserError
+from megajax.core.files import expand
 from megajax.core.layout import Layout
 from megajax.core.mesh import describe, free_bytes
 from megajax.core.packed import PackedWeight
-from megajax.core.paths import expand
 from megajax.core.tree import Tree
 from megajax.data import tokenizer as tokenizer_
-from megajax.data.special_tokens import GENERATION
+from megajax.data.token_ids import GENERATION
 from megajax.data.tokenizer import (
     Tokenizer,
     check_vocabulary,

@@ -22,17 +22,24 @@ counts as L matrices (D, H K), out (L,H,K,D) as L matrices (H K, D).
 Ranks on the host, in NumPy: the scores of all ranked weights must fit into its memory.
 """
 
+import contextlib
+import dataclasses
 import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import jax
 import numpy as np
+from absl import logging
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh
 
 from megajax.core.errors import UserError, did_you_mean
 from megajax.core.layout import Words
 from megajax.core.tree import Tree, is_words, name, named_leaves
-from megajax.training.masking import Pattern, UnitScore
+from megajax.search.assign import Assignment, assign
+from megajax.training.masking import Masked, Pattern, PruneConfig, UnitScore, clear, pick
 from megajax.training.optim import STACK_WORDS
 
 VECTOR = 16  # elements of a row that vw prunes alike (Tile-Wise's rival, its section 6)
@@ -367,3 +374,182 @@ def _check(
     for what, value in (("tile", tile), ("chunk", chunk)):
         if value < 1:
             raise UserError(f"{what}={value} must be at least 1; nearest: 1 (--prune.{what})")
+
+
+# ---- one budget for all matrices
+#
+# Global ranking compares units of all layers by one score. Here each matrix is pruned on its own at
+# every sparsity of a list, and `search.assign` picks one for each: the most importance that remains
+# for the time (or the weights) that all matrices may take together. Unlike a ranking, this uses the
+# cost of a matrix of each shape on the device.
+
+
+SPARSITIES = (0.0, 0.25, 0.5, 0.625, 0.75, 0.875, 0.95)  # (chosen: closer where the gain is)
+
+
+def prune_budgeted(
+    params: Tree,
+    scores: Tree | None,
+    budget: float,
+    *,
+    axes: Tree | None = None,
+    sparsities: Sequence[float] = SPARSITIES,
+    cost: Callable[[int, int, float], float] | None = None,
+    method: Literal["exact", "greedy"] = "exact",
+    **options: Any,
+) -> tuple[Tree, Assignment]:
+    """Returns (masks, the choice: an index into `sparsities` for each matrix, in the tree's order;
+    its value is the importance kept, its cost that of all matrices).
+
+    Args: params, scores, axes: as `prune` takes them. budget: fraction of what the dense matrices
+      cost, in (0, 1]. cost(K, N, density) of a matrix, e.g. cost.sparse.SparseCost's time; None:
+      the weights that stay. options: of `prune`: pattern, tile, chunk, apriori, delta.
+    Raises: UserError for a budget that the sparsest choice does not keep.
+    """
+    if not 0 < budget <= 1:
+        raise UserError(f"budget={budget} must be in (0, 1], a fraction of the dense cost")
+    cost = cost or (lambda K, N, density: K * N * density)
+    leaves, treedef = jax.tree.flatten(params)
+    words = [None] * len(leaves) if axes is None else jax.tree.leaves(axes, is_leaf=is_words)
+    ranks = [None] * len(leaves) if scores is None else treedef.flatten_up_to(scores)
+    values, costs, masks, dense = [], [], [], 0.0
+    for leaf, score, word in zip(leaves, ranks, words, strict=True):
+        leaf = np.asarray(leaf)
+        shape = matrix_shape(leaf.shape, word)
+        score = np.abs(leaf) if score is None else np.asarray(score)
+        for w, s in zip(leaf.reshape(shape), score.reshape(shape), strict=True):
+            tried = [prune(w, s, sparsity, **options) for sparsity in sparsities]
+            masks.append(tried)
+            values.append([float(s[m].sum(dtype=np.float64)) for m in tried])
+            costs.append([cost(*shape[1:], float(m.mean())) for m in tried])
+            dense += cost(*shape[1:], 1.0)
+    found = assign(values, {"cost": costs}, {"cost": budget * dense}, maximise=True, method=method)
+    picked = iter(tried[c] for tried, c in zip(masks, found.choice, strict=True))
+    whole = []
+    for leaf, word in zip(leaves, words, strict=True):
+        count = matrix_shape(leaf.shape, word)[0]
+        whole.append(np.stack([next(picked) for _ in range(count)]).reshape(leaf.shape))
+    return jax.tree.unflatten(treedef, whole), found
+
+
+# ---- stages of a training
+#
+# Pruning in stages, between two steps of any training whose optimizer is masked.
+#
+# A stage: train, while the optimizer's state sums (w dL/dw)^2; rank on the host; put the masks in;
+# go on (Tile-Wise sparsity, arXiv 2008.13006, section 5). `Pruner` knows no model: parameters are a
+# tree, `axes` the words of its leaves, the optimizer one of training.masking.mask_optimizer. It is
+# a hook of the training loop (training/loop.py) of decoders and encoders, and prunes in the study
+# of patterns (experiments/reports/tilewise.py).
+
+
+@dataclasses.dataclass(frozen=True)
+class Pruner:
+    """A hook of the training loop: call it with (state, finished steps) where `due` says so.
+
+    axes: words of all parameters, as ModelParts.axes. mesh: of the state; None: no mesh.
+    natural, arranged: as TrainStep has them. report(finished, {"sparsity": ..., "kept.MATRIX":
+    the fraction of each matrix that stays}): called at each stage. beside: as TrainStep has it: a
+    state's copies of the weights are made again, so that pruned weights are 0 in them too; None: of
+    states without copies.
+    """
+
+    cfg: PruneConfig
+    axes: Tree
+    mesh: Mesh | None = None
+    natural: Callable[[Any], Any] = lambda tree: tree
+    arranged: Callable[[Any], Any] = lambda tree: tree
+    report: Callable[[int, Mapping[str, float]], None] = lambda finished, row: None
+    beside: Callable[[Tree], tuple[Tree, Tree]] | None = None
+
+    def due(self, finished: int, last: bool = False) -> bool:
+        """Tells whether a stage begins or ends after so many finished steps. last: of the run,
+        which nothing follows."""
+        return not last and self.cfg.due(finished) is not None
+
+    def start(self, state: Any, finished: int) -> Any:
+        """What is due before a run's first step: what a checkpoint holds is the state before it."""
+        return self(state, finished)
+
+    def __call__(self, state: Any, finished: int) -> Any:
+        """Returns the state with the stage's masks, pruned weights and their moments 0, sums anew.
+
+        state: a dataclass with `params` and `opt`, a `Masked`, both of which it uses up; where
+        nothing is due it comes back as it is.
+        """
+        goal = self.cfg.due(finished)
+        if goal is None:
+            return state
+        state, masks = self.prune(state, goal)
+        if masks is not None:
+            self._tell(finished, masks)
+        return state
+
+    def prune(self, state: Any, goal: float) -> tuple[Any, Tree | None]:
+        """Returns (the state pruned to a sparsity, its new masks on the host); see `__call__`.
+
+        goal: 0: the state keeps its masks, and its sums start anew; there are no new masks.
+        """
+        opt: Masked = state.opt
+        masks, found = opt.masks, None
+        if goal > 0:
+            found = self._masks(state.params, opt, goal)
+            masks = self.arranged(jax.tree.map(_place, found, opt.masks))
+        with contextlib.nullcontext() if self.mesh is None else jax.set_mesh(self.mesh):
+            opt, params = _clear(opt._replace(masks=masks), state.params)
+        state = dataclasses.replace(state, params=params, opt=opt)
+        if self.beside is not None and getattr(state, "copies", None) is not None:
+            state = dataclasses.replace(state, copies=self.beside(params)[0])
+        return state, found
+
+    def _masks(self, params: Tree, opt: Masked, goal: float) -> Tree:
+        cfg = self.cfg
+        names = tuple(n for n, _ in named_leaves(opt.masks))
+        axes = pick(self.axes, names)
+        tree = {"w": pick(params, names), "former": opt.masks, "scores": opt.scores}
+        host = jax.tree.map(_fetch, self.natural(tree))
+        return prune(
+            host["w"], host["scores"], goal, pattern=cfg.pattern, tile=cfg.tile, chunk=cfg.chunk,
+            axes=axes, former=host["former"], apriori=cfg.apriori, remain=cfg.remain,
+            delta=cfg.delta, unit_score=cfg.unit_score,
+        )  # fmt: skip
+
+    def _tell(self, finished: int, masks: Tree) -> None:
+        names = tuple(n for n, _ in named_leaves(masks))
+        kept = densities(masks, pick(self.axes, names))
+        self.report(
+            finished, {"sparsity": sparsity_of(masks)} | {f"kept.{n}": x for n, x in kept.items()}
+        )
+        if jax.process_index() == 0 and (text := starved(kept, self.cfg)):
+            logging.warning("after step %d: %s", finished, text)
+
+
+def starved(kept: Mapping[str, float], cfg: PruneConfig) -> str:
+    """Returns a warning about matrices of which less than prune.remain stays, or nothing; ''."""
+    found = {n: x for n, x in kept.items() if x == 0 or x < cfg.remain}
+    if not found:
+        return ""
+    shown = [f"{n} keeps {x:.1%}" for n, x in sorted(found.items(), key=lambda item: item[1])[:8]]
+    more = f" and {len(found) - len(shown)} more" if len(found) > len(shown) else ""
+    advice = f"--prune.remain={min(cfg.remain + 0.05, 0.95):g} keeps more of each matrix's best"
+    if cfg.unit_score == "paper":
+        advice += "; --prune.unit_score=rms does not rank matrices of many rows behind others"
+    least = f"less than prune.remain={cfg.remain:g}" if cfg.remain else "nothing"
+    return (
+        f"pruning leaves {least} of {len(found)} of {len(kept)} matrices: "
+        f"{', '.join(shown)}{more}. {advice}."
+    )
+
+
+_clear = jax.jit(clear, donate_argnums=(0, 1))
+
+
+def _fetch(x: jax.Array) -> np.ndarray:
+    """Returns the whole array on the host of every process."""
+    if x.is_fully_addressable:
+        return np.asarray(x)
+    return np.asarray(multihost_utils.process_allgather(x, tiled=True))
+
+
+def _place(mask: np.ndarray, like: jax.Array) -> jax.Array:
+    return jax.make_array_from_callback(mask.shape, like.sharding, lambda index: mask[index])

@@ -9,11 +9,10 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from megajax.core import check
-from megajax.core.config import Checked, group, option
+from megajax.core.config import Checked, above, equal, group, option, other_than
 from megajax.core.errors import UserError
 from megajax.core.layout import Layout
 from megajax.core.mesh import MeshSpec
-from megajax.core.needs import above, equal, other_than
 from megajax.core.tree import Tree
 from megajax.data.config import DataConfig
 from megajax.models import decoder

@@ -13,26 +13,25 @@ from typing import Any
 
 import numpy as np
 
-from megajax.core import config, config_file
-from megajax.core.config import group, option
+from megajax.core import config
+from megajax.core.config import group, option, other_than
 from megajax.core.errors import UserError
+from megajax.core.files import expand
 from megajax.core.layout import Layout
 from megajax.core.mesh import MeshSpec
-from megajax.core.needs import other_than
-from megajax.core.paths import expand
 from megajax.core.tree import Tree
 from megajax.data.config import LabelledConfig
 from megajax.data.corpus import open_corpora
 from megajax.data.labelled import (
     Classes,
     FixedRows,
+    MaskedRows,
     ShuffledRows,
     majority,
     open_labelled,
     shown,
 )
 from megajax.data.loader import Rows, finite_batches, held_out, training_rows
-from megajax.data.masked import MaskedRows
 from megajax.data.tokenizer import need_tokenizer, tokenizer_file
 from megajax.models import encoder
 from megajax.models.encoder_config import PRESETS as MODELS
@@ -195,7 +194,7 @@ def load_run(run_dir: str | Path) -> Config | FinetuneConfig:
     """Returns the configuration of a run's folder, of a decoder or of an encoder: only an encoder
     has a head. Raises: UserError naming the file."""
     file = expand(run_dir, "run_dir") / "config.json"
-    model = config_file.read(file, "run_dir").get("model")
+    model = config.read(file, "run_dir").get("model")
     has_head = isinstance(model, Mapping) and "head" in model
     return config.load_json(FinetuneConfig if has_head else Config, file, "run_dir")
 

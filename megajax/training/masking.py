@@ -17,9 +17,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from megajax.core.config import Checked, option
+from megajax.core.config import Checked, equal, option
 from megajax.core.errors import UserError
-from megajax.core.needs import equal
 from megajax.core.tree import Tree, is_words, name, named_leaves, nest, owner
 from megajax.models.parts import is_stacked
 from megajax.training.optim import Optimizer, is_hidden_matrix

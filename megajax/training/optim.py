@@ -18,10 +18,8 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import PartitionSpec, reshard
 
-from megajax.core.config import Checked, option
+from megajax.core.config import EPS, Checked, equal, option, other_than
 from megajax.core.layout import Layout, Words
-from megajax.core.limits import EPS
-from megajax.core.needs import equal, other_than
 from megajax.core.tree import Tree
 from megajax.models.parts import FEATURES, LAYERS, TOWER, map_words
 

@@ -5,8 +5,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from megajax.core import config
+from megajax.core.files import expand
 from megajax.core.mesh import MeshSpec
-from megajax.core.paths import expand
 from megajax.data.config import DataConfig
 from megajax.data.corpus import recorded_tokenizer
 from megajax.data.tokenizer import bpe_size, need_tokenizer, tokenizer_file

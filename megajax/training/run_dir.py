@@ -20,7 +20,7 @@ from absl import logging
 
 from megajax.core import config, files
 from megajax.core.errors import UserError, unwritable
-from megajax.core.paths import expand
+from megajax.core.files import expand
 from megajax.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, open_tokenizer
 from megajax.training.config import JobConfig
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from megajax.checkpoint import steps, store
 from megajax.core.errors import UserError
-from megajax.core.paths import check_writable, expand
+from megajax.core.files import check_writable, expand
 from megajax.cost import memory
 from megajax.cost.base import Phase
 from megajax.cost.step import Coding, Pipeline, StepShape

@@ -10,9 +10,8 @@ import pytest
 
 from megajax.core import config
 from megajax.core import script as script_
-from megajax.core.config import group, option
+from megajax.core.config import equal, group, option
 from megajax.core.errors import UserError
-from megajax.core.needs import equal
 
 
 @dataclasses.dataclass(frozen=True)
@@ -374,7 +373,7 @@ def test_the_example_of_a_file_is_a_legal_run():
 def test_characters_that_the_output_has_not_do_not_end_a_script(monkeypatch):
     raw = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
-    monkeypatch.setattr(script_.help_, "answer", lambda: None)
+    monkeypatch.setattr(script_, "answer", lambda: None)
     monkeypatch.setattr(script_.app, "run", lambda main, flags_parser: main([]))
     script_.start(lambda argv: print("naïve \u04c2 \udce9"))
     assert raw.getvalue() == b"na\\xefve \\u04c2 \\udce9\n"

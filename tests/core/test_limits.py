@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from megajax.core import config
+from megajax.core.config import Limits
 from megajax.core.errors import UserError
-from megajax.core.limits import Limits
 from megajax.layers.rope import RopeConfig
 from megajax.models.decoder_config import DecoderConfig
 from megajax.models.encoder_config import EncoderConfig

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megajax.core import config, needs
+from megajax.core import config
 from megajax.training.config import Config
 from megajax.training.presets import PRESETS
 
@@ -12,7 +12,7 @@ FLAGS = config.flag_names(Config)
 def idle(given, verb=None):
     names = {flag: name for name, flag in FLAGS.items()}
     given = {names[flag]: value for flag, value in given.items()}
-    return list(needs.idle(config.override(Config(), given), given, FLAGS, verb))
+    return list(config.idle(config.override(Config(), given), given, FLAGS, verb))
 
 
 # flag -> (a value, the switch that the sentence names, what turns it on)
@@ -62,6 +62,6 @@ def test_the_switch_itself_and_harmless_values_are_silent():
 
 def test_presets_and_files_are_silent():
     for make in PRESETS.values():
-        assert list(needs.idle(make(), {}, FLAGS)) == []
+        assert list(config.idle(make(), {}, FLAGS)) == []
     saved = config.from_json(Config, '{"context": {"kind": "gather"}, "moe": {"top_k": 4}}')
-    assert saved.model.moe.top_k == 4 and list(needs.idle(saved, {}, FLAGS)) == []
+    assert saved.model.moe.top_k == 4 and list(config.idle(saved, {}, FLAGS)) == []

@@ -3,9 +3,9 @@ from pathlib import Path
 import pytest
 
 from megajax.checkpoint import steps
-from megajax.core import config_file
+from megajax.core import config
 from megajax.core.errors import UserError
-from megajax.core.paths import expand
+from megajax.core.files import expand
 from megajax.data.tokenizer import open_tokenizer
 from megajax.foreign import hf, megatron, readers
 from megajax.monitor import results
@@ -28,7 +28,7 @@ def test_a_name_becomes_a_path(monkeypatch, tmp_path):
         readers.detect,
         megatron.find_step,
         steps.open_steps,
-        config_file.read,
+        config.read,
         open_tokenizer,
         run_dir.saved_tokenizer,
         lambda name: run_dir.run_path(Config(run_dir=name), "pretrain", "nano"),

@@ -17,7 +17,7 @@ from megajax.checkpoint.memory_tier import Segment
 from megajax.checkpoint.store import ObjectPath
 from megajax.checkpoint.trust import CheckpointError
 from megajax.core.errors import UserError
-from megajax.core.paths import open_own
+from megajax.core.files import open_own
 from megajax.monitor.heartbeat import Heartbeat, Lease, dump_stacks_on_signal
 from megajax.monitor.records import Stream
 from megajax.systems.elastic import shared

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from megajax.core.errors import UserError
-from megajax.data import gguf_vocabulary
+from megajax.data import vocabulary_files
 from megajax.data.tokenizer import JsonTokenizer, open_tokenizer, train_bpe
 from tests import gguf_writer as w
 
@@ -19,7 +19,7 @@ SPARE = 2**40
 
 
 def made(metadata, tokens, **arrays):
-    raw, settings = gguf_vocabulary.tokenizer_json(metadata, SPARE, tokens, **arrays)
+    raw, settings = vocabulary_files.tokenizer_json(metadata, SPARE, tokens, **arrays)
     return JsonTokenizer(raw, settings, "a file")
 
 
@@ -314,7 +314,7 @@ def test_ids_are_those_of_the_sentencepiece_package(seed):
 
 
 def test_a_vocabulary_may_not_be_far_larger_than_its_file():
-    check = gguf_vocabulary.check_counts
+    check = vocabulary_files.check_counts
     assert check({"tokens": 49152, "merges": 48900}, 98 * 10**6) > 0
     assert check({"tokens": 128256, "merges": 280147}, 7 * 10**8) > 0  # Llama 3.2 1B
     for counts in ({"tokens": 10**6}, {"tokens": 1, "merges": 10**6}):
@@ -324,7 +324,7 @@ def test_a_vocabulary_may_not_be_far_larger_than_its_file():
 
 def test_special_tokens_and_merges_of_pieces_are_limited_too():
     metadata = {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "gpt-2"}
-    build = gguf_vocabulary.tokenizer_json
+    build = vocabulary_files.tokenizer_json
     tokens = [f"{i:x}" for i in range(9000)]
     with pytest.raises(UserError, match="9,000 of its tokens are special"):
         build(metadata, 2**20, tokens, types=np.full(9000, 3))

@@ -15,11 +15,11 @@ from megajax.data.labelled import (
     Classes,
     Examples,
     FixedRows,
+    MaskedRows,
     ShuffledRows,
     majority,
     open_labelled,
 )
-from megajax.data.masked import MaskedRows
 from megajax.data.pack import IGNORED
 
 TEXTS = [(f"text number {i} of its kind", "ab"[i % 3 == 0]) for i in range(60)]

@@ -3,8 +3,7 @@ import pytest
 
 from megajax.core.errors import UserError
 from megajax.data.indexed import TokenFile, TokenWriter
-from megajax.data.mixture import PATTERN, MixedRows, parse
-from megajax.data.pack import PackedRows, Split, permute, whole_documents
+from megajax.data.pack import PATTERN, MixedRows, PackedRows, Split, parse, permute, whole_documents
 
 S = 16
 

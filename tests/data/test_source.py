@@ -13,8 +13,7 @@ from megajax.core.errors import UserError
 from megajax.data import source
 from megajax.data.config import DataConfig
 from megajax.data.corpus import open_corpora
-from megajax.data.source import open_source
-from megajax.data.walk import each_file_once
+from megajax.data.source import each_file_once, open_source
 
 
 def read(folder, **settings):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from megajax.core.errors import UserError
-from megajax.data import corpus, whole
+from megajax.data import corpus, documents
 from megajax.data.config import DataConfig
 from megajax.data.corpus import open_corpora, recorded_tokenizer, tokenise
 from megajax.data.indexed import TokenFile, TokenWriter
@@ -46,7 +46,7 @@ def flip(raw):
 def test_damaged_folders_of_the_cache_are_made_again(folder, tmp_path):
     cache = tmp_path / "cache"
     before = open_one(folder, cache)[0].fingerprint
-    files = {f.name: f for f in cache.rglob("*") if f.name in FILES + (whole.DIGESTS,)}
+    files = {f.name: f for f in cache.rglob("*") if f.name in FILES + (documents.DIGESTS,)}
     assert len(files) == len(FILES) + 1
     damages = (cut, flip, lambda raw: b"", None)
     for i, path in enumerate(files.values()):
@@ -87,7 +87,7 @@ def test_damaged_keys_of_the_cache_are_computed_again(tmp_path):
 def test_arrays_that_are_none_are_refused_in_one_way(tmp_path, damage):
     np.save(tmp_path / "x.npy", np.arange(100))
     with pytest.raises(ValueError):
-        whole.read_array(damage((tmp_path / "x.npy").read_bytes()))
+        documents.read_array(damage((tmp_path / "x.npy").read_bytes()))
 
 
 def test_folders_of_the_cache_can_be_read_by_others(folder, tmp_path):
@@ -114,7 +114,7 @@ def test_runs_that_make_one_folder_at_one_time_agree(tmp_path, damaged):
 
     def run():
         try:
-            whole.make_folder(target, fill)
+            documents.make_folder(target, fill)
         except BaseException as error:
             failed.append(error)
 
@@ -123,7 +123,7 @@ def test_runs_that_make_one_folder_at_one_time_agree(tmp_path, damaged):
         thread.start()
     for thread in threads:
         thread.join()
-    assert not failed and whole.is_whole(target) and (target / "file").read_text() == "content"
+    assert not failed and documents.is_whole(target) and (target / "file").read_text() == "content"
     assert [p.name for p in target.parent.iterdir()] == ["x"]
 
 

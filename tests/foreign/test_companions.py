@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from megajax.data.special_tokens import Settings, template
+from megajax.data.token_ids import Settings, template
 from megajax.data.tokenizer import ByteTokenizer, JsonTokenizer, open_tokenizer, train_bpe
 from megajax.foreign import companions, hf
 from tests.foreign.test_hf import unpack

@@ -19,7 +19,7 @@ from megajax.core.errors import UserError
 from megajax.core.tree import named_leaves
 from megajax.foreign import hf
 from megajax.layers.ops import Ops
-from megajax.models import decoder, encoder, encoder_names, hf_members, names
+from megajax.models import decoder, encoder, encoder_names, names
 from megajax.models.encoder_config import EncoderConfig
 from tests.golden import make_hf_members as made
 
@@ -184,11 +184,11 @@ def test_logits_of_every_variant(family, tmp_path):
 
 def test_members_of_the_table_are_read_inert_or_fixed():
     """A member of transformers' classes that is neither read nor inert must have its default."""
-    table = hf_members.table()
+    table = names.table()
     assert set(table["families"]) == set(FAMILIES)
     for family, entry in table["families"].items():
-        assert not hf_members.INERT & hf_members.READ
-        fixed = [n for n in entry["members"] if n not in hf_members.INERT | hf_members.READ]
+        assert not names.INERT & names.READ
+        fixed = [n for n in entry["members"] if n not in names.INERT | names.READ]
         for name in fixed:
             value = {"default": entry["members"][name]["default"]}["default"]
             if name == "use_cache" or name in table["generation"]:

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from scipy.special import erf
 
-from megajax.core import packing, tree
+from megajax.core import packed as packed_
+from megajax.core import tree
 from megajax.core.errors import UserError
 from megajax.core.mesh import MeshSpec
 from megajax.layers.ops import Ops
@@ -254,4 +255,4 @@ def test_impossible_shapes_are_refused(changes, words):
 def test_a_batch_that_does_not_fit_says_what_would():
     batch, lengths_B = batch_of(LENGTHS[1.0], 0)
     with pytest.raises(ValueError, match="at least 96"):
-        encoder.pack_batch(batch, jnp.asarray(lengths_B), packing.bucket(40, multiple=8))
+        encoder.pack_batch(batch, jnp.asarray(lengths_B), packed_.bucket(40, multiple=8))

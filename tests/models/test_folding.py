@@ -15,7 +15,7 @@ from megajax.models import decoder, folding
 from megajax.models.decoder_config import DecoderConfig
 from megajax.quant import Format, dequantize, quantize_model
 from megajax.quant.kernel import QuantKernel
-from megajax.systems.llm_pq.calibrate import calibrate
+from megajax.systems.llm_pq.quality import calibrate
 
 TOKENS = np.random.default_rng(0).integers(0, 96, (2, 24))
 LLAMA = DecoderConfig(

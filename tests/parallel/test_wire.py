@@ -3,8 +3,8 @@
 import pytest
 
 from megajax.core import config
+from megajax.core.config import Parser
 from megajax.core.errors import UserError
-from megajax.core.flag_parser import Parser
 from megajax.parallel import wire
 from megajax.parallel.sharding import rules
 from megajax.parallel.wire import WireSpec

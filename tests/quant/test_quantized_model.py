@@ -18,7 +18,7 @@ from megajax.quant import Format, dequantize, quantize, quantize_model
 from megajax.quant.kernel import QuantKernel
 from megajax.quant.quantized_model import matrices
 from megajax.serving import Engine, SamplingParams
-from megajax.systems.llm_pq.calibrate import calibrate, curvature
+from megajax.systems.llm_pq.quality import calibrate, curvature
 
 # All matrices have one shape, so that they share their compiled programs.
 CFG = DecoderConfig(

@@ -8,8 +8,7 @@ import pytest
 from megajax.core.errors import UserError
 from megajax.core.hardware import CARDS
 from megajax.cost.sparse import Gemm, SparseCost
-from megajax.systems.prune_budget import prune_budgeted
-from megajax.systems.pruning import prune, sparsity_of
+from megajax.systems.pruning import prune, prune_budgeted, sparsity_of
 
 GRID = (0.0, 0.5, 0.75, 0.9)
 SHAPES = {"a": (2, 32, 48), "b": (48, 32)}

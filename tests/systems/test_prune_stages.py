@@ -7,8 +7,7 @@ import pytest
 
 from megajax.checkpoint.manager import CheckpointManager
 from megajax.core.tree import named_leaves
-from megajax.systems.prune_stages import Pruner, starved
-from megajax.systems.pruning import sparsity_of
+from megajax.systems.pruning import Pruner, sparsity_of, starved
 from megajax.training.masking import PruneConfig, pick
 from megajax.training.step import make_train_step
 from megajax.training.task import TrainState

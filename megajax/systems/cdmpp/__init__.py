@@ -5,8 +5,10 @@ from megajax.core.lazy import public
 __getattr__, __dir__, __all__ = public(
     __name__,
     {
-        "choice": ("choose",),
-        "dataset": ("Dataset",),
+        "dataset": (
+            "Dataset",
+            "choose",
+        ),
         "predictor": ("FarFromTraining", "Predictor"),
     },
 )

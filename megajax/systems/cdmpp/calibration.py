@@ -1,17 +1,18 @@
-"""Estimates how far predictions are from measured times, which sets the width of their 90 % bands.
+"""How sure a prediction is: its 90 % band, the nearest known device, and the ranges of the
+training.
 
-The estimate is a relative standard deviation for each kind of record. It is chosen as in conformal
-prediction: networks predict rows that they have not learnt from, and the estimate is the number for
-which nine in ten of the relative errors are within 1.645 times it. A band of that half-width then
-covers nine in ten rows that are similar.
+The width of a band is a relative standard deviation for each kind of record. It is chosen as in
+conformal prediction: networks predict rows that they have not learnt from, and the estimate is the
+number for which nine in ten of the relative errors are within 1.645 times it. A band of that
+half-width then covers nine in ten rows that are similar.
 
-On a device without rows the estimate grows with the distance to the nearest known device
-(nearness.py). To find how fast, further networks are each trained without one device. The excess of
-the errors on that device over those on known devices is divided by its distance from the devices
-that the network had. (If the distance were ignored, the band of an A100 with more memory would be
-as wide as that of a GPU of another generation.) The median over the left-out devices is used,
-because a single device whose rows were measured in two sessions at different clocks would otherwise
-set the band of every device.
+On a device without rows the estimate grows with the distance to the nearest known device. To find
+how fast, further networks are each trained without one device. The excess of the errors on that
+device over those on known devices is divided by its distance from the devices that the network had.
+(If the distance were ignored, the band of an A100 with more memory would be as wide as that of a
+GPU of another generation.) The median over the left-out devices is used, because a single device
+whose rows were measured in two sessions at different clocks would otherwise set the band of every
+device.
 """
 
 import dataclasses
@@ -22,9 +23,120 @@ import jax
 import numpy as np
 
 from megajax.core.hardware import DeviceCard
-from megajax.cost.record import KINDS
-from megajax.systems.cdmpp import nearness, train
+from megajax.cost.record import FEATURES, KINDS, OPCODES, OpRecord, peak
+from megajax.systems.cdmpp import network
+from megajax.systems.cdmpp.dataset import Dataset
 from megajax.systems.cdmpp.network import plain_device
+from megajax.systems.cdmpp.physics import Programs
+
+# ---- nearness
+#
+# Which known devices a new device resembles, and how far away they are.
+#
+# A known device is one whose rows the predictor was fitted on or adapted to; its traits are the
+# vector of fitted numbers that describes it (network.py). A device without rows gets the traits of
+# a known device with the same chip (`twin`), or else a weighted mean of the traits of the devices
+# in the training. Its bands are widened by its distance to the nearest one. A distance is a sum of
+# differences of properties, each divided by the difference at which devices have little in common.
+# Only the numbers of a card count, never its name. A card without a compute capability or a power
+# limit (a CPU's) is compared by its rates alone.
+
+
+# Differences of compute capability, and of the logarithm of the power limit, that reduce the weight
+# of a known device by a factor of e. Each counts as a distance of 1.
+_NEAR, _NEAR_POWER = 1.0, 0.5
+# Difference of the logarithms of peak and bandwidth together that counts as a distance of 1
+# (chosen: both e times as large).
+_NEAR_RATE = 2.0
+_PRODUCT_KINDS = ("product", "batched_product")
+# Distance by the power limit below which two devices of one compute capability count as having the
+# same chip (chosen: power limits that differ by 28 %; that of an L40S is 4.9 times an L4's).
+_TWIN = 0.5
+_LEAST = 0.1  # the smallest distance, because a device with an equal card is still another device
+# For products on an unseen device, the weights of known devices depend on compute capability alone
+# (the power limit is already in the times, physics.py), and fall by a factor of e for a difference
+# of _NEAR_PRODUCTS. They sum to _PRODUCTS and not to 1, because in what a card does not say, GPUs
+# that are near differ more than they agree. (Chosen with the five training GPUs of NeuSight, each
+# left out in turn.)
+_NEAR_PRODUCTS, _PRODUCTS = 0.4, 0.5
+
+
+def prior(card: DeviceCard, known: Sequence[DeviceCard]) -> np.ndarray:
+    """Returns the weights (devices,) with which the traits of known devices apply to another one.
+
+    Args: card: of that device.
+    """
+    own, others = _chip(card), [_chip(other) for other in known]
+    if own is None or not any(others):
+        return np.full(len(known), 1 / len(known))
+    away = [np.inf if other is None else _apart(own, other) for other in others]
+    weights = np.exp(-np.array(away))
+    return weights / weights.sum()
+
+
+def blend(card: DeviceCard, known: Sequence[DeviceCard], kinds_R: np.ndarray) -> np.ndarray:
+    """Returns the weights (R, devices) of known devices' traits for rows on an unseen device.
+
+    The weights of a product depend on compute capability alone and sum to _PRODUCTS. Those of the
+    other kinds are the weights of `prior`.
+    Args: card, known: as in `prior`. kinds_R: the kind of each row, an index into KINDS.
+    """
+    own, others = _chip(card), [_chip(other) for other in known]
+    products = np.full(len(known), 1 / len(known))
+    if own is not None and any(others):
+        away = [np.inf if o is None else abs(o[0] - own[0]) / _NEAR_PRODUCTS for o in others]
+        near = np.exp(min(away) - np.array(away))
+        products = near / near.sum()
+    is_product_R1 = np.isin(kinds_R, [KINDS.index(kind) for kind in _PRODUCT_KINDS])[:, None]
+    return np.where(is_product_R1, _PRODUCTS * products, prior(card, known))
+
+
+def distance(card: DeviceCard, known: Sequence[DeviceCard]) -> float:
+    """Returns the distance of a device from the nearest of some others, at least _LEAST."""
+    return max(_LEAST, min(_distance(card, other) for other in known))
+
+
+def twin(card: DeviceCard, cards: Mapping[str, DeviceCard]) -> str | None:
+    """Returns the name of a device that has the same chip as a card; None: there is none.
+
+    It has the same compute capability, and the nearest power limit, not much above or below the
+    card's. What was learnt about it is used for the card. The card's FLOP/s, bandwidth, SMs and L2
+    have no part in the choice: a card with more of them has the same twin, and is never predicted
+    slower.
+    """
+    own = _chip(card)
+    if own is None:
+        return None
+    away = {
+        name: _apart(own, other)
+        for name, known in cards.items()
+        if (other := _chip(known)) is not None and other[0] == own[0]
+    }
+    nearest = min(away, key=away.__getitem__, default=None)
+    return nearest if nearest is not None and away[nearest] < _TWIN else None
+
+
+def _chip(card: DeviceCard) -> tuple[float, float] | None:
+    """Returns the compute capability and the power limit in W of a card; None: not both known."""
+    return (card.capability, card.power_w) if card.capability and card.power_w else None
+
+
+def _distance(card: DeviceCard, known: DeviceCard) -> float:
+    rates = [
+        np.log(max(card.flops.values()) / max(known.flops.values())),
+        np.log(card.memory_bytes_per_s / known.memory_bytes_per_s),
+    ]
+    far = float(np.abs(rates).sum()) / _NEAR_RATE
+    one, two = _chip(card), _chip(known)
+    return far + (_apart(one, two) if one and two else 0.0)
+
+
+def _apart(one: tuple[float, float], other: tuple[float, float]) -> float:
+    return abs(other[0] - one[0]) / _NEAR + abs(float(np.log(other[1] / one[1]))) / _NEAR_POWER
+
+
+# ---- widths of bands
+
 
 COVERED, WIDTH = 0.9, 1.645
 _ENOUGH = 20  # least number of rows for which a kind of record gets an estimate of its own
@@ -104,7 +216,7 @@ def scores(ratio_R: np.ndarray) -> np.ndarray:
 
 
 def of_training(
-    graph: Any, states: Any, rows: train.Rows, traits_EYZ: np.ndarray
+    graph: Any, states: Any, rows: network.Rows, traits_EYZ: np.ndarray
 ) -> Mapping[str, Errors]:
     """Returns the errors on the training rows themselves, which are too small if rows are few."""
     device = plain_device(jax.numpy.asarray(traits_EYZ[:, rows.device_R]))
@@ -115,7 +227,7 @@ def of_training(
 
 
 def folds(
-    rows: train.Rows,
+    rows: network.Rows,
     cards: Mapping[str, DeviceCard],
     hashes: Sequence[str],
     rng: np.random.Generator,
@@ -139,7 +251,7 @@ def folds(
     held_ER = part_R[None] == np.arange(len(out))[:, None]
     use_EY = np.ones((len(out), len(names)))
     use_EY[np.flatnonzero(out >= 0), out[out >= 0]] = 0
-    graph, states, traits_EYZ = train.fit(
+    graph, states, traits_EYZ = network.fit(
         rows, use_EY, (~held_ER).astype(float), seed=seed, steps=steps, progress=progress
     )
     distance_E, kinds_R = np.ones(len(out)), np.asarray(rows.inputs.kinds_R)
@@ -149,10 +261,10 @@ def folds(
             others = np.delete(np.arange(len(names)), left)
             have = [cards[names[int(i)]] for i in others]
             card = cards[names[left]]
-            weights_RY = nearness.blend(card, have, kinds_R)
+            weights_RY = blend(card, have, kinds_R)
             unseen_R = devices_R == left
             traits_ERZ[member, unseen_R] = weights_RY[unseen_R] @ traits_EYZ[member, others]
-            distance_E[member] = nearness.distance(card, have)
+            distance_E[member] = distance(card, have)
     unseen_ER = devices_R[None] == out[:, None]
     score_ER = scores(_ratio(graph, states, rows, plain_device(jax.numpy.asarray(traits_ERZ))))
     kinds_ER = np.broadcast_to(kinds_R, score_ER.shape)
@@ -171,10 +283,10 @@ def folds(
     return {"known": known, "away": Errors.typical(away)}
 
 
-def _ratio(graph: Any, states: Any, rows: train.Rows, device: Any) -> np.ndarray:
+def _ratio(graph: Any, states: Any, rows: network.Rows, device: Any) -> np.ndarray:
     """Returns measured over predicted seconds, (E, R)."""
-    offsets, sharpness = train.offsets_of(graph, states, rows.inputs, device)
-    return np.exp(-np.asarray(train.errors_of(rows, offsets, sharpness), np.float64))
+    offsets, sharpness = network.offsets_of(graph, states, rows.inputs, device)
+    return np.exp(-np.asarray(network.errors_of(rows, offsets, sharpness), np.float64))
 
 
 def leave_out(rows: int) -> np.ndarray:
@@ -186,3 +298,142 @@ def leave_out(rows: int) -> np.ndarray:
     place = np.arange(rows) % 4
     parts = [place != part for part in range(4)] if rows >= 8 else []
     return np.stack([np.ones(rows, bool), *parts]).astype(float)
+
+
+# ---- ranges of the training rows
+#
+# The kinds, data types, sizes and cards of the training rows. A prediction for a record or a card
+# far beyond them carries a warning (predictor.FarFromTraining).
+
+
+MARGIN = 4.0  # factor by which a value may be beyond the training's range without a warning
+_SIZES = (
+    "flops",
+    "bytes_read",
+    "bytes_written",
+    "batch",
+    "m",
+    "n",
+    "k",
+    "elements",
+    "rows",
+    "width",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Ranges:
+    """What some rows have: kinds, opcodes and data types, and ranges of their sizes and cards.
+
+    pairs: the combinations "KIND DTYPE" that occur. The training has a `Ranges`, and so has each
+    device that the predictor was adapted to, for its own rows. A data type that occurs only in the
+    latter counts as known on that device alone, and only for the kinds of records that have it.
+    """
+
+    kinds: Sequence[str]
+    opcodes: Sequence[str]
+    dtypes: Sequence[str]
+    sizes: Mapping[str, Sequence[float]]
+    cards: Mapping[str, Sequence[float]]
+    pairs: Sequence[str] = ()
+
+    @classmethod
+    def of(cls, data: Dataset, rows: Programs) -> "Ranges":
+        """Returns the ranges of these rows."""
+        table = np.array([record.features for record in data.records])
+        sizes = {name: _range(table[:, FEATURES.index(name)]) for name in _SIZES}
+        return cls(
+            sorted({record.kind for record in data.records}),
+            [OPCODES[i] for i in np.flatnonzero(_opcodes(rows))],
+            sorted(set(rows.dtypes)),
+            sizes,
+            {
+                name: _range(np.array([_of_card(data.cards[d], t)[name] for d, t in used]))
+                for used in [sorted(set(zip(data.devices, rows.dtypes, strict=True)))]
+                for name in ("FLOP/s", "bytes/s of memory", "SMs", "bytes of L2")
+            },
+            sorted({f"{record.kind} {record.dtype}" for record in data.records}),
+        )
+
+    def joined(self, other: "Ranges | None") -> "Ranges":
+        """Returns the union of both ranges; `other` may be None."""
+        if other is None:
+            return self
+        values: dict[str, Any] = {
+            name: sorted({*getattr(self, name), *getattr(other, name)})
+            for name in ("kinds", "opcodes", "dtypes", "pairs")
+        }
+        for name in ("sizes", "cards"):
+            mine, their = getattr(self, name), getattr(other, name)
+            values[name] = {key: _wider(mine[key], their[key]) for key in mine}
+        return Ranges(**values)
+
+    def beyond(
+        self,
+        rows: Programs,
+        records: Sequence[OpRecord],
+        card: DeviceCard,
+        *,
+        known: bool,
+        learnt: "Ranges | None" = None,
+    ) -> list[str]:
+        """Returns a sentence for each property that is unlike the training; [] if there is none.
+
+        known: whether the predictor knows this device by its name; its card is then not compared.
+        learnt: ranges of the rows that this device, or the device with the same chip, was adapted
+        to.
+        """
+        found, near = [], self.joined(learnt)
+        for what, here, seen in (
+            ("kind", {record.kind for record in records}, near.kinds),
+            ("operation", {OPCODES[i] for i in np.flatnonzero(_opcodes(rows))}, near.opcodes),
+            ("data type", set(rows.dtypes), near.dtypes),
+        ):
+            for name in sorted(here - set(seen)):
+                found.append(f"the training had no {what} {name}")
+        pairs = {(r.kind, r.dtype) for r in records if r.dtype not in self.dtypes}
+        for kind, dtype in sorted(pairs):
+            if dtype in near.dtypes and f"{kind} {dtype}" not in near.pairs:
+                found.append(f"the training had no {kind} of data type {dtype}")
+        table = np.array([record.features for record in records])
+        for name, (low, high) in near.sizes.items():
+            values = table[:, FEATURES.index(name)]
+            far = (values > high * MARGIN) | ((values > 0) & (values < low / MARGIN))
+            if far.any():
+                found.append(
+                    f"{name} of {far.sum()} operations, e.g. {values[far][0]:.4g}, is more than "
+                    f"{MARGIN:g} times beyond the training's {low:.4g} to {high:.4g}"
+                )
+        for dtype in () if known else sorted(set(rows.dtypes)):
+            for name, value in _of_card(card, dtype).items():
+                low, high = near.cards[name]
+                if not low / MARGIN <= value <= high * MARGIN:
+                    found.append(
+                        f"{name} of {card.name}, {value:.4g}, is more than {MARGIN:g} times beyond "
+                        f"the training's {low:.4g} to {high:.4g}"
+                    )
+        return list(dict.fromkeys(found))
+
+
+def _opcodes(rows: Programs) -> np.ndarray:
+    return (rows.leaves_RNC[..., : len(OPCODES)] > 0).any((0, 1))
+
+
+def _wider(one: Sequence[float], other: Sequence[float]) -> tuple[float, float]:
+    """Returns the range that covers both; the range (0, 0) stands for no value."""
+    real = [each for each in (one, other) if each[1] > 0] or [(0.0, 0.0)]
+    return min(low for low, _ in real), max(high for _, high in real)
+
+
+def _range(values: np.ndarray) -> tuple[float, float]:
+    real = values[values > 0]
+    return (float(real.min()), float(real.max())) if len(real) else (0.0, 0.0)
+
+
+def _of_card(card: DeviceCard, dtype: str) -> dict[str, float]:
+    return {
+        "FLOP/s": peak(card, dtype),
+        "bytes/s of memory": card.memory_bytes_per_s,
+        "SMs": float(card.sms),
+        "bytes of L2": float(card.l2_bytes),
+    }

@@ -20,9 +20,8 @@ from megajax.models import decoder, encoder, lstm_vae
 from megajax.models.decoder_config import DecoderConfig
 from megajax.models.encoder_config import EncoderConfig
 from megajax.models.parts import ModelParts
-from megajax.systems.cdmpp import detector, mixtures, pieces
-from megajax.systems.cdmpp.draw import Draw, TooLarge
-from megajax.systems.cdmpp.pieces import Built
+from megajax.systems.cdmpp import pieces
+from megajax.systems.cdmpp.pieces import Built, Draw, TooLarge
 from megajax.training.optim import OptimConfig, make_optimizer
 
 BFLOAT16 = 0.5  # (chosen) share of a GPU's programs
@@ -185,10 +184,10 @@ FAMILIES: dict[str, Callable[[Draw], Built]] = {
     "reduction": pieces.several(pieces.reduction, 16),
     "gather": pieces.several(pieces.gather, 12),
     "random": pieces.several(pieces.random, 2),
-    "detector": detector.drawn,
+    "detector": pieces.detector,
 }
 # Programs that predictors may be fitted on as well, but that no split judges: nobody runs them.
-SYNTHETIC: dict[str, Callable[[Draw], Built]] = {"mixture": pieces.several(mixtures.mixture, 8)}
+SYNTHETIC: dict[str, Callable[[Draw], Built]] = {"mixture": pieces.several(pieces.mixture, 8)}
 
 
 def program(

@@ -1,23 +1,33 @@
-"""Measured rows with what a Dataset does not hold: the family and program of each, and its noise.
+"""Labels: measured rows with their families, programs and noise, and batches that measure them.
 
 A label is the measured time of a row. A family is a group of similar programs (families.py). The
-passes of a measurement form two halves, and each half gives a time of its own: how far the two are
-apart is the noise of the label (profile.py). All of it is stored in one npz file, of which
-`Dataset.load` reads its own part.
+passes of a measurement form two halves, and each half gives a separate time: the difference of the
+two is the noise of the label (profile.py). All of it is stored in one npz file, of which
+`Dataset.load` reads the columns of a data set.
 """
 
+import contextlib
 import dataclasses
+import fcntl
+import functools
 import json
+import math
 import os
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 
 from megajax.core.errors import UserError
 from megajax.core.hardware import DeviceCard
+from megajax.monitor import results
 from megajax.systems.cdmpp.dataset import Dataset, load_arrays, save_arrays
-from megajax.systems.cdmpp.profile import HALVES, NOISY, Timed
+from megajax.systems.cdmpp.families import Program
+from megajax.systems.cdmpp.profile import HALVES, NOISY, Ready, Timed, measure_ready, ready
 
 _OWN = ("family", "program", "halves", "walls")
 
@@ -174,3 +184,215 @@ class Labels:
 def card_json(card: DeviceCard) -> str:
     """Returns a card as a line of JSON."""
     return json.dumps(dataclasses.asdict(card) | {"flops": dict(card.flops)})
+
+
+# ---- compiled programs of a batch
+#
+# Draws and compiles the programs of a batch that are to be timed on a GPU, several at a time.
+#
+# XLA's autotuning runs variants of matrix products on the GPU while it compiles them. So a complete
+# batch is compiled before any program of it is timed. If other processes time programs on the same
+# GPU at that moment, autotuning must be turned off, and the input arrays must be drawn on the host.
+# A program that cannot be drawn, compiled or run is left out, so that an operation that the GPU
+# does not support costs only the programs that contain it.
+
+
+Tell = Callable[[str], None]
+_Pair = tuple[Program, Ready]
+
+
+def prepared(
+    draw: Callable[[int], Program],
+    numbers: Sequence[int],
+    *,
+    threads: int = 1,
+    end: float = math.inf,
+    host: jax.Device | None = None,
+    tell: Tell = print,
+) -> tuple[list[_Pair], int]:
+    """Returns (programs that compiled, count of the numbers that were tried).
+
+    Args: draw: makes the program of a number. threads: programs that compile at a time. end: time
+        of the monotonic clock, in seconds, after which no further program is begun. host: where
+        the arrays are drawn; None: on the device that runs the programs.
+    """
+    with ThreadPoolExecutor(threads) as pool:
+        futures = [pool.submit(_compiled, draw, number, host, tell) for number in numbers]
+        wait(futures, max(end - time.monotonic(), 0) if end < math.inf else None)
+        late = [future for future in reversed(futures) if future.cancel()]
+    begun = futures[: len(futures) - len(late)]  # the pool begins them in their order
+    found = [future.result() for future in begun]
+    return [pair for pair in found if pair is not None], len(begun)
+
+
+def runnable(
+    programs: Sequence[_Pair], tell: Tell = print, *, device: jax.Device | None = None
+) -> list[_Pair]:
+    """Runs each program once; returns those that do not fail.
+
+    device: takes the arrays of the programs returned, which were drawn elsewhere.
+    """
+    found = []
+    for program, compiled in programs:
+        try:
+            if device is not None:
+                args = jax.device_put(program.args, device)
+                program, compiled = dataclasses.replace(program, args=args), compiled.on(args)
+            compiled.call()
+        except Exception as error:
+            tell(_line(program.number, program.family, "did not run", error))
+        else:
+            found.append((program, compiled))
+    return found
+
+
+def _compiled(
+    draw: Callable[[int], Program], number: int, host: jax.Device | None, tell: Tell
+) -> _Pair | None:
+    family = ""
+    try:
+        with jax.default_device(host):
+            program = draw(number)
+        family = program.family
+        found = ready(program)
+        _ = found.records, found.text  # read here, while other programs compile
+    except Exception as error:
+        tell(_line(number, family, "did not compile", error))
+        return None
+    return program, found
+
+
+def _line(number: int, family: str, what: str, error: BaseException) -> str:
+    said = str(error).strip().splitlines() or [""]
+    of = f" ({family})" if family else ""
+    return f"program {number}{of} {what}: {type(error).__name__}: {said[0][:300]}"
+
+
+# ---- turns on one GPU
+#
+# Several processes use one GPU in turn, so that only one of them runs kernels at a time.
+#
+# A process holds an exclusive lock on a file while it has its turn. The operating system releases
+# the lock when the process ends, even in a crash. The file contains the process that holds the lock
+# and the time since when it does, so that another process can end a holder that hangs.
+
+
+class Turns:
+    """Turns of processes at a resource, such as a GPU, that a lock on a file stands for."""
+
+    def __init__(self, path: Path):
+        """Names the file; it is made on the first turn."""
+        self.path = path
+
+    @contextlib.contextmanager
+    def turn(self) -> Iterator[float]:
+        """Waits until no other process has a turn, then has one. Yields the seconds waited."""
+        began = time.monotonic()
+        with open(self.path, "a") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            now = time.monotonic()
+            file.truncate(0)
+            file.write(f"{os.getpid()} {now}\n")
+            file.flush()
+            try:
+                yield now - began
+            finally:
+                file.truncate(0)
+
+    def seconds_of(self, process: int) -> float:
+        """Returns for how long a living process has had its turn; 0.0: it has none."""
+        words = self.path.read_text().split() if self.path.exists() else []
+        if len(words) != 2 or words[0] != str(process):
+            return 0.0
+        return time.monotonic() - float(words[1])
+
+
+def share(process: int, processes: int, programs: int, families: int) -> list[int]:
+    """Returns the numbers of the programs, from 0 to `programs` - 1, that one process is to time.
+
+    Each number belongs to one process, and each process has one of every `processes` consecutive
+    numbers. Families take turns over the numbers, so with a fixed choice a process could get the
+    same few families again and again. The choice moves on by one before they would repeat, so that
+    each process gets programs of every family.
+    """
+    period = math.lcm(processes, families)
+    rounds = range(-(-programs // processes))
+    numbers = [i * processes + (process + i * processes // period) % processes for i in rounds]
+    return [number for number in numbers if number < programs]
+
+
+# ---- batches
+#
+# From the numbers of programs to a file of labels: compile, then time, then save.
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """Programs to time, and how.
+
+    name: the number of their file, that of programs up to the last of these. threads: programs that
+    compile at a time. end: as `prepared` has it. turns, host: of a GPU, which other processes may
+    use; host draws the arrays. facts: more of them for the labels.
+    """
+
+    numbers: Sequence[int]
+    folder: Path
+    card: DeviceCard
+    passes: int
+    name: int
+    threads: int = 1
+    end: float = float("inf")
+    turns: Turns | None = None
+    host: jax.Device | None = None
+    facts: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    def time(self, draw: Callable[[int], Program]) -> dict[str, Any]:
+        """Times the programs and writes their file; returns what to print.
+
+        Raises: UserError as `measure_ready` does, except on a GPU.
+        """
+        tell = functools.partial(print, flush=True)
+        began = time.monotonic()
+        found, tried = prepared(
+            draw, self.numbers, threads=self.threads, end=self.end, host=self.host, tell=tell
+        )
+        compiled = time.monotonic()
+        timed: list[Timed] = []
+        with self.turns.turn() if self.turns else contextlib.nullcontext(0.0) as waited:
+            try:
+                found = runnable(found, tell, device=jax.devices()[0] if self.host else None)
+                timed = measure_ready(found, self.passes)
+            except Exception as error:  # out of memory, with other programs' arrays in it
+                if isinstance(error, UserError) and self.turns is None:
+                    raise
+                what = f"{type(error).__name__}: {str(error)[:300]}"
+                tell(f"the batch of programs {list(self.numbers)} failed: {what}")
+        if lost := _untimed(found, timed):
+            tell(f"without a time: {lost}")
+        facts = results.facts(self.card.name, "measured")
+        facts |= {"passes": self.passes, **self.facts}
+        labels = Labels.of(timed, self.card, facts)
+        if len(labels.halves):
+            labels.save(self.folder / "new.npz")  # in two steps, and the process may be ended
+            name = self.name - len(self.numbers) + tried
+            (self.folder / "new.npz").replace(self.folder / f"{name:06}.npz")
+        return {
+            "tried": tried,
+            "rows": len(labels.halves),
+            "untimed": sum(one.untimed for one in timed),
+            "noise": 100 * labels.noise["noise_median"] if len(labels.halves) else float("nan"),
+            "compiling": compiled - began,
+            "waiting": waited,
+            "timing": time.monotonic() - compiled - waited,
+        }
+
+
+def _untimed(found: Sequence[tuple[Program, Ready]], timed: Sequence[Timed]) -> str:
+    """Returns how many instructions of each kind the profiler did not time, with an example."""
+    lost: dict[str, list[str]] = {}
+    for (_, compiled), one in zip(found, timed, strict=False):
+        names = {record.name for record in one.records}
+        for record in compiled.records:
+            if record.name not in names:
+                lost.setdefault(record.kind, []).append(record.name)
+    return ", ".join(f"{len(names)} {kind} ({names[0]})" for kind, names in lost.items())

@@ -24,7 +24,7 @@ from megajax.core.errors import UserError, did_you_mean
 from megajax.core.hardware import DeviceCard
 from megajax.cost.record import OpRecord, product, rowwise
 from megajax.systems.cdmpp.dataset import Dataset
-from megajax.systems.cdmpp.power import with_chip
+from megajax.systems.cdmpp.physics import with_chip
 
 SOURCE = (
     "kernel latencies of github.com/sitar-lab/NeuSight (ASPLOS'25), MIT licence, "

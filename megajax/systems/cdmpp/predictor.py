@@ -5,26 +5,135 @@ FLOP/s, bandwidth, SMs or L2 (network.py). A device is known if its rows were in
 the predictor was adapted to it. Each known device has traits, a small vector of fitted numbers,
 which is found by the name of its card; `basis` says so. For any other device the name has no part
 in a prediction: the predictor uses a weighted mean of the traits of known devices, in which those
-with a similar compute capability and power limit weigh most (nearness.py).
+with a similar compute capability and power limit weigh most (calibration.py).
 """
 
 import dataclasses
+import json
 import os
+import pathlib
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 import jax
 import numpy as np
+from flax import nnx
 
 from megajax.core.errors import UserError
 from megajax.core.hardware import DeviceCard
-from megajax.cost.record import OpRecord
-from megajax.systems.cdmpp import calibration, files, nearness, neusight, train
-from megajax.systems.cdmpp.dataset import Dataset
-from megajax.systems.cdmpp.network import Device, above, combine
-from megajax.systems.cdmpp.physics import Programs, Times, check_card, programs, times
-from megajax.systems.cdmpp.ranges import Ranges
+from megajax.cost.record import FEATURES, KINDS, LEAF, LEAF_FEATURES, OPCODES, OpRecord
+from megajax.systems.cdmpp import calibration, network, neusight
+from megajax.systems.cdmpp.calibration import Errors, Ranges
+from megajax.systems.cdmpp.dataset import (
+    Dataset,
+    card_as_json,
+    card_of_json,
+    load_arrays,
+    save_arrays,
+)
+from megajax.systems.cdmpp.network import Device, Network, Scale, above, combine
+from megajax.systems.cdmpp.physics import (
+    INPUTS,
+    TILES,
+    TIMES,
+    Programs,
+    Times,
+    check_card,
+    programs,
+    times,
+)
+
+# ---- file of a predictor
+#
+# The file of a predictor: an npz archive without pickles.
+
+
+VERSION = 3
+DEFAULT = pathlib.Path(__file__).with_name("default.npz")
+_OWN = ("traits", "shift", "offsets")
+_SCALE = ("mean", "deviation", "low", "high")
+
+
+def _layout() -> list[Any]:
+    """Returns the names that give each weight of the networks its meaning.
+
+    A file that was written with other names belongs to another version of megajax.
+    """
+    return [VERSION, FEATURES, KINDS, OPCODES, LEAF_FEATURES, TILES, TIMES]
+
+
+def save(predictor: Any, path: str | os.PathLike[str]) -> None:
+    """Writes a predictor."""
+    leaves = jax.tree.leaves(predictor.states)
+    names = list(predictor.devices)
+    arrays = {f"weight{i}": np.asarray(leaf) for i, leaf in enumerate(leaves)}
+    arrays |= {f"scale {part}": getattr(predictor.scale, part) for part in _SCALE}
+    for part in _OWN:
+        arrays[f"device {part}"] = np.stack(
+            [np.asarray(getattr(predictor.devices[name], part), np.float32) for name in names]
+        )
+    head = {
+        "layout": _layout(),
+        "weights": len(leaves),
+        "devices": names,
+        "trained": list(predictor.trained),
+        "cards": [card_as_json(card, name) for name, card in predictor.cards.items()],
+        "ranges": dataclasses.asdict(predictor.ranges),
+        "learnt": {name: dataclasses.asdict(found) for name, found in predictor.learnt.items()},
+        "errors": {k: [e.every, e.kinds.tolist()] for k, e in predictor.errors.items()},
+        "facts": dict(predictor.facts),
+    }
+    save_arrays(path, {"head": np.array(json.dumps(head)), **arrays})
+
+
+def load(path: str | os.PathLike[str] | None) -> dict[str, Any]:
+    """Returns the fields of a predictor. Raises: UserError if the file cannot be one."""
+    if path is None and not DEFAULT.exists():
+        raise UserError("this megajax ships no trained predictor: name a file, or fit one")
+    path = DEFAULT if path is None else path
+    arrays = load_arrays(path, "predictor")
+    try:
+        head = json.loads(str(arrays["head"]))
+        if head["layout"] != json.loads(json.dumps(_layout())):
+            raise UserError(f"{path} is of another version of megajax: fit the predictor again")
+        scale = Scale(*(arrays[f"scale {part}"] for part in _SCALE))
+        graph, states = _network(arrays, head)
+        parts = [arrays[f"device {part}"] for part in _OWN]
+        devices = {name: Device(*(p[i] for p in parts)) for i, name in enumerate(head["devices"])}
+        return {
+            "graph": graph,
+            "states": states,
+            "scale": scale,
+            "ranges": Ranges(**head["ranges"]),
+            "devices": devices,
+            "learnt": {name: Ranges(**found) for name, found in head.get("learnt", {}).items()},
+            "cards": dict(card_of_json(entry) for entry in head["cards"]),
+            "errors": {k: Errors(e, np.array(kinds)) for k, (e, kinds) in head["errors"].items()},
+            "trained": head["trained"],
+            "facts": head["facts"],
+        }
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"{path} is no predictor of megajax, or it is damaged: {error}") from error
+
+
+def _network(arrays: dict[str, np.ndarray], head: dict[str, Any]) -> tuple[Any, Any]:
+    leaves = [arrays[f"weight{i}"] for i in range(head["weights"])]
+    module = nnx.eval_shape(lambda: Network(INPUTS, LEAF, rngs=nnx.Rngs(0)))
+    graph, state = nnx.split(module)
+    structure = jax.tree.structure(state)
+    wanted = [leaf.shape for leaf in jax.tree.leaves(state)]
+    if [leaf.shape[1:] for leaf in leaves] != wanted or not all(
+        np.isfinite(x).all() for x in leaves
+    ):
+        raise ValueError("the weights are not those of the network")
+    return graph, jax.tree.unflatten(structure, leaves)
+
+
+# ---- predictor
+
 
 MEMBERS = 3  # networks, whose predictions are averaged
 STEPS = 2000  # training steps of these networks
@@ -58,7 +167,7 @@ class Predictor:
 
     graph: Any
     states: Any
-    scale: train.Scale
+    scale: network.Scale
     ranges: Ranges
     devices: Mapping[str, Device]
     cards: Mapping[str, DeviceCard]
@@ -96,11 +205,11 @@ class Predictor:
             )
         names = sorted(set(data.devices))
         rows = programs(data.records)
-        scale = train.Scale.of(rows.inputs_RX)
+        scale = network.Scale.of(rows.inputs_RX)
         labelled = _rows(data, rows, names, scale)
         rng = np.random.default_rng(seed)
         everything = np.ones((members, len(data)))
-        graph, states, traits_EYZ = train.fit(
+        graph, states, traits_EYZ = network.fit(
             labelled, np.ones((members, len(names))), everything, seed=seed, steps=steps,
             progress=None if progress is None else lambda i, x: progress("members", i, x),
         )  # fmt: skip
@@ -111,7 +220,7 @@ class Predictor:
                 [record.hash for record in data.records], rng, steps=fold_steps, seed=seed + 1,
                 progress=None if progress is None else lambda i, x: progress("errors", i, x),
             )  # fmt: skip
-        own = train.no_offsets(members)
+        own = network.no_offsets(members)
         devices = {
             name: dataclasses.replace(own, traits=traits_EYZ[:, i]) for i, name in enumerate(names)
         }
@@ -138,7 +247,7 @@ class Predictor:
             return np.zeros(0), np.zeros(0)
         rows = programs(records)
         name = self._name(card)
-        twin = name or nearness.twin(card, {k: self.cards[k] for k in self._adapted})
+        twin = name or calibration.twin(card, {k: self.cards[k] for k in self._adapted})
         learnt = None if twin is None else self.learnt.get(twin)
         far = self.ranges.beyond(rows, records, card, known=name is not None, learnt=learnt)
         if self._adapted and twin is None and neusight.SOURCE in self.facts.values():
@@ -150,7 +259,7 @@ class Predictor:
             warnings.warn("; ".join(far), FarFromTraining, stacklevel=2)
         device, traits_ERZ = self._device(twin, card), None
         if twin is None:
-            weights_RY = nearness.blend(card, self._trained_cards, rows.kinds_R)
+            weights_RY = calibration.blend(card, self._trained_cards, rows.kinds_R)
             traits_ERZ = np.einsum("ry,yez->erz", weights_RY, self._traits_YEZ)
         logs_ER = self._logs(rows, card, device, traits_ERZ)
         seconds = np.maximum(np.exp(logs_ER.mean(0)), [record.floor_s(card) for record in records])
@@ -158,7 +267,7 @@ class Predictor:
         if twin is None:
             errors = self._unseen(card)
         elif name is None:
-            far = nearness.distance(card, [self.cards[twin]])
+            far = calibration.distance(card, [self.cards[twin]])
             errors = errors.plus(self.errors["away"], far)
         # If the networks' predictions spread by more than the error that is expected of such rows,
         # the networks know little about this row, and the spread is the better estimate.
@@ -169,7 +278,7 @@ class Predictor:
         """Returns a sentence: what predictions for this card rest on, rows of it or its numbers."""
         name = self._name(card)
         if name is None:
-            twin = nearness.twin(card, {k: self.cards[k] for k in self._adapted})
+            twin = calibration.twin(card, {k: self.cards[k] for k in self._adapted})
             text = f"There are no rows of {card.name}: it is predicted from its card's numbers"
             chip = "which has the same compute capability and about its power limit"
             return f"{text}." if twin is None else f"{text} and from rows of {twin}, {chip}."
@@ -192,7 +301,7 @@ class Predictor:
         name = self._name(card)
         if name in adapted or (name and neusight.SOURCE not in self.facts.values()):
             return name
-        return nearness.twin(card, adapted)
+        return calibration.twin(card, adapted)
 
     @property
     def _trained_cards(self) -> list[DeviceCard]:
@@ -200,7 +309,7 @@ class Predictor:
 
     def _unseen(self, card: DeviceCard) -> calibration.Errors:
         """Returns the errors to expect on a device without rows."""
-        far = nearness.distance(card, self._trained_cards)
+        far = calibration.distance(card, self._trained_cards)
         return self.errors["known"].plus(self.errors["away"], far)
 
     @property
@@ -231,7 +340,7 @@ class Predictor:
             prior = self._device(name if name in self.devices else None, data.cards[name])
             folds = calibration.leave_out(len(part))
             fitted = jax.tree.map(
-                np.asarray, train.adapt(self.graph, self.states, labelled, prior.traits, folds)
+                np.asarray, network.adapt(self.graph, self.states, labelled, prior.traits, folds)
             )
             devices[name] = jax.tree.map(lambda leaf: leaf[0], fitted)
             cards[name] = data.cards[name]
@@ -265,9 +374,9 @@ class Predictor:
     def _device(self, name: str | None, card: DeviceCard) -> Device:
         if name is not None:
             return self.devices[name]
-        weights = nearness.prior(card, self._trained_cards)
+        weights = calibration.prior(card, self._trained_cards)
         traits_EZ = np.einsum("y,yez->ez", weights, self._traits_YEZ)
-        return dataclasses.replace(train.no_offsets(len(traits_EZ)), traits=traits_EZ)
+        return dataclasses.replace(network.no_offsets(len(traits_EZ)), traits=traits_EZ)
 
     @property
     def _traits_YEZ(self) -> np.ndarray:
@@ -296,7 +405,7 @@ class Predictor:
             if traits_ERZ is not None:
                 own = traits_ERZ[:, np.resize(np.arange(start, start + count), padded)]
                 small = dataclasses.replace(small, traits=own.astype(np.float32))
-            offsets_ERO, sharpness = train.offsets_of(self.graph, self.states, part, small)
+            offsets_ERO, sharpness = network.offsets_of(self.graph, self.states, part, small)
             parts.append(np.asarray(offsets_ERO, np.float64)[:, :count])
         offsets_ERO, sharp = np.concatenate(parts, 1), np.asarray(sharpness, np.float64)
         logs = [
@@ -307,7 +416,7 @@ class Predictor:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes an npz file; it is replaced only when the new one is complete."""
-        files.save(self, path)
+        save(self, path)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str] | None = None) -> Self:
@@ -315,7 +424,7 @@ class Predictor:
 
         Raises: UserError if the file is missing, damaged or of another version.
         """
-        return cls(**files.load(path))
+        return cls(**load(path))
 
 
 def _check_at_least(least: int, **values: int) -> None:
@@ -346,7 +455,9 @@ def sample(data: Dataset, most: int, seed: int) -> Dataset:
     return data[np.sort(np.array(kept, int))]
 
 
-def _rows(data: Dataset, rows: Programs, names: Sequence[str], scale: train.Scale) -> train.Rows:
+def _rows(
+    data: Dataset, rows: Programs, names: Sequence[str], scale: network.Scale
+) -> network.Rows:
     """Returns labelled rows, with the times of each on its device's card."""
     device_R = np.array([names.index(name) for name in data.devices])
     whole: dict[str, np.ndarray] = {}
@@ -357,4 +468,4 @@ def _rows(data: Dataset, rows: Programs, names: Sequence[str], scale: train.Scal
             target = whole.setdefault(field, np.zeros((len(rows), *part.shape[1:])))
             target[chosen] = part
     timed = Times(**whole)
-    return train.Rows.of(scale(rows), rows.product_R, timed, np.log(data.seconds), device_R)
+    return network.Rows.of(scale(rows), rows.product_R, timed, np.log(data.seconds), device_R)

@@ -20,7 +20,7 @@ import time
 from pathlib import Path
 
 from megajax.core.errors import UserError
-from megajax.core.paths import open_own
+from megajax.core.files import open_own
 
 PREFIX = "megajax-"
 MARK = ".megajax-agent"

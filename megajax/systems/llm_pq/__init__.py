@@ -5,12 +5,17 @@ from megajax.core.lazy import public
 __getattr__, __dir__, __all__ = public(
     __name__,
     {
-        "costs": ("Workload",),
-        "hosts": ("RayRuntime", "cluster_devices"),
-        "planning": ("plan",),
-        "presets": ("PRESETS",),
+        "planning": (
+            "plan",
+            "Workload",
+            "PRESETS",
+        ),
         "problem": ("Placement", "Problem"),
-        "runtime": ("Runtime",),
+        "runtime": (
+            "Runtime",
+            "RayRuntime",
+            "cluster_devices",
+        ),
         "solver": ("solve",),
         "stages": ("StageError",),
     },

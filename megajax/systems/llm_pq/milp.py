@@ -11,106 +11,14 @@ Legend: L layers, D devices, B widths in bits, K kinds of layers (rows of omega 
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
-from megajax.systems.llm_pq.arrange import widths
-from megajax.systems.llm_pq.problem import SLACK, Problem, Stage
+from megajax.search.program import Program, Solution
+from megajax.systems.llm_pq.problem import SLACK, Problem, Stage, widths
 
 Goal = Literal["time", "omega", "memory"]
-Term = tuple[np.ndarray, np.ndarray | float]  # variables, coefficients
-
-
-@dataclass(frozen=True)
-class Found:
-    """The result of HiGHS. x: the best solution, None: none yet. bound: no solution is below it.
-
-    closed: whether x is proven optimal or, if x is None, the program infeasible.
-    """
-
-    x: np.ndarray | None
-    value: float
-    bound: float
-    closed: bool
-
-
-class Program:
-    """Variables and rows of a mixed-integer program that minimises."""
-
-    def __init__(self) -> None:
-        """An empty program."""
-        self.size = 0
-        self.lows: list[np.ndarray] = []
-        self.highs: list[np.ndarray] = []
-        self.whole: list[np.ndarray] = []
-        self.cost: list[np.ndarray] = []
-        self.entries: list[tuple[np.ndarray, np.ndarray]] = []
-        self.ranges: list[tuple[float, float]] = []
-
-    def add(self, *shape: int, high: float = np.inf, whole: bool = False) -> np.ndarray:
-        """Returns the numbers of new variables, from 0 up to `high`, in this shape."""
-        count = int(np.prod(shape, dtype=int))
-        self.lows.append(np.zeros(count))
-        self.highs.append(np.full(count, float(high)))
-        self.whole.append(np.full(count, int(whole)))
-        self.cost.append(np.zeros(count))
-        numbers = np.arange(self.size, self.size + count).reshape(shape)
-        self.size += count
-        return numbers
-
-    def row(self, terms: Iterable[Term], low: float = -np.inf, high: float = np.inf) -> None:
-        """Adds low <= sum of coefficient x variable <= high. A variable may stand in two terms."""
-        numbers, values = [], []
-        for variables, coefficients in terms:
-            numbers.append(np.ravel(variables))
-            values.append(np.broadcast_to(coefficients, np.shape(variables)).ravel())
-        self.entries.append((np.concatenate(numbers), np.concatenate(values)))
-        self.ranges.append((low, high))
-
-    def forbid(self, numbers: np.ndarray) -> None:
-        """Makes variables 0."""
-        high = np.concatenate(self.highs)
-        high[numbers] = 0.0
-        self.highs = [high]
-
-    def make_whole(self, numbers: np.ndarray) -> None:
-        """Makes variables whole numbers."""
-        whole = np.concatenate(self.whole)
-        whole[numbers] = 1
-        self.whole = [whole]
-
-    def minimise(self, terms: Iterable[Term]) -> None:
-        """Adds terms to the objective."""
-        cost = np.concatenate(self.cost)
-        for variables, coefficients in terms:
-            np.add.at(cost, variables, coefficients)
-        self.cost = [cost]
-
-    def solve(self, seconds: float, gap: float = 0.0, whole: bool = True) -> Found:
-        """Returns the best solution found in so many seconds. whole: False: the linear program."""
-        from scipy.optimize import Bounds, LinearConstraint, milp  # a third of a second
-        from scipy.sparse import coo_array
-
-        rows = np.concatenate([np.full(n.size, r) for r, (n, _) in enumerate(self.entries)])
-        columns, values = (np.concatenate(part) for part in zip(*self.entries, strict=True))
-        matrix = coo_array((values, (rows, columns)), shape=(len(self.ranges), self.size)).tocsr()
-        low, high = np.array(self.ranges).T
-        found = milp(
-            np.concatenate(self.cost),
-            constraints=LinearConstraint(matrix, low, high),
-            bounds=Bounds(np.concatenate(self.lows), np.concatenate(self.highs)),
-            integrality=np.concatenate(self.whole) * whole,
-            options={"time_limit": max(seconds, 0.05), "mip_rel_gap": gap},
-        )
-        if found.status == 2:
-            return Found(None, np.inf, np.inf, True)
-        bound = found.mip_dual_bound if whole else found.fun
-        bound = 0.0 if bound is None or not np.isfinite(bound) else float(bound)
-        if found.x is None:
-            return Found(None, np.inf, bound, False)
-        return Found(np.asarray(found.x), float(found.fun), bound, found.status == 0)
 
 
 class Counts:
@@ -137,11 +45,11 @@ class Counts:
         self.problem, self.program = problem, Program()
         self.scale, self.constant = 1.0, 0.0
         add = self.program.add
-        self.n_DB = add(D, B, high=problem.layers, whole=True)
-        self.used_D = add(D, high=1, whole=True)
-        self.first_D = add(D, high=1, whole=True)
-        self.last_D = add(D, high=1, whole=True)
-        self.many = add(high=1, whole=True)  # whether there are two stages or more
+        self.n_DB = add(D, B, high=problem.layers, integer=True)
+        self.used_D = add(D, high=1, integer=True)
+        self.first_D = add(D, high=1, integer=True)
+        self.last_D = add(D, high=1, integer=True)
+        self.many = add(high=1, integer=True)  # whether there are two stages or more
         self._shape(problem)
         self._memory(problem, memory, goal)
         if goal == "time":
@@ -242,11 +150,11 @@ class Counts:
         self.program.row([(slowest, 1.0), (self.many, -hop)], low=0)
         return slowest
 
-    def solve(self, seconds: float, gap: float = 0.0, whole: bool = True) -> Found:
+    def solve(self, seconds: float, gap: float = 0.0, integer: bool = True) -> Solution:
         """Returns the best counts: value and bound in seconds of the whole run."""
-        found = self.program.solve(seconds, gap, whole)
+        found = self.program.solve(seconds, gap, integer)
         value, bound = ((v + self.constant) * self.scale for v in (found.value, found.bound))
-        return Found(found.x, value, bound, found.closed)
+        return Solution(found.x, value, bound, found.closed)
 
     def counts(self, x: np.ndarray) -> np.ndarray:
         """Returns (D, B) layers of each width on each device."""
@@ -292,7 +200,7 @@ class Layers(Counts):
         L, D, B = problem.layers, problem.devices, len(problem.bits)
         row = self.program.row
         self.x_LDB = x = self.program.add(L, D, B, high=1)
-        self.starts_LD = starts_LD = self.program.add(L, D, high=1, whole=True)
+        self.starts_LD = starts_LD = self.program.add(L, D, high=1, integer=True)
         for i in range(L):
             row([(x[i], 1.0)], 1, 1)
             for j in range(D):
@@ -344,7 +252,7 @@ class Layers(Counts):
         room = quality * (1 + SLACK) - float(least_L.sum())
         # x was not whole before the first cover: then its widths are a guess.
         is_whole = bool((np.abs(x - np.rint(x)) < 1e-5)[self.x_LDB].all())
-        self.program.make_whole(self.x_LDB.ravel())
+        self.program.make_integer(self.x_LDB.ravel())
         if excess_L.sum() <= room:
             return not is_whole
         inside = list(everyone)

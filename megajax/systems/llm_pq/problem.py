@@ -12,8 +12,11 @@ and decoding takes (n - 2) R + sum + (m - 1) slowest. simulator.py checks this e
 Legend: L layers, D devices, B widths in bits, S stages.
 """
 
+import bisect
+import itertools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -312,3 +315,227 @@ def violations(
     if quality is not None and omega_of(problem, bits) > quality * (1 + SLACK) + 1e-300:
         found.append(f"the sum of omega is {omega_of(problem, bits):g}, more than {quality:g}")
     return found
+
+
+# ---- partitions of layers of one width
+#
+# The even split, and the partition with the fastest slowest stage. Rivals use them. The planner
+# starts from them, so its result is never slower than theirs.
+
+
+def even_split(problem: Problem) -> list[Stage]:
+    """Returns stages with equally many layers, in the order of the cluster.
+
+    The first devices take the remaining layers. Devices beyond the number of layers stay unused.
+    """
+    devices = min(problem.devices, problem.layers)
+    small, more = divmod(problem.layers, devices)
+    edges = [0]
+    for d in range(devices):
+        edges.append(edges[-1] + small + (d < more))
+    return [(d, edges[d], edges[d + 1]) for d in range(devices)]
+
+
+def partition(problem: Problem, column: int, seconds_D: np.ndarray) -> list[Stage] | None:
+    """Returns the stages with the fastest slowest stage, all layers of one width; None: none fits.
+
+    Among equally fast partitions, the slowest devices get as few layers as possible.
+    Args: column: index of the width in problem.bits. seconds_D: seconds of one layer on each
+    device.
+    """
+    each = problem.layer_bytes[column] + problem.cache_bytes
+    D = problem.devices
+    best: tuple[float, list[int], int, int] | None = None
+    for first, last in itertools.product(range(D), repeat=2):
+        if first == last and D > 1:
+            continue  # one stage has both: a device alone is the case below
+        room_D = problem.memory * (1 + SLACK)
+        room_D[first] -= problem.first_bytes
+        room_D[last] -= problem.last_bytes
+        most_D = np.where(room_D < 0, 0, problem.layers)
+        if each > 0:
+            most_D = np.minimum(np.floor(np.maximum(room_D, 0) / each), most_D).astype(int)
+        if (room_D[[first, last]] < 0).any():
+            continue
+        found = _spread(problem.layers, most_D, seconds_D)
+        if found is None or not all(found[1][d] for d in (first, last)):
+            continue
+        if best is None or found[0] < best[0]:
+            best = (*found, first, last)
+    if best is None:
+        return _alone(problem, each, seconds_D)
+    _, counts, first, last = best
+    between = [d for d in range(D) if d not in (first, last) and counts[d]]
+    order = [first] if first == last else [first, *between, last]
+    edges = np.cumsum([0, *(counts[d] for d in order)]).tolist()
+    return [(d, edges[k], edges[k + 1]) for k, d in enumerate(order)]
+
+
+def _alone(problem: Problem, each: float, seconds_D: np.ndarray) -> list[Stage] | None:
+    need = each * problem.layers + problem.first_bytes + problem.last_bytes
+    able = [d for d in range(problem.devices) if need <= problem.memory[d] * (1 + SLACK)]
+    if not able:
+        return None
+    return [(min(able, key=lambda d: seconds_D[d]), 0, problem.layers)]
+
+
+def _spread(
+    layers: int, most_D: np.ndarray, seconds_D: np.ndarray
+) -> tuple[float, list[int]] | None:
+    """(slowest stage, layers of each device): the smallest bottleneck that holds all layers."""
+    limits = sorted({float(k * s) for s in seconds_D for k in range(1, layers + 1)})
+
+    def able(limit: float) -> np.ndarray:
+        free_D = np.full(len(seconds_D), np.inf)  # layers that take no time
+        fit_D = np.divide(limit, seconds_D, out=free_D, where=seconds_D > 0)
+        return np.minimum(most_D, np.floor(fit_D * (1 + 1e-12))).astype(int)
+
+    if int(able(limits[-1]).sum()) < layers:
+        return None
+    at = bisect.bisect_left(range(len(limits)), layers, key=lambda k: int(able(limits[k]).sum()))
+    counts = able(limits[at])
+    spare = int(counts.sum()) - layers
+    for d in np.argsort(-seconds_D, kind="stable"):
+        less = min(spare, max(int(counts[d]) - 1, 0))
+        counts[d] -= less
+        spare -= less
+    return (limits[at], counts.tolist()) if spare == 0 else None
+
+
+def simple(problem: Problem) -> Iterator[tuple[list[Stage], list[int]]]:
+    """Yields (stages, bits) of both partitions at every width; they may break memory or quality."""
+    for column, width in enumerate(problem.bits):
+        bits = [width] * problem.layers
+        yield even_split(problem), bits
+        for table in problem.decode_s.values():
+            stages = partition(problem, column, table[:, column])
+            if stages is not None:
+                yield stages, bits
+
+
+# ---- arrangements of counts
+#
+# Counts say how many layers of each width every device has; `arrange` turns them into the order of
+# devices and the width of each layer with the least loss. If a device follows a set of other
+# devices, its layers are known, whatever the order inside the set. So the least loss is a shortest
+# path over sets of devices (Held and Karp), and the widths inside a stage are an assignment
+# problem. The result is exact. There are at most 2^stages sets, and far fewer if devices and counts
+# are equal. When the time for that ends, an order that fits into memory is taken instead of the
+# best one.
+#
+# Legend: I layers of a stage.
+
+
+def arrange(
+    problem: Problem, counts_DB: np.ndarray, deadline: float = math.inf
+) -> tuple[list[Stage], list[int]] | None:
+    """Returns (stages, bits) with the least sum of omega; None: no order fits the memory.
+
+    Args: counts_DB: layers of each width on each device, as many in all as the model has. deadline:
+      of time.monotonic(); from then on the sum of omega is not the least.
+    """
+    devices = [int(d) for d in np.flatnonzero(counts_DB.sum(1))]
+    sizes = counts_DB.sum(1)
+    room_D = problem.memory * (1 + SLACK) - counts_DB @ (problem.layer_bytes + problem.cache_bytes)
+    known: dict[tuple, tuple[float, list[int]]] = {}
+    twin = _twins(problem, counts_DB, devices)
+
+    def stage(start: int, d: int) -> tuple[float, list[int]]:
+        key = (start, counts_DB[d].tobytes())
+        if key not in known:
+            known[key] = widths(problem.omega[start : start + sizes[d]], counts_DB[d])
+        return known[key]
+
+    order = _shortest(problem, devices, sizes, room_D, twin, stage, deadline)
+    if order is None:
+        return None
+    found: list[Stage] = []
+    bits: list[int] = []
+    start = 0
+    for d in order:
+        found.append((d, start, start + int(sizes[d])))
+        bits += [problem.bits[b] for b in stage(start, d)[1]]
+        start += int(sizes[d])
+    return found, bits
+
+
+def _shortest(
+    problem: Problem,
+    devices: list[int],
+    sizes: np.ndarray,
+    room_D: np.ndarray,
+    twin: list[int | None],
+    stage: Callable[[int, int], tuple[float, list[int]]],
+    deadline: float,
+) -> list[int] | None:
+    """Returns the devices in the order with the least sum of omega."""
+    every = (1 << len(devices)) - 1
+    least: dict[int, tuple[float, int, int]] = {0: (0.0, -1, 0)}  # set: (omega, last, set before)
+    start_of, edge = {0: 0}, [0]
+    while edge:  # sets of one more device each
+        further: dict[int, None] = {}
+        for done in edge:
+            if time.monotonic() > deadline:
+                return _any_order(problem, devices, room_D)
+            for k, d in enumerate(devices):
+                before = twin[k]
+                if done >> k & 1 or (before is not None and not done >> before & 1):
+                    continue
+                more = done | 1 << k
+                need = problem.first_bytes * (done == 0) + problem.last_bytes * (more == every)
+                if need > room_D[d]:
+                    continue
+                omega = least[done][0] + stage(start_of[done], d)[0]
+                if more not in least or omega < least[more][0]:
+                    least[more] = (omega, k, done)
+                    start_of[more] = start_of[done] + int(sizes[d])
+                    further[more] = None
+        edge = list(further)
+    if every not in least:
+        return None
+    order: list[int] = []
+    done = every
+    while done:
+        _, k, done = least[done]
+        order.insert(0, devices[k])
+    return order
+
+
+def _any_order(problem: Problem, devices: list[int], room_D: np.ndarray) -> list[int] | None:
+    """Returns an order of the devices whose first and last hold what the ends need."""
+    if (room_D[devices] < 0).any():
+        return None
+    if len(devices) == 1:
+        return devices if room_D[devices[0]] >= problem.first_bytes + problem.last_bytes else None
+    for first, last in itertools.permutations(devices, 2):
+        if room_D[first] >= problem.first_bytes and room_D[last] >= problem.last_bytes:
+            return [first, *(d for d in devices if d not in (first, last)), last]
+    return None
+
+
+def _twins(problem: Problem, counts_DB: np.ndarray, devices: list[int]) -> list[int | None]:
+    """Returns for each device the last one before it with the same memory and the same counts.
+
+    Their order does not matter, so the later one never comes first.
+    """
+    found: list[int | None] = []
+    last: dict[tuple, int] = {}
+    for k, d in enumerate(devices):
+        key = (float(problem.memory[d]), counts_DB[d].tobytes())
+        found.append(last.get(key))
+        last[key] = k
+    return found
+
+
+def widths(omega_IB: np.ndarray, counts_B: np.ndarray) -> tuple[float, list[int]]:
+    """Returns (least sum of omega, index of the width of each layer) of one stage."""
+    from scipy.optimize import linear_sum_assignment  # a third of a second
+
+    slots = np.repeat(np.arange(len(counts_B)), counts_B)
+    cost = omega_IB[:, slots]
+    if (counts_B > 0).sum() == 1:
+        picked = slots
+    else:
+        rows, columns = linear_sum_assignment(cost)
+        picked = slots[columns[np.argsort(rows)]]
+    return float(omega_IB[np.arange(len(picked)), picked].sum()), picked.tolist()

@@ -1,31 +1,225 @@
 """The loss of quality by quantized weights: measured on held-out text, and estimated.
 
-`loss_of` measures. `expected_loss` estimates from the curvature of the loss, without held-out text.
-Sums of the errors of products (`quant.sensitivity`), which LLM-PQ uses (arXiv 2403.01136, section
-4.2), do not know how much the outputs of a layer matter.
+`calibrate` gathers statistics of the inputs of every product on some text. `loss_of` measures.
+`expected_loss` estimates from the curvature of the loss, without held-out text. Sums of the errors
+of products (`quant.sensitivity`), which LLM-PQ uses (arXiv 2403.01136, section 4.2), do not know
+how much the outputs of a layer matter.
+
+Legend: B rows, S positions, T tokens, K inputs of a product.
 """
 
+import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from megajax.core.errors import UserError
-from megajax.core.tree import Tree
+from megajax.core.packed import PackedWeight
+from megajax.core.tree import Tree, name
 from megajax.data.config import DataConfig
-from megajax.data.holdout import is_held_out
+from megajax.data.documents import is_held_out
 from megajax.data.source import open_source
 from megajax.data.tokenizer import Tokenizer
+from megajax.layers import ops
 from megajax.models import decoder
 from megajax.models.decoder_config import DecoderConfig
+from megajax.models.parts import check_params
 from megajax.quant.compensated import row_format
 from megajax.quant.formats import Format
 from megajax.quant.qtensor import dequantize, quantize
-from megajax.quant.quantized_model import inputs_of
-from megajax.systems.llm_pq.calibrate import curvature, leaf_of
+from megajax.quant.quantized_model import inputs_of, matrices
+from megajax.quant.statistics import Statistics
+
+# ---- calibration
+#
+# Calibration runs one layer at a time: the device holds the sums of one layer and the residual
+# streams of all batches; the sums of finished layers are in host memory. GPTQ (arXiv 2210.17323)
+# feeds each layer the output of the quantized layers before it. Here every layer sees the stream of
+# the dense model, so that one calibration serves every plan of bits (LLM-PQ, arXiv 2403.01136,
+# section 4.2).
+
+
+Array = jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class _Watched(PackedWeight):
+    """A dense weight that tells its products' inputs: tell(x, how many dimensions are summed)."""
+
+    weight: Array
+    tell: Callable[[Array, int], None] = dataclasses.field(metadata={"static": True})
+
+    def piece(self) -> Self:
+        return self
+
+    def astype(self, dtype: Any) -> Self:
+        return dataclasses.replace(self, weight=self.weight.astype(dtype))
+
+    def matmul(self, x: Array, contract: int = 1, **after: Any) -> Array:
+        assert not any(v is not None for v in after.values())  # the plain Ops fuse nothing
+        self.tell(x, contract)
+        return ops.matmul(x, self.weight, contract)
+
+
+def calibrate(
+    params: Tree, cfg: DecoderConfig, batches: Iterable[Any], *, dtype: Any = "float32"
+) -> dict[str, Statistics]:
+    """Returns {name of a leaf: Statistics of its products' inputs}, stacked over the layers.
+
+    Args: params: dense, on one device. batches: token ids, int (B, S) each, of one shape; 128
+        sequences of 2048 tokens are the papers' number. dtype: of the residual stream.
+    Returns: for `megajax.quant.quantize_model(calibration=...)`; NumPy arrays. Leaves with the same
+        inputs (query, key and value; gate and up) share their arrays.
+    Raises: UserError without a batch, for unlike shapes, for what are no token ids of the model,
+        and for parameters that are quantized.
+    """
+    leaves = jax.tree.leaves(params, is_leaf=lambda w: isinstance(w, PackedWeight))
+    if any(isinstance(w, PackedWeight) for w in leaves):
+        raise UserError("calibration: the parameters are quantized; give the dense ones")
+    parts = decoder.parts(cfg, dtype=dtype)
+    check_params(params, parts, "calibration")
+    wanted = [n.removeprefix(f"{parts.stack}.") for n in matrices(cfg.axes)]
+    embed = jax.jit(functools.partial(_embed, parts))
+    streams, contexts = [], []
+    for tokens in batches:
+        x, context = embed(params, jnp.asarray(token_ids("calibration", tokens, cfg.vocab)))
+        if streams and x.shape != streams[0].shape:
+            raise UserError(
+                f"calibration: batches must have one shape; the first has {streams[0].shape[:2]}, "
+                f"another {x.shape[:2]}"
+            )
+        streams.append(x)
+        contexts.append(context)
+    if not streams:
+        raise UserError("calibration: there is no batch of text; give one at least")
+    step = jax.jit(functools.partial(_layer, parts, wanted))
+    found: list[Mapping[str, Statistics]] = []
+    for layer in range(cfg.layers):
+        weights = jax.tree.map(lambda w, i=layer: w[i], params[parts.stack])
+        total: Any = None
+        for i, (x, context) in enumerate(zip(streams, contexts, strict=True)):
+            streams[i], sums = step(weights, x, context)
+            total = sums if total is None else jax.tree.map(jnp.add, total, sums)
+        found.append(jax.tree.map(np.asarray, total))
+    return _stacked(found, parts.stack)
+
+
+def curvature(
+    params: Tree, cfg: DecoderConfig, batches: Iterable[Any], *, dtype: Any = "float32"
+) -> dict[str, np.ndarray]:
+    """Returns {name of a leaf: F}, the diagonal of the loss's empirical Fisher matrix, float32.
+
+    If the matrices of a trained model change by a dW that is independent of the data, as errors of
+    rounding are, the loss is expected to change by 1/2 sum of F dW^2 nats a token. F is the sum
+    over sequences of the squared gradient of the sequence's summed loss, divided by the number of
+    tokens. Each sequence takes one backward pass.
+    Args: as in `calibrate`.
+    Raises: UserError without a sequence, and for what are no token ids of the model.
+    """
+    parts, names = decoder.parts(cfg, dtype=dtype), matrices(cfg.axes)
+
+    def loss(leaves: dict[str, Array], params: Tree, tokens_S: Array) -> tuple[Array, Array]:
+        x_BS, y_BS = tokens_S[None, :-1], tokens_S[None, 1:]
+        positions_BS = jnp.arange(x_BS.shape[1], dtype=jnp.int32)[None]
+        batch = {"tokens": x_BS, "targets": y_BS, "positions": positions_BS}
+        sums = parts.loss(with_leaves(params, leaves), batch)
+        return sums.cross_entropy, sums.count
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def step(total: Any, params: Tree, tokens_S: Array) -> tuple[Any, Array]:
+        leaves = {n: leaf_of(params, n) for n in names}
+        gradients, count = jax.grad(loss, has_aux=True)(leaves, params, tokens_S)
+        return jax.tree.map(lambda f, g: f + jnp.square(g), total, gradients), count
+
+    total: Any = {n: jnp.zeros_like(leaf_of(params, n)) for n in names}
+    count = 0
+    for tokens_BS in batches:
+        for tokens_S in token_ids("curvature", tokens_BS, cfg.vocab):
+            total, seen = step(total, params, tokens_S)
+            count += int(seen)
+    if not count:
+        raise UserError("curvature: there is no sequence of text; give one at least")
+    return {n: np.asarray(f) / count for n, f in total.items()}
+
+
+def token_ids(op: str, given: Any, vocab: int) -> np.ndarray:
+    """Returns a batch of token ids, int32 (B, S). vocab: the model's, which ids must be below.
+
+    Raises: UserError. JAX would take the last row of the embedding for an id that it lacks.
+    """
+    ids_BS = np.asarray(given)
+    if ids_BS.ndim != 2 or not np.issubdtype(ids_BS.dtype, np.integer):
+        raise UserError(
+            f"{op}: a batch must be token ids, integers (rows, tokens), got "
+            f"{ids_BS.dtype}{ids_BS.shape}; give a list of batches"
+        )
+    if ids_BS.size and not (0 <= ids_BS.min() and ids_BS.max() < vocab):
+        raise UserError(
+            f"{op}: token ids must be from 0 to {vocab - 1}, the model's; these are "
+            f"{ids_BS.min()} to {ids_BS.max()}"
+        )
+    return ids_BS.astype(np.int32)
+
+
+def leaf_of(tree: Tree, n: str) -> Any:
+    """Returns the member of nested dictionaries that a dotted name names."""
+    return functools.reduce(lambda part, key: part[key], n.split("."), tree)
+
+
+def with_leaves(params: Tree, leaves: Mapping[str, Any]) -> Tree:
+    """Returns the parameters with these leaves, by dotted names, in the place of theirs."""
+    return jax.tree_util.tree_map_with_path(lambda path, w: leaves.get(name(path), w), params)
+
+
+def _embed(parts: Any, params: Tree, tokens_BS: Array) -> tuple[Array, Any]:
+    positions_BS = jnp.broadcast_to(
+        jnp.arange(tokens_BS.shape[1], dtype=jnp.int32), tokens_BS.shape
+    )
+    batch = {"tokens": tokens_BS, "positions": positions_BS}
+    context = parts.context(batch, None)
+    return parts.embed(params, batch, context), context
+
+
+def _layer(
+    parts: Any, wanted: list[str], weights: Tree, x_BSD: Array, context: Any
+) -> tuple[Array, dict[str, Statistics]]:
+    """Returns the stream after a layer, and the sums of each distinct input of its products.
+
+    A sum's name is that of all leaves that have the input, joined by blanks.
+    """
+    seen: dict[int, tuple[Array, int, list[str]]] = {}
+
+    def told(n: str, x: Array, contract: int) -> None:
+        seen.setdefault(id(x), (x, contract, []))[2].append(n)
+
+    def leaf(path: tuple, w: Array) -> Any:
+        n = name(path)
+        return _Watched(w.shape, w, functools.partial(told, n)) if n in wanted else w
+
+    y_BSD, _, _ = parts.block(jax.tree_util.tree_map_with_path(leaf, weights), x_BSD, context)
+    inputs = {
+        " ".join(names): x.reshape(*x.shape[: x.ndim - contract], -1)
+        for x, contract, names in seen.values()
+    }
+    return y_BSD, {names: Statistics.of(x_xK) for names, x_xK in inputs.items()}
+
+
+def _stacked(layers: list[Mapping[str, Statistics]], stack: str) -> dict[str, Statistics]:
+    out: dict[str, Statistics] = {}
+    for joined in layers[0]:
+        together = jax.tree.map(lambda *x: np.stack(x), *(each[joined] for each in layers))
+        out |= {f"{stack}.{n}": together for n in joined.split()}
+    return out
+
+
+# ---- loss of quality
+
 
 HELD_OUT = 0.05  # of a source's documents, by their content, as training holds them out
 
@@ -106,8 +300,8 @@ def expected_loss(
       training text. formats: None: the layer stays dense.
     """
     found = np.zeros((cfg.layers, len(formats)))
-    for name, f in curvature(params, cfg, [rows]).items():
-        words, leaf = leaf_of(cfg.axes, name), leaf_of(params, name)
+    for leaf_name, f in curvature(params, cfg, [rows]).items():
+        words, leaf = leaf_of(cfg.axes, leaf_name), leaf_of(params, leaf_name)
         for layer in range(cfg.layers):
             w = jnp.asarray(leaf[layer])
             w_KN = w.reshape(inputs_of(words[1:], w.shape), -1)

@@ -17,19 +17,20 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megajax.systems.llm_pq.arrange import arrange
 from megajax.systems.llm_pq.planning import uniform_bits
 from megajax.systems.llm_pq.problem import (
     Problem,
     Stage,
     Times,
+    arrange,
+    even_split,
     of_stages,
     omega_of,
+    partition,
     timed,
     violations,
 )
-from megajax.systems.llm_pq.search import least_omega
-from megajax.systems.llm_pq.splits import even_split, partition
+from megajax.systems.llm_pq.solver import least_omega
 
 HOST_BYTES_PER_S = 12.6e9  # (assumed: 0.8 of PCIe 3.0 x16) from host memory to a device
 

@@ -1,10 +1,12 @@
 """Serving by a placement of LLM-PQ (arXiv 2403.01136): a pipeline of unlike stages.
 
 Scheduler, sampler and answers are those of serving.Engine. The requests are split among several
-engines of a few slots each, whose steps go through one chain of stages (pipeline.py): prompts in
+engines of a few slots each, whose steps go through one chain of stages (stages.py): prompts in
 calls of `prefill_batch` requests, answers in calls of `decode_batch`. When a call has left the last
 stage, its tokens are read and the next call of these requests is sent to the first stage, while
 other calls are still under way.
+
+Legend: as serving/programs.py.
 """
 
 import collections
@@ -23,20 +25,217 @@ from megajax.core.tree import Tree
 from megajax.models import decoder
 from megajax.models.decoder_config import DecoderConfig
 from megajax.models.parts import check_params
-from megajax.serving import Engine, Output, SamplingParams
+from megajax.serving import Engine, Output, SamplingParams, draw
 from megajax.serving.answer import Tokenizer
+from megajax.serving.draw import Drawn, Rules
+from megajax.serving.programs import Laying, Segment, fields
 from megajax.serving.requests import check_bias, check_options, check_tokens
-from megajax.systems.llm_pq.pipeline import Limits, Pipeline, View, check
 from megajax.systems.llm_pq.stages import (
+    Guard,
     LocalStage,
+    NoAnswerError,
     Place,
     Shapes,
+    Stage,
     StageError,
     Wrap,
+    in_bits_of,
     mesh_of,
+    one_rank,
     weights_of,
 )
-from megajax.systems.llm_pq.weights import in_bits_of, one_rank
+
+# ---- pipeline of shared calls
+#
+# A pipeline sends the steps of many engines through one chain of stages, in shared calls. Each
+# engine has a few slots and pages in every stage, and one step under way at a time. Steps of
+# several engines share a call, as many as fill a micro-batch of the phase. So micro-batches of
+# prefill and of decoding may have different sizes.
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """Limits of one call.
+
+    prefill, decode: most segments in each phase. tokens: most tokens of all segments together.
+    timeout_s: longest wait for the result in seconds; None: no limit.
+    """
+
+    prefill: int
+    decode: int
+    tokens: int
+    timeout_s: float | None = None
+
+
+@dataclasses.dataclass(eq=False)
+class Call:
+    """Steps that run together. result: future of the last stage. drawn: its value once read."""
+
+    decodes: bool
+    segments: list[Segment] = dataclasses.field(default_factory=list)
+    result: Any = None
+    drawn: Drawn | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Share:
+    """An engine's part of a call: its rows."""
+
+    call: Call
+    rows: slice
+
+
+class Pipeline:
+    """A chain of stages, its slots, and the calls that go through it."""
+
+    def __init__(self, stages: Sequence[Any], places: Sequence[Place], shapes: Shapes,
+                 limits: Limits):  # fmt: skip
+        """stages: as LocalStage, in the order of the pipeline. They take new pages."""
+        self._stages, self._places, self._limits = stages, places, limits
+        slots, width = shapes.slots, shapes.pool[2]
+        self._laying = Laying(slots, shapes.budget, width)
+        self._tables = np.zeros((slots, width), np.int32)
+        self._rules = draw.plain_rules(slots)
+        self._waiting: list[Call] = []
+        self.to_all("hold", shapes)
+
+    def to_all(self, method: str, *given: Any) -> None:
+        """Calls a method of all stages, each after what it was sent before."""
+        for stage in self._stages:
+            stage.send(method, *given)
+
+    def to_last(self, method: str, *given: Any) -> None:
+        """The same of the last stage."""
+        self._stages[-1].send(method, *given)
+
+    def set_slots(self, first: int, table_SM: np.ndarray, rules: Rules) -> None:
+        """Sets the page tables and sampling rules of the slots from `first` on."""
+        stop = first + len(table_SM)
+        self._tables[first:stop] = table_SM
+        for target, source in zip(fields(self._rules), fields(rules), strict=True):
+            target[first:stop] = source
+
+    def add(self, segments: Sequence[Segment]) -> Share:
+        """Adds an engine's step to the next call, or to a new one if it does not fit there.
+
+        Nothing is sent before `flush`.
+        """
+        decodes = all(len(s.ids) == 1 for s in segments)
+        call = self._waiting[-1] if self._waiting else None
+        if call is None or call.decodes != decodes or not self._fits(call, segments):
+            call = Call(decodes)
+            self._waiting.append(call)
+        first = len(call.segments)
+        call.segments += segments
+        return Share(call, slice(first, first + len(segments)))
+
+    def _fits(self, call: Call, segments: Sequence[Segment]) -> bool:
+        most = self._limits.decode if call.decodes else self._limits.prefill
+        tokens = sum(len(s.ids) for s in (*call.segments, *segments))
+        rows = len(call.segments) + len(segments)
+        return rows <= most and tokens <= self._limits.tokens
+
+    def flush(self) -> None:
+        """Sends all waiting calls, in their order."""
+        for call in self._waiting:
+            laid = self._laying.step(call.segments, self._tables, self._rules)
+            for stage in self._stages:
+                call.result = stage.send("step", call.result, laid)
+        self._waiting = []
+
+    def read(self, share: Share) -> Drawn:
+        """Waits for an engine's part of a call; returns NumPy arrays. Raises: StageError."""
+        call = share.call
+        if call.result is None and call.drawn is None:
+            self.flush()
+        if call.drawn is None:
+            try:
+                drawn = self._stages[-1].wait(call.result, self._limits.timeout_s)
+            except Exception as error:
+                check(self._stages, self._places, self._limits.timeout_s)
+                if not isinstance(error, NoAnswerError):
+                    raise
+                drawn = self._stages[-1].wait(call.result)  # it came meanwhile: all have answered
+            call.drawn = jax.tree.map(np.asarray, drawn)
+            call.result = None
+        return jax.tree.map(lambda x: x[share.rows], call.drawn)
+
+
+def check(stages: Sequence[Any], places: Sequence[Place], timeout_s: float | None = None) -> None:
+    """Waits until the stages have done everything that they were sent.
+
+    Stages are checked in the pipeline's order, so a stage that only waits for an earlier one is not
+    blamed.
+    Raises: StageError for the first stage that died or does not answer within `timeout_s` seconds;
+      a UserError of a stage unchanged.
+    """
+    results = [stage.send("check") for stage in stages]
+    for stage, place, result in zip(stages, places, results, strict=True):
+        try:
+            stage.wait(result, timeout_s)
+        except UserError:
+            raise
+        except Exception as error:
+            stage.failed = True
+            raise StageError(place, error) from error
+
+
+class View:
+    """One engine's view of the pipeline, with the interfaces of a backend and of its programs."""
+
+    steps = 1  # tokens that a call decodes of each sequence
+    cpu = False  # only an engine's defaults ask, and the runtime sets these
+
+    def __init__(self, pipeline: Pipeline, slot: int, page: int):
+        """slot, page: the first ones that are the engine's; the page is nobody's."""
+        self._pipeline, self._slot, self._page = pipeline, slot, page
+
+    # ---- a backend
+
+    def place(self, params: Any) -> tuple:
+        """The stages have the weights."""
+        return ()
+
+    outline = place
+
+    def default_pages(self, most: int, page_size: int) -> int:
+        """The pipeline decides."""
+        return most
+
+    def programs(self, **shapes: Any) -> "View":
+        """Returns itself."""
+        return self
+
+    # ---- programs
+
+    def step(
+        self, params: Any, segments: Sequence[Segment], table_SM: np.ndarray, rules: Rules,
+        steps: int = 1,
+    ) -> tuple[Share, list[int]]:  # fmt: skip
+        """See Programs.step. The call waits for `Pipeline.flush`."""
+        table_SM = np.where(table_SM > 0, table_SM + self._page, 0)
+        self._pipeline.set_slots(self._slot, table_SM, rules)
+        own = [dataclasses.replace(s, slot=s.slot + self._slot) for s in segments]
+        return self._pipeline.add(own), list(range(len(own)))
+
+    def read(self, drawn: Share) -> Drawn:
+        """See Programs.read. Raises: StageError."""
+        return self._pipeline.read(drawn)
+
+    def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
+        """See Programs."""
+        self._pipeline.to_all("copy_pages", [(a + self._page, b + self._page) for a, b in copies])
+
+    def set_changes(self, slot: int, *rows: np.ndarray) -> None:
+        """See Programs."""
+        self._pipeline.to_last("set_changes", slot + self._slot, *rows)
+
+    def set_masks(self, slots: Sequence[int], allowed_NW: np.ndarray) -> None:
+        """See Programs."""
+        self._pipeline.to_last("set_masks", [slot + self._slot for slot in slots], allowed_NW)
+
+
+# ---- engines
 
 
 class Placed(Protocol):
@@ -357,3 +556,100 @@ def _check(cfg: DecoderConfig, placement: Placed, devices: int) -> None:
         value = getattr(placement, name)
         if not (isinstance(value, int | np.integer) and value >= 1):
             raise UserError(f"{name}={value} must be a whole number from 1 on")
+
+
+# ---- stages on the hosts of a Ray cluster
+#
+# The stages of a placement in separate processes, on the hosts of a Ray cluster. A stage is an
+# actor. A call names the result of the previous stage, and Ray delivers it when it is ready, so
+# calls follow each other through the stages as in one process. The residual stream is copied to the
+# memory of its host, and Ray's object store carries it to the next stage.
+
+
+class _Host:
+    """A stage in the process of an actor."""
+
+    def __init__(self, ranks: int, cfg: Any, place: Place, weights: Any, dtype: str):
+        """ranks: devices of the process that the stage has."""
+        import jax
+
+        devices = jax.devices()[:ranks]
+        if len(devices) < ranks:
+            raise UserError(f"{place} has {len(devices)} devices in its process, not {ranks}")
+        given = cfg, place, weights, devices if ranks > 1 else devices[0], dtype
+        self._guard = Guard(lambda: Stage(*given))
+
+    def call(self, method: str, *given: Any) -> Any:
+        """Calls a method of the stage; arrays come as NumPy's."""
+        import jax
+
+        return jax.device_get(self._guard.call(method, *given))
+
+
+class RayStage:
+    """A stage that is an actor: what LocalStage is for a thread."""
+
+    def __init__(self, options: dict[str, Any], *given: Any):
+        """options: of the actor. given: as of _Host."""
+        self._ray = _ray()
+        self._actor = self._ray.remote(_Host).options(**options).remote(*given)
+        self.failed = False  # then it is to be replaced
+
+    def send(self, method: str, *given: Any) -> Any:
+        """Calls a method of the stage after what was sent before; returns its result to come."""
+        return self._actor.call.remote(method, *given)
+
+    def wait(self, result: Any, timeout_s: float | None = None) -> Any:
+        """Returns a result that `send` promised. Raises: what the stage did; NoAnswerError where it
+        is not there within `timeout_s` (None: waits for ever)."""
+        if timeout_s is not None:  # `get` raises what the stage did, which may be a TimeoutError
+            ready, _ = self._ray.wait([result], timeout=timeout_s)
+            if not ready:
+                raise NoAnswerError
+        try:
+            return self._ray.get(result)
+        except self._ray.exceptions.RayTaskError as error:  # its text is a traceback
+            raise (error.cause if isinstance(error.cause, Exception) else error) from error
+
+    def close(self) -> None:
+        """Ends the actor's process."""
+        self._ray.kill(self._actor)
+
+
+class RayRuntime(Runtime):
+    """A Runtime whose stages are actors. `ray.init` comes first; extra `ray`.
+
+    devices: for each device of the placement the options of its actor, as Ray has them:
+    {"num_gpus": 1, "resources": {"t4": 1}} takes a GPU of a host that was started with this
+    resource. The GPUs of an actor are tensor ranks; without any it runs on its host's CPU. The
+    processes import megajax, so it is installed on every host. `wrap` is not for them.
+    """
+
+    def _start(self, place: Place) -> RayStage:
+        options = self._devices[place.device]
+        weights = self._weights[place.stage]
+        ranks = self._ranks(options)
+        return RayStage(dict(options), ranks, self.cfg, place, weights, self._dtype)
+
+    @staticmethod
+    def _ranks(device: Any) -> int:
+        return max(1, int(device.get("num_gpus", 0)))
+
+
+def cluster_devices() -> Sequence[dict[str, Any]]:
+    """Returns the options of an actor for each GPU of a Ray cluster, in the order of its nodes."""
+    found = []
+    for node in _ray().nodes():
+        if node["Alive"]:
+            here = {f"node:{node['NodeManagerAddress']}": 0.001}
+            gpus = int(node["Resources"].get("GPU", 0))
+            found += [{"num_gpus": 1, "resources": dict(here)} for _ in range(gpus)]
+    return found
+
+
+def _ray() -> Any:
+    try:
+        import ray  # type: ignore[import-not-found]
+    except ImportError:
+        raise UserError("stages on several hosts need Ray: uv sync --extra ray") from None
+    return ray

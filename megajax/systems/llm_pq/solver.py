@@ -9,20 +9,378 @@ layers; it is exact if all layers lose the same quality. 'transfer': the paper's
 gap to the linear bounds.
 """
 
+import contextlib
+import ctypes
 import dataclasses
 import itertools
 import math
+import os
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import numpy as np
+
 from megajax.core.errors import UserError, did_you_mean
-from megajax.systems.llm_pq.arrange import arrange
+from megajax.search.program import Solution
 from megajax.systems.llm_pq.milp import Counts, Layers
-from megajax.systems.llm_pq.problem import Placement, Problem, Stage, violations
-from megajax.systems.llm_pq.search import CLOSE, Pair, Search, attended, explain, least_omega
-from megajax.systems.llm_pq.splits import simple
-from megajax.systems.llm_pq.transfer import transfer
+from megajax.systems.llm_pq.problem import (
+    SLACK,
+    Placement,
+    Problem,
+    Stage,
+    arrange,
+    omega_of,
+    simple,
+    timed,
+    violations,
+    widths,
+)
+
+# ---- state of a search
+#
+# The state that all solvers share: the clock, the best placement so far, the bounds.
+#
+# A pair is (micro-batch size of prefill, micro-batch size of decoding); each pair has an integer
+# program (milp.py). The bound of a pair is a time that no placement of the pair is below. The gap
+# is that of the smallest bound.
+
+
+Pair = tuple[int, int]
+CLOSE = 1e-7  # (chosen) a relative difference of times that is none
+PROVEN = 1e-6  # (HiGHS: tolerance of a row) a gap that its bounds cannot tell from none
+POLL_S = 0.2  # (chosen) how often the thread that Ctrl-C reaches looks
+
+
+@dataclass
+class Search:
+    """The state of one search. hints: stages from counts whose widths lost too much quality."""
+
+    problem: Problem
+    quality: float | None
+    deadline: float
+    bounds: dict[Pair, float] = field(default_factory=dict)
+    best: tuple[list[Stage], list[int], Pair] | None = None
+    seconds: float = np.inf
+    hints: dict[tuple[Pair, tuple[Stage, ...]], None] = field(default_factory=dict)
+
+    @property
+    def left(self) -> float:
+        """Seconds until the deadline."""
+        return self.deadline - time.monotonic()
+
+    @property
+    def gap(self) -> float:
+        """The fraction by which a better placement may be shorter, at most."""
+        bound = max(min(min(self.bounds.values(), default=0.0), self.seconds), 0.0)
+        gap = float(1 - bound / self.seconds) if self.seconds else 0.0
+        return 0.0 if gap < PROVEN else gap
+
+    def open(self, pair: Pair) -> bool:
+        """Returns whether a pair may hold something better than the best."""
+        return self.bounds[pair] < self.seconds * (1 - CLOSE)
+
+    def raise_bound(self, pair: Pair, bound: float) -> None:
+        """Notes that no placement of a pair is below the bound, in seconds."""
+        self.bounds[pair] = max(self.bounds[pair], bound)
+
+    def offer(self, stages: list[Stage], bits: list[int], pair: Pair) -> bool:
+        """Takes a placement if it is the best. Returns whether it is legal."""
+        if violations(self.problem, stages, bits, self.quality):
+            return False
+        seconds = timed(self.problem, stages, bits, *pair).seconds
+        if seconds < self.seconds:
+            self.best, self.seconds = (stages, bits, pair), seconds
+        return True
+
+    def offer_counts(self, counts_DB: np.ndarray, pair: Pair) -> float | None:
+        """Takes the best arrangement of counts.
+
+        Returns by how much its sum of omega exceeds the quality (0 or less: it is legal), or None
+        when the memory keeps it from every order.
+        """
+        found = arrange(self.problem, counts_DB, self.deadline)
+        if found is None:
+            return None
+        if self.offer(*found, pair) or self.quality is None:
+            return 0.0
+        self.hints[pair, tuple(found[0])] = None  # its stages, with narrower layers, may do
+        return omega_of(self.problem, found[1]) - self.quality
+
+    def linear_bounds(self, known_s: float) -> None:
+        """Bounds every pair by its linear program: milliseconds each.
+
+        Args: known_s: seconds of some placement. No bound is above it, unless it is infinite: then
+          a bound is infinite where nothing fits.
+        """
+        for pair in self.bounds:
+            if self.left <= 0:
+                return  # a bound of 0 says nothing
+            program = Counts(self.problem, pair, self.quality, known_s=known_s)
+            seconds = min(10.0, self.left)
+            found = attended(lambda p=program, s=seconds: p.solve(s, integer=False))
+            self.bounds[pair] = min(found.value, known_s) if found.closed else 0.0
+
+    def result(self, status: str) -> Placement:
+        """Returns the best placement. Must have one."""
+        assert self.best is not None
+        stages, bits, (prefill, decode) = self.best
+        times = timed(self.problem, stages, bits, prefill, decode)
+        return Placement(
+            tuple(stages), tuple(bits), prefill, decode, times.tokens_per_s, self.gap,
+            times.prefill_s, times.decode_s, omega_of(self.problem, bits), status,
+        )  # fmt: skip
+
+
+def attended(work: Callable[[], Solution]) -> Solution:
+    """Runs HiGHS in a thread of its own, because Ctrl-C waits until C++ code returns.
+
+    What HiGHS prints goes to stderr.
+    Raises: KeyboardInterrupt; the thread then ends with its time limit or with the process.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return work()
+    results: list[Solution] = []
+    errors: list[BaseException] = []
+
+    def target() -> None:
+        try:
+            results.append(work())
+        except BaseException as error:  # noqa: BLE001  raised again below
+            errors.append(error)
+
+    thread = threading.Thread(target=target, daemon=True)
+    with _stdout_to_stderr():
+        thread.start()
+        while thread.is_alive():
+            thread.join(POLL_S)
+    if errors:
+        raise errors[0]
+    return results[0]
+
+
+@contextlib.contextmanager
+def _stdout_to_stderr() -> Iterator[None]:
+    """Moves what C code prints: HiGHS has a line ("tmpSolver.run();") that no option turns off."""
+    flush = ctypes.CDLL(None).fflush  # C has a buffer beside Python's
+    sys.stdout.flush()
+    flush(None)
+    try:
+        kept = os.dup(1)
+    except OSError:  # there is no stdout
+        yield
+        return
+    try:
+        os.dup2(2, 1)
+        yield
+    finally:
+        flush(None)
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+def least_omega(problem: Problem, seconds: float = 10.0) -> tuple[np.ndarray | None, bool]:
+    """Returns (counts (D, B) that lose the least quality within the memory ("adabits"), whether
+    that is proven).
+
+    None, proven: the memory holds the model at no widths.
+    """
+    program = Counts(problem, (0, 0), None, goal="omega")
+    program.order_twins()
+    found = attended(lambda: program.solve(seconds))
+    return None if found.x is None else program.counts(found.x), found.closed
+
+
+def spelled(amount: float) -> str:
+    """Returns a number of bytes; fractions are those of a problem in other units."""
+    return f"{amount:.0f}" if amount >= 1000 or amount == round(amount) else f"{amount:.4g}"
+
+
+def at_least(value: float) -> str:
+    """Returns a number in few digits that do not say less: a bound that can be given as it is."""
+    short = f"{value:g}"
+    return short if float(short) >= value else repr(value)
+
+
+def _missing(problem: Problem, quality: float | None, seconds: float) -> tuple[float, bool]:
+    """Returns (bytes that the devices lack, or a lower bound, whether the number is exact)."""
+    programs: list[Counts | Layers] = [Counts(problem, (0, 0), quality, goal="memory")]
+    if quality is not None and np.ptp(problem.omega, axis=0).any():  # where a layer stands counts
+        programs.append(Layers(problem, (0, 0), quality, goal="memory"))
+    least, is_exact = 0.0, False
+    for program in programs:
+        found = attended(lambda p=program: p.solve(seconds))
+        is_exact = found.closed
+        if not is_exact:
+            least = max(least, found.bound)
+        elif found.x is not None:
+            least = max(least, program.missing(found.x))
+    return least, is_exact
+
+
+def explain(problem: Problem, quality: float | None, seconds: float = 20.0) -> UserError | None:
+    """Returns the error of a problem without a placement, which names what is missing, or None.
+
+    Where layers are unlike and the quality is bounded, the program over single layers decides; in
+    the seconds that it has, it may find a lower bound only, which the message then says.
+    """
+    best = problem.omega.min(1).sum()
+    if quality is not None and best > quality * (1 + SLACK):
+        return UserError(
+            f"quality={quality:g} is below the least sum of omega of any widths; nearest: "
+            f"{at_least(float(best))}"
+        )
+    missing, is_exact = _missing(problem, quality, seconds)
+    if missing <= SLACK * problem.memory.max():
+        return None
+    size, low = min(zip(problem.layer_bytes.tolist(), problem.bits, strict=True))
+    terms = {
+        f"weights at {low} bits": size * problem.layers,
+        "cache": problem.cache_bytes * problem.layers,
+        "first stage": problem.first_bytes,
+        "last stage": problem.last_bytes,
+    }
+    listed = ", ".join(f"{name} {spelled(value)}" for name, value in terms.items())
+    total, room = sum(terms.values()), problem.memory.sum()
+    largest = max(terms, key=terms.__getitem__)
+    wanted, least = "", "At the least it takes"
+    if quality is not None:
+        wanted = f" with a sum of omega of at most {quality:g}"
+        least = "With any sum of omega it takes at least"
+    return UserError(
+        f"the memory of the {problem.devices} devices cannot hold the model{wanted}: "
+        f"{'' if is_exact else 'at least '}{spelled(missing)} bytes are missing. "
+        f"{least} {spelled(total)} bytes "
+        f"({listed}); the devices have {spelled(room)}, and a layer cannot be cut. The largest "
+        f"term: {largest}"
+    )
+
+
+# ---- bitwidth transfer
+#
+# The heuristic of LLM-PQ, "bitwidth transfer" (arXiv 2403.01136): fast, legal, not optimal.
+#
+# The heuristic starts from the widths with the least loss of quality ("adabits") and makes one
+# change after another. In a change, either the slowest device (the straggler) gives a layer to a
+# faster one (a pioneer), which may store another layer in fewer bits to make room; or the straggler
+# stores one of its layers in fewer bits while another device uses more, so that the quality holds.
+# The change that shortens the run most is made, until none does.
+#
+# The paper lists the changes that it tries (16 bits of a pioneer against two straggler layers of 8,
+# ...). Here all changes with one moved layer and up to one layer of another width are tried.
+#
+# Legend: D devices, B widths in bits.
+
+
+TRIED = 3  # (chosen) pairs of micro-batch sizes: those whose start is fastest
+STEPS = 400  # (chosen) changes at most
+
+
+def counts_seconds(problem: Problem, counts_DB: np.ndarray, pair: Pair) -> float:
+    """Returns the time of problem.timed, which only the counts decide."""
+    prefill, decode = pair
+    used = counts_DB.sum(1) > 0
+    links = int(used.sum()) - 1
+
+    def spent(table: np.ndarray, hop: float) -> tuple[float, float]:
+        each = (counts_DB * table).sum(1)
+        return float(each.sum()) + links * hop, max(float(each.max()), hop if links else 0.0)
+
+    total, slowest = spent(problem.prefill_s[prefill], problem.prefill_hop_s[prefill])
+    seconds = total + (problem.batches(prefill) - 1) * slowest
+    if problem.new_tokens > 1:
+        m = problem.batches(decode)
+        total, slowest = spent(problem.decode_s[decode], problem.decode_hop_s[decode])
+        seconds += (problem.new_tokens - 2) * max(total, m * slowest) + total + (m - 1) * slowest
+    return seconds
+
+
+def transfer(search: Search, counts_DB: np.ndarray) -> None:
+    """Improves the counts for the most promising pairs, and offers what it finds."""
+    starts = sorted(search.bounds, key=lambda p: counts_seconds(search.problem, counts_DB, p))
+    for pair in starts[:TRIED]:
+        search.offer_counts(counts_DB, pair)
+        climb(search, counts_DB.copy(), pair)
+
+
+def climb(search: Search, counts_DB: np.ndarray, pair: Pair) -> None:
+    """Makes the best change until none is left."""
+    problem = search.problem
+    now = counts_seconds(problem, counts_DB, pair)
+    totals: dict[bytes, float] = {}
+
+    def may_keep(counts: np.ndarray) -> bool:
+        """Whether the best widths of layers, wherever they stand, keep the quality."""
+        if search.quality is None:
+            return True
+        all_B = counts.sum(0)
+        key = all_B.tobytes()
+        if key not in totals:
+            totals[key] = widths(problem.omega, all_B)[0]
+        return totals[key] <= search.quality * (1 + SLACK)
+
+    for _ in range(STEPS):
+        if search.left <= 0:
+            return
+        straggler = int(_busy(problem, counts_DB, pair).argmax())
+        better = []
+        for change in _changes(counts_DB, straggler):
+            seconds = counts_seconds(problem, change, pair)
+            if seconds < now * (1 - CLOSE) and _fits(problem, change):
+                better.append((seconds, change))
+        for seconds, change in sorted(better, key=lambda item: item[0]):
+            if search.left <= 0:
+                return
+            excess = search.offer_counts(change, pair) if may_keep(change) else 1.0
+            if excess is not None and excess <= 0:
+                counts_DB, now = change, seconds
+                break
+        else:
+            return
+
+
+def _busy(problem: Problem, counts_DB: np.ndarray, pair: Pair) -> np.ndarray:
+    """Seconds that each device works in the whole run."""
+    prefill, decode = pair
+    rounds = max(problem.new_tokens - 1, 0) * problem.batches(decode)
+    table = problem.prefill_s[prefill] * problem.batches(prefill)
+    return (counts_DB * (table + problem.decode_s[decode] * rounds)).sum(1)
+
+
+def _fits(problem: Problem, counts_DB: np.ndarray) -> bool:
+    """Whether every device has room for its layers; the ends of the pipeline left out."""
+    held = counts_DB @ (problem.layer_bytes + problem.cache_bytes)
+    return bool((held <= problem.memory * (1 + SLACK)).all())
+
+
+def _changes(counts_DB: np.ndarray, straggler: int) -> Iterator[np.ndarray]:
+    """A layer leaves the straggler or changes its width there; then one layer may change too."""
+    D, B = counts_DB.shape
+    firsts = []
+    for b in np.flatnonzero(counts_DB[straggler]):
+        for device in range(D):
+            for width in range(B):
+                if (device, width) != (straggler, b):
+                    first = counts_DB.copy()
+                    first[straggler, b] -= 1
+                    first[device, width] += 1
+                    firsts.append(first)
+    for first in firsts:
+        yield first
+        for device, b in zip(*np.nonzero(first), strict=True):
+            for width in range(B):
+                if width != b:
+                    second = first.copy()
+                    second[device, b] -= 1
+                    second[device, width] += 1
+                    yield second
+
+
+# ---- solve
+
 
 Plan = tuple[Sequence[Stage], Sequence[int], Pair]
 Step = Callable[[Search, Pair, float], bool]  # a solver of one pair in so many seconds

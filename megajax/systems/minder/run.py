@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from megajax.core.errors import UserError
-from megajax.core.paths import expand
+from megajax.core.files import expand
 from megajax.monitor import alerts
 from megajax.monitor.alerts import Action, Alert, Kind
 from megajax.monitor.detectors import DETECTORS, NEEDED, Hang, Job, Maker, choose

@@ -20,7 +20,7 @@ from absl import logging
 from megajax.core import files
 from megajax.core import mesh as mesh_
 from megajax.core.errors import UserError
-from megajax.core.paths import expand
+from megajax.core.files import expand
 from megajax.parallel.overlap import refuse_fused
 from megajax.serving import Engine
 from megajax.systems.open_model import MAX_TEMPLATE, ChatTemplate, OpenModel, open_model

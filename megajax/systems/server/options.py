@@ -4,8 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megajax.core import mesh as mesh_
-from megajax.core.config import Checked, group, option
-from megajax.core.needs import other_than
+from megajax.core.config import Checked, group, option, other_than
 from megajax.parallel.overlap import Overlap
 
 

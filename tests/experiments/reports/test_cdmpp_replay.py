@@ -13,8 +13,8 @@ from megajax.core.hardware import DeviceCard
 from megajax.cost.program import records
 from megajax.systems.cdmpp.families import Program
 from megajax.systems.cdmpp.labels import Labels
-from megajax.systems.cdmpp.overheads import Overheads, counts
 from megajax.systems.cdmpp.profile import Timed
+from megajax.systems.cdmpp.step import Overheads, counts
 
 CARD = DeviceCard("a CPU", {"float32": 1e11}, 2**30, 1e10, 0.0, 0.0, sms=1, l2_bytes=1e6)
 COSTS = Overheads(call_s=4e-5, array_s=2e-6, launch_s=3e-6)

@@ -14,9 +14,8 @@ from megajax.models import decoder
 from megajax.quant import Format, Statistics
 from megajax.quant.quantized_model import matrices
 from megajax.systems.llm_pq import PRESETS, Placement
-from megajax.systems.llm_pq.calibrate import calibrate
-from megajax.systems.llm_pq.costs import problem_of
-from megajax.systems.llm_pq.quality import loss_of
+from megajax.systems.llm_pq.planning import problem_of
+from megajax.systems.llm_pq.quality import calibrate, loss_of
 from tests.tiny import MODEL
 
 

@@ -11,8 +11,8 @@ from megajax.core.hardware import CARDS, parse_cluster
 from megajax.cost.record import product, rowwise
 from megajax.systems import aot, cost_models
 from megajax.systems.cdmpp import FarFromTraining, Predictor, step
-from megajax.systems.cdmpp.files import DEFAULT
 from megajax.systems.cdmpp.labels import Labels
+from megajax.systems.cdmpp.predictor import DEFAULT
 from megajax.training.presets import PRESETS
 from tests.experiments.test_pretrain import ROOT
 

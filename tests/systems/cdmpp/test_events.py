@@ -5,9 +5,8 @@ import jax.numpy as jnp
 import pytest
 
 from megajax.core.errors import UserError
-from megajax.systems.cdmpp.events import read
 from megajax.systems.cdmpp.families import Program
-from megajax.systems.cdmpp.profile import measure
+from megajax.systems.cdmpp.profile import measure, read
 
 # What the profiler of a GPU writes: a kernel in a stream, in a line derived from the streams, and
 # its launch on the host. Times are in picoseconds.

@@ -7,8 +7,8 @@ import pytest
 
 from megajax.core.hardware import CARDS, DeviceCard
 from megajax.cost.record import KINDS
-from megajax.systems.cdmpp import calibration, nearness
-from megajax.systems.cdmpp.power import with_chip
+from megajax.systems.cdmpp import calibration
+from megajax.systems.cdmpp.physics import with_chip
 
 
 def named(name: str) -> DeviceCard:
@@ -18,10 +18,10 @@ def named(name: str) -> DeviceCard:
 
 def test_a_gpu_of_the_same_generation_and_power_is_nearest():
     known = [named("Tesla P4"), named("Tesla V100-PCIE-32GB"), named("NVIDIA A100-PCIE-40GB")]
-    assert np.argmax(nearness.prior(named("A100 80GB PCIe"), known)) == 2
-    assert np.argmax(nearness.prior(named("Tesla T4"), known)) == 0  # both have about 70 W
-    np.testing.assert_allclose(nearness.prior(named("a CPU"), known), 1 / 3)
-    assert nearness.prior(named("L4"), known).sum() == pytest.approx(1)
+    assert np.argmax(calibration.prior(named("A100 80GB PCIe"), known)) == 2
+    assert np.argmax(calibration.prior(named("Tesla T4"), known)) == 0  # both have about 70 W
+    np.testing.assert_allclose(calibration.prior(named("a CPU"), known), 1 / 3)
+    assert calibration.prior(named("L4"), known).sum() == pytest.approx(1)
 
 
 def test_only_data_of_others_is_read_by_the_names_of_gpus():
@@ -39,14 +39,14 @@ def test_distance_is_to_the_nearest_and_counts_generation_power_and_rates():
     a100, h100, h200 = CARDS["A100"], CARDS["H100"], CARDS["H200"]
     # H200 to H100: the bandwidth alone, 4.8 over 3.35 TB/s.
     near = np.log(4.8 / 3.35) / 2
-    assert nearness.distance(h200, [a100, h100]) == pytest.approx(near)
+    assert calibration.distance(h200, [a100, h100]) == pytest.approx(near)
     # A100 (8.0, 400 W) to H100 (9.0, 700 W): generation, power, int8 peak and bandwidth.
     far = 1 + np.log(700 / 400) / 0.5 + (np.log(1979 / 624) + np.log(3.35 / 2.039)) / 2
-    assert nearness.distance(h100, [a100]) == pytest.approx(far)
+    assert calibration.distance(h100, [a100]) == pytest.approx(far)
     twin = dataclasses.replace(h100, name="a CPU")
-    assert nearness.distance(twin, [h100]) == 0.1
+    assert calibration.distance(twin, [h100]) == 0.1
     bare = dataclasses.replace(h200, capability=0)  # a chip that is not known: by the rates alone
-    assert nearness.distance(bare, [a100]) == pytest.approx(
+    assert calibration.distance(bare, [a100]) == pytest.approx(
         (np.log(1979 / 624) + np.log(4.8 / 2.039)) / 2
     )
 
@@ -55,24 +55,24 @@ def test_products_of_an_unseen_device_take_less_of_their_neighbours():
     """And of those near in compute capability; other kinds of those near in power as well."""
     kinds = np.array([KINDS.index(k) for k in ("fusion", "product", "batched_product", "copy")])
     known = [named("Tesla T4"), named("NVIDIA A100-PCIE-40GB"), named("Tesla P4")]
-    found = nearness.blend(named("NVIDIA L4"), known, kinds)
+    found = calibration.blend(named("NVIDIA L4"), known, kinds)
     np.testing.assert_allclose(found.sum(1), [1, 0.5, 0.5, 1])
     assert np.argmax(found, 1).tolist() == [0, 1, 1, 0]
     np.testing.assert_allclose(found[1], found[2])
-    unknown = nearness.blend(named("a CPU"), known, kinds)
+    unknown = calibration.blend(named("a CPU"), known, kinds)
     np.testing.assert_allclose(unknown, np.array([[1], [0.5], [0.5], [1]]) * np.full(3, 1 / 3))
 
 
 def test_the_twin_of_a_gpu_has_the_same_chip():
     a100, h100, h200 = CARDS["A100"], CARDS["H100"], CARDS["H200"]
-    assert nearness.twin(h100, {"a": a100, "H200": h200}) == "H200"
-    assert nearness.twin(a100, {"H200": h200}) is None
-    assert nearness.twin(dataclasses.replace(h100, name="x"), {"H200": h200}) == "H200"
-    assert nearness.twin(dataclasses.replace(h100, capability=0), {"H200": h200}) is None
+    assert calibration.twin(h100, {"a": a100, "H200": h200}) == "H200"
+    assert calibration.twin(a100, {"H200": h200}) is None
+    assert calibration.twin(dataclasses.replace(h100, name="x"), {"H200": h200}) == "H200"
+    assert calibration.twin(dataclasses.replace(h100, capability=0), {"H200": h200}) is None
     better = dataclasses.replace(h100, flops={"float32": 1e15}, memory_bytes_per_s=1e14, sms=500)
-    assert nearness.twin(better, {"H200": h200}) == "H200"
+    assert calibration.twin(better, {"H200": h200}) == "H200"
     l4, large = CARDS["L4"], CARDS["L40S"]  # of one generation
-    assert large.capability == l4.capability and nearness.twin(large, {"NVIDIA L4": l4}) is None
+    assert large.capability == l4.capability and calibration.twin(large, {"NVIDIA L4": l4}) is None
 
 
 def test_errors_grow_with_the_distance_kind_by_kind():

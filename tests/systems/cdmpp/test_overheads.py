@@ -6,8 +6,7 @@ import pytest
 from megajax.core.errors import UserError
 from megajax.core.hardware import parse_cluster
 from megajax.cost.replay import contention
-from megajax.systems.cdmpp.overheads import Counts, Overheads, counts
-from megajax.systems.cdmpp.step import predict
+from megajax.systems.cdmpp.step import Counts, Overheads, counts, predict
 from tests.systems.cdmpp.test_program_step import CLUSTER, TEXT
 
 NESTED = """HloModule jit_g, is_scheduled=true

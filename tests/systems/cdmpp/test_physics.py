@@ -9,7 +9,7 @@ import pytest
 
 from megajax.core.hardware import CARDS
 from megajax.cost.record import FEATURES, product, record, rowwise
-from megajax.systems.cdmpp import network, physics, power
+from megajax.systems.cdmpp import network, physics
 
 T4 = dataclasses.replace(
     known_gpu.card("Tesla T4", 8.141, 320, 40, 4), clock_hz=1.59e9, capability=7.5, power_w=70.0
@@ -40,23 +40,23 @@ def test_tiles_run_in_waves_and_a_power_limit_lengthens_full_ones():
 
 
 def test_the_limit_feeds_what_large_layers_were_measured_at():
-    """96 % of the sustained peak, as power.py says of its constants; NeuSight's test rows."""
+    """96 % of the sustained peak, as physics.py says of its constants; NeuSight's test rows."""
     for name, tflops, clock, measured, within in (
         ("Tesla P4", 5.699, 1.113e9, 0.83, 0.045),
         ("Tesla T4", 8.141, 1.59e9, 0.515, 0.015),
         ("Tesla V100-PCIE-32GB", 14.029, 1.37e9, 0.98, 0.025),
         ("NVIDIA A100-PCIE-40GB", 19.492, 1.41e9, 0.85, 0.015),
     ):
-        card = power.with_chip(known_gpu.card(name, tflops, 900, 40, 4))
+        card = physics.with_chip(known_gpu.card(name, tflops, 900, 40, 4))
         card = dataclasses.replace(card, clock_hz=clock)
-        reached = power.throttled(np.array(0.96 * tflops * 1e12), power.sustained(card))
+        reached = physics.throttled(np.array(0.96 * tflops * 1e12), physics.sustained(card))
         assert reached / (tflops * 1e12) == pytest.approx(measured, abs=within), name
-    assert power.sustained(FREE) == np.inf
+    assert physics.sustained(FREE) == np.inf
 
 
 def test_lanes_wait_in_float32_products_alone_on_sms_with_128():
     """Ada's and Hopper's SMs; matrix units and other operations are not slowed."""
-    shares = {name: power.busy(CARDS[name]) for name in ("L4", "H100", "A100", "T4")}
+    shares = {name: physics.busy(CARDS[name]) for name in ("L4", "H100", "A100", "T4")}
     assert shares["L4"] < shares["H100"] < shares["A100"] == shares["T4"] == 1
     known = dataclasses.replace(CARDS["H100"], clock_hz=1e8)  # far below its power limit
     other = dataclasses.replace(known, capability=0)

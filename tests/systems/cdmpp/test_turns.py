@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from megajax.systems.cdmpp.turns import Turns, share
+from megajax.systems.cdmpp.labels import Turns, share
 
 
 def test_a_turn_locks_and_says_who_has_it(tmp_path):

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from megajax.systems.cdmpp.reads import Reads
+from megajax.systems.cdmpp.profile import Reads
 
 TEXT = """HloModule jit_f, is_scheduled=true
 

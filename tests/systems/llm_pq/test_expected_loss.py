@@ -8,8 +8,7 @@ import pytest
 from megajax.core.errors import UserError
 from megajax.models import decoder
 from megajax.quant import Format
-from megajax.systems.llm_pq.calibrate import curvature, leaf_of, with_leaves
-from megajax.systems.llm_pq.quality import expected_loss
+from megajax.systems.llm_pq.quality import curvature, expected_loss, leaf_of, with_leaves
 from tests.tiny import MODEL
 
 

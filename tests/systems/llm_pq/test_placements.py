@@ -12,9 +12,9 @@ import pytest
 import tried_placements
 
 from megajax.core.errors import UserError
-from megajax.systems.llm_pq import Placement, Problem, milp, search, simulator, solve
-from megajax.systems.llm_pq.arrange import arrange
-from megajax.systems.llm_pq.problem import omega_of, timed, violations
+from megajax.systems.llm_pq import Placement, Problem, milp, simulator, solve
+from megajax.systems.llm_pq import solver as solver_
+from megajax.systems.llm_pq.problem import arrange, omega_of, timed, violations
 from megajax.systems.llm_pq.solver import _climb_stages
 
 # (seed, members that are others): unlike and alike layers, twins, ragged micro-batches, unused
@@ -323,7 +323,7 @@ def test_twins_in_another_order_are_the_same_stages():
     assert p.in_twin_order([(1, 0, 5)]) == ((0, 0, 5),)
     assert p.in_twin_order([(2, 0, 2), (1, 2, 5)]) == ((2, 0, 2), (0, 2, 5))
     quality, stages = p.omega[:, 1].sum(), ((1, 0, 2), (2, 2, 3), (0, 3, 5))
-    state = search.Search(p, quality, time.monotonic() + 60, bounds={(1, 1): 0.0})
+    state = solver_.Search(p, quality, time.monotonic() + 60, bounds={(1, 1): 0.0})
     state.hints[(1, 1), stages] = None
     _climb_stages(state, 30)
     assert state.best is not None  # the widths of these stages, at least
@@ -410,7 +410,7 @@ def test_an_interrupted_search_gives_the_best_so_far(monkeypatch):
         return program()
 
     monkeypatch.setattr("megajax.systems.llm_pq.solver.attended", work)
-    monkeypatch.setattr(search, "attended", lambda program: program())
+    monkeypatch.setattr(solver_, "attended", lambda program: program())
     got = solve(p)
     assert got.status == "interrupted" and 0 <= got.gap < 1
     assert violations(p, got.stages, got.bits, None) == []
@@ -420,13 +420,13 @@ def test_an_interrupted_search_gives_the_best_so_far(monkeypatch):
 def test_highs_runs_beside_the_main_thread():
     """Ctrl-C reaches Python only when C++ code returns, so HiGHS runs in another thread."""
     seen = []
-    search.attended(lambda: seen.append(threading.current_thread()))
+    solver_.attended(lambda: seen.append(threading.current_thread()))
     assert seen[0] is not threading.main_thread()
 
 
 def test_what_c_code_prints_goes_to_stderr(capfd):
     """A line of HiGHS that no option turns off stays out of what a command prints."""
-    search.attended(lambda: ctypes.CDLL(None).puts(b"of C"))
+    solver_.attended(lambda: ctypes.CDLL(None).puts(b"of C"))
     print("of Python")
     out, err = capfd.readouterr()
     assert out == "of Python\n" and err == "of C\n"

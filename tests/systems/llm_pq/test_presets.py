@@ -11,11 +11,16 @@ from megajax.core.errors import UserError
 from megajax.core.hardware import CARDS, Cluster, MixedCluster
 from megajax.cost.base import Stack
 from megajax.systems.llm_pq import PRESETS, Workload, plan, simulator, solve
-from megajax.systems.llm_pq.costs import assumed_omega, layer_s, micro_batches, problem_of
-from megajax.systems.llm_pq.planning import equal_quality, uniform_bits
-from megajax.systems.llm_pq.problem import omega_of, timed, violations
+from megajax.systems.llm_pq.planning import (
+    assumed_omega,
+    equal_quality,
+    layer_s,
+    micro_batches,
+    problem_of,
+    uniform_bits,
+)
+from megajax.systems.llm_pq.problem import even_split, omega_of, partition, timed, violations
 from megajax.systems.llm_pq.rivals import rivals
-from megajax.systems.llm_pq.splits import even_split, partition
 
 SMALL = Workload("small", Stack(8, 2048, 16, 16, 128, 8192), 50272, prompt=64, new_tokens=8,
                  requests=8)  # fmt: skip

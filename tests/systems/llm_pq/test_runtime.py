@@ -11,7 +11,8 @@ import pytest
 from megajax.core.errors import UserError
 from megajax.quant import Format, quantize_model
 from megajax.serving import Engine, SamplingParams
-from megajax.systems.llm_pq import Runtime, StageError, pipeline, stages
+from megajax.systems.llm_pq import Runtime, StageError, stages
+from megajax.systems.llm_pq import runtime as runtime_
 from tests.plain_loop import prompts_of, sharp
 from tests.tiny import MODEL, RICH
 
@@ -193,7 +194,7 @@ def test_who_waits_for_a_hung_stage_is_not_blamed(monkeypatch):
     with pytest.raises(TimeoutError):
         chain[2].wait(lost, 0.2)
     with pytest.raises(StageError, match=r"^stage 1 \(device 1, layer 1\) does not answer"):
-        pipeline.check(chain, places, 0.2)
+        runtime_.check(chain, places, 0.2)
     assert [stage.failed for stage in chain] == [False, True, False]
     chain[1].close()
     with pytest.raises(RuntimeError, match="was closed"):
@@ -232,7 +233,7 @@ def test_a_timeout_of_a_stages_own_program_is_its_error(monkeypatch):
         assert not isinstance(error.value, stages.NoAnswerError)
         died = r"^stage 1 \(device 1, layer 1\) died: TimeoutError: the disk took 30 s;"
         with pytest.raises(StageError, match=died):
-            pipeline.check(chain, places, limit)
+            runtime_.check(chain, places, limit)
         for stage in chain:
             stage.close()
 

@@ -6,14 +6,8 @@ import time
 import pytest
 from test_runtime import FEW, FLOAT32, SHORT, few, on_one_device, quantized
 
-from megajax.systems.llm_pq import (
-    RayRuntime,
-    StageError,
-    cluster_devices,
-    hosts,
-    pipeline,
-    stages,
-)
+from megajax.systems.llm_pq import RayRuntime, StageError, cluster_devices, stages
+from megajax.systems.llm_pq import runtime as runtime_
 
 
 @pytest.mark.slow
@@ -51,13 +45,13 @@ def check_timeouts(ray):
                 raise TimeoutError("the disk took 30 s")
             time.sleep(60)
 
-    stage = hosts.RayStage.__new__(hosts.RayStage)
+    stage = runtime_.RayStage.__new__(runtime_.RayStage)
     stage._ray, stage._actor = ray, ray.remote(Stage).options(num_cpus=0.1).remote()
     place = stages.Place(1, 0, 2, 3, True)
     for limit in (60.0, None):
         match = r"^stage 1 \(device 0, layer 2\) died: TimeoutError: the disk took 30 s;"
         with pytest.raises(StageError, match=match):
-            pipeline.check([stage], [place], limit)
+            runtime_.check([stage], [place], limit)
     with pytest.raises(stages.NoAnswerError):
         stage.wait(stage.send("sleep"), 0.5)
     stage.close()

@@ -29,7 +29,7 @@ def tokenizer(folder, begins=False):
     """A byte-level tokenizer: 0 and 1 are ChatML's tokens, 2 + b the byte b (tests/golden)."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-    from megajax.data.pieces import byte_alphabet
+    from megajax.data.token_ids import byte_alphabet
 
     vocab = {"<|im_start|>": START, "<|im_end|>": END}
     vocab |= {letter: 2 + byte for letter, byte in byte_alphabet().items()}
