@@ -84,7 +84,7 @@ AS_ON_A_GPU = """
 import contextlib, os, sys
 import jax
 from megajax.core import mesh
-from megajax.systems.cdmpp import families, turns
+from megajax.systems.cdmpp import families, labels
 
 def fail(draw):
     raise RuntimeError("no memory")
@@ -101,7 +101,7 @@ if any(word.startswith("--worker") for word in sys.argv):
     jax.config.update("jax_platforms", "cpu")
     jax.default_backend = lambda: "gpu"
     families.FAMILIES["product"] = fail
-    turn = turns.Turns.turn
+    turn = labels.Turns.turn
 
     @contextlib.contextmanager
     def checked(self):
@@ -111,7 +111,7 @@ if any(word.startswith("--worker") for word in sys.argv):
             yield waited
             os.remove(alone)
 
-    turns.Turns.turn = checked
+    labels.Turns.turn = checked
 exec(compile(open(SCRIPT).read(), SCRIPT, "exec"), {"__name__": "__main__", "__doc__": "-"})
 """
 
