@@ -21,6 +21,7 @@ ROOT = Path(__file__).parent.parent
 FOLDER = "docs/api"
 PACKAGES = (
     "megajax", "megajax.checkpoint", "megajax.core", "megajax.cost", "megajax.data",
+    "megajax.foreign",
     "megajax.layers", "megajax.models", "megajax.monitor", "megajax.monitor.fleet",
     "megajax.monitor.sources",
     "megajax.parallel", "megajax.quant", "megajax.schedule", "megajax.search", "megajax.serving",
