@@ -321,17 +321,21 @@ class Walk:
 
 def run_flows() -> dict[str, Any]:
     """Returns the figures of the six flows."""
-    import jax
+    with tempfile.TemporaryDirectory() as name:
+        job, data, checkpoints = (Path(name, part) for part in ("job", "data", "checkpoints"))
+        for folder in (job, data):
+            folder.mkdir()
+        alert = _alert(job)  # before jax starts its threads: an agent forks
+        import jax
 
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", 4)
-    walks: dict[str, Walk] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        walks["batch to loss"] = _batch_to_loss(Path(folder))
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", 4)
+        walks: dict[str, Walk] = {}
+        walks["batch to loss"] = _batch_to_loss(data)
         walks["gradient to update"] = _gradient_to_update(walks["batch to loss"])
-        walks["save"], walks["restore"] = _checkpoint(Path(folder, "checkpoints"))
+        walks["save"], walks["restore"] = _checkpoint(checkpoints)
         walks["served request"] = _request()
-        walks["alert to action"] = _alert(Path(folder))
+    walks["alert to action"] = alert
     return {name: walk.figures() for name, walk in walks.items()}
 
 

@@ -26,6 +26,7 @@ Exit code 1: not all are killed.
 
 import megajax.core.interrupted  # noqa: F401
 
+import ast
 import compileall
 import contextlib
 import functools
@@ -120,8 +121,13 @@ def find_tests(names: tuple[str, ...], root: Path = ROOT) -> list[str]:
 
 def why_moved(mutant: Mutant, texts: dict[Path, str]) -> str:
     """Returns what the mutant lacks, or nothing."""
-    if (count := len(mutant.places(texts))) != 1:
-        return f"the snippet stands in {count} places"
+    places = mutant.places(texts)
+    if len(places) != 1:
+        return f"the snippet stands in {len(places)} places"
+    try:
+        ast.parse(mutant.apply(texts[places[0][0]], places[0][1]))
+    except SyntaxError as error:
+        return f"with the replacement its file is no Python: {error}"
     try:
         find_tests(mutant.tests)
     except LookupError as error:

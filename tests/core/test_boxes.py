@@ -47,6 +47,7 @@ def test_copies_fill_every_target_from_any_cut(rank, seed):
         held = [numbers[b.index()] for b in sources]
         filled = [np.full(b.shape, -1) for b in targets]
         for copy in intersect(sources, targets):
+            assert copy.box.size > 0
             into = copy.box.index(targets[copy.target])
             assert (filled[copy.target][into] == -1).all()
             filled[copy.target][into] = held[copy.source][copy.box.index(sources[copy.source])]

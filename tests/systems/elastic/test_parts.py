@@ -58,6 +58,8 @@ def test_one_error_of_a_step_on_several_hosts_is_poison_and_progress_forgives():
     assert "on a, b" in third.why and not third.excluded
     r = Recovery(Policy(strikes=9))  # the only host there is
     assert [r.decide(fault(7, "a"), {}, "a").code for _ in range(3)] == [None, None, POISON]
+    r = Recovery(Policy(strikes=9))  # one host of two has it: another has to try the step
+    assert [r.decide(fault(7, "a"), {}, "ab").code for _ in range(4)] == [None] * 4
     r = Recovery(Policy(strikes=9))  # what all show is seen on several hosts
     assert [r.decide(fault(7, "a", "b"), {}, "ab").code for _ in range(3)] == [None, None, POISON]
     r = Recovery(Policy(strikes=9))  # seen in either of two steps, because the loop is one ahead
