@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from megajax.layers.losses import LossSums
 from megajax.layers.moe import MoeConfig
 from megajax.models import decoder, encoder, lstm_vae
 from megajax.models.decoder_config import DecoderConfig
@@ -23,6 +24,7 @@ from megajax.models.parts import ModelParts
 from megajax.systems.cdmpp import pieces
 from megajax.systems.cdmpp.pieces import Built, Draw, TooLarge
 from megajax.training.optim import OptimConfig, make_optimizer
+from megajax.training.task import Objective
 
 BFLOAT16 = 0.5  # (chosen) share of a GPU's programs
 
@@ -37,12 +39,22 @@ class Program:
     args: tuple
 
 
-def _trained(parts: ModelParts, batch: dict, draw: Draw, forward: bool) -> Built:
+def _cross_entropy(sums: LossSums, total: jax.Array) -> jax.Array:
+    return sums.cross_entropy / total
+
+
+def _trained(
+    parts: ModelParts,
+    batch: dict,
+    draw: Draw,
+    forward: bool,
+    objective: Objective = _cross_entropy,
+) -> Built:
     """A network's loss with its gradient, or the loss alone."""
 
     def loss(params: Any, batch: dict, key: jax.Array) -> jax.Array:
         sums = parts.loss(params, batch, key)
-        return sums.cross_entropy / jnp.maximum(sums.count, 1).astype(jnp.float32)
+        return objective(sums, jnp.maximum(sums.count, 1).astype(jnp.float32))
 
     args = draw.like(parts.abstract), batch, jax.random.key(1)
     return (loss if forward else jax.value_and_grad(loss)), args
@@ -150,7 +162,7 @@ def _of_series(draw: Draw) -> Built:
     cfg = lstm_vae.LstmVaeConfig(draw.pick(2, 4, 8), draw.pick(8, 16), draw.pick(4, 8, 16))
     metrics = draw.floats(draw.size(8, 256), cfg.window, cfg.metrics).astype(jnp.float32)
     batch = {"targets": jnp.abs(metrics)}
-    return _trained(lstm_vae.parts(cfg), batch, draw, draw.pick(False, True))
+    return _trained(lstm_vae.parts(cfg), batch, draw, draw.pick(False, True), lstm_vae.objective)
 
 
 def _of_update(draw: Draw) -> Built:
