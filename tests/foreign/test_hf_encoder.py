@@ -161,7 +161,7 @@ def test_without_a_head_there_is_no_loss(tmp_path):
     cfg, params = hf.load(tmp_path)
     x = jax.numpy.ones((1, 2, cfg.width))
     with pytest.raises(UserError, match="model.head=none has no loss"):
-        encoder.parts(cfg, ops=Ops()).head_loss(params, x, np.zeros((1, 2), np.int32))
+        encoder.parts(cfg, ops=Ops()).head_loss(params, x, {"targets": np.zeros((1, 2), np.int32)})
 
 
 def test_the_first_berts_files_are_read(tmp_path):

@@ -116,7 +116,10 @@ def test_a_loop_does_not_share_the_processors_with_what_is_in_it(tmp_path, cpu_e
 def test_a_sort_has_the_time_of_all_its_work():
     """With any number of processors, XLA sorts rows in the background, after it copied them."""
     x = jnp.sin(jnp.arange(2.0**18)).reshape(256, 1024)
-    (found,) = measure([Program(0, "sort", lambda x: jnp.sort(x, -1), (x,))])
+    for _ in range(3):  # on a busy machine a measurement may have no time that can be believed
+        (found,) = measure([Program(0, "sort", lambda x: jnp.sort(x, -1), (x,))])
+        if found.records:
+            break
     (record,) = found.records
     assert record.kind == "sort"
     # Its own events, with the copy, say 20 % of the call on one processor and 40 to 50 % on two.
