@@ -318,11 +318,12 @@ class LocalNetwork:
         stacked = {k: P(None, *spec) if self.pieces > 1 else spec for k, spec in self.batch.items()}
         copies = exchange.copied_specs() if exchange.wire.difference else None
         errors = exchange.devices if exchange.keeps_errors else None
+        squares = exchange.devices if self._has_codec else None
 
         def differentiate(state: TrainState, batch: Batch, total: Array, key: Array) -> Gradients:
             turn = Turn(key, state.step, state.copies, state.errors)
             specs = self._specs()
-            found = Gradients(P(), self.parts.trained(specs), copies, exchange.devices, errors)  # type: ignore
+            found = Gradients(P(), self.parts.trained(specs), copies, squares, errors)  # type: ignore
             return jax.shard_map(
                 functools.partial(self._local, value),
                 mesh=mesh,
@@ -368,7 +369,13 @@ class LocalNetwork:
         grads, errors = self.exchange.scatter_local(grads, wire_key, turn.step, errors)
         grads = map_words(functools.partial(add_copies, self.layout), self.parts.axes, grads)
         errors = None if errors is None else lead(errors)
+        squares = squares if self._has_codec else None
         return Gradients(self._total(sums), grads, copies, squares, errors)
+
+    @property
+    def _has_codec(self) -> bool:
+        """Whether the weights in use may lack something of the masters, which a step reports."""
+        return self.exchange.wire.weights is not None
 
     def _weights(self, params: Tree, copies: Tree, key: Array | None) -> tuple[Tree, Tree, Array]:
         """Returns (whole weights in the type of compute, the new copies, squares)."""

@@ -194,6 +194,7 @@ def test_one_device_and_eight_learn_the_same_and_a_resumed_run_goes_on(name, tmp
         "images": {"classification", "accuracy"}, "frozen": {"accuracy", "z_squared"},
     }  # fmt: skip
     assert reported[name] <= {*control[0]}
+    assert not any(key.startswith("wire_") for key in control[0])  # nothing travels in a codec
 
 
 @pytest.mark.slow
