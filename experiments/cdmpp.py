@@ -316,8 +316,16 @@ def calibrate() -> int:
         half = before.adapt(dataset[rows[is_seen]])
         for name, model in {"as it was": before, "adapted": half}.items():
             judged = report.judge(dataset, split, model, halves)[0]
-            print(report.text({"method": name, "split": "every second program",
-                               "held_out": card.name, **judged}))  # fmt: skip
+            print(
+                report.text(
+                    {
+                        "method": name,
+                        "split": "every second program",
+                        "held_out": card.name,
+                        **judged,
+                    }
+                )
+            )
     before.adapt(dataset[rows]).save(folder / "predictor.npz")
     print(f"{folder / 'predictor.npz'}: adapted to {card.name}")
     return 0
@@ -367,9 +375,12 @@ def main(verb: str = "") -> int:
             os.sched_setaffinity(0, usable[: THREADS.value])  # before jax has threads
     mesh_.start(1 if verb in ("predict", "replay") else None)  # no GPU is used
     do = {
-        "train": train, "evaluate": evaluate, "predict": predict, "calibrate": calibrate,
+        "train": train,
+        "evaluate": evaluate,
+        "predict": predict,
+        "calibrate": calibrate,
         "replay": replay,
-    }  # fmt: skip
+    }
     return do[verb]()
 
 

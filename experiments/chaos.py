@@ -49,11 +49,20 @@ ROOT = Path(__file__).parent.parent
 # Kinds that end an attempt.
 KINDS = ("kill", "stop", "sleep", "gil", "exit", "nan", "data")
 MODEL = (
-    "--model.layers=2", "--model.width=64", "--model.heads=4", "--model.kv_heads=4",
-    "--model.head_width=16", "--model.mlp=128", "--train.global_batch=16", "--train.seq_len=64",
-    "--eval.every=0", "--eval.batches=1", "--eval.sample_tokens=0", "--log.every=50",
+    "--model.layers=2",
+    "--model.width=64",
+    "--model.heads=4",
+    "--model.kv_heads=4",
+    "--model.head_width=16",
+    "--model.mlp=128",
+    "--train.global_batch=16",
+    "--train.seq_len=64",
+    "--eval.every=0",
+    "--eval.batches=1",
+    "--eval.sample_tokens=0",
+    "--log.every=50",
     "--log.tensorboard=false",
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True)
@@ -69,12 +78,15 @@ class Config(Checked):
         10.0, "time after which a section of a step counts as hung", "s", above=0
     )
     minutes: float = option(
-        0.0, "length of a storm of faults from outside; 0: --faults faults in the program", "min",
+        0.0,
+        "length of a storm of faults from outside; 0: --faults faults in the program",
+        "min",
         at_least=0,
-    )  # fmt: skip
+    )
     kinds: str = option("", "kinds of faults in a storm, joined by commas; empty: all")
-    pace_s: float = option(0.3, "storm: time added to each step, as if the model were larger",
-                           "s", at_least=0)  # fmt: skip
+    pace_s: float = option(
+        0.3, "storm: time added to each step, as if the model were larger", "s", at_least=0
+    )
     busy: int = option(0, "storm: processes beside the job that keep a core busy", at_least=0)
     out: str = results.out_option("chaos")
 
@@ -125,10 +137,13 @@ def draw_faults(cfg: Config) -> list[tuple[str, int, int]]:
     kinds = draw.sample(KINDS, len(KINDS))
     width = cfg.steps // (cfg.faults + 1)
     return [
-        (kinds[i % len(kinds)], (i + 1) * width + draw.randrange(width // 2 + 1),
-         draw.randrange(cfg.processes))
+        (
+            kinds[i % len(kinds)],
+            (i + 1) * width + draw.randrange(width // 2 + 1),
+            draw.randrange(cfg.processes),
+        )
         for i in range(cfg.faults)
-    ]  # fmt: skip
+    ]
 
 
 def supervise(cfg: Config, folder: Path, faults: list[tuple[str, int, int]]) -> float:
@@ -156,15 +171,24 @@ def draw(runs: dict[str, list[dict]], events: list[dict], title: str, path: Path
     """Steps over time of both runs, with the faults where they were found; SVG and PNG."""
     figure, (axes,) = panels(size=(9, 4.2))
     start = {name: rows[0]["time"] - rows[0]["step_time_s"] for name, rows in runs.items()}
-    for name, style in (("undisturbed", {"color": "#999999", "linestyle": "--"}),
-                        ("disturbed", {"color": "#0072B2"})):  # fmt: skip
+    for name, style in (
+        ("undisturbed", {"color": "#999999", "linestyle": "--"}),
+        ("disturbed", {"color": "#0072B2"}),
+    ):
         at = [row["time"] - start[name] for row in runs[name]]
         axes.plot(at, [row["step"] for row in runs[name]], label=name, **style)
     for i, event in enumerate(e for e in events if e["event"] == "fault"):
         at = event["time"] - start["disturbed"]
         axes.axvline(at, color="#D55E00", linewidth=1, label="fault found" if i == 0 else None)
-        axes.annotate(event["rule"], (at, 1), xycoords=("data", "axes fraction"), rotation=90,
-                      va="top", ha="right", fontsize=8)  # fmt: skip
+        axes.annotate(
+            event["rule"],
+            (at, 1),
+            xycoords=("data", "axes fraction"),
+            rotation=90,
+            va="top",
+            ha="right",
+            fontsize=8,
+        )
     axes.set_xlabel("time since the first step began (s)")
     axes.set_ylabel("optimizer step")
     axes.set_title(title, loc="left", fontsize=10)
@@ -204,13 +228,21 @@ def main() -> int:
     for i, (kind, step, rank) in enumerate(faults):
         seen = found[i] if i < len(found) else {}
         rows.append(
-            {"fault": kind, "step": step, "rank": rank, "rule": seen.get("rule"),
-             "named": seen.get("message")}
-        )  # fmt: skip
+            {
+                "fault": kind,
+                "step": step,
+                "rank": rank,
+                "rule": seen.get("rule"),
+                "named": seen.get("message"),
+            }
+        )
     columns = {
-        "fault": "fault", "optimizer step": "step", "rank": "rank", "rule that found it": "rule",
+        "fault": "fault",
+        "optimizer step": "step",
+        "rank": "rank",
+        "rule that found it": "rule",
         "what was said": "named",
-    }  # fmt: skip
+    }
     print(results.columns(rows, columns))
     account = timeline.measured(events, runs["disturbed"])
     ok = not different and len(found) >= len(faults)

@@ -163,9 +163,13 @@ def run_cases() -> bool:
             cluster = parse_mixed(cfg.cluster)
         bits = cfg.widths()
         workload = dataclasses.replace(
-            workload, requests=cfg.requests, prompt=cfg.prompt, new_tokens=cfg.new_tokens,
-            bits=bits, omega=assumed_omega(workload.stack.layers, bits, cfg.seed),
-        )  # fmt: skip
+            workload,
+            requests=cfg.requests,
+            prompt=cfg.prompt,
+            new_tokens=cfg.new_tokens,
+            bits=bits,
+            omega=assumed_omega(workload.stack.layers, bits, cfg.seed),
+        )
         search = report.Options(cfg.budget(), cfg.solver, cfg.time_limit_s, cfg.rivals)
         row, placement, is_interrupted = report.one(case, workload, cluster, search)
         placement.save(folder / f"placement_{case}.json")

@@ -54,9 +54,10 @@ class Config(Checked):
         128, "inputs that share a scale", at_least=1, needs=equal("study", "rounding")
     )
     methods: str = option(
-        "", "methods of rounding, joined by commas; none: all for rounding, rtn for plans",
+        "",
+        "methods of rounding, joined by commas; none: all for rounding, rtn for plans",
         needs=equal("study", "rounding", "plans"),
-    )  # fmt: skip
+    )
     cases: str = option(
         "case5", "clusters of LLM-PQ, joined by commas", needs=equal("study", "plans")
     )
@@ -96,9 +97,10 @@ class Config(Checked):
 
 
 LAYERS = {
-    "indicators": "measured held-out loss", "rounding": "measured held-out loss",
+    "indicators": "measured held-out loss",
+    "rounding": "measured held-out loss",
     "plans": "measured held-out loss, simulated times",
-}  # fmt: skip
+}
 PRESETS = {"default": Config}
 config.define_flags(PRESETS, "default")
 
@@ -131,8 +133,10 @@ def main() -> int:
     folder = results.writable_folder(cfg.out)
     mesh_.start(1)
     about = results.facts("cpu", LAYERS[cfg.study]) | {
-        "rows": cfg.rows, "length": cfg.length, "seed": cfg.seed,
-    }  # fmt: skip
+        "rows": cfg.rows,
+        "length": cfg.length,
+        "seed": cfg.seed,
+    }
     path, rows = folder / f"llm_pq_{cfg.name or cfg.study}.json", []
     for row in rows_of(cfg):
         rows.append(row)

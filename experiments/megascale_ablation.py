@@ -28,10 +28,16 @@ CLUSTER = parse_cluster("a100:32x8")
 SIZES = {"pipe": 8, "node": 1, "data": 4, "expert": 1, "context": 1, "tensor": 8}
 # (what is added, MFU of the paper in percent)
 PAPER = (
-    ("Megatron-LM", 47.7), ("parallel block (PTB)", 52.3), ("sliding window (SWA)", 53.3),
-    ("TP overlap", 55.5), ("PP overlap", 58.0), ("DP overlap", 59.5),
-    ("operators", 61.2), ("data pipeline, garbage collection", 62.3), ("LAMB, batch x 3", 65.3),
-)  # fmt: skip
+    ("Megatron-LM", 47.7),
+    ("parallel block (PTB)", 52.3),
+    ("sliding window (SWA)", 53.3),
+    ("TP overlap", 55.5),
+    ("PP overlap", 58.0),
+    ("DP overlap", 59.5),
+    ("operators", 61.2),
+    ("data pipeline, garbage collection", 62.3),
+    ("LAMB, batch x 3", 65.3),
+)
 
 
 @dataclass(frozen=True)
@@ -53,9 +59,14 @@ def mfu(parallel: bool, window: int | None, overlap: Overlap, batch: int) -> flo
     model = dataclasses.replace(PRESETS["megascale_175b"](), block=block, window=window)
     pipeline = Pipeline(SIZES["pipe"], batch // SIZES["data"], 6, stash="residuals")
     step = StepShape(
-        model.workload(batch, 2048), SIZES, ("data",), remat="dots", fused_attention=True,
-        local_gradients=True, pipeline=pipeline,
-    )  # fmt: skip
+        model.workload(batch, 2048),
+        SIZES,
+        ("data",),
+        remat="dots",
+        fused_attention=True,
+        local_gradients=True,
+        pipeline=pipeline,
+    )
     return estimate(step, CLUSTER, transfers(step, overlap)).mfu_megatron
 
 
@@ -96,9 +107,12 @@ def main() -> int:
     found = rows()
     results.write(path, results.facts("256 x A100", "simulated"), found)
     columns = {
-        "added": "added", "MFU, paper": "paper", "gain, paper": "paper_gain",
-        "MFU, simulated": "ours", "gain, simulated": "gain",
-    }  # fmt: skip
+        "added": "added",
+        "MFU, paper": "paper",
+        "gain, paper": "paper_gain",
+        "MFU, simulated": "ours",
+        "gain, simulated": "gain",
+    }
     print(results.columns(found, columns))
     print(
         "Simulated, not measured: all modelled rows together bring the MFU from "

@@ -81,9 +81,12 @@ class Config(Checked):
         None, "file of the model; none: OUT/model.npz, except that evaluate fits its own"
     )
     continuity_s: float | None = option(
-        None, "how long a machine must differ until it is named; none: the model's, 240 if fitted "
-        "now", "s", at_least=48, at_most=900,
-    )  # fmt: skip
+        None,
+        "how long a machine must differ until it is named; none: the model's, 240 if fitted now",
+        "s",
+        at_least=48,
+        at_most=900,
+    )
     strict: float | None = option(
         None,
         "factor on the learnt limits; above 1: fewer alerts; none: the model's, 1 if fitted now",
@@ -136,9 +139,13 @@ def fit(cfg: Config) -> Detector:
     folder = results.writable_folder(f"{cfg.out}/training/{same}")
     given = _sources(cfg, folder)
     detector = Detector.fit(
-        given, seed=cfg.train.seed, steps=cfg.train.steps, settings=cfg.settings(),
-        folder=folder / "steps", tell=_say,
-    )  # fmt: skip
+        given,
+        seed=cfg.train.seed,
+        steps=cfg.train.steps,
+        settings=cfg.settings(),
+        folder=folder / "steps",
+        tell=_say,
+    )
     detector.save(path)
     minder_watch.forget(folder)
     _say(f"{path}: metrics {', '.join(detector.profile.metrics)}")

@@ -52,10 +52,13 @@ class Config(Checked):
 
 
 COLUMNS = {
-    "schedule": "schedule", "ideal makespan": "ideal", "idle": "bubble",
-    "lockstep, residuals stashed": "residuals", "lockstep, inputs stashed": "inputs",
+    "schedule": "schedule",
+    "ideal makespan": "ideal",
+    "idle": "bubble",
+    "lockstep, residuals stashed": "residuals",
+    "lockstep, inputs stashed": "inputs",
     "inputs kept": "places",
-}  # fmt: skip
+}
 PRESETS = {"default": Config}
 config.define_flags(PRESETS, "default")
 

@@ -85,9 +85,16 @@ class Config(Checked):
     def study(self) -> report.Study:
         """What all runs share."""
         return report.Study(
-            self.layers, self.width, self.steps, self.batch, self.seq_len, self.nodes, self.ranks,
-            self.held_out, self.evals,
-        )  # fmt: skip
+            self.layers,
+            self.width,
+            self.steps,
+            self.batch,
+            self.seq_len,
+            self.nodes,
+            self.ranks,
+            self.held_out,
+            self.evals,
+        )
 
 
 def tiny() -> Config:

@@ -106,9 +106,15 @@ class Study:
     def engine(self, numerics: Any, batch: int) -> Engine:
         """Returns an engine with room for all sequences that run."""
         return Engine(
-            self.cfg.model, self.params, pages=batch * CONTEXT // 16 + 1, max_batch=batch,
-            dtype="float32", numerics=numerics, context=CONTEXT, prefill_chunk=64,
-        )  # fmt: skip
+            self.cfg.model,
+            self.params,
+            pages=batch * CONTEXT // 16 + 1,
+            max_batch=batch,
+            dtype="float32",
+            numerics=numerics,
+            context=CONTEXT,
+            prefill_chunk=64,
+        )
 
     def run(self, engine: Engine, mode: Mode, rate: float = np.inf) -> Row:
         """Serves the load once."""
@@ -217,11 +223,15 @@ def main() -> int:
     load: Sequence[Request] = study.load
     about: dict[str, Any] = results.facts(device.device_kind, layer)
     about |= {
-        "preset": config.start_name(), "requests": cfg.requests, "max_batch": cfg.max_batch,
-        "layers": cfg.model.layers, "width": cfg.model.width, "cores": os.cpu_count(),
+        "preset": config.start_name(),
+        "requests": cfg.requests,
+        "max_batch": cfg.max_batch,
+        "layers": cfg.model.layers,
+        "width": cfg.model.width,
+        "cores": os.cpu_count(),
         "prompt_tokens": float(np.mean([len(r.prompt) for r in load])),
         "answer_tokens": float(np.mean([r.answer for r in load])),
-    }  # fmt: skip
+    }
     rows: list[Row] = []
     try:
         for row in measured(study):

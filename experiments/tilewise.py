@@ -95,9 +95,15 @@ class Config(Checked):
 def tiny() -> Config:
     """The encoder on bytes, three patterns at one sparsity."""
     return Config(
-        "passages", "TW-1,TW-64,BW", "75", seeds=1, steps=30, tune=5, tokenizer="bytes",
+        "passages",
+        "TW-1,TW-64,BW",
+        "75",
+        seeds=1,
+        steps=30,
+        tune=5,
+        tokenizer="bytes",
         held_out=128,
-    )  # fmt: skip
+    )
 
 
 def names(name: str, text: str, known: Any) -> list[str]:
@@ -165,9 +171,12 @@ def points(cfg: Config, folder: Path, done: set[report.Key]) -> Iterator[dict[st
             continue
         before = folder / f"{task}-{seed}-{method}-{passed[count - 1]}.npz" if count else start
         found = report.chain(
-            trainer, report.load(before, trainer.abstract()), seed, report.METHODS.get(method),
+            trainer,
+            report.load(before, trainer.abstract()),
+            seed,
+            report.METHODS.get(method),
             stages[count:],
-        )  # fmt: skip
+        )
         for p, (state, row) in zip(passed[count:], found, strict=True):
             report.save_state(folder / f"{task}-{seed}-{method}-{p}.npz", state)
             yield here | {"stages": p} | row

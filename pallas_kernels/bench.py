@@ -193,9 +193,10 @@ def peaks(n: int = 8192, clock: Clock = device_clock) -> dict[str, Any]:
         rates[f"{name}_bytes_per_s"] = moved / measure(function, wide, 10, 3, clock).median_s
     return {
         "matmul_flops_per_s": 2 * n**3 / product.median_s,
-        "copy_bytes_per_s": max(rates.values()), **rates,
+        "copy_bytes_per_s": max(rates.values()),
+        **rates,
         "clock": product.clock,
-    }  # fmt: skip
+    }
 
 
 def module_of(folder: str, what: str) -> Any:

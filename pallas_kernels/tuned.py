@@ -162,5 +162,6 @@ def _rows(kind: str, folder: pathlib.Path, op: str) -> tuple[dict, ...]:
 
 @functools.cache
 def _log_once(op: str, key: tuple, nearest: tuple, kind: str) -> None:
-    logging.info("%s: no tile was measured for %s on %s; took that of %s", op, dict(key), kind,
-                 dict(nearest))  # fmt: skip
+    logging.info(
+        "%s: no tile was measured for %s on %s; took that of %s", op, dict(key), kind, dict(nearest)
+    )

@@ -27,8 +27,10 @@ def main(run: str) -> int:
     loss = sum(last) / len(last)
     bits = held_out[max(held_out)]["eval_bits_per_byte"]
     seconds = sum(row["step_time_s"] for row in train.values())
-    print(f"loss {loss:.3f} (at most {LARGEST_LOSS}), held out {bits:.3f} bits per byte (at most "
-          f"{LARGEST_BITS}), {seconds:.0f} s in steps")  # fmt: skip
+    print(
+        f"loss {loss:.3f} (at most {LARGEST_LOSS}), held out {bits:.3f} bits per byte (at most "
+        f"{LARGEST_BITS}), {seconds:.0f} s in steps"
+    )
     sample = list((folder / "samples").glob("*.txt"))
     curve = folder / "curve.png"
     complete = curve.exists() and curve.stat().st_size > 0 and bool(sample)

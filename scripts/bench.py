@@ -148,9 +148,11 @@ class Served:
         self.began = time.monotonic()
         self.process = subprocess.Popen(
             [sys.executable, "scripts/serve.py", f"--gguf={gguf}", "--port=0", *flags],
-            cwd=root, env=os.environ | {"HOME": home, "PYTHONPATH": str(root)}, text=True,
+            cwd=root,
+            env=os.environ | {"HOME": home, "PYTHONPATH": str(root)},
+            text=True,
             stdout=subprocess.PIPE,
-        )  # fmt: skip
+        )
         assert self.process.stdout is not None
         lines = iter(self.process.stdout.readline, "")
         found = (re.search(r"http://\S+/v1", line) for line in lines)
@@ -177,9 +179,10 @@ class Served:
         body = {"messages": [{"role": "user", "content": QUESTION}], "temperature": 0}
         body |= {"max_tokens": tokens, "stream": True, "ignore_eos": True}
         request = urllib.request.Request(
-            f"{self.address}/chat/completions", json.dumps(body).encode(),
+            f"{self.address}/chat/completions",
+            json.dumps(body).encode(),
             {"Content-Type": "application/json"},
-        )  # fmt: skip
+        )
         first = None
         with urllib.request.urlopen(request, timeout=600) as lines:
             for line in lines:
@@ -229,9 +232,11 @@ def rival_row(python: str, gguf: Path, tokens: int) -> dict:
     script = Path(__file__).with_name("plain_llama.py")
     threads = "1"  # which costs it the fewest CPU seconds: several wait for each other in loops
     process = subprocess.Popen(
-        [python, "-P", str(script), str(gguf), str(tokens), threads], stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL, text=True,
-    )  # fmt: skip
+        [python, "-P", str(script), str(gguf), str(tokens), threads],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
     assert process.stdout is not None
     lines = (json.loads(x) for x in iter(process.stdout.readline, "") if x.startswith("{"))
     row: dict[str, Any] = {"who": "llama.cpp"}
@@ -263,9 +268,10 @@ def bench_serve(cfg: Config) -> None:
             root = expand(cfg.before, "before")
             turns.append(lambda: serve_row("before", root, gguf, other, cfg.tokens))
         for name, flags in (
-            ("megajax", ()), ("megajax, programs kept", ()),
+            ("megajax", ()),
+            ("megajax, programs kept", ()),
             ("megajax, packed weights", ("--weights=packed",)),
-        ):  # fmt: skip
+        ):
             turns.append(
                 lambda name=name, flags=flags: serve_row(name, here, gguf, kept, cfg.tokens, *flags)
             )

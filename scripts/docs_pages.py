@@ -57,8 +57,13 @@ def public_names(package: str, root: Path = ROOT) -> dict[str, str]:
         elif isinstance(node, ast.Assign) and "__all__" in [ast.unparse(t) for t in node.targets]:
             listed = ast.literal_eval(node.value)
     if listed is not None:
-        here = {a.asname or a.name: str(n.module) for n in parse(path).body if path
-                if isinstance(n, ast.ImportFrom) for a in n.names}  # fmt: skip
+        here = {
+            a.asname or a.name: str(n.module)
+            for n in parse(path).body
+            if path
+            if isinstance(n, ast.ImportFrom)
+            for a in n.names
+        }
         found = {name: found.get(name) or here.get(name, package) for name in listed}
     return dict(sorted(found.items()))
 
@@ -151,8 +156,10 @@ def describe(node: Definition) -> list[str]:
         return [fenced(signature(node), "python"), *prose(node)]
     if not isinstance(node, ast.ClassDef):
         return [fenced(ast.unparse(node), "python")]
-    bases = [*map(ast.unparse, node.bases), *(f"{k.arg}={ast.unparse(k.value)}"
-             for k in node.keywords)]  # fmt: skip
+    bases = [
+        *map(ast.unparse, node.bases),
+        *(f"{k.arg}={ast.unparse(k.value)}" for k in node.keywords),
+    ]
     head = f"class {node.name}({', '.join(bases)})" if bases else f"class {node.name}"
     blocks = [fenced("\n".join([head, *(f"    {line}" for line in fields(node))]), "python")]
     blocks += prose(node)
@@ -173,9 +180,11 @@ def page(package: str, root: Path = ROOT) -> str:
     about = ast.get_docstring(parse(source_of(package, root))) or ""  # type: ignore[arg-type]
     blocks = [
         "<!-- Made by scripts/docs.py from docstrings; do not edit. -->",
-        f"# `{package}`", about, "Back to the [list of packages](README.md).",
+        f"# `{package}`",
+        about,
+        "Back to the [list of packages](README.md).",
         "\n".join(f"- [`{name}`](#{name.lower()})" for name in names),
-    ]  # fmt: skip
+    ]
     for name, module in names.items():
         if (found := define(module, name, root)) is None:
             raise LookupError(f"{package} lists {name}, which {module} does not define")
@@ -196,14 +205,16 @@ def pages(root: Path = ROOT) -> dict[str, str]:
         count = len(public_names(package, root))
         names = "1 public name" if count == 1 else f"{count} public names"
         lines.append(f"- [`{package}`]({package}.md): {first} ({names})")
-    index = "\n\n".join([
-        "<!-- Made by scripts/docs.py from docstrings; do not edit. -->",
-        "# API reference",
-        "The public names of each package, with their signatures and docstrings. Names that "
-        "are not listed here may change at any time, except those that a page of docs/ uses. "
-        "`uv run scripts/docs.py` makes these pages anew.",
-        "\n".join(lines),
-    ])  # fmt: skip
+    index = "\n\n".join(
+        [
+            "<!-- Made by scripts/docs.py from docstrings; do not edit. -->",
+            "# API reference",
+            "The public names of each package, with their signatures and docstrings. Names that "
+            "are not listed here may change at any time, except those that a page of docs/ uses. "
+            "`uv run scripts/docs.py` makes these pages anew.",
+            "\n".join(lines),
+        ]
+    )
     named = {f"{FOLDER}/{package}.md": text for package, text in found.items()}
     return {f"{FOLDER}/README.md": index + "\n"} | named
 
@@ -286,8 +297,11 @@ class Checker:
         self.root = root
         done = subprocess.run(
             ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
-            cwd=root, capture_output=True, text=True, check=True,
-        )  # fmt: skip
+            cwd=root,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
         self.files = [f for f in done.stdout.split("\n") if f and (root / f).exists()]
         self.folders = {p.as_posix() for f in self.files for p in Path(f).parents} - {"."}
 

@@ -87,24 +87,46 @@ Record = dict[str, Any]
 # ---- training
 
 DECODER = {
-    "model.layers": 2, "model.width": 32, "model.heads": 4, "model.kv_heads": 4,
-    "model.head_width": 8, "model.mlp": 64, "model.vocab": 61, "model.vocab_multiple": 16,
+    "model.layers": 2,
+    "model.width": 32,
+    "model.heads": 4,
+    "model.kv_heads": 4,
+    "model.head_width": 8,
+    "model.mlp": 64,
+    "model.vocab": 61,
+    "model.vocab_multiple": 16,
     "eval.sample_tokens": 0,
-}  # fmt: skip
+}
 ENCODER = {
-    "model.layers": 2, "model.width": 32, "model.heads": 4, "model.mlp": 64, "model.vocab": 61,
-    "model.vocab_multiple": 16, "model.max_positions": 32, "model.dropout": 0.1,
-}  # fmt: skip
+    "model.layers": 2,
+    "model.width": 32,
+    "model.heads": 4,
+    "model.mlp": 64,
+    "model.vocab": 61,
+    "model.vocab_multiple": 16,
+    "model.max_positions": 32,
+    "model.dropout": 0.1,
+}
 RUN = {
-    "train.steps": 10, "train.global_batch": 16, "train.seq_len": 16, "train.seed": 3,
-    "optim.lr": 3e-3, "optim.warmup": 2,
-}  # fmt: skip
+    "train.steps": 10,
+    "train.global_batch": 16,
+    "train.seq_len": 16,
+    "train.seed": 3,
+    "optim.lr": 3e-3,
+    "optim.warmup": 2,
+}
 # Options of the decoder that DECODER leaves off.
 RICH = {
-    "model.block": "parallel", "model.norm": "layer", "model.position": "learned",
-    "model.max_positions": 32, "model.activation": "gelu", "model.bias": "all",
-    "model.qk_norm": True, "model.window": 5, "model.tied": False,
-}  # fmt: skip
+    "model.block": "parallel",
+    "model.norm": "layer",
+    "model.position": "learned",
+    "model.max_positions": 32,
+    "model.activation": "gelu",
+    "model.bias": "all",
+    "model.qk_norm": True,
+    "model.window": 5,
+    "model.tied": False,
+}
 RUNS: dict[str, dict[str, Any]] = {
     # zero full, rings on data 4 x tensor 2, Muon, each option of the decoder, dropout, remat dots
     "ring": RICH | {
@@ -199,9 +221,7 @@ def batch_of(number: int, cfg: Any) -> dict[str, np.ndarray]:
         targets = np.where(draw > 0.3, targets, -1)
     second = second & (head is None)
     positions = np.arange(seq) - np.where(second, cut, 0)
-    members = {
-        "tokens": tokens, "targets": targets, "segments": second + 1, "positions": positions
-    }  # fmt: skip
+    members = {"tokens": tokens, "targets": targets, "segments": second + 1, "positions": positions}
     return {name: x.astype(np.int32) for name, x in members.items()}
 
 
@@ -221,9 +241,13 @@ def train(cfg: Any, steps: int = STEPS) -> tuple[Any, Any, list[dict]]:
     pruner = None
     if cfg.prune.sparsity:
         pruner = Pruner(
-            cfg.prune, train_step.parts.axes, train_step.layout.mesh, train_step.storage.natural,
-            train_step.storage.arranged, beside=train_step.init_exchange,
-        )  # fmt: skip
+            cfg.prune,
+            train_step.parts.axes,
+            train_step.layout.mesh,
+            train_step.storage.natural,
+            train_step.storage.arranged,
+            beside=train_step.init_exchange,
+        )
     for number in range(steps):
         state, values = train_step.step(state, place(train_step, batch_of(number, cfg)))
         metrics.append({name: np.asarray(x) for name, x in values.items()})
@@ -268,9 +292,13 @@ def digest_of(leaves: list[tuple[str, Any]]) -> str:
 # ---- checkpoints
 
 SMALL = {
-    "model.width": 8, "model.heads": 2, "model.kv_heads": 1, "model.head_width": 4,
-    "model.mlp": 16, "model.vocab": 16,
-}  # fmt: skip
+    "model.width": 8,
+    "model.heads": 2,
+    "model.kv_heads": 1,
+    "model.head_width": 4,
+    "model.mlp": 16,
+    "model.vocab": 16,
+}
 CHECKPOINTS: dict[str, dict[str, Any]] = {
     "plain": {"mesh.tensor": 2},
     "interleaved": RUNS["interleaved"] | {"mesh.tensor": 1, "mesh.data": 2, "model.tied": False},
@@ -505,9 +533,10 @@ def chosen(only: list[str] | None) -> list[tuple[str, str]]:
             f"{', '.join(known)} (--only)"
         )
     return [
-        (part, name) for part, name in records
+        (part, name)
+        for part, name in records
         if part in words or (part == "training" and name in words)
-    ]  # fmt: skip
+    ]
 
 
 def load() -> Record:

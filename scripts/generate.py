@@ -152,16 +152,24 @@ def sample(cfg: Config, opened: OpenModel, mesh: Mesh) -> list[str]:
     running = min(cfg.samples, MOST)
     each = -(-(len(prompt) + cfg.new_tokens) // PAGE) + 1  # and one to grow into
     engine, what, _ = opened.engine(
-        mesh, lambda: opened.load(layout), (running, len(prompt)),
-        outlined=not cfg.tiles, pages=running * each + 1, page_size=PAGE, max_batch=running,
-        dtype=cfg.dtype, zero=None if zero == "none" else zero,
+        mesh,
+        lambda: opened.load(layout),
+        (running, len(prompt)),
+        outlined=not cfg.tiles,
+        pages=running * each + 1,
+        page_size=PAGE,
+        max_batch=running,
+        dtype=cfg.dtype,
+        zero=None if zero == "none" else zero,
         overlap=cfg.overlap,
-    )  # fmt: skip
+    )
     print(what)
     asked = SamplingParams(
-        max_tokens=cfg.new_tokens, seed=cfg.seed, n=cfg.samples,
+        max_tokens=cfg.new_tokens,
+        seed=cfg.seed,
+        n=cfg.samples,
         **{f.name: getattr(cfg.sampling, f.name) for f in dataclasses.fields(cfg.sampling)},
-    )  # fmt: skip
+    )
     try:
         engine.submit(prompt, asked)
     except UserError as error:

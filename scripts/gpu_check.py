@@ -48,8 +48,15 @@ WORKER = [sys.executable, str(ROOT / "scripts" / "gpu_session" / "worker.py")]
 REHEARSAL_SCALE, REHEARSAL_MINUTES = 30, 60  # of limits on a CPU that interprets; of the time
 SMOKE = Part("smoke", "kernels", {"do": "smoke"})
 FOLDERS = (
-    "attention", "gemm", "grouped", "norm", "tile_sparse", "quantize", "quant_gemm", "paged",
-)  # fmt: skip
+    "attention",
+    "gemm",
+    "grouped",
+    "norm",
+    "tile_sparse",
+    "quantize",
+    "quant_gemm",
+    "paged",
+)
 UNDIFFERENTIATED = ("quantize", "quant_gemm", "paged")  # have no kernel of a backward pass
 TORCH = ("attention", "gemm", "grouped", "norm", "quant_gemm")  # where PyTorch has a rival
 FORWARD, BOTH = "forward", "forward+backward"
@@ -58,9 +65,12 @@ SAMPLE = 6  # checks of a folder before any times
 # Names of gpu_session/training.py:VARIANTS, the goals first.
 TRAIN_FIRST = ("cudnn, remat outputs", "hopper, remat outputs")
 TRAIN_REST = (
-    "cudnn, remat dots", "cudnn, remat full", "cudnn, batch 16", "cudnn, parallel block",
+    "cudnn, remat dots",
+    "cudnn, remat full",
+    "cudnn, batch 16",
+    "cudnn, parallel block",
     "xla, batch 2",
-)  # fmt: skip
+)
 # Of scripts/tune.py's tunings, by their whole names: decoding from pages and with packed weights,
 # long attention, packed attention, the products of a large decoder layer, its norm, experts, and a
 # product behind a link.
@@ -144,8 +154,10 @@ def parts() -> list[Part]:
 
     return [
         *(checks(folder, False) for folder in FOLDERS),
-        *(Part(f"{name} exact", "checks", {"do": "exact", "folder": name}, 90, False)
-          for name in FUSED),
+        *(
+            Part(f"{name} exact", "checks", {"do": "exact", "folder": name}, 90, False)
+            for name in FUSED
+        ),
         Part("losses", "checks", {"do": "losses"}, 90, False),
         tuning(TUNE_FIRST[0]),
         *(tuning(name) for name in TUNE_SERVED),
@@ -158,17 +170,24 @@ def parts() -> list[Part]:
         times("attention", BOTH, 45),
         *beside("attention", BOTH),
         *(step(variant) for variant in TRAIN_FIRST),
-        *(part for folder in ("quant_gemm", "grouped", "norm", "tile_sparse", "quantize")
-          for part in (times(folder, FORWARD), *beside(folder, FORWARD))),
+        *(
+            part
+            for folder in ("quant_gemm", "grouped", "norm", "tile_sparse", "quantize")
+            for part in (times(folder, FORWARD), *beside(folder, FORWARD))
+        ),
         *(tuning(name) for name in TUNE_FIRST[1:14]),
         Part("bert", "kernels", {"do": "bert"}, 30),
-        *(part for folder in FOLDERS if folder not in ("attention", *UNDIFFERENTIATED)
-          for part in (times(folder, BOTH, 20), *beside(folder, BOTH))),
+        *(
+            part
+            for folder in FOLDERS
+            if folder not in ("attention", *UNDIFFERENTIATED)
+            for part in (times(folder, BOTH, 20), *beside(folder, BOTH))
+        ),
         *(tuning(name) for name in TUNE_FIRST[14:]),
         *(Part(f"{name} times", "overlap", {"do": "hidden", "folder": name}, 60) for name in FUSED),
         *(step(variant) for variant in TRAIN_REST),
         *(checks(folder, True) for folder in FOLDERS),
-    ]  # fmt: skip
+    ]
 
 
 def tuning(name: str) -> Part:
@@ -209,9 +228,13 @@ def environment(rehearsal: bool) -> dict[str, str]:
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     more = {"JAX_PLATFORMS": "cpu"} if rehearsal else {}
     return {
-        **os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1",
-        "XLA_PYTHON_CLIENT_PREALLOCATE": "false", "XLA_PYTHON_CLIENT_MEM_FRACTION": ".92", **more,
-    }  # fmt: skip
+        **os.environ,
+        "PYTHONPATH": path,
+        "PYTHONUNBUFFERED": "1",
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+        "XLA_PYTHON_CLIENT_MEM_FRACTION": ".92",
+        **more,
+    }
 
 
 def need_driver() -> None:

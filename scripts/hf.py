@@ -103,9 +103,7 @@ def export_run(cfg: Config, run_dir: str, target: str) -> None:
     check_vocabulary(words, run.model.vocab)
     beside = companions.licences([run_dir, run.init_from])
     labels = saved_labels(run_dir)
-    hf.save(
-        params, run.model, target, cfg.dtype, tokenizer=words, licences=beside, labels=labels
-    )  # fmt: skip
+    hf.save(params, run.model, target, cfg.dtype, tokenizer=words, licences=beside, labels=labels)
     print(f"step {step} of {run_dir} is in {target} ({cfg.dtype})")
     ends = ", ".join(map(str, words.ends)) or "none"
     print(f"tokenizer {words.name}: begin {words.begin}, ends {ends}")

@@ -414,9 +414,15 @@ def _request() -> Walk:
     model = _run().model
     params = jax.jit(decoder.parts(model).init)(jax.random.key(0))
     engine = Engine(
-        model, params, dtype="float32", max_batch=2, prefill_chunk=16, page_size=8, pages=40,
+        model,
+        params,
+        dtype="float32",
+        max_batch=2,
+        prefill_chunk=16,
+        page_size=8,
+        pages=40,
         tokenizer=ByteTokenizer(),
-    )  # fmt: skip
+    )
 
     async def ask() -> Walk:
         worker, server = build_server(engine, "tiny", None, HttpOptions(), max_batch=2)

@@ -290,9 +290,11 @@ class Places:
         """Returns a process that forks victims."""
         process = subprocess.Popen(
             [sys.executable, "-W", "ignore", __file__, "--nursery"],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
             env=os.environ | self._environment,
-        )  # fmt: skip
+        )
         self._stack.callback(_end, process)
         return process
 
@@ -344,11 +346,13 @@ def main() -> int:
         "disturbances": sum(
             max(row.get("disturbances", 0) for row in rows if row["folder"] == folder)
             for folder in {row["folder"] for row in rows}
-        ) if cfg.around == "junk" else rows[-1].get("disturbances", 0),
+        )
+        if cfg.around == "junk"
+        else rows[-1].get("disturbances", 0),
         "state_bytes": STATE,
         "largest_folder_bytes": max(row["bytes"] for row in rows),
         "seconds": round(time.monotonic() - began),
-    }  # fmt: skip
+    }
     results.write(path, about, rows)
     print(path)
     return 0

@@ -133,11 +133,17 @@ def supervise_progress(
     listen = f"0.0.0.0:{address.rpartition(':')[2]}"
     driver = subprocess.Popen(
         [
-            sys.executable, str(SUPERVISE), "--agents=elsewhere", f"--hosts={hosts}",
-            f"--listen={listen}", *settings, "--", *command,
+            sys.executable,
+            str(SUPERVISE),
+            "--agents=elsewhere",
+            f"--hosts={hosts}",
+            f"--listen={listen}",
+            *settings,
+            "--",
+            *command,
         ],
         env=os.environ | env,
-    )  # fmt: skip
+    )
     each("start", [sys.executable, str(SUPERVISE), f"--agent={address}"], env)
     told = False
     while driver.poll() is None:

@@ -114,10 +114,13 @@ def judged(name: str, ratio: np.ndarray, inside: np.ndarray | None = None) -> di
     """A row of the result. ratio: predicted over measured."""
     wrong = np.abs(ratio - 1)
     return {
-        "what": name, "rows": len(ratio), "mean": float(wrong.mean()),
-        "median": float(np.median(wrong)), "ratio": float(np.median(ratio)),
+        "what": name,
+        "rows": len(ratio),
+        "mean": float(wrong.mean()),
+        "median": float(np.median(wrong)),
+        "ratio": float(np.median(ratio)),
         "coverage": None if inside is None else float(inside.mean()),
-    }  # fmt: skip
+    }
 
 
 def of_rows(name: str, predictor: Predictor, data: Dataset) -> dict[str, Any]:
@@ -169,9 +172,13 @@ def of_step(predictors: dict[str, Predictor]) -> list[dict[str, Any]]:
         inside = abs(told.seconds - row["median_s"]) <= 1.645 * told.sigma
         found.append(
             judged(f"step of the 1.2B decoder, {name}", np.array([told.seconds / row["median_s"]]))
-            | {"coverage": float(inside), "predicted_s": told.seconds, "sigma_s": told.sigma,
-               "measured_s": row["median_s"]}
-        )  # fmt: skip
+            | {
+                "coverage": float(inside),
+                "predicted_s": told.seconds,
+                "sigma_s": told.sigma,
+                "measured_s": row["median_s"],
+            }
+        )
     return found
 
 

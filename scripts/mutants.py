@@ -55,9 +55,13 @@ LEFT = shutil.ignore_patterns("__pycache__", "results")
 MAX_TABLE = 2**22  # (chosen) bytes of mutants.json
 # What tests import and a fault cannot change.
 DEPENDENCIES = (
-    "flax.nnx", "jax.experimental.pallas.mosaic_gpu", "optax", "orbax.checkpoint", "pytest",
+    "flax.nnx",
+    "jax.experimental.pallas.mosaic_gpu",
+    "optax",
+    "orbax.checkpoint",
+    "pytest",
     "scipy.optimize",
-)  # fmt: skip
+)
 
 
 @dataclass(frozen=True)

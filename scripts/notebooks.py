@@ -44,9 +44,14 @@ def execute(notebook: nbformat.NotebookNode) -> None:
         # path is absolute, because the kernel works in another folder.
         ipc = Config({"KernelManager": {"transport": "ipc", "ip": f"{sockets}/kernel"}})
         client = NotebookClient(
-            notebook, timeout=900, startup_timeout=300, record_timing=False, config=ipc,
-            coalesce_streams=True, resources={"metadata": {"path": folder}},
-        )  # fmt: skip
+            notebook,
+            timeout=900,
+            startup_timeout=300,
+            record_timing=False,
+            config=ipc,
+            coalesce_streams=True,
+            resources={"metadata": {"path": folder}},
+        )
         client.execute()
 
 

@@ -49,9 +49,11 @@ class Config(Checked):
     hf: str | None = option(None, "Hugging Face folder (config.json, safetensors, tokenizer.json)")
     gguf: str | None = option(None, "GGUF file of a Llama-like model, with its tokenizer")
     step: int | None = option(
-        None, "checkpoint of the run; none: the latest",
-        needs=other_than("run_dir", None), at_least=0,
-    )  # fmt: skip
+        None,
+        "checkpoint of the run; none: the latest",
+        needs=other_than("run_dir", None),
+        at_least=0,
+    )
     tokenizer: str | None = option(None, "bytes or a tokenizer.json; none: the model's own")
     bits: int = option(4, "bits of a weight: 2, 3, 4 or 8", at_least=2, at_most=8)
     group: int = option(128, "number of inputs that share a scale", at_least=1)
@@ -66,10 +68,11 @@ class Config(Checked):
     seed: int = option(0, "random seed of the order of the text", at_least=0)
     out: str | None = option(None, "folder to write; none: measures only")
     form: Form = option(
-        "gptq", "form of the files, whatever the method of rounding; gptq is its version gptq_v2, "
+        "gptq",
+        "form of the files, whatever the method of rounding; gptq is its version gptq_v2, "
         "gptq_v1 the older one; awq: 4 bits only",
         needs=other_than("out", None),
-    )  # fmt: skip
+    )
 
     def __post_init__(self):
         """Refuses widths that there are not, and what no file can hold, before the work."""

@@ -70,9 +70,14 @@ def record(fleet: list[machines.Machine], seconds: float, network: bool) -> list
             happen(fleet, kind, 0.0, which)
         machine = None if which is None else f"m{which}"
         found.append(
-            {"kind": kind, "machine": machine, "start": round(begin, 1),
-             "end": round(time.time(), 1), "fault": fault}
-        )  # fmt: skip
+            {
+                "kind": kind,
+                "machine": machine,
+                "start": round(begin, 1),
+                "end": round(time.time(), 1),
+                "fault": fault,
+            }
+        )
         print(f"{kind} on {machine or 'all'}: {found[-1]['end'] - found[-1]['start']:.0f} s")
     return found
 

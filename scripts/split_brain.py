@@ -87,10 +87,12 @@ class Job:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         env = os.environ | {
-            "PYTHONPATH": str(ROOT), "MEGAJAX_TOKEN": secrets.token_hex(16), "JAX_PLATFORMS": "cpu",
+            "PYTHONPATH": str(ROOT),
+            "MEGAJAX_TOKEN": secrets.token_hex(16),
+            "JAX_PLATFORMS": "cpu",
             # Of two processes only the first would find its programs, and Gloo waits 30 s.
             "JAX_ENABLE_COMPILATION_CACHE": str(cfg.hosts == 1).lower(),
-        }  # fmt: skip
+        }
         words = [
             "--agents=elsewhere", f"--listen=127.0.0.1:{port}", f"--hosts={cfg.hosts}",
             f"--silence_s={silence}", "--step_s=60", "--start_s=300", "--period_s=0.5",
@@ -195,8 +197,11 @@ def attempt(folder: Path, cfg: Config, kind: str, draw: random.Random) -> dict[s
             jobs.append(last := Job(folder / "second", steps, cfg, names, SILENCE_S))
         if draw.random() < 0.7:  # while the next attempt trains
             more = frozen_at + EVERY * draw.randrange(1, 8)
-            wait_for(lambda: newest(steps) >= more or last.driver.poll() is not None,
-                     f"step {more}", first)  # fmt: skip
+            wait_for(
+                lambda: newest(steps) >= more or last.driver.poll() is not None,
+                f"step {more}",
+                first,
+            )
         else:
             time.sleep(draw.uniform(0.2, 4 * SILENCE_S))
         waited, woken_at = time.monotonic() - began, newest(steps)
@@ -207,12 +212,16 @@ def attempt(folder: Path, cfg: Config, kind: str, draw: random.Random) -> dict[s
             time.sleep(draw.uniform(0.0, 1.0))  # an agent that wakes first ends its trainers
         codes = [job.end() for job in reversed(jobs)]
         return {
-            "frozen": kind, "host": host, "at_step": frozen_at, "for_s": round(waited, 2),
-            "woken_at_step": woken_at, "codes": codes,
+            "frozen": kind,
+            "host": host,
+            "at_step": frozen_at,
+            "for_s": round(waited, 2),
+            "woken_at_step": woken_at,
+            "codes": codes,
             "attempts": sum(len(j.events("start")) for j in jobs),
             "ended_by_lease": sum(j.said("[lease] process") for j in jobs),
             "refused": sum(j.said("a newer attempt") for j in jobs),
-        }  # fmt: skip
+        }
     finally:
         for job in jobs:
             job.close()

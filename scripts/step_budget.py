@@ -124,12 +124,15 @@ def row(name: str, variant: str, pieces: int, before: bool, cluster: Cluster) ->
         assert abs(step_s - estimate(step, cluster, ()).step_s) < 1e-6
     flops = train_flops_per_token(step.load, "causal") * step.load.tokens
     return {
-        "configuration": name, "segments": pieces, "step_ms": 1e3 * step_s,
+        "configuration": name,
+        "segments": pieces,
+        "step_ms": 1e3 * step_s,
         "mfu_percent": 100 * flops / step_s / CARD.flops["bfloat16"],
         "bound_gib": memory.bound(memory.terms(shape_of(cfg, 1))) / 2**30,
-        "remat": cfg.train.remat, "loss_chunks": cfg.train.loss_chunks,
+        "remat": cfg.train.remat,
+        "loss_chunks": cfg.train.loss_chunks,
         "causes_ms": {cause: round(ms, 2) for cause, ms in causes.items()},
-    }  # fmt: skip
+    }
 
 
 def memory_row(name: str, variant: str) -> dict[str, Any]:
@@ -142,11 +145,13 @@ def memory_row(name: str, variant: str) -> dict[str, Any]:
     chosen = with_chunks(cfg, ONE, CARD.memory_bytes)
     bound = memory.bound(memory.terms(step_shape(chosen, ONE, fused_attention=True)))
     return {
-        "configuration": name, "loss_chunks": chosen.train.loss_chunks,
+        "configuration": name,
+        "loss_chunks": chosen.train.loss_chunks,
         "arguments_gib": used.argument_size_in_bytes / 2**30,
         "temporary_gib": used.temp_size_in_bytes / 2**30,
-        "peak_gib": used.peak_memory_in_bytes / 2**30, "bound_gib": bound / 2**30,
-    }  # fmt: skip
+        "peak_gib": used.peak_memory_in_bytes / 2**30,
+        "bound_gib": bound / 2**30,
+    }
 
 
 def main() -> int:

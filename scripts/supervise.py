@@ -93,8 +93,12 @@ class Parser(argparse.ArgumentParser):
 
 def flags_of() -> Parser:
     """Returns the flags of this script, by what they are about."""
-    parser = Parser(usage="supervise.py [flags] -- COMMAND", description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)  # fmt: skip
+    parser = Parser(
+        usage="supervise.py [flags] -- COMMAND",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
     add = parser.add_argument_group("the job").add_argument
     add("--hosts", type=int, default=1, help="number of hosts that train at the same time")
     add("--processes", type=int, default=1, help="processes of the command on each host")
@@ -127,13 +131,24 @@ def flags_of() -> Parser:
 
 
 def _detectors(add: Callable[..., Any]) -> None:
-    add("--straggler", choices=("warn", "evict"), default="warn",
+    add(
+        "--straggler",
+        choices=("warn", "evict"),
+        default="warn",
         help="response to a rank that is slower than the others; evict: save, and continue "
-        "without its host if enough others are left; [%(default)s]")  # fmt: skip
-    add("--detectors", default=USUAL, help="detectors, joined by commas, of: "
-        f"{', '.join(DETECTORS)}; {USUAL}: all of these")  # fmt: skip
-    add("--respond", default="", help="response to the alerts of a rule: rule=warn, rule=evict or "
-        "rule=restart, joined by commas")  # fmt: skip
+        "without its host if enough others are left; [%(default)s]",
+    )
+    add(
+        "--detectors",
+        default=USUAL,
+        help=f"detectors, joined by commas, of: {', '.join(DETECTORS)}; {USUAL}: all of these",
+    )
+    add(
+        "--respond",
+        default="",
+        help="response to the alerts of a rule: rule=warn, rule=evict or "
+        "rule=restart, joined by commas",
+    )
     run.add_flags(add)
 
 
@@ -141,17 +156,28 @@ def _meeting(add: Callable[..., Any]) -> None:
     add("--listen", default="127.0.0.1:0", help="host:port at which the driver listens")
     add("--agents", choices=("here", "elsewhere"), default="here", help="who starts the agents")
     add("--agent", metavar="HOST:PORT", help="run as the agent of this host, for this driver")
-    add("--rejoin_s", type=float, default=30.0, help="time for an --agent to come back when its "
-        "connection ended and the driver may not have; [%(default)g]")  # fmt: skip
-    add("--metrics_at", metavar="HOST:PORT", help="address at which an --agent serves this host's "
-        "counters to Prometheus; default: none")  # fmt: skip
+    add(
+        "--rejoin_s",
+        type=float,
+        default=30.0,
+        help="time for an --agent to come back when its "
+        "connection ended and the driver may not have; [%(default)g]",
+    )
+    add(
+        "--metrics_at",
+        metavar="HOST:PORT",
+        help="address at which an --agent serves this host's counters to Prometheus; default: none",
+    )
     name = os.environ.get("SLURMD_NODENAME", socket.gethostname())  # as a blocklist must have it
     add("--name", default=name, help="name of this host, as an agent; [%(default)s]")
     add("--token_file", help="file whose first line is the job's secret; or set MEGAJAX_TOKEN")
     add("--tls", action="store_true", help="encrypt the connections of driver and agents")
     add("--tls_cert", help="PEM file of the driver, with its key; default: made at the start")
-    add("--tls_ca", help="PEM file of the authority that signed the driver's certificate; default: "
-        "only the secret proves who the driver is")  # fmt: skip
+    add(
+        "--tls_ca",
+        help="PEM file of the authority that signed the driver's certificate; default: "
+        "only the secret proves who the driver is",
+    )
     add("--evict", metavar="HOST", help="tell the driver of --out to continue without this host")
     add("--readmit", metavar="HOST", help="tell the driver of --out that this host may return")
 
@@ -348,8 +374,9 @@ def serve(s: argparse.Namespace) -> int:
                 print(
                     f"[agent {s.name}] no driver at {s.agent} yet ({error}); waiting for "
                     f"{left:.0f} s more (--join_s)",
-                    file=sys.stderr, flush=True,
-                )  # fmt: skip
+                    file=sys.stderr,
+                    flush=True,
+                )
             time.sleep(min(1.0, left))  # both are started at one time; the driver may be later
         else:
             code = agent.serve()

@@ -85,21 +85,28 @@ def nano_figures() -> str:
 def bench_train() -> str:
     """The trainer beside a hand-written loop."""
     columns = {
-        "loop": "loop", "median s": "median_s", "p10": "p10_s", "p90": "p90_s", "n": "n",
+        "loop": "loop",
+        "median s": "median_s",
+        "p10": "p10_s",
+        "p90": "p90_s",
+        "n": "n",
         "ratio": "ratio",
-    }  # fmt: skip
+    }
     return table(RESULTS / "bench_train.json", columns)
 
 
 def bench_serve() -> str:
     """The server beside llama.cpp."""
     columns = {
-        "program": "who", "first token, s": "first_token_s",
-        "first token, CPU-s": "first_token_cpu_s", "one stream, CPU-s a token": "cpu_s_a_token_1",
+        "program": "who",
+        "first token, s": "first_token_s",
+        "first token, CPU-s": "first_token_cpu_s",
+        "one stream, CPU-s a token": "cpu_s_a_token_1",
         "over llama.cpp": "cpu_s_a_token_1_over_rival",
         "eight streams, CPU-s a token": "cpu_s_a_token_8",
-        "over llama.cpp's": "cpu_s_a_token_8_over_rival", "peak memory, MiB": "peak_mib",
-    }  # fmt: skip
+        "over llama.cpp's": "cpu_s_a_token_8_over_rival",
+        "peak memory, MiB": "peak_mib",
+    }
     return table(RESULTS / "bench_serve.json", columns)
 
 
@@ -108,9 +115,15 @@ def megascale_mfu() -> str:
     load = replace(PRESETS["megascale_175b"](), window=None).workload(1, 2048)
     flops = train_flops_per_token(load, "megatron")
     rows = (
-        (256, 39.3, 53.0), (512, 74.1, 49.9), (768, 103.8, 46.7), (1024, 132.7, 44.7),
-        (3072, 433.6, 48.7), (6144, 851.6, 47.8), (8192, 1027.9, 43.3), (12288, 1466.8, 41.2),
-    )  # fmt: skip
+        (256, 39.3, 53.0),
+        (512, 74.1, 49.9),
+        (768, 103.8, 46.7),
+        (1024, 132.7, 44.7),
+        (3072, 433.6, 48.7),
+        (6144, 851.6, 47.8),
+        (8192, 1027.9, 43.3),
+        (12288, 1466.8, 41.2),
+    )
     lines = ["| GPUs (A100) | thousand tokens/s | MFU, paper | MFU, ours |", "|---|---|---|---|"]
     differ = []
     for gpus, rate, paper in rows:
@@ -125,19 +138,25 @@ def megascale_mfu() -> str:
 def megascale_ablation() -> str:
     """MegaScale's table 3 beside the cost model's simulation of it."""
     columns = {
-        "added": "added", "MFU, paper": "paper", "gain, paper": "paper_gain",
-        "MFU, simulated": "ours", "gain, simulated": "gain",
-    }  # fmt: skip
+        "added": "added",
+        "MFU, paper": "paper",
+        "gain, paper": "paper_gain",
+        "MFU, simulated": "ours",
+        "gain, simulated": "gain",
+    }
     return table(RESULTS / "megascale_ablation.json", columns)
 
 
 def schedules() -> str:
     """Pipeline schedules, ideal and as executed."""
     columns = {
-        "schedule": "schedule", "ideal makespan": "ideal", "ideal bubble": "bubble",
-        "lockstep, residuals stashed": "residuals", "lockstep, inputs stashed": "inputs",
+        "schedule": "schedule",
+        "ideal makespan": "ideal",
+        "ideal bubble": "bubble",
+        "lockstep, residuals stashed": "residuals",
+        "lockstep, inputs stashed": "inputs",
         "inputs kept a stage": "places",
-    }  # fmt: skip
+    }
     return table(RESULTS / "schedules.json", columns)
 
 
@@ -191,9 +210,13 @@ def plan_search() -> str:
     path = RESULTS / "plan_175b_search.json"
     found = json.loads(path.read_text())
     columns = {
-        "mesh": "mesh", "schedule": "schedule", "remat": "remat", "source": "source",
-        "a step": "estimate", "GiB a GPU": "needed_gib",
-    }  # fmt: skip
+        "mesh": "mesh",
+        "schedule": "schedule",
+        "remat": "remat",
+        "source": "source",
+        "a step": "estimate",
+        "GiB a GPU": "needed_gib",
+    }
     dropped = ", ".join(f"{term} {count:,}" for term, count in found["dropped"].items())
     text = (
         f"{found['candidates']:,} candidates on {found['legal_meshes']} legal meshes in "
@@ -207,21 +230,30 @@ def plan_search() -> str:
 def bytetransformer_counts() -> str:
     """What padding costs on the paper's workload, counted."""
     columns = {
-        "maximum length": "longest", "tokens, padded": "padded_tokens", "in the bucket": "capacity",
-        "GFLOP, padded": "gflop_padded", "GFLOP, ours": "gflop_ours", "GB, padded": "gbyte_padded",
-        "GB, ours": "gbyte_ours", "attention, pairs saved": "attention_saving_visited",
+        "maximum length": "longest",
+        "tokens, padded": "padded_tokens",
+        "in the bucket": "capacity",
+        "GFLOP, padded": "gflop_padded",
+        "GFLOP, ours": "gflop_ours",
+        "GB, padded": "gbyte_padded",
+        "GB, ours": "gbyte_ours",
+        "attention, pairs saved": "attention_saving_visited",
         "at most": "attention_saving_useful",
-    }  # fmt: skip
+    }
     return table(RESULTS / "bytetransformer_cpu.json", columns, part="count")
 
 
 def bytetransformer_steps() -> str:
     """The steps of figure 13, counted: an H200's floor, which no kernel reaches."""
     columns = {
-        "maximum length": "longest", "step": "step", "GFLOP": "gflop", "GB": "gbyte",
-        "floor, ms (estimate)": "floor_ms_estimate", "gain, % (estimate)": "gain_percent_estimate",
+        "maximum length": "longest",
+        "step": "step",
+        "GFLOP": "gflop",
+        "GB": "gbyte",
+        "floor, ms (estimate)": "floor_ms_estimate",
+        "gain, % (estimate)": "gain_percent_estimate",
         "gain, %, paper (from memory)": "gain_percent_paper",
-    }  # fmt: skip
+    }
     return table(RESULTS / "bytetransformer_cpu.json", columns, part="step")
 
 

@@ -117,9 +117,14 @@ def torch_legacy(
 
 
 def old_tensor(
-    shape: Any, strides: Any, key: str = "7", elements: Any = 6, cls: str = "FloatStorage",
-    view: Any = None, offset: Any = 0,
-) -> Object:  # fmt: skip
+    shape: Any,
+    strides: Any,
+    key: str = "7",
+    elements: Any = 6,
+    cls: str = "FloatStorage",
+    view: Any = None,
+    offset: Any = 0,
+) -> Object:
     """Returns a tensor as those files have them."""
     pid = ("storage", Name("torch", cls), key, "cpu", elements, view)
     args = (Persistent(pid), offset, shape, strides, False, None)

@@ -23,9 +23,13 @@ import warnings
 
 ROOT = pathlib.Path(__file__).parent.parent
 DEPENDENCIES = (
-    "flax.nnx", "jax.experimental.pallas.mosaic_gpu", "matplotlib.pyplot", "optax",
-    "orbax.checkpoint", "rich.console",
-)  # fmt: skip
+    "flax.nnx",
+    "jax.experimental.pallas.mosaic_gpu",
+    "matplotlib.pyplot",
+    "optax",
+    "orbax.checkpoint",
+    "rich.console",
+)
 OURS = ("megajax.systems.aot", "megajax.systems.job", "megajax.systems.strategies")
 
 SECONDS = 600  # that a script may take, on a machine however busy; then it is gone
@@ -110,9 +114,12 @@ def _folder() -> str:
 @functools.cache
 def _server() -> subprocess.Popen:
     server = subprocess.Popen(
-        [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        [sys.executable, __file__],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
+    )
     atexit.register(server.communicate)  # it ends with its input
     return server
 

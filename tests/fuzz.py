@@ -168,8 +168,16 @@ def fuzz(name: str, cfg: Config, out: Path, keep: Callable[[dict], None]) -> Non
             if kinds[kind] == 1:
                 save(out / name, cfg.seed, where, make(target, seeds, cfg.seed, where), reason)
         worst = int.from_bytes(shared[8:], "little") / 1e6
-        keep({"target": name, "inputs": number, "seconds": round(spent, 1), "worst_s": worst,
-              "memory_mb": memory // 1024, "findings": kinds})  # fmt: skip
+        keep(
+            {
+                "target": name,
+                "inputs": number,
+                "seconds": round(spent, 1),
+                "worst_s": worst,
+                "memory_mb": memory // 1024,
+                "findings": kinds,
+            }
+        )
 
 
 def save(folder: Path, seed: int, number: int, data: bytes, reason: str) -> None:

@@ -91,8 +91,10 @@ def _report(data: bytes, folder: Path) -> None:
 
 SPANS = {
     "spans": {"0": [["data", 1, 0.0, 0.5], ["launch", 1, 0.5, 1.0]], "1": [["data", 1, 0, 1]]},
-    "hosts": {"0": "a", "1": "b"}, "offsets": {"a": 0.0}, "grid": "data=2",
-}  # fmt: skip
+    "hosts": {"0": "a", "1": "b"},
+    "offsets": {"a": 0.0},
+    "grid": "data=2",
+}
 
 
 def _spans(data: bytes, folder: Path) -> None:

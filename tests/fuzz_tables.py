@@ -162,13 +162,18 @@ def model(kind: int, **trainer: int) -> bytes:
 
 
 LLAMA = {
-    "tokenizer_class": "LlamaTokenizer", "bos_token": "<s>", "eos_token": "</s>", "legacy": False,
+    "tokenizer_class": "LlamaTokenizer",
+    "bos_token": "<s>",
+    "eos_token": "</s>",
+    "legacy": False,
     "added_tokens_decoder": {
         "0": {"content": "<unk>", "special": True, "normalized": False},
         "3": {"content": "<user>", "special": False},
     },
-    "add_bos_token": True, "add_prefix_space": True, "additional_special_tokens": ["<user>"],
-}  # fmt: skip
+    "add_bos_token": True,
+    "add_prefix_space": True,
+    "additional_special_tokens": ["<user>"],
+}
 
 
 def _cut(folder: Path) -> None:
@@ -200,8 +205,9 @@ def _settings_seeds(folder: Path) -> list[bytes]:
 
     plain = {k: v for k, v in LLAMA.items() if k != "tokenizer_class"}
     listed = [{"config": c, "added": {"<x>": 33, "<y>": 34}} for c in (LLAMA, plain)]
-    listed.append({"config": {k: v for k, v in plain.items() if "added" not in k},
-                   "added": {"<new>": 33}})  # fmt: skip
+    listed.append(
+        {"config": {k: v for k, v in plain.items() if "added" not in k}, "added": {"<new>": 33}}
+    )
     return [json.dumps(x).encode() for x in listed]
 
 
@@ -346,8 +352,12 @@ def _template(data: bytes, folder: Path) -> None:
 
 def _csv_seeds(folder: Path) -> list[bytes]:
     rows = ["timestamp,machine,metric,value,gpu"]
-    rows += [f"{1_700_000_000 + t},h{m},DCGM_FI_DEV_GPU_UTIL,{t * m},{g}"
-             for t in range(6) for m in range(3) for g in range(2)]  # fmt: skip
+    rows += [
+        f"{1_700_000_000 + t},h{m},DCGM_FI_DEV_GPU_UTIL,{t * m},{g}"
+        for t in range(6)
+        for m in range(3)
+        for g in range(2)
+    ]
     rows += [f'{1_700_000_000 + 15 * t},h1,node_cpu_seconds_total,{t},"idle"' for t in range(9)]
     text = "\n".join(rows).encode()
     return [text, gzip.compress(text)]
@@ -374,10 +384,12 @@ def _parquet_seeds(folder: Path) -> list[bytes]:
 
     rows = 60
     columns = {
-        "timestamp": [1_700_000_000 + k // 6 for k in range(rows)], "metric": ["m"] * rows,
-        "machine": [f"h{k % 3}" for k in range(rows)], "value": [float(k) for k in range(rows)],
+        "timestamp": [1_700_000_000 + k // 6 for k in range(rows)],
+        "metric": ["m"] * rows,
+        "machine": [f"h{k % 3}" for k in range(rows)],
+        "value": [float(k) for k in range(rows)],
         "gpu": [k % 2 for k in range(rows)],
-    }  # fmt: skip
+    }
     made = []
     for compression, moments in (("none", False), ("zstd", True), ("snappy", False)):
         table = pyarrow.table(columns)
@@ -543,8 +555,10 @@ def _dataset_seeds(folder: Path) -> list[bytes]:
     from megajax.systems.cdmpp.dataset import Dataset
     from megajax.systems.cdmpp.labels import Labels
 
-    records = [product(2, 64, 32, 16, "bfloat16", bias=True),
-               rowwise(("add",), 8, 128, 2, "float32")]  # fmt: skip
+    records = [
+        product(2, 64, 32, 16, "bfloat16", bias=True),
+        rowwise(("add",), 8, 128, 2, "float32"),
+    ]
     devices = ["one", "one", "two"]
     cards = {"one": CARDS["H100"], "two": CARDS["A100"]}
     rows = Dataset([*records, records[0]], np.full(3, 1e-3), devices, cards, {"date": "today"})
@@ -573,16 +587,20 @@ def _profile_seeds(folder: Path) -> list[bytes]:
     names = {1: b"dot.1", 2: b"end: dot.1"}
     stats = {1: b"hlo_op", 2: b"hlo_module", 3: b"_p", 4: b"_c", 5: b"jit_f", 6: b"dot.1"}
     referring = [(1, 0, 1), (7, 0, 6)], [(1, 0, 2), (5, 2, b"jit_f")], [(1, 0, 3), (3, 0, 7)]
-    events_ = [(4, 2, [(1, 0, 1), (2, 0, 1000 * k), (3, 0, 700),
-                       *((4, 2, list(s)) for s in referring)]) for k in range(3)]  # fmt: skip
+    events_ = [
+        (4, 2, [(1, 0, 1), (2, 0, 1000 * k), (3, 0, 700), *((4, 2, list(s)) for s in referring)])
+        for k in range(3)
+    ]
     events_.append((4, 2, [(1, 0, 2), (2, 0, 4000), (3, 0, 1), (4, 2, [(1, 0, 4), (3, 0, 7)])]))
     line = [(1, 0, 1), (2, 2, b"thread"), (3, 0, 10**6), *events_]
     made = []
     for plane in (b"/host:CPU", b"/device:GPU:0"):
         fields: list[Field] = [(1, 0, 1), (2, 2, plane), (3, 2, line)]
         for number, listed in ((4, names), (5, stats)):
-            fields += [(number, 2, [(1, 0, k), (2, 2, [(1, 0, k), (2, 2, name)])])
-                       for k, name in listed.items()]  # fmt: skip
+            fields += [
+                (number, 2, [(1, 0, k), (2, 2, [(1, 0, k), (2, 2, name)])])
+                for k, name in listed.items()
+            ]
         made.append(message([(1, 2, fields)]))
     return made
 
@@ -600,8 +618,14 @@ def _profile(data: bytes, folder: Path) -> None:
 def _adapter_seeds(folder: Path) -> list[bytes]:
     import megajax.foreign.hf  # noqa: F401
 
-    adapter = {"peft_type": "LORA", "r": 8, "lora_alpha": 16, "target_modules": ["q_proj"],
-               "base_model_name_or_path": "x", "bias": "none"}  # fmt: skip
+    adapter = {
+        "peft_type": "LORA",
+        "r": 8,
+        "lora_alpha": 16,
+        "target_modules": ["q_proj"],
+        "base_model_name_or_path": "x",
+        "bias": "none",
+    }
     return [json.dumps(adapter).encode()]
 
 

@@ -188,12 +188,16 @@ def _structure() -> dict[Any, Any]:
         Name("argparse", "Namespace"), (), {"lr": 0.5, "dtype": Name("torch", "float32")}
     )
     return {
-        "model": model, "args": group, "iteration": 3, "note": "hello", "list": [1, None, (2, "x")],
+        "model": model,
+        "args": group,
+        "iteration": 3,
+        "note": "hello",
+        "list": [1, None, (2, "x")],
         "size": Object(Name("torch", "Size"), ((2, 3),)),
         "ordered": Object(Name("collections", "OrderedDict"), ([("a", 1), ("b", 2)],)),
         "set": Object(Name("__builtin__", "set"), ([1, 2],)),
         "pairs": Pairs([(1, "a"), ("1.5", "b")]),
-    }  # fmt: skip
+    }
 
 
 def _pickle_seeds(folder: Path) -> list[bytes]:
@@ -260,10 +264,11 @@ def _gguf_seeds(folder: Path) -> list[bytes]:
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), "a", "b", "ab"]
     kinds = [2, 3, 3, *[6] * 256, 1, 1, 1]
     sentencepiece = found | {
-        "tokenizer.ggml.model": "llama", "tokenizer.ggml.tokens": pieces,
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": pieces,
         "tokenizer.ggml.scores": [-float(i) for i in range(262)],
         "tokenizer.ggml.token_type": [gguf_writer.Typed("i32", k) for k in kinds],
-    }  # fmt: skip
+    }
     return [
         gguf_writer.gguf(found, tensors),
         gguf_writer.gguf(sentencepiece, quantized),
@@ -347,9 +352,16 @@ def _config_seeds(folder: Path) -> list[bytes]:
                          "high_freq_factor": 4.0, "original_max_position_embeddings": 8192},
     }  # fmt: skip
     mixtral = llama | {"model_type": "mixtral", "num_local_experts": 4, "num_experts_per_tok": 2}
-    gpt2 = {"model_type": "gpt2", "n_layer": 2, "n_embd": 64, "n_head": 4, "n_positions": 128,
-            "vocab_size": 512, "layer_norm_epsilon": 1e-5,
-            "activation_function": "gelu_new"}  # fmt: skip
+    gpt2 = {
+        "model_type": "gpt2",
+        "n_layer": 2,
+        "n_embd": 64,
+        "n_head": 4,
+        "n_positions": 128,
+        "vocab_size": 512,
+        "layer_norm_epsilon": 1e-5,
+        "activation_function": "gelu_new",
+    }
     bert = {"model_type": "bert", "num_hidden_layers": 2, "hidden_size": 64, "vocab_size": 512,
             "num_attention_heads": 4, "intermediate_size": 128, "max_position_embeddings": 128,
             "type_vocab_size": 2, "layer_norm_eps": 1e-12, "hidden_act": "gelu", "pad_token_id": 0,
@@ -380,9 +392,13 @@ def _quantization_seeds(folder: Path) -> list[bytes]:
     import megajax.foreign.hf_quantized  # noqa: F401  # it takes jax, which takes long, and memory
 
     gptq = {
-        "quant_method": "gptq", "bits": 4, "group_size": 128, "checkpoint_format": "gptq_v2",
-        "desc_act": True, "dynamic": {r"+:^model\.layers\.1\.": {"bits": 8, "group_size": 32}},
-    }  # fmt: skip
+        "quant_method": "gptq",
+        "bits": 4,
+        "group_size": 128,
+        "checkpoint_format": "gptq_v2",
+        "desc_act": True,
+        "dynamic": {r"+:^model\.layers\.1\.": {"bits": 8, "group_size": 32}},
+    }
     awq = {"quant_method": "awq", "w_bit": 4, "q_group_size": 64, "version": "gemm"}
     return [json.dumps(x).encode() for x in (gptq, awq)]
 

@@ -7,10 +7,18 @@ from typing import Any, NamedTuple
 import numpy as np
 
 SCALARS = {
-    "u8": (0, "<B"), "i8": (1, "<b"), "u16": (2, "<H"), "i16": (3, "<h"), "u32": (4, "<I"),
-    "i32": (5, "<i"), "f32": (6, "<f"), "bool": (7, "<?"), "u64": (10, "<Q"), "i64": (11, "<q"),
+    "u8": (0, "<B"),
+    "i8": (1, "<b"),
+    "u16": (2, "<H"),
+    "i16": (3, "<h"),
+    "u32": (4, "<I"),
+    "i32": (5, "<i"),
+    "f32": (6, "<f"),
+    "bool": (7, "<?"),
+    "u64": (10, "<Q"),
+    "i64": (11, "<q"),
     "f64": (12, "<d"),
-}  # fmt: skip
+}
 
 
 class Typed(NamedTuple):
@@ -116,23 +124,31 @@ def vocabulary(merges: Sequence[str] = ("h e", "l l", "he ll", "Ġ w")) -> dict[
     tokens = byte_letters() + [m.replace(" ", "") for m in merges] + ["<|begin|>", "<|end|>"]
     n = len(tokens)
     return {
-        "tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": "smollm",
-        "tokenizer.ggml.tokens": tokens, "tokenizer.ggml.merges": list(merges),
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "smollm",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.merges": list(merges),
         "tokenizer.ggml.token_type": [Typed("i32", 1)] * (n - 2) + [Typed("i32", 3)] * 2,
-        "tokenizer.ggml.bos_token_id": n - 2, "tokenizer.ggml.eos_token_id": n - 1,
+        "tokenizer.ggml.bos_token_id": n - 2,
+        "tokenizer.ggml.eos_token_id": n - 1,
         "tokenizer.chat_template": "{{ bos_token }}{% for m in messages %}{{ m['content'] }}"
         "<|end|>{% endfor %}",
-    }  # fmt: skip
+    }
 
 
 def llama(**changes: Any) -> dict[str, Any]:
     """Returns the metadata of a small Llama: 2 layers, width 32, 4 heads of 8 over 2."""
     found = {
-        "general.architecture": "llama", "llama.block_count": 2, "llama.context_length": 64,
-        "llama.embedding_length": 32, "llama.feed_forward_length": 64,
-        "llama.attention.head_count": 4, "llama.attention.head_count_kv": 2,
-        "llama.attention.layer_norm_rms_epsilon": 1e-5, "llama.rope.freq_base": 10000.0,
-    }  # fmt: skip
+        "general.architecture": "llama",
+        "llama.block_count": 2,
+        "llama.context_length": 64,
+        "llama.embedding_length": 32,
+        "llama.feed_forward_length": 64,
+        "llama.attention.head_count": 4,
+        "llama.attention.head_count_kv": 2,
+        "llama.attention.layer_norm_rms_epsilon": 1e-5,
+        "llama.rope.freq_base": 10000.0,
+    }
     return found | changes
 
 
@@ -141,10 +157,16 @@ def llama_tensors(rng: np.random.Generator, vocab: int = 262) -> list[Tensor]:
     shapes: dict[str, tuple[int, ...]] = {"token_embd": (vocab, 32), "output_norm": (32,)}
     for i in range(2):
         for name, shape in (
-            ("attn_norm", (32,)), ("ffn_norm", (32,)), ("attn_q", (32, 32)), ("attn_k", (16, 32)),
-            ("attn_v", (16, 32)), ("attn_output", (32, 32)), ("ffn_gate", (64, 32)),
-            ("ffn_up", (64, 32)), ("ffn_down", (32, 64)),
-        ):  # fmt: skip
+            ("attn_norm", (32,)),
+            ("ffn_norm", (32,)),
+            ("attn_q", (32, 32)),
+            ("attn_k", (16, 32)),
+            ("attn_v", (16, 32)),
+            ("attn_output", (32, 32)),
+            ("ffn_gate", (64, 32)),
+            ("ffn_up", (64, 32)),
+            ("ffn_down", (32, 64)),
+        ):
             shapes[f"blk.{i}.{name}"] = shape
     return [f32(f"{n}.weight", rng.standard_normal(s) * 0.1) for n, s in shapes.items()]
 

@@ -61,9 +61,11 @@ def copies(gpu, random, ranks=3, rows=64, comm=1):
     x = whole(random, ranks, 1, rows, 1024)
     peers = RemotePeer(ranks, gpu.axis)
     found = gpu.run(
-        *(functools.partial(all_gather, x[r], peers=peers, comm=comm, chunk=40)
-          for r in range(ranks))
-    )  # fmt: skip
+        *(
+            functools.partial(all_gather, x[r], peers=peers, comm=comm, chunk=40)
+            for r in range(ranks)
+        )
+    )
     for r, gathered in enumerate(found):
         there = [source for source in range(ranks) if source != r]
         np.testing.assert_array_equal(gathered[there], x[there, 0])
@@ -80,9 +82,17 @@ def large(ranks: int) -> np.ndarray:
 
 
 def scatter(
-    gpu, random, ranks=3, rows=72, cluster=1, warpgroups=1, comm=1, depths=(64, 128), N=128,
+    gpu,
+    random,
+    ranks=3,
+    rows=72,
+    cluster=1,
+    warpgroups=1,
+    comm=1,
+    depths=(64, 128),
+    N=128,
     chunk=40,
-):  # fmt: skip
+):
     """Two products by transposed weights, added; bias and residual."""
     R = ranks
     xs = [whole(random, R, R, rows, K) * large(R)[:, None, None, None] for K in depths]
@@ -153,9 +163,16 @@ def _pages(work: Any, rank: int) -> Any:
 
 
 def dispatch(
-    gpu, random, ranks=3, routing="some nowhere", cluster=1, warpgroups=1, comm=1, K=128,
+    gpu,
+    random,
+    ranks=3,
+    routing="some nowhere",
+    cluster=1,
+    warpgroups=1,
+    comm=1,
+    K=128,
     widths=(64, 128),
-):  # fmt: skip
+):
     """Two weights; experts' rows that begin anywhere.
 
     A tile loads the rows of its neighbours too, which may be on their way, and stores its own.
@@ -167,14 +184,23 @@ def dispatch(
     ws = [whole(random, R, 1, EXPERTS, K, F) for F in widths]
     tile = Tile(64 * warpgroups, 64, 64, 2, warpgroups, cluster)
     fusion = product.ExpertFusion(tile, comm * cluster, CHUNK, band=2)
-    found = gpu.run(*(
-        functools.partial(
-            dispatch_gemm, x[r], tuple(w[r] for w in ws), _pages(work, r), rows=N,
-            flags=R * -(-TOKENS * CHOICES // CHUNK), peers=RemotePeer(R, gpu.axis), fusion=fusion,
-            spec=SPEC, blocks=(comm + 2) * cluster,
+    found = gpu.run(
+        *(
+            functools.partial(
+                dispatch_gemm,
+                x[r],
+                tuple(w[r] for w in ws),
+                _pages(work, r),
+                rows=N,
+                flags=R * -(-TOKENS * CHOICES // CHUNK),
+                peers=RemotePeer(R, gpu.axis),
+                fusion=fusion,
+                spec=SPEC,
+                blocks=(comm + 2) * cluster,
+            )
+            for r in range(R)
         )
-        for r in range(R)
-    ))  # fmt: skip
+    )
     each = [np.array([x[s, 0, t] for s, t, _ in here]).reshape(-1, K) for here in rows]
     for r, (ys, came) in enumerate(found):
         np.testing.assert_array_equal(came[0, : len(rows[r])], each[r])

@@ -121,13 +121,17 @@ def _page(box: Box) -> int | None:
 
 
 def _overlap(a: Box, b: Box) -> bool:
-    return all(first < other_last and other_first < last
-               for (first, last), (other_first, other_last) in zip(a, b, strict=True))  # fmt: skip
+    return all(
+        first < other_last and other_first < last
+        for (first, last), (other_first, other_last) in zip(a, b, strict=True)
+    )
 
 
 def _inside(a: Box, b: Box) -> bool:
-    return all(other_first <= first and last <= other_last
-               for (first, last), (other_first, other_last) in zip(a, b, strict=True))  # fmt: skip
+    return all(
+        other_first <= first and last <= other_last
+        for (first, last), (other_first, other_last) in zip(a, b, strict=True)
+    )
 
 
 class Ref:

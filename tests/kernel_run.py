@@ -110,9 +110,15 @@ class Gpu:
     # ---- kernels
 
     def kernel(
-        self, body: Callable[..., None], *, out_type: Any, scratch_types: dict[str, Any],
-        grid: tuple[int], grid_names: tuple[str], **options: Any,
-    ) -> Callable[..., Any]:  # fmt: skip
+        self,
+        body: Callable[..., None],
+        *,
+        out_type: Any,
+        scratch_types: dict[str, Any],
+        grid: tuple[int],
+        grid_names: tuple[str],
+        **options: Any,
+    ) -> Callable[..., Any]:
         """As plgpu.kernel: a call allocates, and returns results that `run` fills in."""
         (clusters,), (grid_name,) = grid, grid_names
         (size,), threads = options.get("cluster", (1,)), options.get("num_threads", 1)
@@ -259,9 +265,14 @@ class Gpu:
     # ---- copies and products
 
     def copy_gmem_to_smem(
-        self, source: Ref, target: Ref, barrier: Barrier, *, collective_axes: Any = None,
+        self,
+        source: Ref,
+        target: Ref,
+        barrier: Barrier,
+        *,
+        collective_axes: Any = None,
         oob_mode: Any = None,
-    ):  # fmt: skip
+    ):
         """Starts a load; of a whole cluster, each block's brings its share of the rows to all."""
         self.machine.switch()
         if oob_mode is plgpu.OOBFillMode.PROMISE_IN_BOUNDS and not source.within:
@@ -356,16 +367,28 @@ def _named(real: types.ModuleType, **fakes: Any) -> types.SimpleNamespace:
 
 def _plgpu(gpu: Gpu) -> types.SimpleNamespace:
     watched = (
-        "barrier_wait", "barrier_arrive", "copy_gmem_to_smem", "copy_smem_to_gmem", "commit_smem",
-        "commit_smem_to_gmem_group", "wait_smem_to_gmem", "wgmma", "wgmma_wait",
-    )  # fmt: skip
+        "barrier_wait",
+        "barrier_arrive",
+        "copy_gmem_to_smem",
+        "copy_smem_to_gmem",
+        "commit_smem",
+        "commit_smem_to_gmem_group",
+        "wait_smem_to_gmem",
+        "wgmma",
+        "wgmma_wait",
+    )
     calls = {name: gpu.calls.watched(name, getattr(gpu, name)) for name in watched}
     return _named(
-        plgpu, **calls, kernel=gpu.kernel, remote_ref=gpu.remote_ref,
-        load=lambda ref, **_: gpu.machine.load(ref), layout_cast=lambda x, _: x,
-        set_max_registers=lambda *_, **__: None, ACC=lambda shape: shape,
+        plgpu,
+        **calls,
+        kernel=gpu.kernel,
+        remote_ref=gpu.remote_ref,
+        load=lambda ref, **_: gpu.machine.load(ref),
+        layout_cast=lambda x, _: x,
+        set_max_registers=lambda *_, **__: None,
+        ACC=lambda shape: shape,
         SemaphoreType=types.SimpleNamespace(REGULAR=lambda shape: shape),
-    )  # fmt: skip
+    )
 
 
 def _pl(gpu: Gpu) -> types.SimpleNamespace:
@@ -385,12 +408,16 @@ def _pl(gpu: Gpu) -> types.SimpleNamespace:
         return x
 
     return _named(
-        pl, loop=loop, multiple_of=multiple_of, ds=_rows,
+        pl,
+        loop=loop,
+        multiple_of=multiple_of,
+        ds=_rows,
         when=lambda condition: lambda do: do() if condition else None,
         run_scoped=lambda do, *shapes: do(*(_Accumulator(gpu, shape) for shape in shapes)),
-        get_global=gpu.get_global, semaphore_signal=gpu.semaphore_signal,
+        get_global=gpu.get_global,
+        semaphore_signal=gpu.semaphore_signal,
         semaphore_wait=gpu.semaphore_wait,
-    )  # fmt: skip
+    )
 
 
 def _lax(gpu: Gpu) -> types.SimpleNamespace:
@@ -404,14 +431,18 @@ def _lax(gpu: Gpu) -> types.SimpleNamespace:
         return value
 
     def broadcast_in_dim(x, shape, dimensions):
-        return np.broadcast_to(np.expand_dims(x, [d for d in range(len(shape))
-                                                  if d not in dimensions]), shape)  # fmt: skip
+        return np.broadcast_to(
+            np.expand_dims(x, [d for d in range(len(shape)) if d not in dimensions]), shape
+        )
 
     return _named(
-        lax, div=div, rem=lambda a, b: np.int32(a - div(a, b) * b), fori_loop=fori_loop,
+        lax,
+        div=div,
+        rem=lambda a, b: np.int32(a - div(a, b) * b),
+        fori_loop=fori_loop,
         axis_index=lambda axis: np.int32(gpu.machine.me.axes[axis]),
         broadcast_in_dim=broadcast_in_dim,
-    )  # fmt: skip
+    )
 
 
 class _Numbers:

@@ -126,13 +126,18 @@ class Machine:
     def __init__(self, folder: Path, network: bool):
         self._process = subprocess.Popen(
             [sys.executable, "-S", "-c", MACHINE, str(int(network)), str(folder)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True,
-        )  # fmt: skip
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
         assert self._process.stdout and self._process.stdout.readline() == "ready\n"
         self._agent = subprocess.Popen(
             [sys.executable, "scripts/agent_metrics.py", "--port=0", f"--pid={self._process.pid}"],
-            cwd=ROOT, stdout=subprocess.PIPE, text=True,
-        )  # fmt: skip
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
 
     @functools.cached_property
     def instance(self) -> str:
@@ -210,11 +215,15 @@ class Server:
         """Starts it on what it has stored."""
         with (self.folder / "prometheus.log").open("a") as log:
             self._process = subprocess.Popen(
-                [str(program("prometheus")), f"--config.file={self.folder}/prometheus.yml",
-                 f"--storage.tsdb.path={self.folder}/data",
-                 f"--web.listen-address=127.0.0.1:{self.port}", *self._more],
+                [
+                    str(program("prometheus")),
+                    f"--config.file={self.folder}/prometheus.yml",
+                    f"--storage.tsdb.path={self.folder}/data",
+                    f"--web.listen-address=127.0.0.1:{self.port}",
+                    *self._more,
+                ],
                 stderr=log,
-            )  # fmt: skip
+            )
 
     def send(self, number: int) -> None:
         """Sends it a signal."""
@@ -246,8 +255,12 @@ def server(
 def node_exporter() -> Iterator[str]:
     """Yields the instance of a node exporter of this host."""
     instance = f"127.0.0.1:{free_port()}"
-    command = [str(program("prometheus-node-exporter")), f"--web.listen-address={instance}",
-               "--collector.ethtool", "--log.level=error"]  # fmt: skip
+    command = [
+        str(program("prometheus-node-exporter")),
+        f"--web.listen-address={instance}",
+        "--collector.ethtool",
+        "--log.level=error",
+    ]
     process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
     try:
         for _ in range(100):
@@ -347,8 +360,13 @@ def alertmanager(folder: Path) -> Iterator[str | None]:
     folder.mkdir()
     (folder / "config.yml").write_text("route: {receiver: none}\nreceivers: [{name: none}]\n")
     port = free_port()
-    command = [found, f"--config.file={folder}/config.yml", f"--storage.path={folder}/data",
-               f"--web.listen-address=127.0.0.1:{port}", "--cluster.listen-address="]  # fmt: skip
+    command = [
+        found,
+        f"--config.file={folder}/config.yml",
+        f"--storage.path={folder}/data",
+        f"--web.listen-address=127.0.0.1:{port}",
+        "--cluster.listen-address=",
+    ]
     if unpacked:
         share = Path(found).parent.parent / "share"
         script = f'mount --bind {share} /usr/share && exec "$@"'

@@ -62,9 +62,12 @@ def quantize(sequences, dtype, largest):
 
     k, v = ([one(x) for x in given] for given in (sequences.k, sequences.v))
     return dataclasses.replace(
-        sequences, k=[x for x, _ in k], v=[x for x, _ in v],
-        k_scale=[s for _, s in k], v_scale=[s for _, s in v],
-    )  # fmt: skip
+        sequences,
+        k=[x for x, _ in k],
+        v=[x for x, _ in v],
+        k_scale=[s for _, s in k],
+        v_scale=[s for _, s in v],
+    )
 
 
 def lay_out(case, sequences, seed, waste=np.nan):

@@ -125,8 +125,14 @@ def compiled(program: Program):
 
 # One program for the golden files: a lookup, a loop of products and norms, probabilities, an update
 # in place, a convolution, a branch. On GPUs its products are kernels, and sums cross two devices.
-STEP = {"table": (128, 64), "ws": (3, 64, 64), "ids": (32,), "cache": (16, 64),
-        "image": (2, 8, 8, 16), "filters": (3, 3, 16, 32)}  # fmt: skip
+STEP = {
+    "table": (128, 64),
+    "ws": (3, 64, 64),
+    "ids": (32,),
+    "cache": (16, 64),
+    "image": (2, 8, 8, 16),
+    "filters": (3, 3, 16, 32),
+}
 
 
 def step(table, ws, ids, cache, image, filters, *, axis: str | None = None):
@@ -147,8 +153,7 @@ def step(table, ws, ids, cache, image, filters, *, axis: str | None = None):
 
 def golden_cpu():
     """Returns the step as the CPU's compiler makes it."""
-    arrays = {n: jax.ShapeDtypeStruct(s, jnp.int32 if n == "ids" else F32)
-              for n, s in STEP.items()}  # fmt: skip
+    arrays = {n: jax.ShapeDtypeStruct(s, jnp.int32 if n == "ids" else F32) for n, s in STEP.items()}
     return jax.jit(step, donate_argnums=3).lower(*arrays.values()).compile()
 
 
@@ -158,12 +163,17 @@ def golden_h100():
 
     mesh = jax.make_mesh((2,), ("x",), devices=aot.devices()[:2])
     replicated = jax.NamedSharding(mesh, jax.P())
-    arrays = {n: jax.ShapeDtypeStruct(s, jnp.int32 if n == "ids" else BF16, sharding=replicated)
-              for n, s in STEP.items()}  # fmt: skip
+    arrays = {
+        n: jax.ShapeDtypeStruct(s, jnp.int32 if n == "ids" else BF16, sharding=replicated)
+        for n, s in STEP.items()
+    }
     run = jax.shard_map(
-        lambda *a: step(*a, axis="x"), mesh=mesh, in_specs=jax.P(), out_specs=jax.P(),
+        lambda *a: step(*a, axis="x"),
+        mesh=mesh,
+        in_specs=jax.P(),
+        out_specs=jax.P(),
         check_vma=False,
-    )  # fmt: skip
+    )
     return aot.compile(jax.jit(run, donate_argnums=3).lower(*arrays.values()))
 
 
@@ -174,10 +184,19 @@ ACCESS = ("stride", "stride_right", "run", "span", "dilated", "custom", "parts",
 def summary(found) -> list[dict[str, Any]]:
     """Returns records as a golden file holds them."""
     return [
-        {"kind": r.kind, "dtype": r.dtype, "executions": r.executions, "flops": r.flops,
-         "bytes_read": r["bytes_read"], "bytes_written": r["bytes_written"],
-         "transcendentals": r["transcendentals"], "leaves": len(r.tree.leaves),
-         "positions": r.tree.positions.tolist(), "hash": r.hash, "name": r.name,
-         "access": [r[name] for name in ACCESS]}
+        {
+            "kind": r.kind,
+            "dtype": r.dtype,
+            "executions": r.executions,
+            "flops": r.flops,
+            "bytes_read": r["bytes_read"],
+            "bytes_written": r["bytes_written"],
+            "transcendentals": r["transcendentals"],
+            "leaves": len(r.tree.leaves),
+            "positions": r.tree.positions.tolist(),
+            "hash": r.hash,
+            "name": r.name,
+            "access": [r[name] for name in ACCESS],
+        }
         for r in found
-    ]  # fmt: skip
+    ]

@@ -30,10 +30,14 @@ CONFIG = {
     "attention_bias": False, "mlp_bias": False, "torch_dtype": "float16",
 }  # fmt: skip
 LINEARS = {
-    "self_attn.q_proj": (128, 128), "self_attn.k_proj": (128, 64), "self_attn.v_proj": (128, 64),
-    "self_attn.o_proj": (128, 128), "mlp.gate_proj": (128, 192), "mlp.up_proj": (128, 192),
+    "self_attn.q_proj": (128, 128),
+    "self_attn.k_proj": (128, 64),
+    "self_attn.v_proj": (128, 64),
+    "self_attn.o_proj": (128, 128),
+    "mlp.gate_proj": (128, 192),
+    "mlp.up_proj": (128, 192),
     "mlp.down_proj": (192, 128),
-}  # fmt: skip
+}
 
 
 def words(codes: Any, bits: int, count: int) -> list[int]:
@@ -125,13 +129,25 @@ class Spec:
 def section(spec: Spec) -> dict[str, Any]:
     """Returns the quantization_config."""
     if spec.method == "awq":
-        found = {"quant_method": "awq", "bits": 4, "group_size": spec.group, "version": "gemm",
-                 "zero_point": True, "modules_to_not_convert": None}  # fmt: skip
+        found = {
+            "quant_method": "awq",
+            "bits": 4,
+            "group_size": spec.group,
+            "version": "gemm",
+            "zero_point": True,
+            "modules_to_not_convert": None,
+        }
     else:
         form = "gptq" if spec.version == 1 else "gptq_v2"
-        found = {"quant_method": "gptq", "checkpoint_format": form, "bits": spec.bits,
-                 "group_size": spec.group, "desc_act": spec.order, "sym": spec.symmetric,
-                 "lm_head": spec.head}  # fmt: skip
+        found = {
+            "quant_method": "gptq",
+            "checkpoint_format": form,
+            "bits": spec.bits,
+            "group_size": spec.group,
+            "desc_act": spec.order,
+            "sym": spec.symmetric,
+            "lm_head": spec.head,
+        }
     return found | spec.more
 
 
@@ -190,9 +206,12 @@ def write(path: Path, spec: Spec, seed: int = 0) -> dict[str, np.ndarray]:
         weights["lm_head"] = weights["model.embed_tokens"].T
     else:
         put("lm_head", (128, 96), default if spec.head else None)
-    save(path, tensors, CONFIG | {"tie_word_embeddings": spec.tied} | {
-        "quantization_config": section(spec)
-    }, spec.shards)  # fmt: skip
+    save(
+        path,
+        tensors,
+        CONFIG | {"tie_word_embeddings": spec.tied} | {"quantization_config": section(spec)},
+        spec.shards,
+    )
     return weights
 
 
@@ -216,9 +235,10 @@ def save(path: Path, tensors: Mapping[str, np.ndarray], config: Any, shards: int
 def read(path: Path) -> dict[str, np.ndarray]:
     """Returns the tensors of all files of a folder."""
     return {
-        name: x for file in sorted(path.glob("*.safetensors"))
+        name: x
+        for file in sorted(path.glob("*.safetensors"))
         for name, x in safetensors.numpy.load_file(file).items()
-    }  # fmt: skip
+    }
 
 
 def logits(weights: Mapping[str, np.ndarray], tokens: np.ndarray) -> np.ndarray:

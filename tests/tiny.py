@@ -38,10 +38,17 @@ DEEPSEEK = dataclasses.replace(
     MODEL,
     block="parallel",
     moe=MoeConfig(
-        experts=8, top_k=3, width=16, shared=2, score="sigmoid", scale=2.5, groups=4, top_groups=2,
+        experts=8,
+        top_k=3,
+        width=16,
+        shared=2,
+        score="sigmoid",
+        scale=2.5,
+        groups=4,
+        top_groups=2,
         bias_rate=1e-3,
     ),
-)  # fmt: skip
+)
 
 
 def run_config(**changes) -> Config:

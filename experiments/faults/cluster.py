@@ -215,17 +215,23 @@ class Cluster:
     def environment(self) -> dict[str, str]:
         """Returns that of driver and agents."""
         return {
-            **self._env, "MEGAJAX_TOKEN": self._secret, "TMPDIR": str(self.folder / "tmp"),
-            "PYTHONPATH": str(ROOT), "JAX_ENABLE_COMPILATION_CACHE": "false",
-        }  # fmt: skip
+            **self._env,
+            "MEGAJAX_TOKEN": self._secret,
+            "TMPDIR": str(self.folder / "tmp"),
+            "PYTHONPATH": str(ROOT),
+            "JAX_ENABLE_COMPILATION_CACHE": "false",
+        }
 
     def spawn(self, words: list[str], log: str) -> subprocess.Popen:
         """Starts scripts/supervise.py."""
         with open(self.folder / log, "a") as out:
             return subprocess.Popen(
-                [sys.executable, SUPERVISE, *words], stdout=out, stderr=subprocess.STDOUT,
-                env=self.environment(), start_new_session=True,
-            )  # fmt: skip
+                [sys.executable, SUPERVISE, *words],
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                env=self.environment(),
+                start_new_session=True,
+            )
 
     def agent_words(self, host: Host, join_s: float = JOIN_S) -> list[str]:
         """Returns the flags of a host's agent."""

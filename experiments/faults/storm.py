@@ -254,14 +254,22 @@ def rows(cases: Sequence[Case], began: float) -> list[dict[str, Any]]:
     """Returns a row for each fault."""
     return [
         {
-            "fault": case.strike.kind, "at_s": _since(case.at, began), "step": case.step,
-            "struck": _named(case), "wanted": list(KINDS[case.strike.kind].rules),
-            "rule": case.rule, "said": case.said, "right": case.right,
-            "found_s": _since(case.found, case.at), "training_s": _since(case.back, case.at),
-            "resumed": case.resumed, "false_alarms": case.alarms, "more_faults": case.again,
+            "fault": case.strike.kind,
+            "at_s": _since(case.at, began),
+            "step": case.step,
+            "struck": _named(case),
+            "wanted": list(KINDS[case.strike.kind].rules),
+            "rule": case.rule,
+            "said": case.said,
+            "right": case.right,
+            "found_s": _since(case.found, case.at),
+            "training_s": _since(case.back, case.at),
+            "resumed": case.resumed,
+            "false_alarms": case.alarms,
+            "more_faults": case.again,
         }
         for case in cases
-    ]  # fmt: skip
+    ]
 
 
 def _since(moment: float | None, began: float) -> float | None:
@@ -326,10 +334,13 @@ def line(found: Sequence[Row], began: float) -> list[list[float]]:
     """Returns (seconds, step) of some of the rows, for the picture."""
     every = max(len(found) // POINTS, 1)
     kept = [
-        r for i, r in enumerate(found)
-        if i % every == 0 or i == len(found) - 1
-        or r["step"] <= found[i - 1]["step"] or found[i + 1]["step"] <= r["step"]
-    ]  # fmt: skip
+        r
+        for i, r in enumerate(found)
+        if i % every == 0
+        or i == len(found) - 1
+        or r["step"] <= found[i - 1]["step"]
+        or found[i + 1]["step"] <= r["step"]
+    ]
     return [[round(r["time"] - began, 2), r["step"]] for r in kept]
 
 
@@ -360,10 +371,19 @@ def draw(path: Path) -> None:
             below.plot(at, y, "x", color="black", markersize=8)
     below.set_yticks(range(len(kinds)), kinds, fontsize=8)
     below.set_xlabel("time since the storm began (minutes)")
-    legend = [("#D55E00", "until it was found"), ("#E69F00", "until training went on"),
-              ("#009E73", "training goes on meanwhile")]  # fmt: skip
-    below.legend(handles=[Patch(color=c, label=text) for c, text in legend], frameon=False,
-                 fontsize=8, ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1.0))  # fmt: skip
+    legend = [
+        ("#D55E00", "until it was found"),
+        ("#E69F00", "until training went on"),
+        ("#009E73", "training goes on meanwhile"),
+    ]
+    below.legend(
+        handles=[Patch(color=c, label=text) for c, text in legend],
+        frameon=False,
+        fontsize=8,
+        ncols=3,
+        loc="lower center",
+        bbox_to_anchor=(0.5, 1.0),
+    )
     top.set_title(found["title"], loc="left", fontsize=10)
     save(figure, path)
 
@@ -372,10 +392,12 @@ def table(path: Path) -> str:
     """Returns a Markdown table of the result file: a row a kind."""
     found = json.loads(path.read_text())
     lines = [
-        found["title"] + ".", "",
+        found["title"] + ".",
+        "",
         "| fault | times | rule | found after (s), median, most | training after (s), median, most "
-        "| false alarms |", "|---|---|---|---|---|---|",
-    ]  # fmt: skip
+        "| false alarms |",
+        "|---|---|---|---|---|---|",
+    ]
     for name, kind in KINDS.items():
         own = [r for r in found["rows"] if r["fault"] == name]
         if not own:
@@ -386,9 +408,13 @@ def table(path: Path) -> str:
             for key in ("found_s", "training_s")
         )
         cells = [
-            kind.what, len(own), ", ".join(rules), _cell(seen),
-            _cell(back) if kind.rules else "-", sum(r["false_alarms"] for r in own),
-        ]  # fmt: skip
+            kind.what,
+            len(own),
+            ", ".join(rules),
+            _cell(seen),
+            _cell(back) if kind.rules else "-",
+            sum(r["false_alarms"] for r in own),
+        ]
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     source = ", ".join(str(found[k]) for k in ("layer", "device", "date", "commit") if found[k])
     return "\n".join([*lines, "", f"*{source}*"])
@@ -474,13 +500,21 @@ def run(cfg: Settings, path: Path, environ: Mapping[str, str]) -> int:
         job = Job(cfg, folder)
         job.cluster = Cluster(folder, job.flags, job.command, HOSTS + 1, environ)
         mounted = len(job.cluster.mounted) == 2
-        kinds = tuple(k for k in (cfg.kinds.split(",") if cfg.kinds else KINDS)
-                      if mounted or KINDS[k].needs != "mount")  # fmt: skip
+        kinds = tuple(
+            k
+            for k in (cfg.kinds.split(",") if cfg.kinds else KINDS)
+            if mounted or KINDS[k].needs != "mount"
+        )
         if not mounted:
             print("no small disks can be mounted here: no disk is filled")
         deeds = Deeds(job.cluster, folder / "mail")
-        storm = Storm(job.cluster, deeds, strikes(cfg.seed, kinds), 30 * cfg.stall_s,
-                      lambda text: print(text, flush=True))  # fmt: skip
+        storm = Storm(
+            job.cluster,
+            deeds,
+            strikes(cfg.seed, kinds),
+            30 * cfg.stall_s,
+            lambda text: print(text, flush=True),
+        )
         busy = [subprocess.Popen([sys.executable, "-c", BUSY]) for _ in range(cfg.busy)]
         try:
             storm.run(60 * cfg.minutes)
@@ -506,11 +540,17 @@ class Job:
         silence = cfg.stall_s / 2
         each = cfg.processes // HOSTS
         self.flags = [
-            f"--hosts={HOSTS}", f"--min_hosts={HOSTS}", f"--processes={each}",
-            "--max_restarts=10000", f"--step_s={cfg.stall_s}", f"--silence_s={silence}",
-            f"--start_s={10 * cfg.stall_s}", f"--save_s={3 * cfg.stall_s}", "--period_s=0.5",
+            f"--hosts={HOSTS}",
+            f"--min_hosts={HOSTS}",
+            f"--processes={each}",
+            "--max_restarts=10000",
+            f"--step_s={cfg.stall_s}",
+            f"--silence_s={silence}",
+            f"--start_s={10 * cfg.stall_s}",
+            f"--save_s={3 * cfg.stall_s}",
+            "--period_s=0.5",
             "--backoff_s=0.1",
-        ]  # fmt: skip
+        ]
 
     def command(self, run_dir: Path | None = None) -> list[str]:
         """Returns what is supervised. run_dir: of an undisturbed run."""
@@ -518,11 +558,15 @@ class Job:
         pace = [f"pace={cfg.pace_s:f}@1:rank{r}:always" for r in range(cfg.processes)]
         faults = ",".join([*pace, f"@{self._folder / 'mail'}"])
         return [
-            sys.executable, str(ROOT / "experiments" / "pretrain.py"), *SMALLEST,
-            f"--train.steps={self._steps}", f"--checkpoint.every={cfg.every}",
-            f"--run_dir={run_dir or self.cluster.run_dir}", f"--cache_dir={self._folder}/cache",
+            sys.executable,
+            str(ROOT / "experiments" / "pretrain.py"),
+            *SMALLEST,
+            f"--train.steps={self._steps}",
+            f"--checkpoint.every={cfg.every}",
+            f"--run_dir={run_dir or self.cluster.run_dir}",
+            f"--cache_dir={self._folder}/cache",
             *([f"--fault={faults}"] if run_dir is None else []),
-        ]  # fmt: skip
+        ]
 
     def finish(self, storm: Storm) -> None:
         """Lets the job end: its driver is told to stop, and the next one knows the last step."""
@@ -550,16 +594,23 @@ class Job:
             wrong["left behind"] = left
         quiet = self._folder / "undisturbed"
         quiet.mkdir()
-        words = [sys.executable, SUPERVISE, *self.flags,
-                 f"--out={quiet}/watch", "--", *self.command(quiet / "run")]  # fmt: skip
+        words = [
+            sys.executable,
+            SUPERVISE,
+            *self.flags,
+            f"--out={quiet}/watch",
+            "--",
+            *self.command(quiet / "run"),
+        ]
         with open(quiet / "output.txt", "w") as out:
             job = subprocess.Popen(words, stdout=out, stderr=out, env=self.cluster.environment())
             code = finish(job)
         if code:
             raise UserError(f"the undisturbed job ended with {code}: see {quiet}/output.txt")
         mesh.start(self._cfg.processes)
-        ours, want = (parameters(run.parent, self._steps)
-                      for run in (self.cluster.run_dir, quiet / "run"))  # fmt: skip
+        ours, want = (
+            parameters(run.parent, self._steps) for run in (self.cluster.run_dir, quiet / "run")
+        )
         if different := [k for k in want if not np.array_equal(ours[k], want[k], equal_nan=True)]:
             wrong["parameters"] = different
         theirs = [r for r in read_jsonl(quiet / "run" / "metrics.jsonl") if "step_time_s" in r]
@@ -583,9 +634,14 @@ def conclude(
     )
     about = results.facts(f"{cfg.processes} processes on {HOSTS} of {HOSTS + 1} hosts", "emulated")
     about |= {
-        "title": title, **figures, "wrong": wrong, "effective": spent, "seed": cfg.seed,
-        "between": storm.alarms, "line": line(storm.seen.rows, storm.began),
-    }  # fmt: skip
+        "title": title,
+        **figures,
+        "wrong": wrong,
+        "effective": spent,
+        "seed": cfg.seed,
+        "between": storm.alarms,
+        "line": line(storm.seen.rows, storm.began),
+    }
     results.write(path, about, found)
     draw(path)
     print(title, *(f"{name}: {text}" for name, text in wrong.items()), sep="\n")

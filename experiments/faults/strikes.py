@@ -54,13 +54,16 @@ KINDS: dict[str, Kind] = {
     "kill reaper": Kind("kill -9 of a reaper"),
     "kill agent, reaper": Kind("kill -9 of an agent and its reaper", ("agent",), "host"),
     "stop rank": Kind("SIGSTOP of a rank", ("stopped", "stall"), "rank"),
-    "stop agent": Kind("SIGSTOP of an agent, which wakes up",
-                       ("silence", "lease", "lost"), "host", 40.0),
-    "stop host": Kind("SIGSTOP of an agent and all that it started, which wake up",
-                      ("silence",), "host", 40.0),
+    "stop agent": Kind(
+        "SIGSTOP of an agent, which wakes up", ("silence", "lease", "lost"), "host", 40.0
+    ),
+    "stop host": Kind(
+        "SIGSTOP of an agent and all that it started, which wake up", ("silence",), "host", 40.0
+    ),
     "stop driver": Kind("SIGSTOP of the driver, which wakes up", ("driver",), "none", 25.0),
-    "lost host": Kind("a network that is silent, and comes back", ("silence", "lease", "lost"),
-                      "host", 40.0),
+    "lost host": Kind(
+        "a network that is silent, and comes back", ("silence", "lease", "lost"), "host", 40.0
+    ),
     "slow network": Kind("a network that holds every packet back for 0.3 s", hold_s=15.0),
     "cut line": Kind("a network that ends a connection", ("agent",), "host"),
     "wrong bytes": Kind("a network that changes a byte", ("agent",), "host", 10.0),
@@ -73,20 +76,24 @@ KINDS: dict[str, Kind] = {
     "twin": Kind("an agent of a name that is there", hold_s=8.0),
     "junk": Kind("junk folders among the steps"),
     "lost step": Kind("rm of the newest step, and kill -9 of a rank", ("exit",), "rank"),
-    "flipped bit": Kind("a flipped bit in the newest step, and kill -9 of a rank",
-                        ("exit",), "rank"),
+    "flipped bit": Kind(
+        "a flipped bit in the newest step, and kill -9 of a rank", ("exit",), "rank"
+    ),
     "full run_dir": Kind("a full disk of the run", hold_s=15.0, needs="mount"),
-    "full disk and kill": Kind("a full disk of the run, and kill -9 of a rank", ("exit",), "rank",
-                               15.0, needs="mount"),
+    "full disk and kill": Kind(
+        "a full disk of the run, and kill -9 of a rank", ("exit",), "rank", 15.0, needs="mount"
+    ),
     "full out": Kind("a full disk of the supervisor", hold_s=10.0, needs="mount"),
     "lost log": Kind("a log file is deleted"),
-    "strangers": Kind("a bomb, an idle flood, a dribble and a guess at the driver's port",
-                      hold_s=10.0),
+    "strangers": Kind(
+        "a bomb, an idle flood, a dribble and a guess at the driver's port", hold_s=10.0
+    ),
     "driver told": Kind("SIGTERM of the driver, and another goes on", ("told",)),
     "driver killed": Kind("kill -9 of the driver, and another goes on", ("gone",)),
-    "fake driver": Kind("SIGTERM of the driver, a stranger at its port, and another goes on",
-                        ("told",)),
-}  # fmt: skip
+    "fake driver": Kind(
+        "SIGTERM of the driver, a stranger at its port, and another goes on", ("told",)
+    ),
+}
 # What is done to a job, and not by its program: nobody must be excluded for it.
 FROM_OUTSIDE = (
     "kill rank", "kill agent", "kill both", "kill reaper", "stop rank", "stop agent", "stop host",
@@ -95,8 +102,14 @@ FROM_OUTSIDE = (
 )  # fmt: skip
 # A storm of minutes meets these, and not one kind more.
 FEW = ("kill rank", "stop host", "junk", "strangers")
-BY_MAIL = {"nan": "nan", "asleep": "sleep", "stuck": "gil", "left": "exit", "bad data": "data",
-           "slow": "slow=0.6"}  # fmt: skip
+BY_MAIL = {
+    "nan": "nan",
+    "asleep": "sleep",
+    "stuck": "gil",
+    "left": "exit",
+    "bad data": "data",
+    "slow": "slow=0.6",
+}
 
 
 @dataclass(frozen=True)
@@ -288,10 +301,14 @@ class Deeds:
         newest = int(self.steps()[-1].name) if self.steps() else 0
         above = newest + draw.randrange(10**5, 10**6)
         for name, record in (
-            (f"{above}", ""), (f"{above + 1}", '{"crc32": "0'), (f"0{newest}", None),
-            ("\u00b2", None), (f"{newest + 1}", '{"crc32": "00000000", "record": {}}'),
-            (f"{newest}.saving.old", None), (f"x{newest}", None),
-        ):  # fmt: skip
+            (f"{above}", ""),
+            (f"{above + 1}", '{"crc32": "0'),
+            (f"0{newest}", None),
+            ("\u00b2", None),
+            (f"{newest + 1}", '{"crc32": "00000000", "record": {}}'),
+            (f"{newest}.saving.old", None),
+            (f"x{newest}", None),
+        ):
             with contextlib.suppress(OSError):
                 (home / name).mkdir()
                 self.junk.add(name)

@@ -20,9 +20,12 @@ BASE = {"stall": "one copy", "whole": "write and sync", "load": "read"}
 GOALS = {"stall": 1 / 1.2, "whole": 0.7, "load": 0.7}
 TITLES = {"stall": "the loop stands still", "whole": "until the step counts", "load": "load"}
 COLOURS = {
-    "ours": "#0072B2", "ours, read back": "#56B4E9", "orbax": "#E69F00",
-    "orbax, waits": "#D55E00", "machine": "#999999",
-}  # fmt: skip
+    "ours": "#0072B2",
+    "ours, read back": "#56B4E9",
+    "orbax": "#E69F00",
+    "orbax, waits": "#D55E00",
+    "machine": "#999999",
+}
 
 
 def seconds(call: Callable[[], Any]) -> float:
@@ -40,11 +43,16 @@ def summarise(times: dict[tuple[str, str], list[float]], nbytes: int) -> list[di
         machine = float(np.median(times[what, BASE[what]]))
         rows.append(
             {
-                "what": what, "how": how, "median_s": median, "p10_s": p10, "p90_s": p90,
-                "runs": len(found), "gb_per_s": nbytes / median / 1e9,
+                "what": what,
+                "how": how,
+                "median_s": median,
+                "p10_s": p10,
+                "p90_s": p90,
+                "runs": len(found),
+                "gb_per_s": nbytes / median / 1e9,
                 "times_the_machine": median / machine,
             }
-        )  # fmt: skip
+        )
     return sorted(
         rows, key=lambda row: ("stall whole load".split().index(row["what"]), row["median_s"])
     )
@@ -66,11 +74,16 @@ def goals(times: dict[tuple[str, str], list[float]]) -> list[dict[str, Any]]:
         rate = over(BASE[what])
         rows.append(
             {
-                "what": "goal", "how": f"{what}: {BASE[what]} / ours", "goal": least, "rate": rate,
-                "met": rate is not None and rate >= least, "runs": len(ours),
-                "orbax_over_ours": over("orbax"), "orbax_waits_over_ours": over("orbax, waits"),
+                "what": "goal",
+                "how": f"{what}: {BASE[what]} / ours",
+                "goal": least,
+                "rate": rate,
+                "met": rate is not None and rate >= least,
+                "runs": len(ours),
+                "orbax_over_ours": over("orbax"),
+                "orbax_waits_over_ours": over("orbax, waits"),
             }
-        )  # fmt: skip
+        )
     return rows
 
 
@@ -78,11 +91,17 @@ def state_of_405b() -> list[planner.Leaf]:
     """Llama 3 405B (arXiv 2407.21783, table 3): float32 parameters and two moments, ZeRO-1."""
     L, D, F, H, G, K, V = 126, 16384, 53248, 128, 8, 128, 128256
     shapes = {  # and the dimensions that pipe and tensor cut
-        "query": ((L, D, H, K), 0, 2), "key": ((L, D, G, K), 0, 2), "value": ((L, D, G, K), 0, 2),
-        "out": ((L, H, K, D), 0, 1), "gate": ((L, D, F), 0, 2), "up": ((L, D, F), 0, 2),
-        "down": ((L, F, D), 0, 1), "norms": ((L, 2, D), 0, None), "tokens": ((V, D), None, 0),
+        "query": ((L, D, H, K), 0, 2),
+        "key": ((L, D, G, K), 0, 2),
+        "value": ((L, D, G, K), 0, 2),
+        "out": ((L, H, K, D), 0, 1),
+        "gate": ((L, D, F), 0, 2),
+        "up": ((L, D, F), 0, 2),
+        "down": ((L, F, D), 0, 1),
+        "norms": ((L, 2, D), 0, None),
+        "tokens": ((V, D), None, 0),
         "head": ((D, V), None, 1),
-    }  # fmt: skip
+    }
     found = []
     for prefix in ("params", "mu", "nu"):
         for name, (shape, pipe, tensor) in shapes.items():
@@ -107,24 +126,38 @@ def planned(ranks: int) -> dict[str, Any]:
     estimate = planner.simulate(found)
     per_rank = found.bytes_per_rank
     return {
-        "what": "plan", "how": f"{ranks} ranks", "plan_s": first, "plan_again_s": second,
-        "imbalance": found.imbalance, "gb_per_rank": float(per_rank.max()) / 1e9,
-        "metadata_mb": found.metadata_bytes / 1e6, "estimate_stall_s": estimate.stall,
-        "estimate_save_s": estimate.save, "estimate_load_s": estimate.load,
-    }  # fmt: skip
+        "what": "plan",
+        "how": f"{ranks} ranks",
+        "plan_s": first,
+        "plan_again_s": second,
+        "imbalance": found.imbalance,
+        "gb_per_rank": float(per_rank.max()) / 1e9,
+        "metadata_mb": found.metadata_bytes / 1e6,
+        "estimate_stall_s": estimate.stall,
+        "estimate_save_s": estimate.save,
+        "estimate_load_s": estimate.load,
+    }
 
 
 def text(measured: list[dict[str, Any]], found: list[dict[str, Any]], plan: dict[str, Any]) -> str:
     """Returns what was measured, the goals and the plan, for a terminal."""
     times = {
-        "measured": "what", "how": "how", "median s": "median_s", "10th percentile s": "p10_s",
-        "90th percentile s": "p90_s", "runs": "runs", "GB/s": "gb_per_s",
+        "measured": "what",
+        "how": "how",
+        "median s": "median_s",
+        "10th percentile s": "p10_s",
+        "90th percentile s": "p90_s",
+        "runs": "runs",
+        "GB/s": "gb_per_s",
         "times the machine's": "times_the_machine",
-    }  # fmt: skip
+    }
     wanted = {
-        "the machine's time over ours": "how", "median": "rate", "our goal, at least": "goal",
-        "orbax over ours": "orbax_over_ours", "orbax that waits over ours": "orbax_waits_over_ours",
-    }  # fmt: skip
+        "the machine's time over ours": "how",
+        "median": "rate",
+        "our goal, at least": "goal",
+        "orbax over ours": "orbax_over_ours",
+        "orbax that waits over ours": "orbax_waits_over_ours",
+    }
     shown = [row | {"what": TITLES[row["what"]]} for row in measured]
     return (
         f"{results.columns(shown, times)}\n\n{results.columns(found, wanted)}\n\n"
@@ -143,8 +176,12 @@ def draw(rows: list[dict[str, Any]], path: Path, megabytes: float) -> str:
         names = [r["how"].partition(", to ")[0] for r in mine]
         kind = [name if name in COLOURS else "machine" for name in names]
         low, high = ([abs(r["median_s"] - r[p]) for r in mine] for p in ("p10_s", "p90_s"))
-        axes.barh([r["how"] for r in mine], [r["median_s"] for r in mine], xerr=[low, high],
-                  color=[COLOURS[k] for k in kind])  # fmt: skip
+        axes.barh(
+            [r["how"] for r in mine],
+            [r["median_s"] for r in mine],
+            xerr=[low, high],
+            color=[COLOURS[k] for k in kind],
+        )
         axes.set_title(title, loc="left", fontsize=10)
         axes.set_xlim(0)
         axes.set_xlabel("seconds, median with 10th and 90th percentile", fontsize=9)
@@ -164,9 +201,15 @@ def draw(rows: list[dict[str, Any]], path: Path, megabytes: float) -> str:
 def seconds_table(path: Path) -> str:
     """What saves and loads cost, and the plan for many ranks."""
     columns = {
-        "what": "what", "how": "how", "median s": "median_s", "p10": "p10_s", "p90": "p90_s",
-        "n": "runs", "GB/s": "gb_per_s", "times the machine's own": "times_the_machine",
-    }  # fmt: skip
+        "what": "what",
+        "how": "how",
+        "median s": "median_s",
+        "p10": "p10_s",
+        "p90": "p90_s",
+        "n": "runs",
+        "GB/s": "gb_per_s",
+        "times the machine's own": "times_the_machine",
+    }
     found = json.loads(path.read_text())
     (plan,) = (row for row in found["rows"] if row["what"] == "plan")
     text = (

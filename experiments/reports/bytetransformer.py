@@ -275,9 +275,13 @@ def _cudnn_rows(q: Array, k: Array, v: Array, query: Context, *_) -> Array:
     assert query.segments_BS is not None
     lengths_B = (query.segments_BS >= 0).sum(1, dtype=jnp.int32)
     return jax.nn.dot_product_attention(
-        q, k, v, query_seq_lengths=lengths_B, key_value_seq_lengths=lengths_B,
+        q,
+        k,
+        v,
+        query_seq_lengths=lengths_B,
+        key_value_seq_lengths=lengths_B,
         implementation="cudnn",
-    )  # fmt: skip
+    )
 
 
 # ---- what it costs
@@ -371,9 +375,11 @@ Row = dict[str, Any]
 EXACT = 1e-5  # float32, per valid token (chosen: rounding of two orders of summation)
 # Percent that figure 13 says each step adds to a layer (quoted from memory, not checked).
 PAPER_GAINS = {
-    "+ LayerNorm fusion": 3.2, "+ GELU fusion": 3.8, "+ zero padding": 24.7,
+    "+ LayerNorm fusion": 3.2,
+    "+ GELU fusion": 3.8,
+    "+ zero padding": 24.7,
     "+ fused attention": 20.0,
-}  # fmt: skip
+}
 
 
 def runnable(implementation: Implementation | None = None) -> list[Step]:
@@ -429,10 +435,17 @@ def exact(
         for step, run in runs.items():
             error = float(np.abs(run(lengths_B) - want).max())
             yield {
-                "part": "exact", "step": step.name, "dtype": dtype, "alpha": alpha,
-                "batch": batch, "longest": longest, "tokens": int(lengths_B.sum()),
-                "error": error, "bound": bound, "passed": error <= bound,
-            }  # fmt: skip
+                "part": "exact",
+                "step": step.name,
+                "dtype": dtype,
+                "alpha": alpha,
+                "batch": batch,
+                "longest": longest,
+                "tokens": int(lengths_B.sum()),
+                "error": error,
+                "bound": bound,
+                "passed": error <= bound,
+            }
 
 
 def counted(cfg: EncoderConfig, batch: int, longest: int) -> Row:
@@ -442,17 +455,20 @@ def counted(cfg: EncoderConfig, batch: int, longest: int) -> Row:
     useful = sum(n * n for n in lengths)
     total = cfg.layers / 1e9
     return {
-        "part": "count", "batch": batch, "longest": longest, "tokens": sum(lengths),
-        "capacity": capacity_of(lengths, longest), "padded_tokens": batch * longest,
+        "part": "count",
+        "batch": batch,
+        "longest": longest,
+        "tokens": sum(lengths),
+        "capacity": capacity_of(lengths, longest),
+        "padded_tokens": batch * longest,
         "tokens_saving": batch * longest / capacity_of(lengths, longest),
         "attention_saving_useful": batch * longest**2 / useful,
-        "attention_saving_visited": batch * longest**2
-        / visited_pairs(lengths, cfg.head_width),
+        "attention_saving_visited": batch * longest**2 / visited_pairs(lengths, cfg.head_width),
         "gflop_padded": total * sum(k.flops for k in padded),
         "gflop_ours": total * sum(k.flops for k in ours),
         "gbyte_padded": total * sum(k.bytes for k in padded),
         "gbyte_ours": total * sum(k.bytes for k in ours),
-    }  # fmt: skip
+    }
 
 
 def steps_counted(cfg: EncoderConfig, batch: int, longest: int) -> Iterator[Row]:
@@ -462,13 +478,16 @@ def steps_counted(cfg: EncoderConfig, batch: int, longest: int) -> Iterator[Row]
         work = kernels(cfg, step, lengths, longest)
         floor = cfg.layers * sum(k.floor_s for k in work)
         yield {
-            "part": "step", "step": step.name, "batch": batch, "longest": longest,
+            "part": "step",
+            "step": step.name,
+            "batch": batch,
+            "longest": longest,
             "gflop": cfg.layers * sum(k.flops for k in work) / 1e9,
             "gbyte": cfg.layers * sum(k.bytes for k in work) / 1e9,
             "floor_ms_estimate": 1e3 * floor,
             "gain_percent_estimate": 100 * (before / floor - 1) if before else None,
             "gain_percent_paper": PAPER_GAINS.get(step.name),
-        }  # fmt: skip
+        }
         before = floor
 
 
@@ -476,9 +495,14 @@ def steps_counted(cfg: EncoderConfig, batch: int, longest: int) -> Iterator[Row]
 
 
 def timed(
-    cfg: EncoderConfig, step: Step, dtype: str, batch: int, longest: int,
-    clock: bench.Clock = bench.device_clock, runs: int = 50,
-) -> Row:  # fmt: skip
+    cfg: EncoderConfig,
+    step: Step,
+    dtype: str,
+    batch: int,
+    longest: int,
+    clock: bench.Clock = bench.device_clock,
+    runs: int = 50,
+) -> Row:
     """Returns the times of the whole stack on the paper's draw, and its useful FLOP/s."""
     lengths = paper_lengths(longest, batch)
     capacity = capacity_of(lengths, longest)
@@ -500,19 +524,26 @@ def timed(
 
 
 def timed_attention(
-    cfg: EncoderConfig, step: Step, dtype: str, batch: int, longest: int,
-    clock: bench.Clock = bench.device_clock, runs: int = 50,
-) -> Row:  # fmt: skip
+    cfg: EncoderConfig,
+    step: Step,
+    dtype: str,
+    batch: int,
+    longest: int,
+    clock: bench.Clock = bench.device_clock,
+    runs: int = 50,
+) -> Row:
     """Returns the times of one attention of a step, from projected q, k, v."""
     lengths = paper_lengths(longest, batch)
     capacity = capacity_of(lengths, longest)
     rows = (1, capacity) if step.packed else (batch, longest)
     shape = (*rows, cfg.heads, cfg.head_width)
     inputs = [
-        (*(jax.random.normal(k, shape, dtype) for k in jax.random.split(key, 3)),
-         jnp.asarray(lengths, jnp.int32))
+        (
+            *(jax.random.normal(k, shape, dtype) for k in jax.random.split(key, 3)),
+            jnp.asarray(lengths, jnp.int32),
+        )
         for key in jax.random.split(jax.random.key(0), 3)
-    ]  # fmt: skip
+    ]
     run = jax.jit(attention(step, batch, longest, capacity))
     row: Row = {"part": "attention", "step": step.name, "batch": batch, "longest": longest}
     row |= {"dtype": dtype} | _times(run, inputs, clock, runs)
@@ -527,10 +558,13 @@ def _times(run: Callable, inputs: Sequence[tuple], clock: bench.Clock, runs: int
     jax.block_until_ready([run(*inputs[i % len(inputs)]) for i in range(runs)][-1])
     wall = (time.perf_counter() - began) / runs
     return {
-        "median_ms": 1e3 * timing.median_s, "p10_ms": 1e3 * timing.p10_s,
-        "p90_ms": 1e3 * timing.p90_s, "n": timing.runs, "clock": timing.clock,
+        "median_ms": 1e3 * timing.median_s,
+        "p10_ms": 1e3 * timing.p10_s,
+        "p90_ms": 1e3 * timing.p90_s,
+        "n": timing.runs,
+        "clock": timing.clock,
         "wall_ms": 1e3 * wall,
-    }  # fmt: skip
+    }
 
 
 # ---- figures

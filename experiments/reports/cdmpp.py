@@ -145,9 +145,11 @@ def shown(
         }
         picked = np.array([dataset.records[i].hash in seen for i in split.judge], bool)
     return dataclasses.replace(
-        split, name=f"{split.name}, {count} programs seen", judge=split.judge[~picked],
+        split,
+        name=f"{split.name}, {count} programs seen",
+        judge=split.judge[~picked],
         adapt=split.judge[picked],
-    )  # fmt: skip
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -509,8 +511,9 @@ class Calls:
         where = {name: np.array([rows for rows in values[name]]) for name in values}
         of_device = np.array([device for device, _ in names])
         found = []
-        sums = {name: lambda fold, name=name: self._sum(names, seconds[name][fold])
-                for name in seconds}  # fmt: skip
+        sums = {
+            name: lambda fold, name=name: self._sum(names, seconds[name][fold]) for name in seconds
+        }
         sums |= {name: lambda fold, name=name: where[name] for name in where}
         for method, terms in sums.items():
             predicted, measured = [], []
@@ -725,13 +728,16 @@ def programs(path: Path) -> str:
         lines.append(
             _line(
                 (
-                    f"{split}: {held}", f"{ours['rows']:,}", *_best(cells, here, methods),
-                    f"{ours['weighted']:.1f}", f"{100 * ours['in_band']:.0f}",
+                    f"{split}: {held}",
+                    f"{ours['rows']:,}",
+                    *_best(cells, here, methods),
+                    f"{ours['weighted']:.1f}",
+                    f"{100 * ours['in_band']:.0f}",
                     f"{ours['noise_mean']:.1f} / {ours['noise_median']:.1f}",
                     "-" if paper is None else f"{paper}",
                 )
             )
-        )  # fmt: skip
+        )
     text = (
         "Relative errors in %: mean / median; bold: the least mean. The paper's figures are of "
         "other programs and devices. `of the sum`: of ours, weighted by time. `in the band`: "
@@ -818,12 +824,14 @@ def kernels(path: Path) -> str:
             lines.append(
                 _line(
                     (
-                        f"{name}, {where}", f"{here['ours']['rows']:,}", *cells,
+                        f"{name}, {where}",
+                        f"{here['ours']['rows']:,}",
+                        *cells,
                         " / ".join(f"{band:.0f}" for band in bands),
                         f"{NEUSIGHT[group]}" if device == EACH else "",
                     )
                 )
-            )  # fmt: skip
+            )
     ours = found["rows"][0]
     text = (
         "Mean relative errors in %. Left of the slash the predictor has no row of the GPU, right "

@@ -185,8 +185,10 @@ def walls(folder: Path, names: Sequence[str], count: int, passes: int) -> None:
     profile.calls(programs, 2)  # memory is allocated, caches are warm
     seconds, busy = profile.calls(programs, passes)
     about = {
-        "load": os.getloadavg()[0], "seconds": seconds.tolist(), "busy": busy.tolist(),
-    }  # fmt: skip
+        "load": os.getloadavg()[0],
+        "seconds": seconds.tolist(),
+        "busy": busy.tolist(),
+    }
     (folder / "walls.json").write_text(json.dumps(about) + "\n")
 
 
@@ -269,8 +271,11 @@ MOST_BAND = 4.0  # times the prediction that the figure shows of a band (chosen:
 BUSY = 0.05  # of the time, from which a measurement is told to be disturbed (chosen)
 Row = dict[str, Any]
 COLOURS = {
-    "table": "#0072B2", "learned": "#E69F00", "learned, adapted": "#D55E00", "roofline": "#999999",
-}  # fmt: skip
+    "table": "#0072B2",
+    "learned": "#E69F00",
+    "learned, adapted": "#D55E00",
+    "roofline": "#999999",
+}
 
 
 class Known:
@@ -369,11 +374,14 @@ def judge(measured: Measured, found: Sequence[Method], costs: Overheads) -> list
         places = [*range(len(measured.names)), *method.free]
         predicted = {
             place: step.predict(
-                measured.texts[place], Cluster(method.card, 1, 1), method.times[place],
-                platform="cpu", overheads=costs,
+                measured.texts[place],
+                Cluster(method.card, 1, 1),
+                method.times[place],
+                platform="cpu",
+                overheads=costs,
             )
             for place in places
-        }  # fmt: skip
+        }
         wrong = [abs(least[p] / predicted[p].seconds - 1) for p in method.free]
         width = _quantile(wrong)
         for place, name in enumerate(measured.names):
@@ -438,10 +446,13 @@ def write(folder: Path, measured: Measured, fitted: Mapping[str, Any]) -> None:
         float(x[:, : len(measured.names)].sum()) for x in (measured.walls, measured.busy)
     )
     about = dict(measured.labels.dataset.facts) | {
-        "load": measured.load, "overheads": dataclasses.asdict(costs), "summary": total,
-        "noise_of_parts": measured.labels.noise, "instructions": of_rows(measured, found),
+        "load": measured.load,
+        "overheads": dataclasses.asdict(costs),
+        "summary": total,
+        "noise_of_parts": measured.labels.noise,
+        "instructions": of_rows(measured, found),
         "taken_by_others": 1 - busy / walls,
-    }  # fmt: skip
+    }
     results.write(folder / f"{NAME}.json", about, rows)
     draw(rows, folder / NAME)
     print(markdown(folder / f"{NAME}.json"))
@@ -481,9 +492,13 @@ def summary(rows: Sequence[Row]) -> list[Row]:
 
 def text(row: Row) -> str:
     """Returns a method's summary as a line."""
-    ranks = "" if row["spearman"] is None else (
-        f"; rank correlation {row['spearman']:.3f} (Spearman), {row['kendall']:.3f} (Kendall)"
-    )  # fmt: skip
+    ranks = (
+        ""
+        if row["spearman"] is None
+        else (
+            f"; rank correlation {row['spearman']:.3f} (Spearman), {row['kendall']:.3f} (Kendall)"
+        )
+    )
     return (
         f"{row['method']:18} {row['steps']} steps: error {row['median_percent']:.1f} % (median), "
         f"{row['max_percent']:.1f} % (largest){ranks}; {100 * row['in_band']:.0f} % of the steps "
@@ -538,16 +553,30 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         ends = np.clip(1e3 * np.array(bands).T, y / MOST_BAND, y * MOST_BAND)
         colour = COLOURS.get(kind, "#009E73")
         left.errorbar(
-            x, y, yerr=np.abs(ends - y), fmt="o", color=colour, label=kind, markersize=4,
+            x,
+            y,
+            yerr=np.abs(ends - y),
+            fmt="o",
+            color=colour,
+            label=kind,
+            markersize=4,
             elinewidth=0.7,
-        )  # fmt: skip
+        )
         shift = (place - (len(kinds) - 1) / 2) * 0.8 / len(kinds)
         right.barh(
-            np.arange(len(here)) + shift, [row["error_percent"] for row in here],
-            height=0.8 / len(kinds), color=colour,
-        )  # fmt: skip
-    left.set(xscale="log", yscale="log", xlim=(low, high), ylim=(low / MOST_BAND, high * MOST_BAND),
-             xlabel="measured step, ms", ylabel="predicted step, ms")  # fmt: skip
+            np.arange(len(here)) + shift,
+            [row["error_percent"] for row in here],
+            height=0.8 / len(kinds),
+            color=colour,
+        )
+    left.set(
+        xscale="log",
+        yscale="log",
+        xlim=(low, high),
+        ylim=(low / MOST_BAND, high * MOST_BAND),
+        xlabel="measured step, ms",
+        ylabel="predicted step, ms",
+    )
     left.tick_params(which="minor", labelbottom=False)  # they would overlap
     left.legend(fontsize=8, frameon=False)
     left.set_title(f"bars: 90 % band, cut at {MOST_BAND:g} times", fontsize=9, loc="left")

@@ -117,9 +117,17 @@ def _expected(case: Case) -> Grid:
         if d.changes_the_job and d.kind not in ("checkpoint", "evaluation")
     ]
     setting = replace(
-        fleet.setting, noise=0, missing=0, gaps=0, jitters=0, job_events=0, daily=0, other_make=0,
-        stages=fleet.layout.stages, tensor=fleet.layout.tensor,
-    )  # fmt: skip
+        fleet.setting,
+        noise=0,
+        missing=0,
+        gaps=0,
+        jitters=0,
+        job_events=0,
+        daily=0,
+        other_make=0,
+        stages=fleet.layout.stages,
+        tensor=fleet.layout.tensor,
+    )
     calm = Fleet(fleet.machines, fleet.seed, fleet.metrics, setting, (), tuple(job), fleet.start)
     return calm.read(case.start, case.end)
 

@@ -79,10 +79,12 @@ def machines(folder: Path) -> str:
             about |= row if row.get("part") == "smoke" else {}
         file["rows"] = [about]
     columns: Columns = {
-        "nvidia-smi": lambda r: r["nvidia_smi"], "SMs": lambda r: r["sms"],
-        "jax": lambda r: r["jax"], "CPU cores": lambda r: r["cores"],
+        "nvidia-smi": lambda r: r["nvidia_smi"],
+        "SMs": lambda r: r["sms"],
+        "jax": lambda r: r["jax"],
+        "CPU cores": lambda r: r["cores"],
         "first kernel": lambda r: _right(r.get("passed")),
-    }  # fmt: skip
+    }
     return tables(files, columns, lambda r: "nvidia_smi" in r)
 
 
@@ -99,16 +101,20 @@ def checks(folder: Path) -> str:
             parts.setdefault(row["part"], []).append(row)
         rows = [
             {
-                "part": part, "right": sum(bool(r.get("passed")) for r in rows), "of": len(rows),
+                "part": part,
+                "right": sum(bool(r.get("passed")) for r in rows),
+                "of": len(rows),
                 "worst": max(map(_worst, rows)),
             }
             for part, rows in parts.items()
-        ]  # fmt: skip
+        ]
         found.append(file | {"rows": rows})
     columns: Columns = {
-        "part": lambda r: r["part"], "passed": lambda r: r["right"], "checks": lambda r: r["of"],
+        "part": lambda r: r["part"],
+        "passed": lambda r: r["right"],
+        "checks": lambda r: r["of"],
         "largest error / allowed error": lambda r: r["worst"],
-    }  # fmt: skip
+    }
     return tables(found, columns, lambda r: True)
 
 
@@ -118,10 +124,14 @@ def summary(folder: Path) -> str:
     for file in measured(folder, "kernels"):
         device = file["device"]
         checked, trained, served = (
-            [row for other in measured(folder, kind) if other["device"] == device
-             for row in other["rows"]]
+            [
+                row
+                for other in measured(folder, kind)
+                if other["device"] == device
+                for row in other["rows"]
+            ]
             for kind in ("checks", "train", "serving")
-        )  # fmt: skip
+        )
         passed = sum(bool(row["passed"]) for row in checked)
         text = [f"**{device}**: {passed} of {len(checked)} correctness checks pass"]
         steps = [row for row in trained if "mfu_megatron" in row]
@@ -139,7 +149,7 @@ def summary(folder: Path) -> str:
                 ("quant_gemm", "products with quantized weights", "XLA's bf16 products"),
             )
             if (times := _beside(file["rows"], kernels))
-        ]  # fmt: skip
+        ]
         if ratios:
             text.append(f"our forward kernels run {', '.join(ratios)}")
         roofs = [row["of_roofline"] for row in served if row.get("of_roofline")]
@@ -177,10 +187,11 @@ def verdicts(folder: Path) -> str:
     for file in files:
         file["rows"].sort(key=lambda row: not row.get("failed"))
     columns: Columns = {
-        "part": lambda r: r["part"], "verdict": lambda r: r["verdict"][:300],
+        "part": lambda r: r["part"],
+        "verdict": lambda r: r["verdict"][:300],
         "seconds": lambda r: round(r["seconds"]),
         "items left out": lambda r: ", ".join(r["skip"]) or None,
-    }  # fmt: skip
+    }
     return tables(files, columns, lambda r: True)
 
 
@@ -204,16 +215,19 @@ def training(folder: Path) -> str:
         "variant": lambda r: r["variant"],
         "what ran": lambda r: f"attention {r['attention']}, remat {r['remat']}",
         "rows x tokens": lambda r: f"{r['batch']} x {r['seq_len']}",
-        "segments a row": lambda r: r["segments"], "a step, s": lambda r: r.get("median_s"),
-        "p10 to p90": lambda r: spread(r, "s"), "steps": lambda r: r.get("n"),
+        "segments a row": lambda r: r["segments"],
+        "a step, s": lambda r: r.get("median_s"),
+        "p10 to p90": lambda r: spread(r, "s"),
+        "steps": lambda r: r.get("n"),
         "tokens/s": lambda r: r.get("tokens_per_s"),
         "GFLOP a token": lambda r: _scaled(r, "flops_per_token_causal", 1e-9),
         "MFU, visible pairs inside segments": percent("mfu_causal"),
         "MFU, all pairs inside segments": percent("mfu_megatron"),
-        "last loss": lambda r: r.get("loss"), "peak GiB": lambda r: r.get("memory_gib"),
+        "last loss": lambda r: r.get("loss"),
+        "peak GiB": lambda r: r.get("memory_gib"),
         "GiB by the plan's lower bound": lambda r: r.get("bound_gib"),
         "estimated / measured time": ratio,
-    }  # fmt: skip
+    }
     return tables(files, columns, lambda r: True)
 
 
@@ -228,22 +242,27 @@ def serving(folder: Path) -> str:
         return None if found is None else f"{100 * found:.1f} %"
 
     columns: Columns = {
-        "what": lambda r: r["item"], "ms": each, "tokens/s": lambda r: r.get("tokens_per_s"),
-        "share of the roofline, or of the memory's rate": share, "goal": lambda r: r.get("goal"),
-        "tokens/s over bf16": lambda r: r.get("over_bf16"), "clock": lambda r: r["clock"],
-    }  # fmt: skip
+        "what": lambda r: r["item"],
+        "ms": each,
+        "tokens/s": lambda r: r.get("tokens_per_s"),
+        "share of the roofline, or of the memory's rate": share,
+        "goal": lambda r: r.get("goal"),
+        "tokens/s over bf16": lambda r: r.get("over_bf16"),
+        "clock": lambda r: r["clock"],
+    }
     return tables(measured(folder, "serving"), columns, lambda r: "launches" not in r)
 
 
 def decoding(folder: Path) -> str:
     """What the GPU does for a token of the 1.2B model, and its largest kernels."""
     columns: Columns = {
-        "what": lambda r: r["item"], "launches": lambda r: r["launches"],
+        "what": lambda r: r["item"],
+        "launches": lambda r: r["launches"],
         "the GPU computes, ms": lambda r: 1e3 * r["busy_s"],
         "largest kernels, us": lambda r: ", ".join(
             f"{name} {1e6 * s:.0f}" for name, s in list(r["kernels"].items())[:5]
         ),
-    }  # fmt: skip
+    }
     return tables(measured(folder, "serving"), columns, lambda r: "launches" in r)
 
 
@@ -269,13 +288,19 @@ def overlap(folder: Path, kernels: str) -> str:
         return ", ".join(f"{name} {1e6 * s:.4g}" for name, s in row["controls_s"].items())
 
     columns: Columns = {
-        "case": lambda r: r["item"], "emulated link, GB/s": lambda r: r["link_gbytes_per_s"],
-        "product, us": us("gemm_s"), "copies, us": us("copy_s"),
-        "one after the other, us": us("serial_s"), "fused, us": us("fused_s"),
-        "no less than, us": us("floor_s"), "communication hidden": lambda r: r[word],
+        "case": lambda r: r["item"],
+        "emulated link, GB/s": lambda r: r["link_gbytes_per_s"],
+        "product, us": us("gemm_s"),
+        "copies, us": us("copy_s"),
+        "one after the other, us": us("serial_s"),
+        "fused, us": us("fused_s"),
+        "no less than, us": us("floor_s"),
+        "communication hidden": lambda r: r[word],
         "result": lambda r: f"{_right(r['passed'])} (off by {r['relative_error']:.2g})",
-        "controls, us": controls, "launches": lambda r: r["runs"], "clock": lambda r: r["clock"],
-    }  # fmt: skip
+        "controls, us": controls,
+        "launches": lambda r: r["runs"],
+        "clock": lambda r: r["clock"],
+    }
     wanted = lambda r: r["folder"] == kernels and "fused_s" in r  # noqa: E731
     return tables(measured(folder, "overlap"), columns, wanted)
 
@@ -283,12 +308,15 @@ def overlap(folder: Path, kernels: str) -> str:
 def bert(folder: Path) -> str:
     """BERT-base at batch 16 and length 1024, all layers and one attention."""
     columns: Columns = {
-        "what": lambda r: r["bert"], "step": lambda r: r.get("step", r["item"]),
-        "ms": lambda r: r.get("median_ms", r.get("note")), "p10 to p90": lambda r: spread(r, "ms"),
-        "calls": lambda r: r.get("n"), "clock": lambda r: r.get("clock"),
+        "what": lambda r: r["bert"],
+        "step": lambda r: r.get("step", r["item"]),
+        "ms": lambda r: r.get("median_ms", r.get("note")),
+        "p10 to p90": lambda r: spread(r, "ms"),
+        "calls": lambda r: r.get("n"),
+        "clock": lambda r: r.get("clock"),
         "host's ms": lambda r: r.get("wall_ms"),
         "useful TFLOP/s": lambda r: r.get("useful_tflops"),
-    }  # fmt: skip
+    }
     return tables(measured(folder, "kernels"), columns, lambda r: "bert" in r)
 
 
@@ -299,11 +327,12 @@ def tuned(folder: Path) -> str:
         "tuning": lambda r: r["item"],
         "fastest tile": lambda r: ", ".join(f"{k} {v}" for k, v in r["tile"].items()),
         "candidates left out": lambda r: f"{len(r['failed'])} of {r['candidates']}",
-        "clock": lambda r: r["clock"], "fastest tile, us": lambda r: r["median_us"],
+        "clock": lambda r: r["clock"],
+        "fastest tile, us": lambda r: r["median_us"],
         "heuristic's tile, us": lambda r: r["heuristic_us"],
         "others, us": lambda r: ", ".join(f"{k} {v:.4g}" for k, v in r["rivals"].items()),
         "fastest implementation": lambda r: r["fastest"],
-    }  # fmt: skip
+    }
     return tables([f for f in files if f["rows"]], columns, lambda r: "median_us" in r)
 
 
@@ -316,10 +345,17 @@ def tuned(folder: Path) -> str:
 
 
 REPORTED = (
-    "attention", "paged", "tile_sparse", "norm", "gemm", "grouped", "quant_gemm", "quantize",
+    "attention",
+    "paged",
+    "tile_sparse",
+    "norm",
+    "gemm",
+    "grouped",
+    "quant_gemm",
+    "quantize",
     "collective",
     "expert",
-)  # fmt: skip
+)
 # What stands beside our times of a folder: heading -> implementation in a DEVICE_kernels.json.
 SIDES = {
     "attention": {
@@ -362,10 +398,13 @@ UNDIFFERENTIATED = ("quantize", "quant_gemm", "paged")  # have no kernel of a ba
 def compiled(results: Path, folder: str) -> str:
     """What ptxas says of every shipped configuration of a folder of kernels."""
     columns = {
-        "configuration": "config", "kernel": "name", "registers": "registers",
-        "spilled bytes": "spilled_bytes", "shared bytes": "shared_bytes",
+        "configuration": "config",
+        "kernel": "name",
+        "registers": "registers",
+        "spilled bytes": "spilled_bytes",
+        "shared bytes": "shared_bytes",
         "ptxas makes wgmma wait": "serialized",
-    }  # fmt: skip
+    }
     return table(results / "kernel_report.json", columns, config=f"{folder} ")
 
 
@@ -390,10 +429,14 @@ def _floors(measured: Row, folder: str) -> str:
             floor = sum(case.floor_s(part, rate) for part in parts)
             sides = [times.get((case.name, direction, side)) for side in SIDES[folder].values()]
             cells = [
-                case.name, direction, f"{flops / 1e9:.1f}", f"{nbytes / 1e6:.1f}",
-                f"{1e6 * floor:.{0 if floor > 1e-4 else 1}f}", *map(_microseconds, sides),
+                case.name,
+                direction,
+                f"{flops / 1e9:.1f}",
+                f"{nbytes / 1e6:.1f}",
+                f"{1e6 * floor:.{0 if floor > 1e-4 else 1}f}",
+                *map(_microseconds, sides),
                 *_judged(floor, sides[0], [s for s in sides[1:] if s and not _is_bound(s)]),
-            ]  # fmt: skip
+            ]
             lines.append(f"| {' | '.join(cells)} |")
     remarks = [f"- {remark}" for remark in _remarks(measured, rows, rate)]
     return "\n".join([*lines, *([""] if remarks else []), *remarks, *_source(measured)])
@@ -421,9 +464,10 @@ def _judged(floor: float, ours: Row | None, rivals: Sequence[Row]) -> list[str]:
     took = ours["median_s"]
     best = min((row["median_s"] for row in rivals), default=None)
     return [
-        f"{1e6 * ours['p10_s']:.1f} to {1e6 * ours['p90_s']:.1f}", f"{floor / took:.2f}",
+        f"{1e6 * ours['p10_s']:.1f} to {1e6 * ours['p90_s']:.1f}",
+        f"{floor / took:.2f}",
         f"{best / took:.2f}" if best else "",
-    ]  # fmt: skip
+    ]
 
 
 def _remarks(measured: Row, rows: Sequence[Row], rate: float) -> Iterator[str]:
@@ -501,20 +545,27 @@ NAMES = ("before", "now", "recommended")
 def configurations(path: Path) -> str:
     """Step time, MFU and memory of each configuration."""
     columns = {
-        "configuration": "configuration", "segments a row": "segments", "remat": "remat",
-        "loss chunks": "loss_chunks", "step, ms (estimate)": "step_ms",
-        "MFU, % (estimate)": "mfu_percent", "memory, GiB (estimate)": "bound_gib",
-    }  # fmt: skip
+        "configuration": "configuration",
+        "segments a row": "segments",
+        "remat": "remat",
+        "loss chunks": "loss_chunks",
+        "step, ms (estimate)": "step_ms",
+        "MFU, % (estimate)": "mfu_percent",
+        "memory, GiB (estimate)": "bound_gib",
+    }
     return table(path, columns)
 
 
 def memory(path: Path) -> str:
     """What XLA says of the step's memory."""
     columns = {
-        "configuration": "configuration", "loss chunks": "loss_chunks",
-        "arguments, GiB": "arguments_gib", "temporary, GiB": "temporary_gib",
-        "peak, GiB": "peak_gib", "terms of the cost model, GiB": "bound_gib",
-    }  # fmt: skip
+        "configuration": "configuration",
+        "loss chunks": "loss_chunks",
+        "arguments, GiB": "arguments_gib",
+        "temporary, GiB": "temporary_gib",
+        "peak, GiB": "peak_gib",
+        "terms of the cost model, GiB": "bound_gib",
+    }
     return table(path, columns)
 
 

@@ -86,18 +86,29 @@ def _begin(placement: Placement) -> Plan:
 
 
 def _row(
-    case: str, workload: Workload, cluster: MixedCluster, problem: Problem, quality: float | None,
-    placement: Placement, options: Options,
-) -> dict[str, Any]:  # fmt: skip
+    case: str,
+    workload: Workload,
+    cluster: MixedCluster,
+    problem: Problem,
+    quality: float | None,
+    placement: Placement,
+    options: Options,
+) -> dict[str, Any]:
     """Returns the row of a placement, without rivals."""
     return {
-        "case": case, "model": workload.name, "cluster": cluster.name, "quality": quality,
-        "uniform_bits": uniform_bits(problem), **dataclasses.asdict(placement),
+        "case": case,
+        "model": workload.name,
+        "cluster": cluster.name,
+        "quality": quality,
+        "uniform_bits": uniform_bits(problem),
+        **dataclasses.asdict(placement),
         "simulated_tokens_per_s": simulate(problem, placement).tokens_per_s,
-        "solver": options.solver, "devices": [card.name for card in cluster.cards],
+        "solver": options.solver,
+        "devices": [card.name for card in cluster.cards],
         "held_bytes": held(problem, placement.stages, placement.bits),
-        "memory_bytes": problem.memory.tolist(), "rivals": [],
-    }  # fmt: skip
+        "memory_bytes": problem.memory.tolist(),
+        "rivals": [],
+    }
 
 
 def _searched(
@@ -105,9 +116,12 @@ def _searched(
 ) -> Placement:
     """Returns what `solve` does. Raises: KeyboardInterrupt where Ctrl-C ended the search."""
     found = solve(
-        problem, quality=quality, solver=options.solver, time_limit_s=options.time_limit_s,
+        problem,
+        quality=quality,
+        solver=options.solver,
+        time_limit_s=options.time_limit_s,
         start=start,
-    )  # fmt: skip
+    )
     if found.status == "interrupted":
         raise KeyboardInterrupt
     return found
@@ -131,13 +145,18 @@ def _beside(
             known[rival.omega] = _at(problem, rival.omega, begin, options)
         ours = known[rival.omega]
         yield {
-            "name": rival.name, "bits": sorted(set(rival.bits)), "omega": rival.omega,
-            "prefill_batch": rival.prefill_batch, "decode_batch": rival.decode_batch,
-            "offloaded": rival.offloaded, "tokens_per_s": rival.times.tokens_per_s,
+            "name": rival.name,
+            "bits": sorted(set(rival.bits)),
+            "omega": rival.omega,
+            "prefill_batch": rival.prefill_batch,
+            "decode_batch": rival.decode_batch,
+            "offloaded": rival.offloaded,
+            "tokens_per_s": rival.times.tokens_per_s,
             "ours_tokens_per_s": ours.tokens_per_s if ours else None,
-            "ours_omega": ours.omega if ours else None, "ours_gap": ours.gap if ours else None,
+            "ours_omega": ours.omega if ours else None,
+            "ours_gap": ours.gap if ours else None,
             "speedup": ours.tokens_per_s / rival.times.tokens_per_s if ours else None,
-        }  # fmt: skip
+        }
 
 
 def _at(
@@ -155,19 +174,25 @@ def summary(rows: Sequence[Row]) -> dict[str, Any]:
     found: dict[str, Any] = {"paper_mean": PAPER_MEAN, "splitquant_mean": SPLITQUANT_MEAN}
     for name in NAMES:
         speedups = [
-            rival["speedup"] for row in rows for rival in row["rivals"]
+            rival["speedup"]
+            for row in rows
+            for rival in row["rivals"]
             if rival["name"] == name and rival["speedup"] is not None
-        ]  # fmt: skip
+        ]
         if speedups:
             found[name] = {
-                "cases": len(speedups), "mean": statistics.mean(speedups), "least": min(speedups),
+                "cases": len(speedups),
+                "mean": statistics.mean(speedups),
+                "least": min(speedups),
                 "most": max(speedups),
-            }  # fmt: skip
+            }
     ratios = [
         row["fastest"]["tokens_per_s"] / rival["tokens_per_s"]
-        for row in rows if "fastest" in row
-        for rival in row["rivals"] if rival["name"] == "pipeedge"
-    ]  # fmt: skip
+        for row in rows
+        if "fastest" in row
+        for rival in row["rivals"]
+        if rival["name"] == "pipeedge"
+    ]
     if ratios:
         found["any_quality_over_pipeedge"] = statistics.mean(ratios)
     return found
@@ -233,17 +258,19 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     for k, name in enumerate(shown):
         at = [
             (i + 0.27 * (k - 1), rival["speedup"])
-            for i, row in enumerate(rows) for rival in row["rivals"]
+            for i, row in enumerate(rows)
+            for rival in row["rivals"]
             if rival["name"] == name and rival["speedup"] is not None
-        ]  # fmt: skip
+        ]
         if at:
             axes.bar(*zip(*at, strict=True), width=0.25, color=f"C{k}", label=NAMES[name])
     axes.axhline(1, color="0.5", linewidth=0.8)
     axes.axhline(
         PAPER_MEAN, color="0.4", linestyle="--", label=f"paper: mean {PAPER_MEAN}, own baselines"
     )
-    labels = [f"{row['case']}\n{row['model']}\n{row['cluster'].replace(',', chr(10))}"
-              for row in rows]  # fmt: skip
+    labels = [
+        f"{row['case']}\n{row['model']}\n{row['cluster'].replace(',', chr(10))}" for row in rows
+    ]
     axes.set_xticks(range(len(rows)), labels, fontsize=6.5)
     axes.set_ylim(0, 3.4)
     axes.set_ylabel("tokens a second over the rival's")
@@ -263,13 +290,21 @@ def draw(rows: Sequence[Row], path: Path) -> None:
 
 def indicators(path: Path) -> str:
     """Rank correlation of each indicator with the measured change of the held-out loss."""
-    return table(path, {
-        "model": "model", "plans": "plans", "number of plans": "count",
-        "largest change of the loss, nats": "largest_change",
-        "variance (the paper's)": "spearman_variance",
-        "exact": "spearman_exact", "Hessian": "spearman_hessian", "random": "spearman_random",
-        "curvature (`expected_loss`)": "spearman_curvature", "each layer alone": "spearman_alone",
-    })  # fmt: skip
+    return table(
+        path,
+        {
+            "model": "model",
+            "plans": "plans",
+            "number of plans": "count",
+            "largest change of the loss, nats": "largest_change",
+            "variance (the paper's)": "spearman_variance",
+            "exact": "spearman_exact",
+            "Hessian": "spearman_hessian",
+            "random": "spearman_random",
+            "curvature (`expected_loss`)": "spearman_curvature",
+            "each layer alone": "spearman_alone",
+        },
+    )
 
 
 def rounding(path: Path) -> str:
@@ -306,14 +341,22 @@ def rounding(path: Path) -> str:
 
 def plans(path: Path) -> str:
     """Our plans beside rivals' at equal measured loss."""
-    return table(path, {
-        "case": "case", "cluster": "cluster", "rounding": "method", "rival": "rival",
-        "rival's bits": "rival_bits", "rival's change of the loss, nats": "rival_loss_change",
-        "rival's tokens/s (simulated)": "rival_tokens_per_s", "our mean bits": "mean_bits",
-        "our change of the loss, nats": "loss_change",
-        "our tokens/s (simulated)": "tokens_per_s",
-        "speedup": "speedup",
-    })  # fmt: skip
+    return table(
+        path,
+        {
+            "case": "case",
+            "cluster": "cluster",
+            "rounding": "method",
+            "rival": "rival",
+            "rival's bits": "rival_bits",
+            "rival's change of the loss, nats": "rival_loss_change",
+            "rival's tokens/s (simulated)": "rival_tokens_per_s",
+            "our mean bits": "mean_bits",
+            "our change of the loss, nats": "loss_change",
+            "our tokens/s (simulated)": "tokens_per_s",
+            "speedup": "speedup",
+        },
+    )
 
 
 def tables(results: Path) -> dict[str, Callable[[], str]]:

@@ -201,11 +201,19 @@ def indicator_rows(given: Subject, count: int, seed: int) -> list[dict[str, Any]
         found["random"] = means.mean(
             _spearman([_sum(table, bits) for bits in drawn], changes) for table in others
         )
-        rows.append({
-            "model": given.name, "plans": kind, "count": len(drawn), "loss_dense": given.dense,
-            "largest_change": max(changes), **{f"spearman_{n}": r for n, r in found.items()},
-            "bits": [list(bits) for bits in drawn], "loss_change": changes, "said": said,
-        })  # fmt: skip
+        rows.append(
+            {
+                "model": given.name,
+                "plans": kind,
+                "count": len(drawn),
+                "loss_dense": given.dense,
+                "largest_change": max(changes),
+                **{f"spearman_{n}": r for n, r in found.items()},
+                "bits": [list(bits) for bits in drawn],
+                "loss_change": changes,
+                "said": said,
+            }
+        )
     return rows
 
 
@@ -215,8 +223,13 @@ def rounding_rows(
     """Yields a row for each width and way of rounding: held-out loss, and the products' error."""
     for width, (name, rounding) in itertools.product(widths, roundings.items()):
         fmt = Format(width, group, 0, scale_dtype="float16")
-        row: dict[str, Any] = {"model": given.name, "bits": width, "group": group, "method": name,
-                               "loss_dense": given.dense}  # fmt: skip
+        row: dict[str, Any] = {
+            "model": given.name,
+            "bits": width,
+            "group": group,
+            "method": name,
+            "loss_dense": given.dense,
+        }
         try:
             params, error = rounded(given, rounding, fmt)
         except NotImplementedError as reason:
@@ -304,9 +317,13 @@ def rows(
         for case in cases:
             workload, cluster = PRESETS[case]
             small = dataclasses.replace(
-                workload, name=given.name, stack=given.cfg.stack, vocab=given.cfg.padded_vocab,
-                positions=0, omega=omega,
-            )  # fmt: skip
+                workload,
+                name=given.name,
+                stack=given.cfg.stack,
+                vocab=given.cfg.padded_vocab,
+                positions=0,
+                omega=omega,
+            )
             problem = problem_of(small, scaled_down(cluster, workload, small))
             about = {"model": given.name, "case": case, "cluster": cluster.name, "method": method}
             known: dict[tuple[int, ...], list[dict[str, Any]]] = {}
@@ -350,8 +367,11 @@ def tried(
         else:
             change = measure(placement.bits)
             found.append(_plan(placement, change) | {"budget": budget})
-            print(f"    sum of omega {budget:.4g}: {change:+.4f} nats, "
-                  f"{placement.tokens_per_s:.0f} tokens/s", flush=True)  # fmt: skip
+            print(
+                f"    sum of omega {budget:.4g}: {change:+.4f} nats, "
+                f"{placement.tokens_per_s:.0f} tokens/s",
+                flush=True,
+            )
             low, high = (budget, high) if change <= wanted else (low, budget)
         bottom = max(low, none)
         if bottom > 0 and high < math.inf:
@@ -365,11 +385,15 @@ def tried(
 
 def _plan(placement: Placement, change: float) -> dict[str, Any]:
     return {
-        "stages": [list(s) for s in placement.stages], "bits": list(placement.bits),
-        "prefill_batch": placement.prefill_batch, "decode_batch": placement.decode_batch,
-        "omega": placement.omega, "gap": placement.gap, "loss_change": change,
+        "stages": [list(s) for s in placement.stages],
+        "bits": list(placement.bits),
+        "prefill_batch": placement.prefill_batch,
+        "decode_batch": placement.decode_batch,
+        "omega": placement.omega,
+        "gap": placement.gap,
+        "loss_change": change,
         "tokens_per_s": placement.tokens_per_s,
-    }  # fmt: skip
+    }
 
 
 def compared(rival: Rival, change: float, plans: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -378,13 +402,17 @@ def compared(rival: Rival, change: float, plans: Sequence[Mapping[str, Any]]) ->
     ours = max(good, key=lambda plan: plan["tokens_per_s"], default=None)
     theirs = rival.times.tokens_per_s
     return {
-        "rival": rival.name, "rival_bits": sorted(set(rival.bits)), "rival_loss_change": change,
-        "rival_tokens_per_s": theirs, "tried": list(plans), "ours": ours,
+        "rival": rival.name,
+        "rival_bits": sorted(set(rival.bits)),
+        "rival_loss_change": change,
+        "rival_tokens_per_s": theirs,
+        "tried": list(plans),
+        "ours": ours,
         "mean_bits": None if ours is None else float(np.mean(ours["bits"])),
         "loss_change": None if ours is None else ours["loss_change"],
         "tokens_per_s": None if ours is None else ours["tokens_per_s"],
         "speedup": None if ours is None else ours["tokens_per_s"] / theirs,
-    }  # fmt: skip
+    }
 
 
 def told_equal(row: Mapping[str, Any]) -> str:

@@ -61,9 +61,15 @@ def served(
     )
     omega = expected_loss(params, cfg, learnt, [format_of(b) for b in workload.bits])
     small = dataclasses.replace(
-        workload, name=opened.name, stack=cfg.stack, vocab=cfg.padded_vocab, positions=0,
-        prompt=PROMPT, new_tokens=ANSWER, omega=omega,
-    )  # fmt: skip
+        workload,
+        name=opened.name,
+        stack=cfg.stack,
+        vocab=cfg.padded_vocab,
+        positions=0,
+        prompt=PROMPT,
+        new_tokens=ANSWER,
+        omega=omega,
+    )
     scaled = shrunk(cluster, workload, small)
     placement = llm_pq.plan(small, scaled, solver=solver, time_limit_s=time_limit_s)
     problem = problem_of(small, scaled)
@@ -88,10 +94,15 @@ def served(
     tokens = sum(len(answer) for answer in answers)
     print(f"{len(answers)} answers of {ANSWER} tokens, {tokens / seconds:.0f} tokens/s (emulated)")
     return {
-        "model": what, "stages": [list(s) for s in placement.stages], "bits": list(placement.bits),
-        "prefill_batch": placement.prefill_batch, "decode_batch": placement.decode_batch,
-        "loss_dense": before, "loss": after, "emulated_tokens_per_s": tokens / seconds,
-    }  # fmt: skip
+        "model": what,
+        "stages": [list(s) for s in placement.stages],
+        "bits": list(placement.bits),
+        "prefill_batch": placement.prefill_batch,
+        "decode_batch": placement.decode_batch,
+        "loss_dense": before,
+        "loss": after,
+        "emulated_tokens_per_s": tokens / seconds,
+    }
 
 
 def format_of(bits: int) -> Format | None:

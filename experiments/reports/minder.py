@@ -31,11 +31,20 @@ from megajax.monitor.fleet import MIXES
 Rows = Sequence[Mapping[str, Any]]
 PAPER_F1 = 0.893
 COLOURS = {
-    OURS: "#0072B2", "minder-paper": "#000000", "minder-tuned": "#555555", "raw": "#E69F00",
-    "con": "#56B4E9", "int": "#009E73", "no-continuity": "#D55E00", "mahalanobis": "#CC79A7",
-    "median": "#8C564B", "forest": "#17A015", "nvrx-relative": "#F0C000",
-    "nvrx-individual": "#B8A000", "greyhound": "#9467BD",
-}  # fmt: skip
+    OURS: "#0072B2",
+    "minder-paper": "#000000",
+    "minder-tuned": "#555555",
+    "raw": "#E69F00",
+    "con": "#56B4E9",
+    "int": "#009E73",
+    "no-continuity": "#D55E00",
+    "mahalanobis": "#CC79A7",
+    "median": "#8C564B",
+    "forest": "#17A015",
+    "nvrx-relative": "#F0C000",
+    "nvrx-individual": "#B8A000",
+    "greyhound": "#9467BD",
+}
 LEVELS = ("low", "middle", "high")
 
 
@@ -61,15 +70,26 @@ def _sizes(axes: Any, rows: Rows, order: Sequence[str]) -> None:
         mine = [r for r in rows if r["part"] == "size" and r["detector"] == name]
         x = range(len(mine))
         axes.plot(
-            x, [r["f1"] for r in mine], color=COLOURS[name], label=name, marker="o", markersize=3,
+            x,
+            [r["f1"] for r in mine],
+            color=COLOURS[name],
+            label=name,
+            marker="o",
+            markersize=3,
             linewidth=2.2 if name == OURS else 1.0,
-        )  # fmt: skip
+        )
         if name == OURS:
             low, high = zip(*(r["f1_95"] for r in mine), strict=True)
             axes.fill_between(x, low, high, color=COLOURS[name], alpha=0.15, linewidth=0)
     axes.axhline(PAPER_F1, color="0.3", linestyle="--", linewidth=0.9)
-    axes.text(0.01, PAPER_F1 + 0.01, "paper", fontsize=7, color="0.3",
-              transform=axes.get_yaxis_transform())  # fmt: skip
+    axes.text(
+        0.01,
+        PAPER_F1 + 0.01,
+        "paper",
+        fontsize=7,
+        color="0.3",
+        transform=axes.get_yaxis_transform(),
+    )
     sizes = sorted({r["size"] for r in rows if r["part"] == "size"})
     axes.set_xticks(range(len(sizes)), [f"{s:,}" for s in sizes])
     axes.set(xlabel="machines of the job", ylabel="F1", ylim=(0, 1.02))
@@ -78,20 +98,27 @@ def _sizes(axes: Any, rows: Rows, order: Sequence[str]) -> None:
 
 
 def _kinds(axes: Any, rows: Rows, names: Sequence[str]) -> None:
-    mine = {n: {r["kind"]: r for r in rows if r["part"] == "kind" and r["detector"] == n}
-            for n in names}  # fmt: skip
+    mine = {
+        n: {r["kind"]: r for r in rows if r["part"] == "kind" and r["detector"] == n} for n in names
+    }
     kinds = sorted(mine[OURS], key=lambda k: (k[0] == "(", mine[OURS][k]["recall"]))
     for place, kind in enumerate(kinds):
         for shift, name in zip((0.2, -0.2), names, strict=False):
             row = mine[name][kind]
             low, high = row["recall_95"]
-            axes.barh(place + shift, row["recall"], 0.36, color=COLOURS[name],
-                      label=name if not place else None)  # fmt: skip
+            axes.barh(
+                place + shift,
+                row["recall"],
+                0.36,
+                color=COLOURS[name],
+                label=name if not place else None,
+            )
             axes.plot([low, high], [place + shift] * 2, color="black", linewidth=0.8)
     axes.set_yticks(
-        range(len(kinds)), [f"{k.replace('_', ' ')} ({mine[OURS][k]['faults']})" for k in kinds],
+        range(len(kinds)),
+        [f"{k.replace('_', ' ')} ({mine[OURS][k]['faults']})" for k in kinds],
         fontsize=7.5,
-    )  # fmt: skip
+    )
     axes.set(xlabel="share of the faults that were named", xlim=(0, 1))
     axes.set_title("recall by kind of fault; lines: 95 % intervals", fontsize=9, loc="left")
     axes.legend(fontsize=7.5, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
@@ -106,10 +133,17 @@ def _noise(axes: Any, rows: Rows, names: Sequence[str]) -> None:
             middle = np.array([r[what] for r in found])
             low, high = np.array([r[f"{what}_95"] for r in found]).T
             axes.errorbar(
-                x, middle, np.maximum([middle - low, high - middle], 0), marker=mark,
-                color=COLOURS[name], markersize=4, linewidth=1.0, elinewidth=0.6,
-                linestyle="--" if what == "precision" else "-", label=f"{name}, {what}",
-            )  # fmt: skip
+                x,
+                middle,
+                np.maximum([middle - low, high - middle], 0),
+                marker=mark,
+                color=COLOURS[name],
+                markersize=4,
+                linewidth=1.0,
+                elinewidth=0.6,
+                linestyle="--" if what == "precision" else "-",
+                label=f"{name}, {what}",
+            )
     axes.set_xticks(range(len(LEVELS)), LEVELS)
     axes.set(xlabel="noise", ylabel="precision, recall", ylim=(0, 1.02))
     axes.set_title("precision and recall by noise", fontsize=9, loc="left")
@@ -123,12 +157,22 @@ def _delays(axes: Any, rows: Rows, names: Sequence[str]) -> None:
         share = np.arange(1, len(seconds) + 1) / max(row["faults"], 1)
         last = share[-1] if len(share) else 0
         width = 2.0 if name == OURS else 1.0
-        axes.step([0, *seconds, 25], [0, *share, last], where="post", color=COLOURS[name],
-                  label=name, linewidth=width)  # fmt: skip
+        axes.step(
+            [0, *seconds, 25],
+            [0, *share, last],
+            where="post",
+            color=COLOURS[name],
+            label=name,
+            linewidth=width,
+        )
     axes.axvline(4, color="0.3", linestyle="--", linewidth=0.9)
     axes.text(4.1, 0.02, "continuity of the paper", fontsize=7, color="0.3")
-    axes.set(xlabel="minutes from the onset to the alert", xlim=(0, 25), ylim=(0, 1.02),
-             ylabel="share of all faults")  # fmt: skip
+    axes.set(
+        xlabel="minutes from the onset to the alert",
+        xlim=(0, 25),
+        ylim=(0, 1.02),
+        ylabel="share of all faults",
+    )
     axes.set_title("delay to the alert", fontsize=9, loc="left")
     axes.legend(fontsize=7, frameon=False, loc="lower right")
 
@@ -179,9 +223,17 @@ class Config(Checked):
 def tiny() -> Config:
     """Shows that all of it runs; nothing that it says of a detector counts."""
     return Config(
-        "ours,raw,minder-paper", "4,8", "4,4", "evaluation", "validate", healthy_hours=0.0,
-        train_jobs=2, steps=40, tune_cases=4, processes=1,
-    )  # fmt: skip
+        "ours,raw,minder-paper",
+        "4,8",
+        "4,4",
+        "evaluation",
+        "validate",
+        healthy_hours=0.0,
+        train_jobs=2,
+        steps=40,
+        tune_cases=4,
+        processes=1,
+    )
 
 
 PRESETS = {"tiny": tiny, "paper": Config}
@@ -291,15 +343,24 @@ def overall(path: Path) -> str:
         tuned = found["tuned"].get(name, {}).get("f1")
         rows.append(
             (
-                name, row["what"],
+                name,
+                row["what"],
                 *(_interval(row, m) for m in ("precision", "recall", "f1")),
                 _interval(row, "f1_more", sign=True) if "f1_more" in row else "",
                 f"{row['delay_s'].get('p50', 0):.0f} s" if row["delay_s"] else "-",
                 "" if tuned is None else f"{tuned:.3f}",
             )
-        )  # fmt: skip
-    heads = ("detector", "what", "precision", "recall", "F1", "F1 of ours minus its F1",
-             "median time from onset to alert", "F1 on the cases it was tuned on")  # fmt: skip
+        )
+    heads = (
+        "detector",
+        "what",
+        "precision",
+        "recall",
+        "F1",
+        "F1 of ours minus its F1",
+        "median time from onset to alert",
+        "F1 on the cases it was tuned on",
+    )
     paper = found["paper"]
     config = found["config"]
     text = (
@@ -319,10 +380,15 @@ def sizes(path: Path) -> str:
     faults = {s: by[OURS, s]["faults"] for s in columns}
     heads = ("F1", *(f"{s:,} machines ({faults[s]} faults)" for s in columns))
     rows = [
-        (name, *(_interval(by[name, s], "f1") if name == OURS else f"{by[name, s]['f1']:.3f}"
-                 for s in columns))
+        (
+            name,
+            *(
+                _interval(by[name, s], "f1") if name == OURS else f"{by[name, s]['f1']:.3f}"
+                for s in columns
+            ),
+        )
         for name in dict.fromkeys(name for name, _ in by)
-    ]  # fmt: skip
+    ]
     both = (f"{by[OURS, s]['precision']:.3f}, {by[OURS, s]['recall']:.3f}" for s in columns)
     rows.insert(1, ("ours: precision, recall", *both))
     return "\n".join([_table(heads, rows), "", source(found)])
@@ -340,13 +406,24 @@ def kinds(path: Path) -> str:
         others = (f"{by[name, kind]['recall']:.3f}" for name in names[1:])
         delay = f"{mine['delay_s']['p50']:.0f} s" if mine["delay_s"] else "-"
         before = f"{mine['before_halt']} of {mine['named']}"
-        rows.append((kind.replace("_", " "), str(mine["faults"]), _interval(mine, "recall"),
-                     *others, delay, before))  # fmt: skip
+        rows.append(
+            (
+                kind.replace("_", " "),
+                str(mine["faults"]),
+                _interval(mine, "recall"),
+                *others,
+                delay,
+                before,
+            )
+        )
     heads = (
-        "kind of fault, or (its effect)", "faults", "ours, recall",
+        "kind of fault, or (its effect)",
+        "faults",
+        "ours, recall",
         *(f"{n}, recall" for n in names[1:]),
-        "ours, median time from onset to alert", "named before the job halted",
-    )  # fmt: skip
+        "ours, median time from onset to alert",
+        "named before the job halted",
+    )
     return "\n".join([_table(heads, rows), "", source(found)])
 
 
@@ -357,10 +434,14 @@ def conditions(path: Path) -> str:
     for part, order in (("noise", LEVELS), ("mix", found["config"]["mixes"].split(","))):
         by = {r[part]: r for r in _part(found, part) if r["detector"] == OURS}
         rows += [
-            (f"{part}: {value}", str(by[value]["cases"]),
-             *(_interval(by[value], m) for m in ("precision", "recall", "f1")))
-            for value in order if value in by
-        ]  # fmt: skip
+            (
+                f"{part}: {value}",
+                str(by[value]["cases"]),
+                *(_interval(by[value], m) for m in ("precision", "recall", "f1")),
+            )
+            for value in order
+            if value in by
+        ]
     heads = ("condition", "cases", "precision", "recall", "F1")
     return "\n".join([_table(heads, rows), "", source(found)])
 
@@ -369,11 +450,16 @@ def alarms(path: Path) -> str:
     """False alarms a day of long healthy runs."""
     found = _read(path)
     rows = [
-        (row["detector"], f"{row['machines']:,}", f"{24 * row['days']:.1f}",
-         str(row["false_alarms"]), f"{row['a_day']:.2f}",
-         f"{row['a_day_95'][0]:.2f} to {row['a_day_95'][1]:.2f}")
+        (
+            row["detector"],
+            f"{row['machines']:,}",
+            f"{24 * row['days']:.1f}",
+            str(row["false_alarms"]),
+            f"{row['a_day']:.2f}",
+            f"{row['a_day_95'][0]:.2f} to {row['a_day_95'][1]:.2f}",
+        )
         for row in _part(found, "alarms")
-    ]  # fmt: skip
+    ]
     heads = ("detector", "machines", "hours", "false alarms", "false alarms a day", "95 % interval")
     return "\n".join([_table(heads, rows), "", source(found)])
 
@@ -382,10 +468,13 @@ def ablations(path: Path) -> str:
     """Our detector without one of its parts, on the same cases."""
     found = _read(path)
     rows = [
-        (row["what"], *(_interval(row, m) for m in ("precision", "recall", "f1")),
-         _interval(row, "f1_more", sign=True) if "f1_more" in row else "")
+        (
+            row["what"],
+            *(_interval(row, m) for m in ("precision", "recall", "f1")),
+            _interval(row, "f1_more", sign=True) if "f1_more" in row else "",
+        )
         for row in _part(found, "overall")
-    ]  # fmt: skip
+    ]
     heads = ("variant", "precision", "recall", "F1", "F1 of the whole minus its F1")
     text = f"{found['cases']} cases of the family `{found['config']['split']}`."
     return "\n".join([_table(heads, rows), "", text, "", source(found)])
@@ -413,9 +502,14 @@ def unlike(path: Path) -> str:
             days = total["healthy_machine_days"]
             alarms = f"{total['healthy_vain']} in {days:.1f}" if days else "-"
             rows.append(
-                (background, what, *(f"{r['named']} of {r['faults']}" for r in each),
-                 f"{total['precision']:.3f} ({total['vain']} in vain)", alarms)
-            )  # fmt: skip
+                (
+                    background,
+                    what,
+                    *(f"{r['named']} of {r['faults']}" for r in each),
+                    f"{total['precision']:.3f} ({total['vain']} in vain)",
+                    alarms,
+                )
+            )
     recall = {}
     for kind in kinds:
         each = [by[name, OURS, kind] for name in names]

@@ -204,9 +204,11 @@ KL = 8e-4  # as of models/lstm_vae.py
 def begin(key: jax.Array, metrics: int) -> dict[str, jax.Array]:
     """Returns random weights."""
     shapes = {
-        "encode": (metrics + UNITS, 4 * UNITS), "latent": (UNITS, 2 * LATENT),
-        "decode": (LATENT + UNITS, 4 * UNITS), "out": (UNITS + LATENT, metrics),
-    }  # fmt: skip
+        "encode": (metrics + UNITS, 4 * UNITS),
+        "latent": (UNITS, 2 * LATENT),
+        "decode": (LATENT + UNITS, 4 * UNITS),
+        "out": (UNITS + LATENT, metrics),
+    }
     keys = jax.random.split(key, len(shapes))
     made = {
         name: jax.random.normal(k, shape) * shape[0] ** -0.5
@@ -492,8 +494,11 @@ def average_path(points: np.ndarray) -> np.ndarray:
     """Returns the mean depth of an unsuccessful search among so many points."""
     points = np.asarray(points, np.float64)
     harmonic = np.log(np.maximum(points - 1, 1)) + EULER
-    return np.where(points > 2, 2 * harmonic - 2 * (points - 1) / np.maximum(points, 1),
-                    np.where(points == 2, 1.0, 0.0))  # fmt: skip
+    return np.where(
+        points > 2,
+        2 * harmonic - 2 * (points - 1) / np.maximum(points, 1),
+        np.where(points == 2, 1.0, 0.0),
+    )
 
 
 def grow(x_XD: np.ndarray, seed: int) -> Forest:
@@ -510,9 +515,14 @@ def grow(x_XD: np.ndarray, seed: int) -> Forest:
 
 
 def _split(
-    rng: np.random.Generator, x_XD: np.ndarray, node: int, level: int,
-    feature: np.ndarray, cut: np.ndarray, depth: np.ndarray,
-) -> None:  # fmt: skip
+    rng: np.random.Generator,
+    x_XD: np.ndarray,
+    node: int,
+    level: int,
+    feature: np.ndarray,
+    cut: np.ndarray,
+    depth: np.ndarray,
+) -> None:
     low, high = (x_XD.min(0), x_XD.max(0)) if len(x_XD) else (np.zeros(1), np.zeros(1))
     can = np.flatnonzero(high > low)
     if level == DEPTH or len(x_XD) <= 1 or not len(can):
@@ -882,9 +892,13 @@ Counted = Callable[[int, Sequence[Said]], tuple[int, int, int]]
 
 
 def tune(
-    names: Sequence[str], sources: Sequence[View], views: Iterator[View], counted: Counted,
-    seed: int, steps: int,
-) -> Iterator[Tuned]:  # fmt: skip
+    names: Sequence[str],
+    sources: Sequence[View],
+    views: Iterator[View],
+    counted: Counted,
+    seed: int,
+    steps: int,
+) -> Iterator[Tuned]:
     """Yields the rivals, ready.
 
     sources: jobs to learn from. views: the tuning cases, one at a time. counted: of a case's number

@@ -53,9 +53,10 @@ def judged(case: Mapping[str, Any], alerts: Sequence[Mapping[str, Any]]) -> dict
     gone = {machine: at for machine, at in case["left"]}
     for alert in sorted(alerts, key=lambda a: a["at"]):
         hits = [
-            k for k, fault in enumerate(case["faults"])
+            k
+            for k, fault in enumerate(case["faults"])
             if alert["machine"] == fault["machine"] and alert["at"] > fault["start"]
-        ]  # fmt: skip
+        ]
         new = [k for k in hits if named[k] is None]
         for k in new:
             named[k] = alert["at"] - case["faults"][k]["start"]
@@ -115,8 +116,11 @@ def difference(ours_X3: np.ndarray, other_X3: np.ndarray, times_BX: np.ndarray) 
     apart_B = quality(times_BX @ ours_X3)["f1"] - quality(times_BX @ other_X3)["f1"]
     value = quality(ours_X3.sum(0))["f1"] - quality(other_X3.sum(0))["f1"]
     low, high = np.percentile(apart_B, (2.5, 97.5))
-    return {"f1_more": float(value), "f1_more_95": [float(low), float(high)],
-            "better": bool(low > 0)}  # fmt: skip
+    return {
+        "f1_more": float(value),
+        "f1_more_95": [float(low), float(high)],
+        "better": bool(low > 0),
+    }
 
 
 def rate(count: int, days: float) -> dict[str, Any]:
@@ -125,8 +129,12 @@ def rate(count: int, days: float) -> dict[str, Any]:
 
     low = gammaincinv(count, 0.025) if count else 0.0
     high = gammaincinv(count + 1, 0.975)
-    return {"false_alarms": count, "days": days, "a_day": count / days,
-            "a_day_95": [float(low / days), float(high / days)]}  # fmt: skip
+    return {
+        "false_alarms": count,
+        "days": days,
+        "a_day": count / days,
+        "a_day_95": [float(low / days), float(high / days)],
+    }
 
 
 def delays(found: Sequence[float]) -> dict[str, float]:
@@ -176,9 +184,13 @@ def _nth(k: int, size: int, seed: int, **how: Any) -> Case:
 
 
 def items(
-    split: str, seed: int, sizes: Sequence[int], counts: Sequence[int], mixes: Sequence[str],
+    split: str,
+    seed: int,
+    sizes: Sequence[int],
+    counts: Sequence[int],
+    mixes: Sequence[str],
     hours: float,
-) -> list[Item]:  # fmt: skip
+) -> list[Item]:
     """Returns the cases, small and large ones in turn; the first mix has half of each size's, or
     all if it is the only one."""
     found = []
@@ -197,13 +209,15 @@ def items(
 def described(item: Item, case: Case) -> dict[str, Any]:
     """Returns what a case is, as its file holds it."""
     return {
-        **dataclasses.asdict(item), "noise": case.noise, "seconds": case.end - case.start,
+        **dataclasses.asdict(item),
+        "noise": case.noise,
+        "seconds": case.end - case.start,
         "faults": [
             {"machine": f.machine, "kind": f.kind, "start": f.start, "end": f.end, "speed": f.speed}
             for f in case.faults
         ],
         "left": [list(one) for one in case.fleet.departures],
-    }  # fmt: skip
+    }
 
 
 # ---- detectors
@@ -378,9 +392,13 @@ ALONE = (  # one thread of XLA and of BLAS
 
 
 def shared(
-    folder: Path, wanted: Sequence[Item], made: Sequence[Made], base: Path, processes: int,
+    folder: Path,
+    wanted: Sequence[Item],
+    made: Sequence[Made],
+    base: Path,
+    processes: int,
     tell: Any,
-) -> None:  # fmt: skip
+) -> None:
     """Runs what is missing in several processes, each of one thread."""
     missing = [item for item in wanted if not done(folder, item, made)]
     if processes == 1 or len(missing) < 2:
@@ -405,10 +423,13 @@ def shared(
 def _written(wanted: Sequence[Item], made: Sequence[Made], base: Path) -> str:
     """Returns the work of a process as JSON."""
     return json.dumps(
-        {"items": [dataclasses.asdict(i) for i in wanted],
-         "made": [dataclasses.asdict(m) for m in made], "base": base},
+        {
+            "items": [dataclasses.asdict(i) for i in wanted],
+            "made": [dataclasses.asdict(m) for m in made],
+            "base": base,
+        },
         default=str,
-    )  # fmt: skip
+    )
 
 
 def main(path: str) -> None:
@@ -467,8 +488,12 @@ def evaluation_rows(found: Sequence[Mapping], names: Sequence[str], seed: int = 
         yield from _kinds(whole, name)
         found_s = [d for _, d in _named(whole, name) if d is not None]
         faults = sum(len(c["faults"]) for c in whole)
-        yield {"part": "delays", "detector": name, "faults": faults,
-               "seconds": sorted(round(d) for d in found_s)}  # fmt: skip
+        yield {
+            "part": "delays",
+            "detector": name,
+            "faults": faults,
+            "seconds": sorted(round(d) for d in found_s),
+        }
     healthy = [c for c in found if not c["mix"]]
     for name in names:
         yield from _alarms(healthy, name)
@@ -526,10 +551,16 @@ def _kinds(cases: Sequence[Mapping], name: str) -> Iterator[Row]:
         hits = [d for _, d in found if d is not None]
         before = sum(d is not None and f["start"] + d <= f["end"] for f, d in found)
         yield {
-            "part": "kind", "detector": name, "kind": kind, "faults": len(found),
-            "named": len(hits), "before_halt": before, "recall": len(hits) / len(found),
-            "recall_95": wilson(len(hits), len(found)), "delay_s": delays(hits),
-        }  # fmt: skip
+            "part": "kind",
+            "detector": name,
+            "kind": kind,
+            "faults": len(found),
+            "named": len(hits),
+            "before_halt": before,
+            "recall": len(hits) / len(found),
+            "recall_95": wilson(len(hits), len(found)),
+            "delay_s": delays(hits),
+        }
 
 
 def wilson(hits: int, of: int) -> list[float]:
@@ -545,8 +576,12 @@ def _alarms(healthy: Sequence[Mapping], name: str) -> Iterator[Row]:
     if seen:
         vain = sum(triple(c, c["said"][name])[1] for c in seen)
         days = sum(c["seconds"] for c in seen) / 86400
-        yield {"part": "alarms", "detector": name, "machines": seen[0]["size"],
-               "jobs": len(seen)} | rate(vain, days)  # fmt: skip
+        yield {
+            "part": "alarms",
+            "detector": name,
+            "machines": seen[0]["size"],
+            "jobs": len(seen),
+        } | rate(vain, days)
 
 
 def _costs(found: Sequence[Mapping], name: str) -> Iterator[Row]:
@@ -555,5 +590,9 @@ def _costs(found: Sequence[Mapping], name: str) -> Iterator[Row]:
         if mine:
             each = [1000 * c["took"][name] / c["seconds"] for c in mine]
             # CPU time of a process of one thread
-            yield {"part": "cost", "detector": name, "size": size,
-                   "ms_a_second_of_data": float(np.median(each))}  # fmt: skip
+            yield {
+                "part": "cost",
+                "detector": name,
+                "size": size,
+                "ms_a_second_of_data": float(np.median(each)),
+            }

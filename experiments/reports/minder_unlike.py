@@ -40,15 +40,22 @@ class Config(Checked):
     """What is judged."""
 
     fleets: str = option(
-        ",".join(unlike.BACKGROUNDS), "unlike: names of fleets, joined by commas",
+        ",".join(unlike.BACKGROUNDS),
+        "unlike: names of fleets, joined by commas",
         verbs=("unlike",),
-    )  # fmt: skip
-    faults: int = option(4, "unlike: scenes of each kind of fault on each fleet", at_least=1,
-                         verbs=("unlike",))  # fmt: skip
-    healthy: int = option(5, "unlike: scenes without a fault on each fleet", at_least=0,
-                          verbs=("unlike",))  # fmt: skip
-    seed: int = option(FIRST_SEED, "unlike: random seed of the scenes; below 1000: those on which "
-                       "constants were chosen", at_least=0, verbs=("unlike",))  # fmt: skip
+    )
+    faults: int = option(
+        4, "unlike: scenes of each kind of fault on each fleet", at_least=1, verbs=("unlike",)
+    )
+    healthy: int = option(
+        5, "unlike: scenes without a fault on each fleet", at_least=0, verbs=("unlike",)
+    )
+    seed: int = option(
+        FIRST_SEED,
+        "unlike: random seed of the scenes; below 1000: those on which constants were chosen",
+        at_least=0,
+        verbs=("unlike",),
+    )
 
     def __post_init__(self):
         """Refuses fleets that do not exist."""
@@ -86,19 +93,22 @@ def _unknown(self: Onsets, rows_R: np.ndarray, *_: Any) -> tuple[np.ndarray, np.
 def judged(background: str, model: Path, cfg: Config) -> Iterator[dict[str, Any]]:
     """Yields {'kind', 'faults', 'machine_days', 'said': {detector: alerts}} of each scene."""
     wanted: Mapping[unlike.Kind | None, int] = {
-        **dict.fromkeys(unlike.KINDS, cfg.faults), None: cfg.healthy
-    }  # fmt: skip
+        **dict.fromkeys(unlike.KINDS, cfg.faults),
+        None: cfg.healthy,
+    }
     for one in unlike.scenes(background, wanted, SIZES, cfg.seed):
         _, N, T = one.grid.values_CNT.shape
         yield {
-            "kind": one.faults[0].kind if one.faults else HEALTHY, "left": [],
-            "faults": [dataclasses.asdict(f) for f in one.faults], "machine_days": N * T / 86400,
+            "kind": one.faults[0].kind if one.faults else HEALTHY,
+            "left": [],
+            "faults": [dataclasses.asdict(f) for f in one.faults],
+            "machine_days": N * T / 86400,
             "said": {
                 name: alerts(name, model, one.grid)
                 for name in DETECTORS
                 if one.faults or name == OURS
             },
-        }  # fmt: skip
+        }
 
 
 def rows(background: str, cases: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -114,17 +124,32 @@ def rows(background: str, cases: Sequence[Mapping[str, Any]]) -> Iterator[dict[s
         for kind in unlike.KINDS:
             named, faults = len(delays.get(kind, ())), total[kind, "faults"]
             if faults:
-                yield {"part": "kind", "background": background, "detector": name, "kind": kind,
-                       "faults": faults, "named": named, "recall": named / faults,
-                       "recall_95": wilson(named, faults), "vain": total[kind, "vain"],
-                       "delay_s": minder_runs.delays(delays[kind])}  # fmt: skip
+                yield {
+                    "part": "kind",
+                    "background": background,
+                    "detector": name,
+                    "kind": kind,
+                    "faults": faults,
+                    "named": named,
+                    "recall": named / faults,
+                    "recall_95": wilson(named, faults),
+                    "vain": total[kind, "vain"],
+                    "delay_s": minder_runs.delays(delays[kind]),
+                }
         named = sum(map(len, delays.values()))
         vain = sum(v for (_, what), v in total.items() if what == "vain")
         quiet = [c for c in cases if c["kind"] == HEALTHY and name in c["said"]]
         days = sum(c["machine_days"] for c in quiet)
-        yield {"part": "background", "background": background, "detector": name, "named": named,
-               "vain": vain, "precision": named / (named + vain) if named + vain else 1.0,
-               "healthy_machine_days": days, "healthy_vain": total[HEALTHY, "vain"]}  # fmt: skip
+        yield {
+            "part": "background",
+            "background": background,
+            "detector": name,
+            "named": named,
+            "vain": vain,
+            "precision": named / (named + vain) if named + vain else 1.0,
+            "healthy_machine_days": days,
+            "healthy_vain": total[HEALTHY, "vain"],
+        }
 
 
 def measure(
@@ -155,9 +180,14 @@ def measure(
             found.append(row)
             tell(text(row))
     about = results.facts(jax.devices()[0].device_kind, "simulated") | {
-        "config": {"faults": cfg.faults, "healthy": cfg.healthy, "seed": cfg.seed,
-                   "sizes": list(SIZES), "steps": steps},
-    }  # fmt: skip
+        "config": {
+            "faults": cfg.faults,
+            "healthy": cfg.healthy,
+            "seed": cfg.seed,
+            "sizes": list(SIZES),
+            "steps": steps,
+        },
+    }
     path = folder / "minder_unlike.json"
     results.write(path, about, found)
     tell(f"{path}")

@@ -119,9 +119,12 @@ def recorded(
     found = replace(found, start=found.start + first, values_CNT=found.values_CNT[:, :, first:])
     part = kept.with_name(f".part.{kept.name}")  # NumPy adds .npz to a name without it
     np.savez(
-        part, start=found.start, values=found.values_CNT, machines=np.array(found.machines, str),
+        part,
+        start=found.start,
+        values=found.values_CNT,
+        machines=np.array(found.machines, str),
         metrics=np.array(found.metrics, str),
-    )  # fmt: skip
+    )
     part.replace(kept)
     return [found]
 
@@ -171,13 +174,17 @@ class Server(Checked):
         flag="ca_file",
     )
     queries: str | None = option(
-        None, "JSON file {metric: expression}; none: the metrics of known exporters",
-        verbs=FROM_SERVER, flag="queries",
-    )  # fmt: skip
+        None,
+        "JSON file {metric: expression}; none: the metrics of known exporters",
+        verbs=FROM_SERVER,
+        flag="queries",
+    )
     only: str = option(
-        "", "regular expression for the label instance of the job's machines; empty: all",
-        verbs=FROM_SERVER, flag="only",
-    )  # fmt: skip
+        "",
+        "regular expression for the label instance of the job's machines; empty: all",
+        verbs=FROM_SERVER,
+        flag="only",
+    )
     timeout_s: float = option(
         10.0,
         "longest time for an answer of the server",
@@ -193,36 +200,60 @@ class WatchConfig(Checked):
     """The daemon."""
 
     alertmanager: str | None = option(
-        None, "address of Alertmanager, http(s)://[user@]host:9093", verbs=("watch",),
+        None,
+        "address of Alertmanager, http(s)://[user@]host:9093",
+        verbs=("watch",),
         flag="alertmanager",
-    )  # fmt: skip
+    )
     alertmanager_password_file: str | None = option(
-        None, "file whose first line is Alertmanager's password", verbs=("watch",),
+        None,
+        "file whose first line is Alertmanager's password",
+        verbs=("watch",),
         flag="alertmanager_password_file",
-    )  # fmt: skip
+    )
     period_s: float = option(
         8.0, "time between two reads", "s", verbs=("watch",), flag="period_s", at_least=0.5
     )
     lag_s: float = option(
-        5.0, "a read ends so long before now, and at least two scrape intervals", "s",
-        verbs=("watch",), flag="lag_s", at_least=0,
-    )  # fmt: skip
+        5.0,
+        "a read ends so long before now, and at least two scrape intervals",
+        "s",
+        verbs=("watch",),
+        flag="lag_s",
+        at_least=0,
+    )
     history_s: float = option(
-        600.0, "how much of the past the first read covers", "s", verbs=("watch",),
-        flag="history_s", at_least=0, at_most=3600,
-    )  # fmt: skip
+        600.0,
+        "how much of the past the first read covers",
+        "s",
+        verbs=("watch",),
+        flag="history_s",
+        at_least=0,
+        at_most=3600,
+    )
     gap_s: float = option(
-        900.0, "how much is read later after the server was away; older seconds are skipped", "s",
-        verbs=("watch",), flag="gap_s", at_least=60, at_most=3600,
-    )  # fmt: skip
+        900.0,
+        "how much is read later after the server was away; older seconds are skipped",
+        "s",
+        verbs=("watch",),
+        flag="gap_s",
+        at_least=60,
+        at_most=3600,
+    )
     left: str | None = option(
-        None, "file of machines or hosts that left on purpose, one a line; read again each time",
-        verbs=("watch",), flag="left",
-    )  # fmt: skip
+        None,
+        "file of machines or hosts that left on purpose, one a line; read again each time",
+        verbs=("watch",),
+        flag="left",
+    )
     metrics_port: int | None = option(
-        None, "port for the daemon's own metrics; 0: any free port; none: not served",
-        verbs=("watch",), flag="metrics_port", at_least=0, at_most=65535,
-    )  # fmt: skip
+        None,
+        "port for the daemon's own metrics; 0: any free port; none: not served",
+        verbs=("watch",),
+        flag="metrics_port",
+        at_least=0,
+        at_most=65535,
+    )
     metrics_host: str = option(
         "127.0.0.1",
         "address at which the daemon's own metrics are served",
@@ -230,13 +261,19 @@ class WatchConfig(Checked):
         flag="metrics_host",
     )
     heatmap: str | None = option(
-        None, ".html, .png or .svg file in which a picture of all scores is kept", verbs=("watch",),
+        None,
+        ".html, .png or .svg file in which a picture of all scores is kept",
+        verbs=("watch",),
         flag="heatmap",
-    )  # fmt: skip
+    )
     retrain_hours: float = option(
-        0.0, "time between two fits of a new model on data without alerts; 0: never", "h",
-        verbs=("watch",), flag="retrain_hours", at_least=0,
-    )  # fmt: skip
+        0.0,
+        "time between two fits of a new model on data without alerts; 0: never",
+        "h",
+        verbs=("watch",),
+        flag="retrain_hours",
+        at_least=0,
+    )
 
 
 def source(s: Server, metrics: Sequence[str] | None) -> Any:
@@ -248,10 +285,15 @@ def source(s: Server, metrics: Sequence[str] | None) -> Any:
     if s.user is not None and s.token_file is not None:
         raise UserError("give a user or a token, and not both (--user, --token_file)")
     return server(
-        s.prometheus, metrics, s.queries, user=s.user, ca_file=s.ca_file,
+        s.prometheus,
+        metrics,
+        s.queries,
+        user=s.user,
+        ca_file=s.ca_file,
         password=first_line(s.password_file, "password_file"),
-        token=first_line(s.token_file, "token_file"), timeout_s=s.timeout_s,
-    )  # fmt: skip
+        token=first_line(s.token_file, "token_file"),
+        timeout_s=s.timeout_s,
+    )
 
 
 def watch(
@@ -283,10 +325,11 @@ def watch(
         alertmanager = None
         if w.alertmanager is not None:
             alertmanager = Alertmanager(
-                w.alertmanager, password=first_line(w.alertmanager_password_file,
-                                                 "alertmanager_password_file"),
-                ca_file=server.ca_file, tell=_log,
-            )  # fmt: skip
+                w.alertmanager,
+                password=first_line(w.alertmanager_password_file, "alertmanager_password_file"),
+                ca_file=server.ca_file,
+                tell=_log,
+            )
         teller = Teller(folder, ledger, _log, alertmanager, heatmap)
         stack.callback(teller.close)
         teller.gauges["model_timestamp_seconds"] = path.stat().st_mtime
@@ -305,10 +348,11 @@ def watch(
             if sentence:
                 teller.event("note", sentence)
         teller.event(
-            "start", f"watching {shown(str(server.prometheus))}: "
+            "start",
+            f"watching {shown(str(server.prometheus))}: "
             f"{len(first.profile.metrics)} metrics, continuity "
             f"{settings.continuity_s:g} s, every {w.period_s:g} s; {folder}",
-        )  # fmt: skip
+        )
         number = _until_told(daemon)
         lasting = len(ledger.lasting)
         teller.event("stop", f"stopped: {daemon.seconds} s judged, {lasting} alerts last")
@@ -341,9 +385,10 @@ def _serving(host: str, port: int, teller: Teller) -> Iterator[str]:
         server = exporter.Server(host, port, teller.rows)
     except UserError as error:
         raise UserError(
-            str(error).replace("port=", "metrics_port=", 1)
+            str(error)
+            .replace("port=", "metrics_port=", 1)
             .replace("(--host, --port)", "(--metrics_host, --metrics_port)")
-        ) from None  # fmt: skip
+        ) from None
     thread = threading.Thread(target=server.serve_forever, args=(0.2,), daemon=True)
     thread.start()
     try:
@@ -425,22 +470,31 @@ def measure(
         detector = Detector.load(model)
         began = time.perf_counter()
         alerts = detector.update(grid)
-        rows.append({"part": "call" if k else "first call", "s": time.perf_counter() - began,
-                     "alerts": len(alerts)})  # fmt: skip
+        rows.append(
+            {
+                "part": "call" if k else "first call",
+                "s": time.perf_counter() - began,
+                "alerts": len(alerts),
+            }
+        )
     detector, took = Detector.load(model), []
     for at in range(begin, end - TICK + 1, TICK):
         part = fleet.read(at, at + TICK)
         began = time.perf_counter()
         detector.update(part)
         took.append(time.perf_counter() - began)
-    rows.append({"part": "online", "s": statistics.mean(took), "slowest_s": max(took),
-                 "of_s": TICK})  # fmt: skip
+    rows.append(
+        {"part": "online", "s": statistics.mean(took), "slowest_s": max(took), "of_s": TICK}
+    )
     of_process = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     about = results.facts(jax.devices()[0].device_kind, "simulated") | {
-        "cores": os.cpu_count(), "machines": cfg.machines, "metrics": len(metrics),
-        "minutes": cfg.minutes, "paper_s": PAPER_S,
+        "cores": os.cpu_count(),
+        "machines": cfg.machines,
+        "metrics": len(metrics),
+        "minutes": cfg.minutes,
+        "paper_s": PAPER_S,
         "memory_gib": of_process / 2 ** (30 if sys.platform == "darwin" else 20),
-    }  # fmt: skip
+    }
     path = folder / "minder_time.json"
     results.write(path, about, rows)
     tell(f"{text(about | {'rows': rows})}\n{path}")

@@ -47,9 +47,11 @@ REPOSITORY = {
 # The same document's ms of both products of a mixture, fused, on 8 H100 (elsewhere it says H800):
 # (experts, tensor, expert parallel) -> first, second.
 FLUX_MIXTURES = {
-    ("32 experts", 8, 1): (1.146, 1.863), ("32 experts", 4, 2): (1.335, 1.685),
-    ("8 experts", 8, 1): (0.657, 1.019), ("8 experts", 4, 2): (0.955, 0.981),
-}  # fmt: skip
+    ("32 experts", 8, 1): (1.146, 1.863),
+    ("32 experts", 4, 2): (1.335, 1.685),
+    ("8 experts", 8, 1): (0.657, 1.019),
+    ("8 experts", 4, 2): (0.955, 0.981),
+}
 COMET_LAYER, COMET_MODEL = 1.96, 1.71  # times faster, means over its baselines (abstract)
 
 
@@ -185,9 +187,15 @@ def expert_rows(
                 drawn_TA, reached = draw_routing(count, case.experts, case.active, std)
                 for tensor, expert in layouts:
                     loads = loads_of(drawn_TA, case.experts, expert)
-                    row: Row = {"part": "layer", "model": model, "tensor": tensor,
-                                "expert": expert, "tokens": count, "std": std,
-                                "std_reached": reached}  # fmt: skip
+                    row: Row = {
+                        "part": "layer",
+                        "model": model,
+                        "tensor": tensor,
+                        "expert": expert,
+                        "tokens": count,
+                        "std": std,
+                        "std_reached": reached,
+                    }
                     yield row | _layer(case, tensor, loads, machine)
 
 
@@ -214,10 +222,15 @@ def repository_rows(machine: Machine) -> Iterator[Row]:
         row = _layer(case, tensor, loads_of(drawn_TA, case.experts, expert), machine)
         for part, ms in zip(("dispatch", "combine"), reported_ms, strict=True):
             yield {
-                "part": "repository", "model": name, "tensor": tensor, "expert": expert,
-                "product": part, "gemm_ms": 1e3 * row[f"{part}_gemm_s"],
-                "fused_ms": 1e3 * row[f"{part}_fused_s"], "reported_ms": ms,
-            }  # fmt: skip
+                "part": "repository",
+                "model": name,
+                "tensor": tensor,
+                "expert": expert,
+                "product": part,
+                "gemm_ms": 1e3 * row[f"{part}_gemm_s"],
+                "fused_ms": 1e3 * row[f"{part}_fused_s"],
+                "reported_ms": ms,
+            }
 
 
 # ---- figures
@@ -283,10 +296,15 @@ def draw_layers(rows: Sequence[Row], device: str, path: Path) -> str:
     highest = 0.0
     for i, model in enumerate(models):
         means = [
-            np.mean([r["speedup"] for r in found
-                     if (r["model"], r["tensor"], r["expert"], r["std"]) == (model, *layout, std)])
+            np.mean(
+                [
+                    r["speedup"]
+                    for r in found
+                    if (r["model"], r["tensor"], r["expert"], r["std"]) == (model, *layout, std)
+                ]
+            )
             for layout in layouts
-        ]  # fmt: skip
+        ]
         place = np.arange(len(layouts)) + (i - (len(models) - 1) / 2) * 0.25
         bars = axes.bar(place, means, 0.22, color=f"C{i}", label=model)
         axes.bar_label(bars, fmt="%.2f", fontsize=7)
@@ -311,9 +329,11 @@ def reported() -> Mapping[str, Any]:
     """Returns what the papers report, for the result file."""
     l20 = {kind: sim.efficiency(t[2], t[1], t[0]) for kind, t in FLUX_L20.items()}
     return {
-        "flux_best_efficiency": FLUX_BEST / 100, "flux_l20_efficiency": l20,
-        "comet_layer": COMET_LAYER, "comet_model": COMET_MODEL,
-    }  # fmt: skip
+        "flux_best_efficiency": FLUX_BEST / 100,
+        "flux_l20_efficiency": l20,
+        "comet_layer": COMET_LAYER,
+        "comet_model": COMET_MODEL,
+    }
 
 
 # ---- tables of documents
@@ -326,9 +346,10 @@ def gather() -> str:
     """GPT-3's gather on a simulated H100: microseconds and overlap efficiency, by m."""
     machine = sim.H100
     ways: dict[str, tuple[tuple[int, ...], bool]] = {
-        "fused, 4 SMs copy": ((4,), True), "8 SMs": ((8,), True),
+        "fused, 4 SMs copy": ((4,), True),
+        "8 SMs": ((8,), True),
         "copy engine, no rotation": ((0,), False),
-    }  # fmt: skip
+    }
     columns = ["m", "product", "gather", "serial", "XLA's ring", *ways]
     lines = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
     for m in (512, 1024, 2048, 4096, 8192, 16384):
@@ -370,19 +391,31 @@ def ops(path: Path) -> str:
 
     columns: Columns = {
         "product": lambda r: f"{r['kind']}, {8 * r['wire_bytes']} bits",
-        "m": lambda r: str(r["m"]), "alone": us("gemm"), "collective": us("comm"),
-        "serial": us("serial"), "ring": us("ring"), "fused": us("fused"), "floor": us("floor"),
+        "m": lambda r: str(r["m"]),
+        "alone": us("gemm"),
+        "collective": us("comm"),
+        "serial": us("serial"),
+        "ring": us("ring"),
+        "fused": us("fused"),
+        "floor": us("floor"),
         "efficiency": lambda r: _percent(r["fused_efficiency"]),
         "SMs that copy (c_max)": lambda r: f"{r['comm_blocks']} ({r['most_comm_blocks']})",
         "fastest": lambda r: r["fastest"],
-    }  # fmt: skip
+    }
     return _simulated(path, columns, part="op", model="gpt3_175b")
 
 
 def models(dense: Path, mixtures: Path) -> str:
     """Whole models, estimated: dense ones by pass, mixtures as means over their layouts."""
-    head = ["model", "pass", "tokens", "one after the other", "hidden", "times, estimated",
-            "times, as the paper reports"]  # fmt: skip
+    head = [
+        "model",
+        "pass",
+        "tokens",
+        "one after the other",
+        "hidden",
+        "times, estimated",
+        "times, as the paper reports",
+    ]
     lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
     groups: dict[tuple, list[dict]] = {}
     for found in map(json.loads, (dense.read_text(), mixtures.read_text())):
@@ -409,9 +442,10 @@ def layers(path: Path) -> str:
         "products, us": lambda r: f"{1e6 * r['gemm_s']:.0f}",
         "serial": lambda r: f"{1e6 * r['serial_s']:.0f}",
         "fused": lambda r: f"{1e6 * r['fused_s']:.0f}",
-        "times": lambda r: f"{r['speedup']:.2f}", "hidden": lambda r: _percent(r["hidden"]),
+        "times": lambda r: f"{r['speedup']:.2f}",
+        "hidden": lambda r: _percent(r["hidden"]),
         "SMs that copy": lambda r: f"{r['dispatch_comm_blocks']}, {r['combine_comm_blocks']}",
-    }  # fmt: skip
+    }
     return _simulated(path, columns, part="layer", tokens=16384, std=0.032)
 
 
@@ -419,11 +453,12 @@ def repository(path: Path) -> str:
     """What Flux's repository reports of its mixtures beside our simulation of the same shapes."""
     columns: Columns = {
         "layer": lambda r: f"{r['model']}, {r['tensor']} x {r['expert']}",
-        "product": lambda r: r["product"], "alone, ms": lambda r: f"{r['gemm_ms']:.2f}",
+        "product": lambda r: r["product"],
+        "alone, ms": lambda r: f"{r['gemm_ms']:.2f}",
         "fused, ms": lambda r: f"{r['fused_ms']:.2f}",
         "Flux, as reported, ms": lambda r: f"{r['reported_ms']:.2f}",
         "reported / ours": lambda r: f"{r['reported_ms'] / r['fused_ms']:.2f}",
-    }  # fmt: skip
+    }
     return _simulated(path, columns, "8 x H100", part="repository")
 
 
@@ -443,9 +478,12 @@ def repository(path: Path) -> str:
 SEQUENCE = 2048  # positions that attention sees half of (chosen: GPT-3's)
 # Columns of queries, keys and values together (the models' configurations).
 QKV = {
-    "gpt3_175b": 3 * 12288, "llama_70b": 80 * 128,
-    "mixtral_8x7b": 48 * 128, "qwen2_moe_2p7b": 48 * 128, "phi3p5_moe": 48 * 128,
-}  # fmt: skip
+    "gpt3_175b": 3 * 12288,
+    "llama_70b": 80 * 128,
+    "mixtral_8x7b": 48 * 128,
+    "qwen2_moe_2p7b": 48 * 128,
+    "phi3p5_moe": 48 * 128,
+}
 # m (chosen: one sequence a microbatch; eight that come in together), and Flux's figure (abstract).
 TOKENS = {"training": SEQUENCE, "prefill": 8 * SEQUENCE}
 FLUX_MODEL = {"training": 1.24, "prefill": 1.66}
@@ -491,8 +529,12 @@ def mixture_row(layer: Mapping[str, Any], machine: Machine) -> Row:
 
 def speedup(serial_s: float, fused_s: float, reported: float) -> Row:
     """Returns both times of a block, their ratio, and what the paper reports of its systems."""
-    return {"serial_s": serial_s, "fused_s": fused_s, "speedup": serial_s / fused_s,
-            "reported": reported}  # fmt: skip
+    return {
+        "serial_s": serial_s,
+        "fused_s": fused_s,
+        "speedup": serial_s / fused_s,
+        "reported": reported,
+    }
 
 
 def attention(model: str, width: int, m: int, ranks: int) -> tuple[Product, Product]:
@@ -545,13 +587,21 @@ def flux_rows(models: Sequence[str]) -> Iterator[Row]:
             for way, (implementation, both_ways) in FLUX_WAYS.items():
                 run = dense_layer(implementation, both_ways, gated)
                 first, again = (jax.tree.map(np.asarray, run(*arrays)) for _ in range(2))
-                yield {
-                    "part": "exact", "model": model, "way": way, "m": m,
-                    "width": case.width // FLUX_NARROWER, "hidden": case.hidden // FLUX_NARROWER,
-                } | {
-                    f"{name}_error": float(np.abs(got - value).max() / np.abs(value).max())
-                    for name, got, value in zip(FLUX_RESULTS, first, want, strict=True)
-                } | {"same_bits": all(map(np.array_equal, first, again))}  # fmt: skip
+                yield (
+                    {
+                        "part": "exact",
+                        "model": model,
+                        "way": way,
+                        "m": m,
+                        "width": case.width // FLUX_NARROWER,
+                        "hidden": case.hidden // FLUX_NARROWER,
+                    }
+                    | {
+                        f"{name}_error": float(np.abs(got - value).max() / np.abs(value).max())
+                        for name, got, value in zip(FLUX_RESULTS, first, want, strict=True)
+                    }
+                    | {"same_bits": all(map(np.array_equal, first, again))}
+                )
 
 
 def draw_dense(case: Dense, m: int, seed: int = 0) -> tuple[np.ndarray, ...]:
@@ -575,7 +625,7 @@ def dense_layer(implementation: Any, both_ways: bool, gated: bool) -> Callable[.
     def local(x: Any, ups: Any, up_biases: Any, down: Any, down_bias: Any) -> Any:
         h = all_gather_matmul(
             x, list(ups), bias=list(up_biases), activation="swiglu" if gated else "gelu_tanh", **how
-        )  # fmt: skip
+        )
         return matmul_reduce_scatter(h if gated else h[0], down, bias=down_bias, residual=x, **how)
 
     whole: Any = jax.shard_map(local, mesh=mesh, in_specs=cut, out_specs=P("tensor"))
@@ -680,9 +730,14 @@ def mixture_layer(
 
     def local(x: Any, gate: Any, up: Any, down: Any, weight: Any, index: Any) -> Any:
         h, dispatch = dispatch_grouped_matmul(
-            x, [gate, up], Routing(index, weight), expert_axis="expert", tensor_axis="tensor",
-            activation="swiglu", implementation=way,
-        )  # fmt: skip
+            x,
+            [gate, up],
+            Routing(index, weight),
+            expert_axis="expert",
+            tensor_axis="tensor",
+            activation="swiglu",
+            implementation=way,
+        )
         return grouped_matmul_combine(h, down, dispatch, weights=weight, implementation=way)
 
     whole: Any = jax.shard_map(

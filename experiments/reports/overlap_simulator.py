@@ -87,9 +87,13 @@ def all_gather_gemm(
     copies = np.arange((split.ranks - 1) * split.chunks, dtype=np.int32)
     chunks = _live(schedule.gather_chunk(copies, rank, split))
     return Schedule(
-        "gather", rank, split.ranks, _live(tiles), chunks,
+        "gather",
+        rank,
+        split.ranks,
+        _live(tiles),
+        chunks,
         np.bincount(chunks.flag, minlength=split.ranks * split.chunks).astype(np.int32),
-    )  # fmt: skip
+    )
 
 
 def gemm_reduce_scatter(
@@ -190,9 +194,14 @@ def dispatch_gemm(
     row_tile, column = i // columns, i % columns
     one = np.ones_like(i)
     tiles = Tile(
-        rank * one, rows.group[row_tile], rows.row[row_tile], rows.rows[row_tile], column,
-        one, 1 + rows.stage[row_tile],
-    )  # fmt: skip
+        rank * one,
+        rows.group[row_tile],
+        rows.row[row_tile],
+        rows.rows[row_tile],
+        column,
+        one,
+        1 + rows.stage[row_tile],
+    )
     chunks, need_F = [], np.zeros(ranks, np.int32)
     for distance, sent in enumerate(counts.sum(axis=1)[1:], 1):
         for row in range(0, int(sent), chunk):
@@ -219,7 +228,7 @@ def gemm_combine(
     of block b. Tiles are in the order (block, expert, row, column); copies in the order (block,
     owner, row), each of the sums of up to `chunk` tokens. Own tokens, last, are added up here but
     use no link.
-    """  # fmt: skip
+    """
     ranks = len(tokens_R)
     owner_R = (np.arange(ranks) + 1 + _rank(rank, ranks)) % ranks
     rows = expert_tiles(np.asarray(rows_E, np.int32)[None], tile, by_stage=False)
@@ -228,9 +237,14 @@ def gemm_combine(
     column, row_tile = schedule.raster(i, columns, max(count, 1), width)
     block = column // width
     tiles = Tile(
-        rank + 0 * i, rows.group[row_tile], rows.row[row_tile], rows.rows[row_tile], column,
-        block, block + 1,
-    )  # fmt: skip
+        rank + 0 * i,
+        rows.group[row_tile],
+        rows.row[row_tile],
+        rows.rows[row_tile],
+        column,
+        block,
+        block + 1,
+    )
     chunks, need_F = [], np.zeros(_ceil(columns, width), np.int32)
     for b in range(len(need_F)):
         wide = min(width, columns - b * width)
@@ -354,7 +368,7 @@ def run_copies(
     ready_C: when a copy may start; linked_C: False uses no link. Copies that run share the link
     evenly, each at most at its block's rate; 0 blocks: a copy engine, one copy at a time at the
     link's rate.
-    """  # fmt: skip
+    """
     most = machine.block_bytes_per_s if blocks else math.inf
     blocks = blocks or 1
     queues = [iter(range(j, len(bytes_C), blocks)) for j in range(blocks)]

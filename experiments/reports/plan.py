@@ -249,10 +249,16 @@ def sending(plan: Plan) -> list[str]:
     if not found["rows"]:
         return [head, "Nothing: one rank has all gradients."]
     lines = [
-        (LEVELS[row["level"]], row["collective"], row["axes"], f"{row['bits']:.4f}",
-         memory.size(row["bytes"]), f"{row['estimate_s']:.4g}")
+        (
+            LEVELS[row["level"]],
+            row["collective"],
+            row["axes"],
+            f"{row['bits']:.4f}",
+            memory.size(row["bytes"]),
+            f"{row['estimate_s']:.4g}",
+        )
         for row in found["rows"]
-    ]  # fmt: skip
+    ]
     columns = ("what", "collective", "axes", "bits a number", "bytes a step and GPU", "estimate, s")
     parts = [head, table(columns, lines)]
     if plan.step.coding is None:
@@ -289,9 +295,13 @@ def draw(plan: Plan, path: Path) -> None:
     left.set_xlim(-0.6, 1.6 if plan.compiled else 0.6)
     handles, labels = left.get_legend_handles_labels()  # in the order of the bar, the top first
     left.legend(
-        handles[::-1], labels[::-1], fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5),
+        handles[::-1],
+        labels[::-1],
+        fontsize=8,
+        loc="center left",
+        bbox_to_anchor=(1, 0.5),
         frameon=False,
-    )  # fmt: skip
+    )
     times = _times(plan)
     right.barh(list(times), list(times.values()), color="C0")
     right.invert_yaxis()
@@ -498,9 +508,13 @@ def plan(cfg: Config, cluster: Cluster, model: CostModel = Roofline()) -> servin
         return cfg.model.workload(rows, tokens, cfg.train.dtype, phase)
 
     return serving.plan(
-        load_of, cluster, tensor=cfg.mesh.tensor, context=cfg.train.seq_len,
-        room=cluster.card.memory_bytes - RESERVE_BYTES, model=model,
-    )  # fmt: skip
+        load_of,
+        cluster,
+        tensor=cfg.mesh.tensor,
+        context=cfg.train.seq_len,
+        room=cluster.card.memory_bytes - RESERVE_BYTES,
+        model=model,
+    )
 
 
 def serving_rows(found: serving.Serving, cluster: Cluster) -> list[dict[str, Any]]:
@@ -528,18 +542,28 @@ def serving_markdown(found: serving.Serving, cluster: Cluster) -> str:
     if not found.rates:
         return f"{head}\n\nDOES NOT FIT: not one sequence has room; more --mesh.tensor"
     columns = (
-        "sequences at a time", "estimate: a decode step, ms", "memory roofline, ms",
-        "estimate: first token, ms", "estimate: decoded tokens/s", "with prefills",
-        "of the cluster", "memory of a GPU",
-    )  # fmt: skip
+        "sequences at a time",
+        "estimate: a decode step, ms",
+        "memory roofline, ms",
+        "estimate: first token, ms",
+        "estimate: decoded tokens/s",
+        "with prefills",
+        "of the cluster",
+        "memory of a GPU",
+    )
     lines = [
         (
-            f"{r.batch:,}", f"{1e3 * r.decode_s:.2f}", f"{1e3 * r.bound_s:.2f}",
-            f"{1e3 * r.first_token_s:.1f}", f"{r.tokens_per_s:,.0f}", f"{r.served_per_s:,.0f}",
-            f"{r.served_per_s * found.replicas:,.0f}", gib(r.needed / 2**30),
+            f"{r.batch:,}",
+            f"{1e3 * r.decode_s:.2f}",
+            f"{1e3 * r.bound_s:.2f}",
+            f"{1e3 * r.first_token_s:.1f}",
+            f"{r.tokens_per_s:,.0f}",
+            f"{r.served_per_s:,.0f}",
+            f"{r.served_per_s * found.replicas:,.0f}",
+            gib(r.needed / 2**30),
         )
         for r in found.rates
-    ]  # fmt: skip
+    ]
     note = (
         "With prefills: answer tokens a second where prompt and answer have half the tokens each. "
         "Decode steps are those of full sequences. Host work is not counted."

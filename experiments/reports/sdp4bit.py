@@ -120,19 +120,36 @@ def shapes(pair: Pair) -> tuple[StepShape, StepShape]:
     inside = max(cluster.gpus_per_host // pair.tensor, 1)
     rows = 128 * pair.tensor  # Megatron-LM pads GPT-2's vocabulary to whole pieces of these
     sizes = {
-        "pipe": pair.pipe, "node": ranks // inside, "data": inside, "expert": 1, "context": 1,
+        "pipe": pair.pipe,
+        "node": ranks // inside,
+        "data": inside,
+        "expert": 1,
+        "context": 1,
         "tensor": pair.tensor,
-    }  # fmt: skip
+    }
     model = DecoderConfig(
-        layers=layers, width=width, heads=heads, kv_heads=heads, head_width=width // heads,
-        mlp=4 * width, vocab=-(-50257 // rows) * rows, activation="gelu",
-        position="learned", max_positions=2048, norm="layer", bias="all",
-    )  # fmt: skip
+        layers=layers,
+        width=width,
+        heads=heads,
+        kv_heads=heads,
+        head_width=width // heads,
+        mlp=4 * width,
+        vocab=-(-50257 // rows) * rows,
+        activation="gelu",
+        position="learned",
+        max_positions=2048,
+        norm="layer",
+        bias="all",
+    )
     run = {
-        "train.global_batch": ranks, "train.seq_len": 1024, "train.dtype": "bfloat16",
-        "train.remat": "dots", "pipeline.microbatches": 1 if pair.pipe > 1 else None,
-        "pipeline.stash": "residuals", "shard.zero": "optimizer",
-    }  # fmt: skip
+        "train.global_batch": ranks,
+        "train.seq_len": 1024,
+        "train.dtype": "bfloat16",
+        "train.remat": "dots",
+        "pipeline.microbatches": 1 if pair.pipe > 1 else None,
+        "pipeline.stash": "residuals",
+        "shard.zero": "optimizer",
+    }
     cfg = override(dataclasses.replace(Config(), model=model), run)
     coded = override(cfg, {"wire": "sdp4bit"})
     return step_shape(cfg, sizes), step_shape(coded, sizes)
@@ -226,20 +243,28 @@ def estimates() -> list[dict[str, Any]]:
 def table(rows: list[dict[str, Any]]) -> str:
     """Returns the rows as Markdown, every number of ours with the word 'estimate' in its column."""
     head = (
-        "cluster", "model", "paper", "estimate from cards", "estimate calibrated on 1.3B",
-        "calibrated / paper", "implied GB/s a GPU (estimate)",
-    )  # fmt: skip
+        "cluster",
+        "model",
+        "paper",
+        "estimate from cards",
+        "estimate calibrated on 1.3B",
+        "calibrated / paper",
+        "implied GB/s a GPU (estimate)",
+    )
     lines = [
         (
-            row["cluster"], row["model"], f"{row['paper_speedup']:.2f}x",
+            row["cluster"],
+            row["model"],
+            f"{row['paper_speedup']:.2f}x",
             f"{row['estimate_speedup']:.2f}x",
             "(set)" if row["is_calibrated_on"] else f"{row['calibrated_speedup']:.2f}x",
-            "" if row["is_calibrated_on"]
+            ""
+            if row["is_calibrated_on"]
             else f"{row['calibrated_speedup'] / row['paper_speedup']:.2f}",
             f"{row['implied_bytes_per_s'] / 1e9:.1f}",
         )
         for row in rows
-    ]  # fmt: skip
+    ]
     text = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
     return "\n".join(text + ["| " + " | ".join(line) + " |" for line in lines])
 
@@ -356,9 +381,13 @@ def job(study: Study, variant: str, cache_dir: str = "~/.cache/megajax") -> Conf
     )
     heads = max(study.width // 32, 1)
     size = {
-        "model.layers": study.layers, "model.width": study.width, "model.mlp": 3 * study.width,
-        "model.heads": heads, "model.kv_heads": heads, "shard.zero": "optimizer",
-    }  # fmt: skip
+        "model.layers": study.layers,
+        "model.width": study.width,
+        "model.mlp": 3 * study.width,
+        "model.heads": heads,
+        "model.kv_heads": heads,
+        "shard.zero": "optimizer",
+    }
     return override(cfg, size | VARIANTS[variant])
 
 
@@ -438,11 +467,18 @@ class Runner:
                 steps.append(number)
                 losses.append(self.loss(self.used(state)))
         return {
-            "part": "run", "variant": self.variant, "seed": seed, "loss": losses[-1],
-            "loss_masters": self.loss(state.params), "drift": drift, "tokens": study.tokens,
-            "data": f"{checksum:08x}", "steps": steps, "losses": losses,
+            "part": "run",
+            "variant": self.variant,
+            "seed": seed,
+            "loss": losses[-1],
+            "loss_masters": self.loss(state.params),
+            "drift": drift,
+            "tokens": study.tokens,
+            "data": f"{checksum:08x}",
+            "steps": steps,
+            "losses": losses,
             "commit": results.commit(),
-        }  # fmt: skip
+        }
 
 
 def saved(folder: Path, variant: str, seed: int) -> Path:
@@ -547,12 +583,18 @@ def gaps(runs: Sequence[Row]) -> Iterator[Row]:
         gap, gap_error = mean_error(percent)
         masters_gap, masters_error = mean_error(masters)
         yield {
-            "part": "gap", "variant": variant, "n": len(percent), "loss": loss,
-            "loss_error": loss_error, "gap_percent": gap, "gap_error": gap_error,
-            "masters_gap_percent": masters_gap, "masters_gap_error": masters_error,
+            "part": "gap",
+            "variant": variant,
+            "n": len(percent),
+            "loss": loss,
+            "loss_error": loss_error,
+            "gap_percent": gap,
+            "gap_error": gap_error,
+            "masters_gap_percent": masters_gap,
+            "masters_gap_error": masters_error,
             "drift": max(found[variant][s]["drift"] for s in seeds),
             "paper_percent": paper_gaps(variant),
-        }  # fmt: skip
+        }
 
 
 # ---- verdicts
@@ -571,10 +613,15 @@ def claims(runs: Sequence[Row]) -> Iterator[Row]:
         mean, error = mean_error(values)
         distance = mean - limit if above else limit - mean
         return {
-            "part": "claim", "what": what, "value": mean, "error": error, "limit": limit,
-            "n": len(values), "met": bool(distance > 0),
+            "part": "claim",
+            "what": what,
+            "value": mean,
+            "error": error,
+            "limit": limit,
+            "n": len(values),
+            "met": bool(distance > 0),
             "sure": None if error is None else bool(distance > 2 * error),
-        }  # fmt: skip
+        }
 
     def has(*variants: str) -> bool:
         common = set.intersection(*(set(found.get(v, ())) for v in (*variants, FLOAT32)))
@@ -639,14 +686,18 @@ def compiled(name: str, n: int = ELEMENTS) -> list[Collective]:
 
     with jax.set_mesh(mesh):
         run = jax.shard_map(
-            step, mesh=mesh, in_specs=(everywhere, everywhere, P(), P()),
-            out_specs=(everywhere, P()), check_vma=False,
-        )  # fmt: skip
+            step,
+            mesh=mesh,
+            in_specs=(everywhere, everywhere, P(), P()),
+            out_specs=(everywhere, P()),
+            check_vma=False,
+        )
         lowered = jax.jit(run).lower(
             argument((NODES * RANKS, n), everywhere),
             argument((NODES * RANKS, length), everywhere),
-            argument((n,), P()), argument((), P(), jnp.int32),
-        )  # fmt: skip
+            argument((n,), P()),
+            argument((), P(), jnp.int32),
+        )
     return collectives(aot.compile(lowered, QUICK).as_text(), dict(mesh.shape))
 
 
@@ -676,9 +727,16 @@ def _row(
     name: str, level: str, nbytes: int, bits: float, of_bf16: float, elements: int
 ) -> dict[str, Any]:
     return {
-        "part": "bytes", "codec": name, "level": level, "bytes": nbytes, "bits": bits,
-        "of_bf16": of_bf16, "elements": elements, "nodes": NODES, "ranks": RANKS,
-    }  # fmt: skip
+        "part": "bytes",
+        "codec": name,
+        "level": level,
+        "bytes": nbytes,
+        "bits": bits,
+        "of_bf16": of_bf16,
+        "elements": elements,
+        "nodes": NODES,
+        "ranks": RANKS,
+    }
 
 
 def rows() -> Iterator[dict[str, Any]]:
@@ -691,9 +749,16 @@ def rows() -> Iterator[dict[str, Any]]:
 
 
 COLOURS = {
-    FLOAT32: "#000000", "qW": "#D55E00", "qWD": "#56B4E9", "TLq": "#E69F00", "TLq-HS": "#009E73",
-    "SDP4Bit": "#0072B2", "ZeRO++": "#CC79A7", "LoCo": "#F0E442", "fp8": "#999999",
-}  # fmt: skip
+    FLOAT32: "#000000",
+    "qW": "#D55E00",
+    "qWD": "#56B4E9",
+    "TLq": "#E69F00",
+    "TLq-HS": "#009E73",
+    "SDP4Bit": "#0072B2",
+    "ZeRO++": "#CC79A7",
+    "LoCo": "#F0E442",
+    "fp8": "#999999",
+}
 MARKS = {"125M": "v", "350M": "s", "1.3B": "D"}
 LINEAR = 0.1  # percent: below it the axis of gaps is linear, so that signs and zeros show
 
@@ -710,18 +775,25 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         mine = [r for r in rows if r["part"] == "run" and r["variant"] == variant]
         mean = np.mean([r["losses"] for r in mine], axis=0)
         left.plot(
-            mine[0]["steps"], mean, color=COLOURS[variant], label=f"{variant}: {WHAT[variant]}",
-            linewidth=1.1, linestyle="--" if variant == FLOAT32 else "-",
-        )  # fmt: skip
+            mine[0]["steps"],
+            mean,
+            color=COLOURS[variant],
+            label=f"{variant}: {WHAT[variant]}",
+            linewidth=1.1,
+            linestyle="--" if variant == FLOAT32 else "-",
+        )
     left.set(xlabel="steps", ylabel="held-out loss (nats a byte)")
     left.set_title("trained here", fontsize=9, loc="left")
     _draw_gaps(right, [gaps[v] for v in shown if v != FLOAT32])
     handles, labels = left.get_legend_handles_labels()
     marks, models = right.get_legend_handles_labels()
     figure.legend(
-        [*handles, *marks], [*labels, *models], fontsize=8, frameon=False,
+        [*handles, *marks],
+        [*labels, *models],
+        fontsize=8,
+        frameon=False,
         loc="outside right center",
-    )  # fmt: skip
+    )
     save(figure, path, _title(gaps))
 
 
@@ -729,16 +801,22 @@ def _draw_gaps(axes: Any, gaps: Sequence[Row]) -> None:
     for index, row in enumerate(gaps):
         error = row["gap_error"]
         axes.bar(
-            index, row["gap_percent"], yerr=None if error is None else 2 * error, width=0.6,
-            color=COLOURS[row["variant"]], capsize=3, error_kw={"elinewidth": 0.9},
-        )  # fmt: skip
+            index,
+            row["gap_percent"],
+            yerr=None if error is None else 2 * error,
+            width=0.6,
+            color=COLOURS[row["variant"]],
+            capsize=3,
+            error_kw={"elinewidth": 0.9},
+        )
         for model, percent in row["paper_percent"].items():
             axes.plot(
                 index + 0.38, percent, MARKS[model], color="0.35", markersize=4, markerfacecolor="w"
             )
     for model, mark in MARKS.items():
-        axes.plot([], [], mark, color="0.35", markersize=4, markerfacecolor="w",
-                  label=f"paper, {model}")  # fmt: skip
+        axes.plot(
+            [], [], mark, color="0.35", markersize=4, markerfacecolor="w", label=f"paper, {model}"
+        )
     axes.set_yscale("symlog", linthresh=LINEAR)
     axes.axhline(0, color="0.6", linewidth=0.8)
     axes.set_xlim(-0.7, max(len(gaps), 4) - 0.3)
@@ -772,20 +850,28 @@ def losses(path: Path) -> str:
     """Held-out losses by variant, ours and the paper's above the float32 exchange."""
     found = json.loads(path.read_text())
     heads = (
-        "variant", "what travels in few bits", "held-out loss, nats a byte", "above float32",
-        "above float32, masters", "seeds", *(f"paper, {model}" for model in PAPER),
-    )  # fmt: skip
+        "variant",
+        "what travels in few bits",
+        "held-out loss, nats a byte",
+        "above float32",
+        "above float32, masters",
+        "seeds",
+        *(f"paper, {model}" for model in PAPER),
+    )
     rows = []
     for row in _part(found, "gap"):
         paper = [row["paper_percent"].get(model) for model in PAPER]
         rows.append(
             (
-                row["variant"], WHAT[row["variant"]], _number(row["loss"], row["loss_error"], 4),
+                row["variant"],
+                WHAT[row["variant"]],
+                _number(row["loss"], row["loss_error"], 4),
                 _percent(row["gap_percent"], row["gap_error"]),
-                _percent(row["masters_gap_percent"], row["masters_gap_error"]), str(row["n"]),
+                _percent(row["masters_gap_percent"], row["masters_gap_error"]),
+                str(row["n"]),
                 *("-" if p is None else f"{p:+.2f} %" for p in paper),
             )
-        )  # fmt: skip
+        )
     text = (
         f"{found['layers']} blocks of width {found['width']}, {found['steps']} steps, "
         f"{found['tokens']:,} tokens, {found['nodes']} nodes of {found['ranks']} emulated devices. "
@@ -800,11 +886,14 @@ def claims_table(path: Path) -> str:
     sure = {True: "yes", False: "no", None: "one seed"}
     rows = [
         (
-            row["what"], _percent(row["value"], row["error"]), "yes" if row["met"] else "no",
-            sure[row["sure"]], str(row["n"]),
+            row["what"],
+            _percent(row["value"], row["error"]),
+            "yes" if row["met"] else "no",
+            sure[row["sure"]],
+            str(row["n"]),
         )
         for row in _part(found, "claim")
-    ]  # fmt: skip
+    ]
     heads = ("claim", "difference", "met", "beyond two standard errors", "seeds")
     return "\n".join([_table(heads, rows), "", _source(found)])
 

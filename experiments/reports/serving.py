@@ -165,8 +165,11 @@ def _summary(
 ) -> dict[str, Any]:
     tokens = sum(map(_answer, load))
     found: dict[str, Any] = {
-        "tokens": tokens, "seconds": seconds, "tokens_per_s": tokens / seconds, "steps": steps,
-    }  # fmt: skip
+        "tokens": tokens,
+        "seconds": seconds,
+        "tokens_per_s": tokens / seconds,
+        "steps": steps,
+    }
     each = [
         (s.last - s.first) / (r.answer - 1)
         for s, r in zip(served, load, strict=True)
@@ -187,9 +190,11 @@ def _summary(
 
 Row = dict[str, Any]
 COLOURS = {
-    "continuous": "#0072B2", "continuous, no prefix reuse": "#56B4E9", "static": "#D55E00",
+    "continuous": "#0072B2",
+    "continuous, no prefix reuse": "#56B4E9",
+    "static": "#D55E00",
     "static, padded": "#E69F00",
-}  # fmt: skip
+}
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
@@ -202,9 +207,13 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     for place, row in enumerate(offline):
         error = [[row["tokens_per_s"] - row["slowest"]], [row["fastest"] - row["tokens_per_s"]]]
         left.barh(
-            place, row["tokens_per_s"], xerr=error, color=COLOURS[row["mode"]], height=0.6,
+            place,
+            row["tokens_per_s"],
+            xerr=error,
+            color=COLOURS[row["mode"]],
+            height=0.6,
             capsize=3,
-        )  # fmt: skip
+        )
     left.set_yticks(range(len(offline)), [r["mode"] for r in offline], fontsize=8)
     left.invert_yaxis()
     left.set(xlabel="tokens a second, all requests at once")
@@ -214,13 +223,21 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         curve = sorted((r for r in rows if r["part"] == "online" and r["mode"] == mode), key=_load)
         if curve:
             right.plot(
-                [r["tokens_per_s"] for r in curve], [r["request_s_p50"] for r in curve], "o-",
-                color=COLOURS[mode], label=f"{mode}, median", markersize=4,
-            )  # fmt: skip
+                [r["tokens_per_s"] for r in curve],
+                [r["request_s_p50"] for r in curve],
+                "o-",
+                color=COLOURS[mode],
+                label=f"{mode}, median",
+                markersize=4,
+            )
             right.plot(
-                [r["tokens_per_s"] for r in curve], [r["request_s_p90"] for r in curve], "v:",
-                color=COLOURS[mode], label=f"{mode}, p90", markersize=4,
-            )  # fmt: skip
+                [r["tokens_per_s"] for r in curve],
+                [r["request_s_p90"] for r in curve],
+                "v:",
+                color=COLOURS[mode],
+                label=f"{mode}, p90",
+                markersize=4,
+            )
     right.set(xlabel="tokens a second, Poisson arrivals", ylabel="seconds from arrival to end")
     right.set_yscale("log")
     right.set_title("each point: another rate of arrival", fontsize=9, loc="left")
@@ -239,10 +256,15 @@ def _load(row: Row) -> float:
 def offline(path: Path) -> str:
     """All requests at once, by mode."""
     columns = {
-        "mode": "mode", "tokens/s": "tokens_per_s", "slowest run": "slowest",
-        "fastest run": "fastest", "runs": "n", "steps": "steps",
-        "tokens/s over those of padded static": "ratio", "the same by CPU time": "cpu_ratio",
-    }  # fmt: skip
+        "mode": "mode",
+        "tokens/s": "tokens_per_s",
+        "slowest run": "slowest",
+        "fastest run": "fastest",
+        "runs": "n",
+        "steps": "steps",
+        "tokens/s over those of padded static": "ratio",
+        "the same by CPU time": "cpu_ratio",
+    }
     found = json.loads(path.read_text())
     text = (
         f"{found['requests']} requests of {found['prompt_tokens']:.0f} prompt tokens and "
@@ -255,19 +277,28 @@ def offline(path: Path) -> str:
 def online(path: Path) -> str:
     """Poisson arrivals, by rate."""
     columns = {
-        "mode": "mode", "offered load": "load", "tokens/s": "tokens_per_s",
-        "first token, median s": "first_token_s_p50", "first token, p90 s": "first_token_s_p90",
-        "each token, median s": "per_token_s_p50", "request, median s": "request_s_p50",
+        "mode": "mode",
+        "offered load": "load",
+        "tokens/s": "tokens_per_s",
+        "first token, median s": "first_token_s_p50",
+        "first token, p90 s": "first_token_s_p90",
+        "each token, median s": "per_token_s_p50",
+        "request, median s": "request_s_p50",
         "request, p90 s": "request_s_p90",
-    }  # fmt: skip
+    }
     return table(path, columns, part="online")
 
 
 def numerics(path: Path) -> str:
     """Fast beside exact numerics."""
     columns = {
-        "numerics": "numerics", "sequences at a time": "batch", "tokens/s": "tokens_per_s",
-        "slowest run": "slowest", "fastest run": "fastest", "runs": "n",
-        "tokens/s over those of fast": "of_fast", "the same by CPU time": "cpu_of_fast",
-    }  # fmt: skip
+        "numerics": "numerics",
+        "sequences at a time": "batch",
+        "tokens/s": "tokens_per_s",
+        "slowest run": "slowest",
+        "fastest run": "fastest",
+        "runs": "n",
+        "tokens/s over those of fast": "of_fast",
+        "the same by CPU time": "cpu_of_fast",
+    }
     return table(path, columns, part="numerics")

@@ -137,9 +137,14 @@ def _stops_all(random: np.random.Generator, step_T: np.ndarray) -> None:
 
 
 def _slow(
-    random: np.random.Generator, kind: str, who: int, onset: int, compute_RT: np.ndarray,
-    host_RT: np.ndarray, starved_RT: np.ndarray,
-) -> None:  # fmt: skip
+    random: np.random.Generator,
+    kind: str,
+    who: int,
+    onset: int,
+    compute_RT: np.ndarray,
+    host_RT: np.ndarray,
+    starved_RT: np.ndarray,
+) -> None:
     """Makes one rank so slow that the steps take 8 to 60 % longer."""
     total_RT = compute_RT + host_RT
     longest = float(np.median(total_RT.max(0)))
@@ -204,11 +209,14 @@ def counts(ranks: int, runs: int, seed: int) -> dict[str, Any]:
     low, high = wilson(found["localised"], found["faults"])
     hours = runs * STEPS * STEP_S / 3600
     return {
-        "machines": ranks, "jobs": runs, **found,
-        "localised_share": found["localised"] / max(found["faults"], 1), "interval_95": [low, high],
+        "machines": ranks,
+        "jobs": runs,
+        **found,
+        "localised_share": found["localised"] / max(found["faults"], 1),
+        "interval_95": [low, high],
         "delay_median_s": float(np.median(delays_s)) if delays_s else None,
         "false_alarms_per_day": 24 * found["false_alarms"] / hours,
-    }  # fmt: skip
+    }
 
 
 def wilson(hits: int, of: int) -> tuple[float, float]:

@@ -278,9 +278,12 @@ class Trainer:
     def _pruner(self, method: Method) -> Pruner:
         tile, chunk = method.here
         cfg = PruneConfig(
-            pattern=method.pattern, tile=tile, chunk=chunk, apriori=method.apriori,
+            pattern=method.pattern,
+            tile=tile,
+            chunk=chunk,
+            apriori=method.apriori,
             unit_score=self.unit_score,
-        )  # fmt: skip
+        )
         return Pruner(cfg, self.subject.parts.axes, self.step_of(0).layout.mesh)
 
     def measure(self, params: Tree) -> dict[str, float]:
@@ -431,12 +434,19 @@ def claims(rows: Sequence[Row]) -> Iterator[Row]:
             tw, bw = at[task, tiles], at[task, blocks]
             for name in ("lost", "lost_accuracy"):
                 yield {
-                    "part": "claim", "task": task, "what": name, "tiles": tiles, "blocks": blocks,
-                    "tw": tw[name], "bw": bw[name],
-                    "tw_std": tw[f"{name}_std"], "bw_std": bw[f"{name}_std"], "n": tw["n"],
+                    "part": "claim",
+                    "task": task,
+                    "what": name,
+                    "tiles": tiles,
+                    "blocks": blocks,
+                    "tw": tw[name],
+                    "bw": bw[name],
+                    "tw_std": tw[f"{name}_std"],
+                    "bw_std": bw[f"{name}_std"],
+                    "n": tw["n"],
                     "ratio": tw[name] / bw[name] if bw[name] > 0 else None,
                     "met": bool(bw[name] > 0 and tw[name] <= CLAIM * bw[name]),
-                }  # fmt: skip
+                }
 
 
 # ---- speed
@@ -504,9 +514,14 @@ def speeds(
                 if method.pattern != "tw2d" or method.apriori:
                     continue
                 mask = prune(
-                    found, found, goal, pattern=method.pattern, tile=method.tile,
-                    chunk=method.chunk, unit_score=unit_score,
-                )  # fmt: skip
+                    found,
+                    found,
+                    goal,
+                    pattern=method.pattern,
+                    tile=method.tile,
+                    chunk=method.chunk,
+                    unit_score=unit_score,
+                )
                 weight = TileSparse.from_dense(
                     jnp.zeros(shape, jnp.float16), mask, tile=method.tile, chunk=method.chunk
                 )
@@ -549,13 +564,17 @@ def prices(rows: Sequence[Row], speeds: Sequence[Row]) -> Iterator[Row]:
             return sum(times[r["shape"]] * r[member] for r in mine)
 
         row = {
-            "part": "price", "method": name, "goal": goal, "tile": mine[0]["tile"],
-            "chunk": mine[0]["chunk"], "kernel": mine[0]["kernel"],
+            "part": "price",
+            "method": name,
+            "goal": goal,
+            "tile": mine[0]["tile"],
+            "chunk": mine[0]["chunk"],
+            "kernel": mine[0]["kernel"],
             "flops_saved": total("gflop_dense") / total("gflop"),
             "bytes_saved": total("mb_dense") / total("mb"),
             "speedup_floor": total("floor_us_dense") / total("floor_us"),
             "speedup_estimate": total("estimate_us_dense") / total("estimate_us"),
-        }  # fmt: skip
+        }
         for found in rows:
             if (found["method"], found["goal"]) == (name, goal):
                 for member in ("lost", "lost_std", "lost_accuracy", "lost_accuracy_std", "n"):
@@ -567,10 +586,19 @@ def prices(rows: Sequence[Row], speeds: Sequence[Row]) -> Iterator[Row]:
 
 
 COLOURS = {
-    "EW": "#000000", "VW": "#999999", "TEW": "#009E73", "TW-1": "#0072B2", "TW-1a": "#004466",
-    "TW-8": "#56B4E9", "TW-32": "#CC79A7", "TW-64": "#E69F00", "TW1D-1": "#7A6FF0",
-    "BW": "#D55E00", "BW-64": "#A63A00", "BW-128": "#6B2500",
-}  # fmt: skip
+    "EW": "#000000",
+    "VW": "#999999",
+    "TEW": "#009E73",
+    "TW-1": "#0072B2",
+    "TW-1a": "#004466",
+    "TW-8": "#56B4E9",
+    "TW-32": "#CC79A7",
+    "TW-64": "#E69F00",
+    "TW1D-1": "#7A6FF0",
+    "BW": "#D55E00",
+    "BW-64": "#A63A00",
+    "BW-128": "#6B2500",
+}
 
 
 def draw_quality(rows: Sequence[Row], claim: Sequence[Row], path: Path) -> None:
@@ -590,18 +618,29 @@ def draw_quality(rows: Sequence[Row], claim: Sequence[Row], path: Path) -> None:
                 at = [0.0, *(goals.index(r["goal"]) + aside for r in mine)]
                 bars = [0.0, *(r["lost_std"] or 0.0 for r in mine)]
                 axes.errorbar(
-                    at, [0.0, *(r["lost"] for r in mine)], bars, color=COLOURS[name], label=name,
-                    marker="o", markersize=3, capsize=1.5, linewidth=0.9,
+                    at,
+                    [0.0, *(r["lost"] for r in mine)],
+                    bars,
+                    color=COLOURS[name],
+                    label=name,
+                    marker="o",
+                    markersize=3,
+                    capsize=1.5,
+                    linewidth=0.9,
                     linestyle="--" if name.startswith("BW") else ":" if name == "TW-1a" else "-",
-                )  # fmt: skip
+                )
         seeds = [r["n"] for r in rows if r["task"] == task]
         count = f"{min(seeds)} to {max(seeds)}" if min(seeds) < max(seeds) else f"{seeds[0]}"
         axes.set_title(f"{WHAT[task]}: seeds {count}", fontsize=9, loc="left")
         axes.set_xticks(range(len(goals)), [f"{100 * g:g}" for g in goals])
         axes.set(xlabel="weights pruned (%)", ylabel="held-out loss above dense (nats)")
         axes.axhline(0, color="0.6", linewidth=0.8)
-    figure.legend(*places[0].get_legend_handles_labels(), fontsize=8, frameon=False,
-                  loc="outside right center")  # fmt: skip
+    figure.legend(
+        *places[0].get_legend_handles_labels(),
+        fontsize=8,
+        frameon=False,
+        loc="outside right center",
+    )
     found = [
         f"{r['ratio']:.2f} of that with {r['blocks']}"
         for r in claim
@@ -621,10 +660,16 @@ def draw_price(rows: Sequence[Row], path: Path) -> None:
     for axes, task in zip(places, tasks, strict=True):
         for r in (r for r in rows if f"{task}_lost" in r):
             axes.errorbar(
-                r[f"{task}_lost"], r["speedup_estimate"], xerr=r[f"{task}_lost_std"] or 0.0,
-                marker=marks[r["goal"]], markersize=5, capsize=2, color=COLOURS[r["method"]],
-                elinewidth=0.7, markerfacecolor=None if r["kernel"] else "white",
-            )  # fmt: skip
+                r[f"{task}_lost"],
+                r["speedup_estimate"],
+                xerr=r[f"{task}_lost_std"] or 0.0,
+                marker=marks[r["goal"]],
+                markersize=5,
+                capsize=2,
+                color=COLOURS[r["method"]],
+                elinewidth=0.7,
+                markerfacecolor=None if r["kernel"] else "white",
+            )
         axes.axhline(PAPER, color="0.4", linestyle="--", linewidth=1)
         axes.locator_params(axis="x", nbins=5)
         axes.set_title(WHAT[task], fontsize=9, loc="left")

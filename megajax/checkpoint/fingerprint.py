@@ -293,10 +293,16 @@ def _is_closed(text: str) -> bool:
     return any(
         words in text
         for words in (
-            "PERMISSION_DENIED", "Permission denied", "UNAVAILABLE", "Stale file handle",
-            "Too many open files", "RESOURCE_EXHAUSTED", "CANCELLED", "interpreter shutdown",
+            "PERMISSION_DENIED",
+            "Permission denied",
+            "UNAVAILABLE",
+            "Stale file handle",
+            "Too many open files",
+            "RESOURCE_EXHAUSTED",
+            "CANCELLED",
+            "interpreter shutdown",
         )
-    )  # fmt: skip
+    )
 
 
 class _Memory:

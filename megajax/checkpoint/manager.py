@@ -458,8 +458,10 @@ class Sealer:
         elif unknown is not None:
             logging.warning(
                 "step %d of %s was not read back (%s): older steps stay until it is",
-                step, self._steps.path, unknown,
-            )  # fmt: skip
+                step,
+                self._steps.path,
+                unknown,
+            )
             return {"unknown": unknown}
         try:
             record = self._steps.record(step)

@@ -190,9 +190,12 @@ def _worst_fit(bare: Plan, first: np.ndarray, others: Sequence[np.ndarray]) -> n
     todo = np.flatnonzero(~alone)
     todo = todo[np.lexsort((-sizes[todo], bare.copies[todo]))]
     for i, leaf, base, size in zip(
-        todo.tolist(), bare.leaf[todo].tolist(), first[todo].tolist(), sizes[todo].tolist(),
+        todo.tolist(),
+        bare.leaf[todo].tolist(),
+        first[todo].tolist(),
+        sizes[todo].tolist(),
         strict=True,
-    ):  # fmt: skip
+    ):
         holders = others[leaf] + base
         rank = holders[loads[holders].argmin()]
         loads[rank] += size

@@ -489,9 +489,13 @@ def option(
     bounds: the range of a number (limits.Limits: at_least, above, at_most, below).
     """
     about = {
-        "help": help, "unit": unit, "needs": needs, "verbs": verbs, "flag": flag,
+        "help": help,
+        "unit": unit,
+        "needs": needs,
+        "verbs": verbs,
+        "flag": flag,
         "limits": Limits(**bounds),
-    }  # fmt: skip
+    }
     return dataclasses.field(default=default, metadata=about)
 
 

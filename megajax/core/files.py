@@ -34,9 +34,12 @@ ARRAYS_RATIO = 64  # (chosen: published labels pack to a 24th) times its size, w
 MARKS = (b",", b":", b"[", b"{")
 HEADER = 2**14  # bytes that hold the header of a .npy: NumPy reads at most 10,000
 KINDS = (
-    (stat.S_ISDIR, "a folder"), (stat.S_ISFIFO, "a named pipe"), (stat.S_ISSOCK, "a socket"),
-    (stat.S_ISCHR, "a device"), (stat.S_ISBLK, "a device"),
-)  # fmt: skip
+    (stat.S_ISDIR, "a folder"),
+    (stat.S_ISFIFO, "a named pipe"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+)
 
 
 def open_regular(path: str | os.PathLike[str]) -> BinaryIO:

@@ -186,9 +186,13 @@ def host_free_bytes(root: Path = Path("/")) -> float:
     # (Linux, admin-guide/cgroup-v2) the cached pages of files count as used, and are given up
     for limit, used, stat, cached in (
         ("memory.max", "memory.current", "memory.stat", "inactive_file"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat",
-         "total_inactive_file"),
-    ):  # fmt: skip
+        (
+            "memory/memory.limit_in_bytes",
+            "memory/memory.usage_in_bytes",
+            "memory/memory.stat",
+            "total_inactive_file",
+        ),
+    ):
         with contextlib.suppress(OSError, ValueError):
             most = int((group / limit).read_text())  # 'max': none
             held = int((group / used).read_text())

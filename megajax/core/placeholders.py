@@ -19,9 +19,18 @@ from types import ModuleType, TracebackType
 from typing import Any
 
 HEAVY = (
-    "chex", "etils", "flax", "grain", "jax", "jaxlib", "matplotlib", "optax", "orbax", "scipy",
+    "chex",
+    "etils",
+    "flax",
+    "grain",
+    "jax",
+    "jaxlib",
+    "matplotlib",
+    "optax",
+    "orbax",
+    "scipy",
     "tensorstore",
-)  # fmt: skip
+)
 OPTION = "real_imports"  # of python -X
 
 

@@ -133,16 +133,22 @@ def _line(row: Row | None) -> str:
     assert row is not None
     flag, kind, what = row
     return textwrap.fill(
-        f"--{flag}: {what} ({kind})", WIDTH, initial_indent="  ", subsequent_indent="      ",
+        f"--{flag}: {what} ({kind})",
+        WIDTH,
+        initial_indent="  ",
+        subsequent_indent="      ",
         break_on_hyphens=False,
-    )  # fmt: skip
+    )
 
 
 def _names(flags: Iterable[str]) -> str:
     return textwrap.fill(
-        " ".join(f"--{flag}" for flag in flags), WIDTH, initial_indent="  ", subsequent_indent="  ",
+        " ".join(f"--{flag}" for flag in flags),
+        WIDTH,
+        initial_indent="  ",
+        subsequent_indent="  ",
         break_on_hyphens=False,
-    )  # fmt: skip
+    )
 
 
 # ---- start and end
@@ -193,7 +199,7 @@ OTHER_NAMES = (
     ("wandb", "wandb_project"),
     ("temperature", "temp"),
     ("max_tokens", "max_new_tokens", "max_length"),
-)  # fmt: skip
+)
 _DTYPE = "the type of computation is --train.dtype, float32 or bfloat16"
 _LORA = "there is no LoRA: all parameters are trained"
 _SHARDS = "--shard.zero says what is cut over the devices, and the --mesh flags how they stand"

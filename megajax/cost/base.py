@@ -18,10 +18,18 @@ from megajax.core.hardware import DeviceCard, Link
 from megajax.cost.kernels import Attention, Embedding, Experts, Kernel, Matmul, Rowwise
 
 ITEMSIZE = {
-    "float32": 4, "tfloat32": 4, "bfloat16": 2, "float16": 2, "float8": 1, "int8": 1, "int4": 0.5,
+    "float32": 4,
+    "tfloat32": 4,
+    "bfloat16": 2,
+    "float16": 2,
+    "float8": 1,
+    "int8": 1,
+    "int4": 0.5,
     # Weights with a 16-bit scale for each group of 128.
-    "int8/128": 1.015625, "int4/128": 0.515625, "int3/128": 0.390625,
-}  # fmt: skip
+    "int8/128": 1.015625,
+    "int4/128": 0.515625,
+    "int3/128": 0.390625,
+}
 Part = Literal[
     "embedding", "norm", "input", "attention", "activation", "output", "router", "experts", "head",
     "convolution", "pooling", "update", "transfer",
@@ -480,32 +488,58 @@ class Stack:
             return dataclasses.replace(op("norm", Rowwise("norm", T, D)), count=times * L)
 
         attention = Attention(
-            rows, queries, keys, self.heads, self.kv_heads, self.head_width, self.causal,
+            rows,
+            queries,
+            keys,
+            self.heads,
+            self.kv_heads,
+            self.head_width,
+            self.causal,
             self.window,
-        )  # fmt: skip
+        )
         attend = op("attention", attention)
         activate = op("activation", Rowwise("activation", T, hidden, 1 + self.gated))
         if self.parallel:
             return (
-                norm(1), op("input", Matmul(T, D, asked + 2 * stored + into)), attend, activate,
-                op("output", Matmul(T, asked + hidden, D)), *self._experts(T, queries, op),
-            )  # fmt: skip
+                norm(1),
+                op("input", Matmul(T, D, asked + 2 * stored + into)),
+                attend,
+                activate,
+                op("output", Matmul(T, asked + hidden, D)),
+                *self._experts(T, queries, op),
+            )
         dense = (
-            op("input", Matmul(T, D, into)), activate, op("output", Matmul(T, hidden, D)),
-        ) if hidden else ()  # fmt: skip
+            (
+                op("input", Matmul(T, D, into)),
+                activate,
+                op("output", Matmul(T, hidden, D)),
+            )
+            if hidden
+            else ()
+        )
         return (
-            norm(2), op("input", Matmul(T, D, asked + 2 * stored)), attend,
-            op("output", Matmul(T, asked, D)), *dense, *self._experts(T, queries, op),
-        )  # fmt: skip
+            norm(2),
+            op("input", Matmul(T, D, asked + 2 * stored)),
+            attend,
+            op("output", Matmul(T, asked, D)),
+            *dense,
+            *self._experts(T, queries, op),
+        )
 
     def _experts(self, T: int, queries: int, op) -> tuple[Op, ...]:
         if (routed := self.routed) is None:
             return ()
         pairs, gated = routed.pairs(queries), self.gated
         kernel = Experts(
-            T, routed.experts, routed.top_k, self.width, routed.hidden, gated, pairs,
+            T,
+            routed.experts,
+            routed.top_k,
+            self.width,
+            routed.hidden,
+            gated,
+            pairs,
             routed.capacity is None,
-        )  # fmt: skip
+        )
         return (
             op("router", Matmul(T, self.width, routed.experts)),
             op("activation", Rowwise("activation", T * pairs, routed.hidden, 1 + gated)),

@@ -131,10 +131,19 @@ def estimate(
         return mfu(tokens / total, flops, step.devices, peak)
 
     return Estimate(
-        total, sigma, compute, update, idle, idle / layers, spent, exposed,
-        tokens / total, utilisation("megatron"), utilisation("causal"),
+        total,
+        sigma,
+        compute,
+        update,
+        idle,
+        idle / layers,
+        spent,
+        exposed,
+        tokens / total,
+        utilisation("megatron"),
+        utilisation("causal"),
         quantize,
-    )  # fmt: skip
+    )
 
 
 def _update(step: StepShape, cluster: Cluster, model: CostModel) -> tuple[float, float]:

@@ -322,9 +322,13 @@ class RoiAlign(Kernel):
 
 
 CollectiveKind = Literal[
-    "all-gather", "reduce-scatter", "all-reduce", "all-to-all", "ragged-all-to-all",
+    "all-gather",
+    "reduce-scatter",
+    "all-reduce",
+    "all-to-all",
+    "ragged-all-to-all",
     "collective-permute",
-]  # fmt: skip
+]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -45,9 +45,15 @@ _MOVES = frozenset(
 # {class of an operation: kind of record}, the most expensive first. The kind of a fusion is that of
 # the first entry that is among its large operations (`_kind`).
 _KINDS = {
-    "collective": "collective", "sort": "sort", "scatter": "scatter", "reduce": "reduction",
-    "gather": "gather", "random": "random", "custom": "custom", "other": "custom",
-}  # fmt: skip
+    "collective": "collective",
+    "sort": "sort",
+    "scatter": "scatter",
+    "reduce": "reduction",
+    "gather": "gather",
+    "random": "random",
+    "custom": "custom",
+    "other": "custom",
+}
 _PRODUCTS = ("dot", "convolution", "attention")
 _TOTALS = ("flops", "bytes_read", "bytes_written", "transcendentals", "indices")
 
@@ -185,19 +191,32 @@ class _Reader:
         array = max(made or given, key=lambda a: a.nbytes, default=one.array)
         read, written = (sum(a.nbytes for a in arrays) for arrays in (given, made))
         leaf = {
-            "opcode": "collective", "bytes_read": read, "bytes_written": written,
-            "elements": array.elements, "width": ranks, "operands": len(given),
+            "opcode": "collective",
+            "bytes_read": read,
+            "bytes_written": written,
+            "elements": array.elements,
+            "width": ranks,
+            "operands": len(given),
             "itemsize": array.itemsize,
-        }  # fmt: skip
+        }
         values = {
-            "bytes_read": read, "bytes_written": written, "elements": array.elements,
-            "rows": array.elements, "width": ranks, "operands": len(given),
+            "bytes_read": read,
+            "bytes_written": written,
+            "elements": array.elements,
+            "rows": array.elements,
+            "width": ranks,
+            "operands": len(given),
             "itemsize": array.itemsize,
-        }  # fmt: skip
+        }
         return record(
-            "collective", [leaf], values, dtype=work.dtype_of(array), executions=executions,
-            name=one.name, structure=f"{one.opcode.removesuffix('-start')} {made}",
-        )  # fmt: skip
+            "collective",
+            [leaf],
+            values,
+            dtype=work.dtype_of(array),
+            executions=executions,
+            name=one.name,
+            structure=f"{one.opcode.removesuffix('-start')} {made}",
+        )
 
     def _region(self, found: body.Region, one: Instruction, executions: float) -> OpRecord:
         leaves = body.leaves(found)
@@ -212,15 +231,21 @@ class _Reader:
         kind, values = _features(found, flat)
         values |= access(found, one, is_gpu=self._is_gpu)
         if kind == "custom":
-            for name in sorted({i.opcode for i in found.order if work.class_of(i) == "other"}
-                               - work.FREE):  # fmt: skip
+            for name in sorted(
+                {i.opcode for i in found.order if work.class_of(i) == "other"} - work.FREE
+            ):
                 body.unknown(f"the operation {name}")
         dtype = self._dtype(found)
         values["itemsize"] = SIZES[dtype]
         return record(
-            kind, leaves, values, dtype=dtype, executions=executions, name=one.name,
+            kind,
+            leaves,
+            values,
+            dtype=dtype,
+            executions=executions,
+            name=one.name,
             structure=structure,
-        )  # fmt: skip
+        )
 
     def _dtype(self, found: body.Region) -> str:
         """Returns the data type of the arithmetic that bounds a region."""

@@ -34,13 +34,24 @@ from megajax.cost.record import TRANSCENDENTAL, digest
 
 
 # Markers that the compiler leaves in the program and that launch nothing.
-MARKERS = ("Sharding", "SPMDFullToShardShape", "SPMDShardToFullShape", "AllocateBuffer",
-           "annotate_device_placement", "xla.sdy.FuncResultSharding")  # fmt: skip
+MARKERS = (
+    "Sharding",
+    "SPMDFullToShardShape",
+    "SPMDShardToFullShape",
+    "AllocateBuffer",
+    "annotate_device_placement",
+    "xla.sdy.FuncResultSharding",
+)
 # Calls without floating-point operations, by the beginning of their target.
 KNOWN = {
-    "__cub$": "sort", "TopK": "sort", "__gpu$TopK": "sort", "cu_threefry2x32": "random",
-    "PadToStatic": "copy", "SliceToDynamic": "copy", "__nop": "copy",
-}  # fmt: skip
+    "__cub$": "sort",
+    "TopK": "sort",
+    "__gpu$TopK": "sort",
+    "cu_threefry2x32": "random",
+    "PadToStatic": "copy",
+    "SliceToDynamic": "copy",
+    "__nop": "copy",
+}
 PRODUCTS = ("__cublas$", "__onednn$matmul")
 # A kernel's own count (pallas_kernels/work.py).
 KERNEL = re.compile(
@@ -48,11 +59,18 @@ KERNEL = re.compile(
 )
 # What the record of a kernel is, by a word of its name.
 KERNELS = {
-    "attention_combine": "reduction", "attention": "attention", "gemm": "product",
-    "grouped": "product", "tile_sparse": "product", "norm": "reduction", "reduce_": "reduction",
-    "all_gather": "collective", "send_rows": "collective", "quant_matmul": "product",
+    "attention_combine": "reduction",
+    "attention": "attention",
+    "gemm": "product",
+    "grouped": "product",
+    "tile_sparse": "product",
+    "norm": "reduction",
+    "reduce_": "reduction",
+    "all_gather": "collective",
+    "send_rows": "collective",
+    "quant_matmul": "product",
     "quantize": "fusion",
-}  # fmt: skip
+}
 # Matrix products of fused attention: 2 in the forward pass and 5 in the backward pass, one of which
 # computes the scores again (FlashAttention-2, section 3.1).
 FORWARD, BACKWARD = 2, 5
@@ -88,12 +106,14 @@ def as_dot(one: Instruction) -> Instruction:
         return one
     dims = {
         short: ",".join(re.findall(r"\d+", found[1]))
-        for short, long in (("lhs_contracting_dims", "lhs_contracting_dimensions"),
-                            ("rhs_contracting_dims", "rhs_contracting_dimensions"),
-                            ("lhs_batch_dims", "lhs_batch_dimensions"),
-                            ("rhs_batch_dims", "rhs_batch_dimensions"))
+        for short, long in (
+            ("lhs_contracting_dims", "lhs_contracting_dimensions"),
+            ("rhs_contracting_dims", "rhs_contracting_dimensions"),
+            ("lhs_batch_dims", "lhs_batch_dimensions"),
+            ("rhs_batch_dims", "rhs_batch_dimensions"),
+        )
         if (found := re.search(rf'"{long}":\s*\[([^\]]*)\]', one.attributes))
-    }  # fmt: skip
+    }
     text = ", ".join(f"{name}={{{value}}}" for name, value in dims.items())
     precision = re.search(r'"operand_precision":\[([^\]]*)\]', one.attributes)
     if precision and "HIGHEST" in precision[1]:
@@ -141,8 +161,12 @@ def _kernel(found: tuple[str, ...], given: float) -> Call:
     flops, read, written, told = map(float, numbers)
     rows = max(round(given / told), 1) if told else 1
     kind = next((kind for word, kind in KERNELS.items() if word in name), "custom")
-    opcode = {"attention": "attention", "product": "dot", "reduction": "reduce",
-              "collective": "collective"}.get(kind, "custom")  # fmt: skip
+    opcode = {
+        "attention": "attention",
+        "product": "dot",
+        "reduction": "reduce",
+        "collective": "collective",
+    }.get(kind, "custom")
     batch, m, n, k = (int(i) for i in shape.split("_"))
     product = work.Product(batch * rows, m, n, k) if batch else None
     return Call(kind, rows * flops, product, opcode, rows * read, rows * written, name=name)
@@ -186,9 +210,13 @@ def _fmha(one: Instruction, operands: Sequence[Array]) -> Call:
     # Behind the results stands the library's workspace.
     written = sum(array.nbytes for array in one.arrays if array.is_float)
     return Call(
-        "attention", flops, product, "attention", bytes_written=written,
+        "attention",
+        flops,
+        product,
+        "attention",
+        bytes_written=written,
         transcendentals=float(heads * pairs),
-    )  # fmt: skip
+    )
 
 
 def useful_pairs(queries: int, keys: int, causal: bool, window: int = 0) -> int:
@@ -363,8 +391,11 @@ class Region:
                 return 0 if one.name in self.in_place else max(elements - update, 0)
             return size
         if code == "scatter" and place == 0 and one.name in self.in_place:
-            combines = any(work.class_of(i) != "other" for i in self.body(one).values()
-                           if i.opcode not in work.FREE)  # fmt: skip
+            combines = any(
+                work.class_of(i) != "other"
+                for i in self.body(one).values()
+                if i.opcode not in work.FREE
+            )
             return min(size, self.array(one.operands[-1]).elements) if combines else 0
         if size == result:
             return elements
@@ -428,8 +459,12 @@ def leaves(found: Region) -> list[Any]:
         nodes.append(leaf)
         inner = [i for i in found.body(one).values() if i.opcode not in work.FREE]
         if len(inner) > 1 or one.opcode == "sort":
-            nodes.append([{"opcode": work.class_of(i), "itemsize": i.array.itemsize}
-                          for i in sorted(inner, key=lambda i: label(i, {}))])  # fmt: skip
+            nodes.append(
+                [
+                    {"opcode": work.class_of(i), "itemsize": i.array.itemsize}
+                    for i in sorted(inner, key=lambda i: label(i, {}))
+                ]
+            )
     return nodes
 
 
@@ -592,9 +627,11 @@ class _Walk:
             elif one.opcode in ("call", "async-start", "conditional"):
                 inner = before[1:] if one.opcode == "conditional" else before
                 for place, called in enumerate((*one.called, *one.branches)):
-                    own_given = {0: inner[place]} if one.branches and place < len(inner) else (
-                        dict(enumerate(inner))
-                    )  # fmt: skip
+                    own_given = (
+                        {0: inner[place]}
+                        if one.branches and place < len(inner)
+                        else (dict(enumerate(inner)))
+                    )
                     values[one.name] = self.computation(called, own_given, turns, loop)
             elif one.opcode in work.FREE or one.opcode.endswith("-done"):
                 values[one.name] = before[0] if before else own
@@ -622,9 +659,14 @@ class _Walk:
         return state
 
     def _launch(
-        self, key: Key, one: Instruction, own: str, values: Mapping[str, Any], turns: float,
+        self,
+        key: Key,
+        one: Instruction,
+        own: str,
+        values: Mapping[str, Any],
+        turns: float,
         loop: str,
-    ) -> Any:  # fmt: skip
+    ) -> Any:
         touched = self._touched.get(key)
         made = own if len(one.arrays) < 2 else [f"{own} {i}" for i in range(len(one.arrays))]
         if touched is None:

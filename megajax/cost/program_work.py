@@ -14,9 +14,16 @@ import numpy as np
 from megajax.cost.hlo import Array, Instruction, contracted
 
 COLLECTIVES = (
-    "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "ragged-all-to-all",
-    "collective-permute", "collective-broadcast", "send", "recv",
-)  # fmt: skip
+    "all-gather",
+    "all-reduce",
+    "reduce-scatter",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+    "send",
+    "recv",
+)
 CLASS = {
     **dict.fromkeys(("add", "subtract", "negate", "abs", "sign", "floor", "ceil",
                      "round-nearest-afz", "round-nearest-even"), "add"),
@@ -171,8 +178,14 @@ def windows(one: Instruction) -> list[WindowDimension]:
         return found[name].split("x") if name in found else [default] * len(sizes)
 
     pads = [[int(i) for i in pad.split("_")] for pad in numbers("pad", "0_0")]
-    rows = zip(sizes, numbers("stride", "1"), pads, numbers("lhs_dilate", "1"),
-               numbers("rhs_dilate", "1"), strict=True)  # fmt: skip
+    rows = zip(
+        sizes,
+        numbers("stride", "1"),
+        pads,
+        numbers("lhs_dilate", "1"),
+        numbers("rhs_dilate", "1"),
+        strict=True,
+    )
     return [
         WindowDimension(size, int(stride), pad[0], pad[1], int(base), int(dilation))
         for size, stride, pad, base, dilation in rows
@@ -188,12 +201,16 @@ def convolution(one: Instruction, x: Array, w: Array, y: Array) -> tuple[Product
     labels = re.match(r"(\w+)_(\w+)->(\w+)", one.get("dim_labels"))
     if labels is None:
         return Product(1, 1, 1, 1), 0.0
-    at = [{label: size for label, size in zip(text, array.dims, strict=True)}
-          for text, array in zip(labels.groups(), (x, w, y), strict=True)]  # fmt: skip
+    at = [
+        {label: size for label, size in zip(text, array.dims, strict=True)}
+        for text, array in zip(labels.groups(), (x, w, y), strict=True)
+    ]
     spatial = [label for label in labels[3] if label.isdigit()]
     dimensions = windows(one) or [WindowDimension()] * len(spatial)
-    pairs = [d.pairs(at[0][label], at[2][label])
-             for d, label in zip(dimensions, sorted(spatial, key=int), strict=True)]  # fmt: skip
+    pairs = [
+        d.pairs(at[0][label], at[2][label])
+        for d, label in zip(dimensions, sorted(spatial, key=int), strict=True)
+    ]
     groups = int(one.get("feature_group_count", "1")) * int(one.get("batch_group_count", "1"))
     rows = at[2]["b"] * math.prod(at[2][label] for label in spatial)
     depth = at[1]["i"] * math.prod(d.size for d in dimensions)

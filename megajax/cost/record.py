@@ -55,9 +55,15 @@ ARITHMETIC = ("add", "multiply", "divide", "maximum")
 TRANSCENDENTAL = ("exponential", "power", "trigonometric")
 # Bytes of an element by data type: those of `cost.base`, and more that compiled programs have.
 SIZES = {
-    **ITEMSIZE, "float64": 8, "complex64": 8, "complex128": 16, "int64": 8, "int32": 4, "int16": 2,
+    **ITEMSIZE,
+    "float64": 8,
+    "complex64": 8,
+    "complex128": 16,
+    "int64": 8,
+    "int32": 4,
+    "int16": 2,
     "bool": 1,
-}  # fmt: skip
+}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -191,8 +197,14 @@ def record(
     shared = features.copy()  # the threads of a CPU decide how many parts there are
     shared[FEATURES.index("parts")] = min(values.get("parts", 0.0), 1.0)
     own = shared[[name not in PLACE for name in FEATURES]]
-    parts = (kind, dtype, structure, own.tobytes(), grown.leaves.tobytes(),
-             grown.positions.tobytes())  # fmt: skip
+    parts = (
+        kind,
+        dtype,
+        structure,
+        own.tobytes(),
+        grown.leaves.tobytes(),
+        grown.positions.tobytes(),
+    )
     return OpRecord(
         kind,
         features,
@@ -249,22 +261,44 @@ def product(
     size = itemsize(dtype)
     written = size * batch * m * n
     dot = {
-        "opcode": "dot", "flops": 2 * batch * m * n * k, "bytes_written": 0 if bias else written,
-        "bytes_read": size * batch * (m * k + k * n), "elements": batch * m * n, "width": k,
-        "batch": batch, "m": m, "n": n, "k": k, "transposed": transposed, "operands": 2,
+        "opcode": "dot",
+        "flops": 2 * batch * m * n * k,
+        "bytes_written": 0 if bias else written,
+        "bytes_read": size * batch * (m * k + k * n),
+        "elements": batch * m * n,
+        "width": k,
+        "batch": batch,
+        "m": m,
+        "n": n,
+        "k": k,
+        "transposed": transposed,
+        "operands": 2,
         "itemsize": size,
-    }  # fmt: skip
+    }
     added = {
-        "opcode": "add", "flops": batch * m * n, "bytes_read": size * batch * n,
-        "bytes_written": written, "elements": batch * m * n, "width": n, "operands": 2,
+        "opcode": "add",
+        "flops": batch * m * n,
+        "bytes_read": size * batch * n,
+        "bytes_written": written,
+        "elements": batch * m * n,
+        "width": n,
+        "operands": 2,
         "itemsize": size,
-    }  # fmt: skip
+    }
     children = [dot, added] if bias else [dot]
     values = {
-        **_totals(children), "batch": batch, "m": m, "n": n, "k": k, "elements": batch * m * n,
-        "rows": batch * m, "width": n, "operands": 2 + bias, "transposed": transposed,
+        **_totals(children),
+        "batch": batch,
+        "m": m,
+        "n": n,
+        "k": k,
+        "elements": batch * m * n,
+        "rows": batch * m,
+        "width": n,
+        "operands": 2 + bias,
+        "transposed": transposed,
         "itemsize": size,
-    }  # fmt: skip
+    }
     return record("product" if batch == 1 else "batched_product", children, values, dtype=dtype)
 
 
@@ -293,10 +327,15 @@ def rowwise(
     ]
     reduced = elements * sum(code == "reduce" for code in opcodes)
     values = {
-        **_totals(children), "elements": elements, "rows": rows, "width": width,
-        "reduced": reduced, "reduces_minor": float(reduced > 0), "operands": reads,
+        **_totals(children),
+        "elements": elements,
+        "rows": rows,
+        "width": width,
+        "reduced": reduced,
+        "reduces_minor": float(reduced > 0),
+        "operands": reads,
         "itemsize": size,
-    }  # fmt: skip
+    }
     return record("reduction" if reduced else "fusion", children, values, dtype=dtype)
 
 

@@ -92,18 +92,27 @@ def plan(
         decode = timed(shape).step_s
         answer = context - context // 2
         return Rate(
-            batch, decode, prefill, batch / decode,
+            batch,
+            decode,
+            prefill,
+            batch / decode,
             answer * batch / (answer * decode + batch * prefill),
-            memory.bound(memory.terms(shape)), _bound(shape, cluster),
-        )  # fmt: skip
+            memory.bound(memory.terms(shape)),
+            _bound(shape, cluster),
+        )
 
     one, two = (memory.terms(step(n, context, "decode")) for n in (1, 2))
     largest = _largest(lambda n: memory.bound(memory.terms(step(n, context, "decode"))), room)
     batches = _powers(largest)
     return Serving(
-        context, tensor, gpus // tensor, largest, one["parameters"],
-        (two["cache"] - one["cache"]) / context, tuple(map(rate, batches)),
-    )  # fmt: skip
+        context,
+        tensor,
+        gpus // tensor,
+        largest,
+        one["parameters"],
+        (two["cache"] - one["cache"]) / context,
+        tuple(map(rate, batches)),
+    )
 
 
 def decode_bound(load_of: LoadOf, cluster: Cluster, batch: int, context: int) -> float:

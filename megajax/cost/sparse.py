@@ -89,9 +89,12 @@ def table(
     for gemm in gemms:
         dense = cost.dense_time(gemm)
         row: dict[str, str | int | float | None] = {
-            "product": gemm.name, "M": gemm.M, "K": gemm.K, "N": gemm.N,
+            "product": gemm.name,
+            "M": gemm.M,
+            "K": gemm.K,
+            "N": gemm.N,
             "dense us (estimate)": dense * 1e6,
-        }  # fmt: skip
+        }
         for what, backward in (("forward", False), ("backward", True)):
             density = cost.break_even(gemm, backward)
             row[f"{what} pays from sparsity (estimate)"] = None if density is None else 1 - density

@@ -309,9 +309,13 @@ def transfers(step: StepShape, overlap: Overlap = Overlap()) -> list[Transfer]:
     if not step.trains:
         return [t for t in _generation(step) if t.total and step.ways(*t.axes) > 1]
     found = [
-        *_weights(step, overlap), *_residuals(step, overlap), *_keys(step), *_experts(step),
-        *_stages(step, overlap), _shared_heads(step),
-    ]  # fmt: skip
+        *_weights(step, overlap),
+        *_residuals(step, overlap),
+        *_keys(step),
+        *_experts(step),
+        *_stages(step, overlap),
+        _shared_heads(step),
+    ]
     return [t for t in found if t.nbytes * t.executions and step.ways(*t.axes) > 1]
 
 
@@ -482,14 +486,22 @@ def _keys(step: StepShape) -> list[Transfer]:
         remade = hops if step.remat in ("full", "dots") else 0
         return [
             Transfer(
-                "collective-permute", axes, own, step.executions(hops, hops + remade), 0.0,
+                "collective-permute",
+                axes,
+                own,
+                step.executions(hops, hops + remade),
+                0.0,
                 "keys and values",
             ),
             Transfer(
-                "collective-permute", axes, own * MASTER / step.itemsize,
-                step.executions(0, ways), 0.0, "gradients of keys and values",
+                "collective-permute",
+                axes,
+                own * MASTER / step.itemsize,
+                step.executions(0, ways),
+                0.0,
+                "gradients of keys and values",
             ),
-        ]  # fmt: skip
+        ]
     if step.context == "ulysses":
         queries = cut * step.load.attention_width / ways
         keys = cut * step.used.kv_width / ways

@@ -110,11 +110,16 @@ def open_corpora(
     parts = part(files, keys, cfg.holdout, tokenizer.begin, tokenizer.end)
     return [
         Corpus(
-            name, weight, p.train, p.held_out, p.bytes_per_token, _fingerprint(file, key, p),
+            name,
+            weight,
+            p.train,
+            p.held_out,
+            p.bytes_per_token,
+            _fingerprint(file, key, p),
             p.copies,
         )
         for (name, weight), file, key, p in zip(named, files, keys, parts, strict=True)
-    ], tokenizer  # fmt: skip
+    ], tokenizer
 
 
 def _megatron_prefix(name: str) -> Path | None:

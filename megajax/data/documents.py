@@ -138,9 +138,14 @@ def read_array(raw: bytes) -> np.ndarray:
     try:  # np.load would also open archives
         return np.lib.format.read_array(io.BytesIO(raw), allow_pickle=False)
     except (
-        EOFError, SyntaxError, tokenize.TokenError, OverflowError, MemoryError, TypeError,
+        EOFError,
+        SyntaxError,
+        tokenize.TokenError,
+        OverflowError,
+        MemoryError,
+        TypeError,
         SystemError,  # CPython 3.12's tokenizer, on some headers that are no text
-    ) as error:  # fmt: skip
+    ) as error:
         raise ValueError(str(error)) from None
 
 
@@ -405,11 +410,16 @@ def part(
     cuts = [np.isin(key, np.array(cut, np.uint64)) for key in keys]
     return [
         _part(
-            file, key, held, cuts[i], _heads(file, cuts[i], fraction, begin, end),
-            documents[i].sizes, copies[i],
+            file,
+            key,
+            held,
+            cuts[i],
+            _heads(file, cuts[i], fraction, begin, end),
+            documents[i].sizes,
+            copies[i],
         )
         for i, (file, key, held) in enumerate(zip(files, keys, sides, strict=True))
-    ]  # fmt: skip
+    ]
 
 
 def _heads(

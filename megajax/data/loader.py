@@ -107,8 +107,11 @@ class Loader(Iterator[dict[str, jax.Array]]):
                 f"{held}, and first + count at most total"
             )
         self._shapes, self._order, self.position, self.rows_per_batch = (
-            shapes, order, position, total
-        )  # fmt: skip
+            shapes,
+            order,
+            position,
+            total,
+        )
         start = position // total
 
         def numbers(n: int) -> np.ndarray:

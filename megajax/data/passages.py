@@ -24,8 +24,15 @@ from megajax.data.tokenizer import Tokenizer
 HELD_OUT = 0.2
 # Packages of 12 files and more, and of 200 kB and more, whose text says little by its first line.
 PACKAGES = (
-    "asyncio", "email", "idlelib", "lib2to3", "multiprocessing", "tkinter", "unittest", "xml",
-)  # fmt: skip
+    "asyncio",
+    "email",
+    "idlelib",
+    "lib2to3",
+    "multiprocessing",
+    "tkinter",
+    "unittest",
+    "xml",
+)
 
 
 @dataclasses.dataclass(frozen=True)

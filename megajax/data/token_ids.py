@@ -52,18 +52,32 @@ BACKEND = "TokenizersBackend"
 # (transformers 5.24, models/*/tokenization_*.py) {class: its bos_token and eos_token by default}.
 _LLAMA, _GPT2 = ("<s>", "</s>"), ("<|endoftext|>", "<|endoftext|>")
 OF_CLASS: dict[str, tuple[str | None, str | None]] = {
-    "GPT2Tokenizer": _GPT2, "GPTNeoXTokenizer": _GPT2, "Qwen2Tokenizer": (None, _GPT2[1]),
-    "Qwen3_5Tokenizer": (None, _GPT2[1]), "LlamaTokenizer": _LLAMA, "CodeLlamaTokenizer": _LLAMA,
-    "RobertaTokenizer": _LLAMA, "GemmaTokenizer": ("<bos>", "<eos>"),
-    "CohereTokenizer": ("<BOS_TOKEN>", "<|END_OF_TURN_TOKEN|>"), "BertTokenizer": (None, None),
-    "AlbertTokenizer": ("[CLS]", "[SEP]"), "XLMRobertaTokenizer": _LLAMA,
-}  # fmt: skip
+    "GPT2Tokenizer": _GPT2,
+    "GPTNeoXTokenizer": _GPT2,
+    "Qwen2Tokenizer": (None, _GPT2[1]),
+    "Qwen3_5Tokenizer": (None, _GPT2[1]),
+    "LlamaTokenizer": _LLAMA,
+    "CodeLlamaTokenizer": _LLAMA,
+    "RobertaTokenizer": _LLAMA,
+    "GemmaTokenizer": ("<bos>", "<eos>"),
+    "CohereTokenizer": ("<BOS_TOKEN>", "<|END_OF_TURN_TOKEN|>"),
+    "BertTokenizer": (None, None),
+    "AlbertTokenizer": ("[CLS]", "[SEP]"),
+    "XLMRobertaTokenizer": _LLAMA,
+}
 # (transformers 5.24, models/auto/tokenization_auto.py) {model_type: class where none is named}.
 CLASS_OF_FAMILY = {
-    "gpt2": "GPT2Tokenizer", "qwen2": "Qwen2Tokenizer", "qwen3": "Qwen2Tokenizer",
-    "qwen3_moe": "Qwen2Tokenizer", "mistral": BACKEND, "mixtral": BACKEND, "bert": "BertTokenizer",
-    "distilbert": "BertTokenizer", "roberta": "RobertaTokenizer", "albert": "AlbertTokenizer",
-}  # fmt: skip
+    "gpt2": "GPT2Tokenizer",
+    "qwen2": "Qwen2Tokenizer",
+    "qwen3": "Qwen2Tokenizer",
+    "qwen3_moe": "Qwen2Tokenizer",
+    "mistral": BACKEND,
+    "mixtral": BACKEND,
+    "bert": "BertTokenizer",
+    "distilbert": "BertTokenizer",
+    "roberta": "RobertaTokenizer",
+    "albert": "AlbertTokenizer",
+}
 FORCED = ("qwen2",)  # families whose class transformers takes whatever tokenizer_config.json names
 # (transformers 5.24, models/*/configuration_*.py) {model_type: eos_token_id by default}.
 EOS_OF_FAMILY = {"llama": 2, "mistral": 2, "mixtral": 2, "gpt2": 50256, "roberta": 2, "albert": 3}
@@ -105,8 +119,9 @@ def read_settings(folder: Path, byte_level: bool = True) -> Settings:
     if not isinstance(model.get("model_type", model.get("architectures")), str | list):
         model = {}  # of a run of ours
     family = model.get("model_type")
-    kind = tokenizer_class(found.get("tokenizer_class") or model.get("tokenizer_class"), family,
-                           byte_level)  # fmt: skip
+    kind = tokenizer_class(
+        found.get("tokenizer_class") or model.get("tokenizer_class"), family, byte_level
+    )
     tokens = {key: _token(found[key], key, folder) for key in NAMES if key in found}
     if said and kind in OF_CLASS:
         for key, name in zip(("bos_token", "eos_token"), OF_CLASS[kind], strict=True):
@@ -241,15 +256,17 @@ def template(begin: tuple[str, int] | None, end: tuple[str, int] | None = None) 
 
     def around(sequence: str, type_id: int) -> list[dict[str, Any]]:
         parts: list[dict[str, Any]] = [{"Sequence": {"id": sequence, "type_id": type_id}}]
-        sides = [[{"SpecialToken": {"id": t[0], "type_id": type_id}}] if t else [] for t in
-                 (begin, end)]  # fmt: skip
+        sides = [
+            [{"SpecialToken": {"id": t[0], "type_id": type_id}}] if t else [] for t in (begin, end)
+        ]
         return sides[0] + parts + sides[1]
 
     return {
-        "type": "TemplateProcessing", "single": around("A", 0),
+        "type": "TemplateProcessing",
+        "single": around("A", 0),
         "pair": around("A", 0) + around("B", 1),
         "special_tokens": {t: {"id": t, "ids": [i], "tokens": [t]} for t, i in named},
-    }  # fmt: skip
+    }
 
 
 def _usual(names: tuple[str, ...], vocab: Mapping[str, int]) -> int | None:

@@ -220,8 +220,11 @@ class JsonTokenizer:
                         "%s: a text of %s characters has %s without a place between words where "
                         "it can be cut unseen; its tokens are cut after %r, and wherever that "
                         "happens again.",
-                        self.name, f"{len(text):,}", f"{PIECE:,}", text[at - 20 : at],
-                    )  # fmt: skip
+                        self.name,
+                        f"{len(text):,}",
+                        f"{PIECE:,}",
+                        text[at - 20 : at],
+                    )
                 warned = True
             yield text[begin:at]
             begin = at + skipped

@@ -59,22 +59,32 @@ _QWEN = (
 )
 # {class: its special tokens by default, beside bos_token and eos_token}.
 _BERT = {
-    "unk_token": "[UNK]", "sep_token": "[SEP]", "pad_token": "[PAD]", "cls_token": "[CLS]",
+    "unk_token": "[UNK]",
+    "sep_token": "[SEP]",
+    "pad_token": "[PAD]",
+    "cls_token": "[CLS]",
     "mask_token": "[MASK]",
-}  # fmt: skip
+}
 _ROBERTA = {
-    "unk_token": "<unk>", "sep_token": "</s>", "pad_token": "<pad>", "cls_token": "<s>",
+    "unk_token": "<unk>",
+    "sep_token": "</s>",
+    "pad_token": "<pad>",
+    "cls_token": "<s>",
     "mask_token": "<mask>",
-}  # fmt: skip
+}
 _DEFAULTS: dict[str, dict[str, str]] = {
-    "GPT2Tokenizer": {"unk_token": _END}, "Qwen2Tokenizer": {"unk_token": _END, "pad_token": _END},
+    "GPT2Tokenizer": {"unk_token": _END},
+    "Qwen2Tokenizer": {"unk_token": _END, "pad_token": _END},
     "GPTNeoXTokenizer": {"unk_token": _END, "pad_token": "<|padding|>"},
-    "RobertaTokenizer": _ROBERTA, "BertTokenizer": _BERT, "LlamaTokenizer": {"unk_token": "<unk>"},
-}  # fmt: skip
+    "RobertaTokenizer": _ROBERTA,
+    "BertTokenizer": _BERT,
+    "LlamaTokenizer": {"unk_token": "<unk>"},
+}
 _SAME = {
-    "BartTokenizer": "RobertaTokenizer", "DistilBertTokenizer": "BertTokenizer",
+    "BartTokenizer": "RobertaTokenizer",
+    "DistilBertTokenizer": "BertTokenizer",
     "ElectraTokenizer": "BertTokenizer",
-}  # fmt: skip
+}
 BYTE_LEVEL = ("GPT2Tokenizer", "GPTNeoXTokenizer", "Qwen2Tokenizer", "RobertaTokenizer")
 
 
@@ -150,8 +160,16 @@ def _byte_level(file: Path, kind: str, settings: Settings) -> bytes:
     if kind != "RobertaTokenizer":
         return _with_template(made, settings)
     around = _around(made, settings, "cls_token", "sep_token")
-    return _json(made, {"type": "RobertaProcessing", "sep": around[1], "cls": around[0],
-                        "trim_offsets": True, "add_prefix_space": prefix})  # fmt: skip
+    return _json(
+        made,
+        {
+            "type": "RobertaProcessing",
+            "sep": around[1],
+            "cls": around[0],
+            "trim_offsets": True,
+            "add_prefix_space": prefix,
+        },
+    )
 
 
 def _word_piece(file: Path, settings: Settings) -> bytes:
@@ -164,9 +182,11 @@ def _word_piece(file: Path, settings: Settings) -> bytes:
     said = settings.members
     made: Any = Tokenizer(models.WordPiece(vocab, unk_token=settings.tokens.get("unk_token") or ""))
     made.normalizer = normalizers.BertNormalizer(
-        clean_text=True, handle_chinese_chars=bool(said.get("tokenize_chinese_chars", True)),
-        strip_accents=said.get("strip_accents"), lowercase=bool(said.get("do_lower_case", True)),
-    )  # fmt: skip
+        clean_text=True,
+        handle_chinese_chars=bool(said.get("tokenize_chinese_chars", True)),
+        strip_accents=said.get("strip_accents"),
+        lowercase=bool(said.get("do_lower_case", True)),
+    )
     made.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     made.decoder = decoders.WordPiece(prefix="##")
     _add_tokens(made, settings, [], file)
@@ -206,8 +226,10 @@ def _add_tokens(made: Any, settings: Settings, more: Sequence[Any], file: Path) 
     if decoder is None and legacy.is_file():
         ids = files.read_object(legacy, MAX_BYTES, "data.tokenizer")
         named = set(settings.tokens.values())
-        decoder = {i: {"content": t, "special": t in named, "normalized": t not in named}
-                   for t, i in ids.items()}  # fmt: skip
+        decoder = {
+            i: {"content": t, "special": t in named, "normalized": t not in named}
+            for t, i in ids.items()
+        }
     try:
         for id, token in sorted(((int(i), t) for i, t in (decoder or {}).items()), key=_first):
             wanted[token["content"]] = id
@@ -228,8 +250,13 @@ def _add_tokens(made: Any, settings: Settings, more: Sequence[Any], file: Path) 
             )
         elif token is not None:
             listed[token].special = True
-    extra = next((said[k] for k in ("extra_special_tokens", "additional_special_tokens")
-                  if k in said), more) or ()  # fmt: skip
+    extra = (
+        next(
+            (said[k] for k in ("extra_special_tokens", "additional_special_tokens") if k in said),
+            more,
+        )
+        or ()
+    )
     for token in extra.values() if isinstance(extra, dict) else extra:
         added = token if not isinstance(token, str | dict) else _added(token, True)
         listed.setdefault(added.content, added)
@@ -297,14 +324,22 @@ class Spm:
 
 # {field number: (member of Spm, how it is read)}.
 _TRAINER = {
-    3: ("model_type", int), 24: ("suffix", bool), 35: ("byte_fallback", bool), 40: ("unk_id", int),
-    41: ("bos_id", int), 42: ("eos_id", int), 45: ("unk_piece", str), 46: ("bos_piece", str),
+    3: ("model_type", int),
+    24: ("suffix", bool),
+    35: ("byte_fallback", bool),
+    40: ("unk_id", int),
+    41: ("bos_id", int),
+    42: ("eos_id", int),
+    45: ("unk_piece", str),
+    46: ("bos_piece", str),
     47: ("eos_piece", str),
-}  # fmt: skip
+}
 _NORMALIZER = {
-    2: ("charsmap", bytes), 3: ("add_dummy_prefix", bool), 4: ("remove_extra_whitespaces", bool),
+    2: ("charsmap", bytes),
+    3: ("add_dummy_prefix", bool),
+    4: ("remove_extra_whitespaces", bool),
     5: ("escape_whitespaces", bool),
-}  # fmt: skip
+}
 
 
 def read_model(data: bytes) -> Spm:
@@ -510,10 +545,13 @@ def _from_model(spm: Spm, settings: Settings, file: Path) -> Any:
             if piece[:at] in normal and piece[at:] in normal
         ]
         model: Any = models.BPE(
-            vocab=vocab, merges=[(left, right) for _, _, left, right in sorted(ranked)],
-            unk_token=spm.unk_piece, fuse_unk=True, byte_fallback=spm.byte_fallback,
+            vocab=vocab,
+            merges=[(left, right) for _, _, left, right in sorted(ranked)],
+            unk_token=spm.unk_piece,
+            fuse_unk=True,
+            byte_fallback=spm.byte_fallback,
             ignore_merges=bool(user),
-        )  # fmt: skip
+        )
     else:
         scores = [(text, score) for text, score, _ in spm.pieces]
         model = models.Unigram(scores, spm.unk_id, spm.byte_fallback)
@@ -521,8 +559,10 @@ def _from_model(spm: Spm, settings: Settings, file: Path) -> Any:
     legacy = bool(settings.members.get("legacy", True))
     steps: list[Any] = [normalizers.Precompiled(spm.charsmap)] if spm.charsmap else []
     if spm.remove_extra_whitespaces:
-        steps += [normalizers.Replace(Regex(r"\A +| +\z"), ""),
-                  normalizers.Replace(Regex(" {2,}"), " ")]  # fmt: skip
+        steps += [
+            normalizers.Replace(Regex(r"\A +| +\z"), ""),
+            normalizers.Replace(Regex(" {2,}"), " "),
+        ]
     if spm.escape_whitespaces:
         steps.append(normalizers.Replace(" ", SPACE))
     if spm.add_dummy_prefix and legacy:
@@ -687,16 +727,24 @@ def tokenizer_json(
             special[name] = vocab[there]
     begin = special.get("bos") if _truth(metadata, "add_bos_token", adds) else None
     found |= {
-        "version": "1.0", "truncation": None, "padding": None,
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
         "post_processor": None if begin is None else template((list(vocab)[begin], begin)),
         "added_tokens": [
             {
-                "id": i, "content": tokens[i], "single_word": False, "lstrip": False,
-                "rstrip": False, "normalized": False, "special": kinds[i] != USER_DEFINED,
+                "id": i,
+                "content": tokens[i],
+                "single_word": False,
+                "lstrip": False,
+                "rstrip": False,
+                "normalized": False,
+                "special": kinds[i] != USER_DEFINED,
             }
-            for i in apart if tokens[i]
+            for i in apart
+            if tokens[i]
         ],
-    }  # fmt: skip
+    }
     texts = list(vocab)  # by their ids
     names = {f"{n}_token": texts[special[n]] if n in special else None for n in ("bos", "eos")}
     settings = Settings(names, ends, silent=False, chat_template=_template(metadata))
@@ -848,7 +896,14 @@ def _bpe(
     ignore_merges: bool = False,
 ) -> dict[str, Any]:
     return {
-        "type": "BPE", "dropout": None, "unk_token": unknown, "continuing_subword_prefix": None,
-        "end_of_word_suffix": None, "fuse_unk": bytes_too, "byte_fallback": bytes_too,
-        "ignore_merges": ignore_merges, "vocab": vocab, "merges": merges,
-    }  # fmt: skip
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": unknown,
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": bytes_too,
+        "byte_fallback": bytes_too,
+        "ignore_merges": ignore_merges,
+        "vocab": vocab,
+        "merges": merges,
+    }

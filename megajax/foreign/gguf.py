@@ -177,9 +177,12 @@ class GgufModel:
         ours = rule.dims.split("->")[1]
         N, K = rule.their_shape(sizes)
         fmt = Format(
-            packing.bits, packing.group, 0, symmetric=not packing.zeros,
+            packing.bits,
+            packing.group,
+            0,
+            symmetric=not packing.zeros,
             scale_dtype=packing.scale_dtype,
-        )  # fmt: skip
+        )
         lead, grouped = (self.cfg.layers, 1), (K // packing.group, N)
         values = array((*lead, reference.code_bytes(K, packing.bits), N), np.uint8)
         scales = array((*lead, *grouped), fmt.scale_dtype)

@@ -47,8 +47,7 @@ Parts = tuple[np.ndarray, np.ndarray, np.ndarray | None]
 
 CHUNK = 2**13  # (chosen: 8 MiB of float32) blocks of 256 weights that are read at one time
 # (ggml-common.h) the 16 values of the non-linear 4-bit formats.
-IQ4 = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113],
-               np.int8)  # fmt: skip
+IQ4 = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113], np.int8)
 
 
 @dataclass(frozen=True)
@@ -291,10 +290,18 @@ MAX_STRINGS = 2**22  # (chosen) strings in all arrays: vocabularies and merges h
 
 # {number of a value's type: (its struct, its dtype)}; 8 is a text, 9 an array.
 _SCALARS = {
-    0: ("<B", "u1"), 1: ("<b", "i1"), 2: ("<H", "<u2"), 3: ("<h", "<i2"), 4: ("<I", "<u4"),
-    5: ("<i", "<i4"), 6: ("<f", "<f4"), 7: ("<?", "u1"), 10: ("<Q", "<u8"), 11: ("<q", "<i8"),
+    0: ("<B", "u1"),
+    1: ("<b", "i1"),
+    2: ("<H", "<u2"),
+    3: ("<h", "<i2"),
+    4: ("<I", "<u4"),
+    5: ("<i", "<i4"),
+    6: ("<f", "<f4"),
+    7: ("<?", "u1"),
+    10: ("<Q", "<u8"),
+    11: ("<q", "<i8"),
     12: ("<d", "<f8"),
-}  # fmt: skip
+}
 _TEXT, _ARRAY = 8, 9
 
 

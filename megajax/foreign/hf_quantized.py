@@ -261,14 +261,19 @@ def section_of(
     most = collections.Counter(kinds.values()).most_common(1)[0][0]
     if form == "awq":
         members = {
-            "quant_method": "awq", "version": "gemm", "zero_point": True,
+            "quant_method": "awq",
+            "version": "gemm",
+            "zero_point": True,
             "modules_to_not_convert": ["lm_head", *dense],
-        }  # fmt: skip
+        }
     else:
         members = {
-            "quant_method": "gptq", "desc_act": desc_act, "lm_head": False, "sym": symmetric,
+            "quant_method": "gptq",
+            "desc_act": desc_act,
+            "lm_head": False,
+            "sym": symmetric,
             "checkpoint_format": "gptq_v2" if form == "gptq" else "gptq",
-        }  # fmt: skip
+        }
     rules = {}
     for name, kind in _named({**dict.fromkeys(dense), **kinds}).items():
         if kind is None:
@@ -408,9 +413,14 @@ def _order(files: TensorFolder, stem: str, K: int, C: int) -> np.ndarray | None:
 
 
 def _read_gptq(
-    files: TensorFolder, stem: str, order_K: np.ndarray | None, fmt: Format, K: int, N: int,
+    files: TensorFolder,
+    stem: str,
+    order_K: np.ndarray | None,
+    fmt: Format,
+    K: int,
+    N: int,
     is_less: bool,
-) -> QTensor:  # fmt: skip
+) -> QTensor:
     bits = fmt.width
     G = -(-K // fmt.group_of(K))
     if K * bits % 32 or N * bits % 32:
@@ -485,8 +495,9 @@ def tensors_of(stem: str, linear: Linear, form: Form) -> dict[str, np.ndarray]:
     if form == "awq":
         code_KN = unpack(np.ascontiguousarray(words.T), bits, K).T
         return found | {
-            "qweight": pack_awq(code_KN), "qzeros": pack_awq(point_GN),
-        }  # fmt: skip
+            "qweight": pack_awq(code_KN),
+            "qzeros": pack_awq(point_GN),
+        }
     if form == "gptq_v1":
         if point_GN.min() == 0:
             raise UserError(
@@ -787,9 +798,13 @@ def save(
     shapes |= {n: (x.shape, "F16") for n, x in singles.items()}
     ready = arrays | singles
     hf.write(
-        path, plain | shapes, lambda n: ready[n] if n in ready else produce(n), members,
-        tokenizer=tokenizer, licences=licences,
-    )  # fmt: skip
+        path,
+        plain | shapes,
+        lambda n: ready[n] if n in ready else produce(n),
+        members,
+        tokenizer=tokenizer,
+        licences=licences,
+    )
 
 
 def _parted(

@@ -80,17 +80,30 @@ WORDS = tuple(
 )
 # Dimension that tensor parallelism cuts; everything else is alike on all its ranks.
 CUT = {
-    "word_embeddings.weight": 0, "output_layer.weight": 0, "linear_qkv.weight": 0,
-    "linear_qkv.bias": 0, "linear_fc1.weight": 0, "linear_fc1.bias": 0, "linear_proj.weight": 1,
+    "word_embeddings.weight": 0,
+    "output_layer.weight": 0,
+    "linear_qkv.weight": 0,
+    "linear_qkv.bias": 0,
+    "linear_fc1.weight": 0,
+    "linear_fc1.bias": 0,
+    "linear_proj.weight": 1,
     "linear_fc2.weight": 1,
-}  # fmt: skip
+}
 _KNOWN = r"model\d*|args|checkpoint_version|iteration"
 # Of no use to a model: state of fp8, rotary tables.
 NEEDLESS = ("_extra_state", "rotary_pos_emb.inv_freq")
 NOT_MODEL = (
-    "optimizer", "chained_", "rng_state", "rerun_state", "opt_param_scheduler", "common_state",
-    "iteration", "checkpoint_version", "num_floating_point", "param_state",
-)  # fmt: skip
+    "optimizer",
+    "chained_",
+    "rng_state",
+    "rerun_state",
+    "opt_param_scheduler",
+    "common_state",
+    "iteration",
+    "checkpoint_version",
+    "num_floating_point",
+    "param_state",
+)
 
 
 def find_step(path: str | Path, step: int | None = None) -> Path:
@@ -510,20 +523,28 @@ def to_hf_config(args: Mapping[str, Any], vocab: int | None = None) -> dict[str,
         heads, width = args["num_attention_heads"], args["hidden_size"]
         if kind == "gpt2":
             return common | {
-                "n_layer": args["num_layers"], "n_embd": width, "n_head": heads,
-                "n_inner": args["ffn_hidden_size"], "n_positions": positions,
-                "layer_norm_epsilon": eps, "activation_function": _word("gelu_tanh"),
-            }  # fmt: skip
+                "n_layer": args["num_layers"],
+                "n_embd": width,
+                "n_head": heads,
+                "n_inner": args["ffn_hidden_size"],
+                "n_positions": positions,
+                "layer_norm_epsilon": eps,
+                "activation_function": _word("gelu_tanh"),
+            }
         grouped = args.get("group_query_attention", False)
         return common | {
-            "num_hidden_layers": args["num_layers"], "hidden_size": width,
+            "num_hidden_layers": args["num_layers"],
+            "hidden_size": width,
             "num_attention_heads": heads,
             "num_key_value_heads": args["num_query_groups"] if grouped else heads,
             "head_dim": args.get("kv_channels") or width // heads,
-            "intermediate_size": args["ffn_hidden_size"], "rms_norm_eps": eps,
-            "max_position_embeddings": positions, "hidden_act": _word("swiglu"),
-            "rope_theta": float(args.get("rotary_base", 10000)), "rope_scaling": _scaling(args),
-        }  # fmt: skip
+            "intermediate_size": args["ffn_hidden_size"],
+            "rms_norm_eps": eps,
+            "max_position_embeddings": positions,
+            "hidden_act": _word("swiglu"),
+            "rope_theta": float(args.get("rotary_base", 10000)),
+            "rope_scaling": _scaling(args),
+        }
     except KeyError as error:
         raise UserError(
             f"the checkpoint's arguments lack {error}; give its config.json (--hf_config)"
@@ -583,9 +604,12 @@ def _scaling(args: Mapping[str, Any]) -> dict[str, Any] | None:
     if not args.get("use_rope_scaling", False):
         return None
     return {
-        "rope_type": "llama3", "factor": float(args.get("rope_scaling_factor", 8.0)),
-        "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192,
-    }  # fmt: skip
+        "rope_type": "llama3",
+        "factor": float(args.get("rope_scaling_factor", 8.0)),
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
 
 
 # ---- one tensor of theirs -> one of Hugging Face's

@@ -146,12 +146,20 @@ DTYPES: dict[str, Any] = {
     "uint8": np.uint8, "bool": np.bool_, "complex64": np.complex64, "complex128": np.complex128,
 }  # fmt: skip
 STORAGES = {
-    "DoubleStorage": "float64", "FloatStorage": "float32", "HalfStorage": "float16",
-    "BFloat16Storage": "bfloat16", "LongStorage": "int64", "IntStorage": "int32",
-    "ShortStorage": "int16", "CharStorage": "int8", "ByteStorage": "uint8", "BoolStorage": "bool",
-    "ComplexFloatStorage": "complex64", "ComplexDoubleStorage": "complex128",
+    "DoubleStorage": "float64",
+    "FloatStorage": "float32",
+    "HalfStorage": "float16",
+    "BFloat16Storage": "bfloat16",
+    "LongStorage": "int64",
+    "IntStorage": "int32",
+    "ShortStorage": "int16",
+    "CharStorage": "int8",
+    "ByteStorage": "uint8",
+    "BoolStorage": "bool",
+    "ComplexFloatStorage": "complex64",
+    "ComplexDoubleStorage": "complex128",
     "UntypedStorage": "uint8",
-}  # fmt: skip
+}
 # What is no dense tensor: torch's function that would build it -> (what it is, how to save it).
 NOT_DENSE: Mapping[str, tuple[str, str]] = {
     "torch._utils._rebuild_sparse_tensor": ("a sparse tensor", "save x.to_dense()"),
@@ -336,9 +344,16 @@ class TorchFile:
         return found
 
     def _tensor(
-        self, storage: Any, offset: Any, shape: Any, strides: Any, grad: Any = None,
-        hooks: Any = None, bits: Any = None, *_: Any,
-    ) -> Tensor | Unread:  # fmt: skip
+        self,
+        storage: Any,
+        offset: Any,
+        shape: Any,
+        strides: Any,
+        grad: Any = None,
+        hooks: Any = None,
+        bits: Any = None,
+        *_: Any,
+    ) -> Tensor | Unread:
         if isinstance(storage, Unread):
             return storage
         if not isinstance(storage, Storage):
@@ -346,9 +361,17 @@ class TorchFile:
         return self._view(storage, storage.dtype, offset, shape, strides, bits)
 
     def _tensor_v3(
-        self, storage: Any, offset: Any, shape: Any, strides: Any, grad: Any, hooks: Any,
-        dtype: Any, bits: Any = None, *_: Any,
-    ) -> Tensor | Unread:  # fmt: skip
+        self,
+        storage: Any,
+        offset: Any,
+        shape: Any,
+        strides: Any,
+        grad: Any,
+        hooks: Any,
+        dtype: Any,
+        bits: Any = None,
+        *_: Any,
+    ) -> Tensor | Unread:
         if not isinstance(storage, Storage):
             raise ValueError("a tensor without a storage")
         if isinstance(dtype, Global) and dtype.name.removeprefix("torch.") not in DTYPES:

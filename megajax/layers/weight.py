@@ -41,8 +41,10 @@ def packed_axes(axes: Tree, params: Tree) -> Tree:
     def words_of_leaves(words: Tree, leaves: Tree) -> Tree:
         return jax.tree.map(
             lambda own, w: w.words(own) if isinstance(w, PackedWeight) else own,
-            words, leaves, is_leaf=is_words,
-        )  # fmt: skip
+            words,
+            leaves,
+            is_leaf=is_words,
+        )
 
     def of(words: Tree, leaves: Tree) -> Tree:
         return map_runs(functools.partial(words_of_leaves, words), leaves)

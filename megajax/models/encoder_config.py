@@ -176,17 +176,29 @@ def _bert(layers: int, width: int, heads: int, **changes) -> EncoderConfig:
 def _roberta(layers: int, width: int, heads: int) -> EncoderConfig:
     """RoBERTa (arXiv 1907.11692, table 9; tables and epsilon of its config.json)."""
     return _bert(
-        layers, width, heads, vocab=50265, max_positions=514, position_offset=2, types=1,
+        layers,
+        width,
+        heads,
+        vocab=50265,
+        max_positions=514,
+        position_offset=2,
+        types=1,
         norm_eps=1e-5,
-    )  # fmt: skip
+    )
 
 
 def _albert(repeats: int, width: int, heads: int) -> EncoderConfig:
     """ALBERT version 2 (arXiv 1909.11942, table 1): all layers share one block's weights."""
     return _bert(
-        1, width, heads, repeats=repeats, vocab=30000, embed_width=128, activation="gelu_tanh",
+        1,
+        width,
+        heads,
+        repeats=repeats,
+        vocab=30000,
+        embed_width=128,
+        activation="gelu_tanh",
         dropout=0.0,
-    )  # fmt: skip
+    )
 
 
 PRESETS: dict[str, Callable[[], EncoderConfig]] = {

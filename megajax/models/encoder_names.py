@@ -23,16 +23,21 @@ MOST_LABELS = 2**16  # (chosen) classes of a classifier whose names are read
 
 # Parts of checkpoints that no head of ours has: next-sentence prediction and its pooler, buffers.
 IGNORED = (
-    ".position_ids", "cls.seq_relationship.weight", "cls.seq_relationship.bias",
-    "sop_classifier.classifier.weight", "sop_classifier.classifier.bias",
-)  # fmt: skip
+    ".position_ids",
+    "cls.seq_relationship.weight",
+    "cls.seq_relationship.bias",
+    "sop_classifier.classifier.weight",
+    "sop_classifier.classifier.bias",
+)
 POOLERS = (".pooler.dense.weight", ".pooler.dense.bias", ".pooler.weight", ".pooler.bias")
 HEADS = ("cls.", "lm_head.", "vocab_", "predictions.", "classifier.", "pre_classifier.")
 # What the tied product with the table is called, where it has a name of its own.
 _DECODERS = {
-    "bert": "cls.predictions.decoder", "roberta": "lm_head.decoder",
-    "distilbert": "vocab_projector", "albert": "predictions.decoder",
-}  # fmt: skip
+    "bert": "cls.predictions.decoder",
+    "roberta": "lm_head.decoder",
+    "distilbert": "vocab_projector",
+    "albert": "predictions.decoder",
+}
 
 # {ours: (dims of the weight, dims of the bias)}, of the blocks' linears; the rest are norms.
 _DIMS = {
@@ -47,17 +52,35 @@ _DIMS = {
 # norm after attention, the norm after the MLP.
 _MEMBERS = (*_DIMS, "attention_norm", "mlp_norm")
 _BERT = (
-    "attention.self.query", "attention.self.key", "attention.self.value", "attention.output.dense",
-    "intermediate.dense", "output.dense", "attention.output.LayerNorm", "output.LayerNorm",
-)  # fmt: skip
+    "attention.self.query",
+    "attention.self.key",
+    "attention.self.value",
+    "attention.output.dense",
+    "intermediate.dense",
+    "output.dense",
+    "attention.output.LayerNorm",
+    "output.LayerNorm",
+)
 _DISTILBERT = (
-    "attention.q_lin", "attention.k_lin", "attention.v_lin", "attention.out_lin", "ffn.lin1",
-    "ffn.lin2", "sa_layer_norm", "output_layer_norm",
-)  # fmt: skip
+    "attention.q_lin",
+    "attention.k_lin",
+    "attention.v_lin",
+    "attention.out_lin",
+    "ffn.lin1",
+    "ffn.lin2",
+    "sa_layer_norm",
+    "output_layer_norm",
+)
 _ALBERT = (
-    "attention.query", "attention.key", "attention.value", "attention.dense", "ffn", "ffn_output",
-    "attention.LayerNorm", "full_layer_layer_norm",
-)  # fmt: skip
+    "attention.query",
+    "attention.key",
+    "attention.value",
+    "attention.dense",
+    "ffn",
+    "ffn_output",
+    "attention.LayerNorm",
+    "full_layer_layer_norm",
+)
 _BLOCKS = {
     "bert": ("bert.encoder.layer.{i}", _BERT),
     "roberta": ("roberta.encoder.layer.{i}", _BERT),
@@ -66,12 +89,15 @@ _BLOCKS = {
 }
 # (dense, its norm, bias of the tied product) and (dense, classes).
 _MLM = {
-    "bert": ("cls.predictions.transform.dense", "cls.predictions.transform.LayerNorm",
-             "cls.predictions.bias"),
+    "bert": (
+        "cls.predictions.transform.dense",
+        "cls.predictions.transform.LayerNorm",
+        "cls.predictions.bias",
+    ),
     "roberta": ("lm_head.dense", "lm_head.layer_norm", "lm_head.bias"),
     "distilbert": ("vocab_transform", "vocab_layer_norm", "vocab_projector.bias"),
     "albert": ("predictions.dense", "predictions.LayerNorm", "predictions.bias"),
-}  # fmt: skip
+}
 _CLASSIFY = {
     "bert": ("bert.pooler.dense", "classifier"),
     "roberta": ("classifier.dense", "classifier.out_proj"),
@@ -83,10 +109,18 @@ _CLASSIFY = {
 def sizes(cfg: EncoderConfig) -> dict[str, int]:
     """Returns {letter of a rule's dims: size}; '{i}': the blocks."""
     return {
-        "{i}": cfg.layers, "D": cfg.width, "F": cfg.mlp, "H": cfg.heads, "K": cfg.head_width,
-        "V": cfg.vocab, "N": cfg.max_positions, "Y": cfg.types, "W": cfg.table_width,
-        "C": cfg.labels, "X": cfg.width,
-    }  # fmt: skip
+        "{i}": cfg.layers,
+        "D": cfg.width,
+        "F": cfg.mlp,
+        "H": cfg.heads,
+        "K": cfg.head_width,
+        "V": cfg.vocab,
+        "N": cfg.max_positions,
+        "Y": cfg.types,
+        "W": cfg.table_width,
+        "C": cfg.labels,
+        "X": cfg.width,
+    }
 
 
 def rules(cfg: EncoderConfig) -> list[Rule]:
@@ -192,16 +226,25 @@ def family(cfg: EncoderConfig) -> Family:
 # ---- config.json
 
 _CLASSES = {
-    "bert": "Bert", "roberta": "Roberta", "distilbert": "DistilBert", "albert": "Albert",
-}  # fmt: skip
+    "bert": "Bert",
+    "roberta": "Roberta",
+    "distilbert": "DistilBert",
+    "albert": "Albert",
+}
 _HEADS: dict[str, Head] = {
-    "ForMaskedLM": "mlm", "ForSequenceClassification": "classify", "Model": "none",
-}  # fmt: skip
+    "ForMaskedLM": "mlm",
+    "ForSequenceClassification": "classify",
+    "Model": "none",
+}
 # DistilBERT's own words for what the others call alike.
 _DISTIL_WORDS = {
-    "hidden_size": "dim", "intermediate_size": "hidden_dim", "num_hidden_layers": "n_layers",
-    "num_attention_heads": "n_heads", "hidden_act": "activation", "hidden_dropout_prob": "dropout",
-}  # fmt: skip
+    "hidden_size": "dim",
+    "intermediate_size": "hidden_dim",
+    "num_hidden_layers": "n_layers",
+    "num_attention_heads": "n_heads",
+    "hidden_act": "activation",
+    "hidden_dropout_prob": "dropout",
+}
 
 
 def from_hf_config(found: Mapping[str, Any]) -> EncoderConfig:

@@ -35,10 +35,15 @@ _NAMES = {
 # Settings that say nothing about the arithmetic, or may only have a value that changes nothing.
 _SILENT = ("vocab_size", "tensor_data_layout", "rope.scaling.finetuned")
 _NEUTRAL: dict[str, tuple] = {
-    "attention.causal": (True,), "use_parallel_residual": (False,), "rope.scale_linear": (1.0,),
-    "attention.clamp_kqv": (0.0,), "expert_weights_scale": (0.0, 1.0),
-    "expert_weights_norm": (True,), "expert_gating_func": (1,), "expert_shared_count": (0,),
-}  # fmt: skip
+    "attention.causal": (True,),
+    "use_parallel_residual": (False,),
+    "rope.scale_linear": (1.0,),
+    "attention.clamp_kqv": (0.0,),
+    "expert_weights_scale": (0.0, 1.0),
+    "expert_weights_norm": (True,),
+    "expert_gating_func": (1,),
+    "expert_shared_count": (0,),
+}
 
 
 def find(name: str, there: Container[str]) -> tuple[str, int | None]:
@@ -190,9 +195,10 @@ def _rope(read: _Settings, head_width: int, factors: np.ndarray | None) -> RopeC
     for original in {stated, plain.original_positions}:
         if 1.0 < greatest < sys.float_info.max:
             scaled = RopeConfig(
-                theta=plain.theta, factor=float(str(np.float32(greatest))),
+                theta=plain.theta,
+                factor=float(str(np.float32(greatest))),
                 original_positions=original,
-            )  # fmt: skip
+            )
             if np.allclose(frequencies(scaled, head_width), wanted, rtol=1e-5, atol=0.0):
                 return scaled
     if np.all(factors == 1.0):

@@ -115,17 +115,37 @@ _COUNTS = (
     "num_hidden_groups", "num_labels", "dim", "hidden_dim", "n_layers", "n_heads",
     "embedding_size",
 )  # fmt: skip
-_STACKED = ("num_hidden_layers", "n_layer", "n_layers", "num_local_experts", "num_experts",
-            "num_hidden_groups")  # fmt: skip
+_STACKED = (
+    "num_hidden_layers",
+    "n_layer",
+    "n_layers",
+    "num_local_experts",
+    "num_experts",
+    "num_hidden_groups",
+)
 MOST = 2**31 - 1  # (chosen) of a size; the product of two is one that NumPy can count to
 MOST_STACKED = 2**14  # (chosen: ten times the deepest networks) layers, or experts
 _WHOLE = ("max_window_layers", "type_vocab_size")
-_POSITIVE = ("rms_norm_eps", "layer_norm_epsilon", "layer_norm_eps", "rope_theta", "factor",
-             "low_freq_factor", "high_freq_factor")  # fmt: skip
+_POSITIVE = (
+    "rms_norm_eps",
+    "layer_norm_epsilon",
+    "layer_norm_eps",
+    "rope_theta",
+    "factor",
+    "low_freq_factor",
+    "high_freq_factor",
+)
 _SHARES = ("hidden_dropout_prob", "dropout")
 _FLAGS = ("tie_word_embeddings", "norm_topk_prob", "use_sliding_window")
-_TEXTS = ("model_type", "hidden_act", "activation", "activation_function", "rope_type", "type",
-          "problem_type")  # fmt: skip
+_TEXTS = (
+    "model_type",
+    "hidden_act",
+    "activation",
+    "activation_function",
+    "rope_type",
+    "type",
+    "problem_type",
+)
 _LISTS = ("layer_types", "architectures")
 _OBJECTS = ("rope_scaling", "rope_parameters", "id2label", "label2id")
 
@@ -164,8 +184,10 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 }  # fmt: skip
 # Members that transformers reads although the class does not list them, by family.
 _UNLISTED = {
-    "qwen2": {"head_dim"}, "qwen3_moe": {"head_dim"}, "mixtral": {"norm_topk_prob"},
-}  # fmt: skip
+    "qwen2": {"head_dim"},
+    "qwen3_moe": {"head_dim"},
+    "mixtral": {"norm_topk_prob"},
+}
 _IGNORED = {"qwen3_moe": {"max_window_layers"}}  # which its published files have
 _ROPE = {"rope_scaling", "rope_theta", "original_max_position_embeddings", "partial_rotary_factor"}
 
@@ -313,10 +335,18 @@ def sizes(cfg: DecoderConfig) -> dict[str, int]:
     """Returns {letter of a rule's dims: size}; '{i}': the layers, '{e}': the experts."""
     F = cfg.moe.width if cfg.moe.experts else cfg.mlp
     return {
-        "{i}": cfg.layers, "{e}": cfg.moe.experts, "D": cfg.width, "F": F, "E": cfg.moe.experts,
-        "H": cfg.heads, "G": cfg.kv_heads, "K": cfg.head_width, "V": cfg.vocab,
-        "N": cfg.max_positions, "3": 3,
-    }  # fmt: skip
+        "{i}": cfg.layers,
+        "{e}": cfg.moe.experts,
+        "D": cfg.width,
+        "F": F,
+        "E": cfg.moe.experts,
+        "H": cfg.heads,
+        "G": cfg.kv_heads,
+        "K": cfg.head_width,
+        "V": cfg.vocab,
+        "N": cfg.max_positions,
+        "3": 3,
+    }
 
 
 def _attention(prefix: str, bias: str, qk_norm: bool) -> list[Rule]:
@@ -440,8 +470,11 @@ def free(cfg: DecoderConfig) -> set[str]:
 def family(cfg: DecoderConfig) -> Family:
     """Returns the Hugging Face model type of this shape. Raises: UserError when there is none."""
     like_gpt2 = (cfg.norm, cfg.position, cfg.activation, cfg.bias) == (
-        "layer", "learned", "gelu_tanh", "all",
-    )  # fmt: skip
+        "layer",
+        "learned",
+        "gelu_tanh",
+        "all",
+    )
     like_llama = (cfg.norm, cfg.position, cfg.activation) == ("rms", "rope", "swiglu")
     if cfg.block == "serial" and like_gpt2 and not cfg.qk_norm and cfg.window is None:
         if cfg.kv_heads == cfg.heads and cfg.heads * cfg.head_width == cfg.width:

@@ -35,9 +35,11 @@ class Firing:
         """Returns it as the API has it (postableAlert)."""
         until = now + LASTS * RESEND_S if self.ended is None else self.ended
         return {
-            "labels": dict(self.labels), "annotations": dict(self.annotations),
-            "startsAt": _moment(self.since), "endsAt": _moment(max(until, self.since)),
-        }  # fmt: skip
+            "labels": dict(self.labels),
+            "annotations": dict(self.annotations),
+            "startsAt": _moment(self.since),
+            "endsAt": _moment(max(until, self.since)),
+        }
 
 
 class Alertmanager:

@@ -524,9 +524,10 @@ class Flood(Rule):
         """Returns an alert about all ranks that print too much for too long."""
         job = self._job
         wild = [
-            r for r in job.ranks.values()
+            r
+            for r in job.ranks.values()
             if r.flood is not None and job.hosts[r.host].heard - r.flood > job.limits.silence
-        ]  # fmt: skip
+        ]
         rate = job.limits.flood_bytes_per_s / 1e6
         return [job.alert("flood", wild, f"the log grows by more than {rate:g} MB/s")] * bool(wild)
 

@@ -14,16 +14,19 @@ class MinderConfig(Checked, section="minder"):
     """Options of --detector=minder, which names the machine that stops or slows a job."""
 
     model: str | None = option(
-        None, "file of a fitted detector of metrics (experiments/minder.py train); none: only "
+        None,
+        "file of a fitted detector of metrics (experiments/minder.py train); none: only "
         "progress and step times are judged",
-    )  # fmt: skip
+    )
     continuity_s: float = option(
         240.0, "how long a machine must differ before it is named", "s", at_least=10, at_most=900
     )
     clear_s: float = option(
-        600.0, "how long a named machine must be like the others before it can be named again", "s",
+        600.0,
+        "how long a named machine must be like the others before it can be named again",
+        "s",
         above=0,
-    )  # fmt: skip
+    )
     strict: float = option(1.0, "factor on the limits of the model; above 1: fewer alerts", above=0)
     hang_s: float = option(
         10.0, "how long all others must wait for a rank before it is named", "s", at_least=1
@@ -47,10 +50,12 @@ class MinderConfig(Checked, section="minder"):
         if url is None:
             return None
         return {
-            "url": url, "user": self.user, "ca_file": self.ca_file,
+            "url": url,
+            "user": self.user,
+            "ca_file": self.ca_file,
             "password": first_line(self.password_file, "minder.password_file"),
             "token": first_line(self.token_file, "minder.token_file"),
-        }  # fmt: skip
+        }
 
     def check(self, url: str | None) -> None:
         """Raises: UserError for what cannot be, before anything starts."""

@@ -121,9 +121,13 @@ def parse(host: str, rows: Sequence[Sequence]) -> list[Record]:
     for row in rows:
         match row:
             case [
-                int() | float() as at, int() | None as rank, int() | None as device,
-                int() | None as step, str() as name, (int() | float() | str() | None) as value,
-            ]:  # fmt: skip
+                int() | float() as at,
+                int() | None as rank,
+                int() | None as device,
+                int() | None as step,
+                str() as name,
+                (int() | float() | str() | None) as value,
+            ]:
                 found.append(Record(at, host, rank, device, step, name, value))
             case _:
                 raise ValueError(f"{row!r:.100} is no record")
@@ -322,9 +326,14 @@ def rows_by_step(path: Path, key: str) -> dict[int, dict[str, Any]]:
 TRAINING = ("loss", "loss_smooth", "grad_norm", "lr", "z_squared", "tokens", "targets")
 SPEED = ("tokens_per_s", "mfu", "mfu_causal", "data_wait")
 GROUPS = (
-    ("eval_", "eval"), ("moe_", "moe"), ("wire_", "wire"), ("start_", "start"),
-    ("time_", "time"), ("memory_", "memory"), ("kept.", "pruning"),
-)  # fmt: skip
+    ("eval_", "eval"),
+    ("moe_", "moe"),
+    ("wire_", "wire"),
+    ("start_", "start"),
+    ("time_", "time"),
+    ("memory_", "memory"),
+    ("kept.", "pruning"),
+)
 METRICS = ("train/loss", "eval/loss", "speed/tokens_per_s")  # beside the hyperparameters
 
 
@@ -494,10 +503,18 @@ class Stream:
             else:
                 kind = _NUMERIC
             pack(
-                memory, (number - 1) % SLOTS * _SLOT.size,
-                number, at, -1 if step is None else step, value,
-                -1 if device is None else device, kind, length, text, number,
-            )  # fmt: skip
+                memory,
+                (number - 1) % SLOTS * _SLOT.size,
+                number,
+                at,
+                -1 if step is None else step,
+                value,
+                -1 if device is None else device,
+                kind,
+                length,
+                text,
+                number,
+            )
         self._number = number
 
     def close(self) -> None:

@@ -65,9 +65,15 @@ class Samples:
         machines, machine_N = index(names)
         metrics, metric_N = index(words)
         return cls(
-            np.array(times, np.float64), machine_N, metric_N, np.array(values, np.float64),
-            machines, metrics, start, end,
-        )  # fmt: skip
+            np.array(times, np.float64),
+            machine_N,
+            metric_N,
+            np.array(values, np.float64),
+            machines,
+            metrics,
+            start,
+            end,
+        )
 
     def __len__(self) -> int:
         return len(self.time_N)

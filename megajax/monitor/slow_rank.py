@@ -287,10 +287,12 @@ class SlowRank(Rule):
     def _tell_shares(self) -> None:
         if self._emit is not None:
             now, step = time.time(), self._job.step
-            self._emit([
-                Record(now, self._job.ranks[n].host, n, None, step, "own_work_share", float(s))
-                for n, s in zip(self._numbers, self.work.share_R, strict=True)
-            ])  # fmt: skip
+            self._emit(
+                [
+                    Record(now, self._job.ranks[n].host, n, None, step, "own_work_share", float(s))
+                    for n, s in zip(self._numbers, self.work.share_R, strict=True)
+                ]
+            )
 
     def _alert(self, host: str, own: Sequence[Slow]) -> Alert:
         most = max(own, key=lambda s: s.more_s)
@@ -360,8 +362,11 @@ class RecordFile:
         rows = []
         for r in records:
             if r.name in METRICS and isinstance(r.value, int | float):
-                labels = [f'{n}=""{v}""' for n, v in (("rank", r.rank), ("device", r.device))
-                          if v is not None]  # fmt: skip
+                labels = [
+                    f'{n}=""{v}""'
+                    for n, v in (("rank", r.rank), ("device", r.device))
+                    if v is not None
+                ]
                 name = f'"{r.name}{{{",".join(labels)}}}"' if labels else r.name
                 host = r.host.replace('"', '""')
                 rows.append(f'{r.time:.3f},"{host}",{name},{float(r.value)!r}\n')

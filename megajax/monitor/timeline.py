@@ -77,12 +77,16 @@ def perfetto(
         events.append(name)
         events += [
             {
-                "ph": "X", **places[rank], "name": s.section, "cat": "section",
-                "ts": (s.begin - zero) * 1e6, "dur": (s.end - s.begin) * 1e6,
+                "ph": "X",
+                **places[rank],
+                "name": s.section,
+                "cat": "section",
+                "ts": (s.begin - zero) * 1e6,
+                "dur": (s.end - s.begin) * 1e6,
                 "args": {"step": s.step},
             }
             for s in own
-        ]  # fmt: skip
+        ]
     for step, launches in sorted(_launches(moved).items()):
         last = max(launches, key=lambda r: launches[r].begin)
         for rank, span in launches.items():

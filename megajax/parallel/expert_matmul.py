@@ -184,11 +184,15 @@ def make_dispatch(
         routes = route(parts_TA, experts=experts, axis=every, rows=N)
     lost_PA = valid_PA & ~kept_PA
     return Dispatch(
-        order_N, source_N, index_PA,
+        order_N,
+        source_N,
+        index_PA,
         splits_RE=hot_RE.sum(1, dtype=jnp.int32),
         dropped=lax.dynamic_slice_in_dim(lost_PA, rank * T, T).sum(dtype=jnp.int32),
-        lanes=lanes, routes=routes, axes=axes,
-    )  # fmt: skip
+        lanes=lanes,
+        routes=routes,
+        axes=axes,
+    )
 
 
 def live(axes: tuple[str, str | None]) -> tuple[str, ...]:
@@ -734,9 +738,13 @@ def _spread(
     if static.implementation == "fused":
         assert dispatch.routes is not None
         hs, x_ND = kernels.fused_dispatch(
-            x_TD, ws, dispatch.routes, axis=live(dispatch.axes),
-            spec=Spec(None, x_TD.dtype.name), turned=turned,
-        )  # fmt: skip
+            x_TD,
+            ws,
+            dispatch.routes,
+            axis=live(dispatch.axes),
+            spec=Spec(None, x_TD.dtype.name),
+            turned=turned,
+        )
         return hs, x_ND if keep else None
     if static.implementation == "ring":
         hs, x_PD = spread(x_TD, ws, dispatch, turned, keep)
@@ -764,9 +772,14 @@ def _collect(
         # A choice's weight is that of all its expert's parts.
         parts = routes.expert_TA.shape[1] // weight_TA.shape[1]
         return kernels.fused_combine(
-            hs, ws, routes, jnp.repeat(weight_TA, parts, axis=1),
-            axis=live(dispatch.axes), acc=static.acc_dtype, turned=turned,
-        )  # fmt: skip
+            hs,
+            ws,
+            routes,
+            jnp.repeat(weight_TA, parts, axis=1),
+            axis=live(dispatch.axes),
+            acc=static.acc_dtype,
+            turned=turned,
+        )
     weight_PA = None if weight_TA is None else weights_of(weight_TA, dispatch)
     if static.implementation == "ring":
         return collect(hs, ws, weight_PA, dispatch, jnp.dtype(static.acc_dtype))

@@ -51,9 +51,14 @@ MEASURED = "measured across ranks of this kind"
 # of their own, and CUDA graphs keep that order. Copies and fusions may still run beside a kernel:
 # they wait for no other GPU, so they end.
 COLLECTIVES = (
-    "ALLREDUCE", "ALLGATHER", "REDUCESCATTER", "COLLECTIVEBROADCAST", "ALLTOALL",
-    "COLLECTIVEPERMUTE", "RAGGEDALLTOALL",
-)  # fmt: skip
+    "ALLREDUCE",
+    "ALLGATHER",
+    "REDUCESCATTER",
+    "COLLECTIVEBROADCAST",
+    "ALLTOALL",
+    "COLLECTIVEPERMUTE",
+    "RAGGEDALLTOALL",
+)
 IN_ORDER = {
     "xla_gpu_disable_async_collectives": ",".join(COLLECTIVES),
     "xla_gpu_command_buffer_scheduling_mode": "SERIALIZE",

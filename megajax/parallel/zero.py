@@ -214,9 +214,11 @@ class Passes:
         x = jnp.pad(x, ((0, 0), (0, self.row - self.piece)))
         if fed is None and self._fused("send"):
             payload_RW = api.hadamard_quantize(
-                x.reshape(-1), **self._options("send"), key=_key(level, key),
+                x.reshape(-1),
+                **self._options("send"),
+                key=_key(level, key),
                 implementation=self.kernels,
-            )  # fmt: skip
+            )
             line = self.whole * self.row // payload_RW.shape[0]
             return Coded(payload_RW, ~level.is_finite(payload_RW, line))
         rows = (self.ranks, self.nodes) if self.ranks > 1 else (self.nodes, 1)
@@ -229,9 +231,12 @@ class Passes:
         n = self.nodes * self.row
         if fed is None and self._fused("relay"):
             payload_RW = api.reduce_requantize(
-                payload_RW, n, **self._options("relay"), key=_key(between, key),
+                payload_RW,
+                n,
+                **self._options("relay"),
+                key=_key(between, key),
                 implementation=self.kernels,
-            )  # fmt: skip
+            )
             return Coded(payload_RW, ~between.is_finite(payload_RW, self.row))
         return _encode(between, sum_rows(payload_RW, inside, n).reshape(self.nodes, -1), key, fed)
 
@@ -259,9 +264,12 @@ class Passes:
         main_C, lossy_C = jnp.pad(main_C, beyond), jnp.pad(lossy_C, beyond)
         if self._fused("subtract"):
             return api.subtract_quantize(
-                main_C, lossy_C, **self._options("subtract"), key=_key(level, key),
+                main_C,
+                lossy_C,
+                **self._options("subtract"),
+                key=_key(level, key),
                 implementation=self.kernels,
-            )  # fmt: skip
+            )
         return level.encode(main_C - lossy_C.astype(jnp.float32), key)
 
     def add(self, payload_RW: Array, copy: Array) -> Array:

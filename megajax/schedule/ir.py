@@ -297,8 +297,12 @@ class Table:
         }
         for slot in self.slots:
             if slot.work not in required:
-                other = next(s for s in self.slots if s.microbatch == slot.microbatch
-                             and self.lane_of[s.kind] == self.lane_of[slot.kind])  # fmt: skip
+                other = next(
+                    s
+                    for s in self.slots
+                    if s.microbatch == slot.microbatch
+                    and self.lane_of[s.kind] == self.lane_of[slot.kind]
+                )
                 raise ValueError(
                     f"{self.name}: {tuple(slot)} and {tuple(other)} are in two copies of the "
                     f"{self.lane_of[slot.kind].name}; a microbatch passes through one"

@@ -114,14 +114,20 @@ class Engine:
         self.context = min(context, width * page_size + 1)  # prompt and answer of a sequence
         chunk = prefill_chunk or (256 if backend.cpu else 2048)
         self.scheduler = Scheduler(
-            self.pool, max_batch=max_batch, budget=max(chunk, max_batch), chunk=chunk,
+            self.pool,
+            max_batch=max_batch,
+            budget=max(chunk, max_batch),
+            chunk=chunk,
             context=context,
-        )  # fmt: skip
+        )
         steps = 1 if exact else decode_steps or (1 if backend.cpu else 4)
         self.programs = backend.programs(
-            slots=max_batch, budget=max(chunk, max_batch),
-            pool=(pages, page_size, width), exact=exact, steps=steps,
-        )  # fmt: skip
+            slots=max_batch,
+            budget=max(chunk, max_batch),
+            pool=(pages, page_size, width),
+            exact=exact,
+            steps=steps,
+        )
         self._seed, self._ids = seed, itertools.count()
         self._answers: dict[Running, Answer] = {}
         self._rules = draw.plain_rules(max_batch)
@@ -182,9 +188,13 @@ class Engine:
         matcher = self._matcher(params)
         request = next(self._ids) if id is None else id
         sequences = self.scheduler.add(
-            request, prompt, max_tokens=params.max_tokens, n=params.n, priority=params.priority,
+            request,
+            prompt,
+            max_tokens=params.max_tokens,
+            n=params.n,
+            priority=params.priority,
             anew=scored,
-        )  # fmt: skip
+        )
         scores: list | None = [None] * len(prompt) if scored else None
         try:
             for sequence in sequences:

@@ -124,10 +124,16 @@ class PagedCache:
         )
         t = self.tokens
         y_THK = paged_attention(
-            q[0], written.k, written.v, t.table_BM + first, t.start_B, t.count_B, t.context_B,
+            q[0],
+            written.k,
+            written.v,
+            t.table_BM + first,
+            t.start_B,
+            t.count_B,
+            t.context_B,
             window=None if window is None else (window - 1, 0),
             implementation=self.implementation,
-        )  # fmt: skip
+        )
         return y_THK[None], dataclasses.replace(self, pages=written)
 
 

@@ -40,9 +40,12 @@ class SamplingParams(Checked):
         16, "largest number of tokens that are drawn", "tokens", at_least=1, at_most=WHOLE
     )
     min_tokens: int = option(
-        0, "number of tokens before which nothing but max_tokens ends the answer", "tokens",
-        at_least=0, at_most=WHOLE,
-    )  # fmt: skip
+        0,
+        "number of tokens before which nothing but max_tokens ends the answer",
+        "tokens",
+        at_least=0,
+        at_most=WHOLE,
+    )
     temperature: float = option(1.0, "divides the logits; 0: greedy", at_least=0, at_most=FACTOR)
     top_k: int = option(0, "only the k likeliest tokens; 0 or -1: all", at_least=-1, at_most=WHOLE)
     top_p: float = option(

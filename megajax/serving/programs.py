@@ -313,9 +313,15 @@ class Programs:
     # ---- calls
 
     def step(
-        self, params: Tree, segments: Sequence[Segment], table_SM: np.ndarray, rules: Rules,
-        steps: int = 1, *, after: tuple[Drawn, list[int]] | None = None,
-    ) -> tuple[Drawn, list[int]]:  # fmt: skip
+        self,
+        params: Tree,
+        segments: Sequence[Segment],
+        table_SM: np.ndarray,
+        rules: Rules,
+        steps: int = 1,
+        *,
+        after: tuple[Drawn, list[int]] | None = None,
+    ) -> tuple[Drawn, list[int]]:
         """Feeds the segments and draws.
 
         table_SM, rules: by slot. steps: 1, or K when every segment is one token that draws. after:
@@ -448,16 +454,27 @@ class Programs:
         return jax.jit(call, donate_argnums=0, compiler_options=self._options)
 
     def _local_step(
-        self, params: Tree, state: State, tokens: forward_.Tokens, rows_B: Array, slot_B: Array,
+        self,
+        params: Tree,
+        state: State,
+        tokens: forward_.Tokens,
+        rows_B: Array,
+        slot_B: Array,
         rules: Rules,
-    ) -> tuple[Drawn, State]:  # fmt: skip
+    ) -> tuple[Drawn, State]:
         logits_BV, pages = self._forward.run(params, state.pages, tokens, rows_B)
         return self._local_drawn(replace(state, pages=pages), logits_BV, slot_B, rules)
 
     def _local_scored(
-        self, params: Tree, state: State, tokens: forward_.Tokens, rows_B: Array, slot_B: Array,
-        rules: Rules, next_T: Array,
-    ) -> tuple[Drawn, State]:  # fmt: skip
+        self,
+        params: Tree,
+        state: State,
+        tokens: forward_.Tokens,
+        rows_B: Array,
+        slot_B: Array,
+        rules: Rules,
+        next_T: Array,
+    ) -> tuple[Drawn, State]:
         """The step, with the log-probability of each token that follows one that is fed."""
         forward, T = self._forward, len(next_T)
         x = forward.enter(params, tokens)
@@ -481,9 +498,14 @@ class Programs:
         return drawn, replace(state, changes=changes)
 
     def _local_several(
-        self, params: Tree, state: State, tokens: forward_.Tokens, rows_B: Array, slot_B: Array,
+        self,
+        params: Tree,
+        state: State,
+        tokens: forward_.Tokens,
+        rows_B: Array,
+        slot_B: Array,
         rules: Rules,
-    ) -> tuple[Drawn, State]:  # fmt: skip
+    ) -> tuple[Drawn, State]:
         """K times: each sequence's drawn token is the next one that it feeds."""
         B = rows_B.shape[0]
 
@@ -547,9 +569,12 @@ def _tiles(segments: Sequence[Segment]) -> list[list[Segment]]:
             part = segment.ids[done : done + room]
             last = done + len(part) == len(segment.ids)
             piece = Segment(
-                segment.slot, part, segment.first + done, segment.draws and last,
+                segment.slot,
+                part,
+                segment.first + done,
+                segment.draws and last,
                 segment.following[done : done + room],
-            )  # fmt: skip
+            )
             found[-1].append(piece)
             done, room = done + len(part), room - len(part)
     return found

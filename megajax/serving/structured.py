@@ -21,8 +21,14 @@ SCHEMA = {
     "not", "propertyNames", "then", "unevaluatedItems", "unevaluatedProperties",
 }  # fmt: skip
 SCHEMAS = {"allOf", "anyOf", "items", "oneOf", "prefixItems"}
-NAMED = {"$defs", "definitions", "dependencies", "dependentSchemas", "patternProperties",
-         "properties"}  # fmt: skip
+NAMED = {
+    "$defs",
+    "definitions",
+    "dependencies",
+    "dependentSchemas",
+    "patternProperties",
+    "properties",
+}
 KEYWORDS = SCHEMA | SCHEMAS | NAMED | {
     "$anchor", "$comment", "$dynamicAnchor", "$dynamicRef", "$id", "$recursiveAnchor",
     "$recursiveRef", "$ref", "$schema", "$vocabulary", "const", "contentEncoding",

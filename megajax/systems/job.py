@@ -184,7 +184,7 @@ def _begin(kind: Kind) -> _Start:
     phases.done("devices", console, f"devices of {jax.process_count()} hosts ready")
     return _Start(
         cfg, preset, name, mesh, run_dir, console, attempt, supervision, timers, phases, progress
-    )  # fmt: skip
+    )
 
 
 def _assemble(
@@ -194,9 +194,12 @@ def _assemble(
     cfg, console, supervision = begun.cfg, begun.console, begun.supervision
     kept, run_dir = cfg.checkpoint, begun.run_dir
     checkpoints = CheckpointManager(
-        run_dir.checkpoints, keep=kept.keep, attempt=begun.attempt,
-        verify_saves=kept.verify_saves, key_file=kept.key_file,
-    )  # fmt: skip
+        run_dir.checkpoints,
+        keep=kept.keep,
+        attempt=begun.attempt,
+        verify_saves=kept.verify_saves,
+        key_file=kept.key_file,
+    )
     memory = MemoryTier.of_process(supervision.memory, supervision.attempt)
     # 6 own steps > init_from > new
     start = resume.begin(cfg, train_step, checkpoints, reading.identity, memory)

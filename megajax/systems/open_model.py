@@ -48,9 +48,12 @@ MAX_TEMPLATE = 2**20  # (chosen) bytes of a chat template: published ones have a
 # (vLLM, ModelConfig.get_diff_sampling_param) members of generation_config.json that a server takes
 # as defaults of requests, and their keys in a GGUF file (llama.cpp, LLM_KV_GENERAL_SAMPLING_*).
 SAMPLING = {
-    "temperature": "temp", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p",
+    "temperature": "temp",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
     "repetition_penalty": "penalty_repeat",
-}  # fmt: skip
+}
 BITS = {"int8": 8, "int4": 4, "int3": 3}
 GROUP = 128  # (GPTQ and AWQ, the papers' group) inputs that share a scale
 
@@ -276,9 +279,14 @@ def _pack(run: RunConfig, layout: Layout, params: Tree, what: str) -> tuple[Tree
             "or train with --prune.sparsity (--tiles)"
         )
     packed = to_tiles(
-        params, None, decoder.parts(run.model).axes, layout=layout, tile=run.prune.tile,
-        chunk=run.prune.chunk, single=run.prune.pattern == "tew",
-    )  # fmt: skip
+        params,
+        None,
+        decoder.parts(run.model).axes,
+        layout=layout,
+        tile=run.prune.tile,
+        chunk=run.prune.chunk,
+        single=run.prune.pattern == "tew",
+    )
     held = f"pruned matrices as tiles, which hold {stored(packed):.1%} of their entries"
     return packed, f"{what}, {held}"
 
@@ -300,9 +308,14 @@ def _open_hf(folder: Path, tokenizer: str | None) -> OpenModel:
     named = open_tokenizer(tokenizer or str(folder))
     beside = expand(tokenizer) if tokenizer else folder
     return OpenModel(
-        folder.name, cfg, named, chat_template(beside, named), load, outlined=found is None,
+        folder.name,
+        cfg,
+        named,
+        chat_template(beside, named),
+        load,
+        outlined=found is None,
         folder=folder,
-    )  # fmt: skip
+    )
 
 
 def _open_gguf(file: Path, tokenizer: str | None) -> OpenModel:
@@ -314,9 +327,13 @@ def _open_gguf(file: Path, tokenizer: str | None) -> OpenModel:
     if tokenizer is not None:
         named = open_tokenizer(tokenizer)
         return OpenModel(
-            file.name, opened.cfg, named, chat_template(expand(tokenizer), named), load,
+            file.name,
+            opened.cfg,
+            named,
+            chat_template(expand(tokenizer), named),
+            load,
             gguf=opened,
-        )  # fmt: skip
+        )
     own = opened.tokenizer()
     chat = None
     if own.chat_template:

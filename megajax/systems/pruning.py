@@ -509,10 +509,19 @@ class Pruner:
         tree = {"w": pick(params, names), "former": opt.masks, "scores": opt.scores}
         host = jax.tree.map(_fetch, self.natural(tree))
         return prune(
-            host["w"], host["scores"], goal, pattern=cfg.pattern, tile=cfg.tile, chunk=cfg.chunk,
-            axes=axes, former=host["former"], apriori=cfg.apriori, remain=cfg.remain,
-            delta=cfg.delta, unit_score=cfg.unit_score,
-        )  # fmt: skip
+            host["w"],
+            host["scores"],
+            goal,
+            pattern=cfg.pattern,
+            tile=cfg.tile,
+            chunk=cfg.chunk,
+            axes=axes,
+            former=host["former"],
+            apriori=cfg.apriori,
+            remain=cfg.remain,
+            delta=cfg.delta,
+            unit_score=cfg.unit_score,
+        )
 
     def _tell(self, finished: int, masks: Tree) -> None:
         names = tuple(n for n, _ in named_leaves(masks))

@@ -155,10 +155,16 @@ def search(
     if not (ranked or tries.plans):
         ranked = list(itertools.islice(legal(priced.nearest, cluster, model), 1))
     return Found(
-        tuple(tries.plans), tuple(ranked), len(meshes),
-        len(priced.fits) + sum(priced.dropped.values()), priced.dropped, spent,
-        len(priced.fits) - len(likely), tries.ended, stopped,
-    )  # fmt: skip
+        tuple(tries.plans),
+        tuple(ranked),
+        len(meshes),
+        len(priced.fits) + sum(priced.dropped.values()),
+        priced.dropped,
+        spent,
+        len(priced.fits) - len(likely),
+        tries.ended,
+        stopped,
+    )
 
 
 def legal_meshes(cfg: Config, cluster: Cluster) -> list[tuple[MeshSpec, dict[str, int]]]:

@@ -184,10 +184,18 @@ class Measure:
             pages = -(-(len(self._prompt) + room) // PAGE) + 1
             # Prompts in chunks of the smallest program's size, so that there is one program only.
             self._engine = Engine(
-                cfg.model, params, mesh=self._step.layout.mesh, pages=pages + 1, page_size=PAGE,
-                max_batch=1, dtype=cfg.train.dtype, prefill_chunk=LEAST, tokenizer=self._tokenizer,
-                zero=cfg.zero, decode_steps=1,
-            )  # fmt: skip
+                cfg.model,
+                params,
+                mesh=self._step.layout.mesh,
+                pages=pages + 1,
+                page_size=PAGE,
+                max_batch=1,
+                dtype=cfg.train.dtype,
+                prefill_chunk=LEAST,
+                tokenizer=self._tokenizer,
+                zero=cfg.zero,
+                decode_steps=1,
+            )
         else:
             self._engine.load(params, self._engine.version + 1)
         asked = SamplingParams(
@@ -231,6 +239,12 @@ class Text:
             return held_out_batches(self._corpora, like, most, train_step.storage.tokens)
 
         return Measure(
-            self._cfg, train_step, self._corpora, self.tokenizer, recorder, console, run_dir,
+            self._cfg,
+            train_step,
+            self._corpora,
+            self.tokenizer,
+            recorder,
+            console,
+            run_dir,
             batches,
-        )  # fmt: skip
+        )

@@ -168,12 +168,17 @@ def large(name: str) -> FinetuneConfig:
         model=dataclasses.replace(MODELS[name](), head="classify"),
         train=TrainConfig(steps=1000, global_batch=32, seq_len=128, dtype="bfloat16"),
         optim=OptimConfig(
-            lr=2e-5, warmup=100, schedule="linear", final=0.0, weight_decay=0.01, beta2=0.999,
+            lr=2e-5,
+            warmup=100,
+            schedule="linear",
+            final=0.0,
+            weight_decay=0.01,
+            beta2=0.999,
             eps=1e-6,
         ),
         data=LabelledConfig(holdout=0.1),
         eval=HeldOutConfig(every=250),
-    )  # fmt: skip
+    )
 
 
 def tuned(model: EncoderConfig) -> FinetuneConfig:

@@ -69,9 +69,17 @@ def megascale(name: str) -> Config:
 
 # The flags that --help describes; the others it names.
 FIRST = (
-    "preset", "config", "run_dir", "init_from", "data.source", "data.tokenizer", "train.steps",
-    "train.global_batch", "train.seq_len", "optim.lr",
-)  # fmt: skip
+    "preset",
+    "config",
+    "run_dir",
+    "init_from",
+    "data.source",
+    "data.tokenizer",
+    "train.steps",
+    "train.global_batch",
+    "train.seq_len",
+    "optim.lr",
+)
 
 
 def recipe(max_positions: int) -> dict[str, Any]:

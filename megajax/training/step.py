@@ -145,9 +145,12 @@ def make_train_step(
     pieces = cfg.pipeline.pieces(stages) if stages > 1 else cfg.train.accumulate
     with jax.set_mesh(mesh):
         how = functools.partial(
-            tensor.ops, attention=cfg.train.attention, context=cfg.context, overlap=cfg.overlap,
+            tensor.ops,
+            attention=cfg.train.attention,
+            context=cfg.context,
+            overlap=cfg.overlap,
             segments=cfg.train.segments or None,
-        )  # fmt: skip
+        )
         parts = task.parts(layout, how(layout))
         trains = trained_leaves(task, cfg.train.freeze, parts.axes)
         parts = dataclasses.replace(parts, trains=trains)

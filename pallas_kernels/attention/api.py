@@ -108,9 +108,15 @@ def varlen_attention(
         q_THK, k_SGK, cu_q.shape[0] - 1, chosen, causal, sides, plain
     ):
         return library.varlen_attention(
-            q_THK, k_SGK, v_SGK, cu_seqlens_q=cu_q, cu_seqlens_k=None if own else cu_k,
-            causal=causal, window=sides, scale=scale,
-        )  # fmt: skip
+            q_THK,
+            k_SGK,
+            v_SGK,
+            cu_seqlens_q=cu_q,
+            cu_seqlens_k=None if own else cu_k,
+            causal=causal,
+            window=sides,
+            scale=scale,
+        )
     rows = packed_rows(cu_q, cu_k, q_THK.shape[0], causal, window)
     pairs = most_pairs(q_THK.shape[0], k_SGK.shape[0], causal, window, max_seqlen)
     static = dataclasses.replace(static, pairs=pairs)
@@ -167,9 +173,15 @@ def packed_attention(
     plain = softcap is None and slopes is None and not return_lse
     if _takes_cudnn(q_BSHK, k_BSGK, len(q_BSHK) * slots, chosen, causal, sides, plain):
         return library.packed_attention(
-            q_BSHK, k_BSGK, v_BSGK, segment_ids=ids_BS, segments=slots, causal=causal,
-            window=sides, scale=scale,
-        )  # fmt: skip
+            q_BSHK,
+            k_BSGK,
+            v_BSGK,
+            segment_ids=ids_BS,
+            segments=slots,
+            causal=causal,
+            window=sides,
+            scale=scale,
+        )
 
     def row(q_SHK: Array, k_SGK: Array, v_SGK: Array, ids_S: Array) -> tuple[Array, Array]:
         rows = segment_rows(ids_S, causal, window)
@@ -196,9 +208,13 @@ def _forward(q_THK, k_SGK, v_SGK, rows: Rows, slopes, spec):
         choice,
         functools.partial(hopper_forward.forward, spec=static, tile=tile),
         functools.partial(reference.forward, spec=static),
-        q_THK, k_SGK, v_SGK, rows, slopes,
+        q_THK,
+        k_SGK,
+        v_SGK,
+        rows,
+        slopes,
         op="varlen_attention",
-    )  # fmt: skip
+    )
     out_THK, lse_HT = named(out_THK, lse_HT)
     return (out_THK, lse_HT), (q_THK, k_SGK, v_SGK, rows, slopes, out_THK, lse_HT)
 
@@ -221,9 +237,16 @@ def _backward(spec, saved, cotangents):
         choice,
         functools.partial(hopper_backward.backward, spec=static, tile=tile),
         functools.partial(reference.backward, spec=static),
-        q_THK, k_SGK, v_SGK, rows, slopes, lse_HT, delta_HT, dout_THK,
+        q_THK,
+        k_SGK,
+        v_SGK,
+        rows,
+        slopes,
+        lse_HT,
+        delta_HT,
+        dout_THK,
         op="varlen_attention",
-    )  # fmt: skip
+    )
     return (*grads, *zeros)
 
 

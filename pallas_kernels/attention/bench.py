@@ -48,9 +48,12 @@ TINY = Check((2, 1), 64, True, None, "bfloat16")
 def matrix() -> list[Check]:
     """Each width once, then the rest in an order where any beginning is a sample."""
     options = itertools.product(
-        ((4, 4), (8, 2), (4, 1)), (128, 64, 256, 96), (True, False), (None, (100, 0), (37, 64)),
+        ((4, 4), (8, 2), (4, 1)),
+        (128, 64, 256, 96),
+        (True, False),
+        (None, (100, 0), (37, 64)),
         ("bfloat16", "float16"),
-    )  # fmt: skip
+    )
     rest = [Check(*each) for each in options]
     first = [Check((8, 2), width, True, None, "bfloat16") for width in (128, 64, 256, 96)]
     order = np.random.default_rng(0).permutation(len(rest))
@@ -189,9 +192,12 @@ def ours(case: Case, implementation: Implementation) -> Side:
     """Packed attention of this library."""
     cu, like = packed(case)
     attend = functools.partial(
-        varlen_attention, cu_seqlens_q=cu, causal=case.causal, implementation=implementation,
+        varlen_attention,
+        cu_seqlens_q=cu,
+        causal=case.causal,
+        implementation=implementation,
         max_seqlen=max(case.lengths),
-    )  # fmt: skip
+    )
     return attend, like
 
 
@@ -202,9 +208,14 @@ def cudnn_padded(case: Case) -> Side:
 
     def attend(q, k, v):
         return jax.nn.dot_product_attention(
-            q, k, v, is_causal=case.causal, implementation="cudnn",
-            query_seq_lengths=lengths, key_value_seq_lengths=lengths,
-        )  # fmt: skip
+            q,
+            k,
+            v,
+            is_causal=case.causal,
+            implementation="cudnn",
+            query_seq_lengths=lengths,
+            key_value_seq_lengths=lengths,
+        )
 
     return attend, arguments(case, B, S)
 
@@ -220,9 +231,16 @@ def cudnn_packed(case: Case) -> Side:
 
     def attend(q, k, v):
         return cudnn.dot_product_attention(
-            q[None], k[None], v[None], q_seqlen=lengths, kv_seqlen=lengths, q_offsets=starts,
-            kv_offsets=starts, scale=case.width**-0.5, mask_type=mask,
-        )[0]  # fmt: skip
+            q[None],
+            k[None],
+            v[None],
+            q_seqlen=lengths,
+            kv_seqlen=lengths,
+            q_offsets=starts,
+            kv_offsets=starts,
+            scale=case.width**-0.5,
+            mask_type=mask,
+        )[0]
 
     if len(case.lengths) < 2:
         raise NotImplementedError("one segment is not packed: see 'cudnn padded'")
@@ -289,9 +307,14 @@ def _cudnn(case: Case, q_BSHK: jax.Array, k_BSGK: jax.Array, v_BSGK: jax.Array) 
     """cuDNN's attention of the same segments, padded to rows of the longest."""
     lengths = jnp.asarray(case.lengths, jnp.int32)
     return jax.nn.dot_product_attention(
-        q_BSHK, k_BSGK, v_BSGK, is_causal=case.causal, implementation="cudnn",
-        query_seq_lengths=lengths, key_value_seq_lengths=lengths,
-    )  # fmt: skip
+        q_BSHK,
+        k_BSGK,
+        v_BSGK,
+        is_causal=case.causal,
+        implementation="cudnn",
+        query_seq_lengths=lengths,
+        key_value_seq_lengths=lengths,
+    )
 
 
 def _padded(case: Case, dtype: Any, rng: jax.Array) -> tuple[jax.Array, ...]:

@@ -337,9 +337,14 @@ class _Warpgroup:
 
         like = (jnp.zeros(self.shape, jnp.float32), maximum, total, total)
         acc, (p, new, total, shrink) = logits_beside_sum(
-            (self.own_q, self.k_smem.at[slot]), acc, (p, self.v_smem.at[before]), self.p_smem, then,
-            like, self.interpret,
-        )  # fmt: skip
+            (self.own_q, self.k_smem.at[slot]),
+            acc,
+            (p, self.v_smem.at[before]),
+            self.p_smem,
+            then,
+            like,
+            self.interpret,
+        )
         if not self.interpret:
             # Not before the products are over: those of the weights before read registers.
             acc, p = lax.optimization_barrier((acc, p))

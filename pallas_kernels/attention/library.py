@@ -34,9 +34,14 @@ from pallas_kernels.attention.ranges import FARTHEST, Rows, Window, packed_rows,
 
 Array = jax.Array
 __all__ = [
-    "SAVED", "packed_attention", "reasons", "room", "stats_bytes", "varlen_attention",
+    "SAVED",
+    "packed_attention",
+    "reasons",
+    "room",
+    "stats_bytes",
+    "varlen_attention",
     "workspace_bytes",
-]  # fmt: skip
+]
 CUDNN = 90600  # the first whose packed offsets JAX 0.11.2 tests
 WIDEST, WIDEST_BEFORE = 256, 128  # head width on Hopper, and not (check_is_flash_attention)
 ABSENT = 1e30  # log-sum-exp of positions that hold no query: their weights are exp(-1e30) = 0
@@ -447,10 +452,14 @@ def _parameters(cudnn: Any, static: Static, packed: bool) -> dict[str, Any]:
     else:
         mask = masks.CAUSAL if static.causal else masks.NO_MASK
     return {
-        "scale": static.scale, "seed": 42, "dropout_rate": 0.0, "variadic_args": (False, False),
-        "mask_type": mask, "layout": cudnn.AttentionLayout.BTNH.value,
+        "scale": static.scale,
+        "seed": 42,
+        "dropout_rate": 0.0,
+        "variadic_args": (False, False),
+        "mask_type": mask,
+        "layout": cudnn.AttentionLayout.BTNH.value,
         "sliding_window_length": None if static.left is None else static.left + 1,
-    }  # fmt: skip
+    }
 
 
 def _plain_forward(qkv, rows: Rows, slots: Slots | None, *, static: Static):

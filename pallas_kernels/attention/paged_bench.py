@@ -31,12 +31,11 @@ CHECKED = (
     Case("mixed", **MIXED),
     *(Case(f"mixed d{width}", **MIXED, width=width) for width in (64, 96, 256)),
     *(Case(f"mixed {pages}", **MIXED, pages=pages) for pages in ("int8", "float8_e4m3fn")),
-    *(Case(f"decode page {n}", ragged(64, 2048), (1,) * 64, page=n, room=2048)
-      for n in (8, 128)),
+    *(Case(f"decode page {n}", ragged(64, 2048), (1,) * 64, page=n, room=2048) for n in (8, 128)),
     Case("mixed, a head each", **MIXED, heads=(8, 8)),
     Case("mixed, 7 heads a group", **MIXED, heads=(14, 2)),
     Case("one long sequence", (32768,), (1,), room=32768),
-)  # fmt: skip
+)
 OPTIONS: dict[str, dict[str, Any]] = {"plain": {}, "all": {"window": (255, 0), "softcap": 20.0}}
 
 
@@ -117,9 +116,13 @@ def timed(case: Case, implementation: Implementation) -> Side:
         ]
         scale = jnp.full(keys.shape[:3], 1 / 32, jnp.float32)
         return paged_attention(
-            q, *kept, *numbers(case), k_scale_PNG=scale, v_scale_PNG=scale,
+            q,
+            *kept,
+            *numbers(case),
+            k_scale_PNG=scale,
+            v_scale_PNG=scale,
             implementation=implementation,
-        )  # fmt: skip
+        )
 
     return run, [q, pairs, pairs]
 
@@ -171,9 +174,13 @@ def tunings(cases: Sequence[Case] = (*CASES, *SERVED)) -> Iterator[Tuning]:
             )
 
         yield Tuning(
-            OP, key, paged_tiling.candidates(shape, case.tokens, len(case.contexts)), function,
-            functools.partial(_inputs, case), functools.partial(paged_reference.forward, **options),
-        )  # fmt: skip
+            OP,
+            key,
+            paged_tiling.candidates(shape, case.tokens, len(case.contexts)),
+            function,
+            functools.partial(_inputs, case),
+            functools.partial(paged_reference.forward, **options),
+        )
 
 
 def _inputs(case: Case, rng: jax.Array) -> tuple[Any, ...]:

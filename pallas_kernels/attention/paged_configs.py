@@ -24,16 +24,25 @@ from pallas_kernels.attention.reference import Spec
 CONFIGS = (
     *(f"{kind} d{width}" for kind in ("decode", "chunk") for width in paged_tile.WIDTHS),
     *(f"{kind} d{width} all" for kind in ("decode", "chunk") for width in paged_tile.WIDTHS),
-    *(f"{kind} d{width} int8 all" for kind in ("decode", "chunk")
-      for width in paged_tile.SMALL_WIDTHS),
+    *(
+        f"{kind} d{width} int8 all"
+        for kind in ("decode", "chunk")
+        for width in paged_tile.SMALL_WIDTHS
+    ),
     *(f"{kind} d128 float8_e4m3fn all" for kind in ("decode", "chunk")),
     *(f"decode d128 {word}" for word in ("alone", "float16", "page8", "page128")),
-)  # fmt: skip
+)
 FOLDER = pathlib.Path(__file__).parent
 FILES = (
-    "hopper_paged.py", "hopper_paged_combine.py", "paged_plan.py", "paged_registers.py",
-    "paged_tile.py", "paged_passes.py", "paged_rows.py", "blocks.py",
-)  # fmt: skip
+    "hopper_paged.py",
+    "hopper_paged_combine.py",
+    "paged_plan.py",
+    "paged_registers.py",
+    "paged_tile.py",
+    "paged_passes.py",
+    "paged_rows.py",
+    "blocks.py",
+)
 SEQUENCES = 64
 
 
@@ -61,9 +70,11 @@ def program(name: str) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, i
     q = array(tokens, H, K, dtype=dtype)
     tile = paged_tile.heuristic(paged_tile.shape_of(q, pages), tokens, SEQUENCES)
     run = functools.partial(
-        paged_passes.forward, tile=tile, spec=Spec(K**-0.5, 30.0 if everything else None),
+        paged_passes.forward,
+        tile=tile,
+        spec=Spec(K**-0.5, 30.0 if everything else None),
         window=(1023, 0) if everything else None,
-    )  # fmt: skip
+    )
     return run, (q, pages, sinks), dataclasses.asdict(tile)
 
 

@@ -53,9 +53,15 @@ def forward(
     rows = shape.rows(tile)
     q_rows = _tiled(q_THK, tiles, shape.heads, rows)
     out, sums, lse = hopper_paged.sums(
-        q_rows, pages, _sinks(sinks_H, shape, tile), work, shape=shape, tile=tile, spec=spec,
+        q_rows,
+        pages,
+        _sinks(sinks_H, shape, tile),
+        work,
+        shape=shape,
+        tile=tile,
+        spec=spec,
         interpret=interpret,
-    )  # fmt: skip
+    )
     cut_out = combine(sums, lse, work, rows=rows, dtype=q_THK.dtype, interpret=interpret)
 
     # Of each token and key-value head: its tile, and the item's job where it was cut.

@@ -52,9 +52,10 @@ def choose(
         return _legal(make(**tile), check) if tile else None
 
     forward = measured(
-        rows[0], hopper_forward.Tile,
+        rows[0],
+        hopper_forward.Tile,
         lambda tile: hopper_forward.check(tile, width, group, dtype),
-    )  # fmt: skip
+    )
     backward = measured(
         rows[1], hopper_backward.Tile, lambda tile: hopper_backward.check(tile, width, dtype)
     )

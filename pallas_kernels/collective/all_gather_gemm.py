@@ -225,11 +225,16 @@ def pull(x, gathered, flags, ring, arrived, *, peers, split, me, comm, keep):
         return row < chunk.rows
 
     relay.relay(
-        ring, arrived, mine * pieces, jnp.int32(pieces),
-        source=source, target=target, live=live,
+        ring,
+        arrived,
+        mine * pieces,
+        jnp.int32(pieces),
+        source=source,
+        target=target,
+        live=live,
         pace=lambda q: peers.pace(began, (q + 1) * moved),
         finish=lambda n: peers.signal(flags, rank, chunk_of(n).flag),
-    )  # fmt: skip
+    )
     # My last pulls are over: every peer may know.
     pl.loop(1, R)(lambda d: peers.signal(flags, lax.rem(rank + d, R), chunks))
     peers.wait(flags, chunks, (R - 1) * comm)

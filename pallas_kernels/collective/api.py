@@ -337,10 +337,17 @@ def fused_gather(x, weights, biases, *, axis, spec, keep, turned=False):
         padded = [jnp.pad(b, (0, n - b.size)) for b, n in zip(filled, whole, strict=True)]
         bias = jnp.concatenate(padded)[None]
     ys, gathered = all_gather_gemm(
-        _pages(x, 1, height), tuple(w[None] for w in weights), bias,
-        rows=live, peers=RemotePeer(R, axis), fusion=fusion, spec=spec, keep=keep,
-        turned=turned, blocks=resident_blocks(),
-    )  # fmt: skip
+        _pages(x, 1, height),
+        tuple(w[None] for w in weights),
+        bias,
+        rows=live,
+        peers=RemotePeer(R, axis),
+        fusion=fusion,
+        spec=spec,
+        keep=keep,
+        turned=turned,
+        blocks=resident_blocks(),
+    )
 
     def unpage(y: Array) -> Array:
         y = y[:, :rows].reshape(R, *lead, x.shape[-2], y.shape[-1])
@@ -358,12 +365,17 @@ def fused_scatter(xs, ws, bias, residual, *, axis, acc, turned=False):
     live, height = _whole(rows, fusion)
     owners = (jnp.moveaxis(x.reshape(*lead, R, m // R, x.shape[-1]), -3, 0) for x in xs)
     y, *_ = gemm_reduce_scatter(
-        tuple(_pages(x, R, height) for x in owners), tuple(w[None] for w in ws),
+        tuple(_pages(x, R, height) for x in owners),
+        tuple(w[None] for w in ws),
         None if bias is None else bias.astype(jnp.float32)[None],
         None if residual is None else _pages(residual, 1, height),
-        rows=live, peers=RemotePeer(R, axis), fusion=fusion, spec=Spec(None, acc),
-        turned=turned, blocks=resident_blocks(),
-    )  # fmt: skip
+        rows=live,
+        peers=RemotePeer(R, axis),
+        fusion=fusion,
+        spec=Spec(None, acc),
+        turned=turned,
+        blocks=resident_blocks(),
+    )
     return varying_as(xs[0], y[0, :rows].reshape(*lead, m // R, N))
 
 
@@ -375,12 +387,17 @@ def fused_reduce(x, w, bias, residual, *, axis, acc, turned=False):
     fusion = _fusion(REDUCE, R, rows, K, [N], acc)
     live, height = _whole(rows, fusion)
     y = gemm_all_reduce(
-        _pages(x, 1, height), w[None],
+        _pages(x, 1, height),
+        w[None],
         None if bias is None else bias.astype(jnp.float32)[None],
         None if residual is None else _pages(residual, 1, height),
-        rows=live, peers=RemotePeer(R, axis), fusion=fusion, spec=Spec(None, acc),
-        turned=turned, blocks=resident_blocks(),
-    )  # fmt: skip
+        rows=live,
+        peers=RemotePeer(R, axis),
+        fusion=fusion,
+        spec=Spec(None, acc),
+        turned=turned,
+        blocks=resident_blocks(),
+    )
     y = y[0, :rows].reshape(*x.shape[:-1], N)
     # The same on all ranks, which is what a kernel's result is taken for unless it is cast.
     others = tuple(a for a in jax.typeof(x).mat.varying if a != axis)

@@ -93,8 +93,11 @@ class Check:
             jnp.full(self.shapes[2], jnp.nan, x.dtype if self.kind == "gather" else jnp.float32)
         )
         static: dict[str, Any] = {
-            "rows": self.rows, "peers": VirtualPeer(R), "fusion": fusion, "spec": spec,
-        }  # fmt: skip
+            "rows": self.rows,
+            "peers": VirtualPeer(R),
+            "fusion": fusion,
+            "spec": spec,
+        }
         if self.kind == "gather":
             ys, _ = all_gather_gemm(x, (w,), None, delays, into, keep=True, **static)
             return ys[0].reshape(R, -1, self.N)
@@ -392,11 +395,17 @@ def link_row(
         seconds[f"{name} {rate / 1e9:.0f}"] for name in ("fused", "copy", "serial")
     )
     return {
-        "link_gbytes_per_s": rate / 1e9, "latency_us": LATENCY_NS / 1e3,
-        "fusion": dataclasses.asdict(fusion), "runs": ROUNDS * LAUNCHES, "gemm_s": gemm,
-        "copy_s": copy, "serial_s": serial, "fused_s": fused, "floor_s": max(gemm, copy),
+        "link_gbytes_per_s": rate / 1e9,
+        "latency_us": LATENCY_NS / 1e3,
+        "fusion": dataclasses.asdict(fusion),
+        "runs": ROUNDS * LAUNCHES,
+        "gemm_s": gemm,
+        "copy_s": copy,
+        "serial_s": serial,
+        "fused_s": fused,
+        "floor_s": max(gemm, copy),
         hidden: 1 - (fused - gemm) / (serial - gemm) if serial > gemm else None,
-    }  # fmt: skip
+    }
 
 
 Work = tuple[str, dict[str, Any], Callable[[], Any]]  # a name, members of its rows, what makes them
@@ -410,10 +419,13 @@ def checks() -> list[Work]:
 def times() -> list[Work]:
     """Products beside ghosts: each gives a row for every link."""
     return [
-        (f"{case.op} m={case.m}", {"case": f"gpt3_175b {case.op}", "m": case.m},
-         functools.partial(efficiencies, case))
+        (
+            f"{case.op} m={case.m}",
+            {"case": f"gpt3_175b {case.op}", "m": case.m},
+            functools.partial(efficiencies, case),
+        )
         for case in cases()
-    ]  # fmt: skip
+    ]
 
 
 REHEARSED = ("fused", "copy", "serial")  # of a case's functions, which take minutes to compile
@@ -432,10 +444,12 @@ def rehearsals() -> list[Work]:
     delays = jax.ShapeDtypeStruct((R,), jnp.int32)
     return [
         one(check.name, check.run, (x, w, delays)),
-        *(one(f"{case.op} m={case.m}, {name}", function, arguments(case))
-          for name, function in functions(case, LINKS[:1]).items()
-          if name.startswith(REHEARSED)),
-    ]  # fmt: skip
+        *(
+            one(f"{case.op} m={case.m}, {name}", function, arguments(case))
+            for name, function in functions(case, LINKS[:1]).items()
+            if name.startswith(REHEARSED)
+        ),
+    ]
 
 
 def compiled(function: Callable, args: Sequence[Any]) -> dict[str, Any]:
@@ -496,6 +510,13 @@ def tuning(case: Case) -> tuned.Tuning:
 
     key = api.key(case.op, case.ranks, case.rows, case.K, case.N)
     return tuned.Tuning(
-        case.op, key, legal, function, case.inputs, plain, want=case.exact, words=WORDS,
+        case.op,
+        key,
+        legal,
+        function,
+        case.inputs,
+        plain,
+        want=case.exact,
+        words=WORDS,
         link="emulated",
-    )  # fmt: skip
+    )

@@ -38,10 +38,13 @@ CONFIGS = (
     f"reduce {LARGEST} bias residual",
     *(f"reduce {block}" for block in WIDE),
     "reduce 64x128 axis",
-    *(f"{kind} {block} {peer}" for peer in ("virtual", "ghost")
-      for kind, block in (("gather", LARGEST), ("scatter", LARGEST), ("reduce", "64x128"))),
+    *(
+        f"{kind} {block} {peer}"
+        for peer in ("virtual", "ghost")
+        for kind, block in (("gather", LARGEST), ("scatter", LARGEST), ("reduce", "64x128"))
+    ),
     "copy ghost",
-)  # fmt: skip
+)
 FOLDER = pathlib.Path(__file__).parent
 
 

@@ -176,14 +176,17 @@ def _body(gmem, *, split, steps, of, arrived=None, **memory):
 
             total = lax.div(chunk.rows, down) * wide
             relay.relay(
-                ring, arrived, total, total,
+                ring,
+                arrived,
+                total,
+                total,
                 source=lambda q: peers.own(gmem["outbox"], chunk.peer).at[here(q)],
                 target=lambda q: peers.peer(gmem["inbox"], chunk.peer, rank).at[here(q)],
                 finish=lambda _: peers.signal(
                     flags, chunk.peer, chunks + lax.rem(chunk.flag, split.chunks)
                 ),
                 pace=lambda q: peers.pace(began, (n * pieces + q + 1) * moved),
-            )  # fmt: skip
+            )
 
     def reduce():
         @pl.loop(0, split.chunks)

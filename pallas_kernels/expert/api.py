@@ -241,10 +241,15 @@ def fused_dispatch(x, weights, routes, *, axis, spec, turned=False):
         routes, chunk=chunk, block=tile.block_m * tile.cluster, staged=fusion.rotated
     )
     ys, rows = dispatch_gemm(
-        *_page((x, weights, work)), rows=routes.rows, flags=tables.flags(routes, chunk),
-        peers=RemotePeer(routes.ranks, axis), fusion=fusion, spec=spec, turned=turned,
+        *_page((x, weights, work)),
+        rows=routes.rows,
+        flags=tables.flags(routes, chunk),
+        peers=RemotePeer(routes.ranks, axis),
+        fusion=fusion,
+        spec=spec,
+        turned=turned,
         blocks=resident_blocks(),
-    )  # fmt: skip
+    )
     return varying_as(x, (tuple(y[0] for y in ys), rows[0, : routes.rows]))
 
 
@@ -260,7 +265,10 @@ def fused_combine(hs, ws, routes, weights, *, axis, acc, turned=False):
     hs = tuple(jnp.pad(h, ((0, below), (0, 0))) for h in hs)
     y, _ = gemm_combine(
         *_page((hs, ws, work, tables.places(routes), weights)),
-        peers=RemotePeer(routes.ranks, axis), fusion=fusion, spec=Spec(None, acc), turned=turned,
+        peers=RemotePeer(routes.ranks, axis),
+        fusion=fusion,
+        spec=Spec(None, acc),
+        turned=turned,
         blocks=resident_blocks(),
-    )  # fmt: skip
+    )
     return varying_as(hs[0], y[0])

@@ -118,8 +118,9 @@ class Check:
         shapes = (R, rows, self.K), (R, self.experts, self.K, self.N), shape
         return *(random.integers(-2, 3, s) for s in shapes), experts
 
-    def run(self, x: jax.Array, w: jax.Array, weights: jax.Array, experts: jax.Array,
-            delays: jax.Array) -> jax.Array:  # fmt: skip
+    def run(
+        self, x: jax.Array, w: jax.Array, weights: jax.Array, experts: jax.Array, delays: jax.Array
+    ) -> jax.Array:
         """Returns y of all ranks: (ranks, rows or tokens, N)."""
         fusion, peers, S = self.fusion, VirtualPeer(R), self.tokens * self.choices
         block = fusion.tile.block_m * fusion.tile.cluster
@@ -135,9 +136,17 @@ class Check:
             into = jax.new_ref(jnp.full((R, tall, self.K), jnp.nan, x.dtype))
             flags = R * -(-S // fusion.chunk)
             (y,), _ = dispatch_gemm(
-                x, (w,), work, delays, into, rows=self.rows, flags=flags, peers=peers,
-                fusion=fusion, spec=PLAIN,
-            )  # fmt: skip
+                x,
+                (w,),
+                work,
+                delays,
+                into,
+                rows=self.rows,
+                flags=flags,
+                peers=peers,
+                fusion=fusion,
+                spec=PLAIN,
+            )
             return y
         into = jax.new_ref(jnp.full((R, S + tall, self.N), jnp.nan, jnp.float32))
         came = jnp.arange(tall)[None, :, None] < work.totals[:, tables.END, None, None]
@@ -147,8 +156,9 @@ class Check:
             (x,), (w,), work, places, weights, delays, into, peers=peers, fusion=fusion, spec=SUMS
         )[0]
 
-    def want(self, x: np.ndarray, w: np.ndarray, weights: np.ndarray, experts: np.ndarray
-             ) -> np.ndarray:  # fmt: skip
+    def want(
+        self, x: np.ndarray, w: np.ndarray, weights: np.ndarray, experts: np.ndarray
+    ) -> np.ndarray:
         """The same by float64, row by row."""
         first = self.kind == "dispatch"
         y = np.zeros((R, self.rows if first else self.tokens, self.N))
@@ -531,10 +541,12 @@ def rehearsals() -> list[Work]:
     given = jax.eval_shape(functools.partial(arguments, case), jax.random.key(0))
     return [
         one(check.name, check.run, like),
-        *(one(f"{model} {op}, {name}", function, given)
-          for name, function in functions(case, LINKS[:1]).items()
-          if name.startswith(REHEARSED)),
-    ]  # fmt: skip
+        *(
+            one(f"{model} {op}, {name}", function, given)
+            for name, function in functions(case, LINKS[:1]).items()
+            if name.startswith(REHEARSED)
+        ),
+    ]
 
 
 # ---- tunings
@@ -575,6 +587,13 @@ def tuning(case: Case) -> tuned.Tuning:
 
     key = fusions.key(case.op, case.ranks, case.S, case.experts, case.K, sum(case.widths))
     return tuned.Tuning(
-        case.op, key, legal, function, case.inputs, plain, want=case.exact, words=WORDS,
+        case.op,
+        key,
+        legal,
+        function,
+        case.inputs,
+        plain,
+        want=case.exact,
+        words=WORDS,
         link="emulated",
-    )  # fmt: skip
+    )

@@ -37,9 +37,12 @@ CONFIGS = (
     *(f"dispatch {block}" for block in SMALLER),
     *(f"combine {LARGEST}{words}" for words in COMBINES),
     *(f"combine {block}" for block in WIDE),
-    *(f"{kind} {LARGEST} {peer}" for peer in ("virtual", "ghost")
-      for kind in ("dispatch", "combine")),
-)  # fmt: skip
+    *(
+        f"{kind} {LARGEST} {peer}"
+        for peer in ("virtual", "ghost")
+        for kind in ("dispatch", "combine")
+    ),
+)
 FOLDER = pathlib.Path(__file__).parent
 TOKENS, EXPERTS, K, N, CHUNK = 256, 4, 1024, 1536, 64
 

@@ -35,14 +35,16 @@ def send_rows(
             return ref.at[pl.ds(row, 1), span(p, across)]
 
         rows.relay(
-            smem, barriers, share(totals[JOBS] - own, me, comm),
+            smem,
+            barriers,
+            share(totals[JOBS] - own, me, comm),
             parts=lambda _: jnp.int32(parts),
             table=lambda n: jobs.at[own + me + n * comm],
             source=lambda n, row, p: piece(peers.own(x), row, p),
             target=lambda n, peer, row, p: piece(peers.peer(y, peer), row, p),
             pace=lambda n, q: peers.pace(began, (n * chunk * parts + q + 1) * moved),
             finish=lambda n, peer, flag: None,
-        )  # fmt: skip
+        )
 
     result = jax.ShapeDtypeStruct((peers.reached, height, K), x.dtype)
     kernel = plgpu.kernel(

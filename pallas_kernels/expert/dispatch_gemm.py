@@ -173,14 +173,16 @@ def _body(
             return ref.at[pl.ds(row, 1), span(p, across)]
 
         rows_.relay(
-            worker.ring, arrived, share(last_job - first_job, me, stride),
+            worker.ring,
+            arrived,
+            share(last_job - first_job, me, stride),
             parts=lambda _: jnp.int32(K // across),
             table=lambda n: jobs.at[first_job + me + n * stride],
             source=lambda n, row, p: piece(peers.own(gmem["x"]), row, p),
             target=lambda n, peer, row, p: piece(peers.peer(gmem["rows"], peer), row, p),
             pace=lambda n, q: peers.pace(began, (n * fusion.chunk * (K // across) + q + 1) * moved),
             finish=lambda n, peer, flag: peers.signal(flags, peer, flag),
-        )  # fmt: skip
+        )
 
     own, every = number(totals, OWN), number(totals, JOBS)
 

@@ -169,7 +169,9 @@ def _body(gmem, *, steps, wide, of, begun: Any = None, arrived: Any = None, **me
             return ref.at[pl.ds(row, 1), span(block_of(n) * (wide // across) + p, across)]
 
         rows_.relay(
-            worker.ring, arrived, share(blocks * number(totals, JOBS), me, fusion.comm),
+            worker.ring,
+            arrived,
+            share(blocks * number(totals, JOBS), me, fusion.comm),
             parts=lambda n: lax.div(jnp.minimum(wide, D - block_of(n) * wide), jnp.int32(across)),
             table=lambda n: jobs.at[lax.rem(me + n * fusion.comm, every)],
             source=lambda n, row, p: piece(peers.mine(gmem["page"]), n, row, p),
@@ -177,7 +179,7 @@ def _body(gmem, *, steps, wide, of, begun: Any = None, arrived: Any = None, **me
             pace=lambda n, q: peers.pace(began, (n * most + q + 1) * moved),
             finish=lambda n, peer, _: peers.signal(flags, peer, blocks + block_of(n)),
             begin=lambda n: computed(block_of(n)),
-        )  # fmt: skip
+        )
 
     def add_up():
         @pl.loop(0, blocks)

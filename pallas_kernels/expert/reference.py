@@ -30,9 +30,13 @@ def gather_rows(x_TK: Array, routes: Routes, axis: Axis) -> Array:
 
 
 def dispatch_grouped_matmul(
-    x_TK: Array, weights: tuple[Array, ...], routes: Routes, axis: Axis,
-    activation: Activation | None, turned: bool,
-) -> tuple[tuple[Array, ...], Array]:  # fmt: skip
+    x_TK: Array,
+    weights: tuple[Array, ...],
+    routes: Routes,
+    axis: Axis,
+    activation: Activation | None,
+    turned: bool,
+) -> tuple[tuple[Array, ...], Array]:
     """(activation(rows of experts times each w), those rows)."""
     x_NK = gather_rows(x_TK, routes, axis)
     ys = (product(x_NK, w, routes, turned) for w in weights)
@@ -40,9 +44,14 @@ def dispatch_grouped_matmul(
 
 
 def grouped_matmul_combine(
-    hs: tuple[Array, ...], ws: tuple[Array, ...], routes: Routes, weight_TA: Array, axis: Axis,
-    acc_dtype: Any, turned: bool,
-) -> Array:  # fmt: skip
+    hs: tuple[Array, ...],
+    ws: tuple[Array, ...],
+    routes: Routes,
+    weight_TA: Array,
+    axis: Axis,
+    acc_dtype: Any,
+    turned: bool,
+) -> Array:
     """y_TD, of each token the weighted sum of its answers, of which each is a sum of products."""
     products = (product(h, w, routes, turned) for h, w in zip(hs, ws, strict=True))
     y_ND = functools.reduce(jnp.add, products).astype(acc_dtype)

@@ -72,18 +72,22 @@ def relay(
         def _():
             slot = lax.rem(n, jnp.int32(2))
             plgpu.copy_gmem_to_smem(
-                table(n), tables.at[slot], listed.at[slot],
+                table(n),
+                tables.at[slot],
+                listed.at[slot],
                 oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,
-            )  # fmt: skip
+            )
 
     def fetch(n, q):
         @pl.when(q < entry(n, ROWS) * parts(n))
         def _():
             slot, row = lax.rem(q, jnp.int32(slots)), entry(n, PAIRS + 2 * lax.div(q, parts(n)))
             plgpu.copy_gmem_to_smem(
-                source(n, row, lax.rem(q, parts(n))), ring.at[slot], arrived.at[slot],
+                source(n, row, lax.rem(q, parts(n))),
+                ring.at[slot],
+                arrived.at[slot],
                 oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,
-            )  # fmt: skip
+            )
 
     def start(n):
         @pl.when(n < jobs)

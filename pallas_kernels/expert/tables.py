@@ -62,9 +62,13 @@ def dispatch(routes: Routes, *, chunk: int, block: int, staged: bool = True) -> 
     index_S = base_DE[far_S, own_S] + row_S - first_HDE[home_S, far_S, own_S]
     token_S = jnp.arange(T * A, dtype=jnp.int32) // A
     jobs_CW, jobs_D = _jobs(
-        jnp.where(expert_S >= 0, index_S, -1), (token_S, row_S), counts_DE.sum(1), peer_D,
-        each * distance_D, chunk,
-    )  # fmt: skip
+        jnp.where(expert_S >= 0, index_S, -1),
+        (token_S, row_S),
+        counts_DE.sum(1),
+        peer_D,
+        each * distance_D,
+        chunk,
+    )
     visits_VW, count, end = _visits(routes, first_HDE[rank], chunk, each, block, staged)
     totals = jnp.stack([count, end, jobs_D[0], jobs_D.sum(), jnp.int32(0) * end])
     return Tables(visits_VW, jobs_CW, totals.astype(jnp.int32))
@@ -89,9 +93,13 @@ def combine(routes: Routes, *, chunk: int, block: int) -> Tables:
     index_N = base_DE[far_N, expert_N] + row_N - first_DE[far_N, expert_N]
     goes_N = (row_N < ends_E[-1]) & (far_N > 0)
     jobs_CW, jobs_D = _jobs(
-        jnp.where(goes_N, index_N, -1), (S + row_N, routes.choice_N % S), counts_DE.sum(1), peer_D,
-        jnp.zeros_like(peer_D), chunk,
-    )  # fmt: skip
+        jnp.where(goes_N, index_N, -1),
+        (S + row_N, routes.choice_N % S),
+        counts_DE.sum(1),
+        peer_D,
+        jnp.zeros_like(peer_D),
+        chunk,
+    )
     steps = visits.visits(routes.sizes_E, N, block, ALIGN)
     sent_R = routes.counts_RX[rank].reshape(R, E).sum(1)
     arrivals = jnp.where(jnp.arange(R) == rank, 0, -(-sent_R // chunk)).sum()
@@ -113,9 +121,13 @@ def flags(routes: Routes, chunk: int) -> int:
 
 
 def _jobs(
-    index_P: Array, pairs: tuple[Array, Array], rows_D: Array, peer_D: Array, flag_D: Array,
+    index_P: Array,
+    pairs: tuple[Array, Array],
+    rows_D: Array,
+    peer_D: Array,
+    flag_D: Array,
     chunk: int,
-) -> tuple[Array, Array]:  # fmt: skip
+) -> tuple[Array, Array]:
     """Returns jobs_CW, and how many there are at each distance.
 
     index_P: the place of each row in the list of all that go, by distance; -1: it does not go.

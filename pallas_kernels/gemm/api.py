@@ -70,9 +70,15 @@ def fused_gemm(
     bias_N = None if bias is None else bias.astype(jnp.float32)
     if bits8:
         return scaled.product(
-            x_xK, w_KN, reference.Scales(x_scale, w_scale), bias_N, residual,
-            activation=activation, out_dtype=out_dtype, implementation=implementation,
-        )  # fmt: skip
+            x_xK,
+            w_KN,
+            reference.Scales(x_scale, w_scale),
+            bias_N,
+            residual,
+            activation=activation,
+            out_dtype=out_dtype,
+            implementation=implementation,
+        )
     if x_scale is not None or w_scale is not None:
         raise ValueError(f"{OP}: x_scale and w_scale are for 8-bit operands; x is {x_xK.dtype}")
     static = _static(x_xK, w_KN, bias, activation, residual, out_dtype, implementation)
@@ -106,9 +112,12 @@ def _product(x_xK, w_KN, bias_N, residual_xN, static, keep):
         static.forward,
         functools.partial(hopper.forward, spec=spec, tile=tile),
         functools.partial(reference.forward, spec=spec),
-        x_xK, w_KN, bias_N, residual_xN,
+        x_xK,
+        w_KN,
+        bias_N,
+        residual_xN,
         op=OP,
-    )  # fmt: skip
+    )
 
 
 def _forward(x_xK, w_KN, bias_N, residual_xN, static):
@@ -128,9 +137,11 @@ def _backward(static, saved, dy_xN):
         static.backward,
         functools.partial(hopper.backward, tile_dx=static.tile_dx, tile_dw=static.tile_dw),
         reference.backward,
-        x_xK, w_KN, dz_xN.astype(x_xK.dtype),
+        x_xK,
+        w_KN,
+        dz_xN.astype(x_xK.dtype),
         op=OP,
-    )  # fmt: skip
+    )
     return dx_xK, dw_KN, dbias_N, dy_xN if static.residual else None
 
 
@@ -183,9 +194,7 @@ def _static(
         dispatch.choose(OP, implementation, reasons, found) for found in (rows[:1], rows[1:])
     )
     bias = bias_N is not None
-    return Static(
-        forward, backward, activation, bias, residual, out_dtype, tile, tile_dx, tile_dw
-    )  # fmt: skip
+    return Static(forward, backward, activation, bias, residual, out_dtype, tile, tile_dx, tile_dw)
 
 
 def _check(

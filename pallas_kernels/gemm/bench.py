@@ -48,9 +48,13 @@ def product(case: Case, implementation: Implementation) -> Callable[..., jax.Arr
         bias = left.pop(0) if case.bias else None
         residual = left.pop(0) if case.residual else None
         return pallas_kernels.fused_gemm(
-            x, w, bias=bias, activation=case.activation, residual=residual,
+            x,
+            w,
+            bias=bias,
+            activation=case.activation,
+            residual=residual,
             implementation=implementation,
-        )  # fmt: skip
+        )
 
     return run
 
@@ -90,8 +94,10 @@ def errors(case: Case, implementation: Implementation) -> dict[str, float]:
             return [np.asarray(x, np.float64) for x in bench.rounding(run)(*arrays)]
 
     found, rough, want = (
-        all_of(implementation, False), all_of("reference", False), all_of("reference", True),
-    )  # fmt: skip
+        all_of(implementation, False),
+        all_of("reference", False),
+        all_of("reference", True),
+    )
     names = ("out", "dx", "dw", *["dbias"] * case.bias, *["dresidual"] * case.residual)
     return {
         name: float(np.abs(f - w).max() / (2 * np.abs(r - w).max() + 1e-3))

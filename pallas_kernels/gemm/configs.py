@@ -33,9 +33,16 @@ OPERANDS = {
 IN_TURN = "{}x{}".format(*hopper.PINGPONG)
 HEAVIEST = "bias gelu residual kept"
 EPILOGUES = (
-    "plain", "plain float32", "bias", "bias gelu", "bias gelu kept", "bias gelu_tanh kept",
-    "silu kept", "bias residual", HEAVIEST,
-)  # fmt: skip
+    "plain",
+    "plain float32",
+    "bias",
+    "bias gelu",
+    "bias gelu kept",
+    "bias gelu_tanh kept",
+    "silu kept",
+    "bias residual",
+    HEAVIEST,
+)
 STORED = {"forward": Stored(), "dx": Stored(b=True), "dw": Stored(a=True)}
 CONFIGS = (
     *(f"forward {LARGEST} {epilogue}" for epilogue in EPILOGUES),

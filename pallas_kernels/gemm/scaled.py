@@ -71,9 +71,13 @@ def _run(x_MK, w_KN, scales, bias_N, residual_MN, static: Static) -> Array:
         static.implementation,
         functools.partial(hopper.multiply_scaled, spec=static.spec, tile=static.tile),
         functools.partial(reference.scaled, spec=static.spec),
-        x_MK, w_KN, scales, bias_N, residual_MN,
+        x_MK,
+        w_KN,
+        scales,
+        bias_N,
+        residual_MN,
         op=OP,
-    )  # fmt: skip
+    )
 
 
 def _refuse(x_MK, w_KN, scales, bias_N, residual_MN, static):

@@ -35,8 +35,13 @@ CHECKED = (
 DEAD = 5  # rows past the sum, in checks
 COPIES = 16e9  # bytes of ragged_dot's copies of the rows that a GPU has room for (chosen)
 UNROLLED = 64  # groups for which JAX's kernels unroll their search (chosen: 256 take minutes)
-THEIRS = {"block_m": 128, "block_n": 128, "block_k": 64, "max_concurrent_steps": 4,
-          "grid_block_n": 4}  # fmt: skip
+THEIRS = {
+    "block_m": 128,
+    "block_n": 128,
+    "block_k": 64,
+    "max_concurrent_steps": 4,
+    "grid_block_n": 4,
+}
 
 
 def arguments(case: Case) -> list[jax.ShapeDtypeStruct]:
@@ -145,9 +150,10 @@ def errors(case: Case, implementation: Implementation) -> dict[str, float]:
             return [np.asarray(x, np.float64) for x in all_of(implementation, *given)]
 
     found, rough, want = (
-        results(implementation, "bfloat16"), results("reference", "bfloat16"),
+        results(implementation, "bfloat16"),
+        results("reference", "bfloat16"),
         results("reference", "float32"),
-    )  # fmt: skip
+    )
     return {
         name: float(np.abs(f - w).max() / (2 * np.abs(r - w).max() + 1e-3))
         for name, f, r, w in zip(("y", "dlhs", "drhs"), found, rough, want, strict=True)

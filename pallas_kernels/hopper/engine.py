@@ -215,9 +215,11 @@ class Product:
             place = begin(self._tile(ring + n * tile.rings))
             steps = self.steps if isinstance(self.steps, int) else self.steps(place)
             run = functools.partial(
-                self._product, (ring, first, steps), None if live is None else live(place),
+                self._product,
+                (ring, first, steps),
+                None if live is None else live(place),
                 functools.partial(multiply, place),
-            )  # fmt: skip
+            )
             finish(place, *pl.run_scoped(run, *(plgpu.ACC(shape) for shape in sums)))
             return first + steps
 

@@ -65,9 +65,11 @@ def relay(
         def _():
             slot = lax.rem(q, jnp.int32(slots))
             plgpu.copy_gmem_to_smem(
-                source(q), ring.at[slot], arrived.at[slot],
+                source(q),
+                ring.at[slot],
+                arrived.at[slot],
                 oob_mode=plgpu.OOBFillMode.PROMISE_IN_BOUNDS,
-            )  # fmt: skip
+            )
 
     pl.loop(0, ahead)(fetch)
 

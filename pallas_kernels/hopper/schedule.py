@@ -142,9 +142,14 @@ def _tile(i: Ints, start: Ints, split: Split, columns: int, band: int) -> Tile:
     rows = _clip(split.live(peer) - row, 0, split.tile)
     first = peer * split.chunks
     return Tile(
-        peer, 0 * peer, row, rows, column,
-        first + row // split.chunk, first + _ceil(row + rows, split.chunk),
-    )  # fmt: skip
+        peer,
+        0 * peer,
+        row,
+        rows,
+        column,
+        first + row // split.chunk,
+        first + _ceil(row + rows, split.chunk),
+    )
 
 
 def gather_tile(i: Ints, rank: Ints, split: Split, columns: int, band: int = 1) -> Tile:

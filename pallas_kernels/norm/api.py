@@ -103,9 +103,14 @@ def _run(x_xD, residual_xD, bias_D, scale_D, offset_D, cu_seqlens, spec, impleme
         choice,
         functools.partial(hopper.forward, spec=spec, tile=tile),
         functools.partial(reference.forward, spec=spec),
-        x_xD, residual_xD, bias_D, scale_D, offset_D, cu_seqlens,
+        x_xD,
+        residual_xD,
+        bias_D,
+        scale_D,
+        offset_D,
+        cu_seqlens,
         op="fused_layer_norm",
-    )  # fmt: skip
+    )
 
 
 def _forward(*args):
@@ -138,9 +143,14 @@ def _backward(spec, implementation, saved, cotangents):
         choice,
         functools.partial(hopper.backward, spec=spec, tile=tile),
         functools.partial(reference.backward, spec=spec),
-        h_xD, mean_x1, rate_x1, scale_D, dy, dh_xD,
+        h_xD,
+        mean_x1,
+        rate_x1,
+        scale_D,
+        dy,
+        dh_xD,
         op="fused_layer_norm",
-    )  # fmt: skip
+    )
     return (
         dx_xD,
         None if given is None else dx_xD,
@@ -158,9 +168,13 @@ _norm.defvjp(_forward, _backward, symbolic_zeros=True)
 def key(problem: hopper.Problem, spec: Spec, added: bool) -> dict[str, str | bool | int]:
     """What tuned tables are asked. added: a residual, or backward a gradient of h, comes in too."""
     return {
-        "dtype": jnp.dtype(problem.dtype).name, "centred": spec.centred, "added": added,
-        "unpacks": spec.length is not None, "width": problem.width, "rows": problem.rows,
-    }  # fmt: skip
+        "dtype": jnp.dtype(problem.dtype).name,
+        "centred": spec.centred,
+        "added": added,
+        "unpacks": spec.length is not None,
+        "width": problem.width,
+        "rows": problem.rows,
+    }
 
 
 def _choose(

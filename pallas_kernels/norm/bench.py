@@ -90,9 +90,7 @@ def torch_sides(case: Case) -> dict[str, Callable[[], rivals.Rival]]:
         return norm(case, "reference")(*args).reshape(case.padded_rows, case.width)
 
     twin = unpacked if case.padded_rows else norm(case, "reference")
-    function = rivals.norm(
-        case.centred, case.added, case.bias, EPS, places, case.padded_rows
-    )  # fmt: skip
+    function = rivals.norm(case.centred, case.added, case.bias, EPS, places, case.padded_rows)
     return {"torch compiled": lambda: rivals.Rival(function, twin, arguments(case))}
 
 
@@ -112,8 +110,10 @@ def errors(case: Case, implementation: Implementation) -> dict[str, float]:
         return [np.asarray(x, np.float64) for x in (*out, *gradients)]
 
     found, rough, want = (
-        all_of(implementation, False), all_of("reference", False), all_of("reference", True),
-    )  # fmt: skip
+        all_of(implementation, False),
+        all_of("reference", False),
+        all_of("reference", True),
+    )
     results = 1 if case.padded_rows else 2
     names = ["y", "h"][:results] + [f"gradient {i}" for i in range(len(found) - results)]
     spare = [1e-3] * results + [2e-3] * (len(found) - results)

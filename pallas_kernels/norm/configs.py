@@ -38,9 +38,13 @@ def program(name: str) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, i
     """Returns (function, its abstract arguments on an H100, the tile) of a configuration."""
     words = name.split()
     case = Case(
-        name, 4097 if "odd" in words else 4096, int(words[1][1:]), "rms" not in words,
-        bias="rms" not in words, padded_rows=16 * 512 if "unpack" in words else 0,
-    )  # fmt: skip
+        name,
+        4097 if "odd" in words else 4096,
+        int(words[1][1:]),
+        "rms" not in words,
+        bias="rms" not in words,
+        padded_rows=16 * 512 if "unpack" in words else 0,
+    )
     dtype = jnp.float32 if "float32" in words else jnp.bfloat16
     sharding = NamedSharding(Mesh(np.array(aot.devices(1, 1)), "x"), PartitionSpec())
     problem, run, args = kernel(case, words[0] == "backward", dtype)

@@ -102,7 +102,7 @@ def quant_matmul(
     needed = "x", "packed", "scales"
     arguments.check_arrays(
         OP, needed, x=x_MK, packed=packed, scales=scales_GN, zeros=zeros, bias=bias
-    )  # fmt: skip
+    )
     _check(x_MK, packed, bits)
     K, N = x_MK.shape[-1], packed.shape[1]
     group = max(K, 1) if group is None else arguments.whole(OP, "group", group, 1)
@@ -144,9 +144,11 @@ def _product(x_xK: Array, weight: Weight, bias_N: Array | None, static: Static) 
         static.implementation,
         functools.partial(hopper.forward, spec=static.spec, tile=static.tile),
         functools.partial(reference.forward, spec=static.spec),
-        x_xK, *weight, bias_N,
+        x_xK,
+        *weight,
+        bias_N,
         op=OP,
-    )  # fmt: skip
+    )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
@@ -162,9 +164,7 @@ def _backward(static, saved, dy_xN):
     x_xK, weight, bias_N = saved
 
     def product(x_xK, scales_GN, zeros_GN, bias_N):
-        return reference.forward(
-            x_xK, weight.packed, scales_GN, zeros_GN, bias_N, spec=static.spec
-        )  # fmt: skip
+        return reference.forward(x_xK, weight.packed, scales_GN, zeros_GN, bias_N, spec=static.spec)
 
     _, pull = jax.vjp(product, x_xK, weight.scales, weight.zeros, bias_N)
     dx_xK, dscales_GN, dzeros_GN, dbias_N = pull(dy_xN)

@@ -56,10 +56,16 @@ def product(case: Case, implementation: Implementation) -> Callable[..., jax.Arr
         zeros = left.pop(0) if case.zeros else None
         bytes_PN = jax.lax.bitcast_convert_type(pairs, jnp.uint8)
         return pallas_kernels.quant_matmul(
-            x, bytes_PN.reshape(pairs.shape[0], -1), scales, bits=case.bits, group=case.group,
-            zeros=zeros, bias=left.pop(0) if case.bias else None, activation=case.activation,
+            x,
+            bytes_PN.reshape(pairs.shape[0], -1),
+            scales,
+            bits=case.bits,
+            group=case.group,
+            zeros=zeros,
+            bias=left.pop(0) if case.bias else None,
+            activation=case.activation,
             implementation=implementation,
-        )  # fmt: skip
+        )
 
     return run
 

@@ -27,19 +27,25 @@ CONFIGS = (
     *(f"tokens 16 {bits} bits split" for bits in BITS if bits != 4),
     *(f"tokens 16 {bits} bits zeros split" for bits in BITS),
     *(f"tokens 128 {bits} bits zeros silu" for bits in BITS),
-    "tokens 16 4 bits groups 32 split", "tokens 16 4 bits four groups 32",
-    "tokens 128 4 bits groups 32 silu", "tokens 128 4 bits deep groups 32",
+    "tokens 16 4 bits groups 32 split",
+    "tokens 16 4 bits four groups 32",
+    "tokens 128 4 bits groups 32 silu",
+    "tokens 128 4 bits deep groups 32",
     "tokens 128 4 bits deep gelu",
-    "tokens 128 4 bits groups 32 float16", "tokens 16 4 bits narrow split",
-    "tokens 63 3 bits ragged", "tokens 63 3 bits ragged split",
+    "tokens 128 4 bits groups 32 float16",
+    "tokens 16 4 bits narrow split",
+    "tokens 63 3 bits ragged",
+    "tokens 63 3 bits ragged split",
     *(f"tokens {n} 4 bits {word} split" for n in (8, 16) for word in ("three", "four")),
     *(f"tokens 16 {bits} bits three zeros split" for bits in BITS),
-    "tokens 8 4 bits four zeros split", "tokens 16 8 bits four split",
+    "tokens 8 4 bits four zeros split",
+    "tokens 16 8 bits four split",
     *(f"tokens {n} 4 bits four {word}" for n in (8, 16) for word in ("halves", "quarters")),
     *(f"tokens {n} 4 bits four {word} warp" for n in (8, 16) for word in ("halves", "quarters")),
     "tokens 16 4 bits four split warp",
-    "tokens 16 3 bits zeros halves split", "tokens 64 4 bits halves split",
-)  # fmt: skip
+    "tokens 16 3 bits zeros halves split",
+    "tokens 64 4 bits halves split",
+)
 WARPGROUPS = {"three": 3, "four": 4}  # that compute, where it is not the heuristic's
 PARTS = {"halves": 2, "quarters": 4}  # of a step's K, where warpgroups share their columns
 FOLDER = pathlib.Path(__file__).parent
@@ -64,9 +70,14 @@ def program(name: str) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, i
     groups = next((n for word, n in WARPGROUPS.items() if word in words), tile.warpgroups)
     parts = next((n for word, n in PARTS.items() if word in words), 1)
     tile = dataclasses.replace(
-        tile, warpgroups=groups, block_m=groups // parts * hopper.COLUMNS, splits=splits, stages=8,
-        block_k=parts * tile.block_k * (2 if "deep" in words else 1), by_warp="warp" in words,
-    )  # fmt: skip
+        tile,
+        warpgroups=groups,
+        block_m=groups // parts * hopper.COLUMNS,
+        splits=splits,
+        stages=8,
+        block_k=parts * tile.block_k * (2 if "deep" in words else 1),
+        by_warp="warp" in words,
+    )
     tile = hopper.fitted(tile, spec, dtype)
     sharding = NamedSharding(Mesh(np.array(aot.devices(1, 1)), "x"), PartitionSpec())
 

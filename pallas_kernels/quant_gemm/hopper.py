@@ -298,9 +298,16 @@ def forward(
 ) -> jax.Array:
     """Returns what reference.forward does, for bf16 and f16; see `multiply`."""
     y_MN = multiply(
-        x_xK.reshape(-1, x_xK.shape[-1]), packed_PN, scales_GN, zeros_GN, bias_N,
-        spec=spec, tile=tile, interpret=interpret, blocks=blocks,
-    )  # fmt: skip
+        x_xK.reshape(-1, x_xK.shape[-1]),
+        packed_PN,
+        scales_GN,
+        zeros_GN,
+        bias_N,
+        spec=spec,
+        tile=tile,
+        interpret=interpret,
+        blocks=blocks,
+    )
     return y_MN.reshape(*x_xK.shape[:-1], -1)
 
 

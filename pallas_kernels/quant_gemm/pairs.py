@@ -58,7 +58,7 @@ from pallas_kernels.quant_gemm.registers import (
     reader,
     rows_of,
     vector_of,
-)  # fmt: skip
+)
 
 BITS = 4  # of a code
 # Of 16-bit types: the number whose last bit is 1 and whose low four bits are 0, and its value.

@@ -90,8 +90,12 @@ def reduce_requantize(
     _check_payload(op, payload_RP, n, bits, group)
     _part(op, "n", n, rows, 1)
     options = {
-        "n": n, "rows": rows, "bits": bits, "new_bits": new_bits, "group": group,
-    }  # fmt: skip
+        "n": n,
+        "rows": rows,
+        "bits": bits,
+        "new_bits": new_bits,
+        "group": group,
+    }
     problem = problems.reduce_requantize(
         **options, senders=payload_RP.shape[0], random=key is not None
     )
@@ -184,10 +188,15 @@ def dequantize_add(
 def key_of(problem: hopper.Problem) -> dict[str, str | bool | int]:
     """What tuned tables are asked."""
     return {
-        "dtype": jnp.dtype(problem.dtype).name, "bits": str(problem.bits),
-        "new_bits": str(problem.new_bits), "group": str(problem.group), "random": problem.noise,
-        "hadamard": problem.hadamard, "payloads": problem.payloads, "elements": problem.elements,
-    }  # fmt: skip
+        "dtype": jnp.dtype(problem.dtype).name,
+        "bits": str(problem.bits),
+        "new_bits": str(problem.new_bits),
+        "group": str(problem.group),
+        "random": problem.noise,
+        "hadamard": problem.hadamard,
+        "payloads": problem.payloads,
+        "elements": problem.elements,
+    }
 
 
 def why_not(problem: hopper.Problem) -> list[str]:

@@ -31,13 +31,14 @@ CHECKED = (
     Case("relay", "reduce_requantize", 2**19, 8, pieces=4, bits=8),
     Case("receive", "reduce_hadamard", 2**19, 4),
     Case("weights out", "subtract_quantize", 2**20, group=2048),
-    Case("weights out random bf16", "subtract_quantize", 2**20, group=2048, wide=False,
-         random=True),
+    Case(
+        "weights out random bf16", "subtract_quantize", 2**20, group=2048, wide=False, random=True
+    ),
     Case("weights in", "dequantize_add", 2**20, 8, group=2048),
     Case("weights in bf16", "dequantize_add", 2**20, 8, group=2048, wide=False),
     Case("send groups 512 4 bits", "hadamard_quantize", 2**20, 4, 2, group=512),
     Case("relay random", "reduce_requantize", 2**19, 16, pieces=2, bits=8, random=True),
-)  # fmt: skip
+)
 SELDOM = 1e-4  # codes that may differ by one (chosen: a fused sum moves fewer over a boundary)
 ROUNDING = 2e-6  # of float32 results, relative to the largest (chosen: sums of 16, and a transform)
 

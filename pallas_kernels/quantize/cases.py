@@ -73,8 +73,14 @@ CASES = (
     Case("relay 8 x 8M random", "reduce_requantize", ALL // 8, 8, pieces=4, bits=8, random=True),
     Case("receive 4 x 16M", "reduce_hadamard", ALL // 4, 4),
     Case("weights out 32M float32", "subtract_quantize", ALL // 2, group=2048),
-    Case("weights out 32M bf16 random", "subtract_quantize", ALL // 2, group=2048, wide=False,
-         random=True),
+    Case(
+        "weights out 32M bf16 random",
+        "subtract_quantize",
+        ALL // 2,
+        group=2048,
+        wide=False,
+        random=True,
+    ),
     Case("weights in 64M float32", "dequantize_add", ALL, 32, group=2048),
     Case("weights in 64M bf16", "dequantize_add", ALL, 32, group=2048, wide=False),
-)  # fmt: skip
+)

@@ -65,9 +65,13 @@ def kernel(case: Case) -> Run:
         case "hadamard_quantize":
             pieces = case.payloads * case.places
             problem = change(
-                pieces=pieces, groups=n // pieces // group, places=case.places, bits=8,
-                new_bits=bits, hadamard=case.hadamard,
-            )  # fmt: skip
+                pieces=pieces,
+                groups=n // pieces // group,
+                places=case.places,
+                bits=8,
+                new_bits=bits,
+                hadamard=case.hadamard,
+            )
             args = (line(dtype), key_W)
         case "reduce_requantize":
             problem = change(pieces=case.pieces, groups=n // case.pieces // group)

@@ -30,8 +30,9 @@ class Payloads:
         T, words = self.tile.groups, self.problem.words(self.problem.bits)
         scales = self.at["payload"].shape[1] * words // (words + 1)  # where a row's codes end
         for name, start, size in (
-            ("word_slots", t * (T * words), T * words), ("scale_slots", scales + t * T, T),
-        ):  # fmt: skip
+            ("word_slots", t * (T * words), T * words),
+            ("scale_slots", scales + t * T, T),
+        ):
             source = self.at["payload"].at[row, pl.ds(pl.multiple_of(start, 4), size)]
             target, ready = self.smem[name].at[slot, part, 0], self.smem["ready"].at[slot]
             plgpu.copy_gmem_to_smem(source, target, ready, oob_mode=INSIDE)

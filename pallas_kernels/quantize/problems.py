@@ -23,9 +23,18 @@ def hadamard_quantize(
 ) -> Problem:
     """n: elements of x. random: rounds so. dtype: of x."""
     return cut(
-        "hadamard_quantize", n, rows * nodes, group, payloads=rows, places=nodes, dtype=dtype,
-        bits=8, new_bits=bits, noise=random, hadamard=hadamard,
-    )  # fmt: skip
+        "hadamard_quantize",
+        n,
+        rows * nodes,
+        group,
+        payloads=rows,
+        places=nodes,
+        dtype=dtype,
+        bits=8,
+        new_bits=bits,
+        noise=random,
+        hadamard=hadamard,
+    )
 
 
 def reduce_requantize(
@@ -40,9 +49,15 @@ def reduce_requantize(
 ) -> Problem:
     """n: elements of the sum. senders: payloads that are added."""
     return cut(
-        "reduce_requantize", n, rows, group, payloads=senders, bits=bits, new_bits=new_bits,
+        "reduce_requantize",
+        n,
+        rows,
+        group,
+        payloads=senders,
+        bits=bits,
+        new_bits=new_bits,
         noise=random,
-    )  # fmt: skip
+    )
 
 
 def reduce_hadamard(

@@ -96,8 +96,10 @@ def with_values(tree: Any, values: Any) -> Any:
     """
     return jax.tree.map(
         lambda x, new: x.replace(values=new) if _is_sparse(x) else new,
-        tree, values, is_leaf=_is_sparse,
-    )  # fmt: skip
+        tree,
+        values,
+        is_leaf=_is_sparse,
+    )
 
 
 def _is_sparse(x: Any) -> bool:
@@ -137,9 +139,12 @@ def _product(x_xK, slots_Skn, bias_P, pattern, static, keep):
         static.forward,
         functools.partial(hopper.forward, spec=spec, tile=tile),
         functools.partial(reference.forward, spec=spec),
-        x_xK, slots_Skn, bias_P, pattern,
+        x_xK,
+        slots_Skn,
+        bias_P,
+        pattern,
         op=OP,
-    )  # fmt: skip
+    )
 
 
 def _forward(x_xK, slots_Skn, bias_P, pattern, static):
@@ -159,9 +164,12 @@ def _backward(static, saved, dy_xP):
         static.backward,
         functools.partial(gradients.backward, tile_dx=static.tile_dx, tile_dw=static.tile_dw),
         reference.backward,
-        x_xK, slots_Skn, dz_xP.astype(x_xK.dtype), pattern,
+        x_xK,
+        slots_Skn,
+        dz_xP.astype(x_xK.dtype),
+        pattern,
         op=OP,
-    )  # fmt: skip
+    )
     return dx_xK, dslots_Skn, dbias_P, None
 
 
@@ -172,8 +180,12 @@ def key(dtype: Any, kind: str, activation: str | None, pattern: Pattern, M: int)
     """Returns the key of a table's row. kind: 'forward', 'dx' (dz w^T) or 'dw' (x^T dz)."""
     words = {"dtype": jnp.dtype(dtype).name, "kind": kind, "activation": activation or "none"}
     words["format"] = f"{pattern.tile}x{pattern.chunk}"
-    return words | {"M": M, "K": pattern.shape[0], "P": pattern.columns.size,
-                    "slots": pattern.chunks.size}  # fmt: skip
+    return words | {
+        "M": M,
+        "K": pattern.shape[0],
+        "P": pattern.columns.size,
+        "slots": pattern.chunks.size,
+    }
 
 
 def _static(

@@ -84,9 +84,12 @@ def errors(case: Case, implementation: Implementation) -> dict[str, float]:
     def all_of(implementation: Implementation, x, weight, bias, dy):
         def run(x, values, bias):
             return tile_sparse_matmul(
-                x, weight.replace(values=values), bias=bias, activation="gelu",
+                x,
+                weight.replace(values=values),
+                bias=bias,
+                activation="gelu",
                 implementation=implementation,
-            )  # fmt: skip
+            )
 
         y, pull = jax.vjp(run, x, weight.values, bias)
         return y, *pull(dy)
@@ -98,9 +101,10 @@ def errors(case: Case, implementation: Implementation) -> dict[str, float]:
             return [np.asarray(a, np.float64) for a in all_of(implementation, *given)]
 
     found, rough, want = (
-        results(implementation, "bfloat16"), results("reference", "bfloat16"),
+        results(implementation, "bfloat16"),
+        results("reference", "bfloat16"),
         results("reference", "float32"),
-    )  # fmt: skip
+    )
     return {
         name: float(np.abs(f - w).max() / (2 * np.abs(r - w).max() + 1e-3))
         for name, f, r, w in zip(("y", "dx", "dvalues", "dbias"), found, rough, want, strict=True)

@@ -73,9 +73,16 @@ class Case:
         (C, T), each = self.kept_CT.shape, together(self.chunk)
         S = max(int((-(-self.kept_CT.sum(0) // each)).sum()), 1) * each
         sizes = {
-            "chunks": S, "tiles": S, "tile_starts": T + 1, "by_chunk": S, "chunk_starts": C + 1,
-            "tile_order": T, "chunk_order": C, "columns": T * self.tile, "places": self.N,
-        }  # fmt: skip
+            "chunks": S,
+            "tiles": S,
+            "tile_starts": T + 1,
+            "by_chunk": S,
+            "chunk_starts": C + 1,
+            "tile_order": T,
+            "chunk_order": C,
+            "columns": T * self.tile,
+            "places": self.N,
+        }
         arrays: dict[str, Any] = {k: jax.ShapeDtypeStruct((n,), "int32") for k, n in sizes.items()}
         arrays["kept"] = jax.ShapeDtypeStruct((S, self.tile * self.chunk // 8), "uint8")
         arrays |= {"rows_R": None, "columns_R": None}

@@ -27,8 +27,11 @@ KINDS = ("forward", "dx", "dw")
 FULL = "bias gelu kept"  # the most that an epilogue does
 LANES = "pingpong"
 CONFIGS = (
-    *(f"forward 128x64 {rows} {words}" for rows in ("256", "128", f"128 {LANES}", f"64 {LANES}")
-      for words in ("plain", FULL)),
+    *(
+        f"forward 128x64 {rows} {words}"
+        for rows in ("256", "128", f"128 {LANES}", f"64 {LANES}")
+        for words in ("plain", FULL)
+    ),
     "forward 128x64 256 plain alone",
     "forward 128x64 256 plain float32",
     "forward 128x64 256 bias gelu_tanh kept",
@@ -60,7 +63,7 @@ CONFIGS = (
     "dw 128x8 256",
     "dw 128x8 256 split",
     "dw 128x16 256 split",
-)  # fmt: skip
+)
 FOLDER = pathlib.Path(__file__).parent
 
 
@@ -100,8 +103,10 @@ def arguments(kind: str, case: Case, pattern: Pattern, bias: bool = False) -> tu
     slots = jax.ShapeDtypeStruct((S, case.chunk, case.tile), jnp.bfloat16)
     bias_P = jax.ShapeDtypeStruct((P,), jnp.float32) if bias else None
     return {
-        "forward": (x, slots, bias_P, pattern), "dx": (dz, slots, pattern), "dw": (x, dz, pattern),
-    }[kind]  # fmt: skip
+        "forward": (x, slots, bias_P, pattern),
+        "dx": (dz, slots, pattern),
+        "dw": (x, dz, pattern),
+    }[kind]
 
 
 def kernel(kind: str, tile: Any, spec: Spec, interpret: bool = False) -> Callable[..., Any]:

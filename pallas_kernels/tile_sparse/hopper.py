@@ -135,10 +135,16 @@ def forward(
     entries = jnp.concatenate([jnp.arange(units, dtype=jnp.int32)[:, None], sources], 1)
     found = multiply(
         pad(x_MK, (x_MK.shape[0], C * pattern.chunk)),
-        slots_Skn.reshape(units, pattern.unit, pattern.tile), bias_P,
-        _jobs(pattern.tile_order, pattern.tile_starts // each), entries, spec=spec,
-        tile=tile, shape=shape_of(pattern, False), interpret=interpret, blocks=blocks,
-    )  # fmt: skip
+        slots_Skn.reshape(units, pattern.unit, pattern.tile),
+        bias_P,
+        _jobs(pattern.tile_order, pattern.tile_starts // each),
+        entries,
+        spec=spec,
+        tile=tile,
+        shape=shape_of(pattern, False),
+        interpret=interpret,
+        blocks=blocks,
+    )
     y_xP, z_xP = jax.tree.map(lambda y: y.reshape(*x_xK.shape[:-1], y.shape[1]), found)
     return y_xP, z_xP
 
@@ -157,10 +163,17 @@ def gradient(
     sources = pattern.tiles.at[pattern.by_chunk].get(mode="clip")
     entries = jnp.stack([pattern.by_chunk, sources], 1)
     dx_MK, _ = multiply(
-        dz_MP, slots_Skn, None, _jobs(pattern.chunk_order, pattern.chunk_starts), entries,
-        spec=Spec(None, dz_MP.dtype.name), tile=tile, shape=shape_of(pattern, True),
-        interpret=interpret, blocks=blocks,
-    )  # fmt: skip
+        dz_MP,
+        slots_Skn,
+        None,
+        _jobs(pattern.chunk_order, pattern.chunk_starts),
+        entries,
+        spec=Spec(None, dz_MP.dtype.name),
+        tile=tile,
+        shape=shape_of(pattern, True),
+        interpret=interpret,
+        blocks=blocks,
+    )
     return dx_MK[:, :K].reshape(*dz_xP.shape[:-1], K)
 
 

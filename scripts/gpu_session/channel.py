@@ -99,9 +99,13 @@ class Channel:
         self._send({"hello": facts})
 
     def stage(
-        self, name: str, limit_s: float, item: str | None = None, skip: str = "",
+        self,
+        name: str,
+        limit_s: float,
+        item: str | None = None,
+        skip: str = "",
         rival: Row | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Says what comes next; when it takes longer than limit_s the parent kills this process.
 
         skip: what the next worker of this part should leave out then (spec["skip"]) when it does

@@ -183,9 +183,11 @@ def times(folder: str, direction: str, rehearsal: bool) -> list[Item]:
         for name, build in sides.items():
             timed = Timed(case, direction, build, rehearsal)
             about = {
-                "folder": folder, "case": case.name, "direction": direction,
+                "folder": folder,
+                "case": case.name,
+                "direction": direction,
                 "implementation": name,
-            }  # fmt: skip
+            }
             steps: Any = (timed.run, timed.prepare)
             if name in AUTOTUNED:
                 steps = (timed.prepare_and_run, None)
@@ -200,8 +202,11 @@ def torch_times(folder: str, direction: str, rehearsal: bool) -> list[Item]:
 
     def item(case: Any, name: str, timed: Timed | TorchTimed) -> Item:
         about = {
-            "folder": folder, "case": case.name, "direction": direction, "implementation": name,
-        }  # fmt: skip
+            "folder": folder,
+            "case": case.name,
+            "direction": direction,
+            "implementation": name,
+        }
         return Item(f"{case.name}, {name}", timed.run, timed.prepare, about, TORCH_S, True)
 
     for case in cases:
@@ -226,17 +231,20 @@ def bert(rehearsal: bool) -> list[Item]:
     steps = (
         dataclasses.replace(ours, name=f"{ours.name}, our kernels", implementation=forced),
         dataclasses.replace(ours, name=f"{ours.name}, this GPU's defaults"),
-        report.CUDNN, report.PADDED,
-    )  # fmt: skip
+        report.CUDNN,
+        report.PADDED,
+    )
     return [
         Item(
             f"{what}, {step.name}",
             functools.partial(timed, cfg, step, dtype, batch, longest, clock, runs),
-            about={"bert": what, "step": step.name}, limit_s=120, optional=step in steps[2:],
+            about={"bert": what, "step": step.name},
+            limit_s=120,
+            optional=step in steps[2:],
         )
         for what, timed in (("stack", report.timed), ("attention", report.timed_attention))
         for step in steps
-    ]  # fmt: skip
+    ]
 
 
 def fused(folder: str, exact: bool, rehearsal: bool) -> list[Item]:

@@ -59,7 +59,9 @@ def items(rehearsal: bool) -> list[Item]:
         *(
             Item(
                 f"decode batch {batch}{'' if bits is None else f' int{bits}'}",
-                functools.partial(timed, batch, bits), about={"batch": batch}, limit_s=240,
+                functools.partial(timed, batch, bits),
+                about={"batch": batch},
+                limit_s=240,
             )
             for bits in (None, 4)
             for batch in batches
@@ -78,7 +80,7 @@ def items(rehearsal: bool) -> list[Item]:
             for bits in (None, 4)
             for batch in batches
         ),
-    ]  # fmt: skip
+    ]
 
 
 def attention(rehearsal: bool) -> dict[str, Any]:
@@ -101,10 +103,15 @@ def attention(rehearsal: bool) -> dict[str, Any]:
     copy = bench.peaks(64 if rehearsal else 8192, clock)["copy_bytes_per_s"]
     rate = sum(x.nbytes for x in inputs[0][1:]) / found.median_s
     return {
-        "median_s": found.median_s, "p10_s": found.p10_s, "p90_s": found.p90_s,
-        "clock": found.clock, "bytes_per_s": rate, "copy_bytes_per_s": copy,
-        "of_copy": rate / copy, "goal": GOALS["attention"],
-    }  # fmt: skip
+        "median_s": found.median_s,
+        "p10_s": found.p10_s,
+        "p90_s": found.p90_s,
+        "clock": found.clock,
+        "bytes_per_s": rate,
+        "copy_bytes_per_s": copy,
+        "of_copy": rate / copy,
+        "goal": GOALS["attention"],
+    }
 
 
 def _engine(rehearsal: bool, bits: int | None = None) -> tuple[DecoderConfig, Engine]:
@@ -129,9 +136,13 @@ def _engine(rehearsal: bool, bits: int | None = None) -> tuple[DecoderConfig, En
     context = 64 if rehearsal else PROMPT + ANSWER
     # Pages for all sequences, without what prompts could share.
     engine = Engine(
-        cfg, make(jax.random.key(0)), dtype=dtype, context=context,
-        max_batch=2 if rehearsal else max(BATCHES), prefix_cache=False,
-    )  # fmt: skip
+        cfg,
+        make(jax.random.key(0)),
+        dtype=dtype,
+        context=context,
+        max_batch=2 if rehearsal else max(BATCHES),
+        prefix_cache=False,
+    )
     return cfg, engine
 
 
@@ -156,9 +167,13 @@ def decode(
     tokens = sum(counts)
     each = sum(times) / tokens * batch
     return {
-        "token_s": each, "tokens_per_s": tokens / sum(times), "dispatch_s": np.median(times).item(),
-        "clock": "wall", "n": steps, **_roofline(cfg, batch, PROMPT + ANSWER // 2, each),
-    }  # fmt: skip
+        "token_s": each,
+        "tokens_per_s": tokens / sum(times),
+        "dispatch_s": np.median(times).item(),
+        "clock": "wall",
+        "n": steps,
+        **_roofline(cfg, batch, PROMPT + ANSWER // 2, each),
+    }
 
 
 def profile(
@@ -182,10 +197,14 @@ def profile(
         until = max(until, start + seconds)
         by_name[name] += seconds
     return {
-        "batch": batch, "launches": len(events) / tokens, "busy_s": busy / tokens, "n": tokens,
-        "span_s": (until - events[0][0]) / tokens if events else None, "clock": "profiler",
+        "batch": batch,
+        "launches": len(events) / tokens,
+        "busy_s": busy / tokens,
+        "n": tokens,
+        "span_s": (until - events[0][0]) / tokens if events else None,
+        "clock": "profiler",
         "kernels": {name: seconds / tokens for name, seconds in by_name.most_common(12)},
-    }  # fmt: skip
+    }
 
 
 def _launched(folder: str) -> list[tuple[float, float, str]]:

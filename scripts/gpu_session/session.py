@@ -89,10 +89,18 @@ class Store:
     def verdict(self, part: Part) -> Row:
         """What is known of a part: its faults, what its workers skip, whether it is finished."""
         found = [row for row in self.rows(VERDICTS) if row["part"] == part.name]
-        return found[0] if found else {
-            "part": part.name, "verdict": "not begun", "finished": False, "seconds": 0.0,
-            "faults": {}, "skip": [],
-        }  # fmt: skip
+        return (
+            found[0]
+            if found
+            else {
+                "part": part.name,
+                "verdict": "not begun",
+                "finished": False,
+                "seconds": 0.0,
+                "faults": {},
+                "skip": [],
+            }
+        )
 
     def judge(self, part: Part, verdict: Row) -> None:
         """Keeps what is known of a part."""
@@ -132,9 +140,14 @@ class Worker:
         os.set_blocking(self.pipe, False)
         self._rest = b""
         self.process = subprocess.Popen(
-            [*command, str(theirs)], stdin=subprocess.PIPE, stdout=self.log, stderr=self.log,
-            pass_fds=[theirs], start_new_session=True, env=dict(env),
-        )  # fmt: skip
+            [*command, str(theirs)],
+            stdin=subprocess.PIPE,
+            stdout=self.log,
+            stderr=self.log,
+            pass_fds=[theirs],
+            start_new_session=True,
+            env=dict(env),
+        )
         os.close(theirs)
         self.say(json.dumps(spec))
 
@@ -217,9 +230,15 @@ class Session:
     """Runs parts, in their order, until they are finished or the time is over."""
 
     def __init__(
-        self, command: Sequence[str], store: Store, end: float, *,
-        env: Mapping[str, str] | None = None, spec: Row | None = None, again: bool = False,
-    ):  # fmt: skip
+        self,
+        command: Sequence[str],
+        store: Store,
+        end: float,
+        *,
+        env: Mapping[str, str] | None = None,
+        spec: Row | None = None,
+        again: bool = False,
+    ):
         """end: of the time, by time.monotonic. spec: what every worker is told.
 
         again: whether all of these parts is measured again, whatever the store has.

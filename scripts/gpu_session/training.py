@@ -44,10 +44,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "xla, batch 2": {"train.attention": "xla", "train.global_batch": 2},
 }
 LARGE = {
-    "train.steps": 1000, "train.global_batch": 8, "train.seq_len": 4096, "train.dtype": "bfloat16",
-    "train.loss_chunks": 8, "train.attention": "cudnn", "train.remat": "outputs",
+    "train.steps": 1000,
+    "train.global_batch": 8,
+    "train.seq_len": 4096,
+    "train.dtype": "bfloat16",
+    "train.loss_chunks": 8,
+    "train.attention": "cudnn",
+    "train.remat": "outputs",
     "train.segments": PIECES,
-}  # fmt: skip
+}
 TINY = {"train.steps": 1000, "train.global_batch": 2, "train.seq_len": 64, "train.attention": "xla"}
 
 
@@ -117,11 +122,12 @@ def losses_items(rehearsal: bool) -> list[Item]:
         *(
             Item(
                 f"bf16 last loss, {kind} attention, relative to float32",
-                functools.partial(short, kind), limit_s=120,
+                functools.partial(short, kind),
+                limit_s=120,
             )
             for kind in kinds
         ),
-    ]  # fmt: skip
+    ]
 
 
 # ---- steps
@@ -150,10 +156,16 @@ def time_step(cfg: Config, steps: int, pieces: int) -> dict[str, Any]:
     stats = jax.devices()[0].memory_stats() or {}
     rate = cfg.train.global_batch * cfg.train.seq_len / median
     return {
-        "median_s": median, "p10_s": p10, "p90_s": p90, "n": steps, "clock": "wall",
-        "tokens_per_s": rate, "loss": float(metrics["loss"]),
-        "memory_gib": stats.get("peak_bytes_in_use", 0) / 2**30, **mfu_of(cfg, rate, pieces),
-    }  # fmt: skip
+        "median_s": median,
+        "p10_s": p10,
+        "p90_s": p90,
+        "n": steps,
+        "clock": "wall",
+        "tokens_per_s": rate,
+        "loss": float(metrics["loss"]),
+        "memory_gib": stats.get("peak_bytes_in_use", 0) / 2**30,
+        **mfu_of(cfg, rate, pieces),
+    }
 
 
 def mfu_of(cfg: Config, tokens_per_s: float, pieces: int) -> dict[str, float | None]:
@@ -187,9 +199,13 @@ def step_items(variant: str, rehearsal: bool) -> list[Item]:
     cfg = configuration(variant, rehearsal)
     steps, train = 2 if rehearsal else STEPS, cfg.train
     about = {
-        "variant": variant, "attention": train.attention, "remat": train.remat,
-        "batch": train.global_batch, "seq_len": train.seq_len, "segments": PIECES,
-    }  # fmt: skip
+        "variant": variant,
+        "attention": train.attention,
+        "remat": train.remat,
+        "batch": train.global_batch,
+        "seq_len": train.seq_len,
+        "segments": PIECES,
+    }
 
     runs: dict[str, Callable[[], dict[str, Any]]] = {
         "step": lambda: time_step(cfg, steps, PIECES),

@@ -30,9 +30,17 @@ RUNS, SHORT = 50, 6  # calls, in full and shortly
 TILE_S = 20  # limit of one candidate (chosen: a hundred times what any takes)
 
 FOLDERS = {
-    "attention", "collective", "expert", "gemm", "grouped", "norm", "paged", "quant_gemm",
-    "quantize", "tile_sparse",
-}  # fmt: skip
+    "attention",
+    "collective",
+    "expert",
+    "gemm",
+    "grouped",
+    "norm",
+    "paged",
+    "quant_gemm",
+    "quantize",
+    "tile_sparse",
+}
 
 Row = dict[str, Any]
 
@@ -109,9 +117,13 @@ class Measurement:
     """One tuning, from its candidates to its row of the table."""
 
     def __init__(
-        self, name: str, tuning: tuned.Tuning, parent: Parent, clock: bench.Clock,
+        self,
+        name: str,
+        tuning: tuned.Tuning,
+        parent: Parent,
+        clock: bench.Clock,
         interpret: bool = False,
-    ):  # fmt: skip
+    ):
         """parent: is told which candidate comes next; spec["skip"] has those that are left out.
 
         interpret: a rehearsal, which calls each program once.
@@ -160,14 +172,19 @@ class Measurement:
         fastest = tuning.words[0 if 1e6 * times[best].median_s <= plain else 1]
         first = short.get(tuning.candidates[0])
         return {
-            "op": tuning.op, "key": dict(tuning.key), "tile": dataclasses.asdict(best),
+            "op": tuning.op,
+            "key": dict(tuning.key),
+            "tile": dataclasses.asdict(best),
             "correct": True,  # only candidates that `_race` found right are timed
-            "median_us": 1e6 * times[best].median_s, "fastest": fastest, "rivals": rivals,
+            "median_us": 1e6 * times[best].median_s,
+            "fastest": fastest,
+            "rivals": rivals,
             **({} if tuning.link is None else {"link": tuning.link}),
             "heuristic_us": None if first is None else 1e6 * first,
-            "candidates": len(tuning.candidates), "failed": self._reasons,
+            "candidates": len(tuning.candidates),
+            "failed": self._reasons,
             "clock": times[best].clock,
-        }  # fmt: skip
+        }
 
     def _inputs(self, draw: Callable[[jax.Array], tuple[Any, ...]]) -> list[tuple[Any, ...]]:
         return [draw(key) for key in jax.random.split(jax.random.key(0), self._sets)]

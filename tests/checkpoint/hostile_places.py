@@ -217,8 +217,15 @@ class Junk(Hostile):
             source = self._folder / str(good[int(self._random.integers(len(good)))])
             shutil.copytree(source, made, dirs_exist_ok=True)
             return
-        texts = ["", "{}", "[1]", '{"custom_metadata": {"megajax.integrity": 1}}', "{" * 5000,
-                 '{"item_handlers": {}, "custom_metadata": {}}', "\xff\x00"]  # fmt: skip
+        texts = [
+            "",
+            "{}",
+            "[1]",
+            '{"custom_metadata": {"megajax.integrity": 1}}',
+            "{" * 5000,
+            '{"item_handlers": {}, "custom_metadata": {}}',
+            "\xff\x00",
+        ]
         (made / METADATA).write_text(texts[kind % len(texts)])
         other = json.dumps({"crc32": "00000000", "record": {"step": near, "files": {}}})
         records = ["", '{"crc32": "00000000", "record": {}}\n', '{"crc32": "0', "[" * 9000, other]
@@ -331,10 +338,12 @@ class LyingStore(Hostile):
     def environment(self) -> dict[str, str]:
         """Returns what victims must know."""
         return {
-            "AWS_ENDPOINT_URL": self.server.url, "AWS_REGION": "us-east-1",
+            "AWS_ENDPOINT_URL": self.server.url,
+            "AWS_REGION": "us-east-1",
             "AWS_ACCESS_KEY_ID": object_servers.KEY,
-            "AWS_SECRET_ACCESS_KEY": object_servers.SECRET, "TMPDIR": str(self._scratch),
-        }  # fmt: skip
+            "AWS_SECRET_ACCESS_KEY": object_servers.SECRET,
+            "TMPDIR": str(self._scratch),
+        }
 
     def new_run(self, prefix: str) -> None:
         """Begins in another prefix; the bucket is emptied."""
@@ -382,8 +391,11 @@ class LyingStore(Hostile):
         random, keys = self._random, self._guessed()
         self.server.ghosts = set(random.choice(keys, int(random.integers(0, 10))).tolist())
         kept = tuple(f"{self._prefix}/{s}/" for s in spared)
-        hidden = {k for k in random.choice(keys, int(random.integers(0, 10))).tolist()
-                  if not k.startswith(kept or "\0")}  # fmt: skip
+        hidden = {
+            k
+            for k in random.choice(keys, int(random.integers(0, 10))).tolist()
+            if not k.startswith(kept or "\0")
+        }
         self.server.hidden = lambda key: key in hidden
         self.server.fail = int(random.choice([0, 5, 9]))
 
@@ -393,8 +405,11 @@ class LyingStore(Hostile):
         self._lie({max(self._good)} if self._good else set())
         good = sorted(self._good)
         if len(good) >= 2 and self._random.random() < 0.4:  # and one object of a step goes bad
-            own = [k for k, c in self.server.objects.items()
-                   if k.startswith(f"{self._prefix}/{good[-1]}/") and c]  # fmt: skip
+            own = [
+                k
+                for k, c in self.server.objects.items()
+                if k.startswith(f"{self._prefix}/{good[-1]}/") and c
+            ]
             key = max(own, key=lambda k: len(self.server.objects[k]))
             content = self.server.objects[key]
             at = int(self._random.integers(0, len(content)))

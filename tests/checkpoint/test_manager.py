@@ -79,10 +79,11 @@ def test_leaves_without_elements_come_back_from_storage_and_from_memory(tmp_path
     specs = {"none": P(), "cut": P("a"), "inner": P(None, "b"), "x": P("a", "b")}
     shapes = {"none": (0, 4), "cut": (4, 0), "inner": (3, 2, 0), "x": (8, 6)}
     state = {
-        n: jax.device_put(np.arange(np.prod(s), dtype=np.float32).reshape(s),
-                          NamedSharding(mesh, specs[n]))
+        n: jax.device_put(
+            np.arange(np.prod(s), dtype=np.float32).reshape(s), NamedSharding(mesh, specs[n])
+        )
         for n, s in shapes.items()
-    }  # fmt: skip
+    }
     elsewhere = {
         n: jax.ShapeDtypeStruct(s, np.float32, sharding=NamedSharding(other, P()))
         for n, s in shapes.items()

@@ -98,8 +98,10 @@ def test_every_order_is_restored_into_every_other(stored, step):
     on_host = jax.tree.map(np.asarray, values(0))
     assert same(manager.restore(step, like=on_host), values(0))
     quick = CheckpointManager(stored, keep=0, verify=None)
-    assert same(quick.restore(step, like=on_host, order=of(FOUR))["params"]["blocks"]["query"],
-                values(0)["params"]["blocks"]["query"][FOUR])  # fmt: skip
+    assert same(
+        quick.restore(step, like=on_host, order=of(FOUR))["params"]["blocks"]["query"],
+        values(0)["params"]["blocks"]["query"][FOUR],
+    )
 
 
 def test_tools_show_the_model_and_not_the_order(stored):
@@ -152,9 +154,12 @@ def test_a_copy_in_memory_comes_back_in_any_order(tmp_path, orders):
 
 @pytest.mark.parametrize(
     ("order", "words"),
-    [({NAME: [0] * LAYERS}, "must hold each of its"), ({NAME: [0, 1]}, "must hold each of its"),
-     ({"params.blocks.key": TWO}, "names params.blocks.key, which is no leaf")],
-)  # fmt: skip
+    [
+        ({NAME: [0] * LAYERS}, "must hold each of its"),
+        ({NAME: [0, 1]}, "must hold each of its"),
+        ({"params.blocks.key": TWO}, "names params.blocks.key, which is no leaf"),
+    ],
+)
 def test_an_order_that_is_none(tmp_path, order, words):
     manager = CheckpointManager(tmp_path)
     with pytest.raises(CheckpointError, match=words):

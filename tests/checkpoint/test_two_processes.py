@@ -325,10 +325,12 @@ def run_job(worker, folder, spare):
         subprocess.Popen(
             [sys.executable, "-W", "ignore", "-c", textwrap.dedent(SET_UP + worker)]
             + [str(a) for a in (folder, spare, rank, port)],
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
         )
         for rank in range(2)
-    ]  # fmt: skip
+    ]
     try:
         outputs = [p.communicate(timeout=150)[0] for p in job]
     finally:

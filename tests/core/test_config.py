@@ -43,9 +43,18 @@ class Nested:
 
 def test_leaves_are_dotted():
     assert [n for n, _, _ in config.leaves(Outer)] == [
-        "inner.size", "inner.kind", "inner.limit", "inner.rate",
-        "mesh.size", "mesh.kind", "mesh.limit", "mesh.rate", "name", "on", "tail",
-    ]  # fmt: skip
+        "inner.size",
+        "inner.kind",
+        "inner.limit",
+        "inner.rate",
+        "mesh.size",
+        "mesh.kind",
+        "mesh.limit",
+        "mesh.rate",
+        "name",
+        "on",
+        "tail",
+    ]
 
 
 def test_a_group_may_shorten_its_flags():
@@ -172,14 +181,20 @@ def test_a_reader_that_leaves_ends_a_script_quietly(script, words):
 @pytest.mark.parametrize(
     ("error", "code", "said"),
     [
-        ("OSError(28, 'No space left on device', '/runs/x')", 75,
-         "error: cannot write /runs/x: No space left on device; make room, and start the command "
-         "again (exit code 75: a later start may work)\n"),
-        ("errors.TemporaryError('too late')", 75,
-         "error: too late (exit code 75: a later start may work)\n"),
+        (
+            "OSError(28, 'No space left on device', '/runs/x')",
+            75,
+            "error: cannot write /runs/x: No space left on device; make room, and start the "
+            "command again (exit code 75: a later start may work)\n",
+        ),
+        (
+            "errors.TemporaryError('too late')",
+            75,
+            "error: too late (exit code 75: a later start may work)\n",
+        ),
         ("errors.UserError('too early')", 2, "error: too early\n"),
     ],
-)  # fmt: skip
+)
 def test_a_command_says_whether_a_later_start_may_work(error, code, said):
     program = (
         f"from megajax.core import config, errors\ndef main():\n  raise {error}\nconfig.run(main)"

@@ -59,13 +59,17 @@ def test_json_of_more_values_than_its_length_pays(monkeypatch):
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ("[1]", r"x must hold a JSON object, not \[1\]"), ("null", "must hold a JSON object"),
-        ("{", "x is not JSON: "), ("\xff", "x is not JSON: "),
-        ('{"a": ' + "[" * 9_000, "nested too deep"), ('{"a": 1, "b": {}, "a": 2}', "'a' comes twi"),
+        ("[1]", r"x must hold a JSON object, not \[1\]"),
+        ("null", "must hold a JSON object"),
+        ("{", "x is not JSON: "),
+        ("\xff", "x is not JSON: "),
+        ('{"a": ' + "[" * 9_000, "nested too deep"),
+        ('{"a": 1, "b": {}, "a": 2}', "'a' comes twi"),
         (f'{{"a": {{"{"b" * 900}": 1, "{"b" * 900}": 1}}}}', "'bbb.{195,205} comes twice"),
-        (" " * 10_000, "x has 10,000 bytes"), (None, "cannot read .*x: No such file"),
+        (" " * 10_000, "x has 10,000 bytes"),
+        (None, "cannot read .*x: No such file"),
     ],
-)  # fmt: skip
+)
 def test_an_object_of_a_stranger_or_one_sentence_with_the_flag(tmp_path, content, words):
     if content is not None:
         (tmp_path / "x").write_bytes(content.encode("latin-1"))
@@ -88,14 +92,17 @@ def test_json_that_is_none(text):
 def test_what_is_not_finite_is_null_in_json():
     """And comes back as NaN, or as what the reader says; NumPy's scalars are plain numbers."""
     value = {
-        "a": (1.5, math.inf), 2: [np.float32("nan"), np.float32(0.25), ml_dtypes.bfloat16(0.5)],
+        "a": (1.5, math.inf),
+        2: [np.float32("nan"), np.float32(0.25), ml_dtypes.bfloat16(0.5)],
         np.int64(3): {"b": np.bool_(True), "c": None, "d": np.float64("-inf")},
-    }  # fmt: skip
+    }
     text = files.json_text(value)
     found = json.loads(text, parse_constant=pytest.fail)
     assert text.endswith("}\n") and found == {
-        "a": [1.5, None], "2": [None, 0.25, 0.5], "3": {"b": True, "c": None, "d": None},
-    }  # fmt: skip
+        "a": [1.5, None],
+        "2": [None, 0.25, 0.5],
+        "3": {"b": True, "c": None, "d": None},
+    }
     assert math.isnan(files.or_nan(found["a"][1])) and files.or_nan(None, math.inf) == math.inf
     assert files.or_nan(0.0) == 0 and files.or_nan(0.0, math.inf) == 0
 
@@ -115,10 +122,14 @@ def test_an_array_is_no_json():
 def test_arrays_are_those_that_numpy_reads(tmp_path, save):
     rng = np.random.default_rng(0)
     arrays = {
-        "a": rng.normal(size=(3, 4)), "b": np.asfortranarray(rng.integers(0, 9, (2, 3, 5))),
-        "text": np.array(["x", "été"]), "none": np.empty((0, 7), np.float32), "one": np.array(5),
-        "big": np.arange(4).astype(">i2"), "flags": np.array([True, False]),
-    }  # fmt: skip
+        "a": rng.normal(size=(3, 4)),
+        "b": np.asfortranarray(rng.integers(0, 9, (2, 3, 5))),
+        "text": np.array(["x", "été"]),
+        "none": np.empty((0, 7), np.float32),
+        "one": np.array(5),
+        "big": np.arange(4).astype(">i2"),
+        "flags": np.array([True, False]),
+    }
     save(tmp_path / "x.npz", **arrays)
     read = files.read_arrays(tmp_path / "x.npz", "table")
     assert read.keys() == arrays.keys()

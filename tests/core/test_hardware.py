@@ -18,9 +18,13 @@ def test_cards_are_found_by_jaxs_names():
     assert find_card("NVIDIA A100-SXM4-80GB") is CARDS["A100"]
     assert find_card("cpu") is None
     for kind, name in [
-        ("Tesla V100-SXM2-32GB", "V100"), ("Tesla T4", "T4"), ("Tesla P100-PCIE-16GB", "P100"),
-        ("NVIDIA A10", "A10"), ("NVIDIA L4", "L4"), ("NVIDIA L40S", "L40S"),
-    ]:  # fmt: skip
+        ("Tesla V100-SXM2-32GB", "V100"),
+        ("Tesla T4", "T4"),
+        ("Tesla P100-PCIE-16GB", "P100"),
+        ("NVIDIA A10", "A10"),
+        ("NVIDIA L4", "L4"),
+        ("NVIDIA L40S", "L40S"),
+    ]:
         assert find_card(kind) is CARDS[name]
     assert find_card("NVIDIA A10G") is None
     assert find_card("Tesla T4", "bfloat16") is None and find_card("NVIDIA L4", "bfloat16")

@@ -19,9 +19,10 @@ def test_a_large_script_describes_what_matters_and_names_the_rest():
     lines = shown.splitlines()
     assert lines[0] == "What it does." and "verbosity" not in shown
     assert lines[2:5] == [
-        "The flags that matter most:", "  --preset: about preset (text)",
+        "The flags that matter most:",
+        "  --preset: about preset (text)",
         "  --train.steps: about train.steps (text)",
-    ]  # fmt: skip
+    ]
     assert "train: One step.\n  --train.lr\n" in shown and "--train.lr:" not in shown
     assert "model.rope: Rotation.\n  --model.rope.base" in shown
     assert max(map(len, lines)) <= script.WIDTH

@@ -21,8 +21,13 @@ from megajax.core.mesh import (
 
 def test_data_takes_the_devices_that_remain():
     assert MeshSpec(tensor=2).sizes(8) == {
-        "pipe": 1, "node": 1, "data": 4, "expert": 1, "context": 1, "tensor": 2,
-    }  # fmt: skip
+        "pipe": 1,
+        "node": 1,
+        "data": 4,
+        "expert": 1,
+        "context": 1,
+        "tensor": 2,
+    }
 
 
 def test_all_axes_are_present_and_explicit():
@@ -69,9 +74,12 @@ def test_a_presets_mesh_gives_way_but_a_users_does_not():
 
 
 SLURM = {
-    "SLURM_JOB_ID": "7", "SLURM_STEP_NODELIST": "n[01-02]", "SLURM_NTASKS": "2",
-    "SLURM_PROCID": "1", "SLURM_LOCALID": "0",
-}  # fmt: skip
+    "SLURM_JOB_ID": "7",
+    "SLURM_STEP_NODELIST": "n[01-02]",
+    "SLURM_NTASKS": "2",
+    "SLURM_PROCID": "1",
+    "SLURM_LOCALID": "0",
+}
 
 
 @pytest.mark.parametrize(

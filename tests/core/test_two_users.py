@@ -54,9 +54,14 @@ def stacks(path):
 
 
 OPENERS = {
-    "progress": Heartbeat, "records": Stream, "lease": Lease, "stacks": stacks, "own": open_own,
-    "segment": Segment, "new segment": lambda path: Segment.create(path, 2**20),
-}  # fmt: skip
+    "progress": Heartbeat,
+    "records": Stream,
+    "lease": Lease,
+    "stacks": stacks,
+    "own": open_own,
+    "segment": Segment,
+    "new segment": lambda path: Segment.create(path, 2**20),
+}
 
 
 @pytest.mark.parametrize("name", OPENERS)

@@ -195,8 +195,11 @@ def test_slots_travel_there_and_back():
     assert slots.axes == ("expert",) and slots.nbytes == 2 * 8 * 2 * 1280 * 4096
     assert slots.executions == 32 * (2 + 2 + 2)
     assert not any(t.axes == ("expert",) and t.what in ("tokens", "sums") for t in found)
-    assert all(t.executions == 32 * 4 for t in transfers(dataclasses.replace(step, remat="none"))
-               if t.kind == "all-to-all")  # fmt: skip
+    assert all(
+        t.executions == 32 * 4
+        for t in transfers(dataclasses.replace(step, remat="none"))
+        if t.kind == "all-to-all"
+    )
 
 
 @pytest.mark.parametrize("remat", ["none", "dots", "outputs", "full"])
@@ -260,10 +263,14 @@ def test_megascales_ablation_has_the_papers_signs():
     def mfu(block, window, overlap, batch):
         model = dataclasses.replace(PRESETS["megascale_175b"](), block=block, window=window)
         step = StepShape(
-            model.workload(batch, 2048), sizes, ("data",), remat="dots", fused_attention=True,
-                local_gradients=True,
+            model.workload(batch, 2048),
+            sizes,
+            ("data",),
+            remat="dots",
+            fused_attention=True,
+            local_gradients=True,
             pipeline=Pipeline(8, batch // 4, 6, stash="residuals"),
-        )  # fmt: skip
+        )
         return estimate(step, cluster, transfers(step, overlap)).mfu_megatron
 
     found = [

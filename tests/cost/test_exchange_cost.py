@@ -24,7 +24,7 @@ from tests.tiny import MOE, MQA, run_config, step_of
 # 4 layers, D 8, 2 heads of 4, F 32, V 64, tied: a layer has 4 x 64 + 2 x 256 = 768 parameters.
 MODEL = DecoderConfig(
     layers=4, width=8, heads=2, kv_heads=2, head_width=4, mlp=32, vocab=64, activation="gelu_tanh"
-)  # fmt: skip
+)
 ONE = {"pipe": 1, "node": 1, "data": 1, "expert": 1, "context": 1, "tensor": 1}
 ZERO = ("node", "data", "expert", "context")
 LARGE = DecoderConfig(layers=4, width=4096, heads=32, kv_heads=32, head_width=128, mlp=16384)
@@ -59,8 +59,10 @@ def test_messages_of_a_layer_and_a_table_by_hand():
     """A layer's 768 weights over 8 ranks: 96 a piece, three blocks of 32. A table's 512: 64."""
     found = by_level(shape())
     assert found.keys() == {
-        ("weights", ("node", "data")), ("inside", ("data",)), ("between", ("node",)),
-    }  # fmt: skip
+        ("weights", ("node", "data")),
+        ("inside", ("data",)),
+        ("between", ("node",)),
+    }
     weights = 4 * 8 * (96 // 2 + 4) + 8 * (64 // 2 + 4)
     inside = 4 * 4 * (2 * 96 + 4 * 2) + 4 * (2 * 64 + 4)
     between = 4 * 2 * (96 // 2 + 4) + 2 * (64 // 2 + 4)
@@ -74,8 +76,10 @@ def test_a_piece_is_padded_to_blocks_of_the_transform():
     layer = {m.level: m.nbytes for m in traffic.messages(step) if m.bucket.what == "layer"}
     row = 64
     assert layer == {
-        "weights": 16 * (48 // 2 + 4), "inside": 8 * (2 * row + 4), "between": 2 * (row // 2 + 4),
-    }  # fmt: skip
+        "weights": 16 * (48 // 2 + 4),
+        "inside": 8 * (2 * row + 4),
+        "between": 2 * (row // 2 + 4),
+    }
     plain = dataclasses.replace(SDP4BIT, block=1)
     layer = {m.level: m.nbytes for m in traffic.messages(shape(coding=plain, data=8))}
     assert layer["between"] == 2 * (32 // 2 + 4)  # the table's
@@ -109,8 +113,9 @@ def test_without_a_codec_numbers_travel_as_they_are_computed():
     """Weights in 16 bit, gradients in float32."""
     found = by_level(shape(coding=None, tensor=2))
     assert {level: row.nbytes for (level, _), row in found.items()} == {
-        "weights": 2 * 3584 / 2, "gradients": 4 * 3584 / 2,
-    }  # fmt: skip
+        "weights": 2 * 3584 / 2,
+        "gradients": 4 * 3584 / 2,
+    }
     assert traffic.coded_bytes(shape(coding=None)) == 0
 
 
@@ -196,11 +201,15 @@ def test_pieces_in_a_codec_travel_for_every_micro_batch_and_weights_twice():
 
 @pytest.mark.parametrize(
     ("values", "resident", "bits"),
-    [({}, False, None), ({"shard__zero": "optimizer"}, True, None),
-     ({"wire": "sdp4bit"}, True, (4, 8, 4)), ({"wire": "zeropp"}, False, (8, 4, 4)),
-     ({"wire": "zeropp", "mesh__pipe": 2}, True, (8, 4, 4)),
-     ({"wire": "loco"}, True, (16, 4, 4))],
-)  # fmt: skip
+    [
+        ({}, False, None),
+        ({"shard__zero": "optimizer"}, True, None),
+        ({"wire": "sdp4bit"}, True, (4, 8, 4)),
+        ({"wire": "zeropp"}, False, (8, 4, 4)),
+        ({"wire": "zeropp", "mesh__pipe": 2}, True, (8, 4, 4)),
+        ({"wire": "loco"}, True, (16, 4, 4)),
+    ],
+)
 def test_the_shape_of_a_configuration_knows_its_wire(values, resident, bits):
     cfg = run_config(**values)
     step = step_shape(cfg, ONE | {"node": 2, "data": 2, "pipe": cfg.mesh.pipe})

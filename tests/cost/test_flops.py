@@ -20,9 +20,17 @@ def gpt(name):
 # Megatron-LM rows of table 2 (175B): GPUs, thousand tokens/s, MFU in percent.
 @pytest.mark.parametrize(
     ("gpus", "ktokens", "percent"),
-    [(256, 39.3, 53.0), (512, 74.1, 49.9), (768, 103.8, 46.7), (1024, 132.7, 44.7),
-     (3072, 433.6, 48.7), (6144, 851.6, 47.8), (8192, 1027.9, 43.3), (12288, 1466.8, 41.2)],
-)  # fmt: skip
+    [
+        (256, 39.3, 53.0),
+        (512, 74.1, 49.9),
+        (768, 103.8, 46.7),
+        (1024, 132.7, 44.7),
+        (3072, 433.6, 48.7),
+        (6144, 851.6, 47.8),
+        (8192, 1027.9, 43.3),
+        (12288, 1466.8, 41.2),
+    ],
+)
 def test_megascale_table_2(gpus, ktokens, percent):
     flops = train_flops_per_token(gpt("megascale_175b").workload(1, 2048), "megatron")
     # The paper's last digit is sometimes cut, not rounded (49.98 is printed as 49.9).

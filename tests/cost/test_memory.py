@@ -10,7 +10,7 @@ from megajax.models.decoder_config import DecoderConfig
 # 4 layers, D 8, 2 heads of 4, F 32, V 64, tied: a layer has 4 x 64 + 2 x 256 = 768 parameters.
 CFG = DecoderConfig(
     layers=4, width=8, heads=2, kv_heads=2, head_width=4, mlp=32, vocab=64, activation="gelu_tanh"
-)  # fmt: skip
+)
 SIZES = {"pipe": 1, "node": 1, "data": 2, "expert": 1, "context": 1, "tensor": 2}
 STEP = StepShape(CFG.workload(4, 16), SIZES, ("data",), remat="full")
 

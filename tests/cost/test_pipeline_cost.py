@@ -36,9 +36,12 @@ def test_ticks_and_bubble_are_those_of_the_table(schedule, stages, microbatches,
     sizes = {"pipe": stages, "node": 1, "data": 1, "expert": 1, "context": 1, "tensor": 1}
     for remat, stash in itertools.product(("none", "outputs"), ("input", "residuals")):
         step = StepShape(
-            model.workload(microbatches, 128), sizes, (),
-            remat=remat, pipeline=dataclasses.replace(pipeline, stash=stash),
-        )  # fmt: skip
+            model.workload(microbatches, 128),
+            sizes,
+            (),
+            remat=remat,
+            pipeline=dataclasses.replace(pipeline, stash=stash),
+        )
         cluster = parse_cluster("h100:1x8")
         found = estimate(step, cluster, ())
         # The seconds of a stage's kinds for one micro-batch, from operations alone.
@@ -64,7 +67,9 @@ def test_a_split_backward_pass_goes_through_the_chain_twice():
     assert passes("input", "none", split) == {"F": 1, "B": 1, "W": 2}
     assert passes("attention", "none", split) == {"F": 1, "B": 2, "W": 2}
     assert passes("input", "full", dataclasses.replace(split, stash="input")) == {
-        "F": 1, "B": 3, "W": 4,
-    }  # fmt: skip
+        "F": 1,
+        "B": 3,
+        "W": 4,
+    }
     assert passes("input", "none", Pipeline(4, 8, 1, "1f1b", "residuals")) == {"F": 1, "B": 2}
     assert passes("input", "none", Pipeline(4, 8, 1, "1f1b")) == {"F": 1, "B": 3}

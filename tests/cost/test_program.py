@@ -32,10 +32,17 @@ def unnamed(found):
     """What no name and no order may change, of each record; its place is the schedule's."""
     own = [name not in PLACE for name in FEATURES]
     return sorted(
-        (r.hash, r.kind, r.dtype, r.executions, r.features[own].tobytes(),
-         r.tree.leaves.tobytes(), r.tree.positions.tobytes())
+        (
+            r.hash,
+            r.kind,
+            r.dtype,
+            r.executions,
+            r.features[own].tobytes(),
+            r.tree.leaves.tobytes(),
+            r.tree.positions.tobytes(),
+        )
         for r in found
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: p.name)
@@ -171,10 +178,11 @@ def _reordered(lines, draw):
     waiting, placed, found = list(known), set(), []
     while waiting:
         ready = [
-            n for n in waiting
+            n
+            for n in waiting
             if all(o in placed or o not in known for o in parse(known[n]).operands)
             and (not parse(known[n]).is_root or len(waiting) == 1)
-        ]  # fmt: skip
+        ]
         name = draw.choice(ready)
         waiting.remove(name)
         placed.add(name)
@@ -242,9 +250,12 @@ def test_other_shapes_types_and_operations_have_other_hashes():
     base = hashes(jnp.tanh, (8, 32))
     assert base == hashes(jnp.tanh, (8, 32))
     others = (
-        hashes(jnp.tanh, (8, 33)), hashes(jnp.sin, (8, 32)), hashes(jnp.exp, (8, 32)),
-        hashes(jnp.tanh, (8, 32), dtype=jnp.float16), hashes(lambda x: jnp.tanh(x) * x, (8, 32)),
-    )  # fmt: skip
+        hashes(jnp.tanh, (8, 33)),
+        hashes(jnp.sin, (8, 32)),
+        hashes(jnp.exp, (8, 32)),
+        hashes(jnp.tanh, (8, 32), dtype=jnp.float16),
+        hashes(lambda x: jnp.tanh(x) * x, (8, 32)),
+    )
     assert not base & set().union(*others)
 
 
@@ -254,8 +265,10 @@ def test_float32_products_of_a_gpu_use_its_tensor_cores_unless_told_otherwise():
     exact = text.replace(dot, dot + ", operand_precision={highest,highest}")
     assert exact != text
     for given, platform, dtype in (
-        (text, "gpu", "tfloat32"), (exact, "gpu", "float32"), (text, "cpu", "float32"),
-    ):  # fmt: skip
+        (text, "gpu", "tfloat32"),
+        (exact, "gpu", "float32"),
+        (text, "cpu", "float32"),
+    ):
         [found] = [r for r in records(given, platform=platform) if r.kind == "product"]
         assert found.dtype == dtype and found["itemsize"] == 4
 
@@ -303,11 +316,16 @@ ENTRY %main (x: f32[4,16], w: f32[16,8]) -> f32[4,8] {
   ROOT %c = f32[4,8]{1,0} custom-call(%x, %w), custom_call_target="mystery", metadata={op_name="f"}
 }
 """
-CUBLAS = CALL.replace('target="mystery"', 'target="__cublas$lt$matmul"').replace(
-    "ROOT %c = f32[4,8]{1,0}", "ROOT %c = (f32[4,8]{1,0}, s8[4194304]{0})"
-).replace('op_name="f"}', 'op_name="f"}, backend_config={"gemm_backend_config":{"alpha_real":1,'
-    '"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":'
-    '["0"],"lhs_batch_dimensions":[],"rhs_batch_dimensions":[]}}}')  # fmt: skip
+CUBLAS = (
+    CALL.replace('target="mystery"', 'target="__cublas$lt$matmul"')
+    .replace("ROOT %c = f32[4,8]{1,0}", "ROOT %c = (f32[4,8]{1,0}, s8[4194304]{0})")
+    .replace(
+        'op_name="f"}',
+        'op_name="f"}, backend_config={"gemm_backend_config":{"alpha_real":1,'
+        '"dot_dimension_numbers":{"lhs_contracting_dimensions":["1"],"rhs_contracting_dimensions":'
+        '["0"],"lhs_batch_dimensions":[],"rhs_batch_dimensions":[]}}}',
+    )
+)
 
 
 def test_an_unknown_call_is_warned_of_and_moves_its_arrays():
@@ -355,10 +373,14 @@ ENTRY main {
 @pytest.mark.parametrize(
     "opcode, wanted",
     {
-        "sine": "trigonometric", "cosine": "trigonometric", "tan": "trigonometric",
-        "tanh": "exponential", "log-plus-one": "exponential", "rsqrt": "power",
+        "sine": "trigonometric",
+        "cosine": "trigonometric",
+        "tan": "trigonometric",
+        "tanh": "exponential",
+        "log-plus-one": "exponential",
+        "rsqrt": "power",
     }.items(),
-)  # fmt: skip
+)
 def test_functions_that_take_much_longer_have_a_class_of_their_own(opcode, wanted):
     text = f"""HloModule m, is_scheduled=true
 

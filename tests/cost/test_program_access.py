@@ -81,9 +81,14 @@ def test_the_span_is_that_of_whole_arrays():
 def test_the_dilations_of_a_convolution_multiply():
     def run(x, w):
         return lax.conv_general_dilated(
-            x, w, (1, 1), ((1, 1), (1, 1)), lhs_dilation=(2, 1), rhs_dilation=(3, 2),
+            x,
+            w,
+            (1, 1),
+            ((1, 1), (1, 1)),
+            lhs_dilation=(2, 1),
+            rhs_dilation=(3, 2),
             dimension_numbers=("NHWC", "HWIO", "NHWC"),
-        )  # fmt: skip
+        )
 
     dilated = [r["dilated"] for r in records(text_of(run, (2, 16, 16, 8), (3, 3, 8, 16)))]
     assert max(dilated) == 2 * 3 * 2

@@ -147,8 +147,10 @@ def test_pairs_of_a_mask_are_those_that_are_counted_one_by_one(causal, window):
         each = min(longest or n, n)
         brute = sum(
             (left is None or i - j <= left) and (right is None or j - i <= right)
-            for i in range(n) for j in range(n) if i // each == j // each
-        )  # fmt: skip
+            for i in range(n)
+            for j in range(n)
+            if i // each == j // each
+        )
         assert work.most_pairs(n, n, causal, window, longest) == brute
     assert work.most_pairs(0, 5, causal, window) == 0
 
@@ -175,11 +177,15 @@ HOPPER = {"implementation": "hopper"}
 def test_gemms_export_their_cases_flops_and_bytes():
     case = GemmCase("", 512, 384, 256, bias=True)
     [found] = [
-        r for r in aot_records(
+        r
+        for r in aot_records(
             lambda x, w, b: pallas_kernels.fused_gemm(x, w, bias=b, **HOPPER),
-            ((512, 256), BF16), ((256, 384), BF16), ((384,), jnp.float32),
-        ) if r.kind == "product"
-    ]  # fmt: skip
+            ((512, 256), BF16),
+            ((256, 384), BF16),
+            ((384,), jnp.float32),
+        )
+        if r.kind == "product"
+    ]
     assert (found.flops, found.nbytes) == (case.flops(), case.bytes())
 
 
@@ -187,13 +193,17 @@ def test_gemms_export_their_cases_flops_and_bytes():
 def test_products_with_packed_weights_export_their_cases_flops_and_bytes():
     case = QuantCase("", 1024, 4096, 256, 4, activation="silu")
     [found] = [
-        r for r in aot_records(
+        r
+        for r in aot_records(
             lambda x, w, s: pallas_kernels.quant_matmul(
                 x, w, s, bits=4, group=128, activation="silu", **HOPPER
             ),
-            ((1024, 256), BF16), ((128, 4096), jnp.uint8), ((2, 4096), jnp.float32),
-        ) if r.kind == "product"
-    ]  # fmt: skip
+            ((1024, 256), BF16),
+            ((128, 4096), jnp.uint8),
+            ((2, 4096), jnp.float32),
+        )
+        if r.kind == "product"
+    ]
     assert (found.flops, found.nbytes) == (case.flops(), case.bytes())
 
 
@@ -226,17 +236,22 @@ def test_attention_exports_the_pairs_of_full_segments(packed):
 
     def loss(q, k, v, segments):
         if packed:
-            out = pallas_kernels.packed_attention(q, k, v, segment_ids=segments, causal=True,
-                                                  **HOPPER)  # fmt: skip
+            out = pallas_kernels.packed_attention(
+                q, k, v, segment_ids=segments, causal=True, **HOPPER
+            )
         else:
-            out = pallas_kernels.varlen_attention(q, k, v, cu_seqlens_q=segments, causal=True,
-                                                  max_seqlen=128, **HOPPER)  # fmt: skip
+            out = pallas_kernels.varlen_attention(
+                q, k, v, cu_seqlens_q=segments, causal=True, max_seqlen=128, **HOPPER
+            )
         return (out.astype(jnp.float32) ** 2).sum()
 
     found = aot_records(
-        jax.grad(loss, argnums=(0, 1, 2)), ((*lead, 4, 64), BF16), ((*lead, 2, 64), BF16),
-        ((*lead, 2, 64), BF16), ((4, 128) if packed else (5,), I32),
-    )  # fmt: skip
+        jax.grad(loss, argnums=(0, 1, 2)),
+        ((*lead, 4, 64), BF16),
+        ((*lead, 2, 64), BF16),
+        ((*lead, 2, 64), BF16),
+        ((4, 128) if packed else (5,), I32),
+    )
     kernels = sorted(r.flops for r in found if r.kind == "attention")
     assert kernels == [case.flops(), 1.5 * case.flops(), 2 * case.flops()]
     forward = min((r for r in found if r.kind == "attention"), key=lambda r: r.flops)
@@ -248,8 +263,9 @@ def test_norms_export_their_cases_flops_and_bytes():
     case = NormCase("", 1024, 512, centred=False, added=False)
     found = aot_records(
         lambda x, scale: pallas_kernels.fused_layer_norm(x, scale=scale, kind="rms", **HOPPER)[0],
-        ((1024, 512), BF16), ((512,), jnp.float32),
-    )  # fmt: skip
+        ((1024, 512), BF16),
+        ((512,), jnp.float32),
+    )
     [one] = [r for r in found if r.flops == case.flops()]
     assert one.kind == "reduction" and one.nbytes == pytest.approx(case.bytes(), rel=0.01)
 
@@ -259,9 +275,13 @@ def test_paged_attention_exports_full_tables():
     """Two tokens of two sequences, each with a table of 8 pages of 64 positions."""
     T, H, G, K, N, M, P = 2, 8, 2, 128, 64, 8, 40
     found = aot_records(
-        lambda *a: pallas_kernels.paged_attention(*a, **HOPPER), ((T, H, K), BF16),
-        ((P, N, G, K), BF16), ((P, N, G, K), BF16), ((2, M), I32), *[((2,), I32)] * 3,
-    )  # fmt: skip
+        lambda *a: pallas_kernels.paged_attention(*a, **HOPPER),
+        ((T, H, K), BF16),
+        ((P, N, G, K), BF16),
+        ((P, N, G, K), BF16),
+        ((2, M), I32),
+        *[((2,), I32)] * 3,
+    )
     [one] = [r for r in found if r.kind == "attention"]
     assert one.flops == 4 * T * M * N * H * K
     pages = 2 * 2 * (2 * M * N * G * K)  # keys and values of 16 bits; tables, not the whole pool
@@ -293,8 +313,11 @@ def test_a_fused_collective_exports_its_ranks_product():
     specs = jax.P("x"), jax.P(None, "x")
     run = jax.shard_map(
         lambda x, w: pallas_kernels.all_gather_matmul(x, w, axis="x", implementation="fused"),
-        mesh=mesh, in_specs=specs, out_specs=jax.P(None, "x"), check_vma=False,
-    )  # fmt: skip
+        mesh=mesh,
+        in_specs=specs,
+        out_specs=jax.P(None, "x"),
+        check_vma=False,
+    )
     lowered = jax.jit(run).lower(array((8 * 96, 512), specs[0]), array((512, 8 * 256), specs[1]))
     [one] = [r for r in records(aot.compile(lowered)) if r.flops]
     assert one.kind == "product" and one.flops == 2 * 8 * 96 * 512 * 256

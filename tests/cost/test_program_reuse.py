@@ -63,8 +63,12 @@ def places(text: str) -> dict:
 def test_the_clock_counts_what_is_read_and_written():
     found = places(STRAIGHT)
     # Clock before: a 0, b 800, c 2000, d 10000; at the end 11200.
-    for name, distance, cold in (("a", 11200, 400), ("b", 0, 0), ("c", 11200, 4000),
-                                 ("d", 8000, 0)):  # fmt: skip
+    for name, distance, cold in (
+        ("a", 11200, 400),
+        ("b", 0, 0),
+        ("c", 11200, 4000),
+        ("d", 8000, 0),
+    ):
         assert found[name]["distance"] == pytest.approx(1 + distance), name
         assert found[name]["cold"] == cold
         assert found[name]["around"] == 11200 and found[name]["turns"] == 1

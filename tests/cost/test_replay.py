@@ -37,8 +37,12 @@ def test_five_tasks_solved_by_hand():
     )
     times = {s.task.name: (s.start, s.end) for s in found.timeline.spans}
     assert times == {
-        "a": (0, 2), "gather": (2, 5), "b": (2, 3), "c": (5, 6), "scatter": (6, 8),
-    }  # fmt: skip
+        "a": (0, 2),
+        "gather": (2, 5),
+        "b": (2, 3),
+        "c": (5, 6),
+        "scatter": (6, 8),
+    }
     assert found.seconds == 8
     assert found.exposed_s == 2 + 2
 

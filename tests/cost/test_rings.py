@@ -20,9 +20,12 @@ def machine(card, dtype):
     """The reports' simulator of that card, at the rates that the choice assumes."""
     peak = CARDS[card].flops["tfloat32" if dtype == "float32" else dtype]
     return Machine(
-        card, CORES[card], 0.667 * peak, 0.889 * CARDS[card].link_bytes_per_s,
+        card,
+        CORES[card],
+        0.667 * peak,
+        0.889 * CARDS[card].link_bytes_per_s,
         CARDS[card].memory_bytes_per_s,
-    )  # fmt: skip
+    )
 
 
 def product_by_hand(op, rows, width, parts, R, dtype, card):
@@ -54,8 +57,9 @@ def experts_by_hand(op, layer, card):
     def work(part, sources):
         rows_E = np.full(layer.experts, -(-layer.rows * sources // layer.experts))
         given = Load(0, rows_E[None], np.array([layer.tokens]))
-        return sum(grouped_s(ExpertProduct(part, layer.width, F, size), given, gpu)
-                   for F in layer.hidden)  # fmt: skip
+        return sum(
+            grouped_s(ExpertProduct(part, layer.width, F, size), given, gpu) for F in layer.hidden
+        )
 
     def turn(part, itemsize, written):
         moved = (layer.rows + written) * sum(layer.hidden) * size / gpu.memory_bytes_per_s
@@ -79,9 +83,13 @@ def test_rings_are_chosen_as_the_kernels_simulator_has_it(card):
     meshes = {R: AbstractMesh((R,), ("tensor",), abstract_device=device) for R in (2, 8)}
     words = set()
     for rows, width, parts, R, dtype, op in itertools.product(
-        (1024, 8192, 32768), (1024, 12288), ((512,), (1792, 1792), (6144,), (256,) * 4),
-        (2, 8), ("bfloat16", "float32"), OPS,
-    ):  # fmt: skip
+        (1024, 8192, 32768),
+        (1024, 12288),
+        ((512,), (1792, 1792), (6144,), (256,) * 4),
+        (2, 8),
+        ("bfloat16", "float32"),
+        OPS,
+    ):
         plain, ring = product_by_hand(op, rows, width, parts, R, dtype, card)
         found = overlap.simulate(op, (rows, width, parts), R, dtype, CARDS[card], CORES[card])
         assert found == pytest.approx((plain, ring), rel=1e-12)
@@ -96,9 +104,14 @@ def test_rings_of_experts_are_chosen_as_the_kernels_simulator_has_it():
     device = AbstractDevice("NVIDIA H100", 132, platform="gpu")
     words = set()
     for tokens, top, width, experts, hidden, ranks, dtype in itertools.product(
-        (1024, 8192), (2, 8), (4096,), (1, 8), ((768, 768), (14336,)),
-        ((8, 8), (8, 4), (2, 2)), ("bfloat16", "float32"),
-    ):  # fmt: skip
+        (1024, 8192),
+        (2, 8),
+        (4096,),
+        (1, 8),
+        ((768, 768), (14336,)),
+        ((8, 8), (8, 4), (2, 2)),
+        ("bfloat16", "float32"),
+    ):
         layer = expert_matmul.Layer(
             tokens, top, width, experts, hidden, *ranks, dtype, ranks[0] - 1
         )

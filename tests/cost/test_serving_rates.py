@@ -15,8 +15,9 @@ def rates(name="llama3_8b", cluster="h100:1x8", **changes):
     options = {"tensor": 1, "context": 4096, "room": 70 * GIB} | changes
     return serving.plan(
         lambda rows, tokens, phase: model.workload(rows, tokens, "bfloat16", phase),
-        parse_cluster(cluster), **options,
-    )  # fmt: skip
+        parse_cluster(cluster),
+        **options,
+    )
 
 
 def test_llama_8b_on_an_h100_by_hand():

@@ -82,12 +82,12 @@ def test_a_fault_of_many_places_is_one_sentence_without_scopes_of_jit():
     """Bytes and executions are added up, and the places that send most are named."""
     scopes = "jit(_step)/shard_map/while/body/eval_jaxpr"
     lines = [
-        f'%g{i} = bf16[{1024 * rows},1024] all-gather(%w), {DATA}, '
+        f"%g{i} = bf16[{1024 * rows},1024] all-gather(%w), {DATA}, "
         f'metadata={{op_name="{scopes}/{place}/cond/branch_1_fun/all_gather"}}'
         for i, (place, rows) in enumerate(
             (("mlp", 3), ("attention", 2), ("mlp", 3), ("head", 4), ("norm", 1))
         )
-    ]  # fmt: skip
+    ]
     (warning,) = planted("\n".join(lines))
     gib = 5 * 2 * (3 + 2 + 3 + 4 + 1) / 1024  # five ticks of bf16
     assert warning == (

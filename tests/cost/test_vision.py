@@ -35,9 +35,13 @@ def test_a_convolution_has_the_flops_that_xla_counts(window, stride, groups):
 
     def convolve(x, w):
         return jax.lax.conv_general_dilated(
-            x, w, (stride, stride), "VALID", dimension_numbers=("NHWC", "HWIO", "NHWC"),
+            x,
+            w,
+            (stride, stride),
+            "VALID",
+            dimension_numbers=("NHWC", "HWIO", "NHWC"),
             feature_group_count=groups,
-        )  # fmt: skip
+        )
 
     kernel = Convolution(2, 16, 12, 8, 20, window, stride, groups)
     assert jax.eval_shape(convolve, jnp.zeros(x), jnp.zeros(w)).shape == (2, 16, 12, 20)

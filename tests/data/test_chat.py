@@ -23,10 +23,17 @@ def letters(folder, control=CONTROL, user=("<t>",), normalizer=None):
         made.normalizer = normalizer
     found = json.loads(made.to_str())
     found["added_tokens"] = [
-        {"id": len(vocab) + i, "content": c, "single_word": False, "lstrip": False,
-         "rstrip": False, "normalized": False, "special": c in control}
+        {
+            "id": len(vocab) + i,
+            "content": c,
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+            "special": c in control,
+        }
         for i, c in enumerate([*control, *user])
-    ]  # fmt: skip
+    ]
     folder.mkdir(exist_ok=True)
     (folder / "tokenizer.json").write_text(json.dumps(found))
     (folder / "tokenizer_config.json").write_text('{"eos_token": "<e>"}')

@@ -60,9 +60,13 @@ def gpt2_words(text):
     at, found = 0, []
     while at < len(text):
         end = next(
-            (at + len(x) for x in ("'s", "'t", "'re", "'ve", "'m", "'ll", "'d")
-             if text.startswith(x, at)), at,
-        )  # fmt: skip
+            (
+                at + len(x)
+                for x in ("'s", "'t", "'re", "'ve", "'m", "'ll", "'d")
+                if text.startswith(x, at)
+            ),
+            at,
+        )
         start = at + (text[at] == " ")
         for test in (is_letter, is_number, is_other):
             if end == at and run(text, start, test) > start:
@@ -137,9 +141,11 @@ def merge(word, ranks, vocab, whole):
 
 
 WORDS = {
-    "gpt-2": gpt2_words, "smollm": digits_apart,
-    "llama-bpe": lambda text: llama3_words(text, 3), "qwen2": lambda text: llama3_words(text, 1),
-}  # fmt: skip
+    "gpt-2": gpt2_words,
+    "smollm": digits_apart,
+    "llama-bpe": lambda text: llama3_words(text, 3),
+    "qwen2": lambda text: llama3_words(text, 1),
+}
 
 
 @pytest.fixture(scope="module")
@@ -272,8 +278,11 @@ def piece_ids(text, tokens, scores):
 def test_ids_are_those_of_sentencepieces_merges(seed):
     rng = random.Random(seed)
     tokens, scores, kinds = pieces(rng)
-    metadata = {"tokenizer.ggml.model": "llama", "tokenizer.ggml.bos_token_id": 1,
-                "tokenizer.ggml.eos_token_id": 2}  # fmt: skip
+    metadata = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.bos_token_id": 1,
+        "tokenizer.ggml.eos_token_id": 2,
+    }
     tokenizer = made(metadata, tokens, scores=scores, types=kinds)
     assert (tokenizer.begin, tokenizer.end) == (1, 2)
     for text in texts(rng, 300):
@@ -291,15 +300,23 @@ def test_ids_are_those_of_the_sentencepiece_package(seed):
     spm = pytest.importorskip("sentencepiece", reason="uv sync --group models")
     model = io.BytesIO()
     spm.SentencePieceTrainer.train(
-        sentence_iterator=iter(TEXT.split("\n") * 9), model_writer=model, vocab_size=420,
-        model_type="bpe", byte_fallback=True, normalization_rule_name="identity",
-        remove_extra_whitespaces=False, allow_whitespace_only_pieces=True, minloglevel=2,
+        sentence_iterator=iter(TEXT.split("\n") * 9),
+        model_writer=model,
+        vocab_size=420,
+        model_type="bpe",
+        byte_fallback=True,
+        normalization_rule_name="identity",
+        remove_extra_whitespaces=False,
+        allow_whitespace_only_pieces=True,
+        minloglevel=2,
         hard_vocab_limit=False,
-    )  # fmt: skip
+    )
     sp = spm.SentencePieceProcessor(model_proto=model.getvalue())
     every = range(sp.get_piece_size())
-    kinds = [2 if sp.is_unknown(i) else 3 if sp.is_control(i) else 6 if sp.is_byte(i) else 1
-             for i in every]  # fmt: skip
+    kinds = [
+        2 if sp.is_unknown(i) else 3 if sp.is_control(i) else 6 if sp.is_byte(i) else 1
+        for i in every
+    ]
     tokenizer = made(
         {"tokenizer.ggml.model": "llama", "tokenizer.ggml.unknown_token_id": 0},
         [sp.id_to_piece(i) for i in every],

@@ -194,8 +194,10 @@ def test_rows_are_cut_as_transformers_cuts_them(family, tmp_path):
     for name, text in golden["files"].items():
         (tmp_path / name).write_text(text)
     texts = [(t, "ab"[i % 2]) for i, t in enumerate(golden["texts"]) if t]  # without a text: no row
-    wanted = {n: [r for r, t in zip(rows, golden["texts"], strict=True) if t]
-              for n, rows in golden["rows"].items()}  # fmt: skip
+    wanted = {
+        n: [r for r, t in zip(rows, golden["texts"], strict=True) if t]
+        for n, rows in golden["rows"].items()
+    }
     more = [(f"a mat {i}", "ab"[i % 2]) for i in range(20)]  # so that both sides have examples
     source = write_lines(tmp_path, [{"text": t, "label": k} for t, k in texts + more])
     for length, rows in wanted.items():

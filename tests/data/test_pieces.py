@@ -43,16 +43,23 @@ def sentencepiece(folder):
     spec["added_tokens"] = [t for t in spec["added_tokens"] if t["special"]]
     made = tokenizers.Tokenizer.from_str(json.dumps(spec))
     made.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(),
-         decoders.Strip(" ", 1, 0)]
-    )  # fmt: skip
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
     made.post_processor = processors.TemplateProcessing("<s> $A", None, [("<s>", 1)])
     return saved(made, folder)
 
 
 def metaspace(folder):
-    made = tokenizers.Tokenizer(models.Unigram([("<unk>", 0.0), ("▁", -1.0), ("a", -2.0),
-                                                ("b", -2.0), ("▁ab", -2.5)], 0, False))  # fmt: skip
+    made = tokenizers.Tokenizer(
+        models.Unigram(
+            [("<unk>", 0.0), ("▁", -1.0), ("a", -2.0), ("b", -2.0), ("▁ab", -2.5)], 0, False
+        )
+    )
     made.pre_tokenizer = pre_tokenizers.Metaspace()
     made.decoder = decoders.Metaspace()
     return saved(made, folder)

@@ -251,10 +251,15 @@ def packed(data, ending):
 LINES = b'{"text": "one"}\n{"text": "two"}\n'
 LIST = b'[\n {"text": "one"},\n {"text": "two", "id": 2}\n]\n'
 KINDS = {
-    "a.jsonl": LINES, "b.json": LINES, "c.json": LIST, "d.json": LIST.replace(b"\n", b""),
-    "e.txt": b"one", "f.json": b'{\n "text": "one"\n}', "g.json": b'{"text": "one"}',
+    "a.jsonl": LINES,
+    "b.json": LINES,
+    "c.json": LIST,
+    "d.json": LIST.replace(b"\n", b""),
+    "e.txt": b"one",
+    "f.json": b'{\n "text": "one"\n}',
+    "g.json": b'{"text": "one"}',
     "h.json": b"\xef\xbb\xbf" + LINES,
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("ending", ["", ".gz", ".zst"])
@@ -301,7 +306,7 @@ def test_a_json_file_that_is_named_must_have_texts(tmp_path):
         ("c.json", '{"text": "a"', "c.json is not JSON"),
         ("d.json", "[" * 100_000, "nested too deep"),
         ("e.json", '[{"text": "a"},\n{"text": 5}]', "e.json item 2: member 'text' is int"),
-    ):  # fmt: skip
+    ):
         (tmp_path / name).write_text(content)
         with pytest.raises(UserError) as error:
             read(tmp_path / name)

@@ -61,8 +61,12 @@ def test_usual_names_count_where_no_file_says_anything(tmp_path):
         ({"config.json": {"model_type": "qwen3", "eos_token_id": 5}}, (0, 5)),
         ({"config.json": {"model": {}, "eos_token_id": 5}}, (0, 1)),  # of a run of ours
     ):
-        for name in ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json",
-                     "config.json"):  # fmt: skip
+        for name in (
+            "tokenizer_config.json",
+            "special_tokens_map.json",
+            "generation_config.json",
+            "config.json",
+        ):
             (tmp_path / name).unlink(missing_ok=True)
         for name, content in files.items():
             (tmp_path / name).write_text(json.dumps(content))

@@ -75,10 +75,17 @@ def save(folder, model, special=(), **settings):
     """A tokenizer.json of a model with some special tokens."""
     found = json.loads(Tokenizer(model).to_str()) | settings
     found["added_tokens"] = [
-        {"id": i, "content": c, "special": s, "single_word": False, "lstrip": False,
-         "rstrip": False, "normalized": False}
+        {
+            "id": i,
+            "content": c,
+            "special": s,
+            "single_word": False,
+            "lstrip": False,
+            "rstrip": False,
+            "normalized": False,
+        }
         for i, c, s in special
-    ]  # fmt: skip
+    ]
     (folder / "tokenizer.json").write_text(json.dumps(found))
     return folder
 
@@ -100,8 +107,10 @@ def test_pieces_that_are_special_tokens_are_cut(tmp_path):
     assert tokenizer.end == 1
     many = tokenizer.encode(["a</s>b", "</s></s>", "a?", "</s>" * 2000])
     assert [ids.tolist() for ids in many[:3]] == [
-        [6, 2, 3, 4, 5, 7], [2, 3, 4, 5, 2, 3, 4, 5], [6, 0],
-    ]  # fmt: skip
+        [6, 2, 3, 4, 5, 7],
+        [2, 3, 4, 5, 2, 3, 4, 5],
+        [6, 0],
+    ]
     assert many[3].tolist() == [2, 3, 4, 5] * 2000
 
 
@@ -123,12 +132,19 @@ def test_documents_are_neither_cut_nor_filled(tmp_path, bpe):
     """A tokenizer.json may hold the lengths of a model's inputs."""
     found = json.loads(bpe.read_text())
     found["truncation"] = {
-        "direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0,
-    }  # fmt: skip
+        "direction": "Right",
+        "max_length": 3,
+        "strategy": "LongestFirst",
+        "stride": 0,
+    }
     found["padding"] = {
-        "strategy": {"Fixed": 64}, "direction": "Right", "pad_to_multiple_of": None, "pad_id": 0,
-        "pad_type_id": 0, "pad_token": "<|bos|>",
-    }  # fmt: skip
+        "strategy": {"Fixed": 64},
+        "direction": "Right",
+        "pad_to_multiple_of": None,
+        "pad_id": 0,
+        "pad_type_id": 0,
+        "pad_token": "<|bos|>",
+    }
     (tmp_path / "tokenizer.json").write_text(json.dumps(found))
     plain, limited = (open_tokenizer(str(f)).encode(TEXTS) for f in (bpe, tmp_path))
     assert [a.tolist() for a in plain] == [b.tolist() for b in limited]
@@ -262,9 +278,11 @@ def plain_bpe(texts, vocab):
     made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     made.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab, special_tokens=["<|bos|>", "<|eos|>"], show_progress=False,
+        vocab_size=vocab,
+        special_tokens=["<|bos|>", "<|eos|>"],
+        show_progress=False,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-    )  # fmt: skip
+    )
     made.train_from_iterator(texts, trainer)
     return json.loads(made.to_str())
 
@@ -304,9 +322,11 @@ def test_long_texts_have_the_ids_that_they_have_as_a_whole(bpe, tmp_path, monkey
         found = json.loads(bpe.read_text())
         if kind == "metaspace":
             found["pre_tokenizer"] = {
-                "type": "Metaspace", "replacement": "\u2581", "prepend_scheme": "first",
+                "type": "Metaspace",
+                "replacement": "\u2581",
+                "prepend_scheme": "first",
                 "split": True,
-            }  # fmt: skip
+            }
         (tmp_path / "tokenizer.json").write_text(json.dumps(found))
     opened = open_tokenizer(str(tmp_path))
     (whole,) = opened.encode([text])

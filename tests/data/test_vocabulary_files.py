@@ -157,9 +157,10 @@ def test_a_map_of_characters_that_says_it_is_larger_than_it_is_is_refused(tmp_pa
         "precompiled_charsmap": base64.b64encode(b"\0\0\x80\xc0").decode(),
     }
     made = {
-        "version": "1.0", "normalizer": {"type": "Sequence", "normalizers": [bad]},
+        "version": "1.0",
+        "normalizer": {"type": "Sequence", "normalizers": [bad]},
         "model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"},
-    }  # fmt: skip
+    }
     (tmp_path / "tokenizer.json").write_text(json.dumps(made))
     with pytest.raises(UserError, match=r"tokenizer\.json: .*says that 3,229,614,080 follow"):
         open_tokenizer(str(tmp_path))

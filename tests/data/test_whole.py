@@ -78,12 +78,16 @@ def test_damaged_keys_of_the_cache_are_computed_again(tmp_path):
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda raw: b"", cut, lambda raw: b"PK\3\4" + raw, lambda raw: raw[:20] + b"(((",
+        lambda raw: b"",
+        cut,
+        lambda raw: b"PK\3\4" + raw,
+        lambda raw: raw[:20] + b"(((",
         lambda raw: raw.replace(b"(100,), }" + b" " * 27, b"(1" + b"0" * 30 + b",), }"),
-        lambda raw: raw.replace(b"(100,)", b"(True,)"), lambda raw: raw.replace(b"100", b"'a'"),
+        lambda raw: raw.replace(b"(100,)", b"(True,)"),
+        lambda raw: raw.replace(b"100", b"'a'"),
         lambda raw: raw[:8] + b"\4\0 }\n\0" + raw[14:],
     ],
-)  # fmt: skip
+)
 def test_arrays_that_are_none_are_refused_in_one_way(tmp_path, damage):
     np.save(tmp_path / "x.npy", np.arange(100))
     with pytest.raises(ValueError):

@@ -23,9 +23,12 @@ def call(script, *words, code=0):
 
 def profile(folder, *words, script="scripts/profile_programs.py"):
     return call(
-        script, f"--out={folder}", f"--families={FAMILIES}", "--batch=4",
+        script,
+        f"--out={folder}",
+        f"--families={FAMILIES}",
+        "--batch=4",
         *words,
-    )  # fmt: skip
+    )
 
 
 @pytest.fixture(scope="module")
@@ -59,17 +62,24 @@ def test_what_is_measured_is_learnt_and_plans(measured, tmp_path):
     data = f"--data={measured[0] / 'labels.npz'}"
     call("experiments/cdmpp.py", "train", data, "--fit_steps=20", f"--out={tmp_path}")
     call(
-        "experiments/cdmpp.py", "evaluate", data, "--fit_steps=20", "--splits=random,families",
+        "experiments/cdmpp.py",
+        "evaluate",
+        data,
+        "--fit_steps=20",
+        "--splits=random,families",
         f"--out={tmp_path}",
-    )  # fmt: skip
+    )
     rows = json.loads((tmp_path / "evaluation.json").read_text())["rows"]
     assert {row["method"] for row in rows} >= {"ours", "roofline"}
     assert all(row["rows"] > 0 and np.isfinite(row["mean"]) for row in rows)
     fitted = tmp_path / "predictor.npz"
     said = call(
-        "experiments/cdmpp.py", "calibrate", "--budget=2", f"--predictor={fitted}",
+        "experiments/cdmpp.py",
+        "calibrate",
+        "--budget=2",
+        f"--predictor={fitted}",
         f"--out={tmp_path / 'here'}",
-    )  # fmt: skip
+    )
     assert "adapted" in said and (tmp_path / "here" / "predictor.npz").exists()
     plans = [
         call("experiments/plan.py", "--workload=prefill", *words)

@@ -51,9 +51,13 @@ def home(tmp_path_factory):
 
 def words(home, folder, preset, *flags):
     return [
-        *SMALL, f"--preset={preset}", f"--data.source={home}/set.jsonl",
-        f"--cache_dir={home}/cache", f"--run_dir={home}/{folder}", *flags,
-    ]  # fmt: skip
+        *SMALL,
+        f"--preset={preset}",
+        f"--data.source={home}/set.jsonl",
+        f"--cache_dir={home}/cache",
+        f"--run_dir={home}/{folder}",
+        *flags,
+    ]
 
 
 @pytest.mark.slow
@@ -130,8 +134,10 @@ def test_a_folder_with_another_head_starts_a_classifier(tmp_path, preset, monkey
         started(folder)
     cfg = started(folder, new_head=True)
     assert (cfg.model.head, cfg.model.labels, cfg.model.width) == (
-        "classify", 8 if preset else 2, 16
-    )  # fmt: skip
+        "classify",
+        8 if preset else 2,
+        16,
+    )
     fresh = encoder.parts(cfg.model).init(jax.random.key(2))
     layout = sharding.layout(MeshSpec(data=1).build(), model=cfg.model)
     found = cfg.given_params(layout, fresh)

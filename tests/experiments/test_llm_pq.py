@@ -63,8 +63,14 @@ def test_flags_that_are_refused(flag, tmp_path):
 @pytest.mark.parametrize(("case", "seconds"), [("case6", 15), ("case3", 6)])
 def test_ctrl_c_prints_the_best_so_far(case, seconds, tmp_path):
     """Also while HiGHS computes, which aborted a process that ended as usual (case3, 6 s)."""
-    command = [sys.executable, "experiments/llm_pq.py", f"--preset={case}", f"--out={tmp_path}",
-               "--norivals", "--time_limit_s=300"]  # fmt: skip
+    command = [
+        sys.executable,
+        "experiments/llm_pq.py",
+        f"--preset={case}",
+        f"--out={tmp_path}",
+        "--norivals",
+        "--time_limit_s=300",
+    ]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         process.stdout.readline()  # the configuration: imports are done
@@ -80,8 +86,13 @@ def test_ctrl_c_prints_the_best_so_far(case, seconds, tmp_path):
 @pytest.mark.process
 def test_ctrl_c_among_the_rivals_ends_the_command(tmp_path):
     """Of two cases only the first is there, with its placement and some of its rivals."""
-    command = [sys.executable, "experiments/llm_pq.py", "--cases=case6,case1", f"--out={tmp_path}",
-               "--time_limit_s=15"]  # fmt: skip
+    command = [
+        sys.executable,
+        "experiments/llm_pq.py",
+        "--cases=case6,case1",
+        f"--out={tmp_path}",
+        "--time_limit_s=15",
+    ]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:

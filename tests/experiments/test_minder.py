@@ -32,13 +32,15 @@ def script():
         ({}, r"which server\? .*--prometheus"),
         ({"prometheus": "http://x", "user": "me"}, r"a user needs a password.*--password_file"),
         ({"prometheus": "http://x", "password_file": "p"}, "a user needs a password"),
-        ({"prometheus": "http://x", "user": "me", "password_file": "p", "token_file": "t"},
-         "a user or a token"),
+        (
+            {"prometheus": "http://x", "user": "me", "password_file": "p", "token_file": "t"},
+            "a user or a token",
+        ),
         ({"prometheus": "http://x", "token_file": "none"}, r"token_file=none cannot be read"),
         ({"prometheus": "x"}, r"prometheus=x must be an address"),
         ({"prometheus": "http://x", "queries": "none.json"}, r"none.json: .*\(--queries\)"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_of_a_server_is_named(flags, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "p").write_text("secret")

@@ -13,9 +13,12 @@ plan = functools.partial(forks.run, "experiments/plan.py")
 @pytest.mark.process
 def test_what_does_not_fit_ends_with_2_and_the_term(tmp_path):
     done = plan(
-        "--preset=megascale_175b", "--cluster=h100:2x8", "--mesh.tensor=8",
-        "--train.global_batch=16", f"--out={tmp_path}",
-    )  # fmt: skip
+        "--preset=megascale_175b",
+        "--cluster=h100:2x8",
+        "--mesh.tensor=8",
+        "--train.global_batch=16",
+        f"--out={tmp_path}",
+    )
     assert done.returncode == 2, done.stderr
     last = done.stdout.splitlines()[-1]
     assert last.startswith("DOES NOT FIT") and "largest term: optimizer" in last

@@ -36,10 +36,19 @@ STEPS = 30
 OTHER_MESH = {"mesh.data": 1, "mesh.tensor": 4}  # four devices instead of eight
 ONLY_STEPS = ["--eval.batches=0", "--eval.sample_tokens=0"]  # the control does the rest
 SMALL = [
-    "--model.layers=2", "--model.width=64", "--model.heads=4", "--model.kv_heads=4",
-    "--model.head_width=16", "--model.mlp=128", "--train.global_batch=32", "--train.seq_len=64",
-    "--eval.batches=2", "--eval.every=0", "--eval.sample_tokens=8", "--log.every=5",
-]  # fmt: skip
+    "--model.layers=2",
+    "--model.width=64",
+    "--model.heads=4",
+    "--model.kv_heads=4",
+    "--model.head_width=16",
+    "--model.mlp=128",
+    "--train.global_batch=32",
+    "--train.seq_len=64",
+    "--eval.batches=2",
+    "--eval.every=0",
+    "--eval.sample_tokens=8",
+    "--log.every=5",
+]
 
 
 @pytest.fixture(scope="module")
@@ -222,9 +231,13 @@ def test_a_killed_run_with_four_bits_on_the_wire_comes_back_bit_for_bit(home, tm
     """LAMB and micro-batches: masters, moments, copies of the weights and losses are those of an
     undisturbed run. Stages have micro-batches of their own in the place of --train.accumulate."""
     fixed = [
-        *mesh, "--wire=sdp4bit", "--optim.name=lamb", "--train.steps=20", "--checkpoint.every=6",
+        *mesh,
+        "--wire=sdp4bit",
+        "--optim.name=lamb",
+        "--train.steps=20",
+        "--checkpoint.every=6",
         *ONLY_STEPS,
-    ]  # fmt: skip
+    ]
     undisturbed, killed = tmp_path / "undisturbed", tmp_path / "killed"
     done = run(home, *fixed, f"--run_dir={undisturbed}")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -374,9 +387,14 @@ def test_numbers_that_are_not_finite_stop_the_run(home, straight):
     folder = home / "diverged"
     shutil.copytree(straight[0], folder)
     words = command(
-        home, "--train.steps=60", "--optim.lr=1e30", "--optim.schedule=constant",
-        "--checkpoint.every=1000", f"--run_dir={folder}", *ONLY_STEPS,
-    )[2:]  # fmt: skip
+        home,
+        "--train.steps=60",
+        "--optim.lr=1e30",
+        "--optim.schedule=constant",
+        "--checkpoint.every=1000",
+        f"--run_dir={folder}",
+        *ONLY_STEPS,
+    )[2:]
     # A program of its own for a few steps: not optimised.
     done = forks.run("experiments/pretrain.py", *words, env=environment())
     assert done.returncode == 2
@@ -396,9 +414,12 @@ def test_a_full_disk_is_said_once_and_training_goes_on(home):
         pytest.skip("mounting a small file system needs root")
     try:
         done = run(
-            home, "--train.steps=12", "--checkpoint.every=5", "--log.tensorboard=false",
+            home,
+            "--train.steps=12",
+            "--checkpoint.every=5",
+            "--log.tensorboard=false",
             f"--run_dir={disk}/run",
-        )  # fmt: skip
+        )
         assert sorted(rows(disk / "run")) == list(range(1, 13))
         assert done.returncode == 2, done.stdout + done.stderr
         assert (

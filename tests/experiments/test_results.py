@@ -122,9 +122,10 @@ def test_results_are_json_where_a_figure_is_not_finite(tmp_path):
     results.write(tmp_path / "a.json", {"layer": "emulated", "mean": math.inf}, rows)
     found = json.loads((tmp_path / "a.json").read_text(), parse_constant=pytest.fail)
     assert found == {
-        "layer": "emulated", "mean": None,
+        "layer": "emulated",
+        "mean": None,
         "rows": [{"loss": None, "each": [1.5, None, None], "of": {"n": 2}}],
-    }  # fmt: skip
+    }
     assert "| - |" in results.table(tmp_path / "a.json", {"loss": "loss"})
 
 

@@ -46,17 +46,23 @@ class Job:
         with socket.create_server(("127.0.0.1", 0)) as free:
             self.port = free.getsockname()[1]
         env = environment() | {
-            "PYTHONPATH": str(ROOT), "MEGAJAX_TOKEN": "a secret of this test only",
+            "PYTHONPATH": str(ROOT),
+            "MEGAJAX_TOKEN": "a secret of this test only",
             "JAX_ENABLE_COMPILATION_CACHE": "false",  # a cold cache
-        }  # fmt: skip
+        }
         # One thread of XLA a host, as its share of the processors is less than one.
         env["XLA_FLAGS"] = "--xla_cpu_multi_thread_eigen=false"
         supervise = [sys.executable, str(ROOT / "scripts" / "supervise.py")]
         command = [
-            sys.executable, str(ROOT / "experiments" / "pretrain.py"), *MODEL,
-            f"--train.steps={steps}", f"--data.source={home}/text", f"--cache_dir={home}/cache",
-            f"--run_dir={folder}", *job,
-        ]  # fmt: skip
+            sys.executable,
+            str(ROOT / "experiments" / "pretrain.py"),
+            *MODEL,
+            f"--train.steps={steps}",
+            f"--data.source={home}/text",
+            f"--cache_dir={home}/cache",
+            f"--run_dir={folder}",
+            *job,
+        ]
         self.names = [f"h{i}" for i in range(hosts + spares)]
         self.log = open(folder / "driver.log", "w")
         self.driver = subprocess.Popen(
@@ -67,8 +73,12 @@ class Job:
         )  # fmt: skip
         self.started = [self.driver]
         for name in self.names:
-            words = [*supervise, f"--agent=127.0.0.1:{self.port}", f"--name={name}",
-                     "--period_s=0.5"]  # fmt: skip
+            words = [
+                *supervise,
+                f"--agent=127.0.0.1:{self.port}",
+                f"--name={name}",
+                "--period_s=0.5",
+            ]
             self.start(name, words, share, env)
 
     def start(self, host, words, share, env=None):
@@ -232,21 +242,31 @@ def test_processes_without_a_driver_name_the_one_that_is_stopped(home):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     command = [
-        sys.executable, str(ROOT / "experiments" / "pretrain.py"), *MODEL, "--train.steps=100000",
-        f"--data.source={home}/text", f"--cache_dir={home}/cache", f"--run_dir={folder}",
-    ]  # fmt: skip
+        sys.executable,
+        str(ROOT / "experiments" / "pretrain.py"),
+        *MODEL,
+        "--train.steps=100000",
+        f"--data.source={home}/text",
+        f"--cache_dir={home}/cache",
+        f"--run_dir={folder}",
+    ]
     started = [
         subprocess.Popen(
-            command, stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL, text=True,
-            env=environment() | {
-                "PYTHONPATH": str(ROOT), "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
-                "JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": str(rank),
+            command,
+            stdout=subprocess.PIPE if rank == 0 else subprocess.DEVNULL,
+            text=True,
+            env=environment()
+            | {
+                "PYTHONPATH": str(ROOT),
+                "JAX_COORDINATOR_ADDRESS": f"127.0.0.1:{port}",
+                "JAX_NUM_PROCESSES": "4",
+                "JAX_PROCESS_ID": str(rank),
                 "JAX_ENABLE_COMPILATION_CACHE": "false",
                 "XLA_FLAGS": "--xla_cpu_multi_thread_eigen=false",
             },
         )
         for rank in range(4)
-    ]  # fmt: skip
+    ]
     try:
         for line in started[0].stdout:
             if line.startswith("step 10/"):

@@ -60,10 +60,18 @@ def recorded(home, server, ports):
         run.wait_for(lambda: time.time() - begun > HEALTHY_S, HEALTHY_S + 60)
         assert run.step() < STEPS, "this machine is too fast: more STEPS are needed"
         fitted = subprocess.run(
-            [sys.executable, str(ROOT / "experiments" / "minder.py"), "train",
-             f"--prometheus={server.url}", f"--hours={HEALTHY_S / 3600}", f"--out={home}/minder"],
-            env=environment() | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True,
-        )  # fmt: skip
+            [
+                sys.executable,
+                str(ROOT / "experiments" / "minder.py"),
+                "train",
+                f"--prometheus={server.url}",
+                f"--hours={HEALTHY_S / 3600}",
+                f"--out={home}/minder",
+            ],
+            env=environment() | {"PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+        )
         assert fitted.returncode == 0, fitted.stderr
         print(fitted.stdout)
         run.end()
@@ -75,9 +83,11 @@ def hogged(home, server, ports, model):
     """The same run, with busy processes on the host of rank 2."""
     rank = 2
     flags = (
-        f"--minder.model={model}", f"--prometheus={server.url}", "--respond=slow=warn",
+        f"--minder.model={model}",
+        f"--prometheus={server.url}",
+        "--respond=slow=warn",
         f"--minder.continuity_s={CONTINUITY_S}",
-    )  # fmt: skip
+    )
     with (
         job(home, home / "hog", STEPS, *flags, spares=SPARES, share=SHARE) as run,
         exporters(run, ports),

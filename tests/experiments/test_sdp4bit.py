@@ -57,10 +57,17 @@ def test_only_what_is_missing_is_trained(script, tmp_path, monkeypatch):
         def run(self, seed):
             made.append((self.variant, seed))
             return {
-                "part": "run", "variant": self.variant, "seed": seed, "loss": 2.0 + seed,
-                "loss_masters": 2.0, "drift": 0.0, "tokens": 1, "data": "x", "steps": [1],
+                "part": "run",
+                "variant": self.variant,
+                "seed": seed,
+                "loss": 2.0 + seed,
+                "loss_masters": 2.0,
+                "drift": 0.0,
+                "tokens": 1,
+                "data": "x",
+                "steps": [1],
                 "losses": [2.0],
-            }  # fmt: skip
+            }
 
     monkeypatch.setattr(report, "Runner", Runner)
     cfg = script["Config"](variants="float32,qW", seeds=2)
@@ -73,8 +80,11 @@ def test_only_what_is_missing_is_trained(script, tmp_path, monkeypatch):
     whole = list(script["runs"](cfg, tmp_path))
     assert made[4:] == ["float32", ("float32", 1), "qW", ("qW", 1)]
     assert whole[:2] == first and [(r["variant"], r["seed"]) for r in whole] == [
-        ("float32", 0), ("qW", 0), ("float32", 1), ("qW", 1)
-    ]  # fmt: skip
+        ("float32", 0),
+        ("qW", 0),
+        ("float32", 1),
+        ("qW", 1),
+    ]
     assert list(script["runs"](cfg, tmp_path)) == whole and len(made) == 8
     drawn = script["Config"](variants="float32,fp8", seeds=3, draw=True)
     assert len(list(script["runs"](drawn, tmp_path))) == 2  # --draw trains nothing

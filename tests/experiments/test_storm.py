@@ -16,9 +16,16 @@ from experiments.faults.strikes import BY_MAIL, FEW, KINDS, Deeds, Hit, Strike, 
 NOT_HERE = ("lost step", "flipped bit", "slow", "junk", "full run_dir", "full disk and kill")
 JOB = str(pathlib.Path(__file__).parents[1] / "systems" / "elastic" / "lockstep.py")
 FLAGS = [
-    "--hosts=2", "--min_hosts=2", "--processes=2", "--max_restarts=1000", "--silence_s=4",
-    "--step_s=4", "--start_s=40", "--period_s=0.2", "--backoff_s=0.1",
-]  # fmt: skip
+    "--hosts=2",
+    "--min_hosts=2",
+    "--processes=2",
+    "--max_restarts=1000",
+    "--silence_s=4",
+    "--step_s=4",
+    "--start_s=40",
+    "--period_s=0.2",
+    "--backoff_s=0.1",
+]
 
 
 def test_every_kind_has_a_deed_and_a_place_in_each_round():
@@ -99,8 +106,15 @@ def test_a_storm_over_a_small_job(tmp_path):
     steps = [10**6]
 
     def command():
-        return [sys.executable, JOB, str(cluster.run_dir), str(steps[0]), "5", "0.1",
-                f"@{tmp_path / 'mail'}"]  # fmt: skip
+        return [
+            sys.executable,
+            JOB,
+            str(cluster.run_dir),
+            str(steps[0]),
+            "5",
+            "0.1",
+            f"@{tmp_path / 'mail'}",
+        ]
 
     cluster = Cluster(tmp_path, FLAGS, command, 3, os.environ)
     cluster.run_dir.mkdir()

@@ -37,9 +37,16 @@ FAULTS = (
     "flood@22:rank1:attempt8,sleep@23:rank0:attempt8"
 )
 FOUND = [
-    ("exit", [1]), ("exit", [0]), ("stall", [1]), ("stopped", [1]), ("stall", [0]), ("exit", [1]),
-    ("exit", [0]), ("nan", [1]), ("flood", [1]),
-]  # fmt: skip
+    ("exit", [1]),
+    ("exit", [0]),
+    ("stall", [1]),
+    ("stopped", [1]),
+    ("stall", [0]),
+    ("exit", [1]),
+    ("exit", [0]),
+    ("nan", [1]),
+    ("flood", [1]),
+]
 
 
 def supervise(home, folder, *flags, processes=2):
@@ -55,9 +62,12 @@ def supervise(home, folder, *flags, processes=2):
     # compiles for longer than the 30 s that Gloo gives a peer to come.
     env = {"PYTHONPATH": str(ROOT), "JAX_ENABLE_COMPILATION_CACHE": "false"}
     return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
         env=environment() | env,
-    )  # fmt: skip
+    )
 
 
 def events(folder, name):
@@ -206,7 +216,10 @@ def test_an_experiment_lets_a_driver_end_its_job_after_ctrl_c():
             print(job.returncode)
         """
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT,
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
+    )
     assert done.stdout == f"{-signal.SIGINT}\n", done.stderr

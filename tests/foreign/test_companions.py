@@ -126,7 +126,9 @@ def test_transformers_stops_where_documents_ended(tmp_path, request):
         assert found["stopped"] and found["text"].startswith("story 2 is about the animal number")
         ours = open_tokenizer(str(out))
         assert (found["bos"], found["eos"], found["tokenizer_eos"]) == (
-            ours.begin, ours.end, ours.end,
-        )  # fmt: skip
+            ours.begin,
+            ours.end,
+            ours.end,
+        )
         wanted = [ours.prefix() + ids.tolist() for ids in ours.encode(plain)]
         assert found["ids"] == wanted and found["decoded"] == plain

@@ -21,8 +21,12 @@ from megajax.quant.kernel import QuantKernel
 from tests import gguf_writer as w
 from tests.foreign.test_hf import assert_same, unpack
 
-ARCHITECTURES = {"llama3_tied": "llama", "mistral": "llama", "mixtral": "llama",
-                 "qwen3_moe": "qwen3moe"}  # fmt: skip
+ARCHITECTURES = {
+    "llama3_tied": "llama",
+    "mistral": "llama",
+    "mixtral": "llama",
+    "qwen3_moe": "qwen3moe",
+}
 
 
 def permute(weights, heads):
@@ -229,8 +233,10 @@ REFUSED = {
     "long key": (b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, HUGE), "bytes in a key"),
     "key beyond": (b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 900), "of 900 bytes at 32"),
     "a key twice": (w.gguf([("a", 1), ("a", 2)]), "the key a comes twice"),
-    "key no text": (w.gguf([("a", 1)]).replace(b"\1\0\0\0\0\0\0\0a", b"\1\0\0\0\0\0\0\0\xff"),
-                    "can't decode"),
+    "key no text": (
+        w.gguf([("a", 1)]).replace(b"\1\0\0\0\0\0\0\0a", b"\1\0\0\0\0\0\0\0\xff"),
+        "can't decode",
+    ),
     "text beyond": (w.gguf({"a": w.Raw(struct.pack("<IQ", 8, 2**23))}), "a of 8,388,608 bytes"),
     "long text": (w.gguf({"a": w.Raw(struct.pack("<IQ", 8, HUGE))}), "bytes in a; at most"),
     "type": (w.gguf({"a": w.Raw(struct.pack("<I", 13))}), "a has the type 13"),
@@ -253,10 +259,14 @@ REFUSED = {
     "beyond": (w.gguf({}, [w.Tensor("a", (64,), 0, bytes(128))]), "ends beyond the file"),
     "offset": (w.gguf({}, [w.Tensor("a", (8,), 0, bytes(32), 2**63)]), "ends beyond the file"),
     "unaligned": (w.gguf({}, [w.Tensor("a", (8,), 0, bytes(64), 4)]), "begins at 4, no multiple"),
-    "shared": (w.gguf({}, [w.f32("a", np.ones(16)), w.Tensor("b", (8,), 0, bytes(64), 32)]),
-               "a and b share bytes"),
-    "split": (model(**{"split.count": w.Typed("u16", 3), "split.no": w.Typed("u16", 1)}),
-              "number 1 of 3 parts of a model"),
+    "shared": (
+        w.gguf({}, [w.f32("a", np.ones(16)), w.Tensor("b", (8,), 0, bytes(64), 32)]),
+        "a and b share bytes",
+    ),
+    "split": (
+        model(**{"split.count": w.Typed("u16", 3), "split.no": w.Typed("u16", 1)}),
+        "number 1 of 3 parts of a model",
+    ),
     "no architecture": (w.gguf({"a": 1}), "general.architecture is None; it must be one of llama"),
     "architecture": (model(**{"general.architecture": "gemma2"}), "'gemma2'; it must be one of"),
     "no layers": (model(**{"llama.block_count": None}), "it has no llama.block_count"),
@@ -267,8 +277,10 @@ REFUSED = {
     "heads": (model(**{"llama.attention.head_count_kv": 3}), "must divide model.heads=4"),
     "partial rotation": (model(**{"llama.rope.dimension_count": 4}), "it must be 8, the width"),
     "yarn": (model(**{"llama.rope.scaling.type": "yarn"}), "only none, and Llama 3's"),
-    "linear": (model(**{"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}),
-               "rope.scaling.type is 'linear'"),
+    "linear": (
+        model(**{"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}),
+        "rope.scaling.type is 'linear'",
+    ),
     "unknown setting": (model(**{"llama.attn_logit_softcapping": 50.0}), "softcapping is 50.0"),
     "scale": (model(**{"llama.expert_weights_scale": 2.5}), "only 0.0 or 1.0 is supported"),
     "a shape": (model(**{"llama.feed_forward_length": 65}), "(64, 32), its metadata says"),
@@ -286,7 +298,7 @@ REFUSED = {
     "begin": (model(**{"tokenizer.ggml.bos_token_id": 262}), "bos_token_id is 262; tokens have"),
     "template": (model(**{"tokenizer.chat_template": 7}), "chat_template is 7, not a text"),
     "flag": (model(**{"tokenizer.ggml.add_bos_token": 1}), "add_bos_token is 1, not true or false"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -152,11 +152,17 @@ def test_a_stored_head_is_a_copy_of_the_tied_table_or_refused(name, tmp_path):
 
 
 STRANGERS = [
-    "model.layers.0.self_attn.q_proj.lora_A.weight", "model.layers.0.mlp.adapter.down.weight",
-    "model.layers.2.input_layernorm.weight", "model.mtp.0.embed_tokens.weight", "score.weight",
-    "model.layers.0.self_attn.q_proj.bias", "model.layers.0.attn.bias", "lm_head.bias",
-    "model.layers.0.self_attn.q_norm.weight", "v_head.summary.weight",
-]  # fmt: skip
+    "model.layers.0.self_attn.q_proj.lora_A.weight",
+    "model.layers.0.mlp.adapter.down.weight",
+    "model.layers.2.input_layernorm.weight",
+    "model.mtp.0.embed_tokens.weight",
+    "score.weight",
+    "model.layers.0.self_attn.q_proj.bias",
+    "model.layers.0.attn.bias",
+    "lm_head.bias",
+    "model.layers.0.self_attn.q_norm.weight",
+    "v_head.summary.weight",
+]
 
 
 def test_tensors_that_the_model_would_not_use_are_named(tmp_path):
@@ -260,10 +266,18 @@ def test_a_window_on_some_layers_is_refused(tmp_path):
 def test_members_that_lack_are_those_of_transformers(family, members, window):
     """Defaults of the classes of transformers 5.24; its LlamaConfig knows no window."""
     common = {
-        "model_type": family, "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4,
-        "intermediate_size": 128, "vocab_size": 100, "rms_norm_eps": 1e-5, "sliding_window": 8,
-        "max_position_embeddings": 64, "hidden_act": "silu", "num_key_value_heads": 4,
-    }  # fmt: skip
+        "model_type": family,
+        "num_hidden_layers": 2,
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "intermediate_size": 128,
+        "vocab_size": 100,
+        "rms_norm_eps": 1e-5,
+        "sliding_window": 8,
+        "max_position_embeddings": 64,
+        "hidden_act": "silu",
+        "num_key_value_heads": 4,
+    }
     given = {n: v for n, v in (common | members).items() if v is not ABSENT}
     assert names.from_hf_config(given).window == window
 

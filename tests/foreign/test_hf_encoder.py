@@ -128,8 +128,9 @@ def test_networks_without_a_head_have_no_prefix(name, tmp_path):
     assert_same(hf.load(tmp_path / "ours")[1], params)
 
 
-@pytest.mark.parametrize("name", [n if n == "bert" else pytest.param(n, marks=pytest.mark.slow)
-                                  for n in FAMILIES])  # fmt: skip
+@pytest.mark.parametrize(
+    "name", [n if n == "bert" else pytest.param(n, marks=pytest.mark.slow) for n in FAMILIES]
+)
 def test_a_head_may_have_been_saved_with_a_body_that_has_no_prefix(name, tmp_path):
     _, tensors = unpack(f"{name}_classify", tmp_path)
     whole = hf.load(tmp_path)[1]

@@ -23,9 +23,16 @@ from megajax.quant.kernel import QuantKernel
 FOREIGN = Path(__file__).parents[1] / "golden" / "quantized"
 CASES = ("gptq4_order", "gptq3_v2", "gptq8_column", "awq4")
 CFG = DecoderConfig(
-    layers=2, width=64, heads=2, kv_heads=2, head_width=32, mlp=96, vocab=128, position="rope",
+    layers=2,
+    width=64,
+    heads=2,
+    kv_heads=2,
+    head_width=32,
+    mlp=96,
+    vocab=128,
+    position="rope",
     rope=RopeConfig(),
-)  # fmt: skip
+)
 
 
 def plain_words(codes_KN, bits):
@@ -113,9 +120,10 @@ def test_a_linear_of_gptq_is_its_formula(tmp_path):
     (tmp_path / "v1").mkdir()
     kinds = {np.dtype(np.float16): "F16", np.dtype(np.int32): "I32"}
     write_folder(
-        tmp_path / "v1", {n: (x.shape, kinds[x.dtype]) for n, x in tensors.items()},
+        tmp_path / "v1",
+        {n: (x.shape, kinds[x.dtype]) for n, x in tensors.items()},
         tensors.__getitem__,
-    )  # fmt: skip
+    )
     (tmp_path / "v1" / "config.json").write_text(json.dumps(members))
     older = hf_quantized.load(tmp_path / "v1")[1]["blocks"]["mlp"]["down"].weight
     for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(older), strict=True):

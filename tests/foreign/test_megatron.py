@@ -168,11 +168,19 @@ def tiny_stage(table, head=None, is_last=True):
 def tiny_config(layers):
     """A config.json of `tiny_stage`, tied."""
     return {
-        "model_type": "llama", "num_hidden_layers": layers, "hidden_size": 2, "head_dim": 2,
-        "num_attention_heads": 1, "num_key_value_heads": 1, "intermediate_size": 1,
-        "vocab_size": 3, "rms_norm_eps": 1e-5, "max_position_embeddings": 8, "hidden_act": "silu",
+        "model_type": "llama",
+        "num_hidden_layers": layers,
+        "hidden_size": 2,
+        "head_dim": 2,
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+        "intermediate_size": 1,
+        "vocab_size": 3,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 8,
+        "hidden_act": "silu",
         "tie_word_embeddings": True,
-    }  # fmt: skip
+    }
 
 
 @pytest.mark.parametrize("offset", [0, 2])
@@ -335,15 +343,22 @@ LAUGH = b"](K\x01eq\x00" + b"".join(b"0](h%ch%ceq%c" % (i, i, i + 1) for i in ra
     ("state", "said"),
     [
         ({"model": {}, "checkpoint_version": Raw(LAUGH)}, "checkpoint_version list"),
-        ({"args": {"normalization": Raw(LAUGH)}, "model": {}, "checkpoint_version": 3},
-         "argument normalization of the checkpoint is nested"),
+        (
+            {"args": {"normalization": Raw(LAUGH)}, "model": {}, "checkpoint_version": 3},
+            "argument normalization of the checkpoint is nested",
+        ),
         ({"model" + "1" * 5000: {}, "checkpoint_version": 3}, "has no model"),
-        ({"model": {"decoder.layers." + "1" * 5000 + ".w": tensor(0, (6,), (1,))},
-          "checkpoint_version": 3}, "no arguments"),
+        (
+            {
+                "model": {"decoder.layers." + "1" * 5000 + ".w": tensor(0, (6,), (1,))},
+                "checkpoint_version": 3,
+            },
+            "no arguments",
+        ),
         ({"model": {}, "iteration": 10**40, "checkpoint_version": 3}, "is of iteration 1000"),
-        ({"model": {}, "args": {"num_layers": 10**12} , "checkpoint_version": 3}, "lack"),
+        ({"model": {}, "args": {"num_layers": 10**12}, "checkpoint_version": 3}, "lack"),
     ],
-)  # fmt: skip
+)
 def test_values_that_no_message_may_spell_out(state, said, tmp_path):
     one_rank(tmp_path, state)
     with pytest.raises(UserError, match=said):

@@ -92,8 +92,10 @@ def test_code_of_known_packages_stays_a_name():
 def test_a_builder_of_ours_is_all_that_runs():
     value = Object(Name("torch", "Size"), ((2, 3),))
     assert pickles.loads(dumps(value), "here", {"torch.Size": lambda x: ("ours", *x)}) == (
-        "ours", 2, 3,
-    )  # fmt: skip
+        "ours",
+        2,
+        3,
+    )
 
 
 @pytest.mark.parametrize(
@@ -172,7 +174,7 @@ KEYS = 40  # tuples as keys, of the ten that this test allows
         (b"}(" + b"K\x01\x85N" * KEYS + b"u", "tuples as keys"),
         (b"](" + b"K\x01\x85" * KEYS + b"eq\x000c__builtin__\nset\nh\x00\x85R", "tuples as keys"),
     ],
-)  # fmt: skip
+)
 def test_what_costs_far_more_than_its_length_is_refused(body, said, monkeypatch):
     monkeypatch.setattr(pickles, "SLACK", 2**16)
     monkeypatch.setattr(pickles, "MAX_TUPLE_KEYS", 10)

@@ -26,11 +26,14 @@ from tests import quant_files_oracle as oracle
 from tests.quant_files_oracle import Spec
 
 LEAVES = {
-    "self_attn.q_proj": ("attention", "query"), "self_attn.k_proj": ("attention", "key"),
-    "self_attn.v_proj": ("attention", "value"), "self_attn.o_proj": ("attention", "out"),
-    "mlp.gate_proj": ("mlp", "gate"), "mlp.up_proj": ("mlp", "up"),
+    "self_attn.q_proj": ("attention", "query"),
+    "self_attn.k_proj": ("attention", "key"),
+    "self_attn.v_proj": ("attention", "value"),
+    "self_attn.o_proj": ("attention", "out"),
+    "mlp.gate_proj": ("mlp", "gate"),
+    "mlp.up_proj": ("mlp", "up"),
     "mlp.down_proj": ("mlp", "down"),
-}  # fmt: skip
+}
 TOKENS = np.array([5, 17, 80, 3, 44, 44, 91, 0])
 
 
@@ -112,22 +115,26 @@ def test_other_folders(spec, tmp_path):
         Spec(method="awq", symmetric=False, tied=True),
         Spec(  # the first pattern that matches counts
             of=of_layers((4, 32), (8, 64)),
-            more={"dynamic": {
-                r"-:lm_head": {}, r"+:.*\.layers\.1\.": {"bits": 8, "group_size": 64},
-                r"+:.*": {"bits": 4},
-            }},
+            more={
+                "dynamic": {
+                    r"-:lm_head": {},
+                    r"+:.*\.layers\.1\.": {"bits": 8, "group_size": 64},
+                    r"+:.*": {"bits": 4},
+                }
+            },
         ),
         Spec(
             of=lambda m: None if m.endswith("0.mlp.down_proj") else (4, 32),
             more={"dynamic": {r"-:model\.layers\.0\.mlp\.down_proj": {}}},
         ),
         Spec(
-            method="awq", of=of_layers(None, (4, 32)),
+            method="awq",
+            of=of_layers(None, (4, 32)),
             more={"modules_to_not_convert": ["layers.0."]},
         ),
     ],
     ids=["head", "awq tied", "unlike layers", "one dense", "awq dense layer"],
-)  # fmt: skip
+)
 def test_logits_of_a_folder(spec, tmp_path):
     params = check(spec, tmp_path / "m", with_logits=True)
     assert isinstance(params["blocks"], LayerRuns) == (spec.of is not None)
@@ -159,21 +166,26 @@ def as_older(folder, name, members, weights):
 
 
 GPTQ = {n: n for n in ("bits", "group_size", "desc_act", "sym")} | {
-    "model_name_or_path": None, "model_file_base_name": "gptq_model-4bit-32g",
-}  # fmt: skip
+    "model_name_or_path": None,
+    "model_file_base_name": "gptq_model-4bit-32g",
+}
 AWQ = {"w_bit": "bits", "q_group_size": "group_size", "zero_point": "zero_point", "version": "GEMM"}
 
 
 @pytest.mark.parametrize(
     ("spec", "name", "members", "weights"),
     [
-        (Spec(version=1, order=True, symmetric=False), "quantize_config.json", GPTQ,
-         "gptq_model-4bit-32g.safetensors"),
+        (
+            Spec(version=1, order=True, symmetric=False),
+            "quantize_config.json",
+            GPTQ,
+            "gptq_model-4bit-32g.safetensors",
+        ),
         (Spec(version=1, bits=8), "quantize_config.json", GPTQ, "llama-8bit.safetensors"),
         (Spec(method="awq", symmetric=False), "quant_config.json", AWQ, "awq_w4_g32.safetensors"),
         (Spec(method="awq", group=64), "quantize_config.json", AWQ, "model.safetensors"),
     ],
-)  # fmt: skip
+)
 def test_a_folder_of_an_older_program_is_read(spec, name, members, weights, tmp_path):
     """Its parameters are bit for bit those of the same folder in today's form."""
     for folder in ("new", "old"):
@@ -187,12 +199,15 @@ def test_a_folder_of_an_older_program_is_read(spec, name, members, weights, tmp_
     ("files", "gone", "words"),
     [
         (["b.safetensors"], "", "2 other files of weights: b.safetensors, gptq.safetensors; leave"),
-        (["gptq.bin"], "gptq.safetensors",
-         "nor another file of safetensors; codes are not read from gptq.bin"),
+        (
+            ["gptq.bin"],
+            "gptq.safetensors",
+            "nor another file of safetensors; codes are not read from gptq.bin",
+        ),
         ([".x.safetensors"], "gptq.safetensors", "nor another file of safetensors (--hf)"),
         (["quant_config.json"], "", "has quantize_config.json and quant_config.json"),
     ],
-)  # fmt: skip
+)
 def test_an_older_folder_says_what_is_missing(files, gone, words, tmp_path):
     oracle.write(tmp_path, Spec(version=1))
     as_older(tmp_path, "quantize_config.json", GPTQ, "gptq.safetensors")
@@ -337,9 +352,10 @@ def decoded(path, form) -> dict[str, np.ndarray]:
             found[module], *_ = oracle.decode_awq(part, members["group_size"])
         elif end == "qweight":
             kinds = [
-                more for pattern, more in members.get("dynamic", {}).items()
+                more
+                for pattern, more in members.get("dynamic", {}).items()
                 if re.match(pattern[2:], module)
-            ]  # fmt: skip
+            ]
             bits = (kinds or [members])[0]["bits"]
             found[module], *_ = oracle.decode_gptq(part, bits, 2)
     return found
@@ -353,12 +369,15 @@ def decoded(path, form) -> dict[str, np.ndarray]:
         (format_of(4), "awq", {}),
         (format_of(4, 64), "awq", {}),
         (format_of(4, None), "awq", {}),
-        ([format_of(4), format_of(8)], "gptq",
-         {r"+:^model\.layers\.1\.": {"bits": 8, "group_size": 32}}),
+        (
+            [format_of(4), format_of(8)],
+            "gptq",
+            {r"+:^model\.layers\.1\.": {"bits": 8, "group_size": 32}},
+        ),
         ([None, format_of(3, 64)], "gptq", {r"-:^model\.layers\.0\.": {}}),
         ([format_of(4), None], "awq", None),
     ],
-)  # fmt: skip
+)
 def test_our_folders_by_another_decoder(formats, form, dynamic, dense, tmp_path):
     """Bit for bit, what is dense too; and our reader gives the same parameters again."""
     cfg, params = dense
@@ -451,8 +470,12 @@ def test_zero_points_that_came_in_say_whether_they_are_symmetric(symmetric, tmp_
 def test_experts_in_few_bits(tmp_path):
     oracle.write(tmp_path / "m", Spec())
     config = json.loads((tmp_path / "m" / "config.json").read_text())
-    config |= {"architectures": ["MixtralForCausalLM"], "model_type": "mixtral",
-               "num_local_experts": 4, "num_experts_per_tok": 2}  # fmt: skip
+    config |= {
+        "architectures": ["MixtralForCausalLM"],
+        "model_type": "mixtral",
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    }
     (tmp_path / "m" / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match="m is a model with experts in few bits .gptq., which is"):
         hf_quantized.load(tmp_path / "m")

@@ -29,11 +29,16 @@ def test_tensors_are_those_that_torch_saved():
     found = dict(tensors(TorchFile(KINDS).value))
     x = np.arange(24, dtype=np.float32).reshape(4, 6)
     want = {
-        "whole": x, "turned": x.T, "row": x[1], "every_other": x[::2, 1::3],
-        "repeated": np.array([[7, 7, 7], [8, 8, 8]], np.float32), "scalar": np.float32(2.5),
-        "empty": np.zeros((0, 3), np.float32), "parameter": x[:, :1],
+        "whole": x,
+        "turned": x.T,
+        "row": x[1],
+        "every_other": x[::2, 1::3],
+        "repeated": np.array([[7, 7, 7], [8, 8, 8]], np.float32),
+        "scalar": np.float32(2.5),
+        "empty": np.zeros((0, 3), np.float32),
+        "parameter": x[:, :1],
         "complex": (x[0] + 1j * x[1]).astype(np.complex64),
-    }  # fmt: skip
+    }
     names = "float64 float16 int64 int32 int16 int8 uint8 uint16 uint32 bool"
     want |= {f"types.{t}": np.arange(5).astype(t) for t in names.split()}
     for t in ("bfloat16", "float8_e4m3fn"):
@@ -56,8 +61,9 @@ def test_the_rest_is_plain_or_inert():
     assert found["names"].last == "Namespace" and found["names"].state == {"a": 1, "b": "two"}
     assert isinstance(found["numpy"], Record) and isinstance(found["buffer"], Record)
     assert plain({"a": (1, found["dtype"]), "b": found["names"]}) == {
-        "a": [1, "torch.bfloat16"], "b": "argparse.Namespace",
-    }  # fmt: skip
+        "a": [1, "torch.bfloat16"],
+        "b": "argparse.Namespace",
+    }
 
 
 def test_every_byte_of_a_storage_is_checked(tmp_path):
@@ -249,8 +255,11 @@ def test_classes_with_plain_values_and_arrays_are_read():
         assert read.dtype == array.dtype and read.shape == array.shape, name
         np.testing.assert_array_equal(read, array, err_msg=name)
     assert source.notes["objects"] == {
-        "number": 2.5, "truth": True, "list.2": 7, "plain": [1, "two"],
-    }  # fmt: skip
+        "number": 2.5,
+        "truth": True,
+        "list.2": 7,
+        "plain": [1, "two"],
+    }
 
 
 REFUSED = {

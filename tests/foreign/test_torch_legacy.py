@@ -14,11 +14,14 @@ from tests.foreign_writer import Name, Object, Raw, dumps, old_tensor, torch_leg
 
 SIX = np.arange(6, dtype=np.float32)
 MODEL = {
-    "w": old_tensor((2, 3), (3, 1)), "t": old_tensor((3, 2), (1, 3)),
-    "part": old_tensor((2,), (2,), offset=1), "half": old_tensor((), (), "8", 4, "HalfStorage"),
-    "epoch": 3, "none": old_tensor((0,), (1,), "9", 0, "LongStorage"),
+    "w": old_tensor((2, 3), (3, 1)),
+    "t": old_tensor((3, 2), (1, 3)),
+    "part": old_tensor((2,), (2,), offset=1),
+    "half": old_tensor((), (), "8", 4, "HalfStorage"),
+    "epoch": 3,
+    "none": old_tensor((0,), (1,), "9", 0, "LongStorage"),
     "order": Object(Name("collections", "OrderedDict"), ([("a", 1)],)),
-}  # fmt: skip
+}
 STORAGES = {
     "8": (4, np.arange(4, dtype=np.float16).tobytes()),
     "7": (6, SIX.tobytes()),

@@ -53,8 +53,16 @@ def theirs(folder: str, file: str) -> None:
     if logits.ndim == 3:
         logits, wanted = logits[live.numpy()], wanted[live.numpy()]
     worst = float(np.abs(logits - wanted).max())
-    print(json.dumps({"class": kinds[0], "id2label": model.config.id2label,
-                      "largest": float(np.abs(logits).max()), "difference": worst}))  # fmt: skip
+    print(
+        json.dumps(
+            {
+                "class": kinds[0],
+                "id2label": model.config.id2label,
+                "largest": float(np.abs(logits).max()),
+                "difference": worst,
+            }
+        )
+    )
     assert worst < 1e-4
 
 

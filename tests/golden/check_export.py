@@ -32,12 +32,16 @@ def main(folder, prompt, *texts):
         "stopped": out[-1] in (eos if isinstance(eos, list) else [eos]),
         "text": tokenizer.decode(out, skip_special_tokens=True),
         "ids": [tokenizer(t)["input_ids"] for t in texts],
-        "decoded": [tokenizer.decode(tokenizer(t)["input_ids"], skip_special_tokens=True)
-                    for t in texts],
-        "eos": eos, "tokenizer_eos": tokenizer.eos_token_id, "bos": tokenizer.bos_token_id,
-        "chat": chat, "dtype": str(model.dtype),
+        "decoded": [
+            tokenizer.decode(tokenizer(t)["input_ids"], skip_special_tokens=True) for t in texts
+        ],
+        "eos": eos,
+        "tokenizer_eos": tokenizer.eos_token_id,
+        "bos": tokenizer.bos_token_id,
+        "chat": chat,
+        "dtype": str(model.dtype),
         "files": sorted(p.name for p in pathlib.Path(folder).iterdir()),
-    }  # fmt: skip
+    }
     print(json.dumps(found))
 
 

@@ -85,11 +85,14 @@ def write_dcp(rank: int, world: int) -> None:
             "rows": distribute_tensor(rows, line, [Shard(0)]),
             "plane": distribute_tensor(rows[:7, :5].bfloat16(), plane, [Shard(0), Shard(1)]),
             "few": distribute_tensor(torch.arange(2), line, [Shard(0)]),
-            "same": torch.arange(5, dtype=torch.float16), "scalar": torch.tensor(3.5),
+            "same": torch.arange(5, dtype=torch.float16),
+            "scalar": torch.tensor(3.5),
             "empty": torch.zeros(0, 3),
         },
-        "lr": 0.125, "steps": [1, 2], "note": "hello",
-    }  # fmt: skip
+        "lr": 0.125,
+        "steps": [1, 2],
+        "note": "hello",
+    }
     dcp.save(state, checkpoint_id="dcp")
     dist.destroy_process_group()
 
@@ -98,10 +101,17 @@ def make_models() -> tuple[dict, dict]:
     """Makes the models, writes their logits, returns their weights: values that bfloat16 has."""
     torch.manual_seed(0)
     llama = transformers.LlamaConfig(
-        vocab_size=VOCAB, hidden_size=WIDTH, intermediate_size=MLP, num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS, num_key_value_heads=GROUPS, head_dim=K, rms_norm_eps=1e-5,
-        max_position_embeddings=32, tie_word_embeddings=False,
-    )  # fmt: skip
+        vocab_size=VOCAB,
+        hidden_size=WIDTH,
+        intermediate_size=MLP,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=GROUPS,
+        head_dim=K,
+        rms_norm_eps=1e-5,
+        max_position_embeddings=32,
+        tie_word_embeddings=False,
+    )
     gpt2 = transformers.GPT2Config(
         vocab_size=VOCAB, n_embd=WIDTH, n_layer=2, n_head=HEADS, n_positions=32
     )
@@ -231,11 +241,18 @@ def write_legacy(hf: dict, folder: str) -> None:
 def write_legacy_gpt2(hf: dict) -> None:
     """The legacy GPT-2 on two tensor ranks, in float16, tied."""
     changes = dict(
-        num_layers=2, group_query_attention=False, num_query_groups=1, normalization="LayerNorm",
-        position_embedding_type="learned_absolute", swiglu=False, add_bias_linear=True,
-        bias_gelu_fusion=True, untie_embeddings_and_output_weights=False, ffn_hidden_size=4 * WIDTH,
+        num_layers=2,
+        group_query_attention=False,
+        num_query_groups=1,
+        normalization="LayerNorm",
+        position_embedding_type="learned_absolute",
+        swiglu=False,
+        add_bias_linear=True,
+        bias_gelu_fusion=True,
+        untie_embeddings_and_output_weights=False,
+        ffn_hidden_size=4 * WIDTH,
         pipeline_model_parallel_size=1,
-    )  # fmt: skip
+    )
     for t in range(TENSOR):
         layers: dict = {}
         for i in range(2):
@@ -298,12 +315,17 @@ def build(tensor: int, pipe: int, chunks: int | None) -> list:
     for c in range(chunks or 1):
         at = {"ignore_virtual": False, "vp_stage": c} if chunks else {}
         model = GPTModel(
-            cfg, get_gpt_layer_local_spec(normalization="RMSNorm"), vocab_size=ROWS,
-            max_sequence_length=32, pre_process=ps.is_pipeline_first_stage(**at),
-            post_process=ps.is_pipeline_last_stage(**at), parallel_output=False,
-            share_embeddings_and_output_weights=False, position_embedding_type="rope",
+            cfg,
+            get_gpt_layer_local_spec(normalization="RMSNorm"),
+            vocab_size=ROWS,
+            max_sequence_length=32,
+            pre_process=ps.is_pipeline_first_stage(**at),
+            post_process=ps.is_pipeline_last_stage(**at),
+            parallel_output=False,
+            share_embeddings_and_output_weights=False,
+            position_embedding_type="rope",
             vp_stage=c if chunks else None,
-        ).eval()  # fmt: skip
+        ).eval()
         rank = ps.get_tensor_model_parallel_rank()
         with torch.no_grad():
             for name, p in model.named_parameters():

@@ -34,9 +34,13 @@ LENGTHS = 12, 5
 PLACES = 4, 11  # of a row, whose logits are kept
 
 SMALL = dict(
-    vocab_size=VOCAB, hidden_size=16, intermediate_size=20, num_hidden_layers=2,
-    num_attention_heads=4, max_position_embeddings=64,
-)  # fmt: skip
+    vocab_size=VOCAB,
+    hidden_size=16,
+    intermediate_size=20,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    max_position_embeddings=64,
+)
 ROPE = SMALL | dict(num_key_value_heads=2, rms_norm_eps=1e-5, rope_theta=10000.0, hidden_act="silu")
 BERT = SMALL | dict(hidden_act="gelu", type_vocab_size=2, layer_norm_eps=1e-6, pad_token_id=0)
 # What each family's variants begin from; members that are not here are absent.
@@ -57,11 +61,18 @@ BASES = {
     "albert": BERT | dict(embedding_size=8, num_hidden_groups=1, hidden_act="gelu_new"),
 }  # fmt: skip
 CLASSES = dict(
-    gpt2="GPT2LMHeadModel", llama="LlamaForCausalLM", mistral="MistralForCausalLM",
-    qwen2="Qwen2ForCausalLM", qwen3="Qwen3ForCausalLM", mixtral="MixtralForCausalLM",
-    qwen3_moe="Qwen3MoeForCausalLM", bert="BertForMaskedLM", roberta="RobertaForMaskedLM",
-    distilbert="DistilBertForMaskedLM", albert="AlbertForMaskedLM",
-)  # fmt: skip
+    gpt2="GPT2LMHeadModel",
+    llama="LlamaForCausalLM",
+    mistral="MistralForCausalLM",
+    qwen2="Qwen2ForCausalLM",
+    qwen3="Qwen3ForCausalLM",
+    mixtral="MixtralForCausalLM",
+    qwen3_moe="Qwen3MoeForCausalLM",
+    bert="BertForMaskedLM",
+    roberta="RobertaForMaskedLM",
+    distilbert="DistilBertForMaskedLM",
+    albert="AlbertForMaskedLM",
+)
 
 
 def base(family: str) -> dict:
@@ -196,15 +207,21 @@ def rope_variants() -> dict:
 def head_variants(family: str) -> dict:
     """Returns head widths and numbers of heads that agree, and that do not."""
     found = {
-        "kv absent": {"num_key_value_heads": REMOVE}, "kv null": {"num_key_value_heads": None},
-        "kv 1": {"num_key_value_heads": 1}, "kv 3": {"num_key_value_heads": 3},
-        "kv 0": {"num_key_value_heads": 0}, "heads 3": {"num_attention_heads": 3},
-        "heads 2": {"num_attention_heads": 2}, "head_dim absent": {"head_dim": REMOVE},
-        "head_dim null": {"head_dim": None}, "head_dim 8": {"head_dim": 8},
-        "head_dim 3": {"head_dim": 3}, "head_dim 0": {"head_dim": 0},
+        "kv absent": {"num_key_value_heads": REMOVE},
+        "kv null": {"num_key_value_heads": None},
+        "kv 1": {"num_key_value_heads": 1},
+        "kv 3": {"num_key_value_heads": 3},
+        "kv 0": {"num_key_value_heads": 0},
+        "heads 3": {"num_attention_heads": 3},
+        "heads 2": {"num_attention_heads": 2},
+        "head_dim absent": {"head_dim": REMOVE},
+        "head_dim null": {"head_dim": None},
+        "head_dim 8": {"head_dim": 8},
+        "head_dim 3": {"head_dim": 3},
+        "head_dim 0": {"head_dim": 0},
         "heads 8, no head_dim": {"num_attention_heads": 8, "head_dim": REMOVE},
         "kv and head_dim absent": {"num_key_value_heads": REMOVE, "head_dim": REMOVE},
-    }  # fmt: skip
+    }
     return found
 
 
@@ -218,9 +235,11 @@ def window_variants() -> dict:
     ):
         name = f"use {use} window {window} above {most} types {types and types[:2]}"
         found[name.replace("_attention", "")] = {
-            "use_sliding_window": use, "sliding_window": window, "max_window_layers": most,
+            "use_sliding_window": use,
+            "sliding_window": window,
+            "max_window_layers": most,
             "layer_types": types,
-        }  # fmt: skip
+        }
     return found | {
         "one type": {"layer_types": [kinds[1]]},
         "above absent": {
@@ -289,18 +308,26 @@ def moe_variants(family: str) -> dict:
         for n in (REMOVE, None, False, True)
     }
     return found | {
-        "experts": {"num_experts": 3}, "local experts": {"num_local_experts": 3},
+        "experts": {"num_experts": 3},
+        "local experts": {"num_local_experts": 3},
         "both experts": {"num_experts": 4, "num_local_experts": 3},
         "both experts turned": {"num_experts": 3, "num_local_experts": 4},
         "experts absent": {"num_experts": REMOVE, "num_local_experts": REMOVE},
-        "sparse step": {"decoder_sparse_step": 2}, "sparse step 0": {"decoder_sparse_step": 0},
-        "mlp layers": {"mlp_only_layers": [0]}, "mlp layers null": {"mlp_only_layers": None},
-        "mlp layers none": {"mlp_only_layers": []}, "mlp layer beyond": {"mlp_only_layers": [9]},
-        "shared": {"n_shared_experts": 1}, "shared width": {"shared_expert_intermediate_size": 8},
-        "routed": {"n_routed_experts": 4}, "jitter": {"router_jitter_noise": 0.5},
-        "scaling": {"routed_scaling_factor": 2.5}, "coefficient": {"router_aux_loss_coef": 9.0},
-        "logits": {"output_router_logits": True}, "width null": {"moe_intermediate_size": None},
-    }  # fmt: skip
+        "sparse step": {"decoder_sparse_step": 2},
+        "sparse step 0": {"decoder_sparse_step": 0},
+        "mlp layers": {"mlp_only_layers": [0]},
+        "mlp layers null": {"mlp_only_layers": None},
+        "mlp layers none": {"mlp_only_layers": []},
+        "mlp layer beyond": {"mlp_only_layers": [9]},
+        "shared": {"n_shared_experts": 1},
+        "shared width": {"shared_expert_intermediate_size": 8},
+        "routed": {"n_routed_experts": 4},
+        "jitter": {"router_jitter_noise": 0.5},
+        "scaling": {"routed_scaling_factor": 2.5},
+        "coefficient": {"router_aux_loss_coef": 9.0},
+        "logits": {"output_router_logits": True},
+        "width null": {"moe_intermediate_size": None},
+    }
 
 
 def gpt2_variants() -> dict:
@@ -323,18 +350,25 @@ def encoder_variants(family: str) -> dict:
     stem = CLASSES[family].removesuffix("ForMaskedLM")
     classify, body = [f"{stem}ForSequenceClassification"], [f"{stem}Model"]
     labels = {
-        "3 labels": {"id2label": {"0": "a", "1": "b", "2": "c"}}, "num 3": {"num_labels": 3},
-        "num null": {"num_labels": None}, "labels null": {"id2label": None}, "labels absent": {},
-        "one label": {"num_labels": 1}, "one named": {"id2label": {"0": "x"}},
+        "3 labels": {"id2label": {"0": "a", "1": "b", "2": "c"}},
+        "num 3": {"num_labels": 3},
+        "num null": {"num_labels": None},
+        "labels null": {"id2label": None},
+        "labels absent": {},
+        "one label": {"num_labels": 1},
+        "one named": {"id2label": {"0": "x"}},
         "two counts": {"num_labels": 4, "id2label": {"0": "a", "1": "b", "2": "c"}},
         "regression": {"num_labels": 1, "problem_type": "regression"},
         "several": {"num_labels": 3, "problem_type": "multi_label_classification"},
-        "no problem": {"problem_type": None}, "strange problem": {"problem_type": "x"},
+        "no problem": {"problem_type": None},
+        "strange problem": {"problem_type": "x"},
         "single of one": {"num_labels": 1, "problem_type": "single_label_classification"},
         "label2id": {"label2id": {"a": 0, "b": 1, "c": 2}},
-        "no labels": {"num_labels": 0}, "empty labels": {"id2label": {}},
-        "dropout": {"classifier_dropout": 0.5}, "head dropout": {"seq_classif_dropout": 0.9},
-    }  # fmt: skip
+        "no labels": {"num_labels": 0},
+        "empty labels": {"id2label": {}},
+        "dropout": {"classifier_dropout": 0.5},
+        "head dropout": {"seq_classif_dropout": 0.9},
+    }
     shapes = {
         "relative": {"position_embedding_type": "relative_key"},
         "absolute": {"position_embedding_type": "absolute"},
@@ -422,8 +456,10 @@ def make_table() -> dict:
     generation = sorted(transformers.GenerationConfig._get_default_generation_params())
     table = {
         "source": f"transformers {transformers.__version__}, by tests/golden/make_hf_members.py",
-        "common": common, "families": families, "generation": generation,
-    }  # fmt: skip
+        "common": common,
+        "families": families,
+        "generation": generation,
+    }
     TABLE.write_text(json.dumps(table, indent=1, sort_keys=True) + "\n")
     return table
 

@@ -29,10 +29,17 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 FOLDER = pathlib.Path(__file__).parent / "quantized"
 VOCAB, TOKENS = 120, 12
 LLAMA = dict(
-    vocab_size=VOCAB, hidden_size=64, intermediate_size=128, num_hidden_layers=2,
-    num_attention_heads=2, num_key_value_heads=1, head_dim=64, max_position_embeddings=64,
-    tie_word_embeddings=False, initializer_range=0.12,
-)  # fmt: skip
+    vocab_size=VOCAB,
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=2,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=64,
+    max_position_embeddings=64,
+    tie_word_embeddings=False,
+    initializer_range=0.12,
+)
 GPTQ = dict(device="cpu", act_group_aware=False)
 CASES = {
     # The order of activations, whose g_idx mixes the rows of groups; zero points less 1.

@@ -54,14 +54,22 @@ def post_processors(made):
     found = {"none": None, "bytes": byte, "begin": template("<s> $A")}
     found["both"] = {"type": "Sequence", "processors": [byte, template("<s> $A </s>")]}
     found["roberta"] = {
-        "type": "RobertaProcessing", "sep": ["</s>", 3], "cls": ["<s>", 2], "trim_offsets": True,
+        "type": "RobertaProcessing",
+        "sep": ["</s>", 3],
+        "cls": ["<s>", 2],
+        "trim_offsets": True,
         "add_prefix_space": False,
-    }  # fmt: skip
+    }
     return found
 
 
-OBJECT = {"content": "</s>", "lstrip": False, "rstrip": False, "normalized": False,
-          "single_word": False}  # fmt: skip
+OBJECT = {
+    "content": "</s>",
+    "lstrip": False,
+    "rstrip": False,
+    "normalized": False,
+    "single_word": False,
+}
 SETTINGS = [
     {},
     {"bos_token": None, "eos_token": "<|im_end|>"},
@@ -138,9 +146,13 @@ def sentencepiece_models():
     def train(name, size, **options):
         made = io.BytesIO()
         sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=iter(lines), model_writer=made, vocab_size=size, minloglevel=2,
-            hard_vocab_limit=False, **options,
-        )  # fmt: skip
+            sentence_iterator=iter(lines),
+            model_writer=made,
+            vocab_size=size,
+            minloglevel=2,
+            hard_vocab_limit=False,
+            **options,
+        )
         found[name] = made.getvalue()
 
     with tempfile.NamedTemporaryFile("w", suffix=".tsv") as rules:
@@ -187,13 +199,20 @@ def other_folders():
     for family, said in (
         ("gpt2", None),
         ("gpt2", whole | {"add_prefix_space": True, "bos_token": "<s>"}),
-        ("qwen2", {"tokenizer_class": "Qwen2Tokenizer", "bos_token": None,
-                   "eos_token": "<|im_end|>", "added_tokens_decoder": added}),
+        (
+            "qwen2",
+            {
+                "tokenizer_class": "Qwen2Tokenizer",
+                "bos_token": None,
+                "eos_token": "<|im_end|>",
+                "added_tokens_decoder": added,
+            },
+        ),
         ("qwen3", None),
         ("llama", {"tokenizer_class": "GPT2Tokenizer", "pad_token": "<pad>"}),
         ("roberta", {"tokenizer_class": "RobertaTokenizer"}),
         ("llama", {"tokenizer_class": "GPTNeoXTokenizer", "extra_special_tokens": ["<more>"]}),
-    ):  # fmt: skip
+    ):
         more = {} if said is None else {"tokenizer_config.json": said}
         files = {"vocab.json": vocab, "merges.txt": merges}
         yield files | {"config.json": {"model_type": family}} | more

@@ -32,11 +32,15 @@ def main() -> None:
     shutil.rmtree(FOLDER, ignore_errors=True)
     FOLDER.mkdir()
     made = {
-        "conjugate": lambda c: c.conj(), "negative": lambda c: c.conj().imag,
-        "both": lambda c: torch._neg_view(c.conj()), "turned": lambda c: c.conj().t()[1:],
-        "one": lambda c: c.conj()[1, 2], "none": lambda c: c.conj()[:0],
-        "double": lambda c: c.to(torch.complex128).conj(), "real": lambda c: c.conj().real,
-    }  # fmt: skip
+        "conjugate": lambda c: c.conj(),
+        "negative": lambda c: c.conj().imag,
+        "both": lambda c: torch._neg_view(c.conj()),
+        "turned": lambda c: c.conj().t()[1:],
+        "one": lambda c: c.conj()[1, 2],
+        "none": lambda c: c.conj()[:0],
+        "double": lambda c: c.to(torch.complex128).conj(),
+        "real": lambda c: c.conj().real,
+    }
     views = {name: make(C.clone()) for name, make in made.items()}
     torch.save(views, FOLDER / "views.pt")
     torch.save(views, FOLDER / "legacy.pt", _use_new_zipfile_serialization=False)
@@ -55,13 +59,19 @@ def write_classes() -> None:
     parameter.tag, attribute.tag = "of a parameter", {"a": X[0]}
     torch.save(
         {
-            "parameter": parameter, "attribute": attribute, "buffer": torch.nn.Buffer(X),
-            "array": X.numpy(), "columns": np.asfortranarray(X.numpy()), "cell": np.array(2.5),
-            "number": np.float32(2.5), "truth": np.bool_(True), "list": [X, {"row": X[1]}, 7],
+            "parameter": parameter,
+            "attribute": attribute,
+            "buffer": torch.nn.Buffer(X),
+            "array": X.numpy(),
+            "columns": np.asfortranarray(X.numpy()),
+            "cell": np.array(2.5),
+            "number": np.float32(2.5),
+            "truth": np.bool_(True),
+            "list": [X, {"row": X[1]}, 7],
             "plain": [1, "two"],
         },
         FOLDER / "classes.pt",
-    )  # fmt: skip
+    )
 
 
 def write_refused() -> None:
@@ -70,21 +80,27 @@ def write_refused() -> None:
     square = torch.ones(4, 4)
     torch.save(
         {
-            "coo": X.to_sparse(), "csr": X.to_sparse_csr(), "csc": X.to_sparse_csc(),
-            "bsr": square.to_sparse_bsr((2, 2)), "bsc": square.to_sparse_bsc((2, 2)),
+            "coo": X.to_sparse(),
+            "csr": X.to_sparse_csr(),
+            "csc": X.to_sparse_csc(),
+            "bsr": square.to_sparse_bsr((2, 2)),
+            "bsc": square.to_sparse_bsc((2, 2)),
             "nested": torch.nested.nested_tensor([X, X[:1]]),
             "jagged": torch.nested.nested_tensor([X, X[:1]], layout=torch.jagged),
             "quantized": torch.quantize_per_tensor(X, 0.5, 2, torch.qint8),
             "channels": torch.quantize_per_channel(X, scales, zeros, 0, torch.quint8),
             "meta": torch.empty(2, 3, device="meta"),
             "masked": torch.masked.masked_tensor(X, X > 1),
-            "lazy": torch.nn.UninitializedParameter(), "half": C.to(torch.complex32),
-            "module": torch.nn.Linear(2, 2), "texts": np.array(["a", "b"]),
-            "swapped": np.arange(3, dtype=">i4"), "inside": [{"deep": X.to_sparse()}],
+            "lazy": torch.nn.UninitializedParameter(),
+            "half": C.to(torch.complex32),
+            "module": torch.nn.Linear(2, 2),
+            "texts": np.array(["a", "b"]),
+            "swapped": np.arange(3, dtype=">i4"),
+            "inside": [{"deep": X.to_sparse()}],
             "good": X,
         },
         FOLDER / "refused.pt",
-    )  # fmt: skip
+    )
 
 
 def write_dtensors(rank: int, world: int) -> None:

@@ -105,8 +105,14 @@ def test_cross_entropy(chunks, seed):
     )
     best = z.argmax(-1)
     pairs = [(t, p) for t, p in zip(targets[valid], best[valid], strict=True)]
-    wanted = [[sum(t == c for t, _ in pairs), sum(p == c for _, p in pairs),
-               sum(t == p == c for t, p in pairs)] for c in range(V)]  # fmt: skip
+    wanted = [
+        [
+            sum(t == c for t, _ in pairs),
+            sum(p == c for _, p in pairs),
+            sum(t == p == c for t, p in pairs),
+        ]
+        for c in range(V)
+    ]
     np.testing.assert_array_equal(counted.classes_3C, np.transpose(wanted))
 
 
@@ -175,9 +181,10 @@ def test_every_word_of_an_activation_has_code_and_its_formula():
     tanh = np.tanh(math.sqrt(2 / math.pi) * (z + 0.044715 * z**3))
     wanted = {
         "gelu": 0.5 * z * (1 + np.array([math.erf(x / math.sqrt(2)) for x in z])),
-        "gelu_tanh": 0.5 * z * (1 + tanh), "silu": z / (1 + np.exp(-z)),
+        "gelu_tanh": 0.5 * z * (1 + tanh),
+        "silu": z / (1 + np.exp(-z)),
         "swiglu": z / (1 + np.exp(-z)) * up,
-    }  # fmt: skip
+    }
     assert set(get_args(mlp.Activation)) == mlp.ACTIVATIONS.keys()
     for kind, found in mlp.ACTIVATIONS.items():
         products = (z, up) if found.is_gated else (z,)

@@ -90,10 +90,18 @@ def test_remat_changes_no_gradient(remat, cfg):
 
 def test_words_name_every_dimension():
     parts = decoder.parts(RICH)
-    map_words(lambda words, leaf: pytest.fail(f"{words}") if len(words) != leaf.ndim else None,
-              parts.axes, parts.abstract)  # fmt: skip
-    named = dict(zip([n for n, _ in tree.named_leaves(parts.abstract)],
-                     jax.tree.leaves(parts.axes, is_leaf=tree.is_words), strict=True))  # fmt: skip
+    map_words(
+        lambda words, leaf: pytest.fail(f"{words}") if len(words) != leaf.ndim else None,
+        parts.axes,
+        parts.abstract,
+    )
+    named = dict(
+        zip(
+            [n for n, _ in tree.named_leaves(parts.abstract)],
+            jax.tree.leaves(parts.axes, is_leaf=tree.is_words),
+            strict=True,
+        )
+    )
     assert named["blocks.attention.query"] == ("layers", "embed", "heads", None)
     assert named["tokens"] == ("vocab", "embed")
 

@@ -169,9 +169,16 @@ def test_a_class_is_the_first_tokens_target():
 def test_classes_packed_are_padded(repeats, seed):
     """Also with ALBERT's narrow tables and shared blocks, an offset and no types."""
     cfg = dataclasses.replace(
-        TINY, layers=2, repeats=repeats, embed_width=16, position_offset=2, max_positions=S + 2,
-        types=0, head="classify", labels=3,
-    )  # fmt: skip
+        TINY,
+        layers=2,
+        repeats=repeats,
+        embed_width=16,
+        position_offset=2,
+        max_positions=S + 2,
+        types=0,
+        head="classify",
+        labels=3,
+    )
     parts = encoder.parts(cfg)
     params, (batch, lengths_B) = weights_of(parts), batch_of(LENGTHS[0.6], seed)
     run = jax.jit(functools.partial(encoder.classify, parts), static_argnums=3)
@@ -229,9 +236,15 @@ def test_dropout_differs_by_key(models, seed):
 # Parameters of transformers' models for masked tokens, of the published config.json.
 @pytest.mark.parametrize(
     ("name", "count"),
-    [("bert_base", 109514298), ("bert_large", 335174458), ("roberta_base", 124697433),
-     ("roberta_large", 355412057), ("distilbert_base", 66985530), ("albert_base", 11221680)],
-)  # fmt: skip
+    [
+        ("bert_base", 109514298),
+        ("bert_large", 335174458),
+        ("roberta_base", 124697433),
+        ("roberta_large", 355412057),
+        ("distilbert_base", 66985530),
+        ("albert_base", 11221680),
+    ],
+)
 def test_presets_have_the_published_size(name, count):
     cfg = dataclasses.replace(PRESETS[name](), vocab_multiple=1)
     assert tree.count(encoder.parts(cfg).abstract) == count

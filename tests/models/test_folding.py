@@ -19,13 +19,26 @@ from megajax.systems.llm_pq.quality import calibrate
 
 TOKENS = np.random.default_rng(0).integers(0, 96, (2, 24))
 LLAMA = DecoderConfig(
-    layers=2, width=64, heads=2, kv_heads=2, head_width=32, mlp=96, vocab=96, position="rope",
-    rope=RopeConfig(), bias="qkv",
-)  # fmt: skip
+    layers=2,
+    width=64,
+    heads=2,
+    kv_heads=2,
+    head_width=32,
+    mlp=96,
+    vocab=96,
+    position="rope",
+    rope=RopeConfig(),
+    bias="qkv",
+)
 GPT2 = dataclasses.replace(
-    LLAMA, position="learned", norm="layer", activation="gelu_tanh", bias="all", tied=True,
+    LLAMA,
+    position="learned",
+    norm="layer",
+    activation="gelu_tanh",
+    bias="all",
+    tied=True,
     max_positions=32,
-)  # fmt: skip
+)
 FEW_HEADS = dataclasses.replace(LLAMA, kv_heads=1, bias="none")
 FORMAT = Format(4, 32, 0)
 
@@ -126,13 +139,12 @@ def test_layers_that_stay_dense_are_left_alone():
     folded = folding.fold(found, LLAMA)
     first = folded["blocks"].of(0)
     for a, b in zip(
-        jax.tree.leaves(first), jax.tree.leaves(jax.tree.map(lambda x: x[0], params["blocks"])),
+        jax.tree.leaves(first),
+        jax.tree.leaves(jax.tree.map(lambda x: x[0], params["blocks"])),
         strict=True,
-    ):  # fmt: skip
+    ):
         np.testing.assert_array_equal(a, b)
-    np.testing.assert_allclose(
-        logits(folded, LLAMA), logits(found, LLAMA), rtol=0, atol=1e-3
-    )  # fmt: skip
+    np.testing.assert_allclose(logits(folded, LLAMA), logits(found, LLAMA), rtol=0, atol=1e-3)
 
 
 def test_matrices_behind_one_norm_must_share_their_scales():

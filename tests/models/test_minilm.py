@@ -19,10 +19,15 @@ from megajax.models import encoder
 
 pytestmark = pytest.mark.slow
 TEXTS = [
-    "A man is playing a guitar.", "Somebody plays an instrument.", "The stock market fell today.",
-    "Shares lost value this morning.", "How do I reset my password?", "I forgot my login.",
-    "Penguins live in the southern hemisphere, mostly near the sea, and none of them can fly.", "x",
-]  # fmt: skip
+    "A man is playing a guitar.",
+    "Somebody plays an instrument.",
+    "The stock market fell today.",
+    "Shares lost value this morning.",
+    "How do I reset my password?",
+    "I forgot my login.",
+    "Penguins live in the southern hemisphere, mostly near the sea, and none of them can fly.",
+    "x",
+]
 
 
 @pytest.fixture(scope="module")

@@ -67,8 +67,11 @@ def test_a_process_without_a_lease_ends_and_begins_no_save(tmp_path, look, what)
     writer.renew(heartbeat.now(), 100.0)
     process = subprocess.Popen(
         [sys.executable, "-c", CODE, tmp_path / "progress", look, what],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     assert process.stdout.readline() == "begins\n"
     writer.renew(heartbeat.now(), 0.0)
     time.sleep(0.01)

@@ -23,9 +23,12 @@ def test_points_are_numbers_and_all_else_is_as_in_json(seed, separators):
     rng = np.random.default_rng(seed)
     special = ["NaN", "+Inf", "-Inf", "1e-7", "0"]
     points = [
-        [[1_700_000_000 + t / 4, str(rng.choice([*special, repr(float(rng.normal()))]))]
-         for t in range(size)] for size in (1, 50, 999)
-    ]  # fmt: skip
+        [
+            [1_700_000_000 + t / 4, str(rng.choice([*special, repr(float(rng.normal()))]))]
+            for t in range(size)
+        ]
+        for size in (1, 50, 999)
+    ]
     said = answer(*points, pod='a"values":[[1,"2"]]b')
     found = http_query.load(json.dumps(said, separators=separators).encode())
     assert is_fast(found) == (separators == (",", ":"))  # as Prometheus writes them

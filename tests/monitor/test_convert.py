@@ -26,8 +26,11 @@ def rates(readings):
     """{second: rate} of (time, count): none over a count that falls, none over a gap."""
     pairs = list(itertools.pairwise(sorted(readings)))
     usual = statistics.median(b[0] - a[0] for a, b in pairs)
-    return {math.floor(b[0]): (b[1] - a[1]) / (b[0] - a[0])
-            for a, b in pairs if b[1] >= a[1] and b[0] - a[0] <= 2.5 * usual}  # fmt: skip
+    return {
+        math.floor(b[0]): (b[1] - a[1]) / (b[0] - a[0])
+        for a, b in pairs
+        if b[1] >= a[1] and b[0] - a[0] <= 2.5 * usual
+    }
 
 
 def test_eight_gpus_are_their_mean_and_extremes_and_are_counted(seed):
@@ -35,20 +38,28 @@ def test_eight_gpus_are_their_mean_and_extremes_and_are_counted(seed):
     name = "DCGM_FI_DEV_GPU_UTIL"
     value = {
         (m, t, g): float(rng.uniform(0, 100))
-        for m in "ab" for t in range(20) for g in range(8)
+        for m in "ab"
+        for t in range(20)
+        for g in range(8)
         if not (m == "b" and g == 3 and t >= 10)  # its bus has lost it
-    }  # fmt: skip
-    rows = [(T0 + t + 0.3, m, f'{name}{{gpu="{g}",UUID="x{g}"}}', v)
-            for (m, t, g), v in value.items()]  # fmt: skip
+    }
+    rows = [
+        (T0 + t + 0.3, m, f'{name}{{gpu="{g}",UUID="x{g}"}}', v) for (m, t, g), v in value.items()
+    ]
     rng.shuffle(rows)
     found = canonical(Samples.of((float(t), str(m), str(c), float(v)) for t, m, c, v in rows))
     assert found.metrics == (
-        "gpu_count", "gpu_duty_cycle", "gpu_duty_cycle_max", "gpu_duty_cycle_min",
-    )  # fmt: skip
+        "gpu_count",
+        "gpu_duty_cycle",
+        "gpu_duty_cycle_max",
+        "gpu_duty_cycle_min",
+    )
     for m in "ab":
         for suffix, of in (("", statistics.fmean), ("_min", min), ("_max", max)):
-            wanted = {T0 + t: of([v for (n, u, _), v in value.items() if (n, u) == (m, t)]) / 100
-                      for t in range(20)}  # fmt: skip
+            wanted = {
+                T0 + t: of([v for (n, u, _), v in value.items() if (n, u) == (m, t)]) / 100
+                for t in range(20)
+            }
             assert series(found, "gpu_duty_cycle" + suffix, m) == pytest.approx(wanted)
     counted = series(found, "gpu_count", "b")
     assert list(counted.values()) == [8.0] * 10 + [7.0] * 10
@@ -108,8 +119,13 @@ def test_network_counters_are_summed_over_cards_but_not_over_what_passes_on():
     }
     rows = [(T0 + float(t), "a", m, 1e12 + t * s) for t in range(6) for m, s in speed.items()]
     found = canonical(Samples.of(rows))
-    expected = {"tcp_throughput": 8.0, "tcp_rdma_throughput": 308.0, "pfc_tx_packet_rate": 11.0,
-                "pfc_rx_packet_rate": 9.0, "nvlink_bandwidth": 1e12}  # fmt: skip
+    expected = {
+        "tcp_throughput": 8.0,
+        "tcp_rdma_throughput": 308.0,
+        "pfc_tx_packet_rate": 11.0,
+        "pfc_rx_packet_rate": 9.0,
+        "nvlink_bandwidth": 1e12,
+    }
     assert set(found.metrics) == set(expected)
     for metric, rate in expected.items():
         assert set(series(found, metric).values()) == {rate}, metric
@@ -118,17 +134,24 @@ def test_network_counters_are_summed_over_cards_but_not_over_what_passes_on():
 def test_of_two_directions_both_are_needed_and_of_two_names_the_first_counts():
     tx, rx = "DCGM_FI_PROF_NVLINK_TX_BYTES", "DCGM_FI_PROF_NVLINK_RX_BYTES"
     old = "DCGM_FI_DEV_NVLINK_BANDWIDTH_TOTAL"
-    rows = [(T0 + t, m, f'{n}{{gpu="0"}}', 10.0 * k + t) for m in "ab" for t in range(4)
-            for k, n in enumerate((tx, rx, old))
-            if not (m == "b" and n != old) and not (n == rx and t == 2)]  # fmt: skip
+    rows = [
+        (T0 + t, m, f'{n}{{gpu="0"}}', 10.0 * k + t)
+        for m in "ab"
+        for t in range(4)
+        for k, n in enumerate((tx, rx, old))
+        if not (m == "b" and n != old) and not (n == rx and t == 2)
+    ]
     found = canonical(Samples.of((float(t), m, c, v) for t, m, c, v in rows))
     assert series(found, "nvlink_bandwidth") == {T0: 10.0, T0 + 1: 12.0, T0 + 3: 16.0}
     assert series(found, "nvlink_bandwidth", "b") == {T0 + t: (20.0 + t) * 1e6 for t in range(4)}
 
 
 def test_rows_without_labels_are_devices_where_most_times_have_several():
-    rows = [(T0 + float(t), "a", "DCGM_FI_DEV_POWER_USAGE", 100.0 + g)
-            for t in range(3) for g in range(8)]  # fmt: skip
+    rows = [
+        (T0 + float(t), "a", "DCGM_FI_DEV_POWER_USAGE", 100.0 + g)
+        for t in range(3)
+        for g in range(8)
+    ]
     found = canonical(Samples.of(rows))
     assert series(found, "gpu_power_draw_max") == {T0 + t: 107.0 for t in range(3)}
     assert series(found, "gpu_count") == {T0 + t: 8.0 for t in range(3)}
@@ -143,14 +166,18 @@ def test_names_of_no_table_stay_as_they_are():
     labelled = Samples.of([(T0, "a", f'mine{{rank="{k}"}}', float(k)) for k in range(3)])
     found = canonical(labelled)
     assert {m: series(found, m)[T0] for m in found.metrics} == {
-        "mine": 1.0, "mine_min": 0.0, "mine_max": 2.0,
-    }  # fmt: skip
+        "mine": 1.0,
+        "mine_min": 0.0,
+        "mine_max": 2.0,
+    }
     assert canonical(Samples.of([])).metrics == ()
 
 
 def test_values_that_are_none_are_in_no_mean():
-    rows = [(T0, "a", f'DCGM_FI_DEV_GPU_TEMP{{gpu="{g}"}}', v)
-            for g, v in enumerate((40.0, math.nan, 50.0, math.inf))]  # fmt: skip
+    rows = [
+        (T0, "a", f'DCGM_FI_DEV_GPU_TEMP{{gpu="{g}"}}', v)
+        for g, v in enumerate((40.0, math.nan, 50.0, math.inf))
+    ]
     found = canonical(Samples.of(rows))
     assert series(found, "gpu_temperature") == {T0: 45.0} and series(found, "gpu_count") == {T0: 2}
 
@@ -167,16 +194,29 @@ def test_the_table_has_the_papers_metrics_and_no_name_twice():
 
 def test_records_of_a_run_are_samples_of_its_hosts():
     host = {"cpu_share": 0.25, "memory_share": 0.5, "network_bytes": 1e9, "note": "text"}
-    records = [Record(T0 + k, "h", None, None, None, n, v if n != "network_bytes" else v + 8 * k)
-               for k in range(3) for n, v in host.items()]  # fmt: skip
-    records += [Record(T0 + k, "h", None, g, None, "gpu_duty", g / 10)
-                for k in range(3) for g in range(2)]  # fmt: skip
+    records = [
+        Record(T0 + k, "h", None, None, None, n, v if n != "network_bytes" else v + 8 * k)
+        for k in range(3)
+        for n, v in host.items()
+    ]
+    records += [
+        Record(T0 + k, "h", None, g, None, "gpu_duty", g / 10) for k in range(3) for g in range(2)
+    ]
     records += [Record(T0 + k, "h", r, None, 5, "loss", 2.0 + r) for k in range(3) for r in (0, 1)]
     found = sources.from_records(records, {"h": 100.0})
     start = T0 - 100
-    expected = {"cpu_usage": 0.25, "memory_usage": 0.5, "tcp_rdma_throughput": 8.0, "loss": 2.5,
-                "loss_min": 2.0, "loss_max": 3.0, "gpu_duty_cycle": 0.05, "gpu_duty_cycle_min": 0.0,
-                "gpu_duty_cycle_max": 0.1, "gpu_count": 2.0}  # fmt: skip
+    expected = {
+        "cpu_usage": 0.25,
+        "memory_usage": 0.5,
+        "tcp_rdma_throughput": 8.0,
+        "loss": 2.5,
+        "loss_min": 2.0,
+        "loss_max": 3.0,
+        "gpu_duty_cycle": 0.05,
+        "gpu_duty_cycle_min": 0.0,
+        "gpu_duty_cycle_max": 0.1,
+        "gpu_count": 2.0,
+    }
     assert set(found.metrics) == set(expected)
     for metric, value in expected.items():
         seconds = range(metric == "tcp_rdma_throughput", 3)

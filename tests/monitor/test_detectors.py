@@ -38,9 +38,13 @@ def test_the_default_is_every_rule_and_a_flag_names_others():
 
 @pytest.mark.parametrize(
     ("names", "words"),
-    [("end,stal", "no detector 'stal'.*Did you mean stall?"), ("stall", "nearest: end,stall"),
-     ("", "must name 'end' too"), ("defualt", "Did you mean default?")],
-)  # fmt: skip
+    [
+        ("end,stal", "no detector 'stal'.*Did you mean stall?"),
+        ("stall", "nearest: end,stall"),
+        ("", "must name 'end' too"),
+        ("defualt", "Did you mean default?"),
+    ],
+)
 def test_a_mistake_in_the_names(names, words):
     with pytest.raises(UserError, match=words) as error:
         choose(names)
@@ -62,8 +66,9 @@ def test_each_record_is_heard_once_with_its_place_and_then_time_goes_on():
     dog.hear(1.0, "b", rows("b", ("gpu_duty", 0.5)))
     found = dog.judge(1.0)
     assert [(a.kind, a.message, a.ranks, a.hosts) for a in found] == [
-        ("warn", "loss 2.0", (0,), ("a",)), ("warn", "gpu_duty 0.5", (1,), ("b",)),
-    ]  # fmt: skip
+        ("warn", "loss 2.0", (0,), ("a",)),
+        ("warn", "gpu_duty 0.5", (1,), ("b",)),
+    ]
     assert dog.judge(2.0) == []
 
 
@@ -79,21 +84,28 @@ def test_a_detector_that_fails_is_switched_off_and_said_once():
 def test_one_alert_ends_the_attempt_and_all_others_are_told():
     found = [Alert("disk", "d"), Alert("nan", "n"), Alert("stall", "s"), Alert("new", "x")]
     assert [(a.kind, a.rule) for a in respond(found)] == [
-        ("restart", "nan"), ("warn", "disk"), ("warn", "new"),
-    ]  # fmt: skip
+        ("restart", "nan"),
+        ("warn", "disk"),
+        ("warn", "new"),
+    ]
     chosen = alerts.parse("disk=evict, new=restart", ["new"])
     assert [(a.kind, a.rule) for a in respond(found, {**alerts.RESPONSES, **chosen})] == [
-        ("restart", "nan"), ("evict", "disk"),
-    ]  # fmt: skip
+        ("restart", "nan"),
+        ("evict", "disk"),
+    ]
     whole = Alert("usage", "m", (1,), ("b",), 7, 2)
     assert respond([whole]) == [Action("stop", "usage", "m", (1,), ("b",), 7, 2)]
 
 
 @pytest.mark.parametrize(
     ("text", "words"),
-    [("stragler=evict", "Did you mean straggler?"), ("disk=evikt", "Did you mean evict?"),
-     ("stall=warn", "must be a rule whose response can be chosen"), ("disk", "one of warn")],
-)  # fmt: skip
+    [
+        ("stragler=evict", "Did you mean straggler?"),
+        ("disk=evikt", "Did you mean evict?"),
+        ("stall=warn", "must be a rule whose response can be chosen"),
+        ("disk", "one of warn"),
+    ],
+)
 def test_a_mistake_in_the_responses(text, words):
     with pytest.raises(UserError, match=words):
         alerts.parse(text)
@@ -104,9 +116,11 @@ def test_every_rule_of_every_detector_has_its_response():
     import ast
     import inspect
 
-    calls = [n for n in ast.walk(ast.parse(inspect.getsource(detectors)))
-             if isinstance(n, ast.Call) and ast.unparse(n.func).split(".")[-1] in
-             ("alert", "Alert")]  # fmt: skip
+    calls = [
+        n
+        for n in ast.walk(ast.parse(inspect.getsource(detectors)))
+        if isinstance(n, ast.Call) and ast.unparse(n.func).split(".")[-1] in ("alert", "Alert")
+    ]
     rules = {n.args[0].value for n in calls if isinstance(n.args[0], ast.Constant)}
     # A detector that raises only warns, as every rule that the table does not list; the response of
     # "hang" is in the table of --detector=minder.
@@ -129,7 +143,7 @@ def test_the_detector_of_the_documentation():
         said += dog.judge(float(now))
     assert [(a.kind, a.hosts, a.message) for a in said] == [
         ("evict", ("b",), "b: GPU 3 has 90 C"),
-    ]  # fmt: skip
+    ]
     with pytest.raises(UserError, match="no detector 'hot'"):
         choose("default,hot")
     assert names["supervise"].main(["--detectors=hto", "--", "true"], known) == 2

@@ -68,8 +68,12 @@ def test_processor_time_that_falls_a_little_does_not_begin_again(tmp_path):
 
 
 def test_disks_cards_and_gpus_have_the_names_of_their_exporters(tmp_path, monkeypatch):
-    for folder in ("proc", "sys/block/nvme0n1", "sys/class/net/eth0",
-                   "sys/class/infiniband/mlx5_0/ports/1/counters"):  # fmt: skip
+    for folder in (
+        "proc",
+        "sys/block/nvme0n1",
+        "sys/class/net/eth0",
+        "sys/class/infiniband/mlx5_0/ports/1/counters",
+    ):
         (tmp_path / folder).mkdir(parents=True)
     (tmp_path / "proc/diskstats").write_text(
         "259 0 nvme0n1 10 0 2 0 20 0 4 0 0 1500 0\n259 1 nvme0n1p1 10 0 2 0 20 0 4 0 0 9 0\n"
@@ -250,8 +254,13 @@ def test_the_script_serves_until_it_is_told_to_stop():
 @pytest.mark.process
 def test_an_agent_of_supervision_shows_its_host_while_it_waits_for_its_driver():
     port = free_port()
-    command = [sys.executable, "scripts/supervise.py", "--agent=127.0.0.1:1", "--join_s=30",
-               f"--metrics_at=127.0.0.1:{port}"]  # fmt: skip
+    command = [
+        sys.executable,
+        "scripts/supervise.py",
+        "--agent=127.0.0.1:1",
+        "--join_s=30",
+        f"--metrics_at=127.0.0.1:{port}",
+    ]
     process = subprocess.Popen(
         command, stderr=subprocess.PIPE, text=True, env={**os.environ, "MEGAJAX_TOKEN": "x" * 32}
     )

@@ -30,9 +30,14 @@ def test_the_flag():
 
 @pytest.mark.parametrize(
     ("spec", "words"),
-    [("kil@3", "Did you mean kill"), ("kill", "kind@step"), ("kill@x", "kind@step"),
-     ("kill@3:1", "e.g. kill@120:rank1"), ("slow=1.2.3@4", "kind@step")],
-)  # fmt: skip
+    [
+        ("kil@3", "Did you mean kill"),
+        ("kill", "kind@step"),
+        ("kill@x", "kind@step"),
+        ("kill@3:1", "e.g. kill@120:rank1"),
+        ("slow=1.2.3@4", "kind@step"),
+    ],
+)
 def test_a_mistake_in_the_flag(spec, words):
     with pytest.raises(UserError, match=words):
         parse(spec)

@@ -258,9 +258,15 @@ def test_a_peer_shows_it_later_in_the_samples():
     setting = quiet(noise=0, skew_s=0, stages=4, tensor=1, other_make=0)
     move = Move("cpu_usage", "high", 0.8)
     fault = Fault(
-        "node00005", "cpu_contention", 1_700_000_100.0, 1_700_000_200.0, ("cpu_usage",), (move,),
-        peers=((9, 20.0, 0.5),), restart_s=0,
-    )  # fmt: skip
+        "node00005",
+        "cpu_contention",
+        1_700_000_100.0,
+        1_700_000_200.0,
+        ("cpu_usage",),
+        (move,),
+        peers=((9, 20.0, 0.5),),
+        restart_s=0,
+    )
     fleet = Fleet(16, 1, ("cpu_usage",), setting, (fault,))
     value_NT = fleet.read(fleet.start, fleet.start + 300).values_CNT[0]
     high_NT = value_NT > value_NT[:, :90].max(axis=1, keepdims=True) + 5
@@ -294,10 +300,17 @@ def test_shares_of_a_mix():
     rng, n = np.random.default_rng(0), 4000
     drawn = [draw_kind(rng, "table") for _ in range(n)]
     paper = {
-        "ecc_error": 38.9, "cuda_execution_error": 14.6, "gpu_execution_error": 7.7,
-        "pcie_downgrading": 6.6, "machine_unreachable": 6.0, "nic_dropout": 5.7,
-        "hdfs_error": 5.7, "gpu_card_drop": 2.0, "nvlink_error": 1.7, "aoc_error": 0.9,
-    }  # fmt: skip
+        "ecc_error": 38.9,
+        "cuda_execution_error": 14.6,
+        "gpu_execution_error": 7.7,
+        "pcie_downgrading": 6.6,
+        "machine_unreachable": 6.0,
+        "nic_dropout": 5.7,
+        "hdfs_error": 5.7,
+        "gpu_card_drop": 2.0,
+        "nvlink_error": 1.7,
+        "aoc_error": 0.9,
+    }
     for kind, percent in paper.items():
         share = percent / 100
         assert abs(drawn.count(kind) / n - share) < 4 * np.sqrt(share * (1 - share) / n), kind

@@ -23,8 +23,10 @@ def brute(rows, step_s=1, start=None, end=None):
         cells, gaps = {}, []
         for machine in {r[1] for r in rows}:
             mine = [r for r in rows if r[1] == machine and r[2] == metric and math.isfinite(r[3])]
-            lists = [[r[3] for r in mine if math.floor(r[0] / step_s) == t]
-                     for t in range(int(first), int(last))]  # fmt: skip
+            lists = [
+                [r[3] for r in mine if math.floor(r[0] / step_s) == t]
+                for t in range(int(first), int(last))
+            ]
             cells[machine] = [statistics.fmean(x) if x else None for x in lists]
             at = [t for t, x in enumerate(lists) if x]
             gaps += [b - a for a, b in itertools.pairwise(at)]
@@ -77,9 +79,13 @@ def test_the_order_of_rows_and_of_names_is_irrelevant(seed):
     np.testing.assert_allclose(one.values_CNT, mixed.values_CNT, rtol=1e-6)
     assert (one.machines, one.metrics, one.start) == (mixed.machines, mixed.metrics, mixed.start)
     back = Samples(
-        late.time_N, 4 - late.machine_N, 2 - late.metric_N, late.value_N,
-        late.machines[::-1], late.metrics[::-1],
-    )  # fmt: skip
+        late.time_N,
+        4 - late.machine_N,
+        2 - late.metric_N,
+        late.value_N,
+        late.machines[::-1],
+        late.metrics[::-1],
+    )
     np.testing.assert_array_equal(to_grid(back).values_CNT, mixed.values_CNT)
     assert to_grid(back).machines == mixed.machines == ("m0", "m1", "m2", "m3", "m4")
     assert sorted(map(str, late.rows())) == sorted(map(str, rows))

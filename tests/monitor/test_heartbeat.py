@@ -110,23 +110,37 @@ def test_timers_partition_the_time_and_tell_own_work(tmp_path):
     timers = Timers(Heartbeat(tmp_path / "rank"), clock)
     # (section, step, seconds spent in it)
     for section, step, spent in [
-        ("data", 1, 1), ("prepare", 1, 1), ("compile", 1, 40), ("wait", 1, 2), ("data", 2, 0.25),
-        ("prepare", 2, 0.5), ("launch", 2, 4), ("wait", 2, 0.125), ("save", 2, 8), ("data", 3, 0),
-    ]:  # fmt: skip
+        ("data", 1, 1),
+        ("prepare", 1, 1),
+        ("compile", 1, 40),
+        ("wait", 1, 2),
+        ("data", 2, 0.25),
+        ("prepare", 2, 0.5),
+        ("launch", 2, 4),
+        ("wait", 2, 0.125),
+        ("save", 2, 8),
+        ("data", 3, 0),
+    ]:
         timers.enter(section, step)
         clock.now += spent
     p = read(tmp_path / "rank")
     assert (p.section, p.step) == ("data", 3)
     assert p.own_s == 0.75 and p.step_s == 12.875
     assert timers.drain() == {
-        "time_data_s": 1.25, "time_prepare_s": 1.5, "time_compile_s": 40, "time_wait_s": 2.125,
-        "time_launch_s": 4, "time_save_s": 8,
-    }  # fmt: skip
+        "time_data_s": 1.25,
+        "time_prepare_s": 1.5,
+        "time_compile_s": 40,
+        "time_wait_s": 2.125,
+        "time_launch_s": 4,
+        "time_save_s": 8,
+    }
     assert timers.drain() == {}
     spans = read_spans(tmp_path / "rank")
     assert [(s.section, s.step, s.end - s.begin) for s in spans][4:7] == [
-        ("wait", 1, 2), ("data", 2, 0.25), ("prepare", 2, 0.5),
-    ]  # fmt: skip
+        ("wait", 1, 2),
+        ("data", 2, 0.25),
+        ("prepare", 2, 0.5),
+    ]
     assert all(a.end == b.begin for a, b in zip(spans, spans[1:], strict=False))
 
 
@@ -195,9 +209,10 @@ def test_stacks_come_from_a_process_that_holds_the_interpreter(tmp_path):
 def test_the_agent_names_the_file(tmp_path):
     assert find_supervisor({}).progress is None
     env = {
-        "MEGAJAX_PROGRESS": str(tmp_path / "x"), "MEGAJAX_MEMORY": str(tmp_path / "y"),
+        "MEGAJAX_PROGRESS": str(tmp_path / "x"),
+        "MEGAJAX_MEMORY": str(tmp_path / "y"),
         "MEGAJAX_ATTEMPT": "3",
-    }  # fmt: skip
+    }
     found = find_supervisor(env)
     assert (found.progress, found.memory, found.attempt) == (tmp_path / "x", tmp_path / "y", 3)
 

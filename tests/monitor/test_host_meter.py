@@ -48,8 +48,9 @@ def test_a_host_without_files_has_no_values(system):
     for name in ("stat", "meminfo"):
         (system / "proc" / name).unlink()
     assert set(HostMeter(system, count=counters).host(system)) == {
-        "disk_free_bytes", "network_bytes",
-    }  # fmt: skip
+        "disk_free_bytes",
+        "network_bytes",
+    }
 
 
 def test_this_process_is_measured():
@@ -69,9 +70,13 @@ def test_this_process_is_measured():
 def test_gpus_give_what_they_have():
     first, second = HostMeter(gpus=Gpus(Nvml())).devices().values()
     assert first == {
-        "gpu_duty": 0.1, "gpu_memory_duty": 0.5, "gpu_memory_bytes": 2**33, "gpu_power_w": 350.5,
-        "gpu_celsius": 61, "gpu_clock_mhz": 1980,
-    }  # fmt: skip
+        "gpu_duty": 0.1,
+        "gpu_memory_duty": 0.5,
+        "gpu_memory_bytes": 2**33,
+        "gpu_power_w": 350.5,
+        "gpu_celsius": 61,
+        "gpu_clock_mhz": 1980,
+    }
     assert second["gpu_duty"] == 0.2 and "gpu_power_w" not in second
     try:
         ctypes.CDLL("libnvidia-ml.so.1")

@@ -233,9 +233,11 @@ def test_whatever_a_prometheus_answers_after_a_good_read_the_daemon_goes_on(
     said, now = [], [T0 + 100.0]
     teller = Teller(tmp_path, Ledger(tmp_path / "alerts.json", 600), said.append)
     source = sources.prometheus(
-        liar.url.replace("//", "//u:s3cret@"), retries=0, timeout_s=0.25,
+        liar.url.replace("//", "//u:s3cret@"),
+        retries=0,
+        timeout_s=0.25,
         metrics=["cpu_usage", "gpu_duty_cycle"],
-    )  # fmt: skip
+    )
     detector = Finds()
     watch = Watch(source, lambda: detector, teller, Pace(history_s=20), clock=lambda: now[0])
     watch.look()

@@ -14,8 +14,14 @@ from megajax.monitor.samples import to_grid
 from megajax.monitor.sources import files
 
 GOLDEN = Path(__file__).parent.parent / "golden"
-METRIC = {"cpu": "cpu_usage", "memory": "memory_usage", "disk": "disk_throughput",
-          "network": "tcp_throughput", "frozen": "cpu_usage", "killed": "cpu_usage"}  # fmt: skip
+METRIC = {
+    "cpu": "cpu_usage",
+    "memory": "memory_usage",
+    "disk": "disk_throughput",
+    "network": "tcp_throughput",
+    "frozen": "cpu_usage",
+    "killed": "cpu_usage",
+}
 
 
 @pytest.fixture(scope="module")
@@ -30,8 +36,10 @@ def means(grid, event, before=0.0):
     first = math.ceil(event["start"] - grid.start - before) + 5
     last = math.floor(event["end"] - grid.start - before) - 1
     with np.errstate(invalid="ignore"):
-        found = [np.mean(v[np.isfinite(v)]) if np.isfinite(v).any() else math.nan
-                 for v in values_NT[:, first:last]]  # fmt: skip
+        found = [
+            np.mean(v[np.isfinite(v)]) if np.isfinite(v).any() else math.nan
+            for v in values_NT[:, first:last]
+        ]
     return dict(zip(grid.machines, found, strict=True))
 
 

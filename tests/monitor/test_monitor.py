@@ -24,9 +24,15 @@ from megajax.monitor.meter import Meter, Work
 from megajax.monitor.records import Jsonl, Recorder, TensorBoard, Wandb, read_jsonl, rows_by_step
 
 ROW = {
-    "loss": 2.5, "loss_smooth": 2.6, "grad_norm": 0.5, "tokens_per_s": 9830.0, "mfu": None,
-    "memory_gib": 1.5, "data_wait": 0.01, "eta_s": 61.0,
-}  # fmt: skip
+    "loss": 2.5,
+    "loss_smooth": 2.6,
+    "grad_norm": 0.5,
+    "tokens_per_s": 9830.0,
+    "mfu": None,
+    "memory_gib": 1.5,
+    "data_wait": 0.01,
+    "eta_s": 61.0,
+}
 
 
 def test_rows_are_flushed_at_once_and_the_last_of_a_step_wins(tmp_path):
@@ -97,8 +103,11 @@ def test_rows_that_the_disk_does_not_take_are_counted_and_no_run_ends(tmp_path, 
     assert [(r["step"], r.get("rows_lost")) for r in rows] == [(1, None), (40, 38)]
     assert path.read_text().count("\n") == 2
     assert [("cannot write" in s, "38 rows were lost" in s) for s in said] == [
-        (True, False), (True, False), (False, True), (False, True),
-    ]  # fmt: skip
+        (True, False),
+        (True, False),
+        (False, True),
+        (False, True),
+    ]
 
 
 def test_a_metrics_file_that_is_removed_is_made_again(tmp_path):
@@ -130,9 +139,11 @@ def test_tensorboard_events_are_read_back(tmp_path):
     scalars = [(v.tag, v.simple_value) for e in found if e.step == 7 for v in e.summary.value]
     assert scalars == [(tag, 2.0) for tag in TAGS.values()]
     (start,) = [
-        v.metadata.plugin_data for e in found for v in e.summary.value
+        v.metadata.plugin_data
+        for e in found
+        for v in e.summary.value
         if v.tag == "_hparams_/session_start_info"
-    ]  # fmt: skip
+    ]
     assert start.plugin_name == "hparams"
     said = HParamsPluginData.FromString(start.content).session_start_info.hparams
     assert said["optim.lr"].number_value == 0.5 and said["data.source"].string_value == "docs"

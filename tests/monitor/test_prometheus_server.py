@@ -148,8 +148,10 @@ def test_what_ends_is_a_hole_and_a_restart_of_the_server_is_one_of_all(world):
     time.sleep(3)
     end = time.time()
     grid = to_grid(source.read(killed - 10, end))
-    at = {k: math.ceil(v) - grid.start for k, v in
-          {"killed": killed, "stopped": stopped, "started": started}.items()}  # fmt: skip
+    at = {
+        k: math.ceil(v) - grid.start
+        for k, v in {"killed": killed, "stopped": stopped, "started": started}.items()
+    }
     for metric in grid.metrics:
         gone, other = (of(grid, metric, fleet[k].instance) for k in (7, 0))
         assert np.isfinite(gone[: at["killed"] - 1]).mean() > 0.7

@@ -72,9 +72,13 @@ def test_pages_of_11000_points_give_every_second_once(fake, monkeypatch):
         assert (int(p["end"]) - int(p["start"])) // int(p["step"]) + 1 <= 11_000
     assert (found.start, found.end, found.notes) == (T0 + 0.5, T0 + 25_000.5, ())
     assert found.machines == ("h0", "h1", "h2") and found.metrics == ("cpu", "memory")
-    wanted = {(float(t), m, c, value(queries[c], m, t)) for c in queries
-              for m in ("h0", "h1", "h2") for t in range(T0 + 1, T0 + 25_001)
-              if m != "h2" or t < T0 + 100}  # fmt: skip
+    wanted = {
+        (float(t), m, c, value(queries[c], m, t))
+        for c in queries
+        for m in ("h0", "h1", "h2")
+        for t in range(T0 + 1, T0 + 25_001)
+        if m != "h2" or t < T0 + 100
+    }
     assert set(found.rows()) == wanted and len(found) == len(wanted)
     monkeypatch.setattr(server, "POINTS", 30_000)  # of three machines, once they are known
     fake.asked.clear()
@@ -100,9 +104,10 @@ def test_devices_of_a_machine_are_their_mean_and_extremes_under_the_querys_name(
     queries = {"DCGM_FI_DEV_GPU_UTIL": "x"}  # not scaled: the expression may have done so
     found = source(fake, queries=queries).read(T0, T0 + 1)
     assert {c: v for _, _, c, v in found.rows()} == {
-        "DCGM_FI_DEV_GPU_UTIL": 3.0, "DCGM_FI_DEV_GPU_UTIL_min": 0.0,
+        "DCGM_FI_DEV_GPU_UTIL": 3.0,
+        "DCGM_FI_DEV_GPU_UTIL_min": 0.0,
         "DCGM_FI_DEV_GPU_UTIL_max": 6.0,
-    }  # fmt: skip
+    }
     fake.series = lambda query, t: {(): "1", (("instance", "h1"),): "2"}
     found = source(fake).read(T0, T0 + 1)
     assert found.machines == ("h1",) and "without the label 'instance'" in found.notes[0]
@@ -204,13 +209,20 @@ def hang_up(handler, _):
         (lambda h, p: h.say(200, ""), "none of Prometheus' API"),
         (lambda h, p: h.data({"resultType": "vector", "result": []}), "another form"),
         (lambda h, p: h.data([1]), "another form"),
-        (lambda h, p: h.data({"resultType": "matrix", "result": [{"metric": {"instance": "a"},
-                              "values": [[1, 2, 3]]}]}), "another form"),
+        (
+            lambda h, p: h.data(
+                {
+                    "resultType": "matrix",
+                    "result": [{"metric": {"instance": "a"}, "values": [[1, 2, 3]]}],
+                }
+            ),
+            "another form",
+        ),
         (lambda h, p: h.error(200, "internal", "broken"), "broken"),
         (lambda h, p: h.error(429, "", "too many requests"), "429 too many requests"),
         (lambda h, p: h.drip(2.0), r"no whole answer within 0\.\d+ s"),
     ],
-)  # fmt: skip
+)
 def test_an_answer_that_is_none_is_named_and_reading_goes_on(fake, misbehave, words):
     queries = {"cpu": "a", "memory": "bcd"}
     one = source(fake, queries=queries, retries=1, timeout_s=0.2)

@@ -62,8 +62,9 @@ def test_it_does_not_matter_where_time_is_cut_and_a_unit_may_come_back(seed):
         np.testing.assert_array_equal(joined, once.values_CNT)
         assert tuple(n for p in parts for n in p.notes) == once.notes
     assert [n.split()[2:5] for n in once.notes] == [
-        ["1000", "times", "larger"], ["1000", "times", "smaller"],
-    ]  # fmt: skip
+        ["1000", "times", "larger"],
+        ["1000", "times", "smaller"],
+    ]
     np.testing.assert_array_equal(once.values_CNT[0, 3, 450:], whole.values_CNT[0, 3, 450:])
 
 

@@ -26,10 +26,13 @@ def random_rows(rng, size=500):
     return [
         (round(T0 + float(t), 3), f"m{n}", f"x{c}", float(v))
         for t, n, c, v in zip(
-            np.sort(rng.uniform(0, 100, size)), rng.integers(0, 5, size), rng.integers(0, 3, size),
-            rng.normal(size=size), strict=True,
+            np.sort(rng.uniform(0, 100, size)),
+            rng.integers(0, 5, size),
+            rng.integers(0, 3, size),
+            rng.normal(size=size),
+            strict=True,
         )
-    ]  # fmt: skip
+    ]
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -141,10 +144,11 @@ def test_quotes_may_hold_line_ends_wherever_a_block_ends(tmp_path, seed, monkeyp
     wanted = [
         (t, f'm{n}\n"{n}",\n' if quoted else f"m{n}", c, v)
         for (t, n, c, v), quoted in zip(
-            [(t, int(m[1:]), c, v) for t, m, c, v in random_rows(rng)], rng.random(500) < 0.3,
+            [(t, int(m[1:]), c, v) for t, m, c, v in random_rows(rng)],
+            rng.random(500) < 0.3,
             strict=True,
         )
-    ]  # fmt: skip
+    ]
     with open(tmp_path / "a.csv", "w", newline="") as f:
         csv.writer(f, lineterminator="\n").writerows([HEAD.strip().split(","), *wanted])
     assert rows(files.read(tmp_path / "a.csv")) == sorted(wanted)
@@ -159,8 +163,12 @@ def parquet_of(path, **columns):
     from pyarrow import parquet
 
     size = len(next(iter(columns.values())))
-    full = {"timestamp": [float(T0)] * size, "machine": ["h"] * size, "metric": ["x"] * size,
-            "value": [1.0] * size} | columns  # fmt: skip
+    full = {
+        "timestamp": [float(T0)] * size,
+        "machine": ["h"] * size,
+        "metric": ["x"] * size,
+        "value": [1.0] * size,
+    } | columns
     parquet.write_table(pa.table(full), path, compression="zstd")
 
 
@@ -175,19 +183,21 @@ BOMBS = {  # a few kilobytes each, which would be thousands of times as much
     "expanded.csv.gz": (packed(HEAD) + packed((ROW[:-1] + " " * 999 + "\n") * 9000), "unpacked"),
     "twice.csv": ((HEAD[:-1] + ",value\n" + ROW[:-1] + ",2\n").encode(), "'value' twice"),
     "machines.csv": (
-        (HEAD + "".join(f"{T0},h{k},x,1\n" for k in range(300))).encode(), "more than 200 machines"
+        (HEAD + "".join(f"{T0},h{k},x,1\n" for k in range(300))).encode(),
+        "more than 200 machines",
     ),
     "labels.csv": (
         (HEAD[:-1] + ",id\n" + "".join(f"{ROW[:-1]},{k}\n" for k in range(600))).encode(),
         "more than 500 metrics",
     ),
     "metrics.csv": (
-        (HEAD + "".join(f"{T0},h,x{k},1\n" for k in range(60))).encode(), "60 names of metrics"
+        (HEAD + "".join(f"{T0},h,x{k},1\n" for k in range(60))).encode(),
+        "60 names of metrics",
     ),
     "name.csv": ((HEAD + f"{T0},{'h' * 2000},x,1\n").encode(), "a machine of 2,000 characters"),
     "devices.csv": ((HEAD + ROW * 5000).encode(), "h has 5,000 values of x at 1700000000"),
     "pattern.csv": ((HEAD + f"{T0},h,x{{{'a' * 1000}}},1\n" * 3).encode(), ""),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", BOMBS)
@@ -222,10 +232,14 @@ def test_a_small_parquet_file_that_holds_very_much_is_refused(tmp_path, monkeypa
     parquet_of(tmp_path / "lists.parquet", gpu=[[1, 2], [3]])
     parquet_of(tmp_path / "bytes.parquet", machine=[b"\xff", b"a"])
     for name, words in {
-        "rows": "has 200,000 rows; 50,000", "name": "a metric of 1,048,576 bytes",
-        "value": "a value of 1,048,576 bytes", "chunk": "its group 0 of rows has",
-        "columns": "has 304 columns", "lists": "'gpu' is of type list", "bytes": "of type binary",
-    }.items():  # fmt: skip
+        "rows": "has 200,000 rows; 50,000",
+        "name": "a metric of 1,048,576 bytes",
+        "value": "a value of 1,048,576 bytes",
+        "chunk": "its group 0 of rows has",
+        "columns": "has 304 columns",
+        "lists": "'gpu' is of type list",
+        "bytes": "of type binary",
+    }.items():
         with pytest.raises(UserError, match=rf"{name}\.parquet.*{words}"):
             files.read(tmp_path / f"{name}.parquet")
 
@@ -234,9 +248,12 @@ def test_parquet_columns_of_other_types_are_read(tmp_path):
     pa = pytest.importorskip("pyarrow")
     moments = pa.array([T0 * 10**9 + 123_456_789, None], pa.timestamp("ns"))
     parquet_of(
-        tmp_path / "a.parquet", timestamp=moments, value=pa.array([3, None], pa.int64()),
-        gpu=pa.array([7, None], pa.int8()), ok=[True, False],
-    )  # fmt: skip
+        tmp_path / "a.parquet",
+        timestamp=moments,
+        value=pa.array([3, None], pa.int64()),
+        gpu=pa.array([7, None], pa.int8()),
+        ok=[True, False],
+    )
     found = files.read(tmp_path / "a.parquet")
     assert found.metrics == ("x",) and rows(found) == [(T0 + 0.123456, "h", "x", 3.0)]
     assert "row 2: timestamp=" in found.notes[0]
@@ -247,8 +264,9 @@ def test_parquet_columns_of_other_types_are_read(tmp_path):
 
 
 def test_a_damaged_parquet_file_is_named_or_read(tmp_path, seed):
-    parquet_of(tmp_path / "a.parquet", machine=[f"m{k % 7}" for k in range(3000)],
-               value=np.arange(3000.0))  # fmt: skip
+    parquet_of(
+        tmp_path / "a.parquet", machine=[f"m{k % 7}" for k in range(3000)], value=np.arange(3000.0)
+    )
     whole, rng = (tmp_path / "a.parquet").read_bytes(), np.random.default_rng(seed)
     wanted, refused = set(files.read(tmp_path / "a.parquet").rows()), 0
     for k in range(60):
@@ -281,8 +299,11 @@ def test_what_is_no_regular_file_is_refused_at_once(tmp_path):
     (tmp_path / "folder.parquet").mkdir()
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(str(tmp_path / "socket.csv"))
-        for name, what in {"pipe.csv": "a named pipe", "device.csv": "a device",
-                           "folder.parquet": "a folder"}.items():  # fmt: skip
+        for name, what in {
+            "pipe.csv": "a named pipe",
+            "device.csv": "a device",
+            "folder.parquet": "a folder",
+        }.items():
             with pytest.raises(UserError, match=f"{name}: it is {what}"):
                 files.read(tmp_path / name)
         with pytest.raises(UserError, match=r"socket\.csv"):

@@ -35,9 +35,12 @@ def test_records_are_read_once_and_in_order(tmp_path):
     writer = Stream(path)
     assert reader.take() == []
     sent = [
-        record(1), record(1, "gpu_duty", 0.5, device=7), record(None, "why", "a word: é"),
-        record(2, "n", 12), record(2, "nan", math.inf),
-    ]  # fmt: skip
+        record(1),
+        record(1, "gpu_duty", 0.5, device=7),
+        record(None, "why", "a word: é"),
+        record(2, "n", 12),
+        record(2, "nan", math.inf),
+    ]
     writer.write([*sent, record(2, "none", None)])
     assert reader.take() == sent and reader.take() == []
     writer.write([record(3, "long" * 40, "x"), record(3, "text", "y" * 200)])
@@ -116,8 +119,9 @@ def test_a_process_records_for_its_sinks_and_for_its_agent_alike(tmp_path):
     found = Reader(beside(tmp_path / "p"), "h", 3).take()
     assert found == [r for r in seen if r.value is not None]
     assert [(r.name, r.rank, r.host, r.step) for r in found] == [
-        ("loss", 3, "h", 4), ("tokens", 3, "h", 4),
-    ]  # fmt: skip
+        ("loss", 3, "h", 4),
+        ("tokens", 3, "h", 4),
+    ]
 
 
 def test_recording_costs_microseconds(tmp_path):

@@ -28,7 +28,7 @@ def test_lines_that_are_no_events_and_no_rows_are_left_out(tmp_path):
         {"step": 5, "step_time_s": 10**400},
         {"step": 6, "step_time_s": float("nan")},
     ]
-    leave(tmp_path, [EVENTS[0], *strange, EVENTS[1]], rows)  # fmt: skip
+    leave(tmp_path, [EVENTS[0], *strange, EVENTS[1]], rows)
     found = timeline.figures(tmp_path, tmp_path)
     assert (found["total_s"], found["training_s"], found["ettr"]) == (8, 2, 0.25)
 
@@ -41,13 +41,15 @@ def test_a_run_that_took_no_time_has_a_ratio(tmp_path):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("{", "spans.json is not JSON"), ("[]", "must hold a JSON object"),
-        ('{"spans": 1}', "holds no sections"), ('{"spans": {"0": [1]}}', "holds no sections"),
+        ("{", "spans.json is not JSON"),
+        ("[]", "must hold a JSON object"),
+        ('{"spans": 1}', "holds no sections"),
+        ('{"spans": {"0": [1]}}', "holds no sections"),
         ('{"spans": {"' + "1" * 5000 + '": [["data", 1, 0, 1]]}}', "holds no sections"),
         ('{"spans": {"0": [["data", 1, 0, 1]]}, "grid": "data=7x"}', "grid=data=7x must be"),
         ('{"spans": {"0": [["data", 1, 0, 1]]}, "grid": "a=9999999999"}', "at most 1048576"),
     ],
-)  # fmt: skip
+)
 def test_spans_that_cannot_be_drawn_are_one_sentence(tmp_path, text, words):
     (tmp_path / "attempt0").mkdir()
     (tmp_path / "attempt0" / "spans.json").write_text(text)

@@ -29,10 +29,12 @@ def test_perfetto_has_one_clock_and_arrows_from_the_last_to_launch():
     spans = spans_of(4, 3, slow=2)
     clocks = {"a": 0.0, "b": 5000.0}  # host b booted earlier
     shifted = {
-        r: [Span(s.section, s.step, s.begin + clocks[HOSTS[r]], s.end + clocks[HOSTS[r]])
-            for s in own]
+        r: [
+            Span(s.section, s.step, s.begin + clocks[HOSTS[r]], s.end + clocks[HOSTS[r]])
+            for s in own
+        ]
         for r, own in spans.items()
-    }  # fmt: skip
+    }
     trace = perfetto(shifted, HOSTS, clocks)["traceEvents"]
     slices = {(e["tid"], e["name"], e["args"]["step"]): e for e in trace if e["ph"] == "X"}
     assert len(slices) == 4 * 3 * 2
@@ -48,8 +50,11 @@ def test_perfetto_has_one_clock_and_arrows_from_the_last_to_launch():
         assert arrow["tid"] == 2 and ends[arrow["id"]]["tid"] != 2
         assert ends[arrow["id"]]["ts"] > arrow["ts"]
         target = ends[arrow["id"]]
-        inside = [e for (r, *_), e in slices.items() if r == target["tid"]
-                  and e["ts"] <= target["ts"] <= e["ts"] + e["dur"]]  # fmt: skip
+        inside = [
+            e
+            for (r, *_), e in slices.items()
+            if r == target["tid"] and e["ts"] <= target["ts"] <= e["ts"] + e["dur"]
+        ]
         assert inside and inside[-1]["name"] == "launch"
 
 
@@ -72,9 +77,10 @@ def test_silence_locates_a_rank_in_the_grid():
     ]
     places[0] = (6, "wait")
     assert silent(places, parse_grid(None, 8)).splitlines() == [
-        "furthest behind, in 'wait' of step 6: rank 0", "rows: all; along a row: rank",
+        "furthest behind, in 'wait' of step 6: rank 0",
+        "rows: all; along a row: rank",
         " #.......",
-    ]  # fmt: skip
+    ]
 
 
 @pytest.mark.parametrize("text", ["data", "data=x", "data=3", "data=0,tensor=4", ""])
@@ -113,12 +119,18 @@ def test_ettr_by_measurement_agrees_with_the_formula():
         rows = [{"step": s, "step_time_s": step_s} for s in range(1, interval + 1)]
         rows = rows[:lost] + rows
         end = (interval + lost) * step_s + load_s
-        events = [{"time": 0, "event": "start"}, {"time": 1, "event": "fault"},
-                  {"time": end, "event": "end"}]  # fmt: skip
+        events = [
+            {"time": 0, "event": "start"},
+            {"time": 1, "event": "fault"},
+            {"time": end, "event": "end"},
+        ]
         found = timeline.measured(events, rows)
         assert (found["training_s"], found["redone_s"], found["down_s"], found["faults"]) == (
-            interval * step_s, lost * step_s, pytest.approx(load_s), 1,
-        )  # fmt: skip
+            interval * step_s,
+            lost * step_s,
+            pytest.approx(load_s),
+            1,
+        )
         wasted += found["total_s"]
         training += found["training_s"]
     assert training / wasted == pytest.approx(

@@ -66,8 +66,11 @@ def test_the_neighbours_of_a_fault_follow_later(background):
     (fault,) = one.faults
     assert fault.followers and all(delay >= 6 for _, delay in fault.followers)
     link_NT = values[unlike.NVLINK]
-    others = [n for n, m in enumerate(one.grid.machines)
-              if m not in {fault.machine, *(f for f, _ in fault.followers)}]  # fmt: skip
+    others = [
+        n
+        for n, m in enumerate(one.grid.machines)
+        if m not in {fault.machine, *(f for f, _ in fault.followers)}
+    ]
 
     def share(n, part):
         return np.nanmean(link_NT[n, part]) / np.nanmean(link_NT[others][:, part])

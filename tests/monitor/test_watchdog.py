@@ -121,14 +121,15 @@ LOST, LIVE = (1, "lost"), (None, "wait")
 ENDS = {
     "kill -9, the others lose their connection": ([LOST, (-9, "wait"), LOST, LIVE], [1]),
     "the coordinator is killed, jax ends others": (
-        [(-9, "launch"), (-6, "wait"), (-6, "wait"), LOST], [0],
+        [(-9, "launch"), (-6, "wait"), (-6, "wait"), LOST],
+        [0],
     ),
     "exit(0) before the end": ([LOST, LOST, (0, "launch"), LIVE], [2]),
     "an exception, and jax's clean-up waits": ([LIVE, LIVE, LIVE, (None, "failed")], [3]),
     "an exception that ended the process": ([LOST, (1, "failed"), LOST, LOST], [1]),
     "a segmentation fault": ([LIVE, LOST, LOST, (-11, "launch")], [3]),
     "two at one time": ([(-9, "wait"), (-9, "wait"), LOST, LOST], [0, 1]),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", ENDS)
@@ -160,7 +161,7 @@ CAUSES = {
     "the same, and its clean-up waits": (None, "failed", "error: x (exit code 75: y)", "temporary"),
     "a failed assertion of XLA": (-6, "wait", "F0000 a.cc:7] Check failed: n > 0", "program"),
     "a coordinator that is gone": (-6, "wait", "F0 Check failed: coordination service", "other"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", CAUSES)
@@ -534,8 +535,9 @@ def test_a_full_disk_a_drop_of_traffic_and_a_word_in_the_log_warn_once():
     s.lines[3] = ["NVRM: Xid 79"]
     found = s.tick()
     assert [(a.kind, a.rule, a.hosts) for a in found] == [
-        ("warn", "log", ("b",)), ("warn", "disk", ("b",)),
-    ]  # fmt: skip
+        ("warn", "log", ("b",)),
+        ("warn", "disk", ("b",)),
+    ]
     assert "Xid 79" in found[0].message and found[0].ranks == (3,)
     assert s.tick() == []
     said = []

@@ -50,7 +50,7 @@ GOOD = {
         start_B=[0, 4],
         count_B=[4, 4],
         context_B=[4, 6],
-    ),  # fmt: skip
+    ),
     "pack": lambda: dict(x_BSx=ROWS, lengths_B=LENGTHS, capacity=6),
     "unpack": lambda: dict(x_Tx=X, info=info()),
     "bucket": lambda: dict(tokens=10),

@@ -130,6 +130,7 @@ def test_every_kernel_that_communicates_has_cases():
 
 
 def test_what_is_harmless_exists():
-    every = {str(m) for names in MODULES.values() for n in (*names, *COMMON)
-             for m in mutants(module(n))}  # fmt: skip
+    every = {
+        str(m) for names in MODULES.values() for n in (*names, *COMMON) for m in mutants(module(n))
+    }
     assert {change for _, change in HARMLESS} <= every

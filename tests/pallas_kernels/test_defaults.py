@@ -32,8 +32,11 @@ CELLS = {
 }
 SPECIAL = ("mosaic_gpu", "cudnn", "ragged_dot", "grouped_steps")
 STATES = {
-    "none": None, "failed": {"correct": False}, "slower": {"fastest": "reference"}, "best": {},
-}  # fmt: skip
+    "none": None,
+    "failed": {"correct": False},
+    "slower": {"fastest": "reference"},
+    "best": {},
+}
 # Rows that fail are for the first of each kind: which rows count is one function (test_tuned.py).
 SEVERAL = ("`fused_gemm`", "`all_gather_matmul`")
 COLUMNS = {
@@ -100,16 +103,15 @@ THK = [like(64, 2, 64)] * 3
 PROGRAMS = {
     "`fused_gemm`": (pallas_kernels.fused_gemm, [like(64, 64), like(64, 64)]),
     "`quant_matmul`": (
-        quant, [like(64, 64), like(32, 64, dtype=jnp.uint8), like(1, 64, dtype=jnp.float32)],
+        quant,
+        [like(64, 64), like(32, 64, dtype=jnp.uint8), like(1, 64, dtype=jnp.float32)],
     ),
     "`grouped_matmul`, few rows": (grouped, [like(64, 64), like(2, 64, 64)]),
     "`grouped_matmul`, many rows": (grouped, [like(4096, 64), like(8, 64, 64)]),
     "`fused_layer_norm`": (norm, [like(64, 512), like(64, 512), like(512)]),
     "`norm_unpack`": (norm_unpack, [like(64, 512), like(512)]),
     "`hadamard_quantize`": quantized("hadamard_quantize", like(8192), rows=2),
-    "`reduce_requantize`": quantized(
-        "reduce_requantize", bytes_of(2, 4096 + 128), n=4096, rows=2
-    ),
+    "`reduce_requantize`": quantized("reduce_requantize", bytes_of(2, 4096 + 128), n=4096, rows=2),
     "`reduce_hadamard`": quantized("reduce_hadamard", bytes_of(2, 2048 + 128), n=4096),
     "`subtract_quantize`": quantized(
         "subtract_quantize", like(8192, dtype=jnp.float32), like(8192)
@@ -119,11 +121,12 @@ PROGRAMS = {
     "`varlen_attention`": (varlen, THK),
     "`packed_attention`": (packed, [like(1, 64, 2, 64)] * 3),
     "attention with a soft cap, slopes or `return_lse`": (
-        functools.partial(varlen, softcap=9.0), THK,
+        functools.partial(varlen, softcap=9.0),
+        THK,
     ),
     "`paged_attention`": (paged, [like(4, 4, 64), *[like(5, 16, 2, 64)] * 2]),
     "attention in float32": (varlen, [like(64, 2, 64, dtype=jnp.float32)] * 3),
-}  # fmt: skip
+}
 
 
 def rows_of_page():
@@ -204,15 +207,18 @@ def test_each_function_launches_what_the_page_says(name, stubbed, measured):
 
 COLLECTIVES = {
     "`all_gather_matmul`": (
-        lambda x: collective.all_gather_matmul(x, x.T, axis="x"), "fused_gather",
+        lambda x: collective.all_gather_matmul(x, x.T, axis="x"),
+        "fused_gather",
     ),
     "`matmul_reduce_scatter`": (
-        lambda x: collective.matmul_reduce_scatter(x, jnp.tile(x.T, 2), axis="x"), "fused_scatter",
+        lambda x: collective.matmul_reduce_scatter(x, jnp.tile(x.T, 2), axis="x"),
+        "fused_scatter",
     ),
     "`matmul_all_reduce`": (
-        lambda x: collective.matmul_all_reduce(x, jnp.tile(x.T, 2), axis="x"), "fused_reduce",
+        lambda x: collective.matmul_all_reduce(x, jnp.tile(x.T, 2), axis="x"),
+        "fused_reduce",
     ),
-}  # fmt: skip
+}
 HALVES = {
     "`dispatch_grouped_matmul`": "fused_dispatch",
     "`grouped_matmul_combine`": "fused_combine",

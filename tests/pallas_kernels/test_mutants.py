@@ -19,8 +19,17 @@ from tests.pallas_kernels.quant_gemm import test_quant_gemm_mutants as quant_gem
 from tests.pallas_kernels.quantize import test_quantize_mutants as quantize
 
 TESTS = [
-    attention, collective, engine, expert, gemm, grouped, norm, paged, quant_gemm, quantize,
-]  # fmt: skip
+    attention,
+    collective,
+    engine,
+    expert,
+    gemm,
+    grouped,
+    norm,
+    paged,
+    quant_gemm,
+    quantize,
+]
 # What the interpreter of Mosaic GPU cannot run, because it has no flags and no peers:
 # test_communication_mutants.py.
 UNREACHED = {

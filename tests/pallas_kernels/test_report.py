@@ -132,9 +132,14 @@ def test_the_default_is_the_kernel_on_an_h100_and_needs_no_collective(cut, fixed
     def grads(q, k, v, ids):
         def loss(q, k, v):
             out = pallas_kernels.packed_attention(
-                q, k, v, segment_ids=ids, causal=True, deterministic=fixed,
+                q,
+                k,
+                v,
+                segment_ids=ids,
+                causal=True,
+                deterministic=fixed,
                 implementation="hopper",
-            )  # fmt: skip
+            )
             return (out.astype(jnp.float32) ** 2).sum()
 
         return jax.grad(loss, (0, 1, 2))(q, k, v)

@@ -130,11 +130,15 @@ class Cuda(SimpleNamespace):
             return contextlib.nullcontext()
 
         super().__init__(
-            CUDAGraph=Graph, Event=Event, graph=graph, _sleep=lambda cycles: None,
-            synchronize=lambda: self.log.append("wait"), current_stream=lambda: None,
+            CUDAGraph=Graph,
+            Event=Event,
+            graph=graph,
+            _sleep=lambda cycles: None,
+            synchronize=lambda: self.log.append("wait"),
+            current_stream=lambda: None,
             Stream=lambda: SimpleNamespace(wait_stream=lambda _: None),
             stream=contextlib.nullcontext,
-        )  # fmt: skip
+        )
 
 
 @pytest.mark.parametrize("captures", [True, False])
@@ -191,9 +195,12 @@ SIDES = [
     (norm, Norm("layer", 64, 128, bias=True), "torch compiled"),
     (norm, Norm("rms", 64, 128, centred=False), "torch compiled"),
     (norm, Norm("alone", 64, 128, added=False), "torch compiled"),
-    (norm, Norm("unpacked", norm.CASES[-1].rows, 32, bias=True, padded_rows=16384),
-     "torch compiled"),
-]  # fmt: skip
+    (
+        norm,
+        Norm("unpacked", norm.CASES[-1].rows, 32, bias=True, padded_rows=16384),
+        "torch compiled",
+    ),
+]
 
 
 @pytest.fixture

@@ -47,9 +47,13 @@ def compile_program(nodes=1, model=MODEL, **changes):
     """Returns (the compiled step, its mesh)."""
     base = dataclasses.replace(Config(), model=model)
     settings = {
-        "train.dtype": "bfloat16", "train.global_batch": 16, "train.seq_len": 4096,
-        "train.loss_chunks": 4, "train.attention": "xla", "overlap": "xla",
-    }  # fmt: skip
+        "train.dtype": "bfloat16",
+        "train.global_batch": 16,
+        "train.seq_len": 4096,
+        "train.loss_chunks": 4,
+        "train.attention": "xla",
+        "overlap": "xla",
+    }
     changes = {k.replace("__", "."): v for k, v in changes.items()}
     cfg = config.override(base, settings | changes)
     mesh = cfg.mesh.build(aot.devices(nodes))
@@ -173,11 +177,15 @@ def test_a_ring_travels_while_it_works_and_needs_little_memory():
     """32,768 tokens over 4 devices; gathered keys hold float32 logits of 8,192 x 32,768."""
     ring, gather = (
         compile_program(
-            mesh__context=4, mesh__tensor=2, context__kind=kind, train__global_batch=1,
-            train__seq_len=32768, train__loss_chunks=16,
+            mesh__context=4,
+            mesh__tensor=2,
+            context__kind=kind,
+            train__global_batch=1,
+            train__seq_len=32768,
+            train__loss_chunks=16,
         )[0]
         for kind in ("ring", "gather")
-    )  # fmt: skip
+    )
     temporary = [c.memory_analysis().temp_size_in_bytes for c in (ring, gather)]
     assert temporary[0] < 2**31 and temporary[0] < 0.1 * temporary[1], temporary
     # A loop over hops whose keys leave before the work on their forerunners and arrive after it.
@@ -226,9 +234,16 @@ def compile_pipeline(microbatches: int):
     """32 layers of width 4096 on 8 stages, bf16, one row a microbatch: gradients alone."""
     layout = sharding.layout(MeshSpec(pipe=8).build(aot.devices(1)))
     model = DecoderConfig(
-        layers=32, width=4096, heads=32, kv_heads=32, head_width=128, mlp=16384, vocab=65536,
-        activation="gelu_tanh", tied=False,
-    )  # fmt: skip
+        layers=32,
+        width=4096,
+        heads=32,
+        kv_heads=32,
+        head_width=128,
+        mlp=16384,
+        vocab=65536,
+        activation="gelu_tanh",
+        tied=False,
+    )
     with jax.set_mesh(layout.mesh):
         parts = decoder.parts(model, None, tensor.local_ops(layout, "xla"), "bfloat16")
         cfg = PipelineConfig("1f1b", microbatches)
@@ -268,9 +283,12 @@ def test_a_pipelines_memory_does_not_grow_with_its_microbatches():
 
 
 PIPED = {
-    "mesh.pipe": 2, "mesh.data": 2, "mesh.tensor": 2, "pipeline.microbatches": 4,
+    "mesh.pipe": 2,
+    "mesh.data": 2,
+    "mesh.tensor": 2,
+    "pipeline.microbatches": 4,
     "train.seq_len": 2048,
-}  # fmt: skip
+}
 
 
 def over_data(found):

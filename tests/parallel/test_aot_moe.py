@@ -25,9 +25,15 @@ pytestmark = [pytest.mark.aot, pytest.mark.slow]
 D, F, E, A, VOCAB = 1024, 2048, 8, 2, 32768
 ROWS, SEQ = 16, 1024
 MODEL = DecoderConfig(
-    layers=4, width=D, heads=8, kv_heads=8, head_width=128, vocab=VOCAB, tied=False,
+    layers=4,
+    width=D,
+    heads=8,
+    kv_heads=8,
+    head_width=128,
+    vocab=VOCAB,
+    tied=False,
     moe=MoeConfig(experts=E, top_k=A, width=F),
-)  # fmt: skip
+)
 SIZES = dict(train__seq_len=SEQ, train__global_batch=ROWS)
 
 
@@ -114,8 +120,9 @@ def test_fused_layers_of_experts_cut_over_tensor():
         graph, state = nnx.split(abstract)
         params = jax.tree.map(
             lambda p: p.replace(array(p.shape, layout.stored(*p.get_metadata("axes")), p.dtype)),
-            state, is_leaf=lambda p: isinstance(p, nnx.Variable),
-        )  # fmt: skip
+            state,
+            is_leaf=lambda p: isinstance(p, nnx.Variable),
+        )
         spec = layout.act("batch", "seq", None, residual=True)
         x = array((4, S, width), spec, jnp.bfloat16)
 

@@ -148,9 +148,15 @@ def test_gather_then_multiply(name, seed, monkeypatch):
 
     def function(x, ws, bias):
         found, gathered = all_gather_matmul(
-            x, ws, axis="tensor", bias=(bias, None), activation=case.activation,
-            implementation=case.implementation, return_gathered=True, both_ways=case.both_ways,
-        )  # fmt: skip
+            x,
+            ws,
+            axis="tensor",
+            bias=(bias, None),
+            activation=case.activation,
+            implementation=case.implementation,
+            return_gathered=True,
+            both_ways=case.both_ways,
+        )
         # The gathered rows are equal on all ranks, each of which is given a part of their gradient.
         return found, gathered[:, None]
 
@@ -184,9 +190,14 @@ def test_multiply_then_scatter(name, seed, monkeypatch):
 
     def function(xs, ws, bias, residual):
         return matmul_reduce_scatter(
-            xs, ws, axis="tensor", bias=bias, residual=residual,
-            implementation=case.implementation, both_ways=case.both_ways,
-        )  # fmt: skip
+            xs,
+            ws,
+            axis="tensor",
+            bias=bias,
+            residual=residual,
+            implementation=case.implementation,
+            both_ways=case.both_ways,
+        )
 
     columns, rows = P(batch, None, "tensor"), P(batch, "tensor")
     in_specs = ((columns, columns), (P("tensor"), P("tensor")), P(), rows)
@@ -291,9 +302,13 @@ def test_sums_cross_ranks_in_float32(implementation, acc_dtype):
         )
 
     (_, y), (dx, *_) = value_and_cotangents(
-        mesh, ends, (ones[:, :1], w.T, ones, w), (ones, ones[:, :1]),
-        (rows, columns, columns, rows), (columns, rows),
-    )  # fmt: skip
+        mesh,
+        ends,
+        (ones[:, :1], w.T, ones, w),
+        (ones, ones[:, :1]),
+        (rows, columns, columns, rows),
+        (columns, rows),
+    )
     assert y.dtype == dx.dtype == w.dtype
     if acc_dtype == "float32":
         assert (y == 2).all() and (dx == 2).all()
@@ -327,11 +342,13 @@ def call(function, *shapes, dtype="float32", mesh=None, **options):
     with jax.set_mesh(mesh or make_mesh({"tensor": 4})):
         jax.eval_shape(
             jax.shard_map(
-                lambda *a: function(*a, axis="tensor", **options), in_specs=P(), out_specs=P(),
+                lambda *a: function(*a, axis="tensor", **options),
+                in_specs=P(),
+                out_specs=P(),
                 check_vma=False,
             ),
             *found,
-        )  # fmt: skip
+        )
 
 
 def test_refusals_say_the_rule():

@@ -67,17 +67,21 @@ def test_what_is_held_is_what_was_given(value):
         pytest.param(MODEL, PIPE | dict(pipeline__gradients="sharded"), id="sharded"),
         pytest.param(
             DEEP,
-            PIPE | dict(
-                wire="loco", pipeline__schedule="interleaved", pipeline__chunks=2,
+            PIPE
+            | dict(
+                wire="loco",
+                pipeline__schedule="interleaved",
+                pipeline__chunks=2,
                 pipeline__stash="residuals",
-            ), id="interleaved",
+            ),
+            id="interleaved",
         ),
         pytest.param(MOE, PIPE | dict(mesh__node=1, mesh__expert=2, wire="sdp4bit"), id="experts"),
         pytest.param(MODEL, RING, id="context"),
         pytest.param(MODEL, COPIES, id="gathered"),
         pytest.param(MODEL, COPIES | dict(exchange__start_step=2), id="gathered, start_step"),
     ],
-)  # fmt: skip
+)
 def test_steps_have_their_collectives_in_order(model, changes):
     step = step_of(dataclasses.replace(run_config(**changes), model=model))
     lowered = step.step.lower(step.abstract_state, step.abstract_batch)
@@ -88,9 +92,17 @@ def test_steps_have_their_collectives_in_order(model, changes):
 @pytest.mark.process
 def test_a_pipeline_with_loco_and_lamb_ends(tmp_path):
     """Larger than what XLA runs operation by operation: it stopped in the first step."""
-    flags = ["--wire=loco", "--optim.name=lamb", "--mesh.pipe=2", "--mesh.node=2",
-             "--mesh.tensor=2", "--train.steps=2", "--eval.every=0", "--emulate=8",
-             f"--run_dir={tmp_path}"]  # fmt: skip
+    flags = [
+        "--wire=loco",
+        "--optim.name=lamb",
+        "--mesh.pipe=2",
+        "--mesh.node=2",
+        "--mesh.tensor=2",
+        "--train.steps=2",
+        "--eval.every=0",
+        "--emulate=8",
+        f"--run_dir={tmp_path}",
+    ]
     options = "--xla_cpu_collective_call_terminate_timeout_seconds=100"
     env = os.environ | {"XLA_FLAGS": options}
     command = [sys.executable, "experiments/pretrain.py", *flags]

@@ -247,14 +247,23 @@ def test_fused_gradients_are_those_of_plain_collectives(kept, monkeypatch):
     def mlp(word, *args):
         x, gate, w_up, bias, first, second, offset, residual = args
         found = all_gather_matmul(
-            x, [gate, w_up], axis="tensor", bias=[None, bias], activation="swiglu",
-            implementation=word, return_gathered=kept,
-        )  # fmt: skip
+            x,
+            [gate, w_up],
+            axis="tensor",
+            bias=[None, bias],
+            activation="swiglu",
+            implementation=word,
+            return_gathered=kept,
+        )
         h = found[0] if kept else found
         return matmul_reduce_scatter(
-            (h, h * h), (first, second), axis="tensor", bias=offset, residual=residual,
+            (h, h * h),
+            (first, second),
+            axis="tensor",
+            bias=offset,
+            residual=residual,
             implementation=word,
-        )  # fmt: skip
+        )
 
     def loss(word, *args):
         tensor = functools.partial(mlp, word)
@@ -401,13 +410,24 @@ def test_a_gather_would_run_beside_a_fused_kernel(alone):
 def test_a_fused_step_has_nothing_asynchronous_that_waits(word):
     """The compiled train step: its own options, not this test's."""
     model = dataclasses.replace(
-        MODEL, layers=2, width=256, heads=4, kv_heads=4, head_width=64, mlp=512, vocab=1024,
+        MODEL,
+        layers=2,
+        width=256,
+        heads=4,
+        kv_heads=4,
+        head_width=64,
+        mlp=512,
+        vocab=1024,
         activation="gelu",
-    )  # fmt: skip
+    )
     cfg = run_config(
-        train__dtype="bfloat16", train__seq_len=512, train__global_batch=2, train__attention="xla",
-        mesh__tensor=2, overlap=word,
-    )  # fmt: skip
+        train__dtype="bfloat16",
+        train__seq_len=512,
+        train__global_batch=2,
+        train__attention="xla",
+        mesh__tensor=2,
+        overlap=word,
+    )
     cfg = dataclasses.replace(cfg, model=model)
     mesh = cfg.mesh.build(aot.devices(1, 2))
     train_step = step.make_train_step(cfg, mesh)

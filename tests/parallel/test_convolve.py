@@ -59,17 +59,21 @@ def test_a_convolution_and_its_gradients(where, stride):
                 convolve = tensor.local_ops(layout).convolve
                 (_, y), (dw, dx) = jax.value_and_grad(
                     lambda w, x: (loss(w, x, convolve)[0] / 2, loss(w, x, convolve)[1]),
-                    (0, 1), has_aux=True,
-                )(whole, x)  # fmt: skip
+                    (0, 1),
+                    has_aux=True,
+                )(whole, x)
                 dw = jax.lax.psum_scatter(dw, "data", scatter_dimension=2, tiled=True)
                 return y, dw, jax.lax.psum(dx, "tensor")
 
             y, dw, dx = jax.jit(
                 jax.shard_map(
-                    inside, mesh=mesh, in_specs=specs,
-                    out_specs=(layout.act("batch"), *specs), check_vma=False,
+                    inside,
+                    mesh=mesh,
+                    in_specs=specs,
+                    out_specs=(layout.act("batch"), *specs),
+                    check_vma=False,
                 )
-            )(stored, rows)  # fmt: skip
+            )(stored, rows)
         else:
             convolve = ops_.convolve if where == "one device" else tensor.ops(layout).convolve
             (_, y), (dw, dx) = jax.jit(

@@ -177,13 +177,19 @@ def test_the_bytes_of_a_step_are_those_of_the_collectives_in_the_program():
     with jax.set_mesh(mesh):
         at = jax.tree.map(lambda x, s: jax.device_put(x, NamedSharding(mesh, s)), grads, specs)
         gather = jax.shard_map(
-            lambda x: own.gather_local(x, None, key)[0], mesh=mesh, in_specs=(specs,),
-            out_specs=P(), check_vma=False,
-        )  # fmt: skip
+            lambda x: own.gather_local(x, None, key)[0],
+            mesh=mesh,
+            in_specs=(specs,),
+            out_specs=P(),
+            check_vma=False,
+        )
         scatter = jax.shard_map(
-            lambda x: own.scatter_local(x, key, 0)[0], mesh=mesh, in_specs=(P(),),
-            out_specs=specs, check_vma=False,
-        )  # fmt: skip
+            lambda x: own.scatter_local(x, key, 0)[0],
+            mesh=mesh,
+            in_specs=(P(),),
+            out_specs=specs,
+            check_vma=False,
+        )
         sent = collectives(jax.make_jaxpr(gather)(at).jaxpr)
         sent += collectives(jax.make_jaxpr(scatter)(grads).jaxpr)
     counted = own.wire_bytes(at)

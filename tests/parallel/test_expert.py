@@ -22,9 +22,12 @@ MESHES = {"8": {"expert": 8}, "4": {"expert": 4}, "mixed": {"expert": 2, "contex
 MESHES["tensor"] = {"data": 4, "tensor": 2}
 OFTEN = {("top 1", "4", "ring"), ("capacity", "mixed", "xla")}
 RINGS = (
-    ("top 1", "4", "ring"), ("top 1", "8", "ring"), ("top 3", "mixed", "ring"),
-    ("top 8", "mixed", "ring"), ("top 2", "tensor", "ring"),
-)  # fmt: skip
+    ("top 1", "4", "ring"),
+    ("top 1", "8", "ring"),
+    ("top 3", "mixed", "ring"),
+    ("top 8", "mixed", "ring"),
+    ("top 2", "tensor", "ring"),
+)
 CASES = [
     pytest.param(*case, marks=() if case in OFTEN else pytest.mark.slow)
     for case in (*((name, mesh, "xla") for name in CONFIGS for mesh in ("8", "mixed")), *RINGS)

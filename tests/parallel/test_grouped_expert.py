@@ -108,10 +108,15 @@ def layer(case):
 
     def local(x, gate, up, down, weight, index):
         h, dispatch = dispatch_grouped_matmul(
-            x, [gate, up], Routing(index, weight), expert_axis="expert",
+            x,
+            [gate, up],
+            Routing(index, weight),
+            expert_axis="expert",
             tensor_axis="tensor" if case.cut else None,
-            activation="swiglu", capacity=case.capacity, implementation=case.implementation,
-        )  # fmt: skip
+            activation="swiglu",
+            capacity=case.capacity,
+            implementation=case.implementation,
+        )
         bound = case.ranks * case.tokens * case.top
         if case.capacity is not None:
             bound = min(bound, case.experts // case.expert * case.capacity)
@@ -123,9 +128,12 @@ def layer(case):
         return y if case.cut else jax.lax.psum(y, "tensor"), dispatch.dropped[None]
 
     cut = jax.shard_map(
-        local, mesh=case.mesh, out_specs=(rows, rows), check_vma=case.check_vma,
+        local,
+        mesh=case.mesh,
+        out_specs=(rows, rows),
+        check_vma=case.check_vma,
         in_specs=(rows, *[P("expert", None, "tensor")] * 2, P("expert", "tensor"), rows, rows),
-    )  # fmt: skip
+    )
 
     @jax.jit
     def run(x, gate, up, down, index, weight, dy):
@@ -277,9 +285,13 @@ def test_rows_lie_by_expert_then_by_source_from_the_own_rank_on(case, seed):
 
     def local(x, w, index, weight):
         h, dispatch = dispatch_grouped_matmul(
-            x, w, Routing(index, weight), expert_axis="expert", tensor_axis="tensor",
+            x,
+            w,
+            Routing(index, weight),
+            expert_axis="expert",
+            tensor_axis="tensor",
             capacity=case.capacity,
-        )  # fmt: skip
+        )
         return h[None], dispatch.splits_RE[None]
 
     run = jax.shard_map(
@@ -346,9 +358,13 @@ def test_bfloat16_is_added_up_in_float32_over_ranks(ranks, implementation, acc_d
 
 
 GOOD = dict(
-    x=jnp.zeros((2, D)), w=jnp.zeros((4, D, F)), index=jnp.zeros((2, 3), jnp.int32),
-    weight=jnp.zeros((2, 3)), activation=None, capacity=None,
-)  # fmt: skip
+    x=jnp.zeros((2, D)),
+    w=jnp.zeros((4, D, F)),
+    index=jnp.zeros((2, 3), jnp.int32),
+    weight=jnp.zeros((2, 3)),
+    activation=None,
+    capacity=None,
+)
 BAD = {
     "with a token and": dict(x=jnp.zeros((0, D))),
     "the same for several w": dict(w=[jnp.zeros((4, D, F)), jnp.zeros((2, D, F))]),
@@ -374,10 +390,15 @@ def test_bad_input_is_explained(message):
 
     def local():
         h, dispatch = dispatch_grouped_matmul(
-            given["x"], given["w"], Routing(given["index"], given["weight"]), expert_axis="expert",
-            activation=given["activation"], capacity=given["capacity"],
-            tensor_axis=given.get("tensor_axis"), acc_dtype=given.get("acc_dtype", "float32"),
-        )  # fmt: skip
+            given["x"],
+            given["w"],
+            Routing(given["index"], given["weight"]),
+            expert_axis="expert",
+            activation=given["activation"],
+            capacity=given["capacity"],
+            tensor_axis=given.get("tensor_axis"),
+            acc_dtype=given.get("acc_dtype", "float32"),
+        )
         down = given.get("down", jnp.zeros((4, F, D)))
         weights = given.get("weights", given["weight"])
         return grouped_matmul_combine(given.get("h", h), down, dispatch, weights=weights)
@@ -389,13 +410,15 @@ def test_bad_input_is_explained(message):
 REFUSED = {
     "'rings'; there are": (ValueError, ["rings"] * 2),
     "dispatch_grouped_matmul: .*'fused' cannot run here: needs Hopper GPUs, found cpu.*'ring'": (
-        NotImplementedError, ["fused"] * 2,
+        NotImplementedError,
+        ["fused"] * 2,
     ),
     "grouped_matmul_combine: .*Hopper GPUs, found cpu.*--overlap=auto": (
-        NotImplementedError, ["xla", "fused"],
+        NotImplementedError,
+        ["xla", "fused"],
     ),
     "this one, by 'xla', sent its tokens in lanes": (UserError, ["xla", "ring"]),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("message", REFUSED)
@@ -407,9 +430,7 @@ def test_what_cannot_run_is_refused(message):
         h, dispatch = dispatch_grouped_matmul(
             x, w, Routing(index, weight), expert_axis="expert", implementation=words[0]
         )
-        return grouped_matmul_combine(
-            h, w, dispatch, weights=weight, implementation=words[1]
-        )  # fmt: skip
+        return grouped_matmul_combine(h, w, dispatch, weights=weight, implementation=words[1])
 
     mesh = Case(4, 1).mesh
     args = jnp.zeros((8, D)), jnp.zeros((8, D, D)), jnp.zeros((8, 1 if lanes else 2), jnp.int32)
@@ -496,8 +517,12 @@ def test_activation_is_of_every_product(activation, seed):
     case = Case(1, 1)
     x, weights, index, weight, _ = arrays(case, seed)
     x, gate, up = (jnp.asarray(a, jnp.float32) for a in (x, *weights[:2]))
-    kinds = {"gelu": functools.partial(jax.nn.gelu, approximate=False), "silu": jax.nn.silu,
-             "gelu_tanh": jax.nn.gelu, None: lambda z: z}  # fmt: skip
+    kinds = {
+        "gelu": functools.partial(jax.nn.gelu, approximate=False),
+        "silu": jax.nn.silu,
+        "gelu_tanh": jax.nn.gelu,
+        None: lambda z: z,
+    }
 
     def local(x, *weights):
         routing = Routing(jnp.asarray(index), jnp.asarray(weight, jnp.float32))

@@ -88,9 +88,12 @@ def test_stages_hold_tiles_of_their_layers(gradients, overlap):
     with jax.set_mesh(mesh):
         parts = decoder.parts(MODEL, None, tensor.local_ops(lo, overlap=overlap))
         pipe = Pipeline(
-            parts, lo, PipelineConfig(microbatches=2, gradients=gradients),
-            jnp.dtype("float32"), "full",
-        )  # fmt: skip
+            parts,
+            lo,
+            PipelineConfig(microbatches=2, gradients=gradients),
+            jnp.dtype("float32"),
+            "full",
+        )
         pack = functools.partial(to_tiles, masks=masks, axes=parts.axes, layout=lo, **TILE)
         tiles = sharding.place(lo, parts.axes, pack(params))
         cut = lo.named(jax.P(None, *lo.act("batch", "seq")))

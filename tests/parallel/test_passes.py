@@ -148,7 +148,7 @@ def test_the_start_names_what_runs_in_plain_jax():
         (("sdp4bit", "hopper"), H100, None),
         (("loco", "auto"), CPU, None),
     ],
-)  # fmt: skip
+)
 def test_kernels_that_could_do_nothing_are_refused(flags, device, words):
     cfg = config.override(Config(), dict(zip(("wire", "exchange.kernels"), flags, strict=True)))
     if words is None:

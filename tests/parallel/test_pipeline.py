@@ -124,10 +124,13 @@ def test_a_pipeline_learns_the_same(model, case, poisoned):
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "zero_bubble"])
 def test_every_schedule_learns_the_same(schedule, stages, times):
     changes = dict(
-        mesh__pipe=stages, mesh__data=2, train__global_batch=48, pipeline__schedule=schedule,
+        mesh__pipe=stages,
+        mesh__data=2,
+        train__global_batch=48,
+        pipeline__schedule=schedule,
         pipeline__chunks=2 if schedule == "interleaved" else 1,
         pipeline__microbatches=times * stages,
-    )  # fmt: skip
+    )
 
     def run(**changes):
         train_step = make(DEEP, **changes)
@@ -215,8 +218,9 @@ def test_a_kind_without_a_function_is_refused_by_name(small):
     with jax.set_mesh(pipe.layout.mesh), pytest.raises(ValueError, match="EF, EB .*are F, B, W"):
         jax.eval_shape(
             lambda p, b: pipe.gradients(p, b, route(COPIES), lambda s: s.cross_entropy),
-            params, {k: x[:2] for k, x in on_two(pipe, batch).items()},
-        )  # fmt: skip
+            params,
+            {k: x[:2] for k, x in on_two(pipe, batch).items()},
+        )
 
 
 def test_interleaved_stages_hold_their_groups_and_checkpoints_know_it(tmp_path):
@@ -243,17 +247,21 @@ def test_interleaved_stages_hold_their_groups_and_checkpoints_know_it(tmp_path):
 @pytest.mark.parametrize(
     "changes, words",
     [
-        ({"mesh__pipe": 2, "pipeline__chunks": 2, "pipeline__schedule": "interleaved"},
-         "model.layers=2 must be divisible by mesh.pipe 2 x pipeline.chunks 2 = 4; nearest: 4"),
+        (
+            {"mesh__pipe": 2, "pipeline__chunks": 2, "pipeline__schedule": "interleaved"},
+            "model.layers=2 must be divisible by mesh.pipe 2 x pipeline.chunks 2 = 4; nearest: 4",
+        ),
         ({"mesh__pipe": 2, "pipeline__chunks": 2}, "schedule 1f1b has one chunk a stage"),
-        ({"mesh__pipe": 2, "mesh__data": 4, "pipeline__microbatches": 3},
-         "train.global_batch=16 must be divisible by"),
+        (
+            {"mesh__pipe": 2, "mesh__data": 4, "pipeline__microbatches": 3},
+            "train.global_batch=16 must be divisible by",
+        ),
         ({"mesh__pipe": 2, "train__accumulate": 2}, "--pipeline.microbatches"),
         ({"mesh__pipe": 2, "model__dropout": 0.1}, "--model.dropout"),
         ({"pipeline__microbatches": 4}, "need stages: --mesh.pipe=2"),
         ({"pipeline__microbatches": 0}, "must be at least 1"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_run_is_refused(changes, words):
     with pytest.raises(UserError, match=words.replace(".", r"\.")):
         cfg = run_config(**changes)

@@ -21,9 +21,14 @@ def made(**values):
 
 @pytest.mark.parametrize(
     ("asked", "zero"),
-    [("none", "full"), ("fp8", "full"), ("zeropp", "full"), ("loco", "optimizer"),
-     ("sdp4bit", "optimizer")],
-)  # fmt: skip
+    [
+        ("none", "full"),
+        ("fp8", "full"),
+        ("zeropp", "full"),
+        ("loco", "optimizer"),
+        ("sdp4bit", "optimizer"),
+    ],
+)
 def test_auto_cuts_only_the_optimizer_where_ranks_hold_copies(asked, zero):
     assert made(wire=asked).zero == zero
     assert made(wire=asked, shard__zero="full").zero == "full"
@@ -39,8 +44,10 @@ def test_a_saved_configuration_without_a_wire_is_read_as_it_was():
     new = made(wire="sdp4bit", wire__difference=False, wire__inside_group=64)
     assert config.from_json(Config, config.to_json(new)) == new
     assert config.spell(new, Config()) == [
-        "--wire=sdp4bit", "--wire.inside_group=64", "--wire.difference=false",
-    ]  # fmt: skip
+        "--wire=sdp4bit",
+        "--wire.inside_group=64",
+        "--wire.difference=false",
+    ]
 
 
 def test_a_switch_that_may_be_left_open_is_parsed():
@@ -52,10 +59,15 @@ def test_a_switch_that_may_be_left_open_is_parsed():
 
 @pytest.mark.parametrize(
     ("values", "differs"),
-    [({"wire": "sdp4bit"}, True), ({"wire": "loco"}, False), ({"wire": "zeropp"}, False),
-     ({"wire": "loco", "wire__difference": True}, True),
-     ({"wire": "sdp4bit", "wire__difference": False}, False), ({"wire__difference": True}, False)],
-)  # fmt: skip
+    [
+        ({"wire": "sdp4bit"}, True),
+        ({"wire": "loco"}, False),
+        ({"wire": "zeropp"}, False),
+        ({"wire": "loco", "wire__difference": True}, True),
+        ({"wire": "sdp4bit", "wire__difference": False}, False),
+        ({"wire__difference": True}, False),
+    ],
+)
 def test_which_wires_send_differences(values, differs):
     assert wire.sends_differences(made(**values)) is differs
 
@@ -92,12 +104,18 @@ def test_what_a_wire_cannot_have_is_refused(values, words):
 
 @pytest.mark.parametrize(
     "values",
-    [{}, {"shard__zero": "none"}, {"shard__zero": "optimizer"}, {"wire": "zeropp"},
-     {"wire": "zeropp", "shard__zero": "optimizer"}, {"wire": "sdp4bit"},
-     {"wire": "sdp4bit", "wire__difference": False, "shard__zero": "full"},
-     {"wire": "sdp4bit", "shard__zero": "full"},
-     {"wire": "fp8", "pipeline__gradients": "sharded"}],
-)  # fmt: skip
+    [
+        {},
+        {"shard__zero": "none"},
+        {"shard__zero": "optimizer"},
+        {"wire": "zeropp"},
+        {"wire": "zeropp", "shard__zero": "optimizer"},
+        {"wire": "sdp4bit"},
+        {"wire": "sdp4bit", "wire__difference": False, "shard__zero": "full"},
+        {"wire": "sdp4bit", "shard__zero": "full"},
+        {"wire": "fp8", "pipeline__gradients": "sharded"},
+    ],
+)
 def test_what_it_can_have_passes_on_any_number_of_ranks(values):
     made(**values).check(SIZES)
     made(**values).check(SIZES | {"node": 1, "data": 1})
@@ -153,10 +171,14 @@ def test_the_codec_of_flags(values, levels, hadamard, rounding):
 
 @pytest.mark.parametrize(
     ("values", "flags"),
-    [({"wire": "loco", "wire__weight_group": 64}, "(--wire.weight_group, --wire.weights)"),
-     ({"wire": "sdp4bit", "wire__gradients": "bf16", "wire__between_group": 64},
-      "(--wire.between_group, --wire.gradients)")],
-)  # fmt: skip
+    [
+        ({"wire": "loco", "wire__weight_group": 64}, "(--wire.weight_group, --wire.weights)"),
+        (
+            {"wire": "sdp4bit", "wire__gradients": "bf16", "wire__between_group": 64},
+            "(--wire.between_group, --wire.gradients)",
+        ),
+    ],
+)
 def test_what_has_no_scales_has_no_groups(values, flags):
     with pytest.raises(UserError, match="bfloat16 has no groups; leave it out") as error:
         made(**values).check(SIZES)

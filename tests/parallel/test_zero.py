@@ -35,9 +35,14 @@ def summed(name, rounding=None):
 
 @pytest.mark.parametrize(
     ("nodes", "ranks", "name", "n", "check_vma"),
-    [(2, 4, "sdp4bit", 1003, False), (4, 2, "loco", 517, False), (1, 8, "zeropp", 1003, True),
-     (3, 1, "none", 10, True), (1, 1, "sdp4bit", 7, True)],
-)  # fmt: skip
+    [
+        (2, 4, "sdp4bit", 1003, False),
+        (4, 2, "loco", 517, False),
+        (1, 8, "zeropp", 1003, True),
+        (3, 1, "none", 10, True),
+        (1, 1, "sdp4bit", 7, True),
+    ],
+)
 def test_a_mesh_and_vmap_have_the_same_bits(nodes, ranks, name, n, check_vma):
     pieces, copy, (x, main, before) = compare(nodes, ranks, name, n, check_vma)
     assert pieces.shape == (nodes, ranks, -(-n // (nodes * ranks)))
@@ -148,8 +153,10 @@ def test_sizes_on_the_wire():
     sdp4bit, n = codec("sdp4bit"), 2**22
     found = zero.wire_bytes(n, sdp4bit, 2, 4)
     assert {k: 8 * v / n for k, v in found.items()} == {
-        "inside": 8.25, "between": 4.25 / 4, "weights": 4 + 32 / 2048
-    }  # fmt: skip
+        "inside": 8.25,
+        "between": 4.25 / 4,
+        "weights": 4 + 32 / 2048,
+    }
     assert zero.wire_bytes(7, sdp4bit, 1, 1) == {"inside": 0, "between": 0, "weights": 0}
     # A piece of 126 travels as 4 blocks of the transform; 2 of them and 2 scales to each rank.
     found = zero.wire_bytes(1003, sdp4bit, 2, 4)

@@ -44,9 +44,11 @@ def compile_text(n, name="sdp4bit"):
             step, mesh=mesh, in_specs=(RANK, RANK, P(), P()), out_specs=(RANK, P()), check_vma=False
         )
         lowered = jax.jit(run).lower(
-            argument((NODES * RANKS, n), RANK), argument((NODES * RANKS, length), RANK),
-            argument((n,), P()), argument((), P(), jnp.int32),
-        )  # fmt: skip
+            argument((NODES * RANKS, n), RANK),
+            argument((NODES * RANKS, length), RANK),
+            argument((n,), P()),
+            argument((), P(), jnp.int32),
+        )
     return aot.compile(lowered, QUICK).as_text(), mesh
 
 
@@ -62,12 +64,16 @@ def test_bytes(n):
     weights = by_level["all-gather", ("node", "data")]
     assert by_level["all-reduce", ("node", "data")] <= 4  # the flag of what is not finite
     assert zero.wire_bytes(n, codec("sdp4bit"), NODES, RANKS) == {
-        "inside": inside, "between": between, "weights": weights
-    }  # fmt: skip
+        "inside": inside,
+        "between": between,
+        "weights": weights,
+    }
     # By hand: codes, and a float32 scale for 128 gradients or 2048 weights.
     for bytes_, elements, bits in (
-        (inside, n, 8 + 32 / 128), (between, n / RANKS, 4 + 32 / 128), (weights, n, 4 + 32 / 2048)
-    ):  # fmt: skip
+        (inside, n, 8 + 32 / 128),
+        (between, n / RANKS, 4 + 32 / 128),
+        (weights, n, 4 + 32 / 2048),
+    ):
         assert 8 * bytes_ / elements == pytest.approx(bits, rel=0 if n == 2**22 else 0.005)
     assert between <= 0.27 * 2 * n / RANKS  # of what bfloat16 would send
     assert not float_collectives(text)

@@ -22,9 +22,16 @@ from megajax.systems.llm_pq.quality import calibrate, curvature
 
 # All matrices have one shape, so that they share their compiled programs.
 CFG = DecoderConfig(
-    layers=3, width=64, heads=4, kv_heads=4, head_width=16, mlp=64, vocab=128, position="rope",
+    layers=3,
+    width=64,
+    heads=4,
+    kv_heads=4,
+    head_width=16,
+    mlp=64,
+    vocab=128,
+    position="rope",
     rope=RopeConfig(),
-)  # fmt: skip
+)
 GREEDY = SamplingParams(max_tokens=8, temperature=0)
 TOKENS = np.random.default_rng(0).integers(0, 128, (2, 24))
 

@@ -37,7 +37,10 @@ def chain(kind, first, stages, chunk_of, microbatch):
 
 # Four stages hold two copies of an encoder with two stages and two chunks; W is split off.
 DEEP = Table(
-    "deep", 4, 2, 1,
+    "deep",
+    4,
+    2,
+    1,
     (
         *chain("EF", 0, (2, 3, 2, 3), lambda i: i // 2, 0),
         *chain("EF", 0, (0, 1, 0, 1), lambda i: i // 2, 1),
@@ -47,8 +50,9 @@ DEEP = Table(
         *chain("EB", 11, (3, 2, 3, 2), lambda i: 1 - i // 2, 0),
         *chain("EB", 12, (1, 0, 1, 0), lambda i: 1 - i // 2, 1),
     ),
-    (EF, F, B, W, EB), (Lane(ENCODER, 2, 2),),
-)  # fmt: skip
+    (EF, F, B, W, EB),
+    (Lane(ENCODER, 2, 2),),
+)
 # Only the decoder is trained: the encoder has no backward pass.
 FROZEN = dataclasses.replace(
     DEEP, slots=tuple(s for s in DEEP.slots if s.kind != "EB"), kinds=(EF, F, B, W)
@@ -57,11 +61,13 @@ FROZEN = dataclasses.replace(
 WAITING = dataclasses.replace(
     COPIES,
     slots=(
-        Slot(0, 0, "EF", 0, 0), Slot(1, 0, "EF", 0, 1), Slot(8, 0, "EB", 0, 0),
+        Slot(0, 0, "EF", 0, 0),
+        Slot(1, 0, "EF", 0, 1),
+        Slot(8, 0, "EB", 0, 0),
         Slot(9, 0, "EB", 0, 1),
         *(s._replace(tick=s.tick + 2) for s in COPIES.slots if s.kind in "FB"),
     ),
-)  # fmt: skip
+)
 TABLES = [COPIES, DEEP, FROZEN, WAITING]
 # A kind that the schedule knows nothing of: an optimizer's update after each B.
 UPDATED = dataclasses.replace(
@@ -136,12 +142,18 @@ def moved(table, old, *new):
 @pytest.mark.parametrize(
     ("table", "message"),
     [
-        (moved(COPIES, (1, 0, "F", 0, 0), (0, 0, "F", 0, 0)),
-         r"\(0, 0, 'F', 0, 0\) needs .*'EF', stage=0, .*there from tick 1 on"),
-        (moved(COPIES, (4, 0, "EB", 0, 0), (3, 0, "EB", 0, 0)),
-         r"\(3, 0, 'EB', 0, 0\) needs .*'B', stage=0, .*there from tick 4 on"),
-        (moved(COPIES, (5, 1, "EB", 0, 1), (5, 0, "EB", 0, 1)),
-         "are in two copies of the encoder; a microbatch passes through one"),
+        (
+            moved(COPIES, (1, 0, "F", 0, 0), (0, 0, "F", 0, 0)),
+            r"\(0, 0, 'F', 0, 0\) needs .*'EF', stage=0, .*there from tick 1 on",
+        ),
+        (
+            moved(COPIES, (4, 0, "EB", 0, 0), (3, 0, "EB", 0, 0)),
+            r"\(3, 0, 'EB', 0, 0\) needs .*'B', stage=0, .*there from tick 4 on",
+        ),
+        (
+            moved(COPIES, (5, 1, "EB", 0, 1), (5, 0, "EB", 0, 1)),
+            "are in two copies of the encoder; a microbatch passes through one",
+        ),
         (moved(COPIES, (0, 1, "EF", 0, 1)), "'EF', stage=1, chunk=0, microbatch=1.* missing"),
         (moved(COPIES, (0, 1, "EF", 0, 1), (0, 1, "EF", 1, 1)), "out of range"),
         (dataclasses.replace(COPIES, extra_lanes=()), "EF has no lane 'encoder'"),
@@ -149,7 +161,7 @@ def moved(table, old, *new):
         (dataclasses.replace(COPIES, kinds=(F, B, EB)), "EB takes what EF leaves on its stage"),
         (dataclasses.replace(COPIES, kinds=(EF, B, F, EB)), "B takes what F .* EF, B, F, EB"),
     ],
-)  # fmt: skip
+)
 def test_check_refuses(table, message):
     with pytest.raises(ValueError, match=message):
         table.check()

@@ -24,10 +24,14 @@ def test_perfetto_events(tmp_path, transfer):
     names = {e["tid"]: e["args"]["name"] for e in by_phase["M"] if e["name"] == "thread_name"}
     slices = {(names[e["tid"]], e["ts"], e["dur"], e["name"]) for e in by_phase["X"]}
     assert slices == {
-        (s.task.resource, s.start * 1e6, (s.end - s.start) * 1e6,
-         f"{s.task.kind} {s.task.microbatch}")
+        (
+            s.task.resource,
+            s.start * 1e6,
+            (s.end - s.start) * 1e6,
+            f"{s.task.kind} {s.task.microbatch}",
+        )
         for s in timeline.spans
-    }  # fmt: skip
+    }
     # 2 hops of F and 2 of B a micro-batch; through a link a hop has two arrows.
     assert len(by_phase["s"]) == len(by_phase["f"]) == 4 * 4 * (2 if transfer else 1)
     arrows = {

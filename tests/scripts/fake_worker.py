@@ -69,11 +69,12 @@ work(
     channel,
     [
         Item(
-            name, lambda what=what, name=name: behave(what, channel, name),
+            name,
+            lambda what=what, name=name: behave(what, channel, name),
             limit_s=0.5 if what.endswith("hang") else 100,
             about={"side": 1} if "rival" in what else None,
             optional=what == "error" or "rival" in what,
         )
         for name, what in channel.spec.get("items", {}).items()
     ],
-)  # fmt: skip
+)

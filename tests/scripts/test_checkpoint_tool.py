@@ -244,8 +244,10 @@ def test_reshard_holds_a_leaf_and_not_the_state(tmp_path):
     folders = [tmp_path / n for n in ("a", "b", "warm")]
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", WATCHED, *folders],
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     held = int(done.stdout.split()[-1])
     assert held <= leaves * size * 0.8, f"{held / size:.1f} leaves"

@@ -111,8 +111,9 @@ def test_the_reference_shows_signatures_and_docstrings(tools, project):
     )
     tools.parse.cache_clear()
     assert tools.public_names("megajax", project) == {
-        "Loader": "megajax.rows", "Moe": "megajax.rows",
-    }  # fmt: skip
+        "Loader": "megajax.rows",
+        "Moe": "megajax.rows",
+    }
 
 
 def example() -> str:

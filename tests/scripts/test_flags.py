@@ -130,9 +130,13 @@ def test_generate_names_its_own_flags(tmp_path):
 @pytest.mark.process
 def test_pretraining_refuses_a_kernel_before_it_reads_text(tmp_path):
     done = forks.run(
-        "experiments/pretrain.py", "--train.attention=cudnn", "--emulate=8", "--moe.top_k=3",
-        f"--run_dir={tmp_path}/run", f"--cache_dir={tmp_path}/cache",
-    )  # fmt: skip
+        "experiments/pretrain.py",
+        "--train.attention=cudnn",
+        "--emulate=8",
+        "--moe.top_k=3",
+        f"--run_dir={tmp_path}/run",
+        f"--cache_dir={tmp_path}/cache",
+    )
     assert done.returncode == 2 and "train.attention=cudnn needs an NVIDIA GPU" in done.stderr
     assert "moe.top_k=3 has no effect: it needs moe.experts above 0, found 0" in done.stderr
     assert "tokens" not in done.stdout and not list(tmp_path.glob("cache/*.bin"))
@@ -169,8 +173,17 @@ HELP = """if True:
         assert os.wait()[1] == 0, path
     """
 HEAVY = [
-    "chex", "flax", "grain", "jax", "jaxlib", "matplotlib", "optax", "orbax", "scipy", "tensorstore"
-]  # fmt: skip
+    "chex",
+    "flax",
+    "grain",
+    "jax",
+    "jaxlib",
+    "matplotlib",
+    "optax",
+    "orbax",
+    "scipy",
+    "tensorstore",
+]
 
 
 def commands() -> list[pathlib.Path]:
@@ -190,9 +203,13 @@ def test_help_imports_nothing_that_takes_seconds(tmp_path, names):
     code = HELP.replace("HEAVY", repr(HEAVY))
     env = os.environ | {"PYTHONPATH": str(SCRIPTS.parent)}
     done = subprocess.run(
-        [sys.executable, "-c", code], input=" ".join(map(str, paths)), cwd=tmp_path, env=env,
-        capture_output=True, text=True,
-    )  # fmt: skip
+        [sys.executable, "-c", code],
+        input=" ".join(map(str, paths)),
+        cwd=tmp_path,
+        env=env,
+        capture_output=True,
+        text=True,
+    )
     assert done.returncode == 0, done.stderr
     for path in paths:
         shown = (tmp_path / f"{path.name}.txt").read_text()

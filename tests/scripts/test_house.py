@@ -51,8 +51,9 @@ def test_a_closure_follows_public_names_and_no_function(tree):
 def test_a_private_module_with_one_importer_is_listed(tree):
     small = tree.single_importers()
     assert {name: row["importer"] for name, row in small.items()} == {
-        "megajax.core.c": "experiments.a", "megajax.core.lazy": "megajax.core",
-    }  # fmt: skip
+        "megajax.core.c": "experiments.a",
+        "megajax.core.lazy": "megajax.core",
+    }
 
 
 def test_names_are_counted_where_they_are_bound():
@@ -86,9 +87,13 @@ def test_a_walk_enters_each_function_once(tmp_path, monkeypatch):
     with again:
         walked_a.one()
     assert walk.figures() == {
-        "files": 2, "functions": 3, "transitions": 2, "returns": 1, "calls": 5,
+        "files": 2,
+        "functions": 3,
+        "transitions": 2,
+        "returns": 1,
+        "calls": 5,
         "names": ["megajax/walked_a.py", "megajax/walked_b.py"],
-    }  # fmt: skip
+    }
     assert again.figures()["functions"] == 0 and again.figures()["calls"] == 5
     for name in ("walked_a", "walked_b"):
         del sys.modules[name]
@@ -115,9 +120,11 @@ def test_the_flows_run():
     rooms = {
         "batch to loss": ("data", "models", "layers"),
         "gradient to update": ("training", "parallel"),
-        "save": ("checkpoint",), "restore": ("checkpoint",),
-        "served request": ("serving", "systems"), "alert to action": ("monitor", "systems"),
-    }  # fmt: skip
+        "save": ("checkpoint",),
+        "restore": ("checkpoint",),
+        "served request": ("serving", "systems"),
+        "alert to action": ("monitor", "systems"),
+    }
     assert list(flows) == list(rooms)
     for name, flow in flows.items():
         assert len(set(flow["names"])) == flow["files"] <= flow["functions"] <= flow["calls"]

@@ -20,9 +20,13 @@ def test_one_run_for_each_set(tmp_path):
     level = "--xla_backend_optimization_level=3"
     code, lines, _ = call(tmp_path, "SSE4_2", "native", "--", "-k", "one")
     assert code == 1 and lines == [
-        "=== SSE4_2", f"[{level} --xla_cpu_max_isa=SSE4_2] [-k one]",
-        "=== native", f"[{level} ] [-k one]", "SSE4_2: FAILED", "native: passed",
-    ]  # fmt: skip
+        "=== SSE4_2",
+        f"[{level} --xla_cpu_max_isa=SSE4_2] [-k one]",
+        "=== native",
+        f"[{level} ] [-k one]",
+        "SSE4_2: FAILED",
+        "native: passed",
+    ]
     code, lines, _ = call(tmp_path)
     assert code == 1 and lines[-3].startswith("AVX2: ")  # older machines do not have it
     assert lines[-2:] == ["SSE4_2: FAILED", "native: passed"]

@@ -47,9 +47,13 @@ def slurm(tmp_path):
 
     def start(code, **env):
         env = os.environ | {
-            "PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_SUBMIT_DIR": str(tmp_path),
-            "SLURM_JOB_ID": "7", "PYTHON": "python3", "SRUN_CODE": str(code), **env,
-        }  # fmt: skip
+            "PATH": f"{tmp_path}:{os.environ['PATH']}",
+            "SLURM_SUBMIT_DIR": str(tmp_path),
+            "SLURM_JOB_ID": "7",
+            "PYTHON": "python3",
+            "SRUN_CODE": str(code),
+            **env,
+        }
         command = ["bash", SLURM, "--preset=nano", "--eval.prompt=two words"]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         return subprocess.Popen(command, env=env, **pipes)

@@ -93,9 +93,15 @@ def test_a_gguf_file_and_the_run_that_is_made_of_it_say_the_same(tmp_path):
 
 def test_generate_from_a_folder(folder):
     done = call(
-        "generate.py", f"--hf={folder}", "--tokenizer=bytes", "--prompt=AB", "--new_tokens=5",
-        "--samples=2", "--emulate=2", "--mesh.tensor=2",
-    )  # fmt: skip
+        "generate.py",
+        f"--hf={folder}",
+        "--tokenizer=bytes",
+        "--prompt=AB",
+        "--new_tokens=5",
+        "--samples=2",
+        "--emulate=2",
+        "--mesh.tensor=2",
+    )
     # 101 ids only: the begin id of the byte tokenizer is not one of them.
     assert done.returncode == 2 and "vocabulary" in done.stderr, done.stdout + done.stderr
 
@@ -119,8 +125,10 @@ def test_a_model_that_recommends_to_be_greedy(tmp_path):
     file.write_bytes(gguf_writer.gguf(meta, gguf_writer.llama_tensors(np.random.default_rng(0))))
     ask = f"--gguf={file}", "--prompt=hello", "--new_tokens=9", "--samples=2"
     for flags, are_equal in (
-        ((), True), (("--sampling.temperature=0.8",), False), (("--sampling_defaults=none",), False)
-    ):  # fmt: skip
+        ((), True),
+        (("--sampling.temperature=0.8",), False),
+        (("--sampling_defaults=none",), False),
+    ):
         done = call("generate.py", *ask, *flags)
         assert done.returncode == 0, done.stderr
         _, one, other = done.stdout.split("---")

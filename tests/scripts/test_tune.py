@@ -101,8 +101,9 @@ def test_the_fastest_right_tile_wins(tmp_path, monkeypatch):
     assert row["median_us"] == 2e6 and row["rivals"] == {"reference": 3e6}
     assert row["heuristic_us"] == 5e6 and row["clock"] == "made up" and row["candidates"] == 4
     assert sorted(reason.split(",")[0] for reason in row["failed"]) == [
-        "Tile(name='breaks'", "Tile(name='wrong'",
-    ]  # fmt: skip
+        "Tile(name='breaks'",
+        "Tile(name='wrong'",
+    ]
     # It is what the kernels find, once the parent has written it.
     store = workers.Store(tmp_path, "abc")
     store.open("GPU", "gpu")

@@ -50,9 +50,17 @@ def params(seed):
 @functools.cache
 def engine(numerics="fast", steps=4):
     return Engine(
-        CFG, params(0), dtype="float32", max_batch=6, prefill_chunk=16, page_size=8, pages=100,
-        tokenizer=ByteTokenizer(), numerics=numerics, decode_steps=steps,
-    )  # fmt: skip
+        CFG,
+        params(0),
+        dtype="float32",
+        max_batch=6,
+        prefill_chunk=16,
+        page_size=8,
+        pages=100,
+        tokenizer=ByteTokenizer(),
+        numerics=numerics,
+        decode_steps=steps,
+    )
 
 
 def form(**given):
@@ -152,9 +160,15 @@ def test_a_constraint_that_becomes_too_complex_ends_its_answer_only():
 
 def test_a_constrained_answer_survives_preemption():
     to = Engine(
-        CFG, params(1), dtype="float32", max_batch=4, prefill_chunk=16, page_size=4, pages=26,
+        CFG,
+        params(1),
+        dtype="float32",
+        max_batch=4,
+        prefill_chunk=16,
+        page_size=4,
+        pages=26,
         tokenizer=ByteTokenizer(),
-    )  # fmt: skip
+    )
     structured = form(regex="[0-9a-f]{40}")
     wanted = [
         SamplingParams(max_tokens=60, seed=seed, structured_outputs=structured) for seed in range(6)
@@ -172,7 +186,7 @@ def test_a_constrained_answer_survives_preemption():
         ({"json": {"not": {"type": "string"}}}, "Unimplemented keys"),
         ({"json": '{"type": "array", "items":' * 400 + "{}" + "}" * 400}, "recursion"),
     ],
-)  # fmt: skip
+)
 def test_what_cannot_be_compiled_is_refused_at_once(given, message):
     with pytest.raises(UserError, match=message):
         engine().submit([1], SamplingParams(structured_outputs=form(**given)))
@@ -225,14 +239,18 @@ def walk(tokenizer, structured, seed, most=200):
 def sentencepiece(folder):
     """A tokenizer of SentencePiece's kind: bytes, a few pieces, no end token."""
     names = ["<unk>"] + [f"<0x{b:02X}>" for b in range(256)]
-    names += ["▁", "▁a", "a", "b", "ab", "日", "▁\"", '{"', "1", "▁no"]  # fmt: skip
+    names += ["▁", "▁a", "a", "b", "ab", "日", '▁"', '{"', "1", "▁no"]
     made = tokenizers.Tokenizer(
         models.BPE({n: i for i, n in enumerate(names)}, [], unk_token="<unk>", byte_fallback=True)
     )
     made.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(),
-         decoders.Strip(" ", 1, 0)]
-    )  # fmt: skip
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
     folder.mkdir()
     made.save(str(folder / "tokenizer.json"))
     return FileTokenizer(folder / "tokenizer.json", "sp")

@@ -47,10 +47,16 @@ CASES = {
     "bias": SamplingParams(logit_bias=dict(enumerate(BIAS.tolist()))),
     "all filters": SamplingParams(temperature=1.3, top_k=8, top_p=0.9, min_p=0.12),
     "everything": SamplingParams(
-        temperature=0.8, top_k=5, top_p=0.95, min_p=0.02, repetition_penalty=1.3,
-        presence_penalty=0.4, frequency_penalty=0.3, logit_bias=dict(enumerate(BIAS.tolist())),
+        temperature=0.8,
+        top_k=5,
+        top_p=0.95,
+        min_p=0.02,
+        repetition_penalty=1.3,
+        presence_penalty=0.4,
+        frequency_penalty=0.3,
+        logit_bias=dict(enumerate(BIAS.tolist())),
     ),
-}  # fmt: skip
+}
 
 
 def distribution(params: SamplingParams) -> np.ndarray:
@@ -89,9 +95,9 @@ def draws() -> dict[str, np.ndarray]:
         rules.repetition[rows] = params.repetition_penalty
         rules.presence[rows] = params.presence_penalty
         rules.frequency[rows] = params.frequency_penalty
-        rules.changes[rows] = dataclasses.replace(
-            params, temperature=1, top_k=0, top_p=1, min_p=0
-        ) != neutral  # fmt: skip
+        rules.changes[rows] = (
+            dataclasses.replace(params, temperature=1, top_k=0, top_p=1, min_p=0) != neutral
+        )
         # A third by seeds, a third by places in the answer, a third by both.
         third = DRAWS // 3
         seeds = np.arange(DRAWS) % third
@@ -100,9 +106,11 @@ def draws() -> dict[str, np.ndarray]:
         rules.drawn[rows] = np.where(np.arange(DRAWS) // third == 0, 3, seeds)
     # A slot with the biases and one without.
     changes = draw.Changes(
-        np.stack([COUNTS, COUNTS]).astype(np.int32), np.stack([SEEN, SEEN]),
-        np.stack([np.zeros(V, np.float32), BIAS]), NOT_USED,
-    )  # fmt: skip
+        np.stack([COUNTS, COUNTS]).astype(np.int32),
+        np.stack([SEEN, SEEN]),
+        np.stack([np.zeros(V, np.float32), BIAS]),
+        NOT_USED,
+    )
     slots = np.repeat([int(bool(p.logit_bias)) for p in CASES.values()], DRAWS).astype(np.int32)
     logits = np.broadcast_to(LOGITS, (B, V))
     log_z = np.full(B, np.log(np.exp(LOGITS).sum()), np.float32)

@@ -170,9 +170,14 @@ def test_nothing_but_the_largest_length_ends_an_answer_before_the_least():
     engine = Engine(CFG, sharp(CFG), **SMALL, tokenizer=Ending((plain[4],)), decode_steps=3)
     asked = [
         SamplingParams(max_tokens=12, temperature=0, **more)
-        for more in ({"min_tokens": 4}, {"min_tokens": 5}, {"min_tokens": 12}, {},
-                     {"min_tokens": 7, "ignore_eos": True, "stop_token_ids": plain[4:5]})
-    ]  # fmt: skip
+        for more in (
+            {"min_tokens": 4},
+            {"min_tokens": 5},
+            {"min_tokens": 12},
+            {},
+            {"min_tokens": 7, "ignore_eos": True, "stop_token_ids": plain[4:5]},
+        )
+    ]
     found = answers(engine, [[1, 2, 3]] * 5, asked)
     assert found[0][0] == found[3][0] == plain[:5] and found[0][2] == ["stop"]
     for (tokens, _, reasons), least in zip(found[1:3], (5, 12), strict=True):

@@ -37,7 +37,7 @@ PROMPTS = [[5, 6, 7], [9], [1, 2, 3, 4, 5]]
         pytest.param(DEEPSEEK, {"expert": 4, "tensor": 2}, None, marks=pytest.mark.slow),
         pytest.param(MOE, {"data": 2, "expert": 2, "tensor": 2}, "full", marks=pytest.mark.slow),
     ],
-)  # fmt: skip
+)
 def test_greedy_of_other_models_on_meshes(cfg, mesh, zero):
     # Loops of two decode steps, whose smallest program is full with eight sequences.
     options = SMALL | POOL | {"max_batch": 8, "decode_steps": 2}

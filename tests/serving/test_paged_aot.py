@@ -33,8 +33,9 @@ def lowered(tokens, segments, tensor, exact=False, attention=None):
             lambda words, x: jax.ShapeDtypeStruct(
                 x.shape, jnp.bfloat16, sharding=layout.named(layout.stored(*words))
             ),
-            forward.parts.axes, forward.parts.abstract,
-        )  # fmt: skip
+            forward.parts.axes,
+            forward.parts.abstract,
+        )
 
         def like(shape, dtype, spec):
             return jax.ShapeDtypeStruct(shape, dtype, sharding=layout.named(spec))

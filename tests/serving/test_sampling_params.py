@@ -145,9 +145,10 @@ def test_numbers_of_hundreds_of_digits_are_refused_by_name(digits):
             with pytest.raises(UserError, match=f"^{field.name}="):
                 SamplingParams(**{field.name: number})
     for given, name in (
-        ({"logit_bias": {7: number}}, "logit_bias"), ({"logit_bias": {digits: 1}}, "logit_bias"),
+        ({"logit_bias": {7: number}}, "logit_bias"),
+        ({"logit_bias": {digits: 1}}, "logit_bias"),
         ({"stop_token_ids": [number]}, "stop_token_ids"),
-    ):  # fmt: skip
+    ):
         with pytest.raises(UserError, match=f"^{name}") as refused:
             SamplingParams(**given)
         assert len(str(refused.value)) < 600

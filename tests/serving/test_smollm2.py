@@ -17,16 +17,29 @@ from tests.llama_oracle import Llama
 pytestmark = pytest.mark.slow
 LICENSE = Path(__file__).parent.parent.parent / "LICENSE"
 TEXTS = [
-    "The capital of France is", "Water boils at", "def fibonacci(n):\n", "Once upon a time,",
-    "The three primary colours are", "import numpy as np\n\nx = np.", "1, 2, 3, 5, 8, 13,",
-    "To be, or not to be, that is", "The mitochondria is the", "Dear Sir or Madam,\n\n",
-]  # fmt: skip
+    "The capital of France is",
+    "Water boils at",
+    "def fibonacci(n):\n",
+    "Once upon a time,",
+    "The three primary colours are",
+    "import numpy as np\n\nx = np.",
+    "1, 2, 3, 5, 8, 13,",
+    "To be, or not to be, that is",
+    "The mitochondria is the",
+    "Dear Sir or Madam,\n\n",
+]
 QUESTIONS = [
-    "What is the capital of Italy?", "Write a haiku about the sea.", "What is 12 + 30?",
-    "Name three planets.", "Who wrote Hamlet?", "Translate 'good morning' to French.",
-    "How do I boil an egg?", "What is a prime number?", "Tell me a joke.",
+    "What is the capital of Italy?",
+    "Write a haiku about the sea.",
+    "What is 12 + 30?",
+    "Name three planets.",
+    "Who wrote Hamlet?",
+    "Translate 'good morning' to French.",
+    "How do I boil an egg?",
+    "What is a prime number?",
+    "Tell me a joke.",
     "Explain gravity to a child in one sentence.",
-]  # fmt: skip
+]
 BEGIN, END = 1, 2  # <|im_start|>, <|im_end|>
 SYSTEM = "system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face"
 

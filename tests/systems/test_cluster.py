@@ -43,9 +43,13 @@ MODEL = DecoderConfig(
 
 def configured(**changes):
     settings = {
-        "train.dtype": "bfloat16", "train.global_batch": 16, "train.seq_len": 2048,
-        "train.loss_chunks": 4, "mesh.tensor": 4, "overlap": "xla",
-    }  # fmt: skip
+        "train.dtype": "bfloat16",
+        "train.global_batch": 16,
+        "train.seq_len": 2048,
+        "train.loss_chunks": 4,
+        "mesh.tensor": 4,
+        "overlap": "xla",
+    }
     changes = {k.replace("__", "."): v for k, v in changes.items()}
     return config.override(dataclasses.replace(Config(), model=MODEL), settings | changes)
 
@@ -188,9 +192,13 @@ def test_experts_send_and_hold_what_the_cost_model_says(mode):
     gathers over expert, and weights of norms are not in the model."""
     model = dataclasses.replace(MODEL, layers=2, activation="swiglu", moe=MODES[mode])
     settings = {
-        "train.dtype": "bfloat16", "train.global_batch": 8, "train.seq_len": 1024,
-        "mesh.expert": 4, "mesh.tensor": 2, "overlap": "xla",
-    }  # fmt: skip
+        "train.dtype": "bfloat16",
+        "train.global_batch": 8,
+        "train.seq_len": 1024,
+        "mesh.expert": 4,
+        "mesh.tensor": 2,
+        "overlap": "xla",
+    }
     cfg = config.override(dataclasses.replace(Config(), model=model), settings)
     planned = aot.plan(cfg, HOST)
     assert attributed(planned.compiled.collectives) >= 0.99
@@ -212,8 +220,14 @@ SPREAD = {(axis, kind) for axis in ("data", "tensor") for kind in KINDS[:2]}
 PARALLEL = {
     # Two layers a chunk: of one, the rerun for B leaves out what only the next layer would need.
     "pipe": (
-        {"model.layers": 8, "mesh.pipe": 2, "mesh.tensor": 2, "pipeline.microbatches": 4,
-         "pipeline.schedule": "interleaved", "pipeline.chunks": 2},
+        {
+            "model.layers": 8,
+            "mesh.pipe": 2,
+            "mesh.tensor": 2,
+            "pipeline.microbatches": 4,
+            "pipeline.schedule": "interleaved",
+            "pipeline.chunks": 2,
+        },
         SPREAD | {("pipe", "collective-permute"), ("pipe", "all-reduce")},
     ),
     "ring": ({"mesh.context": 4, "mesh.tensor": 2}, {("context", "collective-permute")}),
@@ -221,7 +235,7 @@ PARALLEL = {
         {"mesh.context": 4, "mesh.tensor": 2, "context.kind": "ulysses"},
         {("context", "all-to-all")},
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.aot
@@ -274,11 +288,12 @@ def test_an_mlp_sends_what_was_counted_by_hand():
 
     mesh = small_mesh(data=4, tensor=2)
     found = compiled(
-        jax.grad(loss, (0, 1)), mesh,
+        jax.grad(loss, (0, 1)),
+        mesh,
         ((layers, D, F), P(None, "data", "tensor")),
         ((layers, F, D), P(None, "tensor", "data")),
         ((B, S, D), P("data", "tensor", None)),
-    )  # fmt: skip
+    )
     weights, stream = 2 * D * F * 2 // 2, B // 4 * S * D * 2
     by_hand = {
         # No remat: weights and inputs are gathered once and kept.
@@ -302,10 +317,12 @@ def test_planted_collectives_in_a_tick_loop_are_reported():
         def tick(x, _):
             y = jax.lax.ppermute(x, "pipe", [(0, 1), (1, 0)])
             if inside:
-                whole = jax.lax.all_gather(w * jax.lax.optimization_barrier(y[0, 0]), "data",
-                                           axis=0, tiled=True)  # fmt: skip
-                y = y + jax.lax.psum_scatter(y @ whole, "data", scatter_dimension=0, tiled=True
-                                             ).sum(0, keepdims=True)  # fmt: skip
+                whole = jax.lax.all_gather(
+                    w * jax.lax.optimization_barrier(y[0, 0]), "data", axis=0, tiled=True
+                )
+                y = y + jax.lax.psum_scatter(
+                    y @ whole, "data", scatter_dimension=0, tiled=True
+                ).sum(0, keepdims=True)
             return jnp.tanh(y), None
 
         return jax.lax.scan(tick, x, None, length=5)[0]
@@ -343,9 +360,13 @@ def test_a_planted_gather_of_the_embeddings_updates_is_reported():
 
     def warnings(embeds):
         mapped = jax.shard_map(
-            functools.partial(ticks, embeds=embeds), mesh=mesh, in_specs=(P(), P("pipe")),
-            out_specs=(P("pipe"), P()), axis_names={"pipe"}, check_vma=False,
-        )  # fmt: skip
+            functools.partial(ticks, embeds=embeds),
+            mesh=mesh,
+            in_specs=(P(), P("pipe")),
+            out_specs=(P("pipe"), P()),
+            axis_names={"pipe"},
+            check_vma=False,
+        )
         rows = P(("pipe", "data"), None, None)
         found = compiled(mapped, mesh, ((V, D), P("tensor", "data")), ((2 * B, S, D), rows))
         return find(found, ("data",))
@@ -368,7 +389,9 @@ def test_a_planted_lookup_is_reported():
         return (looked_up * x).astype(jnp.float32).sum()
 
     found = compiled(
-        jax.grad(loss), mesh,
-        ((4096, 1024), P("tensor", "data")), ((8, 512, 1024), P("data", "tensor", None)),
-    )  # fmt: skip
+        jax.grad(loss),
+        mesh,
+        ((4096, 1024), P("tensor", "data")),
+        ((8, 512, 1024), P("data", "tensor", None)),
+    )
     assert any("reduce-scatter belongs" in w for w in find(found, ("data",)))

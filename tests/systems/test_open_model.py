@@ -171,14 +171,18 @@ RECOMMENDED = {"temperature": 0.6, "top_p": 0.95, "top_k": 20}
         (RECOMMENDED | {"do_sample": True, "max_length": 5, "typical_p": 0.3}, RECOMMENDED),
         (RECOMMENDED, RECOMMENDED),  # vLLM heeds no do_sample
         (RECOMMENDED | {"do_sample": False}, RECOMMENDED | {"temperature": 0.0}),
-        ({"do_sample": False, "repetition_penalty": 1.1},
-         {"repetition_penalty": 1.1, "temperature": 0.0}),
-        ({"min_p": 0, "top_k": -1, "temperature": None, "eos_token_id": 1},
-         {"min_p": 0, "top_k": -1}),
+        (
+            {"do_sample": False, "repetition_penalty": 1.1},
+            {"repetition_penalty": 1.1, "temperature": 0.0},
+        ),
+        (
+            {"min_p": 0, "top_k": -1, "temperature": None, "eos_token_id": 1},
+            {"min_p": 0, "top_k": -1},
+        ),
         ({"do_sample": None}, {}),
         (None, {}),
     ],
-)  # fmt: skip
+)
 def test_a_folder_recommends_how_to_sample(theirs, tmp_path, said, values):
     shutil.copytree(theirs, tmp_path / "m")
     if said is not None:
@@ -220,9 +224,11 @@ def test_dense_weights_that_exceed_the_memory_stay_in_the_bits_of_the_file(tmp_p
     mesh = MeshSpec().build(jax.devices()[:1])
     size = 2 * (sum(math.prod(t.sizes) for t in tensors) + (384 - 262) * 32)  # padded vocabulary
     for free, dtype, packs in (
-        (size, "bfloat16", False), (size - 1, "bfloat16", True), (size, "float32", True),
+        (size, "bfloat16", False),
+        (size - 1, "bfloat16", True),
+        (size, "float32", True),
         (math.inf, "float32", False),
-    ):  # fmt: skip
+    ):
         monkeypatch.setattr("megajax.systems.open_model.free_bytes", lambda _, n=free: n)
         found = opened.too_large(mesh, dtype)
         assert bool(found) == packs, (free, dtype)
@@ -237,15 +243,22 @@ def test_dense_weights_that_exceed_the_memory_stay_in_the_bits_of_the_file(tmp_p
 def test_a_gguf_file_recommends_how_to_sample(tmp_path):
     """By llama.cpp's keys; its numbers are of float32."""
     keys = {
-        "general.sampling.temp": 0.5, "general.sampling.top_k": 64, "general.sampling.top_p": 0.75,
-        "general.sampling.min_p": 0.125, "general.sampling.penalty_repeat": 1.25,
+        "general.sampling.temp": 0.5,
+        "general.sampling.top_k": 64,
+        "general.sampling.top_p": 0.75,
+        "general.sampling.min_p": 0.125,
+        "general.sampling.penalty_repeat": 1.25,
         "general.sampling.mirostat": 2,
-    }  # fmt: skip
+    }
     file, tensors = tmp_path / "small.gguf", w.llama_tensors(np.random.default_rng(0))
     file.write_bytes(w.gguf(w.llama() | w.vocabulary() | keys, tensors))
     assert open_model(gguf=str(file)).sampling_defaults()[0] == {
-        "temperature": 0.5, "top_k": 64, "top_p": 0.75, "min_p": 0.125, "repetition_penalty": 1.25,
-    }  # fmt: skip
+        "temperature": 0.5,
+        "top_k": 64,
+        "top_p": 0.75,
+        "min_p": 0.125,
+        "repetition_penalty": 1.25,
+    }
     file.write_bytes(w.gguf(w.llama() | w.vocabulary() | {"general.sampling.temp": -1.0}, tensors))
     with pytest.raises(UserError, match=r"gguf: general\.sampling\.temp=-1.0 must be in"):
         open_model(gguf=str(file)).sampling_defaults()

@@ -40,8 +40,10 @@ def test_the_best_of_all_combinations(seed):
 
 def test_the_cost_of_a_matrix_may_be_its_time(seed):
     """A product that is bound by its activations is not worth pruning."""
-    scores = {"large": np.random.default_rng(seed).gamma(0.5, size=(512, 512)),
-              "thin": np.random.default_rng(seed).gamma(0.5, size=(512, 64))}  # fmt: skip
+    scores = {
+        "large": np.random.default_rng(seed).gamma(0.5, size=(512, 512)),
+        "thin": np.random.default_rng(seed).gamma(0.5, size=(512, 64)),
+    }
     machine = SparseCost(CARDS["H200"], tile=64, chunk=1, share=1.0)
 
     def seconds(K, N, density):

@@ -27,9 +27,13 @@ def build(**changes):
     step = make_train_step(cfg, cfg.mesh.build())
     seen = []
     pruner = Pruner(
-        cfg.prune, step.parts.axes, step.layout.mesh, step.storage.natural, step.storage.arranged,
+        cfg.prune,
+        step.parts.axes,
+        step.layout.mesh,
+        step.storage.natural,
+        step.storage.arranged,
         lambda finished, row: seen.append((finished, row)),
-    )  # fmt: skip
+    )
     return step, pruner, seen
 
 
@@ -171,6 +175,7 @@ def test_a_matrix_that_keeps_too_little_is_named():
     )
     text = starved(kept, PruneConfig(remain=0.05))
     assert "less than prune.remain=0.05 of 2 of 3 matrices: blocks.mlp.down.0 keeps 0.0%, " in text
-    assert text.endswith("blocks.mlp.down.1 keeps 4.0%. --prune.remain=0.1 keeps more of each "
-                         "matrix's best.")  # fmt: skip
+    assert text.endswith(
+        "blocks.mlp.down.1 keeps 4.0%. --prune.remain=0.1 keeps more of each matrix's best."
+    )
     assert starved({"blocks.mlp.up.0": 0.3}, PruneConfig(remain=0.05)) == ""

@@ -40,9 +40,12 @@ def everything(cfg, cluster):
             schedules = [(PipelineConfig(), n) for n in pieces]
         else:
             knobs = itertools.product(
-                typing.get_args(Schedule), pieces, (1, 2, 3), ("input", "residuals"),
+                typing.get_args(Schedule),
+                pieces,
+                (1, 2, 3),
+                ("input", "residuals"),
                 ("local", "sharded"),
-            )  # fmt: skip
+            )
             schedules = [
                 (PipelineConfig(*k), 1)
                 for k in knobs
@@ -120,8 +123,12 @@ def test_a_model_that_fits_nowhere_names_the_term(outlines):
 
 
 def test_experts_and_nodes_are_proposed_where_they_change_something():
-    experts = {m.expert for m, _ in strategies.legal_meshes(run_config(model__moe__experts=8,
-               model__moe__width=32), HOST)}  # fmt: skip
+    experts = {
+        m.expert
+        for m, _ in strategies.legal_meshes(
+            run_config(model__moe__experts=8, model__moe__width=32), HOST
+        )
+    }
     assert experts == {1, 2, 4, 8}
     two = parse_cluster("h100:4x2")
     assert {m.node for m, _ in strategies.legal_meshes(run_config(), two)} == {1}
@@ -139,8 +146,10 @@ def test_a_mixture_of_experts_is_searched():
 
 def test_nothing_legal_says_what_to_change():
     with pytest.raises(UserError, match="--train.global_batch=7"):
-        strategies.search(run_config(train__global_batch=7, model__heads=1, model__kv_heads=1,
-                                     train__seq_len=15), HOST)  # fmt: skip
+        strategies.search(
+            run_config(train__global_batch=7, model__heads=1, model__kv_heads=1, train__seq_len=15),
+            HOST,
+        )
 
 
 def pretend(monkeypatch, peaks):
@@ -166,8 +175,10 @@ def test_the_best_few_that_fit_are_compiled(monkeypatch):
     # The first needs too much, so what keeps as much is left out, and a third is tried.
     first = strategies.search(TINY, HOST, compiles=False).ranked[0].cfg
     assert tried[0] == first and len(tried) == 3
-    assert all((c.mesh.pipe > 1, c.train.remat) != (first.mesh.pipe > 1, first.train.remat)
-               for c in tried[1:])  # fmt: skip
+    assert all(
+        (c.mesh.pipe > 1, c.train.remat) != (first.mesh.pipe > 1, first.train.remat)
+        for c in tried[1:]
+    )
     assert [p.misfit for p in found.compiled] == [None, None, "stash"]
     assert found.compiled[0].estimate.step_s <= found.compiled[1].estimate.step_s
     assert found.plans[:2] == found.compiled[:2] and found.best.misfit is None
@@ -303,8 +314,12 @@ def test_a_wire_is_searched_beside_runs_without_one():
     cfg = run_config(wire="sdp4bit", exchange__start_step=3, train__global_batch=4)
     found = proposed(cfg, cluster)
     kinds = {(c.wire, c.zero, c.mesh.node) for c in found}
-    assert kinds == {("sdp4bit", "optimizer", 1), ("sdp4bit", "optimizer", 2), ("none", "full", 1),
-                     ("none", "optimizer", 1)}  # fmt: skip
+    assert kinds == {
+        ("sdp4bit", "optimizer", 1),
+        ("sdp4bit", "optimizer", 2),
+        ("none", "full", 1),
+        ("none", "optimizer", 1),
+    }
     for one in found:
         aot.sizes(one, cluster)
         assert one.exchange.start_step == (3 if one.wire == "sdp4bit" else 0)
@@ -387,8 +402,9 @@ def test_searches_of_random_memories_against_trying_everything(monkeypatch, pric
         assert bool(fits) != bool(tries.ended)
         assert fits or min(needs) > 0.9 * room
         if fits:
-            fastest = min(p.step_s for p, need in zip(candidates, needs, strict=True)
-                          if need <= room)  # fmt: skip
+            fastest = min(
+                p.step_s for p, need in zip(candidates, needs, strict=True) if need <= room
+            )
             slower.append(fits[0].estimate.step_s / fastest)
     assert len(slower) > 25 and min(slower) >= 1 and sorted(slower)[len(slower) // 2] == 1
 
@@ -425,9 +441,13 @@ def test_loss_chunks_that_are_left_open_are_chosen_before_the_bound_drops_a_cand
     The oracle is the outline of each proposal, which chooses as a run does.
     """
     cfg = run_config(
-        model__vocab=128_000, model__layers=1, train__seq_len=4096, train__global_batch=8,
-        train__loss_chunks=0, train__attention="xla",
-    )  # fmt: skip
+        model__vocab=128_000,
+        model__layers=1,
+        train__seq_len=4096,
+        train__global_batch=8,
+        train__loss_chunks=0,
+        train__attention="xla",
+    )
     cluster = dataclasses.replace(HOST, gpus_per_host=2)
     cluster = dataclasses.replace(
         cluster, card=dataclasses.replace(HOST.card, memory_bytes=round(aot.RESERVE_BYTES + 8e9))
@@ -438,9 +458,10 @@ def test_loss_chunks_that_are_left_open_are_chosen_before_the_bound_drops_a_cand
     times = {p.cfg: (p.estimate.step_s, memory.bound(p.terms)) for p in outlines}
     assert all((p.step_s, p.bound) == times[p.cfg] for p in priced.fits)
     one_piece = strategies.price(
-        dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, loss_chunks=1)), cluster,
+        dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, loss_chunks=1)),
+        cluster,
         strategies.legal_meshes(cfg, cluster),
-    )  # fmt: skip
+    )
     assert len(one_piece.fits) < len(priced.fits) and one_piece.dropped["logits"] > 0
 
 

@@ -70,10 +70,13 @@ def test_an_evaluation_is_the_same_under_any_accumulation_and_mesh(tmp_path):
     corpora = [corpus(tmp_path / "text", [50] * 40, None)]
     losses = []
     for more in (
-        {}, {"train__accumulate": 2}, {"train__accumulate": 4, "mesh__data": 2},
-        {"mesh__data": 1, "mesh__tensor": 4}, {"mesh__data": 1},
+        {},
+        {"train__accumulate": 2},
+        {"train__accumulate": 4, "mesh__data": 2},
+        {"mesh__data": 1, "mesh__tensor": 4},
+        {"mesh__data": 1},
         {"mesh__data": 2, "mesh__pipe": 2, "pipeline__microbatches": 4},
-    ):  # fmt: skip
+    ):
         cfg = run_config(eval__batches=3, **more)
         train_step = make_train_step(cfg, cfg.mesh.build())
         like, most = train_step.abstract_eval_batch, evaluated_rows(cfg)

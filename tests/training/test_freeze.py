@@ -57,9 +57,12 @@ MODES = {
     "accumulated": dict(mesh__data=4, shard__zero="optimizer", train__accumulate=2),
     "pipeline": dict(mesh__pipe=2, mesh__data=2, pipeline__microbatches=2),
     "pipeline, scattered in each tick": dict(
-        mesh__pipe=2, mesh__data=2, pipeline__microbatches=2, pipeline__gradients="sharded",
+        mesh__pipe=2,
+        mesh__data=2,
+        pipeline__microbatches=2,
+        pipeline__gradients="sharded",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("mode", MODES)

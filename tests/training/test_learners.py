@@ -190,9 +190,11 @@ def test_one_device_and_eight_learn_the_same_and_a_resumed_run_goes_on(name, tmp
     losses = [m["loss"] for m in control]
     assert np.mean(losses[-3:]) < np.mean(losses[:3])
     reported = {
-        "policy": {"policy", "entropy", "clipped"}, "vae": {"squared_error", "divergence"},
-        "images": {"classification", "accuracy"}, "frozen": {"accuracy", "z_squared"},
-    }  # fmt: skip
+        "policy": {"policy", "entropy", "clipped"},
+        "vae": {"squared_error", "divergence"},
+        "images": {"classification", "accuracy"},
+        "frozen": {"accuracy", "z_squared"},
+    }
     assert reported[name] <= {*control[0]}
     assert not any(key.startswith("wire_") for key in control[0])  # nothing travels in a codec
 
@@ -210,9 +212,10 @@ def test_a_policy_learns_the_same_in_pipelines_and_with_cut_rows(mesh, tmp_path)
     rollouts(tmp_path / "rows.npz")
     control, _ = run(make("policy"), tmp_path / "rows.npz")
     step = make("policy", **mesh)
-    state, batches = step.init(0), Loader(
-        Stored(tmp_path / "rows.npz"), step.abstract_batch, order=step.order
-    )  # fmt: skip
+    state, batches = (
+        step.init(0),
+        Loader(Stored(tmp_path / "rows.npz"), step.abstract_batch, order=step.order),
+    )
     for want in control:
         state, metrics = step.step(state, next(batches))
         for key in ("loss", "policy", "entropy", "clipped", "grad_norm"):
@@ -305,9 +308,15 @@ def test_sgd_and_the_mean_of_the_weights(tmp_path):
     _, model, task, _ = learner("images")
     train = TrainConfig(steps=8, global_batch=ROWS, seq_len=S)
     optim = OptimConfig(
-        name="sgd", lr=0.1, beta1=0.9, weight_decay=0.01, warmup=0, schedule="constant", clip=0.0,
+        name="sgd",
+        lr=0.1,
+        beta1=0.9,
+        weight_decay=0.01,
+        warmup=0,
+        schedule="constant",
+        clip=0.0,
         ema=0.5,
-    )  # fmt: skip
+    )
     cfg = JobConfig(model=model, train=train, optim=optim)
     step = make_train_step(cfg, MeshSpec(data=1).build(jax.devices()[:1]), task)
     state, batches = step.init(0), Loader(Stored(tmp_path / "rows.npz"), step.abstract_batch)

@@ -97,9 +97,15 @@ def test_hooks_are_called_in_turn_after_what_is_saved(first):
     two = [("a", 2, 2.0)] if first == 0 else []
     four = w + 2 if first == 0 else w + 1
     assert calls == [
-        *began, *two, ("save", 4, four), ("a", 4, four), ("b", 4, four + 10),
-        ("save", 5, four + 111), ("a", 5, four + 111), ("b", 5, four + 121),
-    ]  # fmt: skip
+        *began,
+        *two,
+        ("save", 4, four),
+        ("a", 4, four),
+        ("b", 4, four + 10),
+        ("save", 5, four + 111),
+        ("a", 5, four + 111),
+        ("b", 5, four + 121),
+    ]
     assert float(run.state.params["w"]) == four + 221
     for step in (4, 5):  # a step is recorded, so known to be finite, before it is saved or seen
         assert seen.index(("row", step)) < next(

@@ -36,8 +36,12 @@ AXES = {
     "tokens": ("vocab", "embed"),
 }
 SHAPES = {
-    "query": (L, D, H, K), "out": (L, H, K, D), "bias": (L, H, K), "norm": (D,), "tokens": (16, D),
-}  # fmt: skip
+    "query": (L, D, H, K),
+    "out": (L, H, K, D),
+    "bias": (L, H, K),
+    "norm": (D,),
+    "tokens": (16, D),
+}
 
 
 def draw(seed):
@@ -235,17 +239,19 @@ def test_muon_never_gathers_a_whole_stack(sizes, seed):
     [
         ((None, ("node", "data"), None), ("node",), [(None, "node", None), ("node", None, None)]),
         (
-            (None, ("node", "data"), None), ("data",),
+            (None, ("node", "data"), None),
+            ("data",),
             [(None, ("node", "data"), None), ("data", "node", None)],
         ),
         (
-            (None, "tensor", ("node", "data", "context")), ("data",),
+            (None, "tensor", ("node", "data", "context")),
+            ("data",),
             [(None, "tensor", ("node", "data")), ("data", "tensor", "node")],
         ),
         ((None, ("node", "data"), None), (("node", "data"),), []),
         (("pipe", "tensor", ("node", "data")), ("pipe",), []),
     ],
-)  # fmt: skip
+)
 def test_the_way_of_a_matrix_to_its_layer(spec, wanted, between):
     wanted = P(*wanted, *[None] * (len(spec) - len(wanted)))
     assert route(P(*spec), wanted, 1) == [*(P(*s) for s in between), wanted]

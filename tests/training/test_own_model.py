@@ -87,9 +87,10 @@ def test_all_members_that_a_shape_lacks_are_named_at_once():
     assert [line.partition(":")[0] for line in listed] == ["dropout", "max_positions", "sizes"]
     assert all(len(line.partition(": ")[2]) > 10 for line in listed)  # each says what it is
     whole = dataclasses.make_dataclass(
-        "Whole", [(name, object, value) for name, value in vars(Bare()).items()]
+        "Whole",
+        [(name, object, value) for name, value in vars(Bare()).items()]
         + [("dropout", float, 0.0), ("max_positions", int, 8), ("sizes", object, None)],
-    )  # fmt: skip
+    )
     assert JobConfig(model=whole()).model.max_positions == 8
 
 

@@ -140,13 +140,18 @@ def test_rings_learn_what_plain_collectives_do(changes):
                 (2, {"mesh__pipe": 2, "mesh__tensor": 4}),
                 (
                     1,
-                    {"mesh__pipe": 2, "mesh__tensor": 4, "overlap": "ring",
-                     "pipeline__schedule": "zero_bubble", "pipeline__gradients": "sharded"},
+                    {
+                        "mesh__pipe": 2,
+                        "mesh__tensor": 4,
+                        "overlap": "ring",
+                        "pipeline__schedule": "zero_bubble",
+                        "pipeline__gradients": "sharded",
+                    },
                 ),
             )
         ),
     ],
-)  # fmt: skip
+)
 def test_ranks_that_share_a_key_value_head_learn_the_same(kv_heads, changes):
     """Fewer key-value heads than tensor ranks. A bias of keys moves no softmax: left out."""
     model = dataclasses.replace(MODEL, kv_heads=kv_heads, qk_norm=True)

@@ -113,14 +113,16 @@ def test_what_differs_from_the_former_start_is_listed(tmp_path):
     assert resume.changes(former, None, 0) == []
     free = config.override(former, {"run_dir": "here", "eval.batches": 3})
     assert resume.changes(free, former, 40) == [
-        "settings that differ from the former start:", "  eval.batches: 8 -> 3"
-    ]  # fmt: skip
+        "settings that differ from the former start:",
+        "  eval.batches: 8 -> 3",
+    ]
     longer = run_config(train__steps=200, run_dir="there", **optim)
     assert resume.changes(longer, former, 40) == [
         "the learning rate takes another course: step 41 learns with 0.0008 (it would have been "
         "0.0006), the last one, 200, with 5e-06 (step 100, 1e-05 before)",
-        "settings that differ from the former start:", "  train.steps: 100 -> 200",
-    ]  # fmt: skip
+        "settings that differ from the former start:",
+        "  train.steps: 100 -> 200",
+    ]
     assert (
         "step 101 learns with 0.0005 (the run had ended at 0)"
         in resume.changes(longer, former, 100)[0]
@@ -136,8 +138,9 @@ def test_what_differs_from_the_folder_of_the_weights_is_listed(tmp_path):
     cfg = dataclasses.replace(run_config(), model=model, init_from=str(tmp_path))
     assert resume.changes(cfg, None, 0) == [
         f"settings that differ from {tmp_path}:",
-        "  model.norm_eps: 1e-06 -> 1e-05", "  model.window: None -> 8",
-    ]  # fmt: skip
+        "  model.norm_eps: 1e-06 -> 1e-05",
+        "  model.window: None -> 8",
+    ]
     assert resume.changes(cfg, None, 5) == []
 
 

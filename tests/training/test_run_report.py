@@ -35,20 +35,23 @@ def test_the_summary_the_title_and_the_table_agree(tmp_path):
     rows += [{"step": s, "eval_loss": 3.5, "eval_bits_per_byte": 5.05} for s in (10, 20)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     facts = {
-        "preset": "nano", "seed": 3,
+        "preset": "nano",
+        "seed": 3,
         "overrides": "--optim.lr=0.01 --eval.prompt='a|b\n$\\c{$\udce9'",
         "command": "uv run experiments/pretrain.py --optim.lr=0.01",
-    }  # fmt: skip
+    }
     figures = report.write_report(tmp_path, facts, None)
     mean = sum(5 - 0.1 * s for s in (15, 16, 17, 18, 19, 20, 21, 22, 24)) / 9
     assert abs(figures["last_10_loss"] - mean) < 1e-12 and figures["eval_step"] == 20
     text = (tmp_path / "summary.md").read_text()
     for line in (
         "| preset | nano |",
-        "| overrides | --optim.lr=0.01 --eval.prompt='a\\|b $\\c{$\\udce9' |", "| seed | 3 |",
-        "| command | uv run experiments/pretrain.py --optim.lr=0.01 |", "| eval_step | 20 |",
+        "| overrides | --optim.lr=0.01 --eval.prompt='a\\|b $\\c{$\\udce9' |",
+        "| seed | 3 |",
+        "| command | uv run experiments/pretrain.py --optim.lr=0.01 |",
+        "| eval_step | 20 |",
         f"| last_10_loss | {mean:.4g} |",
-    ):  # fmt: skip
+    ):
         assert line in text, text
     train = report.rows_by_step(tmp_path / "metrics.jsonl", "loss")
     held_out = report.rows_by_step(tmp_path / "metrics.jsonl", "eval_loss")
@@ -159,8 +162,11 @@ def test_a_full_disk_of_the_output(kind, code):
     with open("/dev/full", "w") as out:
         done = subprocess.run(
             [sys.executable, "-c", FULL_OUTPUT, kind],
-            stdout=out, stderr=subprocess.PIPE, text=True, check=False,
-        )  # fmt: skip
+            stdout=out,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
     assert done.returncode == code, done.stderr
     said = "error: the output cannot be written: No space left on device\n"
     assert done.stderr == ("" if kind == "run" else said)
@@ -190,11 +196,20 @@ def test_scores_are_by_the_names_of_the_classes(tmp_path):
     summary = (tmp_path / "summary.md").read_text()
     assert "| 0 | no | 9 | 0.8571 | 0.6667 |\n| 1 | maybe | 0 | 0 | - |" in summary
     assert figures["labels"][2] == {
-        "number": 2, "class": "yes", "examples": 2, "precision": 1 / 3, "recall": 0.5
-    }  # fmt: skip
+        "number": 2,
+        "class": "yes",
+        "examples": 2,
+        "precision": 1 / 3,
+        "recall": 0.5,
+    }
     said: list[str] = []
-    show_end(types.SimpleNamespace(say=said.append), figures | {"last_10_loss": 1.0},
-             RunDir(tmp_path), None, ("no", "maybe", "yes"))  # fmt: skip
+    show_end(
+        types.SimpleNamespace(say=said.append),
+        figures | {"last_10_loss": 1.0},
+        RunDir(tmp_path),
+        None,
+        ("no", "maybe", "yes"),
+    )
     assert "  no: 9 examples held out, precision 85.7%, recall 66.7%" in said
 
 

@@ -21,10 +21,13 @@ ONE = dict.fromkeys(("pipe", "node", "data", "expert", "context", "tensor"), 1)
 CFG = config.override(
     Config(model=PRESETS["llama3_1b"]()),
     {
-        "train.loss_chunks": 0, "train.global_batch": 8, "train.seq_len": 4096,
-        "train.dtype": "bfloat16", "train.remat": "dots",
+        "train.loss_chunks": 0,
+        "train.global_batch": 8,
+        "train.seq_len": 4096,
+        "train.dtype": "bfloat16",
+        "train.remat": "dots",
     },
-)  # fmt: skip
+)
 
 
 def needed(chunks):

@@ -116,9 +116,7 @@ def test_each_begins_when_all_processes_have_compiled():
         for out, _ in outputs
     )
     assert [(r["end"], r["w"]) for r in ours] == [(r["end"], r["w"]) for r in theirs]
-    assert [(r["end"], r["w"]) for r in ours] == [
-        ("done", 10), ("not finite", 8), ("done", 10)
-    ]  # fmt: skip
+    assert [(r["end"], r["w"]) for r in ours] == [("done", 10), ("not finite", 8), ("done", 10)]
     for one, other in zip(ours, theirs, strict=True):
         assert abs(one["first"] - other["first"]) < LATE_S / 2
 

@@ -27,9 +27,13 @@ DEEP = dataclasses.replace(
 def compiled(model, **changes):
     """Returns (the text of a step, its mesh, its parameters)."""
     cfg = run_config(
-        mesh__node=NODES, mesh__data=RANKS, wire="sdp4bit", train__dtype="bfloat16",
-        train__attention="xla", **changes,
-    )  # fmt: skip
+        mesh__node=NODES,
+        mesh__data=RANKS,
+        wire="sdp4bit",
+        train__dtype="bfloat16",
+        train__attention="xla",
+        **changes,
+    )
     cfg = dataclasses.replace(cfg, model=model)
     mesh = cfg.mesh.build(aot.devices(NODES, RANKS))
     step = make_train_step(cfg, mesh)

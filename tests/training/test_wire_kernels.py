@@ -71,8 +71,11 @@ def test_the_program_for_h100s_calls_the_kernels():
     calls = [line for line in text.splitlines() if 'custom_call_target="mosaic_gpu' in line]
     names = collections.Counter(re.search(r"/(\w+)/mpmd_map", line).group(1) for line in calls)
     assert names.keys() == {
-        "hadamard_quantize", "reduce_requantize", "reduce_hadamard", "subtract_quantize",
+        "hadamard_quantize",
+        "reduce_requantize",
+        "reduce_hadamard",
+        "subtract_quantize",
         "dequantize_add",
-    }  # fmt: skip
+    }
     assert min(names.values()) >= 2  # the layers' and the table's
     assert not re.search(r"round-nearest-even|round_nearest_even", text)

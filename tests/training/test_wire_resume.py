@@ -90,15 +90,20 @@ def resumed(request, tmp_path):
             HERE | LOCO, THERE | LOCO, f"; {ERRORS} (another mesh or codec)", id="errors, mesh"
         ),
         pytest.param(
-            HERE | LOCO, PIPE | LOCO, f"; {ERRORS} (another mesh or codec)",
-            id="errors, stages", marks=pytest.mark.slow,
+            HERE | LOCO,
+            PIPE | LOCO,
+            f"; {ERRORS} (another mesh or codec)",
+            id="errors, stages",
+            marks=pytest.mark.slow,
         ),
         pytest.param(
-            HERE | LOCO, THERE | SDP,
-            f"; {COPIES} (it has none); its errors of gradients are dropped", id="from errors",
+            HERE | LOCO,
+            THERE | SDP,
+            f"; {COPIES} (it has none); its errors of gradients are dropped",
+            id="from errors",
         ),
     ],
-)  # fmt: skip
+)
 def test_a_run_goes_on_from_what_another_left(resumed, before, after, said):
     """Masters and moments are those that were left; copies and errors too, or they are new ones,
     and what several devices hold has the same bits on all of them."""

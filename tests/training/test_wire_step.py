@@ -125,11 +125,13 @@ def apart(a, b):
         ),
         pytest.param(MODEL, MESH | dict(wire="loco"), id="loco", marks=pytest.mark.slow),
         pytest.param(
-            MODEL, PIPE | dict(wire="loco", mesh__data=1), id="loco, pipeline",
+            MODEL,
+            PIPE | dict(wire="loco", mesh__data=1),
+            id="loco, pipeline",
             marks=pytest.mark.slow,
         ),
     ],
-)  # fmt: skip
+)
 def test_few_bits_train_and_a_killed_run_goes_on_bit_for_bit(tmp_path, model, changes):
     """A device with other bits is seen, and a resume says what it made again."""
     cfg = dataclasses.replace(run_config(**changes), model=model)

@@ -147,9 +147,7 @@ Target = Literal["idle", "zero", "high", "nominal", "gone"]
 Shape = Literal["step", "ramp", "oscillation", "flapping"]
 # What the whole job does meanwhile. write: a checkpoint that stops the GPUs; write_behind: one that
 # does not; starve: the GPUs wait for data; disk: slow storage; workload: other batches.
-State = Literal[
-    "", "write", "write_behind", "evaluate", "restart", "starve", "disk", "workload"
-]  # fmt: skip
+State = Literal["", "write", "write_behind", "evaluate", "restart", "starve", "disk", "workload"]
 
 
 class Move(NamedTuple):
@@ -240,8 +238,13 @@ class Disturbance:
 GROUPS: dict[str, tuple[str, ...]] = {
     "cpu": ("cpu_usage",),
     "gpu": (
-        "gpu_duty_cycle", "gpu_power_draw", "gpu_graphics_engine_activity", "gpu_tensor_activity",
-        "gpu_sm_activity", "gpu_fp_engine_activity", "gpu_memory_bandwidth_utilization",
+        "gpu_duty_cycle",
+        "gpu_power_draw",
+        "gpu_graphics_engine_activity",
+        "gpu_tensor_activity",
+        "gpu_sm_activity",
+        "gpu_fp_engine_activity",
+        "gpu_memory_bandwidth_utilization",
     ),
     "clock": ("gpu_power_draw", "gpu_clocks"),
     "heat": ("gpu_temperature",),
@@ -251,7 +254,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "tcp": ("tcp_throughput",),
     "disk": ("disk_usage",),
     "memory": ("memory_usage", "gpu_memory_used"),
-}  # fmt: skip
+}
 
 
 class Effect(NamedTuple):
@@ -633,5 +636,9 @@ def _vanishing(rng: np.random.Generator, kind: str, moves: tuple[Move, ...]) -> 
 
 
 _GPU = (
-    *GROUPS["gpu"], "gpu_clocks", "gpu_temperature", "gpu_memory_used", "nvlink_bandwidth",
-)  # fmt: skip
+    *GROUPS["gpu"],
+    "gpu_clocks",
+    "gpu_temperature",
+    "gpu_memory_used",
+    "nvlink_bandwidth",
+)

@@ -452,10 +452,15 @@ def _events(
         )
         found.append(
             Disturbance(
-                "workload", at, float(fleet.start + 10**9), (), moves,
-                float(rng.uniform(0.5, 0.95)), state="workload",
+                "workload",
+                at,
+                float(fleet.start + 10**9),
+                (),
+                moves,
+                float(rng.uniform(0.5, 0.95)),
+                state="workload",
             )
-        )  # fmt: skip
+        )
     return tuple(found)
 
 

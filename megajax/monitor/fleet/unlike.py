@@ -34,9 +34,13 @@ from megajax.monitor.samples import Grid
 Kind = Literal["order", "spread", "lag", "level"]
 KINDS: tuple[Kind, ...] = ("order", "spread", "lag", "level")
 PFC, CPU, DUTY, POWER, TENSOR, NVLINK = METRICS = (
-    "pfc_tx_packet_rate", "cpu_usage", "gpu_duty_cycle", "gpu_power_draw", "gpu_tensor_activity",
+    "pfc_tx_packet_rate",
+    "cpu_usage",
+    "gpu_duty_cycle",
+    "gpu_power_draw",
+    "gpu_tensor_activity",
     "nvlink_bandwidth",
-)  # fmt: skip
+)
 EPOCH = 1_700_000_000
 FINE = 10  # parts of a second in which the work of a job is drawn
 MARGIN = 10  # seconds before a scene that a machine which lags shows
@@ -101,9 +105,11 @@ class _Course:
             self.late_NT[row, during] += size * rng.uniform(0.8, 1.6)
         else:
             metric = (CPU, POWER, TENSOR, NVLINK)[rng.integers(4)]
-            factor = 1 + size * rng.uniform(0.5, 1.0) if metric == CPU else 1 - size * rng.uniform(
-                0.25, 0.6
-            )  # fmt: skip
+            factor = (
+                1 + size * rng.uniform(0.5, 1.0)
+                if metric == CPU
+                else 1 - size * rng.uniform(0.25, 0.6)
+            )
             self.factor[metric][row, during] *= factor
 
 
@@ -144,9 +150,12 @@ def _autoregressive(rng: np.random.Generator, course: _Course) -> dict[str, np.n
     send_NT = _Curve(_stalled(1 - busy_S, course, 0.0)).mean(at_NT)
     make_N = rng.random(N) < 0.15
     usual = {
-        CPU: (0.25, 0.2, send_NT), DUTY: (0.15, 0.75, busy_NT), POWER: (150.0, 450.0, busy_NT),
-        TENSOR: (0.02, 0.5, busy_NT), NVLINK: (5e9, 1.2e11, send_NT),
-    }  # fmt: skip
+        CPU: (0.25, 0.2, send_NT),
+        DUTY: (0.15, 0.75, busy_NT),
+        POWER: (150.0, 450.0, busy_NT),
+        TENSOR: (0.02, 0.5, busy_NT),
+        NVLINK: (5e9, 1.2e11, send_NT),
+    }
     found = {}
     for metric, (low, height, work_NT) in usual.items():
         gain_N = np.where(make_N, 0.9, 1.0) * (1 + 0.03 * rng.standard_normal(N))
@@ -192,9 +201,12 @@ def _counters(rng: np.random.Generator, course: _Course) -> dict[str, np.ndarray
 
     found = {}
     for metric, base, height, size in (
-        (CPU, 0.1, 0.3, 0.03), (DUTY, 0.35, 0.75, 0.06), (POWER, 120.0, 500.0, 25.0),
-        (TENSOR, 0.05, 0.6, 0.04), (NVLINK, 2e9, 8e10, 4e9),
-    ):  # fmt: skip
+        (CPU, 0.1, 0.3, 0.03),
+        (DUTY, 0.35, 0.75, 0.06),
+        (POWER, 120.0, 500.0, 25.0),
+        (TENSOR, 0.05, 0.6, 0.04),
+        (NVLINK, 2e9, 8e10, 4e9),
+    ):
         level_NT = (
             base + height * (stage_N * (1 + 0.05 * rng.standard_normal(N)))[:, None] * load_NT
         )
@@ -232,8 +244,10 @@ def _trapezoid(rng: np.random.Generator, course: _Course) -> dict[str, np.ndarra
         phase = 0.4 * (n * stages // N) + 0.1 * rng.standard_normal(len(begins))
         at_NT = np.arange(T) - course.late_NT[n] + clock_N[n]
         for out_NT, (first, last) in (
-            (busy_NT, (0.02, 0.7)), (send_NT, (0.68, 0.95)), (load_NT, (0.9, 1.1)),
-        ):  # fmt: skip
+            (busy_NT, (0.02, 0.7)),
+            (send_NT, (0.68, 0.95)),
+            (load_NT, (0.9, 1.1)),
+        ):
             up, down = begins + phase + first * lengths, begins + phase + last * lengths
             points = np.stack([up, up + ramp, down, down + ramp], 1)
             points = np.maximum.accumulate(points.ravel())
@@ -241,9 +255,12 @@ def _trapezoid(rng: np.random.Generator, course: _Course) -> dict[str, np.ndarra
             out_NT[n] = _Curve(_stalled(value_S * on_S, course, 0.0)).mean(at_NT)
     found = {}
     for metric, base, height, work_NT in (
-        (CPU, 0.15, 0.35, load_NT), (DUTY, 0.0, 0.98, busy_NT), (POWER, 110.0, 480.0, busy_NT),
-        (TENSOR, 0.0, 0.45, busy_NT), (NVLINK, 1e9, 1.6e11, send_NT),
-    ):  # fmt: skip
+        (CPU, 0.15, 0.35, load_NT),
+        (DUTY, 0.0, 0.98, busy_NT),
+        (POWER, 110.0, 480.0, busy_NT),
+        (TENSOR, 0.0, 0.45, busy_NT),
+        (NVLINK, 1e9, 1.6e11, send_NT),
+    ):
         gain_N1 = 1 + 0.06 * rng.uniform(-1, 1, (N, 1))
         noise_NT = height * 0.04 * rng.laplace(0, 1, (N, T))
         value_NT = (base + height * gain_N1 * work_NT) * course.factor[metric]
@@ -265,9 +282,14 @@ BACKGROUNDS: Mapping[str, Callable] = MappingProxyType(
 
 
 def scene(
-    background: str, machines: int, seed: int, kind: Kind | None = None, *, seconds: int = 1700,
+    background: str,
+    machines: int,
+    seed: int,
+    kind: Kind | None = None,
+    *,
+    seconds: int = 1700,
     restless: float = 1.0,
-) -> Scene:  # fmt: skip
+) -> Scene:
     """Returns some minutes of a job with a fault of this kind, or without a fault.
 
     A fault begins at 40 to 55 % of the time and lasts to the end.
@@ -291,10 +313,13 @@ def scene(
         later = _followers(rng, course, row, start) if kind == "order" else []
         faults = (
             Planted(
-                names[row], kind, EPOCH + start, EPOCH + seconds,
+                names[row],
+                kind,
+                EPOCH + start,
+                EPOCH + seconds,
                 tuple((names[n], float(delay)) for n, delay in later),
             ),
-        )  # fmt: skip
+        )
     values = BACKGROUNDS[background](rng, course)
     values_CNT = np.stack([values[m] for m in sorted(METRICS)]).astype(np.float32)
     told = tuple(

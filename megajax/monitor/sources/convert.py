@@ -286,9 +286,16 @@ def _joined(samples: Samples, found: dict[str, list[Rows]], notes: Sequence[str]
     rows = Rows.join([_NONE, *parts])
     metric_N = np.repeat(np.arange(len(metrics)), [len(p.time_N) for p in parts])
     return Samples(
-        rows.time_N, rows.machine_N, metric_N, rows.value_N, samples.machines, metrics,
-        samples.start, samples.end, (*samples.notes, *notes),
-    )  # fmt: skip
+        rows.time_N,
+        rows.machine_N,
+        metric_N,
+        rows.value_N,
+        samples.machines,
+        metrics,
+        samples.start,
+        samples.end,
+        (*samples.notes, *notes),
+    )
 
 
 _NONE = Rows(np.empty(0), np.empty(0, np.int64), np.empty(0, np.int64), np.empty(0))

@@ -231,9 +231,16 @@ class _Parts:
         time_N, machine_N, metric_N, value_N = whole
         machines, metrics = tuple(self._machines), tuple(self._metrics)
         return Samples(
-            time_N, machine_N, metric_N, value_N, machines, metrics, self.start, self.end,
+            time_N,
+            machine_N,
+            metric_N,
+            value_N,
+            machines,
+            metrics,
+            self.start,
+            self.end,
             tuple(self.notes),
-        )  # fmt: skip
+        )
 
 
 def _numbers(column: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
@@ -349,9 +356,11 @@ def _csv(path: Path, file: Any) -> Iterator[_Block]:
 def _block(number_N: np.ndarray, columns: dict[str, Sequence[str]]) -> _Block:
     """Returns columns of text as a block."""
     return _Block(
-        number_N, columns, {c: _numbers(columns[c]) for c in ("timestamp", "value")},
+        number_N,
+        columns,
+        {c: _numbers(columns[c]) for c in ("timestamp", "value")},
         {c: _Words.of(column) for c, column in columns.items() if c not in ("timestamp", "value")},
-    )  # fmt: skip
+    )
 
 
 def _more(data: Any) -> tuple[bytes, Exception | None]:

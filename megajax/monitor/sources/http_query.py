@@ -206,8 +206,10 @@ class Client:
         shown_port = f":{port}" if parts.port is not None else ""
         self.where = f"{scheme}://{at}{shown_port}"
         self._headers = {
-            "Host": at + shown_port, "Accept": "application/json", "User-Agent": "megajax"
-        }  # fmt: skip
+            "Host": at + shown_port,
+            "Accept": "application/json",
+            "User-Agent": "megajax",
+        }
         if token is not None:
             self._headers["Authorization"] = f"Bearer {token}"
         elif user is not None:

@@ -372,9 +372,11 @@ class Server:
         """Returns (series of a page, warnings). A page that is too much is asked in halves."""
         retries = health.retries()
         parameters = {
-            "query": page.expression, "start": str(page.first),
-            "end": str(page.last(self._step_s)), "step": str(self._step_s),
-        }  # fmt: skip
+            "query": page.expression,
+            "start": str(page.first),
+            "end": str(page.last(self._step_s)),
+            "step": str(self._step_s),
+        }
         where = self._client.where
 
         def take(data: Any) -> _Part:
@@ -552,17 +554,24 @@ def _parse(page: _Page, data: Any, step_s: int, where: str) -> _Part:
     _, key_S = index(series)
     owner_N = np.repeat(np.arange(len(series), dtype=np.int32), sizes)[inside_N]
     rows = Rows(
-        time_N[inside_N], machine_S.astype(np.int64)[owner_N], key_S.astype(np.int64)[owner_N],
+        time_N[inside_N],
+        machine_S.astype(np.int64)[owner_N],
+        key_S.astype(np.int64)[owner_N],
         value_N[inside_N],
-    )  # fmt: skip
+    )
     kept = {
         suffix: dataclasses.replace(r, machine_N=r.machine_N.astype(np.int32), key_N=_NO_KEYS)
         for suffix, r in (over_devices(rows) if any(series) else {"": rows}).items()
     }
     return _Part(
-        page.metric, different, kept, len(series),
-        max(samples, sum(len(r.time_N) for r in kept.values())), nameless, outside,
-    )  # fmt: skip
+        page.metric,
+        different,
+        kept,
+        len(series),
+        max(samples, sum(len(r.time_N) for r in kept.values())),
+        nameless,
+        outside,
+    )
 
 
 _NO_KEYS = np.empty(0, np.int64)

@@ -106,9 +106,7 @@ class Learned:
         found = records_of(op)
         if found == []:
             return 0.0, 0.0
-        missing = [
-            name for name in ("sms", "l2_bytes", "clock_hz") if not getattr(device, name)
-        ]  # fmt: skip
+        missing = [name for name in ("sms", "l2_bytes", "clock_hz") if not getattr(device, name)]
         unseen = sorted({r.kind for r in found or ()} - set(self._predictor.kinds))
         if self.unknown(device):
             reason = f"{device.name} has no rows of compiled programs"
@@ -224,11 +222,18 @@ def _fused(kernel: Attention, dtype: str) -> OpRecord:
     size, batch = itemsize(dtype), kernel.batch * kernel.heads
     *read, written = kernel.sizes
     values = {
-        "flops": kernel.flops, "bytes_read": size * sum(read), "bytes_written": size * written,
-        "transcendentals": batch * kernel.queries * kernel.reach, "batch": batch,
-        "m": kernel.queries, "n": kernel.reach, "k": kernel.head_width, "elements": written,
-        "operands": 3, "itemsize": size,
-    }  # fmt: skip
+        "flops": kernel.flops,
+        "bytes_read": size * sum(read),
+        "bytes_written": size * written,
+        "transcendentals": batch * kernel.queries * kernel.reach,
+        "batch": batch,
+        "m": kernel.queries,
+        "n": kernel.reach,
+        "k": kernel.head_width,
+        "elements": written,
+        "operands": 3,
+        "itemsize": size,
+    }
     leaf = {name: values[name] for name in values}
     return record("attention", [{"opcode": "attention", **leaf}], values, dtype=dtype)
 
@@ -237,7 +242,12 @@ def _lookup(kernel: Embedding, dtype: str) -> OpRecord:
     """Returns the record of a lookup of rows in an embedding table."""
     size, elements = itemsize(dtype), kernel.rows * kernel.width
     values = {
-        "bytes_read": size * elements, "bytes_written": size * elements, "elements": elements,
-        "width": kernel.width, "operands": 2, "indices": kernel.rows, "itemsize": size,
-    }  # fmt: skip
+        "bytes_read": size * elements,
+        "bytes_written": size * elements,
+        "elements": elements,
+        "width": kernel.width,
+        "operands": 2,
+        "indices": kernel.rows,
+        "itemsize": size,
+    }
     return record("gather", [{"opcode": "gather", **values}], values, dtype=dtype)

@@ -30,7 +30,7 @@ from megajax.cost.record import (
     SIZES,
     OpRecord,
     peak,
-)  # fmt: skip
+)
 
 # ---- power
 #
@@ -315,11 +315,13 @@ def check_card(name: str, card: DeviceCard) -> None:
     A clock of 0 is unknown. Any other value that is not a positive number is refused.
     """
     needed = {
-        "flops": max(card.flops.values(), default=0), "sms": card.sms, "l2_bytes": card.l2_bytes,
+        "flops": max(card.flops.values(), default=0),
+        "sms": card.sms,
+        "l2_bytes": card.l2_bytes,
         "memory_bytes_per_s": card.memory_bytes_per_s,
         **{f"flops[{dtype!r}]": value for dtype, value in card.flops.items()},
         **({"clock_hz": card.clock_hz} if card.clock_hz != 0 else {}),
-    }  # fmt: skip
+    }
     for field, value in needed.items():
         if not value > 0 or not np.isfinite(value):
             raise UserError(

@@ -246,9 +246,17 @@ def elements(draw: Draw) -> Built:
     """Draws a chain of elementwise operations, some of whose values are results too."""
     rows, width = draw.size(4, 4096), draw.size(8, 2048)
     one: Sequence[Callable] = (
-        jnp.tanh, jnp.exp, jnp.abs, jax.nn.gelu, jax.nn.silu, jnp.sqrt, jnp.sin, jnp.log1p,
-        lambda v: jnp.maximum(v, 0.0), lambda v: v.astype(jnp.bfloat16).astype(jnp.float32),
-    )  # fmt: skip
+        jnp.tanh,
+        jnp.exp,
+        jnp.abs,
+        jax.nn.gelu,
+        jax.nn.silu,
+        jnp.sqrt,
+        jnp.sin,
+        jnp.log1p,
+        lambda v: jnp.maximum(v, 0.0),
+        lambda v: v.astype(jnp.bfloat16).astype(jnp.float32),
+    )
     two: Sequence[Callable] = (jnp.add, jnp.multiply, jnp.subtract, jnp.maximum, jnp.divide)
     steps = [(draw.pick(*one), draw.pick(*two)) for _ in range(draw.pick(1, 1, 2, 3, 5, 8, 12))]
     # An optimizer's update reads and writes several arrays of one shape in one loop.
@@ -326,17 +334,32 @@ STEPS = (2, 3, 5, 8, 12, 16)
 LARGE = 2**18
 TURNS = (2, 4, 8, 16)  # (chosen) of a mixture that is the body of a loop
 _UNARY: Sequence[Callable] = (
-    jnp.tanh, jnp.exp, jnp.abs, jax.nn.sigmoid, jax.nn.relu, jnp.negative, jnp.square,
-    lambda v: jnp.sqrt(jnp.abs(v) + 1.0), lambda v: jnp.log1p(jnp.abs(v)),
-    lambda v: v * 0.5, lambda v: v + 1.0,
+    jnp.tanh,
+    jnp.exp,
+    jnp.abs,
+    jax.nn.sigmoid,
+    jax.nn.relu,
+    jnp.negative,
+    jnp.square,
+    lambda v: jnp.sqrt(jnp.abs(v) + 1.0),
+    lambda v: jnp.log1p(jnp.abs(v)),
+    lambda v: v * 0.5,
+    lambda v: v + 1.0,
     lambda v: v.astype(jnp.bfloat16).astype(v.dtype),
     lambda v: jax.lax.rsqrt(v * v + 1e-6),
     lambda v: (v.astype(jnp.int32) >> 3).astype(v.dtype),
-)  # fmt: skip
+)
 _BINARY: Sequence[Callable] = (
-    jnp.add, jnp.add, jnp.multiply, jnp.multiply, jnp.subtract, jnp.maximum, jnp.minimum,
-    lambda a, b: a / (jnp.abs(b) + 1.0), lambda a, b: jnp.where(a > b, a, 0.0),
-)  # fmt: skip
+    jnp.add,
+    jnp.add,
+    jnp.multiply,
+    jnp.multiply,
+    jnp.subtract,
+    jnp.maximum,
+    jnp.minimum,
+    lambda a, b: a / (jnp.abs(b) + 1.0),
+    lambda a, b: jnp.where(a > b, a, 0.0),
+)
 _SUMS: Sequence[Callable] = (
     jnp.sum,
     jnp.mean,

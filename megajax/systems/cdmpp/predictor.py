@@ -141,8 +141,14 @@ FOLD_STEPS = 500  # training steps of the further networks that set the width of
 ROWS_PER_GROUP = 20_000  # most rows of one device and kind that are used; of more, see `sample`
 # Members of a card that a prediction reads.
 _NUMBERS = (
-    "flops", "memory_bytes_per_s", "sms", "l2_bytes", "clock_hz", "capability", "power_w",
-)  # fmt: skip
+    "flops",
+    "memory_bytes_per_s",
+    "sms",
+    "l2_bytes",
+    "clock_hz",
+    "capability",
+    "power_w",
+)
 _CHUNK = 4096  # rows of one call of the network
 _MOST_ADAPTED = 128  # most rows of a kind that an adaptation reads, to take seconds on one core
 
@@ -210,27 +216,39 @@ class Predictor:
         rng = np.random.default_rng(seed)
         everything = np.ones((members, len(data)))
         graph, states, traits_EYZ = network.fit(
-            labelled, np.ones((members, len(names))), everything, seed=seed, steps=steps,
+            labelled,
+            np.ones((members, len(names))),
+            everything,
+            seed=seed,
+            steps=steps,
             progress=None if progress is None else lambda i, x: progress("members", i, x),
-        )  # fmt: skip
+        )
         fold = None
         if fold_steps:
             fold = calibration.folds(
-                labelled, {name: data.cards[name] for name in names},
-                [record.hash for record in data.records], rng, steps=fold_steps, seed=seed + 1,
+                labelled,
+                {name: data.cards[name] for name in names},
+                [record.hash for record in data.records],
+                rng,
+                steps=fold_steps,
+                seed=seed + 1,
                 progress=None if progress is None else lambda i, x: progress("errors", i, x),
-            )  # fmt: skip
+            )
         own = network.no_offsets(members)
         devices = {
             name: dataclasses.replace(own, traits=traits_EYZ[:, i]) for i, name in enumerate(names)
         }
         return cls(
-            graph, states, scale, Ranges.of(data, rows), devices,
+            graph,
+            states,
+            scale,
+            Ranges.of(data, rows),
+            devices,
             {name: data.cards[name] for name in names},
             fold or calibration.of_training(graph, states, labelled, traits_EYZ),
             names,
             {**data.facts, "rows": len(data), "seed": seed},
-        )  # fmt: skip
+        )
 
     def predict(
         self, records: Sequence[OpRecord], card: DeviceCard

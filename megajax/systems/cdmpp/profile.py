@@ -121,10 +121,18 @@ def _parameters(
 
 
 # Lines of a GPU's plane that sum up the kernels of its streams, where a tool has derived them.
-_SUMS = frozenset((
-    "Steps", "XLA Modules", "XLA Ops", "Async XLA Ops", "Framework Ops", "Framework Name Scope",
-    "Source code", "Launch Stats",
-))  # fmt: skip
+_SUMS = frozenset(
+    (
+        "Steps",
+        "XLA Modules",
+        "XLA Ops",
+        "Async XLA Ops",
+        "Framework Ops",
+        "Framework Name Scope",
+        "Source code",
+        "Launch Stats",
+    )
+)
 _END = "end: "
 # (chosen) Share of an execution in the background that others may take, and how many executions
 # that began before it may still run.

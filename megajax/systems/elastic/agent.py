@@ -187,9 +187,17 @@ class Output:
 
 LINES = 20  # (chosen) keyword lines told of one process
 KEYWORDS = (
-    "Xid", "NCCL WARN", "CUDA_ERROR", "CUDA error", "Terminating process because the JAX",
-    "out of memory", "RESOURCE_EXHAUSTED", "No space left", "ECC error", "injected fault",
-)  # fmt: skip
+    "Xid",
+    "NCCL WARN",
+    "CUDA_ERROR",
+    "CUDA error",
+    "Terminating process because the JAX",
+    "out of memory",
+    "RESOURCE_EXHAUSTED",
+    "No space left",
+    "ECC error",
+    "injected fault",
+)
 TRACEBACK = "Traceback (most recent call last)"
 ERRORS = ("error: ", "[lease] ", "Check failed: ")  # the first two begin a line
 PROGRESS = ("beat", "section", "loss", "own_s", "step_s", "has_bad_state")  # of a heartbeat
@@ -440,8 +448,9 @@ class Agent:
                 if self._asked is not None:
                     self._line.send({"asked": self._asked})
                     self._asked = None
-                ended = any(p.popen.returncode is None and p.code() is not None
-                            for p in self._processes)  # fmt: skip
+                ended = any(
+                    p.popen.returncode is None and p.code() is not None for p in self._processes
+                )
                 if ended or time.monotonic() >= due:
                     due = time.monotonic() + self._period
                     self._report()
@@ -512,10 +521,12 @@ class Agent:
             progress = self._folder / f"attempt{self._attempt}-rank{rank}"
             log = logs / f"rank{rank}.log"
             own = {
-                "MEGAJAX_PROGRESS": str(progress), "MEGAJAX_MEMORY": str(memory),
-                "MEGAJAX_ATTEMPT": str(self._attempt), "MEGAJAX_RUN": message.get("run", ""),
+                "MEGAJAX_PROGRESS": str(progress),
+                "MEGAJAX_MEMORY": str(memory),
+                "MEGAJAX_ATTEMPT": str(self._attempt),
+                "MEGAJAX_RUN": message.get("run", ""),
                 reaper.MARK: self._mark,
-            }  # fmt: skip
+            }
             try:
                 popen, output = run(message["command"], log, {**self._env, **env, **own})
             except OSError as error:  # another one would say the same

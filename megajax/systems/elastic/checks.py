@@ -31,9 +31,17 @@ ENOUGH = {"memory": 1.0, "disk": 20.0, "loopback": 100.0}
 # A disk that is full or a folder that somebody removed says nothing about the host; nor do
 # descriptors and memory that are used up.
 NOT_TRIED = (
-    errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOENT,
-    errno.ENOTDIR, errno.EMFILE, errno.ENFILE, errno.ENOMEM,
-)  # fmt: skip
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EROFS,
+    errno.EACCES,
+    errno.EPERM,
+    errno.ENOENT,
+    errno.ENOTDIR,
+    errno.EMFILE,
+    errno.ENFILE,
+    errno.ENOMEM,
+)
 
 GPU_CHECK = """
 import jax, jax.numpy as jnp, numpy as np

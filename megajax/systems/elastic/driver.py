@@ -538,10 +538,17 @@ class Driver:
                 for rank in ranks[host.name]
             }
             self._hosts.send(
-                [host], do="start", attempt=self._attempt, command=s.command,
-                folder=str(folder), ranks=envs, memory=self._recovery.trusts_memory,
-                lease=s.limits.silence, since=moment, run=self._journal.run,
-            )  # fmt: skip
+                [host],
+                do="start",
+                attempt=self._attempt,
+                command=s.command,
+                folder=str(folder),
+                ranks=envs,
+                memory=self._recovery.trusts_memory,
+                lease=s.limits.silence,
+                since=moment,
+                run=self._journal.run,
+            )
             host.leased = time.monotonic()
         names = ", ".join(h.name for h in self._team)
         self._journal.event("start", f"attempt {self._attempt}, {number} processes on {names}")
@@ -581,9 +588,12 @@ class Driver:
                 code = ELSEWHERE
                 return Action("stop", "told", "did not save in time", step=self._step, code=code)
             self._journal.gauge(
-                step=self._step, attempt=self._attempt, hosts=len(self._team),
-                excluded_hosts=len(self._hosts.blocked), restarts=self._recovery.restarts,
-            )  # fmt: skip
+                step=self._step,
+                attempt=self._attempt,
+                hosts=len(self._team),
+                excluded_hosts=len(self._hosts.blocked),
+                restarts=self._recovery.restarts,
+            )
 
     def _tell(self, why: str) -> float:
         """Lets all ranks save and stop. Returns until when they may, by the clock of the hosts."""
@@ -598,9 +608,14 @@ class Driver:
 
     def _record(self, name: str, action: Action) -> None:
         self._journal.event(
-            name, action.message, rule=action.rule, ranks=action.ranks, hosts=action.hosts,
-            step=action.step, attempt=self._attempt,
-        )  # fmt: skip
+            name,
+            action.message,
+            rule=action.rule,
+            ranks=action.ranks,
+            hosts=action.hosts,
+            step=action.step,
+            attempt=self._attempt,
+        )
 
     # ---- after a fault
 

@@ -163,8 +163,13 @@ class Journal:
         found = timeline.spans_of(spans)
         if not found:  # a command that leaves no progress, or no agent that could tell
             return
-        saved = {"spans": spans, "hosts": hosts, "offsets": offsets, "grid": grid,
-                 "shares": self._shares}  # fmt: skip
+        saved = {
+            "spans": spans,
+            "hosts": hosts,
+            "offsets": offsets,
+            "grid": grid,
+            "shares": self._shares,
+        }
         (folder / "spans.json").write_text(json.dumps(saved))
         trace = timeline.perfetto(found, hosts, offsets)
         (folder / "timeline.json").write_text(json.dumps(trace))

@@ -72,8 +72,12 @@ def kill_all(find: Callable[[], set[int]], seconds: float = float("inf")) -> boo
 def main() -> None:
     """Reads, waits, and cleans up."""
     for number in (
-        signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2,
-    ):  # fmt: skip
+        signal.SIGINT,
+        signal.SIGTERM,
+        signal.SIGHUP,
+        signal.SIGUSR1,
+        signal.SIGUSR2,
+    ):
         signal.signal(number, signal.SIG_IGN)
     groups, folders, marks = [], [], []
     for line in sys.stdin:

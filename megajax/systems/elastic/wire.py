@@ -451,9 +451,9 @@ class Door:
         own = [k for k, (a, _) in self._waiting.items() if a == address]
         if len(own) >= WAITING_OF_ONE or len(self._waiting) >= WAITING:
             busiest = Counter(a for a, _ in self._waiting.values()).most_common(1)[0][0]
-            oldest = own[0] if own else next(
-                k for k, (a, _) in self._waiting.items() if a == busiest
-            )  # fmt: skip
+            oldest = (
+                own[0] if own else next(k for k, (a, _) in self._waiting.items() if a == busiest)
+            )
             self.turn_away(oldest, "too many connections that prove nothing")
         self._waiting[line] = (address, time.monotonic())
         self._selector.register(line, selectors.EVENT_READ)

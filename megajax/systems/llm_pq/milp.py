@@ -129,8 +129,9 @@ class Counts:
         self.scale = max(table.max(), step.max(), hop, link) or 1.0
         slowest = self._slowest(table / self.scale, hop / self.scale)
         links = (self.used_D, hop / self.scale)
-        program.minimise([(self.n_DB, table / self.scale), links,
-                          (slowest, problem.batches(prefill) - 1.0)])  # fmt: skip
+        program.minimise(
+            [(self.n_DB, table / self.scale), links, (slowest, problem.batches(prefill) - 1.0)]
+        )
         self.constant = -hop / self.scale
         if n == 1:
             return
@@ -139,8 +140,9 @@ class Counts:
         # lap >= sum, with (stages - 1) links in it; lap >= m x slowest
         program.row([(lap, 1.0), (self.n_DB, -step), (self.used_D, -link)], low=-link)
         program.row([(lap, 1.0), (slowest, -float(m))], low=0)
-        program.minimise([(self.n_DB, step), (self.used_D, link), (slowest, m - 1.0),
-                          (lap, float(rounds))])  # fmt: skip
+        program.minimise(
+            [(self.n_DB, step), (self.used_D, link), (slowest, m - 1.0), (lap, float(rounds))]
+        )
         self.constant -= link
 
     def _slowest(self, table_DB: np.ndarray, hop: float) -> np.ndarray:
@@ -259,9 +261,7 @@ class Layers(Counts):
         for i in np.argsort(excess_L, kind="stable"):  # as few layers as still lose too much
             if excess_L[inside].sum() - excess_L[i] > room:
                 inside.remove(i)
-        lossy = [
-            self.x_LDB[i][:, omega[i] >= omega[i, column_L[i]]].ravel() for i in inside
-        ]  # fmt: skip
+        lossy = [self.x_LDB[i][:, omega[i] >= omega[i, column_L[i]]].ravel() for i in inside]
         self.program.row([(np.concatenate(lossy), 1.0)], high=len(inside) - 1.0)
         return True
 

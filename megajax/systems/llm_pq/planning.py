@@ -87,9 +87,14 @@ def assumed_omega(layers: int, bits: Sequence[int], seed: int = 0) -> np.ndarray
 
 
 def layer_s(
-    stack: Stack, device: DeviceCard, bits: int, rows: int, queries: int, keys: int,
+    stack: Stack,
+    device: DeviceCard,
+    bits: int,
+    rows: int,
+    queries: int,
+    keys: int,
     model: CostModel = Roofline(),
-) -> float:  # fmt: skip
+) -> float:
     """Returns the estimated seconds of one layer for one micro-batch.
 
     Args: bits: of the layer's weights. rows: requests of the micro-batch. queries: tokens of each
@@ -262,9 +267,13 @@ A100_40 = dataclasses.replace(
     CARDS["A100"], name="A100-40", memory_bytes=40 * 10**9, memory_bytes_per_s=1.555e12
 )
 P100_12 = dataclasses.replace(
-    CARDS["P100"], name="P100-12", memory_bytes=12 * 10**9, memory_bytes_per_s=549e9,
-    flops={"float32": 9.3e12, "float16": 18.7e12}, link_bytes_per_s=16e9,
-)  # fmt: skip
+    CARDS["P100"],
+    name="P100-12",
+    memory_bytes=12 * 10**9,
+    memory_bytes_per_s=549e9,
+    flops={"float32": 9.3e12, "float16": 18.7e12},
+    link_bytes_per_s=16e9,
+)
 V100, T4, A100 = CARDS["V100"], CARDS["T4"], CARDS["A100"]
 
 

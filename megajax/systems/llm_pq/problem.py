@@ -86,14 +86,22 @@ class Problem:
                     whole(f"a micro-batch of {member}", size)
             if missing := sorted(set(times) - set(hops)):
                 raise UserError(f"{name}_hop_s has no seconds for micro-batches {missing}")
-            put(self, f"{name}_s", {
-                int(size): _numbers(f"{name}_s[{size}]", times[size], shape)
-                for size in sorted(times)
-            })  # fmt: skip
-            put(self, f"{name}_hop_s", {
-                int(size): float(_numbers(f"{name}_hop_s[{size}]", hops[size], ()))
-                for size in sorted(times)
-            })  # fmt: skip
+            put(
+                self,
+                f"{name}_s",
+                {
+                    int(size): _numbers(f"{name}_s[{size}]", times[size], shape)
+                    for size in sorted(times)
+                },
+            )
+            put(
+                self,
+                f"{name}_hop_s",
+                {
+                    int(size): float(_numbers(f"{name}_hop_s[{size}]", hops[size], ()))
+                    for size in sorted(times)
+                },
+            )
         for name in ("cache_bytes", "first_bytes", "last_bytes"):
             put(self, name, float(_numbers(name, getattr(self, name), ())))
         for name in ("requests", "new_tokens"):

@@ -147,6 +147,12 @@ def offload(problem: Problem, bits: int) -> Rival | None:
         found.append((times.seconds, prefill, decode, times))
     _, prefill, decode, times = min(found, key=lambda option: option[0])
     return Rival(
-        f"offload_{bits}", tuple(stages), tuple(widths), prefill, decode, times,
-        omega_of(problem, widths), sum(away),
-    )  # fmt: skip
+        f"offload_{bits}",
+        tuple(stages),
+        tuple(widths),
+        prefill,
+        decode,
+        times,
+        omega_of(problem, widths),
+        sum(away),
+    )

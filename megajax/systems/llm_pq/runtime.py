@@ -88,8 +88,9 @@ class Share:
 class Pipeline:
     """A chain of stages, its slots, and the calls that go through it."""
 
-    def __init__(self, stages: Sequence[Any], places: Sequence[Place], shapes: Shapes,
-                 limits: Limits):  # fmt: skip
+    def __init__(
+        self, stages: Sequence[Any], places: Sequence[Place], shapes: Shapes, limits: Limits
+    ):
         """stages: as LocalStage, in the order of the pipeline. They take new pages."""
         self._stages, self._places, self._limits = stages, places, limits
         slots, width = shapes.slots, shapes.pool[2]
@@ -209,9 +210,13 @@ class View:
     # ---- programs
 
     def step(
-        self, params: Any, segments: Sequence[Segment], table_SM: np.ndarray, rules: Rules,
+        self,
+        params: Any,
+        segments: Sequence[Segment],
+        table_SM: np.ndarray,
+        rules: Rules,
         steps: int = 1,
-    ) -> tuple[Share, list[int]]:  # fmt: skip
+    ) -> tuple[Share, list[int]]:
         """See Programs.step. The call waits for `Pipeline.flush`."""
         table_SM = np.where(table_SM > 0, table_SM + self._page, 0)
         self._pipeline.set_slots(self._slot, table_SM, rules)
@@ -479,19 +484,31 @@ class Runtime:
         pages = unit * (width + 1) + 1  # a spare one a slot, without which none starts
         chunk = self._prefill_tokens or context
         tokens = max(placement.prefill_batch, unit) * chunk
-        shapes = Shapes(engines * unit, max(tokens, placement.decode_batch),
-                        (engines * pages, self._page, width))  # fmt: skip
-        limits = Limits(placement.prefill_batch, placement.decode_batch, shapes.budget,
-                        self._timeout_s)  # fmt: skip
+        shapes = Shapes(
+            engines * unit,
+            max(tokens, placement.decode_batch),
+            (engines * pages, self._page, width),
+        )
+        limits = Limits(
+            placement.prefill_batch, placement.decode_batch, shapes.budget, self._timeout_s
+        )
         self._pipeline = Pipeline(self._stages, self.places, shapes, limits)
         self._engines = [
             Engine(
-                self.cfg, (), pages=pages, page_size=self._page, max_batch=unit, seed=self._seed,
-                prefill_chunk=unit * chunk, tokenizer=self._tokenizer, decode_steps=1,
-                context=context, backend=View(self._pipeline, k * unit, k * pages),
+                self.cfg,
+                (),
+                pages=pages,
+                page_size=self._page,
+                max_batch=unit,
+                seed=self._seed,
+                prefill_chunk=unit * chunk,
+                tokenizer=self._tokenizer,
+                decode_steps=1,
+                context=context,
+                backend=View(self._pipeline, k * unit, k * pages),
             )
             for k in range(engines)
-        ]  # fmt: skip
+        ]
 
     def _run(self, requests: Sequence[_Request]) -> None:
         """Runs requests to their end."""

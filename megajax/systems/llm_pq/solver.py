@@ -130,9 +130,17 @@ class Search:
         stages, bits, (prefill, decode) = self.best
         times = timed(self.problem, stages, bits, prefill, decode)
         return Placement(
-            tuple(stages), tuple(bits), prefill, decode, times.tokens_per_s, self.gap,
-            times.prefill_s, times.decode_s, omega_of(self.problem, bits), status,
-        )  # fmt: skip
+            tuple(stages),
+            tuple(bits),
+            prefill,
+            decode,
+            times.tokens_per_s,
+            self.gap,
+            times.prefill_s,
+            times.decode_s,
+            omega_of(self.problem, bits),
+            status,
+        )
 
 
 def attended(work: Callable[[], Solution]) -> Solution:

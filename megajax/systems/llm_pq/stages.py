@@ -130,9 +130,15 @@ class _StagePrograms(Programs):
             return out
 
     def _local_stage(
-        self, params: Tree, state: State, x: Any, tokens: forward_.Tokens, rows_B: Array,
-        slot_B: Array, rules: Rules,
-    ) -> tuple[Any, State]:  # fmt: skip
+        self,
+        params: Tree,
+        state: State,
+        x: Any,
+        tokens: forward_.Tokens,
+        rows_B: Array,
+        slot_B: Array,
+        rules: Rules,
+    ) -> tuple[Any, State]:
         forward = self._forward
         x = forward.enter(params, tokens) if self._first else x
         x, pages = forward.through(params, state.pages, tokens, x)

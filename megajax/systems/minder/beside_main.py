@@ -82,10 +82,14 @@ class Feed:
         is_served_C = np.array([m in self._served for m in samples.metrics], bool)
         keep_N = (samples.time_N >= start) & ~is_served_C[samples.metric_N]
         return dataclasses.replace(
-            samples, time_N=samples.time_N[keep_N], machine_N=samples.machine_N[keep_N],
-            metric_N=samples.metric_N[keep_N], value_N=samples.value_N[keep_N],
-            start=start, end=end,
-        )  # fmt: skip
+            samples,
+            time_N=samples.time_N[keep_N],
+            machine_N=samples.machine_N[keep_N],
+            metric_N=samples.metric_N[keep_N],
+            value_N=samples.value_N[keep_N],
+            start=start,
+            end=end,
+        )
 
     def _ask(self, start: int, end: int) -> Samples | None:
         try:

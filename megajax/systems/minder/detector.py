@@ -113,9 +113,11 @@ class Detector:
         self._judge = Judge(self.settings, profile.limits, order, self._onsets)
         self._pending = Pending(profile.metrics)
         self._prior = tracker.Prior(
-            *(jnp.asarray(getattr(profile, f.name), jnp.float32)
-              for f in dataclasses.fields(tracker.Prior))
-        )  # fmt: skip
+            *(
+                jnp.asarray(getattr(profile, f.name), jnp.float32)
+                for f in dataclasses.fields(tracker.Prior)
+            )
+        )
         self._tracks = tracker.begin(self._prior, 0)
         self._course, self._about = None, [OLDER]
         if profile.dynamics is not None:
@@ -159,9 +161,8 @@ class Detector:
         if isinstance(sources, str | Path) or not isinstance(sources, Iterable):
             sources = [sources]  # type: ignore[list-item]
         return cls(
-            fit.fit(list(sources), seed, metrics, steps, settings, tell,
-                    Keep(folder), faults)
-        )  # fmt: skip
+            fit.fit(list(sources), seed, metrics, steps, settings, tell, Keep(folder), faults)
+        )
 
     @classmethod
     def load(cls, path: str | Path, settings: Settings | None = None) -> "Detector":
@@ -332,10 +333,15 @@ class Detector:
         apart = sorted(((m, s) for m, s in named.items() if s >= 1), key=lambda x: -x[1])
         shown = max(named, key=lambda m: named[m]) if is_late else metrics[found.channel]
         return Alert(
-            self._pending.machines[found.row], shown, found.since, found.score,
-            COURSES[is_late], tuple(apart), end,
+            self._pending.machines[found.row],
+            shown,
+            found.since,
+            found.score,
+            COURSES[is_late],
+            tuple(apart),
+            end,
             float(course.lag_N[found.row]) if is_late else 0.0,
-        )  # fmt: skip
+        )
 
 
 class _Course:

@@ -32,7 +32,7 @@ from megajax.training import (
     TrainConfig,
     TrainState,
     make_train_step,
-)  # fmt: skip
+)
 from megajax.training.task import Leaf
 
 Array = jax.Array
@@ -128,8 +128,14 @@ def train(
       call resumes from there. tell: called with lines of progress.
     """
     devices = MeshSpec(data=1).build(jax.devices()[:1])
-    train_cfg = TrainConfig(steps=steps, global_batch=BATCH, seq_len=cfg.window, seed=seed % 2**32,
-                            dtype="float32", remat="none")  # fmt: skip
+    train_cfg = TrainConfig(
+        steps=steps,
+        global_batch=BATCH,
+        seq_len=cfg.window,
+        seed=seed % 2**32,
+        dtype="float32",
+        remat="none",
+    )
     optim = OptimConfig(lr=1e-2, weight_decay=0.0, warmup=20, final=0.02)
     job = JobConfig(model=cfg, train=train_cfg, optim=optim)
     batch = {"targets": Leaf((cfg.window, cfg.metrics), (None, None), "float32")}

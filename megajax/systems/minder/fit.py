@@ -195,8 +195,12 @@ def fit(
     course = _spreads(dynamic, tracker.least_noise(C), usual, C + 1)
     limit = _limits(course, dynamic, settings, C + 1, only_more=True)
     more = Dynamics(course[0], course[1], course[2], limit)
-    report = {"seconds": ranges.seconds, "machines": ranges.machines, "mean_square": error,
-              "learnt": learnt}  # fmt: skip
+    report = {
+        "seconds": ranges.seconds,
+        "machines": ranges.machines,
+        "mean_square": error,
+        "learnt": learnt,
+    }
     return Profile(
         names, model, vae, range_3C[0], range_3C[1], range_3C[2], period_C, end_2C[0], end_2C[1],
         noise_F, offset_F, slope_F, limits, settings, report,
@@ -214,8 +218,11 @@ def _priority(
         levels = y_HFNJ[:, : len(names)].transpose(1, 2, 0, 3).reshape(len(names), N, H * J)
         middle_X = start + WINDOW * (np.arange(H * J) + 0.5)
         z.append(peak_scores(levels))
-        labels.append(np.any([(a <= middle_X) & (middle_X < b) for a, b in intervals], 0)
-                      if intervals else np.zeros(H * J, bool))  # fmt: skip
+        labels.append(
+            np.any([(a <= middle_X) & (middle_X < b) for a, b in intervals], 0)
+            if intervals
+            else np.zeros(H * J, bool)
+        )
     return order(np.concatenate(z), np.concatenate(labels), names)
 
 
@@ -314,9 +321,13 @@ def _range(values: np.ndarray) -> tuple[float, float, float]:
 
 
 def _ticks(
-    model: LstmVaeConfig, vae: Any, range_3C: np.ndarray, period_C: np.ndarray,
-    names: tuple[str, ...], grid: Grid,
-) -> tuple[np.ndarray, np.ndarray]:  # fmt: skip
+    model: LstmVaeConfig,
+    vae: Any,
+    range_3C: np.ndarray,
+    period_C: np.ndarray,
+    names: tuple[str, ...],
+    grid: Grid,
+) -> tuple[np.ndarray, np.ndarray]:
     """Returns y_HFNJ of a source's ticks: levels and residuals; spreads and lags (J = 1)."""
     C, N, T = len(names), len(grid.machines), grid.values_CNT.shape[2]
     values = np.full((C, N, T), np.nan, np.float32)
@@ -421,8 +432,9 @@ def _limits(
         starts = [_starts(a, span, x.shape[-1]) for x in scores]
         averages = [
             tracker.average(x[..., at : at + span.ticks]).T
-            for x, ats in zip(scores, starts, strict=True) for at in ats[:: max(1, span.ticks // 2)]
-        ]  # fmt: skip
+            for x, ats in zip(scores, starts, strict=True)
+            for at in ats[:: max(1, span.ticks // 2)]
+        ]
         average_XF = np.concatenate([np.zeros((0, F)), *averages])
         if not len(average_XF):  # the sources are too short: as the shorter past
             inverse[a, p], limit[a, p] = inverse[a - 1, p], limit[a - 1, p]

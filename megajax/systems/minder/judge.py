@@ -159,9 +159,13 @@ class Judge:
     """Remembers the scores of each machine and decides whom to name. A machine is a row."""
 
     def __init__(
-        self, settings: Settings, limits: Limits, order: Sequence[int],
-        onsets: Onsets | None = None, levels: int | None = None,
-    ):  # fmt: skip
+        self,
+        settings: Settings,
+        limits: Limits,
+        order: Sequence[int],
+        onsets: Onsets | None = None,
+        levels: int | None = None,
+    ):
         """Judges a job of which nothing has been seen.
 
         Args: order: channels in the order in which they decide the metric of an alert. onsets: the
@@ -239,9 +243,13 @@ class Judge:
         return self._past_N < YOUNG
 
     def look(
-        self, end: float, score_FN: np.ndarray, far_FN: np.ndarray, apart_FN: np.ndarray,
+        self,
+        end: float,
+        score_FN: np.ndarray,
+        far_FN: np.ndarray,
+        apart_FN: np.ndarray,
         middle_F: np.ndarray | None,
-    ) -> list[Found]:  # fmt: skip
+    ) -> list[Found]:
         """Takes the scores of a tick that ended at `end`; returns the machines to name now.
 
         Args: score_FN: signed, in standard deviations, NaN without samples. far_FN: unclipped.
@@ -250,14 +258,17 @@ class Judge:
         """
         apart_CN = apart_FN[: self._levels]
         for kept, new in (
-            (self.scores_FNH, score_FN), (self.far_FNH, far_FN), (self._apart_CNH, apart_CN),
-        ):  # fmt: skip
+            (self.scores_FNH, score_FN),
+            (self.far_FNH, far_FN),
+            (self._apart_CNH, apart_CN),
+        ):
             kept[..., :-1] = kept[..., 1:]
             kept[..., -1] = new
         self._middle_FH = (
-            None if middle_F is None or self._middle_FH is None
+            None
+            if middle_F is None or self._middle_FH is None
             else np.concatenate([self._middle_FH[:, 1:], middle_F[:, None]], 1)
-        )  # fmt: skip
+        )
         judged_N = self._judged_N(end)
         self._past_N += judged_N
         self.anew_N = np.zeros(len(judged_N), bool)
@@ -362,9 +373,12 @@ class Judge:
         """Returns (score_GN, onset_N in Unix seconds) of the last `have` ticks; 1: the limit."""
         newest = slice(self._history - have, None)
         score_GN, self.mean_FN = score(
-            self.scores_FNH[..., newest], self._past_N - 1, self._limits, self._spans,
+            self.scores_FNH[..., newest],
+            self._past_N - 1,
+            self._limits,
+            self._spans,
             None if self._middle_FH is None else self._middle_FH[:, newest],
-        )  # fmt: skip
+        )
         onset_N = self._onsets(end)
         score_GN = np.where(judged_N, score_GN, 0.0)
         odd_N = self._odd_before(end, onset_N, score_GN.max(0) > SUSPECTED)
@@ -384,9 +398,14 @@ class Judge:
         return end - ago_R, blur_R
 
     def _first(
-        self, row: int, group_N: np.ndarray, far_N: np.ndarray, end: float, onset_N: np.ndarray,
+        self,
+        row: int,
+        group_N: np.ndarray,
+        far_N: np.ndarray,
+        end: float,
+        onset_N: np.ndarray,
         differing_N: np.ndarray,
-    ) -> int:  # fmt: skip
+    ) -> int:
         """Returns the machine of a group that clearly moved before its furthest, `row`; else `row`.
 
         Only machines that differ in the same metrics are compared: another fault has other ones.
@@ -403,9 +422,13 @@ class Judge:
         return int(rows_R[first]) if lead_R[first] >= LEAD else row
 
     def _later(
-        self, row: int, others_N: np.ndarray, end: float, onset_N: np.ndarray,
+        self,
+        row: int,
+        others_N: np.ndarray,
+        end: float,
+        onset_N: np.ndarray,
         differing_N: np.ndarray,
-    ) -> np.ndarray:  # fmt: skip
+    ) -> np.ndarray:
         """Tells which of the others clearly moved after a machine, in the same metrics, (N,)."""
         later_N = others_N & self._alike_N(self.mean_FN[:, row], self.mean_FN)
         rows_R = np.append(np.flatnonzero(later_N), row)

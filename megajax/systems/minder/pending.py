@@ -60,10 +60,16 @@ def _near(samples: Samples) -> Samples:
         return samples
     note = f"{int((~near_N).sum())} rows have times days away from all others, or none: left out"
     return Samples(
-        samples.time_N[near_N], samples.machine_N[near_N], samples.metric_N[near_N],
-        samples.value_N[near_N], samples.machines, samples.metrics, samples.start, samples.end,
+        samples.time_N[near_N],
+        samples.machine_N[near_N],
+        samples.metric_N[near_N],
+        samples.value_N[near_N],
+        samples.machines,
+        samples.metrics,
+        samples.start,
+        samples.end,
         (*samples.notes, note),
-    )  # fmt: skip
+    )
 
 
 class Pending:

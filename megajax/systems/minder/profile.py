@@ -26,9 +26,16 @@ from megajax.systems.minder.tracker import Limits
 
 FORMAT = 1
 CHANNELS = (
-    "low_C", "high_C", "bend_C", "period_C", "bottom_C", "top_C",
-    "noise_F", "offset_F", "slope_F",
-)  # fmt: skip
+    "low_C",
+    "high_C",
+    "bend_C",
+    "period_C",
+    "bottom_C",
+    "top_C",
+    "noise_F",
+    "offset_F",
+    "slope_F",
+)
 EVIDENCE = ("inverse", "limit")
 DYNAMICS = ("noise_F", "offset_F", "slope_F", *EVIDENCE)
 
@@ -141,9 +148,16 @@ class Profile:
             raise UserError(f"model={path} is damaged, or of another version (--model)")
         vae = nest({n[4:]: x for n, x in arrays.items() if n.startswith("vae.")})
         return Profile(
-            metrics, model, vae, **channels, limits=limits, settings=settings, report=report,
-            priority=priority, dynamics=learnt,
-        )  # fmt: skip
+            metrics,
+            model,
+            vae,
+            **channels,
+            limits=limits,
+            settings=settings,
+            report=report,
+            priority=priority,
+            dynamics=learnt,
+        )
 
 
 def _dynamics(arrays: dict[str, np.ndarray], metrics: int) -> Dynamics | None:

@@ -131,17 +131,23 @@ class Refit:
     def _start(self) -> None:
         plan = self._plan
         job = {
-            "pieces": [str(p) for p in self._pieces()], "model": str(self._model),
-            "candidate": str(self._candidate), "steps": plan.steps,
-            "metrics": list(plan.metrics), "settings": dataclasses.asdict(plan.settings),
-        }  # fmt: skip
+            "pieces": [str(p) for p in self._pieces()],
+            "model": str(self._model),
+            "candidate": str(self._candidate),
+            "steps": plan.steps,
+            "metrics": list(plan.metrics),
+            "settings": dataclasses.asdict(plan.settings),
+        }
         (self._folder / "job.json").write_text(json.dumps(job))
         with (self._folder / "fit.log").open("w") as log:
             self._child = subprocess.Popen(
                 [sys.executable, "-m", "megajax.systems.minder.refit", self._folder / "job.json"],
-                stdout=subprocess.PIPE, stderr=log, stdin=subprocess.DEVNULL, text=True,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                stdin=subprocess.DEVNULL,
+                text=True,
                 start_new_session=True,  # Ctrl-C is the daemon's, which ends it
-            )  # fmt: skip
+            )
 
     @property
     def _candidate(self) -> Path:
@@ -154,8 +160,10 @@ class Refit:
             report = json.loads(text.splitlines()[-1])
             worse = str(report["worse"])
         except (LookupError, ValueError, TypeError):
-            return Result("failed", f"retraining failed (exit code {code}, see {log}): the model "
-                                    "stays as it was")  # fmt: skip
+            return Result(
+                "failed",
+                f"retraining failed (exit code {code}, see {log}): the model stays as it was",
+            )
         if worse:
             return Result("rejected", f"retraining: {worse}; the model stays as it was", report)
         previous = self._model.with_name(f"{self._model.name}.previous")
@@ -244,9 +252,13 @@ def compare(old: Callable, new: Callable, grid: Grid) -> dict[str, Any]:
     elif named_new < AS_GOOD * named_old:
         worse = f"the new model names {named_new} of {faults} faults, the old one {named_old}"
     return {
-        "worse": worse, "faults": faults, "named": named_new, "named_before": named_old,
-        "false": false_new, "false_before": false_old,
-    }  # fmt: skip
+        "worse": worse,
+        "faults": faults,
+        "named": named_new,
+        "named_before": named_old,
+        "false": false_new,
+        "false_before": false_old,
+    }
 
 
 def _part(grid: Grid) -> Grid:
@@ -271,9 +283,13 @@ def main(job: Path) -> int:
     if not grids:
         raise UserError(f"no stretch of {PIECE_S} s has {LEAST} machines")
     new = Detector.fit(
-        grids, seed=0, metrics=metrics, steps=said["steps"], settings=settings,
+        grids,
+        seed=0,
+        metrics=metrics,
+        steps=said["steps"],
+        settings=settings,
         tell=lambda line: print(line, file=sys.stderr, flush=True),
-    )  # fmt: skip
+    )
     report = compare(
         lambda: Detector.load(said["model"], settings), lambda: Detector(new.profile), grids[-1]
     )

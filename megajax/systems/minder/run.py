@@ -48,9 +48,18 @@ from megajax.systems.minder.settings import LEAST
 
 # What of a trainer's environment a process of its own on the CPU must not have.
 ON_CPU = (
-    "env", "-u", "XLA_FLAGS", "-u", "JAX_COORDINATOR_ADDRESS", "-u", "JAX_NUM_PROCESSES",
-    "-u", "JAX_PROCESS_ID", "JAX_PLATFORMS=cpu", "CUDA_VISIBLE_DEVICES=",
-)  # fmt: skip
+    "env",
+    "-u",
+    "XLA_FLAGS",
+    "-u",
+    "JAX_COORDINATOR_ADDRESS",
+    "-u",
+    "JAX_NUM_PROCESSES",
+    "-u",
+    "JAX_PROCESS_ID",
+    "JAX_PLATFORMS=cpu",
+    "CUDA_VISIBLE_DEVICES=",
+)
 CLOSE_S = 2.0  # (chosen) for a thread to see the end of the child
 WAITING = 600  # (chosen) batches of records, of about a second, that wait for the child
 
@@ -70,9 +79,12 @@ class Beside:
         self.dropped = 0
         self._child = subprocess.Popen(
             [*ON_CPU, sys.executable, "-m", "megajax.systems.minder.beside_main"],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
             start_new_session=True,
-        )  # fmt: skip
+        )
         self._last = ""  # words of the child to standard error
         self._threads = [
             threading.Thread(target=work, name="minder", daemon=True)
@@ -163,9 +175,7 @@ def as_line(
 
 NAME = "minder"
 COURSE = "course"  # the rule of spreads and lags
-RESPONSES: Mapping[str, Kind] = {
-    "hang": "warn", "slow": "evict", "minder": "evict", COURSE: "warn"
-}  # fmt: skip
+RESPONSES: Mapping[str, Kind] = {"hang": "warn", "slow": "evict", "minder": "evict", COURSE: "warn"}
 AFTER = 3  # (chosen) ticks of an attempt whose steps tell whether an eviction was right
 
 
@@ -225,9 +235,13 @@ def of_driver(
     if NAME not in detectors:
         return None
     minder = RunMinder(
-        from_flags(said), said["prometheus"], journal.folder, journal.event, journal.take,
+        from_flags(said),
+        said["prometheus"],
+        journal.folder,
+        journal.event,
+        journal.take,
         journal.gauge,
-    )  # fmt: skip
+    )
     detectors[NAME] = minder.attempt
     return minder
 
@@ -282,20 +296,23 @@ class RunMinder:
         o = self.options
         if o.model is None:
             self._tell(
-                "minder", "no model of metrics is given (--minder.model): machines are judged by "
+                "minder",
+                "no model of metrics is given (--minder.model): machines are judged by "
                 "progress and by step times only",
-            )  # fmt: skip
+            )
             return
         if len(job.hosts) < LEAST:
             self._tell(
-                "minder", f"the metrics of {len(job.hosts)} hosts cannot be judged, which takes "
+                "minder",
+                f"the metrics of {len(job.hosts)} hosts cannot be judged, which takes "
                 f"{LEAST}; progress and step times are",
-            )  # fmt: skip
+            )
         settings = {n: getattr(o, n) for n in ("continuity_s", "clear_s", "strict")}
         given = {
-            "model": str(expand(o.model, "minder.model")), "settings": settings,
+            "model": str(expand(o.model, "minder.model")),
+            "settings": settings,
             "server": o.server(self._prometheus),
-        }  # fmt: skip
+        }
         self.beside = Beside(given)
 
     def note(self, text: str) -> None:
@@ -378,10 +395,13 @@ class _Attempt:
             self._run.note(note)
         if scores:
             step, now = self._job.step, max((r.time for r in records), default=0.0)
-            self._run.emit([
-                Record(now, m, None, None, step, "minder_score", s)
-                for m, s in scores.items() if m in self._job.hosts
-            ])  # fmt: skip
+            self._run.emit(
+                [
+                    Record(now, m, None, None, step, "minder_score", s)
+                    for m, s in scores.items()
+                    if m in self._job.hosts
+                ]
+            )
         return [self._alert(a) for a in alerts]
 
     def _alert(self, found: minder_alert.Alert) -> Alert:

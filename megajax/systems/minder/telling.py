@@ -197,8 +197,14 @@ COUNTERS = {
     "lost_writes_total": "events, pictures and states that the disk did not take",
     "alertmanager_failures_total": "requests to Alertmanager that failed",
 }
-GAUGES = ("machines", "lag_seconds", "judged_timestamp_seconds", "source_up", "alerts",
-          "model_timestamp_seconds")  # fmt: skip
+GAUGES = (
+    "machines",
+    "lag_seconds",
+    "judged_timestamp_seconds",
+    "source_up",
+    "alerts",
+    "model_timestamp_seconds",
+)
 BY_MACHINE = ("alerts_total", "alert", "score")
 FITS = "fits_total"  # by result
 NAMES = tuple(PREFIX + n for n in (*COUNTERS, *GAUGES, *BY_MACHINE, FITS))
@@ -289,21 +295,32 @@ class Teller:
         else:
             shown = f"; see {path}"
         self.event(
-            "alert", f"ALERT {alert.message}, since {_clock(alert.since)}{shown}", rule=RULE,
-            hosts=[alert.machine], machine=alert.machine, metric=alert.metric, since=alert.since,
-            score=round(alert.score, 3), kind=alert.kind, at=alert.at,
-            deviations=dict(alert.deviations), picture=str(path) if shown else None,
-        )  # fmt: skip
+            "alert",
+            f"ALERT {alert.message}, since {_clock(alert.since)}{shown}",
+            rule=RULE,
+            hosts=[alert.machine],
+            machine=alert.machine,
+            metric=alert.metric,
+            since=alert.since,
+            score=round(alert.score, 3),
+            kind=alert.kind,
+            at=alert.at,
+            deviations=dict(alert.deviations),
+            picture=str(path) if shown else None,
+        )
 
     def _send(self, one: Lasting, ended: bool = False) -> None:
         if self._alertmanager is None:
             return
         alert = one.alert
         labels = {
-            "alertname": NAME, "instance": alert.machine, "machine": alert.machine,
-            "metric": alert.metric, "kind": alert.kind,
+            "alertname": NAME,
+            "instance": alert.machine,
+            "machine": alert.machine,
+            "metric": alert.metric,
+            "kind": alert.kind,
             "severity": "critical" if alert.kind == "silent" else "warning",
-        }  # fmt: skip
+        }
         far = ", ".join(f"{m} {score:+.1f}" for m, score in alert.deviations)
         notes = {
             "summary": f"{alert.machine} differs from the other machines of its job",

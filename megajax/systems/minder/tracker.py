@@ -142,9 +142,13 @@ def without_stalls(scores_FNH: np.ndarray, middle_FH: np.ndarray) -> np.ndarray:
 
 
 def statistics(
-    scores_FNH: np.ndarray, mean_FN: np.ndarray, inverse_FF: np.ndarray, span: Span,
-    least_G: np.ndarray | None = None, asked_N: np.ndarray | None = None,
-) -> np.ndarray:  # fmt: skip
+    scores_FNH: np.ndarray,
+    mean_FN: np.ndarray,
+    inverse_FF: np.ndarray,
+    span: Span,
+    least_G: np.ndarray | None = None,
+    asked_N: np.ndarray | None = None,
+) -> np.ndarray:
     """Returns statistic_GN, which is 0 where the difference does not last.
 
     In all channels together, a difference lasts only if it stays the same one. Two disturbances of
@@ -423,8 +427,9 @@ def advance(
     noise_F, slowly_F = _noise(prior, tracks, error_FN)
     noise_F = noise_F**2 + (unusual_F * prior.slope_F) ** 2
     deviation_FN = jnp.sqrt(noise_F[:, None] + tracks.unsure_FN)
-    away_FNJ = jnp.where(error_FNJ > 0, jnp.clip(apart_FNJ, 0.0, error_FNJ),
-                         jnp.clip(apart_FNJ, error_FNJ, 0.0))  # fmt: skip
+    away_FNJ = jnp.where(
+        error_FNJ > 0, jnp.clip(apart_FNJ, 0.0, error_FNJ), jnp.clip(apart_FNJ, error_FNJ, 0.0)
+    )
     counted_FNJ = away_FNJ / deviation_FN[..., None]
     most_F11 = _most(error_FN)[:, None, None]
     score_FN = jnp.nanmean(jnp.clip(counted_FNJ, -most_F11, most_F11), -1)
@@ -594,9 +599,11 @@ def prior(noise_F: np.ndarray, offset_F: np.ndarray, slope_F: np.ndarray) -> Pri
     """
     pad = (0, 2 * (len(noise_F) - 1) - len(noise_F))
     return Prior(
-        *(jnp.asarray(np.pad(x, pad, constant_values=1.0), jnp.float32)
-          for x in (noise_F, offset_F, slope_F))
-    )  # fmt: skip
+        *(
+            jnp.asarray(np.pad(x, pad, constant_values=1.0), jnp.float32)
+            for x in (noise_F, offset_F, slope_F)
+        )
+    )
 
 
 def advance_course(

@@ -122,9 +122,11 @@ def _failure(reason: str) -> ApiError:
         return ApiError(503, "the server is stopping", code="stopping")
     if reason == "constraint":
         return ApiError(
-            400, "the form of the answer (its schema or expression) is too complex to be followed",
-            param="structured_outputs", code="invalid_value",
-        )  # fmt: skip
+            400,
+            "the form of the answer (its schema or expression) is too complex to be followed",
+            param="structured_outputs",
+            code="invalid_value",
+        )
     return ApiError(
         500,
         "the answer failed: the model's logits are not finite, or see the server's log",

@@ -144,9 +144,11 @@ class Base:
         known = [hmac.compare_digest(given, k) for k in self._keys]
         if scheme.lower() != "bearer" or not any(known):
             raise ApiError(
-                401, "give a valid key: Authorization: Bearer KEY", code="invalid_api_key",
+                401,
+                "give a valid key: Authorization: Bearer KEY",
+                code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
-            )  # fmt: skip
+            )
 
     async def _no_route(self, _: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)

@@ -156,9 +156,11 @@ class Chat:
 
 def _too_long(most: int | None, reason: str) -> ApiError:
     return ApiError(
-        400, f"the model's context has {most} tokens; {reason}: shorten the messages",
-        param="messages", code="context_length_exceeded",
-    )  # fmt: skip
+        400,
+        f"the model's context has {most} tokens; {reason}: shorten the messages",
+        param="messages",
+        code="context_length_exceeded",
+    )
 
 
 def _refused(error: Exception) -> ApiError:

@@ -101,9 +101,11 @@ class Fields:
             if name not in self._known:
                 near = did_you_mean(name, self._known)
                 raise ApiError(
-                    400, f"there is no member {self._where}{name!s:.80}.{near}",
-                    param=f"{self._where}{name!s:.80}", code="unknown_parameter",
-                )  # fmt: skip
+                    400,
+                    f"there is no member {self._where}{name!s:.80}.{near}",
+                    param=f"{self._where}{name!s:.80}",
+                    code="unknown_parameter",
+                )
 
     def error(self, name: str, rule: str) -> ApiError:
         """Returns an error about a member."""

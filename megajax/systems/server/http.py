@@ -120,9 +120,12 @@ class _Connection(H11Protocol):
         if len(others) < self._most:
             return
         logging.log_every_n_seconds(
-            logging.WARNING, "there are %d connections, and no more descriptors (ulimit -n): the "
-            "oldest without a whole request are closed (--max_connections)", 60, self._most,
-        )  # fmt: skip
+            logging.WARNING,
+            "there are %d connections, and no more descriptors (ulimit -n): the "
+            "oldest without a whole request are closed (--max_connections)",
+            60,
+            self._most,
+        )
         found = [c for c in others if isinstance(c, _Connection) and c.expendable is not None]
         if found:
             min(found, key=lambda c: c.expendable or (True, 0.0)).transport.abort()
@@ -201,10 +204,17 @@ async def serve(
     """
     most = most_connections() if max_connections is None else max_connections
     config = uvicorn.Config(
-        server.app, loop="asyncio", http=functools.partial(_Connection, most=most),  # type: ignore
-        ws="none", lifespan="off", access_log=False, log_level="error", backlog=ROUND,
-        timeout_keep_alive=IDLE_S, server_header=False,
-    )  # fmt: skip
+        server.app,
+        loop="asyncio",
+        http=functools.partial(_Connection, most=most),  # type: ignore
+        ws="none",
+        lifespan="off",
+        access_log=False,
+        log_level="error",
+        backlog=ROUND,
+        timeout_keep_alive=IDLE_S,
+        server_header=False,
+    )
     http, loop = _Http(config), asyncio.get_running_loop()
     asked, cut = asyncio.Event(), asyncio.Event()
 
@@ -230,10 +240,10 @@ async def serve(
         task.cancel()
     if work.failure is not None:
         print(
-            f"error: the engine failed: {work.failure}; start the server anew (exit code "
-            f"{FAILED})",
-            file=sys.stderr, flush=True,
-        )  # fmt: skip
+            f"error: the engine failed: {work.failure}; start the server anew (exit code {FAILED})",
+            file=sys.stderr,
+            flush=True,
+        )
         return FAILED
     return code
 

@@ -75,9 +75,15 @@ def open_server(cfg: Config) -> tuple[Worker, Server]:
         print(line, flush=True)
     engine = load_engine(cfg, opened)
     return build_server(
-        engine, cfg.served_model_name or opened.name, template, cfg,
-        max_batch=cfg.max_batch, keys=keys, parse_special=cfg.parse_special, sampling=sampling,
-    )  # fmt: skip
+        engine,
+        cfg.served_model_name or opened.name,
+        template,
+        cfg,
+        max_batch=cfg.max_batch,
+        keys=keys,
+        parse_special=cfg.parse_special,
+        sampling=sampling,
+    )
 
 
 def load_engine(cfg: Config, opened: OpenModel) -> Engine:
@@ -105,9 +111,12 @@ def load_engine(cfg: Config, opened: OpenModel) -> Engine:
     say(f"reading {opened.name}, compiling the first programs")
     options = {f.name: getattr(cfg, f.name) for f in dataclasses.fields(EngineOptions)}
     engine, what, first = opened.engine(
-        mesh, lambda: opened.load_to_serve(mesh, cfg.quantize, cfg.dtype, packed),
-        outlined=cfg.quantize == "none", packed=packed, **options,
-    )  # fmt: skip
+        mesh,
+        lambda: opened.load_to_serve(mesh, cfg.quantize, cfg.dtype, packed),
+        outlined=cfg.quantize == "none",
+        packed=packed,
+        **options,
+    )
     say(f"{what}; {describe(engine)}")
     for program in first:
         program.result()
@@ -140,13 +149,23 @@ def build_server(
     tell = peers.Peers().tell if jax.process_count() > 1 else None
     worker = Worker(engine, metrics, limits.max_waiting, max_batch, tell)
     reader = Reader(
-        [name], tokenizer, chat, engine.context, strict=limits.strict_members,
-        parse_special=parse_special, sampling=sampling,
-    )  # fmt: skip
+        [name],
+        tokenizer,
+        chat,
+        engine.context,
+        strict=limits.strict_members,
+        parse_special=parse_special,
+        sampling=sampling,
+    )
     server = Server(
-        worker, reader, metrics, name=name, keys=keys or (), max_body=limits.max_body,
+        worker,
+        reader,
+        metrics,
+        name=name,
+        keys=keys or (),
+        max_body=limits.max_body,
         timeout_s=limits.request_timeout_s,
-    )  # fmt: skip
+    )
     return worker, server
 
 
@@ -156,9 +175,12 @@ def open_named(options: ModelOptions) -> OpenModel:
     if run_dir is None and options.hf is None and options.gguf is None:
         run_dir = newest_run()
     return open_model(
-        run_dir=run_dir, hf=options.hf, gguf=options.gguf, step=options.step,
+        run_dir=run_dir,
+        hf=options.hf,
+        gguf=options.gguf,
+        step=options.step,
         tokenizer=options.tokenizer,
-    )  # fmt: skip
+    )
 
 
 def newest_run(folder: str | Path = ".") -> str:
@@ -199,8 +221,10 @@ def template_of(options: ModelOptions, opened: OpenModel) -> ChatTemplate | None
     given = ChatTemplate(source, own.begin if own else "", own.end if own else "")
     chat = Chat(given, opened.tokenizer)
     if reason := chat.problem or chat.refusal:
-        raise UserError(f"{path}: {reason:.500}; without the flag, chats use the model's own "
-                        "template (--chat_template)")  # fmt: skip
+        raise UserError(
+            f"{path}: {reason:.500}; without the flag, chats use the model's own "
+            "template (--chat_template)"
+        )
     return given
 
 

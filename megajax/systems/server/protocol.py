@@ -31,13 +31,24 @@ TEXT = 2**22  # (chosen) characters that /detokenize answers: an id may stand fo
 ANSWERS = 128  # (OpenAI) n
 ROLE = re.compile(r"[\w .-]{1,64}")  # (chosen) templates write a role between parts of tokens
 PASSED = (
-    "temperature", "top_p", "presence_penalty", "frequency_penalty", "min_p", "repetition_penalty",
-)  # fmt: skip
+    "temperature",
+    "top_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "min_p",
+    "repetition_penalty",
+)
 WHOLE_NUMBERS = ("top_k", "seed", "priority", "min_tokens")
 IGNORED = (
-    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
-    "prompt_cache_retention", "request_id",
-)  # fmt: skip
+    "user",
+    "metadata",
+    "store",
+    "service_tier",
+    "safety_identifier",
+    "prompt_cache_key",
+    "prompt_cache_retention",
+    "request_id",
+)
 # Members of current clients that no answer here depends on, with the values that are let pass;
 # none: every value.
 HINTS: dict[str, tuple[Any, ...]] = {
@@ -153,17 +164,22 @@ class Reader:
         fields.end()
         if ids is None or (ids and not is_ids(ids)) or not all(0 <= i <= most for i in ids):
             raise ApiError(
-                400, f"tokens must be a list of ids from 0 to {most}", param="tokens",
+                400,
+                f"tokens must be a list of ids from 0 to {most}",
+                param="tokens",
                 code="invalid_value",
-            )  # fmt: skip
+            )
         size = 0
         for part in itertools.batched(ids, PART) if len(ids) > PART else ():
             size += len(self._tokenizer.decode(part, special=True))
             if size > TEXT:
                 raise ApiError(
-                    400, f"the text of these {len(ids)} tokens has over {TEXT} characters; ask for "
-                    "it in parts", param="tokens", code="invalid_value",
-                )  # fmt: skip
+                    400,
+                    f"the text of these {len(ids)} tokens has over {TEXT} characters; ask for "
+                    "it in parts",
+                    param="tokens",
+                    code="invalid_value",
+                )
         return self._tokenizer.decode(ids, special=True)
 
     # ---- parts
@@ -188,9 +204,11 @@ class Reader:
         name = fields.take("model", str, self._names[0])
         if name not in self._names:
             raise ApiError(
-                404, f"the model {name!r:.200} does not exist; this server has {self._names[0]!r}",
-                param="model", code="model_not_found",
-            )  # fmt: skip
+                404,
+                f"the model {name!r:.200} does not exist; this server has {self._names[0]!r}",
+                param="model",
+                code="model_not_found",
+            )
 
     def _prompts(self, fields: Fields) -> tuple[list[list[int]], list[str]]:
         """Returns (token ids, texts) of each prompt."""
@@ -226,8 +244,9 @@ class Reader:
                 f"the model's context has {self._context} tokens; the prompt has {len(prompt)}"
                 f"{' or more' if len(prompt) > self._context else ''}, and {most} more are asked "
                 "for: shorten the prompt, or max_tokens",
-                param="messages" if most == 1 else "max_tokens", code="context_length_exceeded",
-            )  # fmt: skip
+                param="messages" if most == 1 else "max_tokens",
+                code="context_length_exceeded",
+            )
 
     def _job(
         self,
@@ -301,17 +320,20 @@ def _messages(fields: Fields) -> list[dict[str, Any]]:
             )
         if not ROLE.fullmatch(message["role"]):
             raise ApiError(
-                400, f"messages[{i}].role={message['role']!r:.80} must have 1 to 64 letters, "
-                "digits, blanks, '.', '_' or '-'", param=f"messages[{i}].role",
-            )  # fmt: skip
+                400,
+                f"messages[{i}].role={message['role']!r:.80} must have 1 to 64 letters, "
+                "digits, blanks, '.', '_' or '-'",
+                param=f"messages[{i}].role",
+            )
         content = message.get("content")
         if isinstance(content, list):
             content = [_text_of(part) for part in content]
         if None in content if isinstance(content, list) else not isinstance(content, str | None):
             raise ApiError(
-                400, f"messages[{i}].content must be a text, or a list of parts with texts",
+                400,
+                f"messages[{i}].content must be a text, or a list of parts with texts",
                 param=f"messages[{i}].content",
-            )  # fmt: skip
+            )
         made.append({**message, "content": content or ""})
     return made
 
@@ -363,7 +385,9 @@ def _response_format(given: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
     if kind == "json_schema" and isinstance(inner, dict):
         return [(name, {"json": inner.get("schema", True)})]
     raise ApiError(
-        400, "response_format must be {'type': 'text'}, {'type': 'json_object'} or {'type': "
-        "'json_schema', 'json_schema': {'name': ..., 'schema': {...}}}", param=name,
+        400,
+        "response_format must be {'type': 'text'}, {'type': 'json_object'} or {'type': "
+        "'json_schema', 'json_schema': {'name': ..., 'schema': {...}}}",
+        param=name,
         code="invalid_value",
-    )  # fmt: skip
+    )

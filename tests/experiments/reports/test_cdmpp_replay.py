@@ -131,5 +131,6 @@ def test_configurations_are_named():
     with pytest.raises(UserError, match="twice"):
         cdmpp_replay.names("nano,nano")
     for name in cdmpp_replay.CONFIGURATIONS:
-        cdmpp_replay.configuration(name).check(dict.fromkeys(("pipe", "node", "data", "expert",
-                                                             "context", "tensor"), 1))  # fmt: skip
+        cdmpp_replay.configuration(name).check(
+            dict.fromkeys(("pipe", "node", "data", "expert", "context", "tensor"), 1)
+        )

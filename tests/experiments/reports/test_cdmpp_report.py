@@ -121,10 +121,16 @@ def test_errors_are_those_of_a_hand_count():
     found = report.errors(np.full(4, 2.0), np.full(4, 0.5), seconds, halves, np.ones(4, bool))
     assert found == pytest.approx(
         {
-            "rows": 4, "mean": 56.25, "median": 62.5, "p90": 92.5, "weighted": 60.0,
-            "in_band": 0.25, "noise_mean": 5.0, "noise_median": 5.0,
+            "rows": 4,
+            "mean": 56.25,
+            "median": 62.5,
+            "p90": 92.5,
+            "weighted": 60.0,
+            "in_band": 0.25,
+            "noise_mean": 5.0,
+            "noise_median": 5.0,
         }
-    )  # fmt: skip
+    )
 
 
 def test_every_split_and_method_has_its_rows_and_a_method_is_fitted_once_a_split():
@@ -251,10 +257,13 @@ ENTRY %main (x: f32[512,512], y: f32[512,512]) -> f32[512,512] {
     assert two["mfu_megatron"] < facts["mfu_megatron"]  # of less attention
     assert facts["dearest"] == [
         {
-            "name": "one", "kind": "product", "executions": 2.0,
-            "seconds": pytest.approx(found.seconds), "share": pytest.approx(1.0),
+            "name": "one",
+            "kind": "product",
+            "executions": 2.0,
+            "seconds": pytest.approx(found.seconds),
+            "share": pytest.approx(1.0),
         }
-    ]  # fmt: skip
+    ]
     facts |= {"memory_bytes": 2**30, "times": "assumed", "attention": "xla"}
     shown = report.step_markdown(facts, cluster)
     assert "90 % band" in shown and "| one | product | 2 |" in shown

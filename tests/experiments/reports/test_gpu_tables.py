@@ -15,10 +15,19 @@ CASE = ATTENTION[0]
 
 def timed(folder, case, implementation, median_s, **more):
     row = {
-        "folder": folder, "case": case.name, "direction": "forward", "sets": 3, "runs": 51,
-        "implementation": implementation, "median_s": median_s, "p10_s": 0.9 * median_s,
-        "p90_s": 1.2 * median_s, "clock": "cupti", "floor_s": 1e-3, "of_floor": 1e-3 / median_s,
-    }  # fmt: skip
+        "folder": folder,
+        "case": case.name,
+        "direction": "forward",
+        "sets": 3,
+        "runs": 51,
+        "implementation": implementation,
+        "median_s": median_s,
+        "p10_s": 0.9 * median_s,
+        "p90_s": 1.2 * median_s,
+        "clock": "cupti",
+        "floor_s": 1e-3,
+        "of_floor": 1e-3 / median_s,
+    }
     return row | more
 
 
@@ -77,8 +86,13 @@ VERDICTS = [
     {"part": "broken", "verdict": "failed (1 items): dead", "failed": True, "seconds": 9.0,
      "faults": {}, "skip": ["tile 1"], "finished": True},
 ]  # fmt: skip
-FILES = {"kernels": KERNELS, "checks": CHECKS, "train": TRAIN, "overlap": OVERLAP,
-         "verdicts": VERDICTS}  # fmt: skip
+FILES = {
+    "kernels": KERNELS,
+    "checks": CHECKS,
+    "train": TRAIN,
+    "overlap": OVERLAP,
+    "verdicts": VERDICTS,
+}
 
 
 def write(folder, slug, layer):
@@ -90,9 +104,13 @@ def write(folder, slug, layer):
 
 def everything(folder):
     named = (
-        gpu.machines, gpu.peaks, gpu.checks, gpu.verdicts,
-        gpu.training, gpu.bert,
-    )  # fmt: skip
+        gpu.machines,
+        gpu.peaks,
+        gpu.checks,
+        gpu.verdicts,
+        gpu.training,
+        gpu.bert,
+    )
     texts = {table.__name__: table(folder) for table in named}
     texts |= {k: gpu.overlap(folder, k) for k in ("collective", "expert")}
     return texts | {f: gpu.floors(folder, f) for f in ("attention", "grouped", "norm")}
@@ -135,8 +153,9 @@ def test_every_row_has_a_table_that_shows_it(texts):
     assert "emulated link" in texts["collective"] and texts["expert"] == gpu.NOTHING
     tile = line(texts["tuned"], "| gemm x")
     assert tile[1:4] == ["block_m 128, stages 4", "1 of 9", "cupti"]
-    assert all(f"measured on {DEVICE}" in texts[name] for name in texts if name not in
-               ("norm", "expert"))  # fmt: skip
+    assert all(
+        f"measured on {DEVICE}" in texts[name] for name in texts if name not in ("norm", "expert")
+    )
 
 
 def test_a_case_stands_beside_its_floor_and_its_best_rival(texts):

@@ -33,8 +33,9 @@ def given():
 def test_a_mixed_plan_has_the_loss_of_the_quantized_model(given):
     params = {16: given.params}
     for width in (3, 4, 8):
-        params[width] = quality.rounded(given, quality.to_nearest, Format(width, 128, 0,
-                                        scale_dtype="float16"))[0]  # fmt: skip
+        params[width] = quality.rounded(
+            given, quality.to_nearest, Format(width, 128, 0, scale_dtype="float16")
+        )[0]
     for bits in ((3, 16), (8, 4)):
         mixed = quality.in_widths(params, matrices(MODEL.axes), bits)
         found = loss_of(mixed, MODEL, given.judged)
@@ -50,8 +51,9 @@ def test_rows_of_indicators_and_roundings(given):
     for name in quality.SAID:
         assert -1 <= random[f"spearman_{name}"] <= 1
     row, *_ = quality.rounding_rows(given, [4], 16, {"rtn": quality.to_nearest})
-    params, error = quality.rounded(given, quality.to_nearest, Format(4, 16, 0,
-                                    scale_dtype="float16"))  # fmt: skip
+    params, error = quality.rounded(
+        given, quality.to_nearest, Format(4, 16, 0, scale_dtype="float16")
+    )
     assert row["product_error"] == error > 0
     assert row["loss_change"] == loss_of(params, MODEL, given.judged) - given.dense
 

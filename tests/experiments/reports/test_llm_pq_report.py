@@ -12,8 +12,9 @@ from megajax.core.hardware import CARDS, MixedCluster
 from megajax.cost.base import Stack
 from megajax.systems.llm_pq import PRESETS, Workload
 
-SMALL = Workload("small", Stack(8, 2048, 16, 16, 128, 8192), 50272, prompt=64, new_tokens=8,
-                 requests=8)  # fmt: skip
+SMALL = Workload(
+    "small", Stack(8, 2048, 16, 16, 128, 8192), 50272, prompt=64, new_tokens=8, requests=8
+)
 
 # Two devices that hold the model at some widths only, so that rivals lose unlike qualities.
 CARD = dataclasses.replace(CARDS["T4"], memory_bytes=int((0.55e9 + 1.93e9) / 0.95))

@@ -103,9 +103,16 @@ def test_cases_are_shared_out_as_the_flags_say():
     for item in found:
         by[item.size, item.mix] = by.get((item.size, item.mix), 0) + 1
     assert by == {
-        (4, "evaluation"): 6, (4, "even"): 2, (4, "weak"): 2, (4, "slow"): 2,
-        (64, "evaluation"): 3, (64, "even"): 1, (64, "weak"): 1, (64, "slow"): 1, (1024, ""): 2,
-    }  # fmt: skip
+        (4, "evaluation"): 6,
+        (4, "even"): 2,
+        (4, "weak"): 2,
+        (4, "slow"): 2,
+        (64, "evaluation"): 3,
+        (64, "even"): 1,
+        (64, "weak"): 1,
+        (64, "slow"): 1,
+        (1024, ""): 2,
+    }
     assert len({i.name for i in found}) == len(found)
     seeds = {(i.mix, i.seed) for i in found}
     assert len(seeds) == 5 == len({s for _, s in seeds})  # no two mixes share their jobs

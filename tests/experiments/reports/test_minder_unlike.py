@@ -13,9 +13,12 @@ def case(kind, ours, levels=None, faulty="a"):
     said = {"ours": ours} | ({} if levels is None else {"levels": levels})
     faults = [] if kind == "healthy" else [{"machine": faulty, "start": 100, "end": 900}]
     return {
-        "kind": kind, "left": [], "faults": faults, "machine_days": 0.5,
+        "kind": kind,
+        "left": [],
+        "faults": faults,
+        "machine_days": 0.5,
         "said": {n: [{"machine": m, "at": at} for m, at in found] for n, found in said.items()},
-    }  # fmt: skip
+    }
 
 
 CASES = [

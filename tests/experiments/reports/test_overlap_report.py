@@ -16,9 +16,11 @@ def test_machines_are_parts_of_their_cards():
     """Two thirds of the peak, 0.89 of the link, 0.9 of the memory, for every card."""
     for name, machine in MACHINES.items():
         card = CARDS[name]
-        parts = (machine.flops / card.flops["bfloat16"],
-                 machine.link_bytes_per_s / card.link_bytes_per_s,
-                 machine.memory_bytes_per_s / card.memory_bytes_per_s)  # fmt: skip
+        parts = (
+            machine.flops / card.flops["bfloat16"],
+            machine.link_bytes_per_s / card.link_bytes_per_s,
+            machine.memory_bytes_per_s / card.memory_bytes_per_s,
+        )
         assert parts == pytest.approx((0.667, 0.889, 0.9), abs=0.01)
 
 

@@ -160,10 +160,12 @@ def test_known_figures_of_a_gather(m):
         return [Fused(t, c, blocks) for t in sim.TILES if t[0] <= max(128, m // 8) for c in chunks]
 
     ours = [
-        sim.gemm_s(m, 6144, 12288, IDEAL), sim.comm_s(product, IDEAL),
-        sim.serial_s(product, IDEAL), sim.ring_s(product, IDEAL),
+        sim.gemm_s(m, 6144, 12288, IDEAL),
+        sim.comm_s(product, IDEAL),
+        sim.serial_s(product, IDEAL),
+        sim.ring_s(product, IDEAL),
         *(sim.best_fused(product, IDEAL, w)[0] for w in (ways(4), ways(8), plain)),
-    ]  # fmt: skip
+    ]
     known = list(KNOWN[m])
     if m == 1024:
         assert 1e6 * ours[4] == pytest.approx(259, abs=1)
@@ -262,8 +264,13 @@ def test_experts_controls(part):
     times, how = sim.expert_simulate(product, loads[:1], sim.H800, ways)
     assert 0 < times.efficiency <= 1 and times.fused_s >= times.gemm_s
     assert how in ways
-    fast = dataclasses.replace(sim.H800, link_bytes_per_s=1e18, block_bytes_per_s=math.inf,
-                               memory_bytes_per_s=1e18, latency_s=0.0)  # fmt: skip
+    fast = dataclasses.replace(
+        sim.H800,
+        link_bytes_per_s=1e18,
+        block_bytes_per_s=math.inf,
+        memory_bytes_per_s=1e18,
+        latency_s=0.0,
+    )
     free, _ = sim.expert_simulate(product, loads[:1], fast, sim.expert_candidates(product, (0,)))
     assert free.fused_s == pytest.approx(free.gemm_s)
 

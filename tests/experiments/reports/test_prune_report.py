@@ -12,10 +12,16 @@ from pallas_kernels.tile_sparse.format import TileSparse
 
 def point(task, seed, method, goal, loss, accuracy):
     return {
-        "part": "point", "task": task, "seed": seed, "method": method, "goal": goal,
-        "stages": f"{100 * goal:g}" if goal else "", "sparsity": goal, "loss": loss,
+        "part": "point",
+        "task": task,
+        "seed": seed,
+        "method": method,
+        "goal": goal,
+        "stages": f"{100 * goal:g}" if goal else "",
+        "sparsity": goal,
+        "loss": loss,
         "accuracy": accuracy,
-    }  # fmt: skip
+    }
 
 
 def test_work_of_a_packed_weight_is_that_of_its_slots_counted_in_a_loop():

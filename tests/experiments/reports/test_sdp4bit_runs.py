@@ -15,17 +15,31 @@ from megajax.parallel import wire
 
 # Percent above float32, in the paper's order.
 PERCENT = {
-    FLOAT32: 0.0, "qWD": 0.02, "TLq-HS": 0.1, "TLq": 0.5, "qW": 6.0, "SDP4Bit": 0.12,
-    "ZeRO++": 0.9, "fp8": 1.0,
-}  # fmt: skip
+    FLOAT32: 0.0,
+    "qWD": 0.02,
+    "TLq-HS": 0.1,
+    "TLq": 0.5,
+    "qW": 6.0,
+    "SDP4Bit": 0.12,
+    "ZeRO++": 0.9,
+    "fp8": 1.0,
+}
 BASE = (2.0, 2.5, 3.0)  # float32's loss of each seed: gaps must not depend on it
 
 
 def run(variant, seed, loss, **changes):
     return {
-        "part": "run", "variant": variant, "seed": seed, "loss": loss, "loss_masters": loss,
-        "drift": 0.0, "tokens": 10, "data": f"data{seed}", "steps": [1], "losses": [loss],
-    } | changes  # fmt: skip
+        "part": "run",
+        "variant": variant,
+        "seed": seed,
+        "loss": loss,
+        "loss_masters": loss,
+        "drift": 0.0,
+        "tokens": 10,
+        "data": f"data{seed}",
+        "steps": [1],
+        "losses": [loss],
+    } | changes
 
 
 def study(percent=PERCENT, spread=0.01, seeds=3, **changes):
@@ -98,8 +112,10 @@ def test_noise_is_not_sure_and_one_seed_cannot_tell():
     noisy = verdicts(study(spread=3.0))["qWD below TLq-HS"]
     assert noisy["met"] and noisy["sure"]  # the seeds move both alike: the pairs agree
     rows = study(PERCENT | {"TLq-HS": 0.03})
-    rows = [r | {"loss": r["loss"] * (1 + 1e-3 * (r["seed"] == 2) * (r["variant"] == "qWD"))}
-            for r in rows]  # fmt: skip
+    rows = [
+        r | {"loss": r["loss"] * (1 + 1e-3 * (r["seed"] == 2) * (r["variant"] == "qWD"))}
+        for r in rows
+    ]
     assert not verdicts(rows)["qWD below TLq-HS"]["sure"]
     assert verdicts(study(seeds=1))["qWD below TLq-HS"]["sure"] is None
 
@@ -107,8 +123,10 @@ def test_noise_is_not_sure_and_one_seed_cannot_tell():
 def test_a_loss_that_is_not_finite_meets_nothing():
     found = verdicts(study(PERCENT | {"SDP4Bit": math.nan, "qW": math.inf, "qWD": math.nan}))
     for what in (
-        "SDP4Bit at most 0.5 % above float32", "qWD below TLq-HS", "SDP4Bit below ZeRO++",
-    ):  # fmt: skip
+        "SDP4Bit at most 0.5 % above float32",
+        "qWD below TLq-HS",
+        "SDP4Bit below ZeRO++",
+    ):
         assert not found[what]["met"] and not found[what]["sure"]
 
 
@@ -142,9 +160,13 @@ def test_a_saved_run_is_read_back_and_a_broken_one_is_told(tmp_path):
     again = sdp4bit.read(path)
     assert again is not None and math.isnan(again["loss"]) and math.isnan(again["losses"][0])
     for bad in (
-        "{", '{"rows": []}', '{"rows": 3}', json.dumps({"rows": [run("qW", 2, "2.5")]}),
-        json.dumps({"rows": [run("loco", 2, 2.5)]}), json.dumps({"rows": [{"part": "run"}]}),
-    ):  # fmt: skip
+        "{",
+        '{"rows": []}',
+        '{"rows": 3}',
+        json.dumps({"rows": [run("qW", 2, "2.5")]}),
+        json.dumps({"rows": [run("loco", 2, 2.5)]}),
+        json.dumps({"rows": [{"part": "run"}]}),
+    ):
         path.write_text(bad)
         with pytest.raises(UserError, match=r"qW-2.json holds no run: .*remove it \(--state\)"):
             sdp4bit.read(path)

@@ -133,9 +133,10 @@ SHORT = [
         dataclasses.replace(GQA, heads=(8, 2), alibi=True, softcap=2.0),
         marks=SLOW,
     ),
-    pytest.param(hopper_forward.Tile(32, 2, heads=8), Case((9, 30), heads=(8, 1), width=128),
-                 marks=SLOW),
-]  # fmt: skip
+    pytest.param(
+        hopper_forward.Tile(32, 2, heads=8), Case((9, 30), heads=(8, 1), width=128), marks=SLOW
+    ),
+]
 
 
 @pytest.mark.parametrize(("tile", "case"), SHORT, ids=str)

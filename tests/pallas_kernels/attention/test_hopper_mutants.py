@@ -34,17 +34,20 @@ RUNS = {
     (hopper_backward, "multiply"): BACKWARD,
     (hopper_backward, "_varlen_attention_dq"): BACKWARD,
     (hopper_backward, "_varlen_attention_dkv"): [
-        *runs(run_backward, APART, RAGGED, tile=FUSED), *BACKWARD
+        *runs(run_backward, APART, RAGGED, tile=FUSED),
+        *BACKWARD,
     ],
-}  # fmt: skip
+}
 UNSEEN: dict[str, tuple[tuple[int, ...], str]] = {
     "_varlen_attention_dq._compute.step.wgmma_wait(0)": (
-        (0,), "the interpreter ends each product at once; test_products.py misses it",
+        (0,),
+        "the interpreter ends each product at once; test_products.py misses it",
     ),
     "_varlen_attention_dkv._compute.step.in_turn.wgmma_wait(0)": (
-        (0,), "the product behind it waits for both before its result is read",
+        (0,),
+        "the product behind it waits for both before its result is read",
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize(

@@ -68,9 +68,11 @@ def test_bfloat16_is_as_near_as_its_inputs(seed):
     held = dataclasses.replace(
         sequences,
         **{n: np.float64(jnp.asarray(getattr(sequences, n), jnp.bfloat16)) for n in ("q",)},
-        **{n: [np.float64(jnp.asarray(x, jnp.bfloat16)) for x in getattr(sequences, n)]
-           for n in ("k", "v")},
-    )  # fmt: skip
+        **{
+            n: [np.float64(jnp.asarray(x, jnp.bfloat16)) for x in getattr(sequences, n)]
+            for n in ("k", "v")
+        },
+    )
     want = attention(case, held)
     # Half a unit of the output's 8 bits: all sums are float32.
     got = run(case, held, seed, jnp.bfloat16).astype(np.float64)
@@ -206,9 +208,11 @@ def test_inside_a_shard_map(seed):
 
     heads = P(None, "x")
     split = jax.shard_map(
-        step, mesh=mesh, out_specs=heads,
+        step,
+        mesh=mesh,
+        out_specs=heads,
         in_specs=(heads, P(None, None, "x"), P(None, None, "x"), P("x"), P(), P(), P(), P()),
-    )  # fmt: skip
+    )
     numbers = [jnp.asarray(x) for x in numbers]
     np.testing.assert_allclose(
         jax.jit(split)(q, k, v, sinks, *numbers), attention(case, sequences), atol=2e-6

@@ -51,11 +51,14 @@ def test_the_check_of_a_gpu_sees_a_wrong_result(monkeypatch):
         assert max(right().values()) <= 1
     (case,), real = paged_bench.TINY_CASES, paged_bench.call
     monkeypatch.setattr(
-        paged_bench, "call",
-        lambda case, which, **options: lambda q, k, v: (
-            real(case, "reference", **options)(q, k, v) * (1.1 if which == "wrong" else 1)
+        paged_bench,
+        "call",
+        lambda case, which, **options: (
+            lambda q, k, v: (
+                real(case, "reference", **options)(q, k, v) * (1.1 if which == "wrong" else 1)
+            )
         ),
-    )  # fmt: skip
+    )
     assert paged_bench.errors(case, "wrong", {})["out"] > 1
 
 

@@ -55,9 +55,11 @@ def problem(case, seed, dtype=jnp.bfloat16, small=None):
 
     sequences = draw(case, seed)
     sequences = dataclasses.replace(
-        sequences, q=held(sequences.q), k=[held(x) for x in sequences.k],
+        sequences,
+        q=held(sequences.q),
+        k=[held(x) for x in sequences.k],
         v=[held(x) for x in sequences.v],
-    )  # fmt: skip
+    )
     if small is not None:
         sequences = quantize(sequences, *small)
     k, v, *scales, table, start, count, context = lay_out(case, sequences, seed)
@@ -76,9 +78,13 @@ def run(case, seed, tile, small=None, blocks=2, dtype=jnp.bfloat16):
     inputs, want = problem(case, seed, dtype, small)
     spec = Spec(case.width**-0.5, case.softcap)
     function = functools.partial(
-        paged_passes.forward, spec=spec, window=case.window, tile=tile, interpret=True,
+        paged_passes.forward,
+        spec=spec,
+        window=case.window,
+        tile=tile,
+        interpret=True,
         blocks=blocks,
-    )  # fmt: skip
+    )
     with interpret.checked():
         got = np.asarray(jax.block_until_ready(jax.jit(function)(*inputs)), np.float64)
     # Weights and results have 8 bits, as have values up to 4 and logits' factors.
@@ -109,9 +115,16 @@ def test_the_public_function(seed):
     (q, pages, sinks), want = problem(dataclasses.replace(DECODE, sinks=True), seed)
     with interpret.checked():
         got = pallas_kernels.paged_attention(
-            q, pages.k, pages.v, pages.table_BM, pages.start_B, pages.count_B, pages.context_B,
-            sinks_H=sinks, implementation="interpret",
-        )  # fmt: skip
+            q,
+            pages.k,
+            pages.v,
+            pages.table_BM,
+            pages.start_B,
+            pages.count_B,
+            pages.context_B,
+            sinks_H=sinks,
+            implementation="interpret",
+        )
         np.testing.assert_allclose(np.asarray(got, np.float64), want, atol=0.02)
 
 
@@ -160,6 +173,14 @@ def test_what_the_kernel_cannot_take_is_said(name):
     scale = jnp.zeros(k.shape[:3]) if k.dtype == jnp.int8 else None
     with pytest.raises(NotImplementedError, match=message):
         pallas_kernels.paged_attention(
-            q, k, k, [[1]], [0], [1], [1], k_scale_PNG=scale, v_scale_PNG=scale,
+            q,
+            k,
+            k,
+            [[1]],
+            [0],
+            [1],
+            [1],
+            k_scale_PNG=scale,
+            v_scale_PNG=scale,
             implementation="interpret",
-        )  # fmt: skip
+        )

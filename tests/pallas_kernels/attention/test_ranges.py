@@ -98,9 +98,13 @@ TABLES = {
     "dq": (hopper_backward.dq_tables, (S, hopper_backward.Tile(32, 2, 64, 2)), 64, 32, False),
     "dkv": (hopper_backward.dkv_tables, (S, hopper_backward.Tile(64, 2, 32, 2), 64), 32, 64, True),
     "dkv 256": (
-        hopper_backward.dkv_tables, (S, hopper_backward.Tile(32, 2, 64, 2), 256), 64, 64, True,
+        hopper_backward.dkv_tables,
+        (S, hopper_backward.Tile(32, 2, 64, 2), 256),
+        64,
+        64,
+        True,
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", TABLES)

@@ -36,8 +36,10 @@ def row(op, tile, **changes):
 
 def test_without_a_table_the_heuristics_decide():
     assert tiling.choose(*SHAPE, True) == (
-        [None, None], hopper_forward.heuristic(64, 2, 128), hopper_backward.heuristic(64, 128),
-    )  # fmt: skip
+        [None, None],
+        hopper_forward.heuristic(64, 2, 128),
+        hopper_backward.heuristic(64, 128),
+    )
 
 
 def test_measured_tiles_are_taken(table):

@@ -40,9 +40,14 @@ def public(case, **options):
     def both(q, k, v, cu_q, cu_k, dout, dlse):
         def call(q, k, v):
             return pallas_kernels.varlen_attention(
-                q, k, v, cu_seqlens_q=cu_q, cu_seqlens_k=cu_k, return_lse=True,
+                q,
+                k,
+                v,
+                cu_seqlens_q=cu_q,
+                cu_seqlens_k=cu_k,
+                return_lse=True,
                 **(case.options | options),
-            )  # fmt: skip
+            )
 
         values, pull = jax.vjp(call, q, k, v)
         return *values, *pull((dout, dlse))
@@ -190,8 +195,9 @@ def test_packed_rows_are_packed_segments(seed):
     def packed(q, k, v):
         out = pallas_kernels.packed_attention(
             *(jnp.stack([x, x[::-1]]) for x in (q + garbage, k + garbage, v + garbage)),
-            segment_ids=jnp.stack([ids, ids[::-1]]).astype(jnp.int32), causal=True,
-        )  # fmt: skip
+            segment_ids=jnp.stack([ids, ids[::-1]]).astype(jnp.int32),
+            causal=True,
+        )
         return (out[0] * dout).sum(), out
 
     got, out = jax.jit(jax.grad(packed, (0, 1, 2), has_aux=True))(q, k, v)

@@ -33,13 +33,21 @@ def reduce(x, w, bias):
 rows, columns = P(None, "x"), P(None, None, "x")
 CASES = {
     # Leading dimensions; rows of a rank that are no multiple of 8.
-    "gather": (gather, [(2, 100, 512), (512, 256), (512, 192), (256,)],
-               (rows, P(None, "x"), P(None, "x"), P("x")), ((columns, columns), columns)),
-    "scatter": (scatter, [(2, 96, 512), (512, 384), (384,), (2, 12, 384)],
-                (columns, P("x"), P(), rows), rows),
+    "gather": (
+        gather,
+        [(2, 100, 512), (512, 256), (512, 192), (256,)],
+        (rows, P(None, "x"), P(None, "x"), P("x")),
+        ((columns, columns), columns),
+    ),
+    "scatter": (
+        scatter,
+        [(2, 96, 512), (512, 384), (384,), (2, 12, 384)],
+        (columns, P("x"), P(), rows),
+        rows,
+    ),
     "scatter two": (scatter_two, [(96, 512), (384, 512)], (rows, rows), P("x")),
     "reduce": (reduce, [(1, 3, 512), (512, 384), (384,)], (columns, P("x"), P()), P()),
-}  # fmt: skip
+}
 
 
 @pytest.mark.aot

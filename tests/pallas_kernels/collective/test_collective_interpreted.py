@@ -42,9 +42,16 @@ def gathered(me, tile, rows, rotated, out_dtype, seed, K=64):
     fusion = Fusion(Tile(m, n, 64, 2, warpgroups, cluster), 0, 72, rotated)
     with interpreter.checked():
         ys, _ = all_gather_gemm(
-            x, (w, v), bias, rows=rows, peers=ReadyPeer(R, me), fusion=fusion,
-            spec=Spec(None, out_dtype), blocks=2 * cluster, interpret=True,
-        )  # fmt: skip
+            x,
+            (w, v),
+            bias,
+            rows=rows,
+            peers=ReadyPeer(R, me),
+            fusion=fusion,
+            spec=Spec(None, out_dtype),
+            blocks=2 * cluster,
+            interpret=True,
+        )
         jax.block_until_ready(ys)
     first = 0
     for y, weight in zip(ys, (w, v), strict=True):
@@ -73,10 +80,17 @@ def test_scattered_product(me, cluster, seed):
     with interpreter.checked():
         _, outbox, inbox = jax.block_until_ready(
             gemm_reduce_scatter(
-                (x, v), (w, u), rows=rows, peers=ReadyPeer(R, me), fusion=fusion,
-                spec=Spec(None, "float32"), blocks=2 * cluster, turned=True, interpret=True,
+                (x, v),
+                (w, u),
+                rows=rows,
+                peers=ReadyPeer(R, me),
+                fusion=fusion,
+                spec=Spec(None, "float32"),
+                blocks=2 * cluster,
+                turned=True,
+                interpret=True,
             )
-        )  # fmt: skip
+        )
     x, w, v, u = (np.asarray(a, np.float64) for a in (x, w, v, u))
     want = x @ w[0].T + v @ u[0].T
     np.testing.assert_array_equal(inbox[me * R + me], want[me])

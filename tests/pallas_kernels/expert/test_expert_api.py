@@ -125,8 +125,12 @@ def test_a_cpu_is_refused_with_every_reason():
 
     with pytest.raises(NotImplementedError) as error:
         on(fused)(x, w, experts)
-    for reason in ("needs Hopper GPUs, found cpu", "found float32", "columns of x, found 16",
-                   "columns of w, found 8"):  # fmt: skip
+    for reason in (
+        "needs Hopper GPUs, found cpu",
+        "found float32",
+        "columns of x, found 16",
+        "columns of w, found 8",
+    ):
         assert reason in str(error.value)
 
 

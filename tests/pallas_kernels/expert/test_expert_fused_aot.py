@@ -38,9 +38,13 @@ def compiled(function, shape, checked):
     # Tokens of a rank that are no multiple of anything.
     choices = R * 67, 3
     args = (
-        array(R * 67, K), array(R * E, K, F), array(R * E, K, F), array(R * E, F, K),
-        array(*choices, dtype=jnp.int32), array(*choices, dtype=jnp.float32),
-    )  # fmt: skip
+        array(R * 67, K),
+        array(R * E, K, F),
+        array(R * E, K, F),
+        array(R * E, F, K),
+        array(*choices, dtype=jnp.int32),
+        array(*choices, dtype=jnp.float32),
+    )
     step = jax.shard_map(function, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=checked)
     return aot.compile(jax.jit(step).lower(*args)).as_text()
 

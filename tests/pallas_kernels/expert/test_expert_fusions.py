@@ -15,8 +15,12 @@ from pallas_kernels.hopper import fused
 from pallas_kernels.hopper.peers import RemotePeer
 
 # Choices of a rank, experts of a rank, contracted, columns.
-SHAPES = [(4096, 1, 4096, [14336, 14336]), (2048, 8, 1408, [2048]), (1, 64, 64, [128]),
-          (24, 2, 64, [64, 192])]  # fmt: skip
+SHAPES = [
+    (4096, 1, 4096, [14336, 14336]),
+    (2048, 8, 1408, [2048]),
+    (1, 64, 64, [128]),
+    (24, 2, 64, [64, 192]),
+]
 
 
 @pytest.mark.parametrize(("choices", "experts", "K", "widths"), SHAPES)

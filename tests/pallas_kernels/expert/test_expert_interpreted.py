@@ -102,11 +102,20 @@ def test_combined_product(warpgroups, cluster, seed):
     into = jnp.full((R, S + 168, D), jnp.nan, jnp.float32)
     live = jnp.arange(168)[:, None] < end
     _, page = combine.gemm_combine(
-        tuple(jnp.where(live, h, jnp.nan)[None] for h in (x, v)), (w, u), pages(work),
-        jnp.zeros((1, T, A), jnp.int32), jnp.zeros((1, T, A), jnp.float32), None,
-        jax.new_ref(into), peers=ReadyPeer(R, ME), fusion=fusion, spec=Spec(None, "float32"),
-        turned=True, blocks=2 * cluster, interpret=True,
-    )  # fmt: skip
+        tuple(jnp.where(live, h, jnp.nan)[None] for h in (x, v)),
+        (w, u),
+        pages(work),
+        jnp.zeros((1, T, A), jnp.int32),
+        jnp.zeros((1, T, A), jnp.float32),
+        None,
+        jax.new_ref(into),
+        peers=ReadyPeer(R, ME),
+        fusion=fusion,
+        spec=Spec(None, "float32"),
+        turned=True,
+        blocks=2 * cluster,
+        interpret=True,
+    )
     group_N = np.repeat(np.arange(E), sizes_E)
     x, w, v, u = (np.asarray(a, np.float64) for a in (x[:end], w[0], v[:end], u[0]))
     want = np.einsum("nk,ndk->nd", x, w[group_N]) + np.einsum("nk,ndk->nd", v, u[group_N])
@@ -132,10 +141,14 @@ def test_weighted_sums_of_answers(block, choices, seed):
         combine._add_up(gmem, Peers(1), jnp.int32(block), wide, me, 2)
 
     y = plgpu.kernel(
-        body, out_type=jax.ShapeDtypeStruct((1, tokens, D), jnp.float32), grid=(2,),
-        grid_names=("block",), num_threads=1, thread_name="warpgroup",
+        body,
+        out_type=jax.ShapeDtypeStruct((1, tokens, D), jnp.float32),
+        grid=(2,),
+        grid_names=("block",),
+        num_threads=1,
+        thread_name="warpgroup",
         interpret=interpreter.params(),
-    )(page[None], places[None], weights[None])  # fmt: skip
+    )(page[None], places[None], weights[None])
     here = slice(block * wide, min(D, (block + 1) * wide))
     rows = np.where(places[:, :, None] >= 0, page[places], 0)[:, :, here]
     np.testing.assert_array_equal(y[0, :, here], (rows * weights[:, :, None]).sum(1))

@@ -41,12 +41,17 @@ def relayed(late, jobs=(6, 1, 6, 4)):
             plgpu.commit_smem()
 
         rows.relay(
-            (ring, tables), (arrived, listed), jnp.int32(len(jobs)),
-            parts=lambda _: jnp.int32(1), table=lambda n: table.at[n],
-            source=lambda n, row, p: x.at[pl.ds(row, 1)], finish=finish, pace=lambda n, q: None,
+            (ring, tables),
+            (arrived, listed),
+            jnp.int32(len(jobs)),
+            parts=lambda _: jnp.int32(1),
+            table=lambda n: table.at[n],
+            source=lambda n, row, p: x.at[pl.ds(row, 1)],
+            finish=finish,
+            pace=lambda n, q: None,
             target=lambda n, peer, row, p: y.at[pl.ds(row, 1)],
             begin=(lambda n: None) if late else None,
-        )  # fmt: skip
+        )
 
     run = plgpu.kernel(
         body,
@@ -60,9 +65,12 @@ def relayed(late, jobs=(6, 1, 6, 4)):
             "arrived": plgpu.Barrier(num_barriers=SLOTS),
             "listed": plgpu.Barrier(num_barriers=2),
         },
-        grid=(1,), grid_names=("block",), num_threads=1, thread_name="warpgroup",
+        grid=(1,),
+        grid_names=("block",),
+        num_threads=1,
+        thread_name="warpgroup",
         interpret=interpreter.params(),
-    )  # fmt: skip
+    )
     with interpreter.checked():
         y, flags = jax.block_until_ready(jax.jit(run)(x, table.astype(np.int32)))
     np.testing.assert_array_equal(np.asarray(y)[to], x)

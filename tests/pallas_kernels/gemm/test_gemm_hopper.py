@@ -153,9 +153,11 @@ def test_devices_exchange_only_the_gradients_they_share():
     y = array(2, 256, 128, spec=cut)
     args = (array(2, 256, 64, spec=cut), array(64, 128, spec=whole), array(128, spec=whole), y, y)
     step = jax.shard_map(
-        grads, mesh=mesh, in_specs=tuple(a.sharding.spec for a in args),
+        grads,
+        mesh=mesh,
+        in_specs=tuple(a.sharding.spec for a in args),
         out_specs=(cut, whole, whole, cut),
-    )  # fmt: skip
+    )
     text = aot.compile(jax.jit(step).lower(*args)).as_text()
     assert text.count('custom_call_target="mosaic_gpu') == 3
     assert "all-reduce" in text

@@ -144,10 +144,15 @@ def test_public_function(implementation, seed):
 
     def call(x, w, scales, bias, residual):
         return fused_gemm(
-            x.reshape(2, 3, -1), w, bias=bias, activation="gelu", implementation=implementation,
-            residual=residual.reshape(2, 3, -1), w_scale=scales.w_N,
+            x.reshape(2, 3, -1),
+            w,
+            bias=bias,
+            activation="gelu",
+            implementation=implementation,
+            residual=residual.reshape(2, 3, -1),
+            w_scale=scales.w_N,
             x_scale=scales.x_M.reshape(2, 3),
-        )  # fmt: skip
+        )
 
     with interpret.checked() if implementation == "interpret" else contextlib.nullcontext():
         y = jax.block_until_ready(jax.jit(call)(*given))
@@ -161,12 +166,16 @@ BAD = {
     "x int8 and w bfloat16": (X["int8"], X["bfloat16"], {}),
     "for 8-bit operands; x is bfloat16": (X["bfloat16"], X["bfloat16"], {"x_scale": jnp.ones(4)}),
     "x_scale float32.* must be floating, .4,.: x's rows": (
-        X["int8"], X["int8"], {"x_scale": jnp.ones(8)},
+        X["int8"],
+        X["int8"],
+        {"x_scale": jnp.ones(8)},
     ),
     "w_scale int32.4.* w's columns": (
-        X["int8"], X["int8"], {"w_scale": jnp.ones(4, jnp.int32)},
+        X["int8"],
+        X["int8"],
+        {"w_scale": jnp.ones(4, jnp.int32)},
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("message", BAD)

@@ -161,13 +161,17 @@ def test_devices_exchange_only_the_gradients_they_share():
 
     cut, whole = P("d"), P()
     args = (
-        array(256, 64, spec=cut), array(4, 64, 128, spec=whole),
-        array(8, spec=cut, dtype=jnp.int32), array(256, 128, spec=cut),
-    )  # fmt: skip
+        array(256, 64, spec=cut),
+        array(4, 64, 128, spec=whole),
+        array(8, spec=cut, dtype=jnp.int32),
+        array(256, 128, spec=cut),
+    )
     step = jax.shard_map(
-        grads, mesh=mesh, in_specs=tuple(a.sharding.spec for a in args),
+        grads,
+        mesh=mesh,
+        in_specs=tuple(a.sharding.spec for a in args),
         out_specs=(cut, cut, whole),
-    )  # fmt: skip
+    )
     text = aot.compile(jax.jit(step).lower(*args)).as_text()
     assert text.count('custom_call_target="mosaic_gpu') == 3
     assert "all-reduce" in text

@@ -35,10 +35,16 @@ def relayed(rows):
             flags[n] = y[n * PIECES, 0]
 
         relay.relay(
-            ring, arrived, jnp.int32(total), jnp.int32(PIECES),
-            source=lambda q: x.at[q], target=lambda q: y.at[q], live=lambda q: live[q] != 0,
-            pace=lambda q: None, finish=finish,
-        )  # fmt: skip
+            ring,
+            arrived,
+            jnp.int32(total),
+            jnp.int32(PIECES),
+            source=lambda q: x.at[q],
+            target=lambda q: y.at[q],
+            live=lambda q: live[q] != 0,
+            pace=lambda q: None,
+            finish=finish,
+        )
 
     given = jnp.asarray(np.pad(live, (0, SLOTS)), jnp.int32)  # it asks beyond the last piece
     run = plgpu.kernel(
@@ -51,9 +57,12 @@ def relayed(rows):
             "ring": plgpu.SMEM((SLOTS, 64), jnp.float32),
             "arrived": plgpu.Barrier(num_barriers=SLOTS),
         },
-        grid=(1,), grid_names=("block",), num_threads=1, thread_name="warpgroup",
+        grid=(1,),
+        grid_names=("block",),
+        num_threads=1,
+        thread_name="warpgroup",
         interpret=interpreter.params(),
-    )  # fmt: skip
+    )
     with interpreter.checked():
         y, flags = jax.block_until_ready(jax.jit(run)(x, given))
     np.testing.assert_array_equal(np.asarray(y)[live], x[live])
@@ -74,9 +83,12 @@ def cleared(end=70, height=200):
         body,
         out_type=jax.ShapeDtypeStruct((height, 64), jnp.float32),
         scratch_types={"y_smem": plgpu.SMEM((1, 1, 64, 64), jnp.float32)},
-        grid=(1,), grid_names=("block",), num_threads=1, thread_name="warpgroup",
+        grid=(1,),
+        grid_names=("block",),
+        num_threads=1,
+        thread_name="warpgroup",
         interpret=interpreter.params(),
-    )  # fmt: skip
+    )
     with interpreter.checked():
         y = np.asarray(jax.block_until_ready(jax.jit(run)(x)))
     np.testing.assert_array_equal(y[:64], x)

@@ -17,9 +17,16 @@ from tests import collective_oracle as oracle
 
 # (m, ranks, tile, chunk): divides, ragged last chunk, chunk < tile, ragged ranks, empty last ranks.
 SPLITS = [
-    (64, 4, 8, 8), (64, 4, 8, 12), (64, 4, 8, 4), (48, 2, 7, 9), (37, 8, 4, 3), (9, 8, 4, 4),
-    (8, 8, 16, 1), (30, 3, 4, 100), (5, 1, 2, 2),
-]  # fmt: skip
+    (64, 4, 8, 8),
+    (64, 4, 8, 12),
+    (64, 4, 8, 4),
+    (48, 2, 7, 9),
+    (37, 8, 4, 3),
+    (9, 8, 4, 4),
+    (8, 8, 16, 1),
+    (30, 3, 4, 100),
+    (5, 1, 2, 2),
+]
 KINDS = {
     "gather": overlap_simulator.all_gather_gemm,
     "scatter": overlap_simulator.gemm_reduce_scatter,
@@ -31,8 +38,10 @@ def dense(kind, split, columns, band=1, **options):
 
 
 def shape(split):
-    return {(p, 0): len(range(p * split.shard, min((p + 1) * split.shard, split.m)))
-            for p in range(split.ranks)}  # fmt: skip
+    return {
+        (p, 0): len(range(p * split.shard, min((p + 1) * split.shard, split.m)))
+        for p in range(split.ranks)
+    }
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -116,8 +125,11 @@ def test_by_hand():
     assert (split.shard, split.row_tiles, split.chunks) == (4, 2, 2)
     gather = overlap_simulator.all_gather_gemm(0, split, 1)
     assert oracle.rows_of(gather.tiles) == [
-        (0, 0, 0, 2, 0, 0, 0), (0, 0, 2, 2, 0, 0, 0), (1, 0, 0, 2, 0, 2, 3), (1, 0, 2, 1, 0, 2, 3),
-    ]  # fmt: skip
+        (0, 0, 0, 2, 0, 0, 0),
+        (0, 0, 2, 2, 0, 0, 0),
+        (1, 0, 0, 2, 0, 2, 3),
+        (1, 0, 2, 1, 0, 2, 3),
+    ]
     assert oracle.rows_of(gather.chunks) == [(1, 0, 3, 0, 0, 2)]  # the last chunk has no row
     scatter = overlap_simulator.gemm_reduce_scatter(1, split, 5)
     assert oracle.rows_of(scatter.chunks) == [(0, 0, 3, 0, 5, 0), (0, 3, 1, 0, 5, 1)]

@@ -87,8 +87,9 @@ def test_packed_bytes_are_those_of_a_qtensor(bits, seed):
         got = oracle.unpack(q.values, K, bits, symmetric)
         repacked = pack_weight(got.astype(np.int32), bits=bits)
         np.testing.assert_array_equal(repacked, q.values)
-        y = quant_matmul(np.eye(K, dtype=np.float32), q.values, q.scales, bits=bits, group=32,
-                         zeros=q.zeros)  # fmt: skip
+        y = quant_matmul(
+            np.eye(K, dtype=np.float32), q.values, q.scales, bits=bits, group=32, zeros=q.zeros
+        )
         np.testing.assert_array_equal(y, quant.dequantize(q))
 
 
@@ -100,8 +101,14 @@ def test_a_gptq_zero_point_becomes_a_number(seed):
     group_K = np.arange(K) // 32
     want = (codes - z[group_K].astype(np.float64)) * scales.astype(np.float64)[group_K]
     zeros = (-z * scales).astype(np.float32)
-    y = quant_matmul(np.eye(K, dtype=np.float32), pack_weight(codes, bits=4), scales, bits=4,
-                     group=32, zeros=zeros)  # fmt: skip
+    y = quant_matmul(
+        np.eye(K, dtype=np.float32),
+        pack_weight(codes, bits=4),
+        scales,
+        bits=4,
+        group=32,
+        zeros=zeros,
+    )
     np.testing.assert_allclose(y, want, atol=1e-6)
 
 
@@ -127,9 +134,16 @@ def test_gradients_are_those_of_float64(activation, implementation, seed, monkey
     def run(given):
         def call(given):
             return quant_matmul(
-                given["x"], packed, given["scales"], bits=4, group=32, zeros=given["zeros"],
-                bias=given["bias"], activation=activation, implementation=implementation,
-            )  # fmt: skip
+                given["x"],
+                packed,
+                given["scales"],
+                bits=4,
+                group=32,
+                zeros=given["zeros"],
+                bias=given["bias"],
+                activation=activation,
+                implementation=implementation,
+            )
 
         y, pull = jax.vjp(call, given)
         return y, pull(jnp.asarray(dy, y.dtype))[0]

@@ -136,9 +136,16 @@ def test_public_function_with_gradients(seed):
 
     def call(x, scales, zeros, bias, implementation="interpret"):
         return quant_matmul(
-            x.reshape(2, 3, -1), packed, scales, bits=4, group=32, zeros=zeros, bias=bias,
-            activation="silu", implementation=implementation,
-        )  # fmt: skip
+            x.reshape(2, 3, -1),
+            packed,
+            scales,
+            bits=4,
+            group=32,
+            zeros=zeros,
+            bias=bias,
+            activation="silu",
+            implementation=implementation,
+        )
 
     def grads(call, *args):
         y, pull = jax.vjp(call, *args)

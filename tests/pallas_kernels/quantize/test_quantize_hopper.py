@@ -25,8 +25,10 @@ CASES = [
     Case("out random", OUT, 3 * 8192, group=2048, random=True),
     Case("in bf16", IN, 4 * 8192, 2, group=2048, wide=False),
     pytest.param(Case("send bf16", SEND, 6 * 4096, 2, 3, bits=8, wide=False), marks=SLOW),
-    pytest.param(Case("send plain 4 bits", SEND, 4 * 4096, 2, group=512, random=True,
-                      hadamard=False), marks=SLOW),
+    pytest.param(
+        Case("send plain 4 bits", SEND, 4 * 4096, 2, group=512, random=True, hadamard=False),
+        marks=SLOW,
+    ),
     pytest.param(Case("receive", RECEIVE, 3 * 4096, 3), marks=SLOW),
     pytest.param(Case("receive 8 bits", RECEIVE, 3 * 4096, 2, group=1024, bits=8), marks=SLOW),
     pytest.param(Case("relay", RELAY, 6 * 1024, 2, pieces=3, bits=8, group=256), marks=SLOW),
@@ -34,7 +36,7 @@ CASES = [
     pytest.param(Case("out 8 bits", OUT, 3 * 4096, bits=8, random=True), marks=SLOW),
     pytest.param(Case("in 8 bits", IN, 4 * 4096, 2, bits=8), marks=SLOW),
     pytest.param(Case("in groups 1024", IN, 2 * 16384, 1, group=1024), marks=SLOW),
-]  # fmt: skip
+]
 
 
 def fill(case, args, seed):

@@ -44,9 +44,12 @@ def gradients(x, weight, bias, dy, activation=None, implementation="reference"):
 
     def call(x, values, bias):
         return tile_sparse_matmul(
-            x, weight.replace(values=values), bias=bias, activation=activation,
+            x,
+            weight.replace(values=values),
+            bias=bias,
+            activation=activation,
             implementation=implementation,
-        )  # fmt: skip
+        )
 
     y, pull = jax.vjp(call, x, weight.values, bias)
     dx, dvalues, dbias = pull(dy)

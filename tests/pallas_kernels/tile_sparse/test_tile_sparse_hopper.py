@@ -155,9 +155,12 @@ def test_public_function_with_gradients(columns, seed):
     def all_of(x, values, bias, dy):
         def call(x, values, bias):
             return tile_sparse_matmul(
-                x, weight.replace(values=values), bias=bias, activation="gelu",
+                x,
+                weight.replace(values=values),
+                bias=bias,
+                activation="gelu",
                 implementation="interpret",
-            )  # fmt: skip
+            )
 
         y, pull = jax.vjp(call, x, values, bias)
         return y, *pull(dy)
@@ -264,8 +267,10 @@ def test_devices_exchange_only_the_gradients_they_share():
 
     rows = jax.ShapeDtypeStruct((256, 128), jnp.bfloat16)
     args = (
-        array(rows, P("d")), jax.tree.map(lambda x: array(x, P()), weight), array(rows, P("d")),
-    )  # fmt: skip
+        array(rows, P("d")),
+        jax.tree.map(lambda x: array(x, P()), weight),
+        array(rows, P("d")),
+    )
     step = jax.shard_map(
         grads, mesh=mesh, in_specs=(P("d"), P(), P("d")), out_specs=(P("d"), P("d"), P())
     )

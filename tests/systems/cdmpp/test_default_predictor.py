@@ -75,9 +75,10 @@ def test_a_better_card_of_the_same_name_is_never_slower(shipped, name):
     for times in (1.5, 2, 8):
         flops = {dtype: times * peak for dtype, peak in card.flops.items()}
         for better in (
-            {"flops": flops}, {"memory_bytes_per_s": times * card.memory_bytes_per_s},
+            {"flops": flops},
+            {"memory_bytes_per_s": times * card.memory_bytes_per_s},
             {"sms": round(times * card.sms), "l2_bytes": times * card.l2_bytes},
-        ):  # fmt: skip
+        ):
             after = shipped.predict(rows, dataclasses.replace(card, **better))[0]
             assert np.all(after <= before * (1 + 1e-9)), (times, list(better))
 

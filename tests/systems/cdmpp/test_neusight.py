@@ -10,9 +10,15 @@ from megajax.core.errors import UserError
 from megajax.systems.cdmpp import neusight
 
 CARD = {
-    "Device": "GPU A", "Dev_Mem": 24, "Mem_Bw": 300, "Num_Sm": 60, "Core_Per_SM": 128,
-    "Freq": 2040, "SingleFLOPs": 31334, "L2Cache": 48,
-}  # fmt: skip
+    "Device": "GPU A",
+    "Dev_Mem": 24,
+    "Mem_Bw": 300,
+    "Num_Sm": 60,
+    "Core_Per_SM": 128,
+    "Freq": 2040,
+    "SingleFLOPs": 31334,
+    "L2Cache": 48,
+}
 PRODUCTS = """OPName,Latency,Device,Kernel Name,Grid x,B,M,N,K
 bmm,0.25,GPU A,sgemm_128x64_nn,9,13,27,15,29
 bmm,,GPU A,sgemm_128x64_nn,9,22,18,10,14
@@ -43,8 +49,13 @@ def folder(tmp_path):
 def test_rows_keep_their_order_and_missing_latencies(folder):
     data = neusight.load(folder, devices=["GPU A"])
     assert [r.kind for r in data.records] == [
-        "batched_product", "batched_product", "fusion", "reduction", "product", "product",
-    ]  # fmt: skip
+        "batched_product",
+        "batched_product",
+        "fusion",
+        "reduction",
+        "product",
+        "product",
+    ]
     np.testing.assert_array_equal(data.seconds, [0.25e-3, np.nan, 1.5e-3, 1.25e-3, np.nan, 2e-3])
     assert data.records[0].flops == 2 * 13 * 27 * 15 * 29
     assert data.records[2].nbytes == 3 * 4 * 6400 and data.records[3].nbytes == 2 * 4 * 6400

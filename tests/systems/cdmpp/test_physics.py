@@ -110,10 +110,12 @@ def test_no_time_rises_with_a_better_card_at_its_power_limit():
         for factor in (0.05, 0.1, 0.3, 0.5, 0.7, 0.9, 1, 1.02, 1.2, 1.5, 2, 3, 5, 9):
             value = getattr(card, field, None)
             if field in ("flops", "float32 alone"):
-                fields = {"flops": {
-                    k: v * (factor if field == "flops" or k == "float32" else 1)
-                    for k, v in card.flops.items()
-                }}  # fmt: skip
+                fields = {
+                    "flops": {
+                        k: v * (factor if field == "flops" or k == "float32" else 1)
+                        for k, v in card.flops.items()
+                    }
+                }
             else:
                 fields = {field: type(value)(value * factor)}
             timed = physics.times(rows, dataclasses.replace(card, **fields))

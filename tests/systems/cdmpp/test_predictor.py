@@ -95,10 +95,17 @@ def test_the_numbers_of_a_card_count_and_not_its_name(fitted):
 
 def odd_programs() -> list:
     """Sizes around tiles, tiny and huge ones: where a time jumps."""
-    found = [product(b, m, n, k, "float32") for b, m, n, k in (
-        (1, 1, 1, 1), (1, 127, 129, 64), (7, 128, 128, 128), (1, 8192, 50257, 4096),
-        (4096, 64, 64, 64), (109, 128, 128, 2048),
-    )]  # fmt: skip
+    found = [
+        product(b, m, n, k, "float32")
+        for b, m, n, k in (
+            (1, 1, 1, 1),
+            (1, 127, 129, 64),
+            (7, 128, 128, 128),
+            (1, 8192, 50257, 4096),
+            (4096, 64, 64, 64),
+            (109, 128, 128, 2048),
+        )
+    ]
     found += [rowwise(("add",), rows, 256, 2, "float32") for rows in (1, 1000, 10**6)]
     return found + known_gpu.programs(60, seed=5)
 
@@ -245,9 +252,13 @@ def test_chosen_rows_cover_the_programs():
 
 
 SHAPES = (
-    (1, 64, 64, 64), (1, 64, 4096, 512), (1, 4096, 64, 4096), (1, 4096, 4096, 4096),
-    (64, 128, 128, 64), (1, 512, 512, 16384),
-)  # fmt: skip
+    (1, 64, 64, 64),
+    (1, 64, 4096, 512),
+    (1, 4096, 64, 4096),
+    (1, 4096, 4096, 4096),
+    (64, 128, 128, 64),
+    (1, 512, 512, 16384),
+)
 
 
 def clusters(counts: tuple, width: float | tuple, seed: int) -> tuple[Dataset, np.ndarray]:

@@ -62,9 +62,16 @@ def of(launches, **named):
 def test_the_schedule_has_all_launches_in_their_order():
     launches = list(schedule(TEXT))
     assert [one.record.name for one in launches] == [
-        "first", "gather-start", "beside", "after", "inner", "reduced", "sync-start", "late",
+        "first",
+        "gather-start",
+        "beside",
+        "after",
+        "inner",
+        "reduced",
+        "sync-start",
+        "late",
         "still",
-    ]  # fmt: skip
+    ]
     found = {one.record.name: one for one in launches}
     assert found["inner"].record.executions == found["reduced"].record.executions == 5
     assert found["gather-start"].starts == "gather-start"

@@ -392,7 +392,10 @@ def test_the_secret_is_in_no_command_line_and_not_with_the_trainers(tmp_path):
     )
     root = pathlib.Path(__file__).parent.parent.parent.parent
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=root, capture_output=True, text=True,
+        [sys.executable, "-c", code],
+        cwd=root,
+        capture_output=True,
+        text=True,
         env=os.environ | {"MEGAJAX_TOKEN": SECRET, "PYTHONPATH": str(root)},
-    )  # fmt: skip
+    )
     assert done.stdout == f"{len(SECRET)} False\n", done.stderr

@@ -73,8 +73,9 @@ class Job:
         self.now += seconds
         for rank, name in enumerate(self.team):
             if name not in self.lost | self.silent:
-                rows = [Record(0.0, name, rank, None, self.step, *v)
-                        for v in self.ranks[rank].items()]  # fmt: skip
+                rows = [
+                    Record(0.0, name, rank, None, self.step, *v) for v in self.ranks[rank].items()
+                ]
                 self.dog.hear(self.now, name, rows)
         return next((a for a in self.dog.judge(self.now) if a.ends_the_attempt), None)
 
@@ -185,9 +186,16 @@ def lose_patience(job, rank):
 
 
 OUTSIDE = (
-    kill_rank, kill_agent, freeze_agent, freeze_agent_for_a_while, stop_rank, cut_by_a_proxy,
-    freeze_driver, fill_disk, lose_patience,
-)  # fmt: skip
+    kill_rank,
+    kill_agent,
+    freeze_agent,
+    freeze_agent_for_a_while,
+    stop_rank,
+    cut_by_a_proxy,
+    freeze_driver,
+    fill_disk,
+    lose_patience,
+)
 
 
 def play(seed, events=12):

@@ -386,8 +386,11 @@ def test_output_that_nobody_reads_stops_nobody():
 
 def test_addresses():
     for text, want in {
-        "a:1": ("a", 1), "[::1]:0": ("::1", 0), "::1:5": ("::1", 5), ":7": ("", 7),
-    }.items():  # fmt: skip
+        "a:1": ("a", 1),
+        "[::1]:0": ("::1", 0),
+        "::1:5": ("::1", 5),
+        ":7": ("", 7),
+    }.items():
         assert split_address(text, "--listen") == want
     assert join_address("::1", 5) == "[::1]:5" and join_address("a", 5) == "a:5"
     for text in ("x", "a:", "a:-1", "a:65536", "a:b", "a:²", ""):
@@ -462,8 +465,11 @@ def test_old_and_new_processes_never_overlap_when_an_agent_freezes(tmp_path):
     driver = subprocess.Popen(
         [sys.executable, SUPERVISE, "--hosts=2", *flags, f"--out={tmp_path / 'out'}", "--"]
         + [sys.executable, "-c", TRAINER, str(tmp_path)],
-        env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
     file = wait_for(lambda: (f := tmp_path / "out" / "driver.json").exists() and f)
     address = json.loads(file.read_text())["address"]
     agents = {

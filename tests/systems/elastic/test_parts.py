@@ -298,9 +298,14 @@ def ended(tmp_path, code):
 
 @pytest.mark.parametrize(
     ("code", "shown"),
-    [("", 0), ("exit(3)", 3), ("exit(137)", -9), ("exit(143)", 143),
-     ("import os; os.kill(os.getpid(), 11)", -11)],
-)  # fmt: skip
+    [
+        ("", 0),
+        ("exit(3)", 3),
+        ("exit(137)", -9),
+        ("exit(143)", 143),
+        ("import os; os.kill(os.getpid(), 11)", -11),
+    ],
+)
 def test_exit_codes_of_wrappers_are_read_as_signals(tmp_path, code, shown):
     p = ended(tmp_path, code)
     assert p.code() == shown and p.state() == "X"
@@ -351,8 +356,9 @@ def test_folders_of_dead_agents_are_removed_and_no_others(tmp_path, monkeypatch)
     code += "folder, _ = shared.claim(pathlib.Path(sys.argv[1])); print(folder, flush=True)\n"
     dead = subprocess.Popen(
         [sys.executable, "-c", code + "import time; time.sleep(60)", tmp_path],
-        stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        stdout=subprocess.PIPE,
+        text=True,
+    )
     theirs = pathlib.Path(dead.stdout.readline().strip())
     (theirs / "memory0").write_bytes(bytes(100))
     mine, lock = shared.claim(tmp_path)

@@ -18,8 +18,10 @@ def test_who_wakes_up_late_writes_nothing(tmp_path, kind, hosts):
     words = ["--tries=1", f"--kind={kind}", f"--hosts={hosts}", "--steps=40", f"--out={tmp_path}"]
     done = subprocess.run(
         [sys.executable, str(ROOT / "scripts" / "split_brain.py"), *words],
-        capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )  # fmt: skip
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     (row,) = json.loads((tmp_path / "split_brain.json").read_text())["rows"]
     assert not row["wrong"] and row["attempts"] >= 2

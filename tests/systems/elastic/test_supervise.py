@@ -29,9 +29,13 @@ SUPERVISE = str(ROOT / "scripts" / "supervise.py")
 JOB = str(pathlib.Path(__file__).parent / "lockstep.py")
 STEPS, LIMIT_S = 30, 2.0
 QUICK = [
-    "--hosts=2", "--silence_s=2", f"--step_s={LIMIT_S}", "--start_s=20", "--period_s=0.2",
+    "--hosts=2",
+    "--silence_s=2",
+    f"--step_s={LIMIT_S}",
+    "--start_s=20",
+    "--period_s=0.2",
     "--backoff_s=0.1",
-]  # fmt: skip
+]
 
 
 def parameters(steps=STEPS):
@@ -263,11 +267,18 @@ def test_an_agent_comes_back_when_its_connection_ends_and_the_driver_does_not(tm
     relays = [Relay(port), Relay(port)]
     agents = [
         subprocess.Popen(
-            [sys.executable, SUPERVISE, f"--agent=127.0.0.1:{r.port}", f"--name=h{i}",
-             "--period_s=0.2", "--join_s=20"], env=env,
+            [
+                sys.executable,
+                SUPERVISE,
+                f"--agent=127.0.0.1:{r.port}",
+                f"--name=h{i}",
+                "--period_s=0.2",
+                "--join_s=20",
+            ],
+            env=env,
         )
         for i, r in enumerate(relays)
-    ]  # fmt: skip
+    ]
     seen = tmp_path / "out" / "events.jsonl"
     saved = tmp_path / "saved.json"
     try:
@@ -504,8 +515,10 @@ def test_mistakes_are_explained():
     assert code == 2 and "min_hosts=3 must be 1 to 2" in err
     code, err = call("--processes=4", "--grid=data=3", "--", "true")
     assert code == 2 and "grid=data=3 must be" in err
-    assert call() == (2, "error: no command: supervise.py [settings] -- uv run "
-                         "experiments/pretrain.py ...\n")  # fmt: skip
+    assert call() == (
+        2,
+        "error: no command: supervise.py [settings] -- uv run experiments/pretrain.py ...\n",
+    )
     code, err = call("--hosts=0", "--", "true")
     assert code == 2 and "hosts=0 must be at least 1; nearest: 1 (--hosts)" in err
     code, err = call("--agent=127.0.0.1:1", "--name=me", "--join_s=0.5", token="x" * 16)
@@ -579,9 +592,11 @@ def test_output_that_nobody_takes_ends_nobody(tmp_path, where):
         done = subprocess.run(
             [sys.executable, SUPERVISE, *QUICK, "--hosts=1", f"--out={tmp_path / 'out'}", "--"]
             + ["sh", "-c", "for i in 1 2 3 4 5; do echo $i; sleep 0.3; done"],
-            stdout=writer if where == "closed" else full, stderr=subprocess.PIPE, text=True,
+            stdout=writer if where == "closed" else full,
+            stderr=subprocess.PIPE,
+            text=True,
             env=os.environ | {"PYTHONPATH": str(ROOT)},
-        )  # fmt: skip
+        )
     os.close(writer)
     assert done.returncode == 0 and "fault" not in done.stderr, done.stderr
 

@@ -31,9 +31,13 @@ def test_curvature_is_the_squared_gradients_of_sequences(params, rows):
     def summed(step, tokens):
         leaf = leaf_of(params, name)
         moved = with_leaves(params, {name: leaf.at[place].add(step)})
-        logits = parts.logits(moved, {
-            "tokens": tokens[None, :-1], "positions": jnp.arange(8, dtype=jnp.int32)[None],
-        })[0, :, : MODEL.vocab]  # fmt: skip
+        logits = parts.logits(
+            moved,
+            {
+                "tokens": tokens[None, :-1],
+                "positions": jnp.arange(8, dtype=jnp.int32)[None],
+            },
+        )[0, :, : MODEL.vocab]
         chosen = jnp.take_along_axis(logits, tokens[1:, None], 1)[:, 0]
         return (jax.nn.logsumexp(logits, -1) - chosen).sum()
 

@@ -202,17 +202,25 @@ def test_what_is_missing_is_told():
     with pytest.raises(UserError, match=r"memory.* 4.2 bytes are missing.*weights at 4 bits 5"):
         solve(p)
     scaled = dataclasses.replace(
-        p, memory=[6000.0], layer_bytes=1000 * p.layer_bytes, cache_bytes=500.0,
-        first_bytes=1000.0, last_bytes=1700.0,
-    )  # fmt: skip
+        p,
+        memory=[6000.0],
+        layer_bytes=1000 * p.layer_bytes,
+        cache_bytes=500.0,
+        first_bytes=1000.0,
+        last_bytes=1700.0,
+    )
     with pytest.raises(UserError, match=r"4200 bytes are missing.*takes 10200 bytes"):
         solve(scaled)
     # Layers are whole: 9500 bytes, but each end holds one layer of 1500 only beside its 1000.
     p = tried_placements.problem(0)
     p = dataclasses.replace(
-        p, memory=[3900.0, 2000.0, 3900.0], layer_bytes=1000 * p.layer_bytes, cache_bytes=500.0,
-        first_bytes=1000.0, last_bytes=1000.0,
-    )  # fmt: skip
+        p,
+        memory=[3900.0, 2000.0, 3900.0],
+        layer_bytes=1000 * p.layer_bytes,
+        cache_bytes=500.0,
+        first_bytes=1000.0,
+        last_bytes=1000.0,
+    )
     with pytest.raises(UserError, match=r" 200 bytes are missing.*a layer cannot be cut"):
         solve(p)
 

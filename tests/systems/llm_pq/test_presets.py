@@ -22,8 +22,9 @@ from megajax.systems.llm_pq.planning import (
 from megajax.systems.llm_pq.problem import even_split, omega_of, partition, timed, violations
 from megajax.systems.llm_pq.rivals import rivals
 
-SMALL = Workload("small", Stack(8, 2048, 16, 16, 128, 8192), 50272, prompt=64, new_tokens=8,
-                 requests=8)  # fmt: skip
+SMALL = Workload(
+    "small", Stack(8, 2048, 16, 16, 128, 8192), 50272, prompt=64, new_tokens=8, requests=8
+)
 PAIR = MixedCluster((CARDS["T4"], CARDS["V100"]), PRESETS["case3"].cluster.link)
 
 
@@ -155,9 +156,16 @@ def test_widths_without_a_kernel():
 
 @pytest.mark.parametrize(
     ("member", "value"),
-    [("prompt", 0), ("prompt", -512), ("new_tokens", 0), ("requests", 2.5), ("requests", "8"),
-     ("vocab", -1), ("positions", -2050)],
-)  # fmt: skip
+    [
+        ("prompt", 0),
+        ("prompt", -512),
+        ("new_tokens", 0),
+        ("requests", 2.5),
+        ("requests", "8"),
+        ("vocab", -1),
+        ("positions", -2050),
+    ],
+)
 def test_counts_that_are_none(member, value):
     """A prompt of -512 tokens took less than no time."""
     with pytest.raises(UserError, match=f"^{member}.* must be a whole number, at least 1"):

@@ -61,8 +61,15 @@ def test_a_name_that_does_not_exist_is_noticed():
 
 
 def test_what_grafana_needs_is_there(dashboard):
-    for name, kind in (("title", str), ("uid", str), ("schemaVersion", int), ("panels", list),
-                       ("templating", dict), ("time", dict), ("annotations", dict)):  # fmt: skip
+    for name, kind in (
+        ("title", str),
+        ("uid", str),
+        ("schemaVersion", int),
+        ("panels", list),
+        ("templating", dict),
+        ("time", dict),
+        ("annotations", dict),
+    ):
         assert isinstance(dashboard[name], kind), name
     assert dashboard["id"] is None and len(dashboard["uid"]) <= 40  # an import makes the number
     panels = dashboard["panels"]
@@ -71,9 +78,10 @@ def test_what_grafana_needs_is_there(dashboard):
     for panel in panels:
         place = panel["gridPos"]
         cells = {
-            (x, y) for x in range(place["x"], place["x"] + place["w"])
+            (x, y)
+            for x in range(place["x"], place["x"] + place["w"])
             for y in range(place["y"], place["y"] + place["h"])
-        }  # fmt: skip
+        }
         assert place["x"] + place["w"] <= 24 and not cells & taken, panel["title"]
         taken |= cells
         if panel["type"] != "row":

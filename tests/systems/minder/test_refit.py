@@ -83,12 +83,15 @@ def test_nothing_is_fitted_before_its_time_or_without_half_an_hour(tmp_path):
 @pytest.mark.parametrize(
     ("said", "word", "model"),
     [
-        ({"worse": "", "seconds": 3600, "faults": 4, "named": 4, "named_before": 3}, "accepted",
-         "new"),
+        (
+            {"worse": "", "seconds": 3600, "faults": 4, "named": 4, "named_before": 3},
+            "accepted",
+            "new",
+        ),
         ({"worse": "the new model names 0 of 4 faults"}, "rejected", "old"),
         (None, "failed", "old"),
     ],
-)  # fmt: skip
+)
 def test_the_model_is_replaced_in_one_piece_or_stays(tmp_path, said, word, model):
     found = refit(tmp_path)
     found._candidate.write_text("new")

@@ -35,8 +35,12 @@ def test_both_spellings_add_minder_to_the_default_with_its_responses():
     detectors, responses = flags("--detector=minder")
     assert list(detectors) == [*DETECTORS, "minder"]
     assert responses == {
-        "straggler": "warn", "hang": "warn", "slow": "evict", "minder": "evict", "course": "warn",
-    }  # fmt: skip
+        "straggler": "warn",
+        "hang": "warn",
+        "slow": "evict",
+        "minder": "evict",
+        "course": "warn",
+    }
     other = flags("--detectors=default,minder", "--respond=slow=warn,hang=restart")
     assert list(other[0]) == list(detectors)
     assert (other[1]["slow"], other[1]["hang"]) == ("warn", "restart")
@@ -144,9 +148,10 @@ def machine_records(hosts, seconds, start, sick=None, seed=0):
             busy = sick == h and t > seconds / 2
             cpu = 0.99 if busy else 0.3 + wave + 0.02 * random.standard_normal()
             values = {
-                "cpu_share": cpu, "memory_share": 0.4 + 0.01 * random.standard_normal(),
+                "cpu_share": cpu,
+                "memory_share": 0.4 + 0.01 * random.standard_normal(),
                 "network_bytes": sent,
-            }  # fmt: skip
+            }
             found += [Record(start + t, f"h{h}", None, None, t, n, v) for n, v in values.items()]
             found.append(Record(start + t, f"h{h}", h, None, t, "cpu_cores", 4 * cpu))
     return found

@@ -42,8 +42,11 @@ class Daemon:
         with self.path.open("a") as log:
             self.process = subprocess.Popen(
                 [sys.executable, SCRIPT, "watch", f"--out={folder}", *flags],
-                stdout=log, stderr=log, cwd=folder, env=os.environ | {"PYTHONPATH": "."},
-            )  # fmt: skip
+                stdout=log,
+                stderr=log,
+                cwd=folder,
+                env=os.environ | {"PYTHONPATH": "."},
+            )
 
     @property
     def lines(self):
@@ -123,8 +126,14 @@ def test_a_stressed_machine_is_found_and_nothing_that_the_server_does_ends_the_w
     folder, fleet, _, proxy, alertmanager, only = world
     port, sick = machines.free_port(), fleet[SICK].instance
     own = f"http://127.0.0.1:{port}/metrics"
-    flags = [f"--prometheus={proxy.url}", f"--only={only}", f"--metrics_port={port}",
-             "--timeout_s=5", f"--heatmap={folder}/heat.png", "--period_s=4"]  # fmt: skip
+    flags = [
+        f"--prometheus={proxy.url}",
+        f"--only={only}",
+        f"--metrics_port={port}",
+        "--timeout_s=5",
+        f"--heatmap={folder}/heat.png",
+        "--period_s=4",
+    ]
     flags += [f"--alertmanager={alertmanager}"] if alertmanager else []
     with Daemon(folder, *flags) as daemon:
         one_stress(daemon, own, world)
@@ -161,9 +170,11 @@ def one_stress(daemon, own, world):
         assert alert["labels"]["machine"] == sick and alert["status"]["state"] == "active"
 
     for mode, words in (
-        ("half", "breaks off|no answer"), ("nonsense", "begins with '<html>'"),
-        ("slow", "no whole answer within 5 s"), ("refuse", "401 Unauthorized"),
-    ):  # fmt: skip
+        ("half", "breaks off|no answer"),
+        ("nonsense", "begins with '<html>'"),
+        ("slow", "no whole answer within 5 s"),
+        ("refuse", "401 Unauthorized"),
+    ):
         proxy.mode = mode
         print(f"{mode}: said after {daemon.wait(f'reading: .*({words})', 60):.0f} s")
         proxy.mode = "pass"
@@ -188,8 +199,11 @@ def test_a_wrong_password_at_the_start_is_exit_code_2(world):
         with contextlib.suppress(FileNotFoundError):
             (folder / "watch.log").unlink()
         with Daemon(
-            folder, f"--prometheus={server.url}", "--user=me",
-            f"--password_file={folder}/password", f"--ca_file={server.certificate}",
-        ) as daemon:  # fmt: skip
+            folder,
+            f"--prometheus={server.url}",
+            "--user=me",
+            f"--password_file={folder}/password",
+            f"--ca_file={server.certificate}",
+        ) as daemon:
             assert daemon.process.wait(120) == 2
     assert "401 Unauthorized" in daemon.lines[-1] and "wrong" not in daemon.lines[-1]

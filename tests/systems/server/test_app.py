@@ -37,9 +37,15 @@ KEY = "0123456789abcdef"
 def engine():
     params = jax.jit(decoder.parts(CFG).init)(jax.random.key(0))
     return Engine(
-        CFG, params, dtype="float32", max_batch=4, prefill_chunk=16, page_size=8, pages=80,
+        CFG,
+        params,
+        dtype="float32",
+        max_batch=4,
+        prefill_chunk=16,
+        page_size=8,
+        pages=80,
         tokenizer=ByteTokenizer(),
-    )  # fmt: skip
+    )
 
 
 @contextlib.asynccontextmanager
@@ -117,8 +123,11 @@ async def test_a_completion_and_its_stream_say_the_same(client, worker):
 async def test_a_chat_and_its_stream_say_the_same(client, worker):
     body = {
         "messages": [{"role": "user", "content": [{"type": "text", "text": "hé"}]}],
-        "max_completion_tokens": 9, "temperature": 0, "logprobs": True, "top_logprobs": 3,
-    }  # fmt: skip
+        "max_completion_tokens": 9,
+        "temperature": 0,
+        "logprobs": True,
+        "top_logprobs": 3,
+    }
     whole = (await ask(client, "chat/completions", **body)).json()
     choice = whole["choices"][0]
     assert choice["message"]["role"] == "assistant"
@@ -188,8 +197,10 @@ async def test_a_prompt_is_echoed_with_its_log_probabilities(client, worker):
                     assert top[scores["tokens"][place]] == scores["token_logprobs"][place]
             assert choice["finish_reason"] in ("length", "stop")
             assert choice["text"].startswith(worker.engine.tokenizer.decode(prompt))
-        batch = {"tokens": np.asarray([ids], np.int32),
-                 "positions": np.arange(len(ids), dtype=np.int32)[None]}  # fmt: skip
+        batch = {
+            "tokens": np.asarray([ids], np.int32),
+            "positions": np.arange(len(ids), dtype=np.int32)[None],
+        }
         params = jax.jit(decoder.parts(CFG).init)(jax.random.key(0))
         logits = np.asarray(jax.jit(decoder.parts(CFG).logits)(params, batch), np.float64)[
             0, :, :259
@@ -222,8 +233,12 @@ async def test_a_least_length_holds_back_stop_strings_and_end_tokens(client, wor
 
 @serve
 async def test_answers_have_the_form_that_is_asked_for(client, worker):
-    schema = {"type": "object", "properties": {"a": {"enum": [1, "é"]}}, "required": ["a"],
-              "additionalProperties": False}  # fmt: skip
+    schema = {
+        "type": "object",
+        "properties": {"a": {"enum": [1, "é"]}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
     asked = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
     messages, seeds = [{"role": "user", "content": "?"}], range(4)
     for seed in seeds:
@@ -254,18 +269,21 @@ BAD = [
     ({"prompt": [[300]]}, 400, None, "token id 300; the vocabulary has 0 to 258"),
     ({"prompt": {}}, 400, "invalid_value", "must be a text, token ids"),
     ({"temprature": 1}, 400, "unknown_parameter", "temprature. Did you mean temperature?"),
-
     ({"logit_bias": {"x": 1}}, 400, "invalid_value", "logit_bias has the key 'x'"),
     ({"guided_regex": "("}, 400, None, "structured_outputs.regex cannot be used"),
     ({"guided_regex": "a" * 2000000}, 413, None, "longer than"),
     ({"guided_regex": "(a{1000}){1000}"}, 400, None, "regex cannot be used: lexer error: too many"),
-    ({"guided_json": {"type": "integer", "minimun": 3}}, 400, "invalid_value",
-     "the keyword 'minimun', which JSON Schema does not know. Did you mean minimum?"),
+    (
+        {"guided_json": {"type": "integer", "minimun": 3}},
+        400,
+        "invalid_value",
+        "the keyword 'minimun', which JSON Schema does not know. Did you mean minimum?",
+    ),
     ({"top_k": 2**31}, 400, "invalid_value", "top_k=2147483648 must be in [-1, 2147483647]"),
     ({"guided_regex": "a", "response_format": {"type": "json_object"}}, 400, None, "exclude"),
     ({"response_format": {"type": "xml"}}, 400, "invalid_value", "response_format must be"),
     ({"stream_options": {"x": 1}}, 400, "unknown_parameter", "no member stream_options.x"),
-]  # fmt: skip
+]
 
 
 @serve
@@ -277,17 +295,28 @@ async def test_what_is_wrong_is_said_as_openai_says_it(client, worker):
         assert message in error["message"], error
         assert set(error) == {"message", "type", "param", "code"} and error["type"]
     headers = {"Content-Type": "application/json"}
-    for raw, status in ((b"{", 400), (b"[1]", 400), (b'{"prompt": NaN}', 400), (b"\xff", 400),
-                        (b'{"prompt": "\\ud800"}', 400), (b"[" * 4000, 400),
-                        (b" " * 5000, 413)):  # fmt: skip
+    for raw, status in (
+        (b"{", 400),
+        (b"[1]", 400),
+        (b'{"prompt": NaN}', 400),
+        (b"\xff", 400),
+        (b'{"prompt": "\\ud800"}', 400),
+        (b"[" * 4000, 400),
+        (b" " * 5000, 413),
+    ):
         response = await client.post("/v1/completions", content=raw, headers=headers)
         assert response.status_code == status, raw[:20]
         assert response.json()["error"]["type"] == "invalid_request_error"
     assert (await client.post("/v1/completions", content=b"{}")).status_code == 415
     assert (await client.get("/v1/completions")).status_code == 405
     assert (await client.get("/v2")).json()["error"]["type"] == "not_found_error"
-    for messages in ([], "x", [{"content": "x"}], [{"role": "user", "content": [{"image_url": 1}]}],
-                     [{"role": "tool", "content": "x"}]):  # fmt: skip
+    for messages in (
+        [],
+        "x",
+        [{"content": "x"}],
+        [{"role": "user", "content": [{"image_url": 1}]}],
+        [{"role": "tool", "content": "x"}],
+    ):
         response = await ask(client, "chat/completions", messages=messages)
         assert response.status_code == 400, messages
     listed = {"messages": [{"role": "user", "content": "x"}]}
@@ -296,9 +325,14 @@ async def test_what_is_wrong_is_said_as_openai_says_it(client, worker):
 
 
 HARMLESS = {
-    "reasoning_effort": "low", "verbosity": "low", "modalities": ["text"], "prediction": None,
-    "parallel_tool_calls": True, "use_beam_search": False, "prompt_cache_retention": "24h",
-}  # fmt: skip
+    "reasoning_effort": "low",
+    "verbosity": "low",
+    "modalities": ["text"],
+    "prediction": None,
+    "parallel_tool_calls": True,
+    "use_beam_search": False,
+    "prompt_cache_retention": "24h",
+}
 
 
 def test_members_that_change_no_answer_are_taken_or_refused_by_one_flag():
@@ -375,8 +409,10 @@ def test_a_refused_prompt_costs_no_more_than_its_bound():
             async with httpx2.AsyncClient(transport=transport, base_url="http://tiny") as client:
                 long = "word " * 800_000
                 messages = [{"role": "user", "content": long}]
-                for path, body in (("completions", {"prompt": [long, long]}),
-                                   ("chat/completions", {"messages": messages})):  # fmt: skip
+                for path, body in (
+                    ("completions", {"prompt": [long, long]}),
+                    ("chat/completions", {"messages": messages}),
+                ):
                     counted.count = 0
                     error = (await ask(client, path, **body)).json()["error"]
                     assert error["code"] == "context_length_exceeded", error
@@ -403,9 +439,11 @@ def test_a_key_is_needed_where_there_are_keys():
     async def whole():
         async with serving(keys=["x" * 20, KEY]) as (client, _):
             for headers, status in (
-                ({}, 401), ({"Authorization": "Bearer no"}, 401), ({"Authorization": KEY}, 401),
+                ({}, 401),
+                ({"Authorization": "Bearer no"}, 401),
+                ({"Authorization": KEY}, 401),
                 ({"Authorization": f"Bearer {KEY}"}, 200),
-            ):  # fmt: skip
+            ):
                 assert (await client.get("/v1/models", headers=headers)).status_code == status
             assert (await client.get("/health")).status_code == 200
 
@@ -487,8 +525,12 @@ NUMBERS = {
     ],
     "chat/completions": ["max_tokens", "max_completion_tokens", "top_logprobs", "top_k", "seed"],
 }  # fmt: skip
-INSIDE = {"stop_token_ids": "[%s]", "logit_bias": '{"5": %s}', "prompt": "[[65, %s]]",
-          "stream_options": '{"include_usage": %s}'}  # fmt: skip
+INSIDE = {
+    "stop_token_ids": "[%s]",
+    "logit_bias": '{"5": %s}',
+    "prompt": "[[65, %s]]",
+    "stream_options": '{"include_usage": %s}',
+}
 
 
 async def check_edges(edges_of):
@@ -574,13 +616,19 @@ async def test_what_a_client_breaks_off_is_no_traceback(client, worker):
         sent.append(message)
 
     scope = {
-        "type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"",
+        "type": "http",
+        "method": "POST",
+        "path": "/v1/completions",
+        "query_string": b"",
         "headers": [(b"content-type", b"application/json")],
-    }  # fmt: skip
+    }
     await client._transport.app(scope, receive, send)
     assert sent[0]["status"] == 499
-    headers = {"Content-Type": "application/json", "Transfer-Encoding": "chunked",
-               "Content-Length": "2"}  # fmt: skip
+    headers = {
+        "Content-Type": "application/json",
+        "Transfer-Encoding": "chunked",
+        "Content-Length": "2",
+    }
     response = await client.post("/v1/completions", content=b"{}", headers=headers)
     assert response.status_code == 400 and "not both" in response.json()["error"]["message"]
 
@@ -595,13 +643,16 @@ async def test_the_server_tells_what_it_has_and_does(client, worker):
     page = (await client.get("/metrics")).text
     one = '{model_name="tiny"}'
     for line in (
-        f"megajax:generation_tokens_total{one} 5.0", f"megajax:prompt_tokens_total{one} 2.0",
-        f"megajax:num_requests_running{one} 0.0", f"megajax:num_requests_waiting{one} 0.0",
-        f"megajax:kv_cache_usage_perc{one} 0.0", f"megajax:num_preemptions_total{one} 0.0",
+        f"megajax:generation_tokens_total{one} 5.0",
+        f"megajax:prompt_tokens_total{one} 2.0",
+        f"megajax:num_requests_running{one} 0.0",
+        f"megajax:num_requests_waiting{one} 0.0",
+        f"megajax:kv_cache_usage_perc{one} 0.0",
+        f"megajax:num_preemptions_total{one} 0.0",
         f"megajax:time_to_first_token_seconds_count{one} 1.0",
         f"megajax:inter_token_latency_seconds_count{one} 4.0",
         'request_success_total{finished_reason="length",model_name="tiny"} 1.0',
-    ):  # fmt: skip
+    ):
         assert line in page, line
 
 
@@ -624,9 +675,12 @@ async def test_a_client_that_leaves_frees_its_pages(client, worker):
 
         app = client._transport.app
         scope = {
-            "type": "http", "method": "POST", "path": "/v1/completions", "query_string": b"",
+            "type": "http",
+            "method": "POST",
+            "path": "/v1/completions",
+            "query_string": b"",
             "headers": [(b"content-type", b"application/json")],
-        }  # fmt: skip
+        }
         asking = asyncio.create_task(app(scope, receive, send))
         while worker.engine.pool.in_use < 3:
             await asyncio.sleep(0.005)

@@ -85,8 +85,10 @@ def test_weights_in_the_bits_of_the_file_give_the_answers_of_dense_ones(
     """Over HTTP; also where memory is short and no flag says so."""
     tensors = w.in_four_bits(w.llama_tensors(np.random.default_rng(0)))
     (tmp_path / "x.gguf").write_bytes(w.gguf(w.llama() | w.vocabulary(), tensors))
-    bodies = [{"prompt": p, "max_tokens": 12, "temperature": t, "seed": 1, "logprobs": 3}
-              for p, t in (("hello", 0), ("w he", 1), ([1, 2, 3], 0))]  # fmt: skip
+    bodies = [
+        {"prompt": p, "max_tokens": 12, "temperature": t, "seed": 1, "logprobs": 3}
+        for p, t in (("hello", 0), ("w he", 1), ([1, 2, 3], 0))
+    ]
 
     async def answers(server, worker):
         worker.start()
@@ -98,9 +100,16 @@ def test_weights_in_the_bits_of_the_file_give_the_answers_of_dense_ones(
         return [f["choices"][0] for f in found]
 
     def ask(**options):
-        cfg = Config(gguf=str(tmp_path / "x.gguf"), dtype="float32", max_batch=2, pages=20,
-                     prefill_chunk=8, mesh=MeshSpec(tensor=1, data=1),
-                     cache_dir=str(tmp_path / "c"), **options)  # fmt: skip
+        cfg = Config(
+            gguf=str(tmp_path / "x.gguf"),
+            dtype="float32",
+            max_batch=2,
+            pages=20,
+            prefill_chunk=8,
+            mesh=MeshSpec(tensor=1, data=1),
+            cache_dir=str(tmp_path / "c"),
+            **options,
+        )
         worker, server = launch.open_server(cfg)
         return asyncio.run(answers(server, worker)), capsys.readouterr().out
 

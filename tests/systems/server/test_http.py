@@ -113,8 +113,14 @@ def serve(test, to=None, stop_timeout_s=60, most=None, **options):
 
 def asking(**body):
     """Returns the bytes of a request for an answer of some hundred kB."""
-    body = {"prompt": "x", "n": 4, "max_tokens": 120, "ignore_eos": True, "logprobs": 20,
-            "stream": True} | body  # fmt: skip
+    body = {
+        "prompt": "x",
+        "n": 4,
+        "max_tokens": 120,
+        "ignore_eos": True,
+        "logprobs": 20,
+        "stream": True,
+    } | body
     raw = json.dumps(body).encode()
     head = "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
     return f"{head}Content-Length: {len(raw)}\r\n\r\n".encode() + raw

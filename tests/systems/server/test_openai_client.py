@@ -115,9 +115,11 @@ def test_models_and_a_completion(client, folder):
 
 def test_a_chat_and_its_stream(client):
     asked = {
-        "model": "tiny-chat", "seed": 2, "max_completion_tokens": 20,
+        "model": "tiny-chat",
+        "seed": 2,
+        "max_completion_tokens": 20,
         "messages": [{"role": "system", "content": "x"}, {"role": "user", "content": "日本"}],
-    }  # fmt: skip
+    }
     whole = client.chat.completions.create(**asked)
     options = {"include_usage": True}
     parts = list(client.chat.completions.create(**asked, stream=True, stream_options=options))
@@ -161,8 +163,12 @@ def test_several_answers_and_forms(client):
     found = client.completions.create(**asked, prompt="hello", n=3)
     assert [c.index for c in found.choices] == [0, 1, 2]
     assert len({c.text for c in found.choices}) == 3
-    form = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"],
-            "additionalProperties": False}  # fmt: skip
+    form = {
+        "type": "object",
+        "properties": {"a": {"type": "boolean"}},
+        "required": ["a"],
+        "additionalProperties": False,
+    }
     schema = {"type": "json_schema", "json_schema": {"name": "x", "schema": form}}
     messages = [{"role": "user", "content": "?"}]
     asked["max_tokens"] = 100
@@ -294,9 +300,13 @@ def test_sigterm_lets_running_requests_end_and_a_second_one_does_not(folder, tmp
         with served(folder, tmp_path / f"log{number}") as made:
             with openai.OpenAI(base_url=made.url, api_key="x", **CALM) as client:
                 stream = client.completions.create(
-                    model="tiny-chat", prompt="x", max_tokens=900, stream=True,
-                    extra_body={"ignore_eos": True}, stream_options={"include_usage": True},
-                )  # fmt: skip
+                    model="tiny-chat",
+                    prompt="x",
+                    max_tokens=900,
+                    stream=True,
+                    extra_body={"ignore_eos": True},
+                    stream_options={"include_usage": True},
+                )
                 next(stream)
                 made.process.send_signal(signal.SIGTERM)
                 time.sleep(0.2)
@@ -327,9 +337,12 @@ def test_two_processes_serve_one_model(folder, client, tmp_path):
     flags = (f"--hf={folder}", "--dtype=float32", "--prefill_chunk=64", "--mesh.tensor=2")
     log = (tmp_path / "follower").open("w")
     follower = subprocess.Popen(
-        [sys.executable, str(SCRIPT), *flags, "--pages=400"], env=os.environ | envs[1]
-        | {"XLA_FLAGS": ""}, cwd=tmp_path, stdout=log, stderr=subprocess.STDOUT,
-    )  # fmt: skip
+        [sys.executable, str(SCRIPT), *flags, "--pages=400"],
+        env=os.environ | envs[1] | {"XLA_FLAGS": ""},
+        cwd=tmp_path,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+    )
     try:
         with served(folder, tmp_path / "log", *flags[3:], **envs[0]) as made:
             with openai.OpenAI(base_url=made.url, api_key="x", **CALM) as two:

@@ -148,13 +148,16 @@ MODEL = {"temperature": 0.6, "top_p": 0.95, "top_k": 20}
         (MODEL, {"temperature": None, "top_k": None}, SamplingParams(**MODEL)),  # as left out
         (MODEL, {"temperature": 0}, SamplingParams(temperature=0, top_p=0.95, top_k=20)),
         (MODEL, {"temperature": 1.0, "top_p": 1, "top_k": 0}, SamplingParams()),
-        (MODEL, {"min_p": 0.1, "repetition_penalty": 2},
-         SamplingParams(**MODEL, min_p=0.1, repetition_penalty=2)),
+        (
+            MODEL,
+            {"min_p": 0.1, "repetition_penalty": 2},
+            SamplingParams(**MODEL, min_p=0.1, repetition_penalty=2),
+        ),
         ({"temperature": 0.0}, {}, SamplingParams(temperature=0)),
         (None, {}, SamplingParams(temperature=1.0, top_p=1.0, top_k=0, min_p=0.0)),
         (None, {"temperature": 0.3}, SamplingParams(temperature=0.3)),
     ],
-)  # fmt: skip
+)
 def test_what_a_request_leaves_out_comes_from_the_model(plain, defaults, said, params):
     read = reader(plain, sampling=defaults)
     assert read.completion({"prompt": "a", "max_tokens": 16} | said).params == params
@@ -174,10 +177,11 @@ def test_what_a_request_leaves_out_comes_from_the_model(plain, defaults, said, p
         ("{{ messages[0].content }}", "", "leaves out the text of a second turn"),
         (
             "{{ messages[0].content }}{% if messages[1:] %}{{ raise_exception('one') }}{% endif %}",
-            "", "refuses a second turn: one",
+            "",
+            "refuses a second turn: one",
         ),
     ],
-)  # fmt: skip
+)
 def test_a_template_is_tried_before_a_request_comes(plain, source, problem, doubt):
     chat = Chat(ChatTemplate(source, "", ""), plain)
     assert problem in chat.problem and bool(problem) == bool(chat.problem)

@@ -65,10 +65,14 @@ def post(content, **headers):
 
 def test_each_outcome_has_its_status_and_form():
     cases = [
-        (post(b'{"image": 1}'), 200), (post(b"{}"), 400), (post(b"[]"), 500),
-        (post(b"x" * 65), 413), (post(b"{}", **{"Content-Type": "text/plain"}), 415),
-        (("GET", "/detect", {}), 405), (("GET", "/elsewhere", {}), 404),
-    ]  # fmt: skip
+        (post(b'{"image": 1}'), 200),
+        (post(b"{}"), 400),
+        (post(b"[]"), 500),
+        (post(b"x" * 65), 413),
+        (post(b"{}", **{"Content-Type": "text/plain"}), 415),
+        (("GET", "/detect", {}), 405),
+        (("GET", "/elsewhere", {}), 404),
+    ]
     answers = ask([request for request, _ in cases] + [("GET", "/metrics", {})])
     assert [a.status_code for a in answers[:-1]] == [status for _, status in cases]
     assert answers[0].json() == {"bytes": 12}
