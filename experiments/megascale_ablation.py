@@ -7,7 +7,7 @@ What is claimed: the sign of every row that is modelled. The baseline overlaps n
 the paper's Megatron-LM hides a part, and the efficiencies of matmuls and attention are assumed, so
 absolute figures differ. Operators and the data pipeline are not modelled. Writes
 megascale_ablation.json into --out; from the one in experiments/results scripts/tables.py makes the
-table of PAPERS.md.
+table of docs/papers/megascale.md.
 """
 
 import megajax.core.interrupted  # noqa: F401

@@ -214,7 +214,8 @@ def conclusion(cfg: Config, rows: list[report.Row]) -> str:
     text += f"float32's after {cfg.steps} steps of a small model; the paper has {paper}."
     if gap["n"] < 2:
         text += " This run is too short to judge that: it shows that both exchanges train."
-        text += " --preset=paper trains 400 steps of three seeds; PAPERS.md has its results."
+        text += " --preset=paper trains 400 steps of three seeds; its results are in "
+        text += "docs/papers/sdp4bit.md."
     return text
 
 

@@ -268,7 +268,7 @@ def conclusion(cfg: Config, claims: list[report.Row]) -> str:
     if cfg.seeds < 2:
         text += f" One seed of {cfg.steps} steps is too little to judge that: this run shows that "
         text += "pruning, packing and fine-tuning work. --preset=paper trains 400 steps of three "
-        text += "seeds; PAPERS.md has its results."
+        text += "seeds; docs/papers/tilewise.md has its results."
     return text
 
 

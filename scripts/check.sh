@@ -3,7 +3,7 @@
 #   --lint   only lint, format, types and documents
 #   --slow [folders of tests/]   the slow tests too, and those that compile for GPUs (uv sync
 #            --extra aot), of all folders or of these: hours in all. .github/workflows/slow.yml runs
-#            them every week, LOG.md says when they last ran here
+#            them every week, docs/log says when they last ran here
 set -euo pipefail
 tests=(pytest)
 case "${1:-}" in

@@ -222,7 +222,10 @@ def pages(root: Path = ROOT) -> dict[str, str]:
 # ---- documents
 
 
-DOCUMENTS = ("README.md", "PAPERS.md", "docs/*.md", "pallas_kernels/*/README.md")
+DOCUMENTS = (
+    "README.md", "PAPERS.md", "LOG.md", "docs/*.md", "docs/papers/*.md",
+    "pallas_kernels/*/README.md",
+)  # fmt: skip
 PLANNED = "not built yet"
 SOURCES = (".py", ".sh", ".yaml", ".yml", ".toml", ".ipynb", ".md")
 SCRIPT = re.compile(r"(?:(?:experiments|scripts)/)?(\w+\.(?:py|sh))$")

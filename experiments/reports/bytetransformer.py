@@ -579,7 +579,8 @@ def conclusion(rows: Sequence[Row], on_gpu: bool) -> str:
     text = f"Packed and padded BERT agree in {right} of {len(exact)} checks; without padding it "
     text += f"computes {less:.2f} times less at length {last['longest']} (counted). "
     if on_gpu:
-        return f"{text}The table in PAPERS.md has the paper's milliseconds beside those above."
+        page = "docs/papers/bytetransformer.md"
+        return f"{text}The table in {page} has the paper's milliseconds beside those above."
     return f"{text}The paper's 24.7 ms on an A100 need a GPU: nothing was timed here."
 
 

@@ -543,7 +543,7 @@ def _axes(groups: Sequence[Sequence[int]], mesh_shape: Mapping[str, int]) -> tup
 # Warns of collectives in a compiled program that should not be there, or run over slow links.
 #
 # Every one of these was seen in a program for thousands of GPUs that looked right in small tests.
-# The compiler chooses them without a warning. LOG.md lists the findings; MegaScale section 3.2
+# The compiler chooses them without a warning. docs/log/ has the findings; MegaScale section 3.2
 # describes the communication that belongs there instead.
 
 

@@ -87,8 +87,8 @@ def test_a_folder_that_cannot_be_written_is_one_line(tmp_path):
 
 
 def test_papers_says_how_many_rows_of_the_mfu_agree():
-    """The sentence against the rows above it in PAPERS.md, digit by digit."""
-    text = (ROOT / "PAPERS.md").read_text()
+    """The sentence against the rows above it in docs/papers/megascale.md, digit by digit."""
+    text = (ROOT / "docs" / "papers" / "megascale.md").read_text()
     table = text.split("<!-- megascale_mfu -->")[1].split("<!-- end -->")[0]
     rows = [[c.strip() for c in line.split("|")] for line in table.splitlines() if "%" in line]
     rows = [cells[1:5] for cells in rows if len(cells) == 6]

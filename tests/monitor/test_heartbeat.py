@@ -218,7 +218,7 @@ def test_the_agent_names_the_file(tmp_path):
 
 
 def test_a_boundary_is_cheap(tmp_path):
-    """Microseconds (PAPERS.md states the figure); the bound is for a machine that is busy."""
+    """Microseconds (docs/papers/megascale.md has the figure); the bound is for a busy machine."""
     timers = Timers(Heartbeat(tmp_path / "rank"))
     best = math.inf
     for _ in range(20):

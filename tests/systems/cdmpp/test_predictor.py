@@ -327,9 +327,9 @@ UNSEEN = ("NVIDIA L4", "NVIDIA A100 80GB PCIe")
 def test_kernels_of_unseen_gpus_are_predicted():
     """Mean errors over both GPUs and three choices of 32 rows, from a fit on five others.
 
-    The bounds without rows are what was measured (LOG.md, 2026-11-27) and a tenth more, for
-    element-wise rows a third; linear layers have their goal. The goals are 0.12 and 0.08, 0.22 and
-    0.16, 0.04.
+    The bounds without rows are what was measured (docs/log/2026-Q4.md, 2026-11-27) and a tenth
+    more, for element-wise rows a third; linear layers have their goal. The goals are 0.12 and 0.08,
+    0.22 and 0.16, 0.04.
     """
     data = neusight.load(FOLDER)
     train = data.of(*sorted(set(data.devices) - set(UNSEEN)))
