@@ -55,6 +55,18 @@ SMALL = 120  # lines below which a private module with one importer is listed
 SKIP = "# fmt: " + "skip"
 MAX_RESULTS = 2**24  # (chosen) bytes of house.json
 Function = ast.FunctionDef | ast.AsyncFunctionDef
+BINDERS: dict[type[ast.AST], str] = {  # kinds of nodes that bind a name -> the field that has it
+    ast.FunctionDef: "name",
+    ast.AsyncFunctionDef: "name",
+    ast.ClassDef: "name",
+    ast.arg: "arg",
+    ast.alias: "asname",
+    ast.ExceptHandler: "name",
+    ast.MatchAs: "name",
+    ast.MatchStar: "name",
+    ast.Name: "id",
+    ast.Attribute: "attr",
+}
 
 
 # ---- counts from the source
@@ -83,18 +95,11 @@ def function_lines(node: Function) -> int:
 def bound_names(tree: ast.AST) -> Iterator[str]:
     """Yields each name where it is bound: variables, functions, parameters, members."""
     for node in ast.walk(tree):
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            yield node.id
-        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-            yield node.attr
-        elif isinstance(node, Function | ast.ClassDef):
-            yield node.name
-        elif isinstance(node, ast.arg):
-            yield node.arg
-        elif isinstance(node, ast.alias) and node.asname:
-            yield node.asname
-        elif isinstance(node, ast.ExceptHandler | ast.MatchAs | ast.MatchStar) and node.name:
-            yield node.name
+        field = BINDERS.get(type(node))
+        if field is None or isinstance(getattr(node, "ctx", None), ast.Load | ast.Del):
+            continue
+        if name := getattr(node, field):
+            yield name
 
 
 def banned_names(tree: ast.AST) -> Counter[str]:
