@@ -21,7 +21,7 @@ import dataclasses
 import heapq
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -265,6 +265,7 @@ def _chunks(chunks: list[tuple[int, ...]]) -> Chunk:
 
 TILES = ((128, 256), (256, 128), (128, 192), (128, 128))  # rows x columns
 CHUNKS = (32, 64, 128, 256, 512)  # rows under one flag
+TIE = 1e-9  # (chosen) a relative difference of times that is none: many ways are equally fast
 
 
 @dataclasses.dataclass(frozen=True)
@@ -549,9 +550,16 @@ def candidates(product: Product, comm_blocks: Iterable[int], swizzle: bool = Tru
     ]
 
 
+def fastest(ways: Sequence[Fused], seconds: Callable[[Fused], float]) -> tuple[float, Fused]:
+    """Returns (seconds, how) of the fastest of `ways`; of those within `TIE` of it the first."""
+    times = [seconds(way) for way in ways]
+    limit = min(times) * (1 + TIE)
+    return next(t for t in zip(times, ways, strict=True) if t[0] <= limit)
+
+
 def best_fused(product: Product, machine: Machine, ways: Sequence[Fused]) -> tuple[float, Fused]:
-    """Returns (seconds, how) of the fastest of `ways`; of equal ones the first."""
-    return min(((fused_s(product, machine, way), way) for way in ways), key=lambda t: t[0])
+    """Returns (seconds, how) of the fastest of `ways` for a product."""
+    return fastest(ways, lambda way: fused_s(product, machine, way))
 
 
 def simulate(product: Product, machine: Machine, ways: Sequence[Fused]) -> tuple[Times, Fused]:
@@ -718,7 +726,7 @@ def expert_simulate(
     if not loads or not ways:
         raise ValueError("simulate needs at least one load and one way to fuse")
     busiest = max(loads, key=lambda load: int(load.counts_RE.sum()))
-    how = min(ways, key=lambda way: expert_fused_s(product, busiest, machine, way))
+    _, how = fastest(ways, lambda way: expert_fused_s(product, busiest, machine, way))
     gemm = max(expert_gemm_s(product, load, machine) for load in loads)
     comm = max(expert_comm_s(product, load, machine) for load in loads)
     fused = max(expert_fused_s(product, load, machine, how) for load in loads)
