@@ -18,7 +18,6 @@ Legend: T tiles, C chunks, F flags, R ranks, E experts.
 """
 
 import dataclasses
-import heapq
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -26,6 +25,8 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
+from megajax.schedule import simulator
+from megajax.schedule.ir import Task
 from pallas_kernels.collective.cases import Product
 from pallas_kernels.expert.cases import Mixture
 from pallas_kernels.hopper import schedule
@@ -371,39 +372,30 @@ def run_copies(
     link's rate.
     """
     most = machine.block_bytes_per_s if blocks else math.inf
-    blocks = blocks or 1
-    queues = [iter(range(j, len(bytes_C), blocks)) for j in range(blocks)]
-    # Copies on the link all move at one rate, so their order is that of what they end at: the bytes
-    # that each running copy will have moved since time 0, `moved` now.
-    starts: list[tuple[float, int, int]] = []
-    linked: list[tuple[float, int, int]] = []
-    unlinked: list[tuple[float, int, int]] = []
-    end_C, now, moved = np.zeros(len(bytes_C)), 0.0, 0.0
+    link = machine.link_bytes_per_s
+    alone = min(most, link)
+    tasks = [
+        Task(
+            name=str(copy),
+            resource=f"block {copy % (blocks or 1)}",
+            deps=(),
+            duration=nbytes / (alone if linked else most),
+            kind="COMM" if linked else "COPY",
+            release=ready,
+        )
+        for copy, (nbytes, ready, linked) in enumerate(
+            zip(bytes_C.tolist(), ready_C.tolist(), linked_C.tolist(), strict=True)
+        )
+    ]
 
-    def follow(block: int) -> None:
-        copy = next(queues[block], None)
-        if copy is not None:
-            heapq.heappush(starts, (max(now, float(ready_C[copy])), copy, block))
+    def slowdown(task: Task, others: Sequence[Task]) -> float:
+        if task.kind != "COMM":
+            return 1.0
+        sharers = 1 + sum(other.kind == "COMM" for other in others)
+        return alone / min(most, link / sharers)
 
-    for block in range(blocks):
-        follow(block)
-    while starts or linked or unlinked:
-        rate = min(most, machine.link_bytes_per_s / max(len(linked), 1))
-        link_s = now + max(linked[0][0] - moved, 0.0) / rate if linked else math.inf
-        at = min(link_s, *(queue[0][0] for queue in (starts, unlinked) if queue), math.inf)
-        moved, now = moved + rate * (at - now), at
-        if starts and starts[0][0] == at:
-            _, copy, block = heapq.heappop(starts)
-            nbytes = float(bytes_C[copy])
-            if linked_C[copy]:
-                heapq.heappush(linked, (moved + nbytes, copy, block))
-            else:
-                heapq.heappush(unlinked, (now + nbytes / most, copy, block))
-            continue
-        _, copy, block = heapq.heappop(linked if link_s == at else unlinked)
-        end_C[copy] = now
-        follow(block)
-    return end_C
+    timeline = simulator.run(tasks, (), slowdown)
+    return np.array([span.end for span in timeline.spans])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -69,6 +69,7 @@ class Task:
 
     deps: names of the tasks that must end before it starts. duration: seconds. microbatch, stage,
     chunk: -1 where the task has none. kind: of a table's work, or 'COMM' (a transfer), 'GEN'.
+    release: seconds before which it does not start.
     """
 
     name: str
@@ -79,6 +80,7 @@ class Task:
     microbatch: int = -1
     stage: int = -1
     chunk: int = -1
+    release: float = 0
 
 
 class Span(NamedTuple):

@@ -8,6 +8,7 @@ tasks; there, tasks that run at one time may slow each other down.
 import collections
 import dataclasses
 import graphlib
+import heapq
 import math
 from collections.abc import Callable, Mapping, Sequence
 
@@ -122,6 +123,7 @@ def _alone(
     while ready := order.get_ready():
         for name in ready:
             start = max((spans[w].end for w in waits_for[name]), default=0)
+            start = max(start, by_name[name].release)
             spans[name] = Span(by_name[name], start, start + by_name[name].duration)
         order.done(*ready)
     return spans
@@ -134,9 +136,15 @@ def _beside(
     spans: dict[str, Span] = {}
     starts: dict[str, float] = {}
     left: dict[str, float] = {}  # seconds that running tasks would still take alone
+    waiting: list[tuple[float, str]] = []  # (release, name): only their release keeps them
     now: float = 0
     while order.is_active():
         for name in order.get_ready():
+            heapq.heappush(waiting, (by_name[name].release, name))
+        if not left:
+            now = max(now, waiting[0][0])
+        while waiting and waiting[0][0] <= now:
+            name = heapq.heappop(waiting)[1]
             starts[name], left[name] = now, by_name[name].duration
         running = [by_name[name] for name in left]
         needed = {}
@@ -147,7 +155,10 @@ def _beside(
                 raise UserError(f"{task.name} is slowed {factor} times; it must be 1 or more")
             factors[task.name], needed[task.name] = factor, left[task.name] * factor
         step = min(needed.values())
-        now += step
+        if waiting and waiting[0][0] - now < step:
+            step, now = waiting[0][0] - now, waiting[0][0]
+        else:
+            now += step
         for name, seconds in needed.items():
             if seconds <= step:
                 del left[name]

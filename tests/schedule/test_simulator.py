@@ -1,5 +1,6 @@
 """The simulator against an event simulation that shares no code with it, and against all orders."""
 
+import dataclasses
 import heapq
 import itertools
 import random
@@ -271,3 +272,28 @@ def test_run_refuses_what_cannot_run():
     with pytest.raises(ValueError, match="two tasks have one name"):
         run([b, b], ("x",))
     assert run([b, a], ("x",)).makespan == 2
+
+
+@pytest.mark.parametrize("slowdown", [None, lambda task, others: 1 + len(others)])
+def test_a_release_is_a_task_that_takes_as_long(slowdown, seed):
+    """On a resource of its own, where nothing slows it and it slows nothing."""
+    rng = random.Random(seed)
+    for _ in range(20):
+        tasks, twins, waits = [], [], []
+        for k in range(8):
+            deps = tuple({f"{rng.randrange(k)}" for _ in range(rng.randrange(3))} if k else ())
+            release, resource = Fraction(rng.randrange(30)), f"r{rng.randrange(3)}"
+            task = Task(f"{k}", resource, deps, Fraction(rng.randrange(9)), "F", release=release)
+            tasks.append(task)
+            waits.append(Task(f"wait {k}", f"wait {k}", (), release, "wait"))
+            deps = (*deps, f"wait {k}")
+            twins.append(dataclasses.replace(task, deps=deps, release=0))
+
+        def among_twins(task, others):
+            if task.kind == "wait":
+                return 1
+            return slowdown(task, [other for other in others if other.kind != "wait"])
+
+        expected = run([*twins, *waits], (), slowdown and among_twins)
+        timeline = run(tasks, (), slowdown)
+        assert [s[1:] for s in timeline.spans] == [s[1:] for s in expected.spans[:8]]
