@@ -130,8 +130,8 @@ JAX_FREE = (
     "megajax.systems.elastic.shared",
     "megajax.systems.elastic.events",
     "megajax.systems.llm_pq.planning",
+    "megajax.systems.llm_pq.problem",
     "megajax.systems.llm_pq.rivals",
-    "megajax.systems.llm_pq.simulator",
     "megajax.systems.minder.run",
 )
 

@@ -17,9 +17,8 @@ from megajax.core.hardware import MixedCluster
 from megajax.monitor.results import table
 from megajax.systems.llm_pq import Placement, Problem, Workload, solve
 from megajax.systems.llm_pq.planning import equal_quality, problem_of, uniform_bits
-from megajax.systems.llm_pq.problem import held
+from megajax.systems.llm_pq.problem import held, simulate
 from megajax.systems.llm_pq.rivals import rivals
-from megajax.systems.llm_pq.simulator import simulate
 from megajax.systems.llm_pq.solver import Plan, Solver
 
 Row = Mapping[str, Any]

@@ -7,7 +7,7 @@ token before its previous one has left the last stage. Here the time of a round 
 
     R = max(sum of stages and links, m x slowest of them)        m micro-batches
 
-and decoding takes (n - 2) R + sum + (m - 1) slowest. simulator.py checks this event by event.
+and decoding takes (n - 2) R + sum + (m - 1) slowest. `simulate` checks this event by event.
 
 Legend: L layers, D devices, B widths in bits, S stages.
 """
@@ -25,6 +25,8 @@ import numpy as np
 
 from megajax.core.errors import UserError
 from megajax.core.files import json_text, or_nan, read_object
+from megajax.schedule import simulator
+from megajax.schedule.ir import Task
 
 SLACK = 1e-12  # of a budget, for sums of floats in another order
 MOST_BYTES = 2**24  # (chosen) of a placement's file
@@ -323,6 +325,63 @@ def violations(
     if quality is not None and omega_of(problem, bits) > quality * (1 + SLACK) + 1e-300:
         found.append(f"the sum of omega is {omega_of(problem, bits):g}, more than {quality:g}")
     return found
+
+
+# ---- simulation
+#
+# A placement event by event: every micro-batch through every stage and link, by the simulator of
+# schedules. It does not use the formula that the planner minimises (`timed`), so it checks it. The
+# times of micro-batches may differ here, and those of decoding may grow with every token; the
+# formula leaves both out.
+
+
+# (micro-batch, round) -> seconds on each stage and link in the order of the pipeline.
+Seconds = Callable[[int, int], Sequence[float]]
+
+
+def pipeline_s(seconds: Seconds, batches: int, rounds: int) -> float:
+    """Returns the seconds until the last micro-batch has left the last stage for the last time.
+
+    All micro-batches wait before the first stage at time 0, in their order, and pass through the
+    pipeline `rounds` times. A micro-batch begins its next token when its previous one has left the
+    last stage. Stages and links process one micro-batch at a time, first come first served.
+    """
+    tasks = []
+    before: dict[int, tuple[str, ...]] = {}  # of a micro-batch: its latest task
+    # No micro-batch passes another one, so each place serves them in the order of their rounds.
+    for lap, batch in itertools.product(range(rounds), range(batches)):
+        for place, duration in enumerate(seconds(batch, lap)):
+            name = f"micro-batch {batch} round {lap} place {place}"
+            deps = before.get(batch, ())
+            tasks.append(Task(name, f"place {place}", deps, duration, "GEN", batch, place))
+            before[batch] = (name,)
+    return simulator.run(tasks, ()).end
+
+
+def simulate(problem: Problem, placement: Placement) -> Times:
+    """Returns the simulated times of a placement; every micro-batch counts as a full one.
+
+    Decoding starts after all prompts.
+    """
+    column = {b: k for k, b in enumerate(problem.bits)}
+
+    def phase(table: np.ndarray, hop: float, size: int, rounds: int) -> float:
+        places: list[float] = []
+        for device, start, stop in placement.stages:
+            places += [hop] if places else []
+            places.append(sum(table[device, column[b]] for b in placement.bits[start:stop]))
+        return pipeline_s(lambda _batch, _round: places, problem.batches(size), rounds)
+
+    prefill, decode = placement.prefill_batch, placement.decode_batch
+    prefill_s = phase(problem.prefill_s[prefill], problem.prefill_hop_s[prefill], prefill, 1)
+    decode_s = 0.0
+    if problem.new_tokens > 1:
+        decode_s = phase(
+            problem.decode_s[decode], problem.decode_hop_s[decode], decode, problem.new_tokens - 1
+        )
+    seconds = prefill_s + decode_s
+    tokens = problem.requests * problem.new_tokens
+    return Times(prefill_s, decode_s, tokens / seconds if seconds else float("inf"))
 
 
 # ---- partitions of layers of one width

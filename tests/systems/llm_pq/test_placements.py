@@ -12,9 +12,16 @@ import pytest
 import tried_placements
 
 from megajax.core.errors import UserError
-from megajax.systems.llm_pq import Placement, Problem, milp, simulator, solve
+from megajax.systems.llm_pq import Placement, Problem, milp, solve
 from megajax.systems.llm_pq import solver as solver_
-from megajax.systems.llm_pq.problem import arrange, omega_of, timed, violations
+from megajax.systems.llm_pq.problem import (
+    arrange,
+    omega_of,
+    pipeline_s,
+    simulate,
+    timed,
+    violations,
+)
 from megajax.systems.llm_pq.solver import _climb_stages
 
 # (seed, members that are others): unlike and alike layers, twins, ragged micro-batches, unused
@@ -115,17 +122,37 @@ def test_the_simulator_agrees_with_the_closed_form():
         total, slowest = places.sum(), places.max()
         lap = max(total, m * slowest)
         wanted = (n - 1) * lap + total + (m - 1) * slowest
-        got = simulator.run(lambda _b, _r, each=places: each, m, n)
+        got = pipeline_s(lambda _b, _r, each=places: each, m, n)
         assert got == pytest.approx(wanted, rel=1e-9)
 
 
 def test_simulating_a_placement():
     p = tried_placements.problem(1, requests=4, new_tokens=7)
     got = solve(p)
-    times = simulator.simulate(p, got)
+    times = simulate(p, got)
     assert times.prefill_s == pytest.approx(got.prefill_s)
     assert times.decode_s == pytest.approx(got.decode_s)
     assert times.tokens_per_s == pytest.approx(got.tokens_per_s)
+
+
+# Seconds that the planner's first event loop, which was a queue of arrivals, gave for unlike times.
+KNOWN_S = (
+    42.04172499263717,
+    40.40408249317708,
+    9.40301156901359,
+    6.18288152044826,
+    81.27439293628704,
+    10.437587932333077,
+)
+
+
+@pytest.mark.parametrize("case", range(len(KNOWN_S)))
+def test_the_simulator_agrees_with_a_queue_of_arrivals(case):
+    """Times differ by micro-batch, round and place, and some are 0; equal to the last bit."""
+    rng = np.random.default_rng(case)
+    places, m, n = (int(rng.integers(1, most)) for most in (8, 9, 12))
+    seconds = rng.uniform(0.0, 2.0, (m, n, places)) * rng.integers(0, 2, (m, n, places))
+    assert pipeline_s(lambda batch, lap: seconds[batch, lap], m, n) == KNOWN_S[case]
 
 
 def test_the_simulator_serves_first_come_first_served():
@@ -136,7 +163,7 @@ def test_the_simulator_serves_first_come_first_served():
     9: stage 0 9-10, stage 1 10-15.
     """
     each = [(3.0, 1.0), (1.0, 5.0)]
-    assert simulator.run(lambda batch, _round: each[batch], 2, 2) == 15.0
+    assert pipeline_s(lambda batch, _round: each[batch], 2, 2) == 15.0
 
 
 def test_arrange_finds_the_least_loss():

@@ -10,7 +10,7 @@ import pytest
 from megajax.core.errors import UserError
 from megajax.core.hardware import CARDS, Cluster, MixedCluster
 from megajax.cost.base import Stack
-from megajax.systems.llm_pq import PRESETS, Workload, plan, simulator, solve
+from megajax.systems.llm_pq import PRESETS, Workload, plan, solve
 from megajax.systems.llm_pq.planning import (
     assumed_omega,
     equal_quality,
@@ -19,7 +19,15 @@ from megajax.systems.llm_pq.planning import (
     problem_of,
     uniform_bits,
 )
-from megajax.systems.llm_pq.problem import even_split, omega_of, partition, timed, violations
+from megajax.systems.llm_pq.problem import (
+    even_split,
+    omega_of,
+    partition,
+    pipeline_s,
+    simulate,
+    timed,
+    violations,
+)
 from megajax.systems.llm_pq.rivals import rivals
 
 SMALL = Workload(
@@ -98,7 +106,7 @@ def test_plan_keeps_the_quality_and_the_simulator_agrees():
     got = plan(SMALL, PAIR, quality=0.05)
     assert got.gap == 0 and got.omega <= 0.05 * (1 + 1e-9)
     assert violations(p, got.stages, got.bits, 0.05) == []
-    assert simulator.simulate(p, got).tokens_per_s == pytest.approx(got.tokens_per_s)
+    assert simulate(p, got).tokens_per_s == pytest.approx(got.tokens_per_s)
     assert plan(SMALL, PAIR, quality=None).tokens_per_s >= got.tokens_per_s
     with pytest.raises(UserError, match="--quality"):
         plan(SMALL, PAIR, quality="best")
@@ -119,7 +127,7 @@ def test_a_growing_context_changes_the_times_by_less_than_two_percent():
         return [*itertools.chain(*([s, p.decode_hop_s[size]] for s in each))][:-1]
 
     known = [seconds(0, lap) for lap in range(99)]
-    got = simulator.run(lambda _batch, lap: known[lap], 4, 99)
+    got = pipeline_s(lambda _batch, lap: known[lap], 4, 99)
     assert got == pytest.approx(timed(p, stages, bits, size, size).decode_s, rel=0.02)
 
 
@@ -232,4 +240,4 @@ def test_every_preset_is_planned_to_one_percent(case):
     assert time.monotonic() - began < 63  # a program that is being solved ends at its own limit
     assert got.gap <= 0.01
     assert violations(p, got.stages, got.bits, equal_quality(p)) == []
-    assert simulator.simulate(p, got).tokens_per_s == pytest.approx(got.tokens_per_s, rel=0.02)
+    assert simulate(p, got).tokens_per_s == pytest.approx(got.tokens_per_s, rel=0.02)

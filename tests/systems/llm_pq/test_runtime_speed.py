@@ -10,7 +10,7 @@ import pytest
 
 from megajax.serving import SamplingParams
 from megajax.systems.llm_pq import Placement, Problem, Runtime
-from megajax.systems.llm_pq.simulator import simulate
+from megajax.systems.llm_pq.problem import simulate
 from tests.plain_loop import sharp
 from tests.tiny import MODEL
 
