@@ -1,8 +1,7 @@
-"""Builds the pages of docs/api from docstrings, and finds what documents mention and nothing has.
+"""Reads the public names of packages, and finds what documents mention and nothing has.
 
 Nothing is imported: ast only. A package's public names are those of its `megajax.core.lazy.public`
-mapping, of a literal __all__, or those that it imports `as` themselves. A package without any has
-no page.
+mapping, of a literal __all__, or those that it imports `as` themselves.
 
 Checked in documents: links and their anchors; in backticks and in code blocks: files,
 `file.py:name`, dotted names of the packages, flags of the script that a command calls, and any
@@ -18,16 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
-FOLDER = "docs/api"
-PACKAGES = (
-    "megajax", "megajax.checkpoint", "megajax.core", "megajax.cost", "megajax.data",
-    "megajax.foreign",
-    "megajax.layers", "megajax.models", "megajax.monitor", "megajax.monitor.fleet",
-    "megajax.monitor.sources",
-    "megajax.parallel", "megajax.quant", "megajax.schedule", "megajax.search", "megajax.serving",
-    "megajax.systems", "megajax.systems.cdmpp", "megajax.systems.llm_pq", "megajax.systems.minder",
-    "megajax.training", "pallas_kernels",
-)  # fmt: skip
+API = "docs/api.md"
 Definition = ast.ClassDef | ast.FunctionDef | ast.Assign | ast.AnnAssign
 
 
@@ -94,129 +84,18 @@ def define(module: str, name: str, root: Path = ROOT) -> tuple[Path, Definition]
     return None
 
 
-def signature(node: ast.FunctionDef) -> str:
-    """Returns `def name(...) -> type`, a parameter a line where it does not fit into one."""
-    args = ast.unparse(node.args)
-    back = f" -> {ast.unparse(node.returns)}" if node.returns else ""
-    if len(line := f"def {node.name}({args}){back}") <= 96:
-        return line
-    each = _parameters(node.args)
-    return "\n".join([f"def {node.name}(", *(f"    {a}," for a in each), f"){back}"])
+def docstring(module: str, root: Path = ROOT) -> str:
+    """Returns the docstring of a module, '' when it has none."""
+    path = source_of(module, root)
+    return (ast.get_docstring(parse(path)) or "") if path else ""
 
 
-def _parameters(args: ast.arguments) -> list[str]:
-    """The parameters one by one, as they are written."""
-
-    def one(arg: ast.arg, default: ast.expr | None) -> str:
-        note = f": {ast.unparse(arg.annotation)}" if arg.annotation else ""
-        equals = " = " if note else "="
-        return f"{arg.arg}{note}" + (f"{equals}{ast.unparse(default)}" if default else "")
-
-    plain = [*args.posonlyargs, *args.args]
-    defaults = [None] * (len(plain) - len(args.defaults)) + list(args.defaults)
-    found = [one(a, d) for a, d in zip(plain, defaults, strict=True)]
-    if args.posonlyargs:
-        found.insert(len(args.posonlyargs), "/")
-    if args.vararg:
-        found.append(f"*{one(args.vararg, None)}")
-    elif args.kwonlyargs:
-        found.append("*")
-    found += [one(a, d) for a, d in zip(args.kwonlyargs, args.kw_defaults, strict=True)]
-    return found + ([f"**{one(args.kwarg, None)}"] if args.kwarg else [])
-
-
-def fenced(text: str, language: str = "") -> str:
-    """Returns text as a code block."""
-    return f"```{language}\n{text}\n```"
-
-
-def prose(node: ast.AST) -> list[str]:
-    """Returns a docstring as blocks of Markdown: as it is, since its columns mean something."""
-    text = ast.get_docstring(node)  # type: ignore[arg-type]
-    return [fenced(text, "text")] if text else []
-
-
-def fields(node: ast.ClassDef) -> Iterator[str]:
-    """Yields the fields of a class; those of `option` with their default and their help."""
-    for item in node.body:
-        if not isinstance(item, ast.AnnAssign) or ast.unparse(item.target).startswith("_"):
-            continue
-        line = f"{ast.unparse(item.target)}: {ast.unparse(item.annotation)}"
-        value, about = item.value, ""
-        if isinstance(value, ast.Call) and ast.unparse(value.func).endswith("option"):
-            helps = [a for a in value.args[1:2] if isinstance(a, ast.Constant)]
-            about = f"  # {helps[0].value}" if helps else ""
-            value = value.args[0] if value.args else None
-        yield line + (f" = {ast.unparse(value)}" if value is not None else "") + about
-
-
-def describe(node: Definition) -> list[str]:
-    """Returns the blocks of a definition: signature, docstring, fields and methods."""
-    if isinstance(node, ast.FunctionDef):
-        return [fenced(signature(node), "python"), *prose(node)]
-    if not isinstance(node, ast.ClassDef):
-        return [fenced(ast.unparse(node), "python")]
-    bases = [
-        *map(ast.unparse, node.bases),
-        *(f"{k.arg}={ast.unparse(k.value)}" for k in node.keywords),
-    ]
-    head = f"class {node.name}({', '.join(bases)})" if bases else f"class {node.name}"
-    blocks = [fenced("\n".join([head, *(f"    {line}" for line in fields(node))]), "python")]
-    blocks += prose(node)
-    for item in node.body:
-        public = isinstance(item, ast.FunctionDef) and not item.name.startswith("_")
-        called = isinstance(item, ast.FunctionDef) and item.name in ("__init__", "__call__")
-        if public or called:
-            marks = [f"@{ast.unparse(d)}" for d in item.decorator_list]
-            blocks += [fenced("\n".join([*marks, signature(item)]), "python"), *prose(item)]
-    return blocks
-
-
-def page(package: str, root: Path = ROOT) -> str:
-    """Returns the page of a package, '' when it lists no public names."""
-    names = public_names(package, root)
-    if not names:
-        return ""
-    about = ast.get_docstring(parse(source_of(package, root))) or ""  # type: ignore[arg-type]
-    blocks = [
-        "<!-- Made by scripts/docs.py from docstrings; do not edit. -->",
-        f"# `{package}`",
-        about,
-        "Back to the [list of packages](README.md).",
-        "\n".join(f"- [`{name}`](#{name.lower()})" for name in names),
-    ]
-    for name, module in names.items():
-        if (found := define(module, name, root)) is None:
-            raise LookupError(f"{package} lists {name}, which {module} does not define")
-        path, node = found
-        where = path.relative_to(root).as_posix()
-        up = "../" * (FOLDER.count("/") + 1)
-        blocks += [f"## {name}", f"Defined in [`{where}`]({up}{where}).", *describe(node)]
-    return "\n\n".join(blocks) + "\n"
-
-
-def pages(root: Path = ROOT) -> dict[str, str]:
-    """Returns {path of a page: its text} of the whole reference, its index first."""
-    found = {package: text for package in PACKAGES if (text := page(package, root))}
-    lines = []
-    for package in found:
-        about = ast.get_docstring(parse(source_of(package, root)))  # type: ignore[arg-type]
-        first = about.splitlines()[0] if about else "no description."
-        count = len(public_names(package, root))
-        names = "1 public name" if count == 1 else f"{count} public names"
-        lines.append(f"- [`{package}`]({package}.md): {first} ({names})")
-    index = "\n\n".join(
-        [
-            "<!-- Made by scripts/docs.py from docstrings; do not edit. -->",
-            "# API reference",
-            "The public names of each package, with their signatures and docstrings. Names that "
-            "are not listed here may change at any time, except those that a page of docs/ uses. "
-            "`uv run scripts/docs.py` makes these pages anew.",
-            "\n".join(lines),
-        ]
-    )
-    named = {f"{FOLDER}/{package}.md": text for package, text in found.items()}
-    return {f"{FOLDER}/README.md": index + "\n"} | named
+def api_packages(root: Path = ROOT) -> dict[str, str]:
+    """Returns {package: its __init__.py} of the packages that docs/api.md links, in its order."""
+    listed = root / API
+    text = listed.read_text() if listed.exists() else ""
+    files = re.findall(r"\]\(\.\./([\w/]+/__init__\.py)\)", text)
+    return {file.removesuffix("/__init__.py").replace("/", "."): file for file in files}
 
 
 # ---- documents
@@ -323,7 +202,26 @@ class Checker:
             for command in commands(text):
                 defects += self.command(command)
             found += [f"{name}: {defect}" for defect in dict.fromkeys(defects)]
-        return found
+        return [*found, *self.log(), *self.packages()]
+
+    def log(self) -> Iterator[str]:
+        """Yields the headings of docs/log that LOG.md has no link to."""
+        index = self.root / "LOG.md"
+        listed = set(re.findall(r"\]\(([^)\s]+)\)", index.read_text())) if index.exists() else set()
+        for path in sorted(self.root.glob("docs/log/*.md")):
+            for heading in re.findall(r"^## (.*)$", plain(path.read_text()), re.MULTILINE):
+                if f"docs/log/{path.name}#{slug(heading)}" not in listed:
+                    yield f"LOG.md: no line links to {heading!r} of docs/log/{path.name}"
+
+    def packages(self) -> Iterator[str]:
+        """Yields the packages of megajax that docs/ARCHITECTURE.md does not mention."""
+        page = self.root / "docs" / "ARCHITECTURE.md"
+        text = page.read_text() if page.exists() else ""
+        for name in self.files:
+            folder, _, file = name.rpartition("/")
+            if text and name.startswith("megajax/") and file == "__init__.py":
+                if not re.search(rf"{re.escape(folder)}\b", text):
+                    yield f"docs/ARCHITECTURE.md: {folder} is not mentioned"
 
     # ---- links
 

@@ -34,6 +34,7 @@ RULES = [
     (r"^(git|pip|curl|sbatch|srun|kubectl|mpirun|cp|SUPERVISE=1 sbatch) ?", "outside", ""),
     (r"MEGAJAX_TOKEN=SECRET srun ", "outside", ""),
     (r"^uv (sync|run (--extra \w+ )?(pytest|scripts/check.sh|--with))", "outside", ""),
+    (r"^uv run --group docs mkdocs (serve|build)", "outside", ""),
     (r"^for id in 0 1", "run", ""),
     (r"\.\.\.|COMMAND", "parse", ""),
     (r"launch_ray.py|supervise.py", "parse", ""),

@@ -1,10 +1,13 @@
-"""The documents: what they mention exists, the reference is fresh, the README's program runs."""
+"""The documents: what they mention exists, the site's links lead, the README's program runs."""
 
 import ast
+import importlib
+import inspect
 import pathlib
 import re
 import subprocess
 import sys
+import types
 
 import pytest
 
@@ -40,14 +43,23 @@ class Loader:
 '''
 
 
-@pytest.fixture(scope="module")
-def tools():
+def imported(name: str):
+    """A module of scripts/, whose modules import one another by their bare names."""
     sys.path.insert(0, str(ROOT / "scripts"))
     try:
-        import docs_pages
+        return importlib.import_module(name)
     finally:
         sys.path.remove(str(ROOT / "scripts"))
-    return docs_pages
+
+
+@pytest.fixture(scope="module")
+def tools():
+    return imported("docs_pages")
+
+
+@pytest.fixture(scope="module")
+def site():
+    return imported("docs_site")
 
 
 @pytest.fixture
@@ -100,20 +112,90 @@ def test_what_documents_mention_is_looked_up(tools, project):
     assert [words for words in BAD.values() if not any(words in line for line in found)] == []
 
 
-def test_the_reference_shows_signatures_and_docstrings(tools, project):
-    pages = tools.pages(project)
-    assert set(pages) == {"docs/api/README.md", "docs/api/megajax.md"}
-    text = pages["docs/api/megajax.md"]
-    assert "[`megajax/rows.py`](../../megajax/rows.py)" in text
-    assert "def read(self, rows: int, *, order=None) -> list" in text and "rows: how many." in text
+def test_public_names_are_those_that_a_package_lists(tools, project):
+    assert tools.public_names("megajax", project) == {"Loader": "megajax.rows"}
     (project / "megajax" / "__init__.py").write_text(
         'a, b, __all__ = public(__name__, {"rows": ("Loader", "Moe")})\n'
     )
     tools.parse.cache_clear()
     assert tools.public_names("megajax", project) == {
-        "Loader": "megajax.rows",
-        "Moe": "megajax.rows",
-    }
+        "Loader": "megajax.rows", "Moe": "megajax.rows",
+    }  # fmt: skip
+
+
+def test_the_site_has_a_page_for_each_package_that_the_reference_lists(site, project):
+    (project / "docs" / "api.md").write_text("[`megajax`](../megajax/__init__.py)\n")
+    assert site.pages(project)["megajax/__init__.py"] == "api/megajax.md"
+    text = site.api_page("megajax", project)
+    assert "::: megajax.rows.Loader\n    options:\n      members: ['read']" in text
+
+
+def test_links_between_files_become_links_between_pages(site, project):
+    (project / "docs" / "papers").mkdir()
+    (project / "docs" / "papers" / "a.md").write_text("# A\n")
+    (project / "picture.svg").write_text("<svg/>")
+    (project / "README.md").write_text("![seen](picture.svg) [page](docs/page.md)\n")
+    placed = site.pages(project)
+    assert site.pictures(placed, project) == {"picture.svg": "picture.svg"}
+    placed |= site.pictures(placed, project)
+
+    def linked(text: str, name: str) -> str:
+        return site.relinked(text, name, placed, project)
+
+    assert linked("[p](docs/page.md#rows)", "README.md") == "[p](page.md#rows)"
+    assert linked("[a\nb](../../README.md)", "docs/papers/a.md") == "[a\nb](../index.md)"
+    assert linked("![x](../picture.svg)", "docs/page.md") == "![x](picture.svg)"
+    assert linked("[x](../megajax/rows.py)", "docs/page.md") == "x (`megajax/rows.py`)"
+    assert linked("[`rows.py`](../megajax/rows.py)", "docs/page.md") == "`rows.py`"
+    same = "[x](#here) [y](https://example.org) [z](none.md)\n```\n[p](../README.md)\n```\n"
+    assert linked(same, "docs/page.md") == same
+
+
+def test_docstrings_become_tables_and_paragraphs(site):
+    text = inspect.cleandoc("""Reads rows.
+
+    rows: how many; none: all. order: of the rows,
+    as `pack` has it.
+    Returns: the rows. Raises: UserError for none.
+
+    More text: with a colon.
+    """)
+    assert site.described(text, ["rows", "order"], ["order"]).split("\n\n") == [
+        "Reads rows.", "More text: with a colon.",
+        "Attributes:\n    order: of the rows, as `pack` has it.",
+        "Args:\n    rows: how many; none: all.",
+        "**Returns:** the rows.", "**Raises:** `UserError` for none.",
+    ]  # fmt: skip
+    assert site.described("Only a sentence: no more.", []) == "Only a sentence: no more."
+
+
+def test_a_page_that_loads_from_another_host_is_named(site, tmp_path, caplog):
+    (tmp_path / "a.html").write_text('<script src="https://x.org/a.js"></script>')
+    (tmp_path / "b.html").write_text('<a href="https://x.org">x</a> <img src="a.svg">')
+    (tmp_path / "c.css").write_text("@import url(//x.org/c.css);")
+    site.on_post_build(types.SimpleNamespace(site_dir=tmp_path))
+    assert [record.args[0] for record in caplog.records] == ["a.html", "c.css"]
+
+
+def test_each_finding_has_a_line_in_the_log(tools, project):
+    (project / "docs" / "log").mkdir()
+    (project / "docs" / "log" / "2026-Q4.md").write_text("# Q4\n## 2026-11-29: a, b\n")
+    (project / "README.md").write_text("")
+    (project / "LOG.md").write_text("# Log\n")
+    (defect,) = tools.Checker(project).check()
+    assert "no line links to '2026-11-29: a, b' of docs/log/2026-Q4.md" in defect
+    (project / "LOG.md").write_text("[a](docs/log/2026-Q4.md#2026-11-29-a-b)\n")
+    assert tools.Checker(project).check() == []
+
+
+def test_the_architecture_names_each_package(tools, project):
+    (project / "README.md").write_text("")
+    (project / "docs" / "ARCHITECTURE.md").write_text("`megajax/rows.py`\n")
+    assert tools.Checker(project).check() == []
+    (project / "megajax" / "new").mkdir()
+    (project / "megajax" / "new" / "__init__.py").write_text("")
+    (defect,) = tools.Checker(project).check()
+    assert "megajax/new is not mentioned" in defect
 
 
 def example() -> str:
