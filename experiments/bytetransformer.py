@@ -35,7 +35,7 @@ from megajax.core.errors import UserError
 from megajax.models.encoder_config import PRESETS as MODELS
 from megajax.models.encoder_config import EncoderConfig
 from megajax.monitor import results
-from pallas_kernels.attention.cases import paper_lengths
+from pallas_kernels.cases import paper_lengths
 
 ALPHAS = (0.1, 0.6, 1.0)  # average over longest; the paper's is 0.6
 PAPER_LENGTHS = "64,128,256,384,512,768,1024"

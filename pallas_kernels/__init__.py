@@ -5,7 +5,6 @@ Imports jax, numpy and absl only; knows nothing of megajax.
 
 from pallas_kernels.attention.api import packed_attention as packed_attention
 from pallas_kernels.attention.api import varlen_attention as varlen_attention
-from pallas_kernels.attention.paged import paged_attention as paged_attention
 from pallas_kernels.collective.api import all_gather_matmul as all_gather_matmul
 from pallas_kernels.collective.api import matmul_all_reduce as matmul_all_reduce
 from pallas_kernels.collective.api import matmul_reduce_scatter as matmul_reduce_scatter
@@ -18,6 +17,7 @@ from pallas_kernels.packing.api import PackInfo as PackInfo
 from pallas_kernels.packing.api import bucket as bucket
 from pallas_kernels.packing.api import pack as pack
 from pallas_kernels.packing.api import unpack as unpack
+from pallas_kernels.paged.api import paged_attention as paged_attention
 from pallas_kernels.quant_gemm.api import pack_weight as pack_weight
 from pallas_kernels.quant_gemm.api import quant_matmul as quant_matmul
 from pallas_kernels.quantize.api import dequantize_add as dequantize_add

@@ -199,10 +199,25 @@ def peaks(n: int = 8192, clock: Clock = device_clock) -> dict[str, Any]:
     }
 
 
+# The folders with kernels. Each has cases.py (CASES), bench.py (checks, what is timed, tunings) and
+# configs.py (what report.py compiles); those of collective and expert have names of their own.
+FOLDERS = (
+    "attention",
+    "collective",
+    "expert",
+    "gemm",
+    "grouped",
+    "norm",
+    "paged",
+    "quant_gemm",
+    "quantize",
+    "tile_sparse",
+)
+
+
 def module_of(folder: str, what: str) -> Any:
-    """A kernel folder's 'bench' or 'cases'; those of paged attention lie beside attention's."""
-    place = "attention.paged_" if folder == "paged" else f"{folder}."
-    return importlib.import_module(f"pallas_kernels.{place}{what}")
+    """Returns a module of a kernel folder, 'bench', 'cases' or 'configs'."""
+    return importlib.import_module(f"pallas_kernels.{folder}.{what}")
 
 
 def memory_rate(device_kind: str) -> float:

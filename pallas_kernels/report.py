@@ -17,30 +17,9 @@ from typing import Any
 
 import jax
 
-from pallas_kernels import aot
-from pallas_kernels.attention import configs as attention
-from pallas_kernels.attention import paged_configs as paged
-from pallas_kernels.collective import configs as collective
-from pallas_kernels.expert import configs as expert
-from pallas_kernels.gemm import configs as gemm
-from pallas_kernels.grouped import configs as grouped
-from pallas_kernels.norm import configs as norm
-from pallas_kernels.quant_gemm import configs as quant_gemm
-from pallas_kernels.quantize import configs as quantize
-from pallas_kernels.tile_sparse import configs as tile_sparse
+from pallas_kernels import aot, bench
 
-FOLDERS = {
-    "attention": attention,
-    "collective": collective,
-    "expert": expert,
-    "gemm": gemm,
-    "grouped": grouped,
-    "norm": norm,
-    "paged": paged,
-    "quant_gemm": quant_gemm,
-    "quantize": quantize,
-    "tile_sparse": tile_sparse,
-}
+FOLDERS = {folder: bench.module_of(folder, "configs") for folder in bench.FOLDERS}
 DOCUMENTED = (ast.Module, ast.FunctionDef, ast.ClassDef)
 
 

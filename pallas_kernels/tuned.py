@@ -41,7 +41,7 @@ Key = Mapping[str, str | bool | int]
 
 @dataclasses.dataclass(frozen=True)
 class Tuning:
-    """One measurement that a table may hold; a kernel folder's configs.py lists its own.
+    """One measurement that a table may hold; a kernel folder's bench.py lists its own (`tunings`).
 
     op, key: as the kernel's api looks them up. candidates: frozen dataclasses, legal on the target,
     the heuristic's first. function: (candidate, interpret) -> what is timed. inputs: (random key)

@@ -377,7 +377,7 @@ MANY_PARAMETERS: set[tuple[str, str]] = {
     ("tensor.py", "attend"),
     ("tensor.py", "local_attend"),
     ("expert.py", "expert"),
-    ("paged.py", "paged_attention"),
+    ("api.py", "paged_attention"),
     ("engine.py", "__init__"),
     ("runtime.py", "__init__"),
     ("server.py", "prometheus"),

@@ -26,8 +26,8 @@ from megajax.models import encoder
 from megajax.models.encoder_config import EncoderConfig
 from pallas_kernels import bench, packed_attention
 from pallas_kernels.attention import hopper_backward, hopper_forward
-from pallas_kernels.attention.cases import paper_lengths
 from pallas_kernels.attention.ranges import Rows, packed_rows, useful_pairs
+from pallas_kernels.cases import paper_lengths
 from pallas_kernels.dispatch import Implementation
 
 # ---- pairs that attention visits

@@ -10,7 +10,7 @@ from typing import Any
 from experiments.reports import bytetransformer
 from megajax.monitor.results import table
 from pallas_kernels import bench
-from pallas_kernels.attention.cases import paper_lengths
+from pallas_kernels.cases import paper_lengths
 
 # ---- what gpu_check.py wrote
 #

@@ -1,25 +1,15 @@
-"""What both passes of attention on Hopper share: rows of a warpgroup, tables, tiles of logits.
+"""What both passes of packed attention on Hopper share: short segments, slopes, tables of tiles.
 
 Legend: as hopper_forward.py.
 """
 
-import math
-from typing import Any
-
 import jax
-import jax.experimental.pallas as pl
-import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
-from jax import lax
 
-from pallas_kernels.attention.reference import Spec
-from pallas_kernels.hopper.memory import swizzled
+from pallas_kernels.hopper.cards import ROWS
 
-LOG2E = math.log2(math.e)
 WARPGROUPS = 2
-ROWS = 64  # of a warpgroup: the M of every wgmma instruction
 BLOCK_Q = WARPGROUPS * ROWS
-WGMMA = plgpu.Layout.WGMMA
 
 
 def short_rows(longest: int | None, most: int) -> int:
@@ -45,11 +35,6 @@ def pad(x: jax.Array, multiple: int, axis: int = 0) -> jax.Array:
     return jnp.pad(x, widths)
 
 
-def staging(shape: tuple[int, ...], dtype, interpret: bool) -> Any:
-    """Returns memory for the left operand of an interpreted `multiply_into`; a GPU needs none."""
-    return swizzled(shape, dtype) if interpret else plgpu.SMEM(shape[:-2], jnp.int32)
-
-
 def block_table(spans: jax.Array, own: int) -> jax.Array:
     """(C, 2 + 4 own): the tiles a thread block loads, then each warpgroup's span among them.
 
@@ -62,44 +47,3 @@ def block_table(spans: jax.Array, own: int) -> jax.Array:
     first = jnp.minimum(first, last)
     spans = jnp.where(empty[..., None], first[:, None, None], spans)
     return jnp.concatenate([first[:, None], last[:, None], spans.reshape(-1, 4 * own)], axis=1)
-
-
-def product(lefts, rights, shape: tuple[int, int], meanwhile=lambda: None):
-    """The sum of left right^T over pieces of the columns, all in shared memory.
-
-    meanwhile: runs before the wait for the result.
-    """
-
-    def run(acc_ref):
-        for left, right in zip(lefts, rights, strict=True):
-            plgpu.wgmma(acc_ref, left, right.transpose((1, 0)))
-        meanwhile()
-        return acc_ref[...]
-
-    return pl.run_scoped(run, plgpu.ACC(shape, jnp.float32))
-
-
-def row_vector(ref, start):
-    """64 values, one a row of a wgmma result."""
-    return plgpu.load(ref.at[pl.ds(start, ROWS)], layout=WGMMA.reduce(1), optimized=False)
-
-
-def by_row(x, shape):
-    """Spreads one value a row over the columns."""
-    return lax.broadcast_in_dim(x, shape, [0])
-
-
-def logits(s, key, own, slope, spec: Spec):
-    """Returns (base-2 logits before the mask from s = q k; the natural ones' derivative by s).
-
-    key, own: int32 like s; own None: no ALiBi.
-    """
-    change = spec.scale
-    if spec.softcap is None:
-        s = s * (spec.scale * LOG2E)
-    else:
-        bounded = jnp.tanh(s * (spec.scale / spec.softcap))
-        s, change = bounded * (spec.softcap * LOG2E), spec.scale * (1 - bounded * bounded)
-    if own is not None:
-        s -= slope * jnp.abs(own - key).astype(jnp.float32)
-    return s, change

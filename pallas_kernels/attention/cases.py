@@ -6,15 +6,11 @@ FLOPs count useful pairs only: 4 K a pair and query head forward, 2.5 times that
 
 import dataclasses
 
-import numpy as np
-
-# H200 (datasheet, dense): bf16 FLOP/s and HBM bytes a second.
-PEAK_FLOPS, PEAK_BYTES = 989.5e12, 4.8e12
-PAPER_BATCH, PAPER_ALPHA = 16, 0.6  # ByteTransformer section 4: sequences, average over longest
+from pallas_kernels.cases import Workload, paper_lengths
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
+class Case(Workload):
     """One workload: segment lengths (of queries and keys alike), heads (H, G), head width."""
 
     name: str
@@ -42,23 +38,6 @@ class Case:
         H, G = self.heads
         wide = self.tokens * self.width * 2
         return wide * (2 * H + 2 * G) * (2 if backward else 1) + 4 * self.tokens * H
-
-    def floor_s(self, backward: bool = False, bytes_per_s: float = PEAK_BYTES) -> float:
-        """No kernel is faster on a Hopper GPU with such memory; H200's by default."""
-        return max(self.flops(backward) / PEAK_FLOPS, self.bytes(backward) / bytes_per_s)
-
-
-def paper_lengths(
-    longest: int, batch: int = PAPER_BATCH, seed: int = 0, alpha: float = PAPER_ALPHA
-) -> tuple[int, ...]:
-    """ByteTransformer's draw (its benchmark): uniform in [2 average - longest, longest].
-
-    alpha: average over longest; below a half, uniform in [0, 2 average].
-    """
-    average = int(alpha * longest)
-    least, most = max(2 * average - longest, 0), min(2 * average, longest)
-    drawn = np.random.default_rng(seed).integers(least, most + 1, batch)
-    return tuple(int(n) for n in drawn)
 
 
 def dense(width: int, length: int, causal: bool) -> Case:

@@ -60,6 +60,5 @@ def program(name: str) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, i
 
 def sources(name: str) -> tuple[pathlib.Path, ...]:
     """The files that make a configuration's kernels."""
-    backward = ("hopper_backward.py", "hopper_backward_tile.py")
-    own = ("hopper_forward.py",) if name.startswith("forward") else backward
-    return tuple(FOLDER / file for file in ("blocks.py", *own))
+    kernel = "hopper_forward.py" if name.startswith("forward") else "hopper_backward.py"
+    return tuple(FOLDER / file for file in ("blocks.py", "../hopper/logits.py", kernel))

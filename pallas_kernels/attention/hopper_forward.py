@@ -37,27 +37,22 @@ from jax import lax
 from pallas_kernels import interpret as interpreter
 from pallas_kernels.attention.blocks import (
     BLOCK_Q,
-    LOG2E,
-    ROWS,
     WARPGROUPS,
     block_table,
-    by_row,
-    logits,
     pad,
-    product,
     row_slopes,
-    row_vector,
     short_rows,
-    staging,
 )
 from pallas_kernels.attention.ranges import Rows, visits
 from pallas_kernels.attention.reference import LOWEST, Spec
 from pallas_kernels.hopper import tiles as limits
+from pallas_kernels.hopper.cards import ROWS
+from pallas_kernels.hopper.epilogue import WGMMA
+from pallas_kernels.hopper.logits import LOG2E, by_row, logits, product, row_vector, staging
 from pallas_kernels.hopper.memory import number, swizzled, varying_as
 from pallas_kernels.work import attention
 
 HEADS = 8  # of a tile at most: TMA writes whole tiles of 8 rows
-WGMMA = plgpu.Layout.WGMMA
 SMALL_BYTES = 3 * 1024  # (measured, deviceless: what barriers and staging take beside the tiles)
 
 
@@ -282,7 +277,7 @@ class _Warpgroup:
         """Returns (weights, maximum, total, the factor of sums so far)."""
         shape = s.shape
         key = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=WGMMA) + self.tiles[c] * shape[1]
-        s, _ = logits(s, key, *self.bias, self.spec)
+        s, _ = logits(s, key, *self.bias, self.spec.scale, self.spec.softcap)
         if masked:
             lo, hi = (by_row(x, shape) for x in self.span)
             s = jnp.where((key >= lo) & (key < hi), s, -jnp.inf)

@@ -14,11 +14,13 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import arguments, dispatch, tuned
-from pallas_kernels.gemm import hopper, reference, scaled
+from pallas_kernels.gemm import hopper, reference
+from pallas_kernels.gemm.reference import Scales
 from pallas_kernels.hopper.activations import ACTIVATIONS, Activation, Spec
 
 Array = jax.Array
 DTYPES = ("bfloat16", "float16", "float32")
+DTYPES_8 = ("int8", "float8_e4m3fn", "float8_e5m2")
 OP = "fused_gemm"
 
 
@@ -64,15 +66,15 @@ def fused_gemm(
     )
     if out_dtype is not None:
         out_dtype = arguments.dtype_name(OP, "out_dtype", out_dtype, DTYPES)
-    bits8 = scaled.fits(x_xK, w_KN)
-    out_dtype = out_dtype or ("bfloat16" if bits8 else x_xK.dtype.name)
+    small = has_8_bits(x_xK, w_KN)
+    out_dtype = out_dtype or ("bfloat16" if small else x_xK.dtype.name)
     _check(x_xK, w_KN, bias, activation, residual, out_dtype)
     bias_N = None if bias is None else bias.astype(jnp.float32)
-    if bits8:
-        return scaled.product(
+    if small:
+        return _scaled(
             x_xK,
             w_KN,
-            reference.Scales(x_scale, w_scale),
+            Scales(x_scale, w_scale),
             bias_N,
             residual,
             activation=activation,
@@ -207,10 +209,10 @@ def _check(
 ) -> None:
     if x.ndim < 1 or w.ndim != 2 or x.shape[-1] != w.shape[0]:
         raise ValueError(f"{OP}: x {x.shape} and w {w.shape} must be (..., K) and (K, N)")
-    if not scaled.fits(x, w) and (x.dtype.name not in DTYPES or w.dtype != x.dtype):
+    if not has_8_bits(x, w) and (x.dtype.name not in DTYPES or w.dtype != x.dtype):
         raise ValueError(
             f"{OP}: x {x.dtype} and w {w.dtype} must have one type of "
-            f"{', '.join(DTYPES + scaled.DTYPES)}"
+            f"{', '.join(DTYPES + DTYPES_8)}"
         )
     if activation not in ACTIVATIONS:
         raise ValueError(f"{OP}: activation={activation!r}; there are {ACTIVATIONS}")
@@ -225,3 +227,98 @@ def _check(
             f"{OP}: residual {residual.dtype}{residual.shape} must be like the result, "
             f"{out_dtype}{shape}"
         )
+
+
+# ---- operands of 8 bits
+#
+# Scales come with the values, one for each row of x and each column of w: quantized is x = values *
+# scale. Not here: gradients (an 8-bit operand has none), scales of blocks of K, what quantizes.
+
+
+class ScaledStatic(NamedTuple):
+    """What is static: who computes, the mathematics, the tile."""
+
+    implementation: str
+    spec: Spec
+    tile: hopper.Tile
+
+
+def has_8_bits(x_xK: Array, w_KN: Array) -> bool:
+    """Whether an operand has 8 bits, so that the product has scales and no gradients."""
+    return x_xK.dtype.name in DTYPES_8 or w_KN.dtype.name in DTYPES_8
+
+
+def _scaled(
+    x_xK: Array,
+    w_KN: Array,
+    scales: Scales,
+    bias_N: Array | None,
+    residual_xN: Array | None,
+    *,
+    activation: Activation | None,
+    out_dtype: str,
+    implementation: dispatch.Implementation | None,
+) -> Array:
+    """Returns fused_gemm of checked arguments. scales: (x's rows), (N,)."""
+    _check_scaled(x_xK, w_KN, scales)
+    x_MK, N = x_xK.reshape(-1, x_xK.shape[-1]), w_KN.shape[1]
+    M, K = x_MK.shape
+    residual_MN = None if residual_xN is None else residual_xN.reshape(M, N)
+    x_M = None if scales.x_M is None else scales.x_M.reshape(M)
+    spec = Spec(activation, out_dtype)
+    reasons = [] if M * K * N else [f"needs something to compute, found M={M}, N={N}, K={K}"]
+    static = ScaledStatic(
+        dispatch.choose(OP, implementation, reasons, [None]),  # scripts/tune.py times none yet
+        spec,
+        hopper.heuristic_scaled(M, N, K, spec=spec, residual=residual_xN is not None),
+    )
+    with arguments.reverse_only(OP):
+        y_MN = _scaled_product(
+            *dispatch.alike((x_MK, w_KN, scales._replace(x_M=x_M), bias_N, residual_MN)), static
+        )
+    return y_MN.reshape(*x_xK.shape[:-1], N)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5,))
+def _scaled_product(x_MK, w_KN, scales, bias_N, residual_MN, static: ScaledStatic) -> Array:
+    return dispatch.run(
+        static.implementation,
+        functools.partial(hopper.multiply_scaled, spec=static.spec, tile=static.tile),
+        functools.partial(reference.scaled, spec=static.spec),
+        x_MK,
+        w_KN,
+        scales,
+        bias_N,
+        residual_MN,
+        op=OP,
+    )
+
+
+def _refuse(x_MK, w_KN, scales, bias_N, residual_MN, static):
+    raise NotImplementedError(
+        f"{OP}: a product of {x_MK.dtype} and {w_KN.dtype} has no gradients; multiply 16-bit "
+        "operands where there are some, or stop them (jax.lax.stop_gradient) before the call"
+    )
+
+
+_scaled_product.defvjp(_refuse, _refuse)
+
+
+def _check_scaled(x: Array, w: Array, scales: Scales) -> None:
+    types = x.dtype.name, w.dtype.name
+    if not set(types) <= set(DTYPES_8) or ("int8" in types and types[0] != types[1]):
+        raise ValueError(
+            f"{OP}: x {types[0]} and w {types[1]} must both be int8, or both float8 "
+            "(float8_e4m3fn, float8_e5m2)"
+        )
+    expected = (
+        ("x_scale", scales.x_M, x.shape[:-1], "x's rows"),
+        ("w_scale", scales.w_N, w.shape[1:], "w's columns"),
+    )
+    for name, scale, shape, rows in expected:
+        if scale is None:
+            continue
+        if scale.shape != shape or not jnp.issubdtype(scale.dtype, jnp.floating):
+            raise ValueError(
+                f"{OP}: {name} {scale.dtype}{scale.shape} must be floating, {shape}: {rows}"
+            )

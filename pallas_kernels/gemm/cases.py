@@ -7,14 +7,14 @@ Legend: M rows (tokens), K contracted, N columns.
 
 import dataclasses
 
-from pallas_kernels.attention.cases import PAPER_ALPHA, PAPER_BATCH, PEAK_BYTES, PEAK_FLOPS
+from pallas_kernels.cases import PAPER_ALPHA, PAPER_BATCH, Workload
 from pallas_kernels.hopper.activations import Activation
 
 BUCKET = 128  # (chosen: capacities of packed tokens are multiples of it)
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
+class Case(Workload):
     """One product with its epilogue; 16-bit operands and results, a float32 bias.
 
     trained: whether its gradients are worth tuning.
@@ -38,10 +38,6 @@ class Case:
         x, w, y = self.M * self.K, self.K * self.N, self.M * self.N
         wide = 2 * (x + w) + y * (1 + (self.activation is not None))
         return 2 * (wide if backward else x + w + y * (1 + self.residual)) + 4 * self.N * self.bias
-
-    def floor_s(self, backward: bool = False, bytes_per_s: float = PEAK_BYTES) -> float:
-        """No kernel is faster on a Hopper GPU with such memory; H200's by default."""
-        return max(self.flops(backward) / PEAK_FLOPS, self.bytes(backward) / bytes_per_s)
 
 
 def bert(longest: int) -> tuple[Case, ...]:

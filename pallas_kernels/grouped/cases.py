@@ -11,13 +11,13 @@ import dataclasses
 
 import numpy as np
 
-from pallas_kernels.attention.cases import PEAK_BYTES, PEAK_FLOPS
+from pallas_kernels.cases import Workload
 
 TOKENS = 8192  # of a device's batch (chosen: two sequences of 4096)
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
+class Case(Workload):
     """One grouped product of 16-bit operands. hot: the share of all rows that one group has."""
 
     name: str
@@ -42,10 +42,6 @@ class Case:
         """Forward: lhs, rhs, y; backward: lhs, rhs, dy, dlhs, drhs."""
         lhs, rhs, y = self.M * self.K, self.G * self.K * self.N, self.M * self.N
         return 2 * ((2 * lhs + 2 * rhs + y) if backward else lhs + rhs + y)
-
-    def floor_s(self, backward: bool = False, bytes_per_s: float = PEAK_BYTES) -> float:
-        """No kernel is faster on a Hopper GPU with such memory; H200's by default."""
-        return max(self.flops(backward) / PEAK_FLOPS, self.bytes(backward) / bytes_per_s)
 
 
 def experts(model: str, G: int, top_k: int, width: int, hidden: int) -> tuple[Case, ...]:

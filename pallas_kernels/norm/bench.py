@@ -15,8 +15,8 @@ import numpy as np
 
 import pallas_kernels
 from pallas_kernels import PackInfo, bench, rivals, tuned
-from pallas_kernels.attention.cases import paper_lengths
 from pallas_kernels.bench import Side
+from pallas_kernels.cases import paper_lengths
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.norm import api, hopper, reference
 from pallas_kernels.norm.cases import CASES as CASES

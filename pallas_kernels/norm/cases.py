@@ -6,16 +6,14 @@ are counted as long as they are written. Scale, offset and bias are a few kiloby
 """
 
 import dataclasses
+from typing import ClassVar
 
-from pallas_kernels.attention.cases import paper_lengths
+from pallas_kernels.cases import LANE_FLOPS, Workload, paper_lengths
 from pallas_kernels.norm import reference
-
-# H200 (datasheet): float32 FLOP/s outside the tensor cores and HBM bytes a second.
-PEAK_FLOPS, PEAK_BYTES = 67e12, 4.8e12
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
+class Case(Workload):
     """One workload of 16-bit rows. centred: LayerNorm with an offset, else RMSNorm.
 
     added: a residual, and backward a gradient of h. bias: is added too. padded_rows: where y is
@@ -30,6 +28,8 @@ class Case:
     bias: bool = False
     padded_rows: int = 0
 
+    PEAK_FLOPS: ClassVar[float] = LANE_FLOPS
+
     def flops(self, backward: bool = False) -> float:
         """Counted from the formulas in reference.py: one for each element and operation."""
         each = reference.flops(self.centred, backward, self.added, self.bias)
@@ -43,10 +43,6 @@ class Case:
             kept = self.added or self.bias or bool(self.padded_rows)
             rows = self.rows * (1 + self.added + kept) + (self.padded_rows or self.rows)
         return 2.0 * rows * self.width
-
-    def floor_s(self, backward: bool = False, bytes_per_s: float = PEAK_BYTES) -> float:
-        """No kernel is faster on a Hopper GPU with such memory; H200's by default."""
-        return max(self.flops(backward) / PEAK_FLOPS, self.bytes(backward) / bytes_per_s)
 
 
 PAPER_TOKENS = -(-sum(paper_lengths(1024)) // 128) * 128

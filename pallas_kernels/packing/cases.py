@@ -5,14 +5,12 @@ Bytes: a packed row is read and written once; what pads is written (unpack) but 
 
 import dataclasses
 
-from pallas_kernels.attention.cases import paper_lengths
+from pallas_kernels.cases import Workload, paper_lengths
 from pallas_kernels.packing.api import bucket
-
-PEAK_BYTES = 4.8e12  # H200 (datasheet)
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
+class Case(Workload):
     """Sequences of these lengths in padded rows of 16-bit vectors; `backward` swaps the two."""
 
     name: str
@@ -35,10 +33,6 @@ class Case:
         padded = self.unpacks != backward
         written = len(self.lengths) * self.longest if padded else self.capacity
         return 2.0 * self.width * (sum(self.lengths) + written)
-
-    def floor_s(self, backward: bool = False, bytes_per_s: float = PEAK_BYTES) -> float:
-        """No kernel is faster on a Hopper GPU with such memory; H200's by default."""
-        return self.bytes(backward) / bytes_per_s
 
 
 CASES = tuple(

@@ -7,14 +7,14 @@ Legend: M rows (tokens), K contracted, N columns.
 
 import dataclasses
 
-from pallas_kernels.attention.cases import PEAK_BYTES, PEAK_FLOPS
+from pallas_kernels.cases import Workload
 from pallas_kernels.hopper.activations import Activation
 from pallas_kernels.quant_gemm.reference import Spec
 from pallas_kernels.quantize.reference import code_bytes, groups_of
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
+class Case(Workload):
     """One product: bf16 activations and results, codes of `bits`, float32 scales of groups."""
 
     name: str
@@ -43,10 +43,6 @@ class Case:
         numbers = 4 * groups_of(self.K, self.group) * self.N * (1 + self.zeros)
         weight = code_bytes(self.K, self.bits) * self.N + numbers
         return weight + 2 * (self.M * self.K + self.M * self.N) + 4 * self.N * self.bias
-
-    def floor_s(self, backward: bool = False, bytes_per_s: float = PEAK_BYTES) -> float:
-        """Seconds that no kernel can beat on a Hopper GPU; bytes_per_s: of its memory, H200's."""
-        return max(self.flops(backward) / PEAK_FLOPS, self.bytes(backward) / bytes_per_s)
 
 
 # Llama 3 8B: width 4096, hidden width 14336, queries, keys and values 6144 together; Llama 3 70B:

@@ -98,4 +98,4 @@ def program(name: str) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, i
 
 def sources(name: str) -> tuple[pathlib.Path, ...]:
     """The files that make a configuration's kernel."""
-    return *(FOLDER / f"{file}.py" for file in ("hopper", "roles", "pairs", "registers")), *FILES
+    return *(FOLDER / f"{file}.py" for file in ("hopper", "pairs", "registers")), *FILES

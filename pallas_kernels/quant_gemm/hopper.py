@@ -7,7 +7,7 @@ The weight becomes the left operand, the one that wgmma can take from registers:
 
     producer      TMA: packed bytes, scales, zeros of a step, x -> ready[s]
     each compute  wait ready[s] | 64 of K: words -> codes -> w^T in registers (registers.py) | wgmma
-                  | the next 64, while the tensor core multiplies | arrive free[s]  (roles.py)
+                  | the next 64, while the tensor core multiplies | arrive free[s]
     epilogue      sums | bias, activation | shared memory | TMA to y (tokens, columns)
 
 Because the sides are exchanged, a tile's block_m counts columns of the weight here, 128 for each
@@ -27,7 +27,7 @@ Legend: M tokens, N columns, K contracted, G groups of K, P rows of packed bytes
 import dataclasses
 import functools
 import itertools
-from typing import Any, cast
+from typing import Any, cast, override
 
 import jax
 import jax.experimental.pallas as pl
@@ -41,7 +41,7 @@ from pallas_kernels.hopper.activations import activate_tile
 from pallas_kernels.hopper.cards import SMS
 from pallas_kernels.hopper.epilogue import Staging
 from pallas_kernels.hopper.memory import PIECE, pad, span, up, varying_as
-from pallas_kernels.quant_gemm import pairs, reference, registers, roles
+from pallas_kernels.quant_gemm import pairs, reference, registers
 from pallas_kernels.quant_gemm.reference import Spec
 from pallas_kernels.quant_gemm.registers import COLUMNS, DEPTH, WORDS
 
@@ -367,6 +367,93 @@ def _launch(given, *, spec, tile, interpret, blocks):
     return varying_as(given["x"], found["y"][..., :M, :N])
 
 
+# ---- the orders in which a warpgroup waits for a step, multiplies by it and gives its buffers back
+#
+# The left operand of wgmma is in registers here. Registers that a wgmma reads may not be written
+# before `wgmma.wait_group` has told that it is over (PTX ISA, section wgmma.mma_async).
+
+
+@dataclasses.dataclass(frozen=True)
+class Product(engine.Product):
+    """The engine's roles, but the products of a step are over before the next is dequantized.
+
+    The engine leaves the products of one step in flight. Here the next step would overwrite
+    registers that they still read.
+    """
+
+    @override
+    def _product(self, where, live, multiply, *accumulators):
+        ring, first, steps = where
+        assert live is None
+
+        @pl.loop(first, first + steps)
+        def _(i):
+            buffer = self._buffer(ring, i)
+            plgpu.barrier_wait(self.ready.at[buffer])
+            multiply(i - first, buffer, *accumulators)
+            plgpu.wgmma_wait(0)
+            plgpu.barrier_arrive(self.free.at[buffer])
+
+        return tuple(accumulator[...] for accumulator in accumulators)
+
+
+class Flowing(Product):
+    """A Product whose last 64 of K of a step are multiplied while the next step is dequantized.
+
+    `multiply(place, s, buffer, acc, over)` leaves at most its last product in flight, and calls
+    over() as soon as those of the step before are done.
+    """
+
+    @override
+    def _product(self, where, live, multiply, *accumulators):
+        ring, first, steps = where
+        assert live is None
+
+        def step(i, over):
+            buffer = self._buffer(ring, i)
+            plgpu.barrier_wait(self.ready.at[buffer])
+            multiply(i - first, buffer, *accumulators, over)
+
+        def release(i):
+            plgpu.barrier_arrive(self.free.at[self._buffer(ring, i)])
+
+        step(first, lambda: None)
+
+        @pl.loop(first + 1, first + steps)
+        def _(i):
+            step(i, lambda: release(i - 1))
+
+        plgpu.wgmma_wait(0)
+        release(first + steps - 1)
+        return tuple(accumulator[...] for accumulator in accumulators)
+
+
+class Grouped(Product):
+    """A Product for steps whose sums are scaled before they are added to the sums so far.
+
+    `multiply(place, s, buffer, sums)` returns the new sums.
+    """
+
+    @override
+    def _product(self, where, live, multiply, *accumulators):
+        ring, first, steps = where
+        assert live is None
+        zeros = plgpu.layout_cast(jnp.zeros(accumulators[0].shape, jnp.float32), plgpu.Layout.WGMMA)
+
+        @pl.loop(first, first + steps, init_carry=zeros)
+        def total(i, sums):
+            buffer = self._buffer(ring, i)
+            plgpu.barrier_wait(self.ready.at[buffer])
+            sums = multiply(i - first, buffer, sums)
+            plgpu.barrier_arrive(self.free.at[buffer])
+            return sums
+
+        return (total,)
+
+
+# ---- the kernel
+
+
 def _body(
     gmem, *, spec, tile, grid, clusters, interpret,
     x_smem, words_smem, scales_smem, y_smem, ready, free, **more,
@@ -377,7 +464,7 @@ def _body(
     exact = scales_sums(spec, tile.block_n)
     paired = scales_pairs(spec, tile.block_n, gmem["x"].dtype)
     flows = paired and tile.block_k // parts_of(tile) > DEPTH
-    kind = roles.Grouped if exact else roles.Flowing if flows else roles.Product
+    kind = Grouped if exact else Flowing if flows else Product
     product = kind(tile, ready, free, steps, lax.axis_index("block"), clusters)
     columns, parts = columns_of(tile), parts_of(tile)
     column, part = product.warpgroup, jnp.int32(0)

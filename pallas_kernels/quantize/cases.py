@@ -5,15 +5,14 @@ fill a GPU's memory system. Bytes count every array once: numbers, and payloads 
 """
 
 import dataclasses
+from typing import ClassVar
 
+from pallas_kernels.cases import LANE_FLOPS, Workload
 from pallas_kernels.quantize.reference import flops, payload_bytes
-
-# H200 (datasheet): float32 FLOP/s outside the tensor cores and HBM bytes a second.
-PEAK_FLOPS, PEAK_BYTES = 67e12, 4.8e12
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
+class Case(Workload):
     """One call. op: of api.py. elements: of x, of the sum, of main or of the copy.
 
     payloads: rows that are read or written. places: parts of a row (nodes). pieces: rows that the
@@ -32,6 +31,8 @@ class Case:
     wide: bool = True
     random: bool = False
     hadamard: bool = True
+
+    PEAK_FLOPS: ClassVar[float] = LANE_FLOPS
 
     def bytes(self, backward: bool = False) -> float:
         """What is read and written, once. backward: there is none, 0."""
@@ -58,10 +59,6 @@ class Case:
         if backward:
             return 0.0
         return self.elements * flops(self.op, self.payloads, self.random)
-
-    def floor_s(self, backward: bool = False, bytes_per_s: float = PEAK_BYTES) -> float:
-        """No kernel is faster on a Hopper GPU with such memory; H200's by default."""
-        return max(self.flops(backward) / PEAK_FLOPS, self.bytes(backward) / bytes_per_s)
 
 
 ALL = 2**26

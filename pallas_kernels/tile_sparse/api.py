@@ -17,8 +17,9 @@ import jax.numpy as jnp
 
 from pallas_kernels import arguments, dispatch, tuned
 from pallas_kernels.hopper.activations import ACTIVATIONS, Activation, Spec, activate
+from pallas_kernels.hopper.cards import SMS
 from pallas_kernels.hopper.tiles import Tile
-from pallas_kernels.tile_sparse import gradients, hopper, hopper_weights, reference
+from pallas_kernels.tile_sparse import hopper, hopper_weights, reference
 from pallas_kernels.tile_sparse.format import Pattern, TileSparse
 
 Array = jax.Array
@@ -153,6 +154,30 @@ def _forward(x_xK, slots_Skn, bias_P, pattern, static):
     return y_xP, (x_xK, slots_Skn, bias_P is not None, z_xP, pattern)
 
 
+def hopper_gradients(
+    x_xK: jax.Array,
+    slots_Skn: jax.Array,
+    dz_xP: jax.Array,
+    pattern: Pattern,
+    *,
+    tile_dx: Tile,
+    tile_dw: Tile,
+    interpret: bool = False,
+    blocks: int = SMS,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns what reference.backward does, by both kernels, for bf16 and f16.
+
+    blocks: thread blocks, one an SM. A result of 8 or 16 columns is too narrow for wgmma: with such
+    chunks dx is one dense product.
+    """
+    static = {"interpret": interpret, "blocks": blocks}
+    if pattern.together > 1:
+        dx_xK = reference.gradient(dz_xP, slots_Skn, pattern)
+    else:
+        dx_xK = hopper.gradient(dz_xP, slots_Skn, pattern, tile=tile_dx, **static)
+    return dx_xK, hopper_weights.weights(x_xK, dz_xP, pattern, tile=tile_dw, **static)
+
+
 def _backward(static, saved, dy_xP):
     x_xK, slots_Skn, biased, z_xP, pattern = saved
     dz_xP = dy_xP.astype(jnp.float32)
@@ -162,7 +187,7 @@ def _backward(static, saved, dy_xP):
     dbias_P = dz_xP.sum(range(dz_xP.ndim - 1)) if biased else None
     dx_xK, dslots_Skn = dispatch.run(
         static.backward,
-        functools.partial(gradients.backward, tile_dx=static.tile_dx, tile_dw=static.tile_dw),
+        functools.partial(hopper_gradients, tile_dx=static.tile_dx, tile_dw=static.tile_dw),
         reference.backward,
         x_xK,
         slots_Skn,

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from pallas_kernels.attention.cases import PEAK_BYTES, PEAK_FLOPS
+from pallas_kernels.cases import Workload
 from pallas_kernels.tile_sparse.format import Pattern, pattern_of, together
 
 ROWS = 12800  # of x: 100 sequences of 128 tokens
@@ -23,7 +23,7 @@ SHAPES = ((768, 768), (768, 3072), (3072, 768), (4096, 16384))
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
+class Case(Workload):
     """One product of 16-bit operands. sparsity: per cent of weights that are pruned.
 
     columns: share of columns that are kept, the first of every run, so that they are gathered; in
@@ -103,10 +103,6 @@ class Case:
         if backward:
             return 2 * (x + 2 * w + dy + self.M * self.K)
         return 2 * (x + w + self.M * self.N)
-
-    def floor_s(self, backward: bool = False, bytes_per_s: float = PEAK_BYTES) -> float:
-        """No kernel is faster on a Hopper GPU with such memory; H200's by default."""
-        return max(self.flops(backward) / PEAK_FLOPS, self.bytes(backward) / bytes_per_s)
 
 
 @functools.lru_cache(maxsize=2)

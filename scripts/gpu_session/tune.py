@@ -29,19 +29,6 @@ FINALISTS = 3  # that are timed in full (chosen: short timings order them well e
 RUNS, SHORT = 50, 6  # calls, in full and shortly
 TILE_S = 20  # limit of one candidate (chosen: a hundred times what any takes)
 
-FOLDERS = {
-    "attention",
-    "collective",
-    "expert",
-    "gemm",
-    "grouped",
-    "norm",
-    "paged",
-    "quant_gemm",
-    "quantize",
-    "tile_sparse",
-}
-
 Row = dict[str, Any]
 
 
@@ -57,7 +44,7 @@ class Parent(Protocol):
 def tunings(words: Iterable[str] = ()) -> list[tuple[str, tuned.Tuning]]:
     """(folder, what to measure), those whose folder, op and key have all words, each name once."""
     words = set(words)
-    folders = FOLDERS & words or FOLDERS  # building is slow
+    folders = words.intersection(bench.FOLDERS) or bench.FOLDERS  # building is slow
     found: dict[str, tuple[str, tuned.Tuning]] = {}
     for folder in sorted(folders):
         for tuning in bench.module_of(folder, "bench").tunings():

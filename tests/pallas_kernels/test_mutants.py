@@ -8,13 +8,13 @@ import pytest
 import pallas_kernels
 from tests.kernel_mutants import sites
 from tests.pallas_kernels.attention import test_hopper_mutants as attention
-from tests.pallas_kernels.attention import test_paged_mutants as paged
 from tests.pallas_kernels.collective import test_collective_mutants as collective
 from tests.pallas_kernels.expert import test_expert_mutants as expert
 from tests.pallas_kernels.gemm import test_gemm_mutants as gemm
 from tests.pallas_kernels.grouped import test_grouped_mutants as grouped
 from tests.pallas_kernels.hopper import test_engine_mutants as engine
 from tests.pallas_kernels.norm import test_norm_mutants as norm
+from tests.pallas_kernels.paged import test_paged_mutants as paged
 from tests.pallas_kernels.quant_gemm import test_quant_gemm_mutants as quant_gemm
 from tests.pallas_kernels.quantize import test_quantize_mutants as quantize
 

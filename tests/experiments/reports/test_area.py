@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from experiments.reports import bytetransformer
-from pallas_kernels.attention.cases import paper_lengths
+from pallas_kernels.cases import paper_lengths
 
 
 def counted(lengths, block_q, block_k, own_q, own_k):

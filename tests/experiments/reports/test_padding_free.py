@@ -10,7 +10,7 @@ from experiments.reports import bytetransformer
 from megajax.models.encoder_config import PRESETS, EncoderConfig
 from pallas_kernels import bench
 from pallas_kernels.attention import hopper_forward
-from pallas_kernels.attention.cases import paper_lengths
+from pallas_kernels.cases import paper_lengths
 
 TINY = EncoderConfig(layers=1, width=64, heads=1, mlp=96)
 BASE = PRESETS["bert_base"]()

@@ -2,7 +2,8 @@
 
 import pytest
 
-from pallas_kernels.attention.cases import CASES, Case, paper_lengths
+from pallas_kernels.attention.cases import CASES, Case
+from pallas_kernels.cases import paper_lengths
 
 
 def test_floors():

@@ -4,7 +4,7 @@ import functools
 
 import pytest
 
-from pallas_kernels.quant_gemm import hopper, roles
+from pallas_kernels.quant_gemm import hopper
 from tests.kernel_mutants import check, parameters
 from tests.pallas_kernels.quant_gemm import test_quant_gemm_hopper as kernel
 
@@ -23,15 +23,15 @@ ONE, TWO, EXACT, EXACT_TWO, SHARED, BY_WARP, PAIRS = (
     )
 )
 RUNS = {
-    (roles, "Product"): [ONE, TWO],
-    (roles, "Flowing"): [PAIRS],
-    (roles, "Grouped"): [EXACT, EXACT_TWO],
+    (hopper, "Product"): [ONE, TWO],
+    (hopper, "Flowing"): [PAIRS],
+    (hopper, "Grouped"): [EXACT, EXACT_TWO],
     (hopper, "_body"): [EXACT_TWO, TWO, ONE, BY_WARP, PAIRS],
     (hopper, "_meet"): [SHARED],
 }
 UNSEEN: dict[str, tuple[tuple[int, ...], str]] = {}
 
 
-@pytest.mark.parametrize("site", parameters([hopper, roles]))
+@pytest.mark.parametrize("site", parameters([hopper]))
 def test_a_deleted_wait_is_missed(site):
     check(site, RUNS, UNSEEN)

@@ -4,7 +4,7 @@ A tile of rows is Q tokens of one segment with the R query heads of one key-valu
 token: 64 rows a compute warpgroup, one of which is live in 64 / R where a sequence decodes. Keys
 come in steps of C, which lie on the grid of absolute positions; a step is as many pages as it
 holds, each a copy of its own through the page table, or a part of a larger page. The plan
-(paged_plan.py) gives every thread block the same number of steps:
+(plan.py) gives every thread block the same number of steps:
 
     producer      for its parts: wait free[s] | TMA k, v of each page -> ready[s]; pages that no row
                   sees are not read, the producer arrives in their place
@@ -22,7 +22,7 @@ nobody, which may hold NaN, and 0 NaN is no 0: they are set to 0 where they lie.
 converted from the ring into tiles of q's type, the keys by one warpgroup and the values by the
 other where there are two; the scales of keys multiply the logits, those of values the weights.
 
-Legend: as paged_plan.py, and T tokens, B segments, P pages, N tokens of a page, H query heads,
+Legend: as plan.py, and T tokens, B segments, P pages, N tokens of a page, H query heads,
 R = H / G, K head width, Q tokens of a tile, E rows of it that are copied, M pages of a table's row.
 """
 
@@ -36,8 +36,13 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.attention.blocks import ROWS, by_row, logits, product, row_vector, staging
-from pallas_kernels.attention.paged_plan import (
+from pallas_kernels.attention.reference import LOWEST, Spec
+from pallas_kernels.hopper import engine
+from pallas_kernels.hopper.cards import ROWS
+from pallas_kernels.hopper.epilogue import WGMMA, Staging
+from pallas_kernels.hopper.logits import by_row, logits, product, row_vector, staging
+from pallas_kernels.hopper.memory import PIECE, SWIZZLE, number, share, swizzled, varying_as
+from pallas_kernels.paged.plan import (
     BEGINS,
     FIRST,
     ITEM,
@@ -51,9 +56,8 @@ from pallas_kernels.attention.paged_plan import (
     Plan,
     most_slots,
 )
-from pallas_kernels.attention.paged_reference import Pages
-from pallas_kernels.attention.paged_registers import few_rows
-from pallas_kernels.attention.paged_tile import (
+from pallas_kernels.paged.reference import Pages
+from pallas_kernels.paged.tile import (
     OP,
     PART,
     Shape,
@@ -61,14 +65,11 @@ from pallas_kernels.attention.paged_tile import (
     buffers,
     check,
     engine_tile,
+    few_rows,
 )
-from pallas_kernels.attention.reference import LOWEST, Spec
-from pallas_kernels.hopper import engine
-from pallas_kernels.hopper.epilogue import Staging
-from pallas_kernels.hopper.memory import PIECE, SWIZZLE, number, share, swizzled, varying_as
 from pallas_kernels.work import Work, attention, nbytes
 
-WGMMA, UPCAST = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA_UPCAST_2X
+UPCAST = plgpu.Layout.WGMMA_UPCAST_2X
 
 
 def sums(
@@ -353,7 +354,7 @@ class _Warpgroup:
         key = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=WGMMA) + step * tile.keys
         if self.block.shape.small:
             x *= self.scales("k", buffer, shape)
-        x, _ = logits(x, key, None, None, self.spec)
+        x, _ = logits(x, key, None, None, self.spec.scale, self.spec.softcap)
         if masked:
             back = by_row(token, shape) - (key - place.position)  # a token's own key is 0
             inside = (

@@ -13,15 +13,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.attention import paged_passes, paged_reference, paged_tiling
-from pallas_kernels.attention.paged import paged_attention
-from pallas_kernels.attention.paged_cases import CASES as CASES
-from pallas_kernels.attention.paged_cases import SERVED, Case, ragged
-from pallas_kernels.attention.paged_reference import Pages
-from pallas_kernels.attention.paged_tile import OP, Shape, Tile
 from pallas_kernels.attention.reference import Spec
 from pallas_kernels.bench import Side
 from pallas_kernels.dispatch import Implementation
+from pallas_kernels.paged import passes, reference
+from pallas_kernels.paged.api import paged_attention
+from pallas_kernels.paged.cases import CASES as CASES
+from pallas_kernels.paged.cases import SERVED, Case, ragged
+from pallas_kernels.paged.reference import Pages
+from pallas_kernels.paged.tile import OP, Shape, Tile, candidates
+from pallas_kernels.paged.tile import key as tile_key
 from pallas_kernels.tuned import Tuning
 
 TINY_CASES = (Case("tiny", (70, 20), (1, 1), (2, 1), 64, room=128),)
@@ -162,24 +163,22 @@ def tunings(cases: Sequence[Case] = (*CASES, *SERVED)) -> Iterator[Tuning]:
     for case in cases:
         (H, G), K = case.heads, case.width
         shape = Shape(G, H // G, K, case.page, jnp.dtype(jnp.bfloat16), jnp.dtype(case.pages))
-        key = paged_tiling.key(shape, case.tokens, len(case.contexts), case.room)
+        key = tile_key(shape, case.tokens, len(case.contexts), case.room)
         if tuple(key.values()) in seen:
             continue
         seen.add(tuple(key.values()))
         options: dict[str, Any] = {"spec": Spec(K**-0.5), "window": None}
 
         def function(tile: Tile, interpret: bool, options: Any = options) -> Callable[..., Any]:
-            return functools.partial(
-                paged_passes.forward, tile=tile, interpret=interpret, **options
-            )
+            return functools.partial(passes.forward, tile=tile, interpret=interpret, **options)
 
         yield Tuning(
             OP,
             key,
-            paged_tiling.candidates(shape, case.tokens, len(case.contexts)),
+            candidates(shape, case.tokens, len(case.contexts)),
             function,
             functools.partial(_inputs, case),
-            functools.partial(paged_reference.forward, **options),
+            functools.partial(reference.forward, **options),
         )
 
 

@@ -13,7 +13,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import pallas_kernels
-from pallas_kernels.attention import paged_reference
+from pallas_kernels.paged import reference as paged_reference
 from tests.paged_oracle import Case, attention, draw, lay_out, quantize
 
 # Contexts around the blocks' ends (128), empty segments, pieces of prompts beside decoding.
@@ -177,7 +177,7 @@ def test_the_same_bits_with_xlas_own_options():
     """The suite turns XLA's optimisation off; a user's process has it on."""
     code = (
         "import os; os.environ['JAX_PLATFORMS'] = 'cpu'; os.environ['XLA_FLAGS'] = ''\n"
-        "from tests.pallas_kernels.attention import test_paged\n"
+        "from tests.pallas_kernels.paged import test_paged\n"
         "for tokens in (40, 104, 320): test_paged.check_bits(3, tokens, test_paged.MORE)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=600)

@@ -17,16 +17,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import arguments, dispatch
-from pallas_kernels.attention import (
-    paged_passes,
-    paged_reference,
-    paged_tile,
-    paged_tiling,
-)
-from pallas_kernels.attention.paged_reference import BLOCK, Pages
+from pallas_kernels.attention.api import check_heads, check_window, make_spec
 from pallas_kernels.attention.ranges import Window
 from pallas_kernels.attention.reference import Spec
-from pallas_kernels.attention.spec import check_heads, check_window, make_spec
+from pallas_kernels.paged import passes, reference
+from pallas_kernels.paged.reference import BLOCK, Pages
+from pallas_kernels.paged.tile import choose, misfits, shape_of
 
 Array = jax.Array
 DTYPES = ("bfloat16", "float16", "float32")
@@ -90,15 +86,15 @@ def paged_attention(
     table = _numbers(op, q_THK, k_PNGK, table_BM, start_B, count_B, context_B)
     sinks = None if sinks_H is None else _sinks(op, sinks_H, q_THK.shape[1])
     pages = Pages(k_PNGK, v_PNGK, *scales, *table)
-    reasons = paged_tile.misfits(paged_tile.shape_of(q_THK, pages))
-    row, tile = paged_tiling.choose(q_THK, pages)
+    reasons = misfits(shape_of(q_THK, pages))
+    row, tile = choose(q_THK, pages)
     choice = dispatch.choose(op, implementation, reasons, [row])
     if not q_THK.shape[0] * table[0].size:
         return jnp.zeros(q_THK.shape, q_THK.dtype)
     return dispatch.run(
         choice,
-        functools.partial(paged_passes.forward, spec=spec, window=window, tile=tile),
-        functools.partial(paged_reference.forward, spec=spec, window=window),
+        functools.partial(passes.forward, spec=spec, window=window, tile=tile),
+        functools.partial(reference.forward, spec=spec, window=window),
         *dispatch.alike((q_THK, pages, sinks)),
         op=op,
     )

@@ -1,9 +1,9 @@
 """Paged attention by the Hopper kernels: rows into tiles, the plan, sums, what was cut, rows again.
 
 XLA gathers the queries of each tile and the results of each token; in between are the two kernels
-of hopper_paged.py and hopper_paged_combine.py.
+of hopper.py and combine.py.
 
-Legend: as hopper_paged.py.
+Legend: as hopper.py.
 """
 
 import dataclasses
@@ -11,16 +11,15 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.attention import hopper_paged, paged_tile
-from pallas_kernels.attention.blocks import LOG2E
-from pallas_kernels.attention.hopper_paged_combine import combine
-from pallas_kernels.attention.paged_plan import plan
-from pallas_kernels.attention.paged_reference import Pages
-from pallas_kernels.attention.paged_rows import Tiles, cut
-from pallas_kernels.attention.paged_tile import Shape, Tile
 from pallas_kernels.attention.ranges import Window
 from pallas_kernels.attention.reference import LOWEST, Spec
 from pallas_kernels.hopper.cards import ROWS, SMS
+from pallas_kernels.hopper.logits import LOG2E
+from pallas_kernels.paged import hopper
+from pallas_kernels.paged.combine import combine
+from pallas_kernels.paged.plan import Tiles, cut, plan
+from pallas_kernels.paged.reference import Pages
+from pallas_kernels.paged.tile import Shape, Tile, check, shape_of
 
 FEW = 3
 LEAST = 2  # steps of a thread block at least (chosen: a part less is a slot less to add up)
@@ -37,13 +36,13 @@ def forward(
     interpret: bool = False,
     blocks: int | None = None,
 ) -> jax.Array:
-    """Returns what paged_reference.forward does, for what `paged_tile.misfits` lets pass.
+    """Returns what reference.forward does, for what `tile.misfits` lets pass.
 
     blocks: thread blocks; None: one an SM, of the interpreter, where each takes a second, FEW.
     Raises: ValueError for a tile that does not fit.
     """
-    (T, H, K), shape = q_THK.shape, paged_tile.shape_of(q_THK, pages, window)
-    paged_tile.check(tile, shape)
+    (T, H, K), shape = q_THK.shape, shape_of(q_THK, pages, window)
+    check(tile, shape)
     blocks = blocks or (FEW if interpret else SMS)
     tiles = cut(T, pages.start_B, pages.count_B, pages.context_B, tile.tokens, window)
     positions = pages.table_BM.shape[1] * shape.page
@@ -52,7 +51,7 @@ def forward(
     work = plan(tiles, shape.heads, tile.keys, blocks, LEAST)
     rows = shape.rows(tile)
     q_rows = _tiled(q_THK, tiles, shape.heads, rows)
-    out, sums, lse = hopper_paged.sums(
+    out, sums, lse = hopper.sums(
         q_rows,
         pages,
         _sinks(sinks_H, shape, tile),

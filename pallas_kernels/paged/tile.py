@@ -1,20 +1,26 @@
-"""The tiles of the paged kernel: what is static of a call, what fits, and the heuristic.
+"""The tiles of the paged kernels: what fits, the heuristic, and what a tuning table measured.
 
-Legend: as hopper_paged.py.
+A call takes the tile of the nearest row of a tuning table (tuned.py) if that tile fits the call,
+else the heuristic's.
+
+Legend: as hopper.py.
 """
 
 import dataclasses
+import itertools
 from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
-from pallas_kernels.attention.paged_reference import Pages
+from pallas_kernels import tuned
 from pallas_kernels.attention.ranges import FARTHEST, Window
 from pallas_kernels.hopper import tiles as limits
 from pallas_kernels.hopper.cards import ROWS
 from pallas_kernels.hopper.memory import PIECE, up
+from pallas_kernels.paged.reference import Pages
 
 OP = "paged_attention"
 WIDTHS = (64, 96, 128, 256)
@@ -164,3 +170,65 @@ def check(tile: Tile, shape: Shape) -> None:
     limits.check_shared(OP, buffers(tile, shape))
     warpgroups = shape.warpgroups(tile)
     limits.check_registers(OP, warpgroups, (ROWS, shape.width), (ROWS, tile.keys))
+
+
+def key(shape: Shape, tokens: int, segments: int, room: int) -> dict[str, Any]:
+    """Returns the key of a table's row (tuned.py). tokens: T. segments: B. room: its positions.
+
+    Contexts, window and sinks are data. The width is a word: a kernel of another head width is
+    another program.
+    """
+    return {
+        "dtype": jnp.dtype(shape.dtype).name,
+        "pages": jnp.dtype(shape.kept).name,
+        "width": str(shape.width),
+        "group": shape.group,
+        "heads": shape.heads,
+        "page": shape.page,
+        "tokens": tokens,
+        "segments": segments,
+        "room": room,
+    }
+
+
+def choose(q_THK: jax.Array, pages: Pages) -> tuple[dict | None, Tile]:
+    """Returns (the row for `dispatch.choose`, the kernel's tile).
+
+    A row's tile that does not fit here (the nearest row may be of another group) is passed over.
+    """
+    shape, (B, M) = shape_of(q_THK, pages), pages.table_BM.shape
+    row = tuned.find(OP, key(shape, q_THK.shape[0], B, M * shape.page))
+    measured = tuned.tile(row)
+    if measured and _legal(tile := Tile(**measured), shape):
+        return row, tile
+    return row, heuristic(shape, q_THK.shape[0], B)
+
+
+def candidates(shape: Shape, tokens: int, segments: int) -> list[Tile]:
+    """The heuristic's tile, and those of other rows and keys with as many stages as fit."""
+    first = heuristic(shape, tokens, segments)
+    half = max(64 // shape.group, 1)  # one warpgroup's rows
+    found = [first]
+    for rows, keys in itertools.product({first.tokens, min(half, tokens)}, (128, 64)):
+        tile = fitted(Tile(rows, keys, 8), shape)
+        found += [tile] if _legal(tile, shape) else []
+    return list(dict.fromkeys(found))
+
+
+def _legal(tile: Tile, shape: Shape) -> bool:
+    try:
+        check(tile, shape)
+    except ValueError:
+        return False
+    return True
+
+
+def few_rows(width: int) -> Any:
+    """Returns the layout of (8, width) in the registers of a warpgroup; width: a multiple of 32.
+
+    A warp has two rows, half a warp each, and a thread neighbours that are a vector.
+    """
+    vector = 4 if width % 64 == 0 else 2
+    columns = 16 * vector
+    tiling = plgpu.Tiling(((PIECE, columns), (2, columns), (vector,)))
+    return plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)

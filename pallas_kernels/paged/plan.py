@@ -1,7 +1,11 @@
-"""Which thread block of the paged kernel sums which keys of which rows: a plan made on the device.
+"""Tiles of a step's queries, and which thread block of the paged kernel sums which of their keys.
 
-An item is a tile of rows (paged_rows.py) with one key-value head, and its keys are steps of C
-neighbours. The steps of all items lie one behind the other, and every thread block takes the same
+The queries of a step lie one segment behind the other, a segment for each sequence: one row where
+the sequence decodes, a piece of its prompt where it prefills. Work is done in tiles of Q rows of
+ONE segment, so that a tile needs one list of pages; a segment's last tile is padded.
+
+The plan is made on the device. An item is a tile with one key-value head, and its keys are steps of
+C neighbours. The steps of all items lie one behind the other, and every thread block takes the same
 number of them: what it has of one item is a part. So all blocks end together, however ragged the
 contexts are, and the keys of an item are cut only where a block's share ends (flash-decoding,
 arXiv 2311.01282 section 3.1, with the shares of Stream-K, arXiv 2301.03598 section 4). A part of
@@ -9,8 +13,8 @@ an item that is cut leaves its sums in a slot of its own; the others are results
 
 All sizes are static: D blocks cut D - 1 items at most.
 
-Legend: as paged_rows.py, and G key-value heads, I = X G items, V parts, D thread blocks, C keys of
-a step.
+Legend: T query tokens, B segments, X tiles, Q rows of a tile, G key-value heads, I = X G items,
+V parts, D thread blocks, C keys of a step.
 """
 
 import dataclasses
@@ -18,7 +22,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.attention.paged_rows import Tiles
+from pallas_kernels.attention.ranges import FARTHEST, Window
 
 # Columns of a part. ITEM: X G. SEGMENT: of the page table. FIRST: its first step of the sequence,
 # counted from position 0. STEPS: how many. LEFT, RIGHT: of these, those at either end of which some
@@ -26,6 +30,73 @@ from pallas_kernels.attention.paged_rows import Tiles
 # sums; -1: it has all steps of its item. BEGINS: 1 if it has the item's first step, else 0.
 ITEM, SEGMENT, FIRST, STEPS, LEFT, RIGHT, POSITION, LIVE, SLOT, BEGINS = range(10)
 JOB_ITEM, JOB_SLOT, JOB_PARTS = range(3)  # columns of an item that is cut: its first slot, parts
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """segment_X: of each tile. row_XQ: in q. lo_XQ, hi_XQ: keys that a row sees, lo <= key < hi.
+
+    tile_T, place_T: where the row of a token is. All int32. A row of nobody has lo = hi = 0.
+    """
+
+    segment_X: jax.Array
+    row_XQ: jax.Array
+    lo_XQ: jax.Array
+    hi_XQ: jax.Array
+    tile_T: jax.Array
+    place_T: jax.Array
+
+
+def most_tiles(tokens: int, segments: int, rows: int) -> int:
+    """Returns X, for any lengths of so many segments that hold so many tokens at most."""
+    return min(tokens, (tokens + segments * (rows - 1)) // rows)
+
+
+def cut(
+    tokens: int,
+    start_B: jax.Array,
+    count_B: jax.Array,
+    context_B: jax.Array,
+    rows: int,
+    window: Window | None,
+) -> Tiles:
+    """Returns the tiles of `rows` rows; behind the last one there are dead ones.
+
+    tokens: T, at least 1. start_B, count_B, context_B: as in `paged_attention`.
+    """
+    segments = start_B.shape[0]
+    tiles_B = -(-count_B // rows)
+    end_B = tiles_B.cumsum(dtype=jnp.int32)
+    tile_X = jnp.arange(most_tiles(tokens, segments, rows), dtype=jnp.int32)
+    segment_X = (end_B[None] <= tile_X[:, None]).sum(1, dtype=jnp.int32)
+    segment_X = jnp.minimum(segment_X, segments - 1)
+    first_X = (tile_X - (end_B - tiles_B)[segment_X]) * rows
+    own_XQ = first_X[:, None] + jnp.arange(rows, dtype=jnp.int32)[None]
+    count_X1, context_X1, start_X1 = (x[segment_X][:, None] for x in (count_B, context_B, start_B))
+    position_XQ = context_X1 - count_X1 + own_XQ
+    left = window[0] if window is not None else None
+    lo_XQ = jnp.zeros_like(position_XQ)
+    if left is not None and left < FARTHEST:
+        lo_XQ = jnp.maximum(position_XQ - left, 0)
+    live_XQ = (own_XQ < count_X1) & (position_XQ >= 0)
+    inside_TB = _inside(tokens, start_B, count_B)
+    segment_T = jnp.argmax(inside_TB, axis=1).astype(jnp.int32)
+    own_T = jnp.arange(tokens, dtype=jnp.int32) - start_B[segment_T]
+    own_T = jnp.where(inside_TB.any(1), own_T, -1)
+    return Tiles(
+        segment_X,
+        jnp.clip(start_X1 + own_XQ, 0, tokens - 1),
+        jnp.where(live_XQ, lo_XQ, 0),
+        jnp.where(live_XQ, position_XQ + 1, 0),
+        jnp.where(own_T < 0, -1, (end_B - tiles_B)[segment_T] + own_T // rows),
+        own_T % rows,
+    )
+
+
+def _inside(tokens: int, start_B: jax.Array, count_B: jax.Array) -> jax.Array:
+    token_T1 = jnp.arange(tokens, dtype=jnp.int32)[:, None]
+    return (token_T1 >= start_B[None]) & (token_T1 < (start_B + count_B)[None])
 
 
 @jax.tree_util.register_dataclass

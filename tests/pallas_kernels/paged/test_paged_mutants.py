@@ -5,11 +5,11 @@ import functools
 
 import pytest
 
-from pallas_kernels.attention import hopper_paged, hopper_paged_combine
-from pallas_kernels.attention.paged_tile import Tile
+from pallas_kernels.paged import combine, hopper
+from pallas_kernels.paged.tile import Tile
 from tests.kernel_mutants import check, parameters, sites
 from tests.paged_oracle import Case
-from tests.pallas_kernels.attention.test_paged_hopper import INT8, run
+from tests.pallas_kernels.paged.test_paged_hopper import INT8, run
 
 # More steps than buffers, items that are whole and that are cut, several parts of a thread block.
 ONE = Case((300, 128, 70), (1, 1, 1), heads=(4, 2), width=64)
@@ -25,9 +25,9 @@ CALLS = {
     "two, long, 8 bits": functools.partial(run, LONG, 0, Tile(32, 64, 2), INT8),
 }
 RUNS = {
-    (hopper_paged, "multiply_into"): [CALLS["one"]],
-    (hopper_paged, "_Warpgroup"): [*CALLS.values()],
-    (hopper_paged, "_body"): [CALLS["one"], CALLS["two"]],
+    (hopper, "multiply_into"): [CALLS["one"]],
+    (hopper, "_Warpgroup"): [*CALLS.values()],
+    (hopper, "_body"): [CALLS["one"], CALLS["two"]],
 }
 UNSEEN: dict[str, tuple[tuple[int, ...], str]] = {
     "_Warpgroup.publish.commit_smem()": (
@@ -38,11 +38,11 @@ UNSEEN: dict[str, tuple[tuple[int, ...], str]] = {
 }
 
 
-@pytest.mark.parametrize("site", parameters([hopper_paged]))
+@pytest.mark.parametrize("site", parameters([hopper]))
 def test_a_deleted_wait_is_missed(site):
     check(site, RUNS, UNSEEN)
 
 
 def test_adding_up_waits_for_nothing():
     """Registers to registers: a kernel before it has stored what it loads."""
-    assert not sites(hopper_paged_combine)
+    assert not sites(combine)

@@ -9,12 +9,11 @@ import dataclasses
 
 import numpy as np
 
-# H200 (datasheet, dense): bf16 FLOP/s and HBM bytes a second.
-PEAK_FLOPS, PEAK_BYTES = 989.5e12, 4.8e12
+from pallas_kernels.cases import Workload
 
 
 @dataclasses.dataclass(frozen=True)
-class Case:
+class Case(Workload):
     """One step. contexts: keys of each sequence, this step's included. counts: its rows.
 
     heads: (H, G). pages: their type. room: pages of a table's row hold so many tokens.
@@ -52,10 +51,6 @@ class Case:
         keys = sum(c for c, n in zip(self.contexts, self.counts, strict=True) if n)
         each = size * self.width + (4 if size == 1 else 0)
         return 2.0 * keys * self.heads[1] * each + 2 * 2 * self.tokens * self.heads[0] * self.width
-
-    def floor_s(self, backward: bool = False, bytes_per_s: float = PEAK_BYTES) -> float:
-        """No kernel is faster on a Hopper GPU with such memory; H200's by default."""
-        return max(self.flops(backward) / PEAK_FLOPS, self.bytes(backward) / bytes_per_s)
 
 
 def ragged(sequences: int, longest: int, seed: int = 0) -> tuple[int, ...]:

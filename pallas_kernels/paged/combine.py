@@ -5,7 +5,7 @@ their mean, with the sums as weights (flash-decoding, arXiv 2311.01282 section 3
 is one warpgroup and takes 8 rows of an item at a time, from registers to registers: every number is
 read once, and nothing where no item is cut. The order of a sum is that of the parts.
 
-Legend: as paged_plan.py, and E rows of an item, K head width.
+Legend: as plan.py, and E rows of an item, K head width.
 """
 
 import functools
@@ -18,10 +18,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import interpret as interpreter
-from pallas_kernels.attention.paged_plan import JOB_PARTS, JOB_SLOT, Plan
-from pallas_kernels.attention.paged_registers import few_rows
 from pallas_kernels.attention.reference import LOWEST
 from pallas_kernels.hopper.memory import PIECE, number, share, varying_as
+from pallas_kernels.paged.plan import JOB_PARTS, JOB_SLOT, Plan
+from pallas_kernels.paged.tile import few_rows
 from pallas_kernels.work import Work
 
 OP = "paged_attention_combine"

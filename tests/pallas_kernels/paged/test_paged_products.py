@@ -5,14 +5,13 @@ import functools
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import pytest
 
-from pallas_kernels.attention import hopper_paged, paged_passes
-from pallas_kernels.attention.paged_plan import plan
-from pallas_kernels.attention.paged_rows import cut
-from pallas_kernels.attention.paged_tile import Tile, shape_of
 from pallas_kernels.attention.reference import Spec
+from pallas_kernels.paged import hopper, passes
+from pallas_kernels.paged.plan import cut, plan
+from pallas_kernels.paged.tile import Tile, shape_of
 from tests import kernel_products
 from tests.paged_oracle import Case
-from tests.pallas_kernels.attention.test_paged_hopper import INT8, problem
+from tests.pallas_kernels.paged.test_paged_hopper import INT8, problem
 
 # More steps than buffers; items that are whole and that are cut; one warpgroup that lets go.
 ONE = Case((300, 130), (1, 1), heads=(2, 1), width=64)
@@ -35,8 +34,8 @@ def check(name):
             q.shape[0], pages.start_B, pages.count_B, pages.context_B, tile.tokens, case.window
         )
         work = plan(tiles, shape.heads, tile.keys, 2, 1)
-        rows = paged_passes._tiled(q, tiles, shape.heads, shape.rows(tile))
-        sums = functools.partial(hopper_paged.sums, shape=shape, tile=tile, spec=Spec(0.125))
+        rows = passes._tiled(q, tiles, shape.heads, shape.rows(tile))
+        sums = functools.partial(hopper.sums, shape=shape, tile=tile, spec=Spec(0.125))
         return sums(rows, pages, None, work)
 
     return kernel_products.check(run, q, pages)

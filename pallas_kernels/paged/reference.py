@@ -6,7 +6,7 @@ that holds no key of a row leaves the row's sums as they are. So a token's resul
 whatever the size and the order of the pages, the other rows of the batch and the pieces in which
 its prompt is computed, as long as T, the heads and the types are those of the same program.
 
-Legend: as paged_rows.py, and M pages of a table's row, P pages, N tokens of a page, H query heads,
+Legend: as plan.py, and M pages of a table's row, P pages, N tokens of a page, H query heads,
 G key-value heads, R = H / G, K head width, C keys of a block.
 """
 
@@ -16,9 +16,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels.attention.paged_rows import Tiles, cut
 from pallas_kernels.attention.ranges import Window
 from pallas_kernels.attention.reference import LOWEST, Spec
+from pallas_kernels.paged.plan import Tiles, cut
 
 BLOCK = 128  # keys of a block: sizes of pages divide it
 

@@ -17,32 +17,20 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pallas_kernels import aot
-from pallas_kernels.attention import paged_passes, paged_tile
-from pallas_kernels.attention.paged_reference import Pages
 from pallas_kernels.attention.reference import Spec
+from pallas_kernels.paged import passes
+from pallas_kernels.paged import tile as tiles
+from pallas_kernels.paged.reference import Pages
 
 CONFIGS = (
-    *(f"{kind} d{width}" for kind in ("decode", "chunk") for width in paged_tile.WIDTHS),
-    *(f"{kind} d{width} all" for kind in ("decode", "chunk") for width in paged_tile.WIDTHS),
-    *(
-        f"{kind} d{width} int8 all"
-        for kind in ("decode", "chunk")
-        for width in paged_tile.SMALL_WIDTHS
-    ),
+    *(f"{kind} d{width}" for kind in ("decode", "chunk") for width in tiles.WIDTHS),
+    *(f"{kind} d{width} all" for kind in ("decode", "chunk") for width in tiles.WIDTHS),
+    *(f"{kind} d{width} int8 all" for kind in ("decode", "chunk") for width in tiles.SMALL_WIDTHS),
     *(f"{kind} d128 float8_e4m3fn all" for kind in ("decode", "chunk")),
     *(f"decode d128 {word}" for word in ("alone", "float16", "page8", "page128")),
 )
 FOLDER = pathlib.Path(__file__).parent
-FILES = (
-    "hopper_paged.py",
-    "hopper_paged_combine.py",
-    "paged_plan.py",
-    "paged_registers.py",
-    "paged_tile.py",
-    "paged_passes.py",
-    "paged_rows.py",
-    "blocks.py",
-)
+FILES = ("hopper.py", "combine.py", "plan.py", "tile.py", "passes.py", "../hopper/logits.py")
 SEQUENCES = 64
 
 
@@ -68,9 +56,9 @@ def program(name: str) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, i
     everything = "all" in words
     sinks = array(H, dtype=jnp.float32) if everything else None
     q = array(tokens, H, K, dtype=dtype)
-    tile = paged_tile.heuristic(paged_tile.shape_of(q, pages), tokens, SEQUENCES)
+    tile = tiles.heuristic(tiles.shape_of(q, pages), tokens, SEQUENCES)
     run = functools.partial(
-        paged_passes.forward,
+        passes.forward,
         tile=tile,
         spec=Spec(K**-0.5, 30.0 if everything else None),
         window=(1023, 0) if everything else None,

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from pallas_kernels import interpret
-from pallas_kernels.attention import paged_bench, paged_tile, paged_tiling
-from pallas_kernels.attention import paged_bench as tunings
-from pallas_kernels.attention.paged_cases import CASES, Case
-from pallas_kernels.attention.paged_reference import Pages
+from pallas_kernels.paged import bench
+from pallas_kernels.paged import tile as tiles
+from pallas_kernels.paged.cases import CASES, Case
+from pallas_kernels.paged.reference import Pages
 from tests import tables
 
 SMALL = Case("small", (300, 20), (1, 3), (4, 2), 64, page=8, room=512)
@@ -28,30 +28,30 @@ def test_floors_count_what_is_seen():
     assert chunk.floor_s() == chunk.flops() / 989.5e12  # the tensor cores'
 
 
-@pytest.mark.parametrize("case", [*CASES, *paged_bench.CHECKED], ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*CASES, *bench.CHECKED], ids=lambda case: case.name)
 def test_a_case_is_a_step_that_can_be(case):
     """Every page once, and a kernel that takes it."""
-    table, start, count, context = paged_bench.table_of(case)
-    q, k, _ = paged_bench.like(case)
+    table, start, count, context = bench.table_of(case)
+    q, k, _ = bench.like(case)
     used = -(-context // case.page)
     ids = [i for row, n in zip(table, used, strict=True) for i in row[:n]]
     assert len(set(ids)) == len(ids) and 0 < min(ids) and max(ids) < k.shape[0]
     assert (count <= context).all() and (context <= table.shape[1] * case.page).all()
     assert (start + count).max() <= q.shape[0]
     kept = jax.ShapeDtypeStruct(k.shape, case.pages)
-    shape = paged_tile.shape_of(q, Pages(kept, kept, None, None, table, start, count, context))
-    assert not paged_tile.misfits(shape)
-    paged_tile.check(paged_tile.heuristic(shape, q.shape[0], len(count)), shape)
+    shape = tiles.shape_of(q, Pages(kept, kept, None, None, table, start, count, context))
+    assert not tiles.misfits(shape)
+    tiles.check(tiles.heuristic(shape, q.shape[0], len(count)), shape)
 
 
 def test_the_check_of_a_gpu_sees_a_wrong_result(monkeypatch):
     """It is right in the interpreter, and a result of another scale is not."""
-    (_, right), *_ = paged_bench.checks(rehearsal=True)
+    (_, right), *_ = bench.checks(rehearsal=True)
     with interpret.checked():
         assert max(right().values()) <= 1
-    (case,), real = paged_bench.TINY_CASES, paged_bench.call
+    (case,), real = bench.TINY_CASES, bench.call
     monkeypatch.setattr(
-        paged_bench,
+        bench,
         "call",
         lambda case, which, **options: (
             lambda q, k, v: (
@@ -59,38 +59,38 @@ def test_the_check_of_a_gpu_sees_a_wrong_result(monkeypatch):
             )
         ),
     )
-    assert paged_bench.errors(case, "wrong", {})["out"] > 1
+    assert bench.errors(case, "wrong", {})["out"] > 1
 
 
 def test_what_is_timed_is_the_case():
-    for name, side in paged_bench.sides(SMALL, "reference").items():
+    for name, side in bench.sides(SMALL, "reference").items():
         function, like = side()
         found = jax.eval_shape(function, *like)
         assert name == "copy" or found.shape == (4, 4, 64)
     small = Case("int8", (70, 20), (1, 1), (2, 1), 64, pages="int8", room=128)
-    function, like = paged_bench.timed(small, "reference")
+    function, like = bench.timed(small, "reference")
     drawn = [jax.random.normal(jax.random.key(i), x.shape, x.dtype) for i, x in enumerate(like)]
     assert np.isfinite(np.asarray(jax.jit(function)(*drawn), np.float32)).all()
 
 
 def test_measured_tiles_are_taken_where_they_fit(tmp_path, monkeypatch):
-    q, k, _ = paged_bench.like(SMALL)
-    pages = Pages(k, k, None, None, *(jnp.asarray(x) for x in paged_bench.table_of(SMALL)))
-    shape = paged_tile.shape_of(q, pages)
-    key = paged_tiling.key(shape, 4, 2, 512)
+    q, k, _ = bench.like(SMALL)
+    pages = Pages(k, k, None, None, *(jnp.asarray(x) for x in bench.table_of(SMALL)))
+    shape = tiles.shape_of(q, pages)
+    key = tiles.key(shape, 4, 2, 512)
     with tables.on(tables.H100):
-        assert paged_tiling.choose(q, pages) == (None, paged_tile.heuristic(shape, 4, 2))
-        tile = paged_tile.Tile(2, 64, 3)
-        tables.write(monkeypatch, tmp_path, tables.row(paged_tile.OP, key, tile=vars(tile)))
-        row, found = paged_tiling.choose(q, pages)
+        assert tiles.choose(q, pages) == (None, tiles.heuristic(shape, 4, 2))
+        tile = tiles.Tile(2, 64, 3)
+        tables.write(monkeypatch, tmp_path, tables.row(tiles.OP, key, tile=vars(tile)))
+        row, found = tiles.choose(q, pages)
         assert row is not None and found == tile
-        bad = vars(paged_tile.Tile(1, 64, 99))
-        tables.write(monkeypatch, tmp_path, tables.row(paged_tile.OP, key, tile=bad))
-        assert paged_tiling.choose(q, pages)[1] == paged_tile.heuristic(shape, 4, 2)
+        bad = vars(tiles.Tile(1, 64, 99))
+        tables.write(monkeypatch, tmp_path, tables.row(tiles.OP, key, tile=bad))
+        assert tiles.choose(q, pages)[1] == tiles.heuristic(shape, 4, 2)
 
 
 def test_what_is_to_be_tuned():
-    found = list(tunings.tunings())
+    found = list(bench.tunings())
     assert len({tuple(t.key.values()) for t in found}) == len(found) >= len(CASES) - 1
     for tuning in found:
         assert len(set(tuning.candidates)) == len(tuning.candidates) >= 2

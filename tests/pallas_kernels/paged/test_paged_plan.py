@@ -5,8 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.attention import paged_plan
-from pallas_kernels.attention.paged_rows import cut
+from pallas_kernels.paged import plan as paged_plan
 
 
 def drawn(random):
@@ -23,7 +22,7 @@ def made(counts, contexts, rows, heads, keys, blocks, least, left):
     window = None if left is None else (left, 0)
 
     def make(starts, counts, contexts):
-        tiles = cut(tokens, starts, counts, contexts, rows, window)
+        tiles = paged_plan.cut(tokens, starts, counts, contexts, rows, window)
         return tiles, paged_plan.plan(tiles, heads, keys, blocks, least)
 
     return jax.device_get(jax.jit(make)(*(jnp.int32(x) for x in (starts, counts, contexts))))

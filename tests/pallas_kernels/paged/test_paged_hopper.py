@@ -11,10 +11,10 @@ import pytest
 
 import pallas_kernels
 from pallas_kernels import interpret
-from pallas_kernels.attention import hopper_paged, paged_passes
-from pallas_kernels.attention.paged_reference import Pages
-from pallas_kernels.attention.paged_tile import Tile
 from pallas_kernels.attention.reference import Spec
+from pallas_kernels.paged import hopper, passes
+from pallas_kernels.paged.reference import Pages
+from pallas_kernels.paged.tile import Tile
 from tests.paged_oracle import Case, attention, draw, lay_out, quantize
 
 SLOW = pytest.mark.slow
@@ -78,7 +78,7 @@ def run(case, seed, tile, small=None, blocks=2, dtype=jnp.bfloat16):
     inputs, want = problem(case, seed, dtype, small)
     spec = Spec(case.width**-0.5, case.softcap)
     function = functools.partial(
-        paged_passes.forward,
+        passes.forward,
         spec=spec,
         window=case.window,
         tile=tile,
@@ -130,7 +130,7 @@ def test_the_public_function(seed):
 
 def test_what_is_wrong_is_seen(seed, monkeypatch):
     """Values of nobody that are not set to 0 would reach the result, and a missing part as well."""
-    monkeypatch.setattr(hopper_paged._Warpgroup, "erase", lambda *args: None)
+    monkeypatch.setattr(hopper._Warpgroup, "erase", lambda *args: None)
     with pytest.raises(AssertionError):
         run(DECODE, seed, Tile(1, 128, 2))
 
@@ -147,7 +147,7 @@ def test_a_tile_that_does_not_fit_is_refused_before_tracing(name):
     tile, message = BAD_TILES[name]
     inputs, _ = problem(MIXED, 0)
     with pytest.raises(ValueError, match=message):
-        paged_passes.forward(*inputs, spec=Spec(0.125), window=None, tile=tile, interpret=True)
+        passes.forward(*inputs, spec=Spec(0.125), window=None, tile=tile, interpret=True)
 
 
 MISFITS = {
