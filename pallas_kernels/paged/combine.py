@@ -38,7 +38,7 @@ def combine(
 ) -> jax.Array:
     """Returns the results of the plan's jobs, (D E, K) in dtype; what lies behind them is anything.
 
-    sums, lse: as of hopper_paged.sums. rows: E.
+    sums, lse: as `hopper.sums` returns them. rows: E.
     """
     jobs, K = work.jobs_D.shape[0], sums.shape[1]
     result = jax.ShapeDtypeStruct((jobs * rows, K), dtype)
