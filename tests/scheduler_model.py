@@ -11,8 +11,7 @@ from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from megajax.serving.cache import PagePool
-from megajax.serving.scheduler import Plan, Scheduler, Sequence
+from megajax.serving.scheduler import PagePool, Plan, Scheduler, Sequence
 
 
 def prefixes(tokens: Iterable[int], before: int = 0) -> list[int]:

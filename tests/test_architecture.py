@@ -119,7 +119,7 @@ JAX_FREE = (
     "megajax.search.assign",
     "megajax.search.program",
     "megajax.serving",
-    "megajax.serving.cache",
+    "megajax.serving.scheduler",
     "megajax.serving.params",
     "megajax.serving.scheduler",
     "megajax.serving.structured",

@@ -5,11 +5,15 @@ from megajax.core.lazy import public
 __getattr__, __dir__, __all__ = public(
     __name__,
     {
-        "answer": ("Output",),
-        "cache": ("PagePool",),
-        "engine": ("Engine",),
+        "engine": (
+            "Engine",
+            "Output",
+        ),
         "params": ("SamplingParams",),
-        "scheduler": ("Scheduler",),
+        "scheduler": (
+            "Scheduler",
+            "PagePool",
+        ),
         "structured": ("StructuredOutputsParams",),
     },
 )

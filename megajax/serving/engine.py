@@ -11,9 +11,9 @@ beside decoding (Sarathi-Serve, arXiv 2403.02310). Names are vLLM's.
 import collections
 import dataclasses
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import jax
 import numpy as np
@@ -26,15 +26,251 @@ from megajax.models.decoder_config import DecoderConfig
 from megajax.parallel.overlap import Overlap
 from megajax.parallel.sharding import Zero
 from megajax.serving import draw
-from megajax.serving.answer import Answer, Output, Tokenizer
-from megajax.serving.backend import Backend, OneMesh
-from megajax.serving.cache import PagePool
 from megajax.serving.constraint import Constraints, Matcher
-from megajax.serving.params import SamplingParams
-from megajax.serving.programs import Segment
-from megajax.serving.requests import check_bias, check_ends, check_options, check_tokens
-from megajax.serving.scheduler import Plan, Scheduler
+from megajax.serving.draw import NO_TOKEN, Drawn, Rules
+from megajax.serving.params import ENDS, SamplingParams
+from megajax.serving.programs import Backend, OneMesh, Segment
+from megajax.serving.scheduler import PagePool, Plan, Scheduler
 from megajax.serving.scheduler import Sequence as Running
+
+# ---- what is refused before it runs
+
+
+def check_tokens(prompt: Sequence[int], vocab: int, name: str = "prompt_tokens") -> list[int]:
+    """Returns the ids as Python integers. JAX would clip what no embedding has a row for, without
+    a word.
+
+    Raises: UserError for what is empty or no list of ids of the vocabulary.
+    """
+    try:
+        row = np.asarray(prompt)
+    except ValueError as error:  # lists of several lengths
+        raise UserError(f"{name} must be a list of token ids: {error}") from None
+    if row.size == 0:
+        raise UserError(f"{name} must have at least one token")
+    if row.ndim != 1 or row.dtype.kind not in "iu":
+        raise UserError(f"{name} must be a list of token ids, whole numbers")
+    if row.min() < 0 or row.max() >= vocab:
+        wrong = row[(row < 0) | (row >= vocab)][0]
+        raise UserError(f"{name} has the token id {wrong}; the vocabulary has 0 to {vocab - 1}")
+    return row.tolist()
+
+
+def check_ends(params: SamplingParams, ends: Collection[int]) -> None:
+    """Refuses a least length with too many end tokens. ends: of a tokenizer. Raises: UserError."""
+    count = len({*params.stop_token_ids, *(() if params.ignore_eos else ends)})
+    if params.min_tokens and count > ENDS:
+        raise UserError(
+            f"min_tokens={params.min_tokens} needs at most {ENDS} tokens that end an answer; these "
+            f"are {count} (stop_token_ids)"
+        )
+
+
+def check_bias(params: SamplingParams, vocab: int) -> None:
+    """Refuses biases and stop tokens outside the vocabulary. Raises: UserError."""
+    for name in ("logit_bias", "stop_token_ids"):
+        for token in getattr(params, name):
+            if token >= vocab:
+                raise UserError(
+                    f"{name} has the token id {token}; the vocabulary has 0 to {vocab - 1}"
+                )
+
+
+def check_options(numerics: str, page_size: int, **counts: int | None) -> None:
+    """Refuses options of an engine. counts: at least 1, or None. Raises: UserError."""
+    if numerics not in ("fast", "exact"):
+        raise UserError(f"numerics={numerics!r} must be 'fast' or 'exact'")
+    if not (1 <= page_size <= 128) or page_size & (page_size - 1):
+        near = min(128, 1 << max(0, int(page_size) - 1).bit_length())
+        raise UserError(
+            f"page_size={page_size} must be a power of two from 1 to 128; nearest: {near}"
+        )
+    for name, value in counts.items():
+        if value is not None and value < 1:
+            raise UserError(f"{name}={value} must be at least 1; nearest: 1")
+
+
+# ---- one answer while it grows
+
+
+class Tokenizer(Protocol):
+    """What an engine needs of a tokenizer. ends: ids that end an answer."""
+
+    ends: tuple[int, ...]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Returns the text of token ids."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Output:
+    """What is new of one answer since its last output.
+
+    index: of the request's n. tokens: a stop token is one of them. logprobs: of the unmodified
+    logits, whatever the sampling. versions: of the weights that drew each token. finish_reason:
+    None while it runs, then once 'stop', 'length', 'cancelled', 'constraint' (which has become too
+    complex to follow) or 'error' (logits that are no numbers, or a failure of this answer alone).
+    top_logprobs: for each token {id: log-probability} of the likeliest and of itself, where
+    SamplingParams.logprobs asks for them. prompt_logprobs: the same for the tokens of the prompt,
+    None for the first of them; with the first output of an answer.
+    """
+
+    request_id: int
+    index: int
+    tokens: list[int]
+    logprobs: list[float]
+    versions: list[int]
+    finish_reason: str | None
+    top_logprobs: list[dict[int, float]] | None = None
+    prompt_logprobs: list[dict[int, float] | None] | None = None
+
+
+class Answer:
+    """What the engine keeps of a sequence beside its pages."""
+
+    def __init__(
+        self,
+        sequence: Running,
+        params: SamplingParams,
+        words: np.ndarray,
+        tokenizer: Tokenizer | None,
+        matcher: Matcher | None = None,
+        scores: list[dict[int, float] | None] | None = None,
+    ):
+        """words: of its PRNG key, uint32 (2,). matcher: of its constraint, for it alone. scores:
+        log-probabilities of the prompt's tokens, which all answers to it share; None: nobody asks.
+        """
+        self.sequence, self.params, self.tokens = sequence, params, []  # type: ignore[var-annotated]
+        # The list of pages that its row of the table shows, and how many of them: the scheduler
+        # makes a new list when the sequence starts again.
+        self.pages: list[int] | None = None
+        self.listed = 0
+        self._words, self._tokenizer, self.matcher = words, tokenizer, matcher
+        self.scores, self._shown = scores, False
+        self._stops = set(params.stop_token_ids)
+        if tokenizer is not None and not params.ignore_eos:
+            self._stops.update(tokenizer.ends)
+        # A token stands for a byte at least, unless it is special and stands for none.
+        self._window = max((len(s.encode()) for s in params.stop), default=0) + 8
+        self._new: list[tuple[int, float, int, dict[int, float] | None]] = []
+
+    # ---- tokens
+
+    def take(self, drawn: Drawn, at: tuple[int, int], version: int) -> str | None:
+        """Takes one drawn token; returns why the answer ends with it, or None.
+
+        drawn: in NumPy, (steps, rows). at: which of them.
+        """
+        token, logprob = drawn.token[at].item(), drawn.logprob[at].item()
+        self.tokens.append(token)
+        top = None
+        if self.params.logprobs is not None:
+            top = _tops(drawn, at, self.params.logprobs)
+        self._new.append((token, logprob, version, top))
+        if logprob != logprob:
+            return "error"
+        ended = token in self._stops or (self.params.stop and self._is_stopped())
+        if ended or (self.matcher is not None and self.matcher.take(token)):
+            broken = self.matcher is not None and self.matcher.problem
+            return "constraint" if broken else "stop"
+        return "length" if len(self.tokens) >= self.params.max_tokens else None
+
+    def _is_stopped(self) -> bool:
+        assert self._tokenizer is not None
+        # What comes before the least length ends nothing.
+        first = max(self.params.min_tokens, len(self.tokens) - self._window)
+        text = self._tokenizer.decode(self.tokens[first:])
+        return any(stop in text for stop in self.params.stop)
+
+    def output(self, reason: str | None) -> Output:
+        """Returns what was not yet given out."""
+        new, self._new = self._new, []
+        tops = [t or {} for *_, t in new] if self.params.logprobs is not None else None
+        scores = None if self._shown else self.scores
+        self._shown = True
+        return Output(
+            self.sequence.request,  # type: ignore[arg-type]
+            self.sequence.index,
+            [token for token, *_ in new],
+            [logprob for _, logprob, *_ in new],
+            [version for _, _, version, _ in new],
+            reason,
+            tops,
+            scores,
+        )
+
+    def unscored(self, start: int, count: int) -> list[int]:
+        """Returns the tokens of the prompt that follow those at `start` and on, if the
+        log-probability of one of them is asked for and not known."""
+        following = self.sequence.prompt[start + 1 : start + count + 1]
+        if self.scores is None or None not in self.scores[start + 1 : start + count + 1]:
+            return []
+        return list(following)
+
+    def take_scores(self, scores: Drawn, first: int, start: int, count: int) -> None:
+        """Takes the log-probabilities of tokens of the prompt.
+
+        scores: in NumPy. first: row of the token at place `start` of the prompt, whose follower is
+        scored; there are `count` rows.
+        """
+        assert self.scores is not None and self.params.prompt_logprobs is not None
+        for row, place in enumerate(range(start + 1, start + count + 1), first):
+            if place < len(self.scores) and self.scores[place] is None:
+                self.scores[place] = _tops(scores, (row,), self.params.prompt_logprobs)
+
+    # ---- how it draws
+
+    @property
+    def changes(self) -> bool:
+        """Whether penalties, a bias or a constraint change its logits."""
+        p = self.params
+        neutral = p.repetition_penalty == 1 and p.presence_penalty == p.frequency_penalty == 0
+        return not neutral or bool(p.logit_bias or p.min_tokens) or self.matcher is not None
+
+    def write_rules(self, rules: Rules, slot: int) -> None:
+        """Sets a slot's rules, which are NumPy arrays."""
+        p = self.params
+        for name, value in (
+            ("temperature", p.temperature),
+            ("top_k", max(p.top_k, 0)),
+            ("top_p", p.top_p),
+            ("min_p", p.min_p),
+            ("repetition", p.repetition_penalty),
+            ("presence", p.presence_penalty),
+            ("frequency", p.frequency_penalty),
+            ("seed", self._words),
+            ("changes", self.changes),
+            ("masked", self.matcher is not None),
+            ("tops", bool(p.logprobs)),
+            ("least", p.min_tokens),
+            ("ends", NO_TOKEN),
+        ):
+            getattr(rules, name)[slot] = value
+        if p.min_tokens:
+            rules.ends[slot, : len(self._stops)] = sorted(self._stops)
+
+    def change_rows(self, vocab: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Returns (counts of the answer's tokens, which tokens prompt and answer have, bias), (V,)
+        each."""
+        counts = np.bincount(self.tokens, minlength=vocab).astype(np.int32)
+        seen = counts > 0
+        seen[list(self.sequence.prompt)] = True
+        bias = np.zeros(vocab, np.float32)
+        for token, value in self.params.logit_bias.items():
+            bias[token] = value
+        return counts, seen, bias
+
+
+def _tops(drawn: Drawn, at: tuple[int, ...], most: int) -> dict[int, float]:
+    """Returns the log-probabilities of the likeliest tokens in one place, and of the one there."""
+    ids, values = drawn.top_token[at].tolist(), drawn.top_logprob[at].tolist()
+    found = dict(list(zip(ids, values, strict=True))[:most])
+    found.setdefault(drawn.token[at].item(), drawn.logprob[at].item())
+    return found
+
+
+# ---- engine
 
 
 @dataclasses.dataclass(frozen=True)

@@ -295,11 +295,12 @@ class Forward:
         context = self._batch(tokens)[1]
         pool = pages.k.shape[0] // layers
         rows = rows_of(tokens, pages.k.shape[1])
+        in_use = functools.partial(exchange.whole_local, self.layout, dtype=self.dtype)
 
         def layer(carry: tuple, stacked: tuple) -> tuple:
             x, pages = carry
-            own = packed_axes(parts.axes[stack], stacked[0])  # layers may be unlike
-            weights = map_words(lambda words, w: self._whole(words[1:], w), own, stacked[0])
+            axes = packed_axes(parts.axes[stack], stacked[0])  # layers may be unlike
+            weights = map_words(lambda words, w: in_use(words[1:], w), axes, stacked[0])
             cache = PagedCache(pages, stacked[1], tokens, rows, pool, attention)
             x, cache, _ = parts.block(weights, x, context, cache)
             return (x, cache.pages), None
@@ -316,19 +317,15 @@ class Forward:
         batch = {"tokens": tokens.ids_T[None], "positions": tokens.positions_T[None]}
         return batch, self.parts.context(batch, None)
 
-    def _whole(self, words: tuple, w: Any) -> Any:
-        return exchange.whole_local(self.layout, words, w, dtype=self.dtype)
-
     def _ends(self, params: Tree) -> Tree:
         """The members beside the layers, ready to be used. What is not here, and what nobody asks
         for, has a shape only."""
         axes, stack = packed_axes(self.parts.axes, params), self.parts.stack
-        here = {
-            name: map_words(self._whole, axes[name], x)
-            for name, x in params.items()
-            if name != stack
+        in_use = functools.partial(exchange.whole_local, self.layout, dtype=self.dtype)
+        ends = {
+            name: map_words(in_use, axes[name], x) for name, x in params.items() if name != stack
         }
-        return self.parts.abstract | here
+        return self.parts.abstract | ends
 
 
 def _bytes(tree: Tree) -> int:

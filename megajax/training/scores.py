@@ -22,7 +22,7 @@ from megajax.models import decoder
 from megajax.models.decoder_config import DecoderConfig
 from megajax.parallel import sharding, tensor
 from megajax.serving import tiles
-from megajax.serving.requests import check_tokens
+from megajax.serving.engine import check_tokens
 
 CHUNK = 256  # positions whose logits exist at one time
 LOGITS = 2**26  # (chosen) float32 logits of a chunk of all rows of a batch, at most

@@ -13,7 +13,7 @@ from megajax.layers.joined import INPUTS
 from megajax.models import decoder
 from megajax.quant import Format, quantize_model
 from megajax.serving import Engine, SamplingParams, StructuredOutputsParams
-from megajax.serving.backend import OneMesh
+from megajax.serving.programs import OneMesh
 from megajax.training import logprobs
 from tests.plain_loop import (
     CFG,

@@ -6,7 +6,7 @@ import struct
 import pytest
 
 from megajax.core.errors import UserError
-from megajax.serving.cache import NOBODY, PagePool, chain
+from megajax.serving.scheduler import NOBODY, PagePool, chain
 
 
 def published(pool: PagePool, *keys: bytes) -> list[int]:

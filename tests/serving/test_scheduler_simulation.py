@@ -6,8 +6,7 @@ from collections import Counter
 import pytest
 
 from megajax.core.errors import UserError
-from megajax.serving.cache import PagePool
-from megajax.serving.scheduler import Scheduler
+from megajax.serving.scheduler import PagePool, Scheduler
 from tests.scheduler_model import Device
 
 GROUPS, RUNS, REQUESTS = 10, 5, 200  # requests that a run serves; it refuses others

@@ -26,10 +26,9 @@ from megajax.models import decoder
 from megajax.models.decoder_config import DecoderConfig
 from megajax.models.parts import check_params
 from megajax.serving import Engine, Output, SamplingParams, draw
-from megajax.serving.answer import Tokenizer
 from megajax.serving.draw import Drawn, Rules
+from megajax.serving.engine import Tokenizer, check_bias, check_options, check_tokens
 from megajax.serving.programs import Laying, Segment, fields
-from megajax.serving.requests import check_bias, check_options, check_tokens
 from megajax.systems.llm_pq.stages import (
     Guard,
     LocalStage,
