@@ -1,19 +1,117 @@
 """From the engine's outputs to what a client reads: texts, reasons, log-probabilities.
 
-A stream and a whole answer come from the same parts: an Answer turns outputs into deltas; a stream
-sends them, and a whole answer is what they add up to.
+A stream and a complete response come from the same parts: an Answer turns outputs into deltas; a
+stream sends them, and a complete response is what they add up to. A Run does this for all answers
+of a job.
+
+The text of an answer is the bytes of its tokens, read as UTF-8, where each longest invalid part is
+one replacement character. A token may end inside a character; what is incomplete waits for the next
+token. So the pieces of a stream, put together, are the text that is sent without streaming.
 """
 
+import asyncio
+import codecs
+import contextlib
 import dataclasses
+import json
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Iterator, Sequence
 from typing import Any
 
+from megajax.core.errors import UserError
 from megajax.serving import Output
-from megajax.systems.server.errors import ApiError
+from megajax.systems.server.base import ApiError, stopping, write
 from megajax.systems.server.protocol import Job
-from megajax.systems.server.text import Decoder, Stopper
+from megajax.systems.server.worker import Stream, Worker
+
+LARGE = 2**10  # (chosen) tokens of an answer that a thread writes
+
+
+# ---- text
+
+
+UNKNOWN = "\ufffd"
+
+
+class Decoder:
+    """Turns the tokens of one answer into text."""
+
+    def __init__(self, tokenizer: Any, pieces: Sequence[bytes | None] | None, strip: bool):
+        """pieces: of the tokenizer; None: it has none, and decodes the whole answer every time.
+
+        strip: drop a space before the first word, as SentencePiece's decoders do; a text that goes
+        on behind another one needs it.
+        """
+        self._tokenizer, self._pieces, self._strip = tokenizer, pieces, strip
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        self._tokens: list[int] = []
+        self._sent = ""
+
+    def add(self, token: int) -> str:
+        """Returns the text that is complete with this token."""
+        if self._pieces is None:
+            self._tokens.append(token)
+            return self._grow(final=False)
+        piece = (self._pieces[token] if token < len(self._pieces) else None) or b""
+        if self._strip and piece:
+            self._strip, piece = False, piece.removeprefix(b" ")
+        return self._utf8.decode(piece)
+
+    def finish(self) -> str:
+        """Returns the text of bytes that no token completed."""
+        return self._grow(final=True) if self._pieces is None else self._utf8.decode(b"", True)
+
+    def _grow(self, final: bool) -> str:
+        text = self._tokenizer.decode(self._tokens)
+        if not final:  # it may be the beginning of a character
+            text = text.rstrip(UNKNOWN)
+        if not text.startswith(self._sent):
+            return ""
+        new, self._sent = text[len(self._sent) :], text
+        return new
+
+
+def pieces_of(tokenizer: Any) -> Sequence[bytes | None] | None:
+    """Returns the bytes of a tokenizer's ids, or None where they do not stand for bytes."""
+    try:
+        return tokenizer.pieces()
+    except (AttributeError, UserError):
+        return None
+
+
+class Stopper:
+    """Holds text back that may be the beginning of a stop string, and cuts at a complete one."""
+
+    def __init__(self, stops: Sequence[str], include: bool = False):
+        """include: the stop string is part of the text."""
+        self._stops, self._include, self._held = tuple(stops), include, ""
+        self.stopped = False
+
+    def add(self, text: str) -> str:
+        """Returns what may be shown now. After a stop string that is nothing."""
+        if self.stopped:
+            return ""
+        text, self._held = self._held + text, ""
+        matches = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
+        if matches:
+            self.stopped = True
+            at, stop = min(matches, key=lambda pair: pair[0])
+            return text[: at + len(stop) * self._include]
+        longest = max(map(len, self._stops), default=1) - 1
+        for size in range(min(longest, len(text)), 0, -1):
+            if any(stop.startswith(text[-size:]) for stop in self._stops):
+                self._held = text[-size:]
+                return text[:-size]
+        return text
+
+    def finish(self) -> str:
+        """Returns what was held back, when nothing follows."""
+        held, self._held = self._held, ""
+        return held
+
+
+# ---- one answer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,13 +141,20 @@ class Answer:
     def __init__(
         self,
         job: Job,
-        decoder: Callable[[Job], Decoder],
-        echo: str = "",
-        prompt: Sequence[int] = (),
+        tokenizer: Any,
+        pieces: Sequence[bytes | None] | None,
+        echo: str,
+        prompt: Sequence[int],
     ):
-        """echo: text that its first delta begins with. prompt: its tokens."""
-        self._job, self._decoder, self._echo, self._prompt = job, decoder(job), echo, prompt
-        self._decoder_of_prompt = decoder(job)
+        """pieces: of the tokenizer, or None. echo: text that its first delta begins with. prompt:
+        its tokens."""
+        self._job, self._echo, self._prompt = job, echo, prompt
+        # A text that an answer goes on from needs the space; a chat's answer begins a text, but
+        # what has a form has it exactly.
+        free = job.kind == "chat" and job.params.structured_outputs is None
+        strip = free and getattr(tokenizer, "strips_space", False)
+        self._decoder = Decoder(tokenizer, pieces, strip)
+        self._decoder_of_prompt = Decoder(tokenizer, pieces, strip)
         self._stopper = Stopper(job.params.stop, job.include_stop)
         self._decoded, self._shown = len(echo), 0
         self._pending: list[Entry] = []
@@ -58,8 +163,21 @@ class Answer:
 
     def add(self, output: Output) -> Delta | None:
         """Returns what is new, or None. Raises: ApiError for an answer that failed."""
-        if output.finish_reason in ("error", "cancelled", "constraint"):
-            raise _failure(output.finish_reason)
+        if output.finish_reason == "cancelled":
+            raise stopping()
+        if output.finish_reason == "constraint":
+            raise ApiError(
+                400,
+                "the form of the answer (its schema or expression) is too complex to be followed",
+                param="structured_outputs",
+                code="invalid_value",
+            )
+        if output.finish_reason == "error":
+            raise ApiError(
+                500,
+                "the answer failed: the model's logits are not finite, or see the server's log",
+                code="answer_failed",
+            )
         if output.prompt_logprobs is not None:
             self._pending += self._of_prompt(output.prompt_logprobs)
         if self._job.silent:
@@ -117,21 +235,7 @@ class Answer:
         return ready
 
 
-def _failure(reason: str) -> ApiError:
-    if reason == "cancelled":
-        return ApiError(503, "the server is stopping", code="stopping")
-    if reason == "constraint":
-        return ApiError(
-            400,
-            "the form of the answer (its schema or expression) is too complex to be followed",
-            param="structured_outputs",
-            code="invalid_value",
-        )
-    return ApiError(
-        500,
-        "the answer failed: the model's logits are not finite, or see the server's log",
-        code="answer_failed",
-    )
+# ---- OpenAI's objects
 
 
 class Shapes:
@@ -146,7 +250,7 @@ class Shapes:
         self._head = {"id": self.id, "created": int(time.time()), "model": model}
         self._kinds = (kind, kind + ".chunk" if chat else kind)
 
-    def whole(self, deltas: Sequence[Sequence[Delta]], usage: dict[str, int]) -> dict[str, Any]:
+    def complete(self, deltas: Sequence[Sequence[Delta]], usage: dict[str, int]) -> dict[str, Any]:
         """Returns a response without streaming. deltas: of each answer."""
         choices = []
         for index, parts in enumerate(deltas):
@@ -204,11 +308,11 @@ class Shapes:
         if entry.logprob is None:
             return None
         first = {entry.token: entry.logprob}
-        found: dict[str, float | None] = {}
+        logprobs: dict[str, float | None] = {}
         for token, logprob in (first | entry.top).items():
             name = self._name(token)
-            found[name if name not in found else f"token_id:{token}"] = _finite(logprob)
-        return dict(sorted(found.items(), key=lambda pair: -(pair[1] or 0)))
+            logprobs[name if name not in logprobs else f"token_id:{token}"] = _finite(logprob)
+        return dict(sorted(logprobs.items(), key=lambda pair: -(pair[1] or 0)))
 
     def _chat_entry(self, entry: Entry) -> dict[str, Any]:
         # (OpenAI) exactly the likeliest; a completion lists the token itself, too.
@@ -241,3 +345,88 @@ class Shapes:
 def _finite(logprob: float | None) -> float | None:
     # (OpenAI's least value) JSON has no infinity
     return None if logprob is None else max(logprob, -9999.0)
+
+
+# ---- the answers of a job
+
+
+class Run:
+    """A job in the engine: a request for each of its prompts, and the answers to all of them."""
+
+    def __init__(
+        self,
+        worker: Worker,
+        job: Job,
+        model: str,
+        tokenizer: Any,
+        pieces: Sequence[bytes | None] | None,
+    ):
+        """model: as the client called it. pieces: of the tokenizer, or None."""
+        self._worker, self._job = worker, job
+        self._shapes = Shapes(job, model, tokenizer, pieces)
+        self._streams: list[Stream] = []
+        self._outputs: asyncio.Queue = asyncio.Queue()  # of all streams
+        echo = job.echo or [""] * len(job.prompts)
+        self._answers = [
+            Answer(job, tokenizer, pieces, text, prompt)
+            for text, prompt in zip(echo, job.prompts, strict=True)
+            for _ in range(job.params.n)
+        ]
+
+    async def submit(self) -> None:
+        """Hands all prompts to the engine. Raises: ApiError, UserError, EngineFailed."""
+        params = self._job.params
+        for i, prompt in enumerate(self._job.prompts):
+            first = i * params.n
+            self._streams.append(await self._worker.submit(prompt, params, self._outputs, first))
+
+    def cancel(self) -> None:
+        """Ends what has not ended."""
+        for stream in self._streams:
+            self._worker.cancel(stream)
+
+    async def deltas(self) -> AsyncGenerator[tuple[int, Delta]]:
+        """Yields (number of the answer, what is new of it). Raises: ApiError, EngineFailed."""
+        running = len(self._answers)
+        while running:
+            index, output = await self._outputs.get()
+            await asyncio.sleep(0)  # with a full queue nothing else here waits
+            if isinstance(output, Exception):
+                raise output
+            running -= output.finish_reason is not None
+            if (delta := self._answers[index].add(output)) is not None:
+                yield index, delta
+
+    def _usage(self) -> dict[str, int]:
+        """Numbers of tokens; each prompt counts once."""
+        prompt = sum(map(len, self._job.prompts))
+        drawn = sum(a.tokens for a in self._answers)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": drawn,
+            "total_tokens": prompt + drawn,
+        }
+
+    async def response(self) -> str:
+        """Returns the response, as JSON, when all answers have ended."""
+        parts: list[list[Delta]] = [[] for _ in self._answers]
+        async with contextlib.aclosing(self.deltas()) as deltas:
+            async for index, delta in deltas:
+                parts[index].append(delta)
+
+        def work() -> str:
+            return write(self._shapes.complete(parts, self._usage()))
+
+        listed = sum(len(delta.entries) for answer in parts for delta in answer)
+        return work() if listed < LARGE else await asyncio.to_thread(work)
+
+    async def events(self) -> AsyncGenerator[str]:
+        """Yields the data of a stream's events. Raises: ApiError, EngineFailed."""
+        for index in range(len(self._answers)):
+            if (first := self._shapes.first(index)) is not None:
+                yield json.dumps(first, ensure_ascii=False)
+        async with contextlib.aclosing(self.deltas()) as deltas:
+            async for index, delta in deltas:
+                yield json.dumps(self._shapes.part(index, delta), ensure_ascii=False)
+        if self._job.usage:
+            yield json.dumps(self._shapes.last(self._usage()))

@@ -1,17 +1,22 @@
-"""What every server of megajax is made of: keys, bounded bodies, errors, health and metrics.
+"""What every server of megajax is made of: keys, bodies, deadlines, errors, health, metrics.
 
 A server gives its endpoints and the work behind them (`Work`); http.py puts connections with limits
 around it, and drains it. The language server is app.py. A client that leaves ends its request.
+Errors have the form that OpenAI's clients know.
 """
 
 import asyncio
 import contextlib
 import hashlib
 import hmac
+import itertools
+import json
+import time
 import uuid
-from collections.abc import Awaitable, Callable, Collection, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Mapping
 from typing import Any, Protocol
 
+import prometheus_client as prometheus
 from absl import logging
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -20,19 +25,70 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from megajax.core.errors import UserError
-from megajax.systems.server.errors import ApiError, EngineFailed
 
 BODY_S = 30  # (chosen) for a client to send its body
 GONE = 499  # (nginx) status of a request whose client has closed; nobody reads it
+WRITTEN = 2**10  # (chosen) members of a list that are written at a time
 Handler = Callable[[Request], Awaitable[Response]]
+
+
+# ---- errors
+
+
+class ApiError(Exception):
+    """The error with which a request is answered.
+
+    status: of HTTP. param, code: members of the body, as OpenAI names them; the body's type follows
+    from the status. headers: further ones of the response.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: dict[str, str] | None = None,
+    ):
+        """The arguments are the members."""
+        super().__init__(message)
+        self.status, self.message, self.param, self.code = status, message, param, code
+        self.headers = headers or {}
+
+    @property
+    def body(self) -> dict[str, Any]:
+        """The JSON that a client reads."""
+        kinds = {401: "authentication_error", 404: "not_found_error", 429: "overloaded_error"}
+        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        error = {
+            "message": self.message,
+            "type": kinds.get(self.status, kind),
+            "param": self.param,
+            "code": self.code,
+        }
+        return {"error": error}
+
+
+class EngineFailed(Exception):
+    """The engine raised, and answers nothing any more."""
+
+
+def stopping() -> ApiError:
+    """Returns the error of a request that a stopping server does not answer."""
+    return ApiError(503, "the server is stopping", code="stopping")
+
+
+# ---- the application
 
 
 class Work(Protocol):
     """What answers come from, such as an engine in a thread of its own.
 
-    start, stop: begins, and takes no new work. join: waits until what runs has ended; abort: ends
-    it. live: requests that run. failed, failure: set when it answers nothing any more, and why.
-    check: raises ApiError where a request would not be answered.
+    start: begins. stop: takes no new work from now on. join: waits until the running requests have
+    ended. abort: ends them. live: number of requests that run. failed, failure: the event is set
+    when nothing is answered any more, and failure says why. check: raises ApiError if a request
+    would not be answered.
     """
 
     failed: asyncio.Event
@@ -52,13 +108,34 @@ class Work(Protocol):
     def check(self) -> None: ...  # noqa: D102
 
 
-class Measures(Protocol):
-    """Metrics of a server. count(path, status): of an answered request. text(): (the page for
-    Prometheus, its content type)."""
+class Metrics:
+    """The metrics of a server, for Prometheus: the answered HTTP requests, and those that its work
+    adds. Each server has a registry, so that several can run in one process.
 
-    def count(self, path: str, status: int) -> None: ...  # noqa: D102
+    Names are vLLM's, with the prefix megajax. Source: vLLM, docs/design/metrics.md.
+    """
 
-    def text(self) -> tuple[bytes, str]: ...  # noqa: D102
+    def __init__(self, model: str):
+        """model: the label model_name of every metric."""
+        self.model, self._registry = model, prometheus.CollectorRegistry()
+        self._http = self.add(
+            prometheus.Counter, "http_requests", "Requests by status.", "path", "status"
+        )
+
+    def add[T](self, kind: type[T], name: str, about: str, *labels: str, **options: Any) -> T:
+        """Returns a new metric. labels: further ones, behind model_name; with none of them, the
+        metric has its label already."""
+        names = ("model_name", *labels)
+        metric: Any = kind(f"megajax:{name}", about, names, registry=self._registry, **options)  # type: ignore[call-arg]
+        return metric if labels else metric.labels(self.model)
+
+    def count(self, path: str, status: int) -> None:
+        """Records an answered HTTP request."""
+        self._http.labels(self.model, path, str(status)).inc()
+
+    def text(self) -> tuple[bytes, str]:
+        """Returns (the page, its content type)."""
+        return prometheus.generate_latest(self._registry), prometheus.CONTENT_TYPE_LATEST
 
 
 class Base:
@@ -68,7 +145,7 @@ class Base:
         self,
         endpoints: Mapping[str, tuple[str, Handler]],
         work: Work,
-        metrics: Measures,
+        metrics: Metrics,
         *,
         keys: Collection[str] = (),
         max_body: int = 2**22,
@@ -80,18 +157,13 @@ class Base:
         self._work, self._metrics, self._help = work, metrics, help
         self._keys = [hashlib.sha256(key.encode()).digest() for key in keys]
         self._max_body = max_body
-        made = Starlette(
-            routes=[
-                *(
-                    Route(path, self._guard(handle), methods=[method])
-                    for path, (method, handle) in endpoints.items()
-                ),
-                Route("/health", self._health),
-                Route("/metrics", self._measured),
-            ],
-            exception_handlers={HTTPException: self._no_route},
-        )
-        self.app = _with_one_length(made)
+        routes = [
+            Route(path, self._guard(path, handle), methods=[method])
+            for path, (method, handle) in endpoints.items()
+        ]
+        routes += [Route("/health", self._health), Route("/metrics", self._measured)]
+        app = Starlette(routes=routes, exception_handlers={HTTPException: self._no_route})
+        self.app = _with_one_length(app)
 
     async def _health(self, _: Request) -> Response:
         try:
@@ -104,9 +176,7 @@ class Base:
         page, kind = self._metrics.text()
         return Response(page, headers={"Content-Type": kind})
 
-    def _guard(
-        self, handle: Callable[[Request], Awaitable[Response]]
-    ) -> Callable[[Request], Awaitable[Response]]:
+    def _guard(self, path: str, handle: Handler) -> Handler:
         """Checks the key, and makes a response of what is raised."""
 
         async def guarded(request: Request) -> Response:
@@ -126,10 +196,9 @@ class Base:
                 )
                 response = Response(status_code=GONE)
             except Exception as error:
-                logging.exception("a request to %s failed", request.scope["route"].path)
+                logging.exception("a request to %s failed", path)
                 response = JSONResponse(ApiError(500, f"{error!r:.300}").body, status_code=500)
             response.headers.update(headers)
-            path = request.scope["route"].path
             self._metrics.count(path, response.status_code)
             return response
 
@@ -139,9 +208,9 @@ class Base:
         if not self._keys:
             return
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        given = hashlib.sha256(key.strip().encode()).digest()
+        digest = hashlib.sha256(key.strip().encode()).digest()
         # Digests have one length, and all of them are compared, whichever fits.
-        known = [hmac.compare_digest(given, k) for k in self._keys]
+        known = [hmac.compare_digest(digest, k) for k in self._keys]
         if scheme.lower() != "bearer" or not any(known):
             raise ApiError(
                 401,
@@ -152,8 +221,8 @@ class Base:
 
     async def _no_route(self, _: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        made = ApiError(error.status_code, f"{error.detail}: {self._help}")
-        return JSONResponse(made.body, status_code=made.status, headers=error.headers)
+        shown = ApiError(error.status_code, f"{error.detail}: {self._help}")
+        return JSONResponse(shown.body, status_code=shown.status, headers=error.headers)
 
     async def body(self, request: Request) -> bytes:
         """Reads a body. Raises: ApiError for one that is too long, too slow or of another kind."""
@@ -193,6 +262,48 @@ def _with_one_length(app: Any) -> Any:
     return checked
 
 
+# ---- JSON
+
+
+def parse(raw: bytes) -> dict[str, Any]:
+    """Returns the object of a request's body. Raises: ApiError."""
+
+    def no_number(text: str) -> Any:
+        raise ValueError(f"{text} is no JSON")
+
+    try:
+        value = json.loads(raw, parse_constant=no_number)
+        if b"\\u" in raw:  # halves of a surrogate pair are no text
+            json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise ApiError(400, "the body has half of a surrogate pair, which is no text") from None
+    except (ValueError, RecursionError) as error:
+        raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from None
+    if not isinstance(value, dict):
+        raise ApiError(400, "the body must be a JSON object", code="invalid_json")
+    return value
+
+
+def write(value: Any) -> str:
+    """Returns a value as JSON. A long list is written in parts, between which other threads run:
+    json.dumps of a million numbers would stop all of them for as long."""
+    if isinstance(value, dict):
+        return "{" + ",".join(f"{_dump(k)}:{write(v)}" for k, v in value.items()) + "}"
+    if isinstance(value, list) and len(value) > WRITTEN:
+        parts = itertools.batched(value, WRITTEN)
+        return "[" + ",".join(_dump(part)[1:-1] for part in parts) + "]"
+    if isinstance(value, list):
+        return "[" + ",".join(map(write, value)) + "]"
+    return _dump(value)
+
+
+def _dump(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
+
+# ---- deadlines, and clients that leave
+
+
 class Gone(Exception):
     """The client closed its connection."""
 
@@ -203,16 +314,68 @@ async def until_gone(request: Request) -> None:
         pass
 
 
-async def or_gone[T](work: Awaitable[T], gone: asyncio.Task) -> T:
-    """Returns what work returns, unless the client leaves before. Raises: Gone."""
+async def in_time[T](work: Awaitable[T], gone: asyncio.Task, deadline: float) -> T:
+    """Returns what work returns, or cancels it.
+
+    gone: a task that ends when the client leaves. deadline: of time.monotonic. Raises: Gone.
+    ApiError at the deadline.
+    """
     task = asyncio.ensure_future(work)
     try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
+        left_s = max(0.0, deadline - time.monotonic())
+        await asyncio.wait({task, gone}, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        if gone.done():
             raise Gone
-        return task.result()
+        raise ApiError(
+            504, "the request took longer than it may (--request_timeout_s)", code="timeout"
+        )
     finally:
         if not task.done():
             task.cancel()
             with contextlib.suppress(BaseException):
                 await task
+
+
+class EventStream(Response):
+    """Server-sent events, whose work is cancelled when they end or the client leaves."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncGenerator[str], deadline: float, cancel: Callable[[], None]):
+        """events: the data of each. An ApiError or EngineFailed that they raise is sent as an
+        event, and [DONE] is the last one (as OpenAI's). deadline: of time.monotonic. cancel: ends
+        the work."""
+        super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
+        del self.headers["content-length"]
+        self._events, self._deadline, self._cancel = events, deadline, cancel
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        """Sends what comes, until it ends or nobody listens."""
+
+        async def show(event: str) -> None:
+            body = f"data: {event}\n\n".encode()
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+
+        async def show_all() -> None:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            async with contextlib.aclosing(self._events) as events:
+                async for event in events:
+                    await show(event)
+
+        gone = asyncio.create_task(until_gone(Request(scope, receive)))
+        try:
+            try:  # the limit holds while a client that does not read makes `send` wait, too
+                await in_time(show_all(), gone, self._deadline)
+            except (ApiError, EngineFailed) as error:
+                self._cancel()
+                shown = error if isinstance(error, ApiError) else ApiError(500, str(error))
+                await show(json.dumps(shown.body))
+            await show("[DONE]")
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        except (Gone, OSError):
+            pass
+        finally:
+            gone.cancel()
+            self._cancel()

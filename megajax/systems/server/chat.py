@@ -20,7 +20,7 @@ from megajax.core.errors import UserError
 from megajax.data.chat import ControlTokens, TooLongError
 from megajax.data.tokenizer import Tokenizer
 from megajax.systems.open_model import ChatTemplate
-from megajax.systems.server.errors import ApiError
+from megajax.systems.server.base import ApiError
 
 BETWEEN = "\n"  # (vLLM, llama.cpp) joins the texts of one message
 PROBES = ("first probe", "second probe", "third probe")  # (chosen) texts of the trial's messages

@@ -24,13 +24,13 @@ from megajax.core.files import expand
 from megajax.parallel.overlap import refuse_fused
 from megajax.serving import Engine
 from megajax.systems.open_model import MAX_TEMPLATE, ChatTemplate, OpenModel, open_model
-from megajax.systems.server import http, peers
+from megajax.systems.server import http
 from megajax.systems.server.app import Server
+from megajax.systems.server.base import Metrics
 from megajax.systems.server.chat import Chat
-from megajax.systems.server.metrics import Metrics
 from megajax.systems.server.options import Config, EngineOptions, HttpOptions, ModelOptions
 from megajax.systems.server.protocol import Reader
-from megajax.systems.server.worker import Worker
+from megajax.systems.server.worker import Peers, Worker, follow
 
 RUNS = "runs/pretrain/nano-*/config.json"
 SHORTEST_KEY = 16  # (chosen) characters
@@ -44,7 +44,7 @@ def run(cfg: Config) -> int:
     made = http.listen(cfg.host, cfg.port) if first else None
     with made or contextlib.nullcontext():
         if made is None:
-            peers.follow(load_engine(cfg, open_named(cfg)))
+            follow(load_engine(cfg, open_named(cfg)))
             return 0
         worker, server = open_server(cfg)
         code = asyncio.run(_serve(cfg, worker, server, made))
@@ -146,8 +146,8 @@ def build_server(
         if doubt:
             logging.warning("%s; chat requests may fail (--chat_template=FILE)", doubt)
     metrics = Metrics(name)
-    tell = peers.Peers().tell if jax.process_count() > 1 else None
-    worker = Worker(engine, metrics, limits.max_waiting, max_batch, tell)
+    peers = Peers() if jax.process_count() > 1 else None
+    worker = Worker(engine, metrics, limits.max_waiting, max_batch, peers)
     reader = Reader(
         [name],
         tokenizer,

@@ -12,16 +12,15 @@ SamplingParams.
 import dataclasses
 import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Literal
 
-from megajax.core.errors import UserError
+from megajax.core.errors import UserError, did_you_mean
 from megajax.data.tokenizer import prompt_ids
 from megajax.serving import SamplingParams, StructuredOutputsParams
 from megajax.serving.params import WHOLE
+from megajax.systems.server.base import ApiError
 from megajax.systems.server.chat import Chat
-from megajax.systems.server.errors import ApiError
-from megajax.systems.server.fields import Fields, empty, is_ids, none_of, strings
 
 STOPS = 16  # (chosen; OpenAI has 4, vLLM no limit) stop strings
 STOP = 2**10  # (chosen) characters of each: as many tokens are decoded anew with every token
@@ -58,6 +57,114 @@ HINTS: dict[str, tuple[Any, ...]] = {
     "early_stopping": (False,), "spaces_between_special_tokens": (True,),
     "continue_final_message": (False,), "return_token_ids": (False,), "detokenize": (True,),
 }  # fmt: skip
+KINDS = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "a string",
+    list: "a list",
+    dict: "an object",
+}
+
+
+# ---- the members of a body
+
+
+class Fields:
+    """The members of a body; each is taken once, and what nobody takes is refused."""
+
+    def __init__(self, body: dict[str, Any], where: str = ""):
+        """where: what messages put before the names, with a dot."""
+        self._body, self._where, self._known = body, where, set()  # type: ignore[var-annotated]
+
+    def take[T](self, name: str, kind: type[T], default: Any = None) -> Any:
+        """Returns a member of one JSON type; null is the default. Raises: ApiError."""
+        self._known.add(name)
+        value = self._body.get(name)
+        if value is None:
+            return default
+        legal = isinstance(value, kind) or (kind is float and isinstance(value, int))
+        if not legal or (isinstance(value, bool) and kind is not bool):
+            raise self.error(name, f"must be {KINDS[kind]}")
+        return value
+
+    def any(self, name: str) -> Any:
+        """Returns a member of whatever type, or None."""
+        self._known.add(name)
+        return self._body.get(name)
+
+    def between(self, name: str, low: int, high: int, default: int | None) -> Any:
+        """Returns a whole number in a range."""
+        value = self.take(name, int, default)
+        if value is not None and not low <= value <= high:
+            raise self.error(name, f"must be from {low} to {high}")
+        return value
+
+    def only(self, name: str, legal: Callable[[Any], bool], words: str) -> None:
+        """Refuses all values of a member that ask for what this server does not do."""
+        value = self.any(name)
+        if value is not None and not legal(value):
+            raise self.error(name, words)
+
+    def ignore(self, *names: str) -> None:
+        """Lets members pass that change no answer."""
+        self._known.update(names)
+
+    def end(self) -> None:
+        """Raises: ApiError for a member that nobody has taken."""
+        for name in self._body:
+            if name not in self._known:
+                near = did_you_mean(name, self._known)
+                raise ApiError(
+                    400,
+                    f"there is no member {self._where}{name!s:.80}.{near}",
+                    param=f"{self._where}{name!s:.80}",
+                    code="unknown_parameter",
+                )
+
+    def error(self, name: str, rule: str) -> ApiError:
+        """Returns an error about a member."""
+        value, full = self._body.get(name), self._where + name
+        return ApiError(400, f"{full}={value!r:.100} {rule}", param=full, code="invalid_value")
+
+
+def strings(fields: Fields, name: str, most: int, longest: int) -> list[str]:
+    """Returns a member that is a string or a list of some. longest: characters of each."""
+    value = fields.any(name)
+    listed = [] if value is None else [value] if isinstance(value, str) else value
+    if not isinstance(listed, list) or not all(isinstance(s, str) for s in listed):
+        raise fields.error(name, "must be a string or a list of strings")
+    if len(listed) > most:
+        raise fields.error(name, f"has {len(listed)} strings; at most {most}")
+    if (length := max(map(len, listed), default=0)) > longest:
+        raise fields.error(name, f"has a string of {length} characters; at most {longest}")
+    return listed
+
+
+def is_ids(value: Any) -> bool:
+    """Whether a value is a list of token ids."""
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(i, int) and not isinstance(i, bool) for i in value)
+    )
+
+
+def none_of(*values: Any) -> Callable[[Any], bool]:
+    """Returns what accepts only these values."""
+
+    def legal(value: Any) -> bool:
+        return any(type(value) is type(v) and value == v for v in values)
+
+    return legal
+
+
+def empty(value: Any) -> bool:
+    """Whether a value asks for nothing."""
+    return isinstance(value, Collection) and not value
+
+
+# ---- requests
 
 
 @dataclasses.dataclass(frozen=True)

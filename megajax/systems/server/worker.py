@@ -2,67 +2,133 @@
 
 The engine is not thread-safe, so this thread alone calls it. Requests and cancellations wait in a
 list that the thread empties between two steps; outputs go back to the event loop, one call a step,
-into a queue for each request. On several processes the thread of the first one tells the others
-before each step what it is about to do (peers.py), since all of them must make the same calls.
+into the queue that came with their request.
 
-States: it runs; it drains (no new request, the old ones end); it failed (the engine raised).
+On several processes, all of them make the same calls of their engines in the same order. Process 0
+has the HTTP server. Before each step its thread writes what it is about to ask the engine into the
+key-value store of jax.distributed, under the number of the step; the others read it and do the same
+(`follow`). An engine decides by what it is asked alone, so all processes start the same programs. A
+step is a computation of all of them: when step i has been read, every process has read what came
+before it, so older entries are deleted.
+
+States: the worker runs; it drains (no new request, the old ones end); it failed (the engine
+raised).
 """
 
 import asyncio
+import dataclasses
+import json
 import math
 import threading
 import time
 import traceback
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import prometheus_client as prometheus
 from absl import logging
 
+from megajax.core import mesh
 from megajax.core.errors import UserError
-from megajax.serving import Engine, Output, SamplingParams
-from megajax.systems.server.errors import ApiError, EngineFailed
-from megajax.systems.server.metrics import Metrics
+from megajax.serving import Engine, Output, SamplingParams, StructuredOutputsParams
+from megajax.systems.server.base import ApiError, EngineFailed, Metrics, stopping
 
 RATE = 64  # (chosen) answers from whose ends a waiting time is estimated
+LONGEST_WAIT_S = 60  # (openai's client) a longer Retry-After is not followed
+FOLDER = "megajax/serve"
+KEPT = 8  # (chosen) entries of the store behind the newest that are not deleted yet
+WAIT_MS = 10_000  # (chosen) of one call of the store; nobody may ask for hours
+SECONDS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 10, 20, 60)
+LONG = (0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
 # ("submit", prompt, params) or ("cancel", id, None).
 type Command = tuple[str, Any, SamplingParams | None]
-LONGEST_WAIT_S = 60  # (openai's client) a longer Retry-After is not followed
 
 
-@dataclass(eq=False)
+@dataclasses.dataclass(eq=False)
 class Stream:
-    """A request on its way through the engine, as the event loop sees it."""
+    """A request on its way through the engine, as the event loop sees it.
+
+    outputs: queue of (number of the answer, Output), or (number, EngineFailed). first: number of
+    its first answer there.
+    """
 
     prompt: Sequence[int]
     params: SamplingParams
+    outputs: asyncio.Queue
+    first: int
     accepted: asyncio.Future
-    outputs: asyncio.Queue = field(default_factory=asyncio.Queue)
-    began: float = field(default_factory=time.monotonic)
-    last: dict[int, float] = field(default_factory=dict)  # when an answer last grew, by index
+    began: float = dataclasses.field(default_factory=time.monotonic)
+    # When an answer last grew, by index.
+    last: dict[int, float] = dataclasses.field(default_factory=dict)
     # The thread's: the engine's id, and how many answers have not ended.
     id: int | None = None
     left: int = 0
 
-    async def __aiter__(self) -> AsyncIterator[Output]:
-        """Yields outputs until all answers have ended. Raises: EngineFailed."""
-        alive = self.params.n
-        while alive:
-            output = await self.outputs.get()
-            if isinstance(output, Exception):
-                raise output
-            alive -= output.finish_reason is not None
-            yield output
 
-
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Load:
-    """What the engine has to do, in answers."""
+    """What an engine has to do, in answers; the share of its pages that is in use; and what its
+    scheduler has counted since it was made."""
 
     waiting: int = 0
     running: int = 0
+    usage: float = 0.0
+    preemptions: int = 0
+    prefix_hits: int = 0
+
+
+class EngineMetrics:
+    """What is measured of an engine. Names are vLLM's."""
+
+    def __init__(self, metrics: Metrics):
+        """metrics: of the server."""
+        add, self._before = metrics.add, Load()
+        gauge, counter, timer = prometheus.Gauge, prometheus.Counter, prometheus.Histogram
+        self._running = add(gauge, "num_requests_running", "Answers with a slot.")
+        self._waiting = add(gauge, "num_requests_waiting", "Answers without one.")
+        self._usage = add(gauge, "kv_cache_usage_perc", "Used pages, 0 to 1.")
+        self._preemptions = add(counter, "num_preemptions", "Preempted answers.")
+        self._hits = add(counter, "prefix_cache_hits", "Prompt tokens found.")
+        self._prompt = add(counter, "prompt_tokens", "Tokens of prompts.")
+        self._drawn = add(counter, "generation_tokens", "Drawn tokens.")
+        self._ended = add(counter, "request_success", "Ended answers.", "finished_reason")
+        self._model = metrics.model
+        self._first = add(
+            timer, "time_to_first_token_seconds", "Arrival to first token.", buckets=SECONDS
+        )
+        self._between = add(
+            timer, "inter_token_latency_seconds", "Between tokens of an answer.", buckets=SECONDS
+        )
+        self._latency = add(
+            timer, "e2e_request_latency_seconds", "Arrival to end of an answer.", buckets=LONG
+        )
+
+    def observe(self, stream: Stream, output: Output, now: float) -> None:
+        """Records an output of a request, at a time of time.monotonic."""
+        count, before = len(output.tokens), stream.last.get(output.index)
+        if not stream.last:
+            self._prompt.inc(len(stream.prompt))
+        if count:
+            self._drawn.inc(count)
+            if before is None:
+                self._first.observe(now - stream.began)
+            for _ in range(count - (before is None)):
+                self._between.observe((now - (before or now)) / count)
+        stream.last[output.index] = now
+        if output.finish_reason is not None:
+            self._ended.labels(self._model, output.finish_reason).inc()
+            self._latency.observe(now - stream.began)
+
+    def set_load(self, load: Load) -> None:
+        """Records the engine's state."""
+        self._running.set(load.running)
+        self._waiting.set(load.waiting)
+        self._usage.set(load.usage)
+        self._preemptions.inc(load.preemptions - self._before.preemptions)
+        self._hits.inc(load.prefix_hits - self._before.prefix_hits)
+        self._before = load
 
 
 class Worker:
@@ -74,14 +140,12 @@ class Worker:
         metrics: Metrics,
         max_waiting: int,
         max_batch: int,
-        peers: Callable[[list[Command] | None], None] | None = None,
+        peers: "Peers | None" = None,
     ):
-        """max_waiting: answers that may wait beside those that can run at once, max_batch.
-
-        peers: tells the other processes what the engine is about to be asked, in order; None: no
-          more.
+        """max_waiting: answers that may wait in addition to those that can run at once, max_batch.
+        peers: the other processes; None: there are none.
         """
-        self.engine, self.metrics = engine, metrics
+        self.engine, self.metrics, self._measured = engine, metrics, EngineMetrics(metrics)
         self._most, self._batch, self._peers = max_waiting, max_batch, peers
         self._lock = threading.Condition()
         self._inbox: list[tuple[str, Stream]] = []
@@ -103,13 +167,8 @@ class Worker:
         self._thread.start()
 
     @property
-    def draining(self) -> bool:
-        """Whether it takes no new request."""
-        return self._stopping
-
-    @property
     def live(self) -> int:
-        """Requests that the engine has; for tests."""
+        """Requests that the engine has."""
         return len(self._streams)
 
     def check(self) -> None:
@@ -117,16 +176,19 @@ class Worker:
         if self.failure is not None:
             raise ApiError(500, f"the engine failed: {self.failure}", code="engine_failed")
         if self._stopping:
-            raise ApiError(503, "the server is stopping", code="stopping")
+            raise stopping()
 
-    async def submit(self, prompt: Sequence[int], params: SamplingParams) -> Stream:
-        """Returns a stream when the engine has taken the request.
+    async def submit(
+        self, prompt: Sequence[int], params: SamplingParams, outputs: asyncio.Queue, first: int
+    ) -> Stream:
+        """Returns a stream when the engine has taken the request. outputs, first: as Stream's.
 
         Raises: ApiError when too many wait. UserError for what can never run.
         """
         if params.structured_outputs is not None:
             await asyncio.to_thread(self.engine.prepare, params)
-        stream = Stream(prompt, params, asyncio.get_running_loop().create_future())
+        accepted = asyncio.get_running_loop().create_future()
+        stream = Stream(prompt, params, outputs, first, accepted)
         with self._lock:
             self.check()
             ahead = self._queued + self._load.waiting
@@ -137,7 +199,7 @@ class Worker:
             self._inbox.append(("submit", stream))
             self._lock.notify()
         try:
-            await stream.accepted
+            await accepted
         except asyncio.CancelledError:  # the client left: whether or not the engine has it
             self.cancel(stream)
             raise
@@ -158,7 +220,7 @@ class Worker:
         )
 
     def cancel(self, stream: Stream) -> None:
-        """Ends a request; one that has ended is none of its business."""
+        """Ends a request; nothing is done for one that has ended."""
         if stream.id is not None and not stream.left:
             return
         with self._lock:
@@ -184,19 +246,34 @@ class Worker:
     def _hand_out(self, outputs: list[tuple[Stream, Output]], load: Load) -> None:
         now = time.monotonic()
         for stream, output in outputs:
-            self.metrics.observe(stream, output, now)
+            self._measured.observe(stream, output, now)
             if output.finish_reason is not None:
                 self._ends.append(now)
-            stream.outputs.put_nowait(output)
-        self.metrics.set_load(self.engine, load)
+            stream.outputs.put_nowait((stream.first + output.index, output))
+        self._measured.set_load(load)
 
     # ---- the thread's side
 
     def _run(self) -> None:
         try:
             while (commands := self._next()) is not None:
-                self._obey(commands)
-                self._show(self.engine.step() if self.engine.busy else [])
+                for verb, stream in commands:
+                    if verb == "submit":
+                        self._submit(stream)
+                    elif stream.id is not None:
+                        self.engine.cancel(stream.id)
+                with self._lock:
+                    self._queued -= sum(s.params.n for verb, s in commands if verb == "submit")
+                    self._load = self._count()
+                outputs = self.engine.step() if self.engine.busy else []
+                shown = [(self._streams[output.request_id], output) for output in outputs]
+                for stream, output in shown:
+                    stream.left -= output.finish_reason is not None
+                    if not stream.left:
+                        del self._streams[output.request_id]
+                with self._lock:
+                    self._load = load = self._count()
+                self._call(self._hand_out, shown, load)
         except BaseException as error:  # whatever it was, no request may wait for ever
             self._fail(error)
 
@@ -212,53 +289,44 @@ class Worker:
         commands = [c for c in commands if c not in self._inbox]
         ended = not commands and not self.engine.busy
         if self._peers is not None:
-            self._peers(None if ended else [_told(*command) for command in commands])
+            told: list[Command] = [
+                (verb, list(s.prompt), s.params) if verb == "submit" else (verb, s.id, None)
+                for verb, s in commands
+            ]
+            self._peers.tell(None if ended else told)
         return None if ended else commands
 
-    def _obey(self, commands: list[tuple[str, Stream]]) -> None:
-        for verb, stream in commands:
-            if verb == "cancel":
-                if stream.id is not None:
-                    self.engine.cancel(stream.id)
-                continue
-            try:
-                stream.id = self.engine.submit(stream.prompt, stream.params)
-            except UserError as error:
-                self._call(_refuse, stream.accepted, error)
-            except Exception as error:  # of this request alone: the engine has taken nothing
-                logging.exception("a request could not be taken")
-                self._call(_refuse, stream.accepted, EngineFailed(_line(error)))
-            else:
-                self._streams[stream.id], stream.left = stream, stream.params.n
-                self._call(_accept, stream.accepted)
-        with self._lock:
-            self._queued -= sum(s.params.n for verb, s in commands if verb == "submit")
-            self._load = self._count()
+    def _submit(self, stream: Stream) -> None:
+        try:
+            stream.id = self.engine.submit(stream.prompt, stream.params)
+        except UserError as error:
+            self._call(_settle, stream.accepted, error)
+        except Exception as error:  # of this request alone: the engine has taken nothing
+            logging.exception("a request could not be taken")
+            self._call(_settle, stream.accepted, EngineFailed(_line(error)))
+        else:
+            self._streams[stream.id], stream.left = stream, stream.params.n
+            self._call(_settle, stream.accepted)
 
     def _count(self) -> Load:
-        scheduler = self.engine.scheduler
-        return Load(len(scheduler.waiting), len(scheduler.running))
-
-    def _show(self, outputs: list[Output]) -> None:
-        """Sends a step's outputs to the event loop, and forgets the requests that ended."""
-        found = [(self._streams[output.request_id], output) for output in outputs]
-        for stream, output in found:
-            stream.left -= output.finish_reason is not None
-            if not stream.left:
-                del self._streams[output.request_id]
-        with self._lock:
-            self._load = load = self._count()
-        self._call(self._hand_out, found, load)
+        scheduler, pool = self.engine.scheduler, self.engine.pool
+        return Load(
+            len(scheduler.waiting),
+            len(scheduler.running),
+            pool.in_use / pool.capacity,
+            scheduler.preemptions,
+            scheduler.prefix_hits,
+        )
 
     def _fail(self, error: BaseException) -> None:
         with self._lock:
             self.failure, commands, self._inbox = _line(error), self._inbox, []
         failed = EngineFailed(self.failure)
         for stream in self._streams.values():
-            self._call(stream.outputs.put_nowait, failed)
+            self._call(stream.outputs.put_nowait, (stream.first, failed))
         for verb, stream in commands:
             if verb == "submit":
-                self._call(_refuse, stream.accepted, failed)
+                self._call(_settle, stream.accepted, failed)
         self._streams.clear()
         self._call(self.failed.set)
 
@@ -268,13 +336,6 @@ class Worker:
             self._loop.call_soon_threadsafe(function, *args)
 
 
-def _told(verb: str, stream: Stream) -> Command:
-    """A command as another process needs it."""
-    if verb == "cancel":
-        return verb, stream.id, None
-    return verb, list(stream.prompt), stream.params
-
-
 def _line(error: BaseException) -> str:
     """An error and where it was raised, in one line."""
     *_, last = traceback.extract_tb(error.__traceback__) or [None]
@@ -282,11 +343,86 @@ def _line(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(str(error).split()):.300}{where}"
 
 
-def _accept(future: asyncio.Future) -> None:
-    if not future.done():
+def _settle(future: asyncio.Future, error: Exception | None = None) -> None:
+    if future.done():
+        return
+    if error is None:
         future.set_result(None)
-
-
-def _refuse(future: asyncio.Future, error: Exception) -> None:
-    if not future.done():
+    else:
         future.set_exception(error)
+
+
+# ---- several processes
+
+
+class Peers:
+    """The other processes, as process 0 tells them its commands."""
+
+    def __init__(self):
+        """Nothing has been told."""
+        self._store, self._number = mesh.job_store(), 0
+
+    def tell(self, commands: list[Command] | None) -> None:
+        """Tells the commands before the next step; None: there is none any more."""
+        self._store.key_value_set(f"{FOLDER}/{self._number}", encode(commands))
+        if self._number >= KEPT:
+            self._store.key_value_delete(f"{FOLDER}/{self._number - KEPT}")
+        self._number += 1
+
+
+def follow(engine: Engine) -> None:
+    """Does in this process what process 0 tells, until it says that it ends."""
+    store, number = mesh.job_store(), 0
+    while True:
+        try:
+            text = store.blocking_key_value_get(f"{FOLDER}/{number}", WAIT_MS)
+        except Exception as error:
+            if "DEADLINE_EXCEEDED" not in str(error):
+                raise
+            continue
+        if (commands := decode(text)) is None:
+            return
+        for verb, what, params in commands:
+            if verb == "cancel":
+                engine.cancel(what)
+            else:
+                try:
+                    engine.submit(what, params)  # type: ignore[arg-type]
+                except Exception:
+                    pass  # process 0 has the same, and answers it
+        if engine.busy:
+            engine.step()
+        number += 1
+
+
+def encode(commands: list[Command] | None) -> str:
+    """Returns commands as JSON."""
+
+    def plain(params: SamplingParams | None) -> dict[str, Any] | None:
+        if params is None:
+            return None
+        members = {k: getattr(params, k) for k in params.__dataclass_fields__}
+        form = params.structured_outputs
+        if form is not None:
+            members["structured_outputs"] = {k: getattr(form, k) for k in form.__dataclass_fields__}
+        return members
+
+    return json.dumps(
+        None if commands is None else [(verb, what, plain(p)) for verb, what, p in commands]
+    )
+
+
+def decode(text: str) -> list[Command] | None:
+    """Returns the commands that `encode` wrote."""
+
+    def params_of(members: dict[str, Any] | None) -> SamplingParams | None:
+        if members is None:
+            return None
+        if members["structured_outputs"] is not None:
+            members["structured_outputs"] = StructuredOutputsParams(**members["structured_outputs"])
+        return SamplingParams(**members)
+
+    commands = json.loads(text)
+    if commands is None:
+        return None
+    return [(verb, what, params_of(members)) for verb, what, members in commands]

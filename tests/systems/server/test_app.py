@@ -16,7 +16,7 @@ import pytest
 from megajax.data.tokenizer import ByteTokenizer
 from megajax.models import decoder
 from megajax.serving import Engine
-from megajax.serving import answer as serving_answer
+from megajax.serving import engine as engine_
 from megajax.systems.open_model import ChatTemplate
 from megajax.systems.server.launch import build_server
 from megajax.systems.server.options import HttpOptions
@@ -575,7 +575,7 @@ def test_no_number_of_a_request_harms_others_at_any_edge():
 
 def test_what_fails_while_one_request_is_laid_out_ends_it_alone(monkeypatch):
     """Whatever the reason: here the rules of one request raise, and another's are never made."""
-    real = serving_answer.Answer.write_rules
+    real = engine_.Answer.write_rules
 
     def broken(self, rules, slot):
         if self.params.top_k == 7:
@@ -594,7 +594,7 @@ def test_what_fails_while_one_request_is_laid_out_ends_it_alone(monkeypatch):
         body = {"prompt": "x", "max_tokens": 60, "ignore_eos": True}
         asked = [body | {"seed": 1}, body | {"top_k": 7}, body | {"top_k": 8}, body | {"seed": 2}]
         alone = [(await ask(client, **asked[i])).json()["choices"] for i in (0, 3)]
-        monkeypatch.setattr(serving_answer.Answer, "write_rules", broken)
+        monkeypatch.setattr(engine_.Answer, "write_rules", broken)
         monkeypatch.setattr(Engine, "_seed_words", seeds)
         found = await asyncio.gather(*(ask(client, **each) for each in asked))
         assert [f.status_code for f in found] == [200, 500, 500, 200]

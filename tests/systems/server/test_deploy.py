@@ -13,8 +13,9 @@ from megajax.core import config
 from megajax.core.errors import UserError
 from megajax.core.mesh import MeshSpec
 from megajax.serving import SamplingParams, StructuredOutputsParams
-from megajax.systems.server import launch, peers
+from megajax.systems.server import launch
 from megajax.systems.server.options import Config
+from megajax.systems.server.worker import decode, encode
 from tests import gguf_writer as w
 
 MANIFEST = Path(__file__).parents[3] / "scripts" / "serve_k8s.yaml"
@@ -74,8 +75,8 @@ def test_commands_come_back_as_they_were_told():
     form = StructuredOutputsParams(json={"type": "object"})
     params = SamplingParams(stop="x", logit_bias={3: 1.5}, n=2, structured_outputs=form, seed=5)
     told = [("submit", [1, 2], params), ("cancel", 7, None), ("submit", [3], SamplingParams())]
-    assert peers.decode(peers.encode(told)) == told
-    assert peers.decode(peers.encode([])) == [] and peers.decode(peers.encode(None)) is None
+    assert decode(encode(told)) == told
+    assert decode(encode([])) == [] and decode(encode(None)) is None
 
 
 @pytest.mark.slow

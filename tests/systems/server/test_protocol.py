@@ -10,9 +10,8 @@ from megajax.core.errors import UserError
 from megajax.data.tokenizer import open_tokenizer
 from megajax.serving import SamplingParams
 from megajax.systems.open_model import ChatTemplate
-from megajax.systems.server import fields
+from megajax.systems.server.base import ApiError, write
 from megajax.systems.server.chat import Chat
-from megajax.systems.server.errors import ApiError
 from megajax.systems.server.launch import template_of
 from megajax.systems.server.options import ModelOptions
 from megajax.systems.server.protocol import Reader
@@ -275,7 +274,7 @@ def test_what_is_refused_is_refused_before_it_costs_much(plain, tmp_path):
 def test_what_is_written_in_parts_is_the_same_json():
     long = [{"é\n": [i, 1.5, None, {}], "x": "日"} for i in range(3000)]
     value = {"a": [long, [], {}], "b": list(range(2049)), 'q"': long[:3], "c": True}
-    text = fields.write(value)
+    text = write(value)
     assert json.loads(text) == value and "日" in text and ": " not in text
     with pytest.raises(ValueError, match="JSON compliant"):
-        fields.write({"a": [float("nan")]})
+        write({"a": [float("nan")]})

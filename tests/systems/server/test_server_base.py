@@ -4,29 +4,11 @@ import asyncio
 import types
 
 import httpx2
-import prometheus_client
 import pytest
 from starlette.responses import JSONResponse
 
 from megajax.core.errors import UserError
-from megajax.systems.server.base import Base
-from megajax.systems.server.errors import ApiError
-
-
-class Counts:
-    """Requests by path and status, in a registry of its own."""
-
-    def __init__(self):
-        self.registry = prometheus_client.CollectorRegistry()
-        self._counter = prometheus_client.Counter(
-            "boxes_requests", "Requests.", ("path", "status"), registry=self.registry
-        )
-
-    def count(self, path, status):
-        self._counter.labels(path, str(status)).inc()
-
-    def text(self):
-        return prometheus_client.generate_latest(self.registry), "text/plain; version=0.0.4"
+from megajax.systems.server.base import ApiError, Base, Metrics
 
 
 def ask(requests, *, keys=(), failure=None):
@@ -46,7 +28,7 @@ def ask(requests, *, keys=(), failure=None):
 
     work = types.SimpleNamespace(check=check)
     endpoints = {"/detect": ("POST", detect)}
-    base = Base(endpoints, work, Counts(), keys=keys, max_body=64, help="see the page")  # type: ignore
+    base = Base(endpoints, work, Metrics("boxes"), keys=keys, max_body=64, help="see the page")  # type: ignore
 
     async def all_of_them():
         transport = httpx2.ASGITransport(app=base.app)
@@ -81,7 +63,8 @@ def test_each_outcome_has_its_status_and_form():
         assert {"message", "type", "param", "code"} == {*error} and error["message"]
     assert "--image" in answers[1].json()["error"]["message"]
     assert "see the page" in answers[6].json()["error"]["message"]
-    assert 'boxes_requests_total{path="/detect",status="413"} 1.0' in answers[-1].text
+    counted = 'http_requests_total{model_name="boxes",path="/detect",status="413"} 1.0'
+    assert f"megajax:{counted}" in answers[-1].text
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import tokenizers
 from tokenizers import decoders, models
 
 from megajax.data.tokenizer import ByteTokenizer, FileTokenizer, train_bpe
-from megajax.systems.server.text import UNKNOWN, Decoder, Stopper, pieces_of
+from megajax.systems.server.answers import UNKNOWN, Decoder, Stopper, pieces_of
 
 TEXT = "def f(x): return 'é日本👍🏽'  # zwei  Wörter\n\tüber"
 
