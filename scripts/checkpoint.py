@@ -161,14 +161,14 @@ def verify(cfg: Config, path: str) -> int:
     """Reads every byte, and the leaves of what was not read back. Returns 1 for damage."""
     import jax  # sums leaves
 
-    from megajax.checkpoint import fingerprint
+    from megajax.checkpoint import sealing
 
     jax.config.update("jax_platforms", "cpu")
     steps, step = opened(cfg, path)
     bad = 0
     for number in steps.steps() if step is None else [step]:
         try:
-            record = fingerprint.verify(steps, number)
+            record = sealing.verify(steps, number)
             when = "when it was saved" if steps.is_read_back(number, record) else "now, for once"
             signed = "; signed" * (cfg.key_file is not None)
             print(

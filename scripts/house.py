@@ -392,14 +392,14 @@ def _checkpoint(folder: Path) -> tuple[Walk, Walk]:
 
     cfg = _run(mesh__data=1)
     step = make_train_step(cfg, cfg.mesh.build())
-    state, like = vars(step.init(0)), vars(step.abstract_state)
+    state, like, order = vars(step.init(0)), vars(step.abstract_state), step.rows
     with Walk() as save:
         manager = CheckpointManager(folder)
-        manager.save(1, state, data_state={"rows": 4}, order=step.rows).result()
+        manager.save(1, state, data_state={"rows": 4}, order=order).result()
         manager.close()
     with Walk() as restore:
         manager = CheckpointManager(folder)
-        manager.restore(like=like, order=step.rows)
+        manager.restore(like=like, order=order)
         manager.data_state(1)
         manager.close()
     return save, restore

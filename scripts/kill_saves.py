@@ -76,8 +76,7 @@ def victim(folder: str) -> None:
 
     from megajax.checkpoint import store
     from megajax.checkpoint.manager import CheckpointManager
-    from megajax.checkpoint.orbax_io import SaveError
-    from megajax.checkpoint.store import CheckpointError
+    from megajax.checkpoint.store import CheckpointError, SaveError
 
     jax.config.update("jax_platforms", "cpu")
     store.RETRIES = {"max_retries": 5, "initial_delay": "20ms", "max_delay": "100ms"}

@@ -7,9 +7,9 @@ __getattr__, __dir__, __all__ = public(
     {
         "lease": ("Attempt", "SupersededError"),
         "manager": ("CheckpointManager",),
-        "orbax_io": ("SaveError", "SaveHandle"),
         "planner": ("PlanCache",),
-        "store": ("CheckpointError",),
+        "sealing": ("SaveHandle",),
+        "store": ("CheckpointError", "SaveError"),
         "trust": ("DamagedError", "UnreadableError"),
     },
 )

@@ -1,10 +1,10 @@
 """Checkpoints of a run: asynchronous, by step, through Orbax, and never a lie.
 
 A save takes the arrays' fingerprints, copies the arrays off the devices and returns; storage goes
-on in the background (Sealer): Orbax's files, then the integrity record (trust.py), then the
-step's name (steps.py), with which it counts; then it is read back. A restore is checked against
-the record, element by element where they come to lie, and what is not as it was saved is an error
-that names it. Plain Orbax can read every step, and steps that plain Orbax wrote are read here.
+on in the background (sealing.py): Orbax's files, then the integrity record (trust.py), then the
+step's name (steps.py), with which it counts; then it is read back. A restore compares every element
+with the record where it comes to lie, and raises an error that names what is not as it was saved.
+Plain Orbax can read every step, and steps that plain Orbax wrote are read here.
 
 Layout: <folder>/<step>/state/..., integrity.json, and the data position in Orbax's own metadata.
 Sources: ByteCheckpoint section 4 (two stages, integrity), MegaScale section 4.4.
@@ -14,14 +14,11 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-import json
 import math
 import operator
-import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -29,18 +26,17 @@ import jax
 import numpy as np
 from absl import logging
 
-from megajax.checkpoint import agreement, fingerprint, orbax_io, trust
-from megajax.checkpoint.fingerprint import Fingerprints
+from megajax.checkpoint import agreement, orbax_io, sealing, trust
 from megajax.checkpoint.lease import Attempt, SupersededError
-from megajax.checkpoint.orbax_io import Compression, ReadBackError, SaveError, SaveHandle
-from megajax.checkpoint.steps import OURS, StepFolder, open_steps
-from megajax.checkpoint.store import no_step
+from megajax.checkpoint.orbax_io import Compression
+from megajax.checkpoint.sealing import Fingerprints, Job, ReadBackError, SaveHandle, Sealer
+from megajax.checkpoint.steps import OURS, open_steps
+from megajax.checkpoint.store import SaveError, no_step
 from megajax.checkpoint.trust import (
     CheckpointError,
     DamagedError,
     ForbiddenError,
     Keys,
-    LeafSum,
     Record,
 )
 from megajax.core.boxes import stored_rows
@@ -268,44 +264,7 @@ def rows_of(record: Record | None, wanted: Mapping[str, Sequence[int]]) -> dict[
     return found
 
 
-# ---- sealing
-#
-# The second stage of a save, in a thread of its own: from Orbax's files to a step that was read
-# back.
-#
-# store: waits for Orbax, sums the files, writes the integrity record (trust.py) and gives the
-# step its name, with which it counts. check: reads the step back from storage, compares it with the
-# fingerprints of the devices' arrays, says in a mark (trust.py) what was found, and lets older
-# steps go. A step that was not read back lets none go. Reading back runs beside the next save, but
-# ends before that save's step gets its name: so no two run at once, and no more than one step is
-# waiting. A step that a kill kept from being read back is read by the next save, before its own
-# gets its name.
-#
-# The processes of a job meet twice in `store`. In `check` they leave word with jax's coordination
-# service: what each found, and from process 0, what follows.
-
-
-Table = list[tuple[str, tuple[int, ...], str, list[int]]]  # name, shape, dtype, order of its rows
 Verify = Literal["full", "fast"] | None  # what a restore checks
-Found = dict[str, Any]  # what one process read back: {"wrong": [...]} or {"unknown": "why"}
-
-
-@dataclass(frozen=True)
-class Job:
-    """What the second stage of one save is given.
-
-    number: of the save, the same on all processes. response: Orbax's. former: the save before,
-    which may still be reading back. unread: an older step to read back first.
-    """
-
-    step: int
-    number: int
-    response: Any
-    table: Table
-    prints: Fingerprints
-    metric: float | None
-    former: SaveHandle | None
-    unread: int | None
 
 
 def check_settings(keep: int, best: int, compression: str, verify: str | None) -> None:
@@ -321,170 +280,6 @@ def check_settings(keep: int, best: int, compression: str, verify: str | None) -
     ):
         if word not in words:
             raise CheckpointError(f"{name}={word!r} must be one of {', '.join(map(str, words))}")
-
-
-class Sealer:
-    """The second stage of all saves in one folder."""
-
-    def __init__(self, steps: StepFolder, keep: int, best: int, reads_back: bool, bad: set[int]):
-        """bad: the steps that are known to be damaged; those found to be are added."""
-        self._steps, self._keep, self._best = steps, keep, best
-        self._reads_back, self._bad = reads_back, bad
-        self._part, self._parts = jax.process_index(), jax.process_count()
-        self.refuted: list[int] = []  # steps that were read back and not what was written
-
-    def store(self, job: Job) -> None:
-        """Seals a step and gives it its name. Raises: what storage does."""
-        saving, meet = self._steps.saving(job.step), orbax_io.barrier()
-        problem: Exception | None = None
-        try:
-            try:
-                sums = job.prints.local()  # beside Orbax's writing, which must end in any case
-            finally:
-                orbax_io.wait(job.response, f"megajax_failed_{job.number}", saving.parent)
-            mine = trust.list_files(saving)[self._part :: self._parts]
-            secret = mine if self._steps.keys else ()
-            summed = trust.sum_files(saving, mine, None, secret)
-            files = {n: asdict(f) for n, f in summed.items()}
-            if job.former is not None:
-                job.former.join()
-            unread = None if job.unread is None else self._share(job.unread)
-            part = {"files": files, "fingerprints": sums, "unread": unread}
-            name = f"{trust.PART}{self._part}"
-            trust.write_file(saving / name, json.dumps(part))
-        except Exception as error:
-            problem = error
-            orbax_io.give_up(f"megajax_failed_{job.number}", error)
-        # A process that failed meets the others all the same, or they would wait in vain.
-        meet(key=f"megajax_summed_{job.number}", timeout_ms=1000 * orbax_io.PATIENCE_S)
-        if self._part == 0:
-            try:
-                if problem is not None:
-                    raise problem
-                self._seal(job)
-            except Exception as error:
-                problem = error
-                self._steps.drop_saving(job.step)
-            finally:
-                self._steps.unlock()
-        meet(key=f"megajax_named_{job.number}", timeout_ms=1000 * orbax_io.PATIENCE_S)
-        if problem is None and not (self._steps.step(job.step) / trust.RECORD).exists():
-            problem = OSError("another process could not write")
-        if problem is not None:
-            raise problem
-        self._bad.discard(job.step)
-
-    def _seal(self, job: Job) -> None:
-        """Writes the record, from what each process found, and the name."""
-        saving = self._steps.saving(job.step)
-        paths = sorted(saving.glob(f"{trust.PART}*"))
-        if len(paths) != self._parts:
-            raise OSError(f"only {len(paths)} of {self._parts} processes wrote their part")
-        parts = [json.loads(p.read_text()) for p in paths]
-        files = {n: trust.FileSum(**f) for part in parts for n, f in part["files"].items()}
-        sums = [
-            fingerprint.add(own) for own in zip(*(p["fingerprints"] for p in parts), strict=True)
-        ]
-        found = {
-            name: LeafSum(list(shape), dtype, list(total), order)
-            for (name, shape, dtype, order), total in zip(job.table, sums, strict=True)
-        }
-        if job.unread is not None:
-            self._judge(job.unread, [part["unread"] for part in parts])
-        if self._reads_back and job.former is None:  # a kill may have come before older ones went
-            self._remove_older(job.step, counts=False)
-        for path in paths:
-            path.unlink()
-        version = trust.ORDERED if any(x.order for x in found.values()) else 1
-        record = Record(job.step, files, found, job.metric, version)
-        trust.write_record(saving, record, self._steps.keys)
-        self._steps.commit(job.step)
-
-    def check(self, step: int, number: int) -> None:
-        """Reads a step back and lets older ones go. number: of its save.
-
-        Raises: ReadBackError when the step is not what was written.
-        """
-        found: Found = {"wrong": []}
-        if self._reads_back:
-            mine = self._share(step)
-            if self._parts == 1:
-                found = self._judge(step, [mine])
-            else:
-                key = f"megajax_read_{number}"
-                found = orbax_io.agree(key, mine, lambda said: self._judge(step, said))
-        if self._part == 0:
-            with self._steps.cleaning:
-                self._remove_older(step)
-        if found.get("wrong"):
-            self._bad.add(step)
-            raise ReadBackError(str(trust.refuted(self._steps.step(step), found["wrong"])))
-
-    def empty(self) -> None:
-        """Frees the bytes of the steps that were let go. Raises: OSError, StoreError."""
-        if self._part == 0:
-            with self._steps.cleaning:
-                self._steps.empty()
-
-    def _share(self, step: int) -> Found:
-        """Reads this process's share of a step back: what is wrong, a second time too.
-
-        A store that answers late, or a folder that somebody moves and puts back, makes whole bytes
-        look wrong once; a step that is called wrong does not count any more.
-        """
-        folder = self._steps.step(step)
-        try:
-            record = self._steps.record(step)
-            if record is None:
-                return {"unknown": "it has no record"}
-            share = folder, record, self._part, self._parts
-            wrong = fingerprint.wrong_parts(*share) and fingerprint.wrong_parts(*share)
-            if wrong and self._steps.record(step) != record:
-                return {"unknown": "it was saved again meanwhile"}
-        except Exception as error:  # tensorstore raises many kinds
-            return {"unknown": orbax_io.reason(error)}
-        return {"wrong": wrong[: trust.SAID]}
-
-    def _judge(self, step: int, found: Sequence[Found]) -> Found:
-        """Marks a step that was read back, and says loudly when it is not what was written."""
-        wrong = [what for one in found for what in one.get("wrong", ())]
-        unknown = next((one["unknown"] for one in found if "unknown" in one), None)
-        folder = self._steps.step(step)
-        if wrong:
-            self.refuted.append(step)
-            logging.error(
-                "%s. It does not count any more; older steps stay", trust.refuted(folder, wrong)
-            )
-        elif unknown is not None:
-            logging.warning(
-                "step %d of %s was not read back (%s): older steps stay until it is",
-                step,
-                self._steps.path,
-                unknown,
-            )
-            return {"unknown": unknown}
-        try:
-            record = self._steps.record(step)
-            assert record is not None
-            trust.write_mark(folder, record, wrong)
-        except (OSError, CheckpointError) as error:
-            logging.warning("step %d of %s is not marked: %s", step, self._steps.path, error)
-        return {"wrong": wrong[: trust.SAID]}
-
-    def _remove_older(self, saved: int, counts: bool = True) -> None:
-        """Removes what need not be kept.
-
-        saved: a step that stays in every case. counts: it is one of those that let others go. An
-        older copy that is about to be replaced is not: it may be why the step is saved again,
-        whether a restore found it damaged or a listing of a store left it out.
-        """
-        try:
-            if self._steps.lease is not None and self._steps.lease.is_lost():
-                return  # the newer attempt does it
-            bad = self._bad if counts else self._bad | {saved}
-            self._steps.retain(self._keep, self._best, bad, saved, self._reads_back)
-        except (OSError, CheckpointError) as error:  # the step counts all the same
-            logging.warning("older steps than %d stay: %s", saved, error)
 
 
 # ---- manager
@@ -561,7 +356,8 @@ class CheckpointManager:
                 continue
             try:
                 record = self._steps.record(step)
-                self._check_few(step, record)
+                if record is not None:
+                    trust.check_small_files(self._steps.step(step), record)
             except PASSED_OVER as error:
                 self._report(step, error)
                 continue
@@ -595,48 +391,45 @@ class CheckpointManager:
         check_leaves(state)
         orders = orders_of(state, order)
         with self._saving:
-            former, handle = self._pending, SaveHandle(step)
-            if former is not None:
+            if (former := self._pending) is not None:
                 _warn(former.result)  # what it still reads back it reads beside this save
-            self._pending = handle
-            self._start(handle, former, state, data_state or {}, metric, orders)
+            todo = self._start(step, former, state, data_state or {}, metric, orders)
+            handle = self._pending = SaveHandle(step, self.folder, todo)
         handle.blocking_s = time.perf_counter() - began
         return handle
 
     def _start(
         self,
-        handle: SaveHandle,
+        step: int,
         former: SaveHandle | None,
         state: Tree,
         data_state: dict[str, Any],
         metric: float | None,
         orders: list[list[int]],
-    ) -> None:
-        """The first stage: copies the state, and starts the second, or the report of a failure."""
-        step, number = handle.step, next(_save_numbers())
-        table, prints = [], Fingerprints()
+    ) -> list[Callable[[], None]]:
+        """Copies the state. Returns: the second stage, or the report of a failure."""
+        number = next(_save_numbers())
         try:
             unread = self._open(step, former)
         except Exception as error:
             reason = error  # raised where the handle reports it
-            return handle.run([lambda: self._fail(reason, former)], self.folder)
+            return [lambda: self._fail(reason, former)]
         try:
             state = storable(state)
             arrays = named_leaves(state)
-            prints = Fingerprints((x for _, x in arrays), orders=[o or None for o in orders])
+            prints = Fingerprints([x for _, x in arrays], orders=[o or None for o in orders])
             compress = orbax_io.compresses(self._compression, state)
             where, file_bytes = self._steps.saving(step), self._steps.file_bytes
             response = orbax_io.write(where, state, data_state | {OURS: 1}, compress, file_bytes)
             table = [
                 (n, x.shape, str(x.dtype), o) for (n, x), o in zip(arrays, orders, strict=True)
             ]
-        except Exception as error:
-            response = orbax_io.Failed(error)  # the others have begun, and must hear of it
+        except Exception as error:  # the others have begun, and must hear of it
+            response, table, prints = orbax_io.Failed(error), [], Fingerprints()
+        sealer = self._sealer
         job = Job(step, number, response, table, prints, metric, former, unread)
-        work = self._sealer
-        store = functools.partial(work.store, job)
-        check = functools.partial(work.check, step, number)
-        handle.run([store, check, work.empty], self.folder)
+        todo = [functools.partial(sealer.store, job), functools.partial(sealer.check, step, number)]
+        return [*todo, self._steps.free_removed] if jax.process_index() == 0 else todo
 
     def _open(self, step: int, former: SaveHandle | None) -> int | None:
         """Takes the folder and tries to write there. Raises, on all processes: as `begin`.
@@ -726,9 +519,9 @@ class CheckpointManager:
         A collective. Newer steps that this process sees and process 0 does not are passed over.
         """
         with agreement.together(f"the steps of {self.folder}", _of_listing):
-            own = self.latest()
-        newest = agreement.first(own)
-        if newest != own:
+            latest = self.latest()
+        newest = agreement.first(latest)
+        if newest != latest:
             self._bad |= {s for s in self.steps() if newest is None or s > newest}
         return newest
 
@@ -804,30 +597,22 @@ class CheckpointManager:
             logging.error("%s", error)
 
     def verify(self, step: int) -> Record:
-        """Reads every byte of a step and returns its record. Raises: as `read_back.verify`."""
+        """Reads every byte of a step and returns its record. Raises: as `sealing.verify`."""
         self.wait()
-        return fingerprint.verify(self._steps, step)
+        return sealing.verify(self._steps, step)
 
     def data_state(self, step: int) -> dict[str, Any]:
         """Returns the data_state of a stored step, without its arrays. Raises: CheckpointError."""
         self.wait()
         step = self._existing(step)
-        self._check_few(step, self._steps.record(step))
+        if (record := self._steps.record(step)) is not None:
+            trust.check_small_files(self._steps.step(step), record)
         return self._steps.data_state(step)
 
     def _existing(self, step: int) -> int:
         if (number := step_number(step)) not in self.steps():
             raise no_step(self.folder, step, self.steps())
         return number
-
-    def _check_few(self, step: int, record: Record | None) -> None:
-        """Raises DamagedError when one of the files that describe the step is not as saved."""
-        if record is None:
-            return
-        files = {n: f for n, f in record.files.items() if os.sep not in n}
-        folder = self._steps.step(step)
-        if damage := trust.find_damage(folder, dataclasses.replace(record, files=files)):
-            raise trust.damaged(folder, damage, home=record.home)
 
 
 def _of_listing(error: Exception) -> CheckpointError:

@@ -14,7 +14,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import thread as pools
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,7 +22,6 @@ import jax
 import numpy as np
 import orbax.checkpoint.experimental.v1 as ocp
 import tensorstore as ts
-from absl import logging
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 from orbax.checkpoint import multihost
 from orbax.checkpoint._src.arrays.subchunking import choose_chunk_shape
@@ -30,8 +29,6 @@ from orbax.checkpoint._src.futures import future, synchronization
 from orbax.checkpoint._src.futures.signaling_client import get_signaling_client
 
 from megajax.checkpoint import agreement, store
-from megajax.checkpoint.lease import SupersededError
-from megajax.checkpoint.store import SaveError
 from megajax.checkpoint.trust import RECORD
 from megajax.core.boxes import Box
 from megajax.core.boxes import targets as targets_of
@@ -43,46 +40,48 @@ from megajax.core.tree import name as name_of
 #
 # How the arrays of a step are read: every stored chunk once, straight to where it is to lie.
 #
-# Storage gives whole chunks. One that a single shard wants is read into that shard's memory, one
-# that several shards of this process want is read once and dealt out. Where processes would read
-# each other's chunks, a leaf is read cut along its chunks instead and the devices exchange the
-# pieces (ByteCheckpoint section 4.3: read once, distribute over the idle interconnect).
+# Storage returns complete chunks. A chunk that one shard needs is read into the memory of that
+# shard. A chunk that several shards of this process need is read once, and copied to each of them.
+# Where several processes would read the same chunk, the leaf is read in another sharding, which is
+# cut along the chunks, and then the devices exchange the pieces (ByteCheckpoint section 4.3: read
+# once, distribute over the idle interconnect).
 #
-# On CPU devices the memory that is read into becomes the array; on others it goes when the copy is
-# done. Besides, SHARE of the state's bytes are on their way at most (or one piece, if that is
-# more).
+# On CPU devices the memory that is read into becomes the array; on other devices it is freed when
+# it was copied to the device. At any time the reads under way have at most SHARE of the bytes of
+# the state, or one piece if that is more.
 
 
-TOLERANCE = 1.05  # bytes read for each byte that is there, up to which nothing is done (chosen)
+TOLERANCE = 1.05  # (chosen) bytes read per stored byte up to which a leaf's sharding is not changed
 SHARE = 0.25  # of the state's bytes that may be under way (chosen)
 WINDOW = 2**28  # bytes under way at most, in however large a state (chosen)
 PIECE = 2**22  # bytes asked for at once, if chunks are not larger (chosen)
-# What has been read is checked beside what is being read, in so many parts of at least so many
-# bytes: each is a program to compile (chosen).
+# Leaves are checked while later ones are being read, in at most GROUPS groups of at least MIN_GROUP
+# bytes: each group is a program to compile (chosen).
 GROUPS, MIN_GROUP = 4, 2**25
 
-# {leaf: the stored row of each of its rows}, where a leaf is wanted in another order than stored.
+# {leaf: the stored row of each of its rows}, for leaves that are read in another order than stored.
 Rows = Mapping[str, Sequence[int]]
 AS_STORED: Rows = {}
 
 
 def stored_chunks(folder: Path) -> dict[str, tuple[int, ...]]:
     """Returns {leaf: shape of its chunks} of a step, as far as it is known."""
-    found: dict[str, tuple[int, ...]] = {}
+    chunks: dict[str, tuple[int, ...]] = {}
     for path in folder.glob("state/array_metadatas/process_*"):
         try:
             for entry in parse_json(path.read_bytes())["array_metadatas"]:
                 array = entry["array_metadata"]
                 chunk = tuple(array["chunk_shape"])
                 if all(type(n) is int and n > 0 for n in chunk):
-                    found[array["param_name"]] = chunk
+                    chunks[array["param_name"]] = chunk
         except (OSError, ValueError, KeyError, TypeError):
             continue  # the arrays can be read all the same
-    return found
+    return chunks
 
 
 def amplification(shape: Sequence[int], chunk: Sequence[int], boxes: Sequence[Box]) -> float:
-    """Returns the elements of the chunks that reading these boxes touches over the boxes' own."""
+    """Returns how many elements are read for each element of these boxes: chunks are read as one
+    piece."""
     read = sum(
         math.prod(
             min(-(-b // c) * c, n) - a // c * c
@@ -94,35 +93,36 @@ def amplification(shape: Sequence[int], chunk: Sequence[int], boxes: Sequence[Bo
 
 
 def aligned(like: jax.ShapeDtypeStruct, chunk: Sequence[int]) -> NamedSharding | None:
-    """Returns how to read a leaf instead of as wanted; None: as wanted is as good.
+    """Returns the sharding to read a leaf in, if another one than that of `like` reads fewer bytes.
 
-    Every axis of the mesh cuts the dimension with most chunks left, along chunks; None too when
-    that would take more than twice the memory of a wanted shard.
+    In it every axis of the mesh cuts the dimension with most chunks left, along chunks. Returns
+    None if the sharding of `like` is as good, or if the other one would take more than twice the
+    memory for a shard.
     """
-    wanted = like.sharding
-    if not isinstance(wanted, NamedSharding) or len(chunk) != len(like.shape):
+    goal = like.sharding
+    if not isinstance(goal, NamedSharding) or len(chunk) != len(like.shape):
         return None
-    places = wanted.devices_indices_map(like.shape).values()
+    places = goal.devices_indices_map(like.shape).values()
     boxes = list({Box.of(index, like.shape) for index in places})
     if amplification(like.shape, chunk, boxes) <= TOLERANCE:
         return None
     left = [n // c if n % c == 0 else 1 for n, c in zip(like.shape, chunk, strict=True)]
     cuts: list[list[str]] = [[] for _ in like.shape]
-    for axis, ways in sorted(wanted.mesh.shape.items(), key=lambda item: -item[1]):
+    for axis, ways in sorted(goal.mesh.shape.items(), key=lambda item: -item[1]):
         d = max(range(len(left)), key=lambda d: (left[d] % ways == 0, left[d]))
         if left[d] % ways == 0:
             cuts[d].append(axis)
             left[d] //= ways
-    # An axis that cuts nothing leaves copies; the wanted shards may have the same ones.
-    sharding = NamedSharding(wanted.mesh, PartitionSpec(*(tuple(c) or None for c in cuts)))
-    sizes = [math.prod(s.shard_shape(like.shape)) for s in (sharding, wanted)]
+    # An axis that cuts nothing leaves copies; the shards of `like` may have the same ones.
+    sharding = NamedSharding(goal.mesh, PartitionSpec(*(tuple(c) or None for c in cuts)))
+    sizes = [math.prod(s.shard_shape(like.shape)) for s in (sharding, goal)]
     return sharding if sizes[0] <= 2 * sizes[1] else None
 
 
 def pieces(
     shape: Sequence[int], chunk: Sequence[int], boxes: Sequence[Box], limit: int
 ) -> Iterator[tuple[Box, list[int]]]:
-    """Yields (what to read at once, numbers of the boxes that want some of it).
+    """Yields (a box to read at once, the numbers of the boxes that need some of it).
 
     No chunk lies in two pieces. A piece of several boxes is one chunk; one of a single box lies in
     it and has at most `limit` elements unless it is one chunk.
@@ -147,39 +147,50 @@ def pieces(
 
 
 class Target:
-    """A leaf that is being read: the memory of its shards, and what has been asked for."""
+    """A leaf that is being read: the memory of its shards, and the reads that fill it."""
 
     def __init__(
         self,
+        name: str,
         like: Any,
         stored: Any,
-        chunk: Sequence[int],
-        sharding: Any,
+        chunk: Sequence[int] | None,
+        sharding: NamedSharding | None,
         rows: Sequence[int] | None = None,
     ):
-        """like: as the leaf is wanted. stored: its array. sharding: to read in; None: NumPy.
+        """Reads nothing yet.
 
-        rows: the stored row of each wanted one; None: the same.
+        Args: like: as the leaf is to be; a NumPy array gives one. stored: its array in storage.
+          chunk: None: as the storage says. sharding: to read in, if not that of `like`. rows: the
+          stored row of each row; None: the same.
+        Raises: ValueError if the stored leaf has another shape or dtype than `like`.
         """
-        self._rows = rows
-        self._like, self._stored, self._sharding = like, stored, sharding
-        self._chunk = tuple(chunk)
-        shape = tuple(like.shape)
-        where = {} if sharding is None else sharding.addressable_devices_indices_map(shape)
-        self._boxes = {device: Box.of(index, shape) for device, index in where.items()}
+        facts = (tuple(stored.shape), stored.dtype.numpy_dtype)
+        shape = tuple(max(n, 1) for n in like.shape) if 0 in like.shape else tuple(like.shape)
+        if facts != (shape, np.dtype(like.dtype)):
+            raise ValueError(
+                f"leaf {name} is {facts[1]}{facts[0]} there and {like.dtype}{like.shape} in `like`"
+            )
+        self._rows, self._like, self._stored = rows, like, stored
+        self._sharding = sharding or (None if isinstance(like, np.ndarray) else like.sharding)
+        self._chunk = tuple(stored.chunk_layout.read_chunk.shape or () if chunk is None else chunk)
+        self._boxes: dict[Any, Box] = {}
         self._buffers: dict[Box, np.ndarray] = {}
 
     def start(self) -> Iterator[tuple[int, Callable[[], None]]]:
-        """Asks for piece after piece; yields (bytes under way, what waits for them)."""
+        """Starts one read after the other; yields (its bytes, a call that waits for its end)."""
         shape, dtype = tuple(self._like.shape), np.dtype(self._like.dtype)
+        if self._sharding is not None:
+            indices: Any = self._sharding.addressable_devices_indices_map(shape)
+            self._boxes = {device: Box.of(index, shape) for device, index in indices.items()}
         boxes = list(dict.fromkeys(self._boxes.values())) or [Box.whole(shape)]
         self._buffers = {box: store.buffer(box.shape, dtype) for box in boxes}
         if 0 in shape:
             return
-        places = [t for own in self._buffers.items() for t in targets_of(*own, self._rows)]
+        places = [t for item in self._buffers.items() for t in targets_of(*item, self._rows)]
         limit = PIECE // dtype.itemsize
-        for box, wanted in pieces(shape, self._chunk, [p for p, _ in places], limit):
-            targets = [places[i] for i in wanted]
+        for box, numbers in pieces(shape, self._chunk, [p for p, _ in places], limit):
+            targets = [places[i] for i in numbers]
             alone = len(targets) == 1
             place, view = targets[0]
             # An index with an ellipsis: a view of a scalar too.
@@ -189,7 +200,7 @@ class Target:
             yield box.size * dtype.itemsize, _deal(future, box, memory, () if alone else targets)
 
     def finish(self) -> Any:
-        """Returns the leaf, where it is wanted."""
+        """Returns the leaf on its devices."""
         if self._sharding is None:
             return next(iter(self._buffers.values()))
         kind = self._sharding.memory_kind
@@ -205,7 +216,7 @@ class Target:
         return x
 
     def exchange(self, votes: "Votes") -> Any:
-        """Returns the leaf, which the devices of all processes deal out to where it is wanted."""
+        """Returns the leaf as `like` has it, after the devices of all processes exchanged it."""
         x = self.finish()
         votes.go_on()
         # Donated: the memory of what was read is freed.
@@ -215,7 +226,7 @@ class Target:
 def _deal(
     future: Any, box: Box, memory: np.ndarray, targets: Sequence[tuple[Box, np.ndarray]]
 ) -> Callable[[], None]:
-    """Returns what waits for a piece and copies it to the targets that want some of it."""
+    """Returns a call that waits for a piece and copies it to the targets that need some of it."""
 
     def wait() -> None:
         future.result(timeout=store.PATIENCE_S)
@@ -231,7 +242,7 @@ class Votes:
     """Lets all processes agree, before each exchange, that each of them could read its part."""
 
     def __init__(self, exchanges: int):
-        """exchanges: to come, the same number on all processes."""
+        """exchanges: how many will follow; the same number on all processes."""
         self._left = exchanges
 
     def go_on(self) -> None:
@@ -251,81 +262,52 @@ class Votes:
 def read(folder: Path, leaves: Sequence[tuple[str, Any]], rows: Rows = AS_STORED) -> Iterator[Any]:
     """Yields the arrays of the leaves (name, like) of a step that our manager wrote, in order.
 
-    like: a NumPy array, or a ShapeDtypeStruct with a sharding. rows: of leaves whose rows are
-    wanted in another order; each row is read straight to its place. Raises: what tensorstore does;
+    like: a NumPy array, or a ShapeDtypeStruct with a sharding. rows: of leaves that are read in
+    another order; each row is read straight to its place. Raises: what tensorstore does;
     StoreError for an object store that fails; ValueError for a leaf of another shape or dtype.
     """
     chunks = stored_chunks(folder)
-    ways = [_way(like, chunks.get(name)) for name, like in leaves]
-    votes = Votes(sum(way is not None for way in ways))
+    shardings = [_shared_sharding(like, chunks.get(name)) for name, like in leaves]
+    votes = Votes(sum(sharding is not None for sharding in shardings))
     try:
-        yield from _read(folder, leaves, chunks, ways, votes, rows)
+        context = store.index_context()
+        arrays = [store.open_leaf(folder, name, context) for name, _ in leaves]
+        total = sum(math.prod(x.shape) * x.dtype.itemsize for _, x in leaves)
+        is_far = isinstance(folder, store.ObjectPath)  # answers late, and many at a time
+        room = WINDOW if is_far else min(max(int(SHARE * total), PIECE), WINDOW)
+        flying: deque[tuple[int, Callable[[], Any], bool]] = deque()
+        for (name, like), array, sharding in zip(leaves, arrays, shardings, strict=True):
+            stored = array.result(timeout=store.PATIENCE_S)
+            target = Target(name, like, stored, chunks.get(name), sharding, rows.get(name))
+            for nbytes, wait_piece in target.start():
+                flying.append((nbytes, wait_piece, False))
+                yield from _land(flying, room)
+            is_shared = sharding is not None
+            last = functools.partial(target.exchange, votes) if is_shared else target.finish
+            flying.append((0, last, True))
+        yield from _land(flying, 0)
     except Exception as error:  # tensorstore raises many kinds
         votes.give_up()
         raise store.explained(folder, error) from error
 
 
-def _read(
-    folder: Path,
-    leaves: Sequence[tuple[str, Any]],
-    chunks: dict[str, tuple[int, ...]],
-    ways: Sequence[NamedSharding | None],
-    votes: Votes,
-    rows: Rows,
-) -> Iterator[Any]:
-    context = store.index_context()
-    arrays = [store.open_leaf(folder, name, context) for name, _ in leaves]
-    total = sum(math.prod(x.shape) * x.dtype.itemsize for _, x in leaves)
-    far = isinstance(folder, store.ObjectPath)  # answers late, and many at a time
-    room = WINDOW if far else min(max(int(SHARE * total), PIECE), WINDOW)
-    flying: deque[tuple[int, Callable[[], Any], bool]] = deque()
-    for (name, like), array, way in zip(leaves, arrays, ways, strict=True):
-        stored = array.result(timeout=store.PATIENCE_S)
-        target = _target(name, like, stored, chunks.get(name), way, rows.get(name))
-        for nbytes, wait in target.start():
-            flying.append((nbytes, wait, False))
-            yield from _land(flying, room)
-        last = target.finish if way is None else functools.partial(target.exchange, votes)
-        flying.append((0, last, True))
-    yield from _land(flying, 0)
-
-
 def _land(flying: deque[tuple[int, Callable[[], Any], bool]], room: int) -> Iterator[Any]:
-    """Waits for the oldest reads until `room` bytes are under way; yields what is a whole leaf."""
+    """Waits for the oldest reads until `room` bytes are under way; yields the complete leaves."""
     while flying and (sum(n for n, _, _ in flying) > room or not room):
-        _, call, whole = flying.popleft()
-        found = call()
-        if whole:
-            yield found
+        _, call, is_last = flying.popleft()
+        result = call()
+        if is_last:
+            yield result
 
 
-def _way(like: Any, chunk: Sequence[int] | None) -> NamedSharding | None:
-    """Returns how to read a leaf so that no two processes read one chunk; None: as it is wanted."""
+def _shared_sharding(like: Any, chunk: Sequence[int] | None) -> NamedSharding | None:
+    """Returns `aligned` where a leaf is on several processes, so that no two read one chunk."""
     alone = jax.process_count() == 1 or isinstance(like, np.ndarray)
     return None if alone or chunk is None or 0 in like.shape else aligned(like, chunk)
 
 
-def _target(
-    name: str,
-    like: Any,
-    stored: Any,
-    chunk: Sequence[int] | None,
-    way: NamedSharding | None,
-    rows: Sequence[int] | None,
-) -> Target:
-    there = (tuple(stored.shape), stored.dtype.numpy_dtype)
-    shape = tuple(max(n, 1) for n in like.shape) if 0 in like.shape else tuple(like.shape)
-    if there != (shape, np.dtype(like.dtype)):
-        raise ValueError(
-            f"leaf {name} is {there[1]}{there[0]} there and {like.dtype}{like.shape} in `like`"
-        )
-    chunk = tuple(stored.chunk_layout.read_chunk.shape or ()) if chunk is None else chunk
-    wanted = None if isinstance(like, np.ndarray) else like.sharding
-    return Target(like, stored, chunk, way or wanted, rows)
-
-
 def take(x: Any, rows: Sequence[int] | None) -> Any:
-    """Returns an array with its rows in another order, where it lies; rows: None: as it is."""
+    """Returns an array with its rows in another order, on its devices; rows: None: the array."""
     if rows is None or isinstance(x, np.ndarray):
         return x if rows is None else x[np.asarray(rows)]
     return x.at[np.asarray(rows)].get(out_sharding=x.sharding)
@@ -337,101 +319,31 @@ def landing(
     """Returns the arrays, having told `landed` of each GROUPS-th of the bytes."""
     sizes = [math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(like)]
     enough = max(sum(sizes) / GROUPS, MIN_GROUP)
-    found, told, filled = [], 0, 0
+    leaves, told, filled = [], 0, 0
     for x, size in zip(arrays, sizes, strict=True):
-        found.append(x)
+        leaves.append(x)
         filled += size
-        if landed is not None and (filled >= enough or len(found) == len(sizes)):
-            landed(found[told:])
-            told, filled = len(found), 0
-    return found
+        if landed is not None and (filled >= enough or len(leaves) == len(sizes)):
+            landed(leaves[told:])
+            told, filled = len(leaves), 0
+    return leaves
 
 
 # ---- writing
 #
-# Orbax, its context, its errors in words, a save in the background. What Orbax cannot do is made up
-# for here: arrays without elements, shardings that are not given, messages of many kilobytes.
+# How arrays are handed to Orbax, how the processes of a job wait for it, and its errors in words.
+# This also does what Orbax cannot: arrays without elements, leaves without a sharding, error
+# messages of one line.
 
 
-# A shard is read in whole chunks; of one chunk a shard, as Orbax makes them, another mesh would
-# need much memory to read (`aligned`).
+# A chunk is read as one piece. Orbax makes one chunk per shard, which another mesh would need much
+# memory to read (`aligned`); so chunks are smaller here.
 CHUNKS = 64  # of a leaf, at least, of which each has
 MIN_CHUNK, MAX_CHUNK = 2**14, 2**26  # bytes
-LEAVE_S = 2.0  # for a thread that waits for a failed process to end at the exit (chosen)
 POLL_S = 0.2  # between two looks whether another process of the job gave up (chosen)
 GONE = 3  # looks in a row after which a folder counts as removed (chosen)
 PATIENCE_S = 1800  # how long the processes of a job wait for each other's storage (chosen)
 Compression = Literal["auto", "none", "zstd"]
-
-
-class ReadBackError(SaveError):
-    """A step that counted was read back and is not what was written; it counts no more."""
-
-
-class SaveHandle:
-    """A save under way. blocking_s: seconds that the call took from the training loop."""
-
-    def __init__(self, step: int):
-        """step: being saved."""
-        self.step, self.blocking_s = step, 0.0
-        self._error: SaveError | None = None
-        self._thread: threading.Thread | None = None
-        self._settled, self._checked = threading.Event(), threading.Event()
-
-    def run(self, todo: Sequence[Callable[[], None]], folder: Path) -> None:
-        """Starts storing in the background.
-
-        todo: what stores; what reads back and takes names of older steps away, once the step
-        counts; what frees their bytes. Each is let go when it is done, with all that it holds.
-        """
-        left = list(todo)
-
-        def work() -> None:
-            try:
-                left.pop(0)()
-            except Exception as error:  # tensorstore raises many kinds, some bare
-                kind = SupersededError if isinstance(error, SupersededError) else SaveError
-                self._error = kind(
-                    f"step {self.step} was not saved in {folder}: {reason(error)}; "
-                    "earlier checkpoints are untouched"
-                )
-                self._checked.set()
-                return  # a store that did not answer is not asked again
-            finally:
-                self._settled.set()
-            while left:
-                try:
-                    left.pop(0)()
-                except ReadBackError as error:
-                    self._error = error
-                except Exception as error:
-                    logging.warning("old steps stay in %s: %s", folder, reason(error))
-                self._checked.set()
-
-        self._thread = threading.Thread(target=work, name=f"save-{self.step}")
-        self._thread.start()
-
-    def result(self) -> None:
-        """Waits until the step counts. Raises: SaveError, each time it is asked."""
-        if self._thread is not None:
-            self._settled.wait()
-        if self._error is not None:
-            raise self._error
-
-    def wait_checked(self) -> None:
-        """Waits, if the step counts, until it was read back and old steps lost their names."""
-        if self._settled.is_set():
-            self._checked.wait()
-
-    def join(self) -> None:
-        """Waits until nothing is left to do."""
-        if self._thread is not None:
-            self._thread.join()
-
-    def finish(self) -> None:
-        """Waits until the step was read back and old ones are gone. Raises: as `result`."""
-        self.join()
-        self.result()
 
 
 def write(
@@ -467,13 +379,13 @@ def load(
     """
     like = jax.tree.map(_placed, like)
     if any((place / RECORD).exists() for place in (folder, folder.parent)):  # parent: a copy's
-        found = landing(read(folder, named_leaves(like), rows), landed, like)
-        return jax.tree.unflatten(jax.tree.structure(like), found)
+        leaves = landing(read(folder, named_leaves(like), rows), landed, like)
+        return jax.tree.unflatten(jax.tree.structure(like), leaves)
     context = _context(False)  # plain Orbax wrote it, in one of its formats
     context.pytree.loading.partial_load = partial
     with context:
-        found = ocp.load(str(folder), like)
-    return jax.tree_util.tree_map_with_path(lambda p, x: take(x, rows.get(name_of(p))), found)
+        state = ocp.load(str(folder), like)
+    return jax.tree_util.tree_map_with_path(lambda p, x: take(x, rows.get(name_of(p))), state)
 
 
 def _chunks(key: Any, value: Any) -> ocp.options.ArrayOptions.Saving.StorageOptions:
@@ -491,22 +403,23 @@ def _chunks(key: Any, value: Any) -> ocp.options.ArrayOptions.Saving.StorageOpti
 def _chunking(
     shape: tuple[int, ...], written: tuple[int, ...], dtype: np.dtype
 ) -> tuple[int, tuple[int, ...]]:
-    """Returns (bytes, dimensions cut down to one) to ask Orbax for, which then has its own rule.
+    """Returns (bytes of a chunk, dimensions cut down to one), which Orbax is asked for.
 
-    Of the chunks in one piece that it would make, that which is nearest to a CHUNKS-th of the leaf.
+    Orbax chooses the shape of the chunks from them. Of the requests that give contiguous chunks,
+    this is the one whose chunks are nearest to a CHUNKS-th of the leaf.
     """
     aim = max(MIN_CHUNK, math.prod(shape) * dtype.itemsize // CHUNKS)
-    found: list[tuple[float, int, tuple[int, ...]]] = [(math.inf, aim, ())]
+    requests: list[tuple[float, int, tuple[int, ...]]] = [(math.inf, aim, ())]
     for axes in (tuple(range(n)) for n in range(max(len(shape), 1))):
         size = aim
         while size <= MAX_CHUNK:
             chunk = choose_chunk_shape(shape, written, dtype, size, shard_axes=axes)
             nbytes = math.prod(chunk) * dtype.itemsize
             if _in_one_piece(chunk, written) and nbytes >= min(MIN_CHUNK, aim):
-                found.append((abs(math.log(nbytes / aim)), size, axes))
+                requests.append((abs(math.log(nbytes / aim)), size, axes))
                 break
             size *= 2
-    _, size, axes = min(found)
+    _, size, axes = min(requests)
     return size, axes
 
 
@@ -532,9 +445,9 @@ def _one_at_a_time() -> threading.Lock:
     return threading.Lock()
 
 
-def barrier() -> Callable[..., None]:
-    """Returns what all processes of a job meet at: (key=, timeout_ms=), from any thread."""
-    return multihost.get_barrier_sync_fn()
+def meet(key: str) -> None:
+    """Waits until all processes of a job have called this, from any thread. key: new for each."""
+    multihost.get_barrier_sync_fn()(key=key, timeout_ms=1000 * PATIENCE_S)
 
 
 def wait(response: Any, key: str, folder: Path) -> None:
@@ -566,42 +479,36 @@ def wait(response: Any, key: str, folder: Path) -> None:
         if told is None and gone == GONE:
             told = f"{folder} was removed while a step was written there"
         if not ended and told is not None:
-            _leave_behind()
+            kinds = (future._SignalingThread,)
+            threads = threading.enumerate()
+            stuck = [t for t in threads if isinstance(t, kinds) or t.name.startswith("asyncio_")]
+            _stuck_threads().update(stuck)
             raise OSError(told)
     if ended[0] is not None:
         raise ended[0]
 
 
 @functools.cache
-def _left_behind() -> weakref.WeakSet[threading.Thread]:
-    """Returns the threads that no exit of this process waits for."""
-    found: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
-    python: Any = threading  # its own book of threads, as of version 3.12
-    pool: Any = pools
+def _stuck_threads() -> weakref.WeakSet[threading.Thread]:
+    """Returns the set of Orbax's threads that wait for a process that failed; put them there.
 
-    def forget() -> None:
-        if any(t.is_alive() for t in found):  # ends the barriers that they are in
-            jax.distributed.shutdown()
-        for thread in [t for t in found if t.is_alive()]:
-            thread.join(LEAVE_S)  # one that wakes up in C++ after Python's end aborts the process
-            pool._threads_queues.pop(thread, None)
-            with python._shutdown_locks_lock:
-                python._shutdown_locks.discard(vars(thread)["_tstate_lock"])
-
-    python._register_atexit(forget)
-    return found
-
-
-def _leave_behind() -> None:
-    """Lets this process exit though threads of Orbax wait for a process that failed.
-
-    They are in a barrier of jax's coordination service, up to 20 minutes, which nothing can call
-    off, and Python joins its threads before it runs what would end jax's client.
+    They are in a barrier of jax's coordination service for up to 20 minutes, and nothing can call
+    off one barrier. At its exit Python joins them before it runs the `atexit` functions, with which
+    jax would end its client. So that the process can exit at once, a thread ends the client, and
+    with it all barriers, as soon as the exit begins: the worker of an idle pool ends just then.
     """
-    kinds = (future._SignalingThread,)
-    threads = threading.enumerate()
-    found = [t for t in threads if isinstance(t, kinds) or t.name.startswith("asyncio_")]
-    _left_behind().update(found)
+    stuck: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
+    pool = ThreadPoolExecutor(1, "exit")
+    worker = pool.submit(threading.current_thread).result()
+
+    def end_barriers(_: ThreadPoolExecutor) -> None:
+        worker.join()
+        if any(t.is_alive() for t in stuck):
+            jax.distributed.shutdown()
+
+    # The argument keeps the pool, whose worker would otherwise end now.
+    threading.Thread(target=end_barriers, args=(pool,), name="end-barriers").start()
+    return stuck
 
 
 @dataclasses.dataclass(frozen=True)
@@ -629,13 +536,13 @@ def give_up(key: str, error: BaseException) -> None:
         future.set_signals(tuple(synchronization.HandlerAwaitableSignal), operation_id=save)
 
 
-def agree(key: str, mine: Any, judge: Callable[[list[Any]], Any]) -> Any:
-    """Returns what `judge` makes, on process 0, of what each process of a job says (JSON).
+def agree(key: str, value: Any, judge: Callable[[list[Any]], Any]) -> Any:
+    """Returns, on all processes, the result of `judge` on process 0 for the values (JSON) of all.
 
     key: new for each. From any thread; no device is used. Raises: what the service does.
     """
     words, part = get_signaling_client(), jax.process_index()
-    words.key_value_set(f"{key}_{part}", json.dumps(mine), allow_overwrite=True)
+    words.key_value_set(f"{key}_{part}", json.dumps(value), allow_overwrite=True)
     if part == 0:
         said = [
             words.blocking_key_value_get(f"{key}_{i}", PATIENCE_S)

@@ -303,6 +303,11 @@ class StepFolder:
         for trash in self.path.glob(f"[0-9]*{TRASH}*"):
             _free(trash)
 
+    def free_removed(self) -> None:
+        """Does `empty` while no other thread removes steps. Raises: OSError, StoreError."""
+        with self.cleaning:
+            self.empty()
+
     def retain(
         self, newest: int, best: int, bad: Collection[int], saved: int, read_back: bool = False
     ) -> None:
@@ -756,12 +761,14 @@ def open_steps(directory: str | Path, keys: Keys | None = None) -> StepFolder:
 
     Raises: CheckpointError for a bad one.
     """
-    if is_address(directory):
-        if ".." in Path(directory).parts:  # a key for the signature, a way up for HTTP
+    if "://" in str(directory):
+        if not is_address(directory):
+            raise CheckpointError(
+                f"{directory} is no place: s3://BUCKET/..., gs://... or a local path"
+            )
+        if ".." in Path(directory).parts:  # a key for the signature, the parent folder for HTTP
             raise CheckpointError(f"{directory} must not hold ..; write the prefix out")
         return ObjectFolder(ObjectPath(str(directory)), keys)
-    if "://" in str(directory):
-        raise CheckpointError(f"{directory} is no place: s3://BUCKET/..., gs://... or a local path")
     folder = expand(directory).absolute()
     if special := sorted(set(str(folder)) & set("*?[\\")):
         # Orbax takes these for patterns and tensorstore a backslash for a slash: what is saved

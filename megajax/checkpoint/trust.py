@@ -3,7 +3,7 @@ read-back.
 
 Orbax checks its indices, not the arrays: a flipped bit in one loads without a word. Here the last
 file written into a step is integrity.json: a CRC-32 (zlib's) of every 16 MiB of every other file,
-the fingerprint of every leaf (fingerprint.py), and a CRC-32 of the record itself. A step is good
+the fingerprint of every leaf (sealing.py), and a CRC-32 of the record itself. A step is good
 when its record is and its files are. No jax: a tool on a login node reads records.
 """
 
@@ -17,7 +17,7 @@ import stat
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -195,7 +195,7 @@ class FileSum:
 
 @dataclass(frozen=True)
 class LeafSum:
-    """What a leaf must be. fingerprint: checkpoint/fingerprint.py. order: the row of the model at
+    """What a leaf must be. fingerprint: checkpoint/sealing.py. order: the row of the model at
     each place of the first dimension; empty: each row is at its own place."""
 
     shape: list[int]
@@ -279,16 +279,17 @@ def read_record(folder: Path, keys: Keys | None = None) -> Record:
         raw = path.read_bytes() if isinstance(path, ObjectPath) else read_bytes(path, MAX_RECORD)
         text = raw.decode()
         head = HEAD.match(text)
-        signature = head[1] or "" if head else ""
-        body = text[len(_sealed("", signature)) - 2 : -2]
-        if _sealed(body, signature) != text:
+        body = text[head.end() : -2] if head else ""
+        checksum = f"{isal_zlib.crc32(body.encode()):08x}"
+        if head is None or checksum != head[1] or not text.endswith("}\n"):
             raise ValueError("its checksum is not that of its text")
-        found = parse_json(body)
-        files = {_inside(n): FileSum(**f) for n, f in found.pop("files").items()}
-        leaves = {n: LeafSum(**x) for n, x in found.pop("leaves").items()}
-        if "signature" in found:
+        signature = head[2] or ""
+        members = parse_json(body)
+        files = {_inside(n): FileSum(**f) for n, f in members.pop("files").items()}
+        leaves = {n: LeafSum(**x) for n, x in members.pop("leaves").items()}
+        if "signature" in members:
             raise ValueError("it says itself that it is signed")
-        record = _check_record(Record(files=files, leaves=leaves, signature=signature, **found))
+        record = _check_record(Record(files=files, leaves=leaves, signature=signature, **members))
         bare = [name for name, file in files.items() if not file.sha256]
         if keys is not None and (why := keys.refusal(body.encode(), signature, bare)):
             raise DamagedError(f"step {folder.name} of {folder.parent}: {RECORD}: {why}")
@@ -302,10 +303,17 @@ def read_record(folder: Path, keys: Keys | None = None) -> Record:
     raise DamagedError(f"step {folder.name} of {folder.parent}: {RECORD}: {what}; {REMEDY}")
 
 
-HEAD = re.compile(r'\{"crc32": "[0-9a-f]{8}", (?:"hmac": "([0-9a-f]{64})", )?"record": ')
+HEAD = re.compile(r'\{"crc32": "([0-9a-f]{8})", (?:"hmac": "([0-9a-f]{64})", )?"record": ')
 ORDERED = 2  # version of a record with leaves in another order: readers before it refuse the step
 COPY = "copy-"  # what the name of a record's home begins with
 HOME = re.compile(rf"{COPY}[0-9a-f]{{8}}")
+
+
+def check_small_files(folder: Path, record: Record) -> None:
+    """Raises DamagedError when a file that describes the step is not as it was saved."""
+    files = {n: f for n, f in record.files.items() if os.sep not in n}
+    if damage := find_damage(folder, replace(record, files=files)):
+        raise damaged(folder, damage, home=record.home)
 
 
 def strangers(folder: Path, record: Record) -> list[Damage]:
@@ -518,7 +526,7 @@ def leaves_in(folder: Path, damage: Sequence[Damage]) -> list[str]:
 # Whether a step was read back after it was saved: read_back.json, beside the record.
 #
 # A step counts when it has its name; what lies in storage is compared with the devices'
-# fingerprints after that (fingerprint.py). The mark says what was found, so that a later process
+# fingerprints after that (sealing.py). The mark says what was found, so that a later process
 # knows: `wrong` is empty when all was as it was written. It names the record that it speaks of: a
 # step without a mark, or with a torn one, or one of another save of the same step, was not read
 # back.

@@ -3,7 +3,7 @@
 sum over elements of h(place in the whole array, bits) modulo 2^32, twice with different h. h is a
 bijection of the bits for a given place, so a change of one element never goes unseen, and any other
 change does with a probability of 2^-64. Checkpoints seal arrays with it
-(checkpoint/fingerprint.py), and replicas compare their copies by it (parallel/zero.py).
+(checkpoint/sealing.py), and replicas compare their copies by it (parallel/zero.py).
 """
 
 import jax

@@ -5,6 +5,7 @@ import logging
 import os
 import shutil
 import zlib
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +15,9 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from megajax.checkpoint import fingerprint, trust
-from megajax.checkpoint import manager as manager_
+from megajax.checkpoint import sealing, trust
 from megajax.checkpoint.manager import CheckpointManager
-from megajax.checkpoint.orbax_io import SaveError
+from megajax.checkpoint.store import SaveError
 from megajax.checkpoint.trust import CheckpointError, DamagedError
 
 
@@ -97,7 +97,7 @@ def test_a_bit_that_flips_before_its_checksum_costs_no_older_step(tmp_path, monk
 
 
 def test_what_looks_wrong_once_is_read_again(tmp_path, monkeypatch):
-    folder, away, wrong_parts = tmp_path / "1", tmp_path / "away", fingerprint.wrong_parts
+    folder, away, wrong_parts = tmp_path / "1", tmp_path / "away", sealing.wrong_parts
     said = []
 
     def meanwhile(*share):
@@ -110,7 +110,7 @@ def test_what_looks_wrong_once_is_read_again(tmp_path, monkeypatch):
             away.rename(folder)
         return said[-1]
 
-    monkeypatch.setattr(fingerprint, "wrong_parts", meanwhile)
+    monkeypatch.setattr(sealing, "wrong_parts", meanwhile)
     manager = CheckpointManager(tmp_path)
     manager.save(1, tree(1)).finish()
     assert said[0] and said[1:] == [[]] and manager.latest() == 1
@@ -126,7 +126,7 @@ def test_a_step_that_a_kill_kept_from_being_read_back(tmp_path, monkeypatch):
         if flips:
             flip_once(monkeypatch)
         with monkeypatch.context() as patch:
-            patch.setattr(manager_.Sealer, "check", lambda self, step, number: None)
+            patch.setattr(sealing.Sealer, "check", lambda self, step, number: None)
             manager.save(step, tree(step)).result()
             manager.close()
         again = CheckpointManager(tmp_path, keep=1)
@@ -136,9 +136,9 @@ def test_a_step_that_a_kill_kept_from_being_read_back(tmp_path, monkeypatch):
             assert same(again.restore(like=like(tree(2))), tree(2))
             again.save(2, tree(2)).result()  # the same step: the copy that goes is not read
             assert again.steps() == [2]
-    read, wrong_parts = [], fingerprint.wrong_parts
+    read, wrong_parts = [], sealing.wrong_parts
     monkeypatch.setattr(
-        fingerprint, "wrong_parts", lambda at, *rest: read.append(at.name) or wrong_parts(at, *rest)
+        sealing, "wrong_parts", lambda at, *rest: read.append(at.name) or wrong_parts(at, *rest)
     )
     again.save(4, tree(4)).result()
     assert again.steps() == [4] and read == ["3", "3", "4"]  # what is wrong is read twice
@@ -147,7 +147,7 @@ def test_a_step_that_a_kill_kept_from_being_read_back(tmp_path, monkeypatch):
 @pytest.mark.parametrize("compression", ["none", pytest.param("zstd", marks=pytest.mark.slow)])
 def test_what_is_read_back_has_the_devices_fingerprints(tmp_path, monkeypatch, compression):
     """Every type and shape, in slabs and blocks that do not divide them."""
-    monkeypatch.setattr(fingerprint, "SLAB", 2**11)
+    monkeypatch.setattr(sealing, "SLAB", 2**11)
     random = np.random.default_rng(0)
     raw = random.integers(0, 256, (5, 7, 64), np.uint8)
     state = {
@@ -158,12 +158,16 @@ def test_what_is_read_back_has_the_devices_fingerprints(tmp_path, monkeypatch, c
     state |= {"scalar": jnp.float32(3), "none": np.zeros((3, 0)), "long": np.arange(300_000)}
     state["devices"] = tree(0)
     CheckpointManager(tmp_path, compression=compression).save(1, state).result()
-    found = trust.read_record(tmp_path / "1").leaves
-    table = [(n, tuple(x.shape), x.dtype) for n, x in found.items()]
-    parts = [fingerprint.share(table, i, 3) for i in range(3)]
-    assert sorted(n for part in parts for n, *_ in part) == sorted(found)
-    again = {n: p for x in parts for n, p in fingerprint.fingerprints(tmp_path / "1", x).items()}
-    assert again == {n: tuple(x.fingerprint) for n, x in found.items()}
+    record = trust.read_record(tmp_path / "1")
+    assert [sealing.wrong_parts(tmp_path / "1", record, i, 3) for i in range(3)] == [[]] * 3
+    others = {
+        n: replace(x, fingerprint=[x.fingerprint[0] ^ 1, x.fingerprint[1]])
+        for n, x in record.leaves.items()
+    }
+    parts = [
+        sealing.wrong_parts(tmp_path / "1", replace(record, leaves=others), i, 3) for i in range(3)
+    ]
+    assert all(parts) and sorted(sum(parts, [])) == sorted(f"leaf {n}" for n in others)
 
 
 def files(step):

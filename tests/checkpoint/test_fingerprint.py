@@ -10,8 +10,8 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from megajax.checkpoint import fingerprint
-from megajax.checkpoint.fingerprint import Fingerprints
+from megajax.checkpoint import sealing
+from megajax.checkpoint.sealing import Fingerprints
 from megajax.core import hashes
 
 M = 2**32
@@ -114,8 +114,8 @@ def test_an_array_without_elements_has_zeros(seed):
 
 
 def test_parts_add_up():
-    assert fingerprint.add([(1, M - 1), (M - 1, 3)]) == (0, 2)
-    assert fingerprint.add([]) == (0, 0)
+    assert sealing.add([(1, M - 1), (M - 1, 3)]) == (0, 2)
+    assert sealing.add([]) == (0, 0)
 
 
 def test_donated_arrays_are_read_before_they_go():

@@ -11,9 +11,8 @@ import pytest
 from megajax.checkpoint import lease
 from megajax.checkpoint.lease import Attempt, Lease, LeaseError, SupersededError
 from megajax.checkpoint.manager import CheckpointManager
-from megajax.checkpoint.orbax_io import SaveError
 from megajax.checkpoint.steps import MARK, StepFolder
-from megajax.checkpoint.store import CheckpointError
+from megajax.checkpoint.store import CheckpointError, SaveError
 from megajax.core import errors, mesh
 from megajax.training import interrupts
 

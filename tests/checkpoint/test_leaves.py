@@ -13,7 +13,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from megajax.checkpoint import orbax_io, run_folder
-from megajax.checkpoint.manager import CheckpointManager, Sealer, is_key
+from megajax.checkpoint.manager import CheckpointManager, is_key
+from megajax.checkpoint.sealing import Sealer
 from megajax.checkpoint.trust import damaged, find_damage, read_record
 from megajax.core.errors import UserError
 from megajax.core.mesh import MeshSpec

@@ -14,8 +14,8 @@ from jax.sharding import PartitionSpec as P
 
 from megajax.checkpoint.manager import CheckpointManager
 from megajax.checkpoint.memory_tier import MemoryTier
-from megajax.checkpoint.orbax_io import SaveError
 from megajax.checkpoint.steps import FORMER, MARK, StepFolder
+from megajax.checkpoint.store import SaveError
 from megajax.core import config
 from megajax.core.errors import UserError
 from megajax.core.mesh import MeshSpec

@@ -13,9 +13,8 @@ from megajax.checkpoint import offline, store, trust
 from megajax.checkpoint import steps as steps_
 from megajax.checkpoint.lease import Attempt, Lease, SupersededError
 from megajax.checkpoint.manager import CheckpointManager
-from megajax.checkpoint.orbax_io import SaveError
 from megajax.checkpoint.steps import METADATA
-from megajax.checkpoint.store import ObjectPath, StoreError
+from megajax.checkpoint.store import ObjectPath, SaveError, StoreError
 from megajax.checkpoint.trust import RECORD, CheckpointError, DamagedError, Record, read_record
 from megajax.core.errors import UserError
 from megajax.training.run_dir import open_run

@@ -11,9 +11,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from megajax.checkpoint import offline, trust
-from megajax.checkpoint.fingerprint import Fingerprints
 from megajax.checkpoint.manager import CheckpointManager
 from megajax.checkpoint.memory_tier import MemoryTier
+from megajax.checkpoint.sealing import Fingerprints
 from megajax.checkpoint.trust import CheckpointError, DamagedError
 from megajax.core.boxes import Run, runs
 

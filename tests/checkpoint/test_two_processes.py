@@ -28,10 +28,10 @@ SET_UP = """
     from jax.experimental import multihost_utils
     from jax.sharding import AxisType
 
-    from megajax.checkpoint import orbax_io, trust
+    from megajax.checkpoint import orbax_io, store, trust
     from megajax.checkpoint.trust import MARK, RECORD, CheckpointError, DamagedError
     from megajax.checkpoint.manager import CheckpointManager
-    from megajax.checkpoint.orbax_io import SaveError
+    from megajax.checkpoint.store import SaveError
     from tests.checkpoint.test_two_processes import OTHER, SAVED, check, place, wanted
 
     folder, spare, rank, port = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
@@ -114,15 +114,15 @@ WORKER = """
             shutil.copytree(spare, folder / "3")
 
     multihost_utils.sync_global_devices("whole again")
-    read = orbax_io._read
+    open_leaf = store.open_leaf
 
-    def broken(step_folder, *rest):
+    def broken(step_folder, *args):
         if step_folder.name == "3":
             raise OSError("a network file system that only process 1 has lost")
-        return read(step_folder, *rest)
+        return open_leaf(step_folder, *args)
 
     if rank == 1:
-        orbax_io._read = broken
+        store.open_leaf = broken
     manager = CheckpointManager(folder)
     try:
         manager.restore(like=wanted(mesh, OTHER))
