@@ -47,7 +47,7 @@ from absl import flags
 
 from experiments.reports import cdmpp as report
 from experiments.reports import cdmpp_replay
-from experiments.reports.cdmpp import Split, Wanted, unique_rows
+from experiments.reports.cdmpp import Split, SplitChoice, unique_rows
 from megajax.core import config
 from megajax.core import mesh as mesh_
 from megajax.core.errors import UserError, did_you_mean
@@ -178,7 +178,7 @@ def evaluate() -> int:
     path = folder / "evaluation.json" if JSON.value is None else expand(JSON.value, "json")
     methods = _methods()
     names, held_out = tuple(SPLITS.value.split(",")), _words(HELD_OUT.value)
-    wanted = Wanted(names, held_out, SHOTS.value, SEED.value)
+    wanted = SplitChoice(names, held_out, SHOTS.value, SEED.value)
     before = report.rows_before(path)
     dataset, labels = data()
     if "devices" in names and held_out is None and len(set(dataset.devices)) < 2:
@@ -209,7 +209,7 @@ def evaluate() -> int:
         splits = wanted.of(dataset, rows, labels, seed)
         runs.append(report.evaluate(dataset, splits, fits, halves, _say, groups, keep, names))
         found = report.averaged(runs)
-        results.write(path, about, report.kept(before, about, found) + found)
+        results.write(path, about, report.not_rerun(before, about, found) + found)
     if summed and labels is not None:
         is_real = ~np.isin(labels.families, list(families.SYNTHETIC))
         numbers = np.unique(labels.programs[is_real])[: CALLS.value]
@@ -217,9 +217,9 @@ def evaluate() -> int:
         whole = report.Calls(labels, report.xla_counts(labels, numbers.tolist()))
         folds = [split for split in splits if split.name == "families"]
         found += whole.judge(folds, {name: parts[: len(folds)] for name, parts in summed.items()})
-        results.write(path, about, report.kept(before, about, found) + found)
-    (folder / "evaluation.md").write_text(report.markdown(found) + "\n")
-    print(report.markdown(found))
+        results.write(path, about, report.not_rerun(before, about, found) + found)
+    (folder / "evaluation.md").write_text(report.summary(found) + "\n")
+    print(report.summary(found))
     print(f"{path}, {folder / 'evaluation.md'}")
     return 0
 

@@ -104,8 +104,8 @@ def main() -> int:
     """Simulates, writes and prints."""
     cfg, _ = config.from_flags({"default": Config})
     path = results.writable_folder(cfg.out) / "megascale_ablation.json"
-    found = rows()
-    results.write(path, results.facts("256 x A100", "simulated"), found)
+    steps = rows()
+    results.write(path, results.facts("256 x A100", "simulated"), steps)
     columns = {
         "added": "added",
         "MFU, paper": "paper",
@@ -113,11 +113,11 @@ def main() -> int:
         "MFU, simulated": "ours",
         "gain, simulated": "gain",
     }
-    print(results.columns(found, columns))
+    print(results.columns(steps, columns))
     print(
         "Simulated, not measured: all modelled rows together bring the MFU from "
-        f"{found[0]['ours']} to {found[-1]['ours']}; the paper measured "
-        f"{found[0]['paper']} to {found[-1]['paper']}."
+        f"{steps[0]['ours']} to {steps[-1]['ours']}; the paper measured "
+        f"{steps[0]['paper']} to {steps[-1]['paper']}."
     )
     print(path)
     return 0

@@ -123,7 +123,7 @@ def runs(cfg: Config, folder: Path) -> Iterator[report.Row]:
     runners: dict[str, report.Runner] = {}
     for seed, variant in itertools.product(range(cfg.seeds), names(cfg.variants)):
         path = report.saved(folder, variant, seed)
-        row = report.read(path)
+        row = report.saved_run(path)
         if row is None and not cfg.draw:
             if variant not in runners:  # compiled once for all seeds
                 runners[variant] = report.Runner(cfg.study, variant, cfg.cache_dir)
@@ -182,23 +182,23 @@ def main() -> int:
     about |= {"preset": config.start_name(), "steps": cfg.steps, "layers": cfg.layers}
     about |= {"width": cfg.width, "tokens": cfg.study.tokens, "nodes": cfg.nodes}
     about |= {"ranks": cfg.ranks, "assumed": report.ASSUMED}
-    found: list[report.Row] = []
+    trained: list[report.Row] = []
     code = 0
     try:
         for row in runs(cfg, folder):
-            found.append(row)
-            results.write(path, about, found)
+            trained.append(row)
+            results.write(path, about, trained)
             show(row)
     except KeyboardInterrupt:
-        print(f"stopped after {len(found)} runs; the same command goes on", file=sys.stderr)
+        print(f"stopped after {len(trained)} runs; the same command goes on", file=sys.stderr)
         code = 130
-    made = [*report.gaps(found), *report.claims(found), *counted]
+    made = [*report.gaps(trained), *report.claims(trained), *counted]
     made += [{"part": "estimate"} | row for row in report.estimates()]
-    results.write(path, about, [*found, *made])
+    results.write(path, about, [*trained, *made])
     for row in made:
         show(row)
     if any(row["part"] == "gap" for row in made):
-        report.draw([*found, *made], path.with_suffix(""))
+        report.draw([*trained, *made], path.with_suffix(""))
     print(f"{path}, .svg and .png")
     print(conclusion(cfg, made))
     return code

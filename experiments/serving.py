@@ -69,7 +69,7 @@ class Config(Checked):
         """Refuses loads that are no numbers."""
         super().__post_init__()
         numbers("loads", self.loads)
-        numbers("exact_batches", self.exact_batches, whole=True)
+        numbers("exact_batches", self.exact_batches, integers=True)
 
 
 def tiny() -> Config:
@@ -78,19 +78,19 @@ def tiny() -> Config:
     return Config(model, requests=24, max_batch=8, runs=1, loads="0.5", exact_batches="8")
 
 
-def numbers(name: str, text: str, whole: bool = False) -> list[float]:
+def numbers(name: str, text: str, integers: bool = False) -> list[float]:
     """'0.5,0.9' -> [0.5, 0.9]. Raises: UserError."""
     try:
-        found = [float(word) for word in text.split(",")] if text not in ("", "none") else []
+        values = [float(word) for word in text.split(",")] if text not in ("", "none") else []
     except ValueError:
-        found = [-1.0]
-    if not all(0 < x < 1000 and (x.is_integer() or not whole) for x in found):
-        kind = "whole numbers" if whole else "numbers"
+        values = [-1.0]
+    if not all(0 < x < 1000 and (x.is_integer() or not integers) for x in values):
+        kind = "whole numbers" if integers else "numbers"
         raise UserError(
             f"{name}={text} must be {kind} above 0 and below 1000 with commas, or none "
-            f"(--{name}={'8,32' if whole else '0.5,0.9'})"
+            f"(--{name}={'8,32' if integers else '0.5,0.9'})"
         )
-    return found
+    return values
 
 
 class Study:
@@ -124,12 +124,12 @@ class Study:
     def offline(self) -> Iterator[Row]:
         """Yields a row a mode. The first run of each compiles, and does not count."""
         calls = {mode: lambda mode=mode: self.run(self.fast, mode) for mode in MODES}
-        found = alternate(calls, self.cfg.runs)
+        medians = alternate(calls, self.cfg.runs)
         for mode in MODES:
-            ratio = found[mode]["tokens_per_s"] / found["static, padded"]["tokens_per_s"]
-            cpu = found["static, padded"]["cpu_s"] / found[mode]["cpu_s"]
+            ratio = medians[mode]["tokens_per_s"] / medians["static, padded"]["tokens_per_s"]
+            cpu = medians["static, padded"]["cpu_s"] / medians[mode]["cpu_s"]
             about = {"part": "offline", "mode": mode, "ratio": ratio, "cpu_ratio": cpu}
-            yield about | found[mode]
+            yield about | medians[mode]
 
     def online(self, requests_per_s: float) -> Iterator[Row]:
         """Yields a row for each mode and load. requests_per_s: what is load 1."""
@@ -140,15 +140,15 @@ class Study:
 
     def numerics(self) -> Iterator[Row]:
         """Yields fast and exact numerics, with continuous batching and all requests at once."""
-        for batch in map(int, numbers("exact_batches", self.cfg.exact_batches, whole=True)):
+        for batch in map(int, numbers("exact_batches", self.cfg.exact_batches, integers=True)):
             engines = {name: self.engine(name, batch) for name in ("fast", "exact")}
             calls = {name: lambda e=e: self.run(e, "continuous") for name, e in engines.items()}
-            found = alternate(calls, self.cfg.runs)
+            medians = alternate(calls, self.cfg.runs)
             for name in engines:
-                of_fast = found[name]["tokens_per_s"] / found["fast"]["tokens_per_s"]
-                cpu = found["fast"]["cpu_s"] / found[name]["cpu_s"]
+                of_fast = medians[name]["tokens_per_s"] / medians["fast"]["tokens_per_s"]
+                cpu = medians["fast"]["cpu_s"] / medians[name]["cpu_s"]
                 about = {"numerics": name, "batch": batch, "of_fast": of_fast, "cpu_of_fast": cpu}
-                yield {"part": "numerics"} | about | found[name]
+                yield {"part": "numerics"} | about | medians[name]
 
 
 def alternate(calls: dict[Any, Callable[[], Row]], runs: int) -> dict[Any, Row]:
@@ -156,13 +156,13 @@ def alternate(calls: dict[Any, Callable[[], Row]], runs: int) -> dict[Any, Row]:
 
     All calls take turns, after a first turn that does not count.
     """
-    found: dict[Any, list[Row]] = {name: [] for name in calls}
-    for turn in range(runs + 1):
+    rows_of: dict[Any, list[Row]] = {name: [] for name in calls}
+    for number in range(runs + 1):
         for name, call in calls.items():
             row = call()
-            found[name] += [row] if turn else []
+            rows_of[name] += [row] if number else []
     summed = {}
-    for name, rows in found.items():
+    for name, rows in rows_of.items():
         rows.sort(key=lambda row: row["tokens_per_s"])
         rates = [row["tokens_per_s"] for row in rows]
         middle = rows[len(rows) // 2]
@@ -177,13 +177,16 @@ def claims(rows: Sequence[Row]) -> list[Row]:
     """
     row = next(r for r in rows if r.get("mode") == "continuous")
     what = "continuous over padded static batching"
-    found = [(what, row["ratio"], GOAL), (f"{what}, CPU time", row["cpu_ratio"], GOAL)]
+    ratios = [(what, row["ratio"], GOAL), (f"{what}, CPU time", row["cpu_ratio"], GOAL)]
     for row in (r for r in rows if r.get("numerics") == "exact"):
         what = f"exact over fast numerics, batch {row['batch']}"
-        found += [(what, row["of_fast"], SLOWER), (f"{what}, CPU time", row["cpu_of_fast"], SLOWER)]
+        ratios += [
+            (what, row["of_fast"], SLOWER),
+            (f"{what}, CPU time", row["cpu_of_fast"], SLOWER),
+        ]
     return [
         {"part": "claim", "what": what, "value": value, "goal": goal, "met": value >= goal}
-        for what, value, goal in found
+        for what, value, goal in ratios
     ]
 
 

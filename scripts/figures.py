@@ -31,55 +31,55 @@ RESULTS = Path(__file__).parent.parent / "experiments" / "results"
 MAX_RESULTS = 2**28  # (chosen) bytes of a result
 
 
-def flux(found: dict, path: Path) -> None:
+def flux(result: dict, path: Path) -> None:
     """Efficiency by rows."""
-    overlap_report.draw_ops(found["rows"], found["machine"]["name"], path)
+    overlap_report.draw_ops(result["rows"], result["machine"]["name"], path)
 
 
-def comet(found: dict, path: Path) -> None:
+def comet(result: dict, path: Path) -> None:
     """Speed-up by layout."""
-    overlap_report.draw_layers(found["rows"], found["machine"]["name"], path)
+    overlap_report.draw_layers(result["rows"], result["machine"]["name"], path)
 
 
-def bytetransformer(found: dict, path: Path) -> None:
+def bytetransformer(result: dict, path: Path) -> None:
     """Counted work."""
-    bytetransformer_report.draw_counts(found["rows"], path)
+    bytetransformer_report.draw_counts(result["rows"], path)
 
 
-def tilewise(found: dict, path: Path) -> None:
+def tilewise(result: dict, path: Path) -> None:
     """Losses by sparsity, and speed-ups beside losses."""
     parts = {
-        part: [r for r in found["rows"] if r["part"] == part]
+        part: [r for r in result["rows"] if r["part"] == part]
         for part in ("quality", "claim", "price")
     }
     tilewise_report.draw_quality(parts["quality"], parts["claim"], path)
     tilewise_report.draw_price(parts["price"], path.with_name("tilewise_price"))
 
 
-def sdp4bit(found: dict, path: Path) -> None:
+def sdp4bit(result: dict, path: Path) -> None:
     """Losses, and gaps to the float32 exchange."""
-    sdp4bit_report.draw(found["rows"], path)
+    sdp4bit_report.draw(result["rows"], path)
 
 
-def serving(found: dict, path: Path) -> None:
+def serving(result: dict, path: Path) -> None:
     """Tokens a second by mode, and latency by load."""
-    serving_report.draw(found["rows"], path)
+    serving_report.draw(result["rows"], path)
 
 
-def minder(found: dict, path: Path) -> None:
+def minder(result: dict, path: Path) -> None:
     """F1 by size, recall by kind, noise, delays."""
-    minder_report.draw(found["rows"], path)
+    minder_report.draw(result["rows"], path)
 
 
-def bytecheckpoint(found: dict, path: Path) -> None:
+def bytecheckpoint(result: dict, path: Path) -> None:
     """Seconds of saves and loads."""
-    rows = [row for row in found["rows"] if row["what"] in bytecheckpoint_report.TITLES]
-    bytecheckpoint_report.draw(rows, path, found["megabytes"])
+    rows = [row for row in result["rows"] if row["what"] in bytecheckpoint_report.TITLES]
+    bytecheckpoint_report.draw(rows, path, result["megabytes"])
 
 
-def replay(found: dict, path: Path) -> None:
+def replay(result: dict, path: Path) -> None:
     """Predicted beside measured train steps."""
-    cdmpp_replay.draw(found["rows"], path)
+    cdmpp_replay.draw(result["rows"], path)
 
 
 FIGURES: dict[str, Callable[[dict, Path], None]] = {
@@ -103,9 +103,9 @@ def main(of: str | None = None) -> int:
         raise UserError(f"{folder} holds none of {', '.join(f'{n}.json' for n in FIGURES)}")
     for name in there:
         path = folder / f"{name}.json"
-        found = files.read_object(path, MAX_RESULTS)
+        result = files.read_object(path, MAX_RESULTS)
         try:
-            FIGURES[name](found, folder / name)
+            FIGURES[name](result, folder / name)
         except (KeyError, TypeError, ValueError) as error:
             raise UserError(f"{path} is no result that can be drawn: {error!r:.200}") from None
         except OSError as error:

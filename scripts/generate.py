@@ -112,10 +112,10 @@ config.define_flags(PRESETS, "default")
 
 def main() -> int:
     """Prints each continuation."""
-    given: set[str] = set()
+    flags_set: set[str] = set()
 
     def note(base: Config, flags: Mapping[str, Any], read: Mapping[str, Any]) -> Config:
-        given.update(flags, read)
+        flags_set.update(flags, read)
         return base
 
     cfg, _ = config.from_flags(PRESETS, note)
@@ -130,7 +130,7 @@ def main() -> int:
     if cfg.sampling_defaults == "model":
         values, line = opened.sampling_defaults()
         named = {f"sampling.{name}": value for name, value in values.items()}
-        cfg = config.override(cfg, {n: value for n, value in named.items() if n not in given})
+        cfg = config.override(cfg, {n: value for n, value in named.items() if n not in flags_set})
         if line:
             print(line)
     mesh_.start(cfg.emulate)
@@ -174,10 +174,10 @@ def sample(cfg: Config, opened: OpenModel, mesh: Mesh) -> list[str]:
         engine.submit(prompt, asked)
     except UserError as error:
         raise UserError(f"{error} (--prompt, --new_tokens)") from None
-    found: list[list[int]] = [[] for _ in range(cfg.samples)]
+    answers: list[list[int]] = [[] for _ in range(cfg.samples)]
     for output in engine.run():
-        found[output.index] += output.tokens
-    return [tokenizer.decode(ids[:-1] if ids[-1] in tokenizer.ends else ids) for ids in found]
+        answers[output.index] += output.tokens
+    return [tokenizer.decode(ids[:-1] if ids[-1] in tokenizer.ends else ids) for ids in answers]
 
 
 if __name__ == "__main__":

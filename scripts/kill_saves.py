@@ -84,7 +84,7 @@ def victim(folder: str) -> None:
     step, said = manager.latest() or 0, manager.latest()
     if step:
         try:
-            found = manager.restore(like=state(0))
+            restored = manager.restore(like=state(0))
         except CheckpointError:
             if manager.latest() is not None:
                 raise
@@ -92,7 +92,9 @@ def victim(folder: str) -> None:
         else:
             step = manager.latest() or 0
             right = state(step)
-            wrong = [n for n, x in right.items() if np.asarray(found[n]).tobytes() != x.tobytes()]
+            wrong = [
+                n for n, x in right.items() if np.asarray(restored[n]).tobytes() != x.tobytes()
+            ]
             if wrong or step > said:
                 raise ValueError(f"step {said} came back as {step}, other leaves: {wrong}")
     say("restored", step)

@@ -63,8 +63,8 @@ class Host:
         Without SLURM's variables, should Ray itself run there: jax would read from them that there
         is one process a GPU.
         """
-        own = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_")}
-        self._process = subprocess.Popen(command, env=own | dict(env))
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith("SLURM_")}
+        self._process = subprocess.Popen(command, env=inherited | dict(env))
 
     def code(self) -> int | None:
         """Returns the exit code as a shell has it, None while the process runs."""
@@ -210,9 +210,9 @@ def main(argv: Sequence[str]) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, _: signals.append(number))
     if settings.supervise:
-        own = [f"--max_restarts={settings.restarts}"]
+        options = [f"--max_restarts={settings.restarts}"]
         command = [sys.executable, str(TRAINER), *flags]
-        return supervise_progress(each, command, len(hosts), lambda: bool(signals), own)
+        return supervise_progress(each, command, len(hosts), lambda: bool(signals), options)
     return supervise(each, start, lambda: bool(signals), settings.restarts)
 
 

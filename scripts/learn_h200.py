@@ -58,14 +58,14 @@ def products(file: dict[str, Any]) -> list[Product]:
         ("quant_gemm", c.name, "dense"): quant_gemm.sides(c, "reference")["dense"]
         for c in quant_gemm.CASES
     }
-    found: dict[tuple[str, ...], Product] = {}
+    unique: dict[tuple[str, ...], Product] = {}
     for row in file["rows"]:
         key = row.get("folder"), row.get("case"), row.get("implementation")
         if key in sides and row["direction"] == "forward" and "median_s" in row:
             launches = records(compiled(*sides[key]()))
             each = f"{key[0]} {key[1]}", launches, row["median_s"]
-            found.setdefault(tuple(one.hash for one in launches), each)
-    return list(found.values())
+            unique.setdefault(tuple(one.hash for one in launches), each)
+    return list(unique.values())
 
 
 def compiled(function: Any, like: Any) -> jax.stages.Compiled:
@@ -82,7 +82,7 @@ def attentions(file: dict[str, Any]) -> list[tuple[OpRecord, float]]:
         for row in file["rows"]
         if row.get("folder") == "attention" and row["direction"] == "forward" and "median_s" in row
     }
-    found = []
+    kernels = []
     for case in attention.CASES:
         is_packed = len(set(case.lengths)) > 1
         seconds = times.get((case.name, "cudnn packed" if is_packed else "cudnn padded"))
@@ -90,8 +90,8 @@ def attentions(file: dict[str, Any]) -> list[tuple[OpRecord, float]]:
             text = compiled(*attention.ours(case, "hopper")).as_text()
             [told] = [one.flops for one in records(text, platform="gpu") if is_attention(one)]
             exact = records(text, platform="gpu", live_pairs=case.flops() / told)
-            found += [(one, seconds) for one in exact if is_attention(one)]
-    return found
+            kernels += [(one, seconds) for one in exact if is_attention(one)]
+    return kernels
 
 
 def is_attention(one: OpRecord) -> bool:
@@ -130,13 +130,15 @@ def of_rows(name: str, predictor: Predictor, data: Dataset) -> dict[str, Any]:
     return judged(name, seconds / data.seconds, inside)
 
 
-def of_products(name: str, predictor: Predictor, found: list[Product], card: Any) -> dict[str, Any]:
+def of_products(
+    name: str, predictor: Predictor, measured: list[Product], card: Any
+) -> dict[str, Any]:
     """Errors of whole programs."""
     sums = [
         predictor.predict(launches, card)[0] @ [one.executions for one in launches]
-        for _, launches, _ in found
+        for _, launches, _ in measured
     ]
-    return judged(name, np.array(sums) / [seconds for *_, seconds in found])
+    return judged(name, np.array(sums) / [seconds for *_, seconds in measured])
 
 
 def with_rows(data: Dataset, rows: list[tuple[OpRecord, float]]) -> Dataset:
@@ -166,11 +168,11 @@ def of_step(predictors: dict[str, Predictor]) -> list[dict[str, Any]]:
     assert program.attention == "hopper"
     all_times = {"assumed efficiencies": step.assumed}
     all_times |= {name: one.predict for name, one in predictors.items()}
-    found = []
+    rows = []
     for name, times in all_times.items():
         told = step.predict(program.text, cluster, times, live_pairs=1 / row["segments"])
         inside = abs(told.seconds - row["median_s"]) <= 1.645 * told.sigma
-        found.append(
+        rows.append(
             judged(f"step of the 1.2B decoder, {name}", np.array([told.seconds / row["median_s"]]))
             | {
                 "coverage": float(inside),
@@ -179,7 +181,7 @@ def of_step(predictors: dict[str, Predictor]) -> list[dict[str, Any]]:
                 "measured_s": row["median_s"],
             }
         )
-    return found
+    return rows
 
 
 def main(_: list[str]) -> int:

@@ -47,13 +47,13 @@ def main() -> None:
             batch.seq_id[i][0], batch.logits[i] = stream, draws
         if llama_cpp.llama_decode(context, batch):
             raise SystemExit("llama_decode failed")
-        found = []
+        tokens = []
         for i, piece in enumerate(pieces):
             if piece[3]:
                 logits = llama_cpp.llama_get_logits_ith(context, i)
                 address = ctypes.cast(logits, ctypes.POINTER(ctypes.c_float))
-                found.append(int(np.ctypeslib.as_array(address, (width,)).argmax()))
-        return found
+                tokens.append(int(np.ctypeslib.as_array(address, (width,)).argmax()))
+        return tokens
 
     first = None
     for streams in (1, STREAMS):

@@ -167,11 +167,11 @@ def time_gpu(cfg: Config) -> int:
     from megajax.systems.cdmpp.labels import Batch, Turns, share
     from megajax.systems.cdmpp.profile import usual_passes
 
-    mine, many = cfg.worker or 0, cfg.processes or 1
-    folder = _folder(cfg, f"gpu{mine}")
+    process, many = cfg.worker or 0, cfg.processes or 1
+    folder = _folder(cfg, f"gpu{process}")
     card = _card(folder, len(os.sched_getaffinity(0)))
     _same_settings(folder, cfg)
-    numbers = share(mine, many, cfg.programs, len(family_names(cfg)))
+    numbers = share(process, many, cfg.programs, len(family_names(cfg)))
     place = {
         "turns": Turns(_lock(cfg)),
         "threads": max(len(os.sched_getaffinity(0)) // many, 1),
@@ -189,7 +189,7 @@ def time_gpu(cfg: Config) -> int:
         spent = work.time(_draw(cfg))
         done += spent["tried"]
         timing = spent["waiting"] + spent["timing"]
-        _tell(cfg, f"GPU, process {mine}: {done} programs", spent, time.monotonic() - began)
+        _tell(cfg, f"GPU, process {process}: {done} programs", spent, time.monotonic() - began)
         failed = 0 if spent["rows"] else failed + 1
         if failed == 2 or done < next_done:  # an error may leave the GPU unusable
             break
@@ -244,10 +244,10 @@ def _same_settings(folder: Path, cfg: Config) -> None:
     """Refuses to add rows of other programs to a folder's."""
     path = folder / "settings.json"
     is_cpu = cfg.threads != "all"
-    mine = config.fingerprint(cfg, ignore=(*_NO_SETTING, *(["processes"] if is_cpu else [])))
+    fingerprint = config.fingerprint(cfg, ignore=(*_NO_SETTING, *(["processes"] if is_cpu else [])))
     if not path.exists():
-        path.write_text(json.dumps(mine) + "\n")
-    elif json.loads(path.read_text()) != mine:
+        path.write_text(json.dumps(fingerprint) + "\n")
+    elif json.loads(path.read_text()) != fingerprint:
         raise UserError(
             f"{folder} holds rows of other --families, --passes, --scale, --seed or --processes; "
             "give another folder (--out)"
@@ -259,29 +259,29 @@ def join(cfg: Config) -> None:
     from megajax.systems.cdmpp.labels import Labels
 
     folder = expand(cfg.out, "out")
-    whole = Labels.joined([Labels.load(path) for path in _parts(cfg)])
-    if whole.dataset.facts.get("products") == CHOICE[1]:
-        tuned = [i for i, r in enumerate(whole.dataset.records) if r.kind != "convolution"]
-        if lost := len(whole.halves) - len(tuned):
+    labels = Labels.joined([Labels.load(path) for path in _parts(cfg)])
+    if labels.dataset.facts.get("products") == CHOICE[1]:
+        tuned = [i for i, r in enumerate(labels.dataset.records) if r.kind != "convolution"]
+        if lost := len(labels.halves) - len(tuned):
             print(f"{lost} convolutions are left out: XLA chose no algorithms for them")
-        whole = whole.of_rows(np.array(tuned))
-    if not set(whole.dataset.cards) & {card.name for card in CARDS.values()}:  # measured ones
-        whole = whole.with_raised_cards()
-    devices = ", ".join(whole.dataset.cards)
-    more = {"load": os.getloadavg()[0], "below_floor": whole.below_floor, "seed": cfg.seed}
-    more |= {n: v for n, v in whole.dataset.facts.items() if n in ("products", "passes")}
-    whole = whole.with_facts(results.facts(devices, "measured") | whole.noise | more)
-    whole.save(folder / "labels.npz")
-    for name in whole.dataset.cards:
-        is_here = [device == name for device in whole.dataset.devices]
-        apart, marked = whole.disagreement[is_here], whole.is_marked[is_here]
-        unique = len({r.hash for r in whole.dataset.of(name).records})
+        labels = labels.of_rows(np.array(tuned))
+    if not set(labels.dataset.cards) & {card.name for card in CARDS.values()}:  # measured ones
+        labels = labels.with_raised_cards()
+    devices = ", ".join(labels.dataset.cards)
+    more = {"load": os.getloadavg()[0], "below_floor": labels.below_floor, "seed": cfg.seed}
+    more |= {n: v for n, v in labels.dataset.facts.items() if n in ("products", "passes")}
+    labels = labels.with_facts(results.facts(devices, "measured") | labels.noise | more)
+    labels.save(folder / "labels.npz")
+    for name in labels.dataset.cards:
+        is_here = [device == name for device in labels.dataset.devices]
+        apart, marked = labels.disagreement[is_here], labels.is_marked[is_here]
+        unique = len({r.hash for r in labels.dataset.of(name).records})
         print(
             f"{name}: {len(apart)} rows, {unique} of them different; halves differ by "
             f"{100 * apart.mean():.1f} % (mean), {sorted(apart)[len(apart) // 2] * 100:.1f} % "
             f"(median); {100 * marked.mean():.0f} % of the rows are marked"
         )
-    print(f"{100 * whole.below_floor:.1f} % of the rows are faster than the roofline by over 5 %")
+    print(f"{100 * labels.below_floor:.1f} % of the rows are faster than the roofline by over 5 %")
     print(f"{folder / 'labels.npz'}")
 
 
@@ -335,8 +335,8 @@ def _run_gpu(cfg: Config, processes: int) -> int:
 
     _same_settings(_folder(cfg, "gpu0"), dataclasses.replace(cfg, processes=processes))
     turns, limit = Turns(_lock(cfg)), time.monotonic() + cfg.budget + HANGS
-    env, own = _environment(processes), f"--processes={processes}"
-    children = [_start(number, own, env=env) for number in range(processes)]
+    env, flag = _environment(processes), f"--processes={processes}"
+    children = [_start(number, flag, env=env) for number in range(processes)]
     try:
         while any(child.poll() is None for child in children):
             time.sleep(0.2)

@@ -36,8 +36,8 @@ def main(folder: str, name: str) -> None:
     about["wall_s"] = max(r["time"] for r in train.values()) - min(
         r["time"] - r["step_time_s"] for r in train.values()
     )
-    kept = [train[s] for s in sorted(train) if s == 1 or s % 10 == 0]
-    rows = [{k: v for k, v in r.items() if k != "time"} for r in (*kept, *held_out.values())]
+    shown = [train[s] for s in sorted(train) if s == 1 or s % 10 == 0]
+    rows = [{k: v for k, v in r.items() if k != "time"} for r in (*shown, *held_out.values())]
     results.write(RESULTS / f"{name}.json", about, rows)
     draw_curve(RESULTS / f"{name}.svg", train, held_out, caption(summary))
     print(f"{RESULTS / name}.json and .svg")

@@ -146,9 +146,9 @@ def main() -> int:
         f"{time.monotonic() - began:.0f} s"
     )
     if cfg.out is not None:
-        beside = companions.licences([cfg.run_dir, cfg.hf])
+        licences = companions.licences([cfg.run_dir, cfg.hf])
         hf_quantized.save(
-            params_q, opened.cfg, cfg.out, opened.tokenizer, form=cfg.form, licences=beside
+            params_q, opened.cfg, cfg.out, opened.tokenizer, form=cfg.form, licences=licences
         )
         print(f"{cfg.out}: a Hugging Face folder in {cfg.form.upper()}'s form")
     return 0

@@ -58,7 +58,7 @@ def happen(fleet: list[machines.Machine], kind: str, amount: float, which: int |
 
 def record(fleet: list[machines.Machine], seconds: float, network: bool) -> list[dict]:
     """Returns what happened."""
-    found = []
+    events = []
     for kind, amount, which, length, fault in PLAN:
         time.sleep(seconds)
         if kind == "network" and not network:
@@ -69,7 +69,7 @@ def record(fleet: list[machines.Machine], seconds: float, network: bool) -> list
         if kind != "killed":
             happen(fleet, kind, 0.0, which)
         machine = None if which is None else f"m{which}"
-        found.append(
+        events.append(
             {
                 "kind": kind,
                 "machine": machine,
@@ -78,8 +78,8 @@ def record(fleet: list[machines.Machine], seconds: float, network: bool) -> list
                 "fault": fault,
             }
         )
-        print(f"{kind} on {machine or 'all'}: {found[-1]['end'] - found[-1]['start']:.0f} s")
-    return found
+        print(f"{kind} on {machine or 'all'}: {events[-1]['end'] - events[-1]['start']:.0f} s")
+    return events
 
 
 def write(path: Path, grid: Grid, names: dict[str, str]) -> None:

@@ -112,12 +112,12 @@ class Job:
 
     def trainers(self, agent: str) -> list[int]:
         """Returns the training processes of an agent."""
-        found = []
+        processes = []
         for pid in reaper.descendants(self.agents[agent].pid):
             with contextlib.suppress(OSError):
                 if str(TRAINER).encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
-                    found.append(pid)
-        return found
+                    processes.append(pid)
+        return processes
 
     def events(self, name: str) -> list[dict]:
         """Returns what its driver recorded."""
@@ -236,19 +236,19 @@ def history(steps: Path) -> dict[int, dict[str, list[int]]]:
     }
 
 
-def judge(row: dict[str, Any], steps: Path, wanted: dict[int, dict]) -> str:
+def judge(row: dict[str, Any], steps: Path, undisturbed_steps: dict[int, dict]) -> str:
     """Returns what is wrong with a try, '' if nothing is."""
     if row["codes"] not in ([0], [0, SUPERSEDED], [0, 0]):  # [0, 0]: the first had come to its end
         return f"exit codes {row['codes']}"
     try:
-        found = history(steps)
+        stored = history(steps)
     except DamagedError as error:
         return str(error)
-    if found.keys() != wanted.keys():
-        return f"steps {sorted(found.keys() ^ wanted.keys())} are too many or missing"
-    if differ := [s for s in wanted if found[s] != wanted[s]]:
+    if stored.keys() != undisturbed_steps.keys():
+        return f"steps {sorted(stored.keys() ^ undisturbed_steps.keys())} are too many or missing"
+    if differ := [s for s in undisturbed_steps if stored[s] != undisturbed_steps[s]]:
         return f"steps {differ} differ from the undisturbed run's"
-    names = {p.name for p in steps.iterdir()} - {str(s) for s in wanted}
+    names = {p.name for p in steps.iterdir()} - {str(s) for s in undisturbed_steps}
     if left := sorted(n for n in names if not n.startswith("attempt.") and SAVING not in n):
         return f"left behind: {left}"
     return ""  # what a killed save left, N.saving, goes with the next start
@@ -262,12 +262,12 @@ def undisturbed(folder: Path, cfg: Config) -> dict[int, dict]:
         if code := job.end():
             text = (folder / "job" / "output.txt").read_text()[-3000:]
             raise UserError(f"the undisturbed job ended with {code}\n{text}")
-        found = history(folder / "steps")
+        stored = history(folder / "steps")
     finally:
         job.close()
-    if sorted(found) != list(range(EVERY, cfg.steps + 1, EVERY)):
-        raise UserError(f"the undisturbed job stored {sorted(found)}")
-    return found
+    if sorted(stored) != list(range(EVERY, cfg.steps + 1, EVERY)):
+        raise UserError(f"the undisturbed job stored {sorted(stored)}")
+    return stored
 
 
 def main() -> int:
@@ -279,13 +279,16 @@ def main() -> int:
     about: dict[str, Any] = dict(results.facts(f"{os.cpu_count()} CPU cores", "emulated"))
     about |= {"hosts": cfg.hosts, "steps": cfg.steps, "every": EVERY, "silence_s": SILENCE_S}
     with tempfile.TemporaryDirectory() as name:
-        wanted = undisturbed(Path(name) / "undisturbed", cfg)
-        print(f"undisturbed: {len(wanted)} steps, {time.monotonic() - began:.0f} s", flush=True)
+        undisturbed_steps = undisturbed(Path(name) / "undisturbed", cfg)
+        print(
+            f"undisturbed: {len(undisturbed_steps)} steps, {time.monotonic() - began:.0f} s",
+            flush=True,
+        )
         for i in range(cfg.tries):
             folder = Path(name) / f"try{i}"
             row = attempt(folder, cfg, cfg.kind or KINDS[i % len(KINDS)], draw)
             row["left_of_killed_saves"] = len(list((folder / "steps").glob(f"*{SAVING}*")))
-            rows.append(row | {"wrong": judge(row, folder / "steps", wanted)})
+            rows.append(row | {"wrong": judge(row, folder / "steps", undisturbed_steps)})
             print(json.dumps(rows[-1]), flush=True)
             bad = sum(bool(r["wrong"]) for r in rows)
             about |= {"tries": len(rows), "tries_that_went_wrong": bad}

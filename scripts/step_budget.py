@@ -67,10 +67,10 @@ def shape_of(cfg: RunConfig, pieces: int) -> StepShape:
 
 def budget(step: StepShape) -> dict[str, float]:
     """Milliseconds of the step by cause; they add up to the estimate."""
-    found: dict[str, float] = {}
+    by_cause: dict[str, float] = {}
 
     def add(cause: str, seconds: float) -> None:
-        found[cause] = found.get(cause, 0.0) + 1e3 * seconds
+        by_cause[cause] = by_cause.get(cause, 0.0) + 1e3 * seconds
 
     for op in step.forward.ops:
         if op.part not in step.counts:
@@ -90,15 +90,15 @@ def budget(step: StepShape) -> dict[str, float]:
         add(f"{again} again", (times - 3) * once)
     update = estimate(step, parse_cluster("H100:1x1"), ()).update_s
     add("optimizer update", update)
-    return {cause: ms for cause, ms in found.items() if ms > 0}
+    return {cause: ms for cause, ms in by_cause.items() if ms > 0}
 
 
 def as_before(step: StepShape, row_step: StepShape) -> dict[str, float]:
     """What the earlier program adds to the same step, milliseconds. row_step: of whole rows."""
-    (here,), (there,) = (
+    (packed,), (there,) = (
         [op for op in s.forward.ops if op.part == "attention"] for s in (step, row_step)
     )
-    once, pairs = (op.count * MODEL.op_time(op, CARD)[0] for op in (here, there))
+    once, pairs = (op.count * MODEL.op_time(op, CARD)[0] for op in (packed, there))
     (head,) = (op for op in step.forward.ops if op.part == "head")
     rates = (CARD.flops[dtype] for dtype in ("tfloat32", "bfloat16"))
     slow, fast = (head.flops * head.count / (MODEL.matmul * rate) for rate in rates)
@@ -170,8 +170,8 @@ def main() -> int:
         about = results.facts("H100", "compiled for H100, not run")
         steps = [memory_row("now", NOW), memory_row("recommended", RECOMMENDED)]
         results.write(expand(str(folder), "out") / "step_memory.json", about, steps)
-    for found in rows:
-        print({k: round(v, 1) if isinstance(v, float) else v for k, v in found.items()})
+    for row_shown in rows:
+        print({k: round(v, 1) if isinstance(v, float) else v for k, v in row_shown.items()})
     return 0
 
 

@@ -35,12 +35,12 @@ from experiments.reports import (
     serving,
     tilewise,
 )
+from experiments.reports.reporting import table
 from megajax.core import config
 from megajax.core.hardware import CARDS
 from megajax.cost.base import mfu, train_flops_per_token
 from megajax.models.decoder_config import PRESETS
 from megajax.monitor.console import training_line
-from megajax.monitor.results import table
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "experiments" / "results"
@@ -480,7 +480,7 @@ TABLES: dict[str, Callable[[], str]] = {
         f"serving_{table.__name__}": functools.partial(table, RESULTS / "serving.json")
         for table in (serving.offline, serving.online, serving.numerics)
     },
-    "cdmpp_replay": functools.partial(cdmpp_replay.markdown, RESULTS / "cdmpp_replay.json"),
+    "cdmpp_replay": functools.partial(cdmpp_replay.steps_table, RESULTS / "cdmpp_replay.json"),
     "visited": gpu.visited,
 }
 

@@ -47,11 +47,11 @@ class Case:
         T, S = self.cu_q[-1] + self.spare, self.cu_k[-1] + self.spare
         H, G = self.heads
         shapes = ((T, H, self.width), (S, G, self.width), (S, G, self.width), (T, H, self.width))
-        found = [random.standard_normal(shape) for shape in shapes]
-        for x in found:
+        arrays = [random.standard_normal(shape) for shape in shapes]
+        for x in arrays:
             x[x.shape[0] - self.spare :] = spare_value
         dlse = random.standard_normal((H, T))
-        return *found, dlse
+        return *arrays, dlse
 
 
 def visible(case):
@@ -62,11 +62,11 @@ def visible(case):
     for b in range(len(cu_q) - 1):
         n, m = cu_q[b + 1] - cu_q[b], cu_k[b + 1] - cu_k[b]
         for i in range(n):
-            own = i + m - n
+            place = i + m - n
             for j in range(m):
-                ok = not (case.causal and j > own)
-                ok &= left is None or j >= own - left
-                ok &= right is None or j <= own + right
+                ok = not (case.causal and j > place)
+                ok &= left is None or j >= place - left
+                ok &= right is None or j <= place + right
                 seen[cu_q[b] + i, cu_k[b] + j] = ok
     return seen
 
@@ -78,10 +78,10 @@ def attention(case, q, k, v, dout=None, dlse=None):
     seen = visible(case)
     out, lse = np.zeros(q.shape), np.full((H, T), -np.inf)
     dq, dk, dv = np.zeros(q.shape), np.zeros(k.shape), np.zeros(v.shape)
-    own = np.zeros(T)
+    position = np.zeros(T)
     for b in range(len(case.cu_q) - 1):
         place = np.arange(case.cu_q[b], case.cu_q[b + 1])
-        own[place] = place - case.cu_q[b + 1] + case.cu_k[b + 1]
+        position[place] = place - case.cu_q[b + 1] + case.cu_k[b + 1]
     for h in range(H):
         for t in range(T):
             s = np.flatnonzero(seen[t])
@@ -94,7 +94,7 @@ def attention(case, q, k, v, dout=None, dlse=None):
                 bounded = np.tanh(logits / case.softcap)
                 logits, slope = bounded * case.softcap, slope * (1 - bounded**2)
             if case.alibi:
-                logits = logits - case.slopes[h] * np.abs(own[t] - s)
+                logits = logits - case.slopes[h] * np.abs(position[t] - s)
             lse[h, t] = logits.max() + np.log(np.exp(logits - logits.max()).sum())
             weights = np.exp(logits - lse[h, t])
             out[t, h] = weights @ values

@@ -28,12 +28,12 @@ def order(experts, ranks, each, rank):
 
 def cut(experts, each, parts):
     """Choices of experts that lie on `parts` ranks one after the other, each a part: one by one."""
-    found = np.full((len(experts), experts.shape[1] * parts), -1)
+    choices = np.full((len(experts), experts.shape[1] * parts), -1)
     for (t, a), expert in np.ndenumerate(experts):
         for part in range(parts if expert >= 0 else 0):
             rank = expert // each * parts + part
-            found[t, a * parts + part] = rank * each + expert % each
-    return found
+            choices[t, a * parts + part] = rank * each + expert % each
+    return choices
 
 
 def routings(ranks, tokens, choices, experts, random):

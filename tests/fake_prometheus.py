@@ -64,11 +64,11 @@ class _Handler(http.server.BaseHTTPRequestHandler):
 
     def matrix(self, parameters):
         start, end, step = (float(parameters[k]) for k in ("start", "end", "step"))
-        found = {}
+        series = {}
         for k in range(int((end - start) // step) + 1):
             for labels, value in self.fake.series(parameters["query"], start + k * step).items():
-                found.setdefault(labels, []).append([start + k * step, value])
-        result = [{"metric": dict(labels), "values": v} for labels, v in found.items()]
+                series.setdefault(labels, []).append([start + k * step, value])
+        result = [{"metric": dict(labels), "values": v} for labels, v in series.items()]
         self.data({"resultType": "matrix", "result": result})
 
     def data(self, data, **more):

@@ -50,8 +50,8 @@ def dumps(value: Any) -> bytes:
 def code(value: Any) -> bytes:
     """Returns the opcodes that push a value."""
     match value:
-        case Raw(found):
-            return found
+        case Raw(code_bytes):
+            return code_bytes
         case Name(module, attribute):
             return b"c" + module.encode() + b"\n" + attribute.encode() + b"\n"
         case Object(kind, args, state):
@@ -110,10 +110,10 @@ def torch_legacy(
     first: other values than the magic number, the version, the machine. keys: others than theirs.
     """
     machine = {"protocol_version": 1001, "little_endian": True, "type_sizes": {"int": 4}}
-    given = (0x1950A86A20F9469CFC6C, 1001, machine)
-    parts = [*first, *given[len(first) :], value, list(storages) if keys is None else keys]
-    found = b"".join(map(dumps, parts))
-    return found + b"".join(struct.pack("<q", n) + data for n, data in storages.values())
+    header = (0x1950A86A20F9469CFC6C, 1001, machine)
+    parts = [*first, *header[len(first) :], value, list(storages) if keys is None else keys]
+    head = b"".join(map(dumps, parts))
+    return head + b"".join(struct.pack("<q", n) + data for n, data in storages.values())
 
 
 def old_tensor(

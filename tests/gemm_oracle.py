@@ -11,14 +11,14 @@ PARTS = ("bias", "residual")
 def arrays(seed, rows, K, N, parts=PARTS):
     """({x, w and the named parts}, dy), float64 standard normal; z has variance 1."""
     random = np.random.default_rng(seed)
-    given = {
+    operands = {
         "x": random.standard_normal((*rows, K)),
         "w": random.standard_normal((K, N)) / math.sqrt(K),
         "bias": random.standard_normal(N),
         "residual": random.standard_normal((*rows, N)),
     }
     dy = random.standard_normal((*rows, N))
-    return {k: v for k, v in given.items() if k in ("x", "w", *parts)}, dy
+    return {k: v for k, v in operands.items() if k in ("x", "w", *parts)}, dy
 
 
 def activate(kind, z):
@@ -50,6 +50,6 @@ def oracle(kind, dy, x, w, bias=None, residual=None):
     return y, grads
 
 
-def relative(found, want):
+def relative(result, want):
     """The largest error, over the root mean square of what is right."""
-    return np.abs(np.asarray(found, np.float64) - want).max() / np.sqrt((want**2).mean())
+    return np.abs(np.asarray(result, np.float64) - want).max() / np.sqrt((want**2).mean())

@@ -45,8 +45,8 @@ class Tensor(NamedTuple):
 
 
 def text(value: str | bytes) -> bytes:
-    found = value.encode() if isinstance(value, str) else value
-    return struct.pack("<Q", len(found)) + found
+    data = value.encode() if isinstance(value, str) else value
+    return struct.pack("<Q", len(data)) + data
 
 
 def _guess(value: Any) -> Typed:
@@ -59,17 +59,17 @@ def _guess(value: Any) -> Typed:
     return Typed("text", value)
 
 
-def value(found: Any) -> bytes:
+def value(item: Any) -> bytes:
     """Returns a value with its type."""
-    if isinstance(found, Raw):
-        return found.code
-    if isinstance(found, list):
-        kinds = [x if isinstance(x, Typed) else _guess(x) for x in found]
+    if isinstance(item, Raw):
+        return item.code
+    if isinstance(item, list):
+        kinds = [x if isinstance(x, Typed) else _guess(x) for x in item]
         kind = kinds[0].kind if kinds else "i32"
         number = 8 if kind == "text" else SCALARS[kind][0]
         body = b"".join(_body(x) for x in kinds)
-        return struct.pack("<IIQ", 9, number, len(found)) + body
-    typed = found if isinstance(found, Typed) else _guess(found)
+        return struct.pack("<IIQ", 9, number, len(item)) + body
+    typed = item if isinstance(item, Typed) else _guess(item)
     number = 8 if typed.kind == "text" else SCALARS[typed.kind][0]
     return struct.pack("<I", number) + _body(typed)
 
@@ -89,20 +89,20 @@ def gguf(
 ) -> bytes:
     """Returns a file. counts: of tensors and of pairs, where they are to be wrong."""
     items = list(pairs.items()) if isinstance(pairs, dict) else pairs
-    found = b"GGUF" + struct.pack("<I", version)
-    found += struct.pack("<QQ", *(counts or (len(tensors), len(items))))
+    data = b"GGUF" + struct.pack("<I", version)
+    data += struct.pack("<QQ", *(counts or (len(tensors), len(items))))
     for key, x in items:
-        found += text(key) + value(x)
+        data += text(key) + value(x)
     offset = 0
     for t in tensors:
         at = offset if t.at is None else t.at
-        found += text(t.name) + struct.pack("<I", len(t.sizes))
-        found += b"".join(struct.pack("<Q", n) for n in t.sizes)
-        found += struct.pack("<IQ", t.kind, at)
+        data += text(t.name) + struct.pack("<I", len(t.sizes))
+        data += b"".join(struct.pack("<Q", n) for n in t.sizes)
+        data += struct.pack("<IQ", t.kind, at)
         offset = -(-(at + len(t.data)) // alignment) * alignment
     for t in tensors:
-        found += bytes(-len(found) % alignment) + t.data
-    return found
+        data += bytes(-len(data) % alignment) + t.data
+    return data
 
 
 def f32(name: str, array: np.ndarray) -> Tensor:
@@ -138,7 +138,7 @@ def vocabulary(merges: Sequence[str] = ("h e", "l l", "he ll", "Ġ w")) -> dict[
 
 def llama(**changes: Any) -> dict[str, Any]:
     """Returns the metadata of a small Llama: 2 layers, width 32, 4 heads of 8 over 2."""
-    found = {
+    metadata = {
         "general.architecture": "llama",
         "llama.block_count": 2,
         "llama.context_length": 64,
@@ -149,7 +149,7 @@ def llama(**changes: Any) -> dict[str, Any]:
         "llama.attention.layer_norm_rms_epsilon": 1e-5,
         "llama.rope.freq_base": 10000.0,
     }
-    return found | changes
+    return metadata | changes
 
 
 def llama_tensors(rng: np.random.Generator, vocab: int = 262) -> list[Tensor]:

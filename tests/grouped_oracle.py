@@ -17,11 +17,11 @@ def oracle(lhs, rhs, sizes, dy, transpose=False):
     y, dlhs, drhs = np.zeros_like(dy), np.zeros_like(lhs), np.zeros_like(rhs)
     begin = 0
     for group, size in enumerate(sizes):
-        own = slice(begin, min(begin + size, len(lhs)))
+        rows = slice(begin, min(begin + size, len(lhs)))
         w = rhs[group].T if transpose else rhs[group]
-        y[own] = lhs[own] @ w
-        dlhs[own] = dy[own] @ w.T
-        dw = lhs[own].T @ dy[own]
+        y[rows] = lhs[rows] @ w
+        dlhs[rows] = dy[rows] @ w.T
+        dw = lhs[rows].T @ dy[rows]
         drhs[group] = dw.T if transpose else dw
         begin += size
     return y, dlhs, drhs

@@ -52,8 +52,8 @@ class Llama:
 
     def _attention(self, i: int, h: np.ndarray, places: np.ndarray, cuts: np.ndarray) -> np.ndarray:
         q, k, v = (h @ self.weight(f"blk.{i}.attn_{n}").T for n in "qkv")
-        q = self._turn(q.reshape(len(h), self.heads, -1), places)
-        k = self._turn(k.reshape(len(h), self.groups, -1), places)
+        q = self._rotate(q.reshape(len(h), self.heads, -1), places)
+        k = self._rotate(k.reshape(len(h), self.groups, -1), places)
         v = v.reshape(len(h), self.groups, -1)
         k, v = (np.repeat(x, self.heads // self.groups, 1) for x in (k, v))
         out = []
@@ -65,9 +65,9 @@ class Llama:
             out.append(np.einsum("hqm,mhk->qhk", weights, c).reshape(len(a), -1))
         return np.concatenate(out) @ self.weight(f"blk.{i}.attn_output").T
 
-    def _turn(self, x: np.ndarray, places: np.ndarray) -> np.ndarray:
+    def _rotate(self, x: np.ndarray, places: np.ndarray) -> np.ndarray:
         width = x.shape[-1]
         angle = places[:, None] * self.theta ** (-np.arange(0, width, 2) / width)
-        turn = np.exp(1j * angle)[:, None]
-        turned = (x[..., ::2] + 1j * x[..., 1::2]) * turn
+        rotation = np.exp(1j * angle)[:, None]
+        turned = (x[..., ::2] + 1j * x[..., 1::2]) * rotation
         return np.stack([turned.real, turned.imag], -1).reshape(x.shape)

@@ -80,8 +80,8 @@ for line in sys.stdin:
 @functools.cache
 def program(name: str) -> str | None:
     """Returns a program of Debian's package of that name, None where there is none to be had."""
-    if found := shutil.which(name):
-        return found
+    if installed := shutil.which(name):
+        return installed
     if not shutil.which("apt-get") or not shutil.which("dpkg-deb"):
         return None
     folder = Path(tempfile.mkdtemp(prefix="megajax-debian-"))
@@ -175,11 +175,11 @@ class Machine:
 def machines(count: int, folder: Path, network: bool = False) -> Iterator[list[Machine]]:
     """Yields so many machines. folder: where they write."""
     with contextlib.ExitStack() as stack:
-        found = []
+        running = []
         for _ in range(count):
-            found.append(Machine(folder, network))
-            stack.callback(found[-1].close)
-        yield found
+            running.append(Machine(folder, network))
+            stack.callback(running[-1].close)
+        yield running
 
 
 class Server:
@@ -244,11 +244,11 @@ def server(
 ) -> Iterator[Server]:
     """Yields a server."""
     folder.mkdir()
-    found = Server(folder, instances, guarded)
+    running = Server(folder, instances, guarded)
     try:
-        yield found
+        yield running
     finally:
-        found.stop()
+        running.stop()
 
 
 @contextlib.contextmanager
@@ -334,14 +334,14 @@ class _Passing(http.server.BaseHTTPRequestHandler):
 @contextlib.contextmanager
 def proxy(target: str) -> Iterator[Proxy]:
     """Yields a proxy before an address."""
-    found = Proxy(target)
-    thread = threading.Thread(target=found.serve_forever, args=(0.05,), daemon=True)
+    running = Proxy(target)
+    thread = threading.Thread(target=running.serve_forever, args=(0.05,), daemon=True)
     thread.start()
     try:
-        yield found
+        yield running
     finally:
-        found.shutdown()
-        found.server_close()
+        running.shutdown()
+        running.server_close()
         thread.join()
 
 
@@ -352,23 +352,23 @@ def alertmanager(folder: Path) -> Iterator[str | None]:
     Debian's program reads its default template from /usr/share. Where it was only unpacked, it runs
     in a mount namespace that shows the unpacked folder there.
     """
-    found = program("prometheus-alertmanager")
-    unpacked = found is not None and not found.startswith("/usr")
-    if found is None or (unpacked and (os.geteuid() != 0 or not shutil.which("unshare"))):
+    binary = program("prometheus-alertmanager")
+    unpacked = binary is not None and not binary.startswith("/usr")
+    if binary is None or (unpacked and (os.geteuid() != 0 or not shutil.which("unshare"))):
         yield None
         return
     folder.mkdir()
     (folder / "config.yml").write_text("route: {receiver: none}\nreceivers: [{name: none}]\n")
     port = free_port()
     command = [
-        found,
+        binary,
         f"--config.file={folder}/config.yml",
         f"--storage.path={folder}/data",
         f"--web.listen-address=127.0.0.1:{port}",
         "--cluster.listen-address=",
     ]
     if unpacked:
-        share = Path(found).parent.parent / "share"
+        share = Path(binary).parent.parent / "share"
         script = f'mount --bind {share} /usr/share && exec "$@"'
         command = ["unshare", "-m", "sh", "-c", script, "sh", *command]
     with (folder / "log").open("w") as log:

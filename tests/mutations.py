@@ -85,10 +85,10 @@ def set_number(rng: random.Random, data: bytes) -> bytes:
 
 def set_digits(rng: random.Random, data: bytes) -> bytes:
     """Replaces a number in text."""
-    found = list(re.finditer(rb"-?[0-9]+(\.[0-9]+)?", data))
-    if not found:
+    numbers = list(re.finditer(rb"-?[0-9]+(\.[0-9]+)?", data))
+    if not numbers:
         return data
-    place = rng.choice(found)
+    place = rng.choice(numbers)
     number = rng.choice(
         [*NUMBERS, len(data), "1e999", "-0", "1" * 5000, "0.5", int(rng.random() * 99)]
     )
@@ -104,9 +104,9 @@ def nest(rng: random.Random, data: bytes) -> bytes:
     return data[:begin] + opening * depth + rng.choice((b"", b"1")) + tail + data[begin:]
 
 
-def _nodes(found: object) -> list[tuple[dict | list, object]]:
+def _nodes(tree: object) -> list[tuple[dict | list, object]]:
     """Returns (container, key) of every value."""
-    todo, places = [found], []
+    todo, places = [tree], []
     while todo and len(places) < 2000:
         x = todo.pop()
         pairs = (
@@ -124,11 +124,11 @@ def _nodes(found: object) -> list[tuple[dict | list, object]]:
 def edit_json(rng: random.Random, data: bytes) -> bytes:
     """Replaces, removes, copies or renames values of JSON; text that is none stays as it is."""
     try:
-        found = json.loads(data)
+        tree = json.loads(data)
     except (ValueError, RecursionError):
         return data
     for _ in range(rng.randint(1, 3)):
-        if not (places := _nodes(found)):
+        if not (places := _nodes(tree)):
             return json.dumps(rng.choice(NODES)).encode()
         home, key = rng.choice(places)
         kind = rng.randrange(5)
@@ -148,7 +148,7 @@ def edit_json(rng: random.Random, data: bytes) -> bytes:
             home[key] += rng.choice((-1, 1, 2**32))
         else:
             home[key] = copy.deepcopy(rng.choice(NODES))  # later edits change what it holds
-    return json.dumps(found).encode()
+    return json.dumps(tree).encode()
 
 
 def edit_lines(rng: random.Random, data: bytes) -> bytes:
@@ -224,12 +224,12 @@ def inside_zip(edits: Sequence[Edit], member: str = "data.pkl") -> Edit:
     def edit(rng: random.Random, data: bytes) -> bytes:
         try:
             with zipfile.ZipFile(io.BytesIO(data)) as archive:
-                found = {n: archive.read(n) for n in archive.namelist()}
+                members = {n: archive.read(n) for n in archive.namelist()}
         except Exception:  # whatever an earlier edit made of it
             return data
         out = io.BytesIO()
         with zipfile.ZipFile(out, "w") as archive:
-            for name, content in found.items():
+            for name, content in members.items():
                 if name.endswith(member):
                     content = rng.choice(edits)(rng, content)
                 if len(content) <= LONGEST:

@@ -39,35 +39,35 @@ def overtaking(text: str) -> list[tuple[str, str]]:
                 known[call] = any(map(moves, computations.get(call, [])))
         return any(known[call] for call in operation.calls)
 
-    found = []
+    pairs = []
     for operations in computations.values():
         needs, before = {}, []
         for one in operations:
             needed = set().union(*(needs.get(x, set()) for x in one.operands))
             if moves(one):
-                found += [(x, one.name) for x in before if x not in needed]
+                pairs += [(x, one.name) for x in before if x not in needed]
             if holds(one) and one.kind not in COLLECTIVES:
                 before.append(one.name)
                 needed = needed | {one.name}
             needs[one.name] = needed
-    return found
+    return pairs
 
 
 def _computations(text: str) -> dict[str, list[Operation]]:
-    found: dict[str, list[Operation]] = {}
+    computations: dict[str, list[Operation]] = {}
     for line in text.splitlines():
         if line.endswith("{") and "->" in line and not line.startswith(" "):
-            here = found.setdefault(line.removeprefix("ENTRY ").split()[0], [])
+            operations = computations.setdefault(line.removeprefix("ENTRY ").split()[0], [])
         elif line.startswith(" ") and " = " in line:
-            name, _, rest = line.strip().removeprefix("ROOT ").partition(" = ")
-            rest = rest[_close(rest) :] if rest.startswith("(") else rest.partition(" ")[2]
-            kind, _, _ = rest.strip().partition("(")
-            end = _close(rest.strip()[len(kind) :]) + len(kind)
-            operands, given = rest.strip()[:end], rest.strip()[end:]
-            called = CALLS.findall(given)
-            called += [x for names in BRANCHES.findall(given) for x in NAME.findall(names)]
-            here.append(Operation(name, kind, NAME.findall(operands), called))
-    return found
+            name, _, call = line.strip().removeprefix("ROOT ").partition(" = ")
+            call = call[_close(call) :] if call.startswith("(") else call.partition(" ")[2]
+            kind, _, _ = call.strip().partition("(")
+            end = _close(call.strip()[len(kind) :]) + len(kind)
+            operands, attributes = call.strip()[:end], call.strip()[end:]
+            called = CALLS.findall(attributes)
+            called += [x for names in BRANCHES.findall(attributes) for x in NAME.findall(names)]
+            operations.append(Operation(name, kind, NAME.findall(operands), called))
+    return computations
 
 
 def _close(text: str) -> int:

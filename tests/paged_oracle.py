@@ -60,7 +60,7 @@ def quantize(sequences, dtype, largest):
         stored = stored.round() if np.issubdtype(dtype, np.integer) else stored
         return np.asarray(stored.astype(dtype), np.float64), scale
 
-    k, v = ([one(x) for x in given] for given in (sequences.k, sequences.v))
+    k, v = ([one(x) for x in arrays] for arrays in (sequences.k, sequences.v))
     return dataclasses.replace(
         sequences,
         k=[x for x, _ in k],
@@ -89,15 +89,15 @@ def lay_out(case, sequences, seed, waste=np.nan):
     for b, pages in enumerate(used):
         for m in range(pages):
             table[b, m] = page = ids.pop()
-            here = slice(m * N, (m + 1) * N)
+            span = slice(m * N, (m + 1) * N)
             for pool, values in zip(pools, (sequences.k, sequences.v), strict=True):
-                part = values[b][here]
+                part = values[b][span]
                 pool[page, : len(part)] = part
             if sequences.k_scale is not None:
                 for pool, values in zip(
                     scales, (sequences.k_scale, sequences.v_scale), strict=True
                 ):
-                    part = values[b][here]
+                    part = values[b][span]
                     pool[page, : len(part)] = part
     start = np.cumsum([0, *case.counts])[:-1].astype(np.int32)
     numbers = (table, start, np.int32(case.counts), np.int32(case.contexts))
@@ -111,14 +111,14 @@ def attention(case, sequences):
     left = (case.window or (None, None))[0]
     for b, (context, count) in enumerate(zip(case.contexts, case.counts, strict=True)):
         for i in range(count):
-            own = context - count + i
-            first = 0 if left is None else max(0, own - left)
+            place = context - count + i
+            first = 0 if left is None else max(0, place - left)
             for h in range(H):
                 g = h // (H // G)
-                k, v = (x[b][first : own + 1, g] for x in (sequences.k, sequences.v))
+                k, v = (x[b][first : place + 1, g] for x in (sequences.k, sequences.v))
                 if sequences.k_scale is not None:
-                    k = k * sequences.k_scale[b][first : own + 1, g, None].astype(np.float64)
-                    v = v * sequences.v_scale[b][first : own + 1, g, None].astype(np.float64)
+                    k = k * sequences.k_scale[b][first : place + 1, g, None].astype(np.float64)
+                    v = v * sequences.v_scale[b][first : place + 1, g, None].astype(np.float64)
                 logits = k @ sequences.q[row, h] * case.width**-0.5
                 if case.softcap is not None:
                     logits = case.softcap * np.tanh(logits / case.softcap)

@@ -43,24 +43,26 @@ def one_by_one(cfg, prompt, new, row, params=None):
 def prompts_of(count, longest, vocab, seed=0):
     """Random prompts, every third of which begins like the one before it."""
     random = np.random.default_rng(seed)
-    found = []
+    prompts = []
     for i in range(count):
         prompt = random.integers(0, vocab, random.integers(1, longest + 1)).tolist()
-        found.append(found[-1][: longest // 2] + prompt[: longest // 2] if i % 3 == 2 else prompt)
-    return found
+        prompts.append(
+            prompts[-1][: longest // 2] + prompt[: longest // 2] if i % 3 == 2 else prompt
+        )
+    return prompts
 
 
 def answers(engine, prompts, params, seed=0):
     """Submits in random order while the engine runs. Returns [(tokens, logprobs, reason)]."""
     random = np.random.default_rng(seed)
     todo, ids = list(random.permutation(len(prompts))), {}
-    found = [([], [], []) for _ in prompts]
+    outcomes = [([], [], []) for _ in prompts]
     while todo or engine.busy:
         for _ in range(min(len(todo), int(random.integers(0, 6)))):
             i = todo.pop()
             ids[engine.submit(prompts[i], params[i])] = i
         for output in engine.step():
-            tokens, scores, reasons = found[ids[output.request_id]]
+            tokens, scores, reasons = outcomes[ids[output.request_id]]
             assert not reasons
             assert len(output.tokens) == len(output.logprobs) == len(output.versions)
             tokens += output.tokens
@@ -68,7 +70,7 @@ def answers(engine, prompts, params, seed=0):
             reasons += [output.finish_reason] if output.finish_reason else []
     assert engine.pool.in_use == 0
     assert engine.programs.compiled <= engine.programs.bound
-    return found
+    return outcomes
 
 
 def greedy(lengths):
@@ -80,17 +82,17 @@ def check_greedy(cfg, count, longest, row, mesh=None, **options):
     lengths = np.random.default_rng(1).integers(1, 12, count).tolist()
     mesh = mesh and MeshSpec(**mesh).build(jax.devices()[: int(np.prod(list(mesh.values())))])
     engine = Engine(cfg, sharp(cfg), mesh=mesh, **options)
-    found = answers(engine, prompts, greedy(lengths))
-    for prompt, length, (tokens, _, reasons) in zip(prompts, lengths, found, strict=True):
+    outcomes = answers(engine, prompts, greedy(lengths))
+    for prompt, length, (tokens, _, reasons) in zip(prompts, lengths, outcomes, strict=True):
         assert tokens == one_by_one(cfg, prompt, length, row)
         assert reasons == ["length"]
-    return engine, prompts, found
+    return engine, prompts, outcomes
 
 
 def run_all(engine, prompts, new):
     """Returns the greedy continuation of each prompt."""
     ids = [engine.submit(p, SamplingParams(max_tokens=new, temperature=0)) for p in prompts]
-    found = {id: [] for id in ids}
+    tokens_of = {id: [] for id in ids}
     for output in engine.run():
-        found[output.request_id] += output.tokens
-    return list(found.values())
+        tokens_of[output.request_id] += output.tokens
+    return list(tokens_of.values())

@@ -181,7 +181,7 @@ def golden_h100():
 ACCESS = ("stride", "stride_right", "run", "span", "dilated", "custom", "parts", "jumps")
 
 
-def summary(found) -> list[dict[str, Any]]:
+def summary(records) -> list[dict[str, Any]]:
     """Returns records as a golden file holds them."""
     return [
         {
@@ -198,5 +198,5 @@ def summary(found) -> list[dict[str, Any]]:
             "name": r.name,
             "access": [r[name] for name in ACCESS],
         }
-        for r in found
+        for r in records
     ]

@@ -42,14 +42,14 @@ LINEARS = {
 
 def words(codes: Any, bits: int, count: int) -> list[int]:
     """Returns the 32-bit digits of a stream of codes, low first."""
-    whole = sum(int(code) << (bits * k) for k, code in enumerate(codes))
-    return [(whole >> (32 * i)) & 0xFFFFFFFF for i in range(count)]
+    stream = sum(int(code) << (bits * k) for k, code in enumerate(codes))
+    return [(stream >> (32 * i)) & 0xFFFFFFFF for i in range(count)]
 
 
 def codes(digits: Any, bits: int, count: int) -> list[int]:
     """Returns the codes of such digits."""
-    whole = sum((int(digit) & 0xFFFFFFFF) << (32 * i) for i, digit in enumerate(digits))
-    return [(whole >> (bits * k)) & (2**bits - 1) for k in range(count)]
+    stream = sum((int(digit) & 0xFFFFFFFF) << (32 * i) for i, digit in enumerate(digits))
+    return [(stream >> (bits * k)) & (2**bits - 1) for k in range(count)]
 
 
 def int32(rows: list[list[int]]) -> np.ndarray:
@@ -129,7 +129,7 @@ class Spec:
 def section(spec: Spec) -> dict[str, Any]:
     """Returns the quantization_config."""
     if spec.method == "awq":
-        found = {
+        members = {
             "quant_method": "awq",
             "bits": 4,
             "group_size": spec.group,
@@ -139,7 +139,7 @@ def section(spec: Spec) -> dict[str, Any]:
         }
     else:
         form = "gptq" if spec.version == 1 else "gptq_v2"
-        found = {
+        members = {
             "quant_method": "gptq",
             "checkpoint_format": form,
             "bits": spec.bits,
@@ -148,7 +148,7 @@ def section(spec: Spec) -> dict[str, Any]:
             "sym": spec.symmetric,
             "lm_head": spec.head,
         }
-    return found | spec.more
+    return members | spec.more
 
 
 def linear(

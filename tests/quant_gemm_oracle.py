@@ -15,9 +15,9 @@ def codes(seed, K, N, bits, signed):
     """int8 -Q .. Q, or uint8 0 .. 2^bits - 1; the least and the greatest are among them."""
     random = np.random.default_rng(seed)
     low, high = (1 - 2 ** (bits - 1), 2 ** (bits - 1) - 1) if signed else (0, 2**bits - 1)
-    found = random.integers(low, high + 1, (K, N))
-    found[0, :2] = low, high
-    return found.astype(np.int8 if signed else np.uint8)
+    numbers_KN = random.integers(low, high + 1, (K, N))
+    numbers_KN[0, :2] = low, high
+    return numbers_KN.astype(np.int8 if signed else np.uint8)
 
 
 def numbers(seed, K, N, group, signed):

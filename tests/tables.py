@@ -35,8 +35,12 @@ def on(kind: str) -> Iterator[None]:
 
 def row(op: str, key: tuned.Key, **changes: Any) -> dict[str, Any]:
     """A measurement in which the kernel was right and the fastest; no tile: the heuristic's."""
-    found = {"op": op, "key": dict(key), "tile": {}, "correct": True}
-    return found | {"median_us": 1.0, "fastest": "hopper", "rivals": {"reference": 2.0}} | changes
+    measurement = {"op": op, "key": dict(key), "tile": {}, "correct": True}
+    return (
+        measurement
+        | {"median_us": 1.0, "fastest": "hopper", "rivals": {"reference": 2.0}}
+        | changes
+    )
 
 
 def write(monkeypatch: Any, tmp_path: Any, *rows: dict[str, Any], kind: str = H100) -> None:
@@ -49,5 +53,5 @@ def write(monkeypatch: Any, tmp_path: Any, *rows: dict[str, Any], kind: str = H1
 
 def let_kernels_win(monkeypatch: Any) -> None:
     """Makes every kernel of one GPU the default where it can run, in its heuristic's tile."""
-    found = {"octaves": 0.0}
-    monkeypatch.setattr(tuned, "find", lambda op, key, kind=None: row(op, key) | found)
+    members = {"octaves": 0.0}
+    monkeypatch.setattr(tuned, "find", lambda op, key, kind=None: row(op, key) | members)

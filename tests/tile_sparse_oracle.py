@@ -28,11 +28,11 @@ def tilewise(seed, K, N, tile, chunk, share, columns=1.0, inside=1.0):
     """
     random = np.random.default_rng(seed)
     mask = np.zeros((K, N), bool)
-    kept = np.flatnonzero(random.random(N) < columns)
-    for begin in range(0, len(kept), tile):
+    columns_left = np.flatnonzero(random.random(N) < columns)
+    for begin in range(0, len(columns_left), tile):
         for first in range(0, K, chunk):
             if random.random() < share:
-                mask[first : first + chunk, kept[begin : begin + tile]] = True
+                mask[first : first + chunk, columns_left[begin : begin + tile]] = True
     return mask & (random.random((K, N)) < inside)
 
 

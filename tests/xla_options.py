@@ -12,8 +12,8 @@ OPTIONS = (
 )
 
 
-def with_options(given: str) -> str:
+def with_options(flags: str) -> str:
     """Returns XLA_FLAGS: what is given, then each of OPTIONS that it does not set itself."""
-    words = given.split()
+    words = flags.split()
     names = {word.partition("=")[0] for word in words}
     return " ".join([*words, *(o for o in OPTIONS if o.partition("=")[0] not in names)])

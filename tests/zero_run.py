@@ -28,9 +28,9 @@ def sharded(function, nodes, ranks, out_specs, check_vma=False):
     cut = P("node", "data")
 
     def local(x, main, *same):
-        found = function(x[0, 0], main[0, 0], *same)
+        result = function(x[0, 0], main[0, 0], *same)
         lead = lambda y, spec: y[None, None] if spec == cut else y  # noqa: E731
-        return jax.tree.map(lead, found, out_specs)
+        return jax.tree.map(lead, result, out_specs)
 
     def run(x, main, *same):
         place = lambda y, spec: jax.device_put(y, jax.NamedSharding(mesh, spec))  # noqa: E731
@@ -59,13 +59,13 @@ def buffers(nodes, ranks, n, seed=0):
 def step(name, x, main, copy, state=None):
     """One exchange of gradients and weights; with the state if there is one."""
     used, key = codec(name), jax.random.key(KEY)
-    found = zero.reduce_scatter(x, used, key=key, state=state)
-    return found, zero.gather_difference(main, copy, used)
+    piece = zero.reduce_scatter(x, used, key=key, state=state)
+    return piece, zero.gather_difference(main, copy, used)
 
 
 def compare(nodes, ranks, name, n, check_vma=False):
     """Runs both ways and demands the same bits; returns (pieces, copy, buffers)."""
-    used, given = codec(name), buffers(nodes, ranks, n)
+    used, operands = codec(name), buffers(nodes, ranks, n)
     state = zero.start(n, used, nodes, ranks)
     cut = P("node", "data")
     out = ((cut if state is None else (cut, jax.tree.map(lambda _: cut, state))), P())
@@ -73,14 +73,14 @@ def compare(nodes, ranks, name, n, check_vma=False):
     def function(x, main, copy):
         return step(name, x, main, copy, zero.start(n, used, nodes, ranks))
 
-    one = virtual(function, (0, 0, None))(*given)
-    many = sharded(function, nodes, ranks, out, check_vma)(*given)
+    one = virtual(function, (0, 0, None))(*operands)
+    many = sharded(function, nodes, ranks, out, check_vma)(*operands)
     for a, b in zip(jax.tree.leaves(one[0]), jax.tree.leaves(many[0]), strict=True):
         np.testing.assert_array_equal(bits(a), bits(b))
     for rank in np.ndindex(nodes, ranks):
         np.testing.assert_array_equal(bits(one[1][rank]), bits(many[1]))
     pieces = one[0] if state is None else one[0][0]
-    return np.asarray(pieces), np.asarray(many[1]), given
+    return np.asarray(pieces), np.asarray(many[1]), operands
 
 
 def bits(x):

@@ -21,6 +21,7 @@ import numpy as np
 
 from experiments.faults.cluster import ROOT, SUPERVISE, Cluster, Tail
 from experiments.faults.strikes import KINDS, Deeds, Hit, Strike, strikes
+from experiments.reports import reporting
 from experiments.reports.reporting import panels, save
 from megajax.core import config, mesh
 from megajax.core.errors import UserError
@@ -431,7 +432,7 @@ def drills(path: Path) -> str:
         f"{spent['total_s']:.0f} s trained, {spent['redone_s']:.0f} s of it again:"
     )
     columns = {"fault": "fault", "rule": "rule", "what was said": "named"}
-    return f"{text}\n\n{results.table(path, columns)}"
+    return f"{text}\n\n{reporting.table(path, columns)}"
 
 
 def _cell(values: Mapping[str, float]) -> str:

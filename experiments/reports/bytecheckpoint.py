@@ -1,6 +1,5 @@
 """ByteCheckpoint: rows, goals, a plan, the figure and the table of measured seconds."""
 
-import json
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -8,10 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from experiments.reports.reporting import panels, save
+from experiments.reports.reporting import panels, read, rows_of, rows_table, save, source
 from megajax.checkpoint import planner
 from megajax.monitor import results
-from megajax.monitor.results import table
 
 # (ByteCheckpoint, table of section 6: stall against PyTorch's own format, vDiT 4B on 128 A100s)
 PAPER_STALL = 61.37 / 0.38
@@ -38,8 +36,8 @@ def seconds(call: Callable[[], Any]) -> float:
 def summarise(times: dict[tuple[str, str], list[float]], nbytes: int) -> list[dict[str, Any]]:
     """One row for each measurement: seconds, rate, and the ratio to the machine's own."""
     rows = []
-    for (what, how), found in times.items():
-        p10, median, p90 = (float(x) for x in np.percentile(found, (10, 50, 90)))
+    for (what, how), samples in times.items():
+        p10, median, p90 = (float(x) for x in np.percentile(samples, (10, 50, 90)))
         machine = float(np.median(times[what, BASE[what]]))
         rows.append(
             {
@@ -48,7 +46,7 @@ def summarise(times: dict[tuple[str, str], list[float]], nbytes: int) -> list[di
                 "median_s": median,
                 "p10_s": p10,
                 "p90_s": p90,
-                "runs": len(found),
+                "runs": len(samples),
                 "gb_per_s": nbytes / median / 1e9,
                 "times_the_machine": median / machine,
             }
@@ -68,8 +66,8 @@ def goals(times: dict[tuple[str, str], list[float]]) -> list[dict[str, Any]]:
         ours = np.array(times[what, "ours"])
 
         def over(how: str, what: str = what, ours: np.ndarray = ours) -> float | None:
-            found = times.get((what, how))
-            return None if found is None else float(np.median(np.array(found) / ours))
+            samples = times.get((what, how))
+            return None if samples is None else float(np.median(np.array(samples) / ours))
 
         rate = over(BASE[what])
         rows.append(
@@ -102,7 +100,7 @@ def state_of_405b() -> list[planner.Leaf]:
         "tokens": ((V, D), None, 0),
         "head": ((D, V), None, 1),
     }
-    found = []
+    leaves = []
     for prefix in ("params", "mu", "nu"):
         for name, (shape, pipe, tensor) in shapes.items():
             cuts: list[tuple[str, ...]] = [()] * len(shape)
@@ -112,8 +110,8 @@ def state_of_405b() -> list[planner.Leaf]:
             if prefix != "params" and name != "norms":
                 widest = max(range(len(shape)), key=lambda d: shape[d] * (not cuts[d]))
                 cuts[widest] += ("data",)
-            found.append(planner.Leaf(f"{prefix}.{name}", shape, 4, tuple(cuts)))
-    return found
+            leaves.append(planner.Leaf(f"{prefix}.{name}", shape, 4, tuple(cuts)))
+    return leaves
 
 
 def planned(ranks: int) -> dict[str, Any]:
@@ -122,24 +120,26 @@ def planned(ranks: int) -> dict[str, Any]:
     cache, leaves = planner.PlanCache(), state_of_405b()
     first = seconds(lambda: cache.plan(leaves, mesh))
     second = seconds(lambda: cache.plan(leaves, mesh))
-    found = cache.plan(leaves, mesh)
-    estimate = planner.simulate(found)
-    per_rank = found.bytes_per_rank
+    plan = cache.plan(leaves, mesh)
+    estimate = planner.simulate(plan)
+    per_rank = plan.bytes_per_rank
     return {
         "what": "plan",
         "how": f"{ranks} ranks",
         "plan_s": first,
         "plan_again_s": second,
-        "imbalance": found.imbalance,
+        "imbalance": plan.imbalance,
         "gb_per_rank": float(per_rank.max()) / 1e9,
-        "metadata_mb": found.metadata_bytes / 1e6,
+        "metadata_mb": plan.metadata_bytes / 1e6,
         "estimate_stall_s": estimate.stall,
         "estimate_save_s": estimate.save,
         "estimate_load_s": estimate.load,
     }
 
 
-def text(measured: list[dict[str, Any]], found: list[dict[str, Any]], plan: dict[str, Any]) -> str:
+def text(
+    measured: list[dict[str, Any]], goals_met: list[dict[str, Any]], plan: dict[str, Any]
+) -> str:
     """Returns what was measured, the goals and the plan, for a terminal."""
     times = {
         "measured": "what",
@@ -151,7 +151,7 @@ def text(measured: list[dict[str, Any]], found: list[dict[str, Any]], plan: dict
         "GB/s": "gb_per_s",
         "times the machine's": "times_the_machine",
     }
-    wanted = {
+    goal_columns = {
         "the machine's time over ours": "how",
         "median": "rate",
         "our goal, at least": "goal",
@@ -160,7 +160,7 @@ def text(measured: list[dict[str, Any]], found: list[dict[str, Any]], plan: dict
     }
     shown = [row | {"what": TITLES[row["what"]]} for row in measured]
     return (
-        f"{results.columns(shown, times)}\n\n{results.columns(found, wanted)}\n\n"
+        f"{results.columns(shown, times)}\n\n{results.columns(goals_met, goal_columns)}\n\n"
         f"plan of a save of 405B parameters by {plan['how']}, simulated: {plan['plan_s']:.1f} s, "
         f"again {plan['plan_again_s']:.3f} s; {plan['gb_per_rank']:.2f} GB a rank, imbalance "
         f"{plan['imbalance']:.3f}"
@@ -172,13 +172,13 @@ def draw(rows: list[dict[str, Any]], path: Path, megabytes: float) -> str:
     counts = [sum(row["what"] == what for row in rows) for what in TITLES]
     figure, places = panels(rows=3, size=(8, 7), heights=[1 + n for n in counts])
     for axes, (what, title) in zip(places, TITLES.items(), strict=True):
-        mine = [row for row in rows if row["what"] == what][::-1]
-        names = [r["how"].partition(", to ")[0] for r in mine]
+        bars = [row for row in rows if row["what"] == what][::-1]
+        names = [r["how"].partition(", to ")[0] for r in bars]
         kind = [name if name in COLOURS else "machine" for name in names]
-        low, high = ([abs(r["median_s"] - r[p]) for r in mine] for p in ("p10_s", "p90_s"))
+        low, high = ([abs(r["median_s"] - r[p]) for r in bars] for p in ("p10_s", "p90_s"))
         axes.barh(
-            [r["how"] for r in mine],
-            [r["median_s"] for r in mine],
+            [r["how"] for r in bars],
+            [r["median_s"] for r in bars],
             xerr=[low, high],
             color=[COLOURS[k] for k in kind],
         )
@@ -210,15 +210,13 @@ def seconds_table(path: Path) -> str:
         "GB/s": "gb_per_s",
         "times the machine's own": "times_the_machine",
     }
-    found = json.loads(path.read_text())
-    (plan,) = (row for row in found["rows"] if row["what"] == "plan")
+    result = read(path)
+    (plan,) = rows_of(result, what="plan")
     text = (
-        f"{found['megabytes']:.0f} MB of float32, {found['cores']} cores. A plan for a "
+        f"{result['megabytes']:.0f} MB of float32, {result['cores']} cores. A plan for a "
         f"405B model's state on {plan['how']} takes {plan['plan_s']:.1f} s, again "
         f"{1e3 * plan['plan_again_s']:.2g} ms; imbalance {plan['imbalance']:.3f}, "
         f"{plan['gb_per_rank']:.2f} GB a rank."
     )
-    kinds = [table(path, columns, what=what) for what in ("stall", "whole", "load")]
-    head, source = kinds[0].rsplit("\n\n", 1)
-    rows = [line for kind in kinds[1:] for line in kind.splitlines()[2:-2]]
-    return "\n".join([text, "", head, *rows, "", source])
+    rows = [row for what in ("stall", "whole", "load") for row in rows_of(result, what=what)]
+    return "\n\n".join([text, rows_table(rows, columns), source(result)])

@@ -80,16 +80,16 @@ def areas(
         "dkv": (backward.block_dkv, ROWS),
     }
     useful, tables = _read(rows, keys, width, forward, backward)
-    found = {}
+    areas_by_kernel = {}
     for name, table in jax.tree.map(np.asarray, tables).items():
         spans = table[:, 2:].reshape(table.shape[0], -1, 4)
         computed = (spans[..., 3] - spans[..., 0]).sum()
         passed = (table[:, 1] - table[:, 0]).sum() * spans.shape[1]
         pairs = float(np.prod(blocks[name])) / float(useful)
-        found[name] = Area(float(computed) * pairs, float(passed) * pairs)
+        areas_by_kernel[name] = Area(float(computed) * pairs, float(passed) * pairs)
     if backward.fused:
-        del found["dq"]
-    return found
+        del areas_by_kernel["dq"]
+    return areas_by_kernel
 
 
 def of_lengths(
@@ -425,10 +425,10 @@ def exact(
         return run
 
     runs = {step: runner(step, dtype) for step in steps}
-    wanted = runs[PADDED] if dtype == "float32" else runner(PADDED, "float32")
+    oracle = runs[PADDED] if dtype == "float32" else runner(PADDED, "float32")
     for alpha in alphas:
         lengths_B = np.asarray(paper_lengths(longest, batch, alpha=alpha), np.int32)
-        want = wanted(lengths_B)
+        want = oracle(lengths_B)
         bound = EXACT
         if dtype != "float32":
             bound = 2 * float(np.abs(runs[PADDED](lengths_B) - want).max()) + 1e-3
@@ -586,16 +586,16 @@ def conclusion(rows: Sequence[Row], on_gpu: bool) -> str:
 
 def draw_counts(rows: Sequence[Row], path: Path) -> None:
     """Counted work, padded over ours, by maximum length; the paper's own saving dashed."""
-    kept = [r for r in rows if r["part"] == "count" and r["batch"] == 16]
-    longest = [r["longest"] for r in kept]
-    last = kept[-1]
+    counts = [r for r in rows if r["part"] == "count" and r["batch"] == 16]
+    longest = [r["longest"] for r in counts]
+    last = counts[-1]
     figure, axes = _axes("maximum length of a sequence (tokens)", "padded / ours (times)")
     for key, name, colour in (
         ("tokens_saving", "products, norms: tokens in the bucket", "C0"),
         ("attention_saving_visited", "attention: pairs that the kernel visits", "C1"),
         ("attention_saving_useful", "attention: useful pairs", "C2"),
     ):
-        axes.plot(longest, [r[key] for r in kept], "o-", color=colour, label=name)
+        axes.plot(longest, [r[key] for r in counts], "o-", color=colour, label=name)
     # Lengths uniform in [0.2 S, S] have the mean 0.6 S and the mean square 0.413 S^2.
     for value, what, colour in ((1 / 0.6, "tokens", "C0"), (1 / 0.4133, "useful pairs", "C2")):
         label = f"paper: {what}, mean of its draw"
@@ -613,10 +613,10 @@ def draw_times(rows: Sequence[Row], paper_ms: Mapping[int, float], path: Path) -
 
     Raises: ValueError when no length has both times, ours and padded XLA's.
     """
-    found = [r for r in rows if r["part"] == "time" and r["batch"] == 16]
+    times = [r for r in rows if r["part"] == "time" and r["batch"] == 16]
     figure, axes = _axes("maximum length of a sequence (tokens)", "12 layers forward (ms)")
     medians = {
-        name: {r["longest"]: r["median_ms"] for r in found if r["step"] == name}
+        name: {r["longest"]: r["median_ms"] for r in times if r["step"] == name}
         for name in (PADDED.name, CUDNN.name, OURS.name)
     }
     labels = ("padded, XLA", "padded, cuDNN", "ours, packed")

@@ -7,7 +7,6 @@ are known. Figures of several seeds are averaged.
 
 import dataclasses
 import itertools
-import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -15,7 +14,16 @@ from typing import Any, Protocol
 import numpy as np
 from scipy.optimize import nnls
 
-from experiments.reports.reporting import source
+from experiments.reports.reporting import (
+    Columns,
+    Row,
+    markdown_table,
+    read,
+    rows_of,
+    rows_table,
+    source,
+    table,
+)
 from megajax.core.errors import UserError, did_you_mean
 from megajax.core.hardware import Cluster, DeviceCard
 from megajax.cost.base import mfu, train_flops_per_token
@@ -153,7 +161,7 @@ def shown(
 
 
 @dataclasses.dataclass(frozen=True)
-class Wanted:
+class SplitChoice:
     """A choice of splits.
 
     names: of NAMES. held_out: devices of which no fit has a row; None: one device after the other.
@@ -191,20 +199,20 @@ class Wanted:
                 "the data has only synthetic programs, which no split judges; give labels of real "
                 "programs, too (--data=REAL.npz,SYNTHETIC.npz)"
             )
-        found: list[Split] = []
+        splits: list[Split] = []
         for name in self.names:
             if name == "random":
-                found.append(random_split(dataset, real, self.seed))
+                splits.append(random_split(dataset, real, self.seed))
             elif name == "families" and families is not None:
-                found += family_splits(dataset, real, families, self.seed)
+                splits += family_splits(dataset, real, families, self.seed)
             elif name == "devices":
                 for unknown in sorted(set(self.held_out or ()) - set(dataset.devices)):
                     near = did_you_mean(unknown, dataset.devices)
                     raise UserError(
                         f"held_out={unknown} is no device of the data.{near} (--held_out)"
                     )
-                found += device_splits(dataset, real, self.shots, seed, self.held_out, programs)
-        return [with_more(dataset, split, more) for split in found] if len(more) else found
+                splits += device_splits(dataset, real, self.shots, seed, self.held_out, programs)
+        return [with_more(dataset, split, more) for split in splits] if len(more) else splits
 
 
 # ---- errors
@@ -226,7 +234,6 @@ class Model(Protocol):
 
 
 Fit = Callable[[Dataset], Any]
-Row = dict[str, Any]
 
 
 def repeats(dataset: Dataset) -> Row:
@@ -285,9 +292,9 @@ def evaluate(
                 about["fitted_on_all_kinds"] = ", ".join(missing)
             part = (split.judge, *predicted(dataset, split.judge, model))
             parts.setdefault(split.name, []).append(part)
-            found = [about | row for row in grouped(dataset, *part, halves, groups)]
-            rows += found
-            tell(text(found[0]))
+            new = [about | row for row in grouped(dataset, *part, halves, groups)]
+            rows += new
+            tell(text(new[0]))
             after(name, split, model)
         for split_name, pieces in parts.items():
             if len(pieces) > 1:
@@ -295,17 +302,17 @@ def evaluate(
                     np.concatenate(column) for column in zip(*pieces, strict=True)
                 )
                 about = {"method": name, "split": split_name, "held_out": EACH}
-                whole = grouped(dataset, judged, seconds, sigma, halves, groups)
+                total = grouped(dataset, judged, seconds, sigma, halves, groups)
                 if families is not None and split_name == "families":
                     each = grouped(dataset, judged, seconds, sigma, halves, families)
-                    whole += [
+                    total += [
                         row | {"group": FAMILY + row["group"]}
                         for row in each
                         if row["group"] not in ("all", QUIET)
                     ]
-                found = [about | row for row in whole]
-                rows += found
-                tell(text(found[0]))
+                new = [about | row for row in total]
+                rows += new
+                tell(text(new[0]))
     return rows
 
 
@@ -319,16 +326,16 @@ def predicted(dataset: Dataset, rows: np.ndarray, model: Model) -> tuple[np.ndar
     devices = np.array([dataset.devices[i] for i in rows])
     seconds, sigma = np.zeros(len(rows)), np.zeros(len(rows))
     for device in sorted(set(devices.tolist())):
-        here = devices == device
-        records = [dataset.records[i] for i in rows[here]]
-        seconds[here], sigma[here] = model.predict(records, dataset.cards[device])
+        is_device = devices == device
+        records = [dataset.records[i] for i in rows[is_device]]
+        seconds[is_device], sigma[is_device] = model.predict(records, dataset.cards[device])
     return seconds, sigma
 
 
 def grouped(
     dataset: Dataset,
     rows: np.ndarray,
-    found: np.ndarray,
+    predicted_s: np.ndarray,
     sigma: np.ndarray,
     halves: np.ndarray | None = None,
     groups: np.ndarray | None = None,
@@ -340,13 +347,13 @@ def grouped(
     names = groups[rows]
     noise = None if halves is None else halves[rows]
     everything = np.ones(len(seconds), bool)
-    out = [{"group": "all", **errors(found, sigma, seconds, noise, everything)}]
+    out = [{"group": "all", **errors(predicted_s, sigma, seconds, noise, everything)}]
     if noise is not None:
         is_quiet = np.ptp(noise, 1) <= NOISY * noise.min(1)
         if is_quiet.any():
-            out.append({"group": QUIET, **errors(found, sigma, seconds, noise, is_quiet)})
+            out.append({"group": QUIET, **errors(predicted_s, sigma, seconds, noise, is_quiet)})
     for name in sorted(set(names.tolist())):
-        out.append({"group": name, **errors(found, sigma, seconds, noise, names == name)})
+        out.append({"group": name, **errors(predicted_s, sigma, seconds, noise, names == name)})
     return out
 
 
@@ -355,35 +362,35 @@ def errors(
     sigma: np.ndarray,
     seconds: np.ndarray,
     halves: np.ndarray | None,
-    here: np.ndarray,
+    is_counted: np.ndarray,
 ) -> Row:
     """Returns percent errors of some rows: mean, median, 90th percentile, of the sum of seconds;
     the share in the 90 % band where there is one, and the labels' own disagreement."""
-    apart = np.abs(predicted - seconds)[here]
-    relative = 100 * apart / seconds[here]
-    found = {
-        "rows": int(here.sum()),
+    apart = np.abs(predicted - seconds)[is_counted]
+    relative = 100 * apart / seconds[is_counted]
+    row = {
+        "rows": int(is_counted.sum()),
         "mean": float(relative.mean()),
         "median": float(np.median(relative)),
         "p90": float(np.percentile(relative, 90)),
-        "weighted": float(100 * apart.sum() / seconds[here].sum()),
+        "weighted": float(100 * apart.sum() / seconds[is_counted].sum()),
     }
-    if not np.isnan(sigma[here]).any():
-        found["in_band"] = float((apart <= BAND * sigma[here]).mean())
+    if not np.isnan(sigma[is_counted]).any():
+        row["in_band"] = float((apart <= BAND * sigma[is_counted]).mean())
     if halves is not None:
-        noise = 100 * np.ptp(halves[here], 1) / halves[here].min(1)
-        found |= {"noise_mean": float(noise.mean()), "noise_median": float(np.median(noise))}
-    return found
+        noise = 100 * np.ptp(halves[is_counted], 1) / halves[is_counted].min(1)
+        row |= {"noise_mean": float(noise.mean()), "noise_median": float(np.median(noise))}
+    return row
 
 
 def averaged(runs: Sequence[Sequence[Row]]) -> list[Row]:
     """Returns the rows of several seeds as one: means, and the least and largest mean error."""
-    found: dict[tuple, list[Row]] = {}
+    rows_by_key: dict[tuple, list[Row]] = {}
     for row in itertools.chain(*runs):
         key = tuple(row[name] for name in ("method", "split", "held_out", "group"))
-        found.setdefault(key, []).append(row)
+        rows_by_key.setdefault(key, []).append(row)
     out = []
-    for rows in found.values():
+    for rows in rows_by_key.values():
         one = dict(rows[0])
         for name, value in rows[0].items():
             if isinstance(value, float):
@@ -409,25 +416,22 @@ def text(row: Row) -> str:
     return line
 
 
-def markdown(rows: Sequence[Row]) -> str:
+def summary(rows: Sequence[Row]) -> str:
     """Returns a table of all splits and methods, all groups together."""
-    lines = [
-        "| split | held out | method | rows | mean % | median % | p90 % | of the sum % | in band % "
-        "| noise % | paper % |",
-        "|" + "---|" * 11,
-    ]
-    for row in rows:
-        if row["group"] != "all":
-            continue
-        noise = f"{row['noise_mean']:.1f}" if "noise_mean" in row else "-"
-        band = f"{100 * row['in_band']:.0f}" if "in_band" in row else "-"
-        paper = PAPER.get(row["split"].split(",")[0], "-")
-        lines.append(
-            f"| {row['split']} | {row['held_out']} | {row['method']} | {row['rows']} | "
-            f"{row['mean']:.1f} | {row['median']:.1f} | {row['p90']:.1f} | {row['weighted']:.1f} | "
-            f"{band} | {noise} | {paper} |"
-        )
-    return "\n".join(lines)
+    columns: Columns = {
+        "split": "split",
+        "held out": "held_out",
+        "method": "method",
+        "rows": "rows",
+        "mean %": lambda r: f"{r['mean']:.1f}",
+        "median %": lambda r: f"{r['median']:.1f}",
+        "p90 %": lambda r: f"{r['p90']:.1f}",
+        "of the sum %": lambda r: f"{r['weighted']:.1f}",
+        "in band %": lambda r: f"{100 * r['in_band']:.0f}" if "in_band" in r else None,
+        "noise %": lambda r: f"{r['noise_mean']:.1f}" if "noise_mean" in r else None,
+        "paper %": lambda r: PAPER.get(r["split"].split(",")[0]),
+    }
+    return rows_table([row for row in rows if row["group"] == "all"], columns)
 
 
 def rows_before(path: Path) -> dict[str, Any]:
@@ -438,18 +442,20 @@ def rows_before(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     try:
-        found: Any = json.loads(path.read_text())
+        evaluation: Any = read(path)
     except (OSError, ValueError):
-        found = None
-    if not isinstance(found, dict) or not isinstance(found.get("rows"), list):
+        evaluation = None
+    if not isinstance(evaluation, dict) or not isinstance(evaluation.get("rows"), list):
         raise UserError(f"{path} is no evaluation; remove it or name another file (--json)")
-    return found
+    return evaluation
 
 
-def kept(before: Mapping[str, Any], about: Mapping[str, Any], found: list[Any]) -> list[Any]:
+def not_rerun(
+    before: Mapping[str, Any], about: Mapping[str, Any], new_rows: list[Any]
+) -> list[Any]:
     """Returns the rows of the same data by methods or in splits that were not run now."""
     same = all(before.get(name) == about[name] for name in ("data", "rows_unique", "shots"))
-    new = {(row["method"], row["split"]) for row in found}
+    new = {(row["method"], row["split"]) for row in new_rows}
     rows = before.get("rows", ()) if same else ()
     return [row for row in rows if (row["method"], row["split"]) not in new]
 
@@ -476,20 +482,20 @@ def xla_counts(labels: Labels, numbers: Iterable[int]) -> dict[int, np.ndarray]:
     The programs are compiled again, from the seed that the labels' facts have (none: 0). Raises:
     UserError where the labels are of other programs.
     """
-    found, seed = {}, int(labels.dataset.facts.get("seed", 0))
+    counts, seed = {}, int(labels.dataset.facts.get("seed", 0))
     for number in numbers:
         rows = np.flatnonzero(labels.programs == number).tolist()
         family = str(labels.families[rows[0]])  # the labels may be older than some families
         compiled = compile_program(families.program(number, (family,), seed=seed))
-        mine = {record.hash for record in records(compiled)}
-        if {labels.dataset.records[i].hash for i in rows} - mine:
+        hashes = {record.hash for record in records(compiled)}
+        if {labels.dataset.records[i].hash for i in rows} - hashes:
             raise UserError(
                 f"program {number} has other instructions than its labels: they are of another "
                 "--seed, --scale or version"
             )
         said: Any = compiled.cost_analysis() or {}
-        found[number] = np.array([float(said.get(name, 0.0)) for name in _COUNTED])
-    return found
+        counts[number] = np.array([float(said.get(name, 0.0)) for name in _COUNTED])
+    return counts
 
 
 @dataclasses.dataclass(frozen=True)
@@ -510,7 +516,7 @@ class Calls:
         names, values, walls, calls_families = self._calls()
         where = {name: np.array([rows for rows in values[name]]) for name in values}
         of_device = np.array([device for device, _ in names])
-        found = []
+        judged = []
         sums = {
             name: lambda fold, name=name: self._sum(names, seconds[name][fold]) for name in seconds
         }
@@ -520,17 +526,17 @@ class Calls:
             for fold, split in enumerate(splits):
                 held = np.isin(calls_families, split.part.split(", "))
                 for device in sorted(set(of_device.tolist())):
-                    here = of_device == device
-                    work = np.column_stack([np.full(len(here), _LAUNCH), terms(fold)])
-                    train, test = here & ~held, here & held
+                    is_device = of_device == device
+                    work = np.column_stack([np.full(len(is_device), _LAUNCH), terms(fold)])
+                    train, test = is_device & ~held, is_device & held
                     weights, _ = nnls(work[train] / walls[train, None], np.ones(train.sum()))
                     predicted.append(work[test] @ weights)
                     measured.append(walls[test])
             both = np.concatenate(predicted), np.concatenate(measured)
             about = {"method": method, "split": "families", "held_out": EACH, "group": GROUP}
             unknown = np.full(len(both[0]), np.nan)
-            found.append(about | errors(both[0], unknown, both[1], None, np.isfinite(both[0])))
-        return found
+            judged.append(about | errors(both[0], unknown, both[1], None, np.isfinite(both[0])))
+        return judged
 
     def _calls(self) -> tuple[list, dict[str, list[np.ndarray]], np.ndarray, np.ndarray]:
         names, walls, names_families = [], [], []
@@ -541,19 +547,19 @@ class Calls:
             walls.append(self.labels.walls[rows[0]].min())
             names_families.append(self.labels.families[rows[0]])
             values["XLA's counts"].append(self.counts[key[1]])
-            found = [self.labels.dataset.records[i] for i in rows]
+            call = [self.labels.dataset.records[i] for i in rows]
             values["our counts"].append(
                 np.sum(
                     [
                         r.executions * np.array([r.flops, r.nbytes, r["transcendentals"]])
-                        for r in found
+                        for r in call
                     ],
                     0,
                 )
             )
             times = self.labels.dataset.seconds[rows]
             values["measured instructions"].append(
-                np.array([sum(r.executions * s for r, s in zip(found, times, strict=True))])
+                np.array([sum(r.executions * s for r, s in zip(call, times, strict=True))])
             )
         return names, values, np.array(walls), np.array(names_families)
 
@@ -657,22 +663,22 @@ def step_markdown(facts: Mapping[str, Any], cluster: Cluster) -> str:
         f"- {facts['tokens_per_s']:,.0f} tokens/s, MFU {100 * facts['mfu_megatron']:.1f} % "
         f"(Megatron's convention), {100 * facts['mfu_causal']:.1f} % (causal)",
         f"- memory: {_memory(facts['memory_bytes'], cluster)}",
-        "",
-        "| operation | kind | executions | time | of the step |",
-        "|---|---|---|---|---|",
     ]
-    for row in facts["dearest"]:
-        lines.append(
-            f"| {row['name']} | {row['kind']} | {row['executions']:g} | {_time(row['seconds'])} | "
-            f"{100 * row['share']:.1f} % |"
-        )
-    source = f"{facts['times'].rstrip('.')}. {ATTENTION_KERNELS[facts['attention']]}"
+    columns: Columns = {
+        "operation": "name",
+        "kind": "kind",
+        "executions": lambda r: f"{r['executions']:g}",
+        "time": lambda r: _time(r["seconds"]),
+        "of the step": lambda r: f"{100 * r['share']:.1f} %",
+    }
+    origin = f"{facts['times'].rstrip('.')}. {ATTENTION_KERNELS[facts['attention']]}"
     if (place := facts.get("compiled_for", cluster.card.name)) != cluster.card.name:
-        source += (
+        origin += (
             f" It is not compiled for {cluster.card.name}, so the program and its memory are those "
             f"of {place}."
         )
-    return "\n".join([*lines, "", f"*Predicted, not measured: {source}*"])
+    table = rows_table(facts["dearest"], columns)
+    return "\n\n".join(["\n".join(lines), table, f"*Predicted, not measured: {origin}*"])
 
 
 def _memory(nbytes: float, cluster: Cluster) -> str:
@@ -711,33 +717,30 @@ GROUP_TEXTS = {
 
 def programs(path: Path) -> str:
     """Errors of own programs' instructions by split and method; bands, noise, the paper's."""
-    found = json.loads(path.read_text())
-    rows = [row for row in found["rows"] if row["group"] == "all"]
+    result = read(path)
+    rows = rows_of(result, group="all")
     methods = list(dict.fromkeys(row["method"] for row in rows))
     splits = list(dict.fromkeys((row["split"], row["held_out"]) for row in rows))
-    whole = {name for name, held in splits if held == EACH}
-    heads = ("held out", "rows", *methods, "of the sum", "in the band", "labels differ by", "paper")
-    lines = [_line(heads), "|" + "---|" * len(heads)]
+    joined = {name for name, held in splits if held == EACH}
+    lines = []
     for split, held in splits:
-        if split in whole and held != EACH and split == "families":
+        if split in joined and held != EACH and split == "families":
             continue
-        here = {r["method"]: r for r in rows if (r["split"], r["held_out"]) == (split, held)}
-        ours = here["ours"]
-        cells = [f"{here[m]['mean']:.1f} / {here[m]['median']:.1f}" for m in methods]
+        by_method = {r["method"]: r for r in rows if (r["split"], r["held_out"]) == (split, held)}
+        ours = by_method["ours"]
         paper = PAPER.get(split.split(",")[0])
         lines.append(
-            _line(
-                (
-                    f"{split}: {held}",
-                    f"{ours['rows']:,}",
-                    *_best(cells, here, methods),
-                    f"{ours['weighted']:.1f}",
-                    f"{100 * ours['in_band']:.0f}",
-                    f"{ours['noise_mean']:.1f} / {ours['noise_median']:.1f}",
-                    "-" if paper is None else f"{paper}",
-                )
+            (
+                f"{split}: {held}",
+                f"{ours['rows']:,}",
+                *_best(by_method, methods),
+                f"{ours['weighted']:.1f}",
+                f"{100 * ours['in_band']:.0f}",
+                f"{ours['noise_mean']:.1f} / {ours['noise_median']:.1f}",
+                "-" if paper is None else paper,
             )
         )
+    heads = ("held out", "rows", *methods, "of the sum", "in the band", "labels differ by", "paper")
     text = (
         "Relative errors in %: mean / median; bold: the least mean. The paper's figures are of "
         "other programs and devices. `of the sum`: of ours, weighted by time. `in the band`: "
@@ -745,122 +748,116 @@ def programs(path: Path) -> str:
         "measurements. "
         f"Ours: mean of seeds, {rows[0]['seeds']}."
     )
-    return "\n".join([*lines, "", text, "", source(found)])
+    return "\n\n".join([markdown_table(heads, lines), text, source(result)])
 
 
 def kinds(path: Path) -> str:
     """Our errors by kind of instruction, beside the labels' noise."""
-    found = json.loads(path.read_text())
-    wanted = [
+    result = read(path)
+    chosen = [
         row
-        for row in found["rows"]
-        if row["method"] == "ours"
-        and row["group"] not in ("all", GROUP)
+        for row in rows_of(result, method="ours")
+        if row["group"] not in ("all", GROUP)
         and not row["group"].startswith(FAMILY)
         and (row["held_out"] == EACH or row["split"] == "random")
     ]
-    splits = list(dict.fromkeys(row["split"] for row in wanted))
-    at = {(row["split"], row["group"]): row for row in wanted}
-    names = sorted({row["group"] for row in wanted})
-    heads = ("kind", *(f"{split}" for split in splits), "labels differ by")
-    lines = [_line(heads), "|" + "---|" * len(heads)]
-    for name in names:
-        here = [at.get((split, name)) for split in splits]
-        cells = [f"{r['mean']:.1f} / {r['median']:.1f} ({r['rows']})" if r else "" for r in here]
-        noise = next(r for r in here if r)
-        lines.append(_line((name, *cells, f"{noise['noise_mean']:.1f}")))
-    text = "Relative errors in %: mean / median (rows)."
-    return "\n".join([*lines, "", text, "", source(found)])
+    splits = list(dict.fromkeys(row["split"] for row in chosen))
+    at = {(row["split"], row["group"]): row for row in chosen}
+    lines = []
+    for name in sorted({row["group"] for row in chosen}):
+        by_split = [at.get((split, name)) for split in splits]
+        cells = (
+            f"{r['mean']:.1f} / {r['median']:.1f} ({r['rows']})" if r else "" for r in by_split
+        )
+        noise = next(r for r in by_split if r)
+        lines.append((name, *cells, f"{noise['noise_mean']:.1f}"))
+    table = markdown_table(("kind", *splits, "labels differ by"), lines)
+    return "\n\n".join([table, "Relative errors in %: mean / median (rows).", source(result)])
 
 
 def families_table(path: Path) -> str:
     """Errors on each family of programs, held out with the others of its group."""
-    found = json.loads(path.read_text())
-    rows = [row for row in found["rows"] if row["group"].startswith(FAMILY)]
+    result = read(path)
+    rows = [row for row in result["rows"] if row["group"].startswith(FAMILY)]
     at = {(row["method"], row["group"]): row for row in rows}
     methods = list(dict.fromkeys(row["method"] for row in rows))
-    heads = ("family", "rows", *methods, "labels differ by")
-    lines = [_line(heads), "|" + "---|" * len(heads)]
+    lines = []
     for group in sorted({row["group"] for row in rows}):
-        here = {method: at[method, group] for method in methods}
-        cells = [f"{here[m]['mean']:.1f} / {here[m]['median']:.1f}" for m in methods]
-        first, best = here[methods[0]], _best(cells, here, methods)
+        by_method = {method: at[method, group] for method in methods}
+        first, best = by_method[methods[0]], _best(by_method, methods)
         noise = f"{first['noise_mean']:.1f}"
-        lines.append(_line((group.removeprefix(FAMILY), f"{first['rows']:,}", *best, noise)))
+        lines.append((group.removeprefix(FAMILY), f"{first['rows']:,}", *best, noise))
+    table = markdown_table(("family", "rows", *methods, "labels differ by"), lines)
     text = "Relative errors in %: mean / median; bold: the least mean."
-    return "\n".join([*lines, "", text, "", source(found)])
+    return "\n\n".join([table, text, source(result)])
 
 
 def calls(path: Path) -> str:
     """Errors on whole calls of held-out families, by what is summed."""
-    found = json.loads(path.read_text())
-    rows = [row for row in found["rows"] if row["group"] == GROUP]
-    heads = ("a call is predicted from", "calls", "mean %", "median %", "90th percentile %")
-    lines = [_line(heads), "|" + "---|" * len(heads)]
-    for row in sorted(rows, key=lambda row: row["mean"]):
-        errors = (f"{row[name]:.1f}" for name in ("mean", "median", "p90"))
-        lines.append(_line((row["method"], f"{row['rows']:,}", *errors)))
-    return "\n".join([*lines, "", source(found)])
+    result = read(path)
+    columns: Columns = {
+        "a call is predicted from": "method",
+        "calls": lambda r: f"{r['rows']:,}",
+        "mean %": lambda r: f"{r['mean']:.1f}",
+        "median %": lambda r: f"{r['median']:.1f}",
+        "90th percentile %": lambda r: f"{r['p90']:.1f}",
+    }
+    rows = sorted(rows_of(result, group=GROUP), key=lambda row: row["mean"])
+    return f"{rows_table(rows, columns)}\n\n{source(result)}"
 
 
 def kernels(path: Path) -> str:
     """Errors on NeuSight's kernels of GPUs that no fit has seen, without and with rows of them."""
-    found = json.loads(path.read_text())
-    few = next(row["split"] for row in found["rows"] if "," in row["split"])
+    result = read(path)
+    few = next(row["split"] for row in result["rows"] if "," in row["split"])
     rows = {
-        (row["group"], row["held_out"], row["method"], row["split"]): row for row in found["rows"]
+        (row["group"], row["held_out"], row["method"], row["split"]): row for row in result["rows"]
     }
-    methods = list(dict.fromkeys(row["method"] for row in found["rows"]))
-    devices = list(dict.fromkeys(row["held_out"] for row in found["rows"]))
-    heads = ("kernels", "rows", *methods, "% of times in our band", "NeuSight")
-    lines = [_line(heads), "|" + "---|" * len(heads)]
+    methods = list(dict.fromkeys(row["method"] for row in result["rows"]))
+    devices = list(dict.fromkeys(row["held_out"] for row in result["rows"]))
+    lines = []
     for group, name in GROUP_TEXTS.items():
         for device in (d for d in devices if (group, d, "ours", few) in rows):
-            here = {m: rows[group, device, m, "devices"] for m in methods}
+            unseen = {m: rows[group, device, m, "devices"] for m in methods}
             seen = {m: rows[group, device, m, few] for m in methods}
-            cells = [f"{here[m]['mean']:.1f} / {seen[m]['mean']:.1f}" for m in methods]
-            bands = (100 * r["ours"]["in_band"] for r in (here, seen))
+            cells = [f"{unseen[m]['mean']:.1f} / {seen[m]['mean']:.1f}" for m in methods]
+            bands = (f"{100 * r['ours']['in_band']:.0f}" for r in (unseen, seen))
             where = "both" if device == EACH else device.removeprefix("NVIDIA ")
             lines.append(
-                _line(
-                    (
-                        f"{name}, {where}",
-                        f"{here['ours']['rows']:,}",
-                        *cells,
-                        " / ".join(f"{band:.0f}" for band in bands),
-                        f"{NEUSIGHT[group]}" if device == EACH else "",
-                    )
+                (
+                    f"{name}, {where}",
+                    f"{unseen['ours']['rows']:,}",
+                    *cells,
+                    " / ".join(bands),
+                    NEUSIGHT[group] if device == EACH else "",
                 )
             )
-    ours = found["rows"][0]
+    heads = ("kernels", "rows", *methods, "% of times in our band", "NeuSight")
     text = (
         "Mean relative errors in %. Left of the slash the predictor has no row of the GPU, right "
-        f"of it {found['shots']} rows of all its kernels. Mean over {ours['seeds']} seeds. "
-        "NeuSight's errors, also without rows of the GPU, are means over an H100 too, whose rows "
-        "we lack."
+        f"of it {result['shots']} rows of all its kernels. Mean over {result['rows'][0]['seeds']} "
+        "seeds. NeuSight's errors, also without rows of the GPU, are means over an H100 too, whose "
+        "rows we lack."
     )
-    return "\n".join([*lines, "", text, "", source(found)])
+    return "\n\n".join([markdown_table(heads, lines), text, source(result)])
 
 
 def h200(path: Path) -> str:
     """What one H200 measured, beside predictions: before and after its rows were learnt."""
-    found = json.loads(path.read_text())
-    heads = ["what is predicted", "rows", "mean error", "median error", "times in the 90 % band"]
-    lines = [_line(heads), _line(["---"] * len(heads))]
-    for row in found["rows"]:
-        band = "" if row["coverage"] is None else f"{100 * row['coverage']:.0f} %"
-        errors = (f"{100 * row[k]:,.1f} %" for k in ("mean", "median"))
-        lines.append(_line([row["what"], str(row["rows"]), *errors, band]))
-    return "\n".join([*lines, "", source(found)])
+    columns: Columns = {
+        "what is predicted": "what",
+        "rows": "rows",
+        "mean error": lambda r: f"{100 * r['mean']:,.1f} %",
+        "median error": lambda r: f"{100 * r['median']:,.1f} %",
+        "times in the 90 % band": lambda r: (
+            "" if r["coverage"] is None else f"{100 * r['coverage']:.0f} %"
+        ),
+    }
+    return table(path, columns)
 
 
-def _best(cells: Sequence[str], here: Mapping[str, Row], methods: Sequence[str]) -> list[str]:
-    least = min(here[m]["mean"] for m in methods)
-    return [
-        f"**{cell}**" if here[m]["mean"] == least else cell
-        for cell, m in zip(cells, methods, strict=True)
-    ]
-
-
-def _line(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
+def _best(by_method: Mapping[str, Row], methods: Sequence[str]) -> list[str]:
+    """Returns mean and median error of each method; the least mean is bold."""
+    least = min(by_method[m]["mean"] for m in methods)
+    cells = {m: f"{by_method[m]['mean']:.1f} / {by_method[m]['median']:.1f}" for m in methods}
+    return [f"**{c}**" if by_method[m]["mean"] == least else c for m, c in cells.items()]

@@ -20,7 +20,17 @@ import numpy as np
 from scipy.stats import kendalltau, spearmanr
 
 from experiments.reports.cdmpp import errors
-from experiments.reports.reporting import panels, save
+from experiments.reports.reporting import (
+    Columns,
+    Row,
+    markdown_table,
+    panels,
+    read,
+    rows_of,
+    rows_table,
+    save,
+    source,
+)
 from megajax.core import config
 from megajax.core.errors import UserError, did_you_mean
 from megajax.core.hardware import Cluster, DeviceCard
@@ -95,16 +105,16 @@ def configuration(name: str) -> JobConfig:
 
 def names(text: str) -> list[str]:
     """Returns the CONFIGURATIONS that a flag names. Raises: UserError on a wrong or doubled one."""
-    found = list(CONFIGURATIONS) if text == "all" else text.split(",")
-    for name in found:
+    chosen = list(CONFIGURATIONS) if text == "all" else text.split(",")
+    for name in chosen:
         if name not in CONFIGURATIONS:
             raise UserError(
                 f"configurations={name} must be among {', '.join(CONFIGURATIONS)}."
                 f"{did_you_mean(name, CONFIGURATIONS)} (--configurations)"
             )
-    if len(set(found)) < len(found):
+    if len(set(chosen)) < len(chosen):
         raise UserError(f"configurations={text} has a name twice (--configurations)")
-    return found
+    return chosen
 
 
 def step_program(name: str) -> Ready:
@@ -157,12 +167,12 @@ def _all(
     folder: Path, names: Sequence[str], count: int
 ) -> tuple[list[Ready], list[families.Program]]:
     cache_programs(folder)
-    found = others(count)
+    programs = others(count)
     steps = []
     for name in names:
         steps.append(step_program(name))
         print(f"  compiled {name}", flush=True)
-    return [*steps, *(profile.ready(program) for program in found)], found
+    return [*steps, *(profile.ready(program) for program in programs)], programs
 
 
 def half(
@@ -198,14 +208,12 @@ def parts(folder: Path, names: Sequence[str], count: int, passes: int, threads: 
     A program's number is its place: the configurations come first.
     """
     card = profile.card(threads)
-    programs, found = _all(folder, names, count)
+    programs, more = _all(folder, names, count)
     steps = [families.Program(0, f"step {name}", lambda: None, ()) for name in names]
-    numbered = [
-        dataclasses.replace(one, number=place) for place, one in enumerate([*steps, *found])
-    ]
+    numbered = [dataclasses.replace(one, number=place) for place, one in enumerate([*steps, *more])]
     timed = [
-        Timed(program, *rest)
-        for program, rest in zip(numbered, profile.instructions(programs, passes), strict=True)
+        Timed(program, *timing)
+        for program, timing in zip(numbered, profile.instructions(programs, passes), strict=True)
     ]
     untimed = [one.untimed for one in timed]
     about = results.facts(card.name, "measured") | {"load": os.getloadavg()[0]}
@@ -269,7 +277,6 @@ NAME = "cdmpp_replay"  # of the files written
 COVERED = 0.9
 MOST_BAND = 4.0  # times the prediction that the figure shows of a band (chosen: legible)
 BUSY = 0.05  # of the time, from which a measurement is told to be disturbed (chosen)
-Row = dict[str, Any]
 COLOURS = {
     "table": "#0072B2",
     "learned": "#E69F00",
@@ -281,20 +288,20 @@ COLOURS = {
 class Known:
     """Times of one program's instructions, by their names."""
 
-    def __init__(self, found: Sequence[OpRecord], seconds: np.ndarray, sigma: np.ndarray):
-        """found: the program's records. seconds, sigma: of one execution of each."""
+    def __init__(self, program: Sequence[OpRecord], seconds: np.ndarray, sigma: np.ndarray):
+        """seconds, sigma: of one execution of each of the program's records."""
         pairs = zip(seconds.tolist(), sigma.tolist(), strict=True)
-        self._known = dict(zip((record.name for record in found), pairs, strict=True))
+        self._known = dict(zip((record.name for record in program), pairs, strict=True))
 
     def __call__(
-        self, found: Sequence[OpRecord], card: DeviceCard
+        self, program: Sequence[OpRecord], card: DeviceCard
     ) -> tuple[np.ndarray, np.ndarray]:
         """Returns (seconds, sigma) of records of the program."""
-        pairs = np.array([self._known[record.name] for record in found]).reshape(-1, 2)
+        pairs = np.array([self._known[record.name] for record in program]).reshape(-1, 2)
         return pairs[:, 0], pairs[:, 1]
 
 
-def table(measured: Measured, place: int, found: Sequence[OpRecord]) -> Known:
+def table(measured: Measured, place: int, program: Sequence[OpRecord]) -> Known:
     """Returns the times of a profile of the same program in another process.
 
     An instruction that the profiler did not time takes nothing. Where a loop turns as often as
@@ -305,8 +312,8 @@ def table(measured: Measured, place: int, found: Sequence[OpRecord]) -> Known:
         one, apart = labels.dataset.records[row], float(np.ptp(labels.halves[row]))
         known[one.name] = one.executions * np.array([labels.dataset.seconds[row], apart])
     zero = np.zeros(2)
-    once = np.array([known.get(r.name, zero) / r.executions for r in found]).reshape(-1, 2)
-    return Known(found, once[:, 0], once[:, 1])
+    once = np.array([known.get(r.name, zero) / r.executions for r in program]).reshape(-1, 2)
+    return Known(program, once[:, 0], once[:, 1])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -329,12 +336,12 @@ def methods(measured: Measured, fitted: Mapping[str, Any]) -> list[Method]:
 
     def asked(name: str, predictor: step.Times, card: DeviceCard, free: Sequence[int]) -> Method:
         # Once for all programs: each number of rows may be another compilation.
-        seconds, sigma = predictor([r for found in programs for r in found], card)
-        ends = np.cumsum([len(found) for found in programs])[:-1]
+        seconds, sigma = predictor([r for program in programs for r in program], card)
+        ends = np.cumsum([len(program) for program in programs])[:-1]
         parts = zip(programs, np.split(seconds, ends), np.split(sigma, ends), strict=True)
         return Method(name, [Known(*part) for part in parts], free, card, predictor)
 
-    profiled = [table(measured, place, found) for place, found in enumerate(programs)]
+    profiled = [table(measured, place, program) for place, program in enumerate(programs)]
     out = [
         Method("table", profiled, free, measured.card),
         asked("roofline", step.assumed, measured.card, free),
@@ -361,16 +368,16 @@ def overheads(measured: Measured) -> Overheads:
     places = range(len(measured.names), len(measured.texts))
     computed = [float(of_rows[labels.programs == place].sum()) for place in places]
     least = measured.walls.min(0)
-    found = [counts(measured.texts[place]) for place in places]
-    return Overheads.fit(found, computed, [least[place] for place in places])
+    counted = [counts(measured.texts[place]) for place in places]
+    return Overheads.fit(counted, computed, [least[place] for place in places])
 
 
-def judge(measured: Measured, found: Sequence[Method], costs: Overheads) -> list[Row]:
+def judge(measured: Measured, compared: Sequence[Method], costs: Overheads) -> list[Row]:
     """Returns a row for each method and configuration."""
     least = measured.walls.min(0)
     halves = np.stack([measured.walls[half::2].min(0) for half in (0, 1)])
     rows: list[Row] = []
-    for method in found:
+    for method in compared:
         places = [*range(len(measured.names)), *method.free]
         predicted = {
             place: step.predict(
@@ -406,7 +413,7 @@ def judge(measured: Measured, found: Sequence[Method], costs: Overheads) -> list
     return rows
 
 
-def of_rows(measured: Measured, found: Sequence[Method]) -> list[Row]:
+def of_rows(measured: Measured, compared: Sequence[Method]) -> list[Row]:
     """Returns the errors of each method but the table on the steps' instructions, each once, and
     the share of them in the methods' own 90 % bands."""
     labels = measured.labels
@@ -417,7 +424,7 @@ def of_rows(measured: Measured, found: Sequence[Method]) -> list[Row]:
     found_records = [labels.dataset.records[i] for i in rows]
     seconds = labels.dataset.seconds[rows]
     out = []
-    for method in found:
+    for method in compared:
         if method.predictor is not None:
             predicted, sigma = method.predictor(found_records, method.card)
             every = np.ones(len(rows), bool)
@@ -439,8 +446,8 @@ def write(folder: Path, measured: Measured, fitted: Mapping[str, Any]) -> None:
 
     fitted: predictors by the names that the tables give them.
     """
-    costs, found = overheads(measured), methods(measured, fitted)
-    rows = judge(measured, found, costs)
+    costs, compared = overheads(measured), methods(measured, fitted)
+    rows = judge(measured, compared, costs)
     total = summary(rows)
     walls, busy = (
         float(x[:, : len(measured.names)].sum()) for x in (measured.walls, measured.busy)
@@ -450,12 +457,12 @@ def write(folder: Path, measured: Measured, fitted: Mapping[str, Any]) -> None:
         "overheads": dataclasses.asdict(costs),
         "summary": total,
         "noise_of_parts": measured.labels.noise,
-        "instructions": of_rows(measured, found),
+        "instructions": of_rows(measured, compared),
         "taken_by_others": 1 - busy / walls,
     }
     results.write(folder / f"{NAME}.json", about, rows)
     draw(rows, folder / NAME)
-    print(markdown(folder / f"{NAME}.json"))
+    print(steps_table(folder / f"{NAME}.json"))
     for row in total:
         print(text(row))
     if about["taken_by_others"] > BUSY:
@@ -470,15 +477,15 @@ def summary(rows: Sequence[Row]) -> list[Row]:
     """Returns a row for each method: errors, rank correlations, and steps inside the band."""
     out = []
     for name in dict.fromkeys(row["method"] for row in rows):
-        here = [row for row in rows if row["method"] == name]
-        wrong = np.abs([row["error_percent"] for row in here])
-        both = [[row[key] for row in here] for key in ("measured_s", "predicted_s")]
-        inside = [row["low_s"] <= row["measured_s"] <= row["high_s"] for row in here]
-        many = len(here) > 1
+        of_method = [row for row in rows if row["method"] == name]
+        wrong = np.abs([row["error_percent"] for row in of_method])
+        both = [[row[key] for row in of_method] for key in ("measured_s", "predicted_s")]
+        inside = [row["low_s"] <= row["measured_s"] <= row["high_s"] for row in of_method]
+        many = len(of_method) > 1
         out.append(
             {
                 "method": name,
-                "steps": len(here),
+                "steps": len(of_method),
                 "median_percent": float(np.median(wrong)),
                 "mean_percent": float(wrong.mean()),
                 "max_percent": float(wrong.max()),
@@ -506,36 +513,40 @@ def text(row: Row) -> str:
     )
 
 
-def markdown(path: Path) -> str:
+def steps_table(path: Path) -> str:
     """Returns the tables of a result file: methods, then configurations."""
     if not path.exists():
         return "Not measured on an idle machine yet."
-    found = json.loads(path.read_text())
-    rows, names = found["rows"], [row["method"] for row in found["summary"]]
-    lines = [
-        "| source of the times | median error | largest error | Spearman | Kendall "
-        "| steps in the 90 % band |",
-        "|" + "---|" * 6,
-    ]
-    for row in found["summary"]:
-        ranks = ["-" if row[k] is None else f"{row[k]:.3f}" for k in ("spearman", "kendall")]
-        lines.append(
-            f"| {row['method']} | {row['median_percent']:.1f} % | {row['max_percent']:.1f} % | "
-            f"{ranks[0]} | {ranks[1]} | {round(row['in_band'] * row['steps'])} of {row['steps']} |"
-        )
-    lines += ["", "| step | measured | " + " | ".join(f"{n}: predicted" for n in names) + " |"]
-    lines.append("|" + "---|" * (2 + len(names)))
-    for name in dict.fromkeys(row["configuration"] for row in rows):
-        here = {row["method"]: row for row in rows if row["configuration"] == name}
-        cells = [
-            f"{1e3 * here[n]['predicted_s']:.1f} ms ({here[n]['error_percent']:+.1f} %)"
+    result = read(path)
+
+    def rank(name: str) -> Callable[[Row], str | None]:
+        return lambda row: None if row[name] is None else f"{row[name]:.3f}"
+
+    columns: Columns = {
+        "source of the times": "method",
+        "median error": lambda r: f"{r['median_percent']:.1f} %",
+        "largest error": lambda r: f"{r['max_percent']:.1f} %",
+        "Spearman": rank("spearman"),
+        "Kendall": rank("kendall"),
+        "steps in the 90 % band": lambda r: f"{round(r['in_band'] * r['steps'])} of {r['steps']}",
+    }
+    names, lines = [row["method"] for row in result["summary"]], []
+    for name in dict.fromkeys(row["configuration"] for row in result["rows"]):
+        by_method = {row["method"]: row for row in rows_of(result, configuration=name)}
+        cells = (
+            f"{1e3 * by_method[n]['predicted_s']:.1f} ms ({by_method[n]['error_percent']:+.1f} %)"
             for n in names
-        ]
-        lines.append(
-            f"| {name} | {1e3 * here[names[0]]['measured_s']:.1f} ms | " + " | ".join(cells) + " |"
         )
-    source = ", ".join(str(found[k]) for k in ("layer", "device", "date", "commit") if found[k])
-    return "\n".join([*lines, "", f"*{source}; load average {found['load']:.1f}*"])
+        lines.append((name, f"{1e3 * by_method[names[0]]['measured_s']:.1f} ms", *cells))
+    heads = ("step", "measured", *(f"{n}: predicted" for n in names))
+    origin = source(result).strip("*")
+    return "\n\n".join(
+        [
+            rows_table(result["summary"], columns),
+            markdown_table(heads, lines),
+            f"*{origin}; load average {result['load']:.1f}*",
+        ]
+    )
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
@@ -547,9 +558,11 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     high = 1e3 * max(max(r["measured_s"], r["predicted_s"]) for r in rows) * 1.3
     left.plot([low, high], [low, high], color="#cccccc", linewidth=1)
     for place, kind in enumerate(kinds):
-        here = [row for row in rows if row["method"] == kind]
-        x, y = (1e3 * np.array([row[k] for row in here]) for k in ("measured_s", "predicted_s"))
-        bands = [(row["low_s"], row["high_s"] or np.inf) for row in here]  # null: no limit
+        of_method = [row for row in rows if row["method"] == kind]
+        x, y = (
+            1e3 * np.array([row[k] for row in of_method]) for k in ("measured_s", "predicted_s")
+        )
+        bands = [(row["low_s"], row["high_s"] or np.inf) for row in of_method]  # null: no limit
         ends = np.clip(1e3 * np.array(bands).T, y / MOST_BAND, y * MOST_BAND)
         colour = COLOURS.get(kind, "#009E73")
         left.errorbar(
@@ -564,8 +577,8 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         )
         shift = (place - (len(kinds) - 1) / 2) * 0.8 / len(kinds)
         right.barh(
-            np.arange(len(here)) + shift,
-            [row["error_percent"] for row in here],
+            np.arange(len(of_method)) + shift,
+            [row["error_percent"] for row in of_method],
             height=0.8 / len(kinds),
             color=colour,
         )

@@ -180,7 +180,7 @@ def difficulty(made: Sequence[tuple[Case, Grid]]) -> dict[str, Any]:
         (by, seconds): [quality([(c, plain(g, t, seconds, by)) for c, g in made]) for t in PLAIN]
         for by, seconds in (("z", 0), ("mad", 0), ("mad", 240))
     }
-    best = {key: max(found, key=lambda q: q["f1"]) for key, found in tried.items()}
+    best = {key: max(qualities, key=lambda q: q["f1"]) for key, qualities in tried.items()}
     quantiles = (1, 5, 10, 25, 50, 75)
     finite = np.minimum(ratio, 1e6)
     return {
@@ -223,8 +223,8 @@ def draw(case: Case, path: Path) -> None:
 
 def _means(value_NT: np.ndarray, seconds: int) -> np.ndarray:
     """Means of so many seconds each, without those that are missing."""
-    whole = value_NT.shape[1] // seconds * seconds
-    return _mean(value_NT[:, :whole].reshape(len(value_NT), -1, seconds), axis=2)[..., 0]
+    used = value_NT.shape[1] // seconds * seconds
+    return _mean(value_NT[:, :used].reshape(len(value_NT), -1, seconds), axis=2)[..., 0]
 
 
 def _mean(value: np.ndarray, axis: int = 1) -> np.ndarray:
@@ -243,13 +243,13 @@ def _median(value: np.ndarray, axis: int) -> np.ndarray:
 
 def main(_: Any) -> None:
     """Makes the cases, one size after the other, and prints a row of JSON for each."""
-    found = {}
+    figures = {}
     for size in map(int, FLAGS.machines):
         drawn = cases(
             FLAGS.cases, size, FLAGS.seed, mix=FLAGS.mix, split=FLAGS.split, noise=FLAGS.noise
         )
-        found[size] = difficulty([(case, case.read()) for case in drawn])
-        print(json.dumps({"machines": size, "split": FLAGS.split} | found[size]), flush=True)
+        figures[size] = difficulty([(case, case.read()) for case in drawn])
+        print(json.dumps({"machines": size, "split": FLAGS.split} | figures[size]), flush=True)
     if FLAGS.figure:
         drawn = cases(100, int(FLAGS.machines[-1]), FLAGS.seed, mix=FLAGS.mix, split=FLAGS.split)
         draw(next(c for c in drawn if c.faults), Path(FLAGS.figure))

@@ -1,14 +1,22 @@
 """Tables of documents: measurements of scripts/gpu_check.py, kernels, and parts of a train step."""
 
 import collections
-import json
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from experiments.reports import bytetransformer
-from megajax.monitor.results import table
+from experiments.reports.reporting import (
+    Columns,
+    Row,
+    markdown_table,
+    read,
+    rows_of,
+    rows_table,
+    source,
+    table,
+)
 from pallas_kernels import bench
 from pallas_kernels.cases import paper_lengths
 
@@ -20,8 +28,6 @@ from pallas_kernels.cases import paper_lengths
 # table says that nothing was measured. Tables of tiles read pallas_kernels/tuned.
 
 
-Row = dict[str, Any]
-Columns = Mapping[str, Callable[[Row], Any]]
 NOTHING = "*Not measured yet.*"
 RUNS = 50  # calls that a time should have (scripts/gpu_session/kernels.py)
 
@@ -29,35 +35,24 @@ RUNS = 50  # calls that a time should have (scripts/gpu_session/kernels.py)
 def measured(folder: Path, file: str) -> list[dict[str, Any]]:
     """Returns the files of that kind, by device; rehearsals are none."""
     paths = sorted(folder.glob(f"*_{file}.json"))
-    found = [json.loads(p.read_text()) for p in paths if p.name != f"rehearsal_{file}.json"]
-    return [each for each in found if each.get("layer", "").startswith("measured on")]
+    files = [read(p) for p in paths if p.name != f"rehearsal_{file}.json"]
+    return [each for each in files if each.get("layer", "").startswith("measured on")]
 
 
-def source(file: Mapping[str, Any]) -> str:
-    """The line under a table; of rows from several commits, all of them."""
+def origin(file: Mapping[str, Any]) -> str:
+    """Returns the line under a table; of rows from several commits it names all of them."""
     commits = dict.fromkeys(row["commit"] for row in file["rows"] if row.get("commit"))
     words = [file.get("layer"), file.get("date"), *(commits or [file.get("commit")])]
     return f"*{', '.join(str(word) for word in words if word)}*"
 
 
 def tables(files: Sequence[dict[str, Any]], columns: Columns, keep: Callable[[Row], bool]) -> str:
-    """One table a device, of the rows that are kept."""
-    found = []
+    """Returns one table for each device, of the rows that `keep` accepts."""
+    parts = []
     for file in files:
-        rows = [row for row in file["rows"] if keep(row)]
-        if rows:
-            cells = [[shown(value(row)) for value in columns.values()] for row in rows]
-            lines = [list(columns), ["---"] * len(columns), *cells]
-            table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-            found.append(f"{table}\n\n{source({**file, 'rows': rows})}")
-    return "\n\n".join(found) or NOTHING
-
-
-def shown(value: Any) -> str:
-    """One cell."""
-    if value is None:
-        return "-"
-    return f"{value:.4g}" if isinstance(value, float) else str(value).replace("|", "/")
+        if rows := [row for row in file["rows"] if keep(row)]:
+            parts.append(f"{rows_table(rows, columns)}\n\n{origin({**file, 'rows': rows})}")
+    return "\n\n".join(parts) or NOTHING
 
 
 def peaks(folder: Path) -> str:
@@ -94,7 +89,7 @@ def _right(passed: bool | None) -> str | None:
 
 def checks(folder: Path) -> str:
     """How many results of each part were right; the worst error over its bound."""
-    found = []
+    summaries = []
     for file in measured(folder, "checks"):
         parts: dict[str, list[Row]] = {}
         for row in file["rows"]:
@@ -108,19 +103,19 @@ def checks(folder: Path) -> str:
             }
             for part, rows in parts.items()
         ]
-        found.append(file | {"rows": rows})
+        summaries.append(file | {"rows": rows})
     columns: Columns = {
         "part": lambda r: r["part"],
         "passed": lambda r: r["right"],
         "checks": lambda r: r["of"],
         "largest error / allowed error": lambda r: r["worst"],
     }
-    return tables(found, columns, lambda r: True)
+    return tables(summaries, columns, lambda r: True)
 
 
 def summary(folder: Path) -> str:
     """A paragraph a device: what is right, and times beside the best rival's."""
-    found = []
+    paragraphs = []
     for file in measured(folder, "kernels"):
         device = file["device"]
         checked, trained, served = (
@@ -148,30 +143,30 @@ def summary(folder: Path) -> str:
                 ("attention", "attention", "the best library's"),
                 ("quant_gemm", "products with quantized weights", "XLA's bf16 products"),
             )
-            if (times := _beside(file["rows"], kernels))
+            if (times := _over_libraries(file["rows"], kernels))
         ]
         if ratios:
             text.append(f"our forward kernels run {', '.join(ratios)}")
         roofs = [row["of_roofline"] for row in served if row.get("of_roofline")]
         if roofs:
             text.append(f"the engine decodes at {100 * max(roofs):.1f} % of the memory roofline")
-        found.append(f"{'; '.join(text)}. {source(file)}")
-    return "\n\n".join(found) or "**Nothing has been measured on a GPU yet.**"
+        paragraphs.append(f"{'; '.join(text)}. {origin(file)}")
+    return "\n\n".join(paragraphs) or "**Nothing has been measured on a GPU yet.**"
 
 
-def _beside(rows: Sequence[Row], kernels: str) -> list[float]:
+def _over_libraries(rows: Sequence[Row], kernels: str) -> list[float]:
     """Returns, for each case, the forward time of the best library beside ours."""
     libraries = {"xla", "dense", "torch", "cudnn padded", "cudnn packed"}
     times: dict[str, dict[str, float]] = {}
     for row in rows:
         if row.get("folder") == kernels and row["direction"] == "forward" and "median_s" in row:
             times.setdefault(row["case"], {})[row["implementation"]] = row["median_s"]
-    found = []
+    ratios = []
     for case in times.values():
         best = min((case[name] for name in libraries & case.keys()), default=None)
         if best is not None and "ours" in case:
-            found.append(best / case["ours"])
-    return found
+            ratios.append(best / case["ours"])
+    return ratios
 
 
 def _worst(row: Row) -> float:
@@ -238,8 +233,8 @@ def serving(folder: Path) -> str:
         return f"{1e3 * row.get('token_s', row.get('median_s')):.3g}"
 
     def share(row: Row) -> str | None:
-        found = row.get("of_roofline", row.get("of_copy"))
-        return None if found is None else f"{100 * found:.1f} %"
+        share = row.get("of_roofline", row.get("of_copy"))
+        return None if share is None else f"{100 * share:.1f} %"
 
     columns: Columns = {
         "what": lambda r: r["item"],
@@ -301,8 +296,8 @@ def overlap(folder: Path, kernels: str) -> str:
         "launches": lambda r: r["runs"],
         "clock": lambda r: r["clock"],
     }
-    wanted = lambda r: r["folder"] == kernels and "fused_s" in r  # noqa: E731
-    return tables(measured(folder, "overlap"), columns, wanted)
+    is_fused = lambda r: r["folder"] == kernels and "fused_s" in r  # noqa: E731
+    return tables(measured(folder, "overlap"), columns, is_fused)
 
 
 def bert(folder: Path) -> str:
@@ -322,7 +317,7 @@ def bert(folder: Path) -> str:
 
 def tuned(folder: Path) -> str:
     """The tables of tiles."""
-    files = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+    files = [read(path) for path in sorted(folder.glob("*.json"))]
     columns: Columns = {
         "tuning": lambda r: r["item"],
         "fastest tile": lambda r: ", ".join(f"{k} {v}" for k, v in r["tile"].items()),
@@ -405,7 +400,9 @@ def compiled(results: Path, folder: str) -> str:
         "shared bytes": "shared_bytes",
         "ptxas makes wgmma wait": "serialized",
     }
-    return table(results / "kernel_report.json", columns, config=f"{folder} ")
+    report = read(results / "kernel_report.json")
+    rows = [row for row in report["rows"] if row["config"].startswith(f"{folder} ")]
+    return f"{rows_table(rows, columns)}\n\n{source(report)}"
 
 
 def floors(results: Path, folder: str) -> str:
@@ -422,13 +419,13 @@ def _floors(measured: Row, folder: str) -> str:
     times = {(r["case"], r["direction"], r["implementation"]): r for r in rows if "median_s" in r}
     columns = ["case", "pass", "GFLOP", "MB", "floor, us", *SIDES[folder]]
     columns += ["ours, p10 to p90", "floor over ours", "best rival over ours"]
-    lines = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
+    lines = []
     for case in cases:
         for direction, parts in DIRECTIONS[: 1 if folder in UNDIFFERENTIATED else 2]:
             flops, nbytes = (sum(f(part) for part in parts) for f in (case.flops, case.bytes))
             floor = sum(case.floor_s(part, rate) for part in parts)
             sides = [times.get((case.name, direction, side)) for side in SIDES[folder].values()]
-            cells = [
+            line = [
                 case.name,
                 direction,
                 f"{flops / 1e9:.1f}",
@@ -437,13 +434,11 @@ def _floors(measured: Row, folder: str) -> str:
                 *map(_microseconds, sides),
                 *_judged(floor, sides[0], [s for s in sides[1:] if s and not _is_bound(s)]),
             ]
-            lines.append(f"| {' | '.join(cells)} |")
+            lines.append(line)
     remarks = [f"- {remark}" for remark in _remarks(measured, rows, rate)]
-    return "\n".join([*lines, *([""] if remarks else []), *remarks, *_source(measured)])
-
-
-def _source(measured: Row) -> list[str]:
-    return ["", source(measured)] if measured["rows"] else []
+    parts = [markdown_table(columns, lines)]
+    parts += ["\n".join(remarks)] if remarks else []
+    return "\n\n".join([*parts, *([origin(measured)] if measured["rows"] else [])])
 
 
 def _is_bound(row: Row) -> bool:
@@ -525,15 +520,14 @@ def _of_torch(rows: Sequence[Row]) -> str:
 
 def visited() -> str:
     """Pairs of rows that the attention kernels visit over the useful ones, on the paper's draws."""
-    lines = ["| longest | forward | dq | dkv | forward, 4 heads a group |", "|---|---|---|---|---|"]
+    lines = []
     for longest in (64, 128, 256, 512, 1024):
         lengths = paper_lengths(longest)
         # One capacity for all: few programs.
         alone, grouped = (bytetransformer.of_lengths(lengths, 64, n, 16 * 1024) for n in (1, 4))
-        cells = [*(alone[name] for name in ("forward", "dq", "dkv")), grouped["forward"]]
-        found = (f"{a.computed:.2f} ({a.passed:.2f})" for a in cells)
-        lines.append(f"| {longest} | {' | '.join(found)} |")
-    return "\n".join(lines)
+        areas = [*(alone[name] for name in ("forward", "dq", "dkv")), grouped["forward"]]
+        lines.append((longest, *(f"{a.computed:.2f} ({a.passed:.2f})" for a in areas)))
+    return markdown_table(("longest", "forward", "dq", "dkv", "forward, 4 heads a group"), lines)
 
 
 # ---- where a train step spends its time
@@ -571,18 +565,11 @@ def memory(path: Path) -> str:
 
 def causes(path: Path, segments: int) -> str:
     """Milliseconds of each configuration by cause, of rows of so many segments."""
-    found = json.loads(path.read_text())
-    by_name = {
-        row["configuration"]: row["causes_ms"]
-        for row in found["rows"]
-        if row["segments"] == segments
-    }
+    result = read(path)
+    by_name = {row["configuration"]: row["causes_ms"] for row in rows_of(result, segments=segments)}
     names = list(dict.fromkeys(cause for name in NAMES for cause in by_name[name]))
-    lines = ["| ms (estimate) | " + " | ".join(NAMES) + " |", "|---" * (len(NAMES) + 1) + "|"]
-    for cause in names:
-        cells = (f"{by_name[name].get(cause, 0.0):.1f}" for name in NAMES)
-        lines.append(f"| {cause} | " + " | ".join(cells) + " |")
-    totals = (f"{sum(by_name[name].values()):.1f}" for name in NAMES)
-    lines.append("| all | " + " | ".join(totals) + " |")
-    source = ", ".join(found[k] for k in ("layer", "device", "date", "commit") if found.get(k))
-    return "\n".join([*lines, "", f"*{source}*"])
+    lines = [
+        (cause, *(f"{by_name[name].get(cause, 0.0):.1f}" for name in NAMES)) for cause in names
+    ]
+    lines.append(("all", *(f"{sum(by_name[name].values()):.1f}" for name in NAMES)))
+    return f"{markdown_table(('ms (estimate)', *NAMES), lines)}\n\n{source(result)}"

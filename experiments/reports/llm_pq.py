@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import itertools
-import json
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,10 +10,9 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from experiments.reports.reporting import panels, save
+from experiments.reports.reporting import markdown_table, panels, read, rows_of, save, source, table
 from megajax.core.errors import UserError
 from megajax.core.hardware import MixedCluster
-from megajax.monitor.results import table
 from megajax.systems.llm_pq import Placement, Problem, Workload, solve
 from megajax.systems.llm_pq.planning import equal_quality, problem_of, uniform_bits
 from megajax.systems.llm_pq.problem import held, simulate
@@ -59,7 +57,7 @@ def one(
     try:
         row = _row(case, workload, cluster, problem, quality, placement, options)
         if options.rivals and not is_interrupted:
-            for rival in _beside(problem, quality, placement, options):
+            for rival in _compared(problem, quality, placement, options):
                 row["rivals"].append(rival)
             row |= _fastest(problem, placement, options)
     except KeyboardInterrupt:
@@ -71,10 +69,10 @@ def one(
 def _fastest(problem: Problem, placement: Placement, options: Options) -> dict[str, Any]:
     """Returns the member for any quality, no slower than the placement; {} if none was found."""
     try:
-        found = _searched(problem, options, None, [_begin(placement)])
+        fastest = _searched(problem, options, None, [_begin(placement)])
     except UserError:
         return {}
-    told = {"tokens_per_s": found.tokens_per_s, "omega": found.omega, "gap": found.gap}
+    told = {"tokens_per_s": fastest.tokens_per_s, "omega": fastest.omega, "gap": fastest.gap}
     return {"fastest": told}
 
 
@@ -114,19 +112,19 @@ def _searched(
     problem: Problem, options: Options, quality: float | None, start: Sequence[Plan] = ()
 ) -> Placement:
     """Returns what `solve` does. Raises: KeyboardInterrupt where Ctrl-C ended the search."""
-    found = solve(
+    placement = solve(
         problem,
         quality=quality,
         solver=options.solver,
         time_limit_s=options.time_limit_s,
         start=start,
     )
-    if found.status == "interrupted":
+    if placement.status == "interrupted":
         raise KeyboardInterrupt
-    return found
+    return placement
 
 
-def _beside(
+def _compared(
     problem: Problem, quality: float | None, placement: Placement, options: Options
 ) -> Iterator[dict[str, Any]]:
     """Yields every rival, and our plan at its quality. Searches of one quality are done once.
@@ -134,12 +132,14 @@ def _beside(
     quality, placement: of the first search.
     """
     known: dict[float, Placement | None] = {} if quality is None else {quality: placement}
-    found = rivals(problem)
+    rival_plans = rivals(problem)
     begin: list[Plan] = [
-        (r.stages, r.bits, (r.prefill_batch, r.decode_batch)) for r in found if not r.offloaded
+        (r.stages, r.bits, (r.prefill_batch, r.decode_batch))
+        for r in rival_plans
+        if not r.offloaded
     ]
     begin.append(_begin(placement))
-    for rival in found:
+    for rival in rival_plans:
         if rival.omega not in known:
             known[rival.omega] = _at(problem, rival.omega, begin, options)
         ours = known[rival.omega]
@@ -170,7 +170,7 @@ def _at(
 
 def summary(rows: Sequence[Row]) -> dict[str, Any]:
     """Returns mean and least speedup over each rival, of the cases where both have a plan."""
-    found: dict[str, Any] = {"paper_mean": PAPER_MEAN, "splitquant_mean": SPLITQUANT_MEAN}
+    figures: dict[str, Any] = {"paper_mean": PAPER_MEAN, "splitquant_mean": SPLITQUANT_MEAN}
     for name in NAMES:
         speedups = [
             rival["speedup"]
@@ -179,7 +179,7 @@ def summary(rows: Sequence[Row]) -> dict[str, Any]:
             if rival["name"] == name and rival["speedup"] is not None
         ]
         if speedups:
-            found[name] = {
+            figures[name] = {
                 "cases": len(speedups),
                 "mean": statistics.mean(speedups),
                 "least": min(speedups),
@@ -193,21 +193,21 @@ def summary(rows: Sequence[Row]) -> dict[str, Any]:
         if rival["name"] == "pipeedge"
     ]
     if ratios:
-        found["any_quality_over_pipeedge"] = statistics.mean(ratios)
-    return found
+        figures["any_quality_over_pipeedge"] = statistics.mean(ratios)
+    return figures
 
 
-def told(found: Mapping[str, Any]) -> str:
+def told(figures: Mapping[str, Any]) -> str:
     """Returns the summary in words."""
     lines = ["speedup at each rival's quality (simulated estimate):"]
     for name, words in NAMES.items():
-        if name in found:
-            part = found[name]
+        if name in figures:
+            part = figures[name]
             lines.append(
                 f"  over {words}: mean {part['mean']:.2f}, {part['least']:.2f} to "
                 f"{part['most']:.2f} ({part['cases']} cases)"
             )
-    if (ratio := found.get("any_quality_over_pipeedge")) is not None:
+    if (ratio := figures.get("any_quality_over_pipeedge")) is not None:
         lines.append(f"  over PipeEdge's partition at any quality: mean {ratio:.2f}")
     lines.append(
         f"  LLM-PQ reports a mean of {PAPER_MEAN}, SplitQuant of {SPLITQUANT_MEAN}, over baselines "
@@ -274,11 +274,11 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     axes.set_ylim(0, 3.4)
     axes.set_ylabel("tokens a second over the rival's")
     axes.legend(fontsize=7, frameon=False, loc="upper left", ncols=2)
-    found = summary(rows)
+    figures = summary(rows)
     title = "LLM-PQ's plan at the rival's quality (simulated estimate)"
-    if "pipeedge" in found:
+    if "pipeedge" in figures:
         title = (
-            f"At equal quality the plan is {found['pipeedge']['mean']:.2f} times as fast as "
+            f"At equal quality the plan is {figures['pipeedge']['mean']:.2f} times as fast as "
             "PipeEdge's partition (mean, simulated estimate)"
         )
     save(figure, path, title)
@@ -308,17 +308,17 @@ def indicators(path: Path) -> str:
 
 def rounding(path: Path) -> str:
     """Change of the held-out loss by each way of rounding: the mean, and every model's."""
-    found = json.loads(path.read_text())
-    rows = found["rows"]
+    result = read(path)
+    rows = result["rows"]
     widths, methods = (list(dict.fromkeys(row[key] for row in rows)) for key in ("bits", "method"))
     models = dict.fromkeys(f"{row['model']} {row['loss_dense']:.4f}" for row in rows)
     heads = ("method", *(f"{w} bits: {what}" for w in widths for what in ("nats", "squared error")))
-    lines = ["| " + " | ".join(heads) + " |", "|" + "---|" * len(heads)]
+    lines = []
     for method in methods:
         cells = [method]
         for width in widths:
-            here = [r for r in rows if (r["method"], r["bits"]) == (method, width)]
-            changes = [r["loss_change"] for r in here if r["loss_change"] is not None]
+            chosen = rows_of(result, method=method, bits=width)
+            changes = [r["loss_change"] for r in chosen if r["loss_change"] is not None]
             if not changes:
                 cells += ["-", "-"]
                 continue
@@ -326,16 +326,15 @@ def rounding(path: Path) -> str:
             cells.append(
                 f"{mean(changes):+.4f} ({each})" if len(changes) > 1 else f"{changes[0]:+.4f}"
             )
-            errors = [r["product_error"] for r in here if r["product_error"] is not None]
+            errors = [r["product_error"] for r in chosen if r["product_error"] is not None]
             cells.append(f"{mean(errors):.3g}" if errors else "-")
-        lines.append("| " + " | ".join(cells) + " |")
+        lines.append(cells)
     told = (
         "Nats: rise of the held-out loss over the dense model's, a token; the mean, in brackets "
         "each model's. Squared error: summed over all products. Groups of "
         f"{rows[0]['group']}. Dense losses: {', '.join(models)}."
     )
-    source = ", ".join(found[key] for key in ("layer", "device", "date", "commit"))
-    return "\n".join([*lines, "", told, "", f"*{source}*"])
+    return "\n\n".join([markdown_table(heads, lines), told, source(result)])
 
 
 def plans(path: Path) -> str:

@@ -76,8 +76,10 @@ class Subject:
             leaf, words = leaf_of(self.params, name), leaf_of(self.cfg.axes, name)
             for layer in range(self.cfg.layers):
                 w = jnp.asarray(leaf[layer])
-                own = jax.tree.map(lambda x, i=layer: jnp.asarray(x[i]), self.calibration[name])
-                yield name, layer, w.reshape(inputs_of(words[1:], w.shape), -1), own, w.shape
+                statistics = jax.tree.map(
+                    lambda x, i=layer: jnp.asarray(x[i]), self.calibration[name]
+                )
+                yield name, layer, w.reshape(inputs_of(words[1:], w.shape), -1), statistics, w.shape
 
 
 def subject(opened: OpenModel, rows: int, length: int, seed: int) -> Subject:
@@ -95,42 +97,42 @@ def subject(opened: OpenModel, rows: int, length: int, seed: int) -> Subject:
     return Subject(opened.name, cfg, params, learnt, judged, statistics)
 
 
-def rounded(given: Subject, rounding: Rounding, fmt: Format) -> tuple[Tree, float]:
+def rounded(model: Subject, rounding: Rounding, fmt: Format) -> tuple[Tree, float]:
     """Returns (the stacked layers with rounded matrices, the squared error of all products)."""
     leaves: dict[str, list[Array]] = {}
     error = 0.0
-    for name, _, w_KN, own, shape in given.matrices():
-        q_KN = rounding(w_KN, own, fmt)
-        error += float(own.error(q_KN - w_KN))
+    for name, _, w_KN, statistics, shape in model.matrices():
+        q_KN = rounding(w_KN, statistics, fmt)
+        error += float(statistics.error(q_KN - w_KN))
         leaves.setdefault(name, []).append(q_KN.reshape(shape))
-    return with_leaves(given.params, {name: jnp.stack(x) for name, x in leaves.items()}), error
+    return with_leaves(model.params, {name: jnp.stack(x) for name, x in leaves.items()}), error
 
 
-def in_each_width(given: Subject, rounding: Rounding) -> dict[int, Tree]:
+def in_each_width(model: Subject, rounding: Rounding) -> dict[int, Tree]:
     """Returns {width: the parameters with all matrices in it}; 16: as they are."""
-    found = {16: given.params}
+    by_width = {16: model.params}
     for width in WIDTHS[:-1]:
         fmt = format_of(width)
         assert fmt is not None
-        found[width] = rounded(given, rounding, fmt)[0]
-    return found
+        by_width[width] = rounded(model, rounding, fmt)[0]
+    return by_width
 
 
-def measured_alone(given: Subject, params: Mapping[int, Tree]) -> np.ndarray:
+def measured_alone(model: Subject, params: Mapping[int, Tree]) -> np.ndarray:
     """Returns (layers, widths): how much the loss of learnt text rises if one layer is rounded.
 
     8 bits change less than the text of a few rows can tell: they are 4 bits' by the square of the
     step.
     """
-    names, L = matrices(given.cfg.axes), given.cfg.layers
-    text = given.learnt[: min(ALONE, len(given.learnt))]
-    dense, found = loss_of(given.params, given.cfg, text), np.zeros((L, len(WIDTHS)))
+    names, L = matrices(model.cfg.axes), model.cfg.layers
+    text = model.learnt[: min(ALONE, len(model.learnt))]
+    dense, rise = loss_of(model.params, model.cfg, text), np.zeros((L, len(WIDTHS)))
     for place, width in enumerate(WIDTHS[:2]):
         for layer in range(L):
             mixed = in_widths(params, names, [width if k == layer else 16 for k in range(L)])
-            found[layer, place] = max(loss_of(mixed, given.cfg, text) - dense, 0.0)
-    found[:, 2] = found[:, 1] * (7 / 127) ** 2
-    return found
+            rise[layer, place] = max(loss_of(mixed, model.cfg, text) - dense, 0.0)
+    rise[:, 2] = rise[:, 1] * (7 / 127) ** 2
+    return rise
 
 
 def in_widths(params: Mapping[int, Tree], names: Sequence[str], bits: Sequence[int]) -> Tree:
@@ -143,19 +145,19 @@ def in_widths(params: Mapping[int, Tree], names: Sequence[str], bits: Sequence[i
     return with_leaves(first, leaves)
 
 
-def to_nearest(w_KN: Array, own: Statistics, fmt: Format) -> Array:
+def to_nearest(w_KN: Array, statistics: Statistics, fmt: Format) -> Array:
     """Rounds each number by itself."""
     return dequantize(quantize(w_KN, fmt))
 
 
-def by_gptq(w_KN: Array, own: Statistics, fmt: Format, **options: Any) -> Array:
+def by_gptq(w_KN: Array, statistics: Statistics, fmt: Format, **options: Any) -> Array:
     """Rounds row by row; see quant.gptq."""
-    return dequantize(gptq(w_KN, own, fmt, **options))
+    return dequantize(gptq(w_KN, statistics, fmt, **options))
 
 
-def by_awq(w_KN: Array, own: Statistics, fmt: Format) -> Array:
+def by_awq(w_KN: Array, statistics: Statistics, fmt: Format) -> Array:
     """Rounds what the inputs' magnitudes have scaled; see quant.awq."""
-    q, scale_K = awq(w_KN, own, fmt)
+    q, scale_K = awq(w_KN, statistics, fmt)
     return dequantize(q) / scale_K[:, None]
 
 
@@ -184,31 +186,31 @@ def plans(layers: int, count: int, seed: int) -> dict[str, list[tuple[int, ...]]
     return {"random": drawn, "equal bytes": alike}
 
 
-def indicator_rows(given: Subject, count: int, seed: int) -> list[dict[str, Any]]:
+def indicator_rows(model: Subject, count: int, seed: int) -> list[dict[str, Any]]:
     """Returns a row for each kind of plans: what each indicator says, and what was measured."""
-    params = in_each_width(given, to_nearest)
-    omega = {name: omega_of(given, name) for name in SAID if name != "alone"}
-    omega["alone"] = measured_alone(given, params)
-    others = [omega_of(given, "random", draw) for draw in range(DRAWS)]
+    params = in_each_width(model, to_nearest)
+    omega = {name: omega_of(model, name) for name in SAID if name != "alone"}
+    omega["alone"] = measured_alone(model, params)
+    others = [omega_of(model, "random", draw) for draw in range(DRAWS)]
     rows = []
-    for kind, drawn in plans(given.cfg.layers, count, seed).items():
+    for kind, drawn in plans(model.cfg.layers, count, seed).items():
         changes = []
         for bits in drawn:
-            mixed = in_widths(params, matrices(given.cfg.axes), bits)
-            changes.append(loss_of(mixed, given.cfg, given.judged) - given.dense)
+            mixed = in_widths(params, matrices(model.cfg.axes), bits)
+            changes.append(loss_of(mixed, model.cfg, model.judged) - model.dense)
         said = {name: [_sum(table, bits) for bits in drawn] for name, table in omega.items()}
-        found = {n: _spearman(said[n], changes) for n in SAID if n != "random"}
-        found["random"] = means.mean(
+        ranks = {n: _spearman(said[n], changes) for n in SAID if n != "random"}
+        ranks["random"] = means.mean(
             _spearman([_sum(table, bits) for bits in drawn], changes) for table in others
         )
         rows.append(
             {
-                "model": given.name,
+                "model": model.name,
                 "plans": kind,
                 "count": len(drawn),
-                "loss_dense": given.dense,
+                "loss_dense": model.dense,
                 "largest_change": max(changes),
-                **{f"spearman_{n}": r for n, r in found.items()},
+                **{f"spearman_{n}": r for n, r in ranks.items()},
                 "bits": [list(bits) for bits in drawn],
                 "loss_change": changes,
                 "said": said,
@@ -218,24 +220,24 @@ def indicator_rows(given: Subject, count: int, seed: int) -> list[dict[str, Any]
 
 
 def rounding_rows(
-    given: Subject, widths: Sequence[int], group: int, roundings: Mapping[str, Rounding]
+    model: Subject, widths: Sequence[int], group: int, roundings: Mapping[str, Rounding]
 ) -> Iterator[dict[str, Any]]:
     """Yields a row for each width and way of rounding: held-out loss, and the products' error."""
     for width, (name, rounding) in itertools.product(widths, roundings.items()):
         fmt = Format(width, group, 0, scale_dtype="float16")
         row: dict[str, Any] = {
-            "model": given.name,
+            "model": model.name,
             "bits": width,
             "group": group,
             "method": name,
-            "loss_dense": given.dense,
+            "loss_dense": model.dense,
         }
         try:
-            params, error = rounded(given, rounding, fmt)
+            params, error = rounded(model, rounding, fmt)
         except NotImplementedError as reason:
             yield row | {"loss_change": None, "product_error": None, "why": str(reason)}
             continue
-        change = loss_of(params, given.cfg, given.judged) - given.dense
+        change = loss_of(params, model.cfg, model.judged) - model.dense
         yield row | {"loss_change": change, "product_error": error}
 
 
@@ -250,18 +252,18 @@ def told(row: Mapping[str, Any]) -> str:
     return what + f"{row['loss_change']:+.4f} nats, error {row['product_error']:.4g}"
 
 
-def omega_of(given: Subject, indicator: str, seed: int = 0) -> np.ndarray:
+def omega_of(model: Subject, indicator: str, seed: int = 0) -> np.ndarray:
     """Returns (layers, widths) of an indicator, summed over a layer's matrices."""
     formats = [format_of(width) for width in WIDTHS]
     if indicator == "curvature":
-        return expected_loss(given.params, given.cfg, given.learnt, formats)
-    found, kind = np.zeros((given.cfg.layers, len(WIDTHS))), cast(Indicator, indicator)
-    for name, layer, w_KN, own, _ in given.matrices():
+        return expected_loss(model.params, model.cfg, model.learnt, formats)
+    omega, kind = np.zeros((model.cfg.layers, len(WIDTHS))), cast(Indicator, indicator)
+    for name, layer, w_KN, statistics, _ in model.matrices():
         for place, fmt in enumerate(formats):
-            found[layer, place] += sensitivity(
-                w_KN, own, fmt, kind, name=f"{name} {layer}", seed=seed
+            omega[layer, place] += sensitivity(
+                w_KN, statistics, fmt, kind, name=f"{name} {layer}", seed=seed
             )
-    return found
+    return omega
 
 
 def _sum(omega: np.ndarray, bits: Sequence[int]) -> float:
@@ -307,25 +309,25 @@ def scaled_down(cluster: MixedCluster, large: Workload, small: Workload) -> Mixe
 
 
 def rows(
-    given: Subject, cases: Sequence[str], methods: Sequence[str], time_limit_s: float
+    model: Subject, cases: Sequence[str], methods: Sequence[str], time_limit_s: float
 ) -> Iterator[dict[str, Any]]:
     """Yields a row for each case, way of rounding and rival."""
     for method in methods:
-        params = in_each_width(given, OURS[method])
-        omega = measured_alone(given, params)
-        measure = measurer(given, params)
+        params = in_each_width(model, OURS[method])
+        omega = measured_alone(model, params)
+        measure = measurer(model, params)
         for case in cases:
             workload, cluster = PRESETS[case]
             small = dataclasses.replace(
                 workload,
-                name=given.name,
-                stack=given.cfg.stack,
-                vocab=given.cfg.padded_vocab,
+                name=model.name,
+                stack=model.cfg.stack,
+                vocab=model.cfg.padded_vocab,
                 positions=0,
                 omega=omega,
             )
             problem = problem_of(small, scaled_down(cluster, workload, small))
-            about = {"model": given.name, "case": case, "cluster": cluster.name, "method": method}
+            about = {"model": model.name, "case": case, "cluster": cluster.name, "method": method}
             known: dict[tuple[int, ...], list[dict[str, Any]]] = {}
             for rival in rivals(problem):
                 if rival.name not in COMPARED or rival.omega == 0:
@@ -335,15 +337,15 @@ def rows(
                 yield about | compared(rival, measure(rival.bits), known[rival.bits])
 
 
-def measurer(given: Subject, params: Mapping[int, Tree]) -> Callable[[Sequence[int]], float]:
+def measurer(model: Subject, params: Mapping[int, Tree]) -> Callable[[Sequence[int]], float]:
     """Returns what measures the change of the held-out loss of given widths, each once."""
-    names = matrices(given.cfg.axes)
+    names = matrices(model.cfg.axes)
     known: dict[tuple[int, ...], float] = {}
 
     def measure(bits: Sequence[int]) -> float:
         if (key := tuple(bits)) not in known:
             mixed = in_widths(params, names, key)
-            known[key] = loss_of(mixed, given.cfg, given.judged) - given.dense
+            known[key] = loss_of(mixed, model.cfg, model.judged) - model.dense
         return known[key]
 
     return measure
@@ -357,7 +359,7 @@ def tried(
     Budgets of the sum of omega begin at the rival's and grow while the loss is no larger than the
     rival's, or shrink until it is; then they halve the range in between.
     """
-    found, wanted, budget = [], measure(rival.bits) + NOISE, rival.omega
+    candidates, limit, budget = [], measure(rival.bits) + NOISE, rival.omega
     low, high, none = 0.0, math.inf, 0.0  # budgets that lose no more, lose more, have no plan
     for _ in range(TRIES):
         try:
@@ -366,13 +368,13 @@ def tried(
             none = budget
         else:
             change = measure(placement.bits)
-            found.append(_plan(placement, change) | {"budget": budget})
+            candidates.append(_plan(placement, change) | {"budget": budget})
             print(
                 f"    sum of omega {budget:.4g}: {change:+.4f} nats, "
                 f"{placement.tokens_per_s:.0f} tokens/s",
                 flush=True,
             )
-            low, high = (budget, high) if change <= wanted else (low, budget)
+            low, high = (budget, high) if change <= limit else (low, budget)
         bottom = max(low, none)
         if bottom > 0 and high < math.inf:
             if high < CLOSE * bottom:
@@ -380,7 +382,7 @@ def tried(
             budget = (bottom * high) ** 0.5
         else:
             budget = bottom * STEP if bottom > 0 else high / STEP
-    return found
+    return candidates
 
 
 def _plan(placement: Placement, change: float) -> dict[str, Any]:
@@ -455,21 +457,21 @@ def _how(fmt: Format, inputs: int) -> Any:
     )
 
 
-def qwix_to_nearest(w_KN: Array, own: Statistics, fmt: Format) -> Array:
+def qwix_to_nearest(w_KN: Array, statistics: Statistics, fmt: Format) -> Array:
     """Rounds each number by itself."""
     from qwix._src.core import qarray  # pyrefly: ignore[missing-import]
 
     return qarray.dequantize(qarray.quantize(w_KN.T, _how(fmt, len(w_KN)))).T
 
 
-def qwix_by_gptq(w_KN: Array, own: Statistics, fmt: Format) -> Array:
+def qwix_by_gptq(w_KN: Array, statistics: Statistics, fmt: Format) -> Array:
     """Rounds column by column of the transposed weight.
 
     Raises: NotImplementedError for 3 bits, which its GPTQ does not take.
     """
     if isinstance(_TYPES[fmt.width], str):
         raise NotImplementedError(f"qwix's GPTQ has no {fmt.width} bits")
-    return _gptq(w_KN, own.h_KK, fmt)
+    return _gptq(w_KN, statistics.h_KK, fmt)
 
 
 @functools.partial(jax.jit, static_argnums=2)  # a program of its own for every column, if not
@@ -481,11 +483,11 @@ def _gptq(w_KN: Array, h_KK: Array, fmt: Format) -> Array:
     return qarray.dequantize(q).T
 
 
-def qwix_by_awq(w_KN: Array, own: Statistics, fmt: Format) -> Array:
+def qwix_by_awq(w_KN: Array, statistics: Statistics, fmt: Format) -> Array:
     """Rounds what the inputs' magnitudes have scaled."""
     from qwix._src.core import qarray  # pyrefly: ignore[missing-import]
     from qwix.contrib import awq_core  # pyrefly: ignore[missing-import]
 
-    magnitude_K = own.absolute_K / own.count
+    magnitude_K = statistics.absolute_K / statistics.count
     q, scale_1K = awq_core.quantize_weight(w_KN.T, magnitude_K, _how(fmt, len(w_KN)))
     return (qarray.dequantize(q) / scale_1K).T

@@ -7,8 +7,7 @@ minder_runs.py, the other detectors in minder_rivals.py.
 """
 
 import functools
-import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -19,7 +18,7 @@ import numpy as np
 from experiments.reports import minder_runs, minder_watch
 from experiments.reports.minder_rivals import MEASURES, RIVALS, VARIANTS
 from experiments.reports.minder_runs import OURS
-from experiments.reports.reporting import panels, save, source
+from experiments.reports.reporting import Row, markdown_table, panels, read, rows_of, save, source
 from megajax.core.config import Checked, option
 from megajax.core.errors import UserError, did_you_mean
 from megajax.monitor import results
@@ -50,28 +49,30 @@ LEVELS = ("low", "middle", "high")
 
 def draw(rows: Rows, path: Path) -> None:
     """F1 by size, recall by kind, precision and recall by noise, delays. Writes SVG and PNG."""
-    whole = {r["detector"]: r for r in rows if r["part"] == "overall"}
-    if OURS not in whole:
+    by_detector = {r["detector"]: r for r in rows if r["part"] == "overall"}
+    if OURS not in by_detector:
         return
-    order = sorted(whole, key=lambda n: (n != OURS, -whole[n]["f1"]))
+    order = sorted(by_detector, key=lambda n: (n != OURS, -by_detector[n]["f1"]))
     figure, axes = panels(2, 2, size=(14, 8.6))
     _sizes(axes[0], rows, order)
     _kinds(axes[1], rows, order[:2])
     _noise(axes[2], rows, order[:4])
     _delays(axes[3], rows, order[:4])
-    best = whole[order[1]] if len(order) > 1 else None
-    title = f"ours: F1 {whole[OURS]['f1']:.3f} on {whole[OURS]['cases']} simulated cases"
+    best = by_detector[order[1]] if len(order) > 1 else None
+    title = (
+        f"ours: F1 {by_detector[OURS]['f1']:.3f} on {by_detector[OURS]['cases']} simulated cases"
+    )
     title += f"; the best rival ({order[1]}): {best['f1']:.3f}" if best else ""
     save(figure, path, title)
 
 
 def _sizes(axes: Any, rows: Rows, order: Sequence[str]) -> None:
     for name in order:
-        mine = [r for r in rows if r["part"] == "size" and r["detector"] == name]
-        x = range(len(mine))
+        by_size = [r for r in rows if r["part"] == "size" and r["detector"] == name]
+        x = range(len(by_size))
         axes.plot(
             x,
-            [r["f1"] for r in mine],
+            [r["f1"] for r in by_size],
             color=COLOURS[name],
             label=name,
             marker="o",
@@ -79,7 +80,7 @@ def _sizes(axes: Any, rows: Rows, order: Sequence[str]) -> None:
             linewidth=2.2 if name == OURS else 1.0,
         )
         if name == OURS:
-            low, high = zip(*(r["f1_95"] for r in mine), strict=True)
+            low, high = zip(*(r["f1_95"] for r in by_size), strict=True)
             axes.fill_between(x, low, high, color=COLOURS[name], alpha=0.15, linewidth=0)
     axes.axhline(PAPER_F1, color="0.3", linestyle="--", linewidth=0.9)
     axes.text(
@@ -98,13 +99,13 @@ def _sizes(axes: Any, rows: Rows, order: Sequence[str]) -> None:
 
 
 def _kinds(axes: Any, rows: Rows, names: Sequence[str]) -> None:
-    mine = {
+    by_kind = {
         n: {r["kind"]: r for r in rows if r["part"] == "kind" and r["detector"] == n} for n in names
     }
-    kinds = sorted(mine[OURS], key=lambda k: (k[0] == "(", mine[OURS][k]["recall"]))
+    kinds = sorted(by_kind[OURS], key=lambda k: (k[0] == "(", by_kind[OURS][k]["recall"]))
     for place, kind in enumerate(kinds):
         for shift, name in zip((0.2, -0.2), names, strict=False):
-            row = mine[name][kind]
+            row = by_kind[name][kind]
             low, high = row["recall_95"]
             axes.barh(
                 place + shift,
@@ -116,7 +117,7 @@ def _kinds(axes: Any, rows: Rows, names: Sequence[str]) -> None:
             axes.plot([low, high], [place + shift] * 2, color="black", linewidth=0.8)
     axes.set_yticks(
         range(len(kinds)),
-        [f"{k.replace('_', ' ')} ({mine[OURS][k]['faults']})" for k in kinds],
+        [f"{k.replace('_', ' ')} ({by_kind[OURS][k]['faults']})" for k in kinds],
         fontsize=7.5,
     )
     axes.set(xlabel="share of the faults that were named", xlim=(0, 1))
@@ -126,12 +127,12 @@ def _kinds(axes: Any, rows: Rows, names: Sequence[str]) -> None:
 
 def _noise(axes: Any, rows: Rows, names: Sequence[str]) -> None:
     for k, name in enumerate(names):
-        mine = {r["noise"]: r for r in rows if r["part"] == "noise" and r["detector"] == name}
-        x = np.array([i for i, level in enumerate(LEVELS) if level in mine]) + 0.07 * k
-        found = [mine[level] for level in LEVELS if level in mine]
+        by_noise = {r["noise"]: r for r in rows if r["part"] == "noise" and r["detector"] == name}
+        x = np.array([i for i, level in enumerate(LEVELS) if level in by_noise]) + 0.07 * k
+        shown = [by_noise[level] for level in LEVELS if level in by_noise]
         for what, mark in (("precision", "^"), ("recall", "o")):
-            middle = np.array([r[what] for r in found])
-            low, high = np.array([r[f"{what}_95"] for r in found]).T
+            middle = np.array([r[what] for r in shown])
+            low, high = np.array([r[f"{what}_95"] for r in shown]).T
             axes.errorbar(
                 x,
                 middle,
@@ -282,24 +283,24 @@ def evaluate(cfg: Config, tell: Callable[[str], Any] = print) -> Mapping[str, An
         cfg.train_jobs, cfg.train_seed, cfg.steps, cfg.tune_cases, cfg.tune_seed
     )
     sizes, counts = numbers("sizes", cfg.sizes), numbers("cases", cfg.cases)
-    wanted = minder_runs.items(cfg.split, cfg.seed, sizes, counts, mixes, cfg.healthy_hours)
+    items = minder_runs.items(cfg.split, cfg.seed, sizes, counts, mixes, cfg.healthy_hours)
     made: list[minder_runs.Made] = []
     if not cfg.draw:
         model = minder_runs.fitted(fits, recipe, cfg.model, tell)
         made = minder_runs.ready(names, fits, model, recipe, tell)
         base = minder_runs.base_of(fits, model, recipe)
-        minder_runs.shared(state, wanted, made, base, cfg.processes, tell)
-    found = list(minder_runs.found(state, wanted, names))
-    names = [n for n in names if all(n in c["said"] for c in found if c["mix"])]
+        minder_runs.shared(state, items, made, base, cfg.processes, tell)
+    done = list(minder_runs.finished(state, items, names))
+    names = [n for n in names if all(n in c["said"] for c in done if c["mix"])]
     about: dict[str, Any] = results.facts(jax.devices()[0].device_kind, "simulated")
     if cfg.draw and path.exists():  # what ran stays what is drawn
-        before = json.loads(path.read_text())
+        before = read(path)
         about |= {name: before[name] for name in ("device", "date", "commit")}
-    here = ("draw", "model", "out", "processes", "state")
-    config = {name: value for name, value in vars(cfg).items() if name not in here}
-    about |= {"config": config, "cases": len(found), "wanted": len(wanted)}
+    ignored = ("draw", "model", "out", "processes", "state")
+    config = {name: value for name, value in vars(cfg).items() if name not in ignored}
+    about |= {"config": config, "cases": len(done), "wanted": len(items)}
     about |= {"tuned": minder_runs.tuned(state, made), "paper": PAPER}
-    rows = list(minder_runs.evaluation_rows(found, names))
+    rows = list(minder_runs.evaluation_rows(done, names))
     results.write(path, about, rows)
     for row in rows:
         if row["part"] in ("overall", "alarms"):
@@ -331,16 +332,13 @@ def text(row: Mapping[str, Any]) -> str:
 # ---- tables of documents
 
 
-Row = dict[str, Any]
-
-
 def overall(path: Path) -> str:
     """Every detector on all cases, and how much better ours is on the same ones."""
-    found = _read(path)
+    result = read(path)
     rows = []
-    for row in sorted(_part(found, "overall"), key=lambda r: (r["detector"] != OURS, -r["f1"])):
+    for row in _ranked(result):
         name = row["detector"]
-        tuned = found["tuned"].get(name, {}).get("f1")
+        tuned = result["tuned"].get(name, {}).get("f1")
         rows.append(
             (
                 name,
@@ -361,21 +359,21 @@ def overall(path: Path) -> str:
         "median time from onset to alert",
         "F1 on the cases it was tuned on",
     )
-    paper = found["paper"]
-    config = found["config"]
+    paper = result["paper"]
+    config = result["config"]
     text = (
-        f"{found['cases']} cases of the family `{config['split']}`, seed {config['seed']}, mixes "
+        f"{result['cases']} cases of the family `{config['split']}`, seed {config['seed']}, mixes "
         f"{config['mixes'].replace(',', ', ')}; in brackets 95 % intervals of a bootstrap over the "
         f"cases. The paper has {paper['precision']}, {paper['recall']} and {paper['f1']} on 150 "
         "cases of its own."
     )
-    return "\n".join([_table(heads, rows), "", text, "", source(found)])
+    return "\n\n".join([markdown_table(heads, rows), text, source(result)])
 
 
 def sizes(path: Path) -> str:
     """F1 by size of the job."""
-    found = _read(path)
-    by = {(r["detector"], r["size"]): r for r in _part(found, "size")}
+    result = read(path)
+    by = {(r["detector"], r["size"]): r for r in rows_of(result, part="size")}
     columns = sorted({size for _, size in by})
     faults = {s: by[OURS, s]["faults"] for s in columns}
     heads = ("F1", *(f"{s:,} machines ({faults[s]} faults)" for s in columns))
@@ -391,26 +389,25 @@ def sizes(path: Path) -> str:
     ]
     both = (f"{by[OURS, s]['precision']:.3f}, {by[OURS, s]['recall']:.3f}" for s in columns)
     rows.insert(1, ("ours: precision, recall", *both))
-    return "\n".join([_table(heads, rows), "", source(found)])
+    return f"{markdown_table(heads, rows)}\n\n{source(result)}"
 
 
 def kinds(path: Path) -> str:
     """Recall by kind of fault: ours, and the two best rivals."""
-    found = _read(path)
-    whole = sorted(_part(found, "overall"), key=lambda r: (r["detector"] != OURS, -r["f1"]))
-    names = [r["detector"] for r in whole[:3]]
-    by = {(r["detector"], r["kind"]): r for r in _part(found, "kind")}
+    result = read(path)
+    names = [r["detector"] for r in _ranked(result)[:3]]
+    by = {(r["detector"], r["kind"]): r for r in rows_of(result, part="kind")}
     rows = []
     for kind in sorted({k for _, k in by}, key=lambda k: (k[0] == "(", k)):
-        mine = by[OURS, kind]
+        ours = by[OURS, kind]
         others = (f"{by[name, kind]['recall']:.3f}" for name in names[1:])
-        delay = f"{mine['delay_s']['p50']:.0f} s" if mine["delay_s"] else "-"
-        before = f"{mine['before_halt']} of {mine['named']}"
+        delay = f"{ours['delay_s']['p50']:.0f} s" if ours["delay_s"] else "-"
+        before = f"{ours['before_halt']} of {ours['named']}"
         rows.append(
             (
                 kind.replace("_", " "),
-                str(mine["faults"]),
-                _interval(mine, "recall"),
+                str(ours["faults"]),
+                _interval(ours, "recall"),
                 *others,
                 delay,
                 before,
@@ -424,15 +421,15 @@ def kinds(path: Path) -> str:
         "ours, median time from onset to alert",
         "named before the job halted",
     )
-    return "\n".join([_table(heads, rows), "", source(found)])
+    return f"{markdown_table(heads, rows)}\n\n{source(result)}"
 
 
 def conditions(path: Path) -> str:
     """Our precision, recall and F1 by noise and by mix of kinds."""
-    found = _read(path)
+    result = read(path)
     rows = []
-    for part, order in (("noise", LEVELS), ("mix", found["config"]["mixes"].split(","))):
-        by = {r[part]: r for r in _part(found, part) if r["detector"] == OURS}
+    for part, order in (("noise", LEVELS), ("mix", result["config"]["mixes"].split(","))):
+        by = {r[part]: r for r in rows_of(result, part=part) if r["detector"] == OURS}
         rows += [
             (
                 f"{part}: {value}",
@@ -443,12 +440,12 @@ def conditions(path: Path) -> str:
             if value in by
         ]
     heads = ("condition", "cases", "precision", "recall", "F1")
-    return "\n".join([_table(heads, rows), "", source(found)])
+    return f"{markdown_table(heads, rows)}\n\n{source(result)}"
 
 
 def alarms(path: Path) -> str:
     """False alarms a day of long healthy runs."""
-    found = _read(path)
+    result = read(path)
     rows = [
         (
             row["detector"],
@@ -458,42 +455,42 @@ def alarms(path: Path) -> str:
             f"{row['a_day']:.2f}",
             f"{row['a_day_95'][0]:.2f} to {row['a_day_95'][1]:.2f}",
         )
-        for row in _part(found, "alarms")
+        for row in rows_of(result, part="alarms")
     ]
     heads = ("detector", "machines", "hours", "false alarms", "false alarms a day", "95 % interval")
-    return "\n".join([_table(heads, rows), "", source(found)])
+    return f"{markdown_table(heads, rows)}\n\n{source(result)}"
 
 
 def ablations(path: Path) -> str:
     """Our detector without one of its parts, on the same cases."""
-    found = _read(path)
+    result = read(path)
     rows = [
         (
             row["what"],
             *(_interval(row, m) for m in ("precision", "recall", "f1")),
             _interval(row, "f1_more", sign=True) if "f1_more" in row else "",
         )
-        for row in _part(found, "overall")
+        for row in rows_of(result, part="overall")
     ]
     heads = ("variant", "precision", "recall", "F1", "F1 of the whole minus its F1")
-    text = f"{found['cases']} cases of the family `{found['config']['split']}`."
-    return "\n".join([_table(heads, rows), "", text, "", source(found)])
+    text = f"{result['cases']} cases of the family `{result['config']['split']}`."
+    return "\n\n".join([markdown_table(heads, rows), text, source(result)])
 
 
 def seconds(path: Path) -> str:
     """How long a call takes."""
-    found = _read(path)
-    text = f"{minder_watch.text(found)}. The paper: {found['paper_s']} s with the query."
-    return f"{text}\n\n{source(found)}"
+    result = read(path)
+    text = f"{minder_watch.text(result)}. The paper: {result['paper_s']} s with the query."
+    return f"{text}\n\n{source(result)}"
 
 
 def unlike(path: Path) -> str:
     """Recall by kind of fault, and precision, on fleets of other assumptions."""
-    found = _read(path)
-    config = found["config"]
-    by = {(r["background"], r["detector"], r.get("kind")): r for r in found["rows"]}
-    names = list(dict.fromkeys(r["background"] for r in found["rows"]))
-    kinds = list(dict.fromkeys(r["kind"] for r in _part(found, "kind")))
+    result = read(path)
+    config = result["config"]
+    by = {(r["background"], r["detector"], r.get("kind")): r for r in result["rows"]}
+    names = list(dict.fromkeys(r["background"] for r in result["rows"]))
+    kinds = list(dict.fromkeys(r["kind"] for r in rows_of(result, part="kind")))
     rows = []
     for background in names:
         for detector, what in (("levels", "levels only"), (OURS, "the whole detector")):
@@ -521,36 +518,30 @@ def unlike(path: Path) -> str:
         f"{', '.join(map(str, config['sizes']))} machines, {config['faults']} faults of each kind "
         f"and {config['healthy']} healthy jobs on each fleet, seed {config['seed']}."
     )
-    return "\n".join([_table(heads, rows), "", text, "", source(found)])
+    return "\n\n".join([markdown_table(heads, rows), text, source(result)])
 
 
 def tables(folder: Path) -> dict[str, Callable[[], str]]:
     """Returns {name of a place in a document: what stands there}."""
     every = (overall, sizes, kinds, conditions, alarms)
-    found: dict[str, Callable[[], str]] = {
+    named: dict[str, Callable[[], str]] = {
         f"minder_{t.__name__}": functools.partial(t, folder / "minder.json") for t in every
     }
-    found["minder_slow_kinds"] = functools.partial(kinds, folder / "minder_slow.json")
-    found["minder_ablations"] = functools.partial(ablations, folder / "minder_ablations.json")
-    found["minder_unlike"] = functools.partial(unlike, folder / "minder_unlike.json")
-    found["minder_time"] = functools.partial(seconds, folder / "minder_time.json")
-    return found
+    named["minder_slow_kinds"] = functools.partial(kinds, folder / "minder_slow.json")
+    named["minder_ablations"] = functools.partial(ablations, folder / "minder_ablations.json")
+    named["minder_unlike"] = functools.partial(unlike, folder / "minder_unlike.json")
+    named["minder_time"] = functools.partial(seconds, folder / "minder_time.json")
+    return named
 
 
-def _read(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text())
-
-
-def _part(found: dict, part: str) -> list[Row]:
-    return [row for row in found["rows"] if row["part"] == part]
+def _ranked(result: dict) -> list[Row]:
+    """Returns each detector's row of all cases: ours, then the highest F1 first."""
+    return sorted(
+        rows_of(result, part="overall"), key=lambda row: (row["detector"] != OURS, -row["f1"])
+    )
 
 
 def _interval(row: Row, name: str, sign: bool = False) -> str:
     form = "+.3f" if sign else ".3f"
     low, high = row[f"{name}_95"]
     return f"{row[name]:{form}} ({low:{form}} to {high:{form}})"
-
-
-def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
-    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])

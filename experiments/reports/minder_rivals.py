@@ -25,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from experiments.reports.reporting import save_arrays
 from megajax.core.tree import Tree, named_leaves, nest
 from megajax.models import lstm_vae
 from megajax.models.lstm_vae import LstmVaeConfig
@@ -78,9 +79,8 @@ class Base:
     def save(self, path: Path) -> None:
         """Writes an archive without pickles."""
         arrays = {f"vae.{name}": np.asarray(leaf) for name, leaf in named_leaves(self.vae)}
-        part = path.with_suffix(".part.npz")
-        np.savez(part, metrics=np.array(self.metrics), ranges=self.range_3C, **arrays)  # type: ignore
-        part.replace(path)
+        about = {"metrics": np.array(self.metrics), "ranges": self.range_3C}
+        save_arrays(path, about | arrays)
 
     @staticmethod
     def load(path: Path) -> "Base":
@@ -142,7 +142,7 @@ class View:
         return back.transpose(2, 0, 1).reshape(C, N, J, W)
 
     @cached_property
-    def kept(self) -> dict[str, np.ndarray]:
+    def cache(self) -> dict[str, np.ndarray]:
         """What several rivals share, by name."""
         return {}
 
@@ -168,18 +168,18 @@ def nearest(values_CNT: np.ndarray) -> np.ndarray:
     after = np.minimum.accumulate(np.where(has, now_T, 3 * T)[..., ::-1], -1)[..., ::-1]
     place = np.where(now_T - before <= after - now_T, before, after)
     none = (place < 0) | (place >= T)
-    found = np.take_along_axis(values_CNT, np.where(none, 0, place), -1)
-    return np.where(none, np.float32(0.5), found)
+    filled = np.take_along_axis(values_CNT, np.where(none, 0, place), -1)
+    return np.where(none, np.float32(0.5), filled)
 
 
 def in_parts(function: Any, rows_X: np.ndarray, rows: int = ROWS) -> np.ndarray:
     """Returns function(rows_X), so many rows at a time, so that all lengths run one program."""
-    found = []
+    parts = []
     for at in range(0, len(rows_X), rows):
         part = rows_X[at : at + rows]
         pad = [(0, rows - len(part))] + [(0, 0)] * (part.ndim - 1)
-        found.append(np.asarray(function(np.pad(part, pad)))[: len(part)])
-    return np.concatenate(found)
+        parts.append(np.asarray(function(np.pad(part, pad)))[: len(part)])
+    return np.concatenate(parts)
 
 
 _denoise = jax.jit(lstm_vae.denoise, static_argnums=0)
@@ -315,12 +315,12 @@ def _sums(e_JND: jax.Array, measure: str) -> jax.Array:
 def of_metrics(view: View, _: Learnt, source: str, measure: str = "euclid") -> np.ndarray:
     """Returns d_MJN, a stream a metric. source: 'x' (RAW) or 'denoised'."""
     name = f"{source} {measure}"
-    if name not in view.kept:
+    if name not in view.cache:
         windows = view.x_CNJW if source == "x" else view.denoised_CNJW
         C, N, J, W = windows.shape
         e_XNW = windows.swapaxes(1, 2).reshape(C * J, N, W)
-        view.kept[name] = sums(e_XNW, measure).reshape(C, J, N)
-    return view.kept[name]
+        view.cache[name] = sums(e_XNW, measure).reshape(C, J, N)
+    return view.cache[name]
 
 
 def concatenated(view: View, _: Learnt) -> np.ndarray:
@@ -369,23 +369,23 @@ class Trace:
 
     who: np.ndarray
     high: np.ndarray
-    kept: dict = field(default_factory=dict)  # strengths that were asked for
+    strengths: dict = field(default_factory=dict)  # those that were computed, by (out, need)
 
     def strength(self, out: int, need: int) -> tuple[np.ndarray, np.ndarray]:
         """Returns (the lowest score of the last `need` windows, -inf where they had not one
         candidate; the candidate), (M, J) each. out: a machine that is no candidate; -1: none."""
-        if (out, need) not in self.kept:
+        if (out, need) not in self.strengths:
             is_out = self.who[0] == out
             who_MJ = np.where(is_out, self.who[1], self.who[0])
             high_MJ = np.where(is_out, self.high[1], self.high[0])
-            found = np.full(who_MJ.shape, -np.inf)
+            lowest = np.full(who_MJ.shape, -np.inf)
             if who_MJ.shape[1] >= need:
                 lasts = np.lib.stride_tricks.sliding_window_view(who_MJ, need, 1)
                 same = (lasts == lasts[..., :1]).all(2)
                 low = np.lib.stride_tricks.sliding_window_view(high_MJ, need, 1).min(2)
-                found[:, need - 1 :] = np.where(same, low, -np.inf)
-            self.kept[out, need] = found, who_MJ
-        return self.kept[out, need]
+                lowest[:, need - 1 :] = np.where(same, low, -np.inf)
+            self.strengths[out, need] = lowest, who_MJ
+        return self.strengths[out, need]
 
 
 def trace(score_MJN: np.ndarray, there_JN: np.ndarray) -> Trace:
@@ -424,7 +424,7 @@ def normal(d_JN: np.ndarray, there_JN: np.ndarray, how: str) -> np.ndarray:
 
 
 def decide(
-    found: Trace, threshold: float, need: int = CONTINUITY, most: int = 1
+    candidates: Trace, threshold: float, need: int = CONTINUITY, most: int = 1
 ) -> list[tuple[int, int, int, float]]:
     """Returns [(window, machine, stream, score)]: who is named, the first first.
 
@@ -434,7 +434,7 @@ def decide(
     named: list[tuple[int, int, int, float]] = []
     out, begin = -1, 0
     while len(named) < most:
-        strength_MJ, who_MJ = found.strength(out, need)
+        strength_MJ, who_MJ = candidates.strength(out, need)
         fires_MJ = strength_MJ > threshold
         fires_MJ[:, : min(begin + need - 1, fires_MJ.shape[1])] = False
         if not fires_MJ.any():
@@ -466,12 +466,12 @@ def f1(counts: Sequence[tuple[int, int, int]]) -> float:
 
 def best(choices: Iterator[Options], tried: Tried) -> tuple[Options, float]:
     """Returns the choice with the highest F1; of equals the first."""
-    found, high = None, -1.0
+    choice_of_best, high = None, -1.0
     for choice in choices:
         if (value := f1(tried(choice))) > high:
-            found, high = choice, value
-    assert found is not None
-    return found, high
+            choice_of_best, high = choice, value
+    assert choice_of_best is not None
+    return choice_of_best, high
 
 
 # ---- rival: isolation forest
@@ -569,14 +569,14 @@ POINTS = 50_000  # to learn from
 def apart(view: View) -> np.ndarray:
     """Returns of each window the mean and the logarithm of the spread of each metric, less the
     median machine's, (J, N, 2 C)."""
-    if "apart" not in view.kept:
+    if "apart" not in view.cache:
         x_CNJW = view.x_CNJW
         spread = np.log(x_CNJW.std(3) + 1e-2)
         y_DNJ = np.concatenate([x_CNJW.mean(3), spread])
         y_DNJ = np.where(view.there_JN.T, y_DNJ, np.nan)
         y_DNJ = y_DNJ - np.nanmedian(y_DNJ, 1, keepdims=True)
-        view.kept["apart"] = np.nan_to_num(y_DNJ.transpose(2, 1, 0)).astype(np.float32)
-    return view.kept["apart"]
+        view.cache["apart"] = np.nan_to_num(y_DNJ.transpose(2, 1, 0)).astype(np.float32)
+    return view.cache["apart"]
 
 
 # ---- Mahalanobis distance (the paper's baseline)
@@ -615,8 +615,8 @@ def points(view: View) -> np.ndarray:
 
 def learn_forest(views: Sequence[View], seed: int, steps: int) -> Learnt:
     """Returns a forest of the points of healthy machines, and of the few faulty ones."""
-    found = [points(v) for v in views]
-    return grow(sample([p.reshape(-1, p.shape[2]) for p in found], seed), seed)
+    ticks = [points(v) for v in views]
+    return grow(sample([p.reshape(-1, p.shape[2]) for p in ticks], seed), seed)
 
 
 def isolation(view: View, learnt: Learnt) -> np.ndarray:
@@ -638,8 +638,8 @@ def nvrx(view: View, _: Learnt, kind: str) -> np.ndarray:
     duty cycle, power, graphics and tensor activity and NVLink traffic, each against its reference,
     with equal weights; the median is of four minutes (10 ticks), reported every tick.
     """
-    wanted = [c for c, m in enumerate(view.base.metrics) if m.startswith(("gpu_", "nvlink"))]
-    raw_CNT = view.raw_CNT[wanted]
+    rows = [c for c, m in enumerate(view.base.metrics) if m.startswith(("gpu_", "nvlink"))]
+    raw_CNT = view.raw_CNT[rows]
     C, N, T = raw_CNT.shape
     H = T // (8 * TICK)
     parts = raw_CNT[..., : H * 8 * TICK].reshape(C, N, H, 8 * TICK)
@@ -755,10 +755,10 @@ def sample(rows: Sequence[np.ndarray], seed: int) -> np.ndarray:
 def by_window(score_MHN: np.ndarray, windows: int) -> np.ndarray:
     """Returns the scores of ticks by window: a tick is known at its last window."""
     M, H, N = score_MHN.shape
-    found = np.zeros((M, windows, N), score_MHN.dtype)
+    scores = np.zeros((M, windows, N), score_MHN.dtype)
     for j in range(TICK - 1, windows):
-        found[:, j] = score_MHN[:, min((j + 1) // TICK, H) - 1]
-    return found
+        scores[:, j] = score_MHN[:, min((j + 1) // TICK, H) - 1]
+    return scores
 
 
 def _median(part_CNH: np.ndarray) -> np.ndarray:
@@ -808,8 +808,8 @@ class Rival:
 
     def named(self, traces: dict[str, Trace], tuned: Mapping[str, Any]) -> list:
         """Returns (window, machine, stream, score) of a case's alerts."""
-        found = traces[tuned["how"]]
-        return decide(found, tuned["threshold"], self.need, tuned["most"])
+        candidates = traces[tuned["how"]]
+        return decide(candidates, tuned["threshold"], self.need, tuned["most"])
 
     def alerts(self, view: View, learnt: Learnt, tuned: Mapping[str, Any]) -> list[Said]:
         """Returns the alerts of a case."""
@@ -875,9 +875,7 @@ class Tuned:
         """Writes an archive without pickles."""
         head = json.dumps({"name": self.name, "tuned": dict(self.tuned), "f1": self.f1})
         path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_suffix(".part.npz")
-        np.savez(part, head=np.array(head), **self.learnt)  # type: ignore[arg-type]
-        part.replace(path)
+        save_arrays(path, {"head": np.array(head), **self.learnt})
 
     @staticmethod
     def load(path: Path) -> "Tuned":
@@ -905,25 +903,25 @@ def tune(
     and its alerts: (named, in vain, faults).
     """
     learnt = {name: RIVALS[name].learn(sources, seed, steps) for name in names}
-    kept: dict[str, list] = {name: [] for name in names}
+    traces_of: dict[str, list] = {name: [] for name in names}
     cases = []
     for view in views:
         for name in names:
-            kept[name].append(RIVALS[name].traces(view, learnt[name]))
+            traces_of[name].append(RIVALS[name].traces(view, learnt[name]))
         grid = dataclasses.replace(view.grid, values_CNT=view.grid.values_CNT[:, :, :0])
         cases.append(dataclasses.replace(view, grid=grid))  # without its data
     for name in names:
         rival = RIVALS[name]
 
         def tried(choice: Mapping[str, Any], rival: Rival = rival, name: str = name) -> list:
-            found = []
-            for number, (view, traces) in enumerate(zip(cases, kept[name], strict=True)):
+            counts = []
+            for number, (view, traces) in enumerate(zip(cases, traces_of[name], strict=True)):
                 named = rival.named(traces, choice)
                 alerts = said(view, named, rival.need, view.base.metrics)  # by their order
-                found.append(counted(number, alerts))
-            return found
+                counts.append(counted(number, alerts))
+            return counts
 
-        choice, value = best(rival.choices(kept[name]), tried)
+        choice, value = best(rival.choices(traces_of[name]), tried)
         yield Tuned(name, learnt[name], choice, value)
 
 
@@ -940,15 +938,15 @@ def our_alerts(path: str | Path, grid: Grid, departures: Sequence[tuple[str, flo
     detector = Detector.load(path)
     declared = [(at + DECLARED, machine) for machine, at in departures]
     cuts = sorted({grid.start, grid.end, *(int(at) for at, _ in declared if at < grid.end)})
-    found = []
+    alerts = []
     for begin, end in zip(cuts, cuts[1:], strict=False):
         for at, machine in declared:
             if int(at) == begin:
                 detector.leave(machine)
         values = grid.values_CNT[:, :, begin - grid.start : end - grid.start]
         part = Grid(begin, 1, values, grid.machines, grid.metrics)
-        found += detector.update(part)
-    return [Said(a.machine, a.metric, a.since, a.at, a.score, a.kind) for a in found]
+        alerts += detector.update(part)
+    return [Said(a.machine, a.metric, a.since, a.at, a.score, a.kind) for a in alerts]
 
 
 # ---- our detector without a part
@@ -975,10 +973,10 @@ class Variant:
 
 
 def _without_residual() -> Any:
-    whole = features.of_tick
+    original = features.of_tick
 
     def of_tick(*args: Any, **kw: Any) -> Any:
-        y_FNJ = whole(*args, **kw)
+        y_FNJ = original(*args, **kw)
         level_CNJ, residual_CNJ = np.split(y_FNJ, 2)
         return np.concatenate([level_CNJ, np.where(np.isnan(residual_CNJ), np.nan, 0.0)])
 
@@ -1001,10 +999,10 @@ def _without_networks() -> Any:
 
 
 def _without_past() -> Any:
-    whole = tracker.advance
+    original = tracker.advance
 
-    def advance(prior: Any, tracks: Any, y_FNJ: Any, held_N: Any, *rest: Any) -> Any:
-        return whole(prior, tracks, y_FNJ, np.ones_like(held_N), *rest)
+    def advance(prior: Any, tracks: Any, y_FNJ: Any, held_N: Any, *more: Any) -> Any:
+        return original(prior, tracks, y_FNJ, np.ones_like(held_N), *more)
 
     return mock.patch.object(tracker, "advance", advance)
 

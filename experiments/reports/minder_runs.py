@@ -23,6 +23,7 @@ import numpy as np
 from experiments.reports import minder_rivals
 from experiments.reports import minder_rivals as rivals
 from experiments.reports.minder_rivals import RIVALS, Base, Tuned, View, tune
+from megajax.core.files import write_whole
 from megajax.monitor.fleet import Case, cases
 from megajax.systems import minder
 from megajax.systems.minder import Detector
@@ -69,8 +70,8 @@ def judged(case: Mapping[str, Any], alerts: Sequence[Mapping[str, Any]]) -> dict
 
 def triple(case: Mapping[str, Any], alerts: Sequence[Mapping[str, Any]]) -> tuple[int, int, int]:
     """Returns (named, in vain, faults)."""
-    found = judged(case, alerts)
-    return sum(d is not None for d in found["named"]), found["vain"], len(case["faults"])
+    judgement = judged(case, alerts)
+    return sum(d is not None for d in judgement["named"]), judgement["vain"], len(case["faults"])
 
 
 def quality(counts: np.ndarray) -> dict[str, np.ndarray]:
@@ -137,12 +138,12 @@ def rate(count: int, days: float) -> dict[str, Any]:
     }
 
 
-def delays(found: Sequence[float]) -> dict[str, float]:
+def delays(seconds: Sequence[float]) -> dict[str, float]:
     """Returns quantiles of the seconds from onset to alert."""
-    if not len(found):
+    if not len(seconds):
         return {}
     marks = (10, 50, 90, 100)
-    return {f"p{q}": float(v) for q, v in zip(marks, np.percentile(found, marks), strict=True)}
+    return {f"p{q}": float(v) for q, v in zip(marks, np.percentile(seconds, marks), strict=True)}
 
 
 # ---- cases
@@ -174,8 +175,8 @@ class Item:
     def case(self) -> Case:
         """Returns it."""
         if not self.mix:
-            found = _nth(self.k, self.size, self.seed, split=self.split, healthy=1.0)
-            return dataclasses.replace(found, end=found.start + int(3600 * HOURS))
+            healthy = _nth(self.k, self.size, self.seed, split=self.split, healthy=1.0)
+            return dataclasses.replace(healthy, end=healthy.start + int(3600 * HOURS))
         return _nth(self.k, self.size, self.seed, split=self.split, mix=self.mix)
 
 
@@ -193,17 +194,19 @@ def items(
 ) -> list[Item]:
     """Returns the cases, small and large ones in turn; the first mix has half of each size's, or
     all if it is the only one."""
-    found = []
+    ordered = []
     for size, count in zip(sizes, counts, strict=True):
-        rest = mixes[1:]
-        each = count // 2 // max(len(rest), 1) if rest else 0
-        shares = {mixes[0]: count - each * len(rest)} | dict.fromkeys(rest, each)
+        others = mixes[1:]
+        each = count // 2 // max(len(others), 1) if others else 0
+        shares = {mixes[0]: count - each * len(others)} | dict.fromkeys(others, each)
         for number, (mix, share) in enumerate(shares.items()):
-            own = seed + number * MIXES_APART
-            found += [(k / max(share, 1), Item(split, own, mix, size, k)) for k in range(share)]
+            seed_of_mix = seed + number * MIXES_APART
+            ordered += [
+                (k / max(share, 1), Item(split, seed_of_mix, mix, size, k)) for k in range(share)
+            ]
     runs = int(hours / HOURS)
-    found += [(k / runs, Item(split, seed + 1, "", HEALTHY, k)) for k in range(runs)]
-    return [item for _, item in sorted(found, key=lambda x: x[0])]
+    ordered += [(k / runs, Item(split, seed + 1, "", HEALTHY, k)) for k in range(runs)]
+    return [item for _, item in sorted(ordered, key=lambda x: x[0])]
 
 
 def described(item: Item, case: Case) -> dict[str, Any]:
@@ -306,13 +309,13 @@ def base_of(folder: Path, model: Path, recipe: Recipe) -> Path:
 
 def ready(names: Sequence[str], folder: Path, model: Path, recipe: Recipe, tell: Any) -> list[Made]:
     """Returns the detectors, rivals learnt and tuned now or before."""
-    own = _hash(model.read_bytes())
-    made = [Made(OURS, model, f"{OURS}-{_hash(own, code())}")] * (OURS in names)
+    model_hash = _hash(model.read_bytes())
+    made = [Made(OURS, model, f"{OURS}-{_hash(model_hash, code())}")] * (OURS in names)
     base = base_of(folder, model, recipe)
     shared, common = Base.load(base), _hash(base.read_bytes(), code_of_rivals(), recipe)
     rivals = [n for n in names if n in RIVALS]
     for name in (n for n in names if n in minder_rivals.VARIANTS):
-        key = _hash(name, own, code(), code_of_rivals(), recipe)
+        key = _hash(name, model_hash, code(), code_of_rivals(), recipe)
         path = folder / f"{name}-{key}.npz"
         if not path.exists():
             tell(f"fitting {name}: {minder_rivals.VARIANTS[name].what}")
@@ -339,21 +342,21 @@ def ready(names: Sequence[str], folder: Path, model: Path, recipe: Recipe, tell:
 # ---- runs
 
 
-def run(folder: Path, wanted: Sequence[Item], made: Sequence[Made], base: Path, tell: Any) -> None:
+def run(folder: Path, todo: Sequence[Item], made: Sequence[Made], base: Path, tell: Any) -> None:
     """Runs what is missing; a case's file is written as soon as all detectors have seen it."""
     rivals = {one.key: Tuned.load(one.path) for one in made if one.name in RIVALS}
     shared = Base.load(base)
-    for number, item in enumerate(wanted):
+    for number, item in enumerate(todo):
         path = folder / f"{item.name}.json"
-        kept = json.loads(path.read_text()) if path.exists() else None
-        missing = [o for o in asked(item, made) if kept is None or o.key not in kept["said"]]
+        record = json.loads(path.read_text()) if path.exists() else None
+        missing = [o for o in asked(item, made) if record is None or o.key not in record["said"]]
         if not missing:
             continue
         case = item.case()
-        kept = kept or described(item, case) | {"said": {}, "took": {}}
+        record = record or described(item, case) | {"said": {}, "took": {}}
         began = time.process_time()
         view = View(case.read(), case.fleet.departures, shared)
-        kept["took"]["read"] = time.process_time() - began
+        record["took"]["read"] = time.process_time() - began
         for one in missing:
             began = time.process_time()
             if one.name == OURS:
@@ -362,26 +365,26 @@ def run(folder: Path, wanted: Sequence[Item], made: Sequence[Made], base: Path, 
                 said = minder_rivals.ablated_alerts(one.name, one.path, case)
             else:
                 said = rivals[one.key].alerts(view)
-            kept["took"][one.key] = time.process_time() - began
-            kept["said"][one.key] = [alert._asdict() for alert in said]
-        part = path.with_suffix(".part")
-        part.write_text(json.dumps(kept, default=float))
-        part.replace(path)
-        tell(f"{number + 1}/{len(wanted)} {item.name}")
+            record["took"][one.key] = time.process_time() - began
+            record["said"][one.key] = [alert._asdict() for alert in said]
+        write_whole(path, json.dumps(record, default=float))
+        tell(f"{number + 1}/{len(todo)} {item.name}")
 
 
-def found(folder: Path, wanted: Sequence[Item], names: Sequence[str]) -> Iterator[dict[str, Any]]:
+def finished(
+    folder: Path, chosen: Sequence[Item], names: Sequence[str]
+) -> Iterator[dict[str, Any]]:
     """Yields what is there: a case, with 'said' and 'took' by the detectors' names, of each the one
     that ran last."""
-    for item in wanted:
+    for item in chosen:
         path = folder / f"{item.name}.json"
         if not path.exists():
             continue
-        kept = json.loads(path.read_text())
-        last = {key.rpartition("-")[0]: key for key in kept["said"]}  # in the order of running
+        record = json.loads(path.read_text())
+        last = {key.rpartition("-")[0]: key for key in record["said"]}  # in the order of running
         for member in ("said", "took"):
-            kept[member] = {n: kept[member][last[n]] for n in names if n in last}
-        yield kept
+            record[member] = {n: record[member][last[n]] for n in names if n in last}
+        yield record
 
 
 ALONE = (  # one thread of XLA and of BLAS
@@ -393,14 +396,14 @@ ALONE = (  # one thread of XLA and of BLAS
 
 def shared(
     folder: Path,
-    wanted: Sequence[Item],
+    todo: Sequence[Item],
     made: Sequence[Made],
     base: Path,
     processes: int,
     tell: Any,
 ) -> None:
     """Runs what is missing in several processes, each of one thread."""
-    missing = [item for item in wanted if not done(folder, item, made)]
+    missing = [item for item in todo if not done(folder, item, made)]
     if processes == 1 or len(missing) < 2:
         run(folder, missing, made, base, tell)
         return
@@ -420,11 +423,11 @@ def shared(
         raise RuntimeError("a process of the evaluation failed; its error stands above")
 
 
-def _written(wanted: Sequence[Item], made: Sequence[Made], base: Path) -> str:
+def _written(todo: Sequence[Item], made: Sequence[Made], base: Path) -> str:
     """Returns the work of a process as JSON."""
     return json.dumps(
         {
-            "items": [dataclasses.asdict(i) for i in wanted],
+            "items": [dataclasses.asdict(i) for i in todo],
             "made": [dataclasses.asdict(m) for m in made],
             "base": base,
         },
@@ -436,16 +439,16 @@ def main(path: str) -> None:
     """Does the work of a file that `shared` wrote; prints what is done."""
     work = json.loads(Path(path).read_text())
     made = [Made(m["name"], Path(m["path"]), m["key"]) for m in work["made"]]
-    wanted = [Item(**item) for item in work["items"]]
+    todo = [Item(**item) for item in work["items"]]
     tell = functools.partial(print, flush=True)
-    run(Path(path).parent, wanted, made, Path(work["base"]), tell)
+    run(Path(path).parent, todo, made, Path(work["base"]), tell)
 
 
 def done(folder: Path, item: Item, made: Sequence[Made]) -> bool:
     """Tells whether all detectors have seen a case."""
     path = folder / f"{item.name}.json"
-    wanted = {one.key for one in asked(item, made)}
-    return path.exists() and wanted <= json.loads(path.read_text())["said"].keys()
+    keys = {one.key for one in asked(item, made)}
+    return path.exists() and keys <= json.loads(path.read_text())["said"].keys()
 
 
 def asked(item: Item, made: Sequence[Made]) -> list[Made]:
@@ -456,11 +459,11 @@ def asked(item: Item, made: Sequence[Made]) -> list[Made]:
 def tuned(folder: Path, made: Sequence[Made]) -> dict[str, Any]:
     """Returns what was chosen for the rivals, now or before, and their F1 on the tuning cases."""
     path = folder / "tuned.json"
-    kept = json.loads(path.read_text()) if path.exists() else {}
+    record = json.loads(path.read_text()) if path.exists() else {}
     new = [Tuned.load(one.path) for one in made if one.name in RIVALS]
-    kept |= {one.name: {"f1": one.f1} | dict(one.tuned) for one in new}
-    path.write_text(json.dumps(kept, indent=1))
-    return kept
+    record |= {one.name: {"f1": one.f1} | dict(one.tuned) for one in new}
+    path.write_text(json.dumps(record, indent=1))
+    return record
 
 
 if __name__ == "__main__":
@@ -473,31 +476,37 @@ if __name__ == "__main__":
 Row = dict[str, Any]
 
 
-def evaluation_rows(found: Sequence[Mapping], names: Sequence[str], seed: int = 0) -> Iterator[Row]:
-    """Yields the rows. found: of minder_runs.found; only cases that all detectors have seen count
-    in a comparison."""
-    judged = [c for c in found if c["mix"]]
-    whole = [c for c in judged if all(n in c["said"] for n in names)]
-    yield from _overall(whole, names, seed)
+def evaluation_rows(
+    records: Sequence[Mapping], names: Sequence[str], seed: int = 0
+) -> Iterator[Row]:
+    """Yields the rows of a result file.
+
+    records: of `finished`. A comparison counts only the cases that all detectors have seen.
+    """
+    judged = [c for c in records if c["mix"]]
+    complete = [c for c in judged if all(n in c["said"] for n in names)]
+    yield from _overall(complete, names, seed)
     for part, of in (("size", "size"), ("noise", "noise"), ("mix", "mix")):
-        for value in dict.fromkeys(c[of] for c in sorted(whole, key=lambda c: (c["size"], c[of]))):
-            mine = [c for c in whole if c[of] == value]
-            for row in _overall(mine, names, seed):
+        for value in dict.fromkeys(
+            c[of] for c in sorted(complete, key=lambda c: (c["size"], c[of]))
+        ):
+            chosen = [c for c in complete if c[of] == value]
+            for row in _overall(chosen, names, seed):
                 yield row | {"part": part, of: value}
     for name in names:
-        yield from _kinds(whole, name)
-        found_s = [d for _, d in _named(whole, name) if d is not None]
-        faults = sum(len(c["faults"]) for c in whole)
+        yield from _kinds(complete, name)
+        found_s = [d for _, d in _named(complete, name) if d is not None]
+        faults = sum(len(c["faults"]) for c in complete)
         yield {
             "part": "delays",
             "detector": name,
             "faults": faults,
             "seconds": sorted(round(d) for d in found_s),
         }
-    healthy = [c for c in found if not c["mix"]]
+    healthy = [c for c in records if not c["mix"]]
     for name in names:
         yield from _alarms(healthy, name)
-        yield from _costs(found, name)
+        yield from _costs(records, name)
 
 
 def what(name: str) -> str:
@@ -515,12 +524,12 @@ def _overall(cases: Sequence[Mapping], names: Sequence[str], seed: int) -> Itera
     if not cases:
         return
     times_BX = resampled([c["size"] for c in cases], seed)
-    mine = _triples(cases, OURS) if OURS in names else None
+    ours = _triples(cases, OURS) if OURS in names else None
     for name in names:
-        own = _triples(cases, name)
-        row = {"part": "overall", "detector": name, "what": what(name)} | summary(own, times_BX)
-        if mine is not None and name != OURS:
-            row |= difference(mine, own, times_BX)
+        triples = _triples(cases, name)
+        row = {"part": "overall", "detector": name, "what": what(name)} | summary(triples, times_BX)
+        if ours is not None and name != OURS:
+            row |= difference(ours, triples, times_BX)
         row["delay_s"] = delays([d for _, d in _named(cases, name) if d is not None])
         yield row
 
@@ -545,20 +554,20 @@ def _kinds(cases: Sequence[Mapping], name: str) -> Iterator[Row]:
         "(neither)": lambda f: f["speed"] == 1,
     }
     for kind, test in tests.items():
-        found = [(f, d) for f, d in every if test(f)]
-        if not found:
+        faults = [(f, d) for f, d in every if test(f)]
+        if not faults:
             continue
-        hits = [d for _, d in found if d is not None]
-        before = sum(d is not None and f["start"] + d <= f["end"] for f, d in found)
+        hits = [d for _, d in faults if d is not None]
+        before = sum(d is not None and f["start"] + d <= f["end"] for f, d in faults)
         yield {
             "part": "kind",
             "detector": name,
             "kind": kind,
-            "faults": len(found),
+            "faults": len(faults),
             "named": len(hits),
             "before_halt": before,
-            "recall": len(hits) / len(found),
-            "recall_95": wilson(len(hits), len(found)),
+            "recall": len(hits) / len(faults),
+            "recall_95": wilson(len(hits), len(faults)),
             "delay_s": delays(hits),
         }
 
@@ -584,11 +593,11 @@ def _alarms(healthy: Sequence[Mapping], name: str) -> Iterator[Row]:
         } | rate(vain, days)
 
 
-def _costs(found: Sequence[Mapping], name: str) -> Iterator[Row]:
-    for size in sorted({c["size"] for c in found}):
-        mine = [c for c in found if c["size"] == size and name in c["took"]]
-        if mine:
-            each = [1000 * c["took"][name] / c["seconds"] for c in mine]
+def _costs(records: Sequence[Mapping], name: str) -> Iterator[Row]:
+    for size in sorted({c["size"] for c in records}):
+        chosen = [c for c in records if c["size"] == size and name in c["took"]]
+        if chosen:
+            each = [1000 * c["took"][name] / c["seconds"] for c in chosen]
             # CPU time of a process of one thread
             yield {
                 "part": "cost",

@@ -92,11 +92,11 @@ def _unknown(self: Onsets, rows_R: np.ndarray, *_: Any) -> tuple[np.ndarray, np.
 
 def judged(background: str, model: Path, cfg: Config) -> Iterator[dict[str, Any]]:
     """Yields {'kind', 'faults', 'machine_days', 'said': {detector: alerts}} of each scene."""
-    wanted: Mapping[unlike.Kind | None, int] = {
+    counts: Mapping[unlike.Kind | None, int] = {
         **dict.fromkeys(unlike.KINDS, cfg.faults),
         None: cfg.healthy,
     }
-    for one in unlike.scenes(background, wanted, SIZES, cfg.seed):
+    for one in unlike.scenes(background, counts, SIZES, cfg.seed):
         _, N, T = one.grid.values_CNT.shape
         yield {
             "kind": one.faults[0].kind if one.faults else HEALTHY,
@@ -116,11 +116,11 @@ def rows(background: str, cases: Sequence[Mapping[str, Any]]) -> Iterator[dict[s
     for name in DETECTORS:
         total, delays = Counter[tuple[str, str]](), dict[str, list[float]]()
         for case in (c for c in cases if name in c["said"]):
-            found = minder_runs.judged(case, case["said"][name])
-            hits = [d for d in found["named"] if d is not None]
+            judgement = minder_runs.judged(case, case["said"][name])
+            hits = [d for d in judgement["named"] if d is not None]
             delays.setdefault(case["kind"], []).extend(hits)
             total[case["kind"], "faults"] += len(case["faults"])
-            total[case["kind"], "vain"] += found["vain"]
+            total[case["kind"], "vain"] += judgement["vain"]
         for kind in unlike.KINDS:
             named, faults = len(delays.get(kind, ())), total[kind, "faults"]
             if faults:
@@ -164,7 +164,7 @@ def measure(
     folder = results.writable_folder(out)
     state = folder / f"unlike-{code()}-{steps}"  # what is done stays: the same command goes on
     state.mkdir(exist_ok=True)
-    found: list[dict[str, Any]] = []
+    counted: list[dict[str, Any]] = []
     for background in cfg.fleets.split(","):
         model = state / f"{background}.npz"
         if not model.exists():
@@ -177,7 +177,7 @@ def measure(
             cases = list(judged(background, model, cfg))
             seen.write_text(json.dumps(cases, default=float))
         for row in rows(background, json.loads(seen.read_text())):
-            found.append(row)
+            counted.append(row)
             tell(text(row))
     about = results.facts(jax.devices()[0].device_kind, "simulated") | {
         "config": {
@@ -189,9 +189,9 @@ def measure(
         },
     }
     path = folder / "minder_unlike.json"
-    results.write(path, about, found)
+    results.write(path, about, counted)
     tell(f"{path}")
-    return about | {"rows": found}
+    return about | {"rows": counted}
 
 
 def text(row: Mapping[str, Any]) -> str:

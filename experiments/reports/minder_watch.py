@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from experiments.reports.reporting import save_arrays
 from megajax.core import files
 from megajax.core.config import Checked, option
 from megajax.core.errors import UserError
@@ -53,11 +54,11 @@ HEALTHY = 0.8  # share of the simulated jobs without a fault
 
 def paths(text: str) -> list[Path]:
     """'a.csv,b.parquet' -> paths. Raises: UserError for one that is not there."""
-    found = [expand(word, "source") for word in text.split(",") if word]
-    for path in found:
+    existing = [expand(word, "source") for word in text.split(",") if word]
+    for path in existing:
         if not path.is_file():
             raise UserError(f"source={path} is no file (--source)")
-    return found
+    return existing
 
 
 def simulated(jobs: int, machines: int, seed: int, say: Callable[[str], Any]) -> list[Grid]:
@@ -96,14 +97,17 @@ def server(url: str, metrics: Sequence[str] | None, queries: str | None, **secre
 
 
 def recorded(
-    source: Any, hours: float, only: str, kept: Path, say: Callable[[str], Any]
+    source: Any, hours: float, only: str, copy: Path, say: Callable[[str], Any]
 ) -> list[Grid]:
-    """Returns the last hours of a server as one job. kept: where they are written, so that a
-    training that was stopped goes on with the same."""
-    if kept.exists():
-        with np.load(kept, allow_pickle=False) as file:
+    """Returns the last hours of a server as one job.
+
+    copy: the file to which they are written, so that a training that was stopped continues with
+      the same data.
+    """
+    if copy.exists():
+        with np.load(copy, allow_pickle=False) as file:
             machines, metrics = (tuple(map(str, file[n])) for n in ("machines", "metrics"))
-            say(f"{kept} holds what was read before")
+            say(f"{copy} holds what was read before")
             return [Grid(int(file["start"]), 1, file["values"], machines, metrics)]
     end = math.floor(time.time() - 5)
     start = end - round(3600 * hours)
@@ -114,23 +118,17 @@ def recorded(
         say(f"read {(grids[-1].end - start) / 60:.0f} of {60 * hours:.0f} minutes")
         for note in samples.notes:
             say(f"note: {note}")
-    found = merged(grids, sorted({m for g in grids for m in g.metrics}))
-    first = int(np.isfinite(found.values_CNT).any((0, 1)).argmax())  # the server is younger
-    found = replace(found, start=found.start + first, values_CNT=found.values_CNT[:, :, first:])
-    part = kept.with_name(f".part.{kept.name}")  # NumPy adds .npz to a name without it
-    np.savez(
-        part,
-        start=found.start,
-        values=found.values_CNT,
-        machines=np.array(found.machines, str),
-        metrics=np.array(found.metrics, str),
-    )
-    part.replace(kept)
-    return [found]
+    grid = merged(grids, sorted({m for g in grids for m in g.metrics}))
+    first = int(np.isfinite(grid.values_CNT).any((0, 1)).argmax())  # the server is younger
+    grid = replace(grid, start=grid.start + first, values_CNT=grid.values_CNT[:, :, first:])
+    arrays = {"start": grid.start, "values": grid.values_CNT}
+    names = {"machines": np.array(grid.machines, str), "metrics": np.array(grid.metrics, str)}
+    save_arrays(copy, arrays | names)
+    return [grid]
 
 
 def forget(folder: Path) -> None:
-    """Takes away what a training kept: the next one begins anew."""
+    """Deletes what a training stored, so that the next one begins anew."""
     shutil.rmtree(folder, ignore_errors=True)
     with contextlib.suppress(OSError):  # another training is under way beside it
         folder.parent.rmdir()
@@ -501,18 +499,19 @@ def measure(
     return about | {"rows": rows}
 
 
-def text(found: Mapping[str, Any]) -> str:
+def text(result: Mapping[str, Any]) -> str:
     """Returns the figures of a result as a sentence."""
     first, calls, online = (
-        [r for r in found["rows"] if r["part"] == part] for part in ("first call", "call", "online")
+        [r for r in result["rows"] if r["part"] == part]
+        for part in ("first call", "call", "online")
     )
     took, tick = [row["s"] for row in calls], online[0]
     return (
         f"{statistics.median(took):.2f} s ({min(took):.2f} to {max(took):.2f} s in {len(took)} "
-        f"calls) for {found['minutes']} minutes of {found['machines']:,} machines and "
-        f"{found['metrics']} metrics on {found['cores']} cores; {first[0]['s']:.1f} s in the first "
-        f"call of a process, which makes its programs; online {tick['s'] / tick['of_s']:.4f} s for "
-        f"a second of data, where the slowest tick of {tick['of_s']} s took "
-        f"{tick['slowest_s']:.2f} s; largest memory of the process {found['memory_gib']:.2f} GiB, "
-        "the metrics and the simulator included"
+        f"calls) for {result['minutes']} minutes of {result['machines']:,} machines and "
+        f"{result['metrics']} metrics on {result['cores']} cores; {first[0]['s']:.1f} s in the "
+        f"first call of a process, which makes its programs; online "
+        f"{tick['s'] / tick['of_s']:.4f} s for a second of data, where the slowest "
+        f"tick of {tick['of_s']} s took {tick['slowest_s']:.2f} s; largest memory of "
+        f"the process {result['memory_gib']:.2f} GiB, the metrics and the simulator included"
     )

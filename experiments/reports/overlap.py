@@ -11,7 +11,6 @@ width, F width of a layer or expert.
 
 import dataclasses
 import itertools
-import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -24,7 +23,18 @@ from jax.sharding import PartitionSpec as P
 
 from experiments.reports import overlap_simulator as sim
 from experiments.reports.overlap_simulator import Load, Machine, most_comm_blocks
-from experiments.reports.reporting import panels, save
+from experiments.reports.reporting import (
+    Columns,
+    Row,
+    markdown_table,
+    panels,
+    read,
+    rows_of,
+    rows_table,
+    save,
+    source,
+    table,
+)
 from megajax.core.errors import UserError, did_you_mean, nearest_multiples
 from megajax.parallel.expert import Routing, dispatch_grouped_matmul, grouped_matmul_combine
 from megajax.parallel.overlap import Implementation
@@ -32,7 +42,6 @@ from megajax.parallel.tensor import all_gather_matmul, matmul_reduce_scatter
 from pallas_kernels.collective.cases import DENSE, RANKS, Dense, Product
 from pallas_kernels.expert.cases import MIXTURES, Mixture
 
-Row = dict[str, Any]
 COMM_BLOCKS = (1, 2, 3, 4, 6, 8, 12, 16, 24)
 # Overlap efficiency in percent: the abstract's best; and on 8 L20 over PCIe at m 4096, by Flux's
 # equation 2 from the ms of its repository (docs/performance.md): one after the other, the fastest
@@ -68,25 +77,25 @@ def names(flag: str, text: str, known: Iterable[str]) -> list[str]:
 def numbers(flag: str, text: str, kind: type[float] | type[int] = int) -> list[Any]:
     """'1,16' -> [1, 16], none below 0, and no int below 1. Raises: UserError."""
     try:
-        found = [kind(word) for word in text.split(",")]
+        values = [kind(word) for word in text.split(",")]
     except ValueError:
-        found = []
-    if not found or not all((1 if kind is int else 0) <= x < math.inf for x in found):
+        values = []
+    if not values or not all((1 if kind is int else 0) <= x < math.inf for x in values):
         rule = "whole numbers above 0" if kind is int else "numbers of at least 0"
         raise UserError(f"{flag}={text} must be {rule} with commas (--{flag}=1,16)")
-    return found
+    return values
 
 
 def shared(flag: str, text: str) -> list[int]:
     """'64,128' -> [64, 128], numbers of rows that RANKS ranks share evenly. Raises: UserError."""
-    found = numbers(flag, text)
-    for count in found:
+    counts = numbers(flag, text)
+    for count in counts:
         if count % RANKS:
             raise UserError(
                 f"{flag}={count} must be a multiple of the {RANKS} ranks; "
                 f"{nearest_multiples(count, RANKS)} (--{flag})"
             )
-    return found
+    return counts
 
 
 def dense_rows(models: Sequence[str], sizes: Sequence[int], machine: Machine) -> Iterator[Row]:
@@ -115,7 +124,7 @@ def _op(product: Product, machine: Machine) -> Row:
         "ring_efficiency": sim.efficiency(ring, times.gemm_s, times.serial_s),
         "comm_blocks": how.comm_blocks, "tile": "{}x{}".format(*how.tile), "chunk": how.chunk,
         "most_comm_blocks": most_comm_blocks(product.ranks * shard_tiles, machine.sms),
-        "fastest": min(ways, key=lambda way: ways[way]),
+        "fastest": min(ways, key=lambda name: ways[name]),
     }  # fmt: skip
 
 
@@ -245,14 +254,14 @@ def draw_ops(rows: Sequence[Row], device: str, path: Path) -> str:
     from matplotlib.ticker import NullLocator
 
     figure, places = panels(2, size=(9.5, 4), sharey=True)
-    found = [r for r in rows if r["part"] == "op" and r["model"] == "gpt3_175b"]
-    shown = [r for r in found if r["wire_bytes"] == 2]
+    products = [r for r in rows if r["part"] == "op" and r["model"] == "gpt3_175b"]
+    shown = [r for r in products if r["wire_bytes"] == 2]
     titles = {"gather": "all-gather, then product", "scatter": "product, then reduce-scatter"}
     for axes, (kind, title) in zip(places, titles.items(), strict=True):
-        mine = [r for r in shown if r["kind"] == kind]
-        for way, style in (("fused", "o-C0"), ("ring", "^:C1")):
-            at = [(r["m"], 100 * r[f"{way}_efficiency"]) for r in mine]
-            axes.plot(*zip(*at, strict=True), style, label=f"{way}, simulated", zorder=3)
+        curve = [r for r in shown if r["kind"] == kind]
+        for implementation, style in (("fused", "o-C0"), ("ring", "^:C1")):
+            at = [(r["m"], 100 * r[f"{implementation}_efficiency"]) for r in curve]
+            axes.plot(*zip(*at, strict=True), style, label=f"{implementation}, simulated", zorder=3)
         serial, gemm, fused = FLUX_L20[kind]
         reported = 100 * (sim.efficiency(fused, gemm, serial) or 0.0)
         axes.plot(4096, reported, "xk", label="Flux on 8 x L20 (PCIe), as reported", zorder=4)
@@ -261,11 +270,17 @@ def draw_ops(rows: Sequence[Row], device: str, path: Path) -> str:
         axes.set_title(title, fontsize=9, loc="left")
         axes.set(xlabel="rows of the layer's input, m")
         axes.set_xscale("log", base=2)
-        axes.set_xticks([r["m"] for r in mine], [str(r["m"]) for r in mine], rotation=45)
+        axes.set_xticks([r["m"] for r in curve], [str(r["m"]) for r in curve], rotation=45)
         axes.xaxis.set_minor_locator(NullLocator())
         axes.set_yscale("symlog", linthresh=100, linscale=1.5)
         axes.yaxis.set_minor_locator(NullLocator())
-        low = min([100 * r[f"{way}_efficiency"] for r in shown for way in ("fused", "ring")])
+        low = min(
+            [
+                100 * r[f"{implementation}_efficiency"]
+                for r in shown
+                for implementation in ("fused", "ring")
+            ]
+        )
         ticks = [y for y in (-3000, -1000, -300) if y > 1.5 * low]
         axes.set_yticks([*ticks, -100, -50, 0, 50, 100], [*map(str, ticks), -100, -50, 0, 50, 100])
         axes.set_ylim(min(1.5 * low, -20), 130)
@@ -289,17 +304,17 @@ def draw_layers(rows: Sequence[Row], device: str, path: Path) -> str:
     COMET reports times over other systems, which hide a part of their communication.
     """
     figure, (axes,) = panels(size=(7, 4), sharey=True)
-    found = [r for r in rows if r["part"] == "layer"]
-    std = min((r["std"] for r in found), key=lambda s: abs(s - 0.032))
-    models = list(dict.fromkeys(r["model"] for r in found))
-    layouts = list(dict.fromkeys((r["tensor"], r["expert"]) for r in found))
+    measured = [r for r in rows if r["part"] == "layer"]
+    std = min((r["std"] for r in measured), key=lambda s: abs(s - 0.032))
+    models = list(dict.fromkeys(r["model"] for r in measured))
+    layouts = list(dict.fromkeys((r["tensor"], r["expert"]) for r in measured))
     highest = 0.0
     for i, model in enumerate(models):
         means = [
             np.mean(
                 [
                     r["speedup"]
-                    for r in found
+                    for r in measured
                     if (r["model"], r["tensor"], r["expert"], r["std"]) == (model, *layout, std)
                 ]
             )
@@ -314,7 +329,7 @@ def draw_layers(rows: Sequence[Row], device: str, path: Path) -> str:
     axes.set(xlabel="tensor x expert", ylabel="times as fast as one after the other")
     axes.set_ylim(0, 1.35 * highest)
     axes.legend(fontsize=8, frameon=False, ncols=len(models), loc="upper center")
-    alike = [r for r in found if r["std"] == std]
+    alike = [r for r in measured if r["std"] == std]
     speedup, hidden = (float(np.mean([r[name] for r in alike])) for name in ("speedup", "hidden"))
     title = (
         f"Fused: {speedup:.2f} times as fast as one after the other, {100 * hidden:.0f} % of "
@@ -339,9 +354,6 @@ def reported() -> Mapping[str, Any]:
 # ---- tables of documents
 
 
-Columns = Mapping[str, Callable[[dict], str]]  # heading -> what a row's cell says
-
-
 def gather() -> str:
     """GPT-3's gather on a simulated H100: microseconds and overlap efficiency, by m."""
     machine = sim.H100
@@ -350,8 +362,7 @@ def gather() -> str:
         "8 SMs": ((8,), True),
         "copy engine, no rotation": ((0,), False),
     }
-    columns = ["m", "product", "gather", "serial", "XLA's ring", *ways]
-    lines = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
+    lines = []
     for m in (512, 1024, 2048, 4096, 8192, 16384):
         op = DENSE["gpt3_175b"].up(m)
         gemm, serial = sim.gemm_s(op.m, op.n, op.k, machine), sim.serial_s(op, machine)
@@ -363,24 +374,14 @@ def gather() -> str:
         for seconds in (sim.ring_s(op, machine), *fused):
             hidden = sim.efficiency(seconds, gemm, serial)
             cells.append(f"{1e6 * seconds:.0f} ({_percent(hidden)})")
-        lines.append(f"| {m} | {' | '.join(cells)} |")
-    return "\n".join([*lines, "", "*simulated, 8 x H100*"])
+        lines.append((m, *cells))
+    heads = ("m", "product", "gather", "serial", "XLA's ring", *ways)
+    return f"{markdown_table(heads, lines)}\n\n*simulated, 8 x H100*"
 
 
 def _percent(share: float | None) -> str:
     """A share in percent; '-' where there is none."""
     return "-" if share is None else f"{100 * share:.0f} %"
-
-
-def _simulated(path: Path, columns: Columns, device: str = "", **wanted: object) -> str:
-    """A table of the rows of a simulated result that have the members `wanted`."""
-    found = json.loads(path.read_text())
-    lines = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
-    for row in found["rows"]:
-        if wanted.items() <= row.items():
-            lines.append(f"| {' | '.join(cell(row) for cell in columns.values())} |")
-    source = found["layer"], device or found["device"], found["date"], found["commit"]
-    return "\n".join([*lines, "", f"*{', '.join(source)}*"])
 
 
 def ops(path: Path) -> str:
@@ -402,12 +403,12 @@ def ops(path: Path) -> str:
         "SMs that copy (c_max)": lambda r: f"{r['comm_blocks']} ({r['most_comm_blocks']})",
         "fastest": lambda r: r["fastest"],
     }
-    return _simulated(path, columns, part="op", model="gpt3_175b")
+    return table(path, columns, part="op", model="gpt3_175b")
 
 
 def models(dense: Path, mixtures: Path) -> str:
     """Whole models, estimated: dense ones by pass, mixtures as means over their layouts."""
-    head = [
+    heads = (
         "model",
         "pass",
         "tokens",
@@ -415,23 +416,23 @@ def models(dense: Path, mixtures: Path) -> str:
         "hidden",
         "times, estimated",
         "times, as the paper reports",
-    ]
-    lines = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
+    )
+    results = read(dense), read(mixtures)
     groups: dict[tuple, list[dict]] = {}
-    for found in map(json.loads, (dense.read_text(), mixtures.read_text())):
-        for row in found["rows"]:
-            if row["part"] == "model" and row.get("std", 0.032) == 0.032:
-                tokens = row["m"] if "m" in row else row["tokens"]
-                groups.setdefault((row["model"], row["passes"], tokens), []).append(row)
+    for row in (row for result in results for row in rows_of(result, part="model")):
+        if row.get("std", 0.032) == 0.032:
+            tokens = row["m"] if "m" in row else row["tokens"]
+            groups.setdefault((row["model"], row["passes"], tokens), []).append(row)
+    lines = []
     for key, rows in groups.items():
         serial, hidden, times = (
             sum(row[name] for row in rows) / len(rows)
             for name in ("serial_s", "fused_s", "speedup")
         )
-        cells = *map(str, key), f"{1e6 * serial:.0f}", f"{1e6 * hidden:.0f}", f"{times:.2f}"
-        lines.append(f"| {' | '.join(cells)} | {rows[0]['reported']:.2f} |")
-    source = found["layer"], found["device"], found["date"], found["commit"]
-    return "\n".join([*lines, "", f"*estimates: {', '.join(source)}*"])
+        figures = f"{1e6 * serial:.0f}", f"{1e6 * hidden:.0f}", f"{times:.2f}"
+        lines.append((*key, *figures, f"{rows[0]['reported']:.2f}"))
+    origin = source(results[1]).strip("*")
+    return f"{markdown_table(heads, lines)}\n\n*estimates: {origin}*"
 
 
 def layers(path: Path) -> str:
@@ -446,7 +447,7 @@ def layers(path: Path) -> str:
         "hidden": lambda r: _percent(r["hidden"]),
         "SMs that copy": lambda r: f"{r['dispatch_comm_blocks']}, {r['combine_comm_blocks']}",
     }
-    return _simulated(path, columns, part="layer", tokens=16384, std=0.032)
+    return table(path, columns, part="layer", tokens=16384, std=0.032)
 
 
 def repository(path: Path) -> str:
@@ -459,7 +460,9 @@ def repository(path: Path) -> str:
         "Flux, as reported, ms": lambda r: f"{r['reported_ms']:.2f}",
         "reported / ours": lambda r: f"{r['reported_ms'] / r['fused_ms']:.2f}",
     }
-    return _simulated(path, columns, "8 x H100", part="repository")
+    result = read(path)
+    rows = rows_of(result, part="repository")
+    return f"{rows_table(rows, columns)}\n\n{source(result, device='8 x H100')}"
 
 
 # ---- whole models
@@ -497,16 +500,16 @@ def dense_model_rows(models: Sequence[str], machine: Machine) -> Iterator[Row]:
         for passes, m in TOKENS.items():
             case = DENSE[model]
             forward = (*attention(model, case.width, m, RANKS), case.up(m), case.down(m, 2))
-            products, beside = forward, attention_s(case.width, m, RANKS, machine)
+            products, other_s = forward, attention_s(case.width, m, RANKS, machine)
             if passes == "training":
                 products += tuple(map(backward, forward))
-                beside *= BOTH_WAYS
-                beside += sum(sim.gemm_s(p.k, p.n, p.m, machine) for p in forward)
+                other_s *= BOTH_WAYS
+                other_s += sum(sim.gemm_s(p.k, p.n, p.m, machine) for p in forward)
             times = [sim.simulate(p, machine, sim.candidates(p, COMM_BLOCKS))[0] for p in products]
             yield {"part": "model", "model": model, "passes": passes, "m": m} | speedup(
-                beside + sum(t.serial_s for t in times),
+                other_s + sum(t.serial_s for t in times),
                 # Where a fused kernel loses, none is taken.
-                beside + sum(min(t.serial_s, t.fused_s) for t in times),
+                other_s + sum(min(t.serial_s, t.fused_s) for t in times),
                 FLUX_MODEL[passes],
             )
 
@@ -518,13 +521,13 @@ def mixture_row(layer: Mapping[str, Any], machine: Machine) -> Row:
     """
     model, tensor = layer["model"], layer["tensor"]
     width, m = MIXTURES[model].width, layer["tokens"] // layer["expert"]
-    beside = attention_s(width, m, tensor, machine)
+    other_s = attention_s(width, m, tensor, machine)
     for product in attention(model, width, m, tensor):
-        beside += sim.gemm_s(product.m, product.n, product.k, machine)
-        beside += sim.comm_s(product, machine) if tensor > 1 else 0.0
+        other_s += sim.gemm_s(product.m, product.n, product.k, machine)
+        other_s += sim.comm_s(product, machine) if tensor > 1 else 0.0
     row = {"part": "model", "passes": "forward"}
     row |= {name: layer[name] for name in ("model", "tensor", "expert", "tokens", "std")}
-    return row | speedup(beside + layer["serial_s"], beside + layer["fused_s"], COMET_MODEL)
+    return row | speedup(other_s + layer["serial_s"], other_s + layer["fused_s"], COMET_MODEL)
 
 
 def speedup(serial_s: float, fused_s: float, reported: float) -> Row:
@@ -584,14 +587,14 @@ def flux_rows(models: Sequence[str]) -> Iterator[Row]:
         for m in ROWS:
             arrays = draw_dense(case, m)
             want = exact(arrays, gated)
-            for way, (implementation, both_ways) in FLUX_WAYS.items():
+            for label, (implementation, both_ways) in FLUX_WAYS.items():
                 run = dense_layer(implementation, both_ways, gated)
                 first, again = (jax.tree.map(np.asarray, run(*arrays)) for _ in range(2))
                 yield (
                     {
                         "part": "exact",
                         "model": model,
-                        "way": way,
+                        "way": label,
                         "m": m,
                         "width": case.width // FLUX_NARROWER,
                         "hidden": case.hidden // FLUX_NARROWER,
@@ -628,11 +631,11 @@ def dense_layer(implementation: Any, both_ways: bool, gated: bool) -> Callable[.
         )
         return matmul_reduce_scatter(h if gated else h[0], down, bias=down_bias, residual=x, **how)
 
-    whole: Any = jax.shard_map(local, mesh=mesh, in_specs=cut, out_specs=P("tensor"))
+    layer: Any = jax.shard_map(local, mesh=mesh, in_specs=cut, out_specs=P("tensor"))
 
     @jax.jit
     def both(*arrays: jax.Array) -> tuple:
-        y, pull = jax.vjp(whole, *arrays[:-1])
+        y, pull = jax.vjp(layer, *arrays[:-1])
         return y, *pull(arrays[-1])
 
     return both
@@ -686,15 +689,16 @@ def comet_rows(
         for std in stds:
             arrays, index_TA, reached = draw_mixture(case, tokens, std)
             want = loop(arrays, index_TA)
-            for (tensor, expert), way in itertools.product(layouts, COMET_WAYS):
-                run = mixture_layer(tensor, expert, way)
+            for (tensor, expert), implementation in itertools.product(layouts, COMET_WAYS):
+                run = mixture_layer(tensor, expert, implementation)
                 first, again = (jax.tree.map(np.asarray, run(arrays, index_TA)) for _ in range(2))
                 errors = {
                     f"{name}_error": float(np.abs(got - value).max() / np.abs(value).max())
                     for name, got, value in zip(COMET_RESULTS, first, want, strict=True)
                 }
                 yield {
-                    "part": "exact", "model": model, "tensor": tensor, "expert": expert, "way": way,
+                    "part": "exact", "model": model, "tensor": tensor, "expert": expert,
+                    "way": implementation,
                     "tokens": tokens, "experts": case.experts, "active": case.active,
                     "width": case.width // COMET_NARROWER, "hidden": case.hidden // COMET_NARROWER,
                     "std_reached": reached,
@@ -722,7 +726,7 @@ def draw_mixture(
 
 
 def mixture_layer(
-    tensor: int, expert: int, way: Implementation
+    tensor: int, expert: int, implementation: Implementation
 ) -> Callable[..., tuple[jax.Array, ...]]:
     """Returns f(arrays, index_TA) -> RESULTS of the two halves on tensor x expert devices."""
     mesh = Mesh(np.array(jax.devices()[:RANKS]).reshape(expert, tensor), ("expert", "tensor"))
@@ -736,17 +740,19 @@ def mixture_layer(
             expert_axis="expert",
             tensor_axis="tensor",
             activation="swiglu",
-            implementation=way,
+            implementation=implementation,
         )
-        return grouped_matmul_combine(h, down, dispatch, weights=weight, implementation=way)
+        return grouped_matmul_combine(
+            h, down, dispatch, weights=weight, implementation=implementation
+        )
 
-    whole: Any = jax.shard_map(
+    layer: Any = jax.shard_map(
         local, mesh=mesh, in_specs=(ranks, cut, cut, back, ranks, ranks), out_specs=ranks
     )
 
     @jax.jit
     def both(arrays: tuple[jax.Array, ...], index: jax.Array) -> tuple[jax.Array, ...]:
-        y, pull = jax.vjp(lambda *a: whole(*a, index), *arrays[:-1])
+        y, pull = jax.vjp(lambda *a: layer(*a, index), *arrays[:-1])
         return y, *pull(arrays[-1])
 
     return both

@@ -172,9 +172,9 @@ def expert_tiles(counts_RE: np.ndarray, tile: int, *, by_stage: bool) -> ExpertT
     live_T = np.minimum(rows_E[group_T] - row_T, tile)
     # The last row's source: every source before it has landed no row at or past that row.
     stage_T = (landed_RE[:, group_T] < (row_T + live_T)[None]).sum(axis=0)
-    found = ExpertTiles(group_T, row_T, live_T, stage_T)
+    tiles = ExpertTiles(group_T, row_T, live_T, stage_T)
     order_T = np.argsort(stage_T, stable=True) if by_stage else slice(None)
-    return ExpertTiles(*(x[order_T].astype(np.int32) for x in found))
+    return ExpertTiles(*(x[order_T].astype(np.int32) for x in tiles))
 
 
 def dispatch_gemm(
@@ -525,10 +525,10 @@ def fused_s(product: Product, machine: Machine, how: Fused) -> float:
         shared = machine.link_bytes_per_s / max(product.ranks - 1, 1)
         machine = dataclasses.replace(machine, link_bytes_per_s=shared)
     duration = tile_s(how.tile, product.k, machine)
-    found = run(
+    result = run(
         schedule, duration, schedule.chunks.rows * product.row_bytes, how.comm_blocks, machine
     )
-    return found.end_s + (reduce_s(product, machine) if product.kind == "scatter" else 0.0)
+    return result.end_s + (reduce_s(product, machine) if product.kind == "scatter" else 0.0)
 
 
 def candidates(product: Product, comm_blocks: Iterable[int], swizzle: bool = True) -> list[Fused]:
@@ -544,14 +544,14 @@ def candidates(product: Product, comm_blocks: Iterable[int], swizzle: bool = Tru
 
 def fastest(ways: Sequence[Fused], seconds: Callable[[Fused], float]) -> tuple[float, Fused]:
     """Returns (seconds, how) of the fastest of `ways`; of those within `TIE` of it the first."""
-    times = [seconds(way) for way in ways]
+    times = [seconds(how) for how in ways]
     limit = min(times) * (1 + TIE)
     return next(t for t in zip(times, ways, strict=True) if t[0] <= limit)
 
 
 def best_fused(product: Product, machine: Machine, ways: Sequence[Fused]) -> tuple[float, Fused]:
     """Returns (seconds, how) of the fastest of `ways` for a product."""
-    return fastest(ways, lambda way: fused_s(product, machine, way))
+    return fastest(ways, lambda how: fused_s(product, machine, how))
 
 
 def simulate(product: Product, machine: Machine, ways: Sequence[Fused]) -> tuple[Times, Fused]:
@@ -692,8 +692,8 @@ def expert_fused_s(product: ExpertProduct, load: Load, machine: Machine, how: Fu
     slower = max(1.0, 2 * answers / product.wire_bytes)
     adding = dataclasses.replace(machine, block_bytes_per_s=machine.block_bytes_per_s / slower)
     bytes_C = chunks.rows * wide_C * product.wire_bytes
-    found = run(schedule, duration, bytes_C, how.comm_blocks, adding)
-    return found.end_s + owner_s(product, load, machine)
+    result = run(schedule, duration, bytes_C, how.comm_blocks, adding)
+    return result.end_s + owner_s(product, load, machine)
 
 
 def expert_candidates(product: ExpertProduct, comm_blocks: Sequence[int]) -> list[Fused]:
@@ -718,7 +718,7 @@ def expert_simulate(
     if not loads or not ways:
         raise ValueError("simulate needs at least one load and one way to fuse")
     busiest = max(loads, key=lambda load: int(load.counts_RE.sum()))
-    _, how = fastest(ways, lambda way: expert_fused_s(product, busiest, machine, way))
+    _, how = fastest(ways, lambda how: expert_fused_s(product, busiest, machine, how))
     gemm = max(expert_gemm_s(product, load, machine) for load in loads)
     comm = max(expert_comm_s(product, load, machine) for load in loads)
     fused = max(expert_fused_s(product, load, machine, how) for load in loads)

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from experiments.reports.reporting import markdown_table, panels
 from megajax.core import config
 from megajax.core.axes import MESH_AXES
 from megajax.core.errors import UserError
@@ -38,12 +39,12 @@ from megajax.training.config import Config
 def exchange_figures(step: StepShape, cluster: Cluster) -> dict[str, Any]:
     """Returns what JSON tells of the exchange: rows by level and axes, the time of quantizing."""
     model = Roofline()
-    found: dict[tuple, float] = {}
+    estimates: dict[tuple, float] = {}
     for m in traffic.messages(step):
         one = traffic.Transfer(m.kind, m.axes, m.nbytes, m.count, 0.0, m.level)
         seconds = transfer_seconds(one, step, cluster, model, 1.0)[0]
         key = m.level, m.kind, m.axes
-        found[key] = found.get(key, 0.0) + seconds
+        estimates[key] = estimates.get(key, 0.0) + seconds
     return {
         "label": "estimate",
         "rows": [
@@ -53,7 +54,7 @@ def exchange_figures(step: StepShape, cluster: Cluster) -> dict[str, Any]:
                 "axes": "+".join(row.axes),
                 "bits": row.bits,
                 "bytes": row.nbytes,
-                "estimate_s": found[row.level, row.kind, row.axes],
+                "estimate_s": estimates[row.level, row.kind, row.axes],
             }
             for row in traffic.rows(step)
         ],
@@ -62,9 +63,9 @@ def exchange_figures(step: StepShape, cluster: Cluster) -> dict[str, Any]:
     }
 
 
-def seconds(found: dict[str, Any]) -> float:
+def seconds(exchange: dict[str, Any]) -> float:
     """Returns the estimate of a whole exchange, quantizing included."""
-    return sum(row["estimate_s"] for row in found["rows"]) + found["estimate_quantize_s"]
+    return sum(row["estimate_s"] for row in exchange["rows"]) + exchange["estimate_quantize_s"]
 
 
 # ---- a plan
@@ -103,10 +104,10 @@ class Row:
     op_name: str
 
 
-def collective_rows(found: Sequence[hlo.Collective]) -> list[Row]:
+def collective_rows(collectives: Sequence[hlo.Collective]) -> list[Row]:
     """Returns the collectives by operation, most bytes first."""
     merged: dict[tuple, list[hlo.Collective]] = {}
-    for c in found:
+    for c in collectives:
         how = "hidden" if c.is_hidden else "async, exposed" if c.is_async else "exposed"
         merged.setdefault((c.kind, "+".join(c.axes) or "?", how, c.op_name or "?"), []).append(c)
     made = [
@@ -156,17 +157,22 @@ def markdown(plan: Plan, search: str = "", times: str = ASSUMED) -> str:
     """Returns the whole plan. search: the section on how it was chosen. times: their source."""
     parts = ["# Plan", verdict(plan), headline(plan).replace("\n", "\n\n")]
     parts += [search] if search else []
-    parts += ["## Memory of a GPU", table(("term", "bytes", "source"), _memory(plan))]
+    parts += ["## Memory of a GPU", markdown_table(("term", "bytes", "source"), _memory(plan))]
     if plan.compiled:
-        found = plan.compiled.collectives
+        collectives = plan.compiled.collectives
         top = [
             (r.kind, r.axes, memory.size(r.nbytes), r.executions, r.schedule, f"`{r.op_name}`")
-            for r in collective_rows(found)[:10]
+            for r in collective_rows(collectives)[:10]
         ]
         columns = ("collective", "axis", "bytes a step", "executions", "schedule", "asked for by")
-        share = f"{100 * hlo.attributed(found):.3f} % of all bytes have an axis and an operation."
-        parts += ["## Top 10 collectives of a GPU", table(columns, top), share]
-    parts += ["## Time of a step (estimate)", table(("part", "estimate, s"), _seconds(plan))]
+        share = (
+            f"{100 * hlo.attributed(collectives):.3f} % of all bytes have an axis and an operation."
+        )
+        parts += ["## Top 10 collectives of a GPU", markdown_table(columns, top), share]
+    parts += [
+        "## Time of a step (estimate)",
+        markdown_table(("part", "estimate, s"), _seconds(plan)),
+    ]
     if plan.compiled:
         flops = plan.compiled.matmul_flops / 1e12
         ours = (plan.step.workload.flops + plan.step.masked.flops) / 1e12
@@ -185,7 +191,7 @@ def markdown(plan: Plan, search: str = "", times: str = ASSUMED) -> str:
 
 def to_json(plan: Plan, search: Mapping[str, Any] | None = None) -> str:
     """Returns every figure of the plan as JSON, and those of the search that chose it."""
-    found = plan.compiled.collectives if plan.compiled else ()
+    collectives = plan.compiled.collectives if plan.compiled else ()
     members: dict[str, Any] = results.facts(plan.cluster.name, _layer(plan)) | {
         "mesh": dict(plan.step.sizes),
         "parameters": plan.step.load.params,
@@ -194,8 +200,8 @@ def to_json(plan: Plan, search: Mapping[str, Any] | None = None) -> str:
         "memory_xla_bytes": plan.compiled.xla if plan.compiled else None,
         "misfit": plan.misfit,
         "estimate": dataclasses.asdict(plan.estimate),
-        "collective_bytes_attributed": hlo.attributed(found),
-        "collectives": [dataclasses.asdict(row) for row in collective_rows(found)],
+        "collective_bytes_attributed": hlo.attributed(collectives),
+        "collectives": [dataclasses.asdict(row) for row in collective_rows(collectives)],
         "matmul_flops": plan.compiled.matmul_flops if plan.compiled else None,
         "compile_cpu_s": plan.compiled.cpu_s if plan.compiled else None,
         "warnings": plan.warnings,
@@ -204,12 +210,6 @@ def to_json(plan: Plan, search: Mapping[str, Any] | None = None) -> str:
         members |= {"exchange": exchange_figures(plan.step, plan.cluster)}
     members |= {"search": search} if search else {}
     return json.dumps(members, indent=2) + "\n"
-
-
-def table(columns: Sequence[str], lines: Sequence[Sequence[Any]]) -> str:
-    """Returns a Markdown table."""
-    head = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
-    return "\n".join(head + ["| " + " | ".join(map(str, line)) + " |" for line in lines])
 
 
 def pruning(plan: Plan) -> list[str]:
@@ -225,10 +225,10 @@ def pruning(plan: Plan) -> list[str]:
     dtype = plan.cfg.train.dtype
     cost = sparse.SparseCost(plan.cluster.card, dtype, tile, chunk, squared=square)
     gemms = sparse.decoder_gemms(plan.cfg.model.stack, round(plan.step.tokens))
-    found = sparse.table(cost, gemms, (prune.sparsity,))
+    table_rows = sparse.table(cost, gemms, (prune.sparsity,))
     lines = [
         [f"{v:.3g}" if isinstance(v, float) else "never" if v is None else v for v in row.values()]
-        for row in found
+        for row in table_rows
     ]
     about = (
         f"One GPU multiplies a whole matrix for the {round(plan.step.tokens):,} tokens of a "
@@ -237,7 +237,7 @@ def pruning(plan: Plan) -> list[str]:
     )
     if prune.pattern == "tew":
         about += " The single elements of tew are one more product, which is not counted."
-    return [head, table(list(found[0]), lines), about]
+    return [head, markdown_table(list(table_rows[0]), lines), about]
 
 
 def sending(plan: Plan) -> list[str]:
@@ -245,8 +245,8 @@ def sending(plan: Plan) -> list[str]:
     weights and gradients layer by layer, which are among the collectives."""
     if not plan.step.exchanges:
         return []
-    found, head = exchange_figures(plan.step, plan.cluster), "## What data parallelism sends"
-    if not found["rows"]:
+    exchange, head = exchange_figures(plan.step, plan.cluster), "## What data parallelism sends"
+    if not exchange["rows"]:
         return [head, "Nothing: one rank has all gradients."]
     lines = [
         (
@@ -257,18 +257,18 @@ def sending(plan: Plan) -> list[str]:
             memory.size(row["bytes"]),
             f"{row['estimate_s']:.4g}",
         )
-        for row in found["rows"]
+        for row in exchange["rows"]
     ]
     columns = ("what", "collective", "axes", "bits a number", "bytes a step and GPU", "estimate, s")
-    parts = [head, table(columns, lines)]
+    parts = [head, markdown_table(columns, lines)]
     if plan.step.coding is None:
         return parts
     plain = exchange_figures(dataclasses.replace(plan.step, coding=None), plan.cluster)
     sent = memory.size(sum(row["bytes"] for row in plain["rows"]))
     about = (
-        f"Quantizing moves {memory.size(found['quantize_bytes'])} through the memory of a GPU, "
-        f"estimate: {found['estimate_quantize_s']:.4g} s. The whole exchange, estimate: "
-        f"{seconds(found):.4g} s. Without a codec the same exchange sends {sent}, "
+        f"Quantizing moves {memory.size(exchange['quantize_bytes'])} through the memory of a GPU, "
+        f"estimate: {exchange['estimate_quantize_s']:.4g} s. The whole exchange, estimate: "
+        f"{seconds(exchange):.4g} s. Without a codec the same exchange sends {sent}, "
         f"estimate: {seconds(plain):.4g} s."
     )
     return [*parts, about]
@@ -276,10 +276,7 @@ def sending(plan: Plan) -> list[str]:
 
 def draw(plan: Plan, path: Path) -> None:
     """Draws memory by term beside XLA's peak, and the estimated step time by part."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    left, right = figure.subplots(1, 2)
+    figure, (left, right) = panels(2, size=(10, 4))
     bottom = 0.0
     hidden = min(("activations", "logits"), key=lambda term: plan.terms[term])
     for term, value in plan.terms.items():
@@ -307,7 +304,7 @@ def draw(plan: Plan, path: Path) -> None:
     right.invert_yaxis()
     right.set(xlabel="s (estimate)", title=f"estimate: {plan.estimate.step_s:.4g} s a step")
     figure.suptitle(headline(plan).splitlines()[0], fontsize=10)
-    figure.savefig(path, dpi=120)
+    figure.savefig(path)
 
 
 def write(
@@ -370,31 +367,31 @@ PLAIN = "wire none, ZeRO full"  # what is not said of a plan
 SIGN = {"compiled": "", "expected": "~ ", "bound": "> "}  # before the GiB a GPU
 
 
-def summary(found: Found) -> str:
+def summary(search: Found) -> str:
     """Returns how many were looked at, why most were dropped, and how many were compiled."""
-    dropped = sum(found.dropped.values())
+    dropped = sum(search.dropped.values())
     text = (
-        f"{found.proposals:,} candidates on {found.meshes} legal meshes, priced by the cost model "
-        f"in {found.cpu_s:.0f} CPU seconds"
+        f"{search.proposals:,} candidates on {search.meshes} legal meshes, priced by the cost "
+        f"model in {search.cpu_s:.0f} CPU seconds"
     )
     if dropped:
-        terms = ", ".join(f"{term} {count:,}" for term, count in found.dropped.items())
+        terms = ", ".join(f"{term} {count:,}" for term, count in search.dropped.items())
         text += f"; {dropped:,} fit no GPU by their bound (largest term: {terms})"
     parts = [f"{text}."]
-    if found.compiled:
-        fits = sum(p.fits for p in found.compiled)
-        parts.append(f"{len(found.compiled)} were compiled, of which {fits} fit.")
-    if found.unlikely:
+    if search.compiled:
+        fits = sum(p.fits for p in search.compiled)
+        parts.append(f"{len(search.compiled)} were compiled, of which {fits} fit.")
+    if search.unlikely:
         parts.append(
-            f"{found.unlikely:,} that fit by their bound are left out: they would not fit if their "
-            "programs grow beyond it as the compiled ones did."
+            f"{search.unlikely:,} that fit by their bound are left out: they would not fit if "
+            "their programs grow beyond it as the compiled ones did."
         )
-    if found.ended:
-        parts.append(f"The search ended early: {found.ended}.")
+    if search.ended:
+        parts.append(f"The search ended early: {search.ended}.")
     return " ".join(parts)
 
 
-def ranking_rows(found: Found, base: Config, start: Sequence[str]) -> list[dict[str, Any]]:
+def ranking_rows(search: Found, base: Config, start: Sequence[str]) -> list[dict[str, Any]]:
     """Returns one row a plan, best first, compiled ones before the others.
 
     base, start: what the flags started from, and the words that say so (--preset=...).
@@ -416,35 +413,35 @@ def ranking_rows(found: Found, base: Config, start: Sequence[str]) -> list[dict[
             "fits": _fits(p),
             "flags": shlex.join([*start, *config.spell(p.cfg, base)]),
         }
-        for rank, p in enumerate(found.plans, 1)
+        for rank, p in enumerate(search.plans, 1)
     ]
 
 
-def search_figures(found: Found, ranking: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def search_figures(search: Found, ranking: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Returns what JSON tells of a search."""
     return {
         "label": "estimate",
-        "candidates": found.proposals,
-        "legal_meshes": found.meshes,
-        "dropped": dict(found.dropped),
-        "search_cpu_s": found.cpu_s,
-        "compiled": len(found.compiled),
-        "unlikely": found.unlikely,
-        "ended": found.ended,
-        "stopped": found.stopped,
+        "candidates": search.proposals,
+        "legal_meshes": search.meshes,
+        "dropped": dict(search.dropped),
+        "search_cpu_s": search.cpu_s,
+        "compiled": len(search.compiled),
+        "unlikely": search.unlikely,
+        "ended": search.ended,
+        "stopped": search.stopped,
         "rows": list(ranking),
     }
 
 
-def search_markdown(found: Found, ranking: Sequence[dict[str, Any]]) -> str:
+def search_markdown(search: Found, ranking: Sequence[dict[str, Any]]) -> str:
     """Returns the ranking, and below it the flags of each row, to paste behind pretrain.py.
 
     A row of the ranking is two lines that 80 columns hold; a Markdown table would break there.
     """
-    parts = ["## Search", summary(found)]
-    if found.stopped:
+    parts = ["## Search", summary(search)]
+    if search.stopped:
         parts.append(
-            f"PARTIAL: Ctrl-C ended the search: {found.stopped}. The ranking is of these alone."
+            f"PARTIAL: Ctrl-C ended the search: {search.stopped}. The ranking is of these alone."
         )
     lines = [f"{'':<32}{'GiB a GPU':>10}{'estimate, s':>13}{'MFU, est.':>11}  source"]
     for row in ranking:
@@ -517,29 +514,30 @@ def plan(cfg: Config, cluster: Cluster, model: CostModel = Roofline()) -> servin
     )
 
 
-def serving_rows(found: serving.Serving, cluster: Cluster) -> list[dict[str, Any]]:
+def serving_rows(serving_plan: serving.Serving, cluster: Cluster) -> list[dict[str, Any]]:
     """Returns a row a batch. The members of a replica, and `cluster_per_s`, of all of them."""
     return [
-        dataclasses.asdict(rate) | {"cluster_per_s": rate.served_per_s * found.replicas}
-        for rate in found.rates
+        dataclasses.asdict(rate) | {"cluster_per_s": rate.served_per_s * serving_plan.replicas}
+        for rate in serving_plan.rates
     ]
 
 
-def serving_figures(found: serving.Serving) -> dict[str, Any]:
+def serving_figures(serving_plan: serving.Serving) -> dict[str, Any]:
     """Returns what all batches share."""
-    return {k: v for k, v in dataclasses.asdict(found).items() if k != "rates"}
+    return {k: v for k, v in dataclasses.asdict(serving_plan).items() if k != "rates"}
 
 
-def serving_markdown(found: serving.Serving, cluster: Cluster) -> str:
+def serving_markdown(serving_plan: serving.Serving, cluster: Cluster) -> str:
     """Returns the whole plan."""
     gib = functools.partial("{:.1f} GiB".format)
     have = gib((cluster.card.memory_bytes - RESERVE_BYTES) / 2**30)
     head = (
-        f"{cluster.name}: {found.replicas} replicas on {found.tensor} GPUs each, sequences of "
-        f"{found.context:,} tokens. Weights take {memory.size(found.weight_bytes)} of a GPU's "
-        f"{have}, a token's keys and values {found.token_bytes / 1024:.1f} KiB."
+        f"{cluster.name}: {serving_plan.replicas} replicas on {serving_plan.tensor} GPUs each, "
+        f"sequences of {serving_plan.context:,} tokens. Weights take "
+        f"{memory.size(serving_plan.weight_bytes)} of a GPU's {have}, a token's keys "
+        f"and values {serving_plan.token_bytes / 1024:.1f} KiB."
     )
-    if not found.rates:
+    if not serving_plan.rates:
         return f"{head}\n\nDOES NOT FIT: not one sequence has room; more --mesh.tensor"
     columns = (
         "sequences at a time",
@@ -559,13 +557,13 @@ def serving_markdown(found: serving.Serving, cluster: Cluster) -> str:
             f"{1e3 * r.first_token_s:.1f}",
             f"{r.tokens_per_s:,.0f}",
             f"{r.served_per_s:,.0f}",
-            f"{r.served_per_s * found.replicas:,.0f}",
+            f"{r.served_per_s * serving_plan.replicas:,.0f}",
             gib(r.needed / 2**30),
         )
-        for r in found.rates
+        for r in serving_plan.rates
     ]
     note = (
         "With prefills: answer tokens a second where prompt and answer have half the tokens each. "
         "Decode steps are those of full sequences. Host work is not counted."
     )
-    return "\n\n".join([head, table(columns, lines), note])
+    return "\n\n".join([head, markdown_table(columns, lines), note])

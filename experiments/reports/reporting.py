@@ -1,11 +1,106 @@
-"""What all reports share: figures without frames, reproducible files, the source under a table."""
+"""What all reports share: result files, Markdown tables and their source, figures, resumed runs.
 
+A result file is what `megajax.monitor.results.write` wrote: facts (device, layer, date, commit) and
+`rows`. A table of a document is Markdown, and the line under it says where its figures come from.
+Figures have no frames, and the same data gives the same files.
+"""
+
+import json
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from megajax.core.errors import UserError
+
+Row = dict[str, Any]
+# Heading of a column -> member of a row, or a function of the row.
+Columns = Mapping[str, str | Callable[[Row], Any]]
 LETTER = 0.075  # inches of a letter of the title, DejaVu Sans of 10 points: the mean of English
+
+
+# ---- result files
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Returns the facts and rows of a result file."""
+    return json.loads(path.read_text())
+
+
+def rows_of(result: Mapping[str, Any], **members: Any) -> list[Row]:
+    """Returns the rows of a result that have all of these members."""
+    return [row for row in result["rows"] if members.items() <= row.items()]
+
+
+def resumed[T](path: Path, what: str, flag: str, parse: Callable[[dict[str, Any]], T]) -> T | None:
+    """Returns parse(result) of a file that an earlier run wrote; None if the file does not exist.
+
+    parse: raises ValueError, KeyError or TypeError for a result of another kind.
+    Raises: UserError, which says `what` the file should hold and names the flag of its folder.
+    """
+    try:
+        return parse(read(path))
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path} holds no {what}: {error!r}; remove it (--{flag})") from None
+
+
+def save_arrays(path: Path, arrays: Mapping[str, Any]) -> None:
+    """Writes an npz archive. A process that dies meanwhile leaves the archive of before."""
+    part = path.with_name(f".part.{path.name}")
+    with open(part, "wb") as file:
+        np.savez(file, **arrays)
+    part.replace(path)
+
+
+# ---- tables
+
+
+def markdown_table(heads: Sequence[str], lines: Iterable[Iterable[Any]]) -> str:
+    """Returns a Markdown table."""
+    rule = "|" + "---|" * len(heads)
+    return "\n".join(
+        [f"| {' | '.join(heads)} |", rule, *(f"| {' | '.join(map(str, c))} |" for c in lines)]
+    )
+
+
+def rows_table(rows: Iterable[Row], columns: Columns) -> str:
+    """Returns a Markdown table with a line for each row; a missing value is '-'."""
+
+    def cell(row: Row, column: str | Callable[[Row], Any]) -> str:
+        value = row.get(column) if isinstance(column, str) else column(row)
+        if value is None:
+            return "-"
+        return f"{value:.4g}" if isinstance(value, float) else str(value).replace("|", "/")
+
+    return markdown_table(list(columns), ([cell(row, c) for c in columns.values()] for row in rows))
+
+
+def source(
+    result: Mapping[str, Any],
+    *details: str,
+    layer: str | None = None,
+    device: str | None = None,
+) -> str:
+    """Returns the line under a table of a result: how its figures were obtained, where and when.
+
+    details: shown after the layer. layer, device: replace those of the result.
+    """
+    words = (layer or result.get("layer"), *details, device or result.get("device"))
+    return f"*{', '.join(w for w in (*words, result.get('date'), result.get('commit')) if w)}*"
+
+
+def table(path: Path, columns: Columns, **members: Any) -> str:
+    """Returns a Markdown table of the rows of a result file that have these members, with its
+    source."""
+    result = read(path)
+    return f"{rows_table(rows_of(result, **members), columns)}\n\n{source(result)}"
+
+
+# ---- figures
 
 
 def panels(
@@ -19,8 +114,8 @@ def panels(
 ) -> tuple[Any, list[Any]]:
     """Returns (a figure, its axes row by row).
 
-    size: in inches, of all panels. heights: of the rows, in proportion. sharex, sharey: whether
-      panels have one axis.
+    size: of all panels together, in inches. heights: proportions of the rows. sharex, sharey:
+      whether all panels have the same axis.
     """
     from matplotlib.figure import Figure
 
@@ -28,16 +123,15 @@ def panels(
     grid = figure.subplots(
         rows, columns, squeeze=False, height_ratios=heights, sharex=sharex, sharey=sharey
     )
-    found = list(grid.flat)
-    for axes in found:
+    for axes in grid.flat:
         axes.spines[["top", "right"]].set_visible(False)
-    return figure, found
+    return figure, list(grid.flat)
 
 
 def save(figure: Any, path: Path, title: str = "") -> None:
     """Writes path.svg and path.png; the same figure gives the same file, byte for byte.
 
-    title: above all panels, in as many lines as the figure's width asks for.
+    title: stands above all panels, in as many lines as the figure's width asks for.
     """
     from matplotlib import rc_context
 
@@ -48,14 +142,3 @@ def save(figure: Any, path: Path, title: str = "") -> None:
     with rc_context({"svg.hashsalt": path.with_suffix("").name}):
         figure.savefig(path.with_suffix(".svg"), metadata={"Date": None})
     figure.savefig(path.with_suffix(".png"))
-
-
-def source(
-    found: Mapping[str, Any], *details: str, layer: str | None = None, device: str | None = None
-) -> str:
-    """Returns the line under a table of a result file: how it was obtained, where and when.
-
-    details: shown after the layer. layer, device: replace the file's.
-    """
-    words = (layer or found.get("layer"), *details, device or found.get("device"))
-    return f"*{', '.join(w for w in (*words, found.get('date'), found.get('commit')) if w)}*"

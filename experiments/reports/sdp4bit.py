@@ -16,10 +16,9 @@ those of the paper's published scripts.
 
 import dataclasses
 import functools
-import json
 import math
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,16 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from experiments.reports.reporting import panels, save, source
+from experiments.reports.reporting import (
+    Row,
+    markdown_table,
+    panels,
+    read,
+    resumed,
+    rows_of,
+    save,
+    source,
+)
 from megajax.core.config import override
 from megajax.core.errors import UserError
 from megajax.core.files import or_nan
@@ -265,8 +273,7 @@ def table(rows: list[dict[str, Any]]) -> str:
         )
         for row in rows
     ]
-    text = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-    return "\n".join(text + ["| " + " | ".join(line) + " |" for line in lines])
+    return markdown_table(head, lines)
 
 
 def _exchanged(guess: Estimate) -> float:
@@ -295,8 +302,6 @@ def _guess(pair: Pair, step: StepShape, network: float) -> Estimate:
 #
 # Legend: N seeds.
 
-
-Row = dict[str, Any]
 
 FLOAT32 = "float32"
 # Variant -> the fields that make it; exchange.x is the flag --wire.x. All have whole weights on
@@ -431,20 +436,21 @@ class Runner:
         One program at a time: emulated devices share few threads, and of many programs in flight
         one may wait for a device whose threads all wait in another.
         """
-        found = [evaluate(self.step, params, [batch], None) for batch in self._held_out]
-        count = sum(int(one["eval_tokens"] or 0) for one in found)
-        return (
-            sum(float(one["eval_loss"] or 0) * (one["eval_tokens"] or 0) for one in found) / count
-        )
+        sums = [evaluate(self.step, params, [batch], None) for batch in self._held_out]
+        count = sum(int(one["eval_tokens"] or 0) for one in sums)
+        return sum(float(one["eval_loss"] or 0) * (one["eval_tokens"] or 0) for one in sums) / count
 
     def batches(self, seed: int) -> Iterator[tuple[Mapping[str, np.ndarray], dict]]:
         """Yields the batches of a run: on the host, and placed."""
         study, like = self.study, self.step.abstract_batch
-        rows, mine = training_rows(self._corpora, study.seq_len, seed), host_rows(like["tokens"])
+        rows, rows_here = (
+            training_rows(self._corpora, study.seq_len, seed),
+            host_rows(like["tokens"]),
+        )
         for number in range(study.steps):
-            found = [rows[number * study.batch + int(i)] for i in mine]
-            host = {name: np.stack([row[name] for row in found]) for name in like}
-            yield host, place(host, like, mine)
+            batch = [rows[number * study.batch + int(i)] for i in rows_here]
+            host = {name: np.stack([row[name] for row in batch]) for name in like}
+            yield host, place(host, like, rows_here)
 
     def run(self, seed: int) -> Row:
         """Trains one model. Returns its row.
@@ -482,23 +488,22 @@ class Runner:
 
 
 def saved(folder: Path, variant: str, seed: int) -> Path:
-    """Returns the file of one run, which is there once the run is done."""
+    """Returns the path of one run's file, which is written when the run ends."""
     return folder / f"{variant}-{seed}.json"
 
 
-def read(path: Path) -> Row | None:
+def saved_run(path: Path) -> Row | None:
     """Returns the run of a file; None: it was not done yet. Raises: UserError."""
-    try:
-        (row,) = json.loads(path.read_text())["rows"]
+
+    def parse(result: Row) -> Row:
+        (row,) = result["rows"]
         for name in ("loss", "loss_masters", "drift"):
-            row[name] = or_nan(row[name])  # null: of a run that diverged
+            row[name] = or_nan(row[name])  # null: the run diverged
         row["losses"] = [or_nan(loss) for loss in row["losses"]]
         _check_run(row)
-    except FileNotFoundError:
-        return None
-    except (ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{path} holds no run: {error!r}; remove it (--state)") from None
-    return row
+        return row
+
+    return resumed(path, "run", "state", parse)
 
 
 # ---- gaps
@@ -520,31 +525,33 @@ def by_seed(runs: Sequence[Row]) -> dict[str, dict[int, Row]]:
     Raises: UserError where two runs have the same place, or runs of one seed did not read the same
     tokens in the same order: their gap would not be that of the wire.
     """
-    found: dict[str, dict[int, Row]] = {}
+    by_variant: dict[str, dict[int, Row]] = {}
     data: dict[int, tuple] = {}
     for row in runs:
         _check_run(row)
         variant, seed = row["variant"], row["seed"]
-        if seed in found.setdefault(variant, {}):
+        if seed in by_variant.setdefault(variant, {}):
             raise UserError(f"two runs of {variant}, seed {seed}")
-        mine = row["tokens"], row["data"]
-        if data.setdefault(seed, mine) != mine:
+        reads = row["tokens"], row["data"]
+        if data.setdefault(seed, reads) != reads:
             raise UserError(
-                f"{variant}, seed {seed} read other data than runs before it: {mine}, not "
+                f"{variant}, seed {seed} read other data than runs before it: {reads}, not "
                 f"{data[seed]}"
             )
-        found[variant][seed] = row
-    return found
+        by_variant[variant][seed] = row
+    return by_variant
 
 
 def paired(
-    found: Mapping[str, Mapping[int, Row]], variant: str, base: str, name: str = "loss"
+    by_variant: Mapping[str, Mapping[int, Row]], variant: str, base: str, name: str = "loss"
 ) -> list[float]:
     """Returns the differences of two variants in percent of the float32 exchange's loss, a seed
     each, of the seeds that all three have."""
-    seeds = found[variant].keys() & found[base].keys() & found[FLOAT32].keys()
+    seeds = by_variant[variant].keys() & by_variant[base].keys() & by_variant[FLOAT32].keys()
     return [
-        100 * (found[variant][s][name] - found[base][s][name]) / found[FLOAT32][s][name]
+        100
+        * (by_variant[variant][s][name] - by_variant[base][s][name])
+        / by_variant[FLOAT32][s][name]
         for s in sorted(seeds)
     ]
 
@@ -570,16 +577,16 @@ def paper_gaps(variant: str) -> dict[str, float]:
 
 def gaps(runs: Sequence[Row]) -> Iterator[Row]:
     """Yields a row for each variant: losses, gaps to the float32 exchange, the paper's beside."""
-    found = by_seed(runs)
-    if FLOAT32 not in found:
+    by_variant = by_seed(runs)
+    if FLOAT32 not in by_variant:
         return
-    for variant in (v for v in VARIANTS if v in found):
-        percent = paired(found, variant, FLOAT32)
+    for variant in (v for v in VARIANTS if v in by_variant):
+        percent = paired(by_variant, variant, FLOAT32)
         if not percent:
             continue
-        masters = paired(found, variant, FLOAT32, "loss_masters")
-        seeds = found[variant].keys() & found[FLOAT32].keys()
-        loss, loss_error = mean_error([found[variant][s]["loss"] for s in sorted(seeds)])
+        masters = paired(by_variant, variant, FLOAT32, "loss_masters")
+        seeds = by_variant[variant].keys() & by_variant[FLOAT32].keys()
+        loss, loss_error = mean_error([by_variant[variant][s]["loss"] for s in sorted(seeds)])
         gap, gap_error = mean_error(percent)
         masters_gap, masters_error = mean_error(masters)
         yield {
@@ -592,7 +599,7 @@ def gaps(runs: Sequence[Row]) -> Iterator[Row]:
             "gap_error": gap_error,
             "masters_gap_percent": masters_gap,
             "masters_gap_error": masters_error,
-            "drift": max(found[variant][s]["drift"] for s in seeds),
+            "drift": max(by_variant[variant][s]["drift"] for s in seeds),
             "paper_percent": paper_gaps(variant),
         }
 
@@ -601,13 +608,13 @@ def gaps(runs: Sequence[Row]) -> Iterator[Row]:
 
 
 def claims(runs: Sequence[Row]) -> Iterator[Row]:
-    """Yields what the paper claims, as found here: met or not, and how sure.
+    """Yields the paper's claims about losses: whether our runs meet them, and how surely.
 
     met: the mean over the seeds has the claimed sign or size. sure: it is more than two standard
     errors from the other side; None: one seed. Only of variants that there are runs of; a loss that
     is not finite meets nothing.
     """
-    found = by_seed(runs)
+    by_variant = by_seed(runs)
 
     def verdict(what: str, values: Sequence[float], limit: float, above: bool) -> Row:
         mean, error = mean_error(values)
@@ -624,19 +631,21 @@ def claims(runs: Sequence[Row]) -> Iterator[Row]:
         }
 
     def has(*variants: str) -> bool:
-        common = set.intersection(*(set(found.get(v, ())) for v in (*variants, FLOAT32)))
+        common = set.intersection(*(set(by_variant.get(v, ())) for v in (*variants, FLOAT32)))
         return bool(common)
 
     if has("SDP4Bit"):
-        ours = paired(found, "SDP4Bit", FLOAT32)
+        ours = paired(by_variant, "SDP4Bit", FLOAT32)
         for limit in (WITHIN, AIM):
             yield verdict(f"SDP4Bit at most {limit:g} % above float32", ours, limit, False)
     for less, more in (("qWD", "TLq-HS"), ("TLq-HS", "TLq"), ("TLq", "qW"), ("SDP4Bit", "ZeRO++")):
         if has(less, more):
-            yield verdict(f"{less} below {more}", paired(found, more, less), 0.0, True)
+            yield verdict(f"{less} below {more}", paired(by_variant, more, less), 0.0, True)
     if has("TLq", "qW"):
         # qW - FAR * TLq above 0, seed by seed: a quotient of gaps near 0 says nothing.
-        both = zip(paired(found, "qW", FLOAT32), paired(found, "TLq", FLOAT32), strict=True)
+        both = zip(
+            paired(by_variant, "qW", FLOAT32), paired(by_variant, "TLq", FLOAT32), strict=True
+        )
         values = [qw - FAR * max(tlq, 0.0) for qw, tlq in both]
         yield verdict(f"qW's gap over {FAR:g} times TLq's", values, 0.0, True)
 
@@ -701,7 +710,9 @@ def compiled(name: str, n: int = ELEMENTS) -> list[Collective]:
     return collectives(aot.compile(lowered, QUICK).as_text(), dict(mesh.shape))
 
 
-def count(name: str, found: list[Collective], n: int = ELEMENTS) -> Iterator[dict[str, Any]]:
+def count(
+    name: str, compiled_collectives: list[Collective], n: int = ELEMENTS
+) -> Iterator[dict[str, Any]]:
     """Yields a row for each level of a codec's program, and for what crosses between nodes.
 
     bits: of an element that goes through the level. of_bf16: bytes over those that bfloat16 alone
@@ -711,10 +722,10 @@ def count(name: str, found: list[Collective], n: int = ELEMENTS) -> Iterator[dic
     """
     sent: dict[str, int] = {}
     for level, (kind, axes, part) in LEVELS.items():
-        mine = [c for c in found if (c.kind, c.axes) == (kind, axes)]
-        if len(mine) != 1:
-            raise UserError(f"{name}: {len(mine)} collectives {kind} over {axes}, not one")
-        sent[level] = mine[0].nbytes
+        of_level = [c for c in compiled_collectives if (c.kind, c.axes) == (kind, axes)]
+        if len(of_level) != 1:
+            raise UserError(f"{name}: {len(of_level)} collectives {kind} over {axes}, not one")
+        sent[level] = of_level[0].nbytes
         bits = 8 * sent[level] * part / n
         yield _row(name, level, sent[level], bits, bits / BF16_BITS, n)
     away = NODES - 1
@@ -772,10 +783,10 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     gaps = {r["variant"]: r for r in rows if r["part"] == "gap"}
     shown = [v for v in VARIANTS if v in gaps]
     for variant in shown:
-        mine = [r for r in rows if r["part"] == "run" and r["variant"] == variant]
-        mean = np.mean([r["losses"] for r in mine], axis=0)
+        of_variant = [r for r in rows if r["part"] == "run" and r["variant"] == variant]
+        mean = np.mean([r["losses"] for r in of_variant], axis=0)
         left.plot(
-            mine[0]["steps"],
+            of_variant[0]["steps"],
             mean,
             color=COLOURS[variant],
             label=f"{variant}: {WHAT[variant]}",
@@ -848,7 +859,7 @@ LEVEL_TEXTS = {
 
 def losses(path: Path) -> str:
     """Held-out losses by variant, ours and the paper's above the float32 exchange."""
-    found = json.loads(path.read_text())
+    result = read(path)
     heads = (
         "variant",
         "what travels in few bits",
@@ -859,7 +870,7 @@ def losses(path: Path) -> str:
         *(f"paper, {model}" for model in PAPER),
     )
     rows = []
-    for row in _part(found, "gap"):
+    for row in rows_of(result, part="gap"):
         paper = [row["paper_percent"].get(model) for model in PAPER]
         rows.append(
             (
@@ -873,16 +884,16 @@ def losses(path: Path) -> str:
             )
         )
     text = (
-        f"{found['layers']} blocks of width {found['width']}, {found['steps']} steps, "
-        f"{found['tokens']:,} tokens, {found['nodes']} nodes of {found['ranks']} emulated devices. "
-        "± is one standard error over the seeds."
+        f"{result['layers']} blocks of width {result['width']}, {result['steps']} steps, "
+        f"{result['tokens']:,} tokens, {result['nodes']} nodes of {result['ranks']} emulated "
+        "devices. ± is one standard error over the seeds."
     )
-    return "\n".join([_table(heads, rows), "", text, "", _source(found)])
+    return "\n\n".join([markdown_table(heads, rows), text, _source(result)])
 
 
 def claims_table(path: Path) -> str:
     """The paper's claims on losses, met or not."""
-    found = json.loads(path.read_text())
+    result = read(path)
     sure = {True: "yes", False: "no", None: "one seed"}
     rows = [
         (
@@ -892,16 +903,16 @@ def claims_table(path: Path) -> str:
             sure[row["sure"]],
             str(row["n"]),
         )
-        for row in _part(found, "claim")
+        for row in rows_of(result, part="claim")
     ]
     heads = ("claim", "difference", "met", "beyond two standard errors", "seeds")
-    return "\n".join([_table(heads, rows), "", _source(found)])
+    return f"{markdown_table(heads, rows)}\n\n{_source(result)}"
 
 
 def sent(path: Path) -> str:
     """Bits an element and bytes relative to bfloat16, from the compiled program."""
-    found = json.loads(path.read_text())
-    rows = list(_part(found, "bytes"))
+    result = read(path)
+    rows = rows_of(result, part="bytes")
     if not rows:
         return "*not counted yet: `experiments/sdp4bit.py --bytes`*"
     names = list(dict.fromkeys(r["codec"] for r in rows))
@@ -913,25 +924,17 @@ def sent(path: Path) -> str:
     one = rows[0]
     source = (
         f"*compiled for H100, {one['nodes']} nodes of {one['ranks']}, a buffer of "
-        f"{one['elements']:,} elements, {found['date']}, {found['commit']}*"
+        f"{one['elements']:,} elements, {result['date']}, {result['commit']}*"
     )
-    return "\n".join([_table(("bits an element (of bfloat16)", *names), lines), "", source])
+    heads = ("bits an element (of bfloat16)", *names)
+    return f"{markdown_table(heads, lines)}\n\n{source}"
 
 
 def estimates_table(path: Path) -> str:
     """The paper's ten pairs of model and cluster: its speed-up beside estimates."""
-    found = json.loads(path.read_text())
-    text = table(list(_part(found, "estimate")))
-    return f"{text}\n\n*estimates of the cost model, {found['date']}, {found['commit']}*"
-
-
-def _part(found: dict, part: str) -> Iterable[Row]:
-    return (row for row in found["rows"] if row["part"] == part)
-
-
-def _table(heads: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> str:
-    lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
-    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])
+    result = read(path)
+    text = table(rows_of(result, part="estimate"))
+    return f"{text}\n\n*estimates of the cost model, {result['date']}, {result['commit']}*"
 
 
 def _number(value: float | None, error: float | None, digits: int) -> str:
@@ -947,5 +950,5 @@ def _percent(value: float | None, error: float | None) -> str:
     return f"{value:+.2f}{bar} %"
 
 
-def _source(found: dict) -> str:
-    return source(found, device=f"emulated {found['device']}")
+def _source(result: dict) -> str:
+    return source(result, device=f"emulated {result['device']}")

@@ -2,7 +2,6 @@
 
 import dataclasses
 import itertools
-import json
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -10,12 +9,11 @@ from typing import Any, Literal
 
 import numpy as np
 
-from experiments.reports.reporting import panels, save
+from experiments.reports.reporting import panels, read, save, table
 from megajax.core.errors import UserError
 from megajax.data.config import DataConfig
 from megajax.data.source import open_source
 from megajax.data.tokenizer import ByteTokenizer
-from megajax.monitor.results import table
 from megajax.serving import Engine, SamplingParams
 
 # ---- requests
@@ -68,14 +66,14 @@ def requests(source: str, count: int, seed: int) -> list[Request]:
             f"requests={len(blocks)} (--data, --requests)"
         )
     prefixes = [tokenizer.encode([b])[0].tolist() * PREFIX for b in blocks[:PREFIXES]]
-    found = []
+    drawn = []
     for i in random.permutation(len(blocks))[:count]:
         ids = tokenizer.encode([blocks[i]])[0].tolist()
         cut = int(random.integers(1, len(ids)))
         begin = prefixes[random.integers(PREFIXES)][:PREFIX] if random.random() < 0.5 else []
         prompt, answer = ids[:cut][:MOST_PROMPT], min(len(ids) - cut, MOST_ANSWER)
-        found.append(Request(begin + prompt, answer))
-    return found
+        drawn.append(Request(begin + prompt, answer))
+    return drawn
 
 
 def arrivals(count: int, rate: float, seed: int) -> np.ndarray:
@@ -122,15 +120,15 @@ def serve(
     pending: list[tuple[int, Request]] = next(queue, [])
     while pending or engine.busy:
         now = time.perf_counter() - began
-        here = [(i, r) for i, r in pending if times[i] <= now]
+        ready = [(i, r) for i, r in pending if times[i] <= now]
         # A static batch starts when the one before has ended and all of its requests are there.
-        if here and (
-            mode.startswith("continuous") or (len(here) == len(pending) and _idle(engine))
+        if ready and (
+            mode.startswith("continuous") or (len(ready) == len(pending) and _idle(engine))
         ):
-            for i, r in here:
+            for i, r in ready:
                 asked = SamplingParams(max_tokens=r.answer, temperature=0, ignore_eos=True)
                 owners[engine.submit(r.prompt, asked)] = i
-            pending = pending[len(here) :] or next(queue, [])
+            pending = pending[len(ready) :] or next(queue, [])
         if not engine.busy:
             time.sleep(max(times[pending[0][0]] - now, 0.0005))
             continue
@@ -164,7 +162,7 @@ def _summary(
     load: Sequence[Request], served: Sequence[Served], seconds: float, steps: int
 ) -> dict[str, Any]:
     tokens = sum(map(_answer, load))
-    found: dict[str, Any] = {
+    figures: dict[str, Any] = {
         "tokens": tokens,
         "seconds": seconds,
         "tokens_per_s": tokens / seconds,
@@ -181,8 +179,8 @@ def _summary(
         ("request_s", [s.last - s.arrival for s in served]),
     ):
         for percent in (50, 90, 99):
-            found[f"{name}_p{percent}"] = float(np.percentile(values, percent))
-    return found
+            figures[f"{name}_p{percent}"] = float(np.percentile(values, percent))
+    return figures
 
 
 # ---- figure and tables
@@ -265,11 +263,11 @@ def offline(path: Path) -> str:
         "tokens/s over those of padded static": "ratio",
         "the same by CPU time": "cpu_ratio",
     }
-    found = json.loads(path.read_text())
+    result = read(path)
     text = (
-        f"{found['requests']} requests of {found['prompt_tokens']:.0f} prompt tokens and "
-        f"{found['answer_tokens']:.0f} answer tokens on average, up to {found['max_batch']} at a "
-        f"time; {found['cores']} cores."
+        f"{result['requests']} requests of {result['prompt_tokens']:.0f} prompt tokens and "
+        f"{result['answer_tokens']:.0f} answer tokens on average, up to {result['max_batch']} at a "
+        f"time; {result['cores']} cores."
     )
     return f"{text}\n\n{table(path, columns, part='offline')}"
 

@@ -164,15 +164,15 @@ def _slow(
 def judge(run: Run, tick_steps: int = 12) -> list[tuple[int, Slow]]:
     """Returns (step, finding) of all that are named. tick_steps: of 24 s."""
     ranks = run.work_MRT.shape[1]
-    work, found = OwnWork(ranks, TICKS), []
+    work, findings = OwnWork(ranks, TICKS), []
     for t in range(0, STEPS - tick_steps + 1, tick_steps):
         span = slice(t, t + tick_steps)
         part_MRT = run.work_MRT[:, :, span]
         middle = [np.median(part_MRT[0], -1), part_MRT[1].mean(-1), _middle(part_MRT[2])]
         at = t * STEP_S
         step_s = float(np.median(run.step_T[span]))
-        found += [(t + tick_steps, s) for s in work.tick(at, step_s, np.stack(middle))]
-    return found
+        findings += [(t + tick_steps, s) for s in work.tick(at, step_s, np.stack(middle))]
+    return findings
 
 
 def _middle(x_RT: np.ndarray) -> np.ndarray:
@@ -185,37 +185,37 @@ def _middle(x_RT: np.ndarray) -> np.ndarray:
 
 def counts(ranks: int, runs: int, seed: int) -> dict[str, Any]:
     """Returns what became of so many jobs: faults, those localised, alarms in vain, by kind."""
-    found: Counter[str] = Counter()
+    outcomes: Counter[str] = Counter()
     delays_s: list[float] = []
     for k in range(runs):
         run = simulate(ranks, seed + k)
         alarms = judge(run)
         if run.who is None:
-            found["healthy"] += 1
-            found["false_alarms"] += len(alarms)
+            outcomes["healthy"] += 1
+            outcomes["false_alarms"] += len(alarms)
             continue
-        found["faults"] += 1
-        found[f"faults_{run.kind}"] += 1
+        outcomes["faults"] += 1
+        outcomes[f"faults_{run.kind}"] += 1
         after = [(at, one) for at, one in alarms if at > run.onset]
-        found["false_alarms"] += len(alarms) - len(after)
+        outcomes["false_alarms"] += len(alarms) - len(after)
         if not after:
-            found["missed"] += 1
+            outcomes["missed"] += 1
         elif after[0][1].rank != run.who:
-            found["wrong"] += 1
+            outcomes["wrong"] += 1
         else:
-            found["localised"] += 1
-            found[f"localised_{run.kind}"] += 1
+            outcomes["localised"] += 1
+            outcomes[f"localised_{run.kind}"] += 1
             delays_s.append((after[0][0] - run.onset) * STEP_S)
-    low, high = wilson(found["localised"], found["faults"])
+    low, high = wilson(outcomes["localised"], outcomes["faults"])
     hours = runs * STEPS * STEP_S / 3600
     return {
         "machines": ranks,
         "jobs": runs,
-        **found,
-        "localised_share": found["localised"] / max(found["faults"], 1),
+        **outcomes,
+        "localised_share": outcomes["localised"] / max(outcomes["faults"], 1),
         "interval_95": [low, high],
         "delay_median_s": float(np.median(delays_s)) if delays_s else None,
-        "false_alarms_per_day": 24 * found["false_alarms"] / hours,
+        "false_alarms_per_day": 24 * outcomes["false_alarms"] / hours,
     }
 
 

@@ -7,8 +7,7 @@ sections say how.
 import dataclasses
 import functools
 import itertools
-import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,8 +16,19 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from experiments.reports.reporting import panels, save, source
-from megajax.core.errors import UserError
+from experiments.reports.reporting import (
+    Columns,
+    Row,
+    markdown_table,
+    panels,
+    read,
+    resumed,
+    rows_of,
+    rows_table,
+    save,
+    save_arrays,
+    source,
+)
 from megajax.core.files import or_nan
 from megajax.core.hardware import CARDS
 from megajax.core.layout import Layout
@@ -85,7 +95,7 @@ class Method:
     apriori: float = 0.0
 
     @property
-    def here(self) -> tuple[int, int]:
+    def shrunk(self) -> tuple[int, int]:
         """(tile, chunk) on our matrices, at least 1."""
         return max(self.tile // SHRINK, 1), max(self.chunk // SHRINK, 1)
 
@@ -200,18 +210,18 @@ def text(
     (corpus,), _ = open_corpora(DataConfig(), cache_dir, vocab=model.vocab)
     train = functools.cache(lambda seed: PackedRows(corpus.train, tokens, seed))
     assert corpus.held_out is not None
-    kept = PackedRows(corpus.held_out, tokens, 0)
+    held_out_rows = PackedRows(corpus.held_out, tokens, 0)
 
     def stacked(rows: PackedRows, first: int) -> HostBatch:
-        found = [rows[first + i] for i in range(batch)]
-        return {key: np.stack([row[key] for row in found]) for key in found[0]}
+        batch_rows = [rows[first + i] for i in range(batch)]
+        return {key: np.stack([row[key] for row in batch_rows]) for key in batch_rows[0]}
 
     return Subject(
         "text",
         model,
         decoder.parts(model),
         lambda seed, step: stacked(train(seed), step * batch),
-        [stacked(kept, first) for first in range(0, held_out, batch)],
+        [stacked(held_out_rows, first) for first in range(0, held_out, batch)],
     )
 
 
@@ -276,7 +286,7 @@ class Trainer:
         return self._pruner(method).prune(state, sparsity)
 
     def _pruner(self, method: Method) -> Pruner:
-        tile, chunk = method.here
+        tile, chunk = method.shrunk
         cfg = PruneConfig(
             pattern=method.pattern,
             tile=tile,
@@ -288,8 +298,8 @@ class Trainer:
 
     def measure(self, params: Tree) -> dict[str, float]:
         """Returns loss (nats a prediction) and accuracy on the held-out batches."""
-        found = [self._measure(params, batch) for batch in self.subject.held_out]
-        loss, right, count = np.sum(jax.device_get(found), 0)
+        sums = [self._measure(params, batch) for batch in self.subject.held_out]
+        loss, right, count = np.sum(jax.device_get(sums), 0)
         return {"loss": float(loss / count), "accuracy": float(right / count)}
 
     def _sums(self, params: Tree, batch: Batch) -> jax.Array:
@@ -300,8 +310,8 @@ class Trainer:
         at_BS1 = jnp.where(counts_BS, targets_BS, 0)[..., None]
         loss_BS = -jnp.take_along_axis(log_BSV, at_BS1, -1)[..., 0]
         right_BS = logits_BSV.argmax(-1) == targets_BS
-        found = (x.astype(jnp.float32) for x in (loss_BS, right_BS, counts_BS))
-        return jnp.stack([jnp.where(counts_BS, x, 0.0).sum() for x in found])
+        terms = (x.astype(jnp.float32) for x in (loss_BS, right_BS, counts_BS))
+        return jnp.stack([jnp.where(counts_BS, x, 0.0).sum() for x in terms])
 
 
 def chain(
@@ -316,26 +326,22 @@ def chain(
         row: dict[str, Any] = {"goal": goal, "sparsity": 0.0}
         if method is not None:
             state, masks = trainer.prune(state, method, goal)
-            kept = densities(masks, trainer.axes).values()
+            fractions = densities(masks, trainer.axes).values()
             row |= {"sparsity": sparsity_of(masks)}
-            row |= {"kept_least": min(kept), "kept_most": max(kept)}
+            row |= {"kept_least": min(fractions), "kept_most": max(fractions)}
         state = trainer.train(state, seed, trainer.training.tune)
         yield state, row | trainer.measure(state.params)
 
 
 def save_state(path: Path, state: TrainState) -> None:
     """Writes a state, whole or not at all."""
-    part = path.with_name(f"{path.name}.part")
-    leaves: dict[str, Any] = {n: np.asarray(x) for n, x in named_leaves(state)}
-    with open(part, "wb") as file:
-        np.savez(file, **leaves)
-    part.replace(path)
+    save_arrays(path, {name: np.asarray(leaf) for name, leaf in named_leaves(state)})
 
 
 def load(path: Path, like: TrainState) -> TrainState:
     """Returns a saved state. like: of the same shapes."""
-    with np.load(path) as found:
-        leaves = [jnp.asarray(found[n]) for n, _ in named_leaves(like)]
+    with np.load(path) as file:
+        leaves = [jnp.asarray(file[n]) for n, _ in named_leaves(like)]
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
 
@@ -353,7 +359,6 @@ def load(path: Path, like: TrainState) -> TrainState:
 # A coarser chunk is faster and prunes worse: each speed-up stands beside the loss of its own chunk.
 
 
-Row = dict[str, Any]
 Key = tuple[str, int, str, str]
 
 TOKENS = 12800  # rows of every product that the paper times: batch 100, length 128
@@ -379,16 +384,14 @@ def key(row: Mapping[str, Any]) -> Key:
 
 
 def former(path: Path) -> dict[Key, Row]:
-    """Returns the points that a file holds, none if it is not there. Raises: UserError."""
-    try:
-        rows = json.loads(path.read_text())["rows"]
-        for row in rows:
+    """Returns the points that a file holds, none if it does not exist. Raises: UserError."""
+
+    def parse(result: Row) -> dict[Key, Row]:
+        for row in result["rows"]:
             row["loss"] = or_nan(row["loss"])  # null: training diverged
-        return {key(row): row for row in rows}
-    except FileNotFoundError:
-        return {}
-    except (ValueError, KeyError) as error:
-        raise UserError(f"{path} holds no points: {error!r}; remove it (--state)") from None
+        return {key(row): row for row in result["rows"]}
+
+    return resumed(path, "points", "state", parse) or {}
 
 
 # ---- quality
@@ -403,21 +406,21 @@ def quality(points: Sequence[Row]) -> Iterator[Row]:
     dense = {(r["task"], r["seed"], r["goal"]): r for r in points if r["method"] == DENSE}
     curves = dict.fromkeys((r["task"], r["method"], r["goal"]) for r in points if r["goal"] > 0)
     for task, method, goal in curves:
-        found, lost = [], []
+        points_at, lost = [], []
         for row in points:
             base = dense.get((task, row["seed"], goal))
             if base and (row["task"], row["method"], row["goal"]) == (task, method, goal):
-                found.append(row)
+                points_at.append(row)
                 both = row["loss"] - base["loss"], base["accuracy"] - row["accuracy"]
                 lost.append(both)
-        if not found:
+        if not points_at:
             continue
-        row = {"part": "quality", "task": task, "method": method, "goal": goal, "n": len(found)}
-        columns = {name: [r[name] for r in found] for name in ("sparsity", "loss", "accuracy")}
+        row = {"part": "quality", "task": task, "method": method, "goal": goal, "n": len(points_at)}
+        columns = {name: [r[name] for r in points_at] for name in ("sparsity", "loss", "accuracy")}
         columns |= dict(zip(("lost", "lost_accuracy"), zip(*lost, strict=True), strict=True))
         for name, values in columns.items():
             row[name] = float(np.mean(values))
-            row[f"{name}_std"] = float(np.std(values, ddof=1)) if len(found) > 1 else None
+            row[f"{name}_std"] = float(np.std(values, ddof=1)) if len(points_at) > 1 else None
         yield row
 
 
@@ -508,14 +511,14 @@ def speeds(
     passed over, because no kernel multiplies them faster than dense ones. unit_score: of `prune`.
     """
     for name, (shape, _, paper) in SHAPES.items():
-        dense, found = dense_work(TOKENS, shape), enlarge(scores[name], shape)
+        dense, enlarged = dense_work(TOKENS, shape), enlarge(scores[name], shape)
         for goal in stages:
             for method in methods:
                 if method.pattern != "tw2d" or method.apriori:
                     continue
                 mask = prune(
-                    found,
-                    found,
+                    enlarged,
+                    enlarged,
                     goal,
                     pattern=method.pattern,
                     tile=method.tile,
@@ -557,28 +560,28 @@ def prices(rows: Sequence[Row], speeds: Sequence[Row]) -> Iterator[Row]:
     and chunk, divided by 4 with the matrices (chunk 1 is not).
     """
     for goal, name in dict.fromkeys((r["goal"], r["method"]) for r in speeds):
-        mine = [r for r in speeds if (r["goal"], r["method"]) == (goal, name)]
-        times = {r["shape"]: SHAPES[r["shape"]][1] for r in mine}
+        of_method = [r for r in speeds if (r["goal"], r["method"]) == (goal, name)]
+        times = {r["shape"]: SHAPES[r["shape"]][1] for r in of_method}
 
-        def total(member: str, mine: list = mine, times: dict = times) -> float:
-            return sum(times[r["shape"]] * r[member] for r in mine)
+        def total(member: str, of_method: list = of_method, times: dict = times) -> float:
+            return sum(times[r["shape"]] * r[member] for r in of_method)
 
         row = {
             "part": "price",
             "method": name,
             "goal": goal,
-            "tile": mine[0]["tile"],
-            "chunk": mine[0]["chunk"],
-            "kernel": mine[0]["kernel"],
+            "tile": of_method[0]["tile"],
+            "chunk": of_method[0]["chunk"],
+            "kernel": of_method[0]["kernel"],
             "flops_saved": total("gflop_dense") / total("gflop"),
             "bytes_saved": total("mb_dense") / total("mb"),
             "speedup_floor": total("floor_us_dense") / total("floor_us"),
             "speedup_estimate": total("estimate_us_dense") / total("estimate_us"),
         }
-        for found in rows:
-            if (found["method"], found["goal"]) == (name, goal):
+        for losses in rows:
+            if (losses["method"], losses["goal"]) == (name, goal):
                 for member in ("lost", "lost_std", "lost_accuracy", "lost_accuracy_std", "n"):
-                    row[f"{found['task']}_{member}"] = found[member]
+                    row[f"{losses['task']}_{member}"] = losses[member]
         yield row
 
 
@@ -612,14 +615,14 @@ def draw_quality(rows: Sequence[Row], claim: Sequence[Row], path: Path) -> None:
     for axes, task in zip(places, tasks, strict=True):
         goals = sorted({r["goal"] for r in rows if r["task"] == task} | {0.0})
         for i, name in enumerate(shown):
-            mine = [r for r in rows if (r["task"], r["method"]) == (task, name)]
-            if mine:
+            curve = [r for r in rows if (r["task"], r["method"]) == (task, name)]
+            if curve:
                 aside = 0.6 * ((i + 0.5) / len(shown) - 0.5)
-                at = [0.0, *(goals.index(r["goal"]) + aside for r in mine)]
-                bars = [0.0, *(r["lost_std"] or 0.0 for r in mine)]
+                at = [0.0, *(goals.index(r["goal"]) + aside for r in curve)]
+                bars = [0.0, *(r["lost_std"] or 0.0 for r in curve)]
                 axes.errorbar(
                     at,
-                    [0.0, *(r["lost"] for r in mine)],
+                    [0.0, *(r["lost"] for r in curve)],
                     bars,
                     color=COLOURS[name],
                     label=name,
@@ -641,13 +644,13 @@ def draw_quality(rows: Sequence[Row], claim: Sequence[Row], path: Path) -> None:
         frameon=False,
         loc="outside right center",
     )
-    found = [
+    ratios = [
         f"{r['ratio']:.2f} of that with {r['blocks']}"
         for r in claim
         if (r["what"], r["tiles"], r["task"]) == ("lost", "TW-1", tasks[-1]) and r["ratio"]
     ]
-    title = f"{WHAT[tasks[-1]]}, pruned by 75 %: with TW-1 it loses {', '.join(found)}"
-    save(figure, path, title if found else "What each pattern loses")
+    title = f"{WHAT[tasks[-1]]}, pruned by 75 %: with TW-1 it loses {', '.join(ratios)}"
+    save(figure, path, title if ratios else "What each pattern loses")
 
 
 def draw_price(rows: Sequence[Row], path: Path) -> None:
@@ -710,29 +713,27 @@ def _price_title(rows: Sequence[Row], tasks: Sequence[str]) -> str:
 
 
 COUNTED = "work counted, times estimated for an H200, losses of models trained here"
-Columns = Mapping[str, Callable[[dict], str]]  # heading -> what a row's cell says
 
 
 def quality_table(path: Path) -> str:
     """Held-out loss above the dense model's, by pattern and sparsity."""
-    found = json.loads(path.read_text())
-    rows = [r for r in found["rows"] if r["part"] == "quality" and r["method"] != "dense"]
+    result = read(path)
+    every = rows_of(result, part="quality")
+    rows = [r for r in every if r["method"] != DENSE]
     at = {(r["task"], r["method"], r["goal"]): r for r in rows}
     heads = [(t, g) for t in WHAT for g in sorted({r["goal"] for r in rows if r["task"] == t})]
     lines = [
-        "| pattern | " + " | ".join(f"{t}, {100 * g:.0f} %" for t, g in heads) + " |",
-        "|" + "---|" * (len(heads) + 1),
+        [method, *(_lost(at.get((task, method, goal))) for task, goal in heads)]
+        for method in METHODS
+        if any(r["method"] == method for r in rows)
     ]
-    for method in (m for m in METHODS if any(r["method"] == m for r in rows)):
-        cells = [_lost(at.get((task, method, goal))) for task, goal in heads]
-        lines.append(f"| {method} | {' | '.join(cells)} |")
-    dense = [r for r in found["rows"] if r["part"] == "quality" and r["method"] == "dense"]
-    lasts = {r["task"]: r for r in dense}
+    table = markdown_table(["pattern", *(f"{t}, {100 * g:.0f} %" for t, g in heads)], lines)
+    lasts = {r["task"]: r for r in every if r["method"] == DENSE}
     levels = "; ".join(
         f"{WHAT[t]}: {r['loss']:.2f} nats, {100 * r['accuracy']:.0f} % right (seeds: {r['n']})"
         for t, r in lasts.items()
     )
-    return "\n".join([*lines, "", f"Dense, tuned as long: {levels}.", "", _source(found)])
+    return "\n\n".join([table, f"Dense, tuned as long: {levels}.", _source(result)])
 
 
 def _lost(row: dict | None) -> str:
@@ -793,18 +794,15 @@ def speeds_table(path: Path) -> str:
         "times, paper (V100)": lambda r: f"{r['paper']:.2f}",
         "us, measured": lambda r: "",
     }
-    found = _table(path, columns, COUNTED, part="speed", goal=0.75)
-    return f"{found}\n\nThe paper's average at 75 %: {PAPER} times."
+    table_text = _table(path, columns, COUNTED, part="speed", goal=0.75)
+    return f"{table_text}\n\nThe paper's average at 75 %: {PAPER} times."
 
 
-def _table(path: Path, columns: Columns, layer: str = "", **wanted: object) -> str:
-    found = json.loads(path.read_text())
-    rows: Iterable[dict] = (r for r in found["rows"] if wanted.items() <= r.items())
-    lines = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
-    lines += [f"| {' | '.join(cell(row) for cell in columns.values())} |" for row in rows]
-    return "\n".join([*lines, "", _source(found, layer)])
+def _table(path: Path, columns: Columns, layer: str = "", **members: object) -> str:
+    result = read(path)
+    return f"{rows_table(rows_of(result, **members), columns)}\n\n{_source(result, layer)}"
 
 
-def _source(found: dict, layer: str = "") -> str:
+def _source(result: dict, layer: str = "") -> str:
     rule = {"paper": "units ranked by L2 / n", "rms": "units ranked by L2 / sqrt(n)"}
-    return source(found, rule[found["unit_score"]], layer=layer)
+    return source(result, rule[result["unit_score"]], layer=layer)

@@ -1,4 +1,4 @@
-"""Results that documents quote: JSON with device, date, commit and layer, and tables made of it.
+"""Results that documents quote: JSON with device, date, commit and layer.
 
 layer says how far a figure can be trusted: 'emulated' (CPU devices), 'interpreted', 'compiled for
 H100', 'measured on H200', 'simulated'.
@@ -7,7 +7,6 @@ Every script that makes results has the flag --out (`out_option`). It writes int
 experiments/results holds what documents quote, and only who names that folder changes it.
 """
 
-import json
 import subprocess
 from collections.abc import Mapping, Sequence
 from datetime import date
@@ -75,21 +74,6 @@ def write(path: Path, about: Mapping[str, Any], rows: Sequence[Row]) -> None:
         write_whole(path, text)
     except OSError as error:
         raise UserError(f"cannot write {path}: {error.strerror} (--out)") from None
-
-
-def table(path: Path, columns: Mapping[str, str], **wanted: str) -> str:
-    """Returns a Markdown table of a result file.
-
-    columns: heading -> member of a row. wanted: member -> how it begins; other rows are left out.
-    """
-    found = json.loads(path.read_text())
-    lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
-    for row in found["rows"]:
-        if not all(str(row[key]).startswith(word) for key, word in wanted.items()):
-            continue
-        lines.append("| " + " | ".join(_cell(row.get(key)) for key in columns.values()) + " |")
-    source = ", ".join(str(found[k]) for k in ("layer", "device", "date", "commit") if found.get(k))
-    return "\n".join([*lines, "", f"*{source}*"])
 
 
 def columns(rows: Sequence[Row], members: Mapping[str, str]) -> str:

@@ -18,11 +18,11 @@ def test_a_small_run_writes_its_rows_and_figure(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert {p.suffix for p in tmp_path.iterdir()} == {".json", ".svg", ".png"}
-    found = json.loads((tmp_path / "bytetransformer_cpu.json").read_text())
-    parts = {part: [r for r in found["rows"] if r["part"] == part] for part in ("exact", "count")}
+    result = json.loads((tmp_path / "bytetransformer_cpu.json").read_text())
+    parts = {part: [r for r in result["rows"] if r["part"] == part] for part in ("exact", "count")}
     assert parts["exact"] and all(row["passed"] for row in parts["exact"])
     assert [row["longest"] for row in parts["count"]] == [64, 256]
-    assert not any("median_ms" in row for row in found["rows"])  # no time of a CPU
+    assert not any("median_ms" in row for row in result["rows"])  # no time of a CPU
 
 
 @pytest.mark.process

@@ -42,16 +42,16 @@ def measured(tmp_path_factory):
 
 def test_a_profile_goes_on_where_it_was(measured):
     folder, first = measured
-    whole = Labels.load(folder / "labels.npz")
-    assert len(whole.dataset) > len(first.dataset) > 0
-    np.testing.assert_array_equal(whole.halves[: len(first.halves)], first.halves)
-    assert sorted(set(whole.programs.tolist())) == list(range(16))
-    assert set(whole.families) == set(FAMILIES.split(","))
-    assert whole.dataset.facts["noise_mean"] == pytest.approx(whole.disagreement.mean())
-    (card,) = whole.dataset.cards.values()
+    joined = Labels.load(folder / "labels.npz")
+    assert len(joined.dataset) > len(first.dataset) > 0
+    np.testing.assert_array_equal(joined.halves[: len(first.halves)], first.halves)
+    assert sorted(set(joined.programs.tolist())) == list(range(16))
+    assert set(joined.families) == set(FAMILIES.split(","))
+    assert joined.dataset.facts["noise_mean"] == pytest.approx(joined.disagreement.mean())
+    (card,) = joined.dataset.cards.values()
     assert card.sms == 1
-    floors = [record.floor_s(card) for record in whole.dataset.records]
-    assert np.all(np.array(floors) <= whole.dataset.seconds * (1 + 1e-9))
+    floors = [record.floor_s(card) for record in joined.dataset.records]
+    assert np.all(np.array(floors) <= joined.dataset.seconds * (1 + 1e-9))
     said = call(
         "scripts/profile_programs.py", f"--out={folder}", "--families=norm", "--threads=1", code=2
     )
@@ -139,11 +139,11 @@ def test_a_gpu_s_profile_leaves_out_what_fails(tmp_path, processes):
     for process in range(processes):
         assert f"GPU, process {process}: 4 programs" in said
         assert f"GPU, process {process}: 6 programs" in said
-    found = Labels.load(tmp_path / "out" / "labels.npz")
+    labels = Labels.load(tmp_path / "out" / "labels.npz")
     expected = {number for number in range(6 * processes) if number % 4}  # not the products
-    assert set(found.programs.tolist()) == expected
-    assert found.dataset.facts["below_floor"] == found.below_floor
-    assert ("cuBLAS's own" in found.dataset.facts["products"]) == (processes > 1)
+    assert set(labels.programs.tolist()) == expected
+    assert labels.dataset.facts["below_floor"] == labels.below_floor
+    assert ("cuBLAS's own" in labels.dataset.facts["products"]) == (processes > 1)
     parts = [
         {number for path in folder.glob("0*.npz") for number in Labels.load(path).programs.tolist()}
         for folder in sorted((tmp_path / "out").glob("gpu*"))
@@ -158,8 +158,8 @@ def test_a_gpu_s_profile_leaves_out_what_fails(tmp_path, processes):
 def test_steps_are_replayed_from_their_instructions(tmp_path):
     words = ("--configurations=short", "--others=8", "--passes=6", f"--out={tmp_path}")
     said = call("experiments/cdmpp.py", "replay", *words)
-    found = json.loads((tmp_path / "cdmpp_replay.json").read_text())
-    table, _ = found["rows"]
+    result = json.loads((tmp_path / "cdmpp_replay.json").read_text())
+    table, _ = result["rows"]
     assert table["method"] == "table" and "| short |" in said
     assert 0.2 < table["predicted_s"] / table["measured_s"] < 2  # other processes may run
     again = call("experiments/cdmpp.py", "replay", f"--measured={tmp_path}", f"--out={tmp_path}")

@@ -65,9 +65,9 @@ def words(home, folder, preset, *flags):
 @pytest.mark.parametrize("preset", ["nano", "nano_mlm"])
 def test_a_stopped_run_goes_on_bit_for_bit(home, preset):
     """On data 4 x tensor 2; with dropout, so that random keys go on too."""
-    whole, parts = home / f"{preset}-whole", home / f"{preset}-parts"
+    straight, parts = home / f"{preset}-whole", home / f"{preset}-parts"
     flags = ["--model.labels=2"] if preset == "nano" else []
-    done = forks.run(SCRIPT, *words(home, whole.name, preset, *flags), env=optimized())
+    done = forks.run(SCRIPT, *words(home, straight.name, preset, *flags), env=optimized())
     assert done.returncode == 0, done.stderr
     with forks.start(SCRIPT, *words(home, parts.name, preset, *flags), env=optimized()) as run:
         wait_for(run, lambda: len(rows(parts)) >= 6)
@@ -77,13 +77,15 @@ def test_a_stopped_run_goes_on_bit_for_bit(home, preset):
     done = forks.run(SCRIPT, *words(home, parts.name, preset, *flags), env=optimized())
     assert done.returncode == 0 and "resumed after step" in done.stdout, done.stderr
     for key in ("loss", "accuracy", "grad_norm"):
-        found = [{step: row[key] for step, row in rows(f).items()} for f in (whole, parts)]
-        assert found[0] == found[1] and len(found[0]) == 12
-    ends = [rows(f, "eval_loss")[12] for f in (whole, parts)]
+        curves = [{step: row[key] for step, row in rows(f).items()} for f in (straight, parts)]
+        assert curves[0] == curves[1] and len(curves[0]) == 12
+    ends = [rows(f, "eval_loss")[12] for f in (straight, parts)]
     assert ends[0]["eval_accuracy"] == ends[1]["eval_accuracy"]
     assert ("eval_majority" in ends[0]) == (preset == "nano")
-    assert (whole / "curve.png").exists() and "eval_accuracy" in (whole / "summary.md").read_text()
-    other = forks.run(SCRIPT, *words(home, whole.name, preset, *flags, "--train.seed=1"))
+    assert (straight / "curve.png").exists() and "eval_accuracy" in (
+        straight / "summary.md"
+    ).read_text()
+    other = forks.run(SCRIPT, *words(home, straight.name, preset, *flags, "--train.seed=1"))
     assert other.returncode == 2 and "train.seed was 0, now 1" in other.stderr
 
 
@@ -116,18 +118,18 @@ def folder_of(tmp_path, names=None, **changes):
     return str(tmp_path / "hf"), params
 
 
-def started(folder, **given):
+def started(folder, **flags):
     """The configuration of a run of these flags."""
-    given = {"init_from": folder, "data.tokenizer": "bytes"} | given
-    base = config.override(nano(), {k: v for k, v in given.items() if k == "init_from"})
-    return config.override(take_encoder(base, given, {}), given)
+    flags = {"init_from": folder, "data.tokenizer": "bytes"} | flags
+    base = config.override(nano(), {k: v for k, v in flags.items() if k == "init_from"})
+    return config.override(take_encoder(base, flags, {}), flags)
 
 
 @pytest.mark.parametrize("preset", [False, True])
 def test_a_folder_with_another_head_starts_a_classifier(tmp_path, preset, monkeypatch):
     """Of a model with a masked-token head the trunk is taken; the head begins anew, if told."""
     monkeypatch.setattr(config, "start_given", lambda: preset)
-    folder, given = folder_of(tmp_path)
+    folder, stored = folder_of(tmp_path)
     with pytest.raises(UserError, match="has no tokenizer .*--data.tokenizer=bytes"):
         take_encoder(nano(), {"init_from": folder}, {})
     with pytest.raises(UserError, match="has the head mlm, and the run has the head classify.*new"):
@@ -140,8 +142,8 @@ def test_a_folder_with_another_head_starts_a_classifier(tmp_path, preset, monkey
     )
     fresh = encoder.parts(cfg.model).init(jax.random.key(2))
     layout = sharding.layout(MeshSpec(data=1).build(), model=cfg.model)
-    found = cfg.given_params(layout, fresh)
-    named, theirs, new = (dict(named_leaves(tree)) for tree in (found, given, fresh))
+    params = cfg.given_params(layout, fresh)
+    named, theirs, new = (dict(named_leaves(tree)) for tree in (params, stored, fresh))
     assert named.keys() == new.keys()
     for name, x in named.items():
         want = new if name.split(".")[0] in encoder.HEAD else theirs
@@ -179,13 +181,13 @@ def test_the_classes_of_a_run_are_the_folders_then_its_own(home, tmp_path, untyp
     data = {"data.source": f"{home}/set.jsonl", "cache_dir": f"{home}/cache"}
     cfg = started(folder, **data)
     run = tmp_path / "run"
-    found, said = reading(home, cfg, run)
-    assert found.labels == ("y", "x") and f"classes of {folder}: 0 y, 1 x" in said
+    dataset, said = reading(home, cfg, run)
+    assert dataset.labels == ("y", "x") and f"classes of {folder}: 0 y, 1 x" in said
     for i in range(20):
-        row = found.rows[i]
+        row = dataset.rows[i]
         assert row["targets"][0] == (row["tokens"][1] == ord("x"))
     # The run goes on with its numbers: without the folder, with other data, with a new order.
-    RunDir(run).begin(cfg, found.tokenizer, found.labels)
+    RunDir(run).begin(cfg, dataset.tokenizer, dataset.labels)
     assert saved_labels(run) == ("y", "x")
     alone = dataclasses.replace(cfg, init_from=None)
     assert reading(home, alone, run)[0].labels == ("y", "x")

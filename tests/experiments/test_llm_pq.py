@@ -22,9 +22,9 @@ def test_a_small_run_writes_placement_rows_and_figure(tmp_path):
     assert done.returncode == 0, done.stderr
     names = {"llm_pq.json", "llm_pq.svg", "llm_pq.png", "placement_case1.json"}
     assert {path.name for path in tmp_path.iterdir()} == names
-    found = json.loads((tmp_path / "llm_pq.json").read_text())
-    assert found["layer"] == "simulated estimate" and found["omega"].startswith("assumed")
-    (row,) = found["rows"]
+    result = json.loads((tmp_path / "llm_pq.json").read_text())
+    assert result["layer"] == "simulated estimate" and result["omega"].startswith("assumed")
+    (row,) = result["rows"]
     assert row["gap"] == 0 and row["model"] == "OPT-13B"
     assert {rival["name"] for rival in row["rivals"]} >= {"uniform", "pipeedge", "offload_16"}
     assert all(rival["speedup"] is None or rival["speedup"] >= 1 for rival in row["rivals"])

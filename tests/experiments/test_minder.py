@@ -94,9 +94,9 @@ def test_train_and_watch_start_from_what_is_worth_something(script, monkeypatch)
     tiny, full = script["tiny"](), script["full"]()
     assert tiny.train.steps < full.train.steps and full.train.machines == 64
     monkeypatch.setattr(config, "start_given", lambda: False)
-    for words, found in ((["train"], full), (["watch"], full), (["evaluate"], tiny), ([], tiny)):
+    for words, preset in ((["train"], full), (["watch"], full), (["evaluate"], tiny), ([], tiny)):
         monkeypatch.setattr("sys.argv", ["minder.py", *words])
-        assert script["adapt"](tiny, {}, {}) == found
+        assert script["adapt"](tiny, {}, {}) == preset
 
 
 def test_what_a_server_gave_is_kept_until_the_training_is_done(tmp_path, monkeypatch):
@@ -114,17 +114,17 @@ def test_what_a_server_gave_is_kept_until_the_training_is_done(tmp_path, monkeyp
             ]
             return Samples.of(rows, start, end)
 
-    kept = tmp_path / "training" / "recorded.npz"
-    kept.parent.mkdir()
-    (grid,) = minder_watch.recorded(Server(), 1.0, "a.*", kept, said.append)
+    recording = tmp_path / "training" / "recorded.npz"
+    recording.parent.mkdir()
+    (grid,) = minder_watch.recorded(Server(), 1.0, "a.*", recording, said.append)
     assert [b - a for a, b in asked] == [240] * 15 and said[-1] == "read 60 of 60 minutes"
     assert grid.machines == ("a1", "a2") and (grid.start, grid.end) == (now - 1805, now - 5)
     assert (grid.values_CNT[0, 0] == np.arange(grid.start, grid.end) % 7).all()
-    (again,) = minder_watch.recorded(Server(), 1.0, "a.*", kept, said.append)
+    (again,) = minder_watch.recorded(Server(), 1.0, "a.*", recording, said.append)
     assert len(asked) == 15 and again.start == grid.start and again.machines == grid.machines
     assert np.array_equal(again.values_CNT, grid.values_CNT)
-    minder_watch.forget(kept.parent)
-    assert not kept.exists()
+    minder_watch.forget(recording.parent)
+    assert not recording.exists()
 
 
 def test_files_that_are_not_there_are_named(tmp_path):

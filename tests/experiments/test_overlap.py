@@ -22,9 +22,9 @@ def test_a_small_run_writes_its_rows_and_figure(name, flags, part, tmp_path):
     assert done.returncode == 0, done.stderr
     stem = f"{name}_simulated"
     assert {p.name for p in tmp_path.iterdir()} == {f"{stem}.{s}" for s in ("json", "svg", "png")}
-    found = json.loads((tmp_path / f"{stem}.json").read_text())
-    assert found["layer"] == "simulated" and found["machine"]["name"] == "H800"
-    assert any(row["part"] == part for row in found["rows"])
+    result = json.loads((tmp_path / f"{stem}.json").read_text())
+    assert result["layer"] == "simulated" and result["machine"]["name"] == "H800"
+    assert any(row["part"] == part for row in result["rows"])
     shown = [line for line in done.stdout.splitlines() if " us" in line or " ms" in line]
     assert shown and all(line.startswith("simulated") for line in shown)
 
@@ -34,10 +34,10 @@ def test_a_small_run_writes_its_rows_and_figure(name, flags, part, tmp_path):
 def test_the_layer_is_exact_in_every_layout(tmp_path):
     done = experiment("comet.py", "--part=exact", "--tokens=16", f"--out={tmp_path}")
     assert done.returncode == 0, done.stderr
-    found = json.loads((tmp_path / "comet_emulated.json").read_text())
-    assert found["layer"] == "emulated"
-    assert [(r["tensor"], r["expert"]) for r in found["rows"]] == [(8, 1), (4, 2), (2, 4), (1, 8)]
-    assert all(row["same_bits"] and row["y_error"] < 1e-5 for row in found["rows"])
+    result = json.loads((tmp_path / "comet_emulated.json").read_text())
+    assert result["layer"] == "emulated"
+    assert [(r["tensor"], r["expert"]) for r in result["rows"]] == [(8, 1), (4, 2), (2, 4), (1, 8)]
+    assert all(row["same_bits"] and row["y_error"] < 1e-5 for row in result["rows"])
 
 
 @pytest.mark.slow  # six compiled layers
@@ -45,11 +45,11 @@ def test_the_layer_is_exact_in_every_layout(tmp_path):
 def test_products_are_exact_in_every_way(tmp_path):
     done = experiment("flux.py", "--part=exact", f"--out={tmp_path}")
     assert done.returncode == 0, done.stderr
-    found = json.loads((tmp_path / "flux_emulated.json").read_text())
-    assert found["layer"] == "emulated"
+    result = json.loads((tmp_path / "flux_emulated.json").read_text())
+    assert result["layer"] == "emulated"
     ways = ["xla", "ring", "ring, both ways"]
-    assert [(r["m"], r["way"]) for r in found["rows"]] == [(m, w) for m in (8, 200) for w in ways]
-    assert all(row["same_bits"] and row["y_error"] < 1e-5 for row in found["rows"])
+    assert [(r["m"], r["way"]) for r in result["rows"]] == [(m, w) for m in (8, 200) for w in ways]
+    assert all(row["same_bits"] and row["y_error"] < 1e-5 for row in result["rows"])
 
 
 @pytest.mark.process

@@ -170,13 +170,13 @@ def test_a_run_says_what_it_does_and_leaves_everything(straight):
 
 
 def test_metrics_have_the_promised_members(straight):
-    found = rows(straight[0])
-    assert sorted(found) == list(range(1, STEPS + 1))
-    for row in found.values():
+    metrics = rows(straight[0])
+    assert sorted(metrics) == list(range(1, STEPS + 1))
+    for row in metrics.values():
         assert row["tokens"] == 32 * 64 and row["mfu"] is None and row["loss"] > 0
         assert row["tokens_per_s"] == pytest.approx(row["tokens"] / row["step_time_s"])
         assert row["grad_norm"] > 0
-    assert found[30]["loss"] < found[1]["loss"] - 0.5
+    assert metrics[30]["loss"] < metrics[1]["loss"] - 0.5
     evaluations = rows(straight[0], "eval_loss")
     assert list(evaluations) == [STEPS] and "loss" not in evaluations[STEPS]
     ratio = evaluations[STEPS]["eval_bits_per_byte"] / evaluations[STEPS]["eval_loss"]
@@ -324,16 +324,16 @@ def test_two_processes_are_one_run(home, straight):
     assert [p.returncode for p in job] == [0, 0], outputs
     assert "Continue with:" in outputs[0]
     assert "step 1/" not in outputs[1]  # one process speaks
-    found = rows(folder)
-    assert all(0 <= row["launch_skew_s"] < 60 for row in found.values())
+    metrics = rows(folder)
+    assert all(0 <= row["launch_skew_s"] < 60 for row in metrics.values())
     assert set(rows(folder, "start_devices_s")) == {0}
     assert (folder / "samples" / "00000004.txt").read_text().startswith("def ")
     stopped = CheckpointManager(folder / "checkpoints").latest()
     assert 5 <= stopped < STEPS and f"stopped after step {stopped}" in outputs[0]
 
-    assert sorted(found) == list(range(1, stopped + 1))
+    assert sorted(metrics) == list(range(1, stopped + 1))
     want = rows(straight[0])
-    for step, row in found.items():
+    for step, row in metrics.items():
         assert row["loss"] == pytest.approx(want[step]["loss"], abs=LOSSES), step
     go_on(folder, straight[0], stopped, min(stopped + 3, STEPS), OTHER_MESH)
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from absl import flags
 
+from experiments.reports import reporting
 from megajax.core import config
 from megajax.core.errors import UserError
 from megajax.monitor import results
@@ -120,13 +121,22 @@ def test_the_readme_counts_the_systems_that_are_built():
 def test_results_are_json_where_a_figure_is_not_finite(tmp_path):
     rows = [{"loss": math.nan, "each": (1.5, np.float64("inf"), -math.inf), "of": {"n": 2}}]
     results.write(tmp_path / "a.json", {"layer": "emulated", "mean": math.inf}, rows)
-    found = json.loads((tmp_path / "a.json").read_text(), parse_constant=pytest.fail)
-    assert found == {
+    result = json.loads((tmp_path / "a.json").read_text(), parse_constant=pytest.fail)
+    assert result == {
         "layer": "emulated",
         "mean": None,
         "rows": [{"loss": None, "each": [1.5, None, None], "of": {"n": 2}}],
     }
-    assert "| - |" in results.table(tmp_path / "a.json", {"loss": "loss"})
+    assert "| - |" in reporting.table(tmp_path / "a.json", {"loss": "loss"})
+
+
+def test_results_become_tables_with_their_source(tmp_path):
+    about = results.facts("8 x cpu", "emulated")
+    assert about["layer"] == "emulated" and about["date"]
+    results.write(tmp_path / "r.json", about, [{"a": 1.23456, "b": None}, {"a": 2, "b": "x"}])
+    table = reporting.table(tmp_path / "r.json", {"A": "a", "B": "b"}).splitlines()
+    assert table[:4] == ["| A | B |", "|---|---|", "| 1.235 | - |", "| 2 | x |"]
+    assert "emulated, 8 x cpu" in table[-1]
 
 
 def test_rows_stand_in_columns_with_their_headings():

@@ -102,8 +102,8 @@ class Job:
     def events(self, name=None):
         file = self.out / "events.jsonl"
         lines = file.read_text().splitlines() if file.exists() else []
-        found = [json.loads(line) for line in lines if line.endswith("}")]
-        return [e for e in found if name in (None, e["event"])]
+        events = [json.loads(line) for line in lines if line.endswith("}")]
+        return [e for e in events if name in (None, e["event"])]
 
     def told(self):
         return [e for e in self.events("warning") if e["rule"] in TOLD]
@@ -131,13 +131,13 @@ class Job:
 
     def wait_for(self, condition, seconds=400):
         end = time.monotonic() + seconds
-        while not (found := condition()):
+        while not (outcome := condition()):
             alive = self.driver.poll() is None
             assert time.monotonic() < end and alive, (self.folder / "driver.log").read_text()[
                 -3000:
             ]
             time.sleep(0.2)
-        return found
+        return outcome
 
     def end(self, seconds=900):
         code = self.driver.wait(seconds)

@@ -77,15 +77,15 @@ def test_only_what_is_missing_is_trained(script, tmp_path, monkeypatch):
         if len(first) == 2:
             break  # as Ctrl-C does
     assert made == ["float32", ("float32", 0), "qW", ("qW", 0)]
-    whole = list(script["runs"](cfg, tmp_path))
+    complete = list(script["runs"](cfg, tmp_path))
     assert made[4:] == ["float32", ("float32", 1), "qW", ("qW", 1)]
-    assert whole[:2] == first and [(r["variant"], r["seed"]) for r in whole] == [
+    assert complete[:2] == first and [(r["variant"], r["seed"]) for r in complete] == [
         ("float32", 0),
         ("qW", 0),
         ("float32", 1),
         ("qW", 1),
     ]
-    assert list(script["runs"](cfg, tmp_path)) == whole and len(made) == 8
+    assert list(script["runs"](cfg, tmp_path)) == complete and len(made) == 8
     drawn = script["Config"](variants="float32,fp8", seeds=3, draw=True)
     assert len(list(script["runs"](drawn, tmp_path))) == 2  # --draw trains nothing
 
@@ -97,10 +97,10 @@ def test_drawing_again_what_was_trained(tmp_path):
     flags += (f"--cache_dir={tmp_path / 'cache'}", f"--out={tmp_path / 'out'}")
     done = forks.run("experiments/sdp4bit.py", *flags)
     assert done.returncode == 0, done.stderr
-    found = json.loads((tmp_path / "out" / "sdp4bit.json").read_text())
-    assert {r["part"] for r in found["rows"]} == {"run", "gap", "claim", "estimate"}
+    result = json.loads((tmp_path / "out" / "sdp4bit.json").read_text())
+    assert {r["part"] for r in result["rows"]} == {"run", "gap", "claim", "estimate"}
     shutil.rmtree(tmp_path / "out")
     done = forks.run("experiments/sdp4bit.py", *flags, "--draw")
     assert done.returncode == 0, done.stderr
-    assert json.loads((tmp_path / "out" / "sdp4bit.json").read_text())["rows"] == found["rows"]
+    assert json.loads((tmp_path / "out" / "sdp4bit.json").read_text())["rows"] == result["rows"]
     assert {p.suffix for p in (tmp_path / "out").iterdir()} == {".json", ".svg", ".png"}

@@ -34,9 +34,9 @@ def test_every_kind_has_a_deed_and_a_place_in_each_round():
         assert kind in BY_MAIL or hasattr(Deeds, f"_{name}")
     plan, again = strikes(3, tuple(KINDS)), strikes(3, tuple(KINDS))
     for _ in range(3):
-        found = [next(plan) for _ in KINDS]
-        assert {s.kind for s in found} == set(KINDS)
-        assert found == [next(again) for _ in KINDS]
+        planned = [next(plan) for _ in KINDS]
+        assert {s.kind for s in planned} == set(KINDS)
+        assert planned == [next(again) for _ in KINDS]
     assert set(FEW) < set(KINDS)
 
 
@@ -62,15 +62,15 @@ def test_what_is_no_lineage_is_told():
 
     theirs = of((1, 1.0), (2, 2.0), (3, 3.0))
     assert storms.lineage(of((1, 1.0), (2, 2.0), (2, 2.0), (3, 3.0)), theirs, 3, 2) == []
-    (found,) = storms.lineage(of((1, 1.0), (2, 2.5), (3, 3.0)), theirs, 3, 1)
-    assert "1 steps have another loss, the first is 2: 2.5, not 2.0" in found
+    (fault,) = storms.lineage(of((1, 1.0), (2, 2.5), (3, 3.0)), theirs, 3, 1)
+    assert "1 steps have another loss, the first is 2: 2.5, not 2.0" in fault
     assert storms.lineage(of((1, 1.0), (2, None), (2, 2.0), (3, 3.0)), theirs, 3, 2) == []
-    (found,) = storms.lineage(of((1, 1.0), (2, 2.0), (2, None), (3, 3.0)), theirs, 3, 2)
-    assert "1 steps have another loss, the first is 2: None" in found
-    (found,) = storms.lineage(of((1, 1.0), (2, 2.0), (2, 2.0), (3, 3.0)), theirs, 3, 1)
-    assert "began again 1 times in 1 starts" in found
-    (found,) = storms.lineage(of((1, 1.0), (2, 2.0)), theirs, 3, 1)
-    assert found == "the last step is not 3"
+    (fault,) = storms.lineage(of((1, 1.0), (2, 2.0), (2, None), (3, 3.0)), theirs, 3, 2)
+    assert "1 steps have another loss, the first is 2: None" in fault
+    (fault,) = storms.lineage(of((1, 1.0), (2, 2.0), (2, 2.0), (3, 3.0)), theirs, 3, 1)
+    assert "began again 1 times in 1 starts" in fault
+    (fault,) = storms.lineage(of((1, 1.0), (2, 2.0)), theirs, 3, 1)
+    assert fault == "the last step is not 3"
 
 
 def test_figures_table_and_picture(tmp_path):

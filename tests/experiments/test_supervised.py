@@ -113,8 +113,8 @@ def began(folder, attempt, rank, section, step):
 
 
 def nothing_is_left(folder):
-    found = subprocess.run(["pgrep", "-af", str(folder)], capture_output=True, text=True).stdout
-    assert found == ""
+    processes = subprocess.run(["pgrep", "-af", str(folder)], capture_output=True, text=True).stdout
+    assert processes == ""
     for agent in events(folder, "joined"):
         assert not list(pathlib.Path("/dev/shm").glob(f"megajax-{agent['pid']}-*"))
 
@@ -124,10 +124,10 @@ def test_one_fault_after_another_and_the_same_parameters(home, straight):
     job = supervise(home, folder, f"--fault={FAULTS}")
     out, _ = job.communicate(timeout=1500)
     assert job.returncode == 0, out
-    found = events(folder, "fault")
-    assert [(f["rule"], f["ranks"]) for f in found] == FOUND, out
+    faults = events(folder, "fault")
+    assert [(f["rule"], f["ranks"]) for f in faults] == FOUND, out
     warned = [e for e in events(folder, "warning") if "injected fault" in e["message"]]
-    for f in found:
+    for f in faults:
         injected = [w["time"] for w in warned if w["attempt"] == f["attempt"]]
         limit = STEP_S if f["rule"] == "stall" else SILENCE_S
         if f["rule"] == "flood":  # whose line drowns in it
@@ -145,8 +145,8 @@ def test_four_processes(home):
     faults = "--fault=kill@6:rank3,sleep@11:rank2:attempt1,nan@15:rank1:attempt2"
     out, _ = (job := supervise(home, folder, faults, processes=4)).communicate(timeout=900)
     assert job.returncode == 0, out
-    found = [(f["rule"], f["ranks"]) for f in events(folder, "fault")]
-    assert found == [("exit", [3]), ("stall", [2]), ("nan", [1])], out
+    stops = [(f["rule"], f["ranks"]) for f in events(folder, "fault")]
+    assert stops == [("exit", [3]), ("stall", [2]), ("nan", [1])], out
     nothing_is_left(folder)
     same(folder, straight)
 
@@ -190,8 +190,8 @@ def test_memory_outlives_a_trainer_and_goes_with_its_agent(home, straight):
     os.kill(agent, signal.SIGKILL)
     out, _ = job.communicate(timeout=400)
     assert job.returncode == 0, out
-    found = [(f["rule"], f["ranks"]) for f in events(folder, "fault")]
-    assert found == [("exit", [1]), ("agent", [0, 1])]
+    stops = [(f["rule"], f["ranks"]) for f in events(folder, "fault")]
+    assert stops == [("exit", [1]), ("agent", [0, 1])]
     # Storage has step 10. The copy of step 16 is made beside step 17, where the kill may be first.
     assert re.search("resumed after step (14|16), from memory", logs(folder, 1))
     assert "resumed after step 10 " in logs(folder, 2)

@@ -30,8 +30,8 @@ def test_a_stopped_run_goes_on_and_ends_as_one_that_was_not(tmp_path):
     flags = "--steps=4", "--tune=2", "--methods=TW-1,BW", "--stages=50,75", "--held_out=32"
     flags += (f"--cache_dir={tmp_path / 'cache'}",)
     for name in ("whole", "stopped"):
-        here = f"--out={tmp_path / name}", f"--state={tmp_path / name}-state"
-        with start(*flags, *here) as run:
+        folders = f"--out={tmp_path / name}", f"--state={tmp_path / name}-state"
+        with start(*flags, *folders) as run:
             if name == "stopped":
                 while "TW-1 at 50 %" not in run.stdout.readline():
                     assert run.poll() is None, run.stderr.read()
@@ -39,16 +39,16 @@ def test_a_stopped_run_goes_on_and_ends_as_one_that_was_not(tmp_path):
             output, errors = run.communicate()
         if name == "stopped":
             assert run.returncode == 130 and "the same command goes on" in errors
-            with start(*flags, *here) as run:
+            with start(*flags, *folders) as run:
                 output, errors = run.communicate()
         assert run.returncode == 0, errors
         assert ("points are in" in output) == (name == "stopped")
-    found = [
+    rows = [
         json.loads((tmp_path / name / "tilewise.json").read_text())["rows"]
         for name in ("whole", "stopped")
     ]
-    assert found[0] == found[1]
-    assert {row["part"] for row in found[0]} == {"point", "quality", "claim", "speed", "price"}
+    assert rows[0] == rows[1]
+    assert {row["part"] for row in rows[0]} == {"point", "quality", "claim", "speed", "price"}
     assert {p.suffix for p in (tmp_path / "whole").iterdir()} == {".json", ".svg", ".png"}
 
 

@@ -40,7 +40,7 @@ def theirs(folder: str, file: str) -> None:
     import transformers
 
     with np.load(file) as held:
-        tokens, wanted = torch.tensor(held["tokens"]).long(), held["logits"]
+        tokens, golden = torch.tensor(held["tokens"]).long(), held["logits"]
     kinds = transformers.AutoConfig.from_pretrained(folder).architectures
     kind = getattr(transformers, kinds[0])
     model, report = kind.from_pretrained(
@@ -51,8 +51,8 @@ def theirs(folder: str, file: str) -> None:
     with torch.no_grad():
         logits = model.eval()(tokens, attention_mask=live.long()).logits.numpy()
     if logits.ndim == 3:
-        logits, wanted = logits[live.numpy()], wanted[live.numpy()]
-    worst = float(np.abs(logits - wanted).max())
+        logits, golden = logits[live.numpy()], golden[live.numpy()]
+    worst = float(np.abs(logits - golden).max())
     print(
         json.dumps(
             {

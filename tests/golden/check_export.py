@@ -28,7 +28,7 @@ def main(folder, prompt, *texts):
     chat = tokenizer.chat_template and tokenizer.apply_chat_template(
         [{"role": "user", "content": "hi"}], tokenize=False
     )
-    found = {
+    answer = {
         "stopped": out[-1] in (eos if isinstance(eos, list) else [eos]),
         "text": tokenizer.decode(out, skip_special_tokens=True),
         "ids": [tokenizer(t)["input_ids"] for t in texts],
@@ -42,7 +42,7 @@ def main(folder, prompt, *texts):
         "dtype": str(model.dtype),
         "files": sorted(p.name for p in pathlib.Path(folder).iterdir()),
     }
-    print(json.dumps(found))
+    print(json.dumps(answer))
 
 
 if __name__ == "__main__":

@@ -115,7 +115,7 @@ def make_models() -> tuple[dict, dict]:
     gpt2 = transformers.GPT2Config(
         vocab_size=VOCAB, n_embd=WIDTH, n_layer=2, n_head=HEADS, n_positions=32
     )
-    found, golden = [], {}
+    tensors, golden = [], {}
     for config in (llama, gpt2):
         config._attn_implementation = "eager"
         model = transformers.AutoModelForCausalLM.from_config(config).eval().float()
@@ -126,10 +126,10 @@ def make_models() -> tuple[dict, dict]:
             logits = model(tokens).logits
         kind = config.model_type
         golden |= {f"{kind}_tokens": tokens.int().numpy(), f"{kind}_logits": logits.numpy()}
-        found.append({k: v.detach().clone() for k, v in model.state_dict().items()})
+        tensors.append({k: v.detach().clone() for k, v in model.state_dict().items()})
     np.savez_compressed(FOLDER / "logits.npz", **golden)
-    torch.save(found[0], WEIGHTS)
-    return found[0], found[1]
+    torch.save(tensors[0], WEIGHTS)
+    return tensors[0], tensors[1]
 
 
 def padded(table: torch.Tensor) -> torch.Tensor:
@@ -150,7 +150,7 @@ def fused(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, groups: int) -> tor
 
 def whole_llama(hf: dict) -> dict[str, tuple[torch.Tensor, int | None]]:
     """{Megatron-Core's name: (tensor, dimension that is cut)}, layers numbered over all stages."""
-    found: dict = {
+    named: dict = {
         "embedding.word_embeddings.weight": (padded(hf["model.embed_tokens.weight"]), 0),
         "output_layer.weight": (padded(hf["lm_head.weight"]), 0),
         "decoder.final_layernorm.weight": (hf["model.norm.weight"], None),
@@ -160,7 +160,7 @@ def whole_llama(hf: dict) -> dict[str, tuple[torch.Tensor, int | None]]:
         q, k, v = (hf[f"{t}self_attn.{x}_proj.weight"] for x in "qkv")
         halves = [hf[f"{t}mlp.{x}_proj.weight"].chunk(TENSOR) for x in ("gate", "up")]
         gates = torch.cat([torch.cat(pair) for pair in zip(*halves, strict=True)])
-        found |= {
+        named |= {
             f"{m}self_attention.linear_qkv.weight": (fused(q, k, v, GROUPS), 0),
             f"{m}self_attention.linear_proj.weight": (hf[f"{t}self_attn.o_proj.weight"], 1),
             f"{m}mlp.linear_fc1.weight": (gates, 0),
@@ -168,7 +168,7 @@ def whole_llama(hf: dict) -> dict[str, tuple[torch.Tensor, int | None]]:
             f"{m}input_layernorm.weight": (hf[f"{t}input_layernorm.weight"], None),
             f"{m}pre_mlp_layernorm.weight": (hf[f"{t}post_attention_layernorm.weight"], None),
         }
-    return found
+    return named
 
 
 def cut(tensor: torch.Tensor, dim: int | None, rank: int) -> torch.Tensor:
@@ -218,11 +218,11 @@ def legacy_name(name: str) -> str:
 
 def write_legacy(hf: dict, folder: str) -> None:
     """The legacy Llama on 2 x 2 ranks."""
-    whole, per = whole_llama(hf), LAYERS // PIPE
+    tensors, per = whole_llama(hf), LAYERS // PIPE
     for t in range(TENSOR):
         for p in range(PIPE):
             model: dict = {"encoder": {}}
-            for name, (tensor, dim) in whole.items():
+            for name, (tensor, dim) in tensors.items():
                 piece = cut(tensor, dim, t).bfloat16()
                 layer = int(name.split(".")[2]) if ".layers." in name else None
                 if layer is not None and p * per <= layer < (p + 1) * per:
@@ -311,7 +311,7 @@ def build(tensor: int, pipe: int, chunks: int | None) -> list:
         use_cpu_initialization=True, hidden_dropout=0.0, attention_dropout=0.0,
         bias_activation_fusion=False, masked_softmax_fusion=False, bias_dropout_fusion=False,
     )  # fmt: skip
-    whole, found = whole_llama(torch.load(WEIGHTS)), []
+    tensors, models = whole_llama(torch.load(WEIGHTS)), []
     for c in range(chunks or 1):
         at = {"ignore_virtual": False, "vp_stage": c} if chunks else {}
         model = GPTModel(
@@ -333,10 +333,10 @@ def build(tensor: int, pipe: int, chunks: int | None) -> list:
                     local = int(name.split(".")[2])
                     place = model.decoder.layers[local].layer_number - 1
                     name = name.replace(f".{local}.", f".{place}.", 1)
-                piece, dim = whole[name]
+                piece, dim = tensors[name]
                 p.copy_(rejoined(name, piece) if tensor == 1 else cut(piece, dim, rank))
-        found.append(model)
-    return found
+        models.append(model)
+    return models
 
 
 def rejoined(name: str, piece: torch.Tensor) -> torch.Tensor:

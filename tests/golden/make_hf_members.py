@@ -88,13 +88,13 @@ def changed(config: dict, changes: dict) -> dict:
 
 def weights(shapes: dict) -> dict:
     """Returns float32 tensors, each drawn by its name."""
-    found = {}
+    tensors = {}
     for name, shape in shapes.items():
         rng = np.random.default_rng(zlib.crc32(name.encode()))
         x = rng.standard_normal(shape, np.float32)
         is_scale = "norm" in name.lower() and name.endswith("weight") or "ln_" in name
-        found[name] = (1 + 0.2 * x if is_scale else 0.5 * x).astype(np.float32)
-    return found
+        tensors[name] = (1 + 0.2 * x if is_scale else 0.5 * x).astype(np.float32)
+    return tensors
 
 
 def inputs(family: str) -> dict:
@@ -119,7 +119,7 @@ def head_of(config: dict) -> str:
 
 def member_variants(family: str, members: dict) -> dict:
     """Returns {name: changes}: each member absent, null and with other values."""
-    found, start = {}, base(family)
+    variants, start = {}, base(family)
     for name, member in members.items():
         default = start.get(name, member["default"])
         values = [REMOVE, None]
@@ -133,8 +133,8 @@ def member_variants(family: str, members: dict) -> dict:
             values += [3]
         for value in values:
             if value != start.get(name, REMOVE) or type(value) is not type(start.get(name)):
-                found[f"{name}={value}"] = {name: value}
-    return found
+                variants[f"{name}={value}"] = {name: value}
+    return variants
 
 
 ACTIVATIONS = (
@@ -174,14 +174,14 @@ def rope_variants() -> dict:
         "strange": {"rope_type": "default", "strange": 1},
         "proportional": {"rope_type": "proportional", "partial_rotary_factor": 0.5},
     }  # fmt: skip
-    found = {}
+    variants = {}
     for name, scaling in scalings.items():
-        found[f"scaling {name}"] = {"rope_scaling": scaling}
-        found[f"parameters {name}"] = {"rope_parameters": scaling}
-        found[f"parameters {name}, theta"] = gone | {
+        variants[f"scaling {name}"] = {"rope_scaling": scaling}
+        variants[f"parameters {name}"] = {"rope_parameters": scaling}
+        variants[f"parameters {name}, theta"] = gone | {
             "rope_parameters": scaling | {"rope_theta": 500.0}
         }
-    return found | {
+    return variants | {
         "theta absent": gone, "theta null": {"rope_theta": None}, "theta 5": {"rope_theta": 500},
         "theta text": {"rope_theta": "500"}, "theta 0": {"rope_theta": 0},
         "theta twice": {"rope_theta": 500.0, "rope_parameters": {"rope_theta": 100.0}},
@@ -206,7 +206,7 @@ def rope_variants() -> dict:
 
 def head_variants(family: str) -> dict:
     """Returns head widths and numbers of heads that agree, and that do not."""
-    found = {
+    variants = {
         "kv absent": {"num_key_value_heads": REMOVE},
         "kv null": {"num_key_value_heads": None},
         "kv 1": {"num_key_value_heads": 1},
@@ -222,25 +222,25 @@ def head_variants(family: str) -> dict:
         "heads 8, no head_dim": {"num_attention_heads": 8, "head_dim": REMOVE},
         "kv and head_dim absent": {"num_key_value_heads": REMOVE, "head_dim": REMOVE},
     }
-    return found
+    return variants
 
 
 def window_variants() -> dict:
     """Returns combinations of what says whether a layer has a window."""
-    found = {}
+    variants = {}
     kinds = ("full_attention", "sliding_attention")
     layers = [REMOVE, None, [kinds[0]] * 2, [kinds[1]] * 2, list(kinds)]
     for use, window, most, types in itertools.product(
         (True, False, REMOVE), (5, None, REMOVE), (0, 1), layers
     ):
         name = f"use {use} window {window} above {most} types {types and types[:2]}"
-        found[name.replace("_attention", "")] = {
+        variants[name.replace("_attention", "")] = {
             "use_sliding_window": use,
             "sliding_window": window,
             "max_window_layers": most,
             "layer_types": types,
         }
-    return found | {
+    return variants | {
         "one type": {"layer_types": [kinds[1]]},
         "above absent": {
             "use_sliding_window": True,
@@ -258,7 +258,7 @@ def window_variants() -> dict:
 def general_variants(family: str) -> dict:
     """Returns members of other kinds: of other families, of forks, of housekeeping."""
     twin = "GPT2Model" if family == "gpt2" else CLASSES[family].replace("ForCausalLM", "Model")
-    found = {
+    variants = {
         "is_causal": {"is_causal": False}, "is_causal true": {"is_causal": True},
         "layer config": {"per_layer_config": {"0": {"num_attention_heads": 2}}},
         "auto_map": {"auto_map": {"AutoModelForCausalLM": "modeling_x.X"}},
@@ -295,19 +295,21 @@ def general_variants(family: str) -> dict:
         "layers": {"num_layers": 1}, "nextn": {"num_nextn_predict_layers": 1},
     }  # fmt: skip
     if family in DECODERS:
-        found["body"] = {"architectures": [twin]}
-        found["other head"] = {"architectures": [twin.replace("Model", "ForTokenClassification")]}
-    return found
+        variants["body"] = {"architectures": [twin]}
+        variants["other head"] = {
+            "architectures": [twin.replace("Model", "ForTokenClassification")]
+        }
+    return variants
 
 
 def moe_variants(family: str) -> dict:
     """Returns settings of the experts of Mixtral and Qwen3-MoE."""
-    found = {
+    variants = {
         f"top {k} normalise {n}": {"num_experts_per_tok": k, "norm_topk_prob": n}
         for k in (REMOVE, None, 1, 4, 5)
         for n in (REMOVE, None, False, True)
     }
-    return found | {
+    return variants | {
         "experts": {"num_experts": 3},
         "local experts": {"num_local_experts": 3},
         "both experts": {"num_experts": 4, "num_local_experts": 3},
@@ -392,20 +394,20 @@ def encoder_variants(family: str) -> dict:
         "gap": {"gap_size": 0, "net_structure_type": 0, "down_scale_factor": 1},
         "tie_weights_": {"tie_weights_": True}, "layers null": {"num_hidden_layers": None},
     }  # fmt: skip
-    found = {f"classify, {n}": c | {"architectures": classify} for n, c in labels.items()}
+    variants = {f"classify, {n}": c | {"architectures": classify} for n, c in labels.items()}
     for word, head in (("classify, ", classify), ("body, ", body), ("", [f"{stem}ForMaskedLM"])):
-        found |= {word + n: c | {"architectures": head} for n, c in shapes.items()}
+        variants |= {word + n: c | {"architectures": head} for n, c in shapes.items()}
     for name in ("ForPreTraining", "ForQuestionAnswering", "ForTokenClassification", "LMHeadModel"):
-        found[name] = {"architectures": [stem + name]}
+        variants[name] = {"architectures": [stem + name]}
     act = "activation" if family == "distilbert" else "hidden_act"
     for word in ("gelu_new", "gelu", "relu", "gelu_pytorch_tanh"):
-        found[f"classify, {word}"] = {act: word, "architectures": classify}
-    return found
+        variants[f"classify, {word}"] = {act: word, "architectures": classify}
+    return variants
 
 
 def all_variants(table: dict) -> dict:
     """Returns {(family, name): changes}."""
-    found = {}
+    variants = {}
     for family in (*DECODERS, *ENCODERS):
         members = table["common"] | table["families"][family]["members"]
         named = {"base": {}} | member_variants(family, members) | general_variants(family)
@@ -424,8 +426,8 @@ def all_variants(table: dict) -> dict:
                 named |= moe_variants(family)
         else:
             named |= encoder_variants(family)
-        found |= {(family, name): changes for name, changes in named.items()}
-    return found
+        variants |= {(family, name): changes for name, changes in named.items()}
+    return variants
 
 
 # ---- in the separate environment
@@ -439,11 +441,11 @@ def make_table() -> dict:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     def fields_of(kind) -> dict:
-        found = {}
+        members = {}
         for f in dataclasses.fields(kind):
             default = None if f.default is dataclasses.MISSING else f.default
-            found[f.name] = {"default": default, "null": "None" in str(f.type)}
-        return found
+            members[f.name] = {"default": default, "null": "None" in str(f.type)}
+        return members
 
     common = fields_of(transformers.PreTrainedConfig)
     families = {}
@@ -483,22 +485,22 @@ def logits_of(folder: pathlib.Path, config: dict) -> np.ndarray:
     model = class_of(config).from_pretrained(
         folder, dtype=torch.float32, attn_implementation="eager"
     )
-    given = {n: torch.tensor(x).long() for n, x in inputs(config["model_type"]).items()}
-    options = {"input_ids": given["tokens"]}
-    if "lengths" in given:
-        live = torch.arange(max(LENGTHS))[None] < given["lengths"][:, None]
+    batch = {n: torch.tensor(x).long() for n, x in inputs(config["model_type"]).items()}
+    options = {"input_ids": batch["tokens"]}
+    if "lengths" in batch:
+        live = torch.arange(max(LENGTHS))[None] < batch["lengths"][:, None]
         pad = model.config.pad_token_id
-        tokens = torch.where(live, given["tokens"], 0 if pad is None else pad)
+        tokens = torch.where(live, batch["tokens"], 0 if pad is None else pad)
         options = {"input_ids": tokens, "attention_mask": live.long()}
         if config["model_type"] != "distilbert":
             top = max(getattr(model.config, "type_vocab_size", 2) - 1, 0)
-            options["token_type_ids"] = given["types"].clamp(max=top)
+            options["token_type_ids"] = batch["types"].clamp(max=top)
     with torch.no_grad():
         out = model.eval()(**options, return_dict=True)
-    found = out.logits if hasattr(out, "logits") else out.last_hidden_state
-    if not torch.isfinite(found).all():
+    logits = out.logits if hasattr(out, "logits") else out.last_hidden_state
+    if not torch.isfinite(logits).all():
         raise ValueError("not finite")
-    return found.numpy()
+    return logits.numpy()
 
 
 def shapes_of(config: dict) -> dict:
@@ -558,24 +560,24 @@ def make_variants(only: str = "", processes: str = "4") -> None:
     configs = [changed(base(family), changes) for (family, _), changes in named.items()]
     with multiprocessing.get_context("fork").Pool(int(processes)) as pool:
         outcomes = []
-        for found in pool.imap(outcome, configs, chunksize=8):
-            outcomes.append(found)
+        for one in pool.imap(outcome, configs, chunksize=8):
+            outcomes.append(one)
             if len(outcomes) % 100 == 0:
                 print(len(outcomes), "of", len(configs), flush=True)
     shapes_seen, arrays, rows = [], [], []
-    for ((family, name), changes), (shapes, found) in zip(named.items(), outcomes, strict=True):
+    for ((family, name), changes), (shapes, one) in zip(named.items(), outcomes, strict=True):
         row = {"family": family, "name": name, "changes": changes}
         if shapes is not None:
             listed = sorted(shapes.items())
             if listed not in shapes_seen:
                 shapes_seen.append(listed)
             row["shapes"] = shapes_seen.index(listed)
-        if isinstance(found, str):
-            row["refused"] = found
+        if isinstance(one, str):
+            row["refused"] = one
         else:
-            same = (i for i, x in enumerate(arrays) if np.array_equal(x, found))
+            same = (i for i, x in enumerate(arrays) if np.array_equal(x, one))
             row["logits"] = next(same, len(arrays))
-            arrays += [found] if row["logits"] == len(arrays) else []
+            arrays += [one] if row["logits"] == len(arrays) else []
         rows.append(row)
         if only:
             print(family, name, row.get("refused", row.get("logits")))
@@ -604,16 +606,16 @@ def frozen() -> tuple[list, list, list]:
 
 
 def in_short(logits: np.ndarray) -> np.ndarray:
-    """Returns the logits that are kept: of a few places of each row, or of classes."""
+    """Returns the logits of a few places of each row, or those of all classes."""
     return logits[:, PLACES] if logits.ndim == 3 else logits
 
 
-def error_of(found: np.ndarray, wanted: np.ndarray, family: str) -> float:
+def error_of(logits: np.ndarray, golden: np.ndarray, family: str) -> float:
     """Returns the largest difference of logits kept, over tokens that are no padding."""
-    if family in ENCODERS and found.ndim == 3:
+    if family in ENCODERS and logits.ndim == 3:
         live = np.asarray(PLACES)[None] < np.asarray(LENGTHS)[:, None]
-        found, wanted = found[live], wanted[live]
-    return float(np.abs(found - wanted).max(initial=0))
+        logits, golden = logits[live], golden[live]
+    return float(np.abs(logits - golden).max(initial=0))
 
 
 def check(folder: str) -> None:
@@ -623,13 +625,13 @@ def check(folder: str) -> None:
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
     worst, places = 0.0, sorted(pathlib.Path(folder).glob("*/wanted.npy"))
-    for wanted in places:
-        config = json.loads((wanted.parent / "config.json").read_text())
-        found, family = in_short(logits_of(wanted.parent, config)), config["model_type"]
-        error = error_of(found, np.load(wanted), family)
+    for golden in places:
+        config = json.loads((golden.parent / "config.json").read_text())
+        logits, family = in_short(logits_of(golden.parent, config)), config["model_type"]
+        error = error_of(logits, np.load(golden), family)
         worst = max(worst, error)
         if error > 2e-4:
-            print("DIFFERS", wanted.parent.name, error)
+            print("DIFFERS", golden.parent.name, error)
     print(f"{len(places)} exported folders, largest difference {worst:.1e}")
 
 
@@ -668,6 +670,6 @@ def export(folder: str) -> None:
 
 
 if __name__ == "__main__":
-    verb, *rest = sys.argv[1:]
+    verb, *folders = sys.argv[1:]
     verbs = {"table": make_table, "variants": make_variants, "check": check, "export": export}
-    verbs[verb](*rest)
+    verbs[verb](*folders)

@@ -28,31 +28,31 @@ def git(repository: str, *arguments: str) -> str:
 
 def names_in(text: str) -> set[str]:
     """Returns the names of arguments in a file's text."""
-    found = set(re.findall(r"\bargs\.(\w+) = ", text))
+    names = set(re.findall(r"\bargs\.(\w+) = ", text))
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "add_argument":
             options = [a.value for a in node.args if isinstance(a, ast.Constant)]
             named = {k.arg: k.value.value for k in node.keywords if k.arg == "dest"}  # type: ignore
-            found.add(named.get("dest") or options[0].lstrip("-").replace("-", "_"))
+            names.add(named.get("dest") or options[0].lstrip("-").replace("-", "_"))
         if isinstance(node, ast.ClassDef) and node.name.endswith("Config"):
-            found |= {n.target.id for n in node.body if isinstance(n, ast.AnnAssign)}  # type: ignore
-    return found
+            names |= {n.target.id for n in node.body if isinstance(n, ast.AnnAssign)}  # type: ignore
+    return names
 
 
 def main(repository: str) -> None:
     """Writes the names."""
-    found: set[str] = set()
+    names: set[str] = set()
     for year in YEARS:
         commit = git(repository, "rev-list", "-1", f"--before={year}-12-31", "HEAD").strip()
         files = git(repository, "ls-tree", "-r", "--name-only", commit, "megatron").split()
         for file in files:
             if re.search(r"(arguments|config|training|initialize|global_vars)[^/]*\.py$", file):
                 try:
-                    found |= names_in(git(repository, "show", f"{commit}:{file}"))
+                    names |= names_in(git(repository, "show", f"{commit}:{file}"))
                 except SyntaxError:
                     print("skipped", commit[:8], file)
-    TARGET.write_text(json.dumps(sorted(found), indent=0) + "\n")
-    print(len(found), "names")
+    TARGET.write_text(json.dumps(sorted(names), indent=0) + "\n")
+    print(len(names), "names")
 
 
 if __name__ == "__main__":

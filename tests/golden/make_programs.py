@@ -28,9 +28,9 @@ def main() -> None:
     for name, make, platform in (("cpu", golden_cpu, "cpu"), ("h100", golden_h100, "gpu")):
         text = make().as_text()
         text = "\n".join(stripped(line) for line in text.split("\n") if not line[:1].isdigit())
-        found = records(text, platform=platform)
+        program = records(text, platform=platform)
         (HERE / f"program_{name}.hlo.gz").write_bytes(gzip.compress(text.encode(), mtime=0))
-        rows = ",\n".join(json.dumps(row) for row in summary(found))
+        rows = ",\n".join(json.dumps(row) for row in summary(program))
         (HERE / f"program_{name}.json").write_text(f"[\n{rows}\n]\n")
 
 

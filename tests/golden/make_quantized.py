@@ -66,11 +66,11 @@ def main() -> None:
             for row in torch.randint(3, VOCAB, (64, 48))
         ]
         for case, settings in CASES.items():
-            found = GPTQModel.load(str(dense), settings())
+            quantizer = GPTQModel.load(str(dense), settings())
             backend = BACKEND.TORCH_AWQ if case.startswith("awq") else BACKEND.TORCH
-            found.quantize(calibration, batch_size=4, backend=backend)
+            quantizer.quantize(calibration, batch_size=4, backend=backend)
             written = pathlib.Path(home) / case
-            found.save(str(written))
+            quantizer.save(str(written))
             keep(written, FOLDER / case, model)
 
 

@@ -51,12 +51,12 @@ def write(path: pathlib.Path, case: str) -> None:
 
 def digest(folder: pathlib.Path) -> str:
     """Returns the SHA-256 of a folder's tensors and of what it says of them."""
-    found = hashlib.sha256()
+    checksum = hashlib.sha256()
     for name, x in sorted(safetensors.numpy.load_file(folder / "model.safetensors").items()):
-        found.update(f"{name} {x.dtype} {x.shape}".encode() + x.tobytes())
+        checksum.update(f"{name} {x.dtype} {x.shape}".encode() + x.tobytes())
     members = json.loads((folder / "config.json").read_text())["quantization_config"]
-    found.update(json.dumps(members, sort_keys=True).encode())
-    return found.hexdigest()
+    checksum.update(json.dumps(members, sort_keys=True).encode())
+    return checksum.hexdigest()
 
 
 def read(folder: pathlib.Path) -> np.ndarray:
@@ -98,11 +98,11 @@ def main(what: str, home: str) -> None:
         for case in CASES:
             write(pathlib.Path(home), case)
         return
-    found = {}
+    arrays = {}
     for case in CASES:
         folder = pathlib.Path(home) / case
-        found |= {f"{case}.logits": read(folder), f"{case}.digest": np.array(digest(folder))}
-    np.savez_compressed(OUT, **found)
+        arrays |= {f"{case}.logits": read(folder), f"{case}.digest": np.array(digest(folder))}
+    np.savez_compressed(OUT, **arrays)
 
 
 if __name__ == "__main__":

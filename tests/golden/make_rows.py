@@ -29,9 +29,9 @@ def main() -> None:
         vocab={piece: i for i, piece in enumerate(pieces)},
         merges=[("\u0120", "t"), ("\u0120t", "h")],
     )
-    found = {"bert": rows(bert), "roberta": rows(roberta)}
+    golden = {"bert": rows(bert), "roberta": rows(roberta)}
     path = pathlib.Path(__file__).parent / "rows.json"
-    path.write_text(json.dumps(found, indent=1) + "\n")
+    path.write_text(json.dumps(golden, indent=1) + "\n")
 
 
 def rows(tokenizer: transformers.PreTrainedTokenizerBase) -> dict:

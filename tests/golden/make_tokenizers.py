@@ -51,16 +51,16 @@ def post_processors(made):
         return json.loads(other.to_str())["post_processor"]
 
     byte = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": False, "use_regex": True}
-    found = {"none": None, "bytes": byte, "begin": template("<s> $A")}
-    found["both"] = {"type": "Sequence", "processors": [byte, template("<s> $A </s>")]}
-    found["roberta"] = {
+    by_name = {"none": None, "bytes": byte, "begin": template("<s> $A")}
+    by_name["both"] = {"type": "Sequence", "processors": [byte, template("<s> $A </s>")]}
+    by_name["roberta"] = {
         "type": "RobertaProcessing",
         "sep": ["</s>", 3],
         "cls": ["<s>", 2],
         "trim_offsets": True,
         "add_prefix_space": False,
     }
-    return found
+    return by_name
 
 
 OBJECT = {
@@ -141,7 +141,7 @@ def sentencepiece_models():
 
     source = pathlib.Path(__file__).read_text().splitlines() + TEXTS * 2
     lines = [line for line in source if line.strip() and "\0" not in line]
-    found = {}
+    trained = {}
 
     def train(name, size, **options):
         made = io.BytesIO()
@@ -153,26 +153,26 @@ def sentencepiece_models():
             hard_vocab_limit=False,
             **options,
         )
-        found[name] = made.getvalue()
+        trained[name] = made.getvalue()
 
     with tempfile.NamedTemporaryFile("w", suffix=".tsv") as rules:
         rules.write(RULES)
         rules.flush()
         plain = {"normalization_rule_name": "identity", "byte_fallback": True}
-        own = {"normalization_rule_tsv": rules.name}
+        rules_of_file = {"normalization_rule_tsv": rules.name}
         user = {"user_defined_symbols": ["<usr>", "ab"], "control_symbols": ["<ctl>"]}
         bare = {"remove_extra_whitespaces": False}
         train("llama", 480, model_type="bpe", character_coverage=0.98, **plain, **bare)
-        train("bpe_rules", 320, model_type="bpe", pad_id=3, **own, **user)
-        train("unigram_rules", 320, model_type="unigram", **own, **user)
+        train("bpe_rules", 320, model_type="bpe", pad_id=3, **rules_of_file, **user)
+        train("unigram_rules", 320, model_type="unigram", **rules_of_file, **user)
         train("unigram", 480, model_type="unigram", add_dummy_prefix=False, **plain, **bare)
         train("moved", 320, model_type="unigram", unk_id=2, bos_id=-1, eos_id=0, unk_piece="[U]")
-    return found
+    return trained
 
 
 def other_folders():
     """Yields {name of a file: its bytes, text or object}: no tokenizer.json is among them."""
-    whole = {"add_bos_token": True, "add_eos_token": True}
+    both_added = {"add_bos_token": True, "add_eos_token": True}
     token = {"lstrip": False, "rstrip": False, "single_word": False, "special": True}
     unknown = {"0": {"content": "<unk>", "normalized": True} | token}
     llama = {"tokenizer_class": "LlamaTokenizer"}
@@ -180,12 +180,12 @@ def other_folders():
         settings = [
             ("llama", None),
             ("mistral", llama | {"add_bos_token": True, "legacy": False}),
-            ("mistral", llama | whole | {"added_tokens_decoder": unknown, "bos_token": None}),
+            ("mistral", llama | both_added | {"added_tokens_decoder": unknown, "bos_token": None}),
         ]
         if name in ("llama", "bpe_rules"):
             settings += [
                 ("llama", llama),
-                ("llama", llama | whole | {"legacy": True, "pad_token": "</s>"}),
+                ("llama", llama | both_added | {"legacy": True, "pad_token": "</s>"}),
                 ("llama", llama | {"add_prefix_space": False, "eos_token": "<s>"}),
             ]
         for family, said in settings:
@@ -198,7 +198,7 @@ def other_folders():
     added = {str(size): {"content": "<new>", "normalized": False} | token}
     for family, said in (
         ("gpt2", None),
-        ("gpt2", whole | {"add_prefix_space": True, "bos_token": "<s>"}),
+        ("gpt2", both_added | {"add_prefix_space": True, "bos_token": "<s>"}),
         (
             "qwen2",
             {
@@ -262,14 +262,14 @@ def special_ids(path):
 
 def main():
     """Writes the file."""
-    found = {}
+    golden = {}
     with tempfile.TemporaryDirectory() as scratch:
         path = pathlib.Path(scratch) / "folder"
-        found["special"] = []
+        golden["special"] = []
         for files in special_folders():
             write(files, path)
-            found["special"].append(special_ids(path))
-        found["others"] = []
+            golden["special"].append(special_ids(path))
+        golden["others"] = []
         for files in other_folders():
             write(files, path)
             plain = {
@@ -278,10 +278,10 @@ def main():
                 else content
                 for name, content in files.items()
             }
-            found["others"].append([plain, text_ids(path)])
-    text = json.dumps(found, separators=(",", ":"))
+            golden["others"].append([plain, text_ids(path)])
+    text = json.dumps(golden, separators=(",", ":"))
     FILE.write_bytes(lzma.compress(text.encode()))
-    print({name: len(cases) for name, cases in found.items()}, FILE.stat().st_size, "bytes")
+    print({name: len(cases) for name, cases in golden.items()}, FILE.stat().st_size, "bytes")
 
 
 if __name__ == "__main__":

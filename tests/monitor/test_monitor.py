@@ -11,7 +11,7 @@ from tensorboardX.proto.event_pb2 import Event
 from tensorboardX.proto.plugin_hparams_pb2 import HParamsPluginData
 
 from megajax.core.errors import UserError
-from megajax.monitor import records, results
+from megajax.monitor import records
 from megajax.monitor.console import (
     Console,
     Phases,
@@ -281,15 +281,6 @@ def test_no_peak_no_mfu():
 def test_words_for_numbers():
     assert [duration(s) for s in (5, 61, 3723)] == ["0:05", "1:01", "1:02:03"]
     assert [quantity(x) for x in (5, 9830, 1.24e9, 7e12)] == ["5", "9.83k", "1.24G", "7T"]
-
-
-def test_results_become_tables_with_their_source(tmp_path):
-    about = results.facts("8 x cpu", "emulated")
-    assert about["layer"] == "emulated" and about["date"]
-    results.write(tmp_path / "r.json", about, [{"a": 1.23456, "b": None}, {"a": 2, "b": "x"}])
-    table = results.table(tmp_path / "r.json", {"A": "a", "B": "b"}).splitlines()
-    assert table[:4] == ["| A | B |", "|---|---|", "| 1.235 | - |", "| 2 | x |"]
-    assert "emulated, 8 x cpu" in table[-1]
 
 
 def test_phases_follow_one_another_from_the_given_moment(monkeypatch):

@@ -41,11 +41,11 @@ def run(tmp_path_factory):
     manager = CheckpointManager(folder / "checkpoints")
     held = np.array([0, 2, 1, 3])
     for step in (1, 2):
-        whole = state(step)
-        heads = whole["params"]["blocks"]["attention"]
+        stored = state(step)
+        heads = stored["params"]["blocks"]["attention"]
         order = {f"params.blocks.attention.{name}": held for name in heads}
         heads |= {name: x[held] for name, x in heads.items()}
-        manager.save(step, whole, data_state={"rows": 16 * step}, order=order).result()
+        manager.save(step, stored, data_state={"rows": 16 * step}, order=order).result()
     return folder
 
 
@@ -80,12 +80,12 @@ def test_what_there_is(run):
 
 
 def test_stored_leaves_are_what_was_saved(run):
-    found, data_state = leaves_of(run / "checkpoints", 2)
+    leaves, data_state = leaves_of(run / "checkpoints", 2)
     want = dict(named_leaves(state(2)))
-    assert list(found) == list(want) and data_state == {"rows": 32}
+    assert list(leaves) == list(want) and data_state == {"rows": 32}
     for name, x in want.items():
-        assert found[name].dtype == x.dtype and found[name].shape == x.shape
-        assert found[name].tobytes() == np.asarray(x).tobytes()
+        assert leaves[name].dtype == x.dtype and leaves[name].shape == x.shape
+        assert leaves[name].tobytes() == np.asarray(x).tobytes()
 
 
 def test_export_then_import_changes_no_bit(run, tmp_path):
@@ -100,9 +100,9 @@ def test_export_then_import_changes_no_bit(run, tmp_path):
     assert all(theirs[n].tobytes() == want[n].tobytes() for n in want)
     done = call("checkpoint.py", "import", tmp_path / "out", tmp_path / "new", "--step=2")
     assert done.returncode == 0, done.stderr
-    found, again = leaves_of(tmp_path / "new", 2)
-    assert again == data_state and found.keys() == want.keys()
-    assert all(found[n].tobytes() == want[n].tobytes() for n in want)
+    leaves, again = leaves_of(tmp_path / "new", 2)
+    assert again == data_state and leaves.keys() == want.keys()
+    assert all(leaves[n].tobytes() == want[n].tobytes() for n in want)
     done = call("checkpoint.py", "export", run, tmp_path / "out")
     assert done.returncode == 2 and "exists; name a new folder" in done.stderr
 
@@ -112,14 +112,14 @@ def test_import_of_megatron(tmp_path):
     done = call("checkpoint.py", "import", path, tmp_path / "new", "--vocab=61")
     assert done.returncode == 0, done.stderr
     assert "left out: optimizer, rng_state" in done.stdout
-    found, data_state = leaves_of(tmp_path / "new", 7)
+    leaves, data_state = leaves_of(tmp_path / "new", 7)
     assert data_state["iteration"] == 7 and data_state["config"]["vocab_size"] == 61
     theirs = MegatronFolder(path, vocab=61)
     down = theirs.view("model.layers.3.mlp.down_proj.weight").astype(np.float32)
-    np.testing.assert_array_equal(found["params.blocks.mlp.down"][3], down.T)
+    np.testing.assert_array_equal(leaves["params.blocks.mlp.down"][3], down.T)
     table = theirs.view("model.embed_tokens.weight").astype(np.float32)
-    np.testing.assert_array_equal(found["params.tokens"][:61], table)
-    assert not found["params.tokens"][61:].any()
+    np.testing.assert_array_equal(leaves["params.tokens"][:61], table)
+    assert not leaves["params.tokens"][61:].any()
     assert [p.name for p in tmp_path.iterdir()] == ["new"]
 
 
@@ -148,15 +148,15 @@ def test_reshard_there_and_back(run, tmp_path):
     words = "qkv,stages:2x2"
     done = call("checkpoint.py", "reshard", run, tmp_path / "staged", f"--there={words}")
     assert done.returncode == 0, done.stderr
-    found, _ = leaves_of(tmp_path / "staged", 2)
-    assert found["params.blocks.attention.qkv"].shape == (2, 2, D, G, H // G + 2, K)
+    leaves, _ = leaves_of(tmp_path / "staged", 2)
+    assert leaves["params.blocks.attention.qkv"].shape == (2, 2, D, G, H // G + 2, K)
     back = f"--back={words}x{L}"
     done = call("checkpoint.py", "reshard", tmp_path / "staged", tmp_path / "back", back)
     assert done.returncode == 0, done.stderr
-    found, data_state = leaves_of(tmp_path / "back", 2)
+    leaves, data_state = leaves_of(tmp_path / "back", 2)
     want, _ = leaves_of(run / "checkpoints", 2)
-    assert found.keys() == want.keys() and data_state == {"rows": 32}
-    assert all(found[n].tobytes() == want[n].tobytes() for n in want)
+    assert leaves.keys() == want.keys() and data_state == {"rows": 32}
+    assert all(leaves[n].tobytes() == want[n].tobytes() for n in want)
 
 
 def test_damage_is_found(tmp_path):
@@ -251,6 +251,6 @@ def test_reshard_holds_a_leaf_and_not_the_state(tmp_path):
     assert done.returncode == 0, done.stderr
     held = int(done.stdout.split()[-1])
     assert held <= leaves * size * 0.8, f"{held / size:.1f} leaves"
-    found, _ = leaves_of(tmp_path / "b", 1)
-    assert found["blocks.3.x11"].shape == (2048, 256) and (found["blocks.3.x11"] == 11).all()
+    stored, _ = leaves_of(tmp_path / "b", 1)
+    assert stored["blocks.3.x11"].shape == (2048, 256) and (stored["blocks.3.x11"] == 11).all()
     assert [p.name for p in (tmp_path / "b").iterdir()] == ["1"]

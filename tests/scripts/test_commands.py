@@ -92,29 +92,29 @@ if "preset" in flags.FLAGS and "--init_from" not in " ".join(argv):
 
 def commands_of(text: str) -> list[str]:
     """Returns the commands of a page: of its shell blocks, and of its inline code."""
-    found = []
+    lines = []
     for language, block in re.findall(r"^```(\w*)\n(.*?)^```", text, re.DOTALL | re.MULTILINE):
         if language in ("", "bash", "sh"):
             if block.startswith("for "):
-                found.append(block.strip())
+                lines.append(block.strip())
                 continue
             for line in block.replace("\\\n", " ").split("\n"):
                 for part in line.split(" #")[0].strip().removeprefix("$ ").split(" && "):
                     if COMMAND.match(f"{part} "):
-                        found.append(" ".join(part.split()))
+                        lines.append(" ".join(part.split()))
     plain = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
-    found += [" ".join(c.split()) for c in re.findall(r"`(uv run [^`]+)`", plain)]
-    return found
+    lines += [" ".join(c.split()) for c in re.findall(r"`(uv run [^`]+)`", plain)]
+    return lines
 
 
 def commands() -> dict[str, str]:
     """Returns {command: the page that has it first}, of all pages but the list of changes."""
-    found: dict[str, str] = {}
+    pages: dict[str, str] = {}
     for path in PAGES:
         if path.name != "CHANGELOG.md":
             for command in commands_of(path.read_text()):
-                found.setdefault(command, path.relative_to(ROOT).as_posix())
-    return found
+                pages.setdefault(command, path.relative_to(ROOT).as_posix())
+    return pages
 
 
 def rule(command: str) -> tuple[str, str] | None:

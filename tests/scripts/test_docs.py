@@ -107,9 +107,9 @@ def test_what_documents_mention_is_looked_up(tools, project):
     (project / "README.md").write_text(GOOD)
     assert tools.Checker(project).check() == []
     (project / "README.md").write_text("\n\n".join(BAD))
-    found = tools.Checker(project).check()
-    assert len(found) == len(BAD), found
-    assert [words for words in BAD.values() if not any(words in line for line in found)] == []
+    errors = tools.Checker(project).check()
+    assert len(errors) == len(BAD), errors
+    assert [words for words in BAD.values() if not any(words in line for line in errors)] == []
 
 
 def test_public_names_are_those_that_a_package_lists(tools, project):
@@ -200,8 +200,8 @@ def test_the_architecture_names_each_package(tools, project):
 
 def example() -> str:
     """The program in README.md."""
-    (found,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
-    return found
+    (program,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.M | re.S)
+    return program
 
 
 def test_the_example_is_short_and_imports_what_exists(tools):

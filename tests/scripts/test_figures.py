@@ -48,24 +48,24 @@ def texts(figure):
 def faults(figure):
     """Returns what a reader could not read."""
     figure.draw_without_rendering()
-    found = []
+    messages = []
     for axes in figure.axes:
         (x0, x1), (y0, y1) = sorted(axes.get_xlim()), sorted(axes.get_ylim())
         outside = [p for p in points(axes) if not (x0 <= p[0] <= x1 and y0 <= p[1] <= y1)]
-        found += [f"outside the axes: {p}" for p in outside]
+        messages += [f"outside the axes: {p}" for p in outside]
         for legend in (axes.get_legend(), *figure.legends):
             if legend is not None:
                 box = legend.get_window_extent()
                 at = axes.transData.transform(list(points(axes)))
-                found += [f"under the legend: {p}" for p in at if box.contains(*p)]
+                messages += [f"under the legend: {p}" for p in at if box.contains(*p)]
     shown = [(what, a.get_window_extent()) for what, a in texts(figure) if a and what]
     for (a, one), (b, other) in itertools.combinations(shown, 2):
         if one.overlaps(other):
-            found.append(f"{a!r} lies on {b!r}")
+            messages.append(f"{a!r} lies on {b!r}")
     for what, box in shown:
         if not (-1 <= box.x0 and box.x1 <= figure.bbox.x1 + 1 and box.y1 <= figure.bbox.y1 + 1):
-            found.append(f"{what!r} leaves the figure")
-    return found
+            messages.append(f"{what!r} leaves the figure")
+    return messages
 
 
 @pytest.mark.parametrize("name", FIGURES)
@@ -88,10 +88,10 @@ def test_the_check_sees_what_it_is_for():
     axes.annotate("75 %", (1, 1))
     axes.annotate("90 %", (1.02, 1.02))
     axes.legend(loc="lower left")
-    found = faults(figure)
-    assert any("outside the axes: (np.float64(1.0), np.float64(5.0))" in f for f in found)
-    assert "'75 %' lies on '90 %'" in found
-    assert any("under the legend" in f for f in found)
+    messages = faults(figure)
+    assert any("outside the axes: (np.float64(1.0), np.float64(5.0))" in f for f in messages)
+    assert "'75 %' lies on '90 %'" in messages
+    assert any("under the legend" in f for f in messages)
 
 
 @pytest.mark.parametrize(

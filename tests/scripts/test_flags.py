@@ -149,7 +149,7 @@ def test_every_script_answers_help_and_refuses_unknown_flags():
     mains = {name: text for name, text in sources.items() if 'if __name__ == "__main__"' in text}
     ways = "config.run(main", "script.start(main", "argparse.ArgumentParser"
     assert len(mains) > 20
-    assert not [name for name, text in mains.items() if not any(way in text for way in ways)]
+    assert not [name for name, text in mains.items() if not any(call in text for call in ways)]
 
 
 # Answers --help for each script in a fork of one process, as the script itself does, but without

@@ -46,8 +46,8 @@ def test_every_case_is_timed_once_and_ours_is_no_rival(folder):
 
 def test_the_goals_come_first():
     """Head width 128 at full length, then variable lengths; ours before its rivals."""
-    found = gpu_kernels.times("attention", gpu_check.FORWARD, rehearsal=False)
-    abouts = [(i.about["case"], i.about["implementation"]) for i in found]
+    items = gpu_kernels.times("attention", gpu_check.FORWARD, rehearsal=False)
+    abouts = [(i.about["case"], i.about["implementation"]) for i in items]
     assert abouts[:2] == [("d128 16k full", "ours"), ("d128 16k full", "cudnn padded")]
     ours = [case for case, side in abouts if side == "ours"]
     assert ours[:2] == ["d128 16k full", "d128 16k causal"]
@@ -81,12 +81,12 @@ def test_an_error_in_the_kernel_is_seen(monkeypatch):
     """The bound is tight enough to fail for an attention with a wrong scale."""
     right = attention.varlen_attention
 
-    def wrong(q, *rest, **options):
-        return right(q * 1.05, *rest, **options)
+    def wrong(q, *operands, **options):
+        return right(q * 1.05, *operands, **options)
 
     monkeypatch.setattr(attention, "varlen_attention", wrong)
-    found = attention.errors(attention.TINY, "reference", attention.TINY_LENGTHS)
-    assert max(found.values()) > 1
+    errors = attention.errors(attention.TINY, "reference", attention.TINY_LENGTHS)
+    assert max(errors.values()) > 1
 
 
 @pytest.mark.slow
@@ -99,6 +99,6 @@ def test_a_slow_kernel_is_seen():
     def clock(function, *args):
         return 1.0 if function.__name__ == "matmul" else 1.5
 
-    found = tile_sparse.beside_dense(case, "reference", clock, 1)
-    assert found["time"] == pytest.approx(1.5 / 1.25)
+    ratios = tile_sparse.beside_dense(case, "reference", clock, 1)
+    assert ratios["time"] == pytest.approx(1.5 / 1.25)
     assert tile_sparse.beside_dense(case, "reference", bench.wall_clock, 1)["time"] > 0

@@ -148,11 +148,11 @@ def test_jobset_gives_every_pod_what_the_mesh_reads():
     spec = job["template"]["spec"]
     (container,) = spec["template"]["spec"]["containers"]
     env = {e["name"]: e.get("value", "3") for e in container["env"]}
-    found = find_cluster(env | {"KUBERNETES_SERVICE_HOST": "x", "JOB_COMPLETION_INDEX": "3"})
-    assert found.processes == spec["parallelism"] == spec["completions"] == 4
-    assert found.process == 3
+    cluster = find_cluster(env | {"KUBERNETES_SERVICE_HOST": "x", "JOB_COMPLETION_INDEX": "3"})
+    assert cluster.processes == spec["parallelism"] == spec["completions"] == 4
+    assert cluster.process == 3
     # Pod 0 of job 0, as JobSet names it.
-    assert found.coordinator == f"{jobset['metadata']['name']}-{job['name']}-0-0.megajax:8476"
+    assert cluster.coordinator == f"{jobset['metadata']['name']}-{job['name']}-0-0.megajax:8476"
     (index,) = (e for e in container["env"] if "valueFrom" in e)
     assert "job-completion-index" in index["valueFrom"]["fieldRef"]["fieldPath"]
     assert spec["completionMode"] == "Indexed"
@@ -193,8 +193,8 @@ def test_ray_flags_of_the_trainer_pass_through(ray_script):
     assert flags == ["--mesh.tensor=8", "--res=1"]
     with pytest.raises(SystemExit):
         ray_script.parse(["--hosts=0"])
-    found = find_cluster(ray_script.environment("a:1", 2, 1))
-    assert (found.coordinator, found.processes, found.process) == ("a:1", 2, 1)
+    cluster = find_cluster(ray_script.environment("a:1", 2, 1))
+    assert (cluster.coordinator, cluster.processes, cluster.process) == ("a:1", 2, 1)
 
 
 def job_of(ray_script, programs):
@@ -251,9 +251,9 @@ def test_ray_job_under_supervision(ray_script, tmp_path):
             return []
         return [getattr(h, method)(*args) for h in hosts]
 
-    own = [f"--out={tmp_path}/out", "--period_s=0.2", "--backoff_s=0.1"]
+    options = [f"--out={tmp_path}/out", "--period_s=0.2", "--backoff_s=0.1"]
     command = [sys.executable, "-c", program]
-    assert ray_script.supervise_progress(each, command, 2, lambda: False, own, 0.05) == 0
+    assert ray_script.supervise_progress(each, command, 2, lambda: False, options, 0.05) == 0
     assert sorted(p.name for p in tmp_path.glob("mark*")) == ["mark0", "mark1"]
     assert "attempt 1, 2 processes on h0, h1" in (tmp_path / "out" / "events.jsonl").read_text()
     for h in hosts:

@@ -88,9 +88,9 @@ class Parent:
         self.stages.append((name, skip))
 
 
-def measure(wanted, parent=None):
+def measure(problem, parent=None):
     """Returns the row."""
-    measurement = gpu_tune.Measurement("it", wanted, parent or Parent(), clock)
+    measurement = gpu_tune.Measurement("it", problem, parent or Parent(), clock)
     measurement.prepare()
     return measurement.run()
 
@@ -109,9 +109,9 @@ def test_the_fastest_right_tile_wins(tmp_path, monkeypatch):
     store.open("GPU", "gpu")
     store.add(gpu_check.tuning("it"), "it", [row])
     monkeypatch.setattr(tuned, "FOLDER", tmp_path)
-    found = tuned.find("double", {"width": 8}, kind="gpu")
-    assert found is not None and found["tile"] == row["tile"]
-    assert tuned.against(found) is None and "link" not in row
+    row_of_table = tuned.find("double", {"width": 8}, kind="gpu")
+    assert row_of_table is not None and row_of_table["tile"] == row["tile"]
+    assert tuned.against(row_of_table) is None and "link" not in row
     emulated = measure(dataclasses.replace(tuning(), words=("fused", "xla"), link="emulated"))
     assert "emulated" in tuned.against(emulated | {"octaves": 0.0}, "fused")
     assert json.loads((tmp_path / "gpu.json").read_text())["commit"] == "abc"
@@ -185,10 +185,10 @@ def test_every_tuning_has_a_reference_of_its_kernels_results(tunings):
             continue
         seen.add(each.op)
         args = jax.eval_shape(each.inputs, jax.random.key(0))
-        found = jax.eval_shape(each.function(each.candidates[0], False), *args)
+        result = jax.eval_shape(each.function(each.candidates[0], False), *args)
         want = jax.eval_shape(each.want or each.reference, *args)
         jax.eval_shape(each.reference, *args)
-        assert [(x.shape, x.dtype) for x in jax.tree.leaves(found)] == [
+        assert [(x.shape, x.dtype) for x in jax.tree.leaves(result)] == [
             (x.shape, x.dtype) for x in jax.tree.leaves(want)
         ]
     assert len(seen) == 19

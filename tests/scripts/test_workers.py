@@ -34,10 +34,10 @@ def read(folder):
         json.loads((folder / f"fake_gpu_1_{name}.json").read_text())["rows"]
         for name in ("kernels", "verdicts")
     )
-    found = {}
+    by_part = {}
     for row in rows:
-        found.setdefault(row["part"], {})[row["item"]] = row
-    return found, {row["part"]: row for row in verdicts}
+        by_part.setdefault(row["part"], {})[row["item"]] = row
+    return by_part, {row["part"]: row for row in verdicts}
 
 
 def alive(pid):
@@ -112,8 +112,8 @@ def test_whatever_a_part_does_the_others_are_measured(tmp_path, capsys, monkeypa
     again = [p if p.name != "misses" else part("misses", it="ok") for p in parts]
     code, rows, verdicts = session(tmp_path, again)
     assert code == 1 and rows["misses"]["it"]["value"] == 1 and not verdicts["misses"]["failed"]
-    kept = [row for row in json.loads(before)["rows"] if row["part"] != "smoke"]
-    assert all(rows[row["part"]][row["item"]] == row for row in kept)
+    former = [row for row in json.loads(before)["rows"] if row["part"] != "smoke"]
+    assert all(rows[row["part"]][row["item"]] == row for row in former)
     code, rows, verdicts = session(tmp_path, [part("hangs", bad="ok")], again=True)
     assert code == 0 and set(rows["hangs"]) == {"bad"}
 

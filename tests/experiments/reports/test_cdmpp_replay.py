@@ -57,11 +57,11 @@ def measured():
     texts = [program(*shape) for shape in shapes]
     timed, walls = [], []
     for place, text in enumerate(texts):
-        found = records(text)
-        seconds = rng.uniform(1e-5, 1e-3, len(found))
+        launches = records(text)
+        seconds = rng.uniform(1e-5, 1e-3, len(launches))
         one = Program(place, "made up", lambda: None, ())
-        timed.append(Timed(one, found, np.stack([seconds, 1.01 * seconds], 1), np.ones(2), 0))
-        total = sum(s * r.executions for s, r in zip(seconds, found, strict=True))
+        timed.append(Timed(one, launches, np.stack([seconds, 1.01 * seconds], 1), np.ones(2), 0))
+        total = sum(s * r.executions for s, r in zip(seconds, launches, strict=True))
         walls.append(total + COSTS.of(counts(text)))
     facts = {"layer": "made up", "device": "a CPU", "date": "today", "commit": ""}
     labels = Labels.of(timed, CARD, facts)
@@ -103,9 +103,11 @@ def test_a_loop_that_values_stop_has_the_turns_that_the_profile_saw(measured):
         for i, r in enumerate(labels.dataset.records)
     ]
     seen = dataclasses.replace(labels, dataset=dataclasses.replace(labels.dataset, records=twice))
-    found = records(measured.texts[0])
+    launches = records(measured.texts[0])
     before, after = (
-        cdmpp_replay.table(dataclasses.replace(measured, labels=one), 0, found)(found, CARD)[0]
+        cdmpp_replay.table(dataclasses.replace(measured, labels=one), 0, launches)(launches, CARD)[
+            0
+        ]
         for one in (labels, seen)
     )
     np.testing.assert_allclose(after, 2 * before)
@@ -113,13 +115,13 @@ def test_a_loop_that_values_stop_has_the_turns_that_the_profile_saw(measured):
 
 def test_what_is_written_is_shown(measured, tmp_path, capsys):
     cdmpp_replay.write(tmp_path, measured, {})
-    found = json.loads((tmp_path / "cdmpp_replay.json").read_text())
-    best = {row["method"]: row for row in found["summary"]}["table"]
+    result = json.loads((tmp_path / "cdmpp_replay.json").read_text())
+    best = {row["method"]: row for row in result["summary"]}["table"]
     assert best["spearman"] == pytest.approx(1) and best["max_percent"] < 1
-    shown = cdmpp_replay.markdown(tmp_path / "cdmpp_replay.json")
+    shown = cdmpp_replay.steps_table(tmp_path / "cdmpp_replay.json")
     assert "| table |" in shown and shown in capsys.readouterr().out
     assert (tmp_path / "cdmpp_replay.png").stat().st_size > 1000
-    assert "idle" in cdmpp_replay.markdown(tmp_path / "missing.json")
+    assert "idle" in cdmpp_replay.steps_table(tmp_path / "missing.json")
     known = measured.labels.dataset
     assert len(cdmpp_replay.without(known, measured)) == 0
 

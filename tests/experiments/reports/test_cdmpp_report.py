@@ -64,24 +64,24 @@ def test_synthetic_programs_are_fitted_on_and_never_judged():
     rows = report.unique_rows(dataset)
     programs, pairs = np.arange(60), np.zeros((60, 2))
     labels = Labels(dataset, known, programs, pairs, pairs)
-    wanted = report.Wanted(report.NAMES, None, 3, 0)
-    found = wanted.of(dataset, rows, labels, 0)
-    assert {split.name for split in found} >= set(report.NAMES)
+    choice = report.SplitChoice(report.NAMES, None, 3, 0)
+    splits = choice.of(dataset, rows, labels, 0)
+    assert {split.name for split in splits} >= set(report.NAMES)
     mixtures = set(rows[known[rows] == "mixture"])
-    for split in found:
+    for split in splits:
         assert not mixtures & set(split.judge)
         judged = {dataset.records[i].hash for i in split.judge}
         devices = {dataset.devices[i] for i in split.fit}
         for row in mixtures:
             is_free = dataset.records[row].hash not in judged and dataset.devices[row] in devices
             assert (row in split.fit) == is_free
-    assert any(mixtures & set(split.fit) for split in found)
+    assert any(mixtures & set(split.fit) for split in splits)
     with pytest.raises(UserError, match="only synthetic programs"):
-        wanted.of(dataset, np.flatnonzero(known == "mixture"), labels, 0)
+        choice.of(dataset, np.flatnonzero(known == "mixture"), labels, 0)
     with pytest.raises(UserError, match="splits=x must be random, families or devices"):
-        report.Wanted(("x",), None, 3, 0)
+        report.SplitChoice(("x",), None, 3, 0)
     with pytest.raises(UserError, match="held_out=nears is no device.*near"):
-        report.Wanted(("devices",), ["nears"], 3, 0).of(dataset, rows, labels, 0)
+        report.SplitChoice(("devices",), ["nears"], 3, 0).of(dataset, rows, labels, 0)
 
 
 def test_a_program_of_two_devices_is_on_one_side():
@@ -118,8 +118,8 @@ def test_errors_are_those_of_a_hand_count():
     # and the first, which is 1 s off, is not.
     seconds = np.array([1.0, 2.0, 4.0, 8.0])
     halves = np.array([[1.0, 1.1], [2.0, 2.0], [4.0, 4.4], [8.0, 8.0]])
-    found = report.errors(np.full(4, 2.0), np.full(4, 0.5), seconds, halves, np.ones(4, bool))
-    assert found == pytest.approx(
+    errors = report.errors(np.full(4, 2.0), np.full(4, 0.5), seconds, halves, np.ones(4, bool))
+    assert errors == pytest.approx(
         {
             "rows": 4,
             "mean": 56.25,
@@ -144,17 +144,17 @@ def test_every_split_and_method_has_its_rows_and_a_method_is_fitted_once_a_split
 
     rows = report.evaluate(dataset, splits, {"ours": fit}, None, told.append)
     assert fitted == [10, 10]  # once a device, though each is judged with and without rows seen
-    whole = [row for row in rows if row["group"] == "all"]
-    assert [row["split"] for row in whole] == [*["devices", "devices, 3 programs seen"] * 3]
-    assert [row["held_out"] for row in whole[4:]] == [report.EACH] * 2
-    assert whole[4]["mean"] == pytest.approx((whole[0]["mean"] + whole[2]["mean"]) / 2)
+    total = [row for row in rows if row["group"] == "all"]
+    assert [row["split"] for row in total] == [*["devices", "devices, 3 programs seen"] * 3]
+    assert [row["held_out"] for row in total[4:]] == [report.EACH] * 2
+    assert total[4]["mean"] == pytest.approx((total[0]["mean"] + total[2]["mean"]) / 2)
     assert len(told) == 6 and all("error" in line for line in told)
-    table = report.markdown(rows)
+    table = report.summary(rows)
     assert table.count("\n") == 1 + 6
     assert "10.85" in table
     seen = dataset.seconds[splits[1].judge]
     relative = np.abs(5e-5 - seen) / seen
-    assert whole[1]["mean"] == pytest.approx(100 * relative.mean())
+    assert total[1]["mean"] == pytest.approx(100 * relative.mean())
 
 
 def test_rows_of_programs_that_are_seen_are_not_judged():
@@ -180,12 +180,12 @@ def test_seeds_are_averaged_and_their_range_is_kept():
         where = {"method": "m", "split": "s", "held_out": "h", "group": group}
         return where | {"rows": 5, "mean": mean}
 
-    found = report.averaged([[row(10.0), row(4.0, "product")], [row(14.0), row(8.0, "product")]])
-    assert [(r["group"], r["mean"], r["mean_low"], r["mean_high"]) for r in found] == [
+    averages = report.averaged([[row(10.0), row(4.0, "product")], [row(14.0), row(8.0, "product")]])
+    assert [(r["group"], r["mean"], r["mean_low"], r["mean_high"]) for r in averages] == [
         ("all", 12, 10, 14),
         ("product", 6, 4, 8),
     ]
-    assert all(r["seeds"] == 2 and r["rows"] == 5 for r in found)
+    assert all(r["seeds"] == 2 and r["rows"] == 5 for r in averages)
 
 
 def test_groups_replace_kinds_and_a_method_without_a_band_has_none():
@@ -204,7 +204,7 @@ def test_groups_replace_kinds_and_a_method_without_a_band_has_none():
     )
     assert {row["group"] for row in rows} <= {"all", "even", "odd"}
     assert all("in_band" not in row for row in rows)
-    assert "no row of kind sort" in report.text(rows[0]) and "| - | - |" in report.markdown(rows)
+    assert "no row of kind sort" in report.text(rows[0]) and "| - | - |" in report.summary(rows)
 
 
 def test_documents_have_each_split_beside_its_rivals(tmp_path):
@@ -220,9 +220,9 @@ def test_documents_have_each_split_beside_its_rivals(tmp_path):
     for name in ("cpu", "kernels"):
         of = splits if name == "cpu" else splits[5:]
         more = {"families": families} if name == "cpu" else {}
-        found = report.evaluate(dataset, of, methods, halves, lambda _: None, groups, **more)
+        evaluation = report.evaluate(dataset, of, methods, halves, lambda _: None, groups, **more)
         about = results.facts("x", "measured") | {"shots": 3}
-        results.write(tmp_path / name, about, report.averaged([found]))
+        results.write(tmp_path / name, about, report.averaged([evaluation]))
     table = report.programs(tmp_path / "cpu")
     lines = [line for line in table.splitlines() if line.startswith("| ")]
     assert len(lines) == 1 + 2 + 6  # families only together; 2 devices and both, twice
@@ -248,11 +248,11 @@ ENTRY %main (x: f32[512,512], y: f32[512,512]) -> f32[512,512] {
 }
 """
     cluster, cfg = parse_cluster("h100:1x8"), PRESETS["nano"]()
-    found = predict(text, cluster, assumed)
-    facts = report.step_facts(found, cfg, cluster)
+    step = predict(text, cluster, assumed)
+    facts = report.step_facts(step, cfg, cluster)
     assert facts["low_s"] < facts["step_s"] < facts["high_s"]
-    assert facts["tokens_per_s"] == pytest.approx(32 * 128 / found.seconds)
-    two = report.step_facts(found, cfg, cluster, segments=2)
+    assert facts["tokens_per_s"] == pytest.approx(32 * 128 / step.seconds)
+    two = report.step_facts(step, cfg, cluster, segments=2)
     assert two["tokens_per_s"] == facts["tokens_per_s"]
     assert two["mfu_megatron"] < facts["mfu_megatron"]  # of less attention
     assert facts["dearest"] == [
@@ -260,7 +260,7 @@ ENTRY %main (x: f32[512,512], y: f32[512,512]) -> f32[512,512] {
             "name": "one",
             "kind": "product",
             "executions": 2.0,
-            "seconds": pytest.approx(found.seconds),
+            "seconds": pytest.approx(step.seconds),
             "share": pytest.approx(1.0),
         }
     ]
@@ -268,8 +268,8 @@ ENTRY %main (x: f32[512,512], y: f32[512,512]) -> f32[512,512] {
     shown = report.step_markdown(facts, cluster)
     assert "90 % band" in shown and "| one | product | 2 |" in shown
     assert "3.3 of 74.5 GiB a device (2.3 reserved)" in shown and "not compiled for" not in shown
-    wide = report.step_facts(found, cfg, cluster, band=(0.5, 3.0))
-    assert (wide["low_s"], wide["high_s"]) == (0.5 * found.seconds, 3 * found.seconds)
+    wide = report.step_facts(step, cfg, cluster, band=(0.5, 3.0))
+    assert (wide["low_s"], wide["high_s"]) == (0.5 * step.seconds, 3 * step.seconds)
     other = report.step_markdown(facts | {"compiled_for": "H100"}, parse_cluster("a100:1x8"))
     assert "not compiled for A100, so the program and its memory are those of H100" in other
     assert "fit" not in shown

@@ -28,9 +28,9 @@ def test_the_loop_is_what_its_derivatives_say(seed):
 def test_rows_are_exact_and_say_so_when_not(monkeypatch):
     case = Mixture(width=128, hidden=128, experts=8, active=2)
     monkeypatch.setitem(overlap.MIXTURES, "small", case)
-    found = list(overlap.comet_rows(["small"], [(2, 4)], 16, [0.05]))
-    assert [row["way"] for row in found] == ["xla", "ring"]
-    for row in found:
+    rows = list(overlap.comet_rows(["small"], [(2, 4)], 16, [0.05]))
+    assert [row["way"] for row in rows] == ["xla", "ring"]
+    for row in rows:
         assert row["same_bits"] and row["std_reached"] == pytest.approx(0.05, abs=0.01)
         assert all(0 < row[f"{name}_error"] < 3e-6 for name in overlap.COMET_RESULTS)
     right = overlap.grouped_matmul_combine

@@ -30,9 +30,9 @@ def test_rows_are_exact_and_say_so_when_not(inputs, monkeypatch):
     case = Dense(width=128, hidden=1024, inputs=inputs)
     monkeypatch.setitem(overlap.DENSE, "small", case)
     monkeypatch.setattr(overlap, "ROWS", (24,))
-    found = list(overlap.flux_rows(["small"]))
-    assert [row["way"] for row in found] == list(overlap.FLUX_WAYS)
-    for row in found:
+    rows = list(overlap.flux_rows(["small"]))
+    assert [row["way"] for row in rows] == list(overlap.FLUX_WAYS)
+    for row in rows:
         assert row["same_bits"]
         assert all(row[f"{name}_error"] < 3e-6 for name in overlap.FLUX_RESULTS)
     right = overlap.matmul_reduce_scatter

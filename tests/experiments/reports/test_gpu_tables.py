@@ -130,8 +130,8 @@ def tuned(folder):
 
 
 def line(text, start):
-    (found,) = [each for each in text.splitlines() if each.startswith(start)]
-    return [cell.strip() for cell in found.strip("|").split("|")]
+    (match,) = [each for each in text.splitlines() if each.startswith(start)]
+    return [cell.strip() for cell in match.strip("|").split("|")]
 
 
 def test_every_row_has_a_table_that_shows_it(texts):

@@ -20,7 +20,7 @@ from tests.tiny import MODEL
 
 
 @pytest.fixture(scope="module")
-def given():
+def model():
     params = jax.jit(decoder.parts(MODEL).init)(jax.random.key(0))
     params = jax.tree.map(lambda w: 4 * w, params)  # what is rounded matters
     learnt, judged = np.random.default_rng(0).integers(0, MODEL.vocab, (2, 4, 24))
@@ -30,32 +30,35 @@ def given():
 
 
 @pytest.mark.slow
-def test_a_mixed_plan_has_the_loss_of_the_quantized_model(given):
-    params = {16: given.params}
+def test_a_mixed_plan_has_the_loss_of_the_quantized_model(model):
+    params = {16: model.params}
     for width in (3, 4, 8):
         params[width] = quality.rounded(
-            given, quality.to_nearest, Format(width, 128, 0, scale_dtype="float16")
+            model, quality.to_nearest, Format(width, 128, 0, scale_dtype="float16")
         )[0]
     for bits in ((3, 16), (8, 4)):
         mixed = quality.in_widths(params, matrices(MODEL.axes), bits)
-        found = loss_of(mixed, MODEL, given.judged)
-        wanted = loss_of(in_bits(given.params, MODEL, bits), MODEL, given.judged)
-        assert found == pytest.approx(wanted, abs=2e-4) and abs(found - given.dense) > 1e-3
+        mixed_loss = loss_of(mixed, MODEL, model.judged)
+        quantized_loss = loss_of(in_bits(model.params, MODEL, bits), MODEL, model.judged)
+        assert (
+            mixed_loss == pytest.approx(quantized_loss, abs=2e-4)
+            and abs(mixed_loss - model.dense) > 1e-3
+        )
 
 
 @pytest.mark.slow
-def test_rows_of_indicators_and_roundings(given):
-    random, alike = quality.indicator_rows(given, 5, 0)
+def test_rows_of_indicators_and_roundings(model):
+    random, alike = quality.indicator_rows(model, 5, 0)
     assert random["count"] == 5 and len(set(map(tuple, random["bits"]))) == 5
     assert sorted(map(tuple, alike["bits"])) == [(3, 4), (4, 3)]
     for name in quality.SAID:
         assert -1 <= random[f"spearman_{name}"] <= 1
-    row, *_ = quality.rounding_rows(given, [4], 16, {"rtn": quality.to_nearest})
+    row, *_ = quality.rounding_rows(model, [4], 16, {"rtn": quality.to_nearest})
     params, error = quality.rounded(
-        given, quality.to_nearest, Format(4, 16, 0, scale_dtype="float16")
+        model, quality.to_nearest, Format(4, 16, 0, scale_dtype="float16")
     )
     assert row["product_error"] == error > 0
-    assert row["loss_change"] == loss_of(params, MODEL, given.judged) - given.dense
+    assert row["loss_change"] == loss_of(params, MODEL, model.judged) - model.dense
 
 
 def test_plans_have_equal_bytes():
@@ -70,15 +73,15 @@ def test_a_cluster_scaled_down_is_as_tight_in_sum():
         workload, stack=MODEL.stack, vocab=MODEL.padded_vocab, positions=0, omega=None
     )
     scaled = quality.scaled_down(cluster, workload, small)
-    large, found = problem_of(workload, cluster), problem_of(small, scaled)
+    large, shrunk = problem_of(workload, cluster), problem_of(small, scaled)
 
     def room(p):
         ends = p.first_bytes + p.last_bytes
         return (p.memory.sum() - ends) / p.layers - p.cache_bytes
 
-    theirs, ours = (room(p) / p.layer_bytes.max() for p in (large, found))
+    theirs, ours = (room(p) / p.layer_bytes.max() for p in (large, shrunk))
     assert ours == pytest.approx(theirs, rel=1e-3)
-    shares = [p.memory / p.memory.sum() for p in (large, found)]
+    shares = [p.memory / p.memory.sum() for p in (large, shrunk)]
     np.testing.assert_allclose(*shares, rtol=1e-3)
 
 
@@ -97,30 +100,30 @@ def test_the_fastest_plan_that_loses_no_more(monkeypatch):
         return float(np.mean([b == 4 for b in bits])) if 4 in bits else 0.5
 
     monkeypatch.setattr(quality, "solve", plan)
-    found = quality.tried(problem, rival, measure, 1.0)
-    budgets = [p["budget"] for p in found]
+    plans = quality.tried(problem, rival, measure, 1.0)
+    budgets = [p["budget"] for p in plans]
     assert budgets[:2] == [rival.omega, 4 * rival.omega]
     assert max(budgets) == pytest.approx(rival.omega * 4.0**3)  # the first that loses more
-    row = quality.compared(rival, measure(rival.bits), found)
+    row = quality.compared(rival, measure(rival.bits), plans)
     assert row["ours"]["bits"].count(4) == 23 and row["loss_change"] == pytest.approx(23 / 48)
     assert row["speedup"] == pytest.approx(1023 / rival.times.tokens_per_s)
-    assert quality.compared(rival, -1.0, found)["ours"] is None
+    assert quality.compared(rival, -1.0, plans)["ours"] is None
 
 
 def test_qwix_rounds_the_same_matrix():
     """Its codes reach one further, so its error is near ours and not the same."""
     pytest.importorskip("qwix", reason="uv sync --group rivals")
     x = jax.random.normal(jax.random.key(0), (64, 16))
-    w, own = jax.random.normal(jax.random.key(1), (16, 8)), Statistics.of(x)
+    w, statistics = jax.random.normal(jax.random.key(1), (16, 8)), Statistics.of(x)
     fmt = Format(4, 8, 0, scale_dtype="float16")
     for name, rounding in quality.roundings().items():
-        ours = quality.OURS[name.removeprefix("qwix ")](w, own, fmt)
+        ours = quality.OURS[name.removeprefix("qwix ")](w, statistics, fmt)
         with jax.numpy_rank_promotion("allow"):
-            theirs = rounding(w, own, fmt)
+            theirs = rounding(w, statistics, fmt)
         assert theirs.shape == w.shape
-        assert 0.3 < float(own.error(theirs - w)) / float(own.error(ours - w)) < 2
+        assert 0.3 < float(statistics.error(theirs - w)) / float(statistics.error(ours - w)) < 2
     with pytest.raises(NotImplementedError, match="no 3 bits"):
-        quality.qwix_by_gptq(w, own, Format(3, 8, 0))
+        quality.qwix_by_gptq(w, statistics, Format(3, 8, 0))
 
 
 def test_without_qwix(monkeypatch):
@@ -131,6 +134,6 @@ def test_without_qwix(monkeypatch):
 
 def test_awq_divides_its_scales_out():
     x = jax.random.normal(jax.random.key(0), (64, 16)) * jnp.exp(jnp.arange(16) / 4)[None]
-    w, own = jax.random.normal(jax.random.key(1), (16, 8)), Statistics.of(x)
+    w, statistics = jax.random.normal(jax.random.key(1), (16, 8)), Statistics.of(x)
     fmt = Format(8, 8, 0)
-    assert float(jnp.abs(quality.by_awq(w, own, fmt) - w).max()) < 0.3
+    assert float(jnp.abs(quality.by_awq(w, statistics, fmt) - w).max()) < 0.3

@@ -31,13 +31,13 @@ def searches(monkeypatch):
     solve = report.solve
 
     def counted(*args, **options):
-        found = solve(*args, **options)
+        placement = solve(*args, **options)
         state["count"] += 1
         if state["count"] == state["at"]:
             if state["raises"]:
                 raise KeyboardInterrupt
-            return dataclasses.replace(found, status="interrupted")
-        return found
+            return dataclasses.replace(placement, status="interrupted")
+        return placement
 
     monkeypatch.setattr(report, "solve", counted)
     return state
@@ -51,10 +51,10 @@ def test_ctrl_c_among_the_rivals_ends_all_searches(searches, at, raises):
     row, placement, is_interrupted = report.one("case1", SMALL, PAIR, OTHER)
     assert is_interrupted and searches["count"] == at
     assert placement.status == "optimal" and "fastest" not in row
-    whole, _, ended = report.one("case1", SMALL, PAIR, OTHER)
-    assert not ended and "fastest" in whole
-    assert row["rivals"] == whole["rivals"][: len(row["rivals"])]
-    assert len(row["rivals"]) < len(whole["rivals"])
+    complete, _, ended = report.one("case1", SMALL, PAIR, OTHER)
+    assert not ended and "fastest" in complete
+    assert row["rivals"] == complete["rivals"][: len(row["rivals"])]
+    assert len(row["rivals"]) < len(complete["rivals"])
     assert report.text(row, placement) and report.summary([row])  # both take half a case
 
 
@@ -118,6 +118,6 @@ def test_a_rival_of_the_same_quality_is_compared_with_the_placement(monkeypatch)
 def test_prompts_of_many_requests():
     """The 513th of 16 rows had no token, and the 529th nearly all of its row."""
     rows = np.arange(2 * 129).reshape(2, 129)
-    found = llm_pq_run.beginnings(rows, 70)
-    assert [len(prompt) for prompt in found[:6]] == [32, 32, 31, 31, 30, 30]
-    assert all(1 <= len(prompt) <= 32 for prompt in found) and found[69] == [129]
+    prompts = llm_pq_run.beginnings(rows, 70)
+    assert [len(prompt) for prompt in prompts[:6]] == [32, 32, 31, 31, 30, 30]
+    assert all(1 <= len(prompt) <= 32 for prompt in prompts) and prompts[69] == [129]

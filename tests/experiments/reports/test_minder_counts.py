@@ -37,22 +37,22 @@ def said(*alerts):
     ],
 )
 def test_what_is_named_what_is_in_vain(case, alerts, named, vain, repeats):
-    found = minder_runs.judged(case, alerts)
-    assert found == {"named": named, "vain": vain, "repeats": repeats}
+    judgement = minder_runs.judged(case, alerts)
+    assert judgement == {"named": named, "vain": vain, "repeats": repeats}
     hits = sum(x is not None for x in named)
     assert minder_runs.triple(case, alerts) == (hits, vain, len(named))
 
 
 @pytest.mark.parametrize("named, vain, faults", [(8, 2, 10), (0, 0, 4), (0, 0, 0), (0, 3, 0)])
 def test_f1_is_the_harmonic_mean(named, vain, faults):
-    found = minder_runs.quality(np.array([named, vain, faults]))
+    quality = minder_runs.quality(np.array([named, vain, faults]))
     p = Fraction(named, named + vain) if named + vain else Fraction(1)
     r = Fraction(named, faults) if faults else Fraction(1)
-    assert (found["precision"], found["recall"]) == (pytest.approx(float(p)), float(r))
+    assert (quality["precision"], quality["recall"]) == (pytest.approx(float(p)), float(r))
     if named:
-        assert found["f1"] == pytest.approx(float(2 * p * r / (p + r)))
+        assert quality["f1"] == pytest.approx(float(2 * p * r / (p + r)))
     else:
-        assert found["f1"] == (1.0 if not vain + faults else 0.0)
+        assert quality["f1"] == (1.0 if not vain + faults else 0.0)
 
 
 def test_intervals_are_those_of_all_samples_of_few_cases():
@@ -75,13 +75,13 @@ def test_samples_keep_the_cases_of_a_size_and_pairs_stay_pairs():
     sizes = [4, 4, 4, 64, 64]
     times = minder_runs.resampled(sizes)
     assert (times[:, :3].sum(1) == 3).all() and (times[:, 3:].sum(1) == 2).all()
-    mine = np.array([[1, 0, 1], [0, 0, 1], [1, 1, 1], [0, 0, 0], [1, 0, 1]])
-    same = minder_runs.difference(mine, mine, times)
+    ours = np.array([[1, 0, 1], [0, 0, 1], [1, 1, 1], [0, 0, 0], [1, 0, 1]])
+    same = minder_runs.difference(ours, ours, times)
     assert (same["f1_more"], same["f1_more_95"], same["better"]) == (0.0, [0.0, 0.0], False)
-    worse = mine.copy()
+    worse = ours.copy()
     worse[:, 1] += 1  # a false alarm more in each case
-    assert minder_runs.difference(mine, worse, times)["better"]
-    assert not minder_runs.difference(worse, mine, times)["better"]
+    assert minder_runs.difference(ours, worse, times)["better"]
+    assert not minder_runs.difference(worse, ours, times)["better"]
 
 
 def test_rate_of_rare_events_has_the_exact_interval():
@@ -90,17 +90,17 @@ def test_rate_of_rare_events_has_the_exact_interval():
     def at_most(k, mean):
         return math.exp(-mean) * sum(mean**i / math.factorial(i) for i in range(k + 1))
 
-    found = minder_runs.rate(3, 2.0)
-    low, high = (2.0 * x for x in found["a_day_95"])
-    assert found["a_day"] == 1.5
+    rate = minder_runs.rate(3, 2.0)
+    low, high = (2.0 * x for x in rate["a_day_95"])
+    assert rate["a_day"] == 1.5
     assert 1 - at_most(2, low) == pytest.approx(0.025) == at_most(3, high)
     assert minder_runs.rate(0, 1.0)["a_day_95"] == [0.0, pytest.approx(-np.log(0.025))]
 
 
 def test_cases_are_shared_out_as_the_flags_say():
-    found = items("held_out", 5, [4, 64], [12, 6], ["evaluation", "even", "weak", "slow"], 2.0)
+    drawn = items("held_out", 5, [4, 64], [12, 6], ["evaluation", "even", "weak", "slow"], 2.0)
     by = {}
-    for item in found:
+    for item in drawn:
         by[item.size, item.mix] = by.get((item.size, item.mix), 0) + 1
     assert by == {
         (4, "evaluation"): 6,
@@ -113,8 +113,8 @@ def test_cases_are_shared_out_as_the_flags_say():
         (64, "slow"): 1,
         (1024, ""): 2,
     }
-    assert len({i.name for i in found}) == len(found)
-    seeds = {(i.mix, i.seed) for i in found}
+    assert len({i.name for i in drawn}) == len(drawn)
+    seeds = {(i.mix, i.seed) for i in drawn}
     assert len(seeds) == 5 == len({s for _, s in seeds})  # no two mixes share their jobs
     one = Item("train", 3, "evaluation", 8, 2).case()
     again = Item("train", 3, "evaluation", 8, 2).case()

@@ -87,10 +87,10 @@ def test_continuity_counts_windows_of_one_machine(seed):
     rng = RNG(seed)
     slow_JN = np.repeat(rng.random((2, 12, 5)), 5, 1)  # candidates last a few windows
     score_MJN = slow_JN + 0.1 * rng.random((2, 60, 5))
-    found = rivals.trace(score_MJN, np.ones((60, 5), bool))
+    candidates = rivals.trace(score_MJN, np.ones((60, 5), bool))
     for threshold in (0.3, 0.6, 0.8):
         for need in (1, 4, 9):
-            got = rivals.decide(found, threshold, need, 2)
+            got = rivals.decide(candidates, threshold, need, 2)
             assert [g[:3] for g in got] == slow_rule(score_MJN, threshold, need, 2)
 
 
@@ -99,8 +99,11 @@ def test_machines_that_are_not_there_are_no_candidates():
     score_MJN[..., 2] = 9.0
     there_JN = np.ones((5, 3), bool)
     there_JN[2:, 2] = False
-    found = rivals.trace(score_MJN, there_JN)
-    assert rivals.decide(found, 5.0, 3) == [] and rivals.decide(found, 5.0, 2)[0][:2] == (1, 2)
+    candidates = rivals.trace(score_MJN, there_JN)
+    assert rivals.decide(candidates, 5.0, 3) == [] and rivals.decide(candidates, 5.0, 2)[0][:2] == (
+        1,
+        2,
+    )
 
 
 def test_the_best_choice_has_the_highest_f1():
@@ -176,8 +179,8 @@ def test_nvrx_is_a_ratio_of_medians():
     values = job()
     values[1:, 2, 300:] *= 0.5
     relative = rivals.nvrx(view(values), {}, "relative")
-    own = rivals.nvrx(view(values), {}, "individual")
-    assert relative.shape == own.shape == (1, 90, 6)
+    individual = rivals.nvrx(view(values), {}, "individual")
+    assert relative.shape == individual.shape == (1, 90, 6)
     for h in (12, 29):
         means = values[1:, :, : (h + 1) * 24].reshape(2, 6, -1, 24).mean(3)
         medians = [np.median(means[..., k - 9 : k + 1], 2) for k in range(9, h + 1)]
@@ -190,9 +193,9 @@ def test_nvrx_is_a_ratio_of_medians():
             atol=1e-6,
         )
         np.testing.assert_allclose(
-            own[0, 3 * h + 2], 1 - (now / best).mean(0), rtol=1e-4, atol=1e-6
+            individual[0, 3 * h + 2], 1 - (now / best).mean(0), rtol=1e-4, atol=1e-6
         )
-    assert relative[0, -1].argmax() == own[0, -1].argmax() == 2
+    assert relative[0, -1].argmax() == individual[0, -1].argmax() == 2
     assert relative[0, -1, 2] == pytest.approx(0.5, abs=0.03)
 
 

@@ -17,7 +17,7 @@ def case(kind, ours, levels=None, faulty="a"):
         "left": [],
         "faults": faults,
         "machine_days": 0.5,
-        "said": {n: [{"machine": m, "at": at} for m, at in found] for n, found in said.items()},
+        "said": {n: [{"machine": m, "at": at} for m, at in alerts] for n, alerts in said.items()},
     }
 
 

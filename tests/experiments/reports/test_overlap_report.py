@@ -43,10 +43,10 @@ def test_loads_against_a_loop(seed):
             assert load.rank == group * (8 // expert_ranks)
             counts, tokens = np.zeros((8, local), int), np.zeros(8, int)
             for t, row in enumerate(drawn.tolist()):
-                here = [e for e in row if e // local == group]
-                for e in here:
+                local_experts = [e for e in row if e // local == group]
+                for e in local_experts:
                     counts[t // 8, e % local] += 1
-                tokens[t // 8] += bool(here)
+                tokens[t // 8] += bool(local_experts)
             assert (load.counts_RE == counts).all() and (load.tokens_R == tokens).all()
 
 

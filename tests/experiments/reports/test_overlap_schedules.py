@@ -30,24 +30,24 @@ def counts_of(rng, ranks, experts):
 
 def slow_tiles(counts, tile):
     """(expert, row, rows, stage) of every tile, from a list of the rows' distances."""
-    found = []
+    tiles = []
     for e in range(counts.shape[1]):
         distances = [d for d in range(len(counts)) for _ in range(counts[d, e])]
         for row in range(0, len(distances), tile):
             part = distances[row : row + tile]
-            found.append((e, row, len(part), max(part)))
-    return found
+            tiles.append((e, row, len(part), max(part)))
+    return tiles
 
 
 def test_expert_tiles_against_a_loop(seed):
     rng = np.random.default_rng(seed)
     for _ in range(40):
         counts = counts_of(rng, 4, 5)
-        wanted = slow_tiles(counts, 4)
-        staged = sorted(wanted, key=lambda t: (t[3], t[0], t[1]))
-        for by_stage, order in ((True, staged), (False, wanted)):
-            found = oracle.rows_of(overlap_simulator.expert_tiles(counts, 4, by_stage=by_stage))
-            assert found == order
+        oracle_tiles = slow_tiles(counts, 4)
+        staged = sorted(oracle_tiles, key=lambda t: (t[3], t[0], t[1]))
+        for by_stage, order in ((True, staged), (False, oracle_tiles)):
+            tiles = oracle.rows_of(overlap_simulator.expert_tiles(counts, 4, by_stage=by_stage))
+            assert tiles == order
 
 
 def test_dispatch_has_every_tile_once_and_waits_for_its_stages(seed):
@@ -61,8 +61,8 @@ def test_dispatch_has_every_tile_once_and_waits_for_its_stages(seed):
             assert oracle.run(schedule, 3, 2, rng) == 0
             # The rows of a tile that waits for nothing are the rank's own.
             for _, e, row, rows, _, _, last in oracle.rows_of(schedule.tiles):
-                own = int(counts[rank, e])
-                assert (last == 1) == (row + rows <= own)
+                local_rows = int(counts[rank, e])
+                assert (last == 1) == (row + rows <= local_rows)
             assert schedule.chunks.rows.sum() == counts.sum() - counts[rank].sum()
             assert (np.diff(schedule.tiles.last_flag) >= 0).all()
 

@@ -56,10 +56,10 @@ def steps(schedule, tile_s, bytes_C, comm_blocks, machine, dt, needs=rows_stored
                 end = max(end, now)
                 del working[j]
         for j, job in list(moving.items()):
-            own = chunks[job[0]][0] == schedule.rank
-            job[1] -= dt * (most if own else min(most, machine.link_bytes_per_s / linked))
+            is_local = chunks[job[0]][0] == schedule.rank
+            job[1] -= dt * (most if is_local else min(most, machine.link_bytes_per_s / linked))
             if job[1] <= 1e-9:
-                late = 0.0 if own else machine.latency_s
+                late = 0.0 if is_local else machine.latency_s
                 coming.append((now + late, chunks[job[0]]))
                 end = max(end, now + late)
                 del moving[j]
@@ -108,8 +108,8 @@ def test_copies_by_hand():
     # A copy engine takes one after the other at the link's rate; what uses no link is done at once.
     engine = sim.run_copies(nbytes, ready, linked, 0, machine)
     assert engine.tolist() == [1, 1.5, 3]
-    own = sim.run_copies(nbytes, ready, np.array([True, False, True]), 0, machine)
-    assert own.tolist() == [1, 1, 2.5]
+    local = sim.run_copies(nbytes, ready, np.array([True, False, True]), 0, machine)
+    assert local.tolist() == [1, 1, 2.5]
     late = sim.run_copies(nbytes, np.array([0.0, 0.0, 5.0]), linked, 1, machine)
     assert late.tolist() == pytest.approx([4 / 3, 2, 7])
 
@@ -118,9 +118,9 @@ def test_one_gather_by_hand():
     """2 ranks, 2 tiles a rank, one SM copies: own tiles 0..2 and the peer's when its rows came."""
     machine = Machine("", 2, 4.0, 1.0, 1.0, latency_s=0.25)
     schedule = sim.all_gather_gemm(0, Split(4, 2, 1, 1), 1)
-    found = sim.run(schedule, 1.0, schedule.chunks.rows * 3.0, 1, machine)
-    assert found.copy_end_C.tolist() == [3.25, 6.25]
-    assert found.tile_end_T.tolist() == [1, 2, 4.25, 7.25]
+    run = sim.run(schedule, 1.0, schedule.chunks.rows * 3.0, 1, machine)
+    assert run.copy_end_C.tolist() == [3.25, 6.25]
+    assert run.tile_end_T.tolist() == [1, 2, 4.25, 7.25]
 
 
 def test_measures_by_hand():
@@ -206,11 +206,11 @@ def test_a_wave_more_when_communication_takes_too_many_sms():
 def test_controls():
     """A link without limit leaves the product, one without bytes a second the copies."""
     product = Product("gather", 4096, 6144, 12288)
-    way = Fused((128, 256), 128, 0)
+    how = Fused((128, 256), 128, 0)
     fast = dataclasses.replace(IDEAL, link_bytes_per_s=1e18, latency_s=0.0)
-    assert sim.fused_s(product, fast, way) == pytest.approx(sim.gemm_s(4096, 6144, 12288, IDEAL))
+    assert sim.fused_s(product, fast, how) == pytest.approx(sim.gemm_s(4096, 6144, 12288, IDEAL))
     slow = dataclasses.replace(IDEAL, link_bytes_per_s=1e9)
-    assert sim.fused_s(product, slow, way) == pytest.approx(sim.comm_s(product, slow), rel=1e-2)
+    assert sim.fused_s(product, slow, how) == pytest.approx(sim.comm_s(product, slow), rel=1e-2)
 
 
 def test_ring_by_hand():

@@ -47,13 +47,13 @@ def test_visited_pairs_are_whole_tiles_with_a_live_pair(lengths):
     seen = ids[:, None] == ids[None]
     block = hopper_forward.ROWS
     tile = hopper_forward.heuristic(64, longest=max(lengths)).block_k
-    wanted = sum(
+    visited = sum(
         block * tile
         for i in range(0, T, block)
         for j in range(0, T, tile)
         if seen[i : i + block, j : j + tile].any()
     )
-    assert bytetransformer.visited_pairs(lengths, 64) == wanted
+    assert bytetransformer.visited_pairs(lengths, 64) == visited
 
 
 def test_bytes_shrink_from_step_to_step():

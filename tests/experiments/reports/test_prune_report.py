@@ -30,15 +30,15 @@ def test_work_of_a_packed_weight_is_that_of_its_slots_counted_in_a_loop():
     mask = random.random(shape) < 0.15
     mask[:, random.random(40) < 0.4] = False
     mask[4:8] = False  # no tile reads these columns of x
-    kept = np.flatnonzero(mask.any(0))
-    tiles = [kept[i : i + tile] for i in range(0, kept.size, tile)]
+    columns_left = np.flatnonzero(mask.any(0))
+    tiles = [columns_left[i : i + tile] for i in range(0, columns_left.size, tile)]
     slots, read = 0, set()
     for columns in tiles:
         for first in range(0, 22, chunk):
-            here = range(first, min(first + chunk, 22))
-            if any(mask[k, n] for k in here for n in columns):
+            rows_of_chunk = range(first, min(first + chunk, 22))
+            if any(mask[k, n] for k in rows_of_chunk for n in columns):
                 slots += 1
-                read |= set(here)
+                read |= set(rows_of_chunk)
     assert 0 < slots < 6 * 5 and not read & {4, 5, 6, 7}
     weight = TileSparse.from_dense(np.ones(shape, np.float16), mask, tile=tile, chunk=chunk)
     work = tilewise.sparse_work(rows, weight)
@@ -91,9 +91,9 @@ def test_losses_are_against_the_dense_model_of_the_same_seed_tuned_as_long():
     assert rows["TW-1"]["lost_std"] == pytest.approx(np.sqrt(0.02))
     assert rows["TW-1"]["lost_accuracy"] == pytest.approx(0.03)
     assert rows["BW"]["lost_std"] is None
-    found = {r["what"]: r for r in tilewise.claims(list(rows.values()))}
-    assert found["lost"]["ratio"] == pytest.approx(0.4) and found["lost"]["met"]
-    assert found["lost_accuracy"]["ratio"] == pytest.approx(0.3)
+    verdicts = {r["what"]: r for r in tilewise.claims(list(rows.values()))}
+    assert verdicts["lost"]["ratio"] == pytest.approx(0.4) and verdicts["lost"]["met"]
+    assert verdicts["lost_accuracy"]["ratio"] == pytest.approx(0.3)
     points[-1]["loss"] = 0.9  # blocks lose nothing: there is no half of it
     (loss, _) = tilewise.claims(list(tilewise.quality(points)))
     assert loss["ratio"] is None and not loss["met"]

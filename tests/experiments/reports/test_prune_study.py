@@ -64,9 +64,9 @@ def test_the_loss_is_the_mean_over_held_out_predictions(trainer):
                     loss -= z_V[t] - np.log(np.exp(z_V - z_V.max()).sum()) - z_V.max()
                     right += int(z_V.argmax() == t)
                     count += 1
-    found = trainer.measure(params)
-    assert found["loss"] == pytest.approx(loss / count, rel=1e-5)
-    assert found["accuracy"] == pytest.approx(right / count)
+    measured = trainer.measure(params)
+    assert measured["loss"] == pytest.approx(loss / count, rel=1e-5)
+    assert measured["accuracy"] == pytest.approx(right / count)
 
 
 def test_rates_begin_anew_with_each_stage():
@@ -81,7 +81,7 @@ def test_rates_begin_anew_with_each_stage():
 
 
 def test_units_are_a_quarter_of_the_papers():
-    assert METHODS["TW-64"].here == (32, 16)
-    assert METHODS["TW-8"].here == (32, 2)
-    assert METHODS["TW-1"].here == (32, 1)
-    assert METHODS["BW"].here == (8, 8)
+    assert METHODS["TW-64"].shrunk == (32, 16)
+    assert METHODS["TW-8"].shrunk == (32, 2)
+    assert METHODS["TW-1"].shrunk == (32, 1)
+    assert METHODS["BW"].shrunk == (8, 8)

@@ -10,7 +10,7 @@ from pallas_kernels import aot
 N = 2**22
 
 
-def found(weights, inside, between):
+def collectives(weights, inside, between):
     """Collectives as a program of 2 x 4 has them."""
     places = [
         ("all-gather", ("node", "data"), weights),
@@ -22,17 +22,17 @@ def found(weights, inside, between):
 
 
 def test_counts_by_hand():
-    rows = {r["level"]: r for r in sdp4bit.count("bf16", found(2 * N, 2 * N, 2 * N // 4), N)}
+    rows = {r["level"]: r for r in sdp4bit.count("bf16", collectives(2 * N, 2 * N, 2 * N // 4), N)}
     assert all(r["of_bf16"] == 1 for r in rows.values())
     assert rows["crossing"]["bytes"] == 2 * N // 4 // 2 + 2 * N // 2
-    halves = {r["level"]: r for r in sdp4bit.count("x", found(N, N, N // 4), N)}
+    halves = {r["level"]: r for r in sdp4bit.count("x", collectives(N, N, N // 4), N)}
     assert [r["bits"] for r in halves.values()] == [8, 8, 8, 5]
     assert all(r["of_bf16"] == 0.5 for r in halves.values())
 
 
 def test_a_program_of_other_collectives_is_refused():
-    whole = found(N, N, N // 4)
-    for bad in (whole[:2] + whole[3:], [*whole, whole[1]]):
+    program = collectives(N, N, N // 4)
+    for bad in (program[:2] + program[3:], [*program, program[1]]):
         with pytest.raises(UserError, match="collectives all-to-all over"):
             list(sdp4bit.count("x", bad, N))
 

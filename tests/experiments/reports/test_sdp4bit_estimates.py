@@ -18,17 +18,17 @@ def rows():
 
 def test_ten_pairs_with_the_papers_speedups(rows):
     for cluster, speedups in PAPER.items():
-        mine = [r for r in rows if r["cluster"] == cluster]
-        assert [r["model"] for r in mine] == ["1.3B", "2.7B", "6.7B", "13B", "18B"]
-        assert [r["paper_speedup"] for r in mine] == pytest.approx(speedups, abs=0.01)
+        of_cluster = [r for r in rows if r["cluster"] == cluster]
+        assert [r["model"] for r in of_cluster] == ["1.3B", "2.7B", "6.7B", "13B", "18B"]
+        assert [r["paper_speedup"] for r in of_cluster] == pytest.approx(speedups, abs=0.01)
     for row in rows:
         assert row["parameters"] == pytest.approx(float(row["model"][:-1]) * 1e9, rel=0.03)
 
 
 def test_calibration_gives_back_the_two_times_that_it_was_set_by(rows):
     for pair in sdp4bit.PAIRS[:1] + sdp4bit.PAIRS[5:6]:
-        found = sdp4bit.factors(pair)
-        times = [sdp4bit.seconds(pair, step, found) for step in sdp4bit.shapes(pair)]
+        factors = sdp4bit.factors(pair)
+        times = [sdp4bit.seconds(pair, step, factors) for step in sdp4bit.shapes(pair)]
         assert times == pytest.approx(sdp4bit.paper_seconds(pair), rel=1e-6)
     assert [r["calibrated_speedup"] for r in rows if r["is_calibrated_on"]] == pytest.approx(
         [r["paper_speedup"] for r in rows if r["is_calibrated_on"]]

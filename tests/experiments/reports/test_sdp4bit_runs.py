@@ -75,16 +75,18 @@ def test_gaps_are_means_of_pairs_and_their_errors():
 def test_the_papers_own_table_meets_its_claims():
     """Its three models as if they were three seeds."""
     losses = list(sdp4bit.PAPER.values())
-    rows = [run(v, s, found[v]) for s, found in enumerate(losses) for v in found]
-    found = verdicts(rows)
-    assert len(found) == 6 and all(r["met"] for r in found.values())
-    assert found["SDP4Bit at most 0.24 % above float32"]["value"] == pytest.approx(0.1486, abs=1e-3)
+    rows = [run(v, s, of_model[v]) for s, of_model in enumerate(losses) for v in of_model]
+    claims = verdicts(rows)
+    assert len(claims) == 6 and all(r["met"] for r in claims.values())
+    assert claims["SDP4Bit at most 0.24 % above float32"]["value"] == pytest.approx(
+        0.1486, abs=1e-3
+    )
 
 
 def test_what_is_as_claimed_is_met():
-    found = verdicts(study())
-    assert len(found) == 7
-    assert all(r["met"] and r["sure"] for r in found.values())
+    claims = verdicts(study())
+    assert len(claims) == 7
+    assert all(r["met"] and r["sure"] for r in claims.values())
 
 
 @pytest.mark.parametrize(
@@ -104,8 +106,8 @@ def test_what_is_as_claimed_is_met():
     ],
 )
 def test_what_is_not_as_claimed_is_not_met(changed, broken):
-    found = verdicts(study(PERCENT | changed))
-    assert {what for what, row in found.items() if not row["met"]} == broken
+    claims = verdicts(study(PERCENT | changed))
+    assert {what for what, row in claims.items() if not row["met"]} == broken
 
 
 def test_noise_is_not_sure_and_one_seed_cannot_tell():
@@ -121,13 +123,13 @@ def test_noise_is_not_sure_and_one_seed_cannot_tell():
 
 
 def test_a_loss_that_is_not_finite_meets_nothing():
-    found = verdicts(study(PERCENT | {"SDP4Bit": math.nan, "qW": math.inf, "qWD": math.nan}))
+    claims = verdicts(study(PERCENT | {"SDP4Bit": math.nan, "qW": math.inf, "qWD": math.nan}))
     for what in (
         "SDP4Bit at most 0.5 % above float32",
         "qWD below TLq-HS",
         "SDP4Bit below ZeRO++",
     ):
-        assert not found[what]["met"] and not found[what]["sure"]
+        assert not claims[what]["met"] and not claims[what]["sure"]
 
 
 @pytest.mark.parametrize(
@@ -153,11 +155,11 @@ def test_a_claim_needs_all_its_variants():
 
 def test_a_saved_run_is_read_back_and_a_broken_one_is_told(tmp_path):
     path = sdp4bit.saved(tmp_path, "qW", 2)
-    assert path.name == "qW-2.json" and sdp4bit.read(path) is None
+    assert path.name == "qW-2.json" and sdp4bit.saved_run(path) is None
     path.write_text(json.dumps({"rows": [run("qW", 2, 2.5)]}))
-    assert sdp4bit.read(path) == run("qW", 2, 2.5)
+    assert sdp4bit.saved_run(path) == run("qW", 2, 2.5)
     results.write(path, {}, [run("qW", 2, math.inf)])  # a run that diverged: null in JSON
-    again = sdp4bit.read(path)
+    again = sdp4bit.saved_run(path)
     assert again is not None and math.isnan(again["loss"]) and math.isnan(again["losses"][0])
     for bad in (
         "{",
@@ -169,7 +171,7 @@ def test_a_saved_run_is_read_back_and_a_broken_one_is_told(tmp_path):
     ):
         path.write_text(bad)
         with pytest.raises(UserError, match=r"qW-2.json holds no run: .*remove it \(--state\)"):
-            sdp4bit.read(path)
+            sdp4bit.saved_run(path)
 
 
 STUDY = sdp4bit.Study(

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from experiments.reports import sdp4bit
-from tests.experiments.reports.test_sdp4bit_bytes import found as collectives
+from tests.experiments.reports.test_sdp4bit_bytes import collectives
 from tests.experiments.reports.test_sdp4bit_runs import study
 
 ABOUT = {
