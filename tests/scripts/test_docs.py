@@ -119,8 +119,9 @@ def test_public_names_are_those_that_a_package_lists(tools, project):
     )
     tools.parse.cache_clear()
     assert tools.public_names("megajax", project) == {
-        "Loader": "megajax.rows", "Moe": "megajax.rows",
-    }  # fmt: skip
+        "Loader": "megajax.rows",
+        "Moe": "megajax.rows",
+    }
 
 
 def test_the_site_has_a_page_for_each_package_that_the_reference_lists(site, project):
@@ -161,11 +162,13 @@ def test_docstrings_become_tables_and_paragraphs(site):
     More text: with a colon.
     """)
     assert site.described(text, ["rows", "order"], ["order"]).split("\n\n") == [
-        "Reads rows.", "More text: with a colon.",
+        "Reads rows.",
+        "More text: with a colon.",
         "Attributes:\n    order: of the rows, as `pack` has it.",
         "Args:\n    rows: how many; none: all.",
-        "**Returns:** the rows.", "**Raises:** `UserError` for none.",
-    ]  # fmt: skip
+        "**Returns:** the rows.",
+        "**Raises:** `UserError` for none.",
+    ]
     assert site.described("Only a sentence: no more.", []) == "Only a sentence: no more."
 
 
