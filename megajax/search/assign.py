@@ -4,11 +4,12 @@ The multiple-choice knapsack, with one budget or several. Which bits a layer get
 2407.02327; LLM-PQ, arXiv 2403.01136), how sparse a matrix becomes: an item is a
 layer, its options differ in value (error, importance, seconds) and in what they cost (bytes of a
 device, seconds). `greedy` takes the best value for its cost, step by step; `exact` is an integer
-program (scipy.optimize.milp, HiGHS). Plain numbers, no jax.
+program (program.py). Plain numbers, no jax.
 
 Legend: I items, O options of all items in one row, B budgets.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -16,6 +17,7 @@ from typing import Literal
 import numpy as np
 
 from megajax.core.errors import UserError
+from megajax.search.program import Program
 
 Rows = Sequence[Sequence[float]]  # of each item, of each of its options
 SLACK = 1e-9  # of a budget, for sums of floats in another order
@@ -143,27 +145,20 @@ def _greedy(problem: _Problem) -> np.ndarray | None:
 
 
 def _exact(problem: _Problem) -> np.ndarray | None:
-    from scipy.optimize import Bounds, LinearConstraint, milp  # a third of a second
-    from scipy.sparse import csr_array
-
-    O, I = problem.item_O.size, problem.starts.size  # noqa: E741
-    one_IO = csr_array((np.ones(O), (problem.item_O, np.arange(O))), shape=(I, O))
-    constraints = [LinearConstraint(one_IO, 1.0, 1.0)]
-    if problem.cost_BO.size:
-        constraints.append(LinearConstraint(problem.cost_BO, -np.inf, 1.0))
-    scale = np.abs(problem.value_O).max() or 1.0
-    options = {"mip_rel_gap": 0.0}
-    found = milp(
-        problem.value_O / scale,
-        constraints=constraints,
-        bounds=Bounds(0.0, 1.0),
-        integrality=np.ones(O),
-        options=options,
-    )
-    if found.status == 2:
-        return None
-    if not found.success:
-        raise RuntimeError(f"scipy.optimize.milp: {found.message}")
-    picked = np.flatnonzero(np.asarray(found.x) > 0.5)
-    assert picked.size == I and (problem.cost_BO[:, picked].sum(1) <= 1 + 2 * EXACT_SLACK).all()
+    program, O = Program(), problem.item_O.size  # noqa: E741
+    taken_O = program.add(O, high=1, integer=True)
+    for options_I in np.split(taken_O, problem.starts[1:]):
+        program.row([(options_I, 1.0)], 1, 1)
+    for cost_O in problem.cost_BO:
+        costly = np.flatnonzero(cost_O)
+        program.row([(taken_O[costly], cost_O[costly])], high=1)
+    program.minimise([(taken_O, problem.value_O / (np.abs(problem.value_O).max() or 1.0))])
+    solution = program.solve(math.inf)
+    if solution.x is None:
+        if solution.closed:
+            return None
+        raise RuntimeError("scipy.optimize.milp ended without a solution")
+    picked = np.flatnonzero(solution.x > 0.5)
+    assert picked.size == problem.starts.size
+    assert (problem.cost_BO[:, picked].sum(1) <= 1 + 2 * EXACT_SLACK).all()
     return picked
