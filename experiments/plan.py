@@ -40,7 +40,8 @@ from megajax.core.errors import UserError
 from megajax.core.hardware import Cluster, parse_cluster
 from megajax.cost.base import CostModel
 from megajax.monitor import results
-from megajax.systems import aot, cost_models, strategies
+from megajax.systems import aot, strategies
+from megajax.systems.cdmpp import backend
 from megajax.training.config import Config
 from megajax.training.presets import FIRST, PRESETS, take_model
 
@@ -67,11 +68,9 @@ def main() -> int:
     section, figures = "", None
     if SEARCH.value and WORKLOAD.value != "train":
         raise UserError(f"--search ranks training only; leave out --workload={WORKLOAD.value}")
-    model = cost_models.load(COST.value, COST_FILE.value)
-    times = cost_models.source(
-        model, COST.value, COST_FILE.value, cluster.card, plan_report.ASSUMED
-    )
-    if said := cost_models.unknown(model, cluster.card):
+    model = backend.load(COST.value, COST_FILE.value)
+    times = backend.source(model, COST.value, COST_FILE.value, cluster.card, plan_report.ASSUMED)
+    if said := backend.unknown(model, cluster.card):
         print(said)
     if WORKLOAD.value == "serve":
         return serve(cfg, cluster, folder, model)

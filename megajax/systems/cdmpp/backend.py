@@ -3,16 +3,19 @@
 `Learned` implements the interface `cost.CostModel`. It turns each operation of a plan into the
 records that a device would launch for it: a matrix product is one record, attention without a fused
 kernel is two products and a softmax, experts are their grouped products. The time of the operation
-is the sum of the predicted times of its records.
+is the sum of the predicted times of its records. `load` makes the cost model that a planner's flag
+names, be it a learned one or not.
 """
 
 import dataclasses
 import warnings
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
+from megajax.core.errors import UserError
+from megajax.core.files import expand
 from megajax.core.hardware import DeviceCard, Link
 from megajax.cost.base import CostModel, Op
 from megajax.cost.kernels import (
@@ -29,6 +32,7 @@ from megajax.cost.kernels import (
 )
 from megajax.cost.record import OpRecord, itemsize, peak, product, record, rowwise
 from megajax.cost.roofline import Roofline
+from megajax.cost.table import Table
 
 # The elementary operations of a `Rowwise` kernel by its `kind`. A kind that is not listed here is
 # treated as one addition.
@@ -142,6 +146,63 @@ def no_rows(card: DeviceCard) -> str:
         f"{card.name} has no rows of compiled programs: its times are those of the cost model, at "
         "assumed efficiencies."
     )
+
+
+# ---- the cost model of a flag
+
+
+Name = Literal["roofline", "learned", "table"]
+
+
+def load(name: Name, path: str | None) -> CostModel:
+    """Returns the cost model that a flag names.
+
+    Args: path: a file that `Predictor.save` wrote, None for the predictor that ships with megajax;
+      of a table, its JSON file.
+    Raises: UserError where the file is missing, damaged or not asked for.
+    """
+    if name == "roofline":
+        if path is not None:
+            raise UserError(
+                f"cost_file={path} needs --cost=learned or --cost=table (--cost_file, --cost)"
+            )
+        return Roofline()
+    file = None if path is None else expand(path, "cost_file")
+    if name == "table":
+        if file is None:
+            raise UserError("cost=table needs a file of measured times (--cost_file, --cost)")
+        return Table.load(file)
+    from megajax.systems.cdmpp import predictor  # a plan by the roofline needs no network
+
+    return Learned(predictor.Predictor.load(file))
+
+
+def source(model: CostModel, name: Name, path: str | None, card: DeviceCard, others: str) -> str:
+    """Returns a text that says where a plan's times come from.
+
+    Args: path: as in `load`. others: the source of the times that the model does not know.
+    """
+    if name == "roofline":
+        return others
+    file = path or "the predictor that ships with megajax"
+    text = f"operations from {file}, the others and transfers from {others}"
+    if name == "table":
+        return text
+    assert isinstance(model, Learned)
+    if model.unknown(card):
+        return others
+    return f"{text}. {model.basis(card).rstrip('.')}"
+
+
+def unknown(model: CostModel, card: DeviceCard) -> str:
+    """Returns a sentence if a learned model has no rows of compiled programs of a GPU; else ''."""
+    if isinstance(model, (Roofline, Table)):
+        return ""
+    assert isinstance(model, Learned)
+    return model.unknown(card)
+
+
+# ---- records of operations
 
 
 def records_of(op: Op) -> list[OpRecord] | None:

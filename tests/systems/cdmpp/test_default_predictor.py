@@ -9,8 +9,8 @@ import pytest
 
 from megajax.core.hardware import CARDS, parse_cluster
 from megajax.cost.record import product, rowwise
-from megajax.systems import aot, cost_models
-from megajax.systems.cdmpp import FarFromTraining, Predictor, step
+from megajax.systems import aot
+from megajax.systems.cdmpp import FarFromTraining, Predictor, backend, step
 from megajax.systems.cdmpp.labels import Labels
 from megajax.systems.cdmpp.predictor import DEFAULT
 from megajax.training.presets import PRESETS
@@ -135,7 +135,7 @@ def test_a_plan_of_12288_gpus_asks_it_without_a_file():
     middle = time.monotonic()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        model = cost_models.load("learned", None)
+        model = backend.load("learned", None)
         planned = aot.outline(cfg, cluster, model=model)
     spent = (time.monotonic() - middle) - (middle - began)
     assert spent < 20

@@ -12,7 +12,7 @@ from megajax.core.errors import UserError
 from megajax.core.hardware import CARDS, DeviceCard
 from megajax.cost.program import records
 from megajax.cost.record import product
-from megajax.systems.cdmpp import families, pieces
+from megajax.systems.cdmpp import families
 from megajax.systems.cdmpp.dataset import Dataset
 from megajax.systems.cdmpp.families import Program
 from megajax.systems.cdmpp.labels import Labels, prepared, runnable
@@ -202,17 +202,17 @@ def test_a_larger_scale_draws_larger_programs_within_memory(monkeypatch):
     assert {x.dtype.name for x in jax.tree.leaves(half.args)} == {"bfloat16"}
     small, large = sizes(1.0), sizes(16.0)
     assert (large >= small).all() and 2 < (large / small).max() <= 17
-    monkeypatch.setattr(pieces, "LARGEST", int(large.max()) - 1)
+    monkeypatch.setattr(families, "LARGEST", int(large.max()) - 1)
     again = sizes(16.0)
     assert again.max() < large.max() and (again <= large).all()
     assert (again == large).sum() > 6  # only programs that were too large are drawn again
-    monkeypatch.setattr(pieces, "DRAWN", 100)  # then values repeat
+    monkeypatch.setattr(families, "DRAWN", 100)  # then values repeat
     x = jax.tree.leaves(next(families.programs(("layout",), seed=3, scale=4.0)).args)[0]
     assert x.ravel()[:100].tolist() == x.ravel()[100:200].tolist()
 
 
 def test_pieces_that_are_too_large_together_are_refused_before_all_take_memory(monkeypatch):
-    monkeypatch.setattr(pieces, "LARGEST", 1000)
+    monkeypatch.setattr(families, "LARGEST", 1000)
     drawn = []
 
     def piece(mine):
@@ -220,20 +220,20 @@ def test_pieces_that_are_too_large_together_are_refused_before_all_take_memory(m
         return jnp.abs, (drawn[-1],)
 
     rng = np.random.default_rng(0)  # picks the largest number of pieces
-    with pytest.raises(pieces.TooLarge):
-        pieces.several(piece, 10**6)(pieces.Draw(rng, 1.0))
+    with pytest.raises(families.TooLarge):
+        families.several(piece, 10**6)(families.Draw(rng, 1.0))
     assert len(drawn) == 11
-    function, args = pieces.several(piece, 2)(pieces.Draw(rng, 1.0))
+    function, args = families.several(piece, 2)(families.Draw(rng, 1.0))
     assert [y.shape for y in function(*args)] == [(100,)] * len(args)
 
 
 def test_a_third_of_the_sizes_are_powers_of_two():
-    mine = pieces.Draw(np.random.default_rng(0), 1.0)
+    mine = families.Draw(np.random.default_rng(0), 1.0)
     sizes = np.array([mine.size(100, 1000) for _ in range(1000)])
     multiples = np.array([mine.size(100, 1000, 16) for _ in range(1000)])
     assert 64 <= sizes.min() and sizes.max() <= 1024 and (multiples % 16 == 0).all()
     share = np.mean(sizes & (sizes - 1) == 0)
-    assert pieces.POWERS - 0.05 < share < pieces.POWERS + 0.05
+    assert families.POWERS - 0.05 < share < families.POWERS + 0.05
 
 
 def test_a_mixture_is_the_same_each_time_and_has_many_kinds_of_operations():
