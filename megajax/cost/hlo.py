@@ -452,10 +452,13 @@ def collectives(
         size = sum(parts) * (len(groups[0]) if kind == "reduce-scatter" else 1)
         is_async = bool(start) and '"is_sync":true' not in place.line
         beside = place.until_done() if is_async else ()
+        # The axes along which the members of a group differ.
+        coordinates = np.array(np.unravel_index(np.array(groups), tuple(mesh_shape.values())))
+        differ = (coordinates != coordinates[..., :1]).any((1, 2))
         found.append(
             Collective(
                 kind,
-                _axes(groups, mesh_shape),
+                tuple(axis for axis, differs in zip(mesh_shape, differ, strict=True) if differs),
                 len(parts),
                 size,
                 place.loops,
@@ -529,13 +532,6 @@ def _mesh_group(mesh: str, axes: str) -> tuple[int, ...]:
         picks += [0, slice(None), 0] if part else [slice(None) if name in chosen else 0]
     ids = np.arange(math.prod(shape)).reshape(shape)
     return tuple(ids[tuple(picks)].ravel().tolist())
-
-
-def _axes(groups: Sequence[Sequence[int]], mesh_shape: Mapping[str, int]) -> tuple[str, ...]:
-    """Returns the axes along which the members of a group differ."""
-    coordinates = np.array(np.unravel_index(np.array(groups), tuple(mesh_shape.values())))
-    differ = (coordinates != coordinates[..., :1]).any((1, 2))
-    return tuple(axis for axis, differs in zip(mesh_shape, differ, strict=True) if differs)
 
 
 # ---- traps

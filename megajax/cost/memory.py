@@ -26,7 +26,20 @@ def terms(step: StepShape) -> dict[str, float]:
     """Returns {term: bytes a device}. Their sum, with the smaller of activations and logits left
     out, is `bound`."""
     if not step.trains:
-        return _generation(step)
+        # The memory of a prefill or of a decoded token, by what it is for. Parameters rest in the
+        # compute type, or as training leaves them where ZeRO cuts them (megajax/serving/engine.py,
+        # zero).
+        cut = step.ways(*step.zero_axes, *step.expert_zero_axes) > 1
+        spread = step.pieces * step.ways("tensor")
+        cache = step.used.cache * ITEMSIZE[step.load.dtype] / spread
+        return {
+            "parameters": (MASTER if cut else step.itemsize) * held(step),
+            "weights in use": _weights_in_use(step) if cut else 0.0,
+            "cache": cache,
+            "activations": max(_block(step), _experts(step)) / 2,  # no gradients beside them
+            "logits": _logits(step) / 2,
+            "batch": 2 * 4 * step.rows * step.load.seq_len,
+        }
     tables = step.load.table_params / (step.ways("pipe", "tensor") * step.ways(*step.zero_axes))
     moments, rest = MOMENTS[step.optimizer] + step.averages, held(step)
     adam_tables = tables if step.optimizer == "muon" else 0.0  # Adam's second moment for them
@@ -63,25 +76,6 @@ def _gradients(step: StepShape) -> float:
     chunks = step.pipeline.chunks
     moving = gathered(step) / chunks + (1 - 2 / chunks) * held(step)
     return gathered(step) + (moving if step.pipeline.hides and chunks > 1 else 0.0)
-
-
-def _generation(step: StepShape) -> dict[str, float]:
-    """Returns the memory of a prefill or of a decoded token, by what it is for.
-
-    Parameters rest in the compute type, or as training leaves them where ZeRO cuts them
-    (megajax/serving/engine.py, zero).
-    """
-    cut = step.ways(*step.zero_axes, *step.expert_zero_axes) > 1
-    spread = step.pieces * step.ways("tensor")
-    cache = step.used.cache * ITEMSIZE[step.load.dtype] / spread
-    return {
-        "parameters": (MASTER if cut else step.itemsize) * held(step),
-        "weights in use": _weights_in_use(step) if cut else 0.0,
-        "cache": cache,
-        "activations": max(_block(step), _experts(step)) / 2,  # no gradients beside them
-        "logits": _logits(step) / 2,
-        "batch": 2 * 4 * step.rows * step.load.seq_len,
-    }
 
 
 def bound(found: dict[str, float]) -> float:

@@ -159,7 +159,9 @@ class _Reader:
         if one.opcode == "custom-call" and body.target(one) in body.MARKERS:
             return None
         if one.opcode == "copy-start":
-            one = _plain_copy(one)
+            # The start of an asynchronous copy as the copy that it is.
+            shape = re.match(r"\((\w+\[[\d,]*\](?:\{[^}]*\})?)", one.shape)
+            one = dataclasses.replace(one, opcode="copy", shape=shape[1] if shape else one.shape)
         return self._region(body.region(self._module, one, around), one, executions)
 
     def _touched(self, one: Instruction, around: Mapping[str, Instruction]) -> Touched:
@@ -340,12 +342,6 @@ def _reduces_minor(found: body.Region, one: Instruction) -> bool:
     if one.opcode == "reduce":
         return minor in one.dims("dimensions")
     return one.opcode == "reduce-window" and work.windows(one)[minor].size > 1
-
-
-def _plain_copy(one: Instruction) -> Instruction:
-    """Returns the start of an asynchronous copy as the copy that it is."""
-    shape = re.match(r"\((\w+\[[\d,]*\](?:\{[^}]*\})?)", one.shape)
-    return dataclasses.replace(one, opcode="copy", shape=shape[1] if shape else one.shape)
 
 
 def _constant(name: str, around: Mapping[str, Instruction]) -> int | None:

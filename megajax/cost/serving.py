@@ -8,7 +8,7 @@ counted. Sources: the operations and links of megajax/cost; PagedAttention (arXi
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from megajax.core.axes import MESH_AXES
 from megajax.core.errors import UserError
@@ -102,8 +102,19 @@ def plan(
         )
 
     one, two = (memory.terms(step(n, context, "decode")) for n in (1, 2))
-    largest = _largest(lambda n: memory.bound(memory.terms(step(n, context, "decode"))), room)
-    batches = _powers(largest)
+
+    def fits(batch: int) -> bool:
+        return memory.bound(memory.terms(step(batch, context, "decode"))) <= room
+
+    # Memory grows with the batch, so the largest that fits is searched for by halves.
+    largest, high = 0, 1
+    while fits(high):
+        largest, high = high, 2 * high
+    while high - largest > 1:
+        middle = (largest + high) // 2
+        largest, high = (middle, high) if fits(middle) else (largest, middle)
+    batches = [n for n in (1, 4, 16, 64, 256, 1024) if n < largest]
+    batches += [largest] if largest else []
     return Serving(
         context,
         tensor,
@@ -124,19 +135,3 @@ def decode_bound(load_of: LoadOf, cluster: Cluster, batch: int, context: int) ->
 def _bound(shape: StepShape, cluster: Cluster) -> float:
     ops = (op for op in shape.forward.ops if op.part != "embedding")
     return sum(op.nbytes * op.count for op in ops) / cluster.card.memory_bytes_per_s
-
-
-def _largest(needed: Callable[[int], float], room: float) -> int:
-    """Returns the largest batch that fits: memory grows with it."""
-    low, high = 0, 1
-    while needed(high) <= room:
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if needed(middle) <= room else (low, middle)
-    return low
-
-
-def _powers(largest: int) -> Sequence[int]:
-    found = [n for n in (1, 4, 16, 64, 256, 1024) if n < largest]
-    return [*found, largest] if largest else []

@@ -327,7 +327,15 @@ def _layer_flops(step: StepShape) -> float:
 def _weights(step: StepShape, overlap: Overlap) -> list[Transfer]:
     """Weights into use and gradients home."""
     if step.exchanges:
-        return _exchanged(step, overlap)
+        # A layer's weights and gradients travel beside other layers, if not all do at once.
+        by_layer = step.streams or not step.resident
+        beside = overlap.data * _layer_flops(step) if by_layer else 0.0
+        found = []
+        for m in messages(step):
+            ours = 0.0 if m.bucket.is_table else beside if m.level == "weights" else 2 * beside
+            what = f"{m.bucket.what} {m.level}"
+            found.append(Transfer(m.kind, m.axes, m.nbytes, m.count, ours, what))
+        return found
     load, pipeline = step.load, step.pipeline
     piped = pipeline.stages > 1
     again = 1 if piped or step.remat == "none" else 2  # gathered again in the backward pass
@@ -352,18 +360,6 @@ def _weights(step: StepShape, overlap: Overlap) -> list[Transfer]:
         cut = share * layers[0], *layers[1:]
         found += _matrices(step, "layer", layer_weights(step), dense, cut, dense_beside)
         found += _matrices(step, "expert", expert_weights(step), routed, cut, expert_beside)
-    return found
-
-
-def _exchanged(step: StepShape, overlap: Overlap) -> list[Transfer]:
-    """A layer's weights and gradients travel beside other layers, if not all do at once."""
-    by_layer = step.streams or not step.resident
-    beside = overlap.data * _layer_flops(step) if by_layer else 0.0
-    found = []
-    for m in messages(step):
-        ours = 0.0 if m.bucket.is_table else beside if m.level == "weights" else 2 * beside
-        what = f"{m.bucket.what} {m.level}"
-        found.append(Transfer(m.kind, m.axes, m.nbytes, m.count, ours, what))
     return found
 
 

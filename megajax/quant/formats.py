@@ -66,7 +66,17 @@ class Format:
                 f"bits={self.bits!r} has a sign of its own: zero points (symmetric=False) are for "
                 f"{_listed(reference.INTEGERS)} bits"
             )
-        object.__setattr__(self, "scale_dtype", _scale_dtype(self.scale_dtype))
+        value = self.scale_dtype
+        try:
+            found = np.dtype(value).name
+        except TypeError:
+            found = ""
+        if value is None or found not in SCALES:
+            raise UserError(
+                f"scale_dtype={value!r} must be one of {_listed(SCALES)}."
+                f"{did_you_mean(str(value), SCALES)}"
+            )
+        object.__setattr__(self, "scale_dtype", found)
 
     @property
     def largest(self) -> float:
@@ -138,19 +148,6 @@ def _whole(name: str, value: Any, least: int | None = None) -> int | None:
     if found is None or least is not None and found < least:
         rule = "an integer" if least is None else f"an integer of at least {least}"
         raise UserError(f"{name}={value!r} must be {rule}, or None")
-    return found
-
-
-def _scale_dtype(value: Any) -> str:
-    try:
-        found = np.dtype(value).name
-    except TypeError:
-        found = ""
-    if value is None or found not in SCALES:
-        raise UserError(
-            f"scale_dtype={value!r} must be one of {_listed(SCALES)}."
-            f"{did_you_mean(str(value), SCALES)}"
-        )
     return found
 
 

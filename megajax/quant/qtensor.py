@@ -228,7 +228,11 @@ def dequantize(q: QTensor, dtype: Any = None) -> Array:
         x_xN = reference.dequantize(code_xN, scale_xG, group)
     else:
         zero_xG = _to_lines(q.zeros, axis, packed=True).astype(jnp.float32)
-        x_xN = _from_zero(code_xN, scale_xG, zero_xG, group)
+        # Float32 zero + code * s, in halves.
+        code_xGC = reference.split(code_xN, group).astype(jnp.float32)
+        above_xGC = reference.rounded(code_xGC * (scale_xG[..., None] * 0.5))
+        x_xGC = (above_xGC + zero_xG[..., None] * 0.5) * 2.0
+        x_xN = reference.join(x_xGC, code_xN.shape[-1])
     x = x_xN.reshape(q.shape) if axis is None else _from_lines(x_xN, axis)
     return x.astype(q.dtype if dtype is None else dtype)
 
@@ -290,14 +294,6 @@ def unsigned_codes(
     y_xGC = reference.divide(x_xGC * 0.5 - zero_xG1 * 0.5, scale_xG1 * 0.5, wide=q < 4)
     y_xGC = jnp.where(jnp.isnan(scale_xG1), 0.0, jnp.clip(y_xGC, 0, q))
     return reference.round_to_integers(y_xGC, noise_xGC).astype(jnp.uint8)
-
-
-def _from_zero(code_xN: Array, scale_xG: Array, zero_xG: Array, group: int) -> Array:
-    """Returns float32 zero + code * s, in halves."""
-    code_xGC = reference.split(code_xN, group).astype(jnp.float32)
-    above_xGC = reference.rounded(code_xGC * (scale_xG[..., None] * 0.5))
-    x_xGC = (above_xGC + zero_xG[..., None] * 0.5) * 2.0
-    return reference.join(x_xGC, code_xN.shape[-1])
 
 
 def _fitting(scale_xG: Array, fmt: Format) -> Array:

@@ -107,26 +107,16 @@ def run(
             f"the next one starts, by its dependencies or by the order of its resource)"
         ) from None
     if slowdown is None:
-        spans = _alone(order, by_name, waits_for)
+        spans: dict[str, Span] = {}
+        while ready := order.get_ready():
+            for name in ready:
+                start = max((spans[w].end for w in waits_for[name]), default=0)
+                start = max(start, by_name[name].release)
+                spans[name] = Span(by_name[name], start, start + by_name[name].duration)
+            order.done(*ready)
     else:
         spans = _beside(order, by_name, slowdown)
     return Timeline(tuple(spans[task.name] for task in tasks), resources)
-
-
-def _alone(
-    order: graphlib.TopologicalSorter,
-    by_name: Mapping[str, Task],
-    waits_for: Mapping[str, tuple[str, ...]],
-) -> dict[str, Span]:
-    """Returns the spans of tasks that each take their duration."""
-    spans: dict[str, Span] = {}
-    while ready := order.get_ready():
-        for name in ready:
-            start = max((spans[w].end for w in waits_for[name]), default=0)
-            start = max(start, by_name[name].release)
-            spans[name] = Span(by_name[name], start, start + by_name[name].duration)
-        order.done(*ready)
-    return spans
 
 
 def _beside(

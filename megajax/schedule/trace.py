@@ -49,10 +49,11 @@ def perfetto(timeline: Timeline) -> dict[str, Any]:
         events.append({**place, "name": "thread_sort_index", "args": {"sort_index": i}})
     for span in spans:
         task = span.task
+        name = f"{task.kind} {task.microbatch}" if task.microbatch >= 0 else task.name
         events.append(
             {
                 "ph": "X",
-                "name": _label(span),
+                "name": name,
                 "cat": task.kind,
                 "ts": float(span.start) * 1e6,
                 "dur": float(span.end - span.start) * 1e6,
@@ -90,6 +91,7 @@ def gantt(timelines: Mapping[str, Timeline], path: str | PathLike[str], unit: st
     Args: path: its suffix says PNG or SVG. unit: of the times.
     """
     from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
 
     rows = {title: _rows(timeline) for title, timeline in timelines.items()}
     kinds = {span.task.kind for timeline in timelines.values() for span in timeline.spans}
@@ -104,8 +106,10 @@ def gantt(timelines: Mapping[str, Timeline], path: str | PathLike[str], unit: st
         axes.set_title(title, loc="left", fontsize=10)
         axes.set_xlim(0, span_s)
     panels[-1].set_xlabel(f"time ({unit})")
-    is_masked = any(timeline.masked for timeline in timelines.values())
-    _add_legend(figure, colours, is_masked)
+    marks = [Patch(color=colour, label=NAMES.get(k, k)) for k, colour in colours.items()]
+    if any(timeline.masked for timeline in timelines.values()):
+        marks.append(Patch(**MASKED, label="masked"))
+    figure.legend(handles=marks, loc="outside upper right", ncols=len(marks), fontsize=8)
     figure.savefig(path)
 
 
@@ -141,15 +145,6 @@ def _bar(span: Span, timeline: Timeline) -> tuple[float, float]:
     return float(span.start - timeline.start), float(span.end - span.start)
 
 
-def _add_legend(figure: Any, colours: Mapping[str, str], is_masked: bool) -> None:
-    from matplotlib.patches import Patch
-
-    marks = [Patch(color=colour, label=NAMES.get(k, k)) for k, colour in colours.items()]
-    if is_masked:
-        marks.append(Patch(**MASKED, label="masked"))
-    figure.legend(handles=marks, loc="outside upper right", ncols=len(marks), fontsize=8)
-
-
 def _shade(colour: str, chunk: int, chunks: int) -> tuple[float, ...]:
     """Mixes the first chunks with white, so that black numbers stay legible on all."""
     white = 0.0 if chunks == 1 else 0.65 * (1 - max(chunk, 0) / (chunks - 1))
@@ -161,8 +156,3 @@ def _rows(timeline: Timeline) -> list[str]:
     """Returns the resources that count, then the others in the order of their names."""
     named = {span.task.resource for span in (*timeline.spans, *timeline.masked)}
     return [*timeline.resources, *sorted(named - set(timeline.resources))]
-
-
-def _label(span: Span) -> str:
-    number = span.task.microbatch
-    return f"{span.task.kind} {number}" if number >= 0 else span.task.name

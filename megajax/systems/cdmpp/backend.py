@@ -247,7 +247,18 @@ def _records(op: Op) -> list[OpRecord] | None:
         steps = _PASSES.get(kernel.kind, ("add",))
         return [rowwise(steps, kernel.rows, kernel.width, kernel.reads, dtype)]
     if isinstance(kernel, Embedding):
-        return [_lookup(kernel, dtype)]
+        # The record of a lookup of rows in an embedding table.
+        size, elements = itemsize(dtype), kernel.rows * kernel.width
+        values = {
+            "bytes_read": size * elements,
+            "bytes_written": size * elements,
+            "elements": elements,
+            "width": kernel.width,
+            "operands": 2,
+            "indices": kernel.rows,
+            "itemsize": size,
+        }
+        return [record("gather", [{"opcode": "gather", **values}], values, dtype=dtype)]
     if isinstance(kernel, Convolution):  # as the product of its windows
         rows, columns = kernel.window
         places, depth = (
@@ -297,18 +308,3 @@ def _fused(kernel: Attention, dtype: str) -> OpRecord:
     }
     leaf = {name: values[name] for name in values}
     return record("attention", [{"opcode": "attention", **leaf}], values, dtype=dtype)
-
-
-def _lookup(kernel: Embedding, dtype: str) -> OpRecord:
-    """Returns the record of a lookup of rows in an embedding table."""
-    size, elements = itemsize(dtype), kernel.rows * kernel.width
-    values = {
-        "bytes_read": size * elements,
-        "bytes_written": size * elements,
-        "elements": elements,
-        "width": kernel.width,
-        "operands": 2,
-        "indices": kernel.rows,
-        "itemsize": size,
-    }
-    return record("gather", [{"opcode": "gather", **values}], values, dtype=dtype)

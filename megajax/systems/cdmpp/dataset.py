@@ -311,7 +311,13 @@ def choose(dataset: Dataset, n: int, *, seed: int = 0) -> np.ndarray:
     """
     if not 1 <= n <= len(dataset):
         raise UserError(f"n={n} rows to profile must be from 1 to the data set's {len(dataset)}")
-    points = _points(dataset)
+    # The rows as points, between which distances say how unlike the programs are.
+    inputs = programs(dataset.records).inputs_RX.astype(np.float64)
+    least = np.full(inputs.shape[1], _FLAG)
+    least[:LOGS] = _LOG
+    points = (inputs - inputs.mean(0)) / np.maximum(inputs.std(0), least)
+    points[:, LOGS:] /= 2  # flags and classes count less than sizes
+    points[:, ALIGNMENT] /= 4  # and what jumps between nearly equal sizes still less
     first = [_nearest_of(points, rows) for rows in _clear(points, n)]
     if len(first) == n:
         return np.sort(np.array(first, int))
@@ -328,17 +334,6 @@ def choose(dataset: Dataset, n: int, *, seed: int = 0) -> np.ndarray:
     rows = itertools.chain(first, *heads, *turns)
     unique = dict.fromkeys(int(row) for row in rows if row is not None)
     return np.sort(np.fromiter(itertools.islice(unique, n), int))
-
-
-def _points(dataset: Dataset) -> np.ndarray:
-    """Returns the rows as points, between which distances say how unlike the programs are."""
-    inputs = programs(dataset.records).inputs_RX.astype(np.float64)
-    least = np.full(inputs.shape[1], _FLAG)
-    least[:LOGS] = _LOG
-    points = (inputs - inputs.mean(0)) / np.maximum(inputs.std(0), least)
-    points[:, LOGS:] /= 2  # flags and classes count less than sizes
-    points[:, ALIGNMENT] /= 4  # and what jumps between nearly equal sizes still less
-    return points
 
 
 def _clear(points: np.ndarray, most: int) -> list[np.ndarray]:

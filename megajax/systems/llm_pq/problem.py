@@ -429,21 +429,17 @@ def partition(problem: Problem, column: int, seconds_D: np.ndarray) -> list[Stag
             continue
         if best is None or found[0] < best[0]:
             best = (*found, first, last)
-    if best is None:
-        return _alone(problem, each, seconds_D)
+    if best is None:  # no two devices hold the ends: one device may hold the complete model
+        need = each * problem.layers + problem.first_bytes + problem.last_bytes
+        able = [d for d in range(problem.devices) if need <= problem.memory[d] * (1 + SLACK)]
+        if not able:
+            return None
+        return [(min(able, key=lambda d: seconds_D[d]), 0, problem.layers)]
     _, counts, first, last = best
     between = [d for d in range(D) if d not in (first, last) and counts[d]]
     order = [first] if first == last else [first, *between, last]
     edges = np.cumsum([0, *(counts[d] for d in order)]).tolist()
     return [(d, edges[k], edges[k + 1]) for k, d in enumerate(order)]
-
-
-def _alone(problem: Problem, each: float, seconds_D: np.ndarray) -> list[Stage] | None:
-    need = each * problem.layers + problem.first_bytes + problem.last_bytes
-    able = [d for d in range(problem.devices) if need <= problem.memory[d] * (1 + SLACK)]
-    if not able:
-        return None
-    return [(min(able, key=lambda d: seconds_D[d]), 0, problem.layers)]
 
 
 def _spread(

@@ -213,22 +213,6 @@ def at_least(value: float) -> str:
     return short if float(short) >= value else repr(value)
 
 
-def _missing(problem: Problem, quality: float | None, seconds: float) -> tuple[float, bool]:
-    """Returns (bytes that the devices lack, or a lower bound, whether the number is exact)."""
-    programs: list[Counts | Layers] = [Counts(problem, (0, 0), quality, goal="memory")]
-    if quality is not None and np.ptp(problem.omega, axis=0).any():  # where a layer stands counts
-        programs.append(Layers(problem, (0, 0), quality, goal="memory"))
-    least, is_exact = 0.0, False
-    for program in programs:
-        found = attended(lambda p=program: p.solve(seconds))
-        is_exact = found.closed
-        if not is_exact:
-            least = max(least, found.bound)
-        elif found.x is not None:
-            least = max(least, program.missing(found.x))
-    return least, is_exact
-
-
 def explain(problem: Problem, quality: float | None, seconds: float = 20.0) -> UserError | None:
     """Returns the error of a problem without a placement, which names what is missing, or None.
 
@@ -241,7 +225,18 @@ def explain(problem: Problem, quality: float | None, seconds: float = 20.0) -> U
             f"quality={quality:g} is below the least sum of omega of any widths; nearest: "
             f"{at_least(float(best))}"
         )
-    missing, is_exact = _missing(problem, quality, seconds)
+    # The bytes that the devices lack, or a lower bound of them where `is_exact` is false.
+    programs: list[Counts | Layers] = [Counts(problem, (0, 0), quality, goal="memory")]
+    if quality is not None and np.ptp(problem.omega, axis=0).any():  # where a layer stands counts
+        programs.append(Layers(problem, (0, 0), quality, goal="memory"))
+    missing, is_exact = 0.0, False
+    for program in programs:
+        found = attended(lambda p=program: p.solve(seconds))
+        is_exact = found.closed
+        if not is_exact:
+            missing = max(missing, found.bound)
+        elif found.x is not None:
+            missing = max(missing, program.missing(found.x))
     if missing <= SLACK * problem.memory.max():
         return None
     size, low = min(zip(problem.layer_bytes.tolist(), problem.bits, strict=True))
@@ -318,6 +313,11 @@ def climb(search: Search, counts_DB: np.ndarray, pair: Pair) -> None:
     """Makes the best change until none is left."""
     problem = search.problem
     now = counts_seconds(problem, counts_DB, pair)
+    prefill, decode = pair
+    # Seconds that each device works in the complete run, for one layer of each width.
+    prefill_DB = problem.prefill_s[prefill] * problem.batches(prefill)
+    rounds = max(problem.new_tokens - 1, 0) * problem.batches(decode)
+    decode_DB = problem.decode_s[decode] * rounds
     totals: dict[bytes, float] = {}
 
     def may_keep(counts: np.ndarray) -> bool:
@@ -333,7 +333,8 @@ def climb(search: Search, counts_DB: np.ndarray, pair: Pair) -> None:
     for _ in range(STEPS):
         if search.left <= 0:
             return
-        straggler = int(_busy(problem, counts_DB, pair).argmax())
+        busy_s_D = (counts_DB * (prefill_DB + decode_DB)).sum(1)
+        straggler = int(busy_s_D.argmax())
         better = []
         for change in _changes(counts_DB, straggler):
             seconds = counts_seconds(problem, change, pair)
@@ -348,14 +349,6 @@ def climb(search: Search, counts_DB: np.ndarray, pair: Pair) -> None:
                 break
         else:
             return
-
-
-def _busy(problem: Problem, counts_DB: np.ndarray, pair: Pair) -> np.ndarray:
-    """Seconds that each device works in the whole run."""
-    prefill, decode = pair
-    rounds = max(problem.new_tokens - 1, 0) * problem.batches(decode)
-    table = problem.prefill_s[prefill] * problem.batches(prefill)
-    return (counts_DB * (table + problem.decode_s[decode] * rounds)).sum(1)
 
 
 def _fits(problem: Problem, counts_DB: np.ndarray) -> bool:
