@@ -46,7 +46,7 @@ class Op:
     residual stream of a block, which several of its weights share; an 'output' product writes to
     that stream. weights: the number of different sets of parameters among the executions; None:
     each execution has its own; 0: the parameters belong to another operation. dtypes: of each
-    operand and of the result; one name stands for all of them. whole: the kernel before it was
+    operand and of the result; one name stands for all of them. uncut: the kernel before it was
     sharded by `cut`, whose parameters all devices have together; None: it is not sharded.
     """
 
@@ -55,7 +55,7 @@ class Op:
     count: float = 1
     weights: float | None = None
     dtypes: tuple[str, ...] = ("bfloat16",)
-    whole: Kernel | None = None
+    uncut: Kernel | None = None
 
     @property
     def key(self) -> tuple[str, tuple, tuple[str, ...]]:
@@ -85,7 +85,7 @@ class Op:
     def params(self) -> float:
         """Parameters that the executions of this operation have together, on all devices."""
         sets = self.count if self.weights is None else self.weights
-        return (self.whole or self.kernel).params * sets
+        return (self.uncut or self.kernel).params * sets
 
     @property
     def _dtypes(self) -> tuple[str, ...]:
@@ -101,7 +101,7 @@ class Op:
             return self
         cut = {dim: getattr(self.kernel, dim) / ways for dim in dims}
         kernel = dataclasses.replace(self.kernel, **cut)
-        return dataclasses.replace(self, kernel=kernel, whole=self.whole or self.kernel)
+        return dataclasses.replace(self, kernel=kernel, uncut=self.uncut or self.kernel)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +110,7 @@ class Workload:
 
     rows: sequences (or images). seq_len: tokens of one that go through the blocks; of a decoded
     step, and of images without tokens, 1. layers: blocks that a token goes through; a network
-    without a stack is one block. width: of the residual stream. towers: the forward passes of
+    without a stack is one block. width: that of the residual stream. towers: the forward passes of
     further stacks, with rows and tokens of their own (a vision encoder before a decoder).
     """
 
@@ -236,8 +236,8 @@ class Workload:
     @functools.cached_property
     def attention(self) -> Attention | None:
         """The attention of a block, if it has one."""
-        found = (op.kernel for op in self.ops if isinstance(op.kernel, Attention))
-        return next(found, None)
+        attentions = (op.kernel for op in self.ops if isinstance(op.kernel, Attention))
+        return next(attentions, None)
 
     @functools.cached_property
     def routed(self) -> Experts | None:
@@ -257,14 +257,14 @@ class Workload:
     @functools.cached_property
     def attention_width(self) -> float:
         """Query heads x head width."""
-        found = self.attention
-        return found.heads * found.head_width if found else 0.0
+        attention = self.attention
+        return attention.heads * attention.head_width if attention else 0.0
 
     @functools.cached_property
     def kv_width(self) -> float:
         """Key-value heads x head width."""
-        found = self.attention
-        return found.kv_heads * found.head_width if found else 0.0
+        attention = self.attention
+        return attention.kv_heads * attention.head_width if attention else 0.0
 
     @property
     def kv_params(self) -> float:
@@ -295,12 +295,12 @@ class Workload:
     @functools.cached_property
     def cache(self) -> float:
         """Elements of keys and values that the attentions read."""
-        found = (op for op in self.ops if isinstance(op.kernel, Attention))
-        return sum(2 * op.kernel.sizes[1] * op.count for op in found)
+        attentions = (op for op in self.ops if isinstance(op.kernel, Attention))
+        return sum(2 * op.kernel.sizes[1] * op.count for op in attentions)
 
     def _per_layer(self, part: Part, dim: str) -> float:
-        found = (op for op in self.ops if op.part == part and isinstance(op.kernel, Matmul))
-        return sum(getattr(op.kernel, dim) * op.count for op in found) / self.layers
+        products = (op for op in self.ops if op.part == part and isinstance(op.kernel, Matmul))
+        return sum(getattr(op.kernel, dim) * op.count for op in products) / self.layers
 
 
 class CostModel(Protocol):
@@ -371,8 +371,8 @@ def keys_per_query(seq_len: int, window: int | None, convention: Convention) -> 
 
 
 def model_flops_per_token(load: Workload, convention: Convention) -> float:
-    """Returns FLOPs of one token's forward pass: of experts, those that it uses. Those of towers
-    are shared out over the tokens of the blocks."""
+    """Returns FLOPs of one token's forward pass, in which only the experts that it uses count. The
+    FLOPs of towers are divided among the tokens of the blocks."""
     return sum(op.count * _credited(op, convention) for op in load.all_ops) / load.tokens
 
 
@@ -426,8 +426,9 @@ def mfu(tokens_per_s: float, flops_per_token: float, devices: int, peak_flops: f
 class Routed:
     """Routed experts of every layer (layers/moe.py).
 
-    experts: of a layer. top_k: that a token uses. hidden: width of one. capacity: slots of an
-    expert over a balanced load, given out row by row; None: dropless.
+    experts: the number of experts in a layer. top_k: how many of them a token uses. hidden: the
+    inner width of an expert. capacity: the slots of an expert, as a multiple of what a balanced
+    load needs, counted for each row; None: dropless.
     """
 
     experts: int

@@ -5,7 +5,7 @@
 Compute times come from a CostModel, communication times from the alpha-beta model
 (cost/roofline.py: a latency, then bytes over bandwidth). A transfer is exposed for as long as it
 takes beyond the matrix products that run at the same time. If two transfers run beside the same
-products, both are credited with the whole time of these, so the estimate is too fast there. In a
+products, both are credited with all of their time, so the estimate is too fast there. In a
 pipeline, stages compute and send in idle ticks, too, as the program does (cost/step.py).
 """
 
@@ -46,8 +46,8 @@ class Estimate:
     communication_s: {mesh axes such as 'data' or 'node+data': seconds of all transfers over them}.
     exposed_s: the same for what no computation hides. bubble_s: compute of a pipeline's idle ticks.
     bubble: bubble_s over the compute of the stages' work. mfu_megatron, mfu_causal: model FLOPs
-    utilisation, 0..1, in two conventions (cost/base.py). quantize_s: of quantizing what data
-    parallelism sends.
+    utilisation, 0..1, in two conventions (cost/base.py). quantize_s: the seconds in which what data
+    parallelism sends is quantized.
     """
 
     step_s: float
@@ -71,8 +71,8 @@ def transfer_seconds(
     group = _group(sent.axes, tuple(step.sizes.items()), cluster.gpus_per_host)
     op = Op("transfer", Collective(sent.kind, sent.nbytes, group.inside, group.hosts))
     once, sigma = model.op_time(op, cluster.card)
-    beside = sent.flops_beside / flops_per_s
-    bare = max(0.0, once - beside) * sent.executions
+    hidden_s = sent.flops_beside / flops_per_s
+    bare = max(0.0, once - hidden_s) * sent.executions
     return once * sent.executions, bare, bare * (sigma / once if once else 0.0)
 
 
@@ -119,8 +119,8 @@ def estimate(
         if not transfer.axes:
             continue
         name = "+".join(transfer.axes)
-        whole, bare, deviation = transfer_seconds(transfer, step, cluster, model, rate)
-        spent[name] = spent.get(name, 0.0) + whole
+        seconds_of_all, bare, deviation = transfer_seconds(transfer, step, cluster, model, rate)
+        spent[name] = spent.get(name, 0.0) + seconds_of_all
         exposed[name] = exposed.get(name, 0.0) + bare
         sigma += deviation
     total = compute + idle + sum(exposed.values()) + update + quantize

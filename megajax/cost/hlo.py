@@ -23,9 +23,9 @@ from megajax.cost.memory import size
 #
 # Parses one line of a compiled module's text: an instruction's shapes, opcode and operands.
 #
-# Only this module knows the syntax of an instruction in XLA's text. cost/hlo.py splits the
-# text into computations, which are lists of such lines. On these, cost/hlo.py finds the
-# collectives, and cost/program.py everything that a device launches.
+# Only this section knows the syntax of an instruction in XLA's text. `Module` below splits the text
+# into computations, which are lists of such lines. In these, `collectives` finds the collectives,
+# and cost/program.py everything that a device launches.
 
 
 BYTES = {
@@ -81,11 +81,11 @@ class Array:
     @functools.cached_property
     def strides(self) -> dict[int, int]:
         """Elements between two neighbours along each dimension, in the order of `layout`."""
-        found, below = {}, 1
+        strides, below = {}, 1
         for dimension in self.layout:
-            found[dimension] = below
+            strides[dimension] = below
             below *= self.dims[dimension]
-        return found
+        return strides
 
     @property
     def minor(self) -> int:
@@ -119,7 +119,7 @@ class Instruction:
     @functools.cached_property
     def arrays(self) -> tuple[Array, ...]:
         """The result's arrays; of a tuple all, nested ones in their order."""
-        return tuple(_array(*found) for found in _LAYOUT.findall(self.shape))
+        return tuple(_array(*fields) for fields in _LAYOUT.findall(self.shape))
 
     @property
     def array(self) -> Array:
@@ -205,8 +205,8 @@ def parse(line: str) -> Instruction | None:
 
 def instructions(lines: Sequence[str]) -> dict[str, Instruction]:
     """Returns the instructions of a computation's lines by name, in their order."""
-    found = (parse(line) for line in lines)
-    return {one.name: one for one in found if one is not None}
+    parsed = (parse(line) for line in lines)
+    return {one.name: one for one in parsed if one is not None}
 
 
 def _closing(line: str, start: int) -> int:
@@ -224,9 +224,8 @@ def _closing(line: str, start: int) -> int:
 # Reads a compiled module's text as computations: what runs, how often, and its matmul FLOPs.
 #
 # The text of a scheduled module lists computations (the entry, bodies of loops, fusions). The lines
-# of a computation are instructions, in the order in which the device starts them. cost/hlo.py
-# reads a single line; this module follows calls, loops with their trip counts, and counts the FLOPs
-# of matrix products.
+# of a computation are instructions, in the order in which the device starts them. `Module` follows
+# calls and loops with their trip counts, and counts the FLOPs of matrix products.
 
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) (?:\(.*)?\{\s*$")
@@ -267,8 +266,8 @@ class Place:
         if (match := NAME.match(self.line)) is None:
             return ()
         done = re.compile(rf"-done\([^)]*%?{re.escape(match[1])}[,)]")
-        rest = self.lines[self.index + 1 :]
-        return next((rest[:k] for k, line in enumerate(rest) if done.search(line)), ())
+        later = self.lines[self.index + 1 :]
+        return next((later[:k] for k, line in enumerate(later) if done.search(line)), ())
 
 
 class Module:
@@ -386,11 +385,11 @@ class Collective:
     several. nbytes: on one device in one execution, of its operands or its results, whichever are
     larger. loops: trip counts of the enclosing loops, outermost first. is_async: whether it is
     started and finished by separate instructions, so that computation may run in between. op_name:
-    of the model's operation that asked for it. flops_beside: of the matrix products that the
-    schedule puts between its start and its end. bodies: names of the enclosing loops' bodies.
-    groups: the first group of devices; of a permute all (source, target) pairs. taken: for a
-    collective in a branch of a conditional, how often that branch runs, if the caller knows it;
-    None: in every iteration of its loops.
+    the name of the model's operation that asked for it. flops_beside: the FLOPs of the matrix
+    products that the schedule puts between its start and its end. bodies: names of the enclosing
+    loops' bodies. groups: the first group of devices; of a permute all (source, target) pairs.
+    taken: for a collective in a branch of a conditional, how often that branch runs, if the caller
+    knows it; None: in every iteration of its loops.
     """
 
     kind: str
@@ -437,7 +436,7 @@ def collectives(
 
     A permute from every device to itself is a copy and is left out. live_rows: as of Module.
     """
-    found = []
+    sent = []
     devices = math.prod(mesh_shape.values())
     module = Module(text, live_rows)
     for place in module.places():
@@ -451,11 +450,11 @@ def collectives(
         parts = [nbytes(a) for a in _result_arrays(result, bool(start))]
         size = sum(parts) * (len(groups[0]) if kind == "reduce-scatter" else 1)
         is_async = bool(start) and '"is_sync":true' not in place.line
-        beside = place.until_done() if is_async else ()
+        overlapped = place.until_done() if is_async else ()
         # The axes along which the members of a group differ.
         coordinates = np.array(np.unravel_index(np.array(groups), tuple(mesh_shape.values())))
         differ = (coordinates != coordinates[..., :1]).any((1, 2))
-        found.append(
+        sent.append(
             Collective(
                 kind,
                 tuple(axis for axis, differs in zip(mesh_shape, differ, strict=True) if differs),
@@ -464,18 +463,18 @@ def collectives(
                 place.loops,
                 is_async,
                 _op_name(place),
-                module.flops(beside, place.computation),
+                module.flops(overlapped, place.computation),
                 place.bodies,
                 groups,
             )
         )
-    return found
+    return sent
 
 
-def attributed(found: Sequence[Collective]) -> float:
+def attributed(sent: Sequence[Collective]) -> float:
     """Returns the fraction of all collective bytes whose mesh axes and operation are known."""
-    total = sum(c.total for c in found)
-    return sum(c.total for c in found if c.axes and c.op_name) / total if total else 1.0
+    total = sum(c.total for c in sent)
+    return sum(c.total for c in sent if c.axes and c.op_name) / total if total else 1.0
 
 
 def _op_name(place: Place) -> str:
@@ -551,7 +550,7 @@ SMALL = 2**20  # bytes of an array (chosen: norms, biases and scalars stay below
 
 
 def find(
-    found: Iterable[Collective], cut: tuple[str, ...], gpus_per_pod: int | None = None
+    sent: Iterable[Collective], cut: tuple[str, ...], gpus_per_pod: int | None = None
 ) -> list[str]:
     """Returns a sentence for each kind of suspicious collectives and the axes that they run over.
 
@@ -560,14 +559,14 @@ def find(
     cut: axes over which weights are sharded at rest. gpus_per_pod: devices under one set of
     switches.
     """
-    found = list(found)
-    ticks = {c.bodies[-1] for c in found if c.bodies and c.axes == ("pipe",)}
+    sent = list(sent)
+    ticks = {c.bodies[-1] for c in sent if c.bodies and c.axes == ("pipe",)}
     faults: dict[tuple[str, tuple[str, ...]], list[Collective]] = {}
 
     def note(what: str, c: Collective) -> None:
         faults.setdefault((what, c.axes), []).append(c)
 
-    for c in found:
+    for c in sent:
         if c.nbytes <= SMALL * c.arrays:
             continue
         data = set() if _is_exchange(c) else set(c.axes) & set(ZERO_AXES)

@@ -69,29 +69,29 @@ class Matmul(Kernel):
 
 @dataclasses.dataclass(frozen=True)
 class TileSparse(Kernel):
-    """y (m, n) = x (m, k) w (k, n) with a pruned w, of which `kept` elements are multiplied.
+    """y (m, n) = x (m, k) w (k, n) with a pruned w, of which `stored` elements are multiplied.
 
-    The padding to whole tiles is included in `kept`.
+    The padding to full tiles is included in `stored`.
     """
 
     TOKENS: ClassVar = ("m",)
     m: float
     k: float
     n: float
-    kept: float
+    stored: float
 
     @property
     def flops(self) -> float:  # noqa: D102
-        return 2 * self.m * self.kept
+        return 2 * self.m * self.stored
 
     @property
     def sizes(self) -> tuple[float, ...]:
         """Elements of x, w and y."""
-        return self.m * self.k, self.kept, self.m * self.n
+        return self.m * self.k, self.stored, self.m * self.n
 
     @property
     def params(self) -> float:  # noqa: D102
-        return self.kept
+        return self.stored
 
 
 @dataclasses.dataclass(frozen=True)
@@ -218,9 +218,9 @@ class Experts(Kernel):
 
 @dataclasses.dataclass(frozen=True)
 class Convolution(Kernel):
-    """A convolution of `images`; height, width: of the result. window: rows and columns of the
-    kernel. stride: in both directions. groups: of channels that do not meet (depthwise: as many as
-    channels)."""
+    """A convolution of `images`; height and width are those of the result. window: rows and columns
+    of the kernel. stride: the step of the window in both directions. groups: the number of groups
+    of channels that are not combined (depthwise: as many as channels)."""
 
     TOKENS: ClassVar = ("images",)
     images: float
@@ -275,8 +275,8 @@ class PatchEmbedding(Kernel):
 
 @dataclasses.dataclass(frozen=True)
 class Pooling(Kernel):
-    """The largest or mean value of windows of `window` rows and columns; height, width: of the
-    result."""
+    """The largest or mean value of windows of `window` rows and columns. height and width are those
+    of the result."""
 
     TOKENS: ClassVar = ("images",)
     images: float

@@ -41,13 +41,13 @@ def terms(step: StepShape) -> dict[str, float]:
             "batch": 2 * 4 * step.rows * step.load.seq_len,
         }
     tables = step.load.table_params / (step.ways("pipe", "tensor") * step.ways(*step.zero_axes))
-    moments, rest = MOMENTS[step.optimizer] + step.averages, held(step)
+    moments, params = MOMENTS[step.optimizer] + step.averages, held(step)
     adam_tables = tables if step.optimizer == "muon" else 0.0  # Adam's second moment for them
-    kept = step.coding.error_bits / 8 * gathered(step) if step.coding else 0.0
+    errors = step.coding.error_bits / 8 * gathered(step) if step.coding else 0.0
     return {
-        "parameters": MASTER * rest,
-        **({"errors": kept} if kept else {}),
-        "optimizer": MASTER * (moments * rest + adam_tables),
+        "parameters": MASTER * params,
+        **({"errors": errors} if errors else {}),
+        "optimizer": MASTER * (moments * params + adam_tables),
         "gradients": MASTER * _gradients(step),
         "weights in use": _weights_in_use(step),
         "stash": _stash(step),
@@ -78,14 +78,14 @@ def _gradients(step: StepShape) -> float:
     return gathered(step) + (moving if step.pipeline.hides and chunks > 1 else 0.0)
 
 
-def bound(found: dict[str, float]) -> float:
+def bound(sizes: dict[str, float]) -> float:
     """Returns the least memory that these terms allow: block and head do not run together."""
-    return sum(found.values()) - min(found["activations"], found["logits"])
+    return sum(sizes.values()) - min(sizes["activations"], sizes["logits"])
 
 
-def misfit(found: dict[str, float], capacity: float) -> str | None:
+def misfit(sizes: dict[str, float], capacity: float) -> str | None:
     """Returns the largest term of a step that does not fit, or None when it does."""
-    return max(found, key=lambda term: found[term]) if bound(found) > capacity else None
+    return max(sizes, key=lambda term: sizes[term]) if bound(sizes) > capacity else None
 
 
 def held(step: StepShape) -> float:
@@ -114,8 +114,8 @@ def layer_weights(step: StepShape) -> float:
 
 def expert_weights(step: StepShape) -> float:
     """Returns the bytes of one layer's routed experts of one device, gathered over ZeRO axes."""
-    whole = step.itemsize * step.load.routed_params / step.load.stored_layers
-    return whole / step.ways("expert", "tensor")
+    layer = step.itemsize * step.load.routed_params / step.load.stored_layers
+    return layer / step.ways("expert", "tensor")
 
 
 def residual(step: StepShape) -> float:
@@ -142,7 +142,7 @@ def _weights_in_use(step: StepShape) -> float:
     return layer + step.itemsize * tables / step.ways("tensor")
 
 
-def _kept(step: StepShape) -> float:
+def _layer_stash(step: StepShape) -> float:
     """What the backward pass keeps of one layer of one micro-batch, its input included."""
     work, cut = step.used, step.itemsize / step.ways("tensor")
     # The attention's result, input of the MLP; in a network of convolutions there is none.
@@ -168,28 +168,28 @@ def _kept(step: StepShape) -> float:
 def _stash(step: StepShape) -> float:
     pipeline = step.pipeline
     if pipeline.stages == 1:
-        return step.layers * _kept(step)
+        return step.layers * _layer_stash(step)
     # The program keeps the inputs of chunks in a buffer. Its size does not depend on the number of
     # micro-batches unless all forward passes come first (gpipe). One place is for values that no
     # stage needs. With stash='residuals', a second buffer keeps what rematerialisation keeps of the
     # layers; otherwise this exists for one chunk only, in its backward pass.
-    places = pipeline.kept + 1
+    places = pipeline.live_inputs + 1
     chunks = places if pipeline.stash == "residuals" else 1
-    return places * residual(step) + chunks * step.layers / pipeline.chunks * _kept(step)
+    return places * residual(step) + chunks * step.layers / pipeline.chunks * _layer_stash(step)
 
 
 def _weights_of_attention(step: StepShape, itemsize: float) -> float:
-    found = step.load.attention
-    if found is None:
+    kernel = step.load.attention
+    if kernel is None:
         return 0.0
-    queries = step.tokens * found.heads / step.ways("tensor")
-    return itemsize * queries * found.keys
+    queries = step.tokens * kernel.heads / step.ways("tensor")
+    return itemsize * queries * kernel.keys
 
 
 def _block(step: StepShape) -> float:
     """The backward pass of one block: its gathered input, its inner values, and their gradients."""
     inner = step.itemsize * step.tokens * step.used.input_width / step.ways("tensor")
-    whole = step.itemsize * step.tokens * step.load.width
+    gathered_input = step.itemsize * step.tokens * step.load.width
     attention = 0.0
     if not step.fused_attention:
         # The gradient of the softmax, and unless the stash has them, its values in both types. A
@@ -199,7 +199,7 @@ def _block(step: StepShape) -> float:
             size += SOFTMAX + step.itemsize
         blocks = 1 if step.keeps_attention else step.ways("context")
         attention = _weights_of_attention(step, size) / blocks
-    return 2 * whole + 2 * inner + attention
+    return 2 * gathered_input + 2 * inner + attention
 
 
 def _experts(step: StepShape, backward: bool = True) -> float:

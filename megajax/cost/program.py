@@ -85,11 +85,11 @@ def records(
     devices = (int(partitions[1]) if partitions else 1) * (int(replicas[1]) if replicas else 1)
     module = Module(text, live_rows)
     reader = _Reader(module, where == "gpu", devices, live_pairs)
-    found = list(reader.computation(module.entry, 1.0))
+    launched = list(reader.computation(module.entry, 1.0))
     known = reuse(module, reader.touched)
     return [
         one if key not in known else one.within(**dataclasses.asdict(known[key]))
-        for key, one in found
+        for key, one in launched
     ]
 
 
@@ -124,9 +124,9 @@ class _Reader:
             elif one.opcode in ("call", "async-start"):
                 for called in one.called:
                     yield from self.computation(called, executions)
-            elif (found := self._launched(one, around, executions)) is not None:
+            elif (launched := self._launched(one, around, executions)) is not None:
                 self.touched[name, one.name] = self._touched(one, around)
-                yield (name, one.name), found
+                yield (name, one.name), launched
 
     def _trips(self, one: Instruction, loop: str, trips: int | None) -> int:
         if trips is None:
@@ -145,9 +145,9 @@ class _Reader:
             branches = [branches[index] if 0 <= index < len(branches) else branches[-1]]
         priced = [list(self.computation(name, executions)) for name in branches]
 
-        def work_of(found: list[tuple[Key, OpRecord]]) -> tuple[float, float]:
-            flops = sum(r.flops * r.executions for _, r in found)
-            return flops, sum(r.nbytes * r.executions for _, r in found)
+        def work_of(branch: list[tuple[Key, OpRecord]]) -> tuple[float, float]:
+            flops = sum(r.flops * r.executions for _, r in branch)
+            return flops, sum(r.nbytes * r.executions for _, r in branch)
 
         return max(priced, key=work_of, default=[])
 
@@ -166,39 +166,39 @@ class _Reader:
 
     def _touched(self, one: Instruction, around: Mapping[str, Instruction]) -> Touched:
         """Returns what an instruction reads of each operand and writes."""
-        given = [name for name in one.operands if name in around]
-        whole = [sum(a.nbytes for a in around[name].arrays) for name in given]
+        names = [name for name in one.operands if name in around]
+        sizes = [sum(a.nbytes for a in around[name].arrays) for name in names]
         if one.opcode.removesuffix("-start") in work.COLLECTIVES:
-            return Touched(list(zip(given, whole, whole, strict=True)), one.array.nbytes)
-        found = body.region(self._module, one, around)
-        read = dict.fromkeys(given, 0.0)
-        for inner in found.order:
+            return Touched(list(zip(names, sizes, sizes, strict=True)), one.array.nbytes)
+        region = body.region(self._module, one, around)
+        read = dict.fromkeys(names, 0.0)
+        for inner in region.order:
             name = inner.name
             if inner.opcode == "parameter" and inner.arguments.isdigit():
                 name = one.operands[int(inner.arguments)]
             if inner.opcode == "parameter" and name in read:
-                read[name] += body.bytes_read(found, inner)
-        written = sum(found.written(result) for result in found.outputs)
-        return Touched([(n, read[n], w) for n, w in zip(given, whole, strict=True)], written)
+                read[name] += body.bytes_read(region, inner)
+        written = sum(region.written(result) for result in region.outputs)
+        return Touched([(n, read[n], w) for n, w in zip(names, sizes, strict=True)], written)
 
     def _collective(
         self, one: Instruction, around: Mapping[str, Instruction], executions: float
     ) -> OpRecord:
-        given = [a for n in one.operands if n in around for a in around[n].arrays]
+        read_arrays = [a for n in one.operands if n in around for a in around[n].arrays]
         made = [a for a in one.arrays if a.dtype not in ("token",)]
         if one.opcode.endswith("-start") and len(made) > 1:
             made = made[len(made) // 2 :]
         groups = device_groups(one.attributes, self._devices)
         ranks = len(groups[0]) if one.opcode != "collective-permute" else 2
-        array = max(made or given, key=lambda a: a.nbytes, default=one.array)
-        read, written = (sum(a.nbytes for a in arrays) for arrays in (given, made))
+        array = max(made or read_arrays, key=lambda a: a.nbytes, default=one.array)
+        read, written = (sum(a.nbytes for a in arrays) for arrays in (read_arrays, made))
         leaf = {
             "opcode": "collective",
             "bytes_read": read,
             "bytes_written": written,
             "elements": array.elements,
             "width": ranks,
-            "operands": len(given),
+            "operands": len(read_arrays),
             "itemsize": array.itemsize,
         }
         values = {
@@ -207,7 +207,7 @@ class _Reader:
             "elements": array.elements,
             "rows": array.elements,
             "width": ranks,
-            "operands": len(given),
+            "operands": len(read_arrays),
             "itemsize": array.itemsize,
         }
         return record(
@@ -220,24 +220,24 @@ class _Reader:
             structure=f"{one.opcode.removesuffix('-start')} {made}",
         )
 
-    def _region(self, found: body.Region, one: Instruction, executions: float) -> OpRecord:
-        leaves = body.leaves(found)
+    def _region(self, region: body.Region, one: Instruction, executions: float) -> OpRecord:
+        leaves = body.leaves(region)
         flat = [leaf for leaf in leaves if isinstance(leaf, dict)]
         fused = [leaf for leaf in flat if leaf["opcode"] == "attention"]
         for leaf in fused:
             leaf["flops"] *= self._live_pairs
             leaf["transcendentals"] *= self._live_pairs
-        structure = found.structure
+        structure = region.structure
         if fused and self._live_pairs != 1:
             structure += f" {self._live_pairs:g} of the pairs"
-        kind, values = _features(found, flat)
-        values |= access(found, one, is_gpu=self._is_gpu)
+        kind, values = _features(region, flat)
+        values |= access(region, one, is_gpu=self._is_gpu)
         if kind == "custom":
             for name in sorted(
-                {i.opcode for i in found.order if work.class_of(i) == "other"} - work.FREE
+                {i.opcode for i in region.order if work.class_of(i) == "other"} - work.FREE
             ):
                 body.unknown(f"the operation {name}")
-        dtype = self._dtype(found)
+        dtype = self._dtype(region)
         values["itemsize"] = SIZES[dtype]
         return record(
             kind,
@@ -249,24 +249,24 @@ class _Reader:
             structure=structure,
         )
 
-    def _dtype(self, found: body.Region) -> str:
+    def _dtype(self, region: body.Region) -> str:
         """Returns the data type of the arithmetic that bounds a region."""
-        products = [i for i in found.order if i.opcode in ("dot", "ragged-dot", "convolution")]
+        products = [i for i in region.order if i.opcode in ("dot", "ragged-dot", "convolution")]
         if products:
             one = max(products, key=lambda i: i.array.elements)
-            wide = max(found.operands(one)[:2], key=lambda a: a.itemsize, default=one.array)
+            wide = max(region.operands(one)[:2], key=lambda a: a.itemsize, default=one.array)
             return self._multiplied(one, work.dtype_of(wide))
-        for name, call in found.launches.items():
-            one = found.instructions[name]
-            given = [a for a in found.operands(one) if a.is_float]
+        for name, call in region.launches.items():
+            one = region.instructions[name]
+            floats_read = [a for a in region.operands(one) if a.is_float]
             # Scales, slopes and rotations stand beside the arrays that are multiplied.
             by = call.product
-            left = [a for a in given if by and a.elements == by.batch * by.m * by.k]
-            largest = max(given, key=lambda a: a.elements, default=found.root.array)
+            left = [a for a in floats_read if by and a.elements == by.batch * by.m * by.k]
+            largest = max(floats_read, key=lambda a: a.elements, default=region.root.array)
             dtype = work.dtype_of(left[0] if left else largest)
             return self._multiplied(one, dtype) if call.opcode == "convolution" else dtype
-        floats = [i.array for i in found.order if i.opcode not in work.FREE and i.array.is_float]
-        return work.dtype_of(max(floats or [found.root.array], key=lambda a: a.itemsize))
+        floats = [i.array for i in region.order if i.opcode not in work.FREE and i.array.is_float]
+        return work.dtype_of(max(floats or [region.root.array], key=lambda a: a.itemsize))
 
     def _multiplied(self, one: Instruction, dtype: str) -> str:
         """Returns the type that a library multiplies in: GPUs take tfloat32 for float32.
@@ -277,18 +277,18 @@ class _Reader:
         return "tfloat32" if self._is_gpu and dtype == "float32" and not exact else dtype
 
 
-def _features(found: body.Region, leaves: list[dict[str, Any]]) -> tuple[str, dict[str, float]]:
+def _features(region: body.Region, leaves: list[dict[str, Any]]) -> tuple[str, dict[str, float]]:
     """Returns (kind, features by name) of a region with these operations."""
     values = {name: float(sum(leaf.get(name, 0) for leaf in leaves)) for name in _TOTALS}
     # A parameter that no operation uses (a result that is an operand) is read all the same.
-    if found.kernel is None:
-        values["bytes_read"] = sum(body.bytes_read(found, one) for one in found.order)
-        values["bytes_written"] = sum(found.written(one) for one in found.outputs)
-    result = max((one.array for one in found.outputs), key=lambda array: array.elements)
+    if region.kernel is None:
+        values["bytes_read"] = sum(body.bytes_read(region, one) for one in region.order)
+        values["bytes_written"] = sum(region.written(one) for one in region.outputs)
+    result = max((one.array for one in region.outputs), key=lambda array: array.elements)
     values["elements"] = result.elements
     values["width"] = result.minor
     values["rows"] = result.elements / max(result.minor, 1)
-    external = [i for i in found.order if i.opcode == "parameter" and i.array.elements > 1]
+    external = [i for i in region.order if i.opcode == "parameter" and i.array.elements > 1]
     values["operands"] = len(external)
     opcodes = {leaf["opcode"] for leaf in leaves}
     values["transposed"] = float("transpose" in opcodes)
@@ -297,16 +297,16 @@ def _features(found: body.Region, leaves: list[dict[str, Any]]) -> tuple[str, di
         widest = max(reduces, key=lambda leaf: leaf["elements"] * leaf["width"])
         values["reduced"] = float(sum(leaf["elements"] * leaf["width"] for leaf in reduces))
         values["rows"], values["width"] = widest["elements"], widest["width"]
-        values["reduces_minor"] = float(any(_reduces_minor(found, i) for i in found.order))
-    sorts = [i for i in found.order if i.opcode == "sort"]
+        values["reduces_minor"] = float(any(_reduces_minor(region, i) for i in region.order))
+    sorts = [i for i in region.order if i.opcode == "sort"]
     if sorts:
         array = max((i.array for i in sorts), key=lambda array: array.elements)
         length = math.prod(array.dims[d] for d in sorts[0].dims("dimensions"))
         values["rows"], values["width"] = array.elements / max(length, 1), length
     products = [leaf for leaf in leaves if leaf["opcode"] in _PRODUCTS and leaf.get("m")]
     if not products:
-        if found.launches:
-            return next(iter(found.launches.values())).kind, values
+        if region.launches:
+            return next(iter(region.launches.values())).kind, values
         return _kind(leaves, opcodes), values
     main = max(products, key=lambda leaf: leaf["flops"])
     values |= {name: main[name] for name in ("batch", "m", "n", "k", "transposed")}
@@ -334,8 +334,8 @@ def _kind(leaves: list[dict[str, Any]], opcodes: set[str]) -> str:
     return next((kind for code, kind in _KINDS.items() if code in large), "fusion")
 
 
-def _reduces_minor(found: body.Region, one: Instruction) -> bool:
-    operands = found.operands(one)
+def _reduces_minor(region: body.Region, one: Instruction) -> bool:
+    operands = region.operands(one)
     if not operands or not operands[0].layout:
         return False
     minor = operands[0].layout[0]

@@ -78,9 +78,9 @@ FORWARD, BACKWARD = 2, 5
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """What is known of a call. kind: of record.KINDS. opcode: of record.OPCODES.
+    """What is known of a call. kind: one of record.KINDS. opcode: one of record.OPCODES.
 
-    bytes_read, bytes_written: where they are not its operands and results.
+    bytes_read, bytes_written: None: the bytes of all operands, and of all results.
     """
 
     kind: str
@@ -105,14 +105,14 @@ def as_dot(one: Instruction) -> Instruction:
     if not target(one).startswith(PRODUCTS):
         return one
     dims = {
-        short: ",".join(re.findall(r"\d+", found[1]))
+        short: ",".join(re.findall(r"\d+", match[1]))
         for short, long in (
             ("lhs_contracting_dims", "lhs_contracting_dimensions"),
             ("rhs_contracting_dims", "rhs_contracting_dimensions"),
             ("lhs_batch_dims", "lhs_batch_dimensions"),
             ("rhs_batch_dims", "rhs_batch_dimensions"),
         )
-        if (found := re.search(rf'"{long}":\s*\[([^\]]*)\]', one.attributes))
+        if (match := re.search(rf'"{long}":\s*\[([^\]]*)\]', one.attributes))
     }
     text = ", ".join(f"{name}={{{value}}}" for name, value in dims.items())
     precision = re.search(r'"operand_precision":\[([^\]]*)\]', one.attributes)
@@ -130,8 +130,8 @@ def call(one: Instruction, around: Mapping[str, Instruction]) -> Call:
     name = target(one)
     operands = [around[n].array for n in one.operands if n in around]
     if kernels := KERNEL.findall(one.op_name):
-        given = sum(a.nbytes for n in one.operands if n in around for a in around[n].arrays)
-        return _kernel(kernels[-1], given)
+        operand_bytes = sum(a.nbytes for n in one.operands if n in around for a in around[n].arrays)
+        return _kernel(kernels[-1], operand_bytes)
     readers: dict[str, Callable[..., Call]] = {"__cudnn$conv": _convolution, "__cudnn$fmha": _fmha}
     for prefix, reader in readers.items():
         if name.startswith(prefix):
@@ -151,15 +151,15 @@ def unknown(what: str) -> None:
     )
 
 
-def _kernel(found: tuple[str, ...], given: float) -> Call:
+def _kernel(fields: tuple[str, ...], operand_bytes: float) -> Call:
     """Returns the work that a kernel of megajax states in its scope's name.
 
-    Under `jax.vmap` one launch does the work of several, which the bytes of the operands (`given`)
-    show: they are a multiple of those that the name states, and the work is multiplied likewise.
+    Under `jax.vmap` one launch does the work of several, which `operand_bytes` shows: they are a
+    multiple of the bytes that the name states, and the work is multiplied likewise.
     """
-    name, *numbers, shape = found
+    name, *numbers, shape = fields
     flops, read, written, told = map(float, numbers)
-    rows = max(round(given / told), 1) if told else 1
+    rows = max(round(operand_bytes / told), 1) if told else 1
     kind = next((kind for word, kind in KERNELS.items() if word in name), "custom")
     opcode = {
         "attention": "attention",
@@ -195,11 +195,11 @@ def _fmha(one: Instruction, operands: Sequence[Array]) -> Call:
     Only the pairs of a query and a key that the mask leaves are counted (`useful_pairs`).
     """
     text = one.attributes
-    found = re.search(r'"intermediate_tensor_shape":\s*\{.*?"dimensions":\s*\[([^\]]*)\]', text)
-    if found is None:
+    scores = re.search(r'"intermediate_tensor_shape":\s*\{.*?"dimensions":\s*\[([^\]]*)\]', text)
+    if scores is None:
         unknown(f"the shape of {target(one)}")
         return Call("attention", opcode="attention")
-    *outer, queries, keys = (int(i) for i in re.findall(r"\d+", found[1]))
+    *outer, queries, keys = (int(i) for i in re.findall(r"\d+", scores[1]))
     window = re.search(r'"sliding_window_length":\s*"?(\d+)', text)
     pairs = useful_pairs(queries, keys, "CAUSAL" in text, int(window[1]) if window else 0)
     heads = math.prod(outer)
@@ -274,8 +274,8 @@ class Region:
     def outputs(self) -> list[Instruction]:
         """The operations that write memory, each once, in the order of the results."""
         names = self.root.operands if self.root.opcode == "tuple" else (self.root.name,)
-        found = [self.source(name) for name in names if name in self.instructions]
-        return list({one.name: one for one in found or [self.root]}.values())
+        outputs = [self.source(name) for name in names if name in self.instructions]
+        return list({one.name: one for one in outputs or [self.root]}.values())
 
     @functools.cached_property
     def in_place(self) -> frozenset[str]:
@@ -334,13 +334,13 @@ class Region:
     @functools.cached_property
     def order(self) -> list[Instruction]:
         """The operations, operands before what uses them."""
-        found: list[Instruction] = []
+        order: list[Instruction] = []
         seen: set[str] = set()
         stack = [(self.root.name, False)]
         while stack:
             name, done = stack.pop()
             if done:
-                found.append(self.instructions[name])
+                order.append(self.instructions[name])
             elif name not in seen and name in self.instructions:
                 seen.add(name)
                 stack.append((name, True))
@@ -349,7 +349,7 @@ class Region:
                 if _is_unordered(one, self):
                     names.sort(key=self._ranks.__getitem__)
                 stack += [(n, False) for n in reversed(names)]
-        return found
+        return order
 
     @functools.cached_property
     def structure(self) -> str:
@@ -365,17 +365,17 @@ class Region:
     @functools.cached_property
     def demand(self) -> dict[str, float]:
         """Elements of each operation's result that are computed, or read if a parameter's."""
-        found = dict.fromkeys((one.name for one in self.order), 0.0)
+        demand = dict.fromkeys((one.name for one in self.order), 0.0)
         for one in self.outputs:
-            found[one.name] = one.array.elements
-        if self.root.name in found and self.root.opcode != "tuple":
-            found[self.root.name] = self.root.array.elements
+            demand[one.name] = one.array.elements
+        if self.root.name in demand and self.root.opcode != "tuple":
+            demand[self.root.name] = self.root.array.elements
         for one in reversed(self.order):
             for place, name in enumerate(one.operands):
-                if name in found:
-                    more = found[name] + self._asks(one, place, found[one.name])
-                    found[name] = min(more, self.array(name).elements)
-        return found
+                if name in demand:
+                    more = demand[name] + self._asks(one, place, demand[one.name])
+                    demand[name] = min(more, self.array(name).elements)
+        return demand
 
     def _asks(self, one: Instruction, place: int, elements: float) -> float:
         """Returns the elements of an operand that so many elements of a result need."""
@@ -419,13 +419,13 @@ def region(module: Module, one: Instruction, around: Mapping[str, Instruction]) 
         root = next((i for i in inside.values() if i.is_root), None)
         if root is not None:
             return Region(inside, root, module)
-    given = {
+    parameters = {
         name: dataclasses.replace(around[name], opcode="parameter", arguments="")
         for name in one.operands
         if name in around
     }
     one = as_dot(one)
-    return Region({**given, one.name: one}, one, module)
+    return Region({**parameters, one.name: one}, one, module)
 
 
 def label(one: Instruction, body: Mapping[str, Instruction]) -> str:
@@ -439,25 +439,25 @@ def label(one: Instruction, body: Mapping[str, Instruction]) -> str:
     return " ".join((one.opcode, shape, *words, *inner))
 
 
-def leaves(found: Region) -> list[Any]:
+def leaves(region: Region) -> list[Any]:
     """Returns the children of the root of a region's tree: a mapping an operation."""
-    reads = {one.name: read for one in found.order if (read := bytes_read(found, one))}
-    writes = {one.name: found.written(one) for one in found.outputs}
+    reads = {one.name: read for one in region.order if (read := bytes_read(region, one))}
+    writes = {one.name: region.written(one) for one in region.outputs}
     nodes: list[Any] = []
-    for one in found.order:
+    for one in region.order:
         if one.opcode in work.FREE:
             continue
-        here = {found.source(n).name for n in one.operands if n in found.instructions}
-        leaf = _leaf(found, one)
-        leaf["bytes_read"] = sum(reads.pop(name, 0.0) for name in sorted(here))
+        sources = {region.source(n).name for n in one.operands if n in region.instructions}
+        leaf = _leaf(region, one)
+        leaf["bytes_read"] = sum(reads.pop(name, 0.0) for name in sorted(sources))
         leaf["bytes_written"] = writes.get(one.name, 0.0)
-        if found.kernel is not None:
-            told, count = found.kernel
-            mine = one.name == told
-            leaf["bytes_read"] = count.bytes_read if mine else 0.0
-            leaf["bytes_written"] = count.bytes_written if mine else 0.0
+        if region.kernel is not None:
+            told, count = region.kernel
+            is_kernel = one.name == told
+            leaf["bytes_read"] = count.bytes_read if is_kernel else 0.0
+            leaf["bytes_written"] = count.bytes_written if is_kernel else 0.0
         nodes.append(leaf)
-        inner = [i for i in found.body(one).values() if i.opcode not in work.FREE]
+        inner = [i for i in region.body(one).values() if i.opcode not in work.FREE]
         if len(inner) > 1 or one.opcode == "sort":
             nodes.append(
                 [
@@ -468,13 +468,13 @@ def leaves(found: Region) -> list[Any]:
     return nodes
 
 
-def bytes_read(found: Region, one: Instruction) -> float:
+def bytes_read(region: Region, one: Instruction) -> float:
     """Returns the bytes of a parameter that are read, 0 of other operations."""
     if one.opcode != "parameter":
         return 0.0
     if len(one.arrays) != 1:
         return sum(array.nbytes for array in one.arrays)
-    return found.demand[one.name] * one.array.itemsize
+    return region.demand[one.name] * one.array.itemsize
 
 
 def product_of(one: Instruction, operands: Sequence[Array]) -> work.Product | None:
@@ -486,10 +486,10 @@ def product_of(one: Instruction, operands: Sequence[Array]) -> work.Product | No
     return None
 
 
-def _leaf(found: Region, one: Instruction) -> dict[str, Any]:
-    operands, kind = found.operands(one), work.class_of(one)
-    call = found.launches.get(one.name)
-    elements = found.demand[one.name]
+def _leaf(region: Region, one: Instruction) -> dict[str, Any]:
+    operands, kind = region.operands(one), work.class_of(one)
+    call = region.launches.get(one.name)
+    elements = region.demand[one.name]
     share = elements / max(one.array.elements, 1)
     product = product_of(one, operands)
     if kind == "copy" and operands and operands[0].layout != one.array.layout:
@@ -499,7 +499,7 @@ def _leaf(found: Region, one: Instruction) -> dict[str, Any]:
         width = product.k
     elif kind == "reduce" and operands:
         width = max(operands[0].elements / max(one.array.elements, 1), 1)
-    flops = work.flops_of(one, operands, found.body(one), share) if operands else 0.0
+    flops = work.flops_of(one, operands, region.body(one), share) if operands else 0.0
     special = elements * (kind in TRANSCENDENTAL)
     if call is not None:
         kind, flops, special, product = call.opcode, call.flops, call.transcendentals, call.product
@@ -517,9 +517,9 @@ def _leaf(found: Region, one: Instruction) -> dict[str, Any]:
     }
 
 
-def _is_unordered(one: Instruction, within: Region) -> bool:
+def _is_unordered(one: Instruction, region: Region) -> bool:
     """Whether the order of the operands is irrelevant: commuting operations, tuples of results."""
-    return one.opcode in work.COMMUTES or (one.opcode == "tuple" and one is within.root)
+    return one.opcode in work.COMMUTES or (one.opcode == "tuple" and one is region.root)
 
 
 # ---- program reuse
@@ -535,7 +535,7 @@ def _is_unordered(one: Instruction, within: Region) -> bool:
 # each iteration reads only a slice has at least its own size as its distance, because the other
 # parts are read in between.
 #
-# Not here: which bytes an instruction touches (cost/program_body.py), the caches of a device.
+# Not here: the caches of a device.
 
 
 Key = tuple[str, str]  # a computation and an instruction of it
@@ -577,53 +577,56 @@ def reuse(module: Module, touched: Mapping[Key, Touched]) -> dict[Key, Reuse]:
     walk = _Walk(module, touched)
     walk.computation(module.entry, {}, 1.0)
     total = walk.clock
-    found = {}
-    for key, (logs, cold, around, turns) in walk.found.items():
+    reuses = {}
+    for key, (logs, cold, around, turns) in walk.reads.items():
         read = sum(nbytes for _, nbytes, _ in touched[key].read)
         mean = (logs + cold * math.log1p(total)) / read if read else math.log1p(total)
-        found[key] = Reuse(math.exp(mean), cold, walk.around[around], turns)
-    return found
+        reuses[key] = Reuse(math.exp(mean), cold, walk.around[around], turns)
+    return reuses
 
 
 class _Walk:
-    """The clock, when each value was last touched, and what was found."""
+    """The walk over a module: its clock, when each value was last touched, and the distances."""
 
     def __init__(self, module: Module, touched: Mapping[Key, Touched]):
         self.clock = 0.0
-        self.found: dict[Key, tuple[float, float, str, float]] = {}
+        self.reads: dict[Key, tuple[float, float, str, float]] = {}
         self.around: dict[str, float] = {}
         self._module, self._touched = module, touched
         self._last: dict[str, float] = {}
         self._turns = 0
 
-    def computation(self, name: str, given: Mapping[int, Any], turns: float, loop: str = "") -> Any:
+    def computation(
+        self, name: str, arguments: Mapping[int, Any], turns: float, loop: str = ""
+    ) -> Any:
         """Walks a computation and returns its result: a value's name, or a list of them.
 
-        given: values of the parameters. turns: of all loops around. loop: the innermost one.
+        arguments: values of the parameters, by their number. turns: iterations of all loops around,
+        multiplied. loop: the name of the innermost loop's body; "": there is none.
         """
         loop, began = loop or name, self.clock
         values: dict[str, Any] = {}
         result: Any = None
         self._turns += 1
-        turn = self._turns  # values of different turns are different
+        visit = self._turns  # values of different visits are different
         for one in self._module.instructions(name).values():
-            own = f"{turn} {one.name}"
+            made = f"{visit} {one.name}"
             before = [values.get(operand) for operand in one.operands]
             if one.opcode == "parameter":
                 place = int(one.arguments) if one.arguments.isdigit() else 0
-                values[one.name] = given.get(place, own)
+                values[one.name] = arguments.get(place, made)
             elif one.opcode == "constant":
-                values[one.name] = f"{name} {one.name}"  # the same in every turn
+                values[one.name] = f"{name} {one.name}"  # the same in every visit
             elif one.opcode == "get-tuple-element":
                 index = int(one.get("index", "0") or 0)
-                whole = before[0] if before else own
-                if isinstance(whole, list):  # of a start: operands and results, not told apart
-                    whole = whole[index] if index < len(whole) else own
-                values[one.name] = whole
+                parts = before[0] if before else made
+                if isinstance(parts, list):  # of a start: operands and results, not told apart
+                    parts = parts[index] if index < len(parts) else made
+                values[one.name] = parts
             elif one.opcode == "tuple":
                 values[one.name] = before
-            elif found := self._module.loop(one):
-                values[one.name] = self._loop(found[0], found[1] or 1, before, turns)
+            elif repeated := self._module.loop(one):
+                values[one.name] = self._loop(repeated[0], repeated[1] or 1, before, turns)
             elif one.opcode in ("call", "async-start", "conditional"):
                 inner = before[1:] if one.opcode == "conditional" else before
                 for place, called in enumerate((*one.called, *one.branches)):
@@ -634,9 +637,9 @@ class _Walk:
                     )
                     values[one.name] = self.computation(called, own_given, turns, loop)
             elif one.opcode in work.FREE or one.opcode.endswith("-done"):
-                values[one.name] = before[0] if before else own
+                values[one.name] = before[0] if before else made
             else:
-                values[one.name] = self._launch((name, one.name), one, own, values, turns, loop)
+                values[one.name] = self._launch((name, one.name), one, made, values, turns, loop)
             if one.is_root:
                 result = values[one.name]
         if loop == name:
@@ -662,17 +665,17 @@ class _Walk:
         self,
         key: Key,
         one: Instruction,
-        own: str,
+        result: str,
         values: Mapping[str, Any],
         turns: float,
         loop: str,
     ) -> Any:
         touched = self._touched.get(key)
-        made = own if len(one.arrays) < 2 else [f"{own} {i}" for i in range(len(one.arrays))]
+        made = result if len(one.arrays) < 2 else [f"{result} {i}" for i in range(len(one.arrays))]
         if touched is None:
             return made
         logs, cold, seen = 0.0, 0.0, []
-        for operand, nbytes, whole in touched.read:
+        for operand, nbytes, size in touched.read:
             names = list(_leaves(values.get(operand)))
             known = [self._last[value] for value in names if value in self._last]
             seen += names
@@ -680,10 +683,10 @@ class _Walk:
                 cold += nbytes
                 continue
             away = self.clock - max(known)
-            if turns > 1 and nbytes < _WHOLE * whole:
-                away = max(away, whole)
+            if turns > 1 and nbytes < _WHOLE * size:
+                away = max(away, size)
             logs += nbytes * math.log1p(away)
-        self.found[key] = logs, cold, loop, turns
+        self.reads[key] = logs, cold, loop, turns
         self.clock += touched.nbytes
         for value in (*seen, *_leaves(made)):
             self._last[value] = self.clock
@@ -709,7 +712,7 @@ def _leaves(value: Any) -> Iterator[str]:
 # with known strides, and these say how many adjacent elements are read before the address jumps.
 #
 # A nest is a list of (stride, count), innermost first. The stride is in elements of the value's own
-# layout; it is 0 where the loop does not move within the value.
+# layout; it is 0 where the loop does not move region the value.
 
 
 Nest = tuple[tuple[int, int], ...]
@@ -737,37 +740,37 @@ class Read:
         return self.reads * self.itemsize / self.run if self.stride else 0.0
 
 
-def reads(found: Region, by_library: bool = False) -> list[Read]:
+def reads(region: Region, by_library: bool = False) -> list[Read]:
     """Returns how the operations of a region read their parameters, a value a path and nest.
 
     Args: by_library: a library runs the region. Its reductions are assumed to read their operand in
       the order of memory, whatever dimensions they add up: YNNPACK's sums over columns take 0.29 ns
       an element on an AMD EPYC, XLA's own loops 4.2 ns.
     """
-    stack = [(one.name, _nest(one)) for one in found.outputs]
+    stack = [(one.name, _nest(one)) for one in region.outputs]
     seen: set[tuple[str, Nest]] = set()
     result: list[Read] = []
     while stack:
         name, nest = stack.pop()
-        if (name, nest) in seen or name not in found.instructions:
+        if (name, nest) in seen or name not in region.instructions:
             continue
         seen.add((name, nest))
-        one = found.instructions[name]
+        one = region.instructions[name]
         if one.opcode == "parameter":
             if one.array.elements > 1 and len(one.arrays) == 1:
                 result.append(_read(one.array, nest))
             continue
-        if one.name in found.in_place and one.opcode == "dynamic-update-slice":
-            moved = _by_dimension(nest, found.array(one.operands[1]))
+        if one.name in region.in_place and one.opcode == "dynamic-update-slice":
+            moved = _by_dimension(nest, region.array(one.operands[1]))
             result.append(_read(one.array, _onto(one.array, moved)))
             stack.append((one.operands[1], nest))
             continue
         if by_library and one.opcode == "reduce":
             stack += [
-                (n, _nest(found.instructions[n])) for n in one.operands if n in found.instructions
+                (n, _nest(region.instructions[n])) for n in one.operands if n in region.instructions
             ]
             continue
-        stack += _below(found, one, nest)
+        stack += _below(region, one, nest)
     return result
 
 
@@ -780,7 +783,7 @@ def _nest(one: Instruction) -> Nest:
     return _onto(array, [(d, 1, array.dims[d]) for d in order])
 
 
-def _below(found: Region, one: Instruction, nest: Nest) -> Iterator[tuple[str, Nest]]:
+def _below(region: Region, one: Instruction, nest: Nest) -> Iterator[tuple[str, Nest]]:
     """Yields the operands of an operation with the loops that read them."""
     if one.opcode in _STOPS or not one.operands:
         return
@@ -791,13 +794,13 @@ def _below(found: Region, one: Instruction, nest: Nest) -> Iterator[tuple[str, N
     moves = _by_dimension(nest, value)
     if one.opcode in ("reduce", "reduce-window"):
         for name in one.operands[: len(one.operands) // 2]:
-            if name in found.instructions:
-                yield name, _combined(one, found.array(name), moves)
+            if name in region.instructions:
+                yield name, _combined(one, region.array(name), moves)
         return
     for place, name in enumerate(one.operands):
-        if name not in found.instructions or found.array(name).elements <= 1:
+        if name not in region.instructions or region.array(name).elements <= 1:
             continue
-        array = found.array(name)
+        array = region.array(name)
         if one.opcode == "transpose":
             to = one.dims("dimensions")
         elif one.opcode == "broadcast":
@@ -822,9 +825,9 @@ def _combined(one: Instruction, source: Array, moves: list[tuple[int, int, int]]
     """Returns the loops of a reduction over its operand: those of the result around its own."""
     if one.opcode == "reduce":
         gone = one.dims("dimensions")
-        kept = [d for d in range(len(source.dims)) if d not in gone]
+        remaining = [d for d in range(len(source.dims)) if d not in gone]
         inner = [(d, 1, source.dims[d]) for d in source.layout if d in gone]
-        outer = [(kept[d], step, n) for d, step, n in moves if 0 <= d < len(kept)]
+        outer = [(remaining[d], step, n) for d, step, n in moves if 0 <= d < len(remaining)]
     else:
         sizes = work.windows(one)
         inner = [(d, sizes[d].dilation, sizes[d].size) for d in source.layout]
@@ -836,9 +839,9 @@ def _gathered(one: Instruction, array: Array, rank: int) -> list[int]:
     """Returns the dimension of the operand that each dimension of a gather's result moves along."""
     inside = one.dims("offset_dims")
     gone = [*one.dims("collapsed_slice_dims"), *one.dims("operand_batching_dims")]
-    kept = [d for d in range(len(array.dims)) if d not in gone]
+    remaining = [d for d in range(len(array.dims)) if d not in gone]
     looked_up = (one.dims("start_index_map") or [-1])[0]
-    to = dict(zip(inside, kept, strict=False))
+    to = dict(zip(inside, remaining, strict=False))
     return [to.get(d, looked_up) for d in range(rank)]
 
 
@@ -848,35 +851,35 @@ def _steps(one: Instruction, array: Array, to: list[int]) -> list[int]:
     A slice may have steps. The next row that a gather looks up is anywhere, assumed to be a third
     of the dimension away, the mean distance of two random rows.
     """
-    found = [1] * len(to)
+    steps = [1] * len(to)
     if one.opcode == "slice":
         for d, part in enumerate(re.findall(r"\[([\d:]+)\]", one.get("slice"))):
             bounds = part.split(":")
             if d < len(to) and len(bounds) == 3:
-                found[d] = int(bounds[2])
+                steps[d] = int(bounds[2])
     if one.opcode == "gather":
         inside = one.dims("offset_dims")
         for d, there in enumerate(to):
             if d not in inside and there >= 0:
-                found[d] = max(array.dims[there] // 3, 2)
-    return found
+                steps[d] = max(array.dims[there] // 3, 2)
+    return steps
 
 
 def _by_dimension(nest: Nest, array: Array) -> list[tuple[int, int, int]]:
     """Returns the loops as (dimension, step, count), innermost first; dimension -1: none."""
-    found: list[tuple[int, int, int]] = []
+    loops: list[tuple[int, int, int]] = []
     for stride, count in nest:
         if stride == 0:
-            found.append((-1, 0, count))
+            loops.append((-1, 0, count))
             continue
         for d, below in array.strides.items():
             above = below * array.dims[d]
             if below <= stride < above and count > 1:
                 step = max(stride // below, 1)
                 room = math.ceil(array.dims[d] / step)
-                found.append((d, step, min(count, room)))
+                loops.append((d, step, min(count, room)))
                 count, stride = math.ceil(count / room), above
-    return found
+    return loops
 
 
 def _onto(array: Array, moves: list[tuple[int, int, int]]) -> Nest:
@@ -888,12 +891,12 @@ def _onto(array: Array, moves: list[tuple[int, int, int]]) -> Nest:
 def _read(array: Array, nest: Nest) -> Read:
     moving = [(stride, count) for stride, count in nest if stride and count > 1]
     reads = math.prod(count for _, count in moving)
-    beside = 1
+    run = 1
     for stride, count in moving:
-        if stride != beside:
-            return Read(reads, beside * array.itemsize, stride * array.itemsize, array.itemsize)
-        beside *= count
-    return Read(reads, beside * array.itemsize, 0.0, array.itemsize)
+        if stride != run:
+            return Read(reads, run * array.itemsize, stride * array.itemsize, array.itemsize)
+        run *= count
+    return Read(reads, run * array.itemsize, 0.0, array.itemsize)
 
 
 # ---- program access
@@ -912,7 +915,7 @@ _PARTS = re.compile(r'"outer_dimension_partitions":(\[[^\]]*\])')
 _THREADED = ("dot", "convolution", "sort", "custom-call")  # use the threads of a CPU as they like
 
 
-def access(found: Region, one: Instruction, *, is_gpu: bool = False) -> dict[str, float]:
+def access(region: Region, one: Instruction, *, is_gpu: bool = False) -> dict[str, float]:
     """Returns the features of record.FEATURES that say how a launched instruction is executed.
 
     They are those of `strides`, and: 'span', the bytes of the whole arrays that it reads at least a
@@ -921,38 +924,38 @@ def access(found: Region, one: Instruction, *, is_gpu: bool = False) -> dict[str
     that of XLA's own loops; 'parts', how many threads of a CPU a loop of XLA's own runs on at most.
     Other code divides itself among all threads, or runs on a GPU: then 'parts' is 0.
 
-    Args: found: the region of `one`. is_gpu: whether it runs on a GPU.
+    Args: region: of `one`. is_gpu: whether it runs on a GPU.
     """
-    given = [i for i in found.order if i.opcode == "parameter" and found.demand[i.name]]
-    windows = [d for i in found.order if i.opcode == "convolution" for d in work.windows(i)]
+    parameters = [i for i in region.order if i.opcode == "parameter" and region.demand[i.name]]
+    windows = [d for i in region.order if i.opcode == "convolution" for d in work.windows(i)]
     is_custom = one.opcode == "custom-call" or one.get("kind") == "kCustom"
     is_loop = not (is_gpu or is_custom or one.opcode in _THREADED)
     cuts = _PARTS.search(one.attributes)
     parts = math.prod(map(int, json.loads(cuts[1]))) if cuts else 1
     return {
-        **strides(found, is_custom),
-        "span": sum(array.nbytes for i in given for array in i.arrays),
+        **strides(region, is_custom),
+        "span": sum(array.nbytes for i in parameters for array in i.arrays),
         "dilated": math.prod(d.base * d.dilation for d in windows) if windows else 0.0,
         "custom": float(is_custom),
         "parts": float(parts) if is_loop else 0.0,
     }
 
 
-def strides(found: Region, by_library: bool = False) -> dict[str, float]:
+def strides(region: Region, by_library: bool = False) -> dict[str, float]:
     """Returns the features 'stride', 'stride_right', 'run' and 'jumps' of record.FEATURES.
 
     Of a product, 'stride' lies between the elements of the first operand along the contracted
     dimension, and 'stride_right' between those of the second operand along the result's rows, each
     if the operand is read against its layout. Otherwise 'jumps' says how often the address jumps
     while arrays are read, and 'run' and 'stride', both in bytes, belong to the array with the most
-    jumps (program_loops.Read). Each is 0 where there is none. by_library: as `reads` has it.
+    jumps (`Read`). Each is 0 where there is none. by_library: as `reads` has it.
     """
-    dots = [i for i in found.order if i.opcode in ("dot", "ragged-dot") and len(i.operands) > 1]
+    dots = [i for i in region.order if i.opcode in ("dot", "ragged-dot") and len(i.operands) > 1]
     if dots:
         one = max(dots, key=lambda i: (i.array.elements, i.shape))
-        left, right = _strides_of_product(one, *found.operands(one)[:2])
+        left, right = _strides_of_product(one, *region.operands(one)[:2])
         return {"stride": left, "stride_right": right}
-    jumping = [read for read in reads(found, by_library) if read.jumps]
+    jumping = [read for read in reads(region, by_library) if read.jumps]
     if not jumping:
         return {}
     most = max(jumping, key=lambda read: (read.jumps, read.stride, read.run))
@@ -963,13 +966,13 @@ def strides(found: Region, by_library: bool = False) -> dict[str, float]:
 def _strides_of_product(one: Instruction, left: Array, right: Array) -> tuple[float, float]:
     over, over_right = one.dims("lhs_contracting_dims"), one.dims("rhs_contracting_dims")
     batch = one.dims("rhs_batch_dims")
-    kept = [d for d in range(len(right.dims)) if d not in (*over_right, *batch)]
-    return _against(left, over), _against(right, kept)
+    row_dims = [d for d in range(len(right.dims)) if d not in (*over_right, *batch)]
+    return _against(left, over), _against(right, row_dims)
 
 
-def _against(array: Array, wanted: Sequence[int]) -> float:
+def _against(array: Array, dims: Sequence[int]) -> float:
     """Returns the least stride along some dimensions, 0 where they hold adjacent elements."""
     order = [d for d in array.layout if array.dims[d] > 1]
-    if not order or order[0] in wanted:
+    if not order or order[0] in dims:
         return 0.0
-    return next((array.itemsize * array.strides[d] for d in order if d in wanted), 0.0)
+    return next((array.itemsize * array.strides[d] for d in order if d in dims), 0.0)

@@ -95,10 +95,10 @@ def class_of(one: Instruction) -> str:
     Arithmetic on integers is 'integer': it takes no floating-point operations. A copy into another
     layout is a transpose.
     """
-    found = CLASS.get(one.opcode, "other")
-    if found in (*FLOPS, "power") and not one.array.is_float:
+    name = CLASS.get(one.opcode, "other")
+    if name in (*FLOPS, "power") and not one.array.is_float:
         return "integer"
-    return found
+    return name
 
 
 def flops_of(
@@ -171,11 +171,11 @@ class WindowDimension:
 
 def windows(one: Instruction) -> list[WindowDimension]:
     """Returns the dimensions of an operation's window."""
-    found = dict(re.findall(r"(\w+)=(\S+)", one.get("window")))
-    sizes = [int(i) for i in found.get("size", "").split("x") if i]
+    texts = dict(re.findall(r"(\w+)=(\S+)", one.get("window")))
+    sizes = [int(i) for i in texts.get("size", "").split("x") if i]
 
     def numbers(name: str, default: str) -> list[str]:
-        return found[name].split("x") if name in found else [default] * len(sizes)
+        return texts[name].split("x") if name in texts else [default] * len(sizes)
 
     pads = [[int(i) for i in pad.split("_")] for pad in numbers("pad", "0_0")]
     rows = zip(

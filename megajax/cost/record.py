@@ -50,7 +50,7 @@ KINDS = (
     "product", "batched_product", "convolution", "attention", "fusion", "reduction", "copy",
     "gather", "scatter", "sort", "random", "collective", "custom",
 )  # fmt: skip
-# One floating-point operation an element of the result. A sum of n elements has n - 1.
+# One floating-point operation for each element of the result. A sum of n elements has n - 1.
 ARITHMETIC = ("add", "multiply", "divide", "maximum")
 TRANSCENDENTAL = ("exponential", "power", "trigonometric")
 # Bytes of an element by data type: those of `cost.base`, and more that compiled programs have.
@@ -72,7 +72,7 @@ class Tree:
 
     leaves: (operations, LEAF) float32, one row an operation in pre-order: a one-hot class of
     OPCODES, then LEAF_FEATURES. positions: (operations,) int32, the place of each leaf in the
-    pre-order serialisation, ways back to a parent counted.
+    pre-order serialisation, in which each return to a parent takes a place too.
     """
 
     leaves: np.ndarray
@@ -84,9 +84,10 @@ class OpRecord:
     """One operation that a device launches.
 
     kind: one of KINDS; a 'product' has one weight for all rows. features: float64, in the order of
-    FEATURES. flops, nbytes: of one execution. executions: how often it runs in one call of the
-    program. hash: of the structure and the shapes, without names. dtype: of the arithmetic; decides
-    which peak of a card bounds it. name: the instruction's; in no feature and not in the hash.
+    FEATURES. flops, nbytes: what one execution computes and moves. executions: how often it runs in
+    one call of the program. hash: a digest of the structure and the shapes, without names. dtype:
+    the data type of the arithmetic, which decides which peak of a card bounds it. name: the name of
+    the instruction, which is in no feature and not in the hash.
     """
 
     kind: str
@@ -142,13 +143,13 @@ def tree(children: Sequence[Node]) -> Tree:
     while stack:
         region, depth = stack[-1]
         node = next(region, None)
-        place += 1  # a node, or the way back to the parent
+        place += 1  # a node, or the return to the parent
         if node is None:
             stack.pop()
         elif isinstance(node, Mapping):
             rows.append(_leaf(node, depth))
             positions.append(place)
-            place += 1  # a leaf has its way back at once
+            place += 1  # a leaf returns at once
         else:
             stack.append((iter(node), depth + 1))
     leaves = np.stack(rows) if rows else np.zeros((0, LEAF), np.float32)
@@ -196,12 +197,12 @@ def record(
     grown = tree(children)
     shared = features.copy()  # the threads of a CPU decide how many parts there are
     shared[FEATURES.index("parts")] = min(values.get("parts", 0.0), 1.0)
-    own = shared[[name not in PLACE for name in FEATURES]]
+    hashed = shared[[name not in PLACE for name in FEATURES]]
     parts = (
         kind,
         dtype,
         structure,
-        own.tobytes(),
+        hashed.tobytes(),
         grown.leaves.tobytes(),
         grown.positions.tobytes(),
     )
@@ -255,8 +256,8 @@ def product(
 ) -> OpRecord:
     """Returns y (batch, m, n) = x (batch, m, k) w (batch, k, n), all in one data type.
 
-    transposed: operands that are read against their layout, 0 to 2. bias: of n elements, added to
-    every row: m n additions a batch.
+    transposed: operands that are read against their layout, 0 to 2. bias: whether n elements are
+    added to every row, which are m n additions a batch.
     """
     size = itemsize(dtype)
     written = size * batch * m * n

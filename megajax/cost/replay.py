@@ -97,10 +97,10 @@ def repeat(body: Sequence[Task], times: int) -> list[Task]:
     return [
         dataclasses.replace(
             task,
-            name=f"{task.name}#{turn}",
-            deps=tuple(f"{d}#{turn}" if d in inside else d for d in task.deps),
+            name=f"{task.name}#{number}",
+            deps=tuple(f"{d}#{number}" if d in inside else d for d in task.deps),
         )
-        for turn in range(times)
+        for number in range(times)
         for task in body
     ]
 
@@ -116,10 +116,12 @@ def _union(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
     return merged
 
 
-def _uncovered(wanted: Sequence[tuple[float, float]], by: Sequence[tuple[float, float]]) -> float:
-    """Returns the length of `wanted` outside `by`; both as `_union` gives them."""
+def _uncovered(
+    intervals: Sequence[tuple[float, float]], by: Sequence[tuple[float, float]]
+) -> float:
+    """Returns the length of `intervals` outside `by`; both as `_union` gives them."""
     total, index = 0.0, 0
-    for start, end in wanted:
+    for start, end in intervals:
         while index < len(by) and by[index][1] <= start:
             index += 1
         at = index

@@ -71,7 +71,8 @@ def collective_time(kind: str, nbytes: float, group: Group, machine: Machine) ->
     """Returns seconds of one execution.
 
     kind: 'all-gather', 'reduce-scatter', 'all-reduce', 'all-to-all' or 'collective-permute' (XLA's
-    names; 'ragged-all-to-all' like all-to-all). nbytes: of the larger side on one device.
+    names; 'ragged-all-to-all' like all-to-all). nbytes: bytes on one device of the operand or the
+    result, whichever is larger.
     """
     if group.size == 1:
         return 0.0

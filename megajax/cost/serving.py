@@ -28,11 +28,12 @@ LoadOf = Callable[[int, int, Phase], Workload]
 class Rate:
     """The speed of one replica that serves `batch` sequences at a time.
 
-    decode_s: seconds of a decode step, which gives each sequence a token. first_token_s: of the
-    prefill of one prompt of half the context, without other work. tokens_per_s: of decode steps
-    alone. served_per_s: tokens of answers a second if prompt and answer have half the context each
-    and the prefills take their time. needed: bytes of a GPU. bound_s: the memory roofline of a
-    decode step, in which weights, pages and activations move at the card's bandwidth.
+    decode_s: seconds of a decode step, which gives each sequence a token. first_token_s: seconds of
+    the prefill of one prompt of half the context, without other work. tokens_per_s: tokens that
+    decode steps alone give in a second. served_per_s: tokens of answers a second if prompt and
+    answer have half the context each and the prefills take their time. needed: bytes that a GPU
+    holds. bound_s: the memory roofline of a decode step, in which weights, pages and activations
+    move at the card's bandwidth.
     """
 
     batch: int

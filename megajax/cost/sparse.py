@@ -1,4 +1,4 @@
-"""Estimates from which sparsity a pruned weight makes a matrix product faster than the dense one.
+"""Estimates the sparsity from which a pruned weight makes a matrix product faster.
 
 All times are ESTIMATES, from a card's peaks and the assumed efficiencies of cost/roofline.py. They
 are computed before anything is pruned or measured. Tile-Wise sparsity (arXiv 2008.13006) prunes
@@ -85,7 +85,7 @@ def table(
 ) -> list[dict[str, str | int | float | None]]:
     """Returns a row for each product, all of it estimates: the dense time, the sparsity from which
     pruning pays in the forward product and in the backward ones (None: never), the gain at each."""
-    found = []
+    rows = []
     for gemm in gemms:
         dense = cost.dense_time(gemm)
         row: dict[str, str | int | float | None] = {
@@ -101,8 +101,8 @@ def table(
         for sparsity in sparsities:
             gain = dense / cost.sparse_time(gemm, 1 - sparsity)
             row[f"gain at {sparsity:.0%} (estimate)"] = gain
-        found.append(row)
-    return found
+        rows.append(row)
+    return rows
 
 
 def decoder_gemms(stack: Stack, tokens: int) -> list[Gemm]:
@@ -110,16 +110,16 @@ def decoder_gemms(stack: Stack, tokens: int) -> list[Gemm]:
     tokens; of routed experts none."""
     D, F = stack.width, stack.hidden
     asked, stored = stack.heads * stack.head_width, stack.kv_heads * stack.head_width
-    found = [
+    gemms = [
         Gemm("query", tokens, D, asked),
         Gemm("key", tokens, D, stored),
         Gemm("value", tokens, D, stored),
         Gemm("out", tokens, asked, D),
     ]
     if F:
-        found += [Gemm("gate", tokens, D, F)] * stack.gated
-        found += [Gemm("up", tokens, D, F), Gemm("down", tokens, F, D)]
-    return found
+        gemms += [Gemm("gate", tokens, D, F)] * stack.gated
+        gemms += [Gemm("up", tokens, D, F), Gemm("down", tokens, F, D)]
+    return gemms
 
 
 def _round_up(x: float, step: int) -> int:

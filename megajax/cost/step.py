@@ -67,11 +67,11 @@ class Pipeline:
         A stage has `work` of each; the others are the bubble, (S - 1) / (v M) of the work
         (Megatron-LM, arXiv 2104.04473 section 2.2.2). All stages compute W at once: no bubble.
         """
-        found = dict.fromkeys("FB", self.work + self.stages - 1)
-        return found | ({"W": self.work} if self.is_split else {})
+        ticks = dict.fromkeys("FB", self.work + self.stages - 1)
+        return ticks | ({"W": self.work} if self.is_split else {})
 
     @property
-    def kept(self) -> int:
+    def live_inputs(self) -> int:
         """Chunk inputs that the fullest stage keeps at one time."""
         if self.schedule == "gpipe":
             return self.work
@@ -107,7 +107,8 @@ def passes(
 
 
 class Payload(Protocol):
-    """A codec of what is sent (megajax/quant/codecs.py). format: of its groups; None: no groups."""
+    """A codec of what is sent (megajax/quant/codecs.py). format: that of its groups, if it has
+    any."""
 
     @property
     def format(self) -> Any: ...  # noqa: D102
@@ -119,11 +120,11 @@ class Payload(Protocol):
 class Coding:
     """The codecs with which data parallelism sends weights and gradients.
 
-    weights: of gathered weights. inside, between: of gradients inside a node and between nodes.
-    block: elements of a block of the transform that is applied to gradients before they are
-    quantized; 1: no transform. difference: whether weights are sent as their difference to the copy
-    that each rank has. error_bits: bits for each element of gradients in which the sender keeps the
-    error of quantizing them.
+    weights: the codec of gathered weights. inside, between: the codecs of gradients inside a node
+    and between nodes. block: elements of a block of the transform that is applied to gradients
+    before they are quantized; 1: no transform. difference: whether weights are sent as their
+    difference to the copy that each rank has. error_bits: bits for each element of gradients in
+    which the sender keeps the error of quantizing them.
     """
 
     weights: Payload
@@ -136,7 +137,7 @@ class Coding:
 
 @dataclasses.dataclass(frozen=True)
 class StepShape:
-    """One step on a mesh: of training, or of generation if the workload says so.
+    """One step on a mesh, which trains, or generates if the workload says so.
 
     load: the forward pass of the global batch, on all devices together. sizes: {mesh axis: size}.
     zero_axes: axes over which ZeRO shards a weight along its width. accumulate: micro-batches one
@@ -248,8 +249,8 @@ class StepShape:
     @property
     def kv_copies(self) -> int:
         """Tensor ranks that hold each key-value head (parallel/sharding.py)."""
-        found = self.load.attention
-        return max(self.ways("tensor") // max(round(found.kv_heads), 1), 1) if found else 1
+        attention = self.load.attention
+        return max(self.ways("tensor") // max(round(attention.kv_heads), 1), 1) if attention else 1
 
     @functools.cached_property
     def used(self) -> Workload:
@@ -310,11 +311,11 @@ class StepShape:
             return {op.part: (1.0, 0.0) for op in self.forward.ops if op.part != "embedding"}
         pipeline = self.pipeline
         idle = {kind: ticks / pipeline.work - 1 for kind, ticks in pipeline.ticks.items()}
-        found: dict[str, tuple[float, float]] = {"head": (3.0 + (self.loss_chunks > 1), 0.0)}
+        counts: dict[str, tuple[float, float]] = {"head": (3.0 + (self.loss_chunks > 1), 0.0)}
         for part in {op.part for op in self.forward.ops} - {"head", "embedding"}:
             cost = passes(part, self.remat, pipeline, self.keeps_attention)
-            found[part] = sum(cost.values()), sum(idle[k] * n for k, n in cost.items())
-        return found
+            counts[part] = sum(cost.values()), sum(idle[k] * n for k, n in cost.items())
+        return counts
 
     @property
     def workload(self) -> Workload:
@@ -341,18 +342,18 @@ def _forward(
 
     def share(op: Op) -> Op:
         kernel = op.kernel
-        found = op.cut(pieces, *kernel.TOKENS)
-        found = found.cut(context, "queries" if op.part == "attention" else kernel.TOKENS[0])
+        part = op.cut(pieces, *kernel.TOKENS)
+        part = part.cut(context, "queries" if op.part == "attention" else kernel.TOKENS[0])
         if dims := _tensor_dims(op):
-            found = found.cut(tensor, *dims)
+            part = part.cut(tensor, *dims)
         if op.part == "head":
-            found = found.cut(stages, *_tensor_dims(op))
-        if isinstance(kernel, Experts) and isinstance(found.kernel, Experts):
+            part = part.cut(stages, *_tensor_dims(op))
+        if isinstance(kernel, Experts) and isinstance(part.kernel, Experts):
             # A device has some of the experts, which meet as many rows of more tokens.
-            local = dataclasses.replace(found.kernel, experts=kernel.experts / expert)
-            found = dataclasses.replace(found, kernel=local, whole=found.whole or kernel)
+            local = dataclasses.replace(part.kernel, experts=kernel.experts / expert)
+            part = dataclasses.replace(part, kernel=local, uncut=part.uncut or kernel)
         runs = 1 if op.part in ("head", "embedding") else stages
-        return dataclasses.replace(found, count=op.count * micro_steps / runs)
+        return dataclasses.replace(part, count=op.count * micro_steps / runs)
 
     # Every stage runs the towers, as part of `embed`.
     ops = [share(op) for op in load.ops]

@@ -41,9 +41,9 @@ class Table:
     def load(cls, path: Path, fallback: CostModel = Roofline()) -> "Table":
         """Returns the table of a file. Raises: UserError if it cannot be read or is none."""
         try:
-            found = json.loads(path.read_text())
-            rows = {_key(row): _times(row) for row in found["rows"]}
-            return cls(str(found["device"]), rows, fallback)
+            table = json.loads(path.read_text())
+            rows = {_key(row): _times(row) for row in table["rows"]}
+            return cls(str(table["device"]), rows, fallback)
         except OSError as error:
             raise UserError(f"{path} cannot be read: {error.strerror} (--cost_file)") from None
         except (KeyError, TypeError, ValueError) as error:

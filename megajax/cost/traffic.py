@@ -94,7 +94,8 @@ class Message:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """The messages of a level over the same axes. nbytes, elements: of a step on one device."""
+    """The messages of a level over the same axes. nbytes, elements: sums over a step, on one
+    device."""
 
     level: str
     kind: str
@@ -136,14 +137,14 @@ def buckets(step: StepShape) -> list[Bucket]:
     shared = load.kv_params if step.kv_copies > 1 else 0.0
     dense, routed = _live(step, ZERO_AXES), _live(step, ("node", "data", "context"))
     per = load.stored_layers
-    found = [
-        Bucket("layer", _whole(load.dense_params - routers - shared, per * tensor), layers, dense),
-        # Key-value heads that tensor ranks share rest whole on each of them, and travel apart.
-        Bucket("key-value heads", _whole(shared, per), layers, dense),
-        Bucket("router", _whole(routers, per), layers, dense, exact=True),
+    candidates = [
+        Bucket("layer", _ceil(load.dense_params - routers - shared, per * tensor), layers, dense),
+        # Each tensor rank stores all of the key-value heads that ranks share; they travel apart.
+        Bucket("key-value heads", _ceil(shared, per), layers, dense),
+        Bucket("router", _ceil(routers, per), layers, dense, exact=True),
         Bucket(
             "experts",
-            _whole(load.routed_params, per * step.ways("expert") * tensor),
+            _ceil(load.routed_params, per * step.ways("expert") * tensor),
             layers,
             routed,
         ),
@@ -151,8 +152,8 @@ def buckets(step: StepShape) -> list[Bucket]:
     for op in load.ops:
         if op.part in TABLES:
             cut = step.ways("pipe", "tensor")
-            found.append(Bucket(op.part, _whole(op.params, cut), 1.0, dense))
-    return [b for b in found if b.elements and b.axes]
+            candidates.append(Bucket(op.part, _ceil(op.params, cut), 1.0, dense))
+    return [b for b in candidates if b.elements and b.axes]
 
 
 def messages(step: StepShape) -> Iterator[Message]:
@@ -181,12 +182,12 @@ def messages(step: StepShape) -> Iterator[Message]:
 
 def rows(step: StepShape) -> list[Row]:
     """Returns the traffic of a step by level and axes, in the order of `messages`."""
-    found: dict[tuple, Row] = {}
+    table: dict[tuple, Row] = {}
     for m in messages(step):
         key, times = (m.level, m.kind, m.axes), m.count
-        old = found.get(key, Row(*key, 0.0, 0.0))
-        found[key] = Row(*key, old.nbytes + times * m.nbytes, old.elements + times * m.elements)
-    return list(found.values())
+        old = table.get(key, Row(*key, 0.0, 0.0))
+        table[key] = Row(*key, old.nbytes + times * m.nbytes, old.elements + times * m.elements)
+    return list(table.values())
 
 
 def coded_bytes(step: StepShape) -> float:
@@ -235,7 +236,7 @@ def _live(step: StepShape, axes: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(a for a in axes if step.ways(a) > 1)
 
 
-def _whole(elements: float, cut: float) -> int:
+def _ceil(elements: float, cut: float) -> int:
     return math.ceil(elements / cut)
 
 
@@ -263,9 +264,9 @@ def _piece(step: StepShape, bucket: Bucket) -> tuple[int, int]:
 class Transfer:
     """One kind of collective of a step.
 
-    nbytes: on one device in one execution, of the operand or the result, whichever is larger.
-    flops_beside: of the matrix products that run at the same time on one device. what: the array
-    that is sent.
+    nbytes: the bytes on one device in one execution, of the operand or the result, whichever is
+    larger. flops_beside: the FLOPs of the matrix products that run at the same time on one device.
+    what: the array that is sent.
     """
 
     kind: str
@@ -285,8 +286,9 @@ class Transfer:
 class Overlap:
     """How much of a block's matmuls runs beside each kind of transfer, 0..1.
 
-    Nothing by default. data: weight gathers and gradient scatters; tensor: of the residual stream;
-    pipe: sends to the next stage (MegaScale section 3.2 hides all three).
+    Nothing by default. data: gathers of weights and scatters of gradients. tensor: gathers and
+    scatters of the residual stream. pipe: sends to the next stage (MegaScale section 3.2 hides all
+    three).
     """
 
     data: float = 0.0
@@ -308,7 +310,7 @@ def transfers(step: StepShape, overlap: Overlap = Overlap()) -> list[Transfer]:
     """Returns the collectives of one step above the size of norms and scalars."""
     if not step.trains:
         return [t for t in _generation(step) if t.total and step.ways(*t.axes) > 1]
-    found = [
+    sent = [
         *_weights(step, overlap),
         *_residuals(step, overlap),
         *_keys(step),
@@ -316,7 +318,7 @@ def transfers(step: StepShape, overlap: Overlap = Overlap()) -> list[Transfer]:
         *_stages(step, overlap),
         _shared_heads(step),
     ]
-    return [t for t in found if t.nbytes * t.executions and step.ways(*t.axes) > 1]
+    return [t for t in sent if t.nbytes * t.executions and step.ways(*t.axes) > 1]
 
 
 def _layer_flops(step: StepShape) -> float:
@@ -329,17 +331,17 @@ def _weights(step: StepShape, overlap: Overlap) -> list[Transfer]:
     if step.exchanges:
         # A layer's weights and gradients travel beside other layers, if not all do at once.
         by_layer = step.streams or not step.resident
-        beside = overlap.data * _layer_flops(step) if by_layer else 0.0
-        found = []
+        hiding = overlap.data * _layer_flops(step) if by_layer else 0.0
+        sent = []
         for m in messages(step):
-            ours = 0.0 if m.bucket.is_table else beside if m.level == "weights" else 2 * beside
+            ours = 0.0 if m.bucket.is_table else hiding if m.level == "weights" else 2 * hiding
             what = f"{m.bucket.what} {m.level}"
-            found.append(Transfer(m.kind, m.axes, m.nbytes, m.count, ours, what))
-        return found
+            sent.append(Transfer(m.kind, m.axes, m.nbytes, m.count, ours, what))
+        return sent
     load, pipeline = step.load, step.pipeline
     piped = pipeline.stages > 1
     again = 1 if piped or step.remat == "none" else 2  # gathered again in the backward pass
-    beside = overlap.data * _layer_flops(step)
+    hiding = overlap.data * _layer_flops(step)
     layers = (
         step.stored_layers,
         again,
@@ -351,16 +353,16 @@ def _weights(step: StepShape, overlap: Overlap) -> list[Transfer]:
     times = 1, 1, step.micro_steps * load.used_table_params / max(params, 1)
     dense = step.zero_axes, ZERO_AXES
     routed = step.expert_zero_axes, tuple(a for a in ZERO_AXES if a != "expert")
-    found = _matrices(step, "embedding and head", tables, dense, times, 0.0)
-    shares = [(1.0, beside, 0.0)]
+    sent = _matrices(step, "embedding and head", tables, dense, times, 0.0)
+    shares = [(1.0, hiding, 0.0)]
     if piped and pipeline.hides:  # while the stages take turns on one chunk, another's travel
         first, window = 1 / pipeline.chunks, pipeline.stages * _layer_flops(step)
-        shares = [(first, beside, 0.0), (1 - first, max(beside, window), window)]
+        shares = [(first, hiding, 0.0), (1 - first, max(hiding, window), window)]
     for share, dense_beside, expert_beside in shares:
         cut = share * layers[0], *layers[1:]
-        found += _matrices(step, "layer", layer_weights(step), dense, cut, dense_beside)
-        found += _matrices(step, "expert", expert_weights(step), routed, cut, expert_beside)
-    return found
+        sent += _matrices(step, "layer", layer_weights(step), dense, cut, dense_beside)
+        sent += _matrices(step, "expert", expert_weights(step), routed, cut, expert_beside)
+    return sent
 
 
 def _matrices(
@@ -369,7 +371,7 @@ def _matrices(
     nbytes: float,
     axes: tuple[tuple[str, ...], tuple[str, ...]],
     times: tuple[float, float, float],
-    beside: float,
+    flops_beside: float,
 ) -> list[Transfer]:
     """Returns the transfers of some weight matrices and of their gradients.
 
@@ -379,7 +381,7 @@ def _matrices(
     micro-batch, or at the end of the step, as float32 sums; copies are summed at the end.
     Args: axes: those that shard the matrices at rest, and those over which their gradients are
       partial sums. times: the number of matrices, gathers of each, and scatters of each in a
-      pipeline's ticks. beside: FLOPs that run at the same time.
+      pipeline's ticks. flops_beside: FLOPs of one device that run at the same time.
     """
     (rests, partial), (count, gathers, ticks) = axes, times
     cut = _live(step, rests)
@@ -391,9 +393,11 @@ def _matrices(
         once, home = (ticks, nbytes) if in_ticks else (1.0, wide)
     grads = f"{what} gradients"
     return [
-        Transfer("all-gather", cut, nbytes, gathers * count, beside, f"{what} weights"),
-        Transfer("reduce-scatter", cut, home, once * count, 0 if in_ticks else 2 * beside, grads),
-        Transfer("all-reduce", copied, wide / step.ways(*cut), count, beside, grads),
+        Transfer("all-gather", cut, nbytes, gathers * count, flops_beside, f"{what} weights"),
+        Transfer(
+            "reduce-scatter", cut, home, once * count, 0 if in_ticks else 2 * flops_beside, grads
+        ),
+        Transfer("all-reduce", copied, wide / step.ways(*cut), count, flops_beside, grads),
     ]
 
 
@@ -406,26 +410,26 @@ def _shared_heads(step: StepShape) -> Transfer:
 
 
 def _residuals(step: StepShape, overlap: Overlap) -> list[Transfer]:
-    whole = residual(step) * step.ways("tensor")
+    gathered = residual(step) * step.ways("tensor")
     sublayers = step.load.gathers
     again = 0 if step.remat == "none" else sublayers
     # A stage's `dots` keep one rank's sums, else what all ranks' add up to (models/parts.py).
     again_for = ("full", "dots") if step.pipeline.stages > 1 else ("full",)
     remade = 1 if step.remat in again_for and sublayers > 1 else 0
-    beside = overlap.tensor * _layer_flops(step) / sublayers
+    hiding = overlap.tensor * _layer_flops(step) / sublayers
     axes, pieces = ("tensor",), step.micro_steps
     # Embedding and head: a scatter and a gather forward, their mirrors backward.
     return [
         Transfer(
-            "all-gather", axes, whole, step.executions(sublayers, sublayers + again), beside,
+            "all-gather", axes, gathered, step.executions(sublayers, sublayers + again), hiding,
             "residual stream",
         ),
         Transfer(
-            "reduce-scatter", axes, whole, step.executions(sublayers, sublayers + remade), beside,
-            "residual stream",
+            "reduce-scatter", axes, gathered, step.executions(sublayers, sublayers + remade),
+            hiding, "residual stream",
         ),
-        Transfer("all-gather", axes, whole, 2 * pieces, 0.0, "embedding and head"),
-        Transfer("reduce-scatter", axes, whole, 2 * pieces, 0.0, "embedding and head"),
+        Transfer("all-gather", axes, gathered, 2 * pieces, 0.0, "embedding and head"),
+        Transfer("reduce-scatter", axes, gathered, 2 * pieces, 0.0, "embedding and head"),
         # The softmax over a cut vocabulary: small, but waited for. Two arrays forward, and again
         # where the logits are cut into chunks, and one backward.
         Transfer(
@@ -459,12 +463,12 @@ def _stages(step: StepShape, overlap: Overlap) -> list[Transfer]:
     """A pipeline's sends in every tick, and the vocabulary that its stages share."""
     pipeline, pipe, stream = step.pipeline, ("pipe",), residual(step)
     sends = pipeline.ticks["F"] + pipeline.ticks["B"]
-    beside = overlap.pipe * _layer_flops(step) * step.layers / pipeline.chunks
-    whole = stream * step.ways("tensor")
+    hiding = overlap.pipe * _layer_flops(step) * step.layers / pipeline.chunks
+    gathered = stream * step.ways("tensor")
     return [
-        Transfer("collective-permute", pipe, stream, sends, beside, "residual stream"),
+        Transfer("collective-permute", pipe, stream, sends, hiding, "residual stream"),
         Transfer("all-reduce", pipe, stream, 2 * step.micro_steps, 0.0, "head"),
-        Transfer("all-reduce", pipe, whole, 2 * step.micro_steps, 0.0, "embedding"),
+        Transfer("all-reduce", pipe, gathered, 2 * step.micro_steps, 0.0, "embedding"),
     ]
 
 
@@ -477,14 +481,14 @@ def _keys(step: StepShape) -> list[Transfer]:
         # Each device sends its keys and values around the ring, and in the backward pass their
         # gradients after them, in float32. remat='outputs' keeps the result, so that the forward
         # hops are not repeated.
-        own = 2 * cut * step.used.kv_width / ways
+        sent = 2 * cut * step.used.kv_width / ways
         hops = ways - 1
         remade = hops if step.remat in ("full", "dots") else 0
         return [
             Transfer(
                 "collective-permute",
                 axes,
-                own,
+                sent,
                 step.executions(hops, hops + remade),
                 0.0,
                 "keys and values",
@@ -492,7 +496,7 @@ def _keys(step: StepShape) -> list[Transfer]:
             Transfer(
                 "collective-permute",
                 axes,
-                own * MASTER / step.itemsize,
+                sent * MASTER / step.itemsize,
                 step.executions(0, ways),
                 0.0,
                 "gradients of keys and values",
@@ -501,8 +505,8 @@ def _keys(step: StepShape) -> list[Transfer]:
     if step.context == "ulysses":
         queries = cut * step.load.attention_width / ways
         keys = cut * step.used.kv_width / ways
-        found = step.used.attention
-        heads = int(found.kv_heads) // step.ways("tensor") if found else 1
+        attention = step.used.attention
+        heads = int(attention.kv_heads) // step.ways("tensor") if attention else 1
         keys *= ways // math.gcd(ways, heads)  # repeated if too few
         both_ways = step.executions(2, 2 + 2 * again)
         return [
@@ -538,9 +542,9 @@ def _experts(step: StepShape) -> list[Transfer]:
     if rows:
         exchanges = [(tensor, 1)]
         there = dataclasses.replace(there, executions=step.executions(2, 2 + 2 * again))
-    found = [there]
+    sent = [there]
     for axes, wide in exchanges:
-        found += [
+        sent += [
             Transfer("all-gather", axes, wide * tokens, step.executions(1, 1 + again), 0, "tokens"),
             Transfer("reduce-scatter", axes, wide * tokens, step.executions(1, 1), 0, "sums"),
             Transfer(
@@ -548,7 +552,7 @@ def _experts(step: StepShape) -> list[Transfer]:
             ),
             Transfer("reduce-scatter", axes, wide * routing, step.executions(0, 1), 0, "routing"),
         ]
-    return found
+    return sent
 
 
 # ---- rings
@@ -571,7 +575,8 @@ STEP_S, CALL_S = 6e-6, 10e-6
 
 @dataclasses.dataclass(frozen=True)
 class Rank:
-    """One of R ranks of a node. dtype: of operands and results; float32 is multiplied as tf32."""
+    """One of R ranks of a node. dtype: that of operands and results; float32 is multiplied as
+    tf32."""
 
     card: DeviceCard
     cores: int
@@ -604,11 +609,11 @@ class Rank:
         link = Link(self.card.link_bytes_per_s, 0.0)
         return self.model.transfer_time(rows * width * itemsize, link)
 
-    def turn(self, work: float, hop: float, add: float = 0.0) -> float:
+    def ring_s(self, work: float, hop: float, add: float = 0.0) -> float:
         """Returns seconds of a ring: the work of R pieces, each while the next one is sent.
 
-        work: seconds of one piece's product. hop: of sending a piece to the next rank. add: of what
-        must follow in each step, such as adding sums.
+        work: seconds of one piece's product. hop: seconds in which a piece travels to the next
+        rank. add: seconds of what must follow in each step, such as adding sums.
         """
         return (self.ranks - 1) * (max(hop, work) + add + STEP_S) + work
 
@@ -616,8 +621,8 @@ class Rank:
 def gather_matmul(rank: Rank, rows: int, width: int, parts: tuple[int, ...]) -> tuple[float, float]:
     """Returns seconds of (plain XLA, the ring) for products of gathered rows.
 
-    The products that compute the gradients of the weights (dw) are left out of both.
-    Args: rows: of all ranks together. parts: columns of each product that shares the gather.
+    The products that compute the gradients of the weights (dw) are left out of both. Args: rows:
+    those of all ranks together. parts: columns of each product that shares the gather.
     """
     chunk = rows / rank.ranks
     plain, ring = _gathered(rank, rows, width, parts)
@@ -642,7 +647,7 @@ def matmul_scatter(
     # Float32 sums travel in a ring, and each is read, added and written.
     add = rank.touch(3, chunk, width, "float32")
     plain += out + rank.travel(rows - chunk, width, rank.itemsize) + CALL_S
-    return plain, ring + rank.turn(piece, rank.travel(chunk, width, 4), add)
+    return plain, ring + rank.ring_s(piece, rank.travel(chunk, width, 4), add)
 
 
 def _gathered(rank: Rank, rows: int, width: int, parts: tuple[int, ...]) -> tuple[float, float]:
@@ -651,17 +656,18 @@ def _gathered(rank: Rank, rows: int, width: int, parts: tuple[int, ...]) -> tupl
     plain = rank.travel(rows - chunk, width, rank.itemsize) + CALL_S
     plain += sum(rank.product(rows, width, part) for part in parts)
     piece = sum(rank.product(chunk, width, part) for part in parts)
-    return plain, rank.turn(piece, rank.travel(chunk, width, rank.itemsize))
+    return plain, rank.ring_s(piece, rank.travel(chunk, width, rank.itemsize))
 
 
 @dataclasses.dataclass(frozen=True)
 class ExpertHalf:
     """One half of an expert layer on one rank: up to the first products, or from the second ones.
 
-    The load of the experts is assumed to be balanced.
-    tokens: of a rank, each with `top` experts and `width` elements. experts: of a rank. rows: that
-    the tokens of one source rank have at this rank's experts. hidden: columns of each first
-    product, or contracted dimension of the second. reached: ranks that plain XLA sends a token to.
+    The load of the experts is assumed to be balanced. tokens: the tokens of a rank, each with `top`
+    experts and `width` elements. experts: the experts of a rank. rows: the rows that the tokens of
+    one source rank have at this rank's experts. hidden: columns of each first product, or the
+    contracted dimension of the second. reached: the number of ranks that plain XLA sends a token
+    to.
     """
 
     tokens: int
@@ -695,20 +701,22 @@ def expert_combine(rank: Rank, half: ExpertHalf) -> tuple[float, float]:
     plain, ring = _to_experts(rank, half)
     there = _sent(rank, half, half.reached, rank.itemsize) + CALL_S
     out = _out_of(rank, half, rank.ranks)
-    back = _expert_turn(rank, half, _out_of(rank, half, 1), half.tokens * half.top, 4)
+    back = _expert_ring_s(rank, half, _out_of(rank, half, 1), half.tokens * half.top, 4)
     return out + there + plain, back + ring
 
 
 def _to_experts(rank: Rank, half: ExpertHalf) -> tuple[float, float]:
     sent = _sent(rank, half, half.reached, rank.itemsize)
     plain = sent + CALL_S + _into(rank, half, rank.ranks)
-    return plain, _expert_turn(rank, half, _into(rank, half, 1), half.rows, rank.itemsize)
+    return plain, _expert_ring_s(rank, half, _into(rank, half, 1), half.rows, rank.itemsize)
 
 
-def _expert_turn(rank: Rank, half: ExpertHalf, work: float, written: int, itemsize: float) -> float:
+def _expert_ring_s(
+    rank: Rank, half: ExpertHalf, work: float, written: int, itemsize: float
+) -> float:
     # A source's rows are put among the others', or taken from there: all that it may have.
     each = work + rank.touch(1, half.rows + written, sum(half.hidden), rank.dtype)
-    return rank.turn(each, _sent(rank, half, 1, itemsize))
+    return rank.ring_s(each, _sent(rank, half, 1, itemsize))
 
 
 def _sent(rank: Rank, half: ExpertHalf, copies: int, itemsize: float) -> float:

@@ -35,17 +35,17 @@ def find(timeline: Timeline) -> list[Bubble]:
 
     They add up to bubble_fraction x stages x makespan.
     """
-    found = []
+    bubbles = []
     for resource in timeline.resources:
         busy = sorted((s.start, s.end) for s in timeline.spans if s.task.resource == resource)
         masked = sorted((s.start, s.end) for s in timeline.masked if s.task.resource == resource)
-        found += [Bubble(resource, start, end, "masked") for start, end in masked]
+        bubbles += [Bubble(resource, start, end, "masked") for start, end in masked]
         first = busy[0][0] if busy else timeline.end
         last = busy[-1][1] if busy else timeline.end
         for start, end in _gaps(sorted(busy + masked), timeline.start, timeline.end):
             cause = "warm-up" if end <= first else "cool-down" if start >= last else "wait"
-            found.append(Bubble(resource, start, end, cause))
-    return sorted(found, key=lambda b: (b.start, b.resource))
+            bubbles.append(Bubble(resource, start, end, cause))
+    return sorted(bubbles, key=lambda b: (b.start, b.resource))
 
 
 def account(timeline: Timeline) -> dict[Cause, float]:
@@ -62,7 +62,7 @@ def fill(
     Nothing that is there moves and the makespan stays. A task starts when its deps have ended (of
     the timeline, or placed before it) and is never cut; masked work leaves no room.
     Args: deadlines: {task name: seconds at which it must have ended}.
-    Returns: the fuller timeline; the tasks that found no place.
+    Returns: the fuller timeline; the tasks for which no bubble had room.
     """
     gaps: dict[str, list[tuple[float, float]]] = {}
     for bubble in find(timeline):
@@ -85,8 +85,8 @@ def fill(
         start, end = room[i]
         begin = max(start, ready)
         span = Span(task, begin, begin + task.duration)
-        rest = (start, begin), (span.end, end)
-        room[i : i + 1] = [(a, b) for a, b in rest if a < b]
+        pieces = (start, begin), (span.end, end)
+        room[i : i + 1] = [(a, b) for a, b in pieces if a < b]
         ends[task.name] = span.end
         placed.append(span)
     return dataclasses.replace(timeline, spans=(*timeline.spans, *placed)), left
@@ -96,9 +96,9 @@ def _gaps(
     taken: Sequence[tuple[float, float]], start: float, end: float
 ) -> list[tuple[float, float]]:
     """Returns what sorted intervals leave of start..end."""
-    found, now = [], start
+    gaps, now = [], start
     for begin, until in (*taken, (end, end)):
         if begin > now:
-            found.append((now, begin))
+            gaps.append((now, begin))
         now = max(now, until)
-    return found
+    return gaps

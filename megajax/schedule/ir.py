@@ -68,8 +68,8 @@ class Task:
     """A piece of work on one resource ('stage 2', 'link 1-2').
 
     deps: names of the tasks that must end before it starts. duration: seconds. microbatch, stage,
-    chunk: -1 where the task has none. kind: of a table's work, or 'COMM' (a transfer), 'GEN'.
-    release: seconds before which it does not start.
+    chunk: -1 where the task has none. kind: the name of a table's `Kind`, or 'COMM' (a transfer),
+    'GEN' (generation). release: seconds before which it does not start.
     """
 
     name: str
@@ -122,8 +122,8 @@ class Timeline:
     def bubble_fraction(self) -> float:
         """Idle time / (stages x makespan), 0..1."""
         busy = sum(s.end - s.start for s in self.spans if s.task.resource in self.resources)
-        whole = len(self.resources) * self.makespan
-        return 1 - busy / whole if whole else 0.0
+        available = len(self.resources) * self.makespan
+        return 1 - busy / available if available else 0.0
 
     def to_perfetto(self, path: str | PathLike[str]) -> None:
         """Writes the JSON that ui.perfetto.dev and chrome://tracing open."""
@@ -168,9 +168,10 @@ class Phase(NamedTuple):
 class Table:
     """A static lockstep schedule.
 
-    stages: of the decoder, and of the devices. chunks: of the decoder on each stage. slots: Slot
-    tuples, kept in the order in which they run. kinds: of the slots, in the order in which they run
-    inside a tick. extra_lanes: those besides the decoder.
+    stages: the stages of the decoder, each on a group of devices. chunks: the chunks of the decoder
+    on each stage. slots: Slot tuples, which are sorted into the order in which they run. kinds: the
+    kinds of the slots, in the order in which they run inside a tick. extra_lanes: the lanes besides
+    the decoder.
     """
 
     name: str
@@ -353,10 +354,10 @@ class Table:
         where B and W are split. `route` finds the places where inputs lie.
         """
         readers = [k.name for k in self.kinds if kind in k.reads]
-        kept = np.zeros((self.stages, self.ticks + 1), np.int64)
+        changes = np.zeros((self.stages, self.ticks + 1), np.int64)
         for tick, stage, name, chunk, microbatch in self.slots:
             if name == kind:
-                kept[stage, tick] += 1
+                changes[stage, tick] += 1
                 ends = (self.tick_of[Work(r, stage, chunk, microbatch)] for r in readers)
-                kept[stage, max(ends, default=tick) + 1] -= 1
-        return tuple(kept.cumsum(1).max(1).tolist())
+                changes[stage, max(ends, default=tick) + 1] -= 1
+        return tuple(changes.cumsum(1).max(1).tolist())

@@ -39,10 +39,10 @@ class Cells(NamedTuple):
 class Stretch(NamedTuple):
     """Ticks that one loop runs.
 
-    kinds: of the work in them, in the order in which they run inside a tick. events: E where
-    microbatches enter the decoder, H where they meet the head and L where their gradients leave.
-    chunks: how many of the decoder's chunks, from the first, have been used when it ends. done: the
-    decoder's chunks whose last weight gradient it makes.
+    kinds: the kinds of the work in them, in the order in which they run inside a tick. events: E
+    where microbatches enter the decoder, H where they meet the head and L where their gradients
+    leave. chunks: how many of the decoder's chunks, from the first, have been used when it ends.
+    done: the decoder's chunks whose last weight gradient it makes.
     """
 
     first: int
@@ -57,12 +57,13 @@ class Stretch(NamedTuple):
 class Route:
     """The whole table as arrays.
 
-    cells: of each kind. land: {value: the place for what arrives before the tick}, TP from the
-    neighbour; from another lane TPQ, for what stage Q made. head_T: the microbatch whose last chunk
-    the last stage finishes in this tick; its gradient goes to the last stage's head_place_T.
-    embed_T, unembed_T: the microbatch that enters the decoder, whose first chunk's backward leaves.
-    sizes: (value, places of a stage). kinds: in the order in which they run inside a tick. loops:
-    the ticks, stretch by stretch.
+    cells: the cells of each kind. land: {value: the place for what arrives before the tick}; (T, P)
+    if it comes from the neighbour, (T, P, Q) if stage Q of another lane made it. head: (T,) the
+    microbatch whose last chunk the last stage finishes in this tick; its gradient goes to the last
+    stage's place head_place. embed: (T,) the microbatch that enters the decoder. unembed: (T,) the
+    microbatch whose gradient leaves the decoder's first chunk. sizes: (value, places of a stage).
+    kinds: the kinds in the order in which they run inside a tick. loops: the ticks, stretch by
+    stretch.
     """
 
     cells: Mapping[str, Cells]
@@ -137,23 +138,23 @@ def route(table: Table, backward: bool = True, by_chunk: bool = False) -> Route:
 
 def _places(lives: dict[Key, tuple[int, int]], stages: int) -> tuple[dict[Key, int], int]:
     """Gives each value the lowest place that is free from its first to its last tick."""
-    found: dict[Key, int] = {}
+    places: dict[Key, int] = {}
     most = 0
     for stage in range(stages):
         free: list[int] = []
         busy: list[tuple[int, int]] = []
         used = 0
-        mine: Iterable = sorted((life, key) for key, life in lives.items() if key[0] == stage)
-        for (start, end), key in mine:
+        of_stage: Iterable = sorted((life, key) for key, life in lives.items() if key[0] == stage)
+        for (start, end), key in of_stage:
             while busy and busy[0][0] < start:
                 heapq.heappush(free, heapq.heappop(busy)[1])
             if not free:
                 heapq.heappush(free, used)
                 used += 1
-            found[key] = heapq.heappop(free)
-            heapq.heappush(busy, (end, found[key]))
+            places[key] = heapq.heappop(free)
+            heapq.heappush(busy, (end, places[key]))
         most = max(most, used)
-    return found, most
+    return places, most
 
 
 def _loops(

@@ -82,8 +82,8 @@ def run(
 ) -> Timeline:
     """Returns the times of tasks that each resource takes in the order given.
 
-    Args: resources: those whose idle time counts. slowdown: of tasks that run at one time; None:
-      each takes its duration.
+    Args: resources: those whose idle time counts. slowdown: how many times longer a task takes
+    beside the others that run; None: each takes its duration.
     Raises: UserError naming the tasks, where two have one name, a dependency is unknown, tasks
       wait for each other, or a slowdown is less than 1 or not finite.
     """
@@ -115,11 +115,11 @@ def run(
                 spans[name] = Span(by_name[name], start, start + by_name[name].duration)
             order.done(*ready)
     else:
-        spans = _beside(order, by_name, slowdown)
+        spans = _slowed(order, by_name, slowdown)
     return Timeline(tuple(spans[task.name] for task in tasks), resources)
 
 
-def _beside(
+def _slowed(
     order: graphlib.TopologicalSorter, by_name: Mapping[str, Task], slowdown: Slowdown
 ) -> dict[str, Span]:
     """Returns the spans of tasks that slow each other: from event to event, rates are constant."""

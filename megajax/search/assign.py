@@ -70,9 +70,9 @@ def assign(
     _check_cheapest(problem, costs, budgets)
     picked = {"exact": _exact, "greedy": _greedy}[method](problem)
     if picked is None:
-        wanted = ", ".join(f"{name}={limit:g}" for name, limit in budgets.items())
+        limits = ", ".join(f"{name}={limit:g}" for name, limit in budgets.items())
         hint = "; try method='exact'" if method == "greedy" else ""
-        raise UserError(f"no choice keeps all budgets at once ({wanted}){hint}")
+        raise UserError(f"no choice keeps all budgets at once ({limits}){hint}")
     choice = tuple(int(c) for c in picked - problem.starts)
 
     def total(rows: Rows) -> float:

@@ -67,7 +67,7 @@ class Program:
         self.highs = [high]
 
     def make_integer(self, numbers: np.ndarray) -> None:
-        """Makes variables whole numbers."""
+        """Restricts variables to integers."""
         integer = np.concatenate(self.integer)
         integer[numbers] = 1
         self.integer = [integer]

@@ -31,7 +31,7 @@ def test_ticks_and_bubble_are_those_of_the_table(schedule, stages, microbatches,
         for kind in phase.kinds:
             counted[kind] = counted.get(kind, 0) + phase.ticks
     assert pipeline.ticks == counted
-    assert pipeline.kept == max(table.live())
+    assert pipeline.live_inputs == max(table.live())
     model = dataclasses.replace(PRESETS["nano"](), layers=stages * chunks)
     sizes = {"pipe": stages, "node": 1, "data": 1, "expert": 1, "context": 1, "tensor": 1}
     for remat, stash in itertools.product(("none", "outputs"), ("input", "residuals")):
