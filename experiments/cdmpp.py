@@ -164,11 +164,11 @@ def fit(dataset: Dataset, seed: int) -> Predictor:
 def train() -> int:
     """Writes OUT/predictor.npz."""
     folder = results.writable_folder(OUT.value)
-    found = fit(data()[0], SEED.value)
-    made = results.facts(", ".join(found.cards), "measured")
-    found = dataclasses.replace(found, facts=dict(found.facts) | {"fitted": made})
-    found.save(folder / "predictor.npz")
-    print(f"{folder / 'predictor.npz'}: knows {', '.join(found.cards)}")
+    predictor = fit(data()[0], SEED.value)
+    made = results.facts(", ".join(predictor.cards), "measured")
+    predictor = dataclasses.replace(predictor, facts=dict(predictor.facts) | {"fitted": made})
+    predictor.save(folder / "predictor.npz")
+    print(f"{folder / 'predictor.npz'}: knows {', '.join(predictor.cards)}")
     return 0
 
 
@@ -178,7 +178,7 @@ def evaluate() -> int:
     path = folder / "evaluation.json" if JSON.value is None else expand(JSON.value, "json")
     methods = _methods()
     names, held_out = tuple(SPLITS.value.split(",")), _words(HELD_OUT.value)
-    wanted = SplitChoice(names, held_out, SHOTS.value, SEED.value)
+    split_choice = SplitChoice(names, held_out, SHOTS.value, SEED.value)
     before = report.rows_before(path)
     dataset, labels = data()
     if "devices" in names and held_out is None and len(set(dataset.devices)) < 2:
@@ -206,20 +206,22 @@ def evaluate() -> int:
     about |= {"rows_unique": len(rows), "shots": SHOTS.value, "data": dict(dataset.facts)} | same
     for seed in range(SEED.value, SEED.value + SEEDS.value):
         fits = {name: functools.partial(method, seed=seed) for name, method in methods.items()}
-        splits = wanted.of(dataset, rows, labels, seed)
+        splits = split_choice.of(dataset, rows, labels, seed)
         runs.append(report.evaluate(dataset, splits, fits, halves, _say, groups, keep, names))
-        found = report.averaged(runs)
-        results.write(path, about, report.not_rerun(before, about, found) + found)
+        evaluated = report.averaged(runs)
+        results.write(path, about, report.not_rerun(before, about, evaluated) + evaluated)
     if summed and labels is not None:
         is_real = ~np.isin(labels.families, list(families.SYNTHETIC))
         numbers = np.unique(labels.programs[is_real])[: CALLS.value]
         print(f"compiling {len(numbers)} programs again for XLA's counts")
-        whole = report.Calls(labels, report.xla_counts(labels, numbers.tolist()))
+        calls = report.Calls(labels, report.xla_counts(labels, numbers.tolist()))
         folds = [split for split in splits if split.name == "families"]
-        found += whole.judge(folds, {name: parts[: len(folds)] for name, parts in summed.items()})
-        results.write(path, about, report.not_rerun(before, about, found) + found)
-    (folder / "evaluation.md").write_text(report.summary(found) + "\n")
-    print(report.summary(found))
+        evaluated += calls.judge(
+            folds, {name: parts[: len(folds)] for name, parts in summed.items()}
+        )
+        results.write(path, about, report.not_rerun(before, about, evaluated) + evaluated)
+    (folder / "evaluation.md").write_text(report.summary(evaluated) + "\n")
+    print(report.summary(evaluated))
     print(f"{path}, {folder / 'evaluation.md'}")
     return 0
 
@@ -268,15 +270,15 @@ def predict() -> int:
     began = time.monotonic()
     slowdown = None if CONTENTION.value == 1 else contention(CONTENTION.value, CONTENTION.value)
     live = {"live_rows": 1 / sizes["expert"], "live_pairs": 1 / segments}
-    found = step.predict(compiled.text, cluster, times, **live, slowdown=slowdown)
+    step_time = step.predict(compiled.text, cluster, times, **live, slowdown=slowdown)
     about = {"times": source, "attention": compiled.attention, "segments": segments}
     about |= {"compiled_for": place.card.name, "said": said}
     band = step.ASSUMED_BAND if times is step.assumed else None
-    facts = report.step_facts(found, cfg, cluster, segments, band)
+    facts = report.step_facts(step_time, cfg, cluster, segments, band)
     facts |= {"memory_bytes": compiled.xla["peak"]} | about
     print(report.step_markdown(facts, cluster))
     folder = results.writable_folder(OUT.value)
-    report.write(folder, found, facts, cluster)
+    report.write(folder, step_time, facts, cluster)
     spent = time.monotonic() - began
     print(
         f"{folder}/step.json, step_trace.json (opens in ui.perfetto.dev); {spent:.1f} s to predict"

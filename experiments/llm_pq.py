@@ -204,8 +204,8 @@ def serve(cfg: Config, opened: Any, folder: Path) -> None:
     from experiments.reports.llm_pq_run import served
 
     workload = dataclasses.replace(workload, requests=cfg.requests, bits=cfg.widths())
-    found = served(opened, workload, cluster, cfg.solver, cfg.time_limit_s)
-    results.write(folder / "run.json", results.facts("emulated", "emulated"), [found])
+    row = served(opened, workload, cluster, cfg.solver, cfg.time_limit_s)
+    results.write(folder / "run.json", results.facts("emulated", "emulated"), [row])
     print(folder / "run.json")
 
 

@@ -112,17 +112,17 @@ def rows_of(cfg: Config) -> Iterator[dict[str, Any]]:
     if cfg.qwix:
         roundings |= report.roundings()
     for opened in cfg.models():
-        given = report.subject(opened, cfg.rows, cfg.length, cfg.seed)
-        print(f"{given.name}: {given.dense:.4f} nats a token", flush=True)
+        subject = report.subject(opened, cfg.rows, cfg.length, cfg.seed)
+        print(f"{subject.name}: {subject.dense:.4f} nats a token", flush=True)
         if cfg.study == "indicators":
-            found = iter(report.indicator_rows(given, cfg.plans, cfg.seed))
+            rows = iter(report.indicator_rows(subject, cfg.plans, cfg.seed))
         elif cfg.study == "plans":
             cases = cfg.cases.split(",")
-            found = report.rows(given, cases, methods or ["rtn"], cfg.time_limit_s)
+            rows = report.rows(subject, cases, methods or ["rtn"], cfg.time_limit_s)
         else:
             widths = [int(b) for b in cfg.bits.split(",")]
-            found = report.rounding_rows(given, widths, cfg.group, roundings)
-        for row in found:
+            rows = report.rounding_rows(subject, widths, cfg.group, roundings)
+        for row in rows:
             print((report.told_equal if cfg.study == "plans" else report.told)(row), flush=True)
             yield row
 

@@ -76,12 +76,12 @@ def main() -> int:
         return serve(cfg, cluster, folder, model)
     is_stopped = False
     if SEARCH.value:  # 2 either rank what could run
-        found = search(cfg, cluster, model)
-        plan, is_stopped = found.best, bool(found.stopped)
-        rows = plan_report.ranking_rows(found, base, config.start_flags())
+        ranking = search(cfg, cluster, model)
+        plan, is_stopped = ranking.best, bool(ranking.stopped)
+        rows = plan_report.ranking_rows(ranking, base, config.start_flags())
         section, figures = (
-            plan_report.search_markdown(found, rows),
-            plan_report.search_figures(found, rows),
+            plan_report.search_markdown(ranking, rows),
+            plan_report.search_figures(ranking, rows),
         )
     elif WORKLOAD.value != "train":
         plan = aot.outline(cfg, cluster, phase=WORKLOAD.value, model=model)
@@ -137,13 +137,13 @@ def search(cfg: Config, cluster: Cluster, model: CostModel) -> strategies.Found:
 
 def serve(cfg: Config, cluster: Cluster, folder: Path | None, model: CostModel) -> int:
     """Prints what the cluster serves. Returns 0, or 2 when not one sequence fits."""
-    found = plan_report.plan(cfg, cluster, model)
-    print(plan_report.serving_markdown(found, cluster))
+    plan = plan_report.plan(cfg, cluster, model)
+    print(plan_report.serving_markdown(plan, cluster))
     if folder is not None:
-        about = results.facts(cluster.name, "estimate") | plan_report.serving_figures(found)
-        results.write(folder / "serve.json", about, plan_report.serving_rows(found, cluster))
+        about = results.facts(cluster.name, "estimate") | plan_report.serving_figures(plan)
+        results.write(folder / "serve.json", about, plan_report.serving_rows(plan, cluster))
         print(f"see {folder}/serve.json")
-    return 0 if found.rates else 2
+    return 0 if plan.rates else 2
 
 
 if __name__ == "__main__":

@@ -621,8 +621,8 @@ class Rank:
 def gather_matmul(rank: Rank, rows: int, width: int, parts: tuple[int, ...]) -> tuple[float, float]:
     """Returns seconds of (plain XLA, the ring) for products of gathered rows.
 
-    The products that compute the gradients of the weights (dw) are left out of both. Args: rows:
-    those of all ranks together. parts: columns of each product that shares the gather.
+    The products that compute the gradients of the weights (dw) are left out of both.
+    Args: rows: those of all ranks together. parts: columns of each product that shares the gather.
     """
     chunk = rows / rank.ranks
     plain, ring = _gathered(rank, rows, width, parts)

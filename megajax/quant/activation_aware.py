@@ -46,8 +46,8 @@ def awq(
     fmt = row_format("awq", w_KN, fmt)
     if not isinstance(grid, int | np.integer) or grid < 1:
         raise UserError(f"grid={grid!r} must be a whole number, at least 1; the authors': {GRID}")
-    found = statistics_of(x_TK, w_KN.shape[0], "awq")
-    q, scale_K = _search(jnp.asarray(w_KN, jnp.float32), found, fmt=fmt, grid=grid, clip=clip)
+    statistics = statistics_of(x_TK, w_KN.shape[0], "awq")
+    q, scale_K = _search(jnp.asarray(w_KN, jnp.float32), statistics, fmt=fmt, grid=grid, clip=clip)
     return QTensor(
         q.values, q.scales, q.zeros, fmt, q.shape, jax.dtypes.canonicalize_dtype(w_KN.dtype)
     ), scale_K

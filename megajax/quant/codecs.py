@@ -59,7 +59,7 @@ class Feedback:
 
     beta: weight of the newest error, above 0 and at most 1. reset: steps between two resets, at
     least 1. Both defaults are those of DeepSpeed's zeropp_loco_param: err_beta 0.8, the weight of
-    the old average, and reset_T 1024 (deepspeed/runtime/zero/config.py). format: of the error.
+    the old average, and reset_T 1024 (deepspeed/runtime/zero/config.py). format: that of the error.
     Raises: UserError.
     """
 
@@ -89,9 +89,9 @@ class Feedback:
         Args: sent_xN: h. received_xN: Q(h), as the receiver decodes it. error: before the step.
           step: int32, from 0 on.
         """
-        kept = dequantize(error)
-        newest = (sent_xN.astype(jnp.float32) - received_xN) - kept
-        mean = kept + reference.rounded(self.beta * newest)
+        average = dequantize(error)
+        newest = (sent_xN.astype(jnp.float32) - received_xN) - average
+        mean = average + reference.rounded(self.beta * newest)
         keep = ((step + 1) % self.reset != 0) & jnp.isfinite(mean)
         return quantize(jnp.where(keep, mean, 0.0), self.format)
 
@@ -109,7 +109,7 @@ class Codec:
     """A codec, made by the function `codec`.
 
     format: a symmetric Format with float32 scales and no axis; None: numbers are sent as `dtype`,
-    without scales. rounding: of a cast to bfloat16. levels: codecs (weights, inside, between);
+    without scales. rounding: that of a cast to bfloat16. levels: codecs (weights, inside, between);
     None: this codec has one level. hadamard: block size of the transform of gradients; 0: none.
     feedback: how a sender keeps the errors of gradients; None: it does not.
     """
@@ -240,9 +240,10 @@ class Codec:
 def codec(name: str, *, rounding: Rounding | None = None) -> Codec:
     """Returns the codec of this name (NAMES).
 
-    Args: rounding: of gradients, 'nearest' or 'stochastic'; None: the codec's own, which is
-      stochastic for sdp4bit and nearest for all others. Weights of codecs with several levels are
-      always rounded to nearest, because the next gather sends what this one lost. `none` is exact.
+    Args: rounding: that of gradients, 'nearest' or 'stochastic'; None: the codec's default, which
+      is stochastic for sdp4bit and nearest for all others. Weights of codecs with several levels
+      are always rounded to nearest, because the next gather sends what this one lost. `none` is
+      exact.
     Raises: UserError for an unknown name or rounding.
     """
     if name not in NAMES:
@@ -251,8 +252,8 @@ def codec(name: str, *, rounding: Rounding | None = None) -> Codec:
         )
     if rounding is not None:
         check_rounding(rounding)
-    own: Rounding = "stochastic" if name == "sdp4bit" else "nearest"
-    asked = own if rounding is None else rounding
+    default: Rounding = "stochastic" if name == "sdp4bit" else "nearest"
+    asked = default if rounding is None else rounding
 
     def level(bits: reference.Bits, group: int, rounding: Rounding) -> Codec:
         return Codec(name, Format(bits, group, rounding=rounding), rounding=rounding)
@@ -299,9 +300,9 @@ def _padded(x_xN: Array, missing: int) -> Array:
 
 def _count(n: Any) -> int:
     try:
-        found = -1 if isinstance(n, bool) else operator.index(n)
+        count = -1 if isinstance(n, bool) else operator.index(n)
     except TypeError:
-        found = -1
-    if found < 0:
+        count = -1
+    if count < 0:
         raise UserError(f"n={n!r} must be a whole number of elements from 0 on")
-    return found
+    return count

@@ -71,13 +71,13 @@ def gptq(
     w = jnp.asarray(w_KN, jnp.float32)
     while True:
         options = {"fmt": fmt, "is_static": order != "given", "clip": clip}
-        found = _solve(w, h_KK, jnp.asarray(place_K), damp, **options)
-        if jnp.isfinite(found[-1]).all():
+        solution = _solve(w, h_KK, jnp.asarray(place_K), damp, **options)
+        if jnp.isfinite(solution[-1]).all():
             break
         damp *= 10
         if damp > _MOST_DAMP:
             raise UserError("gptq: the inputs' products are singular, even with damp=1")
-    code_KN, scale_GN, zero_GN, _ = found
+    code_KN, scale_GN, zero_GN, _ = solution
     dtype = jax.dtypes.canonicalize_dtype(w_KN.dtype)  # of NumPy's float64 float32, as JAX has it
     return qtensor.from_codes(code_KN, scale_GN, zero_GN, fmt, dtype)
 
@@ -146,17 +146,17 @@ def _solve(
     scales = functools.partial(_scales, K=K, fmt=fmt, power_GC=power_GC)
     scale_GN, zero_GN = jax.vmap(scales)(first, jnp.arange(G))
 
-    def block(carry: tuple, turn: Array) -> tuple:
+    def block(carry: tuple, number: Array) -> tuple:
         w_KN, scale_GN, zero_GN, code_KN = carry
-        start = turn * B
+        start = number * B
         if not is_static:
-            here = (start // C) * C
+            first_row = (start // C) * C
             rows = jnp.pad(w_KN, ((0, C), (0, 0)))
-            rows = jax.lax.dynamic_slice_in_dim(rows, here, C)
-            found = scales(rows, start // C)
+            rows = jax.lax.dynamic_slice_in_dim(rows, first_row, C)
+            newest = scales(rows, start // C)
             at = jnp.where(start % C == 0, start // C, G)  # G: dropped
-            scale_GN = scale_GN.at[at].set(found[0], mode="drop")
-            zero_GN = zero_GN.at[at].set(found[1], mode="drop")
+            scale_GN = scale_GN.at[at].set(newest[0], mode="drop")
+            zero_GN = zero_GN.at[at].set(newest[1], mode="drop")
         part_BN = jax.lax.dynamic_slice_in_dim(w_KN, start, B)
         u_BK = jax.lax.dynamic_slice_in_dim(u_KK, start, B)
         u_BB = jax.lax.dynamic_slice_in_dim(u_BK, start, B, 1)

@@ -56,8 +56,8 @@ class Format:
             )
         if not isinstance(self.bits, str):
             object.__setattr__(self, "bits", int(self.bits))
-        object.__setattr__(self, "group", _whole("group", self.group, least=1))
-        object.__setattr__(self, "axis", _whole("axis", self.axis))
+        object.__setattr__(self, "group", _integer("group", self.group, least=1))
+        object.__setattr__(self, "axis", _integer("axis", self.axis))
         check_rounding(self.rounding)
         if not isinstance(self.symmetric, bool):
             raise UserError(f"symmetric={self.symmetric!r} must be True or False")
@@ -68,15 +68,15 @@ class Format:
             )
         value = self.scale_dtype
         try:
-            found = np.dtype(value).name
+            scale_dtype = np.dtype(value).name
         except TypeError:
-            found = ""
-        if value is None or found not in SCALES:
+            scale_dtype = ""
+        if value is None or scale_dtype not in SCALES:
             raise UserError(
                 f"scale_dtype={value!r} must be one of {_listed(SCALES)}."
                 f"{did_you_mean(str(value), SCALES)}"
             )
-        object.__setattr__(self, "scale_dtype", found)
+        object.__setattr__(self, "scale_dtype", scale_dtype)
 
     @property
     def largest(self) -> float:
@@ -138,17 +138,17 @@ def check_rounding(rounding: Any) -> None:
         )
 
 
-def _whole(name: str, value: Any, least: int | None = None) -> int | None:
+def _integer(name: str, value: Any, least: int | None = None) -> int | None:
     if value is None:
         return None
     try:
-        found = None if isinstance(value, bool) else operator.index(value)
+        integer = None if isinstance(value, bool) else operator.index(value)
     except TypeError:
-        found = None
-    if found is None or least is not None and found < least:
+        integer = None
+    if integer is None or least is not None and integer < least:
         rule = "an integer" if least is None else f"an integer of at least {least}"
         raise UserError(f"{name}={value!r} must be {rule}, or None")
-    return found
+    return integer
 
 
 def _listed(words: tuple) -> str:

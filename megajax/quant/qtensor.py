@@ -66,16 +66,16 @@ def hadamard(x: Array, size: int = 32) -> Array:
 def power_of_two(size: Any) -> int:
     """Returns the size of a transform. Raises: UserError."""
     try:
-        found = 0 if isinstance(size, bool) else operator.index(size)
+        power = 0 if isinstance(size, bool) else operator.index(size)
     except TypeError:
-        found = 0
-    if found < 1 or found & (found - 1):
+        power = 0
+    if power < 1 or power & (power - 1):
         near = ""
-        if found > 0:
-            low = 1 << (found.bit_length() - 1)
+        if power > 0:
+            low = 1 << (power.bit_length() - 1)
             near = f"; nearest: {low}, {2 * low}"
         raise UserError(f"hadamard: size={size!r} must be a power of two from 1 on{near}")
-    return found
+    return power
 
 
 def floating(op: str, x: Any) -> Array:
@@ -138,9 +138,9 @@ def quantize(x: Array, fmt: Format, *, key: Array | None = None) -> QTensor:
     normal number become zeros. A group that holds inf or NaN, or whose scale does not fit
     scale_dtype, is decoded as NaN.
 
-    Args: x: of a floating type, any shape; computed in float32. key: for stochastic rounding
-        (jax.random.key); the same key and shape give the same codes, compiled or not, however x is
-        sharded. Not used by 'nearest'.
+    Args: x: an array of a floating type and any shape; the arithmetic is in float32. key: for
+        stochastic rounding (jax.random.key); the same key and shape give the same codes, compiled
+        or not, however x is sharded. Not used by 'nearest'.
     Raises: UserError for another type, a shape without the axis, or a missing key.
     """
     if not isinstance(fmt, Format):
@@ -170,20 +170,20 @@ def from_codes(
     """Returns a QTensor of given codes, for formats with an axis.
 
     Args: code: in the array's shape: int8 from -Q to Q, or uint8 with zero points. scale, zero: the
-        same shape with groups along fmt.axis; values must be exact in scale_dtype. dtype: of the
-        array that the QTensor represents.
+        same shape with groups along fmt.axis; values must be exact in scale_dtype. dtype: that of
+        the array that the QTensor represents.
     Raises: UserError if a shape does not fit.
     """
     n, axis = fmt.lines(code.shape)
     if axis is None:
         raise UserError("from_codes needs a format with an axis, got axis=None")
     groups = reference.groups_of(n, fmt.group_of(n))
-    wanted = (*code.shape[:axis], groups, *code.shape[axis + 1 :])
+    shape = (*code.shape[:axis], groups, *code.shape[axis + 1 :])
     if fmt.symmetric != (zero is None):
         raise UserError(f"from_codes: zero points must be there with symmetric=False only: {fmt}")
     for name, x in {"scale": scale, "zero": zero}.items():
-        if x is not None and x.shape != wanted:
-            raise UserError(f"from_codes: {name} must have the shape {wanted}, got {x.shape}")
+        if x is not None and x.shape != shape:
+            raise UserError(f"from_codes: {name} must have the shape {shape}, got {x.shape}")
     zero_xG = None if zero is None else _to_lines(zero, axis)
     lines = _to_lines(code, axis), _to_lines(scale, axis), zero_xG
     return _packed(*lines, fmt, axis, code.shape, dtype)
@@ -206,17 +206,17 @@ def dequantize(q: QTensor, dtype: Any = None) -> Array:
     """Returns the array that a QTensor represents, in its shape.
 
     It is computed in float32: code * s, or zero + code * s.
-    Args: dtype: of the result; None: that of the array that was quantized.
+    Args: dtype: that of the result; None: that of the array that was quantized.
     Raises: UserError if q is no QTensor, or a stack of several.
     """
     if not isinstance(q, QTensor):
         raise UserError(f"dequantize: q must be a QTensor, got {type(q).__name__}")
     fmt = q.format
     n, axis = fmt.lines(q.shape)
-    wanted = 1 if axis is None else q.ndim
-    if q.values.ndim != wanted:
+    dims = 1 if axis is None else q.ndim
+    if q.values.ndim != dims:
         raise UserError(
-            f"dequantize: q stands for the shape {q.shape}, so its codes must have {wanted} "
+            f"dequantize: q stands for the shape {q.shape}, so its codes must have {dims} "
             f"dimensions, and they have the shape {q.values.shape}; of a stack take one "
             "(jax.tree.map(lambda x: x[0], q)), or all with jax.vmap(dequantize)"
         )

@@ -54,13 +54,13 @@ def quantize_model(
     """Returns the parameters with QuantKernel leaves, whose `weight` is a QTensor.
 
     Args: params: dense, as in ModelParts. cfg: the model's configuration. formats: one for all
-        layers, or a list with one for each; None keeps a layer dense. Groups lie along the inputs
-        of a product, so axis=0 (None is read as 0). calibration: {name of a leaf: Statistics of the
-        inputs of its products, stacked over the layers} (systems/llm_pq/quality.py); needed for
-        'gptq' and 'awq'. method: 'rtn' (rounding to nearest), 'gptq' (with order='activations' and
-        clip=True) or 'awq'. sources: for 'awq', {matrix: what its inputs come out of}
-        (models/folding.py): matrices of one source share their scales of inputs, and a matrix
-        whose source is None has none; None: each matrix has scales of its own.
+    layers, or a list with one for each; None keeps a layer dense. Groups lie along the inputs of a
+    product, so axis=0 (None is read as 0). calibration: {name of a leaf: Statistics of the inputs
+    of its products, stacked over the layers} (systems/llm_pq/quality.py); needed for 'gptq' and
+    'awq'. method: 'rtn' (rounding to nearest), 'gptq' (with order='activations' and clip=True) or
+    'awq'. sources: for 'awq', {matrix: the name of what gives its inputs} (models/folding.py):
+    matrices of one source share their scales of inputs, and a matrix whose source is None has none;
+    None: no two matrices share scales.
     Returns: a tree like `params`. If layers have different formats, its member of stacked layers is
         a core.packed.LayerRuns: one stack for each run of equal formats, with the number of its
         first layer.
@@ -79,20 +79,20 @@ def quantize_model(
             f"{did_you_mean(str(method), METHODS)}"
         )
     words = dict(named_leaves(cfg.axes, is_words))
-    found = matrices(cfg.axes)
-    _check_dense(params, found, cfg.layers)
-    _check_sources(sources or {}, found)
+    names = matrices(cfg.axes)
+    _check_dense(params, names, cfg.layers)
+    _check_sources(sources or {}, names)
     if method != "rtn":
-        _check_calibration(calibration or {}, found, cfg.layers, method)
+        _check_calibration(calibration or {}, names, cfg.layers, method)
     joint = _joint(params, words, each, calibration, sources if method == "awq" else None)
-    stack = next(iter(found)).split(".")[0]
+    stack = next(iter(names)).split(".")[0]
     starts = [i for i, fmt in enumerate(each) if i == 0 or fmt != each[i - 1]]
     runs = []
     for start, stop in zip(starts, [*starts[1:], cfg.layers], strict=True):
 
         def leaf(path: tuple, w: Any, start: int = start, stop: int = stop) -> Any:
             n, fmt = f"{stack}.{name(path)}", each[start]
-            if fmt is None or n not in found:
+            if fmt is None or n not in names:
                 return w[start:stop]
             layers = [
                 joint[n][i]
@@ -103,8 +103,8 @@ def quantize_model(
             return jax.tree.map(lambda *x: jnp.stack(x)[:, None], *layers)  # one piece
 
         runs.append(jax.tree_util.tree_map_with_path(leaf, params[stack]))
-    whole = runs[0] if len(runs) == 1 else LayerRuns(tuple(runs), tuple(starts), cfg.layers)
-    return params | {stack: whole}
+    quantized = runs[0] if len(runs) == 1 else LayerRuns(tuple(runs), tuple(starts), cfg.layers)
+    return params | {stack: quantized}
 
 
 def _joint(
@@ -116,7 +116,7 @@ def _joint(
 ) -> dict[str, list[Any]]:
     """Returns {matrix: a QuantKernel by AWQ for each layer, None where it stays dense}, where
     matrices of one source share their scales: AWQ of their columns beside each other."""
-    leaves, found = dict(named_leaves(params)), {n: [] for n in sources or ()}
+    leaves, kernels = dict(named_leaves(params)), {n: [] for n in sources or ()}
     groups: dict[str, list[str]] = {}
     for n, source in (sources or {}).items():
         groups.setdefault(n if source is None else source, []).append(n)
@@ -125,7 +125,7 @@ def _joint(
         for layer, fmt in enumerate(each):
             if fmt is None:
                 for n in names:
-                    found[n].append(None)
+                    kernels[n].append(None)
                 continue
             shapes = [leaves[n].shape[1:] for n in names]
             parts = [
@@ -140,14 +140,14 @@ def _joint(
             start = 0
             for n, shape, part in zip(names, shapes, parts, strict=True):
                 stop = start + part.shape[1]
-                own = jax.tree.map(lambda x, a=start, b=stop: x[:, a:b], q)
-                own = dataclasses.replace(own, shape=part.shape)
-                found[n].append(QuantKernel(shape, own, scale_K if grid > 1 else None))
+                piece = jax.tree.map(lambda x, a=start, b=stop: x[:, a:b], q)
+                piece = dataclasses.replace(piece, shape=part.shape)
+                kernels[n].append(QuantKernel(shape, piece, scale_K if grid > 1 else None))
                 start = stop
-    return found
+    return kernels
 
 
-def _check_dense(params: Tree, wanted: Sequence[str], layers: int) -> None:
+def _check_dense(params: Tree, names: Sequence[str], layers: int) -> None:
     """Refuses what is no tree of dense parameters with these leaves. Raises: UserError."""
 
     def is_packed(x: Any) -> bool:
@@ -159,12 +159,12 @@ def _check_dense(params: Tree, wanted: Sequence[str], layers: int) -> None:
             raise UserError(
                 f"quantize_model: {n} is a {type(w).__name__} already; give the dense parameters"
             )
-    if missing := [n for n in wanted if n not in leaves]:
+    if missing := [n for n in names if n not in leaves]:
         raise UserError(
             f"quantize_model: params must be the parameters of the configuration's model; they have"
             f" no {missing[0]}"
         )
-    for n in wanted:
+    for n in names:
         if len(leaves[n]) != layers:
             raise UserError(
                 f"quantize_model: {n} has {len(leaves[n])} layers, the configuration {layers}"
@@ -172,37 +172,37 @@ def _check_dense(params: Tree, wanted: Sequence[str], layers: int) -> None:
 
 
 def _check_calibration(
-    calibration: Mapping[str, Statistics], wanted: Sequence[str], layers: int, method: Method
+    calibration: Mapping[str, Statistics], names: Sequence[str], layers: int, method: Method
 ) -> None:
     """Refuses a calibration without one of the matrices, or of another number of layers.
 
     JAX's arrays would give their last layer for every layer behind it. Raises: UserError.
     """
-    for n in wanted:
+    for n in names:
         if n not in calibration:
             raise UserError(
                 f"method={method!r} needs the inputs of {n} in calibration "
                 "(systems.llm_pq.calibrate), got none; method='rtn' needs none"
             )
-        given = calibration[n]
-        if not isinstance(given, Statistics):
+        statistics = calibration[n]
+        if not isinstance(statistics, Statistics):
             raise UserError(
                 f"calibration: {n} must be a megajax.quant.Statistics, stacked over the layers, "
-                f"got a {type(given).__name__}"
+                f"got a {type(statistics).__name__}"
             )
-        if jnp.ndim(given.total_K) != 2 or len(given.total_K) != layers:
+        if jnp.ndim(statistics.total_K) != 2 or len(statistics.total_K) != layers:
             raise UserError(
                 f"calibration: the Statistics of {n} must be stacked over the model's {layers} "
-                f"layers; its sums of inputs have the shape {jnp.shape(given.total_K)}"
+                f"layers; its sums of inputs have the shape {jnp.shape(statistics.total_K)}"
             )
 
 
-def _check_sources(sources: Mapping[str, str | None], wanted: Sequence[str]) -> None:
+def _check_sources(sources: Mapping[str, str | None], names: Sequence[str]) -> None:
     """Refuses names that are none of the matrices. Raises: UserError."""
-    if unknown := [n for n in sources if n not in wanted]:
+    if unknown := [n for n in sources if n not in names]:
         raise UserError(
             f"sources: {unknown[0]!r} is no matrix that is quantized."
-            f"{did_you_mean(str(unknown[0]), wanted)}"
+            f"{did_you_mean(str(unknown[0]), names)}"
         )
 
 
@@ -231,17 +231,17 @@ def matrices(axes: Tree) -> list[str]:
 
     Raises: UserError for experts, whose products are grouped.
     """
-    found = [
+    quantized = [
         (n, w)
         for n, w in named_leaves(axes, is_words)
         if w[:1] == (LAYERS,) and len(w) > 2 and "embed" in w and "router" not in w
     ]
-    for n, w in found:
+    for n, w in quantized:
         if "expert" in w:
             raise UserError(
                 f"{n}: experts are multiplied by grouped products, which take no QTensor"
             )
-    return [n for n, _ in found]
+    return [n for n, _ in quantized]
 
 
 def inputs_of(words: Words, shape: tuple[int, ...]) -> int:
@@ -261,7 +261,7 @@ def _of_layer(
 def _quantized(
     n: str, w: Any, words: Words, fmt: Format, statistics: Statistics | None, method: Method
 ) -> QuantKernel:
-    # Through the host: of what lies on a mesh, JAX's types would carry the mesh along.
+    # The weight goes through the host, because JAX's types would carry a mesh along.
     w_KN = jnp.asarray(np.asarray(w).reshape(inputs_of(words, w.shape), -1))
     try:
         if method == "rtn" or statistics is None:

@@ -66,26 +66,27 @@ class Statistics:
         return jnp.sum(jnp.matmul(self.h_KK, change_KN, precision="highest") * change_KN)
 
 
-def statistics_of(given: Array | Statistics, inputs: int, op: str) -> Statistics:
-    """Returns the Statistics of `given`, which are inputs (T, K) or already Statistics.
+def statistics_of(inputs_TK: Array | Statistics, inputs: int, op: str) -> Statistics:
+    """Returns the Statistics of the inputs of a product.
 
-    Args: inputs: K of the product. op: name for messages.
+    Args: inputs_TK: the inputs (T, K), or their Statistics. inputs: K of the product. op: the name
+      for messages.
     Raises: UserError if K differs, there is no token, or a number is not finite.
     """
-    found = given if isinstance(given, Statistics) else None
-    if found is None:
-        if getattr(given, "ndim", 0) < 2:
+    statistics = inputs_TK if isinstance(inputs_TK, Statistics) else None
+    if statistics is None:
+        if getattr(inputs_TK, "ndim", 0) < 2:
             raise UserError(f"{op}: the inputs must have the shape (tokens, {inputs})")
-        found = Statistics.of(jnp.asarray(given))
-    if found.inputs != inputs:
+        statistics = Statistics.of(jnp.asarray(inputs_TK))
+    if statistics.inputs != inputs:
         raise UserError(
-            f"{op}: the weight has {inputs} rows, and the calibration is of {found.inputs} inputs; "
-            "they must be as many"
+            f"{op}: the weight has {inputs} rows, and the calibration is of {statistics.inputs} "
+            "inputs; they must be as many"
         )
-    if not found.count > 0:
+    if not statistics.count > 0:
         raise UserError(f"{op}: the calibration has no token; it must have one at least")
-    if not jnp.isfinite(found.h_KK).all():
+    if not jnp.isfinite(statistics.h_KK).all():
         raise UserError(
             f"{op}: the calibration's inputs, or the sums of their products, are not all finite"
         )
-    return found
+    return statistics

@@ -83,7 +83,7 @@ def run(
     """Returns the times of tasks that each resource takes in the order given.
 
     Args: resources: those whose idle time counts. slowdown: how many times longer a task takes
-    beside the others that run; None: each takes its duration.
+      beside the others that run; None: each takes its duration.
     Raises: UserError naming the tasks, where two have one name, a dependency is unknown, tasks
       wait for each other, or a slowdown is less than 1 or not finite.
     """

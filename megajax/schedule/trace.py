@@ -87,7 +87,8 @@ def gantt(timelines: Mapping[str, Timeline], path: str | PathLike[str], unit: st
     """Draws timelines under each other on one time axis; keys are their titles.
 
     Colour is the kind, shade the chunk (the first is the lightest), the number the micro-batch;
-    masked work is hatched. Args: path: its suffix says PNG or SVG. unit: the unit of the times.
+    masked work is hatched.
+    Args: path: its suffix says PNG or SVG. unit: the unit of the times.
     """
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch

@@ -118,10 +118,10 @@ def search(
 ) -> Found:
     """Ranks what could run by the cost model, compiles the best few and ranks those again.
 
-    best: how many that fit are compiled. model: of times.
-    tell: is told how far the search is, at each mesh and several times a second while the compiler
-    runs. After Ctrl-C, or a KeyboardInterrupt that `tell` raises, what is known by then is ranked
-    and returned; a compilation that this left goes on in a thread, which ends with the process.
+    best: how many that fit are compiled. model: the cost model that gives the times. tell: is told
+    how far the search is, at each mesh and several times a second while the compiler runs. After
+    Ctrl-C, or a KeyboardInterrupt that `tell` raises, what is known by then is ranked and returned;
+    a compilation that this left goes on in a thread, which ends with the process.
     Raises: UserError when nothing is legal. KeyboardInterrupt before anything is priced.
     """
     began = time.process_time()
@@ -176,7 +176,7 @@ def legal_meshes(cfg: Config, cluster: Cluster) -> list[tuple[MeshSpec, dict[str
     legal if one micro-batch in one piece is.
     """
     experts = divisors(cfg.model.moe.experts) or [1]
-    found = []
+    meshes = []
     for pipe in divisors(cfg.model.layers):
         plainest = _schedule(cfg, "1f1b", 1, 1 if pipe > 1 else None)
         for node in _nodes(cfg, cluster, pipe):
@@ -190,8 +190,8 @@ def legal_meshes(cfg: Config, cluster: Cluster) -> list[tuple[MeshSpec, dict[str
                             sizes = aot.sizes(dataclasses.replace(plainest, mesh=mesh), cluster)
                         except UserError:
                             continue
-                        found.append((mesh, sizes))
-    return found
+                        meshes.append((mesh, sizes))
+    return meshes
 
 
 def _nodes(cfg: Config, cluster: Cluster, pipe: int) -> list[int]:

@@ -107,16 +107,16 @@ class Learned:
         return self._fallback.memory(trees)
 
     def _asked(self, op: Op, device: DeviceCard) -> tuple[float, float]:
-        found = records_of(op)
-        if found == []:
+        records = records_of(op)
+        if records == []:
             return 0.0, 0.0
         missing = [name for name in ("sms", "l2_bytes", "clock_hz") if not getattr(device, name)]
-        unseen = sorted({r.kind for r in found or ()} - set(self._predictor.kinds))
+        unseen = sorted({r.kind for r in records or ()} - set(self._predictor.kinds))
         if self.unknown(device):
             reason = f"{device.name} has no rows of compiled programs"
         elif missing:
             reason = f"the card of {device.name} has no {', '.join(missing)}"
-        elif found is None:
+        elif records is None:
             reason = f"no record describes the kernel {op.kernel.name}"
         elif unseen:
             reason = f"the predictor was not fitted on records of kind {', '.join(unseen)}"
@@ -126,7 +126,7 @@ class Learned:
                     f"operations of mixed types, such as {', '.join(op.dtypes)}, are unlike "
                     "what the predictor was fitted on; of their types only the bytes count"
                 )
-            seconds, sigma = self._predictor.predict(found, device)
+            seconds, sigma = self._predictor.predict(records, device)
             least = max(op.flops / peak(device, op.dtype), op.nbytes / device.memory_bytes_per_s)
             return max(float(np.sum(seconds)), least), float(np.sum(sigma))
         name = type(self._fallback).__name__
@@ -211,14 +211,14 @@ def records_of(op: Op) -> list[OpRecord] | None:
     None means that no kind of record describes the operation's kernel. Where operands and result
     have several data types, the records count the bytes of each.
     """
-    found = _records(op)
+    records = _records(op)
     size, sizes, types = itemsize(op.dtype), op.kernel.sizes, op.dtypes
-    if not found or len(types) == 1 or len(set(types)) == 1:
-        return found
+    if not records or len(types) == 1 or len(set(types)) == 1:
+        return records
     each = [count * itemsize(dtype) for count, dtype in zip(sizes, types, strict=True)]
     read = sum(each[:-1]) / max(size * sum(sizes[:-1]), 1)
     written = each[-1] / max(size * sizes[-1], 1)
-    return [_scaled(one, read, written) for one in found]
+    return [_scaled(one, read, written) for one in records]
 
 
 def _scaled(one: OpRecord, read: float, written: float) -> OpRecord:

@@ -64,12 +64,12 @@ _NEAR_PRODUCTS, _PRODUCTS = 0.4, 0.5
 def prior(card: DeviceCard, known: Sequence[DeviceCard]) -> np.ndarray:
     """Returns the weights (devices,) with which the traits of known devices apply to another one.
 
-    Args: card: of that device.
+    Args: card: the card of that device.
     """
-    own, others = _chip(card), [_chip(other) for other in known]
-    if own is None or not any(others):
+    chip, others = _chip(card), [_chip(other) for other in known]
+    if chip is None or not any(others):
         return np.full(len(known), 1 / len(known))
-    away = [np.inf if other is None else _apart(own, other) for other in others]
+    away = [np.inf if other is None else _apart(chip, other) for other in others]
     weights = np.exp(-np.array(away))
     return weights / weights.sum()
 
@@ -81,10 +81,10 @@ def blend(card: DeviceCard, known: Sequence[DeviceCard], kinds_R: np.ndarray) ->
     other kinds are the weights of `prior`.
     Args: card, known: as in `prior`. kinds_R: the kind of each row, an index into KINDS.
     """
-    own, others = _chip(card), [_chip(other) for other in known]
+    chip, others = _chip(card), [_chip(other) for other in known]
     products = np.full(len(known), 1 / len(known))
-    if own is not None and any(others):
-        away = [np.inf if o is None else abs(o[0] - own[0]) / _NEAR_PRODUCTS for o in others]
+    if chip is not None and any(others):
+        away = [np.inf if o is None else abs(o[0] - chip[0]) / _NEAR_PRODUCTS for o in others]
         near = np.exp(min(away) - np.array(away))
         products = near / near.sum()
     is_product_R1 = np.isin(kinds_R, [KINDS.index(kind) for kind in _PRODUCT_KINDS])[:, None]
@@ -104,13 +104,13 @@ def twin(card: DeviceCard, cards: Mapping[str, DeviceCard]) -> str | None:
     have no part in the choice: a card with more of them has the same twin, and is never predicted
     slower.
     """
-    own = _chip(card)
-    if own is None:
+    chip = _chip(card)
+    if chip is None:
         return None
     away = {
-        name: _apart(own, other)
+        name: _apart(chip, other)
         for name, known in cards.items()
-        if (other := _chip(known)) is not None and other[0] == own[0]
+        if (other := _chip(known)) is not None and other[0] == chip[0]
     }
     nearest = min(away, key=away.__getitem__, default=None)
     return nearest if nearest is not None and away[nearest] < _TWIN else None
@@ -157,17 +157,17 @@ class Errors:
 
     def of(self, kinds_R: np.ndarray) -> np.ndarray:
         """Returns the relative standard deviation of each row, (R,), by its kind."""
-        own = self.kinds[kinds_R]
-        return np.where(np.isnan(own), self.every, own)
+        of_kind = self.kinds[kinds_R]
+        return np.where(np.isnan(of_kind), self.every, of_kind)
 
     def plus(self, other: "Errors", times: float) -> "Errors":
         """Returns these errors plus `times` times the other ones, kind by kind."""
         every = np.full(len(KINDS), self.every), np.full(len(KINDS), other.every)
-        own = [
+        filled = [
             np.where(np.isnan(e.kinds), default, e.kinds)
             for e, default in zip((self, other), every, strict=True)
         ]
-        return Errors(self.every + times * other.every, own[0] + times * own[1])
+        return Errors(self.every + times * other.every, filled[0] + times * filled[1])
 
     @classmethod
     def of_rows(cls, ratio_R: np.ndarray, kinds_R: np.ndarray) -> "Errors":
@@ -198,8 +198,8 @@ class Errors:
         their errors are all multiplied by the same factor.
         """
         factor = _quantile(score_R / np.maximum(self.of(kinds_R), 1e-6))
-        own = self.of_scores(score_R, kinds_R).kinds
-        return Errors(factor * self.every, np.where(np.isnan(own), factor * self.kinds, own))
+        kinds = self.of_scores(score_R, kinds_R).kinds
+        return Errors(factor * self.every, np.where(np.isnan(kinds), factor * self.kinds, kinds))
 
 
 def _quantile(scores: np.ndarray) -> float:
@@ -220,10 +220,10 @@ def of_training(
 ) -> Mapping[str, Errors]:
     """Returns the errors on the training rows themselves, which are too small if rows are few."""
     device = plain_device(jax.numpy.asarray(traits_EYZ[:, rows.device_R]))
-    found = Errors.of_rows(
+    errors = Errors.of_rows(
         _ratio(graph, states, rows, device).mean(0), np.asarray(rows.inputs.kinds_R)
     )
-    return {"known": found, "away": found}
+    return {"known": errors, "away": errors}
 
 
 def folds(
@@ -364,8 +364,8 @@ class Ranges:
             for name in ("kinds", "opcodes", "dtypes", "pairs")
         }
         for name in ("sizes", "cards"):
-            mine, their = getattr(self, name), getattr(other, name)
-            values[name] = {key: _wider(mine[key], their[key]) for key in mine}
+            ranges, their = getattr(self, name), getattr(other, name)
+            values[name] = {key: _wider(ranges[key], their[key]) for key in ranges}
         return Ranges(**values)
 
     def beyond(
@@ -383,24 +383,24 @@ class Ranges:
         learnt: ranges of the rows that this device, or the device with the same chip, was adapted
         to.
         """
-        found, near = [], self.joined(learnt)
-        for what, here, seen in (
+        sentences, near = [], self.joined(learnt)
+        for what, asked, seen in (
             ("kind", {record.kind for record in records}, near.kinds),
             ("operation", {OPCODES[i] for i in np.flatnonzero(_opcodes(rows))}, near.opcodes),
             ("data type", set(rows.dtypes), near.dtypes),
         ):
-            for name in sorted(here - set(seen)):
-                found.append(f"the training had no {what} {name}")
+            for name in sorted(asked - set(seen)):
+                sentences.append(f"the training had no {what} {name}")
         pairs = {(r.kind, r.dtype) for r in records if r.dtype not in self.dtypes}
         for kind, dtype in sorted(pairs):
             if dtype in near.dtypes and f"{kind} {dtype}" not in near.pairs:
-                found.append(f"the training had no {kind} of data type {dtype}")
+                sentences.append(f"the training had no {kind} of data type {dtype}")
         table = np.array([record.features for record in records])
         for name, (low, high) in near.sizes.items():
             values = table[:, FEATURES.index(name)]
             far = (values > high * MARGIN) | ((values > 0) & (values < low / MARGIN))
             if far.any():
-                found.append(
+                sentences.append(
                     f"{name} of {far.sum()} operations, e.g. {values[far][0]:.4g}, is more than "
                     f"{MARGIN:g} times beyond the training's {low:.4g} to {high:.4g}"
                 )
@@ -408,11 +408,11 @@ class Ranges:
             for name, value in _of_card(card, dtype).items():
                 low, high = near.cards[name]
                 if not low / MARGIN <= value <= high * MARGIN:
-                    found.append(
+                    sentences.append(
                         f"{name} of {card.name}, {value:.4g}, is more than {MARGIN:g} times beyond "
                         f"the training's {low:.4g} to {high:.4g}"
                     )
-        return list(dict.fromkeys(found))
+        return list(dict.fromkeys(sentences))
 
 
 def _opcodes(rows: Programs) -> np.ndarray:

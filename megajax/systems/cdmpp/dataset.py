@@ -104,8 +104,8 @@ class Dataset:
 
     def of(self, *devices: str) -> "Dataset":
         """Returns the rows of these devices."""
-        wanted = set(devices)
-        return self[np.array([name in wanted for name in self.devices], bool)]
+        names = set(devices)
+        return self[np.array([name in names for name in self.devices], bool)]
 
     def typical(self) -> "Dataset":
         """Returns the rows, each with the median time of all rows of equal structure and device.
@@ -227,14 +227,14 @@ def _records(arrays: Mapping[str, np.ndarray]) -> list[OpRecord]:
         raise ValueError("the trees are incomplete")
     features = np.zeros((len(ends), len(FEATURES)))  # names that were added since are 0
     features[:, : arrays["features"].shape[1]] = arrays["features"]
-    found = []
+    records = []
     for i, (end, count) in enumerate(zip(ends, arrays["operations"], strict=True)):
         part = slice(end - count, end)
         values: dict[str, Any] = {name: str(arrays[name][i]) for name in _TEXTS}
         values |= {name: float(arrays[name][i]) for name in _NUMBERS}
         tree = Tree(arrays["leaves"][part], arrays["positions"][part])
-        found.append(OpRecord(features=features[i], tree=tree, **values))
-    return found
+        records.append(OpRecord(features=features[i], tree=tree, **values))
+    return records
 
 
 def _joined(parts: Sequence[np.ndarray], shape: tuple[int, ...], dtype: Any) -> np.ndarray:

@@ -139,7 +139,7 @@ def several(piece: Callable[[Draw], Built], most: int) -> Callable[[Draw], Built
             draw.limit(elements)  # before the next arrays take memory
 
         def all_of(*args: tuple) -> tuple:
-            return tuple(f(*mine) for (f, _), mine in zip(built, args, strict=True))
+            return tuple(f(*part) for (f, _), part in zip(built, args, strict=True))
 
         return all_of, tuple(args for _, args in built)
 
@@ -211,10 +211,10 @@ def norm(draw: Draw) -> Built:
     def softmax(x: jax.Array, g: jax.Array) -> jax.Array:
         return jax.nn.softmax(x * g)
 
-    def whole(x: jax.Array, g: jax.Array) -> jax.Array:  # as gradients are clipped
+    def clipped(x: jax.Array, g: jax.Array) -> jax.Array:  # as gradients are clipped
         return x * jax.lax.rsqrt((x * x).mean() + 1e-6) * g
 
-    how = draw.pick(rms, layer, softmax, whole)
+    how = draw.pick(rms, layer, softmax, clipped)
     args = draw.floats(rows, width), draw.floats(width)
     if draw.pick(True, False):
         return how, args
@@ -278,11 +278,11 @@ def elements(draw: Draw) -> Built:
     is_kept = [draw.pick(False, False, True) for _ in steps]
 
     def chain(x: jax.Array, *others: jax.Array) -> list[jax.Array]:
-        kept = []
+        outputs = []
         for place, (unary, binary) in enumerate(steps):
             x = binary(unary(x), others[place % len(others)])
-            kept += [x] if is_kept[place] else []
-        return [*kept, x]
+            outputs += [x] if is_kept[place] else []
+        return [*outputs, x]
 
     count = draw.pick(1, 2, 3, 5)
     shapes = [draw.pick((rows, width), (rows, width), (width,), (rows, 1)) for _ in range(count)]
@@ -411,9 +411,9 @@ def mixture(draw: Draw) -> Built:
         turns = draw.pick(*TURNS)
 
         def body(carry: tuple, _: None) -> tuple[tuple, jax.Array]:
-            found = run(*carry)
-            scale = jnp.tanh(found.mean())
-            return (carry[0] * scale, *carry[1:]), found[:1]
+            result = run(*carry)
+            scale = jnp.tanh(result.mean())
+            return (carry[0] * scale, *carry[1:]), result[:1]
 
         return lambda *a: jax.lax.scan(body, a, None, length=turns), args
     return run, args
@@ -422,9 +422,9 @@ def mixture(draw: Draw) -> Built:
 def _shape(draw: Draw) -> tuple[int, int, int]:
     most = LARGE * draw.scale
     while True:
-        found = draw.size(1, 64), draw.size(2, 256), draw.size(4, 512)
-        if math.prod(found) <= most:
-            return found
+        shape = draw.size(1, 64), draw.size(2, 256), draw.size(4, 512)
+        if math.prod(shape) <= most:
+            return shape
 
 
 def _step(draw: Draw, shapes: Sequence[tuple[int, ...]]) -> tuple[Step, tuple[int, ...]]:
@@ -476,8 +476,8 @@ def _move(draw: Draw, at: int, shape: tuple[int, ...], axis: int) -> tuple[Step,
     if kind == "roll":
         return lambda v: jnp.roll(v[at], start, axis), shape
     if kind == "slice":
-        found = (*shape[:axis], stop - start, *shape[axis + 1 :])
-        return lambda v: jax.lax.slice_in_dim(v[at], start, stop, axis=axis), found
+        result = (*shape[:axis], stop - start, *shape[axis + 1 :])
+        return lambda v: jax.lax.slice_in_dim(v[at], start, stop, axis=axis), result
     if kind == "pad":
         pads = [(0, 0, 0)] * 3
         pads[axis] = (start, size - stop, 0)
@@ -505,8 +505,8 @@ def _move(draw: Draw, at: int, shape: tuple[int, ...], axis: int) -> tuple[Step,
     if kind == "lookup":
         count = draw.pick(max(size // 2, 1), size)
         places = draw.below(size, count)
-        found = (*shape[:axis], count, *shape[axis + 1 :])
-        return lambda v: jnp.take(v[at], places, axis), found
+        result = (*shape[:axis], count, *shape[axis + 1 :])
+        return lambda v: jnp.take(v[at], places, axis), result
 
     def updated(v: Sequence[jax.Array]) -> jax.Array:
         part = jax.lax.slice_in_dim(v[at], 0, stop - start, axis=axis)
@@ -578,19 +578,19 @@ def _detector_weights(draw: Draw, sizes: _DetectorSizes) -> dict[str, jax.Array]
     def matrix(*shape: int) -> jax.Array:
         return draw.floats(*shape) * float(np.prod(shape[:-1])) ** -0.5
 
-    width, found = sizes.width, {"stem": matrix(3, 3, 3, sizes.width)}
+    width, weights = sizes.width, {"stem": matrix(3, 3, 3, sizes.width)}
     for level in range(len(STRIDES)):
-        found[f"down{level}"] = matrix(3, 3, width, width)
-        found[f"lateral{level}"] = matrix(1, 1, width, width)
+        weights[f"down{level}"] = matrix(3, 3, width, width)
+        weights[f"lateral{level}"] = matrix(1, 1, width, width)
         for block in range(sizes.depth):
-            found[f"first{level}.{block}"] = matrix(3, 3, width, width)
-            found[f"second{level}.{block}"] = matrix(3, 3, width, width)
-            found[f"scale{level}.{block}"] = draw.floats(2, width)
-    found["rpn"] = matrix(3, 3, width, width)
-    found["rpn_out"] = matrix(1, 1, width, sizes.anchors * (1 + BOX))
-    found["dense"] = matrix(CELLS * CELLS * width, sizes.hidden)
-    found["head"] = matrix(sizes.hidden, sizes.classes * (1 + BOX))
-    return found
+            weights[f"first{level}.{block}"] = matrix(3, 3, width, width)
+            weights[f"second{level}.{block}"] = matrix(3, 3, width, width)
+            weights[f"scale{level}.{block}"] = draw.floats(2, width)
+    weights["rpn"] = matrix(3, 3, width, width)
+    weights["rpn_out"] = matrix(1, 1, width, sizes.anchors * (1 + BOX))
+    weights["dense"] = matrix(CELLS * CELLS * width, sizes.hidden)
+    weights["head"] = matrix(sizes.hidden, sizes.classes * (1 + BOX))
+    return weights
 
 
 def _detector_loss(
@@ -599,7 +599,7 @@ def _detector_loss(
     """Returns a scalar of the head's and the anchors' outputs. images: (rows, side, side, 3)."""
     levels = _pyramid(weights, images, sizes)
     scores, boxes = _proposals(weights, levels, sizes)
-    kept, best = jax.vmap(lambda s, b: _without_overlaps(s, b, sizes.boxes))(
+    stays, best = jax.vmap(lambda s, b: _without_overlaps(s, b, sizes.boxes))(
         jax.lax.stop_gradient(scores), jax.lax.stop_gradient(boxes)
     )
     inside = jax.vmap(_samples)(levels[0], best / STRIDES[0])
@@ -607,7 +607,7 @@ def _detector_loss(
     out = hidden @ weights["head"]
     named, moved = out[..., : sizes.classes], out[..., sizes.classes :]
     apart = -jax.nn.log_softmax(named)[..., 0] + jnp.abs(moved).mean(-1)
-    return (apart * kept).mean() + jax.nn.softplus(scores).mean() + jnp.tanh(boxes / 32).mean()
+    return (apart * stays).mean() + jax.nn.softplus(scores).mean() + jnp.tanh(boxes / 32).mean()
 
 
 def _convolve(x: jax.Array, kernel: jax.Array, stride: int = 1) -> jax.Array:
@@ -665,8 +665,8 @@ def _without_overlaps(
     overlap = common / jnp.maximum(area[:, None] + area - common, 1e-3)
     worse = (overlap > OVERLAP) & (jnp.arange(count)[:, None] < jnp.arange(count))
 
-    def drop(place: jax.Array, kept: jax.Array) -> jax.Array:
-        return kept & ~(worse[place] & kept[place])
+    def drop(place: jax.Array, stays: jax.Array) -> jax.Array:
+        return stays & ~(worse[place] & stays[place])
 
     return jax.lax.fori_loop(0, count, drop, jnp.ones(count, bool)).astype(boxes.dtype), best
 
@@ -678,14 +678,14 @@ def _samples(x: jax.Array, boxes: jax.Array) -> jax.Array:
     places = jnp.clip(places, 0, x.shape[0] - 1.001)
     corner = places.astype(jnp.int32)  # (boxes, CELLS, 2): row, column
     part = places - corner
-    found = jnp.zeros((len(boxes), CELLS, CELLS, x.shape[-1]), x.dtype)
+    samples = jnp.zeros((len(boxes), CELLS, CELLS, x.shape[-1]), x.dtype)
     for row in (0, 1):
         for column in (0, 1):
             down = part[..., 0] if row else 1 - part[..., 0]
             right = part[..., 1] if column else 1 - part[..., 1]
             value = x[corner[:, :, None, 0] + row, corner[:, None, :, 1] + column]
-            found += value * down[:, :, None, None] * right[:, None, :, None]
-    return found
+            samples += value * down[:, :, None, None] * right[:, None, :, None]
+    return samples
 
 
 # ---- families
@@ -877,24 +877,24 @@ def program(
 ) -> Program:
     """Returns the program of this number, a function of (seed, number), of a family of `names`.
 
-    names: of FAMILIES or SYNTHETIC. scale: the largest factor on the sizes; a program with an
+    names: names of FAMILIES or SYNTHETIC. scale: the largest factor on the sizes; a program with an
     array of more than LARGEST elements is drawn again, smaller. bfloat16: share of the programs
     that compute in it if the scale is above 1; None: BFLOAT16.
     """
     family = names[number % len(names)]
-    mine, dtype = scale, jnp.float32
+    factor, dtype = scale, jnp.float32
     if scale > 1:
         apart = np.random.default_rng([seed, number, 1])
-        mine = scale ** apart.uniform() ** 0.5  # half of them are above scale ** 0.7
+        factor = scale ** apart.uniform() ** 0.5  # half of them are above scale ** 0.7
         share = BFLOAT16 if bfloat16 is None else bfloat16
         dtype = jnp.bfloat16 if apart.uniform() < share else jnp.float32
     while True:
         try:
-            draw = Draw(np.random.default_rng([seed, number]), mine, dtype)
+            draw = Draw(np.random.default_rng([seed, number]), factor, dtype)
             function, args = (FAMILIES | SYNTHETIC)[family](draw)
             return Program(number, family, function, args)
         except TooLarge:
-            mine /= 4
+            factor /= 4
 
 
 def programs(

@@ -51,11 +51,11 @@ class Labels:
     @classmethod
     def of(cls, timed: Sequence[Timed], card: DeviceCard, facts: Mapping[str, Any]) -> "Labels":
         """Returns the labels of programs timed on one device."""
-        found = [r for one in timed for r in one.records]
+        records = [r for one in timed for r in one.records]
         halves = np.concatenate([np.zeros((0, HALVES)), *(one.halves for one in timed)])
         counts = [len(one.records) for one in timed]
         return cls(
-            Dataset(found, halves.min(1), [card.name] * len(found), {card.name: card}, facts),
+            Dataset(records, halves.min(1), [card.name] * len(records), {card.name: card}, facts),
             np.repeat(np.array([one.program.family for one in timed], np.str_), counts),
             np.repeat(np.array([one.program.number for one in timed], np.int64), counts),
             halves,
@@ -74,9 +74,9 @@ class Labels:
         rows = [record for dataset in datasets for record in dataset.records]
         devices = [name for dataset in datasets for name in dataset.devices]
         seconds = np.concatenate([dataset.seconds for dataset in datasets])
-        whole = Dataset(rows, seconds, devices, cards, datasets[-1].facts)
-        kept = ("families", "programs", "halves", "walls")
-        return cls(whole, *(np.concatenate([getattr(p, name) for p in parts]) for name in kept))
+        joined = Dataset(rows, seconds, devices, cards, datasets[-1].facts)
+        columns = ("families", "programs", "halves", "walls")
+        return cls(joined, *(np.concatenate([getattr(p, name) for p in parts]) for name in columns))
 
     @classmethod
     def together(cls, paths: Sequence[str | os.PathLike[str]]) -> "Labels":
@@ -90,15 +90,19 @@ class Labels:
         cards: dict[str, DeviceCard] = {}
         for part in parts:
             cards = {**part.dataset.cards, **cards}
-        found: list[Labels] = []
+        renumbered: list[Labels] = []
         for part in parts:
-            mine = {name: cards[name] for name in part.dataset.cards}
-            first = max((int(other.programs.max(initial=-1)) for other in found), default=-1) + 1
-            dataset = dataclasses.replace(part.dataset, cards=mine)
-            found.append(dataclasses.replace(part, dataset=dataset, programs=part.programs + first))
+            first_cards = {name: cards[name] for name in part.dataset.cards}
+            first = (
+                max((int(other.programs.max(initial=-1)) for other in renumbered), default=-1) + 1
+            )
+            dataset = dataclasses.replace(part.dataset, cards=first_cards)
+            renumbered.append(
+                dataclasses.replace(part, dataset=dataset, programs=part.programs + first)
+            )
         facts = dict(parts[0].dataset.facts)
         facts |= {"parts": [dict(part.dataset.facts) for part in parts]} if len(parts) > 1 else {}
-        return cls.joined(found).with_facts(facts)
+        return cls.joined(renumbered).with_facts(facts)
 
     @property
     def disagreement(self) -> np.ndarray:
@@ -133,8 +137,8 @@ class Labels:
 
     def of_rows(self, rows: np.ndarray) -> "Labels":
         """Returns some rows. rows: their numbers."""
-        kept = ("families", "programs", "halves", "walls")
-        return Labels(self.dataset[rows], *(getattr(self, name)[rows] for name in kept))
+        columns = ("families", "programs", "halves", "walls")
+        return Labels(self.dataset[rows], *(getattr(self, name)[rows] for name in columns))
 
     def with_facts(self, facts: Mapping[str, Any]) -> "Labels":
         """Returns the same rows with other facts about their provenance."""
@@ -161,8 +165,8 @@ class Labels:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes an npz file that `load` and `Dataset.load` read."""
         self.dataset.save(path)
-        own = (self.families.astype(np.str_), self.programs, self.halves, self.walls)
-        save_arrays(path, load_arrays(path, "data set") | dict(zip(_OWN, own, strict=True)))
+        columns = (self.families.astype(np.str_), self.programs, self.halves, self.walls)
+        save_arrays(path, load_arrays(path, "data set") | dict(zip(_OWN, columns, strict=True)))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Labels":
@@ -221,8 +225,8 @@ def prepared(
         wait(futures, max(end - time.monotonic(), 0) if end < math.inf else None)
         late = [future for future in reversed(futures) if future.cancel()]
     begun = futures[: len(futures) - len(late)]  # the pool begins them in their order
-    found = [future.result() for future in begun]
-    return [pair for pair in found if pair is not None], len(begun)
+    pairs = [future.result() for future in begun]
+    return [pair for pair in pairs if pair is not None], len(begun)
 
 
 def runnable(
@@ -232,7 +236,7 @@ def runnable(
 
     device: takes the arrays of the programs returned, which were drawn elsewhere.
     """
-    found = []
+    running = []
     for program, compiled in programs:
         try:
             if device is not None:
@@ -242,8 +246,8 @@ def runnable(
         except Exception as error:
             tell(_line(program.number, program.family, "did not run", error))
         else:
-            found.append((program, compiled))
-    return found
+            running.append((program, compiled))
+    return running
 
 
 def _compiled(
@@ -254,12 +258,12 @@ def _compiled(
         with jax.default_device(host):
             program = draw(number)
         family = program.family
-        found = ready(program)
-        _ = found.records, found.text  # read here, while other programs compile
+        compiled = ready(program)
+        _ = compiled.records, compiled.text  # read here, while other programs compile
     except Exception as error:
         tell(_line(number, family, "did not compile", error))
         return None
-    return program, found
+    return program, compiled
 
 
 def _line(number: int, family: str, what: str, error: BaseException) -> str:
@@ -285,7 +289,7 @@ class Turns:
         self.path = path
 
     @contextlib.contextmanager
-    def turn(self) -> Iterator[float]:
+    def take(self) -> Iterator[float]:
         """Waits until no other process has a turn, then has one. Yields the seconds waited."""
         began = time.monotonic()
         with open(self.path, "a") as file:
@@ -331,8 +335,8 @@ class Batch:
     """Programs to time, and how.
 
     name: the number of their file, that of programs up to the last of these. threads: programs that
-    compile at a time. end: as `prepared` has it. turns, host: of a GPU, which other processes may
-    use; host draws the arrays. facts: more of them for the labels.
+    compile at a time. end: as `prepared` has it. turns: the lock of a GPU that other processes may
+    use. host: the device that draws the arrays then. facts: more of them for the labels.
     """
 
     numbers: Sequence[int]
@@ -353,21 +357,21 @@ class Batch:
         """
         tell = functools.partial(print, flush=True)
         began = time.monotonic()
-        found, tried = prepared(
+        programs, tried = prepared(
             draw, self.numbers, threads=self.threads, end=self.end, host=self.host, tell=tell
         )
         compiled = time.monotonic()
         timed: list[Timed] = []
-        with self.turns.turn() if self.turns else contextlib.nullcontext(0.0) as waited:
+        with self.turns.take() if self.turns else contextlib.nullcontext(0.0) as waited:
             try:
-                found = runnable(found, tell, device=jax.devices()[0] if self.host else None)
-                timed = measure_ready(found, self.passes)
+                programs = runnable(programs, tell, device=jax.devices()[0] if self.host else None)
+                timed = measure_ready(programs, self.passes)
             except Exception as error:  # out of memory, with other programs' arrays in it
                 if isinstance(error, UserError) and self.turns is None:
                     raise
                 what = f"{type(error).__name__}: {str(error)[:300]}"
                 tell(f"the batch of programs {list(self.numbers)} failed: {what}")
-        if lost := _untimed(found, timed):
+        if lost := _untimed(programs, timed):
             tell(f"without a time: {lost}")
         facts = results.facts(self.card.name, "measured")
         facts |= {"passes": self.passes, **self.facts}
@@ -387,10 +391,10 @@ class Batch:
         }
 
 
-def _untimed(found: Sequence[tuple[Program, Ready]], timed: Sequence[Timed]) -> str:
+def _untimed(programs: Sequence[tuple[Program, Ready]], timed: Sequence[Timed]) -> str:
     """Returns how many instructions of each kind the profiler did not time, with an example."""
     lost: dict[str, list[str]] = {}
-    for (_, compiled), one in zip(found, timed, strict=False):
+    for (_, compiled), one in zip(programs, timed, strict=False):
         names = {record.name for record in one.records}
         for record in compiled.records:
             if record.name not in names:

@@ -95,7 +95,7 @@ class TreeEncoder(nnx.Module):
     """
 
     def __init__(self, columns: int, width: int, *, rngs: nnx.Rngs):
-        """columns: features of a leaf. width: of the embedding."""
+        """columns: features of a leaf. width: the width of the embedding."""
         self.leaf = nnx.Linear(columns + POSITIONS, width, rngs=rngs)
         self.mix = nnx.Linear(width, 3 * width, use_bias=False, rngs=rngs)
         self.out = nnx.Linear(2 * width, width, rngs=rngs)
@@ -123,7 +123,8 @@ class Network(nnx.Module):
     """Predicts the offsets that correct the times of a program, in log seconds, on its device."""
 
     def __init__(self, inputs: int, columns: int, width: int = 128, *, rngs: nnx.Rngs):
-        """inputs: features of a program. columns: of a leaf. width: of the hidden layers."""
+        """inputs: features of a program. columns: features of a leaf. width: the width of the
+        hidden layers."""
         small = nnx.initializers.variance_scaling(0.01, "fan_in", "normal")
         free = nnx.initializers.variance_scaling(0.04, "fan_in", "normal")
         self.tree = TreeEncoder(columns, TREE, rngs=rngs)
@@ -250,8 +251,8 @@ class Scale:
         scale = cls(logs.mean(0), logs.std(0) + 1e-3, logs.min(0), logs.max(0))
         if known.any():
             placed = cls.of(inputs_RX[known]) if not known.all() else scale
-            for mine, their in zip(vars(scale).values(), vars(placed).values(), strict=True):
-                mine[PLACES] = their[PLACES]
+            for values, their in zip(vars(scale).values(), vars(placed).values(), strict=True):
+                values[PLACES] = their[PLACES]
         return scale
 
     def __call__(self, rows: Programs) -> Inputs:

@@ -76,12 +76,12 @@ def load(
     """
     root = pathlib.Path(folder)
     cards = _cards(root)
-    wanted = _ops(ops)
+    chosen = _ops(ops)
     names = None if devices is None else {devices} if isinstance(devices, str) else set(devices)
     records, seconds, rows, known = [], [], [], set(cards)
     for place, row in _rows(root):
         known.add(row["Device"])
-        if (names is not None and row["Device"] not in names) or row["OPName"] not in wanted:
+        if (names is not None and row["Device"] not in names) or row["OPName"] not in chosen:
             if ops is None and row["OPName"] not in OPS:
                 raise UserError(f"{place}: {_unknown(row['OPName'])}")
             continue
@@ -105,12 +105,12 @@ def load(
 
 
 def _ops(ops: Collection[str] | str | None) -> set[str]:
-    found: set[str] = set()
+    names: set[str] = set()
     for name in OPS if ops is None else (ops,) if isinstance(ops, str) else ops:
         if name not in OPS and name not in GROUPS:
             raise UserError(_unknown(name))
-        found.update(GROUPS.get(name, (name,)))
-    return found
+        names.update(GROUPS.get(name, (name,)))
+    return names
 
 
 def _unknown(name: str) -> str:
@@ -185,12 +185,12 @@ def _record(op: str, *sizes: float) -> OpRecord:
     """Rows of several devices share their programs' records."""
     if op == "bmm":
         batch, m, n, k = sizes
-        found = product(batch, m, n, k, "float32")
+        record = product(batch, m, n, k, "float32")
     elif op == "linear":  # PyTorch keeps the weight as (outputs, inputs)
         batch, m, n, k = sizes
-        found = product(1, batch * m, n, k, "float32", transposed=1)
+        record = product(1, batch * m, n, k, "float32", transposed=1)
     else:
         opcodes, reads = ROWWISE[op]
         rows, width = sizes
-        found = rowwise(opcodes, rows, width, reads, "float32")
-    return dataclasses.replace(found, name=op)
+        record = rowwise(opcodes, rows, width, reads, "float32")
+    return dataclasses.replace(record, name=op)

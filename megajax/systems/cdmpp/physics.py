@@ -189,7 +189,9 @@ class Programs:
     def __getitem__(self, mask_R: np.ndarray) -> "Programs":
         """Returns the rows of a mask."""
         values = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        dtypes = tuple(d for d, kept in zip(values.pop("dtypes"), mask_R, strict=True) if kept)
+        dtypes = tuple(
+            d for d, is_chosen in zip(values.pop("dtypes"), mask_R, strict=True) if is_chosen
+        )
         return Programs(**{name: array[mask_R] for name, array in values.items()}, dtypes=dtypes)
 
 
@@ -265,8 +267,8 @@ def _power_of_two(strides: np.ndarray) -> np.ndarray:
 
     It decides how many sets of a cache the elements fall into (cost/program_body.py).
     """
-    whole = strides.astype(np.int64)
-    return np.clip(whole & -whole, 1, _SETS)
+    integers = strides.astype(np.int64)
+    return np.clip(integers & -integers, 1, _SETS)
 
 
 def _flags(
@@ -378,7 +380,8 @@ def _per_clock(peak_R: np.ndarray) -> np.ndarray:
 def _tiles(
     rows: Programs, card: DeviceCard, rate_R: np.ndarray, limit_R: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns two log times for each size of tile: of its waves, and of its traffic with memory.
+    """Returns two log times for each size of tile: that of its waves, and that of its traffic with
+    memory.
 
     rate_R: FLOP/s of one SM. The power limit applies to the average number of SMs that have a tile,
     because then a card with more SMs is never predicted to be slower. Panels of the operands that

@@ -80,7 +80,7 @@ def save(predictor: Any, path: str | os.PathLike[str]) -> None:
         "trained": list(predictor.trained),
         "cards": [card_as_json(card, name) for name, card in predictor.cards.items()],
         "ranges": dataclasses.asdict(predictor.ranges),
-        "learnt": {name: dataclasses.asdict(found) for name, found in predictor.learnt.items()},
+        "learnt": {name: dataclasses.asdict(ranges) for name, ranges in predictor.learnt.items()},
         "errors": {k: [e.every, e.kinds.tolist()] for k, e in predictor.errors.items()},
         "facts": dict(predictor.facts),
     }
@@ -107,7 +107,7 @@ def load(path: str | os.PathLike[str] | None) -> dict[str, Any]:
             "scale": scale,
             "ranges": Ranges(**head["ranges"]),
             "devices": devices,
-            "learnt": {name: Ranges(**found) for name, found in head.get("learnt", {}).items()},
+            "learnt": {name: Ranges(**ranges) for name, ranges in head.get("learnt", {}).items()},
             "cards": dict(card_of_json(entry) for entry in head["cards"]),
             "errors": {k: Errors(e, np.array(kinds)) for k, (e, kinds) in head["errors"].items()},
             "trained": head["trained"],
@@ -124,8 +124,8 @@ def _network(arrays: dict[str, np.ndarray], head: dict[str, Any]) -> tuple[Any, 
     module = nnx.eval_shape(lambda: Network(INPUTS, LEAF, rngs=nnx.Rngs(0)))
     graph, state = nnx.split(module)
     structure = jax.tree.structure(state)
-    wanted = [leaf.shape for leaf in jax.tree.leaves(state)]
-    if [leaf.shape[1:] for leaf in leaves] != wanted or not all(
+    shapes = [leaf.shape for leaf in jax.tree.leaves(state)]
+    if [leaf.shape[1:] for leaf in leaves] != shapes or not all(
         np.isfinite(x).all() for x in leaves
     ):
         raise ValueError("the weights are not those of the network")
@@ -164,11 +164,11 @@ class Predictor:
     graph, states: the networks (structure and weights), whose predictions are averaged; the weights
     have a leading dimension of networks. scale: mean and deviation of the networks' inputs over the
     training rows. ranges: sizes, kinds and data types of the training rows, beyond which
-    predictions warn. devices: what was fitted for each known device. cards: of the known devices.
-    errors: relative errors by kind of record: of known devices ('known'), of adapted ones ('adapted
-    NAME'), and what each unit of distance to the nearest known device adds ('away'). trained: names
-    of the devices of `fit`. facts: source, date and commit of the training. learnt: {name of an
-    adapted device: the ranges of the rows that it was adapted to}.
+    predictions warn. devices: what was fitted for each known device. cards: the cards of the known
+    devices. errors: relative errors by kind of record: those of known devices ('known'), those of
+    adapted ones ('adapted NAME'), and what each unit of distance to the nearest known device adds
+    ('away'). trained: names of the devices of `fit`. facts: source, date and commit of the
+    training. learnt: {name of an adapted device: the ranges of the rows that it was adapted to}.
     """
 
     graph: Any
@@ -196,7 +196,7 @@ class Predictor:
         """Returns a predictor fitted on the rows of a data set; rows without a time are left out.
 
         If a device and kind has more than ROWS_PER_GROUP rows, a sample of them is used.
-        Args: members: networks whose predictions are averaged. steps: of their training.
+        Args: members: networks whose predictions are averaged. steps: their training steps.
           fold_steps: training steps of further networks, which leave programs and devices out;
           their errors on these give the width of the band. 0: the errors of the training rows give
           it. progress: called with the part ('members', 'errors'), the step and the loss.
@@ -234,9 +234,10 @@ class Predictor:
                 seed=seed + 1,
                 progress=None if progress is None else lambda i, x: progress("errors", i, x),
             )
-        own = network.no_offsets(members)
+        plain = network.no_offsets(members)
         devices = {
-            name: dataclasses.replace(own, traits=traits_EYZ[:, i]) for i, name in enumerate(names)
+            name: dataclasses.replace(plain, traits=traits_EYZ[:, i])
+            for i, name in enumerate(names)
         }
         return cls(
             graph,
@@ -362,13 +363,13 @@ class Predictor:
             )
             devices[name] = jax.tree.map(lambda leaf: leaf[0], fitted)
             cards[name] = data.cards[name]
-            found = [
+            logs = [
                 self._logs(rows, data.cards[name], jax.tree.map(lambda leaf, i=i: leaf[i], fitted))
                 for i in range(1, len(folds))
             ]
-            if found:
+            if logs:
                 out = np.argmin(folds[1:], 0)  # the fit that has not read a row
-                logs_R = np.stack(found).mean(1)[out, np.arange(len(part))]
+                logs_R = np.stack(logs).mean(1)[out, np.arange(len(part))]
                 score_R = calibration.scores(np.exp(np.log(part.seconds) - logs_R))
                 errors[f"adapted {name}"] = self.errors["known"].rescaled(score_R, rows.kinds_R)
             else:
@@ -421,14 +422,14 @@ class Predictor:
             part = jax.tree.map(lambda x, n=padded: np.resize(x, (n, *x.shape[1:])), part)
             small = jax.tree.map(lambda leaf: np.asarray(leaf, np.float32)[:, None], device)
             if traits_ERZ is not None:
-                own = traits_ERZ[:, np.resize(np.arange(start, start + count), padded)]
-                small = dataclasses.replace(small, traits=own.astype(np.float32))
+                traits = traits_ERZ[:, np.resize(np.arange(start, start + count), padded)]
+                small = dataclasses.replace(small, traits=traits.astype(np.float32))
             offsets_ERO, sharpness = network.offsets_of(self.graph, self.states, part, small)
             parts.append(np.asarray(offsets_ERO, np.float64)[:, :count])
         offsets_ERO, sharp = np.concatenate(parts, 1), np.asarray(sharpness, np.float64)
         logs = [
-            above(timed.floor_R, combine(timed, rows.product_R, own, sharp[e], np), np)
-            for e, own in enumerate(offsets_ERO)
+            above(timed.floor_R, combine(timed, rows.product_R, offsets_RO, sharp[e], np), np)
+            for e, offsets_RO in enumerate(offsets_ERO)
         ]
         return np.stack(logs)
 
@@ -462,15 +463,15 @@ def sample(data: Dataset, most: int, seed: int) -> Dataset:
     groups: dict[tuple[str, str], list[int]] = {}
     for row, (device, record) in enumerate(zip(data.devices, data.records, strict=True)):
         groups.setdefault((device, record.kind), []).append(row)
-    kept = []
+    chosen = []
     for rows in groups.values():
         if len(rows) > most:
             sizes = [np.log2(max(data.records[row].flops, 1)) // 1 for row in rows]
             _, inverse, counts = np.unique(sizes, return_inverse=True, return_counts=True)
             chance = 1 / np.sqrt(counts[inverse])
             rows = list(rng.choice(rows, most, replace=False, p=chance / chance.sum()))
-        kept += rows
-    return data[np.sort(np.array(kept, int))]
+        chosen += rows
+    return data[np.sort(np.array(chosen, int))]
 
 
 def _rows(
@@ -478,12 +479,12 @@ def _rows(
 ) -> network.Rows:
     """Returns labelled rows, with the times of each on its device's card."""
     device_R = np.array([names.index(name) for name in data.devices])
-    whole: dict[str, np.ndarray] = {}
+    columns: dict[str, np.ndarray] = {}
     for place, name in enumerate(names):
         check_card(name, data.cards[name])
         chosen = device_R == place
         for field, part in vars(times(rows[chosen], data.cards[name])).items():
-            target = whole.setdefault(field, np.zeros((len(rows), *part.shape[1:])))
+            target = columns.setdefault(field, np.zeros((len(rows), *part.shape[1:])))
             target[chosen] = part
-    timed = Times(**whole)
+    timed = Times(**columns)
     return network.Rows.of(scale(rows), rows.product_R, timed, np.log(data.seconds), device_R)

@@ -141,7 +141,8 @@ _SHARED, _NEAR = 0.1, 32
 
 @dataclasses.dataclass(frozen=True)
 class _Span:
-    """An event of an instruction, in nanoseconds. number: of its 'end' event, if it has one."""
+    """An event of an instruction, in nanoseconds. number: the number of its 'end' event, if it has
+    one."""
 
     begin: float
     duration: float
@@ -167,7 +168,7 @@ def read(folder: str, texts: Mapping[str, str] | None = None) -> dict[str, dict[
 
     Args: texts: {module: compiled text}, of modules that ran on a CPU.
     """
-    found: dict[str, dict[str, list[_Span]]] = collections.defaultdict(
+    of_module: dict[str, dict[str, list[_Span]]] = collections.defaultdict(
         lambda: collections.defaultdict(list)
     )
     ends: dict[tuple[int, int], float] = {}
@@ -178,9 +179,9 @@ def read(folder: str, texts: Mapping[str, str] | None = None) -> dict[str, dict[
             elif "hlo_op" in stats and "hlo_module" in stats:
                 number = (stats.get("_pt", 0), stats["_p"]) if "_p" in stats else None
                 span = _Span(event.start_ns, event.duration_ns, number)
-                found[str(stats["hlo_module"])][str(stats["hlo_op"])].append(span)
+                of_module[str(stats["hlo_module"])][str(stats["hlo_op"])].append(span)
     of = texts or {}
-    return {module: _seconds(spans, ends, of.get(module, "")) for module, spans in found.items()}
+    return {m: _seconds(spans, ends, of.get(m, "")) for m, spans in of_module.items()}
 
 
 def _seconds(
@@ -221,7 +222,8 @@ def _done(span: _Span, ends: Mapping[tuple[int, int], float], then: Sequence[lis
 def _alone(span: _Span, done: float, began: np.ndarray, ended: np.ndarray) -> float:
     """Returns the nanoseconds of an execution; infinity if others took much of its time.
 
-    That can be if it was in the background. began, ended: of all executions, in order.
+    That can be if it was in the background. began, ended: when each of all executions began and
+    ended, in order.
     """
     if done <= span.begin + span.duration or math.isinf(done):
         return done - span.begin
@@ -305,10 +307,10 @@ class Ready:
 
     def on(self, args: tuple) -> "Ready":
         """Returns the same program with other arrays, and with what was read of it."""
-        found = copy.copy(self)
+        moved = copy.copy(self)
         call = functools.partial(_call, self.compiled, args)
-        object.__setattr__(found, "call", call)  # dataclasses.replace would read it all again
-        return found
+        object.__setattr__(moved, "call", call)  # dataclasses.replace would read it all again
+        return moved
 
 
 def ready(program: Program) -> Ready:
@@ -333,8 +335,8 @@ def measure(programs: Sequence[Program], passes: int = 6) -> list[Timed]:
 
 def measure_ready(programs: Sequence[tuple[Program, Ready]], passes: int = 6) -> list[Timed]:
     """Times compiled programs in turn. Raises: UserError, as `measure` does."""
-    found = instructions([compiled for _, compiled in programs], passes)
-    return [Timed(program, *parts) for (program, _), parts in zip(programs, found, strict=True)]
+    timed = instructions([compiled for _, compiled in programs], passes)
+    return [Timed(program, *parts) for (program, _), parts in zip(programs, timed, strict=True)]
 
 
 def instructions(
@@ -347,8 +349,8 @@ def instructions(
     walls = np.zeros((passes, len(programs)))
     with tempfile.TemporaryDirectory() as folder:
         with tracing(folder):
-            for turn in range(passes):
-                walls[turn] = calls(programs, 1)[0][0]
+            for number in range(passes):
+                walls[number] = calls(programs, 1)[0][0]
         events = read(folder, {program.module: program.text for program in programs})
     if programs and not any(events.get(program.module) for program in programs):
         raise UserError(
@@ -357,17 +359,17 @@ def instructions(
         )
     out = []
     for place, program in enumerate(programs):
-        named, found = events.get(program.module, {}), program.records
+        named, launched = events.get(program.module, {}), program.records
         is_open = has_open_loops(program.text)
         if _is_cpu() and is_open:
-            each = [_counted(r, named.get(r.name, ()), passes) for r in found]
+            each = [_counted(r, named.get(r.name, ()), passes) for r in launched]
         else:
-            each = [(r, _of_record(r, named.get(r.name, ()), passes, is_open)) for r in found]
+            each = [(r, _of_record(r, named.get(r.name, ()), passes, is_open)) for r in launched]
         pairs = [(r, _halves(times)) for r, times in each if times is not None]
         pairs = [(r, least) for r, least in pairs if np.isfinite(least).all()]
         halves = np.array([least for _, least in pairs]).reshape(-1, HALVES)
-        kept = [r for r, _ in pairs]
-        out.append((kept, halves, _halves(walls[:, place]), len(found) - len(kept)))
+        recorded = [r for r, _ in pairs]
+        out.append((recorded, halves, _halves(walls[:, place]), len(launched) - len(recorded)))
     return out
 
 
@@ -378,12 +380,12 @@ def calls(programs: Sequence[Ready], passes: int) -> tuple[np.ndarray, np.ndarra
     what other processes took of it.
     """
     walls, busy = np.zeros((2, passes, len(programs)))
-    for turn in range(passes):
+    for number in range(passes):
         for place, program in enumerate(programs):
             began, worked = time.perf_counter(), time.process_time()
             program.call()
-            walls[turn, place] = time.perf_counter() - began
-            busy[turn, place] = time.process_time() - worked
+            walls[number, place] = time.perf_counter() - began
+            busy[number, place] = time.process_time() - worked
     return walls, busy
 
 
@@ -501,9 +503,9 @@ def card(threads: int) -> DeviceCard:
     if device.platform == "cpu":
         return _cpu_card(threads)
     kind = device.device_kind
-    for name, found in CARDS.items():
+    for name, known in CARDS.items():
         if re.search(rf"\b{re.escape(name)}\b", kind.upper()):
-            return found
+            return known
     raise UserError(f"device {kind} has no card; there are {', '.join(CARDS)}")
 
 

@@ -96,7 +96,7 @@ RIVALS: Mapping[str, Rival] = {
 class Fitted:
     """A fitted rival with the methods of Predictor; it has no band, so sigma is NaN.
 
-    kinds: of the training rows. factors: {name of the card: factor} of adapted devices.
+    kinds: the kinds of the training rows. factors: {name of the card: factor} of adapted devices.
     """
 
     model: Predict
@@ -143,14 +143,14 @@ def _by_kind(train: Dataset, fit: Callable[[Dataset], Predict]) -> Predict:
 
     def predict(rows: Dataset) -> np.ndarray:
         seconds = np.zeros(len(rows))
-        wanted = np.array([record.kind for record in rows.records])
-        for kind in sorted(set(wanted.tolist())):
-            mine = kinds == kind
-            key = kind if mine.any() else ""
+        asked = np.array([record.kind for record in rows.records])
+        for kind in sorted(set(asked.tolist())):
+            is_trained = kinds == kind
+            key = kind if is_trained.any() else ""
             if key not in models:
-                models[key] = fit(train[mine] if key else train)
-            here = wanted == kind
-            seconds[here] = models[key](rows[here])
+                models[key] = fit(train[is_trained] if key else train)
+            is_asked = asked == kind
+            seconds[is_asked] = models[key](rows[is_asked])
         return seconds
 
     return predict
@@ -180,7 +180,7 @@ def _terms(data: Dataset) -> np.ndarray:
 def _columns(data: Dataset) -> np.ndarray:
     """Returns numbers of programs and logarithms of times and attributes of cards."""
     rows = programs(data.records)
-    found = np.zeros((len(data), INPUTS + TIMES + 5))
+    columns = np.zeros((len(data), INPUTS + TIMES + 5))
     devices = np.array(data.devices)
     for name in sorted(set(data.devices)):
         chosen, card = devices == name, data.cards[name]
@@ -190,7 +190,7 @@ def _columns(data: Dataset) -> np.ndarray:
         of_card = np.log(
             [peak, card.memory_bytes_per_s, card.sms, card.l2_bytes, card.clock_hz or 1]
         )
-        found[chosen] = np.concatenate(
+        columns[chosen] = np.concatenate(
             [part.inputs_RX, timed.general_RG, np.tile(of_card, (len(part), 1))], -1
         )
-    return found
+    return columns

@@ -57,10 +57,10 @@ def counts(text: str) -> Counts:
     """Returns the counts of a compiled module (`compiled.as_text()`)."""
     module = Module(text)
     entry = module.instructions(module.entry).values()
-    given = sum(one.opcode == "parameter" for one in entry)
+    arguments = sum(one.opcode == "parameter" for one in entry)
     made = sum(len(one.arrays) for one in entry if one.is_root)
     launched = sum(record.executions for record in records(text))
-    return Counts(given + made, launched, _turns(module, module.entry))
+    return Counts(arguments + made, launched, _turns(module, module.entry))
 
 
 def _turns(module: Module, name: str) -> float:
@@ -77,8 +77,8 @@ def _turns(module: Module, name: str) -> float:
 class Overheads:
     """The fitted overheads in seconds.
 
-    call_s: once a call. array_s, launch_s, turn_s: for each array, launched instruction and
-    iteration of a loop (see Counts).
+    call_s: the seconds of every call. array_s, launch_s, turn_s: the seconds of each array, each
+    launched instruction and each iteration of a loop (see Counts).
     """
 
     call_s: float = 0.0
@@ -86,31 +86,31 @@ class Overheads:
     launch_s: float = 0.0
     turn_s: float = 0.0
 
-    def of(self, found: Counts) -> float:
+    def of(self, call: Counts) -> float:
         """Returns the seconds of one call."""
         return (
             self.call_s
-            + self.array_s * found.arrays
-            + self.launch_s * found.launches
-            + self.turn_s * found.turns
+            + self.array_s * call.arrays
+            + self.launch_s * call.launches
+            + self.turn_s * call.turns
         )
 
     @classmethod
     def fit(
-        cls, found: Sequence[Counts], computed: Sequence[float], walls: Sequence[float]
+        cls, programs: Sequence[Counts], computed: Sequence[float], walls: Sequence[float]
     ) -> "Overheads":
         """Returns the non-negative overheads with the least squared relative errors.
 
-        Args: found: counts of each program. computed: seconds of all its instructions. walls:
-          seconds of its call.
+        Args: programs: the counts of each program. computed: seconds of all its instructions.
+          walls: seconds of its call.
         Raises: UserError without a program.
         """
-        if not len(found):
+        if not len(programs):
             raise UserError("overheads are fitted on programs that were timed; there is none")
         total = np.asarray(walls, float)
-        table = np.array([(1, one.arrays, one.launches, one.turns) for one in found], float)
-        rest = np.maximum(total - np.asarray(computed, float), 0)
-        fitted, _ = nnls(table / total[:, None], rest / total)
+        table = np.array([(1, one.arrays, one.launches, one.turns) for one in programs], float)
+        beyond = np.maximum(total - np.asarray(computed, float), 0)
+        fitted, _ = nnls(table / total[:, None], beyond / total)
         return cls(*fitted.tolist())
 
 
@@ -146,11 +146,11 @@ class Launch:
 class StepTime:
     """The predicted times of one call, in seconds.
 
-    seconds: of the whole call. exposed_s: communication that no computation hides. sigma: standard
-    deviation of `seconds` if the errors of all operations are fully correlated. compute_s,
-    communication_s: sums over all executions, without overlap. overhead_s: of the call and its
-    launches. rows: (record, seconds of all its executions, their standard deviation), the longest
-    first.
+    seconds: those of the complete call. exposed_s: communication that no computation hides. sigma:
+    standard deviation of `seconds` if the errors of all operations are fully correlated. compute_s,
+    communication_s: sums over all executions, without overlap. overhead_s: the overheads of the
+    call and its launches. rows: (record, seconds of all its executions, their standard deviation),
+    the longest first.
     """
 
     seconds: float
@@ -163,11 +163,11 @@ class StepTime:
     overhead_s: float = 0.0
 
 
-def assumed(found: Sequence[OpRecord], card: DeviceCard) -> tuple[np.ndarray, np.ndarray]:
+def assumed(launched: Sequence[OpRecord], card: DeviceCard) -> tuple[np.ndarray, np.ndarray]:
     """Returns (seconds, sigma) of records at the efficiencies that cost/roofline.py assumes."""
     model = Roofline()
-    seconds = np.zeros(len(found))
-    for place, one in enumerate(found):
+    seconds = np.zeros(len(launched))
+    for place, one in enumerate(launched):
         share = model.attention if one.kind == "attention" else model.matmul
         arithmetic = dataclasses.replace(one, nbytes=0.0).floor_s(card) / share
         moving = one.nbytes / (model.memory_bandwidth * card.memory_bytes_per_s)
@@ -190,8 +190,8 @@ def predict(
     """Returns the predicted time of one call of a compiled module on a cluster.
 
     Args: text: `compiled.as_text()`. times: gives the seconds of records: `Predictor.predict`, or
-      `assumed`. live_rows, live_pairs, platform: as in `cost.program.records`. overheads: of a
-      call; None: none, as on a GPU, whose host launches ahead. slowdown: as in `replay`.
+      `assumed`. live_rows, live_pairs, platform: as in `cost.program.records`. overheads: those of
+      a call; None: none, as on a GPU, whose host launches ahead. slowdown: as in `replay`.
     """
     launches = list(schedule(text, live_rows=live_rows, live_pairs=live_pairs, platform=platform))
     is_sent = np.array([one.record.kind == "collective" for one in launches], bool)
@@ -206,22 +206,22 @@ def predict(
     seconds, sigma = seconds * executions, sigma * executions
     durations, before = seconds, 0.0
     if overheads is not None:
-        whole = counts(text)
+        call = counts(text)
         durations = seconds + overheads.launch_s * executions
-        before = overheads.of(dataclasses.replace(whole, launches=0))
-    found = replay(tasks(launches, durations.tolist(), before), slowdown)
+        before = overheads.of(dataclasses.replace(call, launches=0))
+    replayed = replay(tasks(launches, durations.tolist(), before), slowdown)
     order = np.argsort(-seconds, kind="stable")
     # If all tasks were longer by one factor, the replay would be longer by that factor, so the
     # relative deviation of the sum of all tasks is also that of the replay.
     share = float(sigma.sum() / seconds.sum()) if seconds.sum() else 0.0
     return StepTime(
-        found.seconds,
-        found.exposed_s,
-        share * found.seconds,
+        replayed.seconds,
+        replayed.exposed_s,
+        share * replayed.seconds,
         float(seconds[~is_sent].sum()),
         float(seconds[is_sent].sum()),
         tuple((launches[i].record, float(seconds[i]), float(sigma[i])) for i in order),
-        found,
+        replayed,
         before + float((durations - seconds).sum()),
     )
 
@@ -231,7 +231,8 @@ def tasks(
 ) -> list[Task]:
     """Returns the tasks of a schedule, for `cost.replay.replay`.
 
-    seconds: of all executions of each launch. before_s: seconds before the first launch.
+    seconds: those of all executions of each launch, together. before_s: seconds before the first
+    launch.
     """
     out = [Task("call", "compute", (), before_s, "F")] if before_s else []
     names: dict[str, str] = {}  # name that a `-done` refers to -> its newest task
@@ -257,14 +258,14 @@ def schedule(
     text: str, *, live_rows: float = 1.0, live_pairs: float = 1.0, platform: Platform = "gpu"
 ) -> Iterator[Launch]:
     """Yields the launches of a module in the order of its schedule."""
-    found: dict[str, collections.deque[OpRecord]] = collections.defaultdict(collections.deque)
+    by_name: dict[str, collections.deque[OpRecord]] = collections.defaultdict(collections.deque)
     all_records = records(text, live_rows=live_rows, live_pairs=live_pairs, platform=platform)
     for record in all_records:
-        found[record.name].append(record)
+        by_name[record.name].append(record)
     module = Module(text, live_rows)
     done: list[str] = []
     for starts, instruction in _walk(module, module.entry, done, ""):
-        if waiting := found.get(instruction.name):
+        if waiting := by_name.get(instruction.name):
             is_async = starts and '"is_sync":true' not in instruction.attributes
             yield Launch(waiting.popleft(), instruction, starts if is_async else "", tuple(done))
             done.clear()

@@ -154,9 +154,9 @@ class Counts:
 
     def solve(self, seconds: float, gap: float = 0.0, integer: bool = True) -> Solution:
         """Returns the best counts: value and bound in seconds of the whole run."""
-        found = self.program.solve(seconds, gap, integer)
-        value, bound = ((v + self.constant) * self.scale for v in (found.value, found.bound))
-        return Solution(found.x, value, bound, found.closed)
+        solution = self.program.solve(seconds, gap, integer)
+        value, bound = ((v + self.constant) * self.scale for v in (solution.value, solution.bound))
+        return Solution(solution.x, value, bound, solution.closed)
 
     def counts(self, x: np.ndarray) -> np.ndarray:
         """Returns (D, B) layers of each width on each device."""

@@ -18,7 +18,14 @@ from megajax.core.hardware import CARDS, ETHERNET, Cluster, DeviceCard, MixedClu
 from megajax.cost.base import CostModel, Op, Stack
 from megajax.cost.kernels import Matmul, Rowwise
 from megajax.cost.roofline import Roofline
-from megajax.systems.llm_pq.problem import Placement, Problem, even_split, held, omega_of, whole
+from megajax.systems.llm_pq.problem import (
+    Placement,
+    Problem,
+    check_count,
+    even_split,
+    held,
+    omega_of,
+)
 from megajax.systems.llm_pq.solver import Solver, solve
 
 # ---- costs of a workload
@@ -46,11 +53,11 @@ DTYPE = "float16"  # V100, T4 and P100 compute no bfloat16
 class Workload:
     """A model and the requests that it answers, all known in advance (offline serving).
 
-    name: of the model. stack: shapes of its layers. vocab: rows of the embedding, which the first
-    stage holds, and of the head, which the last stage holds (both hold a copy if they are tied,
-    since a stage cannot read another's table). positions: rows of a learned table of positions.
-    prompt, new_tokens: tokens of each request. requests: their number. bits: widths that a layer
-    may have. omega: (layers, widths) loss of quality; None: `assumed_omega`.
+    name: that of the model. stack: the shapes of its layers. vocab: rows of the embedding, which
+    the first stage holds, and of the head, which the last stage holds (both hold a copy if they are
+    tied, since a stage cannot read another's table). positions: rows of a learned table of
+    positions. prompt, new_tokens: tokens of each request. requests: their number. bits: widths that
+    a layer may have. omega: (layers, widths) loss of quality; None: `assumed_omega`.
     """
 
     name: str
@@ -66,9 +73,9 @@ class Workload:
     def __post_init__(self) -> None:
         """Raises: UserError for widths without a kernel, and counts that are none."""
         for name in ("vocab", "prompt", "new_tokens", "requests"):
-            object.__setattr__(self, name, whole(name, getattr(self, name)))
+            object.__setattr__(self, name, check_count(name, getattr(self, name)))
         if self.positions != 0:
-            whole("positions, where they are not 0,", self.positions)
+            check_count("positions, where they are not 0,", self.positions)
         if unknown := set(self.bits) - set(WIDTHS):
             raise UserError(f"bits={min(unknown)} must be of {WIDTHS} (--bits)")
 
@@ -97,8 +104,9 @@ def layer_s(
 ) -> float:
     """Returns the estimated seconds of one layer for one micro-batch.
 
-    Args: bits: of the layer's weights. rows: requests of the micro-batch. queries: tokens of each
-      request: the prompt, or 1 in decoding. keys: tokens that they attend to, with themselves.
+    Args: bits: the width of the layer's weights. rows: requests of the micro-batch. queries: tokens
+      of each request: the prompt, or 1 in decoding. keys: tokens that they attend to, with
+      themselves.
     """
     seconds = 0.0
     for op in _ops(stack, rows, queries, keys):
@@ -108,8 +116,8 @@ def layer_s(
             if op.kernel.m <= FUSED_ROWS:
                 op = dataclasses.replace(op, dtypes=(DTYPE, packed, DTYPE))
             else:
-                whole = Rowwise("dequantize", op.kernel.k, op.kernel.n)
-                extra = model.op_time(Op(op.part, whole, dtypes=(packed, DTYPE)), device)[0]
+                unpacking = Rowwise("dequantize", op.kernel.k, op.kernel.n)
+                extra = model.op_time(Op(op.part, unpacking, dtypes=(packed, DTYPE)), device)[0]
         seconds += op.count * (model.op_time(op, device)[0] + extra)
     return seconds
 

@@ -41,10 +41,11 @@ class Problem:
     bits: the B widths that a layer may have. omega: (L, B) loss of quality of a layer at a width,
     in any unit, at least 0. prefill_s, decode_s: {size of a micro-batch in requests: (D, B) seconds
     of ONE layer for one micro-batch}. prefill_hop_s, decode_hop_s: {size: seconds from one stage to
-    the next}. layer_bytes: (B,) bytes of a layer's weights. cache_bytes: of one layer's keys and
-    values for all requests. first_bytes, last_bytes: what the first and the last stage hold besides
-    their layers. memory: (D,) bytes. requests: their number. new_tokens: tokens of each answer.
-    If a micro-batch does not divide the requests, the last one is smaller but takes as long.
+    the next}. layer_bytes: (B,) bytes of a layer's weights. cache_bytes: bytes of one layer's keys
+    and values for all requests. first_bytes, last_bytes: what the first and the last stage hold
+    besides their layers. memory: (D,) bytes. requests: their number. new_tokens: tokens of each
+    answer. If a micro-batch does not divide the requests, the last one is smaller but takes as
+    long.
     Raises: UserError for shapes that do not match and for numbers that are negative or not finite.
     """
 
@@ -67,7 +68,7 @@ class Problem:
         put = object.__setattr__
         if not isinstance(self.bits, Iterable):
             raise UserError(f"bits={self.bits!r} must be a sequence of widths, such as (4, 8, 16)")
-        put(self, "bits", tuple(whole("a width of bits", b) for b in self.bits))
+        put(self, "bits", tuple(check_count("a width of bits", b) for b in self.bits))
         widths = len(self.bits)
         if widths == 0 or len(set(self.bits)) < widths:
             raise UserError(f"bits={self.bits} must be different widths, at least one")
@@ -85,7 +86,7 @@ class Problem:
                         f"with one entry at least; got {table!r}"
                     )
                 for size in table:
-                    whole(f"a micro-batch of {member}", size)
+                    check_count(f"a micro-batch of {member}", size)
             if missing := sorted(set(times) - set(hops)):
                 raise UserError(f"{name}_hop_s has no seconds for micro-batches {missing}")
             put(
@@ -107,7 +108,7 @@ class Problem:
         for name in ("cache_bytes", "first_bytes", "last_bytes"):
             put(self, name, float(_numbers(name, getattr(self, name), ())))
         for name in ("requests", "new_tokens"):
-            put(self, name, whole(name, getattr(self, name)))
+            put(self, name, check_count(name, getattr(self, name)))
 
     @property
     def layers(self) -> int:
@@ -150,12 +151,12 @@ class Problem:
         return bool((self.omega == self.omega[0]).all())
 
 
-def whole(name: str, value: Any) -> int:
+def check_count(name: str, value: Any) -> int:
     """Returns a count. Raises: UserError for what is no whole number, at least 1."""
     try:
-        found = int(value)
-        if found == value and found >= 1:
-            return found
+        count = int(value)
+        if count == value and count >= 1:
+            return count
     except (TypeError, ValueError, OverflowError):
         pass
     raise UserError(f"{name} must be a whole number, at least 1; got {value!r}")
@@ -166,21 +167,21 @@ def _numbers(name: str, value: Any, shape: tuple[int | str, ...]) -> np.ndarray:
     try:
         if np.iscomplexobj(value):
             raise TypeError
-        found = np.asarray(value, float)
+        numbers = np.asarray(value, float)
     except (TypeError, ValueError):
         raise UserError(f"{name} must be real numbers") from None
-    fits = found.ndim == len(shape) and all(
+    fits = numbers.ndim == len(shape) and all(
         have >= 1 if isinstance(want, str) else have == want
-        for want, have in zip(shape, found.shape, strict=True)
+        for want, have in zip(shape, numbers.shape, strict=True)
     )
     if not fits:
-        wanted = f"({', '.join(map(str, shape))})" if shape else "one number"
+        rule = f"({', '.join(map(str, shape))})" if shape else "one number"
         if words := [want for want in shape if isinstance(want, str)]:
-            wanted += f", with one of the {words[0]} at least"
-        raise UserError(f"{name} has the shape {found.shape}; it must be {wanted}")
-    if not (np.isfinite(found).all() and (found >= 0).all()):
+            rule += f", with one of the {words[0]} at least"
+        raise UserError(f"{name} has the shape {numbers.shape}; it must be {rule}")
+    if not (np.isfinite(numbers).all() and (numbers >= 0).all()):
         raise UserError(f"{name} must be finite and at least 0")
-    return found
+    return numbers
 
 
 @dataclass(frozen=True)
@@ -202,11 +203,11 @@ class Placement:
     """A plan: which device holds which layers in how many bits, and the sizes of micro-batches.
 
     stages: (device, first layer, one past the last layer) in the pipeline's order; devices that are
-    not named stay unused. bits: of each layer. prefill_batch, decode_batch: requests of a
-    micro-batch. tokens_per_s: of all answers. gap: no placement is shorter by a larger fraction of
-    the whole time; 0: proven optimal; NaN: not known. prefill_s, decode_s: seconds of each phase.
-    omega: loss of quality, summed over layers. status: why the search ended: 'optimal',
-    'time limit', 'interrupted' or 'heuristic'.
+    not named stay unused. bits: the width of each layer. prefill_batch, decode_batch: requests of a
+    micro-batch. tokens_per_s: tokens of all answers in a second. gap: no placement is shorter by a
+    larger fraction of the time of the run; 0: proven optimal; NaN: not known. prefill_s, decode_s:
+    seconds of each phase. omega: loss of quality, summed over layers. status: why the search ended:
+    'optimal', 'time limit', 'interrupted' or 'heuristic'.
     """
 
     stages: tuple[Stage, ...]
@@ -232,16 +233,16 @@ class Placement:
     @classmethod
     def load(cls, path: str | Path) -> "Placement":
         """Reads what `save` wrote. Raises: UserError for a file of another kind."""
-        found = read_object(path, MOST_BYTES)
+        fields = read_object(path, MOST_BYTES)
         try:
-            found["stages"] = tuple((int(d), int(a), int(b)) for d, a, b in found["stages"])
-            found["bits"] = tuple(int(b) for b in found["bits"])
-            found["gap"] = float(or_nan(found["gap"]))
+            fields["stages"] = tuple((int(d), int(a), int(b)) for d, a, b in fields["stages"])
+            fields["bits"] = tuple(int(b) for b in fields["bits"])
+            fields["gap"] = float(or_nan(fields["gap"]))
             for name in ("tokens_per_s", "prefill_s", "decode_s", "omega"):
-                found[name] = float(or_nan(found[name], math.inf))
+                fields[name] = float(or_nan(fields[name], math.inf))
             for name in ("prefill_batch", "decode_batch"):
-                found[name] = whole(name, found[name])
-            return cls(**found)
+                fields[name] = check_count(name, fields[name])
+            return cls(**fields)
         except (KeyError, TypeError, ValueError) as error:
             raise UserError(f"{path} is no placement that LLM-PQ wrote: {error!r}") from None
 
@@ -251,7 +252,7 @@ def timed(
 ) -> Times:
     """Returns the times of a placement by the formula of the module's docstring.
 
-    Args: bits: of each layer. prefill, decode: requests of a micro-batch in each phase.
+    Args: bits: the width of each layer. prefill, decode: requests of a micro-batch in each phase.
     """
     column = {b: k for k, b in enumerate(problem.bits)}
 
@@ -275,8 +276,8 @@ def of_stages(
     if n > 1:
         total, slowest = sum(decode_S), max(decode_S)
         decode_s = (n - 2) * max(total, m * slowest) + total + (m - 1) * slowest
-    whole = float(prefill_s + decode_s)
-    rate = problem.requests * n / whole if whole else float("inf")
+    seconds = float(prefill_s + decode_s)
+    rate = problem.requests * n / seconds if seconds else float("inf")
     return Times(float(prefill_s), float(decode_s), rate)
 
 
@@ -305,26 +306,26 @@ def violations(
 
     Args: quality: bound on the sum of omega; None: no bound.
     """
-    found = []
+    broken = []
     devices = [d for d, _, _ in stages]
     if len(set(devices)) < len(devices) or not set(devices) <= set(range(problem.devices)):
-        found.append(f"stages {devices} must be different devices of the cluster")
-        return found
+        broken.append(f"stages {devices} must be different devices of the cluster")
+        return broken
     edges = [0, *(stop for _, _, stop in stages)]
     if [start for _, start, _ in stages] != edges[:-1] or edges[-1] != problem.layers:
-        found.append(f"stages {list(stages)} must cut {problem.layers} layers without a hole")
+        broken.append(f"stages {list(stages)} must cut {problem.layers} layers without a hole")
     if any(stop <= start for _, start, stop in stages):
-        found.append("a stage must have a layer; leave the device out")
+        broken.append("a stage must have a layer; leave the device out")
     if len(bits) != problem.layers or not set(bits) <= set(problem.bits):
-        found.append(f"every layer must have one of the widths {problem.bits}")
-    if found:
-        return found
+        broken.append(f"every layer must have one of the widths {problem.bits}")
+    if broken:
+        return broken
     for d, need in zip(devices, held(problem, stages, bits), strict=True):
         if need > problem.memory[d] * (1 + SLACK):
-            found.append(f"device {d} holds {need:.0f} bytes of {problem.memory[d]:.0f}")
+            broken.append(f"device {d} holds {need:.0f} bytes of {problem.memory[d]:.0f}")
     if quality is not None and omega_of(problem, bits) > quality * (1 + SLACK) + 1e-300:
-        found.append(f"the sum of omega is {omega_of(problem, bits):g}, more than {quality:g}")
-    return found
+        broken.append(f"the sum of omega is {omega_of(problem, bits):g}, more than {quality:g}")
+    return broken
 
 
 # ---- simulation
@@ -424,11 +425,11 @@ def partition(problem: Problem, column: int, seconds_D: np.ndarray) -> list[Stag
             most_D = np.minimum(np.floor(np.maximum(room_D, 0) / each), most_D).astype(int)
         if (room_D[[first, last]] < 0).any():
             continue
-        found = _spread(problem.layers, most_D, seconds_D)
-        if found is None or not all(found[1][d] for d in (first, last)):
+        spread = _spread(problem.layers, most_D, seconds_D)
+        if spread is None or not all(spread[1][d] for d in (first, last)):
             continue
-        if best is None or found[0] < best[0]:
-            best = (*found, first, last)
+        if best is None or spread[0] < best[0]:
+            best = (*spread, first, last)
     if best is None:  # no two devices hold the ends: one device may hold the complete model
         need = each * problem.layers + problem.first_bytes + problem.last_bytes
         able = [d for d in range(problem.devices) if need <= problem.memory[d] * (1 + SLACK)]
@@ -512,14 +513,14 @@ def arrange(
     order = _shortest(problem, devices, sizes, room_D, twin, stage, deadline)
     if order is None:
         return None
-    found: list[Stage] = []
+    stages: list[Stage] = []
     bits: list[int] = []
     start = 0
     for d in order:
-        found.append((d, start, start + int(sizes[d])))
+        stages.append((d, start, start + int(sizes[d])))
         bits += [problem.bits[b] for b in stage(start, d)[1]]
         start += int(sizes[d])
-    return found, bits
+    return stages, bits
 
 
 def _shortest(
@@ -581,13 +582,13 @@ def _twins(problem: Problem, counts_DB: np.ndarray, devices: list[int]) -> list[
 
     Their order does not matter, so the later one never comes first.
     """
-    found: list[int | None] = []
+    twins: list[int | None] = []
     last: dict[tuple, int] = {}
     for k, d in enumerate(devices):
         key = (float(problem.memory[d]), counts_DB[d].tobytes())
-        found.append(last.get(key))
+        twins.append(last.get(key))
         last[key] = k
-    return found
+    return twins
 
 
 def widths(omega_IB: np.ndarray, counts_B: np.ndarray) -> tuple[float, list[int]]:

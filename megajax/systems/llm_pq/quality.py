@@ -73,8 +73,8 @@ def calibrate(
     """Returns {name of a leaf: Statistics of its products' inputs}, stacked over the layers.
 
     Args: params: dense, on one device. batches: token ids, int (B, S) each, of one shape; 128
-        sequences of 2048 tokens are the papers' number. dtype: of the residual stream.
-    Returns: for `megajax.quant.quantize_model(calibration=...)`; NumPy arrays. Leaves with the same
+        sequences of 2048 tokens are the papers' number. dtype: that of the residual stream.
+    Returns: NumPy arrays for `megajax.quant.quantize_model(calibration=...)`. Leaves with the same
         inputs (query, key and value; gate and up) share their arrays.
     Raises: UserError without a batch, for unlike shapes, for what are no token ids of the model,
         and for parameters that are quantized.
@@ -84,7 +84,7 @@ def calibrate(
         raise UserError("calibration: the parameters are quantized; give the dense ones")
     parts = decoder.parts(cfg, dtype=dtype)
     check_params(params, parts, "calibration")
-    wanted = [n.removeprefix(f"{parts.stack}.") for n in matrices(cfg.axes)]
+    watched = [n.removeprefix(f"{parts.stack}.") for n in matrices(cfg.axes)]
     embed = jax.jit(functools.partial(_embed, parts))
     streams, contexts = [], []
     for tokens in batches:
@@ -98,16 +98,16 @@ def calibrate(
         contexts.append(context)
     if not streams:
         raise UserError("calibration: there is no batch of text; give one at least")
-    step = jax.jit(functools.partial(_layer, parts, wanted))
-    found: list[Mapping[str, Statistics]] = []
+    step = jax.jit(functools.partial(_layer, parts, watched))
+    statistics: list[Mapping[str, Statistics]] = []
     for layer in range(cfg.layers):
         weights = jax.tree.map(lambda w, i=layer: w[i], params[parts.stack])
         total: Any = None
         for i, (x, context) in enumerate(zip(streams, contexts, strict=True)):
             streams[i], sums = step(weights, x, context)
             total = sums if total is None else jax.tree.map(jnp.add, total, sums)
-        found.append(jax.tree.map(np.asarray, total))
-    return _stacked(found, parts.stack)
+        statistics.append(jax.tree.map(np.asarray, total))
+    return _stacked(statistics, parts.stack)
 
 
 def curvature(
@@ -148,12 +148,12 @@ def curvature(
     return {n: np.asarray(f) / count for n, f in total.items()}
 
 
-def token_ids(op: str, given: Any, vocab: int) -> np.ndarray:
+def token_ids(op: str, ids: Any, vocab: int) -> np.ndarray:
     """Returns a batch of token ids, int32 (B, S). vocab: the model's, which ids must be below.
 
     Raises: UserError. JAX would take the last row of the embedding for an id that it lacks.
     """
-    ids_BS = np.asarray(given)
+    ids_BS = np.asarray(ids)
     if ids_BS.ndim != 2 or not np.issubdtype(ids_BS.dtype, np.integer):
         raise UserError(
             f"{op}: a batch must be token ids, integers (rows, tokens), got "
@@ -173,7 +173,8 @@ def leaf_of(tree: Tree, n: str) -> Any:
 
 
 def with_leaves(params: Tree, leaves: Mapping[str, Any]) -> Tree:
-    """Returns the parameters with these leaves, by dotted names, in the place of theirs."""
+    """Returns the parameters, in which these leaves, by dotted names, replace those of the same
+    names."""
     return jax.tree_util.tree_map_with_path(lambda path, w: leaves.get(name(path), w), params)
 
 
@@ -187,7 +188,7 @@ def _embed(parts: Any, params: Tree, tokens_BS: Array) -> tuple[Array, Any]:
 
 
 def _layer(
-    parts: Any, wanted: list[str], weights: Tree, x_BSD: Array, context: Any
+    parts: Any, watched: list[str], weights: Tree, x_BSD: Array, context: Any
 ) -> tuple[Array, dict[str, Statistics]]:
     """Returns the stream after a layer, and the sums of each distinct input of its products.
 
@@ -200,7 +201,7 @@ def _layer(
 
     def leaf(path: tuple, w: Array) -> Any:
         n = name(path)
-        return _Watched(w.shape, w, functools.partial(told, n)) if n in wanted else w
+        return _Watched(w.shape, w, functools.partial(told, n)) if n in watched else w
 
     y_BSD, _, _ = parts.block(jax.tree_util.tree_map_with_path(leaf, weights), x_BSD, context)
     inputs = {
@@ -230,13 +231,13 @@ def windows(
     """Returns token ids, int32 (rows, length), of held-out documents or of training documents.
 
     Documents are shuffled, joined (each with the tokenizer's begin and end tokens) and cut.
-    Args: source: as --data.source. shape: rows and length. held_out: which documents. seed: of the
-      order.
+    Args: source: as --data.source. shape: rows and length. held_out: whether held-out documents are
+      taken. seed: the seed of the order.
     Raises: UserError if the source has too little text.
     """
     rows, length = shape
-    found = open_source(source, DataConfig(source=source))
-    texts = [d.text for d in found.documents() if is_held_out(d.text, HELD_OUT) == held_out]
+    documents = open_source(source, DataConfig(source=source))
+    texts = [d.text for d in documents.documents() if is_held_out(d.text, HELD_OUT) == held_out]
     order = np.random.default_rng(seed).permutation(len(texts))
     pieces: list[np.ndarray] = []
     total = 0
@@ -299,7 +300,7 @@ def expected_loss(
     Args: params: dense, on one device. rows: token ids, int32 (rows, length), of text like the
       training text. formats: None: the layer stays dense.
     """
-    found = np.zeros((cfg.layers, len(formats)))
+    rise = np.zeros((cfg.layers, len(formats)))
     for leaf_name, f in curvature(params, cfg, [rows]).items():
         words, leaf = leaf_of(cfg.axes, leaf_name), leaf_of(params, leaf_name)
         for layer in range(cfg.layers):
@@ -309,5 +310,5 @@ def expected_loss(
             for place, fmt in enumerate(formats):
                 if fmt is not None:
                     q = quantize(w_KN, row_format("expected_loss", w_KN, fmt))
-                    found[layer, place] += 0.5 * float((f_KN * (dequantize(q) - w_KN) ** 2).sum())
-    return found
+                    rise[layer, place] += 0.5 * float((f_KN * (dequantize(q) - w_KN) ** 2).sum())
+    return rise

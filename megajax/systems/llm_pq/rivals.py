@@ -51,9 +51,9 @@ class Rival:
 
 def rivals(problem: Problem) -> list[Rival]:
     """Returns the rivals that have a plan on this cluster."""
-    found = [uniform(problem), pipeedge(problem), pipeedge(problem, tuned=True), adabits(problem)]
+    plans = [uniform(problem), pipeedge(problem), pipeedge(problem, tuned=True), adabits(problem)]
     offloads = [offload(problem, bits) for bits in sorted(problem.bits, reverse=True)]
-    return [rival for rival in (*found, *offloads) if rival is not None]
+    return [rival for rival in (*plans, *offloads) if rival is not None]
 
 
 def pairs(problem: Problem) -> Iterator[tuple[int, int]]:
@@ -63,9 +63,9 @@ def pairs(problem: Problem) -> Iterator[tuple[int, int]]:
 
 def fixed(problem: Problem) -> tuple[int, int]:
     """Returns requests / devices for both phases, or the next larger size that the problem has."""
-    wanted = -(-problem.requests // problem.devices)
+    share = -(-problem.requests // problem.devices)
     sizes = sorted(set(problem.prefill_s) & set(problem.decode_s))
-    size = next((s for s in sizes if s >= wanted), sizes[-1])
+    size = next((s for s in sizes if s >= share), sizes[-1])
     return size, size
 
 
@@ -104,8 +104,8 @@ def pipeedge(problem: Problem, tuned: bool = False) -> Rival | None:
 def adabits(problem: Problem) -> Rival | None:
     """The least sum of omega that the memory allows, with the best micro-batches."""
     counts, _ = least_omega(problem)
-    found = None if counts is None else arrange(problem, counts)
-    return None if found is None else _best(problem, "adabits", *found, pairs(problem))
+    plan = None if counts is None else arrange(problem, counts)
+    return None if plan is None else _best(problem, "adabits", *plan, pairs(problem))
 
 
 def offload(problem: Problem, bits: int) -> Rival | None:
@@ -137,15 +137,15 @@ def offload(problem: Problem, bits: int) -> Rival | None:
             for (d, start, stop), gone in zip(stages, away, strict=True)
         ]
 
-    found = []
+    tried = []
     for prefill, decode in pairs(problem):
         before, after = (
             of_phase(problem.prefill_s[prefill], prefill),
             of_phase(problem.decode_s[decode], decode),
         )
         times = of_stages(problem, before, after, prefill, decode)
-        found.append((times.seconds, prefill, decode, times))
-    _, prefill, decode, times = min(found, key=lambda option: option[0])
+        tried.append((times.seconds, prefill, decode, times))
+    _, prefill, decode, times = min(tried, key=lambda option: option[0])
     return Rival(
         f"offload_{bits}",
         tuple(stages),

@@ -99,14 +99,14 @@ class Pipeline:
         self._waiting: list[Call] = []
         self.to_all("hold", shapes)
 
-    def to_all(self, method: str, *given: Any) -> None:
-        """Calls a method of all stages, each after what it was sent before."""
+    def to_all(self, method: str, *args: Any) -> None:
+        """Calls a method of all stages; each stage does it after what it was sent before."""
         for stage in self._stages:
-            stage.send(method, *given)
+            stage.send(method, *args)
 
-    def to_last(self, method: str, *given: Any) -> None:
-        """The same of the last stage."""
-        self._stages[-1].send(method, *given)
+    def to_last(self, method: str, *args: Any) -> None:
+        """Calls a method of the last stage, as `to_all` does."""
+        self._stages[-1].send(method, *args)
 
     def set_slots(self, first: int, table_SM: np.ndarray, rules: Rules) -> None:
         """Sets the page tables and sampling rules of the slots from `first` on."""
@@ -116,7 +116,7 @@ class Pipeline:
             target[first:stop] = source
 
     def add(self, segments: Sequence[Segment]) -> Share:
-        """Adds an engine's step to the next call, or to a new one if it does not fit there.
+        """Adds an engine's step to the next call, or to a new call if the step does not fit there.
 
         Nothing is sent before `flush`.
         """
@@ -187,7 +187,7 @@ class View:
     cpu = False  # only an engine's defaults ask, and the runtime sets these
 
     def __init__(self, pipeline: Pipeline, slot: int, page: int):
-        """slot, page: the first ones that are the engine's; the page is nobody's."""
+        """slot: the first slot of the engine. page: the number before its first page."""
         self._pipeline, self._slot, self._page = pipeline, slot, page
 
     # ---- a backend
@@ -219,8 +219,8 @@ class View:
         """See Programs.step. The call waits for `Pipeline.flush`."""
         table_SM = np.where(table_SM > 0, table_SM + self._page, 0)
         self._pipeline.set_slots(self._slot, table_SM, rules)
-        own = [dataclasses.replace(s, slot=s.slot + self._slot) for s in segments]
-        return self._pipeline.add(own), list(range(len(own)))
+        shifted = [dataclasses.replace(s, slot=s.slot + self._slot) for s in segments]
+        return self._pipeline.add(shifted), list(range(len(shifted)))
 
     def read(self, drawn: Share) -> Drawn:
         """See Programs.read. Raises: StageError."""
@@ -257,7 +257,8 @@ class Placed(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class _Room:
-    """What the engines are made for. unit: slots of one. context: tokens of a sequence."""
+    """The sizes that the engines are made for. unit: slots of an engine. context: tokens of a
+    sequence."""
 
     engines: int
     unit: int
@@ -299,9 +300,10 @@ class Runtime:
         Args: params: dense, or of megajax.quant.quantize_model with the placement's bits. Dense
           weights are rounded to nearest in groups of 128; layers of 16 bits stay dense. The weights
           also stay in the memory of this process, for `restart`. devices: for each device of the
-          placement a jax device, a list of them (tensor ranks of one stage), or a mesh. dtype: of
-          the computation and of the pages. page_size: tokens of a page. seed: of sampling.
-          prefill_tokens: most tokens of a prompt in one call; None: the whole prompt. requests:
+          placement a jax device, a list of them (tensor ranks of one stage), or a mesh. dtype: that
+          of the computation and of the pages. page_size: tokens of a page. seed: the seed of
+          sampling. prefill_tokens: most tokens of a prompt in one call; None: all of them.
+          requests:
           most answers that run at the same time, except that all answers of one prompt start
           together; None: all of a call of `generate`, as the plan assumes. tokenizer: as in
           Engine. timeout_s: longest wait for the result of a call in seconds, after which the stage
@@ -470,10 +472,10 @@ class Runtime:
         placement = self.placement
         most = max(r.params.n for r in requests)
         unit = max(math.gcd(placement.prefill_batch, placement.decode_batch), most)
-        wanted = sum(r.params.n for r in requests)
-        wanted = min(wanted, self._most or wanted)
+        slots = sum(r.params.n for r in requests)
+        slots = min(slots, self._most or slots)
         context = max(len(r.prompt) + r.params.max_tokens for r in requests)
-        room, engines = self._room, -(-wanted // unit)
+        room, engines = self._room, -(-slots // unit)
         if room is not None and room.unit == unit:
             if room.engines >= engines and room.context >= context:
                 return
@@ -592,28 +594,28 @@ class _Host:
         devices = jax.devices()[:ranks]
         if len(devices) < ranks:
             raise UserError(f"{place} has {len(devices)} devices in its process, not {ranks}")
-        given = cfg, place, weights, devices if ranks > 1 else devices[0], dtype
-        self._guard = Guard(lambda: Stage(*given))
+        args = cfg, place, weights, devices if ranks > 1 else devices[0], dtype
+        self._guard = Guard(lambda: Stage(*args))
 
-    def call(self, method: str, *given: Any) -> Any:
+    def call(self, method: str, *args: Any) -> Any:
         """Calls a method of the stage; arrays come as NumPy's."""
         import jax
 
-        return jax.device_get(self._guard.call(method, *given))
+        return jax.device_get(self._guard.call(method, *args))
 
 
 class RayStage:
     """A stage that is an actor: what LocalStage is for a thread."""
 
-    def __init__(self, options: dict[str, Any], *given: Any):
-        """options: of the actor. given: as of _Host."""
+    def __init__(self, options: dict[str, Any], *args: Any):
+        """options: the options of the actor. args: the arguments of _Host."""
         self._ray = _ray()
-        self._actor = self._ray.remote(_Host).options(**options).remote(*given)
+        self._actor = self._ray.remote(_Host).options(**options).remote(*args)
         self.failed = False  # then it is to be replaced
 
-    def send(self, method: str, *given: Any) -> Any:
+    def send(self, method: str, *args: Any) -> Any:
         """Calls a method of the stage after what was sent before; returns its result to come."""
-        return self._actor.call.remote(method, *given)
+        return self._actor.call.remote(method, *args)
 
     def wait(self, result: Any, timeout_s: float | None = None) -> Any:
         """Returns a result that `send` promised. Raises: what the stage did; NoAnswerError where it
@@ -654,13 +656,13 @@ class RayRuntime(Runtime):
 
 def cluster_devices() -> Sequence[dict[str, Any]]:
     """Returns the options of an actor for each GPU of a Ray cluster, in the order of its nodes."""
-    found = []
+    options = []
     for node in _ray().nodes():
         if node["Alive"]:
-            here = {f"node:{node['NodeManagerAddress']}": 0.001}
+            resources = {f"node:{node['NodeManagerAddress']}": 0.001}
             gpus = int(node["Resources"].get("GPU", 0))
-            found += [{"num_gpus": 1, "resources": dict(here)} for _ in range(gpus)]
-    return found
+            options += [{"num_gpus": 1, "resources": dict(resources)} for _ in range(gpus)]
+    return options
 
 
 def _ray() -> Any:

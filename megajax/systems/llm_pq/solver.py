@@ -102,13 +102,13 @@ class Search:
         Returns by how much its sum of omega exceeds the quality (0 or less: it is legal), or None
         when the memory keeps it from every order.
         """
-        found = arrange(self.problem, counts_DB, self.deadline)
-        if found is None:
+        plan = arrange(self.problem, counts_DB, self.deadline)
+        if plan is None:
             return None
-        if self.offer(*found, pair) or self.quality is None:
+        if self.offer(*plan, pair) or self.quality is None:
             return 0.0
-        self.hints[pair, tuple(found[0])] = None  # its stages, with narrower layers, may do
-        return omega_of(self.problem, found[1]) - self.quality
+        self.hints[pair, tuple(plan[0])] = None  # its stages, with narrower layers, may do
+        return omega_of(self.problem, plan[1]) - self.quality
 
     def linear_bounds(self, known_s: float) -> None:
         """Bounds every pair by its linear program: milliseconds each.
@@ -121,8 +121,8 @@ class Search:
                 return  # a bound of 0 says nothing
             program = Counts(self.problem, pair, self.quality, known_s=known_s)
             seconds = min(10.0, self.left)
-            found = attended(lambda p=program, s=seconds: p.solve(s, integer=False))
-            self.bounds[pair] = min(found.value, known_s) if found.closed else 0.0
+            solution = attended(lambda p=program, s=seconds: p.solve(s, integer=False))
+            self.bounds[pair] = min(solution.value, known_s) if solution.closed else 0.0
 
     def result(self, status: str) -> Placement:
         """Returns the best placement. Must have one."""
@@ -177,7 +177,7 @@ def _stdout_to_stderr() -> Iterator[None]:
     sys.stdout.flush()
     flush(None)
     try:
-        kept = os.dup(1)
+        stdout = os.dup(1)
     except OSError:  # there is no stdout
         yield
         return
@@ -186,8 +186,8 @@ def _stdout_to_stderr() -> Iterator[None]:
         yield
     finally:
         flush(None)
-        os.dup2(kept, 1)
-        os.close(kept)
+        os.dup2(stdout, 1)
+        os.close(stdout)
 
 
 def least_omega(problem: Problem, seconds: float = 10.0) -> tuple[np.ndarray | None, bool]:
@@ -198,8 +198,8 @@ def least_omega(problem: Problem, seconds: float = 10.0) -> tuple[np.ndarray | N
     """
     program = Counts(problem, (0, 0), None, goal="omega")
     program.order_twins()
-    found = attended(lambda: program.solve(seconds))
-    return None if found.x is None else program.counts(found.x), found.closed
+    solution = attended(lambda: program.solve(seconds))
+    return None if solution.x is None else program.counts(solution.x), solution.closed
 
 
 def spelled(amount: float) -> str:
@@ -231,12 +231,12 @@ def explain(problem: Problem, quality: float | None, seconds: float = 20.0) -> U
         programs.append(Layers(problem, (0, 0), quality, goal="memory"))
     missing, is_exact = 0.0, False
     for program in programs:
-        found = attended(lambda p=program: p.solve(seconds))
-        is_exact = found.closed
+        solution = attended(lambda p=program: p.solve(seconds))
+        is_exact = solution.closed
         if not is_exact:
-            missing = max(missing, found.bound)
-        elif found.x is not None:
-            missing = max(missing, program.missing(found.x))
+            missing = max(missing, solution.bound)
+        elif solution.x is not None:
+            missing = max(missing, program.missing(solution.x))
     if missing <= SLACK * problem.memory.max():
         return None
     size, low = min(zip(problem.layer_bytes.tolist(), problem.bits, strict=True))
@@ -249,12 +249,12 @@ def explain(problem: Problem, quality: float | None, seconds: float = 20.0) -> U
     listed = ", ".join(f"{name} {spelled(value)}" for name, value in terms.items())
     total, room = sum(terms.values()), problem.memory.sum()
     largest = max(terms, key=terms.__getitem__)
-    wanted, least = "", "At the least it takes"
+    condition, least = "", "At the least it takes"
     if quality is not None:
-        wanted = f" with a sum of omega of at most {quality:g}"
+        condition = f" with a sum of omega of at most {quality:g}"
         least = "With any sum of omega it takes at least"
     return UserError(
-        f"the memory of the {problem.devices} devices cannot hold the model{wanted}: "
+        f"the memory of the {problem.devices} devices cannot hold the model{condition}: "
         f"{'' if is_exact else 'at least '}{spelled(missing)} bytes are missing. "
         f"{least} {spelled(total)} bytes "
         f"({listed}); the devices have {spelled(room)}, and a layer cannot be cut. The largest "
@@ -461,12 +461,12 @@ def _nothing(search: Search, solver: Solver, time_limit_s: float) -> UserError:
 
 def _number(name: str, value: Any) -> float:
     try:
-        found = math.nan if isinstance(value, str) else float(value)
+        number = math.nan if isinstance(value, str) else float(value)
     except (TypeError, ValueError):
-        found = math.nan
-    if math.isnan(found):
+        number = math.nan
+    if math.isnan(number):
         raise UserError(f"{name}={value!r} must be a number (--{name})")
-    return found
+    return number
 
 
 def _search(search: Search, solver: Solver, start: Sequence[Plan]) -> None:
@@ -519,10 +519,10 @@ def _rounds(search: Search, pairs: list[Pair], step: Step) -> None:
         again = []
         for pair in pairs:
             if search.open(pair) and search.left > 0.05:
-                given, began = min(slice_s, search.left), time.monotonic()
-                closed = step(search, pair, given)
+                limit_s, began = min(slice_s, search.left), time.monotonic()
+                closed = step(search, pair, limit_s)
                 # HiGHS may also give up for its own reasons; more time does not help then.
-                if not closed and search.open(pair) and time.monotonic() - began > given / 2:
+                if not closed and search.open(pair) and time.monotonic() - began > limit_s / 2:
                     again.append(pair)
         pairs, slice_s = again, 3 * slice_s
 
@@ -532,19 +532,19 @@ def _by_counts(search: Search, pair: Pair, seconds: float) -> bool:
     quality, tighter = search.quality, 0.0
     closed = False
     for tries in range(TIGHTER):
-        wanted = None if quality is None else max(quality - tighter, 0.0)
-        program = Counts(search.problem, pair, wanted, known_s=search.seconds)
+        bound = None if quality is None else max(quality - tighter, 0.0)
+        program = Counts(search.problem, pair, bound, known_s=search.seconds)
         program.order_twins()
-        found = attended(lambda p=program: p.solve(min(seconds, search.left), CLOSE / 10))
+        solution = attended(lambda p=program: p.solve(min(seconds, search.left), CLOSE / 10))
         if tries == 0:
-            search.raise_bound(pair, found.bound)
-            closed = found.closed
-        if found.x is None:
+            search.raise_bound(pair, solution.bound)
+            closed = solution.closed
+        if solution.x is None:
             return closed
-        excess = search.offer_counts(program.counts(found.x), pair)
+        excess = search.offer_counts(program.counts(solution.x), pair)
         if excess is None or excess <= 0 or search.left <= 0:
             return closed
-        if found.value >= search.seconds:
+        if solution.value >= search.seconds:
             return closed
         tighter = max(2 * tighter, excess)
     return closed
@@ -566,9 +566,9 @@ def _climb_stages(search: Search, seconds: float) -> None:
         if search.best is not None:
             program.below(search.seconds * (1 + LOOSE))
         limit = min(search.left, WIDTHS_S)
-        found = attended(lambda: program.solve(limit, CLOSE))
-        if found.x is not None:
-            search.offer(*program.plan(found.x), pair)
+        solution = attended(lambda: program.solve(limit, CLOSE))
+        if solution.x is not None:
+            search.offer(*program.plan(solution.x), pair)
         return search.seconds < before * (1 - CLOSE)
 
     for pair, stages in search.hints:
@@ -607,11 +607,11 @@ def _by_layers(search: Search, pair: Pair, seconds: float) -> bool:
             program.below(search.seconds * (1 + LOOSE))
         for _ in range(COVERS):
             limit = min(end - time.monotonic(), search.left)
-            found = attended(lambda p=program, s=limit: p.solve(s, CLOSE / 10))
+            solution = attended(lambda p=program, s=limit: p.solve(s, CLOSE / 10))
             if memory == 1.0:
-                search.raise_bound(pair, found.bound)
-            if found.x is None or search.offer(*program.plan(found.x), pair):
-                return found.closed
-            if search.quality is None or not program.cover(found.x, search.quality):
+                search.raise_bound(pair, solution.bound)
+            if solution.x is None or search.offer(*program.plan(solution.x), pair):
+                return solution.closed
+            if search.quality is None or not program.cover(solution.x, search.quality):
                 break  # it exceeds the memory
     return False

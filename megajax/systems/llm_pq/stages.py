@@ -57,8 +57,8 @@ class Place:
 
 @dataclasses.dataclass(frozen=True)
 class Shapes:
-    """Shapes of the arrays that a stage holds. slots: S. budget: most tokens of a call. pool: pages
-    of a layer, tokens of a page, M."""
+    """Shapes of the arrays that a stage holds. slots: their number S. budget: most tokens of a
+    call. pool: pages of a layer, tokens of a page, and M."""
 
     slots: int
     budget: int
@@ -66,7 +66,7 @@ class Shapes:
 
 
 class NoAnswerError(TimeoutError):
-    """A result was not there in time. A TimeoutError that a stage's program raises is another."""
+    """A result was not ready in time, unlike a TimeoutError that a stage's program raises."""
 
 
 class StageError(RuntimeError):
@@ -121,7 +121,7 @@ class _StagePrograms(Programs):
     def run(self, params: Tree, x: Any, laid: Laid) -> Any:
         """Returns the residual stream (1, T, D) after the stage's layers, or what was drawn.
 
-        x: of the stage before; None at the first.
+        x: the residual stream of the stage before; None at the first.
         """
         with jax.set_mesh(self._forward.mesh):
             if not self._first:
@@ -160,9 +160,9 @@ class Stage:
         dtype: str,
         wrap: Wrap | None = None,
     ):
-        """Places its weights. cfg: of the whole model. devices: as `mesh_of` takes them."""
-        own = dataclasses.replace(cfg, layers=place.stop - place.start)
-        self._forward = Forward(own, mesh_of(devices), dtype=dtype)
+        """Places its weights. cfg: that of the complete model. devices: as `mesh_of` takes them."""
+        part = dataclasses.replace(cfg, layers=place.stop - place.start)
+        self._forward = Forward(part, mesh_of(devices), dtype=dtype)
         self._weights = self._forward.place(weights, cast=True)
         self._place, self._wrap = place, wrap
         self._programs: Any = None  # _StagePrograms, from `hold` on
@@ -186,13 +186,13 @@ class Stage:
         """See Programs."""
         self._programs.copy_pages(copies)
 
-    def set_changes(self, *given: Any) -> None:
+    def set_changes(self, *args: Any) -> None:
         """See Programs; of the last stage."""
-        self._programs.set_changes(*given)
+        self._programs.set_changes(*args)
 
-    def set_masks(self, *given: Any) -> None:
+    def set_masks(self, *args: Any) -> None:
         """See Programs; of the last stage."""
-        self._programs.set_masks(*given)
+        self._programs.set_masks(*args)
 
     def compiled(self) -> int:
         """Programs compiled so far."""
@@ -204,7 +204,7 @@ class Stage:
 
 
 class Guard:
-    """A stage that refuses all calls after a failure, because its state is lost then."""
+    """Calls a stage, and refuses all calls after a failure, because the state is lost then."""
 
     def __init__(self, build: Callable[[], Stage]):
         """build: makes the stage."""
@@ -212,13 +212,13 @@ class Guard:
         self._stage: Stage | None = None
         self.failure: BaseException | None = None
 
-    def call(self, method: str, *given: Any) -> Any:
+    def call(self, method: str, *args: Any) -> Any:
         """Calls a method of the stage. Raises: what it does, or did before."""
         if self.failure is not None:
             raise self.failure
         try:
             self._stage = self._stage or self._build()
-            return getattr(self._stage, method)(*given)
+            return getattr(self._stage, method)(*args)
         except BaseException as error:
             self.failure = error
             raise
@@ -227,30 +227,30 @@ class Guard:
 class LocalStage:
     """A stage of this process in a thread of its own, which starts what it is sent, in this order.
 
-    A thread a stage, since on CPUs a program runs in the thread that starts it. It is a daemon: a
-    program that never ends must not keep the process.
+    Each stage has a thread, because on CPUs a program runs in the thread that starts it. The thread
+    is a daemon: a program that never ends must not keep the process alive.
     """
 
-    def __init__(self, *given: Any):
-        """given: as of Stage, which the thread makes."""
-        self._guard = Guard(lambda: Stage(*given))
+    def __init__(self, *args: Any):
+        """args: the arguments of Stage, which the thread makes."""
+        self._guard = Guard(lambda: Stage(*args))
         self._sent: queue.SimpleQueue[tuple[Future, str, tuple] | None] = queue.SimpleQueue()
         self._open: set[Future] = set()  # results to come
         self.failed = False  # then it is to be replaced
-        name = f"stage-{given[1].stage}"
+        name = f"stage-{args[1].stage}"
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._thread.start()
         self.send("check")  # makes it
 
-    def send(self, method: str, *given: Any) -> Future:
+    def send(self, method: str, *args: Any) -> Future:
         """Calls a method of the stage after what was sent before; returns its result to come.
 
-        given: results to come are waited for; where one failed, the stage does nothing.
+        args: futures among them are waited for; if one of them failed, the stage does nothing.
         """
         result: Future = Future()
         self._open.add(result)
         result.add_done_callback(self._open.discard)
-        self._sent.put((result, method, given))
+        self._sent.put((result, method, args))
         return result
 
     def _serve(self) -> None:
@@ -258,11 +258,11 @@ class LocalStage:
             self._answer(*sent)
             del sent  # its arrays, before the next call comes
 
-    def _answer(self, result: Future, method: str, given: tuple) -> None:
+    def _answer(self, result: Future, method: str, args: tuple) -> None:
         try:
             try:
-                given = tuple(x.result() if isinstance(x, Future) else x for x in given)
-                result.set_result(self._guard.call(method, *given))
+                args = tuple(x.result() if isinstance(x, Future) else x for x in args)
+                result.set_result(self._guard.call(method, *args))
             except InvalidStateError:
                 raise
             except BaseException as error:
@@ -327,12 +327,12 @@ def in_bits_of(params: Tree, cfg: DecoderConfig, bits_I: Sequence[int]) -> Tree:
         return quantize_model(params, cfg, formats)
     runs: LayerRuns = runs_of(params[decoder.parts(cfg).stack], cfg.layers)
     for stack, start, stop in zip(runs.stacks, runs.starts, runs.stops, strict=True):
-        found = {w.weight.format.bits for w in _packed(stack) if hasattr(w, "weight")} or {DENSE}
+        widths = {w.weight.format.bits for w in _packed(stack) if hasattr(w, "weight")} or {DENSE}
         for layer in range(start, stop):
-            wanted = min(bits_I[layer], DENSE)
-            if found != {wanted}:
+            planned = min(bits_I[layer], DENSE)
+            if widths != {planned}:
                 raise UserError(
-                    f"layer {layer} of the parameters has {sorted(found)} bits, and {wanted} in "
+                    f"layer {layer} of the parameters has {sorted(widths)} bits, and {planned} in "
                     "the placement; quantize the dense parameters by it"
                 )
     return params

@@ -11,16 +11,16 @@ from megajax.systems.cdmpp.labels import Turns, share
 def test_a_turn_locks_and_says_who_has_it(tmp_path):
     turns = Turns(tmp_path / "lock")
     assert turns.seconds_of(os.getpid()) == 0
-    with turns.turn() as waited, open(turns.path, "a") as other:
+    with turns.take() as waited, open(turns.path, "a") as other:
         assert 0 <= waited < 5
         with pytest.raises(BlockingIOError):
             fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
         assert 0 < turns.seconds_of(os.getpid()) < 5
         assert turns.seconds_of(os.getpid() + 1) == 0
     assert turns.seconds_of(os.getpid()) == 0
-    with pytest.raises(RuntimeError, match="in a turn"), turns.turn():
+    with pytest.raises(RuntimeError, match="in a turn"), turns.take():
         raise RuntimeError("in a turn")
-    with turns.turn() as waited:
+    with turns.take() as waited:
         assert waited < 5
 
 
