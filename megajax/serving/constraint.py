@@ -80,14 +80,14 @@ class Constraints:
     def __init__(self, tokenizer: Any):
         """Opens nothing yet. tokenizer: with `end` and `pieces` (data/tokenizer.py), else every
         constraint is refused."""
-        self._given = tokenizer
+        self._tokenizer = tokenizer
         self._compiled: OrderedDict[StructuredOutputsParams, Matcher] = OrderedDict()
         self._lock = threading.Lock()
 
     @functools.cached_property
     def _opened(self) -> tuple[Any, Any, Any, int]:
         """(The library, its tokenizer, its limits, ids). Raises: UserError."""
-        if self._given is None or not hasattr(self._given, "pieces"):
+        if self._tokenizer is None or not hasattr(self._tokenizer, "pieces"):
             raise UserError("structured_outputs needs a tokenizer: give the engine one (tokenizer)")
         try:
             import llguidance
@@ -95,8 +95,8 @@ class Constraints:
             raise UserError(
                 "structured_outputs needs the package llguidance: uv sync --extra constraints"
             ) from None
-        pieces = self._given.pieces()
-        tokenizer = llguidance.LLTokenizer(_Vocabulary(pieces, self._given))  # pyrefly: ignore
+        pieces = self._tokenizer.pieces()
+        tokenizer = llguidance.LLTokenizer(_Vocabulary(pieces, self._tokenizer))  # pyrefly: ignore
         limits = llguidance.LLParserLimits(verbose_errors=False, **FUEL)
         return llguidance, tokenizer, limits, len(pieces)
 
@@ -108,20 +108,12 @@ class Constraints:
         """
         with self._lock:
             self._opened  # noqa: B018 (once, whoever comes first)
-            found = self._compiled.get(form)
-            if found is not None:
+            compiled = self._compiled.get(form)
+            if compiled is not None:
                 self._compiled.move_to_end(form)
-                return found.copy()
-        made = self._compile(form)
-        with self._lock:
-            self._compiled[form] = made
-            while len(self._compiled) > CACHED:
-                self._compiled.popitem(last=False)
-            return made.copy()
-
-    def _compile(self, form: StructuredOutputsParams) -> Matcher:
+                return compiled.copy()
         library, tokenizer, limits, vocab = self._opened
-        end: int | None = self._given.end
+        end: int | None = self._tokenizer.end
         try:
             grammar = _grammar(library, form)
         except ValueError as error:  # more nesting than its parser follows
@@ -141,7 +133,11 @@ class Constraints:
                 problem = tried.problem
         if problem is not None:
             raise UserError(f"structured_outputs.{form.kind} cannot be used: {problem:.400}")
-        return made
+        with self._lock:
+            self._compiled[form] = made
+            while len(self._compiled) > CACHED:
+                self._compiled.popitem(last=False)
+            return made.copy()
 
 
 def _grammar(library: Any, form: StructuredOutputsParams) -> str:
@@ -178,8 +174,8 @@ class _Vocabulary:
         self._ids = {piece: i for i, piece in enumerate(pieces) if piece}
         self._longest = max(map(len, self._ids), default=0)
 
-    def __call__(self, given: bytes | str) -> list[int]:
-        data = given if isinstance(given, bytes) else given.encode()
+    def __call__(self, text: bytes | str) -> list[int]:
+        data = text if isinstance(text, bytes) else text.encode()
         with contextlib.suppress(UserError, UnicodeDecodeError):
             if self._encode is not None:
                 ids = self._encode([data.decode()])[0].tolist()

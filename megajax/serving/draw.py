@@ -1,9 +1,9 @@
 """From logits to the next token of each sequence of an engine, on the device.
 
-Every sequence has its own rules, so they are arrays, and one program serves all. What changes
-logits comes in vLLM's order: bias, penalties, temperature, min-p, top-k, top-p. What nobody of a
-step asks for is not computed (`lax.cond`). A token's noise follows from its request's seed and its
-place in the answer alone, so a sample does not depend on the batch it is drawn in.
+The rules of the sequences are arrays, so that one program serves all of them. They change logits in
+vLLM's order: bias, penalties, temperature, min-p, top-k, top-p. What no sequence of a step asks for
+is not computed (`lax.cond`). The noise of a token depends only on the seed of its request and the
+token's place in the answer, so a sample does not depend on the batch in which it is drawn.
 
 Legend: B sequences of a step, S slots (sequences that run), V vocabulary with its padding, W
 32-bit words of a mask of the vocabulary.
@@ -58,10 +58,10 @@ class Rules:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Changes:
-    """What penalties, biases and constraints need to know, by slot.
+    """The state that penalties, biases and constraints read, by slot.
 
-    counts_SV: int32, of the tokens of an answer. seen_SV: bool, in prompt or answer. bias_SV.
-    allowed_SW: uint32, a bit for each token that may come next.
+    counts_SV: how often the answer has each token, int32. seen_SV: whether prompt or answer have
+    it. bias_SV: added to its logit. allowed_SW: a bit for each token that may come next, uint32.
     """
 
     counts_SV: Any
@@ -74,8 +74,11 @@ class Changes:
 @dataclasses.dataclass(frozen=True)
 class Drawn:
     """What a step drew: token ids, log-probabilities of the unmodified logits, and the TOP
-    likeliest tokens with theirs, zeros where nobody asked for them. scores: the same for every
-    token that was fed, where `token` is the one that follows it; None where nobody asked."""
+    likeliest tokens with theirs, which are zeros if no sequence of the step lists them.
+
+    scores: the same arrays for every token that was fed, with the token that follows it in the
+    prompt as `token`; None if no sequence asks for scores.
+    """
 
     token: Any
     logprob: Any
@@ -112,8 +115,7 @@ def draw_tokens(
 ) -> tuple[Drawn, Changes]:
     """Returns what each sequence draws, and the changes after it.
 
-    logits: float32. log_z: their log-sum-exp. slot_B: of each sequence; S: it draws nothing that
-    counts.
+    logits: float32. log_z: their log-sum-exp. slot_B: of each sequence; S: its draw is not counted.
     """
     modified_BV = lax.cond(
         jnp.any(rules.changes),

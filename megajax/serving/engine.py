@@ -37,8 +37,7 @@ from megajax.serving.scheduler import Sequence as Running
 
 
 def check_tokens(prompt: Sequence[int], vocab: int, name: str = "prompt_tokens") -> list[int]:
-    """Returns the ids as Python integers. JAX would clip what no embedding has a row for, without
-    a word.
+    """Returns the ids as Python integers. JAX would silently clip an id without an embedding.
 
     Raises: UserError for what is empty or no list of ids of the vocabulary.
     """
@@ -127,7 +126,7 @@ class Output:
 
 
 class Answer:
-    """What the engine keeps of a sequence beside its pages."""
+    """The state of a sequence's answer in the engine."""
 
     def __init__(
         self,
@@ -138,9 +137,9 @@ class Answer:
         matcher: Matcher | None = None,
         scores: list[dict[int, float] | None] | None = None,
     ):
-        """words: of its PRNG key, uint32 (2,). matcher: of its constraint, for it alone. scores:
-        log-probabilities of the prompt's tokens, which all answers to it share; None: nobody asks.
-        """
+        """words: the PRNG key of its draws, uint32 (2,). matcher: the state of its constraint, not
+        shared with other answers. scores: log-probabilities of the prompt's tokens, a list that all
+        answers to the prompt share; None: they are not computed."""
         self.sequence, self.params, self.tokens = sequence, params, []  # type: ignore[var-annotated]
         # The list of pages that its row of the table shows, and how many of them: the scheduler
         # makes a new list when the sequence starts again.
@@ -184,7 +183,7 @@ class Answer:
         return any(stop in text for stop in self.params.stop)
 
     def output(self, reason: str | None) -> Output:
-        """Returns what was not yet given out."""
+        """Returns the tokens since the last output."""
         new, self._new = self._new, []
         tops = [t or {} for *_, t in new] if self.params.logprobs is not None else None
         scores = None if self._shown else self.scores
@@ -265,9 +264,9 @@ class Answer:
 def _tops(drawn: Drawn, at: tuple[int, ...], most: int) -> dict[int, float]:
     """Returns the log-probabilities of the likeliest tokens in one place, and of the one there."""
     ids, values = drawn.top_token[at].tolist(), drawn.top_logprob[at].tolist()
-    found = dict(list(zip(ids, values, strict=True))[:most])
-    found.setdefault(drawn.token[at].item(), drawn.logprob[at].item())
-    return found
+    logprobs = dict(list(zip(ids, values, strict=True))[:most])
+    logprobs.setdefault(drawn.token[at].item(), drawn.logprob[at].item())
+    return logprobs
 
 
 # ---- engine
@@ -327,7 +326,7 @@ class Engine:
           how tensor ranks add up; exact: 'xla'. decode_steps: tokens that a dispatch decodes where
           nobody waits; None: 1 on a CPU, else 4; exact: 1. context: most tokens of a sequence;
           None: the model's positions. backend: what runs the steps, in the place of mesh, dtype,
-          zero and overlap; `params` are then what its `place` takes.
+          zero and overlap; its `place` then takes `params`.
         Raises: UserError for values that cannot be, or a mesh that cannot cut the model.
         """
         check_options(
@@ -375,12 +374,12 @@ class Engine:
         self._constraints, self._constrained = Constraints(tokenizer), 0  # 0 live answers have one
 
     def compile(self, tokens: Sequence[int] = (), others: bool = True) -> list[Future]:
-        """Compiles steps beside what the caller does next (Programs.prepare): first those of the
-        smallest and of the largest number of tokens, with which any request can begin.
+        """Compiles steps in a thread while the caller goes on (Programs.prepare): first those of
+        the smallest and of the largest number of tokens, with which any request can begin.
 
         tokens: numbers of tokens in the place of these two. others: whether the steps of all other
         sizes follow.
-        Returns: what is done when the first ones are ready.
+        Returns: futures that are done when the first ones are ready.
         """
         outline = self._params if self._params is not None else self._outline
         sizes = self.programs.sizes
@@ -390,7 +389,7 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """Whether a step can bring anything."""
+        """Whether a request has not ended, or `step` has an output to return."""
         return bool(self._answers or self._late)
 
     def submit(
@@ -435,11 +434,11 @@ class Engine:
         try:
             for sequence in sequences:
                 words = self._seed_words(params, request, sequence.index)
-                own = matcher.copy() if matcher is not None else None
+                constraint = matcher.copy() if matcher is not None else None
                 self._answers[sequence] = Answer(
-                    sequence, params, words, self.tokenizer, own, scores
+                    sequence, params, words, self.tokenizer, constraint, scores
                 )
-                self._constrained += own is not None
+                self._constrained += constraint is not None
         except BaseException:  # all of a request or nothing of it
             for sequence in self.scheduler.cancel(request):
                 self._drop(sequence)
@@ -459,14 +458,16 @@ class Engine:
         return None if form is None else self._constraints.matcher(form)
 
     def _seed_words(self, params: SamplingParams, request: int, index: int) -> np.ndarray:
-        """A key of its own for each answer, which a request's own seed alone decides."""
-        own = [self._seed & (2**64 - 1), request] if params.seed is None else [params.seed % 2**64]
-        entropy = [len(own), *own, index]
+        """Returns the PRNG key of an answer. A seed of the request decides it alone."""
+        source = (
+            [self._seed & (2**64 - 1), request] if params.seed is None else [params.seed % 2**64]
+        )
+        entropy = [len(source), *source, index]
         return np.random.SeedSequence(entropy).generate_state(2)
 
     def cancel(self, id: int) -> None:
-        """Ends a request; its answers end with 'cancelled' in the next step. An ended or unknown
-        one is none of its business."""
+        """Ends a request; its answers end with 'cancelled' in the next step. Nothing is
+        done for one that has ended, or that the engine never had."""
         for sequence in self.scheduler.cancel(id):
             self._end(sequence, "cancelled")
 
@@ -501,17 +502,26 @@ class Engine:
     # ---- steps
 
     def launch(self) -> None:
-        """Starts the next step of the device, if there is one and none runs; waits for nothing."""
-        if not self._launched:
-            self._launch()
+        """Starts the next step of the device, if there is one and none runs; does not wait."""
+        if self._launched:
+            return
+        # A mask is known only when the token before it is.
+        plan = self.scheduler.plan(1 if self._constrained else self.programs.steps)
+        if plan is not None:
+            self._start(plan)
 
     def step(self) -> list[Output]:
-        """Advances every sequence that has room by one step of the device, or by decode_steps.
+        """Advances every running sequence by one step of the device, or by decode_steps.
 
-        Returns: what is new of each answer; none while prompts are computed.
+        Returns: the outputs of the answers that grew or ended; none while prompts are computed.
         """
         self.launch()
-        self._launch_after()
+        # The step after the running one starts before the tokens of the running one are read,
+        # unless it depends on them, as masks do.
+        if len(self._launched) == 1 and not self._constrained:
+            before = self._launched[0]
+            if (plan := self.scheduler.plan_after(before.plan)) is not None:
+                self._start(plan, before)
         ended = self._read()
         self.launch()
         outputs, self._late = self._late, []
@@ -533,7 +543,7 @@ class Engine:
             drawn = dataclasses.replace(drawn, scores=None)
         if drawn.token.ndim == 1:
             drawn = jax.tree.map(lambda x: x[None], drawn)
-        kept: dict[Running, list[int]] = {}
+        taken: dict[Running, list[int]] = {}
         grown: list[tuple[Answer, str | None]] = []
         for piece, row in zip(launched.plan.pieces, launched.rows, strict=True):
             answer = self._answers.get(piece.sequence)
@@ -547,31 +557,14 @@ class Engine:
                     reason = _failed(answer, error)
                 if reason is not None:
                     break
-            kept[piece.sequence] = answer.tokens[len(answer.tokens) - k - 1 :]
+            taken[piece.sequence] = answer.tokens[len(answer.tokens) - k - 1 :]
             grown.append((answer, reason))
-        self.scheduler.commit(launched.plan, kept)
+        self.scheduler.commit(launched.plan, taken)
         for answer, reason in grown:
             if reason is not None:
                 self.scheduler.finish(answer.sequence)
                 self._drop(answer.sequence)
         return grown
-
-    def _launch(self) -> None:
-        """Starts the next step, if there is one."""
-        # A mask is known only when the token before it is.
-        plan = self.scheduler.plan(1 if self._constrained else self.programs.steps)
-        if plan is not None:
-            self._start(plan)
-
-    def _launch_after(self) -> None:
-        """Starts what follows the step that runs, if that does not depend on what it draws."""
-        # A mask is known only when the token before it is.
-        if len(self._launched) != 1 or self._constrained:
-            return
-        before = self._launched[0]
-        plan = self.scheduler.plan_after(before.plan)
-        if plan is not None:
-            self._start(plan, before)
 
     def _start(self, plan: Plan, before: _Launched | None = None) -> None:
         """Starts a plan. before: the step that draws the tokens that it feeds."""
@@ -586,14 +579,18 @@ class Engine:
             assert slot is not None
             try:
                 changes = self._enter(sequence, slot, start + count - len(sequence.prompt))
-                mask = self._mask(sequence) if draws else None
+                matcher = self._answers[sequence].matcher
+                if draws and matcher is not None:  # the bits of the tokens that it may draw
+                    masks[slot] = np.zeros(draw.words(self.cfg.padded_vocab), np.uint32)
+                    matcher.write_mask(masks[slot])
             except Exception as error:  # nothing of it is on the device yet; others go on
-                self._fail(sequence, error)
+                masks.pop(slot, None)
+                reason = _failed(self._answers[sequence], error)
+                self.scheduler.finish(sequence)
+                self._end(sequence, reason)
                 continue
             if changes is not None:
                 self.programs.set_changes(slot, *changes)
-            if mask is not None:
-                masks[slot] = mask
             ids = sequence.tokens[start : start + count] if before is None else [0]
             following = self._answers[sequence].unscored(start, count)
             segments.append(Segment(slot, ids, start, draws, following))
@@ -639,20 +636,6 @@ class Engine:
             if answer is not None and answer.scores is not None:
                 answer.take_scores(scores, first, start, count)
             first += count
-
-    def _mask(self, sequence: Running) -> np.ndarray | None:
-        """Returns the bits of the tokens that a constrained sequence may draw, else None."""
-        if (matcher := self._answers[sequence].matcher) is None:
-            return None
-        mask = np.zeros(draw.words(self.cfg.padded_vocab), np.uint32)
-        matcher.write_mask(mask)
-        return mask
-
-    def _fail(self, sequence: Running, error: Exception) -> None:
-        """Ends one sequence that cannot be laid out; the others know nothing of it."""
-        reason = _failed(self._answers[sequence], error)
-        self.scheduler.finish(sequence)
-        self._end(sequence, reason)
 
     def _end(self, sequence: Running, reason: str) -> None:
         answer = self._drop(sequence)

@@ -1,9 +1,9 @@
 """The forward pass of an engine: the trainer's blocks on neighbouring tokens of many sequences.
 
-One shard_map over the whole mesh, with the local Ops that pipelines train with: each device has all
-tokens of the step, its part of the heads, of the feed-forward width, of the vocabulary and of the
-experts. The tokens of all sequences stand in one row, whose attention goes through pages
-(serving/forward.py). A mixture of experts drops no token here, whatever its training did.
+One shard_map over all devices, with the local Ops that pipelines train with: each device has all
+tokens of the step, and its shard of the heads, of the feed-forward width, of the vocabulary and of
+the experts. The tokens of all sequences stand in one row, whose attention goes through pages. A
+mixture of experts drops no token, whatever its training did.
 
 Legend: T tokens of a step, B segments, D model width, V vocabulary, L layers, P pages of a layer.
 """
@@ -36,12 +36,12 @@ from pallas_kernels import paged_attention
 
 # ---- paged
 #
-# Keys and values in pages: what a model's layers see of the sequences that an engine serves.
+# Keys and values in pages, as a model's layers read and write them.
 #
 # A page holds `page` neighbouring tokens of one sequence in one layer. All layers' pages lie in one
 # array, page p of layer l in row l P + p, so that the loop over layers carries it and writes in
-# place. Page 0 of a layer is nobody's: tokens that pad a step write there. Source: PagedAttention
-# (arXiv 2309.06180).
+# place. No sequence holds page 0 of a layer: tokens that pad a step write there. Source:
+# PagedAttention (arXiv 2309.06180).
 #
 # Legend: T tokens of a step, B segments (neighbouring tokens of one sequence), M pages of the
 # longest sequence, P pages of a layer, L layers, G key-value heads, K head width.
@@ -53,11 +53,11 @@ Array = jax.Array
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Tokens:
-    """What one forward pass reads, all int32.
+    """The tokens of one forward pass, all arrays int32.
 
-    ids_T, positions_T: of each token; those that pad are anything in range. table_BM: a segment's
-    pages, in the order of its sequence. start_B, count_B: its first token and their number; 0: no
-    segment. context_B: tokens of its sequence so far, these included.
+    ids_T, positions_T: of each token; padding has any legal values. table_BM: the pages of a
+    segment's sequence, in order. start_B, count_B: index of its first token and number of its
+    tokens; 0: there is no segment. context_B: length of its sequence, with these tokens.
     """
 
     ids_T: Any
@@ -91,7 +91,7 @@ def rows_of(tokens: Tokens, page: int) -> tuple[Array, Array]:
     inside_TB = (index_T1 >= start_1B) & (index_T1 < end_1B)
     segment_T, real_T = jnp.argmax(inside_TB, 1), inside_TB.any(1)
     which_T = tokens.positions_T // page
-    real_T &= which_T < M  # a position beyond the table, of a step that nobody wants
+    real_T &= which_T < M  # a position beyond the table, of a step that is in vain
     page_T = tokens.table_BM[segment_T, jnp.minimum(which_T, M - 1)]
     return jnp.where(real_T, page_T, 0), jnp.where(real_T, tokens.positions_T % page, 0)
 
@@ -138,7 +138,7 @@ class PagedCache:
 
 
 def copy(pages: Pages, pool: int, source_N: Array, target_N: Array) -> Pages:
-    """Copies pages in all layers; (0, 0) copies nobody's."""
+    """Copies pages in all layers; (0, 0) copies page 0, which no sequence holds."""
     layers = pages.k.shape[0] // pool
     first_L1 = jnp.arange(layers)[:, None] * pool
 
@@ -186,10 +186,12 @@ class Forward:
     # ---- weights and pages at rest
 
     def place(self, params: Tree, cast: bool, room: float = 0) -> Tree:
-        """Returns parameters, or some members of them, on this mesh. cast: matrices in the compute
-        type, as copies; vectors and routers stay as they are. room: bytes of a device; if a copy of
-        the layers takes no more, each layer's are arrays of its own (core.packed.each_alone),
-        packed ones of the same input side by side (layers/joined.py)."""
+        """Returns parameters, or some members of them, on this mesh.
+
+        cast: copy matrices in the compute type; vectors and routers keep theirs. room: bytes of a
+          device. If a copy of the layers fits there, each layer gets separate arrays
+          (core.packed.each_alone), and packed matrices of one input are joined (layers/joined.py).
+        """
         if cast:
             words = packed_axes(self.parts.axes, params)
             params = map_words(self._cast, words, params)
@@ -200,9 +202,9 @@ class Forward:
         return placed
 
     def outline(self, params: Tree, cast: bool) -> Tree:
-        """Returns what `place` does without room, as ShapeDtypeStructs with their shardings.
+        """Returns what `place` returns without room, as ShapeDtypeStructs with their shardings.
 
-        params: their leaves need a shape and a type only, packed ones' too."""
+        params: their leaves, and those of packed matrices, need a shape and a type only."""
         words = packed_axes(self.parts.axes, params)
 
         def of(words: tuple, x: Any) -> Any:
@@ -223,12 +225,13 @@ class Forward:
 
     @property
     def heads(self) -> int:
-        """Key-value heads of all devices: more than the model's where tensor ranks share them."""
+        """Number of key-value heads of all devices: more than the model's if tensor ranks share
+        heads."""
         return self.cfg.kv_heads * self.layout.copies("kv_heads")
 
     @property
     def page_spec(self) -> PS:
-        """How a pool of pages lies: its heads are cut over tensor."""
+        """PartitionSpec of a pool of pages: its heads are cut over tensor."""
         return self.layout.act(None, None, "kv_heads", None)
 
     def pages(self, pages: int, page: int) -> Pages:
@@ -270,8 +273,8 @@ class Forward:
     ) -> tuple[Array, Pages]:
         """Returns (float32 logits_BV after the tokens rows_B, the pages with all tokens).
 
-        V is the padded vocabulary; what pads it is NEGATIVE. All devices get the same. attention:
-        the implementation of pallas_kernels.paged_attention.
+        V is the padded vocabulary, whose padding has the logit NEGATIVE. All devices get the same
+        logits. attention: the implementation of pallas_kernels.paged_attention.
         """
         x = self.enter(params, tokens)
         x, pages = self.through(params, pages, tokens, x, attention)
@@ -318,8 +321,8 @@ class Forward:
         return batch, self.parts.context(batch, None)
 
     def _ends(self, params: Tree) -> Tree:
-        """The members beside the layers, ready to be used. What is not here, and what nobody asks
-        for, has a shape only."""
+        """Returns the parameters with all members but the layers in the compute type, gathered;
+        the layers, and members that params lacks, are only shapes."""
         axes, stack = packed_axes(self.parts.axes, params), self.parts.stack
         in_use = functools.partial(exchange.whole_local, self.layout, dtype=self.dtype)
         ends = {
@@ -329,7 +332,7 @@ class Forward:
 
 
 def _bytes(tree: Tree) -> int:
-    """What a tree takes on one device."""
+    """Returns the bytes of a tree on one device."""
     return sum(
         math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree)
     )
@@ -343,7 +346,8 @@ def _experts(
     slots_of: Any,
     grouped: Any,
 ) -> tuple[Array, None]:
-    """The part of this device's experts for all tokens, which every device has, added up."""
+    """Returns the sum over the experts of all devices. Each device has all tokens, and computes
+    what its experts add."""
     weights = params.map(lambda w: w[...].astype(x_BSD.dtype))
     experts = layout.live(layout.rules.stored["expert"])
     first = lax.axis_index(experts) * weights.down.shape[0] if experts else 0

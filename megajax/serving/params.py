@@ -118,33 +118,33 @@ class SamplingParams(Checked):
             )
 
 
-def _strings(given: Any) -> tuple[str, ...]:
+def _strings(stop: Any) -> tuple[str, ...]:
     """Returns the strings that end a continuation."""
-    listed = [given] if isinstance(given, str) else [] if given is None else given
+    listed = [stop] if isinstance(stop, str) else [] if stop is None else stop
     if not isinstance(listed, Collection) or not all(isinstance(s, str) for s in listed):
-        raise UserError(f"stop={given!r} must be a string or a list of strings; the default is ()")
+        raise UserError(f"stop={stop!r} must be a string or a list of strings; the default is ()")
     if "" in listed:
         raise UserError(
-            f"stop={given!r} must hold no empty string, which would stop at once; "
+            f"stop={stop!r} must hold no empty string, which would stop at once; "
             f"nearest: {[s for s in listed if s]}"
         )
     return tuple(listed)
 
 
-def _ids(name: str, given: Any) -> tuple[int, ...]:
+def _ids(name: str, ids: Any) -> tuple[int, ...]:
     """Returns token ids as Python's ints."""
     try:
-        if isinstance(given, str):
+        if isinstance(ids, str):
             raise TypeError
-        found = tuple(_index(token) for token in (() if given is None else given))
+        tokens = tuple(_index(token) for token in (() if ids is None else ids))
     except TypeError:
-        raise UserError(f"{name}={given!r} must be a list of ids; the default is ()") from None
-    if not all(0 <= token <= WHOLE for token in found):
-        kept = [token for token in found if 0 <= token <= WHOLE]
+        raise UserError(f"{name}={ids!r} must be a list of ids; the default is ()") from None
+    if not all(0 <= token <= WHOLE for token in tokens):
+        legal = [token for token in tokens if 0 <= token <= WHOLE]
         raise UserError(
-            f"{name}={given!r:.200} must hold ids from 0 to {WHOLE}; nearest: {kept!r:.200}"
+            f"{name}={ids!r:.200} must hold ids from 0 to {WHOLE}; nearest: {legal!r:.200}"
         )
-    return found
+    return tokens
 
 
 def _index(token: Any) -> int:
@@ -153,14 +153,14 @@ def _index(token: Any) -> int:
     return operator.index(token)
 
 
-def _biases(given: Any) -> dict[int, float]:
+def _biases(biases: Any) -> dict[int, float]:
     """Returns token -> bias; a JSON object's keys are strings, so these are read as numbers."""
-    if given is None:
+    if biases is None:
         return {}
-    if not isinstance(given, Mapping):
-        raise UserError(f"logit_bias={given!r} must be a dict of token: bias; the default is {{}}")
-    found = {}
-    for token, bias in given.items():
+    if not isinstance(biases, Mapping):
+        raise UserError(f"logit_bias={biases!r} must be a dict of token: bias; the default is {{}}")
+    numbered = {}
+    for token, bias in biases.items():
         try:
             number = int(token) if isinstance(token, str) else _index(token)
         except (TypeError, ValueError):
@@ -178,5 +178,5 @@ def _biases(given: Any) -> dict[int, float]:
             raise UserError(
                 f"logit_bias[{number}]={bias!r:.80} must be a number in [-{BIAS}, {BIAS}]{near}"
             )
-        found[number] = float(bias)
-    return found
+        numbered[number] = float(bias)
+    return numbered

@@ -51,9 +51,11 @@ GPU_SHARE = 0.9  # (vLLM's gpu_memory_utilization) of the free memory that becom
 
 @dataclass(frozen=True)
 class Segment:
-    """Neighbouring tokens of one sequence that a step feeds. ids: theirs. first: their position.
-    draws: whether the last of them is followed by a token to draw. following: the ids behind each
-    of them, as far as their log-probabilities are asked for."""
+    """Neighbouring tokens of one sequence that a step feeds.
+
+    ids: of the tokens. first: position of the first one. draws: whether a token is drawn behind the
+    last one. following: the ids behind each of them, if their log-probabilities are asked for.
+    """
 
     slot: int
     ids: Sequence[int]
@@ -63,8 +65,11 @@ class Segment:
 
 
 class Laid(NamedTuple):
-    """What a step reads beside weights and state. rows_B: where a segment's last token is. slot_B:
-    its slot; S: it draws nothing. rules_B: how it draws."""
+    """The arrays that a step reads in addition to weights and state.
+
+    rows_B: index of each segment's last token. slot_B: its slot, or S if it draws nothing. rules_B:
+    how it draws.
+    """
 
     tokens: forward_.Tokens
     rows_B: Any
@@ -73,12 +78,16 @@ class Laid(NamedTuple):
 
 
 class Laying:
-    """Lays segments in arrays of few shapes. sizes: the T that there are."""
+    """Writes segments into arrays of few shapes. sizes: all values of T."""
 
     def __init__(self, slots: int, budget: int, width: int):
         """slots: S. budget: most tokens of a step. width: M."""
         self._slots, self._width = slots, width
-        self.sizes = _sizes(budget)
+        # Powers of two from LEAST on, the last of which holds the budget.
+        sizes = [LEAST]
+        while sizes[-1] < budget:
+            sizes.append(2 * sizes[-1])
+        self.sizes = tuple(sizes)
 
     def size(self, tokens: int) -> int:
         """Returns the smallest T that holds so many tokens."""
@@ -127,22 +136,16 @@ def fields(rules: Rules) -> list[np.ndarray]:
     return [getattr(rules, name) for name in rules.__dataclass_fields__]
 
 
-def _sizes(budget: int) -> tuple[int, ...]:
-    """Powers of two from LEAST on, the last of which holds the budget."""
-    sizes = [LEAST]
-    while sizes[-1] < budget:
-        sizes.append(2 * sizes[-1])
-    return tuple(sizes)
-
-
 # ---- programs
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class State:
-    """What lives on the devices and is given up to every call. logits_SV, log_z_S: exact numerics
-    only, of the token to draw next."""
+    """The arrays on the devices, which every call takes over and returns.
+
+    logits_SV, log_z_S: of the token to draw next; exact numerics only.
+    """
 
     pages: forward_.Pages
     changes: Changes
@@ -151,9 +154,11 @@ class State:
 
 
 class Programs:
-    """Runs steps. All arguments that vary are arrays of few shapes. draws: whether they end with
-    tokens; otherwise there is no memory of what penalties know. scores: whether they give the
-    log-probabilities of prompts."""
+    """Runs steps. All arguments that vary are arrays of few shapes.
+
+    draws: whether steps end with drawn tokens; if not, no memory is taken for `Changes`. scores:
+    whether they can return the log-probabilities of prompts.
+    """
 
     draws = scores = True
 
@@ -360,9 +365,9 @@ class Programs:
         """Waits for what `step` returned; returns it in NumPy."""
         drawn = jax.tree.map(np.asarray, drawn)
         if isinstance(drawn.scores, list):  # of each tile, and how many rows it has
-            parts = [jax.tree.map(lambda x, n=n: x[:n], scores) for scores, n in drawn.scores]
-            whole = jax.tree.map(lambda *xs: np.concatenate(xs), *parts)
-            drawn = replace(drawn, scores=whole)
+            parts = [jax.tree.map(lambda x, n=n: x[:n], tile) for tile, n in drawn.scores]
+            scores = jax.tree.map(lambda *xs: np.concatenate(xs), *parts)
+            drawn = replace(drawn, scores=scores)
         return drawn
 
     def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
@@ -405,8 +410,8 @@ class Programs:
                 self._state = tile(params, self._state, tokens, slot_T)
                 continue
             next_T = _side_by_side(part, T)
-            found, self._state = tile(params, self._state, tokens, slot_T, next_T)
-            scores.append((found, sum(len(s.ids) for s in part)))
+            scored, self._state = tile(params, self._state, tokens, slot_T, next_T)
+            scores.append((scored, sum(len(s.ids) for s in part)))
         slot_S = np.full(self._slots, self._slots, np.int32)
         drawing = [s.slot for s in segments if s.draws]
         slot_S[drawing] = drawing
@@ -438,8 +443,8 @@ class Programs:
         donated: Any = self._specs if drawn is None else (drawn, self._specs)
 
         def call(params: Tree, state: State, *others: Any) -> Any:
-            whole = jax.tree.map(lambda _: PS(), others)
-            specs = (self._specs, *whole)
+            replicated = jax.tree.map(lambda _: PS(), others)
+            specs = (self._specs, *replicated)
             return self._forward.everywhere(local, params, specs, donated)(params, state, *others)
 
         return jax.jit(call, donate_argnums=1, compiler_options=self._options)
@@ -561,13 +566,13 @@ def _outline(x: Array) -> jax.ShapeDtypeStruct:
 
 def _tiles(segments: Sequence[Segment]) -> list[list[Segment]]:
     """Cuts segments so that each list has at most TILE tokens."""
-    found: list[list[Segment]] = [[]]
+    parts: list[list[Segment]] = [[]]
     room = tiles.TILE
     for segment in segments:
         done = 0
         while done < len(segment.ids):
             if room == 0:
-                found.append([])
+                parts.append([])
                 room = tiles.TILE
             part = segment.ids[done : done + room]
             last = done + len(part) == len(segment.ids)
@@ -578,9 +583,9 @@ def _tiles(segments: Sequence[Segment]) -> list[list[Segment]]:
                 segment.draws and last,
                 segment.following[done : done + room],
             )
-            found[-1].append(piece)
+            parts[-1].append(piece)
             done, room = done + len(part), room - len(part)
-    return found
+    return parts
 
 
 def _side_by_side(segments: Sequence[Segment], T: int) -> np.ndarray:
@@ -624,14 +629,15 @@ def _allow(state: State, slot_N: Array, allowed_NW: Array) -> State:
 
 
 class Backend(Protocol):
-    """cpu: whether its devices are CPUs, which decides an engine's defaults."""
+    """Devices, weights and programs of an engine. cpu: whether the devices are CPUs, which decides
+    an engine's defaults."""
 
     @property
     def cpu(self) -> bool: ...  # noqa: D102
 
     def place(self, params: Tree) -> Any:
-        """Returns the weights on the devices, as `Programs.step` takes them; of what it returned
-        before, the same."""
+        """Returns the weights on the devices, as `Programs.step` takes them. Weights that it has
+        returned before come back unchanged."""
         ...
 
     def outline(self, params: Tree) -> Any:
@@ -645,7 +651,7 @@ class Backend(Protocol):
     def programs(
         self, *, slots: int, budget: int, pool: tuple[int, int, int], exact: bool, steps: int
     ) -> Any:
-        """Returns what serving.programs.Programs is, or what does the same. Arguments: as there."""
+        """Returns a Programs, or an object with its methods. Arguments: as Programs has them."""
         ...
 
 
@@ -675,8 +681,8 @@ class OneMesh:
 
     @property
     def alone(self) -> bool:
-        """Whether each layer's weights rest in arrays of their own: on a GPU, if they are copies
-        anyway. For a CPU a loop over layers compiles sooner."""
+        """Whether each layer's weights are separate arrays: on a GPU, if they are copies anyway. On
+        a CPU, a loop over layers compiles sooner."""
         return self._cast and not self._exact and not self.cpu
 
     def place(self, params: Tree) -> Tree:
@@ -687,7 +693,7 @@ class OneMesh:
         )
 
     def outline(self, params: Tree) -> Tree:
-        """See Backend. Not where layers rest alone, which depends on the memory that is free."""
+        """See Backend. Not for separate layers, which depend on the memory that is free."""
         assert not self.alone
         check_params(params, self._forward.parts, "params")
         return self._forward.outline(params, self._cast)

@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 from megajax.core.errors import UserError
 
-NOBODY = 0  # the page to which the device writes what belongs to no sequence
+NOBODY = 0  # the page to which tokens that pad a step are written; no sequence holds it
 AGING = 100  # (chosen) plans of waiting that weigh as much as one unit of priority
 
 
@@ -113,7 +113,9 @@ class PagePool:
                 page = self._free.pop()
             else:
                 page, _ = self._idle.popitem(last=False)
-                self._unpublish(page)
+                key, self._keys[page] = self._keys[page], None
+                assert key is not None
+                del self._published[key]
                 self.evictions += 1
             self._held[page] = 1
             taken.append(page)
@@ -160,11 +162,6 @@ class PagePool:
         self._free.extend(self._idle)
         self._idle.clear()
 
-    def _unpublish(self, page: int) -> None:
-        key, self._keys[page] = self._keys[page], None
-        assert key is not None
-        del self._published[key]
-
 
 # ---- sequences
 #
@@ -175,9 +172,9 @@ class PagePool:
 class Sequence:
     """One continuation of a prompt. Equal only to itself; all members are to be read only.
 
-    request: as given to `Scheduler.add`. index: of the request's n. tokens: prompt and drawn ones.
-    computed: how many tokens have keys and values in `pages`. slot: row of the batch while it runs,
-    else None.
+    request: the id that `Scheduler.add` was called with. index: from 0 to the request's n - 1.
+    tokens: of the prompt, and the drawn ones. computed: how many tokens have keys and values in
+    `pages`. slot: row of the batch while the sequence runs, else None.
     """
 
     request: abc.Hashable
@@ -209,7 +206,8 @@ class Sequence:
 class Family:
     """The sequences of a request that have not ended.
 
-    held: wait until another one has computed the prompt. ready: run, and have computed it.
+    alive: all of them. held: those that wait until another one has computed the prompt. ready:
+    those that run and have computed it.
     """
 
     alive: dict[Sequence, None] = field(default_factory=dict)
@@ -282,11 +280,6 @@ class Scheduler:
         """Returns the sequences with a slot."""
         return self._running.keys()
 
-    @property
-    def pages_in_use(self) -> int:
-        """Returns how many pages are held."""
-        return self._pool.in_use
-
     def add(
         self,
         id: abc.Hashable,
@@ -358,8 +351,8 @@ class Scheduler:
             assert not self._waiting, "with no sequence running, the first in order fits"
             return None
         pieces.sort(key=_slot)
-        whole = len(pieces) == len(self._running)
-        steps = steps if steps > 1 and whole and self._reserve_steps(pieces, steps) else 1
+        all_feed = len(pieces) == len(self._running)
+        steps = steps if steps > 1 and all_feed and self._reserve_steps(pieces, steps) else 1
         return Plan(tuple(pieces), tuple(self._copies.values()), steps)
 
     def plan_after(self, plan: Plan) -> Plan | None:
@@ -431,7 +424,8 @@ class Scheduler:
             heapq.heapify(self._queue)
 
     def cancel(self, id: abc.Hashable) -> list[Sequence]:
-        """Ends all sequences of a request and returns them; of an ended or unknown one, none."""
+        """Ends all sequences of a request and returns them: none, if the request is unknown or has
+        ended."""
         family = self._requests.get(id)
         ended = list(family.alive) if family else []
         for sequence in reversed(ended):
@@ -439,8 +433,8 @@ class Scheduler:
         return ended
 
     def drop_prefixes(self) -> None:
-        """Lets no sequence that starts from now on reuse what was computed until now: the weights
-        are new. What runs goes on with its pages."""
+        """Lets sequences that start from now on reuse no pages that were computed before, as the
+        weights are new. Running sequences go on with their pages."""
         self._weights += 1
         self._pool.forget()
         for sequence in self._running:
@@ -467,7 +461,7 @@ class Scheduler:
         return Piece(sequence, sequence.computed, count, count == left)
 
     def _lacking(self, sequence: Sequence, tokens: int) -> int:
-        """Returns how many pages a sequence lacks to hold its first tokens."""
+        """Returns how many more pages a sequence needs to hold its first `tokens` tokens."""
         return max(self._pool.pages_for(tokens) - len(sequence.pages), 0)
 
     def _reserve(self, sequence: Sequence, tokens: int) -> None:
@@ -489,8 +483,8 @@ class Scheduler:
         return True
 
     def _preemptions_to_grow(self) -> int:
-        """Preempts until all others have room for their next token; returns how many it was."""
-
+        """Preempts sequences until all others have room for their next token; returns how many
+        were preempted."""
         lacking = sum(self._lacking(s, len(s.tokens)) for s in self._running)
         if lacking <= self._pool.available:
             return 0
@@ -534,32 +528,32 @@ class Scheduler:
         if spare < 1:
             return False
         donor = next(iter(sequence.family.ready), None)
-        found = self._find(sequence)
+        pages = self._find(sequence)
         before = len(sequence.prompt) - 1
-        if donor is not None and len(found) * self._pool.page_size < before:
+        if donor is not None and len(pages) * self._pool.page_size < before:
             if self._pool.pages_for(len(sequence.tokens)) - before // self._pool.page_size > spare:
                 return False
             self._fork(donor, sequence)
             return True
-        need = self._pool.pages_for(len(sequence.tokens)) - len(found)
-        need += sum(not self._pool.holders(page) for page in found)
+        need = self._pool.pages_for(len(sequence.tokens)) - len(pages)
+        need += sum(not self._pool.holders(page) for page in pages)
         if need > spare:
             return False
-        self.prefix_hits += len(found) * self._pool.page_size
-        self._run(sequence, found, len(found) * self._pool.page_size)
+        self.prefix_hits += len(pages) * self._pool.page_size
+        self._run(sequence, pages, len(pages) * self._pool.page_size)
         return True
 
     def _find(self, sequence: Sequence) -> list[int]:
-        """Returns the published pages that hold the sequence's first tokens, without its last one:
-        that is fed to draw from its logits."""
-        found, size = [], self._pool.page_size
+        """Returns the published pages that hold the sequence's first tokens. The last token is fed
+        in any case, since a draw needs its logits."""
+        pages, size = [], self._pool.page_size
         reusable = self._pool.reusable and not sequence.anew
         for i in range((len(sequence.tokens) - 1) // size if reusable else 0):
             page = self._pool.find(sequence.key(i, size))
             if page is None:
                 break
-            found.append(page)
-        return found
+            pages.append(page)
+        return pages
 
     def _fork(self, donor: Sequence, sequence: Sequence) -> None:
         """Starts a sequence behind the prompt that another one of its request computed.
@@ -597,8 +591,8 @@ class Scheduler:
         sequence.published = max(full, sequence.published)
 
     def _share_prompt(self, sequence: Sequence, family: Family) -> None:
-        """Starts, behind a prompt that has just been computed, those that waited for it; where no
-        slot or page is left, they wait like others. Computed with old weights, it is no help."""
+        """Starts the sequences that waited for a prompt that has just been computed. Without a slot
+        or a page for them, or if old weights computed the prompt, they wait like others."""
         if sequence.weights != self._weights:
             self._enqueue_held(family, 1)
             return

@@ -57,13 +57,13 @@ class StructuredOutputsParams:
 
     def __post_init__(self):
         """Checks every value."""
-        given = [name for name in KINDS if getattr(self, name) not in (None, False)]
+        kinds = [name for name in KINDS if getattr(self, name) not in (None, False)]
         if self.json is False:
             raise UserError("structured_outputs.json=False is a schema that no value matches")
-        if len(given) != 1:
+        if len(kinds) != 1:
             raise UserError(
                 f"structured_outputs must have exactly one of {', '.join(KINDS)}; given: "
-                f"{', '.join(given) or 'none'}"
+                f"{', '.join(kinds) or 'none'}"
             )
         object.__setattr__(self, "json", self._schema())
         object.__setattr__(self, "choice", self._choices())
@@ -74,7 +74,7 @@ class StructuredOutputsParams:
         size = len(self.json or "") + len(self.regex or "") + sum(map(len, self.choice or ()))  # type: ignore[arg-type]
         if size > LONGEST:
             raise UserError(
-                f"structured_outputs.{given[0]} has {size} characters; it must have at most "
+                f"structured_outputs.{kinds[0]} has {size} characters; it must have at most "
                 f"{LONGEST}"
             )
         _check_expression("structured_outputs.regex", self.regex or "")
@@ -88,11 +88,11 @@ class StructuredOutputsParams:
         if self.json is None:
             return None
         try:
-            found = json_.loads(self.json) if isinstance(self.json, str) else self.json
-            if isinstance(found, Mapping) or found is True:
+            schema = json_.loads(self.json) if isinstance(self.json, str) else self.json
+            if isinstance(schema, Mapping) or schema is True:
                 # True is a schema too, and the same as {}.
-                text = json_.dumps({} if found is True else dict(found), allow_nan=False)
-                _check_keywords({} if found is True else found)
+                text = json_.dumps({} if schema is True else dict(schema), allow_nan=False)
+                _check_keywords({} if schema is True else schema)
                 return text
         except UserError:
             raise
@@ -137,7 +137,7 @@ def _check_keywords(schema: Any) -> None:
                 inner = list(value.values())
                 for expression in value if name == "patternProperties" else ():
                     _check_expression("structured_outputs.json: a pattern", expression)
-            stack += [found for found in inner if isinstance(found, Mapping)]
+            stack += [part for part in inner if isinstance(part, Mapping)]
 
 
 def _check_expression(name: str, expression: str) -> None:

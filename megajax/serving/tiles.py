@@ -1,11 +1,11 @@
-"""Exact numerics: every forward pass is one program of TILE tokens, whoever asks for it.
+"""Exact numerics: every forward pass, of an engine or a trainer, is one program of TILE tokens.
 
 A sum of floating-point numbers depends on its order, and compilers choose another one for another
 shape. So the log-probability of a token differs between a batch of 1 and of 64, between a prompt
-computed at once and in chunks, and between a sampler and a trainer. Here all of them run the same
-compiled shape: TILE tokens of any sequences, whose attention adds up keys in blocks of absolute
-positions (pallas_kernels.paged_attention). The rows of a product do not mix, so a token's bits
-depend on its own sequence only.
+computed at once and in chunks, and between a sampler and a trainer. With exact numerics all of them
+run the same compiled shape: TILE tokens of any sequences, whose attention adds up keys in blocks of
+absolute positions (pallas_kernels.paged_attention). The rows of a product do not mix, so the bits
+of a token depend on its sequence only.
 
 Legend: T tokens of a tile, M pages of the longest sequence, V vocabulary with its padding.
 """
@@ -36,13 +36,13 @@ def tile(
 
     tokens: T = B = TILE.
     """
-    # Where our kernel cuts a sequence's keys depends on the other sequences.
+    # Not the Hopper kernel: how it splits the keys of a sequence depends on the other sequences.
     logits_TV, pages = forward.run(params, pages, tokens, jnp.arange(TILE), "reference")
     return logits_TV, jax.nn.logsumexp(logits_TV, -1), pages
 
 
 class Teacher:
-    """Log-probabilities of given rows, in the tiles in which an exact engine draws."""
+    """Computes log-probabilities of rows of tokens in the tiles in which an exact engine draws."""
 
     def __init__(self, cfg: DecoderConfig, mesh: Mesh, dtype: Any):
         """Raises: UserError when the mesh cannot cut the model."""
@@ -50,10 +50,10 @@ class Teacher:
         self._run: Any = None
 
     def __call__(self, params: Tree, rows: Sequence[Sequence[int]]) -> list[np.ndarray]:
-        """Returns float32 (len(row),) of each row: of its tokens after those before them; NaN for
-        the first.
+        """Returns for each row the log-probability of each token given those before it, float32
+        (len(row),); NaN for the first token.
 
-        params: as Forward.place gives them.
+        params: as Forward.place returns them.
         """
         if self._run is None:
             self._run = self._program(params)
@@ -62,10 +62,10 @@ class Teacher:
             width *= 2
         pages = self.forward.pages(width + 1, PAGE)
         table_M = np.arange(1, width + 1, dtype=np.int32)
-        found: list[list[tuple[int, jax.Array]]] = []
+        scored: list[list[tuple[int, jax.Array]]] = []
         with jax.set_mesh(self.forward.mesh):
             for row in rows:
-                found.append([])
+                scored.append([])
                 for start in range(0, len(row) - 1, TILE):
                     ids = np.asarray(row[start : start + TILE + 1], np.int32)
                     count = len(ids) - 1
@@ -73,25 +73,23 @@ class Teacher:
                     tokens.ids_T[:count], tokens.table_BM[0] = ids[:-1], table_M
                     tokens.positions_T[:count] = np.arange(start, start + count)
                     tokens.count_B[0], tokens.context_B[0] = count, start + count
-                    wanted_T = np.zeros(TILE, np.int32)
-                    wanted_T[:count] = ids[1:]
-                    logprobs_T, pages = self._run(params, pages, tokens, wanted_T)
-                    found[-1].append((count, logprobs_T))
+                    next_T = np.zeros(TILE, np.int32)
+                    next_T[:count] = ids[1:]
+                    logprobs_T, pages = self._run(params, pages, tokens, next_T)
+                    scored[-1].append((count, logprobs_T))
         nothing = np.full(1, np.nan, np.float32)
         return [
             np.concatenate([nothing, *(np.asarray(x)[:count] for count, x in parts)])
-            for parts in found
+            for parts in scored
         ]
 
     def _program(self, params: Tree) -> Any:
         pages = forward_.Pages(self.forward.page_spec, self.forward.page_spec)
         everyone = jax.tree.map(lambda _: PS(), forward_.tokens_like(1, 1, 1))
 
-        def local(
-            params: Tree, pages: forward_.Pages, tokens: forward_.Tokens, wanted_T: Any
-        ) -> Any:
+        def local(params: Tree, pages: forward_.Pages, tokens: forward_.Tokens, next_T: Any) -> Any:
             logits_TV, log_z_T, pages = tile(self.forward, params, pages, tokens)
-            logit_T = jnp.take_along_axis(logits_TV, wanted_T[:, None], 1)[:, 0]
+            logit_T = jnp.take_along_axis(logits_TV, next_T[:, None], 1)[:, 0]
             return logit_T - log_z_T, pages
 
         specs = (pages, everyone, PS())

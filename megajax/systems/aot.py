@@ -95,15 +95,15 @@ def sizes(cfg: Config, cluster: Cluster) -> dict[str, int]:
 
     Raises: UserError when the configuration cannot run there or leaves devices idle.
     """
-    found = cfg.mesh.sizes(cluster.devices)
-    used = math.prod(found.values())
+    axes = cfg.mesh.sizes(cluster.devices)
+    used = math.prod(axes.values())
     if used != cluster.devices:
         raise UserError(
             f"mesh uses {used} of the {cluster.devices} devices of {cluster.name}; leave out "
             f"--mesh.data, it takes the devices that remain (--mesh.data, --cluster)"
         )
-    cfg.check(found)
-    return found
+    cfg.check(axes)
+    return axes
 
 
 def compile_step(cfg: Config, cluster: Cluster, *, fused: bool = False) -> Compiled:
@@ -187,16 +187,18 @@ def _compile_step(cfg: Config, cluster: Cluster, attention: Literal["hopper", "x
     # Of balanced experts: there is room for every token's rows on each of the devices they rest on.
     live = 1 / mesh.shape["expert"]
     module = Module(text, live)
-    found = _with_branches(hlo.collectives(text, dict(mesh.shape), live), cfg, mesh.shape["pipe"])
-    return Compiled(text, xla, held, found, module.flops_of(module.entry), spent, attention)
+    collectives = _with_branches(
+        hlo.collectives(text, dict(mesh.shape), live), cfg, mesh.shape["pipe"]
+    )
+    return Compiled(text, xla, held, collectives, module.flops_of(module.entry), spent, attention)
 
 
 def _with_branches(
-    found: Iterable[hlo.Collective], cfg: Config, stages: int
+    collectives: Iterable[hlo.Collective], cfg: Config, stages: int
 ) -> tuple[hlo.Collective, ...]:
     """Counts what lies in a pipeline's branches as often as its table takes them."""
     if stages == 1:
-        return tuple(found)
+        return tuple(collectives)
     taken = branches(cfg.pipeline.route(stages))
 
     def counted(c: hlo.Collective) -> hlo.Collective:
@@ -205,7 +207,7 @@ def _with_branches(
                 return dataclasses.replace(c, taken=times * math.prod(c.loops[1:]))
         return c
 
-    return tuple(map(counted, found))
+    return tuple(map(counted, collectives))
 
 
 def outline(
@@ -223,9 +225,9 @@ def outline(
     model: of the times.
     Raises: UserError when the configuration cannot run there.
     """
-    found = sizes(cfg, cluster)
-    cfg = resolved(cfg, found, cluster.card.memory_bytes)
-    step = step_shape(cfg, found, fused_attention, phase)
+    axes = sizes(cfg, cluster)
+    cfg = resolved(cfg, axes, cluster.card.memory_bytes)
+    step = step_shape(cfg, axes, fused_attention, phase)
     terms = memory.terms(step)
     guess = estimate(step, cluster, traffic.transfers(step), model)
     misfit = memory.misfit(terms, cluster.card.memory_bytes - RESERVE_BYTES)

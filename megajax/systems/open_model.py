@@ -208,8 +208,8 @@ class OpenModel:
         if any(isinstance(w, PackedWeight) for w in jax.tree.leaves(params, is_leaf=_is_packed)):
             raise UserError(f"{self.name} is packed or quantized as it is stored (--quantize)")
         fmt = Format(BITS[quantize], GROUP, 0, scale_dtype="float16")
-        found = quantize_model(params, self.cfg, fmt)
-        return sharding.place(layout, self.cfg.axes, found), f"{what} in {quantize}"
+        quantized = quantize_model(params, self.cfg, fmt)
+        return sharding.place(layout, self.cfg.axes, quantized), f"{what} in {quantize}"
 
 
 def open_model(
@@ -231,13 +231,13 @@ def open_model(
     if sum(name is not None for name in (run_dir, hf, gguf)) != 1:
         raise UserError("give one of --run_dir, --hf and --gguf")
     if run_dir is not None:
-        found = _open_run(expand(run_dir, "run_dir"), step, tokenizer, tiles)
+        opened = _open_run(expand(run_dir, "run_dir"), step, tokenizer, tiles)
     elif hf is not None:
-        found = _open_hf(expand(hf, "hf"), tokenizer)
+        opened = _open_hf(expand(hf, "hf"), tokenizer)
     else:
-        found = _open_gguf(expand(gguf or "", "gguf"), tokenizer)
-    check_vocabulary(found.tokenizer, found.cfg.vocab)
-    return found
+        opened = _open_gguf(expand(gguf or "", "gguf"), tokenizer)
+    check_vocabulary(opened.tokenizer, opened.cfg.vocab)
+    return opened
 
 
 def one_rank(layout: Layout) -> None:
@@ -267,8 +267,8 @@ def _open_run(folder: Path, step: int | None, tokenizer: str | None, tiles: bool
         return _pack(run, layout, params, what) if tiles else (params, what)
 
     named = open_tokenizer(tokenizer) if tokenizer else saved_tokenizer(folder)
-    beside = expand(tokenizer) if tokenizer else folder
-    return OpenModel(folder.name, run.model, named, chat_template(beside, named), load)
+    place = expand(tokenizer) if tokenizer else folder
+    return OpenModel(folder.name, run.model, named, chat_template(place, named), load)
 
 
 def _pack(run: RunConfig, layout: Layout, params: Tree, what: str) -> tuple[Tree, str]:
@@ -297,23 +297,23 @@ def _open_hf(folder: Path, tokenizer: str | None) -> OpenModel:
         need_tokenizer(folder, "hf")
 
     def load(layout: Layout) -> tuple[Tree, str]:
-        if found is None:
+        if quantization is None:
             return hf_.load_params(folder, cfg, layout), str(folder)
         one_rank(layout)
         params = hf_quantized.load(folder)[1]
-        what = f"{folder} ({found.method}, {found.bits} bits)"
+        what = f"{folder} ({quantization.method}, {quantization.bits} bits)"
         return sharding.place(layout, cfg.axes, params), what
 
-    found = hf_quantized.settings(folder)
+    quantization = hf_quantized.settings(folder)
     named = open_tokenizer(tokenizer or str(folder))
-    beside = expand(tokenizer) if tokenizer else folder
+    place = expand(tokenizer) if tokenizer else folder
     return OpenModel(
         folder.name,
         cfg,
         named,
-        chat_template(beside, named),
+        chat_template(place, named),
         load,
-        outlined=found is None,
+        outlined=quantization is None,
         folder=folder,
     )
 
@@ -334,11 +334,10 @@ def _open_gguf(file: Path, tokenizer: str | None) -> OpenModel:
             load,
             gguf=opened,
         )
-    own = opened.tokenizer()
-    chat = None
-    if own.chat_template:
-        chat = ChatTemplate(own.chat_template, *_words(own))
-    return OpenModel(file.name, opened.cfg, own, chat, load, gguf=opened)
+    named, chat = opened.tokenizer(), None
+    if named.chat_template:
+        chat = ChatTemplate(named.chat_template, *_words(named))
+    return OpenModel(file.name, opened.cfg, named, chat, load, gguf=opened)
 
 
 def chat_template(path: Path, tokenizer: Tokenizer) -> ChatTemplate | None:

@@ -54,8 +54,8 @@ def to_tiles(
     if masks is None:
         stays = {n: np.asarray(leaves[n]) != 0 for n in chosen(axes)}
         masks = {n: m for n, m in stays.items() if not m.all()}
-    found = dict(named_leaves(masks))
-    for n in found:
+    pruned = dict(named_leaves(masks))
+    for n in pruned:
         if "expert" in words[n]:
             raise UserError(
                 f"{n}: experts are multiplied by grouped products, which take no tile-wise sparse "
@@ -64,9 +64,9 @@ def to_tiles(
 
     def leaf(path: tuple, w: jax.Array) -> jax.Array | SparseKernel:
         n = name(path)
-        if n not in found:
+        if n not in pruned:
             return w
-        weights, mask = (_slices(x, words[n], layout) for x in (w, found[n]))
+        weights, mask = (_slices(x, words[n], layout) for x in (w, pruned[n]))
         layers = sum(word in STACK_WORDS for word in words[n])
         stack, one = weights.shape[: layers + 1], weights.shape[layers + 1 :]
         shape = (-1, *matrix_shape(one, words[n][layers:])[1:])
@@ -74,7 +74,7 @@ def to_tiles(
         together = jax.tree.map(lambda *x: jnp.stack(x).reshape(*stack, *x[0].shape), *packed)
         return SparseKernel(one, together)
 
-    assert found.keys() <= leaves.keys()
+    assert pruned.keys() <= leaves.keys()
     return jax.tree_util.tree_map_with_path(leaf, params)
 
 
@@ -120,11 +120,11 @@ def split(mask: np.ndarray, tile: int, chunk: int) -> tuple[np.ndarray, np.ndarr
         blocks = wide.reshape(wide.shape[0] // chunk, chunk, -1, tile)
         inside = np.zeros_like(blocks)
         inside[:K, : columns.size] = True
-        kept = blocks.sum((1, 3)) * 2 > chunk * tile
+        dense = blocks.sum((1, 3)) * 2 > chunk * tile
         tiles = np.zeros_like(mask)
-        spread = kept.repeat(chunk, 0)[:K].repeat(tile, 1)[:, : columns.size]
+        spread = dense.repeat(chunk, 0)[:K].repeat(tile, 1)[:, : columns.size]
         tiles[:, columns] = mask[:, columns] & spread
-        cost = kept.sum() * chunk * tile + ELEMENT * (mask & ~tiles).sum()
+        cost = dense.sum() * chunk * tile + ELEMENT * (mask & ~tiles).sum()
         if cost < least:
             best, least = tiles, cost
     return best, mask & ~best
@@ -144,22 +144,22 @@ def _pack(
             for w, (m, r) in zip(weights, parts, strict=True)
         ]
 
-    own = [w.capacity for w in pack()]
-    gathered = any(c.gathered for c in own)
-    if gathered and not all(c.gathered for c in own):
+    capacities = [w.capacity for w in pack()]
+    gathered = any(c.gathered for c in capacities)
+    if gathered and not all(c.gathered for c in capacities):
         # Room for everything (and the empty slots that fill up tiles of small chunks) tells what
         # those need that would not gather by themselves.
         K, N = masks.shape[1:]
         tiles = -(-N // tile)
-        roomy = own[0]._replace(
+        roomy = capacities[0]._replace(
             tiles=tiles, slots=tiles * (-(-K // chunk) + 7), residual=masks[0].size, gathered=True
         )
-        own = [
+        capacities = [
             c._replace(slots=int(w.pattern.tile_starts[-1]), tiles=tiles)
-            for c, w in zip(own, pack(roomy), strict=True)
+            for c, w in zip(capacities, pack(roomy), strict=True)
         ]
-    most = own[0]._replace(
-        **{f: max(getattr(c, f) for c in own) for f in ("tiles", "slots", "residual")},
+    most = capacities[0]._replace(
+        **{f: max(getattr(c, f) for c in capacities) for f in ("tiles", "slots", "residual")},
         gathered=gathered,
     )
     return pack(most)

@@ -85,14 +85,14 @@ class _Units:
     first: np.ndarray
     tie: np.ndarray
 
-    def cut(self, weight: np.ndarray, wanted: float) -> np.ndarray:
+    def cut(self, weight: np.ndarray, goal: float) -> np.ndarray:
         """Returns bool (units,): the least important ones, of `wanted` total weight as nearly as
         whole units allow; never all."""
         order = np.lexsort((self.tie, self.score, self.first))
         total = np.cumsum(weight[order])
-        last = int(np.searchsorted(total, wanted))
+        last = int(np.searchsorted(total, goal))
         below = total[last - 1] if last else 0.0
-        if last < order.size and abs(total[last] - wanted) < abs(wanted - below):
+        if last < order.size and abs(total[last] - goal) < abs(goal - below):
             last += 1
         chosen = np.zeros(order.size, bool)
         chosen[order[: min(last, order.size - 1)]] = True
@@ -145,19 +145,19 @@ def prune(
         hints = _cut_blocks(matrices, sparsity, (1, 1), ELEMENTS)
         matrices = [replace(m, hint=h) for m, h in zip(matrices, hints, strict=True)]
     if not matrices or sparsity == 0:
-        kept = [m.alive for m in matrices]
+        masks = [m.alive for m in matrices]
     elif pattern == "tw2d":
-        kept = _prune_2d(matrices, sparsity, (chunk, tile), tuning)
+        masks = _prune_2d(matrices, sparsity, (chunk, tile), tuning)
     elif pattern == "tew":
         beyond = min(sparsity + delta, (1 + sparsity) / 2)
-        kept = _prune_2d(matrices, beyond, (chunk, tile), tuning)
-        kept = _restore(matrices, kept, sparsity)
+        masks = _prune_2d(matrices, beyond, (chunk, tile), tuning)
+        masks = _restore(matrices, masks, sparsity)
     elif pattern == "vw":
-        kept = _prune_vectors(matrices, sparsity)
+        masks = _prune_vectors(matrices, sparsity)
     else:
         block = {"ew": (1, 1), "bw": (BLOCK, BLOCK), "tw1d": (chunk, tile)}[pattern]
-        kept = _cut_blocks(matrices, sparsity, block, tuning)
-    return _masks(params, shapes, kept)
+        masks = _cut_blocks(matrices, sparsity, block, tuning)
+    return _masks(params, shapes, masks)
 
 
 def sparsity_of(masks: Tree) -> float:
@@ -171,15 +171,15 @@ def densities(masks: Tree, axes: Tree | None = None) -> dict[str, float]:
 
     axes: as of `prune`.
     """
-    found = {}
+    fractions = {}
     words = dict(named_leaves(axes, is_words)) if axes is not None else {}
     for leaf, mask in named_leaves(masks):
         mask = np.asarray(mask)
         count = matrix_shape(mask.shape, words.get(leaf))[0]
         stacked = count > 1 or mask.ndim > 2
-        for i, kept in enumerate(mask.reshape(count, -1).mean(1)):
-            found[f"{leaf}.{i}" if stacked else leaf] = float(kept)
-    return found
+        for i, fraction in enumerate(mask.reshape(count, -1).mean(1)):
+            fractions[f"{leaf}.{i}" if stacked else leaf] = float(fraction)
+    return fractions
 
 
 def matrix_shape(shape: tuple[int, ...], words: Words | None = None) -> tuple[int, int, int]:
@@ -216,7 +216,7 @@ def _cut_blocks(
 ) -> list[np.ndarray]:
     """Prunes blocks of rows x columns until `sparsity` of all elements are gone."""
     gone = _gone(_units(matrices, block, tuning), matrices, sparsity)
-    kept, start = [], 0
+    masks, start = [], 0
     for matrix in matrices:
         rows, columns = matrix.alive.shape[0], matrix.columns.size
         grid = -(-rows // block[0]), -(-columns // block[1])
@@ -224,9 +224,9 @@ def _cut_blocks(
         pruned = pruned.repeat(block[0], 0)[:rows].repeat(block[1], 1)[:, :columns]
         mask = matrix.alive.copy()
         mask[:, matrix.columns] &= ~pruned
-        kept.append(mask)
+        masks.append(mask)
         start += grid[0] * grid[1]
-    return kept
+    return masks
 
 
 def _prune_vectors(matrices: list[_Matrix], sparsity: float) -> list[np.ndarray]:
@@ -243,15 +243,15 @@ def _prune_vectors(matrices: list[_Matrix], sparsity: float) -> list[np.ndarray]
     return _split(matrices, _gone(units, matrices, sparsity))
 
 
-def _restore(matrices: list[_Matrix], kept: list[np.ndarray], sparsity: float) -> list[np.ndarray]:
+def _restore(matrices: list[_Matrix], masks: list[np.ndarray], sparsity: float) -> list[np.ndarray]:
     """Brings the best pruned elements back, none that a former stage pruned, up to sparsity."""
-    away = [replace(m, alive=m.alive & ~mask) for m, mask in zip(matrices, kept, strict=True)]
-    room = (1 - sparsity) * sum(m.size for m in kept) - sum(m.sum() for m in kept)
+    away = [replace(m, alive=m.alive & ~mask) for m, mask in zip(matrices, masks, strict=True)]
+    room = (1 - sparsity) * sum(m.size for m in masks) - sum(m.sum() for m in masks)
     if room < 0.5:
-        return kept
+        return masks
     units = _units(away, (1, 1), ELEMENTS)
     back = _split(away, units.cut(units.alive, units.alive.sum() - room))
-    return [mask | b for mask, b in zip(kept, back, strict=True)]
+    return [mask | b for mask, b in zip(masks, back, strict=True)]
 
 
 def _gone(units: _Units, matrices: list[_Matrix], sparsity: float) -> np.ndarray:
@@ -272,7 +272,7 @@ def _split(matrices: list[_Matrix], gone: np.ndarray) -> list[np.ndarray]:
 
 def _units(matrices: list[_Matrix], block: tuple[int | None, int], tuning: _Tuning) -> _Units:
     """Cuts the columns of each matrix into blocks of (rows or None: all) x columns."""
-    found = []
+    parts = []
     for matrix in matrices:
         shape = block[0] or matrix.scores.shape[0], block[1]
         alive = matrix.alive[:, matrix.columns]
@@ -286,8 +286,8 @@ def _units(matrices: list[_Matrix], block: tuple[int | None, int], tuning: _Tuni
         tie = (np.arange(size.size) + 0.5) * GOLDEN % 1
         safe = np.zeros(size.size, bool)
         safe[np.lexsort((tie, score))[size.size - math.ceil(tuning.remain * size.size) :]] = True
-        found.append((score, _sums(alive, shape), size, density, tie, safe))
-    score, alive, size, density, tie, safe = (np.concatenate(x) for x in zip(*found, strict=True))
+        parts.append((score, _sums(alive, shape), size, density, tie, safe))
+    score, alive, size, density, tie, safe = (np.concatenate(x) for x in zip(*parts, strict=True))
     first, ends = np.zeros(score.size), int(tuning.apriori * score.size)
     if ends:
         order = np.lexsort((tie, score, density))
@@ -343,17 +343,17 @@ def _matrices(
 def _like(treedef: Any, tree: Tree | None, what: str) -> list:
     if tree is None:
         return [None] * treedef.num_leaves
-    leaves, found = jax.tree.flatten(tree)
-    if found != treedef:
-        raise UserError(f"{what} are a tree {found}, the parameters {treedef}")
+    leaves, structure = jax.tree.flatten(tree)
+    if structure != treedef:
+        raise UserError(f"{what} are a tree {structure}, the parameters {treedef}")
     return leaves
 
 
-def _masks(params: Tree, shapes: list[tuple[int, int, int]], kept: list[np.ndarray]) -> Tree:
+def _masks(params: Tree, shapes: list[tuple[int, int, int]], matrices: list[np.ndarray]) -> Tree:
     leaves, treedef = jax.tree.flatten(params)
     masks, start = [], 0
     for leaf, (count, *_) in zip(leaves, shapes, strict=True):
-        masks.append(np.stack(kept[start : start + count]).reshape(leaf.shape))
+        masks.append(np.stack(matrices[start : start + count]).reshape(leaf.shape))
         start += count
     return jax.tree.unflatten(treedef, masks)
 
@@ -423,13 +423,15 @@ def prune_budgeted(
             values.append([float(s[m].sum(dtype=np.float64)) for m in tried])
             costs.append([cost(*shape[1:], float(m.mean())) for m in tried])
             dense += cost(*shape[1:], 1.0)
-    found = assign(values, {"cost": costs}, {"cost": budget * dense}, maximise=True, method=method)
-    picked = iter(tried[c] for tried, c in zip(masks, found.choice, strict=True))
-    whole = []
+    assignment = assign(
+        values, {"cost": costs}, {"cost": budget * dense}, maximise=True, method=method
+    )
+    picked = iter(tried[c] for tried, c in zip(masks, assignment.choice, strict=True))
+    stacks = []
     for leaf, word in zip(leaves, words, strict=True):
         count = matrix_shape(leaf.shape, word)[0]
-        whole.append(np.stack([next(picked) for _ in range(count)]).reshape(leaf.shape))
-    return jax.tree.unflatten(treedef, whole), found
+        stacks.append(np.stack([next(picked) for _ in range(count)]).reshape(leaf.shape))
+    return jax.tree.unflatten(treedef, stacks), assignment
 
 
 # ---- stages of a training
@@ -449,9 +451,9 @@ class Pruner:
 
     axes: words of all parameters, as ModelParts.axes. mesh: of the state; None: no mesh.
     natural, arranged: as TrainStep has them. report(finished, {"sparsity": ..., "kept.MATRIX":
-    the fraction of each matrix that stays}): called at each stage. beside: as TrainStep has it: a
-    state's copies of the weights are made again, so that pruned weights are 0 in them too; None: of
-    states without copies.
+    the fraction of each matrix that stays}): called at each stage. init_exchange: as TrainStep has
+    it; it makes a state's copies of the weights anew, so that pruned weights are 0 in them too.
+    None: states have no copies.
     """
 
     cfg: PruneConfig
@@ -460,7 +462,7 @@ class Pruner:
     natural: Callable[[Any], Any] = lambda tree: tree
     arranged: Callable[[Any], Any] = lambda tree: tree
     report: Callable[[int, Mapping[str, float]], None] = lambda finished, row: None
-    beside: Callable[[Tree], tuple[Tree, Tree]] | None = None
+    init_exchange: Callable[[Tree], tuple[Tree, Tree]] | None = None
 
     def due(self, finished: int, last: bool = False) -> bool:
         """Tells whether a stage begins or ends after so many finished steps. last: of the run,
@@ -491,61 +493,59 @@ class Pruner:
         goal: 0: the state keeps its masks, and its sums start anew; there are no new masks.
         """
         opt: Masked = state.opt
-        masks, found = opt.masks, None
+        masks, ranked = opt.masks, None
         if goal > 0:
-            found = self._masks(state.params, opt, goal)
-            masks = self.arranged(jax.tree.map(_place, found, opt.masks))
+            cfg = self.cfg
+            names = tuple(n for n, _ in named_leaves(opt.masks))
+            axes = pick(self.axes, names)
+            tree = {"w": pick(state.params, names), "former": opt.masks, "scores": opt.scores}
+            host = jax.tree.map(_fetch, self.natural(tree))
+            ranked = prune(
+                host["w"],
+                host["scores"],
+                goal,
+                pattern=cfg.pattern,
+                tile=cfg.tile,
+                chunk=cfg.chunk,
+                axes=axes,
+                former=host["former"],
+                apriori=cfg.apriori,
+                remain=cfg.remain,
+                delta=cfg.delta,
+                unit_score=cfg.unit_score,
+            )
+            masks = self.arranged(jax.tree.map(_place, ranked, opt.masks))
         with contextlib.nullcontext() if self.mesh is None else jax.set_mesh(self.mesh):
             opt, params = _clear(opt._replace(masks=masks), state.params)
         state = dataclasses.replace(state, params=params, opt=opt)
-        if self.beside is not None and getattr(state, "copies", None) is not None:
-            state = dataclasses.replace(state, copies=self.beside(params)[0])
-        return state, found
-
-    def _masks(self, params: Tree, opt: Masked, goal: float) -> Tree:
-        cfg = self.cfg
-        names = tuple(n for n, _ in named_leaves(opt.masks))
-        axes = pick(self.axes, names)
-        tree = {"w": pick(params, names), "former": opt.masks, "scores": opt.scores}
-        host = jax.tree.map(_fetch, self.natural(tree))
-        return prune(
-            host["w"],
-            host["scores"],
-            goal,
-            pattern=cfg.pattern,
-            tile=cfg.tile,
-            chunk=cfg.chunk,
-            axes=axes,
-            former=host["former"],
-            apriori=cfg.apriori,
-            remain=cfg.remain,
-            delta=cfg.delta,
-            unit_score=cfg.unit_score,
-        )
+        if self.init_exchange is not None and getattr(state, "copies", None) is not None:
+            state = dataclasses.replace(state, copies=self.init_exchange(params)[0])
+        return state, ranked
 
     def _tell(self, finished: int, masks: Tree) -> None:
         names = tuple(n for n, _ in named_leaves(masks))
-        kept = densities(masks, pick(self.axes, names))
+        fractions = densities(masks, pick(self.axes, names))
         self.report(
-            finished, {"sparsity": sparsity_of(masks)} | {f"kept.{n}": x for n, x in kept.items()}
+            finished,
+            {"sparsity": sparsity_of(masks)} | {f"kept.{n}": x for n, x in fractions.items()},
         )
-        if jax.process_index() == 0 and (text := starved(kept, self.cfg)):
+        if jax.process_index() == 0 and (text := starved(fractions, self.cfg)):
             logging.warning("after step %d: %s", finished, text)
 
 
-def starved(kept: Mapping[str, float], cfg: PruneConfig) -> str:
+def starved(fractions: Mapping[str, float], cfg: PruneConfig) -> str:
     """Returns a warning about matrices of which less than prune.remain stays, or nothing; ''."""
-    found = {n: x for n, x in kept.items() if x == 0 or x < cfg.remain}
-    if not found:
+    low = {n: x for n, x in fractions.items() if x == 0 or x < cfg.remain}
+    if not low:
         return ""
-    shown = [f"{n} keeps {x:.1%}" for n, x in sorted(found.items(), key=lambda item: item[1])[:8]]
-    more = f" and {len(found) - len(shown)} more" if len(found) > len(shown) else ""
+    shown = [f"{n} keeps {x:.1%}" for n, x in sorted(low.items(), key=lambda item: item[1])[:8]]
+    more = f" and {len(low) - len(shown)} more" if len(low) > len(shown) else ""
     advice = f"--prune.remain={min(cfg.remain + 0.05, 0.95):g} keeps more of each matrix's best"
     if cfg.unit_score == "paper":
         advice += "; --prune.unit_score=rms does not rank matrices of many rows behind others"
     least = f"less than prune.remain={cfg.remain:g}" if cfg.remain else "nothing"
     return (
-        f"pruning leaves {least} of {len(found)} of {len(kept)} matrices: "
+        f"pruning leaves {least} of {len(low)} of {len(fractions)} matrices: "
         f"{', '.join(shown)}{more}. {advice}."
     )
 

@@ -63,27 +63,27 @@ def engine(numerics="fast", steps=4):
     )
 
 
-def form(**given):
-    return StructuredOutputsParams(**given)
+def form(**members):
+    return StructuredOutputsParams(**members)
 
 
 def submit(to, structured, seed, temperature=1.5, **more):
-    wanted = SamplingParams(
+    asked = SamplingParams(
         max_tokens=180, seed=seed, temperature=temperature, structured_outputs=structured, **more
     )
-    return to.submit([65 + seed % 20, 10], wanted)
+    return to.submit([65 + seed % 20, 10], asked)
 
 
 def texts(to, requests):
     """Returns {request: [(bytes, reason)] by index}. Requests: id -> n."""
-    found = {r: [[[], None] for _ in range(n)] for r, n in requests.items()}
+    answers = {r: [[[], None] for _ in range(n)] for r, n in requests.items()}
     for output in to.run():
-        one = found[output.request_id][output.index]
+        one = answers[output.request_id][output.index]
         one[0] += [t for t in output.tokens if t != to.tokenizer.end]
         one[1] = output.finish_reason
     decode = to.tokenizer.decode
     assert to.pool.in_use == 0 and to.programs.compiled <= to.programs.bound
-    return {r: [(decode(ids), reason) for ids, reason in each] for r, each in found.items()}
+    return {r: [(decode(ids), reason) for ids, reason in each] for r, each in answers.items()}
 
 
 def check(text, reason, structured):
@@ -108,19 +108,19 @@ def test_answers_match_whatever_the_weights_and_the_seed():
             requests[submit(to, structured, seed, (0, 1, 3, 1e20)[(seed + i) % 4])] = structured
         free = to.submit([3, 4], SamplingParams(max_tokens=30, seed=seed, temperature=2.0))
         requests[free] = None
-    found = texts(to, dict.fromkeys(requests, 1))
-    ended = [check(*found[r][0], f) for r, f in requests.items() if f is not None]
+    answers = texts(to, dict.fromkeys(requests, 1))
+    ended = [check(*answers[r][0], f) for r, f in requests.items() if f is not None]
     assert sum(ended) > len(ended) * 0.7
-    assert {len(found[r][0][0]) for r, f in requests.items() if f is None} & set(range(9, 31))
-    assert any(text not in ("", *CHOICES) for text, _ in (found[r][0] for r in requests))
+    assert {len(answers[r][0][0]) for r, f in requests.items() if f is None} & set(range(9, 31))
+    assert any(text not in ("", *CHOICES) for text, _ in (answers[r][0] for r in requests))
 
 
 def test_the_mask_is_what_makes_them_match():
     """Without it, random weights match nothing: the checks above can fail."""
     to = engine()
     plain = [to.submit([65, 10], SamplingParams(max_tokens=40, seed=s)) for s in range(8)]
-    found = texts(to, dict.fromkeys(plain, 1))
-    for each in found.values():
+    answers = texts(to, dict.fromkeys(plain, 1))
+    for each in answers.values():
         assert not any(re.fullmatch(r, each[0][0]) for r in REGEXES if r != ".{2,9}")
 
 
@@ -170,16 +170,16 @@ def test_a_constrained_answer_survives_preemption():
         tokenizer=ByteTokenizer(),
     )
     structured = form(regex="[0-9a-f]{40}")
-    wanted = [
+    asked = [
         SamplingParams(max_tokens=60, seed=seed, structured_outputs=structured) for seed in range(6)
     ]
-    requests = {to.submit([5, 6], each): 1 for each in wanted}
+    requests = {to.submit([5, 6], each): 1 for each in asked}
     assert all(check(*each[0], structured) for each in texts(to, requests).values())
     assert to.scheduler.preemptions > 0
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("members", "message"),
     [
         ({"regex": "("}, "structured_outputs.regex cannot be used: .*unclosed group"),
         ({"json": {"type": "foo"}}, "Invalid type"),
@@ -187,14 +187,14 @@ def test_a_constrained_answer_survives_preemption():
         ({"json": '{"type": "array", "items":' * 400 + "{}" + "}" * 400}, "recursion"),
     ],
 )
-def test_what_cannot_be_compiled_is_refused_at_once(given, message):
+def test_what_cannot_be_compiled_is_refused_at_once(members, message):
     with pytest.raises(UserError, match=message):
-        engine().submit([1], SamplingParams(structured_outputs=form(**given)))
+        engine().submit([1], SamplingParams(structured_outputs=form(**members)))
     assert not engine().busy
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("members", "message"),
     [
         ({}, "exactly one of json, regex, choice, json_object; given: none"),
         ({"regex": "a", "choice": ["a"]}, "given: regex, choice"),
@@ -206,9 +206,9 @@ def test_what_cannot_be_compiled_is_refused_at_once(given, message):
         ({"regex": "a" * 2**19}, "characters; it must have at most"),
     ],
 )
-def test_what_is_no_form_is_refused(given, message):
+def test_what_is_no_form_is_refused(members, message):
     with pytest.raises(UserError, match=message):
-        form(**given)
+        form(**members)
 
 
 def test_an_engine_without_a_tokenizer_says_so():

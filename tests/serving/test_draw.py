@@ -162,21 +162,23 @@ def test_what_filters_keep_of_many_values_some_of_them_equal():
     rules.top_p[:] = random.choice([1, 0.9, 0.5, 1e-6, 1e-40], B)
     x[0, :2], x[0, 2:] = [-0.0, 0.0], -1
     rules.min_p[:] = random.choice([0, 0.1, 1], B)
-    kept = np.asarray(jax.jit(draw._filter)(x, rules)) > draw.NEGATIVE
-    for row, found, k, p, m in zip(x, kept, rules.top_k, rules.top_p, rules.min_p, strict=True):
+    stays = np.asarray(jax.jit(draw._filter)(x, rules)) > draw.NEGATIVE
+    for row, stays_row, k, p, m in zip(
+        x, stays, rules.top_k, rules.top_p, rules.min_p, strict=True
+    ):
         odds = np.exp(row.astype(np.float64) - row.max())
         odds[odds < m * (1 - 1e-6)] = 0
         if 0 < k < V:
             odds[odds < np.sort(odds)[-k]] = 0
         odds /= odds.sum()
         larger = np.array([odds[odds > one].sum() for one in odds])
-        assert (found == (odds > 0) & ((larger < p * (1 - 1e-6)) | (p == 1))).all()
+        assert (stays_row == (odds > 0) & ((larger < p * (1 - 1e-6)) | (p == 1))).all()
 
 
 def test_the_likeliest_tokens_in_passes_are_those_of_a_sort():
     x = np.round(np.random.default_rng(4).normal(0, 2, (9, 300))).astype(np.float32)
-    for found, want in zip(draw._tops(20, x), jax.lax.top_k(x, 20), strict=True):
-        np.testing.assert_array_equal(found, want)
+    for passes, want in zip(draw._tops(20, x), jax.lax.top_k(x, 20), strict=True):
+        np.testing.assert_array_equal(passes, want)
 
 
 @pytest.mark.aot

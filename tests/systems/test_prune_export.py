@@ -46,9 +46,9 @@ def test_a_decoder_gives_the_same_logits(cfg, pattern, weights):
     params, masks = pruned(dense, pattern, weights)
     tiles = to_tiles(params, masks, dense.axes, single=pattern == "tew", **TILE)
     assert len(packed_leaves(tiles)) == len(jax.tree.leaves(masks))
-    wanted, found = (jax.jit(dense.logits)(p, batch) for p in (params, tiles))
-    np.testing.assert_allclose(np.asarray(found), np.asarray(wanted), atol=2e-5)
-    assert float(jnp.abs(wanted).max()) > 0.05
+    dense_logits, logits = (jax.jit(dense.logits)(p, batch) for p in (params, tiles))
+    np.testing.assert_allclose(np.asarray(logits), np.asarray(dense_logits), atol=2e-5)
+    assert float(jnp.abs(dense_logits).max()) > 0.05
     for kernel in packed_leaves(tiles):
         assert (kernel.weight.capacity.residual > 0) == (pattern == "tew")
 
@@ -62,8 +62,8 @@ def test_an_encoder_gives_the_same_logits():
     params, masks = pruned(dense, "tw1d", "mlp")
     tiles = to_tiles(params, masks, dense.axes, **TILE)
     run = jax.jit(lambda p: encoder.logits(dense, p, batch, lengths, 32))
-    wanted, found = run(params), run(tiles)
-    np.testing.assert_allclose(np.asarray(found), np.asarray(wanted), atol=2e-5)
+    dense_logits, logits = run(params), run(tiles)
+    np.testing.assert_allclose(np.asarray(logits), np.asarray(dense_logits), atol=2e-5)
 
 
 def test_layers_of_other_densities_share_one_capacity():
@@ -90,9 +90,9 @@ def test_single_elements_are_told_from_tiles(seed):
     tiles = prune(scores, scores, 0.75, tile=16, chunk=4)
     both = prune(scores, scores, 0.7, tile=16, chunk=4, pattern="tew", delta=0.05)
     assert (both >= tiles).all()
-    found, besides = split(both, 16, 4)
-    assert not (found & besides).any() and ((found | besides) == both).all()
-    assert (found == tiles).mean() > 0.98 and besides.mean() < 0.06
+    in_tiles, besides = split(both, 16, 4)
+    assert not (in_tiles & besides).any() and ((in_tiles | besides) == both).all()
+    assert (in_tiles == tiles).mean() > 0.98 and besides.mean() < 0.06
 
 
 def test_the_dense_export_has_exact_zeros(tmp_path):

@@ -83,8 +83,8 @@ def test_pruned_weights_stay_pruned_under_tensor_parallel_4(tensor):
     assert seen[0][1]["sparsity"] == pytest.approx(0.5, abs=0.005)
     row = seen[1][1]
     for leaf, x in named_leaves(jax.tree.map(np.asarray, state.opt.masks)):
-        for i, kept in enumerate(x):  # layers
-            assert row[f"kept.{leaf}.{i}"] == pytest.approx(kept.mean())
+        for i, layer in enumerate(x):
+            assert row[f"kept.{leaf}.{i}"] == pytest.approx(layer.mean())
     assert len(row) == 1 + sum(len(x) for x in jax.tree.leaves(state.opt.masks))
 
 
@@ -94,9 +94,9 @@ def test_one_device_and_tensor_parallel_4_agree(tensor):
     step, pruner, _ = tensor
     cut = advance(step, pruner, step.init(0), 1, 10, ours)
     step, pruner, _ = build(mesh__data=1, train__global_batch=4)
-    whole = advance(step, pruner, step.init(0), 1, 10, theirs)
+    single = advance(step, pruner, step.init(0), 1, 10, theirs)
     np.testing.assert_allclose(ours, theirs, rtol=2e-4)
-    pairs = zip(jax.tree.leaves(cut.opt.masks), jax.tree.leaves(whole.opt.masks), strict=True)
+    pairs = zip(jax.tree.leaves(cut.opt.masks), jax.tree.leaves(single.opt.masks), strict=True)
     same = np.concatenate([(np.asarray(a) == np.asarray(b)).ravel() for a, b in pairs])
     assert same.mean() > 0.99  # sums in another order may swap neighbours in the ranking
 
@@ -104,14 +104,14 @@ def test_one_device_and_tensor_parallel_4_agree(tensor):
 def test_a_run_goes_on_bit_for_bit_from_any_checkpoint(tensor, tmp_path):
     """Saved between stages, and right where one is due: what is saved is the state before it."""
     step, pruner, _ = tensor
-    wanted = advance(step, pruner, step.init(0), 1, 8)
+    unbroken = advance(step, pruner, step.init(0), 1, 8)
     for saved in (3, 5):
         state = advance(step, pruner, step.init(0), 1, saved)
         manager = CheckpointManager(tmp_path / str(saved))
         manager.save(saved, vars(state), data_state={}).result()
         restored = manager.restore(saved, like=vars(step.abstract_state))
-        found = advance(step, pruner, TrainState(**restored), saved + 1, 8)
-        chex.assert_trees_all_equal(wanted, found)
+        resumed = advance(step, pruner, TrainState(**restored), saved + 1, 8)
+        chex.assert_trees_all_equal(unbroken, resumed)
 
 
 def test_pruned_gradients_enter_no_norm(tensor):
@@ -145,8 +145,8 @@ def test_interleaved_pipeline_stages_prune_the_same(tensor):
     assert_pruned(cut)
     masks = step.storage.natural(cut).opt.masks
     step, pruner, _ = build(**few)
-    whole = advance(step, pruner, step.init(0), 1, 8)
-    pairs = zip(jax.tree.leaves(masks), jax.tree.leaves(whole.opt.masks), strict=True)
+    single = advance(step, pruner, step.init(0), 1, 8)
+    pairs = zip(jax.tree.leaves(masks), jax.tree.leaves(single.opt.masks), strict=True)
     same = np.concatenate([(np.asarray(a) == np.asarray(b)).ravel() for a, b in pairs])
     assert same.mean() > 0.99
 
@@ -167,13 +167,13 @@ def test_without_pruning_nothing_is_added():
 
 
 def test_a_matrix_that_keeps_too_little_is_named():
-    kept = {"blocks.mlp.up.0": 0.3, "blocks.mlp.down.0": 0.0, "blocks.mlp.down.1": 0.04}
-    text = starved(kept, PruneConfig(unit_score="paper"))
+    fractions = {"blocks.mlp.up.0": 0.3, "blocks.mlp.down.0": 0.0, "blocks.mlp.down.1": 0.04}
+    text = starved(fractions, PruneConfig(unit_score="paper"))
     assert text.startswith(
         "pruning leaves nothing of 1 of 3 matrices: blocks.mlp.down.0 keeps 0.0%. "
         "--prune.remain=0.05 keeps more of each matrix's best; --prune.unit_score=rms"
     )
-    text = starved(kept, PruneConfig(remain=0.05))
+    text = starved(fractions, PruneConfig(remain=0.05))
     assert "less than prune.remain=0.05 of 2 of 3 matrices: blocks.mlp.down.0 keeps 0.0%, " in text
     assert text.endswith(
         "blocks.mlp.down.1 keeps 4.0%. --prune.remain=0.1 keeps more of each matrix's best."

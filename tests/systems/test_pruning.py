@@ -31,11 +31,11 @@ def rank(scores, units, fraction, gone=(), power=0.5):
         squares = sum(0.0 if (layer, e) in gone else float(scores[layer][e]) ** 2 for e in elements)
         return squares**0.5 / len(elements) ** power
 
-    pruned, wanted = [], fraction * total - len(gone)
+    pruned, goal = [], fraction * total - len(gone)
     weight = 0
     for unit in sorted(units, key=importance):
         more = len([e for e in unit[1] if (unit[0], e) not in gone])
-        if abs(weight + more - wanted) >= abs(weight - wanted) and more:
+        if abs(weight + more - goal) >= abs(weight - goal) and more:
             break
         pruned.append(unit)
         weight += more
@@ -51,14 +51,14 @@ def blocks(shape, columns, height, width):
 
 
 def everywhere(scores, height, width, gone=()):
-    found = []
+    units = []
     for layer, s in scores.items():
         dead = {
             j for j in range(s.shape[1]) if all((layer, (i, j)) in gone for i in range(s.shape[0]))
         }
         columns = [j for j in range(s.shape[1]) if j not in dead]
-        found += [(layer, e) for e in blocks(s.shape, columns, height or s.shape[0], width)]
-    return found
+        units += [(layer, e) for e in blocks(s.shape, columns, height or s.shape[0], width)]
+    return units
 
 
 def vectors(scores, sparsity):
@@ -101,13 +101,13 @@ def brute(scores, sparsity, pattern, chunk, unit_score):
 )
 def test_masks_equal_a_brute_force_ranking(pattern, sparsity, chunk, unit_score, seed):
     scores = draw(seed)
-    found = prune(
+    masks = prune(
         scores, scores, sparsity, pattern=pattern, tile=TILE, chunk=chunk, unit_score=unit_score
     )
-    wanted = brute(scores, sparsity, pattern, chunk, unit_score)
+    ranked = brute(scores, sparsity, pattern, chunk, unit_score)
     for name in SHAPES:
-        assert found[name].dtype == bool
-        np.testing.assert_array_equal(found[name], wanted[name])
+        assert masks[name].dtype == bool
+        np.testing.assert_array_equal(masks[name], ranked[name])
 
 
 UNITS = {"tw2d": 8 * TILE, "tw1d": 8 * TILE, "ew": 1, "vw": 1, "bw": 32 * 32, "tew": 1}
@@ -157,16 +157,16 @@ def test_matrices_of_any_shape_keep_as_much_of_equally_important_weights(pattern
         scores = draw(seed, shapes)
         if not draws:
             scores = {n: np.full(s, 0.1, np.float32) for n, s in shapes.items()}
-        kept = densities(prune(scores, scores, 0.75, pattern=pattern, tile=128))
-        assert kept.keys() == shapes.keys()
-        assert all(0.18 < x < 0.34 for x in kept.values()), (shapes, kept)
+        fractions = densities(prune(scores, scores, 0.75, pattern=pattern, tile=128))
+        assert fractions.keys() == shapes.keys()
+        assert all(0.18 < x < 0.34 for x in fractions.values()), (shapes, fractions)
 
 
 def test_the_papers_rule_prefers_short_columns(seed):
     """L2 / n of n equally important scores falls as 1 / sqrt(n)."""
     scores = draw(seed, BLOCK)
-    kept = densities(prune(scores, scores, 0.75, tile=128, unit_score="paper"))
-    assert kept["down"] < 0.01 and min(kept[n] for n in ("qkv", "out", "up")) > 0.3
+    fractions = densities(prune(scores, scores, 0.75, tile=128, unit_score="paper"))
+    assert fractions["down"] < 0.01 and min(fractions[n] for n in ("qkv", "out", "up")) > 0.3
 
 
 def test_densities_of_stacks_have_a_number_for_each_layer():
@@ -174,8 +174,8 @@ def test_densities_of_stacks_have_a_number_for_each_layer():
     masks["up"][1, :2] = masks["q"][0, :, 0] = False
     axes = {"up": ("layers", "embed", "mlp"), "q": ("layers", "embed", "heads", None)}
     axes["w"] = ("embed", "mlp")
-    wanted = {"up.0": 1.0, "up.1": 0.5, "q.0": 0.5, "q.1": 1.0, "w": 0.25}
-    assert densities(masks, axes) == wanted
+    fractions = {"up.0": 1.0, "up.1": 0.5, "q.0": 0.5, "q.1": 1.0, "w": 0.25}
+    assert densities(masks, axes) == fractions
 
 
 @pytest.mark.parametrize(("pattern", "chunk"), [("tw1d", 1), ("tw1d", 4), ("tw2d", 1)])
@@ -196,8 +196,8 @@ def test_planted_tiles_are_found(pattern, chunk, seed):
         planted[name] = mask
         scores[name] = random.gamma(1.0, 0.3, (K, N)) + 4 * mask * random.gamma(8.0, 0.125, (K, N))
     goal = sparsity_of(planted)
-    found = prune(scores, scores, goal, pattern=pattern, tile=TILE, chunk=chunk)
-    both = sum((found[n] & planted[n]).sum() for n in planted)
+    masks = prune(scores, scores, goal, pattern=pattern, tile=TILE, chunk=chunk)
+    both = sum((masks[n] & planted[n]).sum() for n in planted)
     assert both / sum(m.sum() for m in planted.values()) >= 0.99
 
 
@@ -226,8 +226,8 @@ def test_a_matrix_without_importance_keeps_its_remainder(pattern, seed):
     assert sparsity_of(prune(scores, scores, 0.6, **options)["b"]) == 1.0
     masks = prune(scores, scores, 0.6, remain=0.2, **options)
     assert abs(sparsity_of(masks) - 0.6) <= max(0.005, UNITS[pattern] / (4 * 96 * 96)) + 1e-9
-    kept = 0.01 if pattern == "tw2d" else 0.2  # there of vectors, some of a tile that is short
-    assert (1 - sparsity_of(masks["b"])) >= kept
+    least = 0.01 if pattern == "tw2d" else 0.2  # there of vectors, some of a tile that is short
+    assert (1 - sparsity_of(masks["b"])) >= least
     best = scores["b"] > np.quantile(scores["b"], 0.8)
     assert masks["b"][best].mean() > masks["b"][~best].mean()
 
@@ -239,9 +239,9 @@ def test_words_say_which_dims_are_a_matrix(seed):
     assert matrix_shape((6, 32, 64)) == (6, 32, 64)
     query = draw(seed, {"q": (2, 32, 4, 8)})["q"]
     words = ("layers", "embed", "heads", None)
-    found = prune({"q": query}, None, 0.5, tile=16, axes={"q": words})["q"]
-    wanted = prune(query.reshape(2, 32, 32), None, 0.5, tile=16)
-    np.testing.assert_array_equal(found, wanted.reshape(query.shape))
+    by_words = prune({"q": query}, None, 0.5, tile=16, axes={"q": words})["q"]
+    by_shape = prune(query.reshape(2, 32, 32), None, 0.5, tile=16)
+    np.testing.assert_array_equal(by_words, by_shape.reshape(query.shape))
 
 
 def test_bad_input_is_refused():

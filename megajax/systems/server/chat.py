@@ -130,21 +130,21 @@ class Chat:
         first, second, third = PROBES
         one = [{"role": "user", "content": first}]
         two = [*one, {"role": "assistant", "content": second}, {"role": "user", "content": third}]
-        found, error = self._attempt(one)
+        text, error = self._attempt(one)
         parts = [{"type": "text", "text": first}, {"type": "text", "text": second}]
         with_parts, _ = self._attempt([{"role": "user", "content": parts}])
         self._takes_parts = first in with_parts and second in with_parts and "{'" not in with_parts
-        self._takes_texts = first in found or not self._takes_parts
+        self._takes_texts = first in text or not self._takes_parts
         if error is not None and self._takes_texts:
             self.refusal = f"the chat template refuses a message of a user: {error}"
             self.doubts.append(self.refusal)
-        elif first not in found and not self._takes_parts:
+        elif first not in text and not self._takes_parts:
             self.doubts.append("the chat template leaves out the text of a user's message")
         else:
-            found, error = self._attempt([self._with_content(m) for m in two])
+            text, error = self._attempt([self._with_content(m) for m in two])
             if error is not None:
                 self.doubts.append(f"the chat template refuses a second turn: {error}")
-            elif third not in found:
+            elif third not in text:
                 self.doubts.append("the chat template leaves out the text of a second turn")
 
     def _attempt(self, messages: Messages) -> tuple[str, Exception | None]:

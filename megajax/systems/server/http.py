@@ -126,9 +126,9 @@ class _Connection(H11Protocol):
             60,
             self._most,
         )
-        found = [c for c in others if isinstance(c, _Connection) and c.expendable is not None]
-        if found:
-            min(found, key=lambda c: c.expendable or (True, 0.0)).transport.abort()
+        expendable = [c for c in others if isinstance(c, _Connection) and c.expendable is not None]
+        if expendable:
+            min(expendable, key=lambda c: c.expendable or (True, 0.0)).transport.abort()
         else:
             transport.write(FULL)
             transport.close()

@@ -185,13 +185,13 @@ def open_named(options: ModelOptions) -> OpenModel:
 
 def newest_run(folder: str | Path = ".") -> str:
     """Returns the newest nano run below a folder. Raises: UserError that says how to get one."""
-    found = [p.parent for p in Path(folder).glob(RUNS) if any(p.parent.glob("checkpoints/*"))]
-    if not found:
+    runs = [p.parent for p in Path(folder).glob(RUNS) if any(p.parent.glob("checkpoints/*"))]
+    if not runs:
         raise UserError(
             "there is no nano run with a checkpoint in runs/pretrain; train one in two minutes "
             "with `uv run experiments/pretrain.py`, or name a model (--run_dir, --hf, --gguf)"
         )
-    return str(max(found, key=lambda p: (p / "checkpoints").stat().st_mtime))
+    return str(max(runs, key=lambda p: (p / "checkpoints").stat().st_mtime))
 
 
 def describe(engine: Engine) -> str:
@@ -217,15 +217,17 @@ def template_of(options: ModelOptions, opened: OpenModel) -> ChatTemplate | None
         source = files.read_bytes(path, MAX_TEMPLATE).decode()
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read {path}: {error} (--chat_template)") from None
-    own = opened.chat
-    given = ChatTemplate(source, own.begin if own else "", own.end if own else "")
-    chat = Chat(given, opened.tokenizer)
+    default = opened.chat
+    template = ChatTemplate(
+        source, default.begin if default else "", default.end if default else ""
+    )
+    chat = Chat(template, opened.tokenizer)
     if reason := chat.problem or chat.refusal:
         raise UserError(
             f"{path}: {reason:.500}; without the flag, chats use the model's own "
             "template (--chat_template)"
         )
-    return given
+    return template
 
 
 def read_keys(name: str | None) -> list[str]:

@@ -233,15 +233,17 @@ class Reader:
         self._check_model(fields)
         prompt = self._chat_prompt(fields, self._context)
         listed = fields.between("top_logprobs", 0, 20, None)
-        wanted = fields.take("logprobs", bool, False)
-        if listed is not None and not wanted:
+        has_logprobs = fields.take("logprobs", bool, False)
+        if listed is not None and not has_logprobs:
             raise fields.error("top_logprobs", "needs logprobs=true")
         most = fields.between("max_completion_tokens", 1, WHOLE, None)
         older = fields.between("max_tokens", 1, WHOLE, None)
         most = older if most is None else most
         self._check_context(prompt, 1)
         most = self._context - len(prompt) if most is None else most
-        return self._job(fields, "chat", [prompt], most, (listed or 0) if wanted else None, [])
+        return self._job(
+            fields, "chat", [prompt], most, (listed or 0) if has_logprobs else None, []
+        )
 
     def tokenize(self, body: dict[str, Any]) -> list[int]:
         """Reads a body of /tokenize: a prompt or messages, as the endpoints above read them.
@@ -253,10 +255,10 @@ class Reader:
         if fields.any("messages") is not None:
             ids = self._chat_prompt(fields, None)
         else:
-            given = fields.take("prompt", str)
-            if given is None:
+            text = fields.take("prompt", str)
+            if text is None:
                 raise fields.error("prompt", "is missing: give a text, or messages")
-            ids = self._prompt(fields, given, None)
+            ids = self._prompt(fields, text, None)
         fields.end()
         return ids
 
@@ -319,10 +321,10 @@ class Reader:
 
     def _prompts(self, fields: Fields) -> tuple[list[list[int]], list[str]]:
         """Returns (token ids, texts) of each prompt."""
-        given = fields.any("prompt")
-        if given is None:
+        value = fields.any("prompt")
+        if value is None:
             raise fields.error("prompt", "is missing: give a text, a list of texts, or token ids")
-        listed = given if isinstance(given, list) and not is_ids(given) else [given]
+        listed = value if isinstance(value, list) and not is_ids(value) else [value]
         if not listed or not all(isinstance(p, str) or is_ids(p) for p in listed):
             raise fields.error("prompt", "must be a text, token ids, or a list of one of them")
         if len(listed) > PROMPTS:
@@ -330,19 +332,19 @@ class Reader:
                 400, f"prompt has {len(listed)} texts; at most {PROMPTS}", param="prompt"
             )
         fields.ignore("add_special_tokens", "parse_special")  # of ids; `_prompt` reads them
-        found, texts = [], []
+        ids, texts = [], []
         for prompt in listed:
             if isinstance(prompt, str):
-                found.append(self._prompt(fields, prompt, self._context))
-                self._check_context(found[-1], 0)
+                ids.append(self._prompt(fields, prompt, self._context))
+                self._check_context(ids[-1], 0)
                 texts.append(prompt)
             else:
                 self._check_context(prompt, 0)
-                found.append(prompt)
+                ids.append(prompt)
                 texts.append(self._tokenizer.decode([i for i in prompt if 0 <= i < 2**31]))
-        if not all(found):
+        if not all(ids):
             raise fields.error("prompt", "must have at least one token")
-        return found, texts
+        return ids, texts
 
     def _check_context(self, prompt: Sequence[int], most: int) -> None:
         if len(prompt) + most > self._context:
@@ -384,30 +386,31 @@ class Reader:
         include = fields.take("include_stop_str_in_output", bool, False)
         params = self._params(fields, most, logprobs, logprobs if echo else None)
         fields.end()
-        own = () if params.ignore_eos else self._tokenizer.ends
-        ends = frozenset([*own, *params.stop_token_ids])
+        ends = frozenset(params.stop_token_ids)
+        if not params.ignore_eos:
+            ends |= frozenset(self._tokenizer.ends)
         return Job(kind, prompts, params, echo, stream, usage, logprobs, include, ends, silent)
 
     def _params(
         self, fields: Fields, most: int, logprobs: int | None, prompt_logprobs: int | None
     ) -> SamplingParams:
-        given = {name: fields.take(name, float) for name in PASSED}
-        given |= {name: fields.take(name, int) for name in WHOLE_NUMBERS}
-        given["n"] = fields.between("n", 1, ANSWERS, 1)
-        given["logit_bias"] = fields.take("logit_bias", dict)
-        given["ignore_eos"] = fields.take("ignore_eos", bool, False)
+        members = {name: fields.take(name, float) for name in PASSED}
+        members |= {name: fields.take(name, int) for name in WHOLE_NUMBERS}
+        members["n"] = fields.between("n", 1, ANSWERS, 1)
+        members["logit_bias"] = fields.take("logit_bias", dict)
+        members["ignore_eos"] = fields.take("ignore_eos", bool, False)
         stops = fields.take("stop_token_ids", list, [])
         if stops and not is_ids(stops):
             raise fields.error("stop_token_ids", "must be a list of token ids")
-        given["stop_token_ids"] = stops
-        given["stop"] = strings(fields, "stop", STOPS, STOP)
-        given["structured_outputs"] = _structured(fields)
+        members["stop_token_ids"] = stops
+        members["stop"] = strings(fields, "stop", STOPS, STOP)
+        members["structured_outputs"] = _structured(fields)
         try:
             return SamplingParams(
                 max_tokens=most,
                 logprobs=logprobs,
                 prompt_logprobs=prompt_logprobs,
-                **self._sampling | {n: value for n, value in given.items() if value is not None},
+                **self._sampling | {n: value for n, value in members.items() if value is not None},
             )
         except UserError as error:
             name = str(error).partition("=")[0].partition("[")[0].partition(" ")[0]
@@ -416,11 +419,11 @@ class Reader:
 
 def _messages(fields: Fields) -> list[dict[str, Any]]:
     """Returns the messages of a chat, whose contents are texts or lists of texts."""
-    found = fields.take("messages", list)
-    if not found:
+    messages = fields.take("messages", list)
+    if not messages:
         raise fields.error("messages", "must be a list of at least one message")
     made = []
-    for i, message in enumerate(found):
+    for i, message in enumerate(messages):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise ApiError(
                 400, f"messages[{i}] must be an object with a role", param=f"messages[{i}]"
@@ -455,9 +458,9 @@ def _text_of(part: Any) -> str | None:
 def _structured(fields: Fields) -> StructuredOutputsParams | None:
     """Returns the form that an answer must have, of whichever member says so."""
     forms: list[tuple[str, dict[str, Any]]] = []
-    given = fields.take("structured_outputs", dict)
-    if given is not None:
-        inner = Fields(given, "structured_outputs.")
+    form = fields.take("structured_outputs", dict)
+    if form is not None:
+        inner = Fields(form, "structured_outputs.")
         forms.append(
             (
                 "structured_outputs",
@@ -468,9 +471,9 @@ def _structured(fields: Fields) -> StructuredOutputsParams | None:
     for name in ("json", "regex", "choice"):
         if (value := fields.any(f"guided_{name}")) is not None:
             forms.append((f"guided_{name}", {name: value}))
-    wanted = fields.take("response_format", dict, {})
-    if wanted:
-        forms += _response_format(wanted)
+    response_format = fields.take("response_format", dict, {})
+    if response_format:
+        forms += _response_format(response_format)
     if len(forms) > 1:
         raise ApiError(400, f"{' and '.join(n for n, _ in forms)} exclude each other")
     if not forms:
@@ -482,13 +485,13 @@ def _structured(fields: Fields) -> StructuredOutputsParams | None:
         raise ApiError(400, str(error), param=name, code="invalid_value") from None
 
 
-def _response_format(given: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    kind, name = given.get("type"), "response_format"
+def _response_format(form: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    kind, name = form.get("type"), "response_format"
     if kind == "text":
         return []
     if kind == "json_object":
         return [(name, {"json_object": True})]
-    inner = given.get("json_schema")
+    inner = form.get("json_schema")
     if kind == "json_schema" and isinstance(inner, dict):
         return [(name, {"json": inner.get("schema", True)})]
     raise ApiError(

@@ -71,11 +71,11 @@ def serve(test):
 
     @functools.wraps(test)
     def run():
-        async def whole():
+        async def scenario():
             async with serving() as (client, worker):
                 await test(client, worker)
 
-        asyncio.run(whole())
+        asyncio.run(scenario())
 
     del run.__wrapped__  # pytest would take its parameters for fixtures
     return run
@@ -97,25 +97,29 @@ async def events(client, path="completions", **body):
 @serve
 async def test_a_completion_and_its_stream_say_the_same(client, worker):
     body = {"prompt": "hello", "max_tokens": 12, "seed": 3, "logprobs": 2, "n": 2}
-    whole = (await ask(client, **body)).json()
-    assert whole["object"] == "text_completion" and whole["model"] == "tiny"
-    assert whole["usage"]["prompt_tokens"] == 6  # with the token that begins a document
-    assert [c["index"] for c in whole["choices"]] == [0, 1]
+    response = (await ask(client, **body)).json()
+    assert response["object"] == "text_completion" and response["model"] == "tiny"
+    assert response["usage"]["prompt_tokens"] == 6  # with the token that begins a document
+    assert [c["index"] for c in response["choices"]] == [0, 1]
     parts = await events(client, **body, stream_options={"include_usage": True})
-    assert parts[-1]["choices"] == [] and parts[-1]["usage"] == whole["usage"]
-    for choice in whole["choices"]:
-        mine = [c for p in parts for c in p["choices"] if c["index"] == choice["index"]]
-        assert "".join(c["text"] for c in mine) == choice["text"]
-        assert [c["finish_reason"] for c in mine if c["finish_reason"]] == [choice["finish_reason"]]
-        found = choice["logprobs"]
+    assert parts[-1]["choices"] == [] and parts[-1]["usage"] == response["usage"]
+    for choice in response["choices"]:
+        streamed = [c for p in parts for c in p["choices"] if c["index"] == choice["index"]]
+        assert "".join(c["text"] for c in streamed) == choice["text"]
+        assert [c["finish_reason"] for c in streamed if c["finish_reason"]] == [
+            choice["finish_reason"]
+        ]
+        logprobs = choice["logprobs"]
         for name in ("tokens", "token_logprobs", "text_offset"):
-            assert sum((c["logprobs"][name] for c in mine if c["logprobs"]), []) == found[name]
-        assert len(found["tokens"]) <= 12
-        listed = (found[n] for n in ("tokens", "token_logprobs", "top_logprobs"))
+            assert (
+                sum((c["logprobs"][name] for c in streamed if c["logprobs"]), []) == logprobs[name]
+            )
+        assert len(logprobs["tokens"]) <= 12
+        listed = (logprobs[n] for n in ("tokens", "token_logprobs", "top_logprobs"))
         for token, score, top in zip(*listed, strict=True):
             assert top[token] == score and len(top) in (2, 3)
             assert len(top) == 2 or score == min(top.values())
-        offsets = found["text_offset"]
+        offsets = logprobs["text_offset"]
         assert offsets == sorted(offsets) and offsets[-1] <= len(choice["text"])
 
 
@@ -128,10 +132,10 @@ async def test_a_chat_and_its_stream_say_the_same(client, worker):
         "logprobs": True,
         "top_logprobs": 3,
     }
-    whole = (await ask(client, "chat/completions", **body)).json()
-    choice = whole["choices"][0]
+    response = (await ask(client, "chat/completions", **body)).json()
+    choice = response["choices"][0]
     assert choice["message"]["role"] == "assistant"
-    assert whole["usage"]["prompt_tokens"] == len("user: hé\nassistant: ".encode())
+    assert response["usage"]["prompt_tokens"] == len("user: hé\nassistant: ".encode())
     parts = await events(client, "chat/completions", **body)
     deltas = [p["choices"][0]["delta"] for p in parts]
     assert deltas[0] == {"role": "assistant", "content": ""}
@@ -145,31 +149,35 @@ async def test_a_chat_and_its_stream_say_the_same(client, worker):
 @serve
 async def test_stops_echo_prompts_of_ids_and_biases(client, worker):
     bias = {str(ord("a")): 100}
-    found = (await ask(client, prompt=["x", "yy"], logit_bias=bias, max_tokens=4, echo=True)).json()
-    assert [c["text"] for c in found["choices"]] == ["xaaaa", "yyaaaa"]
-    assert found["usage"] == {"prompt_tokens": 5, "completion_tokens": 8, "total_tokens": 13}
-    found = (await ask(client, prompt=[[65, 66]], stop=["aaa"], logit_bias=bias)).json()
-    assert (found["choices"][0]["text"], found["choices"][0]["finish_reason"]) == ("", "stop")
-    assert found["usage"]["completion_tokens"] == 3
+    response = (
+        await ask(client, prompt=["x", "yy"], logit_bias=bias, max_tokens=4, echo=True)
+    ).json()
+    assert [c["text"] for c in response["choices"]] == ["xaaaa", "yyaaaa"]
+    assert response["usage"] == {"prompt_tokens": 5, "completion_tokens": 8, "total_tokens": 13}
+    response = (await ask(client, prompt=[[65, 66]], stop=["aaa"], logit_bias=bias)).json()
+    assert (response["choices"][0]["text"], response["choices"][0]["finish_reason"]) == ("", "stop")
+    assert response["usage"]["completion_tokens"] == 3
     more = {"logit_bias": {"257": 100}, "max_tokens": 5, "logprobs": 0}
-    found = (await ask(client, prompt="x", **more)).json()["choices"][0]
-    assert (found["text"], found["finish_reason"]) == ("", "stop")
-    assert found["logprobs"]["tokens"] == ["token_id:257"]  # counts in usage, and is listed
-    assert found["logprobs"]["text_offset"] == [0]
-    found = (await ask(client, prompt="x", **more, ignore_eos=True)).json()
-    assert found["usage"]["completion_tokens"] == 5
+    response = (await ask(client, prompt="x", **more)).json()["choices"][0]
+    assert (response["text"], response["finish_reason"]) == ("", "stop")
+    assert response["logprobs"]["tokens"] == ["token_id:257"]  # counts in usage, and is listed
+    assert response["logprobs"]["text_offset"] == [0]
+    response = (await ask(client, prompt="x", **more, ignore_eos=True)).json()
+    assert response["usage"]["completion_tokens"] == 5
 
 
 @serve
 async def test_the_drawn_token_is_listed_whatever_number_is_asked_for(client, worker):
     body = {"prompt": "hello", "max_tokens": 8, "seed": 3, "temperature": 2}
-    found = [
+    logprobs = [
         (await ask(client, **body, logprobs=most)).json()["choices"][0]["logprobs"]
         for most in (0, 1, 5)
     ]
-    alone = [{t: p} for t, p in zip(found[0]["tokens"], found[0]["token_logprobs"], strict=True)]
-    assert found[0]["top_logprobs"] == alone
-    for more in found[1:]:
+    alone = [
+        {t: p} for t, p in zip(logprobs[0]["tokens"], logprobs[0]["token_logprobs"], strict=True)
+    ]
+    assert logprobs[0]["top_logprobs"] == alone
+    for more in logprobs[1:]:
         for one, top in zip(alone, more["top_logprobs"], strict=True):
             assert one.items() <= top.items()
 
@@ -180,9 +188,9 @@ async def test_a_prompt_is_echoed_with_its_log_probabilities(client, worker):
     ids = [*b"hello world", 200, 256, *b"!"]
     body = {"prompt": [ids, ids[:1]], "echo": True, "logprobs": 1, "temperature": 0}
     for most in (0, 1):
-        found = (await ask(client, **body, max_tokens=most, n=2)).json()
-        assert found["usage"]["completion_tokens"] == 4 * most
-        for choice, prompt in zip(found["choices"], [ids, ids, ids[:1], ids[:1]], strict=True):
+        response = (await ask(client, **body, max_tokens=most, n=2)).json()
+        assert response["usage"]["completion_tokens"] == 4 * most
+        for choice, prompt in zip(response["choices"], [ids, ids, ids[:1], ids[:1]], strict=True):
             scores = choice["logprobs"]
             assert all(len(value) == len(prompt) + most for value in scores.values())
             assert scores["token_logprobs"][0] is scores["top_logprobs"][0] is None
@@ -206,7 +214,7 @@ async def test_a_prompt_is_echoed_with_its_log_probabilities(client, worker):
             0, :, :259
         ]
         want = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
-        scores = found["choices"][0]["logprobs"]
+        scores = response["choices"][0]["logprobs"]
         np.testing.assert_allclose(
             scores["token_logprobs"][1 : len(ids)], want[range(len(ids) - 1), ids[1:]], atol=1e-4
         )
@@ -214,9 +222,9 @@ async def test_a_prompt_is_echoed_with_its_log_probabilities(client, worker):
         np.testing.assert_allclose(likeliest, want[:-1].max(-1), atol=1e-4)
         parts = await events(client, **body, max_tokens=most)
         for index in range(2):
-            mine = [c["logprobs"] for p in parts for c in p["choices"] if c["index"] == index]
-            for name, value in found["choices"][2 * index]["logprobs"].items():
-                assert sum((part[name] for part in mine if part), []) == value
+            streamed = [c["logprobs"] for p in parts for c in p["choices"] if c["index"] == index]
+            for name, value in response["choices"][2 * index]["logprobs"].items():
+                assert sum((part[name] for part in streamed if part), []) == value
     error = (await ask(client, prompt="x", max_tokens=0)).json()["error"]
     assert "0 with echo=true" in error["message"]
 
@@ -225,8 +233,8 @@ async def test_a_prompt_is_echoed_with_its_log_probabilities(client, worker):
 async def test_a_least_length_holds_back_stop_strings_and_end_tokens(client, worker):
     bias = {str(ord("a")): 100, "257": 100}
     body = {"prompt": "x", "logit_bias": bias, "max_tokens": 9, "stop": ["aa"], "temperature": 0}
-    found = (await ask(client, **body, min_tokens=4)).json()["choices"][0]
-    assert (found["text"], found["finish_reason"]) == ("aaaa", "stop")
+    choice = (await ask(client, **body, min_tokens=4)).json()["choices"][0]
+    assert (choice["text"], choice["finish_reason"]) == ("aaaa", "stop")
     parts = await events(client, **body, min_tokens=4)
     assert "".join(c["text"] for p in parts for c in p["choices"]) == "aaaa"
 
@@ -336,12 +344,12 @@ HARMLESS = {
 
 
 def test_members_that_change_no_answer_are_taken_or_refused_by_one_flag():
-    async def whole():
+    async def scenario():
         listed = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2, "seed": 1}
         async with serving() as (client, _):
             plain = (await ask(client, "chat/completions", **listed)).json()["choices"]
-            found = (await ask(client, "chat/completions", **listed, **HARMLESS)).json()
-            assert found["choices"] == plain
+            hinted = (await ask(client, "chat/completions", **listed, **HARMLESS)).json()
+            assert hinted["choices"] == plain
             for more in ({"modalities": ["text", "audio"]}, {"use_beam_search": True}):
                 response = await ask(client, "chat/completions", **listed, **more)
                 assert response.status_code == 400 and "is not supported" in response.text
@@ -352,13 +360,13 @@ def test_members_that_change_no_answer_are_taken_or_refused_by_one_flag():
                 assert response.status_code == (200 if passes else 400), name
                 assert passes or "--strict_members" in response.text
 
-    asyncio.run(whole())
+    asyncio.run(scenario())
 
 
 def test_a_server_samples_as_its_model_recommends():
     """Greedy answers do not depend on the seed; a temperature in the request does count."""
 
-    async def whole():
+    async def scenario():
         async with serving(sampling={"temperature": 0.0}) as (client, _):
             texts = [
                 (await ask(client, prompt="hello", max_tokens=8, **more)).json()["choices"][0][
@@ -368,24 +376,24 @@ def test_a_server_samples_as_its_model_recommends():
             ]
         assert texts[0] == texts[1] != texts[2]
 
-    asyncio.run(whole())
+    asyncio.run(scenario())
 
 
 def test_a_long_text_becomes_ids_and_back_beside_other_requests():
-    async def whole():
+    async def scenario():
         async with serving(max_body=2**22) as (client, _):
             text, answered = "wörd " * 100_000, 0
             asked = asyncio.create_task(client.post("/tokenize", json={"prompt": text}))
             while not asked.done():
                 answered += (await client.get("/health")).status_code == 200
                 await asyncio.sleep(0.001)  # the transport itself gives way to nobody
-            found = (await asked).json()
-            assert found["tokens"] == [256, *text.encode()] and found["max_model_len"] == 128
-            assert found["count"] == len(found["tokens"]) and answered > 3
-            ids = found["tokens"][1:]
+            answer = (await asked).json()
+            assert answer["tokens"] == [256, *text.encode()] and answer["max_model_len"] == 128
+            assert answer["count"] == len(answer["tokens"]) and answered > 3
+            ids = answer["tokens"][1:]
             assert (await client.post("/detokenize", json={"tokens": ids})).json()["prompt"] == text
 
-    asyncio.run(whole())
+    asyncio.run(scenario())
 
 
 def test_a_refused_prompt_costs_no_more_than_its_bound():
@@ -395,11 +403,11 @@ def test_a_refused_prompt_costs_no_more_than_its_bound():
         count = 0
 
         def encode(self, texts, special=False, most=None):
-            found = super().encode(texts, special, most)
-            self.count += sum(map(len, found))
-            return found
+            ids = super().encode(texts, special, most)
+            self.count += sum(map(len, ids))
+            return ids
 
-    async def whole():
+    async def scenario():
         async with serving(max_body=2**23) as (client, worker):
             counted = worker.engine.tokenizer = Counted()
             limits = HttpOptions(max_body=2**23)
@@ -421,22 +429,22 @@ def test_a_refused_prompt_costs_no_more_than_its_bound():
             assert await made.join(60)
             worker.engine.tokenizer = ByteTokenizer()
 
-    asyncio.run(whole())
+    asyncio.run(scenario())
 
 
 def test_a_model_without_a_template_says_so():
-    async def whole():
+    async def scenario():
         for chat in (None, ChatTemplate("{% for %}", "", "")):
             async with serving(chat) as (client, _):
                 body = {"messages": [{"role": "user", "content": "x"}]}
                 response = await ask(client, "chat/completions", **body)
                 assert response.status_code == 400 and "chat template" in response.text
 
-    asyncio.run(whole())
+    asyncio.run(scenario())
 
 
 def test_a_key_is_needed_where_there_are_keys():
-    async def whole():
+    async def scenario():
         async with serving(keys=["x" * 20, KEY]) as (client, _):
             for headers, status in (
                 ({}, 401),
@@ -447,27 +455,27 @@ def test_a_key_is_needed_where_there_are_keys():
                 assert (await client.get("/v1/models", headers=headers)).status_code == status
             assert (await client.get("/health")).status_code == 200
 
-    asyncio.run(whole())
+    asyncio.run(scenario())
 
 
 def test_too_many_that_wait_are_told_to_come_again():
-    async def whole():
+    async def scenario():
         async with serving(max_waiting=2) as (client, _):
             body = {"prompt": "x", "max_tokens": 60, "ignore_eos": True}
-            found = await asyncio.gather(*(ask(client, **body) for _ in range(12)))
-            codes = sorted(r.status_code for r in found)
+            responses = await asyncio.gather(*(ask(client, **body) for _ in range(12)))
+            codes = sorted(r.status_code for r in responses)
             # 4 run and 2 wait; more than these only if some ended in between.
             assert codes[:6] == [200] * 6 and codes[-1] == 429
-            refused = next(r for r in found if r.status_code == 429)
+            refused = next(r for r in responses if r.status_code == 429)
             assert 1 <= int(refused.headers["Retry-After"]) <= 60
             assert refused.json()["error"]["code"] == "too_many_waiting"
             assert (await ask(client, prompt="x", max_tokens=2)).status_code == 200
 
-    asyncio.run(whole())
+    asyncio.run(scenario())
 
 
 def test_a_request_that_takes_too_long_is_ended():
-    async def whole():
+    async def scenario():
         async with serving(request_timeout_s=0.05) as (client, _):
             body = {"prompt": "x", "max_tokens": 120, "ignore_eos": True}
             response = await ask(client, **body)
@@ -475,7 +483,7 @@ def test_a_request_that_takes_too_long_is_ended():
             parts = await events(client, **body)
             assert parts[-1]["error"]["code"] == "timeout"
 
-    asyncio.run(whole())
+    asyncio.run(scenario())
 
 
 def test_an_engine_that_raises_ends_all_requests_and_health_says_so():
@@ -494,12 +502,12 @@ def test_an_engine_that_raises_ends_all_requests_and_health_says_so():
                 raise RuntimeError("out of memory")
             return engine().step()
 
-    async def whole():
+    async def scenario():
         async with serving(to=Broken()) as (client, worker):
             body = {"prompt": "x", "max_tokens": 60, "ignore_eos": True}
-            found = await asyncio.gather(*(ask(client, **body) for _ in range(3)))
-            assert [r.status_code for r in found] == [500] * 3
-            assert "out of memory" in found[0].json()["error"]["message"]
+            responses = await asyncio.gather(*(ask(client, **body) for _ in range(3)))
+            assert [r.status_code for r in responses] == [500] * 3
+            assert "out of memory" in responses[0].json()["error"]["message"]
             health = await client.get("/health")
             assert health.status_code == 503 and health.json()["status"] == "engine_failed"
             assert (await ask(client, **body)).status_code == 500
@@ -507,7 +515,7 @@ def test_an_engine_that_raises_ends_all_requests_and_health_says_so():
                 engine().cancel(sequence.request)
             list(engine().run())
 
-    asyncio.run(whole())
+    asyncio.run(scenario())
 
 
 # Numbers as JSON spells them, at the edges of arrays and of what Python converts.
@@ -560,8 +568,8 @@ async def check_edges(edges_of):
             if all(task.done() for task in running):
                 assert [task.result().json()["choices"] for task in running] == alone
                 running = []
-        found = await asyncio.gather(*running)
-        assert [f.json()["choices"] for f in found] in ([], alone)
+        responses = await asyncio.gather(*running)
+        assert [f.json()["choices"] for f in responses] in ([], alone)
 
 
 def test_no_number_of_a_request_harms_others():
@@ -596,9 +604,9 @@ def test_what_fails_while_one_request_is_laid_out_ends_it_alone(monkeypatch):
         alone = [(await ask(client, **asked[i])).json()["choices"] for i in (0, 3)]
         monkeypatch.setattr(engine_.Answer, "write_rules", broken)
         monkeypatch.setattr(Engine, "_seed_words", seeds)
-        found = await asyncio.gather(*(ask(client, **each) for each in asked))
-        assert [f.status_code for f in found] == [200, 500, 500, 200]
-        assert [found[i].json()["choices"] for i in (0, 3)] == alone
+        responses = await asyncio.gather(*(ask(client, **each) for each in asked))
+        assert [f.status_code for f in responses] == [200, 500, 500, 200]
+        assert [responses[i].json()["choices"] for i in (0, 3)] == alone
         assert (await client.get("/health")).status_code == 200
 
     check()

@@ -27,13 +27,13 @@ def test_the_manifest_names_real_flags_and_fits_together():
     labels = pod["metadata"]["labels"]
     assert service["spec"]["selector"] == deployment["spec"]["selector"]["matchLabels"] == labels
     (serve,) = pod["spec"]["containers"]
-    given = dict(arg.removeprefix("--").split("=") for arg in serve["args"])
+    args = dict(arg.removeprefix("--").split("=") for arg in serve["args"])
     known = config.flag_names(Config).values()
-    assert set(given) <= set(known)
-    assert serve["ports"][0]["containerPort"] == int(given["port"])
+    assert set(args) <= set(known)
+    assert serve["ports"][0]["containerPort"] == int(args["port"])
     pause = int(serve["lifecycle"]["preStop"]["exec"]["command"][1])
     grace = pod["spec"]["terminationGracePeriodSeconds"]
-    assert grace > pause + int(given["stop_timeout_s"])
+    assert grace > pause + int(args["stop_timeout_s"])
     alive = serve["livenessProbe"]
     assert alive["periodSeconds"] * alive["failureThreshold"] > grace
     mounted = {mount["name"] for mount in serve["volumeMounts"]}
@@ -95,10 +95,10 @@ def test_weights_in_the_bits_of_the_file_give_the_answers_of_dense_ones(
         worker.start()
         transport = httpx2.ASGITransport(app=server.app)
         async with httpx2.AsyncClient(transport=transport, base_url="http://x") as client:
-            found = [(await client.post("/v1/completions", json=b)).json() for b in bodies]
+            responses = [(await client.post("/v1/completions", json=b)).json() for b in bodies]
         worker.stop()
         assert await worker.join(60)
-        return [f["choices"][0] for f in found]
+        return [f["choices"][0] for f in responses]
 
     def ask(**options):
         cfg = Config(
@@ -119,11 +119,11 @@ def test_weights_in_the_bits_of_the_file_give_the_answers_of_dense_ones(
     assert bits not in said and all(len(c["logprobs"]["tokens"]) == 12 for c in dense)
     packed, said = ask(weights="packed")
     assert bits in said and [c["text"] for c in packed] == [c["text"] for c in dense]
-    found, said = ask()
-    assert found == dense and bits not in said
+    choices, said = ask()
+    assert choices == dense and bits not in said
     monkeypatch.setattr("megajax.systems.open_model.free_bytes", lambda _: 1000)
-    found, said = ask()
-    assert found == packed and bits in said and "--weights=packed: dense weights need" in said
+    choices, said = ask()
+    assert choices == packed and bits in said and "--weights=packed: dense weights need" in said
     with pytest.raises(UserError, match="weights=packed keeps the bits"):
         ask(weights="packed", quantize="int4")
     assert "in int4" in ask(quantize="int4")[1]

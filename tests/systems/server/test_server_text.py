@@ -80,10 +80,10 @@ def test_a_stop_string_is_cut_wherever_it_is_split():
         cuts = sorted(rng.choices(range(len(text) + 1), k=rng.randint(0, 6)))
         parts = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
         shown, stopped = cut(stops, parts)
-        found = [at for stop in stops if (at := text.find(stop)) >= 0]
+        places = [at for stop in stops if (at := text.find(stop)) >= 0]
         # A stop string that ends first wins over one that begins first and comes later.
         ends = min((text.find(s) + len(s) for s in stops if s in text), default=None)
-        assert stopped == bool(found)
+        assert stopped == bool(places)
         if not stopped:
             assert "".join(shown) == text
         else:
