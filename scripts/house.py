@@ -108,7 +108,10 @@ def banned_names(tree: ast.AST) -> Counter[str]:
 
 
 def imports(tree: ast.AST, into_functions: bool = True) -> list[tuple[str, int]]:
-    """Returns (dotted name, line) of what is imported; `from a import b` gives a.b."""
+    """Returns (dotted name, line) of what is imported; `from a import b` gives a.b.
+
+    into_functions: also what functions import, and what only a type checker does.
+    """
     names: list[tuple[str, int]] = []
     nodes = [tree]
     while nodes:
@@ -117,8 +120,11 @@ def imports(tree: ast.AST, into_functions: bool = True) -> list[tuple[str, int]]
             names += [(alias.name, node.lineno) for alias in node.names]
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
             names += [(f"{node.module}.{alias.name}", node.lineno) for alias in node.names]
-        elif not isinstance(node, Function | ast.Lambda) or into_functions:
-            nodes += ast.iter_child_nodes(node)
+        elif into_functions or not isinstance(node, Function | ast.Lambda):
+            if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+                nodes += ast.iter_child_nodes(node) if into_functions else node.orelse
+            else:
+                nodes += ast.iter_child_nodes(node)
     return sorted(names, key=lambda pair: pair[1])
 
 

@@ -16,7 +16,6 @@ import numpy as np
 
 from experiments.reports.reporting import panels, save
 from megajax.core.hardware import CARDS
-from megajax.core.packed import PackInfo, bucket, pack, unpack
 from megajax.core.tree import Tree, named_leaves, nest
 from megajax.layers import fused
 from megajax.layers.attend import attend
@@ -24,7 +23,7 @@ from megajax.layers.mask import Context
 from megajax.layers.ops import Ops
 from megajax.models import encoder
 from megajax.models.encoder_config import EncoderConfig
-from pallas_kernels import bench, packed_attention
+from pallas_kernels import PackInfo, bench, bucket, pack, packed_attention, unpack
 from pallas_kernels.attention import hopper_backward, hopper_forward
 from pallas_kernels.attention.ranges import Rows, packed_rows, useful_pairs
 from pallas_kernels.cases import paper_lengths

@@ -36,9 +36,13 @@ from experiments.reports.reporting import (
     table,
 )
 from megajax.core.errors import UserError, did_you_mean, nearest_multiples
-from megajax.parallel.expert import Routing, dispatch_grouped_matmul, grouped_matmul_combine
+from megajax.parallel.collective_matmul import all_gather_matmul, matmul_reduce_scatter
+from megajax.parallel.expert_matmul import (
+    Routing,
+    dispatch_grouped_matmul,
+    grouped_matmul_combine,
+)
 from megajax.parallel.overlap import Implementation
-from megajax.parallel.tensor import all_gather_matmul, matmul_reduce_scatter
 from pallas_kernels.collective.cases import DENSE, RANKS, Dense, Product
 from pallas_kernels.expert.cases import MIXTURES, Mixture
 

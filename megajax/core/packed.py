@@ -28,11 +28,6 @@ import jax
 from megajax.core.errors import UserError
 from megajax.core.layout import Words
 from megajax.core.tree import Tree
-from pallas_kernels.packing.api import PackedTokens as PackedTokens
-from pallas_kernels.packing.api import PackInfo as PackInfo
-from pallas_kernels.packing.api import bucket as bucket
-from pallas_kernels.packing.api import pack as pack
-from pallas_kernels.packing.api import unpack as unpack
 
 Array = jax.Array
 

@@ -15,7 +15,7 @@ from megajax.core.errors import UserError
 from megajax.layers.losses import NEGATIVE
 from megajax.layers.mask import Context, reach, visible
 from pallas_kernels import arguments, dispatch
-from pallas_kernels.attention import guard, library
+from pallas_kernels.attention import guard
 from pallas_kernels.attention.names import named
 
 Array = jax.Array
@@ -140,6 +140,8 @@ def _cudnn(
     What cuDNN does not take so (packed rows on GPUs other than Hopper) gets a mask. A batch with
     more segments than slots (`library.room`) takes the plain path in every layer, which is slower.
     """
+    from pallas_kernels.attention import library
+
     sides = None if window is None else (window - 1, 0 if query.causal else window - 1)
     packed = query.segments_BS is not None
     found = library.reasons(q_BSHK, k_BMGK, query.causal, sides, packed=packed)

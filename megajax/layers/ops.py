@@ -26,12 +26,12 @@ import jax
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
+import pallas_kernels
 from megajax.core.packed import PackedWeight
 from megajax.layers.attend import attend
 from megajax.layers.dispatch import expert
 from megajax.layers.losses import VocabCut
 from megajax.layers.weight import Weight, name_of
-from pallas_kernels import grouped_matmul
 
 Array = jax.Array
 Spec = Any  # a PartitionSpec that a Layout gave, or None; models never look inside
@@ -215,6 +215,11 @@ def convolution(x_BHWC: Array, w: Any, strides: Sequence[int], padding: Any) -> 
     )
 
 
+def grouped(lhs_MK: Array, rhs_GKN: Array, group_sizes: Array) -> Array:
+    """Products of rows that are sorted by group, each group with a matrix of its own."""
+    return pallas_kernels.grouped_matmul(lhs_MK, rhs_GKN, group_sizes)
+
+
 def total(sums: Any) -> Any:
     """Adds a tree of sums over tokens up over all devices that hold tokens of this batch.
 
@@ -275,7 +280,7 @@ class Ops:
     vector: Callable = vector
     attend: Callable = attend
     vocab: VocabCut = VocabCut()
-    grouped: Callable = grouped_matmul
+    grouped: Callable = grouped
     score: Callable = score
     convolve: Callable = convolve
     expert: Callable = expert

@@ -25,7 +25,6 @@ from flax import nnx
 
 from megajax.core.errors import UserError
 from megajax.core.layout import Layout
-from megajax.core.packed import PackInfo, pack, unpack
 from megajax.core.tree import Tree
 from megajax.layers import fused, param
 from megajax.layers.attend import attend
@@ -38,6 +37,7 @@ from megajax.layers.ops import Ops
 from megajax.layers.weight import name_of
 from megajax.models import parts as parts_
 from megajax.models.encoder_config import EncoderConfig
+from pallas_kernels import PackInfo, pack, unpack
 
 PACKED = Ops(
     attend=functools.partial(attend, implementation="varlen"),

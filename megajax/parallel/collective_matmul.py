@@ -28,8 +28,10 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 
 from megajax.core.errors import did_you_mean
+from megajax.layers import ops
+from megajax.layers.weight import Weight, any_packed
 from megajax.parallel import overlap
-from megajax.parallel.overlap import Implementation
+from megajax.parallel.overlap import GATHER, REDUCE, SCATTER, Implementation
 from pallas_kernels import arguments, dispatch
 from pallas_kernels.collective import api as kernels
 from pallas_kernels.collective import reference as plain
@@ -425,7 +427,6 @@ def _instantiated(cotangents: Arrays) -> Arrays:
 
 
 DTYPES = ("bfloat16", "float16", "float32")
-GATHER, SCATTER, REDUCE = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
 
 
 def all_gather_matmul(
@@ -652,3 +653,94 @@ def _check_residual(op: str, residual: Array | None, shape: tuple, dtype: Any) -
             f"{op}: residual {residual.dtype}{residual.shape} must be like the result, "
             f"{dtype}{shape}"
         )
+
+
+# ---- the two ends of a sublayer
+#
+# Products that parallel/tensor.py has checked and chosen an implementation for, 'ring' or 'fused'.
+# Their weights have any shape, or are packed: those run as rings of their own products. Sums cross
+# ranks in float32, and rings turn in one direction.
+#
+# Legend: B rows, S positions, D model width.
+
+
+def up(
+    x_BSD: Array, weights: tuple[Weight, ...], axis: str, implementation: Implementation
+) -> Arrays:
+    """Returns the products of gathered x with weights (D, ...), which share the gather."""
+    if any_packed(weights):
+        ys = _packed_up(*dispatch.alike((x_BSD, weights)), axis)
+    else:
+        arrays: Any = weights
+        flat = tuple(w.reshape(w.shape[0], -1) for w in arrays)
+        static = Static(axis, implementation, "float32", both_ways=False)
+        ys, _ = run_gather(x_BSD, flat, (None,) * len(flat), static)
+    return tuple(y.reshape(*y.shape[:-1], *w.shape[1:]) for y, w in zip(ys, weights, strict=True))
+
+
+def down(
+    xs: Arrays,
+    weights: tuple[Weight, ...],
+    axis: str,
+    implementation: Implementation,
+    scatters: bool,
+) -> Array:
+    """Returns the sum over pairs and ranks of x w, w (..., D): this rank's positions of it, or all
+    of it on every rank."""
+    if any_packed(weights):
+        return _packed_down(*dispatch.alike((xs, weights)), axis)
+    arrays: Any = weights
+    flat_xs = tuple(x.reshape(*x.shape[:2], -1) for x in xs)
+    flat_ws = tuple(w.reshape(-1, w.shape[-1]) for w in arrays)
+    function = run_scatter if scatters else run_reduce
+    static = Static(axis, implementation, "float32", both_ways=False)
+    return function(flat_xs, flat_ws, None, None, static)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _packed_up(x_BSD: Array, weights: tuple[Weight, ...], axis: str) -> Arrays:
+    return all_gather(x_BSD, lambda x: _products(x, weights), axis, both_ways=False)
+
+
+def _packed_up_forward(x_BSD: Array, weights: tuple[Weight, ...], axis: str) -> tuple:
+    return _packed_up(x_BSD, weights, axis), (x_BSD, weights)
+
+
+def _packed_up_backward(axis: str, saved: tuple, dys: Arrays) -> tuple:
+    """Whole products, as of arrays (`_gather_backward`): dx is scattered beside dw."""
+    x_BSD, weights = saved
+    dx, dweights = jax.vjp(_products, plain.gather(x_BSD, axis), weights)[1](dys)
+    return plain.scatter(dx.astype(jnp.float32), axis).astype(dx.dtype), dweights
+
+
+_packed_up.defvjp(_packed_up_forward, _packed_up_backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _packed_down(xs: Arrays, weights: tuple[Weight, ...], axis: str) -> Array:
+    flat = tuple(x.reshape(*x.shape[:2], -1) for x in xs)
+    work = lambda *xs: _sum(xs, weights).astype(jnp.float32)  # noqa: E731
+    y_BSD = reduce_scatter(flat, work, axis, False, jnp.dtype("float32"))
+    return y_BSD.astype(xs[0].dtype)
+
+
+def _packed_down_forward(xs: Arrays, weights: tuple[Weight, ...], axis: str) -> tuple:
+    return _packed_down(xs, weights, axis), (xs, weights)
+
+
+def _packed_down_backward(axis: str, saved: tuple, dy_BSD: Array) -> tuple:
+    xs, weights = saved
+    return jax.vjp(_sum, xs, weights)[1](plain.gather(dy_BSD, axis))
+
+
+_packed_down.defvjp(_packed_down_forward, _packed_down_backward)
+
+
+def _products(x_BSD: Array, weights: tuple[Weight, ...]) -> Arrays:
+    return tuple(ops.matmul(x_BSD, w).reshape(*x_BSD.shape[:2], -1) for w in weights)
+
+
+def _sum(xs: Arrays, weights: tuple[Weight, ...]) -> Array:
+    used = ((x.reshape(*x.shape[:2], *w.shape[:-1]), w) for x, w in zip(xs, weights, strict=True))
+    terms = (ops.matmul(x, w, contract=w.ndim - 1) for x, w in used)
+    return functools.reduce(operator.add, terms)

@@ -33,7 +33,7 @@ from megajax.layers import attend as attend_
 from megajax.layers.losses import NEGATIVE
 from megajax.layers.mask import Context, visible
 from pallas_kernels import arguments, dispatch, tuned
-from pallas_kernels.attention import guard, tiling
+from pallas_kernels.attention import guard
 
 Array = jax.Array
 BLOCK = 1024  # (chosen) tokens whose logits exist at one time: 4 MiB a head in float32
@@ -412,6 +412,8 @@ def choose_attention(
             return "xla", f"auto: cuDNN's mask needs even rows and widths to {MASKED_WIDTH} by 8"
         return "cudnn", f"{fused}; packed rows by a mask, as it is no Hopper"
     if not (cut and context.kind == "gather"):
+        from pallas_kernels.attention import tiling
+
         about = tiling.key(dtype, width, group, tokens, None)
         passes = (tiling.FORWARD, about), (tiling.BACKWARD, about | {"deterministic": True})
         rows = [tuned.find(op, key, kind=device.device_kind) for op, key in passes]

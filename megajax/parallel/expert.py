@@ -16,8 +16,8 @@ capacity: each expert has a fixed number of slots a row, so a plain all-to-all t
 of its own around it.
 
 hidden: dropless by the two halves of expert_matmul.py, which bring their communication, as a ring
-    or in one kernel (`choose_overlap`; COMET, arXiv 2502.19811); those are exported here. Plain
-    dropless is not made of them: its sums travel in the compute dtype, half the bytes, over tensor
+    or in one kernel (`choose_overlap`; COMET, arXiv 2502.19811). Plain dropless is not made of
+    them: its sums travel in the compute dtype, half the bytes, over tensor
     and expert one after the other, of which only the second may leave a node, and cost/traffic.py
     counts it so.
 
@@ -38,20 +38,14 @@ from jax.sharding import reshard
 
 from megajax.core.layout import Layout
 from megajax.layers import dispatch as dispatch_
+from megajax.layers import ops
 from megajax.layers.dispatch import ExpertWeights
 from megajax.layers.mlp import MlpConfig
 from megajax.layers.moe import MoeConfig
 from megajax.layers.ops import matmul
 from megajax.layers.weight import name_of
-from megajax.parallel import expert_matmul
 from megajax.parallel.context import ContextSpec
-from megajax.parallel.expert_matmul import COMBINE, DISPATCH, first_half, second_half
-from megajax.parallel.expert_matmul import Dispatch as Dispatch
-from megajax.parallel.expert_matmul import Routing as Routing
-from megajax.parallel.expert_matmul import dispatch_grouped_matmul as dispatch_grouped_matmul
-from megajax.parallel.expert_matmul import grouped_matmul_combine as grouped_matmul_combine
-from megajax.parallel.overlap import Implementation, Overlap
-from pallas_kernels import grouped_matmul
+from megajax.parallel.overlap import COMBINE, DISPATCH, Implementation, Overlap
 
 Array = jax.Array
 TENSOR, EXPERT = ("tensor",), ("expert",)
@@ -134,7 +128,7 @@ def choose_overlap(
     tokens: tuple[int, int, int],
     weights: ExpertWeights,
     dtype: str,
-    grouped: Callable = grouped_matmul,
+    grouped: Callable = ops.grouped,
 ) -> Implementation:
     """Returns how a layer's tokens meet its experts; 'xla' is `_dropless`.
 
@@ -143,13 +137,15 @@ def choose_overlap(
     """
     if wanted == "xla" or not _cut(layout) or layout.ways(EXPERT + TENSOR) == 1:
         return "xla"
-    if grouped is not grouped_matmul:
+    if grouped is not ops.grouped:
         if wanted == "auto":
             return "xla"
         raise NotImplementedError(
             f"overlap={wanted!r} knows plain products only, these experts have their own; use "
             "'auto' or 'xla' (--overlap=auto)"
         )
+    from megajax.parallel import expert_matmul  # with the kernels of 'fused'
+
     E, widths = weights.down.shape[0], tuple(w.shape[2] for w in weights.inputs)
     halves = _halves(layout, tokens, E, widths, dtype)
     implementation = None if wanted == "auto" else wanted
@@ -169,6 +165,8 @@ def explain_overlap(
         return "xla (fixed slots travel in all-to-alls)"
     if wanted != "auto":
         return f"{wanted} (asked for)"
+    from megajax.parallel import expert_matmul
+
     rules = layout.rules.residual
     each = tokens // layout.ways(rules["batch"] + rules["seq"]), moe.top_k, mlp.width
     widths = (mlp.hidden // layout.ways(TENSOR),) * (2 if mlp.activation == "swiglu" else 1)
@@ -179,8 +177,11 @@ def explain_overlap(
 
 def _halves(
     layout: Layout, tokens: tuple[int, int, int], E: int, widths: tuple[int, ...], dtype: str
-) -> dict[str, expert_matmul.Layer]:
-    """The first products and the second one, of widths[0]."""
+) -> dict[str, Any]:
+    """Returns {op: expert_matmul.Layer} of the first products, and of the second one, whose width
+    is widths[0]."""
+    from megajax.parallel import expert_matmul
+
     sizes, axes = layout.mesh.shape, _axes(layout)
     return {
         op: expert_matmul.describe(sizes, tokens, E, hidden, axes, dtype)
@@ -200,6 +201,8 @@ def _hidden(
     implementation: Implementation,
 ) -> Array:
     """Dropless by the two halves that bring their communication."""
+    from megajax.parallel.expert_matmul import Routing, first_half, second_half
+
     T, A = math.prod(x_BSD.shape[:2]), dispatch.experts_BSA.shape[2]
     chosen = Routing(dispatch.experts_BSA.reshape(T, A), dispatch.weights_BSA.reshape(T, A))
     x_TD = x_BSD.reshape(T, -1)

@@ -28,7 +28,7 @@ from megajax.core.hardware import DeviceCard, find_card
 from megajax.cost import traffic
 from megajax.layers import dispatch as dispatch_
 from megajax.parallel import collective_matmul, overlap
-from megajax.parallel.overlap import Implementation
+from megajax.parallel.overlap import COMBINE, DISPATCH, Implementation
 from pallas_kernels import grouped_matmul, tuned
 from pallas_kernels.collective import clique
 from pallas_kernels.dispatch import alike
@@ -321,7 +321,6 @@ def _exchange(x_GQD: Array, sent_G: Array, received_G: Array, axis: str) -> Arra
 # Legend: R ranks that hold tokens, G ranks of the expert axis.
 
 
-DISPATCH, COMBINE = kernels.DISPATCH, kernels.COMBINE
 HALVES = (DISPATCH, COMBINE)
 
 

@@ -26,14 +26,14 @@ from megajax.core.errors import UserError
 from megajax.core.hardware import DeviceCard, find_card
 from megajax.cost import traffic
 from pallas_kernels import tuned
-from pallas_kernels.collective import api as kernels
 from pallas_kernels.collective import clique
-from pallas_kernels.expert import api as experts
 
 Implementation = Literal["xla", "ring", "fused"]
 Overlap = Literal["auto", "xla", "ring", "fused"]
 IMPLEMENTATIONS = (None, "xla", "ring", "fused")
-FUSED = (kernels.GATHER, kernels.SCATTER, kernels.REDUCE, experts.DISPATCH, experts.COMBINE)
+# Names of the products that bring their communication, functions of pallas_kernels.
+GATHER, SCATTER, REDUCE = "all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"
+DISPATCH, COMBINE = "dispatch_grouped_matmul", "grouped_matmul_combine"
 SUMS = ("float32", "bfloat16", "float16")
 # Rows of all ranks; the width of what travels; the other width of each product that shares it.
 Shape = tuple[int, int, tuple[int, ...]]
@@ -82,13 +82,13 @@ def choose(
     if implementation not in IMPLEMENTATIONS:
         raise ValueError(f"{op}: implementation={implementation!r}; there are {IMPLEMENTATIONS}")
     mesh = mesh or jax.sharding.get_abstract_mesh()
-    if implementation == "ring" and op == kernels.REDUCE:
+    if implementation == "ring" and op == REDUCE:
         raise NotImplementedError(
             f"{op}: implementation='ring': rows that are not cut leave a ring nothing to hide "
             "its hops behind; use 'xla', or matmul_reduce_scatter"
         )
     if implementation == "fused" and (why := fused_reasons(op, shape, axis, dtype, mesh)):
-        others = "'xla'" if op == kernels.REDUCE else "'ring', 'xla'"
+        others = "'xla'" if op == REDUCE else "'ring', 'xla'"
         raise NotImplementedError(
             f"{op}: implementation='fused' cannot run here: {'; '.join(why)}; use {others}, or "
             "None to let it choose (--overlap=auto)"
@@ -120,13 +120,19 @@ def fused_reasons(
     op: str, shape: Shape, axis: str, dtype: Any, mesh: AbstractMesh
 ) -> tuple[str, ...]:
     """Returns what keeps the kernel of `op` from running. Empty: it runs."""
+    from pallas_kernels.collective import api as kernels
+
     _, contracted, widths = _problem(op, shape)
     return kernels.reasons(op, contracted, widths, mesh.shape[axis], dtype, mesh)
 
 
 def refuse_fused(overlap: Overlap, device: Device) -> None:
     """Refuses fused kernels on a device that has none, whatever the shape. Raises: UserError."""
-    if overlap == "fused" and (why := kernels.device_reasons(device)):
+    if overlap != "fused":
+        return
+    from pallas_kernels.collective import api as kernels
+
+    if why := kernels.device_reasons(device):
         raise UserError(f"overlap=fused: {why[0]}; use auto, ring or xla (--overlap)")
 
 
@@ -172,7 +178,8 @@ def compiler_options(overlap: Overlap, mesh: Mesh) -> dict[str, Any] | None:
     if device.platform == "cpu" or not alone:
         return None
     may = overlap == "auto" and any(
-        tuned.has_fastest(op, "fused", device.device_kind) for op in FUSED
+        tuned.has_fastest(op, "fused", device.device_kind)
+        for op in (GATHER, SCATTER, REDUCE, DISPATCH, COMBINE)
     )
     return dict(IN_ORDER) if overlap == "fused" or may else None
 
@@ -180,7 +187,7 @@ def compiler_options(overlap: Overlap, mesh: Mesh) -> dict[str, Any] | None:
 def _problem(op: str, shape: Shape) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
     """Returns (rows, K of each input, columns of each weight) as the kernels count them."""
     rows, width, parts = shape
-    return (rows, (width,), parts) if op == kernels.GATHER else (rows, parts, (width,))
+    return (rows, (width,), parts) if op == GATHER else (rows, parts, (width,))
 
 
 def best(
@@ -195,14 +202,16 @@ def best(
         return "xla", "one rank: nothing travels"
     if device is None or device.platform == "cpu":
         return "xla", "a CPU has nothing to hide"
+    from pallas_kernels.collective import api as kernels
+
     rows, width, parts = shape
     _, contracted, widths = _problem(op, shape)
-    each = rows if op == kernels.REDUCE else rows // R
+    each = rows if op == REDUCE else rows // R
     word = measured(op, kernels.key(op, R, each, sum(contracted), sum(widths)), device)
     alone = not (fused_reasons(op, shape, axis, dtype, mesh) + clique.beside(mesh.shape, (axis,)))
     if word and (word != "fused" or alone):
         return word, MEASURED
-    if op == kernels.REDUCE:
+    if op == REDUCE:
         return "xla", "so few rows have nothing to hide behind, and no kernel was measured"
     card = find_card(device.device_kind, "bfloat16")
     if card is None or not device.num_cores or R > clique.NODE:
@@ -228,7 +237,7 @@ def simulate(
     op: str, shape: Shape, R: int, dtype: str, card: DeviceCard, cores: int
 ) -> tuple[float, float]:
     """Returns the cost model's seconds of (plain XLA, the ring), both passes without dw."""
-    model = traffic.gather_matmul if op == kernels.GATHER else traffic.matmul_scatter
+    model = traffic.gather_matmul if op == GATHER else traffic.matmul_scatter
     return model(traffic.Rank(card, cores, R, dtype), *shape)
 
 

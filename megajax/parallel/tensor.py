@@ -36,26 +36,12 @@ from megajax.layers.mask import Context
 from megajax.layers.mlp import MlpConfig
 from megajax.layers.ops import Codec, Ops, coded, convolution, join
 from megajax.layers.weight import Weight, any_packed, name_of, words_of
-from megajax.parallel import collective_matmul, expert
 from megajax.parallel import context as context_
 from megajax.parallel import expert as expert_
 from megajax.parallel import overlap as overlap_
-from megajax.parallel.collective_matmul import (
-    GATHER,
-    REDUCE,
-    SCATTER,
-    Static,
-    run_gather,
-    run_reduce,
-    run_scatter,
-)
-from megajax.parallel.collective_matmul import all_gather_matmul as all_gather_matmul
-from megajax.parallel.collective_matmul import matmul_all_reduce as matmul_all_reduce
-from megajax.parallel.collective_matmul import matmul_reduce_scatter as matmul_reduce_scatter
 from megajax.parallel.context import ContextSpec
-from megajax.parallel.overlap import Implementation, Overlap
+from megajax.parallel.overlap import GATHER, REDUCE, SCATTER, Implementation, Overlap
 from pallas_kernels.collective import reference as plain
-from pallas_kernels.dispatch import alike
 
 # ---- heads
 #
@@ -192,14 +178,9 @@ def inside_up(
         x_BSD = plain.gather(x_BSD, TENSOR) if cut else x_BSD
         named = zip(weights, names or [None] * len(weights), strict=True)
         return tuple(matmul(x_BSD, w, name=name) for w, name in named)
-    if any_packed(weights):
-        ys = _ring_up(*alike((x_BSD, tuple(weights))))
-    else:
-        arrays: Any = weights
-        flat = [w.reshape(w.shape[0], -1) for w in arrays]
-        none = (None,) * len(flat)
-        ys, _ = run_gather(x_BSD, tuple(flat), none, _static(implementation))
-    return tuple(y.reshape(*y.shape[:-1], *w.shape[1:]) for y, w in zip(ys, weights, strict=True))
+    from megajax.parallel import collective_matmul  # with the kernels of 'fused'
+
+    return collective_matmul.up(x_BSD, tuple(weights), TENSOR, implementation)
 
 
 def inside_down(
@@ -219,18 +200,9 @@ def inside_down(
         named = zip(xs, weights, names or [None] * len(weights), strict=True)
         terms = (matmul(x, w, contract=w.ndim - 1, name=name) for x, w, name in named)
         return add_up(functools.reduce(operator.add, terms), cut)
-    if any_packed(weights):
-        return _ring_down(*alike((tuple(xs), tuple(weights))))
-    arrays: Any = weights
-    flat_xs = tuple(x.reshape(*x.shape[:2], -1) for x in xs)
-    flat_ws = tuple(w.reshape(-1, w.shape[-1]) for w in arrays)
-    function = run_scatter if cut else run_reduce
-    return function(flat_xs, flat_ws, None, None, _static(implementation))
+    from megajax.parallel import collective_matmul
 
-
-def _static(implementation: Implementation) -> Static:
-    """Sums cross ranks in float32, rings turn in one direction."""
-    return Static(TENSOR, implementation, "float32", both_ways=False)
+    return collective_matmul.down(tuple(xs), tuple(weights), TENSOR, implementation, cut)
 
 
 def add_up(y_BSD: Array, cut: bool) -> Array:
@@ -243,52 +215,6 @@ def inside_rows(w_VD: Array, ids_BS: Array, axes: tuple[str, ...]) -> Array:
     row_BS = ids_BS - lax.axis_index(axes) * w_VD.shape[0] if axes else ids_BS
     here_BS = (row_BS >= 0) & (row_BS < w_VD.shape[0])
     return jnp.where(here_BS[..., None], w_VD[jnp.where(here_BS, row_BS, 0)], 0)
-
-
-# ---- rings of weights that are no arrays: their own products, chunk by chunk
-
-
-@jax.custom_vjp
-def _ring_up(x_BSD: Array, weights: tuple[Weight, ...]) -> tuple[Array, ...]:
-    return collective_matmul.all_gather(
-        x_BSD, lambda x: _products(x, weights), TENSOR, both_ways=False
-    )
-
-
-def _ring_up_backward(saved: tuple, dys: tuple[Array, ...]) -> tuple:
-    """Whole products, as of arrays (collective_vjp.py): dx is scattered beside dw."""
-    x_BSD, weights = saved
-    dx, dweights = jax.vjp(_products, plain.gather(x_BSD, TENSOR), weights)[1](dys)
-    return plain.scatter(dx.astype(jnp.float32), TENSOR).astype(dx.dtype), dweights
-
-
-_ring_up.defvjp(lambda x, weights: (_ring_up(x, weights), (x, weights)), _ring_up_backward)
-
-
-@jax.custom_vjp
-def _ring_down(xs: tuple[Array, ...], weights: tuple[Weight, ...]) -> Array:
-    flat = tuple(x.reshape(*x.shape[:2], -1) for x in xs)
-    work = lambda *xs: _sum(xs, weights).astype(jnp.float32)  # noqa: E731
-    y_BSD = collective_matmul.reduce_scatter(flat, work, TENSOR, False, jnp.dtype("float32"))
-    return y_BSD.astype(xs[0].dtype)
-
-
-def _ring_down_backward(saved: tuple, dy_BSD: Array) -> tuple:
-    xs, weights = saved
-    return jax.vjp(_sum, xs, weights)[1](plain.gather(dy_BSD, TENSOR))
-
-
-_ring_down.defvjp(lambda xs, weights: (_ring_down(xs, weights), (xs, weights)), _ring_down_backward)
-
-
-def _products(x_BSD: Array, weights: tuple[Weight, ...]) -> tuple[Array, ...]:
-    return tuple(ops_.matmul(x_BSD, w).reshape(*x_BSD.shape[:2], -1) for w in weights)
-
-
-def _sum(xs: tuple[Array, ...], weights: tuple[Weight, ...]) -> Array:
-    used = ((x.reshape(*x.shape[:2], *w.shape[:-1]), w) for x, w in zip(xs, weights, strict=True))
-    terms = (ops_.matmul(x, w, contract=w.ndim - 1) for x, w in used)
-    return functools.reduce(operator.add, terms)
 
 
 # ---- which collective
@@ -392,8 +318,8 @@ def ops(
         attend=functools.partial(
             attend, layout, attention=attention, context=context, segments=segments
         ),
-        score=functools.partial(expert.score, layout, whole),
-        expert=functools.partial(expert.expert, layout, used, context=context, overlap=overlap),
+        score=functools.partial(expert_.score, layout, whole),
+        expert=functools.partial(expert_.expert, layout, used, context=context, overlap=overlap),
         convolve=convolve,
     )
 

@@ -31,7 +31,6 @@ from megajax.cost.traffic import gradient_length, weight_length
 from megajax.quant.codecs import Codec, Feedback
 from megajax.quant.qtensor import QTensor, need_key
 from pallas_kernels.dispatch import Implementation
-from pallas_kernels.quantize import api, problems
 from pallas_kernels.quantize.fused_reference import BLOCK
 
 # ---- passes
@@ -134,6 +133,8 @@ class Passes:
     def why_plain(self, name: Pass) -> list[str]:
         """Returns why a pass runs in plain JAX on the GPUs that the program is for; empty: the
         kernel runs it."""
+        from pallas_kernels.quantize import api
+
         return self.why_not(name) or api.why_plain(self._problem(name), self.kernels)
 
     def why_not(self, name: Pass) -> list[str]:
@@ -150,12 +151,29 @@ class Passes:
             return ["needs groups, found one scale for all of a row"]
         if len(groups) > 1:
             return ["needs groups of one size on both levels, found " + _listed(groups)]
+        from pallas_kernels.quantize import api
+
         return api.why_not(self._problem(name))
 
     def _fused(self, name: Pass) -> bool:
         if self.kernels == "reference" or self.why_not(name):
             return False
+        from pallas_kernels.quantize import api
+
         return api.runs_kernel(self._problem(name), self.kernels)
+
+    def _kernel(self, name: Pass, *operands: Any, **key: Any) -> Array:
+        """Runs a pass in one kernel. key: of a pass that rounds at random."""
+        from pallas_kernels.quantize import api
+
+        run = {
+            "send": api.hadamard_quantize,
+            "relay": api.reduce_requantize,
+            "receive": api.reduce_hadamard,
+            "subtract": api.subtract_quantize,
+            "add": api.dequantize_add,
+        }[name]
+        return run(*operands, **self._options(name), **key, implementation=self.kernels)
 
     def _levels(self, name: Pass) -> tuple[Codec, ...]:
         codec = self.codec
@@ -187,6 +205,8 @@ class Passes:
         return found
 
     def _problem(self, name: Pass) -> Any:
+        from pallas_kernels.quantize import problems
+
         options, random = self._options(name), self._levels(name)[-1].stochastic
         last = self.nodes if self.nodes > 1 else self.ranks
         match name:
@@ -213,12 +233,7 @@ class Passes:
         x = jnp.pad(x_N, (0, self.whole * self.piece - self.n)).reshape(shape)
         x = jnp.pad(x, ((0, 0), (0, self.row - self.piece)))
         if fed is None and self._fused("send"):
-            payload_RW = api.hadamard_quantize(
-                x.reshape(-1),
-                **self._options("send"),
-                key=_key(level, key),
-                implementation=self.kernels,
-            )
+            payload_RW = self._kernel("send", x.reshape(-1), key=_key(level, key))
             line = self.whole * self.row // payload_RW.shape[0]
             return Coded(payload_RW, ~level.is_finite(payload_RW, line))
         rows = (self.ranks, self.nodes) if self.ranks > 1 else (self.nodes, 1)
@@ -230,13 +245,7 @@ class Passes:
         inside, between = self._levels("relay")
         n = self.nodes * self.row
         if fed is None and self._fused("relay"):
-            payload_RW = api.reduce_requantize(
-                payload_RW,
-                n,
-                **self._options("relay"),
-                key=_key(between, key),
-                implementation=self.kernels,
-            )
+            payload_RW = self._kernel("relay", payload_RW, n, key=_key(between, key))
             return Coded(payload_RW, ~between.is_finite(payload_RW, self.row))
         return _encode(between, sum_rows(payload_RW, inside, n).reshape(self.nodes, -1), key, fed)
 
@@ -244,8 +253,7 @@ class Passes:
         """The float32 sum (row,) of what the last level brought, transformed back."""
         [level] = self._levels("receive")
         if self._fused("receive"):
-            options = self._options("receive")
-            return api.reduce_hadamard(payload_RW, self.row, **options, implementation=self.kernels)
+            return self._kernel("receive", payload_RW, self.row)
         return self.codec.restore(sum_rows(payload_RW, level, self.row), self.row)
 
     def finish(self, total: Array, rank: Array) -> Array:
@@ -263,23 +271,14 @@ class Passes:
         level, beyond = self.codec.weights, (0, self.fetched - self.piece)
         main_C, lossy_C = jnp.pad(main_C, beyond), jnp.pad(lossy_C, beyond)
         if self._fused("subtract"):
-            return api.subtract_quantize(
-                main_C,
-                lossy_C,
-                **self._options("subtract"),
-                key=_key(level, key),
-                implementation=self.kernels,
-            )
+            return self._kernel("subtract", main_C, lossy_C, key=_key(level, key))
         return level.encode(main_C - lossy_C.astype(jnp.float32), key)
 
     def add(self, payload_RW: Array, copy: Array) -> Array:
         """The copy (whole, piece), moved by all ranks' payloads, in its type."""
         if self._fused("add"):
             copy = jnp.pad(copy, ((0, 0), (0, self.fetched - self.piece)))
-            options = self._options("add")
-            new = api.dequantize_add(
-                payload_RW, copy.reshape(-1), **options, implementation=self.kernels
-            )
+            new = self._kernel("add", payload_RW, copy.reshape(-1))
             return new.reshape(self.whole, -1)[:, : self.piece]
         moved = self.codec.weights.decode(payload_RW, self.fetched)[:, : self.piece]
         return (copy.astype(jnp.float32) + moved).astype(copy.dtype)

@@ -1,15 +1,16 @@
-"""The run of a training command: from flags to the last checkpoint, whatever is trained.
+"""A training command: from flags to the last checkpoint, whatever is trained.
 
-`pretrain` and `finetune` are this run with another `Kind`: its presets, what it reads and what it
-measures. Devices, the run's folder and lock, checkpoints, resume, records, supervision, signals and
-the report are the same for all.
+`run(kind)` is a whole command in its order. experiments/finetune.py is `run` of a `Kind`;
+experiments/pretrain.py writes the same steps out for one decoder. Devices, the run's folder and its
+lock, checkpoints, resume, records, supervision, signals and the report are a `Job`'s, the same for
+every kind.
 """
 
 import dataclasses
+import functools
 import signal
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, Protocol
 
 import jax
@@ -20,18 +21,14 @@ from megajax.checkpoint.manager import CheckpointManager
 from megajax.checkpoint.memory_tier import MemoryTier
 from megajax.core import config
 from megajax.core import mesh as mesh_
-from megajax.core.mesh import Supervision
 from megajax.data.loader import Loader
 from megajax.data.tokenizer import Tokenizer
 from megajax.monitor import faults, records
 from megajax.monitor.console import Console, Phases
 from megajax.monitor.faults import Injector
 from megajax.monitor.meter import Meter
-from megajax.monitor.records import Recorder, keep_standard_streams
+from megajax.monitor.records import Recorder, Sink, keep_standard_streams
 from megajax.monitor.timers import Timers
-from megajax.systems.minder.in_run import InRun, watched_timers
-from megajax.systems.minder.run import NAME
-from megajax.systems.pruning import Pruner
 from megajax.training import report, resume, shape
 from megajax.training.loop import Batches, Hook, Pulse, Run, train
 from megajax.training.presets import TUNED, start_name
@@ -41,6 +38,8 @@ from megajax.training.run_lock import lock_run
 from megajax.training.shape import is_open, resolved, with_segments
 from megajax.training.step import TrainStep, make_train_step
 
+MINDER = "minder"  # the value of --detector
+
 
 class Measurement(Hook, Protocol):
     """The evaluations of a run. last_sample: the newest text that the model wrote, if it writes."""
@@ -49,9 +48,12 @@ class Measurement(Hook, Protocol):
 
 
 class Reading(Protocol):
-    """What a run reads. tokenizer: of its texts; None: it reads none. labels: the names of a
-    classifier's classes in the order of their numbers; empty: it trains no classifier. rows: what
-    `row_batches` makes batches of. identity: what must not change under a data position."""
+    """The data of a run.
+
+    tokenizer: of its texts; None: it reads none. labels: the names of a classifier's classes in the
+    order of their numbers; empty: the run trains no classifier. rows: what `row_batches` makes
+    batches of. identity: the facts about the data that a resumed run must find unchanged.
+    """
 
     tokenizer: Tokenizer | None
     labels: tuple[str, ...]
@@ -61,7 +63,7 @@ class Reading(Protocol):
     def measure(
         self, train_step: TrainStep, recorder: Recorder, console: Console, run_dir: RunDir
     ) -> Measurement:
-        """Returns the evaluations of a run on what it reads."""
+        """Returns the evaluations of a run on this data."""
         ...
 
 
@@ -74,14 +76,14 @@ def row_batches(cfg: Any, reading: Reading, step: TrainStep, position: int) -> L
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """A kind of runs.
+    """What differs between training commands.
 
-    name: of the experiment, the folder of its runs. presets: a run that starts from given weights
-    is shown by how it differs from the first. take: as config.from_flags takes it. open(cfg,
-    console, run_dir): what a run reads, which it describes on the console; run_dir: of the run.
-    build(cfg, mesh): the step, one compiled program or several (loop.Step). batches(cfg, reading,
-    step, position): what the loop takes its batches from, from a position on. show(console, cfg,
-    step, mesh): says what is trained.
+    name: of the command, and of the folder that holds its runs. presets: {name: configuration}; a
+    run that starts from the weights of --init_from prints how it differs from the first. take: the
+    `take` of config.from_flags. open(cfg, console, run_dir): opens the data and describes it on the
+    console. build(cfg, mesh): makes the step, of one compiled program or of several (loop.Step).
+    batches(cfg, reading, step, position): makes the batches that follow a position in the data.
+    show(console, cfg, step, mesh): describes the model on the console.
     """
 
     name: str
@@ -93,168 +95,207 @@ class Kind:
     show: Callable[[Console, Any, Any, Mesh], None] = report.show_model
 
 
-@dataclasses.dataclass
-class _Start:
-    """A run whose configuration, devices and folder are settled."""
-
-    cfg: Any
-    preset: Any
-    name: str
-    mesh: Mesh
-    run_dir: RunDir
-    console: Console
-    attempt: Attempt | None
-    supervision: Supervision
-    timers: Timers
-    phases: Phases
-    progress: Path | None
-
-
 def run(kind: Kind) -> int:
-    """Runs a training job by its flags. Returns the exit code.
+    """Runs a training command by its flags. Returns the exit code.
 
-    What cannot be written beside the checkpoints (metrics, samples, the report, what is printed)
-    changes no exit code.
+    A file beside the checkpoints that cannot be written (metrics, samples, the report, standard
+    output) changes no exit code.
     """
+    timers = start_timers()
+    cfg, preset = config.from_flags(kind.presets, kind.take)
+    cfg, mesh = start_devices(cfg, preset)
+    job = Job(kind, cfg, preset, mesh, timers)
+    reading = kind.open(cfg, job.console, job.run_dir)
+    job.done("data", "data ready")
+    documents = reading.rows if kind.build is make_train_step else None
+    train_step = kind.build(job.fitted(documents), mesh)
+    kind.show(job.console, cfg, train_step, mesh)
+    start = job.first_state(train_step, reading)
+    recorder = job.recorder(train_step, start)
+    measurement = reading.measure(train_step, recorder, job.console, job.run_dir)
+    batches = kind.batches(cfg, reading, train_step, start.rows)
+    return job.train(train_step, start, batches, recorder, measurement, reading)
+
+
+def start_timers() -> tuple[Timers, Phases]:
+    """Returns the timers, which a supervisor watches from now on, and the clock of the start."""
     keep_standard_streams(pipes=False)
-    begun = _begin(kind)
-    cfg, console, phases, timers = begun.cfg, begun.console, begun.phases, begun.timers
-    reading = kind.open(cfg, console, begun.run_dir)  # 4 data
-    phases.done("data", console, "data ready")
-    built = cfg  # 5 model and step
-    has_slots = begun.mesh.devices.flat[0].platform != "cpu" and kind.build is make_train_step
-    if has_slots:  # cuDNN's attention has slots for documents
-        built = with_segments(cfg, reading.rows, dict(begun.mesh.shape))
-    if is_open(built):
-        built = resolved(built, dict(begun.mesh.shape), mesh_.memory_bytes(begun.mesh))
-    for name, _, value in config.diff(built, cfg):
-        console.say(f"{name}: {value}, chosen for this data and GPU")
-    train_step = kind.build(built, begun.mesh)
-    kind.show(console, cfg, train_step, begun.mesh)
-    job, measurement = _assemble(kind, begun, reading, train_step)
-    try:
-        stop = train(job)  # 8 the loop
-    except BaseException as error:
-        timers.leave(error)  # at once: a save that is under way is waited for after this
-        raise
-    finally:
-        job.recorder.close()
-    if stop == "signal":
-        timers.enter("told", int(job.state.step))
-        job.checkpoints.close()
-        console.say(f"stopped after step {int(job.state.step)}; saved. Continue with:")
-        console.say(f"  {command_line()}")
-        return 128 + signal.SIGINT if job.stopped_by == signal.SIGINT else cfg.told_code
-    timers.enter("end", int(job.state.step))
-    if jax.process_index() == 0:  # 9 what is left to look at
-        facts = report.facts(cfg, begun.mesh, train_step, begun.name, begun.preset)
-        sample, labels = measurement.last_sample, reading.labels
-        facts |= {"command": command_line()}
-        figures = write_report(begun.run_dir.path, facts, sample, console.say, labels)
-        report.show_end(console, figures, begun.run_dir, sample, labels)
-    job.checkpoints.close()
-    return 0
-
-
-def _begin(kind: Kind) -> _Start:
-    """Settles what is run, on which devices, in which folder."""
     phases = Phases(time.perf_counter())
-    supervision = mesh_.find_supervisor()
-    timers = Timers.of_process(supervision.progress)
-    cfg, preset = config.from_flags(kind.presets, kind.take)  # 1 configuration
-    progress = None  # of the thread that watches, where no driver does
-    if cfg.detector == NAME and supervision.progress is None:
-        timers, progress = watched_timers()
-    mesh_.start(cfg.emulate, cfg.emulate_without_gpu)  # 2 devices and mesh
+    return Timers.of_process(mesh_.find_supervisor().progress), phases
+
+
+def start_devices(cfg: Any, preset: Any) -> tuple[Any, Mesh]:
+    """Starts jax on this process's devices. Returns (the configuration with the mesh that they
+    make, that mesh). Raises: UserError for a configuration that cannot run on it."""
+    mesh_.start(cfg.emulate, cfg.emulate_without_gpu)
     cfg = dataclasses.replace(cfg, mesh=mesh_.fit(cfg.mesh, preset.mesh, jax.device_count()))
     cfg.check(cfg.mesh.sizes(jax.device_count()))
     mesh = cfg.mesh.build()
     mesh_.cache_programs(cfg.cache_dir)
-    name = start_name(cfg)
-    shown = next(iter(kind.presets.values()))() if name == TUNED else preset  # all of the recipe
-    named = None if name == TUNED else preset  # the model of a folder differs in every member
-    path = run_path(cfg, kind.name, name, named)
-    shape.check(cfg, jax.devices()[0], path)
-    attempt = Attempt(supervision.run, supervision.attempt) if supervision.run else None
-    lock_run(path, attempt=attempt)  # 3 the run's folder, ours alone
-    run_dir = open_run(cfg, kind.name, name, named)
-    # One process of a job speaks and writes.
-    console = Console(cfg.train.steps, cfg.log.every, quiet=jax.process_index() != 0)
-    report.show_start(console, name, cfg, shown, mesh, run_dir)
-    phases.done("devices", console, f"devices of {jax.process_count()} hosts ready")
-    return _Start(
-        cfg, preset, name, mesh, run_dir, console, attempt, supervision, timers, phases, progress
-    )
+    return cfg, mesh
 
 
-def _assemble(
-    kind: Kind, begun: _Start, reading: Reading, train_step: TrainStep
-) -> tuple[Run, Measurement]:
-    """Finds the first state and puts together what the loop works on."""
-    cfg, console, supervision = begun.cfg, begun.console, begun.supervision
-    kept, run_dir = cfg.checkpoint, begun.run_dir
-    checkpoints = CheckpointManager(
-        run_dir.checkpoints,
-        keep=kept.keep,
-        attempt=begun.attempt,
-        verify_saves=kept.verify_saves,
-        key_file=kept.key_file,
-    )
-    memory = MemoryTier.of_process(supervision.memory, supervision.attempt)
-    # 6 own steps > init_from > new
-    start = resume.begin(cfg, train_step, checkpoints, reading.identity, memory)
-    begun.phases.done("state", console, start.how)
-    for line in resume.changes(cfg, run_dir.former, int(start.state.step)):
-        console.say(line)
-    if cfg.checkpoint.memory_every_steps and memory is None:
-        console.say("no copies in memory: it takes scripts/supervise.py to keep them")
-    if jax.process_index() == 0:
-        run_dir.begin(cfg, reading.tokenizer, reading.labels)
-    sinks = [
-        *report.sinks(cfg, run_dir, console),
-        console,
-        *records.of_process(supervision.progress),
-    ]
-    if begun.progress is not None:
-        args = cfg.minder, cfg.prometheus, begun.progress, run_dir.path
-        sinks.append(InRun(*args, console.say))
-    recorder = Recorder(sinks, rank := jax.process_index(), console.say)
-    sent = {name: float(nbytes) for name, (nbytes, _) in report.wire_bytes(train_step).items()}
-    recorder.emit(int(start.state.step), begun.phases.seconds | sent)
-    measurement = reading.measure(train_step, recorder, console, run_dir)  # 7 beside training
-    hooks: list[Hook] = [measurement]
-    if cfg.prune.sparsity:
-        hooks.append(
-            Pruner(
-                cfg.prune,
-                train_step.parts.axes,
-                begun.mesh,
-                train_step.storage.natural,
-                train_step.storage.arranged,
-                recorder.emit,
-                train_step.init_exchange,
-            )
+class Job:
+    """A run of a command on its devices, with a folder that no other process may use.
+
+    cfg: the configuration of the flags. run_dir: the folder. console: prints in the first process
+    alone.
+    """
+
+    def __init__(
+        self, kind: Kind, cfg: Any, preset: Any, mesh: Mesh, clocks: tuple[Timers, Phases]
+    ):
+        """Locks and opens the folder. preset: the configuration before the flags. clocks: of
+        start_timers. Raises: UserError for a folder that is in use or holds another run."""
+        self.cfg, self.mesh, self._supervision = cfg, mesh, mesh_.find_supervisor()
+        self._timers, self._phases = clocks
+        self._progress = None  # the file of the timers that a thread of this process watches
+        if cfg.detector == MINDER and self._supervision.progress is None:
+            from megajax.systems.minder.in_run import watched_timers
+
+            self._timers, self._progress = watched_timers()
+        self._name = name = start_name(cfg)
+        # Of a recipe that --init_from brings, all that differs from the first preset is shown, and
+        # the folder's name says nothing of it.
+        base = next(iter(kind.presets.values()))() if name == TUNED else preset
+        named = None if name == TUNED else preset
+        self._preset = preset
+        path = run_path(cfg, kind.name, name, named)
+        shape.check(cfg, jax.devices()[0], path)
+        run = self._supervision.run
+        self._attempt = Attempt(run, self._supervision.attempt) if run else None
+        lock_run(path, attempt=self._attempt)
+        self.run_dir = open_run(cfg, kind.name, name, named)
+        self.console = Console(cfg.train.steps, cfg.log.every, quiet=jax.process_index() != 0)
+        report.show_start(self.console, name, cfg, base, mesh, self.run_dir)
+        self.done("devices", f"devices of {jax.process_count()} hosts ready")
+
+    def done(self, phase: str, what: str) -> None:
+        """Ends a phase of the start and prints what was done in it."""
+        self._phases.done(phase, self.console, what)
+
+    @functools.cached_property
+    def checkpoints(self) -> CheckpointManager:
+        """The run's checkpoints."""
+        spec = self.cfg.checkpoint
+        return CheckpointManager(
+            self.run_dir.checkpoints,
+            keep=spec.keep,
+            attempt=self._attempt,
+            verify_saves=spec.verify_saves,
+            key_file=spec.key_file,
         )
-    return Run(
-        cfg=cfg,
-        train_step=train_step,
-        state=start.state,
-        loader=kind.batches(cfg, reading, train_step, start.rows),
-        checkpoints=checkpoints,
-        profile_dir=run_dir.profile,
-        recorder=recorder,
-        console=console,
-        meter=Meter(report.work(cfg, train_step.task, begun.mesh), cfg.train.steps),
-        identity=reading.identity,
-        hooks=hooks,
-        timers=begun.timers,
-        faults=Injector(faults.parse(cfg.fault), rank, supervision.attempt, recorder.emit),
-        memory=memory,
-        pulse=_pulse(cfg),
-    ), measurement
 
+    @functools.cached_property
+    def memory(self) -> MemoryTier | None:
+        """The copies of the state in memory that outlives this process; None: nobody keeps any."""
+        return MemoryTier.of_process(self._supervision.memory, self._supervision.attempt)
 
-def _pulse(cfg: Any) -> Pulse | None:
-    """Returns what times the devices of this process, where a detector reads it."""
-    every = cfg.minder.pulse_every if cfg.detector == NAME else 0
-    return Pulse(every) if every else None
+    def fitted(self, rows: Any = None) -> Any:
+        """Returns the configuration with what it leaves open chosen for the data and the GPU.
+
+        rows: packed documents, for which cuDNN's attention gets slots; None: there are none.
+        """
+        built, sizes = self.cfg, dict(self.mesh.shape)
+        if rows is not None and self.mesh.devices.flat[0].platform != "cpu":
+            built = with_segments(self.cfg, rows, sizes)
+        if is_open(built):
+            built = resolved(built, sizes, mesh_.memory_bytes(self.mesh))
+        for name, _, value in config.diff(built, self.cfg):
+            self.console.say(f"{name}: {value}, chosen for this data and GPU")
+        return built
+
+    def first_state(self, train_step: TrainStep, reading: Reading) -> resume.Start:
+        """Returns the state that training begins with: of the run's own newest checkpoint, else
+        with the weights of --init_from, else a new one."""
+        cfg, console = self.cfg, self.console
+        start = resume.begin(cfg, train_step, self.checkpoints, reading.identity, self.memory)
+        self.done("state", start.how)
+        for line in resume.changes(cfg, self.run_dir.former, int(start.state.step)):
+            console.say(line)
+        if cfg.checkpoint.memory_every_steps and self.memory is None:
+            console.say("no copies in memory: it takes scripts/supervise.py to keep them")
+        if jax.process_index() == 0:
+            self.run_dir.begin(cfg, reading.tokenizer, reading.labels)
+        return start
+
+    def recorder(self, train_step: TrainStep, start: resume.Start) -> Recorder:
+        """Returns what takes the run's figures to metrics.jsonl, the console and the supervisor."""
+        cfg, console = self.cfg, self.console
+        sinks: list[Sink] = [
+            *report.sinks(cfg, self.run_dir, console),
+            console,
+            *records.of_process(self._supervision.progress),
+        ]
+        if self._progress is not None:
+            from megajax.systems.minder.in_run import InRun
+
+            args = cfg.minder, cfg.prometheus, self._progress, self.run_dir.path
+            sinks.append(InRun(*args, console.say))
+        recorder = Recorder(sinks, jax.process_index(), console.say)
+        sent = {name: float(nbytes) for name, (nbytes, _) in report.wire_bytes(train_step).items()}
+        recorder.emit(int(start.state.step), self._phases.seconds | sent)
+        return recorder
+
+    def train(
+        self,
+        train_step: TrainStep,
+        start: resume.Start,
+        batches: Batches,
+        recorder: Recorder,
+        measurement: Measurement,
+        reading: Reading,
+    ) -> int:
+        """Trains to the last step, or until a signal, and writes the report of a run that reached
+        its end. Returns the exit code."""
+        cfg, console, timers = self.cfg, self.console, self._timers
+        hooks: list[Hook] = [measurement]
+        if cfg.prune.sparsity:
+            from megajax.systems.pruning import Pruner
+
+            storage = train_step.storage
+            orders = storage.natural, storage.arranged
+            axes, exchange = train_step.parts.axes, train_step.init_exchange
+            hooks.append(Pruner(cfg.prune, axes, self.mesh, *orders, recorder.emit, exchange))
+        rank, attempt = jax.process_index(), self._supervision.attempt
+        pulse_every = cfg.minder.pulse_every if cfg.detector == MINDER else 0
+        run = Run(
+            cfg=cfg,
+            train_step=train_step,
+            state=start.state,
+            loader=batches,
+            checkpoints=self.checkpoints,
+            profile_dir=self.run_dir.profile,
+            recorder=recorder,
+            console=console,
+            meter=Meter(report.work(cfg, train_step.task, self.mesh), cfg.train.steps),
+            identity=reading.identity,
+            hooks=hooks,
+            timers=timers,
+            faults=Injector(faults.parse(cfg.fault), rank, attempt, recorder.emit),
+            memory=self.memory,
+            pulse=Pulse(pulse_every) if pulse_every else None,
+        )
+        try:
+            stop = train(run)
+        except BaseException as error:
+            timers.leave(error)  # at once: a save that is under way is waited for after this
+            raise
+        finally:
+            recorder.close()
+        step = int(run.state.step)
+        if stop == "signal":
+            timers.enter("told", step)
+            run.checkpoints.close()
+            console.say(f"stopped after step {step}; saved. Continue with:")
+            console.say(f"  {command_line()}")
+            return 128 + signal.SIGINT if run.stopped_by == signal.SIGINT else cfg.told_code
+        timers.enter("end", step)
+        if rank == 0:
+            facts = report.facts(cfg, self.mesh, train_step, self._name, self._preset)
+            facts |= {"command": command_line()}
+            sample, labels = measurement.last_sample, reading.labels
+            figures = write_report(self.run_dir.path, facts, sample, console.say, labels)
+            report.show_end(console, figures, self.run_dir, sample, labels)
+        run.checkpoints.close()
+        return 0

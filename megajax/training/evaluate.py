@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -17,14 +17,14 @@ from megajax.layers.losses import LossSums
 from megajax.models.parts import Batch
 from megajax.monitor.console import Console
 from megajax.monitor.records import Recorder
-from megajax.serving.engine import Engine
-from megajax.serving.params import SamplingParams
-from megajax.serving.programs import LEAST
 from megajax.training import report, resume
 from megajax.training.config import Config, JobConfig
 from megajax.training.run_dir import RunDir
 from megajax.training.step import TrainStep
 from megajax.training.task import TrainState
+
+if TYPE_CHECKING:
+    from megajax.serving.engine import Engine
 
 MOST_SHOWN = 200  # (chosen) classes that have figures of their own
 
@@ -178,6 +178,9 @@ class Measure:
 
         The engine keeps its compiled programs from one call to the next, and no memory of a device.
         """
+        from megajax.serving import Engine, SamplingParams
+        from megajax.serving.programs import LEAST
+
         cfg, params = self._cfg, self._step.storage.natural(self._step.weights(state))
         room = min(cfg.eval.sample_tokens, cfg.model.max_positions - len(self._prompt))
         if self._engine is None:

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from scipy.special import erf
 
-from megajax.core import packed as packed_
 from megajax.core import tree
 from megajax.core.errors import UserError
 from megajax.core.mesh import MeshSpec
@@ -19,6 +18,7 @@ from megajax.models import encoder
 from megajax.models.encoder_config import PRESETS, EncoderConfig
 from megajax.models.parts import map_words
 from megajax.parallel import sharding, tensor
+from pallas_kernels import bucket
 
 B, S, BAD = 4, 24, 9
 TINY = EncoderConfig(
@@ -268,4 +268,4 @@ def test_impossible_shapes_are_refused(changes, words):
 def test_a_batch_that_does_not_fit_says_what_would():
     batch, lengths_B = batch_of(LENGTHS[1.0], 0)
     with pytest.raises(ValueError, match="at least 96"):
-        encoder.pack_batch(batch, jnp.asarray(lengths_B), packed_.bucket(40, multiple=8))
+        encoder.pack_batch(batch, jnp.asarray(lengths_B), bucket(40, multiple=8))

@@ -12,7 +12,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from megajax.parallel import collective_matmul, overlap
-from megajax.parallel.tensor import (
+from megajax.parallel.collective_matmul import (
     all_gather_matmul,
     matmul_all_reduce,
     matmul_reduce_scatter,

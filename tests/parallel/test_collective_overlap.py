@@ -22,7 +22,7 @@ from megajax.cost.hlo import Module
 from megajax.layers.mlp import MlpConfig
 from megajax.models import decoder
 from megajax.parallel import collective_matmul, expert_matmul, overlap, sharding, tensor
-from megajax.parallel.tensor import all_gather_matmul, matmul_reduce_scatter
+from megajax.parallel.collective_matmul import all_gather_matmul, matmul_reduce_scatter
 from megajax.serving import programs
 from megajax.serving.engine import Engine
 from megajax.systems.aot import QUICK

@@ -15,7 +15,11 @@ from jax.sharding import PartitionSpec as P
 
 from megajax.core.errors import UserError
 from megajax.parallel import expert_matmul
-from megajax.parallel.expert import Routing, dispatch_grouped_matmul, grouped_matmul_combine
+from megajax.parallel.expert_matmul import (
+    Routing,
+    dispatch_grouped_matmul,
+    grouped_matmul_combine,
+)
 from pallas_kernels import aot
 from pallas_kernels.expert import api as kernels
 from pallas_kernels.expert import fusions

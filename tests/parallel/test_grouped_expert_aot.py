@@ -8,7 +8,11 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from megajax.cost import hlo
-from megajax.parallel.expert import Routing, dispatch_grouped_matmul, grouped_matmul_combine
+from megajax.parallel.expert_matmul import (
+    Routing,
+    dispatch_grouped_matmul,
+    grouped_matmul_combine,
+)
 from megajax.systems.aot import QUICK
 from pallas_kernels import aot
 from tests import tables

@@ -7,8 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import pallas_kernels
-from megajax.core import packed as packed_
 from pallas_kernels import PackedTokens, PackInfo, bucket, pack, unpack
 
 LENGTHS = {
@@ -61,7 +59,7 @@ def test_integers_keep_their_type():
     assert packed.dtype == jnp.int32
     np.testing.assert_array_equal(packed, loop(ids, LENGTHS["mixed"], 11)[0])
     tokens = PackedTokens(packed, info.cu_seqlens)
-    assert tokens.capacity == 11 and packed_.PackedTokens is PackedTokens
+    assert tokens.capacity == 11
     np.testing.assert_array_equal(tokens.segment_ids, info.segment_ids)
     np.testing.assert_array_equal(tokens.positions, info.positions)
 
@@ -156,7 +154,3 @@ def test_200_batches_compile_a_handful_of_programs(seed):
         seen.add(capacity)
         assert float(compiled(x, lengths, capacity).sum()) == lengths.sum()
     assert compiled._cache_size() == len(seen) <= 5
-
-
-def test_the_public_names():
-    assert pallas_kernels.pack is packed_.pack and pallas_kernels.unpack is packed_.unpack
