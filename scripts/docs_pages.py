@@ -111,7 +111,7 @@ SCRIPT = re.compile(r"(?:(?:experiments|scripts)/)?(\w+\.(?:py|sh))$")
 # What other programs define: their flags, and files that the project makes when it runs.
 FOREIGN_FLAGS = {
     "--extra", "--group", "--help", "--helpfull", "--nodes", "--server-side", "--signal", "--batch",
-    "--all", "--slow", "--lint", "--FLAG", "--durations", "--with", "--logdir",
+    "--all", "--slow", "--lint", "--FLAG", "--durations", "--with", "--logdir", "--quiet",
 }  # fmt: skip
 MADE = ("pallas_kernels/tuned", "runs/", "summary.md", "plan.md")  # appear when a script has run
 PRETRAIN = "pretrain.py"  # these launchers hand it the flags that are not theirs
