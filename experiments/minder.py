@@ -38,8 +38,8 @@ from megajax.monitor import results
 from megajax.monitor.fleet import cases
 from megajax.monitor.sources.http_query import shown
 from megajax.systems.minder import Detector, Settings
-from megajax.systems.minder.pending import Recent
-from megajax.systems.minder.telling import Heat, draw_alert
+from megajax.systems.minder.detector import Recent
+from megajax.systems.minder.reporter import Heat, draw_alert
 
 VERBS = ("train", "evaluate", "watch", "time", "unlike")
 

@@ -56,9 +56,8 @@ from megajax.monitor.detectors import DETECTORS, USUAL, Limits, Maker
 from megajax.monitor.records import keep_standard_streams
 from megajax.systems.elastic.agent import Agent
 from megajax.systems.elastic.driver import WAITING_S, Driver, Settings
-from megajax.systems.elastic.events import Journal, Speaker
+from megajax.systems.elastic.events import Journal, Speaker, hold, new_folder
 from megajax.systems.elastic.policy import Policy
-from megajax.systems.elastic.shared import hold, new_folder
 from megajax.systems.elastic.wire import (
     OPERATOR,
     Tls,

@@ -369,7 +369,7 @@ def _csv(data: bytes, folder: Path) -> None:
 
 
 def _metrics(data: bytes, file: Path) -> None:
-    from megajax.systems.minder.pending import grid_of
+    from megajax.systems.minder.detector import grid_of
 
     file.write_bytes(data)
     for limits in ((), (1_700_000_000, 1_700_000_004)):
@@ -380,7 +380,7 @@ def _parquet_seeds(folder: Path) -> list[bytes]:
     import pyarrow
     from pyarrow import parquet
 
-    from megajax.systems.minder.pending import grid_of  # noqa: F401
+    from megajax.systems.minder.detector import grid_of  # noqa: F401
 
     rows = 60
     columns = {

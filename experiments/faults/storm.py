@@ -31,7 +31,9 @@ from megajax.monitor.records import read_jsonl
 TICK_S = 0.2  # (chosen)
 CALM = 25  # (chosen) steps without a fault before the next: a save, and a straggler's window
 AFTER = 8  # (chosen) steps after which a fault that needs no restart counts as survived
-SWEEP_S = 65.0  # after that an agent removes what others left in shared memory (elastic/shared.py)
+SWEEP_S = (
+    65.0  # after that an agent removes what others left in shared memory (monitor/heartbeat.py)
+)
 
 
 @dataclass

@@ -23,7 +23,6 @@ from megajax.core.config import Checked, option
 from megajax.core.errors import UserError
 from megajax.core.files import expand
 from megajax.monitor import exporter, results, sources
-from megajax.monitor.alertmanager import Alertmanager
 from megajax.monitor.fleet import cases
 from megajax.monitor.fleet.faults import METRICS
 from megajax.monitor.fleet.roles import Setting
@@ -34,11 +33,10 @@ from megajax.monitor.sources import convert
 from megajax.monitor.sources import server as server_
 from megajax.monitor.sources.http_query import shown
 from megajax.systems.minder import Detector, Settings
-from megajax.systems.minder.alert import Ledger
-from megajax.systems.minder.pending import grid_of, merged
+from megajax.systems.minder.detector import grid_of, merged
 from megajax.systems.minder.refit import Plan, Refit
+from megajax.systems.minder.reporter import Alertmanager, Ledger, Reporter
 from megajax.systems.minder.settings import TICK
-from megajax.systems.minder.telling import Teller
 from megajax.systems.minder.watch import Pace, Watch
 
 # ---- sources
@@ -328,11 +326,11 @@ def watch(
                 ca_file=server.ca_file,
                 tell=_log,
             )
-        teller = Teller(folder, ledger, _log, alertmanager, heatmap)
-        stack.callback(teller.close)
-        teller.gauges["model_timestamp_seconds"] = path.stat().st_mtime
+        reporter = Reporter(folder, ledger, _log, alertmanager, heatmap)
+        stack.callback(reporter.close)
+        reporter.gauges["model_timestamp_seconds"] = path.stat().st_mtime
         if w.metrics_port is not None:
-            address = stack.enter_context(_serving(w.metrics_host, w.metrics_port, teller))
+            address = stack.enter_context(_serving(w.metrics_host, w.metrics_port, reporter))
             _log(f"metrics of the daemon: http://{address}/metrics")
         refit = None
         if w.retrain_hours > 0:
@@ -341,11 +339,11 @@ def watch(
             stack.callback(refit.close)
         left = None if w.left is None else expand(w.left, "left")
         pace = Pace(w.period_s, w.lag_s, w.history_s, w.gap_s, server.only, left)
-        daemon = Watch(reader, lambda: Detector.load(path, settings), teller, pace, refit)
+        daemon = Watch(reader, lambda: Detector.load(path, settings), reporter, pace, refit)
         for sentence in (ledger.trouble, _mismatch(settings, learnt)):
             if sentence:
-                teller.event("note", sentence)
-        teller.event(
+                reporter.event("note", sentence)
+        reporter.event(
             "start",
             f"watching {shown(str(server.prometheus))}: "
             f"{len(first.profile.metrics)} metrics, continuity "
@@ -353,7 +351,7 @@ def watch(
         )
         number = _until_told(daemon)
         lasting = len(ledger.lasting)
-        teller.event("stop", f"stopped: {daemon.seconds} s judged, {lasting} alerts last")
+        reporter.event("stop", f"stopped: {daemon.seconds} s judged, {lasting} alerts last")
     return 0 if number == signal.SIGTERM else 130
 
 
@@ -377,10 +375,10 @@ def _until_told(daemon: Watch) -> int:
 
 
 @contextlib.contextmanager
-def _serving(host: str, port: int, teller: Teller) -> Iterator[str]:
+def _serving(host: str, port: int, reporter: Reporter) -> Iterator[str]:
     """Serves the daemon's metrics; yields the address."""
     try:
-        server = exporter.Server(host, port, teller.rows)
+        server = exporter.Server(host, port, reporter.rows)
     except UserError as error:
         raise UserError(
             str(error)

@@ -14,7 +14,6 @@ __getattr__, __dir__, __all__ = public(
         ),
         "heartbeat": ("Heartbeat",),
         "meter": ("Meter", "Work"),
-        "quality": ("Quality",),
         "records": (
             "Record",
             "Recorder",
@@ -29,6 +28,7 @@ __getattr__, __dir__, __all__ = public(
             "concat",
             "Grid",
             "to_grid",
+            "Quality",
         ),
     },
 )

@@ -1,11 +1,14 @@
 """What detectors find and what is done about it: Alert, Action, and the table between the two.
 
-No jax import.
+Every detector makes alerts of this one class: the rules of a supervised run (detectors.py,
+slow_rank.py) name ranks and hosts; Minder (systems/minder) names a machine by its metrics. A
+Watchdog turns alerts into actions with `respond`; the daemon of Minder reports them
+(systems/minder/reporter.py). No jax import.
 """
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from megajax.core.errors import UserError, did_you_mean
 
@@ -39,11 +42,30 @@ RESPONSES: Mapping[str, Kind] = {
 CHOICES: Mapping[str, Kind] = {k: k for k in ("warn", "evict", "restart")}  # of a user
 
 
+MACHINE = "minder"  # the rule of machines whose metrics differ from those of the others
+COURSE = "course"  # the same, of machines that follow the job in another way
+COURSES = ("unsteady", "late")  # kinds of such a way (minder/tracker.py)
+# Members that say by what metrics a machine differs, in the order in which files have them.
+MEASURED = ("machine", "metric", "since", "score", "kind", "deviations", "at", "lag_s")
+
+
 @dataclass(frozen=True)
 class Alert:
-    """What a detector found. rule: names the kind of finding. code: how the job ends by it.
+    """What a detector found.
 
-    cause: what it is evidence of. error: what the ranks said, without numbers, to be compared.
+    rule: names the kind of finding, and chooses the response. message: a sentence for a log. ranks,
+    hosts: those that are to blame. step: of the job. code: the exit code with which the job ends by
+    it. cause: what it is evidence of. error: what the ranks printed, without numbers, so that
+    errors can be compared.
+
+    The other members describe one machine that has differed from its peers for too long
+    (`of_machine`). metric: the first metric, in the detector's order of metrics, that is over its
+    limit. since: when the difference began, Unix seconds. score: size of the difference; 1 is the
+    limit. kind: the nearest known type of fault; 'vanished' if a series stopped, 'silent' if all
+    series of the machine did; 'unsteady' if the metric varies more than the others', 'late' if the
+    machine does the work of the job `lag_s` seconds after them. deviations: (metric, signed score
+    in standard deviations) of all metrics in which the machine differs, the largest first. at: Unix
+    seconds up to which the detector had read when it found this.
     """
 
     rule: str
@@ -54,6 +76,58 @@ class Alert:
     code: int = 0
     cause: Cause = "other"
     error: str = ""
+    machine: str = ""
+    metric: str = ""
+    since: float = 0.0
+    score: float = 0.0
+    kind: str = ""
+    deviations: tuple[tuple[str, float], ...] = ()
+    at: float = 0.0
+    lag_s: float = 0.0
+
+    @classmethod
+    def of_machine(
+        cls,
+        machine: str,
+        metric: str,
+        since: float,
+        score: float,
+        kind: str,
+        deviations: Sequence[Sequence[Any]] = (),
+        at: float = 0.0,
+        lag_s: float = 0.0,
+    ) -> "Alert":
+        """Returns an alert about a machine whose metrics differ, with the sentence for a log."""
+        if kind == "silent":
+            what = "none of its metrics has a sample"
+        elif kind == "vanished":
+            what = f"{metric} has no sample, while the others have"
+        elif kind == "unsteady":
+            what = f"{metric} varies more than the others', by {score:.1f} times the limit"
+        elif kind == "late":
+            what = f"it is {lag_s:.1f} s behind the others in what the job does"
+        else:
+            what = f"{metric} differs from the others' by {score:.1f} times the limit"
+        message = f"{machine}: {what}, for {at - since:.0f} s"
+        is_course = kind in COURSES
+        return cls(
+            COURSE if is_course else MACHINE,
+            message if is_course else f"{message} (nearest: {kind})",
+            hosts=(machine,),
+            machine=machine,
+            metric=metric,
+            since=since,
+            score=score,
+            kind=kind,
+            deviations=tuple((name, distance) for name, distance in deviations),
+            at=at,
+            lag_s=lag_s,
+        )
+
+    @property
+    def measured(self) -> dict[str, Any]:
+        """What `of_machine` takes, as JSON has it."""
+        return {name: getattr(self, name) for name in MEASURED}
 
 
 @dataclass(frozen=True)
@@ -86,7 +160,20 @@ def respond(alerts: Sequence[Alert], responses: Mapping[str, Kind] = RESPONSES) 
 
     alerts: by the order of the detectors, of which the first decides. responses: by rule.
     """
-    actions = [Action(responses.get(a.rule, "warn"), **vars(a)) for a in alerts]
+    actions = [
+        Action(
+            responses.get(a.rule, "warn"),
+            a.rule,
+            a.message,
+            a.ranks,
+            a.hosts,
+            a.step,
+            a.code,
+            a.cause,
+            a.error,
+        )
+        for a in alerts
+    ]
     ends = [a for a in actions if a.ends_the_attempt]
     return ends[:1] + [a for a in actions if not a.ends_the_attempt]
 

@@ -9,20 +9,23 @@ The file holds two copies of the record, written in turn, and a ring of the last
 sections. A copy begins and ends with its number, and is written from front to back: a writer killed
 in the middle leaves one whose numbers differ, and the other copy whole. A reader takes the newest
 copy whose numbers agree, so a torn record is never seen. Moments are CLOCK_MONOTONIC: comparable
-between the processes of one host, not between hosts. The second half of this file is the lease
-without which the processes of a host end themselves.
+between the processes of one host, not between hosts. The lease follows,
+without which the processes of a host end themselves, and the folder of all these files.
 
 No jax import: an agent reads it without touching a device.
 """
 
 import contextlib
 import faulthandler
+import fcntl
 import math
 import mmap
 import os
 import select
+import shutil
 import signal
 import struct
+import tempfile
 import threading
 import time
 from dataclasses import dataclass
@@ -331,3 +334,58 @@ def end(why: str) -> None:
         if select.select([], [2], [], 0)[1]:  # a pipe that nobody empties would hold us up
             os.write(2, f"[lease] process {os.getpid()} ends: {why}\n".encode())
     os._exit(EXPIRED)
+
+
+# ---- the folder of an agent in shared memory: progress records, and copies of the training state
+#
+# The agent removes it at its end, its reaper when the agent was killed. Where all were killed at
+# one time (a scheduler does so) the next agent of that machine does: each folder is locked by its
+# agent as long as that lives, whatever its name or its namespace of process numbers. A training
+# that watches itself (systems/minder/run.py) has such a folder too.
+#
+# Everybody may write to /dev/shm, so nothing there is known by its name. A folder has a name that
+# nobody can guess, no other user may enter it, and the file FOLDER_MARK tells it from what this
+# user keeps there under a similar name. Folders of other users are never looked into.
+
+
+PREFIX = "megajax-"
+FOLDER_MARK = ".megajax-agent"
+YOUNG_S = 60.0  # (chosen) a folder may be without its lock for a moment after it was made
+
+
+def shared_memory() -> Path:
+    """Returns where shared memory is, or else the folder for temporary files."""
+    shared = Path("/dev/shm")
+    return shared if os.access(shared, os.W_OK | os.X_OK) else Path(tempfile.gettempdir())
+
+
+def claim_folder(parent: Path) -> tuple[Path, int]:
+    """Returns (a new folder, the descriptor that holds its lock until this process ends).
+
+    Raises: OSError.
+    """
+    folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=parent))
+    lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    os.close(open_own(folder / FOLDER_MARK))
+    return folder, lock
+
+
+def sweep_folders(parent: Path) -> list[Path]:
+    """Removes this user's folders whose agents are gone. Returns them."""
+    found = []
+    for folder in parent.glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError):
+            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                facts = os.fstat(lock)
+                if facts.st_uid != os.geteuid() or time.time() - facts.st_ctime < YOUNG_S:
+                    continue
+                # Raises when it is not the folder of an agent.
+                os.stat(FOLDER_MARK, dir_fd=lock, follow_symlinks=False)
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises when it is held
+                shutil.rmtree(folder, ignore_errors=True)
+                found.append(folder)
+            finally:
+                os.close(lock)
+    return found

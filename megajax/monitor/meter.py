@@ -22,6 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megajax.monitor.records import Record
+
 WINDOW = 20  # (chosen) steps whose median gives throughput and ETA
 SMOOTHING = 0.9  # (chosen) weight of the past in the smoothed loss
 
@@ -179,6 +181,15 @@ class HostMeter:
         if pauses := self._pauses():
             self._rate(found, "pfc_packets_per_s", sum(pauses))
         return found
+
+    def records(self, name: str, folder: Path) -> list[Record]:
+        """Returns the values of the host and of its GPUs. name: of the host."""
+        now, parts = time.time(), {None: self.host(folder), **self.devices()}
+        return [
+            Record(now, name, None, device, None, metric, value)
+            for device, values in parts.items()
+            for metric, value in values.items()
+        ]
 
     def process(self, pid: int) -> Values:
         """Returns {"cpu_cores", "resident_bytes"} of a process; nothing of one that is gone."""

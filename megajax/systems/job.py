@@ -151,7 +151,7 @@ class Job:
         self._timers, self._phases = clocks
         self._progress = None  # the file of the timers that a thread of this process watches
         if cfg.detector == MINDER and self._supervision.progress is None:
-            from megajax.systems.minder.in_run import watched_timers
+            from megajax.systems.minder.run import watched_timers
 
             self._timers, self._progress = watched_timers()
         self._name = name = start_name(cfg)
@@ -228,7 +228,7 @@ class Job:
             *records.of_process(self._supervision.progress),
         ]
         if self._progress is not None:
-            from megajax.systems.minder.in_run import InRun
+            from megajax.systems.minder.run import InRun
 
             args = cfg.minder, cfg.prometheus, self._progress, self.run_dir.path
             sinks.append(InRun(*args, console.say))

@@ -26,8 +26,7 @@ from megajax.monitor.console import Console
 from megajax.monitor.faults import Injector
 from megajax.monitor.meter import Meter
 from megajax.monitor.records import Recorder
-from megajax.monitor.skew import LaunchSkew
-from megajax.monitor.timers import Timers
+from megajax.monitor.timers import LaunchSkew, Timers
 from megajax.training.config import JobConfig
 from megajax.training.interrupts import Interrupts, QuietGarbage
 from megajax.training.resume import KEPT

@@ -18,10 +18,10 @@ from megajax.checkpoint.store import ObjectPath
 from megajax.checkpoint.trust import CheckpointError
 from megajax.core.errors import UserError
 from megajax.core.files import open_own
+from megajax.monitor import heartbeat
 from megajax.monitor.heartbeat import Heartbeat, Lease, dump_stacks_on_signal
 from megajax.monitor.records import Stream
-from megajax.systems.elastic import shared
-from megajax.systems.minder.in_run import watched_timers
+from megajax.systems.minder.run import watched_timers
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="becomes other users: needs root")
 ALICE, MALLORY = 65534, 1234
@@ -44,7 +44,7 @@ def place(monkeypatch):
     """A folder that all may write to, as /tmp and /dev/shm are."""
     folder = Path(tempfile.mkdtemp())
     folder.chmod(0o1777)
-    monkeypatch.setattr(shared, "root", lambda: folder)
+    monkeypatch.setattr(heartbeat, "shared_memory", lambda: folder)
     yield folder
     shutil.rmtree(folder)
 
@@ -99,19 +99,19 @@ def test_what_another_user_left_stops_no_training_that_watches_itself(place):
 
 
 def test_a_sweep_takes_only_what_this_user_made_for_agents(place, monkeypatch):
-    monkeypatch.setattr(shared, "YOUNG_S", -1)
+    monkeypatch.setattr(heartbeat, "YOUNG_S", -1)
     with user(ALICE):
         (place / "megajax-notes").mkdir()
         (place / "megajax-notes" / "thesis").write_text("mine")
         (place / "megajax-old").mkdir()
-        open_own(place / "megajax-old" / shared.MARK)
-        live, lock = shared.claim(place)
+        open_own(place / "megajax-old" / heartbeat.FOLDER_MARK)
+        live, lock = heartbeat.claim_folder(place)
     with user(MALLORY):
-        dead, theirs = shared.claim(place)
+        dead, theirs = heartbeat.claim_folder(place)
         fcntl.flock(theirs, fcntl.LOCK_UN)
         (place / "megajax-link").symlink_to(place / "megajax-notes")
     with user(ALICE):
-        assert shared.sweep(place) == [place / "megajax-old"]
+        assert heartbeat.sweep_folders(place) == [place / "megajax-old"]
     assert live.exists() and dead.exists() and (place / "megajax-notes" / "thesis").exists()
     for number in (lock, theirs):
         os.close(number)

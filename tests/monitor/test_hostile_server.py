@@ -17,11 +17,9 @@ import time
 import pytest
 
 from megajax.monitor import sources
-from megajax.monitor.alertmanager import Alertmanager, Firing
 from megajax.monitor.samples import Samples, to_grid
 from megajax.monitor.sources import convert, http_query, server
-from megajax.systems.minder.alert import Ledger
-from megajax.systems.minder.telling import Teller
+from megajax.systems.minder.reporter import Alertmanager, Firing, Ledger, Reporter
 from megajax.systems.minder.watch import Pace, Watch
 
 T0 = 1_700_000_000
@@ -231,7 +229,7 @@ def test_whatever_a_prometheus_answers_after_a_good_read_the_daemon_goes_on(
     monkeypatch.setattr(http_query, "MOST", 2**21)  # as if memory were a sixteenth
     monkeypatch.setattr(server, "KNOWN_S", 0.0)  # the intervals are asked for each time
     said, now = [], [T0 + 100.0]
-    teller = Teller(tmp_path, Ledger(tmp_path / "alerts.json", 600), said.append)
+    reporter = Reporter(tmp_path, Ledger(tmp_path / "alerts.json", 600), said.append)
     source = sources.prometheus(
         liar.url.replace("//", "//u:s3cret@"),
         retries=0,
@@ -239,21 +237,21 @@ def test_whatever_a_prometheus_answers_after_a_good_read_the_daemon_goes_on(
         metrics=["cpu_usage", "gpu_duty_cycle"],
     )
     detector = Finds()
-    watch = Watch(source, lambda: detector, teller, Pace(history_s=20), clock=lambda: now[0])
+    watch = Watch(source, lambda: detector, reporter, Pace(history_s=20), clock=lambda: now[0])
     watch.look()
-    assert teller.gauges["source_up"] == 1.0 and len(detector.seconds) == 20
+    assert reporter.gauges["source_up"] == 1.0 and len(detector.seconds) == 20
     for name, lie in LIES.items():
-        liar.lie, failures = lie, teller.count["source_failures_total"]
+        liar.lie, failures = lie, reporter.count["source_failures_total"]
         now[0] += 8
         began = time.process_time()
         watch.look()
-        assert teller.count["source_failures_total"] == failures + 1, name
-        assert teller.gauges["source_up"] == 0.0 and time.process_time() - began < 5, name
+        assert reporter.count["source_failures_total"] == failures + 1, name
+        assert reporter.gauges["source_up"] == 0.0 and time.process_time() - began < 5, name
     for name, lie in BENT.items():
         liar.lie = lie
         now[0] += 8
         watch.look()
-        assert teller.gauges["source_up"] == 1.0, (name, said[-1])
+        assert reporter.gauges["source_up"] == 1.0, (name, said[-1])
     liar.lie = lambda target: None
     now[0] += 8
     for _ in range(9):  # what was missed is read in pieces
@@ -263,21 +261,21 @@ def test_whatever_a_prometheus_answers_after_a_good_read_the_daemon_goes_on(
     assert any("nan s apart, which is no scrape interval" in line for line in said)
     text = "\n".join(said) + (tmp_path / "events.jsonl").read_text()
     assert "s3cret" not in text and all(line.isprintable() for line in said)
-    teller.close()
+    reporter.close()
 
 
 def test_a_cause_in_ever_other_words_is_said_once_a_minute(liar, tmp_path):
     said, now, number = [], [T0 + 100.0], itertools.count()
-    teller = Teller(tmp_path, Ledger(tmp_path / "alerts.json", 600), said.append)
+    reporter = Reporter(tmp_path, Ledger(tmp_path / "alerts.json", 600), said.append)
     source = sources.prometheus(liar.url, queries={"x": "x"}, retries=0, timeout_s=1)
-    watch = Watch(source, Finds, teller, Pace(history_s=20), clock=lambda: now[0])
+    watch = Watch(source, Finds, reporter, Pace(history_s=20), clock=lambda: now[0])
     watch.look()
     liar.lie = lambda target: whole(b"word" * (1 + next(number) % 9), b"500 X")
     for _ in range(9):
         now[0] += 8
         watch.look()
-    assert teller.count["source_failures_total"] == 9 and len(said) == 1
-    teller.close()
+    assert reporter.count["source_failures_total"] == 9 and len(said) == 1
+    reporter.close()
 
 
 def test_what_the_detector_does_not_foresee_is_an_event_and_it_begins_anew(liar, tmp_path):
@@ -294,23 +292,23 @@ def test_what_the_detector_does_not_foresee_is_an_event_and_it_begins_anew(liar,
         return made[-1]
 
     now = [T0 + 100.0]
-    teller = Teller(tmp_path, Ledger(tmp_path / "alerts.json", 600), said.append)
+    reporter = Reporter(tmp_path, Ledger(tmp_path / "alerts.json", 600), said.append)
     source = sources.prometheus(liar.url, queries={"x": "x"}, retries=0, timeout_s=1)
-    watch = Watch(source, load, teller, Pace(history_s=20), clock=lambda: now[0])
+    watch = Watch(source, load, reporter, Pace(history_s=20), clock=lambda: now[0])
     watch.look()
     assert "judging: ZeroDivisionError: of its own making; the detector begins anew" in said[0]
     now[0] += 8
     watch.look()
     assert made[1].seconds == list(range(T0 + 95, T0 + 103)) and "works again" in said[1]
-    assert teller.count["refused_windows_total"] == 1
-    teller.close()
+    assert reporter.count["refused_windows_total"] == 1
+    reporter.close()
 
 
 def test_machines_that_come_and_go_without_end_take_no_more_memory(liar, tmp_path, monkeypatch):
     monkeypatch.setattr("megajax.systems.minder.watch.MACHINES", 50)
     monkeypatch.setattr(server, "MACHINES", 50)
     number, now, said = itertools.count(), [T0 + 100.0], []
-    teller = Teller(tmp_path, Ledger(tmp_path / "alerts.json", 600), said.append)
+    reporter = Reporter(tmp_path, Ledger(tmp_path / "alerts.json", 600), said.append)
     source = sources.prometheus(liar.url, queries={"x": "x"}, retries=0, timeout_s=1)
     liar.lie = lambda target: matrix(*(series(f"h{next(number)}") for _ in range(40)))
 
@@ -319,14 +317,20 @@ def test_machines_that_come_and_go_without_end_take_no_more_memory(liar, tmp_pat
             self.machines = {*self.machines, *grid.machines}
             return super().update(grid)
 
-    watch = Watch(source, Remembers, teller, Pace(history_s=20), clock=lambda: now[0])
+    made = []
+
+    def load():
+        made.append(Remembers())
+        return made[-1]
+
+    watch = Watch(source, load, reporter, Pace(history_s=20), clock=lambda: now[0])
     for _ in range(8):
         now[0] += 8
         watch.look()
-        assert len(watch._detector.machines) <= 50 and len(source._seen) <= 100
+        assert len(made[-1].machines) <= 50 and len(source._seen) <= 100
         assert len(source._last) <= 140
     assert "80 machines have come and gone; 50 are watched at most" in said[-1]
-    teller.close()
+    reporter.close()
 
 
 @pytest.mark.parametrize(
@@ -345,7 +349,7 @@ def test_machines_that_come_and_go_without_end_take_no_more_memory(liar, tmp_pat
     ],
 )
 def test_whatever_an_alertmanager_answers_alerts_are_sent_again(liar, answer, monkeypatch):
-    monkeypatch.setattr("megajax.monitor.alertmanager.LONGEST_PAUSE_S", 0.02)
+    monkeypatch.setattr("megajax.systems.minder.reporter.LONGEST_PAUSE_S", 0.02)
     monkeypatch.setattr(http_query, "MOST", 2**21)
     said, lies = [], [answer, answer]
     liar.lie = lambda target: lies.pop() if lies else whole(b"")
@@ -377,10 +381,10 @@ def test_a_read_ends_in_its_time_however_many_pages_are_slow(liar):
 
 def test_names_are_shown_as_one_line_and_values_beyond_float32_are_none(tmp_path):
     said = []
-    teller = Teller(tmp_path, Ledger(tmp_path / "alerts.json", 600), said.append)
-    teller.event("note", "machine h\n2026 ALERT h7\x1b[2J is silent")
+    reporter = Reporter(tmp_path, Ledger(tmp_path / "alerts.json", 600), said.append)
+    reporter.event("note", "machine h\n2026 ALERT h7\x1b[2J is silent")
     assert said == ["machine h 2026 ALERT h7?[2J is silent"]
-    teller.close()
+    reporter.close()
     grid = to_grid(Samples.of([(T0, "h", "x", 1e300), (T0 + 1, "h", "x", 2.0)]))
     assert grid.values_CNT[0, 0, 1] == 2.0
     assert not (abs(grid.values_CNT[0, 0, 0]) > 0)  # NaN, and not infinite

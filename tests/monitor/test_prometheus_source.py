@@ -16,8 +16,7 @@ import pytest
 
 from megajax.core.errors import UserError
 from megajax.monitor import sources
-from megajax.monitor.quality import Quality
-from megajax.monitor.samples import to_grid
+from megajax.monitor.samples import Quality, to_grid
 from megajax.monitor.sources import convert, http_query, server
 from tests.fake_prometheus import Fake
 

@@ -5,8 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from megajax.monitor.quality import Quality
-from megajax.monitor.samples import Grid
+from megajax.monitor.samples import Grid, Quality
 
 T0 = 1_700_000_005  # no multiple of ten
 MACHINES = tuple(f"m{k}" for k in range(6))

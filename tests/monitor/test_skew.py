@@ -1,7 +1,7 @@
 from unittest import mock
 
-from megajax.monitor import skew
-from megajax.monitor.skew import LaunchSkew
+from megajax.monitor import timers
+from megajax.monitor.timers import LaunchSkew
 
 
 class Store:
@@ -28,7 +28,7 @@ def test_skew_is_last_minus_first_of_one_step():
     moments = {1: (100.0, 100.25, 99.5), 11: (200.0, 200.0, 203.0)}
     for step, times in moments.items():
         for host, now in zip(hosts, times, strict=True):
-            with mock.patch.object(skew.time, "time", return_value=now):
+            with mock.patch.object(timers.time, "time", return_value=now):
                 host.launch(step)
     assert hosts[1].finish(1) == {} and hosts[0].finish(1) == {"launch_skew_s": 0.75}
     assert hosts[0].finish(11) == {"launch_skew_s": 3.0}
@@ -41,7 +41,7 @@ def test_a_step_that_was_launched_and_never_finished_is_launched_again():
     for times in ((100.0, 170.0), (200.0, 201.5)):
         hosts = [LaunchSkew(store, i) for i in range(2)]
         for host, now in zip(hosts, times, strict=True):
-            with mock.patch.object(skew.time, "time", return_value=now):
+            with mock.patch.object(timers.time, "time", return_value=now):
                 host.launch(7)
     assert hosts[0].finish(7) == {"launch_skew_s": 1.5}
 

@@ -69,7 +69,7 @@ def work(rank, port):
     """What a process of the job does; prints a line of JSON for each training."""
     import jax
 
-    from megajax.monitor.skew import LaunchSkew
+    from megajax.monitor.timers import LaunchSkew
     from megajax.training.loop import NotFinite, train
     from megajax.training.task import TrainState
 

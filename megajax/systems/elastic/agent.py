@@ -24,7 +24,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from megajax.monitor import heartbeat, records
 from megajax.monitor.heartbeat import Span
 from megajax.monitor.meter import HostMeter
 from megajax.monitor.records import Reader, Record, beside, newest, without_host
-from megajax.systems.elastic import checks, reaper, shared, wire
+from megajax.systems.elastic import checks, reaper, wire
 from megajax.systems.elastic.wire import AGENT, Line, Tls, dial
 
 # ---- what a command prints, through a pipe: into its log, and its newest part to the driver
@@ -323,18 +323,6 @@ def adopt_orphans() -> None:
     _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-def reap(own: Collection[int]) -> None:
-    """Takes the exit codes of adopted processes; those of `own` are for others to take."""
-    while True:
-        try:
-            found = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            if found is None or found.si_pid in own:
-                return  # one of our own hides the adopted ones, until its code is taken
-            os.waitpid(found.si_pid, os.WNOHANG)
-        except ChildProcessError:
-            return
-
-
 # ---- the agent
 
 
@@ -365,7 +353,7 @@ class Agent:
         self._address: str = self._line.sock.getsockname()[0]
         self._mark = secrets.token_hex(16)
         self._join()
-        shared.sweep(shared.root())
+        heartbeat.sweep_folders(heartbeat.shared_memory())
         self._claim()
         adopt_orphans()
         self._processes: list[Process] = []
@@ -377,7 +365,7 @@ class Agent:
 
     def _claim(self) -> None:
         """Takes a folder in shared memory."""
-        self._folder, self._lock = shared.claim(shared.root())
+        self._folder, self._lock = heartbeat.claim_folder(heartbeat.shared_memory())
         self._lease = heartbeat.Lease(heartbeat.beside(self._folder / "any"))
 
     def _release(self) -> None:
@@ -491,10 +479,10 @@ class Agent:
                 self._stop()
                 self._line.send({"stopped": self._attempt})
             case "answer":
-                self._line.send({"answers": wire.answer(self._address, self._secret)})
+                self._line.send({"answers": checks.answer(self._address, self._secret)})
             case "reach":
                 try:
-                    figure = wire.reach(message["at"], self._secret)
+                    figure = checks.reach(message["at"], self._secret)
                     self._line.send({"reached": figure})
                 except (OSError, ValueError) as error:
                     self._line.send({"reached": str(error) or type(error).__name__})
@@ -540,17 +528,10 @@ class Agent:
         for p in self._processes:
             p.output.follow()
 
-    def _own(self) -> set[int]:
-        return {self._reaper.pid, *(p.popen.pid for p in self._processes)}
-
     def _report(self) -> None:
-        reap(self._own())
-        now, name, meter = time.time(), self._name, self._meter
-        found = [
-            Record(now, name, None, device, None, n, value)
-            for device, values in {None: meter.host(self._disk), **meter.devices()}.items()
-            for n, value in values.items()
-        ]
+        reaper.reap({self._reaper.pid, *(p.popen.pid for p in self._processes)})
+        name, meter = self._name, self._meter
+        found = meter.records(name, self._disk)
         for p in self._processes:
             text = p.output.new_text()
             if p.rank == 0 and text:
@@ -594,7 +575,7 @@ class Agent:
                 os.killpg(p.popen.pid, signal.SIGKILL)
         for p in self._processes:
             p.popen.wait()
-        reaper.kill_all(self._left)  # what left its group
+        reaper.kill_started(self._mark, {self._reaper.pid})  # what left its group
         ended, self._processes = self._processes, []
         for p in ended:
             with contextlib.suppress(OSError):
@@ -602,8 +583,3 @@ class Agent:
             p.output.close()
             for file in (p.progress, heartbeat.stacks_file(p.progress), records.beside(p.progress)):
                 file.unlink(missing_ok=True)
-
-    def _left(self) -> set[int]:
-        """Returns what was started here and lives."""
-        reap({self._reaper.pid})
-        return reaper.descendants(os.getpid(), {self._reaper.pid}) | reaper.marked(self._mark)

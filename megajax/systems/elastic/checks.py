@@ -1,13 +1,15 @@
-"""Self-checks of a host between two attempts: short, and with answers that are known.
+"""Self-checks of hosts and their links between two attempts: short, with answers that are known.
 
 MegaScale section 4: short on purpose, time against false positives. Memory bandwidth, a file that
 must read back as written, bytes around the loopback, and on hosts with GPUs a product with a known
-answer on each and a sum over all of them. A check that hangs is the driver's to time out.
+answer on each and a sum over all of them. A check that hangs is the driver's to time out. Agents
+run the checks of their host (`run`, `answer`, `reach`), the driver asks for all (`check_all`).
 """
 
 import errno
 import os
 import random
+import selectors
 import shutil
 import socket
 import statistics
@@ -16,8 +18,11 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Any, Protocol
+
+from megajax.systems.elastic.wire import Door, dial, family, join_address
 
 MEMORY_BYTES = 64 * 2**20  # (chosen) beyond the caches of a core
 DISK_BYTES = 16 * 2**20  # (chosen) a second on a slow disk
@@ -174,3 +179,209 @@ def failing(
             if slow and host in named:
                 bad[host] = f"{name}: {figure:.3g}, the median of the hosts is {usual:.3g}"
     return bad
+
+
+# ---- checks of the links between hosts: echoes over TCP between agents (MegaScale section 4)
+#
+# In a round each host talks with one other, so no pair disturbs another; after ROUNDS rounds a host
+# has been heard by so many. A link has two ends: a host is named when all its links are bad and
+# each of the others has a good one elsewhere. Two hosts alone can therefore not tell whose link it
+# is. The bytes of an echo are known to everybody and are not encrypted; both ends prove the job's
+# secret.
+
+
+ROUNDS = 3  # (chosen) pairs of a host: a majority can be right
+ECHO_BYTES = 2 * 2**20  # (chosen) each way; tenths of a second on a slow network
+ECHOES = 3
+WAIT_S = 10.0  # (chosen) for the other host to come; a link that takes longer is bad
+PORT_S = 15.0  # (chosen) for the port at which a host waits for another
+SLOW_LINK = 0.25  # (chosen) of the median of all hosts, of each its best link
+FAST_LINK = (
+    50.0  # (chosen) MB/s that a busy machine still reaches; faster than this is never a fault
+)
+
+DAMAGED = "other bytes come back than were sent"
+ECHO = "echo"  # the purpose of such a connection
+Pair = tuple[str, str]
+
+
+def rounds(hosts: Sequence[str]) -> list[list[Pair]]:
+    """Returns up to ROUNDS rounds of disjoint pairs; no pair comes twice (as in a tournament)."""
+    ring: list[str | None] = [*hosts, *([None] if len(hosts) % 2 else [])]
+    found = []
+    for _ in range(min(len(ring) - 1, ROUNDS)):
+        half = len(ring) // 2
+        pairs = zip(ring[:half], reversed(ring[half:]), strict=True)
+        found.append([(a, b) for a, b in pairs if a is not None and b is not None])
+        ring = [ring[0], ring[-1], *ring[1:-1]]
+    return found
+
+
+def answer(address: str, secret: str) -> int:
+    """Waits, in a thread, for one host that holds the secret, and sends back what it sends.
+
+    address: of this host in the job's network; no other is listened on. Returns: the port there.
+    """
+    server = socket.create_server((address, 0), family=family(address))
+    threading.Thread(target=_echo, args=(server, secret), daemon=True).start()
+    return server.getsockname()[1]
+
+
+def _echo(server: socket.socket, secret: str) -> None:
+    """Serves one host; strangers who come first are sent away."""
+    end, served = time.monotonic() + WAIT_S, None
+    with selectors.DefaultSelector() as selector:
+        door = Door(server, selector, secret, (ECHO,))
+        while time.monotonic() < end and not (served is not None and served.closed):
+            for key, _ in selector.select(0.1):
+                line: Any = key.fileobj
+                if line is server:
+                    door.accept()
+                    continue
+                try:
+                    messages = line.receive()
+                    if door.admits(line):
+                        served, end = line, max(end, time.monotonic() + WAIT_S)
+                    for message in messages:
+                        line.send({"echo": message["data"]})
+                except (OSError, KeyError) as error:
+                    door.turn_away(line, str(error))  # the other side reports it
+            door.sweep()
+        if served is not None and not served.closed:
+            door.turn_away(served, "the time is over")
+        door.close()
+
+
+def reach(address: str, secret: str) -> float:
+    """Sends data to a host that answers, and compares what comes back. Returns MB/s, both ways.
+
+    Raises: OSError when it cannot be reached in time; ValueError when other bytes come back.
+    """
+    data = random.Random(2).randbytes(ECHO_BYTES // 2).hex()
+    line = dial(address, secret, ECHO, "link")
+    try:
+        best, end = float("inf"), time.monotonic() + WAIT_S
+        for _ in range(ECHOES):
+            began = time.perf_counter()
+            line.send({"data": data})
+            back: list[dict] = []
+            while not back:
+                if time.monotonic() > end:
+                    raise TimeoutError(f"no answer in {WAIT_S:g} s")
+                back = line.receive()
+            best = min(best, time.perf_counter() - began)
+            if zlib.crc32(back[0].get("echo", "").encode()) != zlib.crc32(data.encode()):
+                raise ValueError(DAMAGED)
+    finally:
+        line.close()
+    return 2 * ECHO_BYTES / best / 1e6
+
+
+class Agents(Protocol):
+    """Asks the agents of a job's hosts (driver.py: Hosts). A host has a name and an address."""
+
+    def good(self) -> list[Any]:
+        """Returns the hosts that are there and not excluded."""
+        ...
+
+    def has(self, host: Any) -> bool:
+        """Tells whether a host is still there."""
+        ...
+
+    def ask(
+        self,
+        hosts: Sequence[Any],
+        answer: str,
+        seconds: float,
+        stop: Callable[[], bool] = ...,
+        **message: Any,
+    ) -> list[Any]:
+        """Returns what each host answers, None where it does not in time."""
+        ...
+
+    def ask_each(
+        self, messages: dict[str, dict], hosts: Sequence[Any], answer: str, seconds: float
+    ) -> list[Any]:
+        """Does what `ask` does, with a message for each host by its name."""
+        ...
+
+
+def check_links(agents: Agents, hosts: Sequence[Any]) -> dict[Pair, float | str]:
+    """Returns MB/s of the links between pairs of hosts, or what is wrong with them.
+
+    A pair of which an agent does not answer is left out: that says nothing about the link.
+    """
+    by_name = {host.name: host for host in hosts}
+    figures: dict[Pair, float | str] = {}
+    for pairs in filter(None, rounds(sorted(by_name))):
+        servers = [by_name[b] for _, b in pairs]
+        ports = agents.ask(servers, "answers", PORT_S, do="answer")
+        requests = {
+            a: {"do": "reach", "at": join_address(by_name[b].address, port or 1)}
+            for (a, b), port in zip(pairs, ports, strict=True)
+        }
+        clients = [by_name[a] for a, _ in pairs]
+        replies = agents.ask_each(requests, clients, "reached", 2 * WAIT_S)
+        for pair, port, figure in zip(pairs, ports, replies, strict=True):
+            if figure is not None and port is not None:
+                figures[pair] = figure
+    return figures
+
+
+def failing_links(links: Mapping[Pair, float | str], named: Collection[str]) -> dict[str, str]:
+    """Returns {host: why} of those that are to blame. links: MB/s, or what is wrong.
+
+    named: the hosts of the fault; no other is to blame for links that are only slow.
+    """
+    mine: dict[str, list[Pair]] = {}
+    for pair in links:
+        for host in pair:
+            mine.setdefault(host, []).append(pair)
+    speed = {p: 0.0 if isinstance(f, str) else f for p, f in links.items()}
+    # Of each host the best link: one bad host makes two links of three slow.
+    usual = statistics.median([max(speed[p] for p in own) for own in mine.values()] or [0.0])
+    least = min(SLOW_LINK * usual, FAST_LINK)
+    bad = {p for p, f in links.items() if isinstance(f, str) or f < least}
+    found = {}
+    for host, pairs in mine.items():
+        others = [p[0] if p[1] == host else p[1] for p in pairs]
+        broken = any(isinstance(links[p], str) for p in pairs)
+        guilty = bad.issuperset(pairs) and all(set(mine[o]) - bad for o in others)
+        if guilty and (broken or host in named):
+            said = links[pairs[0]]
+            how = said if isinstance(said, str) else f"{said:.3g} MB/s, usually {usual:.3g}"
+            found[host] = f"links to {', '.join(others)}: {how}"
+    return found
+
+
+# ---- all checks of a job, between two attempts
+
+
+CHECK_S = 400.0  # (chosen) for self-checks; those of GPUs may take 300
+Results = dict[str, dict[str, float | str] | None]  # by host, by check
+
+
+def check_all(
+    agents: Agents, named: Collection[str], stop: Callable[[], bool]
+) -> tuple[dict[str, str], Results, dict[str, float | str]] | None:
+    """Lets all hosts check themselves, and then their links.
+
+    named: the hosts of the fault; no other is bad for being slow. stop: nobody goes on.
+    Returns: ({bad host: why}, the results of each host, MB/s of each link or what is wrong with
+    it); None: it was stopped.
+    """
+    present = agents.good()
+    replies = agents.ask(present, "checks", CHECK_S, stop, do="check")
+    if stop():
+        return None
+    results = {h.name: r for h, r in zip(present, replies, strict=True) if agents.has(h)}
+    bad = failing(results, named)
+    sound = [h for h in present if h.name not in bad and agents.has(h)]
+    links = check_links(agents, sound)
+    if failing_links(links, named):  # once more: a host that was frozen for a moment is not bad
+        damaged = {pair: figure for pair, figure in links.items() if figure == DAMAGED}
+        links = check_links(agents, sound) | damaged
+    gone = {h.name for h in sound if not agents.has(h)}  # an agent that ended says nothing
+    sure = {pair: figure for pair, figure in links.items() if gone.isdisjoint(pair)}
+    between = {" - ".join(pair): figure for pair, figure in links.items()}
+    return bad | failing_links(sure, named), results, between

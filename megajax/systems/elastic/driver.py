@@ -26,7 +26,7 @@ from megajax.monitor import records
 from megajax.monitor.alerts import RESPONSES, Action
 from megajax.monitor.detectors import DETECTORS, Limits, Maker, Watchdog
 from megajax.monitor.heartbeat import LOOK_S
-from megajax.systems.elastic import checks, reaper, wire
+from megajax.systems.elastic import checks, reaper
 from megajax.systems.elastic.events import Journal
 from megajax.systems.elastic.policy import (
     EARLY,
@@ -35,6 +35,7 @@ from megajax.systems.elastic.policy import (
     Guard,
     Policy,
     Recovery,
+    Verdict,
     after,
     ended,
     to_evict,
@@ -300,27 +301,6 @@ class Hosts:
                 best, offset = ours - asked, theirs - (asked + ours) / 2
         return offset
 
-    def check_links(self, hosts: Sequence[Host]) -> dict[wire.Pair, float | str]:
-        """Returns MB/s of the links between pairs of hosts, or what is wrong with them.
-
-        A pair of which an agent does not answer is left out: that says nothing about the link.
-        """
-        by_name = {h.name: h for h in hosts}
-        found: dict[wire.Pair, float | str] = {}
-        for pairs in wire.rounds(sorted(by_name)):
-            servers = [by_name[b] for _, b in pairs]
-            ports = self.ask(servers, "answers", ANSWER_S, do="answer")
-            at = {
-                a: {"do": "reach", "at": join_address(by_name[b].address, port or 1)}
-                for (a, b), port in zip(pairs, ports, strict=True)
-            }
-            clients = [by_name[a] for a, _ in pairs]
-            said = self.ask_each(at, clients, "reached", 2 * wire.WAIT_S)
-            for pair, port, figure in zip(pairs, ports, said, strict=True):
-                if figure is not None and port is not None:
-                    found[pair] = figure
-        return found
-
     def dismiss(self, host: Host) -> bool:
         """Lets go of an agent that does not answer; one of this machine is killed, with all that it
         started. Tells whether its processes have certainly ended."""
@@ -383,7 +363,6 @@ class Settings:
 
 
 LEASE_S = 1.0 + 2 * LOOK_S  # (chosen) for a process whose lease has run out to be gone
-CHECK_S = 400.0  # (chosen) for self-checks; those of GPUs may take 300
 NO_FAULTS = ("superseded", EARLY)  # rules of ends that nobody is at fault for
 STEPS = 200  # (chosen) newest step times whose median enters the ETTR
 
@@ -413,7 +392,7 @@ class Driver:
         self._first_attempt = self._attempt + 1
         self._fenced = 0.0  # until when processes of lost hosts may go on
         self._team: list[Host] = []
-        self._moves: frozenset[str] = frozenset()  # hosts whose ranks go elsewhere next
+        self._verdict = Verdict(None, "nothing has happened yet")
         self._dog: Watchdog | None = None
         self._evict: str | None = None
         self._unable: Action | None = None
@@ -508,7 +487,7 @@ class Driver:
     def _start(self) -> bool:
         """Starts all processes of the next attempt. Tells whether its hosts were all there."""
         s = self._settings
-        self._team = self._hosts.choose(self._team, self._settings.hosts, self._moves)
+        self._team = self._hosts.choose(self._team, s.hosts, self._verdict.moves)
         moments = self._hosts.ask(self._team, "moment", ANSWER_S, do="moment")
         (port,) = self._hosts.ask(self._team[:1], "port", ANSWER_S, do="port")
         if port is None or None in moments:
@@ -516,7 +495,6 @@ class Driver:
                 if moment is None:  # nothing of it runs
                     self._hosts.dismiss(host)
             return False
-        self._moves = frozenset()
         self._attempt += 1
         self._journal.begin(self._attempt)
         job = {
@@ -544,7 +522,7 @@ class Driver:
                 command=s.command,
                 folder=str(folder),
                 ranks=envs,
-                memory=self._recovery.trusts_memory,
+                memory=self._verdict.memory,
                 lease=s.limits.silence,
                 since=moment,
                 run=self._journal.run,
@@ -557,28 +535,33 @@ class Driver:
     def _watch(self) -> Action:
         """Waits for what ends this attempt. Warnings are recorded on the way."""
         assert self._dog is not None
-        told, deadline = 0, float("inf")
+        s, told, deadline = self._settings, 0, float("inf")
         leaving: Action | None = None  # takes a host out as soon as the job has saved
         while True:
             self._hosts.pump()
-            for name in self._recovery.acquitted(self._settings.guard):
-                self._readmit(name, "its eviction was a false alarm")
+            if s.guard is not None:
+                for name in self._recovery.acquitted(s.guard):
+                    self._readmit(name, "its eviction was a false alarm")
             if self._unable is not None:
                 return self._unable
-            found = self._dog.judge(time.monotonic())
-            for action in found:
+            actions = self._dog.judge(time.monotonic())
+            for action in actions:
                 if not action.ends_the_attempt:
                     self._record("warning", action)
-            if found and found[0].ends_the_attempt:
-                return ended(found[0], told > 0, leaving, self._dog.job.is_up())
+            if actions and actions[0].ends_the_attempt:
+                return ended(actions[0], told > 0, leaving, self._dog.job.is_up())
             if self._evict is not None:
                 name, self._evict = self._evict, None
                 hit = tuple(h.name for h in self._team if h.name == name)
                 if hit:
                     return Action("evict", "evicted", "evicted by hand", (), hit, self._step)
                 self._block(name, "evicted by hand")
-            if leaving is None and not told and (leaving := self._to_evict(found)) is not None:
-                deadline = self._tell(f"{leaving.message}: the job may save, and go on without")
+            if leaving is None and not told and any(a.kind == "evict" for a in actions):
+                others = self._hosts.candidates()
+                event = self._journal.event
+                leaving = to_evict(actions, others, s.policy.min_hosts, s.guard, event)
+                if leaving is not None:
+                    deadline = self._tell(f"{leaving.message}: the job may save, and go on without")
             if len(self.signals) > told:
                 told = len(self.signals)
                 deadline = self._tell(f"signal {self.signals[-1]}: the job may save and stop")
@@ -600,11 +583,6 @@ class Driver:
         self._journal.event("told", why)
         self._hosts.send(self._team, do="tell", signal=signal.SIGTERM)
         return self._hosts.clock + self._settings.grace
-
-    def _to_evict(self, found: list[Action]) -> Action | None:
-        """Returns what takes a host out, where it may."""
-        s, tell = self._settings, self._journal.event
-        return to_evict(found, self._hosts.candidates(), s.policy.min_hosts, s.guard, tell)
 
     def _record(self, name: str, action: Action) -> None:
         self._journal.event(
@@ -635,11 +613,13 @@ class Driver:
         if not (
             says_nothing or self.signals
         ):  # a full disk and a frozen driver say nothing of hosts
-            bad = self._check(fault.hosts)
-        verdict = self._recovery.decide(fault, bad, self._hosts.candidates())
+            checked = checks.check_all(self._hosts, fault.hosts, lambda: bool(self.signals))
+            if checked is not None:
+                bad, results, links = checked
+                self._journal.event("checked", results=results, links=links)
+        verdict = self._verdict = self._recovery.decide(fault, bad, self._hosts.candidates())
         for host, why in verdict.excluded.items():
             self._block(host, why)
-        self._moves = verdict.moves
         if self.signals and verdict.code is None:
             return self._give_up(ELSEWHERE, "told to stop between two attempts")
         if verdict.code is not None:
@@ -669,30 +649,6 @@ class Driver:
         while time.monotonic() < self._fenced and not self.signals:
             self._hosts.pump()
         return time.monotonic() >= self._fenced
-
-    def _check(self, named: Collection[str]) -> dict[str, str]:
-        """Lets all hosts check themselves, and then their links. Returns {bad host: why}.
-
-        named: the hosts of the fault; no other is bad for being slow.
-        """
-        present = self._hosts.good()
-        results = self._hosts.ask(
-            present, "checks", CHECK_S, lambda: bool(self.signals), do="check"
-        )
-        if self.signals:  # nobody goes on
-            return {}
-        said = {h.name: r for h, r in zip(present, results, strict=True) if self._hosts.has(h)}
-        bad = checks.failing(said, named)
-        sound = [h for h in present if h.name not in bad and self._hosts.has(h)]
-        found = self._hosts.check_links(sound)
-        if wire.failing(found, named):  # once more: a host that was frozen for a moment is not bad
-            wrong = {p: f for p, f in found.items() if f == wire.DAMAGED}
-            found = self._hosts.check_links(sound) | wrong
-        between = {" - ".join(pair): figure for pair, figure in found.items()}
-        self._journal.event("checked", results=said, links=between)
-        lost = {h.name for h in sound if not self._hosts.has(h)}  # an agent that ended says nothing
-        found = {pair: figure for pair, figure in found.items() if lost.isdisjoint(pair)}
-        return bad | wire.failing(found, named)
 
     def _collect(self) -> None:
         """Keeps the stacks of all ranks that live and the last sections of all."""

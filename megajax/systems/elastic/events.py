@@ -8,9 +8,13 @@ it costs the evidence, not the job: what was lost is counted, in the next event 
 """
 
 import contextlib
+import errno
+import fcntl
 import json
+import os
 import queue
 import secrets
+import tempfile
 import threading
 import time
 from collections import Counter
@@ -18,6 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+from megajax.core.errors import UserError
 from megajax.monitor import timeline
 from megajax.monitor.records import Lines, Lossy, Prometheus, Record
 
@@ -95,8 +100,8 @@ class Journal:
         lines += [f"{name} {count}" for name, count in sorted(self._faults.items())]
         for name, value in self._gauges.items():
             lines += [f"# TYPE megajax_{name} gauge", f"megajax_{name} {value:g}"]
-        lines += self._metrics.lines()
         with self._may_lose():
+            lines += self._metrics.lines()
             self.folder.mkdir(parents=True, exist_ok=True)  # somebody may have removed it
             fresh = self.folder / "metrics.prom.new"
             fresh.write_text("\n".join(lines) + "\n")
@@ -145,42 +150,33 @@ class Journal:
 
         hosts: of each rank. offsets: of each host's clock. grid: of timeline.parse_grid.
         """
+        folder = self.folder / f"attempt{attempt}"
         with self._may_lose():
-            self._evidence(self.folder / f"attempt{attempt}", stacks, spans, hosts, offsets, grid)
-
-    def _evidence(
-        self,
-        folder: Path,
-        stacks: Mapping[str, str],
-        spans: Mapping[str, list],
-        hosts: Mapping[int, str],
-        offsets: Mapping[str, float],
-        grid: str | None,
-    ) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        for rank, text in stacks.items():
-            (folder / f"rank{rank}.stacks").write_text(text)
-        found = timeline.spans_of(spans)
-        if not found:  # a command that leaves no progress, or no agent that could tell
-            return
-        saved = {
-            "spans": spans,
-            "hosts": hosts,
-            "offsets": offsets,
-            "grid": grid,
-            "shares": self._shares,
-        }
-        (folder / "spans.json").write_text(json.dumps(saved))
-        trace = timeline.perfetto(found, hosts, offsets)
-        (folder / "timeline.json").write_text(json.dumps(trace))
-        if len(found) == len(hosts):
-            axes = timeline.parse_grid(grid, len(found))
-            places = {rank: (own[-1].step, own[-1].section) for rank, own in found.items()}
-            (folder / "silent.txt").write_text(timeline.silent(places, axes))
-            shares = timeline.own_share(found)
-            shares = {r: max(x, self._shares.get(r, x)) for r, x in shares.items()}
-            page = timeline.heat_html(shares, axes, self._named)
-            (folder / "heat.html").write_text(page)
+            folder.mkdir(parents=True, exist_ok=True)
+            for rank, text in stacks.items():
+                (folder / f"rank{rank}.stacks").write_text(text)
+            sections = timeline.spans_of(spans)
+            if not sections:  # a command that leaves no progress, or no agent that could tell
+                return
+            saved = {
+                "spans": spans,
+                "hosts": hosts,
+                "offsets": offsets,
+                "grid": grid,
+                "shares": self._shares,
+            }
+            (folder / "spans.json").write_text(json.dumps(saved))
+            trace = timeline.perfetto(sections, hosts, offsets)
+            (folder / "timeline.json").write_text(json.dumps(trace))
+            if len(sections) == len(hosts):
+                axes = timeline.parse_grid(grid, len(sections))
+                last = {rank: spans[-1] for rank, spans in sections.items()}
+                places = {rank: (span.step, span.section) for rank, span in last.items()}
+                (folder / "silent.txt").write_text(timeline.silent(places, axes))
+                shares = timeline.own_share(sections)
+                shares = {r: max(x, self._shares.get(r, x)) for r, x in shares.items()}
+                page = timeline.heat_html(shares, axes, self._named)
+                (folder / "heat.html").write_text(page)
 
     def report(self, text: str) -> None:
         """Writes report.txt: why the driver gave up."""
@@ -235,3 +231,38 @@ class Speaker:
             with contextlib.suppress(ValueError):  # it is closed
                 stream.write(next_[1])
                 stream.flush()
+
+
+# ---- the folder of a driver: events, logs and evidence of one job, of one driver at a time
+
+
+def new_folder() -> Path:
+    """Returns a folder of this driver alone, named by the time."""
+    parent = Path("runs/supervised").absolute()
+    parent.mkdir(parents=True, exist_ok=True)
+    name = time.strftime("%Y%m%d-%H%M%S")
+    for other in ("", *(f"-{i}" for i in range(2, 1000))):
+        try:
+            (parent / f"{name}{other}").mkdir()
+            return parent / f"{name}{other}"
+        except FileExistsError:
+            continue  # of another driver that started in the same second
+    raise UserError(f"{parent} is full of folders of this second (--out)")
+
+
+def hold(out: Path) -> int:
+    """Returns the lock of a folder, which lasts as long as this process. Raises: UserError."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        try:
+            tempfile.TemporaryFile(dir=out).close()
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):  # a full disk may lose telemetry
+                raise
+        lock = os.open(out, os.O_RDONLY | os.O_DIRECTORY)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UserError(f"another driver writes into {out} (--out)") from None
+    except OSError as error:
+        raise UserError(f"cannot write into {out}: {error.strerror} (--out)") from None
+    return lock

@@ -53,7 +53,8 @@ class Verdict:
     """code: to end with, None: restart after `wait` seconds without the `excluded` hosts.
 
     moves: hosts whose ranks another host must run in the next attempt, if there is one, so that it
-    is seen whether an error goes with the host or with the rank.
+    is seen whether an error goes with the host or with the rank. memory: whether the next attempt
+    may go on from copies in memory: not when a step failed twice, maybe because of them.
     """
 
     code: int | None
@@ -61,6 +62,7 @@ class Verdict:
     wait: float = 0.0
     excluded: Mapping[str, str] = dataclasses.field(default_factory=dict)
     moves: frozenset[str] = frozenset()
+    memory: bool = True
 
 
 def after(code: int, again: str) -> str:
@@ -157,11 +159,6 @@ class Recovery:
         self._idle = 0  # restarts in a row that did not get beyond the best step
         self._best = 0
 
-    @property
-    def trusts_memory(self) -> bool:
-        """Whether to go on from copies in memory: not when a step failed twice, maybe of them."""
-        return self._same < 2
-
     def decide(self, fault: Action, bad: Mapping[str, str], hosts: Collection[str]) -> Verdict:
         """Returns what follows from a fault.
 
@@ -193,7 +190,7 @@ class Recovery:
             self.restarts += 1
         self._idle = 0 if goes_on else self._idle + 1
         wait = min(self.policy.backoff * 2**self._idle, self.policy.longest)
-        return Verdict(None, fault.message, wait, excluded, self._moves(fault))
+        return Verdict(None, fault.message, wait, excluded, self._moves(fault), self._same < 2)
 
     def _remember(self, fault: Action, step: int, goes_on: bool) -> None:
         """Keeps the errors of the step that may be poison, until the job came beyond it."""
@@ -227,11 +224,10 @@ class Recovery:
             f"{', '.join(sorted(seen))}: its data, or the program. Last: {last.message}"
         )
 
-    def acquitted(self, guard: Guard | None) -> list[str]:
+    def acquitted(self, guard: Guard) -> list[str]:
         """Returns the hosts that a guard lets come back now, but for those that have failed a
         self-check."""
-        found = guard.acquitted() if guard is not None else []
-        return [host for host in found if host not in self._sick]
+        return [host for host in guard.acquitted() if host not in self._sick]
 
     def forgive(self, host: str) -> None:
         """Forgets the faults that named a host."""

@@ -15,7 +15,7 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 MARK = "MEGAJAX_MARK"  # of the environment; its value is the agent's own
 PAUSE_S = 0.01  # (chosen) until killed processes are looked for again
@@ -67,6 +67,31 @@ def kill_all(find: Callable[[], set[int]], seconds: float = float("inf")) -> boo
                 others.add(pid)
         time.sleep(PAUSE_S)
     return True
+
+
+def kill_started(mark: str, spared: Collection[int]) -> None:
+    """Kills all that this process's commands have left behind, until nothing of it lives.
+
+    spared: children that live on, whose exit codes others take.
+    """
+
+    def living() -> set[int]:
+        reap(spared)
+        return descendants(os.getpid(), spared) | marked(mark)
+
+    kill_all(living)
+
+
+def reap(spared: Collection[int]) -> None:
+    """Takes the exit codes of adopted processes; those of `spared` are for others to take."""
+    while True:
+        try:
+            ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if ended is None or ended.si_pid in spared:
+                return  # a spared child hides the adopted ones, until its code is taken
+            os.waitpid(ended.si_pid, os.WNOHANG)
+        except ChildProcessError:
+            return
 
 
 def main() -> None:

@@ -5,8 +5,7 @@ from megajax.core.lazy import public
 __getattr__, __dir__, __all__ = public(
     __name__,
     {
-        "alert": ("Alert",),
-        "detector": ("Detector",),
+        "detector": ("Alert", "Detector"),
         "settings": ("Settings",),
     },
 )

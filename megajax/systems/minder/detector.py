@@ -10,27 +10,389 @@ alerts; no second is computed twice.
 Legend: C metrics, F channels, N machines.
 """
 
+import collections
 import dataclasses
 import functools
+import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import os
+import re
+import time
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 
+from megajax.core import files
 from megajax.core.errors import UserError
+from megajax.core.tree import Tree, named_leaves, nest
+from megajax.models.lstm_vae import LstmVaeConfig
+from megajax.monitor.alerts import COURSES, Alert
 from megajax.monitor.fleet.faults import GROUPS, KINDS
-from megajax.monitor.quality import Quality, nothing_in
+from megajax.monitor.samples import Grid, Quality, Samples, hold, nothing_in, to_grid
+from megajax.monitor.sources.files import read
 from megajax.systems.minder import features, tracker
-from megajax.systems.minder.alert import COURSES, Alert
 from megajax.systems.minder.features import Edges
 from megajax.systems.minder.judge import Found, Judge, Onsets
-from megajax.systems.minder.pending import Pending, Window, grid_of, held
-from megajax.systems.minder.profile import Dynamics, Profile
 from megajax.systems.minder.settings import CHANNELS, LEAST, TICK, WINDOW, WINDOWS, Settings
-from megajax.systems.minder.tracker import spans
+from megajax.systems.minder.tracker import Limits, spans
+
+# ---- windows: seconds of metrics that a detector waits for or looks back on
+#
+# Pending: seconds that wait until their tick is complete; windows may be cut anywhere. Recent: the
+# last minutes, for pictures and new models.
+#
+# Legend: C metrics, N machines, T seconds.
+
+
+Window = str | Path | Samples | Grid
+FAR = 3 * 86400  # (chosen) seconds from the middle of a window at which a time must be wrong
+
+
+def grid_of(window: Window) -> Grid:
+    """Returns a window as a grid of one second; missing samples stay missing.
+
+    Raises: UserError for a file that cannot be read, or an object that is no window.
+    """
+    if isinstance(window, Grid):
+        if window.step_s != 1:
+            raise UserError(f"a grid of {window.step_s} s must be of 1 s for a detector")
+        return window
+    if isinstance(window, str | Path):
+        window = read(window)
+    if not isinstance(window, Samples):
+        raise UserError(
+            f"a window of type {type(window).__name__} must be a path of a CSV or parquet file, "
+            "Samples, or a Grid"
+        )
+    return to_grid(_near(window), 1, dict.fromkeys(window.metrics, 1.0))
+
+
+def held(values_CNT: np.ndarray, period_C: np.ndarray) -> np.ndarray:
+    """Returns values_CNT with each sample repeated for its metric's period (seconds), no longer."""
+    if (period_C <= 1).all():
+        return values_CNT
+    pairs = zip(values_CNT, period_C, strict=True)
+    return np.stack([hold(values_NT, period) for values_NT, period in pairs])
+
+
+def _near(samples: Samples) -> Samples:
+    """Drops rows whose time is days away from all others, which would make the grid huge."""
+    if samples.start is not None and samples.end is not None or not len(samples):
+        return samples
+    finite_N = np.isfinite(samples.time_N)
+    if not finite_N.any():
+        raise UserError("no row of the window has a time that is a number")
+    near_N = finite_N & (np.abs(samples.time_N - np.median(samples.time_N[finite_N])) <= FAR)
+    if near_N.all():
+        return samples
+    note = f"{int((~near_N).sum())} rows have times days away from all others, or none: left out"
+    return Samples(
+        samples.time_N[near_N],
+        samples.machine_N[near_N],
+        samples.metric_N[near_N],
+        samples.value_N[near_N],
+        samples.machines,
+        samples.metrics,
+        samples.start,
+        samples.end,
+        (*samples.notes, note),
+    )
+
+
+class Pending:
+    """Collects windows of any length and returns complete ticks, in order and each once."""
+
+    def __init__(self, metrics: Sequence[str]):
+        """metrics: names of the metrics that are kept, in this order."""
+        self._metrics = tuple(metrics)
+        self.machines: list[str] = []  # in the order of their coming: a machine's row
+        self._start: int | None = None
+        self._values_CNT = np.full((len(metrics), 0, 0), np.nan, np.float32)
+        self.end = 0  # seconds up to which windows have come
+        self.begin = 0  # of the first window
+
+    def add(self, grid: Grid) -> list[str]:
+        """Adds a window; returns sentences about the parts of it that cannot be used."""
+        notes = []
+        if self._start is None:
+            self._start = -(-grid.start // TICK) * TICK  # ticks begin at multiples of their length
+            self.end, self.begin = self._start, grid.start
+        if late := max(min(self._start - grid.start, grid.values_CNT.shape[2]), 0):
+            if np.isfinite(grid.values_CNT[:, :, :late]).any() and self.end > self._start:
+                notes.append(f"{late} s of samples came after their time was judged: left out")
+        known = set(self._metrics)
+        if strange := [m for m in grid.metrics if m not in known]:
+            notes.append(f"metrics that the detector was not fitted on: {', '.join(strange[:10])}")
+        if not known & set(grid.metrics) and grid.metrics:
+            raise UserError(
+                f"none of the window's metrics ({', '.join(grid.metrics[:10])}) is one that the "
+                f"detector was fitted on ({', '.join(self._metrics[:10])})"
+            )
+        shows_N = np.isfinite(grid.values_CNT).any((0, 2))  # who has no sample is not there yet
+        there = [m for m, shows in zip(grid.machines, shows_N, strict=True) if shows]
+        self._grow(there, max(grid.end, self.end))
+        row = {name: k for k, name in enumerate(self.machines)}
+        rows = np.array([row[m] for m in there], int)
+        places = [self._metrics.index(m) for m in grid.metrics if m in known]
+        used = [m in known for m in grid.metrics]
+        new = grid.values_CNT[used][:, shows_N, late:]
+        first = grid.start + late - self._start
+        part = self._values_CNT[:, :, first : first + new.shape[2]]
+        for c, values_NT in zip(places, new, strict=True):
+            part[c, rows] = np.where(np.isfinite(values_NT), values_NT, part[c, rows])
+        return notes
+
+    def _grow(self, machines: Sequence[str], end: int) -> None:
+        assert self._start is not None
+        have = set(self.machines)
+        self.machines += [m for m in machines if m not in have]
+        self.end = end
+        C, N, T = self._values_CNT.shape
+        more = (len(self.machines) - N, max(end - self._start - T, 0))
+        if any(more):
+            pad = ((0, 0), (0, more[0]), (0, more[1]))
+            self._values_CNT = np.pad(self._values_CNT, pad, constant_values=np.nan)
+
+    def take(self) -> tuple[int, np.ndarray] | None:
+        """Returns (start in Unix seconds, values_CNT) of the next complete tick, or None."""
+        if self._start is None or self.end < self._start + TICK:
+            return None
+        start, tick = self._start, self._values_CNT[:, :, :TICK]
+        self._start, self._values_CNT = start + TICK, self._values_CNT[:, :, TICK:]
+        return start, tick
+
+    def forget(self, rows: Sequence[int]) -> None:
+        """Removes the machines in these rows; later machines move up."""
+        gone = set(rows)
+        self.machines = [m for i, m in enumerate(self.machines) if i not in gone]
+        self._values_CNT = np.delete(self._values_CNT, list(rows), axis=1)
+
+
+# ---- the last minutes of a job's metrics, as the daemon read them
+
+
+class Recent:
+    """Grids of successive seconds, no older than `keep_s` seconds."""
+
+    def __init__(self, keep_s: float):
+        """keep_s: seconds before the newest one that are kept."""
+        self._keep_s = keep_s
+        self._grids: collections.deque[Grid] = collections.deque()
+
+    def add(self, grid: Grid) -> None:
+        """Adds the grid of the next seconds."""
+        self._grids.append(grid)
+        while self._grids[0].end < grid.end - self._keep_s:
+            self._grids.popleft()
+
+    def clear(self) -> None:
+        """Drops all grids."""
+        self._grids.clear()
+
+    def __iter__(self) -> Iterator[Grid]:
+        return iter(self._grids)
+
+    def metric(self, name: str, start: int, end: int) -> Grid:
+        """Returns one metric in [start, end), Unix seconds; NaN where nothing was read."""
+        return merged(list(self._grids), [name], start, end)
+
+
+def merged(
+    grids: Sequence[Grid], metrics: Sequence[str], start: int | None = None, end: int | None = None
+) -> Grid:
+    """Returns successive grids of one second as one grid; NaN where nothing was read.
+
+    Args: metrics: names that are kept, in this order. start, end: Unix seconds; None: those of the
+      first and the last grid.
+    """
+    start = min((g.start for g in grids), default=0) if start is None else start
+    end = max((g.end for g in grids), default=start) if end is None else end
+    inside = [g for g in grids if g.start < end and g.end > start]
+    machines = tuple(sorted({m for g in inside for m in g.machines}))
+    place = {machine: n for n, machine in enumerate(machines)}
+    shape = (len(metrics), len(machines), max(end - start, 0))
+    values_CNT = np.full(shape, np.nan, np.float32)
+    for grid in inside:
+        rows = [place[m] for m in grid.machines]
+        first, last = max(grid.start, start), min(grid.end, end)
+        for c, name in enumerate(metrics):
+            if name in grid.metrics:
+                part = grid.values_CNT[grid.metrics.index(name), :, first - grid.start :]
+                values_CNT[c, rows, first - start : last - start] = part[:, : last - first]
+    return Grid(start, 1, values_CNT, machines, tuple(metrics))
+
+
+# ---- the profile of healthy jobs: everything that `fit` learns, in one file
+#
+# The file is a NumPy archive without pickles: arrays by name, and a JSON text with the names of the
+# metrics, the settings and a checksum of the arrays.
+#
+# Legend: C metrics, F channels: the level of each metric, then the residual of each.
+
+
+FORMAT = 1
+ARRAYS = (
+    "low_C",
+    "high_C",
+    "bend_C",
+    "period_C",
+    "bottom_C",
+    "top_C",
+    "noise_F",
+    "offset_F",
+    "slope_F",
+)
+EVIDENCE = ("inverse", "limit")
+DYNAMICS = ("noise_F", "offset_F", "slope_F", *EVIDENCE)
+
+
+@dataclass(frozen=True)
+class Dynamics:
+    """What `fit` learnt of spreads and lags (tracker.py), F = C + 1; as in Profile."""
+
+    noise_F: np.ndarray
+    offset_F: np.ndarray
+    slope_F: np.ndarray
+    limits: Limits
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """Returns the arrays by name."""
+        return {n: getattr(self.limits if n in EVIDENCE else self, n) for n in DYNAMICS}
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Everything that `fit` learnt.
+
+    metrics: names, in the order of the networks. priority: names, in the order in which they decide
+    the metric of an alert; empty: as metrics. model, vae: configuration and parameters of the
+    networks. low_C, high_C, bend_C: range of healthy values, and from where the scale is
+    logarithmic (features.scaled). period_C: seconds between samples. bottom_C, top_C: ends of the
+    metrics' scales (features.py: Edges). noise_F: standard deviation of a machine's ticks about its
+    own offset. offset_F, slope_F: standard deviations of the machines' offsets, and of how far
+    machines move apart when the median of all moves. limits: of the scores of healthy machines.
+    report: facts about the fit. dynamics: of spreads and lags; None in a file of a version before
+    them.
+    """
+
+    metrics: tuple[str, ...]
+    model: LstmVaeConfig
+    vae: Tree
+    low_C: np.ndarray
+    high_C: np.ndarray
+    bend_C: np.ndarray
+    period_C: np.ndarray
+    bottom_C: np.ndarray
+    top_C: np.ndarray
+    noise_F: np.ndarray
+    offset_F: np.ndarray
+    slope_F: np.ndarray
+    limits: Limits
+    settings: Settings = Settings()
+    report: dict[str, Any] = dataclasses.field(default_factory=dict)  # of the fit
+    priority: tuple[str, ...] = ()
+    dynamics: Dynamics | None = None
+
+    @property
+    def range_3C(self) -> np.ndarray:
+        """Returns low, high and bend."""
+        return np.stack([self.low_C, self.high_C, self.bend_C])
+
+    def save(self, path: str | Path) -> None:
+        """Writes the file, replacing an older one only when the new one is complete."""
+        arrays = {name: np.asarray(getattr(self, name)) for name in ARRAYS}
+        arrays |= {name: getattr(self.limits, name) for name in EVIDENCE}
+        arrays |= {f"vae.{name}": np.asarray(leaf) for name, leaf in named_leaves(self.vae)}
+        if self.dynamics is not None:
+            arrays |= {f"dynamics.{n}": np.asarray(x) for n, x in self.dynamics.arrays().items()}
+        head = {
+            "format": FORMAT,
+            "metrics": list(self.metrics),
+            "priority": list(self.priority),
+            "model": dataclasses.asdict(self.model),
+            "settings": dataclasses.asdict(self.settings),
+            "report": self.report,
+            "checksum": _checksum(arrays),
+        }
+        path = Path(path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        new = path.with_name(f".{path.name}.{os.getpid()}.new")
+        try:
+            with open(new, "wb") as file:
+                np.savez(file, head=np.array(json.dumps(head)), **arrays)  # type: ignore[arg-type]
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(new, path)
+        finally:
+            new.unlink(missing_ok=True)
+
+    @staticmethod
+    def load(path: str | Path) -> "Profile":
+        """Returns the profile of a file. Raises: UserError for a file that `save` did not write."""
+        try:
+            arrays = files.read_arrays(path, "detector that `save` wrote")
+            head = json.loads(str(arrays.pop("head")))
+            metrics, model = tuple(head["metrics"]), LstmVaeConfig(**head["model"])
+            settings, report = Settings(**head["settings"]), head["report"]
+            priority = tuple(head.get("priority", ()))
+            known = head["format"] == FORMAT and head["checksum"] == _checksum(arrays)
+            for name, end in (("bottom_C", -np.inf), ("top_C", np.inf)):  # not in older files
+                arrays.setdefault(name, np.full_like(arrays["low_C"], end))
+            channels = {name: arrays[name] for name in ARRAYS}
+            limits = Limits(*(arrays[name] for name in EVIDENCE))
+            learnt = _dynamics(arrays, len(metrics))
+        except OSError as error:
+            raise UserError(f"model={path} cannot be read: {error.strerror} (--model)") from None
+        except UserError as error:
+            raise UserError(f"model={error} (--model)") from None
+        except Exception as error:  # a foreign or damaged archive fails in many ways
+            raise UserError(
+                f"model={path} is no detector that `save` wrote: {type(error).__name__} (--model)"
+            ) from None
+        known = known and set(priority) <= set(metrics)
+        if not known or any(not _fits(n, x, len(metrics)) for n, x in channels.items()):
+            raise UserError(f"model={path} is damaged, or of another version (--model)")
+        vae = nest({n[4:]: x for n, x in arrays.items() if n.startswith("vae.")})
+        return Profile(
+            metrics,
+            model,
+            vae,
+            **channels,
+            limits=limits,
+            settings=settings,
+            report=report,
+            priority=priority,
+            dynamics=learnt,
+        )
+
+
+def _dynamics(arrays: dict[str, np.ndarray], metrics: int) -> Dynamics | None:
+    """Returns what a file says of spreads and lags. Raises: ValueError, KeyError."""
+    if f"dynamics.{DYNAMICS[0]}" not in arrays:
+        return None
+    found = {n: arrays[f"dynamics.{n}"] for n in DYNAMICS}
+    if any(found[n].shape != (metrics + 1,) for n in DYNAMICS if n.endswith("_F")):
+        raise ValueError("spreads of other metrics")
+    limits = Limits(*(found.pop(n) for n in EVIDENCE))
+    return Dynamics(**found, limits=limits)
+
+
+def _fits(name: str, array: np.ndarray, metrics: int) -> bool:
+    return array.shape == ((CHANNELS * metrics,) if name.endswith("_F") else (metrics,))
+
+
+def _checksum(arrays: dict[str, np.ndarray]) -> int:
+    total = 0
+    for name in sorted(arrays):
+        x = np.ascontiguousarray(arrays[name])
+        total = zlib.crc32(f"{name} {x.dtype.str} {x.shape}".encode() + x.tobytes(), total)
+    return total
+
 
 # ---- the fault type of an alert: the one whose signature is nearest to the machine's scores
 #
@@ -323,7 +685,7 @@ class Detector:
             metric = metrics[found.channel % C]
             kind = nearest({m: float(signed_F[c]) for c, m in enumerate(metrics)})
         machine = self._pending.machines[found.row]
-        return Alert(machine, metric, found.since, found.score, kind, tuple(apart), end)
+        return Alert.of_machine(machine, metric, found.since, found.score, kind, tuple(apart), end)
 
     def _alert_of_course(self, found: Found, end: float, course: "_Course") -> Alert:
         metrics, mean_F = self.profile.metrics, course.judge.mean_FN[:, found.row]
@@ -332,7 +694,7 @@ class Detector:
         named = dict(zip(metrics, mean_F.tolist(), strict=False))
         apart = sorted(((m, s) for m, s in named.items() if s >= 1), key=lambda x: -x[1])
         shown = max(named, key=lambda m: named[m]) if is_late else metrics[found.channel]
-        return Alert(
+        return Alert.of_machine(
             self._pending.machines[found.row],
             shown,
             found.since,
@@ -396,3 +758,55 @@ class _Course:
 
 
 assert WINDOWS * WINDOW == TICK
+
+
+# ---- a detector that runs on, whatever a window makes it raise
+
+
+MAX_NOTES = 1000  # (chosen) that are remembered
+# A number that stands alone: a count or a moment, not a part of a machine's name or address.
+NUMBER = re.compile(r"(?<![\w.:/-])\d+(?:\.\d+)?(?![\w:/-]|\.\d)")
+
+
+class Runner:
+    """Judges window after window of one job, for the daemon (watch.py) and for child.py."""
+
+    def __init__(self, load: Callable[[], Detector], quiet_s: float = math.inf):
+        """load: returns a detector that has seen no job. quiet_s: seconds without a note, after
+        which the note is new again."""
+        self._load, self._quiet_s = load, quiet_s
+        self.detector = load()
+        self._notes: dict[str, float] = {}  # without its numbers -> when it came
+
+    def begin(self) -> None:
+        """Begins anew, without history."""
+        self.detector = self._load()
+
+    def judge(self, window: Window) -> tuple[list[Alert], list[str], Exception | None]:
+        """Returns (new alerts, notes about the window, what it made the detector raise, or None).
+
+        After an error that is no UserError, what the detector had learnt may be half of the old and
+        half of the new, so it begins anew.
+        """
+        detector = self.detector
+        try:
+            return detector.update(window), detector.notes, None
+        except UserError as error:
+            return [], detector.notes, error
+        except Exception as error:
+            self.begin()
+            return [], detector.notes, error
+
+    def is_new(self, note: str) -> bool:
+        """Tells whether a note has not come for `quiet_s`, whatever numbers are in it."""
+        key, now = without_numbers(note), time.monotonic()
+        came = self._notes.pop(key, None)
+        self._notes[key] = now
+        if len(self._notes) > MAX_NOTES:
+            del self._notes[next(iter(self._notes))]  # the one that is longest ago
+        return came is None or now - came > self._quiet_s
+
+
+def without_numbers(note: str) -> str:
+    """Returns the note with its numbers replaced by '#', so that repeated notes compare equal."""
+    return NUMBER.sub("#", note)

@@ -22,8 +22,7 @@ from megajax.models.lstm_vae import LstmVaeConfig
 from megajax.monitor.samples import Grid, period_of
 from megajax.monitor.sources.convert import MINDER
 from megajax.systems.minder import features, tracker
-from megajax.systems.minder.pending import Window, grid_of, held
-from megajax.systems.minder.profile import Dynamics, Profile
+from megajax.systems.minder.detector import Dynamics, Profile, Window, grid_of, held
 from megajax.systems.minder.settings import LEAST, TICK, WINDOW, Settings
 from megajax.systems.minder.tracker import Limits
 

@@ -25,8 +25,8 @@ import numpy as np
 from megajax.core import files
 from megajax.core.errors import UserError
 from megajax.monitor.samples import Grid
-from megajax.systems.minder.alert import Lasting
-from megajax.systems.minder.pending import merged
+from megajax.systems.minder.detector import merged
+from megajax.systems.minder.reporter import Lasting
 from megajax.systems.minder.settings import LEAST, Settings
 
 PIECE_S = 600  # (fit.SHORTEST) seconds of a piece

@@ -4,7 +4,7 @@
 
 hang    a rank for which all others wait, within seconds, by progress (monitor/detectors.py); warns
 slow    a rank whose own work makes the steps slow, by step times (monitor/slow_rank.py); evicts
-minder  a machine whose metrics differ from the others' (detector.py, a child process); evicts
+minder  a machine whose metrics differ from the others' (detector.py, in a child process); evicts
 course  a machine whose metrics vary more than the others', or come later; warns, because a clock
         that is set back looks like a lag
 
@@ -12,170 +12,36 @@ Evictions happen only within a budget of false alarms (elastic/policy.py: Evicti
 rules only warn. --respond=slow=warn lets a rule only warn. No jax import.
 """
 
-import contextlib
 import dataclasses
 import json
-import queue
+import os
+import shutil
+import socket
 import statistics
-import subprocess
-import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from megajax.core.errors import UserError
 from megajax.core.files import expand
-from megajax.monitor import alerts
-from megajax.monitor.alerts import Action, Alert, Kind
-from megajax.monitor.detectors import DETECTORS, NEEDED, Hang, Job, Maker, choose
+from megajax.monitor import alerts, heartbeat
+from megajax.monitor.alerts import COURSE, MACHINE, Action, Alert, Kind
+from megajax.monitor.detectors import DETECTORS, NEEDED, Hang, Job, Limits, Maker, Watchdog, choose
+from megajax.monitor.heartbeat import Heartbeat
+from megajax.monitor.meter import HostMeter
 from megajax.monitor.minder_config import MinderConfig
-from megajax.monitor.records import Record
-from megajax.monitor.slow_rank import METRICS, TICKS, OwnWork, RecordFile, SlowRank
+from megajax.monitor.records import Lines, Record, newest, parse, without_host
+from megajax.monitor.slow_rank import TICKS, OwnWork, RecordFile, SlowRank
+from megajax.monitor.timers import Timers
 from megajax.systems.elastic.events import Journal
 from megajax.systems.elastic.policy import Eviction, Evictions
-from megajax.systems.minder import alert as minder_alert
+from megajax.systems.minder.child import Child
 from megajax.systems.minder.settings import LEAST
 
-# ---- the detector in a child process, so that a driver or a trainer never waits for it
-#
-# The detector needs jax, which a driver must not load, and a trainer's devices are busy. So records
-# are sent to a child process (beside_main.py) on the CPU, and its alerts come back as lines of
-# JSON. Threads do this; batches that the child does not accept in time are dropped and counted. If
-# the child ends, this is reported once and the job continues without it.
-
-
-# What of a trainer's environment a process of its own on the CPU must not have.
-ON_CPU = (
-    "env",
-    "-u",
-    "XLA_FLAGS",
-    "-u",
-    "JAX_COORDINATOR_ADDRESS",
-    "-u",
-    "JAX_NUM_PROCESSES",
-    "-u",
-    "JAX_PROCESS_ID",
-    "JAX_PLATFORMS=cpu",
-    "CUDA_VISIBLE_DEVICES=",
-)
-CLOSE_S = 2.0  # (chosen) for a thread to see the end of the child
-WAITING = 600  # (chosen) batches of records, of about a second, that wait for the child
-
-
-class Beside:
-    """The child process. `send` and `take` return at once."""
-
-    def __init__(self, options: dict[str, Any]):
-        """Starts the child.
-
-        Args: options: of beside_main.py: "model", path of a saved detector; "settings", {field:
-          value} of Settings; "server", arguments of sources.prometheus, or None.
-        """
-        self._queue: queue.Queue[Any] = queue.Queue(WAITING)
-        self._queue.put(options)  # not among its arguments, which everybody sees
-        self._lines: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
-        self.dropped = 0
-        self._child = subprocess.Popen(
-            [*ON_CPU, sys.executable, "-m", "megajax.systems.minder.beside_main"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        self._last = ""  # words of the child to standard error
-        self._threads = [
-            threading.Thread(target=work, name="minder", daemon=True)
-            for work in (self._write, self._read, self._listen)
-        ]
-        for thread in self._threads:
-            thread.start()
-
-    def send(self, records: Sequence[Record]) -> None:
-        """Sends those records to the child that are metrics of machines."""
-        rows = [list(r) for r in records if r.name in METRICS and isinstance(r.value, int | float)]
-        if rows:
-            self._put(rows)
-
-    def begin(self, hosts: Sequence[str]) -> None:
-        """Tells the child the hosts of an attempt; hosts that are not among them leave the job.
-
-        The machines of a Prometheus server are matched with these names.
-        """
-        self._put({"hosts": [*hosts]})
-
-    def _put(self, what: Any) -> None:
-        try:
-            self._queue.put_nowait(what)
-        except queue.Full:
-            self.dropped += 1
-
-    def take(self) -> tuple[list[minder_alert.Alert], list[str], dict[str, float]]:
-        """Returns (alerts, notes, {host: newest score}) that came since the last call."""
-        alerts, notes, scores = [], [], {}
-        with contextlib.suppress(queue.Empty):
-            while True:
-                said = self._lines.get_nowait()
-                notes += said.get("notes", [])
-                scores |= said.get("scores", {})
-                for one in said.get("alerts", []):
-                    pairs = tuple((m, s) for m, s in one.pop("deviations"))
-                    alerts.append(minder_alert.Alert(**one, deviations=pairs))
-        return alerts, notes, scores
-
-    def close(self) -> None:
-        """Ends the child."""
-        self._child.kill()
-        self._child.wait()
-        with contextlib.suppress(queue.Full):
-            self._queue.put_nowait(None)
-        for thread in self._threads:
-            thread.join(CLOSE_S)
-        for pipe in (self._child.stdin, self._child.stdout, self._child.stderr):
-            with contextlib.suppress(OSError):
-                assert pipe is not None
-                pipe.close()
-
-    def _write(self) -> None:
-        assert self._child.stdin is not None
-        with contextlib.suppress(OSError, ValueError):
-            while (what := self._queue.get()) is not None:
-                self._child.stdin.write(json.dumps(what) + "\n")
-                self._child.stdin.flush()
-
-    def _read(self) -> None:
-        assert self._child.stdout is not None
-        with contextlib.suppress(OSError, ValueError):
-            for line in self._child.stdout:
-                self._lines.put(json.loads(line))
-        code = self._child.wait()
-        why = f": {self._last}" if self._last else ""
-        if code >= 0:  # else it was told to end
-            message = f"the detector of metrics ended (exit code {code}){why}; the job goes on"
-            self._lines.put({"notes": [message]})
-
-    def _listen(self) -> None:
-        assert self._child.stderr is not None
-        with contextlib.suppress(OSError, ValueError):
-            for line in self._child.stderr:
-                self._last = line.strip()[:300] or self._last
-
-
-def as_line(
-    alerts: Sequence[minder_alert.Alert], notes: Sequence[str], scores: dict[str, float]
-) -> dict[str, Any]:
-    """Returns the message of the child, which is sent as one line of JSON."""
-    return {"alerts": [asdict(a) for a in alerts], "notes": [*notes], "scores": scores}
-
-
-# ---- the detectors of a driver
-
-
-NAME = "minder"
-COURSE = "course"  # the rule of spreads and lags
-RESPONSES: Mapping[str, Kind] = {"hang": "warn", "slow": "evict", "minder": "evict", COURSE: "warn"}
+NAME = MACHINE  # of the detector in flags; the rule of its metrics has the same name
+RESPONSES: Mapping[str, Kind] = {"hang": "warn", "slow": "evict", MACHINE: "evict", COURSE: "warn"}
 AFTER = 3  # (chosen) ticks of an attempt whose steps tell whether an eviction was right
 
 
@@ -273,7 +139,7 @@ class RunMinder:
         self.options, self._prometheus = options, prometheus
         self._tell, self.emit, self._gauge = tell, emit, gauge
         self.evictions = Evictions(out / "evictions.json", options.evictions_per_day)
-        self.beside: Beside | None = None
+        self.child: Child | None = None
         record = options.record
         self.file = None if record is None else RecordFile(expand(record, "minder.record"))
         self._work: OwnWork | None = None
@@ -284,8 +150,8 @@ class RunMinder:
         """Returns the detector of an attempt."""
         if self._now is None:
             self._begin(job)
-        if self.beside is not None:
-            self.beside.begin([*job.hosts])
+        if self.child is not None:
+            self.child.begin([*job.hosts])
         size = len(job.ranks)
         if self._work is None or len(self._work.share_R) != size:
             self._work = OwnWork(size)
@@ -313,7 +179,7 @@ class RunMinder:
             "settings": settings,
             "server": o.server(self._prometheus),
         }
-        self.beside = Beside(given)
+        self.child = Child(given)
 
     def note(self, text: str) -> None:
         """Writes a message that is no alert to the journal."""
@@ -355,8 +221,8 @@ class RunMinder:
         """Ends the child process and closes the file of records."""
         if self.file is not None:
             self.file.close()
-        if self.beside is not None:
-            self.beside.close()
+        if self.child is not None:
+            self.child.close()
 
 
 class _Attempt:
@@ -386,11 +252,11 @@ class _Attempt:
         return [*self._hang.watch(records), *found]
 
     def _metrics(self, records: Sequence[Record]) -> list[Alert]:
-        beside = self._run.beside
-        if beside is None:
+        child = self._run.child
+        if child is None:
             return []
-        beside.send(records)
-        alerts, notes, scores = beside.take()
+        child.send(records)
+        alerts, notes, scores = child.take()
         for note in notes:
             self._run.note(note)
         if scores:
@@ -402,18 +268,17 @@ class _Attempt:
                     if m in self._job.hosts
                 ]
             )
-        return [self._alert(a) for a in alerts]
+        return [self._placed(a) for a in alerts]
 
-    def _alert(self, found: minder_alert.Alert) -> Alert:
-        """Returns an alert of the watchdog; without a host for a machine of another job."""
-        host = self._job.hosts.get(found.machine)
-        message = found.message
-        if beside := self._slow.beside(found.machine):
-            message += "; " + ", ".join(beside)
+    def _placed(self, alert: Alert) -> Alert:
+        """Returns an alert with the ranks of its machine, none if it is no host of this job."""
+        message = alert.message
+        if differences := self._slow.beside(alert.machine):
+            message += "; " + ", ".join(differences)
+        host = self._job.hosts.get(alert.machine)
         if host is None:
-            return Alert(NAME, f"{message} (no host of this job)", step=self._job.step)
-        rule = COURSE if found.kind in minder_alert.COURSES else NAME
-        return self._job.alert(rule, host.ranks, message)
+            return Alert(MACHINE, f"{message} (no host of this job)", step=self._job.step)
+        return self._job.alert(alert.rule, host.ranks, message)
 
     def steps_s(self, action: Action) -> tuple[float, float]:
         """Returns how long steps took before a host was slow, and take now; 0: not known."""
@@ -423,3 +288,170 @@ class _Attempt:
             return most.usual_s, most.step_s
         recent = self._slow.steps_s[-TICKS:]  # the continuity; one tick may hold a step or two
         return self._slow.work.usual_s or 0.0, statistics.median(recent) if recent else 0.0
+
+
+# ---- a training run without a driver: its processes watch one another
+#
+# Once a period, a thread of each process writes what an agent would report (progress, records,
+# counters of its host) into the job's key-value store, so that a process that hangs is noticed. The
+# first process judges all reports as a driver would, with the rules above. It can only report:
+# alerts go to its console and into minder.jsonl of the run's folder. Under scripts/supervise.py the
+# driver judges instead.
+
+
+FOLDER = "megajax/minder"
+PROGRESS = ("beat", "section", "loss", "own_s", "step_s", "has_bad_state")
+PERIOD_S = 1.0  # (chosen)
+MEET_S = 300.0  # (chosen) for all processes to say where they are
+
+
+def watched_timers() -> tuple[Timers, Path]:
+    """Returns (timers whose progress another thread can read, the file of that progress).
+
+    The file is in a folder of this process (heartbeat.py), whose lock it holds until it ends.
+    Raises: UserError.
+    """
+    place = heartbeat.shared_memory()
+    heartbeat.sweep_folders(place)  # of processes that were killed
+    try:
+        folder, _ = heartbeat.claim_folder(place)
+    except OSError as error:
+        raise UserError(
+            f"cannot make a folder for the progress of this process in {place}: {error.strerror} "
+            "(--detector=minder)"
+        ) from None
+    path = folder / "progress"
+    return Timers(Heartbeat(path)), path
+
+
+class InRun:
+    """The thread of a process; a sink of its records too."""
+
+    def __init__(
+        self,
+        options: MinderConfig,
+        prometheus: str | None,
+        progress: Path,
+        run_dir: Path,
+        say: Callable[[str], object],
+        period_s: float = PERIOD_S,
+    ):
+        """Starts the thread.
+
+        Args: progress: file of watched_timers. run_dir: folder into which the first process writes.
+          say: prints a line on its console. period_s: seconds between two reports.
+        """
+        self._progress, self._period, self._say = progress, period_s, say
+        import jax
+
+        from megajax.core import mesh
+
+        self._store = mesh.job_store()
+        self._rank, self._size = jax.process_index(), jax.process_count()
+        self._host = socket.gethostname()
+        self._meter, self._guard = HostMeter(), threading.Lock()
+        self._records: list[Record] = []
+        self._done = threading.Event()
+        self._folder = run_dir
+        self._minder: RunMinder | None = None
+        if self._rank == 0:
+            self._lines = Lines(run_dir / "minder.jsonl")
+            self._minder = RunMinder(options, prometheus, run_dir, self._tell, lambda _: None)
+            if self._size == 1:
+                say("minder: one process alone: there is nobody to compare it with")
+            say("minder: alerts are told only; scripts/supervise.py --detector=minder acts on them")
+        self._thread = threading.Thread(target=self._run, name=NAME, daemon=True)
+        self._thread.start()
+
+    # ---- monitor.records.Sink
+
+    def write(self, records: Sequence[Record]) -> None:
+        """Keeps the newest records of this process."""
+        with self._guard:
+            self._records = newest([*self._records, *records])
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self._done.set()
+        self._thread.join(2 * self._period + 5)
+        if self._minder is not None:
+            self._minder.close()
+        shutil.rmtree(self._progress.parent, ignore_errors=True)
+
+    # ---- the thread
+
+    def _run(self) -> None:
+        try:
+            if self._store is not None:
+                self._put(f"now/{self._rank}", json.dumps([self._host, []]))
+            dog = self._meet() if self._rank == 0 else None
+            while not self._done.wait(self._period):
+                rows = [without_host(r) for r in self._look()]
+                if self._store is not None:
+                    self._put(f"now/{self._rank}", json.dumps([self._host, rows]))
+                if dog is not None:
+                    self._judge(dog, {self._rank: (self._host, rows)} | self._others())
+        except Exception as error:  # the job's store may end before this process does
+            if not self._done.is_set() and self._rank == 0:
+                self._say(f"minder: watches no more: {error!r:.200}")
+
+    def _look(self) -> list[Record]:
+        """Returns what an agent would report of this process."""
+        now, host, rank, meter = time.time(), self._host, self._rank, self._meter
+        found = meter.records(host, self._folder)
+        with self._guard:
+            found += [r for r in self._records if r.device is None]
+            self._records = []
+        progress = heartbeat.read(self._progress)
+        if progress is not None:
+            seen = {n: getattr(progress, n) for n in PROGRESS} | meter.process(os.getpid())
+            step = progress.step
+            found += [Record(now, host, rank, None, step, n, v) for n, v in seen.items()]
+        return found
+
+    def _put(self, name: str, value: str) -> None:
+        self._store.key_value_set(f"{FOLDER}/{name}", value, allow_overwrite=True)
+
+    def _others(self) -> dict[int, tuple[str, list]]:
+        if self._store is None:
+            return {}
+        found = self._store.key_value_dir_get(f"{FOLDER}/now/")
+        return {int(k.rsplit("/", 1)[1]): tuple(json.loads(v)) for k, v in found}
+
+    def _meet(self) -> Watchdog:
+        """Waits until every process has said where it is."""
+        end = time.monotonic() + MEET_S
+        said: dict[int, tuple[str, list]] = {0: (self._host, [])}
+        while len(said) < self._size and time.monotonic() < end and not self._done.wait(0.2):
+            said |= self._others()
+        names = [host for host, _ in said.values()]
+        # A process that is frozen does not report, whatever others of its host do.
+        self._names = {
+            rank: host if names.count(host) == 1 else f"{host}/{rank}"
+            for rank, (host, _) in sorted(said.items())
+        }
+        hosts = {name: [rank] for rank, name in self._names.items()}
+        assert self._minder is not None
+        self._heard: dict[int, float] = {}
+        responses: dict[str, Kind] = {rule: "warn" for rule in RESPONSES}
+        return Watchdog(
+            hosts, Limits(), time.monotonic(), self._period, {NAME: self._minder.attempt}, responses
+        )
+
+    def _judge(self, dog: Watchdog, said: dict[int, tuple[str, list]]) -> None:
+        for rank, (_, rows) in said.items():
+            if (name := self._names.get(rank)) is None:
+                continue
+            records = parse(name, rows)
+            at = max((r.time for r in records), default=0.0)
+            if at > self._heard.get(rank, 0.0):
+                self._heard[rank] = at
+                dog.hear(time.monotonic(), name, records)
+        for action in dog.judge(time.monotonic()):
+            values = {"rule": action.rule, "ranks": action.ranks, "hosts": action.hosts}
+            self._tell("alert", action.message, **values, step=action.step)
+
+    def _tell(self, event: str, message: str, **values: Any) -> None:
+        row = {"time": round(time.time(), 3), "event": event, "message": message} | values
+        self._lines.write(json.dumps(row))
+        self._say(f"minder: {message}")

@@ -6,7 +6,7 @@ window makes the detector raise, is an event. The daemon's time is that of the s
 alert's `at` is the second up to which the detector had read.
 
 Source: Minder (NSDI 2025, arXiv 2411.01791), section 5; there the detector is called every few
-minutes and reads 15 minutes each time. Not here: reporting (telling.py), retraining (refit.py).
+minutes and reads 15 minutes each time. Not here: reporting (reporter.py), retraining (refit.py).
 """
 
 import contextlib
@@ -21,14 +21,12 @@ from typing import Protocol
 
 from megajax.core import files
 from megajax.core.errors import UserError
-from megajax.monitor.quality import nothing_in
-from megajax.monitor.samples import Grid, Samples, of_machines
+from megajax.monitor.alerts import Alert
+from megajax.monitor.samples import Grid, Samples, nothing_in, of_machines
 from megajax.monitor.sources.http_query import Refused, plain
-from megajax.systems.minder.alert import Alert, without_numbers
-from megajax.systems.minder.detector import Detector
-from megajax.systems.minder.pending import Recent, grid_of
+from megajax.systems.minder.detector import Detector, Recent, Runner, grid_of
 from megajax.systems.minder.refit import Refit
-from megajax.systems.minder.telling import Teller
+from megajax.systems.minder.reporter import Reporter
 
 INTERVALS = 2  # scrapes that may be incomplete before now (sources/server.py)
 FORGET_S = 3600.0  # (chosen) a hole after which a detector's history says nothing
@@ -39,7 +37,6 @@ CHANGED_S = 60.0  # (chosen) between two sentences about what goes wrong in ever
 CELLS = 2**25  # (chosen: 128 MiB; 1,500 machines and 9 metrics have 12 million) of a grid
 MACHINES = 2**13  # (measured: a process of 0.8 GB) of a job within an hour; 65,000 GPUs
 MOST_NAMES = 2**20  # (chosen) bytes of a file of names
-MOST_NOTES = 1000  # (chosen) that are remembered
 PIECE_S = 900  # (chosen) seconds that are read at a time
 SMALLEST_S = 60  # (chosen) of a server that is too slow for more
 
@@ -78,7 +75,7 @@ class Watch:
         self,
         source: Source,
         load: Callable[[], Detector],
-        teller: Teller,
+        reporter: Reporter,
         pace: Pace = Pace(),
         refit: Refit | None = None,
         clock: Callable[[], float] = time.time,
@@ -86,19 +83,18 @@ class Watch:
         """Watches with the detector that `load` returns.
 
         Args: load: returns a detector that has seen no job; called again for each new model.
-          teller: reports alerts. refit: fits new models; None: never. clock: Unix seconds.
+          reporter: reports alerts. refit: fits new models; None: never. clock: Unix seconds.
         """
-        self._source, self._load, self._pace, self._clock = source, load, pace, clock
-        self._teller, self._refit = teller, refit
-        self._detector, self._recent = load(), Recent(max(pace.history_s, pace.gap_s))
+        self._source, self._pace, self._clock = source, pace, clock
+        self._reporter, self._refit = reporter, refit
+        self._runner, self._recent = Runner(load, QUIET_S), Recent(max(pace.history_s, pace.gap_s))
         self._next: int | None = None  # the first second that was not read yet
         self._piece, self._has_read = PIECE_S, False
-        self._source_trouble = Trouble("reading", teller)
-        self._window_trouble = Trouble("judging", teller)
-        self._empty_trouble = Trouble("metrics", teller)
-        self._left_trouble = Trouble("machines that left", teller)
-        self._refit_trouble = Trouble("retraining", teller)
-        self._notes: dict[str, float] = {}  # without its numbers -> when it came
+        self._source_trouble = Trouble("reading", reporter)
+        self._window_trouble = Trouble("judging", reporter)
+        self._empty_trouble = Trouble("metrics", reporter)
+        self._left_trouble = Trouble("machines that left", reporter)
+        self._refit_trouble = Trouble("retraining", reporter)
 
     def run(self, stop: threading.Event) -> None:
         """Watches until `stop` is set.
@@ -115,7 +111,7 @@ class Watch:
     @property
     def seconds(self) -> int:
         """Number of seconds of metrics that were judged."""
-        return self._teller.count["judged_seconds_total"]
+        return self._reporter.count["judged_seconds_total"]
 
     def look(self) -> None:
         """Reads the new seconds and judges them."""
@@ -124,7 +120,7 @@ class Watch:
             return
         began = time.monotonic()
         samples = self._read(*span)
-        self._teller.count["read_seconds_total"] += time.monotonic() - began  # type: ignore
+        self._reporter.count["read_seconds_total"] += time.monotonic() - began  # type: ignore
         if samples is None:
             return
         grid = self._grid(samples, *span)
@@ -143,7 +139,7 @@ class Watch:
         return math.floor(self._clock() - lag_s)
 
     def _is_behind(self) -> bool:
-        up = self._teller.gauges["source_up"] > 0
+        up = self._reporter.gauges["source_up"] > 0
         return up and self._next is not None and self._end() - self._next > self._piece
 
     def _span(self) -> tuple[int, int] | None:
@@ -152,15 +148,15 @@ class Watch:
         if self._next is None:
             self._next = end - math.ceil(max(pace.history_s, pace.period_s))
         if end < self._next - BACK_S:
-            self._teller.event(
+            self._reporter.event(
                 "clock", f"the clock went back by {self._next - end} s: the detector begins anew"
             )
             self._begin(end)
             return None
         if (missed := end - self._next - math.ceil(max(pace.gap_s, pace.history_s))) > 0:
-            self._teller.count["skipped_seconds_total"] += missed
+            self._reporter.count["skipped_seconds_total"] += missed
             message = f"{missed} s are too long ago and will not be judged"
-            self._teller.event("gap", message, seconds=missed)
+            self._reporter.event("gap", message, seconds=missed)
             self._next += missed
             if missed > FORGET_S:
                 self._begin(self._next)
@@ -168,13 +164,14 @@ class Watch:
 
     def _begin(self, at: int) -> None:
         """Begins anew, without history."""
-        self._next, self._detector = at, self._load()
+        self._next = at
+        self._runner.begin()
         self._recent.clear()
 
     # ---- reading
 
     def _read(self, start: int, end: int) -> Samples | None:
-        teller = self._teller
+        reporter = self._reporter
         try:
             samples = self._source.read(start, end)
         except Exception as error:  # whatever a server makes its reader raise ends no watch
@@ -182,15 +179,15 @@ class Watch:
                 raise
             self._fail(_cause(error))
             return None
-        teller.gauges["source_up"] = 1.0
+        reporter.gauges["source_up"] = 1.0
         self._piece, self._has_read = min(PIECE_S, 2 * self._piece), True
         self._source_trouble.gone()
         return samples
 
     def _fail(self, why: str) -> None:
         """Reports a read that gave nothing, and asks for less the next time."""
-        self._teller.count["source_failures_total"] += 1
-        self._teller.gauges["source_up"] = 0.0
+        self._reporter.count["source_failures_total"] += 1
+        self._reporter.gauges["source_up"] = 0.0
         self._piece = max(SMALLEST_S, self._piece // 2)  # it may be too slow for so much
         self._source_trouble.there(why)
 
@@ -198,7 +195,7 @@ class Watch:
         """Returns the samples as a grid; None, and what is wrong is said, if there are too many
         machines and metrics."""
         samples = of_machines(samples, self._pace.machines)
-        machines = set(samples.machines).union(self._detector.machines)
+        machines = set(samples.machines).union(self._runner.detector.machines)
         if len(machines) > MACHINES:
             self._fail(
                 f"{len(machines):,} machines have come and gone; {MACHINES:,} are watched at most, "
@@ -217,31 +214,29 @@ class Watch:
     # ---- judging
 
     def _judge(self, grid: Grid) -> None:
-        teller, detector = self._teller, self._detector
-        began, alerts = time.monotonic(), []
+        reporter, began = self._reporter, time.monotonic()
         nothing = nothing_in(grid)
         if nothing:
             self._empty_trouble.there("; ".join([nothing, *grid.notes]))
         else:
             self._empty_trouble.gone()
         self._leave()
-        try:
-            alerts = detector.update(grid)
-        except UserError as error:
-            teller.count["refused_windows_total"] += 1
-            if not nothing:
-                self._window_trouble.there(str(error))
-        except Exception as error:  # what it had learnt may be half of the old and half of the new
-            teller.count["refused_windows_total"] += 1
-            self._window_trouble.there(f"{_cause(error)}; the detector begins anew")
-            self._begin(grid.end)
-        else:
+        alerts, notes, error = self._runner.judge(grid)
+        if error is None:
             self._window_trouble.gone()
-        teller.count["update_seconds_total"] += time.monotonic() - began  # type: ignore
+        else:
+            reporter.count["refused_windows_total"] += 1
+            if not isinstance(error, UserError):
+                self._window_trouble.there(f"{_cause(error)}; the detector begins anew")
+                self._recent.clear()
+            elif not nothing:
+                self._window_trouble.there(str(error))
+        reporter.count["update_seconds_total"] += time.monotonic() - began  # type: ignore
         if not nothing:
-            teller.count["judged_seconds_total"] += grid.values_CNT.shape[2]
-        for note in detector.notes if not nothing else ():
-            self._note(note)
+            reporter.count["judged_seconds_total"] += grid.values_CNT.shape[2]
+            for note in filter(self._runner.is_new, notes):
+                reporter.count["notes_total"] += 1
+                reporter.event("note", note)
         self._hear(alerts, grid.end)
 
     def _leave(self) -> None:
@@ -256,31 +251,22 @@ class Watch:
             self._left_trouble.there(f"{self._pace.left}: {getattr(error, 'strerror', error)}")
             return
         self._left_trouble.gone()
-        for machine in self._detector.machines:
+        detector = self._runner.detector
+        for machine in detector.machines:
             if machine in names or machine.rpartition(":")[0] in names:
-                self._detector.leave(machine)
+                detector.leave(machine)
 
     def _hear(self, alerts: list[Alert], end: int) -> None:
-        teller, detector = self._teller, self._detector
-        teller.hear(alerts, detector.named, detector.scores, end, self._recent)
-        teller.gauges["judged_timestamp_seconds"] = float(end)
-        teller.gauges["machines"] = float(len(detector.machines))
-
-    def _note(self, note: str) -> None:
-        """Reports a note, unless it also came within the last QUIET_S seconds."""
-        key, now = without_numbers(note), time.monotonic()
-        if now - self._notes.pop(key, -math.inf) > QUIET_S:
-            self._teller.count["notes_total"] += 1
-            self._teller.event("note", note)
-        self._notes[key] = now
-        if len(self._notes) > MOST_NOTES:
-            del self._notes[next(iter(self._notes))]  # the one that is longest ago
+        reporter, detector = self._reporter, self._runner.detector
+        reporter.hear(alerts, detector.named, detector.scores, end, self._recent)
+        reporter.gauges["judged_timestamp_seconds"] = float(end)
+        reporter.gauges["machines"] = float(len(detector.machines))
 
     # ---- a new model
 
     def _learn(self, grid: Grid, refit: Refit) -> None:
         try:
-            refit.keep(grid, self._teller.ledger.lasting)
+            refit.keep(grid, self._reporter.ledger.lasting)
             result = refit.poll(self._clock())
         except OSError as error:  # a full disk, or no process can be started
             self._refit_trouble.there(str(error))
@@ -288,20 +274,20 @@ class Watch:
         self._refit_trouble.gone()
         if result is None:
             return
-        self._teller.fits[result.word] += 1
-        self._teller.event("fit", result.message, result=result.word, **result.report)
+        self._reporter.fits[result.word] += 1
+        self._reporter.event("fit", result.message, result=result.word, **result.report)
         if result.word != "accepted":
             return
         try:
-            self._detector, end = self._load(), 0
+            self._runner.begin()
         except UserError as error:
-            self._teller.event("fit", f"the new model is not used: {error}", result="failed")
+            self._reporter.event("fit", f"the new model is not used: {error}", result="failed")
             return
-        self._teller.gauges["model_timestamp_seconds"] = time.time()
-        alerts = []
+        self._reporter.gauges["model_timestamp_seconds"] = time.time()
+        alerts, end = [], 0
         for grid in self._recent:  # it takes over what the old one knew of the last minutes
             with contextlib.suppress(UserError):
-                alerts += self._detector.update(grid)
+                alerts += self._runner.detector.update(grid)
             end = grid.end
         self._hear(alerts, end)
 
@@ -310,9 +296,9 @@ class Trouble:
     """A lasting problem, which is reported when it begins, changes and ends; while its cause is
     told in ever other words, once in CHANGED_S seconds."""
 
-    def __init__(self, what: str, teller: Teller):
+    def __init__(self, what: str, reporter: Reporter):
         """what: name of the activity that fails, with which messages begin."""
-        self._what, self._teller = what, teller
+        self._what, self._reporter = what, reporter
         self._count, self._since, self._said = 0, 0.0, ("", 0.0)
 
     def there(self, why: str) -> None:
@@ -325,14 +311,14 @@ class Trouble:
         if self._count == 1 or now - self._said[1] > quiet_s:
             self._said = (key, now)
             more = f" ({self._count} times so far)" if self._count > 1 else ""
-            self._teller.event("trouble", f"{self._what}: {why}{more}; watching goes on")
+            self._reporter.event("trouble", f"{self._what}: {why}{more}; watching goes on")
 
     def gone(self) -> None:
         """The problem did not occur this time."""
         if self._count:
             seconds = time.monotonic() - self._since
             failures = f"{self._count} failure{'s' * (self._count > 1)}"
-            self._teller.event(
+            self._reporter.event(
                 "trouble", f"{self._what}: works again, after {failures} in {seconds:.0f} s"
             )
         self._count, self._said = 0, ("", 0.0)

@@ -22,7 +22,7 @@ from megajax.monitor.detectors import Limits
 from megajax.monitor.records import read_jsonl
 from megajax.systems.elastic import agent as agent_
 from megajax.systems.elastic import driver as driver_module
-from megajax.systems.elastic import reaper, shared
+from megajax.systems.elastic import reaper
 from megajax.systems.elastic.agent import Agent, Output
 from megajax.systems.elastic.driver import Driver, Host, Hosts, Settings
 from megajax.systems.elastic.events import Journal, Speaker
@@ -188,7 +188,7 @@ from megajax.monitor import heartbeat
 from megajax.monitor.detectors import Limits
 from megajax.monitor.records import read_jsonl
 from megajax.systems.elastic import driver as driver_module
-from megajax.systems.elastic import agent, reaper, shared
+from megajax.systems.elastic import agent, reaper
 from megajax.systems.elastic.agent import Agent
 from megajax.systems.elastic.driver import Driver, Settings
 agent.adopt_orphans()
@@ -200,7 +200,7 @@ sys.stdin.readline()
 popen.kill()
 popen.wait()
 print(len(reaper.descendants(os.getpid())), flush=True)
-print(reaper.kill_all(lambda: agent.reap(()) or reaper.descendants(os.getpid())), flush=True)
+print(reaper.kill_all(lambda: reaper.reap(()) or reaper.descendants(os.getpid())), flush=True)
 sys.stdin.readline()
 """
 
@@ -309,7 +309,7 @@ def test_every_report_renews_the_lease_by_the_agents_own_moment(joined):
 
 
 def test_an_agent_takes_a_new_folder_where_its_own_was_removed(tmp_path, monkeypatch):
-    monkeypatch.setattr(shared, "root", lambda: tmp_path)
+    monkeypatch.setattr(heartbeat, "shared_memory", lambda: tmp_path)
     told = []
     agent = object.__new__(Agent)
     agent._claim()

@@ -5,15 +5,15 @@ import socket
 
 import pytest
 
-from megajax.systems.elastic import wire
+from megajax.systems.elastic import checks
 from megajax.systems.elastic.wire import Line
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 8, 9])
 def test_rounds_are_disjoint_and_no_pair_comes_twice(count):
     hosts = [f"h{i}" for i in range(count)]
-    found = wire.rounds(hosts)
-    assert len(found) == min(count + count % 2 - 1, wire.ROUNDS)
+    found = checks.rounds(hosts)
+    assert len(found) == min(count + count % 2 - 1, checks.ROUNDS)
     for pairs in found:
         names = [h for p in pairs for h in p]
         assert len(set(names)) == len(names) >= count - count % 2
@@ -27,18 +27,18 @@ def test_an_echo_and_what_goes_wrong(monkeypatch):
     secret = "of this job only"
 
     def at():
-        return f"127.0.0.1:{wire.answer('127.0.0.1', secret)}"
+        return f"127.0.0.1:{checks.answer('127.0.0.1', secret)}"
 
-    assert wire.reach(at(), secret) > 0
+    assert checks.reach(at(), secret) > 0
     place = at()
     with pytest.raises(OSError):
-        wire.reach(place, "guessed by someone")
-    assert wire.reach(place, secret) > 0  # a stranger who came first is no bad link
+        checks.reach(place, "guessed by someone")
+    assert checks.reach(place, secret) > 0  # a stranger who came first is no bad link
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         nobody = f"127.0.0.1:{probe.getsockname()[1]}"
     with pytest.raises(ConnectionRefusedError):
-        wire.reach(nobody, secret)
+        checks.reach(nobody, secret)
     send = Line.send
 
     def damage(line, message):
@@ -48,27 +48,29 @@ def test_an_echo_and_what_goes_wrong(monkeypatch):
 
     monkeypatch.setattr(Line, "send", damage)
     with pytest.raises(ValueError, match="other bytes"):
-        wire.reach(at(), secret)
+        checks.reach(at(), secret)
 
 
 @pytest.mark.parametrize("count", [3, 4, 5, 6])
 def test_one_bad_host_is_named_and_a_bad_link_alone_names_nobody(count):
     hosts = [f"h{i}" for i in range(count)]
-    pairs = [p for own in wire.rounds(hosts) for p in own]
+    pairs = [p for own in checks.rounds(hosts) for p in own]
     good = dict.fromkeys(pairs, 100.0)
-    assert wire.failing(good, hosts) == {}
+    assert checks.failing_links(good, hosts) == {}
     for host in hosts:
         others = [h for h in hosts if h != host]
         for figure, named in (("no answer", others), (10.0, [host])):
-            found = wire.failing(good | {p: figure for p in pairs if host in p}, named)
+            found = checks.failing_links(good | {p: figure for p in pairs if host in p}, named)
             assert list(found) == [host], (found, figure)
         slow = good | {p: 10.0 for p in pairs if host in p}
-        assert wire.failing(slow, others) == {}  # slow, and the fault names another one
+        assert checks.failing_links(slow, others) == {}  # slow, and the fault names another one
         fast = {p: f * 60 for p, f in slow.items()}
-        assert wire.failing(fast, hosts) == {}  # slower than the others, and fast enough
+        assert checks.failing_links(fast, hosts) == {}  # slower than the others, and fast enough
     if count > 3:  # of three hosts each has two links, and one bad link leaves both ends a good one
-        assert all(wire.failing(good | {p: "no answer"}, hosts) == {} for p in pairs)
+        assert all(checks.failing_links(good | {p: "no answer"}, hosts) == {} for p in pairs)
 
 
 def test_two_hosts_cannot_tell_whose_link_it_is():
-    assert wire.failing({("a", "b"): "no answer"}, "ab") == {} == wire.failing({}, ())
+    assert (
+        checks.failing_links({("a", "b"): "no answer"}, "ab") == {} == checks.failing_links({}, ())
+    )

@@ -13,9 +13,9 @@ import types
 import pytest
 
 from megajax.core.errors import SUPERSEDED
-from megajax.monitor import meter, timeline
+from megajax.monitor import heartbeat, meter, timeline
 from megajax.monitor.alerts import Action
-from megajax.systems.elastic import agent, checks, driver, reaper, shared
+from megajax.systems.elastic import agent, checks, driver, reaper
 from megajax.systems.elastic.agent import Output, Process
 from megajax.systems.elastic.events import Journal
 from megajax.systems.elastic.policy import EARLY, ELSEWHERE, POISON, Policy, Recovery, after
@@ -118,8 +118,7 @@ def test_waits_double_until_there_is_progress():
 
 def test_after_two_failures_of_a_step_memory_is_not_trusted():
     r = Recovery(Policy(strikes=9))
-    assert r.trusts_memory
-    seen = [r.decide(fault(s, "a"), {}, "ab") and r.trusts_memory for s in (7, 8, 20)]
+    seen = [r.decide(fault(s, "a"), {}, "ab").memory for s in (7, 8, 20)]
     assert seen == [True, False, True]
 
 
@@ -352,8 +351,10 @@ def test_the_reaper_ends_groups_and_removes_folders_when_its_input_ends(tmp_path
 
 
 def test_folders_of_dead_agents_are_removed_and_no_others(tmp_path, monkeypatch):
-    code = "import sys, pathlib; from megajax.systems.elastic import shared\n"
-    code += "folder, _ = shared.claim(pathlib.Path(sys.argv[1])); print(folder, flush=True)\n"
+    code = "import sys, pathlib; from megajax.monitor import heartbeat\n"
+    code += (
+        "folder, _ = heartbeat.claim_folder(pathlib.Path(sys.argv[1])); print(folder, flush=True)\n"
+    )
     dead = subprocess.Popen(
         [sys.executable, "-c", code + "import time; time.sleep(60)", tmp_path],
         stdout=subprocess.PIPE,
@@ -361,13 +362,13 @@ def test_folders_of_dead_agents_are_removed_and_no_others(tmp_path, monkeypatch)
     )
     theirs = pathlib.Path(dead.stdout.readline().strip())
     (theirs / "memory0").write_bytes(bytes(100))
-    mine, lock = shared.claim(tmp_path)
-    assert shared.sweep(tmp_path) == []  # all are young
-    monkeypatch.setattr(shared, "YOUNG_S", -1)
-    assert shared.sweep(tmp_path) == [] and theirs.exists()
+    mine, lock = heartbeat.claim_folder(tmp_path)
+    assert heartbeat.sweep_folders(tmp_path) == []  # all are young
+    monkeypatch.setattr(heartbeat, "YOUNG_S", -1)
+    assert heartbeat.sweep_folders(tmp_path) == [] and theirs.exists()
     dead.kill()
     dead.communicate()
-    assert shared.sweep(tmp_path) == [theirs] and not theirs.exists()
+    assert heartbeat.sweep_folders(tmp_path) == [theirs] and not theirs.exists()
     assert mine.exists()
     os.close(lock)
 

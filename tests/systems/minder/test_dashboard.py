@@ -11,7 +11,7 @@ import pytest
 
 from megajax.monitor.sources import convert
 from megajax.monitor.sources import server as server_
-from megajax.systems.minder.telling import NAMES, PREFIX
+from megajax.systems.minder.reporter import NAMES, PREFIX
 from tests import machines
 
 FILE = machines.ROOT / "scripts" / "minder_grafana.json"

@@ -12,8 +12,8 @@ import pytest
 
 from megajax.monitor.samples import Grid
 from megajax.systems.minder import Alert, Detector, Settings
-from megajax.systems.minder.alert import Lasting
 from megajax.systems.minder.refit import Plan, Refit, compare, stretches
+from megajax.systems.minder.reporter import Lasting
 
 BEGIN = 1_699_999_992  # a multiple of 24
 METRICS = ("cpu_usage", "queue_length")
@@ -41,7 +41,7 @@ def test_quiet_pieces_are_kept_and_those_with_an_alert_thrown_away(tmp_path):
     for start in range(0, 1800, 8):
         found.keep(grid(start, 8), {})
     assert kept(tmp_path) == [0, 600, 1200]
-    alert = Alert("m1", "cpu_usage", BEGIN + 1500, 1.0, "unknown", (), BEGIN + 1850)
+    alert = Alert.of_machine("m1", "cpu_usage", BEGIN + 1500, 1.0, "unknown", (), BEGIN + 1850)
     for start in range(1800, 3000, 8):
         lasting = {"m1": Lasting(alert, BEGIN + 2600, BEGIN + 2000)} if start >= 1848 else {}
         found.keep(grid(start, 8), lasting)
@@ -113,7 +113,7 @@ class Names:
         off_CN = np.abs(mean_CN - np.median(mean_CN, 1, keepdims=True)) > self._limit
         named = [m for m, off in zip(part.machines, off_CN.any(0), strict=True) if off]
         named += ["nobody"] * self._falsely
-        return [Alert(m, "cpu_usage", 0.0, 1.0, "unknown") for m in named]
+        return [Alert.of_machine(m, "cpu_usage", 0.0, 1.0, "unknown") for m in named]
 
 
 def test_a_blind_model_and_one_that_cries_wolf_are_worse():

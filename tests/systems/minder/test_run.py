@@ -17,9 +17,8 @@ from megajax.monitor.slow_rank import RecordFile
 from megajax.monitor.sources import from_records, read
 from megajax.monitor.sources.http_query import Unavailable
 from megajax.systems.minder import run
-from megajax.systems.minder.alert import without_numbers
-from megajax.systems.minder.beside_main import Feed, host_of
-from megajax.systems.minder.run import Beside
+from megajax.systems.minder.child import Child, Feed, host_of
+from megajax.systems.minder.detector import without_numbers
 from scripts import supervise
 from tests.monitor.test_watchdog import Stream
 
@@ -264,7 +263,7 @@ def test_a_child_names_the_host_with_odd_metrics_and_its_end_costs_nothing(tmp_p
     model = tmp_path / "model.npz"
     Detector.fit(healthy, steps=300).save(model)
     given = {"model": str(model), "settings": {"continuity_s": 96.0}, "server": None}
-    child = Beside(given)
+    child = Child(given)
     try:
         child.begin([f"h{h}" for h in range(6)])
         start = int(time.time()) - 1210
@@ -281,7 +280,7 @@ def test_a_child_names_the_host_with_odd_metrics_and_its_end_costs_nothing(tmp_p
     finally:
         child.close()
     (tmp_path / "bad.npz").write_bytes(b"no model")
-    child = Beside({"model": str(tmp_path / "bad.npz"), "settings": {}, "server": None})
+    child = Child({"model": str(tmp_path / "bad.npz"), "settings": {}, "server": None})
     notes, end = [], time.monotonic() + 120
     while not notes and time.monotonic() < end:
         notes += child.take()[1]

@@ -16,15 +16,16 @@ from megajax.monitor import exporter
 from megajax.monitor.samples import Grid, Samples
 from megajax.monitor.sources import Refused, Unavailable
 from megajax.systems.minder import Alert
-from megajax.systems.minder.alert import Ledger
-from megajax.systems.minder.pending import Recent, merged
+from megajax.systems.minder.detector import Recent, merged
 from megajax.systems.minder.refit import Result
-from megajax.systems.minder.telling import NAMES, Heat, Teller, draw_alert
+from megajax.systems.minder.reporter import NAMES, Heat, Ledger, Reporter, draw_alert
 from megajax.systems.minder.watch import Pace, Watch
 
 BEGIN = 1_700_000_000
 MACHINES = tuple(f"m{i}" for i in range(5))
-ALERT = Alert("m3", "cpu_usage", BEGIN - 90, 1.5, "cpu_contention", (("cpu_usage", 4.0),), BEGIN)
+ALERT = Alert.of_machine(
+    "m3", "cpu_usage", BEGIN - 90, 1.5, "cpu_contention", (("cpu_usage", 4.0),), BEGIN
+)
 
 
 class World:
@@ -83,19 +84,27 @@ class Outlet:
 
 @pytest.fixture
 def setting(tmp_path):
-    """make(detector) -> (watch, said lines, what Alertmanager got, teller)."""
+    """make(detector) -> (watch, said lines, what Alertmanager got, reporter).
+
+    later: makes the detectors after the first one; None: it is always the same.
+    """
     made = []
 
-    def make(world, detector, pace=Pace(history_s=0), **kw):
-        said, outlet = [], Outlet()
+    def make(world, detector, pace=Pace(history_s=0), later=None, **kw):
+        said, outlet, first = [], Outlet(), iter([detector])
+
+        def load():
+            return next(first, None) or (detector if later is None else later())
+
         ledger = Ledger(tmp_path / "alerts.json", 600)
-        teller = Teller(tmp_path, ledger, said.append, outlet, tmp_path / "heat.html")
-        made.append(teller)
-        return Watch(world, lambda: detector, teller, pace, clock=world, **kw), said, outlet, teller
+        reporter = Reporter(tmp_path, ledger, said.append, outlet, tmp_path / "heat.html")
+        made.append(reporter)
+        watch = Watch(world, load, reporter, pace, clock=world, **kw)
+        return watch, said, outlet, reporter
 
     yield make
-    for teller in made:
-        teller.close()
+    for reporter in made:
+        reporter.close()
 
 
 def go(watch, world, seconds, step=8):
@@ -106,18 +115,18 @@ def go(watch, world, seconds, step=8):
 
 def test_every_second_is_judged_once_whatever_fails_meanwhile(setting):
     world, detector = World(), Scripted()
-    watch, said, _, teller = setting(world, detector)
+    watch, said, _, reporter = setting(world, detector)
     go(watch, world, 80)
     world.fails = Unavailable("http://x: no answer of HTTP: 123")
     go(watch, world, 160)
-    assert teller.gauges["source_up"] == 0.0 and teller.count["source_failures_total"] == 20
+    assert reporter.gauges["source_up"] == 0.0 and reporter.count["source_failures_total"] == 20
     world.fails = None
     go(watch, world, 80)
     assert detector.seconds == list(range(detector.seconds[0], int(world.now) - 5))
-    assert len(detector.seconds) >= 320 and teller.gauges["source_up"] == 1.0
+    assert len(detector.seconds) >= 320 and reporter.gauges["source_up"] == 1.0
     troubles = [line for line in said if line.startswith("reading")]
     assert len(troubles) == 2 and "works again, after 20 failures" in troubles[1], troubles
-    assert teller.count["judged_seconds_total"] == len(detector.seconds)
+    assert reporter.count["judged_seconds_total"] == len(detector.seconds)
 
 
 def test_a_long_gap_is_bounded_and_named_and_a_longer_one_forgets(setting):
@@ -127,14 +136,13 @@ def test_a_long_gap_is_bounded_and_named_and_a_longer_one_forgets(setting):
         made.append(Scripted())
         return made[-1]
 
-    watch, said, _, teller = setting(world, Scripted(), Pace(history_s=0, gap_s=300))
-    watch._load = load
+    watch, said, _, reporter = setting(world, Scripted(), Pace(history_s=0, gap_s=300), load)
     go(watch, world, 24)
     world.now += 1000
     watch.look()
     assert world.asked[-1] == (world.now - 305, world.now - 5) and not made
     assert any("are too long ago and will not be judged" in line for line in said)
-    assert teller.count["skipped_seconds_total"] == 700
+    assert reporter.count["skipped_seconds_total"] == 700
     world.now += 9000
     watch.look()
     assert len(made) == 1 and len(made[0].seconds) == 300
@@ -147,8 +155,7 @@ def test_the_past_is_read_at_the_start_in_pieces_and_a_clock_that_goes_back_begi
         made.append(Scripted())
         return made[-1]
 
-    watch, said, *_ = setting(world, Scripted(), Pace(history_s=2000))
-    watch._load = load
+    watch, said, *_ = setting(world, Scripted(), Pace(history_s=2000), load)
     for _ in range(3):
         watch.look()
     assert [b - a for a, b in world.asked] == [900, 900, 200] and world.asked[-1][1] == BEGIN
@@ -203,16 +210,16 @@ def test_a_refusal_at_the_start_ends_it_and_later_it_does_not(setting):
 @pytest.mark.parametrize("only", ["", "other.*"])
 def test_metrics_without_a_sample_are_reported_until_they_are_back(setting, only):
     world, detector = World(), Scripted()
-    watch, said, _, teller = setting(world, detector, Pace(history_s=0, machines=only))
+    watch, said, _, reporter = setting(world, detector, Pace(history_s=0, machines=only))
     read = world.read
     if not only:
         go(watch, world, 16)
         world.read = lambda start, end: Samples.of([], start, end)
-    seconds = teller.count["judged_seconds_total"]
+    seconds = reporter.count["judged_seconds_total"]
     go(watch, world, 80)
     assert len(said) == 1 and "no machine has a sample from" in said[0], said
     assert ("none of the 5 machines" in said[0] and "'other.*'" in said[0]) == bool(only)
-    assert teller.count["judged_seconds_total"] == seconds
+    assert reporter.count["judged_seconds_total"] == seconds
     if not only:
         world.read = read
         go(watch, world, 8)
@@ -221,11 +228,11 @@ def test_metrics_without_a_sample_are_reported_until_they_are_back(setting, only
 
 def test_few_machines_are_said_once_and_watching_goes_on(setting):
     world, detector = World(), Scripted()
-    watch, said, _, teller = setting(world, detector)
+    watch, said, _, reporter = setting(world, detector)
     detector.error = UserError("a job of 3 machines cannot be judged: at least 4 are needed")
     go(watch, world, 80)
     assert len(said) == 1 and "3 machines" in said[0]
-    assert teller.count["refused_windows_total"] == 10
+    assert reporter.count["refused_windows_total"] == 10
     detector.error = None
     go(watch, world, 16)
     assert len(said) == 2 and "works again" in said[1]
@@ -233,7 +240,8 @@ def test_few_machines_are_said_once_and_watching_goes_on(setting):
 
 def test_a_new_model_takes_over_the_last_minutes_and_repeats_no_alert(setting):
     world, old, results = World(), Scripted([ALERT]), []
-    other = Alert(**{**vars(ALERT), "machine": "m1", "at": BEGIN + 10})  # the old one saw none
+    new = {"machine": "m1", "at": BEGIN + 10}  # the old detector saw none of this
+    other = Alert.of_machine(**ALERT.measured | new)
     made = []
 
     class Fits:
@@ -250,8 +258,7 @@ def test_a_new_model_takes_over_the_last_minutes_and_repeats_no_alert(setting):
         return made[-1]
 
     fits = Fits()
-    watch, said, _, teller = setting(world, old, Pace(history_s=300), refit=fits)
-    watch._load = load
+    watch, said, _, reporter = setting(world, old, Pace(history_s=300), load, refit=fits)
     go(watch, world, 80)
     results.append(Result("rejected", "retraining: it is blind", {"named": 0}))
     go(watch, world, 8)
@@ -263,8 +270,8 @@ def test_a_new_model_takes_over_the_last_minutes_and_repeats_no_alert(setting):
     assert [line[:9] for line in said if "ALERT" in line] == ["ALERT m3:", "ALERT m1:"]
     go(watch, world, 16)
     assert len(old.seconds) == before and len(made[0].seconds) == before + 16
-    assert teller.count["judged_seconds_total"] == before + 16  # the replay does not count
-    assert teller.fits == {"rejected": 1, "accepted": 1}
+    assert reporter.count["judged_seconds_total"] == before + 16  # the replay does not count
+    assert reporter.fits == {"rejected": 1, "accepted": 1}
 
     def full(now):
         raise OSError(28, "No space left on device")
@@ -294,7 +301,7 @@ def test_who_left_on_purpose_stands_in_a_file_that_may_change(setting, tmp_path)
 
 def test_a_note_is_said_when_it_comes_and_not_while_it_stays(setting, monkeypatch):
     world, detector = World(), Scripted()
-    monkeypatch.setattr("megajax.systems.minder.watch.MOST_NOTES", 1)
+    monkeypatch.setattr("megajax.systems.minder.detector.MAX_NOTES", 1)
     watch, said, *_ = setting(world, detector)
     detector.notes = ["machine m1 gave nothing since 1700000001"]
     watch.look()
@@ -303,14 +310,17 @@ def test_a_note_is_said_when_it_comes_and_not_while_it_stays(setting, monkeypatc
     assert said == ["machine m1 gave nothing since 1700000001"]
     detector.notes = ["metric x has another unit"]
     go(watch, world, 8)
-    assert len(said) == 2 and len(watch._notes) == 1
+    assert len(said) == 2
+    detector.notes = ["machine m1 gave nothing since 1700000090"]  # only one note is remembered
+    go(watch, world, 8)
+    assert len(said) == 3
 
 
 def test_an_alert_is_told_everywhere_once_and_ends_when_the_machine_is_like_the_others(
     setting, tmp_path
 ):
     world, detector = World(), Scripted([ALERT])
-    watch, said, outlet, teller = setting(world, detector, Pace(history_s=300))
+    watch, said, outlet, reporter = setting(world, detector, Pace(history_s=300))
     watch.look()
     go(watch, world, 400)
     detector.named["m3"] = BEGIN + 900  # it differed until BEGIN + 300
@@ -329,7 +339,7 @@ def test_an_alert_is_told_everywhere_once_and_ends_when_the_machine_is_like_the_
     assert first.labels == last.labels and first.since == ALERT.since and first.ended is None
     assert first.labels["machine"] == "m3" and last.ended == BEGIN + 300
     assert "<b>m3</b>" not in (tmp_path / "heat.html").read_text()
-    text = exporter.text(teller.rows())
+    text = exporter.text(reporter.rows())
     assert 'megajax_minder_alerts_total{machine="m3"} 1.0' in text
     assert "megajax_minder_alerts 0.0" in text
     assert {line.split()[2] for line in text.splitlines() if line[0] == "#"} <= set(NAMES)
@@ -337,7 +347,7 @@ def test_an_alert_is_told_everywhere_once_and_ends_when_the_machine_is_like_the_
 
 def test_a_restarted_daemon_does_not_repeat_what_lasts_and_ends_it(setting, tmp_path):
     world = World()
-    watch, said, _, teller = setting(world, Scripted([ALERT]), Pace(history_s=300))
+    watch, said, _, reporter = setting(world, Scripted([ALERT]), Pace(history_s=300))
     watch.look()
     assert len(said) == 1
     world.now += 60
@@ -345,7 +355,7 @@ def test_a_restarted_daemon_does_not_repeat_what_lasts_and_ends_it(setting, tmp_
     assert [a.labels["machine"] for a in outlet.got] == ["m3"]  # it still lasts
     again.look()
     assert said == [] and len(again._recent._grids) == 1
-    later = Alert(**{**vars(ALERT), "at": BEGIN + 900})  # the same machine, told anew by then
+    later = Alert.of_machine(**ALERT.measured | {"at": BEGIN + 900})  # told anew by then
     world.now += 840
     third, said, *_ = setting(world, Scripted([later]), Pace(history_s=300))
     third.look()
@@ -356,13 +366,13 @@ def test_a_restarted_daemon_does_not_repeat_what_lasts_and_ends_it(setting, tmp_
 
 def test_a_disk_that_takes_nothing_ends_no_watch(setting, tmp_path, monkeypatch):
     world = World()
-    watch, said, outlet, teller = setting(world, Scripted([ALERT]), Pace(history_s=300))
+    watch, said, outlet, reporter = setting(world, Scripted([ALERT]), Pace(history_s=300))
     (tmp_path / "alerts").write_text("a file where the folder should be")
-    monkeypatch.setattr(teller._lines, "write", lambda line: False)
-    teller.ledger._path = tmp_path / "alerts" / "alerts.json"
+    monkeypatch.setattr(reporter._lines, "write", lambda line: False)
+    reporter.ledger._path = tmp_path / "alerts" / "alerts.json"
     watch.look()
     assert any(line.startswith("ALERT m3") for line in said) and len(outlet.got) == 1
-    assert "megajax_minder_lost_writes_total 3.0" in exporter.text(teller.rows())
+    assert "megajax_minder_lost_writes_total 3.0" in exporter.text(reporter.rows())
 
 
 def test_the_loop_stops_when_told(setting):
@@ -404,7 +414,9 @@ def test_pictures_of_few_and_of_many_machines(tmp_path, machines, suffix):
     values[1, :, 100:110] = np.nan
     names = tuple(f"m{i:02}" for i in range(machines))
     recent.add(Grid(BEGIN - 390, 1, values, names, ("cpu_usage", "memory_usage")))
-    alert = Alert("m03", "cpu_usage", BEGIN - 100, 2, "vanished", (("memory_usage", 3.0),), BEGIN)
+    alert = Alert.of_machine(
+        "m03", "cpu_usage", BEGIN - 100, 2, "vanished", (("memory_usage", 3.0),), BEGIN
+    )
     draw_alert(alert, recent, BEGIN + 10, tmp_path / f"a{suffix}")
     for k in range(5):
         heat.add(BEGIN + 8 * k, {n: i / 4 for i, n in enumerate(names[k:])})

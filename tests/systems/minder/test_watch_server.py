@@ -17,7 +17,7 @@ import urllib.request
 
 import pytest
 
-from megajax.systems.minder.telling import NAMES
+from megajax.systems.minder.reporter import NAMES
 from tests import machines
 
 pytestmark = [

@@ -1,29 +1,261 @@
-"""Reports alerts to a log, events.jsonl, a picture, Alertmanager, Prometheus and a map of scores.
+"""Reports the alerts of a daemon: a log, events.jsonl, pictures, Alertmanager, Prometheus.
 
-Nothing here may end the watch: what a full disk or an unreachable server does not accept is
-counted. No jax import.
+Ledger (which alerts are active, over restarts) -> Reporter, which reports what is new and what has
+ended. Nothing here may end the watch: what a full disk or an unreachable server does not accept is
+counted.
 """
 
 import collections
+import dataclasses
 import datetime
 import html
 import json
 import os
+import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from megajax.monitor.alertmanager import Alertmanager, Firing
+from megajax.core import files
+from megajax.monitor.alerts import MACHINE, Alert
 from megajax.monitor.exporter import Row
 from megajax.monitor.records import Lines
 from megajax.monitor.samples import Grid
-from megajax.monitor.sources.http_query import plain
-from megajax.systems.minder.alert import Alert, Lasting, Ledger
-from megajax.systems.minder.pending import Recent
+from megajax.monitor.sources.http_query import Client, Unavailable, plain
+from megajax.systems.minder.detector import Recent
+
+# ---- the active alerts of a job, in a file so that a restarted daemon does not report them again
+#
+# An alert is active while its machine differs from the others, and for `clear_s` seconds more. The
+# file is replaced as a whole after each change.
+
+
+MAX_LEDGER = 2**24  # (chosen) bytes of the file
+
+
+@dataclass(frozen=True)
+class Lasting:
+    """An active alert.
+
+    until: Unix seconds at which it ends if the machine does not differ again. last: Unix seconds at
+    which the machine was last seen to differ.
+    """
+
+    alert: Alert
+    until: float
+    last: float
+
+
+class Ledger:
+    """The active alerts of one job, by machine, and their file."""
+
+    def __init__(self, path: Path, clear_s: float):
+        """Reads the file of an earlier process; `trouble` says what was wrong with it, or ''."""
+        self._path, self._clear_s, self.trouble = path, clear_s, ""
+        self.lasting: dict[str, Lasting] = {}
+        self.lost = 0  # writes that failed since the last one that did not
+        if not path.exists():
+            return
+        try:
+            rows = files.parse_json(files.read_bytes(path, MAX_LEDGER))["alerts"]
+            self.lasting = {one.alert.machine: one for one in map(_parse, rows)}
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            self.trouble = (
+                f"{path} cannot be read ({error!s:.100}): alerts that last may be told once more"
+            )
+
+    def hear(
+        self, alerts: Iterable[Alert], named: Mapping[str, float], judged: float
+    ) -> tuple[list[Lasting], list[Lasting]]:
+        """Updates the active alerts; returns (new alerts to report, alerts that have ended).
+
+        Args: alerts: of Detector.update. named: Detector.named. judged: Unix seconds up to which
+          the detector has judged.
+        """
+        new, before = [], dict(self.lasting)
+        for alert in alerts:
+            old = self.lasting.get(alert.machine)
+            if old is None or old.until <= alert.at:
+                self.lasting[alert.machine] = Lasting(alert, alert.at + self._clear_s, alert.at)
+                new.append(self.lasting[alert.machine])
+            else:
+                self._prolong(alert.machine, alert.at + self._clear_s)
+        for machine, until in named.items():
+            self._prolong(machine, until)
+        ended = [one for one in self.lasting.values() if one.until <= judged]
+        for one in ended:
+            del self.lasting[one.alert.machine]
+        if self.lasting != before or self.lost:
+            self.save()
+        return new, ended
+
+    def _prolong(self, machine: str, until: float) -> None:
+        old = self.lasting.get(machine)
+        if old is not None and until > old.until:
+            last = until - self._clear_s
+            self.lasting[machine] = dataclasses.replace(old, until=until, last=last)
+
+    def save(self) -> None:
+        """Writes the file; `lost` counts the writes that failed since the last good one."""
+        rows = [
+            {"alert": one.alert.measured, "until": one.until, "last": one.last}
+            for one in self.lasting.values()
+        ]
+        part = self._path.with_name(f".{self._path.name}.part")
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with open(part, "w") as file:
+                json.dump({"alerts": rows}, file, indent=1)
+                file.flush()
+                os.fsync(file.fileno())
+            part.replace(self._path)
+        except OSError:
+            self.lost += 1
+        else:
+            self.lost = 0
+
+
+def _parse(row: Mapping[str, Any]) -> Lasting:
+    """Returns what `save` wrote. Raises: what a row of another form raises."""
+    values = dict(row["alert"])
+    pairs = [(str(metric), float(score)) for metric, score in values.pop("deviations")]
+    alert = Alert.of_machine(**values, deviations=pairs)
+    if not isinstance(alert.machine, str):
+        raise ValueError("a machine without a name")
+    numbers = (alert.since, alert.score, alert.at, row["until"], row["last"])
+    if not all(isinstance(x, int | float) for x in numbers):
+        raise ValueError("a time that is no number")
+    return Lasting(alert, float(row["until"]), float(row["last"]))
+
+
+# ---- Alertmanager of Prometheus, which groups, silences and routes alerts to people
+#
+# Source: its HTTP API v2 (POST /api/v2/alerts). An alert is what its labels say: it is sent again
+# while it lasts, because Alertmanager ends one that it has not heard of until `endsAt`, and once
+# more when it has ended. A thread of its own sends, so that a server that is slow or away delays
+# nobody.
+
+
+RESEND_S = 60.0  # (Prometheus' rule manager: --rules.alert.resend-delay)
+LASTS = 4  # (the same) times RESEND_S after which an alert that is not sent again has ended
+LONGEST_PAUSE_S = 60.0  # (chosen) between tries
+KEEP_S = 3600.0  # (chosen) for which the end of an alert is kept for a server that is away
+
+
+@dataclass(frozen=True)
+class Firing:
+    """An alert. labels: its identity. since, ended: Unix seconds; ended: None: it lasts."""
+
+    labels: Mapping[str, str]
+    annotations: Mapping[str, str]
+    since: float
+    ended: float | None = None
+
+    def row(self, now: float) -> dict:
+        """Returns it as the API has it (postableAlert)."""
+        until = now + LASTS * RESEND_S if self.ended is None else self.ended
+        return {
+            "labels": dict(self.labels),
+            "annotations": dict(self.annotations),
+            "startsAt": _moment(self.since),
+            "endsAt": _moment(max(until, self.since)),
+        }
+
+
+class Alertmanager:
+    """One server. failures, sent: how many requests failed, and how many were accepted."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        user: str | None = None,
+        password: str | None = None,
+        ca_file: str | Path | None = None,
+        tell: Callable[[str], object] = print,
+        timeout_s: float = 10.0,
+        resend_s: float = RESEND_S,
+    ):
+        """url: http(s)://host:port, without /api/v2. tell: is called from another thread when the
+        server cannot be reached, once, and when it can again. Raises: UserError for an address that
+        cannot be."""
+        self._client = Client(
+            url, user, password, ca_file=ca_file, timeout_s=timeout_s, name="alertmanager"
+        )
+        self._tell, self._resend_s = tell, resend_s
+        self._alerts: dict[frozenset, tuple[Firing, float]] = {}  # and when it was put
+        self._lock, self._wake = threading.Lock(), threading.Event()
+        self._ending = threading.Event()
+        self.failures = self.sent = 0
+        self._thread = threading.Thread(target=self._run, name="alertmanager", daemon=True)
+        self._thread.start()
+
+    def put(self, alert: Firing) -> None:
+        """Takes an alert, or the end of one, and sends it soon."""
+        with self._lock:
+            self._alerts[frozenset(alert.labels.items())] = alert, time.monotonic()
+        self._wake.set()
+
+    def close(self, timeout_s: float = 3.0) -> None:
+        """Sends once more, for at most so many seconds. Alerts that last are not ended."""
+        self._ending.set()
+        self._wake.set()
+        self._thread.join(timeout_s)
+
+    def _run(self) -> None:
+        fails, due = 0, time.monotonic() + self._resend_s
+        ending = False
+        while not ending:
+            self._wake.wait(max(0.0, due - time.monotonic()))
+            self._wake.clear()
+            if fails:  # a new alert does not hurry a server that is away
+                self._ending.wait(max(0.0, due - time.monotonic()))
+            ending = self._ending.is_set()
+            problem = self._send()
+            if problem and not fails:
+                self._tell(f"alertmanager: {problem}; tries again, and watching goes on")
+            elif not problem and fails:
+                self._tell(f"alertmanager: takes alerts again, after {fails} failed tries")
+            fails = fails + 1 if problem else 0
+            pause = min(2.0**fails, LONGEST_PAUSE_S) if problem else self._resend_s
+            due = time.monotonic() + pause
+
+    def _send(self) -> str:
+        """Sends all alerts; returns what went wrong, or ''."""
+        oldest = time.monotonic() - KEEP_S
+        with self._lock:
+            kept = {k: x for k, x in self._alerts.items() if x[0].ended is None or x[1] > oldest}
+            self._alerts, batch = kept, dict(kept)
+        if not batch:
+            return ""
+        try:
+            body = json.dumps([alert.row(time.time()) for alert, _ in batch.values()]).encode()
+            status, text = self._client.post("api/v2/alerts", body)
+        except Exception as error:  # whatever it is, the thread goes on
+            self.failures += 1
+            return str(error) if isinstance(error, Unavailable) else plain(f"{error!r:.200}")
+        if status != 200:
+            self.failures += 1
+            words = plain(text[:200].decode(errors="replace"))
+            return f"{self._client.where}: {status}: {words or 'no reason is given'}"
+        self.sent += 1
+        with self._lock:
+            for key, sent in batch.items():
+                if sent[0].ended is not None and self._alerts.get(key) is sent:
+                    del self._alerts[key]
+        return ""
+
+
+def _moment(seconds: float) -> str:
+    """Returns Unix seconds as RFC 3339 has them."""
+    at = datetime.datetime.fromtimestamp(seconds, datetime.UTC)
+    return at.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
 
 # ---- pictures: the metrics of all machines around an alert, and a map of all scores
 #
@@ -183,7 +415,6 @@ def _colour(score: float | None) -> str:
 
 
 NAME = "MinderFaultyMachine"  # the label `alertname`
-RULE = "minder"  # of events, beside the rules of monitor/alerts.py
 REDRAW_S = 60.0  # (chosen) between two drawings of the map without an alert
 PREFIX = "megajax_minder_"
 COUNTERS = {
@@ -210,7 +441,7 @@ FITS = "fits_total"  # by result
 NAMES = tuple(PREFIX + n for n in (*COUNTERS, *GAUGES, *BY_MACHINE, FITS))
 
 
-class Teller:
+class Reporter:
     """Reports the alerts of one job."""
 
     def __init__(
@@ -269,7 +500,7 @@ class Teller:
             alert = one.alert
             message = f"{alert.machine}: like the others again, or gone; it last differed at "
             message += f"{_clock(one.last)}"
-            self.event("resolved", message, rule=RULE, machine=alert.machine, last=one.last)
+            self.event("resolved", message, rule=MACHINE, machine=alert.machine, last=one.last)
             self._send(one, ended=True)
         self._heat.add(judged, scores)
         self._draw_heat(bool(new or ended))
@@ -297,7 +528,7 @@ class Teller:
         self.event(
             "alert",
             f"ALERT {alert.message}, since {_clock(alert.since)}{shown}",
-            rule=RULE,
+            rule=MACHINE,
             hosts=[alert.machine],
             machine=alert.machine,
             metric=alert.metric,

@@ -1,14 +1,21 @@
-"""The child process of run.py (Beside): reads records from standard input, writes alerts to
-standard output.
+"""The detector of metrics in a child process, so that a driver or a trainer never waits for it.
 
-Both are lines of JSON; the first line of input has the options. Every few seconds the new records,
-and a Prometheus server's samples of the same hosts, become one window of the detector. A server
-that is unreachable, or answers nothing usable, is reported once, and the records alone are judged.
+The detector needs jax, which a driver must not load, and a trainer's devices are busy. So Child
+sends records to a child process on the CPU, and alerts come back; both are lines of JSON. Threads
+do this; batches that the child does not accept in time are dropped and counted. If the child ends,
+this is reported once and the job continues without it.
+
+`python -m megajax.systems.minder.child` is that process (`main`); the first line of its input has
+the options. Every few seconds the new records, and a Prometheus server's samples of the same hosts,
+become one window of the detector (Feed). A server that is unreachable, or answers nothing usable,
+is reported once, and the records alone are judged. No jax import but in `main`.
 """
 
+import contextlib
 import dataclasses
 import json
 import queue
+import subprocess
 import sys
 import threading
 import time
@@ -18,12 +25,132 @@ from typing import Any
 import numpy as np
 
 from megajax.core.errors import UserError
+from megajax.monitor.alerts import Alert
 from megajax.monitor.records import Record
 from megajax.monitor.samples import Samples, concat
+from megajax.monitor.slow_rank import METRICS
 from megajax.monitor.sources import from_records, prometheus
-from megajax.systems.minder.alert import without_numbers
-from megajax.systems.minder.detector import Detector
-from megajax.systems.minder.run import as_line
+
+# ---- the end of the driver or the trainer
+
+
+# What of a trainer's environment a process of its own on the CPU must not have.
+ON_CPU = (
+    "env",
+    "-u",
+    "XLA_FLAGS",
+    "-u",
+    "JAX_COORDINATOR_ADDRESS",
+    "-u",
+    "JAX_NUM_PROCESSES",
+    "-u",
+    "JAX_PROCESS_ID",
+    "JAX_PLATFORMS=cpu",
+    "CUDA_VISIBLE_DEVICES=",
+)
+CLOSE_S = 2.0  # (chosen) for a thread to see the end of the child
+WAITING = 600  # (chosen) batches of records, of about a second, that wait for the child
+
+
+class Child:
+    """The child process. `send` and `take` return at once."""
+
+    def __init__(self, options: dict[str, Any]):
+        """Starts the child.
+
+        Args: options: of `main`: "model", path of a saved detector; "settings", {field:
+          value} of Settings; "server", arguments of sources.prometheus, or None.
+        """
+        self._queue: queue.Queue[Any] = queue.Queue(WAITING)
+        self._queue.put(options)  # not among its arguments, which everybody sees
+        self._lines: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self.dropped = 0
+        self._child = subprocess.Popen(
+            [*ON_CPU, sys.executable, "-m", "megajax.systems.minder.child"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        self._last = ""  # words of the child to standard error
+        self._threads = [
+            threading.Thread(target=work, name="minder", daemon=True)
+            for work in (self._write, self._read, self._listen)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def send(self, records: Sequence[Record]) -> None:
+        """Sends those records to the child that are metrics of machines."""
+        rows = [list(r) for r in records if r.name in METRICS and isinstance(r.value, int | float)]
+        if rows:
+            self._put(rows)
+
+    def begin(self, hosts: Sequence[str]) -> None:
+        """Tells the child the hosts of an attempt; hosts that are not among them leave the job.
+
+        The machines of a Prometheus server are matched with these names.
+        """
+        self._put({"hosts": [*hosts]})
+
+    def _put(self, what: Any) -> None:
+        try:
+            self._queue.put_nowait(what)
+        except queue.Full:
+            self.dropped += 1
+
+    def take(self) -> tuple[list[Alert], list[str], dict[str, float]]:
+        """Returns (alerts, notes, {host: newest score}) that came since the last call."""
+        alerts, notes, scores = [], [], {}
+        with contextlib.suppress(queue.Empty):
+            while True:
+                said = self._lines.get_nowait()
+                notes += said.get("notes", [])
+                scores |= said.get("scores", {})
+                alerts += [Alert.of_machine(**one) for one in said.get("alerts", [])]
+        return alerts, notes, scores
+
+    def close(self) -> None:
+        """Ends the child."""
+        self._child.kill()
+        self._child.wait()
+        with contextlib.suppress(queue.Full):
+            self._queue.put_nowait(None)
+        for thread in self._threads:
+            thread.join(CLOSE_S)
+        for pipe in (self._child.stdin, self._child.stdout, self._child.stderr):
+            with contextlib.suppress(OSError):
+                assert pipe is not None
+                pipe.close()
+
+    def _write(self) -> None:
+        assert self._child.stdin is not None
+        with contextlib.suppress(OSError, ValueError):
+            while (what := self._queue.get()) is not None:
+                self._child.stdin.write(json.dumps(what) + "\n")
+                self._child.stdin.flush()
+
+    def _read(self) -> None:
+        assert self._child.stdout is not None
+        with contextlib.suppress(OSError, ValueError):
+            for line in self._child.stdout:
+                self._lines.put(json.loads(line))
+        code = self._child.wait()
+        why = f": {self._last}" if self._last else ""
+        if code >= 0:  # else it was told to end
+            message = f"the detector of metrics ended (exit code {code}){why}; the job goes on"
+            self._lines.put({"notes": [message]})
+
+    def _listen(self) -> None:
+        assert self._child.stderr is not None
+        with contextlib.suppress(OSError, ValueError):
+            for line in self._child.stderr:
+                self._last = line.strip()[:300] or self._last
+
+
+# ---- the end of the child
+
 
 EVERY_S = 5.0  # (chosen) between two windows
 LAG_S = 4.0  # (chosen) before now, up to which a window goes: records and scrapes come late
@@ -143,17 +270,19 @@ def renamed(samples: Samples, hosts: dict[str, str]) -> Samples:
 
 def main() -> int:
     """Judges until standard input ends. Returns the exit code."""
+    from megajax.systems.minder.detector import Detector, Profile, Runner
+
     options = json.loads(sys.stdin.readline())
-    detector = Detector.load(options["model"])
-    settings = dataclasses.replace(detector.settings, **options["settings"])
-    detector = Detector(detector.profile, settings)
+    profile = Profile.load(options["model"])
+    settings = dataclasses.replace(profile.settings, **options["settings"])
+    runner = Runner(lambda: Detector(profile, settings))
     server = None
     if options["server"] is not None:
-        server = prometheus(**options["server"], metrics=detector.profile.metrics)
+        server = prometheus(**options["server"], metrics=profile.metrics)
     feed = Feed(server)
     lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(lines,), daemon=True).start()
-    due, said = time.monotonic() + EVERY_S, set[str]()
+    due = time.monotonic() + EVERY_S
     while True:
         try:
             line = lines.get(timeout=max(due - time.monotonic(), 0.0))
@@ -164,7 +293,7 @@ def main() -> int:
                 feed.add(told)
             else:
                 for host in feed.begin(told["hosts"]):
-                    detector.leave(host)
+                    runner.detector.leave(host)
             if time.monotonic() < due or not lines.empty():
                 continue
         except queue.Empty:
@@ -173,22 +302,17 @@ def main() -> int:
         window = feed.window(time.time())
         if window is None:
             continue
-        notes, alerts = feed.notes, []
+        alerts, about, error = runner.judge(window)
+        if error is not None:
+            foreseen = isinstance(error, UserError)
+            about = [f"{error}" if foreseen else f"the detector begins anew after {error!r:.200}"]
+        line = {
+            "alerts": [alert.measured for alert in alerts],
+            "notes": [note for note in (*feed.notes, *about) if runner.is_new(note)],
+            "scores": dict(runner.detector.scores),
+        }
         feed.notes = []
-        try:
-            alerts = detector.update(window)
-            notes = [*notes, *detector.notes]
-        except UserError as error:
-            notes = [*notes, str(error)]
-        except Exception as error:  # what it had learnt may be half of the old, half of the new
-            notes = [*notes, f"the detector begins anew after {error!r:.200}"]
-            detector = Detector(detector.profile, settings)
-        keys = [without_numbers(n) for n in notes]
-        fresh = [n for n, key in zip(notes, keys, strict=True) if key not in said]
-        said.update(keys)
-        if len(said) > 1000:
-            said.clear()
-        print(json.dumps(as_line(alerts, fresh, dict(detector.scores))), flush=True)
+        print(json.dumps(line), flush=True)
 
 
 def _read(lines: "queue.SimpleQueue[str | None]") -> None:

@@ -13,7 +13,7 @@ import time
 import pytest
 
 from megajax.core.errors import UserError
-from megajax.monitor.alertmanager import Alertmanager, Firing
+from megajax.systems.minder.reporter import Alertmanager, Firing
 
 FIRING = Firing({"alertname": "A", "machine": "m1"}, {"summary": "s"}, 1_700_000_000.5)
 
@@ -94,7 +94,7 @@ def test_an_alert_is_sent_again_while_it_lasts_and_once_when_it_ended(server):
 
 
 def test_what_fails_is_said_once_and_tried_again(server, monkeypatch):
-    monkeypatch.setattr("megajax.monitor.alertmanager.LONGEST_PAUSE_S", 0.05)
+    monkeypatch.setattr("megajax.systems.minder.reporter.LONGEST_PAUSE_S", 0.05)
     server.answers, said = [(500, "full"), (503, ""), (502, "")], []
     client = Alertmanager(server.url, tell=said.append)
     client.put(FIRING)
