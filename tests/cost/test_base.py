@@ -59,18 +59,18 @@ def test_recomputation_adds_what_the_formula_says(remat):
 
 def test_outputs_makes_the_inputs_and_half_of_attention_again():
     """D 12288: q, k, v and up are 3 D + 4 D columns; of attention the weights, 2 D a key."""
-    kept, again = (
+    plain, again = (
         shape(remat=remat, loss_chunks=1).workload.flops for remat in ("none", "outputs")
     )
     D, tokens = 12288, 256 * 2048
-    assert (again - kept) * 512 / tokens == pytest.approx(96 * (2 * D * 7 * D + 2 * D * 2048))
+    assert (again - plain) * 512 / tokens == pytest.approx(96 * (2 * D * 7 * D + 2 * D * 2048))
 
 
 def test_full_recomputation_is_a_third_more():
-    kept, again = (
+    plain, again = (
         shape(remat=remat, loss_chunks=n).workload.flops for remat, n in (("none", 1), ("full", 8))
     )
-    assert again == pytest.approx(kept * 4 / 3)
+    assert again == pytest.approx(plain * 4 / 3)
 
 
 def test_a_fused_kernel_skips_what_the_window_hides():
@@ -99,13 +99,13 @@ def test_groups_follow_the_order_of_the_mesh():
 
 def test_transfers_of_a_layer_by_hand():
     """D 12288, F 49152, a parallel block, tensor 8, 4 rows of 2048: MiB, and how often."""
-    found = {(t.kind, t.axes, t.what): t for t in transfers(shape())}
-    weights = found["all-gather", ("data",), "layer weights"]
+    sent = {(t.kind, t.axes, t.what): t for t in transfers(shape())}
+    weights = sent["all-gather", ("data",), "layer weights"]
     assert weights.nbytes == 2 * 12 * 12288**2 / 8 and weights.executions == 2 * 96
-    assert found["reduce-scatter", ("data",), "layer gradients"].executions == 96
-    stream = found["all-gather", ("tensor",), "residual stream"]
+    assert sent["reduce-scatter", ("data",), "layer gradients"].executions == 96
+    stream = sent["all-gather", ("tensor",), "residual stream"]
     assert stream.nbytes == 2 * 4 * 2048 * 12288 and stream.executions == 3 * 96
-    assert found["reduce-scatter", ("tensor",), "residual stream"].executions == 2 * 96
+    assert sent["reduce-scatter", ("tensor",), "residual stream"].executions == 2 * 96
 
 
 def test_which_sums_are_scattered_again():
@@ -113,20 +113,20 @@ def test_which_sums_are_scattered_again():
     load = dataclasses.replace(CFG, block="serial").workload(256, 2048)
 
     def scatters(**changes):
-        found = transfers(shape(load=load, **changes))
-        return sum(t.executions for t in found if t.kind == "reduce-scatter" and t.what == WHAT)
+        sent = transfers(shape(load=load, **changes))
+        return sum(t.executions for t in sent if t.kind == "reduce-scatter" and t.what == WHAT)
 
     WHAT, staged = "residual stream", {"sizes": SIZES | {"pipe": 8, "data": 8}}
     assert [scatters(remat=r) / 96 for r in ("none", "outputs", "dots", "full")] == [4, 4, 4, 5]
     staged["pipeline"] = Pipeline(8, 32, 6)
-    kept, dots, full = (scatters(remat=r, **staged) for r in ("outputs", "dots", "full"))
-    assert kept < dots == full  # one rank's sums are what a stage keeps
+    outputs, dots, full = (scatters(remat=r, **staged) for r in ("outputs", "dots", "full"))
+    assert outputs < dots == full  # one rank's sums are what a stage keeps
 
 
 def test_hybrid_sharding_reduces_the_shard_between_nodes():
     sizes = SIZES | {"node": 4, "data": 16}
-    found = transfers(shape(sizes=sizes, zero_axes=("data",)))
-    between = [t for t in found if t.kind == "all-reduce" and t.what == "layer gradients"]
+    sent = transfers(shape(sizes=sizes, zero_axes=("data",)))
+    between = [t for t in sent if t.kind == "all-reduce" and t.what == "layer gradients"]
     assert [t.axes for t in between] == [("node",)]
     assert between[0].nbytes == 2 * 12 * 12288**2 / 8 / 16
 
@@ -151,12 +151,17 @@ def test_a_pipeline_pays_its_bubble_and_sends_between_stages():
     sent = {t.kind: t for t in transfers(step) if t.axes == ("pipe",)}
     assert sent["collective-permute"].executions == 2 * (6 * 32 + 7)
     assert sent["collective-permute"].nbytes == 2 * 2048 * 12288 / 8
-    found = estimate(step, parse_cluster("h100:64x8"), transfers(step))
-    assert found.bubble == pytest.approx(7 / 192)
+    estimated = estimate(step, parse_cluster("h100:64x8"), transfers(step))
+    assert estimated.bubble == pytest.approx(7 / 192)
     head = sum(op.flops * op.count for op in step.workload.ops if op.part == "head")
     assert step.masked.flops == pytest.approx(7 / 192 * (step.workload.flops - head))
-    parts = found.compute_s + found.update_s + found.bubble_s + sum(found.exposed_s.values())
-    assert found.step_s == pytest.approx(parts)
+    parts = (
+        estimated.compute_s
+        + estimated.update_s
+        + estimated.bubble_s
+        + sum(estimated.exposed_s.values())
+    )
+    assert estimated.step_s == pytest.approx(parts)
 
 
 MOE_CFG = PRESETS["mixtral_8x7b"]()
@@ -171,18 +176,18 @@ def experts(**changes):
 
 def test_dropless_experts_exchange_tokens_by_hand():
     """2 rows of 4096 tokens, D 4096, bf16; 8 devices of tokens meet. Forward, made again, back."""
-    found = {(t.kind, t.axes, t.what): t for t in transfers(experts())}
-    whole = 2 * 2 * 4096 * 4096
-    there = found["all-gather", ("expert",), "tokens"]
-    assert there.nbytes == 8 * whole and there.executions == 32 * 3
-    back = found["reduce-scatter", ("expert",), "sums"]
-    assert back.nbytes == 8 * whole and back.executions == 32 * 2
-    assert found["all-gather", ("tensor",), "tokens"].nbytes == whole
-    stream = found["all-gather", ("tensor",), "residual stream"]
+    sent = {(t.kind, t.axes, t.what): t for t in transfers(experts())}
+    tokens = 2 * 2 * 4096 * 4096
+    there = sent["all-gather", ("expert",), "tokens"]
+    assert there.nbytes == 8 * tokens and there.executions == 32 * 3
+    back = sent["reduce-scatter", ("expert",), "sums"]
+    assert back.nbytes == 8 * tokens and back.executions == 32 * 2
+    assert sent["all-gather", ("tensor",), "tokens"].nbytes == tokens
+    stream = sent["all-gather", ("tensor",), "residual stream"]
     assert stream.executions == 32 * 3  # attention alone: there are no shared experts
-    weights = found["all-gather", ("data",), "expert weights"]
+    weights = sent["all-gather", ("data",), "expert weights"]
     assert weights.nbytes == 2 * 8 * 3 * 4096 * 14336 / 8 / 4 and weights.executions == 2 * 32
-    router = found["all-gather", ("data", "expert"), "layer weights"]
+    router = sent["all-gather", ("data", "expert"), "layer weights"]
     assert router.nbytes == 2 * (2 * 4096**2 + 2 * 4096 * 1024 + 4096 * 8) / 4
 
 
@@ -190,11 +195,11 @@ def test_slots_travel_there_and_back():
     """8 experts, 2 a token, factor 1.25: 1280 slots a row and expert, filled or not."""
     moe = dataclasses.replace(MOE_CFG.moe, mode="capacity", capacity_factor=1.25)
     step = experts(load=dataclasses.replace(MOE_CFG, moe=moe).workload(64, 4096))
-    found = transfers(step)
-    (slots,) = (t for t in found if t.kind == "all-to-all")
+    sent = transfers(step)
+    (slots,) = (t for t in sent if t.kind == "all-to-all")
     assert slots.axes == ("expert",) and slots.nbytes == 2 * 8 * 2 * 1280 * 4096
     assert slots.executions == 32 * (2 + 2 + 2)
-    assert not any(t.axes == ("expert",) and t.what in ("tokens", "sums") for t in found)
+    assert not any(t.axes == ("expert",) and t.what in ("tokens", "sums") for t in sent)
     assert all(
         t.executions == 32 * 4
         for t in transfers(dataclasses.replace(step, remat="none"))
@@ -228,19 +233,19 @@ def test_keys_of_other_devices_by_hand():
     sizes = SIZES | {"data": 16, "context": 4}
     load = CFG.workload(16, 8192)
     step = shape(sizes=sizes, zero_axes=("data", "context"), load=load)
-    own = 2 * 2 * 2048 * 12288 / 8
+    local = 2 * 2 * 2048 * 12288 / 8
 
     def sent(kind):
-        found = transfers(dataclasses.replace(step, context=kind))
-        found = [t for t in found if t.axes == ("context",) and t.kind != "all-reduce"]
-        return [(t.kind, t.nbytes, t.executions / 96) for t in found if "keys" in t.what]
+        sent = transfers(dataclasses.replace(step, context=kind))
+        sent = [t for t in sent if t.axes == ("context",) and t.kind != "all-reduce"]
+        return [(t.kind, t.nbytes, t.executions / 96) for t in sent if "keys" in t.what]
 
     # `outputs` keeps a ring's result: 3 hops forward, 3 back with 4 of the float32 gradients.
-    assert sent("ring") == [("collective-permute", own, 6), ("collective-permute", 2 * own, 4)]
-    gathered = [("all-gather", 4 * own, 2), ("reduce-scatter", 4 * own, 1)]
+    assert sent("ring") == [("collective-permute", local, 6), ("collective-permute", 2 * local, 4)]
+    gathered = [("all-gather", 4 * local, 2), ("reduce-scatter", 4 * local, 1)]
     assert sent("gather") == gathered
     # Two there and two back for queries and results, the same for keys and values.
-    assert sent("ulysses") == [("all-to-all", own / 2, 6)]
+    assert sent("ulysses") == [("all-to-all", local / 2, 6)]
 
 
 def test_ranks_that_share_a_key_value_head_send_it_each_and_add_its_gradient():
@@ -248,9 +253,9 @@ def test_ranks_that_share_a_key_value_head_send_it_each_and_add_its_gradient():
     sizes = SIZES | {"data": 16, "context": 4}
     load = dataclasses.replace(CFG, kv_heads=2).workload(16, 8192)
     step = shape(sizes=sizes, zero_axes=("data", "context"), load=load)
-    found = {t.what: t for t in transfers(dataclasses.replace(step, context="gather"))}
-    assert found["keys and values"].nbytes == 2 * 2 * 8192 * 96
-    grads = found["shared key-value gradients"]
+    sent = {t.what: t for t in transfers(dataclasses.replace(step, context="gather"))}
+    assert sent["keys and values"].nbytes == 2 * 2 * 8192 * 96
+    grads = sent["shared key-value gradients"]
     assert (grads.axes, grads.executions) == (("tensor",), 96)
     assert grads.nbytes == 4 * 2 * 12288 * 192 / 64
 
@@ -273,7 +278,7 @@ def test_megascales_ablation_has_the_papers_signs():
         )
         return estimate(step, cluster, transfers(step, overlap)).mfu_megatron
 
-    found = [
+    rising = [
         mfu("serial", None, Overlap(), 256),
         mfu("parallel", None, Overlap(), 256),
         mfu("parallel", 1024, Overlap(), 256),
@@ -282,19 +287,19 @@ def test_megascales_ablation_has_the_papers_signs():
         mfu("parallel", 1024, Overlap(1, 1, 1), 256),
         mfu("parallel", 1024, Overlap(1, 1, 1), 768),
     ]
-    assert found == sorted(found) and len(set(found)) == 7
+    assert rising == sorted(rising) and len(set(rising)) == 7
 
 
 def test_chunks_hide_all_but_the_first_gather_and_the_last_scatter():
     """4 stages of 24 layers in 6 chunks: of 24 gathers a stage 4 are exposed, 20 have 4 ticks'."""
     sizes = SIZES | {"pipe": 4, "data": 16}
     pipeline = Pipeline(4, 8, 6, "interleaved", hides=True)
-    found = transfers(shape(sizes=sizes, pipeline=pipeline, local_gradients=True))
+    sent = transfers(shape(sizes=sizes, pipeline=pipeline, local_gradients=True))
     for kind, what in (("all-gather", "layer weights"), ("reduce-scatter", "layer gradients")):
-        mine = [t for t in found if (t.kind, t.what) == (kind, what)]
-        assert [t.executions for t in mine] == pytest.approx([4, 20])
-        assert mine[0].flops_beside == 0 < mine[1].flops_beside
+        parts = [t for t in sent if (t.kind, t.what) == (kind, what)]
+        assert [t.executions for t in parts] == pytest.approx([4, 20])
+        assert parts[0].flops_beside == 0 < parts[1].flops_beside
     plain = transfers(
         shape(sizes=sizes, pipeline=Pipeline(4, 8, 6, "interleaved"), local_gradients=True)
     )
-    assert sum(t.total for t in found) == pytest.approx(sum(t.total for t in plain))
+    assert sum(t.total for t in sent) == pytest.approx(sum(t.total for t in plain))

@@ -57,8 +57,8 @@ def by_level(step):
 
 def test_messages_of_a_layer_and_a_table_by_hand():
     """A layer's 768 weights over 8 ranks: 96 a piece, three blocks of 32. A table's 512: 64."""
-    found = by_level(shape())
-    assert found.keys() == {
+    levels = by_level(shape())
+    assert levels.keys() == {
         ("weights", ("node", "data")),
         ("inside", ("data",)),
         ("between", ("node",)),
@@ -66,8 +66,8 @@ def test_messages_of_a_layer_and_a_table_by_hand():
     weights = 4 * 8 * (96 // 2 + 4) + 8 * (64 // 2 + 4)
     inside = 4 * 4 * (2 * 96 + 4 * 2) + 4 * (2 * 64 + 4)
     between = 4 * 2 * (96 // 2 + 4) + 2 * (64 // 2 + 4)
-    assert [r.nbytes for r in found.values()] == [weights, inside, between]
-    assert [r.elements for r in found.values()] == [3584, 3584, 3584 / 4]
+    assert [r.nbytes for r in levels.values()] == [weights, inside, between]
+    assert [r.elements for r in levels.values()] == [3584, 3584, 3584 / 4]
 
 
 def test_a_piece_is_padded_to_blocks_of_the_transform():
@@ -97,8 +97,8 @@ def test_bytes_are_those_that_the_exchange_itself_counts(name):
     coding = Coding(codec.weights, codec.inside, codec.between, max(codec.hadamard, 1))
     for data in (4, 8):
         for bucket, n in (("layer", 768), ("embedding", 512)):
-            found = traffic.messages(shape(coding=coding, data=data))
-            sent = {m.level: m.nbytes for m in found if m.bucket.what == bucket}
+            messages = traffic.messages(shape(coding=coding, data=data))
+            sent = {m.level: m.nbytes for m in messages if m.bucket.what == bucket}
             assert sent == zero.wire_bytes(n, codec, 2, data)
 
 
@@ -111,8 +111,8 @@ def test_one_level_and_one_rank():
 
 def test_without_a_codec_numbers_travel_as_they_are_computed():
     """Weights in 16 bit, gradients in float32."""
-    found = by_level(shape(coding=None, tensor=2))
-    assert {level: row.nbytes for (level, _), row in found.items()} == {
+    levels = by_level(shape(coding=None, tensor=2))
+    assert {level: row.nbytes for (level, _), row in levels.items()} == {
         "weights": 2 * 3584 / 2,
         "gradients": 4 * 3584 / 2,
     }
@@ -122,9 +122,12 @@ def test_without_a_codec_numbers_travel_as_they_are_computed():
 def test_experts_have_the_gradients_of_fewer_ranks_and_routers_stay_float32():
     moe = dataclasses.replace(MODEL, moe=MoeConfig(experts=4, top_k=2, width=16))
     step = shape(moe, expert=2)
-    found = {b.what: b for b in traffic.buckets(step)}
-    assert found["experts"].axes == ("node", "data") and found["experts"].elements == 2 * 2 * 8 * 16
-    assert found["layer"].axes == ("node", "data", "expert") and found["layer"].elements == 256
+    buckets = {b.what: b for b in traffic.buckets(step)}
+    assert (
+        buckets["experts"].axes == ("node", "data")
+        and buckets["experts"].elements == 2 * 2 * 8 * 16
+    )
+    assert buckets["layer"].axes == ("node", "data", "expert") and buckets["layer"].elements == 256
     routers = {m.level: m.nbytes for m in traffic.messages(step) if m.bucket.exact}
     assert routers == {"weights": 4 * 8 * 4, "gradients": 4 * 8 * 4}
     assert ("inside", ("data", "expert")) in by_level(step)
@@ -142,8 +145,8 @@ def test_quantizing_reads_and_writes_each_payload_once():
     again = sent["inside"] + sent["between"]
     back = sent["between"] + 4 * piece
     assert traffic.coded_bytes(step) == pytest.approx(subtract + add + transform + again + back)
-    whole = dataclasses.replace(SDP4BIT, difference=False)
-    less = traffic.coded_bytes(step) - traffic.coded_bytes(shape(LARGE, whole))
+    plain = dataclasses.replace(SDP4BIT, difference=False)
+    less = traffic.coded_bytes(step) - traffic.coded_bytes(shape(LARGE, plain))
     assert less == pytest.approx(2 * piece + 2 * n)
 
 
@@ -166,15 +169,15 @@ def test_the_estimate_prices_each_level_on_its_link_and_the_passes_over_memory()
 def test_memory_of_copies_and_of_masters_that_are_cut():
     """3584 weights: masters and moments in eighths, copies in 16 bit and gradients whole."""
     step = shape()
-    found = terms(step)
-    assert found["parameters"] == 4 * 3584 / 8 and found["optimizer"] == 2 * found["parameters"]
-    assert found["weights in use"] == 2 * 3584
-    assert found["gradients"] == 4 * (3584 / 8 + 768 + 512)  # streamed: one layer's, the table's
+    sizes = terms(step)
+    assert sizes["parameters"] == 4 * 3584 / 8 and sizes["optimizer"] == 2 * sizes["parameters"]
+    assert sizes["weights in use"] == 2 * 3584
+    assert sizes["gradients"] == 4 * (3584 / 8 + 768 + 512)  # streamed: one layer's, the table's
     later = terms(dataclasses.replace(step, accumulate=2))
     assert later["gradients"] == 4 * (3584 + 3584 / 8)
-    assert "errors" not in found
-    kept = shape(coding=dataclasses.replace(SDP4BIT, error_bits=8.25))
-    assert terms(kept)["errors"] == 3584 * 8.25 / 8
+    assert "errors" not in sizes
+    with_errors = shape(coding=dataclasses.replace(SDP4BIT, error_bits=8.25))
+    assert terms(with_errors)["errors"] == 3584 * 8.25 / 8
     full = dataclasses.replace(step, resident=False, coding=None)
     assert terms(full)["gradients"] == 4 * 3584 / 8
     # Nothing is gathered for the backward pass, so nothing of that is kept.
@@ -190,8 +193,8 @@ def test_pieces_in_a_codec_travel_for_every_micro_batch_and_weights_twice():
     assert times["layer", "weights"] == 4 * 3 * 2 and times["layer", "inside"] == 4 * 3
     assert times["embedding", "weights"] == times["embedding", "between"] == 3
     assert {(m.bucket.what, m.level): m.nbytes for m in traffic.messages(step)} == once
-    found = terms(step)
-    assert found["gradients"] == 4 * 3584 / 8 and found["weights in use"] == 2 * (768 + 512)
+    sizes = terms(step)
+    assert sizes["gradients"] == 4 * 3584 / 8 and sizes["weights in use"] == 2 * (768 + 512)
     sent = transfers(step, Overlap(data=0.5))
     flops = {t.what: t.flops_beside for t in sent}
     assert flops["layer inside"] == 2 * flops["layer weights"] > flops["embedding weights"] == 0
@@ -233,12 +236,12 @@ def test_buckets_are_those_of_the_step(model):
     mesh, params = built.layout.mesh, jax.tree.leaves(built.abstract_state.params)
     with jax.set_mesh(mesh):
         real = exchange_of(cfg, built.parts, built.layout)
-    found = []
+    executed = []
     for bucket in real.buckets:
         ranks = math.prod(mesh.shape[axis] for axis in bucket.axes)
         pieces = [params[i].sharding.shard_shape(params[i].shape) for i in bucket.leaves]
         layers = pieces[0][0] if bucket.stacked else 1
         axes = tuple(axis for axis in bucket.axes if mesh.shape[axis] > 1)
-        found.append((ranks * sum(map(math.prod, pieces)) // layers, layers, axes))
+        executed.append((ranks * sum(map(math.prod, pieces)) // layers, layers, axes))
     planned = traffic.buckets(step_shape(cfg, dict(mesh.shape)))
-    assert sorted(found) == sorted((b.elements, b.count, b.axes) for b in planned if not b.exact)
+    assert sorted(executed) == sorted((b.elements, b.count, b.axes) for b in planned if not b.exact)

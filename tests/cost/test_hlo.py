@@ -47,41 +47,41 @@ ENTRY %main (p: f32[8]) -> f32[8] {
 
 
 @pytest.fixture(scope="module")
-def found():
-    return found_by_kind()
+def by_kind():
+    return sent_by_kind()
 
 
-def found_by_kind():
+def sent_by_kind():
     return {(c.kind, c.axes): c for c in collectives(MODULE, MESH)}
 
 
-def test_loops_multiply(found):
-    gather = found["all-gather", ("tensor",)]
+def test_loops_multiply(by_kind):
+    gather = by_kind["all-gather", ("tensor",)]
     assert gather.loops == (5, 3) and gather.executions == 15
     assert gather.is_async and gather.is_backward and gather.within("blocks")
     assert gather.nbytes == 8 and gather.arrays == 1
 
 
-def test_scatters_count_their_input(found):
-    scatter = found["reduce-scatter", ("data",)]
+def test_scatters_count_their_input(by_kind):
+    scatter = by_kind["reduce-scatter", ("data",)]
     assert scatter.nbytes == 4 * (8 + 16) * 2 and scatter.arrays == 2
     assert not scatter.is_backward and scatter.within("head") and not scatter.within("blocks")
     assert scatter.loops == ()
 
 
-def test_groups_in_all_spellings(found):
-    assert ("all-reduce", ("node",)) in found
-    assert ("all-reduce", ("node", "data", "tensor")) in found
-    assert ("collective-permute", ("node", "data")) in found
-    assert ("ragged-all-to-all", ("data",)) in found  # x:(2)2 is the middle factor of 2 x 2 x 2
-    assert ("all-gather", ("node", "data", "tensor")) in found
+def test_groups_in_all_spellings(by_kind):
+    assert ("all-reduce", ("node",)) in by_kind
+    assert ("all-reduce", ("node", "data", "tensor")) in by_kind
+    assert ("collective-permute", ("node", "data")) in by_kind
+    assert ("ragged-all-to-all", ("data",)) in by_kind  # x:(2)2 is the middle factor of 2 x 2 x 2
+    assert ("all-gather", ("node", "data", "tensor")) in by_kind
 
 
 def test_what_runs_beside_a_transfer():
     """Matmuls between its start and its done count, those after it do not."""
-    gather = found_by_kind()["all-gather", ("tensor",)]
+    gather = sent_by_kind()["all-gather", ("tensor",)]
     assert gather.flops_beside == 2 * 6 * 5 * 7 and gather.is_hidden
-    scattered = found_by_kind()["ragged-all-to-all", ("data",)]
+    scattered = sent_by_kind()["ragged-all-to-all", ("data",)]
     assert scattered.is_async and not scattered.is_hidden
     module = Module(MODULE)
     assert module.flops_of(module.entry) == 5 * 3 * 2 * 2 * 6 * 5 * 7
@@ -94,9 +94,9 @@ def test_attribution_counts_bytes():
     assert attributed(collectives(MODULE, MESH)) == pytest.approx(named / (named + unnamed))
 
 
-def test_sync_is_told_from_async(found):
-    assert not found["all-reduce", ("node",)].is_async
-    assert not found["all-reduce", ("node", "data", "tensor")].is_async
+def test_sync_is_told_from_async(by_kind):
+    assert not by_kind["all-reduce", ("node",)].is_async
+    assert not by_kind["all-reduce", ("node", "data", "tensor")].is_async
 
 
 def test_done_halves_are_not_counted():

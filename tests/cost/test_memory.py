@@ -20,13 +20,13 @@ def loaded(rows=4, **changes):
 
 
 def test_state_is_cut_over_data_and_tensor():
-    found = terms(STEP)
+    sizes = terms(STEP)
     params = 4 * 768 + 64 * 8
-    assert found["parameters"] == 4 * params / 4
-    assert found["optimizer"] == 2 * found["parameters"]
-    assert found["gradients"] == found["parameters"]
-    whole = terms(dataclasses.replace(STEP, zero_axes=(), local_gradients=True))
-    assert whole["parameters"] == whole["gradients"] == 4 * params / 2
+    assert sizes["parameters"] == 4 * params / 4
+    assert sizes["optimizer"] == 2 * sizes["parameters"]
+    assert sizes["gradients"] == sizes["parameters"]
+    unsharded = terms(dataclasses.replace(STEP, zero_axes=(), local_gradients=True))
+    assert unsharded["parameters"] == unsharded["gradients"] == 4 * params / 2
 
 
 def test_what_the_backward_pass_keeps():
@@ -115,22 +115,22 @@ def test_experts_rest_on_their_axis_and_are_cut_over_the_others():
     load = loaded(moe=MoeConfig(experts=8, top_k=2, width=16), activation="swiglu")
     sizes = SIZES | {"data": 4, "expert": 2}
     step = dataclasses.replace(STEP, load=load, sizes=sizes, zero_axes=("data", "expert"))
-    found = terms(step)
+    bytes_by_term = terms(step)
     # Tensor 2 cuts all; ZeRO cuts everyone's over data and expert, an expert over data.
-    assert found["parameters"] == 4 * ((dense + 64 * 8) / 8 + 8 * one / 2 / 4) / 2
-    assert found["optimizer"] == 2 * found["parameters"]
+    assert bytes_by_term["parameters"] == 4 * ((dense + 64 * 8) / 8 + 8 * one / 2 / 4) / 2
+    assert bytes_by_term["optimizer"] == 2 * bytes_by_term["parameters"]
     copied = terms(dataclasses.replace(step, zero_axes=()))
     assert copied["parameters"] == 4 * (dense + 64 * 8 + 8 * one / 2) / 2
     # Dropless: both devices' tokens may use 2 of 4 experts here. In and out 8 wide, 3 x 16 inside
     # cut over tensor, and the answers' gradient; half a row of 16 tokens a device.
-    assert found["activations"] == 2 * (8 * 2 * 2) * (3 * 8 + 3 * 16 / 2)
+    assert bytes_by_term["activations"] == 2 * (8 * 2 * 2) * (3 * 8 + 3 * 16 / 2)
 
 
 def test_the_term_that_does_not_fit_is_named():
-    found = terms(dataclasses.replace(STEP, load=loaded(4096)))
-    assert misfit(found, 1e9) is None
-    assert misfit(found, 1e3) == max(found, key=found.get)
-    assert bound(found) < sum(found.values())
+    sizes = terms(dataclasses.replace(STEP, load=loaded(4096)))
+    assert misfit(sizes, 1e9) is None
+    assert misfit(sizes, 1e3) == max(sizes, key=sizes.get)
+    assert bound(sizes) < sum(sizes.values())
 
 
 def test_a_key_value_head_that_ranks_share_is_stored_by_all_and_used_once():
@@ -138,15 +138,15 @@ def test_a_key_value_head_that_ranks_share_is_stored_by_all_and_used_once():
     shared, others = 4 * 64, 4 * 768
     load = loaded(heads=4, kv_heads=1)
     step = dataclasses.replace(STEP, load=load, sizes=SIZES | {"tensor": 4}, remat="dots")
-    found = terms(step)
-    assert found["parameters"] == 4 * (shared + (others + 64 * 8) / 4) / 2
-    assert found["gradients"] == found["parameters"]
+    sizes = terms(step)
+    assert sizes["parameters"] == 4 * (shared + (others + 64 * 8) / 4) / 2
+    assert sizes["gradients"] == sizes["parameters"]
     # A rank's products into the block: 4 of q, a whole head of k and of v, 32 / 4 of the MLP; and
     # its head of attention's result.
     stream, inputs, attended = 32 * 8 * 2 / 4, 32 * 2 * (4 + 4 + 4 + 8), 32 * 2 * 4
-    assert found["stash"] == 4 * (2 * stream + inputs + attended)
+    assert sizes["stash"] == 4 * (2 * stream + inputs + attended)
     # In use: a layer's whole heads of keys and values, a quarter of all else, and of the table.
-    assert found["weights in use"] == 2 * (64 + (768 + 64 * 8) / 4)
+    assert sizes["weights in use"] == 2 * (64 + (768 + 64 * 8) / 4)
     staged = dataclasses.replace(
         step, sizes=step.sizes | {"pipe": 2}, pipeline=Pipeline(2, 4), local_gradients=True
     )

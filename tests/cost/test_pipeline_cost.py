@@ -43,7 +43,7 @@ def test_ticks_and_bubble_are_those_of_the_table(schedule, stages, microbatches,
             pipeline=dataclasses.replace(pipeline, stash=stash),
         )
         cluster = parse_cluster("h100:1x8")
-        found = estimate(step, cluster, ())
+        estimated = estimate(step, cluster, ())
         # The seconds of a stage's kinds for one micro-batch, from operations alone.
         seconds = dict.fromkeys(counted, 0.0)
         for op in step.forward.ops:
@@ -53,8 +53,8 @@ def test_ticks_and_bubble_are_those_of_the_table(schedule, stages, microbatches,
                     seconds[kind] += once * times / microbatches
         busy = lockstep(table, seconds)
         idle = busy.bubble_fraction / (1 - busy.bubble_fraction)
-        assert found.bubble == pytest.approx(idle)
-        assert found.bubble_s == pytest.approx(busy.bubble_fraction * busy.makespan)
+        assert estimated.bubble == pytest.approx(idle)
+        assert estimated.bubble_s == pytest.approx(busy.bubble_fraction * busy.makespan)
 
 
 def test_one_stage_has_no_bubble():

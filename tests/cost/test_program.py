@@ -19,8 +19,8 @@ from tests.program_cases import PROGRAMS, compiled, scanned
 SMALL = [p for p in PROGRAMS if "loop" not in p.name]
 
 
-def total(found, feature):
-    return sum(r[feature] * r.executions for r in found)
+def total(launched, feature):
+    return sum(r[feature] * r.executions for r in launched)
 
 
 def text_of(function, *shapes, dtype=jnp.float32):
@@ -28,32 +28,32 @@ def text_of(function, *shapes, dtype=jnp.float32):
     return jax.jit(function).lower(*arrays).compile().as_text()
 
 
-def unnamed(found):
+def unnamed(launched):
     """What no name and no order may change, of each record; its place is the schedule's."""
-    own = [name not in PLACE for name in FEATURES]
+    placeless = [name not in PLACE for name in FEATURES]
     return sorted(
         (
             r.hash,
             r.kind,
             r.dtype,
             r.executions,
-            r.features[own].tobytes(),
+            r.features[placeless].tobytes(),
             r.tree.leaves.tobytes(),
             r.tree.positions.tobytes(),
         )
-        for r in found
+        for r in launched
     )
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda p: p.name)
 def test_flops_and_bytes_are_those_of_the_hand_count(program):
-    found = records(compiled(program))
-    assert sum(r.flops * r.executions for r in found) == program.flops
-    assert sum(r.nbytes * r.executions for r in found) == program.nbytes
-    assert total(found, "transcendentals") == program.transcendentals
+    launched = records(compiled(program))
+    assert sum(r.flops * r.executions for r in launched) == program.flops
+    assert sum(r.nbytes * r.executions for r in launched) == program.nbytes
+    assert total(launched, "transcendentals") == program.transcendentals
     if program.kinds:
-        assert tuple(r.kind for r in found) == program.kinds
-    for one in found:
+        assert tuple(r.kind for r in launched) == program.kinds
+    for one in launched:
         assert one.flops == one["flops"] and one.nbytes == one["bytes_read"] + one["bytes_written"]
         sums = dict(zip(LEAF_FEATURES, one.tree.leaves[:, len(OPCODES) :].sum(0), strict=True))
         for name in ("flops", "bytes_read", "bytes_written", "transcendentals"):
@@ -88,8 +88,8 @@ def test_a_loop_that_nobody_can_count_is_warned_of():
         return lax.while_loop(lambda c: c.sum() < 100, lambda c: c * 2, x)
 
     with pytest.warns(UserWarning, match="does not say how often"):
-        found = records(text_of(run, (8, 8)))
-    assert {r.executions for r in found} == {1}
+        launched = records(text_of(run, (8, 8)))
+    assert {r.executions for r in launched} == {1}
 
 
 def test_of_a_conditional_one_branch_is_launched():
@@ -98,8 +98,8 @@ def test_of_a_conditional_one_branch_is_launched():
     def run(x, w):
         return lax.cond(x[0, 0] > 0, lambda: x @ w, lambda: x @ w @ w + x)
 
-    found = [r for r in records(text_of(run, (24, 40), (40, 40))) if r.kind == "product"]
-    assert sum(r.flops for r in found) in (2 * 2 * 24 * 40 * 40, 2 * 2 * 24 * 40 * 40 + 24 * 40)
+    products = [r for r in records(text_of(run, (24, 40), (40, 40))) if r.kind == "product"]
+    assert sum(r.flops for r in products) in (2 * 2 * 24 * 40 * 40, 2 * 2 * 24 * 40 * 40 + 24 * 40)
 
 
 CHOICE = """HloModule choice, is_scheduled=true
@@ -175,7 +175,7 @@ def shuffled(text: str, seed: int) -> str:
 def _reordered(lines, draw):
     """Lines in a random order in which operands come before what uses them; the root is last."""
     known = {one.name: line for line in lines if (one := parse(line))}
-    waiting, placed, found = list(known), set(), []
+    waiting, placed, ordered = list(known), set(), []
     while waiting:
         ready = [
             n
@@ -186,8 +186,8 @@ def _reordered(lines, draw):
         name = draw.choice(ready)
         waiting.remove(name)
         placed.add(name)
-        found.append(known[name])
-    return found
+        ordered.append(known[name])
+    return ordered
 
 
 def attention(x, w):
@@ -198,11 +198,11 @@ def attention(x, w):
 
 def test_neither_names_nor_the_order_of_lines_matter():
     text = text_of(jax.grad(lambda w, x: attention(x, w)[0].sum()), (3, 32, 32), (16, 32))
-    wanted = unnamed(records(text))
-    assert len(wanted) > 10
+    expected = unnamed(records(text))
+    assert len(expected) > 10
     for seed in range(3):
         other = shuffled(text, seed)
-        assert other != text and unnamed(records(other)) == wanted
+        assert other != text and unnamed(records(other)) == expected
 
 
 def test_the_order_in_the_source_does_not_matter():
@@ -264,13 +264,13 @@ def test_float32_products_of_a_gpu_use_its_tensor_cores_unless_told_otherwise():
     text = CHOICE.replace("CONSTANT", "s32[] constant(1)").replace("BRANCHES", INDEXED)
     exact = text.replace(dot, dot + ", operand_precision={highest,highest}")
     assert exact != text
-    for given, platform, dtype in (
+    for module, platform, dtype in (
         (text, "gpu", "tfloat32"),
         (exact, "gpu", "float32"),
         (text, "cpu", "float32"),
     ):
-        [found] = [r for r in records(given, platform=platform) if r.kind == "product"]
-        assert found.dtype == dtype and found["itemsize"] == 4
+        [dot_record] = [r for r in records(module, platform=platform) if r.kind == "product"]
+        assert dot_record.dtype == dtype and dot_record["itemsize"] == 4
 
 
 def test_collectives_carry_their_bytes_and_devices():
@@ -283,8 +283,8 @@ def test_collectives_carry_their_bytes_and_devices():
 
     sharding = jax.NamedSharding(mesh, jax.P("x"))
     array = jax.ShapeDtypeStruct((32, 16), jnp.float32, sharding=sharding)
-    found = records(run.lower(array).compile())
-    [one] = [r for r in found if r.kind == "collective"]
+    launched = records(run.lower(array).compile())
+    [one] = [r for r in launched if r.kind == "collective"]
     assert one.flops == 0 and one["width"] == 4 and one["elements"] == 8 * 16
     assert one.nbytes == 2 * 4 * 8 * 16
 
@@ -371,7 +371,7 @@ ENTRY main {
 
 
 @pytest.mark.parametrize(
-    "opcode, wanted",
+    "opcode, name",
     {
         "sine": "trigonometric",
         "cosine": "trigonometric",
@@ -381,7 +381,7 @@ ENTRY main {
         "rsqrt": "power",
     }.items(),
 )
-def test_functions_that_take_much_longer_have_a_class_of_their_own(opcode, wanted):
+def test_functions_that_take_much_longer_have_a_class_of_their_own(opcode, name):
     text = f"""HloModule m, is_scheduled=true
 
 ENTRY %main (x: f32[8,16]) -> f32[8,16] {{
@@ -391,7 +391,7 @@ ENTRY %main (x: f32[8,16]) -> f32[8,16] {{
 """
     [one] = records(text, platform="cpu")
     assert one["transcendentals"] == 8 * 16 and one.flops == 0
-    assert one.tree.leaves[:, OPCODES.index(wanted)].sum() == 1
+    assert one.tree.leaves[:, OPCODES.index(name)].sum() == 1
 
 
 def test_cudnns_attention_counts_the_pairs_of_its_mask():
@@ -491,11 +491,11 @@ def test_ten_thousand_instructions_take_less_than_five_seconds():
     text = "\n".join([*before, "ENTRY " + lines[0], *many, "}"])
     assert sum(parse(line) is not None for line in text.split("\n")) >= 10_000
     start = time.process_time()
-    found = records(text)
+    listed = records(text)
     seconds = time.process_time() - start
-    assert len(found) == copies * launched
+    assert len(listed) == copies * launched
     assert seconds < 5
-    assert len({r.hash for r in found}) <= launched
+    assert len({r.hash for r in listed}) <= launched
 
 
 def test_records_are_silent_about_what_they_know():

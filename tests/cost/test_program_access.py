@@ -16,8 +16,8 @@ def text_of(function, *shapes):
 
 
 def only(function, *shapes):
-    [found] = records(text_of(function, *shapes))
-    return found
+    [record] = records(text_of(function, *shapes))
+    return record
 
 
 @pytest.mark.parametrize(
@@ -30,20 +30,20 @@ def only(function, *shapes):
     ],
 )
 def test_a_transposition_jumps_over_the_dimensions_that_it_moves(order, stride, run):
-    found = only(lambda x: x.transpose(order) * 2, (M, K, N))
-    assert (found["stride"], found["run"]) == (stride, run)
-    assert (found["span"], found["custom"]) == (4 * M * K * N, 0)
+    record = only(lambda x: x.transpose(order) * 2, (M, K, N))
+    assert (record["stride"], record["run"]) == (stride, run)
+    assert (record["span"], record["custom"]) == (4 * M * K * N, 0)
 
 
 def test_nothing_jumps_where_the_order_in_memory_stays():
     for run in (lambda x: x * 2, lambda x: x.reshape(M * K, N) + 1, lambda x: x[3:8] * 2):
-        found = only(run, (M, K, N))
-        assert (found["stride"], found["run"], found["jumps"]) == (0, 0, 0)
+        record = only(run, (M, K, N))
+        assert (record["stride"], record["run"], record["jumps"]) == (0, 0, 0)
 
 
 def test_dimensions_of_one_element_do_not_count():
-    found = only(lambda x: x.transpose(2, 1, 0) * 2, (M, 1, N))
-    assert (found["stride"], found["run"]) == (4 * N, 4)
+    record = only(lambda x: x.transpose(2, 1, 0) * 2, (M, 1, N))
+    assert (record["stride"], record["run"]) == (4 * N, 4)
 
 
 DOT = """HloModule d, is_scheduled=true
@@ -68,14 +68,14 @@ ENTRY %main (x: f32[X], w: f32[W]) -> f32[24,56] {
 def test_each_operand_of_a_product_has_a_stride_of_its_own(left, right, stride, stride_right):
     text = DOT.replace("X", ",".join(map(str, left))).replace("W", ",".join(map(str, right)))
     text = text.replace("A}", f"{left.index(K)}}}").replace("B}", f"{right.index(K)}}}")
-    [found] = records(text)
-    assert found.kind == "product" and found["transposed"] == (stride > 0) + (stride_right > 0)
-    assert (found["stride"], found["stride_right"], found["run"]) == (stride, stride_right, 0)
+    [record] = records(text)
+    assert record.kind == "product" and record["transposed"] == (stride > 0) + (stride_right > 0)
+    assert (record["stride"], record["stride_right"], record["run"]) == (stride, stride_right, 0)
 
 
 def test_the_span_is_that_of_whole_arrays():
-    found = only(lambda x: x[3:8] * 2, (M, N))
-    assert (found["bytes_read"], found["span"]) == (4 * 5 * N, 4 * M * N)
+    record = only(lambda x: x[3:8] * 2, (M, N))
+    assert (record["bytes_read"], record["span"]) == (4 * 5 * N, 4 * M * N)
 
 
 def test_the_dilations_of_a_convolution_multiply():
@@ -102,12 +102,14 @@ def test_a_custom_fusion_and_the_parts_for_threads_are_told():
     config = ', backend_config={"outer_dimension_partitions":["2","3"]}'
     bare = plain.replace(', backend_config={"outer_dimension_partitions":["2"]}', "")
     lines = [line + config if loop in line else line for line in bare.splitlines()]
-    [found] = records("\n".join(lines))
-    assert (found["custom"], found["parts"]) == (0, 6)
-    [whole] = records(bare)
-    assert whole["parts"] == 1 and whole.hash == found.hash  # one structure with any threads
-    [found] = records("\n".join(lines).replace(loop, "kind=kCustom"))
-    assert found["custom"] == 1
+    [record] = records("\n".join(lines))
+    assert (record["custom"], record["parts"]) == (0, 6)
+    [one_thread] = records(bare)
+    assert (
+        one_thread["parts"] == 1 and one_thread.hash == record.hash
+    )  # one structure with any threads
+    [record] = records("\n".join(lines).replace(loop, "kind=kCustom"))
+    assert record["custom"] == 1
 
 
 SUM = """HloModule s, is_scheduled=true
@@ -134,11 +136,11 @@ ENTRY %main (x: f32[24,56], z: f32[]) -> f32[56] {
 
 @pytest.mark.parametrize(("kind", "jumps"), [("kLoop", M * N), ("kCustom", 0)])
 def test_a_library_s_sum_over_columns_does_not_jump(kind, jumps):
-    [found] = records(SUM.replace("KIND", kind))
-    assert (found.kind, found["jumps"]) == ("reduction", jumps)
+    [record] = records(SUM.replace("KIND", kind))
+    assert (record.kind, record["jumps"]) == ("reduction", jumps)
 
 
 @pytest.mark.parametrize(("axis", "rows", "width", "jumps"), [(0, N, M, M * N), (1, M, N, 0)])
 def test_a_sort_has_the_rows_and_the_width_of_the_sorted_dimension(axis, rows, width, jumps):
-    found = only(lambda x: jnp.sort(x, axis), (M, N))
-    assert (found["rows"], found["width"], found["jumps"]) == (rows, width, jumps)
+    record = only(lambda x: jnp.sort(x, axis), (M, N))
+    assert (record["rows"], record["width"], record["jumps"]) == (rows, width, jumps)

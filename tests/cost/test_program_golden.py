@@ -32,8 +32,8 @@ def golden(name):
 
 @pytest.mark.parametrize("name", PLATFORMS)
 def test_records_of_a_step_are_those_of_the_golden_file(name):
-    text, wanted = golden(name)
-    assert summary(records(text, platform=PLATFORMS[name])) == wanted
+    text, expected = golden(name)
+    assert summary(records(text, platform=PLATFORMS[name])) == expected
 
 
 @pytest.mark.parametrize("name", PLATFORMS)
@@ -42,9 +42,9 @@ def test_the_products_of_the_golden_files_are_those_of_the_step(name):
     _, rows = golden(name)
     (V, D), (L, *_), (T,), (N, H, W, C) = (STEP[n] for n in ("table", "ws", "ids", "image"))
     F, logits = STEP["filters"][3], 2 * T * D * V
-    found = sum(r["flops"] * r["executions"] for r in rows if r["kind"] == "product")
+    flops = sum(r["flops"] * r["executions"] for r in rows if r["kind"] == "product")
     epilogue = 2 * T * V - T if name == "cpu" else 0  # the softmax's difference and sums
-    assert found in (L * 2 * T * D * D + logits + 2 * T * D * D + e for e in (0, epilogue))
+    assert flops in (L * 2 * T * D * D + logits + 2 * T * D * D + e for e in (0, epilogue))
     [conv] = [r["flops"] for r in rows if r["kind"] == "convolution"]
     assert conv == 2 * N * F * C * (3 * H - 2) * (3 * W - 2)
     assert [r["executions"] for r in rows if r["kind"] == "collective"] == [L] * (name != "cpu")
@@ -54,9 +54,11 @@ def test_the_golden_step_compiles_to_the_same_products():
     """Other CPUs may fuse in other ways; what is multiplied is the same."""
     text, _ = golden("cpu")
 
-    def products(found):
+    def products(launched):
         return sorted(
-            (r.executions, *r.features[4:8]) for r in found if r.kind in ("product", "convolution")
+            (r.executions, *r.features[4:8])
+            for r in launched
+            if r.kind in ("product", "convolution")
         )
 
     assert products(records(golden_cpu())) == products(records(text))
@@ -64,8 +66,8 @@ def test_the_golden_step_compiles_to_the_same_products():
 
 @pytest.mark.aot
 def test_the_golden_step_compiles_to_the_same_records_on_an_h100():
-    _, wanted = golden("h100")
-    assert summary(records(golden_h100())) == wanted
+    _, expected = golden("h100")
+    assert summary(records(golden_h100())) == expected
 
 
 CALL = """HloModule c, is_scheduled=true
@@ -77,11 +79,11 @@ ENTRY %main (x: bf16[BATCH,16]) -> bf16[BATCH,8] {
 """
 
 
-def scope_of(done, given, made):
+def scope_of(done, operands, made):
     """The name of the scope that a kernel is launched in."""
 
     def launch(x):
-        with done.scope(given, made):
+        with done.scope(operands, made):
             return x + 1
 
     [eqn] = jax.make_jaxpr(launch)(1.0).eqns
@@ -95,26 +97,26 @@ def test_a_kernel_says_its_work_in_its_name():
     for rows in (1, 4):
         text = CALL.replace("BATCH", str(64 * rows))
         text = text.replace("OP_NAME", f'metadata={{op_name="jit(f)/{name}/mpmd_map"}}')
-        [found] = records(text, platform="gpu")
-        assert found.kind == ("product" if rows == 1 else "batched_product")
-        assert found.flops == rows * 2 * 64 * 8 * 16
-        assert found.nbytes == rows * 2 * 64 * (16 + 8)
-        assert [found[f] for f in ("batch", "m", "n", "k")] == [rows, 64, 8, 16]
-        assert found.dtype == "bfloat16"
+        [record] = records(text, platform="gpu")
+        assert record.kind == ("product" if rows == 1 else "batched_product")
+        assert record.flops == rows * 2 * 64 * 8 * 16
+        assert record.nbytes == rows * 2 * 64 * (16 + 8)
+        assert [record[f] for f in ("batch", "m", "n", "k")] == [rows, 64, 8, 16]
+        assert record.dtype == "bfloat16"
 
 
 @pytest.mark.parametrize("name", ["attention_forward", "quant_matmul"])
 def test_a_kernels_arithmetic_has_the_type_of_what_it_multiplies(name):
     """Not of the rotations or slopes before it, nor of scales that are more than the rows."""
     one, out = (jax.ShapeDtypeStruct((4, n), jnp.bfloat16) for n in (16, 8))
-    beside = jax.ShapeDtypeStruct((32, 64), jnp.float32)
-    scope = scope_of(work.product(name, 4, 8, 16), [beside, one], [out])
+    scales = jax.ShapeDtypeStruct((32, 64), jnp.float32)
+    scope = scope_of(work.product(name, 4, 8, 16), [scales, one], [out])
     text = CALL.replace("BATCH", "4").replace("(x: bf16", "(s: f32[32,64], x: bf16")
     text = text.replace("  %x =", "  %s = f32[32,64]{1,0} parameter(1)\n  %x =")
     text = text.replace("call(%x)", "call(%s, %x)")
     text = text.replace("OP_NAME", f'metadata={{op_name="jit(f)/{scope}/mpmd_map"}}')
-    [found] = records(text, platform="gpu")
-    assert found.dtype == "bfloat16"
+    [record] = records(text, platform="gpu")
+    assert record.dtype == "bfloat16"
 
 
 def test_packed_segments_leave_fewer_pairs_and_as_many_bytes():
@@ -122,11 +124,11 @@ def test_packed_segments_leave_fewer_pairs_and_as_many_bytes():
     scope = scope_of(work.attention("attention_forward", 64 * 64, 1, (64, 64, 16), 2), *zip(like))
     text = CALL.replace("BATCH", "64")
     text = text.replace("OP_NAME", f'metadata={{op_name="jit(f)/{scope}/mpmd_map"}}')
-    [whole], [quarter] = (records(text, platform="gpu", live_pairs=x) for x in (1, 0.25))
-    assert whole.flops == 4 * 64 * 64 * 16
-    assert (quarter.flops, quarter["flops"]) == (whole.flops / 4, whole.flops / 4)
-    assert (quarter.nbytes, quarter["m"]) == (whole.nbytes, 64)
-    assert quarter.hash != whole.hash
+    [full], [quarter] = (records(text, platform="gpu", live_pairs=x) for x in (1, 0.25))
+    assert full.flops == 4 * 64 * 64 * 16
+    assert (quarter.flops, quarter["flops"]) == (full.flops / 4, full.flops / 4)
+    assert (quarter.nbytes, quarter["m"]) == (full.nbytes, 64)
+    assert quarter.hash != full.hash
 
 
 def test_every_kernel_is_launched_with_its_work():
@@ -165,8 +167,8 @@ def test_cudnns_pairs_are_those_that_are_counted_one_by_one(causal, window):
 
 def aot_records(function, *arrays):
     one = jax.sharding.SingleDeviceSharding(aot.devices()[0])
-    given = [jax.ShapeDtypeStruct(s, d, sharding=one) for s, d in arrays]
-    return records(aot.compile(jax.jit(function).lower(*given)))
+    operands = [jax.ShapeDtypeStruct(s, d, sharding=one) for s, d in arrays]
+    return records(aot.compile(jax.jit(function).lower(*operands)))
 
 
 BF16, I32 = jnp.bfloat16, jnp.int32
@@ -176,7 +178,7 @@ HOPPER = {"implementation": "hopper"}
 @pytest.mark.aot
 def test_gemms_export_their_cases_flops_and_bytes():
     case = GemmCase("", 512, 384, 256, bias=True)
-    [found] = [
+    [record] = [
         r
         for r in aot_records(
             lambda x, w, b: pallas_kernels.fused_gemm(x, w, bias=b, **HOPPER),
@@ -186,13 +188,13 @@ def test_gemms_export_their_cases_flops_and_bytes():
         )
         if r.kind == "product"
     ]
-    assert (found.flops, found.nbytes) == (case.flops(), case.bytes())
+    assert (record.flops, record.nbytes) == (case.flops(), case.bytes())
 
 
 @pytest.mark.aot
 def test_products_with_packed_weights_export_their_cases_flops_and_bytes():
     case = QuantCase("", 1024, 4096, 256, 4, activation="silu")
-    [found] = [
+    [record] = [
         r
         for r in aot_records(
             lambda x, w, s: pallas_kernels.quant_matmul(
@@ -204,7 +206,7 @@ def test_products_with_packed_weights_export_their_cases_flops_and_bytes():
         )
         if r.kind == "product"
     ]
-    assert (found.flops, found.nbytes) == (case.flops(), case.bytes())
+    assert (record.flops, record.nbytes) == (case.flops(), case.bytes())
 
 
 @pytest.mark.aot
@@ -216,12 +218,12 @@ def test_grouped_products_export_their_cases_flops():
         y = pallas_kernels.grouped_matmul(x, w, sizes, **HOPPER)
         return (y.astype(jnp.float32) ** 2).sum()
 
-    found = aot_records(
+    launched = aot_records(
         jax.grad(loss, argnums=(0, 1)), ((512, 256), BF16), ((4, 256, 384), BF16), ((4,), I32)
     )
-    found = [r for r in found if r.kind == "product"]
-    assert sum(r.flops for r in found) == case.flops() + case.flops(backward=True)
-    assert found[0].nbytes == pytest.approx(case.bytes(), rel=1e-3)
+    launched = [r for r in launched if r.kind == "product"]
+    assert sum(r.flops for r in launched) == case.flops() + case.flops(backward=True)
+    assert launched[0].nbytes == pytest.approx(case.bytes(), rel=1e-3)
 
 
 @pytest.mark.aot
@@ -245,28 +247,28 @@ def test_attention_exports_the_pairs_of_full_segments(packed):
             )
         return (out.astype(jnp.float32) ** 2).sum()
 
-    found = aot_records(
+    launched = aot_records(
         jax.grad(loss, argnums=(0, 1, 2)),
         ((*lead, 4, 64), BF16),
         ((*lead, 2, 64), BF16),
         ((*lead, 2, 64), BF16),
         ((4, 128) if packed else (5,), I32),
     )
-    kernels = sorted(r.flops for r in found if r.kind == "attention")
+    kernels = sorted(r.flops for r in launched if r.kind == "attention")
     assert kernels == [case.flops(), 1.5 * case.flops(), 2 * case.flops()]
-    forward = min((r for r in found if r.kind == "attention"), key=lambda r: r.flops)
+    forward = min((r for r in launched if r.kind == "attention"), key=lambda r: r.flops)
     assert forward.nbytes == pytest.approx(case.bytes(), rel=0.05)
 
 
 @pytest.mark.aot
 def test_norms_export_their_cases_flops_and_bytes():
     case = NormCase("", 1024, 512, centred=False, added=False)
-    found = aot_records(
+    launched = aot_records(
         lambda x, scale: pallas_kernels.fused_layer_norm(x, scale=scale, kind="rms", **HOPPER)[0],
         ((1024, 512), BF16),
         ((512,), jnp.float32),
     )
-    [one] = [r for r in found if r.flops == case.flops()]
+    [one] = [r for r in launched if r.flops == case.flops()]
     assert one.kind == "reduction" and one.nbytes == pytest.approx(case.bytes(), rel=0.01)
 
 
@@ -274,7 +276,7 @@ def test_norms_export_their_cases_flops_and_bytes():
 def test_paged_attention_exports_full_tables():
     """Two tokens of two sequences, each with a table of 8 pages of 64 positions."""
     T, H, G, K, N, M, P = 2, 8, 2, 128, 64, 8, 40
-    found = aot_records(
+    launched = aot_records(
         lambda *a: pallas_kernels.paged_attention(*a, **HOPPER),
         ((T, H, K), BF16),
         ((P, N, G, K), BF16),
@@ -282,7 +284,7 @@ def test_paged_attention_exports_full_tables():
         ((2, M), I32),
         *[((2,), I32)] * 3,
     )
-    [one] = [r for r in found if r.kind == "attention"]
+    [one] = [r for r in launched if r.kind == "attention"]
     assert one.flops == 4 * T * M * N * H * K
     pages = 2 * 2 * (2 * M * N * G * K)  # keys and values of 16 bits; tables, not the whole pool
     assert pages <= one["bytes_read"] < 1.1 * pages
@@ -297,8 +299,8 @@ def test_quantizers_export_their_cases_flops_and_bytes():
     )
     problem, call, arrays = configs.kernel(case)
     call = functools.partial(call, tile=hopper.heuristic(problem))
-    found = aot_records(call, *((a.shape, a.dtype) for a in arrays))
-    [one] = [r for r in found if r.flops]
+    launched = aot_records(call, *((a.shape, a.dtype) for a in arrays))
+    [one] = [r for r in launched if r.flops]
     assert one.flops == case.flops() and one.nbytes == pytest.approx(case.bytes(), rel=0.01)
 
 

@@ -21,12 +21,12 @@ def fused(function, *shapes, by_library=False):
     text = jax.jit(function).lower(*arrays).compiler_ir("hlo").as_hlo_text()
     text = re.sub(r"(\[[\d,]*\])\{[\d,]*\}", r"\1", text)  # arrays in the usual layout
     body = text[text.index("ENTRY ") + len("ENTRY ") :]
-    given = re.findall(r"^.* = \S+ parameter\(\d+\)", body, re.M)
-    names = [parse(line).name for line in given]
+    parameters = re.findall(r"^.* = \S+ parameter\(\d+\)", body, re.M)
+    names = [parse(line).name for line in parameters]
     shape = re.search(r"ROOT \S+ = (\S+) ", body)[1]
     inner = text[: text.index("ENTRY ")] + body
     call = ", ".join(f"%{name}" for name in names)
-    lines = [line.strip().removeprefix("ROOT ") for line in given]
+    lines = [line.strip().removeprefix("ROOT ") for line in parameters]
     root = (
         f"ROOT %fusion = {shape} fusion({call}), kind=kLoop, calls=%{body.split()[0].lstrip('%')}"
     )
@@ -111,32 +111,32 @@ def test_the_windows_of_a_sum_are_read_one_after_the_other():
 
 
 def test_each_array_behind_a_transposition_jumps_and_others_do_not():
-    found = fused(lambda a, b, row, c: (a * b + row[None]).T + c, (M, N), (M, N), (N,), (N, M))
-    assert sorted(read.jumps for read in found) == [0, 0, M * N, M * N]
-    assert sum(read.reads for read in found) == 3 * M * N + N
+    nests = fused(lambda a, b, row, c: (a * b + row[None]).T + c, (M, N), (M, N), (N,), (N, M))
+    assert sorted(read.jumps for read in nests) == [0, 0, M * N, M * N]
+    assert sum(read.reads for read in nests) == 3 * M * N + N
 
 
 def test_two_uses_of_one_array_are_two_reads():
-    found = fused(lambda a: a + a.T, (M, M))
-    assert sorted(read.jumps for read in found) == [0, M * M]
+    nests = fused(lambda a: a + a.T, (M, M))
+    assert sorted(read.jumps for read in nests) == [0, M * M]
 
 
 def test_a_lookup_jumps_from_row_to_row():
     places = jnp.asarray([3, 1, 4, 1, 5, 1, 2, 2])
     numbers = jax.lax.GatherDimensionNumbers((1,), (0,), (0,))
-    found = fused(lambda t: jax.lax.gather(t, places[:, None], numbers, (1, N)) * 2, (M, N))
-    [read] = [read for read in found if read.stride]
+    nests = fused(lambda t: jax.lax.gather(t, places[:, None], numbers, (1, N)) * 2, (M, N))
+    [read] = [read for read in nests if read.stride]
     assert (read.jumps, read.run, read.stride) == (len(places), 4 * N, 4 * N * M // 3)
 
 
 def test_an_update_in_place_jumps_where_it_writes():
-    def run(whole, part):
-        return jax.lax.dynamic_update_slice(whole, part * 2, (0, 3))
+    def run(target, part):
+        return jax.lax.dynamic_update_slice(target, part * 2, (0, 3))
 
-    found = fused(run, (M, N), (M, 2))
-    assert sorted((read.jumps, read.run) for read in found) == [(0, 4 * 2 * M), (M, 4 * 2)]
+    nests = fused(run, (M, N), (M, 2))
+    assert sorted((read.jumps, read.run) for read in nests) == [(0, 4 * 2 * M), (M, 4 * 2)]
 
 
 def test_a_part_of_a_concatenation_is_read_by_its_own_size():
-    found = fused(lambda a, b: jnp.concatenate([a.T, b], 1) * 2, (N, M), (M, 4))
-    assert sorted(read.reads for read in found) == [4 * M, N * M]
+    nests = fused(lambda a, b: jnp.concatenate([a.T, b], 1) * 2, (N, M), (M, 4))
+    assert sorted(read.reads for read in nests) == [4 * M, N * M]

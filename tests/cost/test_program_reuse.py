@@ -61,7 +61,7 @@ def places(text: str) -> dict:
 
 
 def test_the_clock_counts_what_is_read_and_written():
-    found = places(STRAIGHT)
+    placed = places(STRAIGHT)
     # Clock before: a 0, b 800, c 2000, d 10000; at the end 11200.
     for name, distance, cold in (
         ("a", 11200, 400),
@@ -69,34 +69,34 @@ def test_the_clock_counts_what_is_read_and_written():
         ("c", 11200, 4000),
         ("d", 8000, 0),
     ):
-        assert found[name]["distance"] == pytest.approx(1 + distance), name
-        assert found[name]["cold"] == cold
-        assert found[name]["around"] == 11200 and found[name]["turns"] == 1
+        assert placed[name]["distance"] == pytest.approx(1 + distance), name
+        assert placed[name]["cold"] == cold
+        assert placed[name]["around"] == 11200 and placed[name]["turns"] == 1
 
 
 def test_what_is_older_is_further_by_its_share_of_the_bytes():
     text = STRAIGHT.replace("add(%b, %a)", "add(%b, %p0)").replace("add(%same, %p0)", "negate(%a)")
-    found = places(text)
+    placed = places(text)
     # p0 was touched at 800 and b at 1600; c ends at 9600, where d reads 400 bytes of each.
     want = math.exp((math.log1p(9600 - 800) + math.log1p(9600 - 1600)) / 2)
-    assert found["d"]["distance"] == pytest.approx(want)
+    assert placed["d"]["distance"] == pytest.approx(want)
 
 
 def test_a_turn_knows_the_one_before():
-    found = places(LOOP.replace("TRIPS", TRIPS))
-    row, added, z = found["row"], found["sum"], found["z"]
+    placed = places(LOOP.replace("TRIPS", TRIPS))
+    row, added, z = placed["row"], placed["sum"], placed["z"]
     # A turn touches 400 + 400 + 8 (two indices of the slice) and 1200, and 12 bytes of counting.
-    turn = row["around"]
-    assert turn == pytest.approx(row.nbytes + added.nbytes + found["j"].nbytes)
+    iteration = row["around"]
+    assert iteration == pytest.approx(row.nbytes + added.nbytes + placed["j"].nbytes)
     assert row["turns"] == added["turns"] == 10 and z["turns"] == 1
     # The slice is another part of 4000 bytes each turn; what was summed is as old as a turn's rest.
     assert row["cold"] == 0 and row["distance"] > 3000
-    old = turn - added.nbytes
+    old = iteration - added.nbytes
     assert added["distance"] == pytest.approx(math.sqrt((1 + old) * 1))
     # Behind the loop the sum is near and p0, which nothing of ten turns but the first read, is not.
-    assert z["around"] == pytest.approx(10 * turn + z.nbytes)
-    near = 1 + found["j"].nbytes
-    assert z["distance"] / math.sqrt(near * 9.5 * turn) == pytest.approx(1, rel=0.05)
+    assert z["around"] == pytest.approx(10 * iteration + z.nbytes)
+    near = 1 + placed["j"].nbytes
+    assert z["distance"] / math.sqrt(near * 9.5 * iteration) == pytest.approx(1, rel=0.05)
 
 
 def test_a_structure_is_the_same_wherever_it_stands():

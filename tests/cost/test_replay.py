@@ -26,7 +26,7 @@ def comm(name, seconds, *deps, on="network"):
 
 def test_five_tasks_solved_by_hand():
     # a 0-2, gather 2-5 beside b 2-3, c waits for the gather 5-6, scatter 6-8 with nothing beside.
-    found = replay(
+    replayed = replay(
         [
             comp("a", 2.0),
             comm("gather", 3.0, "a"),
@@ -35,7 +35,7 @@ def test_five_tasks_solved_by_hand():
             comm("scatter", 2.0, "c"),
         ]
     )
-    times = {s.task.name: (s.start, s.end) for s in found.timeline.spans}
+    times = {s.task.name: (s.start, s.end) for s in replayed.timeline.spans}
     assert times == {
         "a": (0, 2),
         "gather": (2, 5),
@@ -43,13 +43,13 @@ def test_five_tasks_solved_by_hand():
         "c": (5, 6),
         "scatter": (6, 8),
     }
-    assert found.seconds == 8
-    assert found.exposed_s == 2 + 2
+    assert replayed.seconds == 8
+    assert replayed.exposed_s == 2 + 2
 
 
 def test_exposed_is_the_union_of_communication_without_any_computation():
     # Two streams of communication at once, 0-4 and 0-3, count once; computation lies in 1-2.
-    found = replay(
+    replayed = replay(
         [
             comm("long", 4.0, on="network"),
             comm("wait", 1.0, on="other"),
@@ -57,8 +57,8 @@ def test_exposed_is_the_union_of_communication_without_any_computation():
             comp("x", 1.0, "wait"),
         ]
     )
-    assert found.seconds == 4
-    assert found.exposed_s == 3
+    assert replayed.seconds == 4
+    assert replayed.exposed_s == 3
     # A second compute stream covers too, whatever its kind.
     covered = replay([comm("c", 2.0), comp("x", 2.0, on="a"), Task("w", "b", (), 1.0, "W")])
     assert covered.exposed_s == 0
@@ -66,8 +66,8 @@ def test_exposed_is_the_union_of_communication_without_any_computation():
 
 def test_a_stream_keeps_its_order_and_an_empty_step_takes_nothing():
     # b could start at 0, but stands behind a, which waits for the network.
-    found = replay([comm("n", 3.0), comp("a", 1.0, "n"), comp("b", 1.0)])
-    assert (found.seconds, found.exposed_s) == (5, 3)
+    replayed = replay([comm("n", 3.0), comp("a", 1.0, "n"), comp("b", 1.0)])
+    assert (replayed.seconds, replayed.exposed_s) == (5, 3)
     assert (replay([]).seconds, replay([]).exposed_s) == (0, 0)
     zero = replay([comp("a", 0.0), comm("c", 0.0, "a")])
     assert (zero.seconds, zero.exposed_s) == (0, 0)
@@ -86,9 +86,9 @@ def test_a_loop_scales_linearly_and_overlaps_its_turns():
     # Each turn computes 2 s; the gather of the next turn's weights takes 1 s beside it.
     body = [comm("gather", 1.0), comp("block", 2.0, "gather")]
     for turns in (1, 2, 50):
-        found = replay(repeat(body, turns))
-        assert found.seconds == 1 + 2 * turns
-        assert found.exposed_s == 1
+        replayed = replay(repeat(body, turns))
+        assert replayed.seconds == 1 + 2 * turns
+        assert replayed.exposed_s == 1
     # Where the gather waits for the block before it, nothing is hidden.
     serial = [comp("block", 2.0), comm("gather", 1.0, "block")]
     chained = replay(repeat([*serial, comp("end", 0.0, "gather")], 50))
@@ -147,13 +147,13 @@ def test_random_graphs_equal_a_clock():
     rng = random.Random("replay")
     for _ in range(400):
         tasks = drawn(rng)
-        found = replay(tasks)
-        assert (found.seconds, found.exposed_s) == clock(tasks)
-        assert found.exposed_s <= found.seconds
+        replayed = replay(tasks)
+        assert (replayed.seconds, replayed.exposed_s) == clock(tasks)
+        assert replayed.exposed_s <= replayed.seconds
         exact = [
             Task(t.name, t.resource, t.deps, Fraction(t.duration, 3), t.kind) for t in tasks
         ]  # thirds are exact where floats are not
-        assert replay(exact).seconds * 3 == found.seconds
+        assert replay(exact).seconds * 3 == replayed.seconds
 
 
 def test_order_across_streams_means_nothing():
@@ -172,8 +172,8 @@ def test_contention_solved_by_hand():
     # Beside the gather, a is 1.5 times slower and the gather 2 times: the gather ends at 4, when a
     # has done 4 / 1.5 of its 4 seconds; the other 4/3 run alone.
     a, gather = comp("a", Fraction(4)), comm("gather", Fraction(2))
-    found = replay([a, gather], contention(Fraction(3, 2), 2))
-    times = {s.task.name: (s.start, s.end) for s in found.timeline.spans}
+    replayed = replay([a, gather], contention(Fraction(3, 2), 2))
+    times = {s.task.name: (s.start, s.end) for s in replayed.timeline.spans}
     assert times == {"gather": (0, 4), "a": (0, 4 + Fraction(4, 3))}
     # A task that starts behind the gather's end is as fast as alone, and so is the gather before a.
     later = replay(
@@ -185,11 +185,11 @@ def test_contention_solved_by_hand():
 
 
 def test_only_tasks_of_one_device_slow_each_other():
-    here = Task("a", "stage 0", (), 4.0, "F", stage=0)
+    computing = Task("a", "stage 0", (), 4.0, "F", stage=0)
     there = Task("hop", "link", (), 4.0, "COMM", stage=1)
     both = contention(2.0, 2.0)
-    assert replay([here, there], both).seconds == 4
-    assert replay([here, dataclasses.replace(there, stage=0)], both).seconds == 8
+    assert replay([computing, there], both).seconds == 4
+    assert replay([computing, dataclasses.replace(there, stage=0)], both).seconds == 8
     # Two computing streams, or two of communication, do not.
     assert replay([comp("x", 4.0, on="p"), comp("y", 4.0, on="q")], both).seconds == 4
     assert replay([comm("x", 4.0, on="p"), comm("y", 4.0, on="q")], both).seconds == 4
@@ -228,12 +228,12 @@ def test_random_graphs_with_contention_equal_a_slow_clock():
     for _ in range(60):
         tasks = drawn(rng)
         factors = rng.choice((1.0, 1.25, 2.0)), rng.choice((1.0, 1.5, 3.0))
-        found = replay(tasks, contention(*factors))
+        replayed = replay(tasks, contention(*factors))
         # A task ends at most a tick late, and what follows it with it.
-        assert found.seconds <= slow_clock(tasks, *factors, tick) + 1e-6
-        assert slow_clock(tasks, *factors, tick) <= found.seconds + (len(tasks) + 1) * tick
-        differ += found.seconds > replay(tasks).seconds
-        assert found.exposed_s <= found.seconds
+        assert replayed.seconds <= slow_clock(tasks, *factors, tick) + 1e-6
+        assert slow_clock(tasks, *factors, tick) <= replayed.seconds + (len(tasks) + 1) * tick
+        differ += replayed.seconds > replay(tasks).seconds
+        assert replayed.exposed_s <= replayed.seconds
     assert differ > 20
 
 
@@ -250,11 +250,11 @@ def test_a_pipeline_with_slow_neighbours(microbatches):
     stages = 3
     table = build.one_f_one_b(stages, microbatches)
     spans = simulate(table, {"F": 1.0, "B": 2.0}).spans
-    whole = (microbatches + stages - 1) * 3.0
-    beside = [Task(f"c{s}", f"net {s}", (), 4 * whole, "COMM", stage=s) for s in range(stages)]
-    found = replay([*(s.task for s in spans), *beside], contention(computation=1.5))
-    ends = [s.end for s in found.timeline.spans if s.task.kind != "COMM"]
-    assert max(ends) == pytest.approx(1.5 * whole)
+    total = (microbatches + stages - 1) * 3.0
+    sending = [Task(f"c{s}", f"net {s}", (), 4 * total, "COMM", stage=s) for s in range(stages)]
+    replayed = replay([*(s.task for s in spans), *sending], contention(computation=1.5))
+    ends = [s.end for s in replayed.timeline.spans if s.task.kind != "COMM"]
+    assert max(ends) == pytest.approx(1.5 * total)
 
 
 def test_impossible_slowdowns_are_refused():
@@ -295,5 +295,5 @@ def test_unknown_names_doubled_names_and_bad_durations_are_refused():
 
 def test_a_long_step_is_replayed_without_recursion():
     body = [comp("block", 1.0), comm("gather", 0.5, "block")]
-    found = replay(repeat(body, 5_000))
-    assert (found.seconds, found.exposed_s) == (5_000.5, 0.5)
+    replayed = replay(repeat(body, 5_000))
+    assert (replayed.seconds, replayed.exposed_s) == (5_000.5, 0.5)

@@ -32,14 +32,14 @@ def product_by_hand(op, rows, width, parts, R, dtype, card):
     """Seconds of (plain XLA, the ring): gather, products, scatter, one after the other or in R."""
     gpu, size, chunk = machine(card, dtype), 4 if dtype == "float32" else 2, rows / R
 
-    def turn(work, hop, add=0.0):
+    def ring_s(work, hop, add=0.0):
         return (R - 1) * (max(hop, work) + add + gpu.launch_s) + work
 
     def link(m, itemsize):
         return m * width * itemsize / gpu.link_bytes_per_s
 
     plain = link(rows - chunk, size) + gpu.call_s + sum(gemm_s(rows, n, width, gpu) for n in parts)
-    ring = turn(sum(gemm_s(chunk, n, width, gpu) for n in parts), link(chunk, size))
+    ring = ring_s(sum(gemm_s(chunk, n, width, gpu) for n in parts), link(chunk, size))
     back, back32 = (link(rows - chunk, s) + gpu.call_s for s in (size, 4))
     if op == OPS[0]:
         dw = sum(gemm_s(width, n, rows, gpu) for n in parts)
@@ -47,7 +47,7 @@ def product_by_hand(op, rows, width, parts, R, dtype, card):
     add = 12 * chunk * width / gpu.memory_bytes_per_s
     out = sum(gemm_s(rows, width, k, gpu) for k in parts)
     piece = sum(gemm_s(chunk, width, k, gpu) for k in parts)
-    return plain + out + back, ring + turn(piece, link(chunk, 4), add)
+    return plain + out + back, ring + ring_s(piece, link(chunk, 4), add)
 
 
 def experts_by_hand(op, layer, card):
@@ -56,24 +56,25 @@ def experts_by_hand(op, layer, card):
 
     def work(part, sources):
         rows_E = np.full(layer.experts, -(-layer.rows * sources // layer.experts))
-        given = Load(0, rows_E[None], np.array([layer.tokens]))
+        rows_of_rank = Load(0, rows_E[None], np.array([layer.tokens]))
         return sum(
-            grouped_s(ExpertProduct(part, layer.width, F, size), given, gpu) for F in layer.hidden
+            grouped_s(ExpertProduct(part, layer.width, F, size), rows_of_rank, gpu)
+            for F in layer.hidden
         )
 
-    def turn(part, itemsize, written):
+    def ring_s(part, itemsize, written):
         moved = (layer.rows + written) * sum(layer.hidden) * size / gpu.memory_bytes_per_s
         each = work(part, 1) + moved
         return (R - 1) * (max(load * itemsize, each) + gpu.launch_s) + each
 
     plain = load * layer.reached * size + gpu.call_s + work("dispatch", R)
-    ring = turn("dispatch", size, layer.rows)
+    ring = ring_s("dispatch", size, layer.rows)
     if op == expert_matmul.DISPATCH:
         dw = work("dispatch", R)
         sums, sums32 = load * layer.reached * size, load * (R - 1) * 4
         return plain + max(sums - dw, 0), ring + max(sums32 - dw, 0)
     plain += work("combine", R) + load * layer.reached * size + gpu.call_s
-    return plain, ring + turn("combine", 4, layer.tokens * layer.top)
+    return plain, ring + ring_s("combine", 4, layer.tokens * layer.top)
 
 
 @pytest.mark.parametrize("card", CORES)
@@ -91,8 +92,8 @@ def test_rings_are_chosen_as_the_kernels_simulator_has_it(card):
         OPS,
     ):
         plain, ring = product_by_hand(op, rows, width, parts, R, dtype, card)
-        found = overlap.simulate(op, (rows, width, parts), R, dtype, CARDS[card], CORES[card])
-        assert found == pytest.approx((plain, ring), rel=1e-12)
+        simulated = overlap.simulate(op, (rows, width, parts), R, dtype, CARDS[card], CORES[card])
+        assert simulated == pytest.approx((plain, ring), rel=1e-12)
         gains = rows >= 512 * R and ring + R * 6e-6 <= 0.95 * plain
         word, why = overlap.best(op, (rows, width, parts), "tensor", dtype, meshes[R])
         assert word == ("ring" if gains else "xla") or why == overlap.MEASURED
@@ -118,9 +119,9 @@ def test_rings_of_experts_are_chosen_as_the_kernels_simulator_has_it():
         times = []
         for op in expert_matmul.HALVES:
             by_hand = experts_by_hand(op, layer, "H100")
-            found = expert_matmul.simulate(op, layer, CARDS["H100"], 132)
-            assert found == pytest.approx(by_hand, rel=1e-12)
-            times.append(found)
+            simulated = expert_matmul.simulate(op, layer, CARDS["H100"], 132)
+            assert simulated == pytest.approx(by_hand, rel=1e-12)
+            times.append(simulated)
         plain, ring = (math.fsum(side) for side in zip(*times, strict=True))
         gains = layer.rows >= 512 and ring + 3 * ranks[0] * 6e-6 <= 0.95 * plain
         both = dict.fromkeys(expert_matmul.HALVES, layer)

@@ -22,14 +22,14 @@ def rates(name="llama3_8b", cluster="h100:1x8", **changes):
 
 def test_llama_8b_on_an_h100_by_hand():
     """16.1 GB of weights, of which a step reads all but the embedding; 128 KiB a cached token."""
-    found = rates()
+    plan_of_rates = rates()
     weights, read = 2 * 8.03e9, 2 * (8.03e9 - 128256 * 4096)
     token = 2 * 2 * 32 * 8 * 128  # bytes x (keys, values) x layers x heads x width
-    assert found.token_bytes == token == 128 * 1024
-    assert found.weight_bytes == pytest.approx(weights, rel=1e-3)
-    assert (found.replicas, found.context) == (8, 4096)
+    assert plan_of_rates.token_bytes == token == 128 * 1024
+    assert plan_of_rates.weight_bytes == pytest.approx(weights, rel=1e-3)
+    assert (plan_of_rates.replicas, plan_of_rates.context) == (8, 4096)
     bandwidth = 0.85 * CARDS["H100"].memory_bytes_per_s
-    for rate in found.rates:
+    for rate in plan_of_rates.rates:
         by_hand = (read + rate.batch * 4096 * token) / bandwidth
         assert rate.decode_s == pytest.approx(by_hand, rel=0.03)
         assert rate.bound_s == pytest.approx(0.85 * by_hand, rel=0.03)
@@ -41,11 +41,11 @@ def test_llama_8b_on_an_h100_by_hand():
     attention = 32 * 2 * 2048 * 2048 * 4096 / 0.5
     passes = 32 * 2 * 2048 * (3 * 14336 + 2 * 2 * 4096) + 2 * 128256 * 4096
     by_hand = (products + attention) / 989e12 + passes / bandwidth
-    assert found.rates[0].first_token_s == pytest.approx(by_hand, rel=0.05)
+    assert plan_of_rates.rates[0].first_token_s == pytest.approx(by_hand, rel=0.05)
     # The pages of 110 sequences of 0.5 GiB and the weights fill 70 GiB.
-    assert found.largest == pytest.approx((70 * GIB - weights) / (4096 * token), abs=2)
-    most = found.rates[-1]
-    assert most.batch == found.largest and most.needed <= 70 * GIB
+    assert plan_of_rates.largest == pytest.approx((70 * GIB - weights) / (4096 * token), abs=2)
+    most = plan_of_rates.rates[-1]
+    assert most.batch == plan_of_rates.largest and most.needed <= 70 * GIB
     answers = 2048 / (2048 * most.decode_s / most.batch + most.first_token_s)
     assert most.served_per_s == pytest.approx(answers)
 

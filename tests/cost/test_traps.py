@@ -105,7 +105,7 @@ def test_a_fault_of_many_places_is_one_sentence_without_scopes_of_jit():
 
 
 def test_neighbours_across_pods():
-    found = collectives(MODULE, MESH)
-    assert find(found, ("data",), gpus_per_pod=8) == []
-    (warning,) = find(found, ("data",), gpus_per_pod=4)
+    sent = collectives(MODULE, MESH)
+    assert find(sent, ("data",), gpus_per_pod=8) == []
+    (warning,) = find(sent, ("data",), gpus_per_pod=4)
     assert "8 of 8 pairs" in warning

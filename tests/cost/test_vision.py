@@ -84,8 +84,8 @@ def test_a_network_of_convolutions_has_a_step():
     assert train_flops_per_token(load, "megatron") == 3 * image
     one, four = step(load), step(load, data=4)
     assert memory.terms(one)["parameters"] == 4 * 592 == 4 * memory.terms(four)["parameters"]
-    kept = 4 * 8 * (1024 * 16 + 256 * 16)  # results of kernel and pooling, float32
-    assert memory.terms(one)["activations"] + memory.terms(one)["stash"] == pytest.approx(kept)
+    outputs = 4 * 8 * (1024 * 16 + 256 * 16)  # results of kernel and pooling, float32
+    assert memory.terms(one)["activations"] + memory.terms(one)["stash"] == pytest.approx(outputs)
     assert four.forward.flops == one.forward.flops / 4
     both = step(load, tensor=2).forward  # the ranks repeat the convolutions, and share the head
     assert both.flops == one.forward.flops - 8 * 160

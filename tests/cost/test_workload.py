@@ -133,8 +133,8 @@ def test_a_vision_transformer_is_a_workload_of_ones_own():
     assert load.params == pytest.approx(86.4e6, rel=0.01)
     assert load.flops / 64 == pytest.approx(2 * 17.58e9, rel=0.01)
     step = StepShape(load, ONE | {"data": 8}, ("data",))
-    found = estimate(step, parse_cluster("h100:1x8"), transfers(step))
-    assert 0 < found.mfu_megatron == pytest.approx(found.mfu_causal)  # no causal mask
+    estimated = estimate(step, parse_cluster("h100:1x8"), transfers(step))
+    assert 0 < estimated.mfu_megatron == pytest.approx(estimated.mfu_causal)  # no causal mask
 
 
 @pytest.mark.parametrize("name", ["bert_large", "albert_base"])
@@ -146,10 +146,10 @@ def test_an_encoder_has_a_plan(name):
     cluster, load = parse_cluster("h100:1x8"), ENCODERS[name]().workload(256, 512)
     step = StepShape(load, ONE | {"data": 4, "tensor": 2}, ("data",), fused_attention=True)
     flops = 3 * load.flops / 8
-    kept = dataclasses.replace(step, remat="none")
-    assert kept.workload.flops == pytest.approx(flops)
-    found = memory.terms(step)
-    assert found["parameters"] == pytest.approx(4 * load.params / 8)
+    stored = dataclasses.replace(step, remat="none")
+    assert stored.workload.flops == pytest.approx(flops)
+    bytes_by_term = memory.terms(step)
+    assert bytes_by_term["parameters"] == pytest.approx(4 * load.params / 8)
     assert load.params == pytest.approx(
         {"bert_large": 335e6, "albert_base": 11.2e6}[name], rel=0.02
     )
@@ -160,7 +160,7 @@ def test_an_encoder_has_a_plan(name):
         staged = dataclasses.replace(step, sizes=sizes, pipeline=Pipeline(4, 8))
         piped = estimate(staged, cluster, transfers(staged))
         assert piped.bubble == pytest.approx(3 / 8)
-        assert memory.terms(staged)["stash"] < found["stash"] * 4
+        assert memory.terms(staged)["stash"] < bytes_by_term["stash"] * 4
 
 
 def generation(phase, **sizes):
@@ -200,11 +200,11 @@ def test_the_shapes_of_a_device_are_those_that_it_executes():
     step = StepShape(
         GQA.workload(16, S), ONE | {"data": 4, "context": 2, "tensor": 2}, (), accumulate=2
     )
-    found = [(op.part, op.kernel) for op in step.forward.ops]
-    assert found[2] == ("input", Matmul(2 * S / 2, 40, (24 + 2 * 8) / 2))
-    assert found[3][1] == Attention(2, S / 2, S, 3, 1, 4, fused=False)
-    assert found[4] == ("output", Matmul(2 * S / 2, 24 / 2, 40))
-    assert found[-1] == ("head", Matmul(2 * S / 2, 40, 128 / 2))
+    kernels = [(op.part, op.kernel) for op in step.forward.ops]
+    assert kernels[2] == ("input", Matmul(2 * S / 2, 40, (24 + 2 * 8) / 2))
+    assert kernels[3][1] == Attention(2, S / 2, S, 3, 1, 4, fused=False)
+    assert kernels[4] == ("output", Matmul(2 * S / 2, 24 / 2, 40))
+    assert kernels[-1] == ("head", Matmul(2 * S / 2, 40, 128 / 2))
     assert [op.count for op in step.forward.ops][2:5] == [2 * 2] * 3
     name, shape, dtypes = step.forward.ops[2].key
     assert (name, shape, dtypes) == ("matmul", (24, 40, 20, 1), ("bfloat16",) * 3)
@@ -231,8 +231,8 @@ def test_a_table_of_measured_times_is_a_backend():
 
     class Table(Roofline):
         def op_time(self, op, device, dtype=None):
-            found = known.get(op.key)
-            return super().op_time(op, device, dtype) if found is None else (found, 0.0)
+            measured = known.get(op.key)
+            return super().op_time(op, device, dtype) if measured is None else (measured, 0.0)
 
     card, model, cluster = CARDS["H100"], Table(), parse_cluster("h100:1x8")
     assert model.op_time(Op("transfer", Collective("all-reduce", 1e6, 8, 1)), card) == (1.5, 0.0)

@@ -28,16 +28,16 @@ LEVELS = {
 
 def level(name, **options):
     name, _, place = name.partition(".")
-    found = codec(name, **options)
-    return getattr(found, place) if place else found
+    made = codec(name, **options)
+    return getattr(made, place) if place else made
 
 
-def both(found, n):
+def both(coder, n):
     """encode and decode in one program."""
 
     def run(x_LN, key):
-        payload_LP = found.encode(x_LN, key)
-        return payload_LP, found.decode(payload_LP, n)
+        payload_LP = coder.encode(x_LN, key)
+        return payload_LP, coder.decode(payload_LP, n)
 
     return jax.jit(run)
 
@@ -51,10 +51,10 @@ def both(found, n):
     ],
 )
 def test_payloads_are_those_of_numpy(name, n):
-    found, (bits, group) = level(name, rounding="nearest"), LEVELS[name]
+    coder, (bits, group) = level(name, rounding="nearest"), LEVELS[name]
     x_LN = oracle.hard_lines(n, n)
-    payload_LP, y_LN = both(found, n)(x_LN, None)
-    assert payload_LP.dtype == jnp.uint8 and payload_LP.shape == (len(x_LN), found.wire_bytes(n))
+    payload_LP, y_LN = both(coder, n)(x_LN, None)
+    assert payload_LP.dtype == jnp.uint8 and payload_LP.shape == (len(x_LN), coder.wire_bytes(n))
     for x_N, payload_P, y_N in zip(x_LN, np.asarray(payload_LP), np.asarray(y_LN), strict=True):
         wanted_P = oracle.payload(x_N, bits, group)
         np.testing.assert_array_equal(payload_P, wanted_P)
@@ -65,11 +65,11 @@ def test_payloads_are_those_of_numpy(name, n):
 
 
 def test_a_large_payload():
-    n, found = 2**22, level("sdp4bit.between", rounding="nearest")
+    n, coder = 2**22, level("sdp4bit.between", rounding="nearest")
     x_N = np.random.default_rng(0).standard_normal(n).astype(np.float32)
-    payload_P = np.asarray(jax.jit(found.encode)(x_N))
+    payload_P = np.asarray(jax.jit(coder.encode)(x_N))
     np.testing.assert_array_equal(payload_P, oracle.payload(x_N, 4, 128))
-    assert payload_P.size == found.wire_bytes(n) == n * 17 // 32  # 4.25 bits an element
+    assert payload_P.size == coder.wire_bytes(n) == n * 17 // 32  # 4.25 bits an element
 
 
 def test_floats_are_sent_as_they_are(seed):
@@ -79,23 +79,23 @@ def test_floats_are_sent_as_they_are(seed):
     assert np.asarray(payload).tobytes() == x_LN.tobytes() and codec("none").wire_bytes(33) == 132
     np.testing.assert_array_equal(y, x_LN)
     payload, y = both(codec("bf16"), 33)(x_LN, None)
-    wanted = jnp.asarray(x_LN).astype(jnp.bfloat16)
-    assert np.asarray(payload).tobytes() == np.asarray(wanted).tobytes()
-    np.testing.assert_array_equal(y, wanted.astype(jnp.float32))
+    expected = jnp.asarray(x_LN).astype(jnp.bfloat16)
+    assert np.asarray(payload).tobytes() == np.asarray(expected).tobytes()
+    np.testing.assert_array_equal(y, expected.astype(jnp.float32))
 
 
 @pytest.mark.parametrize("name", sorted(LEVELS))
 def test_bytes_and_bits(name):
-    found, (bits, group) = level(name), LEVELS[name]
+    coder, (bits, group) = level(name), LEVELS[name]
     width = 8 if bits == "e4m3" else bits
-    assert (found.format.bits, found.format.group) == (bits, group)
-    assert found.effective_bits == width + 32 / group
-    assert found.wire_bytes(8 * group) * 8 == found.effective_bits * 8 * group
+    assert (coder.format.bits, coder.format.group) == (bits, group)
+    assert coder.effective_bits == width + 32 / group
+    assert coder.wire_bytes(8 * group) * 8 == coder.effective_bits * 8 * group
     for n in (0, 1, 31, 129):
         assert jax.eval_shape(
-            found.encode, np.zeros(n), jax.random.key(0)
-        ).size == found.wire_bytes(n)
-    assert found.wire_bytes(1) == 1 + 4
+            coder.encode, np.zeros(n), jax.random.key(0)
+        ).size == coder.wire_bytes(n)
+    assert coder.wire_bytes(1) == 1 + 4
 
 
 def test_what_codecs_are():
@@ -115,19 +115,19 @@ def test_what_codecs_are():
 def test_the_page_says_what_codecs_are():
     text = (pathlib.Path(__file__).parent.parent.parent / "docs" / "quantization.md").read_text()
     rows = re.findall(r"^\| `(\w+)` \| ([\d.]+) \| ([\d.]+) \| ([\d.]+) \|", text, re.MULTILINE)
-    found = [(n, (c.weights, c.inside, c.between)) for n, c in ((n, codec(n)) for n in NAMES)]
+    coders = [(n, (c.weights, c.inside, c.between)) for n, c in ((n, codec(n)) for n in NAMES)]
     assert [(n, *map(float, bits)) for n, *bits in rows] == [
-        (n, *(c.effective_bits for c in levels)) for n, levels in found
+        (n, *(c.effective_bits for c in levels)) for n, levels in coders
     ]
 
 
 @pytest.mark.parametrize("name", ["int4", "bf16"])
 def test_rows_keys_and_cuts(name, seed):
     """One key: the same bits for one row of many, and however rows are cut over devices."""
-    n, found = 200, codec(name, rounding="stochastic")
+    n, coder = 200, codec(name, rounding="stochastic")
     x_LN = jnp.asarray(oracle.hard_lines(n, seed)[[0, 1, 2, 0, 1, 2, 0, 1]])
     key, other = jax.random.key(1), jax.random.key(2)
-    encode = jax.jit(found.encode)
+    encode = jax.jit(coder.encode)
     payload_LP = np.asarray(encode(x_LN, key))
     np.testing.assert_array_equal(encode(x_LN[0], key), payload_LP[0])
     assert (payload_LP[0] != payload_LP[3]).any()  # rows of one key have numbers of their own
@@ -136,7 +136,7 @@ def test_rows_keys_and_cuts(name, seed):
     cut = jax.NamedSharding(mesh, jax.P("d"))
     np.testing.assert_array_equal(encode(jax.device_put(x_LN, cut), key), payload_LP)
     keys = jax.random.split(key, 8)
-    mapped_LP = np.asarray(jax.jit(jax.vmap(found.encode))(x_LN, keys))
+    mapped_LP = np.asarray(jax.jit(jax.vmap(coder.encode))(x_LN, keys))
     np.testing.assert_array_equal(mapped_LP[5], encode(x_LN[5], keys[5]))
 
 
@@ -152,11 +152,11 @@ def test_what_is_not_finite_shows(name):
 
 def test_sums_have_the_same_bits_in_every_program(seed):
     """No compiler fuses the product of decoding with the sum that follows."""
-    found = codec("int8")
-    payload_LP, y_LN = map(np.asarray, both(found, 640)(oracle.hard_lines(640, seed)[:2], None))
+    coder = codec("int8")
+    payload_LP, y_LN = map(np.asarray, both(coder, 640)(oracle.hard_lines(640, seed)[:2], None))
 
     def fused(p_LP):
-        y_LN = found.decode(p_LP, 640)
+        y_LN = coder.decode(p_LP, 640)
         return y_LN.sum(0), hadamard(y_LN)
 
     # Tests run programs that are not optimised (tests/xla_options.py), and those fuse nothing.
@@ -173,17 +173,17 @@ def test_bfloat16_is_unbiased_too(seed):
     _, y_N = both(codec("bf16", rounding="stochastic"), x_N.size)(x_N, key)
     fraction = np.mod(x_N.astype(np.float64), 2**-7) * 2**7
     error = (np.asarray(y_N, np.float64) - x_N) * 2**7
-    wanted = (fraction * (1 - fraction)).mean()
-    assert np.abs(error).max() < 1 and abs((error**2).mean() / wanted - 1) < 0.02
-    assert abs(error.mean()) < 5 * (wanted / x_N.size) ** 0.5
+    variance = (fraction * (1 - fraction)).mean()
+    assert np.abs(error).max() < 1 and abs((error**2).mean() / variance - 1) < 0.02
+    assert abs(error.mean()) < 5 * (variance / x_N.size) ** 0.5
 
 
 def test_transform_and_restore(seed):
     x_N = np.random.default_rng(seed).standard_normal(70).astype(np.float32)
-    found = codec("sdp4bit")
-    sent_M = jax.jit(found.transform)(x_N)
+    coder = codec("sdp4bit")
+    sent_M = jax.jit(coder.transform)(x_N)
     np.testing.assert_allclose(sent_M, oracle.hadamard(np.pad(x_N, (0, 26)), 32), atol=1e-6)
-    back_N = jax.jit(found.restore, static_argnums=1)(sent_M, 70)
+    back_N = jax.jit(coder.restore, static_argnums=1)(sent_M, 70)
     np.testing.assert_allclose(back_N, x_N, atol=1e-6)
     assert codec("int4").transform(x_N) is x_N
     np.testing.assert_array_equal(codec("int4").restore(x_N, 60), x_N[:60])
@@ -192,13 +192,13 @@ def test_transform_and_restore(seed):
 def test_errors_come_back(seed):
     """Of a constant gradient, what is received in the mean of T steps tends to it as 1/T; without
     feedback it does not. The kept error follows LoCo's rule, and is dropped at a reset."""
-    found, feedback = codec("loco").between, Feedback(beta=0.5, reset=200)
+    coder, feedback = codec("loco").between, Feedback(beta=0.5, reset=200)
     g_N = np.random.default_rng(seed).standard_normal(300).astype(np.float32)
 
     @jax.jit
     def run(error, step):
         sent = feedback.compensate(g_N, error)
-        received = found.decode(found.encode(sent), 300)
+        received = coder.decode(coder.encode(sent), 300)
         return feedback.update(sent, received, error, step), (sent, received)
 
     error, (_, received_TN) = jax.lax.scan(run, feedback.start(300), jnp.arange(199))

@@ -81,9 +81,9 @@ def test_gptq_is_the_papers(K, N, group, symmetric):
     w_KN, x_TK = problem(K, N, 0)
     fmt = Format(bits, group, 0, symmetric=symmetric)
     expected = plain_gptq(w_KN, x_TK, bits, group, symmetric)
-    found = np.asarray(dequantize(gptq(w_KN, x_TK, fmt)))
+    decoded = np.asarray(dequantize(gptq(w_KN, x_TK, fmt)))
     # A tie that falls the other way in float32 moves the rows behind it in its column alone.
-    same = np.isclose(found, expected, rtol=1e-3, atol=1e-3).all(0)
+    same = np.isclose(decoded, expected, rtol=1e-3, atol=1e-3).all(0)
     assert same.mean() > 0.9
     assert error(x_TK, w_KN, gptq(w_KN, x_TK, fmt)) < 0.85 * error(x_TK, w_KN, quantize(w_KN, fmt))
 
@@ -116,10 +116,10 @@ def test_rows_that_do_not_go_together_are_rounded_to_nearest():
     w_KN, _ = problem(64, 8, 2)
     x_TK = np.diag(np.arange(1.0, 65)).astype(np.float32)
     fmt = Format(4, 32, 0, scale_dtype="float16")
-    for found, expected in zip(
+    for actual, expected in zip(
         jax.tree.leaves(gptq(w_KN, x_TK, fmt)), jax.tree.leaves(quantize(w_KN, fmt)), strict=True
     ):
-        np.testing.assert_array_equal(found, expected)
+        np.testing.assert_array_equal(actual, expected)
 
 
 def test_inputs_that_never_come_and_singular_ones():
@@ -154,10 +154,10 @@ def test_awq_loses_less_than_rounding(bits, symmetric):
 
 def test_statistics_add_up_and_indicators_are_their_formulas():
     w_KN, x_TK = problem(70, 12, 5)
-    whole, parts = Statistics.of(x_TK), Statistics.of(x_TK[:150]) + Statistics.of(x_TK[150:])
-    for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(parts), strict=True):
+    together, parts = Statistics.of(x_TK), Statistics.of(x_TK[:150]) + Statistics.of(x_TK[150:])
+    for a, b in zip(jax.tree.leaves(together), jax.tree.leaves(parts), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-2)
-    np.testing.assert_allclose(whole.variance_K, x_TK.var(0), rtol=1e-3)
+    np.testing.assert_allclose(together.variance_K, x_TK.var(0), rtol=1e-3)
     fmt, x = Format(4, 32, 0), x_TK.astype(np.float64)
     exact = variance = 0.0
     for start in range(0, 70, 32):
@@ -166,13 +166,15 @@ def test_statistics_add_up_and_indicators_are_their_formulas():
         exact += ((np.abs(rows).max(0) / 7) ** 2).sum() / 12 * square
         spread = (rows.max(0) - rows.min(0)) / 7
         variance += (spread**2).sum() * x[:, start : start + 32].var(0).sum() / 32
-    assert sensitivity(w_KN, whole, fmt, "exact") == pytest.approx(exact, rel=1e-3)
-    assert sensitivity(w_KN, whole, fmt, "variance") == pytest.approx(variance, rel=1e-3)
+    assert sensitivity(w_KN, together, fmt, "exact") == pytest.approx(exact, rel=1e-3)
+    assert sensitivity(w_KN, together, fmt, "variance") == pytest.approx(variance, rel=1e-3)
     real = error(x_TK, w_KN, quantize(w_KN, fmt))
-    assert sensitivity(w_KN, whole, fmt, "hessian") == pytest.approx(real, rel=1e-3)
-    assert sensitivity(w_KN, whole, None) == 0
+    assert sensitivity(w_KN, together, fmt, "hessian") == pytest.approx(real, rel=1e-3)
+    assert sensitivity(w_KN, together, None) == 0
     draws = {
-        sensitivity(w_KN, whole, Format(b, 32, 0), "random", name=n) for b in (3, 4) for n in "ab"
+        sensitivity(w_KN, together, Format(b, 32, 0), "random", name=n)
+        for b in (3, 4)
+        for n in "ab"
     }
     assert len(draws) == 4
 
@@ -186,18 +188,20 @@ def test_groups_without_error_have_no_expected_error(symmetric, value):
     flat_KN[32:64, :5] = value
     flat_KN[64:, 7] = value  # the short group
     for indicator in ("exact", "hessian"):
-        wanted = 0.0
+        expected = 0.0
         for n in range(12):
             for start in (0, 32, 64):
                 span = slice(start, start + 32)
                 if not (flat_KN[span, n] == value).all():
                     part = w_KN[span, n : n + 1]
-                    wanted += sensitivity(part, x_TK[:, span], fmt, indicator)
-        found = sensitivity(flat_KN, x_TK, fmt, indicator)
+                    expected += sensitivity(part, x_TK[:, span], fmt, indicator)
+        indicated = sensitivity(flat_KN, x_TK, fmt, indicator)
         if indicator == "exact":
-            assert found == pytest.approx(wanted, rel=1e-4)
+            assert indicated == pytest.approx(expected, rel=1e-4)
         else:
-            assert found == pytest.approx(error(x_TK, flat_KN, quantize(flat_KN, fmt)), rel=1e-3)
+            assert indicated == pytest.approx(
+                error(x_TK, flat_KN, quantize(flat_KN, fmt)), rel=1e-3
+            )
     assert sensitivity(np.full((64, 3), value, np.float32), x_TK[:, :64], fmt) == 0
 
 
@@ -238,11 +242,11 @@ def test_numpys_float64_is_jaxs_float32():
     ],
 )
 def test_bad_input(change, words):
-    given = {"w": np.ones((16, 2), np.float32), "x": np.ones((3, 16), np.float32)}
-    given |= {"fmt": Format(4, 8, 0)} | change
+    arguments = {"w": np.ones((16, 2), np.float32), "x": np.ones((3, 16), np.float32)}
+    arguments |= {"fmt": Format(4, 8, 0)} | change
     for method in (gptq, awq):
         with pytest.raises(UserError, match=words):
-            method(given["w"], given["x"], given["fmt"])
+            method(arguments["w"], arguments["x"], arguments["fmt"])
 
 
 def test_settings_of_another_type():

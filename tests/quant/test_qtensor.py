@@ -38,12 +38,12 @@ def test_symmetric_is_numpys(bits, axis, group, seed):
     q = compiled(x, Format(bits, group, axis))
     x_LN, back = lines(x, axis)
     size = group or x_LN.shape[1]
-    found = [oracle.quantize(x_N, bits, size) for x_N in x_LN]
-    wanted = np.stack([oracle.dequantize(*f, size) for f in found])
-    np.testing.assert_array_equal(restored(q), back(wanted))
+    quantized = [oracle.quantize(x_N, bits, size) for x_N in x_LN]
+    expected = np.stack([oracle.dequantize(*f, size) for f in quantized])
+    np.testing.assert_array_equal(restored(q), back(expected))
     values_LP = lines(np.asarray(q.values), axis)[0]
-    np.testing.assert_array_equal(values_LP, [oracle.pack(f[0], bits) for f in found])
-    np.testing.assert_array_equal(lines(np.asarray(q.scales), axis)[0], [f[1] for f in found])
+    np.testing.assert_array_equal(values_LP, [oracle.pack(f[0], bits) for f in quantized])
+    np.testing.assert_array_equal(lines(np.asarray(q.scales), axis)[0], [f[1] for f in quantized])
     assert (q.shape, q.dtype, q.zeros, q.ndim, q.size) == (x.shape, np.float32, None, 3, x.size)
     assert q.nbytes == q.values.size + 4 * q.scales.size
 
@@ -126,13 +126,15 @@ def test_every_code_survives_packing(bits):
     signed = np.arange(-(2 ** (bits - 1)), 2 ** (bits - 1)).astype(np.int8)
     many = np.random.default_rng(0).permutation(np.tile(signed, 5))
     codes = np.concatenate([signed, many, signed[:1]])
-    for given, kind in ((codes, {}), (codes.view(np.uint8) & (2**bits - 1), {"signed": False})):
-        packed = reference.pack(jnp.asarray(given), bits)
-        np.testing.assert_array_equal(packed, oracle.pack(given, bits))
-        np.testing.assert_array_equal(reference.unpack(packed, len(given), bits, **kind), given)
+    for unpacked, kind in ((codes, {}), (codes.view(np.uint8) & (2**bits - 1), {"signed": False})):
+        packed = reference.pack(jnp.asarray(unpacked), bits)
+        np.testing.assert_array_equal(packed, oracle.pack(unpacked, bits))
+        np.testing.assert_array_equal(
+            reference.unpack(packed, len(unpacked), bits, **kind), unpacked
+        )
     if bits == 4:
         pairs = jax.lax.bitcast_convert_type(packed, jnp.uint4).reshape(-1)
-        np.testing.assert_array_equal(pairs.astype(jnp.uint8)[: len(given)], given)
+        np.testing.assert_array_equal(pairs.astype(jnp.uint8)[: len(unpacked)], unpacked)
 
 
 @pytest.mark.parametrize("bits", ["e4m3", "e5m2"])
@@ -161,10 +163,10 @@ def test_stochastic_rounding_is_unbiased_with_its_variance(bits, symmetric, seed
     zero = 0.0 if q.zeros is None else float(q.zeros[0])
     fraction = (x - zero) / step - np.floor((x - zero) / step)
     error = (y - x) / step
-    wanted = (fraction * (1 - fraction)).mean()
+    variance = (fraction * (1 - fraction)).mean()
     assert np.abs(error).max() < 1 + 1e-4
-    assert abs(error.mean()) < 5 * (wanted / x.size) ** 0.5
-    assert abs((error**2).mean() / wanted - 1) < 0.02
+    assert abs(error.mean()) < 5 * (variance / x.size) ** 0.5
+    assert abs((error**2).mean() / variance - 1) < 0.02
     up = error > -fraction + 0.5  # the code above y
     for low in (0.0, 0.25, 0.5, 0.75):
         some = (fraction > low) & (fraction < low + 0.25)
@@ -175,11 +177,11 @@ def test_stochastic_rounding_is_unbiased_with_its_variance(bits, symmetric, seed
 def test_types(dtype, seed):
     x = np.random.default_rng(seed).standard_normal(33).astype(jnp.dtype(dtype))
     q = compiled(x, Format(4, 16, -1))
-    wanted = oracle.quantize(x.astype(np.float32), 4, 16)
-    np.testing.assert_array_equal(q.scales, wanted[1])
+    expected = oracle.quantize(x.astype(np.float32), 4, 16)
+    np.testing.assert_array_equal(q.scales, expected[1])
     y, wide = restored(q), restored(q, "float32")
     assert q.dtype == y.dtype == dtype and wide.dtype == "float32"
-    np.testing.assert_array_equal(wide, oracle.dequantize(*wanted, 16))
+    np.testing.assert_array_equal(wide, oracle.dequantize(*expected, 16))
     np.testing.assert_array_equal(y, np.asarray(wide).astype(y.dtype))
 
 
@@ -193,17 +195,17 @@ def test_keys_and_cuts(seed):
     with jax.set_mesh(mesh):
         split = compiled(jax.device_put(x, cut), fmt, key=key)
         assert split.values.sharding.spec == split.scales.sharding.spec == jax.P(None, "d")
-        whole = jax.jit(dequantize)(split)
-    for found in (quantize(x, fmt, key=key), split):
-        jax.tree.map(np.testing.assert_array_equal, found, q)
-    np.testing.assert_array_equal(whole, restored(q))
+        decoded = jax.jit(dequantize)(split)
+    for quantized in (quantize(x, fmt, key=key), split):
+        jax.tree.map(np.testing.assert_array_equal, quantized, q)
+    np.testing.assert_array_equal(decoded, restored(q))
     assert (other.values != q.values).any()
     keys = jax.random.split(key, 3)
     mapped = jax.jit(jax.vmap(lambda k: quantize(x, fmt, key=k)))(keys)
     assert mapped.shape == x.shape and mapped.values.shape == (3, *q.values.shape)
     third = jax.tree.map(lambda v: v[2], mapped)
-    whole = jax.jit(jax.vmap(dequantize))(mapped)
-    np.testing.assert_array_equal(whole[2], restored(third))
+    decoded = jax.jit(jax.vmap(dequantize))(mapped)
+    np.testing.assert_array_equal(decoded[2], restored(third))
     np.testing.assert_array_equal(third.values, compiled(x, fmt, key=keys[2]).values)
 
 
@@ -213,11 +215,11 @@ def test_checkpoints_keep_it(tmp_path, seed):
     state = {"w": [compiled(x, fmt) for fmt in formats]}
     manager = CheckpointManager(tmp_path / "run")
     manager.save(1, state).result()
-    found = manager.restore(1, like=jax.tree.map(jnp.zeros_like, state))
+    loaded = manager.restore(1, like=jax.tree.map(jnp.zeros_like, state))
     manager.close()
-    assert jax.tree.structure(found) == jax.tree.structure(state)
-    jax.tree.map(np.testing.assert_array_equal, found, state)
-    np.testing.assert_array_equal(restored(found["w"][0]), restored(state["w"][0]))
+    assert jax.tree.structure(loaded) == jax.tree.structure(state)
+    jax.tree.map(np.testing.assert_array_equal, loaded, state)
+    np.testing.assert_array_equal(restored(loaded["w"][0]), restored(state["w"][0]))
 
 
 def test_empty_and_single():
@@ -251,5 +253,5 @@ def test_a_stack_is_refused_and_decoded_one_by_one():
         stack = jax.tree.map(lambda *w: jnp.stack(w), *each)
         with pytest.raises(UserError, match=r"stands for the shape \(8, 4\), .* take one"):
             dequantize(stack)
-        wanted = np.stack([dequantize(q) for q in each])
-        np.testing.assert_array_equal(jax.vmap(dequantize)(stack), wanted)
+        expected = np.stack([dequantize(q) for q in each])
+        np.testing.assert_array_equal(jax.vmap(dequantize)(stack), expected)

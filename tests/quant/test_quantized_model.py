@@ -87,17 +87,17 @@ def decoded(params):
 def test_layers_of_unlike_bits(method):
     params = dense()[1]
     formats = [Format(8, 32), Format(4, 32, 0, symmetric=False), None]
-    given = {} if method == "rtn" else {"calibration": statistics()}
-    params_q = quantize_model(params, CFG, formats, method=method, **given)
+    options = {} if method == "rtn" else {"calibration": statistics()}
+    params_q = quantize_model(params, CFG, formats, method=method, **options)
     runs = params_q["blocks"]
     assert runs.starts == (0, 1, 2) and runs.layers == 3
     assert runs.of(1)["mlp"]["up"].weight.format.bits == 4
-    found = logits(params_q)
-    np.testing.assert_allclose(found, logits(decoded(params_q)), rtol=1e-4, atol=1e-4)
-    assert np.abs(found - logits(params)).max() > 1e-3
-    kept = jax.tree.leaves(runs.stacks[2])
+    outputs = logits(params_q)
+    np.testing.assert_allclose(outputs, logits(decoded(params_q)), rtol=1e-4, atol=1e-4)
+    assert np.abs(outputs - logits(params)).max() > 1e-3
+    dense_layer = jax.tree.leaves(runs.stacks[2])
     last = jax.tree.map(lambda w: w[2:], params["blocks"])
-    assert all((a == b).all() for a, b in zip(kept, jax.tree.leaves(last), strict=True))
+    assert all((a == b).all() for a, b in zip(dense_layer, jax.tree.leaves(last), strict=True))
 
 
 def test_equal_layers_stay_one_stack_and_are_small():
@@ -114,18 +114,18 @@ def test_equal_layers_stay_one_stack_and_are_small():
 def test_calibration_is_what_the_products_read():
     """The sums of the first layer's attention inputs, of its norm, in NumPy; shared where equal."""
     params = dense()[1]
-    found = statistics()
-    assert sorted(found) == sorted(matrices(CFG.axes))
+    calibration = statistics()
+    assert sorted(calibration) == sorted(matrices(CFG.axes))
     x = np.asarray(params["tokens"], np.float64)[TOKENS].reshape(-1, 64)
     norm = x / np.sqrt((x**2).mean(-1, keepdims=True) + CFG.norm_eps)
     norm = norm * np.asarray(params["blocks"]["attention_norm"]["scale"])[0]
-    query = found["blocks.attention.query"]
+    query = calibration["blocks.attention.query"]
     np.testing.assert_allclose(query.h_KK[0], norm.T @ norm, rtol=1e-4, atol=1e-3)
     assert query.count.tolist() == [48] * 3
-    assert found["blocks.attention.value"].h_KK is query.h_KK
-    assert found["blocks.mlp.down"].h_KK.shape == (3, 64, 64)
+    assert calibration["blocks.attention.value"].h_KK is query.h_KK
+    assert calibration["blocks.mlp.down"].h_KK.shape == (3, 64, 64)
     # Of the last layer: by the model itself, with a weight that is watched there only.
-    assert np.linalg.matrix_rank(found["blocks.mlp.up"].h_KK[2]) == 48
+    assert np.linalg.matrix_rank(calibration["blocks.mlp.up"].h_KK[2]) == 48
 
 
 def test_gptq_and_awq_change_the_model_less_than_rounding():
@@ -142,15 +142,15 @@ def test_gptq_and_awq_change_the_model_less_than_rounding():
 def test_an_engine_serves_runs_of_unlike_layers():
     """Greedy tokens are those of the dense model that the quantized one stands for."""
     params = quantize_model(dense()[1], CFG, [Format(4, 32), Format(8, 64), Format(8, 64)])
-    found = []
+    answers = []
     for weights in (params, decoded(params)):
         engine = Engine(CFG, weights, pages=16, page_size=8, max_batch=2, dtype="float32")
         ids = [engine.submit(TOKENS[0, :n].tolist(), GREEDY) for n in (5, 9)]
         tokens = {i: [] for i in ids}
         for output in engine.run():
             tokens[output.request_id] += output.tokens
-        found.append(tokens)
-    assert found[0] == found[1] and all(len(t) == 8 for t in found[0].values())
+        answers.append(tokens)
+    assert answers[0] == answers[1] and all(len(t) == 8 for t in answers[0].values())
 
 
 @pytest.mark.parametrize(
@@ -166,9 +166,9 @@ def test_an_engine_serves_runs_of_unlike_layers():
     ],
 )
 def test_bad_input(change, words):
-    given = {"formats": Format(4, 32)} | change
+    arguments = {"formats": Format(4, 32)} | change
     with pytest.raises(UserError, match=words):
-        quantize_model(dense()[1], CFG, **given)
+        quantize_model(dense()[1], CFG, **arguments)
 
 
 def test_parameters_of_another_kind_are_refused():
@@ -196,36 +196,38 @@ def test_parameters_of_another_kind_are_refused():
 
 def test_a_calibration_of_other_layers_is_refused():
     """JAX's arrays gave their last layer for each layer that they lack."""
-    params, found = dense()[1], statistics()
-    two = {n: jax.tree.map(lambda x: jnp.asarray(x[:2]), s) for n, s in found.items()}
-    one = {n: jax.tree.map(lambda x: jnp.asarray(x[0]), s) for n, s in found.items()}
+    params, full = dense()[1], statistics()
+    two = {n: jax.tree.map(lambda x: jnp.asarray(x[:2]), s) for n, s in full.items()}
+    one = {n: jax.tree.map(lambda x: jnp.asarray(x[0]), s) for n, s in full.items()}
     for method in ("gptq", "awq"):
-        for given, shape in ((two, r"\(2, 64\)"), (one, r"\(64,\)")):
+        for calibration, shape in ((two, r"\(2, 64\)"), (one, r"\(64,\)")):
             words = f"blocks.attention.key must be stacked over the model's 3 layers; .* {shape}"
             with pytest.raises(UserError, match=words):
-                quantize_model(params, CFG, Format(4, 32), method=method, calibration=given)
-    inputs = {n: np.ones((3, 64), np.float32) for n in found}
+                quantize_model(params, CFG, Format(4, 32), method=method, calibration=calibration)
+    inputs = {n: np.ones((3, 64), np.float32) for n in full}
     with pytest.raises(UserError, match="must be a megajax.quant.Statistics, .* got a ndarray"):
         quantize_model(params, CFG, Format(4, 32), method="gptq", calibration=inputs)
 
 
 def test_one_format_in_two_spellings_is_one_stack():
-    found = quantize_model(dense()[1], CFG, [Format(4, 32), Format(4, 32, 0), Format(4, 32, -2)])
-    assert not isinstance(found["blocks"], LayerRuns)
+    quantized = quantize_model(
+        dense()[1], CFG, [Format(4, 32), Format(4, 32, 0), Format(4, 32, -2)]
+    )
+    assert not isinstance(quantized["blocks"], LayerRuns)
 
 
 def test_what_are_no_token_ids_is_refused():
     """Of a matrix of ids each row was a batch, and ids beyond the vocabulary became others."""
-    for given, words in (
+    for batches, words in (
         (TOKENS, r"must be token ids, integers \(rows, tokens\), got int64\(24,\); give a list"),
         ([TOKENS / 2], r"got float64\(2, 24\)"),
         ([TOKENS + 5], "token ids must be from 0 to 127, the model's"),
         ([TOKENS - 128], "token ids must be from 0 to 127, the model's"),
     ):
         with pytest.raises(UserError, match=words):
-            calibrate(dense()[1], CFG, given)
+            calibrate(dense()[1], CFG, batches)
         with pytest.raises(UserError, match=words):
-            curvature(dense()[1], CFG, given)
+            curvature(dense()[1], CFG, batches)
 
 
 def test_experts_are_refused():

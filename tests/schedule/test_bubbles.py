@@ -37,8 +37,8 @@ def test_causes_add_up_to_the_bubble(name, execute, seed):
 def test_lockstep_idles_by_masked_work_only(name):
     """With equal durations a program of one loop body a phase computes all the time."""
     table = build.BUILDERS[name](4, 8, 2 if name == "interleaved" else 1)
-    found = bubbles.account(lockstep(table, UNIT))
-    assert found.pop("masked") > 0 and not any(found.values())
+    idle = bubbles.account(lockstep(table, UNIT))
+    assert idle.pop("masked") > 0 and not any(idle.values())
 
 
 def test_unequal_durations_let_lockstep_wait():
@@ -53,7 +53,7 @@ def task(name, stage, duration, deps=()):
 def test_fill_takes_the_first_bubble_that_holds():
     """Stage 0 idles in 1..4, stage 1 in 0..1 and 4..6; nothing is cut or moved."""
     timeline = simulate(build.one_f_one_b(2, 1), {"F": 1, "B": 2})
-    wanted = [
+    tasks = [
         task("a", 0, 2),
         task("b", 0, 2),  # only 3..4 is left
         task("c", 0, 1),
@@ -62,7 +62,7 @@ def test_fill_takes_the_first_bubble_that_holds():
         task("f", 1, 1, ("F stage 1 chunk 0 microbatch 0",)),
         task("g", 1, 1),
     ]
-    fuller, left = bubbles.fill(timeline, wanted)
+    fuller, left = bubbles.fill(timeline, tasks)
     assert [t.name for t in left] == ["b", "e"]
     placed = {s.task.name: (s.start, s.end) for s in fuller.spans[len(timeline.spans) :]}
     assert placed == {"a": (1, 3), "c": (3, 4), "d": (4, 5), "f": (5, 6), "g": (0, 1)}
@@ -86,12 +86,12 @@ def test_fill_of_masked_work_finds_no_room():
 def test_filled_tasks_never_overlap_and_the_rest_really_has_no_place(trial, seed):
     rng = random.Random(seed + trial)
     timeline = simulate(build.zero_bubble(4, 6), UNIT, transfer=rng.randrange(3))
-    wanted = []
+    tasks = []
     for i in range(40):
         deps = (f"t{rng.randrange(i)}",) if i and rng.random() < 0.3 else ()
-        wanted.append(task(f"t{i}", rng.randrange(4), rng.randrange(1, 4), deps))
-    fuller, left = bubbles.fill(timeline, wanted)
-    assert len(fuller.spans) + len(left) == len(timeline.spans) + len(wanted)
+        tasks.append(task(f"t{i}", rng.randrange(4), rng.randrange(1, 4), deps))
+    fuller, left = bubbles.fill(timeline, tasks)
+    assert len(fuller.spans) + len(left) == len(timeline.spans) + len(tasks)
     ends = {s.task.name: s.end for s in fuller.spans}
     for resource in timeline.resources:
         spans = sorted((s.start, s.end) for s in fuller.spans if s.task.resource == resource)

@@ -252,9 +252,9 @@ def test_lockstep_by_hand():
 
 def test_idle_time_of_an_encoders_table():
     timeline = simulate(COPIES, SECONDS)
-    found = bubbles.account(timeline)
+    idle = bubbles.account(timeline)
     # Stage 0 waits in 5..7 and 9..10; stage 1 in 3..4 and 10..12.
-    assert found == {"warm-up": 0, "wait": 6, "cool-down": 0, "masked": 0}
+    assert idle == {"warm-up": 0, "wait": 6, "cool-down": 0, "masked": 0}
     masked = bubbles.account(lockstep(COPIES, SECONDS))
     assert masked["masked"] == 1 + 2 + 1 + 2 + 4 + 4 and masked["wait"] == 0
 

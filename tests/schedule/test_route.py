@@ -137,11 +137,11 @@ def test_loops_begin_and_end_with_the_chunks(name, stages, microbatches, chunks,
     for loop in loops:
         assert loop.first == tick and loop.ticks > 0
         tick += loop.ticks
-        here = [s for s in slots if loop.first <= s.tick < tick]
-        assert set(loop.kinds) == {s.kind for s in here}
-        assert {s.chunk for s in here} <= set(range(loop.chunks)) - set(finished)
+        within = [s for s in slots if loop.first <= s.tick < tick]
+        assert set(loop.kinds) == {s.kind for s in within}
+        assert {s.chunk for s in within} <= set(range(loop.chunks)) - set(finished)
         # A loop that uses a chunk first uses it in its first tick: it never waits for nothing.
-        new = {s.chunk for s in here if s.tick == loop.first} & set(range(open_before, chunks))
+        new = {s.chunk for s in within if s.tick == loop.first} & set(range(open_before, chunks))
         assert new == set(range(open_before, loop.chunks))
         finished += loop.done
         open_before = loop.chunks

@@ -39,8 +39,8 @@ def happen(orders, chunks, seconds, transfer=0):
     number, busy_until, link_until = itertools.count(1), [0] * stages, defaultdict(int)
     users = defaultdict(set)
     for op in itertools.chain(*orders):
-        if (wanted := source(op, stages, chunks)) is not None:
-            users[wanted].add(op[1])
+        if (needed := source(op, stages, chunks)) is not None:
+            users[needed].add(op[1])
     while events:
         now, _, where, op = heapq.heappop(events)
         where.add(op)
@@ -51,9 +51,9 @@ def happen(orders, chunks, seconds, transfer=0):
                 heapq.heappush(events, (link_until[link], next(number), received, op))
         for s, queue in enumerate(queues):
             if queue and busy_until[s] <= now:
-                wanted = source(queue[-1], stages, chunks)
-                is_own = wanted is None or wanted[1] == s
-                if wanted in (made if is_own else received):
+                needed = source(queue[-1], stages, chunks)
+                is_own = needed is None or needed[1] == s
+                if needed in (made if is_own else received):
                     started = queue.pop()
                     busy_until[s] = now + seconds(started)
                     times[started] = now, busy_until[s]
@@ -177,11 +177,11 @@ def optimum(stages, microbatches, durations):
             best[0] = min(best[0], max(ends.values()))
             return
         free = [max((e for o, e in ends.items() if o[1] == s), default=0) for s in range(stages)]
-        rest = [
+        remaining = [
             sum(durations[o[0]] for o in ops if o[1] == s and o not in ends) for s in range(stages)
         ]
         state = tuple(ends.get(op) for op in ops)
-        if state in seen or max(f + r for f, r in zip(free, rest, strict=True)) >= best[0]:
+        if state in seen or max(f + r for f, r in zip(free, remaining, strict=True)) >= best[0]:
             return
         seen.add(state)
         for op in ops:
@@ -219,8 +219,8 @@ def test_zero_bubble_reaches_the_optimum_of_split_backwards(m, tf, tb, tw):
 def test_zero_bubble_against_1f1b(s, m):
     """tf = tb = tw: ZB-H1's (S - 1)(tf + tb - tw) of idle time; lockstep saves (S - 1) tw."""
     durations = {"F": 1, "B": 1, "W": 1}
-    split, whole = build.zero_bubble(s, m), build.one_f_one_b(s, m)
-    assert simulate(whole, durations).makespan == 3 * (m + s - 1)
+    split, joined = build.zero_bubble(s, m), build.one_f_one_b(s, m)
+    assert simulate(joined, durations).makespan == 3 * (m + s - 1)
     assert simulate(split, durations).makespan <= 3 * (m + s - 1)
     if m >= s:
         assert simulate(split, durations).makespan == 3 * m + s - 1

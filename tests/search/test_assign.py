@@ -42,10 +42,10 @@ def test_exact_is_the_best_of_all_choices(budgets, maximise, seed):
             with pytest.raises(UserError):
                 assign(values, costs, limits, maximise=maximise)
             continue
-        found = assign(values, costs, limits, maximise=maximise)
-        assert found.value == best
-        assert all(found.costs[b] <= limits[b] for b in limits)
-        assert len(found.choice) == len(values)
+        chosen = assign(values, costs, limits, maximise=maximise)
+        assert chosen.value == best
+        assert all(chosen.costs[b] <= limits[b] for b in limits)
+        assert len(chosen.choice) == len(values)
 
 
 @pytest.mark.parametrize("maximise", [False, True])
@@ -58,19 +58,19 @@ def test_greedy_keeps_its_budget_and_is_near_the_best(maximise, seed):
         values.append((gain if maximise else -gain).tolist())
         costs.append(cost.tolist())
     for limit in (80.0, 150.0, 300.0):
-        found, best = (
+        greedy, best = (
             assign(values, {"s": costs}, {"s": limit}, maximise=maximise, method=m)
             for m in ("greedy", "exact")
         )
-        assert found.costs["s"] <= limit * (1 + 1e-9)
-        assert abs(found.value) <= abs(best.value) + 1e-9
-        assert abs(found.value) >= 0.97 * abs(best.value)
+        assert greedy.costs["s"] <= limit * (1 + 1e-9)
+        assert abs(greedy.value) <= abs(best.value) + 1e-9
+        assert abs(greedy.value) >= 0.97 * abs(best.value)
 
 
 def test_a_choice_that_is_free_and_better_is_taken():
     for method in ("greedy", "exact"):
-        found = assign([[5.0, 3.0], [1.0, 9.0]], {"b": [[0, 0], [0, 4]]}, {"b": 0}, method=method)
-        assert found.choice == (1, 0) and found.value == 4.0 and found.costs == {"b": 0.0}
+        chosen = assign([[5.0, 3.0], [1.0, 9.0]], {"b": [[0, 0], [0, 4]]}, {"b": 0}, method=method)
+        assert chosen.choice == (1, 0) and chosen.value == 4.0 and chosen.costs == {"b": 0.0}
 
 
 def test_what_cannot_be_kept_is_said():

@@ -101,11 +101,11 @@ def test_reports_say_estimate_beside_every_time(tmp_path):
 def test_generation_is_planned_by_the_cost_model_alone():
     cfg = configured(train__accumulate=2)
     rows, tokens = cfg.train.global_batch, cfg.train.seq_len
-    wanted = {
+    titles = {
         "prefill": f"prefill of {rows} rows of {tokens:,} tokens",
         "decode": f"a token for each of {rows} rows, cache of {tokens:,} tokens",
     }
-    for phase, what in wanted.items():
+    for phase, what in titles.items():
         planned = aot.outline(cfg, HOST, phase=phase)
         text = plan_report.markdown(planned)
         assert what in text and "| cache |" in text and "| optimizer |" not in text
@@ -167,9 +167,9 @@ def test_our_step_has_no_trap_and_the_report_shows_the_program(planned):
     assert text.count("| reduce-scatter |") + text.count("| all-gather |") >= 8
 
 
-def assert_sent(planned, wanted):
+def assert_sent(planned, expected):
     """Bytes by axis and kind within 3 %."""
-    for axis, kind in wanted:
+    for axis, kind in expected:
         ours, xlas = (
             sum(t.total for t in side if t.axes == (axis,) and t.kind == kind)
             for side in (traffic.transfers(planned.step), planned.compiled.collectives)
@@ -202,10 +202,10 @@ def test_experts_send_and_hold_what_the_cost_model_says(mode):
     cfg = config.override(dataclasses.replace(Config(), model=model), settings)
     planned = aot.plan(cfg, HOST)
     assert attributed(planned.compiled.collectives) >= 0.99
-    wanted = {(axis, kind) for axis in ("expert", "tensor") for kind in KINDS[:2]}
+    expected = {(axis, kind) for axis in ("expert", "tensor") for kind in KINDS[:2]}
     if mode == "capacity":
-        wanted.add(("expert", "all-to-all"))
-    assert_sent(planned, wanted)
+        expected.add(("expert", "all-to-all"))
+    assert_sent(planned, expected)
     bound = memory.bound(planned.terms)
     assert bound <= planned.compiled.xla["peak"] <= 2 * bound
     assert memory.terms(planned.step)["parameters"] == pytest.approx(
@@ -242,9 +242,9 @@ PARALLEL = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list(PARALLEL))
 def test_pipelines_and_contexts_send_what_the_cost_model_says(name):
-    changes, wanted = PARALLEL[name]
+    changes, expected = PARALLEL[name]
     planned = aot.plan(config.override(configured(mesh__tensor=1), changes), HOST)
-    assert_sent(planned, wanted)
+    assert_sent(planned, expected)
     bound = memory.bound(planned.terms)
     assert bound <= planned.compiled.xla["peak"] <= 2 * bound
     if name != "pipe":
@@ -277,8 +277,8 @@ def test_an_mlp_sends_what_was_counted_by_hand():
             reshard(w, P(*spec, reduced={"data"}))
             for w, spec in zip(weights, ((None, "tensor"), ("tensor", None)), strict=True)
         )
-        whole = reshard(x_BSD, P("data", None, None, reduced={"tensor"}))
-        hidden = jnp.einsum("bsd,df->bsf", whole, up, out_sharding=P("data", None, "tensor"))
+        gathered = reshard(x_BSD, P("data", None, None, reduced={"tensor"}))
+        hidden = jnp.einsum("bsd,df->bsf", gathered, up, out_sharding=P("data", None, "tensor"))
         out = P("data", None, None, unreduced={"tensor"})
         y = jnp.einsum("bsf,fd->bsd", jax.nn.relu(hidden), down, out_sharding=out)
         return reshard(y, P("data", "tensor", None)), None
@@ -287,7 +287,7 @@ def test_an_mlp_sends_what_was_counted_by_hand():
         return (jax.lax.scan(layer, x, (ups, downs))[0].astype(jnp.float32) ** 2).sum()
 
     mesh = small_mesh(data=4, tensor=2)
-    found = compiled(
+    program = compiled(
         jax.grad(loss, (0, 1)),
         mesh,
         ((layers, D, F), P(None, "data", "tensor")),
@@ -304,7 +304,7 @@ def test_an_mlp_sends_what_was_counted_by_hand():
         ("tensor", "reduce-scatter"): 2 * layers * stream,
     }
     for (axis, kind), expected in by_hand.items():
-        got = sum(c.total for c in found if c.axes == (axis,) and c.kind == kind)
+        got = sum(c.total for c in program if c.axes == (axis,) and c.kind == kind)
         assert got == pytest.approx(expected, rel=0.02), (axis, kind)
 
 
@@ -317,11 +317,11 @@ def test_planted_collectives_in_a_tick_loop_are_reported():
         def tick(x, _):
             y = jax.lax.ppermute(x, "pipe", [(0, 1), (1, 0)])
             if inside:
-                whole = jax.lax.all_gather(
+                gathered = jax.lax.all_gather(
                     w * jax.lax.optimization_barrier(y[0, 0]), "data", axis=0, tiled=True
                 )
                 y = y + jax.lax.psum_scatter(
-                    y @ whole, "data", scatter_dimension=0, tiled=True
+                    y @ gathered, "data", scatter_dimension=0, tiled=True
                 ).sum(0, keepdims=True)
             return jnp.tanh(y), None
 
@@ -331,8 +331,8 @@ def test_planted_collectives_in_a_tick_loop_are_reported():
         body = functools.partial(ticks, inside=inside)
         specs = (P("data", None), P(("pipe", "data"), None))
         mapped = jax.shard_map(body, mesh=mesh, in_specs=specs, out_specs=specs[1], check_vma=False)
-        found = compiled(mapped, mesh, ((1024, 1024), specs[0]), ((8192, 1024), specs[1]))
-        return find(found, ("data",))
+        program = compiled(mapped, mesh, ((1024, 1024), specs[0]), ((8192, 1024), specs[1]))
+        return find(program, ("data",))
 
     assert warnings(False) == []
     assert {w.split(" inside")[0] for w in warnings(True)} == {"all-gather", "reduce-scatter"}
@@ -368,8 +368,8 @@ def test_a_planted_gather_of_the_embeddings_updates_is_reported():
             check_vma=False,
         )
         rows = P(("pipe", "data"), None, None)
-        found = compiled(mapped, mesh, ((V, D), P("tensor", "data")), ((2 * B, S, D), rows))
-        return find(found, ("data",))
+        program = compiled(mapped, mesh, ((V, D), P("tensor", "data")), ((2 * B, S, D), rows))
+        return find(program, ("data",))
 
     (warning,) = warnings(True)
     assert "all-gather inside the pipeline's tick loop: 40" in warning and "5 x" in warning
@@ -384,14 +384,14 @@ def test_a_planted_lookup_is_reported():
     def loss(table, x):
         rows = jnp.arange(8 * 512, dtype=jnp.int32).reshape(8, 512) % 4096
         ids = reshard(rows, P("data", None))
-        whole = reshard(table, P(None, None))
-        looked_up = whole.at[ids].get(out_sharding=P("data", "tensor", None))
+        gathered = reshard(table, P(None, None))
+        looked_up = gathered.at[ids].get(out_sharding=P("data", "tensor", None))
         return (looked_up * x).astype(jnp.float32).sum()
 
-    found = compiled(
+    program = compiled(
         jax.grad(loss),
         mesh,
         ((4096, 1024), P("tensor", "data")),
         ((8, 512, 1024), P("data", "tensor", None)),
     )
-    assert any("reduce-scatter belongs" in w for w in find(found, ("data",)))
+    assert any("reduce-scatter belongs" in w for w in find(program, ("data",)))

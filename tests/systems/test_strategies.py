@@ -63,9 +63,9 @@ def everything(cfg, cluster):
 
 @pytest.fixture(scope="module")
 def legal():
-    found = list(everything(TINY, HOST))
-    assert len(found) > 500
-    return found
+    accepted = list(everything(TINY, HOST))
+    assert len(accepted) > 500
+    return accepted
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +74,7 @@ def outlines(legal):
 
 
 @pytest.fixture(scope="module")
-def found():
+def ranking():
     return strategies.search(TINY, HOST, compiles=False)
 
 
@@ -85,17 +85,17 @@ def proposed(cfg, cluster):
 
 def test_proposals_are_exactly_what_a_run_accepts(legal):
     """A dense model on `expert` runs as on `data`, so that axis is proposed for experts only."""
-    found = proposed(TINY, HOST)
-    assert len(found) == len(set(found))
-    assert set(found) == {c for c in legal if c.mesh.expert == 1}
+    candidates = proposed(TINY, HOST)
+    assert len(candidates) == len(set(candidates))
+    assert set(candidates) == {c for c in legal if c.mesh.expert == 1}
 
 
-def test_the_winner_is_that_of_trying_everything(found, outlines):
+def test_the_winner_is_that_of_trying_everything(ranking, outlines):
     fastest = min(p.estimate.step_s for p in outlines if p.misfit is None)
-    assert found.best.estimate.step_s == fastest and found.best.misfit is None
-    times = [p.estimate.step_s for p in found.ranked]
+    assert ranking.best.estimate.step_s == fastest and ranking.best.misfit is None
+    times = [p.estimate.step_s for p in ranking.ranked]
     assert times == sorted(times) and len(times) == strategies.SHOWN
-    assert found.proposals == len(outlines) and not found.dropped
+    assert ranking.proposals == len(outlines) and not ranking.dropped
 
 
 def test_what_fits_no_device_is_dropped_and_counted(outlines):
@@ -104,22 +104,22 @@ def test_what_fits_no_device_is_dropped_and_counted(outlines):
     room = bounds[len(bounds) // 2]
     card = dataclasses.replace(HOST.card, memory_bytes=aot.RESERVE_BYTES + room)
     small = dataclasses.replace(HOST, card=card)
-    found = strategies.search(TINY, small, compiles=False)
+    ranking = strategies.search(TINY, small, compiles=False)
     fits = [p for p in outlines if memory.bound(p.terms) <= room]
-    assert sum(found.dropped.values()) == len(outlines) - len(fits) > 0
-    assert found.best.estimate.step_s == min(p.estimate.step_s for p in fits)
-    assert "fit no GPU by their bound (largest term: " in plan_report.summary(found)
+    assert sum(ranking.dropped.values()) == len(outlines) - len(fits) > 0
+    assert ranking.best.estimate.step_s == min(p.estimate.step_s for p in fits)
+    assert "fit no GPU by their bound (largest term: " in plan_report.summary(ranking)
 
 
 def test_a_model_that_fits_nowhere_names_the_term(outlines):
     card = dataclasses.replace(HOST.card, memory_bytes=aot.RESERVE_BYTES + 1)
     nowhere = dataclasses.replace(HOST, card=card)
-    found = strategies.search(TINY, nowhere)
+    ranking = strategies.search(TINY, nowhere)
     least = min(memory.bound(p.terms) for p in outlines)
-    terms = found.best.terms
-    assert memory.bound(terms) == least and found.compiled == ()
-    assert found.best.misfit == max(terms, key=terms.get)
-    assert plan_report.verdict(found.best).startswith("DOES NOT FIT")
+    terms = ranking.best.terms
+    assert memory.bound(terms) == least and ranking.compiled == ()
+    assert ranking.best.misfit == max(terms, key=terms.get)
+    assert plan_report.verdict(ranking.best).startswith("DOES NOT FIT")
 
 
 def test_experts_and_nodes_are_proposed_where_they_change_something():
@@ -138,10 +138,10 @@ def test_experts_and_nodes_are_proposed_where_they_change_something():
 
 def test_a_mixture_of_experts_is_searched():
     cfg = dataclasses.replace(run_config(), model=MOE)
-    found = strategies.search(cfg, HOST, compiles=False)
-    for plan in found.ranked:
+    ranking = strategies.search(cfg, HOST, compiles=False)
+    for plan in ranking.ranked:
         plan.cfg.check(plan.step.sizes)
-    assert found.best.misfit is None and found.best.step.load.routed.experts == 8
+    assert ranking.best.misfit is None and ranking.best.step.load.routed.experts == 8
 
 
 def test_nothing_legal_says_what_to_change():
@@ -171,7 +171,7 @@ def pretend(monkeypatch, peaks):
 
 def test_the_best_few_that_fit_are_compiled(monkeypatch):
     tried = pretend(monkeypatch, [1e9, 1.5, 1.5, 1.5])
-    found = strategies.search(TINY, HOST, best=2)
+    ranking = strategies.search(TINY, HOST, best=2)
     # The first needs too much, so what keeps as much is left out, and a third is tried.
     first = strategies.search(TINY, HOST, compiles=False).ranked[0].cfg
     assert tried[0] == first and len(tried) == 3
@@ -179,10 +179,10 @@ def test_the_best_few_that_fit_are_compiled(monkeypatch):
         (c.mesh.pipe > 1, c.train.remat) != (first.mesh.pipe > 1, first.train.remat)
         for c in tried[1:]
     )
-    assert [p.misfit for p in found.compiled] == [None, None, "stash"]
-    assert found.compiled[0].estimate.step_s <= found.compiled[1].estimate.step_s
-    assert found.plans[:2] == found.compiled[:2] and found.best.misfit is None
-    assert found.plans[-1] == found.compiled[-1] and not found.ended
+    assert [p.misfit for p in ranking.compiled] == [None, None, "stash"]
+    assert ranking.compiled[0].estimate.step_s <= ranking.compiled[1].estimate.step_s
+    assert ranking.plans[:2] == ranking.compiled[:2] and ranking.best.misfit is None
+    assert ranking.plans[-1] == ranking.compiled[-1] and not ranking.ended
 
 
 def test_what_needs_more_than_its_bound_is_not_tried(monkeypatch):
@@ -207,16 +207,16 @@ def test_ctrl_c_while_pricing_ranks_what_was_priced():
         if line.startswith("pricing mesh 4 of"):
             raise KeyboardInterrupt
 
-    found = strategies.search(TINY, HOST, compiles=False, tell=stop)
-    assert found.stopped.startswith(f"3 of {len(meshes)} legal meshes are priced, nothing is")
+    ranking = strategies.search(TINY, HOST, compiles=False, tell=stop)
+    assert ranking.stopped.startswith(f"3 of {len(meshes)} legal meshes are priced, nothing is")
     seen = {mesh for mesh, _ in meshes[:3]}
-    assert found.ranked and {p.cfg.mesh for p in found.ranked} <= seen
+    assert ranking.ranked and {p.cfg.mesh for p in ranking.ranked} <= seen
     priced = strategies.price(TINY, HOST, meshes[:3]).fits
-    assert found.best.estimate.step_s == priced[0].step_s and found.proposals == len(priced)
+    assert ranking.best.estimate.step_s == priced[0].step_s and ranking.proposals == len(priced)
     assert told[-1].split(": ")[1].startswith(f"{len(priced)} candidates so far")
-    text = plan_report.search_markdown(found, plan_report.ranking_rows(found, TINY, []))
-    assert f"PARTIAL: Ctrl-C ended the search: {found.stopped}" in text
-    assert plan_report.search_figures(found, [])["stopped"] == found.stopped
+    text = plan_report.search_markdown(ranking, plan_report.ranking_rows(ranking, TINY, []))
+    assert f"PARTIAL: Ctrl-C ended the search: {ranking.stopped}" in text
+    assert plan_report.search_figures(ranking, [])["stopped"] == ranking.stopped
 
     def at_once(line):
         raise KeyboardInterrupt
@@ -251,40 +251,41 @@ def test_ctrl_c_while_compiling_keeps_what_is_compiled(monkeypatch, signalled):
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     began = time.monotonic()
     try:
-        found = strategies.search(TINY, HOST, best=3, tell=tell)
+        ranking = strategies.search(TINY, HOST, best=3, tell=tell)
     finally:
         signal.signal(signal.SIGINT, before)
         free.set()
     assert time.monotonic() - began < 50
-    assert len(found.compiled) == 1 and found.best.cfg == tried[0]
-    assert found.stopped == "all legal meshes are priced, 1 of 3 that fit are compiled"
-    assert len(found.ranked) == strategies.SHOWN and tried[0] not in [p.cfg for p in found.ranked]
+    assert len(ranking.compiled) == 1 and ranking.best.cfg == tried[0]
+    assert ranking.stopped == "all legal meshes are priced, 1 of 3 that fit are compiled"
+    assert len(ranking.ranked) == strategies.SHOWN and tried[0] not in [
+        p.cfg for p in ranking.ranked
+    ]
 
 
 def test_a_row_that_does_not_fit_says_so_first_within_80_columns(monkeypatch):
     pretend(monkeypatch, [1e9, 1.5])
-    found = strategies.search(TINY, HOST, best=1)
+    ranking = strategies.search(TINY, HOST, best=1)
     text = plan_report.search_markdown(
-        found, plan_report.ranking_rows(found, run_config(), ["--preset=nano"])
+        ranking, plan_report.ranking_rows(ranking, run_config(), ["--preset=nano"])
     )
-    ranking = text.split("```")[1].strip("\n").splitlines()
+    lines = text.split("```")[1].strip("\n").splitlines()
     assert max(map(len, text.split("```")[1].splitlines())) < 80
-    (bad,) = [line for line in ranking if "DOES NOT FIT" in line]
-    assert bad.startswith(f"{len(found.plans):2}  DOES NOT FIT (stash)") and ranking[1].startswith(
-        " 1  fits "
-    )
-    told = plan_report.markdown(dataclasses.replace(found.best, misfit="stash")).splitlines()
+    (bad,) = [line for line in lines if "DOES NOT FIT" in line]
+    assert bad.startswith(f"{len(ranking.plans):2}  DOES NOT FIT (stash)")
+    assert lines[1].startswith(" 1  fits ")
+    told = plan_report.markdown(dataclasses.replace(ranking.best, misfit="stash")).splitlines()
     assert told[2].startswith("DOES NOT FIT: needs ")  # before everything else
 
 
-def test_the_report_has_the_table_and_flags_to_paste(found, tmp_path):
-    rows = plan_report.ranking_rows(found, run_config(), ["--preset=nano"])
-    text = plan_report.search_markdown(found, rows)
-    plan_report.write(found.best, tmp_path, text, plan_report.search_figures(found, rows))
-    assert f"{found.proposals:,} candidates on" in (tmp_path / "plan.md").read_text()
+def test_the_report_has_the_table_and_flags_to_paste(ranking, tmp_path):
+    rows = plan_report.ranking_rows(ranking, run_config(), ["--preset=nano"])
+    text = plan_report.search_markdown(ranking, rows)
+    plan_report.write(ranking.best, tmp_path, text, plan_report.search_figures(ranking, rows))
+    assert f"{ranking.proposals:,} candidates on" in (tmp_path / "plan.md").read_text()
     figures = json.loads((tmp_path / "plan.json").read_text())["search"]
     assert figures["label"] == "estimate" and len(figures["rows"]) == strategies.SHOWN
-    for row, plan in zip(figures["rows"], found.plans, strict=True):
+    for row, plan in zip(figures["rows"], ranking.plans, strict=True):
         words = row["flags"].split()
         assert words[0] == "--preset=nano" and "--train.global_batch=6" in words
         pipe = plan.step.sizes["pipe"]
@@ -301,10 +302,10 @@ def test_the_report_has_the_table_and_flags_to_paste(found, tmp_path):
 def test_a_whole_search_of_nano():
     from megajax.training.presets import PRESETS
 
-    found = strategies.search(PRESETS["nano"](), HOST, best=1)
-    assert found.best.compiled is not None and found.best.misfit is None
+    ranking = strategies.search(PRESETS["nano"](), HOST, best=1)
+    assert ranking.best.compiled is not None and ranking.best.misfit is None
     fastest = strategies.search(PRESETS["nano"](), HOST, compiles=False).ranked
-    assert found.best.cfg in [p.cfg for p in fastest]
+    assert ranking.best.cfg in [p.cfg for p in fastest]
 
 
 def test_a_wire_is_searched_beside_runs_without_one():
@@ -312,15 +313,15 @@ def test_a_wire_is_searched_beside_runs_without_one():
     slow = dataclasses.replace(HOST.card, network_bytes_per_s=1e9)
     cluster = dataclasses.replace(HOST, card=slow, hosts=2, gpus_per_host=2)
     cfg = run_config(wire="sdp4bit", exchange__start_step=3, train__global_batch=4)
-    found = proposed(cfg, cluster)
-    kinds = {(c.wire, c.zero, c.mesh.node) for c in found}
+    candidates = proposed(cfg, cluster)
+    kinds = {(c.wire, c.zero, c.mesh.node) for c in candidates}
     assert kinds == {
         ("sdp4bit", "optimizer", 1),
         ("sdp4bit", "optimizer", 2),
         ("none", "full", 1),
         ("none", "optimizer", 1),
     }
-    for one in found:
+    for one in candidates:
         aot.sizes(one, cluster)
         assert one.exchange.start_step == (3 if one.wire == "sdp4bit" else 0)
         once = one.wire != "none" or one.zero == "optimizer"
@@ -330,11 +331,11 @@ def test_a_wire_is_searched_beside_runs_without_one():
 
 def test_a_search_with_a_wire_shows_what_each_row_sends():
     cfg = run_config(wire="zeropp", train__global_batch=8, model__layers=1, train__remat="full")
-    found = strategies.search(cfg, parse_cluster("h100:1x2"), compiles=False)
-    rows = plan_report.ranking_rows(found, run_config(), ["--preset=nano"])
-    text = " ".join(plan_report.search_markdown(found, rows).split())
+    ranking = strategies.search(cfg, parse_cluster("h100:1x2"), compiles=False)
+    rows = plan_report.ranking_rows(ranking, run_config(), ["--preset=nano"])
+    text = " ".join(plan_report.search_markdown(ranking, rows).split())
     assert all(f"; {row['exchange']}" in text for row in rows)
-    for row, plan in zip(rows, found.plans, strict=True):
+    for row, plan in zip(rows, ranking.plans, strict=True):
         assert row["exchange"] == f"wire {plan.cfg.wire}, ZeRO {plan.cfg.zero}"
         assert ("--wire=zeropp" in row["flags"]) == (plan.cfg.wire == "zeropp")
 
@@ -375,7 +376,7 @@ def test_searches_of_random_memories_against_trying_everything(monkeypatch, pric
     """Programs grow by 1 to 3 times their bounds, by kind and by chance, on cards of any size.
 
     What is said to fit does; where a tenth of the memory is to spare for some candidate, one is
-    found, within the tries that are allowed; it is the fastest of all in at least half of the
+    ranking, within the tries that are allowed; it is the fastest of all in at least half of the
     searches.
     """
     bounds, slower = sorted(p.bound for p in priced), []
@@ -414,9 +415,9 @@ def test_only_a_compiled_row_says_that_it_fits(monkeypatch, priced):
     by their bounds, do not. None of these is ranked, and no other row says 'fits'."""
     room = 1.8 * sorted(p.bound for p in priced)[len(priced) // 2]
     tried = grown(monkeypatch, lambda cfg, bound: 1.8)
-    found = strategies.search(TINY, card_with(room), best=2)
-    rows = plan_report.ranking_rows(found, TINY, [])
-    for plan, row in zip(found.plans, rows, strict=True):
+    ranking = strategies.search(TINY, card_with(room), best=2)
+    rows = plan_report.ranking_rows(ranking, TINY, [])
+    for plan, row in zip(ranking.plans, rows, strict=True):
         assert plan.fits == (row["fits"] == "fits")
         assert (row["fits"] == "not compiled") == (row["needed_is"] != "compiled")
         if plan.misfit:
@@ -430,9 +431,9 @@ def test_only_a_compiled_row_says_that_it_fits(monkeypatch, priced):
             assert "needs at least" in said
     assert {row["needed_is"] for row in rows} >= {"compiled", "expected"}
     too_large = sum(p.bound <= room < 1.8 * p.bound for p in priced)
-    assert 0 < too_large == found.unlikely
-    text = plan_report.summary(found)
-    assert f"{len(tried)} were compiled, of which 2 fit. {found.unlikely:,} that fit by" in text
+    assert 0 < too_large == ranking.unlikely
+    text = plan_report.summary(ranking)
+    assert f"{len(tried)} were compiled, of which 2 fit. {ranking.unlikely:,} that fit by" in text
 
 
 def test_loss_chunks_that_are_left_open_are_chosen_before_the_bound_drops_a_candidate():
@@ -468,19 +469,19 @@ def test_loss_chunks_that_are_left_open_are_chosen_before_the_bound_drops_a_cand
 def test_a_search_in_vain_says_how_many_it_compiled(monkeypatch):
     """Every program needs more than the card has, and the tries are bounded."""
     tried = grown(monkeypatch, lambda cfg, bound: HOST.card.memory_bytes / bound * (1 + len(tried)))
-    found = strategies.search(TINY, HOST, best=1)
-    assert not found.best.fits and 0 < len(tried) <= strategies.MOST_MISFITS
-    text = plan_report.summary(found)
+    ranking = strategies.search(TINY, HOST, best=1)
+    assert not ranking.best.fits and 0 < len(tried) <= strategies.MOST_MISFITS
+    text = plan_report.summary(ranking)
     assert f"{len(tried)} were compiled, of which 0 fit" in text
-    assert f"The search ended early: {found.ended}." in text
+    assert f"The search ended early: {ranking.ended}." in text
 
 
 def test_gpus_that_the_compiler_does_not_know_are_ranked_without_it():
-    found = strategies.search(TINY, parse_cluster("l4:1x8"), best=1)
-    assert found.ended == "programs cannot be compiled for L4" and not found.compiled
-    rows = plan_report.ranking_rows(found, TINY, [])
+    ranking = strategies.search(TINY, parse_cluster("l4:1x8"), best=1)
+    assert ranking.ended == "programs cannot be compiled for L4" and not ranking.compiled
+    rows = plan_report.ranking_rows(ranking, TINY, [])
     assert {(row["fits"], row["needed_is"]) for row in rows} == {("not compiled", "bound")}
-    assert "The search ended early: programs cannot be" in plan_report.summary(found)
+    assert "The search ended early: programs cannot be" in plan_report.summary(ranking)
 
 
 def test_attention_of_other_gpus_is_compiled_for_an_h100():
@@ -488,7 +489,7 @@ def test_attention_of_other_gpus_is_compiled_for_an_h100():
     cfg = run_config(train__dtype="bfloat16", train__attention="auto")
     for kind, place in (("h200", "H200"), ("a100", "H100"), ("b200", "H100"), ("l4", "H100")):
         cluster = parse_cluster(f"{kind}:2x4")
-        found = aot.compiled_in_place(cfg, cluster)
-        assert (found.card.name, found.devices) == (place, 8)
+        chosen = aot.compiled_in_place(cfg, cluster)
+        assert (chosen.card.name, chosen.devices) == (place, 8)
         plain = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, attention="xla"))
         assert aot.compiled_in_place(plain, cluster) == cluster

@@ -46,15 +46,15 @@ def seconds(record: OpRecord, device: DeviceCard, efficiency: float = 0.8) -> fl
 def programs(count: int, seed: int) -> list[OpRecord]:
     """Returns products and element-wise passes of random sizes."""
     rng = np.random.default_rng(seed)
-    found = []
+    records = []
     for place in range(count):
         m, n, k = (int(x) for x in np.exp(rng.uniform(np.log(64), np.log(4096), 3)))
         batch = int(np.exp(rng.uniform(0, np.log(64)))) if place % 3 == 1 else 1
         if place % 3 == 2:
-            found.append(rowwise(("add",), 8 * m, n, 2, "float32"))
+            records.append(rowwise(("add",), 8 * m, n, 2, "float32"))
         else:
-            found.append(product(batch, m, n, k, "float32"))
-    return found
+            records.append(product(batch, m, n, k, "float32"))
+    return records
 
 
 def dataset(names: tuple[str, ...], count: int, seed: int, efficiency: float = 0.8) -> Dataset:

@@ -12,6 +12,6 @@ def test_the_discrepancy_is_that_of_the_moments():
     for k in (2, 3, 4, 5):
         apart = np.mean((one - one.mean(0)) ** k, 0) - np.mean((other - other.mean(0)) ** k, 0)
         want += np.linalg.norm(apart) / 2**k
-    found = network.discrepancy(one.astype(np.float32), other.astype(np.float32))
-    np.testing.assert_allclose(found, want, rtol=1e-4)
+    discrepancy = network.discrepancy(one.astype(np.float32), other.astype(np.float32))
+    np.testing.assert_allclose(discrepancy, want, rtol=1e-4)
     assert network.discrepancy(one.astype(np.float32), one.astype(np.float32)) < 1e-6

@@ -59,14 +59,16 @@ KERNELS = [
 @pytest.mark.parametrize("kernel", KERNELS, ids=lambda k: f"{k.name}-{k.shape}")
 def test_the_records_of_an_operation_have_its_work_and_traffic(kernel):
     op = Op("input", kernel, dtypes=("bfloat16",))
-    found = records_of(op)
-    products = sum(r.flops for r in found if r.kind in ("product", "batched_product", "attention"))
+    launched = records_of(op)
+    products = sum(
+        r.flops for r in launched if r.kind in ("product", "batched_product", "attention")
+    )
     assert products == pytest.approx(kernel.flops)
-    assert all(r.dtype == "bfloat16" for r in found)
-    if len(found) == 1:
-        assert found[0].nbytes == pytest.approx(op.nbytes)
+    assert all(r.dtype == "bfloat16" for r in launched)
+    if len(launched) == 1:
+        assert launched[0].nbytes == pytest.approx(op.nbytes)
     else:  # inner arrays are written and read again
-        assert sum(r.nbytes for r in found) > op.nbytes
+        assert sum(r.nbytes for r in launched) > op.nbytes
 
 
 def test_an_operation_is_asked_once_a_card():

@@ -33,8 +33,8 @@ def test_rows_are_chosen_by_indices_masks_and_slices():
 
 
 def test_duplicates_are_rows_of_one_program_on_one_device():
-    kept = example().without_duplicates()
-    assert kept.devices == ["one", "one", "two"] and np.isnan(kept.seconds[2])
+    unique = example().without_duplicates()
+    assert unique.devices == ["one", "one", "two"] and np.isnan(unique.seconds[2])
     # The median of what its rows have; an unknown time counts for nothing.
     data = example()
     three = data[np.array([0, 2, 0, 3])]
@@ -80,8 +80,8 @@ def test_damaged_files_are_refused(tmp_path):
     with pytest.raises(UserError, match="does not exist"):
         Dataset.load(path)
     example().save(path)
-    whole = path.read_bytes()
-    for text in (b"", b"no archive", whole[: len(whole) // 2], whole[:300] + whole[400:]):
+    content = path.read_bytes()
+    for text in (b"", b"no archive", content[: len(content) // 2], content[:300] + content[400:]):
         path.write_bytes(text)
         with pytest.raises(UserError, match="damaged"):
             Dataset.load(path)

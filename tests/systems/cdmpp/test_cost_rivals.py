@@ -19,8 +19,8 @@ def test_a_fitted_roofline_finds_the_terms_of_a_linear_device():
         seconds = [3e-6 + 1.4 * r.nbytes / cards[name].memory_bytes_per_s for r in records]
         return Dataset(records, np.array(seconds), [name] * len(records), cards)
 
-    found = rivals.fitted_roofline(data("a"))(data("b"))
-    np.testing.assert_allclose(found, data("b").seconds, rtol=1e-6)
+    predicted = rivals.fitted_roofline(data("a"))(data("b"))
+    np.testing.assert_allclose(predicted, data("b").seconds, rtol=1e-6)
 
 
 @pytest.mark.parametrize(

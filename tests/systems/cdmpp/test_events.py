@@ -65,16 +65,16 @@ ENTRY %main (x: f32[8,8]) -> f32[8,8] {
 
 
 def test_each_kernel_of_a_gpu_counts_once(tmp_path):
-    found = read(written(tmp_path, TRACE))
-    assert set(found) == {"jit_program0"} and set(found["jit_program0"]) == {"loop_add_fusion.3"}
-    assert found["jit_program0"]["loop_add_fusion.3"] == pytest.approx([2e-6, 3e-6])
+    events = read(written(tmp_path, TRACE))
+    assert set(events) == {"jit_program0"} and set(events["jit_program0"]) == {"loop_add_fusion.3"}
+    assert events["jit_program0"]["loop_add_fusion.3"] == pytest.approx([2e-6, 3e-6])
 
 
 def traced(number, *, is_end=False, name=""):
-    own = f"stats {{ metadata_id: {3 + is_end} uint64_value: {number} }}"
+    stat = f"stats {{ metadata_id: {3 + is_end} uint64_value: {number} }}"
     ops = {"dot": 5, "add": 6}
     names = f"stats {{ metadata_id: 1 ref_value: {ops[name]} }}" if name else ""
-    return own if is_end else f"{names} stats {{ metadata_id: 2 ref_value: 7 }} {own}"
+    return stat if is_end else f"{names} stats {{ metadata_id: 2 ref_value: 7 }} {stat}"
 
 
 @pytest.fixture
@@ -89,8 +89,8 @@ def cpu_events():
 
 def test_work_in_the_background_is_done_when_its_result_is_read(tmp_path, cpu_events):
     folder = written(tmp_path, CPU_TRACE.format(**cpu_events))
-    found = read(folder, {"jit_f": TEXT})["jit_f"]
-    assert found == {"dot": pytest.approx([30e-6]), "add": pytest.approx([10e-6])}
+    events = read(folder, {"jit_f": TEXT})["jit_f"]
+    assert events == {"dot": pytest.approx([30e-6]), "add": pytest.approx([10e-6])}
 
 
 def test_work_that_the_trace_does_not_see_end_has_no_time(tmp_path, cpu_events):
@@ -103,8 +103,8 @@ def test_work_that_the_trace_does_not_see_end_has_no_time(tmp_path, cpu_events):
 def test_work_that_shared_the_processors_has_no_time(tmp_path, cpu_events):
     other = TEXT.replace("add(%bitcast, %x)", "add(%x, %x)")  # 10 of the product's 42 us
     folder = written(tmp_path, CPU_TRACE.format(**cpu_events))
-    found = read(folder, {"jit_f": other})["jit_f"]
-    assert found == {"dot": [float("inf")], "add": pytest.approx([10e-6])}
+    events = read(folder, {"jit_f": other})["jit_f"]
+    assert events == {"dot": [float("inf")], "add": pytest.approx([10e-6])}
 
 
 def test_a_loop_does_not_share_the_processors_with_what_is_in_it(tmp_path, cpu_events):
@@ -117,13 +117,13 @@ def test_a_sort_has_the_time_of_all_its_work():
     """With any number of processors, XLA sorts rows in the background, after it copied them."""
     x = jnp.sin(jnp.arange(2.0**18)).reshape(256, 1024)
     for _ in range(3):  # on a busy machine a measurement may have no time that can be believed
-        (found,) = measure([Program(0, "sort", lambda x: jnp.sort(x, -1), (x,))])
-        if found.records:
+        (timed,) = measure([Program(0, "sort", lambda x: jnp.sort(x, -1), (x,))])
+        if timed.records:
             break
-    (record,) = found.records
+    (record,) = timed.records
     assert record.kind == "sort"
     # Its own events, with the copy, say 20 % of the call on one processor and 40 to 50 % on two.
-    assert 0.8 * found.wall.min() < found.halves.min() < 1.5 * found.wall.max()
+    assert 0.8 * timed.wall.min() < timed.halves.min() < 1.5 * timed.wall.max()
 
 
 def test_a_file_that_is_no_profile_is_refused_by_name(tmp_path):

@@ -55,10 +55,10 @@ def test_products_of_an_unseen_device_take_less_of_their_neighbours():
     """And of those near in compute capability; other kinds of those near in power as well."""
     kinds = np.array([KINDS.index(k) for k in ("fusion", "product", "batched_product", "copy")])
     known = [named("Tesla T4"), named("NVIDIA A100-PCIE-40GB"), named("Tesla P4")]
-    found = calibration.blend(named("NVIDIA L4"), known, kinds)
-    np.testing.assert_allclose(found.sum(1), [1, 0.5, 0.5, 1])
-    assert np.argmax(found, 1).tolist() == [0, 1, 1, 0]
-    np.testing.assert_allclose(found[1], found[2])
+    weights = calibration.blend(named("NVIDIA L4"), known, kinds)
+    np.testing.assert_allclose(weights.sum(1), [1, 0.5, 0.5, 1])
+    assert np.argmax(weights, 1).tolist() == [0, 1, 1, 0]
+    np.testing.assert_allclose(weights[1], weights[2])
     unknown = calibration.blend(named("a CPU"), known, kinds)
     np.testing.assert_allclose(unknown, np.array([[1], [0.5], [0.5], [1]]) * np.full(3, 1 / 3))
 
@@ -77,32 +77,32 @@ def test_the_twin_of_a_gpu_has_the_same_chip():
 
 def test_errors_grow_with_the_distance_kind_by_kind():
     few = np.full(len(KINDS), np.nan)
-    own, away = few.copy(), few.copy()
-    own[0], away[0], away[1] = 0.1, 0.2, 0.4
-    found = calibration.Errors(0.5, own).plus(calibration.Errors(0.3, away), 2.0)
+    known, away = few.copy(), few.copy()
+    known[0], away[0], away[1] = 0.1, 0.2, 0.4
+    errors = calibration.Errors(0.5, known).plus(calibration.Errors(0.3, away), 2.0)
     kinds = np.array([0, 1, 2])
-    np.testing.assert_allclose(found.of(kinds), [0.1 + 0.4, 0.5 + 0.8, 0.5 + 0.6])
+    np.testing.assert_allclose(errors.of(kinds), [0.1 + 0.4, 0.5 + 0.8, 0.5 + 0.6])
 
 
 def test_nine_in_ten_scores_are_within_the_scale():
     rng = np.random.default_rng(0)
     kinds = np.repeat([0, 1], [500, 10])
     score = rng.exponential(size=510)
-    found = calibration.Errors.of_scores(score, kinds)
-    inside = (score <= found.of(kinds))[:500].mean()
+    errors = calibration.Errors.of_scores(score, kinds)
+    inside = (score <= errors.of(kinds))[:500].mean()
     assert 0.9 <= inside < 0.91
-    assert np.isnan(found.kinds[1])  # ten rows are too few for a scale of their own
+    assert np.isnan(errors.kinds[1])  # ten rows are too few for a scale of their own
 
 
 def test_one_odd_device_does_not_set_the_band_of_all():
     few = np.full(len(KINDS), np.nan)
     parts = []
     for every, kind in ((0.1, 0.2), (0.2, np.nan), (3.0, 0.3)):
-        own = few.copy()
-        own[0] = kind
-        parts.append(calibration.Errors(every, own))
-    found = calibration.Errors.typical(parts)
-    np.testing.assert_allclose(found.of(np.array([0, 1])), [0.25, 0.2])
+        of_kind = few.copy()
+        of_kind[0] = kind
+        parts.append(calibration.Errors(every, of_kind))
+    errors = calibration.Errors.typical(parts)
+    np.testing.assert_allclose(errors.of(np.array([0, 1])), [0.25, 0.2])
 
 
 def test_few_rows_scale_the_errors_of_all_kinds_by_one_factor():
@@ -112,5 +112,5 @@ def test_few_rows_scale_the_errors_of_all_kinds_by_one_factor():
     kinds = np.array([0] * 8 + [1] * 30)
     score = np.where(kinds == 0, 0.3, 1.2)  # three times what is known of both
     score[-1] = 9.0  # one in ten may be outside
-    found = known.rescaled(score, kinds)
-    np.testing.assert_allclose(found.of(np.array([0, 1, 2])), [0.3, 1.2, 0.6])
+    errors = known.rescaled(score, kinds)
+    np.testing.assert_allclose(errors.of(np.array([0, 1, 2])), [0.3, 1.2, 0.6])

@@ -105,8 +105,8 @@ def test_damaged_folders_are_refused(folder):
         with pytest.raises(UserError, match=message):
             neusight.load(folder, devices="GPU A")
     file.write_text(LINEAR)
-    whole = (folder / "collect" / "bmm_a.csv.gz").read_bytes()
-    for broken in (whole[:60], whole[:40] + bytes([whole[40] ^ 255]) + whole[41:]):
+    content = (folder / "collect" / "bmm_a.csv.gz").read_bytes()
+    for broken in (content[:60], content[:40] + bytes([content[40] ^ 255]) + content[41:]):
         (folder / "collect" / "bmm_a.csv.gz").write_bytes(broken)
         with pytest.raises(UserError, match="damaged"):
             neusight.load(folder, devices="GPU A")

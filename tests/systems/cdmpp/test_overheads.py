@@ -47,14 +47,14 @@ def test_counts_of_nested_loops():
 def test_a_fit_finds_the_overheads_that_made_the_calls():
     rng = np.random.default_rng(0)
     true = Overheads(4e-5, 1e-6, 2e-6, 5e-6)
-    found = [Counts(int(a), float(b), float(c)) for a, b, c in rng.integers(1, 90, (40, 3))]
+    programs = [Counts(int(a), float(b), float(c)) for a, b, c in rng.integers(1, 90, (40, 3))]
     computed = rng.uniform(1e-5, 1e-3, 40)
-    walls = [s + true.of(one) for s, one in zip(computed, found, strict=True)]
-    fitted = Overheads.fit(found, computed, walls)
+    walls = [s + true.of(one) for s, one in zip(computed, programs, strict=True)]
+    fitted = Overheads.fit(programs, computed, walls)
     for name in ("call_s", "array_s", "launch_s", "turn_s"):
         assert getattr(fitted, name) == pytest.approx(getattr(true, name), rel=1e-6)
     # A call that is shorter than its parts gives no negative overhead.
-    assert Overheads.fit(found, [2 * w for w in walls], walls) == Overheads()
+    assert Overheads.fit(programs, [2 * w for w in walls], walls) == Overheads()
     with pytest.raises(UserError, match="none"):
         Overheads.fit([], [], [])
 

@@ -126,6 +126,6 @@ def test_no_time_rises_with_a_better_card_at_its_power_limit():
 
 def test_the_floor_and_the_times_are_joined_by_a_smooth_maximum():
     floor, times = np.log([1.0, 1.0, 3.0]), np.log([1.0, 5.0, 1e-6])
-    found = np.exp(network.above(floor, times, np))
-    assert np.all(found >= np.exp(np.maximum(floor, times)) * (1 - 1e-12))
-    np.testing.assert_allclose(found, [2 ** (1 / 8), 5.0, 3.0], rtol=1e-5)
+    seconds = np.exp(network.above(floor, times, np))
+    assert np.all(seconds >= np.exp(np.maximum(floor, times)) * (1 - 1e-12))
+    np.testing.assert_allclose(seconds, [2 ** (1 / 8), 5.0, 3.0], rtol=1e-5)

@@ -44,11 +44,11 @@ def test_new_programs_and_a_new_device_are_predicted(fitted):
 def test_adapting_learns_what_the_card_does_not_say(fitted):
     slow = known_gpu.dataset(("largest",), 150, seed=2, efficiency=0.4)
     rows = choose(slow, 32, seed=0)
-    rest = np.setdiff1d(np.arange(len(slow)), rows)
+    unread = np.setdiff1d(np.arange(len(slow)), rows)
     adapted = fitted.adapt(slow[rows])
-    before, after = error(fitted, slow[rest]), error(adapted, slow[rest])
+    before, after = error(fitted, slow[unread]), error(adapted, slow[unread])
     assert after < 0.15 and after < before / 2
-    assert error(fitted, slow[rest]) == before  # the old predictor stays
+    assert error(fitted, slow[unread]) == before  # the old predictor stays
     old = known_gpu.dataset(("wide",), 50, seed=3)
     assert error(adapted, old) == error(fitted, old)
 
@@ -80,10 +80,10 @@ def test_the_numbers_of_a_card_count_and_not_its_name(fitted):
     for predictor in (fitted, fitted.adapt(known_gpu.dataset(("largest",), 12, seed=6)), shipped):
         for card in (known_gpu.CARDS["largest"], CARDS["H100"], CARDS["L4"], bare):
             renamed = [dataclasses.replace(card, name=name) for name in names]
-            found = [predictor.predict(records, one) for one in renamed]
-            for one, (seconds, sigma) in zip(renamed, found, strict=True):
-                np.testing.assert_array_equal(seconds, found[0][0])
-                np.testing.assert_array_equal(sigma, found[0][1])
+            predictions = [predictor.predict(records, one) for one in renamed]
+            for one, (seconds, sigma) in zip(renamed, predictions, strict=True):
+                np.testing.assert_array_equal(seconds, predictions[0][0])
+                np.testing.assert_array_equal(sigma, predictions[0][1])
                 assert predictor.basis(one).startswith(f"There are no rows of {one.name}: it is")
     weaker = dataclasses.replace(CARDS["H100"], power_w=350.0)
     assert np.any(shipped.predict(records, weaker)[0] > shipped.predict(records, CARDS["H100"])[0])
@@ -95,7 +95,7 @@ def test_the_numbers_of_a_card_count_and_not_its_name(fitted):
 
 def odd_programs() -> list:
     """Sizes around tiles, tiny and huge ones: where a time jumps."""
-    found = [
+    asked = [
         product(b, m, n, k, "float32")
         for b, m, n, k in (
             (1, 1, 1, 1),
@@ -106,8 +106,8 @@ def odd_programs() -> list:
             (109, 128, 128, 2048),
         )
     ]
-    found += [rowwise(("add",), rows, 256, 2, "float32") for rows in (1, 1000, 10**6)]
-    return found + known_gpu.programs(60, seed=5)
+    asked += [rowwise(("add",), rows, 256, 2, "float32") for rows in (1, 1000, 10**6)]
+    return asked + known_gpu.programs(60, seed=5)
 
 
 @pytest.mark.filterwarnings("ignore::megajax.systems.cdmpp.FarFromTraining")
@@ -159,8 +159,8 @@ def test_a_file_gives_the_same_predictions(fitted, tmp_path):
             strict=True,
         ):
             np.testing.assert_array_equal(one, other)
-    whole = path.read_bytes()
-    for text in (b"", whole[: len(whole) // 2], whole[:2000] + b"0" * 50 + whole[2050:]):
+    content = path.read_bytes()
+    for text in (b"", content[: len(content) // 2], content[:2000] + b"0" * 50 + content[2050:]):
         path.write_bytes(text)
         with pytest.raises(UserError, match="damaged"):
             Predictor.load(path)
@@ -266,9 +266,9 @@ def clusters(counts: tuple, width: float | tuple, seed: int) -> tuple[Dataset, n
     rng = np.random.default_rng(seed)
     records, labels = [], np.repeat(np.arange(len(counts)), counts)
     for label in labels.tolist():
-        here = width if isinstance(width, float) else width[label]
+        spread = width if isinstance(width, float) else width[label]
         batch, *sizes = SHAPES[label]
-        sizes = np.round(sizes * np.exp(rng.uniform(-here, here, 3))).astype(int).tolist()
+        sizes = np.round(sizes * np.exp(rng.uniform(-spread, spread, 3))).astype(int).tolist()
         records.append(product(batch, *sizes, "float32"))
     order = rng.permutation(len(labels))
     unknown, names = np.full(len(labels), np.nan), ["wide"] * len(labels)
@@ -342,6 +342,6 @@ def test_kernels_of_unseen_gpus_are_predicted():
             zero.append(error(predictor, test))
             for seed in range(3):
                 rows = choose(test, 32, seed=seed)
-                rest = np.setdiff1d(np.arange(len(test)), rows)
-                few.append(error(predictor.adapt(test[rows]), test[rest]))
+                unread = np.setdiff1d(np.arange(len(test)), rows)
+                few.append(error(predictor.adapt(test[rows]), test[unread]))
         assert np.mean(zero) <= without and np.mean(few) <= with_rows, (op, zero, few)

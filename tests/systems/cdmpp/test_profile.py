@@ -72,10 +72,12 @@ def test_a_loop_is_timed_by_execution(measured):
 
 def test_a_small_loop_has_no_times_of_its_parts(measured):
     """XLA compiles it into one function: the profiler has no event for what is inside."""
-    found = ready(measured[3].program)
-    assert "xla_cpu_small_call" in found.text
-    whole, outside = records(found.compiled), found.records
-    assert [r.executions for r in whole if r not in outside] and len(outside) < len(whole)
+    compiled = ready(measured[3].program)
+    assert "xla_cpu_small_call" in compiled.text
+    every_record, outside = records(compiled.compiled), compiled.records
+    assert [r.executions for r in every_record if r not in outside] and len(outside) < len(
+        every_record
+    )
     assert {r.executions for r in outside} <= {1.0}
 
 
@@ -129,18 +131,20 @@ def test_a_loop_that_values_stop_is_timed_by_the_turns_that_were_seen():
     # 1, 2, 4, 8: three turns of a product with twice the identity.
     args = jnp.ones((64, 64), jnp.float32), 2 * jnp.eye(64, dtype=jnp.float32)
     with pytest.warns(UserWarning, match="how often the loop"):
-        (found,) = measure([Program(7, "open", run, args)])
-    assert [r.executions for r in found.records if r.kind == "product"] == [3]
+        (timed,) = measure([Program(7, "open", run, args)])
+    assert [r.executions for r in timed.records if r.kind == "product"] == [3]
 
 
 def test_labels_keep_both_halves_and_mark_rows_that_disagree(tmp_path):
-    found = labels()
-    assert found.dataset.seconds.tolist() == [1e-5, 2e-5]
-    np.testing.assert_allclose(found.disagreement, [0.05, 0.5])
-    assert found.is_marked.tolist() == [False, True]
-    assert found.noise == pytest.approx({"noise_mean": 0.275, "noise_median": 0.275, "marked": 0.5})
-    both = Labels.joined([found, labels(family="norm")])
-    second = both.of_rows(np.arange(len(found.halves), len(both.halves)))
+    labelled = labels()
+    assert labelled.dataset.seconds.tolist() == [1e-5, 2e-5]
+    np.testing.assert_allclose(labelled.disagreement, [0.05, 0.5])
+    assert labelled.is_marked.tolist() == [False, True]
+    assert labelled.noise == pytest.approx(
+        {"noise_mean": 0.275, "noise_median": 0.275, "marked": 0.5}
+    )
+    both = Labels.joined([labelled, labels(family="norm")])
+    second = both.of_rows(np.arange(len(labelled.halves), len(both.halves)))
     assert set(second.families) == {"norm"} and len(second.dataset) == len(second.halves)
     np.testing.assert_array_equal(second.dataset.seconds, second.halves.min(1))
     both.save(tmp_path / "labels.npz")
@@ -149,12 +153,12 @@ def test_labels_keep_both_halves_and_mark_rows_that_disagree(tmp_path):
     assert again.programs.tolist() == [3] * 4
     np.testing.assert_array_equal(again.halves, both.halves)
     np.testing.assert_array_equal(again.walls, both.walls)
-    assert Dataset.load(tmp_path / "labels.npz").records[1].hash == found.dataset.records[1].hash
+    assert Dataset.load(tmp_path / "labels.npz").records[1].hash == labelled.dataset.records[1].hash
 
 
 def test_files_that_hold_no_labels_are_refused(tmp_path):
-    found = labels()
-    found.dataset.save(tmp_path / "plain.npz")
+    labelled = labels()
+    labelled.dataset.save(tmp_path / "plain.npz")
     with pytest.raises(UserError, match="no family"):
         Labels.load(tmp_path / "plain.npz")
     (tmp_path / "cut.npz").write_bytes((tmp_path / "plain.npz").read_bytes()[:200])
@@ -166,14 +170,14 @@ def test_files_that_hold_no_labels_are_refused(tmp_path):
 
 def test_no_row_beats_a_raised_card():
     # The second row takes longer than the card's floor, the first less: 1,024 FLOPs in 1 ns.
-    found = labels(((1e-9, 1e-9), (2e-5, 2e-5))).with_raised_cards()
-    card = found.dataset.cards["a CPU"]
-    rows = zip(found.dataset.records, found.dataset.seconds, strict=True)
+    raised = labels(((1e-9, 1e-9), (2e-5, 2e-5))).with_raised_cards()
+    card = raised.dataset.cards["a CPU"]
+    rows = zip(raised.dataset.records, raised.dataset.seconds, strict=True)
     assert all(record.floor_s(card) <= seconds * (1 + 1e-12) for record, seconds in rows)
     assert card.flops["float32"] == pytest.approx(1.024e12)
     assert labels().with_raised_cards().dataset.cards["a CPU"] == CPU
-    assert CARDS["H100"].name not in found.dataset.cards
-    assert (labels(((1e-9, 1e-9), (2e-5, 2e-5))).below_floor, found.below_floor) == (0.5, 0.0)
+    assert CARDS["H100"].name not in raised.dataset.cards
+    assert (labels(((1e-9, 1e-9), (2e-5, 2e-5))).below_floor, raised.below_floor) == (0.5, 0.0)
 
 
 def test_programs_are_drawn_by_number():
@@ -215,8 +219,8 @@ def test_pieces_that_are_too_large_together_are_refused_before_all_take_memory(m
     monkeypatch.setattr(families, "LARGEST", 1000)
     drawn = []
 
-    def piece(mine):
-        drawn.append(mine.floats(100))
+    def piece(draw):
+        drawn.append(draw.floats(100))
         return jnp.abs, (drawn[-1],)
 
     rng = np.random.default_rng(0)  # picks the largest number of pieces
@@ -228,9 +232,9 @@ def test_pieces_that_are_too_large_together_are_refused_before_all_take_memory(m
 
 
 def test_a_third_of_the_sizes_are_powers_of_two():
-    mine = families.Draw(np.random.default_rng(0), 1.0)
-    sizes = np.array([mine.size(100, 1000) for _ in range(1000)])
-    multiples = np.array([mine.size(100, 1000, 16) for _ in range(1000)])
+    draw = families.Draw(np.random.default_rng(0), 1.0)
+    sizes = np.array([draw.size(100, 1000) for _ in range(1000)])
+    multiples = np.array([draw.size(100, 1000, 16) for _ in range(1000)])
     assert 64 <= sizes.min() and sizes.max() <= 1024 and (multiples % 16 == 0).all()
     share = np.mean(sizes & (sizes - 1) == 0)
     assert families.POWERS - 0.05 < share < families.POWERS + 0.05
@@ -238,8 +242,8 @@ def test_a_third_of_the_sizes_are_powers_of_two():
 
 def test_a_mixture_is_the_same_each_time_and_has_many_kinds_of_operations():
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        found = [families.program(0, ("mixture",), seed=5) for _ in range(2)]
-        texts = [jax.jit(one.function).lower(*one.args).as_text() for one in found]
+        mixtures = [families.program(0, ("mixture",), seed=5) for _ in range(2)]
+        texts = [jax.jit(one.function).lower(*one.args).as_text() for one in mixtures]
     assert texts[0] == texts[1]
     for word in ("transpose", "slice", "reduce", "while", "concatenate", "dot_general", "pad"):
         assert f"stablehlo.{word}" in texts[0], word
@@ -249,8 +253,10 @@ def test_files_of_one_device_are_read_together(tmp_path):
     records = [product(1, 8 * i, 8, 8, "float32") for i in (1, 2, 3)]
     card = DeviceCard("here", {"float32": 1e11}, 10**10, 1e9, 0, 0)
     faster = dataclasses.replace(card, flops={"float32": 9e10}, memory_bytes_per_s=2e10)
-    for name, mine, family in (("a", card, "mlp"), ("b", faster, "mixture")):
-        data = Dataset(records, np.full(3, 1e-3), ["here"] * 3, {"here": mine}, {"date": name})
+    for name, measured_card, family in (("a", card, "mlp"), ("b", faster, "mixture")):
+        data = Dataset(
+            records, np.full(3, 1e-3), ["here"] * 3, {"here": measured_card}, {"date": name}
+        )
         pairs = np.full((3, 2), 1e-3)
         Labels(data, np.array([family] * 3), np.array([0, 0, 4]), pairs, pairs).save(
             tmp_path / f"{name}.npz"
@@ -258,8 +264,8 @@ def test_files_of_one_device_are_read_together(tmp_path):
     both = Labels.together([tmp_path / "a.npz", tmp_path / "b.npz"])
     assert both.programs.tolist() == [0, 0, 4, 5, 5, 9]
     assert both.families.tolist() == ["mlp"] * 3 + ["mixture"] * 3
-    [found] = both.dataset.cards.values()
-    assert found == card  # of the first file
+    [joined_card] = both.dataset.cards.values()
+    assert joined_card == card  # of the first file
     facts = both.dataset.facts
     assert facts["date"] == "a" and [part["date"] for part in facts["parts"]] == ["a", "b"]
     alone = Labels.together([tmp_path / "b.npz"])

@@ -72,11 +72,11 @@ def test_the_schedule_has_all_launches_in_their_order():
         "late",
         "still",
     ]
-    found = {one.record.name: one for one in launches}
-    assert found["inner"].record.executions == found["reduced"].record.executions == 5
-    assert found["gather-start"].starts == "gather-start"
-    assert found["after"].after == ("gather-start",)
-    assert found["sync-start"].starts == found["reduced"].starts == ""
+    by_name = {one.record.name: one for one in launches}
+    assert by_name["inner"].record.executions == by_name["reduced"].record.executions == 5
+    assert by_name["gather-start"].starts == "gather-start"
+    assert by_name["after"].after == ("gather-start",)
+    assert by_name["sync-start"].starts == by_name["reduced"].starts == ""
 
 
 def test_an_async_collective_hides_beside_what_stands_before_its_done():
@@ -84,26 +84,28 @@ def test_an_async_collective_hides_beside_what_stands_before_its_done():
     # first 1, then beside 3 next to the gather of 4: 1 s waits. after 1, inner 1, reduced 2 waits,
     # sync-start 2 waits though late stands before its done, late 1, still 0.
     seconds = of(launches, beside=3.0, gather_start=4.0, reduced=2.0, sync_start=2.0, still=0.0)
-    found = replay(tasks(launches, seconds))
-    assert found.seconds == 1 + 4 + 1 + 1 + 2 + 2 + 1
-    assert found.exposed_s == 1 + 2 + 2
+    replayed = replay(tasks(launches, seconds))
+    assert replayed.seconds == 1 + 4 + 1 + 1 + 2 + 2 + 1
+    assert replayed.exposed_s == 1 + 2 + 2
     hidden = of(launches, beside=5.0, gather_start=4.0, reduced=0.0, sync_start=0.0, still=0.0)
     assert replay(tasks(launches, hidden)).exposed_s == 0
 
 
 def test_times_of_collectives_are_those_of_their_groups():
-    found = predict(TEXT, CLUSTER)
-    rows = {record.name: seconds for record, seconds, _ in found.rows}
+    step_time = predict(TEXT, CLUSTER)
+    rows = {record.name: seconds for record, seconds, _ in step_time.rows}
     gathered = collective_time("all-gather", 16.0 * MIB, Group(8, 2), CLUSTER)
     assert rows["gather-start"] == pytest.approx(gathered)
     inside = collective_time("all-reduce", 1.0 * MIB, Group(8, 1), CLUSTER)
     assert rows["reduced"] == pytest.approx(5 * inside)
     assert rows["still"] == 0
-    assert found.communication_s == pytest.approx(2 * gathered + 5 * inside)
-    assert found.seconds <= found.compute_s + found.communication_s + 1e-12
-    assert found.exposed_s == pytest.approx(found.seconds - found.compute_s)
-    assert sum(by_kind(found).values()) == pytest.approx(found.compute_s + found.communication_s)
-    assert list(by_kind(found))[0] == "collective"
+    assert step_time.communication_s == pytest.approx(2 * gathered + 5 * inside)
+    assert step_time.seconds <= step_time.compute_s + step_time.communication_s + 1e-12
+    assert step_time.exposed_s == pytest.approx(step_time.seconds - step_time.compute_s)
+    assert sum(by_kind(step_time).values()) == pytest.approx(
+        step_time.compute_s + step_time.communication_s
+    )
+    assert list(by_kind(step_time))[0] == "collective"
 
 
 def test_a_predictor_is_asked_once_for_all_that_computes():

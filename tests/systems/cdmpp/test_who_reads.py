@@ -38,13 +38,13 @@ ENTRY %main (x: f32[8,8]) -> f32[8,8] {
 
 
 def test_the_next_turn_reads_what_the_last_one_left():
-    found = Reads(TEXT)
-    assert found.containers == {"while"}
-    assert found.readers["dot"] == {"tanh"}
-    assert found.readers["tanh"] == {"dot", "add"}  # its own body, and what follows the loop
-    assert found.readers["sine"] == {"while", "dot", "add"}  # the loop may turn no time
-    assert found.readers["weight"] == {"while", "dot"}
-    assert found.readers["next"] == {"next", "less"}
+    reads = Reads(TEXT)
+    assert reads.containers == {"while"}
+    assert reads.readers["dot"] == {"tanh"}
+    assert reads.readers["tanh"] == {"dot", "add"}  # its own body, and what follows the loop
+    assert reads.readers["sine"] == {"while", "dot", "add"}  # the loop may turn no time
+    assert reads.readers["weight"] == {"while", "dot"}
+    assert reads.readers["next"] == {"next", "less"}
 
 
 def test_a_compiled_loop_is_understood():
@@ -53,9 +53,9 @@ def test_a_compiled_loop_is_understood():
 
     x = jnp.ones((96, 96))
     text = jax.jit(looped).lower(x, x).compile().as_text()
-    found = Reads(text)
-    (loop,) = found.containers
+    reads = Reads(text)
+    (loop,) = reads.containers
     (tanh,) = (
-        name for name in found.readers if "tanh" in name and found.readers[name] & {loop} == set()
+        name for name in reads.readers if "tanh" in name and reads.readers[name] & {loop} == set()
     )
-    assert len(found.readers[tanh]) == 2, found.readers
+    assert len(reads.readers[tanh]) == 2, reads.readers

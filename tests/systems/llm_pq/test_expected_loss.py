@@ -42,16 +42,16 @@ def test_curvature_is_the_squared_gradients_of_sequences(params, rows):
         return (jax.nn.logsumexp(logits, -1) - chosen).sum()
 
     slopes = [(float(summed(h, x)) - float(summed(-h, x))) / (2 * h) for x in jnp.asarray(rows)]
-    found = curvature(params, MODEL, [rows[:2], rows[2:]])
-    assert found[name][place] == pytest.approx(np.square(slopes).sum() / 24, rel=0.02)
+    fisher = curvature(params, MODEL, [rows[:2], rows[2:]])
+    assert fisher[name][place] == pytest.approx(np.square(slopes).sum() / 24, rel=0.02)
 
 
 def test_expected_loss_is_half_the_curvature_times_the_squared_change(params, rows):
     fmt = Format(4, 16, 0)
-    found = expected_loss(params, MODEL, rows, [fmt, None, Format(8, 16, 0)])
-    assert found.shape == (2, 3) and (found[:, 1] == 0).all()
-    assert (found[:, 0] > 50 * found[:, 2]).all() and (found[:, 2] > 0).all()
-    wanted = 0.0
+    rise = expected_loss(params, MODEL, rows, [fmt, None, Format(8, 16, 0)])
+    assert rise.shape == (2, 3) and (rise[:, 1] == 0).all()
+    assert (rise[:, 0] > 50 * rise[:, 2]).all() and (rise[:, 2] > 0).all()
+    expected = 0.0
     for name, f in curvature(params, MODEL, [rows]).items():
         w = np.asarray(leaf_of(params, name), np.float64)[1]
         rows_of = 1 if "out" not in name and "down" not in name else w.ndim - 1
@@ -59,8 +59,8 @@ def test_expected_loss_is_half_the_curvature_times_the_squared_change(params, ro
         groups = w_KN.reshape(-1, 16, w_KN.shape[1])
         step = np.abs(groups).max(1, keepdims=True) / 7
         change = np.rint(groups / step) * step - groups
-        wanted += 0.5 * (f[1].reshape(groups.shape) * change**2).sum()
-    assert found[1, 0] == pytest.approx(wanted, rel=1e-3)
+        expected += 0.5 * (f[1].reshape(groups.shape) * change**2).sum()
+    assert rise[1, 0] == pytest.approx(expected, rel=1e-3)
 
 
 def test_no_text(params):

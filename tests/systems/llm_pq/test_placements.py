@@ -43,11 +43,11 @@ def check(seed: int, changes: dict, solvers: tuple[str, ...] = ("exact",)) -> in
     p = tried_placements.problem(seed, **changes)
     if 7 == seed:  # two devices of one kind
         p = twins(p)
-    found = 0
+    placements = 0
     for quality in (None, p.omega[:, -2].sum(), 1.15 * p.omega[:, -1].sum()):
-        wanted = tried_placements.best(p, quality)
+        tried = tried_placements.best(p, quality)
         for solver in solvers:
-            if wanted is None:
+            if tried is None:
                 with pytest.raises(UserError):
                     solve(p, quality=quality, solver=solver)
                 continue
@@ -55,11 +55,11 @@ def check(seed: int, changes: dict, solvers: tuple[str, ...] = ("exact",)) -> in
             seconds = got.prefill_s + got.decode_s
             assert violations(p, got.stages, got.bits, quality) == []
             assert got.tokens_per_s == pytest.approx(p.requests * p.new_tokens / seconds)
-            assert seconds == pytest.approx(wanted[-1], rel=1e-6), (quality, solver, wanted)
+            assert seconds == pytest.approx(tried[-1], rel=1e-6), (quality, solver, tried)
             assert got.gap == 0 and got.status == "optimal"
             assert got.omega == pytest.approx(omega_of(p, got.bits))
-            found += 1
-    return found
+            placements += 1
+    return placements
 
 
 def twins(p: Problem) -> Problem:
@@ -100,16 +100,16 @@ def test_the_cases_have_placements():
 def test_transfer_is_legal_and_tells_its_gap(seed):
     p = tried_placements.problem(seed, layers=6)
     quality = p.omega[:, 1].sum()
-    wanted = tried_placements.best(p, quality)
-    if wanted is None:
+    tried = tried_placements.best(p, quality)
+    if tried is None:
         with pytest.raises(UserError):
             solve(p, quality=quality, solver="transfer")
         return
     got = solve(p, quality=quality, solver="transfer")
     seconds = got.prefill_s + got.decode_s
     assert violations(p, got.stages, got.bits, quality) == []
-    assert seconds >= wanted[-1] * (1 - 1e-9)
-    assert seconds * (1 - got.gap) <= wanted[-1] * (1 + 1e-9)  # the bound is one
+    assert seconds >= tried[-1] * (1 - 1e-9)
+    assert seconds * (1 - got.gap) <= tried[-1] * (1 + 1e-9)  # the bound is one
     assert got.gap < 1
 
 
@@ -121,9 +121,9 @@ def test_the_simulator_agrees_with_the_closed_form():
         m, n = int(rng.integers(1, 9)), int(rng.integers(1, 12))
         total, slowest = places.sum(), places.max()
         lap = max(total, m * slowest)
-        wanted = (n - 1) * lap + total + (m - 1) * slowest
+        expected = (n - 1) * lap + total + (m - 1) * slowest
         got = pipeline_s(lambda _b, _r, each=places: each, m, n)
-        assert got == pytest.approx(wanted, rel=1e-9)
+        assert got == pytest.approx(expected, rel=1e-9)
 
 
 def test_simulating_a_placement():
@@ -186,10 +186,10 @@ def test_arrange_finds_the_least_loss():
                 stages = [(d, a, b) for d, (a, b) in zip(order, spans, strict=True)]
                 if same and not violations(p, stages, bits, None):
                     least = min(least, omega_of(p, bits))
-        found = arrange(p, counts)
-        assert found is not None
-        assert omega_of(p, found[1]) == pytest.approx(least)
-        assert violations(p, *found, None) == []
+        arranged = arrange(p, counts)
+        assert arranged is not None
+        assert omega_of(p, arranged[1]) == pytest.approx(least)
+        assert violations(p, *arranged, None) == []
 
 
 def test_when_the_time_ends_any_order_that_fits_is_taken():
@@ -270,7 +270,7 @@ def test_bytes_in_other_units_and_one_byte_too_few():
 def test_numbers_of_unlike_size():
     """HiGHS keeps a row to an absolute 1e-6: a memory without a limit, or a layer that loses a
     million times as much as another, must not make other rows coarse."""
-    found = 0
+    placements = 0
     for seed in range(6):
         p = tried_placements.problem(seed, layers=4)
         unlike = np.random.default_rng(seed).permutation(np.logspace(-5, 3, 4))[:, None]
@@ -278,11 +278,11 @@ def test_numbers_of_unlike_size():
         for size in (1e6, 1e12):
             memory = p.memory.copy()
             memory[seed % 3] = size
-            found += check_best(dataclasses.replace(p, memory=memory), p.omega[:, 1].sum())
-        found += check_best(wide, wide.omega[:, 1].sum())
-        found += check_best(dataclasses.replace(p, **slowed(p, seed)), None)
-        found += check_best(wide, wide.omega[[0, 1, 2, 3], [2, 0, 1, 2]].sum())
-    assert found > 20
+            placements += check_best(dataclasses.replace(p, memory=memory), p.omega[:, 1].sum())
+        placements += check_best(wide, wide.omega[:, 1].sum())
+        placements += check_best(dataclasses.replace(p, **slowed(p, seed)), None)
+        placements += check_best(wide, wide.omega[[0, 1, 2, 3], [2, 0, 1, 2]].sum())
+    assert placements > 20
 
 
 def slowed(p: Problem, seed: int) -> dict:
@@ -296,14 +296,14 @@ def slowed(p: Problem, seed: int) -> dict:
 
 def check_best(p: Problem, quality: float | None) -> bool:
     """Compares with every placement tried. Returns whether there is one."""
-    wanted = tried_placements.best(p, quality)
-    if wanted is None:
+    tried = tried_placements.best(p, quality)
+    if tried is None:
         with pytest.raises(UserError, match="bytes are missing"):
             solve(p, quality=quality)
         return False
     got = solve(p, quality=quality)
     assert violations(p, got.stages, got.bits, quality) == []
-    assert got.prefill_s + got.decode_s == pytest.approx(wanted[-1], rel=1e-6)
+    assert got.prefill_s + got.decode_s == pytest.approx(tried[-1], rel=1e-6)
     assert got.gap == 0 and got.status == "optimal"
     return True
 
@@ -423,8 +423,8 @@ def test_a_placement_without_time_is_valid_json(tmp_path):
     path = tmp_path / "placement.json"
     got = dataclasses.replace(solve(tried_placements.problem(1)), tokens_per_s=math.inf)
     got.save(path)
-    found = json.loads(path.read_text(), parse_constant=pytest.fail)
-    assert found["tokens_per_s"] is None and Placement.load(path) == got
+    written = json.loads(path.read_text(), parse_constant=pytest.fail)
+    assert written["tokens_per_s"] is None and Placement.load(path) == got
     dataclasses.replace(got, gap=math.nan).save(tmp_path / "unknown.json")
     again = Placement.load(tmp_path / "unknown.json")
     assert math.isnan(again.gap) and dataclasses.replace(again, gap=got.gap) == got
@@ -476,9 +476,9 @@ def test_the_program_over_layers_cuts_no_layer(seed):
     worst, least = p.omega.max(1).sum(), p.omega.min(1).sum()
     for share in (0.3, 0.5, 0.7):
         quality = least + share * (worst - least)
-        wanted = tried_placements.best(p, quality)
+        tried = tried_placements.best(p, quality)
         program = milp.Layers(p, (1, 1), quality)
-        found = program.solve(10)
-        assert found.x is not None and wanted is not None
-        assert violations(p, *program.plan(found.x), quality) == []
-        assert found.value == pytest.approx(wanted[-1], rel=1e-6)
+        solution = program.solve(10)
+        assert solution.x is not None and tried is not None
+        assert violations(p, *program.plan(solution.x), quality) == []
+        assert solution.value == pytest.approx(tried[-1], rel=1e-6)

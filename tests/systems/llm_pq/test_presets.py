@@ -50,8 +50,8 @@ def test_the_bytes_of_a_problem_by_hand():
     p = problem_of(SMALL, PAIR)
     matrices = 12 * 2048**2  # 3 + 1 of attention, 4 + 4 of the feed-forward layer
     scales = 2 / 128
-    wanted = [matrices * (b / 8 + (scales if b < 16 else 0)) for b in (3, 4, 8, 16)]
-    assert p.layer_bytes == pytest.approx(wanted)
+    expected = [matrices * (b / 8 + (scales if b < 16 else 0)) for b in (3, 4, 8, 16)]
+    assert p.layer_bytes == pytest.approx(expected)
     assert p.cache_bytes == 8 * 72 * 2 * 2048 * 2
     assert p.first_bytes == p.last_bytes == 50272 * 2048 * 2
     assert p.memory == pytest.approx([0.95 * 16e9 - 1.93e9, 0.95 * 32e9 - 1.93e9])
@@ -137,7 +137,7 @@ def test_a_homogeneous_cluster():
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("arguments", "words"),
     [
         ((PAIR, SMALL), "workload must be an llm_pq.Workload, got a MixedCluster$"),
         (("case3", PAIR), r"workload must be .*, got 'case3' \(str\)$"),
@@ -147,9 +147,9 @@ def test_a_homogeneous_cluster():
         ((SMALL, None), "cluster must be .* got None; "),
     ],
 )
-def test_arguments_of_another_type(given, words):
+def test_arguments_of_another_type(arguments, words):
     with pytest.raises(UserError, match=f"^plan: {words}"):
-        plan(*given)
+        plan(*arguments)
 
 
 def test_a_cluster_that_is_too_small():
@@ -184,9 +184,9 @@ def test_counts_that_are_none(member, value):
 @pytest.mark.parametrize("case", ["case3", "case11"])
 def test_rivals_are_legal(case):
     p = problem_of(*PRESETS[case])
-    found = {rival.name: rival for rival in rivals(p)}
-    assert {"pipeedge", "pipeedge_tuned", "adabits"} <= set(found)
-    for rival in found.values():
+    by_name = {rival.name: rival for rival in rivals(p)}
+    assert {"pipeedge", "pipeedge_tuned", "adabits"} <= set(by_name)
+    for rival in by_name.values():
         assert rival.omega == pytest.approx(omega_of(p, rival.bits))
         broken = violations(p, rival.stages, rival.bits, None)
         assert bool(broken) == bool(rival.offloaded), (rival.name, broken)
@@ -194,9 +194,9 @@ def test_rivals_are_legal(case):
             assert rival.times == timed(
                 p, rival.stages, rival.bits, rival.prefill_batch, rival.decode_batch
             )
-    tuned, plain = found["pipeedge_tuned"].times, found["pipeedge"].times
+    tuned, plain = by_name["pipeedge_tuned"].times, by_name["pipeedge"].times
     assert tuned.tokens_per_s >= plain.tokens_per_s
-    assert found["offload_16"].times.tokens_per_s < plain.tokens_per_s
+    assert by_name["offload_16"].times.tokens_per_s < plain.tokens_per_s
 
 
 def test_pipeedges_partition_has_the_fastest_slowest_stage():

@@ -43,10 +43,10 @@ def on_one_device(cfg, bits, prompts, params, **options):
     """The oracle: each request's answers, one after the other."""
     engine = Engine(cfg, quantized(cfg, bits), **FLOAT32 | {"max_batch": 8} | options)
     ids = [engine.submit(*pair) for pair in zip(prompts, params, strict=True)]
-    found = {id: [[] for _ in range(p.n)] for id, p in zip(ids, params, strict=True)}
+    answers = {id: [[] for _ in range(p.n)] for id, p in zip(ids, params, strict=True)}
     for output in engine.run():
-        found[output.request_id][output.index] += output.tokens
-    return [answer for id in ids for answer in found[id]]
+        answers[output.request_id][output.index] += output.tokens
+    return [answer for id in ids for answer in answers[id]]
 
 
 def traffic(count, longest, seed=0):
@@ -66,9 +66,9 @@ def few():
     prompts, params = traffic(5, 7)
     params[2] = dataclasses.replace(params[2], n=3, seed=5, temperature=1, repetition_penalty=1.3)
     params[3] = dataclasses.replace(params[3], logit_bias={7: 4.0}, top_k=5)
-    wanted = on_one_device(FEW, SHORT.bits, prompts, params)
-    assert len({tuple(answer) for answer in wanted[2:5]}) == 3
-    return prompts, params, wanted
+    expected = on_one_device(FEW, SHORT.bits, prompts, params)
+    assert len({tuple(answer) for answer in expected[2:5]}) == 3
+    return prompts, params, expected
 
 
 def runtime_of(cfg, placement, **options):
@@ -80,9 +80,9 @@ def runtime_of(cfg, placement, **options):
 def test_tokens_of_uneven_stages_are_the_engines():
     """Stages of one and two layers, an unused device, micro-batches that do not divide the
     requests, prompts in pieces."""
-    prompts, params, wanted = few()
+    prompts, params, expected = few()
     with runtime_of(FEW, SHORT, prefill_tokens=2) as runtime:
-        assert runtime.generate(prompts, params) == wanted
+        assert runtime.generate(prompts, params) == expected
         assert runtime.compiled == 2 + 2 + 1  # a step and copies of pages each, penalties
 
 
@@ -115,10 +115,10 @@ def killer(stage, calls, hang=None):
 
 @pytest.mark.parametrize("retries", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_stage_that_dies_says_where_and_its_requests_run_again(retries, caplog):
-    prompts, params, wanted = few()
+    prompts, params, expected = few()
     runtime = runtime_of(FEW, SHORT, prefill_tokens=2, wrap=killer(1, 7))
     if retries:
-        found = runtime.generate(prompts, params, retries=1)
+        answers = runtime.generate(prompts, params, retries=1)
         assert "stage 1 (device 0, layers 1 to 2) died" in caplog.text
     else:
         where = r"^stage 1 \(device 0, layers 1 to 2\) died: .*fell off the bus; "
@@ -126,8 +126,8 @@ def test_a_stage_that_dies_says_where_and_its_requests_run_again(retries, caplog
             runtime.generate(prompts, params)
         assert (error.value.stage, error.value.device, error.value.layers) == (1, 0, (1, 3))
         runtime.restart(jax.devices()[::-1])
-        found = runtime.generate(prompts, params)
-    assert found == wanted
+        answers = runtime.generate(prompts, params)
+    assert answers == expected
     runtime.close()
     for call in (lambda: runtime.generate(prompts, params), runtime.restart):
         with pytest.raises(UserError, match="the runtime was closed"):  # and does not wait for ever
@@ -152,11 +152,11 @@ def test_a_restart_that_is_refused_changes_nothing():
 
 @pytest.mark.slow
 def test_a_stage_that_hangs_is_named_and_its_requests_run_again(caplog):
-    prompts, params, wanted = few()
+    prompts, params, expected = few()
     hang = threading.Event()
     with runtime_of(FEW, SHORT, prefill_tokens=2, wrap=killer(1, 7, hang), timeout_s=20) as runtime:
         hung = runtime._stages[1]._thread
-        assert runtime.generate(prompts, params, retries=1) == wanted
+        assert runtime.generate(prompts, params, retries=1) == expected
     assert "stage 1 (device 0, layers 1 to 2) does not answer" in caplog.text
     hang.set()
     hung.join()  # a thread that comes back while Python ends would abort the process
@@ -291,9 +291,9 @@ def most_running(monkeypatch):
         return submit(engine, prompt, params, **options)
 
     def counted_step(engine):
-        found = list(step(engine))
-        counts[0] -= sum(output.finish_reason is not None for output in found)
-        return found
+        outputs = list(step(engine))
+        counts[0] -= sum(output.finish_reason is not None for output in outputs)
+        return outputs
 
     def peak():
         return counts[1]
@@ -319,11 +319,11 @@ def test_tokens_of_every_kind_of_placement(placement, options, monkeypatch):
     prompts, params = traffic(9, 16)
     runtime = Runtime(sharp(CFG), CFG, placement, jax.devices(), **FLOAT32, **options)
     seed = options.get("seed", 0)
-    wanted = on_one_device(CFG, placement.bits, 2 * prompts, 2 * params, seed=seed)
+    expected = on_one_device(CFG, placement.bits, 2 * prompts, 2 * params, seed=seed)
     peak = most_running(monkeypatch)
     for _ in range(2):  # the second call draws other tokens, in pages that the first one filled
-        assert runtime.generate(prompts, params) == wanted[: len(params)]
-        wanted = wanted[len(params) :]
+        assert runtime.generate(prompts, params) == expected[: len(params)]
+        expected = expected[len(params) :]
     assert peak() == options.get("requests", 9)
     runtime.close()
 
@@ -336,12 +336,12 @@ def test_a_stage_of_several_devices_has_tensor_ranks():
     prompts, params = traffic(5, 12)
     each = [jax.devices()[:4], None, jax.devices()[4]]
     with Runtime(sharp(cfg), cfg, placement, each, **FLOAT32) as runtime:
-        found = runtime.generate(prompts, params)
+        answers = runtime.generate(prompts, params)
     engine = Engine(cfg, sharp(cfg), **FLOAT32, max_batch=8)
     ids = [engine.submit(*pair) for pair in zip(prompts, params, strict=True)]
-    wanted = {id: [] for id in ids}
+    expected = {id: [] for id in ids}
     for output in engine.run():
-        wanted[output.request_id] += output.tokens
-    assert found == list(wanted.values())
+        expected[output.request_id] += output.tokens
+    assert answers == list(expected.values())
     with pytest.raises(UserError, match=r"prompts\[0\] of 30 tokens and max_tokens=3 are more"):
         runtime.generate([[1] * 30], SamplingParams(max_tokens=3))

@@ -18,19 +18,19 @@ def test_actors_give_the_engines_tokens_and_a_dead_one_is_named():
     actor = {"num_cpus": 0.1, "runtime_env": {"env_vars": env}}
     prompts, params, _ = few()
     params = [dataclasses.replace(p, seed=k) for k, p in enumerate(params)]
-    wanted = on_one_device(FEW, SHORT.bits, prompts, params)
+    expected = on_one_device(FEW, SHORT.bits, prompts, params)
     ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
     try:
         assert cluster_devices() == []  # it has no GPU
         weights = quantized(FEW, SHORT.bits)
         with RayRuntime(weights, FEW, SHORT, [actor] * 3, prefill_tokens=2, **FLOAT32) as runtime:
-            assert runtime.generate(prompts, params) == wanted
+            assert runtime.generate(prompts, params) == expected
             ray.kill(runtime._stages[1]._actor)
             match = r"^stage 1 \(device 0, layers 1 to 2\) died: .*Actor"
             with pytest.raises(StageError, match=match):
                 runtime.generate(prompts, params)
             runtime.restart()
-            assert runtime.generate(prompts, params) == wanted
+            assert runtime.generate(prompts, params) == expected
         check_timeouts(ray)
     finally:
         ray.shutdown()

@@ -82,7 +82,7 @@ def test_throughput_follows_the_simulator(stages, prefill, decode):
     placement = Placement(
         stages, (16,) * CFG.layers, prefill, decode, 0.0, 0.0, 0.0, 0.0, 0.0, "heuristic"
     )
-    wanted = simulate(problem(), placement)
+    simulated = simulate(problem(), placement)
     # Two sets of prompts that begin with other tokens, so that none finds pages of the first set.
     first, prompts = (
         [[k + start, *range(3, 2 + PROMPT)] for k in range(REQUESTS)] for start in (1, 30)
@@ -97,5 +97,7 @@ def test_throughput_follows_the_simulator(stages, prefill, decode):
         runtime.generate(prompts, params)
         seconds = time.monotonic() - began
     rate = REQUESTS * NEW / seconds
-    print(f"{stages} {prefill} {decode}: {rate:.2f} tokens/s, simulated {wanted.tokens_per_s:.2f}")
-    assert rate == pytest.approx(wanted.tokens_per_s, rel=0.1)
+    print(
+        f"{stages} {prefill} {decode}: {rate:.2f} tokens/s, simulated {simulated.tokens_per_s:.2f}"
+    )
+    assert rate == pytest.approx(simulated.tokens_per_s, rel=0.1)

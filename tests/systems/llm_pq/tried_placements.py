@@ -46,7 +46,7 @@ def best(p: Problem, quality: float | None) -> Plan | None:
     omega = sum(p.omega[i, picks[:, i]] for i in range(L))
     good = np.ones(len(picks), bool) if quality is None else omega <= quality * (1 + 1e-9)
     layer_bytes = np.asarray(p.layer_bytes)[picks] + p.cache_bytes
-    found: Plan | None = None
+    fastest: Plan | None = None
     for count in range(1, min(D, L) + 1):
         for order in itertools.permutations(range(D), count):
             for inner in itertools.combinations(range(1, L), count - 1):
@@ -62,10 +62,10 @@ def best(p: Problem, quality: float | None) -> Plan | None:
                 for pair in itertools.product(p.prefill_s, p.decode_s):
                     seconds = np.where(legal, _seconds(p, order, spans, picks, pair), np.inf)
                     at = int(seconds.argmin())
-                    if found is None or seconds[at] < found[-1]:
+                    if fastest is None or seconds[at] < fastest[-1]:
                         widths = tuple(p.bits[b] for b in picks[at])
-                        found = (order, edges[1:], widths, pair, float(seconds[at]))
-    return found
+                        fastest = (order, edges[1:], widths, pair, float(seconds[at]))
+    return fastest
 
 
 def _seconds(p: Problem, order, spans, picks, pair) -> np.ndarray:
