@@ -1,9 +1,9 @@
-"""A plan: the real train step compiled for a cluster that is not there, and what it will do.
+"""Plans a run: compiles its train step for a cluster without having one, and estimates the step.
 
 `plan(cfg, cluster)` builds the step that training runs, compiles it for the cluster's GPUs without
-a driver, and reads memory, collectives and matmuls from the scheduled program; the cost model's own
-terms stand beside XLA's figures. Times are ESTIMATES. What MegaScale (section 3) tunes by hand on
-12,288 GPUs can so be looked at on a laptop.
+a driver, and reads memory, collectives and matmuls from the scheduled program. It returns XLA's
+figures and the terms of the cost model. Times are ESTIMATES. So a laptop can compare the
+configurations that MegaScale (section 3) tuned by hand on 12,288 GPUs.
 """
 
 import dataclasses
@@ -58,12 +58,12 @@ class Compiled:
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What is known of a step on a cluster before anybody owns it.
+    """The estimates of a step on a cluster.
 
-    terms: {term: bytes a device}, a lower bound. compiled: None when the terms alone do not fit.
+    terms: {term: bytes a device}, a lower bound. compiled: None if the terms alone do not fit.
     misfit: the largest term of a step that does not fit; None: it fits, or nothing is compiled and
-    the bound alone would fit. expected: of a step that was not compiled, bytes a device by what
-    compiled programs of its kind needed; None: there are none.
+    the bound would fit. expected: for a step that was not compiled, bytes a device that compiled
+    programs of its kind let expect; None: there are no such programs.
     """
 
     cfg: Config
@@ -184,7 +184,8 @@ def _compile_step(cfg: Config, cluster: Cluster, attention: Literal["hopper", "x
             "optimizer": jax.tree.leaves(state.opt),
         }
     )
-    # Of balanced experts: there is room for every token's rows on each of the devices they rest on.
+    # The share of live rows if experts are balanced: each device of the axis has room for the rows
+    # of all tokens.
     live = 1 / mesh.shape["expert"]
     module = Module(text, live)
     collectives = _with_branches(
@@ -196,7 +197,8 @@ def _compile_step(cfg: Config, cluster: Cluster, attention: Literal["hopper", "x
 def _with_branches(
     collectives: Iterable[hlo.Collective], cfg: Config, stages: int
 ) -> tuple[hlo.Collective, ...]:
-    """Counts what lies in a pipeline's branches as often as its table takes them."""
+    """Multiplies the collectives in a branch of a pipeline by how often its table takes the
+    branch."""
     if stages == 1:
         return tuple(collectives)
     taken = branches(cfg.pipeline.route(stages))

@@ -1,4 +1,4 @@
-"""A trained model to sample from or to serve: of a run, a Hugging Face folder or a GGUF file.
+"""Opens a trained model to sample from or to serve: a run, a Hugging Face folder or a GGUF file.
 
 scripts/generate.py and scripts/serve.py open their models here. Opening reads configuration and
 tokenizer only; `OpenModel.load` reads the parameters, once the mesh is known.
@@ -60,9 +60,10 @@ GROUP = 128  # (GPTQ and AWQ, the papers' group) inputs that share a scale
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """What turns the messages of a chat into a prompt, as Hugging Face's tokenizers store it.
+    """A program that turns the messages of a chat into a prompt, as Hugging Face's tokenizers store
+    it.
 
-    source: in Jinja. begin, end: the texts that it may read as bos_token and eos_token, or "".
+    source: in Jinja. begin, end: the values of its variables bos_token and eos_token, or "".
     """
 
     source: str
@@ -74,9 +75,9 @@ class ChatTemplate:
 class OpenModel:
     """A model whose parameters have not been read yet.
 
-    name: of its folder or file. chat: None where the tokenizer has no chat template. outlined:
-    whether `outline` knows the parameters before they are read. folder: of Hugging Face, that may
-    have a generation_config.json.
+    name: that of its folder or file. chat: None if the tokenizer has no chat template. outlined:
+    whether `outline` knows the parameters before they are read. folder: a Hugging Face folder, in
+    which there may be a generation_config.json.
     """
 
     name: str
@@ -125,7 +126,7 @@ class OpenModel:
         return self.gguf.outline(packed) if self.gguf else decoder.parts(self.cfg).abstract
 
     def too_large(self, mesh: Mesh, dtype: str) -> str:
-        """Returns why a GGUF file's matrices have to stay in few bits, or "": they need not, or
+        """Returns why a GGUF file's matrices have to stay in few bits, or "" if they need not or
         cannot (`one_rank`). Every process of the mesh must call it.
 
         dtype: of dense weights.
@@ -151,7 +152,8 @@ class OpenModel:
         packed: bool = False,
         **options: Any,
     ) -> tuple[Engine, str, list[Future]]:
-        """Returns (an engine, the line of `load`, what is done when the first programs are ready).
+        """Returns (an engine, the line of `load`, futures that are done when the first programs
+        are ready).
 
         On one CPU process, programs are compiled while the parameters are read.
         Args: load: reads the parameters. tokens: as of Engine.compile; with any, the programs of
@@ -180,7 +182,8 @@ class OpenModel:
     def load_to_serve(
         self, mesh: Mesh, quantize: str = "none", dtype: str = "float32", packed: bool = False
     ) -> tuple[Tree, str]:
-        """The same, for `serving.Engine` on this mesh: all devices of a tensor rank have a copy.
+        """Returns what `load` returns, for `serving.Engine` on this mesh: all devices of a tensor
+        rank have a copy.
 
         quantize: a name of BITS: the blocks' matrices rounded to nearest, in groups of GROUP
           inputs; 'none': as they are stored. dtype: in which a GGUF file's dense matrices are
@@ -341,8 +344,8 @@ def _open_gguf(file: Path, tokenizer: str | None) -> OpenModel:
 
 
 def chat_template(path: Path, tokenizer: Tokenizer) -> ChatTemplate | None:
-    """Returns the chat template beside a tokenizer.json: chat_template.jinja, or the member
-    chat_template of tokenizer_config.json, of several the one that is called 'default'.
+    """Returns the chat template in the folder of a tokenizer.json: chat_template.jinja, or the
+    member chat_template of tokenizer_config.json; if that has several, the one named 'default'.
 
     path: the tokenizer.json or its folder.
     Raises: UserError for a file that cannot be read or a template that is no text.
@@ -376,7 +379,7 @@ def chat_template(path: Path, tokenizer: Tokenizer) -> ChatTemplate | None:
 
 
 def _words(tokenizer: Tokenizer) -> tuple[str, str]:
-    """Returns the texts of bos_token and eos_token, "" for one that there is not."""
+    """Returns the texts of bos_token and eos_token, "" for one that is missing."""
     settings: Any = getattr(tokenizer, "settings", None)
     tokens = {} if settings is None else settings.tokens
     return tokens.get("bos_token") or "", tokens.get("eos_token") or ""

@@ -1,4 +1,4 @@
-"""A pruned model to use: its matrices as packed tiles, or dense with exact zeros.
+"""Converts a pruned model for use: its matrices as packed tiles, or dense with exact zeros.
 
 `to_tiles` turns the pruned leaves of a parameter tree into layers.sparse.SparseKernel, and the same
 ModelParts functions, on any mesh that it packed for, run on pallas_kernels.TileSparse.
@@ -106,7 +106,7 @@ def _slices(x: Any, words: Words, layout: Layout | None) -> np.ndarray:
 
 
 def split(mask: np.ndarray, tile: int, chunk: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns (what tiles keep, what is kept besides) of a mask (K, N) of TEW.
+    """Returns (the elements in tiles, the others) of a mask (K, N) of TEW, as two masks.
 
     A block of gathered columns is a tile's where the mask keeps more than half of it; which columns
     are gathered at all is tried from the densest on, and the cheapest result taken.

@@ -49,8 +49,11 @@ GOLDEN = (5**0.5 - 1) / 2  # its multiples spread evenly: equal scores are prune
 
 @dataclass(frozen=True)
 class _Matrix:
-    """One weight to rank: scores (K, N), which elements are still there, the columns to cut into
-    tiles, and what the element-wise result keeps, None: do not ask."""
+    """One weight to rank.
+
+    scores: (K, N). alive: which elements are not pruned yet. columns: those that are cut into
+    tiles. hint: the mask of element-wise pruning; None: it is not used.
+    """
 
     scores: np.ndarray
     alive: np.ndarray
@@ -60,7 +63,8 @@ class _Matrix:
 
 @dataclass(frozen=True)
 class _Tuning:
-    """How units rank. Fractions of units: apriori of all at each end, remain of each matrix."""
+    """How units rank. apriori: fraction of all units that is decided by the hint at either end.
+    remain: fraction of the units of each matrix that stays."""
 
     score: UnitScore
     apriori: float = 0.0
@@ -72,10 +76,10 @@ ELEMENTS = _Tuning("rms")  # of units of one element, for which both rules are t
 
 @dataclass(frozen=True)
 class _Units:
-    """Pieces of all matrices that are pruned whole, in one order: arrays (units,).
+    """The units of all matrices: pieces that are pruned together. All members are arrays (units,).
 
-    score: importance. alive, size: elements of it that are still there, and at all.
-    first: sorts before the score: -1 what is pruned in any case, 1 what is kept if possible.
+    score: importance. alive, size: number of its elements that are not pruned yet, and of all.
+    first: a key that sorts before the score: units with -1 are pruned first, those with 1 last.
     tie: decides between equals.
     """
 
@@ -230,7 +234,7 @@ def _cut_blocks(
 
 
 def _prune_vectors(matrices: list[_Matrix], sparsity: float) -> list[np.ndarray]:
-    """Element j of each vector in its order of importance goes before any element j + 1."""
+    """Prunes element j of each vector, in the order of importance, before any element j + 1."""
     places = []
     for matrix in matrices:
         K, N = matrix.scores.shape
@@ -244,7 +248,8 @@ def _prune_vectors(matrices: list[_Matrix], sparsity: float) -> list[np.ndarray]
 
 
 def _restore(matrices: list[_Matrix], masks: list[np.ndarray], sparsity: float) -> list[np.ndarray]:
-    """Brings the best pruned elements back, none that a former stage pruned, up to sparsity."""
+    """Restores the best pruned elements until the sparsity is `sparsity`, but none that an earlier
+    stage pruned."""
     away = [replace(m, alive=m.alive & ~mask) for m, mask in zip(matrices, masks, strict=True)]
     room = (1 - sparsity) * sum(m.size for m in masks) - sum(m.sum() for m in masks)
     if room < 0.5:
@@ -298,7 +303,8 @@ def _units(matrices: list[_Matrix], block: tuple[int | None, int], tuning: _Tuni
 
 
 def _rounded(x: np.ndarray) -> np.ndarray:
-    """Drops the last digits, which depend on how many numbers were summed: equals must be equal."""
+    """Drops the last digits, which depend on how many numbers were summed, so that units of equal
+    importance have equal scores."""
     mantissa, exponent = np.frexp(x)
     return np.ldexp(mantissa.round(12), exponent)
 
@@ -465,12 +471,12 @@ class Pruner:
     init_exchange: Callable[[Tree], tuple[Tree, Tree]] | None = None
 
     def due(self, finished: int, last: bool = False) -> bool:
-        """Tells whether a stage begins or ends after so many finished steps. last: of the run,
-        which nothing follows."""
+        """Tells whether a stage begins or ends after so many finished steps. last: whether these
+        are all steps of the run, so that no stage can follow."""
         return not last and self.cfg.due(finished) is not None
 
     def start(self, state: Any, finished: int) -> Any:
-        """What is due before a run's first step: what a checkpoint holds is the state before it."""
+        """Does what is due before a run's first step: a checkpoint holds the state before it."""
         return self(state, finished)
 
     def __call__(self, state: Any, finished: int) -> Any:
@@ -534,7 +540,7 @@ class Pruner:
 
 
 def starved(fractions: Mapping[str, float], cfg: PruneConfig) -> str:
-    """Returns a warning about matrices of which less than prune.remain stays, or nothing; ''."""
+    """Returns a warning about matrices of which less than prune.remain or nothing stays, or ''."""
     low = {n: x for n, x in fractions.items() if x == 0 or x < cfg.remain}
     if not low:
         return ""
@@ -554,7 +560,7 @@ _clear = jax.jit(clear, donate_argnums=(0, 1))
 
 
 def _fetch(x: jax.Array) -> np.ndarray:
-    """Returns the whole array on the host of every process."""
+    """Returns the complete array on the host of every process."""
     if x.is_fully_addressable:
         return np.asarray(x)
     return np.asarray(multihost_utils.process_allgather(x, tiled=True))

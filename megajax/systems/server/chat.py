@@ -1,9 +1,9 @@
 """Prompts from the messages of a chat, by the chat template of the model.
 
-Templates are Jinja programs of whoever made the model; they run in Jinja's sandbox, which keeps
-them from everything but their variables. What they may call and which variables they have is what
-transformers gives them (5.24, utils/chat_template_utils.py). Their control tokens and the text of
-messages are told apart by data/chat.py.
+A template is a Jinja program that comes with the model; it runs in Jinja's sandbox, which gives it
+access to its variables only. Its variables and functions are those of transformers (5.24,
+utils/chat_template_utils.py). data/chat.py tells the control tokens of a template from the text of
+messages.
 """
 
 import datetime
@@ -32,12 +32,11 @@ class Chat:
     """A compiled chat template.
 
     problem: why every chat is refused, or "". refusal: why the template refuses a chat of one
-    message of a user, or "". doubts: what the trial of the template showed, in lines for whoever
-    starts a server; the refusal is one of them.
+    message of a user, or "". doubts: warnings of the trial of the template, with the refusal.
     """
 
     def __init__(self, template: ChatTemplate | None, tokenizer: Tokenizer):
-        """None, or a template that cannot be compiled: every chat is refused, and told why."""
+        """template: if it is None or does not compile, every chat is refused with the reason."""
         self.problem, self.refusal, self.doubts = "", "", []  # type: ignore[var-annotated]
         self._tokenizer, self._takes_texts, self._takes_parts = tokenizer, True, False
         source = "" if template is None else template.source
@@ -80,10 +79,10 @@ class Chat:
         special: bool = False,
         most: int | None = None,
     ) -> list[int]:
-        """Returns the token ids of a chat, of which the template alone writes control tokens.
+        """Returns the token ids of a chat. Only the template writes control tokens.
 
-        Args: messages, more: as `prompt`. special: whether the text of special tokens in messages
-          becomes these tokens too. most: as `Tokenizer.encode`. Raises: ApiError.
+        Args: messages, more: as of `prompt`. special: whether the text of special tokens in
+          messages becomes these tokens too. most: as `Tokenizer.encode`. Raises: ApiError.
         """
         self._check()
         if most is not None and len(messages) > 2 * most:
@@ -111,7 +110,7 @@ class Chat:
         return self._template.render(messages=list(messages), **{**words, **self._words, **more})
 
     def _with_content(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Gives a message's content the form that the template reads: a text, or parts."""
+        """Returns a message whose content has the form that the template reads: text or parts."""
         content = message.get("content")
         if isinstance(content, str):
             if self._takes_texts:
@@ -126,7 +125,8 @@ class Chat:
     # ---- the trial
 
     def _try(self) -> None:
-        """Renders one turn and two, and sees in what form the template reads contents."""
+        """Renders a chat of one turn and one of two, and notes in what form the template reads
+        contents."""
         first, second, third = PROBES
         one = [{"role": "user", "content": first}]
         two = [*one, {"role": "assistant", "content": second}, {"role": "user", "content": third}]

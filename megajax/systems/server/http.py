@@ -4,8 +4,9 @@ The first SIGTERM or Ctrl-C: no new connection, no new request, the running ones
 The second one, or the end of stop_timeout_s: what runs is cut off, exit code 1. An engine that has
 failed answers nothing any more: exit code 75, for a supervisor to start the process anew.
 
-A connection that says nothing, or half of a request, or reads nothing, is closed after a limit.
-Where there are more connections than descriptors allow, the oldest without a request go first.
+A connection on which the client sends nothing, or half of a request, or reads nothing, is closed
+after a time limit. If there are more connections than descriptors allow, the oldest ones without a
+request are closed first.
 """
 
 import asyncio
@@ -27,9 +28,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from megajax.core.errors import UserError
 from megajax.systems.server.base import Work
 
-IDLE_S = 30  # (chosen) a connection is kept between two requests
+IDLE_S = 30  # (chosen) for which a connection stays open between two requests
 HEAD_S = 20  # (chosen) from a connection's begin, or a request's first byte, to its last header
-STALLED_S = 30  # (chosen) a client that reads too little to make room for more is kept
+STALLED_S = 30  # (chosen) for which a client may read too slowly for the next part of an answer
 CHECK_S = 1  # (chosen) between two looks at all connections
 LATE_S = 5  # (chosen) for the last bytes of a connection that is being closed
 SPARE = 64  # (chosen) descriptors that are left for files and for connections being accepted
@@ -78,7 +79,7 @@ def most_connections() -> int:
 
 
 class _Http(uvicorn.Server):
-    """Leaves the signals to `serve`."""
+    """uvicorn's server, without its signal handlers: `serve` has its own."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -108,13 +109,14 @@ class _Connection(H11Protocol):
 
     @property
     def expendable(self) -> tuple[bool, float] | None:
-        """Order in which connections are given up for new ones; None: it has a whole request."""
+        """The key by which connections are sorted before the first one is closed for a new one;
+        None: a complete request has come on this one, so it is not closed."""
         if self.transport.is_closing() or (self.answering and not self.cycle.more_body):
             return None
         return self.answering, self._began
 
     def connection_made(self, transport: Any) -> None:
-        """Makes room for itself, or says that there is none."""
+        """Closes another connection if there are too many, or refuses this one."""
         super().connection_made(transport)
         others = [c for c in self.connections if c is not self and not c.transport.is_closing()]
         if len(others) < self._most:
@@ -134,7 +136,7 @@ class _Connection(H11Protocol):
             transport.close()
 
     def data_received(self, data: bytes) -> None:
-        """Measures the time that a head takes from its first byte."""
+        """Notes when the first byte of a request's head comes, and when the head is complete."""
         super().data_received(data)
         if self.answering:
             self._head = None
@@ -142,17 +144,17 @@ class _Connection(H11Protocol):
             self._head = self.loop.time()
 
     def pause_writing(self) -> None:
-        """The client reads too little."""
+        """Notes that the client reads more slowly than the server writes."""
         self._stalled = self.loop.time()
         super().pause_writing()
 
     def resume_writing(self) -> None:
-        """It reads."""
+        """Notes that the client reads again."""
         self._stalled = None
         super().resume_writing()
 
     def shutdown(self) -> None:
-        """Closes a connection without a request, in whatever state it is."""
+        """Closes a connection without a request, whatever was received on it."""
         try:
             super().shutdown()
         except Exception:  # h11's, of a client that broke off inside a request
@@ -171,7 +173,7 @@ class _Connection(H11Protocol):
 
 
 async def _check_connections(http: uvicorn.Server) -> None:
-    """Every CHECK_S. (A timer for each connection would be set anew with each of its bytes.)"""
+    """Checks all connections every CHECK_S: a timer for each would be set anew at each byte."""
     while True:
         await asyncio.sleep(CHECK_S)
         now = asyncio.get_running_loop().time()
@@ -181,7 +183,7 @@ async def _check_connections(http: uvicorn.Server) -> None:
 
 
 def _note(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """Says in one line a minute that there is no descriptor for a new connection."""
+    """Logs, at most once a minute, that there is no descriptor for a new connection."""
     error = context.get("exception")
     if not isinstance(error, OSError) or error.errno not in (errno.EMFILE, errno.ENFILE):
         return loop.default_exception_handler(context)
@@ -199,8 +201,8 @@ async def serve(
 ) -> int:
     """Serves until a signal. Returns the exit code.
 
-    server: its `app`, of a Base, is served. work: what its answers come from, which is started
-    here. max_connections: None: as many as the limit of descriptors leaves room for.
+    server: has the `app` of a Base. work: what its answers come from; `serve` starts it.
+    max_connections: None: as many as the limit of descriptors leaves room for.
     """
     most = most_connections() if max_connections is None else max_connections
     config = uvicorn.Config(
@@ -255,7 +257,8 @@ async def _stop(
     cut: asyncio.Event,
     timeout_s: float,
 ) -> int:
-    """Waits for what runs, and cuts off in time what does not end. Returns the exit code."""
+    """Waits for the running requests, and cuts off those that do not end in time. Returns the exit
+    code."""
 
     async def end() -> None:
         await serving

@@ -56,9 +56,9 @@ def run(cfg: Config) -> int:
 
 
 async def _serve(cfg: Config, worker: Worker, server: Server, made: socket.socket) -> int:
-    # A full collection stops all threads, and looks at each of the 270,000 objects that modules and
-    # programs have made: 0.16 CPU-s, and over a second on a busy machine (measured, 2 CPU cores,
-    # 2026-11-29). Those that are here now stay, and are left out of it.
+    # A full collection of garbage stops all threads, and visits each of the 270,000 objects of
+    # modules and programs: 0.16 CPU-s, and over a second on a busy machine (measured, 2 CPU cores,
+    # 2026-11-29). These objects live as long as the process, so later collections skip them.
     gc.collect()
     gc.freeze()
     print(f"model {server.name!r} on {http.address(made)}/v1 (Ctrl-C stops)", flush=True)
@@ -66,7 +66,7 @@ async def _serve(cfg: Config, worker: Worker, server: Server, made: socket.socke
 
 
 def open_server(cfg: Config) -> tuple[Worker, Server]:
-    """Returns what `build_server` does, for a model that it opens. Raises: UserError."""
+    """Opens the model of the settings. Returns what `build_server` returns. Raises: UserError."""
     keys = read_keys(cfg.api_key_file)
     opened = open_named(cfg)
     template = template_of(cfg, opened)
@@ -117,7 +117,10 @@ def load_engine(cfg: Config, opened: OpenModel) -> Engine:
         packed=packed,
         **options,
     )
-    say(f"{what}; {describe(engine)}")
+    say(
+        f"{what}; context {engine.context} tokens, {engine.pool.capacity} pages of "
+        f"{engine.pool.page_size}, at most {engine.programs.bound} programs"
+    )
     for program in first:
         program.result()
     if first:
@@ -138,7 +141,7 @@ def build_server(
 ) -> tuple[Worker, Server]:
     """Returns (the worker, which the event loop has to start, the application).
 
-    parse_special, sampling: as Reader's.
+    parse_special, sampling: as of Reader.
     """
     tokenizer: Any = engine.tokenizer
     chat = Chat(template, tokenizer)
@@ -192,15 +195,6 @@ def newest_run(folder: str | Path = ".") -> str:
             "with `uv run experiments/pretrain.py`, or name a model (--run_dir, --hf, --gguf)"
         )
     return str(max(runs, key=lambda p: (p / "checkpoints").stat().st_mtime))
-
-
-def describe(engine: Engine) -> str:
-    """Returns a line about an engine's sizes."""
-    pool = engine.pool
-    return (
-        f"context {engine.context} tokens, {pool.capacity} pages of {pool.page_size}, at most "
-        f"{engine.programs.bound} programs"
-    )
 
 
 def template_of(options: ModelOptions, opened: OpenModel) -> ChatTemplate | None:

@@ -1,11 +1,11 @@
-"""Requests of OpenAI's API, read strictly: a member that is unknown or cannot be done is refused.
+"""Requests of OpenAI's API, read strictly: members that are unknown or unsupported are refused.
 
-Beside OpenAI's members there are those that vLLM's users send (its "extra parameters"): top_k,
-min_p, min_tokens, repetition_penalty, stop_token_ids, ignore_eos, priority,
-include_stop_str_in_output, add_special_tokens, chat_template_kwargs, add_generation_prompt,
-structured_outputs. Its older guided_json, guided_regex and guided_choice mean structured_outputs'
-members. parse_special is llama.cpp's word. What only says who asks is ignored, and so is what other
-models heed (HINTS), unless the server is told to refuse it. The limits of numbers are those of
+In addition to OpenAI's members, vLLM's "extra parameters" are read: top_k, min_p, min_tokens,
+repetition_penalty, stop_token_ids, ignore_eos, priority, include_stop_str_in_output,
+add_special_tokens, chat_template_kwargs, add_generation_prompt, structured_outputs. vLLM's older
+guided_json, guided_regex and guided_choice are read as members of structured_outputs. parse_special
+is llama.cpp's. Members that only say who asks (IGNORED) are ignored, and so are members that other
+models heed (HINTS), unless the server is told to refuse those. The limits of numbers are those of
 SamplingParams.
 """
 
@@ -48,8 +48,8 @@ IGNORED = (
     "prompt_cache_retention",
     "request_id",
 )
-# Members of current clients that no answer here depends on, with the values that are let pass;
-# none: every value.
+# Members that current clients send and on which no answer of this server depends, with the values
+# that are accepted; (): every value.
 HINTS: dict[str, tuple[Any, ...]] = {
     "reasoning_effort": (), "verbosity": (), "prediction": (), "parallel_tool_calls": (),
     "include_reasoning": (), "cache_prompt": (), "modalities": (["text"],),
@@ -71,14 +71,14 @@ KINDS = {
 
 
 class Fields:
-    """The members of a body; each is taken once, and what nobody takes is refused."""
+    """The members of a body. Members that have not been taken before `end` are refused."""
 
     def __init__(self, body: dict[str, Any], where: str = ""):
-        """where: what messages put before the names, with a dot."""
+        """where: prefix of the names in messages, with a dot."""
         self._body, self._where, self._known = body, where, set()  # type: ignore[var-annotated]
 
     def take[T](self, name: str, kind: type[T], default: Any = None) -> Any:
-        """Returns a member of one JSON type; null is the default. Raises: ApiError."""
+        """Returns a member of one JSON type; the default for null. Raises: ApiError."""
         self._known.add(name)
         value = self._body.get(name)
         if value is None:
@@ -89,7 +89,7 @@ class Fields:
         return value
 
     def any(self, name: str) -> Any:
-        """Returns a member of whatever type, or None."""
+        """Returns a member of any type, or None."""
         self._known.add(name)
         return self._body.get(name)
 
@@ -101,17 +101,17 @@ class Fields:
         return value
 
     def only(self, name: str, legal: Callable[[Any], bool], words: str) -> None:
-        """Refuses all values of a member that ask for what this server does not do."""
+        """Refuses a member unless its value is legal, or null. words: why."""
         value = self.any(name)
         if value is not None and not legal(value):
             raise self.error(name, words)
 
     def ignore(self, *names: str) -> None:
-        """Lets members pass that change no answer."""
+        """Accepts members whatever their values."""
         self._known.update(names)
 
     def end(self) -> None:
-        """Raises: ApiError for a member that nobody has taken."""
+        """Raises: ApiError for a member that has not been taken."""
         for name in self._body:
             if name not in self._known:
                 near = did_you_mean(name, self._known)
@@ -127,18 +127,17 @@ class Fields:
         value, full = self._body.get(name), self._where + name
         return ApiError(400, f"{full}={value!r:.100} {rule}", param=full, code="invalid_value")
 
-
-def strings(fields: Fields, name: str, most: int, longest: int) -> list[str]:
-    """Returns a member that is a string or a list of some. longest: characters of each."""
-    value = fields.any(name)
-    listed = [] if value is None else [value] if isinstance(value, str) else value
-    if not isinstance(listed, list) or not all(isinstance(s, str) for s in listed):
-        raise fields.error(name, "must be a string or a list of strings")
-    if len(listed) > most:
-        raise fields.error(name, f"has {len(listed)} strings; at most {most}")
-    if (length := max(map(len, listed), default=0)) > longest:
-        raise fields.error(name, f"has a string of {length} characters; at most {longest}")
-    return listed
+    def strings(self, name: str, most: int, longest: int) -> list[str]:
+        """Returns a member that is a string or a list of some. longest: characters of each."""
+        value = self.any(name)
+        listed = [] if value is None else [value] if isinstance(value, str) else value
+        if not isinstance(listed, list) or not all(isinstance(s, str) for s in listed):
+            raise self.error(name, "must be a string or a list of strings")
+        if len(listed) > most:
+            raise self.error(name, f"has {len(listed)} strings; at most {most}")
+        if (length := max(map(len, listed), default=0)) > longest:
+            raise self.error(name, f"has a string of {length} characters; at most {longest}")
+        return listed
 
 
 def is_ids(value: Any) -> bool:
@@ -151,7 +150,7 @@ def is_ids(value: Any) -> bool:
 
 
 def none_of(*values: Any) -> Callable[[Any], bool]:
-    """Returns what accepts only these values."""
+    """Returns a predicate that holds for these values."""
 
     def legal(value: Any) -> bool:
         return any(type(value) is type(v) and value == v for v in values)
@@ -160,7 +159,7 @@ def none_of(*values: Any) -> Callable[[Any], bool]:
 
 
 def empty(value: Any) -> bool:
-    """Whether a value asks for nothing."""
+    """Whether a value is an empty list or object."""
     return isinstance(value, Collection) and not value
 
 
@@ -169,11 +168,12 @@ def empty(value: Any) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """What a request asks for.
+    """The content of a request.
 
-    prompts: token ids. echo: for each prompt, the text that comes before an answer. logprobs:
-    likeliest tokens to list for each, None: no log-probabilities. ends: ids that end an answer and
-    are no part of it. silent: the answer has no token, and only the prompt is sent back.
+    prompts: token ids of each. echo: for each prompt, the text that its answers begin with.
+    logprobs: how many likeliest tokens are listed for each token; None: no log-probabilities. ends:
+    ids that end an answer and do not belong to its text. silent: the answer has no token, and only
+    the prompt is sent back.
     """
 
     kind: Literal["completion", "chat"]
@@ -403,7 +403,7 @@ class Reader:
         if stops and not is_ids(stops):
             raise fields.error("stop_token_ids", "must be a list of token ids")
         members["stop_token_ids"] = stops
-        members["stop"] = strings(fields, "stop", STOPS, STOP)
+        members["stop"] = fields.strings("stop", STOPS, STOP)
         members["structured_outputs"] = _structured(fields)
         try:
             return SamplingParams(
@@ -456,7 +456,7 @@ def _text_of(part: Any) -> str | None:
 
 
 def _structured(fields: Fields) -> StructuredOutputsParams | None:
-    """Returns the form that an answer must have, of whichever member says so."""
+    """Returns the form that an answer must have. Several members of a body can set it."""
     forms: list[tuple[str, dict[str, Any]]] = []
     form = fields.take("structured_outputs", dict)
     if form is not None:

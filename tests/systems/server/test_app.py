@@ -7,7 +7,6 @@ import functools
 import json
 import re
 
-import httpx2
 import jax
 import jsonschema
 import numpy as np
@@ -20,6 +19,7 @@ from megajax.serving import engine as engine_
 from megajax.systems.open_model import ChatTemplate
 from megajax.systems.server.launch import build_server
 from megajax.systems.server.options import HttpOptions
+from tests.systems.server import asgi
 from tests.tiny import MODEL
 
 CFG = dataclasses.replace(MODEL, layers=1, vocab=259, max_positions=128)
@@ -56,9 +56,8 @@ async def serving(chat=TEMPLATE, keys=(), to=None, sampling=None, **options):
         to or engine(), "tiny", chat, limits, max_batch=4, keys=list(keys), sampling=sampling
     )
     worker.start()
-    transport = httpx2.ASGITransport(app=server.app)
     try:
-        async with httpx2.AsyncClient(transport=transport, base_url="http://tiny") as client:
+        async with asgi.client(server.app) as client:
             yield client, worker
     finally:
         worker.stop()
@@ -413,8 +412,7 @@ def test_a_refused_prompt_costs_no_more_than_its_bound():
             limits = HttpOptions(max_body=2**23)
             made, server = build_server(worker.engine, "tiny", TEMPLATE, limits, max_batch=4)
             made.start()
-            transport = httpx2.ASGITransport(app=server.app)
-            async with httpx2.AsyncClient(transport=transport, base_url="http://tiny") as client:
+            async with asgi.client(server.app) as client:
                 long = "word " * 800_000
                 messages = [{"role": "user", "content": long}]
                 for path, body in (

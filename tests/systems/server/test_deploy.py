@@ -4,7 +4,6 @@ import asyncio
 import os
 from pathlib import Path
 
-import httpx2
 import numpy as np
 import pytest
 import yaml
@@ -17,6 +16,7 @@ from megajax.systems.server import launch
 from megajax.systems.server.options import Config
 from megajax.systems.server.worker import decode, encode
 from tests import gguf_writer as w
+from tests.systems.server import asgi
 
 MANIFEST = Path(__file__).parents[3] / "scripts" / "serve_k8s.yaml"
 
@@ -93,8 +93,7 @@ def test_weights_in_the_bits_of_the_file_give_the_answers_of_dense_ones(
 
     async def answers(server, worker):
         worker.start()
-        transport = httpx2.ASGITransport(app=server.app)
-        async with httpx2.AsyncClient(transport=transport, base_url="http://x") as client:
+        async with asgi.client(server.app) as client:
             responses = [(await client.post("/v1/completions", json=b)).json() for b in bodies]
         worker.stop()
         assert await worker.join(60)

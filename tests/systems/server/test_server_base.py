@@ -3,12 +3,12 @@
 import asyncio
 import types
 
-import httpx2
 import pytest
 from starlette.responses import JSONResponse
 
 from megajax.core.errors import UserError
 from megajax.systems.server.base import ApiError, Base, Metrics
+from tests.systems.server import asgi
 
 
 def ask(requests, *, keys=(), failure=None):
@@ -31,8 +31,7 @@ def ask(requests, *, keys=(), failure=None):
     base = Base(endpoints, work, Metrics("boxes"), keys=keys, max_body=64, help="see the page")  # type: ignore
 
     async def all_of_them():
-        transport = httpx2.ASGITransport(app=base.app)
-        async with httpx2.AsyncClient(transport=transport, base_url="http://boxes") as client:
+        async with asgi.client(base.app) as client:
             return [await client.request(m, path, **more) for m, path, more in requests]
 
     return asyncio.run(all_of_them())
