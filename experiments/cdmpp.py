@@ -63,8 +63,6 @@ from megajax.systems.cdmpp.labels import Labels
 from megajax.systems.cdmpp.predictor import FOLD_STEPS, ROWS_PER_GROUP, Predictor, sample
 from megajax.training.presets import PRESETS, take_model
 
-VERBS = ("train", "evaluate", "predict", "calibrate", "replay")
-
 config.define_flags(PRESETS, "nano", ("preset", "config", "train.global_batch", "train.seq_len"))
 DATA = flags.DEFINE_string("data", None, "labels.npz files with commas, or a folder of NeuSight's")
 OPS = flags.DEFINE_string("ops", None, "NeuSight's operations to use, joined by commas; none: all")
@@ -365,8 +363,14 @@ def _say(line: str) -> None:
 
 def main(verb: str = "") -> int:
     """Does what the word says."""
-    if verb not in VERBS:
-        raise UserError(f"{verb!r} must be {', '.join(VERBS)}.{did_you_mean(verb, VERBS)}")
+    verbs = {
+        "train": train,
+        "evaluate": evaluate,
+        "predict": predict,
+        "calibrate": calibrate,
+        "replay": replay,
+    }
+    call = config.choose(verb, verbs)
     if verb == "replay":
         usable = sorted(os.sched_getaffinity(0))
         if THREADS.value > len(usable):
@@ -376,14 +380,7 @@ def main(verb: str = "") -> int:
         if ONLY.value is not None:
             os.sched_setaffinity(0, usable[: THREADS.value])  # before jax has threads
     mesh_.start(1 if verb in ("predict", "replay") else None)  # no GPU is used
-    do = {
-        "train": train,
-        "evaluate": evaluate,
-        "predict": predict,
-        "calibrate": calibrate,
-        "replay": replay,
-    }
-    return do[verb]()
+    return call()
 
 
 if __name__ == "__main__":

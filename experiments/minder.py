@@ -32,7 +32,7 @@ from experiments.reports import minder as report
 from experiments.reports import minder_unlike, minder_watch
 from megajax.core import config, mesh
 from megajax.core.config import Checked, group, option
-from megajax.core.errors import UserError, did_you_mean
+from megajax.core.errors import UserError
 from megajax.core.files import expand
 from megajax.monitor import results
 from megajax.monitor.fleet import cases
@@ -206,8 +206,8 @@ def adapt(base: Config, given: Mapping[str, Any], read: Mapping[str, Any]) -> Co
 
 def main(verb: str = "") -> int:
     """Does what the word says."""
-    if verb and verb not in VERBS:
-        raise UserError(f"{verb!r} must be {', '.join(VERBS)}.{did_you_mean(verb, VERBS)}")
+    if verb:
+        config.choose(verb, dict.fromkeys(VERBS))
     cfg, base = config.from_flags(PRESETS, adapt, verb or None)
     for name, old, new in config.diff(cfg, base):
         print(f"{name}: {old} -> {shown(new) if '://' in str(new) else new}")

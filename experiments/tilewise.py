@@ -34,7 +34,7 @@ import jax
 import numpy as np
 
 from experiments.reports import tilewise as report
-from megajax.core import config
+from megajax.core import config, files
 from megajax.core import mesh as mesh_
 from megajax.core.config import Checked, option
 from megajax.core.errors import UserError, did_you_mean, nearest_multiples
@@ -201,11 +201,10 @@ def wanted(cfg: Config, row: dict[str, Any]) -> bool:
 
 def trained_scores(path: Path) -> dict[str, np.ndarray]:
     """Returns the sums of (w dL/dw)^2 of the first block's matrices, from a saved encoder."""
-    with np.load(path) as found:
-        query, up, down = (
-            found[f"opt.scores.blocks.{name}"][0]
-            for name in ("attention.query", "mlp.up", "mlp.down")
-        )
+    arrays = files.read_arrays(path, "state of a study")
+    query, up, down = (
+        arrays[f"opt.scores.blocks.{name}"][0] for name in ("attention.query", "mlp.up", "mlp.down")
+    )
     return {"attention": query.reshape(len(query), -1), "up": up, "down": down}
 
 

@@ -17,6 +17,7 @@ Kernels are timed by scripts/gpu_check.py.
 import megajax.core.interrupted  # noqa: F401
 
 import concurrent.futures
+import contextlib
 import json
 import os
 import re
@@ -39,6 +40,7 @@ from megajax.core import mesh as mesh_
 from megajax.core.config import Checked, group, option
 from megajax.core.errors import UserError
 from megajax.core.files import expand
+from megajax.core.worker import Worker
 from megajax.data.corpus import open_corpora
 from megajax.data.loader import Loader, training_rows
 from megajax.models.decoder_config import PRESETS as MODELS
@@ -231,23 +233,18 @@ def rival_row(python: str, gguf: Path, tokens: int) -> dict:
     began = time.monotonic()
     script = Path(__file__).with_name("plain_llama.py")
     threads = "1"  # which costs it the fewest CPU seconds: several wait for each other in loops
-    process = subprocess.Popen(
-        [python, "-P", str(script), str(gguf), str(tokens), threads],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-    )
-    assert process.stdout is not None
-    lines = (json.loads(x) for x in iter(process.stdout.readline, "") if x.startswith("{"))
+    command = [python, "-P", str(script), str(gguf), str(tokens), threads]
     row: dict[str, Any] = {"who": "llama.cpp"}
-    for line in lines:
-        if "streams" not in line:
-            row |= {"first_token_s": time.monotonic() - began} | line
-            continue
-        row[f"cpu_s_a_token_{line['streams']}"] = line["cpu_s_a_token"]
-        row["peak_mib"] = line["peak_mib"]
-    if process.wait() or "peak_mib" not in row:
-        raise UserError(f"{python} {script} failed with code {process.returncode} (--rival)")
+    with contextlib.closing(Worker(command, stderr=subprocess.DEVNULL)) as rival:
+        for message in rival.messages():
+            if "streams" not in message:
+                row |= {"first_token_s": time.monotonic() - began} | message
+                continue
+            row[f"cpu_s_a_token_{message['streams']}"] = message["cpu_s_a_token"]
+            row["peak_mib"] = message["peak_mib"]
+        code = rival.process.wait()
+    if code or "peak_mib" not in row:
+        raise UserError(f"{python} {script} failed with code {code} (--rival)")
     return row | {"first_token_cpu_s": row.pop("first_cpu_s")}
 
 

@@ -22,7 +22,7 @@ from megajax.checkpoint.run_folder import load_params
 from megajax.core import config
 from megajax.core import mesh as mesh_
 from megajax.core.config import Checked, group, option
-from megajax.core.errors import UserError, did_you_mean
+from megajax.core.errors import UserError
 from megajax.core.files import expand, write_whole
 from megajax.core.tree import count
 from megajax.data.config import DataConfig
@@ -121,11 +121,9 @@ def export_run(cfg: Config, run_dir: str, target: str) -> None:
 def main(verb: str, source: str, target: str) -> int:
     """Imports or exports."""
     cfg, _ = config.from_flags(PRESETS, verb=verb)
-    verbs = {"import": import_folder, "export": export_run}
-    if verb not in verbs:
-        raise UserError(f"{verb!r} must be import or export.{did_you_mean(verb, verbs)}")
+    convert = config.choose(verb, {"import": import_folder, "export": export_run})
     mesh_.start(cfg.emulate)
-    verbs[verb](cfg, source, target)
+    convert(cfg, source, target)
     return 0
 
 

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from experiments.reports.reporting import save_arrays
+from megajax.core import files
 from megajax.core.tree import Tree, named_leaves, nest
 from megajax.models import lstm_vae
 from megajax.models.lstm_vae import LstmVaeConfig
@@ -80,14 +80,14 @@ class Base:
         """Writes an archive without pickles."""
         arrays = {f"vae.{name}": np.asarray(leaf) for name, leaf in named_leaves(self.vae)}
         about = {"metrics": np.array(self.metrics), "ranges": self.range_3C}
-        save_arrays(path, about | arrays)
+        files.write_arrays(path, about | arrays)
 
     @staticmethod
     def load(path: Path) -> "Base":
         """Reads what `save` wrote."""
-        with np.load(path, allow_pickle=False) as file:
-            vae = nest({n[4:]: file[n] for n in file.files if n.startswith("vae.")})
-            return Base(tuple(str(m) for m in file["metrics"]), file["ranges"], vae)
+        arrays = files.read_arrays(path, "shared model of the rivals")
+        vae = nest({n[4:]: x for n, x in arrays.items() if n.startswith("vae.")})
+        return Base(tuple(str(m) for m in arrays["metrics"]), arrays["ranges"], vae)
 
     def scaled(self, values_CNT: np.ndarray) -> np.ndarray:
         """Returns values with the healthy range in the middle third of [0, 1], where they are cut
@@ -875,14 +875,13 @@ class Tuned:
         """Writes an archive without pickles."""
         head = json.dumps({"name": self.name, "tuned": dict(self.tuned), "f1": self.f1})
         path.parent.mkdir(parents=True, exist_ok=True)
-        save_arrays(path, {"head": np.array(head), **self.learnt})
+        files.write_arrays(path, {"head": np.array(head), **self.learnt})
 
     @staticmethod
     def load(path: Path) -> "Tuned":
         """Reads what `save` wrote."""
-        with np.load(path, allow_pickle=False) as file:
-            head = json.loads(str(file["head"]))
-            learnt = {name: file[name] for name in file.files if name != "head"}
+        learnt = files.read_arrays(path, "tuned rival")
+        head = json.loads(str(learnt.pop("head")))
         return Tuned(head["name"], learnt, head["tuned"], head["f1"])
 
 

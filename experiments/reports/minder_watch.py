@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 
-from experiments.reports.reporting import save_arrays
 from megajax.core import files
 from megajax.core.config import Checked, option
 from megajax.core.errors import UserError
@@ -103,10 +102,10 @@ def recorded(
       the same data.
     """
     if copy.exists():
-        with np.load(copy, allow_pickle=False) as file:
-            machines, metrics = (tuple(map(str, file[n])) for n in ("machines", "metrics"))
-            say(f"{copy} holds what was read before")
-            return [Grid(int(file["start"]), 1, file["values"], machines, metrics)]
+        arrays = files.read_arrays(copy, "recording of a job's metrics")
+        machines, metrics = (tuple(map(str, arrays[n])) for n in ("machines", "metrics"))
+        say(f"{copy} holds what was read before")
+        return [Grid(int(arrays["start"]), 1, arrays["values"], machines, metrics)]
     end = math.floor(time.time() - 5)
     start = end - round(3600 * hours)
     grids = []
@@ -121,7 +120,7 @@ def recorded(
     grid = replace(grid, start=grid.start + first, values_CNT=grid.values_CNT[:, :, first:])
     arrays = {"start": grid.start, "values": grid.values_CNT}
     names = {"machines": np.array(grid.machines, str), "metrics": np.array(grid.metrics, str)}
-    save_arrays(copy, arrays | names)
+    files.write_arrays(copy, arrays | names)
     return [grid]
 
 

@@ -11,8 +11,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from megajax.core.errors import UserError
 
 Row = dict[str, Any]
@@ -46,14 +44,6 @@ def resumed[T](path: Path, what: str, flag: str, parse: Callable[[dict[str, Any]
         return None
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} holds no {what}: {error!r}; remove it (--{flag})") from None
-
-
-def save_arrays(path: Path, arrays: Mapping[str, Any]) -> None:
-    """Writes an npz archive. A process that dies meanwhile leaves the archive of before."""
-    part = path.with_name(f".part.{path.name}")
-    with open(part, "wb") as file:
-        np.savez(file, **arrays)
-    part.replace(path)
 
 
 # ---- tables

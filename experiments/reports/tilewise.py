@@ -26,9 +26,9 @@ from experiments.reports.reporting import (
     rows_of,
     rows_table,
     save,
-    save_arrays,
     source,
 )
+from megajax.core import files
 from megajax.core.files import or_nan
 from megajax.core.hardware import CARDS
 from megajax.core.layout import Layout
@@ -335,13 +335,13 @@ def chain(
 
 def save_state(path: Path, state: TrainState) -> None:
     """Writes a state, whole or not at all."""
-    save_arrays(path, {name: np.asarray(leaf) for name, leaf in named_leaves(state)})
+    files.write_arrays(path, {name: np.asarray(leaf) for name, leaf in named_leaves(state)})
 
 
 def load(path: Path, like: TrainState) -> TrainState:
     """Returns a saved state. like: of the same shapes."""
-    with np.load(path) as file:
-        leaves = [jnp.asarray(file[n]) for n, _ in named_leaves(like)]
+    arrays = files.read_arrays(path, "state of a study")
+    leaves = [jnp.asarray(arrays[n]) for n, _ in named_leaves(like)]
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
 

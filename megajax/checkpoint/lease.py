@@ -18,11 +18,8 @@ then nothing is checked. No jax.
 
 import contextlib
 import errno
-import fcntl
 import hashlib
 import json
-import os
-import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -30,7 +27,7 @@ from typing import Any
 
 from megajax.checkpoint.store import CheckpointError, ObjectPath, SaveError
 from megajax.core.errors import SUPERSEDED
-from megajax.core.files import parse_json
+from megajax.core.files import lock, parse_json, write_whole
 
 RECORD, LOCK = "attempt.json", "attempt.lock"
 PATIENCE_S = 30.0  # for another process between check and rename (chosen)
@@ -112,12 +109,7 @@ class Lease:
                 if not path.swap(text, version):
                     continue  # another wrote it: look who
             elif held != wanted:
-                temporary = path.with_name(f".{RECORD}.{self.attempt.tag}")
-                with open(temporary, "wb") as file:
-                    file.write(text)
-                    file.flush()
-                    os.fsync(file.fileno())
-                temporary.replace(path)
+                write_whole(path, text)
             self._mine = wanted
             return
         raise SaveError(f"{self._place / RECORD} changed {SWAPS} times while it was written")
@@ -175,18 +167,11 @@ class Lease:
             return
         self._place.mkdir(parents=True, exist_ok=True)
         with open(self._place / LOCK, "ab") as file:
-            until = time.monotonic() + PATIENCE_S
-            while True:
-                try:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    if time.monotonic() > until:
-                        raise OSError(f"{self._place / LOCK} is held by another process") from None
-                    time.sleep(0.01)
-                    continue
-                except OSError:  # some network file systems have no locks
-                    pass
-                break
+            is_locked = True
+            with contextlib.suppress(OSError):  # some network file systems have no locks
+                is_locked = lock(file.fileno(), wait_s=PATIENCE_S)
+            if not is_locked:
+                raise OSError(f"{self._place / LOCK} is held by another process")
             yield
 
 

@@ -6,7 +6,6 @@ object store the writing of its record (ObjectFolder). `open_steps` chooses. No 
 
 import contextlib
 import dataclasses
-import fcntl
 import functools
 import hashlib
 import itertools
@@ -17,7 +16,6 @@ import shutil
 import stat
 import tempfile
 import threading
-import time
 from collections.abc import Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -45,6 +43,7 @@ from megajax.checkpoint.trust import (
     sync_folder,
     write_record,
 )
+from megajax.core import files
 from megajax.core.errors import UserError
 from megajax.core.files import expand, open_regular, parse_json, read_bytes
 
@@ -366,22 +365,16 @@ class StepFolder:
         except OSError as error:
             absent(self.path, error)
             raise
-        kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
-        until = time.monotonic() + wait_s
-        while True:
-            try:
-                fcntl.flock(number, kind | fcntl.LOCK_NB)
-            except BlockingIOError:
-                if time.monotonic() < until:
-                    time.sleep(0.01)
-                    continue
-                os.close(number)
-                return False
-            except OSError:  # some network file systems
-                os.close(number)
-                return True
-            self._lock = number
+        try:
+            is_locked = files.lock(number, shared, wait_s)
+        except OSError:  # some network file systems have no locks
+            os.close(number)
             return True
+        if is_locked:
+            self._lock = number
+        else:
+            os.close(number)
+        return is_locked
 
     def unlock(self) -> None:
         """Gives the folder back."""

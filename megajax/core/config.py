@@ -696,6 +696,17 @@ def start_given() -> bool:
     return any(flags.FLAGS[name].present for name in ("preset", "config"))
 
 
+def choose(word: str, verbs: Mapping[str, Any]) -> Any:
+    """Returns the value of a verb, of a script whose first word says what it does.
+
+    Raises: UserError with all verbs, and the one that was probably meant.
+    """
+    if word not in verbs:
+        listed = " or ".join(verbs) if len(verbs) == 2 else ", ".join(verbs)
+        raise UserError(f"{word!r} must be {listed}.{did_you_mean(word, verbs)}")
+    return verbs[word]
+
+
 def run(main: Callable[..., Any], positional: int = 0, optional: int = 0) -> None:
     """Runs main(*words) under absl; a UserError, or Ctrl-C that main leaves, ends it in one line.
 

@@ -4,11 +4,13 @@ Only regular files are opened: opening a named pipe blocks until somebody writes
 has no end. Symbolic links are followed. JSON is read only when its values cannot take far more
 memory than its text does: `[[],[],...` takes 20 times its size. `read_object` is the reader of the
 JSON files that strangers write: one rule and one sentence for all of them; `read_arrays` is that of
-archives of arrays. No jax.
+archives of arrays. Files are replaced (`write_whole`, `write_arrays`) and locked (`lock`) here, and
+nowhere else. No jax.
 """
 
 import contextlib
 import errno
+import fcntl
 import io
 import json
 import math
@@ -17,8 +19,9 @@ import reprlib
 import secrets
 import stat
 import tempfile
+import time
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -31,6 +34,7 @@ GROWTH = 10  # (chosen) bytes of memory that one byte of a file may take beyond 
 VALUE_BYTES = 80  # (measured with CPython 3.12: 32 to 70) bytes of memory for each such mark
 ARRAYS = 2**28  # (chosen) bytes of the arrays of an archive
 ARRAYS_RATIO = 64  # (chosen: published labels pack to a 24th) times its size, where that is more
+LOOK_S = 0.01  # (chosen) between two tries to lock a file
 MARKS = (b",", b":", b"[", b"{")
 HEADER = 2**14  # bytes that hold the header of a .npy: NumPy reads at most 10,000
 KINDS = (
@@ -76,23 +80,57 @@ def read_bytes(path: str | Path, most: int) -> bytes:
         return file.read(size)  # reading `most` would take as much memory
 
 
-def write_whole(path: Path, data: bytes | str) -> None:
-    """Writes a file that is there as a whole or as it was before, also on a disk that fills up and
-    when the power fails: it is on the disk when this returns.
+def write_whole(path: Path, content: bytes | str | Callable[[BinaryIO], Any]) -> None:
+    """Replaces a file by a rename: a reader sees all of it, or the file as it was before, also on a
+    disk that fills up and after a power failure. The file is on the disk when this returns.
 
-    Raises: OSError; nothing is left of what was written then.
+    Args: content: or a function that writes it into the open file.
+    Raises: OSError, and what the function does; nothing is left of what was written then.
     """
     part = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")  # nobody else's name
     try:
         with open(part, "xb") as file:
-            file.write(data.encode() if isinstance(data, str) else data)
+            if callable(content):
+                content(file)
+            else:
+                file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
             os.fsync(file.fileno())
         part.replace(path)
-    except OSError:
+    except BaseException:
         with contextlib.suppress(OSError):
             part.unlink(missing_ok=True)
         raise
+
+
+def write_arrays(path: Path, arrays: Mapping[str, Any], compress: bool = False) -> None:
+    """Replaces an npz file, without pickles, as `write_whole` does; `read_arrays` reads it."""
+    save: Any = np.savez_compressed if compress else np.savez
+    write_whole(path, lambda file: save(file, allow_pickle=False, **arrays))
+
+
+def lock(file: int, shared: bool = False, wait_s: float | None = 0.0) -> bool:
+    """Locks an open file or folder (flock) until its descriptor is closed. The system also releases
+    the lock when the process ends, however it ends.
+
+    Args: file: its descriptor. shared: whether others may hold the lock with this process. wait_s:
+      for those who hold it otherwise; None: until they release it.
+    Returns: whether it is locked; False: another process holds it.
+    Raises: OSError where the file system has no locks.
+    """
+    # The package filelock cannot stand in. Its locks are of files that it makes, never of a folder,
+    # and whether it locks a file or a marker beside it depends on the file system; a marker stays
+    # after a crash, and its shared lock is a database in a file.
+    kind = fcntl.LOCK_SH if shared else fcntl.LOCK_EX
+    until = time.monotonic() + (wait_s or 0.0)
+    while True:
+        try:
+            fcntl.flock(file, kind if wait_s is None else kind | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError:
+            if time.monotonic() >= until:
+                return False
+            time.sleep(LOOK_S)
 
 
 def map_bytes(path: str | Path) -> np.ndarray:

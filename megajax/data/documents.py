@@ -4,8 +4,8 @@ Three parts: folders of the cache that are complete or absent; keys of documents
 wherever they lie; and the split into training and held-out documents.
 """
 
+import contextlib
 import dataclasses
-import fcntl
 import hashlib
 import io
 import json
@@ -82,10 +82,8 @@ class _alone:
 
     def __enter__(self) -> None:
         self._handle = os.open(self._folder, os.O_RDONLY)
-        try:
-            fcntl.flock(self._handle, fcntl.LOCK_EX)
-        except OSError:  # no locks there: what remains is the time between two renames
-            pass
+        with contextlib.suppress(OSError):  # no locks there: the time between two renames remains
+            files.lock(self._handle, wait_s=None)
 
     def __exit__(self, *_: object) -> None:
         os.close(self._handle)
@@ -116,10 +114,7 @@ def save_table(path: Path, table: np.ndarray) -> None:
     content = io.BytesIO()
     np.save(content, table)
     raw = content.getvalue()
-    with tempfile.TemporaryDirectory(prefix=path.name, dir=path.parent) as scratch:
-        new = Path(scratch) / "new"
-        new.write_bytes(hashlib.blake2b(raw, digest_size=16).digest() + raw)
-        new.replace(path)
+    files.write_whole(path, hashlib.blake2b(raw, digest_size=16).digest() + raw)
 
 
 def load_table(path: Path) -> np.ndarray | None:

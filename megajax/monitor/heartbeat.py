@@ -17,7 +17,6 @@ No jax import: an agent reads it without touching a device.
 
 import contextlib
 import faulthandler
-import fcntl
 import math
 import mmap
 import os
@@ -31,6 +30,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from megajax.core import files
 from megajax.core.errors import unwritable
 from megajax.core.files import open_own
 
@@ -366,7 +366,7 @@ def claim_folder(parent: Path) -> tuple[Path, int]:
     """
     folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=parent))
     lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    fcntl.flock(lock, fcntl.LOCK_EX)
+    files.lock(lock, wait_s=None)
     os.close(open_own(folder / FOLDER_MARK))
     return folder, lock
 
@@ -383,9 +383,9 @@ def sweep_folders(parent: Path) -> list[Path]:
                     continue
                 # Raises when it is not the folder of an agent.
                 os.stat(FOLDER_MARK, dir_fd=lock, follow_symlinks=False)
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises when it is held
-                shutil.rmtree(folder, ignore_errors=True)
-                found.append(folder)
+                if files.lock(lock):
+                    shutil.rmtree(folder, ignore_errors=True)
+                    found.append(folder)
             finally:
                 os.close(lock)
     return found

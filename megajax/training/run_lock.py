@@ -15,7 +15,6 @@ only. A file system without locks gets a warning, and the run goes on. Checkpoin
 
 import atexit
 import contextlib
-import fcntl
 import json
 import os
 import shlex
@@ -33,7 +32,7 @@ from jax.experimental import multihost_utils
 
 from megajax.checkpoint.lease import Attempt, SupersededError
 from megajax.core.errors import TemporaryError, UserError, unwritable
-from megajax.core.files import parse_json
+from megajax.core.files import lock, parse_json
 
 FILE = "lock"
 # How long a second process waits for the first to end (chosen: a supervisor starts the next attempt
@@ -127,32 +126,32 @@ def _take(path: Path, patience_s: float, attempt: Attempt | None = None) -> int:
     while True:
         file = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)  # a program that we start gets no copy
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder, lead = _holder(file), _lead(file, attempt)
-            is_late = time.monotonic() >= end
-            if is_late and lead > 0 and _is_at(file, path):
-                path.unlink()
-            os.close(file)
-            if lead < 0:
-                raise SupersededError(f"a newer attempt is in {path.parent}: {holder}") from None
-            if is_late and lead == 0:
-                # Beside a supervised run it may be what an earlier driver left, and ends soon.
-                kind = UserError if attempt is None else TemporaryError
-                raise kind(
-                    f"{path.parent} is in use by {holder}: stop that run or give another --run_dir"
-                ) from None
-            if not told:
-                logging.warning("%s is in use by %s; waiting for its end", path.parent, holder)
-                told = True
-            time.sleep(POLL_S)
-            continue
+            is_locked = lock(file)
         except OSError as error:
             os.close(file)
             logging.warning(
                 "%s cannot be locked (%s): do not start a second run in it", path.parent, error
             )
             return -1
+        if not is_locked:
+            holder, lead = _holder(file), _lead(file, attempt)
+            is_late = time.monotonic() >= end
+            if is_late and lead > 0 and _is_at(file, path):
+                path.unlink()
+            os.close(file)
+            if lead < 0:
+                raise SupersededError(f"a newer attempt is in {path.parent}: {holder}")
+            if is_late and lead == 0:
+                # Beside a supervised run it may be what an earlier driver left, and ends soon.
+                kind = UserError if attempt is None else TemporaryError
+                raise kind(
+                    f"{path.parent} is in use by {holder}: stop that run or give another --run_dir"
+                )
+            if not told:
+                logging.warning("%s is in use by %s; waiting for its end", path.parent, holder)
+                told = True
+            time.sleep(POLL_S)
+            continue
         if _is_at(file, path):
             return file
         os.close(file)  # its holder removed it in the meantime: the next file counts

@@ -1,9 +1,10 @@
 """The worker's end of the pipes between session.py and one part. No jax import.
 
 Standard input brings one line of JSON, which says what to do (`Channel.spec`), and later the lines
-`go` (the GPU is free for this part) and `stop` (end after the present item). When the parent ends,
-however it ends, standard input closes and the worker exits. JSON lines go to the file descriptor
-that the first argument names, so that what a library prints cannot be mistaken for a message:
+`"go"` (the GPU is free for this part) and `"stop"` (end after the present item). When the parent
+ends, however it ends, standard input closes and the worker exits. JSON lines go to the file
+descriptor that the first argument names, so that what a library prints cannot be mistaken for a
+message:
 
     {"hello": {"device": "NVIDIA H200", "slug": "nvidia_h200"}}
     {"stage": "run", "item": "forward d128", "limit_s": 30}   the parent kills the worker later;
@@ -69,7 +70,7 @@ class Channel:
 
     def _listen(self, lines: Iterator[str]) -> None:
         for line in lines:
-            {"go": self._going, "stop": self._stopping}[line].set()
+            {"go": self._going, "stop": self._stopping}[json.loads(line)].set()
         # The parent is gone. With this process ends what it started, a compiler for example.
         os.killpg(0, signal.SIGKILL) if os.getpgrp() == os.getpid() else os._exit(1)
 

@@ -11,20 +11,18 @@ Every row is on disk once it has arrived (`Store`; files are replaced as a whole
 with the same folder leaves out what was measured, and what was found faulty.
 """
 
-import contextlib
 import json
 import os
 import select
-import signal
-import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
+from megajax.core.worker import Worker as Child
 from megajax.monitor import results
 from scripts.gpu_session.channel import shown
 
@@ -134,47 +132,22 @@ class Worker:
         self.stage, self.item, self.skip, self.rival = "import", None, "", None
         self.limit_s: float | None = IMPORT_S * spec.get("limit_scale", 1)
         self.stage_began, self.how, self.why = self.began, "", ""
-        self.killed, self.blamed, self.silent = "", False, False
+        self.killed, self.blamed = "", False
         self.log: IO[bytes] = tempfile.TemporaryFile()
-        self.pipe, theirs = os.pipe()
-        os.set_blocking(self.pipe, False)
-        self._rest = b""
-        self.process = subprocess.Popen(
-            [*command, str(theirs)],
-            stdin=subprocess.PIPE,
-            stdout=self.log,
-            stderr=self.log,
-            pass_fds=[theirs],
-            start_new_session=True,
-            env=dict(env),
-        )
-        os.close(theirs)
-        self.say(json.dumps(spec))
-
-    def say(self, line: str) -> None:
-        """Sends a line; a worker that is gone is noticed elsewhere."""
-        with contextlib.suppress(BrokenPipeError):
-            os.write(self.process.stdin.fileno(), line.encode() + b"\n")  # pyrefly: ignore
+        self.child = Child(command, apart=True, stdout=self.log, stderr=self.log, env=env)
+        self.process = self.child.process
+        self.child.send(spec)
 
     def go(self) -> None:
         """Hands it the GPU."""
         self.going_s = time.monotonic()
-        self.say("go")
+        self.child.send("go")
 
     def stop(self) -> None:
         """Asks it to end behind its present item."""
         if not self.stopping:
             self.stopping = True
-            self.say("stop")
-
-    def messages(self) -> Iterator[Row]:
-        """What has arrived since the last call."""
-        with contextlib.suppress(BlockingIOError):
-            while chunk := os.read(self.pipe, 1 << 16):
-                self._rest += chunk
-            self.silent = True
-        *whole, self._rest = self._rest.split(b"\n")
-        yield from (json.loads(line) for line in whole)
+            self.child.send("stop")
 
     def note_stage(self, message: Row) -> None:
         """Its limit counts from now on."""
@@ -200,16 +173,12 @@ class Worker:
         """Ends the process and all that it started. fault: whether the part is to blame."""
         if not self.killed and self.process.poll() is None:
             self.killed, self.blamed = why, fault
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+        self.child.kill()
 
     def close(self) -> str:
         """Frees what the parent holds of it; returns the end of what it printed."""
         self.kill("")  # what it started and left
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.process.wait(10)  # the driver may hold a process of a hung GPU for a while
-        os.close(self.pipe)
-        self.process.stdin.close()  # pyrefly: ignore
+        self.child.close()
         size = self.log.seek(0, os.SEEK_END)
         self.log.seek(max(0, size - LOG_BYTES))
         with self.log:
@@ -297,10 +266,10 @@ class Session:
             running.append(worker)
 
     def _listen(self) -> None:
-        open_ = [w for w in self._live if not w.silent]
-        ready, *_ = select.select([w.pipe for w in open_], [], [], 0.05)
+        open_ = [w for w in self._live if not w.child.silent]
+        ready, *_ = select.select([w.child for w in open_], [], [], 0.05)
         for worker in open_:
-            if worker.pipe in ready:
+            if worker.child in ready:
                 self._take(worker)
 
     def _limit(self, worker: Worker) -> None:
@@ -315,7 +284,7 @@ class Session:
     def _take(self, worker: Worker) -> None:
         """Does what the messages of a worker say."""
         part = worker.part
-        for message in worker.messages():
+        for message in worker.child.receive():
             if "hello" in message:
                 if not self._store.slug:
                     self._store.open(**message["hello"])

@@ -28,7 +28,7 @@ def test_storage_that_does_not_take_the_record_has_an_error_of_its_own(
     def refuse(_):
         raise OSError(number, os.strerror(number))
 
-    monkeypatch.setattr(lease.os, "fsync", refuse)
+    monkeypatch.setattr(os, "fsync", refuse)
     with pytest.raises(
         CheckpointError, match=f"cannot take {tmp_path} over.*{os.strerror(number)}"
     ) as e:

@@ -175,3 +175,34 @@ def test_an_archive_of_arrays_may_hold_so_much(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="no table"):
         (tmp_path / "x.npz").write_bytes(b"PK")
         files.read_arrays(tmp_path / "x.npz", "table")
+
+
+@pytest.mark.parametrize("compress", [False, True])
+def test_arrays_replace_a_file_or_leave_it(tmp_path, compress):
+    path = tmp_path / "a.npz"
+    arrays = {"x": np.arange(6).reshape(2, 3), "head": np.array("text")}
+    files.write_arrays(path, arrays, compress)
+    result = files.read_arrays(path, "archive")
+    assert result.keys() == arrays.keys()
+    assert all(np.array_equal(result[n], x) for n, x in arrays.items())
+    before = path.read_bytes()
+    with pytest.raises(ValueError):
+        files.write_arrays(path, {"x": np.array([object()])}, compress)
+    assert path.read_bytes() == before and os.listdir(tmp_path) == ["a.npz"]
+
+
+def test_a_lock_is_held_by_one_or_shared_until_it_is_closed(tmp_path):
+    def opened():
+        return os.open(tmp_path, os.O_RDONLY)
+
+    first, second, third = opened(), opened(), opened()
+    assert files.lock(first, shared=True) and files.lock(second, shared=True)
+    assert not files.lock(third, wait_s=0.05)
+    os.close(first)
+    os.close(second)
+    assert files.lock(third)
+    other = opened()
+    assert not files.lock(other, shared=True)
+    os.close(third)
+    assert files.lock(other, wait_s=None)
+    os.close(other)

@@ -1,6 +1,7 @@
 """One run in a folder: the lock goes with its process, and says who has it."""
 
 import errno
+import fcntl
 import os
 import signal
 import subprocess
@@ -114,7 +115,7 @@ def test_a_file_system_without_locks_is_warned_of(tmp_path, monkeypatch, caplog)
     def refuse(*_):
         raise OSError(37, "No locks available")
 
-    monkeypatch.setattr(run_lock.fcntl, "flock", refuse)
+    monkeypatch.setattr(fcntl, "flock", refuse)
     RunLock(tmp_path).release()
     assert "cannot be locked" in caplog.text and "No locks available" in caplog.text
 

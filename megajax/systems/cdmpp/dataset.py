@@ -11,6 +11,7 @@ import json
 import os
 import warnings
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -256,10 +257,7 @@ def card_of_json(entry: Mapping[str, Any]) -> tuple[str, DeviceCard]:
 def save_arrays(path: str | os.PathLike[str], arrays: Mapping[str, np.ndarray]) -> None:
     """Writes an npz file under another name first: a reader never sees half a file."""
     os.makedirs(os.path.dirname(os.fspath(path)) or ".", exist_ok=True)
-    part = f"{os.fspath(path)}.{os.getpid()}.part"
-    with open(part, "wb") as file:
-        np.savez_compressed(file, allow_pickle=False, **arrays)
-    os.replace(part, path)
+    files.write_arrays(Path(path), arrays, compress=True)
 
 
 def load_arrays(path: str | os.PathLike[str], what: str) -> dict[str, np.ndarray]:

@@ -8,7 +8,6 @@ two is the noise of the label (profile.py). All of it is stored in one npz file,
 
 import contextlib
 import dataclasses
-import fcntl
 import functools
 import json
 import math
@@ -22,6 +21,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from megajax.core import files
 from megajax.core.errors import UserError
 from megajax.core.hardware import DeviceCard
 from megajax.monitor import results
@@ -293,7 +293,7 @@ class Turns:
         """Waits until no other process has a turn, then has one. Yields the seconds waited."""
         began = time.monotonic()
         with open(self.path, "a") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
+            files.lock(file.fileno(), wait_s=None)
             now = time.monotonic()
             file.truncate(0)
             file.write(f"{os.getpid()} {now}\n")

@@ -9,7 +9,6 @@ it costs the evidence, not the job: what was lost is counted, in the next event 
 
 import contextlib
 import errno
-import fcntl
 import json
 import os
 import queue
@@ -22,6 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
+from megajax.core import files
 from megajax.core.errors import UserError
 from megajax.monitor import timeline
 from megajax.monitor.records import Lines, Lossy, Prometheus, Record
@@ -131,10 +131,8 @@ class Journal:
         path = self.folder / "blocklist"
         with self._may_lose():
             if path.exists():
-                fresh = self.folder / "blocklist.new"
                 left = [line for line in path.read_text().splitlines() if line != host]
-                fresh.write_text("".join(f"{line}\n" for line in left))
-                fresh.replace(path)
+                files.write_whole(path, "".join(f"{line}\n" for line in left))
         self.event("readmitted", f"{host}: {why}", host=host)
 
     def evidence(
@@ -260,9 +258,9 @@ def hold(out: Path) -> int:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):  # a full disk may lose telemetry
                 raise
         lock = os.open(out, os.O_RDONLY | os.O_DIRECTORY)
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise UserError(f"another driver writes into {out} (--out)") from None
+        is_free = files.lock(lock)
     except OSError as error:
         raise UserError(f"cannot write into {out}: {error.strerror} (--out)") from None
+    if not is_free:
+        raise UserError(f"another driver writes into {out} (--out)")
     return lock

@@ -367,8 +367,6 @@ class Evictions:
         """Replaces the file in one piece; a disk that does not take it costs no job."""
         rows: dict[str, Any] = {"evictions": [asdict(e) for e in self.all]}
         try:
-            fresh = self._path.with_suffix(".new")
-            fresh.write_text(json.dumps(rows, indent=1) + "\n")
-            fresh.replace(self._path)
+            files.write_whole(self._path, json.dumps(rows, indent=1) + "\n")
         except OSError:
             return

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from megajax.core.errors import UserError
-from megajax.core.files import json_text, or_nan, read_object
+from megajax.core.files import json_text, or_nan, read_object, write_whole
 from megajax.schedule import simulator
 from megajax.schedule.ir import Task
 
@@ -226,9 +226,7 @@ class Placement:
 
         null stands for an infinite time or omega, and for a gap of NaN: not known.
         """
-        part = Path(f"{path}.part")
-        part.write_text(json_text(asdict(self)))
-        part.replace(path)
+        write_whole(Path(path), json_text(asdict(self)))
 
     @classmethod
     def load(cls, path: str | Path) -> "Placement":

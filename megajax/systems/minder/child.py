@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 
 from megajax.core.errors import UserError
+from megajax.core.worker import Worker
 from megajax.monitor.alerts import Alert
 from megajax.monitor.records import Record
 from megajax.monitor.samples import Samples, concat
@@ -65,14 +66,8 @@ class Child:
         self._queue.put(options)  # not among its arguments, which everybody sees
         self._lines: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         self.dropped = 0
-        self._child = subprocess.Popen(
-            [*ON_CPU, sys.executable, "-m", "megajax.systems.minder.child"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
+        program = [*ON_CPU, sys.executable, "-m", "megajax.systems.minder.child"]
+        self._child = Worker(program, stderr=subprocess.PIPE)
         self._last = ""  # words of the child to standard error
         self._threads = [
             threading.Thread(target=work, name="minder", daemon=True)
@@ -114,39 +109,33 @@ class Child:
     def close(self) -> None:
         """Ends the child."""
         self._child.kill()
-        self._child.wait()
+        self._child.process.wait()
         with contextlib.suppress(queue.Full):
             self._queue.put_nowait(None)
         for thread in self._threads:
             thread.join(CLOSE_S)
-        for pipe in (self._child.stdin, self._child.stdout, self._child.stderr):
-            with contextlib.suppress(OSError):
-                assert pipe is not None
-                pipe.close()
+        self._child.close()
 
     def _write(self) -> None:
-        assert self._child.stdin is not None
-        with contextlib.suppress(OSError, ValueError):
-            while (what := self._queue.get()) is not None:
-                self._child.stdin.write(json.dumps(what) + "\n")
-                self._child.stdin.flush()
+        while (what := self._queue.get()) is not None and self._child.send(what):
+            pass
 
     def _read(self) -> None:
-        assert self._child.stdout is not None
         with contextlib.suppress(OSError, ValueError):
-            for line in self._child.stdout:
-                self._lines.put(json.loads(line))
-        code = self._child.wait()
+            for message in self._child.messages():
+                self._lines.put(message)
+        code = self._child.process.wait()
         why = f": {self._last}" if self._last else ""
         if code >= 0:  # else it was told to end
             message = f"the detector of metrics ended (exit code {code}){why}; the job goes on"
             self._lines.put({"notes": [message]})
 
     def _listen(self) -> None:
-        assert self._child.stderr is not None
+        stderr = self._child.process.stderr
+        assert stderr is not None
         with contextlib.suppress(OSError, ValueError):
-            for line in self._child.stderr:
-                self._last = line.strip()[:300] or self._last
+            for line in stderr:
+                self._last = line.decode(errors="replace").strip()[:300] or self._last
 
 
 # ---- the end of the child

@@ -15,7 +15,6 @@ import dataclasses
 import functools
 import json
 import math
-import os
 import re
 import time
 import zlib
@@ -321,15 +320,7 @@ class Profile:
         }
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        new = path.with_name(f".{path.name}.{os.getpid()}.new")
-        try:
-            with open(new, "wb") as file:
-                np.savez(file, head=np.array(json.dumps(head)), **arrays)  # type: ignore[arg-type]
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(new, path)
-        finally:
-            new.unlink(missing_ok=True)
+        files.write_arrays(path, {"head": np.array(json.dumps(head)), **arrays})
 
     @staticmethod
     def load(path: str | Path) -> "Profile":

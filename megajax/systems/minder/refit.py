@@ -13,7 +13,6 @@ MODEL.previous.
 import dataclasses
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ import numpy as np
 
 from megajax.core import files
 from megajax.core.errors import UserError
+from megajax.core.worker import Worker
 from megajax.monitor.samples import Grid
 from megajax.systems.minder.detector import merged
 from megajax.systems.minder.reporter import Lasting
@@ -67,7 +67,7 @@ class Refit:
         self._new: list[Grid] = []
         self._dirty = False  # an alert lasted in what is collected
         self._due = clock() + 3600 * plan.hours
-        self._child: subprocess.Popen | None = None
+        self._child: Worker | None = None
         self._folder.mkdir(parents=True, exist_ok=True)
 
     # ---- data
@@ -95,15 +95,8 @@ class Refit:
             path.unlink(missing_ok=True)
 
     def _write(self, grid: Grid) -> None:
-        part = self._folder / f".{grid.start}.part"
-        try:
-            with open(part, "wb") as file:
-                np.savez_compressed(
-                    file, values=grid.values_CNT, machines=np.array(grid.machines, str)
-                )
-            part.replace(self._folder / f"{grid.start}.npz")
-        finally:
-            part.unlink(missing_ok=True)
+        arrays = {"values": grid.values_CNT, "machines": np.array(grid.machines, str)}
+        files.write_arrays(self._folder / f"{grid.start}.npz", arrays, compress=True)
 
     def _pieces(self) -> list[Path]:
         found = [p for p in self._folder.glob("*.npz") if p.stem.isdecimal()]
@@ -121,12 +114,13 @@ class Refit:
                 self._due = now + 3600 * self._plan.hours  # also if it cannot be started
                 self._start()
             return None
-        code = self._child.poll()
+        code = self._child.process.poll()
         if code is None:
             return None
-        text = self._child.communicate()[0]
+        reports = list(self._child.messages())
+        self._child.close()
         self._child = None
-        return self._take(code, text)
+        return self._take(code, reports)
 
     def _start(self) -> None:
         plan = self._plan
@@ -140,24 +134,19 @@ class Refit:
         }
         (self._folder / "job.json").write_text(json.dumps(job))
         with (self._folder / "fit.log").open("w") as log:
-            self._child = subprocess.Popen(
-                [sys.executable, "-m", "megajax.systems.minder.refit", self._folder / "job.json"],
-                stdout=subprocess.PIPE,
-                stderr=log,
-                stdin=subprocess.DEVNULL,
-                text=True,
-                start_new_session=True,  # Ctrl-C is the daemon's, which ends it
-            )
+            program = [sys.executable, "-m", "megajax.systems.minder.refit"]
+            # Ctrl-C reaches the daemon alone, which ends the child.
+            self._child = Worker([*program, str(self._folder / "job.json")], stderr=log)
 
     @property
     def _candidate(self) -> Path:
         return self._folder / "candidate"
 
-    def _take(self, code: int, text: str) -> Result:
+    def _take(self, code: int, reports: Sequence[Mapping[str, Any]]) -> Result:
         """Returns the result of an ended process; an accepted model replaces the old one."""
         log = self._folder / "fit.log"
         try:
-            report = json.loads(text.splitlines()[-1])
+            report = reports[-1]
             worse = str(report["worse"])
         except (LookupError, ValueError, TypeError):
             return Result(
@@ -184,8 +173,7 @@ class Refit:
     def close(self) -> None:
         """Ends a running fit."""
         if self._child is not None:
-            self._child.terminate()
-            self._child.communicate()
+            self._child.close()
             self._child = None
 
 

@@ -10,7 +10,6 @@ import dataclasses
 import datetime
 import html
 import json
-import os
 import threading
 import time
 from collections import Counter
@@ -106,14 +105,9 @@ class Ledger:
             {"alert": one.alert.measured, "until": one.until, "last": one.last}
             for one in self.lasting.values()
         ]
-        part = self._path.with_name(f".{self._path.name}.part")
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            with open(part, "w") as file:
-                json.dump({"alerts": rows}, file, indent=1)
-                file.flush()
-                os.fsync(file.fileno())
-            part.replace(self._path)
+            files.write_whole(self._path, json.dumps({"alerts": rows}, indent=1))
         except OSError:
             self.lost += 1
         else:
@@ -342,9 +336,7 @@ class Heat:
                 highest[machine] = max(score, highest.get(machine, 0.0))
         order = sorted(highest, key=lambda m: (m not in named, -highest[m], m))[:ROWS]
         if path.suffix == ".html":
-            part = path.with_name(f"{path.name}.part")
-            part.write_text(self._page(order, named))
-            part.replace(path)
+            files.write_whole(path, self._page(order, named))
         elif order:
             self._draw(order, named, path)
 
@@ -396,12 +388,7 @@ class Heat:
 def _save(figure: Any, path: Path) -> None:
     """Writes a picture in one piece: somebody may look at it meanwhile."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.stem}.{os.getpid()}{path.suffix}")
-    try:
-        figure.savefig(part)
-        part.replace(path)
-    finally:
-        part.unlink(missing_ok=True)
+    files.write_whole(path, lambda file: figure.savefig(file, format=path.suffix[1:]))
 
 
 def _colour(score: float | None) -> str:
