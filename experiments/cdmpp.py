@@ -63,7 +63,11 @@ from megajax.systems.cdmpp.labels import Labels
 from megajax.systems.cdmpp.predictor import FOLD_STEPS, ROWS_PER_GROUP, Predictor, sample
 from megajax.training.presets import PRESETS, take_model
 
-config.define_flags(PRESETS, "nano", ("preset", "config", "train.global_batch", "train.seq_len"))
+VERBS = ("train", "evaluate", "predict", "calibrate", "replay")  # by which --help orders flags
+
+config.define_flags(
+    PRESETS, "nano", ("preset", "config", "train.global_batch", "train.seq_len"), VERBS
+)
 DATA = flags.DEFINE_string("data", None, "labels.npz files with commas, or a folder of NeuSight's")
 OPS = flags.DEFINE_string("ops", None, "NeuSight's operations to use, joined by commas; none: all")
 DEVICES = flags.DEFINE_string("devices", None, "NeuSight's devices to use, joined by commas")
@@ -72,7 +76,9 @@ HELD_OUT = flags.DEFINE_string(
 )
 SPLITS = flags.DEFINE_string("splits", "random,families,devices", "evaluate: what to hold out")
 PREDICTOR = flags.DEFINE_string(
-    "predictor", None, "file; none: the shipped one; for predict also 'assumed': the roofline"
+    "predictor",
+    None,
+    "file of a predictor; none: the shipped one; for predict, 'assumed' stands for the roofline",
 )
 CLUSTER = flags.DEFINE_string("cluster", "h100:1x8", "predict: the cluster, kind:HOSTSxGPUS")
 CONTENTION = flags.DEFINE_float(
@@ -82,38 +88,50 @@ CONTENTION = flags.DEFINE_float(
     lower_bound=1.0,
 )
 SEGMENTS = flags.DEFINE_integer(
-    "segments", 1, "predict: assume this many documents of equal length in a row", lower_bound=1
+    "segments", 1, "predict: number of documents of equal length in a row", lower_bound=1
 )
 BUDGET = flags.DEFINE_float("budget", 60.0, "calibrate: seconds of profiling", lower_bound=1.0)
 SHOTS = flags.DEFINE_integer(
-    "shots", 32, "evaluate: programs of a held-out device to adapt to", lower_bound=1
+    "shots",
+    32,
+    "evaluate: number of programs of a held-out device that the predictor is adapted to",
+    lower_bound=1,
 )
 METHODS = flags.DEFINE_string("methods", "all", "evaluate: 'ours' and rivals, joined by commas")
 SEEDS = flags.DEFINE_integer(
     "seeds", 1, "evaluate: number of seeds that are averaged, from --fit_seed on", lower_bound=1
 )
 CALLS = flags.DEFINE_integer(
-    "calls", 0, "evaluate: number of programs whose calls are predicted as a whole", lower_bound=0
+    "calls", 0, "evaluate: number of programs of which whole calls are predicted too", lower_bound=0
 )
 JSON = flags.DEFINE_string(
-    "json", None, "evaluate: file for the result; keeps its rows of other methods and splits"
+    "json", None, "evaluate: file for the result; its rows of other methods and splits are kept"
 )
 STEPS = flags.DEFINE_integer("fit_steps", 2000, "training steps of the networks", lower_bound=1)
 MEMBERS = flags.DEFINE_integer("fit_members", 3, "networks that are averaged", lower_bound=1)
 SEED = flags.DEFINE_integer("fit_seed", 0, "random seed of the networks and splits", lower_bound=0)
 CONFIGURATIONS = flags.DEFINE_string("configurations", "all", "replay: steps, joined by commas")
 OTHERS = flags.DEFINE_integer(
-    "others", 48, "replay: number of other programs, which set overheads and bands", lower_bound=8
+    "others",
+    48,
+    "replay: number of other programs, from which overheads and error bands are taken",
+    lower_bound=8,
 )
 PASSES = flags.DEFINE_integer(
-    "passes", 10, "replay: how often all programs are timed in turn; even", lower_bound=6
+    "passes",
+    10,
+    "replay: number of rounds in which all programs are timed, an even number",
+    lower_bound=6,
 )
 THREADS = flags.DEFINE_integer("threads", 1, "replay: processors to use", lower_bound=1)
 MEASURED = flags.DEFINE_string(
     "measured", None, "replay: folder of an earlier run, whose measurements are used again"
 )
 ONLY = flags.DEFINE_enum(
-    "only", None, ["walls", "parts"], "replay: time only whole calls (walls) or instructions"
+    "only",
+    None,
+    ["walls", "parts"],
+    "replay: time only whole calls (walls) or only instructions (parts)",
 )
 OUT = flags.DEFINE_string("out", "runs/cdmpp", "folder for the results")
 

@@ -2,12 +2,13 @@
 
     uv run experiments/megascale_ablation.py
 
-175B on 256 A100s, batch 256, PP 8 x DP 4 x TP 8, 6 chunks a stage; each row adds to the one before.
-What is claimed: the sign of every row that is modelled. The baseline overlaps nothing here, while
-the paper's Megatron-LM hides a part, and the efficiencies of matmuls and attention are assumed, so
-absolute figures differ. Operators and the data pipeline are not modelled. Writes
-megascale_ablation.json into --out; from the one in experiments/results scripts/tables.py makes the
-table of docs/papers/megascale.md.
+The model has 175B parameters and runs on 256 A100s: batch 256, PP 8 x DP 4 x TP 8, 6 chunks a
+stage. Each row adds one change to the row before. Only the sign of each modelled row is claimed.
+Absolute figures differ from the paper's, because the efficiencies of matmuls and attention are
+assumed and the baseline overlaps no communication here, while the paper's Megatron-LM overlaps a
+part. Operators and the data pipeline are not modelled. The command writes megascale_ablation.json
+into --out; scripts/tables.py makes the table of docs/papers/megascale.md from the file in
+experiments/results.
 """
 
 import megajax.core.interrupted  # noqa: F401

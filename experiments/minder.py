@@ -49,11 +49,11 @@ class Train(Checked):
     """What the model is fitted on."""
 
     source: str = option(
-        "", "train: files of metrics, one a job, joined by commas", verbs=("train",), flag="source"
+        "", "files of metrics, one a job, joined by commas", verbs=("train",), flag="source"
     )
     hours: float = option(
         6.0,
-        "train: how much of the past to read from the server",
+        "how much of the past to read from the server",
         "h",
         verbs=("train",),
         flag="hours",
@@ -61,14 +61,12 @@ class Train(Checked):
     )
     machines: int = option(
         64,
-        "train: machines of the largest simulated job",
+        "machines of the largest simulated job",
         verbs=("train",),
         flag="machines",
         at_least=4,
     )
-    jobs: int = option(
-        18, "train: number of simulated jobs", verbs=("train",), flag="jobs", at_least=1
-    )
+    jobs: int = option(18, "number of simulated jobs", verbs=("train",), flag="jobs", at_least=1)
     steps: int = option(800, "training steps of the networks", flag="steps", at_least=1)
     seed: int = option(0, "random seed of networks and simulated jobs", flag="seed", at_least=0)
 

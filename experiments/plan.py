@@ -46,17 +46,23 @@ from megajax.training.config import Config
 from megajax.training.presets import FIRST, PRESETS, take_model
 
 config.define_flags(PRESETS, "nano", FIRST)
-CLUSTER = flags.DEFINE_string("cluster", "h100:1x8", "what to plan for, kind:HOSTSxGPUS")
+CLUSTER = flags.DEFINE_string("cluster", "h100:1x8", "cluster to plan for, kind:HOSTSxGPUS")
 OUT = flags.DEFINE_string("out", None, "folder for plan.md, plan.json and plan.png; none: print")
-SEARCH = flags.DEFINE_boolean("search", False, "rank meshes and schedules, compile the best few")
+SEARCH = flags.DEFINE_boolean(
+    "search", False, "search meshes and schedules, rank them and compile the best few"
+)
 WORKLOAD = flags.DEFINE_enum(
-    "workload", "train", ["train", "prefill", "decode", "serve"], "what a step does: see above"
+    "workload", "train", ["train", "prefill", "decode", "serve"], "what is planned (see above)"
 )
 COST = flags.DEFINE_enum(
-    "cost", "roofline", ["roofline", "learned", "table"], "where times of operations come from"
+    "cost", "roofline", ["roofline", "learned", "table"], "source of the times of operations"
 )
-COST_FILE = flags.DEFINE_string("cost_file", None, "of --cost=learned or --cost=table")
-BEST = flags.DEFINE_integer("best", 3, "how many that fit --search compiles", lower_bound=1)
+COST_FILE = flags.DEFINE_string(
+    "cost_file", None, "file of the predictor (--cost=learned) or of the table (--cost=table)"
+)
+BEST = flags.DEFINE_integer(
+    "best", 3, "number of fitting plans that --search compiles", lower_bound=1
+)
 
 
 def main() -> int:

@@ -2,11 +2,12 @@
 
     uv run experiments/schedules.py [--stages=4 --microbatches=8 --chunks=2]
 
-No device and no jax: times are in units of one forward pass of a stage, SIMULATED. Ideal: every
-stage runs its ops as soon as their inputs are there, B and W cost as much as F. Lockstep: a tick
-ends when all stages have ended it, which is what a single SPMD program does; where inputs are
-stashed, B (and a split W) runs F again; a split W runs the backward chain of its layers again.
-Writes schedules.json and schedules.svg into --out, of which docs/parallelism.md shows the table.
+Times are SIMULATED, in units of one forward pass of a stage; no device and no jax is needed. F is a
+forward pass, B the gradient of the inputs, W the gradient of the weights. Ideal: every stage runs
+an operation as soon as its inputs exist, and B and W cost as much as F. Lockstep: a tick ends when
+all stages have ended it, which is what a single SPMD program does. Where inputs are stashed, B (and
+a W that is split from it) runs F again; a split W runs the backward chain of its layers again.
+The command writes schedules.json and schedules.svg into --out; docs/parallelism.md shows the table.
 """
 
 import megajax.core.interrupted  # noqa: F401

@@ -4,17 +4,19 @@
     uv run experiments/sdp4bit.py --preset=paper        # nine variants, three seeds
     uv run --extra aot experiments/sdp4bit.py --bytes   # and the bytes of the program for H100s
 
-Quality, on emulated CPU devices, 2 nodes of 2: a small GPT on the bytes of Python's standard
-library, trained by the steps of every training run, with the same tokens in the same order for each
-variant of the exchange (experiments/reports/sdp4bit.py lists them with their flags). The loss
-is that of held-out text, with the weights that the ranks use; the masters' stands beside it.
-Bytes (--bytes): of the exchange compiled for 2 nodes of 4 H100s, read from its collectives.
-Speed: the paper's ten pairs of model and cluster as ESTIMATES of the cost model; nothing is timed.
+Quality: a small GPT is trained on the bytes of Python's standard library, on 2 emulated nodes of 2
+CPU devices, once for each variant of the exchange (experiments/reports/sdp4bit.py lists them with
+their flags). All variants see the same tokens in the same order. The reported loss is that of
+held-out text with the weights that the ranks use; the loss with the float32 masters is beside it.
+Bytes (--bytes): the exchange is compiled for 2 nodes of 4 H100s, and the bytes of its collectives
+are counted. Speed: ESTIMATES of the cost model for the paper's ten pairs of model and cluster;
+nothing is timed.
 
-`paper` takes about 20 minutes on two idle CPU cores. Ctrl-C, then the same command goes on after
-the last run; so do more variants and seeds. Several processes may share the work: give each some of
---variants, then all of them to one. Writes sdp4bit.json after every run, and sdp4bit.svg and .png,
-into --out. `tiny` shows that all of it runs: its models have learned too little to say anything.
+`paper` takes about 20 minutes on two idle CPU cores. After Ctrl-C the same command continues after
+the last finished run, and a command with more variants or seeds adds to the runs that are there.
+Several processes can share the work: give each of them some of --variants, and afterwards all
+variants to one. The command writes sdp4bit.json after every run, and sdp4bit.svg and .png, into
+--out. `tiny` only shows that the experiment runs: its models have learned too little to compare.
 """
 
 import megajax.core.interrupted  # noqa: F401

@@ -4,14 +4,14 @@
     uv run experiments/serving.py --preset=bench      # minutes on an idle machine
 
 The nano decoder with random weights answers requests that have the lengths of the blocks of a
-corpus (experiments/reports/serving.py). All requests at once: tokens a second with continuous
-batching, with and without the reuse of common prefixes, with static batching, and with static
-batching of rectangular batches, as a loop over padded batches computes them. Poisson arrivals at
-several rates: throughput against latency. Runs of the modes alternate, so that a busy machine slows
-all of them. Continuous batching: Orca (OSDI 2022); the engine's sources are in
-megajax/serving/engine.py. Writes serving.json after every row, and serving.svg and .png, into
---out. Ctrl-C keeps the rows so far; a second run measures anew. The tokens a second of a CPU say
-how the modes compare and nothing of a GPU.
+corpus (experiments/reports/serving.py). With all requests at once, the command measures tokens a
+second of continuous batching, with and without the reuse of common prefixes, of static batching,
+and of static batching of padded batches. With Poisson arrivals at several rates, it measures
+throughput and latency. Runs of the modes alternate, so that other processes slow all of them alike.
+Continuous batching is that of Orca (OSDI 2022); megajax/serving/engine.py names the engine's other
+sources. The command writes serving.json after every row, and serving.svg and .png, into --out.
+Ctrl-C keeps the rows so far; the next run measures all of them again. Tokens a second on a CPU
+compare the modes and say nothing about a GPU.
 """
 
 import megajax.core.interrupted  # noqa: F401

@@ -28,10 +28,15 @@ def main(arguments: list[str]) -> int:
     )
     add = parser.add_argument
     add("--host", default="127.0.0.1", help="address to listen at; 0.0.0.0: all of this host")
-    add("--port", type=int, default=9101, help="0: any that is free")
+    add("--port", type=int, default=9101, help="port to listen at; 0: any free port")
     add("--pid", type=int, help="show only the process group of this process")
     add("--cgroup", help="show only this control group, as a path below /sys/fs/cgroup")
-    add("--folder", type=Path, default=Path("/"), help="whose disk's free space counts")
+    add(
+        "--folder",
+        type=Path,
+        default=Path("/"),
+        help="folder on the disk whose free space is shown",
+    )
     flags = parser.parse_args(arguments)
     try:
         if flags.pid is not None and flags.cgroup is not None:

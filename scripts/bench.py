@@ -58,10 +58,12 @@ class Config(Checked):
     """What to compare."""
 
     rounds: int = option(30, "timed pairs, after 5 of warm-up", at_least=1)
-    gguf: str | None = option(None, "file that serve measures")
-    rival: str | None = option(None, "Python with llama-cpp-python, of serve; none: no rival")
-    before: str | None = option(None, "another checkout whose server is measured too, of serve")
-    tokens: int = option(48, "length of an answer of serve", "tokens", at_least=2)
+    gguf: str | None = option(None, "GGUF file that serve measures")
+    rival: str | None = option(
+        None, "Python interpreter with llama-cpp-python, for serve; none: no rival"
+    )
+    before: str | None = option(None, "another checkout, whose server serve measures too")
+    tokens: int = option(48, "length of an answer, for serve", "tokens", at_least=2)
     out: str = results.out_option("bench")
     run: RunConfig = group(RunConfig)
     emulate: int | None = option(None, "CPU devices to emulate; none: 8 without a GPU", at_least=1)

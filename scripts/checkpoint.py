@@ -12,8 +12,9 @@
 
 DIR: a run, a folder of steps, or DIR/STEP; DIR and NEW may be s3://BUCKET/PREFIX or gs://... (where
 credentials come from: megajax/checkpoint/store.py). A step belongs to no mesh, so restoring to
-another mesh needs no tool; `reshard` changes the shapes of the leaves: --there lists what ours
-become, --back what is to become ours again (first): layers, stages:P, stages:PxCHUNKS,
+another mesh needs no tool. `reshard` writes the step with leaves of other shapes: --there names the
+layouts that the new step has instead of megajax's own, and --back names the layouts of DIR that are
+turned back into megajax's own first. Layouts: layers, stages:P, stages:PxCHUNKS,
 stages:PxCHUNKSxLAYERS (for --back), qkv, vocab:WORDSxMULTIPLE. Hugging Face folders: scripts/hf.py.
 """
 
@@ -57,41 +58,50 @@ class Config(Checked):
         at_least=0,
     )
     there: str = option(
-        "", "reshard: layouts to make, in this order, joined by commas", verbs=("reshard",)
+        "",
+        "names of layouts that the new step has, joined by commas in the order of making them",
+        verbs=("reshard",),
     )
-    back: str = option("", "reshard: layouts to undo first, as they were made", verbs=("reshard",))
+    back: str = option(
+        "",
+        "names of layouts that DIR has and the new step does not, joined by commas in the order "
+        "in which they were made; they are undone before --there",
+        verbs=("reshard",),
+    )
     shard_bytes: int = option(
         5 * 10**9,
-        "export, import: size of the largest file",
+        "size of the largest file",
         "bytes",
         verbs=("export", "import"),
         at_least=1,
     )
     compression: Literal["auto", "none", "zstd"] = option(
-        "auto", "reshard, import: compression of what is new", verbs=("reshard", "import")
+        "auto", "compression of the arrays that are written", verbs=("reshard", "import")
     )
     format: Literal["auto", "safetensors", "dcp", "megatron", "torch"] = option(
-        "auto", "import: format of the source; auto: found by its looks", verbs=("import",)
+        "auto", "format of the source; auto: recognised by its files", verbs=("import",)
     )
-    to: Literal["step", "safetensors"] = option("step", "import: format to make", verbs=("import",))
+    to: Literal["step", "safetensors"] = option("step", "format to make", verbs=("import",))
     vocab: int | None = option(
         None,
-        "import: vocabulary of a Megatron model, without padding",
+        "vocabulary of a Megatron model, without padding",
         verbs=("import",),
         at_least=1,
     )
     key_file: str | None = option(
         None,
-        "file of the keys that must have signed what is read, and that sign what is written; none: "
-        "off",
+        "file of keys; checkpoints that are read must be signed by one of them, and the first "
+        "signs what is written; none: no signatures",
     )
     leave_out: str = option(
         "",
-        "import: names not to import, or the first parts of names, joined by commas",
+        "parameters that are not imported, or the first parts of their names, joined by commas",
         verbs=("import",),
     )
     hf_config: str | None = option(
-        None, "import: config.json, for a Megatron checkpoint without arguments", verbs=("import",)
+        None,
+        "config.json of the model, for a Megatron checkpoint that stores no arguments",
+        verbs=("import",),
     )
 
 

@@ -1,11 +1,11 @@
 """Draws the figures that documents show from the results that documents quote.
 
     uv run scripts/figures.py            # experiments/results/*.json -> .svg and .png beside them
-    uv run scripts/figures.py FOLDER     # those of another folder, what an experiment's --out was
+    uv run scripts/figures.py FOLDER     # those of another folder, e.g. of an experiment's --out
 
-Nothing is trained, simulated or measured: flux, comet, bytetransformer, tilewise, sdp4bit,
-serving, minder, bytecheckpoint and cdmpp_replay. The figures of chaos and schedules are drawn by
-their experiments alone.
+The script draws the figures of flux, comet, bytetransformer, tilewise, sdp4bit, serving, minder,
+bytecheckpoint and cdmpp_replay; it trains, simulates and measures nothing. The figures of chaos and
+schedules are drawn by their experiments alone.
 """
 
 import megajax.core.interrupted  # noqa: F401

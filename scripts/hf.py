@@ -40,10 +40,10 @@ class Config(Checked):
     """How to convert."""
 
     step: int | None = option(
-        None, "export: checkpoint of the run; none: the latest", verbs=("export",), at_least=0
+        None, "checkpoint of the run; none: the latest", verbs=("export",), at_least=0
     )
     dtype: Literal["float32", "bfloat16", "float16"] = option(
-        "float32", "export: data type of the tensors", verbs=("export",)
+        "float32", "data type of the tensors", verbs=("export",)
     )
     tokenizer: str | None = option(
         None,

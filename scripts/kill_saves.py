@@ -1,16 +1,17 @@
-"""kill -9 at random moments of a save, over and over: what was finished must come back, bit by bit.
+"""Kills a process again and again while it saves: finished saves must be restored bit by bit.
 
     uv run scripts/kill_saves.py                              # 10 kills, seconds
     uv run scripts/kill_saves.py --kills=200                  # minutes
-    uv run scripts/kill_saves.py --kills=200 --around=junk    # among things that are no steps
-    uv run scripts/kill_saves.py --kills=200 --around=store   # in a store on loopback that lies
+    uv run scripts/kill_saves.py --kills=200 --around=junk    # beside files that are no steps
+    uv run scripts/kill_saves.py --kills=200 --around=store   # in an object store with faults
 
-A preloaded interpreter forks the victims (an import costs seconds, a fork nothing). A victim
-restores the latest step, compares every leaf with what was saved, and saves step after step until
-it is killed at a random moment while a save is under way, the first save of a folder too: every
---restarts kills a new folder begins. Checked after each restart: no leaf differs, the step is not
-older than the last save that was reported finished, and the folder holds nothing but `keep` steps
-and at most one more. Stops at the first check that fails; writes kill_saves.json into --out.
+The victims are forks of one interpreter that has imported everything (an import takes seconds, a
+fork almost none). A victim restores the latest step, compares every leaf with what was saved, and
+saves step after step until it is killed at a random moment of a save. After every --restarts kills
+a new folder begins, so that first saves are killed too. After each restart the script checks that
+no leaf differs, that the restored step is not older than the last save that was reported finished,
+and that the folder holds at most one step more than the manager keeps. It stops at the first check
+that fails, and writes kill_saves.json into --out.
 """
 
 import megajax.core.interrupted  # noqa: F401

@@ -3,11 +3,11 @@
     uv run --extra ray scripts/launch_ray.py --hosts=4 --gpus=8 --preset=llama3_8b --mesh.tensor=8
 
 Flags that are not this script's go to experiments/pretrain.py, which must lie in the same place on
-every host. Ctrl-C or SIGTERM here reaches every process: the run saves, and the same command goes
-on. After a failure all processes are started again, at most --restarts times; wrong flags (exit
-code 2) and a run that another has taken over (76) are not tried again, a last save that failed (75)
-is. With --supervise scripts/supervise.py does that instead: its driver runs here, an agent on every
-host, and what is stuck is found too.
+every host. Ctrl-C or SIGTERM here reaches every process: the run saves, and the same command
+continues it. After a failure all processes are started again, at most --restarts times. They are
+not started again after wrong flags (exit code 2) and when another run has taken over (76), but they
+are when the last save failed (75). With --supervise, scripts/supervise.py restarts the processes
+instead: its driver runs here and an agent on every host, and it also finds processes that hang.
 """
 
 import megajax.core.interrupted  # noqa: F401
@@ -159,11 +159,15 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--hosts", type=int, default=1, help="machines; one process each")
-    parser.add_argument("--gpus", type=int, default=8, help="GPUs of a machine")
-    parser.add_argument("--address", default="auto", help="of the Ray cluster")
-    parser.add_argument("--restarts", type=int, default=3, help="of the job after a failure")
-    parser.add_argument("--supervise", action="store_true", help="find hangs, exclude bad hosts")
+    parser.add_argument(
+        "--hosts", type=int, default=1, help="number of hosts, with one process each"
+    )
+    parser.add_argument("--gpus", type=int, default=8, help="GPUs of each host")
+    parser.add_argument("--address", default="auto", help="address of the Ray cluster")
+    parser.add_argument("--restarts", type=int, default=3, help="most restarts of the job")
+    parser.add_argument(
+        "--supervise", action="store_true", help="also find hangs, and exclude bad hosts"
+    )
     settings, flags = parser.parse_known_args(argv)
     for name, least in (("hosts", 1), ("gpus", 0), ("restarts", 0)):
         if getattr(settings, name) < least:

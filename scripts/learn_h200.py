@@ -4,13 +4,14 @@
     uv run --extra aot scripts/learn_h200.py --save    # also replaces the shipped predictor
 
 The rows are instructions of this library's programs, timed by scripts/profile_programs.py
-(labels.npz); bf16 products that gpu_check.py timed beside its kernels and that XLA runs as one
-launch; and cuDNN's attention, forward. A compiled step has our kernel where the measured one has
-cuDNN's, so a row of attention has our kernel's record and cuDNN's time.
-Errors are measured on instructions of other families (two halves, each predicted after adapting on
-the other), on each attention after adapting on all other rows, on products of two launches (the sum
-of both is compared), and on the train step of the 1.2B decoder. No fit uses the last two. The
-errors are written to experiments/results/cdmpp_h200.json.
+(labels.npz); bf16 products that scripts/gpu_check.py timed and that XLA runs as one launch; and the
+forward pass of cuDNN's attention. A step that is compiled without a GPU contains our attention
+kernel in the place of cuDNN's, so a row of attention has the record of our kernel and the time of
+cuDNN's.
+Errors are measured on four kinds of rows: on instructions of other families, of which each half is
+predicted after adapting to the other half; on each attention, after adapting to all other rows; on
+products that run as two launches, by the sum of both; and on the train step of the 1.2B decoder. No
+fit uses rows of the last two kinds. The errors are written to experiments/results/cdmpp_h200.json.
 """
 
 import megajax.core.interrupted  # noqa: F401

@@ -4,11 +4,11 @@
     uv run scripts/quantize.py --hf=FOLDER --bits=3 --method=awq
     uv run scripts/quantize.py --gguf=FILE --bits=4 --group=64 --out=FOLDER
 
-Calibration reads text that training learns from, the loss text that it holds out; both of --source.
---out writes a Hugging Face folder in GPTQ's form (checkpoint_format gptq_v2, or with --form=gptq_v1
-the older gptq), or with --form=awq in AWQ's (4 bits), which `scripts/serve.py --hf` and
-`scripts/generate.py --hf` read. GPTQModel and transformers were tried on such folders
-(docs/quantization.md says what each of them takes).
+Calibration reads the part of --source that training would learn from; the loss is measured on the
+part that training would hold out. --out writes a Hugging Face folder in GPTQ's form
+(checkpoint_format gptq_v2, or the older gptq with --form=gptq_v1) or, with --form=awq, in AWQ's
+form of 4 bits. `scripts/serve.py --hf` and `scripts/generate.py --hf` read such folders;
+docs/quantization.md says which of them GPTQModel and transformers read.
 Embeddings, head, norms and biases stay as they are. Methods: rtn rounds to nearest, gptq is arXiv
 2210.17323, awq arXiv 2306.00978. With --out, awq's scales of inputs are shared by the matrices
 that read the same inputs, and folded into the norm or the matrix before them.

@@ -97,7 +97,9 @@ def main(arguments: list[str]) -> int:
     """Records one trace."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--out", type=Path, required=True, help="folder for the two files")
-    parser.add_argument("--seconds", type=float, default=60.0, help="of each stress and pause")
+    parser.add_argument(
+        "--seconds", type=float, default=60.0, help="length of each stress and pause"
+    )
     flags = parser.parse_args(arguments)
     if why := machines.is_missing():
         print(f"error: {why}", file=sys.stderr)

@@ -1,15 +1,16 @@
-"""Two attempts of one job at one time: only one may write the run's history, whoever wakes up when.
+"""Runs two attempts of one job at the same time: only one of them may write the run's history.
 
     uv run scripts/split_brain.py              # 2 tries, minutes
     uv run scripts/split_brain.py --tries=20
 
-Each try is a supervised job of the real trainer on --hosts agents and a spare, which its driver did
-not start and cannot kill: each stands for a host. At a random step one host is frozen by SIGSTOP:
-its agent, its trainer or both, or both while a second driver, of another run, continues the same
-checkpoints. The driver starts the next attempt, and at a random time, before or while that one
-trains, the frozen processes wake up (SIGCONT). Checked in the end: the job is done; each step that
-it should have stored is there, nothing else is, and every array of every step is bit by bit that of
-a run that nobody disturbed. Writes split_brain.json into --out; exit code 1: something differs.
+Each try is a supervised job of the real trainer on --hosts agents and a spare one. An agent stands
+for a host: the driver did not start it and cannot kill it. At a random step one host is frozen by
+SIGSTOP: its agent, its trainer, or both; or both while a second driver, of another run, continues
+from the same checkpoints. The driver starts the next attempt, and at a random time, before or while
+that attempt trains, the frozen processes are woken by SIGCONT. In the end the script checks that
+the job has finished, that exactly the expected steps are stored, and that every array of every step
+equals that of an undisturbed run bit by bit. It writes split_brain.json into --out. Exit code 1:
+something differs.
 """
 
 import megajax.core.interrupted  # noqa: F401

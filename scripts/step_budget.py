@@ -2,18 +2,17 @@
 
     uv run scripts/step_budget.py [--out=experiments/results] [--compiled]
 
-The step of the 1.2B decoder of gpu_session/training.py (8 rows of 4,096 tokens). Three
-configurations: as the program was before packed cuDNN attention, the same flags now, and the flags
-recommended for one H100. Each for rows of one segment and of four. The efficiencies are the cost
-model's own (cost/roofline.py, assumed); nothing here was measured. Writes step_budget.json into
---out.
---compiled also writes step_memory.json, the memory of the steps compiled for an H100 without one.
-cuDNN's kernel cannot be compiled without its library: attention is our kernel there, which keeps
-the same arrays.
+The step is that of the 1.2B decoder of scripts/gpu_session/training.py, with 8 rows of 4,096
+tokens. It is estimated in three configurations: the program before packed cuDNN attention, the same
+flags now, and the flags recommended for one H100; each for rows of one segment and of four. The
+efficiencies are assumed ones of the cost model (megajax/cost/roofline.py); nothing was measured.
+The script writes step_budget.json into --out. With --compiled it also writes step_memory.json, the
+memory of the steps as compiled for an H100 without a GPU. cuDNN's kernel cannot be compiled without
+its library, so attention is our kernel there, which stores the same arrays.
 
-The first configuration adds to the model what that program was seen to do when it was lowered:
-attention's forward pass ran twice and met all pairs of a row (a dense mask is no causal order for
-cuDNN), and both of the head's backward products were float32 (TF32).
+The first configuration models three faults that the lowered program had: the forward pass of
+attention ran twice, it computed all pairs of a row (a dense mask is no causal order for cuDNN), and
+both backward products of the head were in float32 (TF32).
 """
 
 import megajax.core.interrupted  # noqa: F401

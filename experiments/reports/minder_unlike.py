@@ -41,18 +41,16 @@ class Config(Checked):
 
     fleets: str = option(
         ",".join(unlike.BACKGROUNDS),
-        "unlike: names of fleets, joined by commas",
+        "names of fleets, joined by commas",
         verbs=("unlike",),
     )
     faults: int = option(
-        4, "unlike: scenes of each kind of fault on each fleet", at_least=1, verbs=("unlike",)
+        4, "scenes of each kind of fault on each fleet", at_least=1, verbs=("unlike",)
     )
-    healthy: int = option(
-        5, "unlike: scenes without a fault on each fleet", at_least=0, verbs=("unlike",)
-    )
+    healthy: int = option(5, "scenes without a fault on each fleet", at_least=0, verbs=("unlike",))
     seed: int = option(
         FIRST_SEED,
-        "unlike: random seed of the scenes; below 1000: those on which constants were chosen",
+        "random seed of the scenes; below 1000: those on which constants were chosen",
         at_least=0,
         verbs=("unlike",),
     )

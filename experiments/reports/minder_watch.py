@@ -434,9 +434,9 @@ HOUR = 3600
 class TimeConfig(Checked):
     """What is timed."""
 
-    machines: int = option(1500, "time: machines of the job", at_least=4, verbs=("time",))
-    minutes: int = option(15, "time: minutes of metrics in one call", at_least=5, verbs=("time",))
-    calls: int = option(7, "time: timed calls, each by a new detector", at_least=1, verbs=("time",))
+    machines: int = option(1500, "machines of the job", at_least=4, verbs=("time",))
+    minutes: int = option(15, "minutes of metrics in one call", at_least=5, verbs=("time",))
+    calls: int = option(7, "timed calls, each by a new detector", at_least=1, verbs=("time",))
 
 
 def measure(

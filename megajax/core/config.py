@@ -22,7 +22,7 @@ import tomllib
 import types
 import typing
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -484,7 +484,8 @@ def option(
 ) -> Any:
     """Returns a dataclass field.
 
-    needs: without what it has no effect. verbs: of the script, the ones that use it; empty: all.
+    needs: a condition without which it has no effect. verbs: the script's verbs that read it;
+      empty: all.
     flag: its name on the command line; None: the dotted path from the root.
     bounds: the range of a number (limits.Limits: at_least, above, at_most, below).
     """
@@ -507,9 +508,10 @@ def group(
 ) -> Any:
     """Returns a field that holds a nested config.
 
-    whole: one flag of the group drops what the preset says of all its other members.
+    whole: setting any flag of the group resets its other flags to their defaults; their values in
+      the preset are ignored.
     flag: what its flags begin with ('moe': --moe.experts); None: the dotted path from the root.
-    needs: without what its members have no effect.
+    needs: a condition without which its members have no effect.
     """
     about = {"whole": whole, "flag": flag, "needs": needs}
     return dataclasses.field(default_factory=factory, metadata=about)
@@ -618,11 +620,14 @@ def _replace(cfg: Any, values: dict[str, Any]) -> Any:
 def _page(presets: Presets, start: str, first: tuple[str, ...]) -> script.Page:
     """Returns what --help shows: flags with their values in the preset `start`."""
     base = presets[start]()
-    shown, rows = flag_names(type(base)), []
+    shown, rows, verbs = flag_names(type(base)), [], {}
     for name, hint, field in leaves(type(base)):
         kind = spell_type(hint, field.metadata.get("limits", Limits()))
-        rows.append((shown[name], kind, f"{_describe(field)}; {start}: {get(base, name)}"))
-    return script.Page(sections(type(base)), rows, first)
+        value = script.spell(get(base, name)) or "empty"
+        rows.append((shown[name], kind, f"{_describe(field)}; {start}: {value}"))
+        if field.metadata.get("verbs"):
+            verbs[shown[name]] = field.metadata["verbs"]
+    return script.Page(sections(type(base)), rows, first, verbs)
 
 
 def _describe(field: dataclasses.Field) -> str:
@@ -630,17 +635,23 @@ def _describe(field: dataclasses.Field) -> str:
     return field.metadata.get("help", "") + (f" [{unit}]" if unit else "")
 
 
-def define_flags(presets: Presets, default: str, first: tuple[str, ...] = ()) -> None:
+def define_flags(
+    presets: Presets, default: str, first: tuple[str, ...] = (), verbs: Sequence[str] = ()
+) -> None:
     """Defines --preset, --config and one flag for each leaf of the presets' Config class.
 
     first: the flags that --help describes when it cannot describe all; empty: those of no group.
+    verbs: those of the script, where its own flags begin their descriptions with verbs.
     """
     base = presets[default]()
     names = Literal[tuple(presets)]  # type: ignore[valid-type]
-    start = script.Start(Parser(names), None, "preset", default, "where the configuration starts")
+    start = script.Start(Parser(names), None, "preset", default, "configuration to start from")
+    start.verbs = verbs
     start.pages = {name: functools.partial(_page, presets, name, first) for name in presets}
     flags.DEFINE_flag(start)
-    about = "start from a .json, .yaml or .toml file; what it lacks comes from --preset, if given"
+    about = "file (.json, .yaml or .toml) to start from"
+    if len(presets) > 1:
+        about += "; a value that it lacks is that of --preset, if that is given, else the default"
     flags.DEFINE(Parser(str | None), "config", None, about)
     shown = flag_names(type(base))
     for name, hint, field in leaves(type(base)):
@@ -795,8 +806,8 @@ def _load(base: Any, path: str | Path, flag: str = "config") -> tuple[Any, dict[
 def overlay(base: Any, said: Mapping[str, Any]) -> Any:
     """Returns `base` with the members of a nested mapping, named by their place or by their flag.
 
-    'none' is None, as in a flag. A group of which one member is set keeps what `base` says of the
-    others, unless one flag of that group drops it too.
+    'none' is None, as in a flag. Other members of a group keep their values in `base`, unless any
+    flag of the group resets the others (`group`).
     """
     return _overlay(base, _flatten(type(base), said))
 
@@ -832,18 +843,14 @@ def spell(cfg: Any, base: Any) -> list[str]:
     names, flat = flag_names(type(cfg)), diff(cfg, base)
     for field in dataclasses.fields(cfg):
         mine = [d for d in flat if d[0].startswith(f"{field.name}.")]
-        if field.metadata.get("whole") and mine:  # one flag drops what base says of the others
+        if field.metadata.get("whole") and mine:  # the base's values of the group are ignored
             factory = typing.cast(Callable, field.default_factory)
             fresh = dataclasses.replace(base, **{field.name: factory()})
             own = [d for d in diff(cfg, fresh) if d[0].startswith(f"{field.name}.")]
             flat = [d for d in flat if d not in mine] + (own or mine[:1])
     order = list(names)
     flat.sort(key=lambda d: order.index(d[0]))
-    words = {None: "none", True: "true", False: "false"}
-    return [
-        f"--{names[name]}={words[new] if new is None or isinstance(new, bool) else new}"
-        for name, _, new in flat
-    ]
+    return [f"--{names[name]}={script.spell(new)}" for name, _, new in flat]
 
 
 def fingerprint(cfg: Any, ignore: tuple[str, ...] = ()) -> str:

@@ -27,6 +27,14 @@ from megajax.core.errors import did_you_mean
 
 
 WIDTH = 100
+# absl's words for types -> those of a configuration's flags.
+KINDS = {
+    "string": "text",
+    "int": "an integer",
+    "float": "a number",
+    "bool": "true or false",
+    "comma separated list of strings": "words, joined by commas",
+}
 FEW = 30  # flags that --help describes one by one (chosen: a screen)
 HELP_WORDS = ("--help", "-help", "-h", "-?", "--helpshort", "--helpfull", "-helpfull")
 
@@ -35,13 +43,17 @@ Row = tuple[str, str, str]
 
 @dataclasses.dataclass(frozen=True)
 class Page:
-    """sections: {what its flags begin with: what it is about}; '' holds the script's own flags.
+    """The flags of a script's configuration.
+
+    sections: {what the names of its flags begin with: its title}; '' holds the script's own flags.
     rows: in the order of the configuration. first: flags that matter most; empty: the script's own.
+    verbs: {flag: the script's verbs that read it}; flags that are absent are read by all verbs.
     """
 
     sections: Mapping[str, str]
     rows: Sequence[Row]
     first: Sequence[str] = ()
+    verbs: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict)
 
     def section(self, flag: str) -> str:
         """Returns the section of a flag: the longest that it begins with."""
@@ -50,9 +62,14 @@ class Page:
 
 
 class Start(flags.Flag):
-    """--preset; it knows the page of every preset, because that shows other values."""
+    """--preset; it knows the page of every preset, because that shows other values.
+
+    verbs: all verbs of the script. The description of a flag that only some of them read may begin
+    with these: "train, watch: ...".
+    """
 
     pages: Mapping[str, Callable[[], Page]] = {}
+    verbs: Sequence[str] = ()
 
     def page(self, argv: Sequence[str]) -> Page:
         """Returns the page of the preset that a command line starts from."""
@@ -88,18 +105,43 @@ def show(full: bool) -> str:
     known = flags.FLAGS
     mine = {f.name: f for f in known.get_key_flags_for_module(sys.argv[0])}
     start = mine.get("preset")
-    page = start.page(sys.argv) if isinstance(start, Start) else Page({"": ""}, [])
+    page, verbs = Page({"": ""}, []), {}
+    if isinstance(start, Start):
+        page = start.page(sys.argv)
+        if len(start.pages) == 1:  # nothing to choose from
+            del mine["preset"]
     theirs = [name for name in mine if name not in {row[0] for row in page.rows}]
-    rows = [*(_row(mine[name]) for name in theirs), *page.rows]
-    page = dataclasses.replace(page, rows=rows, first=page.first and (*page.first, *theirs))
-    rest = [_row(known[name]) for name in sorted(known) if name not in mine]
-    rest = list(dict.fromkeys(rest))  # a short name is the same flag once more
-    return text(sys.modules["__main__"].__doc__ or "", page, rest, full)
+    rows = []
+    for name in theirs:
+        flag, kind, what = _row(mine[name])
+        head, colon, tail = what.partition(": ")
+        words = tuple(head.split(", "))
+        if colon and isinstance(start, Start) and set(words) <= set(start.verbs):
+            verbs[name], what = words, tail
+        rows.append((flag, kind, what))
+    page = dataclasses.replace(
+        page,
+        rows=[*rows, *page.rows],
+        first=page.first and (*page.first, *theirs),
+        verbs={**page.verbs, **verbs},
+    )
+    others = [_row(known[name]) for name in sorted(known) if name not in mine]
+    others = list(dict.fromkeys(others))  # a short name is the same flag once more
+    return text(sys.modules["__main__"].__doc__ or "", page, others, full)
+
+
+def spell(value: Any) -> str:
+    """Returns a value as one types it behind a flag."""
+    return str(value).lower() if value is None or isinstance(value, bool) else str(value)
 
 
 def _row(flag: flags.Flag) -> Row:
-    value = f"; {flag.default}" if flag.default is not None else ""
-    return flag.name, flag.flag_type(), f"{flag.help}{value}"
+    value = f"; default: {spell(flag.default) or 'empty'}" if flag.default is not None else ""
+    kind, what = flag.flag_type(), flag.help or ""
+    if isinstance(flag, flags.EnumFlag):  # absl writes the values before the description
+        kind = "|".join(flag.parser.enum_values)
+        what = what.removeprefix(f"<{kind}>: ")
+    return flag.name, KINDS.get(kind, kind), f"{what}{value}"
 
 
 def text(about: str, page: Page, foreign: Iterable[Row], full: bool) -> str:
@@ -112,10 +154,11 @@ def text(about: str, page: Page, foreign: Iterable[Row], full: bool) -> str:
     first = [f for f in dict.fromkeys(page.first) if f in rows]
     first = first or [f for f in rows if not page.section(f)]
     brief = not full and len(rows) > FEW
-    lines += [
-        *(["The flags that matter most:" if brief else "Flags:"] if rows else []),
-        *map(_line, map(rows.get, first)),
-    ]
+    lines += ["The flags that matter most:" if brief else "Flags:"] if rows else []
+    lines += [_line(rows[flag]) for flag in first if flag not in page.verbs]
+    for verbs in dict.fromkeys(page.verbs[flag] for flag in first if flag in page.verbs):
+        lines += ["", f"Flags of {' and '.join(filter(None, (', '.join(verbs[:-1]), verbs[-1])))}:"]
+        lines += [_line(rows[flag]) for flag in first if page.verbs.get(flag) == verbs]
     for section, what in page.sections.items():
         members = [f for f in rows if page.section(f) == section and f not in first]
         if members:

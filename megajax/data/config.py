@@ -21,7 +21,9 @@ class DataConfig(Checked, section="data"):
     )
     hash_gib: float = option(
         16.0,
-        "a larger .bin that scripts/tokenize.py did not write is held out by number",
+        "largest .bin file, among those that scripts/tokenize.py did not write, whose documents "
+        "are hashed to choose the held-out ones; of a larger file they are chosen by their "
+        "numbers",
         "GiB",
         at_least=0,
     )

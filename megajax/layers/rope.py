@@ -22,17 +22,23 @@ SCALED = other_than("factor", 1.0)
 
 @dataclass(frozen=True)
 class RopeConfig(Checked, section="model.rope"):
-    """Frequencies of the rotation. factor 1: no scaling."""
+    """Frequencies of rotary embeddings, and their scaling."""
 
     theta: float = option(10000.0, "base of the frequencies of rotary embeddings", at_least=1)
     factor: float = option(
-        1.0, "Llama 3 scaling: divide low frequencies by this; 1: off", at_least=1
+        1.0, "Llama 3 scaling: divisor of low frequencies; 1: no scaling", at_least=1
     )
     low_freq_factor: float = option(
-        1.0, "Llama 3 scaling: wavelengths above original/this scale", needs=SCALED, above=0
+        1.0,
+        "Llama 3 scaling: wavelengths above original_positions divided by this are scaled",
+        needs=SCALED,
+        above=0,
     )
     high_freq_factor: float = option(
-        4.0, "Llama 3 scaling: wavelengths below original/this stay", needs=SCALED, above=0
+        4.0,
+        "Llama 3 scaling: wavelengths below original_positions divided by this are not scaled",
+        needs=SCALED,
+        above=0,
     )
     original_positions: int = option(
         8192, "Llama 3 scaling: context before scaling", "tokens", needs=SCALED, at_least=1

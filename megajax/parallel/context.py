@@ -44,7 +44,10 @@ class ContextSpec(Checked, section="context"):
     """How queries meet keys of other devices, where mesh.context > 1."""
 
     kind: Literal["ring", "ulysses", "gather"] = option(
-        "ring", "ring: keys go round; ulysses: heads for tokens; gather: all keys everywhere"
+        "ring",
+        "how queries meet the keys of other ranks; ring: keys and values travel around a ring; "
+        "ulysses: each rank exchanges its tokens for heads; gather: each rank gathers all keys "
+        "and values",
     )
     order: Literal["zigzag", "plain"] = option(
         "zigzag",

@@ -590,14 +590,18 @@ class PipelineConfig(Checked, section="pipeline"):
     chunks: int = option(1, "interleaved: groups of layers on each stage", at_least=1)
     stash: Literal["input", "residuals"] = option(
         "input",
-        "what a forward pass keeps: the chunk's input, so that it runs again before the backward "
-        "pass, or what --train.remat keeps",
+        "what a forward pass stores; input: the chunk's input, from which the forward pass runs "
+        "again before the backward pass; residuals: what --train.remat stores",
     )
     gradients: Literal["local", "sharded"] = option(
-        "local", "local: reduce-scattered once a step; sharded: in every tick, in less memory"
+        "local",
+        "when gradients are reduce-scattered; local: once a step; sharded: in every tick, which "
+        "needs less memory",
     )
     overlap: Literal["chunk", "none"] = option(
-        "chunk", "chunk: other chunks' ticks hide each one's weight gather and gradient scatter"
+        "chunk",
+        "chunk: the weights of a chunk are gathered, and its gradients scattered, during the "
+        "ticks of other chunks",
     )
 
     def pieces(self, stages: int) -> int:

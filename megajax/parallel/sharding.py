@@ -26,13 +26,13 @@ Zero = Literal["full", "optimizer", "hybrid", "none"]
 
 @dataclass(frozen=True)
 class ShardSpec(Checked, section="shard"):
-    """How far parameters, gradients and optimizer state are cut over data parallelism."""
+    """How parameters, gradients and optimizer state are sharded over data-parallel ranks."""
 
     zero: Literal["auto", "full", "optimizer", "hybrid", "none"] = option(
         "auto",
-        "full: over node, data, expert, context; optimizer: so too, beside a copy of the weights "
-        "on each rank; hybrid: copied on each node; none: copied; auto: optimizer with "
-        "--wire=sdp4bit or loco, else full",
+        "full: sharded over node, data, expert and context; optimizer: the same, with a copy of "
+        "all weights on each rank; hybrid: sharded inside each node; none: a copy on each rank; "
+        "auto: optimizer with --wire=sdp4bit or loco, else full",
     )
 
 

@@ -37,50 +37,59 @@ COPIES = ("sdp4bit", "loco")  # wires that keep a copy of the weights on every r
 
 @dataclass(frozen=True)
 class WireSpec(Checked, section="wire"):
-    """What travels between data-parallel ranks, where that is not as --wire says."""
+    """What data-parallel ranks send to each other, where it differs from the codec of --wire."""
 
-    weights: Payload | None = option(None, "what weights travel as; none: as --wire says")
+    weights: Payload | None = option(None, "format in which weights are sent; none: that of --wire")
     gradients: Payload | None = option(
-        None, "what gradients travel as, on both levels; none: as --wire says"
+        None,
+        "format in which gradients are sent, inside nodes and between them; none: that of --wire",
     )
     weight_group: int | None = option(
         None,
-        "weights that share a scale, a multiple of 32; none: as --wire says",
+        "number of weights that share a scale, a multiple of 32; none: that of --wire",
         "elements",
         at_least=BLOCK,
     )
     inside_group: int | None = option(
         None,
-        "gradients that share a scale inside a node, a multiple of 32; none: as --wire says",
+        "number of gradients that share a scale inside a node, a multiple of 32; none: that of "
+        "--wire",
         "elements",
         at_least=BLOCK,
     )
     between_group: int | None = option(
         None,
-        "gradients that share a scale between nodes, a multiple of 32; none: as --wire says",
+        "number of gradients that share a scale between nodes, a multiple of 32; none: that of "
+        "--wire",
         "elements",
         at_least=BLOCK,
     )
     rounding: Literal["nearest", "stochastic"] | None = option(
-        None, "how gradients are rounded; none: as --wire says"
+        None, "how gradients are rounded; none: as in the codec of --wire"
     )
     hadamard: bool | None = option(
-        None, "transform gradients in blocks of 32 before they are quantized; none: as --wire says"
+        None,
+        "apply a Hadamard transform to blocks of 32 gradients before they are quantized; none: as "
+        "in the codec of --wire",
     )
     difference: bool | None = option(
         None,
-        "weights travel as differences against the copy that every rank holds, or as they are; "
-        "none: differences with --wire=sdp4bit, unless fully sharded",
+        "whether weights are sent as differences from the copy that every rank holds; none: true "
+        "with --wire=sdp4bit, unless parameters are fully sharded",
     )
-    start_step: int = option(0, "gradients travel in float32 before this step", "steps", at_least=0)
+    start_step: int = option(
+        0, "gradients are sent in float32 before this step", "steps", at_least=0
+    )
     kernels: Kernels = option(
         "auto",
-        "what quantizes: hopper: kernels of ours; reference: plain JAX, which gives the same bits; "
-        "interpret: tests; auto: kernels where a table says right and faster",
+        "implementation of quantization; hopper: our kernels; reference: plain JAX, which gives "
+        "the same bits; interpret: our kernels in interpret mode, for tests; auto: our kernels "
+        "where a tuning table measured them correct and faster",
     )
     check_every: int = option(
         100,
-        "compare what several ranks hold so often, and before each save; 0: never",
+        "interval of comparing copies of one array on several ranks, which is done before each "
+        "save too; 0: never",
         "steps",
         at_least=0,
     )

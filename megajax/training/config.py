@@ -49,24 +49,27 @@ class TrainConfig(Checked, section="train"):
     )
     remat: Literal["none", "full", "outputs", "dots", "auto"] = option(
         "outputs",
-        "what the backward pass keeps: all, nothing, or by name; auto: dots where the estimate of "
-        "memory says that it fits the GPU, else outputs",
+        "activations of a block that are stored for the backward pass; none: all; full: only the "
+        "block's input; outputs: also the outputs of attention and of sublayers; dots: also the "
+        "results of all matrix products; auto: dots where the estimated memory fits the GPU, else "
+        "outputs",
     )
     loss_chunks: int = option(
         1,
-        "pieces of the sequence whose logits exist at one time; 0: the fewest that fit the GPU",
+        "number of pieces of the sequence, of which one at a time has its logits in memory; 0: the "
+        "fewest that fit the GPU",
         at_least=0,
     )
     z_loss: float = option(0.0, "weight of log(Z)^2 in the objective", at_least=0)
     attention: Literal["auto", "xla", "cudnn", "varlen", "hopper"] = option(
         "auto",
-        "attention kernel; varlen: the work of each document's own tokens only, by what was "
-        "measured best on this kind of GPU; hopper: the same by our Hopper kernel in any case",
+        "attention kernel; varlen: computes only inside each document, with the kernel that was "
+        "measured fastest on this kind of GPU; hopper: like varlen, always with our Hopper kernel",
     )
     segments: int = option(
         0,
-        "documents of a row for which cuDNN's attention has room, on average over a device's "
-        "rows; 0: counted in the data; more are as right, and slower",
+        "documents a row, averaged over the rows of a device, for which cuDNN's attention reserves "
+        "space; 0: counted in the data; a larger number is slower with the same results",
         at_least=0,
     )
 
@@ -123,26 +126,34 @@ class CheckpointConfig(Checked, section="checkpoint"):
     keep: int = option(3, "number of checkpoints that are kept; 0: all", at_least=0)
     memory_every_steps: int = option(
         0,
-        "copy the state into memory that outlives a killed process so often; 0: never",
+        "interval of copying the state into shared memory, which outlives a killed process; 0: "
+        "never",
         "steps",
         at_least=0,
     )
     verify_saves: bool = option(True, "read each checkpoint back before older ones are removed")
     key_file: str | None = option(
-        None, "sign checkpoints with this file's first key and take only signed ones; none: off"
+        None,
+        "file of keys; the first signs checkpoints, and only signed ones are restored; none: no "
+        "signatures",
     )
-    dir: str | None = option(None, "a folder, s3://... or gs://... of this run; none: in run_dir")
+    dir: str | None = option(
+        None, "folder of the checkpoints, also s3://... or gs://...; none: inside run_dir"
+    )
 
 
 @dataclass(frozen=True)
 class LogConfig(Checked, section="log"):
-    """The places of progress beside metrics.jsonl."""
+    """Reports of progress, beside metrics.jsonl."""
 
     every: int = option(10, "steps between lines when the output is not a terminal", at_least=0)
     tensorboard: bool = option(True, "write TensorBoard events")
-    wandb: str | None = option(None, "Weights & Biases project; none: off")
+    wandb: str | None = option(None, "Weights & Biases project; none: not reported there")
     gc_every: int = option(
-        500, "collect garbage on the same step on all hosts, so often", "steps", at_least=0
+        500,
+        "interval of garbage collection, which runs in the same step on all hosts",
+        "steps",
+        at_least=0,
     )
 
 
@@ -150,7 +161,7 @@ class LogConfig(Checked, section="log"):
 class ProfileConfig(Checked, section="profile"):
     """The steps that jax.profiler records."""
 
-    steps: str | None = option(None, "record these steps, e.g. 20..25; none: off")
+    steps: str | None = option(None, "steps that are recorded, e.g. 20..25; none: no steps")
 
     @property
     def span(self) -> tuple[int, int] | None:
@@ -221,15 +232,19 @@ class JobConfig(Checked):
     profile: ProfileConfig = group(ProfileConfig)
     overlap: Overlap = option(
         "auto",
-        "how communication of tensor and experts hides in their products; xla: not at all",
+        "how communication over the axes tensor and expert overlaps with matrix products; xla: it "
+        "does not",
         needs=above(1, "mesh.tensor", "mesh.expert", harmless=("auto", "xla")),
     )
     wire: Wire = option(
-        "none", "what data parallelism sends: none: as computed; a codec: docs/parallelism.md"
+        "none",
+        "codec of what data-parallel ranks send to each other (docs/parallelism.md); none: no "
+        "codec",
     )
     exchange: WireSpec = group(WireSpec, flag="wire", needs=other_than("wire", "none"))
     detector: Literal["none", "minder"] = option(
-        "none", "minder: names the process for which all wait, is slow, or has odd metrics"
+        "none",
+        "minder: finds the machine that all others wait for, that is slow, or whose metrics differ",
     )
     minder: MinderConfig = group(MinderConfig, needs=equal("detector", "minder"))
     prometheus: str | None = option(

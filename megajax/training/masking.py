@@ -33,7 +33,10 @@ class PruneConfig(Checked, section="prune"):
     """Pruning in stages, with training between them."""
 
     sparsity: float = option(
-        0.0, "fraction of the chosen weights to prune at last; 0: no pruning", at_least=0, below=1
+        0.0,
+        "fraction of the chosen weights that the last stage reaches; 0: no pruning",
+        at_least=0,
+        below=1,
     )
     pattern: Pattern = option("tw2d", "tile-wise (tw2d, tw1d, tew) or a rival (ew, vw, bw)")
     stages: int = option(
@@ -41,34 +44,42 @@ class PruneConfig(Checked, section="prune"):
     )
     steps: int = option(
         20,
-        "training before each pruning, whose gradients it ranks the weights by",
+        "training before each pruning, which ranks weights by the gradients of these steps",
         "steps",
         at_least=1,
     )
     start: int = option(0, "training before the first stage", "steps", at_least=0)
     tile: int = option(128, "number of columns of a tile", "columns", at_least=1)
     chunk: int = option(
-        1, "rows that are kept or pruned together; kernels take 8 to 64", "rows", at_least=1
+        1, "number of rows that are pruned together; kernels take 8 to 64", "rows", at_least=1
     )
     score: Literal["taylor", "magnitude"] = option(
-        "taylor", "rank by: (w dL/dw)^2 summed over a stage's steps, or |w|"
+        "taylor",
+        "score of a weight w; taylor: (w dL/dw)^2, summed over the steps of a stage; magnitude: "
+        "|w|",
     )
     unit_score: UnitScore = option(
-        "rms", "rank n weights that go together by L2 of their scores over: rms sqrt(n), paper n"
+        "rms",
+        "score of a unit of n weights that are pruned together; rms: the L2 norm of their scores "
+        "divided by sqrt(n); paper: divided by n",
     )
     weights: Weights = option("all", "matrices of the blocks that are pruned")
     apriori: float = option(
         0.0,
-        "fraction of units at either end that an element-wise try decides",
+        "fraction of the units that always stays, and that always goes: those of which a trial of "
+        "element-wise pruning keeps most, and least",
         at_least=0,
         below=0.5,
     )
     remain: float = option(
-        0.0, "fraction of each matrix's best units that stays before others'", at_least=0, below=1
+        0.0,
+        "fraction of the units of each matrix, its best ones, that is pruned last",
+        at_least=0,
+        below=1,
     )
     delta: float = option(
         0.05,
-        "tew: fraction of the weights that come back as single elements",
+        "tew: fraction of the weights that is restored as single elements",
         needs=equal("pattern", "tew"),
         at_least=0,
         below=1,

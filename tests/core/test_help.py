@@ -72,3 +72,10 @@ def test_a_flag_is_described_once_and_no_flags_need_no_heading():
     assert script.text("What it does.", script.Page({"": ""}, []), [], full=False).strip() == (
         "What it does."
     )
+
+
+def test_flags_of_some_verbs_stand_under_a_heading_of_these():
+    page = script.Page({"": ""}, ROWS[:3], verbs={"run_dir": ("fit", "judge", "watch")})
+    shown = script.text("", page, ABSL, full=False)
+    assert "Flags:\n  --preset: about preset (text)\n  --train.steps" in shown
+    assert "\n\nFlags of fit, judge and watch:\n  --run_dir: about run_dir (text)" in shown
