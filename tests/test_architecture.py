@@ -121,7 +121,7 @@ JAX_FREE = (
     "megajax.serving.scheduler",
     "megajax.serving.params",
     "megajax.serving.scheduler",
-    "megajax.serving.structured",
+    "megajax.serving.constraint",
     "megajax.systems.elastic.agent",
     "megajax.systems.elastic.driver",
     "megajax.systems.elastic.policy",

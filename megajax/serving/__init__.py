@@ -5,6 +5,7 @@ from megajax.core.lazy import public
 __getattr__, __dir__, __all__ = public(
     __name__,
     {
+        "constraint": ("StructuredOutputsParams",),
         "engine": (
             "Engine",
             "Output",
@@ -14,6 +15,5 @@ __getattr__, __dir__, __all__ = public(
             "Scheduler",
             "PagePool",
         ),
-        "structured": ("StructuredOutputsParams",),
     },
 )

@@ -14,7 +14,7 @@ from typing import Any
 
 from megajax.core.config import Checked, option
 from megajax.core.errors import UserError, respell
-from megajax.serving.structured import StructuredOutputsParams
+from megajax.serving.constraint import StructuredOutputsParams
 
 BIAS = 100  # (OpenAI's and vLLM's interface) largest absolute value of a token's bias
 MOST = 16384  # (vLLM, the default of VLLM_MAX_N_SEQUENCES) continuations of a prompt
