@@ -109,7 +109,7 @@ def main() -> int:
     return 2 if plan.misfit else 0
 
 
-def search(cfg: Config, cluster: Cluster, model: CostModel) -> strategies.Found:
+def search(cfg: Config, cluster: Cluster, model: CostModel) -> strategies.Ranking:
     """Ranks what could run, and says on standard error how far it is.
 
     The first Ctrl-C ends the search, the second one the process. The handler only notes it: an

@@ -25,7 +25,7 @@ from megajax.cost.step import StepShape
 from megajax.monitor import results
 from megajax.monitor.console import quantity
 from megajax.systems.aot import RESERVE_BYTES, Plan
-from megajax.systems.strategies import Found
+from megajax.systems.strategies import Ranking
 from megajax.training.config import Config
 
 # ---- the exchange of gradients
@@ -367,7 +367,7 @@ PLAIN = "wire none, ZeRO full"  # what is not said of a plan
 SIGN = {"compiled": "", "expected": "~ ", "bound": "> "}  # before the GiB a GPU
 
 
-def summary(search: Found) -> str:
+def summary(search: Ranking) -> str:
     """Returns how many were looked at, why most were dropped, and how many were compiled."""
     dropped = sum(search.dropped.values())
     text = (
@@ -391,7 +391,7 @@ def summary(search: Found) -> str:
     return " ".join(parts)
 
 
-def ranking_rows(search: Found, base: Config, start: Sequence[str]) -> list[dict[str, Any]]:
+def ranking_rows(search: Ranking, base: Config, start: Sequence[str]) -> list[dict[str, Any]]:
     """Returns one row a plan, best first, compiled ones before the others.
 
     base, start: what the flags started from, and the words that say so (--preset=...).
@@ -417,7 +417,7 @@ def ranking_rows(search: Found, base: Config, start: Sequence[str]) -> list[dict
     ]
 
 
-def search_figures(search: Found, ranking: Sequence[dict[str, Any]]) -> dict[str, Any]:
+def search_figures(search: Ranking, ranking: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Returns what JSON tells of a search."""
     return {
         "label": "estimate",
@@ -433,7 +433,7 @@ def search_figures(search: Found, ranking: Sequence[dict[str, Any]]) -> dict[str
     }
 
 
-def search_markdown(search: Found, ranking: Sequence[dict[str, Any]]) -> str:
+def search_markdown(search: Ranking, ranking: Sequence[dict[str, Any]]) -> str:
     """Returns the ranking, and below it the flags of each row, to paste behind pretrain.py.
 
     A row of the ranking is two lines that 80 columns hold; a Markdown table would break there.

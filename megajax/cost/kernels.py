@@ -7,7 +7,7 @@ is the mean over devices, which need not be a whole number.
 """
 
 import dataclasses
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 
 @dataclasses.dataclass(frozen=True)
@@ -319,16 +319,6 @@ class RoiAlign(Kernel):
         """Elements that are read, four for each sample, and of the result."""
         result = self.regions * self.size**2 * self.channels
         return 4 * result * self.sampling**2, result
-
-
-CollectiveKind = Literal[
-    "all-gather",
-    "reduce-scatter",
-    "all-reduce",
-    "all-to-all",
-    "ragged-all-to-all",
-    "collective-permute",
-]
 
 
 @dataclasses.dataclass(frozen=True)

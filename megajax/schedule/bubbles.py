@@ -17,7 +17,7 @@ CAUSES: tuple[Cause, ...] = ("warm-up", "cool-down", "wait", "masked")
 
 @dataclass(frozen=True)
 class Bubble:
-    """An interval in which a resource does nothing that counts; seconds."""
+    """An interval, in seconds, in which a resource does no work whose result is used."""
 
     resource: str
     start: float
@@ -26,7 +26,7 @@ class Bubble:
 
     @property
     def seconds(self) -> float:
-        """Its length."""
+        """The length of the interval."""
         return self.end - self.start
 
 

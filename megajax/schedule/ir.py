@@ -93,10 +93,9 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """What ran when.
-
-    resources: those whose idle time counts (the stages, not the links). masked: lockstep work whose
-    result is thrown away; the device is busy with it, yet it counts as idle.
+    """Tasks with the times at which they ran. resources: those whose idle time counts (the stages,
+    not the links). masked: lockstep work whose result is thrown away; the device is busy with it,
+    yet it counts as idle.
     """
 
     spans: tuple[Span, ...]

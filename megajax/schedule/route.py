@@ -1,4 +1,4 @@
-"""What every stage does at every tick, as arrays that a program can be driven by.
+"""What every stage does at every tick, as arrays that drive a program.
 
 A `Table` says which work runs when. An executor that runs all stages in lockstep must also know
 where each value lies meanwhile: the input of a chunk from the tick in which it arrives until its
@@ -7,7 +7,7 @@ colouring intervals, so the buffers are as small as the table allows (for 1F1B t
 the microbatches).
 
 A value is named by the kind whose work takes it: `F`, a chunk's input; `B`, the gradient of its
-output. What one lane gives another has a name of its own, `EF>F` and `B>EB`.
+output. What one lane gives another is named by both kinds, as `EF>F` and `B>EB` are.
 
 Legend of arrays: T ticks, P stages. -1: nothing.
 """

@@ -66,24 +66,6 @@ def assign(
     Raises: UserError for rows that do not match, and when no choice keeps the budgets, with what
       the cheapest options need of them.
     """
-    problem = _problem(values, costs, budgets, -1.0 if maximise else 1.0)
-    _check_cheapest(problem, costs, budgets)
-    picked = {"exact": _exact, "greedy": _greedy}[method](problem)
-    if picked is None:
-        limits = ", ".join(f"{name}={limit:g}" for name, limit in budgets.items())
-        hint = "; try method='exact'" if method == "greedy" else ""
-        raise UserError(f"no choice keeps all budgets at once ({limits}){hint}")
-    choice = tuple(int(c) for c in picked - problem.starts)
-
-    def total(rows: Rows) -> float:
-        return float(sum(row[c] for row, c in zip(rows, choice, strict=True)))
-
-    return Assignment(choice, total(values), {b: total(costs[b]) for b in budgets})
-
-
-def _problem(
-    values: Rows, costs: Mapping[str, Rows], budgets: Mapping[str, float], sign: float
-) -> _Problem:
     lengths = [len(row) for row in values]
     if not lengths or min(lengths) < 1:
         raise UserError("assign: every item needs an option, and there must be an item")
@@ -94,7 +76,7 @@ def _problem(
         if not limit >= 0:
             raise UserError(f"assign: budget {name}={limit} must be at least 0; nearest: 0")
     item_O = np.repeat(np.arange(len(lengths)), lengths)
-    value_O = sign * np.concatenate([np.asarray(row, float) for row in values])
+    value_O = np.concatenate([np.asarray(row, float) for row in values])
     cost_BO = np.zeros((len(budgets), item_O.size))
     for b, (name, limit) in enumerate(budgets.items()):
         cost_O = np.concatenate([np.asarray(row, float) for row in costs[name]])
@@ -106,19 +88,25 @@ def _problem(
             cost_BO[b] = np.where(cost_O > 0, 2.0, 0.0)  # more than all of an empty budget
     if not (np.isfinite(value_O).all() and np.isfinite(cost_BO).all()):
         raise UserError("assign: values and costs must be finite; leave an impossible option out")
-    return _Problem(item_O, value_O, cost_BO)
-
-
-def _check_cheapest(
-    problem: _Problem, costs: Mapping[str, Rows], budgets: Mapping[str, float]
-) -> None:
+    problem = _Problem(item_O, -value_O if maximise else value_O, cost_BO)
     for b, (name, limit) in enumerate(budgets.items()):
-        if np.minimum.reduceat(problem.cost_BO[b], problem.starts).sum() > 1 + SLACK:
+        if np.minimum.reduceat(cost_BO[b], problem.starts).sum() > 1 + SLACK:
             least = sum(min(row) for row in costs[name])
             raise UserError(
                 f"budget {name}={limit:g} cannot be kept: the cheapest options take {least:g}; "
                 f"nearest: {least:g}"
             )
+    picked = {"exact": _exact, "greedy": _greedy}[method](problem)
+    if picked is None:
+        limits = ", ".join(f"{name}={limit:g}" for name, limit in budgets.items())
+        hint = "; try method='exact'" if method == "greedy" else ""
+        raise UserError(f"no choice keeps all budgets at once ({limits}){hint}")
+    choice = tuple(int(c) for c in picked - problem.starts)
+
+    def total(rows: Rows) -> float:
+        return float(sum(row[c] for row, c in zip(rows, choice, strict=True)))
+
+    return Assignment(choice, total(values), {b: total(costs[b]) for b in budgets})
 
 
 def _greedy(problem: _Problem) -> np.ndarray | None:

@@ -1,15 +1,16 @@
 """Search: which mesh and which schedule a configuration should have on a cluster.
 
-Every mesh, schedule and rematerialisation is proposed; the check that a run uses says which meshes
-can be, the memory bound drops what fits no device, the cost model ranks the rest, and the best few
-are compiled. What a program needs beyond its bound is expected of its kind from then on, so that
-what is likely too large is neither compiled nor ranked. The model, its batch and its optimizer stay
-as they are. Times are ESTIMATES.
+Every mesh, schedule and rematerialisation is proposed. The check that a run uses refuses illegal
+meshes, the memory bound drops what fits no device, the cost model ranks the others, and the best
+few are compiled. A compiled program shows how far the memory of its kind of program exceeds the
+bound, so candidates that are likely too large are then neither compiled nor ranked. The model, its
+batch and its optimizer stay as they are. Times are ESTIMATES.
 
-A search asks the cost model 10^5 times, so each proposal is priced before it is checked once more
-as a whole, and only the best are: the check builds and verifies the tick table that would run.
+A search asks the cost model 10^5 times, so each proposal is priced before its complete
+configuration is checked, which builds and verifies the tick table that would run. Only the best
+proposals are checked.
 
-Ctrl-C ends a search early: it then returns what it has, and says how far it came.
+Ctrl-C ends a search early: the search then returns what it has ranked and says how far it came.
 """
 
 import dataclasses
@@ -53,7 +54,8 @@ def _quiet(_: str) -> None: ...
 
 @dataclasses.dataclass(frozen=True)
 class Strategy:
-    """A chosen mesh and schedule. step_s: estimate. bound: bytes a device."""
+    """A chosen mesh and schedule. step_s: the estimated seconds of a step. bound: the memory bound
+    in bytes of a device."""
 
     step_s: float
     bound: float
@@ -64,8 +66,9 @@ class Strategy:
 class Priced:
     """What the cost model says of some proposals.
 
-    fits: those that fit a device, fastest first. dropped: {largest memory term: how many of the
-    others}. nearest: where none fits, those that need least. meshes: how many are done.
+    fits: the proposals that fit a device, fastest first. dropped: {largest memory term: how many of
+    the other proposals have it}. nearest: the proposals that need least, if none fits. meshes: how
+    many meshes are priced.
     """
 
     fits: list[Strategy]
@@ -75,15 +78,16 @@ class Priced:
 
 
 @dataclasses.dataclass(frozen=True)
-class Found:
+class Ranking:
     """What a search found.
 
-    compiled: those that fit first, fastest first. ranked: the best of the others by the cost model,
-    without those whose kind is known to need too much. meshes, proposals: how many were looked at.
-    dropped: {largest memory term: proposals that do not fit by their bound}. cpu_s: CPU seconds
-    before anything was compiled. unlikely: how many fit by their bound and are expected not to, by
-    the programs that were compiled. ended: why fewer that fit were compiled than asked for; "": as
-    many were. stopped: what Ctrl-C left undone; "": nothing.
+    compiled: the compiled plans; those that fit come first, the fastest before the others. ranked:
+    the best of the other candidates by the cost model, without those whose kind is known to need
+    too much. meshes, proposals: how many were considered. dropped: {largest memory term: proposals
+    that do not fit by their bound}. cpu_s: CPU seconds before anything was compiled. unlikely: how
+    many fit by their bound and are expected not to, by the programs that were compiled. ended: why
+    fewer plans that fit were compiled than asked for; "": as many were. stopped: what Ctrl-C left
+    undone; "": nothing.
     """
 
     compiled: tuple[Plan, ...]
@@ -98,12 +102,13 @@ class Found:
 
     @property
     def best(self) -> Plan:
-        """The fastest that fits; if none does, what comes nearest."""
+        """The fastest plan that fits; if none does, the plan that needs least."""
         return [*self.compiled, *self.ranked][0]
 
     @property
     def plans(self) -> tuple[Plan, ...]:
-        """Those that fit, those that may and were not compiled, and those that do not fit."""
+        """The plans that fit, then those that may fit and were not compiled, then those that do
+        not."""
         fits = sum(p.fits for p in self.compiled)
         return (*self.compiled[:fits], *self.ranked, *self.compiled[fits:])
 
@@ -115,13 +120,14 @@ def search(
     compiles: bool = True,
     model: CostModel = Roofline(),
     tell: Tell = _quiet,
-) -> Found:
+) -> Ranking:
     """Ranks what could run by the cost model, compiles the best few and ranks those again.
 
-    best: how many that fit are compiled. model: the cost model that gives the times. tell: is told
-    how far the search is, at each mesh and several times a second while the compiler runs. After
-    Ctrl-C, or a KeyboardInterrupt that `tell` raises, what is known by then is ranked and returned;
-    a compilation that this left goes on in a thread, which ends with the process.
+    best: how many that fit are compiled. model: the cost model that gives the times. tell: is
+    called with a line that says how far the search is, at each mesh and several times a second
+    while the compiler runs. After Ctrl-C, or a KeyboardInterrupt that `tell` raises, the candidates
+    that are priced by then are ranked and returned; a compilation that runs at that moment goes on
+    in a thread, which ends with the process.
     Raises: UserError when nothing is legal. KeyboardInterrupt before anything is priced.
     """
     began = time.process_time()
@@ -154,7 +160,7 @@ def search(
     ]
     if not (ranked or tries.plans):
         ranked = list(itertools.islice(legal(priced.nearest, cluster, model), 1))
-    return Found(
+    return Ranking(
         tuple(tries.plans),
         tuple(ranked),
         len(meshes),
@@ -171,9 +177,9 @@ def legal_meshes(cfg: Config, cluster: Cluster) -> list[tuple[MeshSpec, dict[str
     """Returns (mesh, its sizes) of every mesh on which some schedule can run.
 
     Tensor parallelism stays on a host. `node` cuts data parallelism only where that changes
-    something: with hybrid sharding, and with --wire, whose exchange has two levels if the ranks
-    on a host are one of them. What the schedule adds to a mesh only adds conditions, so a mesh is
-    legal if one micro-batch in one piece is.
+    something: with hybrid sharding, and with --wire, whose exchange has two levels if the ranks on
+    a host are one of them. A schedule only adds conditions to those of its mesh, so a mesh is legal
+    if a step of one micro-batch is legal on it.
     """
     experts = divisors(cfg.model.moe.experts) or [1]
     meshes = []
@@ -214,12 +220,12 @@ def proposals(cfg: Config, mesh: MeshSpec, sizes: Mapping[str, int]) -> Iterator
 
 
 def exchanges(cfg: Config, sizes: Mapping[str, int]) -> Iterator[Config]:
-    """Yields the configuration and, if it has a wire, what else data parallelism could do.
+    """Yields the configuration and, if it has a wire, the alternatives without one.
 
-    A wire changes what a run computes, so one is proposed only if it is asked for; then without it
-    too, which tells whether it pays: with the weights cut, and with only the optimizer state cut.
-    The axis `node` changes nothing there, so those are proposed without it. A wire between ranks
-    that are one sends nothing and is left out.
+    A wire changes what a run computes, so a search proposes one only if the configuration has it.
+    The alternatives show whether the wire pays: they cut the weights, or only the optimizer state.
+    The axis `node` changes nothing in them, so they are proposed without it. A wire within a single
+    rank sends nothing and is left out.
     """
     if cfg.wire == "none" or math.prod(sizes[axis] for axis in ZERO_AXES) > 1:
         yield cfg
@@ -273,7 +279,7 @@ def price(
     model: CostModel = Roofline(),
     tell: Tell = _quiet,
 ) -> Priced:
-    """Returns what the cost model says of every proposal, or until Ctrl-C of some.
+    """Returns what the cost model says of every proposal, or of those before Ctrl-C.
 
     What a proposal leaves open, as --train.loss_chunks=0 does, is chosen first, as in a run.
     """
@@ -309,9 +315,10 @@ def price(
 def legal(
     priced: Iterable[Strategy], cluster: Cluster, model: CostModel = Roofline()
 ) -> Iterator[Plan]:
-    """Yields the outlines of those that a run would accept, in their order.
+    """Yields the outlines of the candidates that a run would accept, in their order.
 
-    Of equally fast ones on a mesh (gpipe beside interleaved) only the first, which needs least.
+    Of equally fast candidates on one mesh (such as gpipe and interleaved), only the first is
+    yielded, which needs least memory.
     """
     before = None
     for one in priced:
@@ -362,9 +369,10 @@ class Growth:
 
 @dataclasses.dataclass
 class Tries:
-    """What was compiled. plans: those that fit first, fastest first. ended: as `Found.ended`.
+    """What was compiled. plans: those that fit come first, the fastest before the others. ended: as
+    `Ranking.ended`.
 
-    is_stopped: by Ctrl-C.
+    is_stopped: whether Ctrl-C ended the compilations.
     """
 
     plans: list[Plan] = dataclasses.field(default_factory=list)
@@ -382,10 +390,11 @@ def compile_best(
 ) -> Tries:
     """Compiles the fastest candidates until `best` of them fit, or MOST_MISFITS do not.
 
-    A program needs more than its bound, and others of its kind will too. A candidate is tried only
-    where its bound has room for that: at first for the least growth that was seen, and the more
-    programs did not fit, the nearer to the largest. The last third of the tries goes to those that
-    need least, so that a search of many misfits still ends with what fits if anything does.
+    A program needs more memory than its bound, and other programs of its kind will too. A candidate
+    is compiled only if its bound leaves room for that growth: at first for the least growth that
+    was observed, and after each program that did not fit, for one nearer to the largest. The last
+    third of the attempts goes to the candidates that need least, so that a search with many misfits
+    still finds a plan that fits if there is one.
     """
     tries, began, left = Tries(), time.process_time(), list(priced)
     try:

@@ -290,7 +290,7 @@ class Turns:
 
     @contextlib.contextmanager
     def take(self) -> Iterator[float]:
-        """Waits until no other process has a turn, then has one. Yields the seconds waited."""
+        """Waits until no other process has a turn, then takes one. Yields the seconds waited."""
         began = time.monotonic()
         with open(self.path, "a") as file:
             files.lock(file.fileno(), wait_s=None)

@@ -165,8 +165,9 @@ class Programs:
     """Features of records, in arrays, without anything that depends on a card.
 
     inputs_RX: LOGS logarithms, then flags and classes. leaves_RNC, positions_RN: trees; a position
-    of -1 is padding. kinds_R: index into KINDS. flops_R, bytes_R: of one execution. work_R: FLOPs,
-    with 8 for each transcendental. product_R: 1 for products. sizes_R4: batch, m, n, k.
+    of -1 is padding. kinds_R: index into KINDS. flops_R, bytes_R: FLOPs and bytes of one execution.
+    work_R: FLOPs, in which a transcendental function counts as 8. product_R: 1 for products.
+    sizes_R4: batch, m, n, k.
     """
 
     inputs_RX: np.ndarray

@@ -194,8 +194,9 @@ def bound_omega(
 class Layers(Counts):
     """The exact program: every layer has a device and a width.
 
-    Whole are the counts and the place where each device starts. The widths x of layers need not be:
-    for given counts and stages they are a transport problem, whose corners are whole.
+    The counts and the place where each device starts are integer variables. The widths x of layers
+    are real ones: for given counts and stages they are a transport problem, whose corners are
+    integers.
     """
 
     def _quality(self, problem: Problem, quality: float | None, goal: Goal) -> None:
@@ -224,14 +225,15 @@ class Layers(Counts):
             bound_omega(self.program, x, wide, quality, float(problem.omega.min(1).sum()))
 
     def below(self, seconds: float) -> None:
-        """Leaves out what takes so long or longer."""
+        """Leaves out all solutions that take so many seconds or more."""
         cost = np.concatenate(self.program.cost)
         numbers = np.flatnonzero(cost)
         high = seconds / self.scale - self.constant
         self.program.row([(numbers, cost[numbers])], high=high)
 
     def keep(self, stages: Iterable[Stage]) -> None:
-        """Leaves out all but these stages: widths remain to be chosen."""
+        """Leaves out all solutions with other stages, so that only the widths remain to be
+        chosen."""
         other_LD = np.ones(self.starts_LD.shape, bool)
         starts_LD = np.ones(self.starts_LD.shape, bool)
         for d, start, stop in stages:
@@ -241,18 +243,17 @@ class Layers(Counts):
         self.program.forbid(self.starts_LD[starts_LD])
 
     def cover(self, x: np.ndarray, quality: float) -> bool:
-        """Leaves out the widths of a solution that lose too much, and all that lose more.
-
-        HiGHS keeps the bound of quality to its tolerance only. Of layers that lose too much
-        together, whatever the others have, one must get a width that loses less. Returns whether
-        the solution's widths lose too much.
+        """Leaves out the widths of a solution if they lose too much quality, and all widths that
+        lose more. HiGHS keeps the bound of quality to its tolerance only. Of layers that lose too
+        much together, whatever the others have, one must get a width that loses less. Returns
+        whether the solution's widths lose too much.
         """
         omega, everyone = self.problem.omega, np.arange(self.problem.layers)
         least_L = omega.min(1)
         column_L = x[self.x_LDB].sum(1).argmax(1)
         excess_L = omega[everyone, column_L] - least_L
         room = quality * (1 + SLACK) - float(least_L.sum())
-        # x was not whole before the first cover: then its widths are a guess.
+        # Before the first cover the widths x may be fractions; then the chosen ones are a guess.
         is_whole = bool((np.abs(x - np.rint(x)) < 1e-5)[self.x_LDB].all())
         self.program.make_integer(self.x_LDB.ravel())
         if excess_L.sum() <= room:

@@ -468,7 +468,7 @@ class Runtime:
         return _Request(self._numbers + k, tokens, params, answers, params.n)
 
     def _make_room(self, requests: Sequence[_Request]) -> None:
-        """Makes engines for these requests, unless those that there are do."""
+        """Makes engines for these requests, unless the present ones are large enough."""
         placement = self.placement
         most = max(r.params.n for r in requests)
         unit = max(math.gcd(placement.prefill_batch, placement.decode_batch), most)
@@ -614,12 +614,13 @@ class RayStage:
         self.failed = False  # then it is to be replaced
 
     def send(self, method: str, *args: Any) -> Any:
-        """Calls a method of the stage after what was sent before; returns its result to come."""
+        """Calls a method of the stage after what was sent before; returns a future of its
+        result."""
         return self._actor.call.remote(method, *args)
 
     def wait(self, result: Any, timeout_s: float | None = None) -> Any:
-        """Returns a result that `send` promised. Raises: what the stage did; NoAnswerError where it
-        is not there within `timeout_s` (None: waits for ever)."""
+        """Returns the result of a future of `send`. Raises: the error of the stage; NoAnswerError
+        if the result is not ready within `timeout_s` (None: waits for ever)."""
         if timeout_s is not None:  # `get` raises what the stage did, which may be a TimeoutError
             ready, _ = self._ray.wait([result], timeout=timeout_s)
             if not ready:

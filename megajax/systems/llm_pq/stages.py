@@ -243,7 +243,7 @@ class LocalStage:
         self.send("check")  # makes it
 
     def send(self, method: str, *args: Any) -> Future:
-        """Calls a method of the stage after what was sent before; returns its result to come.
+        """Calls a method of the stage after what was sent before; returns a future of its result.
 
         args: futures among them are waited for; if one of them failed, the stage does nothing.
         """
@@ -272,8 +272,9 @@ class LocalStage:
 
     @staticmethod
     def wait(result: Future, timeout_s: float | None = None) -> Any:
-        """Returns a result that `send` promised, ready. Raises: what the stage did; NoAnswerError
-        where it is not ready within `timeout_s` (None: waits for ever)."""
+        """Returns the result of a future of `send`, when it is ready. Raises: the error of the
+        stage; NoAnswerError if the result is not ready within `timeout_s` (None: waits for
+        ever)."""
         if timeout_s is None:
             return jax.block_until_ready(result.result())
         end = time.monotonic() + timeout_s
@@ -288,8 +289,9 @@ class LocalStage:
         return jax.block_until_ready(value)  # raises what its program did
 
     def close(self) -> None:
-        """Ends the thread after what was sent. Of a failed stage it waits a few seconds at most,
-        and gives up what has no result by then, so that no other stage waits for it."""
+        """Ends the thread after what was sent. If the stage failed, this waits a few seconds at
+        most, and then sets an error as the result of every open future, so that no other stage
+        waits for one."""
         self._sent.put(None)
         self._thread.join(GRACE_S if self.failed else None)
         for result in list(self._open):
