@@ -99,7 +99,12 @@ def estimate(
     Errors of the model's times are taken as fully correlated.
     """
     compute = idle = layers = 0.0
-    update, sigma = _update(step, cluster, model) if step.trains else (0.0, 0.0)
+    update = sigma = 0.0
+    if step.trains:
+        # Masters, moments and gradients are read, masters and moments written, in float32.
+        arrays = 2 * (1 + MOMENTS[step.optimizer] + step.averages) + 1
+        kernel = Rowwise("update", held(step), 1, arrays - 1)
+        update, sigma = model.op_time(Op("update", kernel, dtypes=("float32",)), cluster.card)
     quantize, deviation = model.op_time(traffic.coding_op(step), cluster.card)
     sigma += deviation
     for op in step.forward.ops:
@@ -144,10 +149,3 @@ def estimate(
         utilisation("causal"),
         quantize,
     )
-
-
-def _update(step: StepShape, cluster: Cluster, model: CostModel) -> tuple[float, float]:
-    """Masters, moments and gradients are read, masters and moments written, in float32."""
-    arrays = 2 * (1 + MOMENTS[step.optimizer] + step.averages) + 1
-    kernel = Rowwise("update", held(step), 1, arrays - 1)
-    return model.op_time(Op("update", kernel, dtypes=("float32",)), cluster.card)

@@ -447,7 +447,10 @@ def collectives(
         groups = device_groups(place.line, devices)
         if kind == "collective-permute" and all(a == b for a, b in groups):
             continue
-        parts = [nbytes(a) for a in _result_arrays(result, bool(start))]
+        arrays = ARRAY.findall(result)
+        if start and len(arrays) > 1:  # a -start gives its inputs, then its outputs
+            arrays = arrays[len(arrays) // 2 :]
+        parts = [nbytes(a) for a in arrays]
         size = sum(parts) * (len(groups[0]) if kind == "reduce-scatter" else 1)
         is_async = bool(start) and '"is_sync":true' not in place.line
         overlapped = place.until_done() if is_async else ()
@@ -487,12 +490,6 @@ def _op_name(place: Place) -> str:
         if match and match[1] in operands and (name := re.search(r'op_name="([^"]*)"', line)):
             return name[1]
     return ""
-
-
-def _result_arrays(result: str, start: bool) -> list[tuple[str, str]]:
-    """Returns the arrays that a collective gives; a -start gives (inputs, outputs)."""
-    arrays = ARRAY.findall(result)
-    return arrays[len(arrays) // 2 :] if start and len(arrays) > 1 else arrays
 
 
 def device_groups(line: str, devices: int) -> tuple[tuple[int, ...], ...]:

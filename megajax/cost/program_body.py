@@ -953,21 +953,17 @@ def strides(region: Region, by_library: bool = False) -> dict[str, float]:
     dots = [i for i in region.order if i.opcode in ("dot", "ragged-dot") and len(i.operands) > 1]
     if dots:
         one = max(dots, key=lambda i: (i.array.elements, i.shape))
-        left, right = _strides_of_product(one, *region.operands(one)[:2])
-        return {"stride": left, "stride_right": right}
+        left, right = region.operands(one)[:2]
+        summed = one.dims("lhs_contracting_dims")
+        others = {*one.dims("rhs_contracting_dims"), *one.dims("rhs_batch_dims")}
+        columns = [d for d in range(len(right.dims)) if d not in others]
+        return {"stride": _against(left, summed), "stride_right": _against(right, columns)}
     jumping = [read for read in reads(region, by_library) if read.jumps]
     if not jumping:
         return {}
     most = max(jumping, key=lambda read: (read.jumps, read.stride, read.run))
     jumps = math.fsum(read.jumps for read in jumping)  # the same in any order
     return {"stride": most.stride, "run": most.run, "jumps": jumps}
-
-
-def _strides_of_product(one: Instruction, left: Array, right: Array) -> tuple[float, float]:
-    over, over_right = one.dims("lhs_contracting_dims"), one.dims("rhs_contracting_dims")
-    batch = one.dims("rhs_batch_dims")
-    row_dims = [d for d in range(len(right.dims)) if d not in (*over_right, *batch)]
-    return _against(left, over), _against(right, row_dims)
 
 
 def _against(array: Array, dims: Sequence[int]) -> float:

@@ -177,7 +177,11 @@ class Codec:
             raise UserError(f"codec {self.name}: x must have a dimension; write x.reshape(1)")
         key = need_key(f"codec {self.name}", key) if self.stochastic else None
         if self.format is None:
-            return self._encode_floats(x_xN.astype(jnp.float32), key)
+            x_xN = x_xN.astype(jnp.float32)
+            if self.dtype == "bfloat16":
+                x_xN = x_xN.astype(jnp.bfloat16) if key is None else _stochastic_bfloat16(x_xN, key)
+            byte_xNS = jax.lax.bitcast_convert_type(x_xN, jnp.uint8)
+            return byte_xNS.reshape(*x_xN.shape[:-1], self.wire_bytes(x_xN.shape[-1]))
         noise_xN = None if key is None else counter.noise(key, x_xN.shape)
         group = self.format.group_of(x_xN.shape[-1])
         return reference.encode(x_xN, self.format.bits, group, noise_xN)
@@ -222,12 +226,6 @@ class Codec:
     def restore(self, x_xM: Array, n: int) -> Array:
         """Returns the n gradients from their transform; called once, after the last sum."""
         return hadamard(x_xM, self.hadamard)[..., :n] if self.hadamard else x_xM[..., :n]
-
-    def _encode_floats(self, x_xN: Array, key: Array | None) -> Array:
-        if self.dtype == "bfloat16":
-            x_xN = x_xN.astype(jnp.bfloat16) if key is None else _stochastic_bfloat16(x_xN, key)
-        byte_xNS = jax.lax.bitcast_convert_type(x_xN, jnp.uint8)
-        return byte_xNS.reshape(*x_xN.shape[:-1], self.wire_bytes(x_xN.shape[-1]))
 
     def _one_level(self, member: str) -> None:
         if self.levels:

@@ -364,12 +364,14 @@ def instructions(
         if _is_cpu() and is_open:
             each = [_counted(r, named.get(r.name, ()), passes) for r in launched]
         else:
-            each = [(r, _of_record(r, named.get(r.name, ()), passes, is_open)) for r in launched]
-        pairs = [(r, _halves(times)) for r, times in each if times is not None]
+            each = [
+                (r, by_pass(r, named.get(r.name, ()), passes, is_open=is_open)) for r in launched
+            ]
+        pairs = [(r, halves_of(times)) for r, times in each if times is not None]
         pairs = [(r, least) for r, least in pairs if np.isfinite(least).all()]
         halves = np.array([least for _, least in pairs]).reshape(-1, HALVES)
         recorded = [r for r, _ in pairs]
-        out.append((recorded, halves, _halves(walls[:, place]), len(launched) - len(recorded)))
+        out.append((recorded, halves, halves_of(walls[:, place]), len(launched) - len(recorded)))
     return out
 
 
@@ -389,39 +391,25 @@ def calls(programs: Sequence[Ready], passes: int) -> tuple[np.ndarray, np.ndarra
     return walls, busy
 
 
-def _of_record(
-    record: OpRecord, events: Sequence[float], passes: int, is_open: bool
-) -> np.ndarray | None:
-    """Returns an instruction's seconds in each pass, from events that are kernels or executions.
-
-    An execution may launch several kernels on a GPU, which follow each other. On a CPU a sort first
-    copies its operands, with an event for each copy.
-    """
-    is_sum = not _is_cpu() or record.kind == "sort"
-    return _by_pass(events, passes, record.executions, is_sum=is_sum, is_open=is_open)
-
-
-def _by_pass(
-    events: Sequence[float],
-    passes: int,
-    executions: float,
-    *,
-    is_sum: bool = False,
-    is_open: bool = False,
+def by_pass(
+    record: OpRecord, events: Sequence[float], passes: int, *, is_open: bool = False
 ) -> np.ndarray | None:
     """Returns an instruction's seconds in each pass; None where its events do not add up.
 
-    is_sum: several events for an execution are its parts, which are added. is_open: the program has
-    a loop that turns as often as values say; there, several events for an execution may be several
-    turns, so they do not add up.
+    An execution may launch several kernels on a GPU, which follow each other. On a CPU a sort first
+    copies its operands, with an event for each copy. The seconds of such events are added.
+    Args: events: seconds of kernels or executions. is_open: the program has a loop that turns as
+      often as values say; there, several events for an execution may be several turns, so they do
+      not add up.
     """
     if not events or len(events) % passes:
         return None
     of_pass = np.array(events).reshape(passes, -1)
-    runs = round(executions)
+    runs = round(record.executions)
     if is_open and of_pass.shape[1] != runs:
         return None
-    if of_pass.shape[1] > runs > 0 and of_pass.shape[1] % runs == 0 and is_sum:
+    has_parts = not _is_cpu() or record.kind == "sort"
+    if of_pass.shape[1] > runs > 0 and of_pass.shape[1] % runs == 0 and has_parts:
         of_pass = of_pass.reshape(passes, runs, -1).sum(2)
     return np.median(of_pass, 1)
 
@@ -447,7 +435,7 @@ def _is_cpu() -> bool:
     return jax.default_backend() == "cpu"
 
 
-def _halves(times: np.ndarray) -> np.ndarray:
+def halves_of(times: np.ndarray) -> np.ndarray:
     """Returns the least time of the passes of each half, which take turns."""
     return np.array([times[half::HALVES].min() for half in range(HALVES)])
 

@@ -18,8 +18,8 @@ from megajax.systems.cdmpp.families import Program
 from megajax.systems.cdmpp.labels import Labels, prepared, runnable
 from megajax.systems.cdmpp.profile import (
     Timed,
-    _by_pass,
-    _halves,
+    by_pass,
+    halves_of,
     measure,
     measure_ready,
     ready,
@@ -111,14 +111,16 @@ def test_a_batch_is_cut_short_when_the_time_is_over():
 
 
 def test_passes_take_turns_between_the_halves():
-    assert _halves(np.array([5.0, 1.0, 4.0, 2.0, 6.0, 3.0])).tolist() == [4.0, 1.0]
-    assert _by_pass([1.0, 3.0, 2.0, 8.0, 8.0, 9.0], 2, 3).tolist() == [2.0, 8.0]
-    assert _by_pass([1.0, 2.0, 3.0], 2, 1) is None  # events that do not add up
-    assert _by_pass([], 2, 1) is None
+    assert halves_of(np.array([5.0, 1.0, 4.0, 2.0, 6.0, 3.0])).tolist() == [4.0, 1.0]
+    once = product(1, 8, 8, 8, "float32")
+    three, sort = (dataclasses.replace(once, **c) for c in ({"executions": 3}, {"kind": "sort"}))
+    assert by_pass(three, [1.0, 3.0, 2.0, 8.0, 8.0, 9.0], 2).tolist() == [2.0, 8.0]
+    assert by_pass(once, [1.0, 2.0, 3.0], 2) is None  # events that do not add up
+    assert by_pass(once, [], 2) is None
     # Of a loop that values stop, two events are two turns, or two kernels of one.
-    assert _by_pass([1.0, 2.0, 3.0, 4.0], 2, 1, is_open=True) is None
-    assert _by_pass([1.0, 2.0], 2, 1, is_open=True).tolist() == [1.0, 2.0]
-    assert _by_pass([1.0, 2.0, 3.0, 5.0], 2, 1, is_sum=True).tolist() == [3.0, 8.0]
+    assert by_pass(once, [1.0, 2.0, 3.0, 4.0], 2, is_open=True) is None
+    assert by_pass(once, [1.0, 2.0], 2, is_open=True).tolist() == [1.0, 2.0]
+    assert by_pass(sort, [1.0, 2.0, 3.0, 5.0], 2).tolist() == [3.0, 8.0]
     for passes in (2, 7):
         with pytest.raises(UserError, match="passes"):
             measure([], passes)
