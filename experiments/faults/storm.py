@@ -120,7 +120,16 @@ class Storm:
                     f"{self._cluster.tail('driver.txt')}"
                 )
             if case is not None:
-                self._follow(case)
+                kind, now = KINDS[case.strike.kind], time.time()
+                if case.calmed is None and now - case.at >= (kind.hold_s or 0.0):
+                    case.hit.back()
+                    case.calmed = time.time()
+                ended = self._cluster.codes[self._codes :]
+                if case.found is None and ended and kind.rules in (("told",), ("gone",)):
+                    told = ended[0] == 143
+                    case.found, case.rule = now, "told" if told else "gone"
+                    case.said = f"the driver ended with {ended[0]}"
+                    case.right = case.rule in kind.rules
                 if case.done:
                     self._tell(case)
                     case = None
@@ -211,17 +220,6 @@ class Storm:
         self.cases.append(case)
         self._say(f"{case.at - self.began:5.0f} s, step {case.step}: {strike.kind} {_where(hit)}")
         return case
-
-    def _follow(self, case: Case) -> None:
-        kind, now = KINDS[case.strike.kind], time.time()
-        if case.calmed is None and now - case.at >= (kind.hold_s or 0.0):
-            case.hit.back()
-            case.calmed = time.time()
-        ended = self._cluster.codes[self._codes :]
-        if case.found is None and ended and kind.rules in (("told",), ("gone",)):
-            told = ended[0] == 143
-            case.found, case.rule = now, "told" if told else "gone"
-            case.said, case.right = f"the driver ended with {ended[0]}", case.rule in kind.rules
 
     def _tell(self, case: Case) -> None:
         late = 0.0 if case.found is None else case.found - case.at

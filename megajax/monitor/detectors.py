@@ -364,11 +364,8 @@ class End(Rule):
             mine = [r for name in job.gone for r in job.hosts[name].ranks]
             why = next(iter(job.gone.values()))
             return [job.alert("agent", mine, f"the agent is gone{why and f' ({why})'}")]
-        return self._cause([r for r in bad if _blame(r) == least], least)
-
-    def _cause(self, causes: Sequence[Rank], least: int) -> list[Alert]:
-        """Returns an alert about those that ended first. least: their blame."""
-        job, first = self._job, causes[0]
+        causes = [r for r in bad if _blame(r) == least]
+        first = causes[0]
         if least == LOST and (late := [r for r in job.behind() if not _blame(r)]):
             # Those that were on their way when jax gave them up.
             why = (
@@ -699,7 +696,9 @@ class Hang(Rule):
         how = f"the others wait for it, which is in {back[0].section!r} of step {back[0].step}"
         allowed = max(self._after, min(FACTOR * self._longest, job.limits.step))
         if not late and len(back) == len(live):
-            late = self._computing(back)
+            busy = [r for r in back if r.number_of("cpu_cores") > BUSY]
+            idle = [r for r in back if r.number_of("cpu_cores") < IDLE]
+            late = busy if len(busy) == 1 and len(idle) == len(back) - 1 else []
             how = f"it computes while the others wait, all in {back[0].section!r}"
             allowed = job.allowed(back[0].section, self._after)
         if any(r.section not in BRIEF for r in live):
@@ -715,11 +714,6 @@ class Hang(Rule):
             return None
         age = job.hosts[late[0].host].heard - late[0].since
         return job.alert("hang", late, f"{how}, for {age:.0f} s")
-
-    def _computing(self, ranks: Sequence[Rank]) -> list[Rank]:
-        busy = [r for r in ranks if r.number_of("cpu_cores") > BUSY]
-        idle = [r for r in ranks if r.number_of("cpu_cores") < IDLE]
-        return busy if len(busy) == 1 and len(idle) == len(ranks) - 1 else []
 
 
 # ---- the watchdog of one attempt of a job: records of all ranks in, actions out

@@ -173,7 +173,11 @@ class Lines:
         data = line.encode(errors="backslashreplace") + b"\n"
         try:
             if self._file < 0 or os.fstat(self._file).st_nlink == 0:  # the file was removed
-                self._reopen()
+                if self._file >= 0:
+                    os.close(self._file)
+                    self._file = -1
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                self._file = self._open()
             size = os.fstat(self._file).st_size
             if os.write(self._file, data) < len(data):
                 os.ftruncate(self._file, size)
@@ -183,13 +187,6 @@ class Lines:
             self.why = error.strerror or str(error)
             return False
         return True
-
-    def _reopen(self) -> None:
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = self._open()
 
     def close(self) -> None:
         """Closes the file."""

@@ -200,7 +200,8 @@ def to_grid(samples: Samples, step_s: int = 1, period_s: Mapping[str, float] | N
     machines, metrics = tuple(sorted(samples.machines)), tuple(sorted(samples.metrics))
     most = min(MOST, max(SPARSE, CELLS_PER_ROW * len(samples)))
     if cells * len(machines) * len(metrics) > most:
-        low, high = _range(samples.time_N)
+        finite_N = samples.time_N[np.isfinite(samples.time_N)]
+        low, high = (finite_N.min(), finite_N.max()) if len(finite_N) else (math.nan, math.nan)
         raise UserError(
             f"{len(machines)} machines x {len(metrics)} metrics x {cells} cells of {step_s} s are "
             f"more than {most:,}: the {len(samples):,} rows are from {low:.0f} to "
@@ -229,11 +230,6 @@ def to_grid(samples: Samples, step_s: int = 1, period_s: Mapping[str, float] | N
         values_CNT[c] = hold(mean_NT, period)
     notes = samples.notes + _outside(samples, ~inside_N)
     return Grid(first * step_s, int(step_s), values_CNT, machines, metrics, notes)
-
-
-def _range(time_N: np.ndarray) -> tuple[float, float]:
-    finite_N = time_N[np.isfinite(time_N)]
-    return (finite_N.min(), finite_N.max()) if len(finite_N) else (math.nan, math.nan)
 
 
 def _span(samples: Samples, step_s: int) -> tuple[int, int]:
@@ -369,7 +365,14 @@ class Quality:
         result does not depend on where a stretch of time is cut into grids.
         """
         notes = self._missing(grid)
-        self._know(grid)
+        # Makes room for new machines.
+        have = set(self._machines)
+        machines = self._machines + tuple(m for m in grid.machines if m not in have)
+        for memory in self._memory.values():
+            more = len(machines) - len(memory.divisor_N)
+            memory.tail_NT = np.pad(memory.tail_NT, ((0, more), (0, 0)), constant_values=np.nan)
+            memory.divisor_N = np.pad(memory.divisor_N, (0, more), constant_values=1.0)
+        self._machines = machines
         values_CNT = grid.values_CNT.copy()
         for c, metric in enumerate(grid.metrics):
             notes += self._convert(metric, values_CNT[c], grid)
@@ -427,16 +430,6 @@ class Quality:
                     f"{since:.0f} (Unix seconds): what exports or serves them may be stuck"
                 )
         return notes
-
-    def _know(self, grid: Grid) -> None:
-        """Makes room for new machines."""
-        have = set(self._machines)
-        machines = self._machines + tuple(m for m in grid.machines if m not in have)
-        for memory in self._memory.values():
-            more = len(machines) - len(memory.divisor_N)
-            memory.tail_NT = np.pad(memory.tail_NT, ((0, more), (0, 0)), constant_values=np.nan)
-            memory.divisor_N = np.pad(memory.divisor_N, (0, more), constant_values=1.0)
-        self._machines = machines
 
     def _convert(self, metric: str, value_NT: np.ndarray, grid: Grid) -> list[str]:
         """Puts a metric's values into the old units, in place. Returns what changed."""

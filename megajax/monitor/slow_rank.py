@@ -276,15 +276,6 @@ class SlowRank(Rule):
             if number in pulses and usual > 0:
                 work_MR[2, k] = pulses[number] / usual * step_s
         found = self.work.tick(self._wall, step_s, work_MR)
-        self._tell_shares()
-        by_host: dict[str, list[Slow]] = defaultdict(list)
-        for one in found:
-            number = self._numbers[one.rank]
-            self.found[number] = one
-            by_host[self._job.ranks[number].host].append(one)
-        return [self._alert(host, own) for host, own in by_host.items()]
-
-    def _tell_shares(self) -> None:
         if self._emit is not None:
             now, step = time.time(), self._job.step
             self._emit(
@@ -293,6 +284,12 @@ class SlowRank(Rule):
                     for n, s in zip(self._numbers, self.work.share_R, strict=True)
                 ]
             )
+        by_host: dict[str, list[Slow]] = defaultdict(list)
+        for one in found:
+            number = self._numbers[one.rank]
+            self.found[number] = one
+            by_host[self._job.ranks[number].host].append(one)
+        return [self._alert(host, own) for host, own in by_host.items()]
 
     def _alert(self, host: str, own: Sequence[Slow]) -> Alert:
         most = max(own, key=lambda s: s.more_s)

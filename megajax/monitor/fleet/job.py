@@ -85,9 +85,16 @@ JOB_EVENTS = {
 def of_hour(setting: Setting, layout: Layout, seed: int, hour: int) -> list[Disturbance]:
     """Returns the disturbances that start in hour `hour` (seconds hour x 3600 on), by start."""
     rng = roles.generator(seed, roles.EVENTS, hour)
-    found = _jitters(setting, layout, rng, hour * HOUR)
-    found += _job_events(setting, layout, rng, hour * HOUR)
-    found += _gaps(setting, layout, rng, hour * HOUR)
+    begin = hour * HOUR
+    count = rng.poisson(setting.jitters * (layout.machines + 6))
+    low, high = np.log(setting.jitter_s)
+    found = []
+    for _ in range(count):
+        start, seconds = begin + rng.uniform(0, HOUR), float(np.exp(rng.uniform(low, high)))
+        machine = int(rng.integers(layout.machines))
+        found.append(draw_jitter(layout, rng, start, seconds, machine))
+    found += _job_events(setting, layout, rng, begin)
+    found += _gaps(setting, layout, rng, begin)
     return sorted(found, key=lambda d: (d.start, d.kind, d.machines))
 
 
@@ -135,19 +142,6 @@ def draw_jitter(
     slows = rng.random() < coupled * min(1.0, 16 / layout.machines)
     speed = float(rng.uniform(0.5, 0.95)) if slows else 1.0
     return Disturbance(name, start, start + seconds, (machine,), drawn, speed)
-
-
-def _jitters(
-    setting: Setting, layout: Layout, rng: np.random.Generator, second: int
-) -> list[Disturbance]:
-    count = rng.poisson(setting.jitters * (layout.machines + 6))
-    low, high = np.log(setting.jitter_s)
-    found = []
-    for _ in range(count):
-        start, seconds = second + rng.uniform(0, HOUR), float(np.exp(rng.uniform(low, high)))
-        machine = int(rng.integers(layout.machines))
-        found.append(draw_jitter(layout, rng, start, seconds, machine))
-    return found
 
 
 def _job_events(

@@ -97,7 +97,12 @@ class Fleet:
         values_CNT = np.empty((len(names), self.machines, last - first), np.float32)
         for block in range(first // BLOCK, (last - 1) // BLOCK + 1):
             low, high = max(first, block * BLOCK), min(last, (block + 1) * BLOCK)
-            made_CNT = self._block(block)
+            # Minute `block` of all metrics, float32 (C, N, 60); the last one is kept.
+            if block not in self._cache:
+                made = self._make(block * BLOCK)
+                self._cache.clear()
+                self._cache[block] = made
+            made_CNT = self._cache[block]
             inside = slice(low - block * BLOCK, high - block * BLOCK)
             values_CNT[:, :, low - first : high - first] = made_CNT[:, :, inside]
         return Grid(first, 1, values_CNT, self.layout.names, names)
@@ -119,18 +124,14 @@ class Fleet:
     def _people(self) -> People:
         return people(self.layout, self.setting, self.seed)
 
-    def _block(self, block: int) -> np.ndarray:
-        """Returns minute `block` of all metrics, float32 (C, N, 60); the last one is kept."""
-        if block not in self._cache:
-            made = self._make(block * BLOCK)
-            self._cache.clear()
-            self._cache[block] = made
-        return self._cache[block]
-
     def _make(self, second: int) -> np.ndarray:
         tracks = self._job.window(second - MARGIN, BLOCK + 2 * MARGIN)
         done = work(tracks, self._people, self.setting, self.seed, second)
-        rough = self._roughness(second)
+        # Factor of the noise of a machine, (N, T): quiet and restless times make heavy tails.
+        calm_NT = roles.interpolated(
+            self.seed, roles.SHARED + (7 << 32), 10, second, BLOCK, self.machines
+        )
+        rough = np.exp(np.float32(0.45) * calm_NT)
         active = self._job.disturbances(second - MARGIN, second + BLOCK + MARGIN)
         active = [d for d in active if d.moves]
         lost_NT = self._lost(roles.SCRAPES, second)
@@ -144,13 +145,6 @@ class Fleet:
             values_CNT[c] = _reading(value_NT, spec)
             values_CNT[c][lost] = np.nan
         return values_CNT
-
-    def _roughness(self, second: int) -> np.ndarray:
-        """Factor of the noise of a machine, (N, T): quiet and restless times make heavy tails."""
-        calm_NT = roles.interpolated(
-            self.seed, roles.SHARED + (7 << 32), 10, second, BLOCK, self.machines
-        )
-        return np.exp(np.float32(0.45) * calm_NT)
 
     def _healthy(self, spec: Spec, done: Work, rough_NT: np.ndarray, second: int) -> np.ndarray:
         """Returns what a metric shows without disturbances, float32 (N, T)."""
@@ -213,25 +207,18 @@ class Fleet:
             now_RT = time_T + skew_N[rows][:, None]
             inside = (now_RT >= disturbance.start) & (now_RT < disturbance.end)
             for move in moves:
-                _lead(
-                    value_NT, rows, move, spec, np.where(inside, now_RT - disturbance.start, -1e9)
-                )
+                since_RT = np.where(inside, now_RT - disturbance.start, -1e9)
+                weight_RT = move.weight(since_RT)
+                if move.target == "gone":
+                    value_NT[rows] = np.where(weight_RT > 0, np.float32(np.nan), value_NT[rows])
+                else:
+                    value_NT[rows] += weight_RT * (np.float32(move.level(spec)) - value_NT[rows])
 
     def _lost(self, stream: int, second: int) -> np.ndarray:
         """Returns which samples are lost alone: half with the whole scrape, half of one metric."""
         rng = roles.generator(self.seed, stream + (9 << 32), second)
         draw_NT = rng.integers(0, 1 << 16, (self.machines, BLOCK), np.uint16)
         return draw_NT < round(self.setting.missing / 2 * (1 << 16))
-
-
-def _lead(
-    value_NT: np.ndarray, rows: np.ndarray, move: Move, spec: Spec, since_RT: np.ndarray
-) -> None:
-    weight_RT = move.weight(since_RT)
-    if move.target == "gone":
-        value_NT[rows] = np.where(weight_RT > 0, np.float32(np.nan), value_NT[rows])
-    else:
-        value_NT[rows] += weight_RT * (np.float32(move.level(spec)) - value_NT[rows])
 
 
 def _reading(value_NT: np.ndarray, spec: Spec) -> np.ndarray:

@@ -366,7 +366,9 @@ class Server:
         try:
             return self._page(page, health)
         except (_Full, Refused, Unavailable) as error:
-            return _light(error)
+            # An error without its frames, whose variables hold all of an answer.
+            error.__traceback__ = error.__context__ = error.__cause__ = None
+            return error
 
     def _page(self, page: _Page, health: "_Health") -> tuple[list["_Part"], list[str]]:
         """Returns (series of a page, warnings). A page that is too much is asked in halves."""
@@ -610,12 +612,6 @@ class _Health:
         """A page was answered."""
         with self._lock:
             self._stood, self._fell = True, 0
-
-
-def _light[E: BaseException](error: E) -> E:
-    """Returns an error without its frames, whose variables hold all of an answer."""
-    error.__traceback__ = error.__context__ = error.__cause__ = None
-    return error
 
 
 def _by_reason(lost: Sequence[tuple[_Page, UserError]]) -> dict[str, list[str]]:

@@ -216,7 +216,8 @@ class Hosts:
             elif "out" in message:
                 self._owner.on_output(str(message["out"]))
             elif "report" in message:
-                self._renew(host, message["moment"])
+                host.leased = time.monotonic()
+                self.send([host], do="lease", since=message["moment"])  # a moment of its clock
                 self._owner.on_report(host, message)
             else:
                 host.answers |= message
@@ -236,11 +237,6 @@ class Hosts:
         self._here[host.name] = host
         self._owner.on_join(host)
         line.send({"do": "welcome"})
-
-    def _renew(self, host: Host, moment: float) -> None:
-        """Lets the processes of a host go on, counted from a moment of its own clock."""
-        host.leased = time.monotonic()
-        self.send([host], do="lease", since=moment)
 
     def _drop(self, line: Line, why: str = "") -> None:
         """Ends a connection, and forgets the agent behind it."""

@@ -134,7 +134,14 @@ class Pending:
             )
         shows_N = np.isfinite(grid.values_CNT).any((0, 2))  # who has no sample is not there yet
         there = [m for m, shows in zip(grid.machines, shows_N, strict=True) if shows]
-        self._grow(there, max(grid.end, self.end))
+        known_machines = set(self.machines)
+        self.machines += [m for m in there if m not in known_machines]
+        self.end = max(grid.end, self.end)
+        C, N, T = self._values_CNT.shape
+        more = (len(self.machines) - N, max(self.end - self._start - T, 0))
+        if any(more):
+            pad = ((0, 0), (0, more[0]), (0, more[1]))
+            self._values_CNT = np.pad(self._values_CNT, pad, constant_values=np.nan)
         row = {name: k for k, name in enumerate(self.machines)}
         rows = np.array([row[m] for m in there], int)
         places = [self._metrics.index(m) for m in grid.metrics if m in known]
@@ -145,17 +152,6 @@ class Pending:
         for c, values_NT in zip(places, new, strict=True):
             part[c, rows] = np.where(np.isfinite(values_NT), values_NT, part[c, rows])
         return notes
-
-    def _grow(self, machines: Sequence[str], end: int) -> None:
-        assert self._start is not None
-        have = set(self.machines)
-        self.machines += [m for m in machines if m not in have]
-        self.end = end
-        C, N, T = self._values_CNT.shape
-        more = (len(self.machines) - N, max(end - self._start - T, 0))
-        if any(more):
-            pad = ((0, 0), (0, more[0]), (0, more[1]))
-            self._values_CNT = np.pad(self._values_CNT, pad, constant_values=np.nan)
 
     def take(self) -> tuple[int, np.ndarray] | None:
         """Returns (start in Unix seconds, values_CNT) of the next complete tick, or None."""

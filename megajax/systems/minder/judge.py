@@ -75,7 +75,12 @@ class Onsets:
             last, first = max(ago - AROUND, 0), min(ago + AROUND, len(self._ticks))
             if first - last < AROUND:  # too long ago
                 continue
-            part_CNT = self._part(first, last, len(still_N))
+            parts = []
+            for k in range(len(self._ticks) - first, len(self._ticks) - last):
+                x_CNT = self._ticks[k].astype(np.float32)
+                pad = ((0, 0), (0, len(still_N) - x_CNT.shape[1]), (0, 0))
+                parts.append(np.pad(x_CNT, pad, constant_values=np.nan))
+            part_CNT = np.concatenate(parts, 2)
             others_CNT = part_CNT[:, still_N]
             others_CNT[:, 0][~np.isfinite(others_CNT).any(1)] = np.inf  # nobody has a sample
             middle_CT = np.nanmedian(others_CNT, 1)
@@ -86,15 +91,6 @@ class Onsets:
                 split, blur_R[r] = _change(apart_CT)
                 moved_R[r] = TICK * first - split
         return moved_R, blur_R
-
-    def _part(self, first: int, last: int, machines: int) -> np.ndarray:
-        """Returns x_CNT from `first` ticks ago to `last` ticks ago."""
-        parts = []
-        for k in range(len(self._ticks) - first, len(self._ticks) - last):
-            x_CNT = self._ticks[k].astype(np.float32)
-            pad = ((0, 0), (0, machines - x_CNT.shape[1]), (0, 0))
-            parts.append(np.pad(x_CNT, pad, constant_values=np.nan))
-        return np.concatenate(parts, 2)
 
 
 def _change(apart_CT: np.ndarray) -> tuple[float, float]:
@@ -330,7 +326,9 @@ class Judge:
         differing_N = worst_N > SUSPECTED
         if not fires_N.any():
             return []
-        far_N, ending_N = self._distances(), self._ending(end)
+        # Each machine's unclipped distance in the channel where it is largest, (N,).
+        far_FNH = np.nan_to_num(np.abs(self.far_FNH[..., -self._settings.ticks :]))
+        far_N, ending_N = np.median(far_FNH, -1).max(0), self._ending(end)
         # Machines that a fault drags along are far behind it; a job that changed has no furthest.
         alike_N = differing_N & (far_N > DRAGGED * far_N[fires_N].max())
         if alike_N.sum() > max(1.0, s.widely * judged_N.sum()) and not _pair(far_N, alike_N):
@@ -477,11 +475,6 @@ class Judge:
         a_F, b_FN = one_F[: self._levels], others_FN[: self._levels]
         lengths_N = np.linalg.norm(a_F) * np.linalg.norm(b_FN, axis=0)
         return a_F @ b_FN >= ALIKE * np.maximum(lengths_N, 1e-9)
-
-    def _distances(self) -> np.ndarray:
-        """Returns each machine's unclipped distance in the channel where it is largest, (N,)."""
-        far_FNH = np.nan_to_num(np.abs(self.far_FNH[..., -self._settings.ticks :]))
-        return np.median(far_FNH, -1).max(0)
 
     def _ending(self, end: float) -> np.ndarray:
         """Returns which machines have had no sample at all for two ticks, while others have."""

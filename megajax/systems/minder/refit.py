@@ -211,12 +211,17 @@ def stretches(paths: Sequence[str | Path], metrics: Sequence[str]) -> list[Grid]
 def compare(old: Callable, new: Callable, grid: Grid) -> dict[str, Any]:
     """Compares two detectors on a quiet stretch of data, without and with injected faults.
 
+    They judge its last JUDGED_S seconds, with at most JUDGED_MACHINES machines.
+
     A fault shifts one metric of one machine in the second half, by the distance of the 1st and the
     99th percentile of all machines.
     Args: old, new: each returns a detector that has seen no job.
     Returns: counts, and 'worse': why the new one must not be used; '': it may be used.
     """
-    part = _part(grid)
+    every = -(-len(grid.machines) // JUDGED_MACHINES)
+    values_CNT = grid.values_CNT[:, ::every, -JUDGED_S:]
+    start = grid.end - values_CNT.shape[2]
+    part = Grid(start, 1, values_CNT, grid.machines[::every], grid.metrics)
     false_old, false_new = (len(make().update(part)) for make in (old, new))
     named_old = named_new = faults = 0
     for c in range(len(part.metrics)):
@@ -247,14 +252,6 @@ def compare(old: Callable, new: Callable, grid: Grid) -> dict[str, Any]:
         "false": false_new,
         "false_before": false_old,
     }
-
-
-def _part(grid: Grid) -> Grid:
-    """Returns the last JUDGED_S seconds of a stretch, with at most JUDGED_MACHINES machines."""
-    every = -(-len(grid.machines) // JUDGED_MACHINES)
-    values_CNT = grid.values_CNT[:, ::every, -JUDGED_S:]
-    start = grid.end - values_CNT.shape[2]
-    return Grid(start, 1, values_CNT, grid.machines[::every], grid.metrics)
 
 
 def main(job: Path) -> int:

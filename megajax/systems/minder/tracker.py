@@ -291,7 +291,14 @@ def middle_two(x: Array) -> tuple[Array, Array]:
     finite = jnp.isfinite(x)
     count = finite.sum(-1)
     keys = jnp.where(finite, _flipped(jax.lax.bitcast_convert_type(x, jnp.int32)), LAST)
-    low = _of_rank(keys, jnp.maximum(count - 1, 0) // 2)
+    # The key that has `rank` keys before it in order; keys: (..., N), rank: (...).
+    rank = jnp.maximum(count - 1, 0) // 2
+
+    def decide(bit: Array, found: Array) -> Array:
+        larger = found + jax.lax.shift_left(jnp.int32(1), jnp.int32(31) - bit)
+        return jnp.where((keys < larger[..., None]).sum(-1) <= rank, larger, found)
+
+    low = jax.lax.fori_loop(0, 32, decide, jnp.full(rank.shape, FIRST, jnp.int32))
     not_above = (keys <= low[..., None]).sum(-1)
     next_up = jnp.min(jnp.where(keys > low[..., None], keys, LAST), -1)
     high = jnp.where(not_above > count // 2, low, next_up)
@@ -306,16 +313,6 @@ def middle_two(x: Array) -> tuple[Array, Array]:
 def _flipped(bits: Array) -> Array:
     """Returns integers in the order of the floats that have these bits, or such integers' bits."""
     return jnp.where(bits < 0, bits ^ LAST, bits)
-
-
-def _of_rank(keys: Array, rank: Array) -> Array:
-    """Returns the key that has `rank` keys before it in order; keys: (..., N), rank: (...)."""
-
-    def decide(bit: Array, found: Array) -> Array:
-        larger = found + jax.lax.shift_left(jnp.int32(1), jnp.int32(31) - bit)
-        return jnp.where((keys < larger[..., None]).sum(-1) <= rank, larger, found)
-
-    return jax.lax.fori_loop(0, 32, decide, jnp.full(rank.shape, FIRST, jnp.int32))
 
 
 # ---- the distance of each machine from its peers and its past

@@ -104,8 +104,9 @@ class Watch:
         while not stop.is_set():
             began = time.monotonic()
             self.look()
-            if self._is_behind():
-                continue
+            is_up = self._reporter.gauges["source_up"] > 0
+            if is_up and self._next is not None and self._end() - self._next > self._piece:
+                continue  # what was missed is read at once
             stop.wait(max(0.0, self._pace.period_s - (time.monotonic() - began)))
 
     @property
@@ -137,10 +138,6 @@ class Watch:
     def _end(self) -> int:
         lag_s = max(self._pace.lag_s, INTERVALS * getattr(self._source, "interval_s", 0.0))
         return math.floor(self._clock() - lag_s)
-
-    def _is_behind(self) -> bool:
-        up = self._reporter.gauges["source_up"] > 0
-        return up and self._next is not None and self._end() - self._next > self._piece
 
     def _span(self) -> tuple[int, int] | None:
         """Returns [start, end) of what is to be read now, in Unix seconds."""
