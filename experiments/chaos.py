@@ -223,10 +223,10 @@ def main() -> int:
             for kind, f in folders.items()
         }
         events = list(read_jsonl(folders["disturbed"] / "watch" / "events.jsonl"))
-    found = [e for e in events if e["event"] == "fault"]
+    reports = [e for e in events if e["event"] == "fault"]
     rows: list[dict[str, Any]] = []
     for i, (kind, step, rank) in enumerate(faults):
-        seen = found[i] if i < len(found) else {}
+        seen = reports[i] if i < len(reports) else {}
         rows.append(
             {
                 "fault": kind,
@@ -245,9 +245,9 @@ def main() -> int:
     }
     print(results.columns(rows, columns))
     account = timeline.measured(events, runs["disturbed"])
-    ok = not different and len(found) >= len(faults)
+    ok = not different and len(reports) >= len(faults)
     same = "the same parameters bit for bit" if not different else f"{len(different)} arrays differ"
-    title = f"{len(found)} faults, {same}; effective training time {account['ettr']:.0%}"
+    title = f"{len(reports)} faults, {same}; effective training time {account['ettr']:.0%}"
     about = results.facts(f"{cfg.processes} processes of 2 emulated devices", "emulated")
     about |= {"different": different, "seconds": took, "effective": account}
     results.write(path, about, rows)

@@ -105,9 +105,9 @@ class Config(Checked):
 
     def asked(self, model: str | None) -> report.Config:
         """Returns what evaluate is to do. model: None: it fits one."""
-        own = self.evaluate
-        said = {n: self.out for n in ("out", "state") if getattr(own, n) == "runs/minder"}
-        return replace(own, **said, **({"model": model} if model else {}))
+        base = self.evaluate
+        said = {n: self.out for n in ("out", "state") if getattr(base, n) == "runs/minder"}
+        return replace(base, **said, **({"model": model} if model else {}))
 
     def settings(self, base: Settings = Settings()) -> Settings:
         """Returns settings with what the flags say."""
@@ -135,9 +135,9 @@ def fit(cfg: Config) -> Detector:
     ignored = ("watch", "evaluate", "time", "unlike", "model", "out", "server.timeout_s")
     same = config.fingerprint(cfg, ignore=ignored)
     folder = results.writable_folder(f"{cfg.out}/training/{same}")
-    given = _sources(cfg, folder)
+    jobs = _sources(cfg, folder)
     detector = Detector.fit(
-        given,
+        jobs,
         seed=cfg.train.seed,
         steps=cfg.train.steps,
         settings=cfg.settings(),
@@ -175,17 +175,17 @@ def demonstrate(cfg: Config) -> int:
     folder = results.writable_folder(cfg.out)
     fit(cfg)
     for number, case in enumerate(cases(2, (8,), 4, split="validate", noise="low", healthy=0), 1):
-        detector, recent, heat, found = Detector.load(cfg.model_path), Recent(3600), Heat(), []
+        detector, recent, heat, alerts = Detector.load(cfg.model_path), Recent(3600), Heat(), []
         for at in range(case.start, case.end, 60):
             grid = case.fleet.read(at, min(at + 60, case.end))
             recent.add(grid)
-            found += detector.update(grid)
+            alerts += detector.update(grid)
             heat.add(at, detector.scores)
         sick = ", ".join(f"{f.machine} ({f.kind})" for f in case.faults)
-        said = "; ".join(a.message for a in found) or "no alert"
+        said = "; ".join(a.message for a in alerts) or "no alert"
         _say(f"job {number} of 2, {len(detector.machines)} machines, faulty: {sick} | {said}")
         heat.write(folder / f"scores{number}.png", detector.named)
-        for alert in found[:1]:
+        for alert in alerts[:1]:
             draw_alert(alert, recent, case.end, folder / f"alert{number}.png")
     report.evaluate(cfg.asked(str(cfg.model_path)))
     _say(f"{folder}: model, pictures, table; so little training shows that all of it runs, no more")
@@ -196,7 +196,7 @@ def _say(line: str) -> None:
     print(line, flush=True)
 
 
-def adapt(base: Config, given: Mapping[str, Any], read: Mapping[str, Any]) -> Config:
+def adapt(base: Config, flags: Mapping[str, Any], read: Mapping[str, Any]) -> Config:
     """Returns the base of train and watch without a preset: the settings for real use."""
     verb = next((word for word in sys.argv[1:] if word in VERBS), "")
     return full() if verb in minder_watch.FROM_SERVER and not config.start_given() else base

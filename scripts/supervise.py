@@ -183,14 +183,14 @@ def _meeting(add: Callable[..., Any]) -> None:
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, tuple[str, ...]]:
     """Returns (settings, the command behind '--'). Raises: UserError."""
-    own = list(argv)
+    words = list(argv)
     command: list[str] = []
-    if "--" in own:
-        at = own.index("--")
-        own, command = own[:at], own[at + 1 :]
+    if "--" in words:
+        at = words.index("--")
+        words, command = words[:at], words[at + 1 :]
     parser = flags_of()
-    settings, rest = parser.parse_known_args(own)
-    for word in rest:
+    settings, unknown = parser.parse_known_args(words)
+    for word in unknown:
         if not word.startswith("-"):
             raise UserError(f"unexpected argument {word!r}: the command stands behind --")
         flag, known = word.partition("=")[0], [f"--{name}" for name in vars(settings)]
@@ -198,8 +198,8 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, tuple[str, ...]]:
     for name, range_ in RANGES.items():
         check_number(name, name, getattr(settings, name), range_, parser.get_default(name))
     for name in ("out", "run_dir", "tls_cert", "tls_ca"):  # a shell leaves --out=~/x as it is
-        if (given := getattr(settings, name)) is not None:
-            setattr(settings, name, str(expand(given, name)))
+        if (path := getattr(settings, name)) is not None:
+            setattr(settings, name, str(expand(path, name)))
     check(settings)
     if not (command or settings.agent or settings.evict or settings.readmit or settings.report):
         raise UserError("no command: supervise.py [settings] -- uv run experiments/pretrain.py ...")
@@ -230,7 +230,7 @@ def check(settings: argparse.Namespace) -> None:
 def find_secret(s: argparse.Namespace) -> str:
     """Returns the job's secret, '' when none is given; takes it out of the environment, so that
     nothing that is started here inherits it. Raises: UserError."""
-    given = os.environ.pop("MEGAJAX_TOKEN", "")
+    secret = os.environ.pop("MEGAJAX_TOKEN", "")
     if s.token_file is not None:
         try:
             lines = expand(s.token_file, "token_file").read_text("utf-8").splitlines()
@@ -240,9 +240,9 @@ def find_secret(s: argparse.Namespace) -> str:
             ) from None
         except UnicodeDecodeError:
             raise UserError(f"{s.token_file} is not text (--token_file)") from None
-        given = lines[0].strip() if lines else ""
-        return check_secret(given, "--token_file")
-    return check_secret(given, "MEGAJAX_TOKEN") if given else ""
+        secret = lines[0].strip() if lines else ""
+        return check_secret(secret, "--token_file")
+    return check_secret(secret, "MEGAJAX_TOKEN") if secret else ""
 
 
 def find_tls(s: argparse.Namespace, out: Path | None) -> Tls | None:
@@ -327,8 +327,8 @@ def report(s: argparse.Namespace) -> int:
     out, run_dir = Path(s.out or "."), Path(s.run_dir or ".")
     for name, value in timeline.figures(out, run_dir).items():
         print(f"{name:10} {value:.4g}")
-    if (found := timeline.shares(out)) is not None:
-        newest, shares, grid = found
+    if (picture := timeline.shares(out)) is not None:
+        newest, shares, grid = picture
         timeline.draw_heat(shares, grid, out / "heat.png")
         print(f"see {out / 'heat.png'}, and {newest.parent}/timeline.json in ui.perfetto.dev")
     return 0

@@ -72,13 +72,13 @@ class Relay:
                     self._hand_on(sock)
 
     def _accept(self) -> None:
-        here, _ = self._listener.accept()
+        near, _ = self._listener.accept()
         try:
             there = socket.create_connection(("127.0.0.1", self._to), timeout=5)
         except OSError:  # no driver is there
-            here.close()
+            near.close()
             return
-        for one, other in ((here, there), (there, here)):
+        for one, other in ((near, there), (there, near)):
             one.settimeout(5)
             self._others[one] = other
             self._selector.register(one, selectors.EVENT_READ)
@@ -131,7 +131,7 @@ class Tail:
 
     def __init__(self, path: Path):
         """path: need not exist yet."""
-        self._path, self._at, self._rest = path, 0, ""
+        self._path, self._at, self._partial = path, 0, ""
 
     def lines(self) -> list[str]:
         """Returns the whole lines since the last call."""
@@ -144,16 +144,16 @@ class Tail:
                 self._at = file.tell()
         except OSError:
             return []
-        *found, self._rest = (self._rest + text).split("\n")
-        return found
+        *lines, self._partial = (self._partial + text).split("\n")
+        return lines
 
     def rows(self) -> list[dict[str, Any]]:
         """Returns the lines that are JSON objects."""
-        found = []
+        values = []
         for line in self.lines():
             with contextlib.suppress(ValueError):
-                found.append(json.loads(line))
-        return [row for row in found if isinstance(row, dict)]
+                values.append(json.loads(line))
+        return [row for row in values if isinstance(row, dict)]
 
 
 class Host:
@@ -283,14 +283,14 @@ class Cluster:
 
     def ranks_of(self, agent: int) -> dict[int, int]:
         """Returns {rank: process} of what an agent started and lives."""
-        found: dict[int, int] = {}
+        ranks: dict[int, int] = {}
         for pid, words in environments():
             record = Path(words.get("MEGAJAX_PROGRESS", ""))
             if agent and record.parent.name.startswith(f"megajax-{agent}-"):
                 rank = int(record.name.rpartition("rank")[2])
                 if parent(pid) == agent:
-                    found[rank] = pid
-        return found
+                    ranks[rank] = pid
+        return ranks
 
     def ranks(self) -> dict[int, tuple[Host, int]]:
         """Returns {rank: (its host, its process)}."""
@@ -307,18 +307,18 @@ class Cluster:
 
     def leavings(self) -> list[str]:
         """Returns what is left of it all: processes, shared memory, temporary files, the port."""
-        found = []
+        remains = []
         for pid, words in environments():
             if str(self.folder) in words.get("TMPDIR", "") and pid != os.getpid():
-                found.append(f"process {pid}")
+                remains.append(f"process {pid}")
         for agent in self.seen:
-            found += [str(p) for p in Path("/dev/shm").glob(f"megajax-{agent}-*")]
-        found += [str(p) for p in (self.folder / "tmp").iterdir()]
+            remains += [str(p) for p in Path("/dev/shm").glob(f"megajax-{agent}-*")]
+        remains += [str(p) for p in (self.folder / "tmp").iterdir()]
         try:
             socket.create_server(("127.0.0.1", self.port)).close()
         except OSError as error:
-            found.append(f"port {self.port}: {error.strerror}")
-        return found
+            remains.append(f"port {self.port}: {error.strerror}")
+        return remains
 
     def send_home(self) -> None:
         """Ends the agents that wait for another driver; those of the last end by themselves."""
@@ -364,12 +364,12 @@ def parent(pid: int) -> int:
 
 def environments() -> list[tuple[int, dict[str, str]]]:
     """Returns (process, its environment) of all that may be read and are no zombies."""
-    found = []
+    processes = []
     for name in filter(str.isdecimal, os.listdir("/proc")):
         with contextlib.suppress(OSError):
             raw = Path(f"/proc/{name}/environ").read_bytes().decode(errors="replace")
             pairs = (w.partition("=") for w in raw.split("\0") if "=" in w)
             words = {name: value for name, _, value in pairs}
             if words:
-                found.append((int(name), words))
-    return found
+                processes.append((int(name), words))
+    return processes

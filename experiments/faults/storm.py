@@ -45,7 +45,7 @@ class Case:
     at: float
     step: int
     attempt: int
-    found: float | None = None  # when it was detected
+    detected: float | None = None  # when it was detected
     back: float | None = None  # when a step ended after that
     calmed: float | None = None  # when it was taken back
     rule: str | None = None
@@ -125,9 +125,9 @@ class Storm:
                     case.hit.back()
                     case.calmed = time.time()
                 ended = self._cluster.codes[self._codes :]
-                if case.found is None and ended and kind.rules in (("told",), ("gone",)):
+                if case.detected is None and ended and kind.rules in (("told",), ("gone",)):
                     told = ended[0] == 143
-                    case.found, case.rule = now, "told" if told else "gone"
+                    case.detected, case.rule = now, "told" if told else "gone"
                     case.said = f"the driver ended with {ended[0]}"
                     case.right = case.rule in kind.rules
                 if case.done:
@@ -137,8 +137,8 @@ class Storm:
                 case = self._strike()
             time.sleep(TICK_S)
         if self._deeds.reaper_killed:
-            rest = time.monotonic() + SWEEP_S
-            while time.monotonic() < rest:
+            until = time.monotonic() + SWEEP_S
+            while time.monotonic() < until:
                 self.watch(None)
                 time.sleep(TICK_S)
 
@@ -166,8 +166,8 @@ class Storm:
             self._deeds.attempt = int(event["message"].split()[1].strip(","))
         rules = KINDS[case.strike.kind].rules if case is not None else ()
         if event["event"] == "warning" and "straggler" in rules:
-            if case is not None and case.found is None and event["rule"] == "straggler":
-                self._found(case, event, event["time"])
+            if case is not None and case.detected is None and event["rule"] == "straggler":
+                self._detect(case, event, event["time"])
         if event["event"] == "excluded" and not self._deeds.errors:
             self.excluded.append(event)
             self._say(f"INNOCENT: {event['message']}")
@@ -176,17 +176,17 @@ class Storm:
         if case is None:
             self.alarms.append(event)
             self._say(f"false alarm: {event['rule']}: {event['message']}")
-        elif case.found is None and rules and "straggler" not in rules:
-            self._found(case, event, event["time"])
+        elif case.detected is None and rules and "straggler" not in rules:
+            self._detect(case, event, event["time"])
         elif rules and "straggler" not in rules:
             case.again += 1
         else:
             case.alarms += 1
             case.said = event["message"]
 
-    def _found(self, case: Case, event: dict[str, Any], at: float) -> None:
+    def _detect(self, case: Case, event: dict[str, Any], at: float) -> None:
         kind = KINDS[case.strike.kind]
-        case.found, case.rule, case.said = at, event["rule"], event["message"]
+        case.detected, case.rule, case.said = at, event["rule"], event["message"]
         named = set(event["ranks"]) & set(case.hit.ranks) | set(event["hosts"]) & set(
             case.hit.hosts
         )
@@ -197,13 +197,13 @@ class Storm:
         """A step ended."""
         kind = KINDS[case.strike.kind]
         if kind.rules and "straggler" not in kind.rules:
-            fresh = case.found is not None and row["time"] > case.found
+            fresh = case.detected is not None and row["time"] > case.detected
             if fresh and case.back is None and self._deeds.attempt > case.attempt:
                 case.back, case.resumed = row["time"], self._resumed
             return
         if "straggler" in kind.rules:
-            late = row["step"] > case.step + 60 and case.found is None
-            case.back = row["time"] if case.found is not None or late else None
+            late = row["step"] > case.step + 60 and case.detected is None
+            case.back = row["time"] if case.detected is not None or late else None
             return
         if case.calmed is not None and row["time"] > case.calmed:
             if row["step"] >= case.step + AFTER and self._since_start >= AFTER:
@@ -222,14 +222,14 @@ class Storm:
         return case
 
     def _tell(self, case: Case) -> None:
-        late = 0.0 if case.found is None else case.found - case.at
-        found = "not found" if case.found is None else f"{case.rule} after {late:.1f} s"
+        late = 0.0 if case.detected is None else case.detected - case.at
+        outcome = "not found" if case.detected is None else f"{case.rule} after {late:.1f} s"
         assert case.back is not None
         wrong = "" if case.right in (None, True) else ", WRONGLY NAMED"
         alarms = f", {case.alarms} FALSE ALARMS" if case.alarms else ""
-        wanted = bool(KINDS[case.strike.kind].rules)
+        needs_restart = bool(KINDS[case.strike.kind].rules)
         self._say(
-            f"        {found if wanted else 'no restart'}{wrong}{alarms}, training after "
+            f"        {outcome if needs_restart else 'no restart'}{wrong}{alarms}, training after "
             f"{case.back - case.at:.1f} s: {case.said}"
         )
 
@@ -263,7 +263,7 @@ def rows(cases: Sequence[Case], began: float) -> list[dict[str, Any]]:
             "rule": case.rule,
             "said": case.said,
             "right": case.right,
-            "found_s": _since(case.found, case.at),
+            "found_s": _since(case.detected, case.at),
             "training_s": _since(case.back, case.at),
             "resumed": case.resumed,
             "false_alarms": case.alarms,
@@ -294,30 +294,30 @@ def lineage(ours: Sequence[Row], theirs: Sequence[Row], steps: int, starts: int)
     seen = [r for r in ours if r["loss"] is not None or last[r["step"]] is None]
     other = sorted({r["step"] for r in seen if r["loss"] != want.get(r["step"])})
     backwards = sum(b["step"] <= a["step"] for a, b in zip(ours, ours[1:], strict=False))
-    found = []
+    wrong = []
     if other:
-        found.append(
+        wrong.append(
             f"{len(other)} steps have another loss, the first is {other[0]}: {last[other[0]]}, not "
             f"{want.get(other[0])}"
         )
     if backwards >= starts:
-        found.append(f"steps began again {backwards} times in {starts} starts")
+        wrong.append(f"steps began again {backwards} times in {starts} starts")
     if max((r["step"] for r in ours), default=0) != steps:
-        found.append(f"the last step is not {steps}")
-    return found
+        wrong.append(f"the last step is not {steps}")
+    return wrong
 
 
-def summary(found: Sequence[Row], between: Sequence[Row]) -> dict[str, Any]:
+def summary(cases: Sequence[Row], between: Sequence[Row]) -> dict[str, Any]:
     """Returns the figures of all rows. between: faults that were reported when nobody made one."""
-    wanted = [r for r in found if r["wanted"]]
-    times = sorted(r["found_s"] for r in wanted if r["found_s"] is not None)
-    back = sorted(r["training_s"] for r in wanted if r["training_s"] is not None)
+    relevant = [r for r in cases if r["wanted"]]
+    times = sorted(r["found_s"] for r in relevant if r["found_s"] is not None)
+    back = sorted(r["training_s"] for r in relevant if r["training_s"] is not None)
     return {
-        "faults": len(found),
-        "to_be_found": len(wanted),
-        "not_found": sum(r["rule"] is None for r in wanted),
-        "wrongly_named": sum(r["right"] is False for r in wanted),
-        "false_alarms": sum(r["false_alarms"] for r in found) + len(between),
+        "faults": len(cases),
+        "to_be_found": len(relevant),
+        "not_found": sum(r["rule"] is None for r in relevant),
+        "wrongly_named": sum(r["right"] is False for r in relevant),
+        "false_alarms": sum(r["false_alarms"] for r in cases) + len(between),
         "found_s": _quantiles(times),
         "training_s": _quantiles(back),
     }
@@ -331,34 +331,34 @@ def _quantiles(values: Sequence[float]) -> dict[str, float]:
     return {name: values[i] for name, i in at.items()}
 
 
-def line(found: Sequence[Row], began: float) -> list[list[float]]:
+def line(steps: Sequence[Row], began: float) -> list[list[float]]:
     """Returns (seconds, step) of some of the rows, for the picture."""
-    every = max(len(found) // POINTS, 1)
-    kept = [
+    every = max(len(steps) // POINTS, 1)
+    shown = [
         r
-        for i, r in enumerate(found)
+        for i, r in enumerate(steps)
         if i % every == 0
-        or i == len(found) - 1
-        or r["step"] <= found[i - 1]["step"]
-        or found[i + 1]["step"] <= r["step"]
+        or i == len(steps) - 1
+        or r["step"] <= steps[i - 1]["step"]
+        or steps[i + 1]["step"] <= r["step"]
     ]
-    return [[round(r["time"] - began, 2), r["step"]] for r in kept]
+    return [[round(r["time"] - began, 2), r["step"]] for r in shown]
 
 
 def draw(path: Path) -> None:
     """Draws the result file: steps over time, and below when each kind struck; SVG and PNG."""
     from matplotlib.patches import Patch
 
-    found = json.loads(path.read_text())
-    kinds = [k for k in KINDS if any(r["fault"] == k for r in found["rows"])][::-1]
+    result = json.loads(path.read_text())
+    kinds = [k for k in KINDS if any(r["fault"] == k for r in result["rows"])][::-1]
     heights = 3, max(0.2 * len(kinds), 0.5)
     figure, (top, below) = panels(
         rows=2, size=(11, 0.6 + sum(heights)), heights=heights, sharex=True
     )
-    minutes = [at / 60 for at, _ in found["line"]]
-    top.plot(minutes, [step for _, step in found["line"]], color="#0072B2", linewidth=1.2)
+    minutes = [at / 60 for at, _ in result["line"]]
+    top.plot(minutes, [step for _, step in result["line"]], color="#0072B2", linewidth=1.2)
     top.set_ylabel("optimizer step")
-    for r in found["rows"]:
+    for r in result["rows"]:
         at, y = r["at_s"] / 60, kinds.index(r["fault"])
         seen, back = r["found_s"] or 0.0, r["training_s"] or 0.0
         if r["wanted"]:
@@ -385,48 +385,48 @@ def draw(path: Path) -> None:
         loc="lower center",
         bbox_to_anchor=(0.5, 1.0),
     )
-    top.set_title(found["title"], loc="left", fontsize=10)
+    top.set_title(result["title"], loc="left", fontsize=10)
     save(figure, path)
 
 
 def table(path: Path) -> str:
     """Returns a Markdown table of the result file: a row a kind."""
-    found = json.loads(path.read_text())
+    result = json.loads(path.read_text())
     lines = [
-        found["title"] + ".",
+        result["title"] + ".",
         "",
         "| fault | times | rule | found after (s), median, most | training after (s), median, most "
         "| false alarms |",
         "|---|---|---|---|---|---|",
     ]
     for name, kind in KINDS.items():
-        own = [r for r in found["rows"] if r["fault"] == name]
-        if not own:
+        cases = [r for r in result["rows"] if r["fault"] == name]
+        if not cases:
             continue
-        rules = sorted({r["rule"] or "not found" for r in own}) if kind.rules else ["no restart"]
+        rules = sorted({r["rule"] or "not found" for r in cases}) if kind.rules else ["no restart"]
         seen, back = (
-            _quantiles(sorted(r[key] for r in own if r[key] is not None))
+            _quantiles(sorted(r[key] for r in cases if r[key] is not None))
             for key in ("found_s", "training_s")
         )
         cells = [
             kind.what,
-            len(own),
+            len(cases),
             ", ".join(rules),
             _cell(seen),
             _cell(back) if kind.rules else "-",
-            sum(r["false_alarms"] for r in own),
+            sum(r["false_alarms"] for r in cases),
         ]
         lines.append("| " + " | ".join(map(str, cells)) + " |")
-    source = ", ".join(str(found[k]) for k in ("layer", "device", "date", "commit") if found[k])
+    source = ", ".join(str(result[k]) for k in ("layer", "device", "date", "commit") if result[k])
     return "\n".join([*lines, "", f"*{source}*"])
 
 
 def drills(path: Path) -> str:
     """Returns which faults a run by steps met (experiments/chaos.py without a storm), and what was
     said of them, as Markdown."""
-    found = json.loads(path.read_text())
-    spent = found["effective"]
-    same = "the same parameters bit for bit" if not found["different"] else "OTHER parameters"
+    result = json.loads(path.read_text())
+    spent = result["effective"]
+    same = "the same parameters bit for bit" if not result["different"] else "OTHER parameters"
     text = (
         f"{spent['faults']} faults, {same} as without; {100 * spent['ettr']:.0f} % of "
         f"{spent['total_s']:.0f} s trained, {spent['redone_s']:.0f} s of it again:"
@@ -489,8 +489,8 @@ def parameters(folder: Path, step: int) -> dict[str, np.ndarray]:
 
     cfg = config.load_json(Training, folder / "run" / "config.json")
     like = vars(make_train_step(cfg, cfg.mesh.build()).abstract_state)
-    found = CheckpointManager(folder / "run" / "checkpoints", keep=0).restore(step, like=like)
-    return {name: np.asarray(x) for name, x in named_leaves(found)}
+    arrays = CheckpointManager(folder / "run" / "checkpoints", keep=0).restore(step, like=like)
+    return {name: np.asarray(x) for name, x in named_leaves(arrays)}
 
 
 def run(cfg: Settings, path: Path, environ: Mapping[str, str]) -> int:
@@ -526,8 +526,8 @@ def run(cfg: Settings, path: Path, environ: Mapping[str, str]) -> int:
             for process in busy:
                 process.kill()
                 process.wait()
-        found = rows(storm.cases, storm.began)
-        return conclude(cfg, path, storm, found, wrong)
+        cases = rows(storm.cases, storm.began)
+        return conclude(cfg, path, storm, cases, wrong)
 
 
 class Job:
@@ -622,10 +622,10 @@ class Job:
 
 
 def conclude(
-    cfg: Settings, path: Path, storm: Storm, found: list[dict[str, Any]], wrong: dict[str, Any]
+    cfg: Settings, path: Path, storm: Storm, cases: list[dict[str, Any]], wrong: dict[str, Any]
 ) -> int:
     """Writes what a storm has shown. Returns 1 when something does not hold."""
-    figures = summary(found, storm.alarms) | {"excluded": len(storm.excluded)}
+    figures = summary(cases, storm.alarms) | {"excluded": len(storm.excluded)}
     spent = timeline.measured(storm.seen.events, storm.seen.rows)
     same = f"NOT: {', '.join(wrong)}" if wrong else "parameters and losses equal bit for bit"
     title = (
@@ -643,7 +643,7 @@ def conclude(
         "between": storm.alarms,
         "line": line(storm.seen.rows, storm.began),
     }
-    results.write(path, about, found)
+    results.write(path, about, cases)
     draw(path)
     print(title, *(f"{name}: {text}" for name, text in wrong.items()), sep="\n")
     names = ("not_found", "wrongly_named", "false_alarms", "excluded")

@@ -227,9 +227,9 @@ class Deeds:
 
     def _stop_host(self, rank: int, ranks: Ranks, draw: random.Random) -> Hit:
         host = ranks[rank][0]
-        own = f"megajax-{host.pid}-"
+        prefix = f"megajax-{host.pid}-"
         stopped = [self._cluster.reaper_of(host.pid), host.pid]
-        stopped += [p for p, w in environments() if own in w.get("MEGAJAX_PROGRESS", "")]
+        stopped += [p for p, w in environments() if prefix in w.get("MEGAJAX_PROGRESS", "")]
         for pid in stopped:
             kill(pid, signal.SIGSTOP)
 
@@ -289,12 +289,12 @@ class Deeds:
 
     def steps(self) -> list[Path]:
         """Returns the folders of the steps, oldest first, without what was made here."""
-        found = []
+        folders = []
         with contextlib.suppress(OSError):
             for place in (self._cluster.run_dir / "checkpoints").iterdir():
                 if place.name.isdecimal() and (place / RECORD).is_file():
-                    found += [place] if place.name not in self.junk else []
-        return sorted(found, key=lambda place: int(place.name))
+                    folders += [place] if place.name not in self.junk else []
+        return sorted(folders, key=lambda place: int(place.name))
 
     def _junk(self, rank: int, ranks: Ranks, draw: random.Random) -> Hit:
         home = self._cluster.run_dir / "checkpoints"

@@ -183,7 +183,7 @@ def parse(text: str, more: Collection[str] = ()) -> dict[str, Kind]:
 
     more: rules beside those of RESPONSES. Raises: UserError for what is no rule or no response.
     """
-    found: dict[str, Kind] = {}
+    responses: dict[str, Kind] = {}
     rules = [r for r, kind in RESPONSES.items() if kind == "warn"]  # those are said once
     rules += [r for r in more if r not in RESPONSES]
     for word in [w.strip() for w in text.split(",") if w.strip()]:
@@ -198,5 +198,5 @@ def parse(text: str, more: Collection[str] = ()) -> dict[str, Kind]:
                 f"respond={word}: {kind!r} must be one of {', '.join(CHOICES)}."
                 f"{did_you_mean(kind, CHOICES)} (--respond)"
             )
-        found[rule] = CHOICES[kind]
-    return found
+        responses[rule] = CHOICES[kind]
+    return responses

@@ -71,8 +71,8 @@ class Console:
             self.say(f"step {step}: held-out loss {values['eval_loss']:.4f}{unit}{tail}")
         elif "sparsity" in values:
             self.say(f"after step {step}: {values['sparsity']:.2%} of the chosen weights pruned")
-            if kept := kept_line(values):
-                self.say(kept)
+            if line := kept_line(values):
+                self.say(line)
 
     def _show(self, step: int, values: dict) -> None:
         if self._progress is not None:
@@ -145,9 +145,9 @@ def kept_line(values: dict) -> str:
             by_leaf.setdefault(leaf, []).append(100 * value)
     stacks = {leaf.partition(".")[0] for leaf in by_leaf}  # one goes without saying
     shown = []
-    for leaf, found in by_leaf.items():
+    for leaf, shares in by_leaf.items():
         leaf = leaf.partition(".")[2] if len(stacks) == 1 else leaf
-        low, high = f"{min(found):.3g}", f"{max(found):.3g}"
+        low, high = f"{min(shares):.3g}", f"{max(shares):.3g}"
         shown.append(f"{leaf} {low} %" if low == high else f"{leaf} {low} to {high} %")
     return f"kept of each matrix: {', '.join(shown)}" if shown else ""
 

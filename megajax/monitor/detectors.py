@@ -79,7 +79,7 @@ class Rank:
     flood: float | None = None  # since when its log is in flood
     step: int = 0
     values: dict[str, Value] = field(default_factory=dict)
-    own: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=WINDOW))
+    times: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=WINDOW))
 
     def number_of(self, name: str) -> float:
         """Returns the last value of a name, 0 before the first."""
@@ -152,7 +152,9 @@ class Job:
         """ranks: of each host. period: seconds between the reports of an agent."""
         self.limits, self._period = limits, period
         self._last, self.clock = now, 0.0
-        self.hosts = {name: Host(name, [Rank(r, name) for r in own]) for name, own in ranks.items()}
+        self.hosts = {
+            name: Host(name, [Rank(r, name) for r in numbers]) for name, numbers in ranks.items()
+        }
         self.ranks = {r.number: r for host in self.hosts.values() for r in host.ranks}
         self.gone: dict[str, str] = {}  # hosts whose agents hung up, and why
         self._gaps: deque[tuple[float, float]] = deque(maxlen=WINDOW)  # (end, seconds) unwatched
@@ -194,8 +196,8 @@ class Job:
                     host.values[r.name] = r.value
             elif r.device is None and r.name != "log_line":
                 told.setdefault(r.rank, []).append(r)
-        for number, own in told.items():
-            self._hear_rank(self.ranks[number], own, elapsed)
+        for number, news in told.items():
+            self._hear_rank(self.ranks[number], news, elapsed)
         self._count_traffic(host)
 
     def _hear_rank(self, rank: Rank, records: Sequence[Record], elapsed: float) -> None:
@@ -207,7 +209,7 @@ class Job:
                 spent = self.clock - elapsed - rank.since
                 self._seen[section] = max(self._seen.get(section, 0.0), spent)
             if step != rank.step and (step_s := rank.number_of("step_s")):
-                rank.own.append((rank.number_of("own_s"), step_s))
+                rank.times.append((rank.number_of("own_s"), step_s))
             rank.since = self.clock
         rank.step = step
         if not rank.is_frozen:
@@ -280,8 +282,8 @@ def _number(value: Value, otherwise: float) -> float:
 
 
 def _listed(values: Iterable[object]) -> str:
-    found = list(dict.fromkeys(str(v) for v in values))
-    return ", ".join(found[:4]) + (f" and {len(found) - 4} more" if len(found) > 4 else "")
+    words = list(dict.fromkeys(str(v) for v in values))
+    return ", ".join(words[:4]) + (f" and {len(words) - 4} more" if len(words) > 4 else "")
 
 
 # ---- the detectors of every supervised run
@@ -361,9 +363,9 @@ class End(Rule):
                 )
             ]
         if job.gone:
-            mine = [r for name in job.gone for r in job.hosts[name].ranks]
+            lost = [r for name in job.gone for r in job.hosts[name].ranks]
             why = next(iter(job.gone.values()))
-            return [job.alert("agent", mine, f"the agent is gone{why and f' ({why})'}")]
+            return [job.alert("agent", lost, f"the agent is gone{why and f' ({why})'}")]
         causes = [r for r in bad if _blame(r) == least]
         first = causes[0]
         if least == LOST and (late := [r for r in job.behind() if not _blame(r)]):
@@ -548,18 +550,18 @@ class Straggler(Rule):
     def watch(self, records: Sequence[Record]) -> list[Alert]:
         """Returns an alert a rank."""
         ranks = list(self._job.ranks.values())
-        if len(ranks) < 2 or any(len(r.own) < WINDOW for r in ranks):
+        if len(ranks) < 2 or any(len(r.times) < WINDOW for r in ranks):
             return []
-        own = {r.number: statistics.median(o for o, _ in r.own) for r in ranks}
-        step_s = statistics.median(s for r in ranks for _, s in r.own)
-        usual = statistics.median_low(own.values())
-        found = []
+        work_s = {r.number: statistics.median(o for o, _ in r.times) for r in ranks}
+        step_s = statistics.median(s for r in ranks for _, s in r.times)
+        usual = statistics.median_low(work_s.values())
+        alerts = []
         for r in ranks:
-            more = (own[r.number] - usual) / step_s
+            more = (work_s[r.number] - usual) / step_s
             if self.is_new(r.number, more > STRAGGLER):
                 message = f"its own work takes {100 * more:.0f} % of a step longer than the others'"
-                found.append(self._job.alert("straggler", [r], message))
-        return found
+                alerts.append(self._job.alert("straggler", [r], message))
+        return alerts
 
 
 class Disk(Rule):
@@ -567,13 +569,13 @@ class Disk(Rule):
 
     def watch(self, records: Sequence[Record]) -> list[Alert]:
         """Returns an alert a host."""
-        found = []
+        alerts = []
         for name, host in self._job.hosts.items():
             free = host.number_of("disk_free_bytes", otherwise=float("inf"))
             if self.is_new(name, free < self._job.limits.disk_free):
                 message = f"{name}: {free / 2**30:.2f} GiB left on the disk"
-                found.append(Alert("disk", message, hosts=(name,)))
-        return found
+                alerts.append(Alert("disk", message, hosts=(name,)))
+        return alerts
 
 
 class Traffic(Rule):
@@ -616,20 +618,20 @@ def choose(names: str, known: Mapping[str, Maker] = DETECTORS) -> dict[str, Make
 
     known: those that there are, by name. Raises: UserError for an unknown name, and without 'end'.
     """
-    found: dict[str, Maker] = {}
+    chosen: dict[str, Maker] = {}
     for name in [n.strip() for n in names.split(",") if n.strip()]:
         if name != USUAL and name not in known:
             raise UserError(
                 f"detectors={names}: there is no detector {name!r}; there are "
                 f"{', '.join([USUAL, *known])}.{did_you_mean(name, [USUAL, *known])} (--detectors)"
             )
-        found |= {n: known[n] for n in (DEFAULT if name == USUAL else [name])}
-    if NEEDED not in found:
+        chosen |= {n: known[n] for n in (DEFAULT if name == USUAL else [name])}
+    if NEEDED not in chosen:
         raise UserError(
             f"detectors={names} must name {NEEDED!r} too, which sees that the job is done; "
-            f"nearest: {','.join([NEEDED, *found])} (--detectors)"
+            f"nearest: {','.join([NEEDED, *chosen])} (--detectors)"
         )
-    return {name: found[name] for name in [*known] if name in found}
+    return {name: chosen[name] for name in [*known] if name in chosen}
 
 
 # ---- the rank for which all others wait, named within seconds
@@ -661,8 +663,8 @@ class Hang(Rule):
         """Returns an alert about those that are newly named."""
         job = self._job
         live = [r for r in job.ranks.values() if r.code is None]
-        found = [self._silent(live), self._frozen(live), self._behind(live)]
-        return [alert for alert in found if alert is not None]
+        alerts = [self._silent(live), self._frozen(live), self._behind(live)]
+        return [alert for alert in alerts if alert is not None]
 
     def _silent(self, live: Sequence[Rank]) -> Alert | None:
         """Hosts whose agents do not report, while most others do."""

@@ -76,15 +76,15 @@ class Host:
                     yield "node_cpu_seconds_total", "counter", labels, now / TICKS_PER_S
 
     def _memory(self) -> Iterator[Row]:
-        found = table((self._system / "proc/meminfo").read_text())
+        memory = table((self._system / "proc/meminfo").read_text())
         for name in ("MemTotal", "MemAvailable"):
-            yield f"node_memory_{name}_bytes", "gauge", {}, 1024 * found[name]
+            yield f"node_memory_{name}_bytes", "gauge", {}, 1024 * memory[name]
 
     def _disks(self) -> Iterator[Row]:
         for line in (self._system / "proc/diskstats").read_text().splitlines():
             _, _, device, *counts = line.split()
-            whole = (self._system / "sys/block" / device).exists()  # else it is a part of one
-            if whole and not device.startswith(("loop", "ram", "zram")):
+            is_disk = (self._system / "sys/block" / device).exists()  # else it is a part of one
+            if is_disk and not device.startswith(("loop", "ram", "zram")):
                 label = {"device": device}
                 read, written, busy_ms = int(counts[2]), int(counts[6]), int(counts[9])
                 yield "node_disk_read_bytes_total", "counter", label, SECTOR * read
@@ -92,19 +92,19 @@ class Host:
                 yield "node_disk_io_time_seconds_total", "counter", label, busy_ms / 1000
 
     def _space(self) -> Iterator[Row]:
-        found = os.statvfs(self._folder)
+        space = os.statvfs(self._folder)
         label = {"mountpoint": str(self._folder), "fstype": ""}
-        yield "node_filesystem_size_bytes", "gauge", label, found.f_frsize * found.f_blocks
-        yield "node_filesystem_avail_bytes", "gauge", label, found.f_frsize * found.f_bavail
+        yield "node_filesystem_size_bytes", "gauge", label, space.f_frsize * space.f_blocks
+        yield "node_filesystem_avail_bytes", "gauge", label, space.f_frsize * space.f_bavail
 
     def _cards(self) -> Iterator[Row]:
         for card in sorted((self._system / "sys/class/net").glob("*")):
             counted: dict[str, int] = {}
             with contextlib.suppress(OSError):
                 counted = meter.counters(card.name)
-            for way, word in (("tx", "transmitted"), ("rx", "received")):
+            for prefix, word in (("tx", "transmitted"), ("rx", "received")):
                 for k in range(8):
-                    if (name := f"{way}_prio{k}_pause") in counted:
+                    if (name := f"{prefix}_prio{k}_pause") in counted:
                         label = {"device": card.name}
                         row = f"node_ethtool_{word}_prio{k}_pause"
                         yield row, "untyped", label, counted[name]
@@ -112,11 +112,14 @@ class Host:
     def _infiniband(self) -> Iterator[Row]:
         places = (self._system / "sys/class/infiniband").glob("*/ports/*/counters")
         for place in sorted(places):
-            for file, way in (("port_rcv_data", "received"), ("port_xmit_data", "transmitted")):
+            for file, direction in (
+                ("port_rcv_data", "received"),
+                ("port_xmit_data", "transmitted"),
+            ):
                 with contextlib.suppress(OSError, ValueError):
                     count = 4 * int((place / file).read_text())  # counted in words of four bytes
                     labels = {"device": place.parts[-4], "port": place.parts[-2]}
-                    name = f"node_infiniband_port_data_{way}_bytes_total"
+                    name = f"node_infiniband_port_data_{direction}_bytes_total"
                     yield name, "counter", labels, count
 
 
@@ -124,8 +127,8 @@ def network(file: Path) -> Iterator[Row]:
     """Yields the bytes of each network device of a namespace. file: its net/dev."""
     with contextlib.suppress(OSError, ValueError, LookupError):
         for line in file.read_text().splitlines()[2:]:
-            device, _, rest = line.partition(":")
-            fields, label = rest.split(), {"device": device.strip()}
+            device, _, counters = line.partition(":")
+            fields, label = counters.split(), {"device": device.strip()}
             yield "node_network_receive_bytes_total", "counter", label, int(fields[0])
             yield "node_network_transmit_bytes_total", "counter", label, int(fields[8])
 
@@ -156,21 +159,21 @@ class Group:
 
     def rows(self) -> Iterator[Row]:
         """Yields the counters of the group. Raises: Gone when none of its processes is left."""
-        found, resident = self._read()
-        if not found:
+        processes, resident = self._read()
+        if not processes:
             raise Gone(f"no process of the group of {self._pid} is left")
-        for key, counts in found.items():
+        for key, counts in processes.items():
             before = self._last.get(key, {})
             for name, count in counts.items():  # those of processes that ended stay counted
                 self._spent[name] += max(0.0, count - before.get(name, 0.0))
-        self._last = found
+        self._last = processes
         yield from self._processor.rows(self._spent["user"], self._spent["system"])
         yield "node_memory_MemTotal_bytes", "gauge", {}, self._memory_bytes
         yield "node_memory_MemAvailable_bytes", "gauge", {}, self._memory_bytes - resident
         for name in ("read", "written"):
             label = {"device": "group"}
             yield f"node_disk_{name}_bytes_total", "counter", label, self._spent[name]
-        yield from own_network(self._proc, next(iter(found))[0])
+        yield from own_network(self._proc, next(iter(processes))[0])
 
     def _stat(self, pid: int) -> list[str]:
         """Returns the fields of a process from its state on."""
@@ -183,11 +186,11 @@ class Group:
             if name.isdecimal():
                 with contextlib.suppress(OSError, LookupError):
                     all_[int(name)] = self._stat(int(name))
-        mine = {pid for pid, fields in all_.items() if fields[2] == self._leader}
-        while more := {pid for pid, f in all_.items() if int(f[1]) in mine} - mine:
-            mine |= more
-        found, resident = {}, 0.0
-        for pid in mine:
+        group = {pid for pid, fields in all_.items() if fields[2] == self._leader}
+        while more := {pid for pid, f in all_.items() if int(f[1]) in group} - group:
+            group |= more
+        processes, resident = {}, 0.0
+        for pid in group:
             fields = all_[pid]
             if fields[0] == "Z":
                 continue
@@ -200,8 +203,8 @@ class Group:
                 counts |= {"read": counted["read_bytes"], "written": counted["write_bytes"]}
             with contextlib.suppress(OSError, ValueError, LookupError):
                 resident += PAGE * int((self._proc / str(pid) / "statm").read_text().split()[1])
-            found[pid, fields[19]] = counts
-        return found, resident
+            processes[pid, fields[19]] = counts
+        return processes, resident
 
 
 class Cgroup:
@@ -329,11 +332,11 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         assert isinstance(server, Server)
         try:
             with server.lock:  # counters are not read by two at a time
-                found = text(server.rows())
+                page = text(server.rows())
         except Gone as error:
             self._say(503, f"{error}\n")
         else:
-            self._say(200, found)
+            self._say(200, page)
 
     def _say(self, status: int, words: str) -> None:
         body = words.encode()

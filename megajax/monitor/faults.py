@@ -66,10 +66,10 @@ class Fault:
 
 def parse(spec: str | None) -> tuple[Fault, ...]:
     """Returns the faults of a flag. Raises: UserError naming the word that is none."""
-    found = []
+    faults = []
     for word in spec.split(",") if spec else ():
         if word.strip().startswith("@"):
-            found.append(Fault("file", 0, path=word.strip()[1:]))
+            faults.append(Fault("file", 0, path=word.strip()[1:]))
             continue
         m = _SPEC.fullmatch(word.strip())
         if m is None:
@@ -83,8 +83,8 @@ def parse(spec: str | None) -> tuple[Fault, ...]:
             )
         amount = float(m[2]) if m[2] else LATE.get(m[1], 0.0)
         attempt = None if m[6] else int(m[5] or 0)
-        found.append(Fault(m[1], int(m[3]), int(m[4] or 0), attempt, amount))
-    return tuple(found)
+        faults.append(Fault(m[1], int(m[3]), int(m[4] or 0), attempt, amount))
+    return tuple(faults)
 
 
 class Injector:
@@ -101,13 +101,13 @@ class Injector:
         self._rank, self._attempt, self._emit = rank, attempt, emit
         self._files = {f.path: -1 for f in faults if f.path}  # bytes that were read of each
         self._taken: set[str] = set()
-        self._mine = self._of_ours(faults)
+        self._faults = self._of_this_rank(faults)
         self._began = time.monotonic()
         self._slept = 0.0
 
-    def _of_ours(self, faults: Sequence[Fault]) -> list[Fault]:
-        here = (None, self._attempt)
-        return [f for f in faults if f.rank == self._rank and f.attempt in here and not f.path]
+    def _of_this_rank(self, faults: Sequence[Fault]) -> list[Fault]:
+        attempts = (None, self._attempt)
+        return [f for f in faults if f.rank == self._rank and f.attempt in attempts and not f.path]
 
     def _look(self, step: int) -> None:
         """Takes what the files have got, to strike in this step."""
@@ -123,19 +123,19 @@ class Injector:
             for line in text.split("\n")[:-1]:  # half a line is none yet
                 if line not in self._taken:
                     self._taken.add(line)
-                    new = self._of_ours(parse(line))
-                    self._mine += [dataclasses.replace(f, step=step) for f in new]
+                    new = self._of_this_rank(parse(line))
+                    self._faults += [dataclasses.replace(f, step=step) for f in new]
 
     def strike(self, step: int, state: Any) -> Any:
         """Does what is due in this step. Returns the state, poisoned where that is the fault."""
         if self._files:
             self._look(step)
-        if not self._mine:
+        if not self._faults:
             return state
         now = time.monotonic()
         usual = now - self._began - self._slept
         self._began, self._slept = now, 0.0
-        for fault in self._mine:
+        for fault in self._faults:
             if fault.kind in LASTING and step == fault.step:
                 self._tell(fault.kind, step)
             if fault.kind == "slow" and step >= fault.step:
@@ -158,7 +158,7 @@ class Injector:
 
     def delay(self, section: str, step: int) -> None:
         """Sleeps where this section of this step is to take longer."""
-        for fault in self._mine:
+        for fault in self._faults:
             if (fault.kind, fault.step) == (section, step):
                 print(f"injected fault: {section} in step {step}", flush=True)
                 self._tell(section, step)

@@ -142,7 +142,7 @@ class Heartbeat:
 
 def _copies(memory: mmap.mmap) -> list[Progress | None]:
     """Returns the two copies, None for one that is torn; copy 0 was never written."""
-    found: list[Progress | None] = []
+    copies: list[Progress | None] = []
     for at in (0, _SLOT):
         # Against the order of writing: the last number says that all before it was there, the first
         # that nothing of the next copy was.
@@ -152,10 +152,10 @@ def _copies(memory: mmap.mmap) -> list[Progress | None]:
         beat, now, step, loss, own_s, step_s, pid, code, bad, _ = _RECORD.unpack(record)
         if first == last == record[:_NUMBER] and code < len(SECTIONS):
             section = SECTIONS[code]
-            found.append(Progress(beat, now, step, loss, own_s, step_s, pid, section, bool(bad)))
+            copies.append(Progress(beat, now, step, loss, own_s, step_s, pid, section, bool(bad)))
         else:
-            found.append(None)
-    return found
+            copies.append(None)
+    return copies
 
 
 def read(path: Path) -> Progress | None:
@@ -187,9 +187,9 @@ def read_spans(path: Path) -> list[Span]:
         return []
     # The first entry has no span before it; a live writer may be at work on the oldest of the ring.
     count = newest.beat - 1
-    kept = range(max(count - SPANS + 8, 0), count)
+    readable = range(max(count - SPANS + 8, 0), count)
     spans = []
-    for i in kept:
+    for i in readable:
         begin, end, step, code = _SPAN.unpack_from(raw, _RING + i % SPANS * _SPAN.size)
         if 0 <= code < len(SECTIONS):
             spans.append(Span(SECTIONS[code], step, begin, end))
@@ -234,7 +234,7 @@ def now() -> float:
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
-def beside(progress: Path) -> Path:
+def lease_file(progress: Path) -> Path:
     """Returns where the lease is of a process that leaves its progress there."""
     return progress.with_name("lease")
 
@@ -323,7 +323,7 @@ class Watch:
 def of_process(progress: Path) -> Watch | None:
     """Returns what watches the lease beside this file; None when nobody gives one."""
     try:
-        return Watch(beside(progress))
+        return Watch(lease_file(progress))
     except FileNotFoundError:
         return None
 
@@ -373,7 +373,7 @@ def claim_folder(parent: Path) -> tuple[Path, int]:
 
 def sweep_folders(parent: Path) -> list[Path]:
     """Removes this user's folders whose agents are gone. Returns them."""
-    found = []
+    removed = []
     for folder in parent.glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):
             lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -385,7 +385,7 @@ def sweep_folders(parent: Path) -> list[Path]:
                 os.stat(FOLDER_MARK, dir_fd=lock, follow_symlinks=False)
                 if files.lock(lock):
                     shutil.rmtree(folder, ignore_errors=True)
-                    found.append(folder)
+                    removed.append(folder)
             finally:
                 os.close(lock)
-    return found
+    return removed

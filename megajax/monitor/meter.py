@@ -171,16 +171,16 @@ class HostMeter:
 
     def host(self, folder: Path) -> Values:
         """Returns the values of the host. folder: whose disk counts."""
-        found = {"disk_free_bytes": disk_free(folder), "network_bytes": traffic(self._system)}
+        values = {"disk_free_bytes": disk_free(folder), "network_bytes": traffic(self._system)}
         with contextlib.suppress(OSError, ValueError, IndexError):
             busy, idle = _cpu_ticks((self._system / "proc/stat").read_text())
-            self._share(found, "cpu_share", busy, busy + idle)
+            self._share(values, "cpu_share", busy, busy + idle)
         with contextlib.suppress(OSError, ValueError, KeyError):
             memory = table((self._system / "proc/meminfo").read_text())
-            found["memory_share"] = 1 - memory["MemAvailable"] / memory["MemTotal"]
+            values["memory_share"] = 1 - memory["MemAvailable"] / memory["MemTotal"]
         if pauses := self._pauses():
-            self._rate(found, "pfc_packets_per_s", sum(pauses))
-        return found
+            self._rate(values, "pfc_packets_per_s", sum(pauses))
+        return values
 
     def records(self, name: str, folder: Path) -> list[Record]:
         """Returns the values of the host and of its GPUs. name: of the host."""
@@ -193,17 +193,17 @@ class HostMeter:
 
     def process(self, pid: int) -> Values:
         """Returns {"cpu_cores", "resident_bytes"} of a process; nothing of one that is gone."""
-        found: Values = {}
+        values: Values = {}
         with contextlib.suppress(OSError, ValueError, IndexError):
             folder = self._system / "proc" / str(pid)
             fields = (folder / "stat").read_text().rsplit(")", 1)[1].split()
             spent = (int(fields[11]) + int(fields[12])) / TICKS_PER_S  # user and system time
-            self._rate(found, "cpu_cores", spent, pid)
+            self._rate(values, "cpu_cores", spent, pid)
             waited = sum(_waited(task) for task in (folder / "task").iterdir())
-            self._rate(found, "cpu_wait_cores", waited, ("waited", pid))
+            self._rate(values, "cpu_wait_cores", waited, ("waited", pid))
             if pages := int((folder / "statm").read_text().split()[1]):  # else it is ending
-                found["resident_bytes"] = pages * PAGE
-        return found
+                values["resident_bytes"] = pages * PAGE
+        return values
 
     def devices(self) -> dict[int, Values]:
         """Returns the values of each GPU by its number, none where there is no NVML."""
@@ -211,27 +211,27 @@ class HostMeter:
 
     def _pauses(self) -> list[int]:
         """Returns the PFC packets of each priority and direction, of all network cards."""
-        found = []
+        packets = []
         for card in (self._system / "sys/class/net").glob("*"):
             with contextlib.suppress(OSError):
                 counted = self._count(card.name)
-                found += [n for name, n in counted.items() if PAUSE.fullmatch(name)]
-        return found
+                packets += [n for name, n in counted.items() if PAUSE.fullmatch(name)]
+        return packets
 
-    def _rate(self, found: Values, name: str, count: float, of: Any = None) -> None:
+    def _rate(self, values: Values, name: str, count: float, of: Any = None) -> None:
         """Adds how fast a counter grows; a counter that began again has no rate."""
         now = time.monotonic()
         before = self._last.get((name, of))
         self._last[name, of] = now, count
         if before is not None and now > before[0] and count >= before[1]:
-            found[name] = (count - before[1]) / (now - before[0])
+            values[name] = (count - before[1]) / (now - before[0])
 
-    def _share(self, found: Values, name: str, part: float, whole: float) -> None:
+    def _share(self, values: Values, name: str, part: float, total: float) -> None:
         """Adds the part of a counter that grows with another one."""
         before = self._last.get(name)
-        self._last[name] = part, whole
-        if before is not None and whole > before[1]:
-            found[name] = (part - before[0]) / (whole - before[1])
+        self._last[name] = part, total
+        if before is not None and total > before[1]:
+            values[name] = (part - before[0]) / (total - before[1])
 
 
 def _cpu_ticks(stat: str) -> tuple[float, float]:
@@ -251,7 +251,7 @@ def _waited(task: Path) -> float:
 def table(text: str) -> Values:
     """Returns {name: number} of lines 'name: number unit'."""
     rows = (line.split(":", 1) for line in text.splitlines() if ":" in line)
-    return {name: float(rest.split()[0]) for name, rest in rows}
+    return {name: float(amount.split()[0]) for name, amount in rows}
 
 
 def disk_free(folder: Path) -> float:
@@ -313,18 +313,18 @@ class Gpus:
         return [self._read(handle) for handle in self._handles]
 
     def _read(self, handle: ctypes.c_void_p) -> Values:
-        found: Values = {}
+        values: Values = {}
         rates, memory, number = _Rates(), _Memory(), ctypes.c_uint(0)
         if self._ask("nvmlDeviceGetUtilizationRates", handle, ctypes.byref(rates)):
-            found |= {"gpu_duty": rates.gpu / 100, "gpu_memory_duty": rates.memory / 100}
+            values |= {"gpu_duty": rates.gpu / 100, "gpu_memory_duty": rates.memory / 100}
         if self._ask("nvmlDeviceGetMemoryInfo", handle, ctypes.byref(memory)):
-            found["gpu_memory_bytes"] = memory.used
+            values["gpu_memory_bytes"] = memory.used
         if self._ask("nvmlDeviceGetPowerUsage", handle, ctypes.byref(number)):
-            found["gpu_power_w"] = number.value / 1000
+            values["gpu_power_w"] = number.value / 1000
         kind = ctypes.c_uint(_TEMPERATURE_OF_GPU)
         if self._ask("nvmlDeviceGetTemperature", handle, kind, ctypes.byref(number)):
-            found["gpu_celsius"] = number.value
+            values["gpu_celsius"] = number.value
         kind = ctypes.c_uint(_CLOCK_OF_SM)
         if self._ask("nvmlDeviceGetClockInfo", handle, kind, ctypes.byref(number)):
-            found["gpu_clock_mhz"] = number.value
-        return found
+            values["gpu_clock_mhz"] = number.value
+        return values

@@ -108,8 +108,8 @@ def newest(records: Sequence[Record]) -> list[Record]:
 
 def without_host(record: Record) -> list:
     """Returns the row of a host's message: who receives it knows the host."""
-    at, _, *rest = record
-    return [at, *rest]
+    at, _, *fields = record
+    return [at, *fields]
 
 
 def parse(host: str, rows: Sequence[Sequence]) -> list[Record]:
@@ -117,7 +117,7 @@ def parse(host: str, rows: Sequence[Sequence]) -> list[Record]:
 
     Raises: ValueError for a row that is not of this form.
     """
-    found = []
+    records = []
     for row in rows:
         match row:
             case [
@@ -128,10 +128,10 @@ def parse(host: str, rows: Sequence[Sequence]) -> list[Record]:
                 str() as name,
                 (int() | float() | str() | None) as value,
             ]:
-                found.append(Record(at, host, rank, device, step, name, value))
+                records.append(Record(at, host, rank, device, step, name, value))
             case _:
                 raise ValueError(f"{row!r:.100} is no record")
-    return found
+    return records
 
 
 # ---- lines and files that a full, read-only or vanished disk may lose
@@ -408,11 +408,11 @@ class Prometheus:
 
     def lines(self) -> list[str]:
         """Returns the lines of the file."""
-        found = []
+        lines = []
         for metric, values in self._values.items():
-            found.append(f"# TYPE {metric} gauge")
-            found += [f"{metric}{labels} {value:.10g}" for labels, value in values.items()]
-        return found
+            lines.append(f"# TYPE {metric} gauge")
+            lines += [f"{metric}{labels} {value:.10g}" for labels, value in values.items()]
+        return lines
 
     def close(self) -> None:
         """Holds no file."""
@@ -531,8 +531,8 @@ class Reader:
     def take(self) -> list[Record]:
         """Returns the records since the last call, oldest first."""
         memory = self._memory = self._memory or self._map()
-        found: list[Record] = []
-        while memory is not None and len(found) < SLOTS:
+        records: list[Record] = []
+        while memory is not None and len(records) < SLOTS:
             number, record = self._slot(memory, self._number % SLOTS)
             if number > self._number + 1:  # the writer has gone around since
                 behind = number - SLOTS // 2 - self._number
@@ -542,8 +542,8 @@ class Reader:
             if record is None or number <= self._number:
                 break
             self._number = number
-            found.append(record)
-        return found
+            records.append(record)
+        return records
 
     def _map(self) -> mmap.mmap | None:
         try:
@@ -570,7 +570,7 @@ class Reader:
         return number, Record(at, *place_of, None if step < 0 else step, name, value)
 
 
-def beside(progress: Path) -> Path:
+def records_file(progress: Path) -> Path:
     """Returns where a process with this progress file writes its records."""
     return progress.with_suffix(".records")
 
@@ -578,6 +578,6 @@ def beside(progress: Path) -> Path:
 def of_process(progress: Path | None) -> list[Stream]:
     """Returns the sink of this process: none without an agent, or when shared memory is full."""
     try:
-        return [] if progress is None else [Stream(beside(progress))]
+        return [] if progress is None else [Stream(records_file(progress))]
     except OSError:
         return []

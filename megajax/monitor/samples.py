@@ -129,11 +129,11 @@ def concat(parts: Sequence[Samples]) -> Samples:
 
     def moved(place: str, old: str, new: tuple[str, ...]) -> np.ndarray:
         at = {name: k for k, name in enumerate(new)}
-        found = [np.empty(0, np.int32)]
+        columns = [np.empty(0, np.int32)]
         for p in parts:
             table = np.array([at[name] for name in getattr(p, old)], np.int32)
-            found.append(table[getattr(p, place)])
-        return np.concatenate(found)
+            columns.append(table[getattr(p, place)])
+        return np.concatenate(columns)
 
     starts, ends = [p.start for p in parts], [p.end for p in parts]
     return Samples(
@@ -224,9 +224,9 @@ def to_grid(samples: Samples, step_s: int = 1, period_s: Mapping[str, float] | N
         has = count > 0
         mean = np.full(size, np.nan)
         mean[has] = total[has] / count[has]
-        given = None if period_s is None else period_s.get(name)
+        known_s = None if period_s is None else period_s.get(name)
         mean_NT = mean.reshape(len(machines), cells)
-        period = period_of(np.isfinite(mean_NT)) if given is None else round(given / step_s)
+        period = period_of(np.isfinite(mean_NT)) if known_s is None else round(known_s / step_s)
         values_CNT[c] = hold(mean_NT, period)
     notes = samples.notes + _outside(samples, ~inside_N)
     return Grid(first * step_s, int(step_s), values_CNT, machines, metrics, notes)

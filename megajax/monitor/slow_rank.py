@@ -118,17 +118,17 @@ class OwnWork:
         seen_MR[np.array(MEASURES) != "demand"] = 0.0
         lasts_MR &= (mean_MR > SIGMAS * noise_MR) & (mean_MR > BEYOND * seen_MR)
         lasts_MR &= (mean_MR >= GROWN * usual) & _alone(np.nanmean(grown_TMR[-W:], axis=0))
-        found = []
+        slow = []
         for r in np.flatnonzero(lasts_MR.any(0)):
             if int(r) in self._named:
                 continue
             for m in sorted(np.flatnonzero(lasts_MR[:, r]), key=lambda m: -mean_MR[m, r]):
                 one = self._slow(int(r), int(m), excess_TMR[:, m, r], step_T)
                 if one is not None:
-                    found.append(one)
+                    slow.append(one)
                     self._named.add(int(r))
                     break
-        return found
+        return slow
 
     def _slow(self, r: int, m: int, excess_T: np.ndarray, step_T: np.ndarray) -> Slow | None:
         """Returns the finding about a rank whose own work has grown, None where no step did."""
@@ -209,7 +209,7 @@ class SlowRank(Rule):
         super().__init__(job)
         self.work = work or OwnWork(len(job.ranks))
         self.steps_s: list[float] = []  # of each tick of this attempt
-        self.found: dict[int, Slow] = {}  # by rank, those that were named in this attempt
+        self.named: dict[int, Slow] = {}  # by rank, those that were named in this attempt
         self._tick_s = continuity_s / TICKS
         self._emit = emit
         self._numbers = sorted(job.ranks)
@@ -269,13 +269,13 @@ class SlowRank(Rule):
         usual = statistics.median(pulses.values()) if pulses else 1.0
         work_MR = np.full((3, len(self._numbers)), np.nan)
         for k, number in enumerate(self._numbers):
-            if own := v["own"].get(number):
-                work_MR[0, k] = statistics.median(own)
+            if work := v["own"].get(number):
+                work_MR[0, k] = statistics.median(work)
             if demand := v["demand"].get(number):
                 work_MR[1, k] = statistics.fmean(demand) * step_s
             if number in pulses and usual > 0:
                 work_MR[2, k] = pulses[number] / usual * step_s
-        found = self.work.tick(self._wall, step_s, work_MR)
+        slow = self.work.tick(self._wall, step_s, work_MR)
         if self._emit is not None:
             now, step = time.time(), self._job.step
             self._emit(
@@ -285,25 +285,25 @@ class SlowRank(Rule):
                 ]
             )
         by_host: dict[str, list[Slow]] = defaultdict(list)
-        for one in found:
+        for one in slow:
             number = self._numbers[one.rank]
-            self.found[number] = one
+            self.named[number] = one
             by_host[self._job.ranks[number].host].append(one)
-        return [self._alert(host, own) for host, own in by_host.items()]
+        return [self._alert(host, ranks) for host, ranks in by_host.items()]
 
-    def _alert(self, host: str, own: Sequence[Slow]) -> Alert:
-        most = max(own, key=lambda s: s.more_s)
+    def _alert(self, host: str, slow: Sequence[Slow]) -> Alert:
+        most = max(slow, key=lambda s: s.more_s)
         since = time.strftime("%H:%M:%S", time.gmtime(most.since))
         words = WORDS[most.measure].format(1000 * most.more_s)
         message = (
             f"{words}; steps take {most.step_s:.3g} s, before {since} UTC {most.usual_s:.3g} s"
         )
-        if beside := self.beside(host):
-            message += "; " + ", ".join(beside)
-        ranks = [self._job.ranks[self._numbers[s.rank]] for s in own]
+        if differences := self.differences(host):
+            message += "; " + ", ".join(differences)
+        ranks = [self._job.ranks[self._numbers[s.rank]] for s in slow]
         return self._job.alert("slow", ranks, message)
 
-    def beside(self, host: str) -> list[str]:
+    def differences(self, host: str) -> list[str]:
         """Returns in which metrics a host differs from the others in this tick, in words."""
         apart: list[tuple[float, str]] = []
         for name, by_host in self._hosts.items():

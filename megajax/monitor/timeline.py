@@ -38,12 +38,12 @@ def spans_of(told: Mapping[str, Sequence[Any]]) -> dict[int, list[Span]]:
     What is no section is left out: a process that is sick may have written anything into its memory
     of them. So is a rank that has none.
     """
-    found = {}
+    sections = {}
     for rank, rows in told.items():
         if re.fullmatch("[0-9]{1,9}", str(rank)) and isinstance(rows, list | tuple):
-            if own := [Span(*row) for row in rows if _is_span(row)]:
-                found[int(rank)] = own
-    return found
+            if spans := [Span(*row) for row in rows if _is_span(row)]:
+                sections[int(rank)] = spans
+    return sections
 
 
 def _is_span(row: Any) -> bool:
@@ -67,12 +67,12 @@ def perfetto(
     moved = {
         rank: [_moved(s, offsets.get(hosts[rank], 0.0)) for s in spans[rank]] for rank in spans
     }
-    zero = min((s.begin for own in moved.values() for s in own), default=0.0)
+    zero = min((s.begin for spans in moved.values() for s in spans), default=0.0)
     events: list[dict[str, Any]] = [
         {"ph": "M", "pid": i, "name": "process_name", "args": {"name": host}}
         for host, i in numbers.items()
     ]
-    for rank, own in moved.items():
+    for rank, sections in moved.items():
         name = {"ph": "M", **places[rank], "name": "thread_name", "args": {"name": f"rank {rank}"}}
         events.append(name)
         events += [
@@ -85,7 +85,7 @@ def perfetto(
                 "dur": (s.end - s.begin) * 1e6,
                 "args": {"step": s.step},
             }
-            for s in own
+            for s in sections
         ]
     for step, launches in sorted(_launches(moved).items()):
         last = max(launches, key=lambda r: launches[r].begin)
@@ -105,31 +105,31 @@ def _moved(span: Span, offset: float) -> Span:
 
 def _launches(spans: Spans) -> dict[int, dict[int, Span]]:
     """Returns {step: {rank: its launch}} of steps that more than one rank has launched."""
-    found: dict[int, dict[int, Span]] = {}
-    for rank, own in spans.items():
-        for s in own:
+    launches: dict[int, dict[int, Span]] = {}
+    for rank, sections in spans.items():
+        for s in sections:
             if s.section == "launch":
-                found.setdefault(s.step, {})[rank] = s
-    return {step: ranks for step, ranks in found.items() if len(ranks) > 1}
+                launches.setdefault(s.step, {})[rank] = s
+    return {step: ranks for step, ranks in launches.items() if len(ranks) > 1}
 
 
 def own_share(spans: Spans) -> dict[int, float]:
     """Returns each rank's own work, in usual steps, more than the usual rank's: 0.12 is +12 %."""
-    own: dict[int, float] = {}
+    work_s: dict[int, float] = {}
     steps: list[float] = []
     for rank, sections in spans.items():
         sums: dict[int, float] = {}
         for s in sections:
             if s.section in OWN:
                 sums[s.step] = sums.get(s.step, 0.0) + s.end - s.begin
-        own[rank] = statistics.median(sums.values()) if sums else 0.0
+        work_s[rank] = statistics.median(sums.values()) if sums else 0.0
         begins = [s.begin for s in sections if s.section == "data"]
         steps += [b - a for a, b in zip(begins, begins[1:], strict=False)]
-    usual = statistics.median_low(own.values()) if own else 0.0
+    usual = statistics.median_low(work_s.values()) if work_s else 0.0
     step_s = statistics.median(steps) if steps else math.inf
     if step_s <= 0:  # moments that no clock has
         step_s = math.inf
-    return {rank: (o - usual) / step_s for rank, o in own.items()}
+    return {rank: (o - usual) / step_s for rank, o in work_s.items()}
 
 
 # ---- over the grid
@@ -160,9 +160,9 @@ def _rows(grid: Mapping[str, int], ranks: int) -> Iterator[tuple[str, list[int]]
     *outer, last = grid
     wide, each = grid[last], math.prod(grid.values()) // ranks
     for row in range(math.prod(grid.values()) // wide):
-        rest, words = row, []
+        number, words = row, []
         for axis in reversed(outer):
-            rest, at = divmod(rest, grid[axis])
+            number, at = divmod(number, grid[axis])
             words.append(f"{axis} {at}")
         yield " ".join(reversed(words)), [(row * wide + i) // each for i in range(wide)]
 

@@ -17,7 +17,7 @@ def still(monkeypatch):
 
 
 def test_a_lease_grows_old_and_is_never_renewed_by_an_old_answer(tmp_path, still, monkeypatch):
-    path = heartbeat.beside(tmp_path / "attempt0-rank3")
+    path = heartbeat.lease_file(tmp_path / "attempt0-rank3")
     assert heartbeat.of_process(tmp_path / "attempt0-rank3") is None  # nobody gives one
     writer = heartbeat.Lease(path)
     moment = heartbeat.now()

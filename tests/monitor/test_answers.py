@@ -14,8 +14,8 @@ def answer(*values, **more):
     return {"status": "success", "data": {"resultType": "matrix", "result": result}}
 
 
-def is_fast(found):
-    return isinstance(found["data"]["result"][0]["values"], np.ndarray)
+def is_fast(said):
+    return isinstance(said["data"]["result"][0]["values"], np.ndarray)
 
 
 @pytest.mark.parametrize("separators", [(",", ":"), (", ", ": ")])
@@ -30,14 +30,14 @@ def test_points_are_numbers_and_all_else_is_as_in_json(seed, separators):
         for size in (1, 50, 999)
     ]
     said = answer(*points, pod='a"values":[[1,"2"]]b')
-    found = http_query.load(json.dumps(said, separators=separators).encode())
-    assert is_fast(found) == (separators == (",", ":"))  # as Prometheus writes them
-    for series, wanted in zip(found["data"]["result"], points, strict=True):
-        numbers = [[t, float(v)] for t, v in wanted]
+    loaded = http_query.load(json.dumps(said, separators=separators).encode())
+    assert is_fast(loaded) == (separators == (",", ":"))  # as Prometheus writes them
+    for series, expected in zip(loaded["data"]["result"], points, strict=True):
+        numbers = [[t, float(v)] for t, v in expected]
         np.testing.assert_array_equal(np.array(series.pop("values"), np.float64), numbers)
     for series in said["data"]["result"]:
         del series["values"]
-    assert found == said
+    assert loaded == said
 
 
 @pytest.mark.parametrize(

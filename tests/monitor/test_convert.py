@@ -47,8 +47,8 @@ def test_eight_gpus_are_their_mean_and_extremes_and_are_counted(seed):
         (T0 + t + 0.3, m, f'{name}{{gpu="{g}",UUID="x{g}"}}', v) for (m, t, g), v in value.items()
     ]
     rng.shuffle(rows)
-    found = canonical(Samples.of((float(t), str(m), str(c), float(v)) for t, m, c, v in rows))
-    assert found.metrics == (
+    samples = canonical(Samples.of((float(t), str(m), str(c), float(v)) for t, m, c, v in rows))
+    assert samples.metrics == (
         "gpu_count",
         "gpu_duty_cycle",
         "gpu_duty_cycle_max",
@@ -56,14 +56,14 @@ def test_eight_gpus_are_their_mean_and_extremes_and_are_counted(seed):
     )
     for m in "ab":
         for suffix, of in (("", statistics.fmean), ("_min", min), ("_max", max)):
-            wanted = {
+            expected = {
                 T0 + t: of([v for (n, u, _), v in value.items() if (n, u) == (m, t)]) / 100
                 for t in range(20)
             }
-            assert series(found, "gpu_duty_cycle" + suffix, m) == pytest.approx(wanted)
-    counted = series(found, "gpu_count", "b")
+            assert series(samples, "gpu_duty_cycle" + suffix, m) == pytest.approx(expected)
+    counted = series(samples, "gpu_count", "b")
     assert list(counted.values()) == [8.0] * 10 + [7.0] * 10
-    assert set(series(found, "gpu_count").values()) == {8.0}
+    assert set(series(samples, "gpu_count").values()) == {8.0}
 
 
 @pytest.mark.parametrize("period", [1, 15])
@@ -76,12 +76,12 @@ def test_counters_are_rates_without_resets_and_gaps(period, seed):
         if not 25 < k < 30:  # nobody was heard for four periods
             readings.append((T0 + k * period + rng.uniform(0, 0.4), count))
     rows = [(t, "a", name, v) for t, v in readings] + [(T0, "b", name, 1.0)]
-    found = canonical(Samples.of(rows))
-    wanted = rates(readings)
-    assert series(found, "disk_busy") == pytest.approx(wanted)
+    samples = canonical(Samples.of(rows))
+    expected = rates(readings)
+    assert series(samples, "disk_busy") == pytest.approx(expected)
     seconds = [math.floor(readings[k][0]) for k in (17, 26)]
-    assert len(wanted) == len(readings) - 3 and not set(seconds) & set(wanted)
-    assert "began again 1 times (a)" in found.notes[0] and found.machines == ("a", "b")
+    assert len(expected) == len(readings) - 3 and not set(seconds) & set(expected)
+    assert "began again 1 times (a)" in samples.notes[0] and samples.machines == ("a", "b")
 
 
 def test_busy_shares_of_processors_memory_and_the_fullest_disk():
@@ -97,11 +97,11 @@ def test_busy_shares_of_processors_memory_and_the_fullest_disk():
             label = f'fstype="{kind}",mountpoint="{mount}"'
             rows.append((T0 + t, f"node_filesystem_avail_bytes{{{label}}}", free))
             rows.append((T0 + t, f"node_filesystem_size_bytes{{{label}}}", 100))
-    found = canonical(Samples.of((float(t), "a", m, float(v)) for t, m, v in rows))
-    assert found.metrics == ("cpu_usage", "disk_usage", "memory_usage")
-    assert list(series(found, "cpu_usage").values()) == pytest.approx([1 - 1.1 / 2] * 4)
-    assert list(series(found, "memory_usage").values()) == pytest.approx([0.75] * 5)
-    assert list(series(found, "disk_usage").values()) == pytest.approx([0.7] * 5)
+    samples = canonical(Samples.of((float(t), "a", m, float(v)) for t, m, v in rows))
+    assert samples.metrics == ("cpu_usage", "disk_usage", "memory_usage")
+    assert list(series(samples, "cpu_usage").values()) == pytest.approx([1 - 1.1 / 2] * 4)
+    assert list(series(samples, "memory_usage").values()) == pytest.approx([0.75] * 5)
+    assert list(series(samples, "disk_usage").values()) == pytest.approx([0.7] * 5)
 
 
 def test_network_counters_are_summed_over_cards_but_not_over_what_passes_on():
@@ -118,7 +118,7 @@ def test_network_counters_are_summed_over_cards_but_not_over_what_passes_on():
         'DCGM_FI_PROF_NVLINK_TX_BYTES{gpu="0"}': 0.0,
     }
     rows = [(T0 + float(t), "a", m, 1e12 + t * s) for t in range(6) for m, s in speed.items()]
-    found = canonical(Samples.of(rows))
+    samples = canonical(Samples.of(rows))
     expected = {
         "tcp_throughput": 8.0,
         "tcp_rdma_throughput": 308.0,
@@ -126,9 +126,9 @@ def test_network_counters_are_summed_over_cards_but_not_over_what_passes_on():
         "pfc_rx_packet_rate": 9.0,
         "nvlink_bandwidth": 1e12,
     }
-    assert set(found.metrics) == set(expected)
+    assert set(samples.metrics) == set(expected)
     for metric, rate in expected.items():
-        assert set(series(found, metric).values()) == {rate}, metric
+        assert set(series(samples, metric).values()) == {rate}, metric
 
 
 def test_of_two_directions_both_are_needed_and_of_two_names_the_first_counts():
@@ -141,9 +141,9 @@ def test_of_two_directions_both_are_needed_and_of_two_names_the_first_counts():
         for k, n in enumerate((tx, rx, old))
         if not (m == "b" and n != old) and not (n == rx and t == 2)
     ]
-    found = canonical(Samples.of((float(t), m, c, v) for t, m, c, v in rows))
-    assert series(found, "nvlink_bandwidth") == {T0: 10.0, T0 + 1: 12.0, T0 + 3: 16.0}
-    assert series(found, "nvlink_bandwidth", "b") == {T0 + t: (20.0 + t) * 1e6 for t in range(4)}
+    samples = canonical(Samples.of((float(t), m, c, v) for t, m, c, v in rows))
+    assert series(samples, "nvlink_bandwidth") == {T0: 10.0, T0 + 1: 12.0, T0 + 3: 16.0}
+    assert series(samples, "nvlink_bandwidth", "b") == {T0 + t: (20.0 + t) * 1e6 for t in range(4)}
 
 
 def test_rows_without_labels_are_devices_where_most_times_have_several():
@@ -152,20 +152,20 @@ def test_rows_without_labels_are_devices_where_most_times_have_several():
         for t in range(3)
         for g in range(8)
     ]
-    found = canonical(Samples.of(rows))
-    assert series(found, "gpu_power_draw_max") == {T0 + t: 107.0 for t in range(3)}
-    assert series(found, "gpu_count") == {T0 + t: 8.0 for t in range(3)}
+    samples = canonical(Samples.of(rows))
+    assert series(samples, "gpu_power_draw_max") == {T0 + t: 107.0 for t in range(3)}
+    assert series(samples, "gpu_count") == {T0 + t: 8.0 for t in range(3)}
     once = [(T0 + float(t), "a", "heat", 1.0) for t in range(9)] + [(T0 + 8.0, "a", "heat", 3.0)]
-    found = canonical(Samples.of(once))
-    assert found.metrics == ("heat",) and to_grid(found).values_CNT[0, 0, 8] == 2.0
+    samples = canonical(Samples.of(once))
+    assert samples.metrics == ("heat",) and to_grid(samples).values_CNT[0, 0, 8] == 2.0
 
 
 def test_names_of_no_table_stay_as_they_are():
     samples = Samples.of([(T0, "a", "gpu_duty_cycle", 0.5), (T0, "a", "my metric", math.nan)])
     assert canonical(samples) is samples
     labelled = Samples.of([(T0, "a", f'mine{{rank="{k}"}}', float(k)) for k in range(3)])
-    found = canonical(labelled)
-    assert {m: series(found, m)[T0] for m in found.metrics} == {
+    means = canonical(labelled)
+    assert {m: series(means, m)[T0] for m in means.metrics} == {
         "mine": 1.0,
         "mine_min": 0.0,
         "mine_max": 2.0,
@@ -178,15 +178,17 @@ def test_values_that_are_none_are_in_no_mean():
         (T0, "a", f'DCGM_FI_DEV_GPU_TEMP{{gpu="{g}"}}', v)
         for g, v in enumerate((40.0, math.nan, 50.0, math.inf))
     ]
-    found = canonical(Samples.of(rows))
-    assert series(found, "gpu_temperature") == {T0: 45.0} and series(found, "gpu_count") == {T0: 2}
+    samples = canonical(Samples.of(rows))
+    assert series(samples, "gpu_temperature") == {T0: 45.0} and series(samples, "gpu_count") == {
+        T0: 2
+    }
 
 
 def test_the_table_has_the_papers_metrics_and_no_name_twice():
     assert len(convert.COLLECTED) == 21 and convert.MINDER[0] == "pfc_tx_packet_rate"
     assert convert.COLLECTED[-1] == "cnp_packet_rate"
-    for ways in convert.METRICS.values():
-        listed = [n for way in ways for n in way.names]
+    for recipes in convert.METRICS.values():
+        listed = [n for recipe in recipes for n in recipe.names]
         assert len(listed) == len(set(listed))
     assert convert.parse('a{b="c\\"d",e="f"}') == ("a", {"b": 'c\\"d', "e": "f"})
     assert convert.parse("a {odd") == ("a {odd", {})
@@ -203,7 +205,7 @@ def test_records_of_a_run_are_samples_of_its_hosts():
         Record(T0 + k, "h", None, g, None, "gpu_duty", g / 10) for k in range(3) for g in range(2)
     ]
     records += [Record(T0 + k, "h", r, None, 5, "loss", 2.0 + r) for k in range(3) for r in (0, 1)]
-    found = sources.from_records(records, {"h": 100.0})
+    samples = sources.from_records(records, {"h": 100.0})
     start = T0 - 100
     expected = {
         "cpu_usage": 0.25,
@@ -217,7 +219,7 @@ def test_records_of_a_run_are_samples_of_its_hosts():
         "gpu_duty_cycle_max": 0.1,
         "gpu_count": 2.0,
     }
-    assert set(found.metrics) == set(expected)
+    assert set(samples.metrics) == set(expected)
     for metric, value in expected.items():
         seconds = range(metric == "tcp_rdma_throughput", 3)
-        assert series(found, metric, "h") == pytest.approx({start + k: value for k in seconds})
+        assert series(samples, metric, "h") == pytest.approx({start + k: value for k in seconds})

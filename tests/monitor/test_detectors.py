@@ -64,8 +64,8 @@ def test_each_record_is_heard_once_with_its_place_and_then_time_goes_on():
     dog = Watchdog(HOSTS, Limits(), 0.0, 1.0, {"end": DETECTORS["end"], "noisy": Noisy})
     dog.hear(1.0, "a", rows("a", ("loss", 2.0)))
     dog.hear(1.0, "b", rows("b", ("gpu_duty", 0.5)))
-    found = dog.judge(1.0)
-    assert [(a.kind, a.message, a.ranks, a.hosts) for a in found] == [
+    actions = dog.judge(1.0)
+    assert [(a.kind, a.message, a.ranks, a.hosts) for a in actions] == [
         ("warn", "loss 2.0", (0,), ("a",)),
         ("warn", "gpu_duty 0.5", (1,), ("b",)),
     ]
@@ -82,19 +82,19 @@ def test_a_detector_that_fails_is_switched_off_and_said_once():
 
 
 def test_one_alert_ends_the_attempt_and_all_others_are_told():
-    found = [Alert("disk", "d"), Alert("nan", "n"), Alert("stall", "s"), Alert("new", "x")]
-    assert [(a.kind, a.rule) for a in respond(found)] == [
+    several = [Alert("disk", "d"), Alert("nan", "n"), Alert("stall", "s"), Alert("new", "x")]
+    assert [(a.kind, a.rule) for a in respond(several)] == [
         ("restart", "nan"),
         ("warn", "disk"),
         ("warn", "new"),
     ]
     chosen = alerts.parse("disk=evict, new=restart", ["new"])
-    assert [(a.kind, a.rule) for a in respond(found, {**alerts.RESPONSES, **chosen})] == [
+    assert [(a.kind, a.rule) for a in respond(several, {**alerts.RESPONSES, **chosen})] == [
         ("restart", "nan"),
         ("evict", "disk"),
     ]
-    whole = Alert("usage", "m", (1,), ("b",), 7, 2)
-    assert respond([whole]) == [Action("stop", "usage", "m", (1,), ("b",), 7, 2)]
+    complete = Alert("usage", "m", (1,), ("b",), 7, 2)
+    assert respond([complete]) == [Action("stop", "usage", "m", (1,), ("b",), 7, 2)]
 
 
 @pytest.mark.parametrize(

@@ -28,33 +28,35 @@ LINE = re.compile(r"(\w+)(?:\{(.*)\})? (-?[\d.e+-]+)")
 def parsed(text):
     """{(name, labels as text): value} of the text format."""
     lines = [line for line in text.splitlines() if not line.startswith("#")]
-    found = {(m[1], m[2] or ""): float(m[3]) for m in map(LINE.fullmatch, lines)}
-    assert len(found) == len(lines)
-    return found
+    values = {(m[1], m[2] or ""): float(m[3]) for m in map(LINE.fullmatch, lines)}
+    assert len(values) == len(lines)
+    return values
 
 
 def read(rows):
     return parsed(exporter.text(rows))
 
 
-def of(found, name):
-    return {labels: value for (n, labels), value in found.items() if n == name}
+def of(values, name):
+    return {labels: value for (n, labels), value in values.items() if n == name}
 
 
 def test_a_host_shows_what_the_kernel_says():
     host = exporter.Host(folder=os.sep)
-    found = read(host.rows())
-    idle = [v for k, v in of(found, "node_cpu_seconds_total").items() if 'mode="idle"' in k]
+    values = read(host.rows())
+    idle = [v for k, v in of(values, "node_cpu_seconds_total").items() if 'mode="idle"' in k]
     assert len(idle) == os.cpu_count() and sum(idle) <= time.monotonic() * len(idle)
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    assert found["node_memory_MemTotal_bytes", ""] == total
-    assert 0 < found["node_memory_MemAvailable_bytes", ""] < total
-    (size,) = of(found, "node_filesystem_size_bytes").values()
-    (free,) = of(found, "node_filesystem_avail_bytes").values()
+    assert values["node_memory_MemTotal_bytes", ""] == total
+    assert 0 < values["node_memory_MemAvailable_bytes", ""] < total
+    (size,) = of(values, "node_filesystem_size_bytes").values()
+    (free,) = of(values, "node_filesystem_avail_bytes").values()
     assert 0 < free < size
-    assert of(found, "node_network_receive_bytes_total")['device="lo"'] >= 0
-    known = {n for ways in convert.METRICS.values() for w in ways for n in (*w.names, w.rest_of)}
-    assert {name for name, _ in found} <= known
+    assert of(values, "node_network_receive_bytes_total")['device="lo"'] >= 0
+    known = {
+        n for recipes in convert.METRICS.values() for w in recipes for n in (*w.names, w.rest_of)
+    }
+    assert {name for name, _ in values} <= known
 
 
 def test_processor_time_that_falls_a_little_does_not_begin_again(tmp_path):
@@ -81,7 +83,7 @@ def test_disks_cards_and_gpus_have_the_names_of_their_exporters(tmp_path, monkey
     for name, words in (("port_rcv_data", "5"), ("port_xmit_data", "6")):
         (tmp_path / "sys/class/infiniband/mlx5_0/ports/1/counters" / name).write_text(words)
     monkeypatch.setattr(exporter.meter, "counters", lambda card: {"tx_prio3_pause": 8, "x": 1})
-    found = read(exporter.Host(tmp_path, Gpus(Nvml())).rows())
+    values = read(exporter.Host(tmp_path, Gpus(Nvml())).rows())
     port = 'device="mlx5_0",port="1"'
     expected = {
         ("node_disk_read_bytes_total", 'device="nvme0n1"'): 1024.0,
@@ -99,9 +101,9 @@ def test_disks_cards_and_gpus_have_the_names_of_their_exporters(tmp_path, monkey
         ("DCGM_FI_DEV_SM_CLOCK", 'gpu="0"'): 1980.0,
     }
     for key, value in expected.items():
-        assert found[key] == pytest.approx(value), key
-    assert len(of(found, "DCGM_FI_DEV_POWER_USAGE")) == 1  # the second GPU has no meter
-    assert len(of(found, "node_disk_read_bytes_total")) == 1  # a part of a disk is not counted
+        assert values[key] == pytest.approx(value), key
+    assert len(of(values, "DCGM_FI_DEV_POWER_USAGE")) == 1  # the second GPU has no meter
+    assert len(of(values, "node_disk_read_bytes_total")) == 1  # a part of a disk is not counted
 
 
 BUSY = """
@@ -129,8 +131,8 @@ def busy_group():
         process.wait()
 
 
-def spent(found):
-    values = of(found, "node_cpu_seconds_total")
+def spent(rows):
+    values = of(rows, "node_cpu_seconds_total")
     return {k.split('"')[3]: v for k, v in values.items()}
 
 
@@ -143,15 +145,15 @@ def test_a_group_shows_its_own_time_and_memory_and_ends_with_its_processes():
         ticks = lambda: sum(map(int, group._stat(child)[11:13]))  # noqa: E731
         first = ticks()
         time.sleep(1.0)
-        found, elapsed = read(group.rows()), time.monotonic() - begin
+        values, elapsed = read(group.rows()), time.monotonic() - begin
         used = (ticks() - first) / os.sysconf("SC_CLK_TCK") / os.cpu_count()
-        after = spent(found)
+        after = spent(values)
         grown = {mode: after[mode] - before[mode] for mode in after}
         assert grown["user"] + grown["system"] == pytest.approx(used, abs=0.03) and used > 0.02
         assert sum(grown.values()) == pytest.approx(elapsed, abs=0.05)
-        memory = [v for (n, _), v in found.items() if n.startswith("node_memory")]
+        memory = [v for (n, _), v in values.items() if n.startswith("node_memory")]
         assert 50 << 20 < abs(memory[0] - memory[1]) < 200 << 20
-        assert not of(found, "node_network_receive_bytes_total")  # it has no namespace of its own
+        assert not of(values, "node_network_receive_bytes_total")  # it has no namespace of its own
         os.kill(child, signal.SIGKILL)
         time.sleep(0.1)
         left = spent(read(group.rows()))
@@ -182,8 +184,8 @@ def test_a_control_group_shows_its_own_time_and_memory():
             group = exporter.Cgroup(os.path.basename(folders[0]))
             before, begin = spent(read(group.rows())), time.monotonic()
             time.sleep(0.5)
-            found = read(group.rows())
-            grown = {mode: v - before[mode] for mode, v in spent(found).items()}
+            values = read(group.rows())
+            grown = {mode: v - before[mode] for mode, v in spent(values).items()}
             assert sum(grown.values()) == pytest.approx(time.monotonic() - begin, abs=0.1)
             assert grown["user"] > 0.02
         time.sleep(0.1)
@@ -241,9 +243,9 @@ def test_the_script_serves_until_it_is_told_to_stop():
     try:
         url = process.stdout.readline().split()[1]
         with urllib.request.urlopen(url) as answer:
-            found = parsed(answer.read().decode())
+            values = parsed(answer.read().decode())
         resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        total, free = (found[f"node_memory_Mem{n}_bytes", ""] for n in ("Total", "Available"))
+        total, free = (values[f"node_memory_Mem{n}_bytes", ""] for n in ("Total", "Available"))
         assert 0 < total - free < 20 * resident
     finally:
         process.terminate()
@@ -267,8 +269,8 @@ def test_an_agent_of_supervision_shows_its_host_while_it_waits_for_its_driver():
     try:
         assert "no driver at 127.0.0.1:1 yet" in process.stderr.readline()
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
-            found = parsed(answer.read().decode())
-        assert len(of(found, "node_cpu_seconds_total")) >= 4 * os.cpu_count()
+            values = parsed(answer.read().decode())
+        assert len(of(values, "node_cpu_seconds_total")) >= 4 * os.cpu_count()
     finally:
         process.kill()
         process.wait()

@@ -47,9 +47,9 @@ def test_any_cut_gives_the_same_bits():
     whole_CNT = make().read(start, start + 1500).values_CNT
     cuts = [0, 1, 2, 60, 61, 119, 333, 599, 600, 601, 1199, 1200, 1447, 1500]
     pieces = list(zip(cuts[:-1], cuts[1:], strict=True))
-    kept = make()
+    reused = make()
     for low, high in pieces[::-1]:
-        for fleet in (kept, make()) if high - low < 400 else (kept,):
+        for fleet in (reused, make()) if high - low < 400 else (reused,):
             part_CNT = fleet.read(start + low, start + high).values_CNT
             assert np.array_equal(part_CNT, whole_CNT[:, :, low:high], equal_nan=True)
 
@@ -79,10 +79,10 @@ def test_another_process_gives_the_same_bits():
     )
     run = [sys.executable, "-c", code]
     there = subprocess.run(run, capture_output=True, text=True, check=True).stdout.split()
-    here: list[str] = []
+    expected: list[str] = []
     for case in cases(2, (8, 5), 7, split="held_out", healthy=0):
-        here += [str(zlib.crc32(case.read().values_CNT.tobytes())), case.faults[0].machine]
-    assert here == there
+        expected += [str(zlib.crc32(case.read().values_CNT.tobytes())), case.faults[0].machine]
+    assert expected == there
 
 
 @pytest.mark.parametrize("spacing", [5, 40, 900])
@@ -238,20 +238,20 @@ def test_a_slow_machine_slows_all():
 
 def test_a_fault_reaches_its_peers_later_and_weaker():
     layout = draw_layout(16, 0, Setting(stages=4, tensor=1))
-    found = 0
+    peers = 0
     for seed in range(30):
         rng = np.random.default_rng(seed)
         fault = draw_fault(rng, "pcie_downgrading", layout, 1e9, 1e9 + 600)
         victim = layout.names.index(fault.machine)
         alone = fault.disturbances(layout)[0].moves
         for machine, delay_s, share in fault.peers:
-            found += 1
+            peers += 1
             assert machine in layout.peers(victim) and 1 <= delay_s <= 60 and 0 < share < 1
         for peer in (d for d in fault.disturbances(layout) if d.kind == "peer"):
-            for move, own in zip(peer.moves, alone, strict=True):
-                assert move.metric == own.metric and move.size < own.size
-                assert move.delay_s > own.delay_s
-    assert found > 30
+            for move, origin in zip(peer.moves, alone, strict=True):
+                assert move.metric == origin.metric and move.size < origin.size
+                assert move.delay_s > origin.delay_s
+    assert peers > 30
 
 
 def test_a_peer_shows_it_later_in_the_samples():
@@ -321,20 +321,20 @@ def test_shares_of_a_mix():
 
 
 def test_cases():
-    found = list(cases(60, (4, 16), 1, split="validate", healthy=0.25))
-    assert sum(not c.faults for c in found) == 15
-    assert [c.fleet.machines for c in found[:4]] == [4, 16, 4, 16]
-    assert {c.noise for c in found} == {"low", "middle", "high"}
-    for case in found:
+    drawn = list(cases(60, (4, 16), 1, split="validate", healthy=0.25))
+    assert sum(not c.faults for c in drawn) == 15
+    assert [c.fleet.machines for c in drawn[:4]] == [4, 16, 4, 16]
+    assert {c.noise for c in drawn} == {"low", "middle", "high"}
+    for case in drawn:
         assert 900 <= case.end - case.start <= 1800
         for fault in case.faults:
             assert case.start + 60 <= fault.start <= case.end - 480
             assert fault.end - fault.start >= 360 or len(case.faults) == 2
             assert fault.machine not in dict(case.fleet.departures)
     again = list(cases(60, (4, 16), 1, split="validate", healthy=0.25))
-    assert again == found
+    assert again == drawn
     other = {c.fleet.seed for c in cases(60, (4, 16), 1, split="held_out")}
-    assert not other & {c.fleet.seed for c in found}
+    assert not other & {c.fleet.seed for c in drawn}
 
 
 def test_joiners_and_leavers():

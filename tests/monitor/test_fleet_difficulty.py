@@ -42,8 +42,8 @@ def test_plain_detectors_on_a_plain_case():
 
 def test_quality():
     """2 right of 3 alerts, 4 faulty cases: by hand."""
-    found = [c for c in cases(10, 8, 2) if len(c.faults) < 2]
-    faulty, healthy = [c for c in found if c.faults][:4], [c for c in found if not c.faults][:1]
+    drawn = [c for c in cases(10, 8, 2) if len(c.faults) < 2]
+    faulty, healthy = [c for c in drawn if c.faults][:4], [c for c in drawn if not c.faults][:1]
     answers = [(c, c.faults[0].machine) for c in faulty[:2]] + [(faulty[2], None)]
     answers += [(faulty[3], None), (healthy[0], "node00001")]
     got = report.quality(answers)
@@ -53,10 +53,12 @@ def test_quality():
 @pytest.mark.slow  # 2 minutes: 160 cases
 @pytest.mark.parametrize("split", ["train", "held_out"])
 def test_hard_but_not_impossible(split):
-    found = report.difficulty(made(80, (4, 16, 48), split=split))
-    assert found["oracle"] >= 0.97
-    assert found["largest_z_score"]["f1"] < 0.3 and found["median_score"]["f1"] < 0.5
-    assert found["median_score_240s"]["f1"] > found["median_score"]["f1"] + 0.2  # continuity pays
-    assert found["median_score_240s"]["f1"] < 0.89  # and is not enough
-    assert found["signal_below"]["4"] > 0.03  # the tail near the noise
-    assert found["signal_to_noise_percentiles"]["50"] > 6
+    figures = report.difficulty(made(80, (4, 16, 48), split=split))
+    assert figures["oracle"] >= 0.97
+    assert figures["largest_z_score"]["f1"] < 0.3 and figures["median_score"]["f1"] < 0.5
+    assert (
+        figures["median_score_240s"]["f1"] > figures["median_score"]["f1"] + 0.2
+    )  # continuity pays
+    assert figures["median_score_240s"]["f1"] < 0.89  # and is not enough
+    assert figures["signal_below"]["4"] > 0.03  # the tail near the noise
+    assert figures["signal_to_noise_percentiles"]["50"] > 6

@@ -18,13 +18,13 @@ def brute(rows, step_s=1, start=None, end=None):
     rows = [r for r in rows if math.isfinite(r[0])]
     first = math.floor((min(r[0] for r in rows) if start is None else start) / step_s)
     last = math.floor(max(r[0] for r in rows) / step_s) + 1 if end is None else -(-end // step_s)
-    found = {}
+    lists_of = {}
     for metric in {r[2] for r in rows}:
         cells, gaps = {}, []
         for machine in {r[1] for r in rows}:
-            mine = [r for r in rows if r[1] == machine and r[2] == metric and math.isfinite(r[3])]
+            series = [r for r in rows if r[1] == machine and r[2] == metric and math.isfinite(r[3])]
             lists = [
-                [r[3] for r in mine if math.floor(r[0] / step_s) == t]
+                [r[3] for r in series if math.floor(r[0] / step_s) == t]
                 for t in range(int(first), int(last))
             ]
             cells[machine] = [statistics.fmean(x) if x else None for x in lists]
@@ -36,8 +36,8 @@ def brute(rows, step_s=1, start=None, end=None):
             for t in range(len(values)):
                 near = [values[u] for u in range(t, max(-1, t - k), -1) if values[u] is not None]
                 held[t] = near[0] if near else None
-            found[metric, machine] = held
-    return found
+            lists_of[metric, machine] = held
+    return lists_of
 
 
 def random_rows(rng, period, machines=5, metrics=3, seconds=60):
@@ -64,9 +64,9 @@ def test_the_grid_is_that_of_brute_force(period, step_s, seed):
     assert grid.metrics == ("c0", "c1", "c2") and len(grid.machines) == 5
     assert grid.start % step_s == 0 and grid.values_CNT.dtype == np.float32
     for (metric, machine), values in expected.items():
-        found = grid.values_CNT[grid.metrics.index(metric), grid.machines.index(machine)]
-        wanted = np.array([math.nan if v is None else v for v in values], np.float32)
-        np.testing.assert_allclose(found, wanted, rtol=1e-6)
+        values_T = grid.values_CNT[grid.metrics.index(metric), grid.machines.index(machine)]
+        expected_T = np.array([math.nan if v is None else v for v in values], np.float32)
+        np.testing.assert_allclose(values_T, expected_T, rtol=1e-6)
     assert np.isnan(grid.values_CNT).any()  # else nothing was said about holes
 
 

@@ -21,8 +21,8 @@ def stream(hosts=HOSTS, limits=Limits()):
 
 def named(s, seconds=SOON_S):
     for passed in range(seconds):
-        if found := s.tick():
-            (alert,) = found
+        if actions := s.tick():
+            (alert,) = actions
             return alert.rule, alert.ranks, alert.hosts, passed + 1
     return None
 
@@ -58,8 +58,8 @@ def test_the_only_rank_that_computes_is_named_and_nobody_where_all_do_or_none_do
         for rank in range(4):
             s.set(rank, cpu_cores=1.0 if rank in busy else 0.01)
         s.put_all("wait", 11)
-        found = named(s)
-        assert (found and found[1]) == expected, busy
+        answer = named(s)
+        assert (answer and answer[1]) == expected, busy
 
 
 def test_a_host_that_is_silent_is_named_and_a_watcher_that_hears_nobody_names_nobody():

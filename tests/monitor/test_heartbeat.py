@@ -33,10 +33,15 @@ def test_a_record_comes_back(tmp_path):
     beat = Heartbeat(path)
     assert read(path) is None  # zeros agree too, and are no record
     beat.write(12.5, 7, CODES["wait"], 2.25, 0.5, 1.5)
-    found = read(path)
-    assert (found.beat, found.time, found.step, found.section) == (1, 12.5, 7, "wait")
-    assert (found.loss, found.own_s, found.step_s, found.pid) == (2.25, 0.5, 1.5, os.getpid())
-    assert not found.has_bad_loss
+    progress = read(path)
+    assert (progress.beat, progress.time, progress.step, progress.section) == (1, 12.5, 7, "wait")
+    assert (progress.loss, progress.own_s, progress.step_s, progress.pid) == (
+        2.25,
+        0.5,
+        1.5,
+        os.getpid(),
+    )
+    assert not progress.has_bad_loss
     beat.write(13.0, 8, CODES["failed"], math.nan, 0.5, 1.5)
     assert read(path).has_bad_loss
 
@@ -213,8 +218,12 @@ def test_the_agent_names_the_file(tmp_path):
         "MEGAJAX_MEMORY": str(tmp_path / "y"),
         "MEGAJAX_ATTEMPT": "3",
     }
-    found = find_supervisor(env)
-    assert (found.progress, found.memory, found.attempt) == (tmp_path / "x", tmp_path / "y", 3)
+    supervisor = find_supervisor(env)
+    assert (supervisor.progress, supervisor.memory, supervisor.attempt) == (
+        tmp_path / "x",
+        tmp_path / "y",
+        3,
+    )
 
 
 def test_a_boundary_is_cheap(tmp_path):

@@ -59,11 +59,11 @@ def test_this_process_is_measured():
     before = resource.getrusage(resource.RUSAGE_SELF)
     while time.process_time() < before.ru_utime + before.ru_stime + 0.1:
         pass
-    found = meter.process(os.getpid())
+    values = meter.process(os.getpid())
     assert "cpu_cores" not in first
     least = 0.05 / (time.monotonic() - begin)  # the kernel counts in hundredths of a second
-    assert least < found["cpu_cores"] < 4 * os.cpu_count()
-    assert 2**22 < found["resident_bytes"] < 2**40
+    assert least < values["cpu_cores"] < 4 * os.cpu_count()
+    assert 2**22 < values["resident_bytes"] < 2**40
     assert meter.process(2**22 + 1) == {}
 
 
@@ -86,14 +86,14 @@ def test_gpus_give_what_they_have():
 
 def test_the_counters_of_network_cards():
     """Of every card of this machine that has any: names without bytes behind them, and counts."""
-    found = {}
+    cards = {}
     for card in os.listdir("/sys/class/net"):
         try:
-            found[card] = counters(card)
+            cards[card] = counters(card)
         except OSError:
             continue
-    assert all(name.isprintable() and name for counts in found.values() for name in counts)
-    assert all(count >= 0 for counts in found.values() for count in counts.values())
+    assert all(name.isprintable() and name for counts in cards.values() for name in counts)
+    assert all(count >= 0 for counts in cards.values() for count in counts.values())
     with pytest.raises(OSError):
         counters("no-such-card")
     assert traffic() >= 0

@@ -64,12 +64,12 @@ class Liar:
                 connection.sendall(answer)
 
 
-def whole(body, status=b"200 OK", headers=b""):
+def response(body, status=b"200 OK", headers=b""):
     return b"HTTP/1.1 %b\r\nContent-Length: %d\r\n%b\r\n%b" % (status, len(body), headers, body)
 
 
 def good(data, **more):
-    return whole(json.dumps({"status": "success", "data": data, **more}).encode())
+    return response(json.dumps({"status": "success", "data": data, **more}).encode())
 
 
 def matrix(*entries):
@@ -125,7 +125,7 @@ def reset(connection):
 
 
 def moved(location):
-    return every(whole(b"", b"302 Found", b"Location: " + location + b"\r\n"))
+    return every(response(b"", b"302 Found", b"Location: " + location + b"\r\n"))
 
 
 CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
@@ -160,14 +160,14 @@ LIES = {
     "nothing": every(b""),
     "random bytes": every(bytes(range(256)) * 2),
     "a header beyond ASCII": every(b"HTTP/1.1 200 \xff\r\nX\xff: \xff\r\n\r\n{}"),
-    "a pause beyond all numbers": every(whole(b"", b"503 X", b"Retry-After: " + b"9" * 400)),
-    "an error that is a list": every(whole(b'{"errorType": [], "error": {}}', b"503 X")),
+    "a pause beyond all numbers": every(response(b"", b"503 X", b"Retry-After: " + b"9" * 400)),
+    "an error that is a list": every(response(b'{"errorType": [], "error": {}}', b"503 X")),
     "JSON of lists of lists": every(
-        whole(b'{"status":"success","data":[' + b"[[]]," * 2**20 + b"[]]}")
+        response(b'{"status":"success","data":[' + b"[[]]," * 2**20 + b"[]]}")
     ),
-    "JSON that is too deep": every(whole(b"[" * 10**6)),
-    "UTF-16": every(whole('{"status":"success","data":7}'.encode("utf-16"))),
-    "gzip": every(whole(b"\x1f\x8b" + bytes(50), headers=b"Content-Encoding: gzip\r\n")),
+    "JSON that is too deep": every(response(b"[" * 10**6)),
+    "UTF-16": every(response('{"status":"success","data":7}'.encode("utf-16"))),
+    "gzip": every(response(b"\x1f\x8b" + bytes(50), headers=b"Content-Encoding: gzip\r\n")),
     "a vector": pages(good({"resultType": "vector", "result": []})),
     "no result": pages(good({"resultType": "matrix", "result": None})),
     "no metric": pages(matrix({"metric": None, "values": [[T0, "1"]]})),
@@ -270,7 +270,7 @@ def test_a_cause_in_ever_other_words_is_said_once_a_minute(liar, tmp_path):
     source = sources.prometheus(liar.url, queries={"x": "x"}, retries=0, timeout_s=1)
     watch = Watch(source, Finds, reporter, Pace(history_s=20), clock=lambda: now[0])
     watch.look()
-    liar.lie = lambda target: whole(b"word" * (1 + next(number) % 9), b"500 X")
+    liar.lie = lambda target: response(b"word" * (1 + next(number) % 9), b"500 X")
     for _ in range(9):
         now[0] += 8
         watch.look()
@@ -336,8 +336,8 @@ def test_machines_that_come_and_go_without_end_take_no_more_memory(liar, tmp_pat
 @pytest.mark.parametrize(
     "answer",
     [
-        whole(b"\xff\xfe\x00", b"500 X"),
-        whole(b"", b"302 X", b"Location: http://[::1\r\n"),
+        response(b"\xff\xfe\x00", b"500 X"),
+        response(b"", b"302 X", b"Location: http://[::1\r\n"),
         drip,
         endless(CHUNKED + b"-1\r\n", MEBIBYTE),
         endless(CHUNKED, b"100000\r\n" + MEBIBYTE + b"\r\n"),
@@ -352,7 +352,7 @@ def test_whatever_an_alertmanager_answers_alerts_are_sent_again(liar, answer, mo
     monkeypatch.setattr("megajax.systems.minder.reporter.LONGEST_PAUSE_S", 0.02)
     monkeypatch.setattr(http_query, "MOST", 2**21)
     said, lies = [], [answer, answer]
-    liar.lie = lambda target: lies.pop() if lies else whole(b"")
+    liar.lie = lambda target: lies.pop() if lies else response(b"")
     url = liar.url.replace("//", "//u:s3cret@")
     with contextlib.closing(Alertmanager(url, tell=said.append, timeout_s=0.1)) as client:
         client.put(Firing({"alertname": "A"}, {}, T0))
@@ -372,7 +372,7 @@ def test_every_metric_that_is_asked_for_is_one_of_the_table():
 def test_a_read_ends_in_its_time_however_many_pages_are_slow(liar):
     queries = {f"m{k}": f"q{k}" for k in range(12)}
     source = sources.prometheus(liar.url, queries=queries, retries=9, timeout_s=0.1)
-    liar.lie = every(whole(b"", b"503 X", b"Retry-After: 1\r\n"))
+    liar.lie = every(response(b"", b"503 X", b"Retry-After: 1\r\n"))
     began = time.monotonic()
     with pytest.raises(sources.Unavailable, match="503"):
         source.read(T0, T0 + 10)
@@ -418,7 +418,7 @@ def test_a_read_of_8_million_samples_takes_less_than_1_gib(liar, devices):
 
     def send(connection):
         connection.settimeout(60)
-        connection.sendall(whole(body))
+        connection.sendall(response(body))
 
     liar.lie = every(send)
     done = subprocess.run([sys.executable, "-c", READ, liar.url], capture_output=True, text=True)

@@ -36,11 +36,11 @@ def means(grid, event, before=0.0):
     first = math.ceil(event["start"] - grid.start - before) + 5
     last = math.floor(event["end"] - grid.start - before) - 1
     with np.errstate(invalid="ignore"):
-        found = [
+        mean_N = [
             np.mean(v[np.isfinite(v)]) if np.isfinite(v).any() else math.nan
             for v in values_NT[:, first:last]
         ]
-    return dict(zip(grid.machines, found, strict=True))
+    return dict(zip(grid.machines, mean_N, strict=True))
 
 
 def test_the_trace_has_few_holes_and_all_kinds_of_stress(trace):
@@ -54,15 +54,15 @@ def test_the_trace_has_few_holes_and_all_kinds_of_stress(trace):
 def test_every_fault_shows_on_its_machine_alone(trace):
     grid, about = trace
     for event in (e for e in about["events"] if e["fault"]):
-        found = means(grid, event)
-        mine = found.pop(event["machine"])
+        others = means(grid, event)
+        sick = others.pop(event["machine"])
         match event["kind"]:
             case "killed":
-                assert math.isnan(mine) and all(map(math.isfinite, found.values()))
+                assert math.isnan(sick) and all(map(math.isfinite, others.values()))
             case "frozen":
-                assert mine < 0.2 * min(found.values()), (event, mine, found)
+                assert sick < 0.2 * min(others.values()), (event, sick, others)
             case _:
-                assert mine > 2 * max(found.values()), (event, mine, found)
+                assert sick > 2 * max(others.values()), (event, sick, others)
 
 
 def test_what_is_no_fault_shows_on_all_or_is_short(trace):

@@ -121,12 +121,12 @@ def test_a_metrics_file_that_is_removed_is_made_again(tmp_path):
 
 def events(folder):
     """Returns the events of a TensorBoard file: records of a length, a sum, the bytes, a sum."""
-    raw, found = next(folder.glob("events*")).read_bytes(), []
+    raw, parsed = next(folder.glob("events*")).read_bytes(), []
     while raw:
         (size,) = struct.unpack("<Q", raw[:8])
-        found.append(Event.FromString(raw[12 : 12 + size]))
+        parsed.append(Event.FromString(raw[12 : 12 + size]))
         raw = raw[16 + size :]
-    return found
+    return parsed
 
 
 def test_tensorboard_events_are_read_back(tmp_path):
@@ -135,12 +135,12 @@ def test_tensorboard_events_are_read_back(tmp_path):
     values = dict.fromkeys(TAGS, 2.0)
     recorder.emit(7, values | {"bad": math.nan, "none": None, "text": "x"})
     recorder.close()
-    found = events(tmp_path)
-    scalars = [(v.tag, v.simple_value) for e in found if e.step == 7 for v in e.summary.value]
+    written = events(tmp_path)
+    scalars = [(v.tag, v.simple_value) for e in written if e.step == 7 for v in e.summary.value]
     assert scalars == [(tag, 2.0) for tag in TAGS.values()]
     (start,) = [
         v.metadata.plugin_data
-        for e in found
+        for e in written
         for v in e.summary.value
         if v.tag == "_hparams_/session_start_info"
     ]
@@ -297,8 +297,8 @@ def test_phases_follow_one_another_from_the_given_moment(monkeypatch):
 
 def test_a_pruning_says_what_each_matrix_keeps():
     rich = RichConsole(file=io.StringIO(), width=160, highlight=False)
-    kept = {"mlp.up.0": 0.231, "mlp.up.1": 0.27, "attention.out.0": 0.25, "mlp.down": 0.0}
-    row = {"sparsity": 0.75} | {f"kept.blocks.{n}": x for n, x in kept.items()}
+    shares = {"mlp.up.0": 0.231, "mlp.up.1": 0.27, "attention.out.0": 0.25, "mlp.down": 0.0}
+    row = {"sparsity": 0.75} | {f"kept.blocks.{n}": x for n, x in shares.items()}
     Recorder([Console(100, 10, rich)]).emit(3, row)
     assert rich.file.getvalue().splitlines() == [
         "after step 3: 75.00% of the chosen weights pruned",

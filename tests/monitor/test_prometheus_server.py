@@ -86,12 +86,17 @@ def test_stress_on_one_machine_shows_on_it_alone(world):
         others = [stressed[i] for i in instances if i != fleet[k].instance]
         assert stressed[fleet[k].instance] > 2 * max(others), (metric, stressed)
         assert quiet[fleet[k].instance] < 2 * max(quiet[i] for i in instances if i != instances[k])
-    own = {m for c, m in enumerate(grid.metrics) if np.isfinite(of(grid, m, node)).any()}
-    assert own >= PER_HOST | {"disk_usage", "disk_busy", "tcp_throughput", "tcp_rdma_throughput"}
-    shares = [m for m in own if m.endswith("usage") or m == "disk_busy"]
+    measured = {m for c, m in enumerate(grid.metrics) if np.isfinite(of(grid, m, node)).any()}
+    assert measured >= PER_HOST | {
+        "disk_usage",
+        "disk_busy",
+        "tcp_throughput",
+        "tcp_rdma_throughput",
+    }
+    shares = [m for m in measured if m.endswith("usage") or m == "disk_busy"]
     for metric in shares:
-        found = of(grid, metric, node)
-        assert -0.05 <= np.nanmin(found) and np.nanmax(found) <= 1.1, metric
+        values_T = of(grid, metric, node)
+        assert -0.05 <= np.nanmin(values_T) and np.nanmax(values_T) <= 1.1, metric
     assert np.isnan(of(grid, "cpu_usage", instances[0])).mean() < 0.1  # scrapes that were late
 
 
@@ -119,11 +124,14 @@ def test_the_servers_expressions_agree_with_the_conversion_of_stored_samples(wor
     end = math.floor(time.time()) - 3
     start = end - 30
     by_server = to_grid(sources.prometheus(server.url).read(start, end))
-    here = to_grid(sources.canonical(raw_samples(server, start - 5, end)))
-    assert set(here.metrics) == set(by_server.metrics) and here.machines == by_server.machines
+    converted = to_grid(sources.canonical(raw_samples(server, start - 5, end)))
+    assert (
+        set(converted.metrics) == set(by_server.metrics)
+        and converted.machines == by_server.machines
+    )
     for c, metric in enumerate(by_server.metrics):
         shown = by_server.values_CNT[c]
-        stored = here.values_CNT[here.metrics.index(metric)][:, 5:]
+        stored = converted.values_CNT[converted.metrics.index(metric)][:, 5:]
         # A sample of second t is first seen at t + 1.
         both = np.isfinite(shown[:, 1:]) & np.isfinite(stored[:, :-1])
         assert both.mean() > 0.8 * np.isfinite(shown).mean(), metric
@@ -191,5 +199,5 @@ def test_a_guarded_server_wants_the_password_and_its_authority(tmp_path):
             options |= {"ca_file": None, "retries": 0}
             sources.prometheus(server.url, password=machines.PASSWORD, **options).read(now - 5, now)
         parts = [good.read(now - 5, now - 3), good.read(now - 3, now)]
-        whole = good.read(now - 5, now)
-        assert sorted(concat(parts).rows()) == sorted(whole.rows())  # any cut gives the same
+        joined = good.read(now - 5, now)
+        assert sorted(concat(parts).rows()) == sorted(joined.rows())  # any cut gives the same

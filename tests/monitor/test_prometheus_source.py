@@ -41,8 +41,8 @@ def series(query, t):
 @pytest.fixture
 def fake(monkeypatch):
     monkeypatch.setattr(http_query, "FIRST_PAUSE_S", 0.01)
-    with Fake(series).running() as found:
-        yield found
+    with Fake(series).running() as server_:
+        yield server_
 
 
 def source(fake, **options):
@@ -63,25 +63,25 @@ def times(n, start=T0, count=1):
 def test_pages_of_11000_points_give_every_second_once(fake, monkeypatch):
     queries = {"cpu": "a", "memory": "bcd"}
     one = source(fake, queries=queries)
-    found = one.read(T0 + 0.5, T0 + 25_000.5)
+    samples = one.read(T0 + 0.5, T0 + 25_000.5)
     assert sorted(int(p["start"]) for p in fake.pages) == sorted(
         2 * [T0 + 1, T0 + 11_001, T0 + 22_001]
     )
     for p in fake.pages:
         assert (int(p["end"]) - int(p["start"])) // int(p["step"]) + 1 <= 11_000
-    assert (found.start, found.end, found.notes) == (T0 + 0.5, T0 + 25_000.5, ())
-    assert found.machines == ("h0", "h1", "h2") and found.metrics == ("cpu", "memory")
-    wanted = {
+    assert (samples.start, samples.end, samples.notes) == (T0 + 0.5, T0 + 25_000.5, ())
+    assert samples.machines == ("h0", "h1", "h2") and samples.metrics == ("cpu", "memory")
+    expected = {
         (float(t), m, c, value(queries[c], m, t))
         for c in queries
         for m in ("h0", "h1", "h2")
         for t in range(T0 + 1, T0 + 25_001)
         if m != "h2" or t < T0 + 100
     }
-    assert set(found.rows()) == wanted and len(found) == len(wanted)
+    assert set(samples.rows()) == expected and len(samples) == len(expected)
     monkeypatch.setattr(server, "POINTS", 30_000)  # of three machines, once they are known
     fake.asked.clear()
-    assert set(one.read(T0 + 0.5, T0 + 25_000.5).rows()) == wanted
+    assert set(one.read(T0 + 0.5, T0 + 25_000.5).rows()) == expected
     assert sorted({int(p["start"]) for p in fake.pages}) == [T0 + 1, T0 + 10_001, T0 + 20_001]
     late = source(fake, step_s=15).read(T0 + 1, T0 + 61)
     assert {t % 15 for t, *_ in late.rows()} == {0.0} and len(late) == 4 * 3
@@ -101,15 +101,15 @@ def test_devices_of_a_machine_are_their_mean_and_extremes_under_the_querys_name(
         (("instance", "h0"), ("gpu", str(g))): ("NaN" if g == 7 else str(g)) for g in range(8)
     }
     queries = {"DCGM_FI_DEV_GPU_UTIL": "x"}  # not scaled: the expression may have done so
-    found = source(fake, queries=queries).read(T0, T0 + 1)
-    assert {c: v for _, _, c, v in found.rows()} == {
+    samples = source(fake, queries=queries).read(T0, T0 + 1)
+    assert {c: v for _, _, c, v in samples.rows()} == {
         "DCGM_FI_DEV_GPU_UTIL": 3.0,
         "DCGM_FI_DEV_GPU_UTIL_min": 0.0,
         "DCGM_FI_DEV_GPU_UTIL_max": 6.0,
     }
     fake.series = lambda query, t: {(): "1", (("instance", "h1"),): "2"}
-    found = source(fake).read(T0, T0 + 1)
-    assert found.machines == ("h1",) and "without the label 'instance'" in found.notes[0]
+    samples = source(fake).read(T0, T0 + 1)
+    assert samples.machines == ("h1",) and "without the label 'instance'" in samples.notes[0]
 
 
 def test_devices_that_come_in_a_later_page_make_extremes_in_all(fake, monkeypatch):
@@ -117,11 +117,11 @@ def test_devices_that_come_in_a_later_page_make_extremes_in_all(fake, monkeypatc
     fake.series = lambda query, t: {
         (("instance", "h0"), ("gpu", str(g))): str(g + 1) for g in range(1 if t < T0 + 60 else 2)
     }
-    found = {(t - T0, c): v for t, _, c, v in source(fake).read(T0, T0 + 120).rows()}
+    values = {(t - T0, c): v for t, _, c, v in source(fake).read(T0, T0 + 120).rows()}
     assert len(fake.pages) == 2
     for name, early, late in (("cpu", 1.0, 1.5), ("cpu_min", 1.0, 1.0), ("cpu_max", 1.0, 2.0)):
-        assert [found.pop((t, name)) for t in range(120)] == [early] * 60 + [late] * 60
-    assert not found
+        assert [values.pop((t, name)) for t in range(120)] == [early] * 60 + [late] * 60
+    assert not values
 
 
 def test_two_exporters_of_a_host_are_a_machine_until_they_give_the_same_metric(fake):
@@ -132,24 +132,24 @@ def test_two_exporters_of_a_host_are_a_machine_until_they_give_the_same_metric(f
     one = source(fake, queries={"cpu": "a", "gpu": "b"})
     assert one.read(T0, T0 + 2).machines == ("x:9100", "y:9100")
     port["a"] = "9400"
-    found = one.read(T0, T0 + 2)  # now the ports differ in nothing
-    assert found.machines == ("x:9400", "y:9400")
-    assert "x:9400 are machines of their own" in found.notes[0]
+    samples = one.read(T0, T0 + 2)  # now the ports differ in nothing
+    assert samples.machines == ("x:9400", "y:9400")
+    assert "x:9400 are machines of their own" in samples.notes[0]
     fake.series = lambda query, t: {(("instance", f"127.0.0.1:{9100 + n}"),): "1" for n in range(8)}
     agents = source(fake, queries={"cpu": "a", "gpu": "b"}).read(T0, T0 + 2)
     assert agents.machines == tuple(f"127.0.0.1:{9100 + n}" for n in range(8))
 
 
 def test_passwords_and_tokens(fake):
-    wanted = [""]
+    accepted = [""]
 
     def guarded(handler, parameters):
-        if handler.headers.get("Authorization") != wanted[0]:
+        if handler.headers.get("Authorization") != accepted[0]:
             return handler.say(401, "Unauthorized")
         return False
 
     fake.misbehave = guarded
-    wanted[0] = "Basic " + base64.b64encode(b"me:s3:cret").decode()
+    accepted[0] = "Basic " + base64.b64encode(b"me:s3:cret").decode()
     good = {"user": "me", "password": "s3:cret"}
     assert len(source(fake, **good).read(T0, T0 + 2)) == 6
     in_url = fake.url.replace("//", "//me:s3%3Acret@")
@@ -159,7 +159,7 @@ def test_passwords_and_tokens(fake):
         with pytest.raises(sources.Refused, match="401 Unauthorized") as caught:
             source(fake, **bad).read(T0, T0 + 2)
         assert "wrong" not in str(caught.value) and len(fake.asked) - asked == 1
-    wanted[0] = "Bearer t0ken"
+    accepted[0] = "Bearer t0ken"
     assert len(source(fake, token="t0ken").read(T0, T0 + 2)) == 6
     fake.misbehave = lambda handler, parameters: handler.say(403, "not you")
     with pytest.raises(sources.Refused, match="403 Forbidden.*not you"):
@@ -230,9 +230,9 @@ def test_an_answer_that_is_none_is_named_and_reading_goes_on(fake, misbehave, wo
         one.read(T0, T0 + 2)
     # One metric only: it is a hole and a note, the others are read.
     fake.misbehave = lambda h, p: misbehave(h, p) if p["query"] == "bcd" else False
-    found = one.read(T0, T0 + 2)
-    assert found.metrics == ("cpu",) and len(found) == 6
-    (note,) = found.notes
+    samples = one.read(T0, T0 + 2)
+    assert samples.metrics == ("cpu",) and len(samples) == 6
+    (note,) = samples.notes
     assert "These pages are holes: memory" in note
     fake.misbehave = lambda h, p: False
     assert len(one.read(T0, T0 + 2)) == 12
@@ -256,8 +256,8 @@ def test_a_connection_that_the_server_has_closed_is_opened_again(fake):
 
     fake.misbehave = close
     queries = {f"m{k}": "a" * (k + 1) for k in range(20)}
-    found = source(fake, queries=queries, retries=0).read(T0, T0 + 2)
-    assert found.notes == () and len(found) == 20 * 6
+    samples = source(fake, queries=queries, retries=0).read(T0, T0 + 2)
+    assert samples.notes == () and len(samples) == 20 * 6
 
 
 @pytest.mark.parametrize("how", ["samples", "timeout", "bytes", "points"])
@@ -271,15 +271,15 @@ def test_what_is_too_much_is_asked_in_smaller_pages(fake, how, monkeypatch):
         return handler.error(503, "timeout", "query timed out in expression evaluation")
 
     fake.misbehave = misbehave
-    whole = source(fake).read(T0, T0 + 90)
+    in_one = source(fake).read(T0, T0 + 90)
     fake.asked.clear()
     if how == "bytes":
         monkeypatch.setattr(http_query, "MOST", 20_000)
     if how == "points":
         monkeypatch.setattr(server, "ANSWER", 800)
-    found = source(fake).read(T0, T0 + 1000)
-    assert len(fake.pages) > 5 and len(found) == 2 * 1000 + 100 and found.notes == ()
-    assert set(whole.rows()) <= set(found.rows())
+    samples = source(fake).read(T0, T0 + 1000)
+    assert len(fake.pages) > 5 and len(samples) == 2 * 1000 + 100 and samples.notes == ()
+    assert set(in_one.rows()) <= set(samples.rows())
     monkeypatch.setattr(http_query, "MOST", 500)
     with pytest.raises(sources.Unavailable, match="more than 0 MiB"):
         source(fake).read(T0, T0 + 200)
@@ -320,9 +320,10 @@ def test_long_expressions_go_into_a_post_and_warnings_into_the_notes(fake):
         if len(p["query"]) > 9000
         else h.say(500, "")
     )
-    found = source(fake, queries={"cpu": "a" * 9001}).read(T0, T0 + 2)
+    samples = source(fake, queries={"cpu": "a" * 9001}).read(T0, T0 + 2)
     assert (
-        "cpu: a store did not answer" in found.notes[0] and "no machine has cpu" in found.notes[1]
+        "cpu: a store did not answer" in samples.notes[0]
+        and "no machine has cpu" in samples.notes[1]
     )
 
 
@@ -400,13 +401,13 @@ def test_what_exporters_do_to_their_metrics_between_two_reads_is_noted(fake, see
         return f"{rng.uniform(0.3, 0.7):.4f}" if query == "load" else "8"
 
     def series_of(query, t):
-        found = {}
+        texts = {}
         for n in range(6):
             text = value_at(query, n, t)
             if n == 4 and 400 <= t - T0 < 620:
                 text = held.setdefault((query, n), text)  # the last thing that it said
-            found[(("instance", f"h{n}"),)] = text
-        return found
+            texts[(("instance", f"h{n}"),)] = text
+        return texts
 
     fake.series = series_of
     one = source(fake, queries={"power": "power", "load": "load", "gpus": "gpus"})

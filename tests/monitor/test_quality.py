@@ -19,10 +19,10 @@ def grid(rng, seconds=300, level=400.0, noise=0.02):
     return Grid(T0, 1, values, MACHINES, ("power", "share"))
 
 
-def cut(whole, *places):
-    bounds = [0, *places, whole.values_CNT.shape[2]]
+def cut(grid_, *places):
+    bounds = [0, *places, grid_.values_CNT.shape[2]]
     return [
-        dataclasses.replace(whole, start=whole.start + a, values_CNT=whole.values_CNT[:, :, a:b])
+        dataclasses.replace(grid_, start=grid_.start + a, values_CNT=grid_.values_CNT[:, :, a:b])
         for a, b in zip(bounds, bounds[1:], strict=False)
     ]
 
@@ -33,16 +33,16 @@ def test_a_change_of_unit_is_named_and_converted(seed, factor, who):
     plain = grid(np.random.default_rng(seed))
     changed = dataclasses.replace(plain, values_CNT=plain.values_CNT.copy())
     changed.values_CNT[0, who, 150:] *= np.float32(factor)
-    found = Quality().check(changed)
-    (note,) = found.notes
+    checked = Quality().check(changed)
+    (note,) = checked.notes
     assert note.startswith("power is") and "m0" in note if 0 in who else "m2" in note
     since = int(note.partition("since about ")[2].split()[0])
     assert abs(since - (T0 + 150)) <= 10
     np.testing.assert_allclose(
-        found.values_CNT[:, :, 150 + 41 :], plain.values_CNT[:, :, 150 + 41 :], rtol=1e-5
+        checked.values_CNT[:, :, 150 + 41 :], plain.values_CNT[:, :, 150 + 41 :], rtol=1e-5
     )
-    np.testing.assert_array_equal(found.values_CNT[:, :, :150], plain.values_CNT[:, :, :150])
-    np.testing.assert_array_equal(found.values_CNT[1], plain.values_CNT[1])
+    np.testing.assert_array_equal(checked.values_CNT[:, :, :150], plain.values_CNT[:, :, :150])
+    np.testing.assert_array_equal(checked.values_CNT[1], plain.values_CNT[1])
     np.testing.assert_array_equal(
         changed.values_CNT[0, who, 200],  # the input is left alone
         plain.values_CNT[0, who, 200] * np.float32(factor),
@@ -51,12 +51,12 @@ def test_a_change_of_unit_is_named_and_converted(seed, factor, who):
 
 def test_it_does_not_matter_where_time_is_cut_and_a_unit_may_come_back(seed):
     rng = np.random.default_rng(seed)
-    whole = grid(rng, 600)
-    whole.values_CNT[0, 3, 150:400] *= 1000
-    once = Quality().check(whole)
+    uncut = grid(rng, 600)
+    uncut.values_CNT[0, 3, 150:400] *= 1000
+    once = Quality().check(uncut)
     for places in ([1, 2, 3, 151, 190], sorted(rng.choice(599, 60, replace=False) + 1)):
         quality = Quality()
-        parts = [quality.check(part) for part in cut(whole, *places)]
+        parts = [quality.check(part) for part in cut(uncut, *places)]
         joined = np.concatenate([p.values_CNT for p in parts], axis=2)
         np.testing.assert_array_equal(joined, once.values_CNT)
         assert tuple(n for p in parts for n in p.notes) == once.notes
@@ -64,7 +64,7 @@ def test_it_does_not_matter_where_time_is_cut_and_a_unit_may_come_back(seed):
         ["1000", "times", "larger"],
         ["1000", "times", "smaller"],
     ]
-    np.testing.assert_array_equal(once.values_CNT[0, 3, 450:], whole.values_CNT[0, 3, 450:])
+    np.testing.assert_array_equal(once.values_CNT[0, 3, 450:], uncut.values_CNT[0, 3, 450:])
 
 
 @pytest.mark.parametrize(
@@ -81,9 +81,9 @@ def test_it_does_not_matter_where_time_is_cut_and_a_unit_may_come_back(seed):
 def test_a_fault_is_no_change_of_unit(seed, fault):
     plain = grid(np.random.default_rng(seed))
     plain.values_CNT[0, 2, 150:] = fault(plain.values_CNT[0, 2, 150:])
-    found = Quality().check(plain)
-    assert found.notes == ()
-    np.testing.assert_array_equal(found.values_CNT, plain.values_CNT)
+    checked = Quality().check(plain)
+    assert checked.notes == ()
+    np.testing.assert_array_equal(checked.values_CNT, plain.values_CNT)
 
 
 def test_a_level_that_none_of_the_others_has_is_no_other_unit(seed):
@@ -94,11 +94,11 @@ def test_a_level_that_none_of_the_others_has_is_no_other_unit(seed):
 
 
 def test_what_is_missing_is_named_once_until_it_is_back(seed):
-    whole = grid(np.random.default_rng(seed), 100)
-    whole.values_CNT[1, :, 20:60] = np.nan
-    whole.values_CNT[:, 4, 40:80] = np.nan
+    uncut = grid(np.random.default_rng(seed), 100)
+    uncut.values_CNT[1, :, 20:60] = np.nan
+    uncut.values_CNT[:, 4, 40:80] = np.nan
     quality = Quality(["power", "share", "nothing"])
-    said = [quality.check(part).notes for part in cut(whole, 20, 40, 60, 80)]
+    said = [quality.check(part).notes for part in cut(uncut, 20, 40, 60, 80)]
     gone = "no machine has the metric {} from {} (Unix seconds) on"
     assert said == [
         (gone.format("nothing", T0),),
@@ -108,7 +108,7 @@ def test_what_is_missing_is_named_once_until_it_is_back(seed):
         (),
     ]
     fewer = dataclasses.replace(
-        whole, start=T0 + 100, machines=MACHINES[:5], values_CNT=whole.values_CNT[:, :5]
+        uncut, start=T0 + 100, machines=MACHINES[:5], values_CNT=uncut.values_CNT[:, :5]
     )
     assert "machine m5 is silent" in quality.check(fewer).notes[0]
     assert quality.check(fewer).notes == ()
@@ -148,47 +148,47 @@ def fleet(rng, seconds=900, count=6):
     return Grid(T0, 1, values, names, ("power", "share", "gpus"))
 
 
-def stuck(whole, *places):
+def stuck(grid_, *places):
     quality = Quality()
-    notes = [n for part in cut(whole, *places) for n in quality.check(part).notes]
+    notes = [n for part in cut(grid_, *places) for n in quality.check(part).notes]
     assert all("have had the same values since" in n for n in notes), notes
     return notes
 
 
 @pytest.mark.parametrize("who", [[2], [0, 4], list(range(6))])
 def test_an_exporter_that_repeats_its_last_values_is_named_once(seed, who):
-    whole = fleet(np.random.default_rng(seed))
-    values = whole.values_CNT
+    uncut = fleet(np.random.default_rng(seed))
+    values = uncut.values_CNT
     values[:, who, 300:] = values[:, who, 299:300]
-    (note,) = stuck(whole)
+    (note,) = stuck(uncut)
     assert note.startswith(f"all metrics of m{who[0]}") and ("more" in note) == (len(who) > 3)
     since = int(note.partition("since ")[2].split()[0])
     assert since <= T0 + 299 and since >= T0 + 285
-    assert stuck(whole, 7, 150, 299, 420, 421, 600) == [note]  # wherever time is cut
+    assert stuck(uncut, 7, 150, 299, 420, 421, 600) == [note]  # wherever time is cut
     limit = 300 + (120 if len(who) < 4 else 300)
-    early = dataclasses.replace(whole, values_CNT=values[:, :, : limit - 20])
+    early = dataclasses.replace(uncut, values_CNT=values[:, :, : limit - 20])
     assert stuck(early) == []
     again = fleet(np.random.default_rng(seed + 1)).values_CNT[:, :, :600]
     again[:, who, 400:] = again[:, who, 399:400]
-    longer = dataclasses.replace(whole, values_CNT=np.concatenate([values, again], axis=2))
+    longer = dataclasses.replace(uncut, values_CNT=np.concatenate([values, again], axis=2))
     assert len(stuck(longer)) == (2 if len(who) < 4 else 1)  # it moved meanwhile
 
 
 def test_what_is_always_the_same_or_seldom_changes_is_no_stuck_exporter(seed):
-    whole = fleet(np.random.default_rng(seed))
-    values = whole.values_CNT.copy()
+    plain = fleet(np.random.default_rng(seed))
+    values = plain.values_CNT.copy()
     values[1, 3, 200:] = values[1, 3, 200]  # a series that stands still beside one that varies
-    assert stuck(dataclasses.replace(whole, values_CNT=values)) == []
-    values = whole.values_CNT.copy()
+    assert stuck(dataclasses.replace(plain, values_CNT=values)) == []
+    values = plain.values_CNT.copy()
     values[:] = 8.0  # a job of counts
-    assert stuck(dataclasses.replace(whole, values_CNT=values)) == []
+    assert stuck(dataclasses.replace(plain, values_CNT=values)) == []
     values[0] = (np.arange(900) // 250 % 2) * 30.0  # phases of four minutes
-    assert stuck(dataclasses.replace(whole, values_CNT=values)) == []
-    values[0] = whole.values_CNT[0]
+    assert stuck(dataclasses.replace(plain, values_CNT=values)) == []
+    values[0] = plain.values_CNT[0]
     values[0, :, 300:500] = 100.0  # a job that uses all it can for three minutes
-    assert stuck(dataclasses.replace(whole, values_CNT=values)) == []
+    assert stuck(dataclasses.replace(plain, values_CNT=values)) == []
     values[:, 2, 300:] = np.nan  # silence has a sentence of its own
-    notes = Quality().check(dataclasses.replace(whole, values_CNT=values)).notes
+    notes = Quality().check(dataclasses.replace(plain, values_CNT=values)).notes
     assert [n for n in notes if "same values" in n] == []
 
 
@@ -205,21 +205,21 @@ def test_samples_every_minute_stand_still_only_after_several_of_them(seed):
 
 
 def test_machines_that_left_are_forgotten(seed):
-    whole, quality = fleet(np.random.default_rng(seed)), Quality()
-    first, second = cut(whole, 450)
+    uncut, quality = fleet(np.random.default_rng(seed)), Quality()
+    first, second = cut(uncut, 450)
     quality.check(first)
     quality.forget(["m1", "m5", "nobody"])
     stay = [0, 2, 3, 4]
-    names = tuple(whole.machines[k] for k in stay)
+    names = tuple(uncut.machines[k] for k in stay)
     fewer = dataclasses.replace(second, machines=names, values_CNT=second.values_CNT[:, stay])
     assert quality.check(fewer).notes == ()
 
 
 def untouched(values):
     machines = tuple(f"m{k:02}" for k in range(len(values)))
-    found = Quality().check(Grid(0, 1, values[None].astype(np.float32), machines, ("x",)))
-    assert found.notes == ()
-    np.testing.assert_array_equal(found.values_CNT[0], values.astype(np.float32))
+    checked = Quality().check(Grid(0, 1, values[None].astype(np.float32), machines, ("x",)))
+    assert checked.notes == ()
+    np.testing.assert_array_equal(checked.values_CNT[0], values.astype(np.float32))
 
 
 def test_bursts_of_a_rate_that_is_never_steady_change_no_unit():

@@ -61,9 +61,9 @@ def test_what_slows_all_or_nobody_names_nobody(seed):
     both = work_TMR.copy()
     both[PAST:, 0] += 0.5
     assert named(slow_T, both) == []  # the file system of all
-    beside = work_TMR.copy()
-    beside[PAST:, 1, 2] += 1.5
-    assert named(step_T, beside) == []  # a checkpoint that is written beside the steps
+    aside = work_TMR.copy()
+    aside[PAST:, 1, 2] += 1.5
+    assert named(step_T, aside) == []  # a checkpoint that is written beside the steps
     two = work_TMR.copy()
     two[PAST:, 0, :2] += 0.5
     assert named(slow_T, two) == []  # two of four that have one role
@@ -92,8 +92,8 @@ def test_simulated_jobs():
     """A few of those of experiments/reports/slow_ranks.py."""
     for seed in range(2):
         run = slow_ranks.simulate(4, seed, healthy=0.0)
-        found = [one.rank for at, one in slow_ranks.judge(run) if at > run.onset]
-        assert found[:1] == [run.who], (seed, run.kind)
+        ranks = [one.rank for at, one in slow_ranks.judge(run) if at > run.onset]
+        assert ranks[:1] == [run.who], (seed, run.kind)
 
 
 # ---- streams of reports
@@ -109,16 +109,18 @@ def stream():
     return s
 
 
-def train(s, seconds, own=0.02, wait=None, step_s=1.0, slow=None, first=1):
+def train(s, seconds, own_s=0.02, wait=None, step_s=1.0, slow=None, first=1):
     """A step a second. wait: {rank: threads that wait for a processor}. Returns what is named."""
-    found = []
+    actions = []
     for step in range(first, first + seconds):
         for r in range(4):
             more = 0.4 if r == slow else 0.0
-            s.put(r, "wait", step, own_s=own * (1 + 0.05 * ((step + r) % 3)) + more, step_s=step_s)
+            s.put(
+                r, "wait", step, own_s=own_s * (1 + 0.05 * ((step + r) % 3)) + more, step_s=step_s
+            )
             s.set(r, cpu_cores=0.4, cpu_wait_cores=(wait or {}).get(r, 0.05))
-        found += s.tick()
-    return found
+        actions += s.tick()
+    return actions
 
 
 def test_a_rank_with_slow_own_work_is_named_with_its_host():

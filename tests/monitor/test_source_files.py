@@ -39,16 +39,16 @@ def random_rows(rng, size=500):
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
 def test_what_the_standard_library_writes_is_read(tmp_path, seed, packed, end, monkeypatch):
     monkeypatch.setattr(files, "BLOCK", 1 << 10)  # many blocks
-    wanted = random_rows(np.random.default_rng(seed))
+    expected = random_rows(np.random.default_rng(seed))
     path = tmp_path / ("a.csv.gz" if packed else "a.csv")
     with (gzip.open if packed else open)(path, "wt", newline="") as f:
         writer = csv.writer(f, lineterminator=end)
         writer.writerow(["machine", "timestamp", "value", "metric"])  # in any order
-        writer.writerows([(m, t, repr(v), c) for t, m, c, v in wanted])
-    found = files.read(path)
-    assert rows(found) == sorted(wanted) and found.notes == ()
+        writer.writerows([(m, t, repr(v), c) for t, m, c, v in expected])
+    samples = files.read(path)
+    assert rows(samples) == sorted(expected) and samples.notes == ()
     part = files.read(path, T0 + 20, T0 + 30)
-    assert rows(part) == sorted(r for r in wanted if T0 + 20 <= r[0] < T0 + 30)
+    assert rows(part) == sorted(r for r in expected if T0 + 20 <= r[0] < T0 + 30)
     assert (part.start, part.end) == (T0 + 20, T0 + 30)
 
 
@@ -56,8 +56,8 @@ def test_parquet_of_numbers_and_of_timestamps(tmp_path, seed):
     pa = pytest.importorskip("pyarrow")
     from pyarrow import parquet
 
-    wanted = random_rows(np.random.default_rng(seed))
-    times, machines, metrics, values = (list(c) for c in zip(*wanted, strict=True))
+    expected = random_rows(np.random.default_rng(seed))
+    times, machines, metrics, values = (list(c) for c in zip(*expected, strict=True))
     moments = [datetime.datetime.fromtimestamp(t, datetime.UTC) for t in times]
     names = pa.array(machines).dictionary_encode()
     for k, column in enumerate((pa.array(times), pa.array(moments, pa.timestamp("ms", "UTC")))):
@@ -65,7 +65,7 @@ def test_parquet_of_numbers_and_of_timestamps(tmp_path, seed):
             {"timestamp": column, "machine": names, "metric": metrics, "value": values}
         )
         parquet.write_table(table, tmp_path / f"{k}.parquet")
-        assert rows(files.read(tmp_path / f"{k}.parquet")) == sorted(wanted)
+        assert rows(files.read(tmp_path / f"{k}.parquet")) == sorted(expected)
     (tmp_path / "no.parquet").write_bytes(b"PAR1, not")
     with pytest.raises(UserError, match=r"no\.parquet"):
         files.read(tmp_path / "no.parquet")
@@ -79,10 +79,10 @@ def test_labels_in_quotes_and_in_columns_tell_devices_apart(tmp_path):
     (tmp_path / "column.csv").write_text(
         HEAD.replace("\n", ",gpu\n") + "".join(f"{T0},a,{raw},{10 * g},{g}\n" for g in range(1, 9))
     )
-    wanted = {"gpu_count": 8, name: 0.45, f"{name}_max": 0.8, f"{name}_min": 0.1}
+    expected = {"gpu_count": 8, name: 0.45, f"{name}_max": 0.8, f"{name}_min": 0.1}
     for path in ("quoted.csv", "column.csv"):
-        found = {c: v for _, _, c, v in files.read(tmp_path / path).rows()}
-        assert found == pytest.approx(wanted)
+        values = {c: v for _, _, c, v in files.read(tmp_path / path).rows()}
+        assert values == pytest.approx(expected)
 
 
 def test_bad_rows_are_named_and_the_rest_is_read(tmp_path):
@@ -91,10 +91,10 @@ def test_bad_rows_are_named_and_the_rest_is_read(tmp_path):
         HEAD + f"{T0},a,x,1\n\n{T0 + 1},a,x,nan\n{T0 + 2},a,x,\n{T0 + 3},a,x,four\n"
         f"{T0 + 4},a,x,1,9\n{T0 + 1},b,x,inf\n{T0 + 6}000,a,x,1\n{T0},b,x,2\n{T0 + 7},a,x"
     )
-    found = files.read(path)
-    assert len(found) == 5 and math.isnan(rows(found)[2][3])
-    assert "row 6: value='four' is no number; 4 of 9 rows were left out" in found.notes[0]
-    assert "go back within a series 1 times, first in row 10" in found.notes[1]
+    samples = files.read(path)
+    assert len(samples) == 5 and math.isnan(rows(samples)[2][3])
+    assert "row 6: value='four' is no number; 4 of 9 rows were left out" in samples.notes[0]
+    assert "go back within a series 1 times, first in row 10" in samples.notes[1]
 
 
 @pytest.mark.parametrize(
@@ -122,13 +122,13 @@ def test_an_interval_without_a_row_is_named_with_the_times_of_the_rows(tmp_path)
 
 
 def test_half_a_file_is_read_as_far_as_it_goes(tmp_path, seed):
-    wanted = random_rows(np.random.default_rng(seed), 20_000)
-    text = HEAD + "".join(f"{t},{m},{c},{v!r}\n" for t, m, c, v in wanted)
+    expected = random_rows(np.random.default_rng(seed), 20_000)
+    text = HEAD + "".join(f"{t},{m},{c},{v!r}\n" for t, m, c, v in expected)
     packed = gzip.compress(text.encode())
     (tmp_path / "half.csv.gz").write_bytes(packed[: len(packed) // 2])
-    found = files.read(tmp_path / "half.csv.gz")
-    assert 5000 < len(found) < 15_000 and set(rows(found)) <= set(wanted)
-    assert f"breaks off after row {len(found) + 1}" in found.notes[0]
+    samples = files.read(tmp_path / "half.csv.gz")
+    assert 5000 < len(samples) < 15_000 and set(rows(samples)) <= set(expected)
+    assert f"breaks off after row {len(samples) + 1}" in samples.notes[0]
     (tmp_path / "none.csv.gz").write_bytes(packed[:12])
     with pytest.raises(UserError, match="cannot be read"):
         files.read(tmp_path / "none.csv.gz")
@@ -141,7 +141,7 @@ def test_half_a_file_is_read_as_far_as_it_goes(tmp_path, seed):
 def test_quotes_may_hold_line_ends_wherever_a_block_ends(tmp_path, seed, monkeypatch):
     monkeypatch.setattr(files, "BLOCK", 1 << 10)
     rng = np.random.default_rng(seed)
-    wanted = [
+    expected = [
         (t, f'm{n}\n"{n}",\n' if quoted else f"m{n}", c, v)
         for (t, n, c, v), quoted in zip(
             [(t, int(m[1:]), c, v) for t, m, c, v in random_rows(rng)],
@@ -150,8 +150,8 @@ def test_quotes_may_hold_line_ends_wherever_a_block_ends(tmp_path, seed, monkeyp
         )
     ]
     with open(tmp_path / "a.csv", "w", newline="") as f:
-        csv.writer(f, lineterminator="\n").writerows([HEAD.strip().split(","), *wanted])
-    assert rows(files.read(tmp_path / "a.csv")) == sorted(wanted)
+        csv.writer(f, lineterminator="\n").writerows([HEAD.strip().split(","), *expected])
+    assert rows(files.read(tmp_path / "a.csv")) == sorted(expected)
 
 
 def packed(text, times=1):
@@ -254,35 +254,35 @@ def test_parquet_columns_of_other_types_are_read(tmp_path):
         gpu=pa.array([7, None], pa.int8()),
         ok=[True, False],
     )
-    found = files.read(tmp_path / "a.parquet")
-    assert found.metrics == ("x",) and rows(found) == [(T0 + 0.123456, "h", "x", 3.0)]
-    assert "row 2: timestamp=" in found.notes[0]
+    samples = files.read(tmp_path / "a.parquet")
+    assert samples.metrics == ("x",) and rows(samples) == [(T0 + 0.123456, "h", "x", 3.0)]
+    assert "row 2: timestamp=" in samples.notes[0]
     parquet_of(tmp_path / "b.parquet", value=["1.5", "", "four"], timestamp=["5", "6", "7"])
-    found = files.read(tmp_path / "b.parquet")
-    assert [v for *_, v in found.rows()][0] == 1.5 and math.isnan(found.value_N[1])
-    assert "row 3: value='four' is no number; 1 of 3" in found.notes[0]
+    samples = files.read(tmp_path / "b.parquet")
+    assert [v for *_, v in samples.rows()][0] == 1.5 and math.isnan(samples.value_N[1])
+    assert "row 3: value='four' is no number; 1 of 3" in samples.notes[0]
 
 
 def test_a_damaged_parquet_file_is_named_or_read(tmp_path, seed):
     parquet_of(
         tmp_path / "a.parquet", machine=[f"m{k % 7}" for k in range(3000)], value=np.arange(3000.0)
     )
-    whole, rng = (tmp_path / "a.parquet").read_bytes(), np.random.default_rng(seed)
-    wanted, refused = set(files.read(tmp_path / "a.parquet").rows()), 0
+    intact, rng = (tmp_path / "a.parquet").read_bytes(), np.random.default_rng(seed)
+    expected, refused = set(files.read(tmp_path / "a.parquet").rows()), 0
     for k in range(60):
-        bent = bytearray(whole)
+        bent = bytearray(intact)
         if k % 3:
-            for place in rng.integers(4, len(whole), 1 + k % 5):
+            for place in rng.integers(4, len(intact), 1 + k % 5):
                 bent[place] ^= 1 << rng.integers(8)
         else:
-            del bent[rng.integers(4, len(whole)) :]
+            del bent[rng.integers(4, len(intact)) :]
         (tmp_path / "b.parquet").write_bytes(bent)
         try:
             files.read(tmp_path / "b.parquet")
         except UserError as error:
             refused += 1
             assert "b.parquet" in str(error)
-    assert refused >= 20 and wanted
+    assert refused >= 20 and expected
 
 
 def test_parquet_with_names_that_are_no_text_is_refused(tmp_path):

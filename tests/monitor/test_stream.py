@@ -16,10 +16,10 @@ from megajax.monitor.records import (
     Record,
     Recorder,
     Stream,
-    beside,
     newest,
     of_process,
     parse,
+    records_file,
     without_host,
 )
 
@@ -29,7 +29,7 @@ def record(step, name="loss", value=1.0, device=None):
 
 
 def test_records_are_read_once_and_in_order(tmp_path):
-    path = beside(tmp_path / "attempt0-rank3")
+    path = records_file(tmp_path / "attempt0-rank3")
     reader = Reader(path, "h", 3)
     assert reader.take() == []  # not there yet
     writer = Stream(path)
@@ -54,9 +54,9 @@ def test_a_reader_that_is_late_loses_the_oldest(tmp_path):
     steps = range(1, 3 * SLOTS)
     for step in steps:
         writer.write([record(step)])
-    found = [r.step for r in reader.take()]
-    assert found == list(range(found[0], steps[-1] + 1)) and len(found) >= SLOTS // 2
-    assert reader.lost == found[0] - 1
+    steps_read = [r.step for r in reader.take()]
+    assert steps_read == list(range(steps_read[0], steps[-1] + 1)) and len(steps_read) >= SLOTS // 2
+    assert reader.lost == steps_read[0] - 1
     writer.write([record(7)])
     assert [r.step for r in reader.take()] == [7]
 
@@ -65,12 +65,12 @@ def test_a_slot_that_is_being_written_is_left_for_the_next_time(tmp_path):
     """The writer writes from front to back: of every prefix of a record nothing is taken."""
     writer, reader = Stream(tmp_path / "r"), Reader(tmp_path / "r", "h", 3)
     writer.write([record(1), record(2, value=2.0)])
-    whole = bytes(writer._memory[128:256])
+    slot = bytes(writer._memory[128:256])
     for size in range(1, 121):  # the last number begins at 120
-        writer._memory[128:256] = whole[:size] + bytes(128 - size)
+        writer._memory[128:256] = slot[:size] + bytes(128 - size)
         reader._number = 0
         assert [r.step for r in reader.take()] == [1]
-    writer._memory[128:256] = whole
+    writer._memory[128:256] = slot
     assert reader._number == 1 and [r.value for r in reader.take()] == [2.0]
 
 
@@ -83,8 +83,8 @@ def test_what_a_killed_process_recorded_is_there(tmp_path):
         "os.kill(os.getpid(), signal.SIGKILL)\n"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path / "p")])
-    (found,) = Reader(beside(tmp_path / "p"), "h", 3).take()
-    assert (found.name, found.value, found.step) == ("injected_fault", "kill", 9)
+    (last,) = Reader(records_file(tmp_path / "p"), "h", 3).take()
+    assert (last.name, last.value, last.step) == ("injected_fault", "kill", 9)
 
 
 def test_full_memory_costs_the_stream_and_not_the_run(tmp_path, monkeypatch):
@@ -95,9 +95,9 @@ def test_full_memory_costs_the_stream_and_not_the_run(tmp_path, monkeypatch):
 
 def test_the_newest_of_each_name_goes_to_the_driver_and_comes_back(tmp_path):
     rows = [record(1), record(2), record(2, device=1), record(2, "mfu", None)]
-    kept = newest(rows)
-    assert kept == [rows[1], rows[2]]
-    assert parse("h", [without_host(r) for r in kept]) == kept
+    latest = newest(rows)
+    assert latest == [rows[1], rows[2]]
+    assert parse("h", [without_host(r) for r in latest]) == latest
     for bad in ([], [1, 2], [0, "0", None, None, "a", 1], [0, 0, None, None, 5, 1], 3):
         with pytest.raises(ValueError, match="is no record"):
             parse("h", [bad])
@@ -116,9 +116,9 @@ def test_a_process_records_for_its_sinks_and_for_its_agent_alike(tmp_path):
     recorder = Recorder([Keep(), *of_process(pathlib.Path(tmp_path / "p"))], 3, host="h")
     recorder.emit(4, {"loss": 2.0, "mfu": None, "tokens": 8})
     recorder.close()
-    found = Reader(beside(tmp_path / "p"), "h", 3).take()
-    assert found == [r for r in seen if r.value is not None]
-    assert [(r.name, r.rank, r.host, r.step) for r in found] == [
+    taken = Reader(records_file(tmp_path / "p"), "h", 3).take()
+    assert taken == [r for r in seen if r.value is not None]
+    assert [(r.name, r.rank, r.host, r.step) for r in taken] == [
         ("loss", 3, "h", 4),
         ("tokens", 3, "h", 4),
     ]

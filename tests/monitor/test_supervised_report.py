@@ -13,8 +13,8 @@ EVENTS = [{"time": 0, "clock": 0, "event": "start"}, {"time": 9, "clock": 8, "ev
 
 
 def leave(folder, events, rows=()):
-    for name, found in (("events", events), ("metrics", rows)):
-        (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, found)))
+    for name, lines in (("events", events), ("metrics", rows)):
+        (folder / f"{name}.jsonl").write_text("\n".join(map(json.dumps, lines)))
 
 
 def test_lines_that_are_no_events_and_no_rows_are_left_out(tmp_path):
@@ -29,8 +29,8 @@ def test_lines_that_are_no_events_and_no_rows_are_left_out(tmp_path):
         {"step": 6, "step_time_s": float("nan")},
     ]
     leave(tmp_path, [EVENTS[0], *strange, EVENTS[1]], rows)
-    found = timeline.figures(tmp_path, tmp_path)
-    assert (found["total_s"], found["training_s"], found["ettr"]) == (8, 2, 0.25)
+    figures = timeline.figures(tmp_path, tmp_path)
+    assert (figures["total_s"], figures["training_s"], figures["ettr"]) == (8, 2, 0.25)
 
 
 def test_a_run_that_took_no_time_has_a_ratio(tmp_path):
@@ -59,11 +59,11 @@ def test_spans_that_cannot_be_drawn_are_one_sentence(tmp_path, text, words):
 
 def test_what_a_sick_process_says_of_its_sections_keeps_no_driver_from_its_evidence(tmp_path):
     bad = [math.nan, math.inf, -1e300, 1e300, "1", None, True]
-    own = [["data", 1, x, 2.0] for x in bad[:-1]] + [["data", 1, 2.0, x] for x in bad]
-    own += [["data", 1, 2.0, 1.0], ["none", 1, 0, 1], ["data", 2**70, 0, 1], [], 5, "data"]
-    assert timeline.spans_of({"0": own}) in ({}, {0: [timeline.Span("data", 1, 2.0, True)]})
+    sections = [["data", 1, x, 2.0] for x in bad[:-1]] + [["data", 1, 2.0, x] for x in bad]
+    sections += [["data", 1, 2.0, 1.0], ["none", 1, 0, 1], ["data", 2**70, 0, 1], [], 5, "data"]
+    assert timeline.spans_of({"0": sections}) in ({}, {0: [timeline.Span("data", 1, 2.0, True)]})
     good = ["data", 1, 1.0, 2.0], ["data", 2, 1.0, 2.0]  # two steps at one moment
     journal = Journal(tmp_path, lambda text: None)
-    journal.evidence(0, {}, {"0": [*own, *good], "1": good}, {0: "a", 1: "b"}, {}, None)
+    journal.evidence(0, {}, {"0": [*sections, *good], "1": good}, {0: "a", 1: "b"}, {}, None)
     journal.close()
     assert (tmp_path / "attempt0" / "heat.html").exists() and not journal.lost

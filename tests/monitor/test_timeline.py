@@ -10,16 +10,16 @@ from megajax.monitor.timeline import draw_heat, heat_html, own_share, parse_grid
 
 def spans_of(ranks, steps, slow=None, offset=0.0, more=0.12):
     """Steps of a second; the slow rank has `more` own work, so the others wait in the launch."""
-    found = {}
+    spans = {}
     for rank in range(ranks):
-        own = 0.1 + (more if rank == slow else 0.0)
-        found[rank] = [
+        work_s = 0.1 + (more if rank == slow else 0.0)
+        spans[rank] = [
             span
             for step in range(1, steps + 1)
             for t in [step * 1.0 + offset * rank]
-            for span in (Span("data", step, t, t + own), Span("launch", step, t + own, t + 1))
+            for span in (Span("data", step, t, t + work_s), Span("launch", step, t + work_s, t + 1))
         ]
-    return found
+    return spans
 
 
 HOSTS = {0: "a", 1: "a", 2: "b", 3: "b"}
@@ -31,9 +31,9 @@ def test_perfetto_has_one_clock_and_arrows_from_the_last_to_launch():
     shifted = {
         r: [
             Span(s.section, s.step, s.begin + clocks[HOSTS[r]], s.end + clocks[HOSTS[r]])
-            for s in own
+            for s in sections
         ]
-        for r, own in spans.items()
+        for r, sections in spans.items()
     }
     trace = perfetto(shifted, HOSTS, clocks)["traceEvents"]
     slices = {(e["tid"], e["name"], e["args"]["step"]): e for e in trace if e["ph"] == "X"}
@@ -107,8 +107,8 @@ def test_ettr_by_the_formula():
 def test_compilation_is_no_training():
     rows = [{"step": 1, "step_time_s": 40.0, "time_compile_s": 38.0}, {"step": 2, "step_time_s": 2}]
     events = [{"time": 0, "event": "start"}, {"time": 50, "event": "end"}]
-    found = timeline.measured(events, [*rows, {"step": 2, "eval_loss": 1.0}])
-    assert (found["training_s"], found["down_s"]) == (4, 46) and found["ettr"] == 0.08
+    figures = timeline.measured(events, [*rows, {"step": 2, "eval_loss": 1.0}])
+    assert (figures["training_s"], figures["down_s"]) == (4, 46) and figures["ettr"] == 0.08
 
 
 def test_ettr_by_measurement_agrees_with_the_formula():
@@ -124,15 +124,20 @@ def test_ettr_by_measurement_agrees_with_the_formula():
             {"time": 1, "event": "fault"},
             {"time": end, "event": "end"},
         ]
-        found = timeline.measured(events, rows)
-        assert (found["training_s"], found["redone_s"], found["down_s"], found["faults"]) == (
+        figures = timeline.measured(events, rows)
+        assert (
+            figures["training_s"],
+            figures["redone_s"],
+            figures["down_s"],
+            figures["faults"],
+        ) == (
             interval * step_s,
             lost * step_s,
             pytest.approx(load_s),
             1,
         )
-        wasted += found["total_s"]
-        training += found["training_s"]
+        wasted += figures["total_s"]
+        training += figures["training_s"]
     assert training / wasted == pytest.approx(
         timeline.formula(interval, step_s, 0, load_s), rel=0.01
     )

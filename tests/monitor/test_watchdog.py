@@ -27,7 +27,9 @@ class Stream:
     def __init__(self, hosts=HOSTS, limits=LIMITS, **more):
         self.now = 1000.0
         self.hosts = hosts
-        self.ranks = {r: {"state": "S", "log_bytes": 0} for own in hosts.values() for r in own}
+        self.ranks = {
+            r: {"state": "S", "log_bytes": 0} for numbers in hosts.values() for r in numbers
+        }
         self.steps = dict.fromkeys(self.ranks)
         self.lines = {}
         self.traffic = dict.fromkeys(hosts, 0)
@@ -73,9 +75,9 @@ class Stream:
     def until(self, seconds):
         """Returns (the first fault, seconds that it took)."""
         for i in range(int(seconds)):
-            found = [a for a in self.tick() if a.kind != "warn"]
-            if found:
-                return found[0], i + 1
+            faults = [a for a in self.tick() if a.kind != "warn"]
+            if faults:
+                return faults[0], i + 1
         raise AssertionError("nothing was found")
 
     def train(self, first, last):
@@ -193,8 +195,8 @@ def test_a_watcher_that_was_frozen_blames_nobody(how):
             s.dog.hang_up(host, "closed by the other end")
     if how == "killed":  # which a freeze explains as little as a rank's own error
         s.set(2, exit_code=-9)
-    found = [a for a in s.tick(60.0) if a.kind != "warn"]
-    fault = found[0] if found else s.until(5)[0]
+    faults = [a for a in s.tick(60.0) if a.kind != "warn"]
+    fault = faults[0] if faults else s.until(5)[0]
     if how == "killed":
         assert (fault.rule, fault.ranks) == ("exit", (2,))
     else:
@@ -236,13 +238,13 @@ def test_wrong_flags_are_known_by_a_code_that_comes_late(late):
     s = Stream()
     s.put(1, "failed", 0)
     s.set(1, error="error: config.json is torn: delete it (--run_dir)")
-    found = next((a for _ in range(late) for a in s.tick()), None)
-    if found is None:
+    action = next((a for _ in range(late) for a in s.tick()), None)
+    if action is None:
         s.set(1, state="X", exit_code=2)
-        found, _ = s.until(8)
+        action, _ = s.until(8)
     code = 2 if late <= 5 * LIMITS.settle else 0
     kind, rule = ("stop", "usage") if code else ("restart", "exit")
-    assert (found.kind, found.rule, found.code, found.ranks) == (kind, rule, code, (1,))
+    assert (action.kind, action.rule, action.code, action.ranks) == (kind, rule, code, (1,))
 
 
 def test_a_job_whose_place_another_has_taken_ends_and_nobody_is_blamed():
@@ -353,9 +355,9 @@ def test_a_flood_of_the_log():
     for i in range(20):
         s.put_all("wait", 6 + i)
         s.set(1, log_bytes=s.ranks[1]["log_bytes"] + 50_000_000)
-        if found := s.tick():
+        if actions := s.tick():
             break
-    assert (found[0].rule, found[0].ranks) == ("flood", (1,)) and i < 2 * LIMITS.silence
+    assert (actions[0].rule, actions[0].ranks) == ("flood", (1,)) and i < 2 * LIMITS.silence
     s = Stream()  # one burst is no flood, however late its report comes
     s.train(1, 5)
     s.set(1, log_bytes=900_000_000)
@@ -451,13 +453,13 @@ def own_times(seed, factor, ranks=4, steps=60, noise=0.03):
     random = np.random.default_rng(seed)
     hosts = {f"h{i}": (i,) for i in range(ranks)}
     s = Stream(hosts)
-    own = 1 + noise * random.uniform(-1, 1, (ranks, 1))  # each machine has its own speed
-    own = own * (1 + noise * random.uniform(-1, 1, (ranks, steps)))
-    own[ranks // 2] *= factor
+    work = 1 + noise * random.uniform(-1, 1, (ranks, 1))  # each machine has its own speed
+    work = work * (1 + noise * random.uniform(-1, 1, (ranks, steps)))
+    work[ranks // 2] *= factor
     named = []
     for i in range(steps):
         for r in range(ranks):
-            s.put(r, "data", i + 1, own_s=own[r, i], step_s=own[:, i].max())
+            s.put(r, "data", i + 1, own_s=work[r, i], step_s=work[:, i].max())
         named += [a.ranks for a in s.tick() if a.rule == "straggler"]
     return named
 
@@ -504,17 +506,17 @@ def test_stragglers_in_recorded_times(seed):
     Recorded with scripts/supervise.py; own_s and step_s from attempt0/spans.json.
     """
     golden = np.load(pathlib.Path(__file__).parent.parent / "golden" / "straggler.npz")
-    own, step = golden["own_s"].astype(float), golden["step_s"].astype(float)
+    work, step = golden["own_s"].astype(float), golden["step_s"].astype(float)
     random = np.random.default_rng(seed)
-    assert named(own, step) == {}
-    assert named(own * random.uniform(0.97, 1.03, own.shape), step) == {}  # noise of each step
-    assert named(own * random.uniform(0.97, 1.03, (4, 1)), step) == {}  # of each machine
+    assert named(work, step) == {}
+    assert named(work * random.uniform(0.97, 1.03, work.shape), step) == {}  # noise of each step
+    assert named(work * random.uniform(0.97, 1.03, (4, 1)), step) == {}  # of each machine
     for rank in range(4):
         factor = np.where(np.arange(4) == rank, 1.12, 1)[:, None]
-        assert named(own * factor, step) == {rank: 20}
+        assert named(work * factor, step) == {rank: 20}
     for _ in range(4):  # and whatever else: as the rule says, at the same step
-        factor = random.uniform(0.9, 1.2, (4, 1)) * random.uniform(0.95, 1.05, own.shape)
-        assert named(own * factor, step) == slow_ranks(own * factor, step)
+        factor = random.uniform(0.9, 1.2, (4, 1)) * random.uniform(0.95, 1.05, work.shape)
+        assert named(work * factor, step) == slow_ranks(work * factor, step)
 
 
 def test_own_work_that_is_nothing_beside_a_step_names_nobody():
@@ -533,12 +535,12 @@ def test_a_full_disk_a_drop_of_traffic_and_a_word_in_the_log_warn_once():
         assert s.tick() == []
     s.disk["b"] = 1e6
     s.lines[3] = ["NVRM: Xid 79"]
-    found = s.tick()
-    assert [(a.kind, a.rule, a.hosts) for a in found] == [
+    actions = s.tick()
+    assert [(a.kind, a.rule, a.hosts) for a in actions] == [
         ("warn", "log", ("b",)),
         ("warn", "disk", ("b",)),
     ]
-    assert "Xid 79" in found[0].message and found[0].ranks == (3,)
+    assert "Xid 79" in actions[0].message and actions[0].ranks == (3,)
     assert s.tick() == []
     said = []
     for step in range(31, 40):

@@ -507,18 +507,20 @@ class Fault:
     def disturbances(self, layout: Layout) -> list[Disturbance]:
         """Returns what the fault does to its machine, its peers and the job."""
         victim = layout.names.index(self.machine)
-        found = [Disturbance(self.kind, self.start, self.end, (victim,), self.moves)]
+        disturbances = [Disturbance(self.kind, self.start, self.end, (victim,), self.moves)]
         spread = [m for m in self.moves if m.target not in ("gone", "nominal")]
         for machine, delay_s, share in self.peers:
             moves = tuple(m.scaled(share, delay_s) for m in spread)
-            found.append(Disturbance("peer", self.start, self.end, (machine,), moves))
+            disturbances.append(Disturbance("peer", self.start, self.end, (machine,), moves))
         slow = min(self.start + self.speed_delay_s, self.end)
         if self.speed < 1:
             kind = "hang" if self.speed == 0 else "slow"
-            found.append(Disturbance(kind, slow, self.end, (), (), self.speed, self.ramp_s))
+            disturbances.append(Disturbance(kind, slow, self.end, (), (), self.speed, self.ramp_s))
         if self.restart_s > 0:
-            found.append(Disturbance("halt", self.end, self.end + self.restart_s, state="restart"))
-        return found
+            disturbances.append(
+                Disturbance("halt", self.end, self.end + self.restart_s, state="restart")
+            )
+        return disturbances
 
 
 def draw_kind(rng: np.random.Generator, mix: str) -> str:
@@ -563,9 +565,11 @@ def draw_fault(
         visible = waiting or visible
     moves = _moves(rng, what, factor, (shape, seconds), weak, visible)
     if kind == "fail_slow":  # the victim is never seen to wait
-        kept = rng.permutation(["gpu_tensor_activity", "gpu_sm_activity", "nvlink_bandwidth"])[:2]
+        metrics = rng.permutation(["gpu_tensor_activity", "gpu_sm_activity", "nvlink_bandwidth"])[
+            :2
+        ]
         size = float(rng.uniform(0.3, 0.9))
-        moves += tuple(Move(str(m), "nominal", size, shape, seconds) for m in kept)
+        moves += tuple(Move(str(m), "nominal", size, shape, seconds) for m in metrics)
     if rng.random() < what.vanishes:
         moves = _vanishing(rng, kind, moves)
     peers: list[tuple[int, float, float]] = []
@@ -613,8 +617,8 @@ def _moves(
             low = effect.low if weak else np.sqrt(effect.low * effect.high)
             size = float(np.exp(rng.uniform(np.log(low), np.log(effect.high)))) * factor
             for metric in _members(rng, GROUPS[effect.group]):
-                own = min(1.0, size * float(rng.uniform(0.7, 1.2)))
-                moves.append(Move(metric, effect.target, own, *shape))
+                each = min(1.0, size * float(rng.uniform(0.7, 1.2)))
+                moves.append(Move(metric, effect.target, each, *shape))
         if not possible or any(m.metric in visible for m in moves):
             return tuple(moves)
     return tuple(Move(m, e.target, e.high, *shape) for e in possible[:1] for m in GROUPS[e.group])
@@ -622,8 +626,8 @@ def _moves(
 
 def _members(rng: np.random.Generator, group: Sequence[str]) -> list[str]:
     """Returns some of a group's metrics, each with 0.75, at least one of the first four."""
-    kept = [m for m in group if rng.random() < 0.75]
-    return kept or [group[int(rng.integers(min(4, len(group))))]]
+    members = [m for m in group if rng.random() < 0.75]
+    return members or [group[int(rng.integers(min(4, len(group))))]]
 
 
 def _vanishing(rng: np.random.Generator, kind: str, moves: tuple[Move, ...]) -> tuple[Move, ...]:

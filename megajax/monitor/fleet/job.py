@@ -88,14 +88,14 @@ def of_hour(setting: Setting, layout: Layout, seed: int, hour: int) -> list[Dist
     begin = hour * HOUR
     count = rng.poisson(setting.jitters * (layout.machines + 6))
     low, high = np.log(setting.jitter_s)
-    found = []
+    disturbances = []
     for _ in range(count):
         start, seconds = begin + rng.uniform(0, HOUR), float(np.exp(rng.uniform(low, high)))
         machine = int(rng.integers(layout.machines))
-        found.append(draw_jitter(layout, rng, start, seconds, machine))
-    found += _job_events(setting, layout, rng, begin)
-    found += _gaps(setting, layout, rng, begin)
-    return sorted(found, key=lambda d: (d.start, d.kind, d.machines))
+        disturbances.append(draw_jitter(layout, rng, start, seconds, machine))
+    disturbances += _job_events(setting, layout, rng, begin)
+    disturbances += _gaps(setting, layout, rng, begin)
+    return sorted(disturbances, key=lambda d: (d.start, d.kind, d.machines))
 
 
 def phases(setting: Setting, start: int, hour: int) -> list[Disturbance]:
@@ -103,7 +103,7 @@ def phases(setting: Setting, start: int, hour: int) -> list[Disturbance]:
 
     Every fourth checkpoint stops the GPUs, the others are written behind the training: ASSUMED.
     """
-    found = []
+    disturbances = []
     kinds = (
         ("checkpoint", setting.checkpoint_every_s, setting.checkpoint_s),
         ("evaluation", setting.evaluate_every_s, setting.evaluate_s),
@@ -116,12 +116,12 @@ def phases(setting: Setting, start: int, hour: int) -> list[Disturbance]:
         for k in range(first, last):
             at = start + k * every
             if kind == "evaluation":
-                found.append(Disturbance(kind, at, at + seconds, state="evaluate"))
+                disturbances.append(Disturbance(kind, at, at + seconds, state="evaluate"))
             elif k % 4 == 0:
-                found.append(Disturbance(kind, at, at + seconds, state="write"))
+                disturbances.append(Disturbance(kind, at, at + seconds, state="write"))
             else:
-                found.append(Disturbance(kind, at, at + 3 * seconds, state="write_behind"))
-    return found
+                disturbances.append(Disturbance(kind, at, at + 3 * seconds, state="write_behind"))
+    return disturbances
 
 
 def draw_jitter(
@@ -149,14 +149,14 @@ def _job_events(
 ) -> list[Disturbance]:
     names = list(JOB_EVENTS)
     share = np.array([JOB_EVENTS[n][0] for n in names])
-    found = []
+    disturbances = []
     for _ in range(rng.poisson(setting.job_events)):
         name = names[rng.choice(len(names), p=share / share.sum())]
         _, low, high = JOB_EVENTS[name]
         start = second + rng.uniform(0, HOUR)
         end = start + float(np.exp(rng.uniform(np.log(low), np.log(high))))
-        found += _job_event(name, layout, rng, start, end)
-    return found
+        disturbances += _job_event(name, layout, rng, start, end)
+    return disturbances
 
 
 def _job_event(
@@ -207,18 +207,20 @@ def _gaps(
     A restarted exporter shows counters from zero: after a hole of 1 to 4 s their rate of one second
     is far too low, since a rate that sees a reset counts from zero (as Prometheus' does).
     """
-    found = []
+    disturbances = []
     for _ in range(rng.poisson(setting.gaps * (layout.machines + 2))):
         start, machine = second + rng.uniform(0, HOUR), int(rng.integers(layout.machines))
         if rng.random() < 0.3:
             back = start + float(rng.uniform(1, 4))
             low = tuple(Move(m, "zero", 0.7) for m, spec in METRICS.items() if spec.counter)
-            found.append(Disturbance("gap", start, back, (machine,), (Move("*", "gone"),)))
-            found.append(Disturbance("counter_reset", back, back + 1, (machine,), low))
+            disturbances.append(Disturbance("gap", start, back, (machine,), (Move("*", "gone"),)))
+            disturbances.append(Disturbance("counter_reset", back, back + 1, (machine,), low))
             continue
         seconds = float(np.exp(rng.uniform(np.log(2), np.log(90))))
-        found.append(Disturbance("gap", start, start + seconds, (machine,), (Move("*", "gone"),)))
-    return found
+        disturbances.append(
+            Disturbance("gap", start, start + seconds, (machine,), (Move("*", "gone"),))
+        )
+    return disturbances
 
 
 # ---- the progress of the job
@@ -273,23 +275,23 @@ class Job:
         if hour in self._tracks:
             return self._tracks[hour]
         second = hour * HOUR
-        found: dict[str, np.ndarray] = {name: np.zeros(HOUR, np.float32) for name in TRACKS}
-        found["speed"] += 1
-        found["tempo"] += 1
+        tracks: dict[str, np.ndarray] = {name: np.zeros(HOUR, np.float32) for name in TRACKS}
+        tracks["speed"] += 1
+        tracks["tempo"] += 1
         changes = [d for d in self.disturbances(second, second + HOUR) if d.changes_the_job]
         # A job that hangs saves and evaluates nothing, so a hang comes last.
         for disturbance in sorted(changes, key=lambda d: d.kind == "hang"):
-            _apply(disturbance, second, found)
-        steps = found["speed"].astype(np.float64) / (self.setting.step_s * found["tempo"])
+            _apply(disturbance, second, tracks)
+        steps = tracks["speed"].astype(np.float64) / (self.setting.step_s * tracks["tempo"])
         if second < self.start:
             steps[: self.start - second] = 0
         done = self._steps_before(hour)
-        found["progress"] = done + np.concatenate([[0.0], np.cumsum(steps)])
+        tracks["progress"] = done + np.concatenate([[0.0], np.cumsum(steps)])
         first = self.start // HOUR
         if hour - first + 1 == len(self._progress):
-            self._progress.append(float(found["progress"][-1]))
-        self._tracks[hour] = found
-        return found
+            self._progress.append(float(tracks["progress"][-1]))
+        self._tracks[hour] = tracks
+        return tracks
 
     def _steps_before(self, hour: int) -> float:
         first = self.start // HOUR

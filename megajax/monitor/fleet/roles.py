@@ -203,8 +203,8 @@ def draw_layout(machines: int, seed: int, setting: Setting) -> Layout:
     tensor = setting.tensor or (
         2 if machines % 2 == 0 and machines >= 16 and rng.random() < 0.3 else 1
     )
-    rest = machines // tensor
-    legal = [d for d in divisors(rest) if d <= min(DEEPEST, max(rest // 2, 1))]
+    groups = machines // tensor
+    legal = [d for d in divisors(groups) if d <= min(DEEPEST, max(groups // 2, 1))]
     stages = setting.stages or int(rng.choice(legal))
     if stages * tensor * (machines // (stages * tensor)) != machines:
         raise UserError(

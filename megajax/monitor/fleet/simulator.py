@@ -419,17 +419,19 @@ def _events(
     The job stands for 30 to 90 s while its members change. A joiner or leaver is never the machine
     of stage 0 of a job of 4, so that 3 machines at least stay.
     """
-    found: list[Disturbance] = []
+    disturbances: list[Disturbance] = []
     gone = (Move("*", "gone"),)
     if fleet.machines >= 8:
         if rng.random() < family.joins:
             at, machine = float(rng.uniform(start, end)), int(rng.integers(1, fleet.machines))
-            found.append(Disturbance("late_joiner", fleet.start - 60, at, (machine,), gone))
-            found.append(_regroup(rng, at))
+            disturbances.append(Disturbance("late_joiner", fleet.start - 60, at, (machine,), gone))
+            disturbances.append(_regroup(rng, at))
         if rng.random() < family.leaves:
             at, machine = float(rng.uniform(start, end)), int(rng.integers(1, fleet.machines))
-            found.append(Disturbance("leaver", at, float(fleet.start + 10**9), (machine,), gone))
-            found.append(_regroup(rng, at))
+            disturbances.append(
+                Disturbance("leaver", at, float(fleet.start + 10**9), (machine,), gone)
+            )
+            disturbances.append(_regroup(rng, at))
     if rng.random() < family.workload:
         at = float(rng.uniform(start, end))
         shift = float(rng.uniform(0.02, 0.15))
@@ -437,7 +439,7 @@ def _events(
             Move(metric, "idle", shift)
             for metric in ("gpu_tensor_activity", "gpu_power_draw", "nvlink_bandwidth")
         )
-        found.append(
+        disturbances.append(
             Disturbance(
                 "workload",
                 at,
@@ -448,7 +450,7 @@ def _events(
                 state="workload",
             )
         )
-    return tuple(found)
+    return tuple(disturbances)
 
 
 def _regroup(rng: np.random.Generator, at: float) -> Disturbance:

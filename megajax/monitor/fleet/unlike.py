@@ -156,7 +156,7 @@ def _autoregressive(rng: np.random.Generator, course: _Course) -> dict[str, np.n
         TENSOR: (0.02, 0.5, busy_NT),
         NVLINK: (5e9, 1.2e11, send_NT),
     }
-    found = {}
+    metrics = {}
     for metric, (low, height, work_NT) in usual.items():
         gain_N = np.where(make_N, 0.9, 1.0) * (1 + 0.03 * rng.standard_normal(N))
         level_NT = low + height * gain_N[:, None] * work_NT
@@ -164,18 +164,18 @@ def _autoregressive(rng: np.random.Generator, course: _Course) -> dict[str, np.n
             level_NT[0] *= 1.3  # it loads the data
         sigma = height * rng.uniform(0.03, 0.08)
         noise_NT = sigma * _ar1(rng, N, T, rng.uniform(0.2, 0.85))
-        found[metric] = level_NT * course.factor[metric] + course.noise[metric] * noise_NT
+        metrics[metric] = level_NT * course.factor[metric] + course.noise[metric] * noise_NT
     log_NT = 0.6 * _ar1(rng, N, T, 0.7) + 0.8 * send_NT + 0.2 * rng.standard_normal((N, 1))
-    found[PFC] = 20 * np.exp(log_NT) * (1 + course.more[PFC])
-    return found
+    metrics[PFC] = 20 * np.exp(log_NT) * (1 + course.more[PFC])
+    return metrics
 
 
-def _ar1(rng: np.random.Generator, N: int, T: int, kept: float) -> np.ndarray:
+def _ar1(rng: np.random.Generator, N: int, T: int, memory: float) -> np.ndarray:
     """Returns AR(1) noise of unit variance: `kept` of the last second's value goes on."""
     noise_NT = rng.standard_normal((N, T))
-    noise_NT[:, 1:] *= np.sqrt(1 - kept**2)
+    noise_NT[:, 1:] *= np.sqrt(1 - memory**2)
     for t in range(1, T):
-        noise_NT[:, t] += kept * noise_NT[:, t - 1]
+        noise_NT[:, t] += memory * noise_NT[:, t - 1]
     return noise_NT
 
 
@@ -199,7 +199,7 @@ def _counters(rng: np.random.Generator, course: _Course) -> dict[str, np.ndarray
     def noise_NT(size: float) -> np.ndarray:
         return size * rng.standard_t(heavy, (N, T)) / np.sqrt(heavy / (heavy - 2))
 
-    found = {}
+    metrics = {}
     for metric, base, height, size in (
         (CPU, 0.1, 0.3, 0.03),
         (DUTY, 0.35, 0.75, 0.06),
@@ -212,17 +212,19 @@ def _counters(rng: np.random.Generator, course: _Course) -> dict[str, np.ndarray
         )
         value_NT = level_NT * course.factor[metric] + course.noise[metric] * noise_NT(size)
         spikes_NT = rng.random((N, T)) < 0.002
-        found[metric] = np.maximum(value_NT + spikes_NT * height * rng.exponential(0.5, (N, T)), 0)
-    found[CPU], found[DUTY] = (np.minimum(np.round(found[m], 2), 1) for m in (CPU, DUTY))
-    found[POWER] = np.round(found[POWER] / 5) * 5
+        metrics[metric] = np.maximum(
+            value_NT + spikes_NT * height * rng.exponential(0.5, (N, T)), 0
+        )
+    metrics[CPU], metrics[DUTY] = (np.minimum(np.round(metrics[m], 2), 1) for m in (CPU, DUTY))
+    metrics[POWER] = np.round(metrics[POWER] / 5) * 5
     pauses_NT = rng.random((N, T)) < np.minimum(0.15 * load_NT * (1 + course.more[PFC]), 0.95)
     size_NT = 30 * rng.pareto(2.5, (N, T)) * (1 + course.more[PFC] / 3)
-    found[PFC] = np.where(pauses_NT, np.round(size_NT), 0.0)
+    metrics[PFC] = np.where(pauses_NT, np.round(size_NT), 0.0)
     for metric in (DUTY, POWER):
-        found[metric][:, 1::2] = np.nan
-    for value_NT in found.values():
+        metrics[metric][:, 1::2] = np.nan
+    for value_NT in metrics.values():
         value_NT[rng.random((N, T)) < 0.015] = np.nan
-    return found
+    return metrics
 
 
 def _trapezoid(rng: np.random.Generator, course: _Course) -> dict[str, np.ndarray]:
@@ -253,7 +255,7 @@ def _trapezoid(rng: np.random.Generator, course: _Course) -> dict[str, np.ndarra
             points = np.maximum.accumulate(points.ravel())
             value_S = np.interp(_fine(T), points, np.tile([0.0, 1.0, 1.0, 0.0], len(begins)))
             out_NT[n] = _Curve(_stalled(value_S * on_S, course, 0.0)).mean(at_NT)
-    found = {}
+    metrics = {}
     for metric, base, height, work_NT in (
         (CPU, 0.15, 0.35, load_NT),
         (DUTY, 0.0, 0.98, busy_NT),
@@ -264,13 +266,13 @@ def _trapezoid(rng: np.random.Generator, course: _Course) -> dict[str, np.ndarra
         gain_N1 = 1 + 0.06 * rng.uniform(-1, 1, (N, 1))
         noise_NT = height * 0.04 * rng.laplace(0, 1, (N, T))
         value_NT = (base + height * gain_N1 * work_NT) * course.factor[metric]
-        found[metric] = np.maximum(value_NT + course.noise[metric] * noise_NT, 0)
-    found[DUTY] = np.minimum(found[DUTY], 1.0)
+        metrics[metric] = np.maximum(value_NT + course.noise[metric] * noise_NT, 0)
+    metrics[DUTY] = np.minimum(metrics[DUTY], 1.0)
     every_N1, phase_N1 = rng.uniform(50, 80, (N, 1)), rng.uniform(0, 80, (N, 1))
-    found[CPU] += 0.3 * ((np.arange(T) + phase_N1) % every_N1 < 2)  # garbage is collected
+    metrics[CPU] += 0.3 * ((np.arange(T) + phase_N1) % every_N1 < 2)  # garbage is collected
     pfc_NT = 5 + 60 * send_NT + 10 * rng.laplace(0, 1, (N, T))
-    found[PFC] = np.maximum(pfc_NT, 0) * (1 + course.more[PFC])
-    return found
+    metrics[PFC] = np.maximum(pfc_NT, 0) * (1 + course.more[PFC])
+    return metrics
 
 
 BACKGROUNDS: Mapping[str, Callable] = MappingProxyType(
@@ -346,14 +348,14 @@ def _followers(
     N, T = course.late_NT.shape
     count = int(rng.integers(1, max(2, N // 3) + 1))
     rows = [(row + k) % N for k in range(1, count + 1)]
-    delay, found = 0.0, []
+    delay, followers = 0.0, []
     for neighbour in rows:
-        delay += float(rng.uniform(6, 40)) if not found else float(rng.uniform(0, 15))
+        delay += float(rng.uniform(6, 40)) if not followers else float(rng.uniform(0, 15))
         begin = start + round(delay)
         if begin < T:
             course.do(rng, "order", neighbour, begin, T, float(rng.uniform(0.6, 1.1)))
-            found.append((neighbour, round(delay)))
-    return found
+            followers.append((neighbour, round(delay)))
+    return followers
 
 
 def _harmless(
@@ -361,7 +363,7 @@ def _harmless(
 ) -> list[tuple[str, int | None, int, int]]:
     """Does what is no fault; returns (what, machine, start, end)."""
     N, T = course.late_NT.shape
-    found: list[tuple[str, int | None, int, int]] = []
+    events: list[tuple[str, int | None, int, int]] = []
     for _ in range(rng.poisson(restless * T / 900)):  # the whole job
         start = int(rng.integers(T))
         what = ("stall", "slow", "packets", "restart")[rng.integers(4)]
@@ -383,13 +385,13 @@ def _harmless(
             course.more[PFC][:, start:end] += 10 ** rng.uniform(0.2, 0.8)
         else:
             course.work_T[start:end] *= {"stall": 0.1, "slow": rng.uniform(0.6, 0.9)}.get(what, 0.0)
-        found.append((what, None, start, end))
+        events.append((what, None, start, end))
     for _ in range(rng.poisson(restless * N * T / 3600 * 0.5)):  # one machine
         kind, row, start = KINDS[rng.integers(4)], int(rng.integers(N)), int(rng.integers(T))
         end = min(T, start + int(np.exp(rng.uniform(np.log(5), np.log(150)))))
         course.do(rng, kind, row, start, end, float(rng.uniform(0.5, 1.0)))
-        found.append((kind, row, start, end))
+        events.append((kind, row, start, end))
     row = int(rng.integers(N))  # a host that has always been noisier
     for metric in METRICS:
         course.noise[metric][row] *= 1.4
-    return found
+    return events

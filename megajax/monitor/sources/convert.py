@@ -25,10 +25,11 @@ from megajax.monitor.samples import Samples, index
 #
 # The 21 metrics that Minder collects (NSDI 2025, arXiv 2411.01791, section 4.2 and its appendix;
 # the first seven are those that it uses, in its order), and a few more that only name a cause. Each
-# has one or more ways in which an exporter shows it: NVIDIA's dcgm-exporter (default-counters.csv
-# and dcp-metrics-included.csv), Prometheus' node_exporter with its collectors ethtool and
-# infiniband (PFC counters as the driver mlx5 names them), and this project's own records
-# (megajax/monitor/meter.py). The first way that a machine has is used.
+# has one or more recipes, which say how to make it of the series of an exporter: NVIDIA's
+# dcgm-exporter (default-counters.csv and dcp-metrics-included.csv), Prometheus' node_exporter with
+# its collectors ethtool and infiniband (PFC counters as the driver mlx5 names them), and this
+# project's own records (megajax/monitor/meter.py). The first recipe for which a machine has the
+# series is used.
 #
 # Units: shares are from 0 to 1, bytes and not multiples of them, seconds, watts, degrees Celsius,
 # MHz. `canonical` applies the table to samples, server.py writes it as expressions of Prometheus.
@@ -45,8 +46,8 @@ _DISKS = 'fstype!~"tmpfs|ramfs|devtmpfs|overlay|squashfs|fuse.*|nsfs|iso9660"'
 
 
 @dataclasses.dataclass(frozen=True)
-class Way:
-    """One way in which an exporter shows a metric.
+class Recipe:
+    """How to make a metric of the series of an exporter.
 
     names: the exporter's; their values are added up where all other labels are equal.
     kind: a counter becomes a rate a second. scale: from the exporter's unit. only: conditions on
@@ -71,9 +72,9 @@ class Way:
         return True
 
 
-def _sum(*names: str, only: str = "") -> Way:
-    """A way: the sum of counters over the devices of a machine."""
-    return Way(names, COUNTER, only=only, over="sum")
+def _sum(*names: str, only: str = "") -> Recipe:
+    """The sum of counters over the devices of a machine."""
+    return Recipe(names, COUNTER, only=only, over="sum")
 
 
 def _priorities(prefix: str, suffix: str) -> tuple[str, ...]:
@@ -86,32 +87,34 @@ _RDMA = (
     "node_infiniband_port_data_transmitted_bytes_total",
 )
 
-# Metric -> ways. The seven that the paper uses come first, in the order that it learnt.
-METRICS: Mapping[str, tuple[Way, ...]] = {
+# Metric -> recipes. The seven that the paper uses come first, in the order that it learnt.
+METRICS: Mapping[str, tuple[Recipe, ...]] = {
     "pfc_tx_packet_rate": (
         _sum(*_priorities("node_ethtool_transmitted_prio", "_pause")),
-        Way(("pfc_packets_per_s",), over="sum"),  # of both directions
+        Recipe(("pfc_packets_per_s",), over="sum"),  # of both directions
     ),
     "cpu_usage": (
-        Way(("node_cpu_seconds_total",), COUNTER, only='mode="idle"', over="mean", rest_of="1"),
-        Way(("cpu_share",)),
+        Recipe(("node_cpu_seconds_total",), COUNTER, only='mode="idle"', over="mean", rest_of="1"),
+        Recipe(("cpu_share",)),
     ),
-    "gpu_duty_cycle": (Way(("DCGM_FI_DEV_GPU_UTIL",), scale=0.01), Way(("gpu_duty",))),
-    "gpu_power_draw": (Way(("DCGM_FI_DEV_POWER_USAGE",)), Way(("gpu_power_w",))),
-    "gpu_graphics_engine_activity": (Way(("DCGM_FI_PROF_GR_ENGINE_ACTIVE",)),),
-    "gpu_tensor_activity": (Way(("DCGM_FI_PROF_PIPE_TENSOR_ACTIVE",)),),
+    "gpu_duty_cycle": (Recipe(("DCGM_FI_DEV_GPU_UTIL",), scale=0.01), Recipe(("gpu_duty",))),
+    "gpu_power_draw": (Recipe(("DCGM_FI_DEV_POWER_USAGE",)), Recipe(("gpu_power_w",))),
+    "gpu_graphics_engine_activity": (Recipe(("DCGM_FI_PROF_GR_ENGINE_ACTIVE",)),),
+    "gpu_tensor_activity": (Recipe(("DCGM_FI_PROF_PIPE_TENSOR_ACTIVE",)),),
     "nvlink_bandwidth": (
-        Way(("DCGM_FI_PROF_NVLINK_TX_BYTES", "DCGM_FI_PROF_NVLINK_RX_BYTES")),
+        Recipe(("DCGM_FI_PROF_NVLINK_TX_BYTES", "DCGM_FI_PROF_NVLINK_RX_BYTES")),
         # default-counters.csv calls it a counter, but DCGM gives a rate in MB/s
         # (github.com/NVIDIA/dcgm-exporter/pull/658).
-        Way(("DCGM_FI_DEV_NVLINK_BANDWIDTH_TOTAL",), scale=1e6),
+        Recipe(("DCGM_FI_DEV_NVLINK_BANDWIDTH_TOTAL",), scale=1e6),
     ),
     "memory_usage": (
-        Way(("node_memory_MemAvailable_bytes",), over="sum", rest_of="node_memory_MemTotal_bytes"),
-        Way(("memory_share",)),
+        Recipe(
+            ("node_memory_MemAvailable_bytes",), over="sum", rest_of="node_memory_MemTotal_bytes"
+        ),
+        Recipe(("memory_share",)),
     ),
     "disk_usage": (
-        Way(
+        Recipe(
             ("node_filesystem_avail_bytes",),
             only=_DISKS,
             over="max",
@@ -121,25 +124,25 @@ METRICS: Mapping[str, tuple[Way, ...]] = {
     "tcp_throughput": (_sum(*_TCP, only=_CARDS),),
     "tcp_rdma_throughput": (
         _sum(*_TCP, *_RDMA, only=_CARDS),
-        Way(("network_bytes",), COUNTER, over="sum"),
+        Recipe(("network_bytes",), COUNTER, over="sum"),
     ),
     "gpu_memory_used": (
-        Way(("DCGM_FI_DEV_FB_USED",), scale=2.0**20),
-        Way(("gpu_memory_bytes",)),
+        Recipe(("DCGM_FI_DEV_FB_USED",), scale=2.0**20),
+        Recipe(("gpu_memory_bytes",)),
     ),
-    "gpu_temperature": (Way(("DCGM_FI_DEV_GPU_TEMP",)), Way(("gpu_celsius",))),
-    "gpu_sm_activity": (Way(("DCGM_FI_PROF_SM_ACTIVE",)),),
-    "gpu_clocks": (Way(("DCGM_FI_DEV_SM_CLOCK",)), Way(("gpu_clock_mhz",))),
-    "gpu_fp_engine_activity": (Way(("DCGM_FI_PROF_PIPE_FP32_ACTIVE",)),),
+    "gpu_temperature": (Recipe(("DCGM_FI_DEV_GPU_TEMP",)), Recipe(("gpu_celsius",))),
+    "gpu_sm_activity": (Recipe(("DCGM_FI_PROF_SM_ACTIVE",)),),
+    "gpu_clocks": (Recipe(("DCGM_FI_DEV_SM_CLOCK",)), Recipe(("gpu_clock_mhz",))),
+    "gpu_fp_engine_activity": (Recipe(("DCGM_FI_PROF_PIPE_FP32_ACTIVE",)),),
     "gpu_memory_bandwidth_utilization": (
-        Way(("DCGM_FI_PROF_DRAM_ACTIVE",)),
-        Way(("DCGM_FI_DEV_MEM_COPY_UTIL",), scale=0.01),
-        Way(("gpu_memory_duty",)),
+        Recipe(("DCGM_FI_PROF_DRAM_ACTIVE",)),
+        Recipe(("DCGM_FI_DEV_MEM_COPY_UTIL",), scale=0.01),
+        Recipe(("gpu_memory_duty",)),
     ),
     "pcie_bandwidth": (
-        Way(("DCGM_FI_PROF_PCIE_TX_BYTES", "DCGM_FI_PROF_PCIE_RX_BYTES")),
+        Recipe(("DCGM_FI_PROF_PCIE_TX_BYTES", "DCGM_FI_PROF_PCIE_RX_BYTES")),
         # A rate in kB/s too, whatever its type says (github.com/NVIDIA/dcgm-exporter/issues/354).
-        Way(("DCGM_FI_DEV_PCIE_TX_THROUGHPUT", "DCGM_FI_DEV_PCIE_RX_THROUGHPUT"), scale=1e3),
+        Recipe(("DCGM_FI_DEV_PCIE_TX_THROUGHPUT", "DCGM_FI_DEV_PCIE_RX_THROUGHPUT"), scale=1e3),
     ),
     "pcie_usage": (),  # a share of the link's width and speed, which no exporter of these shows
     "ecn_packet_rate": (
@@ -154,9 +157,9 @@ METRICS: Mapping[str, tuple[Way, ...]] = {
     ),
     # Beyond the paper's.
     "pfc_rx_packet_rate": (_sum(*_priorities("node_ethtool_received_prio", "_pause")),),
-    "disk_busy": (Way(("node_disk_io_time_seconds_total",), COUNTER, over="max"),),
+    "disk_busy": (Recipe(("node_disk_io_time_seconds_total",), COUNTER, over="max"),),
     "disk_throughput": (_sum("node_disk_read_bytes_total", "node_disk_written_bytes_total"),),
-    "gpu_xid": (Way(("DCGM_FI_DEV_XID_ERRORS",), over="max"),),
+    "gpu_xid": (Recipe(("DCGM_FI_DEV_XID_ERRORS",), over="max"),),
     "pcie_replay_rate": (_sum("DCGM_FI_DEV_PCIE_REPLAY_COUNTER"),),
     "gpu_ecc_error_rate": (_sum("DCGM_FI_DEV_ECC_SBE_VOL_TOTAL", "DCGM_FI_DEV_ECC_DBE_VOL_TOTAL"),),
     "nvlink_error_rate": (
@@ -250,20 +253,20 @@ def canonical(samples: Samples) -> Samples:
     table = _Table(samples)
     if not table.needs_work():
         return samples
-    found: dict[str, list[Rows]] = {}
+    rows_of: dict[str, list[Rows]] = {}
     used = set()
-    for metric, ways in METRICS.items():
-        used |= {name for way in ways for name in (*way.names, way.rest_of)}
-        for suffix, rows in table.first(ways).items():
-            found.setdefault(metric + suffix, []).append(rows)
+    for metric, recipes in METRICS.items():
+        used |= {name for recipe in recipes for name in (*recipe.names, recipe.rest_of)}
+        for suffix, rows in table.first(recipes).items():
+            rows_of.setdefault(metric + suffix, []).append(rows)
     for base in dict.fromkeys(b for b, _ in table.parsed if b not in used):
         for suffix, rows in over_devices(table.rows(base)).items():
-            found.setdefault(base + suffix, []).append(rows)
+            rows_of.setdefault(base + suffix, []).append(rows)
     for metric in COUNTED:
-        if metric + LEAST in found:
-            found[GPU_COUNT] = [table.count(METRICS[metric])]
+        if metric + LEAST in rows_of:
+            rows_of[GPU_COUNT] = [table.count(METRICS[metric])]
             break
-    return _joined(samples, found, table.notes)
+    return _joined(samples, rows_of, table.notes)
 
 
 def per_machine(samples: Samples) -> Samples:
@@ -272,17 +275,17 @@ def per_machine(samples: Samples) -> Samples:
     if not any(parse(metric)[1] for metric in samples.metrics):
         return samples
     table = _Table(samples)
-    found: dict[str, list[Rows]] = {}
+    rows_of: dict[str, list[Rows]] = {}
     for base in dict.fromkeys(b for b, _ in table.parsed):
         for suffix, rows in over_devices(table.rows(base)).items():
-            found.setdefault(base + suffix, []).append(rows)
-    return _joined(samples, found, ())
+            rows_of.setdefault(base + suffix, []).append(rows)
+    return _joined(samples, rows_of, ())
 
 
-def _joined(samples: Samples, found: dict[str, list[Rows]], notes: Sequence[str]) -> Samples:
+def _joined(samples: Samples, rows_of: dict[str, list[Rows]], notes: Sequence[str]) -> Samples:
     """Returns rows as samples of the same machines and interval."""
-    metrics = tuple(sorted(m for m, parts in found.items() if sum(len(p.time_N) for p in parts)))
-    parts = [Rows.join(found[m]) for m in metrics]
+    metrics = tuple(sorted(m for m, parts in rows_of.items() if sum(len(p.time_N) for p in parts)))
+    parts = [Rows.join(rows_of[m]) for m in metrics]
     rows = Rows.join([_NONE, *parts])
     metric_N = np.repeat(np.arange(len(metrics)), [len(p.time_N) for p in parts])
     return Samples(
@@ -307,7 +310,7 @@ class _Table:
     def __init__(self, samples: Samples):
         self.samples, self.notes = samples, list[str]()
         self.parsed = [parse(m) for m in samples.metrics]
-        labels = [repr(sorted(found.items())) for _, found in self.parsed]
+        labels = [repr(sorted(labels.items())) for _, labels in self.parsed]
         self.labels, self._key_of_metric = index(labels)
         self._metrics: dict[str, list[int]] = {}  # exporter's name -> its metrics
         for k, (base, _) in enumerate(self.parsed):
@@ -325,18 +328,18 @@ class _Table:
 
     def needs_work(self) -> bool:
         """Tells whether a name is in the table, has labels, or stands for several devices."""
-        known = {n for ways in METRICS.values() for way in ways for n in way.names}
+        known = {n for recipes in METRICS.values() for recipe in recipes for n in recipe.names}
         return self._occurrence_N is not None or any(
             base in known or labels for base, labels in self.parsed
         )
 
-    def rows(self, base: str, way: Way | None = None) -> Rows:
-        """Returns the rows of an exporter's name that have a value and the labels of a way."""
+    def rows(self, base: str, recipe: Recipe | None = None) -> Rows:
+        """Returns the rows of an exporter's name that have a value and the labels of a recipe."""
         s, first_C = self.samples, self._first_C
         parts = [
             self._order_N[first_C[k] : first_C[k + 1]]
             for k in self._metrics.get(base, ())
-            if way is None or way.takes(self.parsed[k][1])
+            if recipe is None or recipe.takes(self.parsed[k][1])
         ]
         place_N = np.sort(np.concatenate([np.empty(0, np.int64), *parts]))
         place_N = place_N[np.isfinite(s.value_N[place_N]) & np.isfinite(s.time_N[place_N])]
@@ -346,43 +349,45 @@ class _Table:
         machine_N = s.machine_N[place_N].astype(np.int64)
         return Rows(s.time_N[place_N], machine_N, key_N, s.value_N[place_N])
 
-    def first(self, ways: Iterable[Way]) -> dict[str, Rows]:
-        """Returns {suffix of the metric: rows}, of each machine by the first way that it has."""
+    def first(self, recipes: Iterable[Recipe]) -> dict[str, Rows]:
+        """Returns {suffix of the metric: rows}, of each machine by its first recipe with rows."""
         parts: dict[str, list[Rows]] = {}
-        for way, rows in self._each(ways):
-            found = over_devices(rows) if way.over == "devices" else {"": reduce(rows, way.over)}
-            for suffix, part in found.items():
+        for recipe, rows in self._each(recipes):
+            reduced = (
+                over_devices(rows) if recipe.over == "devices" else {"": reduce(rows, recipe.over)}
+            )
+            for suffix, part in reduced.items():
                 parts.setdefault(suffix, []).append(part)
         return {suffix: Rows.join(p) for suffix, p in parts.items()}
 
-    def count(self, ways: Iterable[Way]) -> Rows:
+    def count(self, recipes: Iterable[Recipe]) -> Rows:
         """Returns how many devices of each machine have the metric in each cell."""
-        return Rows.join([reduce(rows, "count") for _, rows in self._each(ways)])
+        return Rows.join([reduce(rows, "count") for _, rows in self._each(recipes)])
 
-    def _each(self, ways: Iterable[Way]) -> Iterable[tuple[Way, Rows]]:
-        """Yields the ways that machines have, with the rows of those that have no earlier one."""
+    def _each(self, recipes: Iterable[Recipe]) -> Iterable[tuple[Recipe, Rows]]:
+        """Yields each recipe with the rows of the machines for which no earlier one has rows."""
         had = np.empty(0, np.int64)
-        for way in ways:
-            rows = self._by(way)
+        for recipe in recipes:
+            rows = self._by(recipe)
             rows = rows.of(~np.isin(rows.machine_N, had))
             if len(rows.time_N):
                 had = np.union1d(had, rows.machine_N)
-                yield way, rows
+                yield recipe, rows
 
-    def _by(self, way: Way) -> Rows:
-        """Returns a way's value of every device."""
-        parts = [self.rows(name, way) for name in way.names]
-        if way.kind == COUNTER:
-            parts = [self._rates(p, name) for p, name in zip(parts, way.names, strict=True)]
+    def _by(self, recipe: Recipe) -> Rows:
+        """Returns a recipe's value of every device."""
+        parts = [self.rows(name, recipe) for name in recipe.names]
+        if recipe.kind == COUNTER:
+            parts = [self._rates(p, name) for p, name in zip(parts, recipe.names, strict=True)]
         parts = [p for p in parts if len(p.time_N)]
         if not parts:
             return _NONE
         rows = parts[0] if len(parts) == 1 else _added(parts)
-        rows.value_N = rows.value_N * way.scale
-        if way.rest_of == "1":
+        rows.value_N = rows.value_N * recipe.scale
+        if recipe.rest_of == "1":
             rows.value_N = 1 - rows.value_N
-        elif way.rest_of:
-            rows = _rest(rows, self.rows(way.rest_of, way))
+        elif recipe.rest_of:
+            rows = _complement(rows, self.rows(recipe.rest_of, recipe))
         return rows
 
     def _rates(self, rows: Rows, name: str) -> Rows:
@@ -432,9 +437,9 @@ def _occurrences(samples: Samples) -> np.ndarray | None:
     times = np.bincount(metric_N, begins, len(samples.metrics))
     doubled = np.bincount(metric_N, place == 1, len(samples.metrics))
     place[(2 * doubled < times)[metric_N]] = 0
-    found = np.empty(len(order), np.int64)
-    found[order] = place
-    return found if found.any() else None
+    occurrence_N = np.empty(len(order), np.int64)
+    occurrence_N[order] = place
+    return occurrence_N if occurrence_N.any() else None
 
 
 def over_devices(rows: Rows) -> dict[str, Rows]:
@@ -470,13 +475,13 @@ def reduce(rows: Rows, how: str, by_device: bool = False) -> Rows:
     value_N = rows.value_N[order]
     match how:
         case "count":
-            found = size.astype(np.float64)
+            reduced_N = size.astype(np.float64)
         case "min" | "max":
-            found = (np.minimum if how == "min" else np.maximum).reduceat(value_N, first)
+            reduced_N = (np.minimum if how == "min" else np.maximum).reduceat(value_N, first)
         case _:
-            found = np.add.reduceat(value_N, first) / (size if how == "mean" else 1)
+            reduced_N = np.add.reduceat(value_N, first) / (size if how == "mean" else 1)
     cell_N, keys, machine_N = (c[first] for c in columns)
-    return Rows(cell_N, machine_N, keys, found)
+    return Rows(cell_N, machine_N, keys, reduced_N)
 
 
 def _added(parts: Sequence[Rows]) -> Rows:
@@ -492,15 +497,15 @@ def _added(parts: Sequence[Rows]) -> Rows:
     return total.of(count == most[device_N])
 
 
-def _rest(part: Rows, whole: Rows) -> Rows:
-    """Returns 1 - part / whole, of each device and cell that has both."""
-    part, whole = (reduce(r, "mean", by_device=True) for r in (part, whole))
-    both = Rows.join([part, whole])
-    side_N = np.repeat([0, 1], [len(part.time_N), len(whole.time_N)])
+def _complement(part: Rows, total: Rows) -> Rows:
+    """Returns 1 - part / total, of each device and cell that has both."""
+    part, total = (reduce(r, "mean", by_device=True) for r in (part, total))
+    both = Rows.join([part, total])
+    side_N = np.repeat([0, 1], [len(part.time_N), len(total.time_N)])
     order = np.lexsort((side_N, both.time_N, both.key_N, both.machine_N))
     both = both.of(order)
     columns = (both.time_N, both.key_N, both.machine_N)
     pairs = np.flatnonzero(np.all([np.diff(c) == 0 for c in columns], axis=0))
-    found, total = both.of(pairs), both.value_N[pairs + 1]
-    found.value_N = 1 - found.value_N / np.where(total == 0, np.nan, total)
-    return found
+    shares, total_N = both.of(pairs), both.value_N[pairs + 1]
+    shares.value_N = 1 - shares.value_N / np.where(total_N == 0, np.nan, total_N)
+    return shares

@@ -159,8 +159,8 @@ class _Parts:
         machine_N = self._codes("machines", words.pop("machine"), self._machines, MACHINES)
         metric_N = self._codes("metrics", _labelled(words), self._metrics, METRICS)
         self._order(number_N[keep], time_N[keep], machine_N, metric_N)
-        found = (time_N[keep], machine_N, metric_N, value_N[keep])
-        for column, part in zip(self._columns, found, strict=True):
+        columns = (time_N[keep], machine_N, metric_N, value_N[keep])
+        for column, part in zip(self._columns, columns, strict=True):
             column.append(part)
 
     def _codes(self, what: str, words: _Words, known: dict[str, int], most: int) -> np.ndarray:
@@ -222,13 +222,13 @@ class _Parts:
                 f"{self.path}: none of its {self.rows} rows lies in [{self.start}, {self.end}): "
                 f"they are from {low:.0f} to {high:.0f} (Unix seconds)"
             )
-        whole = []
+        columns = []
         for column, dtype in zip(self._columns, "fiif", strict=True):
-            whole.append(
+            columns.append(
                 np.concatenate([np.empty(0, f"{dtype}{8 if dtype == 'f' else 4}"), *column])
             )
             column.clear()  # else all rows would be held twice
-        time_N, machine_N, metric_N, value_N = whole
+        time_N, machine_N, metric_N, value_N = columns
         machines, metrics = tuple(self._machines), tuple(self._metrics)
         return Samples(
             time_N,
@@ -250,13 +250,13 @@ def _numbers(column: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
         return np.fromiter(map(float, column), np.float64, size), np.zeros(size, bool)
     except (TypeError, ValueError, OverflowError):
         pass
-    found, bad = np.full(size, np.nan), np.zeros(size, bool)
+    numbers, bad = np.full(size, np.nan), np.zeros(size, bool)
     for k, value in enumerate(column):
         try:
-            found[k] = float(value)
+            numbers[k] = float(value)
         except (TypeError, ValueError, OverflowError):
             bad[k] = value is not None and bool(str(value).strip())
-    return found, bad
+    return numbers, bad
 
 
 def _wrong(row: dict[str, Any]) -> str:
@@ -301,16 +301,17 @@ def _header(path: Path, names: Sequence[str]) -> list[str]:
     twice, or there are too many."""
     if len(names) > WIDTH:
         raise UserError(f"{path}: has {len(names):,} columns; {WIDTH} are read at most")
-    found = [str(name).strip().lower() for name in names]
+    columns = [str(name).strip().lower() for name in names]
     for column in COLUMNS:
-        if column not in found:
+        if column not in columns:
             raise UserError(
-                f"{path}: its columns are {', '.join(found)[:200] or 'none'}, without {column!r}; "
-                f"a file has the columns {', '.join(COLUMNS)}.{did_you_mean(column, found)}"
+                f"{path}: its columns are {', '.join(columns)[:200] or 'none'}, without "
+                f"{column!r}; a file has the columns {', '.join(COLUMNS)}."
+                f"{did_you_mean(column, columns)}"
             )
-    if twice := next((name for name in found if found.count(name) > 1), None):
+    if twice := next((name for name in columns if columns.count(name) > 1), None):
         raise UserError(f"{path}: has the column {twice[:40]!r} twice")
-    return found
+    return columns
 
 
 def _csv(path: Path, file: Any) -> Iterator[_Block]:
@@ -365,15 +366,15 @@ def _block(number_N: np.ndarray, columns: dict[str, Sequence[str]]) -> _Block:
 
 def _more(data: Any) -> tuple[bytes, Exception | None]:
     """Returns the next bytes, and what ends them: StopIteration, or an error of the file."""
-    found = []
+    blocks = []
     try:
         for _ in range(16):  # what was read before an error counts
             if not (block := data.read(BLOCK // 16)):
-                return b"".join(found), StopIteration()
-            found.append(block)
+                return b"".join(blocks), StopIteration()
+            blocks.append(block)
     except (OSError, EOFError, zlib.error) as error:
-        return b"".join(found), error
-    return b"".join(found), None
+        return b"".join(blocks), error
+    return b"".join(blocks), None
 
 
 def _end_of_rows(text: bytes) -> int:

@@ -47,7 +47,7 @@ def load(text: bytes) -> Any:
 
     Raises: ValueError for what is no JSON; core.files.TooManyValues, which is one.
     """
-    rest, found, at = [], [], 0
+    pieces, arrays, at = [], [], 0
     begin = text.find(_KEY) + len(_KEY)
     while begin >= len(_KEY):  # a series at a time: all of them at once are the text again
         following = text.find(_KEY, begin)
@@ -55,16 +55,16 @@ def load(text: bytes) -> Any:
         points = _numbers(text[begin:end]) if text.startswith(b"[[", begin) and end > 2 else None
         if points is None:
             return parse_json(text)
-        rest.append(b"%b%d" % (text[at:begin], len(found)))
-        found.append(points)
+        pieces.append(b"%b%d" % (text[at:begin], len(arrays)))
+        arrays.append(points)
         begin, at = following + len(_KEY), end
-    rest.append(text[at:])
-    said = parse_json(b"".join(rest))
-    if found:
+    pieces.append(text[at:])
+    said = parse_json(b"".join(pieces))
+    if arrays:
         try:
             for series in said["data"]["result"]:
                 if "values" in series:
-                    series["values"] = found[series["values"]]
+                    series["values"] = arrays[series["values"]]
         except (LookupError, TypeError):  # the word stands elsewhere
             return parse_json(text)
     return said
@@ -77,10 +77,10 @@ def _numbers(points: bytes) -> np.ndarray | None:
         return None
     text = points.translate(None, b'[]"').decode()
     try:
-        found = np.fromstring(text, np.float64, sep=",")
+        numbers = np.fromstring(text, np.float64, sep=",")
     except (ValueError, DeprecationWarning):
         return None
-    return found.reshape(-1, 2) if found.size == size else None
+    return numbers.reshape(-1, 2) if numbers.size == size else None
 
 
 # ---- asking
@@ -219,7 +219,9 @@ class Client:
         if not (told.isprintable() and told.isascii()):
             raise UserError("the token has a line end or another character that no header can have")
         self._tls = _context(ca_file) if scheme == "https" else None
-        self._turn = threading.Lock()  # one answer at a time is values: they take most memory
+        self._answer_lock = (
+            threading.Lock()
+        )  # one answer at a time is values: they take most memory
 
     def ask[T](
         self,
@@ -341,7 +343,7 @@ class Client:
         self, status: int, headers: Mapping[str, str], text: bytes, take: Callable[[Any], T]
     ) -> tuple[T, list[str]]:
         """Returns what a good answer holds. Raises for all others."""
-        with self._turn:
+        with self._answer_lock:
             try:
                 said = load(text)
             except TooManyValues as error:

@@ -27,7 +27,7 @@ import numpy as np
 from megajax.core.errors import UserError, did_you_mean
 from megajax.monitor.samples import Samples, index
 from megajax.monitor.sources import convert
-from megajax.monitor.sources.convert import COUNTER, Rows, Way, over_devices
+from megajax.monitor.sources.convert import COUNTER, Recipe, Rows, over_devices
 from megajax.monitor.sources.http_query import Client, Refused, TooLarge, Unavailable
 
 # ---- the table of convert.py as expressions of Prometheus
@@ -46,9 +46,9 @@ _OVER = {"": "avg", convert.LEAST: "min", convert.GREATEST: "max"}
 
 def exporter_names(metric: str) -> tuple[str, ...]:
     """Returns all series that a metric may come from."""
-    ways = convert.METRICS.get(split(metric)[0], ())
-    found = [n for way in ways for n in (*way.names, way.rest_of) if n not in ("", "1")]
-    return tuple(dict.fromkeys(found))
+    recipes = convert.METRICS.get(split(metric)[0], ())
+    names = [n for recipe in recipes for n in (*recipe.names, recipe.rest_of) if n not in ("", "1")]
+    return tuple(dict.fromkeys(names))
 
 
 def split(metric: str) -> tuple[str, str]:
@@ -63,12 +63,12 @@ def split(metric: str) -> tuple[str, str]:
 
 def all_metrics() -> tuple[str, ...]:
     """Returns every metric that there is an expression for, extremes included."""
-    found = []
-    for metric, ways in convert.METRICS.items():
-        found += [metric] * bool(ways)
-        if any(way.over == "devices" and _is_per_gpu(way) for way in ways):
-            found += [metric + convert.LEAST, metric + convert.GREATEST]
-    return (*found, convert.GPU_COUNT)
+    metrics = []
+    for metric, recipes in convert.METRICS.items():
+        metrics += [metric] * bool(recipes)
+        if any(recipe.over == "devices" and _is_per_gpu(recipe) for recipe in recipes):
+            metrics += [metric + convert.LEAST, metric + convert.GREATEST]
+    return (*metrics, convert.GPU_COUNT)
 
 
 def expression(metric: str, intervals: Mapping[str, float]) -> str | None:
@@ -77,43 +77,45 @@ def expression(metric: str, intervals: Mapping[str, float]) -> str | None:
     intervals: scrape interval in seconds of each of an exporter's names that the server has.
     """
     base, suffix = split(metric)
-    for way in convert.METRICS.get(base, ()):
-        there = [n for n in way.names if n in intervals]
-        needed = [*way.names, way.rest_of] if way.over == "devices" else [way.rest_of]
+    for recipe in convert.METRICS.get(base, ()):
+        there = [n for n in recipe.names if n in intervals]
+        needed = [*recipe.names, recipe.rest_of] if recipe.over == "devices" else [recipe.rest_of]
         if there and all(n in ("", "1") or n in intervals for n in needed):
-            over = "count" if metric == convert.GPU_COUNT else _over(way, suffix)
-            return f"{over} by ({MACHINE}) ({_value(way, there, intervals)})"
+            over = "count" if metric == convert.GPU_COUNT else _over(recipe, suffix)
+            return f"{over} by ({MACHINE}) ({_value(recipe, there, intervals)})"
     return None
 
 
-def _over(way: Way, suffix: str) -> str:
-    return _OVER[suffix] if way.over == "devices" else {"mean": "avg"}.get(way.over, way.over)
+def _over(recipe: Recipe, suffix: str) -> str:
+    return (
+        _OVER[suffix] if recipe.over == "devices" else {"mean": "avg"}.get(recipe.over, recipe.over)
+    )
 
 
-def _value(way: Way, there: Collection[str], intervals: Mapping[str, float]) -> str:
+def _value(recipe: Recipe, there: Collection[str], intervals: Mapping[str, float]) -> str:
     """Returns the value of every device."""
-    parts = [_series(name, way, intervals[name]) for name in there]
+    parts = [_series(name, recipe, intervals[name]) for name in there]
     if len(parts) == 1:
-        found = parts[0]
-    elif way.over == "devices":  # equal labels
-        found = " + ".join(f"({p})" for p in parts)
+        value = parts[0]
+    elif recipe.over == "devices":  # equal labels
+        value = " + ".join(f"({p})" for p in parts)
     else:  # the labels of two names may be equal: another label tells them apart
-        found = " or ".join(
+        value = " or ".join(
             f'label_replace({p}, "of", "{k}", "{MACHINE}", ".*")' for k, p in enumerate(parts)
         )
-    if way.scale != 1:
-        found = f"{way.scale!r} * ({found})"
-    if way.rest_of == "1":
-        return f"1 - ({found})"
-    if way.rest_of:
-        return f"1 - ({found}) / ({_series(way.rest_of, way, intervals[way.rest_of])})"
-    return found
+    if recipe.scale != 1:
+        value = f"{recipe.scale!r} * ({value})"
+    if recipe.rest_of == "1":
+        return f"1 - ({value})"
+    if recipe.rest_of:
+        return f"1 - ({value}) / ({_series(recipe.rest_of, recipe, intervals[recipe.rest_of])})"
+    return value
 
 
-def _series(name: str, way: Way, interval: float) -> str:
+def _series(name: str, recipe: Recipe, interval: float) -> str:
     """Returns the fresh values, or rates, of an exporter's series."""
-    selector = f"{name}{{{way.only}}}" if way.only else name
-    rate = way.kind == COUNTER and name != way.rest_of
+    selector = f"{name}{{{recipe.only}}}" if recipe.only else name
+    rate = recipe.kind == COUNTER and name != recipe.rest_of
     value = f"irate({selector}[{_duration(BACK * interval)}])" if rate else selector
     return f"({value} and timestamp({selector}) > time() - {FRESH * interval:.3f})"
 
@@ -122,8 +124,8 @@ def _duration(seconds: float) -> str:
     return f"{max(1, round(1000 * seconds))}ms"
 
 
-def _is_per_gpu(way: Way) -> bool:
-    return any(name.startswith("DCGM_") for name in way.names)
+def _is_per_gpu(recipe: Recipe) -> bool:
+    return any(name.startswith("DCGM_") for name in recipe.names)
 
 
 # ---- the source
@@ -261,12 +263,12 @@ class Server:
         if self._queries is not None:
             return dict(self._queries)
         window = {"start": f"{start:.3f}", "end": f"{end:.3f}"}
-        wanted = {n for m in self._metrics for n in exporter_names(m)}
+        needed = {n for m in self._metrics for n in exporter_names(m)}
 
         def known(data: Any) -> set[str]:
             if not isinstance(data, list):
                 raise TypeError(f"{data!r:.40} where a list of names must be")
-            return wanted & set(map(_text, data))
+            return needed & set(map(_text, data))
 
         until = time.monotonic() + self._timeout_s
         there, _ = self._client.ask("label/__name__/values", window, known, until=until)
@@ -450,10 +452,10 @@ class Server:
         metrics = tuple(sorted(joined))
         for k, metric in enumerate(metrics):
             for p, part in joined[metric]:
-                here = slice(at, at := at + len(part.time_N))
+                place_I = slice(at, at := at + len(part.time_N))
                 machine_I = np.array([place[self._machines[i]] for i in p.instances], np.int32)
-                time_N[here], value_N[here] = part.time_N, part.value_N
-                machine_N[here], metric_N[here] = machine_I[part.machine_N], k
+                time_N[place_I], value_N[place_I] = part.time_N, part.value_N
+                machine_N[place_I], metric_N[place_I] = machine_I[part.machine_N], k
         return Samples(time_N, machine_N, metric_N, value_N, machines, metrics, start, end)
 
     def _forget(self, there: set[str]) -> None:
@@ -561,16 +563,16 @@ def _parse(page: _Page, data: Any, step_s: int, where: str) -> _Part:
         key_S.astype(np.int64)[owner_N],
         value_N[inside_N],
     )
-    kept = {
+    rows_of = {
         suffix: dataclasses.replace(r, machine_N=r.machine_N.astype(np.int32), key_N=_NO_KEYS)
         for suffix, r in (over_devices(rows) if any(series) else {"": rows}).items()
     }
     return _Part(
         page.metric,
         different,
-        kept,
+        rows_of,
         len(series),
-        max(samples, sum(len(r.time_N) for r in kept.values())),
+        max(samples, sum(len(r.time_N) for r in rows_of.values())),
         nameless,
         outside,
     )
@@ -616,11 +618,11 @@ class _Health:
 
 def _by_reason(lost: Sequence[tuple[_Page, UserError]]) -> dict[str, list[str]]:
     """Returns {reason: metrics} of lost pages."""
-    found: dict[str, list[str]] = {}
+    metrics: dict[str, list[str]] = {}
     for page, error in lost:
-        listed = found.setdefault(str(error), [])
+        listed = metrics.setdefault(str(error), [])
         listed += [page.metric] * (page.metric not in listed)
-    return found
+    return metrics
 
 
 def _text(value: Any) -> str:

@@ -31,7 +31,7 @@ from typing import Any
 from megajax.monitor import heartbeat, records
 from megajax.monitor.heartbeat import Span
 from megajax.monitor.meter import HostMeter
-from megajax.monitor.records import Reader, Record, beside, newest, without_host
+from megajax.monitor.records import Reader, Record, newest, records_file, without_host
 from megajax.systems.elastic import checks, reaper, wire
 from megajax.systems.elastic.wire import AGENT, Line, Tls, dial
 
@@ -149,13 +149,13 @@ class Output:
         """Writes what the disk takes; before it, how much it did not take."""
         if self.lost and data:
             note = f"\n[agent] {self.lost} bytes are missing here: {self._why}\n".encode()
-            if not self._write(note, whole=True):
+            if not self._write(note, is_atomic=True):
                 self.lost += len(data)
                 return
             self.lost = 0
         self.lost += len(data) - self._write(data)
 
-    def _write(self, data: bytes, whole: bool = False) -> int:
+    def _write(self, data: bytes, is_atomic: bool = False) -> int:
         """Returns how many bytes the log took. whole: all of them, or none."""
         if self._file < 0:
             self._file = self._open()
@@ -166,7 +166,7 @@ class Output:
         except OSError as error:
             self._why = error.strerror or str(error)
             with contextlib.suppress(OSError):
-                if whole and written:
+                if is_atomic and written:
                     os.ftruncate(self._file, os.fstat(self._file).st_size - written)
                     written = 0
         return written
@@ -214,7 +214,7 @@ class Process:
     popen: subprocess.Popen
     progress: Path
     output: Output
-    rest: str = ""
+    partial: str = ""  # a line that has not ended yet
     told: int = 0
     error: str = ""  # the last that it printed
     in_traceback: bool = False
@@ -246,14 +246,14 @@ class Process:
 
     def words(self, text: str) -> list[str]:
         """Returns whole lines with a keyword, up to LINES of a process; notes the last error."""
-        *lines, self.rest = (self.rest[-1000:] + text).split("\n")
+        *lines, self.partial = (self.partial[-1000:] + text).split("\n")
         if lines and (self.in_traceback or any(word in text for word in (TRACEBACK, *ERRORS))):
             self._note(lines)
         present = [word for word in KEYWORDS if word in text or word in lines[0]] if lines else []
-        found = [line[:300] for line in lines if any(word in line for word in present)]
-        found = found[: LINES - self.told]
-        self.told += len(found)
-        return found
+        matches = [line[:300] for line in lines if any(word in line for word in present)]
+        matches = matches[: LINES - self.told]
+        self.told += len(matches)
+        return matches
 
     def _note(self, lines: list[str]) -> None:
         """Finds the last error: what ends a traceback, and what a script or the lease says."""
@@ -268,7 +268,7 @@ class Process:
     def records(self, host: str, meter: HostMeter, text: str) -> list[Record]:
         """Returns what there is to say of it: the newest of what it recorded itself, and what is
         seen from outside, which counts where both have a name. text: new in its log."""
-        self.reader = self.reader or Reader(beside(self.progress), host, self.rank)
+        self.reader = self.reader or Reader(records_file(self.progress), host, self.rank)
         progress, code, now = heartbeat.read(self.progress), self.code(), time.time()
         seen: dict[str, float | int | str] = {"state": "X" if code is not None else self.state()}
         if code is not None:
@@ -366,7 +366,7 @@ class Agent:
     def _claim(self) -> None:
         """Takes a folder in shared memory."""
         self._folder, self._lock = heartbeat.claim_folder(heartbeat.shared_memory())
-        self._lease = heartbeat.Lease(heartbeat.beside(self._folder / "any"))
+        self._lease = heartbeat.Lease(heartbeat.lease_file(self._folder / "any"))
 
     def _release(self) -> None:
         """Removes the folder."""
@@ -508,7 +508,7 @@ class Agent:
                 memory.unlink(missing_ok=True)
             progress = self._folder / f"attempt{self._attempt}-rank{rank}"
             log = logs / f"rank{rank}.log"
-            own = {
+            names = {
                 "MEGAJAX_PROGRESS": str(progress),
                 "MEGAJAX_MEMORY": str(memory),
                 "MEGAJAX_ATTEMPT": str(self._attempt),
@@ -516,7 +516,7 @@ class Agent:
                 reaper.MARK: self._mark,
             }
             try:
-                popen, output = run(message["command"], log, {**self._env, **env, **own})
+                popen, output = run(message["command"], log, {**self._env, **env, **names})
             except OSError as error:  # another one would say the same
                 program = message["command"][0]
                 at = "" if error.filename in (None, program) else f": {error.filename}"
@@ -531,13 +531,13 @@ class Agent:
     def _report(self) -> None:
         reaper.reap({self._reaper.pid, *(p.popen.pid for p in self._processes)})
         name, meter = self._name, self._meter
-        found = meter.records(name, self._disk)
+        report = meter.records(name, self._disk)
         for p in self._processes:
             text = p.output.new_text()
             if p.rank == 0 and text:
                 self._line.send({"out": text})
-            found += p.records(name, meter, text)
-        rows = [without_host(r) for r in found]
+            report += p.records(name, meter, text)
+        rows = [without_host(r) for r in report]
         self._line.send({"report": self._attempt, "records": rows, "moment": heartbeat.now()})
 
     def _stacks(self) -> dict[int, str]:
@@ -547,7 +547,7 @@ class Agent:
         for p in asked:  # without a record nobody waits for the signal, and it would kill
             p.send(signal.SIGUSR1)
         time.sleep(DUMP_S if asked else 0.0)
-        found = {}
+        stacks = {}
         for p in self._processes:
             file = heartbeat.stacks_file(p.progress)
             text = ""
@@ -555,18 +555,18 @@ class Agent:
                 text = file.read_text(errors="replace")
             state, code = p.state(), p.code()
             text = text or f"no stacks: state {state}, exit code {code}\n"
-            found[p.rank] = text + p.output.missing()
-        return found
+            stacks[p.rank] = text + p.output.missing()
+        return stacks
 
     def _spans(self) -> dict[int, list]:
         """Returns the last sections of every rank, of dead ones too; the one that it is in last."""
-        found = {}
+        sections = {}
         for p in self._processes:
             spans, now = heartbeat.read_spans(p.progress), heartbeat.read(p.progress)
             if now is not None:
                 spans.append(Span(now.section, now.step, now.time, time.monotonic()))
-            found[p.rank] = [dataclasses.astuple(s) for s in spans]
-        return found
+            sections[p.rank] = [dataclasses.astuple(s) for s in spans]
+        return sections
 
     def _stop(self) -> None:
         """Kills every process with all that it started, and waits until none is left."""
@@ -581,5 +581,9 @@ class Agent:
             with contextlib.suppress(OSError):
                 self._tell_reaper(f"reaped {p.popen.pid}")
             p.output.close()
-            for file in (p.progress, heartbeat.stacks_file(p.progress), records.beside(p.progress)):
+            for file in (
+                p.progress,
+                heartbeat.stacks_file(p.progress),
+                records.records_file(p.progress),
+            ):
                 file.unlink(missing_ok=True)

@@ -144,19 +144,19 @@ def run(folder: Path) -> dict[str, float | str]:
     checks = {"memory": memory, "disk": lambda: disk(folder), "loopback": loopback}
     if shutil.which("nvidia-smi"):
         checks["gpu"] = gpu
-    found: dict[str, float | str] = {}
+    results: dict[str, float | str] = {}
     for name, check in checks.items():
         for _ in range(2):
             try:
-                found[name] = check()
+                results[name] = check()
                 break
             except (ValueError, OSError, subprocess.SubprocessError) as error:
-                found[name] = str(error) or type(error).__name__
+                results[name] = str(error) or type(error).__name__
                 if isinstance(error, OSError) and error.errno in NOT_TRIED:
-                    del found[name]
+                    del results[name]
                 if not isinstance(error, TimeoutError):
                     break
-    return found
+    return results
 
 
 def failing(
@@ -208,13 +208,13 @@ Pair = tuple[str, str]
 def rounds(hosts: Sequence[str]) -> list[list[Pair]]:
     """Returns up to ROUNDS rounds of disjoint pairs; no pair comes twice (as in a tournament)."""
     ring: list[str | None] = [*hosts, *([None] if len(hosts) % 2 else [])]
-    found = []
+    schedule = []
     for _ in range(min(len(ring) - 1, ROUNDS)):
         half = len(ring) // 2
         pairs = zip(ring[:half], reversed(ring[half:]), strict=True)
-        found.append([(a, b) for a, b in pairs if a is not None and b is not None])
+        schedule.append([(a, b) for a, b in pairs if a is not None and b is not None])
         ring = [ring[0], ring[-1], *ring[1:-1]]
-    return found
+    return schedule
 
 
 def answer(address: str, secret: str) -> int:
@@ -333,25 +333,25 @@ def failing_links(links: Mapping[Pair, float | str], named: Collection[str]) -> 
 
     named: the hosts of the fault; no other is to blame for links that are only slow.
     """
-    mine: dict[str, list[Pair]] = {}
+    by_host: dict[str, list[Pair]] = {}
     for pair in links:
         for host in pair:
-            mine.setdefault(host, []).append(pair)
+            by_host.setdefault(host, []).append(pair)
     speed = {p: 0.0 if isinstance(f, str) else f for p, f in links.items()}
     # Of each host the best link: one bad host makes two links of three slow.
-    usual = statistics.median([max(speed[p] for p in own) for own in mine.values()] or [0.0])
+    usual = statistics.median([max(speed[p] for p in pairs) for pairs in by_host.values()] or [0.0])
     least = min(SLOW_LINK * usual, FAST_LINK)
     bad = {p for p, f in links.items() if isinstance(f, str) or f < least}
-    found = {}
-    for host, pairs in mine.items():
+    guilty_hosts = {}
+    for host, pairs in by_host.items():
         others = [p[0] if p[1] == host else p[1] for p in pairs]
         broken = any(isinstance(links[p], str) for p in pairs)
-        guilty = bad.issuperset(pairs) and all(set(mine[o]) - bad for o in others)
+        guilty = bad.issuperset(pairs) and all(set(by_host[o]) - bad for o in others)
         if guilty and (broken or host in named):
             said = links[pairs[0]]
             how = said if isinstance(said, str) else f"{said:.3g} MB/s, usually {usual:.3g}"
-            found[host] = f"links to {', '.join(others)}: {how}"
-    return found
+            guilty_hosts[host] = f"links to {', '.join(others)}: {how}"
+    return guilty_hosts
 
 
 # ---- all checks of a job, between two attempts

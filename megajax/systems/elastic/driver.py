@@ -95,7 +95,7 @@ class Hosts:
         self._local: dict[str, subprocess.Popen] = {}
         self._next: dict[str, float] = {}  # when each may be started again
         self._names = [f"local{i}" for i in range(count)] if spawn else []
-        self._here: dict[str, Host] = {}
+        self._present: dict[str, Host] = {}
         self._looked, self._clock = time.monotonic(), 0.0
         self.blocked: set[str] = set()
 
@@ -108,7 +108,7 @@ class Hosts:
         self._looked = now
         return self._clock
 
-    def gather(self, wanted: int, least: int, seconds: float, stop: Callable[[], bool]) -> bool:
+    def gather(self, count: int, least: int, seconds: float, stop: Callable[[], bool]) -> bool:
         """Waits for agents: all wanted, or after a while the fewest that will do. Tells success."""
         began = self.clock
         end = began + seconds
@@ -116,12 +116,12 @@ class Hosts:
         word = began + (WAITING_S if self._names else 0.0)
         while not stop():
             awaited = self.candidates() if self.clock < began + SPARES_S else ()
-            if len(self.good()) >= max(wanted, len(awaited)):
+            if len(self.good()) >= max(count, len(awaited)):
                 break
             for name in self._names:
                 self._start_agent(name)
             possible = len(set(self._names) - self.blocked)
-            if self._names and possible < wanted and len(self.good()) >= possible:
+            if self._names and possible < count and len(self.good()) >= possible:
                 break  # no others can come
             now = self.clock
             if now > end:
@@ -143,8 +143,8 @@ class Hosts:
 
     def good(self) -> list[Host]:
         """Returns those that are there and not excluded, by name."""
-        found = [h for h in self._here.values() if h.name not in self.blocked]
-        return sorted(found, key=lambda h: h.name)
+        hosts = [h for h in self._present.values() if h.name not in self.blocked]
+        return sorted(hosts, key=lambda h: h.name)
 
     def choose(self, team: Sequence[Host], count: int, moves: Collection[str] = ()) -> list[Host]:
         """Returns the hosts of the next attempt, at most `count`.
@@ -155,17 +155,17 @@ class Hosts:
         """
         good = {h.name: h for h in self.good()}
         last = [good.pop(name) for name in sorted(moves) if name in good]
-        kept = [good.pop(h.name, None) for h in team]
+        former = [good.pop(h.name, None) for h in team]
         others = iter([*good.values(), *last])
-        found = [h or next(others, None) for h in kept]
-        chosen = [h for h in (*found, *others) if h is not None][:count]
+        places = [h or next(others, None) for h in former]
+        chosen = [h for h in (*places, *others) if h is not None][:count]
         if any(a.name == b.name in moves for a, b in zip(chosen, team, strict=False)):
             chosen = [*chosen[1:], *chosen[:1]]
         return chosen
 
     def has(self, host: Host) -> bool:
         """Tells whether this very agent is there, and not another of its name."""
-        return self._here.get(host.name) is host
+        return self._present.get(host.name) is host
 
     def candidates(self) -> set[str]:
         """Returns the names of those that are good, or can be started again."""
@@ -199,7 +199,7 @@ class Hosts:
             self._drop(line, "said what cannot be used")
 
     def _take(self, line: Line, message: dict[str, Any]) -> None:
-        host = next((h for h in self._here.values() if h.line is line), None)
+        host = next((h for h in self._present.values() if h.line is line), None)
         if line.purpose == OPERATOR:
             if "readmit" in message:
                 self._owner.on_readmit(str(message["readmit"]))
@@ -224,7 +224,7 @@ class Hosts:
 
     def _join(self, line: Line, message: dict[str, Any]) -> None:
         """Takes an agent in, instead of a silent one of its name."""
-        known = self._here.get(line.name)
+        known = self._present.get(line.name)
         if known is not None:
             quiet = self.clock - known.heard
             if quiet < QUIET_S:  # or two hosts of one name would end one another for ever
@@ -234,15 +234,15 @@ class Hosts:
             self._drop(known.line, f"silent for {quiet:.0f} s, and another came")
         address, pid = str(message["address"]), int(message["pid"])
         host = Host(line.name, line, address, pid, self.clock, str(message.get("mark", "")))
-        self._here[host.name] = host
+        self._present[host.name] = host
         self._owner.on_join(host)
         line.send({"do": "welcome"})
 
     def _drop(self, line: Line, why: str = "") -> None:
         """Ends a connection, and forgets the agent behind it."""
         self._door.turn_away(line, why)
-        for host in [h for h in self._here.values() if h.line is line]:
-            del self._here[host.name]
+        for host in [h for h in self._present.values() if h.line is line]:
+            del self._present[host.name]
             self._owner.on_hang_up(host, why)
 
     def send(self, hosts: Sequence[Host], **message: Any) -> None:
@@ -311,7 +311,7 @@ class Hosts:
 
     def close(self) -> None:
         """Sends the agents home. Those of this machine have ANSWER_S, all of them together."""
-        self.send(list(self._here.values()), do="quit")
+        self.send(list(self._present.values()), do="quit")
         end = time.monotonic() + ANSWER_S
         late = []
         for agent in self._local.values():
@@ -322,7 +322,7 @@ class Hosts:
                 agent.kill()
         for agent in late:
             agent.wait()
-        for host in self._here.values():
+        for host in self._present.values():
             host.line.close()
         self._door.close()
         self._selector.close()
@@ -458,25 +458,25 @@ class Driver:
 
     def on_wait(self, seconds: float) -> None:
         """Agents are missing, which may come for so long."""
-        s, here = self._settings, [h.name for h in self._hosts.good()]
+        s, present = self._settings, [h.name for h in self._hosts.good()]
         self._journal.event(
             "waiting",
-            f"{len(here)} of {s.hosts} hosts are here ({', '.join(here) or 'none'}); waiting for "
-            f"the agents of the others for {seconds:.0f} s more (--join_s){s.invite}",
+            f"{len(present)} of {s.hosts} hosts are here ({', '.join(present) or 'none'}); waiting "
+            f"for the agents of the others for {seconds:.0f} s more (--join_s){s.invite}",
         )
 
     def on_report(self, host: Host, message: dict[str, Any]) -> None:
         """The news of a period."""
         if message["report"] != self._attempt or self._dog is None or host not in self._team:
             return
-        found = records.parse(host.name, message["records"])
-        for r in found:
+        report = records.parse(host.name, message["records"])
+        for r in report:
             if r.name == "step_s" and r.step is not None and r.step > self._step:
                 self._first = self._first or r.step
                 self._step = r.step
                 self._steps.append(float(r.value or 0.0))
-        self._dog.hear(time.monotonic(), host.name, found)
-        self._journal.take(found)
+        self._dog.hear(time.monotonic(), host.name, report)
+        self._journal.take(report)
 
     # ---- an attempt
 
@@ -598,12 +598,12 @@ class Driver:
         self._dog = None
         self._record(fault.rule if fault.rule in NO_FAULTS else "fault", fault)
         for host in [h for h in self._team if fault.rule == "silence" and h.name in fault.hosts]:
-            self._let_go(host)  # nothing more can be had from it
+            self._dismiss(host)  # nothing more can be had from it
         self._collect()
         stopped = self._hosts.ask(self._team, "stopped", ANSWER_S, do="stop")
         for host, answer in zip(self._team, stopped, strict=True):
             if answer is None:  # frozen or gone: its reaper ends what it started
-                self._let_go(host)
+                self._dismiss(host)
         bad: dict[str, str] = {}
         says_nothing = fault.kind == "stop" or fault.cause == "temporary" or fault.rule == "driver"
         if not (
@@ -626,7 +626,7 @@ class Driver:
             self._hosts.pump()
         return None
 
-    def _let_go(self, host: Host) -> None:
+    def _dismiss(self, host: Host) -> None:
         """Lets go of an agent that does not answer; its processes may go on until their lease has
         run out."""
         if not self._hosts.dismiss(host):
@@ -652,8 +652,8 @@ class Driver:
             host.answers.pop("spans", None)
         stacks: dict[str, str] = {}
         spans: dict[str, list] = {}
-        for found in self._hosts.ask(self._team, "stacks", ANSWER_S, do="dump"):
-            stacks |= found or {}
+        for answer in self._hosts.ask(self._team, "stacks", ANSWER_S, do="dump"):
+            stacks |= answer or {}
         for host in self._team:
             spans |= host.answers.get("spans", {})
         each = self._settings.processes

@@ -113,7 +113,7 @@ class Guard(Protocol):
 
 
 def to_evict(
-    found: Sequence[Action],
+    actions: Sequence[Action],
     hosts: Collection[str],
     least: int,
     guard: Guard | None,
@@ -124,7 +124,7 @@ def to_evict(
     hosts: that there are, spares included. least: that must be left. guard: is told of the one.
     tell: of a journal, is told why others may not.
     """
-    for action in [a for a in found if a.kind == "evict" and a.hosts]:
+    for action in [a for a in actions if a.kind == "evict" and a.hosts]:
         left = len(set(hosts) - set(action.hosts))
         why = guard.refuses(action) if guard is not None else None
         if left < least:
@@ -154,7 +154,7 @@ class Recovery:
         self._step: int | None = None
         self._same = 0  # faults in a row in one step, whatever they were
         self._errors: list[Action] = []  # of the program in one step, all of one kind
-        self._own: Action | None = None  # the last fault that speaks against somebody
+        self._blaming: Action | None = None  # the last fault that speaks against somebody
         self._deferred = 0  # temporary errors in a row without progress
         self._idle = 0  # restarts in a row that did not get beyond the best step
         self._best = 0
@@ -206,7 +206,7 @@ class Recovery:
         """Returns the host on which an error came back, as the only one that had it."""
         if fault.cause not in OWN:
             return frozenset()
-        former, self._own = self._own, fault
+        former, self._blaming = self._blaming, fault
         again = former is not None and _alike(fault, former) and fault.hosts == former.hosts
         return frozenset(fault.hosts if again and len(fault.hosts) == 1 else ())
 

@@ -25,12 +25,12 @@ LONGEST_S = 5.0  # (chosen) for killed processes to be gone, before the reaper g
 def marked(mark: str) -> set[int]:
     """Returns the processes of this user with the mark in their environment."""
     want = f"{MARK}={mark}".encode()
-    found = set()
+    pids = set()
     for name in filter(str.isdecimal, os.listdir("/proc")):
         with contextlib.suppress(OSError), open(f"/proc/{name}/environ", "rb") as file:
             if want in file.read().split(b"\0"):
-                found.add(int(name))
-    return found
+                pids.add(int(name))
+    return pids
 
 
 def descendants(ancestor: int, spared: Iterable[int] = ()) -> set[int]:
@@ -43,13 +43,13 @@ def descendants(ancestor: int, spared: Iterable[int] = ()) -> set[int]:
             children.setdefault(int(parent), []).append(int(name))
             if state in (b"Z", b"X"):
                 zombies.add(int(name))
-    found, open_, spared = set(), [ancestor], set(spared)
+    below, open_, spared = set(), [ancestor], set(spared)
     while open_:
         for child in children.get(open_.pop(), []):
-            if child not in spared and child not in found:
-                found.add(child)
+            if child not in spared and child not in below:
+                below.add(child)
                 open_.append(child)
-    return found - zombies
+    return below - zombies
 
 
 def kill_all(find: Callable[[], set[int]], seconds: float = float("inf")) -> bool:
@@ -108,15 +108,15 @@ def main() -> None:
     for line in sys.stdin:
         if not line.endswith("\n"):
             break  # the agent died while it wrote: half a number is another group
-        word, _, rest = line.strip().partition(" ")
+        word, _, argument = line.strip().partition(" ")
         if word == "group":
-            groups.append(int(rest))
+            groups.append(int(argument))
         elif word == "reaped":
-            groups = [group for group in groups if group != int(rest)]
+            groups = [group for group in groups if group != int(argument)]
         elif word == "mark":
-            marks.append(rest)
+            marks.append(argument)
         elif word == "folder":
-            folders.append(rest)
+            folders.append(argument)
     for group in groups:
         with contextlib.suppress(OSError):
             os.killpg(group, signal.SIGKILL)

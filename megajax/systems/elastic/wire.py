@@ -109,18 +109,18 @@ class Channel:
         Raises: ConnectionAbortedError for what is not TLS, or a certificate that is not trusted.
         """
         self._in.write(data)
-        found = bytearray()
+        plain = bytearray()
         try:
             if not self.open:
                 self._tls.do_handshake()
                 self.open = True
             while chunk := self._tls.read(1 << 16):
-                found += chunk
+                plain += chunk
         except ssl.SSLWantReadError:
             pass
         except ssl.SSLError as error:
             raise ConnectionAbortedError(f"TLS: {error.reason or error}") from None
-        return bytes(found), self._out.read()
+        return bytes(plain), self._out.read()
 
     def seal(self, data: bytes) -> bytes:
         """Returns the bytes to send."""
@@ -246,7 +246,7 @@ class Line:
             data, answer = self._tls.take(data)
             self.sock.sendall(answer)
         self._data += data
-        found = []
+        messages = []
         while (end := self._data.find(b"\n", self._searched)) >= 0:
             line = bytes(self._data[:end])
             del self._data[: end + 1]
@@ -254,13 +254,13 @@ class Line:
             if not self.ready and len(line) > LONGEST_GREETING:
                 raise StrangerError("its greeting is too long")
             if self.ready:
-                found.append(self._open(line))
+                messages.append(self._open(line))
             else:
                 self._greeted(line)
         self._searched = len(self._data)
         if self._searched > (LONGEST if self.ready else LONGEST_GREETING):
             raise StrangerError("a message without an end")
-        return found
+        return messages
 
     def close(self) -> None:
         """Hangs up."""
@@ -314,14 +314,14 @@ class Line:
             return
         if self._calls:  # 2: the called end proves itself first, because callers do as told
             self._agree(self._nonce, _text(message, "nonce"))
-        theirs, mine = (CALLED, CALLER) if self._calls else (CALLER, CALLED)
+        theirs, this_end = (CALLED, CALLER) if self._calls else (CALLER, CALLED)
         proof = _text(message, "proof").encode()
         if not hmac.compare_digest(proof, _sign(self._secret, theirs, *self._said)):
             raise StrangerError("it does not hold this job's secret")
         if self._calls:  # 3: the caller proves itself
-            own = _sign(self._secret, mine, *self._said).decode()
-            self._write(json.dumps({"proof": own}).encode() + b"\n")
-        keys = [_sign(self._secret, b"key of " + end, *self._said) for end in (mine, theirs)]
+            answer = _sign(self._secret, this_end, *self._said).decode()
+            self._write(json.dumps({"proof": answer}).encode() + b"\n")
+        keys = [_sign(self._secret, b"key of " + end, *self._said) for end in (this_end, theirs)]
         self._keys = (keys[0], keys[1])
         self.ready = True
 
@@ -449,11 +449,13 @@ class Door:
         except OSError:
             sock.close()  # reset before it was looked at
             return
-        own = [k for k, (a, _) in self._waiting.items() if a == address]
-        if len(own) >= WAITING_OF_ONE or len(self._waiting) >= WAITING:
+        same_address = [k for k, (a, _) in self._waiting.items() if a == address]
+        if len(same_address) >= WAITING_OF_ONE or len(self._waiting) >= WAITING:
             busiest = Counter(a for a, _ in self._waiting.values()).most_common(1)[0][0]
             oldest = (
-                own[0] if own else next(k for k, (a, _) in self._waiting.items() if a == busiest)
+                same_address[0]
+                if same_address
+                else next(k for k, (a, _) in self._waiting.items() if a == busiest)
             )
             self.turn_away(oldest, "too many connections that prove nothing")
         self._waiting[line] = (address, time.monotonic())

@@ -233,7 +233,7 @@ class Feed:
 
 def host_of(machines: Sequence[str], hosts: Sequence[str]) -> dict[str, str]:
     """Returns {machine of a server: host of the job}: the same but for port and domain."""
-    found = {}
+    pairs = {}
     for machine in machines:
         plain = machine.rsplit(":", 1)[0] if machine.count(":") == 1 else machine
         for host in hosts:
@@ -242,8 +242,8 @@ def host_of(machines: Sequence[str], hosts: Sequence[str]) -> dict[str, str]:
                 or plain.split(".")[0] == host.split(".")[0]
                 and not _is_address(plain)
             ):
-                found[machine] = host
-    return found
+                pairs[machine] = host
+    return pairs
 
 
 def _is_address(name: str) -> bool:
@@ -253,8 +253,8 @@ def _is_address(name: str) -> bool:
 def renamed(samples: Samples, hosts: dict[str, str]) -> Samples:
     """Returns the samples of these machines only, under the names of the hosts."""
     rows = ((t, hosts[m], c, v) for t, m, c, v in samples.rows() if m in hosts)
-    found = Samples.of(rows, samples.start, samples.end)
-    return dataclasses.replace(found, notes=samples.notes)
+    named = Samples.of(rows, samples.start, samples.end)
+    return dataclasses.replace(named, notes=samples.notes)
 
 
 def main() -> int:

@@ -36,7 +36,7 @@ from megajax.monitor.samples import Grid, Quality, Samples, hold, nothing_in, to
 from megajax.monitor.sources.files import read
 from megajax.systems.minder import features, tracker
 from megajax.systems.minder.features import Edges
-from megajax.systems.minder.judge import Found, Judge, Onsets
+from megajax.systems.minder.judge import Finding, Judge, Onsets
 from megajax.systems.minder.settings import CHANNELS, LEAST, TICK, WINDOW, WINDOWS, Settings
 from megajax.systems.minder.tracker import Limits, spans
 
@@ -362,11 +362,11 @@ def _dynamics(arrays: dict[str, np.ndarray], metrics: int) -> Dynamics | None:
     """Returns what a file says of spreads and lags. Raises: ValueError, KeyError."""
     if f"dynamics.{DYNAMICS[0]}" not in arrays:
         return None
-    found = {n: arrays[f"dynamics.{n}"] for n in DYNAMICS}
-    if any(found[n].shape != (metrics + 1,) for n in DYNAMICS if n.endswith("_F")):
+    members = {n: arrays[f"dynamics.{n}"] for n in DYNAMICS}
+    if any(members[n].shape != (metrics + 1,) for n in DYNAMICS if n.endswith("_F")):
         raise ValueError("spreads of other metrics")
-    limits = Limits(*(found.pop(n) for n in EVIDENCE))
-    return Dynamics(**found, limits=limits)
+    limits = Limits(*(members.pop(n) for n in EVIDENCE))
+    return Dynamics(**members, limits=limits)
 
 
 def _fits(name: str, array: np.ndarray, metrics: int) -> bool:
@@ -408,9 +408,9 @@ def nearest(scores: Mapping[str, float]) -> str:
     for kind in KINDS:
         signature = _signature(kind, frozenset(scores))
         shared = sum(s * signature.get(m, 0.0) for m, s in scores.items())
-        own = sum(w * w for w in signature.values()) ** 0.5
-        if length and shared / (length * own) > best:
-            best, name = shared / (length * own), kind
+        norm = sum(w * w for w in signature.values()) ** 0.5
+        if length and shared / (length * norm) > best:
+            best, name = shared / (length * norm), kind
     return name
 
 
@@ -422,15 +422,15 @@ def _signature(kind: str, measured: frozenset[str]) -> Mapping[str, float]:
     divided among the group's measured metrics so that their length is the weight. A group without a
     measured metric has one entry, named after the group.
     """
-    found: dict[str, float] = {}
+    weights: dict[str, float] = {}
     for effect in KINDS[kind].effects:
         sign = 1.0 if effect.target == "high" else -1.0
         weight = sign * effect.probability * (effect.low * effect.high) ** 0.5
         group = (*GROUPS[effect.group], *ALSO.get(effect.group, ()))
         members = [m for m in group if m in measured] or [f"({effect.group})"]
         for metric in members:
-            found[metric] = found.get(metric, 0.0) + weight / len(members) ** 0.5
-    return found
+            weights[metric] = weights.get(metric, 0.0) + weight / len(members) ** 0.5
+    return weights
 
 
 # ---- the detector
@@ -583,10 +583,10 @@ class Detector:
                 f"a job of {count} machines cannot be judged: at least {LEAST} are needed to say "
                 "which one differs"
             )
-        found: list[Alert] = []
+        alerts: list[Alert] = []
         while (tick := self._pending.take()) is not None:
-            found += self._look(*tick)
-        return found
+            alerts += self._look(*tick)
+        return alerts
 
     def _look(self, start: int, values_CNT: np.ndarray) -> list[Alert]:
         """Judges one tick."""
@@ -609,10 +609,10 @@ class Detector:
             x_FN[:C][hidden_2CN[0] & (x_FN[:C] < 0) | hidden_2CN[1] & (x_FN[:C] > 0)] = 0.0
         x_CNT = features.scaled(values_CNT, *p.range_3C[:, :, None, None].astype(np.float32))
         self._onsets.add(x_CNT)
-        found = self._judge.look(
+        findings = self._judge.look(
             end, score_FN, far_FN, np.asarray(apart)[:, :N], np.asarray(middle_F)
         )
-        alerts = [self._alert(one, end) for one in found]
+        alerts = [self._alert(one, end) for one in findings]
         if self._course is not None:
             for one in self._course.look(end, x_CNT, rows, self._judge):
                 alerts.append(self._alert_of_course(one, end, self._course))
@@ -654,10 +654,10 @@ class Detector:
 
     # ---- alerts
 
-    def _alert(self, found: Found, end: float) -> Alert:
+    def _alert(self, finding: Finding, end: float) -> Alert:
         metrics, judge = self.profile.metrics, self._judge
         C = len(metrics)
-        signed_F = judge.mean_FN[:, found.row]
+        signed_F = judge.mean_FN[:, finding.row]
         named = {}
         for c, metric in enumerate(
             metrics
@@ -665,31 +665,33 @@ class Detector:
             level, residual = float(signed_F[c]), float(signed_F[C + c])
             named[metric] = level if 2 * abs(level) >= abs(residual) else residual
         apart = sorted(((m, s) for m, s in named.items() if abs(s) >= 1), key=lambda x: -abs(x[1]))
-        if found.channel is None:
-            assert found.metric is not None
-            metric, kind = metrics[found.metric], "silent" if found.whole else "vanished"
+        if finding.channel is None:
+            assert finding.metric is not None
+            metric, kind = metrics[finding.metric], "silent" if finding.is_silent else "vanished"
         else:
-            metric = metrics[found.channel % C]
+            metric = metrics[finding.channel % C]
             kind = nearest({m: float(signed_F[c]) for c, m in enumerate(metrics)})
-        machine = self._pending.machines[found.row]
-        return Alert.of_machine(machine, metric, found.since, found.score, kind, tuple(apart), end)
+        machine = self._pending.machines[finding.row]
+        return Alert.of_machine(
+            machine, metric, finding.since, finding.score, kind, tuple(apart), end
+        )
 
-    def _alert_of_course(self, found: Found, end: float, course: "_Course") -> Alert:
-        metrics, mean_F = self.profile.metrics, course.judge.mean_FN[:, found.row]
-        assert found.channel is not None
-        is_late = found.channel == len(metrics)
+    def _alert_of_course(self, finding: Finding, end: float, course: "_Course") -> Alert:
+        metrics, mean_F = self.profile.metrics, course.judge.mean_FN[:, finding.row]
+        assert finding.channel is not None
+        is_late = finding.channel == len(metrics)
         named = dict(zip(metrics, mean_F.tolist(), strict=False))
         apart = sorted(((m, s) for m, s in named.items() if s >= 1), key=lambda x: -x[1])
-        shown = max(named, key=lambda m: named[m]) if is_late else metrics[found.channel]
+        shown = max(named, key=lambda m: named[m]) if is_late else metrics[finding.channel]
         return Alert.of_machine(
-            self._pending.machines[found.row],
+            self._pending.machines[finding.row],
             shown,
-            found.since,
-            found.score,
+            finding.since,
+            finding.score,
             COURSES[is_late],
             tuple(apart),
             end,
-            float(course.lag_N[found.row]) if is_late else 0.0,
+            float(course.lag_N[finding.row]) if is_late else 0.0,
         )
 
 
@@ -706,7 +708,7 @@ class _Course:
         self._prior = tracker.prior(learnt.noise_F, learnt.offset_F, learnt.slope_F)
         self._tracks = tracker.begin(self._prior, 0)
 
-    def look(self, end: float, x_CNT: np.ndarray, rows: int, levels: Judge) -> list[Found]:
+    def look(self, end: float, x_CNT: np.ndarray, rows: int, levels: Judge) -> list[Finding]:
         """Takes the scaled samples of a tick that ended at `end`; returns the machines to name.
 
         A machine that `levels` names, or one that differs while it names another, is not named.
@@ -733,9 +735,9 @@ class _Course:
         if np.isfinite(lag_N).any():
             self.lag_N = np.pad(self.lag_N, (0, N - len(self.lag_N)))
             self.lag_N += SMOOTH * np.nan_to_num(lag_N - np.nanmedian(lag_N) - self.lag_N)
-        found = self.judge.look(end, score_FN, far_FN, apart_FN, None)
-        self.judge.tell(levels, found)
-        return found
+        findings = self.judge.look(end, score_FN, far_FN, apart_FN, None)
+        self.judge.tell(levels, findings)
+        return findings
 
     def forget(self, rows: list[int]) -> None:
         """Removes the machines in these rows."""

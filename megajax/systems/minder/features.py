@@ -91,13 +91,13 @@ def of_tick(
     """
     N = values_CNT.shape[1]
     range_3C = np.asarray(range_3C, np.float32)
-    found = []
+    batches = []
     for start in range(0, N, MACHINES):
         part = values_CNT[:, start : start + MACHINES]
         pad = ((0, 0), (0, MACHINES - part.shape[1]), (0, 0))
         part = np.pad(part, pad, constant_values=np.nan)
-        found.append(_of_machines(cfg, vae, range_3C, part))
-    y_FNJ = np.concatenate([np.asarray(part) for part in found], 1)  # all run before the first
+        batches.append(_of_machines(cfg, vae, range_3C, part))
+    y_FNJ = np.concatenate([np.asarray(part) for part in batches], 1)  # all run before the first
     return y_FNJ[:, :N]
 
 

@@ -87,16 +87,16 @@ def best_split(
     `least` windows.
     """
     X = len(fault_X)
-    whole = _impurity(np.array([fault_X.sum()], float), np.array([X], float))[0]
+    impurity = _impurity(np.array([fault_X.sum()], float), np.array([X], float))[0]
     best: tuple[int, float, float] | None = None
-    if X < 2 * least or whole == 0:
+    if X < 2 * least or impurity == 0:
         return None
     for c in range(z_XC.shape[1]):
         by = np.argsort(z_XC[:, c], kind="stable")
         z_X, faults_X = z_XC[by, c], np.cumsum(fault_X[by]).astype(float)
         left_X = np.arange(1.0, X + 1)
         right = _impurity(faults_X[-1] - faults_X, X - left_X)
-        told_X = whole - _impurity(faults_X, left_X) - right
+        told_X = impurity - _impurity(faults_X, left_X) - right
         cuts = (z_X[:-1] < z_X[1:]) & (left_X[:-1] >= least) & (X - left_X[:-1] >= least)
         if not cuts.any():
             continue
@@ -250,7 +250,7 @@ class _Ranges:
     """The first pass: ranges of the metrics, and windows from random machines and times."""
 
     def __init__(self, rng: np.random.Generator, metrics: Sequence[str] | None):
-        self._rng, self._wanted = rng, metrics
+        self._rng, self._names = rng, metrics
         self._values: dict[str, list[np.ndarray]] = {}
         self._periods: dict[str, list[float]] = {}
         self._windows: list[tuple[tuple[str, ...], np.ndarray, np.ndarray]] = []
@@ -279,8 +279,8 @@ class _Ranges:
     def learnt(self) -> tuple[tuple[str, ...], np.ndarray, np.ndarray, np.ndarray]:
         """Returns (metrics in order, range_3C, period_C, ends of the scales (2, C))."""
         have = set(self._values)
-        order = [m for m in (MINDER if self._wanted is None else self._wanted) if m in have]
-        if self._wanted is None:
+        order = [m for m in (MINDER if self._names is None else self._names) if m in have]
+        if self._names is None:
             order += sorted(have - set(order))
         if not order:
             raise UserError(f"no metric to learn: the sources have {sorted(have) or 'no value'}")
@@ -292,15 +292,15 @@ class _Ranges:
 
     def windows(self, range_3C: np.ndarray) -> np.ndarray:
         """Returns x_BWC in [0, 1], NaN for holes, each source with its share of the seconds."""
-        total, found = sum(float(T[0]) for *_, T in self._windows), []
+        total, samples = sum(float(T[0]) for *_, T in self._windows), []
         for names, windows_BWC, T in self._windows:
             count = max(1, round(WINDOWS * float(T[0]) / total))
             picked = np.full((count, WINDOW, len(self._order)), np.nan, np.float32)
             for c, name in enumerate(self._order):
                 if name in names:
                     picked[..., c] = windows_BWC[:count, :, names.index(name)]
-            found.append(picked)
-        x_BWC = np.concatenate(found)
+            samples.append(picked)
+        x_BWC = np.concatenate(samples)
         return features.scaled(x_BWC, *range_3C).astype(np.float32)
 
 
@@ -400,14 +400,14 @@ def _spread(x_FN: np.ndarray) -> np.ndarray:
 def _scores(prior: tracker.Prior, y_HFNJ: np.ndarray, only_more: bool) -> np.ndarray:
     """Returns the scores of a source's ticks, (F, N, H)."""
     N = y_HFNJ.shape[2]
-    tracks, nobody, found = tracker.begin(prior, N), np.zeros(N, bool), []
+    tracks, nobody, scores = tracker.begin(prior, N), np.zeros(N, bool), []
     for y_FNJ in y_HFNJ:
         if only_more:
             tracks, score, *_ = tracker.advance_course(prior, tracks, y_FNJ[..., 0], nobody, nobody)
         else:
             tracks, score, *_ = tracker.advance(prior, tracks, jnp.asarray(y_FNJ), nobody, nobody)
-        found.append(np.asarray(score))
-    return np.stack(found, -1)
+        scores.append(np.asarray(score))
+    return np.stack(scores, -1)
 
 
 def _limits(
@@ -419,10 +419,10 @@ def _limits(
     a percentile of these that is too low for the unlabelled faults in the sources to influence it.
     levels: channels behind which there are residuals. only_more: the ticks are spreads and lags.
     """
-    given = tracker.Prior(*(jnp.asarray(x, jnp.float32) for x in prior))
+    arrays = tracker.Prior(*(jnp.asarray(x, jnp.float32) for x in prior))
     if only_more:
-        given = tracker.prior(*prior)
-    scores = [_scores(given, y_HFNJ, only_more) for y_HFNJ in ticks]
+        arrays = tracker.prior(*prior)
+    scores = [_scores(arrays, y_HFNJ, only_more) for y_HFNJ in ticks]
     chosen, F = tracker.spans(s.ticks), len(prior[0])
     shape = len(tracker.AGES), len(chosen)
     inverse, limit = np.zeros((*shape, F, F)), np.zeros((*shape, F + 1))
@@ -456,13 +456,13 @@ def _highest(
     scores_FNH: np.ndarray, starts: list[int], inverse_FF: np.ndarray, span: tracker.Span
 ) -> list[np.ndarray]:
     """Returns the highest statistics of each block of BLOCK spans: a list of (G, N)."""
-    found = []
+    maxima = []
     for first in range(0, len(starts), BLOCK):
         block = starts[first : first + BLOCK]
         parts = [scores_FNH[..., at : at + span.ticks] for at in block]
         each = [tracker.statistics(x, tracker.average(x), inverse_FF, span) for x in parts]
-        found.append(np.max(each, 0))
-    return found
+        maxima.append(np.max(each, 0))
+    return maxima
 
 
 def _tail(highest_GX: np.ndarray, levels: int) -> np.ndarray:

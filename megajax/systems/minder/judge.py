@@ -135,11 +135,11 @@ LATELY = 3 * TICK  # seconds within which a machine or a metric that lives has a
 
 
 @dataclass(frozen=True)
-class Found:
+class Finding:
     """A machine to name.
 
     row: its index. channel: index of the channel that decided, None if series ended. metric: index
-    of the series that ended first. whole: True if all of its series ended. since, score: as in
+    of the series that ended first. is_silent: whether all of its series ended. since, score: as in
     Alert.
     """
 
@@ -148,7 +148,7 @@ class Found:
     score: float
     channel: int | None = None
     metric: int | None = None
-    whole: bool = False
+    is_silent: bool = False
 
 
 class Judge:
@@ -198,12 +198,12 @@ class Judge:
         """Adds machines that have not been seen yet, until there are `rows`."""
         more = rows - self.joined_N.shape[0]
         for name, value in _FIELDS.items():
-            kept = getattr(self, name)
+            array = getattr(self, name)
             axis = _axis(name)
-            shape = [*kept.shape]
+            shape = [*array.shape]
             shape[axis] = more
-            empty = np.full(shape, value, kept.dtype)
-            setattr(self, name, np.concatenate([kept, empty], axis))
+            empty = np.full(shape, value, array.dtype)
+            setattr(self, name, np.concatenate([array, empty], axis))
 
     def see(self, last_CN: np.ndarray, start: float) -> None:
         """Notes which series have samples in the tick that began at `start` (Unix seconds).
@@ -245,7 +245,7 @@ class Judge:
         far_FN: np.ndarray,
         apart_FN: np.ndarray,
         middle_F: np.ndarray | None,
-    ) -> list[Found]:
+    ) -> list[Finding]:
         """Takes the scores of a tick that ended at `end`; returns the machines to name now.
 
         Args: score_FN: signed, in standard deviations, NaN without samples. far_FN: unclipped.
@@ -253,13 +253,13 @@ class Judge:
           middle_F: level of the median machine, the state of the job; None: as in evidence.score.
         """
         apart_CN = apart_FN[: self._levels]
-        for kept, new in (
+        for history, new in (
             (self.scores_FNH, score_FN),
             (self.far_FNH, far_FN),
             (self._apart_CNH, apart_CN),
         ):
-            kept[..., :-1] = kept[..., 1:]
-            kept[..., -1] = new
+            history[..., :-1] = history[..., 1:]
+            history[..., -1] = new
         self._middle_FH = (
             None
             if middle_F is None or self._middle_FH is None
@@ -297,19 +297,19 @@ class Judge:
         """Forgets what was learnt of all machines: the job does something else now."""
         self._anew(np.ones(len(self._past_N), bool))
 
-    def tell(self, first: "Judge", found: Sequence[Found]) -> None:
+    def tell(self, first: "Judge", findings: Sequence[Finding]) -> None:
         """Lets the other judge hear whom this one names: neither they nor their followers are news.
 
         found: the machines that are named now.
         """
-        for one in found:
+        for one in findings:
             first._named_at_N[one.row] = one.since
             first._named_as_FN[:, one.row] = first.mean_FN[:, one.row]
         first._free_at_N = np.maximum(first._free_at_N, self._free_at_N)
 
     # ---- machines that differ
 
-    def _differing(self, end: float, judged_N: np.ndarray) -> list[Found]:
+    def _differing(self, end: float, judged_N: np.ndarray) -> list[Finding]:
         s = self._settings
         ready = self._past_N.max(initial=0)
         if ready < s.ticks:
@@ -335,7 +335,7 @@ class Judge:
             rows = np.flatnonzero(alike_N & judged_N)
             if not self._leads(rows, end, onset_N, differing_N):
                 return []
-        found = []
+        findings = []
         free_N = judged_N & ~busy_N & ~follows_N
         while fires_N.any():
             first = min(onset_N[fires_N])
@@ -354,7 +354,7 @@ class Judge:
             if explained:  # for as long as it differs: at its end the onset looks later
                 self._follows_N[row] = end + s.group_s
             elif not waits:
-                found.append(self._named(row, score_GN[:, row], onset_N[row]))
+                findings.append(self._named(row, score_GN[:, row], onset_N[row]))
                 self._free_at_N[row] = end + s.clear_s
                 self._named_at_N[row] = onset_N[row]
                 self._named_as_FN[:, row] = self.mean_FN[:, row]
@@ -365,7 +365,7 @@ class Judge:
             self._follows_N[others_N] = end + s.clear_s
             fires_N &= ~others_N
             fires_N[row] = False
-        return found
+        return findings
 
     def _scores(self, end: float, judged_N: np.ndarray, have: int) -> tuple[np.ndarray, np.ndarray]:
         """Returns (score_GN, onset_N in Unix seconds) of the last `have` ticks; 1: the limit."""
@@ -522,8 +522,8 @@ class Judge:
         """Forgets what was learnt of machines whose first state was the odd one."""
         self.anew_N = odd_N
         self._past_N = np.where(odd_N, 0, self._past_N)
-        for kept in (self.scores_FNH, self.far_FNH, self._apart_CNH):
-            kept[:, odd_N] = np.nan
+        for history in (self.scores_FNH, self.far_FNH, self._apart_CNH):
+            history[:, odd_N] = np.nan
 
     def _always(self) -> np.ndarray:
         """Returns, (N,), which machines have differed ever since they were first seen.
@@ -538,33 +538,35 @@ class Judge:
         like_N = (self._like_the_others()[:, :before] & is_known_NH).sum(1)
         return (like_N < np.maximum(2, SELDOM * known_N)) & (self._past_N <= self._history)
 
-    def _named(self, row: int, score_G: np.ndarray, onset: float) -> Found:
+    def _named(self, row: int, score_G: np.ndarray, onset: float) -> Finding:
         firing = [f for f in self._order if score_G[f] >= 1]
         channel = int(firing[0]) if firing else int(np.abs(self.mean_FN[:, row]).argmax())
-        return Found(row, float(onset), float(score_G.max()), channel=channel)
+        return Finding(row, float(onset), float(score_G.max()), channel=channel)
 
     # ---- series that end
 
-    def _ended(self, end: float, judged_N: np.ndarray) -> list[Found]:
+    def _ended(self, end: float, judged_N: np.ndarray) -> list[Finding]:
         s = self._settings
         lives_CN = end - self.seen_CN <= LATELY
         had_CN = np.isfinite(self.seen_CN)
         gone_CN = had_CN & (end - self.seen_CN >= s.continuity_s) & judged_N
         some_C = lives_CN.sum(1) > 0.5 * (had_CN & ~gone_CN).sum(1)
         gone_CN &= some_C[:, None]  # a metric that ended everywhere says nothing of a machine
-        found = []
+        findings = []
         for row in np.flatnonzero(gone_CN.any(0) & (self._free_at_N <= end)):
             ended = np.flatnonzero(gone_CN[:, row])
             first = ended[np.argmin(self.seen_CN[ended, row])]
             since = float(self.seen_CN[first, row])
-            whole = not lives_CN[:, row].any()
+            is_silent = not lives_CN[:, row].any()
             score = (end - since) / s.continuity_s
-            found.append(Found(int(row), since, score, metric=int(first), whole=bool(whole)))
+            findings.append(
+                Finding(int(row), since, score, metric=int(first), is_silent=bool(is_silent))
+            )
         for row in np.flatnonzero(gone_CN.any(0)):
             self._free_at_N[row] = end + s.clear_s  # as long as it lasts
             self._named_at_N[row] = self.seen_CN[gone_CN[:, row], row].min()
             self._named_for_N[row] = math.inf
-        return found
+        return findings
 
 
 def _pair(far_N: np.ndarray, alike_N: np.ndarray) -> bool:

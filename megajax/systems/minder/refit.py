@@ -99,8 +99,8 @@ class Refit:
         files.write_arrays(self._folder / f"{grid.start}.npz", arrays, compress=True)
 
     def _pieces(self) -> list[Path]:
-        found = [p for p in self._folder.glob("*.npz") if p.stem.isdecimal()]
-        return sorted(found, key=lambda p: int(p.stem))
+        paths = [p for p in self._folder.glob("*.npz") if p.stem.isdecimal()]
+        return sorted(paths, key=lambda p: int(p.stem))
 
     # ---- the process
 

@@ -223,8 +223,8 @@ class Alertmanager:
         """Sends all alerts; returns what went wrong, or ''."""
         oldest = time.monotonic() - KEEP_S
         with self._lock:
-            kept = {k: x for k, x in self._alerts.items() if x[0].ended is None or x[1] > oldest}
-            self._alerts, batch = kept, dict(kept)
+            recent = {k: x for k, x in self._alerts.items() if x[0].ended is None or x[1] > oldest}
+            self._alerts, batch = recent, dict(recent)
         if not batch:
             return ""
         try:
@@ -309,10 +309,10 @@ def _panel(axes: Any, grid: Grid, alert: Alert) -> None:
 
 def _quantiles(values_NT: np.ndarray) -> np.ndarray:
     """Returns the quantiles of 0.5 %, 50 % and 99.5 %, NaN in seconds without a sample."""
-    found = np.full((3, values_NT.shape[1]), np.nan)
+    quantiles = np.full((3, values_NT.shape[1]), np.nan)
     there_T = np.isfinite(values_NT).any(0)
-    found[:, there_T] = np.nanquantile(values_NT[:, there_T], (0.005, 0.5, 0.995), axis=0)
-    return found
+    quantiles[:, there_T] = np.nanquantile(values_NT[:, there_T], (0.005, 0.5, 0.995), axis=0)
+    return quantiles
 
 
 class Heat:

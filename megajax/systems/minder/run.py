@@ -89,9 +89,9 @@ def choose_detectors(
     if not is_on and (options != MinderConfig() or said["prometheus"]):
         raise UserError("--minder.* and --prometheus need --detector=minder")
     options.check(said["prometheus"])
-    own = RESPONSES if is_on else {}
-    chosen = alerts.parse(said["respond"], [*known, *own])
-    return detectors, {"straggler": said["straggler"], **own, **chosen}
+    responses = RESPONSES if is_on else {}
+    chosen = alerts.parse(said["respond"], [*known, *responses])
+    return detectors, {"straggler": said["straggler"], **responses, **chosen}
 
 
 def of_driver(
@@ -174,12 +174,12 @@ class RunMinder:
                 f"{LEAST}; progress and step times are",
             )
         settings = {n: getattr(o, n) for n in ("continuity_s", "clear_s", "strict")}
-        given = {
+        arguments = {
             "model": str(expand(o.model, "minder.model")),
             "settings": settings,
             "server": o.server(self._prometheus),
         }
-        self.child = Child(given)
+        self.child = Child(arguments)
 
     def note(self, text: str) -> None:
         """Writes a message that is no alert to the journal."""
@@ -214,8 +214,8 @@ class RunMinder:
 
     def acquitted(self) -> list[str]:
         """Returns hosts whose eviction has proved a false alarm since the last call."""
-        found, self._acquitted = self._acquitted, []
-        return found
+        hosts, self._acquitted = self._acquitted, []
+        return hosts
 
     def close(self) -> None:
         """Ends the child process and closes the file of records."""
@@ -240,8 +240,8 @@ class _Attempt:
         if self._run.file is not None:
             self._run.file.write(records)
         slow = self._slow.watch(records)
-        found = [*slow, *self._metrics(records)]
-        for alert in found:
+        named = [*slow, *self._metrics(records)]
+        for alert in named:
             if wrong := self._run.evictions.blame(alert.rule, alert.ranks):
                 self._run.settled(wrong)
         if not self._is_judged and len(self._slow.steps_s) >= AFTER:
@@ -249,7 +249,7 @@ class _Attempt:
             now = statistics.median(self._slow.steps_s)
             if settled := self._run.evictions.judge(self.size, now):
                 self._run.settled(settled)
-        return [*self._hang.watch(records), *found]
+        return [*self._hang.watch(records), *named]
 
     def _metrics(self, records: Sequence[Record]) -> list[Alert]:
         child = self._run.child
@@ -273,7 +273,7 @@ class _Attempt:
     def _placed(self, alert: Alert) -> Alert:
         """Returns an alert with the ranks of its machine, none if it is no host of this job."""
         message = alert.message
-        if differences := self._slow.beside(alert.machine):
+        if differences := self._slow.differences(alert.machine):
             message += "; " + ", ".join(differences)
         host = self._job.hosts.get(alert.machine)
         if host is None:
@@ -282,9 +282,9 @@ class _Attempt:
 
     def steps_s(self, action: Action) -> tuple[float, float]:
         """Returns how long steps took before a host was slow, and take now; 0: not known."""
-        own = [s for n, s in self._slow.found.items() if n in action.ranks]
-        if own:
-            most = max(own, key=lambda s: s.more_s)
+        slow = [s for n, s in self._slow.named.items() if n in action.ranks]
+        if slow:
+            most = max(slow, key=lambda s: s.more_s)
             return most.usual_s, most.step_s
         recent = self._slow.steps_s[-TICKS:]  # the continuity; one tick may hold a step or two
         return self._slow.work.usual_s or 0.0, statistics.median(recent) if recent else 0.0
@@ -398,16 +398,16 @@ class InRun:
     def _look(self) -> list[Record]:
         """Returns what an agent would report of this process."""
         now, host, rank, meter = time.time(), self._host, self._rank, self._meter
-        found = meter.records(host, self._folder)
+        report = meter.records(host, self._folder)
         with self._guard:
-            found += [r for r in self._records if r.device is None]
+            report += [r for r in self._records if r.device is None]
             self._records = []
         progress = heartbeat.read(self._progress)
         if progress is not None:
             seen = {n: getattr(progress, n) for n in PROGRESS} | meter.process(os.getpid())
             step = progress.step
-            found += [Record(now, host, rank, None, step, n, v) for n, v in seen.items()]
-        return found
+            report += [Record(now, host, rank, None, step, n, v) for n, v in seen.items()]
+        return report
 
     def _put(self, name: str, value: str) -> None:
         self._store.key_value_set(f"{FOLDER}/{name}", value, allow_overwrite=True)
@@ -415,8 +415,8 @@ class InRun:
     def _others(self) -> dict[int, tuple[str, list]]:
         if self._store is None:
             return {}
-        found = self._store.key_value_dir_get(f"{FOLDER}/now/")
-        return {int(k.rsplit("/", 1)[1]): tuple(json.loads(v)) for k, v in found}
+        reports = self._store.key_value_dir_get(f"{FOLDER}/now/")
+        return {int(k.rsplit("/", 1)[1]): tuple(json.loads(v)) for k, v in reports}
 
     def _meet(self) -> Watchdog:
         """Waits until every process has said where it is."""

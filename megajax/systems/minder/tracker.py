@@ -294,9 +294,9 @@ def middle_two(x: Array) -> tuple[Array, Array]:
     # The key that has `rank` keys before it in order; keys: (..., N), rank: (...).
     rank = jnp.maximum(count - 1, 0) // 2
 
-    def decide(bit: Array, found: Array) -> Array:
-        larger = found + jax.lax.shift_left(jnp.int32(1), jnp.int32(31) - bit)
-        return jnp.where((keys < larger[..., None]).sum(-1) <= rank, larger, found)
+    def decide(bit: Array, key: Array) -> Array:
+        larger = key + jax.lax.shift_left(jnp.int32(1), jnp.int32(31) - bit)
+        return jnp.where((keys < larger[..., None]).sum(-1) <= rank, larger, key)
 
     low = jax.lax.fori_loop(0, 32, decide, jnp.full(rank.shape, FIRST, jnp.int32))
     not_above = (keys <= low[..., None]).sum(-1)
@@ -304,8 +304,8 @@ def middle_two(x: Array) -> tuple[Array, Array]:
     high = jnp.where(not_above > count // 2, low, next_up)
 
     def value(key: Array) -> Array:
-        found = jax.lax.bitcast_convert_type(_flipped(key), jnp.float32)
-        return jnp.where(count > 0, found, jnp.nan)
+        decoded = jax.lax.bitcast_convert_type(_flipped(key), jnp.float32)
+        return jnp.where(count > 0, decoded, jnp.nan)
 
     return value(low), value(high)
 

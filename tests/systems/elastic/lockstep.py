@@ -39,11 +39,11 @@ def connect(rank, ranks):
     host, port = os.environ["JAX_COORDINATOR_ADDRESS"].split(":")
     if rank == 0:
         with socket.create_server((host, int(port))) as server:
-            found = {}
-            while len(found) < ranks - 1:
+            socks = {}
+            while len(socks) < ranks - 1:
                 sock, _ = server.accept()
-                found[sock.recv(1)[0]] = sock
-            return [found[r] for r in sorted(found)]
+                socks[sock.recv(1)[0]] = sock
+            return [socks[r] for r in sorted(socks)]
     while True:
         try:
             sock = socket.create_connection((host, int(port)))
@@ -99,16 +99,16 @@ def main(folder, steps, every, pause_s, spec=""):
     while step < int(steps):
         step += 1
         timers.enter("data", step)
-        own = float(sum((step * 31 + row * 7) % 101 for row in range(rank, ROWS, ranks)))
-        own = injector.strike(step, own)
+        part = float(sum((step * 31 + row * 7) % 101 for row in range(rank, ROWS, ranks)))
+        part = injector.strike(step, part)
         timers.enter("prepare", step)
         time.sleep(float(pause_s))
         timers.enter("launch", step)
-        total, stop = all_reduce(rank, socks, own, bool(asked))
+        total, stop = all_reduce(rank, socks, part, bool(asked))
         timers.enter("wait", step)
         timers.loss = total
         if not math.isfinite(total):
-            timers.has_bad_state = not math.isfinite(own)
+            timers.has_bad_state = not math.isfinite(part)
             clean.append(1)
             sys.exit(2)
         recorder.emit(step, {"total": total, "step_time_s": float(pause_s)})

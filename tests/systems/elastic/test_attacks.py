@@ -365,13 +365,13 @@ def relay(server, there, tls):
     stop = time.monotonic() + 1.5
     try:
         while time.monotonic() < stop:
-            for from_, own, to, its in ends:
+            for from_, channel, to, its in ends:
                 try:
                     data = from_.recv(1 << 16)
                 except TimeoutError:
                     data = b""
                 if data:
-                    text, answer = own.take(data)
+                    text, answer = channel.take(data)
                     from_.sendall(answer)
                     held[to] += text
                 if held[to] and its.open:

@@ -37,9 +37,11 @@ class Job:
         self.poison = self.rotten = None
 
     def start(self):
-        here = {n: Host(n, None, "", 0, 0.0) for n in self.names if n not in self.blocked}
-        table = type("Table", (), {"good": lambda _: sorted(here.values(), key=lambda h: h.name)})
-        team = [here.get(name) or Host(name, None, "", 0, 0.0) for name in self.team]
+        present = {n: Host(n, None, "", 0, 0.0) for n in self.names if n not in self.blocked}
+        table = type(
+            "Table", (), {"good": lambda _: sorted(present.values(), key=lambda h: h.name)}
+        )
+        team = [present.get(name) or Host(name, None, "", 0, 0.0) for name in self.team]
         self.team = [h.name for h in Hosts.choose(table(), team, self.count, self.moves)]
         self.ranks = {
             r: {"state": "S", "section": "start", "beat": 1} for r in range(len(self.team))
@@ -101,13 +103,13 @@ class Job:
 
     def until(self):
         for _ in range(40):
-            if (found := self.tick()) is not None:
-                return found
+            if (fault := self.tick()) is not None:
+                return fault
         raise AssertionError("nothing was found")
 
     def decide(self, fault, bad=()):
-        here = set(self.names) - self.blocked
-        verdict = self.recovery.decide(fault, dict.fromkeys(bad, "disk"), here)
+        present = set(self.names) - self.blocked
+        verdict = self.recovery.decide(fault, dict.fromkeys(bad, "disk"), present)
         self.blocked |= {*verdict.excluded}
         self.moves = verdict.moves
         return verdict
@@ -167,7 +169,7 @@ def freeze_driver(job, rank):
             job.dog.hang_up(name, "closed by the other end")
             job.lost.add(name)
     if (fault := job.tick(seconds)) is not None:
-        job.found = fault
+        job.fault = fault
     return {"driver"}, set()
 
 
@@ -208,9 +210,9 @@ def play(seed, events=12):
     kind = draw.choice(("none", "none", "poison", "rotten"))
     job.poison = draw.randrange(3, 30) if kind == "poison" else None
     job.rotten, job.rot = (draw.choice(hosts) if kind == "rotten" else None), draw.randrange(3, 20)
-    codes, own = [], 0
+    codes, errors = [], 0
     for _ in range(events):
-        job.found = None
+        job.fault = None
         job.start()
         strikes_early = draw.random() < 0.3  # while the attempt starts
         if not strikes_early:
@@ -222,23 +224,23 @@ def play(seed, events=12):
             assert fault.rule == "exit" and fault.error in said, fault
             if fault.error == said[0]:
                 assert fault.hosts == (job.rotten,)
-            own += 1
+            errors += 1
         else:
             deed = draw.choice([d for d in OUTSIDE if len(job.team) > 1 or d is not lose_patience])
             if deed is freeze_agent_for_a_while and strikes_early:
                 deed = freeze_agent
             rules, named = deed(job, draw.randrange(len(job.team)))
-            fault = job.found or job.until()
+            fault = job.fault or job.until()
             assert fault.rule in rules, (seed, deed.__name__, fault)
             assert named & {*fault.hosts} if named else not fault.hosts, (seed, fault)
         verdict = job.decide(fault)
         codes.append(verdict.code)
         assert job.blocked <= {job.rotten}, (seed, fault, verdict)
         if verdict.code == POISON:
-            assert own >= 3, seed
+            assert errors >= 3, seed
             return job, codes
         # The guilty are found: a batch that no host survives, a host that another can replace.
-        assert own < 6 or job.rotten in job.blocked or len(hosts) == count > 1, (seed, fault)
+        assert errors < 6 or job.rotten in job.blocked or len(hosts) == count > 1, (seed, fault)
         assert verdict.code in (None, ELSEWHERE)
         if verdict.code == ELSEWHERE:  # its launcher starts it again
             assert fault.cause == "temporary" or job.rotten, (seed, fault, verdict)

@@ -37,10 +37,10 @@ pytestmark = pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
 
 def wait_for(condition, seconds=10.0):
     end = time.monotonic() + seconds
-    while not (found := condition()):
+    while not (value := condition()):
         assert time.monotonic() < end
         time.sleep(0.01)
-    return found
+    return value
 
 
 def lives(pid):
@@ -91,13 +91,13 @@ def test_a_place_that_takes_no_log_costs_the_log(tmp_path, capsys):
 def test_frozen_agents_are_not_waited_for_one_after_the_other(monkeypatch):
     monkeypatch.setattr(driver_module, "ANSWER_S", 0.3)
     listener = socket.create_server(("127.0.0.1", 0))
-    found = Hosts(Owner(), listener, "a secret of this job")
+    hosts = Hosts(Owner(), listener, "a secret of this job")
     agents = [subprocess.Popen(["sleep", "60"]) for _ in range(5)]
     for agent in agents:
         agent.send_signal(signal.SIGSTOP)
-    found._local = {f"local{i}": agent for i, agent in enumerate(agents)}
+    hosts._local = {f"local{i}": agent for i, agent in enumerate(agents)}
     began = time.monotonic()
-    found.close()
+    hosts.close()
     assert time.monotonic() - began < 1.2  # one after the other: 1.5
     assert [a.returncode for a in agents] == [-signal.SIGKILL] * 5
 
@@ -228,8 +228,8 @@ def test_what_left_its_session_is_found(agent):
     """One with the mark in its environment, one that cleared it and has lost its parents."""
     script = "setsid sleep 61 & (setsid env -i sleep 62 &); echo; exec sleep 63"
     popen, mark, first = agent(script)
-    found = two_of(mark)
-    assert first in found
+    pids = two_of(mark)
+    assert first in pids
     wait_for(lambda: len(reaper.descendants(popen.pid)) == 3)
     all_ = reaper.descendants(popen.pid)
     popen.stdin.write("\n")
@@ -243,11 +243,11 @@ def test_what_left_its_session_is_found(agent):
 @process
 def test_the_reaper_finds_what_left_its_group(agent):
     popen, mark, first = agent("setsid sleep 64 & exec sleep 65")
-    found = two_of(mark)
+    pids = two_of(mark)
     done = subprocess.run(
         [sys.executable, reaper.__file__], input=f"mark {mark}\nreaped 1\n", text=True, timeout=10
     )
-    assert done.returncode == 0 and not any(lives(pid) for pid in found)
+    assert done.returncode == 0 and not any(lives(pid) for pid in pids)
 
 
 @process
@@ -269,19 +269,19 @@ class Owner:
 @pytest.fixture
 def joined():
     """Hosts with one agent that has joined: the hosts, the host, the agent's line."""
-    found = Hosts(Owner(), socket.create_server(("127.0.0.1", 0)), "a secret of this job")
+    hosts = Hosts(Owner(), socket.create_server(("127.0.0.1", 0)), "a secret of this job")
     a, b = socket.socketpair()
     line, agents = Line(FakeSocket(a), "s" * 16, False), Line(FakeSocket(b), "s" * 16, True)
     agents._hello()
     line.receive()
     agents.receive()
     line.receive()
-    found._selector.register(line, 1)
+    hosts._selector.register(line, 1)
     line.purpose, line.name = AGENT, "a"
-    found._join(line, {"address": "127.0.0.1", "pid": 7, "mark": "m"})
+    hosts._join(line, {"address": "127.0.0.1", "pid": 7, "mark": "m"})
     assert agents.receive() == [{"do": "welcome"}]
-    yield found, found.good()[0], agents
-    found.close()
+    yield hosts, hosts.good()[0], agents
+    hosts.close()
     agents.close()
 
 
@@ -299,13 +299,13 @@ class FakeSocket:
 
 
 def test_every_report_renews_the_lease_by_the_agents_own_moment(joined):
-    found, host, agents = joined
+    hosts, host, agents = joined
     assert host.leased < 0 and host.mark == "m"
     agents.send({"report": 0, "records": [], "moment": 12.5})
-    found.pump(1.0)
+    hosts.pump(1.0)
     assert agents.receive() == [{"do": "lease", "since": 12.5}]
     assert time.monotonic() - host.leased < 1
-    assert not found.dismiss(host) and not found.has(host)  # elsewhere: its processes may go on
+    assert not hosts.dismiss(host) and not hosts.has(host)  # elsewhere: its processes may go on
 
 
 def test_an_agent_takes_a_new_folder_where_its_own_was_removed(tmp_path, monkeypatch):
@@ -327,11 +327,11 @@ def test_an_agent_takes_a_new_folder_where_its_own_was_removed(tmp_path, monkeyp
 
 
 def test_an_answer_of_another_agent_of_the_name_is_not_awaited(joined):
-    found, host, _ = joined
+    hosts, host, _ = joined
     other = Host("a", host.line, host.address, 8, 0.0)
     began = time.monotonic()
-    assert found.ask([other], "stopped", 5.0, do="stop") == [None]
-    assert time.monotonic() - began < 1 and found.has(host)
+    assert hosts.ask([other], "stopped", 5.0, do="stop") == [None]
+    assert time.monotonic() - began < 1 and hosts.has(host)
 
 
 @process
@@ -342,9 +342,9 @@ def test_an_agent_that_ends_at_its_start_is_not_started_again_at_once():
         started.append(name)
         return subprocess.Popen(["true"])
 
-    found = Hosts(Owner(), socket.create_server(("127.0.0.1", 0)), "s" * 16, spawn, 1)
-    assert not found.gather(1, 1, 0.5, lambda: False)
-    found.close()
+    hosts = Hosts(Owner(), socket.create_server(("127.0.0.1", 0)), "s" * 16, spawn, 1)
+    assert not hosts.gather(1, 1, 0.5, lambda: False)
+    hosts.close()
     assert started == ["local0"]
 
 
@@ -416,22 +416,22 @@ def test_a_certificate_that_is_removed_later_ends_nobody(tmp_path):
 
 def test_no_attempt_begins_while_processes_of_a_lost_host_may_run(tmp_path, joined, monkeypatch):
     monkeypatch.setattr(driver_module, "LEASE_S", 0.2)
-    found, host, _ = joined
+    hosts, host, _ = joined
     said = []
     listener = socket.create_server(("127.0.0.1", 0))
     journal = Journal(tmp_path, said.append)
     settings = Settings(("true",), limits=Limits(silence=0.3))
     driver = Driver(settings, journal, listener, "s" * 16, print)
     driver._hosts.close()
-    driver._hosts = found
+    driver._hosts = hosts
     began = time.monotonic()
     assert driver._wait_for_leases() and not said
     host.leased = began
-    driver._let_go(host)
+    driver._dismiss(host)
     assert driver._wait_for_leases()
     assert 0.5 <= time.monotonic() - began < 2 and "fenced: 0." in said[0]
     host.leased = time.monotonic()
-    driver._let_go(host)
+    driver._dismiss(host)
     driver.signals.append(15)
     assert not driver._wait_for_leases()
     journal.close()

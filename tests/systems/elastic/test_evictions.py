@@ -28,47 +28,47 @@ def evictions(tmp_path, clock, per_day=2):
 
 
 def test_one_at_a_time_and_a_few_a_day(tmp_path, clock):
-    found = evictions(tmp_path, clock)
+    budget = evictions(tmp_path, clock)
     for host in ("a", "b"):
-        assert found.refusal() is None
-        found.add(host, "slow", [1], 4, (1.0, 1.5))
-        assert f"whether {host} was evicted rightly" in found.refusal()
-        assert found.judge(4, 1.1).verdict == "right"
-    assert "2 evictions a day" in found.refusal()
+        assert budget.refusal() is None
+        budget.add(host, "slow", [1], 4, (1.0, 1.5))
+        assert f"whether {host} was evicted rightly" in budget.refusal()
+        assert budget.judge(4, 1.1).verdict == "right"
+    assert "2 evictions a day" in budget.refusal()
     clock.now += DAY_S + 1
-    assert found.refusal() is None
+    assert budget.refusal() is None
     assert evictions(tmp_path, clock, per_day=0).refusal() is not None
 
 
 def test_steps_that_stay_long_make_a_false_alarm_for_a_day_and_for_the_next_driver(tmp_path, clock):
-    found = evictions(tmp_path, clock)
-    found.add("a", "slow", [1], 4, (1.0, 1.5))
-    found = evictions(tmp_path, clock)  # the driver was started again
-    settled = found.judge(4, 1.4)
+    budget = evictions(tmp_path, clock)
+    budget.add("a", "slow", [1], 4, (1.0, 1.5))
+    budget = evictions(tmp_path, clock)  # the driver was started again
+    settled = budget.judge(4, 1.4)
     assert (settled.verdict, settled.host) == ("false alarm", "a") and "now 1.4 s" in settled.why
-    found = evictions(tmp_path, clock)
-    assert "the eviction of a was a false alarm" in found.refusal()
+    budget = evictions(tmp_path, clock)
+    assert "the eviction of a was a false alarm" in budget.refusal()
     clock.now += DAY_S - 1
-    assert found.refusal() is not None
+    assert budget.refusal() is not None
     clock.now += 2
-    assert found.refusal() is None
+    assert budget.refusal() is None
 
 
 def test_a_successor_that_shows_the_same_makes_a_false_alarm(tmp_path, clock):
-    found = evictions(tmp_path, clock)
-    found.add("a", "minder", [2, 3], 4, (0.0, 0.0))
-    assert found.judge(4, 1.0) is None  # how long steps took before is not known
-    assert found.blame("slow", [2]) is None and found.blame("minder", [0]) is None
-    assert found.blame("minder", [3]).verdict == "false alarm"
-    assert found.blame("minder", [3]) is None
+    budget = evictions(tmp_path, clock)
+    budget.add("a", "minder", [2, 3], 4, (0.0, 0.0))
+    assert budget.judge(4, 1.0) is None  # how long steps took before is not known
+    assert budget.blame("slow", [2]) is None and budget.blame("minder", [0]) is None
+    assert budget.blame("minder", [3]).verdict == "false alarm"
+    assert budget.blame("minder", [3]) is None
 
 
 def test_what_nobody_can_know_is_unknown(tmp_path, clock):
-    found = evictions(tmp_path, clock)
-    found.add("a", "slow", [1], 4, (1.0, 1.5))
-    assert found.judge(3, 1.0) is None  # fewer ranks: other steps
+    budget = evictions(tmp_path, clock)
+    budget.add("a", "slow", [1], 4, (1.0, 1.5))
+    assert budget.judge(3, 1.0) is None  # fewer ranks: other steps
     clock.now += OPEN_S + 1
-    assert found.refusal() is None and found.all[0].verdict == "unknown"
+    assert budget.refusal() is None and budget.all[0].verdict == "unknown"
     rows = json.loads((tmp_path / "evictions.json").read_text())["evictions"]
     assert rows[0]["verdict"] == "unknown"
 
@@ -100,17 +100,17 @@ def test_a_driver_asks_before_it_evicts_and_keeps_the_needed_hosts():
     def action(*hosts):
         return Action("evict", "slow", "slow", (1,), hosts)
 
-    def choose(found, least, guard):
+    def choose(actions, least, guard):
         said = []
-        return to_evict(found, "abc", least, guard, lambda *words: said.append(words)), said
+        return to_evict(actions, "abc", least, guard, lambda *words: said.append(words)), said
 
     warn = Action("warn", "slow", "slow", (1,), ("a",))
     guard = Guard("a")
-    found, said = choose([warn, action("a"), action("b")], 2, guard)
-    assert found.hosts == ("b",) and said == [("kept", "a stays: because")]
+    choice, said = choose([warn, action("a"), action("b")], 2, guard)
+    assert choice.hosts == ("b",) and said == [("kept", "a stays: because")]
     assert guard.told == [("b",)]
-    found, said = choose([action("b")], 3, guard)
-    assert found is None and "2 hosts would be left of 3" in said[0][1] and len(guard.told) == 1
+    choice, said = choose([action("b")], 3, guard)
+    assert choice is None and "2 hosts would be left of 3" in said[0][1] and len(guard.told) == 1
     assert choose([action()], 2, guard) == (None, [])  # of no host of the job
     assert choose([action("a")], 2, None)[0].hosts == ("a",)
 

@@ -12,12 +12,12 @@ from megajax.systems.elastic.wire import Line
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 8, 9])
 def test_rounds_are_disjoint_and_no_pair_comes_twice(count):
     hosts = [f"h{i}" for i in range(count)]
-    found = checks.rounds(hosts)
-    assert len(found) == min(count + count % 2 - 1, checks.ROUNDS)
-    for pairs in found:
+    schedule = checks.rounds(hosts)
+    assert len(schedule) == min(count + count % 2 - 1, checks.ROUNDS)
+    for pairs in schedule:
         names = [h for p in pairs for h in p]
         assert len(set(names)) == len(names) >= count - count % 2
-    pairs = [frozenset(p) for own in found for p in own]
+    pairs = [frozenset(p) for one_round in schedule for p in one_round]
     assert len(set(pairs)) == len(pairs)
     if count <= 4:  # all of them
         assert set(pairs) == {frozenset(p) for p in itertools.combinations(hosts, 2)}
@@ -54,14 +54,14 @@ def test_an_echo_and_what_goes_wrong(monkeypatch):
 @pytest.mark.parametrize("count", [3, 4, 5, 6])
 def test_one_bad_host_is_named_and_a_bad_link_alone_names_nobody(count):
     hosts = [f"h{i}" for i in range(count)]
-    pairs = [p for own in checks.rounds(hosts) for p in own]
+    pairs = [p for one_round in checks.rounds(hosts) for p in one_round]
     good = dict.fromkeys(pairs, 100.0)
     assert checks.failing_links(good, hosts) == {}
     for host in hosts:
         others = [h for h in hosts if h != host]
         for figure, named in (("no answer", others), (10.0, [host])):
-            found = checks.failing_links(good | {p: figure for p in pairs if host in p}, named)
-            assert list(found) == [host], (found, figure)
+            blamed = checks.failing_links(good | {p: figure for p in pairs if host in p}, named)
+            assert list(blamed) == [host], (blamed, figure)
         slow = good | {p: 10.0 for p in pairs if host in p}
         assert checks.failing_links(slow, others) == {}  # slow, and the fault names another one
         fast = {p: f * 60 for p, f in slow.items()}

@@ -69,8 +69,8 @@ def test_one_error_of_a_step_on_several_hosts_is_poison_and_progress_forgives():
 def test_no_other_fault_is_poison_however_often_one_step_has_it():
     for cause in ("other", "start", "stall"):
         r = Recovery(Policy(restarts=9, strikes=99))
-        found = [r.decide(fault(7, h, cause=cause), {}, "ab").code for h in "abababab"]
-        assert found == [None] * 8
+        ends = [r.decide(fault(7, h, cause=cause), {}, "ab").code for h in "abababab"]
+        assert ends == [None] * 8
     r = Recovery(Policy(restarts=9))  # other errors, or the same one on one host while others wait
     assert [r.decide(fault(7, h, error=h), {}, "abc").code for h in "abcabc"] == [None] * 6
     r = Recovery(Policy(restarts=9))
@@ -87,9 +87,9 @@ def test_no_other_fault_is_poison_however_often_one_step_has_it():
 def test_a_disk_that_stays_full_ends_the_job_for_now():
     r = Recovery(Policy(restarts=9))
     assert r.decide(fault(20, "a", cause="other"), {}, "ab").code is None
-    found = [r.decide(fault(0, "a", cause="temporary"), {}, "ab") for _ in range(3)]
-    assert [v.code for v in found] == [None, None, ELSEWHERE]
-    assert "3 attempts ended by a temporary error" in found[-1].why and not found[-1].excluded
+    verdicts = [r.decide(fault(0, "a", cause="temporary"), {}, "ab") for _ in range(3)]
+    assert [v.code for v in verdicts] == [None, None, ELSEWHERE]
+    assert "3 attempts ended by a temporary error" in verdicts[-1].why and not verdicts[-1].excluded
     r = Recovery(Policy(restarts=9))  # it had room in between
     steps = (5, 9, 14, 20)
     assert [r.decide(fault(s, "a", cause="temporary"), {}, "ab").code for s in steps] == [None] * 4
@@ -165,11 +165,11 @@ def test_what_cannot_work_is_not_tried_again():
 
 
 def test_a_healthy_host_passes(tmp_path):
-    found = checks.run(tmp_path)
-    assert {"memory", "disk", "loopback"} <= set(found)
-    assert all(found[k] > 0 for k in ("memory", "disk", "loopback"))
+    figures = checks.run(tmp_path)
+    assert {"memory", "disk", "loopback"} <= set(figures)
+    assert all(figures[k] > 0 for k in ("memory", "disk", "loopback"))
     assert list(tmp_path.iterdir()) == []
-    assert checks.failing({"a": found, "b": found}, "ab") == {}
+    assert checks.failing({"a": figures, "b": figures}, "ab") == {}
 
 
 def test_a_disk_that_gives_other_bytes_back(tmp_path, monkeypatch):
@@ -177,9 +177,9 @@ def test_a_disk_that_gives_other_bytes_back(tmp_path, monkeypatch):
         monkeypatch.setattr(checks, quick, lambda: 1.0)
     read = pathlib.Path.read_bytes
     monkeypatch.setattr(pathlib.Path, "read_bytes", lambda p: bytes([read(p)[0] ^ 1]) + read(p)[1:])
-    found = checks.run(tmp_path)
-    assert "other bytes" in found["disk"] and list(tmp_path.iterdir()) == []
-    assert checks.failing({"a": found}, ()) == {"a": f"disk: {found['disk']}"}
+    figures = checks.run(tmp_path)
+    assert "other bytes" in figures["disk"] and list(tmp_path.iterdir()) == []
+    assert checks.failing({"a": figures}, ()) == {"a": f"disk: {figures['disk']}"}
     # What says nothing about the host excludes nobody: a removed folder, a full disk.
     assert "disk" not in checks.run(tmp_path / "nowhere")
     full = OSError(errno.ENOSPC, "No space left on device")
@@ -193,8 +193,8 @@ def test_hosts_are_compared_and_silence_is_an_answer():
     good = {"memory": 10.0, "disk": 100.0, "loopback": 295.0}
     slow = {"memory": 0.2, "disk": 90.0, "loopback": 295.0}
     all_ = {"a": good, "b": good, "c": slow, "d": None}
-    found = checks.failing(all_, ("c",))
-    assert list(found) == ["d", "c"] and found["c"].startswith("memory: 0.2")
+    blamed = checks.failing(all_, ("c",))
+    assert list(blamed) == ["d", "c"] and blamed["c"].startswith("memory: 0.2")
     assert list(checks.failing(all_, ("a",))) == ["d"]  # the fault names another one
     assert checks.failing({"c": slow}, "c") == {}  # nobody to compare with
     assert checks.failing({"a": good, "c": slow}, "c") == {}  # nobody knows which is wrong
@@ -362,14 +362,14 @@ def test_folders_of_dead_agents_are_removed_and_no_others(tmp_path, monkeypatch)
     )
     theirs = pathlib.Path(dead.stdout.readline().strip())
     (theirs / "memory0").write_bytes(bytes(100))
-    mine, lock = heartbeat.claim_folder(tmp_path)
+    folder, lock = heartbeat.claim_folder(tmp_path)
     assert heartbeat.sweep_folders(tmp_path) == []  # all are young
     monkeypatch.setattr(heartbeat, "YOUNG_S", -1)
     assert heartbeat.sweep_folders(tmp_path) == [] and theirs.exists()
     dead.kill()
     dead.communicate()
     assert heartbeat.sweep_folders(tmp_path) == [theirs] and not theirs.exists()
-    assert mine.exists()
+    assert folder.exists()
     os.close(lock)
 
 
@@ -392,8 +392,8 @@ def test_the_check_of_gpus_runs_on_any_devices_and_sees_a_wrong_product(monkeypa
         checks.gpu()
 
 
-@pytest.mark.parametrize("here", [False, True])
-def test_a_driver_says_now_and_then_whom_it_awaits(here, monkeypatch):
+@pytest.mark.parametrize("local", [False, True])
+def test_a_driver_says_now_and_then_whom_it_awaits(local, monkeypatch):
     """Agents of other machines at once; this machine's, which come by themselves, after a while."""
     monkeypatch.setattr(driver, "WAITING_S", 0.06)
     said = []
@@ -407,12 +407,12 @@ def test_a_driver_says_now_and_then_whom_it_awaits(here, monkeypatch):
 
     idle = types.SimpleNamespace(poll=lambda: None, wait=lambda seconds: None)
     listener = socket.create_server(("127.0.0.1", 0))
-    found = driver.Hosts(Owner(), listener, "token", (lambda name: idle) if here else None, 2)
-    monkeypatch.setattr(found, "pump", lambda: time.sleep(0.01))
-    assert not found.gather(2, 1, 0.2, lambda: False)
-    found.close()
+    hosts = driver.Hosts(Owner(), listener, "token", (lambda name: idle) if local else None, 2)
+    monkeypatch.setattr(hosts, "pump", lambda: time.sleep(0.01))
+    assert not hosts.gather(2, 1, 0.2, lambda: False)
+    hosts.close()
     assert len(said) >= 2 and said == sorted(said, reverse=True)
-    assert (said[0] < 0.15) if here else (0.15 < said[0] <= 0.2)
+    assert (said[0] < 0.15) if local else (0.15 < said[0] <= 0.2)
 
 
 @pytest.mark.parametrize(("end", "code"), [("", None), ("\n", -9)])

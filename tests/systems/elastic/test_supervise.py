@@ -65,8 +65,8 @@ class Supervised:
     def events(self, name=None):
         file = self.out / "events.jsonl"
         lines = file.read_text().splitlines() if file.exists() else []
-        found = [json.loads(line) for line in lines if line.endswith("}")]
-        return [e for e in found if name in (None, e["event"])]
+        events = [json.loads(line) for line in lines if line.endswith("}")]
+        return [e for e in events if name in (None, e["event"])]
 
     def saved(self):
         with contextlib.suppress(FileNotFoundError):
@@ -91,8 +91,8 @@ class Supervised:
 
     def nothing_is_left(self):
         end = time.monotonic() + 3
-        while found := [*of_folder(self.folder), *shared_memory(self.agents())]:
-            assert time.monotonic() < end, found
+        while remains := [*of_folder(self.folder), *shared_memory(self.agents())]:
+            assert time.monotonic() < end, remains
             time.sleep(0.05)
 
     def began(self, rank, section, step):
@@ -107,13 +107,13 @@ class Supervised:
 
 def of_folder(folder):
     """Processes whose command line names this folder."""
-    found = []
+    commands = []
     for file in pathlib.Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
             words = file.read_bytes().replace(b"\0", b" ").decode(errors="replace")
             if str(folder) in words and int(file.parent.name) != os.getpid():
-                found.append(words)
-    return found
+                commands.append(words)
+    return commands
 
 
 def shared_memory(agents):
@@ -141,13 +141,13 @@ def test_a_fault_is_found_named_and_survived(tmp_path, fault, rule, ranks):
     code, err = run.end()
     assert code == 0, err
     assert run.saved() == {"step": STEPS, "value": parameters()}
-    (found,) = run.events("fault")
-    assert (found["rule"], found["ranks"]) == (rule, ranks), err
+    (event,) = run.events("fault")
+    assert (event["rule"], event["ranks"]) == (rule, ranks), err
     if flood:  # whose line drowns in it
-        assert found["time"] - run.began(1, "data", 2) <= 2 * LIMIT_S
+        assert event["time"] - run.began(1, "data", 2) <= 2 * LIMIT_S
     else:
         (injected,) = [e for e in run.events("warning") if "injected fault" in e["message"]]
-        assert found["time"] - injected["time"] <= 2 * LIMIT_S
+        assert event["time"] - injected["time"] <= 2 * LIMIT_S
     (checked,) = run.events("checked")
     assert checked["links"]["local0 - local1"] > 0
     (start, again) = run.events("start")
@@ -180,9 +180,9 @@ def test_a_killed_agent_takes_its_ranks_along_and_comes_back(tmp_path):
     code, err = run.end()
     assert code == 0, err
     assert run.saved()["value"] == parameters()
-    (found,) = run.events("fault")
-    assert (found["rule"], found["hosts"], found["ranks"]) == ("agent", ["local1"], [1])
-    assert found["time"] - began <= 2 * LIMIT_S
+    (event,) = run.events("fault")
+    assert (event["rule"], event["hosts"], event["ranks"]) == ("agent", ["local1"], [1])
+    assert event["time"] - began <= 2 * LIMIT_S
     assert len(run.agents()) == 3
 
 
@@ -192,8 +192,8 @@ def test_a_slow_rank_is_named_and_shown(tmp_path):
     run = Supervised(tmp_path, *flags, fault="slow=0.3@2:rank1", pause=0.1)
     code, err = run.end()
     assert code == 0, err
-    (found,) = [e for e in run.events("warning") if e["rule"] == "straggler"]
-    assert found["ranks"] == [1]
+    (event,) = [e for e in run.events("warning") if e["rule"] == "straggler"]
+    assert event["ranks"] == [1]
     words = [sys.executable, SUPERVISE, "--report", f"--out={run.out}", f"--run_dir={tmp_path}"]
     done = subprocess.run(
         words, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)}
@@ -210,12 +210,12 @@ def test_a_straggler_gives_way_to_the_spare_and_no_step_is_lost(tmp_path):
     code, err = run.end()
     assert code == 0, err
     assert run.saved()["value"] == parameters()
-    (told,), (found,) = run.events("told"), run.events("fault")
+    (told,), (event,) = run.events("told"), run.events("fault")
     assert "rank 1 on local1: its own work takes" in told["message"]
-    assert (found["rule"], found["ranks"], found["hosts"]) == ("straggler", [1], ["local1"])
+    assert (event["rule"], event["ranks"], event["hosts"]) == ("straggler", [1], ["local1"])
     assert (run.out / "blocklist").read_text() == "local1\n"
     assert run.events("start")[1]["message"].endswith("on local0, local2")
-    assert f"begins after step {found['step']}\n" in run.output
+    assert f"begins after step {event['step']}\n" in run.output
 
 
 @slow
@@ -246,8 +246,8 @@ def test_frozen_drivers_blame_nobody(tmp_path, times):
         run.wait_for(lambda i=i: len(run.events("start")) == i + 2)
     code, err = run.end()
     assert code == 0 and run.saved() == {"step": steps, "value": parameters(steps)}, err
-    found = [(e["rule"], e["hosts"], e["ranks"]) for e in run.events("fault")]
-    assert found == [("driver", [], [])] * times, err
+    faults = [(e["rule"], e["hosts"], e["ranks"]) for e in run.events("fault")]
+    assert faults == [("driver", [], [])] * times, err
     assert "the driver did not run for" in err and "No host is at fault" in err
     assert not (run.out / "blocklist").exists()
 
@@ -296,9 +296,9 @@ def test_an_agent_comes_back_when_its_connection_ends_and_the_driver_does_not(tm
             process.communicate()
         for relay in relays:
             relay.close()
-    found = [e for e in map(json.loads, seen.read_text().splitlines()) if e["event"] == "fault"]
-    assert [(e["rule"], e["hosts"]) for e in found] == [("agent", ["h0"]), ("agent", ["h1"])]
-    assert "nobody signed" in found[1]["message"]
+    faults = [e for e in map(json.loads, seen.read_text().splitlines()) if e["event"] == "fault"]
+    assert [(e["rule"], e["hosts"]) for e in faults] == [("agent", ["h0"]), ("agent", ["h1"])]
+    assert "nobody signed" in faults[1]["message"]
     assert json.loads(saved.read_text()) == {"step": 60, "value": parameters(60)}
 
 
@@ -486,8 +486,8 @@ def test_a_command_that_cannot_start_is_tried_once(tmp_path, kind):
     assert code == 2 and len(run.events("start")) == 1, err
     reason = "No such file or directory" if kind == "missing" else "Permission denied"
     (fault,) = run.events("fault")
-    wanted = rf"local[01] cannot start '{program}': {reason}; correct the command behind --"
-    assert fault["rule"] == "command" and re.fullmatch(wanted, fault["message"])
+    pattern = rf"local[01] cannot start '{program}': {reason}; correct the command behind --"
+    assert fault["rule"] == "command" and re.fullmatch(pattern, fault["message"])
 
 
 def test_agents_that_are_awaited_are_told_of(tmp_path):

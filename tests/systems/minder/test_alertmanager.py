@@ -59,14 +59,14 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 @pytest.fixture
 def server():
-    found = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    found.daemon_threads, found.got, found.answers = True, [], []
-    found.url = f"http://127.0.0.1:{found.server_address[1]}/alerts"
-    thread = threading.Thread(target=found.serve_forever, args=(0.02,), daemon=True)
+    httpd = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    httpd.daemon_threads, httpd.got, httpd.answers = True, [], []
+    httpd.url = f"http://127.0.0.1:{httpd.server_address[1]}/alerts"
+    thread = threading.Thread(target=httpd.serve_forever, args=(0.02,), daemon=True)
     thread.start()
-    yield found
-    found.shutdown()
-    found.server_close()
+    yield httpd
+    httpd.shutdown()
+    httpd.server_close()
     thread.join()
 
 

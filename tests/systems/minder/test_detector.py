@@ -86,15 +86,15 @@ def test_a_hole_behind_a_short_disturbance_does_not_prolong_it(model):
     assert alerts(model, dataclasses.replace(grid, values_CNT=values)) == []
     values = job(seed=6, faults=[(1, 2, 840, 1300, -0.9)]).values_CNT.copy()
     values[:, 2, 940:1000] = np.nan  # one that lasts longer is none the less seen through a hole
-    found = alerts(model, dataclasses.replace(grid, values_CNT=values))
-    assert [a.machine for a in found] == ["m2"] and found[0].at <= BEGIN + 840 + 330
+    named = alerts(model, dataclasses.replace(grid, values_CNT=values))
+    assert [a.machine for a in named] == ["m2"] and named[0].at <= BEGIN + 840 + 330
 
 
 def test_a_continuity_of_a_quarter_of_an_hour(model):
     grid = job(seed=7, seconds=3000, faults=[(0, 1, 1000, 1700, 1.0), (1, 6, 1500, 2700, -0.6)])
-    found = alerts(model, grid, settings=Settings(continuity_s=900.0))
-    assert [a.machine for a in found] == ["m6"]
-    assert 900 - 24 <= found[0].at - (BEGIN + 1500) <= 1000
+    named = alerts(model, grid, settings=Settings(continuity_s=900.0))
+    assert [a.machine for a in named] == ["m6"]
+    assert 900 - 24 <= named[0].at - (BEGIN + 1500) <= 1000
 
 
 def test_faults_in_the_sources_do_not_set_the_limits():
@@ -109,9 +109,9 @@ def test_faults_in_the_sources_do_not_set_the_limits():
 @pytest.mark.parametrize(("machines", "metric"), [(4, 0), (8, 1), (40, 2)])
 def test_ten_minutes_are_named_once_with_their_onset(model, machines, metric):
     fault = [(metric, 1, 800, 1400, -0.5)]
-    found = alerts(model, job(machines, 1700, seed=7, faults=fault, stall_every=700))
-    assert [(a.machine, a.metric) for a in found] == [("m1", METRICS[metric])]
-    alert = found[0]
+    named = alerts(model, job(machines, 1700, seed=7, faults=fault, stall_every=700))
+    assert [(a.machine, a.metric) for a in named] == [("m1", METRICS[metric])]
+    alert = named[0]
     assert abs(alert.since - (BEGIN + 800)) <= 60 and alert.score >= 1
     assert 240 - 24 <= alert.at - (BEGIN + 800) <= 330  # whole ticks of 24 s
     assert alert.deviations[0][0] == METRICS[metric] and alert.deviations[0][1] < 0
@@ -149,8 +149,8 @@ def test_who_is_named_and_how_far_each_machine_is_can_be_asked(model):
 
 
 def test_a_fault_from_the_first_second_is_found(model):
-    found = alerts(model, job(seed=8, seconds=900, faults=[(1, 3, 0, 900, -0.6)]))
-    assert [a.machine for a in found] == ["m3"]
+    named = alerts(model, job(seed=8, seconds=900, faults=[(1, 3, 0, 900, -0.6)]))
+    assert [a.machine for a in named] == ["m3"]
 
 
 def test_a_machine_that_drags_others_along_is_named(model):
@@ -159,8 +159,8 @@ def test_a_machine_that_drags_others_along_is_named(model):
     def faults(share):
         return [(1, m, 700, 1400, -0.5 if m == 1 else -share) for m in range(1, 5)]
 
-    found = alerts(model, job(9, 1500, seed=10, faults=faults(0.2)))
-    assert [a.machine for a in found] == ["m1"]
+    named = alerts(model, job(9, 1500, seed=10, faults=faults(0.2)))
+    assert [a.machine for a in named] == ["m1"]
     assert alerts(model, job(9, 1500, seed=10, faults=faults(0.45))) == []
 
 
@@ -217,8 +217,8 @@ def test_a_machine_a_second_behind_is_named_and_one_that_has_always_been_is_not(
 
 def test_two_machines_at_different_times_are_both_named(model):
     faults = [(0, 1, 600, 1300, 1.0), (1, 6, 1000, 1700, -0.6)]
-    found = alerts(model, job(16, 1800, seed=9, faults=faults))
-    assert [a.machine for a in found] == ["m1", "m6"]
+    named = alerts(model, job(16, 1800, seed=9, faults=faults))
+    assert [a.machine for a in named] == ["m1", "m6"]
 
 
 @pytest.mark.parametrize("seed", [0, 2])
@@ -227,10 +227,10 @@ def test_windows_may_be_cut_anywhere(model, seed):
     grid = job(16, 1800, seed=9, faults=faults)
     rng = np.random.default_rng(seed)
     places = sorted({0, 1800, *rng.integers(1, 1800, (3, 0, 200)[seed]).tolist()})
-    detector, found = Detector.load(model), []
+    detector, named = Detector.load(model), []
     for a, b in zip(places, places[1:], strict=False):
-        found += detector.update(cut(grid, a, b))
-    assert found == alerts(model, grid)
+        named += detector.update(cut(grid, a, b))
+    assert named == alerts(model, grid)
 
 
 def test_neither_order_nor_names_of_machines_matter(model):
@@ -246,7 +246,7 @@ def test_neither_order_nor_names_of_machines_matter(model):
 
 @pytest.mark.slow  # three trainings
 def test_unit_and_zero_point_of_a_metric_do_not_matter():
-    found = []
+    answers = []
     for scale, shift in ((1.0, 0.0), (1e6, 0.0), (0.01, 4.0)):
 
         def other(grid, scale=scale, shift=shift):
@@ -254,10 +254,10 @@ def test_unit_and_zero_point_of_a_metric_do_not_matter():
 
         fault = [(1, 1, 800, 1400, -0.5)]
         detector = Detector.fit([other(job(8, 900, seed=1))], steps=400)
-        found.append(detector.update(other(job(8, 1500, seed=7, faults=fault))))
-    assert [[a.machine for a in f] for f in found] == [["m1"]] * 3
-    assert len({f[0].since for f in found}) == 1
-    assert max(f[0].score for f in found) < 1.05 * min(f[0].score for f in found)
+        answers.append(detector.update(other(job(8, 1500, seed=7, faults=fault))))
+    assert [[a.machine for a in f] for f in answers] == [["m1"]] * 3
+    assert len({f[0].since for f in answers}) == 1
+    assert max(f[0].score for f in answers) < 1.05 * min(f[0].score for f in answers)
 
 
 def test_what_all_machines_do_is_no_fault(model):
@@ -304,9 +304,9 @@ def test_who_joins_late_is_no_fault_and_is_judged_later(model):
     grid = job(9, 2400, seed=13, faults=[(1, 8, 700, 950, -0.8), (1, 8, 1500, 2300, -0.5)])
     values = grid.values_CNT.copy()
     values[:, 8, :700] = np.nan
-    found = alerts(model, dataclasses.replace(grid, values_CNT=values))
-    assert [a.machine for a in found] == ["m8"]
-    assert abs(found[0].since - (BEGIN + 1500)) <= 60
+    named = alerts(model, dataclasses.replace(grid, values_CNT=values))
+    assert [a.machine for a in named] == ["m8"]
+    assert abs(named[0].since - (BEGIN + 1500)) <= 60
 
 
 def test_silence_is_an_alert_unless_it_was_declared(model):
@@ -359,8 +359,8 @@ def test_a_change_of_unit_is_named_and_the_rest_is_judged(model):
     values = grid.values_CNT.copy()
     values[2, :, 700:] *= 1000
     detector = Detector.load(model)
-    found = detector.update(dataclasses.replace(grid, values_CNT=values))
-    assert [a.machine for a in found] == ["m4"]
+    named = detector.update(dataclasses.replace(grid, values_CNT=values))
+    assert [a.machine for a in named] == ["m4"]
     assert any("queue_length" in n and "change of unit" in n for n in detector.notes)
 
 
@@ -379,8 +379,8 @@ def test_files_out_of_order_with_values_that_are_none(model, tmp_path):
     with gzip.open(path, "wt") as file:
         file.write("timestamp,machine,metric,value\n" + "\n".join(rows) + "\n")
     detector = Detector.load(model)
-    found = detector.update(path)
-    assert found == alerts(model, grid) and [a.machine for a in found] == ["m2"]
+    named = detector.update(path)
+    assert named == alerts(model, grid) and [a.machine for a in named] == ["m2"]
     assert any("days away" in n for n in detector.notes)
 
 
@@ -420,7 +420,7 @@ def test_a_continuity_that_no_source_lasts_for_is_refused():
 @pytest.mark.slow  # two trainings, and a half
 def test_a_training_that_was_stopped_goes_on(tmp_path):
     sources = [job(8, 900, seed=1)]
-    whole = Detector.fit(sources, seed=4, steps=400)
+    once = Detector.fit(sources, seed=4, steps=400)
     folder = tmp_path / "training"
 
     def stop(message):
@@ -431,4 +431,4 @@ def test_a_training_that_was_stopped_goes_on(tmp_path):
         Detector.fit(sources, seed=4, steps=400, folder=folder, tell=stop)
     again = Detector.fit(sources, seed=4, steps=400, folder=folder)
     grid = job(8, 1500, seed=7, faults=[(1, 1, 600, 1400, -0.5)])
-    assert whole.update(grid) == again.update(grid) != []
+    assert once.update(grid) == again.update(grid) != []

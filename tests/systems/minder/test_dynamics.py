@@ -35,9 +35,9 @@ def test_spreads_are_mean_distances_from_the_medians_course(seed):
             np.median(v[np.isfinite(v)]) if np.isfinite(v).any() else np.nan for v in x_CNT[c].T
         ]
         apart_T = apart_T[np.isfinite(apart_T)]
-        wanted = np.log(tracker.FLOOR + np.abs(apart_T - apart_T.mean()).mean())
-        wanted = np.nan if len(apart_T) < TICK / 2 else wanted
-        assert y_FN[c, n] == pytest.approx(wanted, abs=1e-4, nan_ok=True), (c, n)
+        expected = np.log(tracker.FLOOR + np.abs(apart_T - apart_T.mean()).mean())
+        expected = np.nan if len(apart_T) < TICK / 2 else expected
+        assert y_FN[c, n] == pytest.approx(expected, abs=1e-4, nan_ok=True), (c, n)
     assert y_FN[1, 2] == y_FN[1].max()
 
 

@@ -23,16 +23,16 @@ def told(at_work, afterwards, suspected=False):
         edges.seen(np.tile(np.array(at_work, float)[None, :, None], 24), np.ones(4, bool))
     values = np.tile(np.array(afterwards, float)[None, :, None], 24)
     for _ in range(10):
-        found = edges.seen(values, np.full(4, not suspected))[:, 0]
-    return found
+        told_2N = edges.seen(values, np.full(4, not suspected))[:, 0]
+    return told_2N
 
 
 def test_who_was_at_the_end_of_the_scale_is_known_when_the_others_leave_it():
     """The first machine's 100 % hid how far it was above its peers."""
-    found = told([100, 98, 97, 99], [99, 93, 92, 100], suspected=True)
-    np.testing.assert_array_equal(found, [[False] * 4, [True, False, False, False]])
-    found = told([0, 1, 2, 3], [0, 10, 10, 0], suspected=True)
-    np.testing.assert_array_equal(found, [[True, False, False, False], [False] * 4])
+    told_2N = told([100, 98, 97, 99], [99, 93, 92, 100], suspected=True)
+    np.testing.assert_array_equal(told_2N, [[False] * 4, [True, False, False, False]])
+    told_2N = told([0, 1, 2, 3], [0, 10, 10, 0], suspected=True)
+    np.testing.assert_array_equal(told_2N, [[True, False, False, False], [False] * 4])
 
 
 def test_what_is_beyond_the_end_is_no_end():
@@ -41,8 +41,8 @@ def test_what_is_beyond_the_end_is_no_end():
 
 @pytest.mark.parametrize("suspected", [False, True])
 def test_a_machine_that_comes_to_the_end_is_there_only_when_it_is_usual(suspected):
-    found = told([90, 98, 97, 99], [100, 98, 97, 99], suspected)
-    assert found[1, 0] == (not suspected)
+    told_2N = told([90, 98, 97, 99], [100, 98, 97, 99], suspected)
+    assert told_2N[1, 0] == (not suspected)
 
 
 def test_machines_come_go_and_lose_samples():

@@ -25,7 +25,7 @@ def named(*differs, middle_H=None, apart_H=None):
     apart_H = np.zeros(TICKS) if apart_H is None else apart_H
     judge = Judge(Settings(), limits, range(F))
     judge.grow(N)
-    rng, found = np.random.default_rng(0), []
+    rng, findings = np.random.default_rng(0), []
     for h in range(TICKS):
         end = TICK * (h + 1.0)
         judge.see(np.full((C, N), end), end - TICK)
@@ -34,9 +34,11 @@ def named(*differs, middle_H=None, apart_H=None):
         apart_FN = np.zeros((F, N))
         apart_FN[0, 3] = apart_H[h]
         middle_F = np.full(F, middle_H[h])
-        found += [(h, one.row) for one in judge.look(end, score_FN, score_FN, apart_FN, middle_F)]
-    assert {row for _, row in found} <= {3}
-    return [h for h, _ in found]
+        findings += [
+            (h, one.row) for one in judge.look(end, score_FN, score_FN, apart_FN, middle_F)
+        ]
+    assert {row for _, row in findings} <= {3}
+    return [h for h, _ in findings]
 
 
 @pytest.mark.parametrize("at", [14, 20])
@@ -112,7 +114,7 @@ def test_a_machine_that_was_disturbed_at_first_is_learnt_anew():
 @pytest.mark.parametrize(("share", "who"), [(0.6, [0]), (0.95, []), (0.0, [0])])
 def test_of_two_among_four_the_one_that_is_clearly_further_is_named(share, who):
     """Machine 1 shows a share of what machine 0 shows; who is first cannot be told if it is 1."""
-    F, found = 2, []
+    F, rows = 2, []
     limits = Limits(np.tile(np.eye(F) / 0.16, (3, 2, 1, 1)), np.tile([6.0, 9.0, 10.0], (3, 2, 1)))
     judge = Judge(Settings(), limits, range(F))
     judge.grow(4)
@@ -121,8 +123,8 @@ def test_of_two_among_four_the_one_that_is_clearly_further_is_named(share, who):
         judge.see(np.full((1, 4), end), end - TICK)
         score_FN[0, :2] = np.array([10.0, 10.0 * share]) * (h >= 14)
         seen = (np.clip(score_FN, -6, 6), score_FN, np.zeros((F, 4)), np.zeros(F))
-        found += [one.row for one in judge.look(end, *seen)]
-    assert found == who
+        rows += [one.row for one in judge.look(end, *seen)]
+    assert rows == who
 
 
 def test_a_machine_whose_series_ended_explains_others_though_it_never_had_all_metrics():
@@ -131,7 +133,7 @@ def test_a_machine_whose_series_ended_explains_others_though_it_never_had_all_me
     )
     judge = Judge(Settings(), limits, range(4))
     judge.grow(N)
-    rng, found = np.random.default_rng(0), []
+    rng, rows = np.random.default_rng(0), []
     last_CN = np.full((2, N), -np.inf)
     for h in range(TICKS):
         end = TICK * (h + 1.0)
@@ -143,8 +145,8 @@ def test_a_machine_whose_series_ended_explains_others_though_it_never_had_all_me
         score_FN[:, 5] = np.nan
         score_FN[0, 3] = -5.0 if 16 <= h < 27 else 0.0  # it waits for the other one
         middle_F, apart_FN = np.zeros(4), np.zeros((4, N))
-        found += [one.row for one in judge.look(end, score_FN, score_FN, apart_FN, middle_F)]
-    assert found == [5]
+        rows += [one.row for one in judge.look(end, score_FN, score_FN, apart_FN, middle_F)]
+    assert rows == [5]
 
 
 @pytest.mark.parametrize("told", [True, False])
@@ -156,7 +158,7 @@ def test_the_follower_of_a_machine_that_another_judge_named_is_not_named(told):
     spreads = Judge(Settings(), limits, range(F), levels=F)
     for judge in (levels, spreads):
         judge.grow(N)
-    rng, found = np.random.default_rng(1), []
+    rng, findings = np.random.default_rng(1), []
     for h in range(TICKS):
         end = TICK * (h + 1.0)
         levels.see(np.full((2, N), end), end - TICK)
@@ -169,6 +171,6 @@ def test_the_follower_of_a_machine_that_another_judge_named_is_not_named(told):
         more = spreads.look(end, scores[1], scores[1], np.zeros((F, N)), None)
         if told:
             spreads.tell(levels, more)
-        found += [("level", one.row) for one in now] + [("spread", one.row) for one in more]
-    assert found[0] == ("spread", 3)
-    assert (("level", 5) in found) != told
+        findings += [("level", one.row) for one in now] + [("spread", one.row) for one in more]
+    assert findings[0] == ("spread", 3)
+    assert (("level", 5) in findings) != told

@@ -22,13 +22,13 @@ def model(tmp_path_factory):
 
 def counts(model, case):
     """Returns (faults that were named, alerts that name no fault, faults)."""
-    found = Detector.load(model).update(case.read())
+    alerts = Detector.load(model).update(case.read())
     left = {machine for machine, _ in case.fleet.departures}
-    found = [a for a in found if a.kind != "silent" or a.machine not in left]  # it was declared
+    alerts = [a for a in alerts if a.kind != "silent" or a.machine not in left]  # it was declared
     right = {
-        f.machine for f in case.faults for a in found if a.machine == f.machine and a.at > f.start
+        f.machine for f in case.faults for a in alerts if a.machine == f.machine and a.at > f.start
     }
-    return len(right), sum(a.machine not in right for a in found), len(case.faults)
+    return len(right), sum(a.machine not in right for a in alerts), len(case.faults)
 
 
 @pytest.mark.slow

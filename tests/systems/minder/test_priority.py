@@ -27,9 +27,9 @@ def test_the_best_split_is_that_of_all_splits():
             left = z[:, c] <= cut
             if left.sum() >= 3 and (~left).sum() >= 3:
                 told[c, cut] = gini(fault) - gini(fault[left]) - gini(fault[~left])
-        found = fit.best_split(z, fault, least=3)
-        assert found is not None
-        c, threshold, decrease = found
+        split = fit.best_split(z, fault, least=3)
+        assert split is not None
+        c, threshold, decrease = split
         assert decrease == pytest.approx(max(told.values()))
         left = z[:, c] <= threshold
         assert gini(fault) - gini(fault[left]) - gini(fault[~left]) == pytest.approx(decrease)
@@ -42,8 +42,8 @@ def test_the_telling_metric_comes_first_and_a_constant_one_last():
     z[:, 2] += 0.8 * fault
     z[:, 0] += 0.3 * fault
     z[:, 1] = 0.5
-    found = fit.order(z, fault, ("a", "b", "c", "d"))
-    assert found[:2] == ("c", "a") and found[-1] == "b"
+    order = fit.order(z, fault, ("a", "b", "c", "d"))
+    assert order[:2] == ("c", "a") and order[-1] == "b"
     assert fit.order(z, np.zeros(2000, bool), ("a", "b", "c", "d")) == ("a", "b", "c", "d")
 
 

@@ -31,52 +31,58 @@ def refit(tmp_path, hours=1.0, now=0.0):
     return Refit(tmp_path / "quiet", tmp_path / "model.npz", plan, lambda: now)
 
 
-def kept(tmp_path):
+def pieces(tmp_path):
     return sorted(int(p.stem) - BEGIN for p in (tmp_path / "quiet").glob("*.npz"))
 
 
 def test_quiet_pieces_are_kept_and_those_with_an_alert_thrown_away(tmp_path):
-    found = refit(tmp_path)
+    data = refit(tmp_path)
     for start in range(0, 1800, 8):
-        found.keep(grid(start, 8), {})
-    assert kept(tmp_path) == [0, 600, 1200]
+        data.keep(grid(start, 8), {})
+    assert pieces(tmp_path) == [0, 600, 1200]
     alert = Alert.of_machine("m1", "cpu_usage", BEGIN + 1500, 1.0, "unknown", (), BEGIN + 1850)
     for start in range(1800, 3000, 8):
         lasting = {"m1": Lasting(alert, BEGIN + 2600, BEGIN + 2000)} if start >= 1848 else {}
-        found.keep(grid(start, 8), lasting)
-    assert kept(tmp_path) == [0, 600, 2400]  # 1200 had the onset, 1800 what followed
+        data.keep(grid(start, 8), lasting)
+    assert pieces(tmp_path) == [0, 600, 2400]  # 1200 had the onset, 1800 what followed
     (first, last) = stretches(sorted((tmp_path / "quiet").glob("*.npz")), METRICS)
     assert (first.start, first.end) == (BEGIN, BEGIN + 1200) and last.start == BEGIN + 2400
-    whole = np.concatenate([grid(s, 8).values_CNT for s in range(0, 1200, 8)], 2)
-    assert (first.values_CNT == whole).all() and first.machines == ("m0", "m1", "m2", "m3", "m4")
+    values_CNT = np.concatenate([grid(s, 8).values_CNT for s in range(0, 1200, 8)], 2)
+    assert (first.values_CNT == values_CNT).all() and first.machines == (
+        "m0",
+        "m1",
+        "m2",
+        "m3",
+        "m4",
+    )
 
 
 def test_no_more_is_kept_than_the_hours_and_a_restart_goes_on_with_it(tmp_path):
-    found = refit(tmp_path, hours=0.5)
+    data = refit(tmp_path, hours=0.5)
     for start in range(0, 3000, 100):
-        found.keep(grid(start, 100), {})
-    assert kept(tmp_path) == [1200, 1800, 2400]
+        data.keep(grid(start, 100), {})
+    assert pieces(tmp_path) == [1200, 1800, 2400]
     again = refit(tmp_path, hours=0.5)
     again.keep(grid(3000, 600, machines=6), {})
-    assert kept(tmp_path) == [1800, 2400, 3000]
+    assert pieces(tmp_path) == [1800, 2400, 3000]
     parts = stretches(sorted((tmp_path / "quiet").glob("*.npz")), METRICS)
     assert [len(p.machines) for p in parts] == [5, 6]  # another machine, another stretch
 
 
 def test_nothing_is_fitted_before_its_time_or_without_half_an_hour(tmp_path):
-    found = refit(tmp_path, hours=1.0)
-    found._start = lambda: pytest.fail("too early")
+    fits = refit(tmp_path, hours=1.0)
+    fits._start = lambda: pytest.fail("too early")
     for start in range(0, 1200, 600):
-        found.keep(grid(start, 600), {})
-    assert found.poll(now=3599.0) is None and found.poll(now=3601.0) is None
-    found.keep(grid(5000, 600), {})  # a hole before it
-    assert found.poll(now=3601.0) is None
+        fits.keep(grid(start, 600), {})
+    assert fits.poll(now=3599.0) is None and fits.poll(now=3601.0) is None
+    fits.keep(grid(5000, 600), {})  # a hole before it
+    assert fits.poll(now=3601.0) is None
     started = []
-    found._start = lambda: started.append(1)
+    fits._start = lambda: started.append(1)
     for start in (5600, 6200):
-        found.keep(grid(start, 600), {})
-    assert found.poll(now=3599.0) is None and not started
-    assert found.poll(now=3601.0) is None and started
+        fits.keep(grid(start, 600), {})
+    assert fits.poll(now=3599.0) is None and not started
+    assert fits.poll(now=3601.0) is None and started
 
 
 @pytest.mark.parametrize(
@@ -92,9 +98,9 @@ def test_nothing_is_fitted_before_its_time_or_without_half_an_hour(tmp_path):
     ],
 )
 def test_the_model_is_replaced_in_one_piece_or_stays(tmp_path, said, word, model):
-    found = refit(tmp_path)
-    found._candidate.write_text("new")
-    result = found._take(0 if said else 1, [said] if said else [])
+    fits = refit(tmp_path)
+    fits._candidate.write_text("new")
+    result = fits._take(0 if said else 1, [said] if said else [])
     assert result.word == word and (tmp_path / "model.npz").read_text() == model
     assert word != "accepted" or (tmp_path / "model.npz.previous").read_text() == "old"
 
@@ -128,15 +134,15 @@ def test_a_blind_model_and_one_that_cries_wolf_are_worse():
 @pytest.mark.process
 def test_a_real_fit_in_a_process_of_its_own(tmp_path):
     before = Detector.fit([grid(0, 1800, seed=1)], steps=200)
-    found = refit(tmp_path, hours=0.5)
+    fits = refit(tmp_path, hours=0.5)
     before.save(tmp_path / "model.npz")
     old = (tmp_path / "model.npz").read_bytes()
     for start in range(0, 1800, 600):
-        found.keep(grid(start, 600, seed=2), {})
+        fits.keep(grid(start, 600, seed=2), {})
     result, until = None, time.monotonic() + 300
     while result is None:
         assert time.monotonic() < until
-        result = found.poll(now=1801.0)
+        result = fits.poll(now=1801.0)
         time.sleep(0.2)
     assert result.word == "accepted", (result, (tmp_path / "quiet/fit.log").read_text())
     assert result.report["named"] == result.report["faults"] == 4
@@ -153,10 +159,10 @@ def test_a_real_fit_in_a_process_of_its_own(tmp_path):
         few = dataclasses.replace(
             part, values_CNT=part.values_CNT[:, :3], machines=part.machines[:3]
         )
-        found.keep(few, {})
+        fits.keep(few, {})
     result = None
     while result is None:
-        result = found.poll(now=9000.0)
+        result = fits.poll(now=9000.0)
         time.sleep(0.2)
     assert result.word == "failed" and (tmp_path / "model.npz").read_bytes() == new
     assert "has 4 machines" in (tmp_path / "quiet/fit.log").read_text()

@@ -75,13 +75,13 @@ def job(minder):
 
 
 def train(s, seconds, step_s, slow=None):
-    found, first = [], max((x or 0) for x in s.steps.values()) + 1
+    actions, first = [], max((x or 0) for x in s.steps.values()) + 1
     for step in range(first, first + seconds):
         for r in HOSTS.values():
-            own = 0.02 + (0.4 if r[0] == slow else 0)
-            s.put(r[0], "wait", step, own_s=own + 0.001 * ((step + r[0]) % 3), step_s=step_s)
-        found += s.tick()
-    return found
+            work_s = 0.02 + (0.4 if r[0] == slow else 0)
+            s.put(r[0], "wait", step, own_s=work_s + 0.001 * ((step + r[0]) % 3), step_s=step_s)
+        actions += s.tick()
+    return actions
 
 
 @pytest.mark.parametrize(("after_s", "verdict"), [(1.0, "right"), (1.4, "false alarm")])
@@ -139,7 +139,7 @@ def test_a_successor_that_is_slow_too_makes_the_eviction_a_false_alarm(tmp_path)
 def machine_records(hosts, seconds, start, sick=None, seed=0):
     """A record a second of three metrics of each host; one of them burns from the middle on."""
     random = np.random.default_rng(seed)
-    found, sent = [], 0.0
+    records, sent = [], 0.0
     for t in range(seconds):
         wave = 0.1 * np.sin(t / 7)
         sent += 1e6 * (1 + wave)
@@ -151,18 +151,18 @@ def machine_records(hosts, seconds, start, sick=None, seed=0):
                 "memory_share": 0.4 + 0.01 * random.standard_normal(),
                 "network_bytes": sent,
             }
-            found += [Record(start + t, f"h{h}", None, None, t, n, v) for n, v in values.items()]
-            found.append(Record(start + t, f"h{h}", h, None, t, "cpu_cores", 4 * cpu))
-    return found
+            records += [Record(start + t, f"h{h}", None, None, t, n, v) for n, v in values.items()]
+            records.append(Record(start + t, f"h{h}", h, None, t, "cpu_cores", 4 * cpu))
+    return records
 
 
 def test_a_file_of_records_is_read_as_the_records_are(tmp_path):
-    found = machine_records(3, 20, 1e9) + [Record(1e9, 'a "b"', 0, 1, 1, "gpu_duty", 0.5)]
+    records = machine_records(3, 20, 1e9) + [Record(1e9, 'a "b"', 0, 1, 1, "gpu_duty", 0.5)]
     file = RecordFile(tmp_path / "x.csv.gz")
-    for k in range(0, len(found), 7):
-        file.write([*found[k : k + 7], Record(1e9, "h0", 0, None, 1, "loss", 3.0)])
+    for k in range(0, len(records), 7):
+        file.write([*records[k : k + 7], Record(1e9, "h0", 0, None, 1, "loss", 3.0)])
     file.close()
-    got, want = read(tmp_path / "x.csv.gz"), from_records(found)
+    got, want = read(tmp_path / "x.csv.gz"), from_records(records)
     assert set(got.machines) == set(want.machines) and set(got.metrics) == set(want.metrics)
     for a, b in zip(sorted(got.rows()), sorted(want.rows()), strict=True):
         assert a[1:3] == b[1:3] and a[0] == pytest.approx(b[0]) and a[3] == pytest.approx(b[3])
@@ -177,9 +177,9 @@ def test_windows_follow_each_other_and_lose_no_rate():
         feed.add([list(r) for r in records if t <= r.time - 1e9 < t + 5])
         windows.append(feed.window(1e9 + t + 5 + 4))
     assert [(w.start, w.end) for w in windows] == [(1e9 + t, 1e9 + t + 5) for t in range(0, 60, 5)]
-    whole = from_records(records)
+    samples = from_records(records)
     got = sorted(row for w in windows for row in w.rows())
-    assert len(got) == len(whole)
+    assert len(got) == len(samples)
     assert {r[2] for r in got} >= {"cpu_usage", "memory_usage", "tcp_rdma_throughput"}
 
 
@@ -262,8 +262,8 @@ def test_a_child_names_the_host_with_odd_metrics_and_its_end_costs_nothing(tmp_p
     healthy = [from_records(machine_records(6, 1200, 1e9, seed=s)) for s in range(2)]
     model = tmp_path / "model.npz"
     Detector.fit(healthy, steps=300).save(model)
-    given = {"model": str(model), "settings": {"continuity_s": 96.0}, "server": None}
-    child = Child(given)
+    options = {"model": str(model), "settings": {"continuity_s": 96.0}, "server": None}
+    child = Child(options)
     try:
         child.begin([f"h{h}" for h in range(6)])
         start = int(time.time()) - 1210
@@ -272,8 +272,8 @@ def test_a_child_names_the_host_with_odd_metrics_and_its_end_costs_nothing(tmp_p
             child.send([r for r in records if t <= r.time - start < t + 60])
         alerts, scores, end = [], {}, time.monotonic() + 240
         while not alerts and time.monotonic() < end:
-            more, _, found = child.take()
-            alerts, scores = alerts + more, scores | found
+            more, _, newest = child.take()
+            alerts, scores = alerts + more, scores | newest
             time.sleep(0.5)
         assert [a.machine for a in alerts] == ["h4"] and max(scores, key=scores.get) == "h4"
         assert start + 570 <= alerts[0].since <= start + 660

@@ -12,7 +12,7 @@ def scores(middle_T, slope_N, seed, more_TN=None):
     """Returns score_TN of a job of one metric whose machines move apart with its median."""
     rng = np.random.default_rng(seed)
     prior = tracker.Prior(*(jnp.full(1, x, jnp.float32) for x in (NOISE, 0.02, SLOPE)))
-    tracks, nobody, found = tracker.begin(prior, MACHINES), np.zeros(MACHINES, bool), []
+    tracks, nobody, scores_TN = tracker.begin(prior, MACHINES), np.zeros(MACHINES, bool), []
     offset_N = 0.02 * rng.standard_normal(MACHINES)
     more_TN = np.zeros((len(middle_T), MACHINES)) if more_TN is None else more_TN
     for middle, more_N in zip(middle_T, more_TN, strict=True):
@@ -20,8 +20,8 @@ def scores(middle_T, slope_N, seed, more_TN=None):
         y_NJ += (middle + offset_N + more_N + slope_N * middle)[:, None]
         y_FNJ = jnp.asarray(y_NJ[None], jnp.float32)
         tracks, score_FN, *_ = tracker.advance(prior, tracks, y_FNJ, nobody, nobody)
-        found.append(np.asarray(score_FN)[0])
-    return np.array(found)
+        scores_TN.append(np.asarray(score_FN)[0])
+    return np.array(scores_TN)
 
 
 def test_offsets_that_were_learnt_while_the_job_stood_still_are_less_sure_afterwards(seed):
@@ -49,8 +49,8 @@ def test_medians_are_exact_for_any_count_of_machines_with_holes_ties_and_both_si
         x[1] = np.round(x[1] / np.abs(x[1]).max() * 3)  # ties, zeros of both signs
         x[2:4, rng.random(machines) < 0.3] = np.nan
         x[4], x[5, machines // 2 :] = np.nan, np.inf
-        found = zip(*tracker.middle_two(x), tracker.median(x), strict=True)
-        for row, (low, high, middle) in zip(x, found, strict=True):
+        medians = zip(*tracker.middle_two(x), tracker.median(x), strict=True)
+        for row, (low, high, middle) in zip(x, medians, strict=True):
             ordered = np.sort(row[np.isfinite(row)])
             n = len(ordered)
             expected = (ordered[(n - 1) // 2], ordered[n // 2]) if n else (np.nan, np.nan)

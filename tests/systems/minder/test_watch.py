@@ -63,10 +63,10 @@ class Scripted:
         self.seconds += range(grid.start, grid.end)
         if self.error is not None:
             raise self.error
-        found = [a for a in self.alerts if grid.start < a.at <= grid.end]
-        self.named |= {a.machine: a.at + 600 for a in found}
+        alerts = [a for a in self.alerts if grid.start < a.at <= grid.end]
+        self.named |= {a.machine: a.at + 600 for a in alerts}
         self.named = {m: until for m, until in self.named.items() if until > grid.end}
-        return found
+        return alerts
 
 
 class Outlet:
@@ -245,10 +245,10 @@ def test_a_new_model_takes_over_the_last_minutes_and_repeats_no_alert(setting):
     made = []
 
     class Fits:
-        kept = 0
+        seconds = 0
 
         def keep(self, grid, lasting):
-            self.kept += grid.values_CNT.shape[2]
+            self.seconds += grid.values_CNT.shape[2]
 
         def poll(self, now):
             return results.pop() if results else None
@@ -266,7 +266,7 @@ def test_a_new_model_takes_over_the_last_minutes_and_repeats_no_alert(setting):
     results.append(Result("accepted", "retrained", {}))
     go(watch, world, 8)
     before = len(made[0].seconds)
-    assert made[0].seconds == old.seconds and fits.kept == before
+    assert made[0].seconds == old.seconds and fits.seconds == before
     assert [line[:9] for line in said if "ALERT" in line] == ["ALERT m3:", "ALERT m1:"]
     go(watch, world, 16)
     assert len(old.seconds) == before and len(made[0].seconds) == before + 16

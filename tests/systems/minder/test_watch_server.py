@@ -90,10 +90,10 @@ def metric(address, name):
     return {labels: float(value) for labels, value in rows}
 
 
-def found_again(own, sick):
+def found_again(url, sick):
     """Returns how long it took until the machine's score was that of an alert."""
     began = time.monotonic()
-    while metric(own, "score").get(f'machine="{sick}"', 0.0) < 1:
+    while metric(url, "score").get(f'machine="{sick}"', 0.0) < 1:
         assert time.monotonic() - began < 300
         time.sleep(1)
     return time.monotonic() - began
@@ -125,7 +125,7 @@ def world(tmp_path_factory):
 def test_a_stressed_machine_is_found_and_nothing_that_the_server_does_ends_the_watch(world):
     folder, fleet, _, proxy, alertmanager, only = world
     port, sick = machines.free_port(), fleet[SICK].instance
-    own = f"http://127.0.0.1:{port}/metrics"
+    url = f"http://127.0.0.1:{port}/metrics"
     flags = [
         f"--prometheus={proxy.url}",
         f"--only={only}",
@@ -136,11 +136,11 @@ def test_a_stressed_machine_is_found_and_nothing_that_the_server_does_ends_the_w
     ]
     flags += [f"--alertmanager={alertmanager}"] if alertmanager else []
     with Daemon(folder, *flags) as daemon:
-        one_stress(daemon, own, world)
+        one_stress(daemon, url, world)
     with Daemon(folder, *flags, "--timeout_s=20") as again:  # the stress goes on
         again.wait("watching", 120)
-        print(f"found again {found_again(own, sick):.0f} s after a restart, {load()}")
-        assert len(again.alerts()) == 1 and metric(own, "alerts") == {"": 1.0}  # not told again
+        print(f"found again {found_again(url, sick):.0f} s after a restart, {load()}")
+        assert len(again.alerts()) == 1 and metric(url, "alerts") == {"": 1.0}  # not told again
         fleet[SICK].stress("cpu", 0)
         assert again.end(signal.SIGINT) == 130
     rows = [json.loads(line) for line in (folder / "watch/events.jsonl").read_text().splitlines()]
@@ -148,13 +148,13 @@ def test_a_stressed_machine_is_found_and_nothing_that_the_server_does_ends_the_w
     assert (folder / "heat.png").stat().st_size > 5_000
 
 
-def one_stress(daemon, own, world):
+def one_stress(daemon, url, world):
     """Ten quiet minutes, a stress that goes on, and what a server may do meanwhile."""
     folder, fleet, server, proxy, alertmanager, _ = world
     sick = fleet[SICK].instance
     daemon.wait("watching", 120)
     time.sleep(QUIET_S)
-    assert not daemon.alerts() and metric(own, "machines") == {"": COUNT}
+    assert not daemon.alerts() and metric(url, "machines") == {"": COUNT}
     print(f"\n10 quiet minutes: no alert, {load()}")
 
     fleet[SICK].stress("cpu", 1.0)
@@ -162,7 +162,7 @@ def one_stress(daemon, own, world):
     print(f"found after {took:.0f} s of a continuity of 96 s, {load()}")
     assert sick in daemon.alerts()[0] and "cpu_usage" in daemon.alerts()[0]
     time.sleep(10)  # until the metrics, too, say so
-    assert set(re.findall(r"^# TYPE (\S+)", get(own), re.M)) == set(NAMES)
+    assert set(re.findall(r"^# TYPE (\S+)", get(url), re.M)) == set(NAMES)
     (picture,) = (folder / "watch" / "alerts").glob("*.png")
     assert picture.stat().st_size > 10_000
     if alertmanager:
@@ -186,7 +186,7 @@ def one_stress(daemon, own, world):
     daemon.wait("reading: works again", 90)
     time.sleep(20)
     assert len(daemon.alerts()) == 1, daemon.alerts()
-    assert metric(own, "source_failures_total")[""] >= 5 and metric(own, "lag_seconds")[""] < 30
+    assert metric(url, "source_failures_total")[""] >= 5 and metric(url, "lag_seconds")[""] < 30
 
     assert daemon.end(signal.SIGTERM) == 0 and "stopped: " in daemon.lines[-1]
 
