@@ -246,7 +246,7 @@ def train(cfg: Any, steps: int = STEPS) -> tuple[Any, Any, list[dict]]:
             train_step.layout.mesh,
             train_step.storage.natural,
             train_step.storage.arranged,
-            beside=train_step.init_exchange,
+            init_exchange=train_step.init_exchange,
         )
     for number in range(steps):
         state, values = train_step.step(state, place(train_step, batch_of(number, cfg)))

@@ -375,7 +375,7 @@ def _batch_to_loss(folder: Path) -> Walk:
     corpora, _ = open_corpora(cfg.data, folder / "cache", lambda _: None, cfg.model.vocab)
     with Walk() as walk:
         rows = training_rows(corpora, cfg.train.seq_len, cfg.train.seed)
-        next(Loader(rows, step.abstract_batch, order=step.order))
+        next(Loader(rows, step.abstract_batch, order=step.storage.tokens))
         step.evaluate.lower(step.abstract_state.params, step.abstract_eval_batch)
     return walk
 

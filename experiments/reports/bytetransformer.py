@@ -18,8 +18,7 @@ from experiments.reports.reporting import panels, save
 from megajax.core.hardware import CARDS
 from megajax.core.tree import Tree, named_leaves, nest
 from megajax.layers import fused
-from megajax.layers.attend import attend
-from megajax.layers.mask import Context
+from megajax.layers.attention import Context, attend
 from megajax.layers.ops import Ops
 from megajax.models import encoder
 from megajax.models.encoder_config import EncoderConfig

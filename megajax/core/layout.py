@@ -98,6 +98,19 @@ class Layout:
         """Returns those of the axes that have more than one device."""
         return tuple(a for a in axes if self.mesh.shape[a] > 1)
 
+    def zero_axes(self, *words: str | None) -> tuple[Axes, Axes]:
+        """Returns (the axes that cut the width of a stored parameter, those that hold copies of
+        it), of the axes that share its gradient and have more than one device."""
+        partial = self.live(self.partial(*words))
+        cut = tuple(a for a in partial if a in self.rules.stored.get("embed", ()))
+        return cut, tuple(a for a in partial if a not in cut)
+
+    @property
+    def cuts_sequence(self) -> bool:
+        """Whether tensor parallelism cuts the sequence of the residual stream. In decoding it does
+        not."""
+        return "tensor" in self.rules.residual.get("seq", ())
+
     def ways(self, axes: Axes) -> int:
         """Returns into how many pieces these axes cut together."""
         return math.prod(self.mesh.shape[a] for a in axes)

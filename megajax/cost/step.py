@@ -143,8 +143,8 @@ class StepShape:
     zero_axes: axes over which ZeRO shards a weight along its width. accumulate: micro-batches one
     after the other, without a pipeline. fused_attention: no (queries x keys) array exists, as with
     our kernel and with cuDNN's offsets of segments. If cuDNN takes packed rows by a mask (GPUs
-    other than Hopper, layers/attend.py), the mask and its 16-bit bias (rows, queries, keys), which
-    every head reads in both passes, are not counted: memory and time are too low there.
+    other than Hopper, layers/attention.py), the mask and its 16-bit bias (rows, queries, keys),
+    which every head reads in both passes, are not counted: memory and time are too low there.
     local_gradients: every device holds its sums of gradients unsharded until the end of the step.
     context: how context parallelism brings queries to the keys of other devices. resident: every
     device holds all weights of its stage in use (ZeRO-1/2); weights and gradients are sent once a

@@ -5,14 +5,18 @@ from megajax.core.lazy import public
 __getattr__, __dir__, __all__ = public(
     __name__,
     {
-        "attention": ("Attention", "AttentionConfig", "Cache"),
+        "attention": (
+            "Attention",
+            "AttentionConfig",
+            "Cache",
+            "Context",
+            "RopeConfig",
+        ),
         "losses": ("LossSums", "cross_entropy", "token_logprobs"),
-        "mask": ("Context",),
         "mlp": ("MlpConfig", "Mlp"),
         "moe": ("Moe", "MoeConfig"),
         "norm": ("Norm",),
         "ops": ("Ops",),
-        "rope": ("RopeConfig",),
         "sparse": ("SparseKernel",),
     },
 )

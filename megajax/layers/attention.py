@@ -1,24 +1,185 @@
-"""Multi-head attention as three steps that a block composes: project up, attend, project down.
+"""Multi-head attention: which tokens a token sees, rotary positions, the kernels, the parameters.
 
-The block, not this module, calls Ops.up and Ops.down, because a parallel block shares one gather
-and one scatter between attention and MLP (MegaScale section 3.1). Here: the parameters, what
-happens to q, k, v between the two projections.
+A block composes attention of three steps: project up, attend, project down. The block, not this
+module, calls Ops.up and Ops.down, because a parallel block shares one gather and one scatter
+between attention and MLP (MegaScale section 3.1). `Attention` has the parameters and what happens
+to q, k and v between the two projections; `attend` is the default of Ops.attend, for arrays of one
+device.
 
-Legend: B rows, S positions, D model width, H query heads, G key-value heads, K head width.
+Legend: B rows, S query positions, M memory positions, D model width, H query heads, G key-value
+heads, R = H / G query heads that share one, K head width.
 """
 
 import dataclasses
-from typing import Protocol
+import functools
+import math
+from numbers import Integral
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
+import pallas_kernels
+from megajax.core.config import Checked, option, other_than
+from megajax.core.errors import UserError
 from megajax.core.layout import Layout
 from megajax.layers import param
-from megajax.layers.mask import Context
+from megajax.layers.losses import NEGATIVE
 from megajax.layers.norm import Norm
-from megajax.layers.ops import Ops
-from megajax.layers.rope import rotate
+from pallas_kernels import arguments, dispatch
+from pallas_kernels.attention import guard
+from pallas_kernels.attention.names import named
+from pallas_kernels.attention.ranges import FARTHEST
+
+if TYPE_CHECKING:
+    from megajax.layers.ops import Ops  # whose default is `attend`
+
+Array = jax.Array
+Implementation = Literal["xla", "cudnn", "varlen", "hopper"]
+
+
+# ---- which tokens a token sees: causal order or none, packed segments, sliding window
+#
+# Positions restart at every segment, so inside one segment their order is the order of the tokens,
+# whatever the layout of the row. That one rule serves packed training rows, cached decoding (the
+# memory's positions are 0..M-1 and what is not yet written lies in the future) and reordered
+# context parallelism. Sliding window: MegaScale section 3.1.
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Context:
+    """What the blocks need to know of the tokens, the same for all layers.
+
+    positions_BS: int32, from 0 in each segment. segments_BS: int32 or None (one segment a row);
+    below 0: dead, what pads a row. rotary: (cos_BSK, sin_BSK) float32 or None. dropout: PRNG key or
+    None (off). causal: static; False: tokens also see what follows them, as in an encoder.
+    """
+
+    positions_BS: jax.Array
+    segments_BS: jax.Array | None = None
+    rotary: tuple[jax.Array, jax.Array] | None = None
+    dropout: jax.Array | None = None
+    causal: bool = dataclasses.field(default=True, metadata={"static": True})
+
+
+def visible(query: Context, memory: Context, window: int | None) -> jax.Array:
+    """Returns mask_B1SM, True where the query may see the key.
+
+    window: a query sees `window` keys at most on each side where it sees any, itself included;
+    None: all.
+
+    Raises: UserError for a window that is not a positive integer.
+    """
+    window = reach(window)
+    q_BS1, k_B1M = query.positions_BS[:, :, None], memory.positions_BS[:, None, :]
+    if query.causal:
+        mask_BSM = k_B1M <= q_BS1
+    elif window is not None:
+        mask_BSM = k_B1M < q_BS1 + window
+    else:
+        mask_BSM = jnp.ones_like(k_B1M, bool) & jnp.ones_like(q_BS1, bool)
+    if window is not None:
+        mask_BSM &= k_B1M > q_BS1 - window
+    if query.segments_BS is not None and memory.segments_BS is not None:
+        mask_BSM &= query.segments_BS[:, :, None] == memory.segments_BS[:, None, :]
+    return mask_BSM[:, None]
+
+
+def reach(window: int | None) -> int | None:
+    """Returns the window, or None where it is so large that it hides nothing.
+
+    Raises: UserError for a window that is not a positive integer.
+    """
+    if window is None:
+        return None
+    if not isinstance(window, Integral) or isinstance(window, bool) or int(window) < 1:
+        raise UserError(
+            f"window={window!r} must be one integer of at least 1, the keys that a query sees on "
+            "each side with itself, or None for all; pallas_kernels takes pairs "
+            "(window - 1, window - 1)"
+        )
+    # int32 positions plus a larger one would overflow, and no sequence is so long.
+    return int(window) if window < FARTHEST else None
+
+
+# ---- rotary position embedding, with Llama 3's frequency scaling
+#
+# Sources: RoFormer (arXiv 2104.09864) section 3; Llama 3.1 release for the scaling: frequencies
+# with wavelengths beyond the original context are divided by `factor`, short ones kept, those
+# between interpolated. The rotation pairs dimension i with i + K/2, as Hugging Face checkpoints
+# expect.
+
+
+SCALED = other_than("factor", 1.0)
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeConfig(Checked, section="model.rope"):
+    """Frequencies of rotary embeddings, and their scaling."""
+
+    theta: float = option(10000.0, "base of the frequencies of rotary embeddings", at_least=1)
+    factor: float = option(
+        1.0, "Llama 3 scaling: divisor of low frequencies; 1: no scaling", at_least=1
+    )
+    low_freq_factor: float = option(
+        1.0,
+        "Llama 3 scaling: wavelengths above original_positions divided by this are scaled",
+        needs=SCALED,
+        above=0,
+    )
+    high_freq_factor: float = option(
+        4.0,
+        "Llama 3 scaling: wavelengths below original_positions divided by this are not scaled",
+        needs=SCALED,
+        above=0,
+    )
+    original_positions: int = option(
+        8192, "Llama 3 scaling: context before scaling", "tokens", needs=SCALED, at_least=1
+    )
+
+    def __post_init__(self):
+        """Refuses an interpolation between two equal or exchanged wavelengths."""
+        super().__post_init__()
+        low, high = self.low_freq_factor, self.high_freq_factor
+        if self.factor != 1.0 and high <= low:
+            raise UserError(
+                f"model.rope.high_freq_factor={high} must be above model.rope.low_freq_factor="
+                f"{low}; the default is 4.0 (--model.rope.high_freq_factor)"
+            )
+
+
+def frequencies(cfg: RopeConfig, head_width: int) -> np.ndarray:
+    """Returns the K/2 angular frequencies, float32, radians a position."""
+    freq = cfg.theta ** (-np.arange(0, head_width, 2, dtype=np.float64) / head_width)
+    if cfg.factor != 1.0:
+        turns = cfg.original_positions * freq / (2 * math.pi)  # full turns in the old context
+        low, high = cfg.low_freq_factor, cfg.high_freq_factor
+        keep = np.clip((turns - low) / (high - low), 0.0, 1.0)
+        freq = keep * freq + (1 - keep) * freq / cfg.factor
+    return freq.astype(np.float32)
+
+
+def rotary(
+    positions_BS: jax.Array, cfg: RopeConfig, head_width: int
+) -> tuple[jax.Array, jax.Array]:
+    """Returns (cos_BSK, sin_BSK) in float32, K = head_width / 2, made once for all layers."""
+    freq_11K = frequencies(cfg, head_width)[None, None]
+    angle_BSK = positions_BS[..., None].astype(jnp.float32) * freq_11K
+    return jnp.cos(angle_BSK), jnp.sin(angle_BSK)
+
+
+def rotate(x_BSHK: jax.Array, tables: tuple[jax.Array, jax.Array]) -> jax.Array:
+    """Returns x rotated by its positions' angles, in x's dtype."""
+    cos, sin = (t[:, :, None].astype(x_BSHK.dtype) for t in tables)
+    a, b = jnp.split(x_BSHK, 2, -1)
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
+
+
+# ---- parameters
+
 
 INPUTS = "query", "key", "value"  # the weights that read the block's input
 
@@ -55,7 +216,7 @@ class AttentionConfig:
 class Attention(nnx.Module):
     """Parameters and inner part of attention."""
 
-    def __init__(self, cfg: AttentionConfig, layout: Layout | None, ops: Ops, *, rngs: nnx.Rngs):
+    def __init__(self, cfg: AttentionConfig, layout: Layout | None, ops: "Ops", *, rngs: nnx.Rngs):
         """Makes query (D,H,K), key and value (D,G,K), out (H,K,D) and what the config adds."""
         D, H, G, K = cfg.width, cfg.heads, cfg.kv_heads, cfg.head_width
         self.cfg, self.ops = cfg, ops
@@ -102,3 +263,208 @@ class Attention(nnx.Module):
         if cache is not None:
             return cache.attend(q, k, v, context, self.cfg.window)
         return self.ops.attend(q, k, v, context, None, self.cfg.window), None
+
+
+# ---- the default of Ops.attend: XLA's, cuDNN's fused kernel, or ours over packed tokens
+
+
+def attend(
+    q_BSHK: jax.Array,
+    k_BMGK: jax.Array,
+    v_BMGK: jax.Array,
+    query: Context,
+    memory: Context | None = None,
+    window: int | None = None,
+    implementation: Implementation = "xla",
+    segments: int | None = None,
+) -> jax.Array:
+    """softmax(q k^T / sqrt(K)) v over the visible keys, softmax in float32.
+
+    Args: memory: the keys' positions and segments; None: the query's own. implementation: 'xla'
+      keeps the (S, M) logits in memory; 'cudnn' is fused, for 16-bit types on NVIDIA GPUs;
+      'varlen' does the work of each segment's own tokens only, and dead tokens get 0; it runs what
+      was measured best on this kind of GPU. 'hopper' is 'varlen' by our Hopper kernel in any case.
+      segments: for 'cudnn', of a row, on average over the batch; None: one for 64 tokens
+      (library.room). More are as right, and slower.
+    Returns: out_BSHK in q's dtype. What the backward pass needs of it is named 'attended' for the
+      remat policies. Every query must see a key; itself, where M holds it. Inf or NaN in a key or
+      value makes NaN the queries that see it, and no others; so it is with gradients, except that
+      'cudnn' with a memory of its own leaves those rows out of them.
+    Raises: NotImplementedError for 'varlen' and 'hopper' with a memory of their own, and for
+      'hopper' where its kernel cannot run; UserError for a window that
+      is not a positive integer; TypeError for forward mode (jax.jvp). Second derivatives of 'xla'
+      go through jax.grad, and jax.jvp of jax.grad.
+    """
+    window = reach(window)
+    memory = query if memory is None else memory
+    ours = functools.partial(_varlen, kernel="hopper")
+    cudnn = functools.partial(_cudnn, segments=segments)
+    kernels = {"xla": _xla, "cudnn": cudnn, "varlen": _varlen, "hopper": ours}
+    if implementation not in kernels:
+        raise UserError(f"attention implementation={implementation!r}; there are {[*kernels]}")
+    with arguments.reverse_only(f"attention {implementation!r}"):
+        return kernels[implementation](q_BSHK, k_BMGK, v_BMGK, query, memory, window)
+
+
+def _xla(
+    q_BSHK: jax.Array,
+    k_BMGK: jax.Array,
+    v_BMGK: jax.Array,
+    query: Context,
+    memory: Context,
+    window: int | None,
+) -> jax.Array:
+    B, S, H, K = q_BSHK.shape
+    G = k_BMGK.shape[2]
+    q_BSGRK = q_BSHK.reshape(B, S, G, H // G, K)
+    arrays = dispatch.alike((q_BSGRK, k_BMGK, v_BMGK, visible(query, memory, window)))
+    (out_BSHK,) = named(jnp.moveaxis(_masked(*arrays), 1, 2).reshape(B, S, H, K))
+    return out_BSHK
+
+
+# A rule of its own, for autodiff's would multiply the zeros of hidden pairs by what other segments
+# hold (pallas_kernels/attention/guard.py says how that stays out).
+@jax.custom_vjp
+def _masked(q_BSGRK: Array, k_BMGK: Array, v_BMGK: Array, mask_B1SM: Array) -> Array:
+    """Returns out_BGSRK; Inf and NaN of a key reach the queries that see it, and no others."""
+    return _masked_forward(q_BSGRK, k_BMGK, v_BMGK, mask_B1SM)[0]
+
+
+def _masked_forward(q_BSGRK: Array, k_BMGK: Array, v_BMGK: Array, mask_B1SM: Array) -> tuple:
+    q_BSGRK, (k_BMGK, v_BMGK) = guard.mark(q_BSGRK), guard.keys(k_BMGK, v_BMGK)
+    logits_BGSRM = _logits(q_BSGRK, k_BMGK)
+    logits_BGSRM = jnp.where(mask_B1SM[:, :, :, None], logits_BGSRM, NEGATIVE)
+    weights_BGSRM = jax.nn.softmax(logits_BGSRM, -1)
+    out_BGSRK = _mix(weights_BGSRM.astype(v_BMGK.dtype), v_BMGK)
+    # A key that is not finite makes all weights of a row NaN. Asked of the weights, not of the
+    # output: remat would multiply by the values a second time for it.
+    fine_BGSR1 = jnp.isfinite(weights_BGSRM[..., :1])
+    return out_BGSRK, (q_BSGRK, k_BMGK, v_BMGK, mask_B1SM, weights_BGSRM, fine_BGSR1)
+
+
+def _masked_backward(saved: tuple, dout_BGSRK: Array) -> tuple:
+    q_BSGRK, k_BMGK, v_BMGK, mask_B1SM, weights_BGSRM, fine_BGSR1 = saved
+    seen_B1S1M = mask_B1SM[:, :, :, None]
+    fine_BGSR1 = fine_BGSR1 & jnp.isfinite(dout_BGSRK).all(-1, keepdims=True)
+    dout_BGSRK = jnp.where(fine_BGSR1, dout_BGSRK, jnp.zeros((), dout_BGSRK.dtype))
+    weights_BGSRM = jnp.where(fine_BGSR1, weights_BGSRM, jnp.nan)  # of bad rows, where they see
+    weights_BGSRM = jnp.where(seen_B1S1M, weights_BGSRM, 0.0)
+    mix = jax.vjp(_mix, weights_BGSRM.astype(v_BMGK.dtype), v_BMGK)[1]
+    dweights_BGSRM, dv_BMGK = mix(dout_BGSRK)
+    dweights_BGSRM = jnp.where(seen_B1S1M, dweights_BGSRM.astype(jnp.float32), 0.0)
+    mean_BGSR1 = (weights_BGSRM * dweights_BGSRM).sum(-1, keepdims=True)
+    dlogits_BGSRM = jnp.where(seen_B1S1M, weights_BGSRM * (dweights_BGSRM - mean_BGSR1), 0.0)
+    logits = jax.vjp(_logits, guard.finite(q_BSGRK), guard.finite(k_BMGK))[1]
+    return *logits(dlogits_BGSRM), dv_BMGK, None
+
+
+_masked.defvjp(_masked_forward, _masked_backward)
+
+
+# dot_general, not einsum: that one drops the sharding of a batch of one row.
+def _logits(q_BSGRK: Array, k_BMGK: Array) -> Array:
+    dims = (((4,), (3,)), ((0, 2), (0, 2)))
+    logits = jax.lax.dot_general(q_BSGRK, k_BMGK, dims, preferred_element_type=jnp.float32)
+    return logits * q_BSGRK.shape[-1] ** -0.5
+
+
+def _mix(weights_BGSRM: Array, v_BMGK: Array) -> Array:
+    return jax.lax.dot_general(weights_BGSRM, v_BMGK, (((4,), (1,)), ((0, 1), (0, 2))))
+
+
+def _cudnn(
+    q_BSHK: jax.Array,
+    k_BMGK: jax.Array,
+    v_BMGK: jax.Array,
+    query: Context,
+    memory: Context,
+    window: int | None,
+    segments: int | None = None,
+) -> jax.Array:
+    """cuDNN's fused kernel: packed rows by the offsets of their segments (runs of equal ids).
+
+    What cuDNN does not take so (packed rows on GPUs other than Hopper) gets a mask. A batch with
+    more segments than slots (`library.room`) takes the plain path in every layer, which is slower.
+    """
+    from pallas_kernels.attention import library
+
+    sides = None if window is None else (window - 1, 0 if query.causal else window - 1)
+    packed = query.segments_BS is not None
+    found = library.reasons(q_BSHK, k_BMGK, query.causal, sides, packed=packed)
+    if memory is not query or found:
+        return _cudnn_masked(q_BSHK, k_BMGK, v_BMGK, query, memory, window)
+    return library.packed_attention(
+        q_BSHK,
+        k_BMGK,
+        v_BMGK,
+        segment_ids=query.segments_BS,
+        segments=library.room(q_BSHK, segments),
+        causal=query.causal,
+        window=sides,
+    )
+
+
+def _cudnn_masked(
+    q_BSHK: jax.Array,
+    k_BMGK: jax.Array,
+    v_BMGK: jax.Array,
+    query: Context,
+    memory: Context,
+    window: int | None,
+) -> jax.Array:
+    """cuDNN's kernel with a bias of ours, for keys that are no row's own tokens.
+
+    A bias does not stop NaN: finite values go in, and the rows that see another are marked after.
+    Those rows then have no part in the gradients, where the other implementations give NaN.
+    """
+    mask_B1SM = visible(query, memory, window)
+    k_BMGK, v_BMGK = guard.keys(k_BMGK, v_BMGK)
+    fused = functools.partial(jax.nn.dot_product_attention, implementation="cudnn")
+    out_BSHK = fused(*map(guard.finite, (q_BSHK, k_BMGK, v_BMGK)), mask=mask_B1SM)
+    bad_BG1M = jnp.isnan(k_BMGK[..., 0]).transpose(0, 2, 1)[:, :, None]
+    bad_BSG = (bad_BG1M & mask_B1SM).any(-1).transpose(0, 2, 1)
+    bad_BSH = jnp.repeat(bad_BSG, q_BSHK.shape[2] // k_BMGK.shape[2], axis=2)
+    bad_BSH |= ~jnp.isfinite(q_BSHK).all(-1)
+    out_BSHK = _with_finite_gradient(out_BSHK)
+    nan = jnp.full((), jnp.nan, out_BSHK.dtype)
+    (out_BSHK,) = named(jnp.where(bad_BSH[..., None], nan, out_BSHK))
+    return out_BSHK
+
+
+@jax.custom_vjp
+def _with_finite_gradient(x: Array) -> Array:
+    """The array itself; backward, what is not finite counts 0."""
+    return x
+
+
+_with_finite_gradient.defvjp(lambda x: (x, None), lambda _, dx: (guard.finite(dx),))
+
+
+def _varlen(
+    q_BSHK: jax.Array,
+    k_BMGK: jax.Array,
+    v_BMGK: jax.Array,
+    query: Context,
+    memory: Context,
+    window: int | None,
+    kernel: dispatch.Implementation | None = None,
+) -> jax.Array:
+    """kernel: None is what pallas_kernels.dispatch chooses for this device; segments are runs of
+    equal ids."""
+    if memory is not query:
+        raise NotImplementedError(
+            f"attention '{kernel or 'varlen'}' is among a row's own tokens; use 'xla' "
+            "with a cache or cut rows"
+        )
+    ids_BS = query.segments_BS
+    out_BSHK = pallas_kernels.packed_attention(
+        q_BSHK,
+        k_BMGK,
+        v_BMGK,
+        segment_ids=jnp.zeros_like(query.positions_BS) if ids_BS is None else ids_BS,
+        causal=query.causal,
+        window=None if window is None else (window - 1, window - 1),
+        implementation=kernel,
+    )
+    assert not isinstance(out_BSHK, tuple)  # it is where the log-sum-exp is asked for
+    return out_BSHK

@@ -16,7 +16,7 @@ from megajax.core.packed import PackedWeight
 from megajax.layers import ops
 from megajax.layers.mlp import ACTIVATIONS, Mlp
 from megajax.layers.norm import Norm
-from megajax.layers.weight import Weight
+from megajax.layers.param import Weight
 from pallas_kernels import fused_gemm, fused_layer_norm
 from pallas_kernels.dispatch import Implementation
 

@@ -16,7 +16,7 @@ import jax
 from megajax.core.packed import PackedWeight
 from megajax.core.tree import Tree
 from megajax.layers import attention, mlp
-from megajax.layers.weight import Weight
+from megajax.layers.param import Weight
 
 Array = jax.Array
 INPUTS = (("attention", attention.INPUTS), ("mlp", mlp.INPUTS))

@@ -28,10 +28,10 @@ from jax.ad_checkpoint import checkpoint_name
 
 import pallas_kernels
 from megajax.core.packed import PackedWeight
-from megajax.layers.attend import attend
+from megajax.layers.attention import attend
 from megajax.layers.dispatch import expert
 from megajax.layers.losses import VocabCut
-from megajax.layers.weight import Weight, name_of
+from megajax.layers.param import Weight, name_of
 
 Array = jax.Array
 Spec = Any  # a PartitionSpec that a Layout gave, or None; models never look inside
@@ -257,7 +257,7 @@ class Ops:
       residual stream starts.
     vector(w): a stored bias of heads as the heads of this rank need it.
     attend(q_BSHK, k_BMGK, v_BMGK, query, memory, window): attention of queries to keys and values
-      (layers/attend.py). query, memory: their positions and segments.
+      (layers/attention.py). query, memory: their positions and segments.
     vocab: a VocabCut and no function: which part of the vocabulary's logits this rank has, inside a
       shard_map; pass it to `cross_entropy`.
     grouped(lhs_MK, rhs_GKN, group_sizes): products of rows that are sorted by group, each group

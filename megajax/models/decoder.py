@@ -9,6 +9,7 @@ business, how they travel is Ops'.
 Legend: B rows, S positions, D model width, V vocabulary.
 """
 
+import dataclasses
 import functools
 import operator
 from collections.abc import Callable
@@ -18,10 +19,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from megajax.core.layout import Layout
-from megajax.core.packed import runs_of
 from megajax.core.tree import Tree
 from megajax.layers import param
-from megajax.layers.attention import Attention, Cache
+from megajax.layers.attention import Attention, Cache, Context, rotary
 from megajax.layers.losses import (
     LossSums,
     MoeSums,
@@ -29,13 +29,11 @@ from megajax.layers.losses import (
     mask_padding,
     token_logprobs,
 )
-from megajax.layers.mask import Context
 from megajax.layers.mlp import Mlp, drop, dropper
 from megajax.layers.moe import Moe, balance
 from megajax.layers.norm import Norm
 from megajax.layers.ops import Ops, join
-from megajax.layers.rope import rotary
-from megajax.layers.weight import name_of
+from megajax.layers.param import name_of
 from megajax.models import parts as parts_
 from megajax.models.decoder_config import DecoderConfig
 
@@ -60,8 +58,9 @@ class Block(nnx.Module):
     ) -> tuple[jax.Array, Cache | None, MoeSums | None]:
         """Returns (the residual stream after this layer, its cache with these tokens, the router's
         sums of a mixture of experts)."""
-        ops, attention, mlp = self.ops, self.attention, self.mlp
-        out_bias = attention.out_bias[...] if self.cfg.attention.out_bias else None
+        ops, attention, mlp, sums = self.ops, self.attention, self.mlp, None
+        drop_at = functools.partial(dropper, context.dropout, self.cfg.dropout)  # of a place
+        out_bias = attention.out_bias[...] if attention.cfg.out_bias else None
         down_bias = mlp.down_bias[...] if mlp and mlp.cfg.bias else None
         normed = self.attention_norm(x_BSD)
         if self.cfg.block == "parallel":
@@ -73,30 +72,20 @@ class Block(nnx.Module):
                 products.append((mlp(projected[3:]), mlp.down))
             both = [b for b in (out_bias, down_bias) if b is not None]
             bias = functools.reduce(operator.add, both) if both else None
-            x_BSD, sums = self._add_experts(normed, x_BSD, context)
-            x_BSD = ops.down(products, x_BSD, ops.matmul, bias, self._dropper(context, 0))
-            return x_BSD, cache, sums
+            if self.moe is not None:
+                answers, sums = self.moe(normed)
+                x_BSD = join(answers, x_BSD, drop=drop_at(2))
+            return ops.down(products, x_BSD, ops.matmul, bias, drop_at(0)), cache, sums
         y, cache = attention(ops.up(normed, attention.inputs, ops.matmul), context, cache)
-        dropper = self._dropper(context, 0)
-        x_BSD = ops.down(((y, attention.out),), x_BSD, ops.matmul, out_bias, dropper)
+        x_BSD = ops.down(((y, attention.out),), x_BSD, ops.matmul, out_bias, drop_at(0))
         normed = self.mlp_norm(x_BSD)
-        x_BSD, sums = self._add_experts(normed, x_BSD, context)
+        if self.moe is not None:
+            answers, sums = self.moe(normed)
+            x_BSD = join(answers, x_BSD, drop=drop_at(2))
         if mlp:
             hidden = mlp(ops.up(normed, mlp.inputs, ops.matmul))
-            dropper = self._dropper(context, 1)
-            x_BSD = ops.down(((hidden, mlp.down),), x_BSD, ops.matmul, down_bias, dropper)
+            x_BSD = ops.down(((hidden, mlp.down),), x_BSD, ops.matmul, down_bias, drop_at(1))
         return x_BSD, cache, sums
-
-    def _add_experts(
-        self, normed_BSD: jax.Array, x_BSD: jax.Array, context: Context
-    ) -> tuple[jax.Array, MoeSums | None]:
-        if self.moe is None:
-            return x_BSD, None
-        y_BSD, sums = self.moe(normed_BSD)
-        return join(y_BSD, x_BSD, drop=self._dropper(context, 2)), sums
-
-    def _dropper(self, context: Context, place: int) -> Callable | None:
-        return dropper(context.dropout, self.cfg.dropout, place)
 
 
 class Decoder(nnx.Module):
@@ -121,7 +110,7 @@ class Decoder(nnx.Module):
 
         Raises: UserError for packed rows whose documents would share slots of experts.
         """
-        if batch.get("segments") is not None:
+        if self.cfg.moe.experts and batch.get("segments") is not None:
             self.cfg.moe.check_packed()
         positions_BS = batch["positions"]
         tables = None
@@ -220,16 +209,15 @@ def parts(
     ) -> tuple[jax.Array, Cache | None, MoeSums | None]:
         return nnx.merge(block_graph, weights)(x, context, cache)
 
-    def settle(params: Tree, sums: LossSums) -> Tree:
-        if sums.moe is None or cfg.moe.bias_rate == 0:
-            return params
+    def move_bias(params: Tree, sums: LossSums) -> Tree:
+        assert sums.moe is not None
         moe = params["blocks"]["moe"]
         bias_LE = balance(moe["bias"], sums.moe.load_E, cfg.moe.bias_rate)
         return params | {"blocks": params["blocks"] | {"moe": moe | {"bias": bias_LE}}}
 
     def merge(params: Tree) -> Decoder:
-        blocks = runs_of(params["blocks"], cfg.layers).stacks[0]  # `embed` and `head` run none
-        return nnx.merge(graph, params | {"blocks": blocks})
+        # What calls this runs no block, so it takes none, whatever layers the parameters have.
+        return nnx.merge(graph, params | {"blocks": abstract["blocks"]})
 
     def head_loss(params: Tree, x: jax.Array, batch: parts_.Batch) -> LossSums:
         model, targets = merge(params), batch["targets"]
@@ -238,7 +226,7 @@ def parts(
         return loss(*model.token_logprobs(x, targets, loss_chunks), batch)
 
     context_of = merge(abstract).context  # reads the configuration only, no parameter
-    return parts_.ModelParts(
+    parts = parts_.ModelParts(
         layers=cfg.layers,
         abstract=abstract,
         axes=axes,
@@ -248,5 +236,6 @@ def parts(
         block=block,
         head=lambda params, x: merge(params).logits(x),
         head_loss=head_loss,
-        settle=settle,
     )
+    has_bias = cfg.moe.experts and cfg.moe.bias_rate > 0
+    return dataclasses.replace(parts, settle=move_bias) if has_bias else parts

@@ -13,10 +13,9 @@ from megajax.core.errors import UserError, nearest_divisors
 from megajax.core.tree import Tree
 from megajax.cost.base import Op, Phase, Routed, Stack, Workload, lookup
 from megajax.cost.kernels import Matmul
-from megajax.layers.attention import AttentionConfig
+from megajax.layers.attention import AttentionConfig, RopeConfig
 from megajax.layers.mlp import ACTIVATIONS, Activation, MlpConfig
 from megajax.layers.moe import MoeConfig
-from megajax.layers.rope import RopeConfig
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,14 +27,12 @@ from megajax.core.errors import UserError
 from megajax.core.layout import Layout
 from megajax.core.tree import Tree
 from megajax.layers import fused, param
-from megajax.layers.attend import attend
-from megajax.layers.attention import Attention
+from megajax.layers.attention import Attention, Context, attend
 from megajax.layers.losses import LossSums, cross_entropy, mask_padding
-from megajax.layers.mask import Context
 from megajax.layers.mlp import Mlp, activate, drop, dropper
 from megajax.layers.norm import Norm
 from megajax.layers.ops import Ops
-from megajax.layers.weight import name_of
+from megajax.layers.param import name_of
 from megajax.models import parts as parts_
 from megajax.models.encoder_config import EncoderConfig
 from pallas_kernels import PackInfo, pack, unpack

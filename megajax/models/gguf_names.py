@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from megajax.core.errors import UserError
+from megajax.layers.attention import RopeConfig, frequencies
 from megajax.layers.moe import MoeConfig
-from megajax.layers.rope import RopeConfig, frequencies
 from megajax.models.decoder_config import DecoderConfig
 from megajax.models.names import MOST, MOST_STACKED
 

@@ -23,8 +23,8 @@ from flax import nnx
 from megajax.core.layout import Layout
 from megajax.core.tree import Tree
 from megajax.layers import param
+from megajax.layers.attention import Context
 from megajax.layers.losses import LossSums
-from megajax.layers.mask import Context
 from megajax.layers.ops import Ops
 from megajax.models import parts as parts_
 

@@ -19,9 +19,9 @@ from typing import Any, Literal, get_args
 import numpy as np
 
 from megajax.core.errors import UserError
+from megajax.layers.attention import RopeConfig
 from megajax.layers.mlp import ACTIVATIONS, Activation
 from megajax.layers.moe import MoeConfig
-from megajax.layers.rope import RopeConfig
 from megajax.models.decoder_config import DecoderConfig
 
 # ---- rules

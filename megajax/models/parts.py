@@ -22,8 +22,8 @@ from megajax.core.errors import UserError
 from megajax.core.layout import Words
 from megajax.core.packed import LayerRuns, PackedWeight, runs_of
 from megajax.core.tree import Tree, is_words, named_leaves
+from megajax.layers.attention import Context
 from megajax.layers.losses import LossSums, MoeSums
-from megajax.layers.mask import Context
 from pallas_kernels.attention.names import SAVED
 
 Batch = Mapping[str, jax.Array]  # of tokens: tokens, targets, segments, positions, int32 (B, S)
@@ -200,7 +200,7 @@ def split(model: nnx.Module) -> tuple[Any, Tree, Tree]:
     Raises: UserError with every variable that has no words, or too many, and how to give them.
     """
     for path, variable in nnx.to_flat_state(nnx.state(model)):
-        variable.set_metadata("path", ".".join(map(str, path)))  # layers.weight.name_of
+        variable.set_metadata("path", ".".join(map(str, path)))  # layers.param.name_of
     graph, state = nnx.split(model)
     params = nnx.to_pure_dict(state)
     _check_words(state)

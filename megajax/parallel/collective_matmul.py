@@ -29,7 +29,7 @@ from jax.custom_derivatives import SymbolicZero, custom_vjp_primal_tree_values
 
 from megajax.core.errors import did_you_mean
 from megajax.layers import ops
-from megajax.layers.weight import Weight, any_packed
+from megajax.layers.param import Weight, any_packed
 from megajax.parallel import overlap
 from megajax.parallel.overlap import GATHER, REDUCE, SCATTER, Implementation
 from pallas_kernels import arguments, dispatch

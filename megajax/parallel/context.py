@@ -29,9 +29,9 @@ from jax.ad_checkpoint import checkpoint_name
 
 from megajax.core.config import Checked, option, other_than
 from megajax.core.layout import Layout
-from megajax.layers import attend as attend_
+from megajax.layers import attention
+from megajax.layers.attention import Context, visible
 from megajax.layers.losses import NEGATIVE
-from megajax.layers.mask import Context, visible
 from pallas_kernels import arguments, dispatch, tuned
 from pallas_kernels.attention import guard
 
@@ -76,7 +76,7 @@ def attend(
     v_BSGK: Array,
     query: Context,
     window: int | None,
-    kernel: attend_.Implementation,
+    kernel: attention.Implementation,
 ) -> Array:
     """Attention of this device's tokens to those of all devices of a mesh axis.
 
@@ -89,7 +89,7 @@ def attend(
     if kind == "ulysses":
         return ulysses(axis, q_BSHK, k_BSGK, v_BSGK, everyone, window, kernel)
     k, v = (lax.all_gather(x, axis, axis=1, tiled=True) for x in (k_BSGK, v_BSGK))
-    return attend_.attend(q_BSHK, k, v, query, everyone, window, kernel)
+    return attention.attend(q_BSHK, k, v, query, everyone, window, kernel)
 
 
 def ulysses(
@@ -99,7 +99,7 @@ def ulysses(
     v_BSGK: Array,
     everyone: Context,
     window: int | None,
-    kernel: attend_.Implementation,
+    kernel: attention.Implementation,
 ) -> Array:
     """Whole rows of H / ways heads. Key-value heads are repeated where there are too few.
 
@@ -110,7 +110,7 @@ def ulysses(
     swap = functools.partial(lax.all_to_all, axis_name=axis, tiled=True)
     k, v = (jnp.repeat(x, copies, axis=2) if copies > 1 else x for x in (k_BSGK, v_BSGK))
     q, k, v = (swap(x, split_axis=2, concat_axis=1) for x in (q_BSHK, k, v))
-    out = attend_.attend(q, k, v, everyone, everyone, window, kernel)
+    out = attention.attend(q, k, v, everyone, everyone, window, kernel)
     return swap(out, split_axis=1, concat_axis=2)
 
 
@@ -351,12 +351,12 @@ MASKED_WIDTH = 128
 
 def attention_of(
     layout: Layout,
-    kernel: attend_.Implementation,
+    kernel: attention.Implementation,
     spec: ContextSpec,
     segments: int | None = None,
 ) -> Callable[..., Array]:
     """Returns the attention of one device's arrays. spec: how they meet those of other devices.
-    segments: of a row, as in layers.attend; unused where the sequence is cut."""
+    segments: of a row, as in layers.attention.attend; unused where the sequence is cut."""
     cut = layout.live(layout.rules.act.get("seq", ()))
 
     def attend_local(
@@ -364,7 +364,7 @@ def attention_of(
     ) -> Array:
         if cut:
             return attend(spec.kind, cut[0], q, k, v, query, window, kernel)
-        return attend_.attend(q, k, v, query, memory, window, kernel, segments)
+        return attention.attend(q, k, v, query, memory, window, kernel, segments)
 
     return attend_local
 
@@ -385,13 +385,13 @@ def choose_attention(
     dtype: Any,
     context: ContextSpec = ContextSpec(),
     packed: tuple[int, int, int] | None = None,
-) -> tuple[attend_.Implementation, str]:
+) -> tuple[attention.Implementation, str]:
     """Returns (the attention kernel, why).
 
     'auto' takes cuDNN for 16-bit types on GPUs. Packed rows take our kernel, 'varlen', where a
     table (pallas_kernels/tuned.py) says of both passes that it was right and faster than cuDNN on
     this kind of GPU. cuDNN takes the offsets of packed rows' segments on Hopper GPUs, and a mask of
-    them on others (layers/attend.py), where XLA would keep the logits of every head.
+    them on others (layers/attention.py), where XLA would keep the logits of every head.
 
     Args: wanted: 'auto' or a kernel's name. packed: (head width, query heads of a key-value head,
       tokens of a row) where rows hold segments; None: one sequence each, or a cache.

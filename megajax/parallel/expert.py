@@ -43,7 +43,7 @@ from megajax.layers.dispatch import ExpertWeights
 from megajax.layers.mlp import MlpConfig
 from megajax.layers.moe import MoeConfig
 from megajax.layers.ops import matmul
-from megajax.layers.weight import name_of
+from megajax.layers.param import name_of
 from megajax.parallel.context import ContextSpec
 from megajax.parallel.overlap import COMBINE, DISPATCH, Implementation, Overlap
 
@@ -58,7 +58,7 @@ def score(
 
     whole: parallel.tensor.whole.
     """
-    beside = TENSOR if _cut(layout) else ()
+    beside = TENSOR if layout.cuts_sequence else ()
     return matmul(x_BSD.astype(dtype), whole(layout, w_DE, dtype, beside), name=name_of(w_DE))
 
 
@@ -92,7 +92,7 @@ def expert(
         mesh=layout.mesh,
         in_specs=(tokens, tokens, specs.inputs, specs.down),
         out_specs=(tokens, None if slots is None else tokens),
-        check_vma=_cut(layout),
+        check_vma=layout.cuts_sequence,
     )(reshard(x_BSD, tokens), reshard(dispatch, tokens), weights.inputs, weights.down)
 
 
@@ -135,7 +135,7 @@ def choose_overlap(
     Args: tokens: (T, A, D) of a rank. weights: of a rank.
     Raises: NotImplementedError where what is wanted cannot run.
     """
-    if wanted == "xla" or not _cut(layout) or layout.ways(EXPERT + TENSOR) == 1:
+    if wanted == "xla" or not layout.cuts_sequence or layout.ways(EXPERT + TENSOR) == 1:
         return "xla"
     if grouped is not ops.grouped:
         if wanted == "auto":
@@ -215,11 +215,6 @@ def _hidden(
     return y_TD.reshape(x_BSD.shape)
 
 
-def _cut(layout: Layout) -> bool:
-    """Whether the residual stream is cut along the sequence over tensor."""
-    return "tensor" in layout.rules.residual.get("seq", ())
-
-
 def _gather(layout: Layout, tree: Any, axes: tuple[str, ...], dim: int) -> Any:
     """All-gathers every leaf along one of its dimensions."""
     axes = layout.live(axes)
@@ -233,7 +228,7 @@ def _scatter(layout: Layout, y_BSD: Array) -> Array:
     axes = layout.live(TENSOR)
     if not axes:
         return y_BSD
-    if _cut(layout):
+    if layout.cuts_sequence:
         return lax.psum_scatter(y_BSD, axes, scatter_dimension=1, tiled=True)
     return lax.psum(y_BSD, axes)
 
@@ -246,7 +241,7 @@ def _dropless(
     grouped: Callable,
 ) -> Array:
     axes = layout.live(EXPERT)
-    if _cut(layout):
+    if layout.cuts_sequence:
         x_BSD, dispatch = _gather(layout, (x_BSD, dispatch), TENSOR, 1)
     x_BSD, dispatch = _gather(layout, (x_BSD, dispatch), axes, 0)
     first = lax.axis_index(axes) * weights.down.shape[0] if axes else 0
@@ -277,7 +272,7 @@ def _slotted(
     if along:
         kept_BSA = lax.dynamic_slice_in_dim(kept_BSA, lax.axis_index(along) * S, S, 1)
     x, d, kept = x_BSD, dispatch, kept_BSA
-    if _cut(layout):
+    if layout.cuts_sequence:
         x, d, kept = _gather(layout, (x, d, kept), TENSOR, 1)
     places = dispatch_.queue(d.experts_BSA)  # in this piece of the row: no gap before the first
     E = weights.down.shape[0] * layout.ways(axes)

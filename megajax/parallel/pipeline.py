@@ -34,9 +34,9 @@ from megajax.core.config import Checked, option
 from megajax.core.errors import UserError, nearest_multiples
 from megajax.core.layout import Layout, Words
 from megajax.core.tree import Tree, floating
+from megajax.layers.attention import Context
 from megajax.layers.losses import LossSums, MoeSums
-from megajax.layers.mask import Context
-from megajax.layers.weight import packed_axes
+from megajax.layers.param import packed_axes
 from megajax.models.parts import Batch, ModelParts, Remat, map_words, remat_policy, select
 from megajax.parallel.exchange import PLAIN, Exchange, attach, detach, lead, led, scatter_local
 from megajax.parallel.order import Order, order_of

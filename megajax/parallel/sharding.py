@@ -19,7 +19,7 @@ from megajax.core.config import Checked, option
 from megajax.core.errors import UserError
 from megajax.core.layout import Layout
 from megajax.core.tree import Tree, is_words
-from megajax.layers.weight import packed_axes
+from megajax.layers.param import packed_axes
 
 Zero = Literal["full", "optimizer", "hybrid", "none"]
 

@@ -29,13 +29,13 @@ from megajax.core.layout import Layout, Words
 from megajax.core.packed import PackedWeight
 from megajax.core.tree import Tree
 from megajax.layers import ops as ops_
+from megajax.layers.attention import Context
 from megajax.layers.dispatch import Dispatch, ExpertWeights
 from megajax.layers.joined import merged, split
 from megajax.layers.losses import VocabCut
-from megajax.layers.mask import Context
 from megajax.layers.mlp import MlpConfig
 from megajax.layers.ops import Codec, Ops, coded, convolution, join
-from megajax.layers.weight import Weight, any_packed, name_of, words_of
+from megajax.layers.param import Weight, any_packed, name_of, words_of
 from megajax.parallel import context as context_
 from megajax.parallel import expert as expert_
 from megajax.parallel import overlap as overlap_
@@ -55,7 +55,7 @@ from pallas_kernels.collective import reference as plain
 # copies. Source: Megatron-LM's and vLLM's replication of key-value heads.
 
 
-TENSOR = "tensor"
+TENSOR, TENSOR_AXES = "tensor", ("tensor",)
 
 
 def rest(layout: Layout, words: Words, x: jax.Array) -> PartitionSpec:
@@ -220,32 +220,26 @@ def inside_rows(w_VD: Array, ids_BS: Array, axes: tuple[str, ...]) -> Array:
 # ---- which collective
 
 
-def is_cut(layout: Layout) -> bool:
-    """Whether tensor cuts the sequence of the residual stream; in decoding it does not."""
-    return TENSOR in layout.rules.residual["seq"]
-
-
 def choose_overlap(
     layout: Layout,
     wanted: Overlap,
     op: str,
-    shape: overlap_.Shape,
+    shape: Callable[[], overlap_.Shape],
     dtype: Any,
     matmul: Callable = ops_.matmul,
     weights: Sequence[Weight] = (),
 ) -> Implementation:
-    """Returns how a product of this shape on one device brings its collective.
+    """Returns how a product brings its collective. shape(): of the product on one device.
 
     'xla' is the plain path, where the collective is not part of the product. It is what 'auto'
     takes where a weight is packed: nothing is known of how long a packed product takes.
     Raises: NotImplementedError where what is wanted cannot run.
     """
-    packed = any_packed(weights)
-    R = layout.ways((TENSOR,))
     # What is not cut has nothing to gather, and too few rows to hide a ring's hops behind.
-    alone = not is_cut(layout) and (op != REDUCE or wanted == "ring")
-    if wanted == "xla" or R == 1 or alone:
+    alone = not layout.cuts_sequence and (op != REDUCE or wanted == "ring")
+    if wanted == "xla" or alone or not layout.live(TENSOR_AXES):
         return "xla"
+    packed = any_packed(weights)
     if wanted == "auto" and (packed or matmul is not ops_.matmul):
         return "xla"
     if matmul is not ops_.matmul:
@@ -260,7 +254,7 @@ def choose_overlap(
         )
     implementation = None if wanted == "auto" else wanted
     mesh = layout.mesh.abstract_mesh
-    return overlap_.choose(op, implementation, shape, TENSOR, dtype, mesh)
+    return overlap_.choose(op, implementation, shape(), TENSOR, dtype, mesh)
 
 
 def explain_overlap(
@@ -285,9 +279,6 @@ def explain_overlap(
 # ---- tensor
 
 
-TENSOR_AXES = ("tensor",)
-
-
 def ops(
     layout: Layout,
     attention: str = "auto",
@@ -302,7 +293,7 @@ def ops(
     queries meet the keys of other devices where the sequence is cut. overlap: of `up` and `down`
     (`inside.choose_overlap`), and of `expert` (parallel/expert.py). codec: how weights travel to
     where they are used; what `lookup` and `score` read travels as it is. segments: of a row, on
-    average over a device's rows, for which cuDNN's attention has room (layers/attend.py).
+    average over a device's rows, for which cuDNN's attention has room (layers/attention.py).
     Raises: UserError for an overlap that cannot run on this mesh.
     """
     overlap_.refuse_fused(overlap, layout.mesh.abstract_mesh.abstract_device)
@@ -355,7 +346,7 @@ def whole(
     axes = words_of(w)
     target = layout.whole(*axes)
     target = target.update(reduced=target.reduced | set(layout.live(beside)))
-    cut, copied = _zero_axes(layout, *axes)
+    cut, copied = layout.zero_axes(*axes)
     copied += layout.live(beside)
 
     def gathered(x: Array) -> Array:
@@ -369,13 +360,6 @@ def whole(
     return gathered(x.astype(dtype)) if codec is None else coded(codec, x, dtype, gathered)
 
 
-def _zero_axes(layout: Layout, *words: str | None) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Returns (axes that cut the width of a stored weight, axes that hold copies of it)."""
-    partial = layout.live(layout.partial(*words))
-    cut = tuple(a for a in partial if a in layout.rules.stored.get("embed", ()))
-    return cut, tuple(a for a in partial if a not in cut)
-
-
 def up(
     layout: Layout,
     x_BSD: Array,
@@ -387,7 +371,10 @@ def up(
 ) -> tuple[Array, ...]:
     """Column-parallel products that share one gather."""
     values, D = [w.get_value() for w in weights], x_BSD.shape[-1]
-    shape = (_rows(layout, x_BSD), D, tuple(width(layout, w) // D for w in weights))
+
+    def shape() -> overlap_.Shape:
+        return _rows(layout, x_BSD), D, tuple(width(layout, w) // D for w in weights)
+
     how = choose_overlap(layout, overlap, GATHER, shape, x_BSD.dtype, matmul, values)
     outs = tuple(layout.act("batch", "seq", *w.get_metadata("axes")[1:]) for w in weights)
     used = tuple(whole(layout, w, x_BSD.dtype) for w in weights)
@@ -395,7 +382,7 @@ def up(
     if how != "xla" or any_packed(values):
         return jax.shard_map(
             lambda x, ws: inside_up(
-                x, tuple(map(inside_piece, ws)), matmul, how, is_cut(layout), names
+                x, tuple(map(inside_piece, ws)), matmul, how, layout.cuts_sequence, names
             ),
             mesh=layout.mesh,
             in_specs=(layout.act("batch", "seq", None, residual=True), _specs(layout, weights)),
@@ -426,8 +413,11 @@ def down(
     xs, weights = zip(*products, strict=True)
     values = [w.get_value() for w in weights]
     D = values[0].shape[-1]
-    shape = (_rows(layout, xs[0]), D, tuple(width(layout, w) // D for w in weights))
-    op = SCATTER if is_cut(layout) else REDUCE
+
+    def shape() -> overlap_.Shape:
+        return _rows(layout, xs[0]), D, tuple(width(layout, w) // D for w in weights)
+
+    op = SCATTER if layout.cuts_sequence else REDUCE
     how = choose_overlap(layout, overlap, op, shape, xs[0].dtype, matmul, values)
     used = tuple(whole(layout, w, x.dtype) for x, w in products)
     names = [name_of(w) for w in weights]
@@ -435,7 +425,7 @@ def down(
         words = [w.get_metadata("axes") for w in weights]
         y_BSD = jax.shard_map(
             lambda xs, ws: inside_down(
-                xs, tuple(map(inside_piece, ws)), matmul, how, is_cut(layout), names
+                xs, tuple(map(inside_piece, ws)), matmul, how, layout.cuts_sequence, names
             ),
             mesh=layout.mesh,
             in_specs=(
@@ -472,14 +462,14 @@ def lookup(layout: Layout, pairs: Sequence[tuple[nnx.Param, Array]], dtype: Any)
     Written by hand because the transposed gather of `table[ids]` all-reduces the whole table's
     gradient (measured on the H100 target); here it is reduce-scattered by transposition.
     """
-    rows = layout.act("batch", "seq")
+    rows, cut_seq = layout.act("batch", "seq"), layout.cuts_sequence
     out = layout.act("batch", "seq", None, residual=True)
-    cut_seq = is_cut(layout)
+    width_axes, copied_axes = layout.zero_axes()
     tables = [table for table, _ in pairs]
-    width_axes, copied_axes = _zero_axes(layout)
     specs = [rest(layout, t.get_metadata("axes"), t[...]) for t in tables]
     # A table that says so itself comes back as partial sums; of others the copies are summed here.
-    copied_axes = tuple(a for a in copied_axes if all(a not in s.reduced for s in specs))
+    said = set().union(*(spec.reduced for spec in specs))
+    copied_axes = tuple(a for a in copied_axes if a not in said)
     ranks = layout.live(TENSOR_AXES)
 
     def own_rows(w_VD: Array, ids_BS: Array) -> Array:
@@ -524,8 +514,6 @@ def attend(
 
     Where the sequence is cut, parallel.context brings queries and keys together.
     """
-    packed = context_.packed_shape(q_BSHK, k_BMGK, query, memory)
-    kernel, _ = context_.choose_attention(layout, attention, q_BSHK.dtype, context, packed)
     rows = layout.act("batch", "seq")
 
     def places(context: Context) -> Context:
@@ -536,8 +524,11 @@ def attend(
             causal=context.causal,
         )
 
+    query, memory = places(query), None if memory is None else places(memory)
     heads = layout.act("batch", "seq", "heads", None)
     kv = layout.act("batch", "seq", "kv_heads", None)
+    packed = context_.packed_shape(q_BSHK, k_BMGK, query, memory)
+    kernel, _ = context_.choose_attention(layout, attention, q_BSHK.dtype, context, packed)
     # A custom kernel does not say over which axes its result varies, so the check is XLA's only.
     # All live axes cut an operand, so nothing rests on it (tests/parallel/test_tensor.py).
     return jax.shard_map(
@@ -546,7 +537,7 @@ def attend(
         in_specs=(heads, kv, kv, rows, rows),
         out_specs=heads,
         check_vma=kernel == "xla",
-    )(q_BSHK, k_BMGK, v_BMGK, places(query), None if memory is None else places(memory))
+    )(q_BSHK, k_BMGK, v_BMGK, query, memory)
 
 
 # ---- local
@@ -606,7 +597,7 @@ def local_convolve(
 
 def local_gather(layout: Layout, x_BSD: Array) -> Array:
     """Residual stream -> block: a sequence that tensor cuts is gathered."""
-    if not is_cut(layout):
+    if not layout.cuts_sequence:
         return x_BSD
     return lax.all_gather(x_BSD, TENSOR, axis=1, tiled=True)
 
@@ -621,8 +612,12 @@ def local_up(
 ) -> tuple[Array, ...]:
     """Column-parallel products that share one gather."""
     used = tuple(own(layout, w).astype(x_BSD.dtype) for w in weights)
-    (B, S, D), cut, ones = x_BSD.shape, is_cut(layout), merged(used)
-    shape = (B * S * (layout.ways((TENSOR,)) if cut else 1), D, tuple(w.size // D for w in ones))
+    (B, S, D), cut, ones = x_BSD.shape, layout.cuts_sequence, merged(used)
+
+    def shape() -> overlap_.Shape:
+        rows = B * S * (layout.ways((TENSOR,)) if cut else 1)
+        return rows, D, tuple(w.size // D for w in ones)
+
     how = choose_overlap(layout, overlap, GATHER, shape, x_BSD.dtype, matmul, ones)
     names = [name_of(w) for w in weights] if len(ones) == len(weights) else None
     return split(inside_up(x_BSD, ones, matmul, how, cut, names), used)
@@ -643,8 +638,11 @@ def local_down(
     xs = tuple(x for x, _ in products)
     used = tuple(own(layout, w).astype(x.dtype) for x, w in products)
     (B, S, *_), D = xs[0].shape, used[0].shape[-1]
-    shape = (B * S, D, tuple(w.size // D for w in used))
-    cut = is_cut(layout)
+    cut = layout.cuts_sequence
+
+    def shape() -> overlap_.Shape:
+        return B * S, D, tuple(w.size // D for w in used)
+
     op = SCATTER if cut else REDUCE
     how = choose_overlap(layout, overlap, op, shape, xs[0].dtype, matmul, used)
     names = [name_of(w) for _, w in products]
@@ -659,7 +657,7 @@ def local_lookup(layout: Layout, pairs: Sequence[tuple[nnx.Param, Array]], dtype
         return inside_rows(table[...].astype(dtype), ids_BS, axes)
 
     total_BSD = functools.reduce(operator.add, (own_rows(*pair) for pair in pairs))
-    cut = is_cut(layout)
+    cut = layout.cuts_sequence
     axes = layout.live(layout.rules.stored["vocab"])
     others = [a for a in axes if a != TENSOR or not cut]
     total_BSD = lax.psum(total_BSD, others) if others else total_BSD

@@ -23,10 +23,10 @@ from jax.sharding import PartitionSpec as PS
 from megajax.core.layout import Layout
 from megajax.core.packed import PackedWeight, each_alone
 from megajax.core.tree import Tree
+from megajax.layers.attention import Context
 from megajax.layers.dispatch import Dispatch, ExpertWeights, dropless
 from megajax.layers.joined import join_inputs
-from megajax.layers.mask import Context
-from megajax.layers.weight import packed_axes
+from megajax.layers.param import packed_axes
 from megajax.models import decoder
 from megajax.models.decoder_config import DecoderConfig
 from megajax.models.parts import map_words, scan_layers

@@ -46,7 +46,7 @@ def to_tiles(
       (a model read from elsewhere). axes: words of all leaves. layout: of the mesh that runs the
       model; None: one device. tile, chunk: of the packing; those of the pruning store best.
       single: single elements outside the tiles (TEW) go into the residual, not into tiles.
-    Returns: arrays on one device. On a mesh a leaf lies as its words in layers.weight.packed_axes
+    Returns: arrays on one device. On a mesh a leaf lies as its words in layers.param.packed_axes
       say.
     Raises: UserError for experts, whose products are grouped.
     """

@@ -10,7 +10,7 @@ import pytest
 from megajax.core import config
 from megajax.core.config import Limits
 from megajax.core.errors import UserError
-from megajax.layers.rope import RopeConfig
+from megajax.layers.attention import RopeConfig
 from megajax.models.decoder_config import DecoderConfig
 from megajax.models.encoder_config import EncoderConfig
 from megajax.training.config import Config, TrainConfig

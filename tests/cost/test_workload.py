@@ -16,8 +16,7 @@ from megajax.cost.kernels import Attention, Collective, Experts, Matmul
 from megajax.cost.roofline import Roofline
 from megajax.cost.step import Pipeline, StepShape
 from megajax.cost.traffic import transfers
-from megajax.layers.attend import attend
-from megajax.layers.mask import Context
+from megajax.layers.attention import Context, attend
 from megajax.layers.ops import Ops
 from megajax.models import decoder, encoder
 from megajax.models.decoder_config import PRESETS, DecoderConfig

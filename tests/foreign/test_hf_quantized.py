@@ -14,7 +14,7 @@ from megajax.core.errors import UserError
 from megajax.foreign import hf, hf_quantized
 from megajax.foreign.hf_quantized import PARTS
 from megajax.foreign.safetensors import TensorFolder, write_folder
-from megajax.layers.rope import RopeConfig
+from megajax.layers.attention import RopeConfig
 from megajax.models import decoder
 from megajax.models.decoder_config import DecoderConfig
 from megajax.quant import Format, dequantize, quantize_model

@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from megajax.layers.attend import attend
-from megajax.layers.mask import Context, visible
+from megajax.layers.attention import Context, attend, visible
 from megajax.models import decoder
 from pallas_kernels.attention import library
 from tests.tiny import MODEL

@@ -13,11 +13,11 @@ import pytest
 
 from megajax.core.mesh import MeshSpec
 from megajax.layers import mlp
+from megajax.layers.attention import RopeConfig, frequencies, rotary, rotate
 from megajax.layers.losses import cross_entropy, mask_padding
 from megajax.layers.mlp import drop
 from megajax.layers.norm import Norm
 from megajax.layers.ops import matmul
-from megajax.layers.rope import RopeConfig, frequencies, rotary, rotate
 from megajax.models.encoder_config import EncoderConfig
 from megajax.parallel import expert_matmul
 from pallas_kernels.hopper import activations

@@ -10,7 +10,7 @@ import pytest
 from megajax.core.errors import UserError
 from megajax.core.tree import name
 from megajax.foreign import hf_quantized
-from megajax.layers.rope import RopeConfig
+from megajax.layers.attention import RopeConfig
 from megajax.models import decoder, folding
 from megajax.models.decoder_config import DecoderConfig
 from megajax.quant import Format, dequantize, quantize_model

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from megajax.layers.attend import attend
+from megajax.layers.attention import attend
 from megajax.layers.ops import Ops
 from megajax.models import decoder
 from megajax.models.decoder_config import DecoderConfig

@@ -188,7 +188,9 @@ def test_one_function_knows_the_clique_of_a_kernel():
 
 
 def test_what_cannot_run_is_refused_or_left_to_xla(monkeypatch):
-    choose = functools.partial(tensor.choose_overlap, op=GATHER, shape=SMALL, dtype="float32")
+    choose = functools.partial(
+        tensor.choose_overlap, op=GATHER, shape=lambda: SMALL, dtype="float32"
+    )
     lo, alone = (sharding.layout(MeshSpec(tensor=n, data=1).build()) for n in (2, 1))
     decode = sharding.layout(lo.mesh, decode=True)
     assert choose(lo, "ring") == "ring" and choose(lo, "auto") == choose(lo, "xla") == "xla"

@@ -9,7 +9,7 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 
 from megajax.core.mesh import MeshSpec
-from megajax.layers.mask import Context
+from megajax.layers.attention import Context
 from megajax.parallel import context, sharding, tensor
 from megajax.parallel.context import ContextSpec
 from megajax.training.step import make_train_step

@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 
 from megajax.core.mesh import MeshSpec
-from megajax.layers import attend as attend_
+from megajax.layers import attention as attention_
 from megajax.layers.ops import Ops
 from megajax.parallel import context, sharding, tensor
 from megajax.parallel.context import ContextSpec
@@ -38,14 +38,14 @@ def one_step(train_step):
 def test_a_kernel_without_axis_types_has_the_same_gradients(mesh, kind, monkeypatch):
     """cuDNN's path on this machine: its shard_map cannot be checked, so its gradients are."""
     want = one_step(step_of(run_config(**MESHES[0])))
-    plain = attend_.attend
+    plain = attention_.attend
     seen = []
 
     def stand_in(q, k, v, query, memory, window, implementation, segments=None):
         seen.append(implementation)
         return plain(q, k, v, query, memory, window, "xla", segments)
 
-    monkeypatch.setattr(attend_, "attend", stand_in)
+    monkeypatch.setattr(attention_, "attend", stand_in)
     cfg = run_config(train__attention="cudnn", context__kind=kind, **mesh)
     got = one_step(make_train_step(cfg, cfg.mesh.build()))
     assert set(seen) == {"cudnn"}

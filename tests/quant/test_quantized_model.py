@@ -10,7 +10,7 @@ import pytest
 
 from megajax.core.errors import UserError
 from megajax.core.packed import LayerRuns
-from megajax.layers.rope import RopeConfig
+from megajax.layers.attention import RopeConfig
 from megajax.models import decoder
 from megajax.models.decoder_config import DecoderConfig
 from megajax.models.encoder_config import EncoderConfig
