@@ -62,9 +62,9 @@ class PackedWeight(abc.ABC):
         floating arrays of the weight.
         """
 
-    def beside(self, others: "Sequence[PackedWeight]") -> "PackedWeight | None":
-        """Returns one weight (D, all columns) with the columns of others of the same input behind
-        its own, or None where their formats do not go together."""
+    def join(self, others: "Sequence[PackedWeight]") -> "PackedWeight | None":
+        """Returns one weight (D, all columns): this weight's columns, then those of other weights
+        of the same input. None: their formats cannot be joined."""
         del others
         return None
 

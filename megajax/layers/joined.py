@@ -72,14 +72,14 @@ def split(ys: Iterable[Array], weights: Sequence[Weight]) -> tuple[Array, ...]:
 
 def join_inputs(layers: Tree) -> Tree:
     """Returns layers, or a stack of them, in which packed weights of the same input are joined, if
-    their type can be (PackedWeight.beside). Their arrays are copied."""
+    their type can be (PackedWeight.join). Their arrays are copied."""
     found = dict(layers)
     for part, names in INPUTS:
         there = [name for name in names if name in found.get(part, {})]
         weights = [found[part][name] for name in there]
         if len(weights) < 2 or not all(isinstance(w, PackedWeight) for w in weights):
             continue
-        whole = weights[0].beside(weights[1:])
+        whole = weights[0].join(weights[1:])
         if whole is not None:
             each = (whole, *[None] * (len(weights) - 1))
             pairs = zip(there, weights, each, strict=True)

@@ -36,8 +36,8 @@ class QuantKernel(PackedWeight):
         """Returns itself: codes are multiplied with inputs of any floating type."""
         return self
 
-    def beside(self, others: Sequence[PackedWeight]) -> PackedWeight | None:
-        """See PackedWeight.beside. Not for weights with a scale or an order of their inputs."""
+    def join(self, others: Sequence[PackedWeight]) -> PackedWeight | None:
+        """See PackedWeight.join. Not for weights with a scale or an order of their inputs."""
         every = [self, *(w for w in others if isinstance(w, QuantKernel))]
         alike = all(
             w.scale is None
