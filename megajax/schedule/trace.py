@@ -126,7 +126,7 @@ def _draw(
         bars.setdefault((rows.index(span.task.resource), "white"), []).append(_bar(span, timeline))
     for span in timeline.spans:
         task, row, bar = span.task, rows.index(span.task.resource), _bar(span, timeline)
-        colour = _shade(colours[task.kind], task.chunk, chunks)
+        colour = shade(colours[task.kind], task.chunk, chunks)
         bars.setdefault((row, colour), []).append(bar)
         text = str(task.microbatch)
         if task.microbatch >= 0 and bar[1] * points_per_s > 0.62 * _LABEL_POINTS * len(text) + 1:
@@ -145,7 +145,7 @@ def _bar(span: Span, timeline: Timeline) -> tuple[float, float]:
     return float(span.start - timeline.start), float(span.end - span.start)
 
 
-def _shade(colour: str, chunk: int, chunks: int) -> tuple[float, ...]:
+def shade(colour: str, chunk: int, chunks: int) -> tuple[float, ...]:
     """Mixes the first chunks with white, so that black numbers stay legible on all."""
     white = 0.0 if chunks == 1 else 0.65 * (1 - max(chunk, 0) / (chunks - 1))
     channels = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))

@@ -71,7 +71,7 @@ def test_black_numbers_stand_out_on_every_colour():
     """Contrast at least 4.5 (WCAG 2.1, level AA), for each shade."""
     for colour in (*trace.COLOURS.values(), *trace.SPARE):
         for chunk in range(3):
-            channels = trace._shade(colour, chunk, 3)
+            channels = trace.shade(colour, chunk, 3)
             linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
             light = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
             assert (light + 0.05) / 0.05 >= 4.5

@@ -500,7 +500,7 @@ def _search(search: Search, solver: Solver, start: Sequence[Plan]) -> None:
     undone = sorted(filter(search.open, pairs), key=search.bounds.__getitem__)
     if solver == "exact" and undone:
         if search.problem.layers > SMALL:
-            _climb_stages(search, search.left / 2)
+            climb_stages(search, search.left / 2)
         _rounds(search, undone, _by_layers)
 
 
@@ -550,7 +550,7 @@ def _by_counts(search: Search, pair: Pair, seconds: float) -> bool:
     return closed
 
 
-def _climb_stages(search: Search, seconds: float) -> None:
+def climb_stages(search: Search, seconds: float) -> None:
     """Better widths for the best stages, then better stages: neighbours move or trade a place."""
     end = time.monotonic() + seconds
     done: set[tuple[Pair, tuple[Stage, ...]]] = set()

@@ -22,7 +22,7 @@ from megajax.systems.llm_pq.problem import (
     timed,
     violations,
 )
-from megajax.systems.llm_pq.solver import _climb_stages
+from megajax.systems.llm_pq.solver import climb_stages
 
 # (seed, members that are others): unlike and alike layers, twins, ragged micro-batches, unused
 # devices, one device, hops that dominate.
@@ -360,7 +360,7 @@ def test_twins_in_another_order_are_the_same_stages():
     quality, stages = p.omega[:, 1].sum(), ((1, 0, 2), (2, 2, 3), (0, 3, 5))
     state = solver_.Search(p, quality, time.monotonic() + 60, bounds={(1, 1): 0.0})
     state.hints[(1, 1), stages] = None
-    _climb_stages(state, 30)
+    climb_stages(state, 30)
     assert state.best is not None  # the widths of these stages, at least
     bits = state.best[1]
     assert timed(p, stages, bits, 1, 1).seconds >= state.seconds
