@@ -78,8 +78,8 @@ def test_figures_table_and_picture(tmp_path):
         return Case(Strike(kind, 0.5), Hit((1,)), 100.0, 7, 0, calmed=100.0, **values)
 
     cases = [
-        case("kill rank", found=102.0, back=110.0, rule="exit", right=True),
-        case("kill rank", found=104.0, back=130.0, rule="exit", right=False),
+        case("kill rank", detected=102.0, back=110.0, rule="exit", right=True),
+        case("kill rank", detected=104.0, back=130.0, rule="exit", right=False),
         case("stop host"),
         case("junk", back=105.0, alarms=2),
     ]
