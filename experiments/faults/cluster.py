@@ -182,8 +182,8 @@ class Cluster:
         hosts: int,
         env: Mapping[str, str],
     ):
-        """flags: of the driver. command: what it supervises, asked for each driver anew. env: of
-        all that is started."""
+        """Args: flags: flags of the driver. command: returns the command that a driver supervises;
+        it is called for each driver. env: environment of all processes that are started here."""
         self.folder, self._flags, self._command, self._env = folder, flags, command, env
         self.disks = {name: folder / name for name in ("run_disk", "out_disk")}
         self.mounted: list[Path] = []

@@ -105,7 +105,7 @@ class Storm:
     def run(self, seconds: float) -> None:
         """Strikes until time is up, and returns when the last fault is over. Raises: UserError.
 
-        seconds: from the first step on.
+        seconds: length of the storm, from the first step on.
         """
         end, moved = float("inf"), time.monotonic()
         case: Case | None = None
@@ -286,8 +286,9 @@ def _named(case: Case) -> str:
 def lineage(ours: Sequence[Row], theirs: Sequence[Row], steps: int, starts: int) -> list[str]:
     """Returns what is wrong with the steps of a disturbed run, beside an undisturbed one.
 
-    A loss that is not finite (None in a row) is that of a fault: the step must come again.
-    ours, theirs: rows of metrics.jsonl. starts: of the job; only then may a step come again.
+    A loss that is not finite (None in a row) was caused by a fault, so its step must be repeated.
+    ours, theirs: rows of metrics.jsonl of the disturbed and of the undisturbed run. starts: how
+    often the job was started; steps may be repeated only after a start.
     """
     want = {r["step"]: r["loss"] for r in theirs}
     last = {r["step"]: r["loss"] for r in ours}
@@ -536,7 +537,7 @@ class Job:
     cluster: Cluster
 
     def __init__(self, cfg: Settings, folder: Path):
-        """folder: of the storm."""
+        """folder: where the storm keeps its files."""
         self._cfg, self._folder, self._steps = cfg, folder, ENDLESS
         silence = cfg.stall_s / 2
         each = cfg.processes // HOSTS
@@ -554,7 +555,7 @@ class Job:
         ]
 
     def command(self, run_dir: Path | None = None) -> list[str]:
-        """Returns what is supervised. run_dir: of an undisturbed run."""
+        """Returns the supervised command. run_dir: folder of an undisturbed run."""
         cfg = self._cfg
         pace = [f"pace={cfg.pace_s:f}@1:rank{r}:always" for r in range(cfg.processes)]
         faults = ",".join([*pace, f"@{self._folder / 'mail'}"])
@@ -584,7 +585,7 @@ class Job:
         storm.watch(None)
 
     def compare(self, storm: Storm) -> dict[str, Any]:
-        """Returns {what does not hold: how}."""
+        """Returns {claim that does not hold: what was observed instead}."""
         wrong: dict[str, Any] = {}
         for _ in range(50):  # until the agents have gone home
             self.cluster.send_home()

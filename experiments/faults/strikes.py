@@ -32,12 +32,13 @@ Target = Literal["rank", "host", "none"]
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of fault. rules: of the watchdog, of which one must find it; none: no restart.
+    """A kind of fault.
 
-    silence is seen by the driver and, through the lease, by the trainers: where those end first
-    and the others lose them, the rule is lost.
-    target: what must be named. hold_s: seconds after which it is taken back (a disk is freed, a
-    frozen host wakes up), None: it cannot be. needs: what a machine must allow for it.
+    rules: rules of the watchdog, one of which must report the fault; empty: the fault needs no
+    restart. The driver and, through the lease, the trainers notice silence: if trainers end first
+    and the others lose their connections to them, the rule is 'lost'. target: what the report must
+    name. hold_s: seconds after which the fault is undone (a disk is freed, a frozen host wakes up);
+    None: it cannot be undone. needs: what the machine must allow, so that the fault can be made.
     """
 
     what: str
@@ -114,7 +115,7 @@ BY_MAIL = {
 
 @dataclass(frozen=True)
 class Strike:
-    """One fault of the plan. draw: from 0 to 1, of which its target follows."""
+    """One fault of the plan. draw: a number from 0 to 1 that decides the target."""
 
     kind: str
     draw: float
@@ -146,7 +147,7 @@ Ranks = dict[int, tuple[Host, int]]
 
 @dataclass
 class Hit:
-    """What a deed struck. ranks, hosts: of which one must be named."""
+    """What a fault hit. ranks, hosts: the report must name one of them."""
 
     ranks: tuple[int, ...] = ()
     hosts: tuple[str, ...] = ()
@@ -155,7 +156,7 @@ class Hit:
 
 
 class Deeds:
-    """Strikes a cluster. attempt: of the job, as its driver counts; the caller keeps it."""
+    """Strikes a cluster. attempt: number of the job's attempt; the caller updates it."""
 
     def __init__(self, cluster: Cluster, mail: Path):
         """mail: the file of faults that the trainers read."""

@@ -13,10 +13,11 @@ from typing import Any, Literal
 from megajax.core.errors import UserError, did_you_mean
 
 Kind = Literal["restart", "stop", "done", "evict", "warn"]
-# What a fault is evidence of. program: an error of a rank itself while all ranks trained. start:
-# the same before all of them did. stall: a rank that got nowhere while it trained. temporary: a
-# full disk, or another error that says that a later start may work. other: what was done to a rank,
-# to an agent or to the driver; it speaks against nobody.
+# What a fault is evidence of. program: an error of a rank itself while all ranks trained. start: an
+# error of a rank before all ranks trained. stall: a rank that made no progress while it trained.
+# temporary: a full disk, or another error after which a later start may work. other: something that
+# was done to a rank, to an agent or to the driver, so that neither a host nor the program is at
+# fault.
 Cause = Literal["program", "start", "stall", "temporary", "other"]
 
 # What is done about an alert, by its rule. A rule that is not listed here warns.
@@ -54,9 +55,9 @@ class Alert:
     """What a detector found.
 
     rule: names the kind of finding, and chooses the response. message: a sentence for a log. ranks,
-    hosts: those that are to blame. step: of the job. code: the exit code with which the job ends by
-    it. cause: what it is evidence of. error: what the ranks printed, without numbers, so that
-    errors can be compared.
+    hosts: those that are to blame. step: the job's step at that time. code: the exit code with
+    which the job ends by it. cause: what it is evidence of. error: what the ranks printed, without
+    numbers, so that errors can be compared.
 
     The other members describe one machine that has differed from its peers for too long
     (`of_machine`). metric: the first metric, in the detector's order of metrics, that is over its
@@ -136,7 +137,7 @@ class Action:
 
     kind restart: end this attempt and go on; stop: end the job, because trying again is no use;
     done: the job ended well, with `code`; evict: save, and go on without the hosts; warn: record.
-    cause, error: as of the alert.
+    rule, message, ranks, hosts, step, code, cause, error: those of the alert.
     """
 
     kind: Kind
@@ -158,7 +159,8 @@ class Action:
 def respond(alerts: Sequence[Alert], responses: Mapping[str, Kind] = RESPONSES) -> list[Action]:
     """Returns what is to be done: at most one action that ends the attempt, and it comes first.
 
-    alerts: by the order of the detectors, of which the first decides. responses: by rule.
+    alerts: in the order of the detectors; the first that ends the attempt decides. responses: what
+    to do, by rule; a rule that is missing warns.
     """
     actions = [
         Action(

@@ -41,7 +41,7 @@ class Console:
     """A sink for training rows and evaluations, and the place for messages between them."""
 
     def __init__(self, steps: int, every: int, out: RichConsole | None = None, quiet: bool = False):
-        """steps: of the whole run. every: steps between plain lines. quiet: say nothing."""
+        """steps: steps of the run. every: steps between plain lines. quiet: print nothing."""
         self.out = out or RichConsole(highlight=False, soft_wrap=True, quiet=quiet)
         self._steps, self._every = steps, max(every, 1)
         self._progress: Progress | None = None
@@ -153,13 +153,13 @@ def kept_line(values: dict) -> str:
 
 
 class Phases:
-    """Announces phases with their time: what a start at 10,000 GPUs is tuned by.
+    """Announces the phases of a start with their time, so that a slow start can be tuned.
 
-    seconds: of each phase so far, by the name 'start_<name>_s' that it has in metrics.jsonl.
+    seconds: time of each finished phase, by its name in metrics.jsonl: 'start_<name>_s'.
     """
 
     def __init__(self, begin: float):
-        """begin: of the first phase, as time.perf_counter counts."""
+        """begin: when the first phase began, by time.perf_counter."""
         self._begin = begin
         self.seconds: dict[str, float] = {}
 

@@ -2,12 +2,12 @@
 
 Job (the state of an attempt) -> detectors -> Watchdog, which turns their alerts into actions.
 
-A detector is called once a look with the records that came since, of all ranks and hosts in the
-order of their coming; perhaps none, because time passes too. It returns what it found, each thing
-once. `Job` is the state that many rules share; a detector may read it, or keep what it needs
-itself. Liveness says nothing (a rank asleep before a collective keeps all its heartbeats), so the
-rules look at ends and at progress. What is done about an alert is no business of a detector
-(alerts.py). No jax import.
+The watchdog calls every detector several times a second with the records that arrived since the
+last call, of all ranks and hosts in order of arrival; without records too, because some rules only
+measure time. A detector returns an alert for each new finding, and reports no finding twice. `Job`
+is the state that many rules share; a detector may read it, or keep its own state. A rank that
+answers may still hang (asleep before a collective, it keeps all its heartbeats), so the rules look
+at exits and at progress. alerts.py decides what is done about an alert. No jax import.
 """
 
 import math
@@ -42,12 +42,13 @@ TOLD = (0, 143, 130)  # codes of a process that came to its end: done, or saved 
 
 @dataclass(frozen=True)
 class Limits:
-    """How long is too long, in seconds, and how much too much.
+    """Limits of the rules: times in seconds, and amounts.
 
-    start: from the start of a process to its first step, and its first two steps, which compile.
-    step: in each section of a step. save, evaluate: in a save; in an evaluation and at the end.
-    silence: of an agent; of a stopped process. settle: between the first sign of a fault and its
-    judgement, so that the signs of the rank that caused it are in.
+    start: longest time from the start of a process to its first step, and of each of its first two
+    steps, which compile. step: longest time in one section of a step. save: in a save. evaluate: in
+    an evaluation, and at the end of the run. silence: longest time without a report of an agent, or
+    in which a process is stopped by a signal. settle: time between the first sign of a fault and
+    its judgement, so that the signs of the rank that caused it have arrived.
     """
 
     start: float = 1800.0
@@ -70,7 +71,10 @@ class Limits:
 
 @dataclass
 class Rank:
-    """A training process. values: the last one of each name that it recorded."""
+    """A training process. values: the last value of each name that it recorded.
+
+    times: (seconds of its own work, seconds of the step) of the last steps.
+    """
 
     number: int
     host: str
@@ -128,7 +132,7 @@ class Rank:
 
 @dataclass
 class Host:
-    """A machine with its ranks. heard: when its agent last reported."""
+    """A machine with its ranks. heard: the job's clock at its agent's last report."""
 
     name: str
     ranks: list[Rank]
@@ -139,17 +143,17 @@ class Host:
     per_step: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
 
     def number_of(self, name: str, otherwise: float = 0.0) -> float:
-        """Returns the last value of a name, or what is given before the first."""
+        """Returns the last value of a name; `otherwise` before the first one."""
         return _number(self.values.get(name), otherwise)
 
 
 class Job:
-    """One attempt of a job. clock: in seconds, goes on while somebody looks."""
+    """One attempt of a job. clock: seconds; it stands still while the watcher is frozen."""
 
     def __init__(
         self, ranks: Mapping[str, Sequence[int]], limits: Limits, now: float, period: float = 1.0
     ):
-        """ranks: of each host. period: seconds between the reports of an agent."""
+        """ranks: {host: its ranks}. period: seconds between two reports of an agent."""
         self.limits, self._period = limits, period
         self._last, self.clock = now, 0.0
         self.hosts = {
@@ -252,9 +256,10 @@ class Job:
         return max(least, FACTOR * self._seen.get(section, 0.0))
 
     def is_settled(self, times: float = 1.0) -> bool:
-        """Called at a sign of a fault. Tells whether the signs of the other ranks are in.
+        """Tells whether the signs of the other ranks have arrived; to be called at a sign of a
+        fault.
 
-        times: how often to wait for as long as the limits say.
+        times: factor on the time that the limits allow for it.
         """
         self._sign = self.clock if self._sign is None else self._sign
         waits = any(r.code is None for r in self.ranks.values())
@@ -305,7 +310,7 @@ class Detector(Protocol):
     """One way of finding that something is wrong with a job."""
 
     def watch(self, records: Sequence[Record]) -> list[Alert]:
-        """Returns what is new. records: that came since the last call."""
+        """Returns new alerts. records: those that arrived since the last call."""
         ...
 
 
@@ -316,7 +321,7 @@ class Rule:
     """A detector that asks what all records said so far. `is_new` remembers what was said."""
 
     def __init__(self, job: Job):
-        """job: of the attempt that is watched."""
+        """job: the state of the attempt that is watched."""
         self._job = job
         self._said: set[object] = set()
 
@@ -331,7 +336,7 @@ class Rule:
 
 
 class End(Rule):
-    """The end of processes, or of an agent: who caused it, or that the job is done."""
+    """Ends of processes or agents: names the rank that caused them, or that the job is done."""
 
     def watch(self, records: Sequence[Record]) -> list[Alert]:
         """Returns an alert once the signs of all ranks are in."""
@@ -653,7 +658,7 @@ class Hang(Rule):
     """A rank that does not come, while the others wait for it."""
 
     def __init__(self, job: Job, after_s: float = AFTER_S):
-        """after_s: how long the others have waited when it is named."""
+        """after_s: seconds for which the others must have waited before a rank is named."""
         super().__init__(job)
         self._after = after_s
         self._late: dict[int, float] = {}  # rank -> since when it alone is behind
@@ -737,9 +742,10 @@ class Watchdog:
         detectors: Mapping[str, Maker] = DETECTORS,
         responses: Mapping[str, Kind] = RESPONSES,
     ):
-        """ranks: of each host. period: seconds between the reports of an agent. detectors: by name.
+        """ranks: {host: its ranks}. period: seconds between two reports of an agent.
 
-        responses: what is done about an alert, by its rule.
+        detectors: by name, in the order in which they decide. responses: what is done about an
+        alert, by its rule.
         """
         self.job = Job(ranks, limits, now, period)
         self._responses = responses

@@ -1,10 +1,10 @@
 """The counters of a host, or of a group of its processes, as text that Prometheus reads.
 
-For hosts where no exporter runs. The names are those of Prometheus' node_exporter and NVIDIA's
-dcgm-exporter, so that dashboards and the table of sources/convert.py need no others. A group is
-shown as if it were a machine: its processors are those of the host, idle where the group does not
-use them, its memory is the host's with the group's share of it used. Several groups of one host can
-then play several machines.
+This is for hosts on which no exporter runs. The names are those of Prometheus' node_exporter and
+NVIDIA's dcgm-exporter, so that dashboards and the table of sources/convert.py need no others. A
+group is shown as if it were a machine: its processors are those of the host, idle where the group
+does not use them, its memory is the host's with the group's share of it used. Several groups of one
+host can then play several machines.
 
 A group that is gone is answered with status 503, so that its series stop, as those of a dead host
 do. Network counters belong to a network namespace: a group shows those of its own namespace, and
@@ -49,7 +49,7 @@ class Host:
     """All of this host."""
 
     def __init__(self, system: Path = SYSTEM, gpus: Gpus | None = None, folder: Path = SYSTEM):
-        """gpus: None: those of this machine's NVML, where it has one. folder: whose disk counts."""
+        """gpus: None: those that this machine's NVML lists. folder: its disk's space is shown."""
         self._system, self._folder = system, folder
         self._gpus = Gpus.find() if gpus is None else gpus
         self._ticks: dict[tuple[str, str], int] = {}

@@ -97,7 +97,7 @@ class Injector:
         attempt: int = 0,
         emit: Callable[[int, Mapping[str, str]], object] | None = None,
     ):
-        """attempt: how often the job was started before. emit: records values of a step."""
+        """attempt: number of earlier starts of the job. emit: records values of a step."""
         self._rank, self._attempt, self._emit = rank, attempt, emit
         self._files = {f.path: -1 for f in faults if f.path}  # bytes that were read of each
         self._taken: set[str] = set()
@@ -110,7 +110,7 @@ class Injector:
         return [f for f in faults if f.rank == self._rank and f.attempt in attempts and not f.path]
 
     def _look(self, step: int) -> None:
-        """Takes what the files have got, to strike in this step."""
+        """Reads faults that were added to the files; they strike in this step."""
         for path, size in self._files.items():
             try:
                 if os.stat(path).st_size == size:

@@ -9,8 +9,8 @@ The file holds two copies of the record, written in turn, and a ring of the last
 sections. A copy begins and ends with its number, and is written from front to back: a writer killed
 in the middle leaves one whose numbers differ, and the other copy whole. A reader takes the newest
 copy whose numbers agree, so a torn record is never seen. Moments are CLOCK_MONOTONIC: comparable
-between the processes of one host, not between hosts. The lease follows,
-without which the processes of a host end themselves, and the folder of all these files.
+between the processes of one host, not between hosts. Below are the lease, without which the
+processes of a host end themselves, and the folder of all these files.
 
 No jax import: an agent reads it without touching a device.
 """
@@ -59,10 +59,11 @@ SIZE = _RING + SPANS * _SPAN.size
 class Progress:
     """How far a process has come.
 
-    beat: sections entered so far. time: when the last was, seconds of CLOCK_MONOTONIC. loss: of
-    the last finished step, 0 before the first. own_s: what this process spent in its last step
-    before its devices were given it: waiting for no other rank. step_s: between its last two steps.
-    has_bad_state: what this process's own devices hold of the state is not finite.
+    beat: number of sections entered so far. time: when the last one was entered, seconds of
+    CLOCK_MONOTONIC. loss: loss of the last finished step, 0 before the first. own_s: seconds that
+    this process spent in its last step before it launched it, in which it waits for no other rank.
+    step_s: seconds between its last two steps. has_bad_state: whether the part of the state that
+    this process's devices hold is not finite.
     """
 
     beat: int
@@ -256,7 +257,10 @@ class Lease:
         self._moment = self._longest = 0.0
 
     def renew(self, moment: float, longest: float | None = None) -> None:
-        """Lets the processes go on until `longest` seconds after the moment; None: as before."""
+        """Lets the processes go on until `longest` seconds after the moment.
+
+        longest: None: the same as in the last call.
+        """
         self._longest = self._longest if longest is None else longest
         self._moment = max(self._moment, moment)
         record = _LEASE.pack(self._moment, self._longest, os.getpid(), _namespace())

@@ -32,9 +32,9 @@ SMOOTHING = 0.9  # (chosen) weight of the past in the smoothed loss
 class Work:
     """What a step does, for throughput and MFU.
 
-    unit: what is counted ('tokens', 'images'). flops_megatron, flops_causal: a unit, in both
-    conventions; None: the model does not say. peak_flops: of all devices together; None: unknown (a
-    CPU).
+    unit: what is counted ('tokens', 'images'). flops_megatron, flops_causal: floating-point
+    operations for one unit, in both conventions; None: the model does not say. peak_flops: sum over
+    all devices; None: unknown, as for a CPU.
     """
 
     units_per_step: int
@@ -48,7 +48,7 @@ class Meter:
     """Turns moments into rates. `waited` goes around the data, `finish` after a step."""
 
     def __init__(self, work: Work, steps: int):
-        """steps: of the whole run."""
+        """steps: steps of the run."""
         self.work, self._steps = work, steps
         self._times: deque[float] = deque(maxlen=WINDOW)
         self._smooth: float | None = None
@@ -163,14 +163,14 @@ class HostMeter:
     """Reads the counters of this host and of single processes."""
 
     def __init__(self, system: Path = SYSTEM, gpus: "Gpus | None" = None, count=counters):
-        """gpus: None: those of this machine's NVML, where it has one. count: reads the counters
-        of a network card."""
+        """gpus: None: those that this machine's NVML lists. count: reads the counters of a network
+        card."""
         self._system, self._count = system, count
         self._gpus = Gpus.find() if gpus is None else gpus
         self._last: dict[Any, tuple[float, float]] = {}  # counter -> (moment, count)
 
     def host(self, folder: Path) -> Values:
-        """Returns the values of the host. folder: whose disk counts."""
+        """Returns the values of the host. folder: a folder on the disk whose space counts."""
         values = {"disk_free_bytes": disk_free(folder), "network_bytes": traffic(self._system)}
         with contextlib.suppress(OSError, ValueError, IndexError):
             busy, idle = _cpu_ticks((self._system / "proc/stat").read_text())
@@ -183,7 +183,7 @@ class HostMeter:
         return values
 
     def records(self, name: str, folder: Path) -> list[Record]:
-        """Returns the values of the host and of its GPUs. name: of the host."""
+        """Returns the values of the host and of its GPUs as records. name: the host's name."""
         now, parts = time.time(), {None: self.host(folder), **self.devices()}
         return [
             Record(now, name, None, device, None, metric, value)

@@ -69,8 +69,9 @@ class Recorder:
         tell: Callable[[str], object] | None = None,
         host: str | None = None,
     ):
-        """rank: the number of this process. host: None: the name of this machine. tell: is called
-        once when a sink cannot write, and once when it can again."""
+        """rank: number of this process. host: None: this machine's name. tell: is called once when
+        a
+        sink cannot write, and once when it can again."""
         self._sinks, self._rank, self._tell = list(sinks), rank, tell or (lambda message: None)
         self._host = socket.gethostname() if host is None else host
         self._lost: Counter[int] = Counter()  # by the place of the sink
@@ -107,7 +108,7 @@ def newest(records: Sequence[Record]) -> list[Record]:
 
 
 def without_host(record: Record) -> list:
-    """Returns the row of a host's message: who receives it knows the host."""
+    """Returns a record as a row without its host, which the receiver of the message knows."""
     at, _, *fields = record
     return [at, *fields]
 
@@ -153,7 +154,7 @@ class Lines:
     def __init__(self, path: Path):
         """Makes the folder; half a line that a killed process left at the end is dropped.
 
-        Raises: OSError when it cannot: at the start somebody can still choose another place.
+        Raises: OSError if the file cannot be opened, while a person can still choose another one.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
         self._path, self.lost, self.why = path, 0, ""
@@ -251,9 +252,9 @@ class Lossy:
 
 
 def keep_standard_streams(pipes: bool = True) -> None:
-    """Lets no print and no exit of this process fail for a log that cannot be written.
+    """Keeps prints and the exit of this process from failing when a log cannot be written.
 
-    pipes: False: who reads a pipe may still end the process by closing it, as `head` does.
+    pipes: False: the reader of a pipe may still end the process by closing it, as `head` does.
     """
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
@@ -354,7 +355,7 @@ class TensorBoard:
     """
 
     def __init__(self, folder: Path, settings: Mapping[str, Any] | None = None):
-        """Loads tensorboardX only now. settings: of the run, for the page of hyperparameters."""
+        """settings: the run's settings, for the page of hyperparameters; None: no page."""
         from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.proto.event_pb2 import Event  # type: ignore[missing-module-attribute]
         from tensorboardX.summary import hparams

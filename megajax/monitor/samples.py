@@ -359,10 +359,10 @@ class Quality:
         self._changes = _Changes()
 
     def check(self, grid: Grid) -> Grid:
-        """Returns the grid in the units of the first one, with what is new in its notes.
+        """Returns the grid in the units of the first one; its notes describe new defects.
 
-        grid: of cells of one second, behind the last one; machines and metrics may come and go. The
-        result does not depend on where a stretch of time is cut into grids.
+        grid: has cells of one second and follows the last one in time; machines and metrics may
+        come and go. The result does not depend on where a stretch of time is cut into grids.
         """
         notes = self._missing(grid)
         # Makes room for new machines.

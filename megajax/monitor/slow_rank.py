@@ -1,8 +1,8 @@
-"""From the records of a job to the rank that makes its steps slow, with what its host shows.
+"""Finds the rank whose own work makes all steps slow, and shows in what its host differs.
 
-Reports are collected for a tenth of the continuity, and until each rank has finished a step, and
-handed to OwnWork, which compares the ranks. Steps that compile do not count, nor do sections that
-stop all (saves, evaluations). No jax import.
+SlowRank, a detector, collects reports for a tenth of the continuity, and until nearly all ranks
+have finished a step. OwnWork compares the ranks by their medians of that time. Steps that compile
+do not count, nor do sections in which all ranks stop (saves, evaluations). No jax import.
 """
 
 import gzip
@@ -59,10 +59,10 @@ CROWD = 16  # (chosen) ranks of which two may be sick at a time
 
 @dataclass(frozen=True)
 class Slow:
-    """A rank that makes the steps slow. since: when the continuity began.
+    """A rank that makes the steps slow. since: when it became slow, Unix seconds.
 
-    more_s: seconds of own work a step that it grew more than the others, by the measure that shows
-    it best. usual_s, step_s: how long a step took before, and takes now.
+    more_s: by how many seconds a step its own work grew more than that of the others, by the
+    measure that shows it best. usual_s, step_s: how long a step took before, and takes now.
     """
 
     rank: int
@@ -77,7 +77,7 @@ class OwnWork:
     """Remembers the ticks of one job. share_R: the growth of own work now, in usual steps."""
 
     def __init__(self, ranks: int, ticks: int = TICKS):
-        """ticks: of the continuity."""
+        """ticks: ticks for which a rank must be slow before it is named."""
         self._ticks = ticks
         self._at: deque[float] = deque(maxlen=ticks + PAST)
         self._step: deque[float] = deque(maxlen=ticks + PAST)
@@ -204,8 +204,9 @@ class SlowRank(Rule):
         work: OwnWork | None = None,
         emit: Callable[[Sequence[Record]], object] | None = None,
     ):
-        """continuity_s: how long until an alert. work: of the attempt before, where its ranks were
-        as many. emit: takes records of what is found: own_work_share of each rank."""
+        """continuity_s: seconds for which a rank must be slow before an alert. work: what is known
+        from the attempt before, if it had as many ranks. emit: takes a record `own_work_share` for
+        each rank after every tick."""
         super().__init__(job)
         self.work = work or OwnWork(len(job.ranks))
         self.steps_s: list[float] = []  # of each tick of this attempt

@@ -1,11 +1,10 @@
-"""What a run did with its time: all ranks on one picture, and the share of time that trained.
+"""What a run did with its time: all ranks in one picture, and the share of time that trained.
 
-A merged timeline, a heat map, who is silent (MegaScale section 5); then ETTR, and the report of a
-supervised run.
-
-Made of the spans that the ranks left in shared memory, so also of ranks that are dead. Moments are
-each host's own CLOCK_MONOTONIC; `offsets` bring them onto one clock. No jax import; matplotlib only
-when a picture is drawn.
+The pictures are a merged timeline, a heat map, and a grid that shows which rank is silent
+(MegaScale section 5). They are drawn from the spans that ranks left in shared memory, those of dead
+ranks included. Moments are each host's own CLOCK_MONOTONIC; `offsets` map them to one clock. Below:
+the effective training time ratio (ETTR), and the report of a supervised run. No jax import;
+matplotlib is imported only when a picture is drawn.
 
 Legend: the grid is {axis: devices}, outermost first; ranks hold equal runs of it, in order.
 """
@@ -59,8 +58,8 @@ def perfetto(
 ) -> dict[str, Any]:
     """Returns Chrome trace events for Perfetto: a process for each host, a thread for each rank.
 
-    An arrow in each step leads from the rank that gave it to its devices last to the others: for
-    that one they waited. offsets: of a host: its clock minus the one of the picture, seconds.
+    In each step an arrow leads from the rank that launched it last to each other rank, which waited
+    for it. offsets: {host: its clock minus that of the picture, in seconds}.
     """
     numbers = {host: i for i, host in enumerate(sorted(set(hosts.values())))}
     places = {rank: {"pid": numbers[hosts[rank]], "tid": rank} for rank in spans}
@@ -170,8 +169,8 @@ def _rows(grid: Mapping[str, int], ranks: int) -> Iterator[tuple[str, list[int]]
 def silent(places: Mapping[int, tuple[int, str]], grid: Mapping[str, int]) -> str:
     """Returns who is furthest behind, as text over the grid: '#' is silent, '.' waits for it.
 
-    places: of each rank: (step, section). When a collective hangs, the ranks that came to it say
-    so and the one that did not says nothing: silence locates it.
+    places: {rank: (step, section)}. When a collective hangs, the ranks that reached it say so, and
+    the one that did not reach it is silent.
     """
     order = {rank: (step, CODES[section]) for rank, (step, section) in places.items()}
     behind = {rank for rank, at in order.items() if at == min(order.values())}
@@ -189,9 +188,10 @@ def silent(places: Mapping[int, tuple[int, str]], grid: Mapping[str, int]) -> st
 def heat_html(
     shares: Mapping[int, float], grid: Mapping[str, int], named: Mapping[int, str] | None = None
 ) -> str:
-    """Returns a page with the heat map of `own_share`; each cell says its rank and figure.
+    """Returns a page with the heat map of `own_share`; each cell shows its rank and figure.
 
-    named: what detectors said of a rank; such cells have a frame, and the page lists the sentences.
+    named: {rank: what detectors said of it}; such cells have a frame, and the page lists the
+    sentences.
     """
     named = named or {}
     worst = max(shares, key=lambda r: shares[r])
@@ -242,8 +242,9 @@ def draw_heat(shares: Mapping[int, float], grid: Mapping[str, int], path: Path) 
 def formula(interval: int, step_s: float, save_s: float, load_s: float) -> float:
     """Returns N T / (N T + T_wasted), T_wasted = (N T + T_save) / 2 + T_load.
 
-    The ratio of an interval in which one fault falls, at a random moment. interval: N, the steps
-    between saves. step_s: T. save_s: until a save is stored. load_s: from fault to next step.
+    This is the ETTR of an interval between two saves in which one fault occurs at a random moment.
+    interval: N, steps between saves. step_s: T, seconds of a step. save_s: seconds until a save is
+    stored. load_s: seconds from the fault to the next step.
     """
     useful = interval * step_s
     return useful / (useful + (useful + save_s) / 2 + load_s)
@@ -264,9 +265,9 @@ def elapsed(events: Sequence[Mapping[str, Any]]) -> float:
 def measured(events: Iterable[Mapping[str, Any]], rows: Iterable[Mapping[str, Any]]) -> dict:
     """Returns where the time of a supervised run went, in seconds, and the ratio.
 
-    events: of events.jsonl. rows: of metrics.jsonl, with those of steps that were done again.
-    training_s: steps that count; redone_s: steps that a fault undid; down_s: all the rest: start,
-    compilation, saves, evaluation, hanging, checks.
+    events: rows of events.jsonl. rows: rows of metrics.jsonl; a step that was repeated has several.
+    In the result, training_s is the time of steps that count, redone_s that of steps that a fault
+    undid, and down_s all other time: start, compilation, saves, evaluation, hangs, checks.
     """
     events = list(events)
     total = elapsed(events)
@@ -307,7 +308,7 @@ def _has_times(row: Mapping[str, Any], needed: str, optional: str) -> bool:
 
 
 def figures(out: Path, run_dir: Path) -> dict[str, float]:
-    """Returns where the time of a run went, as ettr.measured. out: of its driver.
+    """Returns where the time of a run went, as `measured` does. out: folder of its driver.
 
     Raises: UserError when no driver wrote there.
     """

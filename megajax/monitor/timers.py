@@ -33,9 +33,10 @@ class Timers:
         clock=time.monotonic,
         watch: heartbeat_.Watch | None = None,
     ):
-        """heartbeat: None: nobody watches, only the sums are kept. The first section is 'start'.
+        """Begins in the section 'start'.
 
-        watch: of the lease without which no save may begin.
+        heartbeat: where progress is published; None: only sums are kept. watch: checks the lease
+        before a save begins; None: there is no lease.
         """
         self._heartbeat, self._clock, self._watch = heartbeat, clock, watch
         self.loss = 0.0
@@ -94,7 +95,7 @@ class Timers:
         return {f"time_{s}_s": t for s, t in zip(SECTIONS, sums, strict=True) if t}
 
     def leave(self, error: BaseException | None = None) -> None:
-        """Says how the process ends, unless it is said already. error: what ends it."""
+        """Publishes how the process ends, unless that was published. error: what ends it."""
         if SECTIONS[self._section] in ("end", "told", "failed", "lost"):
             return
         error = error or getattr(sys, "last_exc", None)
@@ -120,7 +121,7 @@ class LaunchSkew:
     """Call `launch` before a step's dispatch and `finish` when it is done."""
 
     def __init__(self, store: Any = None, host: int = 0):
-        """store: of the job; None: alone, and nothing is measured. host: number of this process."""
+        """store: the job's key-value store; None: the process is alone, nothing is measured."""
         self._store, self._host = store, host
 
     @classmethod

@@ -46,8 +46,8 @@ class Spec:
     levels: driver -> what it adds at 1. surge: where a disturbance called "high" leads. white,
     slow, offset: standard deviations of the noise of a second, of the noise with a correlation time
     of 5 s to 15 min, and of the constant differences between machines, in shares of the span.
-    quantum: step of the readings, 0: none. counter: the exporter shows a counter, so a restart of
-    it spoils a second. log: base, levels and noise are of the natural logarithm.
+    quantum: step of the readings, 0: none. counter: the exporter shows a counter, so that a restart
+    of the exporter spoils a second. log: base, levels and noise hold for the natural logarithm.
     """
 
     name: str
@@ -151,11 +151,12 @@ State = Literal["", "write", "write_behind", "evaluate", "restart", "starve", "d
 
 
 class Move(NamedTuple):
-    """What one metric does. metric "*": all.
+    """How one metric moves. metric: its name; "*": all metrics.
 
-    target: idle: as without a process; zero; high: the metric's surge; nominal: as at full speed,
-    without noise (a flat line at size 1); gone: no samples. size: 0..1, the share of the way.
-    seconds: length of a ramp; period of an oscillation or of flapping. delay_s: after the start.
+    target: where the metric goes: idle: its value without a process; zero; high: the metric's
+    surge; nominal: its value at full speed, without noise (a flat line at size 1); gone: no
+    samples. size: 0..1, how far it goes towards the target. seconds: length of a ramp, or period of
+    an oscillation or of flapping. delay_s: seconds after the start of the fault.
     """
 
     metric: str
@@ -269,7 +270,7 @@ class Effect(NamedTuple):
 
 @dataclass(frozen=True)
 class Kind:
-    """A fault type. table, evaluation: its share of Table 1 and of the evaluation set, in percent.
+    """A fault type. table, evaluation: its shares in Table 1 and in the evaluation set, in percent.
 
     hangs: probability that the whole job stops at once, with all GPUs waiting; slows: that it goes
     on at a speed drawn from `speed`. spreads: probability that peers show the same, weaker: by a
@@ -487,9 +488,10 @@ WEAK = 0.3
 class Fault:
     """One fault of one machine, from its onset to the halt of the job, Unix seconds.
 
-    metrics: those that move on this machine. moves: how. peers: (number of a machine, delay in s,
-    share of the size): those that show it too, later and weaker. speed, speed_delay_s, ramp_s: what
-    the whole job does. restart_s: how long the job stands after the halt; 0: it goes on.
+    metrics: the metrics that move on this machine. moves: how they move. peers: (number of a
+    machine, delay in s, share of the size) of the machines that show the fault later and weaker.
+    speed, speed_delay_s, ramp_s: speed of the job as a whole, when it changes, and how gradually.
+    restart_s: how long the job stands after the halt; 0: it goes on.
     """
 
     machine: str
@@ -541,8 +543,9 @@ def draw_fault(
 ) -> Fault:
     """Returns a fault of a kind.
 
-    Args: start, end: its onset and the halt. strength: range of a factor of all sizes. visible: at
-        least one of these metrics moves, if any can. machine: None: drawn.
+    Args: start, end: its onset and the halt of the job. strength: range of the factor on all sizes.
+        visible: at least one of these metrics moves, if the kind moves any of them. machine: number
+        of the machine; None: it is drawn.
     Raises: UserError for a kind that is not in KINDS.
     """
     if kind not in KINDS:

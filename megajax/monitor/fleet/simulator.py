@@ -245,11 +245,12 @@ Noise = Literal["low", "middle", "high"]
 
 @dataclass(frozen=True)
 class Family:
-    """Ranges from which the jobs of a split are drawn. noise: level -> range of the factor.
+    """Ranges from which the jobs of a split are drawn.
 
-    strength: factor of the sizes of faults. lasts_s: from onset to halt, drawn log-uniformly.
-    double: share of the faulty cases with a second faulty machine. joins, leaves, workload: share
-    of the cases in which a machine joins, one leaves on purpose, or the batches change.
+    noise: {level: range of the factor on the noise}. strength: factor on the sizes of faults.
+    lasts_s: from onset to halt, drawn log-uniformly. double: share of the faulty cases with a
+    second faulty machine. joins, leaves, workload: share of the cases in which a machine joins, one
+    leaves on purpose, or the batches change.
     """
 
     noise: MappingProxyType[str, tuple[float, float]]
@@ -324,8 +325,9 @@ def cases(
 ) -> Iterator[Case]:
     """Yields n cases; case k is a function of the other arguments and of k alone.
 
-    Args: machines: of each job, or several numbers that take turns. mix: of kinds.MIXES. split: of
-        FAMILIES. noise: None: all three in turn. healthy: share of cases without a fault.
+    Args: machines: number of machines of each job, or several numbers that are used in turn. mix: a
+        key of faults.MIXES. split: a key of FAMILIES. noise: a level; None: all three in turn.
+        healthy: share of cases without a fault.
     Raises: UserError for an unknown mix, split or level of noise.
     """
     if split not in FAMILIES:

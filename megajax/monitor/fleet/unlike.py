@@ -59,7 +59,8 @@ class Planted:
 
 @dataclasses.dataclass(frozen=True)
 class Scene:
-    """Some minutes of a job. harmless: what else happened, (what, machine or "", start, end)."""
+    """Some minutes of a job. harmless: disturbances that are no fault, (kind, machine or "", start,
+    end)."""
 
     background: str
     grid: Grid
@@ -92,7 +93,7 @@ class _Course:
     def do(
         self, rng: np.random.Generator, kind: Kind, row: int, start: int, end: int, size: float
     ) -> None:
-        """Does a fault of one machine. size: 1: as far as a fault goes."""
+        """Applies a fault to one machine. size: share of the full size of a fault."""
         during = slice(start, end)
         if kind == "order":
             self.more[PFC][row, during] += size * 10 ** rng.uniform(0.5, 1.3)
@@ -295,8 +296,8 @@ def scene(
     """Returns some minutes of a job with a fault of this kind, or without a fault.
 
     A fault begins at 40 to 55 % of the time and lasts to the end.
-    Args: background: of BACKGROUNDS. seed: everything that is drawn. restless: factor of the number
-      of harmless disturbances.
+    Args: background: a key of BACKGROUNDS. seed: decides everything that is drawn. restless: factor
+      on the number of harmless disturbances.
     Raises: UserError for an unknown background or kind.
     """
     if background not in BACKGROUNDS:

@@ -49,11 +49,11 @@ _DISKS = 'fstype!~"tmpfs|ramfs|devtmpfs|overlay|squashfs|fuse.*|nsfs|iso9660"'
 class Recipe:
     """How to make a metric of the series of an exporter.
 
-    names: the exporter's; their values are added up where all other labels are equal.
-    kind: a counter becomes a rate a second. scale: from the exporter's unit. only: conditions on
-    labels, as in PromQL. over: how the series of one machine become one: "devices" gives the mean
-    and, as metrics of their own, the least and the greatest. rest_of: the value is 1 - names /
-    rest_of; "1": it is 1 - names.
+    names: the exporter's series; their values are added up if all other labels are equal. kind: a
+    counter becomes a rate a second. scale: factor from the exporter's unit to ours. only:
+    conditions on labels, as in PromQL. over: how several series of a machine become one: "devices"
+    gives their mean and, as separate metrics, the least and the greatest. rest_of: the value is 1 -
+    names / rest_of; "1": it is 1 - names.
     """
 
     names: tuple[str, ...]

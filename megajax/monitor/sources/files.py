@@ -518,7 +518,7 @@ def _of_batch(path: Path, pyarrow: Any, first: int, columns: dict[str, Any]) -> 
 def from_records(records: Sequence[Record], offset_s: Mapping[str, float] | None = None) -> Samples:
     """Returns the numbers of records as samples.
 
-    offset_s: by host, how many seconds its clock is ahead; it is taken away.
+    offset_s: {host: seconds by which its clock is ahead}; they are subtracted from its times.
     """
     ahead = offset_s or {}
 

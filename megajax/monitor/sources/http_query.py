@@ -182,7 +182,7 @@ class Client:
         retries: int = 3,
         name: str = "prometheus",
     ):
-        """url: http(s)://host[:port][/prefix], without /api/v1. name: what messages call it by.
+        """url: http(s)://host[:port][/prefix], without /api/v1. name: of the server, in messages.
         Raises: UserError for an address that cannot be, for both a password and a token, and for a
         ca_file that cannot be read."""
         try:

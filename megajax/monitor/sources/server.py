@@ -590,7 +590,10 @@ class _Health:
         self._lock, self._fell, self._stood, self._rows = threading.Lock(), 0, False, 0
 
     def retries(self) -> int | None:
-        """Returns how often to try again, None: as usual. Raises: Unavailable; _Full."""
+        """Returns how many retries a request has; None: the usual number.
+
+        Raises: Unavailable; _Full.
+        """
         with self._lock:
             if self._rows > ROWS:
                 raise _Full

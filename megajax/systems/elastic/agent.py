@@ -344,8 +344,10 @@ class Agent:
     ):
         """Joins a driver that holds the job's secret, and obeys no other.
 
-        driver: its host:port. env: of the training processes, completed by the driver's.
-        Raises: OSError when the driver is not there, not the job's, or has an agent of this name.
+        driver: its host:port. env: environment of the training processes, to which the driver adds
+        its variables.
+        Raises: OSError if no driver listens there, if it does not hold the secret, or if it has an
+          agent of this name.
         """
         self._secret, self._env, self._period, self._name = secret, env, period, name
         self._meter = HostMeter()

@@ -1,9 +1,10 @@
 """Self-checks of hosts and their links between two attempts: short, with answers that are known.
 
-MegaScale section 4: short on purpose, time against false positives. Memory bandwidth, a file that
-must read back as written, bytes around the loopback, and on hosts with GPUs a product with a known
-answer on each and a sum over all of them. A check that hangs is the driver's to time out. Agents
-run the checks of their host (`run`, `answer`, `reach`), the driver asks for all (`check_all`).
+The checks are short on purpose: longer ones would find more and cost more time (MegaScale section
+4). They measure memory bandwidth, write a file and read it back, send bytes around the loopback,
+and on hosts with GPUs compute a product with a known answer on each GPU and a sum over all of them.
+Agents run the checks of their host (`run`, `answer`, `reach`). The driver asks all agents
+(`check_all`) and limits the time of a check that hangs.
 """
 
 import errno
@@ -162,10 +163,12 @@ def run(folder: Path) -> dict[str, float | str]:
 def failing(
     results: Mapping[str, Mapping[str, float | str] | None], named: Collection[str]
 ) -> dict[str, str]:
-    """Returns {host: why} of those that fail. results: of each host; None: it never answered.
+    """Returns {host: why} of those that fail.
 
-    Speeds are compared between hosts of one job, because nobody knows what a host should reach. A
-    host is slow only if the fault named it: a neighbour's load is no reason to lose another one.
+    Speeds are compared between hosts of one job, because nobody knows what a host should reach.
+    Only hosts that the fault named may fail for a low speed: the load of a neighbour may slow the
+    others. results: {host: its results, or None if it never answered}. named: the hosts of the
+    fault.
     """
     bad = {host: "its self-checks never ended" for host, r in results.items() if r is None}
     for host, result in results.items():
@@ -220,7 +223,8 @@ def rounds(hosts: Sequence[str]) -> list[list[Pair]]:
 def answer(address: str, secret: str) -> int:
     """Waits, in a thread, for one host that holds the secret, and sends back what it sends.
 
-    address: of this host in the job's network; no other is listened on. Returns: the port there.
+    address: this host's address in the job's network, the only one that is listened on. Returns:
+    the port.
     """
     server = socket.create_server((address, 0), family=family(address))
     threading.Thread(target=_echo, args=(server, secret), daemon=True).start()

@@ -5,10 +5,10 @@ host, bad hosts excluded, a pause, and the same command again. The command goes 
 step that its checkpoint manager finds good. Hosts beyond the wanted number are hot spares; with
 fewer the job goes on if the policy allows, because checkpoints reshard.
 
-The driver is not a rank: a dead rank 0, and with it jax's coordinator, is a fault as any other. It
-never logs in anywhere: agents come to it, started by itself on this machine, or by srun, JobSet or
-Ray elsewhere. Hosts holds the connections to the agents; what an agent says without being asked it
-gives to the driver's `on_*`. No jax import.
+The driver is not a rank, so that the end of rank 0, which runs jax's coordinator, is a fault like
+any other. It never logs in anywhere: agents connect to it, which it starts itself on this machine,
+and which srun, JobSet or Ray start elsewhere. Hosts holds the connections to the agents and calls
+the driver's `on_*` methods for messages that are no answers. No jax import.
 """
 
 import dataclasses
@@ -63,7 +63,7 @@ Spawn = Callable[[str], subprocess.Popen]
 
 @dataclasses.dataclass
 class Host:
-    """An agent that is there."""
+    """An agent that is connected, and its host."""
 
     name: str
     line: Line
@@ -87,7 +87,7 @@ class Hosts:
         count: int = 0,
         tls: Tls | None = None,
     ):
-        """spawn: starts an agent of a name on this machine. count: agents to start."""
+        """spawn: starts an agent of a name on this machine. count: number of agents to start."""
         self._owner, self._spawn = owner, spawn
         self._selector = selectors.DefaultSelector()
         serves = (AGENT, OPERATOR)
@@ -109,7 +109,12 @@ class Hosts:
         return self._clock
 
     def gather(self, count: int, least: int, seconds: float, stop: Callable[[], bool]) -> bool:
-        """Waits for agents: all wanted, or after a while the fewest that will do. Tells success."""
+        """Waits for agents; tells whether the job can start.
+
+        Args: count: hosts that train at a time. least: fewest hosts that are enough after
+        `seconds`.
+          stop: whether to end the wait early.
+        """
         began = self.clock
         end = began + seconds
         # Those of this machine come by themselves, and soon.
@@ -142,16 +147,16 @@ class Hosts:
             self._local[name] = self._spawn(name)
 
     def good(self) -> list[Host]:
-        """Returns those that are there and not excluded, by name."""
+        """Returns the hosts that are present and not excluded, by name."""
         hosts = [h for h in self._present.values() if h.name not in self.blocked]
         return sorted(hosts, key=lambda h: h.name)
 
     def choose(self, team: Sequence[Host], count: int, moves: Collection[str] = ()) -> list[Host]:
         """Returns the hosts of the next attempt, at most `count`.
 
-        Each of the former team takes its former place, where its memory fits; others come where
-        one is gone. moves: hosts that must not have their former place; they come last, and where
-        no other is left all of the team exchange their places.
+        Each host of the former team gets its former place, for which it has copies in memory; other
+        hosts fill the places of those that are gone. moves: hosts that must not get their former
+        place; they come last, and if there is no other host, all hosts exchange their places.
         """
         good = {h.name: h for h in self.good()}
         last = [good.pop(name) for name in sorted(moves) if name in good]
@@ -164,15 +169,15 @@ class Hosts:
         return chosen
 
     def has(self, host: Host) -> bool:
-        """Tells whether this very agent is there, and not another of its name."""
+        """Tells whether this agent is connected, and not another one of the same name."""
         return self._present.get(host.name) is host
 
     def candidates(self) -> set[str]:
-        """Returns the names of those that are good, or can be started again."""
+        """Returns the names of hosts that are not excluded and present, or can be started."""
         return {h.name for h in self.good()} | (set(self._names) - self.blocked)
 
     def pump(self, timeout: float = TICK_S) -> None:
-        """Takes what agents say."""
+        """Receives and handles the messages of agents."""
         _ = self.clock
         for key, _ in self._selector.select(timeout):
             line: Any = key.fileobj
@@ -183,7 +188,7 @@ class Hosts:
         self._door.sweep()
 
     def _hear(self, line: Line) -> None:
-        """Takes what one connection has sent; whatever is wrong with it ends this connection."""
+        """Handles the messages of one connection; an error ends this connection only."""
         try:
             messages = line.receive()
             if not self._door.admits(line):
@@ -223,7 +228,7 @@ class Hosts:
                 host.answers |= message
 
     def _join(self, line: Line, message: dict[str, Any]) -> None:
-        """Takes an agent in, instead of a silent one of its name."""
+        """Accepts an agent; it replaces one of the same name that is silent."""
         known = self._present.get(line.name)
         if known is not None:
             quiet = self.clock - known.heard
@@ -239,14 +244,14 @@ class Hosts:
         line.send({"do": "welcome"})
 
     def _drop(self, line: Line, why: str = "") -> None:
-        """Ends a connection, and forgets the agent behind it."""
+        """Ends a connection and removes its agent."""
         self._door.turn_away(line, why)
         for host in [h for h in self._present.values() if h.line is line]:
             del self._present[host.name]
             self._owner.on_hang_up(host, why)
 
     def send(self, hosts: Sequence[Host], **message: Any) -> None:
-        """Tells hosts something; one that cannot be reached has hung up."""
+        """Sends a message to hosts; a host that cannot be reached is removed."""
         for host in hosts:
             if self.has(host):
                 try:
@@ -262,7 +267,7 @@ class Hosts:
         stop: Callable[[], bool] = lambda: False,
         **message: Any,
     ) -> list[Any]:
-        """Returns what each host answers, None where it does not in time. stop: end early."""
+        """Returns each host's answer, None if it does not answer in time. stop: ends the wait."""
         return self.ask_each({h.name: message for h in hosts}, hosts, answer, seconds, stop)
 
     def ask_each(
@@ -298,8 +303,10 @@ class Hosts:
         return offset
 
     def dismiss(self, host: Host) -> bool:
-        """Lets go of an agent that does not answer; one of this machine is killed, with all that it
-        started. Tells whether its processes have certainly ended."""
+        """Removes an agent that does not answer; tells whether its processes have certainly ended.
+
+        An agent of this machine is killed, with all processes that it started.
+        """
         self._drop(host.line)
         agent = self._local.get(host.name)
         if agent is None:
@@ -310,7 +317,7 @@ class Hosts:
         return bool(host.mark) and reaper.kill_all(lambda: reaper.marked(host.mark), ANSWER_S)
 
     def close(self) -> None:
-        """Sends the agents home. Those of this machine have ANSWER_S, all of them together."""
+        """Tells all agents to quit; those of this machine are killed after ANSWER_S."""
         self.send(list(self._present.values()), do="quit")
         end = time.monotonic() + ANSWER_S
         late = []
@@ -333,11 +340,14 @@ class Hosts:
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """hosts: wanted at a time. processes: of a host. join: seconds to wait for agents.
+    """The settings of a driver.
 
-    grace: seconds to save for a job that was told to stop. grid: of devices, 'pipe=2,tensor=8'.
-    invite: how a person starts an agent that is missing. detectors: by name. guard: of evictions.
-    again: the command line of this driver, to be typed again.
+    command: the training command. hosts: number of hosts that train at a time. processes: processes
+    on each host. join: seconds to wait for agents. grace: seconds to save for a job that was told
+    to stop. period: seconds between two reports of an agent. grid: mesh of all devices, for
+    pictures, such as 'pipe=2,tensor=8'. limits: of the watchdog. policy: of recovery. invite: a
+    sentence that says how to start a missing agent. detectors: by name. guard: decides whether a
+    detector may evict a host; None: it may. again: the command line of this driver.
     """
 
     command: tuple[str, ...]
@@ -432,15 +442,15 @@ class Driver:
             self._dog.hang_up(host.name, why)
 
     def on_asked(self, signal: int) -> None:
-        """A host was told that the job should stop."""
+        """An agent got a signal that asks the job to stop."""
         self.signals[:] = self.signals or [signal]  # many hosts ask at one time
 
     def on_evict(self, name: str) -> None:
-        """Somebody wants a host out."""
+        """An operator wants a host to be evicted."""
         self._evict = name
 
     def on_readmit(self, name: str) -> None:
-        """Somebody says that an excluded host is good."""
+        """An operator says that an excluded host is good."""
         self._readmit(name, "by hand")
 
     def on_output(self, text: str) -> None:
@@ -457,7 +467,7 @@ class Driver:
         self._unable = Action("stop", "command", message, (), (host.name,), self._step, USAGE)
 
     def on_wait(self, seconds: float) -> None:
-        """Agents are missing, which may come for so long."""
+        """Agents are missing; the driver waits for them for so many seconds more."""
         s, present = self._settings, [h.name for h in self._hosts.good()]
         self._journal.event(
             "waiting",
@@ -466,7 +476,7 @@ class Driver:
         )
 
     def on_report(self, host: Host, message: dict[str, Any]) -> None:
-        """The news of a period."""
+        """The report of an agent arrived."""
         if message["report"] != self._attempt or self._dog is None or host not in self._team:
             return
         report = records.parse(host.name, message["records"])
@@ -575,7 +585,7 @@ class Driver:
             )
 
     def _tell(self, why: str) -> float:
-        """Lets all ranks save and stop. Returns until when they may, by the clock of the hosts."""
+        """Tells all ranks to save and stop. Returns their deadline, by the clock of the hosts."""
         self._journal.event("told", why)
         self._hosts.send(self._team, do="tell", signal=signal.SIGTERM)
         return self._hosts.clock + self._settings.grace
@@ -627,8 +637,7 @@ class Driver:
         return None
 
     def _dismiss(self, host: Host) -> None:
-        """Lets go of an agent that does not answer; its processes may go on until their lease has
-        run out."""
+        """Removes an agent that does not answer; its processes may go on until their lease ends."""
         if not self._hosts.dismiss(host):
             until = host.leased + self._settings.limits.silence + LEASE_S
             self._fenced = max(self._fenced, until)
@@ -647,7 +656,7 @@ class Driver:
         return time.monotonic() >= self._fenced
 
     def _collect(self) -> None:
-        """Keeps the stacks of all ranks that live and the last sections of all."""
+        """Stores the stacks of all living ranks, and the last sections of all ranks."""
         for host in self._team:
             host.answers.pop("spans", None)
         stacks: dict[str, str] = {}
@@ -685,7 +694,7 @@ class Driver:
         return code
 
     def _end(self, seconds: float) -> None:
-        """Sends the agents home, and says what part of the time went into steps that count."""
+        """Dismisses the agents, and records what share of the time went into steps that count."""
         self._hosts.close()
         usual = statistics.median(self._steps or [0.0])
         share = min(usual * (self._step - self._first + 1) / seconds, 1.0)

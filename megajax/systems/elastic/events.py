@@ -1,10 +1,11 @@
 """What a driver leaves behind: events.jsonl, metrics.prom, blocklist, report.txt, and evidence.
 
 The evidence of an attempt: the stacks of each rank, timeline.json (open it in ui.perfetto.dev),
-silent.txt (who is furthest behind, over the grid), heat.html, and spans.json, of which they are
-made. metrics.prom is Prometheus' text format, rewritten in one piece: for node_exporter's textfile
-collector, or any file server. blocklist has one excluded host a line. A disk that takes none of
-it costs the evidence, not the job: what was lost is counted, in the next event that is written.
+silent.txt (which ranks are furthest behind, on the grid), heat.html, and spans.json, from which the
+others are made. metrics.prom has Prometheus' text format and is replaced atomically, for
+node_exporter's textfile collector or a file server. blocklist has one excluded host a line. If the
+disk takes no data, evidence is lost and the job goes on; the next event that is written has the
+number of lost files and events.
 """
 
 import contextlib
@@ -33,7 +34,7 @@ EVERY_S = 5.0  # (chosen) seconds between rewrites of metrics.prom without an ev
 
 
 class Journal:
-    """Writes into one folder, and says the same to a person."""
+    """Writes into one folder, and prints the same for a person."""
 
     def __init__(self, folder: Path, say: Callable[[str], None]):
         """Appends to what an earlier driver left there."""
@@ -56,8 +57,8 @@ class Journal:
         return max((int(n) for n in names if n.isascii() and n.isdecimal()), default=-1)
 
     def begin(self, attempt: int) -> None:
-        """Makes the folder of an attempt, so that no later driver takes its number, and forgets
-        the values of the ranks before."""
+        """Makes the folder of an attempt, so that no later driver uses its number, and drops the
+        values of earlier ranks."""
         self._metrics = Prometheus()
         self._named.clear()
         self._shares.clear()
@@ -144,9 +145,11 @@ class Journal:
         offsets: Mapping[str, float],
         grid: str | None,
     ) -> None:
-        """Keeps what the ranks left: {rank: text} and {rank: sections}, the open one last.
+        """Writes what the ranks left: stacks {rank: text}, spans {rank: sections, the open one
+        last}.
 
-        hosts: of each rank. offsets: of each host's clock. grid: of timeline.parse_grid.
+        hosts: {rank: its host}. offsets: {host: offset of its clock}. grid: as timeline.parse_grid
+        reads it.
         """
         folder = self.folder / f"attempt{attempt}"
         with self._may_lose():

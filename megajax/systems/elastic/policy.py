@@ -30,12 +30,13 @@ OWN: tuple[Cause, ...] = ("program", "start", "stall")  # causes that speak agai
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """restarts: of the whole job. min_hosts: fewer than wanted are good enough from here on.
+    """When to restart, and when to give up.
 
-    poison: times that one error must come back before the job ends by it. strikes: errors of the
-    ranks of one host alone, each of another kind or in another step, before it is excluded though
-    its self-checks pass. backoff: seconds before the first restart; each one that made no progress
-    doubles them, up to longest. responses: what is done about alerts, by their rule, where it
+    restarts: most restarts of the job. min_hosts: fewest hosts with which the job goes on. poison:
+    how often the same error must occur before it ends the job. strikes: number of errors that only
+    the ranks of one host had, of different kinds or in different steps, after which the host is
+    excluded though its self-checks pass. backoff: seconds before the first restart; every attempt
+    without progress doubles them, up to longest. responses: {rule: response} where the response
     differs from alerts.RESPONSES.
     """
 
@@ -50,11 +51,13 @@ class Policy:
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """code: to end with, None: restart after `wait` seconds without the `excluded` hosts.
+    """What follows from a fault.
 
-    moves: hosts whose ranks another host must run in the next attempt, if there is one, so that it
-    is seen whether an error goes with the host or with the rank. memory: whether the next attempt
-    may go on from copies in memory: not when a step failed twice, maybe because of them.
+    code: exit code with which the job ends; None: restart after `wait` seconds without the
+    `excluded` hosts. moves: hosts whose ranks another host must run in the next attempt, if there
+    is one: then it shows whether an error belongs to the host or to the rank. memory: whether the
+    next attempt may go on from copies in memory; not after a step failed twice, perhaps because of
+    them.
     """
 
     code: int | None
@@ -80,10 +83,11 @@ def after(code: int, again: str) -> str:
 
 
 def ended(action: Action, told: bool, leaving: Action | None, trained: bool) -> Action:
-    """Returns what the end of an attempt means: a fault of a job that was told to stop ends it.
+    """Returns what follows from the end of an attempt; a job that was told to stop has no fault.
 
-    told: whether it was. leaving: what takes a host out as soon as the job has saved. trained:
-    whether all ranks did: the signal ends a rank that is still starting, and no step is lost by it.
+    told: whether the job was told to stop. leaving: the action that evicts a host as soon as the
+    job has saved. trained: whether all ranks trained; the signal ends a rank that is still
+    starting, and no step is lost by it.
     """
     if leaving is not None and not told:
         saved = action.kind == "done" and action.code
@@ -97,18 +101,18 @@ def ended(action: Action, told: bool, leaving: Action | None, trained: bool) -> 
 
 
 class Guard(Protocol):
-    """Who has a word before a host is taken out because of an alert."""
+    """Decides whether a host may be evicted because of an alert."""
 
     def refuses(self, action: Action) -> str | None:
-        """Returns why not, None: it may be."""
+        """Returns why the host may not be evicted; None: it may."""
         ...
 
     def evicts(self, action: Action) -> None:
-        """It will be."""
+        """Is told that the host will be evicted."""
         ...
 
     def acquitted(self) -> list[str]:
-        """Returns hosts that were taken out wrongly, each once, as soon as that is known."""
+        """Returns hosts that were evicted wrongly, each once, as soon as that is known."""
         ...
 
 
@@ -119,10 +123,10 @@ def to_evict(
     guard: Guard | None,
     tell: Callable[[str, str], object],
 ) -> Action | None:
-    """Returns what takes a host out, where it may.
+    """Returns the first action that may evict its hosts, or None.
 
-    hosts: that there are, spares included. least: that must be left. guard: is told of the one.
-    tell: of a journal, is told why others may not.
+    hosts: all good hosts, spares included. least: number of hosts that must be left. guard: may
+    refuse, and is told of the eviction. tell(event, message): is told why a host stays.
     """
     for action in [a for a in actions if a.kind == "evict" and a.hosts]:
         left = len(set(hosts) - set(action.hosts))
@@ -138,11 +142,12 @@ def to_evict(
 
 
 class Recovery:
-    """Remembers the faults of a job.
+    """Remembers the faults of a job, and decides what follows.
 
-    Only errors of the ranks themselves speak against anybody (alerts.Cause). One that comes back in
-    the same step is the program's or its data's when it was seen on several hosts, and the host's
-    when it stays there. What was done to ranks, agents or the driver costs a restart and no more.
+    Only errors of the ranks themselves count against a host or the program (alerts.Cause). If an
+    error occurs again in the same step, the program or its data is at fault if several hosts had
+    it, and the host if only one had it. Faults from outside (of ranks, agents or the driver) cost a
+    restart and nothing else.
     """
 
     def __init__(self, policy: Policy):
@@ -162,7 +167,8 @@ class Recovery:
     def decide(self, fault: Action, bad: Mapping[str, str], hosts: Collection[str]) -> Verdict:
         """Returns what follows from a fault.
 
-        bad: {host: why} of failed self-checks. hosts: that there are, spares included.
+        bad: {host: why} of hosts that failed a self-check. hosts: all hosts that are present or can
+        be started, spares included.
         """
         self._sick |= {*bad}
         if fault.kind == "stop":
@@ -278,8 +284,12 @@ Settled = Literal["open", "right", "false alarm", "unknown"]
 
 @dataclass
 class Eviction:
-    """A host that was taken out. usual_s, slow_s: of a step before it was slow, and while it was;
-    0: not known. ranks: that it had, and its successor has. why: of the verdict."""
+    """A host that was evicted.
+
+    rule: of the alert. ranks: the ranks that the host had, which its successor has now. size: ranks
+    of the job. usual_s, slow_s: seconds of a step before the host was slow, and while it was; 0:
+    not known. why: the reason for the verdict.
+    """
 
     time: float
     host: str
@@ -296,9 +306,10 @@ class Evictions:
     """All evictions of a job by its detectors."""
 
     def __init__(self, path: Path, per_day: int, clock: Callable[[], float] = time.time):
-        """path: of evictions.json, of an earlier driver too. per_day: at most; 0: none.
+        """path: evictions.json, which an earlier driver may have written. per_day: most evictions a
+        day; 0: none.
 
-        Raises: UserError for a file that is none.
+        Raises: UserError if the file holds something else.
         """
         self._path, self._per_day, self._clock = path, per_day, clock
         self.all: list[Eviction] = []
@@ -335,20 +346,29 @@ class Evictions:
     def add(
         self, host: str, rule: str, ranks: Sequence[int], size: int, steps_s: tuple[float, float]
     ) -> None:
-        """A host is taken out. size: ranks of the job. steps_s: usual, and while it was slow."""
+        """Records that a host is evicted.
+
+        size: ranks of the job. steps_s: seconds of a step usually, and while the host was slow.
+        """
         fresh = Eviction(self._clock(), host, rule, [*ranks], size, *steps_s)
         self.all.append(fresh)
         self._save()
 
     def blame(self, rule: str, ranks: Sequence[int]) -> Eviction | None:
-        """An alert of a rule names ranks: returns the eviction that it proves a false alarm."""
+        """Returns the eviction that is a false alarm because its rule now names the successor.
+
+        rule, ranks: of a new alert.
+        """
         last = self.open
         if last is None or last.rule != rule or not set(ranks) & set(last.ranks):
             return None
         return self._settle(last, "false alarm", "its successor shows the same")
 
     def judge(self, size: int, step_s: float) -> Eviction | None:
-        """The next attempt's steps take so long: returns the eviction that is settled by it."""
+        """Returns the eviction that the steps of the next attempt settle, or None.
+
+        size: ranks of the attempt. step_s: seconds of its steps.
+        """
         last = self.open
         if last is None:
             return None

@@ -1,12 +1,13 @@
-"""Ends what an agent's commands have started, however far it went: standard library only.
+"""Kills all processes that an agent's commands have started. Standard library only.
 
-Started as a file it is the agent's reaper: it reads lines from its standard input, 'group N',
-'reaped N', 'mark WORD' and 'folder PATH'. When the input ends, because the agent closed it or is
-dead in whatever way, the process groups and all processes of the mark are killed and the folders
-(in shared memory) removed. It lives in a session of its own and ignores signals to the agent.
+Run as a script, this file is the agent's reaper: it reads the lines 'group N', 'reaped N', 'mark
+WORD' and 'folder PATH' from its standard input. When the input ends, because the agent closed it or
+died, the reaper kills the process groups and all processes with the mark, and removes the folders
+(in shared memory). It runs in its own session and ignores signals that are meant for the agent.
 
-A process that left its session and its parents is known by the mark in its environment; one whose
-environment was cleared too is a descendant of the agent, which adopts orphans as long as it lives.
+A process that left its session and its parents is recognised by the mark in its environment. If it
+cleared its environment too, it is still a descendant of the agent, which adopts orphans while it
+lives.
 """
 
 import contextlib
@@ -34,7 +35,10 @@ def marked(mark: str) -> set[int]:
 
 
 def descendants(ancestor: int, spared: Iterable[int] = ()) -> set[int]:
-    """Returns all processes below this one but the spared and what is below them; no zombies."""
+    """Returns all descendants of a process, without zombies.
+
+    spared: processes that are left out, with their descendants.
+    """
     children: dict[int, list[int]] = {}
     zombies = set()
     for name in filter(str.isdecimal, os.listdir("/proc")):
@@ -53,7 +57,10 @@ def descendants(ancestor: int, spared: Iterable[int] = ()) -> set[int]:
 
 
 def kill_all(find: Callable[[], set[int]], seconds: float = float("inf")) -> bool:
-    """Kills what is found until nothing is. Tells success; what may not be killed is left."""
+    """Kills the processes that `find` returns until it returns none; tells whether that succeeded.
+
+    Processes that this user may not kill are left alone.
+    """
     end, others = time.monotonic() + seconds, set()
     while left := find() - others:
         if time.monotonic() > end:

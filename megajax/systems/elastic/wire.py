@@ -58,7 +58,8 @@ class Tls:
     def channel(self, calls: bool) -> "Channel":
         """Returns one end of a connection. Raises: UserError when a file does not fit.
 
-        The files are read once: what is removed later, or a lack of descriptors, ends nobody.
+        The files are read once, so that a later removal, or a lack of descriptors, ends no
+        connection.
         """
         context, bound = _context(self, calls)
         return Channel(context, calls, bound)
@@ -93,7 +94,8 @@ class Channel:
     """Bytes of a connection, sealed and opened. open: whether the TLS handshake has ended."""
 
     def __init__(self, context: ssl.SSLContext, calls: bool, bound: bytes | None):
-        """bound: the digest of the own certificate; None: of what the other end shows."""
+        """bound: digest of this end's certificate; None: that of the certificate that the other end
+        shows."""
         self._in, self._out = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = context.wrap_bio(self._in, self._out, server_side=not calls)
         self._bound = bound
@@ -203,7 +205,8 @@ def _sign(key: bytes, *parts: bytes) -> bytes:
 class Line:
     """One connection, not to be used before `ready`. `receive` never blocks on a readable socket.
 
-    purpose: what the caller wants; the called end lists what it serves. name: of the caller.
+    purpose: what the caller wants to do; the called end lists what it serves. name: the caller's
+    name.
     """
 
     def __init__(self, sock: socket.socket, secret: str, calls: bool, tls: Tls | None = None):
@@ -433,7 +436,7 @@ class Door:
         selector.register(listener, selectors.EVENT_READ)
 
     def accept(self) -> None:
-        """Lets one connection in, to prove itself. Never raises for what the network does."""
+        """Accepts one connection, which must prove itself. Never raises for network errors."""
         try:
             sock, where = self.listener.accept()
         except BlockingIOError:
@@ -488,7 +491,7 @@ class Door:
             self._refused(address, why, count)
 
     def sweep(self) -> None:
-        """Ends what takes too long to prove itself; call it at every turn of the loop."""
+        """Ends connections that take too long to prove themselves; to be called in every loop."""
         now = time.monotonic()
         for line, (_, came) in list(self._waiting.items()):
             if now - came > GREETING_S:
@@ -498,7 +501,7 @@ class Door:
             self._selector.register(self.listener, selectors.EVENT_READ)
 
     def close(self) -> None:
-        """Ends all that wait, and listens no more."""
+        """Ends all connections that have not proved themselves, and stops listening."""
         for line in list(self._waiting):
             self.turn_away(line, "the driver has ended")
         if self._rests_until is None:
@@ -543,7 +546,7 @@ def announce(file: Path, address: str, secret: str) -> None:
 
 
 def invitation(host: str, port: int, out: Path) -> str:
-    """Returns how agents of other hosts are started. host: that the driver listens on."""
+    """Returns how to start agents on other hosts. host: the address that the driver listens on."""
     near = host.startswith("127.") or host in ("::1", "localhost")
     name = socket.gethostname() if host in ("", "0.0.0.0", "::") else host
     place = join_address(name, port)

@@ -59,8 +59,8 @@ class Child:
     def __init__(self, options: dict[str, Any]):
         """Starts the child.
 
-        Args: options: of `main`: "model", path of a saved detector; "settings", {field:
-          value} of Settings; "server", arguments of sources.prometheus, or None.
+        Args: options: "model": path of a saved detector. "settings": {field: value} of Settings.
+          "server": arguments of sources.prometheus, or None.
         """
         self._queue: queue.Queue[Any] = queue.Queue(WAITING)
         self._queue.put(options)  # not among its arguments, which everybody sees

@@ -3,7 +3,7 @@
 Source: Minder (NSDI 2025, arXiv 2411.01791). Each tick of 24 s goes through features.py (LSTM-VAEs)
 and tracker.py (distances to the peers and to the machine's own past) on the device, then through
 judge.py (continuity, causes) on the host. Spreads and lags (second half of tracker.py, not in the
-paper) go the same course beside it, and are asked only about machines that no level explains. A
+paper) are scored and judged in the same way, and count only for machines that no level explains. A
 detector has the state of one job. The data may be cut into windows of any length and give the same
 alerts; no second is computed twice.
 
@@ -270,9 +270,9 @@ class Profile:
     logarithmic (features.scaled). period_C: seconds between samples. bottom_C, top_C: ends of the
     metrics' scales (features.py: Edges). noise_F: standard deviation of a machine's ticks about its
     own offset. offset_F, slope_F: standard deviations of the machines' offsets, and of how far
-    machines move apart when the median of all moves. limits: of the scores of healthy machines.
-    report: facts about the fit. dynamics: of spreads and lags; None in a file of a version before
-    them.
+    machines move apart when the median of all moves. limits: the limits of the scores of healthy
+    machines. report: facts about the fit. dynamics: what was learnt of spreads and lags; None: the
+    file was written before they existed.
     """
 
     metrics: tuple[str, ...]
@@ -451,7 +451,7 @@ class Detector:
     """Watches one job. Not thread-safe."""
 
     def __init__(self, profile: Profile, settings: Settings | None = None):
-        """Makes a detector that has not seen a job yet. settings: None: those of the profile."""
+        """Makes a detector that has not seen a job. settings: None: those of the profile."""
         self.profile = profile
         self.settings = profile.settings if settings is None else settings
         self.notes: list[str] = []  # of the last update: what was wrong with its window
@@ -712,7 +712,9 @@ class _Course:
         """Takes the scaled samples of a tick that ended at `end`; returns the machines to name.
 
         A machine that `levels` names, or one that differs while it names another, is not named.
-        Args: rows: of a program's arrays. levels: the judge of levels; hears who is named.
+        Args: rows: length of the arrays of compiled programs. levels: the judge of levels; it is
+        told
+          which machines are named.
         """
         N = x_CNT.shape[1]
         if self._tracks.offset_FN.shape[1] != rows:

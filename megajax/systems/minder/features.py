@@ -1,6 +1,6 @@
 """Turns seconds of metrics into two channels a metric: the level and the residual of each window.
 
-Also trains the networks that do this, and tells machines whose metric stands at its end.
+It also trains the networks that do this, and finds readings at the end of a metric's scale.
 
 Each window of 8 s goes through the LSTM-VAE of its metric (Minder section 4.2). The level is the
 mean of the reconstruction, which has no noise. The residual is the logarithm of the distance
@@ -113,7 +113,7 @@ MOVED = 0.5  # share of the windows that are moved, so that levels outside the r
 
 @dataclasses.dataclass(frozen=True)
 class Keep:
-    """Folder in which a training is saved, every so many steps. folder: None: it is not saved."""
+    """Where and how often a training is saved. folder: None: never. every: steps between saves."""
 
     folder: str | Path | None = None
     every: int = 100

@@ -59,7 +59,8 @@ def order(z_XC: np.ndarray, fault_X: np.ndarray, names: Sequence[str]) -> tuple[
 
     They are sorted by the depth at which the tree first uses a metric, then by the total gain of
     its splits. Metrics that the tree never uses follow in their given order.
-    Args: z_XC: of `features`. fault_X: True for windows with a fault. names: of the metrics.
+    Args: z_XC: what `features` returns. fault_X: True for windows with a fault. names: names of the
+      metrics, in the order of z_XC.
     """
     depth, gain = {}, dict.fromkeys(range(len(names)), 0.0)
     least = max(1, int(LEAST_LEAF * len(fault_X)))

@@ -46,7 +46,7 @@ class Onsets:
     """The last samples of all machines, scaled, in half precision."""
 
     def __init__(self, ticks: int):
-        """ticks: of the longest span that is judged."""
+        """ticks: length of the longest span that is judged."""
         self._ticks: collections.deque[np.ndarray] = collections.deque(maxlen=ticks + MORE)
 
     def add(self, x_CNT: np.ndarray) -> None:
@@ -64,8 +64,10 @@ class Onsets:
     ) -> tuple[np.ndarray, np.ndarray]:
         """Returns (seconds before now at which each machine moved, by how much that may be wrong).
 
-        NaN where it cannot be told. Args: ago_R: the same, to a tick. far_CR: scores of the levels.
-        still_N: machines that do not differ.
+        NaN where it cannot be told. Args: rows_R: rows of the machines. ago_R: seconds before now
+        at
+          which they moved, known to a tick. far_CR: scores of their levels. still_N: machines that
+          do not differ.
         """
         moved_R, blur_R = np.full((2, len(rows_R)), np.nan)
         if still_N.sum() < OTHERS or len(rows_R) > MOST:
@@ -165,8 +167,8 @@ class Judge:
         """Judges a job of which nothing has been seen.
 
         Args: order: channels in the order in which they decide the metric of an alert. onsets: the
-          last samples; None: who moved first is not asked. levels: channels that are no residuals;
-          None: as many as residuals.
+          last samples, to find which machine moved first; None: the order is not used. levels:
+          number of channels that are no residuals; None: half of all.
         """
         self._settings, self._courses = settings, onsets
         self._levels = (limits.limit.shape[-1] - 1) // CHANNELS if levels is None else levels
@@ -250,7 +252,7 @@ class Judge:
 
         Args: score_FN: signed, in standard deviations, NaN without samples. far_FN: unclipped.
           apart_FN: distance from the other machines without regard to the machine's own past.
-          middle_F: level of the median machine, the state of the job; None: as in evidence.score.
+          middle_F: level of the median machine, the state of the job; None: as in tracker.score.
         """
         apart_CN = apart_FN[: self._levels]
         for history, new in (

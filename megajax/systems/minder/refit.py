@@ -62,7 +62,9 @@ class Refit:
     """Stores the data of a job and fits models on it in a child process."""
 
     def __init__(self, folder: Path, model: Path, plan: Plan, clock: Callable[[], float]):
-        """folder: for the data; what an earlier daemon stored there is used. model: its file."""
+        """folder: for the data; data that an earlier daemon stored there is used. model: file of
+        the
+        model that is replaced. plan: how to fit. clock: returns Unix seconds."""
         self._folder, self._model, self._plan = folder, model, plan
         self._new: list[Grid] = []
         self._dirty = False  # an alert lasted in what is collected

@@ -54,7 +54,10 @@ class Ledger:
     """The active alerts of one job, by machine, and their file."""
 
     def __init__(self, path: Path, clear_s: float):
-        """Reads the file of an earlier process; `trouble` says what was wrong with it, or ''."""
+        """Reads the file that an earlier process wrote; `trouble` describes its defect, or is ''.
+
+        clear_s: seconds without a difference after which an alert ends.
+        """
         self._path, self._clear_s, self.trouble = path, clear_s, ""
         self.lasting: dict[str, Lasting] = {}
         self.lost = 0  # writes that failed since the last one that did not
@@ -73,8 +76,9 @@ class Ledger:
     ) -> tuple[list[Lasting], list[Lasting]]:
         """Updates the active alerts; returns (new alerts to report, alerts that have ended).
 
-        Args: alerts: of Detector.update. named: Detector.named. judged: Unix seconds up to which
-          the detector has judged.
+        Args: alerts: what Detector.update returned. named: Detector.named. judged: Unix seconds up
+        to
+          which the detector has judged.
         """
         new, before = [], dict(self.lasting)
         for alert in alerts:
@@ -143,7 +147,11 @@ KEEP_S = 3600.0  # (chosen) for which the end of an alert is kept for a server t
 
 @dataclass(frozen=True)
 class Firing:
-    """An alert. labels: its identity. since, ended: Unix seconds; ended: None: it lasts."""
+    """An alert as Alertmanager knows it.
+
+    labels: its identity. since, ended: Unix seconds at which it began and ended; ended: None: it
+    lasts.
+    """
 
     labels: Mapping[str, str]
     annotations: Mapping[str, str]
@@ -162,7 +170,7 @@ class Firing:
 
 
 class Alertmanager:
-    """One server. failures, sent: how many requests failed, and how many were accepted."""
+    """A client of one server. failures, sent: numbers of failed and of accepted requests."""
 
     def __init__(
         self,
@@ -475,8 +483,8 @@ class Reporter:
     ) -> None:
         """Reports new and ended alerts, and updates the metrics and the map of scores.
 
-        Args: alerts, named, scores: of the detector. judged: Unix seconds up to which it has read.
-          recent: the metrics of the last minutes, for pictures.
+        Args: alerts, named, scores: what the detector returned and has. judged: Unix seconds up to
+          which it has read. recent: the metrics of the last minutes, for pictures.
         """
         new, ended = self.ledger.hear(alerts, named, judged)
         for one in new:

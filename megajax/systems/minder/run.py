@@ -1,4 +1,4 @@
-"""Minder in a supervised run: finds the rank or host that makes the job wait, and evicts it.
+"""Minder in a run: finds the rank or host that makes the job wait; a driver may then evict it.
 
 --detector=minder adds four rules to a driver's watchdog:
 
@@ -8,8 +8,10 @@ minder  a machine whose metrics differ from the others' (detector.py, in a child
 course  a machine whose metrics vary more than the others', or come later; warns, because a clock
         that is set back looks like a lag
 
-Evictions happen only within a budget of false alarms (elastic/policy.py: Evictions); beyond it the
-rules only warn. --respond=slow=warn lets a rule only warn. No jax import.
+A driver (scripts/supervise.py) uses RunMinder: evictions happen only within a budget of false
+alarms (elastic/policy.py: Evictions), beyond which the rules only warn. --respond=slow=warn makes a
+rule only warn. A training run without a driver uses InRun, which runs the same rules in the first
+process and can only report. No jax import but in InRun.
 """
 
 import dataclasses
@@ -53,7 +55,7 @@ def _flags() -> list[dataclasses.Field]:
 def add_flags(add: Callable[..., Any]) -> None:
     """Declares --detector, --prometheus and --minder.<option> of a script that uses argparse.
 
-    add: of a group of flags.
+    add: the method `add_argument` of a group of flags.
     """
     what = "another detector; minder: names the machine that all others wait for, that is slow, or"
     more = f"{what} whose metrics differ (docs/supervision.md)"

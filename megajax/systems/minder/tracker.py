@@ -86,7 +86,7 @@ class Limits:
     """The limits, by age A (of AGES) and span P.
 
     inverse: (A, P, F, F), inverse covariance of healthy averages. limit: (A, P, G), limits of the
-    statistics: in standard deviations for a channel, in Mahalanobis length for all together.
+    statistics: standard deviations for a channel, Mahalanobis length for all channels together.
     """
 
     inverse: np.ndarray
