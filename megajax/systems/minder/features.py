@@ -113,7 +113,7 @@ MOVED = 0.5  # share of the windows that are moved, so that levels outside the r
 
 @dataclasses.dataclass(frozen=True)
 class Keep:
-    """Where and how often a training is saved. folder: None: never. every: steps between saves."""
+    """The folder that a training is saved in; None: it is not saved. every: steps between saves."""
 
     folder: str | Path | None = None
     every: int = 100
