@@ -132,7 +132,7 @@ class Study:
             yield about | medians[mode]
 
     def online(self, requests_per_s: float) -> Iterator[Row]:
-        """Yields a row for each mode and load. requests_per_s: what is load 1."""
+        """Yields a row for each mode and load. requests_per_s: the rate that load 1 means."""
         for load in numbers("loads", self.cfg.loads):
             for mode in ("continuous", "static", "static, padded"):
                 row = self.run(self.fast, mode, load * requests_per_s)

@@ -193,7 +193,7 @@ class Killer:
         place: Place,
         random: np.random.Generator,
     ):
-        """process: a nursery. address: of the place."""
+        """process: a nursery. address: the place's address."""
         self._process, self._address, self._place = process, address, place
         self._random = random
         self._save_s = [0.5, 0.1]  # seconds of a victim's first save and of others, as last seen
@@ -220,7 +220,8 @@ class Killer:
     def kill(self) -> dict[str, Any]:
         """Kills a victim during a save; one that was hit between two saves does not count.
 
-        Returns: what it had found. Raises: UserError when that is not what must be there.
+        Returns: the step that the victim restored, and figures of the kill. Raises: UserError if
+        the step or its bits are wrong.
         """
         while True:
             least = self._place.must_come_back()

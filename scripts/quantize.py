@@ -57,7 +57,7 @@ class Config(Checked):
     tokenizer: str | None = option(None, "bytes or a tokenizer.json; none: the model's own")
     bits: int = option(4, "bits of a weight: 2, 3, 4 or 8", at_least=2, at_most=8)
     group: int = option(128, "number of inputs that share a scale", at_least=1)
-    symmetric: bool = option(True, "whether codes lie around 0; off: with zero points")
+    symmetric: bool = option(True, "whether codes are symmetric around 0; false: with zero points")
     method: Literal["rtn", "gptq", "awq"] = option("gptq", "method of rounding")
     source: str = option(
         "stdlib", "text for calibration and loss, given as --data.source of pretraining"

@@ -81,7 +81,8 @@ class Job:
     """A driver and its agents. All processes are this object's to end."""
 
     def __init__(self, folder: Path, steps: Path, cfg: Config, agents: list[str], silence: float):
-        """folder: of its own. steps: of the checkpoints. agents: names, the spare's too."""
+        """folder: the job's own folder. steps: folder of the checkpoints. agents: their names, with
+        that of the spare one."""
         folder.mkdir()
         self.out = folder / "out"
         with socket.socket() as probe:

@@ -57,7 +57,7 @@ config.define_flags(PRESETS, "default")
 
 
 def shape_of(cfg: RunConfig, pieces: int) -> StepShape:
-    """The step with attention of the segments only: as many rows as there are segments."""
+    """Returns the step with attention inside segments only: each segment is a row of its own."""
     train = dataclasses.replace(
         cfg.train, global_batch=cfg.train.global_batch * pieces, seq_len=cfg.train.seq_len // pieces
     )
@@ -93,7 +93,10 @@ def budget(step: StepShape) -> dict[str, float]:
 
 
 def as_before(step: StepShape, row_step: StepShape) -> dict[str, float]:
-    """What the earlier program adds to the same step, milliseconds. row_step: of whole rows."""
+    """Returns what the earlier program adds to the same step, in milliseconds.
+
+    row_step: the step with attention over whole rows.
+    """
     (packed,), (there,) = (
         [op for op in s.forward.ops if op.part == "attention"] for s in (step, row_step)
     )

@@ -42,7 +42,7 @@ ROWS = hopper_forward.ROWS
 
 @dataclasses.dataclass(frozen=True)
 class Area:
-    """Pairs of rows over the useful ones: in tiles that are computed, in tiles that are passed."""
+    """Numbers of pairs in computed tiles and in passed tiles, divided by the useful pairs."""
 
     computed: float
     passed: float
@@ -128,8 +128,9 @@ Array = jax.Array
 class Step:
     """A way to run the encoder.
 
-    attention: 'xla' keeps the logits; on packed tokens it unpacks. implementation: of the kernels;
-    None: what they ship for this device, plain JAX where a table says that it is faster.
+    attention: 'xla' stores the logits, and unpacks packed tokens first. implementation: that of the
+    kernels; None: their default on this device, which is plain JAX where a tuning table measured it
+    to be faster.
     """
 
     name: str
@@ -153,12 +154,12 @@ CUDNN = Step("padded, cuDNN", attention="cudnn")
 
 
 def capacity_of(lengths: Sequence[int], longest: int) -> int:
-    """Tokens that a packed batch is given: a bucket, at most what padding would take."""
+    """Returns the tokens of a packed batch: a bucket, at most as many as with padding."""
     return bucket(sum(lengths), most=len(lengths) * longest)
 
 
 def ops_of(step: Step, batch: int, longest: int) -> Ops:
-    """The seams that a step fills. batch, longest: of the padded rows."""
+    """Returns the operations that a step replaces. batch, longest: sizes of the padded rows."""
     kernel: Callable[..., Array] = functools.partial(attend, implementation=step.attention)
     if step.attention == "cudnn":
         kernel = _cudnn_rows
@@ -287,7 +288,7 @@ def _cudnn_rows(q: Array, k: Array, v: Array, query: Context, *_) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """One kernel of a layer. bytes: of 16-bit operands and results, each once."""
+    """One kernel of a layer. bytes: size of the 16-bit operands and results, each counted once."""
 
     name: str
     flops: float
@@ -400,7 +401,7 @@ def exact(
     """Yields each step's largest difference from the padded model in float32, over valid tokens.
 
     Packed steps read NaN where x pads. Bound: 1e-5 in float32; in 16 bits twice the padded model's
-    own error plus 1e-3. steps: with the padded one.
+    own error plus 1e-3. steps: must include the padded one.
     Raises: AssertionError when a packed step gives something else than 0 in the padding.
     """
     x_BSD = np.random.default_rng(0).normal(size=(batch, longest, cfg.width)).astype(np.float32)

@@ -53,7 +53,7 @@ NAMES = ("random", "families", "devices")
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """Rows to fit on, to judge on, and to adapt to, as indices. part: what is held out."""
+    """Indices of the rows to fit on, to judge on and to adapt to. part: what is held out."""
 
     name: str
     part: str
@@ -164,8 +164,9 @@ def shown(
 class SplitChoice:
     """A choice of splits.
 
-    names: of NAMES. held_out: devices of which no fit has a row; None: one device after the other.
-    shots: programs of a device that may be seen. seed: of all but the choice of these programs.
+    names: kinds of splits, some of NAMES. held_out: devices of which no fit has a row; None: each
+    device in turn. shots: number of programs of a held-out device to which a predictor is adapted.
+    seed: random seed of the splits; that of the choice of programs is another one.
     """
 
     names: tuple[str, ...]
@@ -508,10 +509,11 @@ class Calls:
     def judge(
         self, splits: Sequence[Split], seconds: Mapping[str, Sequence[np.ndarray]]
     ) -> list[dict[str, Any]]:
-        """Returns the errors on calls of the held-out families: of each method and of all folds.
+        """Returns a row for each method: its errors on the calls of held-out families, over all
+        folds.
 
-        Args: splits: by families. seconds: what a method predicts for all rows of the labels, by
-            the method's name, a fold each.
+        Args: splits: one split by families for each fold. seconds: {method: an array for each
+            fold}, the predicted times of all rows of the labels.
         """
         names, values, walls, calls_families = self._calls()
         where = {name: np.array([rows for rows in values[name]]) for name in values}
@@ -650,8 +652,8 @@ def write(folder: Path, step: StepTime, facts: Mapping[str, Any], cluster: Clust
 def step_markdown(facts: Mapping[str, Any], cluster: Cluster) -> str:
     """Returns the predicted step as text.
 
-    facts: of `step_facts`, with memory_bytes, times (their source) and attention (of KERNELS, with
-    which the step was compiled).
+    facts: what `step_facts` returns, with the further members memory_bytes, times (the source of
+    the times) and attention (the kernel with which the step was compiled).
     """
     lines = [
         f"# A step on {cluster.name}",

@@ -180,7 +180,8 @@ def half(
 ) -> None:
     """Runs 'walls' or 'parts' of the measurement in this process.
 
-    count: of other programs. threads: that this process may use; for the card's name.
+    count: number of other programs. threads: number of threads that this process may use, which is
+    part of the card's name.
     """
     if which == "walls":
         walls(folder, names, count, passes)
@@ -228,9 +229,9 @@ def parts(folder: Path, names: Sequence[str], count: int, passes: int, threads: 
 class Measured:
     """What both halves of the measurement wrote.
 
-    names: of the configurations, the first programs. walls, busy: (passes, programs) seconds of a
-    call, and of processors in it. labels: of the instructions; a row's program is its place. texts:
-    of the programs.
+    names: the configurations, whose steps are the first programs. walls, busy: (passes, programs);
+    seconds of each call on the clock and on the processors. labels: times of the instructions,
+    whose program numbers are places in `texts`. texts: the programs' HLO.
     """
 
     names: list[str]
@@ -289,7 +290,7 @@ class Known:
     """Times of one program's instructions, by their names."""
 
     def __init__(self, program: Sequence[OpRecord], seconds: np.ndarray, sigma: np.ndarray):
-        """seconds, sigma: of one execution of each of the program's records."""
+        """seconds, sigma: arrays with a number for one execution of each record of the program."""
         pairs = zip(seconds.tolist(), sigma.tolist(), strict=True)
         self._known = dict(zip((record.name for record in program), pairs, strict=True))
 
@@ -318,8 +319,11 @@ def table(measured: Measured, place: int, program: Sequence[OpRecord]) -> Known:
 
 @dataclasses.dataclass(frozen=True)
 class Method:
-    """times: of each program, by its place. free: places of the other programs that nothing of it
-    was fitted on. predictor: what gave the times, of records on a card; None: a profile."""
+    """A source of the times of instructions.
+
+    times: a table for each program. free: places of the other programs that the method was not
+    fitted on. predictor: gave the times of records on a card; None: the times are measured.
+    """
 
     name: str
     times: Sequence[Known]

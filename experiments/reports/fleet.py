@@ -7,7 +7,7 @@ faults cannot be seen. Three things are reported: the distribution of signal to 
 oracle that knows everything but the machine and the noise names the machine; and two detectors
 without a model, one of which has no continuity (Minder section 4.4).
 
-Legend: C metrics, N machines, T seconds, W windows of 8 s.
+Legend: C metrics, N machines, T seconds, W windows of 8 s or of means, S seconds of a window.
 """
 
 import megajax.core.interrupted  # noqa: F401, I001  (first: Ctrl-C during the imports)
@@ -222,21 +222,17 @@ def draw(case: Case, path: Path) -> None:
 
 
 def _means(value_NT: np.ndarray, seconds: int) -> np.ndarray:
-    """Means of so many seconds each, without those that are missing."""
+    """Returns the means of intervals of `seconds`; NaN where an interval has no sample."""
     used = value_NT.shape[1] // seconds * seconds
-    return _mean(value_NT[:, :used].reshape(len(value_NT), -1, seconds), axis=2)[..., 0]
-
-
-def _mean(value: np.ndarray, axis: int = 1) -> np.ndarray:
-    """Mean of what is there, NaN where nothing is; keeps the axis."""
-    there = np.isfinite(value)
-    total = np.where(there, value, 0).sum(axis=axis, keepdims=True)
-    count = there.sum(axis=axis, keepdims=True)
-    return np.where(count, total / np.maximum(count, 1), np.nan)
+    parts_NWS = value_NT[:, :used].reshape(len(value_NT), -1, seconds)
+    there_NWS = np.isfinite(parts_NWS)
+    count_NW = there_NWS.sum(axis=2)
+    total_NW = np.where(there_NWS, parts_NWS, 0).sum(axis=2)
+    return np.where(count_NW, total_NW / np.maximum(count_NW, 1), np.nan)
 
 
 def _median(value: np.ndarray, axis: int) -> np.ndarray:
-    """Median of what is there; 0 where nothing is."""
+    """Returns the median of the finite values along an axis; 0 where there is none."""
     nothing = ~np.isfinite(value).any(axis=axis, keepdims=True)
     return np.nanmedian(np.where(nothing, 0, value), axis=axis, keepdims=True)
 

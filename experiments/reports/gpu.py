@@ -215,7 +215,9 @@ def training(folder: Path) -> str:
         "p10 to p90": lambda r: spread(r, "s"),
         "steps": lambda r: r.get("n"),
         "tokens/s": lambda r: r.get("tokens_per_s"),
-        "GFLOP a token": lambda r: _scaled(r, "flops_per_token_causal", 1e-9),
+        "GFLOP a token": lambda r: (
+            1e-9 * r["flops_per_token_causal"] if "flops_per_token_causal" in r else None
+        ),
         "MFU, visible pairs inside segments": percent("mfu_causal"),
         "MFU, all pairs inside segments": percent("mfu_megatron"),
         "last loss": lambda r: r.get("loss"),
@@ -266,10 +268,6 @@ def spread(row: Row, unit: str) -> str | None:
     if f"p10_{unit}" not in row:
         return None
     return f"{row[f'p10_{unit}']:.4g} to {row[f'p90_{unit}']:.4g}"
-
-
-def _scaled(row: Row, name: str, scale: float) -> float | None:
-    return scale * row[name] if row.get(name) is not None else None
 
 
 def overlap(folder: Path, kernels: str) -> str:
@@ -380,11 +378,8 @@ SIDES = {
         "ours, us": "ours", "dense cuBLAS, us": "dense", "plain JAX, us": "reference",
     },
 }  # fmt: skip
-BOUNDS = {
-    "grouped": ("dense",),
-    "quantize": ("copy",),
-    "paged": ("copy",),
-}  # do less than is asked for: no rivals
+# Implementations that do less than the case asks for: they are bounds and no rivals.
+BOUNDS = {"grouped": ("dense",), "quantize": ("copy",), "paged": ("copy",)}
 CONTROL = "ours, in PyTorch's process"
 DIRECTIONS = (("forward", (False,)), ("forward+backward", (False, True)))
 UNDIFFERENTIATED = ("quantize", "quant_gemm", "paged")  # have no kernel of a backward pass
@@ -419,12 +414,13 @@ def _floors(measured: Row, folder: str) -> str:
     times = {(r["case"], r["direction"], r["implementation"]): r for r in rows if "median_s" in r}
     columns = ["case", "pass", "GFLOP", "MB", "floor, us", *SIDES[folder]]
     columns += ["ours, p10 to p90", "floor over ours", "best rival over ours"]
-    lines = []
+    lines, bounds = [], BOUNDS.get(folder, ())
     for case in cases:
         for direction, parts in DIRECTIONS[: 1 if folder in UNDIFFERENTIATED else 2]:
             flops, nbytes = (sum(f(part) for part in parts) for f in (case.flops, case.bytes))
             floor = sum(case.floor_s(part, rate) for part in parts)
             sides = [times.get((case.name, direction, side)) for side in SIDES[folder].values()]
+            rivals = [s for s in sides[1:] if s and s["implementation"] not in bounds]
             line = [
                 case.name,
                 direction,
@@ -432,17 +428,13 @@ def _floors(measured: Row, folder: str) -> str:
                 f"{nbytes / 1e6:.1f}",
                 f"{1e6 * floor:.{0 if floor > 1e-4 else 1}f}",
                 *map(_microseconds, sides),
-                *_judged(floor, sides[0], [s for s in sides[1:] if s and not _is_bound(s)]),
+                *_judged(floor, sides[0], rivals),
             ]
             lines.append(line)
     remarks = [f"- {remark}" for remark in _remarks(measured, rows, rate)]
     parts = [markdown_table(columns, lines)]
     parts += ["\n".join(remarks)] if remarks else []
     return "\n\n".join([*parts, *([origin(measured)] if measured["rows"] else [])])
-
-
-def _is_bound(row: Row) -> bool:
-    return row["implementation"] in BOUNDS.get(row["folder"], ())
 
 
 def _microseconds(row: Row | None) -> str:

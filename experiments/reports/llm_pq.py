@@ -20,7 +20,7 @@ from megajax.systems.llm_pq.rivals import rivals
 from megajax.systems.llm_pq.solver import Plan, Solver
 
 Row = Mapping[str, Any]
-PAPER_MEAN, PAPER_BEST = 2.26, 2.88  # (LLM-PQ, abstract) over its baselines, on the authors' GPUs
+PAPER_MEAN = 2.26  # (LLM-PQ, abstract) over its baselines, on the authors' GPUs
 SPLITQUANT_MEAN = 1.61  # (SplitQuant, CLUSTER 2025, abstract)
 NAMES = {
     "uniform": "one width, even split",
@@ -32,7 +32,7 @@ NAMES = {
 
 @dataclass(frozen=True)
 class Options:
-    """How a case is searched. quality: as `plan` takes it."""
+    """How a case is searched. quality: as in `megajax.systems.llm_pq.plan`."""
 
     quality: Any
     solver: Solver
@@ -129,7 +129,7 @@ def _compared(
 ) -> Iterator[dict[str, Any]]:
     """Yields every rival, and our plan at its quality. Searches of one quality are done once.
 
-    quality, placement: of the first search.
+    quality, placement: those of the first search.
     """
     known: dict[float, Placement | None] = {} if quality is None else {quality: placement}
     rival_plans = rivals(problem)

@@ -51,7 +51,7 @@ ROWS = 4096  # windows that go through the networks at a time
 
 
 class Said(NamedTuple):
-    """An alert of any detector. at, since: Unix seconds. score: in the detector's unit."""
+    """An alert of any detector. at, since: Unix seconds. score: a number in the detector's unit."""
 
     machine: str
     metric: str
@@ -225,7 +225,8 @@ def _lstm(w: dict, name: str, state: tuple, x: jax.Array) -> tuple:
 
 
 def both(w: dict, x_BWC: jax.Array, key: jax.Array | None) -> tuple[jax.Array, jax.Array]:
-    """Returns (what comes back, KL_B). key: of the latent's noise; None: its mean is decoded."""
+    """Returns (reconstructed windows, KL_B). key: random key of the latent's noise; None: the mean
+    of the latent is decoded."""
     zeros = jnp.zeros((len(x_BWC), UNITS))
     state = (zeros, zeros)
     state, _ = jax.lax.scan(
@@ -278,18 +279,19 @@ def train(x_BWC: np.ndarray, seed: int, steps: int) -> Learnt:
 #
 # Minder section 4.3: d_i is the sum over the other machines of the distance between what the
 # networks make of a window of machine i and of theirs. RAW (section 6): of the windows themselves.
-# CON: of all metrics' windows one after the other. INT: of what one network makes of all metrics.
+# CON: distances of the concatenated windows of all metrics. INT: distances of the output of one
+# network for all metrics.
 # MEDIAN is no variant of the paper: how far the mean of a window lies from the median machine.
 #
 # Legend: C metrics, M streams, N machines, J windows, D numbers of a window.
 
 
 DISTANCES = ("euclid", "manhattan", "chebyshev")
-WINDOWS = 64  # of a call
+WINDOWS = 64  # windows that one call of the compiled function takes
 
 
 def sums(e_JND: np.ndarray, measure: str = "euclid") -> np.ndarray:
-    """Returns d_JN: of each machine the sum of its distances to all others."""
+    """Returns d_JN, the sum of the distances from each machine to all others."""
     return in_parts(lambda e: _sums(e, measure), e_JND, WINDOWS)
 
 
@@ -364,8 +366,11 @@ SCORES = ("z", "share", "ratio", "mad", "plain")
 
 @dataclass(frozen=True)
 class Trace:
-    """The candidates of a case: of each stream and window the two highest scores and whose they
-    are, (2, M, J). A case is judged by this alone, so a threshold costs nothing to try."""
+    """The candidates of a case.
+
+    who, high: (2, M, J); the two machines with the highest scores in each stream and window, and
+    these scores. A case is judged by them alone, so trying another threshold costs nothing.
+    """
 
     who: np.ndarray
     high: np.ndarray
@@ -404,9 +409,9 @@ def trace(score_MJN: np.ndarray, there_JN: np.ndarray) -> Trace:
 def normal(d_JN: np.ndarray, there_JN: np.ndarray, how: str) -> np.ndarray:
     """Returns scores of how far each machine's sum of distances is above the others'.
 
-    z: standard deviations above the mean. share: of the highest z that n machines can have.
-    ratio: above the median, as a share of it. mad: the same in median absolute deviations. plain:
-    the sums themselves.
+    how: z: standard deviations above the mean. share: z divided by the highest z that is possible
+    with n machines. ratio: distance from the median, divided by the median. mad: distance from the
+    median in median absolute deviations. plain: the sums themselves.
     """
     d_JN = np.where(there_JN, d_JN, np.nan).astype(np.float64)
     if how == "plain":
@@ -651,7 +656,9 @@ def nvrx(view: View, _: Learnt, kind: str) -> np.ndarray:
     for h in range(9, H):
         part = mean_CNH[..., h - 9 : h + 1]
         there_CN = np.isfinite(part).sum(2) >= 5
-        median_CN = np.where(there_CN, _median(part), np.nan)
+        # Median over ticks of what is not NaN; 0 where nothing is.
+        nothing = ~np.isfinite(part).any(2, keepdims=True)
+        median_CN = np.where(there_CN, np.nanmedian(np.where(nothing, 0, part), 2), np.nan)
         if kind == "relative":
             reference = np.nanmax(np.where(there_CN, median_CN, 1e-9), 1, keepdims=True)
         else:
@@ -761,12 +768,6 @@ def by_window(score_MHN: np.ndarray, windows: int) -> np.ndarray:
     return scores
 
 
-def _median(part_CNH: np.ndarray) -> np.ndarray:
-    """Median over ticks of what is not NaN; 0 where nothing is."""
-    nothing = ~np.isfinite(part_CNH).any(2, keepdims=True)
-    return np.nanmedian(np.where(nothing, 0, part_CNH), 2)
-
-
 # ---- the rivals by name
 
 
@@ -779,8 +780,12 @@ def _nothing(views: Sequence[View], seed: int, steps: int) -> Learnt:
 
 @dataclass(frozen=True)
 class Rival:
-    """scores: of machines by window, (M, J, N). hows: rule.SCORES that may be tuned. need: windows
-    in a row. most: alerts of a case that may be tuned."""
+    """A detector that ours is compared with.
+
+    scores: returns the scores of machines by window, (M, J, N). hows: those of SCORES among which
+    tuning chooses. need: number of windows in a row. most: numbers of alerts in a case among which
+    tuning chooses.
+    """
 
     what: str
     scores: Callable[[View, Learnt], np.ndarray]
@@ -798,7 +803,7 @@ class Rival:
         }
 
     def choices(self, traces: Sequence[dict[str, Trace]]) -> Iterator[Mapping[str, Any]]:
-        """Yields what may be tuned. traces: of the tuning cases."""
+        """Yields the options among which tuning chooses. traces: those of each tuning case."""
         for how in self.hows:
             high = np.concatenate([t[how].high[0].ravel() for t in traces])
             levels = 1 - np.geomspace(0.5, 1e-4, THRESHOLDS)
@@ -898,8 +903,8 @@ def tune(
 ) -> Iterator[Tuned]:
     """Yields the rivals, ready.
 
-    sources: jobs to learn from. views: the tuning cases, one at a time. counted: of a case's number
-    and its alerts: (named, in vain, faults).
+    sources: jobs to learn from. views: the tuning cases, one at a time. counted: returns (named, in
+    vain, faults) for the number of a case and its alerts.
     """
     learnt = {name: RIVALS[name].learn(sources, seed, steps) for name in names}
     traces_of: dict[str, list] = {name: [] for name in names}
@@ -963,7 +968,10 @@ Patch = Callable[[], Any]
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """what: is left out. patches: what is replaced while it is fitted and run."""
+    """Our detector without one part.
+
+    what: says what is left out. patches: replacements that hold while it is fitted and run.
+    """
 
     what: str
     patches: tuple[Patch, ...] = ()

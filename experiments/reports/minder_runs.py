@@ -23,6 +23,7 @@ import numpy as np
 from experiments.reports import minder_rivals
 from experiments.reports import minder_rivals as rivals
 from experiments.reports.minder_rivals import RIVALS, Base, Tuned, View, tune
+from experiments.reports.reporting import wilson
 from megajax.core.files import write_whole
 from megajax.monitor.fleet import Case, cases
 from megajax.systems import minder
@@ -47,7 +48,8 @@ SAMPLES = 2000
 def judged(case: Mapping[str, Any], alerts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Returns {'named': delay in s by fault (None: a miss), 'vain': false alerts, 'repeats'}.
 
-    case: 'faults' with machine, start, end; 'left': (machine, time). alerts: with machine, at.
+    case: has 'faults', each with machine, start and end, and 'left', pairs of a machine and the
+    time of its departure. alerts: each has a machine and the time `at`.
     """
     named: list[float | None] = [None] * len(case["faults"])
     vain = repeats = 0
@@ -273,8 +275,11 @@ class Made:
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """What detectors learn from. jobs, seed: to fit on. steps: of training a network. tune_cases,
-    tune_seed: validation cases on which the rivals are tuned."""
+    """What detectors learn from.
+
+    jobs, seed: number and random seed of the jobs to fit on. steps: training steps of a network.
+    tune_cases, tune_seed: number and random seed of the validation cases that tune the rivals.
+    """
 
     jobs: int
     seed: int
@@ -411,7 +416,12 @@ def shared(
     try:
         for k in range(processes):
             work = folder / f"work-{k}.json"
-            work.write_text(_written(missing[k::processes], made, base))
+            task = {
+                "items": [dataclasses.asdict(item) for item in missing[k::processes]],
+                "made": [dataclasses.asdict(one) for one in made],
+                "base": base,
+            }
+            work.write_text(json.dumps(task, default=str))
             program = [sys.executable, "-m", "experiments.reports.minder_runs", str(work)]
             workers.append(subprocess.Popen(["env", *ALONE, *program]))
         for worker in workers:
@@ -421,18 +431,6 @@ def shared(
             worker.terminate()
     if any(worker.returncode for worker in workers):
         raise RuntimeError("a process of the evaluation failed; its error stands above")
-
-
-def _written(todo: Sequence[Item], made: Sequence[Made], base: Path) -> str:
-    """Returns the work of a process as JSON."""
-    return json.dumps(
-        {
-            "items": [dataclasses.asdict(i) for i in todo],
-            "made": [dataclasses.asdict(m) for m in made],
-            "base": base,
-        },
-        default=str,
-    )
 
 
 def main(path: str) -> None:
@@ -570,14 +568,6 @@ def _kinds(cases: Sequence[Mapping], name: str) -> Iterator[Row]:
             "recall_95": wilson(len(hits), len(faults)),
             "delay_s": delays(hits),
         }
-
-
-def wilson(hits: int, of: int) -> list[float]:
-    """Returns the 95 % interval of a share (Wilson 1927)."""
-    z, p = 1.959964, hits / of
-    middle = (p + z * z / (2 * of)) / (1 + z * z / of)
-    half = z / (1 + z * z / of) * np.sqrt(p * (1 - p) / of + z * z / (4 * of * of))
-    return [float(max(middle - half, 0)), float(min(middle + half, 1))]
 
 
 def _alarms(healthy: Sequence[Mapping], name: str) -> Iterator[Row]:

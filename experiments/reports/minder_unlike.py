@@ -19,7 +19,8 @@ from unittest import mock
 import numpy as np
 
 from experiments.reports import minder_runs
-from experiments.reports.minder_runs import OURS, code, wilson
+from experiments.reports.minder_runs import OURS, code
+from experiments.reports.reporting import wilson
 from megajax.core.config import Checked, option
 from megajax.core.errors import UserError
 from megajax.monitor import results

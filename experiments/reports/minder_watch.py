@@ -68,8 +68,8 @@ def simulated(jobs: int, machines: int, seed: int, say: Callable[[str], Any]) ->
 def server(url: str, metrics: Sequence[str] | None, queries: str | None, **secrets: Any) -> Any:
     """Returns a Prometheus server as a source.
 
-    metrics: of a model; None: those that Minder uses, and the host's. queries: a JSON file with
-    expressions of its own. Raises: UserError.
+    metrics: names of the metrics that a model reads; None: those of Minder, and those of the host.
+    queries: name of a JSON file {metric: expression}. Raises: UserError.
     """
     if queries is not None:
         said = files.read_object(expand(queries, "queries"), 2**20, "queries")
@@ -272,7 +272,7 @@ class WatchConfig(Checked):
 
 
 def source(s: Server, metrics: Sequence[str] | None) -> Any:
-    """Returns the Prometheus server. metrics: of a model; None: Minder's."""
+    """Returns the Prometheus server. metrics: names that a model reads; None: those of Minder."""
     if s.prometheus is None:
         raise UserError("which server? Give its address (--prometheus=http://HOST:9090)")
     if (s.user is None) != (s.password_file is None):
@@ -301,8 +301,8 @@ def watch(
 ) -> int:
     """Watches until SIGTERM or Ctrl-C; returns the exit code.
 
-    path: of the model. settings_of: makes settings of the model's. steps: of a retraining. out:
-    folder of all that is written.
+    path: file of the model. settings_of: returns the settings to use for those of the model. steps:
+    training steps of a retraining. out: folder of all files that are written.
     """
     if not path.exists():
         raise UserError(

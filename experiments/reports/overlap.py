@@ -138,11 +138,11 @@ def _op(product: Product, machine: Machine) -> Row:
 def draw_routing(
     tokens: int, experts: int, active: int, std: float, seed: int = 0
 ) -> tuple[np.ndarray, float]:
-    """Returns (experts_TA, the std reached): different experts for each token.
+    """Returns (experts_TA, the std that was reached); a token has `active` different experts.
 
-    std: of the experts' shares of all rows; 0: all equally popular. Popularity is log-normal,
-    scaled until the drawn shares have this std; a token cannot take one expert twice, so there is a
-    largest std, and what was reached is returned.
+    std: standard deviation of the experts' shares of all rows; 0: all are equally popular.
+    Popularity is log-normal and scaled until the drawn shares have this std. A token cannot take
+    one expert twice, so there is a largest std, which a larger one is replaced by.
     """
     rng = np.random.default_rng(seed)
     popularity_E = rng.normal(size=experts)
@@ -685,8 +685,8 @@ def comet_rows(
 ) -> Iterator[Row]:
     """Yields a row for each model, imbalance, layout (tensor, expert) and way: the largest errors.
 
-    tokens: of all ranks, a multiple of RANKS. An error is the largest difference over the largest
-    value of the loop.
+    tokens: number of tokens of all ranks, a multiple of RANKS. An error is the largest difference
+    divided by the largest value of the loop.
     """
     for model in models:
         case = MIXTURES[model]

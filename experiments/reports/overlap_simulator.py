@@ -147,8 +147,8 @@ def _live(table: Any) -> Any:
 class ExpertTiles(NamedTuple):
     """Tiles over the rows of the experts, in the order in which they are taken; int32 (T,).
 
-    group: the expert. row: first of its sorted rows. rows: of the tile. stage: how many sources
-    after the own rank must have landed, 0: none.
+    group: the expert. row: the tile's first row among the sorted rows of the expert. rows: number
+    of rows of the tile. stage: number of other ranks whose rows must have arrived; 0: none.
     """
 
     group: np.ndarray
@@ -273,11 +273,12 @@ TIE = 1e-9  # (chosen) a relative difference of times that is none: many ways ar
 class Machine:
     """A GPU and its link.
 
-    sms: multiprocessors, a thread block on each. flops: that a product sustains, FLOP/s.
-    link_bytes_per_s: into one GPU, usable; as much out of it. memory_bytes_per_s: HBM. block_
-    bytes_per_s: that one thread block copies. latency_s: from a copy's last byte until its flag is
-    seen. launch_s: between two kernels of a ring. call_s: of one collective of XLA's. switched: all
-    peers behind one switch, so that both directions of a ring share the link.
+    sms: number of multiprocessors, with one thread block each. flops: rate that a product sustains,
+    FLOP/s. link_bytes_per_s: usable rate of the link into one GPU, and also out of it.
+    memory_bytes_per_s: rate of HBM. block_bytes_per_s: rate at which one thread block copies.
+    latency_s: time from the last byte of a copy until its flag is seen. launch_s: time between two
+    kernels of a ring. call_s: time that XLA takes to start one collective. switched: all peers are
+    behind one switch, so that both directions of a ring share the link.
     """
 
     name: str
@@ -416,8 +417,8 @@ def run(
 ) -> Run:
     """Returns the events of one rank.
 
-    tile_s: duration of a tile. bytes_C: of each chunk. comm_blocks: SMs that copy; the others take
-    tiles. 0: a copy engine beside all SMs.
+    tile_s: duration of a tile. bytes_C: size of each chunk. comm_blocks: number of SMs that copy;
+    the others compute tiles. 0: a copy engine copies, and all SMs compute.
     Raises: ValueError where no SM is left for tiles.
     """
     blocks = machine.sms - comm_blocks
@@ -607,9 +608,9 @@ class Load:
 class ExpertProduct:
     """The first product (tokens, width) x (width, n) or the second (rows, k) x (k, width).
 
-    width: of a token. hidden: columns of the first product or depth of the second on one rank; for
-    a gated activation the first has both matrices' columns. wire_bytes: of an element that crosses
-    ranks: 2 for tokens of 16 bits, 4 for partial sums in float32.
+    width: width of a token. hidden: columns of the first product or depth of the second on one
+    rank; with a gated activation the first has the columns of both matrices. wire_bytes: size of an
+    element that crosses ranks: 2 for tokens of 16 bits, 4 for partial sums in float32.
     """
 
     part: Part
@@ -631,7 +632,7 @@ class ExpertProduct:
 def product_of(mixture: Mixture, part: Part, tensor: int, sum_bytes: int = 4) -> ExpertProduct:
     """Returns a rank's product where `tensor` ranks share each expert.
 
-    sum_bytes: of a partial sum that crosses ranks.
+    sum_bytes: size of a partial sum that crosses ranks.
     """
     if part == "dispatch":
         hidden = mixture.inputs * mixture.hidden // tensor
@@ -661,7 +662,7 @@ def expert_comm_s(product: ExpertProduct, load: Load, machine: Machine) -> float
 
 
 def owner_s(product: ExpertProduct, load: Load, machine: Machine) -> float:
-    """Returns seconds of a combine's last pass: what came from all ranks is added up.
+    """Returns the seconds of the last pass of a combine, which adds up the rows of all ranks.
 
     A rank is taken to receive as many sums as it sends.
     """
@@ -712,7 +713,8 @@ def expert_simulate(
 ) -> tuple[Times, Fused]:
     """Returns the times of the slowest rank, and how the best of `ways` works.
 
-    loads: of the ranks that may be the slowest. The way is chosen on the rank with the most rows.
+    loads: those of the ranks that may be the slowest. How to fuse is chosen for the rank with the
+    most rows.
     Raises: ValueError without a load or a way.
     """
     if not loads or not ways:

@@ -94,7 +94,7 @@ LEVELS = {
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """Collectives that one operation asked for. nbytes: of one step on one device."""
+    """Collectives that one operation asked for. nbytes: what one device sends in one step."""
 
     kind: str
     axes: str
@@ -183,10 +183,10 @@ def markdown(plan: Plan, search: str = "", times: str = ASSUMED) -> str:
     parts += sending(plan)
     parts += pruning(plan)
     lines = [f"- {w}" for w in plan.warnings] or ["none"]
-    return (
-        "\n\n".join([*parts, "## Warnings", "\n".join(lines), f"*{_provenance(plan, times)}*"])
-        + "\n"
-    )
+    facts = results.facts(plan.cluster.name, _layer(plan))
+    where = ", ".join(facts[name] for name in ("layer", "date", "commit"))
+    source = f"*Times are estimates: {times}. Attention is XLA's. {where}*"
+    return "\n\n".join([*parts, "## Warnings", "\n".join(lines), source]) + "\n"
 
 
 def to_json(plan: Plan, search: Mapping[str, Any] | None = None) -> str:
@@ -314,7 +314,10 @@ def write(
     search: Mapping[str, Any] | None = None,
     times: str = ASSUMED,
 ) -> None:
-    """Writes plan.md, plan.json and plan.png. section, search: of the search that chose it."""
+    """Writes plan.md, plan.json and plan.png.
+
+    section, search: text and figures of the search that chose the plan.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "plan.md").write_text(markdown(plan, section, times))
     (folder / "plan.json").write_text(to_json(plan, search))
@@ -354,12 +357,6 @@ def _layer(plan: Plan) -> str:
     return f"compiled for {plan.cluster.card.name}" if plan.compiled else "simulated"
 
 
-def _provenance(plan: Plan, times: str) -> str:
-    facts = results.facts(plan.cluster.name, _layer(plan))
-    where = ", ".join(facts[name] for name in ("layer", "date", "commit"))
-    return f"Times are estimates: {times}. Attention is XLA's. {where}"
-
-
 # ---- a search
 
 
@@ -394,7 +391,7 @@ def summary(search: Ranking) -> str:
 def ranking_rows(search: Ranking, base: Config, start: Sequence[str]) -> list[dict[str, Any]]:
     """Returns one row a plan, best first, compiled ones before the others.
 
-    base, start: what the flags started from, and the words that say so (--preset=...).
+    base: the configuration that the flags started from. start: the flags that name it.
     """
     return [
         {
@@ -409,7 +406,7 @@ def ranking_rows(search: Ranking, base: Config, start: Sequence[str]) -> list[di
             "estimate": f"estimate: {p.estimate.step_s:.4g} s, estimate: MFU "
             f"{100 * p.estimate.mfu_megatron:.1f} %",
             "needed_gib": p.needed / GIB,
-            "needed_is": _certainty(p),
+            "needed_is": "compiled" if p.compiled else "expected" if p.expected else "bound",
             "fits": _fits(p),
             "flags": shlex.join([*start, *config.spell(p.cfg, base)]),
         }
@@ -474,11 +471,6 @@ def _schedule(plan: Plan) -> str:
         f"{pipeline.schedule}{chunks}, M {pipeline.microbatches}, keeps {pipeline.stash}, "
         f"{pipeline.gradients} gradients"
     )
-
-
-def _certainty(plan: Plan) -> str:
-    """Returns what the bytes of a plan are."""
-    return "compiled" if plan.compiled else "expected" if plan.expected else "bound"
 
 
 def _fits(plan: Plan) -> str:

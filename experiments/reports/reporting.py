@@ -6,6 +6,7 @@ Figures have no frames, and the same data gives the same files.
 """
 
 import json
+import math
 import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -44,6 +45,16 @@ def resumed[T](path: Path, what: str, flag: str, parse: Callable[[dict[str, Any]
         return None
     except (ValueError, KeyError, TypeError) as error:
         raise UserError(f"{path} holds no {what}: {error!r}; remove it (--{flag})") from None
+
+
+def wilson(hits: int, of: int) -> list[float]:
+    """Returns the 95 % interval of a share (Wilson 1927); [0, 1] of nothing."""
+    if not of:
+        return [0.0, 1.0]
+    z, p = 1.959964, hits / of
+    middle = (p + z * z / (2 * of)) / (1 + z * z / of)
+    half = z / (1 + z * z / of) * math.sqrt(p * (1 - p) / of + z * z / (4 * of * of))
+    return [float(max(middle - half, 0)), float(min(middle + half, 1))]
 
 
 # ---- tables

@@ -165,8 +165,11 @@ def shapes(pair: Pair) -> tuple[StepShape, StepShape]:
 
 @dataclasses.dataclass(frozen=True)
 class Factors:
-    """What is calibrated. compute: of the time of all that is no exchange of data parallelism.
-    network: of the speed between hosts."""
+    """Calibrated factors.
+
+    compute: factor on the time of everything but the exchange of data parallelism. network: factor
+    on the speed between hosts.
+    """
 
     compute: float = 1.0
     network: float = 1.0
@@ -455,8 +458,9 @@ class Runner:
     def run(self, seed: int) -> Row:
         """Trains one model. Returns its row.
 
-        loss: of the weights in use, which the paper's own validation reads; loss_masters: of the
-        float32 masters, which a checkpoint gives away. data: a checksum of all tokens, in order.
+        loss: held-out loss with the weights in use, as in the paper's own validation. loss_masters:
+        held-out loss with the float32 masters, which a checkpoint contains. data: a checksum of all
+        tokens, in order.
         """
         study, checksum = self.study, 0
         state = self.step.init(seed)
@@ -715,10 +719,10 @@ def count(
 ) -> Iterator[dict[str, Any]]:
     """Yields a row for each level of a codec's program, and for what crosses between nodes.
 
-    bits: of an element that goes through the level. of_bf16: bytes over those that bfloat16 alone
-    would need. `crossing`: bytes of one rank that leave its node: of the gradients its rows for the
-    other nodes, of the weights its piece, once for each rank of them. Raises: UserError for a
-    program without exactly one collective a level: its bytes would be others.
+    bits: average bits of an element that is sent on the level. of_bf16: its bytes divided by those
+    of bfloat16. `crossing`: bytes of one rank that leave its node: the rows of gradients for the
+    other nodes, and its piece of the weights, once for each of their ranks. Raises: UserError for a
+    program that does not have exactly one collective on each level.
     """
     sent: dict[str, int] = {}
     for level, (kind, axes, part) in LEVELS.items():
@@ -777,7 +781,7 @@ LINEAR = 0.1  # percent: below it the axis of gaps is linear, so that signs and 
 def draw(rows: Sequence[Row], path: Path) -> None:
     """Losses against steps, means over the seeds; gaps with two standard errors and the paper's.
 
-    rows: of the parts 'run' and 'gap'. Writes SVG and PNG.
+    rows: those of the parts 'run' and 'gap'. Writes SVG and PNG.
     """
     figure, (left, right) = panels(2, size=(12.5, 4.2))
     gaps = {r["variant"]: r for r in rows if r["part"] == "gap"}

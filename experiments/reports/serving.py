@@ -88,17 +88,10 @@ def batches(load: Sequence[Request], size: int, padded: bool) -> Iterator[list[R
     for start in range(0, len(load), size):
         batch = list(load[start : start + size])
         if padded:
-            prompt, answer = (max(map(f, batch)) for f in (_prompt, _answer))
+            prompt = max(len(request.prompt) for request in batch)
+            answer = max(request.answer for request in batch)
             batch = [Request([0] * (prompt - len(r.prompt)) + r.prompt, answer) for r in batch]
         yield batch
-
-
-def _prompt(request: Request) -> int:
-    return len(request.prompt)
-
-
-def _answer(request: Request) -> int:
-    return request.answer
 
 
 def serve(
@@ -122,9 +115,8 @@ def serve(
         now = time.perf_counter() - began
         ready = [(i, r) for i, r in pending if times[i] <= now]
         # A static batch starts when the one before has ended and all of its requests are there.
-        if ready and (
-            mode.startswith("continuous") or (len(ready) == len(pending) and _idle(engine))
-        ):
+        is_complete = len(ready) == len(pending) and not engine.busy
+        if ready and (mode.startswith("continuous") or is_complete):
             for i, r in ready:
                 asked = SamplingParams(max_tokens=r.answer, temperature=0, ignore_eos=True)
                 owners[engine.submit(r.prompt, asked)] = i
@@ -144,10 +136,6 @@ def serve(
     return _summary(load, served, seconds, steps) | {"cpu_s": busy}
 
 
-def _idle(engine: Engine) -> bool:
-    return not engine.busy
-
-
 def _queue(load: Sequence[Request], mode: Mode, size: int) -> Iterator[list[tuple[int, Request]]]:
     """Yields what may be handed in together, with the requests' numbers."""
     number = itertools.count()
@@ -161,7 +149,7 @@ def _queue(load: Sequence[Request], mode: Mode, size: int) -> Iterator[list[tupl
 def _summary(
     load: Sequence[Request], served: Sequence[Served], seconds: float, steps: int
 ) -> dict[str, Any]:
-    tokens = sum(map(_answer, load))
+    tokens = sum(request.answer for request in load)
     figures: dict[str, Any] = {
         "tokens": tokens,
         "seconds": seconds,
@@ -198,7 +186,7 @@ COLOURS = {
 def draw(rows: Sequence[Row], path: Path) -> None:
     """Tokens a second of all modes, and the latency of a request at each offered load.
 
-    rows: of the parts 'offline', 'online' and 'claim'. Writes SVG and PNG.
+    rows: those of the parts 'offline', 'online' and 'claim'. Writes SVG and PNG.
     """
     figure, (left, right) = panels(2, size=(10.5, 3.8))
     offline = [r for r in rows if r["part"] == "offline"]
@@ -218,7 +206,8 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     n = max((r["n"] for r in offline), default=0)
     left.set_title(f"median of {n} runs, bars: slowest and fastest", fontsize=9, loc="left")
     for mode in ("static, padded", "static", "continuous"):
-        curve = sorted((r for r in rows if r["part"] == "online" and r["mode"] == mode), key=_load)
+        curve = [r for r in rows if r["part"] == "online" and r["mode"] == mode]
+        curve.sort(key=lambda row: row["load"])
         if curve:
             right.plot(
                 [r["tokens_per_s"] for r in curve],
@@ -245,10 +234,6 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         f"Continuous batching: {claim['value']:.2f} times padded static batching" if claim else ""
     )
     save(figure, path, title)
-
-
-def _load(row: Row) -> float:
-    return row["load"]
 
 
 def offline(path: Path) -> str:

@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 from absl import app, flags
 
+from experiments.reports.reporting import wilson
 from megajax.monitor.slow_rank import TICKS, OwnWork, Slow
 
 FLAGS = flags.FLAGS
@@ -36,8 +37,12 @@ PULSE_EVERY = 10  # steps
 
 @dataclass(frozen=True)
 class Run:
-    """One job: step_T; own, demand and pulse of each step, (3, R, T); NaN: not measured. who: the
-    slow rank from step `onset` on; None: all are healthy. kind: of the fault."""
+    """One job.
+
+    step_T: seconds of each step. work_MRT: the measures own, demand and pulse of each rank and
+    step; NaN: not measured. who: the rank that is slow from step `onset` on; None: all are healthy.
+    kind: kind of the fault.
+    """
 
     step_T: np.ndarray
     work_MRT: np.ndarray
@@ -162,7 +167,7 @@ def _slow(
 
 
 def judge(run: Run, tick_steps: int = 12) -> list[tuple[int, Slow]]:
-    """Returns (step, finding) of all that are named. tick_steps: of 24 s."""
+    """Returns a (step, finding) for each named rank. tick_steps: steps of a tick of 24 s."""
     ranks = run.work_MRT.shape[1]
     work, findings = OwnWork(ranks, TICKS), []
     for t in range(0, STEPS - tick_steps + 1, tick_steps):
@@ -217,15 +222,6 @@ def counts(ranks: int, runs: int, seed: int) -> dict[str, Any]:
         "delay_median_s": float(np.median(delays_s)) if delays_s else None,
         "false_alarms_per_day": 24 * outcomes["false_alarms"] / hours,
     }
-
-
-def wilson(hits: int, of: int) -> tuple[float, float]:
-    """Returns the 95 % interval of a share."""
-    if not of:
-        return 0.0, 1.0
-    z, p = 1.96, hits / of
-    middle, half = p + z * z / (2 * of), z * math.sqrt(p * (1 - p) / of + z * z / (4 * of * of))
-    return (middle - half) / (1 + z * z / of), (middle + half) / (1 + z * z / of)
 
 
 def main(_: Sequence[str]) -> None:

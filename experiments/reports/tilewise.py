@@ -123,9 +123,10 @@ DENSE = "dense"
 
 @dataclasses.dataclass(frozen=True)
 class Subject:
-    """A model to prune and text to train it on. batch(seed, step): a function of these alone.
+    """A model to prune and text to train it on.
 
-    parts: of `model`, on one device. held_out: batches that are never trained on.
+    parts: the parts of `model` on one device. batch: returns the batch of (seed, step), always the
+    same. held_out: batches that are never trained on.
     """
 
     name: SubjectName
@@ -178,9 +179,10 @@ def passages(
     held_out: int,
     cache_dir: str | Path,
 ) -> Subject:
-    """The encoder with a head of eight classes. tokens: of a passage, the first one included.
+    """Returns the encoder with a head of eight classes, on passages of Python's standard library.
 
-    tokenizer: as DataConfig's. held_out: passages. model: its vocabulary and labels are the data's.
+    model: its vocabulary and number of labels are replaced by those of the data. tokens: length of
+    a passage, with its first token. tokenizer: as in DataConfig. held_out: number of passages.
     """
     data = open_passages(tokens, tokenizer, cache_dir)
     cfg = dataclasses.replace(
@@ -339,7 +341,7 @@ def save_state(path: Path, state: TrainState) -> None:
 
 
 def load(path: Path, like: TrainState) -> TrainState:
-    """Returns a saved state. like: of the same shapes."""
+    """Returns a saved state. like: a state with the same shapes."""
     arrays = files.read_arrays(path, "state of a study")
     leaves = [jnp.asarray(arrays[n]) for n, _ in named_leaves(like)]
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
@@ -507,8 +509,9 @@ def speeds(
 ) -> Iterator[Row]:
     """Yields the counted work of the paper's shapes, each pruned alone to each sparsity.
 
-    scores: of SHAPES' names, matrices (k, n) that divide them. methods: tile-wise ones; others are
-    passed over, because no kernel multiplies them faster than dense ones. unit_score: of `prune`.
+    scores: {name in SHAPES: a matrix whose sizes divide those of the shape}. methods: only
+    tile-wise ones are counted, because no kernel multiplies the others faster than dense matrices.
+    unit_score: as in `prune`.
     """
     for name, (shape, _, paper) in SHAPES.items():
         dense, enlarged = dense_work(TOKENS, shape), enlarge(scores[name], shape)
