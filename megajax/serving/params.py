@@ -1,8 +1,8 @@
 """What a request may ask of the sampler: vLLM's names, defaults and ranges.
 
-Source: vLLM, vllm/sampling_params.py. A value that vLLM would clip is refused here. Every number
-has a lower and an upper limit, which the arrays of the sampler (int32, float32) can hold. Not here:
-the arithmetic of the sampler, and what depends on a model (vocabulary, context).
+Source: vLLM, vllm/sampling_params.py. Values that vLLM would clip are refused. Every number has a
+lower and an upper limit, which the arrays of the sampler (int32, float32) can hold. Not here: the
+arithmetic of the sampler (draw.py), and what depends on a model: vocabulary, context (engine.py).
 """
 
 import dataclasses
@@ -154,7 +154,7 @@ def _index(token: Any) -> int:
 
 
 def _biases(biases: Any) -> dict[int, float]:
-    """Returns token -> bias; a JSON object's keys are strings, so these are read as numbers."""
+    """Returns {token: bias}. Keys may be strings of digits, as in a JSON object."""
     if biases is None:
         return {}
     if not isinstance(biases, Mapping):

@@ -38,10 +38,9 @@ class Decoder:
     """Turns the tokens of one answer into text."""
 
     def __init__(self, tokenizer: Any, pieces: Sequence[bytes | None] | None, strip: bool):
-        """pieces: of the tokenizer; None: it has none, and decodes the whole answer every time.
-
-        strip: drop a space before the first word, as SentencePiece's decoders do; a text that goes
-        on behind another one needs it.
+        """pieces: the bytes of the tokenizer's ids; None: ids do not stand for bytes, and the
+        answer is decoded from its beginning at every token. strip: drop a space before the first
+        word, as SentencePiece's decoders do; a text that continues another one needs the space.
         """
         self._tokenizer, self._pieces, self._strip = tokenizer, pieces, strip
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
@@ -116,8 +115,11 @@ class Stopper:
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """A token with its log-probability. start, end: its place in the text, in characters. logprob:
-    None for the first token of a prompt. top: the likeliest tokens in its place, and itself."""
+    """A token with its log-probability.
+
+    logprob: None for the first token of a prompt. top: {id: log-probability} of the likeliest
+    tokens in its place and of the token itself. start, end: its characters in the text.
+    """
 
     token: int
     logprob: float | None
@@ -128,7 +130,7 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True)
 class Delta:
-    """What is new of an answer. reason: 'stop' or 'length' where it ended."""
+    """The growth of an answer. reason: 'stop' or 'length' if the answer ended, else None."""
 
     text: str
     entries: list[Entry]
@@ -136,7 +138,7 @@ class Delta:
 
 
 class Answer:
-    """One answer while it comes."""
+    """One answer while it grows."""
 
     def __init__(
         self,
@@ -146,8 +148,8 @@ class Answer:
         echo: str,
         prompt: Sequence[int],
     ):
-        """pieces: of the tokenizer, or None. echo: text that its first delta begins with. prompt:
-        its tokens."""
+        """pieces: as `pieces_of` returns them. echo: text that the first delta begins with. prompt:
+        the tokens of the prompt."""
         self._job, self._echo, self._prompt = job, echo, prompt
         # A text that an answer goes on from needs the space; a chat's answer begins a text, but
         # what has a form has it exactly.
@@ -162,7 +164,7 @@ class Answer:
         self.reason: str | None = None
 
     def add(self, output: Output) -> Delta | None:
-        """Returns what is new, or None. Raises: ApiError for an answer that failed."""
+        """Returns the growth by an output, or None. Raises: ApiError for an answer that failed."""
         if output.finish_reason == "cancelled":
             raise stopping()
         if output.finish_reason == "constraint":
@@ -220,7 +222,8 @@ class Answer:
             at += len(text)
 
     def _release(self) -> list[Entry]:
-        """Takes the entries of what was shown; those of a token that a stop string cut too."""
+        """Removes and returns the entries of the text that was shown, with a token that a stop
+        string cut."""
         if self._job.logprobs is None:
             self._pending.clear()
             return []
@@ -242,7 +245,7 @@ class Shapes:
     """Writes deltas and answers as OpenAI's objects, for one request."""
 
     def __init__(self, job: Job, model: str, tokenizer: Any, pieces: Sequence[bytes | None] | None):
-        """model: as the client called it. pieces: of the tokenizer, or None."""
+        """model: its name in the request. pieces: as `pieces_of` returns them."""
         self._job, self._tokenizer, self._pieces = job, tokenizer, pieces
         chat = job.kind == "chat"
         self.id = f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}"
@@ -264,13 +267,13 @@ class Shapes:
         return {**self._head, "object": self._kinds[0], "choices": choices, "usage": usage}
 
     def first(self, index: int) -> dict[str, Any] | None:
-        """Returns what a stream of an answer begins with, if anything."""
+        """Returns the first part of the stream of an answer; None: it has no such part."""
         if self._job.kind != "chat":
             return None
         return self._chunk(index, {"delta": {"role": "assistant", "content": ""}}, [], None)
 
     def part(self, index: int, delta: Delta) -> dict[str, Any]:
-        """Returns what a stream sends of a delta."""
+        """Returns the part of a stream that sends a delta."""
         text = delta.text
         chat = {"delta": {"content": text} if text or delta.reason is None else {}}
         body = chat if self._job.kind == "chat" else {"text": text}
@@ -303,8 +306,8 @@ class Shapes:
         }
 
     def _by_name(self, entry: Entry) -> dict[str, float | None] | None:
-        """Returns the log-probabilities in the place of a token; the names of a few vocabularies'
-        tokens are equal, of which the first has its name."""
+        """Returns {name: log-probability} of the tokens in an entry's place. In a few vocabularies
+        several tokens have one name; the first of them gets it."""
         if entry.logprob is None:
             return None
         first = {entry.token: entry.logprob}
@@ -332,7 +335,8 @@ class Shapes:
         return self._pieces[token] if token < len(self._pieces) else None
 
     def _name(self, token: int) -> str:
-        """Its text; parts of a character as OpenAI writes them; another name for a special one."""
+        """Returns the text of a token; for a part of a character and for a special token, a name in
+        its place, as OpenAI writes them."""
         data = self._bytes(token)
         if data is None:
             return f"token_id:{token}"
@@ -361,7 +365,7 @@ class Run:
         tokenizer: Any,
         pieces: Sequence[bytes | None] | None,
     ):
-        """model: as the client called it. pieces: of the tokenizer, or None."""
+        """model: its name in the request. pieces: as `pieces_of` returns them."""
         self._worker, self._job = worker, job
         self._shapes = Shapes(job, model, tokenizer, pieces)
         self._streams: list[Stream] = []
