@@ -2,8 +2,9 @@
 
 SIMULATED times only; nothing here was measured. One rank of many equal ones: its thread blocks take
 tiles in turn and wait for flags, a few blocks move chunks over a link that they share, flags are
-seen a latency later. The same schedules drive the fused kernels (first section). Beside
-them: the product and its collective one after the other, and XLA's rings, step by step.
+seen a latency later. Copies are timed by the simulator of schedules (megajax/schedule). The same
+schedules drive the fused kernels (first section). Beside them: the product and its collective one
+after the other, and XLA's rings, step by step.
 
 Measures (Flux, arXiv 2406.06858, equations 1 and 2): the effective communication time of a way to
 do it is ECT = T - T_gemm, with the best product that is not split, on all SMs, in both terms; its

@@ -2,7 +2,10 @@
 
 Durations are the seconds of ALL chunks of a stage by kind, so one chunk's work takes its part; or a
 function of the task. Seconds may be any exact number too (fractions.Fraction). `run` times any
-tasks; there, tasks that run at one time may slow each other down.
+tasks; there, a task may have a release, and tasks that run at one time may slow each other down, as
+copies that share a link do. LLM-PQ's pipelines (systems/llm_pq/problem.py), replays of compiled
+programs (cost/replay.py) and the copies of fused kernels (experiments/reports/overlap_simulator.py)
+are simulated as such tasks.
 """
 
 import collections

@@ -48,7 +48,7 @@ CONTAINERS = frozenset(("while", "call", "conditional"))
 
 
 class Reads:
-    """Who reads whom in a module's text, and which instructions hold others.
+    """Which instructions of a module read the results of which, and which contain others.
 
     readers: {instruction: those that read its result}. containers: names of `CONTAINERS`.
     """
