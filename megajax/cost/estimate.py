@@ -14,7 +14,7 @@ import functools
 from collections.abc import Iterable
 from typing import Protocol
 
-from megajax.core.hardware import Cluster, DeviceCard
+from megajax.core.hardware import Cluster
 from megajax.cost import traffic
 from megajax.cost.base import Convention, CostModel, Op, mfu, model_flops_per_token
 from megajax.cost.kernels import Collective, Matmul, Rowwise
@@ -76,12 +76,6 @@ def transfer_seconds(
     return once * sent.executions, bare, bare * (sigma / once if once else 0.0)
 
 
-def _rate(model: CostModel, card: DeviceCard, dtype: str) -> float:
-    """FLOP/s of a large product."""
-    op = Op("input", Matmul(8192, 8192, 8192), dtypes=(dtype,))
-    return op.flops / model.op_time(op, card)[0]
-
-
 @functools.cache
 def _group(axes: tuple[str, ...], sizes: tuple[tuple[str, int], ...], gpus_per_host: int) -> Group:
     """The group of these axes; a search asks for the same ones again and again."""
@@ -117,7 +111,8 @@ def estimate(
         layers += seconds * done * (op.part != "head")
         idle += seconds * masked
         sigma += op.count * deviation * (done + masked)
-    rate = _rate(model, cluster.card, step.load.dtype)
+    large = Op("input", Matmul(8192, 8192, 8192), dtypes=(step.load.dtype,))
+    rate = large.flops / model.op_time(large, cluster.card)[0]  # of a large product, FLOP/s
     spent: dict[str, float] = {}
     exposed: dict[str, float] = {}
     for transfer in sent:

@@ -12,7 +12,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -288,8 +288,14 @@ class Module:
                 self.entry = current if match[1] else self.entry
             elif current:
                 self.computations[current].append(line)
-        self.flops_of = functools.cache(self._flops_of)
-        self.instructions = functools.cache(self._instructions)
+        lines = self.computations
+        # Of a computation by its name: its matmul FLOPs, and its instructions by their names.
+        self.flops_of: Callable[[str], int] = functools.cache(
+            lambda name: self.flops(lines.get(name, []), name)
+        )
+        self.instructions: Callable[[str], dict[str, Instruction]] = functools.cache(
+            lambda name: instructions(lines.get(name, []))
+        )
 
     def places(self, start: str = "") -> Iterator[Place]:
         """Yields every line that runs; branches of a conditional all count as running.
@@ -331,16 +337,11 @@ class Module:
                 total += sum(self.flops_of(called) for called in (*one.called, *one.branches))
             elif one.opcode == "dot":
                 total += dot_flops(one, self.instructions(computation))
-            elif one.opcode == "custom-call" and (match := _GROUPED.search(_line(one))):
-                total += round(self._live_rows * _grouped(*match.groups()))
+            elif one.opcode == "custom-call":
+                line = f" = {one.shape} {one.opcode}({one.arguments}){one.attributes}"
+                if match := _GROUPED.search(line):
+                    total += round(self._live_rows * _grouped(*match.groups()))
         return total
-
-    def _flops_of(self, computation: str) -> int:
-        return self.flops(self.computations.get(computation, []), computation)
-
-    def _instructions(self, computation: str) -> dict[str, Instruction]:
-        """The instructions of a computation by name."""
-        return instructions(self.computations.get(computation, []))
 
 
 def dot_flops(one: Instruction, around: Mapping[str, Instruction]) -> int:
@@ -352,10 +353,6 @@ def dot_flops(one: Instruction, around: Mapping[str, Instruction]) -> int:
 def contracted(one: Instruction, left: Array) -> int:
     """Returns the length of the sum of a dot whose first operand this is."""
     return math.prod(left.dims[i] for i in one.dims("lhs_contracting_dims"))
-
-
-def _line(one: Instruction) -> str:
-    return f" = {one.shape} {one.opcode}({one.arguments}){one.attributes}"
 
 
 def _grouped(result: str, operands: str, kind: str) -> int:
@@ -573,9 +570,10 @@ def find(
             note(f"{c.kind} inside the pipeline's tick loop", c)
         elif c.kind == "all-gather" and data and "scatter" in c.op_name.rsplit("/", 1)[-1]:
             note("updates of a scatter gathered instead of scattered", c)
-        if "pipe" in c.axes and gpus_per_pod and (far := _far(c, gpus_per_pod)):
-            pairs = f"{far} of {len(c.groups)} pairs"
-            note(f"pipeline neighbours in different pods: {pairs}", c)
+        if "pipe" in c.axes and gpus_per_pod:
+            far = sum(len({d // gpus_per_pod for d in group}) > 1 for group in c.groups)
+            if far:
+                note(f"pipeline neighbours in different pods: {far} of {len(c.groups)} pairs", c)
     return [_sentence(what, axes, group) for (what, axes), group in faults.items()]
 
 
@@ -600,12 +598,9 @@ def _place(op_name: str) -> str:
     branches and shard_map add to it."""
     if op_name.startswith("(") and op_name.endswith(")"):  # several, joined by the compiler
         op_name = op_name[1:-1]
-    joined = dict.fromkeys(map(_parts, op_name.split(":")))
-    return " + ".join(joined) or "?"
-
-
-def _parts(name: str) -> str:
-    return "/".join(part for part in name.split("/") if not _SCOPE.fullmatch(part))
+    names = (name.split("/") for name in op_name.split(":"))
+    places = ("/".join(p for p in parts if not _SCOPE.fullmatch(p)) for parts in names)
+    return " + ".join(dict.fromkeys(places)) or "?"
 
 
 def _is_exchange(c: Collective) -> bool:
@@ -613,7 +608,3 @@ def _is_exchange(c: Collective) -> bool:
     names = c.op_name.split(":")  # of collectives that the compiler joined
     among = "expert" in c.axes and set(c.axes) <= {"expert", "tensor"}
     return among and all("experts" in name for name in names)
-
-
-def _far(c: Collective, gpus_per_pod: int) -> int:
-    return sum(len({d // gpus_per_pod for d in group}) > 1 for group in c.groups)

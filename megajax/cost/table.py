@@ -42,7 +42,15 @@ class Table:
         """Returns the table of a file. Raises: UserError if it cannot be read or is none."""
         try:
             table = json.loads(path.read_text())
-            rows = {_key(row): _times(row) for row in table["rows"]}
+            rows: dict[Key, tuple[float, float]] = {}
+            for row in table["rows"]:
+                key = str(row["kernel"]), tuple(row["shape"]), tuple(map(str, row["dtypes"]))
+                seconds, sigma = float(row["seconds"]), float(row.get("sigma", 0.0))
+                if not (0 < seconds < float("inf") and 0 <= sigma < float("inf")):
+                    raise ValueError(
+                        f"{row['kernel']} {row['shape']} takes {seconds} s, sigma {sigma} s"
+                    )
+                rows[key] = seconds, sigma
             return cls(str(table["device"]), rows, fallback)
         except OSError as error:
             raise UserError(f"{path} cannot be read: {error.strerror} (--cost_file)") from None
@@ -82,14 +90,3 @@ class Table:
     def memory(self, trees: Mapping[str, Iterable[Any]]) -> dict[str, int]:
         """Returns bytes a device by name, as the other model says."""
         return self.fallback.memory(trees)
-
-
-def _key(row: Mapping[str, Any]) -> Key:
-    return str(row["kernel"]), tuple(row["shape"]), tuple(map(str, row["dtypes"]))
-
-
-def _times(row: Mapping[str, Any]) -> tuple[float, float]:
-    seconds, sigma = float(row["seconds"]), float(row.get("sigma", 0.0))
-    if not (0 < seconds < float("inf") and 0 <= sigma < float("inf")):
-        raise ValueError(f"{row['kernel']} {row['shape']} takes {seconds} s, sigma {sigma} s")
-    return seconds, sigma

@@ -168,7 +168,8 @@ def messages(step: StepShape) -> Iterator[Message]:
             yield Message(bucket, "gradients", "reduce-scatter", bucket.axes, home * n, n, sums)
             continue
         inside, nodes, ranks = _levels(step, bucket)
-        piece, row = _piece(step, bucket)
+        piece = math.ceil(n / (nodes * ranks))
+        row = gradient_length(piece, coding.block, coding.inside, coding.between)
         fetched = weight_length(piece, coding.weights)
         gathered = nodes * ranks * coding.weights.wire_bytes(fetched)
         yield Message(bucket, "weights", "all-gather", bucket.axes, gathered, n, fetches)
@@ -245,16 +246,6 @@ def _levels(step: StepShape, bucket: Bucket) -> tuple[tuple[str, ...], int, int]
     inside = tuple(a for a in bucket.axes if a != BETWEEN)
     nodes = step.ways(BETWEEN) if BETWEEN in bucket.axes else 1
     return inside, nodes, step.ways(*inside)
-
-
-def _piece(step: StepShape, bucket: Bucket) -> tuple[int, int]:
-    """Returns C, and C as gradients travel."""
-    _, nodes, ranks = _levels(step, bucket)
-    piece = math.ceil(bucket.elements / (nodes * ranks))
-    coding = step.coding
-    if coding is None:
-        return piece, piece
-    return piece, gradient_length(piece, coding.block, coding.inside, coding.between)
 
 
 # ---- traffic

@@ -221,7 +221,8 @@ class Codec:
         """
         if not self.hadamard:
             return x_xN
-        return hadamard(_padded(x_xN, -x_xN.shape[-1] % self.hadamard), self.hadamard)
+        zeros = [(0, 0)] * (x_xN.ndim - 1) + [(0, -x_xN.shape[-1] % self.hadamard)]
+        return hadamard(jnp.pad(x_xN, zeros), self.hadamard)
 
     def restore(self, x_xM: Array, n: int) -> Array:
         """Returns the n gradients from their transform; called once, after the last sum."""
@@ -290,10 +291,6 @@ def _stochastic_bfloat16(x: Array, key: Array) -> Array:
     carried = word + (jax.random.bits(key, x.shape, jnp.uint32) >> 16)
     rounded = jax.lax.bitcast_convert_type((carried >> 16).astype(jnp.uint16), jnp.bfloat16)
     return jnp.where(jnp.isfinite(x), rounded, x.astype(jnp.bfloat16))
-
-
-def _padded(x_xN: Array, missing: int) -> Array:
-    return jnp.pad(x_xN, [(0, 0)] * (x_xN.ndim - 1) + [(0, missing)])
 
 
 def _count(n: Any) -> int:

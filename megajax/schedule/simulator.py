@@ -169,24 +169,20 @@ def _tasks(table: Table, durations: Durations) -> dict[Work, Task]:
         deps = tuple(map(_name, table.needs(work)))
         kind, stage, chunk, microbatch = work
         task = Task(_name(work), f"stage {stage}", deps, 0, kind, microbatch, stage, chunk)
-        out[work] = dataclasses.replace(task, duration=_seconds(table, durations, task))
-    return out
-
-
-def _seconds(table: Table, durations: Durations, task: Task) -> float:
-    if callable(durations):
-        seconds = durations(task)
-    else:
-        if task.kind not in durations:
+        if callable(durations):
+            seconds = durations(task)
+        elif kind not in durations:
             raise UserError(
-                f"durations has {sorted(durations)}, but {table.name} needs {task.kind!r} too"
+                f"durations has {sorted(durations)}, but {table.name} needs {kind!r} too"
             )
-        absent = set(table.kind_of[task.kind].includes) - table.kind_of.keys()
-        seconds = durations[task.kind] + sum(durations.get(kind, 0) for kind in absent)
-        seconds = seconds / table.lane_of[task.kind].chunks
-    if seconds < 0:
-        raise UserError(f"{task.name} takes {seconds} s; a duration is at least 0")
-    return seconds
+        else:
+            absent = set(table.kind_of[kind].includes) - table.kind_of.keys()
+            seconds = durations[kind] + sum(durations.get(other, 0) for other in absent)
+            seconds = seconds / table.lane_of[kind].chunks
+        if seconds < 0:
+            raise UserError(f"{task.name} takes {seconds} s; a duration is at least 0")
+        out[work] = dataclasses.replace(task, duration=seconds)
+    return out
 
 
 def _stages(table: Table) -> tuple[str, ...]:

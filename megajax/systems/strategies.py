@@ -182,12 +182,13 @@ def legal_meshes(cfg: Config, cluster: Cluster) -> list[tuple[MeshSpec, dict[str
     if a step of one micro-batch is legal on it.
     """
     experts = divisors(cfg.model.moe.experts) or [1]
+    contexts = [2**k for k in range(MOST_CONTEXT.bit_length())]
     meshes = []
     for pipe in divisors(cfg.model.layers):
         plainest = _schedule(cfg, "1f1b", 1, 1 if pipe > 1 else None)
         for node in _nodes(cfg, cluster, pipe):
             for expert in experts:
-                for context in _powers(MOST_CONTEXT):
+                for context in contexts:
                     for tensor in divisors(cluster.gpus_per_host):
                         mesh = MeshSpec(
                             pipe=pipe, node=node, expert=expert, context=context, tensor=tensor
@@ -478,7 +479,3 @@ def _schedule(cfg: Config, schedule: Schedule, chunks: int, microbatches: int | 
         pipeline=PipelineConfig(schedule, microbatches, chunks),
         train=dataclasses.replace(cfg.train, accumulate=1),
     )
-
-
-def _powers(most: int) -> list[int]:
-    return [2**k for k in range(most.bit_length())]

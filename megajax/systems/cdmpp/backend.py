@@ -218,16 +218,14 @@ def records_of(op: Op) -> list[OpRecord] | None:
     each = [count * itemsize(dtype) for count, dtype in zip(sizes, types, strict=True)]
     read = sum(each[:-1]) / max(size * sum(sizes[:-1]), 1)
     written = each[-1] / max(size * sizes[-1], 1)
-    return [_scaled(one, read, written) for one in records]
-
-
-def _scaled(one: OpRecord, read: float, written: float) -> OpRecord:
-    """Returns a record that reads and writes this many times the bytes."""
-    parts = {
-        "bytes_read": read * one["bytes_read"],
-        "bytes_written": written * one["bytes_written"],
-    }
-    return dataclasses.replace(one.within(**parts), nbytes=sum(parts.values()))
+    scaled = []
+    for one in records:
+        parts = {
+            "bytes_read": read * one["bytes_read"],
+            "bytes_written": written * one["bytes_written"],
+        }
+        scaled.append(dataclasses.replace(one.within(**parts), nbytes=sum(parts.values())))
+    return scaled
 
 
 def _records(op: Op) -> list[OpRecord] | None:

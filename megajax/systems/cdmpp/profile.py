@@ -30,7 +30,7 @@ import numpy as np
 
 from megajax.core.errors import UserError
 from megajax.core.hardware import CARDS, DeviceCard
-from megajax.cost.hlo import Instruction, Module, parse
+from megajax.cost.hlo import Module, parse
 from megajax.cost.program import records
 from megajax.cost.program_work import FREE
 from megajax.cost.record import OpRecord
@@ -48,7 +48,7 @@ CONTAINERS = frozenset(("while", "call", "conditional"))
 
 
 class Reads:
-    """Which instructions of a module read the results of which, and which contain others.
+    """The readers of each instruction of a module, and the instructions that contain others.
 
     readers: {instruction: those that read its result}. containers: names of `CONTAINERS`.
     """
@@ -63,7 +63,13 @@ class Reads:
         }
         loops = [one for one in self._all.values() if one.opcode == "while"]
         # {parameter of a body or condition: its loop}
-        self._loops = _parameters(of, loops)
+        self._loops = {
+            one.name: loop
+            for loop in loops
+            for inside in (loop.get("body"), loop.get("condition"))
+            for one in of.get(inside, {}).values()
+            if one.opcode == "parameter"
+        }
         self.containers = {one.name for one in self._all.values() if one.opcode in CONTAINERS}
         self.readers: dict[str, set[str]] = collections.defaultdict(set)
         for one in self._all.values():
@@ -92,18 +98,6 @@ class Reads:
         if one.opcode in FREE:
             return set().union(*(self._sources(each, None, seen) for each in one.operands))
         return {name}
-
-
-def _parameters(
-    of: Mapping[str, Mapping[str, Instruction]], loops: list[Instruction]
-) -> dict[str, Instruction]:
-    return {
-        one.name: loop
-        for loop in loops
-        for inside in (loop.get("body"), loop.get("condition"))
-        for one in of.get(inside, {}).values()
-        if one.opcode == "parameter"
-    }
 
 
 # ---- events

@@ -11,7 +11,7 @@ Legend: B rows, S positions, T tokens, K inputs of a product.
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Self
 
 import jax
@@ -107,7 +107,11 @@ def calibrate(
             streams[i], sums = step(weights, x, context)
             total = sums if total is None else jax.tree.map(jnp.add, total, sums)
         statistics.append(jax.tree.map(np.asarray, total))
-    return _stacked(statistics, parts.stack)
+    stacked: dict[str, Statistics] = {}
+    for joined in statistics[0]:
+        layers = jax.tree.map(lambda *x: np.stack(x), *(each[joined] for each in statistics))
+        stacked |= {f"{parts.stack}.{n}": layers for n in joined.split()}
+    return stacked
 
 
 def curvature(
@@ -211,14 +215,6 @@ def _layer(
     return y_BSD, {names: Statistics.of(x_xK) for names, x_xK in inputs.items()}
 
 
-def _stacked(layers: list[Mapping[str, Statistics]], stack: str) -> dict[str, Statistics]:
-    out: dict[str, Statistics] = {}
-    for joined in layers[0]:
-        together = jax.tree.map(lambda *x: np.stack(x), *(each[joined] for each in layers))
-        out |= {f"{stack}.{n}": together for n in joined.split()}
-    return out
-
-
 # ---- loss of quality
 
 
@@ -241,7 +237,7 @@ def windows(
     order = np.random.default_rng(seed).permutation(len(texts))
     pieces: list[np.ndarray] = []
     total = 0
-    for batch in _batches(order, 32):
+    for batch in itertools.batched(order, 32):
         for ids in tokenizer.encode([texts[i] for i in batch]):
             marks = ([] if m is None else [m] for m in (tokenizer.begin, tokenizer.end))
             begin, end = marks
@@ -253,12 +249,6 @@ def windows(
         f"{source} has {total} tokens of text that is {'held out' if held_out else 'learnt'}, and "
         f"{rows} rows of {length} are {rows * length}; ask for fewer rows"
     )
-
-
-def _batches(items: np.ndarray, size: int) -> Iterator[np.ndarray]:
-    iterator = iter(items)
-    while batch := list(itertools.islice(iterator, size)):
-        yield np.array(batch)
 
 
 def loss_of(params: Tree, cfg: DecoderConfig, rows: np.ndarray, *, batch: int = 4) -> float:

@@ -338,7 +338,10 @@ def climb(search: Search, counts_DB: np.ndarray, pair: Pair) -> None:
         better = []
         for change in _changes(counts_DB, straggler):
             seconds = counts_seconds(problem, change, pair)
-            if seconds < now * (1 - CLOSE) and _fits(problem, change):
+            if seconds >= now * (1 - CLOSE):
+                continue
+            need_D = change @ (problem.layer_bytes + problem.cache_bytes)  # without the ends
+            if (need_D <= problem.memory * (1 + SLACK)).all():
                 better.append((seconds, change))
         for seconds, change in sorted(better, key=lambda item: item[0]):
             if search.left <= 0:
@@ -349,12 +352,6 @@ def climb(search: Search, counts_DB: np.ndarray, pair: Pair) -> None:
                 break
         else:
             return
-
-
-def _fits(problem: Problem, counts_DB: np.ndarray) -> bool:
-    """Whether every device has room for its layers; the ends of the pipeline left out."""
-    held = counts_DB @ (problem.layer_bytes + problem.cache_bytes)
-    return bool((held <= problem.memory * (1 + SLACK)).all())
 
 
 def _changes(counts_DB: np.ndarray, straggler: int) -> Iterator[np.ndarray]:
@@ -435,28 +432,23 @@ def solve(
             raise
         status = "interrupted"
     if search.best is None:
-        raise _nothing(search, solver, time_limit_s)
+        is_proven = min(search.bounds.values(), default=0.0) == float("inf")
+        if not is_proven and search.left <= 0.05:
+            raise UserError(
+                f"time_limit_s={time_limit_s:g} ended the search before any placement was found; "
+                f"nearest: {2 * time_limit_s:g} (--time_limit_s)"
+            )
+        if error := explain(problem, quality, min(max(time_limit_s, 2.0), 20.0)):
+            raise error
+        if is_proven or solver == "exact":
+            raise UserError("no placement keeps the memory of the devices and the quality")
+        raise UserError(
+            f"solver={solver} found no placement that keeps the memory of the devices and the "
+            "quality, but does not prove that there is none; nearest: exact (--solver)"
+        )
     if status == "optimal" and search.gap > 0:
         status = "heuristic" if search.left > 0.1 else "time limit"
     return search.result(status)
-
-
-def _nothing(search: Search, solver: Solver, time_limit_s: float) -> UserError:
-    """Returns the error of a search that found no placement."""
-    is_proven = min(search.bounds.values(), default=0.0) == float("inf")
-    if not is_proven and search.left <= 0.05:
-        return UserError(
-            f"time_limit_s={time_limit_s:g} ended the search before any placement was found; "
-            f"nearest: {2 * time_limit_s:g} (--time_limit_s)"
-        )
-    if error := explain(search.problem, search.quality, min(max(time_limit_s, 2.0), 20.0)):
-        return error
-    if is_proven or solver == "exact":
-        return UserError("no placement keeps the memory of the devices and the quality")
-    return UserError(
-        f"solver={solver} found no placement that keeps the memory of the devices and the quality, "
-        "but does not prove that there is none; nearest: exact (--solver)"
-    )
 
 
 def _number(name: str, value: Any) -> float:
