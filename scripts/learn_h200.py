@@ -202,16 +202,26 @@ def main(_: list[str]) -> int:
     after = before.adapt(with_rows(multiplied, attended))
     rows = [
         of_rows("instructions, nothing known of the GPU", before, small),
-        of_rows("instructions of other families, adapted on encoders and ViT",
-                before.adapt(small[is_one]), small[~is_one]),
-        of_rows("instructions of other families, adapted on decoders and experts",
-                before.adapt(small[~is_one]), small[is_one]),
+        of_rows(
+            "instructions of other families, adapted on encoders and ViT",
+            before.adapt(small[is_one]),
+            small[~is_one],
+        ),
+        of_rows(
+            "instructions of other families, adapted on decoders and experts",
+            before.adapt(small[~is_one]),
+            small[is_one],
+        ),
         of_products("products of two launches, nothing known of the GPU", before, two, card),
-        of_products("products of two launches, adapted on instructions and products of one",
-                    after, two, card),
+        of_products(
+            "products of two launches, adapted on instructions and products of one",
+            after,
+            two,
+            card,
+        ),
         of_attention("attention, adapted on all other rows", before, multiplied, attended),
         *of_step({"nothing known of the GPU": before, "adapted": after}),
-    ]  # fmt: skip
+    ]
     facts = results.facts(small.facts["device"], "measured on NVIDIA H200, predicted on a CPU")
     results.write(FOLDER / "cdmpp_h200.json", facts, rows)
     print(json.dumps(rows, indent=2))

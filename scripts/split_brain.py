@@ -48,11 +48,21 @@ EVERY = 2  # steps between saves
 SILENCE_S = 4.0  # of an agent, before its host counts as lost
 LONGEST_S = 300.0  # (chosen) for what must happen in a try, on a busy machine
 MODEL = (
-    "--model.layers=1", "--model.width=32", "--model.heads=2", "--model.kv_heads=2",
-    "--model.head_width=16", "--model.mlp=64", "--train.global_batch=4", "--train.seq_len=32",
-    "--eval.batches=0", "--eval.sample_tokens=0", "--log.tensorboard=false", "--emulate=1",
-    f"--checkpoint.every={EVERY}", "--checkpoint.keep=0",
-)  # fmt: skip
+    "--model.layers=1",
+    "--model.width=32",
+    "--model.heads=2",
+    "--model.kv_heads=2",
+    "--model.head_width=16",
+    "--model.mlp=64",
+    "--train.global_batch=4",
+    "--train.seq_len=32",
+    "--eval.batches=0",
+    "--eval.sample_tokens=0",
+    "--log.tensorboard=false",
+    "--emulate=1",
+    f"--checkpoint.every={EVERY}",
+    "--checkpoint.keep=0",
+)
 
 
 @dataclass(frozen=True)
@@ -96,12 +106,25 @@ class Job:
             "JAX_ENABLE_COMPILATION_CACHE": str(cfg.hosts == 1).lower(),
         }
         words = [
-            "--agents=elsewhere", f"--listen=127.0.0.1:{port}", f"--hosts={cfg.hosts}",
-            f"--silence_s={silence}", "--step_s=60", "--start_s=300", "--period_s=0.5",
-            "--backoff_s=0.1", "--join_s=60", f"--out={self.out}", "--", sys.executable,
-            str(TRAINER), *MODEL, f"--train.steps={cfg.steps}", f"--run_dir={folder}/run",
-            f"--checkpoint.dir={steps}", f"--cache_dir={folder.parent.parent}/cache",
-        ]  # fmt: skip
+            "--agents=elsewhere",
+            f"--listen=127.0.0.1:{port}",
+            f"--hosts={cfg.hosts}",
+            f"--silence_s={silence}",
+            "--step_s=60",
+            "--start_s=300",
+            "--period_s=0.5",
+            "--backoff_s=0.1",
+            "--join_s=60",
+            f"--out={self.out}",
+            "--",
+            sys.executable,
+            str(TRAINER),
+            *MODEL,
+            f"--train.steps={cfg.steps}",
+            f"--run_dir={folder}/run",
+            f"--checkpoint.dir={steps}",
+            f"--cache_dir={folder.parent.parent}/cache",
+        ]
         self._log = open(folder / "output.txt", "w")  # noqa: SIM115 - open as long as the processes
         self._env = env
         self.driver = self._start(words)

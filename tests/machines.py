@@ -198,11 +198,27 @@ class Server:
         self.certificate, self._more = folder / "certificate.pem", list[str]()
         if guarded:
             subprocess.run(
-                ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2",
-                 "-keyout", folder / "key.pem", "-out", self.certificate, "-subj", "/CN=x",
-                 "-addext", "subjectAltName=IP:127.0.0.1"],
-                check=True, capture_output=True,
-            )  # fmt: skip
+                [
+                    "openssl",
+                    "req",
+                    "-x509",
+                    "-newkey",
+                    "rsa:2048",
+                    "-nodes",
+                    "-days",
+                    "2",
+                    "-keyout",
+                    folder / "key.pem",
+                    "-out",
+                    self.certificate,
+                    "-subj",
+                    "/CN=x",
+                    "-addext",
+                    "subjectAltName=IP:127.0.0.1",
+                ],
+                check=True,
+                capture_output=True,
+            )
             files = "cert_file: certificate.pem, key_file: key.pem"
             (folder / "web.yml").write_text(
                 f"tls_server_config: {{{files}}}\nbasic_auth_users: {{me: '{HASHED}'}}\n"

@@ -30,11 +30,11 @@ from pallas_kernels.dispatch import Implementation
 
 # ---- pairs that attention visits
 #
-# How many pairs of rows attention's kernels visit beside the useful ones, from their own tables.
+# How many pairs of rows attention's kernels visit, divided by the useful pairs, from their tables.
 #
-# A warpgroup computes the tiles that hold a live pair of its own rows; which pairs of such a tile
-# live is a mask. And it passes, for it shares them, the tiles that the other warpgroup of its
-# thread block needs: it waits while those are in use. Both are counted.
+# A warpgroup computes each tile that has a live pair of its rows, and masks the other pairs of the
+# tile. It passes the tiles that only the other warpgroup of its thread block needs: it waits while
+# they are in use, because both share the tiles in memory. Both kinds are counted.
 
 
 ROWS = hopper_forward.ROWS
@@ -301,7 +301,7 @@ class Kernel:
 
 
 def visited_pairs(lengths: Sequence[int], width: int) -> int:
-    """Pairs of rows, of one head, that the fused attention computes on: its tiles are whole."""
+    """Returns the pairs of rows of one head that fused attention computes: all of each tile."""
     capacity = max(1 << (sum(lengths) - 1).bit_length(), 16384)  # one compile for most
     useful = sum(n * n for n in lengths)
     return round(of_lengths(lengths, width, capacity=capacity)["forward"].computed * useful)

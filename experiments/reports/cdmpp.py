@@ -465,11 +465,11 @@ def not_rerun(
 #
 # Calls of whole programs: sums of predicted instructions beside XLA's own counts of the program.
 #
-# XLA's analysis (`compiled.cost_analysis()`) covers a module and not an instruction, and on a CPU
-# it counts FLOPs, bytes and transcendentals without a time. What can be made of it is a roofline
-# with fitted weights, so that is the rival here; a call's time seen from outside is what both
-# predict. All methods have their weights fitted on the calls of the same other families: of a
-# constant and of their own sums, none negative, by the least squared relative error.
+# XLA's analysis (`compiled.cost_analysis()`) covers a whole module, and on a CPU it counts FLOPs,
+# bytes and transcendentals without a time. The rival made from it is a roofline with fitted
+# weights. All methods predict the time of a call as measured from outside. The weights of each
+# method, for a constant and for its sums, are fitted on the calls of the same other families: they
+# are not negative and have the least squared relative error.
 
 
 GROUP = "whole calls"

@@ -52,12 +52,13 @@ from megajax.training.step import make_train_step
 
 # ---- measurement
 #
-# Measures what a replay is judged by: train steps as a whole, and apart from that their parts.
+# Measures train steps twice: as whole calls, and instruction by instruction.
 #
 # Ten configurations of the trainer, small enough for one processor, go through `make_train_step`.
-# Beside them run other programs (megajax/systems/cdmpp/families.py), on which what is fitted is
-# fitted. `walls` times calls without a profiler; `parts` times every launched instruction with it.
-# Each is to run in a process of its own, so that no total of a step is behind a prediction of it.
+# Other programs (megajax/systems/cdmpp/families.py) are measured beside them; predictors and
+# overheads are fitted on these only. `walls` times calls without a profiler; `parts` times every
+# launched instruction with it. Each runs in a process of its own, so that the measured total of a
+# step cannot enter its prediction.
 
 
 SEED = 2311  # of the other programs; scripts/profile_programs.py takes another
@@ -286,35 +287,35 @@ COLOURS = {
 }
 
 
-class Known:
-    """Times of one program's instructions, by their names."""
+def known(program: Sequence[OpRecord], seconds: np.ndarray, sigma: np.ndarray) -> step.Times:
+    """Returns what gives the times of a program's instructions by their names.
 
-    def __init__(self, program: Sequence[OpRecord], seconds: np.ndarray, sigma: np.ndarray):
-        """seconds, sigma: arrays with a number for one execution of each record of the program."""
-        pairs = zip(seconds.tolist(), sigma.tolist(), strict=True)
-        self._known = dict(zip((record.name for record in program), pairs, strict=True))
+    seconds, sigma: arrays with a number for one execution of each record of the program.
+    """
+    pairs = zip(seconds.tolist(), sigma.tolist(), strict=True)
+    by_name = dict(zip((record.name for record in program), pairs, strict=True))
 
-    def __call__(
-        self, program: Sequence[OpRecord], card: DeviceCard
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Returns (seconds, sigma) of records of the program."""
-        pairs = np.array([self._known[record.name] for record in program]).reshape(-1, 2)
-        return pairs[:, 0], pairs[:, 1]
+    def times(launched: Sequence[OpRecord], card: DeviceCard) -> tuple[np.ndarray, np.ndarray]:
+        both = np.array([by_name[record.name] for record in launched]).reshape(-1, 2)
+        return both[:, 0], both[:, 1]
+
+    return times
 
 
-def table(measured: Measured, place: int, program: Sequence[OpRecord]) -> Known:
+def table(measured: Measured, place: int, program: Sequence[OpRecord]) -> step.Times:
     """Returns the times of a profile of the same program in another process.
 
-    An instruction that the profiler did not time takes nothing. Where a loop turns as often as
-    values say, the profile's executions count. sigma: how far its two halves are apart.
+    An instruction that the profiler did not time takes no time. The executions are those of the
+    profile, also of loops whose number of turns depends on values. The deviation is the difference
+    between the two halves of the profile.
     """
-    labels, known = measured.labels, {}
+    labels, timed = measured.labels, {}
     for row in np.flatnonzero(labels.programs == place).tolist():
         one, apart = labels.dataset.records[row], float(np.ptp(labels.halves[row]))
-        known[one.name] = one.executions * np.array([labels.dataset.seconds[row], apart])
+        timed[one.name] = one.executions * np.array([labels.dataset.seconds[row], apart])
     zero = np.zeros(2)
-    once = np.array([known.get(r.name, zero) / r.executions for r in program]).reshape(-1, 2)
-    return Known(program, once[:, 0], once[:, 1])
+    once = np.array([timed.get(r.name, zero) / r.executions for r in program]).reshape(-1, 2)
+    return known(program, once[:, 0], once[:, 1])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -326,7 +327,7 @@ class Method:
     """
 
     name: str
-    times: Sequence[Known]
+    times: Sequence[step.Times]
     free: Sequence[int]
     card: DeviceCard
     predictor: step.Times | None = None
@@ -343,7 +344,7 @@ def methods(measured: Measured, fitted: Mapping[str, Any]) -> list[Method]:
         seconds, sigma = predictor([r for program in programs for r in program], card)
         ends = np.cumsum([len(program) for program in programs])[:-1]
         parts = zip(programs, np.split(seconds, ends), np.split(sigma, ends), strict=True)
-        return Method(name, [Known(*part) for part in parts], free, card, predictor)
+        return Method(name, [known(*part) for part in parts], free, card, predictor)
 
     profiled = [table(measured, place, program) for place, program in enumerate(programs)]
     out = [
@@ -366,7 +367,7 @@ def without(dataset: Dataset, measured: Measured) -> Dataset:
 
 
 def overheads(measured: Measured) -> Overheads:
-    """Returns what explains the calls of the other programs."""
+    """Returns the overheads of a call, fitted on the calls of the other programs."""
     labels = measured.labels
     of_rows = labels.dataset.seconds * [r.executions for r in labels.dataset.records]
     places = range(len(measured.names), len(measured.texts))
@@ -438,7 +439,7 @@ def of_rows(measured: Measured, compared: Sequence[Method]) -> list[Row]:
 
 
 def _quantile(wrong: Sequence[float]) -> float:
-    """Returns what nine in ten of like programs stay below (conformal)."""
+    """Returns the relative error that nine in ten similar programs stay below (conformal)."""
     if not wrong:
         return np.inf
     rank = min(int(np.ceil(COVERED * (len(wrong) + 1))), len(wrong))

@@ -277,11 +277,11 @@ def train(x_BWC: np.ndarray, seed: int, steps: int) -> Learnt:
 #
 # The paper's detector and its variants: sums of distances between machines, window by window.
 #
-# Minder section 4.3: d_i is the sum over the other machines of the distance between what the
-# networks make of a window of machine i and of theirs. RAW (section 6): of the windows themselves.
-# CON: distances of the concatenated windows of all metrics. INT: distances of the output of one
-# network for all metrics.
-# MEDIAN is no variant of the paper: how far the mean of a window lies from the median machine.
+# Minder section 4.3: d_i is the sum, over the other machines, of the distance between the
+# reconstructed windows of machine i and theirs. RAW (section 6): distances of the windows
+# themselves. CON: distances of the concatenated windows of all metrics. INT: distances of what one
+# network for all metrics reconstructs. MEDIAN is no variant of the paper: the distance of a
+# window's mean from that of the median machine.
 #
 # Legend: C metrics, M streams, N machines, J windows, D numbers of a window.
 
@@ -831,7 +831,9 @@ RIVALS: dict[str, Rival] = {
     "minder-paper": Rival(
         "Minder as published: sums of distances of denoised windows, z-score, 4 minutes, the first "
         "metric in the paper's order",
-        _of(source="denoised"), hows=("z",), most=(1,),
+        _of(source="denoised"),
+        hows=("z",),
+        most=(1,),
     ),
     "minder-tuned": Rival(
         "minder-paper with the best of four scores and up to two alerts", _of(source="denoised")
@@ -841,26 +843,37 @@ RIVALS: dict[str, Rival] = {
     ),
     "raw": Rival("distances of windows without a network (RAW, section 6)", _of(source="x")),
     "con": Rival("all metrics' denoised windows in one distance (CON)", concatenated),
-    "int": Rival("one LSTM-VAE for all metrics (INT)", of_one_network,
-                 learn_integrated),
-    "mahalanobis": Rival("Mahalanobis distance of statistics of windows", mahalanobis,
-                         learn_covariance, hows=_one),
+    "int": Rival("one LSTM-VAE for all metrics (INT)", of_one_network, learn_integrated),
+    "mahalanobis": Rival(
+        "Mahalanobis distance of statistics of windows", mahalanobis, learn_covariance, hows=_one
+    ),
     "median": Rival("distance from the median machine, no model", from_median, hows=_one),
-    "forest": Rival("isolation forest (Liu et al. 2008)", isolation, learn_forest,
-                    hows=_one),
-    "nvrx-relative": Rival("NVRx's score beside the best machine",
-                           functools.partial(nvrx, kind="relative"), hows=("plain",),
-                           need=1),
-    "nvrx-individual": Rival("NVRx's score beside the machine's own best",
-                             functools.partial(nvrx, kind="individual"), hows=("plain",),
-                             need=1),
-    "greyhound": Rival("Bayesian change points, confirmed (Greyhound, ATC 2025)", greyhound,
-                       hows=("plain",), need=1),
-    "minder-manhattan": Rival("minder-tuned with Manhattan distances",
-                              _of(source="denoised", measure="manhattan")),
-    "minder-chebyshev": Rival("minder-tuned with Chebyshev distances",
-                              _of(source="denoised", measure="chebyshev")),
-}  # fmt: skip
+    "forest": Rival("isolation forest (Liu et al. 2008)", isolation, learn_forest, hows=_one),
+    "nvrx-relative": Rival(
+        "NVRx's score beside the best machine",
+        functools.partial(nvrx, kind="relative"),
+        hows=("plain",),
+        need=1,
+    ),
+    "nvrx-individual": Rival(
+        "NVRx's score beside the machine's own best",
+        functools.partial(nvrx, kind="individual"),
+        hows=("plain",),
+        need=1,
+    ),
+    "greyhound": Rival(
+        "Bayesian change points, confirmed (Greyhound, ATC 2025)",
+        greyhound,
+        hows=("plain",),
+        need=1,
+    ),
+    "minder-manhattan": Rival(
+        "minder-tuned with Manhattan distances", _of(source="denoised", measure="manhattan")
+    ),
+    "minder-chebyshev": Rival(
+        "minder-tuned with Chebyshev distances", _of(source="denoised", measure="chebyshev")
+    ),
+}
 
 
 @dataclass(frozen=True)

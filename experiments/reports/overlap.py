@@ -121,15 +121,25 @@ def _op(product: Product, machine: Machine) -> Row:
     shard_tiles = -(-product.shard // how.tile[0]) * -(-product.n // how.tile[1])
     ways = {"xla": times.serial_s, "ring": ring, "fused": times.fused_s}
     return {
-        "kind": product.kind, "m": product.m, "n": product.n, "k": product.k,
-        "wire_bytes": product.wire_bytes, "gemm_s": times.gemm_s, "comm_s": times.comm_s,
-        "serial_s": times.serial_s, "ring_s": ring, "fused_s": times.fused_s,
-        "floor_s": times.floor_s, "fused_efficiency": times.efficiency,
+        "kind": product.kind,
+        "m": product.m,
+        "n": product.n,
+        "k": product.k,
+        "wire_bytes": product.wire_bytes,
+        "gemm_s": times.gemm_s,
+        "comm_s": times.comm_s,
+        "serial_s": times.serial_s,
+        "ring_s": ring,
+        "fused_s": times.fused_s,
+        "floor_s": times.floor_s,
+        "fused_efficiency": times.efficiency,
         "ring_efficiency": sim.efficiency(ring, times.gemm_s, times.serial_s),
-        "comm_blocks": how.comm_blocks, "tile": "{}x{}".format(*how.tile), "chunk": how.chunk,
+        "comm_blocks": how.comm_blocks,
+        "tile": "{}x{}".format(*how.tile),
+        "chunk": how.chunk,
         "most_comm_blocks": most_comm_blocks(product.ranks * shard_tiles, machine.sms),
         "fastest": min(ways, key=lambda name: ways[name]),
-    }  # fmt: skip
+    }
 
 
 # ---- experts
@@ -700,15 +710,25 @@ def comet_rows(
                     f"{name}_error": float(np.abs(got - value).max() / np.abs(value).max())
                     for name, got, value in zip(COMET_RESULTS, first, want, strict=True)
                 }
-                yield {
-                    "part": "exact", "model": model, "tensor": tensor, "expert": expert,
-                    "way": implementation,
-                    "tokens": tokens, "experts": case.experts, "active": case.active,
-                    "width": case.width // COMET_NARROWER, "hidden": case.hidden // COMET_NARROWER,
-                    "std_reached": reached,
-                } | errors | {
-                    "same_bits": all(map(np.array_equal, first, again)),
-                }  # fmt: skip
+                yield (
+                    {
+                        "part": "exact",
+                        "model": model,
+                        "tensor": tensor,
+                        "expert": expert,
+                        "way": implementation,
+                        "tokens": tokens,
+                        "experts": case.experts,
+                        "active": case.active,
+                        "width": case.width // COMET_NARROWER,
+                        "hidden": case.hidden // COMET_NARROWER,
+                        "std_reached": reached,
+                    }
+                    | errors
+                    | {
+                        "same_bits": all(map(np.array_equal, first, again)),
+                    }
+                )
 
 
 def draw_mixture(

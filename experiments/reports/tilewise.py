@@ -58,18 +58,19 @@ from pallas_kernels.tile_sparse.format import TileSparse
 #
 # Two models that a CPU can train: an encoder that says from which package of Python's standard
 # library a passage comes (data/passages.py), and the nano GPT on the text that pretraining reads.
-# One chain: a trained model; then for each sparsity rank by (w dL/dw)^2 of the steps before, prune,
-# fine-tune, measure (Tile-Wise sparsity, arXiv 2008.13006, section 5). The chain `dense` prunes
-# nothing and is fine-tuned as long: what a pattern loses, it loses against this. The steps are
-# those of every training run (training/step.py), the masks those of --prune.*
+# A chain begins with a trained model. For each sparsity it ranks the weights by (w dL/dw)^2 of the
+# steps before, prunes, fine-tunes and measures (Tile-Wise sparsity, arXiv 2008.13006, section 5).
+# The chain `dense` prunes nothing and is fine-tuned as long; losses of patterns are relative to it.
+# Steps are those of every training run (training/step.py), masks those of --prune.*
 # (systems/pruning.py).
 #
-# Units. The paper's matrices are 768 wide, these 128. The paper's units (tile 128, chunks of 8, 32
-# and 64 rows, blocks of 32 x 32) divided by 4 are one and a half times as large here as a part of a
-# matrix: harder on every pattern alike. A row cannot be cut, so chunk 1 stays 1, and a block that
-# is divided in both directions has 2 times the elements of TW-1's unit, in the paper 8 times: BW-64
-# (16 x 16 here) has 8 times. BW-128 (32 x 32 here) is the paper's block, not divided. VW's vectors
-# of 16 are no unit: they only say how evenly elements go.
+# Units. The paper's matrices are 768 wide, these are 128 wide. The paper's units (tiles of 128
+# columns, chunks of 8, 32 and 64 rows, blocks of 32 x 32) are divided by 4, which makes them one
+# and a half times as large, relative to the matrix, for every pattern alike. A row cannot be
+# divided, so chunk 1 stays 1. A block that is divided in both directions has 2 times the elements
+# of TW-1's unit, where the paper's block has 8 times; BW-64 (16 x 16 here) has 8 times. BW-128 (32
+# x 32 here) is the paper's block, not divided. VW's vectors of 16 are no units that are pruned
+# together: they only make the pruned elements evenly distributed.
 #
 # Legend: B rows, S positions.
 
@@ -543,17 +544,28 @@ def _speed(
     cost = SparseCost(CARD, tile=method.tile, chunk=method.chunk)
     estimates = cost.dense_time(gemm), cost.sparse_time(gemm, weight.density)
     return {
-        "part": "speed", "shape": name, "method": method.name, "goal": goal,
-        "tile": method.tile, "chunk": method.chunk, "kept": weight.density,
-        "multiplied": weight.stored, "gflop_dense": dense.flops / 1e9,
-        "gflop": ours.flops / 1e9, "mb_dense": dense.bytes / 1e6, "mb": ours.bytes / 1e6,
-        "flops_saved": dense.flops / ours.flops, "bytes_saved": dense.bytes / ours.bytes,
-        "floor_us_dense": 1e6 * dense.floor_s, "floor_us": 1e6 * ours.floor_s,
+        "part": "speed",
+        "shape": name,
+        "method": method.name,
+        "goal": goal,
+        "tile": method.tile,
+        "chunk": method.chunk,
+        "kept": weight.density,
+        "multiplied": weight.stored,
+        "gflop_dense": dense.flops / 1e9,
+        "gflop": ours.flops / 1e9,
+        "mb_dense": dense.bytes / 1e6,
+        "mb": ours.bytes / 1e6,
+        "flops_saved": dense.flops / ours.flops,
+        "bytes_saved": dense.bytes / ours.bytes,
+        "floor_us_dense": 1e6 * dense.floor_s,
+        "floor_us": 1e6 * ours.floor_s,
         "speedup_floor": dense.floor_s / ours.floor_s,
-        "estimate_us_dense": 1e6 * estimates[0], "estimate_us": 1e6 * estimates[1],
+        "estimate_us_dense": 1e6 * estimates[0],
+        "estimate_us": 1e6 * estimates[1],
         "speedup_estimate": estimates[0] / estimates[1],
         "kernel": method.chunk in KERNEL_CHUNKS,
-    }  # fmt: skip
+    }
 
 
 def prices(rows: Sequence[Row], speeds: Sequence[Row]) -> Iterator[Row]:

@@ -29,11 +29,24 @@ from tests.foreign.test_hf import unpack
 
 SCRIPT = "experiments/finetune.py"
 SMALL = [
-    "--model.layers=1", "--model.width=32", "--model.heads=2", "--model.mlp=64",
-    "--model.vocab=300", "--train.steps=12", "--train.global_batch=16", "--train.seq_len=16",
-    "--eval.every=4", "--eval.batches=2", "--checkpoint.every=5", "--optim.warmup=2",
-    "--log.every=1", "--data.tokenizer=bytes", "--mesh.data=4", "--mesh.tensor=2", "--emulate=8",
-]  # fmt: skip
+    "--model.layers=1",
+    "--model.width=32",
+    "--model.heads=2",
+    "--model.mlp=64",
+    "--model.vocab=300",
+    "--train.steps=12",
+    "--train.global_batch=16",
+    "--train.seq_len=16",
+    "--eval.every=4",
+    "--eval.batches=2",
+    "--checkpoint.every=5",
+    "--optim.warmup=2",
+    "--log.every=1",
+    "--data.tokenizer=bytes",
+    "--mesh.data=4",
+    "--mesh.tensor=2",
+    "--emulate=8",
+]
 
 
 @pytest.fixture(scope="module")

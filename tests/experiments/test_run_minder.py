@@ -30,11 +30,22 @@ WEIGHT = 16_384  # of a host beside other work of this machine: it gets its shar
 SOON_S = 15
 TOLD = ("hang", "slow", "minder")
 MODEL = [
-    "--model.layers=2", "--model.width=64", "--model.heads=4", "--model.kv_heads=4",
-    "--model.head_width=16", "--model.mlp=256", "--train.global_batch=16", "--train.seq_len=128",
-    "--eval.batches=0", "--eval.sample_tokens=0", "--log.tensorboard=false", "--emulate=1",
-    "--checkpoint.every=25", "--checkpoint.keep=0", "--detector=minder",
-]  # fmt: skip
+    "--model.layers=2",
+    "--model.width=64",
+    "--model.heads=4",
+    "--model.kv_heads=4",
+    "--model.head_width=16",
+    "--model.mlp=256",
+    "--train.global_batch=16",
+    "--train.seq_len=128",
+    "--eval.batches=0",
+    "--eval.sample_tokens=0",
+    "--log.tensorboard=false",
+    "--emulate=1",
+    "--checkpoint.every=25",
+    "--checkpoint.keep=0",
+    "--detector=minder",
+]
 
 
 class Job:
@@ -66,11 +77,24 @@ class Job:
         self.names = [f"h{i}" for i in range(hosts + spares)]
         self.log = open(folder / "driver.log", "w")
         self.driver = subprocess.Popen(
-            [*supervise, f"--hosts={hosts}", "--agents=elsewhere", f"--out={self.out}",
-             f"--listen=127.0.0.1:{self.port}", "--start_s=600", "--backoff_s=0.1",
-             "--period_s=0.5", "--detector=minder", *flags, "--", *command],
-            stdout=self.log, stderr=self.log, env=env,
-        )  # fmt: skip
+            [
+                *supervise,
+                f"--hosts={hosts}",
+                "--agents=elsewhere",
+                f"--out={self.out}",
+                f"--listen=127.0.0.1:{self.port}",
+                "--start_s=600",
+                "--backoff_s=0.1",
+                "--period_s=0.5",
+                "--detector=minder",
+                *flags,
+                "--",
+                *command,
+            ],
+            stdout=self.log,
+            stderr=self.log,
+            env=env,
+        )
         self.started = [self.driver]
         for name in self.names:
             words = [

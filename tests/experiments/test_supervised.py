@@ -25,11 +25,22 @@ __all__ = ["home"]  # the fixture, shared
 STEPS = 24
 SILENCE_S, STEP_S = 5, 10
 TINY = [
-    "--model.layers=1", "--model.width=32", "--model.heads=2", "--model.kv_heads=2",
-    "--model.head_width=16", "--model.mlp=64", "--train.global_batch=4", "--train.seq_len=32",
-    "--eval.batches=0", "--eval.sample_tokens=0", "--log.tensorboard=false", "--emulate=1",
-    f"--train.steps={STEPS}", "--checkpoint.every=2", "--checkpoint.keep=0",
-]  # fmt: skip
+    "--model.layers=1",
+    "--model.width=32",
+    "--model.heads=2",
+    "--model.kv_heads=2",
+    "--model.head_width=16",
+    "--model.mlp=64",
+    "--train.global_batch=4",
+    "--train.seq_len=32",
+    "--eval.batches=0",
+    "--eval.sample_tokens=0",
+    "--log.tensorboard=false",
+    "--emulate=1",
+    f"--train.steps={STEPS}",
+    "--checkpoint.every=2",
+    "--checkpoint.keep=0",
+]
 # In each attempt one fault; the flood needs a job that lasts until it is found.
 FAULTS = (
     "kill@6:rank1,kill@9:rank0:attempt1,sleep@11:rank1:attempt2,stop@13:rank1:attempt3,"
@@ -51,13 +62,26 @@ FOUND = [
 
 def supervise(home, folder, *flags, processes=2):
     command = [
-        sys.executable, str(ROOT / "scripts" / "supervise.py"), "--hosts=1",
-        f"--processes={processes}", "--max_restarts=20", f"--silence_s={SILENCE_S}",
-        f"--step_s={STEP_S}", "--start_s=300", "--period_s=0.5", "--backoff_s=0.1",
-        f"--out={folder}/out", "--",
-        sys.executable, str(ROOT / "experiments" / "pretrain.py"), *TINY,
-        f"--data.source={home}/text", f"--cache_dir={home}/cache", f"--run_dir={folder}", *flags,
-    ]  # fmt: skip
+        sys.executable,
+        str(ROOT / "scripts" / "supervise.py"),
+        "--hosts=1",
+        f"--processes={processes}",
+        "--max_restarts=20",
+        f"--silence_s={SILENCE_S}",
+        f"--step_s={STEP_S}",
+        "--start_s=300",
+        "--period_s=0.5",
+        "--backoff_s=0.1",
+        f"--out={folder}/out",
+        "--",
+        sys.executable,
+        str(ROOT / "experiments" / "pretrain.py"),
+        *TINY,
+        f"--data.source={home}/text",
+        f"--cache_dir={home}/cache",
+        f"--run_dir={folder}",
+        *flags,
+    ]
     # Only the first process finds its programs in the cache; on a loaded machine the other then
     # compiles for longer than the 30 s that Gloo gives a peer to come.
     env = {"PYTHONPATH": str(ROOT), "JAX_ENABLE_COMPILATION_CACHE": "false"}

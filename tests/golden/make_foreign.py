@@ -34,14 +34,32 @@ LAYERS, WIDTH, HEADS, GROUPS, K, MLP, VOCAB, ROWS = 4, 16, 4, 2, 4, 24, 61, 64
 RATIO = HEADS // GROUPS
 TENSOR, PIPE, CHUNKS = 2, 2, 2
 ARGS = dict(
-    num_layers=LAYERS, hidden_size=WIDTH, num_attention_heads=HEADS, ffn_hidden_size=MLP,
-    num_query_groups=GROUPS, group_query_attention=True, kv_channels=K, normalization="RMSNorm",
-    position_embedding_type="rope", swiglu=True, add_bias_linear=False, norm_epsilon=1e-5,
-    untie_embeddings_and_output_weights=True, padded_vocab_size=ROWS, seq_length=32,
-    max_position_embeddings=32, rotary_base=10000, rotary_percent=1.0, params_dtype=torch.bfloat16,
-    pipeline_model_parallel_size=PIPE, tensor_model_parallel_size=TENSOR, iteration=7,
-    consumed_train_samples=448, load=pathlib.PurePosixPath("/data"), num_experts=None,
-)  # fmt: skip
+    num_layers=LAYERS,
+    hidden_size=WIDTH,
+    num_attention_heads=HEADS,
+    ffn_hidden_size=MLP,
+    num_query_groups=GROUPS,
+    group_query_attention=True,
+    kv_channels=K,
+    normalization="RMSNorm",
+    position_embedding_type="rope",
+    swiglu=True,
+    add_bias_linear=False,
+    norm_epsilon=1e-5,
+    untie_embeddings_and_output_weights=True,
+    padded_vocab_size=ROWS,
+    seq_length=32,
+    max_position_embeddings=32,
+    rotary_base=10000,
+    rotary_percent=1.0,
+    params_dtype=torch.bfloat16,
+    pipeline_model_parallel_size=PIPE,
+    tensor_model_parallel_size=TENSOR,
+    iteration=7,
+    consumed_train_samples=448,
+    load=pathlib.PurePosixPath("/data"),
+    num_experts=None,
+)
 
 
 def main() -> None:
@@ -64,14 +82,24 @@ def write_kinds() -> None:
     types = "float64 float16 bfloat16 float8_e4m3fn int64 int32 int16 int8 uint8 uint16 uint32 bool"
     state = {
         "types": {t: torch.arange(5).to(getattr(torch, t)) for t in types.split()},
-        "whole": x, "turned": x.t(), "row": x[1], "every_other": x[::2, 1::3],
-        "repeated": torch.tensor([[7.0], [8.0]]).expand(2, 3), "scalar": torch.tensor(2.5),
-        "empty": torch.zeros(0, 3), "parameter": torch.nn.Parameter(x[:, :1].clone()),
-        "complex": torch.complex(x[0], x[1]), "dtype": torch.bfloat16, "size": torch.Size((2, 3)),
-        "names": argparse.Namespace(a=1, b="two"), "list": [1, 2.5, None, True, "x", b"y", (1, 2)],
-        "set": {1, 2}, "random": random.Random(0).getstate()[0], "buffer": io.BytesIO(b"fp8"),
+        "whole": x,
+        "turned": x.t(),
+        "row": x[1],
+        "every_other": x[::2, 1::3],
+        "repeated": torch.tensor([[7.0], [8.0]]).expand(2, 3),
+        "scalar": torch.tensor(2.5),
+        "empty": torch.zeros(0, 3),
+        "parameter": torch.nn.Parameter(x[:, :1].clone()),
+        "complex": torch.complex(x[0], x[1]),
+        "dtype": torch.bfloat16,
+        "size": torch.Size((2, 3)),
+        "names": argparse.Namespace(a=1, b="two"),
+        "list": [1, 2.5, None, True, "x", b"y", (1, 2)],
+        "set": {1, 2},
+        "random": random.Random(0).getstate()[0],
+        "buffer": io.BytesIO(b"fp8"),
         "numpy": np.arange(3),
-    }  # fmt: skip
+    }
     torch.save(state, FOLDER / "kinds.pt")
 
 
@@ -303,14 +331,28 @@ def build(tensor: int, pipe: int, chunks: int | None) -> list:
     CudaRNGStatesTracker.fork = lambda *_: contextlib.nullcontext()
     ps.initialize_model_parallel(tensor, pipe, virtual_pipeline_model_parallel_size=chunks)
     cfg = TransformerConfig(
-        num_layers=LAYERS, hidden_size=WIDTH, num_attention_heads=HEADS, num_query_groups=GROUPS,
-        kv_channels=K, ffn_hidden_size=MLP, gated_linear_unit=True, normalization="RMSNorm",
-        activation_func=torch.nn.functional.silu, add_bias_linear=False, layernorm_epsilon=1e-5,
-        tensor_model_parallel_size=tensor, pipeline_model_parallel_size=pipe,
-        virtual_pipeline_model_parallel_size=chunks, pipeline_dtype=torch.float32,
-        use_cpu_initialization=True, hidden_dropout=0.0, attention_dropout=0.0,
-        bias_activation_fusion=False, masked_softmax_fusion=False, bias_dropout_fusion=False,
-    )  # fmt: skip
+        num_layers=LAYERS,
+        hidden_size=WIDTH,
+        num_attention_heads=HEADS,
+        num_query_groups=GROUPS,
+        kv_channels=K,
+        ffn_hidden_size=MLP,
+        gated_linear_unit=True,
+        normalization="RMSNorm",
+        activation_func=torch.nn.functional.silu,
+        add_bias_linear=False,
+        layernorm_epsilon=1e-5,
+        tensor_model_parallel_size=tensor,
+        pipeline_model_parallel_size=pipe,
+        virtual_pipeline_model_parallel_size=chunks,
+        pipeline_dtype=torch.float32,
+        use_cpu_initialization=True,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        bias_activation_fusion=False,
+        masked_softmax_fusion=False,
+        bias_dropout_fusion=False,
+    )
     tensors, models = whole_llama(torch.load(WEIGHTS)), []
     for c in range(chunks or 1):
         at = {"ignore_virtual": False, "vp_stage": c} if chunks else {}

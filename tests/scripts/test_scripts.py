@@ -143,12 +143,24 @@ def test_a_pruned_run_samples_from_tiles(tmp_path):
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "a.txt").write_text("some words to learn, again and again. " * 200)
     done = forks.run(
-        "experiments/pretrain.py", f"--data.source={tmp_path}/text", f"--run_dir={tmp_path}/run",
-        f"--cache_dir={tmp_path}/cache", "--model.layers=2", "--train.steps=6",
-        "--train.global_batch=8", "--train.seq_len=32", "--eval.batches=1", "--eval.every=0",
-        "--eval.sample_tokens=0", "--prune.sparsity=0.5", "--prune.pattern=tw1d",
-        "--prune.tile=16", "--prune.chunk=8", "--prune.stages=1", "--prune.steps=2",
-    )  # fmt: skip
+        "experiments/pretrain.py",
+        f"--data.source={tmp_path}/text",
+        f"--run_dir={tmp_path}/run",
+        f"--cache_dir={tmp_path}/cache",
+        "--model.layers=2",
+        "--train.steps=6",
+        "--train.global_batch=8",
+        "--train.seq_len=32",
+        "--eval.batches=1",
+        "--eval.every=0",
+        "--eval.sample_tokens=0",
+        "--prune.sparsity=0.5",
+        "--prune.pattern=tw1d",
+        "--prune.tile=16",
+        "--prune.chunk=8",
+        "--prune.stages=1",
+        "--prune.steps=2",
+    )
     assert done.returncode == 0, done.stderr
     ask = f"--run_dir={tmp_path}/run", "--prompt=some", "--new_tokens=8", "--sampling.temperature=0"
     dense = call("generate.py", *ask)
