@@ -35,12 +35,8 @@ def test_a_record_comes_back(tmp_path):
     beat.write(12.5, 7, CODES["wait"], 2.25, 0.5, 1.5)
     progress = read(path)
     assert (progress.beat, progress.time, progress.step, progress.section) == (1, 12.5, 7, "wait")
-    assert (progress.loss, progress.own_s, progress.step_s, progress.pid) == (
-        2.25,
-        0.5,
-        1.5,
-        os.getpid(),
-    )
+    assert (progress.loss, progress.own_s, progress.step_s) == (2.25, 0.5, 1.5)
+    assert progress.pid == os.getpid()
     assert not progress.has_bad_loss
     beat.write(13.0, 8, CODES["failed"], math.nan, 0.5, 1.5)
     assert read(path).has_bad_loss
@@ -219,11 +215,8 @@ def test_the_agent_names_the_file(tmp_path):
         "MEGAJAX_ATTEMPT": "3",
     }
     supervisor = find_supervisor(env)
-    assert (supervisor.progress, supervisor.memory, supervisor.attempt) == (
-        tmp_path / "x",
-        tmp_path / "y",
-        3,
-    )
+    assert (supervisor.progress, supervisor.memory) == (tmp_path / "x", tmp_path / "y")
+    assert supervisor.attempt == 3
 
 
 def test_a_boundary_is_cheap(tmp_path):

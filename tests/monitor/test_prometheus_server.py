@@ -87,12 +87,8 @@ def test_stress_on_one_machine_shows_on_it_alone(world):
         assert stressed[fleet[k].instance] > 2 * max(others), (metric, stressed)
         assert quiet[fleet[k].instance] < 2 * max(quiet[i] for i in instances if i != instances[k])
     measured = {m for c, m in enumerate(grid.metrics) if np.isfinite(of(grid, m, node)).any()}
-    assert measured >= PER_HOST | {
-        "disk_usage",
-        "disk_busy",
-        "tcp_throughput",
-        "tcp_rdma_throughput",
-    }
+    more = {"disk_usage", "disk_busy", "tcp_throughput", "tcp_rdma_throughput"}
+    assert measured >= PER_HOST | more
     shares = [m for m in measured if m.endswith("usage") or m == "disk_busy"]
     for metric in shares:
         values_T = of(grid, metric, node)
@@ -125,10 +121,8 @@ def test_the_servers_expressions_agree_with_the_conversion_of_stored_samples(wor
     start = end - 30
     by_server = to_grid(sources.prometheus(server.url).read(start, end))
     converted = to_grid(sources.canonical(raw_samples(server, start - 5, end)))
-    assert (
-        set(converted.metrics) == set(by_server.metrics)
-        and converted.machines == by_server.machines
-    )
+    assert set(converted.metrics) == set(by_server.metrics)
+    assert converted.machines == by_server.machines
     for c, metric in enumerate(by_server.metrics):
         shown = by_server.values_CNT[c]
         stored = converted.values_CNT[converted.metrics.index(metric)][:, 5:]

@@ -115,9 +115,8 @@ def train(s, seconds, own_s=0.02, wait=None, step_s=1.0, slow=None, first=1):
     for step in range(first, first + seconds):
         for r in range(4):
             more = 0.4 if r == slow else 0.0
-            s.put(
-                r, "wait", step, own_s=own_s * (1 + 0.05 * ((step + r) % 3)) + more, step_s=step_s
-            )
+            work_s = own_s * (1 + 0.05 * ((step + r) % 3)) + more
+            s.put(r, "wait", step, own_s=work_s, step_s=step_s)
             s.set(r, cpu_cores=0.4, cpu_wait_cores=(wait or {}).get(r, 0.05))
         actions += s.tick()
     return actions

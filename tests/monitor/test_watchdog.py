@@ -27,9 +27,8 @@ class Stream:
     def __init__(self, hosts=HOSTS, limits=LIMITS, **more):
         self.now = 1000.0
         self.hosts = hosts
-        self.ranks = {
-            r: {"state": "S", "log_bytes": 0} for numbers in hosts.values() for r in numbers
-        }
+        ranks = [r for numbers in hosts.values() for r in numbers]
+        self.ranks = {r: {"state": "S", "log_bytes": 0} for r in ranks}
         self.steps = dict.fromkeys(self.ranks)
         self.lines = {}
         self.traffic = dict.fromkeys(hosts, 0)

@@ -87,7 +87,8 @@ _RDMA = (
     "node_infiniband_port_data_transmitted_bytes_total",
 )
 
-# Metric -> recipes. The seven that the paper uses come first, in the order that it learnt.
+# Metric -> recipes. The 21 that the paper collects come first, and of these the seven that it uses,
+# in the order that it learnt.
 METRICS: Mapping[str, tuple[Recipe, ...]] = {
     "pfc_tx_packet_rate": (
         _sum(*_priorities("node_ethtool_transmitted_prio", "_pause")),
@@ -175,7 +176,6 @@ MINDER = tuple(METRICS)[:7]  # (arXiv 2411.01791, section 4.4) in the order that
 # What jobs are judged by. A GPU whose clock is held down by heat makes all machines wait; among
 # Minder's seven, only its power may show it.
 WATCHED = (*MINDER, "gpu_clocks", "gpu_temperature")
-COLLECTED = tuple(METRICS)[:21]  # (the same, appendix) all that the paper collects
 
 # How many GPUs of a machine answer in a second. A mean over the GPUs that are left looks healthy
 # when one of them is off its bus. Of the first of these metrics that the machine has.
@@ -266,38 +266,20 @@ def canonical(samples: Samples) -> Samples:
         if metric + LEAST in rows_of:
             rows_of[GPU_COUNT] = [table.count(METRICS[metric])]
             break
-    return _joined(samples, rows_of, table.notes)
-
-
-def per_machine(samples: Samples) -> Samples:
-    """Returns the samples with the devices of a machine as in `canonical`, under their own names
-    and taken as gauges."""
-    if not any(parse(metric)[1] for metric in samples.metrics):
-        return samples
-    table = _Table(samples)
-    rows_of: dict[str, list[Rows]] = {}
-    for base in dict.fromkeys(b for b, _ in table.parsed):
-        for suffix, rows in over_devices(table.rows(base)).items():
-            rows_of.setdefault(base + suffix, []).append(rows)
-    return _joined(samples, rows_of, ())
-
-
-def _joined(samples: Samples, rows_of: dict[str, list[Rows]], notes: Sequence[str]) -> Samples:
-    """Returns rows as samples of the same machines and interval."""
+    # The rows as samples of the same machines and interval.
     metrics = tuple(sorted(m for m, parts in rows_of.items() if sum(len(p.time_N) for p in parts)))
     parts = [Rows.join(rows_of[m]) for m in metrics]
     rows = Rows.join([_NONE, *parts])
-    metric_N = np.repeat(np.arange(len(metrics)), [len(p.time_N) for p in parts])
     return Samples(
         rows.time_N,
         rows.machine_N,
-        metric_N,
+        np.repeat(np.arange(len(metrics)), [len(p.time_N) for p in parts]),
         rows.value_N,
         samples.machines,
         metrics,
         samples.start,
         samples.end,
-        (*samples.notes, *notes),
+        (*samples.notes, *table.notes),
     )
 
 

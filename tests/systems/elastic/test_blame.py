@@ -38,9 +38,8 @@ class Job:
 
     def start(self):
         present = {n: Host(n, None, "", 0, 0.0) for n in self.names if n not in self.blocked}
-        table = type(
-            "Table", (), {"good": lambda _: sorted(present.values(), key=lambda h: h.name)}
-        )
+        good = sorted(present.values(), key=lambda h: h.name)
+        table = type("Table", (), {"good": lambda _: good})
         team = [present.get(name) or Host(name, None, "", 0, 0.0) for name in self.team]
         self.team = [h.name for h in Hosts.choose(table(), team, self.count, self.moves)]
         self.ranks = {

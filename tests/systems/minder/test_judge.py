@@ -34,9 +34,8 @@ def named(*differs, middle_H=None, apart_H=None):
         apart_FN = np.zeros((F, N))
         apart_FN[0, 3] = apart_H[h]
         middle_F = np.full(F, middle_H[h])
-        findings += [
-            (h, one.row) for one in judge.look(end, score_FN, score_FN, apart_FN, middle_F)
-        ]
+        now = judge.look(end, score_FN, score_FN, apart_FN, middle_F)
+        findings += [(h, one.row) for one in now]
     assert {row for _, row in findings} <= {3}
     return [h for h, _ in findings]
 

@@ -48,13 +48,8 @@ def test_quiet_pieces_are_kept_and_those_with_an_alert_thrown_away(tmp_path):
     (first, last) = stretches(sorted((tmp_path / "quiet").glob("*.npz")), METRICS)
     assert (first.start, first.end) == (BEGIN, BEGIN + 1200) and last.start == BEGIN + 2400
     values_CNT = np.concatenate([grid(s, 8).values_CNT for s in range(0, 1200, 8)], 2)
-    assert (first.values_CNT == values_CNT).all() and first.machines == (
-        "m0",
-        "m1",
-        "m2",
-        "m3",
-        "m4",
-    )
+    assert (first.values_CNT == values_CNT).all()
+    assert first.machines == ("m0", "m1", "m2", "m3", "m4")
 
 
 def test_no_more_is_kept_than_the_hours_and_a_restart_goes_on_with_it(tmp_path):
