@@ -91,8 +91,21 @@ def api_page(package: str, root: Path = ROOT) -> str:
             raise LookupError(f"{package} lists {name}, which {module} does not define")
         path, node = defined
         place = ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
+        if other := _documented(place, name, package, root):
+            lines += [f"## {name}", f"Described on the page of {other}: [{name}][{place}.{name}]."]
+            continue
         lines.append(f"::: {place}.{name}\n    options:\n      members: {_members(node)}")
     return "\n\n".join(lines) + "\n"
+
+
+def _documented(place: str, name: str, package: str, root: Path) -> str:
+    """Returns the package whose page describes a name of another package's module, else ''.
+
+    That is the package of the module, if it lists the name too: each name is described once.
+    """
+    near = [p for p in docs_pages.api_packages(root) if place.startswith(f"{p}.")]
+    other = max(near, key=len, default=package)
+    return other if other != package and name in docs_pages.public_names(other, root) else ""
 
 
 def _members(node: docs_pages.Definition) -> list[str] | bool:

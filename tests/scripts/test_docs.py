@@ -129,6 +129,11 @@ def test_the_site_has_a_page_for_each_package_that_the_reference_lists(site, pro
     assert site.pages(project)["megajax/__init__.py"] == "api/megajax.md"
     text = site.api_page("megajax", project)
     assert "::: megajax.rows.Loader\n    options:\n      members: ['read']" in text
+    (project / "megajax" / "more").mkdir()
+    again = "from megajax.rows import Loader as Loader\n"
+    (project / "megajax" / "more" / "__init__.py").write_text(again)
+    text = site.api_page("megajax.more", project)
+    assert "Described on the page of megajax: [Loader][megajax.rows.Loader]" in text
 
 
 def test_links_between_files_become_links_between_pages(site, project):
