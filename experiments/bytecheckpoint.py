@@ -178,11 +178,11 @@ def measure_loads(
         }
         forget(folder)
         began = time.perf_counter()
-        found = jax.block_until_ready(manager.restore(like=like))
+        restored = jax.block_until_ready(manager.restore(like=like))
         took = time.perf_counter() - began
         name = "ours" if spec == SAVED else f"ours, to {mesh_.describe(mesh).partition(' on')[0]}"
         yield "load", name, took
-        for leaf, x in found.items():
+        for leaf, x in restored.items():
             if not np.array_equal(np.asarray(x), np.asarray(state[leaf])):
                 sys.exit(f"error: {leaf} came back different on {mesh_.describe(mesh)}")
     like = {
@@ -243,13 +243,13 @@ def repeat(
         dir=expand(cfg.folder, "folder") if cfg.folder else None
     ) as name:
         for run in range(done, cfg.runs + 1):
-            found = [
+            rows = [
                 *measure_saves(state, copies, Path(name)),
                 *measure_loads(state, target, Path(name), OTHERS[run % len(OTHERS)]),
             ]
             if run == done:  # warms up
                 continue
-            for what, how, took in found:
+            for what, how, took in rows:
                 times.setdefault((what, how), []).append(took)
             yield run
 
@@ -257,18 +257,18 @@ def repeat(
 def former(path: Path, about: dict[str, Any]) -> dict[tuple[str, str], list[float]]:
     """Returns the seconds that a result file holds. Raises: UserError for another machine's."""
     try:
-        found = json.loads(path.read_text())
+        data = json.loads(path.read_text())
     except OSError:
         return {}
     except ValueError as error:
         raise UserError(f"{path} is no result: {error} (--resume)") from None
     for name in ("device", "cores", "megabytes", "commit"):
-        if found.get(name) != about[name]:
+        if data.get(name) != about[name]:
             raise UserError(
-                f"{path} is of {name} {found.get(name)}, this run of {about[name]}; leave "
+                f"{path} is of {name} {data.get(name)}, this run of {about[name]}; leave "
                 "--resume out (--resume)"
             )
-    return {(row["what"], row["how"]): row["seconds"] for row in found.get("times", ())}
+    return {(row["what"], row["how"]): row["seconds"] for row in data.get("times", ())}
 
 
 if __name__ == "__main__":

@@ -67,7 +67,7 @@ class Config(Checked):
     out: str = results.out_option("bench")
     run: RunConfig = group(RunConfig)
     emulate: int | None = option(None, "CPU devices to emulate; none: 8 without a GPU", at_least=1)
-    mesh: mesh_.MeshSpec = group(mesh_.MeshSpec, whole=True)
+    mesh: mesh_.MeshSpec = group(mesh_.MeshSpec, resets=True)
 
 
 def nano() -> Config:

@@ -197,32 +197,32 @@ def diff(cfg: Config, path: str, other: str) -> int:
     records = [steps.record(step) for steps, step in pairs]
     if records[0] is None or records[1] is None:
         raise CheckpointError("plain Orbax wrote one of the two: there are no fingerprints")
-    found = offline.differences(records[0], records[1])
-    print("\n".join(found) or f"{len(records[0].leaves)} leaves, all equal")
-    return min(len(found), 1)
+    differences = offline.differences(records[0], records[1])
+    print("\n".join(differences) or f"{len(records[0].leaves)} leaves, all equal")
+    return min(len(differences), 1)
 
 
 def conversions(words: str, names: dict[str, tuple[int, ...]], flag: str) -> list[Conversion]:
     """Reads --there or --back. names: {leaf: shape}, which says how many layers there are."""
-    found: list[Conversion] = []
+    result: list[Conversion] = []
     for word in filter(None, words.split(",")):
-        kind, _, rest = word.partition(":")
+        kind, _, argument = word.partition(":")
         try:
-            numbers = [int(n) for n in rest.split("x")] if rest else []
+            numbers = [int(n) for n in argument.split("x")] if argument else []
             if min(numbers, default=1) < 1:
                 raise ValueError
             if kind == "layers" and not numbers:
-                found.append(Unstacked())
+                result.append(Unstacked())
             elif kind == "qkv" and not numbers:
-                found.append(FusedQkv())
+                result.append(FusedQkv())
             elif kind == "vocab" and len(numbers) == 2:
-                found.append(PaddedVocab(*numbers))
+                result.append(PaddedVocab(*numbers))
             elif kind == "stages" and 1 <= len(numbers) <= 3:
                 stacked = [s[0] for n, s in names.items() if "blocks." in n and s]
                 if not stacked and len(numbers) < 3:
                     raise UserError(f"{word!r} needs layers, and no leaf has any ({flag})")
                 stages, chunks, layers = (*numbers, *(1, *stacked[:1])[len(numbers) - 1 :])
-                found.append(Staged(layers, stages, chunks))
+                result.append(Staged(layers, stages, chunks))
             else:
                 raise ValueError
         except UserError:
@@ -233,7 +233,7 @@ def conversions(words: str, names: dict[str, tuple[int, ...]], flag: str) -> lis
                 f"{word!r} is no layout: {', '.join(known)}, with numbers from 1 on."
                 f"{did_you_mean(word, known)} ({flag})"
             ) from None
-    return found
+    return result
 
 
 def reshard(cfg: Config, path: str, target: str) -> int:

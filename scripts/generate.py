@@ -103,7 +103,7 @@ class Config(Checked):
     emulate: int | None = option(None, "CPU devices to emulate; none: real ones", at_least=1)
     cache_dir: str = option("~/.cache/megajax", "folder for compiled programs")
     sampling: Sampling = group(Sampling)
-    mesh: mesh_.MeshSpec = group(mesh_.MeshSpec, whole=True)
+    mesh: mesh_.MeshSpec = group(mesh_.MeshSpec, resets=True)
 
 
 PRESETS = {"default": Config}

@@ -54,7 +54,7 @@ class Config(Checked):
         None, "file of keys; import: signs the step; export: must have signed it; none: not asked"
     )
     emulate: int | None = option(None, "CPU devices to emulate; none: real ones", at_least=1)
-    mesh: mesh_.MeshSpec = group(mesh_.MeshSpec, whole=True)
+    mesh: mesh_.MeshSpec = group(mesh_.MeshSpec, resets=True)
 
 
 PRESETS = {"default": Config}
@@ -67,8 +67,8 @@ def import_folder(cfg: Config, source: str, run_dir: str) -> None:
     if (target / "config.json").exists():
         raise UserError(f"{target} already holds a run; name a new folder")
     manager = CheckpointManager(target / "checkpoints", keep=0, key_file=cfg.key_file)
-    if found := [step for step in manager.steps() if step]:  # 0: of an import that was stopped
-        raise UserError(f"{target} already holds the steps {found} of a run; name a new folder")
+    if steps := [step for step in manager.steps() if step]:  # 0: of an import that was stopped
+        raise UserError(f"{target} already holds the steps {steps} of a run; name a new folder")
     opened = gguf.GgufModel(source) if expand(source).is_file() else None
     model = opened.cfg if opened else hf.load_decoder_config(source)  # a run trains decoders
     layout = sharding.layout(cfg.mesh.build(), model=model)
@@ -101,13 +101,13 @@ def export_run(cfg: Config, run_dir: str, target: str) -> None:
     )
     words = companions.find_tokenizer(cfg.tokenizer or saved_tokenizer(run_dir))
     check_vocabulary(words, run.model.vocab)
-    beside = companions.licences([run_dir, run.init_from])
+    licences = companions.licences([run_dir, run.init_from])
     labels = saved_labels(run_dir)
-    hf.save(params, run.model, target, cfg.dtype, tokenizer=words, licences=beside, labels=labels)
+    hf.save(params, run.model, target, cfg.dtype, tokenizer=words, licences=licences, labels=labels)
     print(f"step {step} of {run_dir} is in {target} ({cfg.dtype})")
     ends = ", ".join(map(str, words.ends)) or "none"
     print(f"tokenizer {words.name}: begin {words.begin}, ends {ends}")
-    print(f"licence and model card: {', '.join(f.name for f in beside) or 'none found'}")
+    print(f"licence and model card: {', '.join(f.name for f in licences) or 'none found'}")
     if companions.is_replaced(words, expand(target)):
         print(
             "note: AutoTokenizer of transformers 5 cuts words of this family as Qwen does, not "

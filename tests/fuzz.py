@@ -154,15 +154,15 @@ def fuzz(name: str, cfg: Config, out: Path, keep: Callable[[dict], None]) -> Non
             work(target, seeds, Config(seed=cfg.seed, seconds=left), number, shared, theirs)
         os.close(theirs)
         with open(ours) as pipe:
-            found = [json.loads(line) for line in pipe]
+            messages = [json.loads(line) for line in pipe]
         _, status, used = os.wait4(child, 0)
         memory = max(memory, used.ru_maxrss)
         code, spent = os.waitstatus_to_exitcode(status), spent + used.ru_utime + used.ru_stime
         number = int.from_bytes(shared[:8], "little")
         if code != 0:
-            found.append([number, HANGS.get(-code, f"ended with {code}")])
+            messages.append([number, HANGS.get(-code, f"ended with {code}")])
             number += 1
-        for where, reason in found:
+        for where, reason in messages:
             kind = reason.partition(": ")[0]
             kinds[kind] = kinds.get(kind, 0) + 1
             if kinds[kind] == 1:
@@ -208,15 +208,17 @@ def main() -> int:
 
     def keep(row: dict) -> None:
         rows[row["target"]] = row
-        found = {"seed": cfg.seed, "rows": [*rows.values()]}
-        (out / "fuzz.json").write_text(json.dumps(found, indent=2) + "\n")
+        report = {"seed": cfg.seed, "rows": [*rows.values()]}
+        (out / "fuzz.json").write_text(json.dumps(report, indent=2) + "\n")
 
     for name in names:
         fuzz(name, cfg, out, keep)
         row, kinds = rows[name], rows[name]["findings"]
-        found = f"{sum(kinds.values())} findings of {len(kinds)} kinds"
+        summary = f"{sum(kinds.values())} findings of {len(kinds)} kinds"
         worst = f"at most {row['worst_s']:.2f} s for one and {row['memory_mb']:,} MB"
-        print(f"{name}: {row['inputs']:,} inputs, {row['seconds']} s, {worst}, {found}", flush=True)
+        print(
+            f"{name}: {row['inputs']:,} inputs, {row['seconds']} s, {worst}, {summary}", flush=True
+        )
     return int(any(row["findings"] for row in rows.values()))
 
 

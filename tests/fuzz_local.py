@@ -196,13 +196,13 @@ STATS = {"source": "x", "tokenizer": "bytes", "tokenizer_identity": "bytes", "do
 
 def _specials_seeds(folder: Path) -> list[bytes]:
     bos = {"__type": "AddedToken", "content": "<|bos|>", "special": True}
-    found = {
+    rows = {
         "bos_token": bos,
         "eos_token": "<|eos|>",
         "chat_template": "{{x}}",
         "added": {"0": bos},
     }
-    return [json.dumps(found).encode()]
+    return [json.dumps(rows).encode()]
 
 
 def _specials(data: bytes, folder: Path) -> None:

@@ -214,12 +214,12 @@ def _settings_seeds(folder: Path) -> list[bytes]:
 def _settings(data: bytes, folder: Path) -> None:
     """The files beside a good tokenizer.model."""
     try:
-        found = json.loads(data)
+        config = json.loads(data)
     except (ValueError, RecursionError):
-        found = None
-    found = found if isinstance(found, dict) else {}
+        config = None
+    config = config if isinstance(config, dict) else {}
     for name, key in (("tokenizer_config.json", "config"), ("added_tokens.json", "added")):
-        (folder / name).write_bytes(json.dumps(found[key]).encode() if key in found else data)
+        (folder / name).write_bytes(json.dumps(config[key]).encode() if key in config else data)
     for kind in (1, 2):
         (folder / "tokenizer.model").write_bytes(model(kind))
         with contextlib.suppress(UserError):
@@ -246,20 +246,20 @@ def _merges_seeds(folder: Path) -> list[bytes]:
     import tokenizers  # noqa: F401
 
     vocab = {t: i for i, t in enumerate(["<|endoftext|>", *"helowrdĠ", "he", "ll", "hell"])}
-    found = {"vocab": vocab, "merges": "#version: 0.2\nh e\nl l\nhe ll\n"}
+    members = {"vocab": vocab, "merges": "#version: 0.2\nh e\nl l\nhe ll\n"}
     kinds = ("GPT2Tokenizer", "Qwen2Tokenizer", "RobertaTokenizer")
-    return [json.dumps({**found, "config": {"tokenizer_class": k}}).encode() for k in kinds]
+    return [json.dumps({**members, "config": {"tokenizer_class": k}}).encode() for k in kinds]
 
 
 def _merges(data: bytes, folder: Path) -> None:
     try:
-        found = json.loads(data)
+        config = json.loads(data)
     except (ValueError, RecursionError):
-        found = None
-    found = found if isinstance(found, dict) else {}
+        config = None
+    config = config if isinstance(config, dict) else {}
     for name, key in (("vocab.json", "vocab"), ("tokenizer_config.json", "config")):
-        (folder / name).write_bytes(json.dumps(found[key]).encode() if key in found else data)
-    merges = found.get("merges", "")
+        (folder / name).write_bytes(json.dumps(config[key]).encode() if key in config else data)
+    merges = config.get("merges", "")
     text = merges if isinstance(merges, str) else json.dumps(merges)
     (folder / "merges.txt").write_bytes(text.encode(errors="surrogatepass"))
     _cut(folder)
@@ -573,9 +573,9 @@ def _dataset(data: bytes, folder: Path) -> None:
     from megajax.systems.cdmpp.labels import Labels
 
     (folder / "labels.npz").write_bytes(data)
-    found = Labels.load(folder / "labels.npz")
-    found.of_rows(np.arange(len(found.dataset)))
-    found.dataset.labelled.typical()
+    labels = Labels.load(folder / "labels.npz")
+    labels.of_rows(np.arange(len(labels.dataset)))
+    labels.dataset.labelled.typical()
 
 
 # ---- profiles

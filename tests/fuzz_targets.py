@@ -210,8 +210,8 @@ def _pickle_seeds(folder: Path) -> list[bytes]:
     )
     loop = b"}q\x00X\x01\x00\x00\x00ah\x00s"
     many = b"](" + b"K\x01" * 500 + b"eq\x000ctorch\nSize\nq\x01" + b"h\x01h\x00\x85R0" * 30 + b"N"
-    found = [b"\x80\x02" + body + b"." for body in (laugh, loop, many, wide)]
-    return [dumps(plain), *found, (GOLDEN / "dcp" / ".metadata").read_bytes()]
+    contents = [b"\x80\x02" + body + b"." for body in (laugh, loop, many, wide)]
+    return [dumps(plain), *contents, (GOLDEN / "dcp" / ".metadata").read_bytes()]
 
 
 def _pickle(data: bytes, folder: Path) -> None:
@@ -254,7 +254,7 @@ def _gguf_seeds(folder: Path) -> list[bytes]:
 
     rng = np.random.default_rng(0)
     tensors = gguf_writer.llama_tensors(rng)
-    found = gguf_writer.llama() | gguf_writer.vocabulary()
+    metadata = gguf_writer.llama() | gguf_writer.vocabulary()
     quantized = [
         t
         if len(t.sizes) == 1
@@ -263,16 +263,16 @@ def _gguf_seeds(folder: Path) -> list[bytes]:
     ]
     pieces = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), "a", "b", "ab"]
     kinds = [2, 3, 3, *[6] * 256, 1, 1, 1]
-    sentencepiece = found | {
+    sentencepiece = metadata | {
         "tokenizer.ggml.model": "llama",
         "tokenizer.ggml.tokens": pieces,
         "tokenizer.ggml.scores": [-float(i) for i in range(262)],
         "tokenizer.ggml.token_type": [gguf_writer.Typed("i32", k) for k in kinds],
     }
     return [
-        gguf_writer.gguf(found, tensors),
+        gguf_writer.gguf(metadata, tensors),
         gguf_writer.gguf(sentencepiece, quantized),
-        gguf_writer.gguf(found | {"tokenizer.ggml.pre": "llama-bpe"}, quantized),
+        gguf_writer.gguf(metadata | {"tokenizer.ggml.pre": "llama-bpe"}, quantized),
     ]
 
 
@@ -335,10 +335,10 @@ def _idx(data: bytes, folder: Path) -> None:
     file = TokenFile(folder / "x", 512)
     for i in range(min(len(file), 1000)):
         length = int(file.lengths[i])
-        found = file.read(i, 0, length)
-        if len(found) != length:
-            raise AssertionError(f"document {i} has {length} tokens, {len(found)} were read")
-        file.check_ids(found, i)
+        content = file.read(i, 0, length)
+        if len(content) != length:
+            raise AssertionError(f"document {i} has {length} tokens, {len(content)} were read")
+        file.check_ids(content, i)
 
 
 def _config_seeds(folder: Path) -> list[bytes]:

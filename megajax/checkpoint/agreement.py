@@ -20,14 +20,14 @@ def tell(values: Any) -> np.ndarray:
     """
     import jax
 
-    own = np.array(values, np.int64)
+    numbers = np.array(values, np.int64)
     if jax.process_count() == 1:
-        return own[None]
+        return numbers[None]
     from jax.experimental import multihost_utils
 
     # As words of 32 bits: devices have no int64 without jax_enable_x64.
-    words = multihost_utils.process_allgather(own.reshape(-1).view(np.int32))
-    return np.asarray(words).view(np.int64).reshape(-1, *own.shape)
+    words = multihost_utils.process_allgather(numbers.reshape(-1).view(np.int32))
+    return np.asarray(words).view(np.int64).reshape(-1, *numbers.shape)
 
 
 def first(value: int | None) -> int | None:

@@ -42,30 +42,30 @@ class Unstacked:
 
     def there(self, leaves: Leaves) -> dict[str, Any]:
         """Returns one leaf a layer, in the order of the layers. Raises: UserError if they are."""
-        found: dict[str, Any] = {}
+        converted: dict[str, Any] = {}
         for name, x in leaves.items():
             place = _find(name, self.group)
             if place is None or x.ndim == 0:
-                found[name] = x
+                converted[name] = x
                 continue
             if re.match(r"\d+\.", name[place:]):
                 raise UserError(f"{name} is one layer already: its rows are no layers")
             for i in range(x.shape[0]):
-                found[f"{name[:place]}{i}.{name[place:]}"] = x[i]
-        return found
+                converted[f"{name[:place]}{i}.{name[place:]}"] = x[i]
+        return converted
 
     def back(self, leaves: Leaves) -> dict[str, Any]:
         """Returns the layers stacked. Raises: UserError when one is missing or of another shape."""
-        found: dict[str, Any] = {}
+        converted: dict[str, Any] = {}
         layers: dict[str, dict[int, Any]] = {}
         for name, x in leaves.items():
             place = _find(name, self.group)
             number = re.match(r"(\d+)\.", name[place:]) if place is not None else None
             if place is None or number is None:
-                found[name] = x
+                converted[name] = x
                 continue
             stacked = name[:place] + name[place + number.end() :]
-            found.setdefault(stacked, None)
+            converted.setdefault(stacked, None)
             layers.setdefault(stacked, {})[int(number[1])] = x
         for stacked, pieces in layers.items():
             missing = [i for i in range(max(pieces) + 1) if i not in pieces]
@@ -73,8 +73,8 @@ class Unstacked:
             if missing or len(shapes) > 1:
                 what = f"lacks layers {missing}" if missing else f"has layers of shapes {shapes}"
                 raise UserError(f"{stacked} {what}")
-            found[stacked] = _stack([pieces[i] for i in range(len(pieces))])
-        return found
+            converted[stacked] = _stack([pieces[i] for i in range(len(pieces))])
+        return converted
 
 
 @dataclass(frozen=True)
@@ -151,19 +151,19 @@ class FusedQkv:
 
     def there(self, leaves: Leaves) -> dict[str, Any]:
         """Returns the leaves fused. Raises: UserError where one of the three is missing."""
-        found: dict[str, Any] = {}
+        converted: dict[str, Any] = {}
         for name, x in leaves.items():
             home, _, last = name.rpartition(".")
             if last not in self.names:
-                found[name] = x
+                converted[name] = x
                 continue
             full = [f"{home}.{n}".lstrip(".") for n in self.names]
             if missing := [n for n in full if n not in leaves]:
                 raise UserError(f"{name} cannot be fused: {', '.join(missing)} is not there")
             target = f"{home}.{self.fused}".lstrip(".")
-            if target not in found:
-                found[target] = self._fuse(name, *(leaves[n] for n in full))
-        return found
+            if target not in converted:
+                converted[target] = self._fuse(name, *(leaves[n] for n in full))
+        return converted
 
     def _fuse(self, name: str, q: Any, k: Any, v: Any) -> Any:
         if min(q.ndim, k.ndim) < 2:
@@ -176,19 +176,19 @@ class FusedQkv:
 
     def back(self, leaves: Leaves) -> dict[str, Any]:
         """Returns the three leaves. Raises: UserError for a shape that is not fused."""
-        found: dict[str, Any] = {}
+        converted: dict[str, Any] = {}
         for name, x in leaves.items():
             home, _, last = name.rpartition(".")
             if last != self.fused:
-                found[name] = x
+                converted[name] = x
                 continue
             if x.ndim < 3 or x.shape[-2] < 3:
                 raise UserError(f"{name} of {x.shape} is not (..., groups, heads + 2, width)")
             *outer, G, R, K = x.shape
             q = x[..., :-2, :].reshape(*outer, G * (R - 2), K)
             for n, piece in zip(self.names, (q, x[..., -2, :], x[..., -1, :]), strict=True):
-                found[f"{home}.{n}".lstrip(".")] = piece
-        return found
+                converted[f"{home}.{n}".lstrip(".")] = piece
+        return converted
 
 
 @dataclass(frozen=True)
@@ -220,7 +220,7 @@ class PaddedVocab:
         return self._each(leaves, lambda n, x, d: _shrink(n, x, d, self.vocab))
 
     def _each(self, leaves: Leaves, change: Callable[[str, Any, int], Any]) -> dict[str, Any]:
-        found = dict(leaves)
+        converted = dict(leaves)
         for name, x in leaves.items():
             for end, d in self.tables:
                 if name.split(".")[-1] == end and x.ndim > d:
@@ -229,20 +229,20 @@ class PaddedVocab:
                         raise UserError(
                             f"{name} has {x.shape[d]} rows for {self.vocab} words; {near}"
                         )
-                    found[name] = change(name, x, d)
-        return found
+                    converted[name] = change(name, x, d)
+        return converted
 
 
 def convert(
     leaves: Leaves, there: Sequence[Conversion] = (), back: Sequence[Conversion] = ()
 ) -> dict:
     """Returns the leaves after `back` of each in `back`, the last first, then `there` of each."""
-    found = dict(leaves)
+    converted = dict(leaves)
     for conversion in reversed(back):
-        found = conversion.back(found)
+        converted = conversion.back(converted)
     for conversion in there:
-        found = conversion.there(found)
-    return found
+        converted = conversion.there(converted)
+    return converted
 
 
 def _at_least_one(**numbers: int) -> None:
@@ -256,12 +256,12 @@ def units(names: Iterable[str]) -> list[list[str]]:
 
     A group is one stacked leaf or its layers, and of attention's query, key and value all three.
     """
-    found: dict[str, list[str]] = {}
+    groups: dict[str, list[str]] = {}
     for name in names:
         home, _, last = re.sub(r"(^|\.)blocks\.\d+\.", r"\1blocks.", name).rpartition(".")
         key = f"{home}.{FusedQkv.fused if last in FusedQkv.names else last}"
-        found.setdefault(key, []).append(name)
-    return list(found.values())
+        groups.setdefault(key, []).append(name)
+    return list(groups.values())
 
 
 def _find(name: str, group: str) -> int | None:

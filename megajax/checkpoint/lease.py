@@ -65,7 +65,7 @@ class Lease:
     def __init__(self, place: Path, attempt: Attempt):
         """place: the folder or prefix of the steps. Nothing is written yet."""
         self._place, self.attempt = place, attempt
-        self._mine: _Held | None = None  # as this process wrote it
+        self._written: _Held | None = None  # as this process wrote it
 
     def take(self) -> None:
         """Takes the place over from older attempts; later, makes sure that nobody newer did.
@@ -102,46 +102,46 @@ class Lease:
         for _ in range(SWAPS):
             held, version = self._read()
             self._refuse_older(held)
-            wanted = self._wanted(held)
-            text = json.dumps(asdict(wanted)).encode()
+            record = self._next_record(held)
+            text = json.dumps(asdict(record)).encode()
             path = self._place / RECORD
             if isinstance(path, ObjectPath):
                 if not path.swap(text, version):
                     continue  # another wrote it: look who
-            elif held != wanted:
+            elif held != record:
                 write_whole(path, text)
-            self._mine = wanted
+            self._written = record
             return
         raise SaveError(f"{self._place / RECORD} changed {SWAPS} times while it was written")
 
-    def _wanted(self, held: _Held | None) -> _Held:
+    def _next_record(self, held: _Held | None) -> _Held:
         """Returns the record of this attempt after that of an older one, or none."""
-        if held is not None and held == self._mine:
+        if held is not None and held == self._written:
             return held
         generation, former = (held.generation, held.former) if held is not None else (0, ())
         if held is not None and held.run != self.attempt.run:
             former = (*former, held.run)[-FORMER:]
-        if self._mine is not None:  # the record was removed, or torn
-            generation = max(generation, self._mine.generation)
-            former = former or self._mine.former
+        if self._written is not None:  # the record was removed, or torn
+            generation = max(generation, self._written.generation)
+            former = former or self._written.former
         return _Held(self.attempt.run, self.attempt.number, generation + 1, former)
 
     def _refuse_older(self, held: _Held | None) -> None:
         """Raises SupersededError when this is older than who may save."""
-        mine, own = self.attempt, self._mine
-        if held is None or held == own:
+        attempt, written = self.attempt, self._written
+        if held is None or held == written:
             return
-        if held.run == mine.run and held.number != mine.number:
-            newer = held.number > mine.number
-        elif own is not None:
-            newer = held.generation >= own.generation
+        if held.run == attempt.run and held.number != attempt.number:
+            newer = held.number > attempt.number
+        elif written is not None:
+            newer = held.generation >= written.generation
         else:
-            newer = held.run != mine.run and mine.run in held.former
+            newer = held.run != attempt.run and attempt.run in held.former
         if newer:
             raise SupersededError(
                 f"a newer attempt has taken over {self._place}: attempt {held.number} of run "
-                f"{held.run}, and this is attempt {mine.number} of run {mine.run}; nothing is "
-                "saved by this process any more"
+                f"{held.run}, and this is attempt {attempt.number} of run {attempt.run}; nothing "
+                "is saved by this process any more"
             )
 
     def _read(self) -> tuple[_Held | None, Any]:
@@ -152,11 +152,11 @@ class Lease:
                 text, version = path.read_version()
             else:
                 text = path.read_bytes()
-            found = _Held(**parse_json(text))
-            types = type(found.run), type(found.number), type(found.generation)
+            held = _Held(**parse_json(text))
+            types = type(held.run), type(held.number), type(held.generation)
             if types != (str, int, int):
                 return None, version
-            return replace(found, former=tuple(map(str, found.former))), version
+            return replace(held, former=tuple(map(str, held.former))), version
         except (FileNotFoundError, ValueError, TypeError):
             return None, version
 

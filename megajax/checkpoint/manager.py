@@ -150,10 +150,10 @@ def _template_leaf(x: Any) -> Any:
         abstract = jax.ShapeDtypeStruct(x.shape, x.dtype)
         words = jax.eval_shape(jax.random.key_data, abstract)
         return jax.ShapeDtypeStruct(words.shape, words.dtype, sharding=x.sharding)
-    found = np.asarray(x) if isinstance(x, NUMBER) else x
-    if not found.dtype.isnative:
-        found = np.empty(found.shape, _native(found.dtype))
-    return found if _on_devices(found) else np.empty(found.shape, found.dtype)
+    leaf = np.asarray(x) if isinstance(x, NUMBER) else x
+    if not leaf.dtype.isnative:
+        leaf = np.empty(leaf.shape, _native(leaf.dtype))
+    return leaf if _on_devices(leaf) else np.empty(leaf.shape, leaf.dtype)
 
 
 def from_storage(state: Tree, like: Tree) -> Tree:
@@ -239,29 +239,29 @@ def orders_of(tree: Tree, order: Order | None) -> list[list[int]]:
 
     Raises: CheckpointError when `order` names no leaf, or is no order of its rows.
     """
-    given, found = dict(order or {}), []
+    remaining, orders = dict(order or {}), []
     for name, x in named_leaves(tree):
-        rows = [int(row) for row in given.pop(name, ())]
+        rows = [int(row) for row in remaining.pop(name, ())]
         if rows and sorted(rows) != list(range(x.shape[0] if x.shape else 0)):
             raise CheckpointError(
                 f"order of leaf {name} must hold each of its {x.shape[:1]} rows once, found {rows}"
             )
-        found.append([] if rows == sorted(rows) else rows)
-    if given:
-        raise CheckpointError(f"order names {next(iter(given))}, which is no leaf of the state")
-    return found
+        orders.append([] if rows == sorted(rows) else rows)
+    if remaining:
+        raise CheckpointError(f"order names {next(iter(remaining))}, which is no leaf of the state")
+    return orders
 
 
-def rows_of(record: Record | None, wanted: Mapping[str, Sequence[int]]) -> dict[str, list[int]]:
+def rows_of(record: Record | None, orders: Mapping[str, Sequence[int]]) -> dict[str, list[int]]:
     """Returns {leaf: the stored row of each wanted one}, of leaves that are stored in another order
     than wanted. record: None: all are stored in the model's order. wanted: [] stands for it."""
     known = {} if record is None else record.leaves
-    found = {}
-    for name, order in wanted.items():
+    moved = {}
+    for name, order in orders.items():
         rows = stored_rows(known[name].order if name in known else (), order)
         if rows is not None:
-            found[name] = rows
-    return found
+            moved[name] = rows
+    return moved
 
 
 Verify = Literal["full", "fast"] | None  # what a restore checks
@@ -570,8 +570,8 @@ class CheckpointManager:
         if self._steps.keys is None:
             return trust.find_damage(folder, record, fast=True)
         part, parts = jax.process_index(), jax.process_count()
-        mine = dict(list(record.files.items())[part::parts])
-        damage = trust.find_damage(folder, dataclasses.replace(record, files=mine))
+        share = dict(list(record.files.items())[part::parts])
+        damage = trust.find_damage(folder, dataclasses.replace(record, files=share))
         return damage or trust.strangers(folder, record)
 
     def _explain(self, step: int, error: Exception) -> CheckpointError:

@@ -131,7 +131,7 @@ class Segment:
                 f"step {step} takes {total:,} bytes, a slot of {self.path} has {self._slot:,}"
             )
         headers = sorted(self._headers())
-        turn = headers[-1][0] + 1 if headers else 1
+        number = headers[-1][0] + 1 if headers else 1
         slot = 1 - headers[-1][-1] if headers else 0
         home = 2 * PAGE + slot * self._slot
         self._memory[slot * PAGE : slot * PAGE + HEADER.size + 4] = bytes(HEADER.size + 4)
@@ -143,7 +143,7 @@ class Segment:
 
         def seal() -> None:
             crc = self._crc(home, total)
-            header = HEADER.pack(MAGIC, turn, step, len(table), total, crc)
+            header = HEADER.pack(MAGIC, number, step, len(table), total, crc)
             sealed = header + struct.pack("<I", zlib.crc32(header))
             self._memory[slot * PAGE : slot * PAGE + len(sealed)] = sealed
 
@@ -157,8 +157,8 @@ class Segment:
         for snapshot in self.snapshots():
             if step in (None, snapshot.step):
                 return snapshot
-        wanted = "a step" if step is None else f"step {step}"
-        raise CheckpointError(f"{self.path} holds no whole copy of {wanted}; restore from storage")
+        what = "a step" if step is None else f"step {step}"
+        raise CheckpointError(f"{self.path} holds no whole copy of {what}; restore from storage")
 
     def snapshots(self) -> Iterator[Snapshot]:
         """Yields the whole copies, the newest first, each checked byte for byte."""
@@ -198,14 +198,14 @@ class Segment:
 
     def _headers(self) -> list[tuple[int, int, int, int, int, int]]:
         """Returns (turn, step, bytes of the table, of all, CRC, slot) of the whole headers."""
-        found = []
+        headers = []
         for slot in (0, 1):
             header = self._memory[slot * PAGE : slot * PAGE + HEADER.size]
             (crc,) = struct.unpack_from("<I", self._memory, slot * PAGE + HEADER.size)
             magic, *values = HEADER.unpack(header)
             if magic == MAGIC and zlib.crc32(header) == crc and values[3] <= self._slot:
-                found.append((*values, slot))
-        return found
+                headers.append((*values, slot))
+        return headers
 
 
 def _lay_out(pieces: list[Piece], data_state: dict[str, Any]) -> tuple[list, bytes, int]:
@@ -254,7 +254,7 @@ class MemoryTier:
         if self._is_off:
             return
         self.wait()
-        rows = {name: list(map(int, own)) for name, own in (order or {}).items()}
+        rows = {name: list(map(int, places)) for name, places in (order or {}).items()}
         pieces, data_state = _held(state), data_state | {ATTEMPT: self._attempt, ORDER: rows}
         total = _lay_out(pieces, data_state)[-1]
         try:
@@ -294,14 +294,18 @@ class MemoryTier:
         held = {} if self._segment is None else {_key(s): s for s in self._segment.snapshots()}
         rows = agreement.tell([*held, NONE, NONE][:2])
         stored = agreement.tell(-1 if at_least is None else at_least).max()
-        common = set.intersection(*({tuple(k) for k in own} for own in rows.tolist())) - {NONE}
+        common = set.intersection(*({tuple(k) for k in copies} for copies in rows.tolist())) - {
+            NONE
+        }
         newest = max(common, default=NONE)
         if newest == NONE or newest[0] < stored:
             return None
         state = None
         try:
-            found = held[newest]
-            state = _place(found, like(found.data_state) if callable(like) else like, order or {})
+            snapshot = held[newest]
+            state = _place(
+                snapshot, like(snapshot.data_state) if callable(like) else like, order or {}
+            )
         except CheckpointError as error:
             from absl import logging
 
@@ -367,16 +371,16 @@ def _place(snapshot: Snapshot, like: Tree, order: Order) -> Tree:
 
     stored = snapshot.data_state.get(ORDER, {})
 
-    def leaf(name: str, wanted: Any) -> Any:
+    def leaf(name: str, abstract: Any) -> Any:
         rows = stored_rows(stored.get(name, ()), order.get(name, ()))
 
         def fill(index: Any) -> np.ndarray:
-            out = np.empty(Box.of(index, wanted.shape).shape, wanted.dtype)
-            for place, view in targets(Box.of(index, wanted.shape), out, rows):
-                _assemble(snapshot.step, name, pieces.get(name, []), place, view, wanted.shape)
+            out = np.empty(Box.of(index, abstract.shape).shape, abstract.dtype)
+            for place, view in targets(Box.of(index, abstract.shape), out, rows):
+                _assemble(snapshot.step, name, pieces.get(name, []), place, view, abstract.shape)
             return out
 
-        return jax.make_array_from_callback(wanted.shape, wanted.sharding, fill)
+        return jax.make_array_from_callback(abstract.shape, abstract.sharding, fill)
 
     names, tree = [n for n, _ in named_leaves(like)], jax.tree.structure(like)
     leaves = [leaf(n, x) for n, x in zip(names, jax.tree.leaves(like), strict=True)]

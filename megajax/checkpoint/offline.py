@@ -175,16 +175,16 @@ def _dtype(name: str) -> np.dtype:
 
 def differences(a: Record, b: Record) -> list[str]:
     """Returns, leaf by leaf, how two steps differ; their fingerprints tell, no array is read."""
-    found = []
+    lines = []
     for name in dict.fromkeys([*a.leaves, *b.leaves]):
         x, y = a.leaves.get(name), b.leaves.get(name)
         if x is None or y is None:
-            found.append(f"{name}: only in the {'second' if x is None else 'first'}")
+            lines.append(f"{name}: only in the {'second' if x is None else 'first'}")
         elif (x.shape, x.dtype) != (y.shape, y.dtype):
-            found.append(f"{name}: {x.dtype}{tuple(x.shape)} and {y.dtype}{tuple(y.shape)}")
+            lines.append(f"{name}: {x.dtype}{tuple(x.shape)} and {y.dtype}{tuple(y.shape)}")
         elif x.fingerprint != y.fingerprint:
-            found.append(f"{name}: other values")
-    return found
+            lines.append(f"{name}: other values")
+    return lines
 
 
 @contextmanager
@@ -222,7 +222,7 @@ def size(record: Record) -> int:
 
 def files_by_leaf(folder: Path) -> dict[str, list[tuple[str, int, int]]]:
     """Returns {leaf: [(file, first byte, last byte + 1)]}, as the index says."""
-    found: dict[str, list[tuple[str, int, int]]] = {}
+    pieces: dict[str, list[tuple[str, int, int]]] = {}
     for leaf, file, begin, end in stored_values(folder):
-        found.setdefault(leaf, []).append((os.path.basename(file), begin, end))
-    return found
+        pieces.setdefault(leaf, []).append((os.path.basename(file), begin, end))
+    return pieces

@@ -127,7 +127,7 @@ def pieces(
     No chunk lies in two pieces. A piece of several boxes is one chunk; one of a single box lies in
     it and has at most `limit` elements unless it is one chunk.
     """
-    todo = [(Box.whole(shape), list(range(len(boxes))))]
+    todo = [(Box.of_shape(shape), list(range(len(boxes))))]
     while todo:
         box, near = todo.pop()
         common = {i: both for i in near if (both := box & boxes[i]) is not None}
@@ -183,7 +183,7 @@ class Target:
         if self._sharding is not None:
             indices: Any = self._sharding.addressable_devices_indices_map(shape)
             self._boxes = {device: Box.of(index, shape) for device, index in indices.items()}
-        boxes = list(dict.fromkeys(self._boxes.values())) or [Box.whole(shape)]
+        boxes = list(dict.fromkeys(self._boxes.values())) or [Box.of_shape(shape)]
         self._buffers = {box: store.buffer(box.shape, dtype) for box in boxes}
         if 0 in shape:
             return

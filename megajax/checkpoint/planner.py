@@ -165,10 +165,10 @@ def _pieces(number: int, leaf: Leaf, mesh: Mapping[str, int], largest: int, widt
 def _cut(box: Box, itemsize: int, largest: int) -> list[Box]:
     """Returns a box in pieces of at most `largest` bytes, if its two longest dimensions allow."""
     ways = [1] * len(box.shape)
-    wanted = -(-box.size * itemsize // largest)
+    parts = -(-box.size * itemsize // largest)
     for d in sorted(range(len(ways)), key=lambda d: -box.shape[d])[:2]:
-        ways[d] = min(box.shape[d], wanted)
-        wanted = -(-wanted // ways[d])
+        ways[d] = min(box.shape[d], parts)
+        parts = -(-parts // ways[d])
     return [
         Box(
             tuple(a + o for a, o in zip(b.start, box.start, strict=True)),
@@ -203,21 +203,21 @@ def _worst_fit(bare: Plan, first: np.ndarray, others: Sequence[np.ndarray]) -> n
     return chosen
 
 
-def reads(saved: Plan, wanted: Plan) -> Iterator[tuple[int, Copy]]:
+def reads(saved: Plan, loaded: Plan) -> Iterator[tuple[int, Copy]]:
     """Yields (leaf, copy) for all that a load takes from what a save wrote.
 
     A copy's source is a piece of `saved`, its target one of `wanted`; every wanted element comes
     in exactly one. Raises: ValueError when the leaves differ.
     """
-    shapes = [[(x.name, x.shape, x.itemsize) for x in p.leaves] for p in (saved, wanted)]
+    shapes = [[(x.name, x.shape, x.itemsize) for x in p.leaves] for p in (saved, loaded)]
     if shapes[0] != shapes[1]:
         raise ValueError("the plans are of different leaves")
     for number in range(len(saved.leaves)):
-        here, there = (np.flatnonzero(p.leaf == number) for p in (saved, wanted))
-        sources = [saved.box(int(i)) for i in here]
-        for k in there.tolist():
-            for copy in intersect(sources, [wanted.box(k)]):
-                yield number, Copy(int(here[copy.source]), k, copy.box)
+        written, read = (np.flatnonzero(p.leaf == number) for p in (saved, loaded))
+        sources = [saved.box(int(i)) for i in written]
+        for k in read.tolist():
+            for copy in intersect(sources, [loaded.box(k)]):
+                yield number, Copy(int(written[copy.source]), k, copy.box)
 
 
 @dataclass(frozen=True)
@@ -240,14 +240,14 @@ class Estimate:
     load: float
 
 
-def simulate(found: Plan, rates: Rates = Rates()) -> Estimate:
+def simulate(save: Plan, rates: Rates = Rates()) -> Estimate:
     """Returns how long a plan takes when nothing but these rates limits it."""
-    loads = found.bytes_per_rank.astype(float)
+    loads = save.bytes_per_rank.astype(float)
     padded = np.pad(loads, (0, -len(loads) % rates.ranks_per_host))
     hosts = padded.reshape(-1, rates.ranks_per_host).sum(axis=1)
     stall = loads.max() / rates.device_to_host
     moved = max(hosts.max() / rates.host_to_storage, loads.sum() / rates.storage)
-    sent = found.broadcast_bytes / found.ranks / rates.interconnect
+    sent = save.broadcast_bytes / save.ranks / rates.interconnect
     return Estimate(float(stall), float(stall + moved), float(max(moved, sent) + stall))
 
 

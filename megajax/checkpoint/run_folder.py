@@ -36,13 +36,13 @@ def load_params(
         named = layout.named(layout.stored(*words))
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=named)
 
-    wanted = {"params": map_words(like, parts.axes, parts.abstract)}
+    abstract = {"params": map_words(like, parts.axes, parts.abstract)}
     while True:
         chosen = manager.latest() if step is None else step
         if chosen is None:
             raise UserError(f"{folder} has no checkpoint yet (--run_dir)")
         try:
-            return manager.restore(chosen, like=wanted, partial=True)["params"], chosen
+            return manager.restore(chosen, like=abstract, partial=True)["params"], chosen
         except DamagedError:
             if step is not None or chosen in manager.steps():
                 raise  # else a run that goes on removed it, and has a newer one

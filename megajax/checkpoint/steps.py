@@ -121,19 +121,19 @@ class StepFolder:
         except OSError as error:
             absent(self.path, error)
             return []
-        found, closed = [], None
+        steps, closed = [], None
         for step in sorted(int(name) for name in names if is_step_name(name)):
             try:
                 if _is_step(self.path / str(step)):
-                    found.append(step)
+                    steps.append(step)
             except ForbiddenError as error:
                 closed = error
                 if step not in self._closed:
                     self._closed.add(step)
                     logging.warning("%s. It is passed over", error)
-        if closed is not None and not found:
+        if closed is not None and not steps:
             raise closed
-        return found
+        return steps
 
     def record(self, step: int) -> Record | None:
         """Returns a step's record; None: Orbax alone wrote the step, there never was one.
@@ -213,8 +213,8 @@ class StepFolder:
         """Returns the metadata that the step was saved with. Raises: CheckpointError."""
         path = self.home(step) / METADATA
         try:
-            found = parse_json(_bytes(path))["custom_metadata"] or {}
-            return {k: v for k, v in found.items() if k != OURS}
+            metadata = parse_json(_bytes(path))["custom_metadata"] or {}
+            return {k: v for k, v in metadata.items() if k != OURS}
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"cannot read step {step}: {path}: {error!r}") from None
 
@@ -321,7 +321,7 @@ class StepFolder:
         if not newest:
             return
         records: dict[int, Record] = {}
-        kept, steps = {saved}, self.steps()
+        staying, steps = {saved}, self.steps()
         if len(steps) <= newest:
             return  # none has so many after it
         for step in steps:
@@ -330,13 +330,13 @@ class StepFolder:
             except DamagedError:
                 continue
             except ForbiddenError:  # it may be whole
-                kept.add(step)
+                staying.add(step)
                 continue
             if record is not None and step not in bad:
                 records[step] = record
-        whole = functools.cache(lambda s: not find_damage(self.step(s), records[s], fast=True))
+        intact = functools.cache(lambda s: not find_damage(self.step(s), records[s], fast=True))
         verified = functools.cache(
-            lambda s: (not read_back or self.is_read_back(s, records[s])) and whole(s)
+            lambda s: (not read_back or self.is_read_back(s, records[s])) and intact(s)
         )
         after = list(itertools.islice(filter(verified, sorted(records, reverse=True)), newest))
         if len(after) < newest:
@@ -345,11 +345,11 @@ class StepFolder:
         for _, step in ranked:
             if not best:
                 break
-            if whole(step):
-                kept.add(step)
+            if intact(step):
+                staying.add(step)
                 best -= verified(step)
         for step in steps:
-            if step < after[-1] and step not in kept:
+            if step < after[-1] and step not in staying:
                 with contextlib.suppress(ForbiddenError):
                     self.remove(step)
 
@@ -502,13 +502,13 @@ def _description(folder: Path) -> dict[str, Any] | None:
     """Returns what Orbax wrote about a checkpoint, or None. Raises: UnreadableError."""
     path = folder / METADATA
     try:
-        found = parse_json(_bytes(path))
+        description = parse_json(_bytes(path))
     except OSError as error:
         absent(path, error)
         return None
     except ValueError:
         return None
-    return found if isinstance(found, dict) and found else None
+    return description if isinstance(description, dict) and description else None
 
 
 # ---- a prefix of an object store
@@ -568,7 +568,7 @@ class ObjectFolder(StepFolder):
 
     def steps(self) -> list[int]:
         """Returns the stored steps, oldest first, good or not. Raises: StoreError."""
-        return sorted(self._found(RECORD))
+        return sorted(self._steps_with(RECORD))
 
     def begin(self, step: int) -> None:
         """Takes the stage, and removes what killed saves left. Raises: OSError, StoreError."""
@@ -584,8 +584,8 @@ class ObjectFolder(StepFolder):
             self.lease.take()
         self._stage.begin(step)
         with self.cleaning:
-            marked = self._found(UNFINISHED_MARK)
-            for left in marked & self._found(RECORD) if marked else ():
+            marked = self._steps_with(UNFINISHED_MARK)
+            for left in marked & self._steps_with(RECORD) if marked else ():
                 self._settle(left)  # killed after the record was written, or while it was replaced
             self.empty()
 
@@ -665,8 +665,8 @@ class ObjectFolder(StepFolder):
 
     def empty(self) -> None:
         """Frees the objects of removed steps. Raises: StoreError."""
-        marked = self._found(UNFINISHED_MARK)
-        for step in marked - self._found(RECORD) if marked else ():
+        marked = self._steps_with(UNFINISHED_MARK)
+        for step in marked - self._steps_with(RECORD) if marked else ():
             if not (self.step(step) / RECORD).exists():  # a listing may leave objects out
                 self._clear(step)
 
@@ -714,7 +714,7 @@ class ObjectFolder(StepFolder):
         if home is None:
             (folder / UNFINISHED_MARK).delete()
 
-    def _found(self, name: str) -> set[int]:
+    def _steps_with(self, name: str) -> set[int]:
         """Returns the steps that have an object of this name."""
         pairs = (key.split("/") for key in self._home.names())
         return {int(p[0]) for p in pairs if len(p) == 2 and is_step_name(p[0]) and p[1] == name}
@@ -734,16 +734,16 @@ def _is_private(folder: Path) -> bool:
         facts = folder.lstat()
     except OSError:
         return False
-    own = stat.S_ISDIR(facts.st_mode) and facts.st_uid == os.geteuid()
-    return own and not facts.st_mode & 0o077
+    is_own_folder = stat.S_ISDIR(facts.st_mode) and facts.st_uid == os.geteuid()
+    return is_own_folder and not facts.st_mode & 0o077
 
 
 def _read_back(path: ObjectPath, content: bytes) -> None:
     """Raises StoreError when a store that took an object does not have it."""
     try:
         for begin in range(0, max(len(content), 1), CHUNK):
-            wanted = content[begin : begin + CHUNK]
-            if path.read_range(begin, len(wanted)) != wanted:
+            expected = content[begin : begin + CHUNK]
+            if path.read_range(begin, len(expected)) != expected:
                 raise StoreError(f"{path} was sent, and other bytes are read back")
     except FileNotFoundError:
         raise StoreError(f"{path} was sent, the store accepted it, and it is not there") from None

@@ -131,8 +131,8 @@ class ObjectPath(Path):
 
     def glob(self, pattern: str, *, case_sensitive: bool | None = None) -> Generator["ObjectPath"]:
         """Yields the objects under this one whose relative name matches; * stands for / too."""
-        found = self.names(pattern.partition("*")[0])
-        yield from (self / name for name in found if fnmatch.fnmatchcase(name, pattern))
+        names = self.names(pattern.partition("*")[0])
+        yield from (self / name for name in names if fnmatch.fnmatchcase(name, pattern))
 
     def write(self, content: bytes) -> None:
         """Stores the object: all of it or, when this raises, the one before or all of it."""
@@ -140,8 +140,8 @@ class ObjectPath(Path):
 
     def read_version(self) -> tuple[bytes, Any]:
         """Returns the object (b"" when there is none) and what `swap` knows this version by."""
-        found = self._wait(self.parent._open().read(self.name))
-        return found.value or b"", found.stamp.generation
+        result = self._wait(self.parent._open().read(self.name))
+        return result.value or b"", result.stamp.generation
 
     def swap(self, content: bytes, version: Any) -> bool:
         """Stores the object if it is still of this version; tells whether it was.
@@ -166,10 +166,10 @@ class ObjectPath(Path):
         self._wait(self.parent._open().write(self.name, None))
 
     def _read(self, span: slice | None, short: bool = False) -> bytes:
-        found = self._wait(self.parent._open().read(self.name, byte_range=span), short)
-        if found.state == "missing":
+        result = self._wait(self.parent._open().read(self.name, byte_range=span), short)
+        if result.state == "missing":
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self))
-        return found.value
+        return result.value
 
     def _open(self) -> Any:
         return _open(json.dumps(self.spec()))
@@ -208,14 +208,14 @@ def explained(path: Path, error: Exception) -> Exception:
     """Returns the StoreError of what a store, not its content, is to blame for; else the error."""
     if not isinstance(path, ObjectPath) or isinstance(error, UserError):
         return error
-    code, _, rest = str(error).partition(":")
-    reason = rest.strip().partition(" [")[0][:200]
+    code, _, detail = str(error).partition(":")
+    reason = detail.strip().partition(" [")[0][:200]
     driver = DRIVERS[path.parts[0]]
     if isinstance(error, TimeoutError):
         return StoreError(f"{path}: no answer within {PATIENCE_S:g} s; see to {ADDRESS[driver]}")
     if code in ("PERMISSION_DENIED", "UNAUTHENTICATED"):
         return StoreError(f"{path}: access denied ({reason}); set {CREDENTIALS[driver]}")
-    if code == "NOT_FOUND" and any(words in rest for words in NO_BUCKET):
+    if code == "NOT_FOUND" and any(words in detail for words in NO_BUCKET):
         return StoreError(f"{path}: there is no bucket {path.parts[1]}; make it, or name another")
     if code in ("ABORTED", "UNAVAILABLE", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED"):
         return StoreError(f"{path}: no answer ({reason}); see to {ADDRESS[driver]}")
@@ -224,13 +224,13 @@ def explained(path: Path, error: Exception) -> Exception:
 
 def _s3_options() -> dict[str, Any]:
     env = os.environ
-    found: dict[str, Any] = {
+    options: dict[str, Any] = {
         "endpoint": env.get("AWS_ENDPOINT_URL_S3") or env.get("AWS_ENDPOINT_URL"),
         "aws_region": env.get("AWS_REGION") or env.get("AWS_DEFAULT_REGION"),
         # Without it tensorstore looks for files first, and says in ten lines that there are none.
         "aws_credentials": {"type": "environment"} if env.get("AWS_ACCESS_KEY_ID") else None,
     }
-    return {name: value for name, value in found.items() if value}
+    return {name: value for name, value in options.items() if value}
 
 
 @functools.cache

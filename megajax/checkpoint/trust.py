@@ -86,8 +86,8 @@ class Keys:
     def is_signed(self, text: bytes, signature: str) -> bool:
         """Tells whether one of the keys signed a text."""
         said = signature.encode(errors="surrogatepass")  # a forged one may hold any character
-        found = [hmac.compare_digest(self._sum(key, text).encode(), said) for key in self._keys]
-        return any(found)
+        matches = [hmac.compare_digest(self._sum(key, text).encode(), said) for key in self._keys]
+        return any(matches)
 
     def refusal(self, text: bytes, signature: str, bare: Sequence[str]) -> str:
         """Returns why a record is not one that a key signed, and what to do; or nothing.
@@ -111,22 +111,22 @@ class Keys:
         return hmac.new(key, MEANING + text, hashlib.sha256).hexdigest()
 
 
-def _check_owner(path: Path, found: os.stat_result) -> None:
+def _check_owner(path: Path, facts: os.stat_result) -> None:
     """Raises CheckpointError for a key file that another user could read or change.
 
     A group may read what root owns: that is how a service is given a key.
     """
-    open_to = found.st_mode & (stat.S_IRWXG | stat.S_IRWXO)
-    if found.st_uid == 0:
+    open_to = facts.st_mode & (stat.S_IRWXG | stat.S_IRWXO)
+    if facts.st_uid == 0:
         open_to &= ~stat.S_IRGRP
     if open_to:
         raise CheckpointError(
-            f"{path} has the mode {stat.S_IMODE(found.st_mode):04o}: others can read or change the "
+            f"{path} has the mode {stat.S_IMODE(facts.st_mode):04o}: others can read or change the "
             f"key; chmod 600 {path} {FLAG}"
         )
-    if found.st_uid not in (0, os.geteuid()):
+    if facts.st_uid not in (0, os.geteuid()):
         raise CheckpointError(
-            f"{path} belongs to user {found.st_uid}, who could change the key; it must belong to "
+            f"{path} belongs to user {facts.st_uid}, who could change the key; it must belong to "
             f"this user or to root {FLAG}"
         )
 
@@ -222,17 +222,17 @@ class Record:
 
     def text(self) -> str:
         """Returns the record as it is written, checked and signed."""
-        found = asdict(self)
-        del found["signature"]
+        members = asdict(self)
+        del members["signature"]
         if not self.home:
-            del found["home"]  # which older readers do not know
-        for file in found["files"].values():
+            del members["home"]  # which older readers do not know
+        for file in members["files"].values():
             if not file["sha256"]:
                 del file["sha256"]
-        for leaf in found["leaves"].values():
+        for leaf in members["leaves"].values():
             if not leaf["order"]:
                 del leaf["order"]
-        return json.dumps(found, separators=(",", ":"))
+        return json.dumps(members, separators=(",", ":"))
 
 
 @dataclass(frozen=True)
@@ -320,8 +320,8 @@ def strangers(folder: Path, record: Record) -> list[Damage]:
     """Returns the files beside the arrays that the record does not know: nobody signed them."""
     folder = folder / record.home
     there = folder.names() if isinstance(folder, ObjectPath) else list_files(folder)
-    found = [n for n in there if n.startswith("state/") and n not in record.files]
-    return [Damage(n, "it is not in the signed record") for n in found]
+    names = [n for n in there if n.startswith("state/") and n not in record.files]
+    return [Damage(n, "it is not in the signed record") for n in names]
 
 
 GONE = "restore a newer one, or let the run keep more (--checkpoint.keep)"
@@ -379,12 +379,12 @@ def _sealed(body: str, signature: str = "") -> str:
 
 def list_files(folder: Path) -> list[str]:
     """Returns the files of a step, relative and sorted, without the record, its parts and mark."""
-    found = (
+    paths = (
         os.path.relpath(os.path.join(at, name), folder)
         for at, _, names in os.walk(folder)
         for name in names
     )
-    return sorted(n for n in found if n not in (RECORD, MARK) and not n.startswith(PART))
+    return sorted(n for n in paths if n not in (RECORD, MARK) and not n.startswith(PART))
 
 
 def sum_files(
@@ -402,10 +402,10 @@ def sum_files(
     pieces = [(n, i, min(CHUNK, sizes[n] - i)) for n in names for i in range(0, sizes[n], CHUNK)]
     sums: dict[str, list[int]] = {n: [] for n in names}
     trees = {n: hashlib.sha256() for n in names if n in sha256}
-    found = _at_once(
+    chunk_sums = _at_once(
         WORKERS, lambda p: _chunk_sums(folder / p[0], p[1], p[2], p[0] in trees), pieces
     )
-    for (name, *_), (crc, digest) in zip(pieces, found, strict=True):
+    for (name, *_), (crc, digest) in zip(pieces, chunk_sums, strict=True):
         sums[name].append(crc)
         if name in trees:
             trees[name].update(digest)
@@ -450,32 +450,32 @@ def find_damage(folder: Path, record: Record, fast: bool = False) -> list[Damage
     A file that the record does not know is no damage: nothing reads it.
     """
     folder = folder / record.home
-    found, whole = [], []
+    damage, to_read = [], []
     known = record.files.items()
     sizes = _at_once(4 * WORKERS, lambda f: _size(folder / f[0], f[1].bytes), known)
-    for (name, wanted), size in zip(record.files.items(), sizes, strict=True):
+    for (name, expected), size in zip(record.files.items(), sizes, strict=True):
         if isinstance(size, OSError):
-            found.append(Damage(name, f"{size.strerror}"))
-        elif size != wanted.bytes:
-            found.append(Damage(name, f"{size} bytes instead of {wanted.bytes}"))
+            damage.append(Damage(name, f"{size.strerror}"))
+        elif size != expected.bytes:
+            damage.append(Damage(name, f"{size} bytes instead of {expected.bytes}"))
         elif not fast or size <= SMALL:
-            whole.append(name)
+            to_read.append(name)
     try:
-        secret = {n for n in whole if record.files[n].sha256}
-        sums = sum_files(folder, whole, {n: record.files[n].bytes for n in whole}, secret)
+        secret = {n for n in to_read if record.files[n].sha256}
+        sums = sum_files(folder, to_read, {n: record.files[n].bytes for n in to_read}, secret)
     except OSError as error:
         absent(Path(error.filename or folder), error, any_other=False)
-        return [*found, Damage(str(error.filename), f"{error.strerror}")]
-    for name in whole:
+        return [*damage, Damage(str(error.filename), f"{error.strerror}")]
+    for name in to_read:
         pairs = zip(sums[name].crc32, record.files[name].crc32, strict=True)
         bad = [i * CHUNK for i, (now, then) in enumerate(pairs) if now != then]
         if bad:
             spans = [(b, min(b + CHUNK, sums[name].bytes)) for b in bad]
             where = ", ".join(f"{a}..{b}" for a, b in spans[:3])
-            found.append(Damage(name, f"bytes {where} are not what was saved", spans))
+            damage.append(Damage(name, f"bytes {where} are not what was saved", spans))
         elif sums[name].sha256 != record.files[name].sha256:
-            found.append(Damage(name, "its SHA-256 is another, and its checksums agree: forged"))
-    return found
+            damage.append(Damage(name, "its SHA-256 is another, and its checksums agree: forged"))
+    return damage
 
 
 def _size(path: Path, likely: int) -> int | OSError:
@@ -510,15 +510,15 @@ def damaged(
 def leaves_in(folder: Path, damage: Sequence[Damage]) -> list[str]:
     """Returns the leaves that lie in damaged bytes, as far as the index can still be read."""
     hurt = {d.file: d.spans for d in damage}
-    found: dict[str, None] = {}
+    leaves: dict[str, None] = {}
     try:
         for leaf, file, begin, end in stored_values(folder):
             spans = hurt.get(file)
             if spans is not None and (not spans or any(a < end and begin < b for a, b in spans)):
-                found[leaf] = None
+                leaves[leaf] = None
     except Exception:  # the index itself may be what is damaged; tensorstore raises many kinds
-        return list(found)
-    return list(found)
+        return list(leaves)
+    return list(leaves)
 
 
 # ---- the mark of a read-back
@@ -558,9 +558,9 @@ def read_mark(folder: Path, record: Record) -> list[str] | None:
     path = folder / MARK
     try:
         raw = path.read_bytes() if isinstance(path, ObjectPath) else read_bytes(path, MAX_MARK)
-        found = parse_json(raw)
-        wrong = found["wrong"]
-        if not isinstance(wrong, list) or found["record"] != identity(record):
+        members = parse_json(raw)
+        wrong = members["wrong"]
+        if not isinstance(wrong, list) or members["record"] != identity(record):
             return None
         return [str(what)[:300] for what in wrong]
     except StoreError:

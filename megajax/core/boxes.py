@@ -30,7 +30,7 @@ class Box:
         return cls(tuple(a for a, _, _ in spans), tuple(max(a, b) for a, b, _ in spans))
 
     @classmethod
-    def whole(cls, shape: Sequence[int]) -> "Box":
+    def of_shape(cls, shape: Sequence[int]) -> "Box":
         """Returns the box that is all of an array."""
         return cls((0,) * len(shape), tuple(shape))
 
@@ -144,26 +144,26 @@ class Run(NamedTuple):
 
 def runs(sources: Sequence[int]) -> list[Run]:
     """Returns the runs of a map of rows: row i is row sources[i] of another array."""
-    found: list[Run] = []
+    result: list[Run] = []
     for place, source in enumerate(sources):
-        last = found[-1] if found else None
+        last = result[-1] if result else None
         if last is not None and last.source + last.count == source:
-            found[-1] = last._replace(count=last.count + 1)
+            result[-1] = last._replace(count=last.count + 1)
         else:
-            found.append(Run(place, source, 1))
-    return found
+            result.append(Run(place, source, 1))
+    return result
 
 
-def stored_rows(stored: Sequence[int], wanted: Sequence[int]) -> list[int] | None:
+def stored_rows(stored: Sequence[int], requested: Sequence[int]) -> list[int] | None:
     """Returns the stored row of each wanted one; None: the same.
 
     Both are orders: the model's row at each place; an empty one is the model's own order.
     """
-    if list(stored) == list(wanted):
+    if list(stored) == list(requested):
         return None
-    count = len(stored) or len(wanted)
+    count = len(stored) or len(requested)
     place = {int(row): i for i, row in enumerate(stored if len(stored) else range(count))}
-    return [place[int(row)] for row in (wanted if len(wanted) else range(count))]
+    return [place[int(row)] for row in (requested if len(requested) else range(count))]
 
 
 def targets(

@@ -66,16 +66,16 @@ def parse(text: str, suffix: str = ".json") -> Mapping[str, Any]:
     """Returns what a text says. suffix: of a file's name. Raises: ValueError."""
     try:
         if suffix in (".yaml", ".yml"):
-            found = _from_yaml(text)
+            content = _from_yaml(text)
         else:
             toml = suffix == ".toml"
-            found = tomllib.loads(text) if toml else files.parse_json(text, files.each_once)
+            content = tomllib.loads(text) if toml else files.parse_json(text, files.each_once)
     except RecursionError:
         raise ValueError("it is nested too deep") from None
-    if not isinstance(found, Mapping):
-        kind = "null" if found is None else type(found).__name__
+    if not isinstance(content, Mapping):
+        kind = "null" if content is None else type(content).__name__
         raise ValueError(f"it must hold named members, like train and model, and is a {kind}")
-    return found
+    return content
 
 
 def _from_yaml(text: str) -> Any:
@@ -111,13 +111,13 @@ def _from_yaml(text: str) -> Any:
     number = re.compile(r"[-+]?(\d[\d_]*\.?\d*|\.\d+)[eE][-+]?\d+$")
     Loader.add_implicit_resolver("tag:yaml.org,2002:float", number, list("-+.0123456789"))
     try:
-        found = yaml.load(text, Loader)
+        value = yaml.load(text, Loader)
     except yaml.YAMLError as error:
         raise ValueError(" ".join(str(error).split())) from None
     except (AttributeError, LookupError, TypeError, OverflowError) as error:
         # PyYAML's own, of a value that is not of the type that its tag says: `!!bool maybe`
         raise ValueError(f"a value does not fit its tag: {error}") from None
-    return {} if found is None else found  # a file of comments only
+    return {} if value is None else value  # a file of comments only
 
 
 def flatten(
@@ -238,14 +238,14 @@ class Member:
 @functools.cache
 def members(cls: type) -> tuple[Member, ...]:
     """Returns the members of a config class, its groups too, that have a type to be checked."""
-    hints, found = typing.get_type_hints(cls), []
+    hints, checked = typing.get_type_hints(cls), []
     for field in dataclasses.fields(cls):
         base, _ = alternatives(hint := hints[field.name])
         choices = typing.get_args(base) if typing.get_origin(base) is Literal else ()
         if choices or isinstance(base, type):
             limits = field.metadata.get("limits", Limits())
-            found.append(Member(field, hint, base, choices, limits))
-    return tuple(found)
+            checked.append(Member(field, hint, base, choices, limits))
+    return tuple(checked)
 
 
 def check_members(cfg: Any, section: str) -> None:
@@ -288,8 +288,8 @@ def check_number(name: str, flag: str, value: Any, limits: Limits, default: Any)
 def alternatives(hint: Any) -> tuple[Any, bool]:
     """Returns (the type without None, whether None is allowed)."""
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        rest = [a for a in typing.get_args(hint) if a is not type(None)]
-        return rest[0], True
+        options = [a for a in typing.get_args(hint) if a is not type(None)]
+        return options[0], True
     return hint, False
 
 
@@ -422,23 +422,23 @@ def other_than(member: str, choice: Any, harmless: tuple[Any, ...] = ()) -> Need
 
 
 def idle(
-    cfg: Any, given: Mapping[str, Any], flags: Mapping[str, str], verb: str | None = None
+    cfg: Any, settings: Mapping[str, Any], flags: Mapping[str, str], verb: str | None = None
 ) -> Iterator[str]:
     """Yields a sentence for each member that was given and has no effect.
 
     Args: given: {dotted name: value}. flags: {dotted name: flag} of all members. verb: what the
       script is asked to do.
     """
-    for name, value in given.items():
+    for name, value in settings.items():
         said = f"{flags[name]}={_word(value)} has no effect:"
         *path, field = _walk(cfg, name)
         verbs = field[1].metadata.get("verbs")
         if verb is not None and verbs and verb not in verbs:
             yield f"{said} {verb} does not use it, only {', '.join(verbs)} (--{flags[name]})"
             continue
-        for prefix, part, found in (*path, field):
+        for prefix, part, current in (*path, field):
             needs: Needs | None = part.metadata.get("needs")
-            if needs is None or found in needs.harmless:
+            if needs is None or current in needs.harmless:
                 continue
             switches = [prefix + member for member in needs.members]
             now = [_walk(cfg, switch)[-1][2] for switch in switches]
@@ -456,13 +456,13 @@ def _word(value: Any) -> str:
 
 def _walk(cfg: Any, name: str) -> list[tuple[str, dataclasses.Field, Any]]:
     """Returns (what comes before it, field, value) of each part of a dotted name."""
-    found, prefix = [], ""
+    parts, prefix = [], ""
     for part in name.split("."):
         field = next(f for f in dataclasses.fields(cfg) if f.name == part)
         cfg = getattr(cfg, part)
-        found.append((prefix, field, cfg))
+        parts.append((prefix, field, cfg))
         prefix += f"{part}."
-    return found
+    return parts
 
 
 # ---- config classes and their leaves
@@ -502,18 +502,18 @@ def option(
 
 def group(
     factory: Callable[[], Any],
-    whole: bool = False,
+    resets: bool = False,
     flag: str | None = None,
     needs: Needs | None = None,
 ) -> Any:
     """Returns a field that holds a nested config.
 
-    whole: setting any flag of the group resets its other flags to their defaults; their values in
+    resets: setting any flag of the group resets its other flags to their defaults; their values in
       the preset are ignored.
     flag: what its flags begin with ('moe': --moe.experts); None: the dotted path from the root.
     needs: a condition without which its members have no effect.
     """
-    about = {"whole": whole, "flag": flag, "needs": needs}
+    about = {"whole": resets, "flag": flag, "needs": needs}
     return dataclasses.field(default_factory=factory, metadata=about)
 
 
@@ -549,26 +549,26 @@ def leaves(cls: type, prefix: str = "") -> Iterator[tuple[str, Any, dataclasses.
 def flag_names(cls: type, prefix: str = "", shown: str = "") -> dict[str, str]:
     """Returns {dotted name: flag} of every leaf: they differ where a group has its own flag."""
     hints = typing.get_type_hints(cls)
-    found: dict[str, str] = {}
+    names: dict[str, str] = {}
     for field in dataclasses.fields(cls):
         name, flag = prefix + field.name, field.metadata.get("flag") or shown + field.name
         if dataclasses.is_dataclass(hints[field.name]):
-            found |= flag_names(typing.cast(type, hints[field.name]), f"{name}.", f"{flag}.")
+            names |= flag_names(typing.cast(type, hints[field.name]), f"{name}.", f"{flag}.")
         else:
-            found[name] = flag
-    return found
+            names[name] = flag
+    return names
 
 
 def sections(cls: type, shown: str = "") -> dict[str, str]:
     """Returns {what the flags of a group begin with: the first sentence of its class}, '' first."""
     hints = typing.get_type_hints(cls)
-    found = {"": ""} if not shown else {}
+    titles = {"": ""} if not shown else {}
     for field in dataclasses.fields(cls):
         if dataclasses.is_dataclass(hint := hints[field.name]):
             flag = field.metadata.get("flag") or shown + field.name
-            found[flag] = (hint.__doc__ or "").strip().splitlines()[0]
-            found |= sections(typing.cast(type, hint), f"{flag}.")
-    return found
+            titles[flag] = (hint.__doc__ or "").strip().splitlines()[0]
+            titles |= sections(typing.cast(type, hint), f"{flag}.")
+    return titles
 
 
 def get(cfg: Any, name: str) -> Any:
@@ -601,17 +601,17 @@ def override(cfg: Any, values: Mapping[str, Any]) -> Any:
 
 def _replace(cfg: Any, values: dict[str, Any]) -> Any:
     """Replaces all leaves of one level at once, so that validation sees only the final state."""
-    here: dict[str, Any] = {}
+    level: dict[str, Any] = {}
     nested: dict[str, dict[str, Any]] = {}
     for name, value in values.items():
         head, _, tail = name.partition(".")
         if tail:
             nested.setdefault(head, {})[tail] = value
         else:
-            here[head] = value
+            level[head] = value
     for head, sub in nested.items():
-        here[head] = _replace(getattr(cfg, head), sub)
-    return dataclasses.replace(cfg, **here)
+        level[head] = _replace(getattr(cfg, head), sub)
+    return dataclasses.replace(cfg, **level)
 
 
 # ---- flags
@@ -678,11 +678,11 @@ def from_flags(
     if values.config is not None:
         base, read = _load(base if values["preset"].present else type(base)(), values.config)
     names = flag_names(type(base)).items()
-    given = {name: values[flag].value for name, flag in names if values[flag].present}
+    settings = {name: values[flag].value for name, flag in names if values[flag].present}
     if adapt is not None:
-        base = adapt(base, given, read)
-    cfg = _overlay(base, given)
-    for sentence in idle(cfg, given, flag_names(type(cfg)), verb) if warn else ():
+        base = adapt(base, settings, read)
+    cfg = _overlay(base, settings)
+    for sentence in idle(cfg, settings, flag_names(type(cfg)), verb) if warn else ():
         logging.warning("%s", sentence)
     return cfg, base
 
@@ -795,9 +795,9 @@ def load(base: Any, path: str | Path, flag: str = "config") -> Any:
 
 def _load(base: Any, path: str | Path, flag: str = "config") -> tuple[Any, dict[str, Any]]:
     """Returns what `load` does, and {dotted name: value} of what the file says."""
-    found = read(path, flag)
+    content = read(path, flag)
     try:
-        flat = _flatten(type(base), found)
+        flat = _flatten(type(base), content)
         return _overlay(base, flat), flat
     except UserError as error:
         raise UserError(f"{path} is not a configuration: {error} (--{flag})") from None
@@ -823,10 +823,10 @@ def _flatten(cls: type, said: Mapping[str, Any]) -> dict[str, Any]:
     return flatten(said, names, {n for n in hints if alternatives(hints[n])[1]})
 
 
-def _drop_whole(base: Any, given: Mapping[str, Any]) -> Any:
+def _drop_whole(base: Any, settings: Mapping[str, Any]) -> Any:
     """Returns `base` with the defaults in those of its groups that one member resets."""
     for field in dataclasses.fields(base):
-        if field.metadata.get("whole") and any(n.startswith(f"{field.name}.") for n in given):
+        if field.metadata.get("whole") and any(n.startswith(f"{field.name}.") for n in settings):
             factory = typing.cast(Callable, field.default_factory)
             base = dataclasses.replace(base, **{field.name: factory()})
     return base
@@ -846,8 +846,8 @@ def spell(cfg: Any, base: Any) -> list[str]:
         if field.metadata.get("whole") and mine:  # the base's values of the group are ignored
             factory = typing.cast(Callable, field.default_factory)
             fresh = dataclasses.replace(base, **{field.name: factory()})
-            own = [d for d in diff(cfg, fresh) if d[0].startswith(f"{field.name}.")]
-            flat = [d for d in flat if d not in mine] + (own or mine[:1])
+            from_default = [d for d in diff(cfg, fresh) if d[0].startswith(f"{field.name}.")]
+            flat = [d for d in flat if d not in changes] + (from_default or changes[:1])
     order = list(names)
     flat.sort(key=lambda d: order.index(d[0]))
     return [f"--{names[name]}={script.spell(new)}" for name, _, new in flat]
@@ -858,9 +858,9 @@ def fingerprint(cfg: Any, ignore: tuple[str, ...] = ()) -> str:
 
     ignore: dotted names, or groups, that do not count.
     """
-    kept = {
+    values = {
         name: get(cfg, name)
         for name, _, _ in leaves(type(cfg))
         if not any(name == i or name.startswith(f"{i}.") for i in ignore)
     }
-    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:8]
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()[:8]

@@ -53,11 +53,11 @@ def divisors(value: int) -> list[int]:
     return low + [value // d for d in reversed(low) if d * d != value]
 
 
-def nearest_divisors(value: int, wanted: int) -> str:
+def nearest_divisors(value: int, target: int) -> str:
     """Returns the divisors of `value` around `wanted`, e.g. 'nearest: 4, 6' for (12, 5)."""
-    found = divisors(value)
-    below = [d for d in found if d < wanted][-1:]
-    above = [d for d in found if d > wanted][:1]
+    all_divisors = divisors(value)
+    below = [d for d in all_divisors if d < target][-1:]
+    above = [d for d in all_divisors if d > target][:1]
     return "nearest: " + ", ".join(str(d) for d in below + above)
 
 
@@ -69,7 +69,7 @@ def respell(message: str, flags: Collection[str]) -> str:
     has not is left out of the list at the end.
     """
 
-    def own(flag: str) -> str | None:
+    def script_flag(flag: str) -> str | None:
         longer = [f for f in flags if f.endswith(f".{flag}")]
         last = flag.rpartition(".")[2]
         if flag in flags:
@@ -79,8 +79,10 @@ def respell(message: str, flags: Collection[str]) -> str:
     body, opening, listed = message.rpartition(" (--")
     if opening and listed.endswith(")"):
         pairs = [word.removeprefix("--") for word in listed[:-1].split(", ")]
-        spelled = [(own(re.split("[= ]", p)[0]), p) for p in pairs]
-        kept = [f"--{flag}{p[len(re.split('[= ]', p)[0]) :]}" for flag, p in spelled if flag]
-        message = f"{body} ({', '.join(kept)})" if kept else body
-    message = re.sub(r"(?<=--)[a-z_]+(?:\.[a-z_0-9]+)*", lambda m: own(m[0]) or m[0], message)
-    return re.sub(r"^[a-z_]+(?:\.[a-z_0-9]+)+(?==)", lambda m: own(m[0]) or m[0], message)
+        spelled = [(script_flag(re.split("[= ]", p)[0]), p) for p in pairs]
+        shown = [f"--{flag}{p[len(re.split('[= ]', p)[0]) :]}" for flag, p in spelled if flag]
+        message = f"{body} ({', '.join(shown)})" if shown else body
+    message = re.sub(
+        r"(?<=--)[a-z_]+(?:\.[a-z_0-9]+)*", lambda m: script_flag(m[0]) or m[0], message
+    )
+    return re.sub(r"^[a-z_]+(?:\.[a-z_0-9]+)+(?==)", lambda m: script_flag(m[0]) or m[0], message)

@@ -253,12 +253,12 @@ def parse_json(
 def each_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """Returns an object's members, for parse_json. Raises: ValueError for a name that comes twice:
     readers disagree on which of the two counts."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    members = dict(pairs)
+    if len(members) < len(pairs):
         seen: set[str] = set()
         twice = next(name for name, _ in pairs if name in seen or seen.add(name))
         raise ValueError(f"the member {twice!r:.200} comes twice")
-    return found
+    return members
 
 
 def read_object(path: str | Path, most: int, flag: str = "") -> dict[str, Any]:
@@ -269,16 +269,16 @@ def read_object(path: str | Path, most: int, flag: str = "") -> dict[str, Any]:
     """
     hint = f" (--{flag})" if flag else ""
     try:
-        found = parse_json(read_bytes(path, most), each_once)
+        value = parse_json(read_bytes(path, most), each_once)
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}{hint}") from None
     except UserError as error:
         raise UserError(f"{error}{hint}") from None
     except ValueError as error:
         raise UserError(f"{path} is not JSON: {error}{hint}") from None
-    if not isinstance(found, dict):
-        raise UserError(f"{path} must hold a JSON object, not {reprlib.repr(found):.40}{hint}")
-    return found
+    if not isinstance(value, dict):
+        raise UserError(f"{path} must hold a JSON object, not {reprlib.repr(value):.40}{hint}")
+    return value
 
 
 # ---- paths
@@ -292,14 +292,14 @@ def expand(name: str | Path, flag: str | None = None) -> Path:
     flag: which gave the name, for the message.
     Raises: UserError when the name cannot be a path of this user.
     """
-    given, hint = (f"{flag}={name}", f" (--{flag})") if flag else (str(name), "")
+    label, hint = (f"{flag}={name}", f" (--{flag})") if flag else (str(name), "")
     try:
         path = Path(name).expanduser()
         path.exists()  # raises for a name that is too long, or a parent that may not be searched
     except RuntimeError as error:  # no such user, or a user without a home
-        raise UserError(f"{given}: {error}{hint}") from None
+        raise UserError(f"{label}: {error}{hint}") from None
     except OSError as error:
-        raise UserError(f"{given}: {error.strerror}{hint}") from None
+        raise UserError(f"{label}: {error.strerror}{hint}") from None
     return path
 
 

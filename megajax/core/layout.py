@@ -43,8 +43,8 @@ class Layout:
         """Returns how it looks in use: gathered over the axes that share its gradient."""
         partial = self.partial(*words)
         cuts = self._cuts(words, shared=True)
-        kept = (tuple(a for a in axes if a not in partial) for axes in cuts)
-        return P(*map(self._entry, kept), reduced=set(self.live(partial)))
+        remaining = (tuple(a for a in axes if a not in partial) for axes in cuts)
+        return P(*map(self._entry, remaining), reduced=set(self.live(partial)))
 
     def shared(self, *words: str | None) -> P:
         """Returns `stored` once dimensions shorter than their axes are repeated (Rules.copies)."""
@@ -56,8 +56,8 @@ class Layout:
 
     def partial(self, *words: str | None) -> Axes:
         """Returns the axes that share its gradient: not those along which the experts differ."""
-        own = self.rules.stored.get("expert", ()) if "expert" in words else ()
-        return tuple(a for a in self.rules.partial if a not in own)
+        expert_axes = self.rules.stored.get("expert", ()) if "expert" in words else ()
+        return tuple(a for a in self.rules.partial if a not in expert_axes)
 
     def act(
         self,
@@ -120,12 +120,12 @@ class Layout:
 
         shared: with the dimensions repeated that are shorter than the axes of `act`.
         """
-        found: list[Axes] = []
+        cuts: list[Axes] = []
         for word in words:
             repeated = shared and self.copies(word) > 1
             axes = (self.rules.act if repeated else self.rules.stored).get(word or "", ())
-            found.append(tuple(a for a in axes if not any(a in before for before in found)))
-        return found
+            cuts.append(tuple(a for a in axes if not any(a in before for before in cuts)))
+        return cuts
 
     def _entry(self, axes: Axes) -> Axes | str | None:
         live = self.live(axes)

@@ -45,19 +45,19 @@ class MeshSpec(Checked, section="mesh"):
 
         Raises: UserError when the axes do not divide the devices.
         """
-        given = {a: getattr(self, a) for a in MESH_AXES if getattr(self, a) is not None}
-        used = math.prod(given.values())
+        fixed = {a: getattr(self, a) for a in MESH_AXES if getattr(self, a) is not None}
+        used = math.prod(fixed.values())
         if devices % used:
-            axes = [a for a, n in given.items() if n > 1]
-            product = " x ".join(f"{a} {given[a]}" for a in axes)
-            widest = max(axes, key=lambda a: given[a])
-            rest = devices // math.gcd(devices, used // given[widest])
+            axes = [a for a, n in fixed.items() if n > 1]
+            product = " x ".join(f"{a} {fixed[a]}" for a in axes)
+            widest = max(axes, key=lambda a: fixed[a])
+            dividend = devices // math.gcd(devices, used // fixed[widest])
             raise UserError(
                 f"mesh: {product} = {used} does not divide the {devices} devices; "
-                f"mesh.{widest}={given[widest]}: {nearest_divisors(rest, given[widest])} "
+                f"mesh.{widest}={fixed[widest]}: {nearest_divisors(dividend, fixed[widest])} "
                 f"(--mesh.{widest}, --emulate)"
             )
-        sizes = {a: given.get(a, devices // used) for a in MESH_AXES}
+        sizes = {a: fixed.get(a, devices // used) for a in MESH_AXES}
         return sizes
 
     def build(self, devices: Sequence[jax.Device] | None = None) -> Mesh:
@@ -151,11 +151,13 @@ def memory_bytes(mesh: Mesh) -> int | None:
     if device.platform == "cpu":
         return None
     card = find_card(device.device_kind)
-    own = [d for d in jax.local_devices() if d in mesh.devices.flat]  # none: a mesh to compile for
-    stats = [d.memory_stats() or {} for d in own]
+    local = [
+        d for d in jax.local_devices() if d in mesh.devices.flat
+    ]  # none: a mesh to compile for
+    stats = [d.memory_stats() or {} for d in local]
     held = [s["bytes_limit"] / MEMORY_SHARE for s in stats if "bytes_limit" in s]
     least = min([*held, card.memory_bytes if card else math.inf])
-    if own and len(own) < mesh.size:
+    if local and len(local) < mesh.size:
         least = multihost_utils.process_allgather(np.float32(least)).min()
     return int(least) if math.isfinite(least) else None
 
@@ -181,8 +183,8 @@ def host_free_bytes(root: Path = Path("/")) -> float:
     neither tells. root: of the file system."""
     free, group = [math.inf], root / "sys/fs/cgroup"
     with contextlib.suppress(OSError, ValueError, AttributeError):
-        found = re.search(r"MemAvailable:\s+(\d+) kB", (root / "proc/meminfo").read_text())
-        free.append(1024 * int(found[1]))  # type: ignore[index]
+        match = re.search(r"MemAvailable:\s+(\d+) kB", (root / "proc/meminfo").read_text())
+        free.append(1024 * int(match[1]))  # type: ignore[index]
     # (Linux, admin-guide/cgroup-v2) the cached pages of files count as used, and are given up
     for limit, used, stat, cached in (
         ("memory.max", "memory.current", "memory.stat", "inactive_file"),
@@ -196,8 +198,8 @@ def host_free_bytes(root: Path = Path("/")) -> float:
         with contextlib.suppress(OSError, ValueError):
             most = int((group / limit).read_text())  # 'max': none
             held = int((group / used).read_text())
-            found = re.search(rf"^{cached} (\d+)$", (group / stat).read_text(), re.MULTILINE)
-            free.append(max(0, most - held + (int(found[1]) if found else 0)))
+            match = re.search(rf"^{cached} (\d+)$", (group / stat).read_text(), re.MULTILINE)
+            free.append(max(0, most - held + (int(match[1]) if match else 0)))
     return min(free)
 
 
@@ -209,10 +211,10 @@ def count_gpus() -> int:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
         return 0
-    found = ctypes.c_int(0)
-    if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(found)):
+    count = ctypes.c_int(0)
+    if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)):
         return 0
-    return found.value
+    return count.value
 
 
 def start(emulate: int | None = None, emulate_default: int | None = None) -> None:

@@ -57,8 +57,8 @@ class Page:
 
     def section(self, flag: str) -> str:
         """Returns the section of a flag: the longest that it begins with."""
-        found = [s for s in self.sections if flag.startswith(f"{s}.")]
-        return max(found, key=len, default="")
+        matches = [s for s in self.sections if flag.startswith(f"{s}.")]
+        return max(matches, key=len, default="")
 
 
 class Start(flags.Flag):
@@ -74,13 +74,13 @@ class Start(flags.Flag):
     def page(self, argv: Sequence[str]) -> Page:
         """Returns the page of the preset that a command line starts from."""
         words = zip(argv, [*argv[1:], ""], strict=True)
-        given = [
+        names = [
             after if word.lstrip("-") == "preset" else word.partition("=")[2]
             for word, after in words
             if word.startswith("-") and word.lstrip("-").partition("=")[0] == "preset"
         ]
         return self.pages[
-            next((w for w in reversed(given) if w in self.pages), str(self.default))
+            next((w for w in reversed(names) if w in self.pages), str(self.default))
         ]()
 
 
@@ -88,8 +88,8 @@ def asked(argv: Sequence[str]) -> bool | None:
     """Returns whether the command line asks for all flags; None if it asks for no help."""
     words = list(argv[1:])
     words = words[: words.index("--")] if "--" in words else words
-    wanted = [w for w in words if w in HELP_WORDS]
-    return any(w.endswith("full") for w in wanted) if wanted else None
+    help_words = [w for w in words if w in HELP_WORDS]
+    return any(w.endswith("full") for w in help_words) if help_words else None
 
 
 def answer() -> None:
@@ -335,8 +335,10 @@ def suggest(name: str) -> str:
     if last:
         return f". Did you mean {' or '.join(f'--{flag}' for flag in last)}?"
     known = flags.FLAGS
-    own = [f for f in known if not str(known.find_module_defining_flag(f)).startswith("absl")]
-    near = did_you_mean(name, [*own, "help"]).strip().replace("mean ", "mean --")
+    script_flags = [
+        f for f in known if not str(known.find_module_defining_flag(f)).startswith("absl")
+    ]
+    near = did_you_mean(name, [*script_flags, "help"]).strip().replace("mean ", "mean --")
     return f". {near}" if near else "; --help lists them"
 
 

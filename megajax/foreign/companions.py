@@ -48,9 +48,9 @@ def find_tokenizer(source: str | Path | Tokenizer) -> Tokenizer:
 def copy_tokenizer(source: str | Path, folder: Path) -> None:
     """Copies the tokenizer of a file or a folder and the settings beside it; keeps what is there
     already. Raises: UserError when there is none."""
-    found = find_tokenizer(source)
-    if isinstance(found, JsonTokenizer):
-        found.copy_to(folder)
+    tokenizer = find_tokenizer(source)
+    if isinstance(tokenizer, JsonTokenizer):
+        tokenizer.copy_to(folder)
 
 
 def special_ids(tokenizer: Tokenizer) -> dict[str, Any]:
@@ -98,17 +98,17 @@ def _settings(
     tokenizer: Tokenizer, names: Mapping[int, str], positions: int, folder: Path
 ) -> dict[str, Any]:
     """Returns members of tokenizer_config.json that a source may lack."""
-    found: dict[str, Any] = {"tokenizer_class": CLASS, "model_max_length": positions}
+    members: dict[str, Any] = {"tokenizer_class": CLASS, "model_max_length": positions}
     template = getattr(tokenizer, "chat_template", None)
     if template:
-        found["chat_template"] = template
+        members["chat_template"] = template
     if (folder / MAP).is_file():
-        return found
+        return members
     said = tokenizer.settings.tokens if isinstance(tokenizer, JsonTokenizer) else {}
     for key, id in (("bos_token", tokenizer.begin), ("eos_token", tokenizer.end)):
         if name := said.get(key) or (None if id is None else names[id]):
-            found[key] = name
-    return found
+            members[key] = name
+    return members
 
 
 def _add(file: Path, members: Mapping[str, Any]) -> None:
@@ -167,15 +167,15 @@ def is_replaced(tokenizer: Tokenizer, folder: Path) -> bool:
 
 def licences(folders: Iterable[str | Path | None]) -> list[Path]:
     """Returns the licences and model cards of folders, the first of each name."""
-    found: dict[str, Path] = {}
+    files_by_name: dict[str, Path] = {}
     for folder in folders:
         if folder is None or not (place := expand(folder)).is_dir():
             continue
         for pattern in LICENCES:
             for file in sorted(place.glob(pattern)):
                 if file.is_file() and file.stat().st_size <= MAX_LICENCE:
-                    found.setdefault(file.name, file)
-    return list(found.values())
+                    files_by_name.setdefault(file.name, file)
+    return list(files_by_name.values())
 
 
 def copy_files(sources: Iterable[Path], folder: Path) -> None:

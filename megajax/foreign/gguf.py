@@ -96,9 +96,11 @@ class GgufModel:
         cfg, file = self.cfg, self._file
         rules, sizes = names.rules(cfg), names.sizes(cfg)
         self._check_tensors(rules, sizes)
-        kept = self._packings() if packed else {}
+        packings = self._packings() if packed else {}
         ready = {
-            rule.ours: self._packed(rule, kept[rule.ours]) for rule in rules if rule.ours in kept
+            rule.ours: self._packed(rule, packings[rule.ours])
+            for rule in rules
+            if rule.ours in packings
         }
 
         def read(rule: Rule, index: tuple[int, ...], inner: tuple[slice, ...]) -> np.ndarray:
@@ -121,18 +123,18 @@ class GgufModel:
     def _packings(self) -> dict[str, Packing]:
         """Returns how the leaves are quantized that can stay so: the blocks' matrices, but experts
         and those of which layers have unlike formats."""
-        cfg, found = self.cfg, {}
-        wanted = set() if cfg.moe.experts else set(matrices(cfg.axes))
+        cfg, packings = self.cfg, {}
+        packable = set() if cfg.moe.experts else set(matrices(cfg.axes))
         for rule in names.rules(cfg):
             theirs, ours = rule.dims.split("->")
             turned = any(ours == theirs[i:] + theirs[:i] for i in range(1, len(theirs)))
-            if rule.ours not in wanted or rule.part is not None or not turned:
+            if rule.ours not in packable or rule.part is not None or not turned:
                 continue
             there = self._file.tensors
             kinds = {there[name].format for name in self._stored(rule) if name in there}
             if len(kinds) == 1 and (packing := kinds.pop().packing) is not None:
-                found[rule.ours] = packing
-        return found
+                packings[rule.ours] = packing
+        return packings
 
     def _stored(self, rule: Rule) -> list[str]:
         """Returns the names of the tensors of a leaf without experts."""
@@ -159,10 +161,10 @@ class GgufModel:
         arrays = iter([bytes_LUSN.reshape(L, -1, N), *(x for x in scales if x is not None)])
 
         def next_array(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-            found = next(arrays).reshape(shape)
+            x = next(arrays).reshape(shape)
             with np.errstate(over="ignore"):
-                out = found.astype(dtype)
-            if dtype != np.uint8 and not np.array_equal(out, found, equal_nan=True):
+                out = x.astype(dtype)
+            if dtype != np.uint8 and not np.array_equal(out, x, equal_nan=True):
                 raise UserError(
                     f"{self.path}: scales of {rule.ours} are no {np.dtype(dtype).name} numbers; "
                     "serve it with --weights=dense"
@@ -205,13 +207,13 @@ class GgufModel:
             shape = rule.their_shape(sizes)
             for index in np.ndindex(rule.stack(sizes)):
                 name, expert = gguf_names.find(rule.name(index), there)
-                wanted = shape if expert is None else (sizes["{e}"], *shape)
+                expected = shape if expert is None else (sizes["{e}"], *shape)
                 if name not in there:
                     raise UserError(f"{self.path} has no tensor {name} (--gguf)")
-                if there[name].shape != wanted:
+                if there[name].shape != expected:
                     raise UserError(
                         f"{self.path}: {name} has shape {there[name].shape}, its metadata says "
-                        f"{wanted} (--gguf)"
+                        f"{expected} (--gguf)"
                     )
                 used.add(name)
         if strangers := sorted(there.keys() - used):
@@ -231,24 +233,24 @@ def _read(
 ) -> np.ndarray:
     """Returns a part of a tensor in our order of dimensions; only that part is dequantized."""
     theirs, ours = rule.dims.split("->")
-    wanted = dict(zip(ours, inner, strict=True))
-    spans, here, rest = [], dict(sizes), dict(wanted)
+    slices = dict(zip(ours, inner, strict=True))
+    spans, read_sizes, inner_slices = [], dict(sizes), dict(slices)
     for group in re.findall("[HG]K|.", theirs):  # heads and their width are one dimension there
         lead, each = group[0], int(np.prod([sizes[c] for c in group[1:]]))
-        begin, end, _ = wanted[lead].indices(sizes[lead])
+        begin, end, _ = slices[lead].indices(sizes[lead])
         spans.append((begin * each, max(begin, end) * each))
-        here[lead], rest[lead] = max(0, end - begin), slice(None)
+        read_sizes[lead], inner_slices[lead] = max(0, end - begin), slice(None)
     name, expert = gguf_names.find(rule.name(index), file.tensors)
     rows, columns = (spans[0], spans[1]) if len(spans) == 2 else (None, spans[0])
     if expert is not None:
         each = rule.their_shape(sizes)[0]
         assert rows is not None
         rows = (rows[0] + expert * each, rows[1] + expert * each)
-    found = file.read(name, rows, columns).reshape([here[c] for c in theirs])
+    x = file.read(name, rows, columns).reshape([read_sizes[c] for c in theirs])
     if gguf_names.is_permuted(kind, rule.ours):
-        found = _unpermute(found, theirs.index("K"))
-    found = found.transpose([theirs.index(c) for c in ours])
-    return found[tuple(rest[c] for c in ours)]
+        x = _unpermute(x, theirs.index("K"))
+    x = x.transpose([theirs.index(c) for c in ours])
+    return x[tuple(inner_slices[c] for c in ours)]
 
 
 def _unpermute(x: np.ndarray, axis: int) -> np.ndarray:

@@ -85,8 +85,8 @@ class Format:
 
 
 def _packed(name: str, weights: int, nbytes: int, *packing: Any) -> Format:
-    found = Packing(*packing)
-    return Format(name, weights, nbytes, found.read, found)
+    fields = Packing(*packing)
+    return Format(name, weights, nbytes, fields.read, fields)
 
 
 def _plain(dtype: type) -> Reader:
@@ -239,36 +239,36 @@ FORMATS: dict[int, Format] = {
 READABLE = ", ".join(f.name for f in FORMATS.values() if f.read is not None)
 
 
-def dequantize(raw: np.ndarray, found: Format) -> np.ndarray:
+def dequantize(raw: np.ndarray, form: Format) -> np.ndarray:
     """Returns float32 weights (rows, weights of a row).
 
     raw: uint8 (rows, bytes of a row), whole blocks of a format that can be read.
     """
-    read = found.read
+    read = form.read
     assert read is not None
-    (out,) = _by_rows(raw, found, lambda part: (read(part),))
+    (out,) = _by_rows(raw, form, lambda part: (read(part),))
     assert out is not None
     return out
 
 
-def take_apart(raw: np.ndarray, found: Format) -> Parts:
+def take_apart(raw: np.ndarray, form: Format) -> Parts:
     """Returns the codes, scales and zero points of rows of a format that has a packing, (rows,
     weights of a row or their groups) each. raw: as of `dequantize`."""
-    assert found.packing is not None
-    code, scale, zero = _by_rows(raw, found, found.packing.parts)
+    assert form.packing is not None
+    code, scale, zero = _by_rows(raw, form, form.packing.parts)
     assert code is not None and scale is not None
     return code, scale, zero
 
 
-def _by_rows(raw: np.ndarray, found: Format, read: Callable) -> list[np.ndarray | None]:
+def _by_rows(raw: np.ndarray, form: Format, read: Callable) -> list[np.ndarray | None]:
     """Returns what `read` makes of blocks, a few rows at a time."""
-    rows, blocks = raw.shape[0], raw.shape[1] // found.nbytes
-    step, each = max(1, CHUNK * 256 // max(1, blocks * found.weights)), []
+    rows, blocks = raw.shape[0], raw.shape[1] // form.nbytes
+    step, each = max(1, CHUNK * 256 // max(1, blocks * form.weights)), []
     with np.errstate(all="ignore"):  # scales may be infinite: the weights then say so
         for begin in range(0, max(rows, 1), step):
             part = np.ascontiguousarray(raw[begin : begin + step])
             count = len(part)
-            parts = read(part.reshape(count * blocks, found.nbytes))
+            parts = read(part.reshape(count * blocks, form.nbytes))
             each.append([x if x is None else x.reshape(count, blocks * x.shape[-1]) for x in parts])
     return [None if x[0] is None else np.concatenate(x) for x in zip(*each, strict=True)]
 
@@ -361,15 +361,15 @@ class GgufFile:
 
         Raises: UserError when there is no such array, or a text is not UTF-8.
         """
-        found = self.metadata.get(key)
-        if not isinstance(found, Array):
+        array = self.metadata.get(key)
+        if not isinstance(array, Array):
             raise UserError(f"{self.path} has no array {key}")
-        if found.kind != _TEXT:
-            dtype = np.dtype(_SCALARS[found.kind][1])
-            return self._raw[found.at : found.at + found.count * dtype.itemsize].view(dtype)
-        texts, at, raw = [], found.at, memoryview(self._raw)
+        if array.kind != _TEXT:
+            dtype = np.dtype(_SCALARS[array.kind][1])
+            return self._raw[array.at : array.at + array.count * dtype.itemsize].view(dtype)
+        texts, at, raw = [], array.at, memoryview(self._raw)
         try:
-            for _ in range(found.count):
+            for _ in range(array.count):
                 (length,) = _LENGTH.unpack_from(raw, at)
                 texts.append(str(raw[at + 8 : at + 8 + length], "utf-8"))
                 at += 8 + length
@@ -388,20 +388,20 @@ class GgufFile:
         info = self.tensors.get(name)
         if info is None:
             raise UserError(f"{self.path} has no tensor {name}")
-        found = info.format
-        if found.read is None:
+        form = info.format
+        if form.read is None:
             raise UserError(
-                f"{self.path}: {name} has the format {found.name}; {READABLE} are read. Convert "
+                f"{self.path}: {name} has the format {form.name}; {READABLE} are read. Convert "
                 "the file: llama-quantize --allow-requantize FILE NEW Q4_K"
             )
         width = info.shape[-1]
         first, last = columns or (0, width)
-        begin, end = first // found.weights, -(-last // found.weights)
+        begin, end = first // form.weights, -(-last // form.weights)
         raw = self._raw[info.at : info.at + info.nbytes]
-        raw = raw.reshape(-1, width // found.weights, found.nbytes)[slice(*(rows or (None,)))]
-        part = raw[:, begin:end].reshape(raw.shape[0], (end - begin) * found.nbytes)
-        out = dequantize(part, found)
-        cut = begin * found.weights
+        raw = raw.reshape(-1, width // form.weights, form.nbytes)[slice(*(rows or (None,)))]
+        part = raw[:, begin:end].reshape(raw.shape[0], (end - begin) * form.nbytes)
+        out = dequantize(part, form)
+        cut = begin * form.weights
         return out[:, first - cut : last - cut]
 
     def read_parts(self, name: str) -> Parts:
@@ -512,10 +512,10 @@ def _parse(raw: memoryview) -> tuple[Mapping[str, Any], Mapping[str, Info]]:
 
 def _infos(reader: _Reader, count: int, alignment: int) -> dict[str, Info]:
     """Returns the tensors, each of which lies in the file by itself."""
-    found: dict[str, tuple[tuple[int, ...], Format, int]] = {}
+    places: dict[str, tuple[tuple[int, ...], Format, int]] = {}
     for _ in range(count):
         name = reader.text(MAX_NAME, "a tensor's name")
-        if name in found:
+        if name in places:
             raise ValueError(f"the tensor {name[:200]} comes twice")
         rank = reader.count("<I", MAX_DIMENSIONS, f"dimensions of {name[:200]}")
         sizes = tuple(reader.number("<Q") for _ in range(rank))
@@ -524,9 +524,9 @@ def _infos(reader: _Reader, count: int, alignment: int) -> dict[str, Info]:
             raise ValueError(f"{name[:200]} has the type {number}, which is not known here")
         if offset % alignment:
             raise ValueError(f"{name[:200]} begins at {offset}, no multiple of {alignment}")
-        found[name] = (sizes[::-1], FORMATS[number], offset)
+        places[name] = (sizes[::-1], FORMATS[number], offset)
     base = -(-reader.at // alignment) * alignment
-    infos = {name: _info(name[:200], *what, base, len(reader.raw)) for name, what in found.items()}
+    infos = {name: _info(name[:200], *what, base, len(reader.raw)) for name, what in places.items()}
     spans = sorted((i.at, i.at + i.nbytes, name[:200]) for name, i in infos.items())
     for (_, end, name), (begin, _, other) in itertools.pairwise(spans):
         if begin < end:

@@ -64,11 +64,11 @@ def load_config(path: str | Path, flag: str = "init_from") -> ModelConfig:
             f"merge_and_unload), or move its files to another folder (--{flag})"
         )
     file = folder / "config.json"
-    found = files_.read_object(file, MAX_CONFIG, flag)
+    members = files_.read_object(file, MAX_CONFIG, flag)
     try:
-        kind = check_members(found, FAMILIES)["model_type"]
+        kind = check_members(members, FAMILIES)["model_type"]
         maps: Any = encoder_names if kind in encoder_names.FAMILIES else names
-        return maps.from_hf_config(found)
+        return maps.from_hf_config(members)
     except KeyError as error:
         raise UserError(f"{file} lacks {error} (--{flag})") from None
     except UserError as error:
@@ -193,21 +193,21 @@ def _home(cfg: ModelConfig) -> tuple[Any, Any]:
 
 
 def _leaf_words(axes: Tree) -> list[tuple]:
-    found: list[tuple] = []
-    map_words(found.append, axes)
-    return found
+    words: list[tuple] = []
+    map_words(words.append, axes)
+    return words
 
 
 def _find_tensors(files: Weights, rules: list[Rule], cfg: ModelConfig) -> dict[str, np.ndarray]:
     """Returns views of all tensors that the rules name; refuses strangers and wrong shapes."""
     maps, _ = _home(cfg)
     sizes = maps.sizes(cfg)
-    found, used = {}, set()
+    views, used = {}, set()
     for rule in rules:
         for index in np.ndindex(rule.stack(sizes)):
             name = rule.name(index)
             stored = next((n for n in maps.spellings(name) if n in files), name)
-            found[name] = files.view(stored)
+            views[name] = files.view(stored)
             check_tensor(files, stored, rule.their_shape(sizes))
             used.add(stored)
     used |= equal_copies(files, cfg)
@@ -217,7 +217,7 @@ def _find_tensors(files: Weights, rules: list[Rule], cfg: ModelConfig) -> dict[s
             f"{files.folder} has tensors that this family does not know: "
             f"{', '.join(strangers[:5])}; the model would not use them"
         )
-    return found
+    return views
 
 
 def equal_copies(files: Weights, cfg: ModelConfig) -> set[str]:
@@ -245,11 +245,11 @@ def equal_copies(files: Weights, cfg: ModelConfig) -> set[str]:
     return set(copies)
 
 
-def check_tensor(files: Weights, name: str, wanted: tuple[int, ...]) -> None:
+def check_tensor(files: Weights, name: str, expected: tuple[int, ...]) -> None:
     """Raises: UserError for a tensor of another shape, or of integers."""
     shape, dtype = files.kind(name)
-    if shape != wanted:
-        raise UserError(f"{files.folder}: {name} has shape {shape}, config.json says {wanted}")
+    if shape != expected:
+        raise UserError(f"{files.folder}: {name} has shape {shape}, config.json says {expected}")
     if not jnp.issubdtype(dtype, jnp.floating):
         raise UserError(f"{files.folder}: {name} is {dtype}; weights are of a floating type")
 
@@ -266,8 +266,8 @@ def _make_leaf(
     """Makes a (stacked) leaf; each device's piece is read where it lies in the files."""
     stack = rule.stack(sizes)
 
-    def piece(wanted: Any) -> np.ndarray:
-        index = tuple(slice(*s.indices(n)) for s, n in zip(wanted, like.shape, strict=True))
+    def piece(region: Any) -> np.ndarray:
+        index = tuple(slice(*s.indices(n)) for s, n in zip(region, like.shape, strict=True))
         shape = [s.stop - s.start for s in index]
         out = np.zeros(shape, jnp.dtype(dtype))  # rows that pad a table stay 0
         outer, inner = index[: len(stack)], index[len(stack) :]
@@ -314,24 +314,24 @@ Tensors = dict[str, tuple[tuple[int, ...], str]]  # {name: (shape, safetensors' 
 
 
 def tensors_of(
-    leaves: Mapping[str, Any], found: list[Rule], cfg: ModelConfig, dtype: str
+    leaves: Mapping[str, Any], model_rules: list[Rule], cfg: ModelConfig, dtype: str
 ) -> tuple[Tensors, Callable[[str], np.ndarray]]:
     """Returns the tensors that these rules make of these leaves, and what produces one by name."""
     sizes = _home(cfg)[0].sizes(cfg)
     groups: dict[str, list[Rule]] = {}
-    for rule in found:
+    for rule in model_rules:
         groups.setdefault(rule.theirs, []).append(rule)
-    wanted = {}
+    sources = {}
     for rules in groups.values():
         for index in np.ndindex(rules[0].stack(sizes)):
-            wanted[rules[0].name(index)] = (rules, index)
+            sources[rules[0].name(index)] = (rules, index)
 
     def produce(name: str) -> np.ndarray:
-        rules, index = wanted[name]
+        rules, index = sources[name]
         pieces = [_fetch(leaves[r.ours], index) for r in rules]
         return join(rules, pieces, sizes)
 
-    tensors = {n: (rules[0].their_shape(sizes), CODES[dtype]) for n, (rules, _) in wanted.items()}
+    tensors = {n: (rules[0].their_shape(sizes), CODES[dtype]) for n, (rules, _) in sources.items()}
     return tensors, produce
 
 
@@ -401,8 +401,8 @@ def _fitting(rules: list[Rule], leaves: Mapping[str, Any]) -> list[Rule]:
 def _fetch(x: jax.Array, index: tuple[int, ...]) -> np.ndarray:
     """Returns one piece of a stacked leaf, all of it, on this host."""
     if index and isinstance(x.sharding, NamedSharding):
-        rest = x.sharding.update(spec=PartitionSpec(*x.sharding.spec[len(index) :]))
-        x = x.at[index].get(out_sharding=rest)  # the experts' dimension may be cut
+        sharding = x.sharding.update(spec=PartitionSpec(*x.sharding.spec[len(index) :]))
+        x = x.at[index].get(out_sharding=sharding)  # the experts' dimension may be cut
     elif index:
         x = x[index]
     if not x.is_fully_addressable:

@@ -158,25 +158,25 @@ class Settings:
         return self.bits, self.group
 
 
-def checked_settings(found: Mapping[str, Any]) -> Settings:
+def checked_settings(section: Mapping[str, Any]) -> Settings:
     """Returns the settings. Raises: UserError for what is not supported, and why."""
-    method = found.get("quant_method")
+    method = section.get("quant_method")
     if method not in ("gptq", "awq"):
         raise UserError(f"{SECTION}: quant_method={method!r} is not supported; {SUPPORTED} are")
-    if found.get("is_marlin_format") or found.get("pack_dtype", "int32") not in ("int32", None):
+    if section.get("is_marlin_format") or section.get("pack_dtype", "int32") not in ("int32", None):
         raise UserError(
             f"{SECTION}: codes must be packed in words of int32 (pack_dtype), not for Marlin"
         )
-    form = _first_of(found, "checkpoint_format", "format")
+    form = _first_of(section, "checkpoint_format", "format")
     form = {"awq": "gemm", "gptq": "gptq"}[method] if form is None else form
     if method == "awq":
-        for name, value in {"version": found.get("version", "gemm"), "format": form}.items():
+        for name, value in {"version": section.get("version", "gemm"), "format": form}.items():
             if str(value).lower() != "gemm":
                 raise UserError(f"{SECTION}: {name}={value!r} of awq must be gemm")
     elif form not in ("gptq", "gptq_v2"):
         raise UserError(f"{SECTION}: checkpoint_format={form!r} must be gptq or gptq_v2")
-    kind = _kind(found, method, {"bits": None, "group_size": 128}, SECTION)
-    rules = found.get("dynamic") or {}
+    kind = _kind(section, method, {"bits": None, "group_size": 128}, SECTION)
+    rules = section.get("dynamic") or {}
     if not isinstance(rules, Mapping):
         raise UserError(f"{SECTION}: dynamic must be an object of patterns and their members")
     if len(rules) > MAX_RULES:
@@ -194,14 +194,14 @@ def checked_settings(found: Mapping[str, Any]) -> Settings:
     return Settings(method, *kind, method == "gptq" and form == "gptq", dynamic)
 
 
-def _first_of(found: Mapping[str, Any], *names: str) -> Any:
-    return next((found[name] for name in names if found.get(name) is not None), None)
+def _first_of(section: Mapping[str, Any], *names: str) -> Any:
+    return next((section[name] for name in names if section.get(name) is not None), None)
 
 
-def _kind(found: Mapping[str, Any], method: str, base: Mapping[str, Any], where: str) -> Kind:
-    bits = _first_of(found, "bits", "w_bit")
+def _kind(section: Mapping[str, Any], method: str, base: Mapping[str, Any], where: str) -> Kind:
+    bits = _first_of(section, "bits", "w_bit")
     bits = base["bits"] if bits is None else bits
-    group = _first_of(found, "group_size", "q_group_size")
+    group = _first_of(section, "group_size", "q_group_size")
     group = base["group_size"] if group is None else group
     legal = BITS if method == "gptq" else (AWQ_BITS,)
     if isinstance(bits, bool) or bits not in legal:
@@ -300,13 +300,13 @@ def _named(kinds: Mapping[str, Any]) -> dict[str, Any]:
     for module, kind in kinds.items():
         home = _LAYER.match(module)
         layers.setdefault(home[0] if home else module, {})[module] = kind
-    found = {}
+    patterns = {}
     for home, modules in layers.items():
         if len(set(modules.values())) == 1 and home not in modules:
-            found[f"^{re.escape(home)}"] = next(iter(modules.values()))
+            patterns[f"^{re.escape(home)}"] = next(iter(modules.values()))
         else:
-            found |= {f"^{re.escape(module)}$": kind for module, kind in modules.items()}
-    return found
+            patterns |= {f"^{re.escape(module)}$": kind for module, kind in modules.items()}
+    return patterns
 
 
 # ---- one Linear
@@ -491,10 +491,10 @@ def tensors_of(stem: str, linear: Linear, form: Form) -> dict[str, np.ndarray]:
             f"{stem}: float16 does not hold its scales; quantize with scale_dtype='float16'"
         )
     words, point_GN = _codes(stem, q, scale_GN)
-    found = {"scales": scale_GN.astype(np.float16)}
+    tensors = {"scales": scale_GN.astype(np.float16)}
     if form == "awq":
         code_KN = unpack(np.ascontiguousarray(words.T), bits, K).T
-        return found | {
+        return tensors | {
             "qweight": pack_awq(code_KN),
             "qzeros": pack_awq(point_GN),
         }
@@ -506,7 +506,7 @@ def tensors_of(stem: str, linear: Linear, form: Form) -> dict[str, np.ndarray]:
             )
         point_GN = point_GN - 1
     place_K = np.arange(K) if order_K is None else np.argsort(order_K)  # of each input's row
-    return found | {
+    return tensors | {
         "qweight": with_rows(words, bits, place_K),
         "qzeros": pack(point_GN, bits),
         "g_idx": (place_K // C).astype(np.int32),
@@ -561,8 +561,8 @@ def settings(path: str | Path, flag: str = "hf") -> Settings | None:
     Raises: UserError for a form that is not supported, and for several such files.
     """
     file = expand(path) / "config.json"
-    found = files_.read_object(file, hf.MAX_CONFIG, flag).get(SECTION)
-    older = [p for name in OLDER if found is None and (p := file.with_name(name)).is_file()]
+    section = files_.read_object(file, hf.MAX_CONFIG, flag).get(SECTION)
+    older = [p for name in OLDER if section is None and (p := file.with_name(name)).is_file()]
     if len(older) > 1:
         raise UserError(
             f"{file.parent} has {' and '.join(OLDER)}, and config.json has no {SECTION} to say "
@@ -570,16 +570,16 @@ def settings(path: str | Path, flag: str = "hf") -> Settings | None:
         )
     if older:
         file = older[0]
-        found = files_.read_object(file, hf.MAX_CONFIG, flag)
-        if found.get("quant_method") is None:
-            is_awq = file.name == OLDER[1] or "w_bit" in found
-            found |= {"quant_method": "awq" if is_awq else "gptq"}
-    if found is None:
+        section = files_.read_object(file, hf.MAX_CONFIG, flag)
+        if section.get("quant_method") is None:
+            is_awq = file.name == OLDER[1] or "w_bit" in section
+            section |= {"quant_method": "awq" if is_awq else "gptq"}
+    if section is None:
         return None
-    if not isinstance(found, dict):
+    if not isinstance(section, dict):
         raise UserError(f"{file}: {SECTION} must be an object")
     try:
-        return checked_settings(found)
+        return checked_settings(section)
     except UserError as error:
         raise UserError(f"{file}: {error}") from None
 
@@ -590,18 +590,18 @@ def load(path: str | Path) -> tuple[DecoderConfig, Tree]:
     Raises: UserError for forms that are not supported (groups of unlike sizes in one matrix; other
         methods; experts), and for a folder that is incomplete or damaged.
     """
-    folder, given = expand(path), settings(path)
-    if given is None:
+    folder, quantization = expand(path), settings(path)
+    if quantization is None:
         raise UserError(f"{folder}/config.json has no {SECTION}; checkpoint.hf reads it")
     cfg = hf.load_decoder_config(path, "hf")
     if cfg.moe.experts:
         raise UserError(
-            f"{folder} is a model with experts in few bits ({given.method}), which is not "
+            f"{folder} is a model with experts in few bits ({quantization.method}), which is not "
             "supported; models without experts are"
         )
-    found = _Folder(TensorFolder(folder, _single_file(folder)), given, cfg)
-    leaves = {rule.ours: found.leaf(rule) for rule in names.rules(cfg)}
-    found.check_all_used()
+    tensors = _Folder(TensorFolder(folder, _single_file(folder)), quantization, cfg)
+    leaves = {rule.ours: tensors.leaf(rule) for rule in names.rules(cfg)}
+    tensors.check_all_used()
     stack = decoder.parts(cfg).stack
     return cfg, nest(_in_runs(leaves, stack, cfg.layers))
 
@@ -631,9 +631,9 @@ def _single_file(folder: Path) -> str:
 class _Folder:
     """The tensors of a folder, as leaves."""
 
-    def __init__(self, files: TensorFolder, given: Settings, cfg: DecoderConfig):
+    def __init__(self, files: TensorFolder, quantization: Settings, cfg: DecoderConfig):
         """Reads nothing yet."""
-        self._files, self._given, self._cfg = files, given, cfg
+        self._files, self._quantization, self._cfg = files, quantization, cfg
         self._sizes: Sizes = names.sizes(cfg)
         self._quantized = set(matrices(cfg.axes))
         self._abstract = dict(named_leaves(decoder.parts(cfg).abstract))
@@ -653,10 +653,10 @@ class _Folder:
                 flat[(place, *(slice(0, n) for n in part.shape))] = part
             return jnp.asarray(out)
         shape = like.shape[1:]
-        found = [self._linear(rule, name, shape) for name in stack]
-        ordered = any(isinstance(x, Linear) and x.order_K is not None for x in found)
+        layers = [self._linear(rule, name, shape) for name in stack]
+        ordered = any(isinstance(x, Linear) and x.order_K is not None for x in layers)
         return [
-            x.kernel(shape, ordered) if isinstance(x, Linear) else jnp.asarray(x) for x in found
+            x.kernel(shape, ordered) if isinstance(x, Linear) else jnp.asarray(x) for x in layers
         ]
 
     def _linear(self, rule: Rule, name: str, shape: tuple[int, ...]) -> Linear | np.ndarray:
@@ -666,8 +666,8 @@ class _Folder:
         K = inputs_of(self._words[rule.ours][1:], shape)
         N = int(np.prod(shape)) // K
         parts = 1 if rule.part is None else self._sizes["3"]
-        found = self._read(stem, K, parts * N)
-        return found if rule.part is None else found.columns(rule.part * N, (rule.part + 1) * N)
+        linear = self._read(stem, K, parts * N)
+        return linear if rule.part is None else linear.columns(rule.part * N, (rule.part + 1) * N)
 
     def _stem(self, name: str) -> str | None:
         """Returns what the tensors of a quantized Linear begin with; None: it is dense."""
@@ -676,17 +676,17 @@ class _Folder:
 
     def _read(self, stem: str, K: int, N: int) -> Linear:
         self._used |= set(names_of(self._files, stem))
-        return read_linear(self._files, stem, self._given, K, N)
+        return read_linear(self._files, stem, self._quantization, K, N)
 
     def _dense(self, rule: Rule, name: str) -> np.ndarray:
         """Returns a tensor in our order of dimensions."""
-        wanted = rule.their_shape(self._sizes)
+        expected = rule.their_shape(self._sizes)
         if rule.ours == HEAD and (stem := self._stem(name)) is not None:
-            return rule.to_ours(self._read(stem, wanted[1], wanted[0]).dense().T, self._sizes)
+            return rule.to_ours(self._read(stem, expected[1], expected[0]).dense().T, self._sizes)
         stored = next((n for n in names.spellings(name) if n in self._files), name)
         view = self._files.view(stored)
         self._used.add(stored)
-        hf.check_tensor(self._files, stored, wanted)
+        hf.check_tensor(self._files, stored, expected)
         return rule.to_ours(view, self._sizes)
 
     def check_all_used(self) -> None:
@@ -814,12 +814,12 @@ def _parted(
     stack, sizes = decoder.parts(cfg).stack, names.sizes(cfg)
     runs = runs_of(params[stack], cfg.layers)
     rules = {rule.ours: rule for rule in names.rules(cfg)}
-    whole = dict(named_leaves({n: x for n, x in params.items() if n != stack}))
+    unstacked = dict(named_leaves({n: x for n, x in params.items() if n != stack}))
     blocks: dict[str, list[Any]] = {}  # a leaf's stack in each run
     for part in runs.stacks:
         for n, leaf in named_leaves(part, lambda x: isinstance(x, QuantKernel)):
             blocks.setdefault(f"{stack}.{n}", []).append(leaf)
-    if other := sorted((whole.keys() | blocks.keys()) ^ rules.keys()):
+    if other := sorted((unstacked.keys() | blocks.keys()) ^ rules.keys()):
         raise UserError(f"the parameters are not this configuration's: {', '.join(other[:5])}")
     linear = set(matrices(cfg.axes))  # each is named, if it is dense: others expect codes of it
     groups: dict[str, list[tuple[Rule, Any]]] = {}
@@ -827,23 +827,23 @@ def _parted(
         if n not in blocks:
             continue
         if n not in linear:
-            whole[n] = blocks[n][0] if len(blocks[n]) == 1 else jnp.concatenate(blocks[n])
+            unstacked[n] = blocks[n][0] if len(blocks[n]) == 1 else jnp.concatenate(blocks[n])
             continue
         for leaf, start, stop in zip(blocks[n], runs.starts, runs.stops, strict=True):
             for layer in range(start, stop):
                 one = jax.tree.map(lambda x, i=layer - start: np.asarray(x[i]), leaf)
                 groups.setdefault(rule.name((layer,)), []).append((rule, one))
     linears, singles = {}, {}
-    for name, found in groups.items():
+    for name, parts in groups.items():
         stem = name.removesuffix(".weight")
-        dense = [not isinstance(x, QuantKernel) for _, x in found]
+        dense = [not isinstance(x, QuantKernel) for _, x in parts]
         if all(dense):
-            singles[name] = hf.join([r for r, _ in found], [x for _, x in found], sizes)
+            singles[name] = hf.join([r for r, _ in parts], [x for _, x in parts], sizes)
         elif any(dense):
             raise UserError(f"{stem}: some parts of one Linear are quantized, and others are not")
         else:
-            linears[stem] = _joined(stem, [x for _, x in found])
-    return whole, [rules[n] for n in whole], linears, singles
+            linears[stem] = _joined(stem, [x for _, x in parts])
+    return unstacked, [rules[n] for n in unstacked], linears, singles
 
 
 def _joined(stem: str, kernels: Sequence[QuantKernel]) -> Linear:

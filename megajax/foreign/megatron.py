@@ -121,10 +121,10 @@ def find_step(path: str | Path, step: int | None = None) -> Path:
         except (OSError, UnicodeDecodeError):
             raise UserError(f"{folder} has neither {TRACKER} nor ranks of Megatron") from None
     is_number = said.isdecimal() and len(said) <= 18
-    found = folder / (f"iter_{int(said):07d}" if is_number else "release")
-    if not found.is_dir() or not (is_number or said == "release"):
+    step_folder = folder / (f"iter_{int(said):07d}" if is_number else "release")
+    if not step_folder.is_dir() or not (is_number or said == "release"):
         raise UserError(f"{folder} has no checkpoint {said[:50]} (--step)")
-    return found
+    return step_folder
 
 
 def open_step(folder: Path) -> "Ranks | Stacked":
@@ -190,7 +190,7 @@ class Ranks:
 
     def _files(self) -> dict[tuple[int, int], TorchFile]:
         """Returns {(tensor rank, pipeline rank): file}, none missing."""
-        found = {}
+        ranks = {}
         for home in sorted(self.folder.glob("mp_rank_*")):
             rank = RANK.fullmatch(home.name)
             if rank is None:
@@ -203,17 +203,17 @@ class Ranks:
             if not isinstance(opened.value, dict):
                 raise UserError(f"{file} holds no dictionary")
             place = int(rank[1]), int(rank[2] or 0)
-            if place in found:
+            if place in ranks:
                 raise UserError(f"{home} is a second folder of tensor and pipeline rank {place}")
-            found[place] = opened
-        if not found:
+            ranks[place] = opened
+        if not ranks:
             raise UserError(f"{self.folder} has no mp_rank_* folders")
-        tensor, pipe = (1 + max(r[d] for r in found) for d in (0, 1))
+        tensor, pipe = (1 + max(r[d] for r in ranks) for d in (0, 1))
         places = ((t, p) for t in range(tensor) for p in range(pipe))  # may be 10^14 of them
-        if missing := list(itertools.islice((r for r in places if r not in found), 5)):
+        if missing := list(itertools.islice((r for r in places if r not in ranks), 5)):
             words = ", ".join(f"mp_rank_{t:02d}_{p:03d}" for t, p in missing)
             raise UserError(f"{self.folder} lacks {words}")
-        return found
+        return ranks
 
     def _check_args(self, pipe: int) -> None:
         for kind, there in (("tensor", self._tensor_ranks), ("pipeline", pipe)):
@@ -324,37 +324,37 @@ class Stacked:
     def _common(self) -> dict:
         """Returns what is alike on all ranks: in a file of its own, or in the folder's objects."""
         name = next((n for n in self._files.objects if n.split("/")[0] == "common_state"), None)
-        found: Any = {}
+        common: Any = {}
         if (self.folder / COMMON).is_file():
-            found = TorchFile(self.folder / COMMON).value
+            common = TorchFile(self.folder / COMMON).value
         elif name is not None:
-            found = self._files.value(name)
-            found = found[0] if isinstance(found, list) and found else found
-        if not isinstance(found, dict):
+            common = self._files.value(name)
+            common = common[0] if isinstance(common, list) and common else common
+        if not isinstance(common, dict):
             raise UserError(f"{self.folder}: {COMMON} holds no dictionary")
-        return found
+        return common
 
 
 def _number(chunk: str) -> int:
     return int(chunk.removeprefix("model") or 0)
 
 
-def _arguments(found: dict) -> dict[str, Any]:
+def _arguments(state_dict: dict) -> dict[str, Any]:
     """Returns the members of the argparse.Namespace that training saved, as JSON can say them."""
-    args = found.get("args")
+    args = state_dict.get("args")
     state = args.state if isinstance(args, Record) else args
-    plain, kept = Plain(), {}
+    plain, arguments = Plain(), {}
     for name, value in state.items() if isinstance(state, dict) else ():
         try:
             if isinstance(name, str):
-                kept[name] = value if isinstance(value, Global) else plain(value)
+                arguments[name] = value if isinstance(value, Global) else plain(value)
         except ValueError as error:
             raise UserError(f"argument {name[:200]} of the checkpoint is {error}") from None
-    return kept
+    return arguments
 
 
 def _model_tensors(file: TorchFile, chunk: str) -> list[tuple[str, Tensor]]:
-    found: dict[str, Tensor] = {}
+    model: dict[str, Tensor] = {}
     for stored, tensor in tensors(file.value.get(chunk, {}), file.where):
         name = rename(stored)
         if name.endswith(NEEDLESS):
@@ -363,10 +363,10 @@ def _model_tensors(file: TorchFile, chunk: str) -> list[tuple[str, Tensor]]:
             raise UserError(f"{file.where}: {stored[:200]} is {tensor.what}; {tensor.remedy}")
         if not isinstance(tensor, Tensor):
             raise UserError(f"{file.where}: {stored[:200]} is no tensor")
-        if name in found:
+        if name in model:
             raise UserError(f"{file.where} has two tensors of the name {name[:200]}")
-        found[name] = tensor
-    return list(found.items())
+        model[name] = tensor
+    return list(model.items())
 
 
 # ---- arguments and tensors, as Hugging Face has them
@@ -459,19 +459,19 @@ class MegatronFolder:
             stored = self._source.read(home, self._cfg.activation == "swiglu")
             if home == _TABLE and self._cfg.tied and _HEAD in self._source.names:
                 self._check_head(stored)
-            found = change(stored, self._cfg)
+            x = change(stored, self._cfg)
         except UserError:
             raise
         except (ValueError, IndexError, TypeError) as error:  # NumPy's words on the shapes
             raise UserError(
                 f"{self.folder}: the shapes of {home} are not those of the configuration: {error}"
             ) from None
-        if found.shape != self.tensors[name][0]:
+        if x.shape != self.tensors[name][0]:
             raise UserError(
-                f"{self.folder}: {home} gives {name} the shape {found.shape}, the configuration "
+                f"{self.folder}: {home} gives {name} the shape {x.shape}, the configuration "
                 f"says {self.tensors[name][0]}"
             )
-        return found
+        return x
 
     def _check_head(self, table: np.ndarray) -> None:
         """Refuses a head that differs from the table, which the arguments say it is."""
@@ -486,22 +486,22 @@ class MegatronFolder:
         """Returns {Hugging Face's name: (Megatron's, what to do)}; refuses strangers."""
         cfg, source = self._cfg, self._source
         table = _GPT2 if names.family(cfg) == "gpt2" else _LLAMA
-        sizes, found = names.sizes(cfg), {}
+        sizes, homes = names.sizes(cfg), {}
         for rule in names.rules(cfg):
             home, change = table[rule.theirs]
             for index in np.ndindex(rule.stack(sizes)):
                 stored = home.format(**dict(zip("i", index, strict=False)))
                 if stored not in source.names:
                     raise UserError(f"{self.folder} has no {stored}, of {rule.name(index)}")
-                found[rule.name(index)] = stored, change
-        used = {home for home, _ in found.values()}
+                homes[rule.name(index)] = stored, change
+        used = {home for home, _ in homes.values()}
         used |= {_HEAD} if cfg.tied else set()  # a copy of the table, which `view` compares
         if strangers := sorted(set(source.names) - used):
             raise UserError(
                 f"{self.folder} has tensors that a {names.family(cfg)} does not: "
                 f"{', '.join(strangers[:5])}"
             )
-        return found
+        return homes
 
 
 def to_hf_config(args: Mapping[str, Any], vocab: int | None = None) -> dict[str, Any]:
@@ -655,7 +655,7 @@ def _qkv(x: np.ndarray, cfg: DecoderConfig) -> np.ndarray:
 
 def _llama() -> dict[str, tuple[str, Change]]:
     ours, theirs = "decoder.layers.{i}", "model.layers.{i}"
-    found: dict[str, tuple[str, Change]] = {
+    rows: dict[str, tuple[str, Change]] = {
         "model.embed_tokens.weight": (_TABLE, _words),
         "lm_head.weight": (_HEAD, _words),
         "model.norm.weight": ("decoder.final_layernorm.weight", _same),
@@ -664,10 +664,10 @@ def _llama() -> dict[str, tuple[str, Change]]:
     for part, letter in enumerate("qkv"):
         for kind in ("weight", "bias"):
             name = f"{theirs}.self_attn.{letter}_proj.{kind}"
-            found[name] = (f"{attention}.linear_qkv.{kind}", _heads(part))
+            rows[name] = (f"{attention}.linear_qkv.{kind}", _heads(part))
         norm = f"{theirs}.self_attn.{letter}_norm.weight"
-        found[norm] = (f"{attention}.{letter}_layernorm.weight", _same)
-    return found | {
+        rows[norm] = (f"{attention}.{letter}_layernorm.weight", _same)
+    return rows | {
         f"{theirs}.self_attn.o_proj.weight": (f"{attention}.linear_proj.weight", _same),
         f"{theirs}.mlp.gate_proj.weight": (f"{mlp}.linear_fc1.weight", _half(0)),
         f"{theirs}.mlp.up_proj.weight": (f"{mlp}.linear_fc1.weight", _half(1)),
@@ -679,7 +679,7 @@ def _llama() -> dict[str, tuple[str, Change]]:
 
 def _gpt2() -> dict[str, tuple[str, Change]]:
     ours, theirs = "decoder.layers.{i}", "transformer.h.{i}"
-    found: dict[str, tuple[str, Change]] = {
+    rows: dict[str, tuple[str, Change]] = {
         "transformer.wte.weight": (_TABLE, _words),
         "transformer.wpe.weight": ("embedding.position_embeddings.weight", _same),
         "lm_head.weight": (_HEAD, _words),
@@ -693,10 +693,10 @@ def _gpt2() -> dict[str, tuple[str, Change]]:
         ("ln_2", "pre_mlp_layernorm", _same),
     ):
         for kind in ("weight", "bias"):
-            found[f"{theirs}.{name}.{kind}"] = (f"{ours}.{home}.{kind}", change)
+            rows[f"{theirs}.{name}.{kind}"] = (f"{ours}.{home}.{kind}", change)
     for kind in ("weight", "bias"):
-        found[f"transformer.ln_f.{kind}"] = (f"decoder.final_layernorm.{kind}", _same)
-    return found
+        rows[f"transformer.ln_f.{kind}"] = (f"decoder.final_layernorm.{kind}", _same)
+    return rows
 
 
 _LLAMA, _GPT2 = _llama(), _gpt2()

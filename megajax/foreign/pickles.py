@@ -169,8 +169,8 @@ class _Reader:
         self.stack = []
 
     def since_mark(self) -> list[Any]:
-        found, self.stack = self.stack, self.below.pop()
-        return found
+        items, self.stack = self.stack, self.below.pop()
+        return items
 
     def drop_mark(self, _: Any) -> None:
         self.since_mark()

@@ -110,8 +110,8 @@ def write(source: Foreign, folder: Path, shard_bytes: int = SHARD_BYTES) -> None
     """
     if unknown := [n for n, (_, dtype) in source.shapes.items() if dtype.name not in CODES]:
         raise UserError(f"safetensors has no type for {', '.join(unknown[:5])} (--to)")
-    wanted = {n: (shape, CODES[dtype.name]) for n, (shape, dtype) in source.shapes.items()}
-    write_folder(folder, wanted, source.view, shard_bytes)
+    shapes = {n: (shape, CODES[dtype.name]) for n, (shape, dtype) in source.shapes.items()}
+    write_folder(folder, shapes, source.view, shard_bytes)
     if source.config is not None:
         (folder / "config.json").write_text(json.dumps(source.config, indent=2) + "\n")
     (folder / DATA_STATE).write_text(json.dumps(source.notes) + "\n")
@@ -129,12 +129,19 @@ def _megatron(path: Path, step: int | None, vocab: int | None, config: str | Non
     # Here: it knows models, which need jax.
     from megajax.foreign.megatron import MegatronFolder
 
-    given = None
+    members = None
     if config is not None:
-        given = files.read_object(expand(config, "hf_config"), MAX_JSON, "hf_config")
-    found = MegatronFolder(path, step, vocab, given)
-    notes = {"imported": str(path), "iteration": found.iteration, "config": found.config}
-    return Foreign(found.tensors, found.view, found.iteration, found.config, notes, found.left_out)
+        members = files.read_object(expand(config, "hf_config"), MAX_JSON, "hf_config")
+    checkpoint = MegatronFolder(path, step, vocab, members)
+    notes = {"imported": str(path), "iteration": checkpoint.iteration, "config": checkpoint.config}
+    return Foreign(
+        checkpoint.tensors,
+        checkpoint.view,
+        checkpoint.iteration,
+        checkpoint.config,
+        notes,
+        checkpoint.left_out,
+    )
 
 
 class _Selection:
@@ -204,17 +211,17 @@ def some(names: Sequence[str], between: str = ", ") -> str:
 
 
 def _dcp(path: Path, step: int, chosen: _Selection) -> Foreign:
-    found = DcpFolder(path)
-    for name in found.objects:
-        value = found.value(name)
+    checkpoint = DcpFolder(path)
+    for name in checkpoint.objects:
+        value = checkpoint.value(name)
         parts = list(tensors(value, f"{path}: {name}"))
         if any(isinstance(x, Tensor | Array | Unread) for _, x in parts):
             for part, x in parts:
                 chosen.add(f"{name}.{part}" if part else name, x)
         else:
             chosen.add(name, value)
-    shapes = {n: (x.shape, x.dtype) for n, x in found.tensors.items() if not chosen.skips(n)}
-    for name, unread in found.unread.items():
+    shapes = {n: (x.shape, x.dtype) for n, x in checkpoint.tensors.items() if not chosen.skips(n)}
+    for name, unread in checkpoint.unread.items():
         chosen.add(name, unread)
     if both := sorted(shapes.keys() & chosen.arrays.keys()):
         raise UserError(f"{path} has two tensors of the name {both[0][:200]}")
@@ -224,7 +231,7 @@ def _dcp(path: Path, step: int, chosen: _Selection) -> Foreign:
     notes = {"imported": str(path), "objects": chosen.objects}
 
     def view(name: str) -> np.ndarray:
-        return inner[name].read() if name in inner else found.view(name)
+        return inner[name].read() if name in inner else checkpoint.view(name)
 
     return Foreign(shapes, view, step, None, notes, chosen.left_out)
 
@@ -240,9 +247,9 @@ def _torch(path: Path, step: int, chosen: _Selection) -> Foreign:
 
 
 def _safetensors(path: Path, step: int, chosen: _Selection) -> Foreign:
-    found = TensorFolder(path)
+    checkpoint = TensorFolder(path)
     file = path / DATA_STATE
     notes = files.read_object(file, MAX_JSON) if file.exists() else {}
-    shapes = {name: found.kind(name) for name in found.names() if not chosen.skips(name)}
+    shapes = {name: checkpoint.kind(name) for name in checkpoint.names() if not chosen.skips(name)}
     chosen.check()
-    return Foreign(shapes, found.view, step, None, notes, chosen.left_out)
+    return Foreign(shapes, checkpoint.view, step, None, notes, chosen.left_out)

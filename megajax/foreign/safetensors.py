@@ -56,14 +56,14 @@ class TensorFolder:
             raise UserError(f"{self.folder} has neither {single_name} nor {INDEX}")
         self._tensors: dict[str, tuple[Path, Any, tuple[int, ...], int]] = {}
         for name in sorted(set(homes.values())) or [single_name]:
-            found = _read_header(self.folder / name)
-            if both := found.keys() & self._tensors.keys():
+            header = _read_header(self.folder / name)
+            if both := header.keys() & self._tensors.keys():
                 tensor = min(both)
                 raise UserError(
                     f"{self.folder / name} holds {tensor[:200]}, and so does "
                     f"{self._tensors[tensor][0]}; a tensor may be in one file only"
                 )
-            self._tensors |= found
+            self._tensors |= header
         self._map = functools.cache(files.map_bytes)
         for tensor, name in homes.items():
             if tensor not in self._tensors or self._tensors[tensor][0].name != name:
@@ -127,7 +127,7 @@ def _read_header(path: Path) -> dict[str, tuple[Path, Any, tuple[int, ...], int]
             if length > min(MAX_HEADER, size - 8):
                 raise ValueError(f"header of {length} bytes in a file of {size}")
             header = files.parse_json(file.read(length), files.each_once)
-        found, spans = {}, []
+        places, spans = {}, []
         for name, entry in header.items():
             if name == "__metadata__":
                 _check_metadata(entry)
@@ -136,9 +136,9 @@ def _read_header(path: Path) -> dict[str, tuple[Path, Any, tuple[int, ...], int]
             if 8 + length + end > size:
                 raise ValueError(f"{name[:200]}: bytes {begin}..{end} are not in the file")
             spans.append((begin, end, name))
-            found[name] = (path, dtype, shape, 8 + length + begin)
+            places[name] = (path, dtype, shape, 8 + length + begin)
         _check_spans(sorted(spans), size - 8 - length)
-        return found
+        return places
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from None
     except UserError:

@@ -81,19 +81,19 @@ def legacy_members(
             raise ValueError("its storages' keys are no list of texts")
         if len(set(keys)) < len(keys) or set(keys) != sizes.keys():
             raise ValueError("it lists other storages than its tensors have")
-        found = {"legacy/data.pkl": (parts[3], 0)}
+        members = {"legacy/data.pkl": (parts[3], 0)}
         for key in keys:
             elements, itemsize = sizes[key]
             (stored,) = struct.unpack("<q", raw[at : at + 8].tobytes())
             begin, at = at + 8, at + 8 + elements * itemsize
             if stored != elements or at > raw.size:
                 raise ValueError(f"storage {key[:50]!r} of {elements:,} elements is not whole")
-            found[f"legacy/data/{key}"] = (raw[begin:at], 0)
+            members[f"legacy/data/{key}"] = (raw[begin:at], 0)
     except struct.error:
         raise UserError(f"{where} is not a whole file of torch.save: it ends too early") from None
     except ValueError as error:
         raise UserError(f"{where} is not a whole file of torch.save: {error}") from None
-    return found
+    return members
 
 
 def _pickle_end(raw: np.ndarray, begin: int, most: int, where: str) -> int:
@@ -112,7 +112,7 @@ def _legacy_storages(
     structure: bytes, where: str, width: Callable[[Any], int]
 ) -> dict[str, tuple[int, int]]:
     """Returns {key: (elements, bytes of one)} of the storages that a structure refers to."""
-    found: dict[str, tuple[int, int]] = {}
+    storages: dict[str, tuple[int, int]] = {}
 
     def storage(pid: Any) -> None:
         kind, cls, key, _, elements, *view = pid
@@ -122,7 +122,7 @@ def _legacy_storages(
             raise ValueError(f"storage {key[:50]!r} is a part of another one")
         if type(elements) is not int or not 0 <= elements < 2**60:
             raise ValueError("a storage with a negative, fractional or giant size")
-        if found.setdefault(key, (elements, width(cls))) != (elements, width(cls)):
+        if storages.setdefault(key, (elements, width(cls))) != (elements, width(cls)):
             raise ValueError(f"storage {key[:50]!r} has two types or sizes")
 
     def nothing(*_: Any) -> None:
@@ -131,7 +131,7 @@ def _legacy_storages(
     names = "_rebuild_tensor _rebuild_tensor_v2 _rebuild_parameter".split()
     builders = {f"torch._utils.{name}": nothing for name in names}
     pickles.loads(structure, where, builders, storage)
-    return found
+    return storages
 
 
 # ---- files
@@ -255,12 +255,12 @@ class Tensor:
         pairs = zip(self.shape, self.strides, strict=True)
         strides = tuple(width * s if n > 1 else width for n, s in pairs)  # of 1: any is legal
         raw = self.storage.raw
-        found = np.ndarray(self.shape, self.dtype, raw.data, self.offset * width, strides)
+        x = np.ndarray(self.shape, self.dtype, raw.data, self.offset * width, strides)
         if self.conjugate or self.negative:
-            found = np.asarray(np.conjugate(found) if self.conjugate else found)
-            found = np.asarray(np.negative(found) if self.negative else found)
-            found.flags.writeable = False
-        return found
+            x = np.asarray(np.conjugate(x) if self.conjugate else x)
+            x = np.asarray(np.negative(x) if self.negative else x)
+            x.flags.writeable = False
+        return x
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -338,10 +338,10 @@ class TorchFile:
         if key not in self._storages:
             where = f"{self.where}:{self._home}data/{key}"
             self._storages[key] = Storage(*member, dtype, where)
-        found = self._storages[key]
-        if elements * dtype.itemsize > found.nbytes:
-            raise ValueError(f"storage {key} has {found.nbytes} bytes for {elements} elements")
-        return found
+        storage = self._storages[key]
+        if elements * dtype.itemsize > storage.nbytes:
+            raise ValueError(f"storage {key} has {storage.nbytes} bytes for {elements} elements")
+        return storage
 
     def _tensor(
         self,
@@ -413,12 +413,12 @@ class TorchFile:
         self._left -= math.prod(shape) * dtype.itemsize
         if self._left < 0:
             raise ValueError(f"tensors that share bytes come to over {MAX_SHARED} times the file")
-        found = {} if bits is None else bits
-        if not isinstance(found, dict) or any(type(v) is not bool for v in found.values()):
+        flags = {} if bits is None else bits
+        if not isinstance(flags, dict) or any(type(v) is not bool for v in flags.values()):
             raise ValueError("a tensor whose bits are no dictionary of truths")
-        if others := sorted(map(word, found.keys() - {"conj", "neg"})):
+        if others := sorted(map(word, flags.keys() - {"conj", "neg"})):
             return Unread(f"a tensor with the bit {others[0]!r:.50}", "save x.clone()")
-        conjugate, negative = found.get("conj", False), found.get("neg", False)
+        conjugate, negative = flags.get("conj", False), flags.get("neg", False)
         if conjugate and dtype.kind != "c" or negative and dtype.kind not in "fcV":
             raise ValueError(f"a tensor of {dtype} with the bit of a conjugate or a negative")
         return Tensor(storage, dtype, offset, tuple(shape), tuple(strides), conjugate, negative)
@@ -449,16 +449,16 @@ def _all_of_dtensor(args: tuple, state: Any) -> Any:
 _FULL = "save x.full_tensor(), or all processes' parts by torch.distributed.checkpoint"
 
 
-def _array(found: Record) -> Any:
+def _array(record: Record) -> Any:
     """Returns the array or the number that a record of NumPy's says, or an Unread of it."""
-    kind = found.kind.rpartition(".")
+    kind = record.kind.rpartition(".")
     if kind[0] not in ARRAYS or kind[2] not in ("_reconstruct", "scalar"):
-        return found
-    if kind[2] == "scalar" and len(found.args) == 2:
+        return record
+    if kind[2] == "scalar" and len(record.args) == 2:
         shape, by_columns = (), False
-        dtype, data = found.args
-    elif isinstance(found.state, tuple) and len(found.state) == 5:
-        _, shape, dtype, by_columns, data = found.state
+        dtype, data = record.args
+    elif isinstance(record.state, tuple) and len(record.state) == 5:
+        _, shape, dtype, by_columns, data = record.state
     else:
         return Unread("an array of NumPy's without values", "save it as a tensor")
     name = dtype.args[0] if isinstance(dtype, Record) and dtype.args else None
@@ -486,11 +486,11 @@ def storage_dtype(cls: Global) -> np.dtype:
     return np.dtype(DTYPES[name])
 
 
-def dtype_of(found: Any) -> np.dtype:
+def dtype_of(value: Any) -> np.dtype:
     """Returns the type that 'torch.float32' and the like name. Raises: ValueError."""
-    name = found.name.removeprefix("torch.") if isinstance(found, Global) else None
+    name = value.name.removeprefix("torch.") if isinstance(value, Global) else None
     if name not in DTYPES:
-        raise ValueError(f"a dtype {name or type(found).__name__}")
+        raise ValueError(f"a dtype {name or type(value).__name__}")
     return np.dtype(DTYPES[name])
 
 
@@ -635,10 +635,10 @@ class Plain:
             raise ValueError("nested too deep, or too long")
         if isinstance(value, dict):
             self._text -= sum(len(k) for k in value if isinstance(k, str))
-            found = {word(k): self(v, depth - 1) for k, v in value.items()}
-            if len(found) < len(value):
+            members = {word(k): self(v, depth - 1) for k, v in value.items()}
+            if len(members) < len(value):
                 raise ValueError("two keys of one name")
-            return found
+            return members
         if isinstance(value, list | tuple | set | frozenset):
             return [self(v, depth - 1) for v in value]
         if isinstance(value, Global):
@@ -694,16 +694,16 @@ class _Window(io.RawIOBase):
         end = self._raw.size if size is None or size < 0 else self._at + size
         if end - self._at > MAX_DIRECTORY:  # zipfile reads a directory in one
             raise ValueError(f"its directory has {end - self._at:,} bytes, not {MAX_DIRECTORY:,}")
-        found = self._raw[self._at : end].tobytes()
-        self._at += len(found)
-        return found
+        content = self._raw[self._at : end].tobytes()
+        self._at += len(content)
+        return content
 
 
 def _file_members(raw: np.ndarray, where: str) -> dict[str, tuple[np.ndarray, int]]:
     """Returns {member: (its bytes, its CRC-32)} of a zip of stored members, or of an older file."""
     if is_legacy(raw):
         return legacy_members(raw, where, lambda cls: storage_dtype(cls).itemsize)
-    found: dict[str, tuple[np.ndarray, int]] = {}
+    members: dict[str, tuple[np.ndarray, int]] = {}
     spans: list[tuple[int, int, str]] = []
     try:
         with zipfile.ZipFile(_Window(raw)) as archive:  # type: ignore[arg-type]
@@ -717,9 +717,9 @@ def _file_members(raw: np.ndarray, where: str) -> dict[str, tuple[np.ndarray, in
             end = begin + entry.file_size
             if signature != b"PK\3\4" or entry.file_size != entry.compress_size or end > raw.size:
                 raise ValueError(f"{entry.filename} at {begin}..{end} is not in the file")
-            if entry.filename in found:
+            if entry.filename in members:
                 raise ValueError(f"{entry.filename} comes twice")
-            found[entry.filename] = (raw[begin:end], entry.CRC)
+            members[entry.filename] = (raw[begin:end], entry.CRC)
             spans.append((entry.header_offset, end, entry.filename))
         spans.sort()
         for (_, end, name), (begin, _, other) in itertools.pairwise(spans):
@@ -727,7 +727,7 @@ def _file_members(raw: np.ndarray, where: str) -> dict[str, tuple[np.ndarray, in
                 raise ValueError(f"{name} and {other} share bytes")
     except (zipfile.BadZipFile, struct.error, ValueError, NotImplementedError) as error:
         raise UserError(f"{where} is not a whole file of torch.save: {error}") from None
-    return found
+    return members
 
 
 class TorchFolder:
@@ -834,14 +834,14 @@ class DcpFolder:
         self.folder = Path(folder)
         file = self.folder / METADATA
         raw = map_file(file).tobytes()
-        found = pickles.loads(raw, str(file), {"torch.Size": tuple})
+        metadata = pickles.loads(raw, str(file), {"torch.Size": tuple})
         left = len(raw) // CHUNK_BYTES
         self.tensors: dict[str, Chunked] = {}
         self.objects: dict[str, Place] = {}
         self.unread: dict[str, Unread] = {}
         try:
-            places = _places(found)
-            for name, entry in _dictionary(found, "state_dict_metadata").items():
+            places = _places(metadata)
+            for name, entry in _dictionary(metadata, "state_dict_metadata").items():
                 if not isinstance(name, str) or not isinstance(entry, Record):
                     raise ValueError(f"an entry of type {type(entry).__name__}")
                 left -= len(entry.member("chunks", ()))
@@ -865,14 +865,14 @@ class DcpFolder:
         if name not in self.tensors:
             raise UserError(f"{self.folder} has no tensor {name}")
         tensor = self.tensors[name]
-        wanted = Box.whole(tensor.shape) if box is None else box
-        copies = intersect(tensor.boxes, [wanted])
+        target = Box.of_shape(tensor.shape) if box is None else box
+        copies = intersect(tensor.boxes, [target])
         if len(copies) == 1:
-            return self._chunk(name, copies[0].source)[wanted.index(tensor.boxes[copies[0].source])]
-        out = np.zeros(wanted.shape, tensor.dtype)
+            return self._chunk(name, copies[0].source)[target.index(tensor.boxes[copies[0].source])]
+        out = np.zeros(target.shape, tensor.dtype)
         for copy in copies:
             piece = self._chunk(name, copy.source)
-            out[copy.box.index(wanted)] = piece[copy.box.index(tensor.boxes[copy.source])]
+            out[copy.box.index(target)] = piece[copy.box.index(tensor.boxes[copy.source])]
         return out
 
     def value(self, name: str) -> Any:
@@ -884,18 +884,18 @@ class DcpFolder:
     def _chunk(self, name: str, number: int) -> np.ndarray:
         tensor = self.tensors[name]
         place, shape = tensor.places[number], tensor.boxes[number].shape
-        found = self._open(name, place).value
-        if isinstance(found, Unread):
+        value = self._open(name, place).value
+        if isinstance(value, Unread):
             raise UserError(
-                f"{self.folder / place.file}: {name} is {found.what}, which is not read; "
-                f"{found.remedy}"
+                f"{self.folder / place.file}: {name} is {value.what}, which is not read; "
+                f"{value.remedy}"
             )
-        if not isinstance(found, Tensor) or (found.dtype, found.shape) != (tensor.dtype, shape):
+        if not isinstance(value, Tensor) or (value.dtype, value.shape) != (tensor.dtype, shape):
             raise UserError(
                 f"{self.folder / place.file}: chunk {number} of {name} at byte {place.offset} is "
                 f"not the {tensor.dtype}{shape} that {METADATA} says"
             )
-        return found.read()
+        return value.read()
 
     def _open(self, name: str, place: Place) -> TorchFile:
         raw = self._file(place.file)
@@ -907,15 +907,15 @@ class DcpFolder:
 
 
 def _dictionary(record: Any, member: str) -> dict:
-    found = record.member(member) if isinstance(record, Record) else None
-    if not isinstance(found, dict):
+    value = record.member(member) if isinstance(record, Record) else None
+    if not isinstance(value, dict):
         raise ValueError(f"it has no {member}")
-    return found
+    return value
 
 
 def _places(metadata: Any) -> dict[tuple, Place]:
     """Returns {(name, offset or None): where it lies}."""
-    found: dict[tuple, Place] = {}
+    places: dict[tuple, Place] = {}
     for index, info in _dictionary(metadata, "storage_data").items():
         if not isinstance(index, Record) or not isinstance(info, Record):
             raise ValueError("places that are no records")
@@ -930,11 +930,11 @@ def _places(metadata: Any) -> dict[tuple, Place]:
         if info.member("transform_descriptors"):
             raise ValueError(f"{name} is compressed; save it without extensions")
         key = (name, None if offset is None else _check_numbers(name, offset))
-        if key in found:
+        if key in places:
             raise ValueError(f"{name} has two places for the chunk at {offset}")
-        found[key] = Place(file, *numbers)
-    _check_places(found)
-    return found
+        places[key] = Place(file, *numbers)
+    _check_places(places)
+    return places
 
 
 def _check_places(places: dict[tuple, Place]) -> None:
@@ -991,14 +991,14 @@ def _chunked(name: str, entry: Record, places: dict[tuple, Place]) -> Chunked:
         if all(sizes):  # ranks that hold nothing of it write such chunks
             boxes.append(Box(start, stop))
     _check_cover(name, shape, boxes)
-    found = [_find(places, name, box.start) for box in boxes]
-    for box, place in zip(boxes, found, strict=True):
+    chunk_places = [_find(places, name, box.start) for box in boxes]
+    for box, place in zip(boxes, chunk_places, strict=True):
         if box.size * dtype.itemsize > place.length:
             raise ValueError(
                 f"{name}: {place.length} bytes do not hold the chunk at {box.start}, "
                 f"{dtype}{box.shape}"
             )
-    return Chunked(dtype, shape, boxes, found)
+    return Chunked(dtype, shape, boxes, chunk_places)
 
 
 def _check_cover(name: str, shape: tuple[int, ...], boxes: list[Box]) -> None:
@@ -1019,6 +1019,6 @@ def _check_cover(name: str, shape: tuple[int, ...], boxes: list[Box]) -> None:
                     raise ValueError(f"{name}: chunks {box.start} and {other.start} overlap")
     elif len(boxes) > 1:
         raise ValueError(f"{name}: a scalar in {len(boxes)} chunks")
-    held, all_of_it = sum(b.size for b in boxes), Box.whole(shape).size
+    held, all_of_it = sum(b.size for b in boxes), Box.of_shape(shape).size
     if held != all_of_it:
         raise ValueError(f"{name}: its chunks hold {held:,} of {all_of_it:,} elements")

@@ -218,7 +218,7 @@ class JobConfig(Checked):
     """How a model is trained, whatever it is: what all training runs share."""
 
     model: ModelShape
-    mesh: MeshSpec = group(MeshSpec, whole=True)
+    mesh: MeshSpec = group(MeshSpec, resets=True)
     shard: ShardSpec = group(ShardSpec)
     pipeline: PipelineConfig = group(PipelineConfig, needs=above(1, "mesh.pipe"))
     context: ContextSpec = group(ContextSpec, needs=above(1, "mesh.context"))

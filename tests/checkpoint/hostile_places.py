@@ -30,7 +30,7 @@ LATE_S = 30.0  # for a store to answer what a dead process had sent
 PAUSE_S = 0.02  # between two disturbances while a victim saves
 
 
-def holds(folder: Path, step: int, wanted: dict[str, np.ndarray]) -> bool:
+def holds(folder: Path, step: int, state: dict[str, np.ndarray]) -> bool:
     """Tells whether a folder holds this step, whatever the checkpoint manager says of it."""
     import tensorstore as ts
 
@@ -39,7 +39,7 @@ def holds(folder: Path, step: int, wanted: dict[str, np.ndarray]) -> bool:
         if record["step"] != step:
             return False
         folder = folder / (record.get("home") or "")  # of a step that was saved again in a store
-        for name, x in wanted.items():
+        for name, x in state.items():
             base = {"driver": "file", "path": f"{folder}/state/"}
             kvstore = {"driver": "ocdbt", "base": base, "path": f"{name}/"}
             array: Any = ts.open({"driver": "zarr3", "kvstore": kvstore}, open=True).result()
@@ -129,13 +129,13 @@ class Junk(Hostile):
 
     def steps(self) -> set[int]:
         """Returns the good steps but those that were spoilt here."""
-        found = set()
+        steps = set()
         for name in os.listdir(self._folder) if self._folder.exists() else ():
             if name.isascii() and name.isdecimal() and str(int(name)) == name:
                 step, place = int(name), self._folder / name
                 if self._spoilt.get(step, ()) != _identity(place) and step < 10**5:
-                    found |= {step} if holds(place, step, self._state(step)) else set()
-        return found
+                    steps |= {step} if holds(place, step, self._state(step)) else set()
+        return steps
 
     def must_come_back(self) -> int:
         """As in general; what could not be read can be read again, so a start can remove it."""
@@ -293,9 +293,9 @@ class Bucket(dict[str, bytes]):
 
     def __setitem__(self, key: str, body: bytes) -> None:
         """Takes what is sent."""
-        kept = self.alters(key, body)
-        if kept is not None:
-            super().__setitem__(key, kept)
+        body_stored = self.alters(key, body)
+        if body_stored is not None:
+            super().__setitem__(key, body_stored)
 
 
 class Server(object_servers.ObjectServer):
@@ -353,7 +353,7 @@ class LyingStore(Hostile):
 
     def steps(self) -> set[int]:
         """Returns the steps of which every object is right."""
-        found = set()
+        steps = set()
         held: dict[int, dict[str, bytes]] = {}
         for key, content in list(self.server.objects.items()):
             step, _, name = key.removeprefix(f"{self._prefix}/").partition("/")
@@ -365,8 +365,8 @@ class LyingStore(Hostile):
             what = (step, hash(frozenset((n, hash(c)) for n, c in objects.items())))
             if what not in self._known:
                 self._known[what] = self._is_good(step, objects)
-            found |= {step} if self._known[what] else set()
-        return found
+            steps |= {step} if self._known[what] else set()
+        return steps
 
     def _is_good(self, step: int, objects: dict[str, bytes]) -> bool:
         with tempfile.TemporaryDirectory(dir=self._scratch) as name:
@@ -390,11 +390,11 @@ class LyingStore(Hostile):
     def _lie(self, spared: set[int]) -> None:
         random, keys = self._random, self._guessed()
         self.server.ghosts = set(random.choice(keys, int(random.integers(0, 10))).tolist())
-        kept = tuple(f"{self._prefix}/{s}/" for s in spared)
+        prefixes = tuple(f"{self._prefix}/{s}/" for s in spared)
         hidden = {
             k
             for k in random.choice(keys, int(random.integers(0, 10))).tolist()
-            if not k.startswith(kept or "\0")
+            if not k.startswith(prefixes or "\0")
         }
         self.server.hidden = lambda key: key in hidden
         self.server.fail = int(random.choice([0, 5, 9]))
@@ -405,12 +405,12 @@ class LyingStore(Hostile):
         self._lie({max(self._good)} if self._good else set())
         good = sorted(self._good)
         if len(good) >= 2 and self._random.random() < 0.4:  # and one object of a step goes bad
-            own = [
+            names = [
                 k
                 for k, c in self.server.objects.items()
                 if k.startswith(f"{self._prefix}/{good[-1]}/") and c
             ]
-            key = max(own, key=lambda k: len(self.server.objects[k]))
+            key = max(names, key=lambda k: len(self.server.objects[k]))
             content = self.server.objects[key]
             at = int(self._random.integers(0, len(content)))
             flipped = content[:at] + bytes([content[at] ^ 16]) + content[at + 1 :]

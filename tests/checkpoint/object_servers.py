@@ -91,10 +91,10 @@ class Handler(BaseHTTPRequestHandler):
         content = self.server.objects.get(key)
         if content is None:
             return self.answer(404, b"<Error><Code>NoSuchKey</Code></Error>")
-        wanted = self.headers.get("Range")
-        if wanted is None:
+        span = self.headers.get("Range")
+        if span is None:
             return self.answer(200, content, headers)
-        first, _, last = wanted.removeprefix("bytes=").partition("-")
+        first, _, last = span.removeprefix("bytes=").partition("-")
         begin, size = int(first), len(content)
         end = min(int(last) + 1, size) if last else size
         if begin >= size:
@@ -142,9 +142,9 @@ class Handler(BaseHTTPRequestHandler):
             return self.answer(200, f"{text}{items}</ListBucketResult>".encode())
         if self.command == "PUT":
             now = self.server.objects.get(key)
-            wanted, none = self.headers.get("If-Match"), self.headers.get("If-None-Match")
-            fits = wanted == f'"{hash(now)}"' if wanted else none != "*" or now is None
-            if self.refused(bool(wanted or none), fits):
+            match, none = self.headers.get("If-Match"), self.headers.get("If-None-Match")
+            fits = match == f'"{hash(now)}"' if match else none != "*" or now is None
+            if self.refused(bool(match or none), fits):
                 return None
             if not self.server.loses(key):
                 self.server.objects[key] = body
@@ -183,14 +183,16 @@ class Handler(BaseHTTPRequestHandler):
     def google(self, path: str, query: dict, body: bytes):
         if self.headers.get("Authorization") != f"Bearer {TOKEN}":
             return self.answer(401, b"{}")
-        _, _, rest = path.partition("/v1/b/")
-        bucket, _, name = rest.partition("/o")
+        _, _, bucket_path = path.partition("/v1/b/")
+        bucket, _, name = bucket_path.partition("/o")
         key = unquote(name.removeprefix("/"))
         if bucket != BUCKET:
             return self.answer(404, b'{"error": {"message": "The bucket does not exist."}}')
         now = self.generation(key or query.get("name", ""))
-        wanted = query.get("ifGenerationMatch")
-        if self.command in ("POST", "DELETE") and self.refused(wanted is not None, wanted == now):
+        generation = query.get("ifGenerationMatch")
+        if self.command in ("POST", "DELETE") and self.refused(
+            generation is not None, generation == now
+        ):
             return None
         if self.command == "POST":
             with self.server.guard:
@@ -201,9 +203,9 @@ class Handler(BaseHTTPRequestHandler):
         if not key:
             offsets = (query.get(n, "") for n in ("pageToken", "startOffset", "endOffset"))
             keys, more = self.listed(query.get("prefix", ""), *offsets)
-            found: dict = {"items": [self.about(k) for k in keys]}
-            found |= {"nextPageToken": more} if more is not None else {}
-            return self.answer(200, json.dumps(found).encode())
+            listing: dict = {"items": [self.about(k) for k in keys]}
+            listing |= {"nextPageToken": more} if more is not None else {}
+            return self.answer(200, json.dumps(listing).encode())
         if self.command == "DELETE":
             gone = self.server.objects.pop(key, None) is None
             return self.answer(404 if gone else 204)

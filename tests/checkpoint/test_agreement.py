@@ -43,18 +43,18 @@ def explain(error):
         (OSError("first"), FINE, CheckpointError, "the step: first; and then second"),
     ],
 )
-def test_all_raise_an_error_of_one_kind_or_none(monkeypatch, own, other, raised, words):
+def test_all_raise_an_error_of_one_kind_or_none(monkeypatch, raised_here, other, raised, words):
     """Each tells the others once, even when its error cannot be explained."""
     said = play(monkeypatch, other)
     try:
         with agreement.together("the step", explain):
-            if own is not None:
-                raise own
+            if raised_here is not None:
+                raise raised_here
     except CheckpointError as error:
         assert type(error) is raised and words in str(error)
     else:
         assert raised is None
-    assert len(said) == 1 and (said[0] > 0) == (own is not None)
+    assert len(said) == 1 and (said[0] > 0) == (raised_here is not None)
 
 
 def test_alone_a_process_is_told_its_own_words():

@@ -63,7 +63,7 @@ def flip_once(monkeypatch):
     """Flips a bit of the next step's largest file between the write and the checksum."""
     summed = trust.sum_files
 
-    def flip(folder, names, sizes=None, *rest):
+    def flip(folder, names, sizes=None, *more):
         if sizes is None:
             monkeypatch.undo()
             path = max((folder / n for n in names), key=lambda p: p.stat().st_size)
@@ -72,7 +72,7 @@ def flip_once(monkeypatch):
                 bits = file.read(1)[0] ^ 1
                 file.seek(-1, os.SEEK_CUR)
                 file.write(bytes([bits]))
-        return summed(folder, names, sizes, *rest)
+        return summed(folder, names, sizes, *more)
 
     monkeypatch.setattr(trust, "sum_files", flip)
 
@@ -138,7 +138,7 @@ def test_a_step_that_a_kill_kept_from_being_read_back(tmp_path, monkeypatch):
             assert again.steps() == [2]
     read, wrong_parts = [], sealing.wrong_parts
     monkeypatch.setattr(
-        sealing, "wrong_parts", lambda at, *rest: read.append(at.name) or wrong_parts(at, *rest)
+        sealing, "wrong_parts", lambda at, *more: read.append(at.name) or wrong_parts(at, *more)
     )
     again.save(4, tree(4)).result()
     assert again.steps() == [4] and read == ["3", "3", "4"]  # what is wrong is read twice
@@ -179,11 +179,11 @@ def outcome(folder, good, places):
     manager = CheckpointManager(folder)
     try:
         rows = manager.data_state(2)["rows"]
-        found = manager.restore(2, like=like(good))
+        restored = manager.restore(2, like=like(good))
     except CheckpointError as error:
         text = str(error)
         return "named" if "step 2" in text and any(p in text for p in places) else text
-    return "right" if same(found, good) and rows == 2 else "loaded and different"
+    return "right" if same(restored, good) and rows == 2 else "loaded and different"
 
 
 def flips(size, seed):
@@ -196,30 +196,30 @@ def test_one_flipped_bit_anywhere(folder):
     good, step = tree(2), folder / "2"
     named = 0
     for name in files(step):
-        whole = (step / name).read_bytes()
-        for place in flips(len(whole), zlib.crc32(name.encode())):
-            bad = bytearray(whole)
+        content = (step / name).read_bytes()
+        for place in flips(len(content), zlib.crc32(name.encode())):
+            bad = bytearray(content)
             bad[place] ^= 1 << place % 8
             (step / name).write_bytes(bad)
-            found = outcome(folder, good, [name])
-            assert found in ("right", "named"), (name, place, found)
-            named += found == "named"
-        (step / name).write_bytes(whole)
+            result = outcome(folder, good, [name])
+            assert result in ("right", "named"), (name, place, result)
+            named += result == "named"
+        (step / name).write_bytes(content)
     assert named > 30 and outcome(folder, good, []) == "right"
 
 
 def test_truncation_growth_and_deletion(folder):
     good, step = tree(2), folder / "2"
     for name in files(step):
-        whole = (step / name).read_bytes()
-        for bad in {whole[: len(whole) // 2], whole[:-1], b"", whole + b"junk"} - {whole}:
+        content = (step / name).read_bytes()
+        for bad in {content[: len(content) // 2], content[:-1], b"", content + b"junk"} - {content}:
             (step / name).write_bytes(bad)
-            found = outcome(folder, good, [name])
-            assert found in ("right", "named"), (name, len(bad), found)
+            result = outcome(folder, good, [name])
+            assert result in ("right", "named"), (name, len(bad), result)
         (step / name).unlink()
-        found = outcome(folder, good, [name])
-        assert found == "named", (name, found)
-        (step / name).write_bytes(whole)
+        result = outcome(folder, good, [name])
+        assert result == "named", (name, result)
+        (step / name).write_bytes(content)
 
 
 def test_swapped_files(folder):
@@ -228,8 +228,8 @@ def test_swapped_files(folder):
         if (step / a).read_bytes() == (step / b).read_bytes():
             continue
         exchange(step / a, step / b)
-        found = outcome(folder, good, [a, b])
-        assert found in ("right", "named"), (a, b, found)
+        result = outcome(folder, good, [a, b])
+        assert result in ("right", "named"), (a, b, result)
         exchange(step / a, step / b)
     exchange(folder / "1", folder / "2")  # whole steps
     with pytest.raises(DamagedError, match="step 2 of .* holds step 1"):
@@ -265,8 +265,8 @@ def test_a_damaged_array_is_named_and_the_step_before_is_taken(folder, caplog):
     assert manager.latest() == 2  # its record is whole; arrays are not read
     with caplog.at_level(logging.ERROR, "absl"):
         for _ in range(2):
-            found = manager.restore(like=like(tree(1)))
-            assert same(found, tree(1)) and manager.latest() == 1
+            restored = manager.restore(like=like(tree(1)))
+            assert same(restored, tree(1)) and manager.latest() == 1
     assert caplog.text.count("step 2 of") == 1
     for words in ("is damaged", name, "leaf block.w", "restore another step"):
         assert words in caplog.text
@@ -284,8 +284,8 @@ def test_less_checking_when_asked(folder):
     """Fast sees what small files and sizes show; nothing checked means Orbax's own answer."""
     flip(folder / "2" / data_file(folder / "2"), 5000)
     for verify in ("fast", None):
-        found = CheckpointManager(folder, verify=verify).restore(2, like=like(tree(2)))
-        assert not same(found, tree(2))  # what the default saves us from
+        restored = CheckpointManager(folder, verify=verify).restore(2, like=like(tree(2)))
+        assert not same(restored, tree(2))  # what the default saves us from
     (folder / "2" / "_CHECKPOINT_METADATA").write_text("{}")
     with pytest.raises(DamagedError):
         CheckpointManager(folder, verify="fast").restore(2, like=like(tree(2)))
@@ -302,11 +302,11 @@ def test_a_step_of_plain_orbax_restores(tmp_path):
     with pytest.raises(CheckpointError, match="step 3 .* has no integrity record: plain Orbax"):
         manager.verify(3)
     manager.save(4, tree(4)).result()  # ours beside it; plain Orbax reads that too
-    wanted = {k: v for k, v in tree(4).items() if k != "none"}
+    expected = {k: v for k, v in tree(4).items() if k != "none"}
     context = ocp.Context()
     context.pytree.loading.partial_load = True
     with context:
-        assert same(ocp.load(str(tmp_path / "4"), like(wanted)), wanted)
+        assert same(ocp.load(str(tmp_path / "4"), like(expected)), expected)
 
 
 def test_a_long_file_is_summed_in_pieces(tmp_path, monkeypatch):
@@ -328,7 +328,7 @@ def test_checksums_are_those_of_zlib(tmp_path, monkeypatch):
     monkeypatch.setattr(trust, "CHUNK", 3 * trust.BLOCK + 5)
     data = np.random.default_rng(0).bytes(2 * trust.CHUNK + 7)
     (tmp_path / "x").write_bytes(data)
-    found = trust.sum_files(tmp_path, ["x"])["x"]
+    summed = trust.sum_files(tmp_path, ["x"])["x"]
     cuts = range(0, len(data), trust.CHUNK)
-    assert found.bytes == len(data)
-    assert found.crc32 == [zlib.crc32(data[i : i + trust.CHUNK]) for i in cuts]
+    assert summed.bytes == len(data)
+    assert summed.crc32 == [zlib.crc32(data[i : i + trust.CHUNK]) for i in cuts]

@@ -57,7 +57,7 @@ def test_the_formula(dtype, seed):
 def test_every_cut_has_the_same(seed):
     x = np.random.default_rng(seed).standard_normal((8, 6, 4), np.float32)
     devices = np.array(jax.devices())
-    found = set()
+    sums = set()
     for sizes in ((8, 1), (4, 2), (2, 4), (2, 1), (1, 1)):
         mesh = jax.sharding.Mesh(devices[: math.prod(sizes)].reshape(sizes), ("a", "b"))
         for spec in (P(), P("a"), P(None, "b" if sizes[1] < 4 else None, None), P("b", None, "a")):
@@ -65,11 +65,11 @@ def test_every_cut_has_the_same(seed):
                 continue
             y = jax.device_put(x, NamedSharding(mesh, spec))
             prints = Fingerprints([y])
-            found.add(prints.local()[0])
+            sums.add(prints.local()[0])
             assert prints.wrong(prints.local()) == []
             with jax.set_mesh(mesh):
                 assert of(y) == prints.local()
-    assert found == {oracle(x)}
+    assert sums == {oracle(x)}
 
 
 def test_every_bit_and_every_exchange_is_seen(seed):
@@ -121,8 +121,8 @@ def test_parts_add_up():
 def test_donated_arrays_are_read_before_they_go():
     step = jax.jit(lambda x: x + 1, donate_argnums=0)
     x = jnp.arange(1 << 16, dtype=jnp.float32)
-    wanted = of(np.arange(1 << 16, dtype=np.float32))
+    expected = of(np.arange(1 << 16, dtype=np.float32))
     prints = Fingerprints([x])
     for _ in range(3):
         x = step(x)
-    assert prints.local() == wanted
+    assert prints.local() == expected

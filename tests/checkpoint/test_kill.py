@@ -14,9 +14,9 @@ def test_kill_9_during_saves(tmp_path, monkeypatch):
     out = tmp_path / "results"
     done = call("kill_saves.py", "--kills=10", f"--folder={tmp_path}", f"--out={out}")
     assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads((out / "kill_saves.json").read_text())
-    rows = found["rows"]
-    assert found["kills"] == len(rows) == 10 and found["kills_in_a_first_save"] >= 1
+    report = json.loads((out / "kill_saves.json").read_text())
+    rows = report["rows"]
+    assert report["kills"] == len(rows) == 10 and report["kills_in_a_first_save"] >= 1
     assert rows[-1]["restored"] >= 3
     for before, row in zip(rows, rows[1:], strict=False):
         assert before["restored"] <= row["restored"] < row["killed_in"]
@@ -30,5 +30,5 @@ def test_kill_9_in_hostile_places(tmp_path, around):
     flags = (f"--around={around}", "--kills=24", "--restarts=6", f"--folder={tmp_path}")
     done = call("kill_saves.py", *flags, f"--out={tmp_path}/results")
     assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads((tmp_path / "results" / f"kill_saves_{around}.json").read_text())
-    assert found["disturbances"] > 10 and any(row["retired"] for row in found["rows"])
+    report = json.loads((tmp_path / "results" / f"kill_saves_{around}.json").read_text())
+    assert report["disturbances"] > 10 and any(row["retired"] for row in report["rows"])

@@ -33,8 +33,8 @@ def state():
         }
 
     trees = {"params": tree(0), "opt.mu": tree(1000), "opt.nu": tree(2000)}
-    found = {f"{p}.{n}": x for p, leaves in trees.items() for n, x in leaves.items()}
-    return found | {"opt.count": np.array(7), "step": np.array(7)}
+    leaves_by_name = {f"{p}.{n}": x for p, leaves in trees.items() for n, x in leaves.items()}
+    return leaves_by_name | {"opt.count": np.array(7), "step": np.array(7)}
 
 
 def assert_same(a, b):

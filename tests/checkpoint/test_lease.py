@@ -64,9 +64,9 @@ def test_an_older_attempt_saves_nothing_once_a_newer_one_began(tmp_path):
 )
 def test_a_torn_record_names_no_attempt(tmp_path, text):
     (tmp_path / lease.RECORD).write_text(text)
-    mine = Lease(tmp_path, Attempt("r", 2))
-    assert not mine.is_lost()
-    mine.take()
+    lease_2 = Lease(tmp_path, Attempt("r", 2))
+    assert not lease_2.is_lost()
+    lease_2.take()
     assert Lease(tmp_path, Attempt("r", 1)).is_lost()
 
 
@@ -106,10 +106,10 @@ def test_a_torn_record_is_written_anew(tmp_path):
 
 def test_nothing_is_checked_without_supervision(tmp_path):
     assert mesh.find_supervisor({}).run == ""
-    found = mesh.find_supervisor(
+    supervisor = mesh.find_supervisor(
         {"MEGAJAX_PROGRESS": "p", "MEGAJAX_RUN": "r", "MEGAJAX_ATTEMPT": "2"}
     )
-    assert (found.run, found.attempt) == ("r", 2)
+    assert (supervisor.run, supervisor.attempt) == ("r", 2)
     CheckpointManager(tmp_path).save(1, X).result()
     assert not list(tmp_path.glob("attempt*"))
 

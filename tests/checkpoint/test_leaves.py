@@ -52,8 +52,8 @@ def test_random_keys_come_back_as_keys(tmp_path):
     }
     manager.save(1, state).result()
     like = jax.tree.map(abstract, state)
-    for wanted in (state, like):
-        restored = manager.restore(1, like=wanted)
+    for target in (state, like):
+        restored = manager.restore(1, like=target)
         assert_same(restored, state)
         assert restored["cut"].sharding.is_equivalent_to(cut, 1)
         assert restored["rbg"].dtype == state["rbg"].dtype
@@ -152,9 +152,9 @@ def test_numbers_of_arrays_are_numbers(tmp_path):
         ([1], "must be a dict"),
     ],
 )
-def test_a_data_state_that_json_would_change_is_refused(tmp_path, found, words):
+def test_a_data_state_that_json_would_change_is_refused(tmp_path, data_state, words):
     with pytest.raises(UserError, match=words):
-        CheckpointManager(tmp_path).save(1, X, data_state=found)
+        CheckpointManager(tmp_path).save(1, X, data_state=data_state)
 
 
 @pytest.mark.parametrize(
@@ -201,15 +201,15 @@ def test_numbers_of_the_host_come_back(host_steps):
     assert_same(again, HOST)
     abstract = {n: jax.ShapeDtypeStruct(np.shape(x), np.asarray(x).dtype) for n, x in HOST.items()}
     arrays = {n: np.zeros_like(x) for n, x in HOST.items()}
-    for wanted in (abstract, arrays):
-        assert_same(host_steps.restore(1, like=wanted), HOST)
+    for target in (abstract, arrays):
+        assert_same(host_steps.restore(1, like=target), HOST)
 
 
 def test_a_type_that_devices_lack_is_refused_with_a_sharding_and_not_called_damaged(host_steps):
     where = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    wanted = {"int64": jax.ShapeDtypeStruct((5,), np.int64, sharding=where)}
+    target = {"int64": jax.ShapeDtypeStruct((5,), np.int64, sharding=where)}
     with pytest.raises(UserError, match="leaf int64 of `like` is int64 with a sharding.*x64"):
-        host_steps.restore(1, like=wanted, partial=True)
+        host_steps.restore(1, like=target, partial=True)
     assert host_steps.latest() == 1
 
 
@@ -277,8 +277,8 @@ def test_threads_may_save_at_once(tmp_path):
     failed = []
 
     def save(step):
-        own = CheckpointManager(tmp_path / str(step))
-        for place in (manager, own):
+        other = CheckpointManager(tmp_path / str(step))
+        for place in (manager, other):
             try:
                 place.save(step, {"x": jnp.full(3, float(step))}).result()
             except UserError as error:

@@ -68,8 +68,8 @@ def test_a_state_comes_back_on_another_mesh(tmp_path, state, changes):
     restored = manager.restore(like=vars(other.abstract_state))
     for a, b in zip(jax.tree.leaves(vars(state)), jax.tree.leaves(restored), strict=True):
         np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
-    wanted = vars(other.abstract_state)
-    for x, y in zip(jax.tree.leaves(wanted), jax.tree.leaves(restored), strict=True):
+    abstract = vars(other.abstract_state)
+    for x, y in zip(jax.tree.leaves(abstract), jax.tree.leaves(restored), strict=True):
         assert x.sharding.is_equivalent_to(y.sharding, y.ndim)
 
 
@@ -95,9 +95,9 @@ def test_leaves_without_elements_come_back_from_storage_and_from_memory(tmp_path
     tier = MemoryTier(tmp_path / "tier", 0)
     tier.put(3, state, {"rows": 6})
     tier.wait()
-    for wanted in (like(state), elsewhere):
-        from_memory = MemoryTier(tmp_path / "tier", 1).take(wanted, 3)[1]
-        assert_equal(manager.restore(like=wanted), from_memory)
+    for target in (like(state), elsewhere):
+        from_memory = MemoryTier(tmp_path / "tier", 1).take(target, 3)[1]
+        assert_equal(manager.restore(like=target), from_memory)
     nothing = {"none": state["none"]}
     manager.save(4, nothing, data_state={}).result()
     assert_equal(nothing, manager.restore(4, like=like(nothing)))
@@ -119,8 +119,8 @@ def test_donating_while_storage_goes_on_does_not_change_what_is_stored(tmp_path)
 def test_a_part_can_be_restored(tmp_path, train_step, state):
     manager = CheckpointManager(tmp_path)
     manager.save(1, vars(state), data_state={}).result()
-    wanted = {"params": train_step.abstract_state.params}
-    restored = manager.restore(like=wanted, partial=True)
+    abstract = {"params": train_step.abstract_state.params}
+    restored = manager.restore(like=abstract, partial=True)
     assert_equal(restored["params"], state.params)
 
 
@@ -181,11 +181,11 @@ def test_every_kind_of_leaf(tmp_path):
         "empty": [jnp.zeros((0,)), jnp.zeros((4, 0, 2), jnp.bfloat16)],
         "host": np.arange(6, dtype=np.float64).reshape(2, 3) / 7,
     }
-    wanted = {n: x if n == "host" else like(x) for n, x in tree.items()}
+    abstract = {n: x if n == "host" else like(x) for n, x in tree.items()}
     handle = manager.save(1, tree)
     handle.result()
     assert handle.blocking_s > 0
-    restored = manager.restore(like=wanted)
+    restored = manager.restore(like=abstract)
     for a, b in zip(jax.tree.leaves(tree), jax.tree.leaves(restored), strict=True):
         assert a.dtype == b.dtype and a.shape == b.shape
         assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
@@ -259,11 +259,11 @@ def test_leavings_of_a_killed_save_are_removed_and_ignored(tmp_path):
         ({"xs": jnp.ones(3)}, "leaf xs is not there. Did you mean x.*; leaf x is there and not in"),
     ],
 )
-def test_a_tree_that_does_not_fit_is_refused(tmp_path, wanted, words):
+def test_a_tree_that_does_not_fit_is_refused(tmp_path, abstract, words):
     manager = CheckpointManager(tmp_path)
     manager.save(1, {"x": jnp.ones(3)}, data_state={}).result()
     with pytest.raises(UserError, match=words):
-        manager.restore(like=like(wanted))
+        manager.restore(like=like(abstract))
 
 
 def test_a_missing_step_is_named(tmp_path):
@@ -279,8 +279,8 @@ def test_plain_orbax_reads_our_steps(tmp_path, state):
     import orbax.checkpoint.experimental.v1 as ocp
 
     CheckpointManager(tmp_path).save(3, vars(state), data_state={}).result()
-    found = ocp.load(str(tmp_path / "3"), like(vars(state)))
-    assert_equal(vars(state), found)
+    loaded = ocp.load(str(tmp_path / "3"), like(vars(state)))
+    assert_equal(vars(state), loaded)
 
 
 def test_a_save_that_cannot_begin_fails_in_the_handle(tmp_path):

@@ -30,15 +30,15 @@ def segment(tmp_path):
 def pieces(step, n=3):
     random = np.random.default_rng(step)
     arrays = [random.standard_normal((40, 50), np.float32) for _ in range(n)]
-    return [Piece(f"x{i}", a.shape, Box.whole(a.shape), a) for i, a in enumerate(arrays)]
+    return [Piece(f"x{i}", a.shape, Box.of_shape(a.shape), a) for i, a in enumerate(arrays)]
 
 
 def holds(segment, step):
-    found = segment.read()
-    wanted = pieces(step)
-    return found.step == step and all(
+    snapshot = segment.read()
+    expected = pieces(step)
+    return snapshot.step == step and all(
         a.name == b.name and np.array_equal(a.array, b.array)
-        for a, b in zip(found.pieces, wanted, strict=True)
+        for a, b in zip(snapshot.pieces, expected, strict=True)
     )
 
 
@@ -71,12 +71,12 @@ class Dies(Exception):
 
 def dies_at(array):
     """Stands in for np.ascontiguousarray until it is given this array; None: dies at once."""
-    whole = np.ascontiguousarray
+    contiguous = np.ascontiguousarray
 
-    def call(x, *rest):
+    def call(x, *more):
         if array is None or x is array:
             raise Dies
-        return whole(x)
+        return contiguous(x)
 
     return call
 
@@ -134,7 +134,7 @@ WRITER = """
     segment, step = Segment(sys.argv[1]), int(sys.argv[2])
     while True:
         a = np.full((400, 400), step, np.float32)
-        segment.write(step, [Piece("x", a.shape, Box.whole(a.shape), a)], {"rows": step})
+        segment.write(step, [Piece("x", a.shape, Box.of_shape(a.shape), a)], {"rows": step})
         print(step, flush=True)
         step += 1
 """
@@ -153,12 +153,12 @@ def test_kill_9_of_the_writer(segment, seed):
         time.sleep(random.uniform(0, 0.05))
         writer.send_signal(signal.SIGKILL)
         said = writer.communicate()[0].split()
-        found = segment.read()
-        assert (found.pieces[0].array == found.step).all()
-        assert found.data_state == {"rows": found.step}
-        assert found.step >= (int(said[-1]) if said else last + 1)
-        last = found.step
-        del found
+        snapshot = segment.read()
+        assert (snapshot.pieces[0].array == snapshot.step).all()
+        assert snapshot.data_state == {"rows": snapshot.step}
+        assert snapshot.step >= (int(said[-1]) if said else last + 1)
+        last = snapshot.step
+        del snapshot
 
 
 def test_a_state_comes_back_on_any_mesh(tmp_path, caplog):
@@ -181,12 +181,12 @@ def test_a_state_comes_back_on_any_mesh(tmp_path, caplog):
         n: jax.ShapeDtypeStruct(np.shape(x), x.dtype, sharding=NamedSharding(other, cuts[n]))
         for n, x in values.items()
     }
-    step, found, data_state = MemoryTier(tmp_path / "tier", 3).take(like, 9)
+    step, restored, data_state = MemoryTier(tmp_path / "tier", 3).take(like, 9)
     assert (step, data_state) == (9, {"rows": 144})
     assert MemoryTier(tmp_path / "tier", 3).take(like, 10) is None  # storage has a newer one
     for name, x in values.items():
-        assert found[name].sharding == like[name].sharding
-        assert np.asarray(found[name]).tobytes() == np.asarray(x).tobytes()
+        assert restored[name].sharding == like[name].sharding
+        assert np.asarray(restored[name]).tobytes() == np.asarray(x).tobytes()
     like["w"] = jax.ShapeDtypeStruct((16, 25), np.float32, sharding=like["step"].sharding)
     caplog.set_level("WARNING")
     assert MemoryTier(tmp_path / "tier", 3).take(like, None) is None
@@ -202,9 +202,9 @@ def test_what_all_processes_hold_is_taken(tmp_path, monkeypatch):
     other = []
 
     def gather(values):
-        mine = np.array(values, np.int32)
-        theirs = np.array(other, np.int32) if mine.ndim == 2 else mine
-        return np.stack([mine, theirs])
+        words = np.array(values, np.int32)
+        theirs = np.array(other, np.int32) if words.ndim == 2 else words
+        return np.stack([words, theirs])
 
     monkeypatch.setattr(agreement, "tell", gather)
     state = on_one({"x": np.arange(6, dtype=np.float32)})
@@ -217,19 +217,19 @@ def test_what_all_processes_hold_is_taken(tmp_path, monkeypatch):
         ([(20, 0), (20, 1)], [(20, 0), none], 20),
         ([(10, 1), (20, 1)], [(20, 0), (10, 0)], None),  # steps of another attempt
     ]
-    for i, (own, theirs, wanted) in enumerate(cases):
-        for step, attempt in own:
+    for i, (first, second, expected) in enumerate(cases):
+        for step, attempt in first:
             x = state["x"] + 100 * step + attempt
             tier = MemoryTier(tmp_path / f"{i}", attempt)
             tier.put(step, {"x": x}, {"rows": step})
             tier.wait()
-        other[:] = theirs
-        found = MemoryTier(tmp_path / f"{i}", 2).take(state, None)
-        assert (None if found is None else found[0]) == wanted, i
-        if found is not None:
-            attempt = min(a for s, a in own if s == wanted)
+        other[:] = second
+        taken = MemoryTier(tmp_path / f"{i}", 2).take(state, None)
+        assert (None if taken is None else taken[0]) == expected, i
+        if taken is not None:
+            attempt = min(a for s, a in first if s == expected)
             np.testing.assert_array_equal(
-                found[1]["x"], np.arange(6, dtype=np.float32) + 100 * wanted + attempt
+                taken[1]["x"], np.arange(6, dtype=np.float32) + 100 * expected + attempt
             )
 
 
@@ -266,8 +266,8 @@ def test_steps_beyond_31_bits_are_taken(tmp_path):
     like = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
     )
-    found = MemoryTier(tmp_path / "tier", 1).take(like, 2**31 + 4)
-    assert found is not None and found[0] == 2**31 + 5
+    taken = MemoryTier(tmp_path / "tier", 1).take(like, 2**31 + 4)
+    assert taken is not None and taken[0] == 2**31 + 5
     assert MemoryTier(tmp_path / "tier", 1).take(like, 2**31 + 6) is None
 
 

@@ -99,14 +99,14 @@ def test_every_kind_of_leaf_on_another_mesh(server, tmp_path, scheme):
     assert manager.steps() == [7] and manager.latest() == 7
     assert manager.data_state(7) == {"rows": 112} and manager.verify(7).metric == 0.5
     assert all(key.startswith("runs/one/7/") for key in server.objects)
-    wanted = {n: x if n == "host" else like(x) for n, x in tree.items()}
-    assert_equal(tree, manager.restore(like=wanted))
+    abstract = {n: x if n == "host" else like(x) for n, x in tree.items()}
+    assert_equal(tree, manager.restore(like=abstract))
     across = NamedSharding(line, PartitionSpec(None, "c"))
-    wanted["f32"] = jax.ShapeDtypeStruct((64, 256), jnp.float32, sharding=across)
-    restored = CheckpointManager(manager.folder, keep=2).restore(7, like=wanted)
+    abstract["f32"] = jax.ShapeDtypeStruct((64, 256), jnp.float32, sharding=across)
+    restored = CheckpointManager(manager.folder, keep=2).restore(7, like=abstract)
     assert_equal(tree, restored)
     assert restored["f32"].sharding.is_equivalent_to(across, 2)
-    part = manager.restore(like={"f32": wanted["f32"]}, partial=True)
+    part = manager.restore(like={"f32": abstract["f32"]}, partial=True)
     assert_equal({"f32": tree["f32"]}, part)
     staged = [p for p in tmp_path.rglob("*") if p.is_file()]
     assert staged == []  # what lay on the disk on the way is gone
@@ -157,8 +157,8 @@ def put_step(steps, step):
 
 def good(server, step):
     """An oracle of its own: tells whether the bucket holds what `put_step` wrote."""
-    wanted = {name: f"{name} {step}".encode() for name in ("data", METADATA)}
-    there = all(server.objects.get(f"c/{step}/{n}") == text for n, text in wanted.items())
+    contents = {name: f"{name} {step}".encode() for name in ("data", METADATA)}
+    there = all(server.objects.get(f"c/{step}/{n}") == text for n, text in contents.items())
     return there and f"c/{step}/{RECORD}" in server.objects
 
 
@@ -192,10 +192,10 @@ def test_only_the_newest_attempt_saves(server, monkeypatch, scheme):
 
     def overtaken(self):
         """The newer attempt comes between the look and the write of the older one."""
-        found = read(self)
+        content = read(self)
         monkeypatch.setattr(Lease, "_read", read)
         new.lease.take()
-        return found
+        return content
 
     monkeypatch.setattr(Lease, "_read", overtaken)
     with pytest.raises(SupersededError, match="a newer attempt has taken over"):
@@ -313,7 +313,7 @@ def test_a_kill_while_a_step_is_saved_again_loses_no_copy(server, monkeypatch, s
     manager = CheckpointManager("s3://bucket/run")
     manager.save(1, small(1))
     manager.close()
-    write, delete, found, previous = ObjectPath.write, ObjectPath.delete, [], 1
+    write, delete, restored, previous = ObjectPath.write, ObjectPath.delete, [], 1
     for kill_at in range(0, 200, stride):
         left = [kill_at]
 
@@ -338,12 +338,12 @@ def test_a_kill_while_a_step_is_saved_again_loses_no_copy(server, monkeypatch, s
             steps.unlock()
         again = CheckpointManager("s3://bucket/run", verify_saves=False)
         now = int(again.restore(1, like=like(small()))["y"][0])
-        found.append(now == value)
+        restored.append(now == value)
         assert again.steps() == [1] and now in (value, previous)
         previous = now
         if left[0] > 0:
             break
-    assert found[0] is False and found[-1] is True and found == sorted(found)
+    assert restored[0] is False and restored[-1] is True and restored == sorted(restored)
     homes = {key.split("/")[2] for key in server.objects if key.startswith("run/1/copy-")}
     assert len(homes) == 1 and not any(key.startswith("run/1/state") for key in server.objects)
 
@@ -402,7 +402,7 @@ def test_what_a_killed_save_left_is_ignored_and_goes(server):
     manager = CheckpointManager("s3://bucket/run", keep=0)
     manager.save(1, small(1)).result()
     manager.save(2, small(2)).result()
-    whole = dict(server.objects)
+    objects = dict(server.objects)
     del server.objects[f"run/2/{RECORD}"]  # killed before the record: marked, some objects sent
     server.objects[f"run/2/{steps_.UNFINISHED_MARK}"] = b""
     server.objects[f"run/1/{steps_.UNFINISHED_MARK}"] = b""  # killed after it
@@ -414,7 +414,7 @@ def test_what_a_killed_save_left_is_ignored_and_goes(server):
     assert again.steps() == [1, 3]
     steps = {key.split("/")[1] for key in server.objects}
     assert steps == {"1", "3", "notes"} and not any("unfinished" in key for key in server.objects)
-    assert all(server.objects[k] == v for k, v in whole.items() if k.startswith("run/1/"))
+    assert all(server.objects[k] == v for k, v in objects.items() if k.startswith("run/1/"))
 
 
 @pytest.mark.parametrize("sent", (0, 1, 4, 9))

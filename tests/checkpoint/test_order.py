@@ -92,9 +92,9 @@ def test_every_order_is_restored_into_every_other(stored, step):
         like = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), want
         )
-        found = manager.restore(step, like=like, order=of(order))
-        assert same(found, want)
-        assert jax.tree.all(jax.tree.map(lambda a, b: a.sharding == b.sharding, found, want))
+        restored = manager.restore(step, like=like, order=of(order))
+        assert same(restored, want)
+        assert jax.tree.all(jax.tree.map(lambda a, b: a.sharding == b.sharding, restored, want))
     on_host = jax.tree.map(np.asarray, values(0))
     assert same(manager.restore(step, like=on_host), values(0))
     quick = CheckpointManager(stored, keep=0, verify=None)
@@ -142,14 +142,14 @@ def test_what_plain_orbax_wrote_is_in_the_models_order(tmp_path):
 
 @pytest.mark.parametrize("orders", [(TWO, 2, TWO, 2), (FOUR, 4, PLAIN, 1), (PLAIN, 1, FOUR, 4)])
 def test_a_copy_in_memory_comes_back_in_any_order(tmp_path, orders):
-    held, stages, wanted, other = orders
+    held, stages, target, other = orders
     writer = MemoryTier(tmp_path / "m", 0)
     writer.put(7, placed(values(0), held, stages), {"rows": 5}, of(held))
     writer.wait()
-    want = placed(values(0), wanted, other)
+    want = placed(values(0), target, other)
     like = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), want)
-    step, found, data = MemoryTier(tmp_path / "m", 1).take(like, None, of(wanted))
-    assert (step, data) == (7, {"rows": 5}) and same(found, want)
+    step, restored, data = MemoryTier(tmp_path / "m", 1).take(like, None, of(target))
+    assert (step, data) == (7, {"rows": 5}) and same(restored, want)
 
 
 @pytest.mark.parametrize(

@@ -104,7 +104,7 @@ CLOSED = {  # what is closed in step 3 of 1, 2 and 3, and the step that comes ba
 
 @pytest.mark.parametrize("name", CLOSED)
 def test_a_resume_takes_the_newest_step_that_can_be_read(name, place, caplog):
-    close, wanted = CLOSED[name]
+    close, expected = CLOSED[name]
     with plain_user():
         manager = CheckpointManager(place / "steps", keep=0)
         for step in (1, 2, 3):
@@ -113,8 +113,8 @@ def test_a_resume_takes_the_newest_step_that_can_be_read(name, place, caplog):
         close(place / "steps" / "3")
         manager = CheckpointManager(place / "steps", keep=1)
         restored = manager.restore(like=state(0))["x"]
-        assert manager.latest() == wanted and restored.tolist() == [wanted] * 4
-        assert manager.data_state(wanted) == {"rows": wanted}
+        assert manager.latest() == expected and restored.tolist() == [expected] * 4
+        assert manager.data_state(expected) == {"rows": expected}
         assert ("Make it readable" in caplog.text) == (name != "nothing")
         for step in (9, 10):
             manager.save(step, state(step)).result()

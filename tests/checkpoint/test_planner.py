@@ -26,7 +26,7 @@ def leaves():
 
 def holders(leaf, box, mesh):
     """Ranks whose shard holds the box, from the definition of a cut."""
-    found = []
+    boxes = []
     for rank, place in enumerate(np.ndindex(*mesh.values())):
         at = dict(zip(mesh, place, strict=True))
         inside = True
@@ -36,38 +36,38 @@ def holders(leaf, box, mesh):
                 ways, k = ways * mesh[axis], k * mesh[axis] + at[axis]
             inside &= n * k // ways <= a and b <= n * (k + 1) // ways
         if inside:
-            found.append(rank)
-    return found
+            boxes.append(rank)
+    return boxes
 
 
 @pytest.mark.parametrize("mesh", [{"pipe": 1, "data": 1, "tensor": 1}, MESH, {**MESH, "data": 7}])
 def test_every_byte_once_by_a_rank_that_has_it(mesh):
-    found = plan(leaves(), mesh)
+    save = plan(leaves(), mesh)
     written = {x.name: np.zeros(x.shape, int) for x in leaves()}
-    for rank in range(found.ranks):
-        for leaf, box in found.pieces(rank):
+    for rank in range(save.ranks):
+        for leaf, box in save.pieces(rank):
             written[leaf.name][box.index()] += 1
             assert rank in holders(leaf, box, mesh)
     for name, counts in written.items():
         assert (counts == 1).all(), name
     total = sum(math.prod(x.shape) * x.itemsize for x in leaves())
-    assert found.bytes_per_rank.sum() == found.bytes.sum() == total
-    for i in range(len(found.leaf)):
-        leaf = found.leaves[found.leaf[i]]
-        assert found.copies[i] == len(holders(leaf, found.box(i), mesh))
+    assert save.bytes_per_rank.sum() == save.bytes.sum() == total
+    for i in range(len(save.leaf)):
+        leaf = save.leaves[save.leaf[i]]
+        assert save.copies[i] == len(holders(leaf, save.box(i), mesh))
 
 
 def test_a_load_takes_every_byte_once_from_any_save():
     saved = plan(leaves(), MESH)
     other = [Leaf(x.name, x.shape, x.itemsize, ((),) * len(x.shape)) for x in leaves()]
     other[0] = Leaf("w", (4, 6, 8), 4, ((), ("tensor",), ("data",)))
-    wanted = plan(other, {"data": 4, "tensor": 2})
+    load = plan(other, {"data": 4, "tensor": 2})
     numbers = [np.arange(math.prod(x.shape)).reshape(x.shape) for x in other]
     got = [np.full(x.shape, -1) for x in other]
-    for leaf, copy in reads(saved, wanted):
-        assert saved.leaf[copy.source] == wanted.leaf[copy.target] == leaf
+    for leaf, copy in reads(saved, load):
+        assert saved.leaf[copy.source] == load.leaf[copy.target] == leaf
         inside = saved.box(copy.source) & copy.box
-        assert inside == copy.box == (wanted.box(copy.target) & copy.box)
+        assert inside == copy.box == (load.box(copy.target) & copy.box)
         assert (got[leaf][copy.box.index()] == -1).all()
         got[leaf][copy.box.index()] = numbers[leaf][copy.box.index()]
     for a, b in zip(got, numbers, strict=True):
@@ -91,7 +91,7 @@ def llama_405b():
         "tokens": ((V, D), (None, 0)),
         "head": ((D, V), (None, 1)),
     }
-    found = []
+    boxes = []
     for prefix in ("params", "mu", "nu"):
         for name, (shape, (pipe, tensor)) in shapes.items():
             cuts = [[] for _ in shape]
@@ -102,8 +102,8 @@ def llama_405b():
             if prefix != "params" and name != "norms":
                 wide = max(range(len(shape)), key=lambda d: shape[d] * (not cuts[d]))
                 cuts[wide].append("data")
-            found.append(Leaf(f"{prefix}.{name}", shape, 4, tuple(map(tuple, cuts))))
-    return found
+            boxes.append(Leaf(f"{prefix}.{name}", shape, 4, tuple(map(tuple, cuts))))
+    return boxes
 
 
 @pytest.mark.parametrize("data", [6, pytest.param(96, marks=pytest.mark.slow)])
@@ -112,25 +112,25 @@ def test_405b_parameters(data):
     mesh = {"pipe": 16, "data": data, "tensor": 8}
     cache = PlanCache()
     began = time.perf_counter()
-    found = cache.plan(llama_405b(), mesh)
+    save = cache.plan(llama_405b(), mesh)
     first = time.perf_counter() - began
     began = time.perf_counter()
-    assert cache.plan(llama_405b(), mesh) is found
+    assert cache.plan(llama_405b(), mesh) is save
     second = time.perf_counter() - began
-    total = sum(math.prod(x.shape) * x.itemsize for x in found.leaves)
-    assert found.ranks == 128 * data and 4.8e12 < total < 4.9e12  # 405B of three float32
-    assert first <= 60 and second < 1 and found.imbalance <= 1.05
-    assert found.bytes_per_rank.sum() == total and found.metadata_bytes < 100e6
-    assert 0 < simulate(found).stall < simulate(found).save
+    total = sum(math.prod(x.shape) * x.itemsize for x in save.leaves)
+    assert save.ranks == 128 * data and 4.8e12 < total < 4.9e12  # 405B of three float32
+    assert first <= 60 and second < 1 and save.imbalance <= 1.05
+    assert save.bytes_per_rank.sum() == total and save.metadata_bytes < 100e6
+    assert 0 < simulate(save).stall < simulate(save).save
 
 
 def test_estimates_follow_the_slowest():
     leaf = [Leaf("x", (800,), 1, (("a",),))]
-    found = plan(leaf, {"a": 8})
+    save = plan(leaf, {"a": 8})
     rates = Rates(100.0, 50.0, 1e9, 1e9, ranks_per_host=4)
-    estimate = simulate(found, rates)
+    estimate = simulate(save, rates)
     assert estimate.stall == 1.0 and estimate.save == 1.0 + 400 / 50
-    assert simulate(found, Rates(100.0, 50.0, 10.0, 1e9, 4)).save == 1.0 + 80
+    assert simulate(save, Rates(100.0, 50.0, 10.0, 1e9, 4)).save == 1.0 + 80
     copies = plan([Leaf("x", (800,), 1, ((),))], {"a": 8})
     assert copies.broadcast_bytes == 7 * 800 and copies.imbalance <= 1 + 1 / planner.PIECES
 

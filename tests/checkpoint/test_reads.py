@@ -44,9 +44,9 @@ def test_aligned_reads_touch_each_chunk_once():
         for spec in (P("a"), P(None, ("a", "b")), P(("a", "b")), P("b", None, "a"), P()):
             shape = (16, 64, 128)
             like = jax.ShapeDtypeStruct(shape, np.float32, sharding=NamedSharding(mesh, spec))
-            way = orbax_io.aligned(like, chunk)
-            changed += way is not None
-            sharding = way or like.sharding
+            cut = orbax_io.aligned(like, chunk)
+            changed += cut is not None
+            sharding = cut or like.sharding
             boxes = {Box.of(i, shape) for i in sharding.devices_indices_map(shape).values()}
             assert orbax_io.amplification(shape, chunk, list(boxes)) <= orbax_io.TOLERANCE
             assert sum(b.size for b in boxes) == math.prod(shape)
@@ -70,18 +70,18 @@ def test_pieces_hold_every_wanted_element_and_no_chunk_twice(seed):
             stop = [int(random.integers(a + 1, n + 1)) for a, n in zip(start, shape, strict=True)]
             boxes.append(Box(tuple(start), tuple(stop)))
         limit = int(random.integers(1, 40))
-        found = list(orbax_io.pieces(shape, chunk, boxes, limit))
+        reads = list(orbax_io.pieces(shape, chunk, boxes, limit))
         owners = {}
-        for number, (box, wanted) in enumerate(found):
-            assert box.size <= max(limit, math.prod(chunk)) and wanted
+        for number, (box, numbers) in enumerate(reads):
+            assert box.size <= max(limit, math.prod(chunk)) and numbers
             for place in (p for p in np.ndindex(*shape) if inside(p, box)):
                 cell = tuple(np.floor_divide(place, chunk).tolist())
                 assert owners.setdefault(cell, number) == number, "a chunk in two pieces"
-                for i in wanted if len(wanted) == 1 else ():
+                for i in numbers if len(numbers) == 1 else ():
                     assert inside(place, boxes[i]), "more than its only box"
         for i, box in enumerate(boxes):
             for place in (p for p in np.ndindex(*shape) if inside(p, box)):
-                assert sum(inside(place, b) and i in wanted for b, wanted in found) == 1
+                assert sum(inside(place, b) and i in numbers for b, numbers in reads) == 1
 
 
 def test_a_read_for_another_shape_or_dtype_is_refused(tmp_path):

@@ -47,10 +47,10 @@ def values():
 
 
 def bytes_read():
-    found = tensorstore.experimental_collect_matching_metrics(
+    metrics = tensorstore.experimental_collect_matching_metrics(
         "/tensorstore/kvstore/file/bytes_read"
     )
-    return sum(m["values"][0]["value"] for m in found)
+    return sum(m["values"][0]["value"] for m in metrics)
 
 
 # Three rows of the matrix are enough for every day; the others, 36 pairs in all, are slow.
@@ -68,16 +68,16 @@ def test_any_mesh_to_any_mesh(source, tmp_path):
     manager.save(1, cut).result()
     manager.close()  # its reading back would count below
     for target in MESHES:
-        wanted = {
+        abstract = {
             n: jax.ShapeDtypeStruct(SHAPES[n], np.float32, sharding=s)
             for n, s in shardings(make_mesh(target), seed + len(target) + target[0]).items()
         }
         before = bytes_read()
-        found = manager.restore(1, like=wanted)
+        restored = manager.restore(1, like=abstract)
         assert (bytes_read() - before) / total <= 1.1, target
         for name, x in state.items():
-            assert found[name].sharding == wanted[name].sharding
-            assert np.asarray(found[name]).tobytes() == x.tobytes(), (target, name)
+            assert restored[name].sharding == abstract[name].sharding
+            assert np.asarray(restored[name]).tobytes() == x.tobytes(), (target, name)
 
 
 @pytest.mark.parametrize("partial", [False, True])
@@ -91,16 +91,16 @@ def test_leaves_that_match_no_chunk_come_back_in_whole_and_in_part(tmp_path, par
     names = "ab" if partial else "abc"
     like = {n: jax.ShapeDtypeStruct((16, 64, 128), np.float32, sharding=cut) for n in names}
     assert orbax_io.aligned(like["a"], orbax_io.stored_chunks(tmp_path / "1")["a"]) is not None
-    found = manager.restore(1, like=like, partial=partial)
+    restored = manager.restore(1, like=like, partial=partial)
     for name in names:
-        assert found[name].sharding == cut
-        assert np.asarray(found[name]).tobytes() == np.asarray(state[name]).tobytes()
+        assert restored[name].sharding == cut
+        assert np.asarray(restored[name]).tobytes() == np.asarray(state[name]).tobytes()
 
 
 def peak_kb():
     with open("/proc/self/status") as file:
-        found = dict(line.split(":", 1) for line in file)
-    return int(found["VmHWM"].split()[0]), int(found["VmRSS"].split()[0])
+        fields = dict(line.split(":", 1) for line in file)
+    return int(fields["VmHWM"].split()[0]), int(fields["VmRSS"].split()[0])
 
 
 @pytest.mark.slow  # alone in a process: other tests' threads count too
@@ -126,7 +126,7 @@ def test_memory_is_that_of_the_state(tmp_path):
     with open("/proc/self/clear_refs", "w") as file:
         file.write("5")  # the high-water mark begins anew
     _, before = peak_kb()
-    found = manager.restore(1, like=like)
+    state = manager.restore(1, like=like)
     used = (peak_kb()[0] - before) * 1024
-    assert all((np.asarray(found[f"x{i}"]) == i).all() for i in range(12))
+    assert all((np.asarray(state[f"x{i}"]) == i).all() for i in range(12))
     assert 0.95 <= used / (12 * 4 << 22) <= 1.25

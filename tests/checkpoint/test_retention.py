@@ -100,8 +100,8 @@ def test_a_folder_with_another_runs_steps_is_not_replaced(tmp_path):
     assert CheckpointManager(tmp_path / "5").steps() == [1]
 
 
-def good(steps: StepFolder, found: list[int]) -> set[int]:
-    return {s for s in found if _is_good(steps, s)}
+def good(steps: StepFolder, listed: list[int]) -> set[int]:
+    return {s for s in listed if _is_good(steps, s)}
 
 
 def _is_good(steps: StepFolder, step: int) -> bool:

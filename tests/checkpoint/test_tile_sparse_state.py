@@ -31,9 +31,9 @@ def test_a_weight_comes_back(tmp_path, mask, single):
     ocp.save(str(tmp_path / "plain"), state)
     manager = CheckpointManager(tmp_path / "ours")
     manager.save(1, state).result()
-    for found in (ocp.load(str(tmp_path / "plain"), like), manager.restore(like=like)):
-        assert jax.tree.structure(found) == jax.tree.structure(state)
-        chex.assert_trees_all_equal(found, state, strict=True)
-        kept = mask if single is None else mask | single
-        np.testing.assert_array_equal(found["layer"][0].to_dense(), np.where(kept, W, 0))
-        assert found["layer"][0].density == pytest.approx(kept.mean())
+    for restored in (ocp.load(str(tmp_path / "plain"), like), manager.restore(like=like)):
+        assert jax.tree.structure(restored) == jax.tree.structure(state)
+        chex.assert_trees_all_equal(restored, state, strict=True)
+        tiles = mask if single is None else mask | single
+        np.testing.assert_array_equal(restored["layer"][0].to_dense(), np.where(tiles, W, 0))
+        assert restored["layer"][0].density == pytest.approx(tiles.mean())

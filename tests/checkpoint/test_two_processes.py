@@ -295,7 +295,7 @@ def values(step):
     return {n: np.asarray(random.standard_normal(s), np.float32) for n, s in SHAPES.items()}
 
 
-def wanted(mesh, specs):
+def abstract(mesh, specs):
     return {
         n: jax.ShapeDtypeStruct(s, np.float32, sharding=NamedSharding(mesh, specs[n]))
         for n, s in SHAPES.items()
@@ -306,7 +306,7 @@ def place(mesh, specs, step):
     full = values(step)
     return {
         n: jax.make_array_from_callback(x.shape, x.sharding, lambda index, n=n: full[n][index])
-        for n, x in wanted(mesh, specs).items()
+        for n, x in abstract(mesh, specs).items()
     }
 
 
@@ -386,5 +386,5 @@ def test_one_step_one_answer(tmp_path):
     manager = CheckpointManager(folder)  # one process, another mesh
     assert manager.latest() == 3
     for step in (3, 2):
-        check(manager.restore(step, like=wanted(jax.make_mesh((2, 4), ("a", "b")), OTHER)), step)
+        check(manager.restore(step, like=abstract(jax.make_mesh((2, 4), ("a", "b")), OTHER)), step)
     shutil.rmtree(folder)

@@ -51,8 +51,8 @@ def test_copies_fill_every_target_from_any_cut(rank, seed):
             into = copy.box.index(targets[copy.target])
             assert (filled[copy.target][into] == -1).all()
             filled[copy.target][into] = held[copy.source][copy.box.index(sources[copy.source])]
-        for box, found in zip(targets, filled, strict=True):
-            np.testing.assert_array_equal(found, numbers[box.index()])
+        for box, memory in zip(targets, filled, strict=True):
+            np.testing.assert_array_equal(memory, numbers[box.index()])
 
 
 def test_nothing_to_copy():

@@ -29,7 +29,7 @@ class Inner:
 @dataclasses.dataclass(frozen=True)
 class Outer:
     inner: Inner = group(Inner)
-    mesh: Inner = group(Inner, whole=True)
+    mesh: Inner = group(Inner, resets=True)
     name: str = option("a", "a name")
     on: bool = option(False, "a switch")
     tail: int = option(1, "a tail", needs=equal("on", True), at_least=0)

@@ -97,13 +97,13 @@ def test_what_is_not_finite_is_null_in_json():
         np.int64(3): {"b": np.bool_(True), "c": None, "d": np.float64("-inf")},
     }
     text = files.json_text(value)
-    found = json.loads(text, parse_constant=pytest.fail)
-    assert text.endswith("}\n") and found == {
+    parsed = json.loads(text, parse_constant=pytest.fail)
+    assert text.endswith("}\n") and parsed == {
         "a": [1.5, None],
         "2": [None, 0.25, 0.5],
         "3": {"b": True, "c": None, "d": None},
     }
-    assert math.isnan(files.or_nan(found["a"][1])) and files.or_nan(None, math.inf) == math.inf
+    assert math.isnan(files.or_nan(parsed["a"][1])) and files.or_nan(None, math.inf) == math.inf
     assert files.or_nan(0.0) == 0 and files.or_nan(0.0, math.inf) == 0
 
 

@@ -69,8 +69,8 @@ def test_a_presets_mesh_gives_way_but_a_users_does_not():
     preset = MeshSpec(tensor=2)
     assert fit(preset, preset, 8) == preset
     assert fit(preset, preset, 1) == MeshSpec()
-    mine = MeshSpec(tensor=4)
-    assert fit(mine, preset, 1) == mine
+    spec = MeshSpec(tensor=4)
+    assert fit(spec, preset, 1) == spec
 
 
 SLURM = {
@@ -112,10 +112,14 @@ def test_an_explicit_coordinator_needs_its_companions():
 
 
 def test_a_gpus_memory_is_used_unless_the_user_says_otherwise():
-    for given in ({}, {"XLA_CLIENT_MEM_FRACTION": "0.5"}, {"XLA_PYTHON_CLIENT_MEM_FRACTION": "1"}):
-        env = dict(given)
+    for environment in (
+        {},
+        {"XLA_CLIENT_MEM_FRACTION": "0.5"},
+        {"XLA_PYTHON_CLIENT_MEM_FRACTION": "1"},
+    ):
+        env = dict(environment)
         set_memory_share(env)
-        assert env == (given or {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92"})
+        assert env == (environment or {"XLA_PYTHON_CLIENT_MEM_FRACTION": "0.92"})
 
 
 @pytest.mark.parametrize(
@@ -138,14 +142,14 @@ def test_memory_is_what_the_gpu_has(monkeypatch, kind, stats, held):
 
 
 def test_processes_agree_on_the_smallest_memory(monkeypatch):
-    here, there = (mock.Mock(platform="gpu", device_kind="NVIDIA H200") for _ in range(2))
-    here.memory_stats.return_value = {"bytes_limit": 0.92 * 141e9}
-    there.memory_stats.side_effect = RuntimeError("of another process")
-    gather = mock.Mock(side_effect=lambda own: np.array([own, 7e10], np.float32))
+    local, remote = (mock.Mock(platform="gpu", device_kind="NVIDIA H200") for _ in range(2))
+    local.memory_stats.return_value = {"bytes_limit": 0.92 * 141e9}
+    remote.memory_stats.side_effect = RuntimeError("of another process")
+    gather = mock.Mock(side_effect=lambda value: np.array([value, 7e10], np.float32))
     monkeypatch.setattr(multihost_utils, "process_allgather", gather)
-    monkeypatch.setattr(jax, "local_devices", lambda: [here])
-    assert memory_bytes(mock.Mock(devices=np.array([there, here]), size=2)) == pytest.approx(7e10)
-    other = mock.Mock(devices=np.array([there, there]), size=2)  # to compile for, no process
+    monkeypatch.setattr(jax, "local_devices", lambda: [local])
+    assert memory_bytes(mock.Mock(devices=np.array([remote, local]), size=2)) == pytest.approx(7e10)
+    other = mock.Mock(devices=np.array([remote, remote]), size=2)  # to compile for, no process
     assert memory_bytes(other) == 141e9 and gather.call_count == 1
 
 

@@ -9,10 +9,10 @@ from megajax.training.presets import PRESETS
 FLAGS = config.flag_names(Config)
 
 
-def idle(given, verb=None):
+def idle(settings, verb=None):
     names = {flag: name for name, flag in FLAGS.items()}
-    given = {names[flag]: value for flag, value in given.items()}
-    return list(config.idle(config.override(Config(), given), given, FLAGS, verb))
+    settings = {names[flag]: value for flag, value in settings.items()}
+    return list(config.idle(config.override(Config(), settings), settings, FLAGS, verb))
 
 
 # flag -> (a value, the switch that the sentence names, what turns it on)

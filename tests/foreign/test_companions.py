@@ -28,9 +28,9 @@ def export(model, folder, tokenizer, licences=()):
     cfg, params = model
     hf.save(params, cfg, folder, "bfloat16", tokenizer=tokenizer, licences=licences)
     names = "config.json", "generation_config.json", "tokenizer_config.json"
-    found = [json.loads((folder / n).read_text()) for n in names]
+    members = [json.loads((folder / n).read_text()) for n in names]
     assert hf.load(folder)[0] == cfg
-    return found
+    return members
 
 
 def test_a_bpe_of_ours_tells_others_where_texts_begin_and_end(model, tmp_path):
@@ -53,10 +53,10 @@ def test_bytes_become_a_tokenizer_with_the_same_ids(model, tmp_path):
     config, _, settings = export(model, tmp_path / "hf", "bytes")
     assert (config["bos_token_id"], config["eos_token_id"]) == (256, 257)
     assert (settings["bos_token"], settings["eos_token"]) == ("<|bos|>", "<|eos|>")
-    found = open_tokenizer(str(tmp_path / "hf"))
-    assert (found.begin, found.end, found.vocab) == (256, 257, ByteTokenizer.vocab)
-    for text, ids in zip(TEXTS, found.encode(TEXTS), strict=True):
-        assert ids.tolist() == list(text.encode()) and found.decode(ids) == text
+    tokenizer = open_tokenizer(str(tmp_path / "hf"))
+    assert (tokenizer.begin, tokenizer.end, tokenizer.vocab) == (256, 257, ByteTokenizer.vocab)
+    for text, ids in zip(TEXTS, tokenizer.encode(TEXTS), strict=True):
+        assert ids.tolist() == list(text.encode()) and tokenizer.decode(ids) == text
 
 
 def test_files_of_the_source_travel_and_get_what_they_lack(model, tmp_path):
@@ -70,8 +70,8 @@ def test_files_of_the_source_travel_and_get_what_they_lack(model, tmp_path):
         (source / name).write_text(json.dumps(content))
     for name in ("chat_template.jinja", "LICENSE", "README.md", "weights.bin"):
         (source / name).write_text(name)
-    beside = companions.licences([tmp_path / "nowhere", None, source])
-    config, generation, settings = export(model, tmp_path / "hf", source, beside)
+    licences = companions.licences([tmp_path / "nowhere", None, source])
+    config, generation, settings = export(model, tmp_path / "hf", source, licences)
     pad = open_tokenizer(str(source)).id_of("a")
     assert config["eos_token_id"] == [1, 7] and config["pad_token_id"] == pad
     assert generation["eos_token_id"] == [1, 7] and generation["top_k"] == 3
@@ -87,8 +87,10 @@ def test_a_tokenizer_without_files_is_written_too(model, tmp_path):
     train_bpe(TEXTS, 300, tmp_path / "tokenizer.json")
     raw = (tmp_path / "tokenizer.json").read_bytes()
     named = {"bos_token": "<|bos|>", "eos_token": "<|eos|>"}
-    found = JsonTokenizer(raw, Settings(named, (1,), silent=False, chat_template="{{ x }}"), "gguf")
-    config, _, settings = export(model, tmp_path / "hf", found)
+    tokenizer = JsonTokenizer(
+        raw, Settings(named, (1,), silent=False, chat_template="{{ x }}"), "gguf"
+    )
+    config, _, settings = export(model, tmp_path / "hf", tokenizer)
     assert (config["bos_token_id"], config["eos_token_id"]) == (0, 1)
     assert settings["chat_template"] == "{{ x }}"
     assert open_tokenizer(str(tmp_path / "hf")).begin is None  # no post_processor says so
@@ -122,13 +124,13 @@ def test_transformers_stops_where_documents_ended(tmp_path, request):
         call(sys.executable, ROOT / "scripts" / "hf.py", "export", run, out)
         check = ROOT / "tests" / "golden" / "check_export.py"
         plain = [t for t in TEXTS if "<|" not in t]  # there, its text is the token
-        found = json.loads(call(python, check, out, "story 2 is", *plain).splitlines()[-1])
-        assert found["stopped"] and found["text"].startswith("story 2 is about the animal number")
+        reply = json.loads(call(python, check, out, "story 2 is", *plain).splitlines()[-1])
+        assert reply["stopped"] and reply["text"].startswith("story 2 is about the animal number")
         ours = open_tokenizer(str(out))
-        assert (found["bos"], found["eos"], found["tokenizer_eos"]) == (
+        assert (reply["bos"], reply["eos"], reply["tokenizer_eos"]) == (
             ours.begin,
             ours.end,
             ours.end,
         )
-        wanted = [ours.prefix() + ids.tolist() for ids in ours.encode(plain)]
-        assert found["ids"] == wanted and found["decoded"] == plain
+        expected = [ours.prefix() + ids.tolist() for ids in ours.encode(plain)]
+        assert reply["ids"] == expected and reply["decoded"] == plain

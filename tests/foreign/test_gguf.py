@@ -35,9 +35,9 @@ def permute(weights, heads):
     return split.swapaxes(1, 2).reshape(weights.shape)
 
 
-def rope_factors(found, width):
+def rope_factors(metadata, width):
     """Llama 3's factors as convert_hf_to_gguf.py writes them (Llama 3.1's own definition)."""
-    base, rope = found["rope_parameters"]["rope_theta"], found["rope_parameters"]
+    base, rope = metadata["rope_parameters"]["rope_theta"], metadata["rope_parameters"]
     old = rope["original_max_position_embeddings"]
     low, high = old / rope["low_freq_factor"], old / rope["high_freq_factor"]
     factors = []
@@ -60,40 +60,40 @@ def write_golden(name, folder, alone=False):
     alone: experts as tensors of their own, as in files of 2023.
     """
     _, tensors = unpack(name, folder / name)
-    found = json.loads((folder / name / "config.json").read_text())
+    config = json.loads((folder / name / "config.json").read_text())
     kind = ARCHITECTURES.get(name, name)
     arch = {v: k for k, v in theirs.MODEL_ARCH_NAMES.items()}[kind]
-    layers, heads = found["num_hidden_layers"], found["num_attention_heads"]
-    width = found.get("head_dim") or found["hidden_size"] // heads
+    layers, heads = config["num_hidden_layers"], config["num_attention_heads"]
+    width = config.get("head_dim") or config["hidden_size"] // heads
     out = theirs.GGUFWriter(folder / f"{name}.gguf", kind)
     out.add_block_count(layers)
-    out.add_context_length(found["max_position_embeddings"])
-    out.add_embedding_length(found["hidden_size"])
-    out.add_feed_forward_length(found["intermediate_size"])
+    out.add_context_length(config["max_position_embeddings"])
+    out.add_embedding_length(config["hidden_size"])
+    out.add_feed_forward_length(config["intermediate_size"])
     out.add_head_count(heads)
-    out.add_head_count_kv(found["num_key_value_heads"])
+    out.add_head_count_kv(config["num_key_value_heads"])
     out.add_key_length(width)
     out.add_value_length(width)
-    out.add_layer_norm_rms_eps(found["rms_norm_eps"])
-    out.add_rope_freq_base(found["rope_parameters"]["rope_theta"])
-    out.add_vocab_size(found["vocab_size"])
-    if found.get("sliding_window"):
-        out.add_sliding_window(found["sliding_window"])
-    if experts := found.get("num_local_experts"):
+    out.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    out.add_rope_freq_base(config["rope_parameters"]["rope_theta"])
+    out.add_vocab_size(config["vocab_size"])
+    if config.get("sliding_window"):
+        out.add_sliding_window(config["sliding_window"])
+    if experts := config.get("num_local_experts"):
         out.add_expert_count(experts)
-        out.add_expert_used_count(found["num_experts_per_tok"])
-    if "moe_intermediate_size" in found:
-        out.add_expert_feed_forward_length(found["moe_intermediate_size"])
-    if found["rope_parameters"]["rope_type"] == "llama3":
+        out.add_expert_used_count(config["num_experts_per_tok"])
+    if "moe_intermediate_size" in config:
+        out.add_expert_feed_forward_length(config["moe_intermediate_size"])
+    if config["rope_parameters"]["rope_type"] == "llama3":
         out.add_rope_scaling_orig_ctx_len(
-            found["rope_parameters"]["original_max_position_embeddings"]
+            config["rope_parameters"]["original_max_position_embeddings"]
         )
-        out.add_tensor("rope_freqs.weight", rope_factors(found, width))
+        out.add_tensor("rope_freqs.weight", rope_factors(config, width))
     names = theirs.get_tensor_name_map(arch, layers)
     stacked = {}
     for key, x in tensors.items():
         if kind == "llama" and ("q_proj" in key or "k_proj" in key):
-            x = permute(x, heads if "q_proj" in key else found["num_key_value_heads"])
+            x = permute(x, heads if "q_proj" in key else config["num_key_value_heads"])
         if ".experts." in key:
             head, number, end = key.split(".experts.")[0], *key.split(".experts.")[1].split(".", 1)
             gate = names.get_name(f"{head}.experts.{end.removesuffix('.weight')}")
@@ -135,11 +135,11 @@ def test_matrices_in_few_bits_stay_so_and_are_the_same_weights(tmp_path):
     """Except where layers have unlike types, and tables."""
     kind = theirs.GGMLQuantizationType
     ends = {"attn_q": kind.Q4_1, "attn_output": kind.Q4_0, "ffn_gate": kind.Q8_0}
-    found = {f"blk.{i}.{end}": one for i in (0, 1) for end, one in ends.items()}
-    found |= {"blk.0.ffn_up": kind.Q4_0, "blk.1.ffn_up": kind.Q8_0, "token_embd": kind.Q8_0}
+    kinds = {f"blk.{i}.{end}": one for i in (0, 1) for end, one in ends.items()}
+    kinds |= {"blk.0.ffn_up": kind.Q4_0, "blk.1.ffn_up": kind.Q8_0, "token_embd": kind.Q8_0}
     tensors = []
     for tensor in w.llama_tensors(np.random.default_rng(0)):
-        if one := found.get(tensor.name.removesuffix(".weight")):
+        if one := kinds.get(tensor.name.removesuffix(".weight")):
             x = np.frombuffer(tensor.data, np.float32).reshape(tensor.sizes[::-1])
             tensor = tensor._replace(kind=int(one), data=theirs.quants.quantize(x, one).tobytes())
         tensors.append(tensor)
@@ -154,9 +154,9 @@ def test_matrices_in_few_bits_stay_so_and_are_the_same_weights(tmp_path):
     leaves = dict(named_leaves(packed, lambda x: isinstance(x, QuantKernel)))
     few = {n: x for n, x in leaves.items() if isinstance(x, QuantKernel)}
     assert set(few) == {f"blocks.{n}" for n in ("attention.query", "attention.out", "mlp.gate")}
-    for name, wanted in named_leaves(dense):
+    for name, expected in named_leaves(dense):
         if name not in few:
-            np.testing.assert_array_equal(leaves[name], wanted)
+            np.testing.assert_array_equal(leaves[name], expected)
             continue
         for i in range(opened.cfg.layers):
             one = jax.tree.map(lambda x, i=i: x[i], few[name]).piece()
@@ -164,7 +164,7 @@ def test_matrices_in_few_bits_stay_so_and_are_the_same_weights(tmp_path):
             rows = one.ndim - 1 if name.endswith("out") else 1
             eye = np.eye(inputs, dtype=np.float32).reshape(inputs, *one.shape[:rows])
             got = one.matmul(eye, rows)
-            np.testing.assert_array_equal(got, wanted[i].reshape(got.shape))
+            np.testing.assert_array_equal(got, expected[i].reshape(got.shape))
 
 
 def test_experts_may_be_tensors_of_their_own(tmp_path):
@@ -174,10 +174,11 @@ def test_experts_may_be_tensors_of_their_own(tmp_path):
 
 def model(rng=0, pairs=None, tensors=None, **changes):
     """Returns a small model's file."""
-    found = w.llama() | w.vocabulary() | (pairs or {}) | changes
+    pairs_written = w.llama() | w.vocabulary() | (pairs or {}) | changes
     made = w.llama_tensors(np.random.default_rng(rng))
     return w.gguf(
-        {k: v for k, v in found.items() if v is not None}, made if tensors is None else tensors
+        {k: v for k, v in pairs_written.items() if v is not None},
+        made if tensors is None else tensors,
     )
 
 
@@ -194,12 +195,12 @@ def read(tmp_path):
 
 def test_a_file_of_version_2_another_alignment_and_every_type_of_value(read):
     cfg, params, tokenizer = read(model())
-    found = w.llama() | w.vocabulary()
+    metadata = w.llama() | w.vocabulary()
     for kind in w.SCALARS:
-        found[f"some.{kind}"] = w.Typed(kind, 1)
-        found[f"some.array.{kind}"] = [w.Typed(kind, 1)] * 3
-    found |= {"some.empty": [], "general.alignment": 128, "some.text": "é" * 99}
-    other = w.gguf(found, w.llama_tensors(np.random.default_rng(0)), version=2, alignment=128)
+        metadata[f"some.{kind}"] = w.Typed(kind, 1)
+        metadata[f"some.array.{kind}"] = [w.Typed(kind, 1)] * 3
+    metadata |= {"some.empty": [], "general.alignment": 128, "some.text": "é" * 99}
+    other = w.gguf(metadata, w.llama_tensors(np.random.default_rng(0)), version=2, alignment=128)
     cfg2, params2, tokenizer2 = read(other)
     assert cfg == cfg2 and tokenizer.identity == tokenizer2.identity
     assert_same(params, params2)
@@ -210,9 +211,9 @@ def test_quantized_weights_are_cut_at_any_place(tmp_path):
     raw = rng.integers(0, 120, (4, 6, 3 * 34), np.uint8)
     (tmp_path / "x").write_bytes(w.gguf({}, [w.Tensor("x", (96, 6, 4), 8, raw.tobytes())]))
     file = GgufFile(tmp_path / "x")
-    whole = file.read("x")
-    np.testing.assert_array_equal(file.read("x", (7, 19), (5, 77)), whole[7:19, 5:77])
-    assert whole.shape == (24, 96) and file.read("x", (3, 3), (9, 9)).shape == (0, 0)
+    full = file.read("x")
+    np.testing.assert_array_equal(file.read("x", (7, 19), (5, 77)), full[7:19, 5:77])
+    assert full.shape == (24, 96) and file.read("x", (3, 3), (9, 9)).shape == (0, 0)
 
 
 def _stretched(rank, sizes):
@@ -319,9 +320,9 @@ def test_formats_that_are_not_read_are_named(read):
 
 
 def test_every_cut_of_a_file_is_refused(tmp_path):
-    whole = model()
-    for size in [*range(0, 200, 3), *range(200, len(whole), 4001)]:
-        (tmp_path / "x.gguf").write_bytes(whole[:size])
+    complete = model()
+    for size in [*range(0, 200, 3), *range(200, len(complete), 4001)]:
+        (tmp_path / "x.gguf").write_bytes(complete[:size])
         with pytest.raises(UserError):
             gguf.load(tmp_path / "x.gguf")
 

@@ -100,27 +100,27 @@ HALVES |= dict.fromkeys(("Q4_0", "Q5_0", "Q8_0", "IQ4_NL", "IQ4_XS"), (0,))
 
 def blocks(name, rng, rows=3, across=5):
     """Random bytes, whose scales are numbers of about 1."""
-    number, found = READABLE[name]
-    raw = rng.integers(0, 256, (rows * across, found.nbytes), np.uint8)
+    number, form = READABLE[name]
+    raw = rng.integers(0, 256, (rows * across, form.nbytes), np.uint8)
     for at in HALVES.get(name, ()):
         raw[:, at : at + 2] = rng.standard_normal((len(raw), 1)).astype(np.float16).view(np.uint8)
     if name in ("F32", "F64", "BF16"):
-        raw = rng.standard_normal(len(raw)).astype(f"<f{max(4, found.nbytes)}").view(np.uint8)
-        raw = raw.reshape(rows * across, -1)[:, -found.nbytes :]
+        raw = rng.standard_normal(len(raw)).astype(f"<f{max(4, form.nbytes)}").view(np.uint8)
+        raw = raw.reshape(rows * across, -1)[:, -form.nbytes :]
     return raw.reshape(rows, -1)
 
 
 @pytest.mark.parametrize("name", READABLE)
 def test_weights_are_those_of_the_structures(name, seed):
-    raw, found = blocks(name, np.random.default_rng(seed)), READABLE[name][1]
-    out = dequantize(raw, found)
-    assert out.shape == (3, 5 * found.weights) and out.dtype == np.float32
-    flat = raw.reshape(-1, found.nbytes)
-    wanted = [one(name, block.tobytes(), i) for block in flat for i in range(found.weights)]
-    wanted = np.array(wanted, np.float64).reshape(out.shape)
-    size = np.abs(wanted).max()
-    assert size > 0.5 and len(np.unique(wanted)) > 10
-    np.testing.assert_allclose(out, wanted, rtol=2e-7, atol=2e-7 * size)
+    raw, form = blocks(name, np.random.default_rng(seed)), READABLE[name][1]
+    out = dequantize(raw, form)
+    assert out.shape == (3, 5 * form.weights) and out.dtype == np.float32
+    flat = raw.reshape(-1, form.nbytes)
+    expected = [one(name, block.tobytes(), i) for block in flat for i in range(form.weights)]
+    expected = np.array(expected, np.float64).reshape(out.shape)
+    size = np.abs(expected).max()
+    assert size > 0.5 and len(np.unique(expected)) > 10
+    np.testing.assert_allclose(out, expected, rtol=2e-7, atol=2e-7 * size)
 
 
 @pytest.mark.parametrize("name", [n for n in READABLE if n != "F64"])
@@ -128,14 +128,14 @@ def test_weights_are_bit_for_bit_those_of_the_gguf_package(name, seed):
     import gguf
     from gguf.quants import dequantize as theirs
 
-    number, found = READABLE[name]
+    number, form = READABLE[name]
     rng = np.random.default_rng(seed)
-    wild = rng.integers(0, 256, (7, 6 * found.nbytes), np.uint8)  # infinite scales and NaN too
+    wild = rng.integers(0, 256, (7, 6 * form.nbytes), np.uint8)  # infinite scales and NaN too
     for raw in (blocks(name, rng), wild):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            wanted = theirs(raw, gguf.GGMLQuantizationType(number))
-        np.testing.assert_array_equal(dequantize(raw, found), wanted)
+            expected = theirs(raw, gguf.GGMLQuantizationType(number))
+        np.testing.assert_array_equal(dequantize(raw, form), expected)
 
 
 def test_sizes_of_all_formats_are_those_of_the_gguf_package():
@@ -148,21 +148,21 @@ def test_sizes_of_all_formats_are_those_of_the_gguf_package():
 
 def test_many_rows_are_read_in_chunks(monkeypatch):
     monkeypatch.setattr("megajax.foreign.gguf_file.CHUNK", 1)
-    raw, found = blocks("Q8_0", np.random.default_rng(0), rows=20, across=3), READABLE["Q8_0"][1]
-    chunked = dequantize(raw, found)
+    raw, form = blocks("Q8_0", np.random.default_rng(0), rows=20, across=3), READABLE["Q8_0"][1]
+    chunked = dequantize(raw, form)
     monkeypatch.undo()
-    np.testing.assert_array_equal(chunked, dequantize(raw, found))
+    np.testing.assert_array_equal(chunked, dequantize(raw, form))
 
 
 @pytest.mark.parametrize("name", [n for n, (_, f) in READABLE.items() if f.packing])
 def test_codes_scales_and_zero_points_hold_the_weights(name, seed):
-    raw, found = blocks(name, np.random.default_rng(seed)), READABLE[name][1]
-    kind, (code, scale, zero) = found.packing, take_apart(raw, found)
+    raw, form = blocks(name, np.random.default_rng(seed)), READABLE[name][1]
+    kind, (code, scale, zero) = form.packing, take_apart(raw, form)
     low, high = (0, 2**kind.bits) if kind.zeros else (-(2 ** (kind.bits - 1)), 2 ** (kind.bits - 1))
     assert low <= code.min() and code.max() < high
-    wanted = dequantize(raw, found).astype(np.float64).reshape(3, -1, kind.group)
-    got = scale[..., None].astype(np.float64) * code.reshape(wanted.shape)
+    expected = dequantize(raw, form).astype(np.float64).reshape(3, -1, kind.group)
+    got = scale[..., None].astype(np.float64) * code.reshape(expected.shape)
     got += 0 if zero is None else zero[..., None]
-    np.testing.assert_allclose(got, wanted, rtol=0, atol=1e-7 * np.abs(wanted).max())
+    np.testing.assert_allclose(got, expected, rtol=0, atol=1e-7 * np.abs(expected).max())
     for x in (scale, zero):
         assert x is None or np.array_equal(x, x.astype(kind.scale_dtype).astype(np.float32))

@@ -278,8 +278,8 @@ def test_members_that_lack_are_those_of_transformers(family, members, window):
         "hidden_act": "silu",
         "num_key_value_heads": 4,
     }
-    given = {n: v for n, v in (common | members).items() if v is not ABSENT}
-    assert names.from_hf_config(given).window == window
+    config = {n: v for n, v in (common | members).items() if v is not ABSENT}
+    assert names.from_hf_config(config).window == window
 
 
 @pytest.mark.parametrize(
@@ -295,11 +295,11 @@ def test_members_that_lack_are_those_of_transformers(family, members, window):
 )  # fmt: skip
 def test_absent_members_are_defaults_of_transformers(family, member, value):
     """Of its configuration classes, read in 5.24; heads are 32 of width 2."""
-    given = {"model_type": family, "hidden_size": 64, "num_attention_heads": 32}
-    found = names.from_hf_config(given)
+    config = {"model_type": family, "hidden_size": 64, "num_attention_heads": 32}
+    default = names.from_hf_config(config)
     for name in member.split("."):
-        found = getattr(found, name)
-    assert found == value
+        default = getattr(default, name)
+    assert default == value
 
 
 @pytest.mark.parametrize(
@@ -387,7 +387,7 @@ def write_torch(folder, tensors, name="pytorch_model.bin"):
 def test_weights_of_torch_are_read_where_there_are_no_others(tmp_path):
     """pytorch_model.bin, in one file and in several: the same parameters as of safetensors."""
     unpack("llama", tmp_path / "safe")
-    cfg, wanted = hf.load(tmp_path / "safe")
+    cfg, expected = hf.load(tmp_path / "safe")
     tensors = safetensors.numpy.load_file(tmp_path / "safe" / "model.safetensors")
     for kind in ("one", "several"):
         folder = tmp_path / kind
@@ -402,9 +402,9 @@ def test_weights_of_torch_are_read_where_there_are_no_others(tmp_path):
         index = folder / "pytorch_model.bin.index.json"
         index.write_text(json.dumps({"weight_map": homes}))
     for kind in ("one", "several"):
-        found, params = hf.load(tmp_path / kind)
-        assert found == cfg
-        assert_same(params, wanted)
+        loaded_cfg, params = hf.load(tmp_path / kind)
+        assert loaded_cfg == cfg
+        assert_same(params, expected)
     gone = next(iter(tensors))
     index.write_text(json.dumps({"weight_map": homes | {gone: "pytorch_model-1.bin"}}))
     homes[gone] = "pytorch_model-0.bin"

@@ -42,8 +42,8 @@ def test_classes_are_those_of_transformers(name, tmp_path):
     assert isinstance(cfg, EncoderConfig) and (cfg.head, cfg.labels) == ("classify", 3)
     batch = {k: golden[k] for k in ("tokens", "types")}
     run = jax.jit(functools.partial(encoder.classify, encoder.parts(cfg, ops=Ops())))
-    found = np.asarray(run(params, batch, golden["lengths"]))
-    np.testing.assert_allclose(found, golden["logits"], atol=2e-4)
+    logits = np.asarray(run(params, batch, golden["lengths"]))
+    np.testing.assert_allclose(logits, golden["logits"], atol=2e-4)
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, *(f"{n}_classify" for n in FAMILIES)])
@@ -112,17 +112,17 @@ def test_an_export_names_the_classes(tmp_path):
 def test_networks_without_a_head_have_no_prefix(name, tmp_path):
     """What BertModel and its relatives save; also with a prefix, and with a head to ignore."""
     _, tensors = unpack(name, tmp_path)
-    whole = hf.load(tmp_path)[1]
+    full = hf.load(tmp_path)[1]
     body = {n: x for n, x in tensors.items() if n.startswith(f"{name}.")}
     bare = {n.removeprefix(f"{name}."): x for n, x in body.items()}
     width = bare["embeddings.LayerNorm.weight"].shape
     bare["pooler.weight" if name == "albert" else "pooler.dense.weight"] = np.ones(width)
     edit(tmp_path, architectures=[encoder_names._CLASSES[name] + "Model"])
-    for found in (bare, body, tensors):
-        safetensors.numpy.save_file(found, tmp_path / "model.safetensors")
+    for loaded in (bare, body, tensors):
+        safetensors.numpy.save_file(loaded, tmp_path / "model.safetensors")
         cfg, params = hf.load(tmp_path)
         assert cfg.head == "none" and not set(params) & set(encoder.HEAD)
-        assert_same(params, {k: x for k, x in whole.items() if k not in encoder.HEAD})
+        assert_same(params, {k: x for k, x in full.items() if k not in encoder.HEAD})
     hf.save(params, cfg, tmp_path / "ours")
     assert hf.load_config(tmp_path / "ours") == cfg
     assert_same(hf.load(tmp_path / "ours")[1], params)
@@ -133,10 +133,10 @@ def test_networks_without_a_head_have_no_prefix(name, tmp_path):
 )
 def test_a_head_may_have_been_saved_with_a_body_that_has_no_prefix(name, tmp_path):
     _, tensors = unpack(f"{name}_classify", tmp_path)
-    whole = hf.load(tmp_path)[1]
+    full = hf.load(tmp_path)[1]
     bare = {n.removeprefix(f"{name}."): x for n, x in tensors.items()}
     safetensors.numpy.save_file(bare, tmp_path / "model.safetensors")
-    assert_same(hf.load(tmp_path)[1], whole)
+    assert_same(hf.load(tmp_path)[1], full)
 
 
 def test_vectors_of_sentences_are_means_over_their_tokens(tmp_path):
@@ -149,11 +149,11 @@ def test_vectors_of_sentences_are_means_over_their_tokens(tmp_path):
     lengths = golden["lengths"]
     x = np.asarray(encoder.logits(parts, params, batch, lengths))
     means = np.stack([row[:n].mean(0) for row, n in zip(x, lengths, strict=True)])
-    wanted = means / np.linalg.norm(means, axis=1, keepdims=True)
-    found = encoder.embed(parts, params, batch, lengths)
-    np.testing.assert_allclose(found, wanted, atol=1e-6)
+    expected = means / np.linalg.norm(means, axis=1, keepdims=True)
+    embedded = encoder.embed(parts, params, batch, lengths)
+    np.testing.assert_allclose(embedded, expected, atol=1e-6)
     packed = encoder.embed(parts, params, batch, lengths, int(lengths.sum()) + 3)
-    np.testing.assert_allclose(packed, wanted, atol=1e-5)
+    np.testing.assert_allclose(packed, expected, atol=1e-5)
 
 
 def test_without_a_head_there_is_no_loss(tmp_path):

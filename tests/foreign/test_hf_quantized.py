@@ -89,10 +89,10 @@ def logits(params):
 def test_folders_both_ways(bits, tmp_path):
     params = quantized(bits)
     hf_quantized.save(params, CFG, tmp_path / "one")
-    cfg, found = hf_quantized.load(tmp_path / "one")
+    cfg, loaded = hf_quantized.load(tmp_path / "one")
     assert (cfg.layers, cfg.width) == (2, 64)
-    np.testing.assert_array_equal(logits(found), logits(params))
-    hf_quantized.save(found, cfg, tmp_path / "two")
+    np.testing.assert_array_equal(logits(loaded), logits(params))
+    hf_quantized.save(loaded, cfg, tmp_path / "two")
     first, second = ((tmp_path / n / "model.safetensors").read_bytes() for n in ("one", "two"))
     assert first == second
 
@@ -107,9 +107,9 @@ def test_a_linear_of_gptq_is_its_formula(tmp_path):
     for k in range(96):
         code[k] = (part["qweight"][k // 8].view(np.uint32) >> (4 * (k % 8))) & 15
     w = part["scales"].astype(np.float64).repeat(32, 0) * (code - 8)
-    found = hf_quantized.load(tmp_path / "v2")[1]["blocks"]["mlp"]["down"].weight
-    own = jax.tree.map(lambda x: x[1, 0], found)
-    np.testing.assert_allclose(np.asarray(dequantize(own)), w, rtol=1e-6)
+    weight = hf_quantized.load(tmp_path / "v2")[1]["blocks"]["mlp"]["down"].weight
+    layer = jax.tree.map(lambda x: x[1, 0], weight)
+    np.testing.assert_allclose(np.asarray(dequantize(layer)), w, rtol=1e-6)
 
     members = json.loads((tmp_path / "v2" / "config.json").read_text())
     members["quantization_config"]["checkpoint_format"] = "gptq"
@@ -126,7 +126,7 @@ def test_a_linear_of_gptq_is_its_formula(tmp_path):
     )
     (tmp_path / "v1" / "config.json").write_text(json.dumps(members))
     older = hf_quantized.load(tmp_path / "v1")[1]["blocks"]["mlp"]["down"].weight
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(older), strict=True):
+    for a, b in zip(jax.tree.leaves(weight), jax.tree.leaves(older), strict=True):
         np.testing.assert_array_equal(a, b)
 
 
@@ -161,8 +161,8 @@ def test_a_folder_of_another_program_has_its_logits(case):
     tokens = jnp.asarray(frozen["tokens"], jnp.int32)
     places = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     parts = decoder.parts(cfg, dtype="float32")
-    found = parts.logits(params, {"tokens": tokens, "positions": places})[..., : cfg.vocab]
-    np.testing.assert_allclose(found, frozen["logits"], rtol=0, atol=1e-4)
+    out = parts.logits(params, {"tokens": tokens, "positions": places})[..., : cfg.vocab]
+    np.testing.assert_allclose(out, frozen["logits"], rtol=0, atol=1e-4)
 
 
 @pytest.mark.parametrize("case", CASES[:2])
@@ -201,9 +201,9 @@ def test_groups_of_unlike_sizes(tmp_path):
 
 def change(folder, **members):
     """Writes members into a folder's quantization_config."""
-    found = json.loads((folder / "config.json").read_text())
-    found["quantization_config"] |= members
-    (folder / "config.json").write_text(json.dumps(found))
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] |= members
+    (folder / "config.json").write_text(json.dumps(config))
 
 
 @pytest.mark.parametrize(
@@ -249,11 +249,11 @@ def test_what_the_form_cannot_hold(tmp_path):
 def test_an_older_folder_of_autogptq_has_its_settings_in_a_file(tmp_path):
     """quantize_config.json, without quant_method; config.json says nothing."""
     hf_quantized.save(quantized(4), CFG, tmp_path, form="gptq_v1")
-    wanted = logits(hf_quantized.load(tmp_path)[1])
-    found = json.loads((tmp_path / "config.json").read_text())
-    older = {n: found["quantization_config"][n] for n in ("bits", "group_size", "desc_act", "sym")}
-    del found["quantization_config"]
-    (tmp_path / "config.json").write_text(json.dumps(found))
+    expected = logits(hf_quantized.load(tmp_path)[1])
+    config = json.loads((tmp_path / "config.json").read_text())
+    older = {n: config["quantization_config"][n] for n in ("bits", "group_size", "desc_act", "sym")}
+    del config["quantization_config"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
     assert hf_quantized.settings(tmp_path) is None
     (tmp_path / "quantize_config.json").write_text(json.dumps(older))
-    np.testing.assert_array_equal(logits(hf_quantized.load(tmp_path)[1]), wanted)
+    np.testing.assert_array_equal(logits(hf_quantized.load(tmp_path)[1]), expected)

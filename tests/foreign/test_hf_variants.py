@@ -46,22 +46,22 @@ def read(row):
 @functools.cache
 def outcomes():
     """Returns [(row, configuration or UserError)] of all rows."""
-    found = []
+    values = []
     for row in frozen()[0]:
         try:
-            found.append((row, read(row)))
+            values.append((row, read(row)))
         except UserError as error:
-            found.append((row, error))
-    return found
+            values.append((row, error))
+    return values
 
 
 def models():
     """Returns {(configuration, place of the tensors' shapes): rows that transformers computes}."""
-    found = {}
+    values = {}
     for row, cfg in outcomes():
         if not isinstance(cfg, UserError) and "logits" in row:
-            found.setdefault((cfg, row["shapes"]), []).append(row)
-    return found
+            values.setdefault((cfg, row["shapes"]), []).append(row)
+    return values
 
 
 def visible(cfg):
@@ -86,21 +86,21 @@ def write(row, folder):
 def logits_of(cfg, params):
     """Returns our logits, or last states, at the places that are frozen."""
     family = names.family(cfg) if not isinstance(cfg, EncoderConfig) else encoder_names.family(cfg)
-    given = made.inputs(family)
+    inputs = made.inputs(family)
     if not isinstance(cfg, EncoderConfig):
-        tokens = given["tokens"]
+        tokens = inputs["tokens"]
         positions = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int32), tokens.shape)
         batch = {"tokens": tokens, "positions": positions}
-        found = np.asarray(jax.jit(decoder.parts(cfg).logits)(params, batch))[..., : cfg.vocab]
-        return found[:, made.PLACES]
+        logits = np.asarray(jax.jit(decoder.parts(cfg).logits)(params, batch))[..., : cfg.vocab]
+        return logits[:, made.PLACES]
     parts = encoder.parts(cfg, ops=Ops())
-    types = np.minimum(given["types"], max(cfg.types - 1, 0))
+    types = np.minimum(inputs["types"], max(cfg.types - 1, 0))
     run = encoder.classify if cfg.head == "classify" else encoder.logits
-    batch = {"tokens": given["tokens"], "types": types}
-    found = np.asarray(jax.jit(functools.partial(run, parts))(params, batch, given["lengths"]))
+    batch = {"tokens": inputs["tokens"], "types": types}
+    logits = np.asarray(jax.jit(functools.partial(run, parts))(params, batch, inputs["lengths"]))
     if cfg.head == "classify":
-        return found
-    return found[..., : cfg.vocab if cfg.head == "mlm" else None][:, made.PLACES]
+        return logits
+    return logits[..., : cfg.vocab if cfg.head == "mlm" else None][:, made.PLACES]
 
 
 def test_every_variant_is_read_as_transformers_reads_it_or_refused_by_name():
@@ -148,8 +148,8 @@ def check_model(row, folder):
     """Compares logits; then the export's, whose configuration and bits must be the same."""
     write(row, folder)
     cfg, params = hf.load(folder)
-    found = logits_of(cfg, params)
-    error = made.error_of(found, frozen()[2][row["logits"]], row["family"])
+    logits = logits_of(cfg, params)
+    error = made.error_of(logits, frozen()[2][row["logits"]], row["family"])
     assert error < TOLERANCE, (row["family"], row["name"], error)
     hf.save(params, cfg, folder / "export")
     again, back = hf.load(folder / "export")

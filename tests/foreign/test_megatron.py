@@ -25,8 +25,8 @@ GPT2 = megatron.open_step(GOLDEN / "megatron_gpt2" / "iter_0000007").args
 
 
 def tensors(name):
-    found = MegatronFolder(GOLDEN / name, vocab=VOCAB)
-    return {n: found.view(n) for n in found.tensors}
+    checkpoint = MegatronFolder(GOLDEN / name, vocab=VOCAB)
+    return {n: checkpoint.view(n) for n in checkpoint.tensors}
 
 
 @functools.cache
@@ -59,9 +59,9 @@ def test_all_forms_hold_the_same_bits():
     assert want["lm_head.weight"].shape == (VOCAB, 16)
     assert want["model.layers.3.self_attn.k_proj.weight"].shape == (8, 16)
     for name in LLAMAS[1:]:
-        found = tensors(name)
-        assert found.keys() == want.keys()
-        assert all(found[n].tobytes() == want[n].tobytes() for n in want), name
+        checkpoint = tensors(name)
+        assert checkpoint.keys() == want.keys()
+        assert all(checkpoint[n].tobytes() == want[n].tobytes() for n in want), name
 
 
 def test_what_is_left_out_is_said():
@@ -70,9 +70,9 @@ def test_what_is_left_out_is_said():
 
 
 def test_a_step_by_number():
-    found = MegatronFolder(GOLDEN / "megatron_dist", step=7)
-    assert found.folder.name == "iter_0000007" and found.config["vocab_size"] == 64
-    assert MegatronFolder(found.folder).tensors == found.tensors
+    checkpoint = MegatronFolder(GOLDEN / "megatron_dist", step=7)
+    assert checkpoint.folder.name == "iter_0000007" and checkpoint.config["vocab_size"] == 64
+    assert MegatronFolder(checkpoint.folder).tensors == checkpoint.tensors
     with pytest.raises(UserError, match=r"has no checkpoint 8 \(--step\)"):
         MegatronFolder(GOLDEN / "megatron_dist", step=8)
     with pytest.raises(UserError, match="neither latest_checkpointed_iteration.txt nor ranks"):
@@ -112,11 +112,11 @@ def test_a_stage_of_another_place(tmp_path):
 
 
 def test_ranks_that_do_not_agree():
-    found = MegatronFolder(GOLDEN / "megatron_legacy")
-    norms = found._source.names["decoder.layers.1.input_layernorm.weight"]
-    norms[1] = found._source.names["decoder.layers.2.input_layernorm.weight"][1]
+    checkpoint = MegatronFolder(GOLDEN / "megatron_legacy")
+    norms = checkpoint._source.names["decoder.layers.1.input_layernorm.weight"]
+    norms[1] = checkpoint._source.names["decoder.layers.2.input_layernorm.weight"][1]
     with pytest.raises(UserError, match=r"layers.1.input_layernorm.weight is not alike on all"):
-        found.view("model.layers.1.input_layernorm.weight")
+        checkpoint.view("model.layers.1.input_layernorm.weight")
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def tiny_stage(table, head=None, is_last=True):
         return tensor(offset, shape, strides, elements=12)
 
     layer = "decoder.layers.0."
-    found = {
+    members = {
         "embedding.word_embeddings.weight": part((3, 2), table),
         layer + "self_attention.linear_qkv.weight": part((6, 2)),
         layer + "self_attention.linear_proj.weight": part((2, 2)),
@@ -159,10 +159,10 @@ def tiny_stage(table, head=None, is_last=True):
         layer + "pre_mlp_layernorm.weight": part((2,)),
     }
     if is_last:
-        found["decoder.final_layernorm.weight"] = part((2,))
+        members["decoder.final_layernorm.weight"] = part((2,))
     if head is not None:
-        found[f"{head[0]}.weight"] = part((3, 2), head[1])
-    return found
+        members[f"{head[0]}.weight"] = part((3, 2), head[1])
+    return members
 
 
 def tiny_config(layers):
@@ -196,13 +196,13 @@ def test_copies_of_the_table_are_equal_or_refused(copy, offset, tmp_path):
         state = {"model": tensors_, "checkpoint_version": 3.0}
         file = tmp_path / f"mp_rank_00_{stage:03d}" / "model_optim_rng.pt"
         file.write_bytes(torch_zip(state, {"0": storage}))
-    found = MegatronFolder(tmp_path, config=tiny_config(len(stages)))
+    checkpoint = MegatronFolder(tmp_path, config=tiny_config(len(stages)))
     if offset == 0:
-        table = found.view("model.embed_tokens.weight")
+        table = checkpoint.view("model.embed_tokens.weight")
         np.testing.assert_array_equal(table, np.arange(6, dtype=np.float32).reshape(3, 2))
         return
     with pytest.raises(UserError, match="differs from embedding|two stages hold embedding"):
-        found.view("model.embed_tokens.weight")
+        checkpoint.view("model.embed_tokens.weight")
 
 
 @pytest.mark.parametrize(
@@ -372,8 +372,8 @@ def test_a_tracker_of_many_digits(tmp_path):
 
 
 def test_shapes_that_do_not_split(tmp_path):
-    found = MegatronFolder(GOLDEN / "megatron_core")
-    pieces = found._source.names["decoder.layers.0.mlp.linear_fc1.weight"]
+    checkpoint = MegatronFolder(GOLDEN / "megatron_core")
+    pieces = checkpoint._source.names["decoder.layers.0.mlp.linear_fc1.weight"]
     pieces[0] = dataclasses.replace(pieces[0], shape=(3, 5), strides=(5, 1))
     with pytest.raises(UserError, match="linear_fc1.weight are not those of the configuration"):
-        found.view("model.layers.0.mlp.gate_proj.weight")
+        checkpoint.view("model.layers.0.mlp.gate_proj.weight")

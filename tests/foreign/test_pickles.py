@@ -28,9 +28,9 @@ PLAIN = {
 
 @pytest.mark.parametrize("protocol", [2, 3, 4, 5])
 def test_plain_data_is_what_pickle_wrote(protocol):
-    found = pickles.loads(pickle.dumps(PLAIN, protocol), "here")
-    assert found == PLAIN and list(found["ordered"]) == ["b", "a"]
-    assert found["shared"][0] is found["shared"][1]
+    value = pickles.loads(pickle.dumps(PLAIN, protocol), "here")
+    assert value == PLAIN and list(value["ordered"]) == ["b", "a"]
+    assert value["shared"][0] is value["shared"][1]
 
 
 class Evil:
@@ -82,11 +82,11 @@ def test_what_no_checkpoint_needs_is_refused(data, said):
 
 
 def test_code_of_known_packages_stays_a_name():
-    found = pickles.loads(dumps(Object(Name("torch.hub", "load"), ("x",), {"y": 2})), "here")
-    assert isinstance(found, Record)
-    assert (found.kind, found.args, found.member("y")) == ("torch.hub.load", ("x",), 2)
-    found = pickles.loads(dumps([Name("torch", "bfloat16")]), "here")[0]
-    assert isinstance(found, Global) and found.name == "torch.bfloat16"
+    value = pickles.loads(dumps(Object(Name("torch.hub", "load"), ("x",), {"y": 2})), "here")
+    assert isinstance(value, Record)
+    assert (value.kind, value.args, value.member("y")) == ("torch.hub.load", ("x",), 2)
+    value = pickles.loads(dumps([Name("torch", "bfloat16")]), "here")[0]
+    assert isinstance(value, Global) and value.name == "torch.bfloat16"
 
 
 def test_a_builder_of_ours_is_all_that_runs():

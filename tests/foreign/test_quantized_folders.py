@@ -48,13 +48,13 @@ def matrix(leaf) -> np.ndarray:
 
 def matrices(params) -> dict[str, np.ndarray]:
     """Returns {module: (K, N)} of both layers."""
-    found = {}
+    values = {}
     for layer in range(2):
         tree = runs_of(params["blocks"], 2).of(layer)
         for name, (home, leaf) in LEAVES.items():
             shape = oracle.LINEARS[name]
-            found[f"model.layers.{layer}.{name}"] = matrix(tree[home][leaf]).reshape(shape)
-    return found
+            values[f"model.layers.{layer}.{name}"] = matrix(tree[home][leaf]).reshape(shape)
+    return values
 
 
 def logits(params, cfg) -> np.ndarray:
@@ -62,19 +62,19 @@ def logits(params, cfg) -> np.ndarray:
     tokens = jnp.asarray(TOKENS, jnp.int32)[None]
     places = jnp.arange(len(TOKENS), dtype=jnp.int32)[None]
     parts = decoder.parts(cfg, dtype="float32")
-    found = parts.logits(params, {"tokens": tokens, "positions": places})
-    return np.asarray(found, np.float64)[0, :, : cfg.vocab]
+    out = parts.logits(params, {"tokens": tokens, "positions": places})
+    return np.asarray(out, np.float64)[0, :, : cfg.vocab]
 
 
 def check(spec: Spec, path, with_logits: bool = False):
     """Compares what the reader finds with what was written; returns the parameters."""
-    wanted = oracle.write(path, spec)
+    expected = oracle.write(path, spec)
     cfg, params = hf_quantized.load(path)
     for name, got in matrices(params).items():
-        np.testing.assert_allclose(got, wanted[name], rtol=0, atol=1e-6, err_msg=name)
+        np.testing.assert_allclose(got, expected[name], rtol=0, atol=1e-6, err_msg=name)
     if with_logits:
         np.testing.assert_allclose(
-            logits(params, cfg), oracle.logits(wanted, TOKENS), rtol=0, atol=1e-4
+            logits(params, cfg), oracle.logits(expected, TOKENS), rtol=0, atol=1e-4
         )
     return params
 
@@ -342,14 +342,14 @@ def format_of(bits, group=32):
 def decoded(path, form) -> dict[str, np.ndarray]:
     """Returns {module: (K, N)} of a folder's blocks, by its quantization_config alone."""
     members = json.loads((path / "config.json").read_text())["quantization_config"]
-    tensors, found = oracle.read(path), {}
+    tensors, weights = oracle.read(path), {}
     for name in [n for n in tensors if "layers." in n]:
         module, end = name.rsplit(".", 1)
         part = {e: tensors.get(f"{module}.{e}") for e in ("qweight", "qzeros", "scales", "g_idx")}
         if end == "weight" and tensors[name].ndim == 2:
-            found[module] = tensors[name].astype(np.float64).T
+            weights[module] = tensors[name].astype(np.float64).T
         elif end == "qweight" and form == "awq":
-            found[module], *_ = oracle.decode_awq(part, members["group_size"])
+            weights[module], *_ = oracle.decode_awq(part, members["group_size"])
         elif end == "qweight":
             kinds = [
                 more
@@ -357,8 +357,8 @@ def decoded(path, form) -> dict[str, np.ndarray]:
                 if re.match(pattern[2:], module)
             ]
             bits = (kinds or [members])[0]["bits"]
-            found[module], *_ = oracle.decode_gptq(part, bits, 2)
-    return found
+            weights[module], *_ = oracle.decode_gptq(part, bits, 2)
+    return weights
 
 
 @pytest.mark.parametrize(
@@ -405,16 +405,18 @@ def test_a_module_of_another_width_has_a_pattern_of_its_own():
     kinds = {f"model.layers.{i}.mlp.{n}": (4, 128) for i in range(12) for n in ("up", "down")}
     kinds |= dict.fromkeys(["model.layers.1.mlp.up", "model.layers.1.mlp.down"], (8, 64))
     kinds["model.layers.11.mlp.up"] = (8, None)
-    found = hf_quantized.section_of("gptq", kinds, [], desc_act=False, symmetric=True)
-    assert found["dynamic"] == {
+    section = hf_quantized.section_of("gptq", kinds, [], desc_act=False, symmetric=True)
+    assert section["dynamic"] == {
         r"+:^model\.layers\.1\.": {"bits": 8, "group_size": 64},
         r"+:^model\.layers\.11\.mlp\.up$": {"bits": 8, "group_size": -1},
     }
-    settings = hf_quantized.checked_settings(found)
+    settings = hf_quantized.checked_settings(section)
     for module, kind in kinds.items():
         assert settings.of(module) == kind
     assert settings.of("model.layers.1.mlp.gate_up") == (8, 64)
-    anchored = hf_quantized.checked_settings(found | {"dynamic": {"mlp": {"bits": 2}, "model": {}}})
+    anchored = hf_quantized.checked_settings(
+        section | {"dynamic": {"mlp": {"bits": 2}, "model": {}}}
+    )
     assert anchored.of("model.layers.0.mlp.up") == (4, 128)  # patterns match from the beginning
 
 
@@ -424,8 +426,8 @@ def test_as_many_rules_are_written_as_are_read(form):
     kinds = {f"h.{i}.up": (4, 32) for i in range(20_003)}
     dense = [f"h.{i}.down" for i in range(hf_quantized.MAX_RULES)]
     options = {"desc_act": False, "symmetric": True}
-    found = hf_quantized.section_of(form, kinds, dense, **options)
-    settings = hf_quantized.checked_settings(found)
+    section = hf_quantized.section_of(form, kinds, dense, **options)
+    settings = hf_quantized.checked_settings(section)
     assert len(settings.dynamic) == hf_quantized.MAX_RULES
     assert settings.of(dense[-1]) is None and settings.of("h.20002.up") == (4, 32)
     with pytest.raises(UserError, match="10,001 modules or layers differ .* may have 10,000 rules"):

@@ -19,9 +19,9 @@ def test_another_program_has_our_logits(case, tmp_path):
     write(tmp_path, case)
     with np.load(OUT) as file:
         assert digest(tmp_path / case) == str(file[f"{case}.digest"])
-        wanted = file[f"{case}.logits"]
+        expected = file[f"{case}.logits"]
     cfg, params = hf_quantized.load(tmp_path / case)
     batch = {"tokens": jnp.asarray(TOKENS, jnp.int32), "positions": jnp.arange(8)[None]}
-    found = jax.jit(decoder.parts(cfg, dtype="float32").logits)(params, batch)[..., : cfg.vocab]
-    np.testing.assert_allclose(found, wanted, rtol=0, atol=1e-4)
-    assert np.std(wanted) > 0.5
+    logits = jax.jit(decoder.parts(cfg, dtype="float32").logits)(params, batch)[..., : cfg.vocab]
+    np.testing.assert_allclose(logits, expected, rtol=0, atol=1e-4)
+    assert np.std(expected) > 0.5

@@ -27,11 +27,11 @@ def write(folder, tensors, **settings):
 
 def test_the_library_reads_what_we_write(tmp_path):
     write(tmp_path, TENSORS)
-    found = safetensors.numpy.load_file(tmp_path / SINGLE)
-    assert set(found) == set(TENSORS)
+    loaded = safetensors.numpy.load_file(tmp_path / SINGLE)
+    assert set(loaded) == set(TENSORS)
     for name, array in TENSORS.items():
-        assert found[name].dtype == array.dtype
-        np.testing.assert_array_equal(found[name], array)
+        assert loaded[name].dtype == array.dtype
+        np.testing.assert_array_equal(loaded[name], array)
 
 
 def test_we_read_what_the_library_writes(tmp_path):

@@ -55,26 +55,30 @@ def metadata(folder, shape, chunks, places, properties=FLOAT):
 
 
 def test_tensors_of_four_processes():
-    found = DcpFolder(GOLDEN)
-    assert set(found.tensors) == set(WANT)
-    assert [len(found.tensors[f"model.{n}"].boxes) for n in ("rows", "plane", "few")] == [4, 4, 2]
+    checkpoint = DcpFolder(GOLDEN)
+    assert set(checkpoint.tensors) == set(WANT)
+    assert [len(checkpoint.tensors[f"model.{n}"].boxes) for n in ("rows", "plane", "few")] == [
+        4,
+        4,
+        2,
+    ]
     for name, array in WANT.items():
-        read = found.view(name)
+        read = checkpoint.view(name)
         assert read.dtype == array.dtype and read.shape == array.shape, name
         np.testing.assert_array_equal(read, array, err_msg=name)
-    objects = {name: found.value(name) for name in found.objects}
+    objects = {name: checkpoint.value(name) for name in checkpoint.objects}
     assert objects == {"lr": 0.125, "steps": [1, 2], "note": "hello"}
 
 
 def test_any_box_of_a_tensor():
-    found, random = DcpFolder(GOLDEN), np.random.default_rng(0)
+    checkpoint, random = DcpFolder(GOLDEN), np.random.default_rng(0)
     for name in ("model.rows", "model.plane"):
         array = WANT[name]
         for _ in range(30):
             edges = [np.sort(random.choice(n + 1, 2, replace=False)) for n in array.shape]
             start, stop = (tuple(int(e[k]) for e in edges) for k in (0, 1))
             part = array[tuple(slice(a, b) for a, b in zip(start, stop, strict=True))]
-            np.testing.assert_array_equal(found.view(name, Box(start, stop)), part)
+            np.testing.assert_array_equal(checkpoint.view(name, Box(start, stop)), part)
 
 
 def test_as_safetensors(tmp_path):
@@ -83,9 +87,9 @@ def test_as_safetensors(tmp_path):
     readers.write(source, tmp_path)
     assert source.step == 3 and not source.left_out
     assert source.notes["objects"]["steps"] == [1, 2]
-    found = TensorFolder(tmp_path)
+    checkpoint = TensorFolder(tmp_path)
     for name, array in WANT.items():
-        assert found.view(name).tobytes() == array.tobytes(), name
+        assert checkpoint.view(name).tobytes() == array.tobytes(), name
 
 
 def test_by_hand(tmp_path):

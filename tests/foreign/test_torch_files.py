@@ -26,7 +26,7 @@ def opened(tmp_path, *args, **kwargs):
 
 
 def test_tensors_are_those_that_torch_saved():
-    found = dict(tensors(TorchFile(KINDS).value))
+    by_name = dict(tensors(TorchFile(KINDS).value))
     x = np.arange(24, dtype=np.float32).reshape(4, 6)
     want = {
         "whole": x,
@@ -43,24 +43,24 @@ def test_tensors_are_those_that_torch_saved():
     want |= {f"types.{t}": np.arange(5).astype(t) for t in names.split()}
     for t in ("bfloat16", "float8_e4m3fn"):
         want[f"types.{t}"] = np.arange(5).astype(getattr(ml_dtypes, t))
-    assert {n for n, t in found.items() if isinstance(t, Tensor)} == set(want)
+    assert {n for n, t in by_name.items() if isinstance(t, Tensor)} == set(want)
     for name, array in want.items():
-        read = found[name].read()
+        read = by_name[name].read()
         assert read.dtype == array.dtype and read.shape == array.shape, name
         np.testing.assert_array_equal(read, array, err_msg=name)
         assert not read.flags.writeable or read.size == 0
-    assert found["whole"].storage is found["turned"].storage is found["every_other"].storage
-    assert np.shares_memory(found["whole"].read(), found["row"].read())
+    assert by_name["whole"].storage is by_name["turned"].storage is by_name["every_other"].storage
+    assert np.shares_memory(by_name["whole"].read(), by_name["row"].read())
 
 
 def test_the_rest_is_plain_or_inert():
-    found = TorchFile(KINDS).value
-    assert isinstance(found["dtype"], Global) and found["dtype"].name == "torch.bfloat16"
-    assert found["size"] == (2, 3) and found["set"] == {1, 2}
-    assert found["list"] == [1, 2.5, None, True, "x", b"y", (1, 2)]
-    assert found["names"].last == "Namespace" and found["names"].state == {"a": 1, "b": "two"}
-    assert isinstance(found["numpy"], Record) and isinstance(found["buffer"], Record)
-    assert plain({"a": (1, found["dtype"]), "b": found["names"]}) == {
+    value = TorchFile(KINDS).value
+    assert isinstance(value["dtype"], Global) and value["dtype"].name == "torch.bfloat16"
+    assert value["size"] == (2, 3) and value["set"] == {1, 2}
+    assert value["list"] == [1, 2.5, None, True, "x", b"y", (1, 2)]
+    assert value["names"].last == "Namespace" and value["names"].state == {"a": 1, "b": "two"}
+    assert isinstance(value["numpy"], Record) and isinstance(value["buffer"], Record)
+    assert plain({"a": (1, value["dtype"]), "b": value["names"]}) == {
         "a": [1, "torch.bfloat16"],
         "b": "argparse.Namespace",
     }
@@ -93,8 +93,8 @@ def test_cut_short(tmp_path):
 
 
 def test_a_view_by_hand(tmp_path):
-    found = opened(tmp_path, tensor(1, (2, 2), (2, 1)), {"0": SIX.tobytes()}).value.read()
-    np.testing.assert_array_equal(found, [[1, 2], [3, 4]])
+    x = opened(tmp_path, tensor(1, (2, 2), (2, 1)), {"0": SIX.tobytes()}).value.read()
+    np.testing.assert_array_equal(x, [[1, 2], [3, 4]])
 
 
 @pytest.mark.parametrize(
@@ -165,8 +165,12 @@ def test_names_that_collide_are_refused(value, tmp_path):
 
 def test_a_dot_at_the_beginning_is_part_of_the_name(tmp_path):
     value = {".w": tensor(0, (6,), (1,)), "w": tensor(0, (2,), (1,)), "": {"v": 1}}
-    found = dict(tensors(opened(tmp_path, value, {"0": SIX.tobytes()}).value))
-    assert {n: getattr(x, "shape", x) for n, x in found.items()} == {".w": (6,), "w": (2,), ".v": 1}
+    by_name = dict(tensors(opened(tmp_path, value, {"0": SIX.tobytes()}).value))
+    assert {n: getattr(x, "shape", x) for n, x in by_name.items()} == {
+        ".w": (6,),
+        "w": (2,),
+        ".v": 1,
+    }
 
 
 def test_members_that_share_bytes(tmp_path):

@@ -36,11 +36,11 @@ def opened(data, folder):
 
 
 def test_tensors_are_read_in_the_order_of_the_keys(tmp_path):
-    source, found = opened(torch_legacy(MODEL, STORAGES), tmp_path)
-    np.testing.assert_array_equal(found["w"], SIX.reshape(2, 3))
-    np.testing.assert_array_equal(found["t"], SIX.reshape(2, 3).T)
-    np.testing.assert_array_equal(found["part"], [1, 3])
-    assert found["half"].dtype == np.float16 and found["none"].shape == (0,)
+    source, by_name = opened(torch_legacy(MODEL, STORAGES), tmp_path)
+    np.testing.assert_array_equal(by_name["w"], SIX.reshape(2, 3))
+    np.testing.assert_array_equal(by_name["t"], SIX.reshape(2, 3).T)
+    np.testing.assert_array_equal(by_name["part"], [1, 3])
+    assert by_name["half"].dtype == np.float16 and by_name["none"].shape == (0,)
     assert source.notes["objects"]["epoch"] == 3 and not source.left_out
 
 
@@ -87,10 +87,10 @@ def test_files_that_cannot_be_read_are_refused(name, tmp_path):
 
 
 def test_every_cut_of_a_file_is_refused(tmp_path):
-    whole = torch_legacy(MODEL, STORAGES)
-    for size in range(len(whole)):
+    content = torch_legacy(MODEL, STORAGES)
+    for size in range(len(content)):
         with pytest.raises(UserError):
-            opened(whole[:size], tmp_path)
+            opened(content[:size], tmp_path)
 
 
 def test_a_zip_is_still_a_zip(tmp_path):
@@ -138,5 +138,5 @@ def test_weights_of_imagenet_are_those_of_pythons_pickle(tmp_path):
     assert len(source.shapes) == len(parts[3]) == 296
     for name, (key, offset, shape, strides) in parts[3].items():
         bytes_apart = [s * arrays[key].itemsize for s in strides]
-        wanted = np.lib.stride_tricks.as_strided(arrays[key][offset:], shape, bytes_apart)
-        np.testing.assert_array_equal(source.view(name), wanted, err_msg=name)
+        expected = np.lib.stride_tricks.as_strided(arrays[key][offset:], shape, bytes_apart)
+        np.testing.assert_array_equal(source.view(name), expected, err_msg=name)

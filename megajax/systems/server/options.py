@@ -124,4 +124,4 @@ class Config(HttpOptions, EngineOptions, ModelOptions):
 
     emulate: int | None = option(None, "CPU devices to emulate; none: real ones", at_least=1)
     cache_dir: str = option("~/.cache/megajax", "folder for compiled programs")
-    mesh: mesh_.MeshSpec = group(mesh_.MeshSpec, whole=True)
+    mesh: mesh_.MeshSpec = group(mesh_.MeshSpec, resets=True)
