@@ -139,7 +139,7 @@ def _record(data: bytes, folder: Path) -> None:
     (folder / "state").mkdir()
     (folder / "state" / "a").write_bytes(b"hello")
     (folder / "b").write_bytes(b"")
-    for text in (data, trust._sealed(data.decode(errors="replace")).encode()):
+    for text in (data, trust.seal_text(data.decode(errors="replace")).encode()):
         (folder / trust.RECORD).write_bytes(text)
         try:
             record = trust.read_record(folder)

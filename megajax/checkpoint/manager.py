@@ -121,7 +121,7 @@ def _native(dtype: np.dtype) -> np.dtype:
 
 
 def template(like: Tree) -> Tree:
-    """Returns what to ask storage for: `storable` of what `like` describes.
+    """Returns the tree of arrays to ask storage for: `storable` of the tree that `like` describes.
 
     Numbers of the host are asked for as NumPy arrays; so are types that this process's devices do
     not have (float64 without jax_enable_x64), where `like` names no sharding.
@@ -253,8 +253,9 @@ def orders_of(tree: Tree, order: Order | None) -> list[list[int]]:
 
 
 def rows_of(record: Record | None, orders: Mapping[str, Sequence[int]]) -> dict[str, list[int]]:
-    """Returns {leaf: the stored row of each wanted one}, of leaves that are stored in another order
-    than wanted. record: None: all are stored in the model's order. wanted: [] stands for it."""
+    """Returns {leaf: the stored row of each of its rows}, of the leaves that are not stored in the
+    order that `orders` has. record: None: all are stored in the model's order. orders: [] stands
+    for that one."""
     known = {} if record is None else record.leaves
     moved = {}
     for name, order in orders.items():
@@ -558,7 +559,8 @@ class CheckpointManager:
         return from_storage(state, like)
 
     def together(self, step: int) -> contextlib.AbstractContextManager[None]:
-        """Returns what to read a step in: `agreement.together`. Errors tell what is wrong in it."""
+        """Returns the context in which all processes read a step: `agreement.together`. An error
+        inside becomes one that says what is wrong with the step."""
         what = f"step {step} of {self.folder}"
         return agreement.together(what, functools.partial(self._explain, step))
 
@@ -572,7 +574,7 @@ class CheckpointManager:
         part, parts = jax.process_index(), jax.process_count()
         share = dict(list(record.files.items())[part::parts])
         damage = trust.find_damage(folder, dataclasses.replace(record, files=share))
-        return damage or trust.strangers(folder, record)
+        return damage or trust.unrecorded_files(folder, record)
 
     def _explain(self, step: int, error: Exception) -> CheckpointError:
         """Returns the error to raise: damage if there is any, else what storage said."""
@@ -620,7 +622,7 @@ def _of_listing(error: Exception) -> CheckpointError:
 
 
 def _warn(call: Callable[[], None]) -> None:
-    """Warns when a save failed, unless that was said when it was found.
+    """Warns when a save failed, unless the failure was logged when it was detected.
 
     Raises: SupersededError.
     """

@@ -35,7 +35,7 @@ Order = Mapping[str, Sequence[int]]  # as leaves.Order
 PAGE = 4096
 ALIGN = 64
 MAX_RANK = 32  # NumPy has up to 64
-HEADER = struct.Struct("<8sQQQQI")  # magic, turn, step, bytes of the table, of all, their CRC-32
+HEADER = struct.Struct("<8sQQQQI")  # magic, number, step, bytes of the table, of all, their CRC-32
 MAGIC = b"megajax1"
 ATTEMPT, ORDER = "attempt", "order_of_rows"  # members of data_state
 NONE = (-1, -1)
@@ -61,7 +61,7 @@ class Snapshot:
 
 
 class Segment:
-    """The shared memory of one process."""
+    """The shared memory of one process. capacity: bytes of one copy, its table included."""
 
     def __init__(self, path: str | Path):
         """Opens a segment that exists. Raises: CheckpointError when it does not."""
@@ -73,12 +73,7 @@ class Segment:
                 raise ValueError(f"{len(self._memory)} bytes")
         except (OSError, ValueError) as error:
             raise CheckpointError(f"{self.path} is no memory segment: {error}") from None
-        self._slot = (len(self._memory) - 2 * PAGE) // 2
-
-    @property
-    def capacity(self) -> int:
-        """Bytes of one copy, its table included."""
-        return self._slot
+        self.capacity = (len(self._memory) - 2 * PAGE) // 2
 
     @classmethod
     def create(cls, path: str | Path, capacity: int) -> "Segment":
@@ -101,7 +96,7 @@ class Segment:
         return cls(path)
 
     def close(self, remove: bool = False) -> None:
-        """Lets go of the memory; remove: frees it."""
+        """Unmaps the memory. remove: also deletes the file, which frees the memory."""
         self._memory.close()
         if remove:
             self.path.unlink(missing_ok=True)
@@ -126,14 +121,14 @@ class Segment:
         pieces = list(pieces)
         rows, table, total = _lay_out(pieces, data_state)
         begin = -(-len(table) // ALIGN) * ALIGN
-        if total > self._slot:
+        if total > self.capacity:
             raise CheckpointError(
-                f"step {step} takes {total:,} bytes, a slot of {self.path} has {self._slot:,}"
+                f"step {step} takes {total:,} bytes, a slot of {self.path} has {self.capacity:,}"
             )
         headers = sorted(self._headers())
         number = headers[-1][0] + 1 if headers else 1
         slot = 1 - headers[-1][-1] if headers else 0
-        home = 2 * PAGE + slot * self._slot
+        home = 2 * PAGE + slot * self.capacity
         self._memory[slot * PAGE : slot * PAGE + HEADER.size + 4] = bytes(HEADER.size + 4)
         self._memory[home : home + len(table)] = table
         for p, row in zip(pieces, rows, strict=True):
@@ -163,7 +158,7 @@ class Segment:
     def snapshots(self) -> Iterator[Snapshot]:
         """Yields the whole copies, the newest first, each checked byte for byte."""
         for _, step, table_bytes, total, crc, slot in sorted(self._headers(), reverse=True):
-            home = 2 * PAGE + slot * self._slot
+            home = 2 * PAGE + slot * self.capacity
             if self._crc(home, total) != crc:
                 continue
             try:
@@ -197,13 +192,14 @@ class Segment:
             return zlib.crc32(body)
 
     def _headers(self) -> list[tuple[int, int, int, int, int, int]]:
-        """Returns (turn, step, bytes of the table, of all, CRC, slot) of the whole headers."""
+        """Returns (number of the copy, step, bytes of the table, of all, CRC, slot) of the headers
+        whose checksum is right."""
         headers = []
         for slot in (0, 1):
             header = self._memory[slot * PAGE : slot * PAGE + HEADER.size]
             (crc,) = struct.unpack_from("<I", self._memory, slot * PAGE + HEADER.size)
             magic, *values = HEADER.unpack(header)
-            if magic == MAGIC and zlib.crc32(header) == crc and values[3] <= self._slot:
+            if magic == MAGIC and zlib.crc32(header) == crc and values[3] <= self.capacity:
                 headers.append((*values, slot))
         return headers
 
@@ -222,7 +218,8 @@ def _lay_out(pieces: list[Piece], data_state: dict[str, Any]) -> tuple[list, byt
 
 
 class MemoryTier:
-    """The copies of one process of a job: the loop puts them, the next attempt takes one.
+    """The copies of one process of a job: the loop writes them (`put`), and the next attempt reads
+    one (`take`).
 
     A copy says which attempt made it: processes never mix copies of one step from two attempts,
     whose sums may have gone in another order.

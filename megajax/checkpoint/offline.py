@@ -6,7 +6,6 @@ tensorstore reads what Orbax wrote; a leaf is in memory only while it is used. N
 import json
 import math
 import os
-import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from megajax.checkpoint import store, trust
 from megajax.checkpoint.steps import StepFolder, is_step_name, open_steps
 from megajax.checkpoint.store import stored_values
 from megajax.checkpoint.trust import CheckpointError, Keys, Record
+from megajax.core import files
 from megajax.core.errors import UserError
 from megajax.core.files import expand
 from megajax.foreign.safetensors import CODES, DTYPES
@@ -80,7 +80,7 @@ def verify(steps: StepFolder, step: int) -> Record:
         )
     folder = steps.step(step)
     damage = trust.find_damage(folder, record)
-    if damage or (damage := trust.strangers(folder, record) if record.signature else []):
+    if damage or (damage := trust.unrecorded_files(folder, record) if record.signature else []):
         raise trust.damaged(folder, damage, home=record.home)
     return record
 
@@ -196,18 +196,8 @@ def new_folder(path: str | Path) -> Iterator[Path]:
     target = expand(path).absolute()
     if target.exists():
         raise UserError(f"{target} exists; name a new folder")
-    temporary: Path | None = None
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-        yield temporary
-        temporary.chmod(0o755)
-        temporary.rename(target)
-    except OSError as error:
-        raise UserError(f"cannot write {target}: {error.strerror}; nothing was left") from None
-    finally:
-        if temporary is not None:
-            shutil.rmtree(temporary, ignore_errors=True)
+    with files.new_folder(target) as folder:
+        yield folder
 
 
 def data_state_text(steps: StepFolder, step: int) -> str:

@@ -353,7 +353,8 @@ def write(
 
     file_bytes: at which it begins another file; None: Orbax's own.
     """
-    _quieten_orbax()
+    # Orbax's threads would print the tracebacks of errors that SaveHandle explains.
+    standard_logging.getLogger("absl").addFilter(_from_elsewhere)  # adding it again changes nothing
     context = _context(compress)
     if file_bytes is not None:
         context.array.saving.ocdbt_target_data_file_size = file_bytes
@@ -592,11 +593,6 @@ def _placed(x: Any) -> Any:
 
 def _from_elsewhere(record: standard_logging.LogRecord) -> bool:
     return f"{os.sep}orbax{os.sep}" not in record.pathname
-
-
-def _quieten_orbax() -> None:
-    """Keeps Orbax's threads from printing the tracebacks of errors that SaveHandle explains."""
-    standard_logging.getLogger("absl").addFilter(_from_elsewhere)  # adding it again changes nothing
 
 
 def reason(error: BaseException) -> str:

@@ -206,8 +206,8 @@ def _worst_fit(bare: Plan, first: np.ndarray, others: Sequence[np.ndarray]) -> n
 def reads(saved: Plan, loaded: Plan) -> Iterator[tuple[int, Copy]]:
     """Yields (leaf, copy) for all that a load takes from what a save wrote.
 
-    A copy's source is a piece of `saved`, its target one of `wanted`; every wanted element comes
-    in exactly one. Raises: ValueError when the leaves differ.
+    A copy's source is a piece of `saved`, its target one of `loaded`; exactly one copy has each
+    element of `loaded`. Raises: ValueError when the leaves differ.
     """
     shapes = [[(x.name, x.shape, x.itemsize) for x in p.leaves] for p in (saved, loaded)]
     if shapes[0] != shapes[1]:
@@ -241,7 +241,7 @@ class Estimate:
 
 
 def simulate(save: Plan, rates: Rates = Rates()) -> Estimate:
-    """Returns how long a plan takes when nothing but these rates limits it."""
+    """Returns how long a save by a plan, and its load, take if only these rates limit them."""
     loads = save.bytes_per_rank.astype(float)
     padded = np.pad(loads, (0, -len(loads) % rates.ranks_per_host))
     hosts = padded.reshape(-1, rates.ranks_per_host).sum(axis=1)

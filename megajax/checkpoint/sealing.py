@@ -69,9 +69,9 @@ def _program(devices: tuple[jax.Device, ...], scalars: tuple[bool, ...]) -> Call
 class Fingerprints:
     """The fingerprints of leaves, computed where the shards lie.
 
-    A GPU begins at once, in the order of the caller's programs, and computes beside what it does
-    next. A CPU's programs would keep the caller waiting, so there a thread has them, on views of
-    the shards: donated memory that has a view is not used again while it has one.
+    A GPU begins at once, in the order of the caller's programs, while the caller goes on. Programs
+    of a CPU would keep the caller waiting, so there a thread runs them, on views of the shards:
+    donated memory is not used again as long as it has a view.
     """
 
     def __init__(
@@ -79,8 +79,9 @@ class Fingerprints:
     ):
         """The arrays may be donated afterwards.
 
-        at_once: CPUs begin too, not when first asked. orders: of all leaves that will be added:
-        the row of the model at each place, None where that is the place itself.
+        at_once: CPUs begin at once too, and not when a sum is first asked for. orders: of all
+        leaves that will be added: the row of the model at each place, None where that is the place
+        itself.
         """
         self._orders: Iterator[Order] = itertools.repeat(None) if orders is None else iter(orders)
         # A thread of its own: a mesh in scope (jax.set_mesh) would claim these programs of one
@@ -91,7 +92,7 @@ class Fingerprints:
         self.add(leaves)
 
     def add(self, leaves: Iterable[Any]) -> None:
-        """Takes more leaves, after those before; one program for all of one call."""
+        """Adds leaves behind those of earlier calls; one program sums the leaves of one call."""
         held = [_held(x) for x in leaves]
         orders = list(itertools.islice(self._orders, len(held)))
 
@@ -148,7 +149,8 @@ def _total(parts: Iterable[Any]) -> Print:
 
 
 def _held(x: Any) -> tuple[Callable[[], Any], bool]:
-    """Returns (what gives an array of the same memory, which stays as it is, whether on hosts)."""
+    """Returns (a call that returns an array of the same values even after x was donated, whether
+    its memory is the host's)."""
     if not isinstance(x, jax.Array):
         return lambda: x, True
     device = next(iter(x.sharding.device_set))
@@ -246,7 +248,8 @@ BLOCKS = (2**12, 2**18)  # words that a program sums: of small leaves, of large 
 
 
 def verify(steps: StepFolder, step: int) -> Record:
-    """Reads every byte of a step, compares leaves that nobody has, and returns its record.
+    """Reads every byte of a step and returns its record. Also compares the leaves with their
+    fingerprints, unless the step was read back before.
 
     Raises: as `offline.verify`; DamagedError too when the leaves are not what was saved, though the
     checksums agree.
@@ -344,7 +347,7 @@ def _in_order(leaf: LeafSum, start: int, slab: np.ndarray) -> Iterator[tuple[int
 
 
 def _slabs(stored: Any, memory: _Memory) -> Iterator[tuple[int, np.ndarray]]:
-    """Yields (first row, rows) of a stored array; the next rows are on their way meanwhile."""
+    """Yields (first row, rows) of a stored array; the next rows are read meanwhile."""
     dtype, shape = stored.dtype.numpy_dtype, tuple(stored.shape)
     if not shape:
         yield 0, np.asarray(stored.read().result(timeout=store.PATIENCE_S))

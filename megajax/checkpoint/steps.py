@@ -88,7 +88,8 @@ class StepFolder:
     def fence(self, attempt: Attempt | None, takes: bool) -> None:
         """Lets a supervised attempt save for as long as no newer one does.
 
-        takes: in one process of the job. Raises: SupersededError; LeaseError, or CheckpointError
+        takes: whether this process writes the record of the attempt, which one process of a job
+        does. Raises: SupersededError; LeaseError, or CheckpointError
         where trying again is no use.
         """
         if attempt is None:
@@ -124,7 +125,8 @@ class StepFolder:
         steps, closed = [], None
         for step in sorted(int(name) for name in names if is_step_name(name)):
             try:
-                if _is_step(self.path / str(step)):
+                folder = self.path / str(step)
+                if _is_there(folder / RECORD) or _description(folder) is not None:
                     steps.append(step)
             except ForbiddenError as error:
                 closed = error
@@ -284,7 +286,8 @@ class StepFolder:
         _free(leftover)
 
     def remove(self, step: int) -> None:
-        """Takes a step's name away, so that it is never half there; `empty` frees its bytes.
+        """Moves a step into a trash folder, so that no reader sees part of it; `empty` frees its
+        bytes.
 
         A step that is not of megajax stays. Raises: UnreadableError.
         """
@@ -354,9 +357,10 @@ class StepFolder:
                     self.remove(step)
 
     def lock(self, shared: bool = False, wait_s: float = 0.0) -> bool:
-        """Takes the folder; False: another has it. Where locks do not exist: True.
+        """Locks the folder. Returns: False: another process holds the lock; True also where the
+        file system has no locks.
 
-        shared: others may take it so too. wait_s: for those who hold it otherwise.
+        shared: others may hold it with this process. wait_s: for those who hold it otherwise.
         """
         if self._lock is not None:
             return True
@@ -377,7 +381,7 @@ class StepFolder:
         return is_locked
 
     def unlock(self) -> None:
-        """Gives the folder back."""
+        """Releases the lock of the folder."""
         if self._key is not None:
             _being_saved().discard(self._key)
             self._key = None
@@ -478,10 +482,6 @@ def refuse_run(place: Path, names: Iterable[str]) -> None:
             f"{place} holds {held}/, a step of another run, and saving step {place.name} would "
             "replace it; move that run, or save elsewhere"
         )
-
-
-def _is_step(folder: Path) -> bool:
-    return _is_there(folder / RECORD) or _description(folder) is not None
 
 
 def _is_there(path: Path) -> bool:
@@ -659,7 +659,7 @@ class ObjectFolder(StepFolder):
             return  # the next save removes it
 
     def remove(self, step: int) -> None:
-        """Takes a step's record away, so that it is never half there. Raises: StoreError."""
+        """Deletes the record of a step, so that no reader sees part of it. Raises: StoreError."""
         (self.step(step) / UNFINISHED_MARK).write(b"")
         (self.step(step) / RECORD).delete()
 
@@ -671,11 +671,11 @@ class ObjectFolder(StepFolder):
                 self._clear(step)
 
     def lock(self, shared: bool = False, wait_s: float = 0.0) -> bool:
-        """Takes the stage; False: another process of this machine saves there."""
+        """Locks the stage. Returns: False: another process of this machine saves there."""
         return self._stage.lock(shared, wait_s)
 
     def unlock(self) -> None:
-        """Gives the stage back."""
+        """Releases the lock of the stage."""
         self._stage.unlock()
 
     def collect(self) -> None:

@@ -205,7 +205,7 @@ def kvstore(folder: Path) -> dict[str, Any]:
 
 
 def explained(path: Path, error: Exception) -> Exception:
-    """Returns the StoreError of what a store, not its content, is to blame for; else the error."""
+    """Returns a StoreError if the store failed, rather than what is stored; else the error."""
     if not isinstance(path, ObjectPath) or isinstance(error, UserError):
         return error
     code, _, detail = str(error).partition(":")

@@ -4,7 +4,7 @@ read-back.
 Orbax checks its indices, not the arrays: a flipped bit in one loads without a word. Here the last
 file written into a step is integrity.json: a CRC-32 (zlib's) of every 16 MiB of every other file,
 the fingerprint of every leaf (sealing.py), and a CRC-32 of the record itself. A step is good
-when its record is and its files are. No jax: a tool on a login node reads records.
+when its record and its files match these checksums. No jax: a tool on a login node reads records.
 """
 
 import errno
@@ -168,10 +168,10 @@ _ABSENT = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 
 
 def absent(path: Path, error: OSError, any_other: bool = True) -> OSError:
-    """Returns the error if it says that there is no such file.
+    """Returns the error if it means that the file does not exist; raises if the file is unreadable.
 
-    any_other: every other error means that the file cannot be looked at; else only those that
-    say nothing of its bytes do, and the rest are returned too.
+    any_other: whether every other error counts as unreadable. If not, only the errors of _CLOSED
+    do, and all others are returned.
     Raises: UnreadableError; ForbiddenError where permissions are why.
     """
     if error.errno in _ABSENT or not (any_other or error.errno in _CLOSED):
@@ -247,7 +247,7 @@ class Damage:
 def write_record(folder: Path, record: Record, keys: Keys | None = None) -> None:
     """Writes the record of a step, and returns when it is on the disk. keys: to sign it with."""
     body = record.text()
-    write_file(folder / RECORD, _sealed(body, keys.sign(body.encode()) if keys else ""))
+    write_file(folder / RECORD, seal_text(body, keys.sign(body.encode()) if keys else ""))
     sync_folder(folder)
 
 
@@ -316,8 +316,8 @@ def check_small_files(folder: Path, record: Record) -> None:
         raise damaged(folder, damage, home=record.home)
 
 
-def strangers(folder: Path, record: Record) -> list[Damage]:
-    """Returns the files beside the arrays that the record does not know: nobody signed them."""
+def unrecorded_files(folder: Path, record: Record) -> list[Damage]:
+    """Returns the files in state/ that the record does not list, so that no key signed them."""
     folder = folder / record.home
     there = folder.names() if isinstance(folder, ObjectPath) else list_files(folder)
     names = [n for n in there if n.startswith("state/") and n not in record.files]
@@ -372,7 +372,8 @@ def _naturals(values: Any, above: int) -> int:
 REMEDY = "restore another step, or copy this one again from where it came"
 
 
-def _sealed(body: str, signature: str = "") -> str:
+def seal_text(body: str, signature: str = "") -> str:
+    """Returns the text of the file RECORD for the text of a record."""
     signed = f'"hmac": "{signature}", ' if signature else ""
     return f'{{"crc32": "{isal_zlib.crc32(body.encode()):08x}", {signed}"record": {body}}}\n'
 
@@ -393,9 +394,9 @@ def sum_files(
     sizes: Mapping[str, int] | None = None,
     sha256: Collection[str] = (),
 ) -> dict[str, FileSum]:
-    """Reads files and returns what they are.
+    """Reads files and returns their sizes and checksums.
 
-    sizes: as far as they are known. sha256: the files of which that is wanted too.
+    sizes: if they are known. sha256: the files whose SHA-256 is computed too.
     Raises: OSError.
     """
     sizes = {n: (folder / n).stat().st_size for n in names} if sizes is None else sizes
@@ -415,7 +416,7 @@ def sum_files(
 
 
 def _at_once(workers: int, call: Callable[[Any], Any], items: Iterable[Any]) -> list[Any]:
-    """Returns what a call says of each item; `workers` threads ask."""
+    """Returns call(item) of each item, computed by `workers` threads."""
     if not threading.main_thread().is_alive():  # the interpreter ends and takes no new threads
         return [call(item) for item in items]
     with ThreadPoolExecutor(workers) as pool:
@@ -489,9 +490,9 @@ def _size(path: Path, likely: int) -> int | OSError:
 def damaged(
     folder: Path, damage: Sequence[Damage], leaves: Sequence[str] = (), home: str = ""
 ) -> DamagedError:
-    """Returns the error that says all that is known.
+    """Returns the error that names the step, its damaged files and its damaged leaves.
 
-    leaves: those found to be wrong. home: of the record.
+    leaves: if they are known; else the index tells which lie in the damage. home: of the record.
     """
     if not folder.is_dir():  # by a run that goes on, which keeps its newest steps only
         return DamagedError(
@@ -523,7 +524,7 @@ def leaves_in(folder: Path, damage: Sequence[Damage]) -> list[str]:
 
 # ---- the mark of a read-back
 #
-# Whether a step was read back after it was saved: read_back.json, beside the record.
+# The file read_back.json beside the record says whether a step was read back after it was saved.
 #
 # A step counts when it has its name; what lies in storage is compared with the devices'
 # fingerprints after that (sealing.py). The mark says what was found, so that a later process
@@ -537,12 +538,12 @@ SAID = 5  # (chosen) wrong things that a message names, and a mark holds
 
 
 def identity(record: Record) -> str:
-    """Returns what tells a record from every other one."""
+    """Returns the SHA-256 of a record's text, which no other record has."""
     return hashlib.sha256(record.text().encode()).hexdigest()
 
 
 def write_mark(folder: Path, record: Record, wrong: Sequence[str]) -> None:
-    """Says what reading a step back found. wrong: nothing when it is good. Raises: OSError."""
+    """Writes the outcome of a read-back. wrong: empty when the step is good. Raises: OSError."""
     text = json.dumps({"record": identity(record), "wrong": list(wrong[:SAID])})
     if isinstance(folder, ObjectPath):
         (folder / MARK).write(text.encode())

@@ -1,7 +1,7 @@
 """Shards as N-dimensional boxes: what every program that moves arrays between layouts counts with.
 
 A shard of a global array is a box [start, stop). Resharding is intersection: the copies that make
-the wanted boxes from those that exist. A piece [begin, end) of a flattened array (a ZeRO bucket) is
+the new boxes from those that exist. A piece [begin, end) of a flattened array (a ZeRO bucket) is
 no box, but a few of them, at most 2 (n - 1) + 1 for n dimensions, so it needs no communication to
 be stored (ByteCheckpoint section 3, irregular tensors). No jax: a planner and a driver use it.
 """
@@ -155,9 +155,9 @@ def runs(sources: Sequence[int]) -> list[Run]:
 
 
 def stored_rows(stored: Sequence[int], requested: Sequence[int]) -> list[int] | None:
-    """Returns the stored row of each wanted one; None: the same.
+    """Returns the stored row of each requested row; None: they are the same.
 
-    Both are orders: the model's row at each place; an empty one is the model's own order.
+    stored, requested: orders, the model's row at each place; empty: the model's order.
     """
     if list(stored) == list(requested):
         return None
@@ -169,9 +169,9 @@ def stored_rows(stored: Sequence[int], requested: Sequence[int]) -> list[int] | 
 def targets(
     box: Box, memory: np.ndarray, rows: Sequence[int] | None
 ) -> Iterator[tuple[Box, np.ndarray]]:
-    """Yields (a box of what is stored, the part of a wanted box's memory that it goes to).
+    """Yields (a stored box, the part of `memory` that it is to be read into).
 
-    rows: the stored row of each wanted one; None: the same.
+    Args: box: that memory holds. rows: the stored row of each row of the array; None: the same.
     """
     if rows is None:
         yield box, memory

@@ -19,7 +19,16 @@ def check(cfg: Any, sizes: Mapping[str, int], rules: Rules) -> None:
     Raises: UserError with the value, the rule, the nearest legal value and the flag.
     """
     check_weights(cfg.model, sizes, rules)
-    _check_batch(cfg.train, sizes)
+    train = cfg.train
+    ways, spelled = _ways(BATCH_AXES, sizes)
+    pieces = ways * train.accumulate
+    if train.global_batch % pieces:
+        parts = [spelled] if spelled else []
+        parts += [f"train.accumulate {train.accumulate}"] if train.accumulate > 1 else []
+        raise UserError(
+            f"train.global_batch={train.global_batch} must be divisible by {' x '.join(parts)} = "
+            f"{pieces}; {nearest_multiples(train.global_batch, pieces)} (--train.global_batch)"
+        )
     _check_sequence(cfg, sizes)
     if sizes["context"] > 1:
         _check_context(cfg, sizes)
@@ -64,18 +73,6 @@ def _unshared(model: Any, word: str, axis: str, ways: int) -> str:
         f"{', '.join(map(str, near))}) or {axis} ({nearest_divisors(size, ways)}) "
         f"(--{flag}, --{axis})"
     )
-
-
-def _check_batch(train: Any, sizes: Mapping[str, int]) -> None:
-    ways, spelled = _ways(BATCH_AXES, sizes)
-    pieces = ways * train.accumulate
-    if train.global_batch % pieces:
-        parts = [spelled] if spelled else []
-        parts += [f"train.accumulate {train.accumulate}"] if train.accumulate > 1 else []
-        raise UserError(
-            f"train.global_batch={train.global_batch} must be divisible by {' x '.join(parts)} = "
-            f"{pieces}; {nearest_multiples(train.global_batch, pieces)} (--train.global_batch)"
-        )
 
 
 def _check_sequence(cfg: Any, sizes: Mapping[str, int]) -> None:

@@ -424,10 +424,10 @@ def other_than(member: str, choice: Any, harmless: tuple[Any, ...] = ()) -> Need
 def idle(
     cfg: Any, settings: Mapping[str, Any], flags: Mapping[str, str], verb: str | None = None
 ) -> Iterator[str]:
-    """Yields a sentence for each member that was given and has no effect.
+    """Yields a sentence for each member that was set and has no effect.
 
-    Args: given: {dotted name: value}. flags: {dotted name: flag} of all members. verb: what the
-      script is asked to do.
+    Args: settings: {dotted name: value} of the flags that were set. flags: {dotted name: flag} of
+      all members. verb: what the script is asked to do.
     """
     for name, value in settings.items():
         said = f"{flags[name]}={_word(value)} has no effect:"
@@ -513,7 +513,7 @@ def group(
     flag: what its flags begin with ('moe': --moe.experts); None: the dotted path from the root.
     needs: a condition without which its members have no effect.
     """
-    about = {"whole": resets, "flag": flag, "needs": needs}
+    about = {"resets": resets, "flag": flag, "needs": needs}
     return dataclasses.field(default_factory=factory, metadata=about)
 
 
@@ -708,7 +708,7 @@ def start_given() -> bool:
 
 
 def choose(word: str, verbs: Mapping[str, Any]) -> Any:
-    """Returns the value of a verb, of a script whose first word says what it does.
+    """Returns verbs[word], for a script whose first word says what it does.
 
     Raises: UserError with all verbs, and the one that was probably meant.
     """
@@ -813,7 +813,12 @@ def overlay(base: Any, said: Mapping[str, Any]) -> Any:
 
 
 def _overlay(base: Any, flat: Mapping[str, Any]) -> Any:
-    return override(_drop_whole(base, flat), flat)
+    # One flag of such a group resets its other members to their defaults.
+    for field in dataclasses.fields(base):
+        if field.metadata.get("resets") and any(n.startswith(f"{field.name}.") for n in flat):
+            factory = typing.cast(Callable, field.default_factory)
+            base = dataclasses.replace(base, **{field.name: factory()})
+    return override(base, flat)
 
 
 def _flatten(cls: type, said: Mapping[str, Any]) -> dict[str, Any]:
@@ -821,15 +826,6 @@ def _flatten(cls: type, said: Mapping[str, Any]) -> dict[str, Any]:
     hints = {name: hint for name, hint, _ in leaves(cls)}
     names = {flag: name for name, flag in flag_names(cls).items()} | {n: n for n in hints}
     return flatten(said, names, {n for n in hints if alternatives(hints[n])[1]})
-
-
-def _drop_whole(base: Any, settings: Mapping[str, Any]) -> Any:
-    """Returns `base` with the defaults in those of its groups that one member resets."""
-    for field in dataclasses.fields(base):
-        if field.metadata.get("whole") and any(n.startswith(f"{field.name}.") for n in settings):
-            factory = typing.cast(Callable, field.default_factory)
-            base = dataclasses.replace(base, **{field.name: factory()})
-    return base
 
 
 def diff(cfg: Any, base: Any) -> list[tuple[str, Any, Any]]:
@@ -842,8 +838,8 @@ def spell(cfg: Any, base: Any) -> list[str]:
     """Returns the flags that make `cfg` of `base`: what from_flags reads, for a command line."""
     names, flat = flag_names(type(cfg)), diff(cfg, base)
     for field in dataclasses.fields(cfg):
-        mine = [d for d in flat if d[0].startswith(f"{field.name}.")]
-        if field.metadata.get("whole") and mine:  # the base's values of the group are ignored
+        changes = [d for d in flat if d[0].startswith(f"{field.name}.")]
+        if field.metadata.get("resets") and changes:  # the base's values of the group are ignored
             factory = typing.cast(Callable, field.default_factory)
             fresh = dataclasses.replace(base, **{field.name: factory()})
             from_default = [d for d in diff(cfg, fresh) if d[0].startswith(f"{field.name}.")]

@@ -48,13 +48,13 @@ def nearest_multiples(value: int, factor: int) -> str:
 
 
 def divisors(value: int) -> list[int]:
-    """Returns the divisors of a number, ascending, in the time of its square root; of 0 none."""
+    """Returns the divisors of a number, ascending; of 0 none. Takes time like its square root."""
     low = [d for d in range(1, math.isqrt(value) + 1) if value % d == 0]
     return low + [value // d for d in reversed(low) if d * d != value]
 
 
 def nearest_divisors(value: int, target: int) -> str:
-    """Returns the divisors of `value` around `wanted`, e.g. 'nearest: 4, 6' for (12, 5)."""
+    """Returns the divisors of `value` around `target`, e.g. 'nearest: 4, 6' for (12, 5)."""
     all_divisors = divisors(value)
     below = [d for d in all_divisors if d < target][-1:]
     above = [d for d in all_divisors if d > target][:1]
@@ -65,8 +65,8 @@ def respell(message: str, flags: Collection[str]) -> str:
     """Returns a message of the library with the flags of the script that shows it.
 
     The library calls a member by its place in a training run (--train.steps). The script's own flag
-    is that one, the only one that ends so (--run.train.steps), or the last word (--steps). What it
-    has not is left out of the list at the end.
+    is that one, the only one that ends so (--run.train.steps), or the last word (--steps). Flags
+    that the script does not have are left out of the list at the end.
     """
 
     def script_flag(flag: str) -> str | None:

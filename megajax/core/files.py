@@ -5,7 +5,7 @@ has no end. Symbolic links are followed. JSON is read only when its values canno
 memory than its text does: `[[],[],...` takes 20 times its size. `read_object` is the reader of the
 JSON files that strangers write: one rule and one sentence for all of them; `read_arrays` is that of
 archives of arrays. Files are replaced (`write_whole`, `write_arrays`) and locked (`lock`) here, and
-nowhere else. No jax.
+nowhere else; folders are written by `new_folder`. No jax.
 """
 
 import contextlib
@@ -17,11 +17,12 @@ import math
 import os
 import reprlib
 import secrets
+import shutil
 import stat
 import tempfile
 import time
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -101,6 +102,27 @@ def write_whole(path: Path, content: bytes | str | Callable[[BinaryIO], Any]) ->
         with contextlib.suppress(OSError):
             part.unlink(missing_ok=True)
         raise
+
+
+@contextlib.contextmanager
+def new_folder(target: Path) -> Iterator[Path]:
+    """Gives a folder to write in, which gets its name when the block ends. It is removed when the
+    block raises.
+
+    target: must not exist, or be an empty folder. Raises: UserError when storage fails.
+    """
+    folder: Path | None = None
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        folder = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+        yield folder
+        folder.chmod(0o755)
+        folder.rename(target)
+    except OSError as error:
+        raise UserError(f"cannot write {target}: {error.strerror}; nothing was left") from None
+    finally:
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def write_arrays(path: Path, arrays: Mapping[str, Any], compress: bool = False) -> None:

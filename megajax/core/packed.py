@@ -34,7 +34,7 @@ Array = jax.Array
 
 @dataclasses.dataclass(frozen=True)
 class PackedWeight(abc.ABC):
-    """What derives from it is a frozen dataclass, registered as a pytree.
+    """Base of weights that are no array. A subclass is a frozen dataclass, registered as a pytree.
 
     Its arrays begin with a dimension of pieces, after that of the layers where they are stacked; a
     piece (`piece`) lacks it. shape: static, of the dense array that a piece stands for: (D, ...) of
@@ -45,7 +45,7 @@ class PackedWeight(abc.ABC):
 
     @abc.abstractmethod
     def astype(self, dtype: Any) -> Self:
-        """Returns it as products of inputs of this type take it."""
+        """Returns the weight in the form that products with inputs of this type use."""
 
     @abc.abstractmethod
     def matmul(

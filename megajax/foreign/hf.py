@@ -7,8 +7,6 @@ models/names.py and models/encoder_names.py.
 """
 
 import json
-import shutil
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
@@ -304,7 +302,10 @@ def save(
     if dtype not in CODES:
         raise UserError(f"dtype={dtype} must be one of {', '.join(CODES)} (--dtype)")
     leaves, (maps, _) = dict(named_leaves(params)), _home(cfg)
-    tensors, produce = tensors_of(leaves, _fitting(maps.rules(cfg), leaves), cfg, dtype)
+    rules = maps.rules(cfg)
+    if other := sorted({r.ours for r in rules} ^ leaves.keys()):
+        raise UserError(f"the parameters are not this configuration's: {', '.join(other[:5])}")
+    tensors, produce = tensors_of(leaves, rules, cfg, dtype)
     named = {} if labels is None else {"labels": labels}
     members = maps.to_hf_config(cfg, dtype, **named)
     write(path, tensors, produce, members, shard_bytes, tokenizer, licences)
@@ -366,36 +367,17 @@ def write(
         for name in tensors:
             produce(name)
         return
-    temporary: Path | None = None
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-        write_folder(temporary, tensors, produce, shard_bytes)
-        (temporary / "config.json").write_text(json.dumps(members, indent=2) + "\n")
+    with files_.new_folder(target) as folder:
+        write_folder(folder, tensors, produce, shard_bytes)
+        (folder / "config.json").write_text(json.dumps(members, indent=2) + "\n")
         if words is not None:
-            companions.write(words, temporary, _positions(members), generates)
-        companions.copy_files(licences, temporary)
-        temporary.chmod(0o755)
-        if target.is_dir():
-            target.rmdir()
-        temporary.rename(target)
-    except OSError as error:
-        raise UserError(f"cannot write {target}: {error.strerror}; nothing was left") from None
-    finally:
-        if temporary is not None:
-            shutil.rmtree(temporary, ignore_errors=True)
+            companions.write(words, folder, _positions(members), generates)
+        companions.copy_files(licences, folder)
 
 
 def _positions(members: Mapping[str, Any]) -> int:
     """Returns the most tokens of a text, of a config.json."""
     return members.get("max_position_embeddings") or members["n_positions"]
-
-
-def _fitting(rules: list[Rule], leaves: Mapping[str, Any]) -> list[Rule]:
-    """Returns the rules. Raises: UserError when the leaves are not those that the rules name."""
-    if other := sorted({r.ours for r in rules} ^ leaves.keys()):
-        raise UserError(f"the parameters are not this configuration's: {', '.join(other[:5])}")
-    return rules
 
 
 def _fetch(x: jax.Array, index: tuple[int, ...]) -> np.ndarray:

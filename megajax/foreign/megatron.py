@@ -161,7 +161,14 @@ class Ranks:
                 "values are in another order; load it with Megatron-LM and save it again"
             )
         self._tensor_ranks = 1 + max(t for t, _ in ranks)
-        self._check_args(1 + max(p for _, p in ranks))
+        pipe = 1 + max(p for _, p in ranks)
+        for kind, there in (("tensor", self._tensor_ranks), ("pipeline", pipe)):
+            said = self.args.get(f"{kind}_model_parallel_size", there)
+            if said != there:
+                raise UserError(
+                    f"{self.folder} has {there} {kind} ranks, its arguments say {show(said)}: "
+                    "files are missing or of another run"
+                )
         self.names: dict[str, list[Tensor]] = {}
         self._copies: dict[str, list[tuple[int, Tensor]]] = {}  # by rank, of a table's pieces
         self._collect(ranks)
@@ -214,15 +221,6 @@ class Ranks:
             words = ", ".join(f"mp_rank_{t:02d}_{p:03d}" for t, p in missing)
             raise UserError(f"{self.folder} lacks {words}")
         return ranks
-
-    def _check_args(self, pipe: int) -> None:
-        for kind, there in (("tensor", self._tensor_ranks), ("pipeline", pipe)):
-            said = self.args.get(f"{kind}_model_parallel_size", there)
-            if said != there:
-                raise UserError(
-                    f"{self.folder} has {there} {kind} ranks, its arguments say {show(said)}: "
-                    "files are missing or of another run"
-                )
 
     def _collect(self, ranks: dict[tuple[int, int], TorchFile]) -> None:
         """Gathers the model's tensors; layers get their numbers over the pipeline."""

@@ -107,7 +107,7 @@ def loads(
 
 
 class _Refused(Exception):
-    """What a checkpoint has no need of."""
+    """An instruction of pickle that no checkpoint needs."""
 
 
 class _Reader:
@@ -137,7 +137,7 @@ class _Reader:
         self.stack.append(value)
 
     def push_shared(self, value: Any) -> None:
-        """Takes what the interpreter has one of; its place on the stack is not worth counting."""
+        """Pushes a value of which the interpreter has only one; its memory is not counted."""
         self.stack.append(value)
 
     def key(self, x: Any) -> Any:

@@ -177,7 +177,7 @@ def _check_entry(name: str, entry: Any) -> tuple[Any, tuple[int, ...], tuple[int
 
 
 def _check_spans(spans: list[tuple[int, int, str]], size: int) -> None:
-    """Refuses tensors that share bytes, and bytes that belong to none: something may hide there."""
+    """Refuses tensors that share bytes, and bytes that belong to no tensor: data may hide there."""
     reached = 0
     for begin, end, name in spans:
         if begin != reached:

@@ -592,7 +592,7 @@ class _Holders:
         return answer
 
     def _enter(self, x: Any, path: list[tuple[Any, Iterator[Any]]]) -> bool:
-        """Returns what is known of a value; a container that was not looked at joins the path."""
+        """Returns whether a value holds tensors, if known; else puts the container on the path."""
         if isinstance(x, Tensor | Array | Storage | Unread):
             return True
         if isinstance(x, Record) and x.kind.rpartition(".")[0] in ARRAYS:
@@ -876,7 +876,7 @@ class DcpFolder:
         return out
 
     def value(self, name: str) -> Any:
-        """Returns what is no tensor, as `pickles` reads it. Raises: UserError as view does."""
+        """Returns an object without tensors, as `pickles` reads it. Raises: UserError as `view`."""
         if name not in self.objects:
             raise UserError(f"{self.folder} has no object {name}")
         return self._open(name, self.objects[name]).value

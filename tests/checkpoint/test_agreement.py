@@ -28,7 +28,7 @@ def explain(error):
 
 
 @pytest.mark.parametrize(
-    ("own", "other", "raised", "words"),
+    ("raised_here", "other", "raised", "words"),
     [
         (None, FINE, None, None),
         (None, DAMAGED, DamagedError, "the step failed on another process"),

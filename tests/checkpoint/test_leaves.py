@@ -144,7 +144,7 @@ def test_numbers_of_arrays_are_numbers(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("found", "words"),
+    ("data_state", "words"),
     [
         ({"rows": np.int64(3)}, r"data_state\['rows'\] is np.int64\(3\) of type int64"),
         ({"a": [{1: 2}]}, r"data_state\['a'\]\[0\] has the key 1"),

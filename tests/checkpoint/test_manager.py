@@ -248,7 +248,7 @@ def test_leavings_of_a_killed_save_are_removed_and_ignored(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("wanted", "words"),
+    ("abstract", "words"),
     [
         (
             {"x": jnp.ones(4)},

@@ -104,7 +104,7 @@ def test_damaged_memory_is_not_used(segment):
     for step in (1, 2):
         segment.write(step, pieces(step), {})
     memory, slot = segment._memory, 1  # step 2 lies in the second slot
-    payload = 2 * PAGE + slot * segment._slot
+    payload = 2 * PAGE + slot * segment.capacity
     for place in (*range(PAGE, PAGE + 48), payload + 3, payload + 1000, payload + 20_000):
         memory[place] ^= 16
         assert holds(segment, 1), place

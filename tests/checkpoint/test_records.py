@@ -20,7 +20,7 @@ LEAF = {"shape": [2], "dtype": "int8", "fingerprint": [1, 2]}
 
 def test_a_good_record(tmp_path):
     body = json.dumps(GOOD | {"leaves": {"w": LEAF}})
-    (tmp_path / trust.RECORD).write_text(trust._sealed(body))
+    (tmp_path / trust.RECORD).write_text(trust.seal_text(body))
     assert trust.read_record(tmp_path).files["a"].bytes == 5
 
 
@@ -44,7 +44,7 @@ def test_a_good_record(tmp_path):
 )
 def test_what_no_save_writes_is_damage(body, said, tmp_path):
     text = body if isinstance(body, str) else json.dumps(body)
-    (tmp_path / trust.RECORD).write_text(trust._sealed(text))
+    (tmp_path / trust.RECORD).write_text(trust.seal_text(text))
     with pytest.raises(DamagedError, match=f"integrity.json: .*{said}"):
         trust.read_record(tmp_path)
 

@@ -49,7 +49,7 @@ def mend(folder, keys=None):
     files = trust.sum_files(folder / "2", names, None, names)
     record = dataclasses.replace(old, files=files)
     signature = keys.sign(record.text().encode()) if keys else old.signature
-    (folder / "2" / RECORD).write_text(trust._sealed(record.text(), signature))
+    (folder / "2" / RECORD).write_text(trust.seal_text(record.text(), signature))
 
 
 def payload(folder):
@@ -93,7 +93,7 @@ def forge_with_another_key(folder, stored):
 
 def strip(folder, stored):
     record = trust.read_record(folder / "2")
-    (folder / "2" / RECORD).write_text(trust._sealed(record.text()))
+    (folder / "2" / RECORD).write_text(trust.seal_text(record.text()))
 
 
 def put_back_an_older_step(folder, stored):

@@ -32,7 +32,7 @@ SET_UP = """
     from megajax.checkpoint.trust import MARK, RECORD, CheckpointError, DamagedError
     from megajax.checkpoint.manager import CheckpointManager
     from megajax.checkpoint.store import SaveError
-    from tests.checkpoint.test_two_processes import OTHER, SAVED, check, place, wanted
+    from tests.checkpoint.test_two_processes import OTHER, SAVED, abstract, check, place
 
     folder, spare, rank, port = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
     jax.config.update("jax_num_cpu_devices", 2)
@@ -49,11 +49,11 @@ SET_UP = """
 WORKER = """
     manager = CheckpointManager(folder)
     for specs in (SAVED, OTHER):  # OTHER: each process wants some of every chunk
-        check(manager.restore(1, like=wanted(mesh, specs)), 1)
+        check(manager.restore(1, like=abstract(mesh, specs)), 1)
     print("one process's step came back", flush=True)
     for step in (2, 3):
         manager.save(step, place(mesh, SAVED, step)).result()
-    check(manager.restore(like=wanted(mesh, OTHER)), 3)
+    check(manager.restore(like=abstract(mesh, OTHER)), 3)
 
     manager.close()
     assert (folder / "3" / MARK).exists() and manager.steps() == [1, 2, 3]
@@ -101,12 +101,12 @@ WORKER = """
         multihost_utils.sync_global_devices(f"{name} done")
         again = CheckpointManager(folder)
         try:
-            again.restore(3, like=wanted(mesh, OTHER))
+            again.restore(3, like=abstract(mesh, OTHER))
             raise SystemExit(f"{name}: no error")
         except DamagedError as error:
             assert "step 3" in str(error), error
         assert again.latest() == 2
-        check(CheckpointManager(folder).restore(like=wanted(mesh, OTHER)), 2)
+        check(CheckpointManager(folder).restore(like=abstract(mesh, OTHER)), 2)
         print("fell back after", name, flush=True)
         multihost_utils.sync_global_devices(f"{name} over")
         if rank == 0:
@@ -125,7 +125,7 @@ WORKER = """
         store.open_leaf = broken
     manager = CheckpointManager(folder)
     try:
-        manager.restore(like=wanted(mesh, OTHER))
+        manager.restore(like=abstract(mesh, OTHER))
         raise SystemExit("no error")
     except CheckpointError as error:  # the step is good: nobody falls back, nobody waits
         assert not isinstance(error, DamagedError) and "step 3" in str(error), error
@@ -195,24 +195,24 @@ KEYED = """
     manager = CheckpointManager(folder, key_file=key)
     for step in (1, 2):
         manager.save(step, place(mesh, SAVED, step)).result()
-    check(manager.restore(like=wanted(mesh, OTHER)), 2)
+    check(manager.restore(like=abstract(mesh, OTHER)), 2)
     manager.close()
     multihost_utils.sync_global_devices("saved")
     if rank == 1:  # as one who can write there and has no key would
         record = dataclasses.replace(trust.read_record(folder / "2"), signature="")
-        (folder / "2" / RECORD).write_text(trust._sealed(record.text()))
+        (folder / "2" / RECORD).write_text(trust.seal_text(record.text()))
     multihost_utils.sync_global_devices("stripped")
     again = CheckpointManager(folder, key_file=key)
     try:
-        again.restore(2, like=wanted(mesh, OTHER))
+        again.restore(2, like=abstract(mesh, OTHER))
         raise SystemExit("no error")
     except DamagedError as error:
         assert "it is not signed" in str(error), error
     assert again.latest() == 1
-    check(again.restore(like=wanted(mesh, OTHER)), 1)
+    check(again.restore(like=abstract(mesh, OTHER)), 1)
     try:  # a process with another key than its neighbour's
         wrong = CheckpointManager(folder, key_file=key if rank else other)
-        wrong.restore(1, like=wanted(mesh, OTHER))
+        wrong.restore(1, like=abstract(mesh, OTHER))
         raise SystemExit("no error")
     except CheckpointError as error:
         print("refused:", error, flush=True)
@@ -228,14 +228,14 @@ UNSEEN = """
     listed = manager._steps.steps
     if rank == 0:
         manager._steps.steps = lambda: listed()[:-1]
-    check(manager.restore(like=wanted(mesh, OTHER)), 2)
+    check(manager.restore(like=abstract(mesh, OTHER)), 2)
     assert manager.latest() == 2, manager.latest()
     print("process 0 decided", flush=True)
     manager = CheckpointManager(folder)
     if rank == 1:
         manager._steps.steps = lambda: listed()[:-1]
     try:
-        manager.restore(like=wanted(mesh, OTHER))
+        manager.restore(like=abstract(mesh, OTHER))
         raise SystemExit("no error")
     except CheckpointError as error:  # the step is good: nobody falls back, nobody waits
         assert not isinstance(error, DamagedError) and "step 3" in str(error), error
@@ -248,7 +248,7 @@ UNSEEN = """
     if rank == 1:
         manager._steps.steps = lost
     try:
-        manager.restore(like=wanted(mesh, OTHER))
+        manager.restore(like=abstract(mesh, OTHER))
         raise SystemExit("no error")
     except CheckpointError as error:
         print("a listing that fails:", error, flush=True)
