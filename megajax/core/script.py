@@ -103,17 +103,17 @@ def answer() -> None:
 def show(full: bool) -> str:
     """Returns the help of the script that is running. full: of every flag, absl's too."""
     known = flags.FLAGS
-    mine = {f.name: f for f in known.get_key_flags_for_module(sys.argv[0])}
-    start = mine.get("preset")
+    script_flags = {f.name: f for f in known.get_key_flags_for_module(sys.argv[0])}
+    start = script_flags.get("preset")
     page, verbs = Page({"": ""}, []), {}
     if isinstance(start, Start):
         page = start.page(sys.argv)
         if len(start.pages) == 1:  # nothing to choose from
-            del mine["preset"]
-    theirs = [name for name in mine if name not in {row[0] for row in page.rows}]
+            del script_flags["preset"]
+    theirs = [name for name in script_flags if name not in {row[0] for row in page.rows}]
     rows = []
     for name in theirs:
-        flag, kind, what = _row(mine[name])
+        flag, kind, what = _row(script_flags[name])
         head, colon, tail = what.partition(": ")
         words = tuple(head.split(", "))
         if colon and isinstance(start, Start) and set(words) <= set(start.verbs):
@@ -125,7 +125,7 @@ def show(full: bool) -> str:
         first=page.first and (*page.first, *theirs),
         verbs={**page.verbs, **verbs},
     )
-    others = [_row(known[name]) for name in sorted(known) if name not in mine]
+    others = [_row(known[name]) for name in sorted(known) if name not in script_flags]
     others = list(dict.fromkeys(others))  # a short name is the same flag once more
     return text(sys.modules["__main__"].__doc__ or "", page, others, full)
 
