@@ -127,7 +127,7 @@ JOIN_S = 600.0  # (chosen)
 
 
 class Tail:
-    """The new lines of a file that grows; whoever removes it."""
+    """Reads the new lines of a file that grows, and that somebody may remove."""
 
     def __init__(self, path: Path):
         """path: need not exist yet."""
@@ -172,7 +172,7 @@ class Host:
 
 
 class Cluster:
-    """Keeps driver and agents running; `tick` does, now and then."""
+    """Keeps driver and agents running; the caller must call `tick` every now and then."""
 
     def __init__(
         self,
@@ -239,7 +239,7 @@ class Cluster:
         return [*words, "--period_s=0.5", f"--join_s={join_s:g}"]
 
     def tick(self) -> None:
-        """Starts again what has ended."""
+        """Restarts driver and agents that have ended."""
         now = time.monotonic()
         with contextlib.suppress(OSError):
             blocked = (self.out / "blocklist").read_text().split()
@@ -282,7 +282,7 @@ class Cluster:
         return ""
 
     def ranks_of(self, agent: int) -> dict[int, int]:
-        """Returns {rank: process} of what an agent started and lives."""
+        """Returns {rank: process} of the living processes that an agent started."""
         ranks: dict[int, int] = {}
         for pid, words in environments():
             record = Path(words.get("MEGAJAX_PROGRESS", ""))
@@ -306,7 +306,8 @@ class Cluster:
         return 0
 
     def leavings(self) -> list[str]:
-        """Returns what is left of it all: processes, shared memory, temporary files, the port."""
+        """Returns what the cluster left behind: processes, shared memory, temporary files, the
+        port."""
         remains = []
         for pid, words in environments():
             if str(self.folder) in words.get("TMPDIR", "") and pid != os.getpid():
@@ -348,14 +349,14 @@ class Cluster:
 
 
 def kill(pid: int, number: int = signal.SIGKILL) -> None:
-    """Sends a signal to a process that may be gone; to none when there is no number."""
+    """Sends a signal to a process that may have ended. A process number of 0 is ignored."""
     if pid:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
 
 
 def parent(pid: int) -> int:
-    """Returns the parent of a process, 0: there is no such process."""
+    """Returns the parent of a process, 0 if the process does not exist."""
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[1])
     except OSError:

@@ -38,7 +38,7 @@ SWEEP_S = (
 
 @dataclass
 class Case:
-    """A fault that struck, and what became of it. Times are seconds since the epoch."""
+    """A fault that struck, and how the job coped with it. Times are seconds since the epoch."""
 
     strike: Strike
     hit: Hit
@@ -57,13 +57,13 @@ class Case:
 
     @property
     def done(self) -> bool:
-        """Whether the next may come."""
+        """Whether the next fault may strike."""
         return self.back is not None and self.calmed is not None
 
 
 @dataclass
 class Seen:
-    """What the job has said so far."""
+    """The events and metrics that the job has written so far."""
 
     events: list[dict[str, Any]] = field(default_factory=list)
     rows: list[dict[str, Any]] = field(default_factory=list)
@@ -143,7 +143,10 @@ class Storm:
                 time.sleep(TICK_S)
 
     def watch(self, case: Case | None) -> bool:
-        """Takes what is new, and gives it to the fault that is under way. Tells progress."""
+        """Reads new events and metrics, and updates the current case.
+
+        Tells whether a step was made.
+        """
         self._cluster.tick()
         events, rows = (tail.rows() for tail in self._tails)
         for line in self._output.lines():
@@ -458,7 +461,7 @@ BUSY = "while True: pass"  # what two other jobs of the machine do
 
 
 class Settings(Protocol):
-    """What experiments/chaos.py:Config says of a storm."""
+    """The settings of a storm, from experiments/chaos.py:Config."""
 
     processes: int
     every: int
@@ -532,7 +535,7 @@ def run(cfg: Settings, path: Path, environ: Mapping[str, str]) -> int:
 
 
 class Job:
-    """The trainers of a storm, and what they must have done."""
+    """The trainers of a storm, and the comparison with an undisturbed run."""
 
     cluster: Cluster
 
@@ -571,7 +574,7 @@ class Job:
         ]
 
     def finish(self, storm: Storm) -> None:
-        """Lets the job end: its driver is told to stop, and the next one knows the last step."""
+        """Lets the job end: the driver is told to stop, and the next one gets the last step."""
         self._steps = (storm.step + REST) // self._cfg.every * self._cfg.every
         print(f"the storm is over at step {storm.step}; the job ends after step {self._steps}")
         driver, end = self.cluster.driver, time.monotonic() + 30 * self._cfg.stall_s
@@ -625,7 +628,7 @@ class Job:
 def conclude(
     cfg: Settings, path: Path, storm: Storm, cases: list[dict[str, Any]], wrong: dict[str, Any]
 ) -> int:
-    """Writes what a storm has shown. Returns 1 when something does not hold."""
+    """Writes the result of a storm. Returns 1 if a claim does not hold."""
     figures = summary(cases, storm.alarms) | {"excluded": len(storm.excluded)}
     spent = timeline.measured(storm.seen.events, storm.seen.rows)
     same = f"NOT: {', '.join(wrong)}" if wrong else "parameters and losses equal bit for bit"

@@ -167,7 +167,7 @@ class Deeds:
         self.reaper_killed = False  # what it would have removed stays, until a later agent does
 
     def do(self, strike: Strike) -> Hit | None:
-        """Strikes. Returns None when what would be struck is not there now."""
+        """Strikes. Returns None if the target does not exist at the moment."""
         ranks = self._cluster.ranks()
         draw = random.Random(strike.draw)
         if not ranks:
@@ -289,7 +289,7 @@ class Deeds:
     # ---- steps
 
     def steps(self) -> list[Path]:
-        """Returns the folders of the steps, oldest first, without what was made here."""
+        """Returns the folders of the steps, oldest first, without those that a strike made."""
         folders = []
         with contextlib.suppress(OSError):
             for place in (self._cluster.run_dir / "checkpoints").iterdir():

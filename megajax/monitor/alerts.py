@@ -127,7 +127,7 @@ class Alert:
 
     @property
     def measured(self) -> dict[str, Any]:
-        """What `of_machine` takes, as JSON has it."""
+        """The arguments of `of_machine`, as values that JSON can hold."""
         return {name: getattr(self, name) for name in MEASURED}
 
 
@@ -157,7 +157,7 @@ class Action:
 
 
 def respond(alerts: Sequence[Alert], responses: Mapping[str, Kind] = RESPONSES) -> list[Action]:
-    """Returns what is to be done: at most one action that ends the attempt, and it comes first.
+    """Returns the actions: at most one that ends the attempt, which comes first.
 
     alerts: in the order of the detectors; the first that ends the attempt decides. responses: what
     to do, by rule; a rule that is missing warns.

@@ -126,7 +126,7 @@ def training_line(step: int, steps: int, values: dict, width: int | None = None)
 
 
 def speed(values: dict) -> str:
-    """Returns '9.8k tok/s', or the like of what the run counts ('images_per_s')."""
+    """Returns the speed, such as '9.8k tok/s', in the unit that the run counts ('images_per_s')."""
     name = next(n for n in values if n.endswith("_per_s"))
     unit = name.removesuffix("_per_s")
     return f"{quantity(values[name])} {'tok' if unit == 'tokens' else unit}/s"
@@ -164,7 +164,7 @@ class Phases:
         self.seconds: dict[str, float] = {}
 
     def done(self, name: str, out: Console, what: str) -> None:
-        """Ends a phase and says what was done in it."""
+        """Ends a phase and prints its time. what: what was done in it."""
         now = time.perf_counter()
         self.seconds[f"start_{name}_s"] = now - self._begin
         out.say(f"{what} [{now - self._begin:.1f} s]")

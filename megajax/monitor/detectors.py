@@ -116,7 +116,7 @@ class Rank:
 
     @property
     def has_bad_state(self) -> bool:
-        """Whether what its own devices hold of the state is not finite."""
+        """Whether the part of the state that its devices hold is not finite."""
         return bool(self.number_of("has_bad_state"))
 
     @property
@@ -172,7 +172,7 @@ class Job:
         return max((r.step for r in self.ranks.values()), default=0)
 
     def tick(self, now: float) -> None:
-        """Lets the clock go on to a moment of the watcher's clock."""
+        """Advances the clock to a moment of the watcher's clock."""
         gap = now - self._last
         self.clock += min(gap, 2 * self._period)
         if gap > 2 * self._period:
@@ -188,7 +188,7 @@ class Job:
                 rank.since = self.clock
 
     def hear(self, now: float, name: str, records: Sequence[Record]) -> None:
-        """Takes what the agent of a host reports at one time."""
+        """Takes the records of one report of a host's agent."""
         self.tick(now)
         host = self.hosts[name]
         elapsed = self.clock - host.heard
@@ -235,12 +235,13 @@ class Job:
     # ---- what rules ask
 
     def absence(self) -> float:
-        """Returns for how many seconds nobody looked, where that may explain what is seen now."""
+        """Returns for how many seconds the watcher was frozen, if that may explain the present
+        signs."""
         recent = self._last - self.limits.silence - self.limits.settle - 2 * self._period
         return sum(gap for end, gap in self._gaps if end >= recent)
 
     def is_up(self) -> bool:
-        """Tells whether every rank came as far as a step, as far as ranks tell where they are."""
+        """Tells whether every rank has reached a step, as far as ranks publish their progress."""
         return all(r.step > 0 for r in self.ranks.values())
 
     def behind(self) -> list[Rank]:
@@ -318,7 +319,7 @@ Maker = Callable[[Job], Detector]  # called once an attempt
 
 
 class Rule:
-    """A detector that asks what all records said so far. `is_new` remembers what was said."""
+    """A detector that reads the job's state. `is_new` remembers which findings were reported."""
 
     def __init__(self, job: Job):
         """job: the state of the attempt that is watched."""
@@ -326,7 +327,7 @@ class Rule:
         self._said: set[object] = set()
 
     def is_new(self, key: object, holds: bool) -> bool:
-        """Tells whether something holds that did not hold at the last call."""
+        """Tells whether a finding holds now that did not hold at the last call."""
         if not holds:
             self._said.discard(key)
             return False
@@ -390,7 +391,7 @@ class End(Rule):
         return [job.alert("exit", causes, message, 0, self._evidence(first, least), _sign(first))]
 
     def _evidence(self, rank: Rank, least: int) -> Cause:
-        """Returns what the end of a rank is evidence of."""
+        """Returns the cause that the end of a rank is evidence of."""
         if _is_full(rank) or rank.code == EXPIRED or f"exit code {EXPIRED}" in rank.error:
             return "temporary"
         is_own = rank.code in CRASHES if least == KILLED else least == OWN
@@ -404,7 +405,7 @@ KILLED, OWN, ABORTED, LEASE, LOST = 1, 2, 3, 4, 5
 
 
 def _blame(rank: Rank) -> int:
-    """Returns how likely the end of a rank caused the others'. 0: nothing wrong here."""
+    """Returns how likely the end of a rank caused the others' ends: 1 the most, 0 not at all."""
     if rank.came_to_its_end or (rank.code is None and rank.section not in ("failed", "lost")):
         return 0
     if rank.code is not None and rank.code < 0 and rank.code != ABORT:
@@ -421,20 +422,22 @@ def _blame(rank: Rank) -> int:
 
 
 def _is_full(rank: Rank) -> bool:
-    """Tells whether a rank ended because a disk takes no more."""
+    """Tells whether a rank ended because a disk is full."""
     return any(word in rank.error.lower() for word in FULL_DISK)
 
 
 def _owes_code(rank: Rank) -> bool:
-    """Tells whether a rank printed an error as a command does that may refuse its flags: only its
-    exit code tells whether it is of use to try again, and a busy machine takes seconds to end it.
+    """Tells whether only the exit code of a rank can tell whether a restart helps.
+
+    It printed an error as a command does that refuses its flags, and a busy machine takes seconds
+    to end it.
     """
     says_all = "exit code" in rank.error or _is_full(rank)
     return rank.error.startswith("error: ") and not says_all
 
 
 def _sign(rank: Rank) -> str:
-    """Returns what must be equal for two ends to be of one kind."""
+    """Returns the text by which two ends of ranks are recognised as the same error."""
     return rank.error or f"{_how(rank)}"
 
 
@@ -487,7 +490,7 @@ class NotFinite(Rule):
 
 
 class Stopped(Rule):
-    """A process that a signal has stopped, while others of the job go on."""
+    """A process that a signal has stopped, while others of the job run."""
 
     def watch(self, records: Sequence[Record]) -> list[Alert]:
         """Returns an alert about all that are stopped."""
@@ -655,7 +658,7 @@ BUSY, IDLE = 0.5, 0.1  # (chosen) processors that a rank uses: it computes; it w
 
 
 class Hang(Rule):
-    """A rank that does not come, while the others wait for it."""
+    """A rank that does not reach a section in which the others wait for it."""
 
     def __init__(self, job: Job, after_s: float = AFTER_S):
         """after_s: seconds for which the others must have waited before a rank is named."""
@@ -672,7 +675,7 @@ class Hang(Rule):
         return [alert for alert in alerts if alert is not None]
 
     def _silent(self, live: Sequence[Rank]) -> Alert | None:
-        """Hosts whose agents do not report, while most others do."""
+        """Names hosts whose agents do not report, while most others do."""
         job = self._job
         quiet = {h.name: job.clock - h.heard for h in job.hosts.values()}
         hosts = [name for name, age in quiet.items() if age > self._after]
@@ -731,7 +734,7 @@ class Hang(Rule):
 
 
 class Watchdog:
-    """`hear` and `hang_up` take what happens, `judge` decides."""
+    """Judges one attempt: `hear` and `hang_up` take reports, `judge` returns actions."""
 
     def __init__(
         self,
@@ -762,7 +765,7 @@ class Watchdog:
         self._fresh += records
 
     def judge(self, now: float) -> list[Action]:
-        """Returns what is to be done; an action that ends the attempt comes first."""
+        """Returns the actions; one that ends the attempt comes first."""
         self.job.look(now)
         records, self._fresh = self._fresh, []
         alerts: list[Alert] = []

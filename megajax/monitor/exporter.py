@@ -55,7 +55,7 @@ class Host:
         self._ticks: dict[tuple[str, str], int] = {}
 
     def rows(self) -> Iterator[Row]:
-        """Yields all counters that there are."""
+        """Yields all counters that this host has."""
         for part in (self._processors, self._memory, self._disks, self._space, self._cards):
             with contextlib.suppress(OSError, ValueError, LookupError):
                 yield from list(part())
@@ -134,7 +134,7 @@ def network(file: Path) -> Iterator[Row]:
 
 
 def devices(gpus: Gpus | None) -> Iterator[Row]:
-    """Yields what NVML tells of each GPU. One that does not answer has no row."""
+    """Yields the values of each GPU that NVML returns; a GPU that does not answer has no row."""
     for number, values in enumerate([] if gpus is None else gpus.read()):
         for name, value in values.items():
             if name in DCGM:
@@ -146,7 +146,7 @@ class Group:
     """The process group of a process, with all that its processes started."""
 
     def __init__(self, pid: int, system: Path = SYSTEM):
-        """Raises: UserError when there is no such process."""
+        """pid: a process of the group. Raises: UserError if there is no such process."""
         self._proc, self._pid = system / "proc", pid
         self._memory_bytes = 1024 * table((self._proc / "meminfo").read_text())["MemTotal"]
         self._spent = dict.fromkeys(("user", "system", "read", "written"), 0.0)
@@ -232,7 +232,10 @@ class Cgroup:
         return None
 
     def _stat(self, *places: tuple[str, str]) -> float | None:
-        """Returns the first number that there is. places: (file below the root, word)."""
+        """Returns the first number that exists.
+
+        places: (file below the root, word before the number).
+        """
         for file, word in places:
             with contextlib.suppress(OSError, ValueError):
                 for line in (self._root / file).read_text().splitlines():
@@ -255,7 +258,7 @@ class Cgroup:
 
 
 class _Processor:
-    """One processor that stands for all: a group fills it when it keeps all of them busy."""
+    """One processor that stands for all of a host; it is full if a group keeps all of them busy."""
 
     def __init__(self) -> None:
         self._cpus, self._began, self._idle = os.cpu_count() or 1, time.monotonic(), 0.0
@@ -317,7 +320,7 @@ class Server(http.server.ThreadingHTTPServer):
         self.server_name, self.server_port = str(self.server_address[0]), self.server_address[1]
 
     def handle_error(self, request, client_address) -> None:
-        """A client that went away is nobody's business."""
+        """Ignores clients that hang up."""
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):

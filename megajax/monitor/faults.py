@@ -127,7 +127,10 @@ class Injector:
                     self._faults += [dataclasses.replace(f, step=step) for f in new]
 
     def strike(self, step: int, state: Any) -> Any:
-        """Does what is due in this step. Returns the state, poisoned where that is the fault."""
+        """Makes the faults of this step.
+
+        Returns the state, poisoned if that is one of the faults.
+        """
         if self._files:
             self._look(step)
         if not self._faults:

@@ -57,7 +57,7 @@ SIZE = _RING + SPANS * _SPAN.size
 
 @dataclass(frozen=True)
 class Progress:
-    """How far a process has come.
+    """The progress of a process.
 
     beat: number of sections entered so far. time: when the last one was entered, seconds of
     CLOCK_MONOTONIC. loss: loss of the last finished step, 0 before the first. own_s: seconds that
@@ -96,7 +96,7 @@ class Heartbeat:
     """The writer. One per process; the only caller of `write`."""
 
     def __init__(self, path: Path):
-        """Makes the file, or takes over one of the same size.
+        """Makes the file, or reuses one of the same size.
 
         Raises: UserError when its folder has no room: the pages are taken here, because a page that
           is missing later would end the process by SIGBUS, and nobody can watch without them.
@@ -236,12 +236,12 @@ def now() -> float:
 
 
 def lease_file(progress: Path) -> Path:
-    """Returns where the lease is of a process that leaves its progress there."""
+    """Returns the file of the lease for a process with this progress file."""
     return progress.with_name("lease")
 
 
 def _namespace() -> int:
-    """Returns in which namespace this process has its number; 0 when nobody knows."""
+    """Returns the process-number namespace of this process, 0 if it is not known."""
     try:
         return os.stat("/proc/self/ns/pid").st_ino
     except OSError:
@@ -268,7 +268,7 @@ class Lease:
             os.pwrite(self._file, record, 0)
 
     def is_there(self) -> bool:
-        """Tells whether processes can find it: not when somebody has removed the file."""
+        """Tells whether the file still exists, so that processes can read the lease."""
         return os.fstat(self._file).st_nlink > 0
 
     def close(self) -> None:
@@ -280,7 +280,7 @@ class Watch:
     """The reader: a training process. A thread looks at the lease as long as the process lives."""
 
     def __init__(self, path: Path):
-        """Begins to watch. Raises: OSError when there is no lease."""
+        """Begins to watch. Raises: OSError if there is no lease."""
         self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         self._agent = -1
         _, _, agent, namespace = self._read()
@@ -325,7 +325,7 @@ class Watch:
 
 
 def of_process(progress: Path) -> Watch | None:
-    """Returns what watches the lease beside this file; None when nobody gives one."""
+    """Returns a watch of the lease beside this file, None if there is no lease."""
     try:
         return Watch(lease_file(progress))
     except FileNotFoundError:

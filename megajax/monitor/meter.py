@@ -45,7 +45,10 @@ class Work:
 
 
 class Meter:
-    """Turns moments into rates. `waited` goes around the data, `finish` after a step."""
+    """Turns moments into rates.
+
+    The loop calls `waited` around its data and `finish` after a step.
+    """
 
     def __init__(self, work: Work, steps: int):
         """steps: steps of the run."""
@@ -206,7 +209,7 @@ class HostMeter:
         return values
 
     def devices(self) -> dict[int, Values]:
-        """Returns the values of each GPU by its number, none where there is no NVML."""
+        """Returns {number of a GPU: its values}; empty without NVML."""
         return {} if self._gpus is None else dict(enumerate(self._gpus.read()))
 
     def _pauses(self) -> list[int]:
@@ -284,7 +287,7 @@ class _Memory(ctypes.Structure):
 
 
 class Gpus:
-    """The GPUs of this host, by NVIDIA's management library, which comes with its driver."""
+    """The GPUs of this host, through NVIDIA's management library NVML, a part of the driver."""
 
     def __init__(self, library: Any):
         """library: NVML, initialised."""
@@ -305,7 +308,7 @@ class Gpus:
         return cls(library) if library.nvmlInit_v2() == 0 else None
 
     def _ask(self, function: str, *arguments: Any) -> bool:
-        """Tells whether the library could answer."""
+        """Calls a function of NVML; tells whether it succeeded."""
         return getattr(self._nvml, function)(*arguments) == 0
 
     def read(self) -> list[Values]:

@@ -58,7 +58,7 @@ class MinderConfig(Checked, section="minder"):
         }
 
     def check(self, url: str | None) -> None:
-        """Raises: UserError for what cannot be, before anything starts."""
+        """Raises: UserError for options that do not fit together, before anything starts."""
         if url is not None and self.model is None:
             raise UserError(
                 "prometheus: a server's metrics need a fitted detector to judge them; make one: "

@@ -48,14 +48,14 @@ class Record(NamedTuple):
 
 
 class Sink(Protocol):
-    """Takes the records of one moment."""
+    """A receiver of the records of one moment."""
 
     def write(self, records: Sequence[Record]) -> None:
         """Takes records that share their time and step."""
         ...
 
     def close(self) -> None:
-        """Writes what is left."""
+        """Writes buffered records and closes the sink."""
         ...
 
 
@@ -170,7 +170,7 @@ class Lines:
         return file
 
     def write(self, line: str) -> bool:
-        """Tells whether the line was written; one that was not is counted in `lost`."""
+        """Writes a line; tells whether it was written, and counts it in `lost` if not."""
         data = line.encode(errors="backslashreplace") + b"\n"
         try:
             if self._file < 0 or os.fstat(self._file).st_nlink == 0:  # the file was removed
@@ -210,14 +210,17 @@ def _cut_half_line(file: int) -> None:
 
 
 class Lossy:
-    """A text stream that drops what a full disk, or a pipe that nobody reads, does not take."""
+    """A text stream that drops what cannot be written, as to a full disk or an unread pipe."""
 
     def __init__(self, stream: TextIO, pipes: bool = True):
-        """Does for all else what the stream does. pipes: False: a pipe's end is an error still."""
+        """Passes everything else on to the stream.
+
+        pipes: False: the end of a pipe is still an error.
+        """
         self._stream, self._pipes = stream, pipes
 
     def __getattr__(self, name: str):
-        """Returns what the stream has under this name."""
+        """Returns the stream's attribute of this name."""
         return getattr(self._stream, name)
 
     def __iter__(self):
@@ -240,7 +243,7 @@ class Lossy:
             self.write(line)
 
     def flush(self) -> None:
-        """Flushes what can be written."""
+        """Flushes as far as that is possible."""
         try:
             self._stream.flush()
         except OSError as error:
@@ -271,7 +274,7 @@ FLUSH_S = 10.0  # (chosen) seconds between writes of TensorBoard's events
 
 
 def _finite(value: Value) -> Value:
-    """Returns None for what JSON cannot say."""
+    """Returns None for a value that JSON cannot represent."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -302,7 +305,8 @@ class Jsonl:
 
 
 def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
-    """Yields the rows of a metrics file; half a line at the end is left out, and what is no row."""
+    """Yields the rows of a metrics file; half a line at the end, and lines that are no rows, are
+    left out."""
     if not path.exists():
         return
     with files.open_regular(path) as file:
@@ -336,7 +340,7 @@ METRICS = ("train/loss", "eval/loss", "speed/tokens_per_s")  # beside the hyperp
 
 
 def tag(name: str) -> str:
-    """Returns what a value is called in TensorBoard: 'train/loss', 'eval/loss', 'speed/mfu'."""
+    """Returns a value's name in TensorBoard: 'train/loss', 'eval/loss', 'speed/mfu'."""
     if name in TRAINING or name.startswith("accuracy"):
         return f"train/{name}"
     for prefix, group in GROUPS:
@@ -516,14 +520,18 @@ class Stream:
         self._number = number
 
     def close(self) -> None:
-        """Leaves what is there: the agent reads it after the end of the process."""
+        """Leaves the records in shared memory: the agent reads them after the end of the
+        process."""
 
 
 class Reader:
-    """Reads what a process has added. lost: records that were replaced before they were read."""
+    """Reads the records of another process.
+
+    lost: records that were replaced before they were read.
+    """
 
     def __init__(self, path: Path, host: str, rank: int):
-        """host, rank: whose records these are. The file may come later."""
+        """path: of the stream; the file may be made later. host, rank: of the process."""
         self._path, self._host, self._rank = path, host, rank
         self._memory: mmap.mmap | None = None
         self._number = 0

@@ -53,7 +53,7 @@ def writable_folder(path: str, flag: str = "out") -> Path:
 
 
 def facts(device: str, layer: str) -> dict[str, str]:
-    """Returns what every result states beside its figures."""
+    """Returns the facts that every result states beside its figures."""
     return {
         "device": device,
         "layer": layer,

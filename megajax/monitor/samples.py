@@ -331,7 +331,7 @@ FRESH_S = 120  # (chosen) age of the newest sample of a series that is not silen
 
 @dataclasses.dataclass
 class _Memory:
-    """A metric's last 2 SECONDS (tail_NT), and what each machine is divided by (divisor_N)."""
+    """A metric's last 2 SECONDS (tail_NT), and the divisor of each machine's values (divisor_N)."""
 
     tail_NT: np.ndarray
     divisor_N: np.ndarray
@@ -348,7 +348,7 @@ def nothing_in(grid: Grid) -> str:
 
 
 class Quality:
-    """Remembers units, and what was said, from grid to grid."""
+    """Remembers units and reported defects from grid to grid."""
 
     def __init__(self, expected: Sequence[str] = ()):
         """expected: metrics that some machine should have."""
@@ -432,7 +432,7 @@ class Quality:
         return notes
 
     def _convert(self, metric: str, value_NT: np.ndarray, grid: Grid) -> list[str]:
-        """Puts a metric's values into the old units, in place. Returns what changed."""
+        """Converts a metric's values to the old units, in place. Returns notes about changes."""
         size, span = len(self._machines), 2 * SECONDS
         memory = self._memory.setdefault(
             metric, _Memory(np.full((size, span), np.nan, np.float32), np.ones(size))

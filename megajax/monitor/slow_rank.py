@@ -92,7 +92,7 @@ class OwnWork:
         return float(np.median(past)) if len(past) >= LEAST_PAST else None
 
     def tick(self, at: float, step_s: float, work_MR: np.ndarray) -> list[Slow]:
-        """Takes the medians of a stretch of time that began at `at`; returns who is newly named.
+        """Takes the medians of a tick that began at `at`; returns the ranks that are newly named.
 
         work_MR: seconds a step by MEASURES; NaN: not measured.
         """
@@ -339,7 +339,8 @@ MOST_BYTES = 2**30  # (chosen) of rows, before they are compressed; a disk has r
 
 
 class RecordFile:
-    """Writes the metrics of hosts; a disk that takes no more ends it and nothing else."""
+    """Writes the metrics of hosts; when the disk takes no more, it stops writing and nothing
+    else."""
 
     def __init__(self, path: Path):
         """Replaces a file. path: ends with .csv.gz. Raises: UserError when it cannot be written."""
@@ -375,7 +376,7 @@ class RecordFile:
                 self._bytes = MOST_BYTES
 
     def close(self) -> None:
-        """Writes what is left."""
+        """Writes buffered rows and closes the file."""
         try:
             self._file.close()
         except OSError:

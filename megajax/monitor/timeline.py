@@ -217,7 +217,7 @@ def _colour(share: float) -> str:
 
 
 def draw_heat(shares: Mapping[int, float], grid: Mapping[str, int], path: Path) -> None:
-    """Draws the heat map; the suffix of the path says PNG or SVG."""
+    """Draws the heat map as PNG or SVG, by the suffix of the path."""
     from matplotlib.figure import Figure
 
     rows = list(_rows(grid, len(shares)))

@@ -90,7 +90,7 @@ class Timers:
         return spent
 
     def drain(self) -> dict[str, float]:
-        """Returns {'time_<section>_s': seconds} of what ended since the last call."""
+        """Returns {'time_<section>_s': seconds} of sections that ended since the last call."""
         sums, self._sums = self._sums, [0.0] * len(SECTIONS)
         return {f"time_{s}_s": t for s, t in zip(SECTIONS, sums, strict=True) if t}
 

@@ -507,7 +507,7 @@ class Fault:
     restart_s: float = field(default=240.0)
 
     def disturbances(self, layout: Layout) -> list[Disturbance]:
-        """Returns what the fault does to its machine, its peers and the job."""
+        """Returns the disturbances of the fault's machine, of its peers and of the job."""
         victim = layout.names.index(self.machine)
         disturbances = [Disturbance(self.kind, self.start, self.end, (victim,), self.moves)]
         spread = [m for m in self.moves if m.target not in ("gone", "nominal")]
@@ -589,7 +589,10 @@ def draw_fault(
 
 
 def _shape(rng: np.random.Generator, kind: Kind, lasts: float) -> tuple[Shape, float]:
-    """Returns a shape and its seconds. A creeping onset takes 1 to 4 minutes, at most a third."""
+    """Returns a shape and its seconds.
+
+    A gradual onset lasts 1 to 4 minutes, at most a third of the fault.
+    """
     if rng.random() < kind.creeps:
         return "ramp", float(min(rng.uniform(60, 240), lasts / 3))
     chance = rng.random()
@@ -610,7 +613,7 @@ def _moves(
     weak: bool,
     visible: Collection[str],
 ) -> tuple[Move, ...]:
-    """Returns the moves that a draw of the effects gives; one of them is visible, if any can be."""
+    """Returns drawn moves of the effects; one of them is visible, if any can be."""
     possible = [e for e in kind.effects if any(m in visible for m in GROUPS[e.group])]
     for _ in range(1000):
         moves: list[Move] = []

@@ -306,7 +306,7 @@ class Job:
         return self._progress[hour - first]
 
     def forget(self, hour: int) -> None:
-        """Drops what is cached of the hours before `hour` - 2."""
+        """Drops cached hours before `hour` - 2."""
         for cache in (self._hours, self._tracks):
             for old in [h for h in cache if h < hour - 2]:
                 del cache[old]
@@ -476,7 +476,8 @@ def work(
 
 
 def _gained(profile_PK: np.ndarray, stage_N: np.ndarray, done_NT: np.ndarray) -> np.ndarray:
-    """Returns what a cumulated profile gains from each column of done_NT to the next, in steps."""
+    """Returns how much a cumulated profile gains between neighbouring columns of done_NT, in
+    steps."""
     steps_NT = np.floor(done_NT)
     place_NT = (done_NT - steps_NT) * BINS
     bin_NT = np.minimum(place_NT.astype(np.int64), BINS - 1)

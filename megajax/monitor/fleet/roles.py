@@ -143,7 +143,7 @@ DEEPEST = 12  # stages at most, as in the 1-trillion-parameter runs of 2021-2024
 
 @dataclass(frozen=True)
 class Layout:
-    """Who does what. stages x data x tensor = machines."""
+    """The role of each machine. stages x data x tensor = machines."""
 
     stages: int
     data: int

@@ -84,7 +84,7 @@ class Fleet:
         return tuple((self.layout.names[k], e.start) for e in gone for k in e.machines)
 
     def read(self, start: float, end: float) -> Grid:
-        """Returns all samples of [start, end), Unix seconds; NaN: there is none.
+        """Returns all samples of [start, end), Unix seconds; NaN where a sample is missing.
 
         Raises: UserError where the interval is empty or begins before the job.
         """
@@ -147,7 +147,7 @@ class Fleet:
         return values_CNT
 
     def _healthy(self, spec: Spec, done: Work, rough_NT: np.ndarray, second: int) -> np.ndarray:
-        """Returns what a metric shows without disturbances, float32 (N, T)."""
+        """Returns a metric's values without disturbances, float32 (N, T)."""
         value_NT = np.zeros((self.machines, BLOCK), np.float32)
         for driver, level in spec.levels.items():
             part = done.drivers.get(driver)
@@ -222,7 +222,7 @@ class Fleet:
 
 
 def _reading(value_NT: np.ndarray, spec: Spec) -> np.ndarray:
-    """Returns what an exporter shows: saturated and quantised."""
+    """Returns the reading of an exporter: saturated and quantised."""
     value_NT = np.clip(value_NT, spec.low, spec.high)
     if spec.log:
         value_NT = np.exp(value_NT)
@@ -416,7 +416,7 @@ def _fault(
 def _events(
     rng: np.random.Generator, family: Family, fleet: Fleet, start: int, end: int
 ) -> tuple[Disturbance, ...]:
-    """Returns machines that come and go on purpose, and a change of the batches.
+    """Returns machines that join and leave on purpose, and a change of the batches.
 
     The job stands for 30 to 90 s while its members change. A joiner or leaver is never the machine
     of stage 0 of a job of 4, so that 3 machines at least stay.

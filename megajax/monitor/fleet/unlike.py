@@ -132,7 +132,7 @@ def _fine(seconds: int) -> np.ndarray:
 
 
 def _stalled(value_S: np.ndarray, course: _Course, low: float) -> np.ndarray:
-    """Returns the work with what the course says of the whole job."""
+    """Returns the work after the disturbances of the job as a whole."""
     second_S = np.clip(np.floor(_fine(len(course.work_T))), 0, len(course.work_T) - 1).astype(int)
     return low + (value_S - low) * course.work_T[second_S]
 
@@ -172,7 +172,10 @@ def _autoregressive(rng: np.random.Generator, course: _Course) -> dict[str, np.n
 
 
 def _ar1(rng: np.random.Generator, N: int, T: int, memory: float) -> np.ndarray:
-    """Returns AR(1) noise of unit variance: `kept` of the last second's value goes on."""
+    """Returns AR(1) noise of unit variance.
+
+    memory: share of the last second's value that is carried over.
+    """
     noise_NT = rng.standard_normal((N, T))
     noise_NT[:, 1:] *= np.sqrt(1 - memory**2)
     for t in range(1, T):
@@ -345,7 +348,7 @@ def scenes(
 def _followers(
     rng: np.random.Generator, course: _Course, row: int, start: int
 ) -> list[tuple[int, int]]:
-    """Lets neighbours show the fault of a machine too, later; returns (machine, seconds later)."""
+    """Makes neighbours show the fault of a machine later; returns (machine, seconds later)."""
     N, T = course.late_NT.shape
     count = int(rng.integers(1, max(2, N // 3) + 1))
     rows = [(row + k) % N for k in range(1, count + 1)]
@@ -362,7 +365,7 @@ def _followers(
 def _harmless(
     rng: np.random.Generator, course: _Course, restless: float
 ) -> list[tuple[str, int | None, int, int]]:
-    """Does what is no fault; returns (what, machine, start, end)."""
+    """Applies disturbances that are no fault; returns (kind, machine, start, end)."""
     N, T = course.late_NT.shape
     events: list[tuple[str, int | None, int, int]] = []
     for _ in range(rng.poisson(restless * T / 900)):  # the whole job

@@ -64,7 +64,7 @@ class Recipe:
     rest_of: str = ""
 
     def takes(self, labels: Mapping[str, str]) -> bool:
-        """Tells whether a series of one of these names meets the conditions."""
+        """Tells whether a series with these labels meets the conditions of `only`."""
         for label, operator, pattern in re.findall(r'(\w+)(!~|=~|!=|=)"([^"]*)"', self.only):
             same = bool(re.fullmatch(pattern, labels.get(label, "")))
             if same == (operator[0] == "!"):
@@ -309,7 +309,8 @@ class _Table:
         self._occurrence_N = _occurrences(samples)
 
     def needs_work(self) -> bool:
-        """Tells whether a name is in the table, has labels, or stands for several devices."""
+        """Tells whether a metric's name is in the table, has labels, or stands for several
+        devices."""
         known = {n for recipes in METRICS.values() for recipe in recipes for n in recipe.names}
         return self._occurrence_N is not None or any(
             base in known or labels for base, labels in self.parsed

@@ -83,7 +83,7 @@ class _Damaged(Exception):
 
 
 def read(path: str | Path, start: float | None = None, end: float | None = None) -> Samples:
-    """Returns what a file holds, or its rows of [start, end) in Unix seconds.
+    """Returns the samples of a file, or those of [start, end) in Unix seconds.
 
     Counters and the names of exporters are converted (convert.py). Raises: UserError when there is
     no such file, it is no regular one, a column is missing, no row can be read, or it holds more
@@ -124,7 +124,7 @@ class _Parts:
         self._series_S, self._newest_S = np.empty(0, np.int64), np.empty(0)  # sorted by series
 
     def add(self, block: _Block) -> None:
-        """Takes a block. Raises: UserError when the file holds too much."""
+        """Adds a block. Raises: UserError if the file exceeds a limit."""
         number_N = block.number_N
         if not len(number_N):
             return
@@ -203,7 +203,7 @@ class _Parts:
             self._first_back = self._first_back or int(back.min())
 
     def samples(self) -> Samples:
-        """Returns all rows. Raises: UserError when there are none but bad ones."""
+        """Returns all rows. Raises: UserError if none of its rows can be read."""
         if self._bad:
             what = f"{self.path}: {self._first_bad}"
             if self._bad == self.rows:
@@ -260,7 +260,7 @@ def _numbers(column: Sequence[Any]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _wrong(row: dict[str, Any]) -> str:
-    """Returns what is wrong with a row."""
+    """Returns the defect of a row, in words."""
     (at,), (strange,) = _numbers([row["timestamp"]])
     if not strange and abs(at) >= FUTURE:
         return (
@@ -444,7 +444,7 @@ def _parquet(path: Path, file: Any) -> Iterator[_Block]:
 
 
 def _check_sizes(path: Path, metadata: Any, size: int) -> None:
-    """Raises: UserError for a file that says that it holds too much. size: its bytes."""
+    """Raises: UserError if a file declares more than the limits allow. size: its bytes."""
     rows, most = max(ROWS, size), max(EXPANDED, RATIO * size)
     if metadata.num_rows > rows:
         raise UserError(

@@ -97,11 +97,11 @@ PORTS = {"http": 80, "https": 443}
 
 
 class Refused(UserError):
-    """The server answers, and will answer the same again: somebody must change something."""
+    """The server refuses the request and will refuse it again, until a person changes something."""
 
 
 class Unavailable(UserError):
-    """The server gives no usable answer now. It may the next time."""
+    """The server gives no usable answer now; a later request may succeed."""
 
     exit_code = 75
 
@@ -134,7 +134,7 @@ class _Limit(httpcore2.NetworkBackend):
         return seconds
 
     def receive(self, data: bytes) -> bytes:
-        """Counts bytes that have come, and returns them. Raises: _TooMuch."""
+        """Counts received bytes, and returns them. Raises: _TooMuch."""
         self._left -= len(data)
         if self._left < 0:
             raise _TooMuch
@@ -342,7 +342,7 @@ class Client:
     def _judge[T](
         self, status: int, headers: Mapping[str, str], text: bytes, take: Callable[[Any], T]
     ) -> tuple[T, list[str]]:
-        """Returns what a good answer holds. Raises for all others."""
+        """Returns the content of a good answer. Raises an error for all others."""
         with self._answer_lock:
             try:
                 said = load(text)
@@ -416,7 +416,7 @@ def _context(ca_file: str | Path | None) -> ssl.SSLContext:
 
 
 def _why(error: Exception) -> str:
-    """Returns what an error of a connection means."""
+    """Returns a sentence for an error of a connection."""
     cause = error.__cause__ or error  # httpcore2 keeps what the socket or h11 raised
     if isinstance(cause, ssl.SSLCertVerificationError):
         return f"its TLS certificate is not trusted: {cause.verify_message} (ca_file)"

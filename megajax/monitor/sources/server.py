@@ -62,7 +62,7 @@ def split(metric: str) -> tuple[str, str]:
 
 
 def all_metrics() -> tuple[str, ...]:
-    """Returns every metric that there is an expression for, extremes included."""
+    """Returns every metric that has an expression, extremes included."""
     metrics = []
     for metric, recipes in convert.METRICS.items():
         metrics += [metric] * bool(recipes)
@@ -364,7 +364,7 @@ class Server:
     def _outcome(
         self, page: _Page, health: "_Health"
     ) -> tuple[list["_Part"], list[str]] | UserError | _Full:
-        """Returns what `_page` returns or raises."""
+        """Returns what `_page` returns, or the error that it raises."""
         try:
             return self._page(page, health)
         except (_Full, Refused, Unavailable) as error:
@@ -459,7 +459,7 @@ class Server:
         return Samples(time_N, machine_N, metric_N, value_N, machines, metrics, start, end)
 
     def _forget(self, there: set[str]) -> None:
-        """Forgets machines that are not there when too many have come and gone."""
+        """Drops machines that are absent, after too many have come and gone."""
         if len(self._seen) + len(there) > 2 * MACHINES:
             machines = {self._machines.get(i, i) for i in there}
             for known in (self._seen, self._machines):

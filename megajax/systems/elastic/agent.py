@@ -79,7 +79,7 @@ class Output:
         self._thread.start()
 
     def new_text(self) -> str:
-        """Returns what was printed since the last call, the end of it when that is much."""
+        """Returns the output since the last call, or the end of it if there is too much."""
         self._take()
         with contextlib.suppress(BlockingIOError):  # the disk has hung for long
             os.write(self._waker, b".")
@@ -98,7 +98,7 @@ class Output:
         return f"{self.lost} bytes of output are not in the log ({self._why}); the last:\n{text}\n"
 
     def close(self) -> None:
-        """Takes what is left, and lets go of log and pipe. A disk may take CLOSE_S for it."""
+        """Empties the pipe and closes log and pipe; waits at most CLOSE_S for the disk."""
         os.close(self._waker)
         if self._thread.ident is None:
             self._thread.start()
@@ -119,7 +119,7 @@ class Output:
                 os.close(file)
 
     def _take(self) -> bool:
-        """Empties the pipe, of what was in it by now. Tells whether somebody may print on."""
+        """Reads what is in the pipe now. Tells whether somebody still holds its other end."""
         taken = 0
         with self._guard:
             while taken <= PIPE_BYTES:
@@ -146,7 +146,8 @@ class Output:
             self.lost, self._why = self.lost + len(data), "the disk is too slow"
 
     def _log(self, data: bytes) -> None:
-        """Writes what the disk takes; before it, how much it did not take."""
+        """Writes to the log as much as the disk takes, after a note about bytes that are
+        missing."""
         if self.lost and data:
             note = f"\n[agent] {self.lost} bytes are missing here: {self._why}\n".encode()
             if not self._write(note, is_atomic=True):
@@ -172,7 +173,7 @@ class Output:
         return written
 
     def _open(self) -> int:
-        """Returns the log's descriptor, -1 where there can be none."""
+        """Returns the log's descriptor, -1 if the log cannot be opened."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC
         try:
             self.log.parent.mkdir(parents=True, exist_ok=True)
@@ -208,7 +209,10 @@ _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 
 @dataclasses.dataclass
 class Process:
-    """A training process. Its own session: a kill of the group takes what it started along."""
+    """A training process.
+
+    It has its own session, so that a kill of its group ends its children too.
+    """
 
     rank: int
     popen: subprocess.Popen
@@ -228,7 +232,7 @@ class Process:
         return SIGNALLED - code
 
     def state(self) -> str:
-        """Returns the state of the training process itself, X when there is none."""
+        """Returns the state of the training process, as in /proc; X if it has ended."""
         record = heartbeat.read(self.progress)
         pid = self.popen.pid if record is None else record.pid
         try:
@@ -256,7 +260,8 @@ class Process:
         return matches
 
     def _note(self, lines: list[str]) -> None:
-        """Finds the last error: what ends a traceback, and what a script or the lease says."""
+        """Remembers the last error: the end of a traceback, or a line of a script or of the
+        lease."""
         for line in lines:
             if line.startswith(TRACEBACK):
                 self.in_traceback = True
@@ -266,8 +271,8 @@ class Process:
                 self.error = line[:300]
 
     def records(self, host: str, meter: HostMeter, text: str) -> list[Record]:
-        """Returns what there is to say of it: the newest of what it recorded itself, and what is
-        seen from outside, which counts where both have a name. text: new in its log."""
+        """Returns the records of this process: the newest that it made, and those that are seen
+        from outside, which replace records of the same name. text: new output."""
         self.reader = self.reader or Reader(records_file(self.progress), host, self.rank)
         progress, code, now = heartbeat.read(self.progress), self.code(), time.time()
         seen: dict[str, float | int | str] = {"state": "X" if code is not None else self.state()}
@@ -319,7 +324,7 @@ def _die_with(agent: int) -> None:
 
 
 def adopt_orphans() -> None:
-    """Makes what this process's children leave behind children of this process."""
+    """Makes orphaned descendants of this process its children."""
     _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
@@ -331,7 +336,7 @@ DUMP_S = 1.0  # (chosen) for the stacks of all threads to be written
 
 
 class Agent:
-    """Serves one driver until told to quit, or until the driver is gone."""
+    """Serves one driver until it is told to quit, or until the driver is gone."""
 
     def __init__(
         self,
@@ -366,7 +371,7 @@ class Agent:
         self._reaper = self._new_reaper()
 
     def _claim(self) -> None:
-        """Takes a folder in shared memory."""
+        """Makes a folder in shared memory, and the lease in it."""
         self._folder, self._lock = heartbeat.claim_folder(heartbeat.shared_memory())
         self._lease = heartbeat.Lease(heartbeat.lease_file(self._folder / "any"))
 
@@ -416,7 +421,7 @@ class Agent:
             self._reaper = self._new_reaper()
 
     def _dismiss_reaper(self) -> None:
-        """Lets the reaper clean up and end."""
+        """Waits until the reaper has cleaned up and ended."""
         assert self._reaper.stdin is not None
         with contextlib.suppress(OSError):
             self._reaper.stdin.close()
@@ -543,7 +548,7 @@ class Agent:
         self._line.send({"report": self._attempt, "records": rows, "moment": heartbeat.now()})
 
     def _stacks(self) -> dict[int, str]:
-        """Returns the Python stacks of every rank, or why there are none."""
+        """Returns the Python stacks of every rank, or why a rank has none."""
         live = [p for p in self._processes if p.code() is None]
         asked = [p for p in live if heartbeat.read(p.progress) is not None]
         for p in asked:  # without a record nobody waits for the signal, and it would kill

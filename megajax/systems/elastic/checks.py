@@ -232,7 +232,7 @@ def answer(address: str, secret: str) -> int:
 
 
 def _echo(server: socket.socket, secret: str) -> None:
-    """Serves one host; strangers who come first are sent away."""
+    """Serves one host; connections of others that come before it are closed."""
     end, served = time.monotonic() + WAIT_S, None
     with selectors.DefaultSelector() as selector:
         door = Door(server, selector, secret, (ECHO,))
@@ -257,7 +257,7 @@ def _echo(server: socket.socket, secret: str) -> None:
 
 
 def reach(address: str, secret: str) -> float:
-    """Sends data to a host that answers, and compares what comes back. Returns MB/s, both ways.
+    """Sends data to a host that answers, and compares the echo. Returns MB/s, both ways together.
 
     Raises: OSError when it cannot be reached in time; ValueError when other bytes come back.
     """
@@ -333,9 +333,10 @@ def check_links(agents: Agents, hosts: Sequence[Any]) -> dict[Pair, float | str]
 
 
 def failing_links(links: Mapping[Pair, float | str], named: Collection[str]) -> dict[str, str]:
-    """Returns {host: why} of those that are to blame. links: MB/s, or what is wrong.
+    """Returns {host: why} of hosts whose links are bad.
 
-    named: the hosts of the fault; no other is to blame for links that are only slow.
+    links: MB/s of each link, or what is wrong with it. named: the hosts of the fault; no other
+    host is to blame for links that are only slow.
     """
     by_host: dict[str, list[Pair]] = {}
     for pair in links:
@@ -368,7 +369,7 @@ Results = dict[str, dict[str, float | str] | None]  # by host, by check
 def check_all(
     agents: Agents, named: Collection[str], stop: Callable[[], bool]
 ) -> tuple[dict[str, str], Results, dict[str, float | str]] | None:
-    """Lets all hosts check themselves, and then their links.
+    """Asks all hosts to check themselves, and then their links.
 
     named: the hosts of the fault; no other is bad for being slow. stop: nobody goes on.
     Returns: ({bad host: why}, the results of each host, MB/s of each link or what is wrong with

@@ -278,7 +278,7 @@ class Hosts:
         seconds: float,
         stop: Callable[[], bool] = lambda: False,
     ) -> list[Any]:
-        """Does what `ask` does, with a message for each host by its name."""
+        """Does the same as `ask`, with a message for each host by its name."""
         for host in hosts:
             host.answers.pop(answer, None)
             self.send([host], **messages[host.name])
@@ -433,7 +433,7 @@ class Driver:
     # ---- what agents say unasked
 
     def on_join(self, host: Host) -> None:
-        """An agent came."""
+        """An agent has connected."""
         self._journal.event("joined", host=host.name, address=host.address, pid=host.pid)
 
     def on_hang_up(self, host: Host, why: str) -> None:
@@ -491,7 +491,7 @@ class Driver:
     # ---- an attempt
 
     def _start(self) -> bool:
-        """Starts all processes of the next attempt. Tells whether its hosts were all there."""
+        """Starts all processes of the next attempt. Tells whether all of its hosts answered."""
         s = self._settings
         self._team = self._hosts.choose(self._team, s.hosts, self._verdict.moves)
         moments = self._hosts.ask(self._team, "moment", ANSWER_S, do="moment")
@@ -539,7 +539,7 @@ class Driver:
         return True
 
     def _watch(self) -> Action:
-        """Waits for what ends this attempt. Warnings are recorded on the way."""
+        """Waits for the action that ends this attempt, and records warnings."""
         assert self._dog is not None
         s, told, deadline = self._settings, 0, float("inf")
         leaving: Action | None = None  # takes a host out as soon as the job has saved
@@ -643,7 +643,7 @@ class Driver:
             self._fenced = max(self._fenced, until)
 
     def _wait_for_leases(self) -> bool:
-        """Waits until no process of a host that was let go can run. Tells success: no signal came.
+        """Waits until no process of a removed host can run. Tells whether no signal came meanwhile.
 
         Two that save into one folder would make two histories of one run.
         """
@@ -675,7 +675,7 @@ class Driver:
         self._journal.exclude(name, why)
 
     def _readmit(self, name: str, why: str) -> None:
-        """Lets a host be a spare again."""
+        """Makes an excluded host a spare again."""
         self._hosts.blocked.discard(name)
         self._recovery.forgive(name)
         self._journal.readmit(name, why)

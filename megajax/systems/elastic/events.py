@@ -37,7 +37,7 @@ class Journal:
     """Writes into one folder, and prints the same for a person."""
 
     def __init__(self, folder: Path, say: Callable[[str], None]):
-        """Appends to what an earlier driver left there."""
+        """Appends to the files of an earlier driver. say: prints a line."""
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self._say = folder, say
         self.run = secrets.token_hex(8)  # by which checkpoints know its attempts
@@ -66,7 +66,7 @@ class Journal:
             (self.folder / f"attempt{attempt}").mkdir(parents=True, exist_ok=True)
 
     def event(self, name: str, message: str = "", **values: Any) -> None:
-        """Records an event, and says it when it has a message."""
+        """Records an event, and prints its message if it has one."""
         clock = round(time.monotonic() - self._began, 3)  # goes on evenly, whatever sets the time
         row = {"time": round(time.time(), 3), "clock": clock, "event": name, "message": message}
         row |= values | ({"lost": self.lost} if self.lost else {})
@@ -89,7 +89,7 @@ class Journal:
             self._write()
 
     def take(self, records: Sequence[Record]) -> None:
-        """Keeps the newest values of an attempt for metrics.prom."""
+        """Remembers the newest values of an attempt for metrics.prom."""
         self._metrics.write(records)
         for r in records:
             if r.name == SHARE and r.rank is not None and isinstance(r.value, int | float):
@@ -128,7 +128,7 @@ class Journal:
         self.event("excluded", f"{host}: {why}", host=host)
 
     def readmit(self, host: str, why: str) -> None:
-        """Takes a host from the blocklist."""
+        """Removes a host from the blocklist."""
         path = self.folder / "blocklist"
         with self._may_lose():
             if path.exists():
@@ -221,7 +221,7 @@ class Speaker:
         self._dropped += 1
 
     def close(self) -> None:
-        """Waits a little for what is still to be printed."""
+        """Waits a little until the last texts are printed."""
         with contextlib.suppress(queue.Full):
             self._texts.put(None, timeout=LAST_S)
             self._thread.join(LAST_S)

@@ -69,7 +69,10 @@ class Verdict:
 
 
 def after(code: int, again: str) -> str:
-    """Returns what to do after the driver ended with a code, in a sentence. again: its command."""
+    """Returns a sentence that says what to do after the driver ended with a code.
+
+    again: its command.
+    """
     if code == SUPERSEDED:
         return "Start nothing: the run goes on under the newer driver."
     if code == POISON:
@@ -199,7 +202,7 @@ class Recovery:
         return Verdict(None, fault.message, wait, excluded, self._moves(fault), self._same < 2)
 
     def _remember(self, fault: Action, step: int, goes_on: bool) -> None:
-        """Keeps the errors of the step that may be poison, until the job came beyond it."""
+        """Remembers errors of a step that may be poison, until the job has passed that step."""
         if fault.cause == "program" and self._errors and _alike(fault, self._errors[-1]):
             self._errors.append(fault)
         elif fault.cause == "program":
@@ -209,7 +212,7 @@ class Recovery:
         self._deferred = self._deferred * (not goes_on) + 1 if fault.cause == "temporary" else 0
 
     def _moves(self, fault: Action) -> frozenset[str]:
-        """Returns the host on which an error came back, as the only one that had it."""
+        """Returns the host on which an error occurred again, if no other host had it."""
         if fault.cause not in OWN:
             return frozenset()
         former, self._blaming = self._blaming, fault
@@ -231,7 +234,7 @@ class Recovery:
         )
 
     def acquitted(self, guard: Guard) -> list[str]:
-        """Returns the hosts that a guard lets come back now, but for those that have failed a
+        """Returns the hosts that a guard readmits now, without those that have failed a
         self-check."""
         return [host for host in guard.acquitted() if host not in self._sick]
 
@@ -240,8 +243,8 @@ class Recovery:
         self._strikes.pop(host, None)
 
     def _strike(self, fault: Action, good: set[str]) -> dict[str, str]:
-        """Counts an error against the host whose ranks alone had it; excludes the host while there
-        are others. The same error in the same step counts once: it may be the program's."""
+        """Counts an error against a host if only its ranks had it; excludes the host if others are
+        left. The same error in the same step counts once, because it may be the program's."""
         if fault.kind == "evict":
             return dict.fromkeys(fault.hosts, fault.message)
         if len(fault.hosts) != 1 or fault.cause not in OWN or fault.rule == "nan":
@@ -263,7 +266,7 @@ def _near(a: int, b: int) -> bool:
 
 
 def _alike(a: Action, b: Action) -> bool:
-    """Tells whether two faults are one error that came back."""
+    """Tells whether two faults are the same error."""
     return (a.rule, a.error) == (b.rule, b.error) and _near(a.step or 0, b.step or 0)
 
 

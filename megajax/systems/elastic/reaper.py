@@ -90,7 +90,7 @@ def kill_started(mark: str, spared: Collection[int]) -> None:
 
 
 def reap(spared: Collection[int]) -> None:
-    """Takes the exit codes of adopted processes; those of `spared` are for others to take."""
+    """Reaps adopted processes that ended; `spared` processes are reaped by others."""
     while True:
         try:
             ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)

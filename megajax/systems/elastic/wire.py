@@ -49,7 +49,11 @@ from megajax.core.errors import UserError
 
 @dataclasses.dataclass(frozen=True)
 class Tls:
-    """certificate, key: PEM files of the end that is called. authority: whom callers trust."""
+    """The files of TLS.
+
+    certificate, key: PEM files of the called end. authority: PEM file of the authority that callers
+    trust.
+    """
 
     certificate: str | None = None
     key: str | None = None
@@ -65,7 +69,8 @@ class Tls:
         return Channel(context, calls, bound)
 
     def context(self, calls: bool) -> tuple[ssl.SSLContext, bytes | None]:
-        """Returns what connections of one end share, and the digest of the own certificate."""
+        """Returns the context that connections of one end share, and the digest of its
+        certificate."""
         kind = ssl.PROTOCOL_TLS_CLIENT if calls else ssl.PROTOCOL_TLS_SERVER
         context = ssl.SSLContext(kind)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
@@ -102,7 +107,7 @@ class Channel:
         self.open = False
 
     def begin(self) -> bytes:
-        """Returns what the caller sends first."""
+        """Returns the first bytes that the caller sends."""
         return self.take(b"")[1]
 
     def take(self, data: bytes) -> tuple[bytes, bytes]:
@@ -149,7 +154,7 @@ def _first(path: str) -> str:
 
 
 def self_signed(folder: Path) -> Tls:
-    """Returns what a new self-signed certificate in a folder of this user gives.
+    """Makes a self-signed certificate in a new folder of this user, and returns its files.
 
     Raises: UserError where there is no openssl to make one.
     """
@@ -181,7 +186,7 @@ CALLED, CALLER = b"called", b"caller"
 
 
 class StrangerError(ConnectionAbortedError):
-    """The other end has not proved that it holds the secret, or sent what nobody signed."""
+    """The other end has not proved that it holds the secret, or sent an unsigned message."""
 
 
 def check_secret(secret: str, flag: str) -> str:
@@ -210,7 +215,7 @@ class Line:
     """
 
     def __init__(self, sock: socket.socket, secret: str, calls: bool, tls: Tls | None = None):
-        """Takes the socket over. calls: whether this end made the connection."""
+        """Takes over the socket. calls: whether this end made the connection."""
         sock.settimeout(PATIENCE)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.sock = sock
@@ -238,7 +243,7 @@ class Line:
         self._write(mac + b" " + body + b"\n")
 
     def receive(self) -> list[dict[str, Any]]:
-        """Returns the messages that have come; greetings are answered here.
+        """Returns the messages that have arrived; greetings are answered here.
 
         Raises: OSError when the other end is gone; StrangerError when it is not who it must be.
         """
@@ -307,7 +312,7 @@ class Line:
         self._write(json.dumps(hello).encode() + b"\n")
 
     def _greeted(self, line: bytes) -> None:
-        """Takes one line of the other end's greeting."""
+        """Handles one line of the other end's greeting."""
         message = _parse(line)
         if not self._calls and not self._said:  # 1: the caller says who it is
             self.purpose, self.name = _text(message, "purpose"), _text(message, "name")
@@ -329,7 +334,7 @@ class Line:
         self.ready = True
 
     def _agree(self, caller: str, called: str) -> None:
-        """Fixes what the proofs and the keys are made of."""
+        """Fixes the words of which the proofs and the keys are made."""
         if min(len(caller), len(called)) < 2 * NONCE_BYTES:
             raise StrangerError("its nonce is too short")
         bound = b"" if self._tls is None else self._tls.certificate()
@@ -424,7 +429,10 @@ class Door:
         refused: Refused = lambda address, why, count: None,
         tls: Tls | None = None,
     ):
-        """serves: the purposes that callers may have. refused: hears (address, why, how often)."""
+        """serves: purposes that callers may have.
+
+        refused: is called with (address, why, how often).
+        """
         listener.setblocking(False)
         self.listener, self._selector = listener, selector
         self._secret, self._serves, self._refused, self._tls = secret, serves, refused, tls
@@ -465,7 +473,10 @@ class Door:
         self._selector.register(line, selectors.EVENT_READ)
 
     def admits(self, line: Line) -> bool:
-        """Tells whether a line that was heard has proved itself and wants what is served here."""
+        """Tells whether a connection has proved itself.
+
+        Raises: OSError if its purpose is not served.
+        """
         if line.ready and line in self._waiting:
             if line.purpose not in self._serves:
                 raise ConnectionRefusedError("it wants what is not served here")
@@ -473,7 +484,7 @@ class Door:
         return line.ready
 
     def turn_away(self, line: Line, why: str) -> None:
-        """Ends a connection, and tells of one that never proved itself."""
+        """Ends a connection, and reports it if it never proved itself."""
         address, _ = self._waiting.pop(line, (None, 0.0))
         if not line.closed:
             self._selector.unregister(line)
@@ -482,7 +493,7 @@ class Door:
             self.refuse(address, why)
 
     def refuse(self, address: str, why: str) -> None:
-        """Tells of a refusal: the first of its kind, and every hundredth."""
+        """Reports a refusal if it is the first of its kind, or every hundredth."""
         if len(self._counts) >= TOLD and (address, why) not in self._counts:
             address, why = "", "others, not told one by one"
         self._counts[address, why] += 1
@@ -516,7 +527,7 @@ BACKLOG = 1024  # (chosen) connections that wait to be accepted
 
 
 def listen(where: str) -> socket.socket:
-    """Returns the socket that agents come to. Raises: UserError."""
+    """Returns the socket on which agents connect. Raises: UserError."""
     host, port = split_address(where, "--listen")
     try:
         if ":" not in host:
@@ -530,13 +541,13 @@ def listen(where: str) -> socket.socket:
 
 
 def own_address(listener: socket.socket) -> str:
-    """Returns what an agent of this machine dials."""
+    """Returns the address for agents on this machine."""
     host, port = listener.getsockname()[:2]
     return join_address({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host), port)
 
 
 def announce(file: Path, address: str, secret: str) -> None:
-    """Leaves what --evict needs, for this user only."""
+    """Writes the address and the secret for --evict into a file that only this user can read."""
     try:
         file.unlink(missing_ok=True)
         with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as out:

@@ -96,7 +96,7 @@ class Child:
             self.dropped += 1
 
     def take(self) -> tuple[list[Alert], list[str], dict[str, float]]:
-        """Returns (alerts, notes, {host: newest score}) that came since the last call."""
+        """Returns (alerts, notes, {host: newest score}) that arrived since the last call."""
         alerts, notes, scores = [], [], {}
         with contextlib.suppress(queue.Empty):
             while True:
@@ -160,7 +160,7 @@ class Feed:
         self._trouble = ""
 
     def begin(self, hosts: Sequence[str]) -> list[str]:
-        """Takes the hosts of an attempt; returns the hosts that were in the previous one only.
+        """Takes the hosts of an attempt; returns hosts that only the previous attempt had.
 
         Their records are dropped.
         """
@@ -174,7 +174,7 @@ class Feed:
         self._rows += [Record(*row) for row in rows]
 
     def window(self, now: float) -> Samples | None:
-        """Returns the samples since the last window; None: there is no complete second yet."""
+        """Returns the samples since the last window, None if no second is complete yet."""
         end = int(now - LAG_S)
         if self._next is None:
             first = min((r.time for r in self._rows), default=now)
@@ -191,9 +191,12 @@ class Feed:
         return concat(parts) if parts else None
 
     def _recorded(self, start: int, end: int) -> Samples:
-        """Returns what the records show. A metric that the server has shown is left out: the two
-        may measure it differently, e.g. with or without what other programs of the host use, and a
-        second must not have the mean of both."""
+        """Returns the samples of the records.
+
+        Metrics that the server has shown are left out: the two may measure a metric differently,
+        e.g. with or without other programs of the host, and a second must not have the mean of
+        both.
+        """
         samples = from_records([r for r in self._rows if r.time < end])
         is_served_C = np.array([m in self._served for m in samples.metrics], bool)
         keep_N = (samples.time_N >= start) & ~is_served_C[samples.metric_N]

@@ -359,7 +359,7 @@ class Profile:
 
 
 def _dynamics(arrays: dict[str, np.ndarray], metrics: int) -> Dynamics | None:
-    """Returns what a file says of spreads and lags. Raises: ValueError, KeyError."""
+    """Returns what a file holds of spreads and lags, or None. Raises: ValueError, KeyError."""
     if f"dynamics.{DYNAMICS[0]}" not in arrays:
         return None
     members = {n: arrays[f"dynamics.{n}"] for n in DYNAMICS}
@@ -774,7 +774,7 @@ class Runner:
         self.detector = self._load()
 
     def judge(self, window: Window) -> tuple[list[Alert], list[str], Exception | None]:
-        """Returns (new alerts, notes about the window, what it made the detector raise, or None).
+        """Returns (new alerts, notes about the window, the error that it caused or None).
 
         After an error that is no UserError, what the detector had learnt may be half of the old and
         half of the new, so it begins anew.
@@ -789,7 +789,7 @@ class Runner:
             return [], detector.notes, error
 
     def is_new(self, note: str) -> bool:
-        """Tells whether a note has not come for `quiet_s`, whatever numbers are in it."""
+        """Tells whether a note has not occurred for `quiet_s`; numbers in it do not count."""
         key, now = without_numbers(note), time.monotonic()
         came = self._notes.pop(key, None)
         self._notes[key] = now

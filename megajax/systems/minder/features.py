@@ -234,8 +234,8 @@ class Edges:
         self._usual_2CN = np.delete(self._usual_2CN, rows, axis=2)
 
     def seen(self, values_CNT: np.ndarray, learns_N: np.ndarray) -> np.ndarray:
-        """Takes the samples of a tick; returns, (2, C, N), who is below or above its peers at an
-        end of the scale where it usually stands.
+        """Takes the samples of a tick; returns, (2, C, N), which machines are below or above their
+        peers at an end of the scale where they usually stand.
 
         Args: learns_N: machines that are not suspected.
         """

@@ -154,7 +154,7 @@ class Finding:
 
 
 class Judge:
-    """Remembers the scores of each machine and decides whom to name. A machine is a row."""
+    """Remembers the scores of each machine and decides which to name. Each machine is a row."""
 
     def __init__(
         self,
@@ -286,7 +286,8 @@ class Judge:
     # ---- two judges of one job
 
     def come(self, first: "Judge") -> None:
-        """Takes over when machines joined, and whom another judge of the job suspects or names.
+        """Copies from another judge of the job when machines joined, and which it suspects or
+        names.
 
         While it does, no other machine is named here, since that may be a follower.
         """
@@ -296,11 +297,12 @@ class Judge:
         self._elsewhere_N = others_N | (first._free_at_N > 0).any()
 
     def anew(self) -> None:
-        """Forgets what was learnt of all machines: the job does something else now."""
+        """Drops what was learnt of all machines, because the job does something else now."""
         self._anew(np.ones(len(self._past_N), bool))
 
     def tell(self, first: "Judge", findings: Sequence[Finding]) -> None:
-        """Lets the other judge hear whom this one names: neither they nor their followers are news.
+        """Tells another judge which machines this one names, so that it names neither them nor
+        their followers.
 
         found: the machines that are named now.
         """
@@ -521,7 +523,7 @@ class Judge:
         return odd_N
 
     def _anew(self, odd_N: np.ndarray) -> None:
-        """Forgets what was learnt of machines whose first state was the odd one."""
+        """Drops what was learnt of machines whose first state was the odd one."""
         self.anew_N = odd_N
         self._past_N = np.where(odd_N, 0, self._past_N)
         for history in (self.scores_FNH, self.far_FNH, self._apart_CNH):
@@ -572,7 +574,8 @@ class Judge:
 
 
 def _pair(far_N: np.ndarray, alike_N: np.ndarray) -> bool:
-    """Tells whether two machines differ, one of them clearly more: a fault and whom it drags along.
+    """Tells whether exactly two machines differ, one of them clearly more: a fault, and a machine
+    that it drags along.
 
     Two of four are too many to name one of them by their number alone.
     """

@@ -119,7 +119,7 @@ class Ledger:
 
 
 def _parse(row: Mapping[str, Any]) -> Lasting:
-    """Returns what `save` wrote. Raises: what a row of another form raises."""
+    """Returns a row that `save` wrote. Raises an error for a row of another form."""
     values = dict(row["alert"])
     pairs = [(str(metric), float(score)) for metric, score in values.pop("deviations")]
     alert = Alert.of_machine(**values, deviations=pairs)
@@ -198,7 +198,7 @@ class Alertmanager:
         self._thread.start()
 
     def put(self, alert: Firing) -> None:
-        """Takes an alert, or the end of one, and sends it soon."""
+        """Takes an alert, or its end, and sends it soon."""
         with self._lock:
             self._alerts[frozenset(alert.labels.items())] = alert, time.monotonic()
         self._wake.set()
@@ -228,7 +228,7 @@ class Alertmanager:
             due = time.monotonic() + pause
 
     def _send(self) -> str:
-        """Sends all alerts; returns what went wrong, or ''."""
+        """Sends all alerts; returns the problem in words, or ''."""
         oldest = time.monotonic() - KEEP_S
         with self._lock:
             recent = {k: x for k, x in self._alerts.items() if x[0].ended is None or x[1] > oldest}
@@ -394,7 +394,7 @@ class Heat:
 
 
 def _save(figure: Any, path: Path) -> None:
-    """Writes a picture in one piece: somebody may look at it meanwhile."""
+    """Writes a picture atomically, because somebody may look at it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     files.write_whole(path, lambda file: figure.savefig(file, format=path.suffix[1:]))
 
@@ -502,7 +502,7 @@ class Reporter:
         self._by_machine = list(self._rows(scores))
 
     def close(self) -> None:
-        """Sends what Alertmanager has not got yet, and closes the file."""
+        """Sends what Alertmanager has not received yet, and closes the file."""
         if self._alertmanager is not None:
             self._alertmanager.close()
         self._lines.close()

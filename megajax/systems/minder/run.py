@@ -368,7 +368,7 @@ class InRun:
     # ---- monitor.records.Sink
 
     def write(self, records: Sequence[Record]) -> None:
-        """Keeps the newest records of this process."""
+        """Remembers the newest records of this process."""
         with self._guard:
             self._records = newest([*self._records, *records])
 
@@ -398,7 +398,7 @@ class InRun:
                 self._say(f"minder: watches no more: {error!r:.200}")
 
     def _look(self) -> list[Record]:
-        """Returns what an agent would report of this process."""
+        """Returns the records that an agent would report of this process."""
         now, host, rank, meter = time.time(), self._host, self._rank, self._meter
         report = meter.records(host, self._folder)
         with self._guard:
@@ -421,7 +421,7 @@ class InRun:
         return {int(k.rsplit("/", 1)[1]): tuple(json.loads(v)) for k, v in reports}
 
     def _meet(self) -> Watchdog:
-        """Waits until every process has said where it is."""
+        """Waits until every process has published its host."""
         end = time.monotonic() + MEET_S
         said: dict[int, tuple[str, list]] = {0: (self._host, [])}
         while len(said) < self._size and time.monotonic() < end and not self._done.wait(0.2):

@@ -120,7 +120,7 @@ def bridged(scores_FNH: np.ndarray, mean_FN: np.ndarray) -> np.ndarray:
 
 
 def without_stalls(scores_FNH: np.ndarray, middle_FH: np.ndarray) -> np.ndarray:
-    """Returns the scores with NaN where a difference was hidden by what the whole job did.
+    """Returns the scores with NaN where a state of the whole job hid a difference.
 
     While all machines stand still, a machine whose GPU is dead looks like the others: that tick is
     no evidence that the machine has recovered. A tick is left out in a channel if the job's median
@@ -533,7 +533,7 @@ def least_noise(metrics: int) -> np.ndarray:
 
 
 class State:
-    """What the job as a whole does, tick by tick: `is_usual` tells whether spreads can be compared.
+    """The state of the job as a whole, tick by tick. `see` tells whether spreads can be compared.
 
     Machines with other roles follow the job in other ways: if its steps change, so do their spreads
     and lags, and no machine is to blame. Ticks in which the job's course differs from that of most
@@ -546,8 +546,8 @@ class State:
         self._learnt_S: np.ndarray | None = None
 
     def see(self, state_S: np.ndarray) -> tuple[bool, bool]:
-        """Takes a tick's state; returns (the job does what it usually does, that is another course
-        than the one in which offsets were learnt)."""
+        """Takes a tick's state; returns (whether the job does what it usually does, whether that
+        differs from the time in which offsets were learnt)."""
         self._states.append(state_S)
         seen_HS = np.array(self._states)
         with warnings.catch_warnings():

@@ -189,8 +189,8 @@ class Watch:
         self._source_trouble.there(why)
 
     def _grid(self, samples: Samples, start: int, end: int) -> Grid | None:
-        """Returns the samples as a grid; None, and what is wrong is said, if there are too many
-        machines and metrics."""
+        """Returns the samples as a grid; None, with a report, if there are too many machines or
+        metrics."""
         samples = of_machines(samples, self._pace.machines)
         machines = set(samples.machines).union(self._runner.detector.machines)
         if len(machines) > MACHINES:
@@ -290,11 +290,16 @@ class Watch:
 
 
 class Trouble:
-    """A lasting problem, which is reported when it begins, changes and ends; while its cause is
-    told in ever other words, once in CHANGED_S seconds."""
+    """A lasting problem, which is reported when it begins, changes and ends.
+
+    While its cause is worded differently each time, it is reported once in CHANGED_S seconds.
+    """
 
     def __init__(self, what: str, reporter: Reporter):
-        """what: name of the activity that fails, with which messages begin."""
+        """what: name of the activity that fails, with which messages begin.
+
+        reporter: reports it.
+        """
         self._what, self._reporter = what, reporter
         self._count, self._since, self._said = 0, 0.0, ("", 0.0)
 
@@ -322,7 +327,7 @@ class Trouble:
 
 
 def _cause(error: Exception) -> str:
-    """Returns what an error says; of one that nobody foresaw, its type too."""
+    """Returns the text of an error; of an unforeseen one, its type too."""
     if isinstance(error, UserError):
         return str(error)
     return f"{type(error).__name__}: {plain(str(error))[:200]}"
