@@ -27,6 +27,7 @@ from typing import Any, Literal
 
 from experiments.reports import overlap as report
 from experiments.reports.overlap_simulator import MACHINES
+from experiments.reports.reporting import written
 from megajax.core import config
 from megajax.core import mesh as mesh_
 from megajax.core.config import Checked, option
@@ -93,14 +94,13 @@ def check(cfg: Config) -> int:
     about |= {"preset": config.start_name(), "dtype": "float32", "narrower": report.COMET_NARROWER}
     path = results.writable_folder(cfg.out) / "comet_emulated.json"
     rows: list[report.Row] = []
-    for row in report.comet_rows(
+    layers = report.comet_rows(
         report.names("models", cfg.models, MIXTURES),
         LAYOUTS,
         min(report.numbers("tokens", cfg.tokens) + [MOST_TOKENS]),
         report.numbers("stds", cfg.stds, float)[-1:],
-    ):
-        rows.append(row)
-        results.write(path, about, rows)
+    )
+    for row in written(layers, path, about, rows):
         worst = max(value for name, value in row.items() if name.endswith("_error"))
         print(
             f"emulated | {row['model']} {row['tensor']}x{row['expert']} {row['way']}, "
@@ -143,9 +143,7 @@ def simulate(cfg: Config) -> int:
             f"{model['speedup']:.2f} times",
             flush=True,
         )
-    for row in report.repository_rows(MACHINES["H100"]):
-        rows.append(row)
-        results.write(path, about, rows)
+    for row in written(report.repository_rows(MACHINES["H100"]), path, about, rows):
         print(
             f"simulated H100 | {row['model']} {row['tensor']}x{row['expert']} {row['product']} | "
             f"product {row['gemm_ms']:.2f} fused {row['fused_ms']:.2f} ms; Flux's repository "

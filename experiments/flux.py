@@ -26,6 +26,7 @@ from typing import Any, Literal
 
 from experiments.reports import overlap as report
 from experiments.reports.overlap_simulator import MACHINES
+from experiments.reports.reporting import written
 from megajax.core import config
 from megajax.core import mesh as mesh_
 from megajax.core.config import Checked, option
@@ -82,9 +83,8 @@ def check(cfg: Config) -> int:
     about |= {"preset": config.start_name(), "dtype": "float32", "narrower": report.FLUX_NARROWER}
     path = results.writable_folder(cfg.out) / "flux_emulated.json"
     rows: list[report.Row] = []
-    for row in report.flux_rows(report.names("models", cfg.models, DENSE)):
-        rows.append(row)
-        results.write(path, about, rows)
+    layers = report.flux_rows(report.names("models", cfg.models, DENSE))
+    for row in written(layers, path, about, rows):
         worst = max(value for name, value in row.items() if name.endswith("_error"))
         print(
             f"emulated | {row['model']} {row['way']}, {row['m']} rows | largest error of y and all "
@@ -109,9 +109,8 @@ def simulate(cfg: Config) -> int:
     path = results.writable_folder(cfg.out) / "flux_simulated.json"
     models = report.names("models", cfg.models, DENSE)
     rows: list[report.Row] = []
-    for row in report.dense_rows(models, report.numbers("rows", cfg.rows), machine):
-        rows.append(row)
-        results.write(path, about, rows)
+    products = report.dense_rows(models, report.numbers("rows", cfg.rows), machine)
+    for row in written(products, path, about, rows):
         took = " ".join(f"{way} {1e6 * row[f'{way}_s']:.0f}" for way in ("serial", "ring", "fused"))
         print(
             f"simulated | {row['model']} {row['kind']} m {row['m']}, {8 * row['wire_bytes']} bits "
@@ -119,9 +118,7 @@ def simulate(cfg: Config) -> int:
             f"efficiency {100 * row['fused_efficiency']:.0f} % with {row['comm_blocks']} SMs",
             flush=True,
         )
-    for row in report.dense_model_rows(models, machine):
-        rows.append(row)
-        results.write(path, about, rows)
+    for row in written(report.dense_model_rows(models, machine), path, about, rows):
         print(
             f"simulated estimate | {row['model']} {row['passes']}, {row['m']} tokens | a block: "
             f"serial {1e6 * row['serial_s']:.0f} hidden {1e6 * row['fused_s']:.0f} us | "

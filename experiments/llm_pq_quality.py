@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from experiments.reports import llm_pq_quality as report
+from experiments.reports.reporting import written
 from megajax.core import config
 from megajax.core import mesh as mesh_
 from megajax.core.config import Checked, equal, option
@@ -137,10 +138,8 @@ def main() -> int:
         "length": cfg.length,
         "seed": cfg.seed,
     }
-    path, rows = folder / f"llm_pq_{cfg.name or cfg.study}.json", []
-    for row in rows_of(cfg):
-        rows.append(row)
-        results.write(path, about, rows)
+    path = folder / f"llm_pq_{cfg.name or cfg.study}.json"
+    list(written(rows_of(cfg), path, about, []))
     print(path)
     return 0
 

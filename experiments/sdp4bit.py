@@ -31,6 +31,7 @@ from typing import Any
 import jax
 
 from experiments.reports import sdp4bit as report
+from experiments.reports.reporting import written
 from megajax.core import config
 from megajax.core import mesh as mesh_
 from megajax.core.config import Checked, option
@@ -187,9 +188,7 @@ def main() -> int:
     trained: list[report.Row] = []
     code = 0
     try:
-        for row in runs(cfg, folder):
-            trained.append(row)
-            results.write(path, about, trained)
+        for row in written(runs(cfg, folder), path, about, trained):
             show(row)
     except KeyboardInterrupt:
         print(f"stopped after {len(trained)} runs; the same command goes on", file=sys.stderr)

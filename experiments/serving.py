@@ -26,6 +26,7 @@ import jax
 import numpy as np
 
 from experiments.reports import serving as report
+from experiments.reports.reporting import written
 from experiments.reports.serving import MODES, Mode, Request
 from megajax.core import config
 from megajax.core import mesh as mesh_
@@ -237,9 +238,7 @@ def main() -> int:
     }
     rows: list[Row] = []
     try:
-        for row in measured(study):
-            rows.append(row)
-            results.write(path, about, rows)
+        for row in written(measured(study), path, about, rows):
             show(row)
     except KeyboardInterrupt:
         print(f"stopped after {len(rows)} rows, which are in {path}", file=sys.stderr)

@@ -314,7 +314,7 @@ def watch(
     settings = settings_of(learnt)
     reader = source(server, first.profile.metrics)
     folder = results.writable_folder(f"{out}/watch")
-    heatmap = _picture(w.heatmap)
+    heatmap = heatmap_path(w.heatmap)
     ledger = Ledger(folder / "alerts.json", settings.clear_s)
     with contextlib.ExitStack() as stack:
         alertmanager = None
@@ -329,7 +329,7 @@ def watch(
         stack.callback(reporter.close)
         reporter.gauges["model_timestamp_seconds"] = path.stat().st_mtime
         if w.metrics_port is not None:
-            address = stack.enter_context(_serving(w.metrics_host, w.metrics_port, reporter))
+            address = stack.enter_context(metrics_server(w.metrics_host, w.metrics_port, reporter))
             _log(f"metrics of the daemon: http://{address}/metrics")
         refit = None
         if w.retrain_hours > 0:
@@ -339,7 +339,7 @@ def watch(
         left = None if w.left is None else expand(w.left, "left")
         pace = Pace(w.period_s, w.lag_s, w.history_s, w.gap_s, server.only, left)
         daemon = Watch(reader, lambda: Detector.load(path, settings), reporter, pace, refit)
-        for sentence in (ledger.trouble, _mismatch(settings, learnt)):
+        for sentence in (ledger.trouble, mismatch(settings, learnt)):
             if sentence:
                 reporter.event("note", sentence)
         reporter.event(
@@ -348,13 +348,13 @@ def watch(
             f"{len(first.profile.metrics)} metrics, continuity "
             f"{settings.continuity_s:g} s, every {w.period_s:g} s; {folder}",
         )
-        number = _until_told(daemon)
+        number = until_told(daemon)
         lasting = len(ledger.lasting)
         reporter.event("stop", f"stopped: {daemon.seconds} s judged, {lasting} alerts last")
     return 0 if number == signal.SIGTERM else 130
 
 
-def _until_told(daemon: Watch) -> int:
+def until_told(daemon: Watch) -> int:
     """Runs until a signal comes; returns its number."""
     stop, got = threading.Event(), []
 
@@ -374,7 +374,7 @@ def _until_told(daemon: Watch) -> int:
 
 
 @contextlib.contextmanager
-def _serving(host: str, port: int, reporter: Reporter) -> Iterator[str]:
+def metrics_server(host: str, port: int, reporter: Reporter) -> Iterator[str]:
     """Serves the daemon's metrics; yields the address."""
     try:
         server = exporter.Server(host, port, reporter.rows)
@@ -393,7 +393,8 @@ def _serving(host: str, port: int, reporter: Reporter) -> Iterator[str]:
         server.server_close()
 
 
-def _picture(name: str | None) -> Path | None:
+def heatmap_path(name: str | None) -> Path | None:
+    """Returns the file that --heatmap names. Raises: UserError for another kind of file."""
     if name is None:
         return None
     path = expand(name, "heatmap")
@@ -403,7 +404,7 @@ def _picture(name: str | None) -> Path | None:
     return path
 
 
-def _mismatch(settings: Settings, learnt: Settings) -> str:
+def mismatch(settings: Settings, learnt: Settings) -> str:
     """Returns a sentence about limits that were learnt for another continuity."""
     if settings.ticks == learnt.ticks:
         return ""

@@ -8,11 +8,12 @@ Figures have no frames, and the same data gives the same files.
 import json
 import math
 import textwrap
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megajax.core.errors import UserError
+from megajax.monitor import results
 
 Row = dict[str, Any]
 # Heading of a column -> member of a row, or a function of the row.
@@ -31,6 +32,17 @@ def read(path: Path) -> dict[str, Any]:
 def rows_of(result: Mapping[str, Any], **members: Any) -> list[Row]:
     """Returns the rows of a result that have all of these members."""
     return [row for row in result["rows"] if members.items() <= row.items()]
+
+
+def written(
+    rows: Iterable[Row], path: Path, about: Mapping[str, Any], into: list[Row]
+) -> Iterator[Row]:
+    """Yields each row after it was added to `into` and the result file was written with it, so that
+    the rows of a run that is cut off count."""
+    for row in rows:
+        into.append(row)
+        results.write(path, about, into)
+        yield row
 
 
 def resumed[T](path: Path, what: str, flag: str, parse: Callable[[dict[str, Any]], T]) -> T | None:

@@ -86,8 +86,8 @@ def test_flags_change_the_settings_of_a_model(script):
     learnt = Settings(continuity_s=96.0, strict=1.5)
     assert script["Config"]().settings(learnt) == learnt
     assert script["Config"](strict=2.0).settings(learnt) == Settings(continuity_s=96, strict=2)
-    assert "were learnt for a continuity of 96 s" in minder_watch._mismatch(Settings(), learnt)
-    assert minder_watch._mismatch(Settings(continuity_s=95), learnt) == ""  # as many ticks
+    assert "were learnt for a continuity of 96 s" in minder_watch.mismatch(Settings(), learnt)
+    assert minder_watch.mismatch(Settings(continuity_s=95), learnt) == ""  # as many ticks
 
 
 def test_train_and_watch_start_from_what_is_worth_something(script, monkeypatch):
@@ -143,14 +143,14 @@ def test_signals_end_the_daemon_and_are_given_back(number):
             threading.Timer(0.05, os.kill, (os.getpid(), number)).start()
             assert stop.wait(10)
 
-    assert minder_watch._until_told(Daemon()) == number
+    assert minder_watch.until_told(Daemon()) == number
     assert signal.getsignal(number) == before
 
 
 def test_a_port_and_a_picture_that_cannot_be_name_their_flags(tmp_path):
     with pytest.raises(UserError, match=r"metrics_port=.*\(--metrics_host, --metrics_port\)"):
-        with minder_watch._serving("256.0.0.1", 0, SimpleNamespace(rows=list)):
+        with minder_watch.metrics_server("256.0.0.1", 0, SimpleNamespace(rows=list)):
             pass
     with pytest.raises(UserError, match=r"heatmap=x.gif must end in .html, .png or .svg"):
-        minder_watch._picture("x.gif")
-    assert minder_watch._picture(f"{tmp_path}/heat.png") == tmp_path / "heat.png"
+        minder_watch.heatmap_path("x.gif")
+    assert minder_watch.heatmap_path(f"{tmp_path}/heat.png") == tmp_path / "heat.png"
