@@ -3,16 +3,20 @@
     uv run experiments/bytecheckpoint.py                 # 16 MB, 3 times, seconds
     uv run experiments/bytecheckpoint.py --preset=paper  # 512 MB, 20 times, on the disk of --folder
 
-The same state through our manager, plain Orbax (asynchronous and synchronous) and the disk itself,
-one after another within every repetition, so that all meet the same machine. Stall: until the
-training loop may go on, beside one copy of the state into memory that was touched before. Whole:
-until the step counts, beside writing and syncing the same bytes; "ours, read back": until it was
-also read again and compared, which the loop does not wait for. Load: files are dropped from the
-page cache first, for all alike; into the mesh that saved and, in turn, one other, every array
-compared bit by bit. Plan: who writes what of a 405B model's state on --plan_ranks ranks, SIMULATED
-but for planning itself. saving.GOALS: the file says for each whether it is met.
-Writes bytecheckpoint.json, .svg and .png into --out, the former after every repetition: interrupt
-it when there are enough, go on with --resume. Exit code 1: an array came back different.
+The same state is saved and loaded by our manager, by plain Orbax (asynchronous and synchronous) and
+by plain file operations. All of them run in turn within every repetition, so that other work on the
+machine affects all alike.
+Stall: time until the training loop can continue, compared with one copy of the state into memory.
+Whole: time until the step is stored, compared with writing and syncing the same bytes; in the row
+"ours, read back" also until it was read again and compared, for which the loop does not wait.
+Load: the files are dropped from the page cache first. The state is loaded into the mesh that saved
+it and, in turn, into one other mesh, and every array is compared bit by bit.
+Plan: which rank writes what of a 405B model's state on --plan_ranks ranks; the times are SIMULATED,
+apart from that of planning. The result file says which goals are met (GOALS in
+experiments/reports/bytecheckpoint.py).
+The command writes bytecheckpoint.json after every repetition, and then bytecheckpoint.svg and .png,
+into --out. It may be interrupted, and --resume continues. Exit code 1: an array came back
+different.
 """
 
 import megajax.core.interrupted  # noqa: F401

@@ -3,15 +3,17 @@
     uv run experiments/bytetransformer.py                                  # any CPU, seconds
     PYTHONPATH=. python3 experiments/bytetransformer.py --preset=paper     # one Hopper GPU
 
-The paper's workload: sequences of which the average is 0.6 of the longest, through the layers of
-BERT base. Its steps (figure 13: LayerNorm fusion, GELU fusion, zero padding, fused attention) are
-turned on one after another, beside padded rows through cuDNN's attention.
-On any device: every step equals the padded model per valid token, with NaN in the padding, for
-averages of 0.1, 0.6 and 1.0 of the longest (--model.* and --dtype say of which model); and the work
-that packing saves on the paper's own shapes, counted. No time of a CPU is reported.
-On a GPU also: times, device and wall, and attention alone beside an unfused one, PyTorch's where
-torch finds the GPU (the paper: 6.13 times). Writes bytetransformer_{cpu,gpu}.json, .svg and .png
-into --out after every row; exit code 1: a step is not exact.
+The paper's workload is sequences whose average length is 0.6 of the longest, in the layers of BERT
+base. The steps of its figure 13 (LayerNorm fusion, GELU fusion, zero padding, fused attention) are
+added one after another, and padded rows run through cuDNN's attention beside them.
+On any device the command checks that every step gives the padded model's result for each valid
+token, with NaN in the padding, for averages of 0.1, 0.6 and 1.0 of the longest (--model.* and
+--dtype choose the model). It counts the work that packing saves on the paper's own shapes. Times of
+a CPU are not reported.
+On a GPU it also measures times on the device and on the clock, and attention alone beside unfused
+attention, which is PyTorch's where torch finds the GPU (the paper: 6.13 times as fast). The command
+writes bytetransformer_cpu.json or bytetransformer_gpu.json after every row, and then .svg and .png,
+into --out. Exit code 1: a step is not exact.
 """
 
 import megajax.core.interrupted  # noqa: F401

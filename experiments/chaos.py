@@ -1,4 +1,4 @@
-"""A long run under random faults ends with the same parameters as one that nobody disturbed.
+"""A long run under random faults ends with the same parameters as an undisturbed run.
 
     uv run experiments/chaos.py                   # 2 faults, about 2 minutes on 2 cores
     uv run experiments/chaos.py --preset=long     # 8 faults
@@ -6,19 +6,21 @@
     uv run experiments/chaos.py --preset=storm    # an hour of faults of all kinds (--minutes)
     uv run experiments/chaos.py --preset=outside  # 10 minutes of kills, freezes and full disks
 
-Two supervised jobs of real processes (scripts/supervise.py), one of them with a fault in every
-attempt, of a random kind, at a random step, in a random rank: killed, frozen, asleep before a
-collective, stuck in C code, ended without a word, NaN, a broken data loader. What must hold: every
-fault is found, and the last checkpoints are equal bit by bit. What it cost: effective training
-time, as measured. MegaScale (arXiv 2402.15627) section 4, ByteCheckpoint (arXiv 2407.20143).
-Writes chaos.json, .svg and .png into --out. Exit code 1: something does not hold.
+Two supervised jobs of real processes (scripts/supervise.py) run the same training. In every attempt
+of one of them a random rank has a random fault at a random step: it is killed, frozen, asleep
+before a collective, stuck in C code, ends without a message, computes NaN, or its data loader
+fails. The command checks that every fault is found and that the last checkpoints of both jobs are
+equal bit by bit, and measures the effective training time. Sources: MegaScale (arXiv 2402.15627)
+section 4, ByteCheckpoint (arXiv 2407.20143). It writes chaos.json, .svg and .png into --out. Exit
+code 1: a check failed.
 
-A storm (--minutes) strikes a job of four processes on two of three hosts from outside, until time
-is up: processes, hosts, networks, disks, steps and ports (experiments/faults/strikes.py). Then the
-job finishes, an undisturbed one does as many steps, and what must hold is: every fault found under
-the right name, no false alarm, the same parameters and losses bit by bit, nothing left behind.
-Writes storm.json, .svg and .png, and with --preset=outside storm_outside.json, .svg and .png. It
-mounts two small disks if it may, else no disk is filled.
+A storm (--minutes) injects faults from outside into a job of four processes on two of three hosts,
+until the time is up: into processes, hosts, networks, disks, stored steps and ports
+(experiments/faults/strikes.py). Then the job finishes, and an undisturbed job runs as many steps.
+The command checks that every fault was found under the right name, that there was no false alarm,
+that parameters and losses are equal bit by bit, and that no process or file is left behind. It
+writes storm.json, .svg and .png, or storm_outside.json, .svg and .png with --preset=outside. It
+mounts two small disks if it is allowed to; otherwise no disk is filled.
 """
 
 import megajax.core.interrupted  # noqa: F401

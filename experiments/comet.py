@@ -4,18 +4,18 @@
     uv run experiments/comet.py --preset=paper      # three models, four layouts, three imbalances
     uv run experiments/comet.py --part=exact        # the layer itself, on 8 emulated devices
 
-Mixtral 8x7B, Qwen2-MoE and Phi-3.5-MoE on 8 GPUs, tensor x expert parallel 8x1, 4x2, 2x4 and 1x8.
-Tokens are drawn for experts whose shares of the work have a given standard deviation. Times are
-SIMULATED (pallas_kernels/collective/README.md says how): both grouped products of a layer, alone,
-one after the other with their communication, and fused; the rank with the most work decides. What
-the authors report (1.96 times a layer, 1.71 times a model) is against other systems and no time of
-ours, and what we say of whole models is an ESTIMATE; the milliseconds that Flux's
-repository reports of such products stand beside ours of the same shapes. Writes
-comet_simulated.json, .svg and .png into --out.
+The models are Mixtral 8x7B, Qwen2-MoE and Phi-3.5-MoE on 8 GPUs, with tensor x expert parallelism
+8x1, 4x2, 2x4 and 1x8. Tokens are assigned to experts so that the experts' shares of the work have a
+given standard deviation. Times are SIMULATED (pallas_kernels/collective/README.md says how): those
+of both grouped products of a layer alone, one after the other with their communication, and fused,
+on the rank with the most work. Figures for whole models are ESTIMATES. COMET's authors report 1.96
+times for a layer and 1.71 times for a model over other systems; these cannot be compared with our
+times. The milliseconds that Flux's repository reports for such products are shown beside ours of
+the same shapes. The command writes comet_simulated.json, .svg and .png into --out.
 
-With --part=exact the layer runs, as plain collectives and as rings: products and gradients on 8
-EMULATED devices, a sixteenth as wide, against a float64 loop over the tokens. Writes
-comet_emulated.json.
+With --part=exact the layer runs with plain collectives and with rings on 8 EMULATED devices, a
+sixteenth as wide. Products and gradients are compared with a float64 loop over the tokens. The
+command then writes comet_emulated.json.
 """
 
 import megajax.core.interrupted  # noqa: F401

@@ -4,17 +4,18 @@
     uv run experiments/flux.py --preset=paper       # GPT-3 175B and Llama-2 70B, m 64 to 16384
     uv run experiments/flux.py --part=exact         # the layer itself, on 8 emulated devices
 
-The feed-forward layers of both models on 8 GPUs: an all-gather before the first product, a reduce-
-scatter after the second. Times are SIMULATED (pallas_kernels/collective/README.md says how): the
-product alone, the collective alone, one after the other, XLA's ring in lockstep, one fused kernel
-with its best number of SMs that copy, and the floor that no overlap passes. Flux's overlap
-efficiency stands beside them; what its authors report is dashed in the figure and is for their
-kernels on their GPUs, not for ours. Writes flux_simulated.json, .svg and .png into --out.
+The feed-forward layers of both models run on 8 GPUs, with an all-gather before the first product
+and a reduce-scatter after the second. Times are SIMULATED (pallas_kernels/collective/README.md says
+how): those of the product alone, of the collective alone, of one after the other, of XLA's ring in
+lockstep, of one fused kernel with its best number of SMs that copy, and of the floor that no
+overlap can pass. Flux's overlap efficiency is shown beside them. The authors' figures, dashed in
+the figure, are of their kernels on their GPUs. Figures for whole models (Flux reports 1.24 times in
+training and 1.66 in prefill) are ESTIMATES. The command writes flux_simulated.json, .svg and .png
+into --out.
 
-What is said of whole models (Flux reports 1.24 times in training, 1.66 in prefill) is an ESTIMATE.
-
-With --part=exact the layers run: as plain collectives and as rings, products and all gradients on 8
-EMULATED devices, 1/64 as wide, of 8 and of 200 rows, against float64. Writes flux_emulated.json.
+With --part=exact the layers run with plain collectives and with rings on 8 EMULATED devices, 1/64
+as wide, on 8 and on 200 rows. Products and all gradients are compared with float64. The command
+then writes flux_emulated.json.
 """
 
 import megajax.core.interrupted  # noqa: F401

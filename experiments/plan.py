@@ -5,20 +5,24 @@
         --mesh.tensor=8 --out=plans/175b
     uv run --extra aot experiments/plan.py --preset=llama3_8b --cluster=h100:8x8 --search
 
-Flags are those of pretraining, so the plan and the run differ in the script's name only. It prints
-memory by term beside XLA's own figure, the largest collectives of the scheduled program, what the
-compiler did that nobody wanted, and step time and MFU as ESTIMATES (MegaScale, arXiv 2402.15627,
-sections 3 and 6). --search looks for the mesh, the pipeline's schedule, the micro-batches and the
-rematerialisation itself, whatever the flags say of them, and ranks what it found with the flags to
-paste behind pretrain.py. It says how far it is. After Ctrl-C it ranks what it has looked at so far,
-says that the ranking is partial, and exits with code 130. --workload=prefill or decode plans
-generation instead, by the cost model alone: --train.global_batch rows of --train.seq_len tokens, or
-one more token for each of them.
---workload=serve answers how many tokens a second the cluster serves with engines on --mesh.tensor
-GPUs each, by batch, where every sequence has --train.seq_len tokens. --cost says where times come
-from: assumed efficiencies (roofline), a predictor that experiments/cdmpp.py fitted (learned), or a
-JSON table of measured kernels (table); --cost_file names the file. Exit code 2: it does not fit,
-and which term is to blame. Exit code 130: Ctrl-C.
+Flags are those of pretraining, so the commands of a plan and of its run differ only in the script's
+name. The command prints memory by term beside XLA's own figure, the largest collectives of the
+scheduled program, warnings about what the compiler inserted, and step time and MFU as ESTIMATES
+(MegaScale, arXiv 2402.15627, sections 3 and 6).
+
+--search chooses the mesh, the pipeline's schedule, the micro-batches and the rematerialisation
+itself, whatever the flags say of them. It prints a ranking, with the flags to paste behind
+pretrain.py. After Ctrl-C it ranks the candidates so far, says that the ranking is partial, and
+exits with code 130.
+
+--workload=prefill or decode plans generation, by the cost model alone: --train.global_batch rows of
+--train.seq_len tokens, or one more token for each of them. --workload=serve estimates, for several
+batch sizes, the tokens a second that the cluster serves with engines on --mesh.tensor GPUs each and
+sequences of --train.seq_len tokens.
+
+--cost chooses the source of times: assumed efficiencies (roofline), a predictor that
+experiments/cdmpp.py fitted (learned), or a JSON table of measured kernels (table); --cost_file
+names the file. Exit code 2: the step does not fit; the message names the largest term.
 """
 
 import megajax.core.interrupted  # noqa: F401

@@ -2,23 +2,24 @@
 
     uv run experiments/tilewise.py                     # one model, three patterns, seconds
     uv run experiments/tilewise.py --preset=paper      # two models, twelve patterns, three seeds
-    uv run experiments/tilewise.py --preset=paper --stages=50,75,90,95,98  # goes on from that
+    uv run experiments/tilewise.py --preset=paper --stages=50,75,90,95,98  # two more stages
 
-Quality, on any device: an encoder that says from which package of Python's standard library a
-passage comes, and the nano GPT on the text that pretraining reads, are trained, then pruned in
-stages with fine-tuning between them, by first-order Taylor scores. Patterns: tile-wise with chunks
-of 1, 8, 32 and 64 rows (TW-1 to TW-64), with an element-wise residual (TEW), with apriori tuning
+Quality: two models are trained, then pruned in stages with fine-tuning between them, by first-order
+Taylor scores. One is an encoder that says from which package of Python's standard library a passage
+comes, the other the nano GPT on the text that pretraining reads. Patterns: tile-wise with chunks of
+1, 8, 32 and 64 rows (TW-1 to TW-64), with an element-wise residual (TEW), with apriori tuning
 (TW-1a), rows of tiles alone (TW1D-1); element-wise (EW), vector-wise (VW), block-wise (BW to
-BW-128). Beside them the model of which nothing is pruned, fine-tuned as long. Units are the paper's
-divided by 4, for matrices 128 wide instead of 768 (experiments/reports/tilewise.py).
-Units rank by the paper's rule, L2 / n of their scores; --unit_score=rms is training's default.
-Speed, of the paper's BERT shapes: FLOPs and bytes, counted from masks; floors and the cost model's
-times are estimates and say so. Times of a GPU: scripts/gpu_check.py tile_sparse.
+BW-128). A model of which nothing is pruned is fine-tuned as long. Units are those of the paper
+divided by 4, because matrices are 128 wide instead of 768 (experiments/reports/tilewise.py). Units
+are ranked by the paper's rule, the L2 norm of their scores / n; training uses --unit_score=rms by
+default.
+Speed: FLOPs and bytes of the paper's BERT shapes are counted from masks; floors and the cost
+model's times are estimates. scripts/gpu_check.py tile_sparse measures times on a GPU.
 
-`paper` takes about half an hour. Ctrl-C, then the same command goes on after the last point; so do
-more stages, patterns and seeds. Writes tilewise.json after every point, at the end tilewise and
-tilewise_price .svg and .png, into --out. `tiny` shows that all of it runs: its model has learned
-too little to say anything.
+`paper` takes about half an hour. After Ctrl-C the same command continues after the last point, and
+a command with more stages, patterns or seeds adds to the points that are there. The command writes
+tilewise.json after every point, and at the end the .svg and .png of tilewise and tilewise_price,
+into --out. `tiny` only shows that the experiment runs: its model has learned too little to compare.
 """
 
 import megajax.core.interrupted  # noqa: F401
