@@ -202,7 +202,13 @@ class Job:
                 told.setdefault(r.rank, []).append(r)
         for number, news in told.items():
             self._hear_rank(self.ranks[number], news, elapsed)
-        self._count_traffic(host)
+        total = host.number_of("network_bytes")
+        step = min((r.step for r in host.ranks), default=0)
+        if host.counted is None:
+            host.counted, host.step = total, step
+        elif step > host.step:
+            host.per_step.append((total - host.counted) / (step - host.step))
+            host.counted, host.step = total, step
 
     def _hear_rank(self, rank: Rank, records: Sequence[Record], elapsed: float) -> None:
         before, section = dict(rank.values), rank.section
@@ -222,15 +228,6 @@ class Job:
             grown = rank.number_of("log_bytes") - _number(before.get("log_bytes"), 0.0)
             wild = grown > self.limits.flood_bytes_per_s * max(elapsed, self._period)
             rank.flood = (self.clock if rank.flood is None else rank.flood) if wild else None
-
-    def _count_traffic(self, host: Host) -> None:
-        total = host.number_of("network_bytes")
-        step = min((r.step for r in host.ranks), default=0)
-        if host.counted is None:
-            host.counted, host.step = total, step
-        elif step > host.step:
-            host.per_step.append((total - host.counted) / (step - host.step))
-            host.counted, host.step = total, step
 
     # ---- what rules ask
 

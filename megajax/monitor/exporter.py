@@ -30,6 +30,7 @@ MODES = ("user", "nice", "system", "idle", "iowait", "irq", "softirq", "steal") 
 SECTOR = 512  # bytes; /proc/diskstats counts in these, whatever the disk has
 BACK_S = 3.0  # (node_exporter) by which a counter of processor time falls without a new beginning
 SLOW_S = 5.0  # (chosen) after which a client that says nothing is dropped
+ESCAPES = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})  # of Prometheus' label values
 # GPU value of meter.py -> (dcgm-exporter's name, factor)
 DCGM = {
     "gpu_duty": ("DCGM_FI_DEV_GPU_UTIL", 100.0),
@@ -288,14 +289,10 @@ def text(rows: Iterator[Row]) -> str:
     """Returns rows in the text format of Prometheus, version 0.0.4."""
     lines: dict[str, list[str]] = {}
     for name, kind, labels, value in rows:
-        pairs = ",".join(f'{k}="{_escaped(v)}"' for k, v in labels.items())
+        pairs = ",".join(f'{k}="{v.translate(ESCAPES)}"' for k, v in labels.items())
         listed = lines.setdefault(name, [f"# TYPE {name} {kind}"])
         listed.append(f"{name}{{{pairs}}} {value!r}" if pairs else f"{name} {value!r}")
     return "\n".join(line for listed in lines.values() for line in listed) + "\n"
-
-
-def _escaped(value: str) -> str:
-    return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
 
 
 class Server(http.server.ThreadingHTTPServer):

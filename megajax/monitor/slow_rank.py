@@ -238,7 +238,9 @@ class SlowRank(Rule):
                 self._values["pulse"][r.rank].append(float(r.value))
         for number, step in steps.items():
             self._take(number, step or 0, waits.get(number))
-        if self._job.clock - self._since < self._tick_s or not self._is_enough():
+        # Nearly all ranks must have finished a step that counts.
+        is_enough = len(self._values["step"]) > 0.9 * len(self._numbers)
+        if self._job.clock - self._since < self._tick_s or not is_enough:
             return []
         alerts = self._judge()
         self._begin()
@@ -256,10 +258,6 @@ class SlowRank(Rule):
             self._values["step"][number].append(step_s)
             self._values["own"][number].append(rank.number_of("own_s"))
         self._step[number] = step
-
-    def _is_enough(self) -> bool:
-        """Whether nearly all ranks have finished a step that counts."""
-        return len(self._values["step"]) > 0.9 * len(self._numbers)
 
     def _judge(self) -> list[Alert]:
         v = self._values

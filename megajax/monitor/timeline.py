@@ -63,10 +63,11 @@ def perfetto(
     """
     numbers = {host: i for i, host in enumerate(sorted(set(hosts.values())))}
     places = {rank: {"pid": numbers[hosts[rank]], "tid": rank} for rank in spans}
-    moved = {
-        rank: [_moved(s, offsets.get(hosts[rank], 0.0)) for s in spans[rank]] for rank in spans
-    }
-    zero = min((s.begin for spans in moved.values() for s in spans), default=0.0)
+    moved: dict[int, list[Span]] = {}
+    for rank, sections in spans.items():
+        offset = offsets.get(hosts[rank], 0.0)
+        moved[rank] = [Span(s.section, s.step, s.begin - offset, s.end - offset) for s in sections]
+    zero = min((s.begin for sections in moved.values() for s in sections), default=0.0)
     events: list[dict[str, Any]] = [
         {"ph": "M", "pid": i, "name": "process_name", "args": {"name": host}}
         for host, i in numbers.items()
@@ -96,10 +97,6 @@ def perfetto(
                 end = {"ph": "f", "bp": "e", **places[rank], "ts": (to - zero) * 1e6}
                 events += [arrow | begin, arrow | end]
     return {"traceEvents": events, "displayTimeUnit": "ms"}
-
-
-def _moved(span: Span, offset: float) -> Span:
-    return Span(span.section, span.step, span.begin - offset, span.end - offset)
 
 
 def _launches(spans: Spans) -> dict[int, dict[int, Span]]:

@@ -116,12 +116,9 @@ def _series(name: str, recipe: Recipe, interval: float) -> str:
     """Returns the fresh values, or rates, of an exporter's series."""
     selector = f"{name}{{{recipe.only}}}" if recipe.only else name
     rate = recipe.kind == COUNTER and name != recipe.rest_of
-    value = f"irate({selector}[{_duration(BACK * interval)}])" if rate else selector
+    back_ms = max(1, round(1000 * BACK * interval))
+    value = f"irate({selector}[{back_ms}ms])" if rate else selector
     return f"({value} and timestamp({selector}) > time() - {FRESH * interval:.3f})"
-
-
-def _duration(seconds: float) -> str:
-    return f"{max(1, round(1000 * seconds))}ms"
 
 
 def _is_per_gpu(recipe: Recipe) -> bool:

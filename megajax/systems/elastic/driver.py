@@ -111,9 +111,8 @@ class Hosts:
     def gather(self, count: int, least: int, seconds: float, stop: Callable[[], bool]) -> bool:
         """Waits for agents; tells whether the job can start.
 
-        Args: count: hosts that train at a time. least: fewest hosts that are enough after
-        `seconds`.
-          stop: whether to end the wait early.
+        count: hosts that train at a time. least: fewest hosts that are enough after `seconds`.
+        stop: whether to end the wait early.
         """
         began = self.clock
         end = began + seconds
@@ -124,7 +123,13 @@ class Hosts:
             if len(self.good()) >= max(count, len(awaited)):
                 break
             for name in self._names:
-                self._start_agent(name)
+                # Not at once when it has just been tried: an agent that ends at its start would
+                # keep the machine busy.
+                gone = name not in self._local or self._local[name].poll() is not None
+                is_due = time.monotonic() >= self._next.get(name, 0.0)
+                if self._spawn and gone and is_due and name not in self.blocked:
+                    self._next[name] = time.monotonic() + SPAWN_S
+                    self._local[name] = self._spawn(name)
             possible = len(set(self._names) - self.blocked)
             if self._names and possible < count and len(self.good()) >= possible:
                 break  # no others can come
@@ -136,15 +141,6 @@ class Hosts:
                 self._owner.on_wait(end - now)
             self.pump()
         return len(self.good()) >= max(least, 1)
-
-    def _start_agent(self, name: str) -> None:
-        """Starts an agent of this machine that is not running; not at once when it has just been
-        tried, as one that ends at its start would keep the machine busy."""
-        gone = name not in self._local or self._local[name].poll() is not None
-        now = time.monotonic()
-        if self._spawn and gone and name not in self.blocked and now >= self._next.get(name, 0.0):
-            self._next[name] = now + SPAWN_S
-            self._local[name] = self._spawn(name)
 
     def good(self) -> list[Host]:
         """Returns the hosts that are present and not excluded, by name."""

@@ -239,18 +239,12 @@ def host_of(machines: Sequence[str], hosts: Sequence[str]) -> dict[str, str]:
     pairs = {}
     for machine in machines:
         plain = machine.rsplit(":", 1)[0] if machine.count(":") == 1 else machine
+        is_address = plain.replace(".", "").isdigit()
         for host in hosts:
-            if (
-                plain == host
-                or plain.split(".")[0] == host.split(".")[0]
-                and not _is_address(plain)
-            ):
+            same_name = plain.split(".")[0] == host.split(".")[0] and not is_address
+            if plain == host or same_name:
                 pairs[machine] = host
     return pairs
-
-
-def _is_address(name: str) -> bool:
-    return name.replace(".", "").isdigit()
 
 
 def renamed(samples: Samples, hosts: dict[str, str]) -> Samples:

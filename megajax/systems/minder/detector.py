@@ -342,7 +342,8 @@ class Profile:
                 f"model={path} is no detector that `save` wrote: {type(error).__name__} (--model)"
             ) from None
         known = known and set(priority) <= set(metrics)
-        if not known or any(not _fits(n, x, len(metrics)) for n, x in channels.items()):
+        lengths = {"C": len(metrics), "F": CHANNELS * len(metrics)}
+        if not known or any(x.shape != (lengths[n[-1]],) for n, x in channels.items()):
             raise UserError(f"model={path} is damaged, or of another version (--model)")
         vae = nest({n[4:]: x for n, x in arrays.items() if n.startswith("vae.")})
         return Profile(
@@ -367,10 +368,6 @@ def _dynamics(arrays: dict[str, np.ndarray], metrics: int) -> Dynamics | None:
         raise ValueError("spreads of other metrics")
     limits = Limits(*(members.pop(n) for n in EVIDENCE))
     return Dynamics(**members, limits=limits)
-
-
-def _fits(name: str, array: np.ndarray, metrics: int) -> bool:
-    return array.shape == ((CHANNELS * metrics,) if name.endswith("_F") else (metrics,))
 
 
 def _checksum(arrays: dict[str, np.ndarray]) -> int:
@@ -712,9 +709,8 @@ class _Course:
         """Takes the scaled samples of a tick that ended at `end`; returns the machines to name.
 
         A machine that `levels` names, or one that differs while it names another, is not named.
-        Args: rows: length of the arrays of compiled programs. levels: the judge of levels; it is
-        told
-          which machines are named.
+        Args: rows: length of the arrays of compiled programs. levels: the judge of levels, which is
+          told which machines are named.
         """
         N = x_CNT.shape[1]
         if self._tracks.offset_FN.shape[1] != rows:

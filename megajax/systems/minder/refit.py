@@ -91,14 +91,12 @@ class Refit:
             return
         quiet, self._new, self._dirty = ([] if self._dirty else self._new), [], False
         if quiet:
-            self._write(merged(quiet, self._plan.metrics, begin, begin + PIECE_S))
+            piece = merged(quiet, self._plan.metrics, begin, begin + PIECE_S)
+            arrays = {"values": piece.values_CNT, "machines": np.array(piece.machines, str)}
+            files.write_arrays(self._folder / f"{piece.start}.npz", arrays, compress=True)
         most = max(1, round(3600 * self._plan.hours / PIECE_S))
         for path in self._pieces()[:-most]:
             path.unlink(missing_ok=True)
-
-    def _write(self, grid: Grid) -> None:
-        arrays = {"values": grid.values_CNT, "machines": np.array(grid.machines, str)}
-        files.write_arrays(self._folder / f"{grid.start}.npz", arrays, compress=True)
 
     def _pieces(self) -> list[Path]:
         paths = [p for p in self._folder.glob("*.npz") if p.stem.isdecimal()]
@@ -282,12 +280,10 @@ def main(job: Path) -> int:
     )
     new.save(said["candidate"])
     seconds = sum(g.values_CNT.shape[2] for g in grids)
-    print(json.dumps(report | {"seconds": seconds, "fit": _plain(new.profile.report)}))
+    kinds = int | float | str | bool
+    facts = {name: x for name, x in new.profile.report.items() if isinstance(x, kinds)}
+    print(json.dumps(report | {"seconds": seconds, "fit": facts}))
     return 0
-
-
-def _plain(report: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in report.items() if isinstance(v, int | float | str | bool)}
 
 
 if __name__ == "__main__":

@@ -77,8 +77,7 @@ class Ledger:
         """Updates the active alerts; returns (new alerts to report, alerts that have ended).
 
         Args: alerts: what Detector.update returned. named: Detector.named. judged: Unix seconds up
-        to
-          which the detector has judged.
+          to which the detector has judged.
         """
         new, before = [], dict(self.lasting)
         for alert in alerts:
