@@ -289,8 +289,8 @@ class Judge:
         """Copies from another judge of the job when machines joined, and which it suspects or
         names.
 
-        While the other judge suspects or names a machine, this one names no other machine, which may
-        be a follower.
+        While the other judge suspects or names a machine, no other machine is named here, because
+        it may be a follower.
         """
         self.joined_N = first.joined_N.copy()
         suspected_N = first._worst_N > SUSPECTED
