@@ -337,11 +337,12 @@ def test_a_stage_of_several_devices_has_tensor_ranks():
     each = [jax.devices()[:4], None, jax.devices()[4]]
     with Runtime(sharp(cfg), cfg, placement, each, **FLOAT32) as runtime:
         answers = runtime.generate(prompts, params)
+        words = r"prompts\[0\] of 30 tokens and max_tokens=3 are more"
+        with pytest.raises(UserError, match=words):
+            runtime.generate([[1] * 30], SamplingParams(max_tokens=3))
     engine = Engine(cfg, sharp(cfg), **FLOAT32, max_batch=8)
     ids = [engine.submit(*pair) for pair in zip(prompts, params, strict=True)]
     expected = {id: [] for id in ids}
     for output in engine.run():
         expected[output.request_id] += output.tokens
     assert answers == list(expected.values())
-    with pytest.raises(UserError, match=r"prompts\[0\] of 30 tokens and max_tokens=3 are more"):
-        runtime.generate([[1] * 30], SamplingParams(max_tokens=3))
