@@ -213,9 +213,7 @@ def dump_stacks_on_signal(path: Path) -> None:
     faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
 
 
-# ---- lease
-#
-# The lease of a host's training processes: without a fresh one they end themselves.
+# ---- the lease of a host's training processes: without a fresh one they end themselves
 #
 # The driver renews it with every report of the host's agent, and the agent leaves its moment in a
 # file beside the progress records. When the agent is frozen or dead, or cannot reach the driver,

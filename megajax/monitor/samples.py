@@ -284,9 +284,7 @@ def _outside(samples: Samples, outside_N: np.ndarray) -> tuple[str, ...]:
     )
 
 
-# ---- quality
-#
-# What is wrong with the metrics of machines themselves: named once, and units put right.
+# ---- defects of the metrics themselves: each is named once, and units are converted back
 #
 # Between the sources and a detector: `Quality.check` looks at successive grids of one job. It names
 # a metric that no machine has, a machine that is silent, an exporter that repeats its last values,

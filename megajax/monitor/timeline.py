@@ -128,7 +128,7 @@ def own_share(spans: Spans) -> dict[int, float]:
     return {rank: (o - usual) / step_s for rank, o in work_s.items()}
 
 
-# ---- over the grid
+# ---- pictures on the grid of devices
 
 
 def parse_grid(text: str | None, ranks: int) -> dict[str, int]:

@@ -103,9 +103,7 @@ class Timers:
         self.enter("lost" if lost else "failed", self._step)
 
 
-# ---- skew
-#
-# How far apart the hosts of a job launch the same step (MegaScale section 6.3).
+# ---- how far apart the hosts of a job launch the same step (MegaScale section 6.3)
 #
 # Skew that grows was MegaScale's slow decay of MFU: hosts that come late make all others wait in
 # the first collective. Every host puts the moment of its launch into the job's key-value store,

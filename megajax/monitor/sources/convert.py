@@ -245,7 +245,7 @@ class Rows:
 
 
 def canonical(samples: Samples) -> Samples:
-    """Returns the samples under the names of names.METRICS, all of them gauges.
+    """Returns the samples under the names of METRICS, all of them gauges.
 
     A counter that began again has no rate over that interval, nor has one over a gap. Rates stand
     at the time of the later reading. Samples that need nothing of this come back unchanged.

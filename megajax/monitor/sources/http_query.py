@@ -83,7 +83,7 @@ def _numbers(points: bytes) -> np.ndarray | None:
     return numbers.reshape(-1, 2) if numbers.size == size else None
 
 
-# ---- asking
+# ---- requests
 
 
 MOST = 2**25  # (chosen: 32 MiB, 1.2 million points, which take 300 MB as objects) of an answer

@@ -157,8 +157,8 @@ def prometheus(
     """Returns a Prometheus server as a source: `.read(start, end)` gives Samples.
 
     Args: url: http(s)://host:port, without /api/v1. queries: {metric: expression}, used as they
-        are; None: the metrics of names.METRICS that the server has. metrics: only these of them,
-        e.g. names.MINDER. user, password: for basic authentication. token: a bearer token. ca_file:
+        are; None: the metrics of convert.METRICS that the server has. metrics: only these of them,
+        e.g. convert.MINDER. user, password: for basic authentication. token: a bearer token. ca_file:
         PEM file of the authority that signed the server's certificate. timeout_s: for each whole
         answer. retries: of each request that may succeed later, with pauses of 0.5, 1, 2, ... s.
         step_s: seconds between the moments at which the expressions are evaluated.
@@ -636,7 +636,7 @@ def _text(value: Any) -> str:
 
 
 def _label(name: str) -> str:
-    """Returns a label's name with "_" for what names.parse does not know, such as a dot."""
+    """Returns a label's name with "_" for what convert.parse does not know, such as a dot."""
     return re.sub(r"^(?=\d)|[^A-Za-z0-9_]", "_", _text(name))
 
 

@@ -188,7 +188,7 @@ def _longest(pieces: Sequence[Path]) -> int:
     return PIECE_S * length
 
 
-# ---- in the process
+# ---- in the child process: fit, compare, save
 
 
 def stretches(paths: Sequence[str | Path], metrics: Sequence[str]) -> list[Grid]:

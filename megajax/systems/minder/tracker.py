@@ -467,7 +467,7 @@ def _healthy(prior: Prior, tracks: Tracks, own_FNJ: Array) -> Array:
 def _most(error_FN: Array) -> Array:
     """Returns where a window's score is clipped, in standard deviations, (F,).
 
-    It grows with the number of machines as the limits do (evidence.demand), so that scores are
+    It grows with the number of machines as the limits do (`demand`), so that scores are
     clipped at the same multiple of the limit in every job.
     """
     count_F = jnp.maximum(jnp.isfinite(error_FN).sum(-1), 1)
