@@ -158,10 +158,10 @@ def prometheus(
 
     Args: url: http(s)://host:port, without /api/v1. queries: {metric: expression}, used as they
         are; None: the metrics of convert.METRICS that the server has. metrics: only these of them,
-        e.g. convert.MINDER. user, password: for basic authentication. token: a bearer token. ca_file:
-        PEM file of the authority that signed the server's certificate. timeout_s: for each whole
-        answer. retries: of each request that may succeed later, with pauses of 0.5, 1, 2, ... s.
-        step_s: seconds between the moments at which the expressions are evaluated.
+        e.g. convert.MINDER. user, password: for basic authentication. token: a bearer token.
+        ca_file: PEM file of the authority that signed the server's certificate. timeout_s: for each
+        whole answer. retries: of each request that may succeed later, with pauses of 0.5, 1, 2, ...
+        s. step_s: seconds between the moments at which the expressions are evaluated.
     Raises: UserError for an address or metric that cannot be, and for a ca_file that is none.
     """
     client = Client(url, user, password, token, ca_file, timeout_s, retries)
