@@ -101,7 +101,7 @@ def make_state(megabytes: int, mesh: jax.sharding.Mesh) -> dict[str, jax.Array]:
 
 
 def pieces(state: dict[str, jax.Array]) -> list[np.ndarray]:
-    """The host's view of every shard."""
+    """Returns the host's view of every shard."""
     return [np.asarray(s.data) for x in state.values() for s in x.addressable_shards]
 
 
@@ -115,7 +115,7 @@ def forget(folder: Path) -> None:
 
 
 def write_raw(path: Path, shards: list[np.ndarray]) -> None:
-    """The disk's own rate: one file, one sync."""
+    """Writes one file and syncs it: the rate of the disk itself."""
     with open(path, "wb") as file:
         for shard in shards:
             file.write(memoryview(np.ascontiguousarray(shard)).cast("B"))

@@ -110,12 +110,12 @@ config.define_flags(PRESETS, "default")
 
 
 def keys(cfg: Config) -> Keys | None:
-    """Returns the keys of --key_file. Raises: UserError for a file that does not do."""
+    """Returns the keys of --key_file, if it was set. Raises: UserError for an unusable file."""
     return None if cfg.key_file is None else Keys(cfg.key_file)
 
 
 def opened(cfg: Config, path: str) -> tuple[StepFolder, int | None]:
-    """Returns (the checkpoints, the step that the words or --step mean). Raises: UserError."""
+    """Returns (the checkpoints, the step that the path or --step names). Raises: UserError."""
     steps, step = offline.open_folder(path, keys(cfg))
     if None not in (step, cfg.step) and step != cfg.step:
         raise UserError(f"{path} is step {step}, and --step={cfg.step} names another")
@@ -123,7 +123,10 @@ def opened(cfg: Config, path: str) -> tuple[StepFolder, int | None]:
 
 
 def chosen(cfg: Config, path: str) -> tuple[StepFolder, int]:
-    """Returns the step that the words and --step mean. Raises: UserError when there is none."""
+    """Returns (the checkpoints, the step that the path or --step names; by default the latest).
+
+    Raises: UserError when there is none.
+    """
     steps, step = opened(cfg, path)
     step = steps.steps()[-1] if step is None else step
     if step not in steps.steps():
@@ -168,7 +171,8 @@ def inspect(cfg: Config, path: str) -> int:
 
 
 def verify(cfg: Config, path: str) -> int:
-    """Reads every byte, and the leaves of what was not read back. Returns 1 for damage."""
+    """Reads every byte, and compares the leaves of steps that were not read back. Returns 1 for
+    damage."""
     import jax  # sums leaves
 
     from megajax.checkpoint import sealing
@@ -308,7 +312,7 @@ def export(cfg: Config, path: str, target: str) -> int:
 
 
 def import_folder(cfg: Config, path: str, target: str) -> int:
-    """Makes a step, or a folder of safetensors, of what another system wrote."""
+    """Makes a step, or a folder of safetensors, from the checkpoint of another system."""
     kind = readers.detect(path) if cfg.format == "auto" else cfg.format
     leave_out = [word for word in cfg.leave_out.split(",") if word]
     source = readers.open_foreign(path, kind, cfg.step, cfg.vocab, cfg.hf_config, leave_out)

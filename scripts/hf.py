@@ -62,7 +62,7 @@ config.define_flags(PRESETS, "default")
 
 
 def import_folder(cfg: Config, source: str, run_dir: str) -> None:
-    """Makes a run with the folder's, or the GGUF file's, weights as step 0."""
+    """Makes a run whose step 0 has the weights of the folder or GGUF file."""
     target = expand(run_dir)
     if (target / "config.json").exists():
         raise UserError(f"{target} already holds a run; name a new folder")

@@ -34,7 +34,8 @@ def seconds(call: Callable[[], Any]) -> float:
 
 
 def summarise(times: dict[tuple[str, str], list[float]], nbytes: int) -> list[dict[str, Any]]:
-    """One row for each measurement: seconds, rate, and the ratio to the machine's own."""
+    """Returns a row for each measurement: seconds, rate, and the ratio to the time that the machine
+    itself needs."""
     rows = []
     for (what, how), samples in times.items():
         p10, median, p90 = (float(x) for x in np.percentile(samples, (10, 50, 90)))
@@ -168,7 +169,7 @@ def text(
 
 
 def draw(rows: list[dict[str, Any]], path: Path, megabytes: float) -> str:
-    """Three panels, one for each question; SVG and PNG. Returns the figure's title."""
+    """Draws three panels, one for each question, as SVG and PNG. Returns the figure's title."""
     counts = [sum(row["what"] == what for row in rows) for what in TITLES]
     figure, places = panels(rows=3, size=(8, 7), heights=[1 + n for n in counts])
     for axes, (what, title) in zip(places, TITLES.items(), strict=True):
@@ -199,7 +200,7 @@ def draw(rows: list[dict[str, Any]], path: Path, megabytes: float) -> str:
 
 
 def seconds_table(path: Path) -> str:
-    """What saves and loads cost, and the plan for many ranks."""
+    """Returns a table of the costs of saves and loads, and the plan for many ranks."""
     columns = {
         "what": "what",
         "how": "how",

@@ -187,7 +187,9 @@ class Target:
         self._buffers = {box: store.buffer(box.shape, dtype) for box in boxes}
         if 0 in shape:
             return
-        places = [t for item in self._buffers.items() for t in targets_of(*item, self._rows)]
+        places = list(self._buffers.items())
+        if self._rows is not None:
+            places = [t for place in places for t in targets_of(*place, self._rows)]
         limit = PIECE // dtype.itemsize
         for box, numbers in pieces(shape, self._chunk, [p for p, _ in places], limit):
             targets = [places[i] for i in numbers]

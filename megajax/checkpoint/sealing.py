@@ -559,8 +559,8 @@ class Sealer:
         except Exception as error:
             problem = error
             orbax_io.give_up(f"megajax_failed_{job.number}", error)
-        # A process that failed meets the others all the same, or they would wait in vain.
-        orbax_io.meet(f"megajax_summed_{job.number}")
+        if parts > 1:  # a process that failed meets the others too, or they would wait in vain
+            orbax_io.meet(f"megajax_summed_{job.number}")
         if part == 0:
             try:
                 if problem is not None:
@@ -571,7 +571,8 @@ class Sealer:
                 self.steps.drop_saving(job.step)
             finally:
                 self.steps.unlock()
-        orbax_io.meet(f"megajax_named_{job.number}")
+        if parts > 1:
+            orbax_io.meet(f"megajax_named_{job.number}")
         if problem is None and not (self.steps.step(job.step) / trust.RECORD).exists():
             problem = OSError("another process could not write")
         if problem is not None:

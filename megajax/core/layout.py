@@ -36,11 +36,11 @@ class Layout:
     rules: Rules
 
     def stored(self, *words: str | None) -> P:
-        """Returns how a parameter with these dimensions rests."""
+        """Returns the spec of a stored parameter with these dimensions."""
         return P(*map(self._entry, self._cuts(words)))
 
     def whole(self, *words: str | None) -> P:
-        """Returns how it looks in use: gathered over the axes that share its gradient."""
+        """Returns its spec in use: gathered over the axes that share the gradient."""
         partial = self.partial(*words)
         cuts = self._cuts(words, shared=True)
         remaining = (tuple(a for a in axes if a not in partial) for axes in cuts)
@@ -55,7 +55,8 @@ class Layout:
         return self.rules.copies.get(word or "", 1)
 
     def partial(self, *words: str | None) -> Axes:
-        """Returns the axes that share its gradient: not those along which the experts differ."""
+        """Returns the axes that share a parameter's gradient. For experts, these do not include the
+        axes along which the experts differ."""
         expert_axes = self.rules.stored.get("expert", ()) if "expert" in words else ()
         return tuple(a for a in self.rules.partial if a not in expert_axes)
 
@@ -66,7 +67,7 @@ class Layout:
         reduced: Axes = (),
         unreduced: Axes = (),
     ) -> P:
-        """Returns how an activation lies.
+        """Returns the spec of an activation.
 
         residual: on the residual stream, else inside a block. reduced: axes over which its gradient
         is a partial sum. unreduced: axes over which it is itself one.

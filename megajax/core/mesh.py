@@ -88,7 +88,7 @@ def make_mesh(devices: Sequence[jax.Device], sizes: Mapping[str, int]) -> Mesh:
 
 
 def fit(spec: MeshSpec, preset: MeshSpec, devices: int) -> MeshSpec:
-    """Returns the spec; a preset's own mesh that these devices cannot form gives way to data."""
+    """Returns the spec, or data parallelism only if a preset's mesh does not fit the devices."""
     if spec == preset:
         try:
             spec.sizes(devices)
@@ -163,8 +163,8 @@ def memory_bytes(mesh: Mesh) -> int | None:
 
 
 def free_bytes(mesh: Mesh) -> float:
-    """Returns the free memory of the fullest device of a mesh, the same in each process; inf where
-    nothing tells. The devices of a CPU share what the host has.
+    """Returns the free memory of the fullest device of a mesh, the same in each process; inf if
+    it is unknown. The devices of a CPU share the memory of the host.
 
     Every process of a mesh of several processes must call it.
     """
@@ -259,7 +259,7 @@ class Supervision:
 
 
 def find_supervisor(env: Mapping[str, str] | None = None) -> Supervision:
-    """Returns what scripts/supervise.py says to this process; nothing when it runs by itself."""
+    """Returns the settings that scripts/supervise.py gave this process; defaults without it."""
     env = os.environ if env is None else env
     if "MEGAJAX_PROGRESS" not in env:
         return Supervision()

@@ -1,4 +1,4 @@
-"""How a script starts and ends: help, flags, and an output that nobody reads. No jax import."""
+"""How a script starts and ends: help, flags, and output whose reader is gone. No jax import."""
 
 import contextlib
 import dataclasses

@@ -157,8 +157,8 @@ def bytes_json() -> bytes:
 
 
 def is_replaced(tokenizer: Tokenizer, folder: Path) -> bool:
-    """Whether AutoTokenizer puts another way of cutting words in the place of the tokenizer's: for
-    some families it takes their class whatever the folder names."""
+    """Tells whether AutoTokenizer would cut words by other rules than the tokenizer's: for some
+    families it uses the family's class, whatever class the folder names."""
     family = files.read_object(folder / "config.json", MAX_BYTES).get("model_type")
     if family not in token_ids.FORCED or not isinstance(tokenizer, JsonTokenizer):
         return False

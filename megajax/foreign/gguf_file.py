@@ -252,8 +252,8 @@ def dequantize(raw: np.ndarray, form: Format) -> np.ndarray:
 
 
 def take_apart(raw: np.ndarray, form: Format) -> Parts:
-    """Returns the codes, scales and zero points of rows of a format that has a packing, (rows,
-    weights of a row or their groups) each. raw: as of `dequantize`."""
+    """Returns the codes, scales and zero points of rows, in a format that has a packing. Each is
+    (rows, weights of a row) or (rows, groups of a row). raw: as in `dequantize`."""
     assert form.packing is not None
     code, scale, zero = _by_rows(raw, form, form.packing.parts)
     assert code is not None and scale is not None
@@ -434,7 +434,7 @@ class _Reader:
         return value
 
     def skip(self, nbytes: int, what: str) -> int:
-        """Steps over bytes, which must be there. Returns where they begin."""
+        """Skips bytes, which the file must have. Returns the offset of the first."""
         begin = self.at
         if nbytes > len(self.raw) - begin:
             raise ValueError(

@@ -317,7 +317,8 @@ Tensors = dict[str, tuple[tuple[int, ...], str]]  # {name: (shape, safetensors' 
 def tensors_of(
     leaves: Mapping[str, Any], model_rules: list[Rule], cfg: ModelConfig, dtype: str
 ) -> tuple[Tensors, Callable[[str], np.ndarray]]:
-    """Returns the tensors that these rules make of these leaves, and what produces one by name."""
+    """Returns the tensors that the rules make of the leaves: {name: (shape, type)}, and a function
+    that returns the tensor of a name."""
     sizes = _home(cfg)[0].sizes(cfg)
     groups: dict[str, list[Rule]] = {}
     for rule in model_rules:
@@ -337,7 +338,7 @@ def tensors_of(
 
 
 def free_folder(path: str | Path) -> Path:
-    """Returns where a folder can be written. Raises: UserError when there is something."""
+    """Returns the path of a folder to be written. Raises: UserError if it exists with content."""
     target = expand(path)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(f"{target} exists and is not an empty folder")
@@ -393,8 +394,8 @@ def _fetch(x: jax.Array, index: tuple[int, ...]) -> np.ndarray:
 
 
 def join(rules: list[Rule], pieces: list[np.ndarray], sizes: Sizes) -> np.ndarray:
-    """Returns their tensor from ours, a piece of each rule: transposed, fused if they fuse, without
-    padding rows."""
+    """Returns the tensor of a file from a piece of our leaf for each rule: transposed, fused if
+    several rules name the tensor, without padding rows."""
     views = [r.to_theirs(p) for r, p in zip(rules, pieces, strict=True)]
     theirs = rules[0].dims.split("->")[0]
     if rules[0].part is not None:

@@ -159,7 +159,10 @@ class Settings:
 
 
 def checked_settings(section: Mapping[str, Any]) -> Settings:
-    """Returns the settings. Raises: UserError for what is not supported, and why."""
+    """Returns the settings of a quantization_config.
+
+    section: its members. Raises: UserError for a setting that is not supported, with the reason.
+    """
     method = section.get("quant_method")
     if method not in ("gptq", "awq"):
         raise UserError(f"{SECTION}: quant_method={method!r} is not supported; {SUPPORTED} are")
@@ -358,7 +361,7 @@ class Linear:
 
 
 def names_of(files: TensorFolder, stem: str) -> list[str]:
-    """Returns those of a quantized Linear's tensors that are there."""
+    """Returns the names of the tensors of a quantized Linear that the files have."""
     return [stem + end for end in PARTS if stem + end in files]
 
 
@@ -455,7 +458,7 @@ def _read_awq(files: TensorFolder, stem: str, fmt: Format, K: int, N: int) -> QT
 
 
 def check_shape(stem: str, fmt: Format, K: int, N: int, form: Form) -> None:
-    """Refuses a matrix (K, N) for which a form has no place. Raises: UserError."""
+    """Refuses a matrix (K, N) that a form cannot store. Raises: UserError."""
     bits = fmt.width
     if form == "awq" and (bits != AWQ_BITS or N % 8):
         raise UserError(
@@ -555,7 +558,7 @@ OLDER = ("quantize_config.json", "quant_config.json")
 
 
 def settings(path: str | Path, flag: str = "hf") -> Settings | None:
-    """Returns what a folder's config.json says of its codes; None: it is not quantized.
+    """Returns the quantization settings of a folder's config.json; None: it is not quantized.
 
     If config.json says nothing, a file of OLDER is read.
     Raises: UserError for a form that is not supported, and for several such files.
@@ -742,7 +745,7 @@ def _stacked(layers: Sequence[Any]) -> Any:
 
 
 def check(cfg: DecoderConfig, fmt: Format, form: Form) -> None:
-    """Refuses a format of which a form cannot hold all matrices: before they are quantized.
+    """Refuses a format whose matrices a form cannot all store, before they are quantized.
 
     Raises: UserError that names the first such matrix.
     """
