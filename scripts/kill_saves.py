@@ -43,7 +43,7 @@ MOST = 1.2 * (KEEP + 1) * STATE  # bytes of a folder after a restart: steps, and
 
 @dataclass(frozen=True)
 class Config(Checked):
-    """How often, and where."""
+    """Number of kills, and where they happen."""
 
     kills: int = option(10, "number of kill -9 while a save is under way", at_least=1)
     restarts: int = option(20, "kills in one folder before a new one begins", at_least=1)
@@ -60,7 +60,7 @@ config.define_flags(PRESETS, "default")
 
 
 def state(step: int) -> dict[str, np.ndarray]:
-    """What a victim saves as this step."""
+    """Returns the state that a victim saves as this step."""
     random = np.random.default_rng(step)
     return {f"x{i}": random.standard_normal((64, 1024), np.float32) for i in range(8)}
 
@@ -72,7 +72,7 @@ def say(word: str, value: object) -> None:
 
 
 def victim(folder: str) -> None:
-    """Restores, compares, saves for ever. Says where it is, a line each."""
+    """Restores, compares and saves for ever. Reports each stage in a line."""
     import jax
 
     from megajax.checkpoint import store
@@ -113,7 +113,7 @@ def victim(folder: str) -> None:
 
 
 def nursery() -> None:
-    """Forks a victim of the folder that each line of the input names, and waits for its end."""
+    """Forks a victim for the folder that each line of the input names, and waits for its end."""
     import orbax.checkpoint.experimental.v1  # noqa: F401
 
     import megajax.checkpoint.manager  # noqa: F401
@@ -136,19 +136,20 @@ class Place(Protocol):
     """What surrounds the saves of victims."""
 
     def must_come_back(self) -> int:
-        """Returns the oldest step that a restart may find."""
+        """Returns the oldest step that a restart may restore."""
 
     def begin(self) -> None:
-        """A victim begins to save."""
+        """Is called when a victim begins to save."""
 
     def tidy(self, most: int) -> int:
-        """Checks that nothing is there but so many steps. Returns: bytes. Raises: UserError."""
+        """Checks that the place holds at most so many steps and nothing else. Returns: bytes.
+        Raises: UserError."""
 
     def look(self, saved: list[int]) -> dict[str, Any]:
-        """Checks after a kill. saved: finished since the last look. Raises: UserError."""
+        """Checks after a kill. saved: the steps finished since the last call. Raises: UserError."""
 
     def close(self) -> None:
-        """Ends it."""
+        """Releases the place."""
 
 
 class Quiet:
@@ -184,7 +185,7 @@ class Quiet:
 
 
 class Killer:
-    """One place that victims save in, and what must be found there."""
+    """One place in which victims save, with the checks of what must be there."""
 
     def __init__(
         self,

@@ -50,9 +50,9 @@ Product = tuple[str, list[OpRecord], float]  # a case, its launches, seconds
 
 
 def products(file: dict[str, Any]) -> list[Product]:
-    """The library's bf16 products of a file of gpu_check.py, compiled for the same chip here.
+    """Returns the library's bf16 products of a file of gpu_check.py, compiled for the same chip.
 
-    Of cases that are the same product (its weight had other bits beside it), the first.
+    Cases that are the same product (with a weight in other formats) are one, the first.
     """
     sides = {("gemm", c.name, "xla"): gemm.sides(c, "reference")["xla"] for c in gemm.CASES}
     sides |= {
@@ -70,14 +70,15 @@ def products(file: dict[str, Any]) -> list[Product]:
 
 
 def compiled(function: Any, like: Any) -> jax.stages.Compiled:
-    """A program for one GPU of this kind."""
+    """Returns a program for one GPU of this kind."""
     place = NamedSharding(Mesh(np.array(aot.devices(1, 1)), "x"), PartitionSpec())
     args = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place) for x in like]
     return aot.compile(jax.jit(function).lower(*args))
 
 
 def attentions(file: dict[str, Any]) -> list[tuple[OpRecord, float]]:
-    """(our kernel's record, seconds of cuDNN's) of the cases that gpu_check.py timed forward."""
+    """Returns (our kernel's record, cuDNN's seconds) of the cases that gpu_check.py timed
+    forward."""
     times = {
         (row["case"], row["implementation"]): row["median_s"]
         for row in file["rows"]
@@ -96,12 +97,12 @@ def attentions(file: dict[str, Any]) -> list[tuple[OpRecord, float]]:
 
 
 def is_attention(one: OpRecord) -> bool:
-    """Whether it is the attention itself, not what stands around it."""
+    """Returns whether an operation is attention itself."""
     return one.kind == "attention"
 
 
 def unknowing(predictor: Predictor) -> Predictor:
-    """The predictor without what it learnt from this device."""
+    """Returns the predictor without what it learnt from this device."""
     return dataclasses.replace(
         predictor,
         devices={k: v for k, v in predictor.devices.items() if k != DEVICE},
@@ -112,7 +113,7 @@ def unknowing(predictor: Predictor) -> Predictor:
 
 
 def judged(name: str, ratio: np.ndarray, inside: np.ndarray | None = None) -> dict[str, Any]:
-    """A row of the result. ratio: predicted over measured."""
+    """Returns a row of the result. ratio: predicted divided by measured seconds."""
     wrong = np.abs(ratio - 1)
     return {
         "what": name,
@@ -125,7 +126,7 @@ def judged(name: str, ratio: np.ndarray, inside: np.ndarray | None = None) -> di
 
 
 def of_rows(name: str, predictor: Predictor, data: Dataset) -> dict[str, Any]:
-    """Errors of single launches."""
+    """Returns the errors of single launches."""
     seconds, sigma = predictor.predict(data.records, data.cards[DEVICE])
     inside = np.abs(seconds - data.seconds) <= 1.645 * sigma
     return judged(name, seconds / data.seconds, inside)
@@ -134,7 +135,7 @@ def of_rows(name: str, predictor: Predictor, data: Dataset) -> dict[str, Any]:
 def of_products(
     name: str, predictor: Predictor, measured: list[Product], card: Any
 ) -> dict[str, Any]:
-    """Errors of whole programs."""
+    """Returns the errors of whole programs."""
     sums = [
         predictor.predict(launches, card)[0] @ [one.executions for one in launches]
         for _, launches, _ in measured
@@ -143,14 +144,14 @@ def of_products(
 
 
 def with_rows(data: Dataset, rows: list[tuple[OpRecord, float]]) -> Dataset:
-    """The dataset, and these rows of the same device."""
+    """Returns the dataset with these rows of the same device added."""
     seconds = np.concatenate([data.seconds, [seconds for _, seconds in rows]])
     every = [*data.records, *(one for one, _ in rows)]
     return Dataset(every, seconds, [DEVICE] * len(every), data.cards, data.facts)
 
 
 def of_attention(name: str, before: Predictor, data: Dataset, rows: Any) -> dict[str, Any]:
-    """Errors of each attention by a predictor adapted on everything but it."""
+    """Returns the errors of each attention by a predictor adapted to all other rows."""
     ratios = []
     for one, seconds in rows:
         others = [row for row in rows if row[0] is not one]
@@ -160,7 +161,8 @@ def of_attention(name: str, before: Predictor, data: Dataset, rows: Any) -> dict
 
 
 def of_step(predictors: dict[str, Predictor]) -> list[dict[str, Any]]:
-    """The train step that gpu_session/training.py measured, predicted from its compiled program."""
+    """Returns errors of the train step that gpu_session/training.py measured, predicted from its
+    compiled program."""
     file = json.loads((FOLDER / "nvidia_h200_train.json").read_text())
     [row] = [row for row in file["rows"] if row["item"] == "step" and "median_s" in row]
     cluster = parse_cluster("h200:1x1")

@@ -46,7 +46,7 @@ PLAN = (
 
 
 def happen(fleet: list[machines.Machine], kind: str, amount: float, which: int | None) -> None:
-    """Begins or, of amount 0, ends something."""
+    """Begins a kind of stress, or ends it if amount is 0."""
     for machine in fleet if which is None else [fleet[which]]:
         if kind == "killed":
             machine.kill()
@@ -57,7 +57,7 @@ def happen(fleet: list[machines.Machine], kind: str, amount: float, which: int |
 
 
 def record(fleet: list[machines.Machine], seconds: float, network: bool) -> list[dict]:
-    """Returns what happened."""
+    """Applies all stresses of PLAN in turn. Returns when each of them began and ended."""
     events = []
     for kind, amount, which, length, fault in PLAN:
         time.sleep(seconds)
@@ -83,7 +83,7 @@ def record(fleet: list[machines.Machine], seconds: float, network: bool) -> list
 
 
 def write(path: Path, grid: Grid, names: dict[str, str]) -> None:
-    """Writes a grid in long form, holes left out."""
+    """Writes a grid in long form, without missing samples."""
     with gzip.open(path, "wt") as f:
         f.write("timestamp,machine,metric,value\n")
         for c, metric in enumerate(grid.metrics):

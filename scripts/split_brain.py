@@ -67,7 +67,7 @@ MODEL = (
 
 @dataclass(frozen=True)
 class Config(Checked):
-    """How often, and how large a job."""
+    """Number of tries, and size of a job."""
 
     tries: int = option(2, "number of jobs of which a host is frozen", at_least=1)
     hosts: int = option(2, "hosts that work at a time; one more is a spare", at_least=1)
@@ -88,7 +88,7 @@ config.define_flags(PRESETS, "default")
 
 
 class Job:
-    """A driver and its agents. All processes are this object's to end."""
+    """A driver and its agents. This object ends all of their processes."""
 
     def __init__(self, folder: Path, steps: Path, cfg: Config, agents: list[str], silence: float):
         """folder: the job's own folder. steps: folder of the checkpoints. agents: their names, with
@@ -177,7 +177,7 @@ class Job:
 
 
 def wait_for(condition: Callable[[], Any], what: str, job: Job) -> None:
-    """Raises: UserError when a condition does not come true while the job runs."""
+    """Waits for a condition. Raises: UserError when it does not come true while the job runs."""
     end = time.monotonic() + LONGEST_S
     while not condition():
         if time.monotonic() > end or job.driver.poll() is not None:
@@ -192,7 +192,7 @@ def newest(steps: Path) -> int:
 
 
 def freeze(job: Job, kind: str, host: str) -> list[int]:
-    """Stops processes of a host. Returns them, to be woken up in a random order."""
+    """Stops processes of a host. Returns them in a random order, in which they are to be woken."""
     agent, trainers = [job.agents[host].pid], job.trainers(host)
     pids = {"agent": agent, "trainer": trainers, "driver": trainers, "both": agent + trainers}[kind]
     for pid in pids:
@@ -253,7 +253,7 @@ def attempt(folder: Path, cfg: Config, kind: str, draw: random.Random) -> dict[s
 
 
 def history(steps: Path) -> dict[int, dict[str, list[int]]]:
-    """Returns the fingerprints of each step's arrays, of which every byte was read and checked."""
+    """Returns {step: fingerprints of its arrays}; every byte is read and checked."""
     folder = StepFolder(steps)
     return {
         s: {n: list(x.fingerprint) for n, x in offline.verify(folder, s).leaves.items()}
@@ -280,7 +280,7 @@ def judge(row: dict[str, Any], steps: Path, undisturbed_steps: dict[int, dict]) 
 
 
 def undisturbed(folder: Path, cfg: Config) -> dict[int, dict]:
-    """Returns the history of a job that nobody freezes. Raises: UserError when it fails."""
+    """Returns the history of a job without a frozen host. Raises: UserError when it fails."""
     folder.mkdir()
     job = Job(folder / "job", folder / "steps", cfg, [f"host{i}" for i in range(cfg.hosts)], 30.0)
     try:

@@ -65,7 +65,7 @@ def shape_of(cfg: RunConfig, pieces: int) -> StepShape:
 
 
 def budget(step: StepShape) -> dict[str, float]:
-    """Milliseconds of the step by cause; they add up to the estimate."""
+    """Returns the milliseconds of the step by cause; they add up to the estimate."""
     by_cause: dict[str, float] = {}
 
     def add(cause: str, seconds: float) -> None:
@@ -112,7 +112,7 @@ def as_before(step: StepShape, row_step: StepShape) -> dict[str, float]:
 
 
 def row(name: str, variant: str, pieces: int, before: bool, cluster: Cluster) -> dict[str, Any]:
-    """One configuration's estimate."""
+    """Returns one configuration's estimate."""
     cfg = training.configuration(variant, rehearsal=False)
     if not before:
         open_chunks = config.override(cfg, {"train.loss_chunks": 0})
@@ -138,7 +138,7 @@ def row(name: str, variant: str, pieces: int, before: bool, cluster: Cluster) ->
 
 
 def memory_row(name: str, variant: str) -> dict[str, Any]:
-    """XLA's memory of a step, beside that of the cost model's terms."""
+    """Returns XLA's memory of a step, beside that of the cost model's terms."""
     cfg = training.configuration(variant, rehearsal=False)
     cfg = config.override(cfg, {"train.attention": "hopper"})
     step = training.train_step_of(cfg, aot.devices(1, 1, "h100")[0])

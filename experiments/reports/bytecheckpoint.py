@@ -58,9 +58,11 @@ def summarise(times: dict[tuple[str, str], list[float]], nbytes: int) -> list[di
 
 
 def goals(times: dict[tuple[str, str], list[float]]) -> list[dict[str, Any]]:
-    """Returns for each goal the median over the repetitions of the machine's time over ours.
+    """Returns a row for each goal: the median, over the repetitions, of the time of the plain file
+    operation divided by ours.
 
-    Also how many times faster ours is than Orbax, and than Orbax that the loop waits for.
+    A row also says how many times faster ours is than Orbax, and than Orbax that the loop waits
+    for.
     """
     rows = []
     for what, least in GOALS.items():
@@ -87,7 +89,8 @@ def goals(times: dict[tuple[str, str], list[float]]) -> list[dict[str, Any]]:
 
 
 def state_of_405b() -> list[planner.Leaf]:
-    """Llama 3 405B (arXiv 2407.21783, table 3): float32 parameters and two moments, ZeRO-1."""
+    """Returns the leaves of Llama 3 405B (arXiv 2407.21783, table 3): float32 parameters and two
+    moments, sharded by ZeRO-1."""
     L, D, F, H, G, K, V = 126, 16384, 53248, 128, 8, 128, 128256
     shapes = {  # and the dimensions that pipe and tensor cut
         "query": ((L, D, H, K), 0, 2),

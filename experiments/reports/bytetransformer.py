@@ -93,9 +93,9 @@ def areas(
 def of_lengths(
     lengths: Sequence[int], width: int, group: int = 1, capacity: int | None = None
 ) -> dict[str, Area]:
-    """`areas` of packed self-attention, with the heuristics' tiles for its longest segment.
+    """Returns `areas` of packed self-attention, with the default tiles for its longest segment.
 
-    capacity: T; None: the tokens.
+    capacity: number of packed tokens T; None: the sum of the lengths.
     """
     cu = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
     capacity, longest = capacity or int(sum(lengths)), max(lengths)
@@ -180,8 +180,8 @@ def stack(
 ) -> Callable[[Sequence[Tree], Array, Array], Array]:
     """Returns (weights of each layer, x_BSD, lengths_B) -> out_BSD, all blocks of the encoder.
 
-    A packed step reads nothing of what pads x and gives 0 there. It packs once where the tokens
-    enter and unpacks once where they leave, as in section 3.2.
+    A packed step does not read the padding of x, and its output is 0 there. It packs once where the
+    tokens enter and unpacks once where they leave, as in section 3.2.
     """
     block = jax.jit(encoder.parts(cfg, ops=ops_of(step, batch, longest), dtype=dtype).block)
 
@@ -247,7 +247,7 @@ def _padded_context(lengths_B: Array, longest: int) -> Context:
 
 
 def _unpacked(batch: int, longest: int, q: Array, k: Array, v: Array, query: Context, *_) -> Array:
-    """Attention on padded rows between packed products: the paper's before its fused kernel."""
+    """Attends on padded rows between packed products, as the paper did before its fused kernel."""
     assert query.segments_BS is not None
     ids_T = query.segments_BS[0]
     lengths_B = (ids_T[:, None] == jnp.arange(batch)[None]).sum(0, dtype=jnp.int32)
@@ -260,7 +260,7 @@ def _unpacked(batch: int, longest: int, q: Array, k: Array, v: Array, query: Con
 def _varlen(
     longest: int, choice: Implementation | None, q: Array, k: Array, v: Array, query: Context, *_
 ) -> Array:
-    """Attends on packed tokens, told how long a sequence can be."""
+    """Attends on packed tokens. longest: an upper bound on the length of a sequence."""
     assert query.segments_BS is not None
     out = packed_attention(
         q, k, v, segment_ids=query.segments_BS, max_seqlen=longest, implementation=choice
@@ -270,7 +270,7 @@ def _varlen(
 
 
 def _cudnn_rows(q: Array, k: Array, v: Array, query: Context, *_) -> Array:
-    """cuDNN's kernel with the rows' lengths, which is faster than with a mask."""
+    """Attends by cuDNN's kernel with the rows' lengths, which is faster than with a mask."""
     assert query.segments_BS is not None
     lengths_B = (query.segments_BS >= 0).sum(1, dtype=jnp.int32)
     return jax.nn.dot_product_attention(
@@ -296,7 +296,7 @@ class Kernel:
 
     @property
     def floor_s(self) -> float:
-        """No kernel is faster on an H200."""
+        """Seconds that no kernel can be faster than on an H200."""
         return CARDS["H200"].floor_s(self.flops, self.bytes)
 
 
@@ -347,7 +347,7 @@ def kernels(cfg: EncoderConfig, step: Step, lengths: Sequence[int], longest: int
 
 
 def useful_flops(cfg: EncoderConfig, lengths: Sequence[int]) -> float:
-    """Returns the FLOPs of all layers' products and attention, for the tokens that are there."""
+    """Returns the FLOPs of all layers' products and attention, without padding."""
     D, F, T = cfg.width, cfg.mlp, sum(lengths)
     pairs = sum(n * n for n in lengths)
     return cfg.layers * (2.0 * T * (4 * D * D + 2 * D * F) + 4.0 * pairs * D)
@@ -382,7 +382,7 @@ PAPER_GAINS = {
 
 
 def runnable(implementation: Implementation | None = None) -> list[Step]:
-    """The steps that this machine can run, those with kernels by this implementation of them."""
+    """Returns the steps that this machine can run. implementation: that of our kernels."""
     steps = [step for step in (*STEPS, CUDNN) if missing(step) is None]
     return [
         dataclasses.replace(step, implementation=implementation) if step.norm else step
@@ -448,7 +448,8 @@ def exact(
 
 
 def counted(cfg: EncoderConfig, batch: int, longest: int) -> Row:
-    """Work with padding over work without, all layers, on the paper's draw."""
+    """Returns a row: the work with padding divided by the work without, all layers, on the paper's
+    draw."""
     lengths = paper_lengths(longest, batch)
     padded, ours = (kernels(cfg, step, lengths, longest) for step in (PADDED, OURS))
     useful = sum(n * n for n in lengths)
@@ -584,7 +585,8 @@ def conclusion(rows: Sequence[Row], on_gpu: bool) -> str:
 
 
 def draw_counts(rows: Sequence[Row], path: Path) -> None:
-    """Counted work, padded over ours, by maximum length; the paper's own saving dashed."""
+    """Draws the counted work, padded over ours, by maximum length; the paper's own saving is
+    dashed."""
     counts = [r for r in rows if r["part"] == "count" and r["batch"] == 16]
     longest = [r["longest"] for r in counts]
     last = counts[-1]
@@ -608,7 +610,8 @@ def draw_counts(rows: Sequence[Row], path: Path) -> None:
 
 
 def draw_times(rows: Sequence[Row], paper_ms: Mapping[int, float], path: Path) -> None:
-    """Time of the forward pass by maximum length, batch 16; the paper's on an A100 dashed.
+    """Draws the time of the forward pass by maximum length, batch 16; the paper's on an A100 is
+    dashed.
 
     Raises: ValueError when no length has both times, ours and padded XLA's.
     """

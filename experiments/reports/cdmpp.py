@@ -72,7 +72,7 @@ def unique_rows(dataset: Dataset) -> np.ndarray:
 
 
 def random_split(dataset: Dataset, rows: np.ndarray, seed: int) -> Split:
-    """A fifth of the programs' hashes is held out, on all devices."""
+    """Returns a split that holds out a fifth of the programs' hashes, on all devices."""
     hashes = sorted({dataset.records[i].hash for i in rows})
     held = set(np.random.default_rng(seed).permutation(hashes)[: max(len(hashes) // 5, 1)])
     is_held = np.array([dataset.records[i].hash in held for i in rows], bool)
@@ -82,8 +82,8 @@ def random_split(dataset: Dataset, rows: np.ndarray, seed: int) -> Split:
 def family_splits(
     dataset: Dataset, rows: np.ndarray, families: np.ndarray, seed: int
 ) -> Iterator[Split]:
-    """Holds out one group of families after the other; programs that both sides have are not
-    fitted on."""
+    """Yields a split for each group of families, which is held out; programs that also occur in
+    other families are not fitted on."""
     names = np.random.default_rng(seed).permutation(sorted(set(families[rows].tolist())))
     for held in np.array_split(names, min(FAMILY_FOLDS, len(names))):
         is_held = np.isin(families[rows], held)
@@ -95,7 +95,8 @@ def family_splits(
 def with_more(dataset: Dataset, split: Split, more: np.ndarray) -> Split:
     """Returns a split that also fits rows which no split judges (families.SYNTHETIC).
 
-    Left out are rows of devices that the split does not fit on, and of structures that it judges.
+    It leaves out rows of devices that the split does not fit on, and rows of structures that it
+    judges.
     """
     devices = {dataset.devices[i] for i in split.fit}
     judged = {dataset.records[i].hash for i in split.judge}
@@ -113,10 +114,11 @@ def device_splits(
     held_out: Collection[str] | None = None,
     programs: np.ndarray | None = None,
 ) -> Iterator[Split]:
-    """Holds devices out, of which the rows of `shots` chosen programs may be seen.
+    """Yields splits that hold devices out: without rows of the device, and with those of `shots`
+    programs.
 
-    Args: held_out: devices of which no fit has a row; None: one device after the other. programs: a
-        number a row; None: each row is a program.
+    Args: held_out: devices of which no fit has a row; None: each device in turn. programs: the
+    number of each row's program; None: each row is a program.
     """
     names = np.array([dataset.devices[i] for i in rows])
     for name in sorted(set(names.tolist()) if held_out is None else held_out):
@@ -132,9 +134,9 @@ def device_splits(
 def shown(
     dataset: Dataset, split: Split, shots: int, seed: int, programs: np.ndarray | None = None
 ) -> Split:
-    """Returns the split with the rows of chosen programs to adapt to.
+    """Returns the split with the rows of `shots` chosen programs to adapt to.
 
-    Rows of the structural hashes that those programs have are not judged.
+    Rows with a structural hash of these programs are not judged.
     """
     count = min(shots, len(split.judge) - 1)
     picked = np.zeros(len(split.judge), bool)
@@ -185,9 +187,9 @@ class SplitChoice:
     ) -> list[Split]:
         """Returns the splits of these rows.
 
-        Args: labels: the families and programs of all rows; None: there are none, and no split by
-            families. seed: draws the programs to adapt to.
-        Raises: UserError on an unknown device, and if all programs are synthetic.
+        Args: labels: the families and programs of all rows; None: unknown, so there is no split by
+        families. seed: random seed of the programs to adapt to. Raises: UserError on an unknown
+        device, and if all programs are synthetic.
         """
         families = None if labels is None else labels.families
         programs = None if labels is None else labels.programs
@@ -227,7 +229,7 @@ EACH = "each in turn"  # all parts of a split together
 
 
 class Model(Protocol):
-    """What is judged."""
+    """What is judged: anything that predicts seconds."""
 
     def predict(  # noqa: D102
         self, records: Sequence[OpRecord], card: DeviceCard
@@ -238,9 +240,10 @@ Fit = Callable[[Dataset], Any]
 
 
 def repeats(dataset: Dataset) -> Row:
-    """Returns by how much rows of one structure and device differ from their median, in percent.
+    """Returns by how many percent rows of one structure and device differ from their median.
 
-    No predictor of single instructions can be better on one such row. Three rows or more count.
+    No predictor of single instructions can have smaller errors on such rows. Only groups of three
+    rows or more count.
     """
     keys: dict[tuple[str, str], list[float]] = {}
     for record, device, seconds in zip(
@@ -365,8 +368,11 @@ def errors(
     halves: np.ndarray | None,
     is_counted: np.ndarray,
 ) -> Row:
-    """Returns percent errors of some rows: mean, median, 90th percentile, of the sum of seconds;
-    the share in the 90 % band where there is one, and the labels' own disagreement."""
+    """Returns the relative errors of some rows in percent, and the labels' own disagreement.
+
+    mean, median, p90: over the rows. weighted: error of the seconds divided by their sum. in_band:
+    the share of rows in the 90 % band, where there is one.
+    """
     apart = np.abs(predicted - seconds)[is_counted]
     relative = 100 * apart / seconds[is_counted]
     row = {
@@ -478,10 +484,10 @@ _LAUNCH = 1e-5  # seconds; scales the constant, whose weight is fitted
 
 
 def xla_counts(labels: Labels, numbers: Iterable[int]) -> dict[int, np.ndarray]:
-    """Returns XLA's counts of programs (FLOPs, bytes, transcendentals) by their numbers.
+    """Returns {program: XLA's counts of FLOPs, bytes and transcendentals}.
 
-    The programs are compiled again, from the seed that the labels' facts have (none: 0). Raises:
-    UserError where the labels are of other programs.
+    The programs are compiled again, from the seed in the labels' facts (0 if there is none).
+    Raises: UserError if the labels are of other programs.
     """
     counts, seed = {}, int(labels.dataset.facts.get("seed", 0))
     for number in numbers:
@@ -501,7 +507,8 @@ def xla_counts(labels: Labels, numbers: Iterable[int]) -> dict[int, np.ndarray]:
 
 @dataclasses.dataclass(frozen=True)
 class Calls:
-    """Labelled calls. counts: XLA's, by the program's number; calls without them are left out."""
+    """Labelled calls. counts: {program: XLA's counts}; calls of programs that are missing are left
+    out."""
 
     labels: Labels
     counts: Mapping[int, np.ndarray]
@@ -594,8 +601,9 @@ def step_facts(
 ) -> dict[str, Any]:
     """Returns the figures of a predicted step, and its dearest operations.
 
-    Args: segments: documents of equal length in a row; MFU credits the attention inside them only.
-      band: the ends of the 90 % band, as multiples of the step's time; None: by its deviation.
+    Args: segments: number of documents of equal length in a row; MFU counts attention inside them
+    only. band: ends of the 90 % band as multiples of the step's time; None: computed from its
+    deviation.
     """
     low = max(step.seconds - BAND * step.sigma, 0.0) if band is None else band[0] * step.seconds
     high = step.seconds + BAND * step.sigma if band is None else band[1] * step.seconds
@@ -684,8 +692,8 @@ def step_markdown(facts: Mapping[str, Any], cluster: Cluster) -> str:
 
 
 def _memory(nbytes: float, cluster: Cluster) -> str:
-    """Returns what the step needs on a device by XLA's figure and with the reserve of a plan, and
-    whether it fits."""
+    """Returns the memory that the step needs on a device, by XLA's figure and with the reserve of a
+    plan, and whether it fits."""
     need = nbytes + RESERVE_BYTES
     gib, room = need / 2**30, cluster.card.memory_bytes / 2**30
     reserve = f"({RESERVE_BYTES / 2**30:.1f} reserved)"
@@ -718,7 +726,7 @@ GROUP_TEXTS = {
 
 
 def programs(path: Path) -> str:
-    """Errors of own programs' instructions by split and method; bands, noise, the paper's."""
+    """Returns the table of errors on our own programs' instructions, by split and method."""
     result = read(path)
     rows = rows_of(result, group="all")
     methods = list(dict.fromkeys(row["method"] for row in rows))
@@ -754,7 +762,7 @@ def programs(path: Path) -> str:
 
 
 def kinds(path: Path) -> str:
-    """Our errors by kind of instruction, beside the labels' noise."""
+    """Returns the table of our errors by kind of instruction, beside the noise of the labels."""
     result = read(path)
     chosen = [
         row
@@ -778,7 +786,8 @@ def kinds(path: Path) -> str:
 
 
 def families_table(path: Path) -> str:
-    """Errors on each family of programs, held out with the others of its group."""
+    """Returns the table of errors on each family of programs, held out with the others of its
+    group."""
     result = read(path)
     rows = [row for row in result["rows"] if row["group"].startswith(FAMILY)]
     at = {(row["method"], row["group"]): row for row in rows}
@@ -795,7 +804,7 @@ def families_table(path: Path) -> str:
 
 
 def calls(path: Path) -> str:
-    """Errors on whole calls of held-out families, by what is summed."""
+    """Returns the table of errors on whole calls of held-out families, by what is summed."""
     result = read(path)
     columns: Columns = {
         "a call is predicted from": "method",
@@ -809,7 +818,8 @@ def calls(path: Path) -> str:
 
 
 def kernels(path: Path) -> str:
-    """Errors on NeuSight's kernels of GPUs that no fit has seen, without and with rows of them."""
+    """Returns the table of errors on NeuSight's kernels of held-out GPUs, with and without rows of
+    them."""
     result = read(path)
     few = next(row["split"] for row in result["rows"] if "," in row["split"])
     rows = {
@@ -845,7 +855,7 @@ def kernels(path: Path) -> str:
 
 
 def h200(path: Path) -> str:
-    """What one H200 measured, beside predictions: before and after its rows were learnt."""
+    """Returns the table of errors on one H200, before and after its rows were learnt."""
     columns: Columns = {
         "what is predicted": "what",
         "rows": "rows",

@@ -66,7 +66,7 @@ _ADAMW = {"optim.name": "adamw"}
 
 
 def bert() -> JobConfig:
-    """An encoder of nano's size that learns hidden tokens."""
+    """Returns the configuration of an encoder of nano's size that learns hidden tokens."""
     train = TrainConfig(steps=160, global_batch=8, seq_len=64)
     return FinetuneConfig(EncoderConfig(), train=train, optim=OptimConfig(name="lamb"))
 
@@ -105,7 +105,8 @@ def configuration(name: str) -> JobConfig:
 
 
 def names(text: str) -> list[str]:
-    """Returns the CONFIGURATIONS that a flag names. Raises: UserError on a wrong or doubled one."""
+    """Returns the CONFIGURATIONS that a flag names. Raises: UserError on an unknown name or one
+    that comes twice."""
     chosen = list(CONFIGURATIONS) if text == "all" else text.split(",")
     for name in chosen:
         if name not in CONFIGURATIONS:
@@ -119,7 +120,7 @@ def names(text: str) -> list[str]:
 
 
 def step_program(name: str) -> Ready:
-    """Compiles the train step of a configuration; each call is the next step of its run."""
+    """Compiles the train step of a configuration; each call executes the next step of its run."""
     cfg = configuration(name)
     mesh = cfg.mesh.build(jax.devices()[:1])
     train_step = make_train_step(cfg, mesh)
@@ -146,7 +147,7 @@ def step_program(name: str) -> Ready:
 
 
 def _batch(cfg: JobConfig, like: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str, jax.Array]:
-    """Random tokens, one segment a row."""
+    """Returns a batch of random tokens with one segment a row."""
     rng = np.random.default_rng(0)
     vocab: int = cfg.model.vocab  # type: ignore[attr-defined]  # both models have one
     out = {}
@@ -160,7 +161,7 @@ def _batch(cfg: JobConfig, like: Mapping[str, jax.ShapeDtypeStruct]) -> dict[str
 
 
 def others(count: int) -> list[families.Program]:
-    """Returns programs that are no train step, of all families in turn."""
+    """Returns programs that are not train steps, of all families in turn."""
     return list(itertools.islice(families.programs(seed=SEED), count))
 
 
@@ -244,7 +245,7 @@ class Measured:
 
     @property
     def card(self) -> DeviceCard:
-        """The card of the machine."""
+        """The card of the measured device."""
         (card,) = self.labels.dataset.cards.values()
         return card
 
@@ -335,7 +336,7 @@ class Method:
 
 def methods(measured: Measured, fitted: Mapping[str, Any]) -> list[Method]:
     """Returns the table, the roofline, and each fitted predictor before and after adapting it to
-    the other programs' rows, of which every second program remains for its band."""
+    rows of every second other program; the remaining ones give its band."""
     programs = [records(text) for text in measured.texts]
     free, labels = range(len(measured.names), len(programs)), measured.labels
 
@@ -419,8 +420,8 @@ def judge(measured: Measured, compared: Sequence[Method], costs: Overheads) -> l
 
 
 def of_rows(measured: Measured, compared: Sequence[Method]) -> list[Row]:
-    """Returns the errors of each method but the table on the steps' instructions, each once, and
-    the share of them in the methods' own 90 % bands."""
+    """Returns the errors of each method but the table on the steps' different instructions, and the
+    share of them in the methods' 90 % bands."""
     labels = measured.labels
     first: dict[str, int] = {}
     for row in np.flatnonzero(labels.programs < len(measured.names)).tolist():
@@ -555,7 +556,7 @@ def steps_table(path: Path) -> str:
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """Predicted over measured step times, with bands; SVG and PNG."""
+    """Draws predicted over measured step times, with bands, as SVG and PNG."""
     figure, (left, right) = panels(2, size=(10.5, 4.2))
     names = list(dict.fromkeys(row["configuration"] for row in rows))
     kinds = list(dict.fromkeys(row["method"] for row in rows))

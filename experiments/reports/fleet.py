@@ -44,9 +44,9 @@ def deviations(grid: Grid) -> np.ndarray:
 def signal_to_noise(case: Case, grid: Grid) -> float:
     """Returns how far the faulty machine is from the others in the metric that shows it best.
 
-    In standard deviations (by the median) of 8 s means of all other machines, in the last 4 minutes
-    of the fault: the view of a detector that compares machines and knows no past. Infinity: its
-    series end.
+    The unit is the standard deviation, estimated from the median, of 8 s means of all other
+    machines in the last 4 minutes of the fault. A detector that compares machines and knows no past
+    sees this. Infinity: the machine's series end.
     """
     fault, best = case.faults[0], 0.0
     time_T = np.arange(grid.start, grid.end)
@@ -66,11 +66,12 @@ def signal_to_noise(case: Case, grid: Grid) -> float:
 
 
 def oracle(case: Case, grid: Grid) -> bool:
-    """Returns whether the likeliest machine, given all but machine and noise, is a faulty one.
+    """Returns whether the likeliest machine is a faulty one, given everything but the machine and
+    the noise.
 
-    It knows roles, clocks, what happened to the whole job, the fault's signature and its onset, and
-    takes each machine's own level from before the onset. The noise is taken as independent between
-    means of 20 s.
+    The oracle knows roles, clocks, what happened to the whole job, the fault's signature and its
+    onset, and takes each machine's own level from before the onset. It treats the noise of means of
+    20 s as independent.
     """
     fault, fleet = case.faults[0], case.fleet
     time_T = np.arange(grid.start, grid.end)
@@ -135,9 +136,10 @@ def _expected(case: Case) -> Grid:
 def plain(grid: Grid, threshold: float, continuity_s: int, by: str) -> str | None:
     """Returns the machine that a detector without a model names, or None.
 
-    Every 4 s, in each metric: the machine that is furthest from the others in the mean of 8 s. It
-    is named once it has been the same one for `continuity_s`, with a score above the threshold.
-    by: "z": distance from the mean in standard deviations; "mad": from the median, in medians.
+    Every 4 s it takes, in each metric, the machine that is furthest from the others in the mean of
+    8 s. It names a machine that was the furthest for `continuity_s`, with a score above the
+    threshold. by: "z": distance from the mean in standard deviations; "mad": distance from the
+    median in medians.
     """
     named: list[tuple[int, int]] = []
     for name, value_NT in zip(grid.metrics, deviations(grid), strict=True):
@@ -172,7 +174,7 @@ def quality(answers: Sequence[tuple[Case, str | None]]) -> dict[str, float]:
 
 
 def difficulty(made: Sequence[tuple[Case, Grid]]) -> dict[str, Any]:
-    """Returns what JSON tells of a set of cases."""
+    """Returns the figures of a set of cases: signals, the oracle, and detectors without a model."""
     faulty = [(c, g) for c, g in made if c.faults]
     ratio = np.array([signal_to_noise(c, g) for c, g in faulty])
     placed = [oracle(c, g) for c, g in faulty]

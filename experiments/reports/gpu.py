@@ -56,7 +56,7 @@ def tables(files: Sequence[dict[str, Any]], columns: Columns, keep: Callable[[Ro
 
 
 def peaks(folder: Path) -> str:
-    """What plain JAX reaches on each machine."""
+    """Returns the rates that plain JAX reaches on each machine."""
     columns: Columns = {
         "bf16 product, TFLOP/s": lambda r: r["matmul_flops_per_s"] / 1e12,
         "memory, TB/s": lambda r: r["copy_bytes_per_s"] / 1e12,
@@ -66,7 +66,7 @@ def peaks(folder: Path) -> str:
 
 
 def machines(folder: Path) -> str:
-    """What each machine was, and whether the first small kernel was right there."""
+    """Returns what each machine was, and whether the first small kernel was right there."""
     files = measured(folder, "kernels")
     for file in files:
         about: Row = {}
@@ -88,7 +88,8 @@ def _right(passed: bool | None) -> str | None:
 
 
 def checks(folder: Path) -> str:
-    """How many results of each part were right; the worst error over its bound."""
+    """Returns how many results of each part were right, and the worst error divided by its
+    bound."""
     summaries = []
     for file in measured(folder, "checks"):
         parts: dict[str, list[Row]] = {}
@@ -114,7 +115,7 @@ def checks(folder: Path) -> str:
 
 
 def summary(folder: Path) -> str:
-    """A paragraph a device: what is right, and times beside the best rival's."""
+    """Returns a paragraph for each device: what is right, and times beside the best rival's."""
     paragraphs = []
     for file in measured(folder, "kernels"):
         device = file["device"]
@@ -155,7 +156,7 @@ def summary(folder: Path) -> str:
 
 
 def _over_libraries(rows: Sequence[Row], kernels: str) -> list[float]:
-    """Returns, for each case, the forward time of the best library beside ours."""
+    """Returns, for each case, the forward time of the best library divided by ours."""
     libraries = {"xla", "dense", "torch", "cudnn padded", "cudnn packed"}
     times: dict[str, dict[str, float]] = {}
     for row in rows:
@@ -170,14 +171,15 @@ def _over_libraries(rows: Sequence[Row], kernels: str) -> list[float]:
 
 
 def _worst(row: Row) -> float:
-    """Error over bound; of exact results the share of runs that were wrong."""
+    """Returns the error divided by its bound; of exact results the share of runs that were
+    wrong."""
     if "errors" in row:
         return max(row["errors"].values())
     return row["value"] / row["bound"] if "bound" in row else row["wrong"] / row["runs"]
 
 
 def verdicts(folder: Path) -> str:
-    """What became of each part, failures first."""
+    """Returns the verdict on each part, failures first."""
     files = measured(folder, "verdicts")
     for file in files:
         file["rows"].sort(key=lambda row: not row.get("failed"))
@@ -191,7 +193,7 @@ def verdicts(folder: Path) -> str:
 
 
 def training(folder: Path) -> str:
-    """Steps of a 1.2B decoder on one GPU beside the cost model's estimates."""
+    """Returns steps of a 1.2B decoder on one GPU beside the cost model's estimates."""
     files = measured(folder, "train")
     for file in files:
         by_variant: dict[str, Row] = {}
@@ -229,7 +231,7 @@ def training(folder: Path) -> str:
 
 
 def serving(folder: Path) -> str:
-    """Decoding of a 1.2B model beside its memory roofline, and attention beside a copy."""
+    """Returns decoding of a 1.2B model beside its memory roofline, and attention beside a copy."""
 
     def each(row: Row) -> str:
         return f"{1e3 * row.get('token_s', row.get('median_s')):.3g}"
@@ -251,7 +253,7 @@ def serving(folder: Path) -> str:
 
 
 def decoding(folder: Path) -> str:
-    """What the GPU does for a token of the 1.2B model, and its largest kernels."""
+    """Returns the launches of the GPU for a token of the 1.2B model, and its largest kernels."""
     columns: Columns = {
         "what": lambda r: r["item"],
         "launches": lambda r: r["launches"],
@@ -264,14 +266,14 @@ def decoding(folder: Path) -> str:
 
 
 def spread(row: Row, unit: str) -> str | None:
-    """The 10th and the 90th percentile of a row's times, where it has any."""
+    """Returns the 10th and the 90th percentile of a row's times; None if it has none."""
     if f"p10_{unit}" not in row:
         return None
     return f"{row[f'p10_{unit}']:.4g} to {row[f'p90_{unit}']:.4g}"
 
 
 def overlap(folder: Path, kernels: str) -> str:
-    """Products with communication inside, on one GPU beside an emulated link."""
+    """Returns products with communication inside, on one GPU beside an emulated link."""
     word = "efficiency" if kernels == "collective" else "hidden"
 
     def us(name: str) -> Callable[[Row], float]:
@@ -299,7 +301,7 @@ def overlap(folder: Path, kernels: str) -> str:
 
 
 def bert(folder: Path) -> str:
-    """BERT-base at batch 16 and length 1024, all layers and one attention."""
+    """Returns times of BERT-base at batch 16 and length 1024: all layers, and one attention."""
     columns: Columns = {
         "what": lambda r: r["bert"],
         "step": lambda r: r.get("step", r["item"]),
@@ -314,7 +316,7 @@ def bert(folder: Path) -> str:
 
 
 def tuned(folder: Path) -> str:
-    """The tables of tiles."""
+    """Returns the tables of tiles."""
     files = [read(path) for path in sorted(folder.glob("*.json"))]
     columns: Columns = {
         "tuning": lambda r: r["item"],
@@ -386,7 +388,7 @@ UNDIFFERENTIATED = ("quantize", "quant_gemm", "paged")  # have no kernel of a ba
 
 
 def compiled(results: Path, folder: str) -> str:
-    """What ptxas says of every shipped configuration of a folder of kernels."""
+    """Returns what ptxas says of every shipped configuration of a folder of kernels."""
     columns = {
         "configuration": "config",
         "kernel": "name",
@@ -401,7 +403,8 @@ def compiled(results: Path, folder: str) -> str:
 
 
 def floors(results: Path, folder: str) -> str:
-    """The roofline of every case of a folder, and what each GPU took; one table a device."""
+    """Returns the roofline of every case of a folder, and the time of each GPU; one table a
+    device."""
     files = measured(results, "kernels")
     files = [file for file in files if any(row.get("folder") == folder for row in file["rows"])]
     return "\n\n".join(_floors(file, folder) for file in files or [{"rows": []}])
@@ -445,7 +448,7 @@ def _microseconds(row: Row | None) -> str:
 
 
 def _judged(floor: float, ours: Row | None, rivals: Sequence[Row]) -> list[str]:
-    """The last three cells of a line."""
+    """Returns the last three cells of a line."""
     if ours is None:
         return ["", "", ""]
     took = ours["median_s"]
@@ -458,7 +461,7 @@ def _judged(floor: float, ours: Row | None, rivals: Sequence[Row]) -> list[str]:
 
 
 def _remarks(measured: Row, rows: Sequence[Row], rate: float) -> Iterator[str]:
-    """Yields what belongs to a table of times: rates, clocks, both processes, what is missing."""
+    """Yields remarks on a table of times: rates, clocks, both processes, what is missing."""
     for row in measured["rows"]:
         if "copy_bytes_per_s" in row:
             yield (
@@ -497,7 +500,7 @@ def _remarks(measured: Row, rows: Sequence[Row], rate: float) -> Iterator[str]:
 
 
 def _of_torch(rows: Sequence[Row]) -> str:
-    """How PyTorch's times were taken."""
+    """Returns a sentence on how PyTorch's times were taken."""
     graphs = sum(row["launch"] == "graph" for row in rows)
     both = [row["events_s"] / row["median_s"] for row in rows if row["clock"] == "cupti"]
     text = (
@@ -511,7 +514,8 @@ def _of_torch(rows: Sequence[Row]) -> str:
 
 
 def visited() -> str:
-    """Pairs of rows that the attention kernels visit over the useful ones, on the paper's draws."""
+    """Returns the pairs that attention kernels visit, divided by the useful ones, on the paper's
+    draws."""
     lines = []
     for longest in (64, 128, 256, 512, 1024):
         lengths = paper_lengths(longest)
@@ -529,7 +533,7 @@ NAMES = ("before", "now", "recommended")
 
 
 def configurations(path: Path) -> str:
-    """Step time, MFU and memory of each configuration."""
+    """Returns step time, MFU and memory of each configuration."""
     columns = {
         "configuration": "configuration",
         "segments a row": "segments",
@@ -543,7 +547,7 @@ def configurations(path: Path) -> str:
 
 
 def memory(path: Path) -> str:
-    """What XLA says of the step's memory."""
+    """Returns the step's memory by XLA."""
     columns = {
         "configuration": "configuration",
         "loss chunks": "loss_chunks",
@@ -556,7 +560,8 @@ def memory(path: Path) -> str:
 
 
 def causes(path: Path, segments: int) -> str:
-    """Milliseconds of each configuration by cause, of rows of so many segments."""
+    """Returns the milliseconds of each configuration by cause. segments: number of segments in a
+    row."""
     result = read(path)
     by_name = {row["configuration"]: row["causes_ms"] for row in rows_of(result, segments=segments)}
     names = list(dict.fromkeys(cause for name in NAMES for cause in by_name[name]))

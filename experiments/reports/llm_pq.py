@@ -45,7 +45,7 @@ def one(
 ) -> tuple[dict[str, Any], Placement, bool]:
     """Returns (row of the result file, placement, whether Ctrl-C ended it).
 
-    After Ctrl-C the row has the rivals that were done by then. Raises: UserError when nothing fits;
+    After Ctrl-C the row has the rivals that were finished. Raises: UserError when nothing fits;
     KeyboardInterrupt after Ctrl-C before a placement is found.
     """
     problem = problem_of(workload, cluster)
@@ -67,7 +67,7 @@ def one(
 
 
 def _fastest(problem: Problem, placement: Placement, options: Options) -> dict[str, Any]:
-    """Returns the member for any quality, no slower than the placement; {} if none was found."""
+    """Returns the row's member for plans of any quality; {} if none was found."""
     try:
         fastest = _searched(problem, options, None, [_begin(placement)])
     except UserError:
@@ -77,7 +77,7 @@ def _fastest(problem: Problem, placement: Placement, options: Options) -> dict[s
 
 
 def _begin(placement: Placement) -> Plan:
-    """Returns a placement as `solve` takes it to begin with."""
+    """Returns a placement in the form in which `solve` takes one to start from."""
     pair = placement.prefill_batch, placement.decode_batch
     return placement.stages, placement.bits, pair
 
@@ -127,7 +127,7 @@ def _searched(
 def _compared(
     problem: Problem, quality: float | None, placement: Placement, options: Options
 ) -> Iterator[dict[str, Any]]:
-    """Yields every rival, and our plan at its quality. Searches of one quality are done once.
+    """Yields each rival, with our plan at its quality. Searches of one quality are done once.
 
     quality, placement: those of the first search.
     """
@@ -161,7 +161,7 @@ def _compared(
 def _at(
     problem: Problem, omega: float, begin: Sequence[Plan], options: Options
 ) -> Placement | None:
-    """Our plan at a quality; None: nothing fits without offloading."""
+    """Returns our plan at a quality; None: nothing fits without offloading."""
     try:
         return _searched(problem, options, omega, begin)
     except UserError:
@@ -251,7 +251,8 @@ def text(row: Row, placement: Placement) -> str:
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """Speedup of each case over PipeEdge's partition and the even split, at their quality."""
+    """Draws the speedup of each case over PipeEdge's partition and the even split, at their
+    quality."""
     figure, (axes,) = panels(size=(8.5, 3.6))
     shown = ("uniform", "pipeedge", "pipeedge_tuned")
     for k, name in enumerate(shown):
@@ -288,7 +289,8 @@ def draw(rows: Sequence[Row], path: Path) -> None:
 
 
 def indicators(path: Path) -> str:
-    """Rank correlation of each indicator with the measured change of the held-out loss."""
+    """Returns the rank correlation of each indicator with the measured change of the held-out
+    loss."""
     return table(
         path,
         {
@@ -307,7 +309,8 @@ def indicators(path: Path) -> str:
 
 
 def rounding(path: Path) -> str:
-    """Change of the held-out loss by each way of rounding: the mean, and every model's."""
+    """Returns the change of the held-out loss by each method of rounding: the mean, and that of
+    each model."""
     result = read(path)
     rows = result["rows"]
     widths, methods = (list(dict.fromkeys(row[key] for row in rows)) for key in ("bits", "method"))
@@ -338,7 +341,7 @@ def rounding(path: Path) -> str:
 
 
 def plans(path: Path) -> str:
-    """Our plans beside rivals' at equal measured loss."""
+    """Returns our plans beside those of rivals at equal measured loss."""
     return table(
         path,
         {
@@ -358,7 +361,7 @@ def plans(path: Path) -> str:
 
 
 def tables(results: Path) -> dict[str, Callable[[], str]]:
-    """Returns {name: what makes the table}."""
+    """Returns {name of a table: a function that returns it}."""
     made = {"indicators": indicators, "rounding": rounding, "plans": plans}
     made["rounding_smollm2"] = rounding
     return {

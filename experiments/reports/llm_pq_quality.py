@@ -67,7 +67,7 @@ class Subject:
 
     @functools.cached_property
     def dense(self) -> float:
-        """The held-out loss before, nats a token."""
+        """The held-out loss before rounding, nats a token."""
         return loss_of(self.params, self.cfg, self.judged)
 
     def matrices(self) -> Iterator[tuple[str, int, Array, Statistics, tuple[int, ...]]]:
@@ -109,7 +109,7 @@ def rounded(model: Subject, rounding: Rounding, fmt: Format) -> tuple[Tree, floa
 
 
 def in_each_width(model: Subject, rounding: Rounding) -> dict[int, Tree]:
-    """Returns {width: the parameters with all matrices in it}; 16: as they are."""
+    """Returns {width: the parameters with all matrices rounded to it}; 16: not rounded."""
     by_width = {16: model.params}
     for width in WIDTHS[:-1]:
         fmt = format_of(width)
@@ -119,10 +119,11 @@ def in_each_width(model: Subject, rounding: Rounding) -> dict[int, Tree]:
 
 
 def measured_alone(model: Subject, params: Mapping[int, Tree]) -> np.ndarray:
-    """Returns (layers, widths): how much the loss of learnt text rises if one layer is rounded.
+    """Returns (layers, widths): the rise of the loss on training text if one layer alone is
+    rounded.
 
-    8 bits change less than the text of a few rows can tell: they are 4 bits' by the square of the
-    step.
+    The change by 8 bits is too small to be measured on a few rows of text. It is computed from that
+    by 4 bits, by the square of the ratio of the steps.
     """
     names, L = matrices(model.cfg.axes), model.cfg.layers
     text = model.learnt[: min(ALONE, len(model.learnt))]
@@ -156,7 +157,7 @@ def by_gptq(w_KN: Array, statistics: Statistics, fmt: Format, **options: Any) ->
 
 
 def by_awq(w_KN: Array, statistics: Statistics, fmt: Format) -> Array:
-    """Rounds what the inputs' magnitudes have scaled; see quant.awq."""
+    """Rounds the weights after scaling by the inputs' magnitudes; see quant.awq."""
     q, scale_K = awq(w_KN, statistics, fmt)
     return dequantize(q) / scale_K[:, None]
 
@@ -187,7 +188,8 @@ def plans(layers: int, count: int, seed: int) -> dict[str, list[tuple[int, ...]]
 
 
 def indicator_rows(model: Subject, count: int, seed: int) -> list[dict[str, Any]]:
-    """Returns a row for each kind of plans: what each indicator says, and what was measured."""
+    """Returns a row for each kind of plans: the indicators, and the measured changes of the
+    loss."""
     params = in_each_width(model, to_nearest)
     omega = {name: omega_of(model, name) for name in SAID if name != "alone"}
     omega["alone"] = measured_alone(model, params)
@@ -338,7 +340,8 @@ def rows(
 
 
 def measurer(model: Subject, params: Mapping[int, Tree]) -> Callable[[Sequence[int]], float]:
-    """Returns what measures the change of the held-out loss of given widths, each once."""
+    """Returns a function that measures the change of the held-out loss for given widths, each
+    once."""
     names = matrices(model.cfg.axes)
     known: dict[tuple[int, ...], float] = {}
 
@@ -484,7 +487,7 @@ def _gptq(w_KN: Array, h_KK: Array, fmt: Format) -> Array:
 
 
 def qwix_by_awq(w_KN: Array, statistics: Statistics, fmt: Format) -> Array:
-    """Rounds what the inputs' magnitudes have scaled."""
+    """Rounds the weights after scaling by the inputs' magnitudes."""
     from qwix._src.core import qarray  # pyrefly: ignore[missing-import]
     from qwix.contrib import awq_core  # pyrefly: ignore[missing-import]
 

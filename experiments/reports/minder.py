@@ -48,7 +48,8 @@ LEVELS = ("low", "middle", "high")
 
 
 def draw(rows: Rows, path: Path) -> None:
-    """F1 by size, recall by kind, precision and recall by noise, delays. Writes SVG and PNG."""
+    """Draws F1 by size, recall by kind, precision and recall by noise, and delays, as SVG and
+    PNG."""
     by_detector = {r["detector"]: r for r in rows if r["part"] == "overall"}
     if OURS not in by_detector:
         return
@@ -222,7 +223,8 @@ class Config(Checked):
 
 
 def tiny() -> Config:
-    """Shows that all of it runs; nothing that it says of a detector counts."""
+    """A configuration that shows that the evaluation runs; its figures say nothing about a
+    detector."""
     return Config(
         "ours,raw,minder-paper",
         "4,8",
@@ -267,7 +269,8 @@ def chosen(text: str) -> list[str]:
 
 
 def evaluate(cfg: Config, tell: Callable[[str], Any] = print) -> Mapping[str, Any]:
-    """Runs what is missing; writes OUT/minder.json and figures; returns what the file holds.
+    """Runs the cases that are missing; writes OUT/minder.json and figures; returns what the file
+    holds.
 
     Raises: UserError for a configuration that cannot be run.
     """
@@ -333,7 +336,7 @@ def text(row: Mapping[str, Any]) -> str:
 
 
 def overall(path: Path) -> str:
-    """Every detector on all cases, and how much better ours is on the same ones."""
+    """Returns every detector on all cases, and how much better ours is on the same ones."""
     result = read(path)
     rows = []
     for row in _ranked(result):
@@ -371,7 +374,7 @@ def overall(path: Path) -> str:
 
 
 def sizes(path: Path) -> str:
-    """F1 by size of the job."""
+    """Returns F1 by size of the job."""
     result = read(path)
     by = {(r["detector"], r["size"]): r for r in rows_of(result, part="size")}
     columns = sorted({size for _, size in by})
@@ -393,7 +396,7 @@ def sizes(path: Path) -> str:
 
 
 def kinds(path: Path) -> str:
-    """Recall by kind of fault: ours, and the two best rivals."""
+    """Returns recall by kind of fault: of ours, and of the two best rivals."""
     result = read(path)
     names = [r["detector"] for r in _ranked(result)[:3]]
     by = {(r["detector"], r["kind"]): r for r in rows_of(result, part="kind")}
@@ -425,7 +428,7 @@ def kinds(path: Path) -> str:
 
 
 def conditions(path: Path) -> str:
-    """Our precision, recall and F1 by noise and by mix of kinds."""
+    """Returns our precision, recall and F1 by noise and by mix of kinds."""
     result = read(path)
     rows = []
     for part, order in (("noise", LEVELS), ("mix", result["config"]["mixes"].split(","))):
@@ -444,7 +447,7 @@ def conditions(path: Path) -> str:
 
 
 def alarms(path: Path) -> str:
-    """False alarms a day of long healthy runs."""
+    """Returns the false alarms a day of long healthy runs."""
     result = read(path)
     rows = [
         (
@@ -462,7 +465,7 @@ def alarms(path: Path) -> str:
 
 
 def ablations(path: Path) -> str:
-    """Our detector without one of its parts, on the same cases."""
+    """Returns our detector without each of its parts, on the same cases."""
     result = read(path)
     rows = [
         (
@@ -478,14 +481,14 @@ def ablations(path: Path) -> str:
 
 
 def seconds(path: Path) -> str:
-    """How long a call takes."""
+    """Returns a sentence on the time of a call."""
     result = read(path)
     text = f"{minder_watch.text(result)}. The paper: {result['paper_s']} s with the query."
     return f"{text}\n\n{source(result)}"
 
 
 def unlike(path: Path) -> str:
-    """Recall by kind of fault, and precision, on fleets of other assumptions."""
+    """Returns recall by kind of fault, and precision, on fleets with other assumptions."""
     result = read(path)
     config = result["config"]
     by = {(r["background"], r["detector"], r.get("kind")): r for r in result["rows"]}
@@ -522,7 +525,7 @@ def unlike(path: Path) -> str:
 
 
 def tables(folder: Path) -> dict[str, Callable[[], str]]:
-    """Returns {name of a place in a document: what stands there}."""
+    """Returns {name of a place in a document: a function that returns its text}."""
     every = (overall, sizes, kinds, conditions, alarms)
     named: dict[str, Callable[[], str]] = {
         f"minder_{t.__name__}": functools.partial(t, folder / "minder.json") for t in every

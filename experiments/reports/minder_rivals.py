@@ -63,8 +63,11 @@ class Said(NamedTuple):
 
 @dataclass(frozen=True)
 class Base:
-    """What the rivals take over from a fit of our detector: metrics in order, their ranges (low,
-    high, bend) and the networks. It is kept, so that later changes of ours change no rival."""
+    """The parts that rivals share with a fit of our detector: metrics in order, their ranges (low,
+    high, bend) and the networks.
+
+    It has a file of its own, so that later changes of our detector do not change the rivals.
+    """
 
     metrics: tuple[str, ...]
     range_3C: np.ndarray
@@ -72,7 +75,7 @@ class Base:
 
     @staticmethod
     def of(detector: Detector) -> "Base":
-        """Returns that of a fitted detector."""
+        """Returns the base of a fitted detector."""
         profile = detector.profile
         return Base(profile.metrics, profile.range_3C, profile.vae)
 
@@ -90,8 +93,8 @@ class Base:
         return Base(tuple(str(m) for m in arrays["metrics"]), arrays["ranges"], vae)
 
     def scaled(self, values_CNT: np.ndarray) -> np.ndarray:
-        """Returns values with the healthy range in the middle third of [0, 1], where they are cut
-        off; metrics with a bend by asinh(value / bend)."""
+        """Returns values scaled so that the healthy range is the middle third of [0, 1], and
+        clipped there; metrics with a bend are transformed by asinh(value / bend) first."""
         low, high, bend = (x[:, None, None] for x in self.range_3C)
         bent = np.arcsinh(values_CNT / np.where(bend > 0, bend, 1.0))
         values = np.where(bend > 0, bent, values_CNT)
@@ -100,7 +103,7 @@ class Base:
 
 @dataclass(frozen=True)
 class View:
-    """departures: (machine, Unix s)."""
+    """A case as a detector sees it. departures: (machine, Unix s)."""
 
     grid: Grid
     departures: Sequence[tuple[str, float]]
@@ -124,18 +127,19 @@ class View:
 
     @cached_property
     def filled_CNT(self) -> np.ndarray:
-        """Scaled seconds; a hole has the nearest sample of its series, 0.5 where there is none."""
+        """Scaled seconds; a missing sample has the value of the nearest one of its series, 0.5 if
+        there is none."""
         return nearest(self.base.scaled(self.raw_CNT))
 
     @cached_property
     def x_CNJW(self) -> np.ndarray:
-        """The same in windows."""
+        """Scaled seconds, divided into windows."""
         C, N, _ = self.filled_CNT.shape
         return self.filled_CNT.reshape(C, N, self.windows, WINDOW)
 
     @cached_property
     def denoised_CNJW(self) -> np.ndarray:
-        """The windows as the LSTM-VAEs give them back."""
+        """The windows as the LSTM-VAEs reconstruct them."""
         C, N, J, W = self.x_CNJW.shape
         rows_XWC = self.x_CNJW.reshape(C, N * J, W).transpose(1, 2, 0)
         back = in_parts(lambda x: _denoise(LstmVaeConfig(C), self.base.vae, x), rows_XWC)
@@ -143,7 +147,7 @@ class View:
 
     @cached_property
     def cache(self) -> dict[str, np.ndarray]:
-        """What several rivals share, by name."""
+        """Arrays that several rivals compute, by name."""
         return {}
 
     @cached_property
@@ -160,8 +164,8 @@ class View:
 
 
 def nearest(values_CNT: np.ndarray) -> np.ndarray:
-    """Returns the values with each NaN replaced by the nearest sample of its series, of two by the
-    earlier one; 0.5 where a series has none."""
+    """Returns the values with each NaN replaced by the nearest sample of its series, the earlier
+    one of two at the same distance; 0.5 where a series has none."""
     T = values_CNT.shape[-1]
     has, now_T = np.isfinite(values_CNT), np.arange(T)
     before = np.maximum.accumulate(np.where(has, now_T, -2 * T), -1)
@@ -173,7 +177,8 @@ def nearest(values_CNT: np.ndarray) -> np.ndarray:
 
 
 def in_parts(function: Any, rows_X: np.ndarray, rows: int = ROWS) -> np.ndarray:
-    """Returns function(rows_X), so many rows at a time, so that all lengths run one program."""
+    """Returns function(rows_X), computed `rows` rows at a time, so that all lengths run one
+    program."""
     parts = []
     for at in range(0, len(rows_X), rows):
         part = rows_X[at : at + rows]
@@ -377,8 +382,11 @@ class Trace:
     strengths: dict = field(default_factory=dict)  # those that were computed, by (out, need)
 
     def strength(self, out: int, need: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns (the lowest score of the last `need` windows, -inf where they had not one
-        candidate; the candidate), (M, J) each. out: a machine that is no candidate; -1: none."""
+        """Returns two arrays (M, J): the lowest score of the last `need` windows, -inf where they
+        do not have one candidate; and the candidate.
+
+        out: a machine that is no candidate; -1: none.
+        """
         if (out, need) not in self.strengths:
             is_out = self.who[0] == out
             who_MJ = np.where(is_out, self.who[1], self.who[0])
@@ -394,7 +402,7 @@ class Trace:
 
 
 def trace(score_MJN: np.ndarray, there_JN: np.ndarray) -> Trace:
-    """Returns the candidates; machines that are not there are none."""
+    """Returns the candidates; machines that are no members of the job are none."""
     score_MJN = np.where(there_JN, score_MJN, -np.inf)
     first_MJ = score_MJN.argmax(2)
     high_MJ = np.take_along_axis(score_MJN, first_MJ[..., None], 2)
@@ -431,10 +439,10 @@ def normal(d_JN: np.ndarray, there_JN: np.ndarray, how: str) -> np.ndarray:
 def decide(
     candidates: Trace, threshold: float, need: int = CONTINUITY, most: int = 1
 ) -> list[tuple[int, int, int, float]]:
-    """Returns [(window, machine, stream, score)]: who is named, the first first.
+    """Returns [(window, machine, stream, score)] of the named machines in the order of naming.
 
     need: windows in a row. most: alerts of a case; the paper's call returns after the first. After
-    one, that machine is out, and counting begins anew.
+    an alert its machine is left out, and the windows are counted from 0 again.
     """
     named: list[tuple[int, int, int, float]] = []
     out, begin = -1, 0
@@ -572,8 +580,8 @@ POINTS = 50_000  # to learn from
 
 
 def apart(view: View) -> np.ndarray:
-    """Returns of each window the mean and the logarithm of the spread of each metric, less the
-    median machine's, (J, N, 2 C)."""
+    """Returns the mean and the logarithm of the spread of each metric in each window, less those of
+    the median machine, (J, N, 2 C)."""
     if "apart" not in view.cache:
         x_CNJW = view.x_CNJW
         spread = np.log(x_CNJW.std(3) + 1e-2)
@@ -588,9 +596,12 @@ def apart(view: View) -> np.ndarray:
 
 
 def learn_covariance(views: Sequence[View], seed: int, steps: int) -> Learnt:
-    """Returns the inverse covariance of healthy points. Assumed: means and spreads of windows are
-    the features, as the paper's are only said to be statistics of windows; what is beyond 4 robust
-    standard deviations is cut off, because the jobs have faults in them."""
+    """Returns the inverse covariance of healthy points.
+
+    Assumed: the features are means and spreads of windows, because the paper only calls them
+    statistics of windows. Values beyond 4 robust standard deviations are cut off, because the jobs
+    have faults in them.
+    """
     y_XD = sample([apart(v).reshape(-1, apart(v).shape[2]) for v in views], seed)
     sigma_D = 1.4826 * np.median(np.abs(y_XD), 0) + 1e-3
     cut_XD = np.clip(y_XD / sigma_D, -4, 4)
@@ -609,7 +620,7 @@ def mahalanobis(view: View, learnt: Learnt) -> np.ndarray:
 
 
 def points(view: View) -> np.ndarray:
-    """Returns of each tick the means of the metrics, less the median machine's and less the
+    """Returns the means of the metrics in each tick, less those of the median machine and less the
     machine's own median of all ticks before, (H, N, 2 C)."""
     y_JND = apart(view)[..., : len(view.x_CNJW)]
     H = y_JND.shape[0] // TICK
@@ -625,7 +636,7 @@ def learn_forest(views: Sequence[View], seed: int, steps: int) -> Learnt:
 
 
 def isolation(view: View, learnt: Learnt) -> np.ndarray:
-    """Returns each machine's score, one stream; a window has that of its tick."""
+    """Returns each machine's score, one stream; each window has the score of its tick."""
     p_HND = points(view)
     score_HN = score(learnt, p_HND.reshape(-1, p_HND.shape[2])).reshape(p_HND.shape[:2])
     return by_window(score_HN[None], view.windows)
@@ -878,7 +889,7 @@ RIVALS: dict[str, Rival] = {
 
 @dataclass(frozen=True)
 class Tuned:
-    """A rival that is ready: what it learnt, what was tuned, and its F1 there."""
+    """A rival with what it learnt, its tuned options, and its F1 on the tuning cases."""
 
     name: str
     learnt: Learnt
@@ -914,7 +925,7 @@ def tune(
     seed: int,
     steps: int,
 ) -> Iterator[Tuned]:
-    """Yields the rivals, ready.
+    """Yields each rival when it is tuned.
 
     sources: jobs to learn from. views: the tuning cases, one at a time. counted: returns (named, in
     vain, faults) for the number of a case and its alerts.
@@ -1043,7 +1054,8 @@ VARIANTS = {
 
 @contextlib.contextmanager
 def changed(variant: Variant, base: Path, fits: bool) -> Iterator[None]:
-    """Takes the part away while the context lasts. fits: a detector is fitted in it."""
+    """Leaves out the part of a variant while the context lasts. fits: whether a detector is fitted
+    in it."""
     with contextlib.ExitStack() as stack:
         for patch in variant.patches:
             stack.enter_context(patch())
@@ -1073,6 +1085,6 @@ def fit_ablated(name: str, base: Path, sources: Sequence[Case], steps: int, path
 
 
 def ablated_alerts(name: str, path: Path, case: Case) -> list[Said]:
-    """Returns what a fresh detector says of a case."""
+    """Returns the alerts of a new detector on a case."""
     with changed(VARIANTS[name], path, False):
         return our_alerts(path, read_ablated(name, case), case.fleet.departures)

@@ -77,8 +77,8 @@ def triple(case: Mapping[str, Any], alerts: Sequence[Mapping[str, Any]]) -> tupl
 
 
 def quality(counts: np.ndarray) -> dict[str, np.ndarray]:
-    """Returns precision, recall and F1 of (..., 3) sums of named, in vain, faults; without an alert
-    the precision is 1, without a fault the recall is."""
+    """Returns precision, recall and F1 of (..., 3) sums of named, in vain and faults. Without an
+    alert the precision is 1; without a fault the recall is 1."""
     named, vain, faults = np.moveaxis(np.asarray(counts, float), -1, 0)
     alerts = named + vain
     return {
@@ -161,7 +161,7 @@ MIXES_APART = 1000  # between the seeds of two mixes
 
 @dataclasses.dataclass(frozen=True)
 class Item:
-    """One case: the k-th of its size and mix. mix '': a long healthy run."""
+    """One case: the k-th of its size and mix. mix: empty for a long healthy run."""
 
     split: str
     seed: int
@@ -175,7 +175,7 @@ class Item:
         return f"{self.split}-{self.seed}-{self.mix or 'healthy'}-{self.size}-{self.k}"
 
     def case(self) -> Case:
-        """Returns it."""
+        """Returns the simulated case."""
         if not self.mix:
             healthy = _nth(self.k, self.size, self.seed, split=self.split, healthy=1.0)
             return dataclasses.replace(healthy, end=healthy.start + int(3600 * HOURS))
@@ -194,8 +194,8 @@ def items(
     mixes: Sequence[str],
     hours: float,
 ) -> list[Item]:
-    """Returns the cases, small and large ones in turn; the first mix has half of each size's, or
-    all if it is the only one."""
+    """Returns the cases, small and large ones in turn. The first mix has half of the cases of each
+    size, or all if it is the only one."""
     ordered = []
     for size, count in zip(sizes, counts, strict=True):
         others = mixes[1:]
@@ -212,7 +212,7 @@ def items(
 
 
 def described(item: Item, case: Case) -> dict[str, Any]:
-    """Returns what a case is, as its file holds it."""
+    """Returns the description of a case that its file holds."""
     return {
         **dataclasses.asdict(item),
         "noise": case.noise,
@@ -305,7 +305,7 @@ def fitted(folder: Path, recipe: Recipe, model: str, tell: Any) -> Path:
 
 
 def base_of(folder: Path, model: Path, recipe: Recipe) -> Path:
-    """Returns the file of what the rivals share, from the first model of a recipe."""
+    """Returns the file of the parts that rivals share, made from the first model of a recipe."""
     path = folder / f"base-{_hash(recipe.jobs, recipe.seed, recipe.steps)}.npz"
     if not path.exists():
         Base.of(Detector.load(model)).save(path)
@@ -313,7 +313,7 @@ def base_of(folder: Path, model: Path, recipe: Recipe) -> Path:
 
 
 def ready(names: Sequence[str], folder: Path, model: Path, recipe: Recipe, tell: Any) -> list[Made]:
-    """Returns the detectors, rivals learnt and tuned now or before."""
+    """Returns the detectors; rivals that are not yet learnt and tuned are learnt and tuned now."""
     model_hash = _hash(model.read_bytes())
     made = [Made(OURS, model, f"{OURS}-{_hash(model_hash, code())}")] * (OURS in names)
     base = base_of(folder, model, recipe)
@@ -348,7 +348,8 @@ def ready(names: Sequence[str], folder: Path, model: Path, recipe: Recipe, tell:
 
 
 def run(folder: Path, todo: Sequence[Item], made: Sequence[Made], base: Path, tell: Any) -> None:
-    """Runs what is missing; a case's file is written as soon as all detectors have seen it."""
+    """Runs the detectors that have not seen a case yet; a case's file is written when all have seen
+    it."""
     rivals = {one.key: Tuned.load(one.path) for one in made if one.name in RIVALS}
     shared = Base.load(base)
     for number, item in enumerate(todo):
@@ -379,8 +380,8 @@ def run(folder: Path, todo: Sequence[Item], made: Sequence[Made], base: Path, te
 def finished(
     folder: Path, chosen: Sequence[Item], names: Sequence[str]
 ) -> Iterator[dict[str, Any]]:
-    """Yields what is there: a case, with 'said' and 'took' by the detectors' names, of each the one
-    that ran last."""
+    """Yields the cases that are finished, with 'said' and 'took' by the detectors' names: of each
+    detector the version that ran last."""
     for item in chosen:
         path = folder / f"{item.name}.json"
         if not path.exists():
@@ -407,7 +408,7 @@ def shared(
     processes: int,
     tell: Any,
 ) -> None:
-    """Runs what is missing in several processes, each of one thread."""
+    """Runs the unfinished cases in several processes of one thread each."""
     missing = [item for item in todo if not done(folder, item, made)]
     if processes == 1 or len(missing) < 2:
         run(folder, missing, made, base, tell)
@@ -455,7 +456,7 @@ def asked(item: Item, made: Sequence[Made]) -> list[Made]:
 
 
 def tuned(folder: Path, made: Sequence[Made]) -> dict[str, Any]:
-    """Returns what was chosen for the rivals, now or before, and their F1 on the tuning cases."""
+    """Returns the tuned options of the rivals, and their F1 on the tuning cases."""
     path = folder / "tuned.json"
     record = json.loads(path.read_text()) if path.exists() else {}
     new = [Tuned.load(one.path) for one in made if one.name in RIVALS]
@@ -540,7 +541,7 @@ def _named(cases: Sequence[Mapping], name: str) -> Iterator[tuple[Mapping, float
 
 
 def _kinds(cases: Sequence[Mapping], name: str) -> Iterator[Row]:
-    """Recall by kind of fault, and of those that slow the job or stop it."""
+    """Yields the recall by kind of fault, and of faults that slow the job or stop it."""
     every = list(_named(cases, name))
     tests: dict[str, Callable[[Mapping], bool]] = {
         kind: lambda f, kind=kind: f["kind"] == kind

@@ -105,8 +105,9 @@ def shared(flag: str, text: str) -> list[int]:
 def dense_rows(models: Sequence[str], sizes: Sequence[int], machine: Machine) -> Iterator[Row]:
     """Yields a row for each model, size m and product; a scatter for 16- and 32-bit partial sums.
 
-    Seconds of: the product alone, the collective alone, one after the other, XLA's ring in
-    lockstep, one fused kernel with its best number of SMs that copy; the floor.
+    A row has the seconds of the product alone, of the collective alone, of one after the other, of
+    XLA's ring in lockstep, of one fused kernel with its best number of SMs that copy, and of the
+    floor.
     """
     for model in models:
         case = DENSE[model]
@@ -174,7 +175,7 @@ def draw_routing(
 
 
 def loads_of(experts_TA: np.ndarray, experts: int, expert_ranks: int) -> list[Load]:
-    """Returns what each group of experts gets, seen by its first rank.
+    """Returns the load of each group of experts, seen by its first rank.
 
     Tokens lie on RANKS ranks in order; rank r has the experts of group r // (RANKS / expert_ranks).
     """
@@ -200,8 +201,9 @@ def expert_rows(
 ) -> Iterator[Row]:
     """Yields a row for each model, layout (tensor, expert), number of tokens and imbalance.
 
-    Seconds of both products of a layer, one after the other and fused, for 16-bit partial sums as
-    COMET's; the speedup of the layer and the part of its communication that is hidden.
+    A row has the seconds of both products of a layer, one after the other and fused, for 16-bit
+    partial sums as COMET's; the speedup of the layer; and the part of its communication that is
+    hidden.
     """
     for model in models:
         case = MIXTURES[model]
@@ -260,10 +262,11 @@ def repository_rows(machine: Machine) -> Iterator[Row]:
 
 
 def draw_ops(rows: Sequence[Row], device: str, path: Path) -> str:
-    """Efficiency by m of GPT-3's products, fused and as a ring; returns the figure's title.
+    """Draws the efficiency by m of GPT-3's products, fused and as a ring; returns the figure's
+    title.
 
-    A panel for each product, with Flux's reported figures. Far below 0 the axis is logarithmic: a
-    small product loses many times the time of its collective.
+    Each product has a panel, with Flux's reported figures. Far below 0 the axis is logarithmic,
+    because a small product loses many times the time of its collective.
     """
     from matplotlib.ticker import NullLocator
 
@@ -312,10 +315,11 @@ def draw_ops(rows: Sequence[Row], device: str, path: Path) -> str:
 
 
 def draw_layers(rows: Sequence[Row], device: str, path: Path) -> str:
-    """Speedup of a layer over one thing after the other, by layout.
+    """Draws the speedup of a layer over its parts one after the other, by layout.
 
-    The mean over the numbers of tokens, at the imbalance nearest to 0.032. No line of the paper's:
-    COMET reports times over other systems, which hide a part of their communication.
+    It is the mean over the numbers of tokens, at the imbalance nearest to 0.032. The paper's
+    figures are not drawn: COMET reports times over other systems, which hide a part of their
+    communication.
     """
     figure, (axes,) = panels(size=(7, 4), sharey=True)
     measured = [r for r in rows if r["part"] == "layer"]
@@ -369,7 +373,7 @@ def reported() -> Mapping[str, Any]:
 
 
 def gather() -> str:
-    """GPT-3's gather on a simulated H100: microseconds and overlap efficiency, by m."""
+    """Returns GPT-3's gather on a simulated H100: microseconds and overlap efficiency, by m."""
     machine = sim.H100
     ways: dict[str, tuple[tuple[int, ...], bool]] = {
         "fused, 4 SMs copy": ((4,), True),
@@ -394,12 +398,12 @@ def gather() -> str:
 
 
 def _percent(share: float | None) -> str:
-    """A share in percent; '-' where there is none."""
+    """Returns a share in percent; '-' where there is none."""
     return "-" if share is None else f"{100 * share:.0f} %"
 
 
 def ops(path: Path) -> str:
-    """GPT-3's products by m: serial, ring, fused, floor."""
+    """Returns GPT-3's products by m: serial, ring, fused, floor."""
 
     def us(name: str) -> Callable[[dict], str]:
         return lambda row: f"{1e6 * row[f'{name}_s']:.0f}"
@@ -421,7 +425,8 @@ def ops(path: Path) -> str:
 
 
 def models(dense: Path, mixtures: Path) -> str:
-    """Whole models, estimated: dense ones by pass, mixtures as means over their layouts."""
+    """Returns estimates of whole models: dense ones by pass, mixtures as means over their
+    layouts."""
     heads = (
         "model",
         "pass",
@@ -450,7 +455,7 @@ def models(dense: Path, mixtures: Path) -> str:
 
 
 def layers(path: Path) -> str:
-    """Mixtures of experts: serial, fused and what is hidden, by layout."""
+    """Returns mixtures of experts by layout: serial, fused, and the hidden part."""
     columns: Columns = {
         "model": lambda r: r["model"],
         "tensor x expert": lambda r: f"{r['tensor']} x {r['expert']}",
@@ -465,7 +470,7 @@ def layers(path: Path) -> str:
 
 
 def repository(path: Path) -> str:
-    """What Flux's repository reports of its mixtures beside our simulation of the same shapes."""
+    """Returns the times that Flux's repository reports of its mixtures beside our simulation."""
     columns: Columns = {
         "layer": lambda r: f"{r['model']}, {r['tensor']} x {r['expert']}",
         "product": lambda r: r["product"],
@@ -529,9 +534,9 @@ def dense_model_rows(models: Sequence[str], machine: Machine) -> Iterator[Row]:
 
 
 def mixture_row(layer: Mapping[str, Any], machine: Machine) -> Row:
-    """Returns the row of a block forward, from that of its experts' layer; attention hides nothing.
+    """Returns the row of a block's forward pass, from that of its experts' layer.
 
-    The expert axis cuts attention's tokens, tensor its heads.
+    Attention hides no communication. The expert axis shards attention's tokens, tensor its heads.
     """
     model, tensor = layer["model"], layer["tensor"]
     width, m = MIXTURES[model].width, layer["tokens"] // layer["expert"]
@@ -568,7 +573,8 @@ def attention_s(width: int, m: int, ranks: int, machine: Machine) -> float:
 
 
 def backward(product: Product) -> Product:
-    """Returns what brings the gradient of x: each kind is the other's."""
+    """Returns the product that gives the gradient of x: a gather for a scatter, and a scatter for a
+    gather."""
     kind = "scatter" if product.kind == "gather" else "gather"
     return Product(kind, product.m, product.k, product.n, product.ranks, 2)
 

@@ -121,7 +121,7 @@ def gemm_reduce_scatter(
 
 
 def _unrotated(i: np.ndarray, start: int, split: Split, columns: int) -> np.ndarray:
-    """The steps of a rotation that starts at `start`, from rank 0 on."""
+    """Returns the steps of a rotation that starts at `start`, from rank 0 on."""
     per_rank = split.row_tiles * columns
     return ((i // per_rank - start) % split.ranks * per_rank + i % per_rank).astype(np.int32)
 
@@ -137,7 +137,7 @@ def _rank(rank: int, ranks: int) -> int:
 
 
 def _live(table: Any) -> Any:
-    """A table without its rows that do nothing."""
+    """Returns a table without its rows that do nothing."""
     keep = table.rows > 0
     return type(table)(*(np.asarray(column)[keep].astype(np.int32) for column in table))
 
@@ -334,7 +334,7 @@ class Times:
 
     @property
     def floor_s(self) -> float:
-        """No overlap is faster."""
+        """Seconds that no overlap can be faster than."""
         return max(self.gemm_s, self.comm_s)
 
     @property
@@ -349,7 +349,7 @@ class Times:
 def run_tiles(tile_s: float, ready_T: np.ndarray, blocks: int) -> np.ndarray:
     """Returns when each tile ends (T,): block j takes tiles j, j + blocks, ... and waits for each.
 
-    tile_s: duration of a tile. ready_T: when what a tile waits for is there.
+    tile_s: duration of a tile. ready_T: time at which a tile can start.
     """
     end_T = np.zeros(len(ready_T))
     free = np.zeros(blocks)
@@ -409,7 +409,7 @@ class Run:
 
     @property
     def end_s(self) -> float:
-        """The last event."""
+        """Time of the last event."""
         return float(max(self.tile_end_T.max(initial=0), self.copy_end_C.max(initial=0)))
 
 

@@ -37,7 +37,8 @@ from megajax.training.config import Config
 
 
 def exchange_figures(step: StepShape, cluster: Cluster) -> dict[str, Any]:
-    """Returns what JSON tells of the exchange: rows by level and axes, the time of quantizing."""
+    """Returns the figures of the exchange for JSON: rows by level and axes, and the time of
+    quantizing."""
     model = Roofline()
     estimates: dict[tuple, float] = {}
     for m in traffic.messages(step):
@@ -190,7 +191,7 @@ def markdown(plan: Plan, search: str = "", times: str = ASSUMED) -> str:
 
 
 def to_json(plan: Plan, search: Mapping[str, Any] | None = None) -> str:
-    """Returns every figure of the plan as JSON, and those of the search that chose it."""
+    """Returns every figure of the plan as JSON, with those of the search that chose it."""
     collectives = plan.compiled.collectives if plan.compiled else ()
     members: dict[str, Any] = results.facts(plan.cluster.name, _layer(plan)) | {
         "mesh": dict(plan.step.sizes),
@@ -213,7 +214,7 @@ def to_json(plan: Plan, search: Mapping[str, Any] | None = None) -> str:
 
 
 def pruning(plan: Plan) -> list[str]:
-    """Returns the section on which sparsity pays, for a run that prunes; else nothing."""
+    """Returns the section on which sparsity is worth it, for a run that prunes; else nothing."""
     prune = plan.cfg.prune
     if not prune.sparsity:
         return []
@@ -242,7 +243,7 @@ def pruning(plan: Plan) -> list[str]:
 
 def sending(plan: Plan) -> list[str]:
     """Returns the section on what data parallelism sends once a step; nothing where it sends
-    weights and gradients layer by layer, which are among the collectives."""
+    weights and gradients layer by layer, because these are among the collectives."""
     if not plan.step.exchanges:
         return []
     exchange, head = exchange_figures(plan.step, plan.cluster), "## What data parallelism sends"
@@ -415,7 +416,7 @@ def ranking_rows(search: Ranking, base: Config, start: Sequence[str]) -> list[di
 
 
 def search_figures(search: Ranking, ranking: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Returns what JSON tells of a search."""
+    """Returns the figures of a search for JSON."""
     return {
         "label": "estimate",
         "candidates": search.proposals,
@@ -507,7 +508,8 @@ def plan(cfg: Config, cluster: Cluster, model: CostModel = Roofline()) -> servin
 
 
 def serving_rows(serving_plan: serving.Serving, cluster: Cluster) -> list[dict[str, Any]]:
-    """Returns a row a batch. The members of a replica, and `cluster_per_s`, of all of them."""
+    """Returns a row for each batch size: the figures of a replica, and `cluster_per_s` of all
+    replicas."""
     return [
         dataclasses.asdict(rate) | {"cluster_per_s": rate.served_per_s * serving_plan.replicas}
         for rate in serving_plan.rates
@@ -515,7 +517,7 @@ def serving_rows(serving_plan: serving.Serving, cluster: Cluster) -> list[dict[s
 
 
 def serving_figures(serving_plan: serving.Serving) -> dict[str, Any]:
-    """Returns what all batches share."""
+    """Returns the figures that all batch sizes share."""
     return {k: v for k, v in dataclasses.asdict(serving_plan).items() if k != "rates"}
 
 

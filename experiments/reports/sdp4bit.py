@@ -91,7 +91,7 @@ class Pair:
 
     @property
     def speedup(self) -> float:
-        """The paper's."""
+        """The speed-up that the paper reports."""
         return self.sdp4bit / self.baseline
 
 
@@ -213,11 +213,11 @@ def factors(pair: Pair) -> Factors:
 
 
 def estimates() -> list[dict[str, Any]]:
-    """Returns one row a pair: the paper's figures and the two estimates beside them.
+    """Returns a row for each pair: the paper's figures and the two estimates beside them.
 
-    *_s: seconds of a step. implied_bytes_per_s: the speed between hosts, a GPU, that the pair's own
-    two times imply under this cost model; where it differs from that of its cluster's other pairs,
-    the calibrated estimate cannot agree.
+    *_s: seconds of a step. implied_bytes_per_s: the speed between hosts, for each GPU, that follows
+    from the pair's two times under this cost model. Where it differs from that of other pairs of
+    the cluster, the calibrated estimate cannot agree with the paper.
     """
     rows = []
     fits = {p.cluster: factors(p) for p in PAIRS if p.model == CALIBRATED}
@@ -252,7 +252,7 @@ def estimates() -> list[dict[str, Any]]:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Returns the rows as Markdown, every number of ours with the word 'estimate' in its column."""
+    """Returns the estimates as a Markdown table whose columns of ours say 'estimate'."""
     head = (
         "cluster",
         "model",
@@ -280,7 +280,7 @@ def table(rows: list[dict[str, Any]]) -> str:
 
 
 def _exchanged(guess: Estimate) -> float:
-    """Seconds of the exchange of data parallelism, quantizing included."""
+    """Returns the seconds of the exchange of data parallelism, with quantization."""
     axes = ("node", "data", "node+data")
     return guess.quantize_s + sum(guess.communication_s.get(name, 0.0) for name in axes)
 
@@ -357,7 +357,8 @@ KEYS = 100_000  # steps between the random numbers of two seeds; no run is as lo
 
 @dataclasses.dataclass(frozen=True)
 class Study:
-    """One model and its data. held_out: batches; evals: how often they are read."""
+    """One model and its data. held_out: number of held-out batches. evals: number of
+    evaluations."""
 
     layers: int
     width: int
@@ -416,9 +417,9 @@ class Runner:
         self._send = jax.jit(self._weights)
 
     def used(self, state: TrainState) -> Tree:
-        """Returns the weights that the next step would use, cut as the masters are.
+        """Returns the weights that the next step would use, sharded like the masters.
 
-        They are what the ranks have of the masters once these went over the wire.
+        They are what ranks have of the masters after these were sent in the codec of the exchange.
         """
         with jax.set_mesh(self.step.layout.mesh):
             return jax.block_until_ready(self._send(state))
@@ -779,7 +780,8 @@ LINEAR = 0.1  # percent: below it the axis of gaps is linear, so that signs and 
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """Losses against steps, means over the seeds; gaps with two standard errors and the paper's.
+    """Draws losses against steps, means over the seeds, and gaps with two standard errors beside
+    the paper's.
 
     rows: those of the parts 'run' and 'gap'. Writes SVG and PNG.
     """
@@ -862,7 +864,7 @@ LEVEL_TEXTS = {
 
 
 def losses(path: Path) -> str:
-    """Held-out losses by variant, ours and the paper's above the float32 exchange."""
+    """Returns the held-out losses by variant, ours and the paper's above the float32 exchange."""
     result = read(path)
     heads = (
         "variant",
@@ -896,7 +898,7 @@ def losses(path: Path) -> str:
 
 
 def claims_table(path: Path) -> str:
-    """The paper's claims on losses, met or not."""
+    """Returns the paper's claims on losses, met or not."""
     result = read(path)
     sure = {True: "yes", False: "no", None: "one seed"}
     rows = [
@@ -914,7 +916,8 @@ def claims_table(path: Path) -> str:
 
 
 def sent(path: Path) -> str:
-    """Bits an element and bytes relative to bfloat16, from the compiled program."""
+    """Returns bits an element, and bytes divided by those of bfloat16, from the compiled
+    program."""
     result = read(path)
     rows = rows_of(result, part="bytes")
     if not rows:
@@ -935,7 +938,7 @@ def sent(path: Path) -> str:
 
 
 def estimates_table(path: Path) -> str:
-    """The paper's ten pairs of model and cluster: its speed-up beside estimates."""
+    """Returns the paper's speed-ups of ten pairs of model and cluster beside estimates."""
     result = read(path)
     text = table(rows_of(result, part="estimate"))
     return f"{text}\n\n*estimates of the cost model, {result['date']}, {result['commit']}*"

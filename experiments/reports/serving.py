@@ -39,7 +39,7 @@ FILES = 200  # (chosen) files of the corpus that are read
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """A prompt, and how many tokens answer it."""
+    """A prompt, and the number of tokens of its answer."""
 
     prompt: list[int]
     answer: int
@@ -47,7 +47,7 @@ class Request:
 
 @dataclasses.dataclass
 class Served:
-    """When a request came, when its first and its last token were there, in seconds."""
+    """Times of a request in seconds: its arrival, its first and its last token."""
 
     arrival: float
     first: float = 0.0
@@ -137,7 +137,7 @@ def serve(
 
 
 def _queue(load: Sequence[Request], mode: Mode, size: int) -> Iterator[list[tuple[int, Request]]]:
-    """Yields what may be handed in together, with the requests' numbers."""
+    """Yields requests that may be submitted together, with their numbers."""
     number = itertools.count()
     if mode.startswith("continuous"):
         yield list(zip(number, load, strict=False))
@@ -184,7 +184,7 @@ COLOURS = {
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """Tokens a second of all modes, and the latency of a request at each offered load.
+    """Draws tokens a second of all modes, and the latency of a request at each offered load.
 
     rows: those of the parts 'offline', 'online' and 'claim'. Writes SVG and PNG.
     """
@@ -237,7 +237,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
 
 
 def offline(path: Path) -> str:
-    """All requests at once, by mode."""
+    """Returns the table of all requests at once, by mode."""
     columns = {
         "mode": "mode",
         "tokens/s": "tokens_per_s",
@@ -258,7 +258,7 @@ def offline(path: Path) -> str:
 
 
 def online(path: Path) -> str:
-    """Poisson arrivals, by rate."""
+    """Returns the table of Poisson arrivals, by rate."""
     columns = {
         "mode": "mode",
         "offered load": "load",
@@ -273,7 +273,7 @@ def online(path: Path) -> str:
 
 
 def numerics(path: Path) -> str:
-    """Fast beside exact numerics."""
+    """Returns the table of fast beside exact numerics."""
     columns = {
         "numerics": "numerics",
         "sequences at a time": "batch",

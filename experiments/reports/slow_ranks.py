@@ -83,7 +83,7 @@ def simulate(ranks: int, seed: int, healthy: float = 0.3) -> Run:
 
 
 def _relative(random: np.random.Generator, stage_R: np.ndarray) -> np.ndarray:
-    """Returns how long each rank computes in each step, around 1."""
+    """Returns the duration of the computation of each rank in each step, around 1."""
     R, stages = len(stage_R), int(stage_R.max()) + 1
     level_R = 1 + random.normal(0, 0.1, stages)[stage_R] * (stages > 1) + random.normal(0, 0.01, R)
     sigma = random.choice([0.01, 0.03, 0.08])
@@ -100,13 +100,13 @@ def _relative(random: np.random.Generator, stage_R: np.ndarray) -> np.ndarray:
 
 
 def _host(random: np.random.Generator, stage_R: np.ndarray) -> np.ndarray:
-    """Returns the same of data and prepare: only the first and the last stage read data."""
+    """Returns the same for data and preparation: only the first and the last stage read data."""
     reads_R = np.where((stage_R == 0) | (stage_R == stage_R.max()), 1.0, 0.2)
     return reads_R[:, None] * np.exp(random.normal(0, 0.3, (len(stage_R), STEPS)))
 
 
 def _disturb(random: np.random.Generator, compute_RT: np.ndarray, host_RT: np.ndarray) -> None:
-    """Disturbs single ranks for 5 to 200 s, each of them once in six hours, and some anyhow."""
+    """Makes single ranks slower for 5 to 200 s; each is disturbed about once in six hours."""
     for _ in range(random.poisson(1.5 + compute_RT.shape[0] / 6)):
         r, t = random.integers(compute_RT.shape[0]), random.integers(STEPS)
         span = slice(t, t + int(random.uniform(5, 200) / STEP_S))
@@ -115,7 +115,7 @@ def _disturb(random: np.random.Generator, compute_RT: np.ndarray, host_RT: np.nd
 
 
 def _happens_to_all(random: np.random.Generator, host_RT: np.ndarray, comm_T: np.ndarray) -> None:
-    """The network, or the file system, of all is slow for minutes."""
+    """Makes the network, or the file system, of all ranks slow for minutes."""
     for _ in range(random.poisson(1.0)):
         t = random.integers(STEPS)
         comm_T[t : t + random.integers(150, 600)] *= 1 + random.uniform(0.3, 1.5)
@@ -126,7 +126,7 @@ def _happens_to_all(random: np.random.Generator, host_RT: np.ndarray, comm_T: np
 
 
 def _writes_checkpoints(random: np.random.Generator, other_RT: np.ndarray) -> None:
-    """Some ranks write what was saved, beside the steps that go on."""
+    """Lets some ranks write checkpoints while the steps go on."""
     every, writers = random.integers(150, 600), max(1, other_RT.shape[0] // 8)
     for t in range(int(every), STEPS, int(every)):
         length = int(random.uniform(10, 150) / STEP_S)
@@ -134,7 +134,7 @@ def _writes_checkpoints(random: np.random.Generator, other_RT: np.ndarray) -> No
 
 
 def _stops_all(random: np.random.Generator, step_T: np.ndarray) -> None:
-    """Saves and evaluations make single steps longer."""
+    """Makes single steps longer, as saves and evaluations do."""
     for least, most in ((3.0, 60.0), (30.0, 300.0)):
         every = int(random.integers(150, 900))
         for t in range(every, STEPS, every):
@@ -189,7 +189,7 @@ def _middle(x_RT: np.ndarray) -> np.ndarray:
 
 
 def counts(ranks: int, runs: int, seed: int) -> dict[str, Any]:
-    """Returns what became of so many jobs: faults, those localised, alarms in vain, by kind."""
+    """Returns counts over simulated jobs: faults, localised ones, false alarms, by kind."""
     outcomes: Counter[str] = Counter()
     delays_s: list[float] = []
     for k in range(runs):

@@ -145,7 +145,8 @@ class Subject:
 
 @dataclasses.dataclass(frozen=True)
 class Training:
-    """Steps of the dense model and of each stage; a rate that ends at a tenth of the first."""
+    """Numbers of steps and learning rates of the dense model and of each stage. The rate ends at a
+    tenth of the first."""
 
     steps: int
     tune: int
@@ -209,7 +210,7 @@ def passages(
 def text(
     model: DecoderConfig, tokens: int, batch: int, held_out: int, cache_dir: str | Path
 ) -> Subject:
-    """The decoder on the bytes of Python's standard library. held_out: rows of `tokens` tokens."""
+    """Returns the decoder on the bytes of Python's standard library. held_out: number of rows."""
     (corpus,), _ = open_corpora(DataConfig(), cache_dir, vocab=model.vocab)
     train = functools.cache(lambda seed: PackedRows(corpus.train, tokens, seed))
     assert corpus.held_out is not None
@@ -243,7 +244,7 @@ class Trainer:
         self._measure = jax.jit(self._sums)
 
     def step_of(self, seed: int) -> TrainStep:
-        """Returns the compiled step of a seed, which decides dropout."""
+        """Returns the compiled step of a seed, which determines the dropout."""
         if seed not in self._steps:
             rows, tokens = self.subject.held_out[0]["tokens"].shape
             cfg = JobConfig(
@@ -269,14 +270,15 @@ class Trainer:
         return self.step_of(0).abstract_state
 
     def dense(self, seed: int) -> TrainState:
-        """Returns a trained model, its sums of the last steps, as many as a stage has."""
+        """Returns a trained model. Its sums of gradients are those of as many last steps as a stage
+        has."""
         steps, tune = self.training.steps, min(self.training.tune, self.training.steps)
         state = self.train(self.start(seed), seed, steps - tune)
         state, _ = self._pruner(METHODS["EW"]).prune(state, 0.0)
         return self.train(state, seed, tune)
 
     def train(self, state: TrainState, seed: int, steps: int) -> TrainState:
-        """Returns the state so many steps later."""
+        """Returns the state after `steps` more steps."""
         step = self.step_of(seed)
         first = int(state.step)
         for number in range(first, first + steps):
@@ -337,7 +339,7 @@ def chain(
 
 
 def save_state(path: Path, state: TrainState) -> None:
-    """Writes a state, whole or not at all."""
+    """Writes a state to an archive."""
     files.write_arrays(path, {name: np.asarray(leaf) for name, leaf in named_leaves(state)})
 
 
@@ -382,7 +384,7 @@ WHAT = {"passages": "encoder, passages", "text": "nano GPT, text"}
 
 
 def key(row: Mapping[str, Any]) -> Key:
-    """What identifies a point: stages are the sparsities that its chain has passed."""
+    """Returns what identifies a point. stages: the sparsities that its chain has passed."""
     return row["task"], row["seed"], row["method"], row["stages"]
 
 
@@ -428,10 +430,10 @@ def quality(points: Sequence[Row]) -> Iterator[Row]:
 
 
 def claims(rows: Sequence[Row]) -> Iterator[Row]:
-    """Yields whether tile-wise with chunk 1 loses at most half of what blocks lose at 75 %.
+    """Yields whether tile-wise pruning with chunk 1 loses at most half of what blocks lose at 75 %.
 
-    For each model, each size of blocks, both ways of pruning by tiles, loss and accuracy. ratio:
-    None where blocks lose nothing.
+    There is a row for each model, each size of blocks, both methods of pruning by tiles, and for
+    loss and accuracy. ratio: None where blocks lose nothing.
     """
     at = {(r["task"], r["method"]): r for r in rows if r["goal"] == CLAIM_AT}
     pairs = itertools.product(dict.fromkeys(task for task, _ in at), TILES, BLOCKS)
@@ -460,7 +462,8 @@ def claims(rows: Sequence[Row]) -> Iterator[Row]:
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """One product y = x w in 16 bits. bytes: each operand and result once, indices too."""
+    """One product y = x w in 16 bits. bytes: size of operands, result and indices, each counted
+    once."""
 
     flops: float
     bytes: float
@@ -471,7 +474,7 @@ class Work:
 
     @property
     def floor_s(self) -> float:
-        """No kernel is faster on an H200."""
+        """Seconds that no kernel can be faster than on an H200."""
         return CARDS["H200"].floor_s(self.flops, self.bytes)
 
 
@@ -620,9 +623,9 @@ COLOURS = {
 
 
 def draw_quality(rows: Sequence[Row], claim: Sequence[Row], path: Path) -> None:
-    """What each pattern loses at each sparsity, a panel for each model; SVG and PNG.
+    """Draws what each pattern loses at each sparsity, a panel for each model, as SVG and PNG.
 
-    Sparsities stand at equal distances, patterns side by side at each of them.
+    Sparsities are at equal distances, with the patterns side by side at each of them.
     """
     tasks = list(dict.fromkeys(r["task"] for r in rows))
     shown = [name for name in METHODS if any(r["method"] == name for r in rows)]
@@ -669,7 +672,8 @@ def draw_quality(rows: Sequence[Row], claim: Sequence[Row], path: Path) -> None:
 
 
 def draw_price(rows: Sequence[Row], path: Path) -> None:
-    """Estimated speed-up against loss, chunk by chunk, at each sparsity; the paper's dashed."""
+    """Draws the estimated speed-up against the loss, by chunk and sparsity; the paper's is
+    dashed."""
     from matplotlib.lines import Line2D
 
     tasks = [t for t in WHAT if any(f"{t}_lost" in r for r in rows)]
@@ -731,7 +735,7 @@ COUNTED = "work counted, times estimated for an H200, losses of models trained h
 
 
 def quality_table(path: Path) -> str:
-    """Held-out loss above the dense model's, by pattern and sparsity."""
+    """Returns the held-out loss above the dense model's, by pattern and sparsity."""
     result = read(path)
     every = rows_of(result, part="quality")
     rows = [r for r in every if r["method"] != DENSE]
@@ -759,7 +763,7 @@ def _lost(row: dict | None) -> str:
 
 
 def claims_table(path: Path) -> str:
-    """Tile-wise with chunk 1 over blocks at 75 %."""
+    """Returns tile-wise pruning with chunk 1 beside blocks at 75 %."""
     columns: Columns = {
         "model": lambda r: WHAT[r["task"]],
         "tiles": lambda r: r["tiles"],
@@ -773,7 +777,7 @@ def claims_table(path: Path) -> str:
 
 
 def prices_table(path: Path) -> str:
-    """What a layer of BERT gains beside what our models lose, by chunk."""
+    """Returns what a layer of BERT gains beside what our models lose, by chunk."""
     tasks = {
         f"{t} loses": (lambda r, t=t: f"{r[f'{t}_lost']:+.3f}" if f"{t}_lost" in r else "")
         for t in WHAT
@@ -792,7 +796,8 @@ def prices_table(path: Path) -> str:
 
 
 def speeds_table(path: Path) -> str:
-    """The paper's products at 75 %, its V100 beside our counts; measured: empty without a GPU."""
+    """Returns the paper's products at 75 %, its V100 beside our counts. The measured column is
+    empty."""
 
     def kilo(member: str) -> Callable[[dict], str]:
         return lambda r: f"{r[member + '_dense']:.1f} -> {r[member]:.1f}"
