@@ -340,8 +340,9 @@ Remat = Literal["none", "full", "outputs", "dots"]
 # Rematerialisation: how much of each part's forward work the backward pass computes again, by what
 # is kept (models/parts.py). Attention without a fused kernel whose result is kept computes only its
 # weights again, which is one of its two products. A fused kernel whose log-sum-exp is kept, too,
-# computes nothing again. Experts are computed again in full, because the gradient of a token's
-# routing weights needs their results.
+# computes nothing again. A ring (parallel/context.py) keeps its log-sum-exp, too, but its backward
+# pass always computes the weights of each block of keys again. Experts are computed again in full,
+# because the gradient of a token's routing weights needs their results.
 _AGAIN = {"norm": 1.0, "attention": 0.5, "activation": 1.0, "experts": 1.0}
 RECOMPUTED = {
     "none": {},
@@ -351,14 +352,16 @@ RECOMPUTED = {
 }
 
 
-def recomputed(remat: Remat, part: str, keeps_attention: bool) -> float:
+def recomputed(remat: Remat, part: str, keeps_attention: bool, rings: bool = False) -> float:
     """Returns how often the backward pass computes the forward values of a part again.
 
-    keeps_attention: whether attention's weights exist as an array; False: its kernel is fused.
+    keeps_attention: whether attention's weights exist as an array; False: its kernel is fused, or a
+    ring works on blocks of keys (`rings`).
     """
+    again = RECOMPUTED[remat].get(part, 0.0)
     if part == "attention" and not keeps_attention and remat != "full":
-        return 0.0
-    return RECOMPUTED[remat].get(part, 0.0)
+        again = 0.0
+    return again + (0.5 if part == "attention" and rings else 0.0)
 
 
 def keys_per_query(seq_len: int, window: int | None, convention: Convention) -> float:

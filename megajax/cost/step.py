@@ -87,7 +87,11 @@ _CUT = {"input": ("n",), "head": ("n",), "output": ("k",), "router": ("m",)}
 
 
 def passes(
-    part: Part, remat: Remat, pipeline: Pipeline, keeps_attention: bool = True
+    part: Part,
+    remat: Remat,
+    pipeline: Pipeline,
+    keeps_attention: bool = True,
+    rings: bool = False,
 ) -> dict[str, float]:
     """Returns {kind of pass: its cost, as a multiple of the part's forward pass}.
 
@@ -97,7 +101,7 @@ def passes(
     product with weights that is one forward pass, of another part two
     (parallel/pipeline.py:Tick.pull).
     """
-    again = recomputed(remat, part, keeps_attention)
+    again = recomputed(remat, part, keeps_attention, rings)
     if pipeline.stages > 1 and pipeline.stash == "input":
         again += 1.0
     if not pipeline.is_split:
@@ -288,7 +292,12 @@ class StepShape:
         """Whether an array of queries x keys exists: a ring and a fused kernel work in blocks."""
         if self.load.attention is None:
             return False
-        return not (self.fused_attention or (self.context == "ring" and self.ways("context") > 1))
+        return not (self.fused_attention or self.rings)
+
+    @property
+    def rings(self) -> bool:
+        """Whether attention is a ring, whose queries meet the keys of one device at a time."""
+        return self.context == "ring" and self.ways("context") > 1
 
     @functools.cached_property
     def forward(self) -> Workload:
@@ -313,7 +322,7 @@ class StepShape:
         idle = {kind: ticks / pipeline.work - 1 for kind, ticks in pipeline.ticks.items()}
         counts: dict[str, tuple[float, float]] = {"head": (3.0 + (self.loss_chunks > 1), 0.0)}
         for part in {op.part for op in self.forward.ops} - {"head", "embedding"}:
-            cost = passes(part, self.remat, pipeline, self.keeps_attention)
+            cost = passes(part, self.remat, pipeline, self.keeps_attention, self.rings)
             counts[part] = sum(cost.values()), sum(idle[k] * n for k, n in cost.items())
         return counts
 

@@ -73,6 +73,14 @@ def test_full_recomputation_is_a_third_more():
     assert again == pytest.approx(plain * 4 / 3)
 
 
+@pytest.mark.parametrize(("remat", "passes"), [("none", 3.5), ("outputs", 3.5), ("full", 4.5)])
+def test_a_ring_computes_the_weights_of_attention_again(remat, passes):
+    """parallel/context.py: five products of a block of keys backward, two of them forward."""
+    step = shape(sizes=SIZES | {"data": 16, "context": 4}, remat=remat)
+    assert step.counts["attention"] == (passes, 0)
+    assert step.counts["norm"] == shape(remat=remat).counts["norm"]
+
+
 def test_a_fused_kernel_skips_what_the_window_hides():
     plain, fused = (shape(fused_attention=f).forward.attention for f in (False, True))
     assert plain.reach == 2048 and fused.reach == 1024
@@ -236,9 +244,9 @@ def test_keys_of_other_devices_by_hand():
     local = 2 * 2 * 2048 * 12288 / 8
 
     def sent(kind):
-        sent = transfers(dataclasses.replace(step, context=kind))
-        sent = [t for t in sent if t.axes == ("context",) and t.kind != "all-reduce"]
-        return [(t.kind, t.nbytes, t.executions / 96) for t in sent if "keys" in t.what]
+        moved = transfers(dataclasses.replace(step, context=kind))
+        moved = [t for t in moved if t.axes == ("context",) and t.kind != "all-reduce"]
+        return [(t.kind, t.nbytes, t.executions / 96) for t in moved if "keys" in t.what]
 
     # `outputs` keeps a ring's result: 3 hops forward, 3 back with 4 of the float32 gradients.
     assert sent("ring") == [("collective-permute", local, 6), ("collective-permute", 2 * local, 4)]
