@@ -114,6 +114,29 @@ def test_copies_by_hand():
     assert late.tolist() == pytest.approx([4 / 3, 2, 7])
 
 
+# Seconds by the simulator's first event loop, in which copies had a clock of their own.
+RECORDED_S = {
+    ("gather", 1024, 32, 4): 0.00035946780562696627,
+    ("gather", 4096, 64, 1): 0.0010514148608000002,
+    ("scatter", 1024, 32, 2): 0.0003465137684134832,
+    ("scatter", 4096, 512, 8): 0.0011463032832,
+    ("scatter", 512, 64, 24): 0.00033973631511011236,
+}
+RECORDED_EXPERT_S = {"dispatch": 0.00013175043671228388, "combine": 0.000120458258512204}
+
+
+def test_copies_as_tasks_take_as_long_as_by_the_first_event_loop():
+    for (kind, m, chunk, blocks), seconds in RECORDED_S.items():
+        product, how = Product(kind, m, 6144, 12288), Fused((128, 256), chunk, blocks)
+        assert sim.fused_s(product, sim.H800, how) == pytest.approx(seconds, rel=1e-12)
+    rng = np.random.default_rng(0)
+    load = sim.Load(3, rng.integers(0, 300, (8, 4)), rng.integers(100, 600, 8))
+    for part, seconds in RECORDED_EXPERT_S.items():
+        product = sim.ExpertProduct(part, 4096, 1024, 2)
+        how = Fused((128, 128), sim.CHUNK[part], 4, width=2)
+        assert sim.expert_fused_s(product, load, sim.H800, how) == pytest.approx(seconds, rel=1e-12)
+
+
 def test_one_gather_by_hand():
     """2 ranks, 2 tiles a rank, one SM copies: own tiles 0..2 and the peer's when its rows came."""
     machine = Machine("", 2, 4.0, 1.0, 1.0, latency_s=0.25)
