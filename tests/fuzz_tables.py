@@ -532,7 +532,7 @@ def edit_member(rng: random.Random, data: bytes) -> bytes:
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w", rng.choice((zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED))) as made:
         for n, body in members.items():
-            made.writestr(n, body[: 2**20])
+            made.writestr(zipfile.ZipInfo(n), body[: 2**20], made.compression)
     return out.getvalue()
 
 

@@ -233,7 +233,7 @@ def inside_zip(edits: Sequence[Edit], member: str = "data.pkl") -> Edit:
                 if name.endswith(member):
                     content = rng.choice(edits)(rng, content)
                 if len(content) <= LONGEST:
-                    archive.writestr(name, content)
+                    archive.writestr(zipfile.ZipInfo(name), content)
         return out.getvalue()
 
     return edit
@@ -248,7 +248,7 @@ def inside_gzip(edits: Sequence[Edit]) -> Edit:
                 content = file.read(LONGEST)
         except (OSError, EOFError, zlib.error):  # whatever an earlier edit made of it
             return data
-        return gzip.compress(rng.choice(edits)(rng, content)[:LONGEST], 1)
+        return gzip.compress(rng.choice(edits)(rng, content)[:LONGEST], 1, mtime=0)
 
     return edit
 
