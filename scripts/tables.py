@@ -11,7 +11,6 @@ each kernel folder.
 import megajax.core.interrupted  # noqa: F401
 
 import functools
-import json
 import math
 import re
 import sys
@@ -35,7 +34,7 @@ from experiments.reports import (
     serving,
     tilewise,
 )
-from experiments.reports.reporting import table
+from experiments.reports.reporting import markdown_table, read, rows_of, table
 from megajax.core import config
 from megajax.core.hardware import CARDS
 from megajax.cost.base import mfu, train_flops_per_token
@@ -57,7 +56,7 @@ def known(row: dict) -> dict:
 
 def nano_output() -> str:
     """What the first command printed, from its records."""
-    run = json.loads((RESULTS / "pretrain_nano.json").read_text())
+    run = read(RESULTS / "pretrain_nano.json")
     train = {r["step"]: r for r in run["rows"] if "loss" in r}
     last = max(train)
     lines = ["$ uv run experiments/pretrain.py", f"nano: {run['mesh']}"]
@@ -74,7 +73,7 @@ def nano_output() -> str:
 
 def nano_figures() -> str:
     """The sentence under the first command."""
-    run = json.loads((RESULTS / "pretrain_nano.json").read_text())
+    run = read(RESULTS / "pretrain_nano.json")
     return (
         f"{run['parameters'] / 1e6:.2f} M parameters, {run['steps']} steps of "
         f"{run['tokens_per_step']:,} tokens in {run['wall_s']:.0f} s on two CPU cores: "
@@ -126,15 +125,16 @@ def megascale_mfu() -> str:
         (8192, 1027.9, 43.3),
         (12288, 1466.8, 41.2),
     )
-    lines = ["| GPUs (A100) | thousand tokens/s | MFU, paper | MFU, ours |", "|---|---|---|---|"]
-    differ = []
+    lines, differ = [], []
     for gpus, rate, paper in rows:
         ours = 100 * mfu(1e3 * rate, flops, gpus, CARDS["A100"].flops["bfloat16"])
-        lines.append(f"| {gpus:,} | {rate} | {paper} % | {ours:.1f} % |")
+        lines.append((f"{gpus:,}", rate, f"{paper} %", f"{ours:.1f} %"))
         if f"{ours:.1f}" != f"{paper:.1f}":
             differ.append(f"{ours:.2f} % for the paper's {paper} % at {gpus:,} GPUs")
     text = f"{len(rows) - len(differ)} of {len(rows)} rows agree to the last digit"
-    return "\n".join([*lines, "", f"{text}; not: {', '.join(differ)}." if differ else f"{text}."])
+    text += f"; not: {', '.join(differ)}." if differ else "."
+    heads = ("GPUs (A100)", "thousand tokens/s", "MFU, paper", "MFU, ours")
+    return f"{markdown_table(heads, lines)}\n\n{text}"
 
 
 def megascale_ablation() -> str:
@@ -164,13 +164,7 @@ def schedules() -> str:
 
 def plans() -> str:
     """The two plans of the 175B model on 12,288 GPUs."""
-    found = [
-        json.loads((RESULTS / f"plan_175b_{kind}.json").read_text())
-        for kind in ("fsdp", "pipeline")
-    ]
-
-    def line(name: str, value: Callable[[dict], str]) -> str:
-        return f"| {name} | " + " | ".join(map(value, found)) + " |"
+    both = [read(RESULTS / f"plan_175b_{kind}.json") for kind in ("fsdp", "pipeline")]
 
     def gib(x: float) -> str:
         return f"{x / 2**30:.1f} GiB"
@@ -189,28 +183,26 @@ def plans() -> str:
         e = plan["estimate"]
         return f"estimate: {e['step_s']:.1f} s, estimate: MFU {100 * e['mfu_megatron']:.0f} %"
 
-    lines = [
-        line("", mesh),
-        "|---|---|---|",
-        line("memory a GPU, lower bound by terms", lambda p: gib(p["memory_bound_bytes"])),
-        line("memory a GPU, XLA's peak", lambda p: gib(p["memory_xla_bytes"]["peak"])),
-        line("bytes sent a step and GPU", sent),
-        line(
-            "share of these bytes with known mesh axes and operation",
-            lambda p: f"{100 * p['collective_bytes_attributed']:.3f} %",
+    lines: dict[str, Callable[[dict], str]] = {
+        "memory a GPU, lower bound by terms": lambda p: gib(p["memory_bound_bytes"]),
+        "memory a GPU, XLA's peak": lambda p: gib(p["memory_xla_bytes"]["peak"]),
+        "bytes sent a step and GPU": sent,
+        "share of these bytes with known mesh axes and operation": lambda p: (
+            f"{100 * p['collective_bytes_attributed']:.3f} %"
         ),
-        line("pipeline bubble", lambda p: f"{100 * p['estimate']['bubble']:.1f} % of the work"),
-        line("a step", step),
-        line("CPU seconds of the compiler", lambda p: f"{p['compile_cpu_s']:.0f}"),
-    ]
-    made = " and ".join(f"{p['date']}, {p['commit']}" for p in found)
-    return "\n".join([*lines, "", f"*{found[0]['layer']}, {made}*"])
+        "pipeline bubble": lambda p: f"{100 * p['estimate']['bubble']:.1f} % of the work",
+        "a step": step,
+        "CPU seconds of the compiler": lambda p: f"{p['compile_cpu_s']:.0f}",
+    }
+    rows = ((name, *map(value, both)) for name, value in lines.items())
+    made = " and ".join(f"{p['date']}, {p['commit']}" for p in both)
+    return f"{markdown_table(('', *map(mesh, both)), rows)}\n\n*{both[0]['layer']}, {made}*"
 
 
 def plan_search() -> str:
     """The search for the 175B model on 12,288 GPUs: how many, and the best few with their flags."""
     path = RESULTS / "plan_175b_search.json"
-    found = json.loads(path.read_text())
+    search = read(path)
     columns = {
         "mesh": "mesh",
         "schedule": "schedule",
@@ -219,13 +211,13 @@ def plan_search() -> str:
         "a step": "estimate",
         "GiB a GPU": "needed_gib",
     }
-    dropped = ", ".join(f"{term} {count:,}" for term, count in found["dropped"].items())
+    dropped = ", ".join(f"{term} {count:,}" for term, count in search["dropped"].items())
     text = (
-        f"{found['candidates']:,} candidates on {found['legal_meshes']} legal meshes in "
-        f"{found['search_cpu_s']:.0f} CPU seconds before anything is compiled; "
-        f"{sum(found['dropped'].values()):,} fit no GPU by their bound (largest term: {dropped})."
+        f"{search['candidates']:,} candidates on {search['legal_meshes']} legal meshes in "
+        f"{search['search_cpu_s']:.0f} CPU seconds before anything is compiled; "
+        f"{sum(search['dropped'].values()):,} fit no GPU by their bound (largest term: {dropped})."
     )
-    flags = f"The first row: `pretrain.py {found['rows'][0]['flags']}`."
+    flags = f"The first row: `pretrain.py {search['rows'][0]['flags']}`."
     return "\n\n".join([text, table(path, columns), flags])
 
 
@@ -262,26 +254,25 @@ def bytetransformer_steps() -> str:
 def bytetransformer_times() -> str:
     """The paper's milliseconds beside ours: empty until a GPU was there."""
     path = RESULTS / "bytetransformer_gpu.json"
-    ours = json.loads(path.read_text()) if path.exists() else {"rows": []}
+    ours = read(path) if path.exists() else {"rows": []}
 
     def took(step: str, longest: int) -> str:
-        wanted = {"part": "time", "step": step, "longest": longest, "batch": 16}
-        found = [row.get("median_ms") for row in ours["rows"] if wanted.items() <= row.items()]
-        return f"{found[0]:.2f}" if found and found[0] else ""
+        rows = rows_of(ours, part="time", step=step, longest=longest, batch=16)
+        median = rows[0].get("median_ms") if rows else None
+        return f"{median:.2f}" if median else ""
 
-    paper = json.loads((RESULTS / "bytetransformer_cpu.json").read_text())["paper"]
+    paper = read(RESULTS / "bytetransformer_cpu.json")["paper"]
     lengths = paper["lengths"]
     lines = [
-        f"| ms at maximum length | {' | '.join(map(str, lengths))} |",
-        "|---|" + "---|" * len(lengths),
+        (f"{name}, A100 (paper)", *(f"{t:.2f}" for t in times))
+        for name, times in paper["ms"].items()
     ]
-    for name, times in paper["ms"].items():
-        lines.append(f"| {name}, A100 (paper) | {' | '.join(f'{t:.2f}' for t in times)} |")
     for name in ("padded, XLA", "padded, cuDNN", "+ fused attention"):
         shown = name.replace("+ fused attention", "packed")
-        lines.append(f"| ours: {shown} | {' | '.join(took(name, n) for n in lengths)} |")
+        lines.append((f"ours: {shown}", *(took(name, n) for n in lengths)))
+    heads = ("ms at maximum length", *map(str, lengths))
     source = ours.get("layer", "ours: not reproduced, not timed yet")
-    return "\n".join([*lines, "", f"*{source}*"])
+    return f"{markdown_table(heads, lines)}\n\n*{source}*"
 
 
 # A row of PAPERS.md each: its page in docs/papers, and all of the row but our number.
@@ -348,11 +339,11 @@ PAPERS = (
 def headlines() -> dict[str, str]:
     """Returns {page: our headline number}, from the results."""
 
-    def read(name: str) -> dict:
-        return json.loads((RESULTS / f"{name}.json").read_text())
+    def result(name: str) -> dict:
+        return read(RESULTS / f"{name}.json")
 
     def rows(name: str, **members: object) -> list[dict]:
-        return [row for row in read(name)["rows"] if members.items() <= row.items()]
+        return rows_of(result(name), **members)
 
     def speedups(name: str, **members: object) -> str:
         times = [row["speedup"] for row in rows(name, part="model", **members)]
@@ -366,8 +357,8 @@ def headlines() -> dict[str, str]:
     price = max(r["speedup_estimate"] for r in rows("tilewise", part="price", goal=0.75))
     (detector,) = rows("minder", part="overall", detector="ours")
     (batching,) = rows("serving", part="offline", mode="continuous")
-    (replay,) = (row for row in read("cdmpp_replay")["summary"] if row["method"] == "learned")
-    plans = read("llm_pq")["pipeedge"]
+    (replay,) = (row for row in result("cdmpp_replay")["summary"] if row["method"] == "learned")
+    plans = result("llm_pq")["pipeedge"]
     return {
         "megascale": f"{ablation[0]['ours'].rstrip(' %')} to {ablation[-1]['ours']} MFU, SIMULATED",
         "bytetransformer": f"{packed:.1f} times fewer FLOPs at length 1024, counted; not timed",
@@ -391,12 +382,12 @@ def headlines() -> dict[str, str]:
 def papers() -> str:
     """The table of PAPERS.md."""
     heads = ("paper", "venue", "what of it is built", "command", "the paper's number", "ours")
-    lines = [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
     ours = headlines()
-    for page, name, venue, built, command, theirs in PAPERS:
-        cells = f"[{name}](docs/papers/{page}.md)", venue, built, f"`{command}`", theirs, ours[page]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+    lines = (
+        (f"[{name}](docs/papers/{page}.md)", venue, built, f"`{command}`", theirs, ours[page])
+        for page, name, venue, built, command, theirs in PAPERS
+    )
+    return markdown_table(heads, lines)
 
 
 TABLES: dict[str, Callable[[], str]] = {

@@ -5,7 +5,6 @@ right rule and name; then the job trains again. What must be survived without a 
 for some steps. A fault that the driver reports and nobody made is a false alarm.
 """
 
-import json
 import math
 import signal
 import subprocess
@@ -22,7 +21,7 @@ import numpy as np
 from experiments.faults.cluster import ROOT, SUPERVISE, Cluster, Tail
 from experiments.faults.strikes import KINDS, Deeds, Hit, Strike, strikes
 from experiments.reports import reporting
-from experiments.reports.reporting import panels, save
+from experiments.reports.reporting import markdown_table, panels, read, save, source
 from megajax.core import config, mesh
 from megajax.core.errors import UserError
 from megajax.monitor import results, timeline
@@ -353,7 +352,7 @@ def draw(path: Path) -> None:
     """Draws the result file: steps over time, and below when each kind struck; SVG and PNG."""
     from matplotlib.patches import Patch
 
-    result = json.loads(path.read_text())
+    result = read(path)
     kinds = [k for k in KINDS if any(r["fault"] == k for r in result["rows"])][::-1]
     heights = 3, max(0.2 * len(kinds), 0.5)
     figure, (top, below) = panels(
@@ -395,14 +394,7 @@ def draw(path: Path) -> None:
 
 def table(path: Path) -> str:
     """Returns a Markdown table of the result file: a row a kind."""
-    result = json.loads(path.read_text())
-    lines = [
-        result["title"] + ".",
-        "",
-        "| fault | times | rule | found after (s), median, most | training after (s), median, most "
-        "| false alarms |",
-        "|---|---|---|---|---|---|",
-    ]
+    result, lines = read(path), []
     for name, kind in KINDS.items():
         cases = [r for r in result["rows"] if r["fault"] == name]
         if not cases:
@@ -420,15 +412,22 @@ def table(path: Path) -> str:
             _cell(back) if kind.rules else "-",
             sum(r["false_alarms"] for r in cases),
         ]
-        lines.append("| " + " | ".join(map(str, cells)) + " |")
-    source = ", ".join(str(result[k]) for k in ("layer", "device", "date", "commit") if result[k])
-    return "\n".join([*lines, "", f"*{source}*"])
+        lines.append(cells)
+    heads = (
+        "fault",
+        "times",
+        "rule",
+        "found after (s), median, most",
+        "training after (s), median, most",
+        "false alarms",
+    )
+    return "\n\n".join([f"{result['title']}.", markdown_table(heads, lines), source(result)])
 
 
 def drills(path: Path) -> str:
     """Returns which faults a run by steps met (experiments/chaos.py without a storm), and what was
     said of them, as Markdown."""
-    result = json.loads(path.read_text())
+    result = read(path)
     spent = result["effective"]
     same = "the same parameters bit for bit" if not result["different"] else "OTHER parameters"
     text = (
