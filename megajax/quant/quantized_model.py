@@ -81,7 +81,11 @@ def quantize_model(
     words = dict(named_leaves(cfg.axes, is_words))
     names = matrices(cfg.axes)
     _check_dense(params, names, cfg.layers)
-    _check_sources(sources or {}, names)
+    if unknown := [n for n in sources or () if n not in names]:
+        raise UserError(
+            f"sources: {unknown[0]!r} is no matrix that is quantized."
+            f"{did_you_mean(str(unknown[0]), names)}"
+        )
     if method != "rtn":
         _check_calibration(calibration or {}, names, cfg.layers, method)
     joint = _joint(params, words, each, calibration, sources if method == "awq" else None)
@@ -195,15 +199,6 @@ def _check_calibration(
                 f"calibration: the Statistics of {n} must be stacked over the model's {layers} "
                 f"layers; its sums of inputs have the shape {jnp.shape(statistics.total_K)}"
             )
-
-
-def _check_sources(sources: Mapping[str, str | None], names: Sequence[str]) -> None:
-    """Refuses names that are none of the matrices. Raises: UserError."""
-    if unknown := [n for n in sources if n not in names]:
-        raise UserError(
-            f"sources: {unknown[0]!r} is no matrix that is quantized."
-            f"{did_you_mean(str(unknown[0]), names)}"
-        )
 
 
 def layer_formats(formats: Formats, layers: int) -> list[Format | None]:

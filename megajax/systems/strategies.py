@@ -186,7 +186,9 @@ def legal_meshes(cfg: Config, cluster: Cluster) -> list[tuple[MeshSpec, dict[str
     meshes = []
     for pipe in divisors(cfg.model.layers):
         plainest = _schedule(cfg, "1f1b", 1, 1 if pipe > 1 else None)
-        for node in _nodes(cfg, cluster, pipe):
+        spanned = cluster.devices // (pipe * cluster.gpus_per_host)
+        nodes = [1, spanned] if cfg.wire != "none" and spanned > 1 else [1]
+        for node in divisors(cluster.hosts) if cfg.zero == "hybrid" else nodes:
             for expert in experts:
                 for context in contexts:
                     for tensor in divisors(cluster.gpus_per_host):
@@ -199,14 +201,6 @@ def legal_meshes(cfg: Config, cluster: Cluster) -> list[tuple[MeshSpec, dict[str
                             continue
                         meshes.append((mesh, sizes))
     return meshes
-
-
-def _nodes(cfg: Config, cluster: Cluster, pipe: int) -> list[int]:
-    """Returns the sizes of `node` that are proposed for so many stages."""
-    if cfg.zero == "hybrid":
-        return divisors(cluster.hosts)
-    spanned = cluster.devices // (pipe * cluster.gpus_per_host)
-    return [1, spanned] if cfg.wire != "none" and spanned > 1 else [1]
 
 
 def proposals(cfg: Config, mesh: MeshSpec, sizes: Mapping[str, int]) -> Iterator[Config]:

@@ -371,8 +371,15 @@ class Batch:
                     raise
                 what = f"{type(error).__name__}: {str(error)[:300]}"
                 tell(f"the batch of programs {list(self.numbers)} failed: {what}")
-        if lost := _untimed(programs, timed):
-            tell(f"without a time: {lost}")
+        lost: dict[str, list[str]] = {}  # by kind: instructions that the profiler did not time
+        for (_, compiled_program), one in zip(programs, timed, strict=False):
+            names = {record.name for record in one.records}
+            for record in compiled_program.records:
+                if record.name not in names:
+                    lost.setdefault(record.kind, []).append(record.name)
+        if lost:
+            each = (f"{len(names)} {kind} ({names[0]})" for kind, names in lost.items())
+            tell(f"without a time: {', '.join(each)}")
         facts = results.facts(self.card.name, "measured")
         facts |= {"passes": self.passes, **self.facts}
         labels = Labels.of(timed, self.card, facts)
@@ -389,14 +396,3 @@ class Batch:
             "waiting": waited,
             "timing": time.monotonic() - compiled - waited,
         }
-
-
-def _untimed(programs: Sequence[tuple[Program, Ready]], timed: Sequence[Timed]) -> str:
-    """Returns how many instructions of each kind the profiler did not time, with an example."""
-    lost: dict[str, list[str]] = {}
-    for (_, compiled), one in zip(programs, timed, strict=False):
-        names = {record.name for record in one.records}
-        for record in compiled.records:
-            if record.name not in names:
-                lost.setdefault(record.kind, []).append(record.name)
-    return ", ".join(f"{len(names)} {kind} ({names[0]})" for kind, names in lost.items())

@@ -501,6 +501,9 @@ def _cpu_card(threads: int) -> DeviceCard:
     info = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
     model = re.search(r"model name\s*: (.*)", info)
     clocks = [float(mhz) for mhz in re.findall(r"cpu MHz\s*: ([\d.]+)", info)]
+    units = {"K": 2**10, "M": 2**20, "G": 2**30}
+    sizes = [path.read_text().strip() for path in sorted(_CPU.glob("index*/size"))]
+    caches = [int(s[:-1]) * units[s[-1]] for s in sizes if s and s[-1] in units]
     return DeviceCard(
         name=f"{model[1].strip() if model else platform.processor() or 'CPU'}, {threads} threads",
         flops={"float32": max(flops for flops, _ in rates)},
@@ -509,16 +512,9 @@ def _cpu_card(threads: int) -> DeviceCard:
         link_bytes_per_s=0.0,
         network_bytes_per_s=0.0,
         sms=threads,
-        l2_bytes=_last_cache(),
+        l2_bytes=max(caches, default=0.0),  # of the last cache; 0 where the system does not say
         clock_hz=max(clocks, default=0.0) * 1e6,
     )
-
-
-def _last_cache() -> float:
-    """Returns the bytes of the last cache; 0 where the system does not say."""
-    sizes = [p.read_text().strip() for p in sorted(_CPU.glob("index*/size"))]
-    units = {"K": 2**10, "M": 2**20, "G": 2**30}
-    return max((int(s[:-1]) * units[s[-1]] for s in sizes if s and s[-1] in units), default=0.0)
 
 
 def _simple_programs() -> Iterator[Program]:
