@@ -122,15 +122,15 @@ def names(name: str, text: str, known: Any) -> list[str]:
 def percentages(text: str) -> list[float]:
     """'50,75' -> [0.5, 0.75]. Raises: UserError."""
     try:
-        found = [float(word) for word in text.split(",")]
+        percents = [float(word) for word in text.split(",")]
     except ValueError:
-        found = [-1.0]
-    if not all(0 < x < 100 for x in found) or found != sorted(set(found)):
+        percents = [-1.0]
+    if not all(0 < x < 100 for x in percents) or percents != sorted(set(percents)):
         raise UserError(
             f"stages={text} must be rising percentages between 0 and 100 with commas "
             "(--stages=50,75,90,95)"
         )
-    return [x / 100 for x in found]
+    return [x / 100 for x in percents]
 
 
 def make_subject(cfg: Config, name: str) -> report.Subject:
@@ -158,12 +158,12 @@ def points(cfg: Config, folder: Path, done: set[report.Key]) -> Iterator[dict[st
         itertools.product(range(cfg.seeds), trainers.items()), methods
     ):
         start = folder / f"{task}-{seed}.npz"
-        here = {"part": "point", "task": task, "seed": seed, "method": method}
+        about = {"part": "point", "task": task, "seed": seed, "method": method}
         if (task, seed, report.DENSE, "") not in done:
             report.save_state(start, trainer.dense(seed))
             row = trainer.measure(report.load(start, trainer.abstract()).params)
             yield (
-                here | {"method": report.DENSE, "stages": "", "goal": 0.0, "sparsity": 0.0} | row
+                about | {"method": report.DENSE, "stages": "", "goal": 0.0, "sparsity": 0.0} | row
             )
             done.add((task, seed, report.DENSE, ""))
         passed = [through(stages[: i + 1]) for i in range(len(stages))]
@@ -171,16 +171,16 @@ def points(cfg: Config, folder: Path, done: set[report.Key]) -> Iterator[dict[st
         if count == len(stages):
             continue
         before = folder / f"{task}-{seed}-{method}-{passed[count - 1]}.npz" if count else start
-        found = report.chain(
+        chain = report.chain(
             trainer,
             report.load(before, trainer.abstract()),
             seed,
             report.METHODS.get(method),
             stages[count:],
         )
-        for p, (state, row) in zip(passed[count:], found, strict=True):
+        for p, (state, row) in zip(passed[count:], chain, strict=True):
             report.save_state(folder / f"{task}-{seed}-{method}-{p}.npz", state)
-            yield here | {"stages": p} | row
+            yield about | {"stages": p} | row
 
 
 def through(stages: list[float]) -> str:
@@ -188,7 +188,7 @@ def through(stages: list[float]) -> str:
     return "-".join(f"{100 * s:g}" for s in stages)
 
 
-def wanted(cfg: Config, row: dict[str, Any]) -> bool:
+def belongs(cfg: Config, row: dict[str, Any]) -> bool:
     """Tells a point of this configuration from those of another one with the same models."""
     stages = percentages(cfg.stages)
     passed = [through(stages[:i]) for i in range(len(stages) + 1)]
@@ -215,8 +215,8 @@ def show(row: report.Row) -> None:
         goal = f"{row['method']} at {100 * row['goal']:.0f} %" if row["goal"] else "trained"
         text = f"loss {row['loss']:.3f}, accuracy {100 * row['accuracy']:.1f} %"
         if "kept_least" in row:
-            kept = (f"{100 * row[name]:.3g}" for name in ("kept_least", "kept_most"))
-            text += f", matrices keep {' to '.join(kept)} %"
+            shares = (f"{100 * row[name]:.3g}" for name in ("kept_least", "kept_most"))
+            text += f", matrices keep {' to '.join(shares)} %"
         print(f"{row['task']}, seed {row['seed']} | {goal} | {text}", flush=True)
     elif row["part"] == "price":
         lost = ", ".join(
@@ -241,19 +241,19 @@ def show(row: report.Row) -> None:
 
 def finish(cfg: Config, path: Path, about: dict[str, Any], rows: list[Any], scores: Path) -> None:
     """Writes what the points say, counts speeds, draws."""
-    found = list(report.quality(rows))
-    claims = list(report.claims(found))
+    quality = list(report.quality(rows))
+    claims = list(report.claims(quality))
     speeds, prices = [], []
     if scores.exists():
         methods = [report.METHODS[m] for m in names("methods", cfg.methods, report.METHODS)]
         stages = percentages(cfg.stages)
         speeds = list(report.speeds(trained_scores(scores), methods, stages, cfg.unit_score))
-        prices = list(report.prices(found, speeds))
-    results.write(path, about, [*rows, *found, *claims, *speeds, *prices])
+        prices = list(report.prices(quality, speeds))
+    results.write(path, about, [*rows, *quality, *claims, *speeds, *prices])
     for row in (*prices, *claims):
         show(row)
-    if found:
-        report.draw_quality(found, claims, path.with_suffix(""))
+    if quality:
+        report.draw_quality(quality, claims, path.with_suffix(""))
     if any("n" in name for row in prices for name in row):
         report.draw_price(prices, path.with_name("tilewise_price"))
     if claims:
@@ -288,7 +288,7 @@ def main() -> int:
     about |= {"preset": config.start_name(), "steps": cfg.steps, "tune": cfg.tune}
     about |= {"unit_score": cfg.unit_score}
     saved = report.former(folder / "points.json")
-    rows = {k: row for k, row in saved.items() if wanted(cfg, row)}
+    rows = {k: row for k, row in saved.items() if belongs(cfg, row)}
     if rows:
         print(f"{len(rows)} points are in {folder}: going on after them", flush=True)
     code = 0

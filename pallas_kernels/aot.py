@@ -123,12 +123,12 @@ def report(function: Callable[..., Any], *args: Any) -> list[KernelReport]:
                     os.environ.pop(name)
                 else:
                     os.environ[name] = value
-        found = [_parse(path) for path in sorted(pathlib.Path(folder).glob("*.ptxas"))]
-    if not found:
+        kernels = [_parse(path) for path in sorted(pathlib.Path(folder).glob("*.ptxas"))]
+    if not kernels:
         raise NotImplementedError(
             "the compiler left no ptxas report; is the kernel in the program?"
         )
-    return found
+    return kernels
 
 
 def _parse(path: pathlib.Path) -> KernelReport:
@@ -136,10 +136,10 @@ def _parse(path: pathlib.Path) -> KernelReport:
     resources = path.with_suffix(".resources.txt").read_text()
 
     def find(pattern: str, source: str = text) -> str:
-        found = re.search(pattern, source)
-        if found is None:
+        match = re.search(pattern, source)
+        if match is None:
             raise NotImplementedError(f"ptxas says nothing of {pattern!r}: {source[:300]}")
-        return found[1]
+        return match[1]
 
     spilled = (int(find(rf"(\d+) bytes spill {what}")) for what in ("stores", "loads"))
     return KernelReport(

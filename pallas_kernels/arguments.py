@@ -70,27 +70,27 @@ def check_numbers(op: str, name: str, values: Any) -> None:
     Raises: ValueError.
     """
     try:
-        found = np.asarray(values)
+        array = np.asarray(values)
     except (TypeError, ValueError, jax.errors.TracerArrayConversionError):
-        found = np.asarray(None)
-    if found.dtype.kind not in "iuf":
+        array = np.asarray(None)
+    if array.dtype.kind not in "iuf":
         raise ValueError(f"{op}: {name} must be numbers, got {values!r}; or give a jax array")
 
 
-def whole(op: str, name: str, value: Any, least: int) -> int:
+def integer(op: str, name: str, value: Any, least: int) -> int:
     """Returns a static integer of at least `least`.
 
     Raises: ValueError.
     """
     try:
-        found = operator.index(value)
+        number = operator.index(value)
     except (TypeError, jax.errors.JAXTypeError):
-        found = None
-    if found is None or isinstance(value, bool):
+        number = None
+    if number is None or isinstance(value, bool):
         raise ValueError(f"{op}: {name}={value!r} must be an integer of at least {least}")
-    if found < least:
-        raise ValueError(f"{op}: {name}={found} must be at least {least}")
-    return found
+    if number < least:
+        raise ValueError(f"{op}: {name}={number} must be at least {least}")
+    return number
 
 
 def positive(op: str, name: str, value: Any, otherwise: str) -> float:
@@ -101,15 +101,15 @@ def positive(op: str, name: str, value: Any, otherwise: str) -> float:
     if isinstance(value, jax.core.Tracer):
         raise ValueError(f"{op}: {name} must be known when the function is traced, got {value}")
     try:
-        found = float(value)
+        number = float(value)
     except (TypeError, ValueError):
-        found = 0.0
-    if not TINY <= found <= HUGE:
+        number = 0.0
+    if not TINY <= number <= HUGE:
         raise ValueError(
             f"{op}: {name}={value!r} must be a finite number above 0 (float32, at least "
             f"{TINY:.1e}), or {otherwise}"
         )
-    return found
+    return number
 
 
 def dtype_name(op: str, name: str, value: Any, known: Sequence[str]) -> str:
@@ -118,12 +118,12 @@ def dtype_name(op: str, name: str, value: Any, known: Sequence[str]) -> str:
     Raises: ValueError.
     """
     try:
-        found = str(jnp.dtype(value).name)
+        dtype = str(jnp.dtype(value).name)
     except TypeError:
-        found = ""  # not the name of any type
-    if found not in known:
+        dtype = ""  # not the name of any type
+    if dtype not in known:
         raise ValueError(f"{op}: {name}={value!r} must be one of {', '.join(known)}")
-    return found
+    return dtype
 
 
 @contextlib.contextmanager

@@ -56,18 +56,18 @@ def device_clock(
     jax.block_until_ready(program(*args))
     fallback = fallback or wall_clock
     try:
-        found = _kernel_seconds(program, args, launches)
+        times = _kernel_seconds(program, args, launches)
     except Exception as error:
         # The program's own, as JAX or as PyTorch says it: this process cannot go on.
         if "CUDA_ERROR" in str(error) or "CUDA error" in str(error):
             raise
         _warn_once(f"CUPTI does not work here, so another clock is used: {error}")
         return fallback(program, args, launches)
-    per_launch, rest = divmod(len(found), launches)
-    if not found or rest:
-        _warn_once(f"CUPTI saw {len(found)} kernels in {launches} launches: it is not used")
+    per_launch, remainder = divmod(len(times), launches)
+    if not times or remainder:
+        _warn_once(f"CUPTI saw {len(times)} kernels in {launches} launches: it is not used")
         return fallback(program, args, launches)
-    sums = np.asarray(found).reshape(launches, per_launch).sum(1)
+    sums = np.asarray(times).reshape(launches, per_launch).sum(1)
     return CUPTI, sums.tolist()
 
 
@@ -81,8 +81,8 @@ def _kernel_seconds(program: Callable[..., Any], args: Sequence[Any], launches: 
         for _ in range(launches):
             jax.block_until_ready(program(*args))
     finally:
-        found = extension._cupti_get_timings(False)
-    return [milliseconds / 1e3 for _, milliseconds in found]
+        timings = extension._cupti_get_timings(False)
+    return [milliseconds / 1e3 for _, milliseconds in timings]
 
 
 def wall_clock(program: Callable[..., Any], args: Sequence[Any], launches: int) -> Samples:
@@ -107,12 +107,12 @@ def chained(function: Callable[..., Any]) -> Callable[..., list[Any]]:
     once = jax.jit(function)  # lowered once, however often it is called
 
     def program(*sets: tuple[Any, ...]) -> list[Any]:
-        found: list[Any] = []
+        results: list[Any] = []
         for args in sets:
-            if found:
-                args, _ = jax.lax.optimization_barrier((args, found[-1]))
-            found.append(once(*args))
-        return found
+            if results:
+                args, _ = jax.lax.optimization_barrier((args, results[-1]))
+            results.append(once(*args))
+        return results
 
     return program
 

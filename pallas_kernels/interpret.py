@@ -130,35 +130,35 @@ def _all_races() -> Iterator[list[Any]]:
     make, multiply = gpu_callbacks.GPURaceDetectionState, gpu_callbacks.wgmma
     read, wait = gpu_callbacks.wgmma_accumulator_deref, gpu_callbacks.wait_smem_to_gmem
 
-    def make_noted(**given: Any):
+    def make_noted(**options: Any):
         products.__init__()
-        races.append(make(**given))
+        races.append(make(**options))
         return races[-1]
 
     @functools.wraps(multiply)
-    def multiply_noted(**given: Any):
+    def multiply_noted(**options: Any):
         bare = gpu_callbacks._remove_noop_transforms
         operands = [
             (
-                gpu_callbacks.HostAllocationKey.from_array(given[f"{x}_allocation_key_as_array"]),
-                jax.tree.map(int, bare(given[f"{x}_transforms"])),
+                gpu_callbacks.HostAllocationKey.from_array(options[f"{x}_allocation_key_as_array"]),
+                jax.tree.map(int, bare(options[f"{x}_transforms"])),
             )
             for x in "ab"
         ]
-        products.start(given["thread"], operands)
-        return multiply(**given)
+        products.start(options["thread"], operands)
+        return multiply(**options)
 
     @functools.wraps(read)
-    def read_after_wait(**given: Any):
-        products.wait(given["thread"], given["wait_n"] or 0)
-        return read(**given)
+    def read_after_wait(**options: Any):
+        products.wait(options["thread"], options["wait_n"] or 0)
+        return read(**options)
 
     @functools.wraps(wait)
-    def wait_for_either(**given: Any):
-        if given["n"] < PRODUCTS:
-            return wait(**given)
-        products.wait(given["thread"], given["n"] - PRODUCTS)
-        return given["token"]
+    def wait_for_either(**options: Any):
+        if options["n"] < PRODUCTS:
+            return wait(**options)
+        products.wait(options["thread"], options["n"] - PRODUCTS)
+        return options["token"]
 
     # The interpreter drops `wgmma_wait`, so it travels as a wait for a large number of stores.
     def wait_for_products(*, n: int):

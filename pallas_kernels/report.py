@@ -77,9 +77,9 @@ def _code(text: str) -> bytes:
 
 def faults(row: dict[str, Any]) -> list[str]:
     """Returns what is wrong with a row; nothing may be shipped with a fault."""
-    found = []
+    reasons = []
     if row["spilled_bytes"]:
-        found.append(f"spills {row['spilled_bytes']} bytes")
+        reasons.append(f"spills {row['spilled_bytes']} bytes")
     if row["serialized"]:
-        found.append("ptxas makes wgmma instructions wait: for each other, or where no wait was")
-    return [f"{row['config']} ({row['name']}): {fault}" for fault in found]
+        reasons.append("ptxas makes wgmma instructions wait: for each other, or where no wait was")
+    return [f"{row['config']} ({row['name']}): {fault}" for fault in reasons]

@@ -113,9 +113,9 @@ def norm(
         padded = x.new_zeros(rows, x.shape[-1])
         return padded.index_copy(0, at, y[: at.shape[0]].to(x.dtype))
 
-    def call(x: Any, scale: Any, *rest: Any) -> Any:
-        left = list(rest)
-        more = [left.pop(0) if wanted else None for wanted in (added, centred, biased)]
+    def call(x: Any, scale: Any, *operands: Any) -> Any:
+        left = list(operands)
+        more = [left.pop(0) if present else None for present in (added, centred, biased)]
         return run(x, scale, *more, spots and spots(x.device))
 
     return call
@@ -138,9 +138,9 @@ def gemm(activation: str | None, biased: bool, added: bool) -> Function:
         y = y if residual is None else y + residual.float()
         return y.to(x.dtype)
 
-    def call(x: Any, w: Any, *rest: Any) -> Any:
-        left = list(rest)
-        return run(x, w, *(left.pop(0) if wanted else None for wanted in (biased, added)))
+    def call(x: Any, w: Any, *operands: Any) -> Any:
+        left = list(operands)
+        return run(x, w, *(left.pop(0) if present else None for present in (biased, added)))
 
     return call
 
@@ -154,12 +154,12 @@ def matmul(x: Any, w: Any) -> Any:
 
 def grouped(sizes: np.ndarray) -> Function:
     """torch._grouped_mm of lhs (M, K) and rhs (G, K, N); sizes: rows of each group."""
-    given = constant(np.asarray(sizes, np.int32))
+    rows_of_groups = constant(np.asarray(sizes, np.int32))
 
     def product(lhs: Any, rhs: Any) -> Any:
         import torch
 
-        offsets = given(lhs.device).cumsum(0, dtype=torch.int32)
+        offsets = rows_of_groups(lhs.device).cumsum(0, dtype=torch.int32)
         return torch._grouped_mm(lhs, rhs, offs=offsets)
 
     return product
@@ -228,19 +228,19 @@ def with_gradients(function: Function) -> Function:
         leaves = [x.detach().requires_grad_() for x in args]
         out = function(*leaves)
         results = out if isinstance(out, tuple) else (out,)
-        given = cotangents if isinstance(cotangents, tuple | list) else (cotangents,)
-        return *results, *torch.autograd.grad(results, leaves, given)
+        cotangent_list = cotangents if isinstance(cotangents, tuple | list) else (cotangents,)
+        return *results, *torch.autograd.grad(results, leaves, cotangent_list)
 
     return both
 
 
-def compare(found: Sequence[jax.Array], want: Any) -> float:
+def compare(results: Sequence[jax.Array], want: Any) -> float:
     """Returns the largest distance of a result from plain JAX's, relative to that one's size.
 
     Raises: ValueError when it is no 16-bit rounding, for then the two do not compute the same.
     """
     worst = 0.0
-    for number, (one, other) in enumerate(zip(found, jax.tree.leaves(want), strict=True)):
+    for number, (one, other) in enumerate(zip(results, jax.tree.leaves(want), strict=True)):
         if one.shape != other.shape:
             raise ValueError(f"result {number} has the shape {one.shape}, not {other.shape}")
         one, other = (x.astype(jnp.float32) for x in (one, other))
@@ -285,14 +285,14 @@ def program(function: Function, inputs: Sequence[tuple[Any, ...]]) -> Program:
     try:
         # JAX's threads use CUDA meanwhile, which would end a capture in the default mode.
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            kept = calls()
+            results = calls()
     except Exception:
         wait()  # raises where the GPU cannot be used any more
         return Program(calls, wait, "calls")
 
     def replay() -> Any:
         graph.replay()
-        return kept
+        return results
 
     return Program(replay, wait, "graph")
 

@@ -29,13 +29,13 @@ class Work:
     product: tuple[int, int, int, int] = (0, 0, 0, 0)
     read: float | None = None
 
-    def scope(self, given: Iterable[Any], made: Iterable[Any]) -> AbstractContextManager:
+    def scope(self, operands: Iterable[Any], made: Iterable[Any]) -> AbstractContextManager:
         """Returns the scope to launch in. given, made: operands (None: left out) and results.
 
         `jax.vmap` launches one kernel for all rows without telling the scope: who reads it compares
         the call's operands with `given`.
         """
-        all_given, written = nbytes(given), nbytes(made)
+        all_given, written = nbytes(operands), nbytes(made)
         read = all_given if self.read is None else round(self.read)
         batch, m, n, k = self.product
         return jax.named_scope(
@@ -85,8 +85,8 @@ def most_pairs(
         return n * n - beyond(left) - beyond(right)
 
     if queries == keys:
-        whole, rest = divmod(keys, each)
-        return whole * pairs(each) + pairs(rest)
+        full, remainder = divmod(keys, each)
+        return full * pairs(each) + pairs(remainder)
     width = each if left is None or right is None else min(left + right + 1, each)
     return queries * min(width, keys)
 

@@ -130,18 +130,18 @@ def bench_train(cfg: Config) -> None:
     if difference > 1e-3:
         raise UserError(f"the two loops do not compute the same: losses differ by {difference:.3g}")
     ratio = float(np.median(np.array(times[0]) / np.array(times[1])))
-    found = []
+    loops = []
     for name, taken in zip(("megajax trainer", "hand-written JAX"), times, strict=True):
         p10, median, p90 = (float(np.percentile(taken, p)) for p in (10, 50, 90))
         row = {"loop": name, "median_s": median, "p10_s": p10, "p90_s": p90, "n": len(taken)}
-        found.append(row)
-    found[0]["ratio"] = found[0]["median_s"] / found[1]["median_s"]
+        loops.append(row)
+    loops[0]["ratio"] = loops[0]["median_s"] / loops[1]["median_s"]
     about = report.facts(run, mesh, train_step, config.start_name())
     about |= {"median_of_pairwise_ratios": ratio, "largest_loss_difference": difference}
-    for row in found:
+    for row in loops:
         print({k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()})
-    print(f"ratio of medians {found[0]['ratio']:.3f}, median of ratios {ratio:.3f}")
-    results.write(expand(cfg.out, "out") / "bench_train.json", about, found)
+    print(f"ratio of medians {loops[0]['ratio']:.3f}, median of ratios {ratio:.3f}")
+    results.write(expand(cfg.out, "out") / "bench_train.json", about, loops)
 
 
 class Served:
@@ -159,8 +159,8 @@ class Served:
         )
         assert self.process.stdout is not None
         lines = iter(self.process.stdout.readline, "")
-        found = (re.search(r"http://\S+/v1", line) for line in lines)
-        address = next((m[0] for m in found if m), None)
+        matches = (re.search(r"http://\S+/v1", line) for line in lines)
+        address = next((m[0] for m in matches if m), None)
         if address is None:
             raise UserError(f"the server of {root} did not start; its messages are above")
         self.address: str = address
@@ -222,8 +222,8 @@ def serve_row(name: str, root: Path, gguf: Path, home: str, tokens: int, *flags:
                 for _ in range(2):  # what the first turn compiles does not count
                     server.settle()
                     began = server.cpu_s
-                    found = list(pool.map(server.answer, [tokens] * streams))
-                    taken = server.cpu_s - (found[0][1] if streams == 1 else began)
+                    answers = list(pool.map(server.answer, [tokens] * streams))
+                    taken = server.cpu_s - (answers[0][1] if streams == 1 else began)
             row[f"cpu_s_a_token_{streams}"] = taken / tokens / streams
         return row | {"peak_mib": server.peak_mib}
     finally:
@@ -254,12 +254,12 @@ def bench_serve(cfg: Config) -> None:
     """Measures the server of this checkout, of another one, and the rival."""
     if cfg.gguf is None:
         raise UserError("serve needs a model (--gguf)")
-    gguf, here = expand(cfg.gguf, "gguf").resolve(), Path(__file__).resolve().parent.parent
+    gguf, checkout = expand(cfg.gguf, "gguf").resolve(), Path(__file__).resolve().parent.parent
     rows = []
     path = expand(cfg.out, "out") / "bench_serve.json"
     about: dict[str, Any] = results.facts("cpu", "measured on a CPU")
     about |= {"model": gguf.name, "tokens": cfg.tokens, "cores": os.cpu_count()}
-    with tempfile.TemporaryDirectory() as kept, tempfile.TemporaryDirectory() as other:
+    with tempfile.TemporaryDirectory() as home, tempfile.TemporaryDirectory() as other:
         turns: list[Any] = []
         if cfg.rival is not None:
             turns.append(lambda: rival_row(str(cfg.rival), gguf, cfg.tokens))
@@ -272,10 +272,12 @@ def bench_serve(cfg: Config) -> None:
             ("megajax, packed weights", ("--weights=packed",)),
         ):
             turns.append(
-                lambda name=name, flags=flags: serve_row(name, here, gguf, kept, cfg.tokens, *flags)
+                lambda name=name, flags=flags: serve_row(
+                    name, checkout, gguf, home, cfg.tokens, *flags
+                )
             )
-        for turn in turns:
-            rows.append(turn())
+        for measure in turns:
+            rows.append(measure())
             for member in [n for n in rows[-1] if n != "who" and n in rows[0] and cfg.rival]:
                 rows[-1] |= {f"{member}_over_rival": rows[-1][member] / rows[0][member]}
             results.write(path, about, rows)

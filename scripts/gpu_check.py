@@ -144,7 +144,7 @@ def parts() -> list[Part]:
         args = {"do": "times", "folder": folder, "direction": direction}
         return Part(f"{folder} {direction}", "kernels", args, slice_s)
 
-    def beside(folder: str, direction: str) -> list[Part]:
+    def torch_times(folder: str, direction: str) -> list[Part]:
         args = {"do": "torch", "folder": folder, "direction": direction}
         name = f"{folder} {direction} torch"
         return [Part(name, "kernels", args, 20)] if folder in TORCH else []
@@ -164,16 +164,16 @@ def parts() -> list[Part]:
         times("paged", FORWARD),
         Part("serving", "serving", {"do": "serving"}, 120),
         times("attention", FORWARD, 60),
-        *beside("attention", FORWARD),
+        *torch_times("attention", FORWARD),
         times("gemm", FORWARD),
-        *beside("gemm", FORWARD),
+        *torch_times("gemm", FORWARD),
         times("attention", BOTH, 45),
-        *beside("attention", BOTH),
+        *torch_times("attention", BOTH),
         *(step(variant) for variant in TRAIN_FIRST),
         *(
             part
             for folder in ("quant_gemm", "grouped", "norm", "tile_sparse", "quantize")
-            for part in (times(folder, FORWARD), *beside(folder, FORWARD))
+            for part in (times(folder, FORWARD), *torch_times(folder, FORWARD))
         ),
         *(tuning(name) for name in TUNE_FIRST[1:14]),
         Part("bert", "kernels", {"do": "bert"}, 30),
@@ -181,7 +181,7 @@ def parts() -> list[Part]:
             part
             for folder in FOLDERS
             if folder not in ("attention", *UNDIFFERENTIATED)
-            for part in (times(folder, BOTH, 20), *beside(folder, BOTH))
+            for part in (times(folder, BOTH, 20), *torch_times(folder, BOTH))
         ),
         *(tuning(name) for name in TUNE_FIRST[14:]),
         *(Part(f"{name} times", "overlap", {"do": "hidden", "folder": name}, 60) for name in FUSED),
@@ -208,10 +208,10 @@ def chosen(all_parts: list[Part], words: list[str]) -> list[Part]:
             sys.exit(f"error: {word!r} is not a word of a part;{near} The parts are {names}")
     if not words:
         return all_parts
-    found: dict[str, Part] = {}
-    for word in (each for given in words for each in ALIASES.get(given, (given,))):
-        found |= {p.name: p for p in all_parts if word in (p.name, *p.name.split())}
-    return list(found.values())
+    matches: dict[str, Part] = {}
+    for word in (each for typed in words for each in ALIASES.get(typed, (typed,))):
+        matches |= {p.name: p for p in all_parts if word in (p.name, *p.name.split())}
+    return list(matches.values())
 
 
 def has_driver() -> bool:
@@ -243,7 +243,7 @@ def need_driver() -> None:
         sys.exit("error: jax finds no GPU (is the CUDA plugin installed: uv sync --extra gpu?)")
 
 
-def run(first: Part, wanted: list[Part], default_folder: str) -> int:
+def run(first: Part, selected: list[Part], default_folder: str) -> int:
     """Runs the first part and those that are wanted, as the flags say. Returns: the exit code."""
     rehearsal = REHEARSE.value
     if not rehearsal:
@@ -259,10 +259,10 @@ def run(first: Part, wanted: list[Part], default_folder: str) -> int:
     store = Store(folder, results.commit() if COMMIT.value is None else COMMIT.value, layer)
     spec: Any = {"rehearsal": rehearsal, "limit_scale": REHEARSAL_SCALE if rehearsal else 1}
     scale = spec["limit_scale"]
-    wanted = [dataclasses.replace(part, slice_s=scale * part.slice_s) for part in wanted]
+    selected = [dataclasses.replace(part, slice_s=scale * part.slice_s) for part in selected]
     end = time.monotonic() + 60 * minutes
     session = Session(WORKER, store, end, env=environment(rehearsal), spec=spec, again=AGAIN.value)
-    return session.run(first, wanted)
+    return session.run(first, selected)
 
 
 def main(argv: list[str]) -> int:

@@ -32,10 +32,10 @@ def names(words: list[str]) -> list[str]:
     if set(words) <= {"first"}:
         first = list(gpu_check.TUNE_FIRST)
         return first if words else [*first, *(n for n in listed([]) if n not in first)]
-    found = listed(words)
-    if not found:
+    tunings = listed(words)
+    if not tunings:
         sys.exit("error: nothing has these words; there are\n" + "\n".join(listed([])))
-    return sorted(found, key=lambda name: name not in gpu_check.TUNE_FIRST)
+    return sorted(tunings, key=lambda name: name not in gpu_check.TUNE_FIRST)
 
 
 def listed(words: list[str]) -> list[str]:
@@ -53,9 +53,9 @@ def main(argv: list[str]) -> int:
     rehearsal = gpu_check.REHEARSE.value
     if not rehearsal:
         gpu_check.need_driver()
-    wanted = ["tiny"] if rehearsal else names(argv[1:])
+    chosen = ["tiny"] if rehearsal else names(argv[1:])
     folder = os.environ.get("OUT", str(gpu_check.ROOT / "pallas_kernels" / "tuned"))
-    return gpu_check.run(FIRST, [gpu_check.tuning(name) for name in wanted], folder)
+    return gpu_check.run(FIRST, [gpu_check.tuning(name) for name in chosen], folder)
 
 
 if __name__ == "__main__":

@@ -474,7 +474,7 @@ def measured(
     if word == "fused":
         names = [axis for axis in axes if axis is not None]
         found = [why for op, half in halves.items() for why in fused_reasons(op, half, mesh)]
-        return None if found or clique.beside(mesh.shape, names) else word
+        return None if found or clique.concurrent(mesh.shape, names) else word
     return word
 
 

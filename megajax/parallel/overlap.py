@@ -150,9 +150,9 @@ def refuse_mesh(overlap: Overlap, sizes: clique.Sizes) -> None:
         return
     why = clique.out_of_reach(sizes)
     if tensor > 1:
-        why += clique.beside(sizes, ("tensor",))
+        why += clique.concurrent(sizes, ("tensor",))
     else:
-        why += clique.beside(sizes, ("expert",))
+        why += clique.concurrent(sizes, ("expert",))
     if not why:
         return
     given = ", ".join(f"mesh.{axis}={size}" for axis, size in sizes.items() if size > 1)
@@ -174,7 +174,7 @@ def compiler_options(overlap: Overlap, mesh: Mesh) -> dict[str, Any] | None:
     nothing there.
     """
     device, sizes = mesh.devices.flat[0], mesh.shape
-    alone = any(sizes[a] > 1 and not clique.beside(sizes, (a,)) for a in ("tensor", "expert"))
+    alone = any(sizes[a] > 1 and not clique.concurrent(sizes, (a,)) for a in ("tensor", "expert"))
     if device.platform == "cpu" or not alone:
         return None
     may = overlap == "auto" and any(
@@ -208,7 +208,9 @@ def best(
     _, contracted, widths = _problem(op, shape)
     each = rows if op == REDUCE else rows // R
     word = measured(op, kernels.key(op, R, each, sum(contracted), sum(widths)), device)
-    alone = not (fused_reasons(op, shape, axis, dtype, mesh) + clique.beside(mesh.shape, (axis,)))
+    alone = not (
+        fused_reasons(op, shape, axis, dtype, mesh) + clique.concurrent(mesh.shape, (axis,))
+    )
     if word and (word != "fused" or alone):
         return word, MEASURED
     if op == REDUCE:

@@ -101,10 +101,10 @@ def varlen_attention(
         )
     chosen = _choose(op, q_THK, k_SGK, implementation, max_seqlen, deterministic)
     slopes = _slopes(op, alibi_slopes, q_THK.shape[1])
-    own = cu_seqlens_k is None or cu_seqlens_k is cu_seqlens_q
+    same_segments = cu_seqlens_k is None or cu_seqlens_k is cu_seqlens_q
     sides = _sides(causal, window)
     plain = softcap is None and slopes is None and not return_lse
-    if (own or not causal) and _takes_cudnn(
+    if (same_segments or not causal) and _takes_cudnn(
         q_THK, k_SGK, cu_q.shape[0] - 1, chosen, causal, sides, plain
     ):
         return library.varlen_attention(
@@ -112,7 +112,7 @@ def varlen_attention(
             k_SGK,
             v_SGK,
             cu_seqlens_q=cu_q,
-            cu_seqlens_k=None if own else cu_k,
+            cu_seqlens_k=None if same_segments else cu_k,
             causal=causal,
             window=sides,
             scale=scale,
@@ -286,7 +286,7 @@ def _choose(
     """Returns (how each pass runs, the kernels' tiles), measured ones where a table has them."""
     (T, H, K), G = q.shape, k.shape[1]
     if max_seqlen is not None:
-        max_seqlen = arguments.whole(op, "max_seqlen", max_seqlen, 0)
+        max_seqlen = arguments.integer(op, "max_seqlen", max_seqlen, 0)
     reasons = []
     if q.dtype.name not in ("bfloat16", "float16"):
         reasons.append(f"needs bfloat16 or float16, found {q.dtype}")
@@ -330,9 +330,9 @@ def _slopes(op: str, slopes: Array | Sequence[float] | None, heads: int) -> Arra
     return slopes_H
 
 
-def _prefix_sums(op: str, name: str, given: Any, tokens: int) -> Array:
+def _prefix_sums(op: str, name: str, sums: Any, tokens: int) -> Array:
     """Checks the shape and type always, and the values where they are known."""
-    cu = arguments.integers(op, name, given, ndim=1)
+    cu = arguments.integers(op, name, sums, ndim=1)
     if not cu.shape[0]:
         raise ValueError(f"{op}: {name} must be (segments + 1,), at least [0], got {cu.shape}")
     values = arguments.concrete(cu)

@@ -54,10 +54,10 @@ def matrix() -> list[Check]:
         (None, (100, 0), (37, 64)),
         ("bfloat16", "float16"),
     )
-    rest = [Check(*each) for each in options]
+    every = [Check(*each) for each in options]
     first = [Check((8, 2), width, True, None, "bfloat16") for width in (128, 64, 256, 96)]
-    order = np.random.default_rng(0).permutation(len(rest))
-    return first + [rest[i] for i in order if rest[i] not in first]
+    order = np.random.default_rng(0).permutation(len(every))
+    return first + [every[i] for i in order if every[i] not in first]
 
 
 def arrays(check: Check, T: int, tokens: int) -> list[jax.Array]:
@@ -66,8 +66,8 @@ def arrays(check: Check, T: int, tokens: int) -> list[jax.Array]:
     keys = jax.random.split(jax.random.key(tokens), 4)
     shapes = ((T, n, check.width) for n in (H, G, G, H))
     dead = (jnp.arange(T) >= tokens)[:, None, None]
-    found = (jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True))
-    return [jnp.where(dead, jnp.nan, x).astype(check.dtype) for x in found]
+    drawn = (jax.random.normal(key, shape) for key, shape in zip(keys, shapes, strict=True))
+    return [jnp.where(dead, jnp.nan, x).astype(check.dtype) for x in drawn]
 
 
 def plain(q, k, v, cu, causal, window):
@@ -91,7 +91,7 @@ def errors(check: Check, implementation: Implementation, lengths: Any) -> dict[s
     """Returns error over bound of the output and of the gradients; at most 1 is right."""
     masks = {"causal": check.causal, "window": check.window}
 
-    def mine(q, k, v, cu):
+    def attend_once(q, k, v, cu):
         return varlen_attention(q, k, v, cu_seqlens_q=cu, implementation=implementation, **masks)
 
     def all_of(attend):
@@ -101,18 +101,18 @@ def errors(check: Check, implementation: Implementation, lengths: Any) -> dict[s
 
         return jax.jit(run)
 
-    kernel, naive = all_of(mine), all_of(functools.partial(plain, **masks))
+    kernel, naive = all_of(attend_once), all_of(functools.partial(plain, **masks))
     worst = dict.fromkeys(("out", "dq", "dk", "dv"), 0.0)
     for each in lengths[0]:
         cu = jnp.asarray(np.concatenate([[0], np.cumsum(each)]), jnp.int32)
         inputs = arrays(check, lengths[1], sum(each))
         with jax.default_matmul_precision("highest"):
-            wanted = naive(*(x.astype(jnp.float32) for x in inputs), cu)
-        sides = zip(worst, kernel(*inputs, cu), naive(*inputs, cu), wanted, strict=True)
+            exact = naive(*(x.astype(jnp.float32) for x in inputs), cu)
+        sides = zip(worst, kernel(*inputs, cu), naive(*inputs, cu), exact, strict=True)
         for name, *values in sides:
-            found, rough, want = (np.asarray(x, np.float64) for x in values)
+            result, rough, want = (np.asarray(x, np.float64) for x in values)
             bound = 2 * np.abs(rough - want).max() + (1e-3 if name == "out" else 2e-3)
-            worst[name] = max(worst[name], float(np.abs(found - want).max() / bound))
+            worst[name] = max(worst[name], float(np.abs(result - want).max() / bound))
     return worst
 
 

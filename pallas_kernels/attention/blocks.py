@@ -35,15 +35,17 @@ def pad(x: jax.Array, multiple: int, axis: int = 0) -> jax.Array:
     return jnp.pad(x, widths)
 
 
-def block_table(spans: jax.Array, own: int) -> jax.Array:
+def block_table(spans: jax.Array, per_block: int) -> jax.Array:
     """(C, 2 + 4 own): the tiles a thread block loads, then each warpgroup's span among them.
 
     spans: of `ranges.visits`, `own` to a thread block.
     """
-    spans = jnp.pad(spans, ((0, -spans.shape[0] % own), (0, 0))).reshape(-1, own, 4)
+    spans = jnp.pad(spans, ((0, -spans.shape[0] % per_block), (0, 0))).reshape(-1, per_block, 4)
     empty = spans[..., 0] >= spans[..., 3]
     first = jnp.where(empty, jnp.iinfo(jnp.int32).max, spans[..., 0]).min(1)
     last = jnp.where(empty, 0, spans[..., 3]).max(1)
     first = jnp.minimum(first, last)
     spans = jnp.where(empty[..., None], first[:, None, None], spans)
-    return jnp.concatenate([first[:, None], last[:, None], spans.reshape(-1, 4 * own)], axis=1)
+    return jnp.concatenate(
+        [first[:, None], last[:, None], spans.reshape(-1, 4 * per_block)], axis=1
+    )

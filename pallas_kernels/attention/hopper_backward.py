@@ -17,10 +17,10 @@ tiles, waited for in each.
 
 The ring of dkv follows the inverse table (ranges.py), so all do work in proportion to the useful
 pairs. Head width 256: two accumulators of 256 columns do not fit in a warpgroup's registers, so
-both warpgroups take the same 64 key rows (`mine`; else rows of their own) and each half of the
-columns of dK and dV (`part`); they compute S^T and dP^T twice (1.5 times the products of the
-others) and spill nothing. Shared memory then has no room for what fused needs: width 256 has two
-kernels only.
+both warpgroups take the same 64 key rows (`row_group`; at other widths each has rows of its own)
+and each half of the columns of dK and dV (`part`); they compute S^T and dP^T twice (1.5 times the
+products of the others) and spill nothing. Shared memory then has no room for what fused needs:
+width 256 has two kernels only.
 
 Barriers: ready[s] completes with the tile's copies, free[s] with one arrival a warpgroup. Every
 warpgroup passes every tile of the ring. Fused, with n the number of a tile:
@@ -80,28 +80,28 @@ class Tile:
 
 def dq_buffers(tile: Tile, width: int, dtype: Any) -> limits.Buffers:
     """The shared memory of a thread block of dq."""
-    own = ((WARPGROUPS, ROWS, width), dtype)
+    resident = ((WARPGROUPS, ROWS, width), dtype)
     tiles = ((tile.stages_dq, tile.block_dq, width), dtype)
-    return {"q_smem": own, "dout_smem": own, "k_smem": tiles, "v_smem": tiles}
+    return {"q_smem": resident, "dout_smem": resident, "k_smem": tiles, "v_smem": tiles}
 
 
 def dkv_buffers(tile: Tile, width: int, dtype: Any) -> limits.Buffers:
     """The shared memory of a thread block of dkv or of the fused kernel."""
     pieces = pieces_of(width)
-    own = ((WARPGROUPS // pieces, pieces, ROWS, width // pieces), dtype)
+    resident = ((WARPGROUPS // pieces, pieces, ROWS, width // pieces), dtype)
     tiles = ((tile.stages_dkv, pieces, tile.block_dkv, width // pieces), dtype)
-    found: dict[str, tuple[tuple[int, ...], Any]] = {
-        "k_smem": own,
-        "v_smem": own,
+    shared: dict[str, tuple[tuple[int, ...], Any]] = {
+        "k_smem": resident,
+        "v_smem": resident,
         "q_smem": tiles,
         "dout_smem": tiles,
         "sum_smem": ((tile.stages_dkv, 2, tile.block_dkv), jnp.float32),
         "row_smem": ((tile.stages_dkv, 3, tile.block_dkv), jnp.int32),
     }
     if tile.fused:
-        found["ds_smem"] = ((2, WARPGROUPS, ROWS, tile.block_dkv), dtype)
-        found["dq_smem"] = ((tile.block_dkv, width), jnp.float32)
-    return found
+        shared["ds_smem"] = ((2, WARPGROUPS, ROWS, tile.block_dkv), dtype)
+        shared["dq_smem"] = ((tile.block_dkv, width), jnp.float32)
+    return shared
 
 
 def pieces_of(width: int) -> int:
@@ -305,23 +305,23 @@ def _varlen_attention_dq(
     def _compute():
         plgpu.set_max_registers(240, action="increase")
         start = pl.multiple_of(block * BLOCK_Q + warpgroup * ROWS, ROWS)
-        here = (pl.ds(start, ROWS), head)
+        rows = (pl.ds(start, ROWS), head)
         own_q, own_dout = q_smem.at[warpgroup], dout_smem.at[warpgroup]
-        plgpu.copy_gmem_to_smem(q_THK.at[here], own_q, own_ready.at[warpgroup])
-        plgpu.copy_gmem_to_smem(dout_THK.at[here], own_dout, own_ready.at[warpgroup])
+        plgpu.copy_gmem_to_smem(q_THK.at[rows], own_q, own_ready.at[warpgroup])
+        plgpu.copy_gmem_to_smem(dout_THK.at[rows], own_dout, own_ready.at[warpgroup])
         lo, hi = (row_vector(rows_3T.at[i], start) for i in range(2))
         lse, delta = (row_vector(sums_H2T.at[head, i], start) for i in range(2))
         first, full_first, full_last, last = (
             number(table, block, 2 + 4 * warpgroup + j) for j in range(4)
         )
-        own = by_row(row_vector(rows_3T.at[2], start), shape) if alibi else None
+        position = by_row(row_vector(rows_3T.at[2], start), shape) if alibi else None
         slope = slopes[head, 0] if alibi else None
         plgpu.barrier_wait(own_ready.at[warpgroup])
 
         def weights(c, s, masked):
             """Returns the weights of a tile times the derivative of its logits."""
             key = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=WGMMA) + tiles[c] * N
-            s, change = logits(s, key, own, slope, spec.scale, spec.softcap)
+            s, change = logits(s, key, position, slope, spec.scale, spec.softcap)
             p = jnp.exp2(s - by_row(lse, shape))
             if masked:
                 p = jnp.where((key >= by_row(lo, shape)) & (key < by_row(hi, shape)), p, 0.0)
@@ -342,7 +342,7 @@ def _varlen_attention_dq(
             plgpu.wgmma_wait(0)
             plgpu.barrier_arrive(free.at[slot])
 
-        def let_go(c, _):
+        def skip(c, _):
             plgpu.barrier_wait(ready.at[slot_of(c)])
             plgpu.barrier_arrive(free.at[slot_of(c)])
 
@@ -355,12 +355,12 @@ def _varlen_attention_dq(
             lax.fori_loop(full_last, last, masked, None)
             return dq_ref[...]
 
-        lax.fori_loop(begin, first, let_go, None)
+        lax.fori_loop(begin, first, skip, None)
         dq = pl.run_scoped(add_up, plgpu.ACC((ROWS, K)))
-        lax.fori_loop(last, end, let_go, None)
+        lax.fori_loop(last, end, skip, None)
         own_q[...] = dq.astype(q_THK.dtype)
         plgpu.commit_smem()
-        plgpu.copy_smem_to_gmem(own_q, dq_THK.at[here])
+        plgpu.copy_smem_to_gmem(own_q, dq_THK.at[rows])
         plgpu.wait_smem_to_gmem(0)
 
     @pl.when(warpgroup == WARPGROUPS)
@@ -372,9 +372,9 @@ def _varlen_attention_dq(
         def _(c):
             slot = slot_of(c)
             pl.when(c >= begin + stages)(lambda: plgpu.barrier_wait(free.at[slot]))
-            here = (pl.ds(pl.multiple_of(tiles[c] * N, N), N), kv_head)
-            plgpu.copy_gmem_to_smem(k_SGK.at[here], k_smem.at[slot], ready.at[slot])
-            plgpu.copy_gmem_to_smem(v_SGK.at[here], v_smem.at[slot], ready.at[slot])
+            rows = (pl.ds(pl.multiple_of(tiles[c] * N, N), N), kv_head)
+            plgpu.copy_gmem_to_smem(k_SGK.at[rows], k_smem.at[slot], ready.at[slot])
+            plgpu.copy_gmem_to_smem(v_SGK.at[rows], v_smem.at[slot], ready.at[slot])
 
         # Every phase of every barrier is observed before the block ends.
         @pl.loop(jnp.maximum(begin, end - stages), end)
@@ -387,8 +387,8 @@ def copy_pieces(sources, head, rows, targets, place, barrier):
     for source, target in zip(sources, targets, strict=True):
         _, pieces, _, width = target.shape
         for i in range(pieces):
-            here = source.at[rows, head, pl.ds(i * width, width)]
-            plgpu.copy_gmem_to_smem(here, target.at[place, i], barrier)
+            piece = source.at[rows, head, pl.ds(i * width, width)]
+            plgpu.copy_gmem_to_smem(piece, target.at[place, i], barrier)
 
 
 def by_column(ref, shape):
@@ -466,7 +466,7 @@ def _varlen_attention_dkv(
 ):  # fmt: skip
     *dq_1THK, dk_SGK, dv_SGK = outputs
     G, K = k_SGK.shape[1:]
-    R, own, width = q_THK.shape[1] // G, WARPGROUPS // pieces, K // pieces
+    R, row_groups, width = q_THK.shape[1] // G, WARPGROUPS // pieces, K // pieces
     N, stages = tile.block_dkv, tile.stages_dkv
     shape = (ROWS, N)  # key rows x query columns
     kv_head, warpgroup = lax.axis_index("head"), lax.axis_index("warpgroup")
@@ -482,43 +482,43 @@ def _varlen_attention_dkv(
     @pl.when(warpgroup < WARPGROUPS)
     def _compute():
         plgpu.set_max_registers(240, action="increase")
-        mine, part = (f(warpgroup, jnp.int32(pieces)) for f in (lax.div, lax.rem))
-        start = pl.multiple_of(block * (own * ROWS) + mine * ROWS, ROWS)
+        row_group, part = (f(warpgroup, jnp.int32(pieces)) for f in (lax.div, lax.rem))
+        start = pl.multiple_of(block * (row_groups * ROWS) + row_group * ROWS, ROWS)
         first, full_first, full_last, last = (
-            number(table, block, 2 + 4 * mine + j) for j in range(4)
+            number(table, block, 2 + 4 * row_group + j) for j in range(4)
         )
-        plgpu.barrier_wait(own_ready.at[mine])
+        plgpu.barrier_wait(own_ready.at[row_group])
 
         def share(c, r, ds):  # adds the tile's part of dq
             ds_smem, dq_smem, both = fused
-            turn = afresh(lax.rem(number_of(c, r), jnp.int32(2)), interpret)
-            ds_smem[turn, warpgroup] = ds
+            parity = afresh(lax.rem(number_of(c, r), jnp.int32(2)), interpret)
+            ds_smem[parity, warpgroup] = ds
             plgpu.commit_smem()
             # Its last tile of dq has left shared memory: the other may write there.
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             plgpu.barrier_arrive(both)
             plgpu.barrier_wait(both)
 
-            @pl.when(warpgroup == turn)
+            @pl.when(warpgroup == parity)
             def _():
                 def multiply(acc_ref):
-                    for i in range(own):
+                    for i in range(row_groups):
                         keys = own_smem[0].at[afresh(jnp.int32(i), interpret), 0]
-                        plgpu.wgmma(acc_ref, ds_smem.at[turn, i].transpose((1, 0)), keys)
+                        plgpu.wgmma(acc_ref, ds_smem.at[parity, i].transpose((1, 0)), keys)
                     return acc_ref[...]
 
                 dq_smem[...] = pl.run_scoped(multiply, plgpu.ACC((N, K), jnp.float32))
                 plgpu.commit_smem()
-                here = pl.ds(pl.multiple_of(tiles[c] * N, N), N)
-                target = dq_1THK[0].at[block if interpret else 0, here, kv_head * R + r]
+                queries = pl.ds(pl.multiple_of(tiles[c] * N, N), N)
+                target = dq_1THK[0].at[block if interpret else 0, queries, kv_head * R + r]
                 plgpu.copy_smem_to_gmem(dq_smem, target, reduction_op=None if interpret else "add")
 
         def step(c, _, r, sums, masked):
             dk_ref, dv_ref = sums
             slot = slot_of(c, r)
             plgpu.barrier_wait(ready.at[slot])
-            here = afresh(mine, interpret)
-            own_k, own_v = ([x.at[here, i] for i in range(pieces)] for x in own_smem)
+            group_index = afresh(row_group, interpret)
+            own_k, own_v = ([x.at[group_index, i] for i in range(pieces)] for x in own_smem)
             q, dout = (x.at[slot] for x in tile_smem)
 
             qs, douts = ([x.at[i] for i in range(pieces)] for x in (q, dout))
@@ -553,20 +553,20 @@ def _varlen_attention_dkv(
                 share(c, r, ds)
 
         def group(r, _, sums):
-            def let_go(c, _):
+            def skip(c, _):
                 plgpu.barrier_wait(ready.at[slot_of(c, r)])
                 plgpu.barrier_arrive(free.at[slot_of(c, r)])
                 if fused:
                     share(c, r, plgpu.layout_cast(jnp.zeros(shape, k_SGK.dtype), WGMMA))
 
-            lax.fori_loop(begin, first, let_go, None)
+            lax.fori_loop(begin, first, skip, None)
             masked, plain = (
                 functools.partial(step, r=r, sums=sums, masked=m) for m in (True, False)
             )
             lax.fori_loop(first, full_first, masked, None)
             lax.fori_loop(full_first, full_last, plain, None)
             lax.fori_loop(full_last, last, masked, None)
-            lax.fori_loop(last, end, let_go, None)
+            lax.fori_loop(last, end, skip, None)
 
         def add_up(*sums):
             lax.fori_loop(0, R, functools.partial(group, sums=sums), None)
@@ -578,20 +578,20 @@ def _varlen_attention_dkv(
         plgpu.barrier_wait(done)
         columns = pl.ds(pl.multiple_of(part * width, width), width)
         for total, smem, target in zip(sums, own_smem, (dk_SGK, dv_SGK), strict=True):
-            smem[mine, part] = total.astype(k_SGK.dtype)
+            smem[row_group, part] = total.astype(k_SGK.dtype)
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(
-                smem.at[mine, part], target.at[pl.ds(start, ROWS), kv_head, columns]
+                smem.at[row_group, part], target.at[pl.ds(start, ROWS), kv_head, columns]
             )
         plgpu.wait_smem_to_gmem(0)
 
     @pl.when(warpgroup == WARPGROUPS)
     def _produce():
         plgpu.set_max_registers(24, action="decrease")
-        for i in range(own):
-            start = pl.multiple_of(block * (own * ROWS) + i * ROWS, ROWS)
-            here = pl.ds(start, ROWS)
-            copy_pieces((k_SGK, v_SGK), kv_head, here, own_smem, i, own_ready.at[i])
+        for i in range(row_groups):
+            start = pl.multiple_of(block * (row_groups * ROWS) + i * ROWS, ROWS)
+            rows = pl.ds(start, ROWS)
+            copy_pieces((k_SGK, v_SGK), kv_head, rows, own_smem, i, own_ready.at[i])
 
         @pl.loop(0, R)
         def _(r):
@@ -602,10 +602,10 @@ def _varlen_attention_dkv(
                 slot = slot_of(c, r)
                 pl.when(number_of(c, r) >= stages)(lambda: plgpu.barrier_wait(free.at[slot]))
                 start = pl.multiple_of(tiles[c] * N, N)
-                here = pl.ds(start, N)
-                copy_pieces((q_THK, dout_THK), head, here, tile_smem, slot, ready.at[slot])
+                queries = pl.ds(start, N)
+                copy_pieces((q_THK, dout_THK), head, queries, tile_smem, slot, ready.at[slot])
                 for source, target in ((sums_H2T.at[head], sum_smem), (rows_3T, row_smem)):
-                    plgpu.copy_gmem_to_smem(source.at[:, here], target.at[slot], ready.at[slot])
+                    plgpu.copy_gmem_to_smem(source.at[:, queries], target.at[slot], ready.at[slot])
 
         # Every phase of every barrier is observed before the block ends.
         total = R * (end - begin)

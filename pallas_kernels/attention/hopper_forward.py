@@ -146,7 +146,7 @@ def forward(
         "v_ready": plgpu.Barrier(num_barriers=tile.stages),
         "k_free": plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=tile.stages),
         "v_free": plgpu.Barrier(num_arrivals=WARPGROUPS, num_barriers=tile.stages),
-        "turn": plgpu.Barrier(num_arrivals=WARPGROUPS),
+        "switch": plgpu.Barrier(num_arrivals=WARPGROUPS),
     }
     slopes_H = None if slopes_H is None else slopes_H * LOG2E
     body = functools.partial(
@@ -260,7 +260,7 @@ class _Warpgroup:
     v_ready: Any
     k_free: Any
     v_free: Any
-    turn: Any
+    switch: Any
     tiles: Any
     slot_of: Any
     shape: tuple[int, int]
@@ -270,8 +270,8 @@ class _Warpgroup:
     interpret: bool
 
     def take_turn(self):
-        plgpu.barrier_arrive(self.turn)
-        plgpu.barrier_wait(self.turn)
+        plgpu.barrier_arrive(self.switch)
+        plgpu.barrier_wait(self.switch)
 
     def softmax(self, c, s, maximum, total, masked):
         """Returns (weights, maximum, total, the factor of sums so far)."""
@@ -301,10 +301,10 @@ class _Warpgroup:
         p = p.astype(self.own_q.dtype)
         if not self.interpret:
             acc, total, new, p = lax.optimization_barrier((acc, total, new, p))
-        plgpu.barrier_arrive(self.turn)  # the other's products may start
+        plgpu.barrier_arrive(self.switch)  # the other's products may start
         slot = self.slot_of(c)
         plgpu.barrier_wait(self.v_ready.at[slot])
-        plgpu.barrier_wait(self.turn)
+        plgpu.barrier_wait(self.switch)
         acc = multiply_into(acc, p, self.v_smem.at[slot], self.p_smem, self.interpret)
         plgpu.barrier_arrive(self.v_free.at[slot])
         return acc, new, total
@@ -326,9 +326,9 @@ class _Warpgroup:
         def then(s):
             self.take_turn()
             plgpu.barrier_arrive(self.k_free.at[slot])
-            found = self.softmax(c, s, maximum, total, masked)
-            plgpu.barrier_arrive(self.turn)
-            return found
+            result = self.softmax(c, s, maximum, total, masked)
+            plgpu.barrier_arrive(self.switch)
+            return result
 
         like = (jnp.zeros(self.shape, jnp.float32), maximum, total, total)
         acc, (p, new, total, shrink) = logits_beside_sum(
@@ -344,7 +344,7 @@ class _Warpgroup:
             # Not before the products are over: those of the weights before read registers.
             acc, p = lax.optimization_barrier((acc, p))
         plgpu.barrier_arrive(self.v_free.at[before])
-        plgpu.barrier_wait(self.turn)
+        plgpu.barrier_wait(self.switch)
         return acc * by_row(shrink, acc.shape), new, total, p.astype(self.own_q.dtype)
 
     def end(self, c, carry):
@@ -356,7 +356,7 @@ class _Warpgroup:
         plgpu.barrier_arrive(self.v_free.at[slot])
         return acc, maximum, total, p
 
-    def let_go(self, c, _):
+    def skip(self, c, _):
         """A tile that only the other warpgroup needs."""
         slot = self.slot_of(c)
         plgpu.barrier_wait(self.k_ready.at[slot])
@@ -369,7 +369,7 @@ class _Warpgroup:
 
 def _body(
     table, tiles, rows_3X, slopes, q_THK, k_SGK, v_SGK, out_THK, lse_HX,
-    *, q_smem, k_smem, v_smem, lse_smem, p_smem, q_ready, k_ready, v_ready, k_free, v_free, turn,
+    *, q_smem, k_smem, v_smem, lse_smem, p_smem, q_ready, k_ready, v_ready, k_free, v_free, switch,
     spec, tile, alibi, interpret,
 ):  # fmt: skip
     H, K = q_THK.shape[1:]
@@ -394,17 +394,17 @@ def _body(
             ((pl.ds(place, P), head * tile.heads + r), own_q.at[pl.ds(r * P, P)])
             for r in range(tile.heads)
         ]
-        for here, part in parts:
-            plgpu.copy_gmem_to_smem(q_THK.at[here], part, q_ready.at[warpgroup])
+        for rows, part in parts:
+            plgpu.copy_gmem_to_smem(q_THK.at[rows], part, q_ready.at[warpgroup])
         lo, hi = (row_vector(rows_3X.at[i], start) for i in range(2))
         first, full_first, full_last, last = (
             number(table, block, 2 + 4 * warpgroup + j) for j in range(4)
         )
-        own = by_row(row_vector(rows_3X.at[2], start), shape) if alibi else None
+        position = by_row(row_vector(rows_3X.at[2], start), shape) if alibi else None
         slope = by_row(row_vector(slopes.at[head], 0), shape) if alibi else None
         do = _Warpgroup(
-            own_q, k_smem, v_smem, p_smem.at[warpgroup], k_ready, v_ready, k_free, v_free, turn,
-            tiles, slot_of, shape, (own, slope), (lo, hi), spec, interpret,
+            own_q, k_smem, v_smem, p_smem.at[warpgroup], k_ready, v_ready, k_free, v_free, switch,
+            tiles, slot_of, shape, (position, slope), (lo, hi), spec, interpret,
         )  # fmt: skip
         plgpu.barrier_wait(q_ready.at[warpgroup])
         pl.when(warpgroup == 1)(do.take_turn)
@@ -414,7 +414,7 @@ def _body(
 
         acc = plgpu.layout_cast(jnp.zeros((ROWS, K), jnp.float32), WGMMA)
         carry = (acc, filled(LOWEST), filled(0.0))
-        lax.fori_loop(begin, first, do.let_go, None)
+        lax.fori_loop(begin, first, do.skip, None)
         step, start_of = do.waiting, first
         if tile.overlap:
             p = plgpu.layout_cast(jnp.zeros(shape, q_THK.dtype), WGMMA)
@@ -428,7 +428,7 @@ def _body(
         carry = lax.fori_loop(full_last, last, masked, carry)
         if tile.overlap:
             *carry, _ = lax.fori_loop(jnp.maximum(first, last - 1), last, do.end, carry)
-        lax.fori_loop(last, end, do.let_go, None)
+        lax.fori_loop(last, end, do.skip, None)
         pl.when(warpgroup == 0)(do.take_turn)
 
         acc, maximum, total = carry
@@ -439,8 +439,8 @@ def _body(
         lse = (maximum + jnp.log2(total)) / LOG2E
         lse_smem[warpgroup] = jnp.where(live, lse, -jnp.inf)
         plgpu.commit_smem()
-        for here, part in parts:
-            plgpu.copy_smem_to_gmem(part, out_THK.at[here])
+        for rows, part in parts:
+            plgpu.copy_smem_to_gmem(part, out_THK.at[rows])
         plgpu.copy_smem_to_gmem(lse_smem.at[warpgroup], lse_HX.at[head, pl.ds(start, ROWS)])
         plgpu.wait_smem_to_gmem(0)
 
@@ -452,13 +452,13 @@ def _body(
         @pl.loop(begin, end)
         def _(c):
             slot = slot_of(c)
-            here = (pl.ds(pl.multiple_of(tiles[c] * N, N), N), kv_head)
+            rows = (pl.ds(pl.multiple_of(tiles[c] * N, N), N), kv_head)
             for source, target, ready, free in (
                 (k_SGK, k_smem, k_ready, k_free),
                 (v_SGK, v_smem, v_ready, v_free),
             ):
                 pl.when(c >= begin + stages)(lambda free=free: plgpu.barrier_wait(free.at[slot]))
-                plgpu.copy_gmem_to_smem(source.at[here], target.at[slot], ready.at[slot])
+                plgpu.copy_gmem_to_smem(source.at[rows], target.at[slot], ready.at[slot])
 
         # Every phase of every barrier is observed before the block ends.
         @pl.loop(jnp.maximum(begin, end - stages), end)

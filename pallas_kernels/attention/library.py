@@ -94,20 +94,20 @@ def reasons(
 
     Args: q, k: (..., tokens, heads, K). packed: whether rows hold segments, which needs Hopper.
     """
-    found, widest = [], WIDEST_BEFORE if dispatch.device_reasons() else WIDEST
+    missing, widest = [], WIDEST_BEFORE if dispatch.device_reasons() else WIDEST
     if q.dtype.name not in ("bfloat16", "float16"):
-        found.append(f"needs bfloat16 or float16, found {q.dtype}")
+        missing.append(f"needs bfloat16 or float16, found {q.dtype}")
     if q.shape[-1] % 8 or q.shape[-1] > widest:
-        found.append(f"needs a head width of 8 to {widest} in steps of 8, found {q.shape[-1]}")
+        missing.append(f"needs a head width of 8 to {widest} in steps of 8, found {q.shape[-1]}")
     if softcap is not None or alibi is not None:
-        found.append("has no softcap and no ALiBi slopes")
+        missing.append("has no softcap and no ALiBi slopes")
     if _limits(window) != (None, None) and not (causal and _limits(window)[1] in (None, 0)):
-        found.append("has windows in causal order only, (left, 0)")
+        missing.append("has windows in causal order only, (left, 0)")
     if any(x.size >= 2**31 for x in (q, k)):
-        found.append("counts offsets in int32: q and k must have fewer than 2**31 elements")
+        missing.append("counts offsets in int32: q and k must have fewer than 2**31 elements")
     if packed and jax.default_backend() == "gpu":
-        found += _library_reasons()
-    return found
+        missing += _library_reasons()
+    return missing
 
 
 def stats_bytes(q: Any, slots: int) -> int:
@@ -204,7 +204,7 @@ def packed_attention(
         ids_BS, slots = jnp.zeros(q_BSHK.shape[:2], jnp.int32), None
     else:
         ids_BS = jnp.asarray(arguments.integers(op, "segment_ids", segment_ids, ndim=2))
-        segments = max(arguments.whole(op, "segments", segments, 1), 2)
+        segments = max(arguments.integer(op, "segments", segments, 1), 2)
         slots = _slots_of_ids(ids_BS, segments)
     rows = jax.vmap(lambda ids_S: segment_rows(ids_S, causal, window))(ids_BS)
     rows, slots = jax.tree.map(lambda x: named(x)[0], (rows, slots))
@@ -221,9 +221,9 @@ def _static(
     more: list[str] | None = None,
     packed: bool = True,
 ) -> Static:
-    found = reasons(q, k, causal, window, packed=packed) + (more or [])
-    if found:
-        raise NotImplementedError(f"{op}: {'; '.join(found)}")
+    missing = reasons(q, k, causal, window, packed=packed) + (more or [])
+    if missing:
+        raise NotImplementedError(f"{op}: {'; '.join(missing)}")
     scale = q.shape[-1] ** -0.5 if scale is None else arguments.positive(op, "scale", scale, "None")
     return Static(scale, causal, _limits(window)[0])
 
@@ -236,11 +236,11 @@ def _limits(window: Window | None) -> tuple[int | None, int | None]:
 def _library_reasons() -> list[str]:
     from jax._src.lib import cuda_versions
 
-    found = list(dispatch.device_reasons())
+    missing = list(dispatch.device_reasons())
     version = cuda_versions.cudnn_get_version() if cuda_versions else 0
     if version < CUDNN:
-        found.append(f"needs cuDNN {CUDNN} or newer, found {version}")
-    return found
+        missing.append(f"needs cuDNN {CUDNN} or newer, found {version}")
+    return missing
 
 
 # ---- slots

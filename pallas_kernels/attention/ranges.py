@@ -80,7 +80,7 @@ def segment_rows(ids_S: jax.Array, causal: bool, window: Window | None) -> Rows:
 def _rows(
     start: jax.Array,
     end: jax.Array,
-    own: jax.Array,
+    position: jax.Array,
     live: jax.Array,
     causal: bool,
     window: Window | None,
@@ -89,10 +89,10 @@ def _rows(
     left, right = (w if w is None or w < FARTHEST else None for w in window or (None, None))
     if causal:
         right = 0
-    lo = start if left is None else jnp.maximum(start, own - left)
-    hi = end if right is None else jnp.minimum(end, own + right + 1)
+    lo = start if left is None else jnp.maximum(start, position - left)
+    hi = end if right is None else jnp.minimum(end, position + right + 1)
     live &= lo < hi
-    return Rows(jnp.where(live, lo, 0), jnp.where(live, hi, 0), own)
+    return Rows(jnp.where(live, lo, 0), jnp.where(live, hi, 0), position)
 
 
 def visits(rows: Rows, keys: int, block_q: int, block_k: int) -> tuple[Visits, Visits]:
@@ -146,11 +146,11 @@ def _transpose(spans: jax.Array, count: jax.Array, N: int) -> jax.Array:
     spans: of the `count` live blocks, in order, then padding. The four columns never decrease from
     block to block, so the blocks with first <= c are a prefix and those with last > c a suffix.
     """
-    kept = jnp.arange(spans.shape[0], dtype=jnp.int32) < count
+    live = jnp.arange(spans.shape[0], dtype=jnp.int32) < count
     c = jnp.arange(N, dtype=jnp.int32)[:, None]
 
     def at_most(column: int) -> jax.Array:
-        return (kept[None] & (spans[None, :, column] <= c)).sum(1, dtype=jnp.int32)
+        return (live[None] & (spans[None, :, column] <= c)).sum(1, dtype=jnp.int32)
 
     return jnp.stack([at_most(3), at_most(2), at_most(1), at_most(0)], axis=1)
 

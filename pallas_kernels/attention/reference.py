@@ -49,12 +49,12 @@ def forward(
     G, R = k_SGK.shape[1], H // k_SGK.shape[1]
 
     def block(inputs):
-        (q_QGRK,), own, span = inputs
+        (q_QGRK,), seen, span = inputs
 
         def step(c, carry):
             out_GRQK, maximum_GRQ, total_GRQ = carry
             k_NGK, v_NGK = (x[tiles[c]] for x in keys)
-            logits_GRQN, _, _ = _logits(q_QGRK, k_NGK, own, tiles[c], slopes_H, spec)
+            logits_GRQN, _, _ = _logits(q_QGRK, k_NGK, seen, tiles[c], slopes_H, spec)
             new_GRQ = jnp.maximum(maximum_GRQ, logits_GRQN.max(-1))
             weights_GRQN = jnp.exp(logits_GRQN - new_GRQ[..., None])
             shrink_GRQ = jnp.exp(maximum_GRQ - new_GRQ)
@@ -67,7 +67,7 @@ def forward(
         start = (_zeros(q_QGRK, (G, R, Q, K)), zero_GRQ + LOWEST, zero_GRQ)
         with _named(keys[0], T, spec):
             out_GRQK, maximum_GRQ, total_GRQ = jax.lax.fori_loop(span[0], span[3], step, start)
-        live_11Q = (own.lo < own.hi)[None, None]
+        live_11Q = (seen.lo < seen.hi)[None, None]
         total_GRQ = jnp.where(live_11Q, total_GRQ, 1.0)
         out_GRQK = jnp.where(live_11Q[..., None], out_GRQK / total_GRQ[..., None], 0.0)
         lse_GRQ = jnp.where(live_11Q, maximum_GRQ + jnp.log(total_GRQ), -jnp.inf)
@@ -101,15 +101,15 @@ def backward(
     blocks, keys, tiles = _cut((q_THK, dout_THK, lse_HT.T, delta_HT.T), (k_SGK, v_SGK), rows, H)
 
     def block(sums, inputs):
-        (q_QGRK, dout_QGRK, lse_QGR, delta_QGR), own, span = inputs
+        (q_QGRK, dout_QGRK, lse_QGR, delta_QGR), seen, span = inputs
         # A dead row's lse is -inf; with +inf its weights are exp(-inf) = 0.
-        lse_QGR = jnp.where((own.lo < own.hi)[:, None, None], lse_QGR, jnp.inf)
+        lse_QGR = jnp.where((seen.lo < seen.hi)[:, None, None], lse_QGR, jnp.inf)
         lse_GRQ1, delta_GRQ1 = (jnp.moveaxis(x, 0, 2)[..., None] for x in (lse_QGR, delta_QGR))
 
         def step(c, carry):
             dq_QGRK, dk, dv = carry
             k_NGK, v_NGK = (x[tiles[c]] for x in keys)
-            logits_GRQN, slope, seen_11QN = _logits(q_QGRK, k_NGK, own, tiles[c], slopes_H, spec)
+            logits_GRQN, slope, seen_11QN = _logits(q_QGRK, k_NGK, seen, tiles[c], slopes_H, spec)
             # Selects, for a bad row's lse is NaN (guard.py).
             weights_GRQN = jnp.where(seen_11QN, jnp.exp(logits_GRQN - lse_GRQ1), 0.0)
             dweights_GRQN = _einsum("qgrk,ngk->grqn", dout_QGRK, v_NGK)
@@ -163,7 +163,7 @@ def _cut(queries, keys, rows: Rows, H: int):
     return (queries, rows, over_keys.spans), keys, over_keys.tiles
 
 
-def _logits(q_QGRK, k_NGK, own: Rows, tile, slopes_H, spec: Spec):
+def _logits(q_QGRK, k_NGK, seen: Rows, tile, slopes_H, spec: Spec):
     """Returns (logits_GRQN, -inf where unseen; their derivative by q.k; what is seen, 11QN)."""
     logits_GRQN = _einsum("qgrk,ngk->grqn", q_QGRK, k_NGK) * spec.scale
     slope = spec.scale
@@ -173,9 +173,9 @@ def _logits(q_QGRK, k_NGK, own: Rows, tile, slopes_H, spec: Spec):
     N, G, _ = k_NGK.shape
     key_1N = (tile * N + jnp.arange(N, dtype=jnp.int32))[None]
     if slopes_H is not None:
-        distance_QN = jnp.abs(own.self[:, None] - key_1N).astype(jnp.float32)
+        distance_QN = jnp.abs(seen.self[:, None] - key_1N).astype(jnp.float32)
         logits_GRQN -= slopes_H.reshape(G, -1, 1, 1) * distance_QN[None, None]
-    seen_QN = (own.lo[:, None] <= key_1N) & (key_1N < own.hi[:, None])
+    seen_QN = (seen.lo[:, None] <= key_1N) & (key_1N < seen.hi[:, None])
     seen_11QN = seen_QN[None, None]
     return jnp.where(seen_11QN, logits_GRQN, -jnp.inf), slope, seen_11QN
 

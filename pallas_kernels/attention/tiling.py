@@ -74,26 +74,26 @@ def forward_tiles(
     Each with and without the overlap of softmax and products in a warpgroup.
     Shared memory that a tile leaves free serves nobody: registers let an SM have one thread block.
     """
-    found = [hopper_forward.heuristic(width, group, longest)]
+    candidates = [hopper_forward.heuristic(width, group, longest)]
     grouped = {1, math.gcd(group, hopper_forward.HEADS)}
     for block, heads, overlap in itertools.product(BLOCKS, grouped, (True, False)):
         tiles = (hopper_forward.Tile(block, stages, heads, overlap) for stages in STAGES)
-        found += _first(tiles, lambda tile: hopper_forward.check(tile, width, group, dtype))
-    return list(dict.fromkeys(found))
+        candidates += _first(tiles, lambda tile: hopper_forward.check(tile, width, group, dtype))
+    return list(dict.fromkeys(candidates))
 
 
 def backward_tiles(
     dtype: Any, width: int, longest: int | None, deterministic: bool
 ) -> list[hopper_backward.Tile]:
     """Returns tiles as `forward_tiles` does, for both kernels, or the fused one where allowed."""
-    found = [hopper_backward.heuristic(width, longest, deterministic)]
+    candidates = [hopper_backward.heuristic(width, longest, deterministic)]
     if not deterministic:
-        found.append(hopper_backward.heuristic(width, longest))
+        candidates.append(hopper_backward.heuristic(width, longest))
     for dq, dkv in itertools.product(BLOCKS, BLOCKS):
         stages = sorted(itertools.product(STAGES, STAGES), key=sum, reverse=True)
         tiles = (hopper_backward.Tile(dq, a, dkv, b) for a, b in stages)
-        found += _first(tiles, lambda tile: hopper_backward.check(tile, width, dtype))
-    return list(dict.fromkeys(found))
+        candidates += _first(tiles, lambda tile: hopper_backward.check(tile, width, dtype))
+    return list(dict.fromkeys(candidates))
 
 
 def _first(tiles: Iterator[Any], check: Callable[[Any], None]) -> list[Any]:

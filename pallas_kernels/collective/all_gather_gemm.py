@@ -81,7 +81,7 @@ def all_gather_gemm(
     if into is None:
         outputs["gathered"] = jax.ShapeDtypeStruct((copies * R, height, K), x.dtype)
     split = schedule.Split(R * rows, R, tile.block_m * tile.cluster, fusion.chunk)
-    found = engine.launch(
+    results = engine.launch(
         functools.partial(
             _body,
             steps=pl.cdiv(K, tile.block_k),
@@ -104,8 +104,8 @@ def all_gather_gemm(
         clusters=clusters * copies,
         interpret=interpret,
     )
-    gathered = found["gathered"] if into is None else into[...]
-    return [found[f"y{i}"] for i in range(len(weights))], gathered
+    gathered = results["gathered"] if into is None else into[...]
+    return [results[f"y{i}"] for i in range(len(weights))], gathered
 
 
 def _body(gmem, *, steps, widths, spec, split, keep, of, arrived=None, **memory):
@@ -137,13 +137,16 @@ def _body(gmem, *, steps, widths, spec, split, keep, of, arrived=None, **memory)
         if peers.ready:
             load_left(peers.peer(gmem["x"], place.peer))
         else:
-            own, gathered = peers.mine(gmem["x"]), peers.own(gmem["gathered"], place.peer)
-            pl.when(place.peer == rank)(lambda: load_left(own))
+            local, gathered = (
+                peers.shared_page(gmem["x"]),
+                peers.private_page(gmem["gathered"], place.peer),
+            )
+            pl.when(place.peer == rank)(lambda: load_left(local))
             pl.when(place.peer != rank)(lambda: load_left(gathered))
 
         def load_right(w, column):
             n = span(column, tile.block_n)
-            worker.load_right(peers.own(gmem[f"w{w}"]), n, k, buffer, barrier)
+            worker.load_right(peers.private_page(gmem[f"w{w}"]), n, k, buffer, barrier)
 
         columns.each(place.column, load_right)
 
@@ -154,15 +157,15 @@ def _body(gmem, *, steps, widths, spec, split, keep, of, arrived=None, **memory)
         def value(z, right):
             if "bias" in gmem:
                 at = pl.ds(place.column * tile.block_n + right, z.shape[1])
-                z = add_bias(z, peers.own(gmem["bias"]), at)
+                z = add_bias(z, peers.private_page(gmem["bias"]), at)
             return activate_tile(spec.activation, z)
 
         def copy(piece, down, right):
             def to(w, column):
                 at = pl.multiple_of(column * tile.block_n, tile.block_n) + right
-                y = peers.own(gmem[f"y{w}"], place.peer)
-                here = pl.ds(top + down, piece.shape[0]), pl.ds(at, piece.shape[1])
-                plgpu.copy_smem_to_gmem(piece, y.at[here])
+                y = peers.private_page(gmem[f"y{w}"], place.peer)
+                piece_rows = pl.ds(top + down, piece.shape[0]), pl.ds(at, piece.shape[1])
+                plgpu.copy_smem_to_gmem(piece, y.at[piece_rows])
 
             columns.each(place.column, to)
 
@@ -201,7 +204,7 @@ def pull(x, gathered, flags, ring, arrived, *, peers, split, me, comm, keep):
     down, across = ring.shape[1:]
     wide = x.shape[2] // across
     pieces = split.chunk // down * wide
-    mine = share((R - 1 + keep) * split.chunks, me, comm)
+    count = share((R - 1 + keep) * split.chunks, me, comm)
     moved, began = down * across * jnp.dtype(x.dtype).itemsize, peers.now()
 
     def chunk_of(n):
@@ -213,12 +216,12 @@ def pull(x, gathered, flags, ring, arrived, *, peers, split, me, comm, keep):
         return chunk, row, (pl.ds(chunk.row + row, down), pl.ds(right, across))
 
     def source(q):
-        chunk, _, here = where(q)
-        return peers.peer(x, chunk.peer).at[here]
+        chunk, _, part = where(q)
+        return peers.peer(x, chunk.peer).at[part]
 
     def target(q):
-        chunk, _, here = where(q)
-        return peers.own(gathered, chunk.peer).at[here]
+        chunk, _, part = where(q)
+        return peers.private_page(gathered, chunk.peer).at[part]
 
     def live(q):
         chunk, row, _ = where(q)
@@ -227,7 +230,7 @@ def pull(x, gathered, flags, ring, arrived, *, peers, split, me, comm, keep):
     relay.relay(
         ring,
         arrived,
-        mine * pieces,
+        count * pieces,
         jnp.int32(pieces),
         source=source,
         target=target,

@@ -79,8 +79,8 @@ def all_gather_matmul(
     else:
         weights = _upright(weights, transpose_w)
         ys, gathered = reference.all_gather_matmul(x, weights, biases, axis, activation)
-    found = ys if isinstance(w, Sequence) else ys[0]
-    return (found, gathered) if return_gathered else found
+    products = ys if isinstance(w, Sequence) else ys[0]
+    return (products, gathered) if return_gathered else products
 
 
 def matmul_reduce_scatter(
@@ -219,22 +219,22 @@ def limits(
 ) -> tuple[str, ...]:
     """Returns `reasons` of any fused kernel; multiple: of which the columns of w must be one."""
     mesh = mesh or jax.sharding.get_abstract_mesh()
-    found = list(device_reasons(mesh.abstract_device))
+    missing = list(device_reasons(mesh.abstract_device))
     if jnp.dtype(dtype).name not in DTYPES[:2]:
-        found.append(f"needs bfloat16 or float16, found {jnp.dtype(dtype).name}")
+        missing.append(f"needs bfloat16 or float16, found {jnp.dtype(dtype).name}")
     if not 2 <= ranks <= clique.NODE:
-        found.append(f"needs 2 to {clique.NODE} ranks, those of a node, found {ranks}")
+        missing.append(f"needs 2 to {clique.NODE} ranks, those of a node, found {ranks}")
     else:
-        found += clique.out_of_reach(mesh.shape)
-    found += [
+        missing += clique.out_of_reach(mesh.shape)
+    missing += [
         f"needs a multiple of 64 columns of x, found {K}" for K in contracted if K < 64 or K % 64
     ]
-    found += [
+    missing += [
         f"needs a multiple of {multiple} columns of w, found {N}"
         for N in widths
         if N < multiple or N % multiple
     ]
-    return tuple(found)
+    return tuple(missing)
 
 
 def key(op: str, ranks: int, rows: int, K: int, N: int) -> tuned.Key:
@@ -249,7 +249,7 @@ def _choose(
     why = reasons(op, contracted, widths, ranks, xs[0].dtype) + (() if rows else ("finds no rows",))
     row = tuned.find(op, key(op, ranks, rows, sum(contracted), sum(widths)))
     if implementation is None:
-        why += clique.beside(jax.sharding.get_abstract_mesh().shape, (axis,))
+        why += clique.concurrent(jax.sharding.get_abstract_mesh().shape, (axis,))
     return dispatch.choose_fused(op, implementation, why, row)
 
 
@@ -310,7 +310,7 @@ def _pages(x: Array, pages: int, height: int) -> Array:
     return jnp.pad(x, ((0, 0), (0, height - x.shape[1]), (0, 0)))
 
 
-def _whole(rows: int, fusion: fused.Fusion) -> tuple[int, int]:
+def _padded(rows: int, fusion: fused.Fusion) -> tuple[int, int]:
     """Returns (live rows of a page as the kernels count them, its height)."""
     live = -(-rows // 8) * 8
     return live, max(live, fusion.tile.block_m)
@@ -326,15 +326,15 @@ def fused_gather(x, weights, biases, *, axis, spec, keep, turned=False):
     rows = x.size // K
     widths = [w.shape[1 - turned] for w in weights]
     fusion = _fusion(GATHER, R, rows, K, widths, x.dtype)
-    live, height = _whole(rows, fusion)
+    live, height = _padded(rows, fusion)
     bias = None
     if any(b is not None for b in biases):
-        whole = [-(-N // fusion.tile.block_n) * fusion.tile.block_n for N in widths]
+        padded_widths = [-(-N // fusion.tile.block_n) * fusion.tile.block_n for N in widths]
         filled = [
             jnp.zeros(N, jnp.float32) if b is None else b.astype(jnp.float32)
             for N, b in zip(widths, biases, strict=True)
         ]
-        padded = [jnp.pad(b, (0, n - b.size)) for b, n in zip(filled, whole, strict=True)]
+        padded = [jnp.pad(b, (0, n - b.size)) for b, n in zip(filled, padded_widths, strict=True)]
         bias = jnp.concatenate(padded)[None]
     ys, gathered = all_gather_gemm(
         _pages(x, 1, height),
@@ -362,7 +362,7 @@ def fused_scatter(xs, ws, bias, residual, *, axis, acc, turned=False):
     R, (*lead, m, _), N = lax.axis_size(axis), xs[0].shape, ws[0].shape[1 - turned]
     rows = xs[0].size // xs[0].shape[-1] // R
     fusion = _fusion(SCATTER, R, rows, sum(x.shape[-1] for x in xs), [N], acc)
-    live, height = _whole(rows, fusion)
+    live, height = _padded(rows, fusion)
     owners = (jnp.moveaxis(x.reshape(*lead, R, m // R, x.shape[-1]), -3, 0) for x in xs)
     y, *_ = gemm_reduce_scatter(
         tuple(_pages(x, R, height) for x in owners),
@@ -385,7 +385,7 @@ def fused_reduce(x, w, bias, residual, *, axis, acc, turned=False):
     R, K, N = lax.axis_size(axis), x.shape[-1], w.shape[1 - turned]
     rows = x.size // K
     fusion = _fusion(REDUCE, R, rows, K, [N], acc)
-    live, height = _whole(rows, fusion)
+    live, height = _padded(rows, fusion)
     y = gemm_all_reduce(
         _pages(x, 1, height),
         w[None],

@@ -188,8 +188,8 @@ class Case:
     def fusions(self) -> tuple[Fusion, ...]:
         """The heuristic's, then the next best by its model."""
         legal = fusions.candidates(self.op, self.rows, [self.N], self.spec.out_dtype)
-        rest = (self.ranks, self.rows, self.K, [self.N], self.spec.out_dtype)
-        return tuple(sorted(legal, key=lambda p: fusions.seconds(self.op, p, *rest))[:BEST])
+        sizes = (self.ranks, self.rows, self.K, [self.N], self.spec.out_dtype)
+        return tuple(sorted(legal, key=lambda p: fusions.seconds(self.op, p, *sizes))[:BEST])
 
     @property
     def me(self) -> int:
@@ -247,8 +247,8 @@ class Case:
             return all_gather(sent, peers=peers, comm=fusion.comm, chunk=fusion.chunk)
         static: dict[str, Any] = {"peers": peers, "comm": self.ranks - 1, "chunk": 8}
         parts = sent.reshape(self.ranks, 8, -1)
-        mine = all_gather(parts, **static).sum(0, keepdims=True)
-        return all_gather(mine, **static).reshape(sent.shape)
+        total = all_gather(parts, **static).sum(0, keepdims=True)
+        return all_gather(total, **static).reshape(sent.shape)
 
     def serial(
         self, peers: Peers, fusion: Fusion, x: jax.Array, w: jax.Array, wire: str | None = None
@@ -272,8 +272,8 @@ class Case:
         """The result of `fused` by the interpreter."""
         if self.op == api.GATHER:
             return self.ready(fusion, jnp.repeat(x, self.ranks, 0), w, interpret=True)[0]
-        sums, own = self.ready(fusion, x, w, interpret=True)
-        sums = sums.at[self.me].set(own[self.me * (self.ranks + 1)])
+        sums, owned = self.ready(fusion, x, w, interpret=True)
+        sums = sums.at[self.me].set(owned[self.me * (self.ranks + 1)])
         return sums.sum(0, keepdims=True).astype(x.dtype)
 
     def exact(self, x: jax.Array, w: jax.Array) -> jax.Array:
@@ -313,29 +313,29 @@ def functions(case: Case, links: tuple[float, ...]) -> dict[str, Callable[..., j
     fusion, gathers = case.fusions()[0], case.op == api.GATHER
     tile = hopper.heuristic(case.m, case.N, case.K, spec=PLAIN)
 
-    def whole(x: jax.Array, every: jax.Array) -> jax.Array:
+    def all_rows(x: jax.Array, every: jax.Array) -> jax.Array:
         return (every if gathers else x).reshape(case.m, case.K)
 
     def fused(peers: Peers, fusion: Fusion) -> Callable[..., jax.Array]:
         return lambda x, w, _: case.fused(peers, fusion, x, w)
 
-    found: dict[str, Callable[..., Any]] = {
-        "ours": lambda x, w, e: hopper.multiply(whole(x, e), w[0], spec=PLAIN, tile=tile)[0],
-        "cublas": lambda x, w, e: whole(x, e) @ w[0],
+    timed: dict[str, Callable[..., Any]] = {
+        "ours": lambda x, w, e: hopper.multiply(all_rows(x, e), w[0], spec=PLAIN, tile=tile)[0],
+        "cublas": lambda x, w, e: all_rows(x, e) @ w[0],
         "free": fused(case.ghost(fusion, 0), fusion),
     }
     for rate in links:
         alone, word = case.alone(fusion, rate), f"{rate / 1e9:.0f}"
-        found |= {
+        timed |= {
             f"fused {word}": fused(case.ghost(fusion, rate), fusion),
             f"copy {word}": lambda x, w, e, p=alone: case.copy(p, fusion, x if gathers else e),
             f"serial {word}": lambda x, w, _, p=alone: case.serial(p, fusion, x, w),
         }
     if case.op != api.REDUCE:  # whose tiles need nobody else's rows
         unrotated, best = dataclasses.replace(fusion, rotated=False), f"{links[0] / 1e9:.0f}"
-        found[f"unrotated {best}"] = fused(case.ghost(unrotated, links[0]), unrotated)
-        found["ready"] = lambda x, w, e: case.ready(fusion, e if gathers else x, w)
-    return found
+        timed[f"unrotated {best}"] = fused(case.ghost(unrotated, links[0]), unrotated)
+        timed["ready"] = lambda x, w, e: case.ready(fusion, e if gathers else x, w)
+    return timed
 
 
 def interleaved(
@@ -349,20 +349,20 @@ def interleaved(
     used = ""
     for _ in range(ROUNDS):
         for name, program in programs.items():
-            used, found = clock(program, inputs, LAUNCHES)
-            times[name] += found
+            used, seconds = clock(program, inputs, LAUNCHES)
+            times[name] += seconds
     return used, {name: float(np.median(t)) / len(inputs) for name, t in times.items()}
 
 
 def apart(function: Callable[..., Any], exact: Callable[..., Any], args: tuple[Any, ...]) -> float:
     """Returns how far a result is from the exact one, of the latter's size; NaN where it is NaN."""
-    found, want = (
+    result, want = (
         jnp.concatenate(
             [y.astype(jnp.float32).reshape(-1) for y in jax.tree.leaves(jax.jit(f)(*args))]
         )
         for f in (function, exact)
     )
-    return float(jnp.linalg.norm(found - want) / jnp.linalg.norm(want))
+    return float(jnp.linalg.norm(result - want) / jnp.linalg.norm(want))
 
 
 def efficiencies(
@@ -382,9 +382,14 @@ def efficiencies(
     used, seconds = interleaved(timed, inputs, clock)
     gemm = min(seconds["ours"], seconds["cublas"])
     controls = "ours", "cublas", "ready", "free", f"unrotated {links[0] / 1e9:.0f}"
-    kept = {name: value for name, value in seconds.items() if name in controls}
-    rest = {"relative_error": wrong, "passed": wrong <= CLOSE, "controls_s": kept, "clock": used}
-    return [link_row(r, case.fusions()[0], gemm, seconds, "efficiency") | rest for r in links]
+    control_times = {name: value for name, value in seconds.items() if name in controls}
+    shared = {
+        "relative_error": wrong,
+        "passed": wrong <= CLOSE,
+        "controls_s": control_times,
+        "clock": used,
+    }
+    return [link_row(r, case.fusions()[0], gemm, seconds, "efficiency") | shared for r in links]
 
 
 def link_row(

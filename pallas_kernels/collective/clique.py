@@ -30,7 +30,7 @@ def out_of_reach(sizes: Sizes) -> tuple[str, ...]:
     return (f"needs a whole mesh of at most {NODE} GPUs, those of a node, found {devices}",)
 
 
-def beside(sizes: Sizes, axes: Sequence[str]) -> tuple[str, ...]:
+def concurrent(sizes: Sizes, axes: Sequence[str]) -> tuple[str, ...]:
     """Returns what may communicate while a kernel over `axes` waits; empty: nothing."""
     others = [f"{axis} {size}" for axis, size in sizes.items() if size > 1 and axis not in axes]
     if not others:

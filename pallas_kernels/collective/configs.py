@@ -100,8 +100,8 @@ def program(name: str) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, A
 def sources(name: str) -> tuple[pathlib.Path, ...]:
     """The files that make a configuration's kernel."""
     kernels = {"scatter": "gemm_reduce_scatter.py", "reduce": "gemm_all_reduce.py"}
-    own = kernels.get(name.split()[0], "all_gather_gemm.py")
-    return FOLDER / own, *FUSED, *FILES
+    kernel = kernels.get(name.split()[0], "all_gather_gemm.py")
+    return FOLDER / kernel, *FUSED, *FILES
 
 
 def _peers(words: list[str], ranks: int) -> Peers:

@@ -103,9 +103,9 @@ def _body(gmem, *, steps, rows, of, **memory):
 
     def load(place, s, buffer, barrier):
         (row, column), k = place, span(s, tile.block_k)
-        worker.load_left(peers.own(gmem["x"]).at[worker.rows(row), k], buffer, barrier)
+        worker.load_left(peers.private_page(gmem["x"]).at[worker.rows(row), k], buffer, barrier)
         n = pl.ds(column, tile.block_n)
-        worker.load_right(peers.own(gmem["w"]), n, k, buffer, barrier)
+        worker.load_right(peers.private_page(gmem["w"]), n, k, buffer, barrier)
 
     def send(i, acc):
         began = peers.now()
@@ -113,11 +113,11 @@ def _body(gmem, *, steps, rows, of, **memory):
         top = worker.top(row)
 
         def copy(piece, down, right):
-            here = pl.ds(top + down, piece.shape[0]), pl.ds(column + right, piece.shape[1])
+            part = pl.ds(top + down, piece.shape[0]), pl.ds(column + right, piece.shape[1])
             for distance in range(R):
                 to = lax.rem(rank + distance, R)
                 inbox = peers.peer(gmem["inbox"], to, rank)
-                plgpu.copy_smem_to_gmem(piece, inbox.at[here], commit_group=distance == R - 1)
+                plgpu.copy_smem_to_gmem(piece, inbox.at[part], commit_group=distance == R - 1)
 
         worker.store(acc, lambda z, _: z, copy)
         plgpu.wait_smem_to_gmem(0)
@@ -137,16 +137,16 @@ def _body(gmem, *, steps, rows, of, **memory):
             m, at = row + lax.div(p, wide), pl.ds(column + lax.rem(p, wide) * each, each)
 
             def read(ref: Any, *index: Any) -> Any:
-                found = plgpu.load(ref.at[(*index, at)], layout=layout, optimized=False)
-                return found.astype(jnp.float32)
+                values = plgpu.load(ref.at[(*index, at)], layout=layout, optimized=False)
+                return values.astype(jnp.float32)
 
-            parts = [read(peers.mine(gmem["inbox"], source), m) for source in range(R)]
+            parts = [read(peers.shared_page(gmem["inbox"], source), m) for source in range(R)]
             y = functools.reduce(jnp.add, parts)
             if "bias" in gmem:
-                y += read(peers.own(gmem["bias"]))
+                y += read(peers.private_page(gmem["bias"]))
             if "residual" in gmem:
-                y += read(peers.own(gmem["residual"]), m)
-            peers.own(gmem["y"]).at[m, at][...] = y.astype(gmem["y"].dtype)
+                y += read(peers.private_page(gmem["residual"]), m)
+            peers.private_page(gmem["y"]).at[m, at][...] = y.astype(gmem["y"].dtype)
 
     def compute():
         worker.compute(total, send)

@@ -82,7 +82,7 @@ def gemm_reduce_scatter(
     if into is None:
         outputs["inbox"] = jax.ShapeDtypeStruct((peers.reached * R, height, N), sums)
     split = schedule.Split(R * rows, R, tile.block_m * tile.cluster, fusion.chunk)
-    found = engine.launch(
+    results = engine.launch(
         functools.partial(
             _body,
             split=split,
@@ -103,7 +103,7 @@ def gemm_reduce_scatter(
         clusters=clusters * copies,
         interpret=interpret,
     )
-    return [*found.values(), *([] if into is None else [into[...]])]
+    return [*results.values(), *([] if into is None else [into[...]])]
 
 
 def _body(gmem, *, split, steps, of, arrived=None, **memory):
@@ -124,9 +124,9 @@ def _body(gmem, *, split, steps, of, arrived=None, **memory):
         m, n = worker.rows(place.row), span(place.column, tile.block_n)
 
         def load_pair(pair, step):
-            k, x = span(step, tile.block_k), peers.own(gmem[f"x{pair}"], place.peer)
+            k, x = span(step, tile.block_k), peers.private_page(gmem[f"x{pair}"], place.peer)
             worker.load_left(x.at[m, k], buffer, barrier)
-            worker.load_right(peers.own(gmem[f"w{pair}"]), n, k, buffer, barrier)
+            worker.load_right(peers.private_page(gmem[f"w{pair}"]), n, k, buffer, barrier)
 
         steps.each(s, load_pair)
 
@@ -141,11 +141,13 @@ def _body(gmem, *, split, steps, of, arrived=None, **memory):
 
             @pl.when(place.peer == rank)
             def _():
-                plgpu.copy_smem_to_gmem(piece, peers.mine(gmem["inbox"], rank).at[m, n])
+                plgpu.copy_smem_to_gmem(piece, peers.shared_page(gmem["inbox"], rank).at[m, n])
 
             @pl.when(place.peer != rank)
             def _():
-                plgpu.copy_smem_to_gmem(piece, peers.own(gmem["outbox"], place.peer).at[m, n])
+                plgpu.copy_smem_to_gmem(
+                    piece, peers.private_page(gmem["outbox"], place.peer).at[m, n]
+                )
 
         worker.store(sums, lambda z, _: z, copy)
         plgpu.wait_smem_to_gmem(0)
@@ -170,7 +172,7 @@ def _body(gmem, *, split, steps, of, arrived=None, **memory):
             chunk = schedule.scatter_chunk(worker.number + n * fusion.comm, rank, split, columns)
             computed(chunk)
 
-            def here(q):
+            def piece_of(q):
                 row, right = lax.div(q, wide) * down, lax.rem(q, wide) * across
                 return pl.ds(chunk.row + row, down), pl.ds(right, across)
 
@@ -180,8 +182,8 @@ def _body(gmem, *, split, steps, of, arrived=None, **memory):
                 arrived,
                 total,
                 total,
-                source=lambda q: peers.own(gmem["outbox"], chunk.peer).at[here(q)],
-                target=lambda q: peers.peer(gmem["inbox"], chunk.peer, rank).at[here(q)],
+                source=lambda q: peers.private_page(gmem["outbox"], chunk.peer).at[piece_of(q)],
+                target=lambda q: peers.peer(gmem["inbox"], chunk.peer, rank).at[piece_of(q)],
                 finish=lambda _: peers.signal(
                     flags, chunk.peer, chunks + lax.rem(chunk.flag, split.chunks)
                 ),
@@ -222,13 +224,15 @@ def _add_up(gmem, peers, chunk, me, everyone):
         row, at = chunk.row + lax.div(p, wide), pl.ds(lax.rem(p, wide) * each, each)
 
         def read(ref: Any, *index: Any) -> Any:
-            found = plgpu.load(ref.at[(*index, at)], layout=layout, optimized=False)
-            return found.astype(jnp.float32)
+            values = plgpu.load(ref.at[(*index, at)], layout=layout, optimized=False)
+            return values.astype(jnp.float32)
 
-        parts = [read(peers.mine(gmem["inbox"], source), row) for source in range(peers.ranks)]
+        parts = [
+            read(peers.shared_page(gmem["inbox"], source), row) for source in range(peers.ranks)
+        ]
         y = functools.reduce(jnp.add, parts)
         if "bias" in gmem:
-            y += read(peers.own(gmem["bias"]))
+            y += read(peers.private_page(gmem["bias"]))
         if "residual" in gmem:
-            y += read(peers.own(gmem["residual"]), row)
-        peers.own(gmem["y"]).at[row, at][...] = y.astype(gmem["y"].dtype)
+            y += read(peers.private_page(gmem["residual"]), row)
+        peers.private_page(gmem["y"]).at[row, at][...] = y.astype(gmem["y"].dtype)

@@ -99,8 +99,8 @@ def dispatch_grouped_matmul(
         ys, x_NK = reference.dispatch_grouped_matmul(
             x, weights, routes, axis, activation, transpose_w
         )
-    found = ys if isinstance(w, Sequence) else ys[0]
-    return (found, x_NK) if return_rows else found
+    products = ys if isinstance(w, Sequence) else ys[0]
+    return (products, x_NK) if return_rows else products
 
 
 def grouped_matmul_combine(
@@ -176,7 +176,7 @@ def _choose(
     why += () if routes.rows else ("finds no rows",)
     if implementation is None:
         axes = (axis,) if isinstance(axis, str) else axis
-        why += clique.beside(jax.sharding.get_abstract_mesh().shape, axes)
+        why += clique.concurrent(jax.sharding.get_abstract_mesh().shape, axes)
     row = tuned.find(op, _key(op, routes, sum(contracted), sum(widths)))
     return dispatch.choose_fused(op, implementation, why, row)
 

@@ -164,17 +164,17 @@ class Check:
         y = np.zeros((R, self.rows if first else self.tokens, self.N))
         flat, source = experts.reshape(-1), np.arange(experts.size) // experts[0].size
         for rank in range(R):
-            (mine,) = np.nonzero((flat >= 0) & (flat // self.experts == rank))
-            mine = mine[np.lexsort((mine, (source[mine] - rank) % R, flat[mine]))]
-            expert_N, token_N = flat[mine] % self.experts, mine // self.choices
-            rows = x.reshape(-1, self.K)[token_N] if first else x[rank, : len(mine)]
-            answers = np.zeros((len(mine), self.N))
+            (local,) = np.nonzero((flat >= 0) & (flat // self.experts == rank))
+            local = local[np.lexsort((local, (source[local] - rank) % R, flat[local]))]
+            expert_N, token_N = flat[local] % self.experts, local // self.choices
+            rows = x.reshape(-1, self.K)[token_N] if first else x[rank, : len(local)]
+            answers = np.zeros((len(local), self.N))
             for e in range(self.experts):
                 answers[expert_N == e] = rows[expert_N == e] @ w[rank, e]
             if first:
-                y[rank, : len(mine)] = answers
+                y[rank, : len(local)] = answers
             else:
-                weighted = weights.reshape(-1)[mine][:, None] * answers
+                weighted = weights.reshape(-1)[local][:, None] * answers
                 np.add.at(y.reshape(-1, self.N), token_N, weighted)
         return y
 
@@ -292,10 +292,10 @@ class Case:
             self.op, self.ranks, self.S, self.experts, self.K, list(self.widths), out
         )
         wide = fusions.WIDTHS if self.op == COMBINE else (first.width,)
-        found = [dataclasses.replace(first, comm=c, width=w) for c in fusions.COMM for w in wide]
+        nearby = [dataclasses.replace(first, comm=c, width=w) for c in fusions.COMM for w in wide]
         tiles = [tile for tile in fusions.candidates(self.op, *sizes, out) if tile != first.tile]
-        found += [dataclasses.replace(first, tile=tile) for tile in tiles[:OTHERS]]
-        legal = (fusion for fusion in found if fusion.comm % fusion.tile.cluster == 0)
+        nearby += [dataclasses.replace(first, tile=tile) for tile in tiles[:OTHERS]]
+        legal = (fusion for fusion in nearby if fusion.comm % fusion.tile.cluster == 0)
         return tuple(dict.fromkeys((first, *legal)))
 
     def ghost(self, fusion: ExpertFusion, rate: float) -> GhostPeer:
@@ -327,66 +327,66 @@ class Case:
         if interpret:
             more |= {"blocks": 2 * fusion.tile.cluster, "interpret": True}
         peers = ReadyPeer(self.ranks, self.me)
-        found, page = self._kernel(peers, fusion, Inputs(*args), **more)
+        products, page = self._kernel(peers, fusion, Inputs(*args), **more)
         if self.op == DISPATCH:
-            return found
+            return products
         return (page[self.me, self.S : self.S + self.rows],)
 
     def _kernel(
-        self, peers: Peers, fusion: ExpertFusion, given: Inputs, **more: Any
+        self, peers: Peers, fusion: ExpertFusion, inputs: Inputs, **more: Any
     ) -> tuple[tuple[jax.Array, ...], jax.Array]:
-        routes, work = given.routes, self.work(fusion, given.routes)
-        ws = tuple(w[None] for w in given.ws)
+        routes, work = inputs.routes, self.work(fusion, inputs.routes)
+        ws = tuple(w[None] for w in inputs.ws)
         more |= {"peers": peers, "fusion": fusion, "spec": self.sums}
         if self.op == DISPATCH:
             more |= {"rows": self.rows, "flags": tables.flags(routes, fusion.chunk)}
-            ys, rows = dispatch_gemm(given.x[None], ws, work, **more)
+            ys, rows = dispatch_gemm(inputs.x[None], ws, work, **more)
             return tuple(y[0] for y in ys), rows
         below = height(self.rows, fusion.tile) - self.rows
-        x = jnp.pad(given.x, ((0, below), (0, 0)))[None]
-        places, weights = tables.places(routes)[None], given.weight_TA[None]
+        x = jnp.pad(inputs.x, ((0, below), (0, 0)))[None]
+        places, weights = tables.places(routes)[None], inputs.weight_TA[None]
         y, page = gemm_combine((x,), ws, work, places, weights, **more)
         return (y[0],), page
 
-    def came(self, given: Inputs) -> jax.Array:
+    def came(self, inputs: Inputs) -> jax.Array:
         """x_NK: the tokens as the experts' rows; past those that came any token."""
-        return given.x[given.routes.choice_N % self.S // self.choices]
+        return inputs.x[inputs.routes.choice_N % self.S // self.choices]
 
-    def pages(self, fusion: ExpertFusion, given: Inputs) -> jax.Array:
+    def pages(self, fusion: ExpertFusion, inputs: Inputs) -> jax.Array:
         """(R, height, K): those rows where every rank's are, for `ready`."""
         below = height(self.rows, fusion.tile) - self.rows
-        x_NK = jnp.pad(self.came(given), ((0, below), (0, 0)))
+        x_NK = jnp.pad(self.came(inputs), ((0, below), (0, 0)))
         return jnp.broadcast_to(x_NK, (self.ranks, *x_NK.shape))
 
-    def products(self, x_NK: jax.Array, given: Inputs) -> list[jax.Array]:
+    def products(self, x_NK: jax.Array, inputs: Inputs) -> list[jax.Array]:
         """The grouped products by our kernel on all SMs, of rows that are there."""
         tile = grouped.heuristic(self.S, self.widths[0], self.K, self.experts)
-        sizes_E = given.routes.sizes_E
-        return [grouped.product(x_NK, w, sizes_E, transpose=False, tile=tile) for w in given.ws]
+        sizes_E = inputs.routes.sizes_E
+        return [grouped.product(x_NK, w, sizes_E, transpose=False, tile=tile) for w in inputs.ws]
 
     def copy(self, peers: Peers, fusion: ExpertFusion, *args: Any) -> jax.Array:
         """The kernel's copies alone, of rows or, for a combine, of answers: its page of them."""
-        given, tall = Inputs(*args), height(self.rows, fusion.tile)
-        x, below = given.x[None], 0
+        inputs, tall = Inputs(*args), height(self.rows, fusion.tile)
+        x, below = inputs.x[None], 0
         if self.op == COMBINE:
             below = self.S
             x = jnp.zeros((1, below + tall, self.widths[0]), jnp.float32)
         static: dict[str, Any] = {"peers": peers, "comm": fusion.comm, "chunk": fusion.chunk}
-        work = self.work(fusion, given.routes)
+        work = self.work(fusion, inputs.routes)
         return send_rows(x, work, height=below + tall, **static)[0]
 
     def serial(self, peers: Peers, fusion: ExpertFusion, *args: Any) -> tuple[jax.Array, ...]:
         """The kernel's copies, then the products; or product, copies, sum (COMET's baseline)."""
-        given = Inputs(*args)
+        inputs = Inputs(*args)
         if self.op == DISPATCH:
-            return tuple(self.products(self.copy(peers, fusion, *args)[: self.rows], given))
-        (y_ND,) = self.products(given.x, given)
+            return tuple(self.products(self.copy(peers, fusion, *args)[: self.rows], inputs))
+        (y_ND,) = self.products(inputs.x, inputs)
         tall = height(self.rows, fusion.tile) - self.rows
         page = jnp.pad(y_ND.astype(jnp.float32), ((self.S, tall), (0, 0)))[None]
         static: dict[str, Any] = {"peers": peers, "comm": fusion.comm, "chunk": fusion.chunk}
-        came = send_rows(page, self.work(fusion, given.routes), height=page.shape[1], **static)[0]
+        came = send_rows(page, self.work(fusion, inputs.routes), height=page.shape[1], **static)[0]
         y_TAD = came[: self.S].reshape(self.tokens, self.choices, -1)
-        return ((given.weight_TA[..., None] * y_TAD).sum(1).astype(given.x.dtype),)
+        return ((inputs.weight_TA[..., None] * y_TAD).sum(1).astype(inputs.x.dtype),)
 
     def plain(self, peers: Peers, fusion: ExpertFusion, *args: Any) -> tuple[jax.Array, ...]:
         """What plain XLA does with the fewest bytes, one after the other.
@@ -399,42 +399,42 @@ class Case:
         """
         if self.ranks > 2 * self.choices:
             return self.serial(peers, fusion, *args)
-        given, R, T = Inputs(*args), self.ranks, self.tokens
+        inputs, R, T = Inputs(*args), self.ranks, self.tokens
         pull = functools.partial(all_gather, peers=peers, comm=fusion.comm, chunk=fusion.chunk)
         if self.op == DISPATCH:
-            x_PK = pull(given.x[None]).at[self.me].set(given.x).reshape(R * T, self.K)
-            return tuple(self.products(x_PK[given.routes.choice_N // self.choices], given))
-        (y_ND,) = self.products(given.x, given)
-        here_N = jnp.arange(self.rows) < given.routes.sizes_E.sum()
-        to_N = jnp.where(here_N, given.routes.choice_N, R * self.S)
+            x_PK = pull(inputs.x[None]).at[self.me].set(inputs.x).reshape(R * T, self.K)
+            return tuple(self.products(x_PK[inputs.routes.choice_N // self.choices], inputs))
+        (y_ND,) = self.products(inputs.x, inputs)
+        here_N = jnp.arange(self.rows) < inputs.routes.sizes_E.sum()
+        to_N = jnp.where(here_N, inputs.routes.choice_N, R * self.S)
         row_P = jnp.full(R * self.S, self.rows, jnp.int32)
         row_P = row_P.at[to_N].set(jnp.arange(self.rows, dtype=jnp.int32), mode="drop")
         y_PD = y_ND.at[row_P].get(mode="fill", fill_value=0).astype(jnp.float32)
-        y_RTAD = y_PD.reshape(R, T, self.choices, -1) * given.weight_TA[None, ..., None]
-        sums_RTD = pull(y_RTAD.sum(2).astype(given.x.dtype))
-        return (sums_RTD.sum(0, dtype=jnp.float32).astype(given.x.dtype),)
+        y_RTAD = y_PD.reshape(R, T, self.choices, -1) * inputs.weight_TA[None, ..., None]
+        sums_RTD = pull(y_RTAD.sum(2).astype(inputs.x.dtype))
+        return (sums_RTD.sum(0, dtype=jnp.float32).astype(inputs.x.dtype),)
 
     def exact(self, *args: Any) -> tuple[jax.Array, ...]:
         """The result of `fused`, where all ranks are alike."""
-        given = Inputs(*args)
+        inputs = Inputs(*args)
         if self.op == DISPATCH:
-            x_NK = self.came(given)
-            products = (reference.product(x_NK, w, given.routes, False) for w in given.ws)
-            return tuple(y.astype(given.x.dtype) for y in products)
-        (answers_ND,) = (reference.product(given.x, w, given.routes, False) for w in given.ws)
-        return self.weighted(answers_ND, given)
+            x_NK = self.came(inputs)
+            products = (reference.product(x_NK, w, inputs.routes, False) for w in inputs.ws)
+            return tuple(y.astype(inputs.x.dtype) for y in products)
+        (answers_ND,) = (reference.product(inputs.x, w, inputs.routes, False) for w in inputs.ws)
+        return self.weighted(answers_ND, inputs)
 
     def alike(self, fusion: ExpertFusion, *args: Any) -> tuple[jax.Array, ...]:
         """The result of `fused` by the interpreter."""
-        given = Inputs(*args)
+        inputs = Inputs(*args)
         if self.op == DISPATCH:
-            return self.ready(fusion, self.pages(fusion, given), *args, interpret=True)
-        return self.weighted(self.ready(fusion, None, *args, interpret=True)[0], given)
+            return self.ready(fusion, self.pages(fusion, inputs), *args, interpret=True)
+        return self.weighted(self.ready(fusion, None, *args, interpret=True)[0], inputs)
 
-    def weighted(self, answers_ND: jax.Array, given: Inputs) -> tuple[jax.Array]:
+    def weighted(self, answers_ND: jax.Array, inputs: Inputs) -> tuple[jax.Array]:
         """y_TD of this rank's answers, which are its tokens' too."""
-        y_TAD = given.weight_TA[..., None] * answers_ND[given.routes.row_TA]
-        return (y_TAD.sum(1).astype(given.x.dtype),)
+        y_TAD = inputs.weight_TA[..., None] * answers_ND[inputs.routes.row_TA]
+        return (y_TAD.sum(1).astype(inputs.x.dtype),)
 
 
 def of_model(op: str, model: str, tokens: int, room: float = R) -> Case:
@@ -450,10 +450,10 @@ def of_model(op: str, model: str, tokens: int, room: float = R) -> Case:
 
 def arguments(case: Case, key: jax.Array) -> tuple[Any, ...]:
     """What is timed; and, for the product alone, rows that are there, at a dispatch all ranks'."""
-    given = case.inputs(key)
+    inputs = case.inputs(key)
     if case.op == COMBINE:
-        return given, given.x, None
-    return given, case.came(given), case.pages(case.fusions()[0], given)
+        return inputs, inputs.x, None
+    return inputs, case.came(inputs), case.pages(case.fusions()[0], inputs)
 
 
 def functions(case: Case, links: tuple[float, ...]) -> dict[str, Callable[..., Any]]:
@@ -461,28 +461,28 @@ def functions(case: Case, links: tuple[float, ...]) -> dict[str, Callable[..., A
     fusion, best = case.fusions()[0], f"{links[0] / 1e9:.0f}"
 
     def timed(function: Callable[..., Any], *static: Any) -> Callable[..., Any]:
-        return lambda given, *_: function(*static, *given)
+        return lambda inputs, *_: function(*static, *inputs)
 
     def fused(rate: float, fusion: ExpertFusion) -> Callable[..., Any]:
         return timed(case.fused, case.ghost(fusion, rate), fusion)
 
-    found: dict[str, Callable[..., Any]] = {
-        "gemm": lambda given, rows, _: case.products(rows, given),
-        "ready": lambda given, _, pages: case.ready(fusion, pages, *given),
+    named: dict[str, Callable[..., Any]] = {
+        "gemm": lambda inputs, rows, _: case.products(rows, inputs),
+        "ready": lambda inputs, _, pages: case.ready(fusion, pages, *inputs),
         "free": fused(0, fusion),
     }
     for rate in links:
         peers, word = case.ghost(fusion, rate), f"{rate / 1e9:.0f}"
-        found |= {
+        named |= {
             f"fused {word}": fused(rate, fusion),
             f"copy {word}": timed(case.copy, peers, fusion),
             f"serial {word}": timed(case.serial, peers, fusion),
         }
     if case.op == DISPATCH:
-        found[f"unstaged {best}"] = fused(links[0], dataclasses.replace(fusion, rotated=False))
+        named[f"unstaged {best}"] = fused(links[0], dataclasses.replace(fusion, rotated=False))
     for comm in fusions.COMM:
-        found[f"{comm} blocks {best}"] = fused(links[0], dataclasses.replace(fusion, comm=comm))
-    return found
+        named[f"{comm} blocks {best}"] = fused(links[0], dataclasses.replace(fusion, comm=comm))
+    return named
 
 
 CASES = tuple((model, op) for model in MIXTURES for op in (DISPATCH, COMBINE))
@@ -495,13 +495,18 @@ def hidden(
     draw = jax.jit(functools.partial(arguments, case))
     inputs: list[tuple[Any, ...]] = [draw(key) for key in jax.random.split(jax.random.key(0), 3)]
     timed, best = functions(case, links), f"{links[0] / 1e9:.0f}"
-    wrong = apart(timed[f"fused {best}"], lambda given, *_: case.exact(*given), inputs[0])
+    wrong = apart(timed[f"fused {best}"], lambda args, *_: case.exact(*args), inputs[0])
     used, seconds = interleaved(timed, inputs, clock)
     controls = "ready", "free", f"blocks {best}", f"unstaged {best}"
-    kept = {name: value for name, value in seconds.items() if name.endswith(controls)}
-    rest = {"relative_error": wrong, "passed": wrong <= CLOSE, "controls_s": kept, "clock": used}
+    control_times = {name: value for name, value in seconds.items() if name.endswith(controls)}
+    shared = {
+        "relative_error": wrong,
+        "passed": wrong <= CLOSE,
+        "controls_s": control_times,
+        "clock": used,
+    }
     gemm, fusion = seconds["gemm"], case.fusions()[0]
-    return [link_row(rate, fusion, gemm, seconds, "hidden") | rest for rate in links]
+    return [link_row(rate, fusion, gemm, seconds, "hidden") | shared for rate in links]
 
 
 def checks() -> list[Work]:
@@ -538,11 +543,11 @@ def rehearsals() -> list[Work]:
     like = [jax.ShapeDtypeStruct(a.shape, jnp.bfloat16) for a in arrays]
     like += [jax.ShapeDtypeStruct(s, jnp.int32) for s in (experts.shape, (R,))]
     case = of_model(op, model, TOKENS, ROOM)
-    given = jax.eval_shape(functools.partial(arguments, case), jax.random.key(0))
+    abstract = jax.eval_shape(functools.partial(arguments, case), jax.random.key(0))
     return [
         one(check.name, check.run, like),
         *(
-            one(f"{model} {op}, {name}", function, given)
+            one(f"{model} {op}, {name}", function, abstract)
             for name, function in functions(case, LINKS[:1]).items()
             if name.startswith(REHEARSED)
         ),

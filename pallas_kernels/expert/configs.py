@@ -97,9 +97,9 @@ def program(name: str) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, A
 
 def sources(name: str) -> tuple[pathlib.Path, ...]:
     """The files that make a configuration's kernel."""
-    own = "dispatch_gemm.py" if name.startswith("dispatch") else "gemm_combine.py"
-    here = (own, "product.py", "rows.py", "tables.py")
-    return *(FOLDER / file for file in here), *FUSED, *FILES
+    kernel = "dispatch_gemm.py" if name.startswith("dispatch") else "gemm_combine.py"
+    files = (kernel, "product.py", "rows.py", "tables.py")
+    return *(FOLDER / file for file in files), *FUSED, *FILES
 
 
 def _peers(words: list[str], ranks: int) -> Peers:

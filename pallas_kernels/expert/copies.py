@@ -28,8 +28,8 @@ def send_rows(
 
     def body(x, jobs, totals, y, smem, barriers):
         me, began = peers.cluster(), peers.now()
-        jobs, totals = peers.own(jobs), peers.own(totals)
-        own = totals[OWN] + 0
+        jobs, totals = peers.private_page(jobs), peers.private_page(totals)
+        local_jobs = totals[OWN] + 0
 
         def piece(ref, row, p):
             return ref.at[pl.ds(row, 1), span(p, across)]
@@ -37,10 +37,10 @@ def send_rows(
         rows.relay(
             smem,
             barriers,
-            share(totals[JOBS] - own, me, comm),
+            share(totals[JOBS] - local_jobs, me, comm),
             parts=lambda _: jnp.int32(parts),
-            table=lambda n: jobs.at[own + me + n * comm],
-            source=lambda n, row, p: piece(peers.own(x), row, p),
+            table=lambda n: jobs.at[local_jobs + me + n * comm],
+            source=lambda n, row, p: piece(peers.private_page(x), row, p),
             target=lambda n, peer, row, p: piece(peers.peer(y, peer), row, p),
             pace=lambda n, q: peers.pace(began, (n * chunk * parts + q + 1) * moved),
             finish=lambda n, peer, flag: None,
@@ -55,6 +55,6 @@ def send_rows(
         grid_names=("block",),
         kernel_name="send_rows",
     )
-    given = x, work.jobs_CW, work.totals
-    with Work("send_rows").scope(given, [result]):
-        return kernel(*given)
+    operands = x, work.jobs_CW, work.totals
+    with Work("send_rows").scope(operands, [result]):
+        return kernel(*operands)

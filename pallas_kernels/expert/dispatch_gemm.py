@@ -85,7 +85,7 @@ def dispatch_gemm(
         height = shared.height(rows, tile)
         outputs["rows"] = jax.ShapeDtypeStruct((peers.reached, height, K), x.dtype)
     buffers = engine.buffers(tile, x.dtype, spec.out_dtype, turned_b=turned)
-    found = engine.launch(
+    results = engine.launch(
         functools.partial(
             _body,
             steps=pl.cdiv(K, tile.block_k),
@@ -102,8 +102,8 @@ def dispatch_gemm(
         clusters=clusters * C,
         interpret=interpret,
     )
-    came = found["rows"] if into is None else into if peers.ready else into[...]
-    return [found[f"y{i}"] for i in range(len(weights))], came
+    came = results["rows"] if into is None else into if peers.ready else into[...]
+    return [results[f"y{i}"] for i in range(len(weights))], came
 
 
 def _body(
@@ -113,7 +113,7 @@ def _body(
     worker = of(steps, memory, gmem.get("delays"))
     peers, fusion, tile = worker.peers, worker.fusion, worker.tile
     flags = peers.flags(count)
-    visits, jobs, totals = (peers.own(gmem[name]) for name in ("visits", "jobs", "totals"))
+    visits, jobs, totals = (peers.private_page(gmem[name]) for name in ("visits", "jobs", "totals"))
     columns = fused.Parts([pl.cdiv(F, tile.block_n) for F in widths])
     count_visits = number(totals, tables.VISITS)
     total = count_visits * columns.total
@@ -138,10 +138,10 @@ def _body(
     def load(place, s, buffer, barrier):
         k = span(s, tile.block_k)
         m = shared.rows_of(place, worker.block, tile, height)
-        worker.load_left(peers.mine(gmem["rows"]).at[m, k], buffer, barrier)
+        worker.load_left(peers.shared_page(gmem["rows"]).at[m, k], buffer, barrier)
 
         def load_right(w, column):
-            weight = peers.own(gmem[f"w{w}"]).at[place.group]
+            weight = peers.private_page(gmem[f"w{w}"]).at[place.group]
             worker.load_right(weight, span(column, tile.block_n), k, buffer, barrier)
 
         columns.each(place.column, load_right)
@@ -153,7 +153,7 @@ def _body(
         def copy(piece, down, right):
             def to(w, column):
                 y, at = (
-                    peers.own(gmem[f"y{w}"]),
+                    peers.private_page(gmem[f"y{w}"]),
                     pl.multiple_of(column * tile.block_n, tile.block_n),
                 )
                 shared.store_rows(piece, y, top + down, at + right, place.lo, place.hi)
@@ -178,16 +178,16 @@ def _body(
             share(last_job - first_job, me, stride),
             parts=lambda _: jnp.int32(K // across),
             table=lambda n: jobs.at[first_job + me + n * stride],
-            source=lambda n, row, p: piece(peers.own(gmem["x"]), row, p),
+            source=lambda n, row, p: piece(peers.private_page(gmem["x"]), row, p),
             target=lambda n, peer, row, p: piece(peers.peer(gmem["rows"], peer), row, p),
             pace=lambda n, q: peers.pace(began, (n * fusion.chunk * (K // across) + q + 1) * moved),
             finish=lambda n, peer, flag: peers.signal(flags, peer, flag),
         )
 
-    own, every = number(totals, OWN), number(totals, JOBS)
+    local_jobs, every = number(totals, OWN), number(totals, JOBS)
 
     def communicate():
-        me = functools.partial(send, own, every, worker.number, fusion.comm)
+        me = functools.partial(send, local_jobs, every, worker.number, fusion.comm)
         pl.when(worker.warpgroup == 0)(me)
 
     def compute():
@@ -196,11 +196,18 @@ def _body(
         worker.compute(total, finish)
         me, everyone = worker.computing_warpgroup
         for w in range(len(widths)):
-            worker.staging.clear(peers.own(gmem[f"y{w}"]), number(totals, tables.END), me, everyone)
+            worker.staging.clear(
+                peers.private_page(gmem[f"y{w}"]), number(totals, tables.END), me, everyone
+            )
 
     def produce():
         if fusion.comm:
-            send(jnp.int32(0), own, worker.number - fusion.comm, worker.computing * tile.cluster)
+            send(
+                jnp.int32(0),
+                local_jobs,
+                worker.number - fusion.comm,
+                worker.computing * tile.cluster,
+            )
             # The ring lies where tiles come, a cluster's weights for both of its blocks.
             plgpu.barrier_arrive(begun)
             plgpu.barrier_wait(begun)

@@ -92,7 +92,7 @@ def gemm_combine(
         outputs["page"] = jax.ShapeDtypeStruct((peers.reached, height, D), sums)
     wide = min(fusion.width * tile.block_n, D)
     buffers = engine.buffers(tile, dtype, sums, turned_b=turned)
-    found = engine.launch(
+    results = engine.launch(
         functools.partial(
             _body,
             # The products follow each other in the steps of one sum.
@@ -108,7 +108,7 @@ def gemm_combine(
         clusters=clusters * C,
         interpret=interpret,
     )
-    return found["y"], found["page"] if into is None else into[...]
+    return results["y"], results["page"] if into is None else into[...]
 
 
 def _body(gmem, *, steps, wide, of, begun: Any = None, arrived: Any = None, **memory):
@@ -119,7 +119,7 @@ def _body(gmem, *, steps, wide, of, begun: Any = None, arrived: Any = None, **me
     blocks, columns = pl.cdiv(D, wide), pl.cdiv(D, tile.block_n)
     # Tiles of each block of columns, then what came of it.
     flags = peers.flags(2 * blocks)
-    visits, jobs, totals = (peers.own(gmem[name]) for name in ("visits", "jobs", "totals"))
+    visits, jobs, totals = (peers.private_page(gmem[name]) for name in ("visits", "jobs", "totals"))
     count = number(totals, tables.VISITS)
 
     def place_of(i):
@@ -131,8 +131,8 @@ def _body(gmem, *, steps, wide, of, begun: Any = None, arrived: Any = None, **me
         n = span(place.column, tile.block_n)
 
         def load_pair(pair, step):
-            k, w = span(step, tile.block_k), peers.own(gmem[f"w{pair}"]).at[place.group]
-            worker.load_left(peers.own(gmem[f"x{pair}"]).at[m, k], buffer, barrier)
+            k, w = span(step, tile.block_k), peers.private_page(gmem[f"w{pair}"]).at[place.group]
+            worker.load_left(peers.private_page(gmem[f"x{pair}"]).at[m, k], buffer, barrier)
             worker.load_right(w, n, k, buffer, barrier)
 
         steps.each(s, load_pair)
@@ -140,7 +140,7 @@ def _body(gmem, *, steps, wide, of, begun: Any = None, arrived: Any = None, **me
     def finish(i, sums):
         place = place_of(i)
         top = worker.top(place.row)
-        page = peers.mine(gmem["page"])
+        page = peers.shared_page(gmem["page"])
 
         def copy(piece, down, right):
             at = pl.multiple_of(place.column * tile.block_n, tile.block_n) + right
@@ -174,7 +174,7 @@ def _body(gmem, *, steps, wide, of, begun: Any = None, arrived: Any = None, **me
             share(blocks * number(totals, JOBS), me, fusion.comm),
             parts=lambda n: lax.div(jnp.minimum(wide, D - block_of(n) * wide), jnp.int32(across)),
             table=lambda n: jobs.at[lax.rem(me + n * fusion.comm, every)],
-            source=lambda n, row, p: piece(peers.mine(gmem["page"]), n, row, p),
+            source=lambda n, row, p: piece(peers.shared_page(gmem["page"]), n, row, p),
             target=lambda n, peer, row, p: piece(peers.peer(gmem["page"], peer), n, row, p),
             pace=lambda n, q: peers.pace(began, (n * most + q + 1) * moved),
             finish=lambda n, peer, _: peers.signal(flags, peer, blocks + block_of(n)),
@@ -204,7 +204,7 @@ def _body(gmem, *, steps, wide, of, begun: Any = None, arrived: Any = None, **me
 
 def _add_up(gmem, peers, b, wide, me, everyone):
     """Warpgroup `me` of `everyone` stores its tokens' sums of block b of the columns."""
-    places, weights = (peers.own(gmem[name]) for name in ("places", "weights"))
+    places, weights = (peers.private_page(gmem[name]) for name in ("places", "weights"))
     (T, A), D = places.shape, gmem["y"].shape[2]
     each = next(128 * vector for vector in (4, 2, 1) if math.gcd(D, wide) % (128 * vector) == 0)
     layout = plgpu.Layout.WG_STRIDED((each,), vec_size=each // 128)
@@ -224,10 +224,10 @@ def _add_up(gmem, peers, b, wide, me, everyone):
 
         def store(at):
             def answer(place, weight):
-                row = peers.mine(gmem["page"]).at[jnp.maximum(place, 0), at]
-                found = plgpu.load(row, layout=layout, optimized=False).astype(jnp.float32)
+                row = peers.shared_page(gmem["page"]).at[jnp.maximum(place, 0), at]
+                values = plgpu.load(row, layout=layout, optimized=False).astype(jnp.float32)
                 # A row that nobody writes may hold anything.
-                return jnp.where(jnp.full((each,), place) >= 0, found * weight, 0.0)
+                return jnp.where(jnp.full((each,), place) >= 0, values * weight, 0.0)
 
             def add(group, y):
                 more = choices(few + group * TOGETHER, TOGETHER)
@@ -235,7 +235,7 @@ def _add_up(gmem, peers, b, wide, me, everyone):
 
             y = functools.reduce(jnp.add, [answer(*choice) for choice in early])
             y = lax.fori_loop(0, groups, add, y) if groups else y
-            peers.own(gmem["y"]).at[token, at][...] = y.astype(gmem["y"].dtype)
+            peers.private_page(gmem["y"]).at[token, at][...] = y.astype(gmem["y"].dtype)
 
         for first in range(0, wide, each):
             column = b * wide + first

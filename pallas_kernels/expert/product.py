@@ -46,15 +46,15 @@ def scratch(
     """
     columns = rows.part(width, jnp.dtype(piece_dtype).itemsize)
     ring = functools.partial(rows.scratch, columns, piece_dtype, fusion.chunk)
-    found = fused.scratch(op, fusion, shared, ring, by_row)
+    memory = fused.scratch(op, fusion, shared, ring, by_row)
     if not fusion.comm:
-        return found
+        return memory
     begun = (
         plgpu.ClusterBarrier(collective_axes=("cluster",), num_arrivals=1)
         if fusion.tile.cluster > 1
         else plgpu.Barrier(num_arrivals=1)
     )
-    return found | {"begun": begun}
+    return memory | {"begun": begun}
 
 
 class Place(NamedTuple):

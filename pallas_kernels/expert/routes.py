@@ -87,8 +87,8 @@ def cut(expert_TA: Array, *, experts: int, parts: int) -> Array:
     Raises: ValueError for what are no integers (T, A), and counts below 1.
     """
     expert_TA = _choices("cut", expert_TA)
-    experts = arguments.whole("cut", "experts", experts, 1)
-    parts = arguments.whole("cut", "parts", parts, 1)
+    experts = arguments.integer("cut", "experts", experts, 1)
+    parts = arguments.integer("cut", "parts", parts, 1)
     part_11P = jnp.arange(parts, dtype=jnp.int32)[None, None]
     rank_TAP = (expert_TA // experts * parts)[:, :, None] + part_11P
     expert_TAP = rank_TAP * experts + (expert_TA % experts)[:, :, None]
@@ -106,8 +106,8 @@ def route(expert_TA: Array, *, experts: int, axis: Axis, rows: int | None = None
     Raises: ValueError for what breaks the above, and outside a shard_map over `axis`.
     """
     expert_TA = _choices("route", expert_TA)
-    experts = arguments.whole("route", "experts", experts, 1)
-    rows = None if rows is None else arguments.whole("route", "rows", rows, 0)
+    experts = arguments.integer("route", "experts", experts, 1)
+    rows = None if rows is None else arguments.integer("route", "rows", rows, 0)
     (T, A), R, rank = expert_TA.shape, ranks_of("route", axis), lax.axis_index(axis)
     S, X = T * A, R * experts
     N = R * S if rows is None else min(rows, R * S)

@@ -193,7 +193,7 @@ def _static(
         for row, guess in zip(rows, guesses, strict=True)
     )
     forward, backward = (
-        dispatch.choose(OP, implementation, reasons, found) for found in (rows[:1], rows[1:])
+        dispatch.choose(OP, implementation, reasons, measured) for measured in (rows[:1], rows[1:])
     )
     bias = bias_N is not None
     return Static(forward, backward, activation, bias, residual, out_dtype, tile, tile_dx, tile_dw)

@@ -43,8 +43,8 @@ def arguments(case: Case) -> list[jax.ShapeDtypeStruct]:
 def product(case: Case, implementation: Implementation) -> Callable[..., jax.Array]:
     """fused_gemm of the arguments."""
 
-    def run(x, w, *rest):
-        left = list(rest)
+    def run(x, w, *operands):
+        left = list(operands)
         bias = left.pop(0) if case.bias else None
         residual = left.pop(0) if case.residual else None
         return pallas_kernels.fused_gemm(
@@ -93,7 +93,7 @@ def errors(case: Case, implementation: Implementation) -> dict[str, float]:
         with jax.default_matmul_precision("highest" if exact else "default"):
             return [np.asarray(x, np.float64) for x in bench.rounding(run)(*arrays)]
 
-    found, rough, want = (
+    result, rough, want = (
         all_of(implementation, False),
         all_of("reference", False),
         all_of("reference", True),
@@ -101,7 +101,7 @@ def errors(case: Case, implementation: Implementation) -> dict[str, float]:
     names = ("out", "dx", "dw", *["dbias"] * case.bias, *["dresidual"] * case.residual)
     return {
         name: float(np.abs(f - w).max() / (2 * np.abs(r - w).max() + 1e-3))
-        for name, f, r, w in zip(names, found, rough, want, strict=True)
+        for name, f, r, w in zip(names, result, rough, want, strict=True)
     }
 
 

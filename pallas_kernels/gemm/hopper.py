@@ -66,8 +66,8 @@ def heuristic(
     """
 
     # The second block of a cluster has rows of its own.
-    found = candidates(spec, residual) + split_candidates(M, N, K)
-    legal = (tile for tile in found if tile.cluster == 1 or M > tile.block_m)
+    choices = candidates(spec, residual) + split_candidates(M, N, K)
+    legal = (tile for tile in choices if tile.cluster == 1 or M > tile.block_m)
     return min(legal, key=functools.partial(seconds, (M, N, K), spec))
 
 
@@ -94,26 +94,26 @@ def tile_count(tile: Tile, M: int, N: int) -> int:
 
 def candidates(spec: Spec, residual: bool) -> list[Tile]:
     """What the heuristic and the tuner choose from: at least three tiles are in flight."""
-    found = (
+    fitting = (
         fitted(Tile(m, n, 64, 6, 2 if pingpong else m // 64, cluster, 8, pingpong), spec, residual)
         for m, n, pingpong in (*((m, n, False) for m, n in BLOCKS), (*PINGPONG, True))
         for cluster in (2, 1)
     )
-    return [tile for tile in found if tile.buffers > 2]
+    return [tile for tile in fitting if tile.buffers > 2]
 
 
-def split_candidates(M: int, N: int, K: int, whole: Sequence[Tile] = ()) -> list[Tile]:
+def split_candidates(M: int, N: int, K: int, unsplit: Sequence[Tile] = ()) -> list[Tile]:
     """The same in splits, which all run at one time; none where there are tiles for half the SMs.
 
     Of all splits of a tile those with the same number of steps are one candidate. whole: the tiles
     to split; empty: those of 16-bit operands.
     """
-    found = whole or candidates(partial(jnp.bfloat16), False)
-    step = found[0].block_k
+    choices = unsplit or candidates(partial(jnp.bfloat16), False)
+    step = choices[0].block_k
     steps = max(pl.cdiv(K, step), 1)
     return [
         dataclasses.replace(tile, splits=splits)
-        for tile in found
+        for tile in choices
         for splits in sorted({pl.cdiv(steps, pl.cdiv(steps, n)) for n in SPLITS})
         if not tile.pingpong
         and splits > 1
@@ -124,8 +124,8 @@ def split_candidates(M: int, N: int, K: int, whole: Sequence[Tile] = ()) -> list
 
 def heuristic_scaled(M: int, N: int, K: int, *, spec: Spec, residual: bool) -> Tile:
     """Returns what `heuristic` does, for 8-bit operands."""
-    found = candidates_scaled(M, N, K, spec, residual)
-    legal = (tile for tile in found if tile.cluster == 1 or M > tile.block_m)
+    choices = candidates_scaled(M, N, K, spec, residual)
+    legal = (tile for tile in choices if tile.cluster == 1 or M > tile.block_m)
     # A byte is half of what `seconds` counts, in the tensor core and on the way there.
     return min(legal, key=functools.partial(seconds, (M, N, pl.cdiv(K, 2)), spec))
 
@@ -142,8 +142,8 @@ def candidates_scaled(M: int, N: int, K: int, spec: Spec, residual: bool) -> lis
             for cluster in (2, 1)
         ]
 
-    whole = fitting(partial(promotion.OPERAND), False)
-    return fitting(spec, residual) + split_candidates(M, N, K, whole)
+    unsplit = fitting(partial(promotion.OPERAND), False)
+    return fitting(spec, residual) + split_candidates(M, N, K, unsplit)
 
 
 def fitted(tile: Tile, spec: Spec, residual: bool, dtype: Any = jnp.bfloat16) -> Tile:
@@ -159,16 +159,16 @@ def buffers(
         spec, residual = partial(dtype), False
     a, b = (tile.block_m, tile.block_k), (tile.block_k, tile.block_n)
     shape, out_dtype = staging_shape(tile.warpgroups, (tile.rows, tile.block_n), spec.out_dtype)
-    found: dict[str, tuple[tuple[int, ...], Any]] = {
+    shared: dict[str, tuple[tuple[int, ...], Any]] = {
         "a_smem": ((tile.buffers, *(a[::-1] if stored.a else a)), dtype),
         "b_smem": ((tile.buffers, *(b[::-1] if stored.b else b)), dtype),
         "y_smem": (shape, out_dtype),
     }
     if spec.keep:
-        found["z_smem"] = (shape, dtype)
+        shared["z_smem"] = (shape, dtype)
     if residual:
-        found["residual_smem"] = ((tile.warpgroups, RESIDUALS, *shape[2:]), out_dtype)
-    return found
+        shared["residual_smem"] = ((tile.warpgroups, RESIDUALS, *shape[2:]), out_dtype)
+    return shared
 
 
 def forward(
@@ -227,16 +227,16 @@ def multiply(
 
     Of a tile with splits the kernel computes the sums of each, and `summed` the rest.
     """
-    given = {"a": a, "b": b}
-    rest = {"bias": bias_N, "residual": residual_MN}
+    operands = {"a": a, "b": b}
+    added = {"bias": bias_N, "residual": residual_MN}
     static = {"tile": tile, "stored": stored, "interpret": interpret, "blocks": blocks}
     tiles.check(OP, tile)
     if tile.splits == 1:
-        found = _launch(given | rest, spec=spec, **static)
-        return found["y"], found.get("z")
+        results = _launch(operands | added, spec=spec, **static)
+        return results["y"], results.get("z")
     if tile.pingpong:
         raise ValueError(f"{OP}: {tile} is in splits; ping-pong is not for those")
-    sums_SMN = _launch(given, spec=partial(a.dtype), **static)["y"]
+    sums_SMN = _launch(operands, spec=partial(a.dtype), **static)["y"]
     return summed(sums_SMN, bias_N, residual_MN, spec=spec, dtype=a.dtype)
 
 
@@ -257,12 +257,12 @@ def multiply_scaled(
     promotion.check(OP, tile)
     if tile.pingpong:
         raise ValueError(f"{OP}: {tile} is ping-pong, which 8-bit operands have none of")
-    given = {"a": x_MK, "b": w_KN.T}
-    rest = {"bias": bias_N, "residual": residual_MN, "down": scales.x_M, "across": scales.w_N}
+    operands = {"a": x_MK, "b": w_KN.T}
+    added = {"bias": bias_N, "residual": residual_MN, "down": scales.x_M, "across": scales.w_N}
     static = {"tile": tile, "stored": Stored(b=True), "interpret": interpret, "blocks": blocks}
     if tile.splits == 1:
-        return _launch(given | rest, spec=spec, **static)["y"]
-    sums_SMN = _launch(given, spec=partial(x_MK.dtype), **static)["y"]
+        return _launch(operands | added, spec=spec, **static)["y"]
+    sums_SMN = _launch(operands, spec=partial(x_MK.dtype), **static)["y"]
     dtype = jnp.dtype(spec.out_dtype)
     return summed(sums_SMN, bias_N, residual_MN, spec=spec, dtype=dtype, scales=scales)[0]
 
@@ -286,12 +286,12 @@ def partial(dtype: Any) -> Spec:
     return Spec(None, jnp.dtype(promotion.sum_dtype(dtype)).name)
 
 
-def _launch(given, *, spec, tile, stored, interpret, blocks):
+def _launch(operands, *, spec, tile, stored, interpret, blocks):
     """Returns the kernel's results by name: (M, N), or (splits, M, N) where there are some.
 
     given: a and b, and what the epilogue takes: bias, residual, scales.
     """
-    a, b = given["a"], given["b"]
+    a, b = operands["a"], operands["b"]
     M, K = a.shape[::-1] if stored.a else a.shape
     N = b.shape[0] if stored.b else b.shape[1]
     # What an operand must have so that its tiles may reach over its edge; 16-bit results too.
@@ -311,7 +311,7 @@ def _launch(given, *, spec, tile, stored, interpret, blocks):
     }
     inputs = {
         name: pad(x.astype(jnp.float32) if x.ndim == 1 else x, sizes[name])
-        for name, x in given.items()
+        for name, x in operands.items()
         if x is not None
     }
     outputs = ({"z": a.dtype} if spec.keep else {}) | {"y": jnp.dtype(spec.out_dtype)}
@@ -323,7 +323,7 @@ def _launch(given, *, spec, tile, stored, interpret, blocks):
         scratch["residual_ready"] = plgpu.Barrier(num_barriers=tile.warpgroups * RESIDUALS)
     clusters = min(blocks // tile.cluster, grid[0] * grid[1] * tile.splits)
     shape = *((tile.splits,) if tile.splits > 1 else ()), whole_M, whole_N
-    found = engine.launch(
+    results = engine.launch(
         functools.partial(_body, spec=spec, tile=tile, stored=stored, grid=grid, clusters=clusters),
         inputs,
         {name: jax.ShapeDtypeStruct(shape, dtype) for name, dtype in outputs.items()},
@@ -333,10 +333,10 @@ def _launch(given, *, spec, tile, stored, interpret, blocks):
         clusters=clusters,
         interpret=interpret,
     )
-    return varying_as(a, {name: x[..., :M, :N] for name, x in found.items()})
+    return varying_as(a, {name: x[..., :M, :N] for name, x in results.items()})
 
 
-def _body(gmem, *, spec, tile, stored, grid, clusters, a_smem, b_smem, y_smem, ready, free, **kept):
+def _body(gmem, *, spec, tile, stored, grid, clusters, a_smem, b_smem, y_smem, ready, free, **more):
     # The last split's last steps may lie beyond K: TMA brings zeros.
     steps = pl.cdiv(pl.cdiv(gmem["a"].shape[0 if stored.a else 1], tile.block_k), tile.splits)
     count = grid[0] * grid[1]
@@ -348,7 +348,7 @@ def _body(gmem, *, spec, tile, stored, grid, clusters, a_smem, b_smem, y_smem, r
     else:
         dtype, sums = promotion.sum_dtype(gmem["a"].dtype), promotion.UNUSED
         product = promotion.Promoted(tile, ready, free, steps, block, clusters, dtype)
-    results = {"z": kept["z_smem"]} if spec.keep else {}
+    results = {"z": more["z_smem"]} if spec.keep else {}
     results["y"] = y_smem
     staging = Staging(tuple(results.values()), product.warpgroup)
     pieces = staging.pieces((tile.rows, tile.block_n))
@@ -373,10 +373,14 @@ def _body(gmem, *, spec, tile, stored, grid, clusters, a_smem, b_smem, y_smem, r
         plgpu.copy_gmem_to_smem(right, b_smem.at[buffer], barrier, collective_axes=tile.multicast)
 
     def multiply(_, s, buffer, acc):
-        left = a_smem.at[buffer, :, product.own].T if stored.a else a_smem.at[buffer, product.own]
+        left = (
+            a_smem.at[buffer, :, product.part_rows].T
+            if stored.a
+            else a_smem.at[buffer, product.part_rows]
+        )
         plgpu.wgmma(acc, left, b_smem.at[buffer].T if stored.b else b_smem.at[buffer])
 
-    def here(i, p):
+    def place_of(i, p):
         """Returns where piece p of this warpgroup's part of tile i is."""
         m, n = corner(i)
         m += product.part * tile.rows
@@ -385,12 +389,12 @@ def _body(gmem, *, spec, tile, stored, grid, clusters, a_smem, b_smem, y_smem, r
     def residual(p):
         """Returns where piece p of the residual comes to, and the barrier that says so."""
         slot = p % RESIDUALS
-        barrier = kept["residual_ready"].at[product.warpgroup * RESIDUALS + slot]
-        return kept["residual_smem"].at[product.warpgroup, slot], barrier
+        barrier = more["residual_ready"].at[product.warpgroup * RESIDUALS + slot]
+        return more["residual_smem"].at[product.warpgroup, slot], barrier
 
     def fetch(i, p):
         if "residual" in gmem and p < len(pieces):
-            plgpu.copy_gmem_to_smem(gmem["residual"].at[here(i, p)], *residual(p))
+            plgpu.copy_gmem_to_smem(gmem["residual"].at[place_of(i, p)], *residual(p))
 
     def begin(i):
         for p in range(RESIDUALS):
@@ -404,9 +408,9 @@ def _body(gmem, *, spec, tile, stored, grid, clusters, a_smem, b_smem, y_smem, r
                 z = z.astype(jnp.float32)
             for axis, name in enumerate(("down", "across")):
                 if name in gmem:
-                    z = scale(z, gmem[name], here(i, p)[axis], axis)
+                    z = scale(z, gmem[name], place_of(i, p)[axis], axis)
             if "bias" in gmem:
-                z = add_bias(z, gmem["bias"], here(i, p)[1])
+                z = add_bias(z, gmem["bias"], place_of(i, p)[1])
             y = activate_tile(spec.activation, z)
             if "residual" in gmem:
                 came, barrier = residual(p)
@@ -417,7 +421,7 @@ def _body(gmem, *, spec, tile, stored, grid, clusters, a_smem, b_smem, y_smem, r
                 for name, piece in zip(results, staged, strict=True):
                     part = split(i)
                     page = gmem[name] if part is None else gmem[name].at[part]
-                    target = page.at[here(i, p)]
+                    target = page.at[place_of(i, p)]
                     plgpu.copy_smem_to_gmem(piece, target, commit_group=name == "y")
 
             staging.put(p, (z, y) if spec.keep else (y,), copy)
@@ -432,5 +436,5 @@ def _body(gmem, *, spec, tile, stored, grid, clusters, a_smem, b_smem, y_smem, r
 
 def scale(z, scales, part, axis: int):
     """z times a scale of each row (axis 0) or column (1); scales are in memory."""
-    found = plgpu.load(scales.at[part], layout=WGMMA.reduce(1 - axis), optimized=False)
-    return z * lax.broadcast_in_dim(found, z.shape, [axis])
+    factors = plgpu.load(scales.at[part], layout=WGMMA.reduce(1 - axis), optimized=False)
+    return z * lax.broadcast_in_dim(factors, z.shape, [axis])

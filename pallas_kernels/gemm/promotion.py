@@ -54,9 +54,9 @@ class Promoted(engine.Product):
                 return acc[...]  # waits for the product, which then no longer reads the buffer
 
             shape = self.tile.rows, self.tile.block_n
-            found = pl.run_scoped(sums, plgpu.ACC(shape, self.dtype))
+            step_sums = pl.run_scoped(sums, plgpu.ACC(shape, self.dtype))
             plgpu.barrier_arrive(self.free.at[buffer])
-            return found
+            return step_sums
 
         total = step(first)
         return (pl.loop(first + 1, first + steps, init_carry=total)(lambda i, t: t + step(i)),)

@@ -44,10 +44,10 @@ def scaled(
     int8 is summed in int32, which is exact for K below 2^17; float8 (e4m3 or e5m2, whose products
     float32 holds exactly) in float32. The sum is then float32.
     """
-    whole = jnp.issubdtype(x_MK.dtype, jnp.integer)
+    integral = jnp.issubdtype(x_MK.dtype, jnp.integer)
     # bfloat16 holds each float8, and every device multiplies it.
-    x_MK, w_KN = (x if whole else x.astype(jnp.bfloat16) for x in (x_MK, w_KN))
-    sums_MN = jnp.dot(x_MK, w_KN, preferred_element_type=jnp.int32 if whole else jnp.float32)
+    x_MK, w_KN = (x if integral else x.astype(jnp.bfloat16) for x in (x_MK, w_KN))
+    sums_MN = jnp.dot(x_MK, w_KN, preferred_element_type=jnp.int32 if integral else jnp.float32)
     z_MN = scale(sums_MN, scales)
     return finish(z_MN, bias_N, residual_MN, spec=spec, dtype=z_MN.dtype)[0]
 

@@ -132,7 +132,7 @@ def _static(lhs: Array, rhs: Array, transpose: bool, implementation: str | None)
         for row, (heuristic, _, n, k) in zip(rows, jobs, strict=True)
     )
     forward, backward = (
-        dispatch.choose(OP, implementation, reasons, found) for found in (rows[:1], rows[1:])
+        dispatch.choose(OP, implementation, reasons, measured) for measured in (rows[:1], rows[1:])
     )
     return Static(forward, backward, transpose, tile, tile_lhs, tile_rhs)
 

@@ -143,20 +143,20 @@ def errors(case: Case, implementation: Implementation) -> dict[str, float]:
         return y, *pull(dy)
 
     def results(implementation: Implementation, dtype: str) -> list[np.ndarray]:
-        given = (
+        operands = (
             jnp.asarray(x, jnp.bfloat16).astype(dtype) for x in (poisoned[0], rhs, poisoned[1])
         )
         with jax.default_matmul_precision("highest" if dtype == "float32" else "default"):
-            return [np.asarray(x, np.float64) for x in all_of(implementation, *given)]
+            return [np.asarray(x, np.float64) for x in all_of(implementation, *operands)]
 
-    found, rough, want = (
+    result, rough, want = (
         results(implementation, "bfloat16"),
         results("reference", "bfloat16"),
         results("reference", "float32"),
     )
     return {
         name: float(np.abs(f - w).max() / (2 * np.abs(r - w).max() + 1e-3))
-        for name, f, r, w in zip(("y", "dlhs", "drhs"), found, rough, want, strict=True)
+        for name, f, r, w in zip(("y", "dlhs", "drhs"), result, rough, want, strict=True)
     }
 
 

@@ -60,5 +60,5 @@ def kernel(kind: str, tile: Tile, interpret: bool = False) -> Callable[..., Any]
 
 def sources(name: str) -> tuple[pathlib.Path, ...]:
     """The files that make a configuration's kernel."""
-    own = "hopper_weights.py" if name.startswith("weights") else "hopper.py"
-    return FOLDER / own, FOLDER / "tiling.py", *FILES
+    file = "hopper_weights.py" if name.startswith("weights") else "hopper.py"
+    return FOLDER / file, FOLDER / "tiling.py", *FILES

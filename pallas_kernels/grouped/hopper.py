@@ -61,7 +61,7 @@ def product(
     clusters = min(blocks // tile.cluster, steps.table.shape[0] * pl.cdiv(whole_N, tile.block_n))
     right = (whole_N, whole_K) if transpose else (whole_K, whole_N)
     shared = engine.buffers(tile, a_MK.dtype, a_MK.dtype, turned_b=transpose)
-    found = engine.launch(
+    results = engine.launch(
         functools.partial(_body, transpose=transpose, tile=tile, clusters=clusters),
         {
             "table": steps.table,
@@ -76,7 +76,7 @@ def product(
         clusters=clusters,
         interpret=interpret,
     )
-    return varying_as(a_MK, found["y"][:, :N])
+    return varying_as(a_MK, results["y"][:, :N])
 
 
 def _body(gmem, *, transpose, tile, clusters, a_smem, b_smem, y_smem, ready, free):
@@ -105,16 +105,16 @@ def _body(gmem, *, transpose, tile, clusters, a_smem, b_smem, y_smem, ready, fre
 
     def multiply(_, s, buffer, acc):
         right = b_smem.at[buffer].T if transpose else b_smem.at[buffer]
-        plgpu.wgmma(acc, a_smem.at[buffer, product.own], right)
+        plgpu.wgmma(acc, a_smem.at[buffer, product.part_rows], right)
 
     def finish(i, sums):
         # Read again: that leaves more registers to the product.
         row, n, lo, hi = rows_of(i)
 
         def store(p, left, columns):
-            here = pl.ds(n + left, PIECE)
+            across = pl.ds(n + left, PIECE)
             staging.put(
-                p, (sums[:, columns],), lambda piece: store_rows(piece, y, row, here, lo, hi)
+                p, (sums[:, columns],), lambda piece: store_rows(piece, y, row, across, lo, hi)
             )
 
         for p, (_, left, _, columns) in enumerate(staging.pieces((ROWS, tile.block_n))):

@@ -78,7 +78,7 @@ def weights(
     grid = (pl.cdiv(whole_K, tile.block_m * tile.cluster), pl.cdiv(whole_N, tile.block_n))
     clusters = min(blocks // tile.cluster, G * grid[0] * grid[1])
     shared = engine.buffers(tile, a_MK.dtype, a_MK.dtype, turned_a=True)
-    found = engine.launch(
+    results = engine.launch(
         functools.partial(_body, tile=tile, grid=grid, clusters=clusters),
         {
             "table": jnp.stack([lo_G // ALIGN * ALIGN, lo_G, hi_G], axis=1),
@@ -94,7 +94,7 @@ def weights(
         clusters=clusters,
         interpret=interpret,
     )
-    return varying_as(a_MK, found["w"][:, :K, :N])
+    return varying_as(a_MK, results["w"][:, :K, :N])
 
 
 def _body(gmem, *, tile, grid, clusters, a_smem, b_smem, y_smem, ready, free, together):
@@ -126,11 +126,11 @@ def _body(gmem, *, tile, grid, clusters, a_smem, b_smem, y_smem, ready, free, to
     def clean(smem, buffer, columns, first, last):
         """Sets all rows but first <= r < last of 64 columns of a buffer to 0."""
         for down in range(0, tile.block_k, ROWS):
-            here = (buffer, pl.ds(down, ROWS), columns)
-            value = plgpu.load(smem.at[here], layout=WGMMA)
+            piece = (buffer, pl.ds(down, ROWS), columns)
+            value = plgpu.load(smem.at[piece], layout=WGMMA)
             row = plgpu.broadcasted_iota(jnp.int32, (ROWS, PIECE), 0, layout=WGMMA) + down
-            kept = (row >= first) & (row < last)
-            smem[here] = jnp.where(kept, value, jnp.zeros((), value.dtype))
+            live = (row >= first) & (row < last)
+            smem[piece] = jnp.where(live, value, jnp.zeros((), value.dtype))
 
     def multiply(place, s, buffer, acc):
         at = place.row + s * tile.block_k
@@ -139,24 +139,24 @@ def _body(gmem, *, tile, grid, clusters, a_smem, b_smem, y_smem, ready, free, to
         # Only the first and the last step may have rows of other groups.
         @pl.when((first > 0) | (last < tile.block_k))
         def _():
-            clean(a_smem, buffer, product.own, first, last)
+            clean(a_smem, buffer, product.part_rows, first, last)
             for p in range(tile.block_n // PIECE):
-                mine = product.warpgroup == p % tile.warpgroups
+                assigned = product.warpgroup == p % tile.warpgroups
                 piece = pl.ds(p * PIECE, PIECE)
-                pl.when(mine)(functools.partial(clean, b_smem, buffer, piece, first, last))
+                pl.when(assigned)(functools.partial(clean, b_smem, buffer, piece, first, last))
             plgpu.commit_smem()
             plgpu.barrier_arrive(together)
             plgpu.barrier_wait(together)
 
-        plgpu.wgmma(acc, a_smem.at[buffer, :, product.own].T, b_smem.at[buffer])
+        plgpu.wgmma(acc, a_smem.at[buffer, :, product.part_rows].T, b_smem.at[buffer])
 
     def finish(place, sums):
         m = place.m + product.warpgroup * ROWS
 
         def store(p, left, columns):
-            here = place.group, pl.ds(m, ROWS), pl.ds(place.n + left, PIECE)
+            target = place.group, pl.ds(m, ROWS), pl.ds(place.n + left, PIECE)
             staging.put(
-                p, (sums[:, columns],), lambda piece: plgpu.copy_smem_to_gmem(piece, w.at[here])
+                p, (sums[:, columns],), lambda piece: plgpu.copy_smem_to_gmem(piece, w.at[target])
             )
 
         for p, (_, left, _, columns) in enumerate(staging.pieces((ROWS, tile.block_n))):

@@ -115,8 +115,8 @@ def launch(
     inputs: those that are None are left out. work: its name, and what it computes. clusters: of
     thread blocks, that run at one time.
     """
-    given = {key: value for key, value in inputs.items() if value is not None}
-    names = (*given, *outputs)
+    operands = {key: value for key, value in inputs.items() if value is not None}
+    names = (*operands, *outputs)
 
     def run(*refs: Any, **scratch: Any) -> None:
         body(dict(zip(names, refs, strict=True)), **scratch)
@@ -135,9 +135,9 @@ def launch(
         compiler_params=plgpu.CompilerParams(approx_math=True),
         interpret=interpreter.params() if interpret else None,
     )
-    with work.scope(given.values(), outputs.values()):
-        found = kernel(*given.values())
-    return dict(zip(outputs, found, strict=True))
+    with work.scope(operands.values(), outputs.values()):
+        results = kernel(*operands.values())
+    return dict(zip(outputs, results, strict=True))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,7 +166,7 @@ class Product:
         return 0 if self.tile.pingpong else self.warpgroup
 
     @property
-    def own(self) -> Any:
+    def part_rows(self) -> Any:
         """The rows of a tile that are this compute warpgroup's."""
         return pl.ds(self.part * self.tile.rows, self.tile.rows)
 
@@ -175,18 +175,18 @@ class Product:
         compute: Callable[[], None],
         produce: Callable[[], None],
         registers: tuple[int, int] = REGISTERS,
-        here: Any = True,
+        computes: Any = True,
     ) -> None:
         """Gives each warpgroup its role. here: whether this block computes."""
         some = self.tile.warpgroups > 1
 
-        @pl.when(here & (self.warpgroup < self.tile.warpgroups))
+        @pl.when(computes & (self.warpgroup < self.tile.warpgroups))
         def _compute():
             if some:
                 plgpu.set_max_registers(registers[0], action="increase")
             compute()
 
-        @pl.when(here & (self.warpgroup == self.tile.warpgroups))
+        @pl.when(computes & (self.warpgroup == self.tile.warpgroups))
         def _produce():
             if some:
                 plgpu.set_max_registers(registers[1], action="decrease")

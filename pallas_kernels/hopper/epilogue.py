@@ -66,8 +66,8 @@ class Staging:
             def _(j):
                 job = me + j * everyone
                 row = end + lax.div(job, jnp.int32(columns)) * rows
-                here = pl.ds(lax.rem(job, jnp.int32(columns)) * across, across)
-                store_rows(piece, y, row, here, row, jnp.int32(y.shape[0]))
+                span = pl.ds(lax.rem(job, jnp.int32(columns)) * across, across)
+                store_rows(piece, y, row, span, row, jnp.int32(y.shape[0]))
 
         self.put(0, (zeros,), store)
         plgpu.wait_smem_to_gmem(0)

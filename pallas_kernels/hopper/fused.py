@@ -103,11 +103,11 @@ def scratch(
     """
     tiles.check_shared(op, shared)
     smem = tuple(engine.scratch(shared, staged=staged).values())
-    found = {"smem": smem} | engine.barriers(fusion.tile)
+    memory = {"smem": smem} | engine.barriers(fusion.tile)
     if fusion.comm:
         copied, arrived = ring(tiles.shared_bytes(shared))
-        found |= {"smem": plgpu.RefUnion(smem, copied), "arrived": arrived}
-    return found
+        memory |= {"smem": plgpu.RefUnion(smem, copied), "arrived": arrived}
+    return memory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,8 +125,8 @@ class Parts:
         """do(part, place in it) of the part that i belongs to."""
         for part, size in enumerate(self.sizes):
             first = sum(self.sizes[:part])
-            here = (i >= first) & (i < first + size)
-            pl.when(here)(functools.partial(do, part, i - first))
+            inside = (i >= first) & (i < first + size)
+            pl.when(inside)(functools.partial(do, part, i - first))
 
 
 class Worker:
@@ -217,7 +217,7 @@ class Worker:
 
         def multiply(_, s, buffer, acc):
             right = self.b_smem.at[buffer]
-            left = self.a_smem.at[buffer, self.product.own]
+            left = self.a_smem.at[buffer, self.product.part_rows]
             plgpu.wgmma(acc, left, right.T if self.turned else right)
 
         sums = [(self.tile.rows, self.tile.block_n)]
@@ -248,5 +248,5 @@ class Worker:
         if self.fusion.comm and communicate:
             copying = self.warpgroup < self.tile.warpgroups
             pl.when((self.cluster < self.talking) & copying)(communicate)
-        here = self.cluster >= self.talking
-        self.product.specialise(compute, produce, engine.BUSY, here)
+        computes = self.cluster >= self.talking
+        self.product.specialise(compute, produce, engine.BUSY, computes)

@@ -51,7 +51,7 @@ def by_row(x, shape):
     return lax.broadcast_in_dim(x, shape, [0])
 
 
-def logits(s, key, own, slope, scale: float, softcap: float | None):
+def logits(s, key, position, slope, scale: float, softcap: float | None):
     """Returns (base-2 logits before the mask from s = q k; the natural ones' derivative by s).
 
     key, own: int32 like s; own None: no ALiBi.
@@ -62,6 +62,6 @@ def logits(s, key, own, slope, scale: float, softcap: float | None):
     else:
         bounded = jnp.tanh(s * (scale / softcap))
         s, change = bounded * (softcap * LOG2E), scale * (1 - bounded * bounded)
-    if own is not None:
-        s -= slope * jnp.abs(own - key).astype(jnp.float32)
+    if position is not None:
+        s -= slope * jnp.abs(position - key).astype(jnp.float32)
     return s, change

@@ -41,7 +41,7 @@ def up(size: int, multiple: int) -> int:
 
 def pad(x: jax.Array, shape: Shape) -> jax.Array:
     """Returns x with zeros at the ends; there is no copy where nothing is missing."""
-    return jnp.pad(x, [(0, whole - size) for whole, size in zip(shape, x.shape, strict=True)])
+    return jnp.pad(x, [(0, padded - size) for padded, size in zip(shape, x.shape, strict=True)])
 
 
 def varying_as(like: jax.Array, outputs: Any) -> Any:

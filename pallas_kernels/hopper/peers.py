@@ -93,13 +93,13 @@ class Peers:
         """This cluster of thread blocks among those of its rank."""
         return lax.axis_index("block")
 
-    def own(self, ref: Ref, page: Int = 0) -> Ref:
+    def private_page(self, ref: Ref, page: Int = 0) -> Ref:
         """A page of this rank's array, that nobody else reaches."""
         return ref.at[page]
 
-    def mine(self, ref: Ref, page: Int = 0) -> Ref:
+    def shared_page(self, ref: Ref, page: Int = 0) -> Ref:
         """A page of this rank's array, that the others reach."""
-        return self.own(ref, page)
+        return self.private_page(ref, page)
 
     def peer(self, ref: Ref, rank: Int, page: Int = 0) -> Ref:
         """A page of that array of another rank."""
@@ -163,7 +163,7 @@ class VirtualPeer(Peers):
         return lax.div(lax.axis_index("block"), jnp.int32(self.ranks))
 
     @override
-    def own(self, ref: Ref, page: Int = 0) -> Ref:
+    def private_page(self, ref: Ref, page: Int = 0) -> Ref:
         return self.peer(ref, self.rank(), page)
 
     @override
@@ -236,7 +236,7 @@ class ReadyPeer(Peers):
         return jnp.int32(self.me)
 
     @override
-    def mine(self, ref: Ref, page: Int = 0) -> Ref:
+    def shared_page(self, ref: Ref, page: Int = 0) -> Ref:
         return self.peer(ref, self.me, page)
 
     @override

@@ -159,8 +159,8 @@ def gather_tile(i: Ints, rank: Ints, split: Split, columns: int, band: int = 1) 
     the row tiles of a chunk, or tiles wait for chunks that come later. Own rows need no wait.
     """
     tile = _tile(i, rank, split, columns, band)
-    own = _xp(tile.peer).where(tile.peer == rank, tile.first_flag, tile.last_flag)
-    return tile._replace(last_flag=own)
+    last = _xp(tile.peer).where(tile.peer == rank, tile.first_flag, tile.last_flag)
+    return tile._replace(last_flag=last)
 
 
 def scatter_tile(i: Ints, rank: Ints, split: Split, columns: int, band: int = 1) -> Tile:

@@ -122,13 +122,13 @@ def _forward(*args):
     y, h_xD, mean_x1, rate_x1 = _run(
         x_xD, residual_xD, bias_D, scale_D, offset_D, cu_seqlens, spec, implementation
     )
-    given = None if residual_xD is None else ()  # in the structure: values may be traced
-    saved = (h_xD, mean_x1, rate_x1, scale_D, bias_D, offset_D, cu_seqlens, given)
+    residual_mark = None if residual_xD is None else ()  # in the structure: values may be traced
+    saved = (h_xD, mean_x1, rate_x1, scale_D, bias_D, offset_D, cu_seqlens, residual_mark)
     return (y, h_xD), saved
 
 
 def _backward(spec, implementation, saved, cotangents):
-    h_xD, mean_x1, rate_x1, scale_D, bias_D, offset_D, cu_seqlens, given = saved
+    h_xD, mean_x1, rate_x1, scale_D, bias_D, offset_D, cu_seqlens, residual_mark = saved
     dy, dh_xD = cotangents
     if isinstance(dh_xD, SymbolicZero):
         dh_xD = None
@@ -153,7 +153,7 @@ def _backward(spec, implementation, saved, cotangents):
     )
     return (
         dx_xD,
-        None if given is None else dx_xD,
+        None if residual_mark is None else dx_xD,
         None if bias_D is None else dbias_D.astype(bias_D.dtype),
         dscale_D.astype(scale_D.dtype),
         None if offset_D is None else doffset_D.astype(offset_D.dtype),
@@ -202,9 +202,9 @@ def _check(op: str, x, residual, bias, scale, offset, kind: str, eps: float) -> 
     for name, value in (("bias", bias), ("scale", scale), ("offset", offset)):
         if value is None and name != "scale":
             continue
-        found = f"{name} {value.dtype}{value.shape}" if value is not None else f"{name}=None"
+        actual = f"{name} {value.dtype}{value.shape}" if value is not None else f"{name}=None"
         if value is None or value.shape != (D,) or not jnp.issubdtype(value.dtype, jnp.floating):
-            raise ValueError(f"{op}: {found} must be floating, ({D},), x's last dimension")
+            raise ValueError(f"{op}: {actual} must be floating, ({D},), x's last dimension")
     if kind not in KINDS:
         raise ValueError(f"{op}: kind={kind!r}; there are {KINDS}")
     arguments.positive(op, "eps", eps, "the default: equal inputs have no variance")

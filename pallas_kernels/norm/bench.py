@@ -49,8 +49,8 @@ def lengths_of(case: Case) -> tuple[int, ...]:
 def norm(case: Case, implementation: Implementation) -> Callable:
     """fused_layer_norm of the arguments, or norm_unpack into the paper's padded rows."""
 
-    def run(x, scale, *rest):
-        left = list(rest)
+    def run(x, scale, *operands):
+        left = list(operands)
         options = {
             "residual": left.pop(0) if case.added else None,
             "scale": scale,
@@ -109,17 +109,17 @@ def errors(case: Case, implementation: Implementation) -> dict[str, float]:
         out, gradients = bench.rounding(run)(*arrays)
         return [np.asarray(x, np.float64) for x in (*out, *gradients)]
 
-    found, rough, want = (
+    result, rough, want = (
         all_of(implementation, False),
         all_of("reference", False),
         all_of("reference", True),
     )
     results = 1 if case.padded_rows else 2
-    names = ["y", "h"][:results] + [f"gradient {i}" for i in range(len(found) - results)]
-    spare = [1e-3] * results + [2e-3] * (len(found) - results)
+    names = ["y", "h"][:results] + [f"gradient {i}" for i in range(len(result) - results)]
+    spare = [1e-3] * results + [2e-3] * (len(result) - results)
     return {
         name: float(np.abs(f - w).max() / (2 * np.abs(r - w).max() + e))
-        for name, f, r, w, e in zip(names, found, rough, want, spare, strict=True)
+        for name, f, r, w, e in zip(names, result, rough, want, spare, strict=True)
     }
 
 
@@ -166,14 +166,14 @@ def tunings() -> Iterator[tuned.Tuning]:
 def candidates(problem: hopper.Problem) -> list[hopper.Tile]:
     """Returns the heuristic's tile, then its neighbours that fit in shared memory."""
     first = hopper.heuristic(problem)
-    found = [first]
+    tiles = [first]
     for rows in (1, 2, 4, 8):
         for blocks, stages in ((1, 2), (1, 4), (2, 2), (2, 3), (2, 4), (3, 3), (4, 2), (4, 3)):
             tile = hopper.Tile(rows, stages, hopper.SMS * blocks, first.resident)
             fitted = hopper.fit(problem, tile)
             if rows * problem.padded <= 2 * hopper.ELEMENTS and fitted == tile:
-                found.append(tile)
-    return list(dict.fromkeys(found))
+                tiles.append(tile)
+    return list(dict.fromkeys(tiles))
 
 
 def _values(key: jax.Array, place: int, like: Any, case: Case) -> Any:

@@ -40,8 +40,8 @@ class Case(Workload):
         if backward:
             rows = self.rows * (3 + (self.added and not self.padded_rows))
         else:
-            kept = self.added or self.bias or bool(self.padded_rows)
-            rows = self.rows * (1 + self.added + kept) + (self.padded_rows or self.rows)
+            writes_h = self.added or self.bias or bool(self.padded_rows)
+            rows = self.rows * (1 + self.added + writes_h) + (self.padded_rows or self.rows)
         return 2.0 * rows * self.width
 
 

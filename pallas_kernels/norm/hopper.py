@@ -89,13 +89,13 @@ class Problem:
     def buffers(self, tile: Tile) -> dict[str, tuple[tuple[int, ...], Any]]:
         """The shared memory of a thread block."""
         group = (tile.rows, self.padded)
-        found: dict[str, tuple[tuple[int, ...], Any]] = {}
-        found |= {f"slots {i}": ((tile.stages, *group), self.dtype) for i in range(self.streams)}
+        shared: dict[str, tuple[tuple[int, ...], Any]] = {}
+        shared |= {f"slots {i}": ((tile.stages, *group), self.dtype) for i in range(self.streams)}
         if tile.resident:
-            found |= {f"vector {i}": (group[1:], kind) for i, kind in enumerate(self.vectors)}
+            shared |= {f"vector {i}": (group[1:], kind) for i, kind in enumerate(self.vectors)}
         if self.zeros:
-            found["zeros"] = (group, self.dtype)
-        return found | {"across warps": ((tile.rows, tiles.WARPGROUP), jnp.float32)}
+            shared["zeros"] = (group, self.dtype)
+        return shared | {"across warps": ((tile.rows, tiles.WARPGROUP), jnp.float32)}
 
 
 def heuristic(problem: Problem) -> Tile:
@@ -134,18 +134,18 @@ def fit(problem: Problem, tile: Tile | None) -> Tile:
 
 def misfits(problem: Problem, tile: Tile) -> list[str]:
     """Returns why the kernel cannot take it, empty when it can."""
-    found = []
+    reasons = []
     D, align = problem.width, 16 // jnp.dtype(problem.dtype).itemsize
     if D % align:
-        found.append(f"needs a width that is a multiple of {align} (16 bytes), found {D}")
+        reasons.append(f"needs a width that is a multiple of {align} (16 bytes), found {D}")
     if not problem.rows:
-        found.append("there are no rows")
+        reasons.append("there are no rows")
     if D > MOST_WIDTH:
-        found.append(f"needs a width of {MOST_WIDTH} at most, for registers, found {D}")
+        reasons.append(f"needs a width of {MOST_WIDTH} at most, for registers, found {D}")
     elif not _fits(problem, tile):
         needed, most = tiles.shared_bytes(problem.buffers(tile)), tiles.SHARED_BYTES
-        found.append(f"rows of {D} need {needed} bytes of shared memory, there are {most}")
-    return found
+        reasons.append(f"rows of {D} need {needed} bytes of shared memory, there are {most}")
+    return reasons
 
 
 def _fits(problem: Problem, tile: Tile, blocks: int = 1) -> bool:
@@ -189,11 +189,13 @@ def forward(
         outputs["y"] = jax.ShapeDtypeStruct((y_shape[0] * y_shape[1], D), x_xD.dtype)
     if spec.writes:
         outputs["h"] = rows
-    found = _call(_norm_forward, inputs, outputs, problem, tile, ("x", "residual"), spec, interpret)
-    y = found["y"].reshape(y_shape)
-    h_xD = found["h"].reshape(x_xD.shape) if "h" in found else x_xD
-    rate_x1 = found["rate"].reshape(*lead, 1)
-    mean_x1 = found["mean"].reshape(*lead, 1) if spec.centred else jnp.zeros_like(rate_x1)
+    results = _call(
+        _norm_forward, inputs, outputs, problem, tile, ("x", "residual"), spec, interpret
+    )
+    y = results["y"].reshape(y_shape)
+    h_xD = results["h"].reshape(x_xD.shape) if "h" in results else x_xD
+    rate_x1 = results["rate"].reshape(*lead, 1)
+    mean_x1 = results["mean"].reshape(*lead, 1) if spec.centred else jnp.zeros_like(rate_x1)
     return varying_as(x_xD, (y, h_xD, mean_x1, rate_x1))
 
 
@@ -225,13 +227,16 @@ def backward(
     if problem.sums:
         shape = (tile.blocks, problem.sums, problem.padded)
         outputs["sums"] = jax.ShapeDtypeStruct(shape, jnp.float32)
-    found = _call(
+    results = _call(
         _norm_backward, inputs, outputs, problem, tile, ("h", "dy", "dh"), spec, interpret
     )
-    dx_xD = found["dx"].reshape(h_xD.shape)
+    dx_xD = results["dx"].reshape(h_xD.shape)
     if problem.sums:
-        sums = iter(found["sums"].sum(0)[:, :D])
-        more = next(sums), *(next(sums) if given else None for given in (spec.offset, spec.bias))
+        sums = iter(results["sums"].sum(0)[:, :D])
+        more = (
+            next(sums),
+            *(next(sums) if present else None for present in (spec.offset, spec.bias)),
+        )
     else:
         more = reference.sums(h_xD, mean_x1, rate_x1, dy_xD, dx_xD, spec)
     dscale_D, doffset_D, dbias_D = more
@@ -249,11 +254,11 @@ def forward_problem(x_xD, residual_xD, bias_D, scale_D, offset_D, spec: Spec) ->
 def backward_problem(h_xD, scale_D, dh_xD, spec: Spec) -> Problem:
     """Returns what `backward` solves; only shapes and types are read."""
     sums = 1 + spec.offset + spec.bias
-    found = Problem(
+    problem = Problem(
         _rows(h_xD), h_xD.shape[-1], h_xD.dtype, 2 if dh_xD is None else 3, (scale_D.dtype,), sums
     )
-    fits = found.padded <= ELEMENTS or found.padded * sums <= MOST_SUMS
-    return found if fits else dataclasses.replace(found, sums=0)
+    fits = problem.padded <= ELEMENTS or problem.padded * sums <= MOST_SUMS
+    return problem if fits else dataclasses.replace(problem, sums=0)
 
 
 def _rows(x_xD) -> int:
@@ -273,19 +278,19 @@ def _call(body, inputs, outputs, problem, tile, streams, spec, interpret) -> dic
 
     streams: names of what the ring's slots hold, first of all what is loaded into them.
     """
-    given = {name: x for name, x in inputs.items() if x is not None}
+    operands = {name: x for name, x in inputs.items() if x is not None}
     R, P, slots = tile.rows, problem.padded, streams[: problem.streams]
-    vectors = [name for name in VECTORS if tile.resident and name in given]
-    copies = sum(name in given for name in slots) * (1 if P == problem.width else R)
+    vectors = [name for name in VECTORS if tile.resident and name in operands]
+    copies = sum(name in operands for name in slots) * (1 if P == problem.width else R)
     scratch: dict[str, Any] = {}
     scratch |= {f"{n}_slots": plgpu.SMEM((tile.stages, R, P), problem.dtype) for n in slots}
-    scratch |= {f"{n}_vector": plgpu.SMEM((P,), given[n].dtype) for n in vectors}
+    scratch |= {f"{n}_vector": plgpu.SMEM((P,), operands[n].dtype) for n in vectors}
     scratch["ready"] = plgpu.Barrier(num_arrivals=copies, num_barriers=tile.stages)
     if vectors:
         scratch["once"] = plgpu.Barrier(num_arrivals=len(vectors))
     if problem.zeros:
         scratch["zeros"] = plgpu.SMEM((R, P), problem.dtype)
-    names, name = (*given, *outputs), body.__name__.strip("_")
+    names, name = (*operands, *outputs), body.__name__.strip("_")
     kernel = plgpu.kernel(
         functools.partial(body, names=names, problem=problem, tile=tile, spec=spec),
         out_type=tuple(outputs.values()),
@@ -302,9 +307,9 @@ def _call(body, inputs, outputs, problem, tile, streams, spec, interpret) -> dic
     )
     added = any(inputs.get(more) is not None for more in ("residual", "dh"))
     each = reference.flops(spec.centred, name == "norm_backward", added, spec.bias)
-    with Work(name, problem.rows * problem.width * each).scope(given.values(), outputs.values()):
-        found = kernel(*given.values())
-    return dict(zip(outputs, found, strict=True))
+    with Work(name, problem.rows * problem.width * each).scope(operands.values(), outputs.values()):
+        results = kernel(*operands.values())
+    return dict(zip(outputs, results, strict=True))
 
 
 def _layout(columns: int) -> Any:
@@ -497,16 +502,16 @@ def _clear(y_ND, ends, zeros_RP, block, problem: Problem, tile: Tile, length: in
         first = piece * R
         tokens = ends[sequence + 1] - ends[sequence]
         start = sequence * length + first
-        whole = (first >= tokens) & (first + R <= length) & (problem.padded == D)
+        all_padding = (first >= tokens) & (first + R <= length) & (problem.padded == D)
 
-        @pl.when(whole)
+        @pl.when(all_padding)
         def _():
             _copy_out(zeros_RP, y_ND, start, D)
 
         for r in range(R):
             pads = (first + r >= tokens) & (first + r < length)
 
-            @pl.when(pads & jnp.logical_not(whole))
+            @pl.when(pads & jnp.logical_not(all_padding))
             def _(r=r):
                 row = zeros_RP.at[r, pl.ds(0, D)]
                 plgpu.copy_smem_to_gmem(row, y_ND.at[start + r], commit_group=False)
@@ -515,13 +520,13 @@ def _clear(y_ND, ends, zeros_RP, block, problem: Problem, tile: Tile, length: in
 def _norm_backward(*refs, names, problem, tile, spec, ready, once=None, **smem):
     at = dict(zip(names, refs, strict=True))
     R, D = tile.rows, problem.width
-    kept = problem.padded * R <= ELEMENTS  # in registers; else shared memory is read twice
-    chunks, size = _chunks(problem, tile, ELEMENTS if kept else ELEMENTS // 4)
+    fits = problem.padded * R <= ELEMENTS  # in registers; else shared memory is read twice
+    chunks, size = _chunks(problem, tile, ELEMENTS if fits else ELEMENTS // 4)
     ring = _Ring(at, smem, ready, once, ("h", "dy", "dh"), problem, tile)
 
     def statistics(i):
-        here, layout = pl.ds(ring.start(i), R), _layout(size).reduce(1)
-        return [_load(at[name].at[here], layout) for name in ("mean", "rate") if name in at]
+        rows, layout = pl.ds(ring.start(i), R), _layout(size).reduce(1)
+        return [_load(at[name].at[rows], layout) for name in ("mean", "rate") if name in at]
 
     def terms(slot, mean_R, rate_R, columns):
         unit_RC, dy_RC = (
@@ -548,7 +553,7 @@ def _norm_backward(*refs, names, problem, tile, spec, ready, once=None, **smem):
         mean_gn_R = gn.sum(1) * (1 / D)
         new = []
         for n, columns in enumerate(chunks):
-            unit_RC, dy_RC, g_RC = first if kept else again(columns)
+            unit_RC, dy_RC, g_RC = first if fits else again(columns)
             dx_RC = g_RC - unit_RC * _by_row(mean_gn_R, size)
             if spec.centred:
                 dx_RC -= _by_row(mean_g_R, size)

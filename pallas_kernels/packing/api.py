@@ -97,7 +97,7 @@ def pack(
         raise ValueError(
             f"pack: x {x_BSx.shape} must be (B, S, ...) and lengths {lengths_B.shape} (B,)"
         )
-    capacity = arguments.whole("pack", "capacity", capacity, 1)
+    capacity = arguments.integer("pack", "capacity", capacity, 1)
     length = x_BSx.shape[1]
     known = arguments.concrete(lengths_B)
     if known is not None:
@@ -144,12 +144,12 @@ def bucket(tokens: int, *, most: int | None = None, steps: int = 4, multiple: in
       steps: per doubling. multiple: of which a capacity is one (rows of a kernel's tile).
     Raises: ValueError for numbers below 1 (tokens: below 0), and more tokens than `most`.
     """
-    tokens = arguments.whole("bucket", "tokens", tokens, 0)
+    tokens = arguments.integer("bucket", "tokens", tokens, 0)
     steps, multiple = (
-        arguments.whole("bucket", name, x, 1)
+        arguments.integer("bucket", name, x, 1)
         for name, x in (("steps", steps), ("multiple", multiple))
     )
-    if most is not None and tokens > arguments.whole("bucket", "most", most, 0):
+    if most is not None and tokens > arguments.integer("bucket", "most", most, 0):
         raise ValueError(
             f"bucket: tokens={tokens}, steps={steps}, multiple={multiple}, most={most}: tokens "
             "must be from 0 to most"

@@ -35,10 +35,10 @@ def pack(x_BSx: jax.Array, cu_seqlens: jax.Array, capacity: int) -> jax.Array:
     """Returns x_Tx; the dead tail is 0."""
     ids_T = segment_ids(cu_seqlens, capacity)
     flat_T = ids_T * x_BSx.shape[1] + positions(cu_seqlens, capacity)
-    B, S, *rest = x_BSx.shape
+    B, S, *features = x_BSx.shape
     if not B * S:  # nothing to gather from
-        return jnp.zeros((capacity, *rest), x_BSx.dtype)
-    flat = x_BSx.reshape(B * S, *rest)
+        return jnp.zeros((capacity, *features), x_BSx.dtype)
+    flat = x_BSx.reshape(B * S, *features)
     return _select(ids_T >= 0, flat[jnp.maximum(flat_T, 0)])
 
 

@@ -132,9 +132,9 @@ def _check(
     arguments.check_arrays(op, k_scale_PNG=scales[0], v_scale_PNG=scales[1])
     for name, x in zip(("k_scale_PNG", "v_scale_PNG"), scales, strict=True):
         if (x is None) == small or (x is not None and not _is_float32(x, k.shape[:3])):
-            found = "None" if x is None else f"{x.dtype}{x.shape}"
+            actual = "None" if x is None else f"{x.dtype}{x.shape}"
             rule = f"float32{k.shape[:3]}" if small else "None"
-            raise ValueError(f"{op}: {name} must be {rule} with pages of {k.dtype}, got {found}")
+            raise ValueError(f"{op}: {name} must be {rule} with pages of {k.dtype}, got {actual}")
     check_window(op, window)
     return make_spec(op, q.shape[2], scale, softcap)
 
@@ -147,13 +147,15 @@ def _numbers(op: str, q: Array, k: Array, table: Any, *of_segments: Any) -> tupl
     """Checks shapes and types always, and the values where they are known."""
     names = ("start_B", "count_B", "context_B")
     table = arguments.integers(op, "table_BM", table, ndim=2)
-    found = [arguments.integers(op, n, x, ndim=1) for n, x in zip(names, of_segments, strict=True)]
-    for name, x in zip(names, found, strict=True):
+    segments = [
+        arguments.integers(op, n, x, ndim=1) for n, x in zip(names, of_segments, strict=True)
+    ]
+    for name, x in zip(names, segments, strict=True):
         if x.shape != table.shape[:1]:
             raise ValueError(
                 f"{op}: {name} {x.shape} must be one per row of table_BM {table.shape}"
             )
-    start, count, context = (arguments.concrete(x) for x in found)
+    start, count, context = (arguments.concrete(x) for x in segments)
     (T, P), room = (q.shape[0], k.shape[0]), table.shape[1] * k.shape[1]
     known = start is not None and count is not None and context is not None
     if known and (bad := _first_bad(T, room, start, count, context)) is not None:
@@ -167,7 +169,7 @@ def _numbers(op: str, q: Array, k: Array, table: Any, *of_segments: Any) -> tupl
         raise ValueError(
             f"{op}: table_BM holds {ids.min()} to {ids.max()}; there are pages 0 to {P - 1}"
         )
-    return tuple(jnp.asarray(x) for x in (table, *found))
+    return tuple(jnp.asarray(x) for x in (table, *segments))
 
 
 def _first_bad(

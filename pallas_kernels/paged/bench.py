@@ -111,14 +111,14 @@ def timed(case: Case, implementation: Implementation) -> Side:
     pairs = jax.ShapeDtypeStruct((*keys.shape[:3], case.width // 2), jnp.bfloat16)
 
     def run(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-        kept = [
+        pages = [
             jax.lax.bitcast_convert_type(x, jnp.dtype(case.pages)).reshape(keys.shape)
             for x in (k, v)
         ]
         scale = jnp.full(keys.shape[:3], 1 / 32, jnp.float32)
         return paged_attention(
             q,
-            *kept,
+            *pages,
             *numbers(case),
             k_scale_PNG=scale,
             v_scale_PNG=scale,
@@ -132,10 +132,10 @@ def errors(case: Case, implementation: Implementation, options: dict[str, Any]) 
     """Returns error over bound; at most 1 is right."""
     keys = jax.random.split(jax.random.key(0), 3)
     inputs = [jax.random.normal(k, x.shape, x.dtype) for k, x in zip(keys, like(case), strict=True)]
-    found = jax.jit(call(case, implementation, **options))(*inputs)
+    result = jax.jit(call(case, implementation, **options))(*inputs)
     plain = jax.jit(call(case, "reference", **options))
     wide = [inputs[0].astype(jnp.float32), *inputs[1:]]
-    got, rough, want = (np.asarray(x, np.float64) for x in (found, plain(*inputs), plain(*wide)))
+    got, rough, want = (np.asarray(x, np.float64) for x in (result, plain(*inputs), plain(*wide)))
     # Weights in 16 bits add what a result in 16 bits loses.
     bound = 2 * np.abs(rough - want).max() + 2**-8 * np.abs(want).max() + 1e-3
     return {"out": float(np.abs(got - want).max() / bound)}

@@ -53,8 +53,8 @@ def combine(
         interpret=interpreter.params() if interpret else None,
     )
     with Work(OP, 2.0 * sums.size).scope((sums, lse), [result]):
-        found = kernel(work.jobs_D, work.count, sums, lse)
-    return varying_as(sums, found)
+        result_rows = kernel(work.jobs_D, work.count, sums, lse)
+    return varying_as(sums, result_rows)
 
 
 def _body(jobs, count, sums, lse, out, *, rows, blocks):
@@ -71,8 +71,8 @@ def _body(jobs, count, sums, lse, out, *, rows, blocks):
 
         def part(j, carry):
             acc, maximum, total = carry
-            here = pl.ds(pl.multiple_of((slot + j) * rows + piece, PIECE), PIECE)
-            x = plgpu.load(sums.at[here], layout=where, optimized=False)
+            part_rows = pl.ds(pl.multiple_of((slot + j) * rows + piece, PIECE), PIECE)
+            x = plgpu.load(sums.at[part_rows], layout=where, optimized=False)
             one = lse.at[slot + j, pl.ds(pl.multiple_of(piece, PIECE), PIECE)]
             one = plgpu.load(one, layout=where.reduce(1), optimized=False)
             new = jnp.maximum(maximum, one)

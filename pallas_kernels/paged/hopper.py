@@ -101,7 +101,7 @@ def sums(
     scratch["q_ready"] = plgpu.Barrier(num_barriers=W)
     scratch["both"] = plgpu.Barrier(num_arrivals=W)
     arrivals = 2 * pieces + 2 * shape.small
-    found = engine.launch(
+    results = engine.launch(
         functools.partial(_body, shape=shape, tile=tile, spec=spec, interpret=interpret),
         {
             "parts": work.parts_V,
@@ -125,7 +125,7 @@ def sums(
         clusters=blocks,
         interpret=interpret,
     )
-    return varying_as(q_rows, (found["out"], found["sums"], found["lse"]))
+    return varying_as(q_rows, (results["out"], results["sums"], results["lse"]))
 
 
 def _work(q_rows: jax.Array, pages: Pages, shape: Shape, spec: Spec) -> Work:
@@ -137,10 +137,10 @@ def _work(q_rows: jax.Array, pages: Pages, shape: Shape, spec: Spec) -> Work:
     heads, positions = shape.heads * shape.group, M * N
     queries = q_rows.shape[0] // heads
     pairs = queries * positions if spec.pairs is None else spec.pairs
-    kept = 2 * nbytes([pages.k]) * min(1.0, B * M / pages.k.shape[0])
+    page_bytes = 2 * nbytes([pages.k]) * min(1.0, B * M / pages.k.shape[0])
     return dataclasses.replace(
         attention(OP, pairs, heads, (queries, positions, shape.width), 2),
-        read=kept + nbytes([q_rows, pages.table_BM]),
+        read=page_bytes + nbytes([q_rows, pages.table_BM]),
     )
 
 
@@ -164,8 +164,8 @@ def _by_position(scale_PNG: jax.Array | None, table_BM: jax.Array, keys: int) ->
     if scale_PNG is None:
         return None
     (_, N, G), (B, M) = scale_PNG.shape, table_BM.shape
-    found = jnp.take(scale_PNG, table_BM, axis=0, mode="clip").reshape(B, M * N, G).swapaxes(1, 2)
-    return jnp.pad(found, ((0, 0), (0, 0), (0, -M * N % keys)))
+    scales = jnp.take(scale_PNG, table_BM, axis=0, mode="clip").reshape(B, M * N, G).swapaxes(1, 2)
+    return jnp.pad(scales, ((0, 0), (0, 0), (0, -M * N % keys)))
 
 
 def multiply_into(acc, left, right_smem, staging_smem, interpret: bool):
@@ -211,8 +211,8 @@ class _Block:
     def place(self, v) -> Place:
         """Part v."""
         columns = (ITEM, SEGMENT, FIRST, STEPS, RIGHT, LEFT, POSITION, LIVE)
-        found = Place(*(self.of(v, c) for c in columns))
-        return found._replace(masked=found.right + found.masked)
+        place = Place(*(self.of(v, c) for c in columns))
+        return place._replace(masked=place.right + place.masked)
 
     def head(self, item):
         """Its key-value head."""
@@ -234,10 +234,10 @@ class _Block:
         head, (low, high) = self.head(place.item), self.seen(place)
         C, N = self.tile.keys, self.shape.page
         if self.shape.small:
-            here = place.segment, head, pl.ds(pl.multiple_of(step * C, C), C)
+            span = place.segment, head, pl.ds(pl.multiple_of(step * C, C), C)
             for x in "kv":
                 target = self.smem[f"{x}_scale_smem"].at[buffer]
-                plgpu.copy_gmem_to_smem(self.gmem[f"{x}_scale"].at[here], target, barrier)
+                plgpu.copy_gmem_to_smem(self.gmem[f"{x}_scale"].at[span], target, barrier)
 
         @pl.loop(0, pieces)
         def _(j):
@@ -300,9 +300,9 @@ class _Warpgroup:
         def _(i):
             row = pl.multiple_of(lax.rem(i, jnp.int32(C // ROWS)) * ROWS, ROWS)
             column = pl.multiple_of(lax.div(i, jnp.int32(C // ROWS)) * PART, PART)
-            here = pl.ds(row, ROWS), pl.ds(column, PART)
-            x = widened(plgpu.load(source.at[here], layout=UPCAST, optimized=False), dtype)
-            target[here] = x if live is None else kept_rows(x, step * C + row, live, UPCAST)
+            piece = pl.ds(row, ROWS), pl.ds(column, PART)
+            x = widened(plgpu.load(source.at[piece], layout=UPCAST, optimized=False), dtype)
+            target[piece] = x if live is None else kept_rows(x, step * C + row, live, UPCAST)
 
     def erase(self, buffer, first, live):
         """Sets values of nobody to 0 where they lie. first: the tile's first key."""
@@ -331,8 +331,8 @@ class _Warpgroup:
             self.meet()  # the other multiplies what was converted no more
             for n, (x, live) in enumerate((("k", None), ("v", seen if masked else None))):
                 if self.several:  # one has the keys, the other the values
-                    mine = pl.when(self.number == n)
-                    mine(functools.partial(self.convert, x, buffer, step, live))
+                    when_assigned = pl.when(self.number == n)
+                    when_assigned(functools.partial(self.convert, x, buffer, step, live))
                 else:
                     self.convert(x, buffer, step, live)
             self.publish()
@@ -384,7 +384,7 @@ class _Warpgroup:
         part = plgpu.load(ref, layout=WGMMA.reduce(0), optimized=False)
         return lax.broadcast_in_dim(part, shape, [1])
 
-    def let_go(self, s, _, place, begun):
+    def skip(self, s, _, place, begun):
         """A step of which no row is this warpgroup's, which is the second one."""
         buffer = lax.rem(begun + s, jnp.int32(self.block.tile.stages))
         plgpu.barrier_wait(self.ready.at[buffer])
@@ -423,7 +423,7 @@ class _Warpgroup:
         carry = lax.fori_loop(0, masked, functools.partial(step, masked=True), carry)
         carry = lax.fori_loop(masked, steps, functools.partial(step, masked=False), carry)
         if self.several:
-            lax.fori_loop(steps, place.steps, functools.partial(self.let_go, **about), None)
+            lax.fori_loop(steps, place.steps, functools.partial(self.skip, **about), None)
         self.finish(v, own_q, live_q, *carry)
 
     def start(self, v):
@@ -463,8 +463,8 @@ class _Warpgroup:
             for p, (_, c, down, across) in enumerate(staging.pieces(acc.shape)):
 
                 def copy(piece, c=c):
-                    here = pl.ds(pl.multiple_of(row, PIECE), height), pl.ds(c, piece.shape[1])
-                    plgpu.copy_smem_to_gmem(piece.at[pl.ds(0, height)], gmem["sums"].at[here])
+                    rows = pl.ds(pl.multiple_of(row, PIECE), height), pl.ds(c, piece.shape[1])
+                    plgpu.copy_smem_to_gmem(piece.at[pl.ds(0, height)], gmem["sums"].at[rows])
 
                 staging.put(p, (acc[down, across],), copy)
             target = gmem["lse"].at[slot, pl.ds(pl.multiple_of(w * ROWS, ROWS), ROWS)]

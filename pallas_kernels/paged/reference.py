@@ -110,8 +110,8 @@ def _block(pages: Pages, pages_XM: jax.Array, c: Any) -> tuple[jax.Array, jax.Ar
     pages_Xm = jax.lax.dynamic_slice_in_dim(pages_XM, c * few, few, axis=1)
 
     def read(x: jax.Array) -> jax.Array:
-        found = jnp.take(x, pages_Xm, axis=0, mode="clip")
-        return found.reshape(found.shape[0], BLOCK, *x.shape[2:]).astype(jnp.float32)
+        rows = jnp.take(x, pages_Xm, axis=0, mode="clip")
+        return rows.reshape(rows.shape[0], BLOCK, *x.shape[2:]).astype(jnp.float32)
 
     scales = None
     if pages.k_scale is not None and pages.v_scale is not None:

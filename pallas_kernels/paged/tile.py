@@ -43,7 +43,7 @@ class Tile:
 class Shape:
     """What is static of a call, but for the tile.
 
-    heads: G. group: R. kept: the type of pages. left: keys that a window has before a token's own.
+    heads: G. group: R. page_dtype: of the pages. left: keys that a window has before a token's own.
     """
 
     heads: int
@@ -51,7 +51,7 @@ class Shape:
     width: int
     page: int
     dtype: Any
-    kept: Any
+    page_dtype: Any
     left: int | None = None
 
     @property
@@ -62,7 +62,7 @@ class Shape:
     @property
     def small(self) -> bool:
         """Whether pages have scales."""
-        return jnp.dtype(self.kept).itemsize == 1
+        return jnp.dtype(self.page_dtype).itemsize == 1
 
     def rows(self, tile: Tile) -> int:
         """E: a whole warpgroup's, but for small tiles."""
@@ -89,23 +89,25 @@ def shape_of(q_THK: jax.Array, pages: Pages, window: Window | None = None) -> Sh
 
 def misfits(shape: Shape) -> list[str]:
     """Returns why the kernel cannot take it, empty when it can."""
-    found = []
+    reasons = []
     if jnp.dtype(shape.dtype).name not in ("bfloat16", "float16"):
-        found.append(f"needs bfloat16 or float16 queries, found {jnp.dtype(shape.dtype).name}")
-    elif shape.kept != shape.dtype and not shape.small:
-        found.append(f"needs pages of q's type or of 8 bits, found {jnp.dtype(shape.kept).name}")
+        reasons.append(f"needs bfloat16 or float16 queries, found {jnp.dtype(shape.dtype).name}")
+    elif shape.page_dtype != shape.dtype and not shape.small:
+        reasons.append(
+            f"needs pages of q's type or of 8 bits, found {jnp.dtype(shape.page_dtype).name}"
+        )
     widths = SMALL_WIDTHS if shape.small else WIDTHS
     if shape.width not in widths:
         pages = " with pages of 8 bits" if shape.small else ""
         named = ", ".join(map(str, widths))
-        found.append(f"needs a head width of {named}{pages}, found {shape.width}")
+        reasons.append(f"needs a head width of {named}{pages}, found {shape.width}")
     if shape.page not in PAGES:
-        found.append(f"needs pages of {', '.join(map(str, PAGES))} tokens, found {shape.page}")
+        reasons.append(f"needs pages of {', '.join(map(str, PAGES))} tokens, found {shape.page}")
     if shape.group > shape.most:
-        found.append(
+        reasons.append(
             f"needs at most {shape.most} query heads of a key-value head, found {shape.group}"
         )
-    return found
+    return reasons
 
 
 def heuristic(shape: Shape, tokens: int, segments: int) -> Tile:
@@ -142,20 +144,20 @@ def engine_tile(tile: Tile, shape: Shape) -> limits.Tile:
 def buffers(tile: Tile, shape: Shape) -> dict[str, tuple[tuple[int, ...], Any]]:
     """The shared memory of a thread block, that of Mosaic's reductions included."""
     W, K, C = shape.warpgroups(tile), shape.width, tile.keys
-    kept = ((tile.stages, C, K), shape.kept)
-    found: dict[str, tuple[tuple[int, ...], Any]] = {
+    ring = ((tile.stages, C, K), shape.page_dtype)
+    shared: dict[str, tuple[tuple[int, ...], Any]] = {
         "q_smem": ((W, ROWS, K), shape.dtype),
-        "k_smem": kept,
-        "v_smem": kept,
+        "k_smem": ring,
+        "v_smem": ring,
         "sums_smem": ((W, 1, ROWS, 32), jnp.float32),
         "lse_smem": ((W, ROWS), jnp.float32),
         "p_smem": ((W,), jnp.int32),
         "reductions": ((REDUCTIONS,), jnp.int8),
     }
     if shape.small:
-        found |= {name: ((C, K), shape.dtype) for name in ("wide_k_smem", "wide_v_smem")}
-        found |= {f"{x}_scale_smem": ((tile.stages, C), jnp.float32) for x in "kv"}
-    return found
+        shared |= {name: ((C, K), shape.dtype) for name in ("wide_k_smem", "wide_v_smem")}
+        shared |= {f"{x}_scale_smem": ((tile.stages, C), jnp.float32) for x in "kv"}
+    return shared
 
 
 def check(tile: Tile, shape: Shape) -> None:
@@ -180,7 +182,7 @@ def key(shape: Shape, tokens: int, segments: int, room: int) -> dict[str, Any]:
     """
     return {
         "dtype": jnp.dtype(shape.dtype).name,
-        "pages": jnp.dtype(shape.kept).name,
+        "pages": jnp.dtype(shape.page_dtype).name,
         "width": str(shape.width),
         "group": shape.group,
         "heads": shape.heads,
@@ -208,11 +210,11 @@ def candidates(shape: Shape, tokens: int, segments: int) -> list[Tile]:
     """The heuristic's tile, and those of other rows and keys with as many stages as fit."""
     first = heuristic(shape, tokens, segments)
     half = max(64 // shape.group, 1)  # one warpgroup's rows
-    found = [first]
+    tiles = [first]
     for rows, keys in itertools.product({first.tokens, min(half, tokens)}, (128, 64)):
         tile = fitted(Tile(rows, keys, 8), shape)
-        found += [tile] if _legal(tile, shape) else []
-    return list(dict.fromkeys(found))
+        tiles += [tile] if _legal(tile, shape) else []
+    return list(dict.fromkeys(tiles))
 
 
 def _legal(tile: Tile, shape: Shape) -> bool:

@@ -105,7 +105,7 @@ def quant_matmul(
     )
     _check(x_MK, packed, bits)
     K, N = x_MK.shape[-1], packed.shape[1]
-    group = max(K, 1) if group is None else arguments.whole(OP, "group", group, 1)
+    group = max(K, 1) if group is None else arguments.integer(OP, "group", group, 1)
     weight = Weight(packed, scales_GN, zeros)
     _check_scales(weight, groups_of(K, group), (K, group))
     if activation not in ACTIVATIONS:
@@ -188,7 +188,7 @@ def _static(x_xK: Array, N: int, spec: Spec, implementation: str | None) -> Stat
     reasons = hopper.misfits(x_xK.dtype, M, N, K, spec)
     row = tuned.find(OP, key(x_xK.dtype, spec, M, N, K))
     guess = hopper.heuristic(M, N, K, spec, x_xK.dtype)
-    tile = hopper.Tile(**found) if (found := tuned.tile(row)) else guess
+    tile = hopper.Tile(**fields) if (fields := tuned.tile(row)) else guess
     return Static(dispatch.choose(OP, implementation, reasons, [row]), spec, tile)
 
 

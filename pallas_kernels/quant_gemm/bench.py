@@ -42,17 +42,17 @@ def arguments(case: Case) -> list[jax.ShapeDtypeStruct]:
     Codes are drawn as bfloat16, of two bytes each; any bytes are valid codes.
     """
     like, numbers = jax.ShapeDtypeStruct, (groups_of(case.K, case.group), case.N)
-    found = [like((case.M, case.K), jnp.bfloat16)]
-    found += [like((code_bytes(case.K, case.bits), case.N // 2), jnp.bfloat16)]
+    arrays = [like((case.M, case.K), jnp.bfloat16)]
+    arrays += [like((code_bytes(case.K, case.bits), case.N // 2), jnp.bfloat16)]
     shapes = [numbers] * (1 + case.zeros) + [(case.N,)] * case.bias
-    return found + [like(shape, jnp.float32) for shape in shapes]
+    return arrays + [like(shape, jnp.float32) for shape in shapes]
 
 
 def product(case: Case, implementation: Implementation) -> Callable[..., jax.Array]:
     """quant_matmul of the arguments; a copy of the bytes alone is what XLA makes of the pairs."""
 
-    def run(x, pairs, scales, *rest):
-        left = list(rest)
+    def run(x, pairs, scales, *operands):
+        left = list(operands)
         zeros = left.pop(0) if case.zeros else None
         bytes_PN = jax.lax.bitcast_convert_type(pairs, jnp.uint8)
         return pallas_kernels.quant_matmul(
@@ -70,7 +70,7 @@ def product(case: Case, implementation: Implementation) -> Callable[..., jax.Arr
     return run
 
 
-def whole(case: Case) -> Side:
+def unquantized(case: Case) -> Side:
     """Returns the bf16 product of the unquantized weight: x, w, and bias if the case has one."""
     like = jax.ShapeDtypeStruct
     shapes = [like((case.M, case.K), jnp.bfloat16), like((case.K, case.N), jnp.bfloat16)]
@@ -89,7 +89,7 @@ def sides(case: Case, implementation: Implementation) -> dict[str, Callable[[], 
     return {
         "ours": lambda: (product(case, implementation), arguments(case)),
         "xla": lambda: (product(case, "reference"), arguments(case)),
-        "dense": lambda: whole(case),
+        "dense": lambda: unquantized(case),
     }
 
 
@@ -97,22 +97,22 @@ def torch_sides(case: Case) -> dict[str, Callable[[], rivals.Rival]]:
     """Returns torch.matmul in bf16, by torch.compile if bias or activation follow."""
     alone = case.activation is None and not case.bias
     function = rivals.matmul if alone else rivals.gemm(case.activation, case.bias, False)
-    return {"torch": lambda: rivals.Rival(function, *whole(case))}
+    return {"torch": lambda: rivals.Rival(function, *unquantized(case))}
 
 
 def drawn(case: Case) -> list[jax.Array]:
     """Numbers for a check; products of size 1."""
-    random, found = np.random.default_rng(0), []
+    random, arrays = np.random.default_rng(0), []
     for like in arguments(case):
         if like.dtype == jnp.float32:
             values = random.standard_normal(like.shape) / (case.K**0.5 * 2 ** (case.bits - 1))
-            found.append(jnp.asarray(values, jnp.float32))
+            arrays.append(jnp.asarray(values, jnp.float32))
         elif like.shape == (case.M, case.K):
-            found.append(jnp.asarray(random.standard_normal(like.shape), like.dtype))
+            arrays.append(jnp.asarray(random.standard_normal(like.shape), like.dtype))
         else:
             codes = random.integers(0, 256, (*like.shape, 2)).astype(np.uint8)
-            found.append(jax.lax.bitcast_convert_type(jnp.asarray(codes), like.dtype))
-    return found
+            arrays.append(jax.lax.bitcast_convert_type(jnp.asarray(codes), like.dtype))
+    return arrays
 
 
 def errors(case: Case, implementation: Implementation) -> dict[str, float]:
@@ -125,10 +125,10 @@ def errors(case: Case, implementation: Implementation) -> dict[str, float]:
             run = jax.jit(product(case, implementation))
             return np.asarray(run(inputs[0].astype(dtype), *inputs[1:]), np.float64)
 
-    found, rough = (result(which, jnp.bfloat16) for which in (implementation, "reference"))
+    actual, rough = (result(which, jnp.bfloat16) for which in (implementation, "reference"))
     want = result("reference", jnp.float32)
     bound = 2 * np.abs(rough - want).max() + 1e-3
-    return {"out": float(np.abs(found - want).max() / bound)}
+    return {"out": float(np.abs(actual - want).max() / bound)}
 
 
 def checks(rehearsal: bool) -> list[tuple[str, Callable[[], dict[str, float]]]]:
@@ -160,11 +160,11 @@ def tuning(case: Case) -> tuned.Tuning:
         return functools.partial(hopper.multiply, spec=spec, tile=tile, interpret=interpret)
 
     def inputs(key: jax.Array) -> tuple[Any, ...]:
-        x, pairs, scales, *rest = arguments(case)
+        x, pairs, scales, *optional = arguments(case)
         keys = jax.random.split(key, 5)
         packed = jax.random.bits(keys[1], (pairs.shape[0], case.N), jnp.uint8)
-        zeros = rest.pop(0) if case.zeros else None
-        bias = rest.pop(0) if case.bias else None
+        zeros = optional.pop(0) if case.zeros else None
+        bias = optional.pop(0) if case.bias else None
         drawn = [
             None if like is None else jax.random.normal(k, like.shape, like.dtype)
             for k, like in zip((keys[0], *keys[2:]), (x, scales, zeros, bias), strict=True)

@@ -75,8 +75,8 @@ def scales_sums(spec: Spec, tokens: int) -> bool:
 
 def scales_pairs(spec: Spec, tokens: int, dtype: Any) -> bool:
     """Tells whether weights are scaled two at a time, in bf16 (pairs.scaled_operand)."""
-    rest = spec.bits == 4 and spec.signed and not scales_sums(spec, tokens)
-    return rest and jnp.dtype(dtype).name == "bfloat16"
+    fits = spec.bits == 4 and spec.signed and not scales_sums(spec, tokens)
+    return fits and jnp.dtype(dtype).name == "bfloat16"
 
 
 def columns_of(tile: Tile) -> int:
@@ -91,14 +91,14 @@ def parts_of(tile: Tile) -> int:
 
 def misfits(dtype: Any, M: int, N: int, K: int, spec: Spec) -> list[str]:
     """Returns why the kernel cannot take a product, empty when it can."""
-    found = []
+    reasons = []
     if jnp.dtype(dtype).name == "float32":
-        found.append("needs bfloat16 or float16, found float32")
+        reasons.append("needs bfloat16 or float16, found float32")
     if not M * K * N:
-        found.append(f"needs something to compute, found M={M}, N={N}, K={K}")
+        reasons.append(f"needs something to compute, found M={M}, N={N}, K={K}")
     if spec.group < K and spec.group != SMALLEST and spec.group % DEPTH:
-        found.append(f"needs groups of {SMALLEST} or a multiple of {DEPTH}, found {spec.group}")
-    return found
+        reasons.append(f"needs groups of {SMALLEST} or a multiple of {DEPTH}, found {spec.group}")
+    return reasons
 
 
 def heuristic(M: int, N: int, K: int, spec: Spec, dtype: Any = jnp.bfloat16) -> Tile:
@@ -126,7 +126,7 @@ def candidates(M: int, N: int, K: int, spec: Spec, dtype: Any = jnp.bfloat16) ->
     take so many registers that fewer warpgroups fit.
     """
     first = heuristic(M, N, K, spec, dtype)
-    found = [first]
+    choices = [first]
     decodes = M <= TOKENS[-1]
     for tokens in TOKENS:
         if tokens > first.block_n or tokens < first.block_n // (1 if decodes else 2):
@@ -137,10 +137,10 @@ def candidates(M: int, N: int, K: int, spec: Spec, dtype: Any = jnp.bfloat16) ->
                     continue
                 columns = COLUMNS * warpgroups // parts
                 tile = Tile(columns, tokens, depth * parts, 8, warpgroups)
-                found += [dataclasses.replace(tile, splits=n) for n in _splits(tile, M, N, K)]
+                choices += [dataclasses.replace(tile, splits=n) for n in _splits(tile, M, N, K)]
     if scales_sums(spec, first.block_n) and first.block_n <= BY_WARP:
-        found += [dataclasses.replace(t, by_warp=True) for t in found if t.warpgroups == 4]
-    fitting = dict.fromkeys(fitted(tile, spec, dtype) for tile in found)
+        choices += [dataclasses.replace(t, by_warp=True) for t in choices if t.warpgroups == 4]
+    fitting = dict.fromkeys(fitted(tile, spec, dtype) for tile in choices)
     return [tile for tile in fitting if tile.stages > 2]
 
 
@@ -154,11 +154,11 @@ def _splits(tile: Tile, M: int, N: int, K: int) -> list[int]:
     def steps_in_turn(n: int) -> int:
         return pl.cdiv(count * n, SMS) * pl.cdiv(steps, n)
 
-    wanted = {room} | ({max(room // 2, 1)} if parts_of(tile) == 1 else set())
+    counts = {room} | ({max(room // 2, 1)} if parts_of(tile) == 1 else set())
     even = min(range(1, min(MOST_EVEN, most) + 1), key=steps_in_turn)
     if M <= TOKENS[-1] and steps_in_turn(even) < 0.9 * steps_in_turn(room):
-        wanted.add(even)
-    return sorted({pl.cdiv(steps, pl.cdiv(steps, n)) for n in wanted})
+        counts.add(even)
+    return sorted({pl.cdiv(steps, pl.cdiv(steps, n)) for n in counts})
 
 
 def _most_warpgroups(tokens: int, spec: Spec) -> int:
@@ -178,9 +178,9 @@ def _most_warpgroups(tokens: int, spec: Spec) -> int:
 def _fits(spec: Spec, K: int, depth: int) -> bool:
     """Tells whether each step along K begins with a group or lies inside of one, and is a box."""
     small, large = sorted((spec.group, depth))
-    whole = spec.group >= K or large % small == 0
+    aligned = spec.group >= K or large % small == 0
     spills = spec.bits == 2 and not spec.signed and depth > DEPTH  # 16 bytes, found by compiling
-    return whole and not spills and registers.rows_of(depth, spec.bits) <= BOX
+    return aligned and not spills and registers.rows_of(depth, spec.bits) <= BOX
 
 
 def tile_count(tile: Tile, M: int, N: int) -> int:
@@ -210,17 +210,17 @@ def buffers(tile: Tile, spec: Spec, dtype: Any) -> dict[str, tuple[tuple[int, ..
     height = min(tile.block_n, STAGED)
     slots = min(2, tile.block_n // height)
     out_dtype = jnp.dtype(jnp.float32 if tile.splits > 1 else dtype)
-    found: dict[str, tuple[tuple[int, ...], Any]] = {
+    shared: dict[str, tuple[tuple[int, ...], Any]] = {
         "x_smem": ((tile.buffers, parts, tile.block_n, tile.block_k // parts), dtype),
         "words_smem": ((tile.buffers, columns, rows, WORDS), jnp.int32),
         "scales_smem": (numbers, jnp.float32),
         "y_smem": ((columns, slots, height, COLUMNS), out_dtype),
     }
     if not spec.signed:
-        found["zeros_smem"] = numbers, jnp.float32
+        shared["zeros_smem"] = numbers, jnp.float32
     if parts > 1:
-        found["sums_smem"] = (columns, parts - 1, tile.block_n, COLUMNS), jnp.float32
-    return found
+        shared["sums_smem"] = (columns, parts - 1, tile.block_n, COLUMNS), jnp.float32
+    return shared
 
 
 def check(tile: Tile, spec: Spec) -> None:
@@ -274,12 +274,12 @@ def multiply(
     if spec.group >= K:  # one group, that no step leaves
         spec = dataclasses.replace(spec, group=up(K, tile.block_k))
     check(tile, spec)
-    given = {"x": x_MK, "packed": packed_PN, "scales": scales_GN, "zeros": zeros_GN}
+    operands = {"x": x_MK, "packed": packed_PN, "scales": scales_GN, "zeros": zeros_GN}
     static = {"tile": tile, "interpret": interpret, "blocks": blocks}
     if tile.splits == 1:
-        return _launch(given | {"bias": bias_N}, spec=spec, **static)
+        return _launch(operands | {"bias": bias_N}, spec=spec, **static)
     plain = dataclasses.replace(spec, activation=None)
-    sums_SMN = _launch(given, spec=plain, **static)
+    sums_SMN = _launch(operands, spec=plain, **static)
     z_MN = functools.reduce(jnp.add, list(sums_SMN))
     return reference.finish(z_MN, bias_N, spec).astype(x_MK.dtype)
 
@@ -311,14 +311,14 @@ def forward(
     return y_MN.reshape(*x_xK.shape[:-1], -1)
 
 
-def _launch(given, *, spec, tile, interpret, blocks):
+def _launch(operands, *, spec, tile, interpret, blocks):
     """Returns y (M, N); with more than one split the pages of sums (splits, M, N), float32."""
-    (M, K), (P, N) = given["x"].shape, given["packed"].shape
-    dtype = given["x"].dtype
+    (M, K), (P, N) = operands["x"].shape, operands["packed"].shape
+    dtype = operands["x"].dtype
     grid = (pl.cdiv(M, tile.block_n), pl.cdiv(N, tile.block_m))
     whole_N = max(tile.block_m, up(N, GRAIN))
     pieces_N = up(whole_N, COLUMNS)
-    groups = max(scale_rows(tile, spec), given["scales"].shape[0])
+    groups = max(scale_rows(tile, spec), operands["scales"].shape[0])
     sizes = {
         "x": (max(tile.block_n, up(M, PIECE)), max(tile.block_k, up(K, DEPTH))),
         "packed": (max(registers.rows_of(tile.block_k, spec.bits), P), whole_N),
@@ -326,7 +326,7 @@ def _launch(given, *, spec, tile, interpret, blocks):
         "zeros": (groups, pieces_N),
         "bias": (grid[1] * tile.block_m,),  # read by threads, past the edge as well
     }
-    inputs = {name: pad(x, sizes[name]) for name, x in given.items() if x is not None}
+    inputs = {name: pad(x, sizes[name]) for name, x in operands.items() if x is not None}
     for name in {"scales", "zeros", "bias"} & {*inputs}:
         inputs[name] = inputs[name].astype(jnp.float32)
     for name in {"scales", "zeros"} & {*inputs}:
@@ -343,7 +343,7 @@ def _launch(given, *, spec, tile, interpret, blocks):
     columns, parts = columns_of(tile), parts_of(tile)
     scratch |= engine.barriers(tile, parts + columns + 1 + (not spec.signed))
     if parts > 1:
-        scratch["given"] = plgpu.Barrier(num_arrivals=parts - 1, num_barriers=columns)
+        scratch["full"] = plgpu.Barrier(num_arrivals=parts - 1, num_barriers=columns)
         scratch["taken"] = plgpu.Barrier(num_barriers=columns)
     if interpret:
         shape = (tile.warpgroups, 2, COLUMNS, DEPTH)
@@ -352,7 +352,7 @@ def _launch(given, *, spec, tile, interpret, blocks):
     # TMA writes swizzled pieces, of which there must be whole ones.
     shape = up(max(M, shared["y_smem"][0][2]), PIECE), up(whole_N, SWIZZLED)
     shape = *((tile.splits,) if tile.splits > 1 else ()), *shape
-    found = engine.launch(
+    results = engine.launch(
         functools.partial(
             _body, spec=spec, tile=tile, grid=grid, clusters=clusters, interpret=interpret
         ),
@@ -364,7 +364,7 @@ def _launch(given, *, spec, tile, interpret, blocks):
         clusters=clusters,
         interpret=interpret,
     )
-    return varying_as(given["x"], found["y"][..., :M, :N])
+    return varying_as(operands["x"], results["y"][..., :M, :N])
 
 
 # ---- the orders in which a warpgroup waits for a step, multiplies by it and gives its buffers back
@@ -513,11 +513,13 @@ def _body(
 
     def multiply(_, s, buffer, acc, over=None):
         words = words_smem.at[buffer, column]
-        own = {name: functools.partial(of_group, smem, buffer) for name, smem in numbers.items()}
+        readers = {
+            name: functools.partial(of_group, smem, buffer) for name, smem in numbers.items()
+        }
         if paired:
-            operand = pairs.operands(words, base, own["scales"], spec.group, interpret)
+            operand = pairs.operands(words, base, readers["scales"], spec.group, interpret)
         else:
-            operand = registers.operands(words, base, own, spec, gmem["x"].dtype, interpret)
+            operand = registers.operands(words, base, readers, spec, gmem["x"].dtype, interpret)
         for chunk in range(depth // DEPTH):
             right = x_smem.at[buffer, part, :, pl.ds(chunk * DEPTH, DEPTH)].T
             join(acc, operand(chunk), right, chunk % 2 if flows else 0)
@@ -542,22 +544,22 @@ def _body(
             scale = registers.load_rows(of_group(scales_smem, buffer, group), interpret)
             if tile.by_warp:
                 at = base, registers.rows_of(first * DEPTH, 4)
-                found = pairs.exact_sums(words, at, x, (first, chunks), interpret)
+                part_sums = pairs.exact_sums(words, at, x, (first, chunks), interpret)
                 if interpret:  # where only this orders reads by threads before a copy by TMA
                     plgpu.commit_smem()
             else:
-                found = pl.run_scoped(functools.partial(run, first), plgpu.ACC(sums.shape))
-            sums = sums + found * lax.broadcast_in_dim(scale, sums.shape, [0])
+                part_sums = pl.run_scoped(functools.partial(run, first), plgpu.ACC(sums.shape))
+            sums = sums + part_sums * lax.broadcast_in_dim(scale, sums.shape, [0])
         return sums
 
     def join(acc, left, right, place=0):
         if interpret:  # which knows no operands in registers
-            own = more["w_smem"].at[product.warpgroup, place]
+            staged = more["w_smem"].at[product.warpgroup, place]
             if not flows:
                 plgpu.wgmma_wait(0)
-            own[...] = left
+            staged[...] = left
             plgpu.commit_smem()
-            left = own
+            left = staged
         plgpu.wgmma(acc, left, right)
 
     def finish(i, sums):
@@ -580,8 +582,8 @@ def _body(
             y = activate_tile(spec.activation, y_TC[down, right])
 
             def copy(staged, token=token):
-                here = pl.ds(m + token, height), pl.ds(n, COLUMNS)
-                plgpu.copy_smem_to_gmem(staged, target.at[here], commit_group=True)
+                rows = pl.ds(m + token, height), pl.ds(n, COLUMNS)
+                plgpu.copy_smem_to_gmem(staged, target.at[rows], commit_group=True)
 
             staging.put(p, (y,), copy)
 
@@ -598,23 +600,23 @@ def _body(
     )
 
 
-def _meet(y_TC, store, place, *, sums_smem, given, taken, **_):
+def _meet(y_TC, store, place, *, sums_smem, full, taken, **_):
     """The warpgroups of a piece of columns: the first adds what the others have, and stores it.
 
     place: (the piece, which part of K this warpgroup has).
     """
     column, part = place
-    given, taken = given.at[column], taken.at[column]
+    full, taken = full.at[column], taken.at[column]
 
     @pl.when(part > 0)
     def _give():
         sums_smem[column, part - 1] = y_TC
-        plgpu.barrier_arrive(given)
+        plgpu.barrier_arrive(full)
         plgpu.barrier_wait(taken)  # the next tile's sums overwrite these
 
     @pl.when(part == 0)
     def _take():
-        plgpu.barrier_wait(given)
+        plgpu.barrier_wait(full)
         y = y_TC
         for p in range(sums_smem.shape[1]):
             y += plgpu.load(sums_smem.at[column, p], layout=registers.SUMS, optimized=False)

@@ -103,15 +103,15 @@ def scale_pairs(scale: Values, interpret: bool) -> tuple[Values, Values]:
     @plgpu.inline_mgpu(arg_types=(ROW,), return_type=[part, part])
     def split(_, scale):
         layout, shape = scale.layout, scale.registers.shape
-        found = np.empty((2, scale.registers.size), object)
+        split_registers = np.empty((2, scale.registers.size), object)
         for i, register in enumerate(scale.registers.flat):
             for p, part in enumerate(parts_of_scale(element_of(register, 0))):
-                found[p, i] = vector_of([part])
+                split_registers[p, i] = vector_of([part])
         return [
             fragmented.FragmentedArray(
                 _registers=part.reshape(shape), _layout=layout, _is_signed=True
             )
-            for part in found
+            for part in split_registers
         ]
 
     return tuple(split(scale))
@@ -177,8 +177,8 @@ def _placed(words: Any, place: tuple[Any, int], dtype: Any, scales: Any) -> Valu
         for block in range(blocks):
             pairs = code_pairs(word(first + LANES * block), jnp.dtype(dtype).name)
             if parts:
-                own = [part.registers.flat for part in parts[block * len(parts) // blocks]]
-                pairs = [scaled(*each) for each in zip(pairs, *own, strict=True)]
+                factors = [part.registers.flat for part in parts[block * len(parts) // blocks]]
+                pairs = [scaled(*each) for each in zip(pairs, *factors, strict=True)]
             for j, pair in enumerate(pairs):
                 t, half = divmod(j, HALVES)
                 registers[(t, block, 0, 0, half, *(0,) * (registers.ndim - 5))] = pair
@@ -208,14 +208,14 @@ def exact_sums(
     (T, depth), dtype, (start, count) = x.shape, x.dtype, chunks
     rows = rows_of(DEPTH, 4)
     if interpret:
-        found = jnp.zeros((COLUMNS, T), jnp.float32)
+        total = jnp.zeros((COLUMNS, T), jnp.float32)
         for i in range(count):
             left = exact_operand(words, (base, first + i * rows), dtype, True)
             right = x[:, pl.ds((start + i) * DEPTH, DEPTH)]
-            found += lax.dot_general(
+            total += lax.dot_general(
                 left, right, (((1,), (1,)), ((), ())), preferred_element_type=jnp.float32
             )
-        return found
+        return total
     tiled = plgpu.RefType((plgpu.TilingTransform((8, DEPTH)), plgpu.SwizzleTransform(2 * DEPTH)))
 
     @plgpu.inline_mgpu(
@@ -297,12 +297,12 @@ def code_pairs(word: Any, dtype: str) -> list[Any]:
     """
     one, _ = ONES[dtype]
     shifted = _right(word, 4)
-    found = []
+    weights = []
     for j in range(4):
         halves = _permute(word, shifted, 0xF0F0 | (4 + j) << 8 | j)
         field = _masked(halves, 0x000F000F, (one | SIGN) * 0x10001)
-        found.append(_minus(field, dtype))
-    return found
+        weights.append(_minus(field, dtype))
+    return weights
 
 
 def _right(word: Any, places: int) -> Any:
@@ -352,5 +352,5 @@ def scaled(pair: Any, high: Any, low: Any) -> Any:
     code = "{.reg .b32 t; mul.rn.bf16x2 t, $1, $3; fma.rn.bf16x2 $0, $1, $2, t;}"
     codes = element_of(vector.bitcast(ir.VectorType.get((1,), word), pair), 0)
     parts = [element_of(part, 0) for part in (high, low)]
-    found = vector_of([llvm.inline_asm(word, [codes, *parts], code, "=r,r,r,r")])
-    return vector.bitcast(ir.VectorType.get((2,), ir.BF16Type.get()), found)
+    product = vector_of([llvm.inline_asm(word, [codes, *parts], code, "=r,r,r,r")])
+    return vector.bitcast(ir.VectorType.get((2,), ir.BF16Type.get()), product)

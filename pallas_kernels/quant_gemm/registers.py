@@ -120,8 +120,8 @@ def load(words: Any, place: tuple[Any, int, int], bits: int, interpret: bool) ->
     _, size = OWNED[bits]
     R = rows // size
     if interpret:
-        found = words[pl.ds(base + first, rows)].reshape(R, size, WORDS, 1)
-        return [found[:, r] for r in range(size)]
+        words_R = words[pl.ds(base + first, rows)].reshape(R, size, WORDS, 1)
+        return [words_R[:, r] for r in range(size)]
     like = plgpu.ShapeDtypeStruct((R, WORDS, 1), jnp.int32, layout=CODES)
 
     @plgpu.inline_mgpu(
@@ -129,17 +129,17 @@ def load(words: Any, place: tuple[Any, int, int], bits: int, interpret: bool) ->
         return_type=[like] * size,
     )
     def read(_, words, base):
-        word, found = reader(words, base, size), []
+        word, arrays = reader(words, base, size), []
         for r in range(size):
             registers = np.empty(LANED.registers_shape((R, WORDS, 1)), object)
             for i in range(R // LANES):
                 registers[(i, *(0,) * (registers.ndim - 1))] = vector_of(
                     [word(first + size * LANES * i + r)]
                 )
-            found.append(
+            arrays.append(
                 fragmented.FragmentedArray(_registers=registers, _layout=LANED, _is_signed=True)
             )
-        return found
+        return arrays
 
     return read(words, jnp.int32(base))
 
@@ -224,8 +224,8 @@ def _number(
         word, power = (low[row], power) if near else (high[row], power - HIGH)
         field = word & np.int32((2**bits - 1) << power)
     sign = 2 ** (bits - 1) << power if signed else 0
-    whole = lax.bitcast_convert_type(field ^ np.int32(EXPONENT | sign), jnp.float32)
-    return whole - np.float32(2**FRACTION + sign), power
+    raised = lax.bitcast_convert_type(field ^ np.int32(EXPONENT | sign), jnp.float32)
+    return raised - np.float32(2**FRACTION + sign), power
 
 
 def _shifted(word: Values, places: int) -> Values:
@@ -257,14 +257,14 @@ def places(bits: int, parts: int) -> dict[tuple[int, int, int], tuple[int, int, 
     """
     pairs, _ = OWNED[bits]
     each = DEPTH // BLOCK // parts  # blocks of a part
-    found = {}
+    cells = {}
     for t in range(TILES):
         for block in range(DEPTH // BLOCK):
             part, inside = divmod(block, each)
             row, pair = divmod(inside, pairs)
             for half in range(HALVES):
-                found[t, block, half] = part, row, HALVES * t + half, 2 * pair, 2 * pair + 1
-    return found
+                cells[t, block, half] = part, row, HALVES * t + half, 2 * pair, 2 * pair + 1
+    return cells
 
 
 def operand(values: Sequence[Any], bits: int, dtype: Any, interpret: bool) -> Values:
@@ -308,7 +308,7 @@ def operand(values: Sequence[Any], bits: int, dtype: Any, interpret: bool) -> Va
 def operands(
     words: Any,
     base: Any,
-    own: Mapping[str, Callable[[int], Any]],
+    readers: Mapping[str, Callable[[int], Any]],
     spec: Spec,
     dtype: Any,
     interpret: bool,
@@ -322,16 +322,16 @@ def operands(
     bits, piece = spec.bits, min(spec.group, DEPTH)
 
     def operand_of(chunk: int) -> Values:
-        found = []
+        parts = []
         for start in range(chunk * DEPTH, (chunk + 1) * DEPTH, piece):
             first, size = rows_of(start, bits), rows_of(piece, bits)
 
             def column(name: str, j: int, group: int = start // spec.group) -> Values | None:
-                return load_columns(own[name](group), j, interpret) if name in own else None
+                return load_columns(readers[name](group), j, interpret) if name in readers else None
 
             held = load(words, (base, first, size), bits, interpret)
-            found.append(dequantize(numbers(held, bits, spec.signed), column))
-        return operand(found, bits, dtype, interpret)
+            parts.append(dequantize(numbers(held, bits, spec.signed), column))
+        return operand(parts, bits, dtype, interpret)
 
     return operand_of
 
@@ -420,11 +420,11 @@ def dequantize(
     Args: codes: what `numbers` returns. column: maps ("scales" or "zeros", byte j) to the numbers
       of the byte's columns, (32, 1); None where there are none.
     """
-    found = []
+    parts = []
     for j, each in enumerate(codes):
         spread = functools.partial(by_column, shape=each[0][0].shape)
         scale, zero = column("scales", j), column("zeros", j)
         scales = {power: spread(scale * np.float32(2.0**-power)) for _, power in each}
         numbers = [code * scales[power] for code, power in each]
-        found.append(numbers if zero is None else [n + spread(zero) for n in numbers])
-    return found
+        parts.append(numbers if zero is None else [n + spread(zero) for n in numbers])
+    return parts

@@ -54,7 +54,7 @@ def hadamard_quantize(
     op = "hadamard_quantize"
     _check_line(op, "x_N", x_N)
     _check_codes(op, bits, group)
-    rows, nodes = arguments.whole(op, "rows", rows, 1), arguments.whole(op, "nodes", nodes, 1)
+    rows, nodes = arguments.integer(op, "rows", rows, 1), arguments.integer(op, "nodes", nodes, 1)
     _part(op, "x_N", x_N.shape[0], rows * nodes, BLOCK if hadamard else 1)
     options = {"rows": rows, "nodes": nodes, "bits": bits, "group": group, "hadamard": hadamard}
     problem = problems.hadamard_quantize(
@@ -86,7 +86,7 @@ def reduce_requantize(
     op = "reduce_requantize"
     _check_codes(op, bits, group)
     _check_codes(op, new_bits, group, "new_")
-    rows, n = arguments.whole(op, "rows", rows, 1), arguments.whole(op, "n", n, 1)
+    rows, n = arguments.integer(op, "rows", rows, 1), arguments.integer(op, "n", n, 1)
     _check_payload(op, payload_RP, n, bits, group)
     _part(op, "n", n, rows, 1)
     options = {
@@ -121,7 +121,7 @@ def reduce_hadamard(
     """
     op = "reduce_hadamard"
     _check_codes(op, bits, group)
-    n = arguments.whole(op, "n", n, 1)
+    n = arguments.integer(op, "n", n, 1)
     _check_payload(op, payload_RP, n, bits, group)
     _part(op, "n", n, 1, BLOCK if hadamard else 1)
     options = {"n": n, "bits": bits, "group": group, "hadamard": hadamard}
@@ -259,16 +259,16 @@ def _words(op: str, key: Array | None) -> Array | None:
 def _check_line(op: str, name: str, x: Any, dtypes: tuple[str, ...] = DTYPES) -> None:
     arguments.check_arrays(op, **{name: x})
     if x is None or x.ndim != 1 or jnp.dtype(x.dtype).name not in dtypes:
-        found = "None" if x is None else f"{x.dtype}{x.shape}"
-        raise ValueError(f"{op}: {name} {found} must be one line of {' or '.join(dtypes)}")
+        actual = "None" if x is None else f"{x.dtype}{x.shape}"
+        raise ValueError(f"{op}: {name} {actual} must be one line of {' or '.join(dtypes)}")
 
 
 def _check_rows(op: str, payload_RP: Any) -> int:
     """Returns R."""
     arguments.check_arrays(op, payload_RP=payload_RP)
     if payload_RP is None or payload_RP.dtype != jnp.uint8 or payload_RP.ndim != 2:
-        found = "None" if payload_RP is None else f"{payload_RP.dtype}{payload_RP.shape}"
-        raise ValueError(f"{op}: payload_RP {found} must be uint8 (R, P), a payload a row")
+        actual = "None" if payload_RP is None else f"{payload_RP.dtype}{payload_RP.shape}"
+        raise ValueError(f"{op}: payload_RP {actual} must be uint8 (R, P), a payload a row")
     if not payload_RP.shape[0]:
         raise ValueError(f"{op}: payload_RP {payload_RP.shape} has no payload; give at least 1")
     return payload_RP.shape[0]
@@ -287,7 +287,7 @@ def _check_codes(op: str, bits: Bits, group: int, prefix: str = "") -> None:
     known = (*reference.INTEGERS, *reference.DTYPES)
     if isinstance(bits, bool) or bits not in known:
         raise ValueError(f"{op}: {prefix}bits={bits!r} must be one of {known}")
-    arguments.whole(op, "group", group, 1)
+    arguments.integer(op, "group", group, 1)
 
 
 def _part(op: str, name: str, n: int, parts: int, multiple: int) -> int:

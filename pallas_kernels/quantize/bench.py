@@ -57,8 +57,8 @@ def numbers(case: Case) -> list[jax.ShapeDtypeStruct]:
             return [like((n,), jnp.float32), like((n,), dtype)]
     each = n // case.payloads if case.op == "dequantize_add" else n
     size = reference.payload_bytes(each, case.bits, case.group)
-    found = [like((case.payloads, size // 2), jnp.bfloat16)]
-    return found + [like((n,), dtype)] * (case.op == "dequantize_add")
+    shapes = [like((case.payloads, size // 2), jnp.bfloat16)]
+    return shapes + [like((n,), dtype)] * (case.op == "dequantize_add")
 
 
 def call(case: Case, implementation: Implementation) -> Callable[..., jax.Array]:
@@ -106,38 +106,38 @@ def sides(case: Case, implementation: Implementation) -> dict[str, Callable[[], 
 def drawn(case: Case) -> list[jax.Array]:
     """Numbers for a check: payloads are those of numbers, whose scales are no accident."""
     random = np.random.default_rng(0)
-    found = []
+    arrays = []
     for like in numbers(case):
         if like.ndim == 1:
-            found.append(jnp.asarray(random.standard_normal(like.shape), like.dtype))
+            arrays.append(jnp.asarray(random.standard_normal(like.shape), like.dtype))
             continue
         n = case.elements // (like.shape[0] if case.op == "dequantize_add" else 1)
         x = jnp.asarray(random.standard_normal((like.shape[0], n)), jnp.float32)
         payload = reference.encode(x, case.bits, case.group)
         pairs = payload.reshape(*like.shape, 2)
-        found.append(jax.lax.bitcast_convert_type(pairs, jnp.bfloat16))
-    return found
+        arrays.append(jax.lax.bitcast_convert_type(pairs, jnp.bfloat16))
+    return arrays
 
 
 def errors(case: Case, implementation: Implementation) -> dict[str, float]:
     """Returns error over bound; at most 1 is right."""
     inputs = drawn(case)
-    found, want = (
+    result, want = (
         np.asarray(jax.jit(call(case, which))(*inputs)) for which in (implementation, "reference")
     )
-    if found.dtype != np.uint8:
-        found, want = (np.asarray(x, np.float64) for x in (found, want))
+    if result.dtype != np.uint8:
+        result, want = (np.asarray(x, np.float64) for x in (result, want))
         bound = 2**-8 if not case.wide else ROUNDING
-        return {"sum": float(np.abs(found - want).max() / (bound * np.abs(want).max()))}
+        return {"sum": float(np.abs(result - want).max() / (bound * np.abs(want).max()))}
     bits = 4 if case.op == "reduce_requantize" else case.bits
-    rows = found.reshape(-1, found.shape[-1]).shape[0]
-    return apart(found, want, case.elements // rows, bits)
+    rows = result.reshape(-1, result.shape[-1]).shape[0]
+    return apart(result, want, case.elements // rows, bits)
 
 
-def apart(found: np.ndarray, want: np.ndarray, n: int, bits: int) -> dict[str, float]:
+def apart(result: np.ndarray, want: np.ndarray, n: int, bits: int) -> dict[str, float]:
     """Returns error over bound of payloads of n elements a row."""
     (code, scale), (right, true) = (
-        _parts(jnp.asarray(x.reshape(-1, x.shape[-1])), n, bits) for x in (found, want)
+        _parts(jnp.asarray(x.reshape(-1, x.shape[-1])), n, bits) for x in (result, want)
     )
     steps = np.abs(code - right)
     return {
@@ -189,27 +189,27 @@ def tunings() -> Iterator[tuned.Tuning]:
 
 def options(case: Case) -> dict[str, Any]:
     """What fused_reference's function of a case is told."""
-    found: dict[str, Any] = {"bits": case.bits, "group": case.group}
+    static: dict[str, Any] = {"bits": case.bits, "group": case.group}
     match case.op:
         case "hadamard_quantize":
-            found |= {"rows": case.payloads, "nodes": case.places, "hadamard": case.hadamard}
+            static |= {"rows": case.payloads, "nodes": case.places, "hadamard": case.hadamard}
         case "reduce_requantize":
-            found |= {"n": case.elements, "rows": case.pieces, "new_bits": 4}
+            static |= {"n": case.elements, "rows": case.pieces, "new_bits": 4}
         case "reduce_hadamard":
-            found |= {"n": case.elements, "hadamard": case.hadamard}
-    return found
+            static |= {"n": case.elements, "hadamard": case.hadamard}
+    return static
 
 
 def candidates(problem: hopper.Problem) -> list[hopper.Tile]:
     """Returns the heuristic's tile, then its neighbours that fit in shared memory."""
-    found = [hopper.heuristic(problem)]
+    tiles = [hopper.heuristic(problem)]
     for times in (1, 2, 4):
         for blocks, stages in ((1, 3), (1, 4), (2, 2), (2, 3), (3, 2), (3, 3), (4, 2), (4, 3)):
             tile = hopper.Tile(problem.least * times, stages, hopper.SMS * blocks)
             few = tile.groups * problem.group <= 4 * hopper.STEP  # registers
             if few and hopper.fit(problem, tile) == tile:
-                found.append(tile)
-    return list(dict.fromkeys(found))
+                tiles.append(tile)
+    return list(dict.fromkeys(tiles))
 
 
 def _values(key: jax.Array, like: Any) -> Any:

@@ -40,14 +40,14 @@ def layout(lanes: int) -> Any:
 
 def transformed(parts: Sequence[Values]) -> list[Values]:
     """Returns x H / sqrt(32) of 32 arrays, in the order of additions of reference.hadamard."""
-    found, half = list(parts), 1
+    mixed, half = list(parts), 1
     while half < len(parts):
         for i in range(len(parts)):
             if not i & half:
-                a, b = found[i], found[i | half]
-                found[i], found[i | half] = a + b, a - b
+                a, b = mixed[i], mixed[i | half]
+                mixed[i], mixed[i | half] = a + b, a - b
         half *= 2
-    return [x * np.float32(len(parts) ** -0.5) for x in found]
+    return [x * np.float32(len(parts) ** -0.5) for x in mixed]
 
 
 def _columns(x_TLC: Values) -> list[Values]:
@@ -74,11 +74,11 @@ def _noise(key: Any, first: Any, problem: Any, T: int) -> list[Values]:
     )
     calls = BLOCK // counter.CALL
     first_TL1 = ((first + one_TL1) * L + other_TL1) * calls
-    found = []
+    noise = []
     for call in range(calls):
         pair = counter.words(key[0], key[1], first_TL1 + call)
-        found += [counter.uniform(word, half) for word in pair for half in (0, 1)]
-    return found
+        noise += [counter.uniform(word, half) for word in pair for half in (0, 1)]
+    return noise
 
 
 def encode(*refs, names, problem, tile, interpret, **smem):

@@ -119,23 +119,23 @@ class Problem:
     def buffers(self, tile: Tile) -> dict[str, tuple[tuple[int, ...], Any]]:
         """The shared memory of a thread block."""
         S, T = tile.stages, tile.groups
-        found: dict[str, tuple[tuple[int, ...], Any]] = {}
+        shared: dict[str, tuple[tuple[int, ...], Any]] = {}
         wide = (T, *self.inside)
         if self.op in ("hadamard_quantize", "subtract_quantize", "dequantize_add"):
-            found["x_slots"] = ((S, *wide), self.dtype)
+            shared["x_slots"] = ((S, *wide), self.dtype)
         if self.op == "subtract_quantize":
-            found["main_slots"] = ((S, *wide), jnp.float32)
+            shared["main_slots"] = ((S, *wide), jnp.float32)
         if self.summed or self.op == "dequantize_add":
             # The 1 keeps layout inference from tiling these.
             parts = (S, self.payloads if self.summed else 1, 1)
-            found["word_slots"] = ((*parts, T * self.words(self.bits)), jnp.int32)
-            found["scale_slots"] = ((*parts, T), jnp.int32)
+            shared["word_slots"] = ((*parts, T * self.words(self.bits)), jnp.int32)
+            shared["scale_slots"] = ((*parts, T), jnp.int32)
         if self.op in ("reduce_hadamard", "dequantize_add"):
-            found["out"] = ((PLACES, *wide), self.dtype)
+            shared["out"] = ((PLACES, *wide), self.dtype)
         else:
-            found["words_out"] = ((PLACES, T * self.words(self.new_bits)), jnp.int32)
-            found["scales_out"] = ((PLACES, T, 1), jnp.int32)
-        return found
+            shared["words_out"] = ((PLACES, T * self.words(self.new_bits)), jnp.int32)
+            shared["scales_out"] = ((PLACES, T, 1), jnp.int32)
+        return shared
 
     @property
     def copies(self) -> int:
@@ -180,42 +180,42 @@ def fit(problem: Problem, tile: Tile | None) -> Tile:
 
 def misfits(problem: Problem, tile: Tile) -> list[str]:
     """Returns why the kernel cannot take it, empty when it can."""
-    if found := unknown(problem):
-        return found
+    if reasons := unknown(problem):
+        return reasons
     unit = problem.least
     if problem.short:
         size = problem.groups * problem.group + problem.short
         return [f"needs whole groups of {problem.group}, found pieces of {size} elements"]
     if not problem.groups or problem.groups % unit:
         size = problem.groups * problem.group
-        found.append(
+        reasons.append(
             f"needs pieces of a multiple of {unit * problem.group} elements ({unit} groups of "
             f"{problem.group}), found {size}"
         )
     if problem.elements >= MOST_ELEMENTS:
-        found.append(f"needs fewer than 2^31 elements, found {problem.elements}")
+        reasons.append(f"needs fewer than 2^31 elements, found {problem.elements}")
     if problem.payloads > MOST_SENDERS and problem.summed:
-        found.append(f"needs at most {MOST_SENDERS} senders, found {problem.payloads}")
-    elif not found and not _fits(problem, tile):
+        reasons.append(f"needs at most {MOST_SENDERS} senders, found {problem.payloads}")
+    elif not reasons and not _fits(problem, tile):
         needed = tiles.shared_bytes(problem.buffers(tile))
-        found.append(
+        reasons.append(
             f"{tile} needs {needed} bytes of shared memory, there are {tiles.SHARED_BYTES}"
         )
-    return found
+    return reasons
 
 
 def unknown(problem: Problem) -> list[str]:
     """Returns why no tile would do: other codes or groups than the bodies are written for."""
-    found = []
+    reasons = []
     known = (8,) if problem.op == "reduce_requantize" else (4, 8)
     if problem.bits not in known:
-        found.append(f"needs codes of {' or '.join(map(str, known))} bits, found {problem.bits}")
+        reasons.append(f"needs codes of {' or '.join(map(str, known))} bits, found {problem.bits}")
     if problem.new_bits not in (4,) + (8,) * (problem.op != "reduce_requantize"):
-        found.append(f"does not make codes of {problem.new_bits} bits")
+        reasons.append(f"does not make codes of {problem.new_bits} bits")
     sizes = columns.GROUPS if problem.columned else rows.GROUPS
     if problem.group not in sizes:
-        found.append(f"needs groups of {', '.join(map(str, sizes))}, found {problem.group}")
-    return found
+        reasons.append(f"needs groups of {', '.join(map(str, sizes))}, found {problem.group}")
+    return reasons
 
 
 def _fits(problem: Problem, tile: Tile, blocks: int = 1) -> bool:
@@ -293,14 +293,14 @@ def _payload(word_RW: Array) -> Array:
 
 def _call(problem: Problem, tile: Tile, inputs: dict[str, Any], interpret: bool) -> Array:
     """Runs a body on named arrays, some of which are None."""
-    given = {name: x for name, x in inputs.items() if x is not None}
+    operands = {name: x for name, x in inputs.items() if x is not None}
     total = problem.pieces * problem.groups
     wide = (total, *problem.inside)
     for name in ("x", "main"):
-        if name in given:
-            given[name] = given[name].reshape(wide)
-    if "payload" in given:
-        given["payload"] = _words(given["payload"])
+        if name in operands:
+            operands[name] = operands[name].reshape(wide)
+    if "payload" in operands:
+        operands["payload"] = _words(operands["payload"])
     output = {"reduce_hadamard": "x", "dequantize_add": "new"}.get(problem.op, "sent")
     row = problem.groups * problem.places * (problem.words(problem.new_bits) + 1)
     shape = jax.ShapeDtypeStruct((problem.pieces // problem.places, row), jnp.int32)
@@ -311,7 +311,7 @@ def _call(problem: Problem, tile: Tile, inputs: dict[str, Any], interpret: bool)
         for name, (size, kind) in problem.buffers(tile).items()
     }
     scratch["ready"] = plgpu.Barrier(num_arrivals=problem.copies, num_barriers=tile.stages)
-    body, names = BODIES[problem.op], (*given, output)
+    body, names = BODIES[problem.op], (*operands, output)
     options = {"names": names, "problem": problem, "tile": tile, "interpret": interpret}
     kernel = plgpu.kernel(
         functools.partial(body, **options),
@@ -324,11 +324,11 @@ def _call(problem: Problem, tile: Tile, inputs: dict[str, Any], interpret: bool)
         interpret=interpreter.params() if interpret else None,
     )
     each = reference.flops(problem.op, problem.payloads, problem.noise)
-    with Work(problem.op, problem.elements * each).scope(given.values(), [shape]):
-        [found] = kernel(*given.values())
+    with Work(problem.op, problem.elements * each).scope(operands.values(), [shape]):
+        [result] = kernel(*operands.values())
     like = next(iter(inputs.values()))
-    found = found.reshape(-1) if output in ("x", "new") else _payload(found)
-    return varying_as(like, found)
+    result = result.reshape(-1) if output in ("x", "new") else _payload(result)
+    return varying_as(like, result)
 
 
 def _transforms(problem: Problem, name: str, kind: Any) -> tuple[Any, ...]:

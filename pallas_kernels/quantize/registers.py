@@ -74,8 +74,8 @@ def flipped(word: Values, bits: int) -> Values:
 def numbers(word: Values, shift: Any, bits: int) -> Values:
     """Returns the float32 numbers of the codes that start at bit `shift` of words of `flipped`."""
     field = lax.shift_right_logical(word, _like(word, shift)) & np.int32(2**bits - 1)
-    whole = lax.bitcast_convert_type(field | EXPONENT, jnp.float32)
-    return whole - np.float32(2**23 + 2 ** (bits - 1))
+    raised = lax.bitcast_convert_type(field | EXPONENT, jnp.float32)
+    return raised - np.float32(2**23 + 2 ** (bits - 1))
 
 
 def scaled(number: Values, scale: Values) -> Values:

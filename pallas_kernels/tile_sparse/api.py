@@ -237,8 +237,8 @@ def _static(
         tile_dx = _tile(rows[1], pattern) or hopper.heuristic(M, of_dx, C, S, plain)
         tile_dw = _tile(rows[2], pattern) or hopper_weights.heuristic(M, pattern)
     forward, backward = (
-        dispatch.choose(OP, implementation, reasons, found)
-        for found in (rows[:1], rows[1 if pattern.together == 1 else 2 :])
+        dispatch.choose(OP, implementation, reasons, measured)
+        for measured in (rows[:1], rows[1 if pattern.together == 1 else 2 :])
     )
     return Static(forward, backward, activation, out_dtype, tile, tile_dx, tile_dw)
 
@@ -252,17 +252,17 @@ def _tile(row: dict | None, pattern: Pattern) -> Tile | None:
 
 def _reasons(x: Array, pattern: Pattern) -> list[str]:
     """Why the kernels cannot take these inputs."""
-    found = []
+    reasons = []
     if x.dtype.name == "float32":
-        found.append("needs bfloat16 or float16, found float32")
+        reasons.append("needs bfloat16 or float16, found float32")
     if pattern.tile not in hopper.TILES:
-        found.append(f"needs tiles of {hopper.TILES} columns, found {pattern.tile}")
+        reasons.append(f"needs tiles of {hopper.TILES} columns, found {pattern.tile}")
     if pattern.chunk not in hopper.CHUNKS:
-        found.append(f"needs chunks of {hopper.CHUNKS} rows, found {pattern.chunk}")
+        reasons.append(f"needs chunks of {hopper.CHUNKS} rows, found {pattern.chunk}")
     sizes = x.size * pattern.columns.size * pattern.chunks.size
     if not sizes:
-        found.append(f"needs something to compute, found x {x.shape}, weight {pattern.shape}")
-    return found
+        reasons.append(f"needs something to compute, found x {x.shape}, weight {pattern.shape}")
+    return reasons
 
 
 def _check(x: Array, weight: TileSparse, bias: Array | None, activation: str | None) -> None:

@@ -95,19 +95,19 @@ def errors(case: Case, implementation: Implementation) -> dict[str, float]:
         return y, *pull(dy)
 
     def results(implementation: Implementation, dtype: str) -> list[np.ndarray]:
-        given: list[Any] = [jnp.asarray(a, jnp.bfloat16).astype(dtype) for a in (x, w, bias, dy)]
-        given[1] = TileSparse.from_dense(given[1], mask, tile=case.tile, chunk=case.chunk)
+        arrays: list[Any] = [jnp.asarray(a, jnp.bfloat16).astype(dtype) for a in (x, w, bias, dy)]
+        arrays[1] = TileSparse.from_dense(arrays[1], mask, tile=case.tile, chunk=case.chunk)
         with jax.default_matmul_precision("highest" if dtype == "float32" else "default"):
-            return [np.asarray(a, np.float64) for a in all_of(implementation, *given)]
+            return [np.asarray(a, np.float64) for a in all_of(implementation, *arrays)]
 
-    found, rough, want = (
+    result, rough, want = (
         results(implementation, "bfloat16"),
         results("reference", "bfloat16"),
         results("reference", "float32"),
     )
     return {
         name: float(np.abs(f - w).max() / (2 * np.abs(r - w).max() + 1e-3))
-        for name, f, r, w in zip(("y", "dx", "dvalues", "dbias"), found, rough, want, strict=True)
+        for name, f, r, w in zip(("y", "dx", "dvalues", "dbias"), result, rough, want, strict=True)
     }
 
 
@@ -131,15 +131,15 @@ def beside_dense(
 def checks(rehearsal: bool) -> list[tuple[str, Callable[[], dict[str, float]]]]:
     """(name, what gives error, or time, over bound). A rehearsal's times mean nothing."""
     implementation = "interpret" if rehearsal else "hopper"
-    found: list[tuple[str, Callable[[], dict[str, float]]]] = [
+    listed: list[tuple[str, Callable[[], dict[str, float]]]] = [
         (f"tile_sparse {case.M} rows, {case.name}", functools.partial(errors, case, implementation))
         for case in (TINY_CASES if rehearsal else CHECKED)
     ]
     for case in () if rehearsal else CASES:
         if case.sparsity == 0:
             compare = functools.partial(beside_dense, case, implementation, bench.device_clock, 50)
-            found.append((f"tile_sparse beside dense, {case.name}", compare))
-    return found
+            listed.append((f"tile_sparse beside dense, {case.name}", compare))
+    return listed
 
 
 # ---- tunings
@@ -165,8 +165,8 @@ def tuning(case: Case, kind: str) -> tuned.Tuning:
         # Also what the mask does not keep is drawn: in these cases it keeps whole slots.
         (left, right), (a, b) = jax.random.split(key), operands(kind, case, pattern)[:2]
         drawn = (jax.random.normal(k, x.shape, x.dtype) for k, x in ((left, a), (right, b)))
-        rest = (None,) if kind == "forward" else ()
-        return *drawn, *rest, cases.pattern(case)
+        bias = (None,) if kind == "forward" else ()
+        return *drawn, *bias, cases.pattern(case)
 
     if kind == "dw":
         first = hopper_weights.heuristic(case.M, pattern)

@@ -54,10 +54,10 @@ class Case(Workload):
     def kept_CT(self) -> np.ndarray:
         """bool (C, T), of kept columns in tiles: which chunks are kept; the same each time."""
         T, C = -(-self.kept_columns.size // self.tile), -(-self.K // self.chunk)
-        kept = np.zeros(C * T, bool)
+        live = np.zeros(C * T, bool)
         share = (1 - self.sparsity / 100) / self.columns
-        kept[: round(C * T * share)] = True
-        return np.random.default_rng(0).permutation(kept).reshape(C, T)
+        live[: round(C * T * share)] = True
+        return np.random.default_rng(0).permutation(live).reshape(C, T)
 
     @property
     def mask(self) -> np.ndarray:
@@ -96,10 +96,10 @@ class Case(Workload):
 
     def bytes(self, backward: bool = False) -> float:
         """Forward: x, w, y; backward: x, w, dy, dx, dw. Of x what a tile keeps, of dy what is."""
-        kept = self.kept_CT
-        x = self.M * min(int(kept.any(1).sum()) * self.chunk, self.K)
-        dy = self.M * min(int(kept.any(0).sum()) * self.tile, self.N)
-        w = int(kept.sum()) * self.chunk * self.tile
+        live_CT = self.kept_CT
+        x = self.M * min(int(live_CT.any(1).sum()) * self.chunk, self.K)
+        dy = self.M * min(int(live_CT.any(0).sum()) * self.tile, self.N)
+        w = int(live_CT.sum()) * self.chunk * self.tile
         if backward:
             return 2 * (x + 2 * w + dy + self.M * self.K)
         return 2 * (x + w + self.M * self.N)

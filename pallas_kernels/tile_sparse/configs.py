@@ -119,5 +119,5 @@ def kernel(kind: str, tile: Any, spec: Spec, interpret: bool = False) -> Callabl
 
 def sources(name: str) -> tuple[pathlib.Path, ...]:
     """The files that make a configuration's kernel."""
-    own = "hopper_weights.py" if name.startswith("dw") else "hopper.py"
-    return FOLDER / own, *FILES
+    file = "hopper_weights.py" if name.startswith("dw") else "hopper.py"
+    return FOLDER / file, *FILES

@@ -190,7 +190,10 @@ class TileSparse:
         op = "TileSparse.from_dense"
         arguments.check_arrays(op, w=w_KN)
         mask = _mask("mask", w_KN, mask_KN)
-        tile, chunk = arguments.whole(op, "tile", tile, 1), arguments.whole(op, "chunk", chunk, 1)
+        tile, chunk = (
+            arguments.integer(op, "tile", tile, 1),
+            arguments.integer(op, "chunk", chunk, 1),
+        )
         residual = np.zeros_like(mask)
         if residual_mask_KN is not None:
             residual = _mask("residual_mask", w_KN, residual_mask_KN)
@@ -311,25 +314,25 @@ def _blocks(mask: np.ndarray, columns: np.ndarray, tile: int, chunk: int) -> np.
 
 def _in_tiles(columns: np.ndarray, tile: int, N: int, tiles: int | None = None) -> np.ndarray:
     """Columns as whole tiles, with N for none; one tile where there are no columns."""
-    whole = max(-(-columns.size // tile), 1) if tiles is None else tiles
-    return np.concatenate([columns, np.full(whole * tile - columns.size, N, columns.dtype)])
+    count = max(-(-columns.size // tile), 1) if tiles is None else tiles
+    return np.concatenate([columns, np.full(count * tile - columns.size, N, columns.dtype)])
 
 
 def _layout(mask: np.ndarray, tile: int, chunk: int, capacity: Capacity | None) -> np.ndarray:
     """Packed columns."""
     N = mask.shape[1]
-    kept, every = np.flatnonzero(mask.any(0)), np.arange(N)
+    live, every = np.flatnonzero(mask.any(0)), np.arange(N)
     if capacity is not None and capacity.gathered:
-        needed = -(-kept.size // tile)
+        needed = -(-live.size // tile)
         if needed > capacity.tiles:
             raise ValueError(f"the mask needs {needed} tiles, {capacity} has {capacity.tiles}")
-        return _in_tiles(kept, tile, N, capacity.tiles)
+        return _in_tiles(live, tile, N, capacity.tiles)
     in_place = _in_tiles(every, tile, N)
     if capacity is not None:
         if in_place.size != capacity.tiles * tile:
             raise ValueError(f"{capacity} must have {in_place.size // tile} tiles")
         return in_place
-    gathered = _in_tiles(kept, tile, N)
+    gathered = _in_tiles(live, tile, N)
 
     def slots(columns: np.ndarray) -> int:
         return int(_blocks(mask, columns, tile, chunk).any((1, 3)).sum())
@@ -363,11 +366,11 @@ def pattern_of(
         raise ValueError(
             f"the mask needs slots={needed} and residual={rows_R.size}, more than {capacity}"
         )
-    kept = np.zeros((capacity.slots, chunk * tile), bool)
-    kept[at] = blocks[chunks, :, tiles].reshape(-1, chunk * tile)
+    mask_slots = np.zeros((capacity.slots, chunk * tile), bool)
+    mask_slots[at] = blocks[chunks, :, tiles].reshape(-1, chunk * tile)
     places = np.full(N + 1, T * tile)
     places[columns] = np.arange(T * tile)
-    found = {
+    fields = {
         "chunks": np.full(capacity.slots, C),
         "tiles": np.zeros(capacity.slots),
         "tile_starts": _starts(by_tile),
@@ -378,12 +381,12 @@ def pattern_of(
         "columns": columns,
         "places": places[:N],
     }
-    found["chunks"][at], found["tiles"][at] = chunks, tiles
-    arrays: dict[str, Any] = {name: jnp.asarray(x, jnp.int32) for name, x in found.items()}
+    fields["chunks"][at], fields["tiles"][at] = chunks, tiles
+    arrays: dict[str, Any] = {name: jnp.asarray(x, jnp.int32) for name, x in fields.items()}
     for name, x, none in (("rows_R", rows_R, K), ("columns_R", columns_R, 0)):
         filled = _filled(x, capacity.residual, none)
         arrays[name] = jnp.asarray(filled, jnp.int32) if filled.size else None
-    bits = jnp.asarray(np.packbits(kept, axis=1, bitorder="little"))
+    bits = jnp.asarray(np.packbits(mask_slots, axis=1, bitorder="little"))
     return Pattern(
         **arrays, kept=bits, shape=(K, N), tile=tile, chunk=chunk, gathered=capacity.gathered
     )

@@ -90,18 +90,18 @@ def heuristic(M: int, shape: Shape, blocks: int, slots: int, spec: Spec) -> Tile
             return 2 * waves * max(product, (product + finish) / 2) + finish
         return waves * (product + finish)
 
-    found = candidates(shape, spec)
-    return min((t for t in found if t.cluster == 1 or M > t.block_m), key=seconds)
+    choices = candidates(shape, spec)
+    return min((t for t in choices if t.cluster == 1 or M > t.block_m), key=seconds)
 
 
 def candidates(shape: Shape, spec: Spec) -> list[Tile]:
     """What the heuristic and the tuner choose from: at least three steps are in flight."""
-    found = (
+    fitting = (
         fitted(Tile(m, shape.width, cluster=cluster, pingpong=pingpong), shape, spec)
         for m, pingpong in BLOCKS
         for cluster in (2, 1)
     )
-    return [t for t in found if t.buffers > 2 and t.rows * shape.width <= 128 * 128]
+    return [t for t in fitting if t.buffers > 2 and t.rows * shape.width <= 128 * 128]
 
 
 def fitted(tile: Tile, shape: Shape, spec: Spec) -> Tile:
@@ -113,8 +113,8 @@ def buffers(
     tile: Tile, shape: Shape, spec: Spec, dtype: Any = jnp.bfloat16
 ) -> dict[str, tuple[tuple[int, ...], Any]]:
     """Shared memory, as (shape, type)."""
-    found = engine.buffers(tile, dtype, spec.out_dtype, shape.together > 1, shape.transpose)
-    return found | ({"z_smem": (found["y_smem"][0], dtype)} if spec.keep else {})
+    shared = engine.buffers(tile, dtype, spec.out_dtype, shape.together > 1, shape.transpose)
+    return shared | ({"z_smem": (shared["y_smem"][0], dtype)} if spec.keep else {})
 
 
 def forward(
@@ -133,7 +133,7 @@ def forward(
     units = pattern.chunks.size // each
     sources = pattern.chunks.reshape(units, each)
     entries = jnp.concatenate([jnp.arange(units, dtype=jnp.int32)[:, None], sources], 1)
-    found = multiply(
+    results = multiply(
         pad(x_MK, (x_MK.shape[0], C * pattern.chunk)),
         slots_Skn.reshape(units, pattern.unit, pattern.tile),
         bias_P,
@@ -145,7 +145,7 @@ def forward(
         interpret=interpret,
         blocks=blocks,
     )
-    y_xP, z_xP = jax.tree.map(lambda y: y.reshape(*x_xK.shape[:-1], y.shape[1]), found)
+    y_xP, z_xP = jax.tree.map(lambda y: y.reshape(*x_xK.shape[:-1], y.shape[1]), results)
     return y_xP, z_xP
 
 
@@ -211,7 +211,7 @@ def multiply(
     clusters = min(blocks // tile.cluster, grid[0] * grid[1])
     result = whole_M, jobs.shape[0] * shape.width
     name = "tile_sparse_dx" if shape.transpose else OP
-    found = engine.launch(
+    results = engine.launch(
         functools.partial(_body, spec=spec, tile=tile, shape=shape, grid=grid, clusters=clusters),
         {
             "jobs": jobs,
@@ -228,8 +228,8 @@ def multiply(
         clusters=clusters,
         interpret=interpret,
     )
-    found = varying_as(a_MK, {name: x[:M] for name, x in found.items()})
-    return found["y"], found.get("z")
+    results = varying_as(a_MK, {name: x[:M] for name, x in results.items()})
+    return results["y"], results.get("z")
 
 
 def corner(index, grid: tuple[int, int], snake: int):
@@ -262,11 +262,11 @@ class Place(NamedTuple):
     steps: Any
 
 
-def _body(gmem, *, spec, tile, shape, grid, clusters, a_smem, b_smem, y_smem, ready, free, **kept):
+def _body(gmem, *, spec, tile, shape, grid, clusters, a_smem, b_smem, y_smem, ready, free, **more):
     product = engine.Product(
         tile, ready, free, lambda place: place.steps, lax.axis_index("block"), clusters
     )
-    results = ({"z": kept["z_smem"]} if spec.keep else {}) | {"y": y_smem}
+    results = ({"z": more["z_smem"]} if spec.keep else {}) | {"y": y_smem}
     staging = Staging(tuple(results.values()), product.warpgroup)
     height, width = y_smem.shape[2:]
     each = shape.depth // shape.step  # steps of a slot
@@ -301,21 +301,25 @@ def _body(gmem, *, spec, tile, shape, grid, clusters, a_smem, b_smem, y_smem, re
 
     def multiply(_, s, buffer, acc):
         turned = shape.together > 1
-        left = a_smem.at[buffer, :, product.own].T if turned else a_smem.at[buffer, product.own]
+        left = (
+            a_smem.at[buffer, :, product.part_rows].T
+            if turned
+            else a_smem.at[buffer, product.part_rows]
+        )
         plgpu.wgmma(acc, left, b_smem.at[buffer].T if shape.transpose else b_smem.at[buffer])
 
     def finish(place, sums):
         m, n = place.m + product.part * tile.rows, place.column * shape.width
         for p, (top, left, down, right) in enumerate(staging.pieces((tile.rows, shape.width))):
-            here = pl.ds(m + top, height), pl.ds(n + left, width)
+            part = pl.ds(m + top, height), pl.ds(n + left, width)
             z = sums[down, right]
             if "bias" in gmem:
-                z = add_bias(z, gmem["bias"], here[1])
+                z = add_bias(z, gmem["bias"], part[1])
             y = finished(spec.activation, z)
 
-            def copy(*staged, here=here):
+            def copy(*staged, part=part):
                 for name, piece in zip(results, staged, strict=True):
-                    target = gmem[name].at[here]
+                    target = gmem[name].at[part]
                     plgpu.copy_smem_to_gmem(piece, target, commit_group=name == "y")
 
             staging.put(p, (z, y) if spec.keep else (y,), copy)

@@ -118,7 +118,7 @@ def weights(
     shared = buffers(tile, unit, dtype)
     down, across = block_of(unit, width)
     result = tile.splits, units * down, across
-    found = engine.launch(
+    results = engine.launch(
         functools.partial(_body, tile=tile, unit=unit, chunk=pattern.chunk, clusters=clusters),
         {
             "table": jobs.table,
@@ -138,7 +138,7 @@ def weights(
         clusters=clusters,
         interpret=interpret,
     )
-    dw = varying_as(x_MK, found["dw"]).sum(0, dtype=jnp.float32).reshape(units, down, across)
+    dw = varying_as(x_MK, results["dw"]).sum(0, dtype=jnp.float32).reshape(units, down, across)
     dw = dw if down == unit else dw.swapaxes(1, 2)
     dw_Skn = jnp.where(pattern.kept_Skn, dw.reshape(S, pattern.chunk, width), 0)
     return dw_Skn.astype(dtype)
@@ -160,7 +160,7 @@ def _body(gmem, *, tile, unit, chunk, clusters, a_smem, b_smem, y_smem, ready, f
         tile, ready, free, lambda place: place.steps, lax.axis_index("block"), clusters
     )
     staging = Staging((y_smem,), product.warpgroup)
-    each, mine = tile.block_m // unit, tile.rows // unit  # slots of a job, and of a warpgroup
+    each, slots = tile.block_m // unit, tile.rows // unit  # slots of a job, and of a warpgroup
     down, across = block_of(unit, tile.block_n)
     height, width = y_smem.shape[2:]
     count = number(gmem["total"], 0)
@@ -182,9 +182,9 @@ def _body(gmem, *, tile, unit, chunk, clusters, a_smem, b_smem, y_smem, ready, f
             gmem["dz"].at[m, n], b_smem.at[buffer], barrier, collective_axes=tile.multicast
         )
         for g in range(each):
-            own = jnp.minimum(place.slot + g, place.stop - 1) * (unit // chunk)
+            first_chunk = jnp.minimum(place.slot + g, place.stop - 1) * (unit // chunk)
             for h in range(unit // chunk):
-                k = span(number(gmem["chunks"], 0, own + h), chunk)
+                k = span(number(gmem["chunks"], 0, first_chunk + h), chunk)
                 if unit > chunk:
                     # An empty slot's chunk lies past the last: TMA brings zeros.
                     left, there = gmem["x"].at[k, m], pl.ds(h * chunk, chunk)
@@ -194,7 +194,7 @@ def _body(gmem, *, tile, unit, chunk, clusters, a_smem, b_smem, y_smem, ready, f
 
     def multiply(_, s, buffer, *accumulators):
         for g, acc in enumerate(accumulators):
-            x_part, dz_part = a_smem.at[buffer, product.warpgroup * mine + g], b_smem.at[buffer]
+            x_part, dz_part = a_smem.at[buffer, product.warpgroup * slots + g], b_smem.at[buffer]
             if unit > chunk:
                 plgpu.wgmma(acc, x_part, dz_part)
             elif down == unit:
@@ -203,26 +203,26 @@ def _body(gmem, *, tile, unit, chunk, clusters, a_smem, b_smem, y_smem, ready, f
                 plgpu.wgmma(acc, dz_part.T, x_part)
 
     def live(place):
-        return place.slot + product.warpgroup * mine < place.stop
+        return place.slot + product.warpgroup * slots < place.stop
 
     def finish(place, *sums):
         pieces = staging.pieces((down, across))
 
         def store(p):
             g, (top, left, rows, columns) = p // len(pieces), pieces[p % len(pieces)]
-            slot = place.slot + product.warpgroup * mine + g
-            here = pl.ds(pl.multiple_of(slot * down + top, ROWS), height), pl.ds(left, width)
-            target = gmem["dw"].at[place.split, *here]
+            slot = place.slot + product.warpgroup * slots + g
+            part = pl.ds(pl.multiple_of(slot * down + top, ROWS), height), pl.ds(left, width)
+            target = gmem["dw"].at[place.split, *part]
             staging.put(
                 p, (sums[g][rows, columns],), lambda piece: plgpu.copy_smem_to_gmem(piece, target)
             )
 
-        first = place.slot + product.warpgroup * mine
-        for p in range(mine * len(pieces)):
+        first = place.slot + product.warpgroup * slots
+        for p in range(slots * len(pieces)):
             inside = first + p // len(pieces) < place.stop
             pl.when(inside)(functools.partial(store, p))
 
-    total, sums = count * tile.splits, [(down, across)] * mine
+    total, sums = count * tile.splits, [(down, across)] * slots
     product.specialise(
         lambda: product.compute(total, multiply, finish, sums=sums, begin=place_of, live=live),
         lambda: product.produce(total, place_of, load),
