@@ -30,10 +30,10 @@ class Work:
     read: float | None = None
 
     def scope(self, operands: Iterable[Any], made: Iterable[Any]) -> AbstractContextManager:
-        """Returns the scope to launch in. given, made: operands (None: left out) and results.
+        """Returns the scope to launch in. operands: None is left out. made: the results.
 
         `jax.vmap` launches one kernel for all rows without telling the scope: who reads it compares
-        the call's operands with `given`.
+        the call's operands with the bytes after `given` in the name.
         """
         all_given, written = nbytes(operands), nbytes(made)
         read = all_given if self.read is None else round(self.read)

@@ -31,7 +31,7 @@ SPEC = Spec(None, "float32")
 NOTHING = "it makes no difference"
 
 
-def whole(random: np.random.Generator, *shape: int) -> np.ndarray:
+def small_integers(random: np.random.Generator, *shape: int) -> np.ndarray:
     """Small integers."""
     return random.integers(-3, 4, shape).astype(np.float32)
 
@@ -39,17 +39,17 @@ def whole(random: np.random.Generator, *shape: int) -> np.ndarray:
 def gather(gpu, random, ranks=3, rows=72, cluster=1, warpgroups=1, comm=1, keep=False):
     """Two weights, tiles and chunks that end with a rank's rows; chunks that are no whole tiles."""
     R, K, widths = ranks, 128, (64, 128)
-    x, bias = whole(random, R, 1, rows, K), whole(random, 1, sum(widths))
-    ws = [whole(random, R, 1, K, N) for N in widths]
+    x, bias = small_integers(random, R, 1, rows, K), small_integers(random, 1, sum(widths))
+    ws = [small_integers(random, R, 1, K, N) for N in widths]
     fusion = Fusion(Tile(64 * warpgroups, 64, 64, 3, warpgroups, cluster), comm * cluster, 40)
-    found = gpu.run(*(
+    results = gpu.run(*(
         functools.partial(
             all_gather_gemm, x[r], tuple(w[r] for w in ws), bias, rows=rows, keep=keep,
             peers=RemotePeer(R, gpu.axis), fusion=fusion, spec=SPEC, blocks=(comm + 2) * cluster,
         )
         for r in range(R)
     ))  # fmt: skip
-    for r, (ys, gathered) in enumerate(found):
+    for r, (ys, gathered) in enumerate(results):
         for w, y, b in zip(ws, ys, np.split(bias[0], np.cumsum(widths)[:-1]), strict=True):
             np.testing.assert_array_equal(y, x[:, 0] @ w[r, 0] + b)
         there = [source for source in range(R) if keep or source != r]
@@ -58,15 +58,15 @@ def gather(gpu, random, ranks=3, rows=72, cluster=1, warpgroups=1, comm=1, keep=
 
 def copies(gpu, random, ranks=3, rows=64, comm=1):
     """The gather's communication alone, in a ring of few slots; chunks with two pieces too many."""
-    x = whole(random, ranks, 1, rows, 1024)
+    x = small_integers(random, ranks, 1, rows, 1024)
     peers = RemotePeer(ranks, gpu.axis)
-    found = gpu.run(
+    results = gpu.run(
         *(
             functools.partial(all_gather, x[r], peers=peers, comm=comm, chunk=40)
             for r in range(ranks)
         )
     )
-    for r, gathered in enumerate(found):
+    for r, gathered in enumerate(results):
         there = [source for source in range(ranks) if source != r]
         np.testing.assert_array_equal(gathered[there], x[there, 0])
 
@@ -95,12 +95,12 @@ def scatter(
 ):
     """Two products by transposed weights, added; bias and residual."""
     R = ranks
-    xs = [whole(random, R, R, rows, K) * large(R)[:, None, None, None] for K in depths]
-    ws = [whole(random, R, 1, N, K) for K in depths]
-    bias, residual = whole(random, 1, N), whole(random, R, 1, rows, N)
+    xs = [small_integers(random, R, R, rows, K) * large(R)[:, None, None, None] for K in depths]
+    ws = [small_integers(random, R, 1, N, K) for K in depths]
+    bias, residual = small_integers(random, 1, N), small_integers(random, R, 1, rows, N)
     tile = Tile(64 * warpgroups, N // 2, 64, 2, warpgroups, cluster)
     fusion = Fusion(tile, comm * cluster, chunk)
-    found = gpu.run(*(
+    results = gpu.run(*(
         functools.partial(
             gemm_reduce_scatter, tuple(x[r] for x in xs), tuple(w[r] for w in ws), bias,
             residual[r], rows=rows, peers=RemotePeer(R, gpu.axis), fusion=fusion, spec=SPEC,
@@ -109,18 +109,18 @@ def scatter(
         for r in range(R)
     ))  # fmt: skip
     parts = sum(np.einsum("spmk,snk->spmn", x, w[:, 0]) for x, w in zip(xs, ws, strict=True))
-    for r, (y, *_) in enumerate(found):
+    for r, (y, *_) in enumerate(results):
         np.testing.assert_array_equal(y[0], ordered(parts[:, r], bias, residual[r, 0]))
 
 
 def reduce(gpu, random, ranks=3, rows=72, cluster=1, warpgroups=1):
     """More tiles than blocks, of which one ends with the rows."""
     R, K, N = ranks, 128, 256
-    x, w = whole(random, R, 1, rows, K), whole(random, R, 1, K, N)
+    x, w = small_integers(random, R, 1, rows, K), small_integers(random, R, 1, K, N)
     x *= large(R)[:, None, None, None]
-    bias, residual = whole(random, 1, N), whole(random, 1, rows, N)
+    bias, residual = small_integers(random, 1, N), small_integers(random, 1, rows, N)
     fusion = Fusion(Tile(64 * warpgroups, 128, 64, 3, warpgroups, cluster), 0, 8)
-    found = gpu.run(*(
+    results = gpu.run(*(
         functools.partial(
             gemm_all_reduce, x[r], w[r], bias, residual, rows=rows,
             peers=RemotePeer(R, gpu.axis), fusion=fusion, spec=SPEC, blocks=2 * cluster,
@@ -128,7 +128,7 @@ def reduce(gpu, random, ranks=3, rows=72, cluster=1, warpgroups=1):
         for r in range(R)
     ))  # fmt: skip
     want = ordered(x[:, 0] @ w[:, 0], bias, residual[0])
-    for y in found:
+    for y in results:
         np.testing.assert_array_equal(y[0], want)
 
 
@@ -153,8 +153,8 @@ def _routed(random, R, routing, cluster, warpgroups):
     known = routings(R, TOKENS, CHOICES, R * EXPERTS, random)
     known["stay"] = np.repeat(np.arange(R) * EXPERTS, TOKENS)[:, None].repeat(CHOICES, 1)
     experts = known[routing].astype(np.int32)
-    given = experts.reshape(R, TOKENS, CHOICES)
-    work = jax.tree.map(np.asarray, _tables(cluster, warpgroups)(given))
+    by_rank = experts.reshape(R, TOKENS, CHOICES)
+    work = jax.tree.map(np.asarray, _tables(cluster, warpgroups)(by_rank))
     return experts, work, [order(experts, R, EXPERTS, rank) for rank in range(R)]
 
 
@@ -180,11 +180,11 @@ def dispatch(
     gpu.lenient = True
     R, N = ranks, ranks * TOKENS * CHOICES
     _, (work, _, _), rows = _routed(random, R, routing, cluster, warpgroups)
-    x = whole(random, R, 1, TOKENS, K)
-    ws = [whole(random, R, 1, EXPERTS, K, F) for F in widths]
+    x = small_integers(random, R, 1, TOKENS, K)
+    ws = [small_integers(random, R, 1, EXPERTS, K, F) for F in widths]
     tile = Tile(64 * warpgroups, 64, 64, 2, warpgroups, cluster)
     fusion = product.ExpertFusion(tile, comm * cluster, CHUNK, band=2)
-    found = gpu.run(
+    results = gpu.run(
         *(
             functools.partial(
                 dispatch_gemm,
@@ -201,8 +201,8 @@ def dispatch(
             for r in range(R)
         )
     )
-    each = [np.array([x[s, 0, t] for s, t, _ in here]).reshape(-1, K) for here in rows]
-    for r, (ys, came) in enumerate(found):
+    each = [np.array([x[s, 0, t] for s, t, _ in arrivals]).reshape(-1, K) for arrivals in rows]
+    for r, (ys, came) in enumerate(results):
         np.testing.assert_array_equal(came[0, : len(rows[r])], each[r])
         counts = work.visits_VW[r]
         group = np.zeros(len(rows[r]), int)
@@ -221,13 +221,13 @@ def combine(
     experts, (_, work, places), rows = _routed(random, R, routing, cluster, warpgroups)
     tile = Tile(64 * warpgroups, 128, 64, 2, warpgroups, cluster)
     fusion = product.ExpertFusion(tile, comm * cluster, CHUNK, width=widths)
-    hs = [whole(random, R, 1, height(N, tile), K) for K in depths]
-    for r, here in enumerate(rows):
+    hs = [small_integers(random, R, 1, height(N, tile), K) for K in depths]
+    for r, arrivals in enumerate(rows):
         for h in hs:
-            h[r, 0, len(here) :] = np.nan
-    ws = [whole(random, R, 1, EXPERTS, D, K) for K in depths]
+            h[r, 0, len(arrivals) :] = np.nan
+    ws = [small_integers(random, R, 1, EXPERTS, D, K) for K in depths]
     weights = random.integers(-2, 3, (R, TOKENS, CHOICES)).astype(np.float32)
-    found = gpu.run(*(
+    results = gpu.run(*(
         functools.partial(
             gemm_combine, tuple(h[r] for h in hs), tuple(w[r] for w in ws), _pages(work, r),
             places[r][None], weights[r][None], peers=RemotePeer(R, gpu.axis), fusion=fusion,
@@ -236,12 +236,12 @@ def combine(
         for r in range(R)
     ))  # fmt: skip
     want = np.zeros((R, TOKENS, D), np.float32)
-    for r, here in enumerate(rows):
-        for n, (source, t, a) in enumerate(here):
+    for r, arrivals in enumerate(rows):
+        for n, (source, t, a) in enumerate(arrivals):
             e = experts[source * TOKENS + t, a] - r * EXPERTS
             answer = sum(w[r, 0, e] @ h[r, 0, n] for h, w in zip(hs, ws, strict=True))
             want[source, t] += weights[source, t, a] * answer
-    for r, (y, _) in enumerate(found):
+    for r, (y, _) in enumerate(results):
         np.testing.assert_array_equal(y[0], want[r])
 
 

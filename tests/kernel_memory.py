@@ -137,19 +137,19 @@ def _inside(a: Box, b: Box) -> bool:
 class Ref:
     """A part of an array: what a kernel is given and slices with `at`.
 
-    data: the array. first, shape: of the part, in all dimensions of data. kept: those dimensions
+    data: the array. first, shape: of the part, in all dimensions of data. dimensions: those
     that are not indexed by a number. offset: in bytes, of data in shared memory.
     """
 
-    def __init__(self, memory, data, first, shape, kept, offset, turned=False):
+    def __init__(self, memory, data, first, shape, dimensions, offset, turned=False):
         """Is a part of `data`, which is a view of the memory's."""
         self.memory, self.data, self.first, self.sizes = memory, data, list(first), list(shape)
-        self.kept, self.offset, self.turned = list(kept), offset, turned
+        self.dimensions, self.offset, self.turned = list(dimensions), offset, turned
 
     @property
     def shape(self):
         """Of what is kept."""
-        shape = tuple(self.sizes[d] for d in self.kept)
+        shape = tuple(self.sizes[d] for d in self.dimensions)
         return shape[::-1] if self.turned else shape
 
     @property
@@ -165,27 +165,27 @@ class Ref:
     @property
     def T(self):  # noqa: N802
         """Its transpose, for wgmma."""
-        parts = self.memory, self.data, self.first, self.sizes, self.kept, self.offset
+        parts = self.memory, self.data, self.first, self.sizes, self.dimensions, self.offset
         return Ref(*parts, turned=not self.turned)
 
     def part(self, key: Any) -> "Ref":
         """ref.at[key]; a slice may end past the array, where TMA reads 0 and writes nothing."""
-        first, sizes, kept = list(self.first), list(self.sizes), list(self.kept)
+        first, sizes, dimensions = list(self.first), list(self.sizes), list(self.dimensions)
         keys = () if key is Ellipsis else key if isinstance(key, tuple) else (key,)
-        for d, k in zip(self.kept, keys, strict=False):
-            whole = self.sizes[d] == self.data.shape[d]
+        for d, k in zip(self.dimensions, keys, strict=False):
+            uncut = self.sizes[d] == self.data.shape[d]
             if isinstance(k, slice):
                 start = 0 if k.start is None else int(k.start)
                 stop = self.sizes[d] if k.stop is None else int(k.stop)
-                past = stop > self.sizes[d] and (self.memory.number < 0 or not whole)
+                past = stop > self.sizes[d] and (self.memory.number < 0 or not uncut)
                 first[d], sizes[d] = first[d] + start, stop - start
             else:
                 start, past = int(k), int(k) >= self.sizes[d]
                 first[d], sizes[d] = first[d] + start, 1
-                kept.remove(d)
+                dimensions.remove(d)
             if start < 0 or past:
                 raise Fault(f"{self.memory.name}: index {key} of {self.shape}")
-        return Ref(self.memory, self.data, first, sizes, kept, self.offset)
+        return Ref(self.memory, self.data, first, sizes, dimensions, self.offset)
 
     def on(self, memory: Memory) -> "Ref":
         """The same part of another block's shared memory, or of another rank's array."""
@@ -194,7 +194,7 @@ class Ref:
             width = math.prod(self.data.shape) * self.data.itemsize
             data = data[self.offset : self.offset + width].view(self.data.dtype)
             data = data.reshape(self.data.shape)
-        return Ref(memory, data, self.first, self.sizes, self.kept, self.offset, self.turned)
+        return Ref(memory, data, self.first, self.sizes, self.dimensions, self.offset, self.turned)
 
     @property
     def box(self) -> Box:
@@ -228,17 +228,17 @@ class Ref:
 
     def read(self, lost: Lost = None) -> np.ndarray:
         """What it holds, 0 past the array, NaN where it is lost."""
-        found = self.data[self._where()]
+        values = self.data[self._where()]
         for box in lost or ():
-            found = found.copy()
+            values = values.copy()
             limits = zip(box, self.first, strict=True)
             part = tuple(slice(max(low - f, 0), max(high - f, 0)) for (low, high), f in limits)
-            found[part] = np.nan
-        if list(found.shape) != self.sizes:
-            missing = [(0, s - n) for s, n in zip(self.sizes, found.shape, strict=True)]
-            found = np.pad(found, missing)
-        found = found.reshape([self.sizes[d] for d in self.kept])
-        return found.T.copy() if self.turned else found.copy()
+            values[part] = np.nan
+        if list(values.shape) != self.sizes:
+            missing = [(0, s - n) for s, n in zip(self.sizes, values.shape, strict=True)]
+            values = np.pad(values, missing)
+        values = values.reshape([self.sizes[d] for d in self.dimensions])
+        return values.T.copy() if self.turned else values.copy()
 
     def write(self, value: np.ndarray):
         """Sets what lies in the array."""

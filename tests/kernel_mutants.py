@@ -47,7 +47,7 @@ class Site:
 
 def sites(module: ModuleType, base: str = "plgpu", waits: Sequence[str] = WAITS) -> list[Site]:
     """All waits in the source of a module, in its order: calls of base.wait."""
-    found, names = [], set()
+    listed, names = [], set()
 
     def visit(node: ast.AST, path: tuple[str, ...]):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -59,12 +59,12 @@ def sites(module: ModuleType, base: str = "plgpu", waits: Sequence[str] = WAITS)
                 same = sum(n == name or n.startswith(f"{name} #") for n in names)
                 name += f" #{same + 1}" if same else ""
                 names.add(name)
-                found.append(Site(module, path[0], name, node.lineno, node.col_offset))
+                listed.append(Site(module, path[0], name, node.lineno, node.col_offset))
         for child in ast.iter_child_nodes(node):
             visit(child, path)
 
     visit(ast.parse(inspect.getsource(module)), ())
-    return sorted(found, key=lambda site: (site.line, site.column))
+    return sorted(listed, key=lambda site: (site.line, site.column))
 
 
 def _position(frame: FrameType) -> tuple[int | None, int | None]:
@@ -103,14 +103,14 @@ def deleted(site: Site, instance: Instance | None, seen: list[Instance]) -> Iter
     def without(wait: Callable):
         def maybe(*args, **named):
             frame = sys._getframe(1)
-            here = frame.f_code.co_filename == path
-            if here and _position(frame) == (site.line, site.column):
+            in_source = frame.f_code.co_filename == path
+            if in_source and _position(frame) == (site.line, site.column):
                 number = args and isinstance(args[0], int)
                 at = str(args[0]) if number else _barrier(frame, args[0]) if args else ""
-                found = at, _chain(frame, site, path)
-                if found not in seen:
-                    seen.append(found)
-                if found == instance:
+                call = at, _chain(frame, site, path)
+                if call not in seen:
+                    seen.append(call)
+                if call == instance:
                     return
             wait(*args, **named)
 
@@ -158,7 +158,7 @@ def survivors(site: Site, runs: Sequence[Callable[[], None]]) -> dict[int, Insta
                     verdicts[instance] = _run(run)
                 print(f"{site} {instance}: {verdicts[instance] or 'survives'}")
     assert verdicts, f"no run traces {site}"
-    return {n: found for n, (found, verdict) in enumerate(verdicts.items()) if not verdict}
+    return {n: wait for n, (wait, verdict) in enumerate(verdicts.items()) if not verdict}
 
 
 def check(

@@ -109,8 +109,8 @@ class Warpgroup:
     def run(self, jaxpr: Any, inputs: Sequence[Any]) -> None:
         """inputs: of the kernel, arrays or UNKNOWN. Raises: Early."""
         refs = [
-            Ref(next(self.numbers), tuple(v.aval.shape), given)
-            for v, given in itertools.zip_longest(jaxpr.invars, inputs)
+            Ref(next(self.numbers), tuple(v.aval.shape), value)
+            for v, value in itertools.zip_longest(jaxpr.invars, inputs)
         ]
         self._eval(jaxpr, (), refs)
         self._still(lambda product: True, "the kernel ends")
@@ -131,47 +131,51 @@ class Warpgroup:
             return atom.val if hasattr(atom, "val") else env[atom]
 
         for eqn in jaxpr.eqns:
-            given = [read(atom) for atom in eqn.invars]
+            operands = [read(atom) for atom in eqn.invars]
             name = eqn.primitive.name.removesuffix("_p")
             do = getattr(self, f"_{name}", None)
             if do is not None:
-                found = do(eqn, *given)
+                results = do(eqn, *operands)
             else:
-                found = self._scalar(eqn, given)
-            for variable, value in zip(eqn.outvars, found, strict=True):
+                results = self._scalar(eqn, operands)
+            for variable, value in zip(eqn.outvars, results, strict=True):
                 env[variable] = value
         return [read(atom) for atom in jaxpr.outvars]
 
-    def _scalar(self, eqn: Any, given: list[Any]) -> list[Any]:
+    def _scalar(self, eqn: Any, operands: list[Any]) -> list[Any]:
         name, outs = eqn.primitive.name, [v.aval for v in eqn.outvars]
-        if any(isinstance(x, Ref) for x in given) and outs and name not in ("load",):
+        if any(isinstance(x, Ref) for x in operands) and outs and name not in ("load",):
             raise NotImplementedError(f"{name} of memory")
-        unknown = any(x is UNKNOWN or isinstance(x, Ref) or np.ndim(x) for x in given)
+        unknown = any(x is UNKNOWN or isinstance(x, Ref) or np.ndim(x) for x in operands)
         if unknown or any(getattr(aval, "shape", ()) for aval in outs):
             return [UNKNOWN] * len(outs)
         if name == "convert_element_type":
-            return [np.asarray(given[0]).astype(outs[0].dtype)]
+            return [np.asarray(operands[0]).astype(outs[0].dtype)]
         if name == "optimization_barrier":
-            return given
+            return operands
         if name in SCALARS:
-            return [SCALARS[name](*given)]
+            return [SCALARS[name](*operands)]
         if not outs:
             return []
         return [UNKNOWN] * len(outs)
 
     # ---- control
 
-    def _jit(self, eqn: Any, *given: Any) -> list[Any]:
-        return self._eval(eqn.params["jaxpr"].jaxpr, eqn.params["jaxpr"].consts, given)
+    def _jit(self, eqn: Any, *operands: Any) -> list[Any]:
+        return self._eval(eqn.params["jaxpr"].jaxpr, eqn.params["jaxpr"].consts, operands)
 
-    def _cond(self, eqn: Any, index: Any, *given: Any) -> list[Any]:
+    def _cond(self, eqn: Any, index: Any, *operands: Any) -> list[Any]:
         branch = eqn.params["branches"][int(index)]
-        return self._eval(branch.jaxpr, branch.consts, given)
+        return self._eval(branch.jaxpr, branch.consts, operands)
 
-    def _while(self, eqn: Any, *given: Any) -> list[Any]:
+    def _while(self, eqn: Any, *operands: Any) -> list[Any]:
         p = eqn.params
         split = p["cond_nconsts"], p["cond_nconsts"] + p["body_nconsts"]
-        test, body, carry = given[: split[0]], given[split[0] : split[1]], given[split[1] :]
+        test, body, carry = (
+            operands[: split[0]],
+            operands[split[0] : split[1]],
+            operands[split[1] :],
+        )
         for _ in range(STEPS):
             condition, todo = p["cond_jaxpr"], p["body_jaxpr"]
             if not self._eval(condition.jaxpr, condition.consts, [*test, *carry])[0]:
@@ -179,14 +183,14 @@ class Warpgroup:
             carry = self._eval(todo.jaxpr, todo.consts, [*body, *carry])
         raise Early(f"a loop of more than {STEPS} steps; {self.axes}")
 
-    def _scan(self, eqn: Any, *given: Any) -> list[Any]:
+    def _scan(self, eqn: Any, *operands: Any) -> list[Any]:
         p = eqn.params
         consts, carry, over = (len(group) for group in p["ft_in"].unpack())
         if over or len(eqn.outvars) > carry:
             raise NotImplementedError("a scan over arrays")
-        values = list(given[consts:])
+        values = list(operands[consts:])
         for _ in range(p["length"]):
-            values = self._eval(p["jaxpr"].jaxpr, p["jaxpr"].consts, [*given[:consts], *values])
+            values = self._eval(p["jaxpr"].jaxpr, p["jaxpr"].consts, [*operands[:consts], *values])
         return values
 
     def _run_scoped(self, eqn: Any, *consts: Any) -> list[Any]:
@@ -194,17 +198,17 @@ class Warpgroup:
         made = [Ref(next(self.numbers), tuple(v.aval.shape)) for v in jaxpr.invars]
         return self._eval(jaxpr, consts, made)
 
-    def _run_state(self, eqn: Any, *given: Any) -> list[Any]:
+    def _run_state(self, eqn: Any, *operands: Any) -> list[Any]:
         jaxpr = eqn.params["jaxpr"]
         jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
         refs = [
             x if isinstance(x, Ref) else Ref(next(self.numbers), tuple(v.aval.shape), x)
-            for v, x in zip(jaxpr.invars, given, strict=True)
+            for v, x in zip(jaxpr.invars, operands, strict=True)
         ]
         self._eval(jaxpr, (), refs)
         self._wait(0)  # implied
         # Scalars are those that the body closes over.
-        return [x if isinstance(x, Ref) or np.shape(x) == () else UNKNOWN for x in given]
+        return [x if isinstance(x, Ref) or np.shape(x) == () else UNKNOWN for x in operands]
 
     def _axis_index(self, eqn: Any) -> list[Any]:
         return [np.int32(self.axes[eqn.params["axis_name"]])]
@@ -212,11 +216,11 @@ class Warpgroup:
     # ---- memory
 
     def _place(self, ref: Ref, transforms: Any) -> Place:
-        box, kept = [(0, n) for n in ref.shape], list(range(len(ref.shape)))
+        box, dimensions = [(0, n) for n in ref.shape], list(range(len(ref.shape)))
         for transform in transforms or ():
             if isinstance(transform, NDIndexer):
                 left = []
-                for dimension, index in zip(kept, transform.indices, strict=True):
+                for dimension, index in zip(dimensions, transform.indices, strict=True):
                     first = box[dimension][0]
                     if isinstance(index, Slice):
                         first += int(index.start)
@@ -224,14 +228,14 @@ class Warpgroup:
                         left.append(dimension)
                     else:
                         box[dimension] = (first + int(index), first + int(index) + 1)
-                kept = left
+                dimensions = left
             elif isinstance(transform, UntilingTransform):  # of all of it
                 rank = len(transform.tiling)
                 tiles, tile = box[-2 * rank : -rank], box[-rank:]
                 box[-2 * rank :] = [(0, n * m) for (_, n), (_, m) in zip(tiles, tile, strict=True)]
-                kept = list(range(len(box)))
+                dimensions = list(range(len(box)))
             elif isinstance(transform, TransposeTransform):
-                kept = [kept[i] for i in transform.permutation]
+                dimensions = [dimensions[i] for i in transform.permutation]
             elif not isinstance(transform, UnswizzleRef):
                 raise NotImplementedError(f"{transform} of memory")
         return Place(ref, tuple(box))
@@ -265,11 +269,11 @@ class Warpgroup:
     def _write(self, part: Place) -> None:
         self._still(lambda product: any(part.overlaps(x) for x in product.reads), "a store")
 
-    def _copy_gmem_to_smem(self, eqn: Any, source: Ref, target: Ref, *rest: Any) -> list[Any]:
+    def _copy_gmem_to_smem(self, eqn: Any, source: Ref, target: Ref, *operands: Any) -> list[Any]:
         p = eqn.params
         count = int(p["has_barrier"])
         trees = [p[f"{x}_transforms_treedef"] for x in ("src", "dst")]
-        _, part = self._parts([source, target], trees, rest[count:])
+        _, part = self._parts([source, target], trees, operands[count:])
         self._write(part)
         if self.waited is not None:
             self.loads.setdefault(self.waited, set()).add(part)
@@ -336,16 +340,16 @@ def kernels(function: Callable[..., Any], *args: Any) -> list[tuple[Any, list[An
     closed, calls = jax.make_jaxpr(function)(*args), []
 
     def inputs(*flat: Any) -> list[list[Any]]:
-        found: list[list[Any]] = []
+        call_inputs: list[list[Any]] = []
 
-        def evaluate(jaxpr: Any, consts: Sequence[Any], given: Sequence[Any]) -> list[Any]:
-            env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *given], strict=True))
+        def evaluate(jaxpr: Any, consts: Sequence[Any], operands: Sequence[Any]) -> list[Any]:
+            env = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *operands], strict=True))
             for eqn in jaxpr.eqns:
                 values = [x.val if hasattr(x, "val") else env[x] for x in eqn.invars]
                 outputs: Any = [UNKNOWN] * len(eqn.outvars)
                 if eqn.primitive.name == "mpmd_map":
                     calls.append(eqn)
-                    found.append([x if _array(x) else None for x in values])
+                    call_inputs.append([x if _array(x) else None for x in values])
                 elif inner := [x for x in eqn.params.values() if _calls(x)]:
                     outputs = evaluate(inner[0].jaxpr, inner[0].consts, values)
                 elif not any(x is UNKNOWN for x in values):
@@ -355,10 +359,10 @@ def kernels(function: Callable[..., Any], *args: Any) -> list[tuple[Any, list[An
             return [x.val if hasattr(x, "val") else env[x] for x in jaxpr.outvars]
 
         evaluate(closed.jaxpr, closed.consts, flat)
-        return found
+        return call_inputs
 
     arrays = jax.device_get(jax.jit(inputs)(*jax.tree.leaves(args)))
-    known = [[UNKNOWN if x is None else x for x in given] for given in arrays]
+    known = [[UNKNOWN if x is None else x for x in row] for row in arrays]
     return list(zip(calls, known, strict=True))
 
 

@@ -126,12 +126,12 @@ class Gpu:
         def call(*inputs: Any) -> Any:
             rank = len(self.arrays)
             outputs = out_type if isinstance(out_type, list) else [out_type]
-            given = [np.asarray(x) for x in inputs]
+            arrays = [np.asarray(x) for x in inputs]
             made = [np.full(out.shape, np.nan, out.dtype) for out in outputs]
             self.arrays.append(
                 [
-                    Memory(self.machine, data, rank, i, i < len(given))
-                    for i, data in enumerate((*given, *made))
+                    Memory(self.machine, data, rank, i, i < len(arrays))
+                    for i, data in enumerate((*arrays, *made))
                 ]
             )
             self.machine.ranks[rank] = [*self.arrays[rank]]
@@ -281,19 +281,19 @@ class Gpu:
         thread = self.machine.me
         blocks = thread.block.cluster if collective_axes else [thread.block]
         rows = target.shape[0] // len(blocks)
-        mine = slice(0, None) if len(blocks) == 1 else _rows(thread.block.number * rows, rows)
+        block_rows = slice(0, None) if len(blocks) == 1 else _rows(thread.block.number * rows, rows)
         knows = thread.released()
         read = barrier.component, barrier.phase + 1
         lost: Lost = [] if self.lenient else None
         source.memory.read(source.box, read, knows, GLOBAL, thread.rank, lost)
         barrier.arrive(knows, thread, tx=_bytes(target))
         for block in blocks:
-            to, theirs = target.on(block.memory).part(mine), barrier.on(block)
+            to, theirs = target.on(block.memory).part(block_rows), barrier.on(block)
             written = theirs.component, theirs.phase + 1
             block.memory.write(to.box, written, knows, SHARED, thread.rank)
 
             def arrive(to=to, theirs=theirs):
-                to.write(source.part(mine).read(lost))
+                to.write(source.part(block_rows).read(lost))
                 theirs.came(_bytes(to))
 
             self.machine.later(arrive)
@@ -396,8 +396,8 @@ def _pl(gpu: Gpu) -> types.SimpleNamespace:
         def over(body):
             carry = init_carry
             for i in range(int(lower), int(upper)):
-                given = () if init_carry is None else (carry,)
-                carry = body(np.int32(i), *given)
+                carried = () if init_carry is None else (carry,)
+                carry = body(np.int32(i), *carried)
             return carry
 
         return over

@@ -46,8 +46,8 @@ class Thread:
         """Has not begun."""
         self.axes, self.block, self.first, self.weight = axes, block, first, weight
         self.rank = block.rank
-        self.turn = threading.Lock()
-        self.turn.acquire()
+        self.baton = threading.Lock()
+        self.baton.acquire()
         self.done = False
         self.waits_for = ""
         self.seen: dict[Barrier, int] = {}  # phases of barriers
@@ -274,7 +274,7 @@ class Machine:
         self.over.acquire()
         for thread in self.threads:
             if not thread.done:
-                thread.turn.release()
+                thread.baton.release()
         for worker in workers:
             worker.join()
         if self.failed is not None:
@@ -282,7 +282,7 @@ class Machine:
 
     def _run(self, thread: Thread, body: Callable[[], None]):
         try:
-            thread.turn.acquire()
+            thread.baton.acquire()
             self._check()
             body()
             self._end(thread)
@@ -332,9 +332,9 @@ class Machine:
             return
         self.running = chosen
         self.switches += 1
-        chosen.turn.release()
+        chosen.baton.release()
         if before is not None and not before.done:
-            before.turn.acquire()
+            before.baton.acquire()
             self._check()
 
     def _stuck(self):
@@ -373,9 +373,9 @@ class Machine:
             knows = _joined(block.threads)
             for barrier in block.barriers:
                 barrier.end(knows)
-        mine = [t for t in self.threads if t.rank == thread.rank]
-        if all(t.done for t in mine):
-            knows = _joined(mine)
+        same_rank = [t for t in self.threads if t.rank == thread.rank]
+        if all(t.done for t in same_rank):
+            knows = _joined(same_rank)
             for thing in self.ranks[thread.rank]:
                 thing.end(knows)
         self._next()
@@ -386,8 +386,8 @@ class Machine:
         """Returns what a part of an array holds."""
         thread = self._within(ref)
         ref.memory.read(ref.box, thread.event(), thread.clock, GENERIC, thread.rank, None)
-        found = ref.read()
-        return found[()] if found.ndim == 0 else found
+        value = ref.read()
+        return value[()] if value.ndim == 0 else value
 
     def store(self, ref: Ref, value: Any):
         """Sets a part of an array."""

@@ -36,9 +36,9 @@ def pad(x: jax.Array, multiple: int, axis: int = 0) -> jax.Array:
 
 
 def block_table(spans: jax.Array, per_block: int) -> jax.Array:
-    """(C, 2 + 4 own): the tiles a thread block loads, then each warpgroup's span among them.
+    """(C, 2 + 4 per_block): the tiles a thread block loads, then each warpgroup's span among them.
 
-    spans: of `ranges.visits`, `own` to a thread block.
+    spans: of `ranges.visits`. per_block: how many of them a thread block has.
     """
     spans = jnp.pad(spans, ((0, -spans.shape[0] % per_block), (0, 0))).reshape(-1, per_block, 4)
     empty = spans[..., 0] >= spans[..., 3]

@@ -3,10 +3,10 @@
 FlashAttention-2 (arXiv 2307.08691) section 3.1.2 with the roles of the forward kernel: two compute
 warpgroups and a producer around a ring of tiles. Both recompute the weights from lse:
 
-    dq    own: 64 query rows a warpgroup; ring: tiles of K, V over the keys they see
+    dq    resident: 64 query rows a warpgroup; ring: tiles of K, V over the keys they see
           S = Q K^T, P = exp2(S - lse), dS = P (dO V^T - delta), dQ += dS K
-    dkv   own: 64 key rows a warpgroup; ring: tiles of Q, dO (lse, delta and rows beside them) over
-          the queries that see them, for each query head of the group
+    dkv   resident: 64 key rows a warpgroup; ring: tiles of Q, dO (lse, delta and rows beside them)
+          over the queries that see them, for each query head of the group
           S^T = K Q^T, P^T, dV += P^T dO, dS^T = P^T (V dO^T - delta), dK += dS^T Q
     fused dkv that also adds each tile's dS K into dQ in device memory (FlashAttention-3 section
           3.2): 5 products instead of 7, and an order of additions that no one knows

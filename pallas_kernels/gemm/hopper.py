@@ -105,8 +105,8 @@ def candidates(spec: Spec, residual: bool) -> list[Tile]:
 def split_candidates(M: int, N: int, K: int, unsplit: Sequence[Tile] = ()) -> list[Tile]:
     """The same in splits, which all run at one time; none where there are tiles for half the SMs.
 
-    Of all splits of a tile those with the same number of steps are one candidate. whole: the tiles
-    to split; empty: those of 16-bit operands.
+    Of all splits of a tile those with the same number of steps are one candidate. unsplit: the
+    tiles to split; empty: those of 16-bit operands.
     """
     choices = unsplit or candidates(partial(jnp.bfloat16), False)
     step = choices[0].block_k
@@ -289,7 +289,7 @@ def partial(dtype: Any) -> Spec:
 def _launch(operands, *, spec, tile, stored, interpret, blocks):
     """Returns the kernel's results by name: (M, N), or (splits, M, N) where there are some.
 
-    given: a and b, and what the epilogue takes: bias, residual, scales.
+    operands: a and b, and what the epilogue takes: bias, residual, scales.
     """
     a, b = operands["a"], operands["b"]
     M, K = a.shape[::-1] if stored.a else a.shape

@@ -63,10 +63,10 @@ class Channel:
         threading.Thread(target=self._listen, args=(lines,), daemon=True).start()
 
     def _lines(self) -> Iterator[str]:
-        rest = b""
+        partial = b""
         while chunk := os.read(0, 65536):
-            *whole, rest = (rest + chunk).split(b"\n")
-            yield from (line.decode() for line in whole)
+            *complete, partial = (partial + chunk).split(b"\n")
+            yield from (line.decode() for line in complete)
 
     def _listen(self, lines: Iterator[str]) -> None:
         for line in lines:
@@ -179,8 +179,8 @@ def work(channel: Channel, items: Sequence[Item], probe: Callable[[], object] = 
         try:
             prepare(item)
             channel.stage("run", item.limit_s, item.name, rival=spare(item))
-            found = item.run()
-            rows = [found] if isinstance(found, dict) else found
+            result = item.run()
+            rows = [result] if isinstance(result, dict) else result
             channel.rows(item.name, [about | row for row in rows])
         except Exception as error:
             poisoned = is_poison(error) or not _works(probe)

@@ -42,8 +42,8 @@ def checks(folder: str, span: Sequence[int | None], rehearsal: bool) -> list[Ite
     """A stretch of a folder's correctness matrix."""
 
     def measure(errors: Callable[[], dict[str, float]]) -> dict[str, Any]:
-        found = errors()
-        return {"errors": found, "passed": max(found.values()) <= 1}
+        ratios = errors()
+        return {"errors": ratios, "passed": max(ratios.values()) <= 1}
 
     about = {"folder": folder}
     return [
@@ -153,9 +153,9 @@ class TorchTimed:
             keys = jax.random.split(jax.random.key(0), self._sets)
             drawn = [bench.normal(key, self._shapes) for key in keys]
             inputs = [rivals.tensors(each) for each in drawn]
-            found = rivals.arrays(self._function(*inputs[0]))
-            error = rivals.compare(found, self._twin(*drawn[0]))
-            del found
+            results = rivals.arrays(self._function(*inputs[0]))
+            error = rivals.compare(results, self._twin(*drawn[0]))
+            del results
             return {"torch": rivals.version(), "relative_error": error, **self._time(inputs)}
         finally:
             self._twin = None
@@ -177,7 +177,7 @@ class TorchTimed:
 
 def times(folder: str, direction: str, rehearsal: bool) -> list[Item]:
     """Every case of a folder on every side, ours first, in order of worth."""
-    module, found = bench_of(folder), []
+    module, items = bench_of(folder), []
     for case in sorted(module.TINY_CASES if rehearsal else module.CASES, key=worth):
         sides = module.sides(case, "interpret" if rehearsal else "hopper")
         for name, build in sides.items():
@@ -191,13 +191,13 @@ def times(folder: str, direction: str, rehearsal: bool) -> list[Item]:
             steps: Any = (timed.run, timed.prepare)
             if name in AUTOTUNED:
                 steps = (timed.prepare_and_run, None)
-            found.append(Item(f"{case.name}, {name}", *steps, about, RUN_S, name != "ours"))
-    return found
+            items.append(Item(f"{case.name}, {name}", *steps, about, RUN_S, name != "ours"))
+    return items
 
 
 def torch_times(folder: str, direction: str, rehearsal: bool) -> list[Item]:
     """Every case of a folder on PyTorch's sides; and ours once, behind those of the first case."""
-    module, found = bench_of(folder), []
+    module, items = bench_of(folder), []
     cases = sorted(module.TINY_CASES if rehearsal else module.CASES, key=worth)
 
     def item(case: Any, name: str, timed: Timed | TorchTimed) -> Item:
@@ -211,11 +211,11 @@ def torch_times(folder: str, direction: str, rehearsal: bool) -> list[Item]:
 
     for case in cases:
         for name, build in module.torch_sides(case).items():
-            found.append(item(case, name, TorchTimed(case, direction, build, rehearsal)))
+            items.append(item(case, name, TorchTimed(case, direction, build, rehearsal)))
         if case is cases[0]:
             build = module.sides(case, "interpret" if rehearsal else "hopper")["ours"]
-            found.append(item(case, CONTROL, Timed(case, direction, build, rehearsal)))
-    return found
+            items.append(item(case, CONTROL, Timed(case, direction, build, rehearsal)))
+    return items
 
 
 def bert(rehearsal: bool) -> list[Item]:
@@ -251,12 +251,12 @@ def fused(folder: str, exact: bool, rehearsal: bool) -> list[Item]:
     """Products with communication inside, on virtual ranks, or beside an emulated link."""
     module = bench_of(folder)
     if rehearsal:
-        found = module.rehearsals()
-        found = [each for each in found if (each[0] in {c.name for c in module.CHECKS}) == exact]
+        runs = module.rehearsals()
+        runs = [each for each in runs if (each[0] in {c.name for c in module.CHECKS}) == exact]
     else:
-        found = module.checks() if exact else module.times()
+        runs = module.checks() if exact else module.times()
     about = {"folder": folder} | (
         {} if exact else {"links": "emulated: copies held back by a clock"}
     )
     limit_s = 90 if exact else 240  # of times: a dozen programs are compiled
-    return [Item(name, run, about=about | more, limit_s=limit_s) for name, more, run in found]
+    return [Item(name, run, about=about | more, limit_s=limit_s) for name, more, run in runs]

@@ -46,13 +46,13 @@ def items(rehearsal: bool) -> list[Item]:
     wide: dict[int, float] = {}  # tokens a second in bf16, by batch
 
     def timed(batch: int, bits: int | None) -> dict[str, Any]:
-        found = decode(functools.partial(engine, bits), batch, rehearsal)
+        figures = decode(functools.partial(engine, bits), batch, rehearsal)
         if bits is None:
-            wide[batch] = found["tokens_per_s"]
-            return found
+            wide[batch] = figures["tokens_per_s"]
+            return figures
         # The roofline is that of bf16 weights.
-        beside = {"over_bf16": found["tokens_per_s"] / wide[batch]} if batch in wide else {}
-        return found | {"of_roofline": None, "roofline_s": None, "goal": None} | beside
+        comparison = {"over_bf16": figures["tokens_per_s"] / wide[batch]} if batch in wide else {}
+        return figures | {"of_roofline": None, "roofline_s": None, "goal": None} | comparison
 
     return [
         Item("decode attention", functools.partial(attention, rehearsal), limit_s=120),
@@ -99,14 +99,14 @@ def attention(rehearsal: bool) -> dict[str, Any]:
     def run(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
         return paged_attention(q, k, v, jnp.asarray(table), *one)
 
-    found = bench.measure(run, inputs, 2 if rehearsal else 20, 1 if rehearsal else 5, clock)
+    timing = bench.measure(run, inputs, 2 if rehearsal else 20, 1 if rehearsal else 5, clock)
     copy = bench.peaks(64 if rehearsal else 8192, clock)["copy_bytes_per_s"]
-    rate = sum(x.nbytes for x in inputs[0][1:]) / found.median_s
+    rate = sum(x.nbytes for x in inputs[0][1:]) / timing.median_s
     return {
-        "median_s": found.median_s,
-        "p10_s": found.p10_s,
-        "p90_s": found.p90_s,
-        "clock": found.clock,
+        "median_s": timing.median_s,
+        "p10_s": timing.p10_s,
+        "p90_s": timing.p90_s,
+        "clock": timing.clock,
         "bytes_per_s": rate,
         "copy_bytes_per_s": copy,
         "of_copy": rate / copy,
@@ -120,17 +120,19 @@ def _engine(rehearsal: bool, bits: int | None = None) -> tuple[DecoderConfig, En
     dtype = "float32" if rehearsal else "bfloat16"
 
     def weights(key: jax.Array) -> Any:
-        found = decoder.parts(cfg).init(key)
-        return jax.tree.map(lambda x: x.astype(dtype), found)
+        params = decoder.parts(cfg).init(key)
+        return jax.tree.map(lambda x: x.astype(dtype), params)
 
     def quantized(key: jax.Array) -> Any:
         """The blocks are copies of one: rounding takes seconds a block, on the host."""
         one = dataclasses.replace(cfg, layers=1)
         fmt = Format(bits or 4, 32 if rehearsal else 128, 0)
-        found = quantize_model(decoder.parts(one).init(key), one, fmt)
-        found["blocks"] = jax.tree.map(lambda x: jnp.repeat(x, cfg.layers, axis=0), found["blocks"])
-        found["tokens"] = found["tokens"].astype(dtype)
-        return found
+        params = quantize_model(decoder.parts(one).init(key), one, fmt)
+        params["blocks"] = jax.tree.map(
+            lambda x: jnp.repeat(x, cfg.layers, axis=0), params["blocks"]
+        )
+        params["tokens"] = params["tokens"].astype(dtype)
+        return params
 
     make = quantized if bits else jax.jit(weights)
     context = 64 if rehearsal else PROMPT + ANSWER

@@ -84,15 +84,15 @@ def batch_of(train_step: TrainStep, number: int, vocab: int, pieces: int) -> dic
 def losses(cfg: Config, device: jax.Device, steps: int) -> list[float]:
     """Trains on one device."""
     train_step = train_step_of(cfg, device)
-    state, found = train_step.init(0), []
+    state, values = train_step.init(0), []
     for i in range(steps):
         state, metrics = train_step.step(state, batch_of(train_step, i, cfg.model.vocab, 2))
-        found.append(float(metrics["loss"]))
-    return found
+        values.append(float(metrics["loss"]))
+    return values
 
 
 @functools.cache
-def wanted(steps: int) -> list[float]:
+def cpu_losses(steps: int) -> list[float]:
     """The CPU's losses in float32."""
     with jax.default_matmul_precision("highest"):
         return losses(SMALL, jax.devices("cpu")[0], steps)
@@ -104,15 +104,15 @@ def losses_items(rehearsal: bool) -> list[Item]:
 
     def exact() -> dict[str, Any]:
         with jax.default_matmul_precision("highest"):
-            found = losses(SMALL, device, steps)
-        difference = float(np.abs(np.subtract(wanted(steps), found)).max())
+            device_losses = losses(SMALL, device, steps)
+        difference = float(np.abs(np.subtract(cpu_losses(steps), device_losses)).max())
         return {"value": difference, "bound": 1e-3, "passed": difference <= 1e-3}
 
     def short(attention: str) -> dict[str, Any]:
         changes = {"train.dtype": "bfloat16", "train.attention": attention}
         cfg = config.override(SMALL, changes)
         last = losses(cfg, device, steps)[-1]
-        want = wanted(steps)[-1]
+        want = cpu_losses(steps)[-1]
         relative = abs(last - want) / want
         return {"value": relative, "bound": 0.02, "passed": relative <= 0.02}
 
@@ -171,14 +171,14 @@ def time_step(cfg: Config, steps: int, pieces: int) -> dict[str, Any]:
 def mfu_of(cfg: Config, tokens_per_s: float, pieces: int) -> dict[str, float | None]:
     """FLOPs a token and MFU, by both conventions, of attention inside `pieces` segments a row."""
     card = find_card(jax.devices()[0].device_kind, "bfloat16")
-    found: dict[str, float | None] = {}
+    counts: dict[str, float | None] = {}
     for convention in ("megatron", "causal"):
         length = cfg.train.seq_len // pieces
         flops = train_flops_per_token(cfg.model.workload(1, length), convention)
-        found[f"flops_per_token_{convention}"] = flops
+        counts[f"flops_per_token_{convention}"] = flops
         peak = card.flops["bfloat16"] if card else None
-        found[f"mfu_{convention}"] = tokens_per_s * flops / peak if peak else None
-    return found
+        counts[f"mfu_{convention}"] = tokens_per_s * flops / peak if peak else None
+    return counts
 
 
 def estimated(cfg: Config, rehearsal: bool) -> dict[str, float]:

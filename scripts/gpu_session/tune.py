@@ -45,11 +45,11 @@ def tunings(words: Iterable[str] = ()) -> list[tuple[str, tuned.Tuning]]:
     """(folder, what to measure), those whose folder, op and key have all words, each name once."""
     words = set(words)
     folders = words.intersection(bench.FOLDERS) or bench.FOLDERS  # building is slow
-    found: dict[str, tuple[str, tuned.Tuning]] = {}
+    named: dict[str, tuple[str, tuned.Tuning]] = {}
     for folder in sorted(folders):
         for tuning in bench.module_of(folder, "bench").tunings():
-            found.setdefault(name_of(folder, tuning), (folder, tuning))
-    return [each for name, each in found.items() if words <= set(name.split())]
+            named.setdefault(name_of(folder, tuning), (folder, tuning))
+    return [each for name, each in named.items() if words <= set(name.split())]
 
 
 def name_of(folder: str, tuning: tuned.Tuning) -> str:
@@ -82,9 +82,9 @@ def tiny() -> tuned.Tuning:
     return tuned.Tuning("rehearsal", {"width": 64}, (tile,), function, inputs, plain)
 
 
-def wrong(found: Any, want: Any) -> str | None:
+def wrong(results: Any, want: Any) -> str | None:
     """Says how results differ by more than 16-bit rounding, None if they do not."""
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
+    for one, other in zip(jax.tree.leaves(results), jax.tree.leaves(want), strict=True):
         one, other = (np.asarray(x, np.float64) for x in (one, other))
         live = np.isfinite(other)
         if one.shape != other.shape or not np.isfinite(one[live]).all():
@@ -200,18 +200,18 @@ class Measurement:
         """Microseconds of plain JAX and of the other rivals that can run."""
         self._parent.stage("time the reference", PREPARE_S, self._name)
         program = compiled(self._tuning.reference, self._like, self._sets)
-        found = {"reference": 1e6 * self._time(program, inputs).median_s}
+        times_us = {"reference": 1e6 * self._time(program, inputs).median_s}
         for name, (function, draw) in self._tuning.others.items():
             self._parent.stage(f"time {name}", PREPARE_S, self._name)
             try:
                 sets = self._inputs(draw)
                 program = compiled(function, jax.eval_shape(lambda x: x, sets[0]), len(sets))
-                found[name] = 1e6 * self._time(program, sets).median_s
+                times_us[name] = 1e6 * self._time(program, sets).median_s
             except Exception as error:
                 if is_poison(error):
                     raise
                 self._reasons.append(f"{name}: {reason(error)[:200]}")
-        return found
+        return times_us
 
 
 def items(name: str, parent: Parent, rehearsal: bool) -> list[Item]:
@@ -219,10 +219,10 @@ def items(name: str, parent: Parent, rehearsal: bool) -> list[Item]:
     if rehearsal:
         tuning, clock = tiny(), bench.wall_clock
     else:
-        found = [each for folder, each in tunings(name.split()) if name_of(folder, each) == name]
-        if not found:
+        matches = [each for folder, each in tunings(name.split()) if name_of(folder, each) == name]
+        if not matches:
             raise ValueError(f"no tuning is named {name!r}; scripts/gpu_session/tune.py lists them")
-        tuning, clock = found[0], bench.device_clock
+        tuning, clock = matches[0], bench.device_clock
     measurement = Measurement(name, tuning, parent, clock, interpret=rehearsal)
     return [Item(name, measurement.run, measurement.prepare, limit_s=60)]
 

@@ -47,8 +47,8 @@ def smoke(spec: dict[str, Any]) -> list[Item]:
         return row | {"sms": device.core_count, "nvidia_smi": told}
 
     def kernel() -> dict[str, Any]:
-        found = gemm.errors(gemm.TINY_CASES[0], "interpret" if rehearsal else "hopper")
-        return {"errors": found, "passed": max(found.values()) <= 1}
+        ratios = gemm.errors(gemm.TINY_CASES[0], "interpret" if rehearsal else "hopper")
+        return {"errors": ratios, "passed": max(ratios.values()) <= 1}
 
     def peaks() -> dict[str, Any]:
         return bench.peaks(256, bench.wall_clock) if rehearsal else bench.peaks()
@@ -109,8 +109,8 @@ CHANGED = {  # folder -> where its kernel is looked up
 
 def planted(part: str) -> str | None:
     """The fault of this part, None without one."""
-    given = filter(None, os.environ.get("GPU_CHECK_FAULTS", "").split(";"))
-    return dict(each.rsplit(":", 1) for each in given).get(part)
+    faults = filter(None, os.environ.get("GPU_CHECK_FAULTS", "").split(";"))
+    return dict(each.rsplit(":", 1) for each in faults).get(part)
 
 
 def plant(fault: str | None, spec: dict[str, Any], items: list[Item]) -> list[Item]:
@@ -141,9 +141,9 @@ def _make_wrong(module: Any, name: str) -> None:
     right = getattr(module, name)
 
     def wrong(*args: Any, **options: Any) -> Any:
-        found = right(*args, **options)
+        result = right(*args, **options)
         off = 1.0 if options["implementation"] == "reference" else 1.05
-        return jax.tree.map(lambda y: (y * off).astype(y.dtype), found)
+        return jax.tree.map(lambda y: (y * off).astype(y.dtype), result)
 
     setattr(module, name, wrong)
 

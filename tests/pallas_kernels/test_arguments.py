@@ -195,10 +195,12 @@ def test_a_bad_argument_is_refused(op, changes, message):
 
 
 def test_every_public_function_is_probed():
-    found = {n for n in vars(pk) if callable(getattr(pk, n)) and getattr(pk, n).__module__ != "jax"}
+    functions = {
+        n for n in vars(pk) if callable(getattr(pk, n)) and getattr(pk, n).__module__ != "jax"
+    }
     collectives = {"all_gather_matmul", "matmul_reduce_scatter", "matmul_all_reduce"}
     trees = {"values_of", "with_values"}  # of any tree
-    assert found - {"PackInfo", "PackedTokens", "TileSparse"} - trees == collectives | (
+    assert functions - {"PackInfo", "PackedTokens", "TileSparse"} - trees == collectives | (
         GOOD.keys() - {"TileSparse.from_dense"}
     )
 
@@ -316,14 +318,14 @@ def test_one_rank_has_no_collective_and_no_rows_are_no_fault(owner, op):
     options = (
         [{}] if owner == "pallas_kernels" or "reduce" in op else [{}, {"implementation": "ring"}]
     )
-    for given in options:
+    for option in options:
         for gradients in (False, True):
             if gradients and owner == "pallas_kernels":
                 continue
-            text = lowered(owner, op, 1, 8, gradients, **given).as_text()
-            found = {w for w in ("all_gather", "reduce_scatter", "permute") if w in text}
-            assert not found and text.count("dot_general") == (3 if gradients else 1)
-            lowered(owner, op, 4, 0, gradients, **given)
+            text = lowered(owner, op, 1, 8, gradients, **option).as_text()
+            collectives = {w for w in ("all_gather", "reduce_scatter", "permute") if w in text}
+            assert not collectives and text.count("dot_general") == (3 if gradients else 1)
+            lowered(owner, op, 4, 0, gradients, **option)
 
 
 @pytest.mark.parametrize("owner", OWNERS)
@@ -413,6 +415,6 @@ def test_experts_take_any_integers_and_what_no_rank_changed():
     parts = api.cut(jnp.array([[200]], jnp.uint8), experts=100, parts=4)
     assert parts.tolist() == [[800, 900, 1000, 1100]]
     for wrong in ({"experts": 0}, {"parts": 0}, {"expert_TA": jnp.zeros((1, 1))}):
-        given = {"expert_TA": jnp.zeros((1, 1), jnp.int32), "experts": 1, "parts": 1} | wrong
+        options = {"expert_TA": jnp.zeros((1, 1), jnp.int32), "experts": 1, "parts": 1} | wrong
         with pytest.raises(ValueError, match="cut: "):
-            api.cut(**given)
+            api.cut(**options)

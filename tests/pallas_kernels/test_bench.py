@@ -38,12 +38,12 @@ def test_as_many_inputs_as_make_the_cache_cold(rows, sets):
 
 
 def test_peaks_count_flops_and_bytes():
-    found = bench.peaks(64, clock=lambda program, args, launches: ("made up", [1.5] * launches))
-    assert found["matmul_flops_per_s"] == pytest.approx(2 * 64**3 / 0.5)
+    rates = bench.peaks(64, clock=lambda program, args, launches: ("made up", [1.5] * launches))
+    assert rates["matmul_flops_per_s"] == pytest.approx(2 * 64**3 / 0.5)
     size = 8 * 64 * 128 * 2
-    assert found["copy_bytes_per_s"] == pytest.approx(2 * size / 0.75)
-    assert found["read_bytes_per_s"] == pytest.approx(size / 0.75)
-    assert found["clock"] == "made up"
+    assert rates["copy_bytes_per_s"] == pytest.approx(2 * size / 0.75)
+    assert rates["read_bytes_per_s"] == pytest.approx(size / 0.75)
+    assert rates["clock"] == "made up"
 
 
 class Cupti:

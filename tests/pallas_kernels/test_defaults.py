@@ -141,8 +141,8 @@ def stub(reference, *args, interpret=False):
     results = jax.eval_shape(reference, *args)
     leaves = [x for x in jax.tree.leaves(args) if x.dtype != jax.dtypes.float0]
     call = jax.ffi.ffi_call("mosaic_gpu", jax.tree.leaves(results), vmap_method="broadcast_all")
-    found = call(*leaves)
-    return jax.tree.unflatten(jax.tree.structure(results), found)
+    outputs = call(*leaves)
+    return jax.tree.unflatten(jax.tree.structure(results), outputs)
 
 
 @pytest.fixture

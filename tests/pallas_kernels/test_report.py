@@ -66,8 +66,8 @@ def test_a_wait_that_ptxas_adds_counts_as_serialised(code, tmp_path):
         "ptxas info    : Used 58 registers, used 16 barriers, 1 bytes smem\n"
     )
     (tmp_path / "k.resources.txt").write_text("smem_scratch_bytes=1024\n")
-    found = aot.KernelReport("serializer", 58, 12, 1024, code in ("C7511", "C7517", "C7599"))
-    assert aot._parse(path) == found
+    expected = aot.KernelReport("serializer", 58, 12, 1024, code in ("C7511", "C7517", "C7599"))
+    assert aot._parse(path) == expected
 
 
 def test_a_hash_sees_code_and_not_comments(tmp_path):
@@ -87,8 +87,8 @@ def test_a_program_is_known_by_its_hash():
     names = [f"gemm forward {block} plain" for block in ("64x64", "64x128")]
     first, other = map(report.program_hash, names)
     assert first == report.program_hash(names[0]) and first != other
-    for name, found in zip(names, (first, other), strict=True):
-        assert found == committed()[name][0]["program"]
+    for name, program in zip(names, (first, other), strict=True):
+        assert program == committed()[name][0]["program"]
 
 
 def test_few_configurations_differ_from_the_report():

@@ -210,19 +210,19 @@ def pytorch(monkeypatch):
     from torch.nn.attention import varlen
     from torch.nn.functional import scaled_dot_product_attention
 
-    def loop(q, k, v, starts, *rest, window_size):
+    def loop(q, k, v, starts, *others, window_size):
         import torch
 
-        ends, longest, widest = rest
+        ends, longest, widest = others
         assert starts is ends and longest == widest == int(starts.diff().max())
         assert window_size[0] == -1
-        found = []
+        segments = []
         for i, j in zip(starts.tolist(), starts.tolist()[1:], strict=False):
             rows = (x[i:j].transpose(0, 1)[None] for x in (q, k, v))
             causal = window_size[1] == 0
             out = scaled_dot_product_attention(*rows, is_causal=causal, enable_gqa=True)
-            found.append(out[0].transpose(0, 1))
-        return torch.cat(found)
+            segments.append(out[0].transpose(0, 1))
+        return torch.cat(segments)
 
     monkeypatch.setattr(varlen, "varlen_attn", loop)
 

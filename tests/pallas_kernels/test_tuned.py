@@ -25,8 +25,8 @@ def measured(tmp_path, monkeypatch):
     [({}, 1152), ({"longest": 3000}, 1152), ({"longest": 5000}, 16512), ({"width": 80}, 1088)],
 )
 def test_the_nearest_row_in_octaves(change, block):
-    found = tuned.find("attend", KEY | change, kind="chip")
-    assert found and found["tile"]["block"] == block
+    row = tuned.find("attend", KEY | change, kind="chip")
+    assert row and row["tile"]["block"] == block
 
 
 @pytest.mark.parametrize("change", [{"causal": False}, {"dtype": "float16"}, {"more": 1}])
@@ -75,15 +75,15 @@ FAILED = WINNER | {"correct": False}
 )
 def test_what_makes_a_kernel_the_default(rows, change, why, tmp_path, monkeypatch):
     tables.write(monkeypatch, tmp_path, *rows, kind="chip")
-    found = tuned.against(tuned.find("attend", KEY | change, kind="chip"))
-    assert found == why if why is None else why in found
+    objection = tuned.against(tuned.find("attend", KEY | change, kind="chip"))
+    assert objection == why if why is None else why in objection
 
 
 def test_only_a_real_link_makes_a_fused_kernel_the_default():
     fused = tables.row("gather", KEY, fastest="fused") | {"octaves": 0.0}
     for link, why in ((None, "emulated"), ("emulated", "emulated"), ("real", None)):
-        found = tuned.against(fused | {"link": link}, "fused")
-        assert found == why if why is None else why in found
+        objection = tuned.against(fused | {"link": link}, "fused")
+        assert objection == why if why is None else why in objection
 
 
 def test_a_tile_is_that_of_a_right_result_within_an_octave():

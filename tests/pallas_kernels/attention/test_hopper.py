@@ -48,8 +48,8 @@ def problem(case, seed, dtype=jnp.bfloat16):
         jnp.asarray(case.cu_q), jnp.asarray(case.cu_k), q.shape[0], case.causal, case.window
     )
     slopes = None if case.slopes is None else jnp.asarray(case.slopes)
-    wanted = attention(case, *arrays, np.zeros((case.heads[0], q.shape[0])))
-    return (q, k, v, rows, slopes), dout, Spec(case.width**-0.5, case.softcap), wanted
+    expected = attention(case, *arrays, np.zeros((case.heads[0], q.shape[0])))
+    return (q, k, v, rows, slopes), dout, Spec(case.width**-0.5, case.softcap), expected
 
 
 def spoil(case, inputs, bad):
@@ -57,15 +57,15 @@ def spoil(case, inputs, bad):
 
     Returns: (inputs, the query rows that see it).
     """
-    q, k, v, *rest = inputs
+    q, k, v, *others = inputs
     if bad is None:
         return inputs, np.zeros(q.shape[0], bool)
     k, v = guard.keys(k, v.at[bad, -1, 5].set(jnp.inf))
-    return (q, k, v, *rest), visible(case)[:, bad]
+    return (q, k, v, *others), visible(case)[:, bad]
 
 
 def run_forward(case, seed, tile=hopper_forward.Tile(64, 2), bad=None):
-    inputs, _, spec, wanted = problem(case, seed)
+    inputs, _, spec, expected = problem(case, seed)
     inputs, spoiled = spoil(case, inputs, bad)
     run = functools.partial(hopper_forward.forward, spec=spec, tile=tile, interpret=True)
     with interpret.checked():
@@ -73,20 +73,20 @@ def run_forward(case, seed, tile=hopper_forward.Tile(64, 2), bad=None):
     assert np.isnan(out[spoiled]).all() and np.isnan(lse[:, spoiled]).all()
     # bf16 weights and output: half a unit of 2**-8 each, of values up to 4.
     fine = ~spoiled
-    np.testing.assert_allclose(np.asarray(out, np.float64)[fine], wanted[0][fine], atol=0.03)
-    np.testing.assert_allclose(lse[:, fine], wanted[1][:, fine], atol=1e-4)
+    np.testing.assert_allclose(np.asarray(out, np.float64)[fine], expected[0][fine], atol=0.03)
+    np.testing.assert_allclose(lse[:, fine], expected[1][:, fine], atol=1e-4)
 
 
 def run_backward(case, seed, tile=None, dtype=jnp.bfloat16, bad=None):
     inputs, dout, spec, (out, lse, *grads) = problem(case, seed, dtype)
-    (q, k, *rest), spoiled = spoil(case, inputs, bad)
+    (q, k, *others), spoiled = spoil(case, inputs, bad)
     lse = np.where(spoiled, np.nan, lse)
     live = (inputs[3].lo < inputs[3].hi)[:, None, None]
     dout = jnp.where(live, dout, jnp.zeros((), dtype))
     delta = jnp.asarray((out * np.asarray(dout, np.float64)).sum(-1).T, jnp.float32)
     lse = jnp.asarray(lse, jnp.float32)
     q, dout, lse, delta = guard.queries(q, dout, lse.T, delta.T)
-    inputs = (q, guard.finite(k), *rest)
+    inputs = (q, guard.finite(k), *others)
     tile = tile or hopper_backward.heuristic(case.width)
     tile = dataclasses.replace(tile, stages_dq=2, stages_dkv=2)
     run = functools.partial(hopper_backward.backward, spec=spec, tile=tile, interpret=True)
@@ -109,13 +109,13 @@ def test_forward(case, seed):
 def test_overlap_changes_no_bit(seed):
     """The products are started earlier; each sum has the order that it had."""
     inputs, _, spec, _ = problem(CASES[0], seed)
-    found = []
+    results = []
     for overlap in (True, False):
         tile = hopper_forward.Tile(32, 2, overlap=overlap)
         run = functools.partial(hopper_forward.forward, spec=spec, tile=tile, interpret=True)
         with interpret.checked():
-            found.append(jax.block_until_ready(jax.jit(run)(*inputs)))
-    for one, other in zip(*found, strict=True):
+            results.append(jax.block_until_ready(jax.jit(run)(*inputs)))
+    for one, other in zip(*results, strict=True):
         np.testing.assert_array_equal(one, other)
 
 
@@ -185,8 +185,8 @@ def test_public_function_with_gradients(seed):
     with interpret.checked():
         out, pull = jax.vjp(attend, q, k, v)
         grads = jax.block_until_ready(pull(dout))
-    wanted = attention(case, *clean[:4], np.zeros((1, 120)))
-    for x, want in zip((out, *grads), (wanted[0], *wanted[2:]), strict=True):
+    expected = attention(case, *clean[:4], np.zeros((1, 120)))
+    for x, want in zip((out, *grads), (expected[0], *expected[2:]), strict=True):
         np.testing.assert_allclose(np.asarray(x[0], np.float64), want, atol=0.02)
 
 

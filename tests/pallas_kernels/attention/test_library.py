@@ -132,7 +132,7 @@ OUTPUTS = ("out", "dq", "dk", "dv")
 def same(got, arrays, seen, scale=K**-0.5, about=""):
     """Compares with float64 loops over heads; what is not finite reaches those who see it."""
     q, k, v, dout = (x.astype(np.float64).reshape(-1, *x.shape[-2:]) for x in arrays)
-    wanted = [np.zeros(x.shape) for x in (q, q, k, k)]
+    expected = [np.zeros(x.shape) for x in (q, q, k, k)]
     bad_keys = ~(np.isfinite(k) & np.isfinite(v)).all(-1)
     live = seen.any(1)
     for h in range(H):
@@ -144,17 +144,17 @@ def same(got, arrays, seen, scale=K**-0.5, about=""):
         logits = np.where(seen, q_ @ k_.T * scale, -np.inf)
         weights = np.exp(logits - np.where(live, logits.max(1, initial=-1e9), 0)[:, None])
         weights /= np.where(live, weights.sum(1), 1)[:, None]
-        wanted[0][:, h] = np.where(bad[:, None], np.nan, weights @ v_)
+        expected[0][:, h] = np.where(bad[:, None], np.nan, weights @ v_)
         dweights = dout_ @ v_.T
         dlogits = weights * (dweights - (weights * dweights).sum(1)[:, None]) * scale
-        wanted[1][:, h] = np.where(worse[:, None], np.nan, dlogits @ k_)
+        expected[1][:, h] = np.where(worse[:, None], np.nan, dlogits @ k_)
         hit = (seen & worse[:, None]).any(0)[:, None]
-        wanted[2][:, g] += np.where(hit, np.nan, np.where(worse[:, None], 0, dlogits).T @ q_)
-        wanted[3][:, g] += np.where(hit, np.nan, np.where(worse[:, None], 0, weights).T @ dout_)
+        expected[2][:, g] += np.where(hit, np.nan, np.where(worse[:, None], 0, dlogits).T @ q_)
+        expected[3][:, g] += np.where(hit, np.nan, np.where(worse[:, None], 0, weights).T @ dout_)
     # A token that sees nothing, or that nobody sees, gives exact zeros. A gradient that is zero by
     # cancellation (one key: softmax is constant) is not meant: its rounding depends on the machine.
     uses = (live, live, seen.any(0), seen.any(0))
-    for name, x, y, used in zip(OUTPUTS, got, wanted, uses, strict=True):
+    for name, x, y, used in zip(OUTPUTS, got, expected, uses, strict=True):
         x, words = np.asarray(x, np.float32).reshape(y.shape), f"{about} {name}"
         np.testing.assert_array_equal(np.isnan(x), np.isnan(y), err_msg=words)
         np.testing.assert_allclose(x, y, rtol=5e-3, atol=5e-3, err_msg=words)
@@ -308,8 +308,8 @@ def test_what_cudnn_cannot_take_is_said():
         (fine, {"softcap": 30.0}, "softcap"),
         (jax.ShapeDtypeStruct((2**20, 32, 64), jnp.bfloat16), {}, "int32"),
     ):
-        found = library.reasons(q, q, **({"causal": True, "window": None} | kinds))
-        assert len(found) == 1 and word in found[0], found
+        reasons = library.reasons(q, q, **({"causal": True, "window": None} | kinds))
+        assert len(reasons) == 1 and word in reasons[0], reasons
 
 
 def test_head_widths_before_hopper(monkeypatch):

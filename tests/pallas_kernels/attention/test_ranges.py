@@ -50,16 +50,16 @@ def test_a_window_beyond_every_array_hides_nothing(far):
     cu_q, cu_k = CASES[0].cu_q, CASES[0].cu_k
     want = ranges.packed_rows(cu_q, cu_k, T, False, None)
     for window in ((far, far), (None, far), (far, None)):
-        found = ranges.packed_rows(cu_q, cu_k, T, False, window)
-        chex.assert_trees_all_equal(found, want)
+        rows = ranges.packed_rows(cu_q, cu_k, T, False, window)
+        chex.assert_trees_all_equal(rows, want)
 
 
 def test_ranges_are_int32_where_64_bits_are_on():
     with jax.enable_x64(True):
         cu = jax.ShapeDtypeStruct((3,), jnp.int32)
         rows = jax.eval_shape(lambda cu: ranges.packed_rows(cu, cu, 64, True, None), cu)
-        found = rows, jax.eval_shape(lambda rows: ranges.visits(rows, 64, 16, 32), rows)
-    assert {x.dtype.name for x in jax.tree.leaves(found)} == {"int32"}
+        arrays = rows, jax.eval_shape(lambda rows: ranges.visits(rows, 64, 16, 32), rows)
+    assert {x.dtype.name for x in jax.tree.leaves(arrays)} == {"int32"}
 
 
 def blocks_of(seen, block_q, block_k):
@@ -117,16 +117,18 @@ def test_the_tables_that_kernels_read_hold_no_tile_in_vain(name):
         live = live.T if inverse else live
         table, tiles = (np.asarray(x) for x in build(rows_of(case), *static))
         spans = table[:, 2:].reshape(-1, 4)
-        own = len(spans) // len(table)
-        assert own == (1 if "256" in name else 2) and 0 <= len(spans) - len(live) < own
+        per_block = len(spans) // len(table)
+        assert per_block == (1 if "256" in name else 2) and 0 <= len(spans) - len(live) < per_block
         live = np.pad(live, ((0, len(spans) - len(live)), (0, 0)))
         for (first, _, _, last), want in zip(spans, live, strict=True):
             np.testing.assert_array_equal(tiles[first:last], np.flatnonzero(want))
-        union = live.reshape(len(table), own, -1).any(1)
+        union = live.reshape(len(table), per_block, -1).any(1)
         for (begin, end), want in zip(table[:, :2], union, strict=True):
             np.testing.assert_array_equal(tiles[begin:end], np.flatnonzero(want))
         # What a warpgroup computes lies in what its thread block loads.
-        inside = (spans[:, 0] >= table[:, 0].repeat(own)) & (spans[:, 3] <= table[:, 1].repeat(own))
+        inside = (spans[:, 0] >= table[:, 0].repeat(per_block)) & (
+            spans[:, 3] <= table[:, 1].repeat(per_block)
+        )
         assert (inside | (spans[:, 0] == spans[:, 3])).all()
 
 

@@ -99,9 +99,9 @@ def test_the_public_function_hands_the_measured_tiles_to_the_kernels(table, monk
 
 
 def test_what_is_to_be_tuned():
-    found = list(tunings.tunings())
-    assert len({(t.op, *t.key.items()) for t in found}) == len(found) == 3 * (len(CASES) - 3)
-    for tuning in found:
+    every = list(tunings.tunings())
+    assert len({(t.op, *t.key.items()) for t in every}) == len(every) == 3 * (len(CASES) - 3)
+    for tuning in every:
         width, longest = int(tuning.key["width"]), tuning.key["longest"]
         group, fixed = tuning.key["group"], tuning.key.get("deterministic", True)
         if tuning.op == tiling.FORWARD:

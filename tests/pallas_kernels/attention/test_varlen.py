@@ -59,9 +59,9 @@ def run(case, arrays, dtype, **options):
     q, k, v, dout = (jnp.asarray(x, dtype) for x in arrays[:4])
     cu_q, cu_k = jnp.asarray(case.cu_q), jnp.asarray(case.cu_k)
     dlse = jnp.asarray(arrays[4], jnp.float32)
-    found = public(case, **options)(q, k, v, cu_q, cu_k, dout, dlse)
-    assert [x.dtype for x in found] == [dtype, jnp.float32, dtype, dtype, dtype]
-    return [np.asarray(x, np.float64) for x in found]
+    results = public(case, **options)(q, k, v, cu_q, cu_k, dout, dlse)
+    assert [x.dtype for x in results] == [dtype, jnp.float32, dtype, dtype, dtype]
+    return [np.asarray(x, np.float64) for x in results]
 
 
 @pytest.fixture(autouse=True)
@@ -140,8 +140,8 @@ def test_what_is_not_finite_stays_with_those_who_see_it(where, value, softcap, s
     rows_HT[heads] = seen[:, bad] if where in "kv" else np.arange(48) == bad
     keys_GS = (rows_HT.reshape(2, 2, 48).any(1) @ seen) > 0
     forward = rows_HT if where in "qkv" else np.zeros_like(rows_HT)
-    wanted = (forward.T, forward, rows_HT.T, keys_GS.T, keys_GS.T)
-    for name, x, y, nan in zip("out lse dq dk dv".split(), got, clean, wanted, strict=True):
+    expected = (forward.T, forward, rows_HT.T, keys_GS.T, keys_GS.T)
+    for name, x, y, nan in zip("out lse dq dk dv".split(), got, clean, expected, strict=True):
         saturates = softcap is not None and where == "q"  # an infinite logit is the cap
         assert np.isnan(x[nan]).all() or (saturates and name in ("out", "lse")), name
         np.testing.assert_array_equal(x[~nan], y[~nan], err_msg=name)

@@ -64,8 +64,8 @@ def test_one_kernel_and_no_collective(name, shape, checked):
     def array(size, spec):
         """size: a rank's; what the spec cuts is as long again for every rank."""
         cut = (*spec, None, None)
-        whole = [n * (shape[-1] if cut[i] == "x" else 1) for i, n in enumerate(size)]
-        return jax.ShapeDtypeStruct(whole, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+        global_shape = [n * (shape[-1] if cut[i] == "x" else 1) for i, n in enumerate(size)]
+        return jax.ShapeDtypeStruct(global_shape, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
 
     args = [array(size, spec) for size, spec in zip(shapes, in_specs, strict=True)]
     step = jax.shard_map(

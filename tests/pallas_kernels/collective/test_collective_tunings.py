@@ -38,17 +38,17 @@ def test_what_a_tuner_measures_is_right(op, seed):
     x, w = values((pages, 64, 64), (1, 64, 128), seed=seed)
     assert jax.tree.map(jnp.shape, tuning.inputs(jax.random.key(0))) == (x.shape, w.shape)
     with interpreter.checked():
-        found = np.asarray(tuning.function(first, True)(x, w), np.float64)
+        result = np.asarray(tuning.function(first, True)(x, w), np.float64)
     want = np.asarray(tuning.want(x, w), np.float64)
     assert np.isfinite(want).all()
-    np.testing.assert_array_equal(found, want)
+    np.testing.assert_array_equal(result, want)
 
 
 def test_tunings_are_legal_and_differ():
     """Of each the heuristic's fusion comes first, and the table's row is read back as it was."""
-    found = tunings.tunings()
-    assert len({(t.op, *t.key.values()) for t in found}) == len(found) == 26
-    for case, tuning in zip(tunings.tuned_cases(), found, strict=True):
+    every = tunings.tunings()
+    assert len({(t.op, *t.key.values()) for t in every}) == len(every) == 26
+    for case, tuning in zip(tunings.tuned_cases(), every, strict=True):
         sizes = RANKS, case.rows, case.K, [case.N], case.spec.out_dtype
         assert tuning.candidates[0] == fusions.heuristic(case.op, *sizes)
         assert len(set(tuning.candidates)) == len(tuning.candidates) > 1

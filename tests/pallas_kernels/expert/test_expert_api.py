@@ -52,8 +52,8 @@ def test_a_layer_against_float64(name, seed):
     ):
         want = order(experts, R, E, rank)
         assert np.asarray(sizes).reshape(R, E)[rank].sum() == len(want)
-        found = choice_N[: len(want)]
-        assert [(c // (T * A), c % (T * A) // A, c % A) for c in found] == want
+        received = choice_N[: len(want)]
+        assert [(c // (T * A), c % (T * A) // A, c % A) for c in received] == want
         np.testing.assert_array_equal(
             x_NK[: len(want)], x[[source * T + t for source, t, _ in want]].reshape(-1, K)
         )
@@ -72,8 +72,8 @@ def test_rows_past_a_bound_are_left_out(seed):
 
     y, dest = on(bounded)(x, w, v, experts, weights)
     assert (np.asarray(dest)[:, 0] == 0).all() and (np.asarray(dest)[:, 1] == 0).sum() == 3
-    kept = np.where(np.asarray(dest) >= 0, experts, -1)
-    np.testing.assert_allclose(y, answers(x, w, v, kept, weights), atol=1e-4)
+    routed = np.where(np.asarray(dest) >= 0, experts, -1)
+    np.testing.assert_allclose(y, answers(x, w, v, routed, weights), atol=1e-4)
 
 
 def test_experts_cut_over_a_second_axis(seed):

@@ -149,6 +149,6 @@ def test_weighted_sums_of_answers(block, choices, seed):
         thread_name="warpgroup",
         interpret=interpreter.params(),
     )(page[None], places[None], weights[None])
-    here = slice(block * wide, min(D, (block + 1) * wide))
-    rows = np.where(places[:, :, None] >= 0, page[places], 0)[:, :, here]
-    np.testing.assert_array_equal(y[0, :, here], (rows * weights[:, :, None]).sum(1))
+    columns = slice(block * wide, min(D, (block + 1) * wide))
+    rows = np.where(places[:, :, None] >= 0, page[places], 0)[:, :, columns]
+    np.testing.assert_array_equal(y[0, :, columns], (rows * weights[:, :, None]).sum(1))

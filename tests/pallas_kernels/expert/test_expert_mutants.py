@@ -28,9 +28,9 @@ def relayed(late, jobs=(6, 1, 6, 4)):
     x = random.standard_normal((total, COLUMNS)).astype(np.float32)
     to, table, first = random.permutation(total), np.zeros((len(jobs), PAIRS + 2 * CHUNK), int), 0
     for n, count in enumerate(jobs):
-        here = np.arange(first, first + count)
+        span = np.arange(first, first + count)
         table[n, [PEER, ROWS, FLAG]] = 0, count, n
-        table[n, PAIRS : PAIRS + 2 * count] = np.stack([here, to[here]], 1).reshape(-1)
+        table[n, PAIRS : PAIRS + 2 * count] = np.stack([span, to[span]], 1).reshape(-1)
         first += count
 
     def body(x, table, y, flags, ring, tables, arrived, listed):

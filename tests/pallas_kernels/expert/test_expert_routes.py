@@ -18,11 +18,11 @@ def test_a_choice_becomes_one_of_every_part(each, parts, seed):
     total = 2 * each
     experts = np.random.default_rng(seed).integers(-3, total + 3, (9, 3)).astype(np.int32)
     experts[:3] = experts[:3, :1]
-    found = np.asarray(jax.jit(functools.partial(cut, experts=each, parts=parts))(experts))
-    assert found.dtype == np.int32
-    nowhere = (found < 0) | (found >= total * parts)
+    parts_of = np.asarray(jax.jit(functools.partial(cut, experts=each, parts=parts))(experts))
+    assert parts_of.dtype == np.int32
+    nowhere = (parts_of < 0) | (parts_of >= total * parts)
     chosen = np.where(experts < total, experts, -1)
-    np.testing.assert_array_equal(np.where(nowhere, -1, found), oracle.cut(chosen, each, parts))
+    np.testing.assert_array_equal(np.where(nowhere, -1, parts_of), oracle.cut(chosen, each, parts))
 
 
 # Groups of ranks, parts of an expert, copies of the mesh, the bound on rows.
@@ -48,7 +48,7 @@ def test_all_ranks_of_a_group_have_its_experts_rows(groups, parts, copies, rows,
     devices = np.array(jax.devices()[: copies * R]).reshape(groups, copies, parts)
     mesh = Mesh(devices, ("expert", "other", "tensor"))
     run = jax.shard_map(made, mesh=mesh, in_specs=spec, out_specs=spec)
-    choices, sizes, kept, ranks = map(np.asarray, jax.jit(run)(experts))
+    choices, sizes, routed, ranks = map(np.asarray, jax.jit(run)(experts))
     np.testing.assert_array_equal(ranks, np.arange(R))
     by_rank, left = experts.reshape(R, T, A), np.zeros((R, T, A, parts), bool)
     for rank in range(R):
@@ -66,11 +66,11 @@ def test_all_ranks_of_a_group_have_its_experts_rows(groups, parts, copies, rows,
         want = want[:rows]
         sizes_E = [sum(row[0] == e for row in want) for e in range(first, first + E)]
         np.testing.assert_array_equal(sizes.reshape(R, E)[rank], sizes_E)
-        found = choices.reshape(R, -1)[rank, : len(want)]
+        choice_N = choices.reshape(R, -1)[rank, : len(want)]
         np.testing.assert_array_equal(
-            np.stack(np.unravel_index(found, (R, T, A * parts)), 1).reshape(-1, 3),
+            np.stack(np.unravel_index(choice_N, (R, T, A * parts)), 1).reshape(-1, 3),
             np.array([row[1:] for row in want]).reshape(-1, 3),
         )
     virtual = oracle.cut(experts, E, parts)
-    np.testing.assert_array_equal(kept, np.where(left.reshape(virtual.shape), -1, virtual))
+    np.testing.assert_array_equal(routed, np.where(left.reshape(virtual.shape), -1, virtual))
     assert left.any() == (rows is not None)

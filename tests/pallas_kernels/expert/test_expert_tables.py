@@ -60,9 +60,9 @@ def test_a_dispatch_brings_every_row_and_flags_tell(sizes, name, seed):
     told = np.full((R, N), -1)  # by which flag
     raised = [set() for _ in range(R)]
     for rank in range(R):
-        _, _, own, jobs, _ = work.totals[rank]
+        _, _, local_jobs, jobs, _ = work.totals[rank]
         for n, (peer, flag, tokens, rows) in enumerate(jobs_of(work, rank, 0, jobs)):
-            assert (peer == rank) == (n < own) and flag not in raised[peer]
+            assert (peer == rank) == (n < local_jobs) and flag not in raised[peer]
             assert (came[peer, rows] == -1).all()
             came[peer, rows], told[peer, rows] = rank * T + tokens, flag
             raised[peer].add(flag)
@@ -97,9 +97,9 @@ def test_a_combine_brings_every_answer_home(sizes, name, seed):
     page = np.full((R, S + N), -1)  # of answers: the choice (of all) in each row
     arrived = np.zeros(R, int)
     for rank in range(R):
-        mine = order(experts, R, E, rank)
-        page[rank, S : S + len(mine)] = [(s * T + t) * A + a for s, t, a in mine]
-        assert work.totals[rank, tables.END] == len(mine)
+        local = order(experts, R, E, rank)
+        page[rank, S : S + len(local)] = [(s * T + t) * A + a for s, t, a in local]
+        assert work.totals[rank, tables.END] == len(local)
     for rank in range(R):
         near = []
         for peer, _, rows, slots in jobs_of(work, rank, 0, work.totals[rank, tables.JOBS]):

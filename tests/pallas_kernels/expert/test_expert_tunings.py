@@ -37,19 +37,19 @@ def routes():
 
 def integers(case, seed):
     """Inputs whose products are exact."""
-    given, random = case.arguments, np.random.default_rng(seed)
+    arguments, random = case.arguments, np.random.default_rng(seed)
 
     def draw(like):
         return jnp.asarray(random.integers(-2, 3, like.shape), like.dtype)
 
-    assert jax.tree.map(jnp.shape, given.routes) == jax.tree.map(jnp.shape, routes())
-    ws = tuple(map(draw, given.ws))
-    return Inputs(draw(given.x), ws, draw(given.weight_TA), routes())
+    assert jax.tree.map(jnp.shape, arguments.routes) == jax.tree.map(jnp.shape, routes())
+    ws = tuple(map(draw, arguments.ws))
+    return Inputs(draw(arguments.x), ws, draw(arguments.weight_TA), routes())
 
 
-def by_hand(case, given):
+def by_hand(case, inputs):
     """(rows by token, answers' row of each choice) of rank ME, every rank's choices in loops."""
-    me, routes = case.me, given.routes
+    me, routes = case.me, inputs.routes
     expert_TA = (np.asarray(routes.expert_TA) - me * E) % (R * E)  # those of rank 0
     row, rows = {}, []
     for rank in range(R):
@@ -69,12 +69,12 @@ def by_hand(case, given):
 def test_what_is_sent_is_what_comes(op, seed):
     """The copies of one rank's tables, all made on its own page, leave nothing out of a result."""
     case = small(op)
-    given = integers(case, seed)
+    inputs = integers(case, seed)
     fusion = ExpertFusion(Tile(64, 128, 64, 2, 1, 1), 2, CHUNK)
-    work = jax.tree.map(np.asarray, jax.jit(case.work, static_argnums=0)(fusion, given.routes))
+    work = jax.tree.map(np.asarray, jax.jit(case.work, static_argnums=0)(fusion, inputs.routes))
     jobs_CW, totals = work.jobs_CW[0], work.totals[0]
-    token_N, row_TA = by_hand(case, given)
-    S, x = T * A, np.asarray(given.x, np.float64)
+    token_N, row_TA = by_hand(case, inputs)
+    S, x = T * A, np.asarray(inputs.x, np.float64)
     assert totals[tables.END] == S == len(token_N)
     if op == DISPATCH:
         page, sent = np.full((case.rows, 64), np.nan), x
@@ -88,14 +88,14 @@ def test_what_is_sent_is_what_comes(op, seed):
             page[target] = sent[source]
     if op == DISPATCH:
         np.testing.assert_array_equal(page[:S], x[token_N])
-        np.testing.assert_array_equal(case.came(given)[:S], x[token_N])
+        np.testing.assert_array_equal(case.came(inputs)[:S], x[token_N])
         assert np.isnan(page[S:]).all()
     else:
         # Answers are rows here: what is multiplied does not matter to what comes where.
-        np.testing.assert_array_equal(page[tables.places(given.routes)], x[row_TA])
-        arrived = sum(-(-int(n) // CHUNK) for n in given.routes.counts_RE.sum(1))
-        own = -(-int(given.routes.counts_RE[case.me].sum()) // CHUNK)
-        assert totals[tables.ARRIVALS] == arrived - own
+        np.testing.assert_array_equal(page[tables.places(inputs.routes)], x[row_TA])
+        arrived = sum(-(-int(n) // CHUNK) for n in inputs.routes.counts_RE.sum(1))
+        local_jobs = -(-int(inputs.routes.counts_RE[case.me].sum()) // CHUNK)
+        assert totals[tables.ARRIVALS] == arrived - local_jobs
 
 
 SELDOM = pytest.param(COMBINE, (128,), marks=pytest.mark.slow)
@@ -105,21 +105,21 @@ SELDOM = pytest.param(COMBINE, (128,), marks=pytest.mark.slow)
 def test_what_a_tuner_measures_is_right(op, widths, seed):
     """Interpreted: the kernel gives what it is compared with, and that is right."""
     case = small(op, widths)
-    given = integers(case, seed)
+    inputs = integers(case, seed)
     fusion = ExpertFusion(Tile(64, widths[0], 64, 2, 1, 1), 2, 8)
     with interpreter.checked():
-        found = tunings.tuning(case).function(fusion, True)(*given)
-    want = jax.jit(case.exact)(*given)
-    token_N, row_TA = by_hand(case, given)
-    S, x = T * A, np.asarray(given.x, np.float64)
-    expert_N = np.repeat(np.arange(E), given.routes.sizes_E)
-    for i, w in enumerate(given.ws):
+        results = tunings.tuning(case).function(fusion, True)(*inputs)
+    want = jax.jit(case.exact)(*inputs)
+    token_N, row_TA = by_hand(case, inputs)
+    S, x = T * A, np.asarray(inputs.x, np.float64)
+    expert_N = np.repeat(np.arange(E), inputs.routes.sizes_E)
+    for i, w in enumerate(inputs.ws):
         rows = x[token_N] if op == DISPATCH else x[:S]
         answers = np.einsum("nk,nkf->nf", rows, np.asarray(w, np.float64)[expert_N])
         if op == COMBINE:
-            answers = np.einsum("ta,tad->td", given.weight_TA, answers[row_TA])
+            answers = np.einsum("ta,tad->td", inputs.weight_TA, answers[row_TA])
         exact = jnp.asarray(answers, jnp.bfloat16)
-        for y in (found[i], want[i]):
+        for y in (results[i], want[i]):
             np.testing.assert_array_equal(y[: len(exact)], exact)
             assert not y[len(exact) :].any()
 
@@ -141,9 +141,9 @@ def test_a_rival_sends_no_more_than_plain_xla(choices):
 
 def test_tunings_are_legal_and_differ():
     """Of each the heuristic's fusion comes first, and the table's row is read back as it was."""
-    found = tunings.tunings()
-    assert len({(t.op, *t.key.values()) for t in found}) == len(found) == 12
-    for case, tuning in zip(tunings.tuned_cases(), found, strict=True):
+    every = tunings.tunings()
+    assert len({(t.op, *t.key.values()) for t in every}) == len(every) == 12
+    for case, tuning in zip(tunings.tuned_cases(), every, strict=True):
         sizes = RANKS, case.S, case.experts, case.K, list(case.widths), case.sums.out_dtype
         assert tuning.candidates[0] == fusions.heuristic(case.op, *sizes)
         assert len(set(tuning.candidates)) == len(tuning.candidates) >= len(fusions.COMM)

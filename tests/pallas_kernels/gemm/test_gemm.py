@@ -18,15 +18,15 @@ from tests import tables
 from tests.gemm_oracle import ACTIVATIONS, arrays, oracle, relative
 
 
-def gradients(given, dy, dtype, **named):
+def gradients(operands, dy, dtype, **named):
     """(y, gradients by name) of fused_gemm on arrays rounded to a type."""
-    rounded = {name: jnp.asarray(value, dtype) for name, value in given.items()}
+    rounded = {name: jnp.asarray(value, dtype) for name, value in operands.items()}
 
     @jax.jit
     def run(rounded):
         def call(rounded):
-            rest = dict(rounded)
-            return fused_gemm(rest.pop("x"), rest.pop("w"), **rest, **named)
+            others = dict(rounded)
+            return fused_gemm(others.pop("x"), others.pop("w"), **others, **named)
 
         y, pull = jax.vjp(call, rounded)
         return y, pull(jnp.asarray(dy, y.dtype))[0]
@@ -38,21 +38,23 @@ def gradients(given, dy, dtype, **named):
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
 def test_float32_equals_float64(activation, parts, seed):
     """Rows in two leading dimensions; large negative and positive z too."""
-    given, dy = arrays(seed, (3, 5), 24, 16, parts)
-    given["w"][:, 0] *= 40
-    y, grads = gradients(given, dy, jnp.float32, activation=activation)
-    want, wanted = oracle(activation, dy, **given)
+    operands, dy = arrays(seed, (3, 5), 24, 16, parts)
+    operands["w"][:, 0] *= 40
+    y, grads = gradients(operands, dy, jnp.float32, activation=activation)
+    want, exact = oracle(activation, dy, **operands)
     np.testing.assert_allclose(y, want, rtol=1e-5, atol=1e-5)
-    assert grads.keys() == wanted.keys()
-    for name, value in wanted.items():
+    assert grads.keys() == exact.keys()
+    for name, value in exact.items():
         np.testing.assert_allclose(grads[name], value, rtol=1e-4, atol=2e-4, err_msg=name)
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=str)
 def test_bfloat16_is_no_worse_than_plain_jax(activation, seed):
     """At most twice the error of the same formula in bf16, and 1e-3."""
-    given, dy = arrays(seed, (40,), 96, 32, ("bias", "residual"))
-    rounded = {name: np.asarray(jnp.asarray(v, jnp.bfloat16), float) for name, v in given.items()}
+    operands, dy = arrays(seed, (40,), 96, 32, ("bias", "residual"))
+    rounded = {
+        name: np.asarray(jnp.asarray(v, jnp.bfloat16), float) for name, v in operands.items()
+    }
     dy = np.asarray(jnp.asarray(dy, jnp.bfloat16), float)
     plain = {
         None: lambda z: z,
@@ -69,22 +71,22 @@ def test_bfloat16_is_no_worse_than_plain_jax(activation, seed):
         jax.jit(formula), {n: jnp.asarray(v, jnp.bfloat16) for n, v in rounded.items()}
     )
     (their_grads,) = pull(jnp.asarray(dy, jnp.bfloat16))
-    want, wanted = oracle(activation, dy, **rounded)
+    want, exact = oracle(activation, dy, **rounded)
     assert relative(y, want) <= 2 * relative(theirs, want) + 1e-3
-    for name, value in wanted.items():
+    for name, value in exact.items():
         ours, other = relative(grads[name], value), relative(their_grads[name], value)
         assert ours <= 2 * other + 1e-3, (name, ours, other)
 
 
 def test_types_of_results(seed):
     """Abstract: XLA cannot round to float16 for a CPU without F16C (jaxlib 0.11.2)."""
-    given, dy = arrays(seed, (4,), 8, 8, ("bias",))
-    of_float16 = functools.partial(gradients, given, dy, jnp.float16)
+    operands, dy = arrays(seed, (4,), 8, 8, ("bias",))
+    of_float16 = functools.partial(gradients, operands, dy, jnp.float16)
     y, grads = jax.eval_shape(lambda: of_float16(out_dtype="float32", activation="silu"))
     assert y.dtype == jnp.float32
     assert {g.dtype.name for g in grads.values()} == {"float16"}
-    bias = jnp.asarray(given["bias"], jnp.float32)
-    x, w = (jnp.asarray(given[name], jnp.bfloat16) for name in ("x", "w"))
+    bias = jnp.asarray(operands["bias"], jnp.float32)
+    x, w = (jnp.asarray(operands[name], jnp.bfloat16) for name in ("x", "w"))
     assert fused_gemm(x, w, bias=bias).dtype == jnp.bfloat16
     assert jax.grad(lambda b: fused_gemm(x, w, bias=b).astype("float32").sum())(bias).dtype == "f4"
 
@@ -98,18 +100,18 @@ def test_the_kernels_gelu_is_exact():
 
 def test_only_what_the_backward_pass_needs_is_kept(seed):
     """x, w, and z in x's type with an activation."""
-    given, _ = arrays(seed, (4,), 8, 16, ("bias", "residual"))
-    x, w, bias, residual = (jnp.asarray(v, jnp.bfloat16) for v in given.values())
+    operands, _ = arrays(seed, (4,), 8, 16, ("bias", "residual"))
+    x, w, bias, residual = (jnp.asarray(v, jnp.bfloat16) for v in operands.values())
     for activation, count in ((None, 2), ("gelu", 3)):
         call = functools.partial(fused_gemm, bias=bias, residual=residual, activation=activation)
-        kept = jax.tree.leaves(jax.vjp(call, x, w)[1])
-        assert len(kept) == count and {k.dtype for k in kept} == {jnp.bfloat16.dtype}
+        residuals = jax.tree.leaves(jax.vjp(call, x, w)[1])
+        assert len(residuals) == count and {k.dtype for k in residuals} == {jnp.bfloat16.dtype}
 
 
 @pytest.mark.slow
 def test_vmap_remat_scan_and_shard_map_agree(seed):
-    given, _ = arrays(seed, (8,), 16, 16, ("bias", "residual"))
-    x, w, bias, residual = (jnp.asarray(v, jnp.float32) for v in given.values())
+    operands, _ = arrays(seed, (8,), 16, 16, ("bias", "residual"))
+    x, w, bias, residual = (jnp.asarray(v, jnp.float32) for v in operands.values())
 
     def layer(h, w, bias, residual):
         return fused_gemm(h, w, bias=bias, residual=residual, activation="gelu_tanh")
@@ -123,25 +125,25 @@ def test_vmap_remat_scan_and_shard_map_agree(seed):
     rows = jax.vmap(layer, (0, None, None, 0))
     mesh = Mesh(np.array(jax.devices()[:2]), "x")
     specs = (P("x"), P(), P(), P("x"))
-    whole = jax.grad(functools.partial(loss, layer), (0, 1, 2, 3))
-    cut = jax.shard_map(whole, mesh=mesh, in_specs=specs, out_specs=specs)
-    for found in (
+    gradient = jax.grad(functools.partial(loss, layer), (0, 1, 2, 3))
+    cut = jax.shard_map(gradient, mesh=mesh, in_specs=specs, out_specs=specs)
+    for results in (
         jax.jit(jax.grad(functools.partial(loss, rows), (0, 1, 2, 3)))(*args),
         jax.jit(cut)(*args),
     ):
-        for got, value in zip(found, want, strict=True):
+        for got, value in zip(results, want, strict=True):
             np.testing.assert_allclose(got, value, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.slow
 def test_the_reference_runs_under_an_explicit_mesh(seed):
     """Rows cut over one axis and columns over another; gradients lie as their arrays do."""
-    given, dy = arrays(seed, (4, 6), 16, 32, ("bias",))
+    operands, dy = arrays(seed, (4, 6), 16, 32, ("bias",))
     mesh = jax.make_mesh((2, 4), ("rows", "columns"))
     specs = {"x": P("rows", None, None), "w": P(None, "columns"), "bias": P("columns")}
-    _, wanted = oracle("gelu", dy, **given)
+    _, exact = oracle("gelu", dy, **operands)
     with jax.set_mesh(mesh):
-        cut = {n: reshard(jnp.asarray(v, jnp.float32), specs[n]) for n, v in given.items()}
+        cut = {n: reshard(jnp.asarray(v, jnp.float32), specs[n]) for n, v in operands.items()}
         dy = reshard(jnp.asarray(dy, jnp.float32), P("rows", None, "columns"))
 
         @jax.jit
@@ -151,10 +153,10 @@ def test_the_reference_runs_under_an_explicit_mesh(seed):
 
             return jax.vjp(call, cut)[1](dy)[0]
 
-        found = grads(cut)
-    for name, value in wanted.items():
-        assert jax.typeof(found[name]).sharding.spec == specs[name]
-        np.testing.assert_allclose(found[name], value, rtol=1e-4, atol=2e-4, err_msg=name)
+        results = grads(cut)
+    for name, value in exact.items():
+        assert jax.typeof(results[name]).sharding.spec == specs[name]
+        np.testing.assert_allclose(results[name], value, rtol=1e-4, atol=2e-4, err_msg=name)
 
 
 X, W = jnp.zeros((2, 16), jnp.bfloat16), jnp.zeros((16, 8), jnp.bfloat16)

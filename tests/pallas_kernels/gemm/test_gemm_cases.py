@@ -24,11 +24,11 @@ def test_the_papers_tokens():
 
 
 def test_every_product_of_a_case_is_tuned_once_with_legal_tiles():
-    found = tunings.tunings()
+    every = tunings.tunings()
     trained = sum(case.trained for case in CASES)
-    assert 0 < trained < len(CASES) and len(found) == 2 * trained + len(CASES)
-    assert len({tuple(t.key.items()) for t in found}) >= len(found) - 6  # equal dx, dw
-    for tuning in found:
+    assert 0 < trained < len(CASES) and len(every) == 2 * trained + len(CASES)
+    assert len({tuple(t.key.items()) for t in every}) >= len(every) - 6  # equal dx, dw
+    for tuning in every:
         assert len(set(tuning.candidates)) == len(tuning.candidates) > 10
         for tile in tuning.candidates:
             tiles.check("x", tile)

@@ -73,19 +73,19 @@ def named(case):
 
 def run(case, seed, dtype=jnp.bfloat16):
     (M, N, K), tile, stored, spec, parts, blocks = case
-    given, _ = arrays(seed, (M,), K, N, parts)
-    given = {name: jnp.asarray(value, dtype) for name, value in given.items()}
-    if "residual" in given:
-        given["residual"] = given["residual"].astype(spec.out_dtype)
-    exact = {name: np.asarray(value, np.float64) for name, value in given.items()}
+    inputs, _ = arrays(seed, (M,), K, N, parts)
+    inputs = {name: jnp.asarray(value, dtype) for name, value in inputs.items()}
+    if "residual" in inputs:
+        inputs["residual"] = inputs["residual"].astype(spec.out_dtype)
+    exact = {name: np.asarray(value, np.float64) for name, value in inputs.items()}
     call = functools.partial(
         hopper.multiply, spec=spec, tile=tile, stored=stored, interpret=True, blocks=blocks
     )
-    x, w = given["x"], given["w"]
+    x, w = inputs["x"], inputs["w"]
     operands = x.T if stored.a else x, w.T if stored.b else w
     with interpret.checked():
         y, z = jax.block_until_ready(
-            jax.jit(call)(*operands, given.get("bias"), given.get("residual"))
+            jax.jit(call)(*operands, inputs.get("bias"), inputs.get("residual"))
         )
     want_z = exact["x"] @ exact["w"] + exact.get("bias", 0)
     want = activate(spec.activation, want_z)[0] + exact.get("residual", 0)
@@ -111,8 +111,8 @@ def test_backward(case, seed):
 @pytest.mark.parametrize("mapped", [False, True])
 def test_public_function_with_gradients(mapped, seed):
     """Through custom_vjp; two leading dimensions, one of them mapped."""
-    given, dy = arrays(seed, (2, 20), 24, 40)
-    x, w, bias, residual = (jnp.asarray(v, jnp.float16) for v in given.values())
+    operands, dy = arrays(seed, (2, 20), 24, 40)
+    x, w, bias, residual = (jnp.asarray(v, jnp.float16) for v in operands.values())
 
     def call(x, w, bias, residual, implementation="interpret"):
         return fused_gemm(
@@ -127,8 +127,8 @@ def test_public_function_with_gradients(mapped, seed):
     want = grads(functools.partial(call, implementation="reference"), *args)
     step = functools.partial(grads, jax.vmap(call, (0, None, None, 0)) if mapped else call)
     with interpret.checked():
-        found = jax.block_until_ready(jax.jit(step)(*args))
-    for got, value in zip(found, want, strict=True):
+        results = jax.block_until_ready(jax.jit(step)(*args))
+    for got, value in zip(results, want, strict=True):
         assert relative(got, np.asarray(value, np.float64)) < 5e-3
 
 
@@ -149,14 +149,14 @@ def test_devices_exchange_only_the_gradients_they_share():
 
         return jax.vjp(call, x, w, bias, residual)[1](dy)
 
-    cut, whole = P("d"), P()
+    cut, full = P("d"), P()
     y = array(2, 256, 128, spec=cut)
-    args = (array(2, 256, 64, spec=cut), array(64, 128, spec=whole), array(128, spec=whole), y, y)
+    args = (array(2, 256, 64, spec=cut), array(64, 128, spec=full), array(128, spec=full), y, y)
     step = jax.shard_map(
         grads,
         mesh=mesh,
         in_specs=tuple(a.sharding.spec for a in args),
-        out_specs=(cut, whole, whole, cut),
+        out_specs=(cut, full, full, cut),
     )
     text = aot.compile(jax.jit(step).lower(*args)).as_text()
     assert text.count('custom_call_target="mosaic_gpu') == 3

@@ -62,8 +62,8 @@ def arrays(shape, dtypes, parts, out_dtype, seed):
     )
 
 
-def oracle(given, spec):
-    x, w, scales, bias, residual = jax.tree.map(lambda v: np.asarray(v, np.float64), given)
+def oracle(operands, spec):
+    x, w, scales, bias, residual = jax.tree.map(lambda v: np.asarray(v, np.float64), operands)
     z = x @ w
     for vector, place in ((scales.x_M, np.s_[:, None]), (scales.w_N, np.s_[None, :])):
         z = z if vector is None else z * vector[place]
@@ -71,23 +71,23 @@ def oracle(given, spec):
     return y if residual is None else y + residual
 
 
-def close(found, given, spec):
+def close(result, operands, spec):
     """One rounding of the result; plain sums of integers are exact in float32."""
-    want = oracle(given, spec)
-    assert found.dtype == spec.out_dtype and found.shape == want.shape
-    error = np.abs(np.asarray(found, np.float64) - want) / np.maximum(np.abs(want), 1)
+    want = oracle(operands, spec)
+    assert result.dtype == spec.out_dtype and result.shape == want.shape
+    error = np.abs(np.asarray(result, np.float64) - want) / np.maximum(np.abs(want), 1)
     assert error.max() <= (2**-8 if spec.out_dtype == "bfloat16" else 0), error.max()
 
 
 def product(case, seed):
     shape, dtypes, tile, spec, parts, blocks = case
-    given = arrays(shape, dtypes, parts, spec.out_dtype, seed)
+    operands = arrays(shape, dtypes, parts, spec.out_dtype, seed)
     call = functools.partial(
         hopper.multiply_scaled, spec=spec, tile=tile, interpret=True, blocks=blocks
     )
     with interpret.checked():
-        found = jax.block_until_ready(jax.jit(call)(*given))
-    close(found, given, spec)
+        result = jax.block_until_ready(jax.jit(call)(*operands))
+    close(result, operands, spec)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: "x".join(map(str, case[0])))
@@ -97,8 +97,8 @@ def test_kernel(case, seed):
 
 @pytest.mark.parametrize("dtypes", [(E4M3, E4M3), (E5M2, E4M3), (INT8, INT8)], ids=str)
 def test_reference(dtypes, seed):
-    given = arrays((24, 40, 264), dtypes, ALL, "bfloat16", seed)
-    close(jax.jit(functools.partial(reference.scaled, spec=FULL))(*given), given, FULL)
+    operands = arrays((24, 40, 264), dtypes, ALL, "bfloat16", seed)
+    close(jax.jit(functools.partial(reference.scaled, spec=FULL))(*operands), operands, FULL)
 
 
 def test_a_sum_of_many_bytes_is_exact(seed):
@@ -139,8 +139,8 @@ def test_tiles_of_the_heuristic_are_legal():
 )
 def test_public_function(implementation, seed):
     """Two leading dimensions; the type of the result is bfloat16."""
-    given = arrays((6, 40, 136), (E4M3, E5M2), ALL, "bfloat16", seed)
-    x, w, scales, bias, residual = given
+    operands = arrays((6, 40, 136), (E4M3, E5M2), ALL, "bfloat16", seed)
+    x, w, scales, bias, residual = operands
 
     def call(x, w, scales, bias, residual):
         return fused_gemm(
@@ -155,9 +155,9 @@ def test_public_function(implementation, seed):
         )
 
     with interpret.checked() if implementation == "interpret" else contextlib.nullcontext():
-        y = jax.block_until_ready(jax.jit(call)(*given))
+        y = jax.block_until_ready(jax.jit(call)(*operands))
     assert y.shape == (2, 3, 40)
-    close(y.reshape(6, 40), given, FULL)
+    close(y.reshape(6, 40), operands, FULL)
 
 
 X = {name: jnp.ones((4, 8), name) for name in ("int8", "float8_e4m3fn", "bfloat16")}

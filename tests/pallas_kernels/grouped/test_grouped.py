@@ -53,11 +53,11 @@ def test_float32_equals_float64(name, seed):
     want = oracle(lhs, rhs, sizes, dy, transpose)
     end = sum(sizes)
     lhs[end:], dy[end:] = np.nan, np.nan
-    given = (jnp.asarray(x, jnp.float32) for x in (lhs, rhs))
-    found = gradients(*given, jnp.array(sizes), jnp.asarray(dy, jnp.float32), transpose)
-    for got, value in zip(found, want, strict=True):
+    operands = (jnp.asarray(x, jnp.float32) for x in (lhs, rhs))
+    results = gradients(*operands, jnp.array(sizes), jnp.asarray(dy, jnp.float32), transpose)
+    for got, value in zip(results, want, strict=True):
         np.testing.assert_allclose(got, value, rtol=1e-5, atol=1e-4)
-    y, dlhs, drhs = (np.asarray(x) for x in found)
+    y, dlhs, drhs = (np.asarray(x) for x in results)
     assert not y[end:].any() and not dlhs[end:].any()
     assert not drhs[np.asarray(sizes) == 0].any()
 
@@ -72,10 +72,10 @@ def test_the_library_path_equals_float64(name, transpose, seed):
     lhs[sum(sizes) :], dy[sum(sizes) :] = np.nan, np.nan
     lhs, rhs, dy = (jnp.asarray(x, jnp.float32) for x in (lhs, rhs, dy))
     assert library.takes_ragged_dot(M, len(sizes))
-    found = library.product(lhs, rhs, jnp.array(sizes), transpose=transpose)
-    np.testing.assert_allclose(found, y, rtol=1e-5, atol=1e-4)
-    found = library.weights(*((dy, lhs) if transpose else (lhs, dy)), jnp.array(sizes))
-    np.testing.assert_allclose(found, drhs, rtol=1e-5, atol=1e-4)
+    result = library.product(lhs, rhs, jnp.array(sizes), transpose=transpose)
+    np.testing.assert_allclose(result, y, rtol=1e-5, atol=1e-4)
+    result = library.weights(*((dy, lhs) if transpose else (lhs, dy)), jnp.array(sizes))
+    np.testing.assert_allclose(result, drhs, rtol=1e-5, atol=1e-4)
 
 
 def test_ragged_dot_is_for_few_rows():
@@ -89,8 +89,8 @@ def test_bfloat16_is_summed_in_float32(seed):
     M, K, N, sizes = 200, 512, 16, [120, 0, 80]
     rounded = [np.asarray(jnp.asarray(x, jnp.bfloat16), float) for x in arrays(seed, M, 3, K, N)]
     lhs, rhs, dy = (jnp.asarray(x, jnp.bfloat16) for x in rounded)
-    found = gradients(lhs, rhs, jnp.array(sizes), dy)
-    for got, want in zip(found, oracle(*rounded[:2], sizes, rounded[2]), strict=True):
+    results = gradients(lhs, rhs, jnp.array(sizes), dy)
+    for got, want in zip(results, oracle(*rounded[:2], sizes, rounded[2]), strict=True):
         assert got.dtype == jnp.bfloat16
         once = np.asarray(jnp.asarray(want, jnp.bfloat16), float)
         assert relative(got, want) <= 2 * relative(once, want)
@@ -130,8 +130,8 @@ def test_vmap_remat_scan_and_shard_map_agree(kind, seed, monkeypatch):
         return dx[None], dw
 
     cut = jax.shard_map(one, mesh=mesh, in_specs=(P("d"), P(), P("d")), out_specs=(P("d"), P()))
-    for found in (jax.jit(total)(x, w), jax.jit(cut)(x, w, sizes)):
-        for got, value in zip(found, want, strict=True):
+    for results in (jax.jit(total)(x, w), jax.jit(cut)(x, w, sizes)):
+        for got, value in zip(results, want, strict=True):
             np.testing.assert_allclose(got, value, rtol=1e-5, atol=1e-5)
 
 

@@ -30,11 +30,11 @@ def test_sizes_add_up_and_fit_no_tile():
 
 
 def test_every_product_of_a_case_is_tuned_once_with_legal_tiles():
-    found = tunings.tunings()
-    keys = {tuple(t.key.items()) for t in found}
+    every = tunings.tunings()
+    keys = {tuple(t.key.items()) for t in every}
     # A hot group has the shape of equal ones: the table's row is of the first.
-    assert len(found) == 3 * len(CASES) and len(keys) == len(found) - 3
-    for tuning in found:
+    assert len(every) == 3 * len(CASES) and len(keys) == len(every) - 3
+    for tuning in every:
         assert len(set(tuning.candidates)) == len(tuning.candidates) > 10
         for tile in tuning.candidates:
             tiling.check(tile)
@@ -44,11 +44,11 @@ def test_every_product_of_a_case_is_tuned_once_with_legal_tiles():
 def test_what_is_timed_has_the_shapes_of_its_key(kind):
     tuning = tunings.tuning(Case("x", 256, 4, 64, 128), kind)
     args = jax.eval_shape(tuning.inputs, jax.random.key(0))
-    found = jax.eval_shape(tuning.function(tuning.candidates[0], True), *args)
+    result = jax.eval_shape(tuning.function(tuning.candidates[0], True), *args)
     key = tuning.key
     rows = (key["G"], key["K"]) if kind == "weights" else (key["M"],)
-    assert found.shape == (*rows, key["N"])
-    assert jax.eval_shape(tuning.reference, *args).shape == found.shape
+    assert result.shape == (*rows, key["N"])
+    assert jax.eval_shape(tuning.reference, *args).shape == result.shape
 
 
 def test_the_default_is_the_kernel_where_a_table_says_so(monkeypatch, tmp_path):

@@ -51,9 +51,9 @@ def cases(table):
     return [pytest.param(n, marks=() if n in DEFAULT else SLOW) for n in table]
 
 
-def rounded(*given):
+def rounded(*values):
     """bf16 arrays, and the same in float64."""
-    arrays = [jnp.asarray(x, jnp.bfloat16) for x in given]
+    arrays = [jnp.asarray(x, jnp.bfloat16) for x in values]
     return arrays, [np.asarray(x, np.float64) for x in arrays]
 
 
@@ -70,10 +70,10 @@ def product(case, seed):
     call = functools.partial(
         hopper.product, transpose=transpose, tile=tile, interpret=True, blocks=blocks
     )
-    found = run(call, a, b, jnp.asarray(sizes, jnp.int32))
+    result = run(call, a, b, jnp.asarray(sizes, jnp.int32))
     want = oracle(*exact, sizes, dy, transpose)[0]
-    assert np.abs(found - want).max() <= 2**-6  # one rounding, of values up to 2**3
-    assert not found[sum(sizes) :].any()
+    assert np.abs(result - want).max() <= 2**-6  # one rounding, of values up to 2**3
+    assert not result[sum(sizes) :].any()
 
 
 def weights(case, seed, spoil=None):
@@ -85,13 +85,13 @@ def weights(case, seed, spoil=None):
         dy[spoil], spoiled[np.searchsorted(np.cumsum(sizes), spoil, "right")] = np.nan, True
     (a, b), exact = rounded(lhs, dy)
     call = functools.partial(hopper_weights.weights, tile=tile, interpret=True, blocks=blocks)
-    found = run(call, a, b, jnp.asarray(sizes, jnp.int32))
+    result = run(call, a, b, jnp.asarray(sizes, jnp.int32))
     with np.errstate(invalid="ignore"):
         want = oracle(exact[0], rhs, sizes, exact[1])[2][~spoiled]
-    assert not np.isfinite(found[spoiled]).any()
-    found, sizes = found[~spoiled], np.asarray(sizes)[~spoiled]
-    assert np.abs(found - want).max() <= 2**-8 * max(np.abs(want).max(), 1)
-    assert not found[sizes == 0].any()
+    assert not np.isfinite(result[spoiled]).any()
+    result, sizes = result[~spoiled], np.asarray(sizes)[~spoiled]
+    assert np.abs(result - want).max() <= 2**-8 * max(np.abs(want).max(), 1)
+    assert not result[sizes == 0].any()
 
 
 @pytest.mark.parametrize("name", cases(PRODUCTS))
@@ -124,8 +124,8 @@ def test_public_function_with_gradients(transpose, seed):
         return y, *pull(dy)
 
     with interpret.checked():
-        found = jax.block_until_ready(jax.jit(grads)(lhs, rhs, dy, jnp.array(sizes)))
-    for got, value in zip(found, want, strict=True):
+        results = jax.block_until_ready(jax.jit(grads)(lhs, rhs, dy, jnp.array(sizes)))
+    for got, value in zip(results, want, strict=True):
         assert relative(got, value) < 5e-3
 
 
@@ -159,10 +159,10 @@ def test_devices_exchange_only_the_gradients_they_share():
         y, pull = jax.vjp(lambda lhs, rhs: call(lhs, rhs, sizes), lhs, rhs)
         return y, *pull(dy)
 
-    cut, whole = P("d"), P()
+    cut, full = P("d"), P()
     args = (
         array(256, 64, spec=cut),
-        array(4, 64, 128, spec=whole),
+        array(4, 64, 128, spec=full),
         array(8, spec=cut, dtype=jnp.int32),
         array(256, 128, spec=cut),
     )
@@ -170,7 +170,7 @@ def test_devices_exchange_only_the_gradients_they_share():
         grads,
         mesh=mesh,
         in_specs=tuple(a.sharding.spec for a in args),
-        out_specs=(cut, cut, whole),
+        out_specs=(cut, cut, full),
     )
     text = aot.compile(jax.jit(step).lower(*args)).as_text()
     assert text.count('custom_call_target="mosaic_gpu') == 3

@@ -46,7 +46,7 @@ def relayed(rows):
             finish=finish,
         )
 
-    given = jnp.asarray(np.pad(live, (0, SLOTS)), jnp.int32)  # it asks beyond the last piece
+    padded = jnp.asarray(np.pad(live, (0, SLOTS)), jnp.int32)  # it asks beyond the last piece
     run = plgpu.kernel(
         body,
         out_type=[
@@ -64,7 +64,7 @@ def relayed(rows):
         interpret=interpreter.params(),
     )
     with interpreter.checked():
-        y, flags = jax.block_until_ready(jax.jit(run)(x, given))
+        y, flags = jax.block_until_ready(jax.jit(run)(x, padded))
     np.testing.assert_array_equal(np.asarray(y)[live], x[live])
     np.testing.assert_array_equal(flags, x[::PIECES, 0])
 

@@ -22,26 +22,26 @@ SIZES = {
 
 def walk(sizes, rows, block, align):
     """(group, first row, lo, hi) step after step."""
-    found, begin = [], 0
+    steps, begin = [], 0
     for group, size in enumerate(sizes):
         end = min(begin + size, rows)
         row = begin - begin % align
         while begin < end and row < end:
-            found.append((group, row, max(row, begin), min(row + block, end)))
+            steps.append((group, row, max(row, begin), min(row + block, end)))
             row += block
         begin = end
-    return found, begin
+    return steps, begin
 
 
 @pytest.mark.parametrize("block, align", [(16, 1), (16, 8), (64, 8), (8, 8)])
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 def test_steps_are_those_of_a_walk(sizes, block, align):
-    found = jax.jit(visits.visits, static_argnums=(1, 2, 3))(jnp.array(sizes), 64, block, align)
+    result = jax.jit(visits.visits, static_argnums=(1, 2, 3))(jnp.array(sizes), 64, block, align)
     want, end = walk(sizes, 64, block, align)
-    assert (int(found.count), int(found.end)) == (len(want), end)
-    np.testing.assert_array_equal(found.table[: len(want)], np.array(want).reshape(-1, 4))
-    rest = found.table[len(want) :]
-    assert (rest[:, 2] == rest[:, 3]).all()
+    assert (int(result.count), int(result.end)) == (len(want), end)
+    np.testing.assert_array_equal(result.table[: len(want)], np.array(want).reshape(-1, 4))
+    padding = result.table[len(want) :]
+    assert (padding[:, 2] == padding[:, 3]).all()
 
 
 def test_the_capacity_suffices_and_is_reached(seed):

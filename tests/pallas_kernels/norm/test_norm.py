@@ -39,30 +39,32 @@ def oracle(kind, eps, x, scale, residual=0.0, bias=0.0, offset=0.0):
 @pytest.mark.parametrize("parts", [("residual", "bias", "offset"), ()], ids=str)
 @pytest.mark.parametrize("kind", ["layer", "rms"])
 def test_values_and_gradients(kind, parts, seed):
-    given = {k: v for k, v in arrays(seed).items() if k in ("x", "scale", *parts)}
+    operands = {k: v for k, v in arrays(seed).items() if k in ("x", "scale", *parts)}
     random = np.random.default_rng(seed + 1)
     weights = [random.standard_normal(SHAPE) for _ in range(2)]
 
     @jax.jit
-    def run(given):
-        def loss(given):
-            rest = {k: v for k, v in given.items() if k != "x"}
-            y, h = fused_layer_norm(given["x"], kind=kind, eps=1e-3, **rest)
+    def run(operands):
+        def loss(operands):
+            others = {k: v for k, v in operands.items() if k != "x"}
+            y, h = fused_layer_norm(operands["x"], kind=kind, eps=1e-3, **others)
             dy, dh = (jnp.asarray(w, jnp.float32) for w in weights)
             return (y * dy + h * dh).sum(), (y, h)
 
-        return jax.grad(loss, has_aux=True)(given)
+        return jax.grad(loss, has_aux=True)(operands)
 
-    grads, values = run({k: jnp.asarray(v, jnp.float32) for k, v in given.items()})
-    for got, want in zip(values, oracle(kind, 1e-3, **given), strict=True):
+    grads, values = run({k: jnp.asarray(v, jnp.float32) for k, v in operands.items()})
+    for got, want in zip(values, oracle(kind, 1e-3, **operands), strict=True):
         np.testing.assert_allclose(got, want, atol=2e-5)
 
-    def loss(given):
-        return sum((a * w).sum() for a, w in zip(oracle(kind, 1e-3, **given), weights, strict=True))
+    def loss(operands):
+        return sum(
+            (a * w).sum() for a, w in zip(oracle(kind, 1e-3, **operands), weights, strict=True)
+        )
 
-    for name, value in given.items():
+    for name, value in operands.items():
         direction = random.standard_normal(value.shape)
-        ends = (loss(given | {name: value + s * 1e-5 * direction}) for s in (1, -1))
+        ends = (loss(operands | {name: value + s * 1e-5 * direction}) for s in (1, -1))
         want = (next(ends) - next(ends)) / 2e-5
         np.testing.assert_allclose((grads[name] * direction).sum(), want, rtol=2e-4, err_msg=name)
 
@@ -78,8 +80,8 @@ def test_16_bit_keeps_float32_statistics(seed):
 
 @pytest.mark.slow
 def test_shard_map_and_scan_sum_the_shared_gradients(seed):
-    given = {k: jnp.asarray(v, jnp.float32) for k, v in arrays(seed).items()}
-    x, scale = given["x"][:4], given["scale"]
+    operands = {k: jnp.asarray(v, jnp.float32) for k, v in arrays(seed).items()}
+    x, scale = operands["x"][:4], operands["scale"]
 
     def grad(x, scale):
         def loss(x, scale):
@@ -99,8 +101,8 @@ def test_shard_map_and_scan_sum_the_shared_gradients(seed):
 
 def test_unpacked_is_the_norm_unpacked(seed):
     """Values, and gradients with NaN in the dead tail, against the two functions apart."""
-    given = {k: jnp.asarray(v, jnp.float32) for k, v in arrays(seed).items()}
-    x, residual = (given.pop(k).reshape(15, D) for k in ("x", "residual"))
+    operands = {k: jnp.asarray(v, jnp.float32) for k, v in arrays(seed).items()}
+    x, residual = (operands.pop(k).reshape(15, D) for k in ("x", "residual"))
     lengths, dead = jnp.asarray([3, 0, 8]), (np.arange(15) >= 11)[:, None]
     dirty = jnp.where(dead, jnp.nan, x)
     info = pack(jnp.zeros((3, 8)), lengths, 15)[1]
@@ -108,24 +110,24 @@ def test_unpacked_is_the_norm_unpacked(seed):
 
     @functools.partial(jax.jit, static_argnums=0)
     def run(function, x):
-        def loss(x, residual, given):
-            y = function(x, residual, given)
+        def loss(x, residual, operands):
+            y = function(x, residual, operands)
             return (y * weight).sum(), y
 
-        return jax.value_and_grad(loss, (0, 1, 2), has_aux=True)(x, residual, given)
+        return jax.value_and_grad(loss, (0, 1, 2), has_aux=True)(x, residual, operands)
 
-    def fused(x, residual, given):
-        return norm_unpack(x, info, residual=residual, **given)
+    def fused(x, residual, operands):
+        return norm_unpack(x, info, residual=residual, **operands)
 
-    def apart(x, residual, given):
-        return unpack(fused_layer_norm(x, residual=residual, **given)[0], info)
+    def apart(x, residual, operands):
+        return unpack(fused_layer_norm(x, residual=residual, **operands)[0], info)
 
-    found, wanted = run(fused, dirty), run(apart, x)
-    for got, want in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+    results, expected = run(fused, dirty), run(apart, x)
+    for got, want in zip(jax.tree.leaves(results), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(got, want, atol=1e-5)
-    assert not np.asarray(found[0][1])[1].any() and not np.asarray(found[1][0])[11:].any()
+    assert not np.asarray(results[0][1])[1].any() and not np.asarray(results[1][0])[11:].any()
     with pytest.raises(ValueError, match="capacity = 15"):
-        norm_unpack(x[:4], info, scale=given["scale"])
+        norm_unpack(x[:4], info, scale=operands["scale"])
 
 
 def test_the_default_is_what_was_measured(monkeypatch, tmp_path):

@@ -21,9 +21,9 @@ def test_floors():
 
 
 def test_what_is_tuned_fits():
-    found = list(tunings.tunings())
-    assert len(found) == 2 * len(CASES)
-    assert {t.op for t in found} == {"fused_layer_norm", "fused_layer_norm_backward"}
+    every = list(tunings.tunings())
+    assert len(every) == 2 * len(CASES)
+    assert {t.op for t in every} == {"fused_layer_norm", "fused_layer_norm_backward"}
     for case, backward in ((case, b) for case in CASES for b in (False, True)):
         problem, _, args = configs.kernel(case, backward)
         tiles = tunings.candidates(problem)

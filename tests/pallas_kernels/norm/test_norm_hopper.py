@@ -66,7 +66,7 @@ UNPACKED = [
 def problem(shape, seed):
     """Returns (named arrays, dy, dh, spec); 16-bit values are exact."""
     random, dtype = np.random.default_rng(seed), jnp.dtype(shape.dtype)
-    given = {"x", "scale", *shape.parts.split()}
+    names = {"x", "scale", *shape.parts.split()}
     sizes = {"x": (shape.T, shape.D), "residual": (shape.T, shape.D)}
     arrays = {
         name: jnp.asarray(
@@ -74,12 +74,12 @@ def problem(shape, seed):
             dtype if name in sizes else jnp.float32,
         )
         for name in ("x", "residual", "bias", "scale", "offset")
-        if name in given
+        if name in names
     }
     dy, dh = (jnp.asarray(random.standard_normal(sizes["x"]), dtype) for _ in range(2))
-    writes = bool({"residual", "bias"} & given) or bool(shape.lengths)
+    writes = bool({"residual", "bias"} & names) or bool(shape.lengths)
     length = shape.longest if shape.lengths else None
-    spec = Spec(shape.kind == "layer", EPS, "bias" in given, "offset" in given, writes, length)
+    spec = Spec(shape.kind == "layer", EPS, "bias" in names, "offset" in names, writes, length)
     return arrays, dy, dh if shape.dh else None, spec
 
 
@@ -118,10 +118,10 @@ def plain(arrays, kind):
     return y.astype(h.dtype), h
 
 
-def assert_as_good(found, rough, want, slack, name):
+def assert_as_good(result, rough, want, slack, name):
     """The error is at most twice that of plain arithmetic of the same type, plus slack."""
-    found, rough, want = (np.asarray(x, np.float64) for x in (found, rough, want))
-    error, allowed = np.abs(found - want).max(), 2 * np.abs(rough - want).max() + slack
+    result, rough, want = (np.asarray(x, np.float64) for x in (result, rough, want))
+    error, allowed = np.abs(result - want).max(), 2 * np.abs(rough - want).max() + slack
     assert error <= allowed, (name, error, allowed)
 
 
@@ -131,24 +131,24 @@ def run_forward(shape, seed):
     run = functools.partial(hopper.forward, spec=spec, tile=shape.tile, interpret=True)
     with interpret.checked():
         y, h, mean, rate = jax.block_until_ready(jax.jit(run)(*inputs, None))
-    wanted = exact(arrays, shape.kind)
-    for name, *sides in zip("yh", (y, h), plain(arrays, shape.kind), wanted, strict=True):
+    expected = exact(arrays, shape.kind)
+    for name, *sides in zip("yh", (y, h), plain(arrays, shape.kind), expected, strict=True):
         assert_as_good(*sides, 1e-3, name)
-    centre = wanted[1].mean(1) * (shape.kind == "layer")
+    centre = expected[1].mean(1) * (shape.kind == "layer")
     np.testing.assert_allclose(mean[:, 0], centre, atol=1e-5)
-    spread = np.sqrt(((wanted[1] - centre[:, None]) ** 2).mean(1) + EPS)
+    spread = np.sqrt(((expected[1] - centre[:, None]) ** 2).mean(1) + EPS)
     np.testing.assert_allclose(rate[:, 0], 1 / spread, rtol=1e-5)
 
 
 def run_backward(shape, seed):
     arrays, dy, dh, spec = problem(shape, seed)
-    y, h, *wanted = exact(arrays, shape.kind, dy, dh)
+    y, h, *expected = exact(arrays, shape.kind, dy, dh)
     centre = h.mean(1, keepdims=True) * (shape.kind == "layer")
     rate = 1 / np.sqrt(((h - centre) ** 2).mean(1, keepdims=True) + EPS)
     statistics = (jnp.asarray(s, jnp.float32) for s in (centre, rate))
     run = functools.partial(hopper.backward, spec=spec, tile=shape.tile, interpret=True)
     with interpret.checked():
-        found = jax.block_until_ready(
+        results = jax.block_until_ready(
             jax.jit(run)(jnp.asarray(h, dy.dtype), *statistics, arrays["scale"], dy, dh)
         )
 
@@ -157,7 +157,7 @@ def run_backward(shape, seed):
         return jax.vjp(functools.partial(plain, kind=shape.kind), arrays)[1]((dy, cotangent))[0]
 
     others = rough(arrays)
-    for name, x, want in zip(("x", "bias", "scale", "offset"), found, wanted, strict=True):
+    for name, x, want in zip(("x", "bias", "scale", "offset"), results, expected, strict=True):
         assert (x is None) == (name not in arrays)
         if x is not None:
             assert_as_good(x, others[name], want, 2e-3, name)
@@ -206,23 +206,23 @@ def test_public_functions_with_gradients(seed):
 
     @functools.partial(jax.jit, static_argnums=1)
     def grads(arrays, implementation):
-        def norm(x, residual, rest):
+        def norm(x, residual, others):
             return pallas_kernels.fused_layer_norm(
-                x, residual=residual, implementation=implementation, **rest
+                x, residual=residual, implementation=implementation, **others
             )
 
         def loss(arrays):
-            rest = {k: v for k, v in arrays.items() if k not in ("x", "residual")}
+            others = {k: v for k, v in arrays.items() if k not in ("x", "residual")}
             batch = (arrays[name].reshape(2, 3, 256) for name in ("x", "residual"))
-            y, h = jax.vmap(norm, (0, 0, None))(*batch, rest)
+            y, h = jax.vmap(norm, (0, 0, None))(*batch, others)
             return (y * dy.reshape(y.shape)).sum() + (h * dh.reshape(h.shape)).sum()
 
         return jax.grad(loss)(arrays)
 
     with interpret.checked():
-        found = jax.block_until_ready(grads(arrays, "interpret"))
+        results = jax.block_until_ready(grads(arrays, "interpret"))
     for name, want in grads(arrays, "reference").items():
-        np.testing.assert_allclose(found[name], want, atol=2e-5, err_msg=name)
+        np.testing.assert_allclose(results[name], want, atol=2e-5, err_msg=name)
 
 
 @pytest.mark.aot

@@ -43,13 +43,13 @@ def there_and_back(x, lengths, capacity):
     return packed, back, info.segment_ids, info.positions, info.cu_seqlens
 
 
-@pytest.mark.parametrize("rest", [(), (2, 3)], ids=str)
-def test_is_the_loop(rest, seed):
-    x = np.random.default_rng(seed).standard_normal((5, 7, *rest)).astype(np.float32)
+@pytest.mark.parametrize("features", [(), (2, 3)], ids=str)
+def test_is_the_loop(features, seed):
+    x = np.random.default_rng(seed).standard_normal((5, 7, *features)).astype(np.float32)
     for lengths in LENGTHS.values():
-        found = there_and_back(poison(x, lengths), np.array(lengths), 38)
+        results = there_and_back(poison(x, lengths), np.array(lengths), 38)
         want = (*loop(x, lengths, 38), np.cumsum([0, *lengths]))
-        for a, b in zip(found, want, strict=True):
+        for a, b in zip(results, want, strict=True):
             np.testing.assert_array_equal(a, b)
 
 
@@ -79,9 +79,9 @@ def test_each_is_the_others_transpose(seed):
         return pull(dpacked)[0], pull_back(dback)[0], unpack(dx, info)
 
     dpacked = np.where(tail, np.nan, dx)
-    found = both(poison(x, lengths), np.array(lengths), dx, dpacked, poison(x, lengths))
-    np.testing.assert_array_equal(found[0], found[2])
-    np.testing.assert_array_equal(found[1], loop(x, lengths, capacity)[0])
+    results = both(poison(x, lengths), np.array(lengths), dx, dpacked, poison(x, lengths))
+    np.testing.assert_array_equal(results[0], results[2])
+    np.testing.assert_array_equal(results[1], loop(x, lengths, capacity)[0])
 
 
 def test_one_compile_for_all_lengths():

@@ -49,9 +49,9 @@ def run(case, sequences, seed, dtype=jnp.float32, kv=None, **options):
     arrays = {"k_scale_PNG": k_scale, "v_scale_PNG": v_scale, "sinks_H": sequences.sinks}
     arrays = {n: jnp.asarray(x, jnp.float32) for n, x in arrays.items() if x is not None}
     q, k, v = jnp.asarray(sequences.q, dtype), *(jnp.asarray(x, kv) for x in (k, v))
-    found = program(**options)(q, k, v, *numbers, **arrays)
-    assert found.dtype == dtype
-    return np.asarray(found)
+    out = program(**options)(q, k, v, *numbers, **arrays)
+    assert out.dtype == dtype
+    return np.asarray(out)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -119,14 +119,14 @@ def by_token(tokens, pieces, page, others, sequences, seed):
             WHOLE, contexts=tuple(contexts), counts=tuple(counts), page=page, more=1 + i % 3
         )
         case = dataclasses.replace(case, spare=tokens - sum(counts))
-        step, own = draw(case, seed + i), front
-        first = sum(counts[:own])
+        step, number = draw(case, seed + i), front
+        first = sum(counts[:number])
         step.q[first : first + count] = sequences.q[start : start + count]
-        step.k[own] = sequences.k[0][: start + count]
-        step.v[own] = sequences.v[0][: start + count]
+        step.k[number] = sequences.k[0][: start + count]
+        step.v[number] = sequences.v[0][: start + count]
         step.sinks = sequences.sinks
-        found = run(case, step, seed + i)
-        rows |= {start + j: found[first + j] for j in range(count)}
+        result = run(case, step, seed + i)
+        rows |= {start + j: result[first + j] for j in range(count)}
     return rows
 
 
@@ -138,8 +138,8 @@ MORE = (*FEW, (7, 128, 2), (19, 16, 4), (1, 8, 0))
 def check_bits(seed, tokens, cuts):
     """A prompt in pieces of T tokens, and every third piece of other cuts."""
     sequences = draw(WHOLE, seed)
-    whole = min(tokens, 300)
-    pieces = [(a, min(whole, 300 - a)) for a in range(0, 300, whole)]
+    piece = min(tokens, 300)
+    pieces = [(a, min(piece, 300 - a)) for a in range(0, 300, piece)]
     base = by_token(tokens, pieces, 16, 0, sequences, seed)
     want = attention(WHOLE, sequences)
     np.testing.assert_allclose([base[t] for t in range(300)], want, atol=2e-6)
@@ -190,9 +190,9 @@ def test_other_sequences_may_hold_nan(seed):
         x[100:130] = np.nan
     got, want = run(case, dirty, seed), run(case, clean, seed)
     rows = np.arange(case.rows)
-    mine = (rows >= 1) & (rows < 61)
-    np.testing.assert_array_equal(got[~mine], want[~mine])
-    assert np.isnan(got[mine]).all()
+    poisoned = (rows >= 1) & (rows < 61)
+    np.testing.assert_array_equal(got[~poisoned], want[~poisoned])
+    assert np.isnan(got[poisoned]).all()
 
 
 def test_inside_a_shard_map(seed):
@@ -234,7 +234,7 @@ def test_no_rows_and_no_pages():
 
 def like(**changes):
     """Arguments that are right but for the changes."""
-    given = {
+    arguments = {
         "q_THK": jnp.zeros((4, 4, 16)),
         "k_PNGK": jnp.zeros((5, 16, 2, 16)),
         "v_PNGK": jnp.zeros((5, 16, 2, 16)),
@@ -243,7 +243,7 @@ def like(**changes):
         "count_B": [3, 1],
         "context_B": [20, 1],
     }
-    return given | changes
+    return arguments | changes
 
 
 INT8 = jnp.zeros((5, 16, 2, 16), jnp.int8)

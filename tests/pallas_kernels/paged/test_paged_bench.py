@@ -38,8 +38,10 @@ def test_a_case_is_a_step_that_can_be(case):
     assert len(set(ids)) == len(ids) and 0 < min(ids) and max(ids) < k.shape[0]
     assert (count <= context).all() and (context <= table.shape[1] * case.page).all()
     assert (start + count).max() <= q.shape[0]
-    kept = jax.ShapeDtypeStruct(k.shape, case.pages)
-    shape = tiles.shape_of(q, Pages(kept, kept, None, None, table, start, count, context))
+    page_array = jax.ShapeDtypeStruct(k.shape, case.pages)
+    shape = tiles.shape_of(
+        q, Pages(page_array, page_array, None, None, table, start, count, context)
+    )
     assert not tiles.misfits(shape)
     tiles.check(tiles.heuristic(shape, q.shape[0], len(count)), shape)
 
@@ -65,8 +67,8 @@ def test_the_check_of_a_gpu_sees_a_wrong_result(monkeypatch):
 def test_what_is_timed_is_the_case():
     for name, side in bench.sides(SMALL, "reference").items():
         function, like = side()
-        found = jax.eval_shape(function, *like)
-        assert name == "copy" or found.shape == (4, 4, 64)
+        out = jax.eval_shape(function, *like)
+        assert name == "copy" or out.shape == (4, 4, 64)
     small = Case("int8", (70, 20), (1, 1), (2, 1), 64, pages="int8", room=128)
     function, like = bench.timed(small, "reference")
     drawn = [jax.random.normal(jax.random.key(i), x.shape, x.dtype) for i, x in enumerate(like)]
@@ -82,17 +84,17 @@ def test_measured_tiles_are_taken_where_they_fit(tmp_path, monkeypatch):
         assert tiles.choose(q, pages) == (None, tiles.heuristic(shape, 4, 2))
         tile = tiles.Tile(2, 64, 3)
         tables.write(monkeypatch, tmp_path, tables.row(tiles.OP, key, tile=vars(tile)))
-        row, found = tiles.choose(q, pages)
-        assert row is not None and found == tile
+        row, chosen = tiles.choose(q, pages)
+        assert row is not None and chosen == tile
         bad = vars(tiles.Tile(1, 64, 99))
         tables.write(monkeypatch, tmp_path, tables.row(tiles.OP, key, tile=bad))
         assert tiles.choose(q, pages)[1] == tiles.heuristic(shape, 4, 2)
 
 
 def test_what_is_to_be_tuned():
-    found = list(bench.tunings())
-    assert len({tuple(t.key.values()) for t in found}) == len(found) >= len(CASES) - 1
-    for tuning in found:
+    every = list(bench.tunings())
+    assert len({tuple(t.key.values()) for t in every}) == len(every) >= len(CASES) - 1
+    for tuning in every:
         assert len(set(tuning.candidates)) == len(tuning.candidates) >= 2
         shapes = jax.eval_shape(tuning.inputs, jax.random.key(0))
         out = jax.eval_shape(tuning.reference, *shapes)

@@ -65,8 +65,8 @@ def problem(case, seed, dtype=jnp.bfloat16, small=None):
     k, v, *scales, table, start, count, context = lay_out(case, sequences, seed)
     if small is not None and small[0].kind == "i":  # integers know no NaN
         k, v = (np.where(np.isnan(x), 101, x) for x in (k, v))
-    kept = dtype if small is None else small[0]
-    k, v = (jnp.asarray(x.astype(kept)) for x in (k, v))
+    page_dtype = dtype if small is None else small[0]
+    k, v = (jnp.asarray(x.astype(page_dtype)) for x in (k, v))
     scales = [None if x is None else jnp.asarray(x) for x in scales]
     pages = Pages(k, v, *scales, *map(jnp.asarray, (table, start, count, context)))
     sinks = None if sequences.sinks is None else jnp.asarray(sequences.sinks, jnp.float32)
@@ -167,9 +167,9 @@ MISFITS = {
 @pytest.mark.parametrize("name", MISFITS)
 def test_what_the_kernel_cannot_take_is_said(name):
     changes, message = MISFITS[name]
-    given = {"q": jnp.bfloat16, "k": jnp.bfloat16, "width": 64, "page": 16, "heads": 4} | changes
-    q = jnp.zeros((2, given["heads"], given["width"]), given["q"])
-    k = jnp.zeros((3, given["page"], 1, given["width"]), given["k"])
+    sizes = {"q": jnp.bfloat16, "k": jnp.bfloat16, "width": 64, "page": 16, "heads": 4} | changes
+    q = jnp.zeros((2, sizes["heads"], sizes["width"]), sizes["q"])
+    k = jnp.zeros((3, sizes["page"], 1, sizes["width"]), sizes["k"])
     scale = jnp.zeros(k.shape[:3]) if k.dtype == jnp.int8 else None
     with pytest.raises(NotImplementedError, match=message):
         pallas_kernels.paged_attention(

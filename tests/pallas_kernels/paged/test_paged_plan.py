@@ -43,7 +43,7 @@ def test_every_step_has_one_block_and_masks_are_where_they_must_be(number, seed)
         for step in range(lo.min() // keys, -(-hi.max() // keys)):
             full = lo.max() <= step * keys and (step + 1) * keys <= hi.min()
             want |= {(x * heads + g, step): full for g in range(heads)}
-    found, taken, slots = {}, [], {}
+    unmasked_of, taken, slots = {}, [], {}
     for block in range(blocks):
         taken.append(0)
         for v in range(plan.first_D[block], plan.first_D[block + 1]):
@@ -58,17 +58,19 @@ def test_every_step_has_one_block_and_masks_are_where_they_must_be(number, seed)
             slots.setdefault(item, []).append(part[paged_plan.SLOT])
             for step in range(first, first + steps):
                 masked = step < first + part[4] or step >= first + steps - part[5]
-                assert (item, step) not in found
-                found[item, step] = not masked
-    assert found.keys() == want.keys()
-    assert all(want[k] for k, unmasked in found.items() if unmasked)
+                assert (item, step) not in unmasked_of
+                unmasked_of[item, step] = not masked
+    assert unmasked_of.keys() == want.keys()
+    assert all(want[k] for k, unmasked in unmasked_of.items() if unmasked)
     # A step that needs no mask has one only at an end that a row's window or causal order reaches.
-    assert sum(found.values()) >= sum(want.values())
+    assert sum(unmasked_of.values()) >= sum(want.values())
     share = max(-(-len(want) // blocks), least)
     assert max(taken) <= share and sum(n < share for n in taken if n) <= 1
     jobs = {int(job[0]): job[1:] for job in plan.jobs_D[: plan.count[0]]}
-    given = [s for each in slots.values() for s in each if len(each) > 1]
-    assert given == list(range(len(given))) and len(given) <= paged_plan.most_slots(blocks)
+    slot_numbers = [s for each in slots.values() for s in each if len(each) > 1]
+    assert slot_numbers == list(range(len(slot_numbers))) and len(
+        slot_numbers
+    ) <= paged_plan.most_slots(blocks)
     for item, each in slots.items():
         if len(each) == 1:
             assert each == [-1] and plan.job_I[item] == -1

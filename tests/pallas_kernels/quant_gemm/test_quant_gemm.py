@@ -31,11 +31,11 @@ def weight(seed, bits, group, signed, sizes=(K, N)):
     return pack_weight(codes, bits=bits), scales, zeros
 
 
-def close(found, want, dtype):
+def close(result, want, dtype):
     """Float32 sums, whose errors go with the size of all results, and one rounding."""
     step = {"float32": 2**-20, "bfloat16": 2**-8, "float16": 2**-11}[dtype]
-    error = np.abs(np.asarray(found, np.float64) - want)
-    assert found.dtype == dtype and found.shape == want.shape
+    error = np.abs(np.asarray(result, np.float64) - want)
+    assert result.dtype == dtype and result.shape == want.shape
     assert (error <= step * np.abs(want) + 2e-6 * np.abs(want).max()).all(), error.max()
 
 
@@ -67,12 +67,12 @@ def test_every_group_and_number_of_rows(bits, signed, dtype, seed):
             for (group, (p, scales, z)), rows in itertools.product(weights.items(), ROWS)
         }
 
-    found = all_of(x_MK, weights)
-    assert len(found) == len(GROUPS) * len(ROWS)
+    results = all_of(x_MK, weights)
+    assert len(results) == len(GROUPS) * len(ROWS)
     for group, (packed, scales, zeros) in weights.items():
         w = oracle.dequantize(packed, scales, zeros, K, bits, group or K)
         for rows in ROWS:
-            close(found[group, rows], oracle.product(x_MK[:rows], w, dtype=dtype)[0], dtype)
+            close(results[group, rows], oracle.product(x_MK[:rows], w, dtype=dtype)[0], dtype)
 
 
 @pytest.mark.parametrize("bits", [3, *(pytest.param(b, marks=SLOW) for b in (2, 4, 8))])
@@ -127,42 +127,42 @@ def test_gradients_are_those_of_float64(activation, implementation, seed, monkey
     packed, scales, zeros = weight(seed, 4, 32, False)
     random = np.random.default_rng(seed)
     x, dy = random.standard_normal((2, 3, K)), random.standard_normal((2, 3, N))
-    given = {"x": x, "scales": scales, "zeros": zeros, "bias": random.standard_normal(N)}
-    given = {name: jnp.asarray(value, jnp.float32) for name, value in given.items()}
+    operands = {"x": x, "scales": scales, "zeros": zeros, "bias": random.standard_normal(N)}
+    operands = {name: jnp.asarray(value, jnp.float32) for name, value in operands.items()}
 
     @jax.jit
-    def run(given):
-        def call(given):
+    def run(operands):
+        def call(operands):
             return quant_matmul(
-                given["x"],
+                operands["x"],
                 packed,
-                given["scales"],
+                operands["scales"],
                 bits=4,
                 group=32,
-                zeros=given["zeros"],
-                bias=given["bias"],
+                zeros=operands["zeros"],
+                bias=operands["bias"],
                 activation=activation,
                 implementation=implementation,
             )
 
-        y, pull = jax.vjp(call, given)
+        y, pull = jax.vjp(call, operands)
         return y, pull(jnp.asarray(dy, y.dtype))[0]
 
-    y, found = run(given)
+    y, grads = run(operands)
     w = oracle.dequantize(packed, scales, zeros, K, 4, 32)
-    want, z = oracle.product(given["x"], w, given["bias"], activation)
+    want, z = oracle.product(operands["x"], w, operands["bias"], activation)
     np.testing.assert_allclose(y, want, atol=2e-5)
     dz = (dy * activate(activation, z)[1]).reshape(6, N)
     dw = x.reshape(6, K).T @ dz
     starts = np.arange(0, K, 32)
-    wanted = {
+    expected = {
         "x": (dz @ w.T).reshape(x.shape),
         "scales": np.add.reduceat(dw * oracle.unpack(packed, K, 4, False), starts),
         "zeros": np.add.reduceat(dw, starts),
         "bias": dz.sum(0),
     }
-    for name, value in wanted.items():
-        np.testing.assert_allclose(found[name], value, rtol=1e-3, atol=1e-3, err_msg=name)
+    for name, value in expected.items():
+        np.testing.assert_allclose(grads[name], value, rtol=1e-3, atol=1e-3, err_msg=name)
 
 
 def test_what_is_not_finite_stays_where_it_is(seed):
@@ -210,9 +210,11 @@ BAD = {
 
 @pytest.mark.parametrize("message", BAD)
 def test_bad_input_is_refused(message):
-    given = dict(x=X, packed=PACKED, scales=SCALES, bits=4, group=32) | BAD[message]
+    arguments = dict(x=X, packed=PACKED, scales=SCALES, bits=4, group=32) | BAD[message]
     with pytest.raises(ValueError, match=message):
-        quant_matmul(given.pop("x"), given.pop("packed"), given.pop("scales"), **given)
+        quant_matmul(
+            arguments.pop("x"), arguments.pop("packed"), arguments.pop("scales"), **arguments
+        )
 
 
 @pytest.mark.parametrize(
@@ -260,8 +262,8 @@ def test_vmap_scan_and_shard_map_agree(seed, monkeypatch):
     cut = (P(), (P(None, "n"),) * 3)
     spread = jax.shard_map(layer, mesh=mesh, in_specs=cut, out_specs=P(None, "n"))
     for call in (jax.vmap(layer, (0, None)), spread):
-        found = jax.jit(jax.grad(functools.partial(loss, call), (0, 1, 2)))(*args)
-        for got, value in zip(found, want, strict=True):
+        results = jax.jit(jax.grad(functools.partial(loss, call), (0, 1, 2)))(*args)
+        for got, value in zip(results, want, strict=True):
             np.testing.assert_allclose(got, value, rtol=1e-4, atol=1e-4)
 
 

@@ -26,9 +26,9 @@ def test_floors():
 
 
 def test_every_case_is_tuned_once_with_legal_tiles():
-    found, cases = tunings.tunings(), (*CASES, *SERVED)
-    assert len(found) == len(cases) == len({tuple(t.key.items()) for t in found})
-    for tuning, case in zip(found, cases, strict=True):
+    every, cases = tunings.tunings(), (*CASES, *SERVED)
+    assert len(every) == len(cases) == len({tuple(t.key.items()) for t in every})
+    for tuning, case in zip(every, cases, strict=True):
         assert len(set(tuning.candidates)) == len(tuning.candidates) > 3
         assert tuning.candidates[0] == hopper.heuristic(case.M, case.N, case.K, case.spec)
         for tile in tuning.candidates:
@@ -82,6 +82,6 @@ def test_the_default_is_the_reference_until_a_table_says_otherwise(monkeypatch, 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_a_size_that_was_not_tuned_gets_the_tile_of_its_dtype(dtype):
     x, spec = jnp.zeros((1024, 4096), dtype), Spec(4, 128)
-    mine = hopper.heuristic(1024, 4096, 4096, spec, jnp.dtype(dtype))
-    assert api._static(x, 4096, spec, "reference").tile == mine
-    assert mine.block_k == {"bfloat16": 128, "float16": 64}[dtype]
+    tile = hopper.heuristic(1024, 4096, 4096, spec, jnp.dtype(dtype))
+    assert api._static(x, 4096, spec, "reference").tile == tile
+    assert tile.block_k == {"bfloat16": 128, "float16": 64}[dtype]

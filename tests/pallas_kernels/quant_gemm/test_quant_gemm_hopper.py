@@ -102,23 +102,23 @@ def weight(packed, scales, zeros, K, spec, tokens):
     return oracle.rounded(upper + oracle.rounded(lower, "bfloat16"), "bfloat16")
 
 
-def close(found, given, spec, tokens):
+def close(result, operands, spec, tokens):
     """One rounding of the result; the interpreter sums in another order."""
-    x, packed, scales, zeros, bias = given
+    x, packed, scales, zeros, bias = operands
     w = weight(packed, scales, zeros, x.shape[1], spec, tokens)
     want, _ = oracle.product(x, w, bias, spec.activation)
-    assert found.dtype == x.dtype and found.shape == want.shape
-    error = np.abs(np.asarray(found, np.float64) - want) / np.maximum(np.abs(want), 1)
+    assert result.dtype == x.dtype and result.shape == want.shape
+    error = np.abs(np.asarray(result, np.float64) - want) / np.maximum(np.abs(want), 1)
     assert error.max() <= 2**-8, error.max()
 
 
 def product(case, seed):
     sizes, tile, spec, bias, blocks = case
-    given = arrays(sizes, spec, bias, seed)
+    operands = arrays(sizes, spec, bias, seed)
     call = functools.partial(hopper.multiply, spec=spec, tile=tile, interpret=True, blocks=blocks)
     with interpret.checked():
-        found = jax.block_until_ready(jax.jit(call)(*given))
-    close(found, given, spec, tile.block_n)
+        result = jax.block_until_ready(jax.jit(call)(*operands))
+    close(result, operands, spec, tile.block_n)
 
 
 @pytest.mark.parametrize(
@@ -156,9 +156,9 @@ def test_public_function_with_gradients(seed):
         *args
     )
     with interpret.checked():
-        found = jax.block_until_ready(jax.jit(functools.partial(grads, call))(*args))
-    assert found[0].shape == (2, 3, 160)
-    for got, value in zip(found, want, strict=True):
+        results = jax.block_until_ready(jax.jit(functools.partial(grads, call))(*args))
+    assert results[0].shape == (2, 3, 160)
+    for got, value in zip(results, want, strict=True):
         np.testing.assert_allclose(
             np.asarray(got, np.float32), np.asarray(value, np.float32), rtol=4e-3, atol=4e-3
         )
@@ -184,8 +184,8 @@ def test_a_split_product_copies_no_weight(bits, fusions):
     text = aot.compile(jax.jit(call).lower(*args)).as_text()
     entry = text[text.index("ENTRY") :].splitlines()
     words = ("custom-call(", "fusion(", "copy(", "transpose(")
-    found = [sum(f" {word}" in line for line in entry) for word in words]
-    assert found == [1, fusions, 0, 0]
+    counts = [sum(f" {word}" in line for line in entry) for word in words]
+    assert counts == [1, fusions, 0, 0]
 
 
 # ---- where registers lie: every thread's, by the layouts as Mosaic has them
@@ -203,7 +203,7 @@ def held(layout, shape):
         numbers = numbers.transpose(
             *range(n), *(n + 2 * i for i in range(k)), *(n + 2 * i + 1 for i in range(k))
         )
-    found = {}
+    owners = {}
     sizes = numbers.shape[-rank:]
 
     def index_of(thread, dims):
@@ -223,8 +223,8 @@ def held(layout, shape):
                     for d, i in (cut | {layout.vector_dim: place}).items():
                         at[d] = i
                     element = np.unravel_index(numbers[tuple(at)], shape)
-                    found[register, place, warp, lane] = tuple(map(int, element))
-    return found
+                    owners[register, place, warp, lane] = tuple(map(int, element))
+    return owners
 
 
 @pytest.fixture
@@ -285,13 +285,13 @@ def test_no_code_changes_its_thread_on_the_way_to_the_tensor_core(bits, parts, l
         ]
         for part in range(parts)
     ]
-    found = registers.operand(values, bits, jnp.bfloat16, interpret=False)
+    result = registers.operand(values, bits, jnp.bfloat16, interpret=False)
     words = held(registers.LANED, shape)
-    operand = held(found.layout, (registers.COLUMNS, registers.DEPTH))
+    operand = held(result.layout, (registers.COLUMNS, registers.DEPTH))
     order = np.arange(registers.DEPTH)[None]  # which K a place along K is
     order = np.asarray(registers.ordered(order, bits))[0]
     for (register, place, warp, lane), (row, k) in operand.items():
-        (part, j, i), index, at = found.registers[register][place]
+        (part, j, i), index, at = result.registers[register][place]
         r, c, _ = words[index, at, warp, lane]
         assert 4 * c + j == column_of(row)
         assert depth * part + 2 * pairs * r + i == order[k]
@@ -315,11 +315,11 @@ def test_a_pair_of_codes_meets_the_scale_of_its_column(pieces, labelled, monkeyp
     ):
         monkeypatch.setattr(pairs, name, change)
     scales = [pairs.scale_pairs(registers.load_rows(i, False), False) for i in range(pieces)]
-    found = pairs.scaled_operand(None, (0, first), scales, False)
+    result = pairs.scaled_operand(None, (0, first), scales, False)
     columns = held(numbers, (registers.WORDS, 1))
-    operand = held(found.layout, (registers.COLUMNS, registers.DEPTH))
+    operand = held(result.layout, (registers.COLUMNS, registers.DEPTH))
     for (register, place, warp, lane), (row, k) in operand.items():
-        (word, j), *parts = found.registers[register]
+        (word, j), *parts = result.registers[register]
         assert 2 * (word - first + lane % 4) + place == k and j == column_of(row) % 4
         for name, ((part, scale),) in zip(("high", "low"), parts, strict=True):
             (piece, j), index, at = scale
@@ -330,13 +330,13 @@ def test_a_pair_of_codes_meets_the_scale_of_its_column(pieces, labelled, monkeyp
 @pytest.mark.parametrize("tokens", [8, 24])
 def test_sums_lie_with_their_columns_in_order(tokens, labelled):
     """Each vector of y's layout is made of the four sums of its thread that belong there."""
-    given = labelled(fragmented.WGMMA_LAYOUT, (registers.COLUMNS, tokens), None)
-    given.shape = registers.COLUMNS, tokens
-    found = registers.sums(given, interpret=False)
-    sums = held(given.layout, given.shape)
-    y = held(found.layout, (tokens, registers.COLUMNS))
+    array = labelled(fragmented.WGMMA_LAYOUT, (registers.COLUMNS, tokens), None)
+    array.shape = registers.COLUMNS, tokens
+    result = registers.sums(array, interpret=False)
+    sums = held(array.layout, array.shape)
+    y = held(result.layout, (tokens, registers.COLUMNS))
     for (register, place, warp, lane), (token, column) in y.items():
-        _, index, at = found.registers[register][place]
+        _, index, at = result.registers[register][place]
         row, there = sums[index, at, warp, lane]
         assert (column_of(row), there) == (column, token)
     assert len(y) == tokens * registers.COLUMNS
@@ -345,11 +345,11 @@ def test_sums_lie_with_their_columns_in_order(tokens, labelled):
 @pytest.fixture
 def computed(monkeypatch):
     """The instructions of a thread, computed on Python's integers by what their names say."""
-    whole = 2**32 - 1
+    ones = 2**32 - 1
     names = {
         "andi": lambda a, b: a & b,
         "shrui": lambda a, b: a >> b,
-        "shli": lambda a, b: a << b & whole,
+        "shli": lambda a, b: a << b & ones,
         "addi": lambda a, b: a + b,
         "muli": lambda a, b: a * b,
         "xori": lambda a, b: a ^ b,
@@ -367,10 +367,10 @@ def at_bytes(computed):
     """Lets a read from shared memory return its byte; returns the thread that reads, in a list."""
     thread = [0]
     read = dict(memref_ptr=lambda _: 0, getelementptr=lambda pointer, at, _: pointer + at[0])
-    own = SimpleNamespace(thread_idx=lambda: thread[0], **read)
+    fake_utils = SimpleNamespace(thread_idx=lambda: thread[0], **read)
     for module in (registers, pairs):
         computed.setattr(module, "llvm", SimpleNamespace(load=lambda _, byte: byte))
-        computed.setattr(module, "utils", own)
+        computed.setattr(module, "utils", fake_utils)
     return thread
 
 
@@ -384,20 +384,20 @@ def test_a_thread_reads_its_own_words_and_a_warp_reads_32_banks(bits, computed):
         for c in range(registers.WORDS):
             where[128 * row + 16 * ((c // 4) ^ (row % 8)) + 4 * (c % 4)] = row, c
     thread = at_bytes(computed)
-    given = SimpleNamespace(registers=np.array(base, object))
+    splat = SimpleNamespace(registers=np.array(base, object))
     read = {}
     for warp in range(4):
         for lane in range(32):
             thread[0] = 128 + 32 * warp + lane
-            word = registers.reader(None, given, size)
+            word = registers.reader(None, splat, size)
             for i in range(2):
                 for r in range(size):
                     read[warp, lane, i, r] = word(first + size * 4 * i + r)
     layout = held(registers.LANED, (8, registers.WORDS, 1))
     for (register, _, warp, lane), (row, c, _) in layout.items():
         for r in range(size):
-            found = where[read[warp, lane, register[0], r]]
-            assert found == (base + first + size * row + r, c)
+            place = where[read[warp, lane, register[0], r]]
+            assert place == (base + first + size * row + r, c)
     banks = [len({read[w, lane, i, r] // 4 % 32 for lane in range(32)}) for w, _, i, r in read]
     assert min(banks) == (16 if bits == 8 else 32)
 
@@ -431,13 +431,13 @@ def test_warps_multiply_registers_in_the_order_of_their_instruction(tokens):
         (layouts.rhs, (depth, tokens), pairs.right_order(tokens)),
     ):
         numbers = np.arange(len(order)).reshape(layout.registers_shape(shape))
-        for (register, place, warp, lane), found in held(layout, shape).items():
+        for (register, place, warp, lane), position in held(layout, shape).items():
             a, b, half = order[numbers[register]]
             q, g = lane % 4, lane // 4
             if shape[0] == rows:
-                assert found == (64 * a + 16 * warp + 8 * half + g, 8 * b + 2 * q + place)
+                assert position == (64 * a + 16 * warp + 8 * half + g, 8 * b + 2 * q + place)
             else:
-                assert found == (16 * a + 8 * half + 2 * q + place, 8 * b + g)
+                assert position == (16 * a + 8 * half + 2 * q + place, 8 * b + g)
     shape = rows, tokens
     assert list(held(layouts.acc, shape).values()) == list(
         held(fragmented.WGMMA_LAYOUT, shape).values()
@@ -458,11 +458,11 @@ def test_codes_of_4_bits_become_floats_exactly(dtype, seed, computed):
 
     def logic(code, a, c):
         mask, _, table = code.removeprefix("lop3.b32 $0, $1, ").rstrip(";").split(", ")
-        found = 0
+        merged = 0
         for bit in range(32):
             place = (a >> bit & 1) << 2 | (int(mask, 16) >> bit & 1) << 1 | (c >> bit & 1)
-            found |= (int(table, 16) >> place & 1) << bit
-        return found
+            merged |= (int(table, 16) >> place & 1) << bit
+        return merged
 
     class Word(int):
         type = None
@@ -479,10 +479,10 @@ def test_codes_of_4_bits_become_floats_exactly(dtype, seed, computed):
     computed.setattr(pairs, "_minus", minus)
 
     for word in np.random.default_rng(seed).integers(0, 2**32, 200):
-        found = pairs.code_pairs(Word(word), dtype)
+        unpacked = pairs.code_pairs(Word(word), dtype)
         nibbles = [int(word) >> 4 * i & 15 for i in range(8)]
         signed = np.array([n - 16 if n > 7 else n for n in nibbles]).reshape(4, 2)
-        np.testing.assert_array_equal(np.array(found, np.float32), signed)
+        np.testing.assert_array_equal(np.array(unpacked, np.float32), signed)
 
 
 # ---- tiles

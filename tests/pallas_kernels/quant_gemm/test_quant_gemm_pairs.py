@@ -26,20 +26,20 @@ class Shared:
 def scales_of_all_kinds(seed, pieces):
     """(pieces, 128) of both signs from 2^-100 to 2^100, and ties of bf16, and bf16 numbers."""
     random = np.random.default_rng(seed)
-    found = random.uniform(1, 2, (pieces, 128)) * 2.0 ** random.integers(-100, 100, (pieces, 128))
-    found[:, :4] = 1 + 2.0**-8, 1 + 3 * 2.0**-8, 1 + 2.0**-7, 2 - 2.0**-23
-    return (found * random.choice([-1, 1], found.shape)).astype(np.float32)
+    scales = random.uniform(1, 2, (pieces, 128)) * 2.0 ** random.integers(-100, 100, (pieces, 128))
+    scales[:, :4] = 1 + 2.0**-8, 1 + 3 * 2.0**-8, 1 + 2.0**-7, 2 - 2.0**-23
+    return (scales * random.choice([-1, 1], scales.shape)).astype(np.float32)
 
 
 def scaled(words, scales):
     """What the interpreter has of them: (128 columns, in order, 64), and the codes."""
     parts = [pairs.scale_pairs(registers.load_rows(Shared(s), True), True) for s in scales]
     rows = np.asarray(pairs.scaled_operand(Shared(words), (0, 0), parts, True), np.float64)
-    found = np.empty_like(rows)
-    found[[column_of(row) for row in range(128)]] = rows
+    columns = np.empty_like(rows)
+    columns[[column_of(row) for row in range(128)]] = rows
     codes = np.unpackbits(words.view(np.uint8).reshape(32, 128), axis=0, bitorder="little")
     codes = codes.reshape(64, 4, 128).transpose(2, 0, 1) @ np.array([1.0, 2, 4, -8])
-    return found, codes
+    return columns, codes
 
 
 @pytest.mark.parametrize("pieces", [1, 2])
@@ -47,14 +47,14 @@ def test_scaled_codes_are_rounded_once(pieces, seed):
     """Beside float64: half a place of bf16, but for 2^-15 of the number; seldom another one."""
     words = np.random.default_rng(seed).integers(0, 2**32, (32, 32), np.uint32).view(np.int32)
     scales = scales_of_all_kinds(seed, pieces)
-    found, codes = scaled(words, jnp.asarray(scales))
+    weights, codes = scaled(words, jnp.asarray(scales))
     want = codes * np.repeat(scales, 64 // pieces, 0).T.astype(np.float64)
-    assert (np.abs(found - want) <= (2**-8 + 2**-15) * np.abs(want)).all()
+    assert (np.abs(weights - want) <= (2**-8 + 2**-15) * np.abs(want)).all()
     rounded = want.astype(np.float32).astype(jnp.bfloat16).astype(np.float64)
-    assert np.mean(found != rounded) < 0.01
+    assert np.mean(weights != rounded) < 0.01
     scales[:, :3] = np.inf, -np.inf, np.nan
-    found, _ = scaled(words, jnp.asarray(scales))
-    assert not np.isfinite(found[:3]).any() and np.isfinite(found[3:]).all()
+    weights, _ = scaled(words, jnp.asarray(scales))
+    assert not np.isfinite(weights[:3]).any() and np.isfinite(weights[3:]).all()
 
 
 def test_the_instructions_scale_as_the_interpreter_does(seed, monkeypatch):
@@ -95,5 +95,5 @@ def test_the_instructions_scale_as_the_interpreter_does(seed, monkeypatch):
     scales = scales_of_all_kinds(seed, 1)
     want, codes = scaled(words, jnp.asarray(scales))
     high, low = pairs.parts_of_scale(np.repeat(scales[0], 32))
-    found = pairs.scaled(codes.astype(two).reshape(-1).view(word), high, low)
-    np.testing.assert_array_equal(found.view(two).reshape(128, 64).astype(np.float64), want)
+    result = pairs.scaled(codes.astype(two).reshape(-1).view(word), high, low)
+    np.testing.assert_array_equal(result.view(two).reshape(128, 64).astype(np.float64), want)

@@ -15,10 +15,10 @@ KEY = jax.random.key(3)
 
 
 def sylvester():
-    found = np.ones((1, 1))
-    while len(found) < 32:
-        found = np.block([[found, found], [found, -found]])
-    return found / np.sqrt(32)
+    matrix = np.ones((1, 1))
+    while len(matrix) < 32:
+        matrix = np.block([[matrix, matrix], [matrix, -matrix]])
+    return matrix / np.sqrt(32)
 
 
 def unpacked(payload, n, bits, group):
@@ -126,17 +126,17 @@ def test_counters_are_threefry_of_13_rounds():
         both = [counter.words(zero[0], zero[0], zero) for zero in zeros]
         return both, counter.noise(key, (4, 4096))
 
-    both, found = run(KEY)
+    both, noise = run(KEY)
     for words in both:
         assert [int(x[0]) % 2**32 for x in words] == [0x9D1C5EC6, 0x8BD50731]
-    found = np.asarray(found, np.float64).reshape(-1)
-    assert ((found > 0) & (found < 1)).all() and (found * 2**17 % 2 == 1).all()
-    counts, _ = np.histogram(found, 64, (0, 1))
+    noise = np.asarray(noise, np.float64).reshape(-1)
+    assert ((noise > 0) & (noise < 1)).all() and (noise * 2**17 % 2 == 1).all()
+    counts, _ = np.histogram(noise, 64, (0, 1))
     assert ((counts - 256) ** 2 / 256).sum() < 110  # 63 degrees of freedom: 1 in 4,000
     for lag in (1, 2, 3, 4, 5):
-        assert abs(np.corrcoef(found[lag:], found[:-lag])[0, 1]) < 4 / np.sqrt(found.size)
+        assert abs(np.corrcoef(noise[lag:], noise[:-lag])[0, 1]) < 4 / np.sqrt(noise.size)
     again = np.asarray(run(jax.random.key(4))[1]).reshape(-1)
-    assert (again != found).mean() > 0.999
+    assert (again != noise).mean() > 0.999
     with pytest.raises(ValueError, match="4294967296 at most"):
         jax.eval_shape(lambda: counter.noise(KEY, (2**17, 2**16)))
 
@@ -200,9 +200,9 @@ def test_what_is_tuned_is_what_a_call_asks_for(monkeypatch):
     """The case's problem, key and arguments are those of the public function."""
     asked = []
     monkeypatch.setattr(tuned, "find", lambda op, key: asked.append((op, key)))
-    found = list(tunings.tunings())
-    assert len(found) == len(cases.CASES)
-    for case, tuning in zip(cases.CASES, found, strict=True):
+    every = list(tunings.tunings())
+    assert len(every) == len(cases.CASES)
+    for case, tuning in zip(cases.CASES, every, strict=True):
         jax.eval_shape(bench.call(case, None), *bench.numbers(case))
         assert asked.pop() == (tuning.op, tuning.key) and not asked
         problem, _, args = configs.kernel(case)

@@ -41,20 +41,20 @@ CASES = [
 
 def fill(case, args, seed):
     """Numbers of each argument; payloads of numbers; a group of zeros, and one that has inf."""
-    random, found = np.random.default_rng(seed), []
+    random, arrays = np.random.default_rng(seed), []
     for like in args:
         if like is None or like.dtype == np.uint32:
-            found.append(None if like is None else jax.random.bits(jax.random.key(seed), (2,)))
+            arrays.append(None if like is None else jax.random.bits(jax.random.key(seed), (2,)))
             continue
         if like.dtype != np.uint8:
             x = random.standard_normal(like.shape).astype(np.float32)
             x[: case.group], x[case.group + 5] = 0, np.inf if case.op == SEND else 3
-            found.append(jax.numpy.asarray(x, like.dtype))
+            arrays.append(jax.numpy.asarray(x, like.dtype))
             continue
         n = case.elements // (case.payloads if case.op == IN else 1)
         x = jax.numpy.asarray(random.standard_normal((like.shape[0], n)), np.float32)
-        found.append(reference.encode(x, case.bits, case.group))
-    return found
+        arrays.append(reference.encode(x, case.bits, case.group))
+    return arrays
 
 
 def run(case, seed, stages=2, blocks=1):
@@ -65,12 +65,12 @@ def run(case, seed, stages=2, blocks=1):
     assert not hopper.misfits(problem, tile)
     args = fill(case, args, seed)
     with interpret.checked():
-        found = jax.jit(functools.partial(kernel, tile=tile, interpret=True))(*args)
-        found = np.asarray(jax.block_until_ready(found))
+        result = jax.jit(functools.partial(kernel, tile=tile, interpret=True))(*args)
+        result = np.asarray(jax.block_until_ready(result))
     plain = functools.partial(getattr(fused_reference, case.op), **tunings.options(case))
     want = np.asarray(jax.jit(plain)(*args))
-    assert found.shape == want.shape and found.dtype == want.dtype
-    np.testing.assert_array_equal(found, want)
+    assert result.shape == want.shape and result.dtype == want.dtype
+    np.testing.assert_array_equal(result, want)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)

@@ -57,8 +57,8 @@ def gradients(x, weight, bias, dy, activation=None, implementation="reference"):
     return y, {"x": dx, "w": dweight, "dense": dweight.to_dense(), "bias": dbias}
 
 
-def compare(found, want, tolerance=1e-4):
-    (y, grads), (want_y, want_grads) = found, want
+def compare(results, want, tolerance=1e-4):
+    (y, grads), (want_y, want_grads) = results, want
     np.testing.assert_allclose(y, want_y, rtol=tolerance, atol=tolerance)
     for name, value in want_grads.items():
         got = grads["dense" if name == "w" else name]
@@ -84,11 +84,11 @@ def test_float32_equals_float64(name, seed):
     x, w, dy = (jnp.asarray(a, jnp.float32) for a in (x, np.where(mask, w, np.nan), dy))
     bias = None if bias is None else jnp.asarray(bias, jnp.float32)
     weight = TileSparse.from_dense(w, mask, tile=tile, chunk=chunk)
-    found = gradients(x, weight, bias, dy, activation)
-    compare(found, want)
+    results = gradients(x, weight, bias, dy, activation)
+    compare(results, want)
     np.testing.assert_array_equal(jax.jit(TileSparse.to_dense)(weight), np.where(mask, w, 0))
     # Also what is pruned inside slots, and past the last one, has no gradient.
-    assert np.count_nonzero(found[1]["w"].values) <= mask.sum()
+    assert np.count_nonzero(results[1]["w"].values) <= mask.sum()
     assert weight.density == pytest.approx(mask.mean())
     assert mask.mean() <= weight.stored or weight.stored * K * N >= mask.sum()
 
@@ -104,12 +104,12 @@ def test_the_residual_is_added(seed):
         jnp.asarray(a, jnp.float32) for a in (x, np.where(mask | single, w, np.nan), bias, dy)
     )
     weight = TileSparse.from_dense(w, mask, tile=8, chunk=8, residual_mask_KN=single)
-    found = gradients(x, weight, bias, dy, "silu")
-    compare(found, want)
+    results = gradients(x, weight, bias, dy, "silu")
+    compare(results, want)
     np.testing.assert_array_equal(
         jax.jit(TileSparse.to_dense)(weight), np.where(mask | single, w, 0)
     )
-    assert np.count_nonzero(found[1]["w"].values) == (mask | single).sum()
+    assert np.count_nonzero(results[1]["w"].values) == (mask | single).sum()
     assert weight.density == pytest.approx((mask | single).mean())
     with pytest.raises(ValueError, match="kept by the mask and by the residual"):
         TileSparse.from_dense(w, mask, residual_mask_KN=mask)
@@ -206,11 +206,11 @@ def test_a_tree_is_trained_by_its_values(seed):
         grads = jax.grad(lambda values: loss(with_values(params, values)))(values)
         return with_values(params, jax.tree.map(lambda v, g: v - 0.1 * g, values, grads))
 
-    found = step(params)
+    trained = step(params)
     want = np.asarray(w, float) - 0.1 * np.asarray(x, float).T @ np.asarray(dy, float)
-    for weight, kept in zip(found["sparse"], (mask, mask | single), strict=True):
-        np.testing.assert_allclose(weight.to_dense(), np.where(kept, want, 0), atol=1e-5)
-    np.testing.assert_allclose(found["bias"], bias - 0.1 * dy.sum(0), atol=1e-5)
+    for weight, live in zip(trained["sparse"], (mask, mask | single), strict=True):
+        np.testing.assert_allclose(weight.to_dense(), np.where(live, want, 0), atol=1e-5)
+    np.testing.assert_allclose(trained["bias"], bias - 0.1 * dy.sum(0), atol=1e-5)
     with pytest.raises(ValueError, match="must have the shape"):
         with_values(params["sparse"], [jnp.zeros(3)] * 2)
 

@@ -19,8 +19,8 @@ SMALL = Case(256, 128, 192, 50, tile=64)
 
 def test_floors():
     """2 chunks, 3 tiles: 3 of 6 slots, which are in both chunks and in two tiles."""
-    kept = SMALL.kept_CT
-    assert kept.sum() == 3 and kept.any(1).all() and kept.any(0).sum() == 2
+    live_CT = SMALL.kept_CT
+    assert live_CT.sum() == 3 and live_CT.any(1).all() and live_CT.any(0).sum() == 2
     assert SMALL.flops() == 2 * 256 * 3 * 64 * 64 and SMALL.flops(True) == 2 * SMALL.flops()
     x, w, y, dy = 256 * 128, 3 * 64 * 64, 256 * 192, 256 * 128
     assert SMALL.bytes() == 2 * (x + w + y)
@@ -32,8 +32,8 @@ def test_floors():
 def test_cases_are_as_sparse_as_they_say():
     assert len({case.name for case in CASES}) == len(CASES)
     for case in CASES:
-        whole = 2 * case.M * case.K * case.N
-        assert case.flops() / whole == pytest.approx(1 - case.sparsity / 100, abs=0.01)
+        dense = 2 * case.M * case.K * case.N
+        assert case.flops() / dense == pytest.approx(1 - case.sparsity / 100, abs=0.01)
     gathered = next(c for c in CASES if c.columns < 1)
     assert gathered.mask.mean() == pytest.approx(0.25, abs=0.01)
     assert gathered.mask.any(0).mean() == pytest.approx(0.5)
@@ -41,17 +41,17 @@ def test_cases_are_as_sparse_as_they_say():
 
 def test_what_is_known_without_a_mask_is_what_the_mask_gives():
     for case in (SMALL, dataclasses.replace(SMALL, columns=0.7, chunk=8)):
-        known, found = case.abstract, cases.pattern(case)
-        assert jax.tree.structure(known) == jax.tree.structure(found)
-        for one, other in zip(jax.tree.leaves(known), jax.tree.leaves(found), strict=True):
+        known, pattern = case.abstract, cases.pattern(case)
+        assert jax.tree.structure(known) == jax.tree.structure(pattern)
+        for one, other in zip(jax.tree.leaves(known), jax.tree.leaves(pattern), strict=True):
             assert (one.shape, one.dtype) == (other.shape, other.dtype)
 
 
 def test_every_product_of_a_case_is_tuned_once_with_legal_tiles():
-    found = tunings.tunings()
+    every = tunings.tunings()
     products = [(c, k) for c in CASES for k in configs.KINDS if k != "dx" or c.chunk >= 32]
-    assert len({tuple(t.key.items()) for t in found}) == len(found)
-    for tuning, (case, kind) in zip(found, products, strict=True):
+    assert len({tuple(t.key.items()) for t in every}) == len(every)
+    for tuning, (case, kind) in zip(every, products, strict=True):
         assert len(set(tuning.candidates)) == len(tuning.candidates) >= 6
         for tile in tuning.candidates:
             if kind == "dw":
@@ -66,8 +66,8 @@ def test_every_product_of_a_case_is_tuned_once_with_legal_tiles():
 def test_what_is_timed_gives_what_the_reference_gives(kind):
     tuning = tunings.tuning(SMALL, kind)
     args = jax.eval_shape(tuning.inputs, jax.random.key(0))
-    found = jax.eval_shape(tuning.function(tuning.candidates[0], True), *args)
-    assert found == jax.eval_shape(tuning.reference, *args)
+    result = jax.eval_shape(tuning.function(tuning.candidates[0], True), *args)
+    assert result == jax.eval_shape(tuning.reference, *args)
 
 
 def test_the_default_is_the_reference_until_a_table_says_otherwise(monkeypatch, tmp_path):

@@ -63,7 +63,7 @@ def cases(table):
     return [pytest.param(n, marks=() if n == "tails" else SLOW) for n in table]
 
 
-def given(case, seed, dtype="bfloat16"):
+def problem(case, seed, dtype="bfloat16"):
     """(weight, mask, x, dy), pruned weights NaN; and x, w, dy as rounded, in float64."""
     (M, K, N), (tile, chunk), shares, *_ = case
     make = of_lengths if isinstance(shares, list) else functools.partial(tilewise, 1)
@@ -77,13 +77,13 @@ def given(case, seed, dtype="bfloat16"):
 
 def run(call, *args):
     with interpret.checked():
-        found = jax.block_until_ready(jax.jit(call)(*args))
-    return jax.tree.map(lambda x: np.asarray(x, np.float64), found)
+        results = jax.block_until_ready(jax.jit(call)(*args))
+    return jax.tree.map(lambda x: np.asarray(x, np.float64), results)
 
 
 def product(case, seed, spec=PLAIN):
     """y, and z where the specification keeps it."""
-    weight, mask, x, dy, *exact = given(case, seed)
+    weight, mask, x, dy, *exact = problem(case, seed)
     pattern, N = weight.pattern, weight.shape[1]
     bias = jnp.asarray(arrays(seed, 1, 1, N)[2], jnp.float32) if spec.keep else None
     call = functools.partial(
@@ -92,29 +92,29 @@ def product(case, seed, spec=PLAIN):
     bias_P = None if bias is None else pattern.pack_columns(bias)
     y_P, z_P = run(call, x, weight.values, bias_P, pattern)
     z = exact[0] @ np.where(mask, exact[1], 0) + (0 if bias is None else np.asarray(bias))
-    kept = np.asarray(pattern.places) < pattern.columns.size
+    live = np.asarray(pattern.places) < pattern.columns.size
     for got, want in ((y_P, activate(spec.activation, z)[0]), (z_P, z)):
         if got is not None:
-            found = np.asarray(pattern.unpack_columns(jnp.asarray(got, jnp.float32)))
-            assert np.abs(found - want)[:, kept].max() <= 2**-6  # one rounding, below 2**3
+            result = np.asarray(pattern.unpack_columns(jnp.asarray(got, jnp.float32)))
+            assert np.abs(result - want)[:, live].max() <= 2**-6  # one rounding, below 2**3
 
 
 def gradient(case, seed):
-    weight, mask, x, dy, _, w, exact = given(case, seed)
+    weight, mask, x, dy, _, w, exact = problem(case, seed)
     call = functools.partial(hopper.gradient, tile=case[3], interpret=True, blocks=case[4])
     dy_P = weight.pattern.pack_columns(dy)
-    found = run(call, dy_P, weight.values, weight.pattern)
+    result = run(call, dy_P, weight.values, weight.pattern)
     want = exact @ np.where(mask, w, 0).T
-    assert np.abs(found - want).max() <= 2**-7 * max(np.abs(want).max(), 1)
+    assert np.abs(result - want).max() <= 2**-7 * max(np.abs(want).max(), 1)
 
 
 def weights(case, seed):
-    weight, mask, x, dy, exact, _, exact_dy = given(case, seed)
+    weight, mask, x, dy, exact, _, exact_dy = problem(case, seed)
     call = functools.partial(hopper_weights.weights, tile=case[3], interpret=True, blocks=case[4])
     values = run(call, x, weight.pattern.pack_columns(dy), weight.pattern)
-    found = weight.replace(values=jnp.asarray(values, jnp.float32)).to_dense()
+    result = weight.replace(values=jnp.asarray(values, jnp.float32)).to_dense()
     want = np.where(mask, exact.T @ exact_dy, 0)
-    assert np.abs(found - want).max() <= 2**-7 * max(np.abs(want).max(), 1)
+    assert np.abs(result - want).max() <= 2**-7 * max(np.abs(want).max(), 1)
     assert np.count_nonzero(values) <= mask.sum()
 
 
@@ -206,13 +206,13 @@ def test_the_heuristics_give_legal_tiles():
         for transpose in (False, True) if chunk >= 32 else (False,):
             shape = hopper.shape_of(pattern, transpose)
             for spec in (PLAIN, Spec("gelu", "float32", True)):
-                found = hopper.heuristic(M, shape, 4, 10, spec)
-                tiles.check("x", found, hopper.GRAIN)
-                tiles.check_shared("x", hopper.buffers(found, shape, spec))
-                assert found.stages * found.rings > 2
-        found = hopper_weights.heuristic(M, pattern)
-        hopper_weights.check(found, pattern.unit)
-        assert found.stages >= 3
+                choice = hopper.heuristic(M, shape, 4, 10, spec)
+                tiles.check("x", choice, hopper.GRAIN)
+                tiles.check_shared("x", hopper.buffers(choice, shape, spec))
+                assert choice.stages * choice.rings > 2
+        choice = hopper_weights.heuristic(M, pattern)
+        hopper_weights.check(choice, pattern.unit)
+        assert choice.stages >= 3
 
 
 BAD = {
