@@ -301,7 +301,11 @@ def _forward(q, k, v, rows: Rows, slots: Slots | None, static: Static) -> tuple:
     """Finite values go in; rows that see another become NaN after."""
     live_BT = rows.lo < rows.hi
     bad_BSG = ~(jnp.isfinite(k) & jnp.isfinite(v)).all(-1)
-    bad_BTH = _over_heads(_sees(rows, bad_BSG), q) | ~jnp.isfinite(q).all(-1)
+    # A query is bad if a bad key lies in its interval: counts of bad keys before both ends differ.
+    before_BSG = jnp.pad(bad_BSG.cumsum(1, dtype=jnp.int32), ((0, 0), (1, 0), (0, 0)))
+    take = functools.partial(jnp.take_along_axis, before_BSG, axis=1)
+    bad_BTH = _over_heads(take(rows.hi[..., None]) > take(rows.lo[..., None]), q)
+    bad_BTH = bad_BTH | ~jnp.isfinite(q).all(-1)
     qkv = tuple(map(guard.finite, (q, k, v)))
     out, lse_BTH = _either(_cudnn_forward, _plain_forward, qkv, rows, slots, static)
     out = jnp.where(bad_BTH[..., None], jnp.full((), jnp.nan, out.dtype), out)
@@ -340,13 +344,6 @@ def _settle(x: Array, live: Array, bad: Array) -> Array:
 
 def _over_heads(x_BTG: Array, q: Array) -> Array:
     return jnp.repeat(x_BTG, q.shape[2] // x_BTG.shape[2], axis=2)
-
-
-def _sees(rows: Rows, bad_BSG: Array) -> Array:
-    """Whether any marked key lies in each query's interval, by counts of those before its ends."""
-    before_BSG = jnp.pad(bad_BSG.cumsum(1, dtype=jnp.int32), ((0, 0), (1, 0), (0, 0)))
-    take = functools.partial(jnp.take_along_axis, before_BSG, axis=1)
-    return take(rows.hi[..., None]) > take(rows.lo[..., None])
 
 
 def _seen_by(rows: Rows, marked_BTG: Array, S: int) -> Array:

@@ -62,7 +62,10 @@ def program(name: str) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, A
     else:
         mesh = Mesh(devices[:1].reshape(1, 1), ("other", "x"))
     sums = "float32" if kind == "combine" and "narrow" not in words else "bfloat16"
-    fusion, C = _fusion(words, sums), peers.copies
+    m, n = map(int, words[0].split("x"))
+    cluster = 1 if "alone" in words else 2
+    tile = fitted(Tile(m, n, 64, 6, m // 64, cluster), sums)
+    fusion, C = ExpertFusion(tile, 2 if "virtual" in words else 4, CHUNK), peers.copies
     gelu: Any = "gelu" if "gelu" in words else None
     choices = 10 if "ten" in words else 3 * 4 if "joint" in words else 2
     rows = ranks * TOKENS * choices
@@ -108,10 +111,3 @@ def _peers(words: list[str], ranks: int) -> Peers:
     if "ghost" in words:
         return GhostPeer(ranks, 3, bytes_per_s=1e11, latency_ns=2000)
     return RemotePeer(ranks, ("other", "x") if "joint" in words else "x")
-
-
-def _fusion(words: list[str], sums: str) -> ExpertFusion:
-    m, n = map(int, words[0].split("x"))
-    cluster = 1 if "alone" in words else 2
-    tile = fitted(Tile(m, n, 64, 6, m // 64, cluster), sums)
-    return ExpertFusion(tile, 2 if "virtual" in words else 4, CHUNK)

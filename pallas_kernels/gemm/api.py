@@ -260,7 +260,23 @@ def _scaled(
     implementation: dispatch.Implementation | None,
 ) -> Array:
     """Returns fused_gemm of checked arguments. scales: (x's rows), (N,)."""
-    _check_scaled(x_xK, w_KN, scales)
+    types = x_xK.dtype.name, w_KN.dtype.name
+    if not set(types) <= set(DTYPES_8) or ("int8" in types and types[0] != types[1]):
+        raise ValueError(
+            f"{OP}: x {types[0]} and w {types[1]} must both be int8, or both float8 "
+            "(float8_e4m3fn, float8_e5m2)"
+        )
+    expected = (
+        ("x_scale", scales.x_M, x_xK.shape[:-1], "x's rows"),
+        ("w_scale", scales.w_N, w_KN.shape[1:], "w's columns"),
+    )
+    for name, scale, shape, rows in expected:
+        if scale is None:
+            continue
+        if scale.shape != shape or not jnp.issubdtype(scale.dtype, jnp.floating):
+            raise ValueError(
+                f"{OP}: {name} {scale.dtype}{scale.shape} must be floating, {shape}: {rows}"
+            )
     x_MK, N = x_xK.reshape(-1, x_xK.shape[-1]), w_KN.shape[1]
     M, K = x_MK.shape
     residual_MN = None if residual_xN is None else residual_xN.reshape(M, N)
@@ -302,23 +318,3 @@ def _refuse(x_MK, w_KN, scales, bias_N, residual_MN, static):
 
 
 _scaled_product.defvjp(_refuse, _refuse)
-
-
-def _check_scaled(x: Array, w: Array, scales: Scales) -> None:
-    types = x.dtype.name, w.dtype.name
-    if not set(types) <= set(DTYPES_8) or ("int8" in types and types[0] != types[1]):
-        raise ValueError(
-            f"{OP}: x {types[0]} and w {types[1]} must both be int8, or both float8 "
-            "(float8_e4m3fn, float8_e5m2)"
-        )
-    expected = (
-        ("x_scale", scales.x_M, x.shape[:-1], "x's rows"),
-        ("w_scale", scales.w_N, w.shape[1:], "w's columns"),
-    )
-    for name, scale, shape, rows in expected:
-        if scale is None:
-            continue
-        if scale.shape != shape or not jnp.issubdtype(scale.dtype, jnp.floating):
-            raise ValueError(
-                f"{OP}: {name} {scale.dtype}{scale.shape} must be floating, {shape}: {rows}"
-            )

@@ -338,10 +338,6 @@ def _by_row(x_R, columns: int):
     return lax.broadcast_in_dim(x_R, (x_R.shape[0], columns), [0])
 
 
-def _by_column(x_C, rows: int):
-    return lax.broadcast_in_dim(x_C, (rows, x_C.shape[0]), [1])
-
-
 def _index(shape: tuple[int, int], axis: int):
     return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=_layout(shape[1]))
 
@@ -415,7 +411,8 @@ class _Ring:
     def vector(self, name: str, columns, size: int):
         """One of bias, scale, offset for a chunk, the same in each row."""
         ref = self.vectors[name].at[columns]
-        return _by_column(_load(ref, _layout(size).reduce(0)), self.tile.rows)
+        x_C = _load(ref, _layout(size).reduce(0))
+        return lax.broadcast_in_dim(x_C, (self.tile.rows, x_C.shape[0]), [1])
 
 
 def _norm_forward(*refs, names, problem, tile, spec, ready, once=None, zeros=None, **smem):

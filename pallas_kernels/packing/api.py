@@ -101,7 +101,17 @@ def pack(
     length = x_BSx.shape[1]
     known = arguments.concrete(lengths_B)
     if known is not None:
-        _check_lengths(known, length, capacity)
+        if known.size and (known.min() < 0 or known.max() > length):
+            raise ValueError(
+                f"lengths must be from 0 to {length}, the padded length; got {known.min()} to "
+                f"{known.max()}"
+            )
+        tokens = int(known.sum())
+        if tokens > capacity:
+            raise ValueError(
+                f"capacity={capacity} is too small for {tokens} tokens; it must be at least "
+                f"{tokens}, and bucket({tokens}) = {bucket(tokens)}"
+            )
     lengths_B = jnp.clip(jnp.asarray(lengths_B), 0, length)
     cu_seqlens = jnp.minimum(reference.prefix_sums(lengths_B), capacity)
     info = PackInfo(cu_seqlens, capacity, length)
@@ -160,20 +170,6 @@ def bucket(tokens: int, *, most: int | None = None, steps: int = 4, multiple: in
     if most is None:
         return capacity
     return min(capacity, max(-(-most // multiple), 1) * multiple)
-
-
-def _check_lengths(lengths_B: np.ndarray, length: int, capacity: int) -> None:
-    if lengths_B.size and (lengths_B.min() < 0 or lengths_B.max() > length):
-        raise ValueError(
-            f"lengths must be from 0 to {length}, the padded length; got {lengths_B.min()} to "
-            f"{lengths_B.max()}"
-        )
-    tokens = int(lengths_B.sum())
-    if tokens > capacity:
-        raise ValueError(
-            f"capacity={capacity} is too small for {tokens} tokens; it must be at least {tokens}, "
-            f"and bucket({tokens}) = {bucket(tokens)}"
-        )
 
 
 def _no_gradient(cu_seqlens: Array) -> Any:

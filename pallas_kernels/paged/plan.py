@@ -80,7 +80,8 @@ def cut(
     if left is not None and left < FARTHEST:
         lo_XQ = jnp.maximum(position_XQ - left, 0)
     live_XQ = (own_XQ < count_X1) & (position_XQ >= 0)
-    inside_TB = _inside(tokens, start_B, count_B)
+    token_T1 = jnp.arange(tokens, dtype=jnp.int32)[:, None]
+    inside_TB = (token_T1 >= start_B[None]) & (token_T1 < (start_B + count_B)[None])
     segment_T = jnp.argmax(inside_TB, axis=1).astype(jnp.int32)
     own_T = jnp.arange(tokens, dtype=jnp.int32) - start_B[segment_T]
     own_T = jnp.where(inside_TB.any(1), own_T, -1)
@@ -92,11 +93,6 @@ def cut(
         jnp.where(own_T < 0, -1, (end_B - tiles_B)[segment_T] + own_T // rows),
         own_T % rows,
     )
-
-
-def _inside(tokens: int, start_B: jax.Array, count_B: jax.Array) -> jax.Array:
-    token_T1 = jnp.arange(tokens, dtype=jnp.int32)[:, None]
-    return (token_T1 >= start_B[None]) & (token_T1 < (start_B + count_B)[None])
 
 
 @jax.tree_util.register_dataclass

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from pallas_kernels.attention.ranges import Window
 from pallas_kernels.attention.reference import LOWEST, Spec
-from pallas_kernels.paged.plan import Tiles, cut
+from pallas_kernels.paged.plan import cut
 
 BLOCK = 128  # keys of a block: sizes of pages divide it
 
@@ -101,7 +101,9 @@ def forward(
     out_XGEK, _, total_XGE = jax.lax.fori_loop(first, -(-hi_XE.max() // BLOCK), step, carry)
     out_XGEK = out_XGEK / jnp.where(live_XE[:, None], total_XGE, 1.0)[..., None]
     out_XQHK = out_XGEK.reshape(X, G, Q, R, K).swapaxes(1, 2).reshape(X, Q, H, K)
-    return _by_token(out_XQHK, tiles).astype(q_THK.dtype)
+    at_T = jnp.maximum(tiles.tile_T, 0), tiles.place_T
+    out_THK, live_T = out_XQHK[at_T], (tiles.tile_T >= 0) & (tiles.hi_XQ > 0)[at_T]
+    return jnp.where(live_T[:, None, None], out_THK, 0.0).astype(q_THK.dtype)
 
 
 def _block(pages: Pages, pages_XM: jax.Array, c: Any) -> tuple[jax.Array, jax.Array, Any]:
@@ -135,12 +137,6 @@ def _start(q_XGEK: jax.Array, sinks_H: jax.Array | None, Q: int) -> tuple[jax.Ar
         return zero_XGEK, zero_XGE + LOWEST, zero_XGE
     sinks_GE = jnp.tile(sinks_H.reshape(q_XGEK.shape[1], -1), (1, Q))
     return zero_XGEK, zero_XGE + sinks_GE[None], zero_XGE + 1.0
-
-
-def _by_token(out_XQHK: jax.Array, tiles: Tiles) -> jax.Array:
-    out_THK = out_XQHK[jnp.maximum(tiles.tile_T, 0), tiles.place_T]
-    live_T = (tiles.tile_T >= 0) & (tiles.hi_XQ > 0)[jnp.maximum(tiles.tile_T, 0), tiles.place_T]
-    return jnp.where(live_T[:, None, None], out_THK, 0.0)
 
 
 def _between(key: jax.Array, lo: jax.Array, hi: jax.Array) -> jax.Array:

@@ -50,7 +50,12 @@ def pack_weight(codes_KN: Array, *, bits: int) -> Array:
             "the product contracts, N its columns"
         )
     if codes_KN.size and not isinstance(codes_KN, jax.core.Tracer):
-        _check_codes(int(codes_KN.min()), int(codes_KN.max()), bits)
+        low, high, half = int(codes_KN.min()), int(codes_KN.max()), 2 ** (bits - 1)
+        if not (-half <= low <= high < half or 0 <= low <= high < 2 * half):
+            raise ValueError(
+                f"pack_weight: codes of {bits} bits are {-half} to {half - 1}, or 0 to "
+                f"{2 * half - 1} for weights with zero points; these are {low} to {high}"
+            )
     return reference.pack(jnp.asarray(codes_KN).astype(jnp.uint8), bits)
 
 
@@ -195,15 +200,6 @@ def _static(x_xK: Array, N: int, spec: Spec, implementation: str | None) -> Stat
 def _check_bits(op: str, bits: Any) -> None:
     if not isinstance(bits, int | np.integer) or bits not in BITS:
         raise ValueError(f"{op}: bits={bits!r} must be one of {', '.join(map(str, BITS))}")
-
-
-def _check_codes(low: int, high: int, bits: int) -> None:
-    half = 2 ** (bits - 1)
-    if not (-half <= low <= high < half or 0 <= low <= high < 2 * half):
-        raise ValueError(
-            f"pack_weight: codes of {bits} bits are {-half} to {half - 1}, or 0 to {2 * half - 1} "
-            f"for weights with zero points; these are {low} to {high}"
-        )
 
 
 def _check(x: Array, packed: Array, bits: Any) -> None:

@@ -55,10 +55,6 @@ def _columns(x_TLC: Values) -> list[Values]:
     return [lax.slice(x_TLC, (0, 0, c), (T, L, c + 1)) for c in range(C)]
 
 
-def _spread(x_T: Values, shape: tuple[int, ...]) -> Values:
-    return lax.broadcast_in_dim(x_T, shape, [0])
-
-
 def _over_lanes(x_T1: Values, lanes: int) -> Values:
     return lax.broadcast_in_dim(x_T1, (x_T1.shape[0], lanes, 1), [0, 2])
 
@@ -131,7 +127,7 @@ def reduce(*refs, names, problem, tile, interpret, **smem):
             words = payloads.columns(slot, r, (T, L, bits), layout(L))
             words = [registers.flipped(word, bits) for word in words]
             scale_T = payloads.scales(slot, r, layout(L).reduce((1, 2)))
-            scale_TL1 = _spread(scale_T, (T, L, 1))
+            scale_TL1 = lax.broadcast_in_dim(scale_T, (T, L, 1), [0])
             numbers = [
                 registers.numbers(words[c * bits // 32], c * bits % 32, bits) for c in range(BLOCK)
             ]

@@ -36,17 +36,14 @@ def words(key_0: Array, key_1: Array, counter: Array) -> tuple[Array, Array]:
     one, other = counter + key_0, jnp.zeros_like(counter) + key_1
     for i in range(ROUNDS):
         one = one + other
-        other = _rotate(other, ROTATIONS[i % 8]) ^ one
+        bits = ROTATIONS[i % 8]
+        high = lax.shift_left(other, jnp.full_like(other, bits))
+        other = (high | lax.shift_right_logical(other, jnp.full_like(other, 32 - bits))) ^ one
         if i % 4 == 3:
             n = i // 4 + 1
             one = one + keys[n % 3]
             other = other + (keys[(n + 1) % 3] + np.asarray(n, counter.dtype))
     return one, other
-
-
-def _rotate(x: Array, bits: int) -> Array:
-    high = lax.shift_left(x, jnp.full_like(x, bits))
-    return high | lax.shift_right_logical(x, jnp.full_like(x, 32 - bits))
 
 
 def uniform(word: Array, half: int) -> Array:

@@ -33,13 +33,9 @@ def hadamard_quantize(
     exact_N = x_N.astype(jnp.float32)
     if hadamard:
         exact_N = reference.hadamard(exact_N, BLOCK)
-    exact_RN = _swizzle(exact_N, rows, nodes)
+    exact_RN = exact_N.reshape(nodes, rows, -1).transpose(1, 0, 2).reshape(rows, -1)
     noise_RN = None if key_W is None else counter.noise_of(key_W, exact_RN.shape)
     return reference.encode(exact_RN, bits, group, noise_RN)
-
-
-def _swizzle(x_N: Array, rows: int, nodes: int) -> Array:
-    return x_N.reshape(nodes, rows, -1).transpose(1, 0, 2).reshape(rows, -1)
 
 
 def reduce_requantize(

@@ -196,7 +196,8 @@ def pack(code_xN: Array, bits: Bits) -> Array:
     So of 4 bits, an even code is in the low half of its byte, as lax.bitcast_convert_type has it.
     code_xN: int8, uint8 or of the floating type.
     """
-    code_xN = _as_bytes(code_xN)
+    if code_xN.dtype != jnp.uint8:
+        code_xN = jax.lax.bitcast_convert_type(code_xN, jnp.uint8)
     count, size = unit(bits)
     if count == 1:
         return code_xN
@@ -228,10 +229,6 @@ def unpack(packed_xP: Array, n: int, bits: Bits, *, signed: bool = True) -> Arra
         return packed_xP
     # The sign bit goes to the top, and comes back with copies of itself.
     return jax.lax.bitcast_convert_type(packed_xP << (8 - bits), jnp.int8) >> (8 - bits)
-
-
-def _as_bytes(x: Array) -> Array:
-    return x if x.dtype == jnp.uint8 else jax.lax.bitcast_convert_type(x, jnp.uint8)
 
 
 def encode(x_xN: Array, bits: Bits, group: int, noise_xN: Array | None = None) -> Array:

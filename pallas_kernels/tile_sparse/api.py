@@ -54,30 +54,20 @@ def tile_sparse_matmul(
     _check(x_MK, weight, bias, activation)
     static = _static(x_MK, weight, activation, implementation)
     with arguments.reverse_only(OP):
-        return _matmul(x_MK, weight, bias, activation, static)
-
-
-def _matmul(
-    x_MK: Array,
-    weight: TileSparse,
-    bias: Array | None,
-    activation: Activation | None,
-    static: "Static",
-) -> Array:
-    x_MK, values, bias, pattern = dispatch.alike((x_MK, weight.values, bias, weight.pattern))
-    weight = TileSparse(values, pattern)
-    if weight.capacity.residual:
-        z_xN = pattern.unpack_columns(_packed(x_MK, weight.slots, None, pattern, static))
-        z_xN += jnp.matmul(x_MK, weight.residual_dense(), preferred_element_type=jnp.float32)
-        return _finish(z_xN, bias, activation).astype(x_MK.dtype)
-    bias_P = None if bias is None else pattern.pack_columns(bias.astype(jnp.float32))
-    y_xN = pattern.unpack_columns(_packed(x_MK, values, bias_P, pattern, static))
-    if not pattern.gathered or bias is None:
-        return y_xN
-    # Pruned columns are in no tile.
-    empty_xN = _finish(jnp.zeros((1,) * x_MK.ndim), bias, activation).astype(x_MK.dtype)
-    pruned_xN = (pattern.places == pattern.columns.size).reshape(empty_xN.shape)
-    return jnp.where(pruned_xN, empty_xN, y_xN)
+        x_MK, values, bias, pattern = dispatch.alike((x_MK, weight.values, bias, weight.pattern))
+        weight = TileSparse(values, pattern)
+        if weight.capacity.residual:
+            z_xN = pattern.unpack_columns(_packed(x_MK, weight.slots, None, pattern, static))
+            z_xN += jnp.matmul(x_MK, weight.residual_dense(), preferred_element_type=jnp.float32)
+            return _finish(z_xN, bias, activation).astype(x_MK.dtype)
+        bias_P = None if bias is None else pattern.pack_columns(bias.astype(jnp.float32))
+        y_xN = pattern.unpack_columns(_packed(x_MK, values, bias_P, pattern, static))
+        if not pattern.gathered or bias is None:
+            return y_xN
+        # Pruned columns are in no tile.
+        empty_xN = _finish(jnp.zeros((1,) * x_MK.ndim), bias, activation).astype(x_MK.dtype)
+        pruned_xN = (pattern.places == pattern.columns.size).reshape(empty_xN.shape)
+        return jnp.where(pruned_xN, empty_xN, y_xN)
 
 
 def values_of(tree: Any) -> Any:

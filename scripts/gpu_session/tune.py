@@ -12,7 +12,7 @@ import megajax.core.interrupted  # noqa: F401
 import dataclasses
 import functools
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import jax
@@ -154,7 +154,20 @@ class Measurement:
         last = sorted(short, key=short.__getitem__)[:FINALISTS]
         times = {tile: self._time(self._programs[tile], inputs, str(tile)) for tile in last}
         best = min(times, key=lambda tile: times[tile].median_s)
-        rivals = self._rivals(inputs)
+        # Microseconds of plain JAX and of the other rivals that can run.
+        self._parent.stage("time the reference", PREPARE_S, self._name)
+        program = compiled(self._tuning.reference, self._like, self._sets)
+        rivals = {"reference": 1e6 * self._time(program, inputs).median_s}
+        for name, (function, draw) in self._tuning.others.items():
+            self._parent.stage(f"time {name}", PREPARE_S, self._name)
+            try:
+                sets = self._inputs(draw)
+                program = compiled(function, jax.eval_shape(lambda x: x, sets[0]), len(sets))
+                rivals[name] = 1e6 * self._time(program, sets).median_s
+            except Exception as error:
+                if is_poison(error):
+                    raise
+                self._reasons.append(f"{name}: {reason(error)[:200]}")
         plain = rivals["reference"]
         fastest = tuning.words[0 if 1e6 * times[best].median_s <= plain else 1]
         first = short.get(tuning.candidates[0])
@@ -195,23 +208,6 @@ class Measurement:
     def _time(self, program: Callable[..., Any], inputs: Any, skip: str = "") -> bench.Timing:
         self._parent.stage(f"time {skip}", TILE_S, self._name, skip)
         return bench.measure_program(program, inputs, self._runs, self._warmup, self._clock)
-
-    def _rivals(self, inputs: Any) -> Mapping[str, float]:
-        """Microseconds of plain JAX and of the other rivals that can run."""
-        self._parent.stage("time the reference", PREPARE_S, self._name)
-        program = compiled(self._tuning.reference, self._like, self._sets)
-        times_us = {"reference": 1e6 * self._time(program, inputs).median_s}
-        for name, (function, draw) in self._tuning.others.items():
-            self._parent.stage(f"time {name}", PREPARE_S, self._name)
-            try:
-                sets = self._inputs(draw)
-                program = compiled(function, jax.eval_shape(lambda x: x, sets[0]), len(sets))
-                times_us[name] = 1e6 * self._time(program, sets).median_s
-            except Exception as error:
-                if is_poison(error):
-                    raise
-                self._reasons.append(f"{name}: {reason(error)[:200]}")
-        return times_us
 
 
 def items(name: str, parent: Parent, rehearsal: bool) -> list[Item]:
