@@ -42,7 +42,7 @@ device_description_str: "NVIDIA {name}"
 
 @functools.cache
 def devices(nodes: int = 1, gpus_per_node: int = 8, kind: str = "h100") -> tuple[jax.Device, ...]:
-    """Returns the GPUs of a cluster that does not exist, node by node. kind: of CHIPS.
+    """Returns the GPUs of a cluster that does not exist, node by node. kind: a key of CHIPS.
 
     Raises: NotImplementedError when the extra `aot` is not installed.
     """
@@ -93,10 +93,10 @@ SERIAL = re.compile(
 class KernelReport:
     """What ptxas says of one Mosaic GPU kernel.
 
-    registers: of a thread at launch. spilled_bytes: stores and loads to local memory. shared_bytes:
-    shared memory of a thread block, without barriers. serialized: ptxas made wgmma instructions
-    wait, which costs most of their speed: each for the one before it, or all at a place where the
-    kernel has no wait (`SERIAL`).
+    registers: those of a thread at launch. spilled_bytes: stores and loads to local memory.
+    shared_bytes: shared memory of a thread block, without barriers. serialized: ptxas made wgmma
+    instructions wait, which costs most of their speed: each for the one before it, or all at a
+    place where the kernel has no wait (`SERIAL`).
     """
 
     name: str

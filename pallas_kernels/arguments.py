@@ -1,7 +1,7 @@
-"""What public functions accept as arguments, and how they refuse the rest.
+"""Checks of the arguments of public functions.
 
-Raised at the boundary, before anything is traced: ValueError with the function, the argument, what
-was given, the rule and what to write instead.
+They raise a ValueError at the boundary, before anything is traced. It names the function, the
+argument and its value, the rule, and what to write instead.
 """
 
 import contextlib
@@ -128,7 +128,7 @@ def dtype_name(op: str, name: str, value: Any, known: Sequence[str]) -> str:
 
 @contextlib.contextmanager
 def reverse_only(op: str) -> Iterator[None]:
-    """Says what to use where JAX refuses forward mode of a function with a rule of its own.
+    """Replaces JAX's error for forward mode, which custom rules do not have, by a clearer one.
 
     Raises: TypeError, as JAX does.
     """

@@ -118,7 +118,7 @@ def chained(function: Callable[..., Any]) -> Callable[..., list[Any]]:
 
 
 def sets_of(function: Callable[..., Any], like: Sequence[Any]) -> int:
-    """Returns how many inputs make the L2 cold, given one's shapes."""
+    """Returns how many inputs of these shapes it takes that L2 holds none of the next call's."""
     leaves = jax.tree.leaves((like, jax.eval_shape(function, *like)))
     nbytes = sum(math.prod(x.shape) * x.dtype.itemsize for x in leaves)
     if SETS * nbytes > ROOM_BYTES:
@@ -155,7 +155,7 @@ def measure_program(
 
 
 def rounding(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """jax.jit of a program whose every rounding to 16 bits stays: what errors are compared with.
+    """Returns jax.jit of a program that keeps every rounding to 16 bits, to compare errors with.
 
     By default XLA leaves out a rounding that it finds inside a fusion, on a GPU. The sums of a
     gradient over rows are then those of float32 numbers, which no program reaches that keeps its

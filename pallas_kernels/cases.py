@@ -1,4 +1,4 @@
-"""What the named cases of all kernel folders share: the rates of an H200, floors, lengths.
+"""The rates of an H200, floors and lengths of segments, for the cases of all kernel folders.
 
 The `cases.py` of a kernel folder lists the folder's cases (`CASES`). That list serves everyone: the
 folder's tests, its `bench.py`, which times and tunes the cases, and the reports, which print them
@@ -30,7 +30,7 @@ class Workload:
         raise NotImplementedError
 
     def floor_s(self, backward: bool = False, bytes_per_s: float = HBM_BYTES) -> float:
-        """Returns the seconds that no kernel can beat; bytes_per_s: of the memory, H200's."""
+        """Returns the seconds that no kernel can beat; bytes_per_s: the memory's rate."""
         return max(self.flops(backward) / self.PEAK_FLOPS, self.bytes(backward) / bytes_per_s)
 
 

@@ -1,4 +1,4 @@
-"""Which implementation of an operation runs, and why not another: the one rule of all kernels.
+"""Chooses the implementation of an operation, by one rule for all kernels, and logs the reason.
 
 'hopper' is the Mosaic GPU kernel, 'interpret' the same kernel in Pallas' interpreter (tests),
 'reference' plain JAX on any device. An explicit choice runs or raises an error.
@@ -49,13 +49,13 @@ def choose(
     reasons: Sequence[str],
     rows: Iterable[dict | None],
 ) -> str:
-    """Returns what `run` takes: 'hopper', 'reference', 'interpret', 'measured' or 'library'.
+    """Returns a word for `run`: 'hopper', 'reference', 'interpret', 'measured' or 'library'.
 
     'measured' is the kernel on CUDA because of a table's row, 'library' the library path on CUDA;
     both are plain JAX on other platforms.
 
     Args: op: public name, for messages. reasons: why the kernel cannot take these inputs; empty
-      when it can. rows: what `tuned.find` returned for each kernel of this choice.
+      when it can. rows: the result of `tuned.find` for each kernel of this choice.
     Raises: ValueError for an unknown word; NotImplementedError, with every reason, for an explicit
       choice that cannot run.
     """
@@ -82,7 +82,7 @@ def choose_fused(
 ) -> str:
     """Returns 'xla' or 'fused', for a product with its collective; the rule is that of `choose`.
 
-    reasons: why the kernel cannot run, or must not by default. row: what `tuned.find` returned.
+    reasons: why the kernel cannot run, or must not by default. row: the result of `tuned.find`.
     Raises: as `choose`.
     """
     if implementation not in (None, "xla", "fused"):
@@ -109,7 +109,7 @@ def run(
     op: str = "this kernel",
     library: Callable[..., Any] | None = None,
 ) -> Any:
-    """Calls what `choose` chose; hopper also takes `interpret=`.
+    """Calls the implementation that `choose` chose; hopper also takes `interpret=`.
 
     library: the best path on CUDA that is no kernel of ours; None: the reference is. 'measured' and
     'library' leave two paths in the program, and the platform that it is lowered for takes one;

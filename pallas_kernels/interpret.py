@@ -1,4 +1,4 @@
-"""Running a Mosaic GPU kernel in Pallas' interpreter on a CPU, with race detection.
+"""Runs Mosaic GPU kernels in Pallas' interpreter on a CPU, with race detection.
 
 Blocks, warpgroups, shared memory, barriers and TMA are simulated with vector clocks. `checked` adds
 what the interpreter lacks: the reads of wgmma, which go on until they are waited for, and the races

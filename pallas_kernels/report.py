@@ -24,7 +24,7 @@ DOCUMENTED = (ast.Module, ast.FunctionDef, ast.ClassDef)
 
 
 def names() -> list[str]:
-    """'<folder> <configuration>', all that is shipped."""
+    """Returns '<folder> <configuration>' of all configurations that are shipped."""
     return [f"{folder} {name}" for folder, module in FOLDERS.items() for name in module.CONFIGS]
 
 
@@ -76,7 +76,7 @@ def _code(text: str) -> bytes:
 
 
 def faults(row: dict[str, Any]) -> list[str]:
-    """Returns what is wrong with a row; nothing may be shipped with a fault."""
+    """Returns the faults of a row; no configuration may be shipped with one."""
     reasons = []
     if row["spilled_bytes"]:
         reasons.append(f"spills {row['spilled_bytes']} bytes")

@@ -1,4 +1,4 @@
-"""Rivals from PyTorch, timed on the inputs of a JAX program: what they compute, and how.
+"""Rivals from PyTorch, which are timed on the inputs of a JAX program.
 
 A folder's bench.py lists them (`torch_sides`). PyTorch is imported when one of them runs and may be
 missing: then, or where a kernel of PyTorch cannot take a case, an exception says why. JAX draws the
@@ -166,7 +166,7 @@ def grouped(sizes: np.ndarray) -> Function:
 
 
 def constant(values: np.ndarray) -> Callable[[Any], Any]:
-    """Returns what gives an array as a tensor on a device, copied there once: a graph cannot."""
+    """Returns a function of a device that copies an array there once, as a CUDA graph cannot."""
 
     @functools.cache
     def on(device: Any) -> Any:
@@ -220,7 +220,7 @@ def arrays(results: Any) -> list[jax.Array]:
 
 
 def with_gradients(function: Function) -> Function:
-    """Returns (cotangents, arguments) -> results, then gradients: what jax.vjp gives."""
+    """Returns (cotangents, arguments) -> results, then gradients, as from jax.vjp."""
 
     def both(cotangents: Any, *args: Any) -> Any:
         import torch

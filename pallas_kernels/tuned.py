@@ -1,4 +1,4 @@
-"""What was measured on a device: the fastest tile, and whether a kernel may be the default there.
+"""Tables of measurements on a device: the fastest tile, and whether a kernel may be the default.
 
 scripts/tune.py writes one JSON a device kind, tuned/KIND.json: {"rows": [...]}. A row has
 
@@ -47,10 +47,10 @@ class Tuning:
     the heuristic's first. function: (candidate, interpret) -> what is timed. inputs: (random key)
     -> its arguments, normal values. reference: plain JAX of the same arguments and results, the
     rival that the default falls back on. others: further rivals by name, (function, its inputs),
-    which a caller may choose instead; one that cannot run is left out. want: what results are
-    compared with, but where it is not finite; None: what the reference gives. words: what 'fastest'
-    says when a candidate is, and when the reference is. link: of a product that spans ranks, as in
-    its row.
+    which a caller may choose instead; one that cannot run is left out. want: the function whose
+    finite results are the right ones; None: the reference. words: what 'fastest' says if a
+    candidate was the fastest, and if the reference was. link: as in the row of a product that spans
+    ranks.
     """
 
     op: str
@@ -89,7 +89,7 @@ def slug(kind: str) -> str:
 def find(op: str, key: Key, *, kind: str | None = None) -> dict | None:
     """Returns the nearest row with its distance from the key as 'octaves'; None without any.
 
-    kind: of GPU; None: `target()`.
+    kind: the kind of GPU; None: `target()`.
     """
     kind = kind or target()
     if kind is None:

@@ -1,8 +1,8 @@
-"""What a kernel computes and moves, told to whoever reads the compiled program.
+"""Names of scopes that tell readers of a compiled program how much a kernel computes and moves.
 
-The text of a program says nothing of a Mosaic GPU kernel but its operands and results: neither how
-many products it makes of them nor which pages it reads. So a kernel is launched in a scope that
-says it, and the scope becomes part of the call's op_name. megajax/cost/program_body.py reads it.
+The text of a program only shows the operands and results of a Mosaic GPU kernel, neither the number
+of its products nor the pages that it reads. So a kernel is launched in a scope whose name has these
+numbers, and which becomes part of the call's op_name. megajax/cost/program_body.py reads it.
 """
 
 import dataclasses

@@ -72,7 +72,7 @@ def varlen_attention(
       max_seqlen: the longest segment, a static hint for the tile size; never changes the result.
       causal: no key after the query's own position, aligned at the segments' ends.
       window: (left, right), keys from p - left to p + right; None on a side: no limit there.
-      scale: of the logits, above 0; None: K ** -0.5.
+      scale: the logits' factor, above 0; None: K ** -0.5.
       softcap: c > 0, logits become c tanh(logits / c).
       alibi_slopes: (H,) float, -slope x distance is added to the logits. Constants: no gradient.
       deterministic: False lets the backward pass add dq in any order, in one kernel instead of two,
@@ -300,7 +300,7 @@ def _choose(
 def _takes_cudnn(
     q: Array, k: Array, slots: int, chosen: tuple, causal: bool, window: Window | None, plain: bool
 ) -> bool:
-    """Whether both passes are cuDNN's: not both were measured to be better ours, and cuDNN can.
+    """Whether cuDNN runs both passes: it can, and our kernel was not measured to win both.
 
     slots: segments that it is given room for, of all rows. plain: no soft cap, no slopes, no lse.
     """
@@ -373,7 +373,7 @@ def _check(
 
 
 def make_spec(op: str, width: int, scale: float | None, softcap: float | None) -> Spec:
-    """Returns what is static of the logits. width: of a head.
+    """Returns what is static of the logits. width: the head width.
 
     Raises: ValueError for numbers that are not above 0.
     """
@@ -400,7 +400,7 @@ def check_heads(op: str, heads: int, kv_heads: int, width: int) -> None:
 
 
 def check_window(op: str, window: Any) -> None:
-    """Raises: ValueError for what is no pair of limits."""
+    """Raises: ValueError unless `window` is None or a pair of limits."""
     if window is None:
         return
     pair = isinstance(window, Sequence) and len(window) == 2

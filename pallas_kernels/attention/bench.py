@@ -46,7 +46,7 @@ TINY = Check((2, 1), 64, True, None, "bfloat16")
 
 
 def matrix() -> list[Check]:
-    """Each width once, then the rest in an order where any beginning is a sample."""
+    """Returns each width once, then all others in random order, so that any prefix is a sample."""
     options = itertools.product(
         ((4, 4), (8, 2), (4, 1)),
         (128, 64, 256, 96),
@@ -71,7 +71,7 @@ def arrays(check: Check, T: int, tokens: int) -> list[jax.Array]:
 
 
 def plain(q, k, v, cu, causal, window):
-    """What one writes without a kernel: all pairs, a mask, a softmax."""
+    """Computes attention as one writes it without a kernel: all pairs, a mask, a softmax."""
     T, R = q.shape[0], q.shape[1] // k.shape[1]
     t = jnp.arange(T)
     segment = jnp.searchsorted(cu, t, side="right")
@@ -121,7 +121,7 @@ TINY_CASES = (TINY_CASE,)
 
 
 def checks(rehearsal: bool) -> list[tuple[str, Callable[[], dict[str, float]]]]:
-    """(name, what gives error over bound) of the matrix."""
+    """Returns (name, a function that returns error over bound) for each program of the matrix."""
     lengths = TINY_LENGTHS if rehearsal else LENGTHS
     implementation = "interpret" if rehearsal else "hopper"
     return [
@@ -131,7 +131,7 @@ def checks(rehearsal: bool) -> list[tuple[str, Callable[[], dict[str, float]]]]:
 
 
 def sides(case: Case, implementation: Implementation) -> dict[str, Callable[[], Side]]:
-    """What is timed on a case: ours and its rivals, each built when its turn comes."""
+    """Returns the programs to time on a case, ours and its rivals, each built when it is called."""
     return {
         "ours": lambda: ours(case, implementation),
         "cudnn padded": lambda: cudnn_padded(case),
@@ -142,7 +142,7 @@ def sides(case: Case, implementation: Implementation) -> dict[str, Callable[[], 
 
 
 def torch_sides(case: Case) -> dict[str, Callable[[], rivals.Rival]]:
-    """PyTorch's attention of a case, each built when its turn comes."""
+    """Returns PyTorch's attention of a case, each built when it is called."""
     return {
         "torch flash padded": lambda: torch_padded(case, "FLASH_ATTENTION"),
         "torch cudnn padded": lambda: torch_padded(case, "CUDNN_ATTENTION"),
@@ -151,7 +151,7 @@ def torch_sides(case: Case) -> dict[str, Callable[[], rivals.Rival]]:
 
 
 def torch_padded(case: Case, backend: str) -> rivals.Rival:
-    """scaled_dot_product_attention of rows, which knows no lengths.
+    """Returns scaled_dot_product_attention of rows of one length.
 
     Raises: NotImplementedError for segments of several lengths.
     """

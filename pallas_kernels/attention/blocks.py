@@ -1,4 +1,4 @@
-"""What both passes of packed attention on Hopper share: short segments, slopes, tables of tiles.
+"""Tables of tiles, slopes and tiles for short segments, for both passes of packed attention.
 
 Legend: as hopper_forward.py.
 """
@@ -30,7 +30,7 @@ def row_slopes(slopes_H: jax.Array | None, H: int, heads: int) -> jax.Array:
 
 
 def pad(x: jax.Array, multiple: int, axis: int = 0) -> jax.Array:
-    """Whole multiples along the token axis; added rows are dead."""
+    """Pads the token axis to the next multiple; the added rows are dead."""
     widths = [(0, -n % multiple if i == axis else 0) for i, n in enumerate(x.shape)]
     return jnp.pad(x, widths)
 
@@ -38,7 +38,7 @@ def pad(x: jax.Array, multiple: int, axis: int = 0) -> jax.Array:
 def block_table(spans: jax.Array, per_block: int) -> jax.Array:
     """(C, 2 + 4 per_block): the tiles a thread block loads, then each warpgroup's span among them.
 
-    spans: of `ranges.visits`. per_block: how many of them a thread block has.
+    spans: from `ranges.visits`. per_block: how many of them a thread block has.
     """
     spans = jnp.pad(spans, ((0, -spans.shape[0] % per_block), (0, 0))).reshape(-1, per_block, 4)
     empty = spans[..., 0] >= spans[..., 3]

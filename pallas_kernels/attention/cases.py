@@ -1,4 +1,4 @@
-"""Named shapes of packed attention: what tests, reports and benchmarks share, and their floors.
+"""Named shapes of packed attention for tests, reports and benchmarks, and their floors.
 
 FLOPs count useful pairs only: 4 K a pair and query head forward, 2.5 times that backward
 (FlashAttention-3 section 4.1). Bytes count every operand once.

@@ -1,4 +1,4 @@
-"""What keeps a value that is not finite inside the segments that see it.
+"""Keeps a value that is not finite inside the segments that see it.
 
 A key that a query does not see has the weight 0, and 0 times Inf or NaN is NaN: one bad token would
 reach every row of the tiles that hold its segment. Masks are selects, which let nothing through, so
@@ -17,7 +17,9 @@ Array = jax.Array
 
 
 def keys(k_SGK: Array, v_SGK: Array) -> tuple[Array, Array]:
-    """Keys and values for the forward pass: finite values, NaN keys where either was not finite.
+    """Returns keys and values for the forward pass.
+
+    Values are finite, and a key is NaN if it or its value was not finite.
 
     Any leading dimensions. The queries that see such a key get NaN, the others never read it.
     """
@@ -27,18 +29,18 @@ def keys(k_SGK: Array, v_SGK: Array) -> tuple[Array, Array]:
 
 
 def mark(x: Array) -> Array:
-    """The array with NaN in all of a row (last dimension) of which anything is not finite."""
+    """Returns x with each row (last dimension) all NaN if anything of it is not finite."""
     fine = jnp.isfinite(x).all(-1, keepdims=True)
     return jnp.where(fine, x, jnp.full((), jnp.nan, x.dtype))
 
 
 def finite(x: Array) -> Array:
-    """The array with 0 for what is not finite."""
+    """Returns x with 0 where it is not finite."""
     return jnp.where(jnp.isfinite(x), x, jnp.zeros((), x.dtype))
 
 
 def queries(q: Array, dout: Array, lse: Array, delta: Array) -> tuple[Array, Array, Array, Array]:
-    """What the backward pass reads of queries; in bad rows q, dout and delta are 0 and lse is NaN.
+    """Returns the backward pass's inputs of queries; bad rows have NaN in lse and 0 in the others.
 
     Args: q, dout: (..., K). lse, delta: (...), rowsum(out dout) less the gradient of lse.
     A row is bad where its q, out, dout, lse or the gradient of lse is not finite. (If out or dout

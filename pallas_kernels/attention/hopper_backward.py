@@ -400,7 +400,7 @@ def by_column(ref, shape):
 def weights_by_column(s, start, slope, sums, rows, spec, masked):
     """Returns (weights of key rows from `start` on x queries, the derivative of their logits).
 
-    slope: None without ALiBi. sums, rows: of the queries, in shared memory.
+    slope: None without ALiBi. sums, rows: those of the queries, in shared memory.
     """
     key = plgpu.broadcasted_iota(jnp.int32, s.shape, 0, layout=WGMMA) + start
     own_key = None if slope is None else by_column(rows.at[2], s.shape)

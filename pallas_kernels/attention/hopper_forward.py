@@ -13,10 +13,10 @@ group, which see the same keys (FlashAttention-3's pack_gqa): head by head, each
     turns         the two compute warpgroups alternate: one has the tensor cores while the other
                   does its softmax; each step passes the barrier twice
 
-Which tiles come is the table of ranges.py; all lie on the aligned grid. Both warpgroups pass every
-tile that either needs, so that each observes every phase of every barrier; tiles that are not its
-own it lets go. A warpgroup's own tiles fall in three loops: masked, without a mask, masked.
-Softmax is in base 2, as the hardware's exponential is.
+The table of ranges.py lists the tiles; all lie on the aligned grid. Both warpgroups pass every tile
+that either needs, so that each observes every phase of every barrier; a tile that only the other
+needs is released at once. The other tiles of a warpgroup fall in three loops: masked, without a
+mask, masked. Softmax is in base 2, as the hardware's exponential is.
 
 Legend: T query rows, S key rows, H query heads, G key-value heads, K head width, C thread blocks of
 128 rows, N rows of a key tile, P positions of a warpgroup, X = T x heads of a tile: rows in the
@@ -71,7 +71,7 @@ class Tile:
 
 
 def heuristic(width: int, group: int = 1, longest: int | None = None) -> Tile:
-    """The tile where nothing was measured: the largest that fits, smaller for short segments.
+    """Returns the tile if nothing was measured: the largest that fits, smaller for short segments.
 
     group: query heads that share a key-value head. longest: rows of the longest segment, if known.
     """
@@ -249,7 +249,8 @@ class _Warpgroup:
     """The steps of a compute warpgroup, c the number of a tile in the list.
 
     Their carry: acc, maximum, total and, with overlap, the weights of the tile before.
-    shape: of its logits. bias: its rows' (places, slopes), or None. span: the keys they see.
+    shape: the size of a tile of logits. bias: its rows' (positions, slopes), or None. span: the
+    keys that its rows see.
     """
 
     own_q: Any

@@ -298,7 +298,7 @@ def _attend(q: Array, k: Array, v: Array, rows: Rows, slots: Slots | None, stati
 
 
 def _forward(q, k, v, rows: Rows, slots: Slots | None, static: Static) -> tuple:
-    """Finite values go in; rows that see another become NaN after."""
+    """Gives finite values to cuDNN, then sets rows to NaN that see a value that was not finite."""
     live_BT = rows.lo < rows.hi
     bad_BSG = ~(jnp.isfinite(k) & jnp.isfinite(v)).all(-1)
     # A query is bad if a bad key lies in its interval: counts of bad keys before both ends differ.
@@ -315,7 +315,7 @@ def _forward(q, k, v, rows: Rows, slots: Slots | None, static: Static) -> tuple:
 
 
 def _backward(static: Static, saved: tuple, dout: Array) -> tuple:
-    """A bad row gives 0 to every product; its dq, and dk and dv of the keys it sees, become NaN."""
+    """Bad rows add 0 to every product; their dq, and dk and dv of the keys they see, become NaN."""
     q, k, v, rows, slots, out, lse_BTH = saved
     live_BT1 = (rows.lo < rows.hi)[..., None]
     fine_BTH = (jnp.isfinite(out) & jnp.isfinite(dout)).all(-1)
@@ -412,7 +412,7 @@ def _operands(q: Array, k: Array, slots: Slots) -> tuple[Array, ...]:
 def call_forward(qkv, sizes: tuple[Array, ...] | None, static: Static) -> tuple[Array, ...]:
     """Returns (out, log-sum-exp (N, H, T) float32, natural) of JAX's primitive for cuDNN.
 
-    sizes: of `_operands`; None: every row is one segment.
+    sizes: from `_operands`; None: every row is one segment.
     """
     from jax._src.cudnn import fused_attention_stablehlo as cudnn
 

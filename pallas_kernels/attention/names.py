@@ -2,7 +2,7 @@
 
 The output and the log-sum-exp get it inside the forward rules of the custom derivatives. A policy
 that saves the name leaves one forward pass in the program; one that saves neither, or a name given
-to the output alone outside of the rule, makes the backward pass run attention's forward again.
+to the output alone outside of the rule, makes the backward pass run attention's forward pass again.
 """
 
 import jax

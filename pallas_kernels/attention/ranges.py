@@ -1,4 +1,4 @@
-"""Who sees whom in packed attention: by row, and by tile in both directions.
+"""Which keys each query sees in packed attention: by row, and by tile in both directions.
 
 A query row sees one interval of key rows, [lo, hi), for segments, causal order and windows alike,
 and along the packed axis both ends never decrease. All that follows rests on that: a block of
@@ -143,8 +143,9 @@ def _compact(needed: jax.Array) -> tuple[jax.Array, jax.Array]:
 def _transpose(spans: jax.Array, count: jax.Array, N: int) -> jax.Array:
     """Spans (first, full_first, full_last, last) of the blocks that visit each position (N, 4).
 
-    spans: of the `count` live blocks, in order, then padding. The four columns never decrease from
-    block to block, so the blocks with first <= c are a prefix and those with last > c a suffix.
+    spans: those of the `count` live blocks, in order, then padding. The four columns never decrease
+    from block to block, so the blocks with first <= c are a prefix and those with last > c a
+    suffix.
     """
     live = jnp.arange(spans.shape[0], dtype=jnp.int32) < count
     c = jnp.arange(N, dtype=jnp.int32)[:, None]
@@ -156,7 +157,7 @@ def _transpose(spans: jax.Array, count: jax.Array, N: int) -> jax.Array:
 
 
 def _settle(spans: jax.Array) -> jax.Array:
-    """An empty full part is put at `last`: all visited tiles then lie before it."""
+    """Moves an empty full part to `last`, so that all visited tiles lie before it."""
     first, full_first, full_last, last = spans.T
     empty = full_first >= full_last
     full_first, full_last = (jnp.where(empty, last, x) for x in (full_first, full_last))

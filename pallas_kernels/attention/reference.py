@@ -24,9 +24,9 @@ LOWEST = -1e30  # where a row's running maximum starts: exp of masked logits sta
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """What is static in one attention. scale: of the logits. softcap: None or its bound.
+    """What is static in one attention. scale: the logits' factor. softcap: None or its bound.
 
-    pairs: of a query and a key that see each other, at most, for cost models; None: unknown.
+    pairs: the most pairs of a query and a key that it sees, for cost models; None: unknown.
     """
 
     scale: float
@@ -94,7 +94,7 @@ def backward(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Returns (dq_THK, dk_SGK, dv_SGK) in the inputs' types.
 
-    lse_HT: of `forward`. delta_HT: float32, rowsum(out dout), less the gradient of lse.
+    lse_HT: from `forward`. delta_HT: float32, rowsum(out dout), less the gradient of lse.
     """
     T, H, K = q_THK.shape
     S, G = k_SGK.shape[:2]
@@ -138,7 +138,7 @@ def backward(
 
 
 def _named(keys, T: int, spec: Spec) -> contextlib.AbstractContextManager:
-    """Tells who reads a compiled program how many tiles a block visits at most, in the mean.
+    """Writes into the compiled program's names how many tiles a block visits at most, in the mean.
 
     keys: tiles (., N, G, K) of them.
     """

@@ -1,4 +1,4 @@
-"""Which tiles the kernels take: measured ones where a table has them, else the heuristics.
+"""Chooses the kernels' tiles: measured ones if a table has them, else the heuristics'.
 
 A table (tuned.py) has rows of the ops FORWARD and BACKWARD. Their keys leave out causal order,
 windows and the lengths but the longest: those are data to the kernels, and change how many tiles

@@ -1,1 +1,1 @@
-"""Matrix products with their communication hidden inside: schedules, and what they are worth."""
+"""Matrix products fused with their communication."""

@@ -63,7 +63,8 @@ def all_gather_gemm(
       bias: (C, all weights' columns, each filled up to whole tiles) float32.
       delays: (C,) int32, ns that a rank starts late (tests).
       into: a jax.Ref like gathered, to be gathered into (tests: full of NaN).
-      rows: of x that are live, a multiple of 8. keep: own rows are copied to gathered as well.
+      rows: how many rows of x are live, a multiple of 8. keep: this rank's rows are copied to
+        gathered as well.
       blocks: thread blocks, at most what the GPU runs at once.
       interpret: in Mosaic GPU's interpreter, with ReadyPeer.
     Returns: ys, (C R, height, N) each; gathered (C R, height, K). Rows past `rows` are undefined,
@@ -244,7 +245,7 @@ def pull(x, gathered, flags, ring, arrived, *, peers, split, me, comm, keep):
 
 
 def all_gather(x: jax.Array, *, peers: Peers, comm: int, chunk: int) -> jax.Array:
-    """The communication alone, by as many blocks: (C R, height, K); what a product has to hide.
+    """Runs the communication alone, with as many blocks. Returns: (C R, height, K).
 
     x: as in all_gather_gemm, of any type; all of its rows travel, own ones do not.
     """

@@ -5,9 +5,10 @@ rows leave when their tiles are done (reduce-scatter, all-reduce). No gradients 
 the rule, as the backward pass of each is made of the others.
 
 'fused' is the Mosaic GPU kernel, for one node of Hopper GPUs; 'xla' plain collectives around whole
-products, on any device, the specification. None takes the kernel only where a row of
-pallas_kernels/tuned that was measured over a real link says so, on a mesh without other axes.
-Nothing that communicates may run beside the kernel (clique.py): who asks for 'fused' sees to that.
+products, on any device, the specification. `None` picks the kernel only if a row of
+pallas_kernels/tuned that was measured over a real link says so, on a mesh without other axes. No
+other communication may run at the same time as the kernel (clique.py): a caller that requests
+'fused' must see to that.
 
 Legend: R ranks of the axis, m rows of all ranks, K contracted, N columns. Leading dimensions are
 rows too, which every rank has for itself.
@@ -101,7 +102,8 @@ def matmul_reduce_scatter(
         Or as many of both, whose products are added and share the scatter.
       bias: (N,), any floating type, the same on all ranks; added once. residual: (..., m/R, N) of
         x's type.
-      acc_dtype: in which partial sums cross ranks; bfloat16 halves those bytes and loses bits.
+      acc_dtype: the type in which partial sums cross ranks; bfloat16 halves those bytes and loses
+        bits.
       implementation: 'fused': as in all_gather_matmul, but N a multiple of 128. The same bits in
         every run.
     Returns: (..., m/R, N) in x's type, summed and added in float32.
@@ -172,7 +174,7 @@ def ranks_of(op: str, axis: str | tuple[str, ...]) -> int:
 
 
 def check_each(op: str, **groups: Sequence[Any]) -> None:
-    """Refuses what is no array, or None, in any of several groups of arrays.
+    """Refuses members of groups that are neither arrays nor None.
 
     Raises: ValueError.
     """
@@ -189,16 +191,17 @@ def reasons(
     dtype: Any,
     mesh: AbstractMesh | None = None,
 ) -> tuple[str, ...]:
-    """Returns what keeps the kernel of `op` from running, for a caller that chooses; none: it runs.
+    """Returns the reasons why the kernel of `op` cannot run; none: it can.
 
     op: 'all_gather_matmul', 'matmul_reduce_scatter', 'matmul_all_reduce'. contracted: K of each x.
-    widths: N of each w. mesh: what the program is for; None: the one that it is traced under.
+    widths: N of each w. mesh: the mesh that the program is for; None: the one that it is traced
+      under.
     """
     return limits(MULTIPLE[op], contracted, widths, ranks, dtype, mesh)
 
 
 def device_reasons(device: Any) -> tuple[str, ...]:
-    """Returns what keeps any fused kernel from running on a mesh's device, whatever the shape.
+    """Returns the reasons why no fused kernel can run on a mesh's device, whatever the shape.
 
     device: jax.sharding.AbstractDevice or jax.Device; None: this process's.
     """
@@ -217,7 +220,7 @@ def limits(
     dtype: Any,
     mesh: AbstractMesh | None = None,
 ) -> tuple[str, ...]:
-    """Returns `reasons` of any fused kernel; multiple: of which the columns of w must be one."""
+    """Returns `reasons` of any fused kernel; the columns of w must be a multiple of `multiple`."""
     mesh = mesh or jax.sharding.get_abstract_mesh()
     missing = list(device_reasons(mesh.abstract_device))
     if jnp.dtype(dtype).name not in DTYPES[:2]:

@@ -1,4 +1,4 @@
-"""The fused products on one GPU, exact and timed: what scripts/gpu_check.py runs of them.
+"""Checks and times of the fused products on one GPU, for scripts/gpu_check.py.
 
 Correctness first: eight virtual ranks share the GPU, each on its share of the thread blocks, with
 every signal, pull and push between them. Buffers are full of NaN before each run, every rank starts
@@ -6,8 +6,8 @@ up to 200 us late, a hundred times over; values are small integers, so that the 
 
 Then times of one rank of full size, whose peers are a ghost: copies are held back to a link's rate
 and latency (an EMULATED link: tiles, waves and communication blocks are the real ones, but no
-NVLink is crossed). All that overlap is judged by is measured in
-the same rounds, each function for a few calls a round:
+NVLink is crossed). All times that overlap is judged by are measured in the same rounds, each
+function for a few calls a round:
 
     gemm     the best of our kernel and cuBLAS on all SMs, nothing travels
     copy     the same throttled copies alone
@@ -62,7 +62,10 @@ PLAIN, SUMS = Spec(None, "bfloat16"), Spec(None, "float32")
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """A product on eight virtual ranks; rows: of one rank. tile: rows, columns, cluster."""
+    """A product on eight virtual ranks.
+
+    rows: the rows of one rank. tile: (rows, columns, thread blocks of a cluster).
+    """
 
     kind: str
     rows: int
@@ -106,7 +109,7 @@ class Check:
         return gemm_all_reduce(x, w, None, None, delays, into, **static)
 
     def want(self, x: np.ndarray, w: np.ndarray) -> np.ndarray:
-        """The same by float64."""
+        """Returns the result of `run`, computed in float64."""
         if self.kind == "gather":
             return np.einsum("mk,rkn->rmn", x.reshape(-1, self.K), w)
         if self.kind == "scatter":
@@ -153,7 +156,7 @@ def link() -> float:
 class Case:
     """One product of rank ME of R, as it is timed here and by a tuner.
 
-    m: rows of all. K, N: of the rank.
+    m: the rows of all ranks. K, N: the sizes of this rank's weight.
     """
 
     op: str
@@ -186,7 +189,7 @@ class Case:
         return tuple(jax.random.normal(k, a.shape, a.dtype) for k, a in pairs)
 
     def fusions(self) -> tuple[Fusion, ...]:
-        """The heuristic's, then the next best by its model."""
+        """Returns the heuristic's fusion, then the next best by the heuristic's model."""
         legal = fusions.candidates(self.op, self.rows, [self.N], self.spec.out_dtype)
         sizes = (self.ranks, self.rows, self.K, [self.N], self.spec.out_dtype)
         return tuple(sorted(legal, key=lambda p: fusions.seconds(self.op, p, *sizes))[:BEST])
@@ -205,7 +208,7 @@ class Case:
         return GhostPeer(self.ranks, self.me, rate / senders, LATENCY_NS if rate else 0)
 
     def fused(self, peers: Peers, fusion: Fusion, x: jax.Array, w: jax.Array) -> jax.Array:
-        """The kernel, its pages padded to a tile: (R, m / R, N) of a gather, else (1, rows, N)."""
+        """Runs the kernel on pages padded to a tile. Returns: (R, m / R, N), or (1, rows, N)."""
         static: dict[str, Any] = {"peers": peers, "fusion": fusion, "spec": self.spec}
         static |= {"rows": self.rows}
         x = jnp.pad(x, ((0, 0), (0, max(0, fusion.tile.block_m - self.rows)), (0, 0)))
@@ -220,7 +223,7 @@ class Case:
     def ready(
         self, fusion: Fusion, x: jax.Array, w: jax.Array, interpret: bool = False
     ) -> tuple[jax.Array, ...]:
-        """The kernel where nothing travels and nobody waits, which the interpreter can run.
+        """Runs the kernel without communication and waits, as the interpreter can.
 
         x: pages of all ranks. Returns: as `fused`; of a scatter the sums of gemm_reduce_scatter.
         Raises: NotImplementedError for an all-reduce, whose every tile waits for all ranks.
@@ -237,12 +240,12 @@ class Case:
         raise NotImplementedError(f"{api.REDUCE}: nothing of it can run without flags, as on a GPU")
 
     def product(self, x: jax.Array, w: jax.Array, dtype: str) -> jax.Array:
-        """XLA's, of the pages that are there."""
+        """Returns XLA's product of the pages of x."""
         y = jnp.einsum("pmk,kn->pmn", x, w[0], preferred_element_type=jnp.float32)
         return y.astype(dtype)
 
     def copy(self, peers: Peers, fusion: Fusion, sent: jax.Array) -> jax.Array:
-        """The copies alone, pulled for either kind: as many and as large. sent: x, or sums."""
+        """Runs the copies alone, as pulls for each kind, as many and as large. sent: x, or sums."""
         if self.op != api.REDUCE:
             return all_gather(sent, peers=peers, comm=fusion.comm, chunk=fusion.chunk)
         static: dict[str, Any] = {"peers": peers, "comm": self.ranks - 1, "chunk": 8}
@@ -253,7 +256,7 @@ class Case:
     def serial(
         self, peers: Peers, fusion: Fusion, x: jax.Array, w: jax.Array, wire: str | None = None
     ) -> jax.Array:
-        """Copies, then XLA's product; or product, copies, sum.
+        """Runs the copies, then XLA's product; or product, copies, sum.
 
         wire: type of the sums that travel; None: the kernel's.
         """
@@ -263,13 +266,13 @@ class Case:
         return came.sum(0, keepdims=True, dtype=jnp.float32).astype(x.dtype)
 
     def alone(self, fusion: Fusion, rate: float) -> GhostPeer:
-        """Peers of `copy` and `serial`, whose blocks share the link; an all-reduce has its own."""
+        """Returns the peers of `copy` and `serial`, whose blocks share the link."""
         if self.op == api.REDUCE:
             return GhostPeer(self.ranks, self.me, rate / (self.ranks - 1), LATENCY_NS)
         return self.ghost(fusion, rate)
 
     def alike(self, fusion: Fusion, x: jax.Array, w: jax.Array) -> jax.Array:
-        """The result of `fused` by the interpreter."""
+        """Returns the result of `fused`, computed by the interpreter."""
         if self.op == api.GATHER:
             return self.ready(fusion, jnp.repeat(x, self.ranks, 0), w, interpret=True)[0]
         sums, owned = self.ready(fusion, x, w, interpret=True)
@@ -277,7 +280,7 @@ class Case:
         return sums.sum(0, keepdims=True).astype(x.dtype)
 
     def exact(self, x: jax.Array, w: jax.Array) -> jax.Array:
-        """The result of `fused`, where all ranks are alike."""
+        """Returns the result of `fused` in float32, given that all ranks hold the same."""
         y = jnp.einsum("pmk,kn->pmn", x, w[0], preferred_element_type=jnp.float32)
         if self.op == api.GATHER:
             y = jnp.broadcast_to(y, (self.ranks, *y.shape[1:]))
@@ -301,7 +304,7 @@ def cases() -> tuple[Case, ...]:
 
 
 def arguments(case: Case) -> tuple[jax.ShapeDtypeStruct, ...]:
-    """x, w; and x of all ranks, or partial sums, which a rank sends."""
+    """Returns x, w, and the data that a rank sends: x of all ranks, or partial sums."""
     x, w = case.arguments
     if case.op == api.GATHER:
         return x, w, jax.ShapeDtypeStruct((R, *x.shape[1:]), x.dtype)
@@ -309,7 +312,7 @@ def arguments(case: Case) -> tuple[jax.ShapeDtypeStruct, ...]:
 
 
 def functions(case: Case, links: tuple[float, ...]) -> dict[str, Callable[..., jax.Array]]:
-    """All that is timed together, by name; of `arguments`."""
+    """Returns the functions that are timed together, by name; each takes `arguments`."""
     fusion, gathers = case.fusions()[0], case.op == api.GATHER
     tile = hopper.heuristic(case.m, case.N, case.K, spec=PLAIN)
 
@@ -395,7 +398,7 @@ def efficiencies(
 def link_row(
     rate: float, fusion: Fusion, gemm: float, seconds: Mapping[str, float], hidden: str
 ) -> dict[str, Any]:
-    """Returns what the papers judge by, behind one link; hidden: the name of the share hidden."""
+    """Returns the papers' figures behind one link. hidden: the name of the hidden share."""
     fused, copy, serial = (
         seconds[f"{name} {rate / 1e9:.0f}"] for name in ("fused", "copy", "serial")
     )
@@ -417,12 +420,12 @@ Work = tuple[str, dict[str, Any], Callable[[], Any]]  # a name, members of its r
 
 
 def checks() -> list[Work]:
-    """Virtual ranks: each gives a row."""
+    """Returns the checks on virtual ranks; each gives a row."""
     return [(check.name, {}, functools.partial(exact, check)) for check in CHECKS]
 
 
 def times() -> list[Work]:
-    """Products beside ghosts: each gives a row for every link."""
+    """Returns the timed products beside ghosts; each gives a row for every link."""
     return [
         (
             f"{case.op} m={case.m}",
@@ -437,7 +440,7 @@ REHEARSED = ("fused", "copy", "serial")  # of a case's functions, which take min
 
 
 def rehearsals() -> list[Work]:
-    """What the first check and the first case run, compiled for an H100 that is not there."""
+    """Returns the programs of the first check and case, to be compiled for an H100 without one."""
     device = NamedSharding(Mesh(np.array(aot.devices(1, 1)), ("x",)), PartitionSpec())
 
     def one(name: str, function: Callable, like: Any) -> Work:
@@ -458,13 +461,13 @@ def rehearsals() -> list[Work]:
 
 
 def compiled(function: Callable, args: Sequence[Any]) -> dict[str, Any]:
-    """A rehearsal's row. Raises: what the compiler raises."""
+    """Compiles a function and returns a rehearsal's row. Raises: what the compiler raises."""
     aot.compile(jax.jit(function).lower(*args))
     return {"compiled": True}
 
 
 def fits() -> str:
-    """Why this GPU cannot run such kernels; '' if it can."""
+    """Returns the reason why this GPU cannot run such kernels; '' if it can."""
     if jax.devices()[0].core_count < SMS:
         return f"needs {SMS} SMs: thread blocks must all run at one time"
     return ""
@@ -502,7 +505,7 @@ def tunings() -> tuple[tuned.Tuning, ...]:
 
 
 def tuning(case: Case) -> tuned.Tuning:
-    """One measurement."""
+    """Returns the measurement of a case, for scripts/tune.py."""
     legal = case.fusions()
 
     def function(fusion: Fusion, interpret: bool) -> Callable[..., jax.Array]:

@@ -14,8 +14,8 @@ class Product:
     """all_gather(x) @ w or reduce_scatter(x @ w), as one of R ranks does it.
 
     m: rows of all ranks. n, k: columns and depth of the rank's own product: n_local and k for a
-    gather, n and k_local for a scatter. wire_bytes: of an element that crosses ranks: 2 for a
-    gather of 16-bit values, 4 for partial sums in float32.
+    gather, n and k_local for a scatter. wire_bytes: the size of an element that crosses ranks: 2
+    for a gather of 16-bit values, 4 for partial sums in float32.
     """
 
     kind: Literal["gather", "scatter"]
@@ -49,7 +49,7 @@ class Dense:
         return Product("gather", m, self.inputs * self.hidden // RANKS, self.width, RANKS)
 
     def down(self, m: int, wire_bytes: int) -> Product:
-        """Returns the product + reduce-scatter; wire_bytes: of a partial sum."""
+        """Returns the product + reduce-scatter; wire_bytes: the size of a partial sum."""
         return Product("scatter", m, self.width, self.hidden // RANKS, RANKS, wire_bytes)
 
 

@@ -1,4 +1,4 @@
-"""Which GPUs a fused kernel ties together, and what must not run beside it.
+"""Which GPUs a fused kernel ties together, and which collectives must not run at the same time.
 
 A kernel whose ranks are those of one mesh axis still ties ALL devices of its mesh together: JAX
 makes the whole mesh its clique (jax/experimental/mosaic/gpu/core.py: xla_replica_ids), and XLA
@@ -20,7 +20,7 @@ Sizes = Mapping[str, int]  # of all axes of a mesh
 
 
 def out_of_reach(sizes: Sizes) -> tuple[str, ...]:
-    """Returns what keeps the devices of a mesh from reaching each other's memory; empty: they do.
+    """Returns the reasons why devices of a mesh cannot reach each other's memory; empty: they can.
 
     Devices are numbered node by node.
     """
@@ -31,7 +31,7 @@ def out_of_reach(sizes: Sizes) -> tuple[str, ...]:
 
 
 def concurrent(sizes: Sizes, axes: Sequence[str]) -> tuple[str, ...]:
-    """Returns what may communicate while a kernel over `axes` waits; empty: nothing."""
+    """Returns the reason why a collective may run while a kernel over `axes` waits, if one may."""
     others = [f"{axis} {size}" for axis, size in sizes.items() if size > 1 and axis not in axes]
     if not others:
         return ()

@@ -1,9 +1,9 @@
-"""How a fused kernel runs where nothing was measured: tile, communication blocks, chunk.
+"""The tile, communication blocks and chunk of a fused kernel if nothing was measured.
 
-The least time by waves of tiles on the blocks that are left, against the link's time through the
-communication blocks (Flux, arXiv 2406.06858, section 4.4 tunes the same three).
+They have the least time by a model: waves of tiles on the blocks that compute, against the link's
+time through the communication blocks (Flux, arXiv 2406.06858, section 4.4 tunes the same three).
 
-Legend: K contracted, N columns; rows: of one rank's page.
+Legend: K contracted, N columns; `rows` are those of one rank's page.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,12 +22,12 @@ CHUNK = 128  # rows, at most (chosen: chunks that are in flight together arrive 
 
 
 def load(row: dict[str, Any]) -> Fusion:
-    """The inverse of dataclasses.asdict."""
+    """Returns the fusion of a table's row, which dataclasses.asdict made."""
     return Fusion(Tile(**row["tile"]), row["comm"], row["chunk"])
 
 
 def candidates(op: str, rows: int, widths: Sequence[int], out_dtype: Any) -> Iterator[Fusion]:
-    """What the heuristic and a tuner choose from, legal for these sizes."""
+    """Yields the fusions that are legal for these sizes, for the heuristic and a tuner."""
     reduces = op == "matmul_all_reduce"
     chunk = min(CHUNK, -(-rows // 8) * 8)
     for tile in fused.candidates(rows, widths, out_dtype, 128 if reduces else 64):
@@ -40,8 +40,9 @@ def heuristic(
 ) -> Fusion:
     """Returns the fusion where nothing was measured.
 
-    op: of api.py. rows: of one rank's x (gather), result (scatter), or all (reduce). widths: N of
-    each weight. out_dtype: of the result (gather), or of the sums that cross ranks.
+    op: a name of api.py. rows: those of one rank's x (gather), of its result (scatter), or all
+      (reduce). widths: N of each weight. out_dtype: the type of the result (gather), or of the sums
+      that cross ranks.
     """
     legal = candidates(op, rows, widths, out_dtype)
     return min(
@@ -59,7 +60,7 @@ def seconds(
     out_dtype: Any,
     blocks: int = SMS,
 ) -> float:
-    """Returns what the model gives for a fusion: an estimate to choose by, not a time."""
+    """Returns the model's time of a fusion: an estimate to choose by, not a time."""
     tile = fusion.tile
     columns = sum(-(-N // tile.block_n) for N in widths)
     row_tiles = -(-rows // (tile.block_m * tile.cluster)) * tile.cluster

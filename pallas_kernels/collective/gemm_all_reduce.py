@@ -1,6 +1,6 @@
 """Product + all-reduce in one kernel, for the few rows of decoding: every rank gets every sum.
 
-There is little to hide such a small exchange behind, so its steps are as few as they can be: the
+Little computation can hide such a small exchange, so its steps are as few as possible: the
 epilogue stores a piece of sums to all ranks, from the same shared memory, and each rank adds up
 what came, rank 0's first, so that all ranks have the same bits in every run. No block is kept for
 communication, nothing is stored twice. Bytes on the wire: (R - 1) m n sums a rank against
@@ -59,7 +59,7 @@ def gemm_all_reduce(
       bias: (C, N) float32. residual: (C, height, N).
       delays: (C,) int32, ns that a rank starts late (tests).
       into: a jax.Ref of (C R, height, N) sums, for what arrives (tests: full of NaN).
-      rows: that are live.
+      rows: how many rows of x are live.
       fusion: without communication blocks; its chunk is not used.
       spec: out_dtype is that of the sums that cross ranks; the result has x's.
       blocks: thread blocks, at most what the GPU runs at once.

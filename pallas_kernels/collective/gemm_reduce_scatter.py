@@ -61,7 +61,7 @@ def gemm_reduce_scatter(
       bias: (C, N) float32. residual: (C, height, N).
       delays: (C,) int32, ns that a rank starts late (tests).
       into: a jax.Ref like the last result, for what arrives (tests: full of NaN).
-      rows: of a page that are live, a multiple of 8.
+      rows: how many rows of a page are live, a multiple of 8.
       spec: out_dtype is that of the sums that cross ranks; the result has x's.
       blocks: thread blocks, at most what the GPU runs at once.
       interpret: in Mosaic GPU's interpreter, with ReadyPeer.

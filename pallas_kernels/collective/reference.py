@@ -40,8 +40,9 @@ def scatter(x: Array, axis: str) -> Array:
 
 
 def total(x: Array, axis: str) -> Array:
-    """The sum over ranks. Of one rank it is x, but where shard_map checks only XLA may know that:
-    it takes the all-reduce out when it compiles.
+    """Returns the sum over ranks.
+
+    Over one rank it is x. If shard_map checks replication, XLA removes that all-reduce instead.
     """
     alone = lax.axis_size(axis) == 1 and axis not in jax.typeof(x).mat.varying
     return x if alone else lax.psum(x, axis)

@@ -5,7 +5,7 @@ goes; `dispatch_grouped_matmul` takes tokens to their experts' first products, a
 `grouped_matmul_combine` the second products back to the tokens, weighted and added up (COMET, arXiv
 2502.19811, section 3: layer 0 and layer 1). Implementations: 'fused', one kernel each (Hopper GPUs
 that reach each other's memory, and nothing beside it: collective/clique.py); 'xla', plain
-collectives, on any device, the specification. None takes the kernel only where a row of
+collectives, on any device, the specification. `None` picks the kernel only if a row of
 pallas_kernels/tuned that was measured over a real link says so, on a mesh without other axes.
 
 No gradients here, but each is what the other's gradient needs, its weights read transposed
@@ -74,7 +74,7 @@ def dispatch_grouped_matmul(
     Args:
       x: (T, K) bf16|f16|f32, this rank's tokens. w: (E, K, F) of x's type, this rank's experts; or
         several, which share the dispatch (gate and up); (E, F, K) with transpose_w.
-      routes: of these tokens; T and E as in them.
+      routes: those of these tokens, with the same T and E.
       activation: None, 'gelu' (exact), 'gelu_tanh', 'silu'; in float32.
       return_rows: also return x_NK, the tokens as the experts' rows; past the rows that came
         ANYTHING with 'fused', NaN too, which a product by groups does not look at.
@@ -154,7 +154,7 @@ def reasons(
     dtype: Any,
     mesh: AbstractMesh | None = None,
 ) -> tuple[str, ...]:
-    """Returns what keeps the kernel of `op` from running, for a caller that chooses; none: it runs.
+    """Returns the reasons why the kernel of `op` cannot run; none: it can.
 
     op: DISPATCH or COMBINE. contracted: K of each x or h. widths: columns of each w. mesh: what the
     program is for; None: the one that it is traced under.
@@ -224,7 +224,7 @@ def _fusion(op: str, routes: Routes, K: int, widths: list[int], out_dtype: Any) 
 
 
 def _page(tree: Any) -> Any:
-    """Arrays as the one page of a rank."""
+    """Returns arrays as the one page of a rank."""
     return jax.tree.map(lambda a: a[None], tree)
 
 

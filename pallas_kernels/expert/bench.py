@@ -1,4 +1,4 @@
-"""A mixture's fused products on one GPU, exact and timed: what scripts/gpu_check.py runs.
+"""Checks and times of a mixture's fused products on one GPU, for scripts/gpu_check.py.
 
 As collective/bench.py: eight virtual ranks first, each on its share of the thread blocks, buffers
 full of NaN, every rank up to 200 us late, a hundred times; values are small integers, so that the
@@ -71,7 +71,10 @@ TOKENS, ROOM = 16384, 1.25  # of all ranks; rows of a rank over an even share
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """A product on eight virtual ranks. tile: rows, columns, cluster. tokens: of one rank."""
+    """A product on eight virtual ranks.
+
+    tile: (rows, columns, thread blocks of a cluster). tokens: those of one rank.
+    """
 
     kind: str
     routing: str
@@ -90,7 +93,7 @@ class Check:
 
     @property
     def rows(self) -> int:
-        """Rows of a rank's experts, whatever the routing."""
+        """The rows of a rank's experts for any routing."""
         return R * self.tokens * self.choices
 
     @property
@@ -159,7 +162,7 @@ class Check:
     def want(
         self, x: np.ndarray, w: np.ndarray, weights: np.ndarray, experts: np.ndarray
     ) -> np.ndarray:
-        """The same by float64, row by row."""
+        """Returns the result of `run`, computed in float64, row by row."""
         first = self.kind == "dispatch"
         y = np.zeros((R, self.rows if first else self.tokens, self.N))
         flat, source = experts.reshape(-1), np.arange(experts.size) // experts[0].size
@@ -213,7 +216,7 @@ def exact(check: Check) -> dict[str, Any]:
 class Inputs(NamedTuple):
     """x: tokens (T, K), or rows of the experts (N, K). ws: (E, K, columns) each.
 
-    weight_TA: of a combine. routes: of rank ME.
+    weight_TA: the weights of a combine. routes: those of rank ME.
     """
 
     x: jax.Array
@@ -241,7 +244,7 @@ class Case:
 
     @property
     def S(self) -> int:
-        """Choices of a rank, and the rows that come to it."""
+        """The choices of a rank, which are as many as the rows that come to it."""
         return self.tokens * self.choices
 
     @property
@@ -286,7 +289,7 @@ class Case:
         return ME % self.ranks
 
     def fusions(self) -> tuple[ExpertFusion, ...]:
-        """The heuristic's; others with its tile; a few with other tiles."""
+        """Returns the heuristic's fusion, others with its tile, and a few with other tiles."""
         sizes, out = (self.S, list(self.widths)), self.sums.out_dtype
         first = fusions.heuristic(
             self.op, self.ranks, self.S, self.experts, self.K, list(self.widths), out
@@ -312,15 +315,16 @@ class Case:
         return jax.tree.map(lambda a: a[None], made)
 
     def fused(self, peers: Peers, fusion: ExpertFusion, *args: Any) -> tuple[jax.Array, ...]:
-        """The kernel: of each w (N, columns); of a combine (T, D)."""
+        """Runs the kernel. Returns: (N, columns) for each w; for a combine (T, D)."""
         return self._kernel(peers, fusion, Inputs(*args))[0]
 
     def ready(
         self, fusion: ExpertFusion, pages: jax.Array | None, *args: Any, interpret: bool = False
     ) -> tuple[jax.Array, ...]:
-        """The kernel where nothing travels and nobody waits, which the interpreter can run.
+        """Runs the kernel without communication and waits, as the interpreter can.
 
-        pages: of a dispatch, `pages`. Returns: as `fused`, of a combine the answers (N, D).
+        pages: for a dispatch, the result of `pages`. Returns: as `fused`; for a combine the answers
+          (N, D).
         """
         fusion = dataclasses.replace(fusion, comm=0)
         more: dict[str, Any] = {} if pages is None else {"into": pages}
@@ -349,23 +353,23 @@ class Case:
         return (y[0],), page
 
     def came(self, inputs: Inputs) -> jax.Array:
-        """x_NK: the tokens as the experts' rows; past those that came any token."""
+        """Returns x_NK, the tokens as the experts' rows; rows past the last hold any token."""
         return inputs.x[inputs.routes.choice_N % self.S // self.choices]
 
     def pages(self, fusion: ExpertFusion, inputs: Inputs) -> jax.Array:
-        """(R, height, K): those rows where every rank's are, for `ready`."""
+        """Returns (R, height, K): the rows of `came` as every rank's page, for `ready`."""
         below = height(self.rows, fusion.tile) - self.rows
         x_NK = jnp.pad(self.came(inputs), ((0, below), (0, 0)))
         return jnp.broadcast_to(x_NK, (self.ranks, *x_NK.shape))
 
     def products(self, x_NK: jax.Array, inputs: Inputs) -> list[jax.Array]:
-        """The grouped products by our kernel on all SMs, of rows that are there."""
+        """Returns the grouped products of rows that have arrived, by our kernel on all SMs."""
         tile = grouped.heuristic(self.S, self.widths[0], self.K, self.experts)
         sizes_E = inputs.routes.sizes_E
         return [grouped.product(x_NK, w, sizes_E, transpose=False, tile=tile) for w in inputs.ws]
 
     def copy(self, peers: Peers, fusion: ExpertFusion, *args: Any) -> jax.Array:
-        """The kernel's copies alone, of rows or, for a combine, of answers: its page of them."""
+        """Runs the copies alone, of rows or, for a combine, of answers. Returns: their page."""
         inputs, tall = Inputs(*args), height(self.rows, fusion.tile)
         x, below = inputs.x[None], 0
         if self.op == COMBINE:
@@ -376,7 +380,7 @@ class Case:
         return send_rows(x, work, height=below + tall, **static)[0]
 
     def serial(self, peers: Peers, fusion: ExpertFusion, *args: Any) -> tuple[jax.Array, ...]:
-        """The kernel's copies, then the products; or product, copies, sum (COMET's baseline)."""
+        """Runs the copies, then the products; or product, copies, sum (COMET's baseline)."""
         inputs = Inputs(*args)
         if self.op == DISPATCH:
             return tuple(self.products(self.copy(peers, fusion, *args)[: self.rows], inputs))
@@ -389,7 +393,7 @@ class Case:
         return ((inputs.weight_TA[..., None] * y_TAD).sum(1).astype(inputs.x.dtype),)
 
     def plain(self, peers: Peers, fusion: ExpertFusion, *args: Any) -> tuple[jax.Array, ...]:
-        """What plain XLA does with the fewest bytes, one after the other.
+        """Runs plain XLA's form with the fewest bytes on the wire, one step after the other.
 
         dispatch: copies at the link's rate, tokens to their experts' rows, our grouped products.
         combine: our grouped product, each rank's sums of its answers, copies, sum of the ranks'.
@@ -415,7 +419,7 @@ class Case:
         return (sums_RTD.sum(0, dtype=jnp.float32).astype(inputs.x.dtype),)
 
     def exact(self, *args: Any) -> tuple[jax.Array, ...]:
-        """The result of `fused`, where all ranks are alike."""
+        """Returns the result of `fused` in float32, given that all ranks hold the same."""
         inputs = Inputs(*args)
         if self.op == DISPATCH:
             x_NK = self.came(inputs)
@@ -425,20 +429,20 @@ class Case:
         return self.weighted(answers_ND, inputs)
 
     def alike(self, fusion: ExpertFusion, *args: Any) -> tuple[jax.Array, ...]:
-        """The result of `fused` by the interpreter."""
+        """Returns the result of `fused`, computed by the interpreter."""
         inputs = Inputs(*args)
         if self.op == DISPATCH:
             return self.ready(fusion, self.pages(fusion, inputs), *args, interpret=True)
         return self.weighted(self.ready(fusion, None, *args, interpret=True)[0], inputs)
 
     def weighted(self, answers_ND: jax.Array, inputs: Inputs) -> tuple[jax.Array]:
-        """y_TD of this rank's answers, which are its tokens' too."""
+        """Returns y_TD from this rank's answers, which stand for those to its tokens."""
         y_TAD = inputs.weight_TA[..., None] * answers_ND[inputs.routes.row_TA]
         return (y_TAD.sum(1).astype(inputs.x.dtype),)
 
 
 def of_model(op: str, model: str, tokens: int, room: float = R) -> Case:
-    """A product of a paper's model, expert parallel over R. tokens: of all ranks."""
+    """Returns a product of a paper's model, expert parallel over R. tokens: those of all ranks."""
     mixture = MIXTURES[model]
     sizes = tokens // R, mixture.active, mixture.experts // R
     if op == DISPATCH:
@@ -449,7 +453,7 @@ def of_model(op: str, model: str, tokens: int, room: float = R) -> Case:
 
 
 def arguments(case: Case, key: jax.Array) -> tuple[Any, ...]:
-    """What is timed; and, for the product alone, rows that are there, at a dispatch all ranks'."""
+    """Returns the inputs, the product's rows and, for a dispatch, all ranks' pages."""
     inputs = case.inputs(key)
     if case.op == COMBINE:
         return inputs, inputs.x, None
@@ -457,7 +461,7 @@ def arguments(case: Case, key: jax.Array) -> tuple[Any, ...]:
 
 
 def functions(case: Case, links: tuple[float, ...]) -> dict[str, Callable[..., Any]]:
-    """All that is timed together, by name; of `arguments`."""
+    """Returns the functions that are timed together, by name; each takes `arguments`."""
     fusion, best = case.fusions()[0], f"{links[0] / 1e9:.0f}"
 
     def timed(function: Callable[..., Any], *static: Any) -> Callable[..., Any]:
@@ -510,12 +514,12 @@ def hidden(
 
 
 def checks() -> list[Work]:
-    """Virtual ranks: each gives a row."""
+    """Returns the checks on virtual ranks; each gives a row."""
     return [(check.name, {}, functools.partial(exact, check)) for check in CHECKS]
 
 
 def times() -> list[Work]:
-    """Products beside ghosts: each gives a row for every link."""
+    """Returns the timed products beside ghosts; each gives a row for every link."""
 
     def measure(model: str, op: str) -> list[dict[str, Any]]:
         return hidden(of_model(op, model, TOKENS, ROOM))
@@ -527,7 +531,7 @@ def times() -> list[Work]:
 
 
 def rehearsals() -> list[Work]:
-    """What the first check and the first case run, compiled for an H100 that is not there."""
+    """Returns the programs of the first check and case, to be compiled for an H100 without one."""
     device = SingleDeviceSharding(aot.devices(1, 1)[0])  # as on a GPU: no mesh
 
     def one(name: str, function: Callable, like: Any) -> Work:
@@ -579,7 +583,7 @@ def tunings() -> tuple[tuned.Tuning, ...]:
 
 
 def tuning(case: Case) -> tuned.Tuning:
-    """One measurement."""
+    """Returns the measurement of a case, for scripts/tune.py."""
     legal = case.fusions()
 
     def function(fusion: ExpertFusion, interpret: bool) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""The communication of an expert kernel alone: what a product has to hide."""
+"""The communication of an expert kernel alone, which the product has to hide."""
 
 import jax
 import jax.experimental.pallas as pl
@@ -16,9 +16,9 @@ from pallas_kernels.work import Work
 def send_rows(
     x: jax.Array, work: Tables, *, peers: Peers, comm: int, chunk: int, height: int
 ) -> jax.Array:
-    """What leaves of the tables' jobs, sent by `comm` blocks: (pages, height, K).
+    """Sends the jobs of the tables that go to other ranks, by `comm` blocks: (pages, height, K).
 
-    x: (C, rows, K) of any type, whole rows of which are sent. height: of a page of the result.
+    x: (C, rows, K) of any type, whole rows of which are sent. height: rows of a page of the result.
     """
     K = x.shape[2]
     across = rows.part(K, x.dtype.itemsize)

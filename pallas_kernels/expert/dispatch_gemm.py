@@ -65,7 +65,7 @@ def dispatch_gemm(
       work: tables.dispatch of each rank, (C, ...) each, for block_m * cluster and fusion.chunk.
       delays: (C,) int32, ns that a rank starts late (tests).
       into: a jax.Ref like the rows, that they go to (tests: full of NaN); for ReadyPeer the rows.
-      rows: N. flags: of `tables.flags`.
+      rows: N. flags: from `tables.flags`.
       blocks: thread blocks, at most what the GPU runs at once.
       interpret: in Mosaic GPU's interpreter, with ReadyPeer.
     Returns: ys, (C, N, F) each, 0 past the rows that came; the rows (C, height, K), of ReadyPeer

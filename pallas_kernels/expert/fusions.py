@@ -1,4 +1,4 @@
-"""How an expert kernel runs where nothing was measured: tile, communication blocks, widths.
+"""The tile, communication blocks and widths of an expert kernel if nothing was measured.
 
 The tile is the grouped product's, by waves; the number of communication blocks, and of tiles in a
 block of columns, is the best by closed forms for an even routing: an ESTIMATE until a table of
@@ -26,7 +26,7 @@ CHUNK = 64
 
 
 def load(row: dict[str, Any]) -> ExpertFusion:
-    """The inverse of dataclasses.asdict."""
+    """Returns the fusion of a table's row, which dataclasses.asdict made."""
     return ExpertFusion(**row | {"tile": Tile(**row["tile"])})
 
 
@@ -48,7 +48,7 @@ def heuristic(
     """Returns the fusion where nothing was measured.
 
     op: DISPATCH or COMBINE. choices: S, of one rank. experts: E. widths: columns of each weight.
-    out_dtype: of the result (dispatch), or of the answers that cross ranks.
+    out_dtype: the type of the result (dispatch), or of the answers that cross ranks.
     """
 
     def seconds(tile: Tile) -> float:
@@ -73,8 +73,8 @@ def dispatch_seconds(
 ) -> float:
     """An estimate of the first product, N columns, of tokens that come rank by rank.
 
-    rows: that an expert gets of each rank. The last of `distance` ranks have come that late, and
-    the tiles that wait for them are all that is left to do then.
+    rows: how many an expert gets from each rank. The last of `distance` ranks have come that late,
+    and the tiles that wait for them are all that is left to do then.
     """
     across, tile_s = -(-N // tile.block_n) * experts, sum(tile.seconds(K))
     hop_s = rows * experts * K * 2 / min(LINK_BYTES, comm * BLOCK_BYTES)

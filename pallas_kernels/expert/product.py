@@ -1,4 +1,4 @@
-"""What the experts' kernels share: how they run, and stores of rows that are one expert's.
+"""Fusions, shared memory and stores of one expert's rows, for both expert kernels.
 
 Legend: as in tables.py; F columns.
 """
@@ -42,7 +42,7 @@ def scratch(
 ) -> dict[str, Any]:
     """Returns fused.scratch for pieces of the epilogue that may be stored from any row on.
 
-    width: of the rows, or parts of rows, that are sent, of piece_dtype.
+    width: columns of the rows, or parts of rows, that are sent, in piece_dtype.
     """
     columns = rows.part(width, jnp.dtype(piece_dtype).itemsize)
     ring = functools.partial(rows.scratch, columns, piece_dtype, fusion.chunk)
@@ -84,7 +84,7 @@ def rows_of(place: Place, block: Int, tile: Tile, height: int) -> Any:
 
 
 def when_live(place: Place, top: Int, tile: Tile, store: Callable[[], None]) -> None:
-    """Stores what a warpgroup has, if any of its rows, the first of which is `top`, is the visit's.
+    """Runs a store if any of the rows of a warpgroup, the first of which is `top`, is of the visit.
 
     Else there would be groups of no copies, which the interpreter does not count.
     """

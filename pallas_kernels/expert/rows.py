@@ -1,4 +1,4 @@
-"""How a thread block sends rows: by bulk copies, one row each, as a table of jobs says.
+"""Sends rows from a thread block to other ranks by bulk copies of one row, as a table of jobs says.
 
     table    of job n + 1 is on its way to shared memory while job n is sent
     loads    piece q + slots - STORING of a job is on its way while piece q is stored

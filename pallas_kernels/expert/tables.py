@@ -1,4 +1,4 @@
-"""What the kernels read their work from: tables made of the routes, on the device.
+"""The tables from which the expert kernels read their work, made of the routes on the device.
 
 Two kinds. Visits: up to a tile's rows of one expert, where they lie, and which flags tell that they
 have come. Jobs: up to `chunk` rows that go to one rank under one flag, read here and written there,
@@ -131,7 +131,7 @@ def _jobs(
     """Returns jobs_CW, and how many there are at each distance.
 
     index_P: the place of each row in the list of all that go, by distance; -1: it does not go.
-    rows_D: of the list. peer_D, flag_D: where they go, the flag of the first job.
+    rows_D: rows of the list. peer_D, flag_D: their destination and the flag of the first job.
     """
     C = len(index_P) // chunk + len(rows_D)
     ends_D, jobs_D = jnp.cumsum(rows_D), -(-rows_D // chunk)

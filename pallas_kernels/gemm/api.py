@@ -51,8 +51,8 @@ def fused_gemm(
         float8.
       bias: (N,), any floating type. activation: None, 'gelu' (exact), 'gelu_tanh', 'silu'.
       residual: (x, N), of the result's type.
-      x_scale: (x), any floating type: of each row; None: 1. w_scale: (N,), of each column. Both of
-        8-bit operands only.
+      x_scale: (x), any floating type, one for each row; None: 1. w_scale: (N,), one for each
+        column. Both are for 8-bit operands only.
       out_dtype: bf16|f16|f32; None: x's, and bf16 of 8-bit operands.
       implementation: see `dispatch`. 'hopper' takes bf16 and f16; M that is a multiple of 8, and
         N and K of 64, spare it copies of its operands. Under a mesh it runs inside a shard_map

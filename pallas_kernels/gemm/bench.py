@@ -34,7 +34,7 @@ CHECKED = (
 
 
 def arguments(case: Case) -> list[jax.ShapeDtypeStruct]:
-    """x, w and, where the case has them, bias and residual."""
+    """Returns x, w and, if the case has them, bias and residual, as shapes."""
     shapes = [(case.M, case.K), (case.K, case.N)]
     shapes += [(case.N,)] * case.bias + [(case.M, case.N)] * case.residual
     return [jax.ShapeDtypeStruct(s, jnp.float32 if len(s) == 1 else jnp.bfloat16) for s in shapes]
@@ -60,7 +60,7 @@ def product(case: Case, implementation: Implementation) -> Callable[..., jax.Arr
 
 
 def sides(case: Case, implementation: Implementation) -> dict[str, Callable[[], Side]]:
-    """Ours, and XLA's product with the element-wise work that it fuses."""
+    """Returns our kernel, and XLA's product with the element-wise work that it fuses."""
     return {
         "ours": lambda: (product(case, implementation), arguments(case)),
         "xla": lambda: (product(case, "reference"), arguments(case)),
@@ -68,7 +68,7 @@ def sides(case: Case, implementation: Implementation) -> dict[str, Callable[[], 
 
 
 def torch_sides(case: Case) -> dict[str, Callable[[], rivals.Rival]]:
-    """torch.matmul, with torch.compile where there is something behind it."""
+    """Returns torch.matmul, under torch.compile if the product has an epilogue."""
     alone = case.activation is None and not case.bias and not case.residual
     function = rivals.matmul if alone else rivals.gemm(case.activation, case.bias, case.residual)
     return {"torch": lambda: rivals.Rival(function, product(case, "reference"), arguments(case))}
@@ -106,7 +106,7 @@ def errors(case: Case, implementation: Implementation) -> dict[str, float]:
 
 
 def checks(rehearsal: bool) -> list[tuple[str, Callable[[], dict[str, float]]]]:
-    """(name, what gives error over bound)."""
+    """Returns (name, a function that returns error over bound) for each check."""
     cases: tuple[Any, ...] = TINY_CASES if rehearsal else CHECKED
     implementation = "interpret" if rehearsal else "hopper"
     return [

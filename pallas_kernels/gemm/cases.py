@@ -1,4 +1,4 @@
-"""Named shapes of matrix products with epilogues: what tests, reports and benchmarks share.
+"""Named shapes of matrix products with epilogues for tests, reports and benchmarks.
 
 FLOPs of the products only; bytes count every operand and result once.
 

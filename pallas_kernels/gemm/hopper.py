@@ -60,7 +60,7 @@ class Stored:
 def heuristic(
     M: int, N: int, K: int, *, spec: Spec = Spec(None, "bfloat16"), residual: bool = False
 ) -> Tile:
-    """The tile where nothing was measured: the least time by waves of tiles, tensor cores and L2.
+    """Returns the tile if nothing was measured: the least time by waves, tensor cores and L2.
 
     spec, residual: what the epilogue computes and keeps in shared memory.
     """
@@ -93,7 +93,7 @@ def tile_count(tile: Tile, M: int, N: int) -> int:
 
 
 def candidates(spec: Spec, residual: bool) -> list[Tile]:
-    """What the heuristic and the tuner choose from: at least three tiles are in flight."""
+    """Returns the tiles for the heuristic and the tuner, with at least three in flight."""
     fitting = (
         fitted(Tile(m, n, 64, 6, 2 if pingpong else m // 64, cluster, 8, pingpong), spec, residual)
         for m, n, pingpong in (*((m, n, False) for m, n in BLOCKS), (*PINGPONG, True))
@@ -103,7 +103,7 @@ def candidates(spec: Spec, residual: bool) -> list[Tile]:
 
 
 def split_candidates(M: int, N: int, K: int, unsplit: Sequence[Tile] = ()) -> list[Tile]:
-    """The same in splits, which all run at one time; none where there are tiles for half the SMs.
+    """Returns tiles in splits that all run at one time; none if the tiles fill half the SMs.
 
     Of all splits of a tile those with the same number of steps are one candidate. unsplit: the
     tiles to split; empty: those of 16-bit operands.
@@ -276,13 +276,13 @@ def summed(
     dtype: Any,
     scales: reference.Scales = reference.Scales(),
 ) -> tuple[jax.Array, jax.Array | None]:
-    """The sum of splits, the first one first, and the epilogue. dtype: of z."""
+    """Returns the sum of splits, the first one first, and the epilogue. dtype: z's."""
     z_MN = reference.scale(functools.reduce(jnp.add, list(sums_SMN)), scales)
     return reference.finish(z_MN, bias_N, residual_MN, spec=spec, dtype=dtype)
 
 
 def partial(dtype: Any) -> Spec:
-    """What the kernel computes of a split: sums in their own type, of operands of `dtype`."""
+    """Returns the spec of a split: plain sums of operands of `dtype`, in the type of sums."""
     return Spec(None, jnp.dtype(promotion.sum_dtype(dtype)).name)
 
 

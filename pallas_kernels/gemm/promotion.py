@@ -1,4 +1,4 @@
-"""Products of 8-bit operands: what a tensor core sums is taken out of it after each step.
+"""Products of 8-bit operands: each step's sum leaves the tensor core and is added in registers.
 
 Hopper's tensor cores sum products of float8 with about 14 bits (DeepSeek-V3, arXiv 2412.19437,
 section 3.3.2): over a long K the error would grow. So a step, 128 of K, has an accumulator of its

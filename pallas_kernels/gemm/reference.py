@@ -24,7 +24,7 @@ def forward(
 
 
 class Scales(NamedTuple):
-    """What each row of x and each column of w, of 8 bits, was divided by; None: 1."""
+    """The divisors of each row of x and each column of w, whose values have 8 bits; None: 1."""
 
     x_M: Array | None = None
     w_N: Array | None = None
@@ -65,7 +65,7 @@ def scale(sums_MN: Array, scales: Scales) -> Array:
 def finish(
     z_xN: Array, bias_N: Array | None, residual_xN: Array | None, *, spec: Spec, dtype: Any
 ) -> tuple[Array, Array | None]:
-    """The epilogue of sums in float32. dtype: of z."""
+    """Returns the epilogue of sums in float32. dtype: z's."""
     if bias_N is not None:
         z_xN += bias_N.astype(jnp.float32).reshape((1,) * (z_xN.ndim - 1) + bias_N.shape)
     y_xN = activate(spec.activation, z_xN)

@@ -1,4 +1,4 @@
-"""Grouped products on a GPU: correctness, and every case beside what else can do it.
+"""Grouped products on a GPU: correctness, and every case beside its rivals.
 
 Correct: the error against float32 is at most twice that of the plain 16-bit program, plus 1e-3.
 Rivals: JAX's own kernels (jax.experimental.pallas.ops.gpu, few groups only), XLA's ragged_dot where
@@ -102,7 +102,7 @@ def ragged(case: Case) -> Callable[..., jax.Array]:
 
 
 def sides(case: Case, implementation: Implementation) -> dict[str, Callable[[], Side]]:
-    """Ours and its rivals, each built when its turn comes."""
+    """Returns our kernel and its rivals, each built when it is called."""
     like = arguments(case)
     square = [like[0], jax.ShapeDtypeStruct((case.K, case.N), "bfloat16")]
     return {
@@ -161,7 +161,7 @@ def errors(case: Case, implementation: Implementation) -> dict[str, float]:
 
 
 def checks(rehearsal: bool) -> list[tuple[str, Callable[[], dict[str, float]]]]:
-    """(name, what gives error over bound)."""
+    """Returns (name, a function that returns error over bound) for each check."""
     cases: tuple[Any, ...] = TINY_CASES if rehearsal else CHECKED
     implementation = "interpret" if rehearsal else "hopper"
     return [

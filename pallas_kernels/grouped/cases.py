@@ -1,4 +1,4 @@
-"""Named shapes of experts' products: what tests, reports and benchmarks share.
+"""Named shapes of experts' products for tests, reports and benchmarks.
 
 Sizes of papers/models as their configurations say them; each token's rows are drawn for experts at
 random, so that no group is a multiple of a tile. FLOPs count the rows in groups; bytes every

@@ -65,5 +65,5 @@ def weights(a_MK: Array, b_MN: Array, sizes_G: Array) -> Array:
 
 
 def _named(M: int) -> contextlib.AbstractContextManager:
-    """Tells who reads a compiled program how many steps the loop has when groups hold all rows."""
+    """Writes into the program's names how many steps the loop has if groups hold all rows."""
     return jax.named_scope(f"grouped_steps_{-(-M // ROWS)}")

@@ -78,14 +78,16 @@ def weights(a_MK: Array, b_MN: Array, sizes_G: Array, *, size: int = ROWS) -> Ar
 
 
 def _named(a_MK: Array, sizes_G: Array, size: int) -> contextlib.AbstractContextManager:
-    """Tells who reads a compiled program how many steps the loop has at most: each group but the
-    first may begin within the rows of a step."""
+    """Writes the most steps that the loop can have into the name of the compiled program.
+
+    Each group but the first may begin within the rows of a step.
+    """
     M = a_MK.shape[0]
     return jax.named_scope(f"at_most_{-(-M // min(size, M)) + sizes_G.shape[0] - 1}_turns")
 
 
 def _steps(a_MK: Array, sizes_G: Array, size: int):
-    """The visits, and of one: where R rows are read, and which of them (R, 1) it visits."""
+    """Returns (the visits, a function of one: the start of its R rows, which of them it visits)."""
     M = a_MK.shape[0]
     R = min(size, M)
 
@@ -98,6 +100,6 @@ def _steps(a_MK: Array, sizes_G: Array, size: int):
 
 
 def like(new, old: Array):
-    """What a loop begins with must vary over the axes of a shard_map over which it ends."""
+    """Returns `new` varying over the mesh axes over which `old` does, as a loop's start must."""
     axes = tuple(jax.typeof(old).mat.varying)
     return jax.tree.map(lambda x: lax.pcast(x, axes, to="varying"), new) if axes else new

@@ -1,4 +1,4 @@
-"""The tiles of both grouped kernels: what they choose from, and what they refuse."""
+"""The tiles of both grouped kernels: the candidates, their shared memory, and the checks."""
 
 import jax.numpy as jnp
 
@@ -11,7 +11,7 @@ PIECE = 64  # 16-bit columns of a piece of the tiling: 128 bytes
 
 
 def candidates() -> list[Tile]:
-    """What the heuristics and the tuner choose from, each with the most stages that fit."""
+    """Returns the tiles for the heuristics and the tuner, each with the most stages that fit."""
     every = (Tile(m, n, warpgroups=m // ROWS, cluster=c) for m, n in BLOCKS for c in (2, 1))
     return [tiles.fitted(tile, buffers) for tile in every]
 

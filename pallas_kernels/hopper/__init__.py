@@ -1,4 +1,4 @@
-"""The engine under all products for Hopper GPUs: what their kernels share."""
+"""The engine under all products for Hopper GPUs."""
 
 import pathlib
 

@@ -1,4 +1,4 @@
-"""What a product's epilogue computes, in plain JAX: the specification, and what kernels compute."""
+"""The activations of a product's epilogue: in plain JAX, the specification, and in kernels."""
 
 import dataclasses
 import math

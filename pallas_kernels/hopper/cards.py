@@ -1,4 +1,4 @@
-"""What a GPU has: shared memory, registers, SMs and rates, in one place for all kernels.
+"""Shared memory, registers, SMs and rates of GPUs, in one place for all kernels.
 
 Sources: CUDA C programming guide, technical specifications of compute capabilities 8.0, 9.0, 10.0;
 datasheets of A100 80 GB SXM, H100 SXM5, H200 and DGX B200.

@@ -27,7 +27,7 @@ product, and was decided against after these trials with jax 0.11.2, lowered for
   wait for a flag before it copies; an index map can do none of these (read in its source).
 - It has one ring; ping-pong has one for each warpgroup, filled in turn by one producer.
 
-With one product of fixed steps it lowers, and saves what `Product.produce` and `_product` are.
+With one product of fixed steps it lowers, and would replace `Product.produce` and `_product`.
 """
 
 import dataclasses
@@ -112,8 +112,8 @@ def launch(
 ) -> dict[str, jax.Array]:
     """Runs a persistent kernel: body(arrays in memory by name, scratch by name).
 
-    inputs: those that are None are left out. work: its name, and what it computes. clusters: of
-    thread blocks, that run at one time.
+    inputs: those that are None are left out. work: the kernel's name and what it computes.
+    clusters: the number of clusters of thread blocks that run at one time.
     """
     operands = {key: value for key, value in inputs.items() if value is not None}
     names = (*operands, *outputs)
@@ -144,8 +144,9 @@ def launch(
 class Product:
     """The roles of a thread block.
 
-    steps: of a tile's product, each block_k of what is contracted; an int, or a function of what
-    `begin` returned. first, stride: the tiles of this block's cluster are first, first + stride ...
+    steps: how many a tile's product has, each block_k of what is contracted; an int, or a function
+    of the result of `begin`. first, stride: the tiles of this block's cluster are first, first +
+    stride ...
     """
 
     tile: Tile
@@ -157,7 +158,7 @@ class Product:
 
     @property
     def warpgroup(self) -> Int:
-        """This one's number."""
+        """The number of this warpgroup in its thread block."""
         return lax.axis_index("warpgroup")
 
     @property
@@ -177,7 +178,7 @@ class Product:
         registers: tuple[int, int] = REGISTERS,
         computes: Any = True,
     ) -> None:
-        """Gives each warpgroup its role. here: whether this block computes."""
+        """Gives each warpgroup its role. computes: whether this block computes."""
         some = self.tile.warpgroups > 1
 
         @pl.when(computes & (self.warpgroup < self.tile.warpgroups))
@@ -202,12 +203,12 @@ class Product:
         begin: Callable[[Int], Any] = lambda i: i,
         live: Callable[[Any], Any] | None = None,
     ) -> None:
-        """A compute warpgroup, over those of `total` tiles that are its own.
+        """Runs a compute warpgroup over its share of `total` tiles.
 
-        begin(i): what the others are given of tile i. multiply(place, s, buffer, *accumulators):
-        one wgmma into each, from buffer `buffer` of the rings, which holds step s. finish(place,
-        *sums): stores them. sums: their shapes. live(place): false where nothing will be stored,
-        and so nothing is multiplied.
+        begin(i): returns the place of tile i, which the other functions get. multiply(place, s,
+        buffer, *accumulators): one wgmma into each accumulator, from buffer `buffer` of the rings,
+        which holds step s. finish(place, *sums): stores the sums. sums: their shapes. live(place):
+        false if nothing of the tile is stored, so that nothing is multiplied.
         """
         tile, ring = self.tile, self.warpgroup if self.tile.pingpong else 0
 
@@ -233,10 +234,10 @@ class Product:
         begin: Callable[[Int], Any],
         load: Callable[[Any, Int, Int, Any], None],
     ) -> None:
-        """The producer warpgroup, over those of `total` tiles that are this block's.
+        """Runs the producer warpgroup over this block's share of `total` tiles.
 
-        begin(i): as of `compute`; also waits until what tile i needs is there. load(place, s,
-        buffer, barrier): starts the copies of step s into buffer `buffer` of the rings.
+        begin(i): as in `compute`; it also waits until the operands of tile i are there. load(place,
+        s, buffer, barrier): starts the copies of step s into buffer `buffer` of the rings.
         """
         tile, steps = self.tile, self.steps
         count = self._tiles(total)
@@ -275,15 +276,15 @@ class Product:
                 plgpu.barrier_wait(self.free.at[self._buffer(r, i)])
 
     def each(self, total: Int, do: Callable[[Int], None]) -> None:
-        """do(i) of those of `total` tiles that are this block's, again."""
+        """Calls do(i) for each tile i of this block's share of `total` tiles, once more."""
         pl.loop(0, self._tiles(total))(lambda n: do(self._tile(n)))
 
     def _tile(self, n: Int) -> Int:
-        """This block's n-th, of all."""
+        """Returns the number of this block's n-th tile, among all tiles."""
         return self.first + n * self.stride
 
     def _tiles(self, total: Int, ring: Int | None = None) -> Int:
-        """How many of `total` tiles are this block's, or go through a ring of it."""
+        """Returns how many of `total` tiles this block has, or how many go through one ring."""
         count = share(total, self.first, self.stride)
         rings = self.tile.rings
         if ring is None or rings == 1:

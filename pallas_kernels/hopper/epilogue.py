@@ -26,7 +26,7 @@ WGMMA = plgpu.Layout.WGMMA
 class Staging:
     """A warpgroup's buffers between registers and memory.
 
-    buffers: of each result, (warpgroups, slots, rows, columns). warpgroup: whose they are.
+    buffers: one for each result, (warpgroups, slots, rows, columns). warpgroup: its number.
     """
 
     buffers: tuple[Any, ...]
@@ -35,8 +35,8 @@ class Staging:
     def put(self, p: int, values: tuple[Any, ...], copy: Callable[..., None]) -> None:
         """Writes piece p of a tile to shared memory, and starts its copies.
 
-        p: pieces of a tile count from 0 and leave none out but the last ones. values: of each
-        result. copy(a buffer of each): one group of copies, from 0 on as many as it likes.
+        p: the pieces of a tile count from 0; only the last ones may be left out. values: one for
+        each result. copy(a buffer of each): starts one group of copies, of any number.
         """
         slots = self.buffers[0].shape[1]
         slot = p % slots

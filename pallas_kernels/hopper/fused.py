@@ -1,8 +1,8 @@
-"""What the fused kernels share: how they run, and what their thread blocks are for.
+"""The thread blocks of all fused kernels: how many there are, and what each of them does.
 
-Most thread blocks compute (engine.py): tiles come in the order of
-schedule.py, and a kernel names its operands and results tile by tile. Some may only copy
-(relay.py), with flags that say what is there.
+Most thread blocks compute (engine.py): tiles come in the order of schedule.py, and a kernel names
+its operands and results tile by tile. Some blocks may only copy (relay.py); their flags tell the
+others which rows have arrived.
 """
 
 import dataclasses
@@ -30,10 +30,10 @@ LINK_BYTES, BLOCK_BYTES = 400e9, 100e9
 class Fusion:
     """How a fused kernel runs.
 
-    tile: of the product, as gemm's; not ping-pong. comm: thread blocks that only copy, in whole
-    clusters; none where the epilogue sends. chunk: rows that travel under one flag.
-    rotated: tiles begin with the rank's own rows, or those of the next; False: with row 0, to see
-    what the rotation is worth.
+    tile: that of the product, as in gemm, without ping-pong. comm: thread blocks that only copy, in
+    whole clusters; 0 if the epilogue sends. chunk: rows that travel under one flag. rotated: tiles
+    begin with the rank's own rows, or those of the next rank; False: with row 0, which measures
+    what the rotation gains.
     """
 
     tile: Tile
@@ -42,7 +42,7 @@ class Fusion:
     rotated: bool = True
 
     def step(self, i: Int, first: Int, ranks: int, each: int) -> Int:
-        """The step that the order takes i-th: `each` tiles a rank, rank `first` is the first."""
+        """Returns the i-th step to take; a rank has `each` steps, and rank `first` comes first."""
         if self.rotated:
             return i
         rank = lax.rem(lax.div(i, jnp.int32(each)) + ranks - first, jnp.int32(ranks))
@@ -52,7 +52,7 @@ class Fusion:
 def candidates(rows: int, widths: Sequence[int], out_dtype: Any, grain: int = 64) -> Iterator[Tile]:
     """Tiles that are legal for these sizes, of which each has the most stages that fit.
 
-    grain: that a tile's columns are a multiple of.
+    grain: a tile's columns are a multiple of it.
     """
     for block_m, block_n in BLOCKS:
         if block_n > min(widths) or block_n % grain:
@@ -99,7 +99,7 @@ def scratch(
 ) -> dict[str, Any]:
     """Returns shared memory and barriers: the product's buffers, or what blocks that copy need.
 
-    shared: of the product. ring: of so many bytes, with its barriers.
+    shared: the product's buffers. ring: returns a ring of so many bytes, with its barriers.
     """
     tiles.check_shared(op, shared)
     smem = tuple(engine.scratch(shared, staged=staged).values())
@@ -112,7 +112,7 @@ def scratch(
 
 @dataclasses.dataclass(frozen=True)
 class Parts:
-    """Things that follow each other: tiles of columns of several weights, steps of several sums."""
+    """Consecutive runs of numbers: tiles of columns of several weights, steps of several sums."""
 
     sizes: Sequence[int]
 
@@ -122,7 +122,7 @@ class Parts:
         return sum(self.sizes)
 
     def each(self, i: Int, do: Callable[[int, Int], None]) -> None:
-        """do(part, place in it) of the part that i belongs to."""
+        """Calls do(part, place in it) for the part that i belongs to."""
         for part, size in enumerate(self.sizes):
             first = sum(self.sizes[:part])
             inside = (i >= first) & (i < first + size)
@@ -132,8 +132,9 @@ class Parts:
 class Worker:
     """A thread block of a fused kernel.
 
-    rank: whom it works for. cluster: its cluster's number among those of its rank. block: its own
-    in the cluster. ring: shared memory of blocks that copy. product, staging: of others.
+    rank: the rank that it works for. cluster: its cluster's number among those of the rank. block:
+    its number in the cluster. ring: the shared memory of blocks that copy. product, staging: those
+    of blocks that compute.
     """
 
     def __init__(
@@ -148,8 +149,9 @@ class Worker:
     ):
         """Says how a block of a kernel is used.
 
-        clusters: of a rank. turned: weights are stored (N, K). steps: of a tile's product. memory:
-        smem, ready and free of `scratch`. delays: ns that each rank starts late (tests).
+        clusters: how many a rank has. turned: weights are stored (N, K). steps: how many a tile's
+        product has. memory: smem, ready and free of `scratch`. delays: ns that each rank starts
+        late (tests).
         """
         self.peers, self.fusion, self.tile, self.turned = peers, fusion, fusion.tile, turned
         smem = memory["smem"]
@@ -185,7 +187,7 @@ class Worker:
 
     @property
     def computing_warpgroup(self) -> tuple[Int, int]:
-        """The same among those that compute."""
+        """This warpgroup's number among those that compute for its rank, and how many these are."""
         me, everyone = self.worker
         each = self.tile.warpgroups
         return me - self.fusion.comm * each, everyone - self.fusion.comm * each
@@ -195,7 +197,7 @@ class Worker:
         return row + self.block * self.tile.block_m + self.warpgroup * self.tile.rows
 
     def rows(self, row: Int) -> Any:
-        """The rows that this block reads of such a tile."""
+        """Returns the rows that this block reads of a cluster's tile that begins at `row`."""
         first = pl.multiple_of(row + self.block * self.tile.block_m, self.tile.block_m)
         return pl.ds(first, self.tile.block_m)
 
@@ -213,7 +215,7 @@ class Worker:
         )
 
     def compute(self, total: Int, finish: Callable[[Int, Any], None]) -> None:
-        """A compute warpgroup, of `total` tiles: finish(i, sums of its rows) stores tile i."""
+        """Runs a compute warpgroup; finish(i, sums of its rows) stores tile i of `total`."""
 
         def multiply(_, s, buffer, acc):
             right = self.b_smem.at[buffer]
@@ -244,7 +246,7 @@ class Worker:
         produce: Callable[[], None],
         communicate: Callable[[], None] | None = None,
     ) -> None:
-        """Gives each warpgroup its role; communicate: of computing ones, in blocks that copy."""
+        """Gives each warpgroup its role; in blocks that copy, compute warpgroups `communicate`."""
         if self.fusion.comm and communicate:
             copying = self.warpgroup < self.tile.warpgroups
             pl.when((self.cluster < self.talking) & copying)(communicate)

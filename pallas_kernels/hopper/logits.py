@@ -1,4 +1,4 @@
-"""Tiles of logits, and rows of a warpgroup: what the attention kernels on Hopper share.
+"""Tiles of logits and rows of a warpgroup, for all attention kernels on Hopper.
 
 Attention over packed tokens and attention over pages compute their logits from the same products,
 in the registers of a warpgroup and with base-2 exponents. Their loops over keys differ.
@@ -27,7 +27,7 @@ def staging(shape: tuple[int, ...], dtype, interpret: bool) -> Any:
 
 
 def product(lefts, rights, shape: tuple[int, int], meanwhile=lambda: None):
-    """The sum of left right^T over pieces of the columns, all in shared memory.
+    """Returns the sum of left right^T over pieces of the columns, all in shared memory.
 
     meanwhile: runs before the wait for the result.
     """
@@ -42,7 +42,7 @@ def product(lefts, rights, shape: tuple[int, int], meanwhile=lambda: None):
 
 
 def row_vector(ref, start):
-    """64 values, one a row of a wgmma result."""
+    """Returns 64 values, one for each row of a wgmma result."""
     return plgpu.load(ref.at[pl.ds(start, ROWS)], layout=WGMMA.reduce(1), optimized=False)
 
 

@@ -1,4 +1,4 @@
-"""Arrays and shared memory as TMA and wgmma want them, and what kernels read and return."""
+"""Shared memory and arrays in the layouts that TMA and wgmma need, and indices of tiles."""
 
 from typing import Any
 

@@ -1,6 +1,6 @@
-"""How a fused kernel reaches the other ranks: one small interface, four worlds behind it.
+"""How a fused kernel reaches the other ranks: one interface with four implementations.
 
-A kernel is written once against it, and which world it is for is decided when it is traced:
+A kernel is written once against `Peers`; when it is traced, the caller picks the implementation:
 
 - RemotePeer: a rank is a GPU of a mesh axis, or of several as one; peers' arrays and flags are
   remote memory (NVLink).
@@ -9,8 +9,8 @@ A kernel is written once against it, and which world it is for is decided when i
 - GhostPeer: one rank of full size beside ghosts that hold what it holds and do what it does; copies
   are held back to a link's rate and latency by the GPU's clock, and what it sends comes back to it
   as theirs would. For times: tiles, waves, communication blocks and memory are the real ones.
-- ReadyPeer: one rank whose peers' rows are there already; nothing travels and nobody waits. What
-  the product alone takes, and what the interpreter of Mosaic GPU, which has no flags, can run.
+- ReadyPeer: one rank whose peers' rows are there already; nothing travels and nobody waits. It
+  measures the product alone, and the interpreter of Mosaic GPU, which has no flags, can run it.
 
 An array that is reached has pages first: (pages of a rank, rows, columns); VirtualPeer's has those
 of rank 0, then of rank 1, ...
@@ -51,7 +51,7 @@ def spin(began: Int, ns: Int) -> None:
 
 
 def fence() -> None:
-    """What other threads and GPUs stored, and a flag said so, is seen by TMA after this."""
+    """Makes TMA see what other threads and GPUs stored before they raised a flag."""
 
     @plgpu.inline_mgpu()
     def emit(_):
@@ -62,7 +62,7 @@ def fence() -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Peers:
-    """One rank of `ranks`, alone with its arrays; each world below says what differs in it."""
+    """One rank of `ranks` with arrays of its own; each subclass overrides what differs."""
 
     ranks: int
 
@@ -73,7 +73,7 @@ class Peers:
 
     @property
     def reached(self) -> int:
-        """The same of an array that the others reach."""
+        """How many ranks' pages an array has that the other ranks reach."""
         return self.copies
 
     @property
@@ -86,23 +86,23 @@ class Peers:
         return pl.get_global(plgpu.SemaphoreType.REGULAR((self.copies * count,)))
 
     def rank(self) -> Int:
-        """Who this thread block works for."""
+        """Returns the rank that this thread block works for."""
         raise NotImplementedError
 
     def cluster(self) -> Int:
-        """This cluster of thread blocks among those of its rank."""
+        """Returns the number of this cluster of thread blocks among those of its rank."""
         return lax.axis_index("block")
 
     def private_page(self, ref: Ref, page: Int = 0) -> Ref:
-        """A page of this rank's array, that nobody else reaches."""
+        """Returns a page of this rank's array that no other rank reaches."""
         return ref.at[page]
 
     def shared_page(self, ref: Ref, page: Int = 0) -> Ref:
-        """A page of this rank's array, that the others reach."""
+        """Returns a page of this rank's array that the other ranks reach."""
         return self.private_page(ref, page)
 
     def peer(self, ref: Ref, rank: Int, page: Int = 0) -> Ref:
-        """A page of that array of another rank."""
+        """Returns a page of another rank's array, which its `shared_page` is of."""
         return ref.at[rank * (ref.shape[0] // self.ranks) + page]
 
     def signal(self, flags: Ref, to: Int, index: Int) -> None:
@@ -110,7 +110,7 @@ class Peers:
         pl.semaphore_signal(flags.at[index])
 
     def wait(self, flags: Ref, index: Int, value: Int) -> None:
-        """Until an own flag is at least `value`; TMA then sees what was stored before the signals.
+        """Waits until a flag of this rank is at least `value`; TMA then sees the data behind it.
 
         Flags only count upwards, from 0 in each call.
         """
@@ -118,11 +118,11 @@ class Peers:
         fence()
 
     def now(self) -> Int:
-        """When copies begin, for `pace`."""
+        """Returns the time at which copies begin, for `pace`."""
         return jnp.int32(0)
 
     def pace(self, began: Int, moved: Int) -> None:
-        """Until a link would have brought `moved` bytes since `began`."""
+        """Waits until a link would have brought `moved` bytes since `began`."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,8 +184,8 @@ class GhostPeer(Peers):
     page, a copy to the page of this rank at a peer goes to the page of that peer here, and signals
     come back. Results are complete, those of ranks that are all alike.
 
-    me: its rank. bytes_per_s: of the emulated link for each communication block (a link's rate over
-    the number of blocks); 0: as fast as memory is. latency_ns: of a copy.
+    me: its rank. bytes_per_s: the rate of the emulated link for each communication block (a link's
+    rate over the number of blocks); 0: as fast as memory is. latency_ns: that of a copy.
     """
 
     me: int

@@ -22,7 +22,7 @@ STORING = 2  # pieces whose stores may still be read from the ring
 
 
 def piece_shape(width: int, itemsize: int) -> tuple[int, int]:
-    """Returns (rows, columns) of the contiguous piece that one copy moves; width: of a row.
+    """Returns (rows, columns) of the contiguous piece that one copy moves; width: a row's columns.
 
     Rows divide 8, and so every chunk's rows; where a row is too long, its columns are divided.
     """

@@ -1,4 +1,4 @@
-"""Who computes which tile when, and which rows travel when: schedules as data.
+"""Schedules as data: the order of a rank's tiles, and the order in which rows travel.
 
 One persistent kernel does a whole product; its tiles wait for flags, or arrive at them, and a few
 thread blocks move chunks of rows meanwhile (Flux, arXiv 2406.06858, sections 3 and 4). Thread
@@ -11,8 +11,8 @@ block j of n takes tiles j, j + n, ... of the order given here.
 
 A kernel computes its tile from a loop index by the functions below (`gather_tile`, `scatter_tile`,
 `gather_chunk`, `scatter_chunk`, `raster`); they take Python ints, NumPy arrays and traced values
-alike. Tables of them, and who waits for what, simulated: experiments/reports/overlap_simulator.py
-and overlap_simulator.py.
+alike. experiments/reports/overlap_simulator.py makes tables of
+them and simulates which rank waits for which.
 
 Legend: T tiles, C chunks, F flags, R ranks.
 """

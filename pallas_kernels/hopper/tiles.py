@@ -1,7 +1,8 @@
 """The tile of a product, and what fits in a thread block of a Hopper GPU.
 
-A tile that does not fit fails deep in the compiler, or spills registers and is slow without a word:
-kernels check theirs here before they are traced, and the tuner drops such candidates.
+A tile that does not fit fails deep in the compiler, or spills registers and is slow without any
+message. So kernels check their tile here before they are traced, and the tuner drops such
+candidates.
 """
 
 import dataclasses
@@ -33,9 +34,9 @@ class Tile:
     """How a persistent product is cut.
 
     block_m, block_n: rows and columns of a tile of the result. block_k: contracted at a time.
-    stages: of a ring of buffers, tiles of both operands in flight. warpgroups: that compute.
-    cluster: thread blocks, one below the other, that read the right operand once for all (TMA
-    multicast). snake: clusters down the rows that are taken before the next column of tiles.
+    stages: buffers of a ring, which are tiles of both operands in flight. warpgroups: how many
+    compute. cluster: thread blocks, one below the other, that read the right operand once for all
+    (TMA multicast). snake: clusters down the rows that are taken before the next column of tiles.
     pingpong: each warpgroup has tiles of its own, else they share each tile's rows. splits: parts
     of the contracted dimension, each with a result of its own.
     """
@@ -80,7 +81,7 @@ class Tile:
 
 
 def fitted(tile: Tile, buffers: Callable[[Tile], Buffers]) -> Tile:
-    """Returns the same tile with no more stages than fit. buffers: of a tile."""
+    """Returns the same tile with no more stages than fit. buffers: returns those of a tile."""
 
     def fits(stages: int) -> bool:
         needed = shared_bytes(buffers(dataclasses.replace(tile, stages=stages)))
@@ -93,7 +94,7 @@ def fitted(tile: Tile, buffers: Callable[[Tile], Buffers]) -> Tile:
 def check(op: str, tile: Tile, grain: int = 64) -> None:
     """Refuses a tile that breaks the rules of wgmma or of registers.
 
-    grain: that block_n and block_k are multiples of.
+    grain: block_n and block_k are multiples of it.
     Raises: ValueError.
     """
     check_multiple(op, "block_m", tile.block_m, ROWS * tile.warpgroups // tile.rings)
@@ -134,8 +135,8 @@ def accumulator_registers(*shapes: tuple[int, int]) -> int:
 def check_registers(op: str, warpgroups: int, *shapes: tuple[int, int], spare: int = 64) -> None:
     """Raises: ValueError when a warpgroup's float32 tiles leave less than `spare` registers.
 
-    warpgroups: that compute, beside one that only starts copies. spare: for indices, row vectors
-    and the operand on its way (chosen: what the kernels here need to stay without spills).
+    warpgroups: how many compute, beside one that only starts copies. spare: for indices, row
+    vectors and the operand on its way (chosen: what the kernels here need to stay without spills).
     """
     most = COMPUTE_REGISTERS[warpgroups] - spare
     needed = accumulator_registers(*shapes)
@@ -147,7 +148,7 @@ def check_registers(op: str, warpgroups: int, *shapes: tuple[int, int], spare: i
 
 
 def check_multiple(op: str, name: str, value: int, multiple: int, most: int | None = None) -> None:
-    """Raises: ValueError, with the nearest legal values, unless a multiple, above 0, <= most."""
+    """Raises: ValueError, with the nearest legal values, unless it is a multiple in 1 .. most."""
     if value > 0 and value % multiple == 0 and (most is None or value <= most):
         return
     below = max(value // multiple, 1) * multiple

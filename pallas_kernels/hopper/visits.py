@@ -74,7 +74,7 @@ def visits(sizes_G: jax.Array, rows: int, block: int, align: int) -> Visits:
 
 
 def visited(tile: Tile, rows: int, columns: int, groups: int) -> float:
-    """An estimate of the output tiles of equally large groups.
+    """Returns an estimate of the number of output tiles of equally large groups.
 
     A group begins anywhere: half a tile of it is another's, on average.
     """
@@ -83,5 +83,5 @@ def visited(tile: Tile, rows: int, columns: int, groups: int) -> float:
 
 
 def seconds(tile: Tile, count: float, contracted: float) -> float:
-    """An estimate of `count` output tiles; as they end at different times, waves are not whole."""
+    """Returns an estimate of the seconds of `count` output tiles, which need not fill a wave."""
     return max(count / SMS, 1) * sum(tile.seconds(contracted))

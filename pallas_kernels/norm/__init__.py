@@ -1,1 +1,1 @@
-"""Normalisation fused with what comes before it: bias and residual."""
+"""Normalisation, fused with the addition of a bias and a residual before it."""

@@ -1,7 +1,7 @@
-"""LayerNorm and RMSNorm of x + bias + residual in one pass, and unpacked in the same pass.
+"""LayerNorm and RMSNorm of x + bias + residual in one pass, which may also unpack the result.
 
-ByteTransformer (arXiv 2210.03052) section 3.2 fuses the sum with the norm for BERT, and the last of
-a network with the way back to padded rows; RMSNorm: arXiv 1910.07467.
+ByteTransformer (arXiv 2210.03052) section 3.2 fuses the sum with the norm for BERT, and the last
+norm of a network with unpacking to padded rows; RMSNorm: arXiv 1910.07467.
 
 Legend: x any leading dimensions, T packed tokens, D model width, B sequences, S padded length.
 """
@@ -72,7 +72,7 @@ def norm_unpack(
     """`unpack(fused_layer_norm(x, ...)[0], info)` in one pass: the last norm of a packed network.
 
     Args: x_TD, residual: packed tokens; those of the dead tail are never used and get gradient 0.
-      info: what `pack` returned. The rest as in `fused_layer_norm`.
+      info: the result of `pack`. The other arguments are as in `fused_layer_norm`.
     Returns: y_BSD in x's type, 0 where it pads.
     Raises: as `fused_layer_norm`, and ValueError when x does not have the capacity's tokens.
     """
@@ -166,7 +166,7 @@ _norm.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
 def key(problem: hopper.Problem, spec: Spec, added: bool) -> dict[str, str | bool | int]:
-    """What tuned tables are asked. added: a residual, or backward a gradient of h, comes in too."""
+    """Returns the key of a table's row. added: with a residual, or backward a gradient of h."""
     return {
         "dtype": jnp.dtype(problem.dtype).name,
         "centred": spec.centred,

@@ -34,7 +34,7 @@ CHECKED = (
 
 
 def arguments(case: Case) -> list[jax.ShapeDtypeStruct]:
-    """x, scale and, where the case has them, residual, offset and bias."""
+    """Returns x, scale and, if the case has them, residual, offset and bias, as shapes."""
     shapes = [(case.rows, case.width), (case.width,)]
     shapes += [(case.rows, case.width)] * case.added
     shapes += [(case.width,)] * (case.centred + case.bias)
@@ -70,7 +70,7 @@ def norm(case: Case, implementation: Implementation) -> Callable:
 
 
 def sides(case: Case, implementation: Implementation) -> dict[str, Callable[[], Side]]:
-    """Ours, and the plain program, of which XLA makes one or two kernels."""
+    """Returns our kernel, and the plain program, of which XLA makes one or two kernels."""
     return {
         "ours": lambda: (norm(case, implementation), arguments(case)),
         "xla": lambda: (norm(case, "reference"), arguments(case)),
@@ -78,7 +78,7 @@ def sides(case: Case, implementation: Implementation) -> dict[str, Callable[[], 
 
 
 def torch_sides(case: Case) -> dict[str, Callable[[], rivals.Rival]]:
-    """PyTorch's norm, compiled; where y is unpacked, with a copy to the places of the tokens."""
+    """Returns PyTorch's norm, compiled; if y is unpacked, with a copy to the tokens' places."""
     places = None
     if case.padded_rows:
         longest = case.padded_rows // 16
@@ -124,7 +124,7 @@ def errors(case: Case, implementation: Implementation) -> dict[str, float]:
 
 
 def checks(rehearsal: bool) -> list[tuple[str, Callable[[], dict[str, float]]]]:
-    """(name, what gives error over bound)."""
+    """Returns (name, a function that returns error over bound) for each check."""
     cases = TINY_CASES if rehearsal else CHECKED
     implementation = "interpret" if rehearsal else "hopper"
     return [

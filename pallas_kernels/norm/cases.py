@@ -1,4 +1,4 @@
-"""Named shapes of the fused norm: what tests, reports and benchmarks share, and their floors.
+"""Named shapes of the fused norm for tests, reports and benchmarks, and their floors.
 
 Bytes count every row once: forward x, the residual, y and h; backward h, dy, dx, and dh where h is
 used again, as in a network that normalises before its layers. Rows on their way back to padding
@@ -16,8 +16,9 @@ from pallas_kernels.norm import reference
 class Case(Workload):
     """One workload of 16-bit rows. centred: LayerNorm with an offset, else RMSNorm.
 
-    added: a residual, and backward a gradient of h. bias: is added too. padded_rows: where y is
-    unpacked to (then h is kept for the backward pass and has no gradient of its own), 0: it is not.
+    added: a residual is added, and the backward pass has a gradient of h. bias: a bias is added.
+    padded_rows: rows into which y is unpacked (then h is kept for the backward pass and has no
+    gradient of its own); 0: y is not unpacked.
     """
 
     name: str
@@ -36,7 +37,7 @@ class Case(Workload):
         return self.rows * self.width * each
 
     def bytes(self, backward: bool = False) -> float:
-        """Each array of rows once."""
+        """Returns the bytes of all arrays of rows, each once."""
         if backward:
             rows = self.rows * (3 + (self.added and not self.padded_rows))
         else:

@@ -149,7 +149,7 @@ def misfits(problem: Problem, tile: Tile) -> list[str]:
 
 
 def _fits(problem: Problem, tile: Tile, blocks: int = 1) -> bool:
-    """Whether so many thread blocks have room in the shared memory of an SM."""
+    """Whether so many thread blocks fit in the shared memory of an SM."""
     room = tiles.SHARED_BYTES // blocks - tiles.RESERVED_BYTES
     return tiles.shared_bytes(problem.buffers(tile)) <= room
 
@@ -313,7 +313,7 @@ def _call(body, inputs, outputs, problem, tile, streams, spec, interpret) -> dic
 
 
 def _layout(columns: int) -> Any:
-    """Rows in registers over the columns of a warpgroup, up to 8 neighbours a thread and load."""
+    """Returns the layout of rows over a warpgroup: up to 8 neighbours for a thread and a load."""
     near = next(n for n in (8, 4, 2) if columns % (n * tiles.WARPGROUP) == 0)
     tiling = plgpu.Tiling(((1, near * tiles.WARPGROUP), (32 * near,), (near,)))
     return plgpu.Layout.TILED(tiling, warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
@@ -343,7 +343,7 @@ def _index(shape: tuple[int, int], axis: int):
 
 
 def _inside(x_RC, columns, problem: Problem):
-    """x where a column exists; 0 where the slot is wider than a row."""
+    """Returns x with 0 in the columns in which the slot is wider than a row."""
     if columns.start + x_RC.shape[1] <= problem.width:
         return x_RC
     return jnp.where(_index(x_RC.shape, 1) < problem.width - columns.start, x_RC, 0.0)
@@ -362,7 +362,7 @@ def _copy_out(slot_RP, target_TD, start, width: int):
 
 
 class _Ring:
-    """The groups of this block, and the copies that bring them."""
+    """The groups of rows of this thread block, and the copies that load them."""
 
     def __init__(self, at, smem, ready, once, loaded, problem: Problem, tile: Tile):
         """Starts the copies of what stays and of the first groups, and waits for what stays."""
@@ -409,7 +409,7 @@ class _Ring:
             self.fetch(ahead)
 
     def vector(self, name: str, columns, size: int):
-        """One of bias, scale, offset for a chunk, the same in each row."""
+        """Returns bias, scale or offset for a chunk of columns, the same in each row."""
         ref = self.vectors[name].at[columns]
         x_C = _load(ref, _layout(size).reduce(0))
         return lax.broadcast_in_dim(x_C, (self.tile.rows, x_C.shape[0]), [1])
@@ -482,7 +482,7 @@ def _scatter(slot_RP, y_ND, target_T, start, width: int):
 
 
 def _clear(y_ND, ends, zeros_RP, block, problem: Problem, tile: Tile, length: int):
-    """Starts copies of 0 to the rows that pad; the blocks share them."""
+    """Starts copies of 0 to the padding rows, which the thread blocks share."""
     R, D = tile.rows, problem.width
     chunks, size = _chunks(problem, tile)
     for columns in chunks:

@@ -81,7 +81,7 @@ class PackedTokens:
 def pack(
     x_BSx: Array, lengths_B: Array | np.ndarray | Sequence[int], capacity: int
 ) -> tuple[Array, PackInfo]:
-    """The first lengths[b] tokens of each row, end to end, in the order of the rows.
+    """Returns the first lengths[b] tokens of each row, end to end, in the order of the rows.
 
     Args:
       x_BSx: any type. What pads it is never read, so NaN there goes nowhere; its gradient is 0.
@@ -120,7 +120,7 @@ def pack(
 
 
 def unpack(x_Tx: Array, info: PackInfo) -> Array:
-    """The inverse of `pack`: x_BSx with 0 where it pads, whatever the dead tail holds.
+    """Returns x_BSx, the inverse of `pack`, with 0 as padding, whatever the dead tail holds.
 
     Raises: ValueError when x does not have the capacity's tokens.
     """
@@ -135,7 +135,7 @@ def unpack(x_Tx: Array, info: PackInfo) -> Array:
 
 
 def check_info(op: str, info: Any) -> None:
-    """Refuses what `pack` did not return.
+    """Refuses anything but the PackInfo of `pack`.
 
     Raises: ValueError.
     """
@@ -144,14 +144,15 @@ def check_info(op: str, info: Any) -> None:
 
 
 def bucket(tokens: int, *, most: int | None = None, steps: int = 4, multiple: int = 128) -> int:
-    """The capacity for a batch of this many tokens, one of few.
+    """Returns the capacity for a batch of this many tokens, out of few possible ones.
 
     Capacities have `steps` equal steps from each power of two to the next, so batches of n to 2 n
     tokens need steps + 2 compiled programs at most, and the dead tail is below
     max(tokens / steps, multiple) tokens.
 
-    Args: most: what no batch exceeds (B x S); it is the last bucket, rounded up to `multiple`.
-      steps: per doubling. multiple: of which a capacity is one (rows of a kernel's tile).
+    Args: most: the tokens that no batch exceeds (B x S); it is the last bucket, rounded up to
+      `multiple`. steps: buckets per doubling. multiple: every capacity is a multiple of it (the
+      rows of a kernel's tile).
     Raises: ValueError for numbers below 1 (tokens: below 0), and more tokens than `most`.
     """
     tokens = arguments.integer("bucket", "tokens", tokens, 0)

@@ -25,11 +25,11 @@ class Case(Workload):
         return bucket(sum(self.lengths), most=len(self.lengths) * self.longest)
 
     def flops(self, backward: bool = False) -> float:
-        """None: data only moves."""
+        """Returns 0, as data only moves."""
         return 0.0
 
     def bytes(self, backward: bool = False) -> float:
-        """Tokens are read; every row of the result is written."""
+        """Returns the bytes of the tokens, which are read, and of the result, which is written."""
         padded = self.unpacks != backward
         written = len(self.lengths) * self.longest if padded else self.capacity
         return 2.0 * self.width * (sum(self.lengths) + written)

@@ -67,7 +67,7 @@ def paged_attention(
       start_B, count_B, context_B: int32: the segment's first row in q, its rows (0: none), and the
         sequence's keys in all, this step's included: count_B <= context_B <= M N.
       k_scale_PNG, v_scale_PNG: float32, k = k_scale times the stored number; with 8 bits only.
-      scale: of the logits, above 0; None: K ** -0.5.
+      scale: the logits' factor, above 0; None: K ** -0.5.
       window: (left, right), keys from p - left on; the right side adds nothing to causal order.
       softcap: c > 0, logits become c tanh(logits / c).
       sinks_H: a logit for each head that takes part in the softmax's sum with no value; neither
@@ -175,7 +175,7 @@ def _numbers(op: str, q: Array, k: Array, table: Any, *of_segments: Any) -> tupl
 def _first_bad(
     tokens: int, room: int, start: np.ndarray, count: np.ndarray, context: np.ndarray
 ) -> int | None:
-    """Returns the first segment that cannot be, None where all can."""
+    """Returns the first segment that breaks the rules of `paged_attention`, None if none does."""
     end = 0
     for b in np.flatnonzero(count):
         if not (end <= start[b] and 0 < count[b] <= context[b] <= room):

@@ -1,8 +1,8 @@
-"""Paged attention on a GPU: is the kernel right, and how fast beside plain JAX and the memory.
+"""Paged attention on a GPU: correctness, and times beside plain JAX and a copy.
 
-Right: no farther from plain JAX in float32 than twice what plain JAX in the kernel's type is, and a
-little. Pages of 8 bits: both read the same numbers. The rival is plain JAX; the bound is a copy
-that moves as many bytes.
+A result is right if its error against plain JAX in float32 is at most twice that of plain JAX in
+the kernel's type, plus a little; pages of 8 bits hold the same numbers for both. The rival is plain
+JAX; the bound is a copy that moves as many bytes.
 """
 
 import functools
@@ -41,14 +41,14 @@ OPTIONS: dict[str, dict[str, Any]] = {"plain": {}, "all": {"window": (255, 0), "
 
 
 def like(case: Case) -> list[jax.ShapeDtypeStruct]:
-    """What is drawn: q, and keys and values as bfloat16."""
+    """Returns the shapes that are drawn: q, and keys and values as bfloat16."""
     (H, G), pool = case.heads, -(-sum(case.contexts) // case.page) + len(case.contexts) + 1
     keys = jax.ShapeDtypeStruct((pool, case.page, G, case.width), jnp.bfloat16)
     return [jax.ShapeDtypeStruct((case.tokens, H, case.width), jnp.bfloat16), keys, keys]
 
 
 def table_of(case: Case) -> tuple[np.ndarray, ...]:
-    """(table, start, count, context), pages in random order."""
+    """Returns (table, start, count, context), with pages in random order."""
     random = np.random.default_rng(0)
     used = [-(-n // case.page) for n in case.contexts]
     ids = random.permutation(np.arange(1, like(case)[1].shape[0]))
@@ -60,12 +60,12 @@ def table_of(case: Case) -> tuple[np.ndarray, ...]:
 
 
 def numbers(case: Case) -> list[jax.Array]:
-    """The same as XLA must not know them: the plan is a part of what is timed."""
+    """Returns `table_of` with values that XLA does not know, as the plan is timed too."""
     return [jax.lax.optimization_barrier(jnp.asarray(x)) for x in table_of(case)]
 
 
 def call(case: Case, implementation: Implementation, **options: Any) -> Callable[..., jax.Array]:
-    """The function of a case, of what `like` describes."""
+    """Returns the function of a case; its arguments are those of `like`."""
     small = case.pages != "bfloat16"
 
     def run(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
@@ -87,13 +87,13 @@ def _narrow(x: jax.Array, pages: str) -> jax.Array:
 
 
 def copied(case: Case) -> Side:
-    """A copy of half as many float32 as the case moves bytes, so that it moves as many."""
+    """Returns a copy that moves as many bytes as the case, half of them as reads."""
     array = jax.ShapeDtypeStruct((int(case.bytes()) // 8,), jnp.float32)
     return lambda x: x + 1.0, [array]
 
 
 def sides(case: Case, implementation: Implementation) -> dict[str, Callable[[], Side]]:
-    """Ours, plain JAX, and a copy. (Pages of 8 bits are made of 16 in every call: see `timed`.)"""
+    """Returns our kernel, plain JAX, and a copy."""
     return {
         "ours": lambda: timed(case, implementation),
         "reference": lambda: timed(case, "reference"),
@@ -102,7 +102,7 @@ def sides(case: Case, implementation: Implementation) -> dict[str, Callable[[], 
 
 
 def timed(case: Case, implementation: Implementation) -> Side:
-    """What is timed, of the pages as they are kept."""
+    """Returns the function of a case and its arguments, which are pages as they are stored."""
     q, keys, _ = like(case)
     if case.pages == "bfloat16":
         return call(case, implementation), [q, keys, keys]
@@ -142,7 +142,7 @@ def errors(case: Case, implementation: Implementation, options: dict[str, Any]) 
 
 
 def checks(rehearsal: bool) -> list[tuple[str, Callable[[], dict[str, float]]]]:
-    """(name, what gives error over bound)."""
+    """Returns (name, a function that returns error over bound) for each check."""
     cases = TINY_CASES if rehearsal else CHECKED
     implementation = "interpret" if rehearsal else "hopper"
     return [
@@ -183,7 +183,7 @@ def tunings(cases: Sequence[Case] = (*CASES, *SERVED)) -> Iterator[Tuning]:
 
 
 def _inputs(case: Case, rng: jax.Array) -> tuple[Any, ...]:
-    """Queries, pages and no sinks."""
+    """Returns queries, pages and no sinks."""
     keys = jax.random.split(rng, 3)
     shapes = like(case)
     q, k, v = (

@@ -1,4 +1,4 @@
-"""Named steps over paged keys and values: what reports and benchmarks share, and their floors.
+"""Named steps over paged keys and values for reports and benchmarks, and their floors.
 
 A step that decodes reads every key and value once and does little with it: the floor is the
 memory's. A piece of a prompt does many products with each. FLOPs count the pairs that are seen, 4 K
@@ -43,7 +43,7 @@ class Case(Workload):
         return 4.0 * pairs * self.heads[0] * self.width
 
     def bytes(self, backward: bool = False) -> float:
-        """What is read and written, once. backward: 0."""
+        """Returns the bytes that are read and written, each once. backward: 0."""
         if backward:
             return 0.0
         size = np.dtype(self.pages).itemsize if self.pages in ("int8", "float16") else 2
@@ -54,7 +54,7 @@ class Case(Workload):
 
 
 def ragged(sequences: int, longest: int, seed: int = 0) -> tuple[int, ...]:
-    """Contexts between 1 and `longest`, half of them below an eighth: most requests are short."""
+    """Returns contexts of 1 to `longest`, half of them below an eighth: most requests are short."""
     random = np.random.default_rng(seed)
     few = random.integers(1, longest // 8 + 1, sequences)
     many = random.integers(1, longest + 1, sequences)
@@ -62,7 +62,7 @@ def ragged(sequences: int, longest: int, seed: int = 0) -> tuple[int, ...]:
 
 
 def decode(sequences: int, context: int, **more: object) -> Case:
-    """Equal contexts, a token each."""
+    """Returns a step that decodes one token for each of several equal contexts."""
     name = f"decode {sequences} x {context}" + "".join(f" {value}" for value in more.values())
     return Case(
         name,

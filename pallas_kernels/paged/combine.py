@@ -36,7 +36,7 @@ def combine(
     dtype: Any,
     interpret: bool = False,
 ) -> jax.Array:
-    """Returns the results of the plan's jobs, (D E, K) in dtype; what lies behind them is anything.
+    """Returns the results of the plan's jobs, (D E, K) in dtype; later rows hold anything.
 
     sums, lse: as `hopper.sums` returns them. rows: E.
     """

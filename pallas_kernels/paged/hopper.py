@@ -17,10 +17,11 @@ holds, each a copy of its own through the page table, or a part of a larger page
     q_ready[w]    1 copy                            of a warpgroup's own rows
     both          a warpgroup each                  what one stores to shared memory both multiply
 
-Steps that need a mask come first in a part, so that there are two loops. In them V has rows of
-nobody, which may hold NaN, and 0 NaN is no 0: they are set to 0 where they lie. Pages of 8 bits are
-converted from the ring into tiles of q's type, the keys by one warpgroup and the values by the
-other where there are two; the scales of keys multiply the logits, those of values the weights.
+Steps that need a mask come first in a part, so that there are two loops. In the first, V has rows
+that no query sees. They may hold NaN, and 0 NaN is NaN, so they are set to 0 in the ring. Pages of
+8 bits are converted from the ring into tiles of q's type, the keys by one warpgroup and the values
+by the other where there are two; the scales of keys multiply the logits, those of values the
+weights.
 
 Legend: as plan.py, and T tokens, B segments, P pages, N tokens of a page, H query heads,
 R = H / G, K head width, Q tokens of a tile, E rows of it that are copied, M pages of a table's row.
@@ -131,7 +132,7 @@ def sums(
 def _work(q_rows: jax.Array, pages: Pages, shape: Shape, spec: Spec) -> Work:
     """Returns the work of a call whose tables are full and whose items have a query in each row.
 
-    spec.pairs: of a token and a position, where the caller knows the tokens.
+    spec.pairs: how many pairs of a token and a position there are, if the caller knows the tokens.
     """
     (B, M), N = pages.table_BM.shape, shape.page
     heads, positions = shape.heads * shape.group, M * N
@@ -145,7 +146,7 @@ def _work(q_rows: jax.Array, pages: Pages, shape: Shape, spec: Spec) -> Work:
 
 
 def _scratch(name: str, size: tuple[int, ...], dtype: Any) -> Any:
-    """Shared memory; pages of 8 bits in pieces that warpgroups share."""
+    """Returns shared memory; pages of 8 bits lie in pieces that warpgroups share."""
     if name.endswith(("lse_smem", "scale_smem")) or name == "p_smem":
         return plgpu.SMEM(size, dtype)
     return swizzled(size, dtype, PART if jnp.dtype(dtype).itemsize == 1 else SWIZZLE)
@@ -157,7 +158,9 @@ def _whole_steps(table_BM: jax.Array, keys: int, page: int) -> jax.Array:
 
 
 def _by_position(scale_PNG: jax.Array | None, table_BM: jax.Array, keys: int) -> jax.Array | None:
-    """Scales of each sequence's positions (B, G, M N), whole steps of them: TMA copies no columns.
+    """Returns scales of each sequence's positions (B, G, M N), in whole steps.
+
+    TMA cannot copy columns of pages.
 
     It is 2 x 4 bytes moved for K bytes of a page, of all places that tables have.
     """
@@ -183,7 +186,7 @@ def multiply_into(acc, left, right_smem, staging_smem, interpret: bool):
 
 
 class Place(NamedTuple):
-    """What the steps of a part need. masked: those that need a mask, which come first."""
+    """The numbers of a part. masked: how many of its steps need a mask; they come first."""
 
     item: Any
     segment: Any
@@ -197,7 +200,7 @@ class Place(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Block:
-    """What both roles of a thread block know."""
+    """The arrays, shared memory and sizes that both roles of a thread block use."""
 
     gmem: dict[str, Any]
     smem: dict[str, Any]
@@ -205,26 +208,26 @@ class _Block:
     tile: Tile
 
     def of(self, v, column):
-        """A number of part v."""
+        """Returns a column of part v in the plan."""
         return number(self.gmem["parts"], v, column)
 
     def place(self, v) -> Place:
-        """Part v."""
+        """Returns the numbers of part v."""
         columns = (ITEM, SEGMENT, FIRST, STEPS, RIGHT, LEFT, POSITION, LIVE)
         place = Place(*(self.of(v, c) for c in columns))
         return place._replace(masked=place.right + place.masked)
 
     def head(self, item):
-        """Its key-value head."""
+        """Returns the key-value head of an item."""
         return lax.rem(item, jnp.int32(self.shape.heads))
 
     def step(self, place, s):
-        """The s-th that a part takes: those at the right end, at the left, those between."""
+        """Returns the s-th step that a part takes: at the right end, the left end, then between."""
         turned = jnp.where(s < place.right, place.steps, 0)
         return place.first + s - place.right + turned
 
     def seen(self, place):
-        """Keys low <= key < high, of which some row sees each."""
+        """Returns (low, high): some row sees each key low <= key < high."""
         low = 0 if self.shape.left is None else jnp.maximum(place.position - self.shape.left, 0)
         return low, place.position + place.live
 
@@ -263,7 +266,7 @@ class _Block:
 
 @dataclasses.dataclass(frozen=True)
 class _Warpgroup:
-    """A compute warpgroup. number: its own. begun: of a part, the steps that went before it."""
+    """A compute warpgroup and its number. begun: the steps of the parts before this one."""
 
     block: _Block
     ready: Any
@@ -276,22 +279,22 @@ class _Warpgroup:
 
     @property
     def several(self) -> bool:
-        """Whether it is one of two."""
+        """Whether two warpgroups compute."""
         return self.block.shape.warpgroups(self.block.tile) > 1
 
     def meet(self):
-        """Both have come so far."""
+        """Waits until both warpgroups are here."""
         if self.several:
             plgpu.barrier_arrive(self.both)
             plgpu.barrier_wait(self.both)
 
     def publish(self):
-        """Both multiply what either has stored to shared memory."""
+        """Makes stores to shared memory visible to the products of both warpgroups."""
         plgpu.commit_smem()
         self.meet()
 
     def convert(self, name, buffer, step, live):
-        """Pages of 8 bits to a tile of q's type. live: the keys that are not set to 0, or None."""
+        """Converts 8-bit pages to a tile of q's type. live: keys that are not set to 0, or None."""
         smem, dtype, C = self.block.smem, self.block.shape.dtype, self.block.tile.keys
         source, target = smem[f"{name}_smem"].at[buffer], smem[f"wide_{name}_smem"]
 
@@ -305,7 +308,7 @@ class _Warpgroup:
             target[piece] = x if live is None else kept_rows(x, step * C + row, live, UPCAST)
 
     def erase(self, buffer, first, live):
-        """Sets values of nobody to 0 where they lie. first: the tile's first key."""
+        """Sets values that no row sees to 0 in the ring. first: the tile's first key."""
         values = self.block.smem["v_smem"].at[buffer]
         C, K = values.shape
         width = min(K & -K, PART)
@@ -325,7 +328,7 @@ class _Warpgroup:
             lax.fori_loop(lax.div(high, jnp.int32(PIECE)), C // PIECE, one, None)
 
     def operands(self, place, buffer, step, masked):
-        """The tiles of keys and of values that are multiplied, the latter with 0 for nobody's."""
+        """Returns the tiles of keys and values to multiply; values that no row sees are 0."""
         smem, seen = self.block.smem, self.block.seen(place)
         if self.block.shape.small:
             self.meet()  # the other multiplies what was converted no more
@@ -343,7 +346,7 @@ class _Warpgroup:
         return smem["k_smem"].at[buffer], smem["v_smem"].at[buffer]
 
     def step(self, s, carry, place, begun, rows, masked):
-        """A step: logits, softmax, part of the sum. rows: (q, their tokens, staging)."""
+        """Computes a step: logits, softmax, sums. rows: (q, their tokens, staging)."""
         acc, maximum, total = carry
         tile, (own_q, token, p_smem) = self.block.tile, rows
         buffer, step = lax.rem(begun + s, jnp.int32(tile.stages)), self.block.step(place, s)
@@ -385,7 +388,7 @@ class _Warpgroup:
         return lax.broadcast_in_dim(part, shape, [1])
 
     def skip(self, s, _, place, begun):
-        """A step of which no row is this warpgroup's, which is the second one."""
+        """Passes a step that has no rows of this warpgroup, which is the second one."""
         buffer = lax.rem(begun + s, jnp.int32(self.block.tile.stages))
         plgpu.barrier_wait(self.ready.at[buffer])
         if self.block.shape.small:
@@ -401,7 +404,7 @@ class _Warpgroup:
         return pl.ds(first, min(E, ROWS))
 
     def part(self, v, place, begun):
-        """All steps of part v, and what becomes of their sums."""
+        """Computes all steps of part v and stores their sums."""
         block, shape, tile = self.block, self.block.shape, self.block.tile
         w, R = self.number, shape.group
         own_q, p_smem = block.smem["q_smem"].at[w], block.smem["p_smem"].at[w]
@@ -427,7 +430,7 @@ class _Warpgroup:
         self.finish(v, own_q, live_q, *carry)
 
     def start(self, v):
-        """The sums before any key: a sink is a key with a logit of its own and no value."""
+        """Returns the sums before any key; a sink is a key with a logit of its own and no value."""
 
         def filled(value):
             return plgpu.layout_cast(jnp.full((ROWS,), value, jnp.float32), WGMMA.reduce(1))
@@ -472,7 +475,7 @@ class _Warpgroup:
 
 
 def widened(x, dtype):
-    """Numbers of 8 bits as numbers of 16, which hold all of them."""
+    """Returns numbers of 8 bits as numbers of 16, which hold all of them."""
     if x.dtype == jnp.int8:
         return x.astype(dtype)
     x = x.astype(jnp.float16)
@@ -480,7 +483,7 @@ def widened(x, dtype):
 
 
 def kept_rows(x, first, live, layout):
-    """x with 0 in the rows that are not live; row 0 is key `first`."""
+    """Returns x with 0 in the rows that are not live; row 0 is key `first`."""
     key = plgpu.broadcasted_iota(jnp.int32, x.shape, 0, layout=layout) + first
     return jnp.where((key >= live[0]) & (key < live[1]), x, jnp.zeros((), x.dtype))
 

@@ -1,7 +1,7 @@
-"""Paged attention by the Hopper kernels: rows into tiles, the plan, sums, what was cut, rows again.
+"""Paged attention on Hopper: XLA's tables and gathers around the two kernels.
 
-XLA gathers the queries of each tile and the results of each token; in between are the two kernels
-of hopper.py and combine.py.
+XLA makes the plan and gathers the queries of each tile; the kernel of hopper.py computes sums, that
+of combine.py adds up the parts of items that were cut, and XLA gathers the results of each token.
 
 Legend: as hopper.py.
 """

@@ -6,7 +6,7 @@ ONE segment, so that a tile needs one list of pages; a segment's last tile is pa
 
 The plan is made on the device. An item is a tile with one key-value head, and its keys are steps of
 C neighbours. The steps of all items lie one behind the other, and every thread block takes the same
-number of them: what it has of one item is a part. So all blocks end together, however ragged the
+number of them; its share of one item is a part. So all blocks end together, however ragged the
 contexts are, and the keys of an item are cut only where a block's share ends (flash-decoding,
 arXiv 2311.01282 section 3.1, with the shares of Stream-K, arXiv 2301.03598 section 4). A part of
 an item that is cut leaves its sums in a slot of its own; the others are results.
@@ -35,9 +35,10 @@ JOB_ITEM, JOB_SLOT, JOB_PARTS = range(3)  # columns of an item that is cut: its 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """segment_X: of each tile. row_XQ: in q. lo_XQ, hi_XQ: keys that a row sees, lo <= key < hi.
+    """segment_X: each tile's segment. row_XQ: rows in q. lo_XQ, hi_XQ: the keys that a row sees.
 
-    tile_T, place_T: where the row of a token is. All int32. A row of nobody has lo = hi = 0.
+    A row sees lo <= key < hi; a padding row has lo = hi = 0. tile_T, place_T: the tile of a token's
+    row, and its place in the tile. All int32.
     """
 
     segment_X: jax.Array
@@ -111,7 +112,7 @@ class Plan:
 
 
 def most_slots(blocks: int) -> int:
-    """A block's share begins and ends inside an item at most."""
+    """Returns the most slots: a block's share can begin and end inside an item."""
     return 2 * blocks
 
 

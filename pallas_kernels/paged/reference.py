@@ -26,7 +26,7 @@ BLOCK = 128  # keys of a block: sizes of pages divide it
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Pages:
-    """What a step reads. k_PNGK, v_PNGK; with 8 bits their scales, float32 (P, N, G).
+    """The pages and tables of a step. k_PNGK, v_PNGK; with 8 bits their scales, float32 (P, N, G).
 
     table_BM, start_B, count_B, context_B: int32, as in `paged_attention`.
     """
@@ -107,7 +107,7 @@ def forward(
 
 
 def _block(pages: Pages, pages_XM: jax.Array, c: Any) -> tuple[jax.Array, jax.Array, Any]:
-    """Block c of every tile: (k_XCGK, v_XCGK in float32, their scales (X, C, G) or None)."""
+    """Returns block c of every tile: (k_XCGK, v_XCGK float32, their scales (X, C, G) or None)."""
     few = BLOCK // pages.k.shape[1]
     pages_Xm = jax.lax.dynamic_slice_in_dim(pages_XM, c * few, few, axis=1)
 

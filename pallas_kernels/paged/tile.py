@@ -43,7 +43,7 @@ class Tile:
 class Shape:
     """What is static of a call, but for the tile.
 
-    heads: G. group: R. page_dtype: of the pages. left: keys that a window has before a token's own.
+    heads: G. group: R. page_dtype: the pages' type. left: keys of a window before a token's own.
     """
 
     heads: int
@@ -56,7 +56,7 @@ class Shape:
 
     @property
     def most(self) -> int:
-        """Rows of a tile at most: two warpgroups, but where their sums leave too few registers."""
+        """The most rows of a tile: those of two warpgroups, or of one where registers are few."""
         return ROWS if self.width > 128 else 2 * ROWS
 
     @property
@@ -65,7 +65,7 @@ class Shape:
         return jnp.dtype(self.page_dtype).itemsize == 1
 
     def rows(self, tile: Tile) -> int:
-        """E: a whole warpgroup's, but for small tiles."""
+        """Returns E: the rows of whole warpgroups, but fewer for small tiles."""
         rows = up(tile.tokens * self.group, PIECE)
         return rows if rows <= ROWS else 2 * ROWS
 
@@ -74,7 +74,7 @@ class Shape:
         return pl.cdiv(self.rows(tile), ROWS)
 
     def pieces(self, tile: Tile) -> tuple[int, int]:
-        """Copies of keys in a step, and tokens of each."""
+        """Returns (copies of keys in a step, tokens of each copy)."""
         size = min(self.page, tile.keys)
         return tile.keys // size, size
 
@@ -111,7 +111,7 @@ def misfits(shape: Shape) -> list[str]:
 
 
 def heuristic(shape: Shape, tokens: int, segments: int) -> Tile:
-    """The tile where nothing was measured.
+    """Returns the tile if nothing was measured.
 
     One token where all segments may decode, else as many as there are rows for. tokens, segments:
     T and B.
@@ -123,7 +123,7 @@ def heuristic(shape: Shape, tokens: int, segments: int) -> Tile:
 
 
 def fitted(tile: Tile, shape: Shape) -> Tile:
-    """The same tile with no more stages than fit."""
+    """Returns the same tile with no more stages than fit."""
     return dataclasses.replace(
         tile,
         stages=limits.fitted(
@@ -207,7 +207,7 @@ def choose(q_THK: jax.Array, pages: Pages) -> tuple[dict | None, Tile]:
 
 
 def candidates(shape: Shape, tokens: int, segments: int) -> list[Tile]:
-    """The heuristic's tile, and those of other rows and keys with as many stages as fit."""
+    """Returns the heuristic's tile, then those of other rows and keys, with the stages that fit."""
     first = heuristic(shape, tokens, segments)
     half = max(64 // shape.group, 1)  # one warpgroup's rows
     tiles = [first]

@@ -85,7 +85,7 @@ def unquantized(case: Case) -> Side:
 
 
 def sides(case: Case, implementation: Implementation) -> dict[str, Callable[[], Side]]:
-    """Ours, plain JAX under XLA, and the bf16 product."""
+    """Returns our kernel, plain JAX under XLA, and the bf16 product."""
     return {
         "ours": lambda: (product(case, implementation), arguments(case)),
         "xla": lambda: (product(case, "reference"), arguments(case)),
@@ -101,7 +101,7 @@ def torch_sides(case: Case) -> dict[str, Callable[[], rivals.Rival]]:
 
 
 def drawn(case: Case) -> list[jax.Array]:
-    """Numbers for a check; products of size 1."""
+    """Returns the numbers of a check, whose products are of size 1."""
     random, arrays = np.random.default_rng(0), []
     for like in arguments(case):
         if like.dtype == jnp.float32:
@@ -132,7 +132,7 @@ def errors(case: Case, implementation: Implementation) -> dict[str, float]:
 
 
 def checks(rehearsal: bool) -> list[tuple[str, Callable[[], dict[str, float]]]]:
-    """(name, what gives error over bound)."""
+    """Returns (name, a function that returns error over bound) for each check."""
     cases = TINY_CASES if rehearsal else CHECKED
     implementation = "interpret" if rehearsal else "hopper"
     return [
@@ -147,12 +147,12 @@ def checks(rehearsal: bool) -> list[tuple[str, Callable[[], dict[str, float]]]]:
 
 
 def tunings() -> tuple[tuned.Tuning, ...]:
-    """One for every named shape."""
+    """Returns one measurement for every named shape."""
     return tuple(tuning(case) for case in (*CASES, *SERVED))
 
 
 def tuning(case: Case) -> tuned.Tuning:
-    """The product of a case."""
+    """Returns the measurement of a case."""
     spec = case.spec
     tiles = tuple(dict.fromkeys(hopper.candidates(case.M, case.N, case.K, spec)))
 

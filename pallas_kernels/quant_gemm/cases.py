@@ -1,4 +1,4 @@
-"""Named shapes of products with quantized weights: what tests, reports and benchmarks share.
+"""Named shapes of products with quantized weights for tests, reports and benchmarks.
 
 FLOPs are those of the product only. Bytes count x, packed codes, scales, zeros, bias and y once.
 

@@ -601,7 +601,7 @@ def _body(
 
 
 def _meet(y_TC, store, place, *, sums_smem, full, taken, **_):
-    """The warpgroups of a piece of columns: the first adds what the others have, and stores it.
+    """Adds the sums of all warpgroups of a piece of columns in the first one, which stores them.
 
     place: (the piece, which part of K this warpgroup has).
     """

@@ -125,7 +125,7 @@ def scaled_operand(
 ) -> Values:
     """Returns w^T (128, 64), the codes times their scales, rounded to bf16.
 
-    words, place: as of `exact_operand`. scales: `scale_pairs` of each of the equal pieces of the 64
+    words, place: as in `exact_operand`. scales: `scale_pairs` of each of the equal pieces of the 64
     along K that have scales of their own.
     """
     if interpret:
@@ -145,7 +145,7 @@ def operands(
     """Returns a function of a number of 64 along K, which returns their `scaled_operand`.
 
     The scales of a group are cut into parts once.
-    Args: words, base: as of `exact_operand`. scale: maps a group to its scales, in shared memory.
+    Args: words, base: as in `exact_operand`. scale: maps a group to its scales, in shared memory.
       group: codes of one along K.
     """
 
@@ -201,7 +201,7 @@ def exact_sums(
     both instructions belong to the same threads. x is read by the threads, from swizzled rows of
     128 bytes; the lanes of a warp find its words in 32 banks.
 
-    words, place: as of `exact_operand`, for the first chunk. x: shared memory, (T, K of a part),
+    words, place: as in `exact_operand`, for the first chunk. x: shared memory, (T, K of a part),
     tiled and swizzled as wgmma reads it. chunks: the first of x's and how many.
     """
     base, first = place
@@ -257,7 +257,7 @@ def left_order() -> list[tuple[int, int, int]]:
 
 
 def right_order(T: int) -> list[tuple[int, int, int]]:
-    """The same of its right operand, of T tokens: (16 along K, 8 tokens, which 8 of the 16)."""
+    """The order of its right operand: (16 along K, 8 of T tokens, which 8 of the 16)."""
     return [*itertools.product(range(DEPTH // 16), range(T // 8), range(2))]
 
 

@@ -32,8 +32,8 @@ BITS = rule.INTEGERS
 class Spec:
     """The static arguments of a product.
 
-    bits: of a code. group: codes of a group along K. signed: True: codes are two's complement;
-    False: there are zero points. activation: applied to the result, or None.
+    bits: the size of a code. group: codes of a group along K. signed: True: codes are two's
+    complement; False: there are zero points. activation: applied to the result, or None.
     """
 
     bits: int

@@ -147,7 +147,7 @@ def load(words: Any, place: tuple[Any, int, int], bits: int, interpret: bool) ->
 def reader(words: Any, base: Any, size: int) -> Callable[[int], Any]:
     """Returns a function that reads a thread's word of row `row` + size * q from swizzled memory.
 
-    base: as of `load`, in a register. The offset of lane q's row, and of the sixteen bytes there,
+    base: as in `load`, in a register. The offset of lane q's row, and of the sixteen bytes there,
     is computed once for each place of a row among eight.
     """
     i32, i8 = ir.IntegerType.get_signless(32), ir.IntegerType.get_signless(8)
@@ -316,7 +316,7 @@ def operands(
     """Returns a function of a number of 64 along K, which returns their w^T (128, 64).
 
     Codes are dequantized in pieces that lie inside of one group.
-    Args: words, base: as of `load`. own: "scales" and "zeros", if there are any: each maps a group
+    Args: words, base: as in `load`. readers: "scales" and "zeros", if any: each maps a group
       to its numbers, in shared memory, in the order of the columns.
     """
     bits, piece = spec.bits, min(spec.group, DEPTH)
@@ -389,7 +389,7 @@ def sums(acc_CT: Values, interpret: bool) -> Values:
 
 
 def _summed_index(rank: int, block: int, parity: int) -> tuple[int, ...]:
-    """Returns an index of SUMMED's registers. parity: which of a lane's two tokens of the block."""
+    """Returns an index of SUMMED's registers. parity: 0 or 1, a lane's first or second token."""
     index = [0] * rank
     index[0], index[PARITY] = block, parity
     return tuple(index)
@@ -417,7 +417,7 @@ def dequantize(
 ) -> list[list[Values]]:
     """Returns the weights, float32: code * scale, plus zero where there are zero points.
 
-    Args: codes: what `numbers` returns. column: maps ("scales" or "zeros", byte j) to the numbers
+    Args: codes: the result of `numbers`. column: maps ("scales" or "zeros", byte j) to the numbers
       of the byte's columns, (32, 1); None where there are none.
     """
     parts = []

@@ -1,1 +1,1 @@
-"""Numbers in few bits: what a gradient or a weight is on the wire."""
+"""Numbers in few bits: the form in which gradients and weights travel between ranks."""

@@ -1,4 +1,4 @@
-"""What SDP4Bit's ranks compute between two messages, each in one pass over its arrays.
+"""The computations of SDP4Bit's ranks between two messages, each in one pass over its arrays.
 
 A gradient is smoothed by a Hadamard transform, sent in 8 bits inside a node, summed, sent in 4 bits
 between nodes, summed and transformed back; a weight's change is sent in 4 bits (SDP4Bit, arXiv
@@ -36,15 +36,15 @@ def hadamard_quantize(
     key: Array | None = None,
     implementation: Implementation | None = None,
 ) -> Array:
-    """A payload for each of `rows` ranks: x transformed, quantized and put in their order.
+    """Returns a payload for each of `rows` ranks: x transformed, quantized, and in their order.
 
     Of n = rows * nodes equal chunks of x, chunk i * rows + j is the i-th part of row j, so that two
     all-to-alls, over the ranks of a node and over nodes, bring chunk r to rank r (SDP4Bit,
     section 3.2: node i, rank j inside it).
 
     Args: x_N: float32|bfloat16, a whole number of chunks, and of blocks of 32 in each where it is
-      transformed. bits: of a code, 2|3|4|8|'e4m3'|'e5m2'. group: elements of a scale. key: a
-      jax.random key, rounds at random by `counter.noise` of the index in all rows; None: to
+      transformed. bits: the size of a code, 2|3|4|8|'e4m3'|'e5m2'. group: elements of a scale. key:
+      a jax.random key, rounds at random by `counter.noise` of the index in all rows; None: to
       nearest. implementation: see `dispatch`. 'hopper' takes 4 and 8 bits, groups of 128 to 1024
       and chunks of whole tiles (quantize/README.md).
     Returns: payload_RP, uint8 (rows, reference.payload_bytes(N / rows, bits, group)).
@@ -74,7 +74,7 @@ def reduce_requantize(
     key: Array | None = None,
     implementation: Implementation | None = None,
 ) -> Array:
-    """The float32 sum of what R payloads hold, as a payload for each of `rows` ranks.
+    """Returns the float32 sum of the numbers in R payloads, as a payload for each of `rows` ranks.
 
     Args: payload_RP: uint8, each of n elements in `bits` and groups of `group`. rows: equal pieces
       of the sum, in new_bits and groups as long. key: rounds at random by `counter.noise` of the
@@ -111,7 +111,7 @@ def reduce_hadamard(
     hadamard: bool = True,
     implementation: Implementation | None = None,
 ) -> Array:
-    """The sum of what R payloads hold, transformed (back: the transform is its own inverse).
+    """Returns the sum of the numbers in R payloads, transformed back.
 
     Args: payload_RP: uint8, each of n elements in `bits` and groups of `group`; n is a multiple of
       32 where it is transformed. implementation: 'hopper' takes 4 and 8 bits, groups of 128 to 1024
@@ -138,11 +138,11 @@ def subtract_quantize(
     key: Array | None = None,
     implementation: Implementation | None = None,
 ) -> Array:
-    """The payload of main - copy, subtracted in float32.
+    """Returns the payload of main - copy, subtracted in float32.
 
-    Args: main_N: float32. copy_N: float32|bfloat16, as long. bits, group: of the payload. key:
-      rounds at random by `counter.noise` of the index; None: to nearest. implementation: 'hopper'
-      takes 4 and 8 bits and groups of 128 to 2048.
+    Args: main_N: float32. copy_N: float32|bfloat16, as long. bits, group: those of the payload.
+      key: rounds at random by `counter.noise` of the index; None: to nearest.
+      implementation: 'hopper' takes 4 and 8 bits and groups of 128 to 2048.
     Returns: payload_P, uint8 (reference.payload_bytes(N, bits, group),).
     Raises: as hadamard_quantize.
     """
@@ -167,7 +167,7 @@ def dequantize_add(
     group: int = 2048,
     implementation: Implementation | None = None,
 ) -> Array:
-    """copy plus what R payloads hold, one after the other, in float32, rounded once.
+    """Returns copy plus the numbers in R payloads, one after the other, in float32, rounded once.
 
     Args: payload_RP: uint8, each of N / R elements in `bits` and groups of `group`. copy_N:
       float32|bfloat16. implementation: 'hopper' takes 4 and 8 bits and groups of 128 to 2048.
@@ -186,7 +186,7 @@ def dequantize_add(
 
 
 def key_of(problem: hopper.Problem) -> dict[str, str | bool | int]:
-    """What tuned tables are asked."""
+    """Returns the key of a problem in the tuning tables."""
     return {
         "dtype": jnp.dtype(problem.dtype).name,
         "bits": str(problem.bits),
@@ -200,7 +200,7 @@ def key_of(problem: hopper.Problem) -> dict[str, str | bool | int]:
 
 
 def why_not(problem: hopper.Problem) -> list[str]:
-    """Returns why 'hopper' does not take a call, on whatever GPU; empty: it does."""
+    """Returns the reasons why 'hopper' cannot take a call on any GPU; empty: it can."""
     return hopper.unknown(problem) or hopper.misfits(problem, hopper.heuristic(problem))
 
 
@@ -232,7 +232,7 @@ def _run(
     options: dict[str, Any],
     *args: Array | None,
 ) -> Array:
-    """Runs what the dispatch rule says."""
+    """Runs the implementation that the dispatch rule picks."""
     row = tuned.find(problem.op, key_of(problem))
     measured = tuned.tile(row)
     reasons, tile = why_not(problem), hopper.Tile(1, 2, 1)

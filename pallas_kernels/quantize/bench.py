@@ -62,7 +62,7 @@ def numbers(case: Case) -> list[jax.ShapeDtypeStruct]:
 
 
 def call(case: Case, implementation: Implementation) -> Callable[..., jax.Array]:
-    """The function of the case, of what `numbers` describes."""
+    """Returns the function of a case; its arguments are those of `numbers`."""
     options: dict[str, Any] = {"bits": case.bits, "group": case.group}
     options["implementation"] = implementation
     if case.random:
@@ -84,18 +84,18 @@ def call(case: Case, implementation: Implementation) -> Callable[..., jax.Array]
 
 
 def payload_of(pairs: jax.Array) -> jax.Array:
-    """The bytes of pairs, as rows."""
+    """Returns the bytes of pairs, as rows."""
     return jax.lax.bitcast_convert_type(pairs, jnp.uint8).reshape(pairs.shape[0], -1)
 
 
 def copied(case: Case) -> Side:
-    """A copy of half as many float32 as the case moves bytes, so that it moves as many."""
+    """Returns a copy that moves as many bytes as the case, half of them as reads."""
     like = jax.ShapeDtypeStruct((int(case.bytes()) // 8,), jnp.float32)
     return lambda x: x + 1.0, [like]
 
 
 def sides(case: Case, implementation: Implementation) -> dict[str, Callable[[], Side]]:
-    """Ours, plain JAX under XLA, and a copy."""
+    """Returns our kernel, plain JAX under XLA, and a copy."""
     return {
         "ours": lambda: (call(case, implementation), numbers(case)),
         "xla": lambda: (call(case, "reference"), numbers(case)),
@@ -104,7 +104,7 @@ def sides(case: Case, implementation: Implementation) -> dict[str, Callable[[], 
 
 
 def drawn(case: Case) -> list[jax.Array]:
-    """Numbers for a check: payloads are those of numbers, whose scales are no accident."""
+    """Returns the numbers of a check; payloads are encoded from numbers, with their scales."""
     random = np.random.default_rng(0)
     arrays = []
     for like in numbers(case):
@@ -188,7 +188,7 @@ def tunings() -> Iterator[tuned.Tuning]:
 
 
 def options(case: Case) -> dict[str, Any]:
-    """What fused_reference's function of a case is told."""
+    """Returns the keyword arguments of fused_reference's function for a case."""
     static: dict[str, Any] = {"bits": case.bits, "group": case.group}
     match case.op:
         case "hadamard_quantize":

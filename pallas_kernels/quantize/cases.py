@@ -1,4 +1,4 @@
-"""Named shapes of SDP4Bit's fused kernels: what tests, reports and benchmarks share, their floors.
+"""Named shapes of SDP4Bit's fused kernels for tests, reports and benchmarks, and their floors.
 
 Sizes are of 2^26 parameters on 4 nodes of 8 GPUs, and of a shard of them where that is too small to
 fill a GPU's memory system. Bytes count every array once: numbers, and payloads with their scales.
@@ -13,11 +13,11 @@ from pallas_kernels.quantize.reference import flops, payload_bytes
 
 @dataclasses.dataclass(frozen=True)
 class Case(Workload):
-    """One call. op: of api.py. elements: of x, of the sum, of main or of the copy.
+    """One call. op: a name of api.py. elements: those of x, of the sum, of main or of the copy.
 
     payloads: rows that are read or written. places: parts of a row (nodes). pieces: rows that the
     sum is cut into. wide: float32 in (or the copy), else bfloat16. random: rounds so.
-    hadamard: where the operation has a transform, it does it.
+    hadamard: whether the operation does its transform, if it has one.
     """
 
     name: str
@@ -35,7 +35,7 @@ class Case(Workload):
     PEAK_FLOPS: ClassVar[float] = LANE_FLOPS
 
     def bytes(self, backward: bool = False) -> float:
-        """What is read and written, once. backward: there is none, 0."""
+        """Returns the bytes that are read and written, each once. backward: 0."""
         if backward:
             return 0.0
         n, size = self.elements, 4 if self.wide else 2

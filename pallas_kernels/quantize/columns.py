@@ -78,7 +78,7 @@ def _noise(key: Any, first: Any, problem: Any, T: int) -> list[Values]:
 
 
 def encode(*refs, names, problem, tile, interpret, **smem):
-    """x -> payloads: transform, scale, codes."""
+    """Makes payloads of x: transform, scales, codes."""
     at = dict(zip(names, refs, strict=True))
     payloads, ready = Payloads(at, smem, problem, tile, interpret), smem["ready"]
     T, L, bits = tile.groups, problem.lanes, problem.new_bits
@@ -113,7 +113,7 @@ def encode(*refs, names, problem, tile, interpret, **smem):
 
 
 def reduce(*refs, names, problem, tile, interpret, **smem):
-    """Payloads -> float32 of their sum, transformed back."""
+    """Makes the float32 sum of payloads, transformed back."""
     at = dict(zip(names, refs, strict=True))
     payloads, ready = Payloads(at, smem, problem, tile, interpret), smem["ready"]
     T, L, bits = tile.groups, problem.lanes, problem.bits

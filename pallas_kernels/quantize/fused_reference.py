@@ -1,4 +1,4 @@
-"""What the fused kernels compute, in plain JAX: the rule of reference.py, step after step.
+"""The fused kernels' computations in plain JAX: the rule of reference.py, step after step.
 
 SDP4Bit (arXiv 2410.15526) sends a gradient through two all-to-alls: in 8 bits inside a node, the
 sum of that in 4 bits between nodes, between one Hadamard transform and its inverse; and a weight as
@@ -62,7 +62,7 @@ def reduce_hadamard(payload_RP: Array, *, n: int, bits: Bits, group: int, hadama
 
 
 def reduce(payload_RP: Array, n: int, bits: Bits, group: int) -> Array:
-    """Returns the float32 sum_N of what R payloads hold, added in their order."""
+    """Returns the float32 sum_N of the numbers in R payloads, added in their order."""
     total_N = reference.decode(payload_RP[0], n, bits, group)
     for r in range(1, payload_RP.shape[0]):
         total_N += reference.decode(payload_RP[r], n, bits, group)
@@ -78,7 +78,7 @@ def subtract_quantize(
 
 
 def dequantize_add(payload_RP: Array, copy_N: Array, *, bits: Bits, group: int) -> Array:
-    """Returns copy_N plus what R payloads hold, one after the other, in copy's type."""
+    """Returns copy_N plus the numbers in R payloads, one after the other, in copy's type."""
     n = copy_N.shape[0] // payload_RP.shape[0]
     change_N = reference.decode(payload_RP, n, bits, group).reshape(-1)
     return (copy_N.astype(jnp.float32) + change_N).astype(copy_N.dtype)

@@ -41,7 +41,7 @@ BODIES = {
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """groups: of a tile. stages: slots of the ring, at least 2. blocks: of the whole grid."""
+    """groups: how many a tile has. stages: slots of the ring, at least 2. blocks: of the grid."""
 
     groups: int
     stages: int
@@ -50,7 +50,7 @@ class Tile:
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """One call. op: of BODIES. pieces: runs of `groups` groups that lie together in both arrays.
+    """One call. op: a key of BODIES. pieces: runs of `groups` groups, together in both arrays.
 
     payloads: rows that are read, or written. places: of pieces in a row that is written. dtype: of
     x or of the copy. bits, new_bits: of codes that are read or written, and of the sum's. noise:
@@ -151,7 +151,10 @@ def cut(op: str, n: int, pieces: int, group: int, **fields: Any) -> Problem:
 
 
 def heuristic(problem: Problem) -> Tile:
-    """The tile where nothing was measured: 4096 elements or the fewest, as many blocks as fit."""
+    """Returns the tile if nothing was measured: 4096 elements or the fewest.
+
+    As many thread blocks share an SM as fit.
+    """
     most = max(STEP // problem.group // problem.least, 1)
     times = math.gcd(max(problem.groups // problem.least, 1), 1 << most.bit_length() - 1)
     groups = problem.least * times
@@ -205,7 +208,7 @@ def misfits(problem: Problem, tile: Tile) -> list[str]:
 
 
 def unknown(problem: Problem) -> list[str]:
-    """Returns why no tile would do: other codes or groups than the bodies are written for."""
+    """Returns the reasons why no tile fits: codes or groups that the bodies do not handle."""
     reasons = []
     known = (8,) if problem.op == "reduce_requantize" else (4, 8)
     if problem.bits not in known:
@@ -219,7 +222,7 @@ def unknown(problem: Problem) -> list[str]:
 
 
 def _fits(problem: Problem, tile: Tile, blocks: int = 1) -> bool:
-    """Whether so many thread blocks have room in the shared memory of an SM."""
+    """Whether so many thread blocks fit in the shared memory of an SM."""
     room = tiles.SHARED_BYTES // blocks - tiles.RESERVED_BYTES
     return tiles.shared_bytes(problem.buffers(tile)) <= room
 

@@ -18,7 +18,7 @@ from pallas_kernels.quantize.stream import INSIDE
 
 
 class Payloads:
-    """Those that a body reads (`payload` in `at`) and writes (`sent`), and their shared memory."""
+    """The payloads that a body reads (`payload` in `at`) and writes (`sent`), in shared memory."""
 
     def __init__(self, at: dict, smem: dict, problem: Any, tile: Any, interpret: bool):
         """at: arrays in memory, smem: buffers, by name. problem, tile: as in hopper.py."""
@@ -61,7 +61,7 @@ class Payloads:
         return lax.bitcast_convert_type(word_T, jnp.float32)
 
     def store(self, place: Any, words: list[Any], scale_T: Any) -> None:
-        """Writes a tile's codes and scales to where they are sent from.
+        """Writes a tile's codes and scales to the shared memory from which they are sent.
 
         words: one (T, L, 4), or the columns (T, L, 1). scale_T: or (T, 1).
         """

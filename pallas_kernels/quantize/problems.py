@@ -1,7 +1,7 @@
-"""The problem that each call is to the kernels, from its sizes alone: api.py runs it, others ask.
+"""The problems that calls of api.py pose to the kernels, from their sizes alone.
 
-`api.why_not` says of a problem why no kernel takes it, `api.runs_kernel` what would run it. The
-names are those of api.py, and so are the arguments.
+api.py runs them. Other callers ask `api.why_not` why no kernel takes a problem, and
+`api.runs_kernel` whether a kernel would run it. Names and arguments are those of api.py.
 """
 
 from typing import Any
@@ -21,7 +21,7 @@ def hadamard_quantize(
     random: bool = False,
     dtype: Any = "float32",
 ) -> Problem:
-    """n: elements of x. random: rounds so. dtype: of x."""
+    """Returns the problem of a call. n: elements of x. random: stochastic rounding. dtype: x's."""
     return cut(
         "hadamard_quantize",
         n,
@@ -47,7 +47,7 @@ def reduce_requantize(
     group: int = 128,
     random: bool = False,
 ) -> Problem:
-    """n: elements of the sum. senders: payloads that are added."""
+    """Returns the problem of a call. n: elements of the sum. senders: payloads that are added."""
     return cut(
         "reduce_requantize",
         n,
@@ -70,7 +70,7 @@ def reduce_hadamard(
 def subtract_quantize(
     n: int, *, bits: Bits = 4, group: int = 2048, random: bool = False, dtype: Any = "float32"
 ) -> Problem:
-    """n: elements of the difference. dtype: of the copy."""
+    """Returns the problem of a call. n: elements of the difference. dtype: the copy's."""
     return cut("subtract_quantize", n, 1, group, dtype=dtype, new_bits=bits, noise=random)
 
 

@@ -99,7 +99,7 @@ def split(x_xN: Array, group: int) -> Array:
 
 
 def join(x_xGC: Array, n: int) -> Array:
-    """Returns x_xN: what `split` took apart, without what filled the last group."""
+    """Returns x_xN, the inverse of `split`, without the zeros that filled the last group."""
     return x_xGC.reshape(*x_xGC.shape[:-2], -1 if x_xGC.size else 0)[..., :n]
 
 
@@ -118,7 +118,7 @@ def scales(amax_xG: Array, bits: Bits) -> Array:
 def codes(x_xGC: Array, scale_xG: Array, bits: Bits, noise_xGC: Array | None = None) -> Array:
     """Returns the codes: int8, or the floating type itself.
 
-    noise_xGC: of counter.noise; None: round to nearest. Stochastic rounding of y, a fraction f
+    noise_xGC: from counter.noise; None: round to nearest. Stochastic rounding of y, a fraction f
     above the code below it, is unbiased with variance f(1 - f) (in units of the distance of two
     codes): at most 1/4, in the mean of all f 1/6. A number that is a code is not changed.
     """

@@ -82,7 +82,7 @@ def _quantized(x: Values, key: Any, t: Any, where: Any, bits: int) -> tuple[Valu
 
 
 def difference(*refs, names, problem, tile, interpret, **smem):
-    """main - copy -> a payload."""
+    """Makes a payload of main - copy."""
     at = dict(zip(names, refs, strict=True))
     payloads, ready = Payloads(at, smem, problem, tile, interpret), smem["ready"]
     T, bits, V = tile.groups, problem.new_bits, problem.near
@@ -108,7 +108,7 @@ def difference(*refs, names, problem, tile, interpret, **smem):
 
 
 def recode(*refs, names, problem, tile, interpret, **smem):
-    """8-bit payloads -> their sum -> 4-bit payloads."""
+    """Makes 4-bit payloads of the sum of 8-bit payloads."""
     at = dict(zip(names, refs, strict=True))
     payloads, ready = Payloads(at, smem, problem, tile, interpret), smem["ready"]
     T, bits, new = tile.groups, problem.bits, problem.new_bits
@@ -137,7 +137,7 @@ def recode(*refs, names, problem, tile, interpret, **smem):
 
 
 def apply(*refs, names, problem, tile, interpret, **smem):
-    """Payloads and a copy -> the copy plus what the payloads hold."""
+    """Adds the numbers in payloads to a copy."""
     at = dict(zip(names, refs, strict=True))
     payloads, ready = Payloads(at, smem, problem, tile, interpret), smem["ready"]
     T, bits, V = tile.groups, problem.bits, problem.near

@@ -35,7 +35,7 @@ def tile_sparse_matmul(
     activation: Activation | None = None,
     implementation: dispatch.Implementation | None = None,
 ) -> Array:
-    """activation(x w + bias), of w only what its mask keeps.
+    """activation(x w + bias), with only the weights that the mask of w keeps.
 
     Summed in float32, rounded once. The backward pass keeps x, the values and, with an activation,
     x w + bias in x's type. Its sums have one fixed order: gradients are the same each time.
@@ -234,14 +234,14 @@ def _static(
 
 
 def _tile(row: dict | None, pattern: Pattern) -> Tile | None:
-    """What was measured, if it was; its columns are the format's."""
+    """Returns the measured tile, None without one; its columns are the format's."""
     tile = tuned.tile(row)
     fields: dict[str, Any] = {"block_n": pattern.tile}
     return Tile(**(fields | tile)) if tile else None
 
 
 def _reasons(x: Array, pattern: Pattern) -> list[str]:
-    """Why the kernels cannot take these inputs."""
+    """Returns the reasons why the kernels cannot take these inputs."""
     reasons = []
     if x.dtype.name == "float32":
         reasons.append("needs bfloat16 or float16, found float32")

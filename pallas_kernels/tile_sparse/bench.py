@@ -38,7 +38,7 @@ SLOWER = 1.25  # than dense, where nothing is pruned (the project's own bound)
 
 
 def arguments(case: Case) -> list[jax.ShapeDtypeStruct]:
-    """x and the values of the slots; the pattern is the case's."""
+    """Returns x and the values of the slots, as shapes; the pattern is the case's."""
     slots = (*case.abstract.chunks.shape, case.chunk, case.tile)
     return [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((case.M, case.K), slots)]
 
@@ -55,13 +55,13 @@ def product(case: Case, implementation: Implementation) -> Callable[..., jax.Arr
 
 
 def dense(case: Case) -> Side:
-    """The product that has not heard of the mask."""
+    """Returns the dense product, which ignores the mask."""
     shapes = (case.M, case.K), (case.K, case.N)
     return jnp.matmul, [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in shapes]
 
 
 def sides(case: Case, implementation: Implementation) -> dict[str, Callable[[], Side]]:
-    """Ours, plain JAX of the same weight, and the dense product."""
+    """Returns our kernel, plain JAX of the same weight, and the dense product."""
     return {
         "ours": lambda: (product(case, implementation), arguments(case)),
         "dense": lambda: dense(case),

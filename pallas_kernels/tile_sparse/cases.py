@@ -1,4 +1,4 @@
-"""Named shapes of tile-sparse products: what tests, reports and benchmarks share.
+"""Named shapes of tile-sparse products for tests, reports and benchmarks.
 
 The products of BERT that Tile-Wise Sparsity times (arXiv 2008.13006, section 7; 12800 rows), and
 one of a large model. Which chunks a tile keeps is drawn at random, so that every tile differs.
@@ -26,8 +26,8 @@ SHAPES = ((768, 768), (768, 3072), (3072, 768), (4096, 16384))
 class Case(Workload):
     """One product of 16-bit operands. sparsity: per cent of weights that are pruned.
 
-    columns: share of columns that are kept, the first of every run, so that they are gathered; in
-    those, chunks are pruned for the rest of the sparsity.
+    columns: the share of columns that are kept, spread evenly, so that they are gathered; in those,
+    chunks are pruned until the sparsity is reached.
     """
 
     M: int
@@ -40,19 +40,19 @@ class Case(Workload):
 
     @property
     def name(self) -> str:
-        """Words to choose by."""
+        """The name of the case in reports."""
         words = f"{self.K}x{self.N} {self.sparsity:g}%"
         words += f" {self.tile}x{self.chunk}" * ((self.tile, self.chunk) != (128, 64))
         return words + " gathered" * (self.columns < 1)
 
     @property
     def kept_columns(self) -> np.ndarray:
-        """Their numbers, evenly spread."""
+        """The numbers of the columns that are kept, evenly spread."""
         return np.unique(np.arange(round(self.N * self.columns)) / self.columns // 1).astype(int)
 
     @property
     def kept_CT(self) -> np.ndarray:
-        """bool (C, T), of kept columns in tiles: which chunks are kept; the same each time."""
+        """Which chunks are kept, bool (C, T), of the kept columns in tiles; the same each time."""
         T, C = -(-self.kept_columns.size // self.tile), -(-self.K // self.chunk)
         live = np.zeros(C * T, bool)
         share = (1 - self.sparsity / 100) / self.columns
@@ -61,7 +61,7 @@ class Case(Workload):
 
     @property
     def mask(self) -> np.ndarray:
-        """bool (K, N)."""
+        """Which weights are kept, bool (K, N)."""
         blocks = np.repeat(np.repeat(self.kept_CT, self.chunk, 0), self.tile, 1)
         mask = np.zeros((self.K, self.N), bool)
         mask[:, self.kept_columns] = blocks[: self.K, : self.kept_columns.size]
@@ -69,7 +69,7 @@ class Case(Workload):
 
     @property
     def abstract(self) -> Pattern:
-        """The pattern without its numbers: what keys and heuristics need."""
+        """The pattern with abstract arrays, which is all that keys and heuristics need."""
         (C, T), each = self.kept_CT.shape, together(self.chunk)
         S = max(int((-(-self.kept_CT.sum(0) // each)).sum()), 1) * each
         sizes = {

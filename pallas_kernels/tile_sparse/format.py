@@ -1,4 +1,4 @@
-"""Tile-wise sparse weights: dense tiles of what a mask keeps, and where they belong.
+"""Tile-wise sparse weights: dense tiles of the weights that a mask keeps, and their places.
 
 Tile-Wise Sparsity (arXiv 2008.13006, section 4): columns that are pruned as a whole vanish, the
 others are gathered from left to right into tiles of equal width, and each tile keeps rows of its
@@ -173,7 +173,7 @@ class TileSparse:
         residual_mask_KN: Any = None,
         capacity: Capacity | None = None,
     ) -> "TileSparse":
-        """Packs what a mask keeps; what it does not, NaN too, is not read.
+        """Packs the weights that a mask keeps; the others, even NaN, are not read.
 
         Args:
           w_KN: floating. mask_KN: bool, concrete, true where a weight is kept.
@@ -182,8 +182,8 @@ class TileSparse:
             tiles of 64 to 256 columns and chunks of 8, 16, 32 or 64 rows.
           residual_mask_KN: bool, single elements that are kept besides (TEW, section 4.3), none of
             which the mask keeps.
-          capacity: of an earlier weight: a program compiled for that one takes this one too. None:
-            what this mask needs; columns are gathered where that stores fewer slots.
+          capacity: that of an earlier weight; a program compiled for that one takes this one too.
+            None: what this mask needs; columns are gathered where that stores fewer slots.
         Raises: ValueError for shapes and types that break the above, masks that overlap, and a
           capacity that is too small.
         """
@@ -268,7 +268,7 @@ class TileSparse:
 
 
 def together(chunk: int) -> int:
-    """Slots that are multiplied at once: of chunks too small for a step alone, 64 rows."""
+    """Returns how many slots make one step: chunks below 64 rows are multiplied together."""
     return 64 // chunk if chunk in (8, 16) else 1
 
 

@@ -46,7 +46,7 @@ SLOT, SOURCE = range(2)  # and of the list; more sources follow
 
 @dataclasses.dataclass(frozen=True)
 class Shape:
-    """What the format fixes: width, columns of a result block; depth, contracted with one slot.
+    """The sizes that the format fixes: width, columns of a result block; depth of one slot.
 
     transpose: a slot is stored as (width, depth), for dx, else as (depth, width). together: chunks
     that are multiplied as one slot; above 1 a is stored transposed, for TMA copies its rows.
@@ -59,7 +59,7 @@ class Shape:
 
     @property
     def step(self) -> int:
-        """Contracted at a time."""
+        """How much is contracted at a time."""
         return min(self.depth, STEP)
 
 
@@ -71,14 +71,14 @@ def shape_of(pattern: Pattern, transpose: bool) -> Shape:
 
 
 def cut(tile: Tile, shape: Shape) -> Tile:
-    """Returns the tile with what the format fixes of it."""
+    """Returns the tile with the columns and the step that the format fixes."""
     return dataclasses.replace(tile, block_n=shape.width, block_k=shape.step)
 
 
 def heuristic(M: int, shape: Shape, blocks: int, slots: int, spec: Spec) -> Tile:
-    """The tile where nothing was measured: the least time by waves, tensor cores and L2.
+    """Returns the tile if nothing was measured: the least time by waves, tensor cores and L2.
 
-    blocks, slots: of the pattern; lists are taken to be equally long.
+    blocks, slots: counts of the pattern; lists are assumed to be equally long.
     """
 
     def seconds(tile: Tile) -> float:
@@ -95,7 +95,7 @@ def heuristic(M: int, shape: Shape, blocks: int, slots: int, spec: Spec) -> Tile
 
 
 def candidates(shape: Shape, spec: Spec) -> list[Tile]:
-    """What the heuristic and the tuner choose from: at least three steps are in flight."""
+    """Returns the tiles for the heuristic and the tuner, with at least three steps in flight."""
     fitting = (
         fitted(Tile(m, shape.width, cluster=cluster, pingpong=pingpong), shape, spec)
         for m, pingpong in BLOCKS
@@ -197,7 +197,7 @@ def multiply(
 ) -> tuple[jax.Array, jax.Array | None]:
     """One kernel: (activate(z), z if kept, in a's type), both (M, B * width).
 
-    jobs: as of _jobs. entries: int32 (S, 1 + together), the slot and its blocks of a, by result
+    jobs: from `_jobs`. entries: int32 (S, 1 + together), the slot and its blocks of a, by result
     block.
     """
     M, dtype, tile = a_MK.shape[0], a_MK.dtype, cut(tile, shape)

@@ -54,7 +54,7 @@ def heuristic(M: int, pattern: Pattern) -> Tile:
 
 
 def candidates(unit: int, width: int) -> list[Tile]:
-    """What the heuristic and the tuner choose from, each with the most stages that fit."""
+    """Returns the tiles for the heuristic and the tuner, each with the most stages that fit."""
     return [
         fitted(Tile(m, width, BLOCK_K, cluster=cluster, splits=splits), unit)
         for m in BLOCKS

@@ -1,8 +1,8 @@
 """The product with a tile-sparse weight, and its gradients, in plain JAX: specification and oracle.
 
-The slots are put where they belong in a dense weight of the packed columns, and one dense product
-follows: on a GPU many small products are slower than that, and gathering the kept rows of x for
-each tile copies x many times. So pruned columns cost nothing here, pruned chunks their product.
+The slots are put into a dense weight of the packed columns, and one dense product follows: on a GPU
+many small products are slower than that, and gathering the kept rows of x for each tile copies x
+many times. So pruned columns cost nothing here, and pruned chunks cost their product.
 
 Legend: M rows (leading dimensions of x, flattened or not: written x), K contracted, P packed
 columns, S slots.
