@@ -77,7 +77,7 @@ class Config(Checked):
     out: str = results.out_option("bytetransformer")
 
     def __post_init__(self):
-        """Refuses what cannot be drawn or timed."""
+        """Refuses sizes that cannot be drawn or timed."""
         super().__post_init__()
         for name in ("batches", "lengths"):
             numbers(name, getattr(self, name))
@@ -189,7 +189,7 @@ def main() -> int:
 
 
 def draw(rows: list[dict[str, Any]], path: Path, on_gpu: bool) -> None:
-    """Draws what was measured, or what was counted."""
+    """Draws the measurements if there are some, else the counts."""
     if importlib.util.find_spec("matplotlib") is None:
         print("matplotlib is not installed: no figure")
     elif on_gpu and not any("median_ms" in row for row in rows):

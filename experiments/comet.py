@@ -88,7 +88,7 @@ def main() -> int:
 
 
 def check(cfg: Config) -> int:
-    """The layer on emulated devices against a loop."""
+    """Compares the layer on emulated devices with a loop."""
     mesh_.start(RANKS)
     about = results.facts(f"{RANKS} emulated CPU devices", "emulated")
     about |= {"preset": config.start_name(), "dtype": "float32", "narrower": report.COMET_NARROWER}
@@ -118,7 +118,7 @@ def check(cfg: Config) -> int:
 
 
 def simulate(cfg: Config) -> int:
-    """Times of the simulator, and their figure."""
+    """Simulates the times and draws their figure."""
     machine = MACHINES[cfg.card]
     about: dict[str, Any] = results.facts(f"8 x {machine.name}", "simulated")
     about |= {"preset": config.start_name(), "machine": dataclasses.asdict(machine)}

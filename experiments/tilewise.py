@@ -81,7 +81,7 @@ class Config(Checked):
     out: str = results.out_option("tilewise")
 
     def __post_init__(self):
-        """Refuses what does not exist or cannot be pruned."""
+        """Refuses tasks and patterns that do not exist or cannot be pruned."""
         super().__post_init__()
         names("tasks", self.tasks, TASKS)
         names("methods", self.methods, report.METHODS)
@@ -189,7 +189,7 @@ def through(stages: list[float]) -> str:
 
 
 def belongs(cfg: Config, row: dict[str, Any]) -> bool:
-    """Tells a point of this configuration from those of another one with the same models."""
+    """Whether a point is of this configuration, and not of another one with the same models."""
     stages = percentages(cfg.stages)
     passed = [through(stages[:i]) for i in range(len(stages) + 1)]
     return (
@@ -210,7 +210,7 @@ def trained_scores(path: Path) -> dict[str, np.ndarray]:
 
 
 def show(row: report.Row) -> None:
-    """Prints a point or what was made of points."""
+    """Prints a point, or a figure that was computed from points."""
     if row["part"] == "point":
         goal = f"{row['method']} at {100 * row['goal']:.0f} %" if row["goal"] else "trained"
         text = f"loss {row['loss']:.3f}, accuracy {100 * row['accuracy']:.1f} %"
@@ -240,7 +240,7 @@ def show(row: report.Row) -> None:
 
 
 def finish(cfg: Config, path: Path, about: dict[str, Any], rows: list[Any], scores: Path) -> None:
-    """Writes what the points say, counts speeds, draws."""
+    """Writes the claims that follow from the points, counts speeds and draws the figures."""
     quality = list(report.quality(rows))
     claims = list(report.claims(quality))
     speeds, prices = [], []
@@ -261,7 +261,7 @@ def finish(cfg: Config, path: Path, about: dict[str, Any], rows: list[Any], scor
 
 
 def conclusion(cfg: Config, claims: list[report.Row]) -> str:
-    """Returns what the run has shown of the paper's claim."""
+    """Returns how far the run confirms the paper's claim."""
     less = sum(row["met"] for row in claims)
     text = f"Tiles lose less than blocks in {less} of {len(claims)} comparisons; the paper claims "
     text += "that they do at equal sparsity, and a speed-up of 1.95 times at 75 % on a V100."
@@ -273,7 +273,7 @@ def conclusion(cfg: Config, claims: list[report.Row]) -> str:
 
 
 def main() -> int:
-    """Trains, prunes, measures; writes after every point."""
+    """Trains, prunes and measures; writes after every point."""
     cfg, base = config.from_flags(PRESETS)
     for name, old, new in config.diff(cfg, base):
         print(f"{name}: {old} -> {new}")

@@ -148,7 +148,7 @@ class Served:
     """A server of a checkout in a process, with figures of its life."""
 
     def __init__(self, root: Path, gguf: Path, home: str, *flags: str):
-        """Starts it. home: the folder that it takes for the user's, with its compiled programs."""
+        """Starts the server. home: its home folder, which holds its compiled programs."""
         self.began = time.monotonic()
         self.process = subprocess.Popen(
             [sys.executable, "scripts/serve.py", f"--gguf={gguf}", "--port=0", *flags],
@@ -167,13 +167,13 @@ class Served:
 
     @property
     def cpu_s(self) -> float:
-        """User and system time so far."""
+        """Seconds of user and system time so far."""
         stat = Path(f"/proc/{self.process.pid}/stat").read_text().rsplit(")", 1)[1].split()
         return (int(stat[11]) + int(stat[12])) / os.sysconf("SC_CLK_TCK")
 
     @property
     def peak_mib(self) -> float:
-        """The most memory that was resident."""
+        """The most resident memory so far."""
         status = Path(f"/proc/{self.process.pid}/status").read_text()
         return int(status.split("VmHWM:")[1].split()[0]) / 1024
 
@@ -197,14 +197,14 @@ class Served:
         return *first, self.cpu_s
 
     def settle(self) -> None:
-        """Waits until it computes nothing: programs of other sizes are compiled meanwhile."""
+        """Waits until the server is idle: after its start it compiles programs of other sizes."""
         before, now = -1.0, self.cpu_s
         while now - before > 0.05:
             time.sleep(2)
             before, now = now, self.cpu_s
 
     def stop(self) -> None:
-        """Ends it."""
+        """Ends the server."""
         self.process.terminate()
         self.process.wait(120)
 

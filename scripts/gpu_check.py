@@ -132,7 +132,7 @@ COMMIT = flags.DEFINE_string("commit", None, "what results say they ran; none: g
 
 
 def parts() -> list[Part]:
-    """All parts behind the first, in order of worth."""
+    """Returns all parts after the first, the most valuable first."""
 
     def checks(folder: str, more: bool) -> Part:
         span = [SAMPLE, None] if more else [0, SAMPLE]
@@ -191,14 +191,14 @@ def parts() -> list[Part]:
 
 
 def tuning(name: str) -> Part:
-    """The part that measures one row of the table."""
+    """Returns the part that measures one row of the table."""
     return Part(f"tune {name}", TUNED, {"do": "tune", "tuning": name}, slice_s=60)
 
 
 def chosen(all_parts: list[Part], words: list[str]) -> list[Part]:
-    """Those whose name is or has one of the words, in the order of the words, else of all parts.
+    """Returns the parts whose name is or has one of the words, in the order of the words.
 
-    Raises: SystemExit for a word that none has.
+    Without words it returns all parts. Raises: SystemExit for a word that no part has.
     """
     known = {word for p in all_parts for word in (p.name, *p.name.split())} | ALIASES.keys()
     for word in words:
@@ -244,7 +244,7 @@ def need_driver() -> None:
 
 
 def run(first: Part, selected: list[Part], default_folder: str) -> int:
-    """Runs the first part and those that are wanted, as the flags say. Returns: the exit code."""
+    """Runs the first part and the selected ones, as the flags say. Returns: the exit code."""
     rehearsal = REHEARSE.value
     if not rehearsal:
         need_driver()

@@ -28,7 +28,7 @@ LIST_S = 300  # that listing the tunings may take
 
 
 def names(words: list[str]) -> list[str]:
-    """The tunings that have all words, those that matter most first. Raises: SystemExit if none."""
+    """Returns tunings with all words, the most valuable first. Raises: SystemExit if none."""
     if set(words) <= {"first"}:
         first = list(gpu_check.TUNE_FIRST)
         return first if words else [*first, *(n for n in listed([]) if n not in first)]
@@ -39,7 +39,7 @@ def names(words: list[str]) -> list[str]:
 
 
 def listed(words: list[str]) -> list[str]:
-    """Asks a process that may import jax."""
+    """Returns the names of tunings that have all words, from a process that may import jax."""
     command = [sys.executable, str(gpu_check.ROOT / "scripts" / "gpu_session" / "tune.py"), *words]
     environment = gpu_check.environment(rehearsal=True)
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIST_S, env=environment)

@@ -96,7 +96,7 @@ class Channel:
             self._going.wait()
 
     def hello(self, **facts: Any) -> None:
-        """Says which device this is."""
+        """Tells the parent which device this is."""
         self._send({"hello": facts})
 
     def stage(
@@ -120,15 +120,15 @@ class Channel:
         self._send({"stage": name, "item": item, "limit_s": limit_s, "skip": skip, **more})
 
     def rows(self, item: str, rows: Sequence[Row]) -> None:
-        """Hands over what was measured."""
+        """Sends the rows of an item to the parent."""
         self._send({"item": item, "rows": list(rows)})
 
     def fault(self, item: str, why: str) -> None:
-        """Says why an item could not be measured."""
+        """Tells the parent why an item could not be measured."""
         self._send({"item": item, "fault": why})
 
     def end(self, how: str, why: str = "") -> None:
-        """The last message."""
+        """Sends the last message."""
         self._send({"end": how, "why": why})
 
 
@@ -139,12 +139,12 @@ def is_poison(error: BaseException) -> bool:
 
 
 def reason(error: BaseException) -> str:
-    """One line of an exception."""
+    """Returns one line of text for an exception."""
     return f"{type(error).__name__}: {' '.join(str(error).split())[:400]}"
 
 
 def shown(row: Row) -> str:
-    """A row for people."""
+    """Returns a row as text for people."""
     return str({k: round(v, 6) if isinstance(v, float) else v for k, v in row.items()})[:400]
 
 

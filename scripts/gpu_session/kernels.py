@@ -34,12 +34,12 @@ TORCH_S = 90  # the same for PyTorch, which compiles when it runs (chosen)
 
 
 def bench_of(folder: str) -> Any:
-    """A kernel folder's bench.py; the others may be broken."""
+    """Imports a kernel folder's bench.py alone, as those of other folders may be broken."""
     return bench.module_of(folder, "bench")
 
 
 def checks(folder: str, span: Sequence[int | None], rehearsal: bool) -> list[Item]:
-    """A stretch of a folder's correctness matrix."""
+    """Returns a stretch of a folder's correctness matrix."""
 
     def measure(errors: Callable[[], dict[str, float]]) -> dict[str, Any]:
         ratios = errors()
@@ -53,7 +53,7 @@ def checks(folder: str, span: Sequence[int | None], rehearsal: bool) -> list[Ite
 
 
 def worth(case: Any) -> int:
-    """A case's place in the queue of its folder: what papers report first."""
+    """Returns a case's place in the queue of its folder: cases that papers report come first."""
     order = ("d128 16k", "varlen", "d128", "llama 8k", "gqa")
     return next((i for i, word in enumerate(order) if case.name.startswith(word)), len(order))
 
@@ -69,12 +69,12 @@ def differentiated(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def calls_of(once_s: float) -> int:
-    """How often something is called that takes so long: RUNS, or what SIDE_S has room for."""
+    """Returns how often to call a program that takes so long: RUNS times, or as SIDE_S allows."""
     return max(3, min(RUNS, int(SIDE_S / once_s)))
 
 
 def row_of(case: Any, direction: str, timing: bench.Timing, sets: int) -> dict[str, Any]:
-    """A time beside the floor of the GPU that is there."""
+    """Returns a row with a time and the floor of this GPU."""
     rate = bench.memory_rate(jax.devices()[0].device_kind)
     passes = (False, True) if direction == BOTH else (False,)
     floor = sum(case.floor_s(p, rate) for p in passes)
@@ -85,7 +85,7 @@ class Timed:
     """One side of a case in one direction."""
 
     def __init__(self, case: Any, direction: str, build: Callable[[], bench.Side], tiny: bool):
-        """tiny: a rehearsal's, which is timed by the wall clock."""
+        """tiny: for a rehearsal, which is timed by the wall clock."""
         self._case, self._direction, self._build, self._tiny = case, direction, build, tiny
         self._program: Any = None
         self._shapes: tuple[Any, ...] = ()
@@ -103,7 +103,7 @@ class Timed:
         self._program = program.lower(*[self._shapes] * self._sets).compile()
 
     def prepare_and_run(self) -> dict[str, Any]:
-        """Both, when its turn comes."""
+        """Prepares and times it, without preparing it ahead."""
         self.prepare()
         return self.run()
 
@@ -125,7 +125,7 @@ class TorchTimed:
     """One of PyTorch's rivals of a case in one direction."""
 
     def __init__(self, case: Any, direction: str, build: Callable[[], rivals.Rival], tiny: bool):
-        """tiny: a rehearsal's, on a CPU."""
+        """tiny: for a rehearsal, on a CPU."""
         self._case, self._direction, self._build, self._tiny = case, direction, build, tiny
         self._function: Any = None
         self._twin: Any = None
@@ -133,7 +133,7 @@ class TorchTimed:
         self._sets = 0
 
     def prepare(self) -> None:
-        """Imports PyTorch, and compiles what its results are compared with; nothing runs."""
+        """Imports PyTorch and compiles the twin in JAX for comparison; nothing runs."""
         rivals.version()
         rival = self._build()
         self._function, twin, self._shapes = rival.function, rival.twin, tuple(rival.like)
@@ -176,7 +176,7 @@ class TorchTimed:
 
 
 def times(folder: str, direction: str, rehearsal: bool) -> list[Item]:
-    """Every case of a folder on every side, ours first, in order of worth."""
+    """Returns every case of a folder on every side, ours first, the most valuable cases first."""
     module, items = bench_of(folder), []
     for case in sorted(module.TINY_CASES if rehearsal else module.CASES, key=worth):
         sides = module.sides(case, "interpret" if rehearsal else "hopper")
@@ -196,7 +196,7 @@ def times(folder: str, direction: str, rehearsal: bool) -> list[Item]:
 
 
 def torch_times(folder: str, direction: str, rehearsal: bool) -> list[Item]:
-    """Every case of a folder on PyTorch's sides; and ours once, behind those of the first case."""
+    """Returns every case of a folder on PyTorch's sides, and ours once, after the first case."""
     module, items = bench_of(folder), []
     cases = sorted(module.TINY_CASES if rehearsal else module.CASES, key=worth)
 
@@ -219,7 +219,7 @@ def torch_times(folder: str, direction: str, rehearsal: bool) -> list[Item]:
 
 
 def bert(rehearsal: bool) -> list[Item]:
-    """ByteTransformer's workload at batch 16, length 1024: the stack, then attention alone."""
+    """Returns ByteTransformer's workload, batch 16 x 1024: the stack, then attention alone."""
     from experiments.reports import bytetransformer as report
     from megajax.models.encoder_config import PRESETS, EncoderConfig
 
@@ -248,7 +248,7 @@ def bert(rehearsal: bool) -> list[Item]:
 
 
 def fused(folder: str, exact: bool, rehearsal: bool) -> list[Item]:
-    """Products with communication inside, on virtual ranks, or beside an emulated link."""
+    """Returns products with communication inside, on virtual ranks or beside an emulated link."""
     module = bench_of(folder)
     if rehearsal:
         runs = module.rehearsals()

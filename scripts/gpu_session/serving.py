@@ -40,7 +40,7 @@ PROMPT, ANSWER, STEPS, TRACED = 512, 256, 40, 3
 
 
 def items(rehearsal: bool) -> list[Item]:
-    """Everything, in order of worth."""
+    """Returns all items, the most valuable first."""
     engine = functools.cache(functools.partial(_engine, rehearsal))
     batches = (1, 2) if rehearsal else BATCHES
     wide: dict[int, float] = {}  # tokens a second in bf16, by batch
@@ -84,7 +84,7 @@ def items(rehearsal: bool) -> list[Item]:
 
 
 def attention(rehearsal: bool) -> dict[str, Any]:
-    """Paged attention of a decode step beside a copy of the memory."""
+    """Times paged attention of a decode step beside a copy of memory."""
     B, M, H, G, K = TINY_ATTENTION if rehearsal else ATTENTION
     pages = B * M // PAGE
     clock = bench.wall_clock if rehearsal else bench.device_clock
@@ -156,7 +156,7 @@ def _prompts(cfg: DecoderConfig, batch: int, length: int) -> list[list[int]]:
 def decode(
     made: Callable[[], tuple[DecoderConfig, Engine]], batch: int, rehearsal: bool
 ) -> dict[str, Any]:
-    """Tokens a second of so many sequences, when all prompts have been computed."""
+    """Measures tokens a second of so many sequences, once all prompts have been computed."""
     cfg, engine = made()
     advance, end = _begun(cfg, engine, batch, rehearsal)
     steps = 4 if rehearsal else STEPS

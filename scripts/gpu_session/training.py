@@ -82,7 +82,7 @@ def batch_of(train_step: TrainStep, number: int, vocab: int, pieces: int) -> dic
 
 
 def losses(cfg: Config, device: jax.Device, steps: int) -> list[float]:
-    """Trains on one device."""
+    """Trains on one device. Returns: the losses."""
     train_step = train_step_of(cfg, device)
     state, values = train_step.init(0), []
     for i in range(steps):
@@ -93,13 +93,13 @@ def losses(cfg: Config, device: jax.Device, steps: int) -> list[float]:
 
 @functools.cache
 def cpu_losses(steps: int) -> list[float]:
-    """The CPU's losses in float32."""
+    """Returns the CPU's losses in float32."""
     with jax.default_matmul_precision("highest"):
         return losses(SMALL, jax.devices("cpu")[0], steps)
 
 
 def losses_items(rehearsal: bool) -> list[Item]:
-    """Losses of the GPU; a rehearsal compares two CPU devices."""
+    """Returns items that compare losses with the CPU's; a rehearsal compares two CPU devices."""
     steps, device = (2, jax.devices()[-1]) if rehearsal else (20, jax.devices()[0])
 
     def exact() -> dict[str, Any]:
@@ -182,7 +182,7 @@ def mfu_of(cfg: Config, tokens_per_s: float, pieces: int) -> dict[str, float | N
 
 
 def estimated(cfg: Config, rehearsal: bool) -> dict[str, float]:
-    """Returns what the plan of one GPU says of a step: estimate_s and bound_gib."""
+    """Returns estimate_s and bound_gib of a step, from the plan of one GPU."""
     card = find_card("H100" if rehearsal else jax.devices()[0].device_kind)
     if card is None:
         raise NotImplementedError(f"no hardware card for {jax.devices()[0].device_kind}")
@@ -195,7 +195,7 @@ def estimated(cfg: Config, rehearsal: bool) -> dict[str, float]:
 
 
 def step_items(variant: str, rehearsal: bool) -> list[Item]:
-    """The measured step, then its estimate."""
+    """Returns the item that measures the step, then its estimate."""
     cfg = configuration(variant, rehearsal)
     steps, train = 2 if rehearsal else STEPS, cfg.train
     about = {

@@ -33,7 +33,7 @@ Row = dict[str, Any]
 
 
 class Parent(Protocol):
-    """What is needed of channel.Channel."""
+    """The members of channel.Channel that a measurement uses."""
 
     spec: dict[str, Any]
 
@@ -42,7 +42,7 @@ class Parent(Protocol):
 
 
 def tunings(words: Iterable[str] = ()) -> list[tuple[str, tuned.Tuning]]:
-    """(folder, what to measure), those whose folder, op and key have all words, each name once."""
+    """Returns (folder, tuning) whose folder, op and key have all words, each name once."""
     words = set(words)
     folders = words.intersection(bench.FOLDERS) or bench.FOLDERS  # building is slow
     named: dict[str, tuple[str, tuned.Tuning]] = {}
@@ -59,7 +59,7 @@ def name_of(folder: str, tuning: tuned.Tuning) -> str:
 
 
 def tiny() -> tuned.Tuning:
-    """A tile of the attention kernel on 128 tokens, for rehearsals."""
+    """Returns a tuning of one tile of the attention kernel on 128 tokens, for rehearsals."""
     options = {"spec": reference.Spec(0.125)}
 
     def inputs(key: jax.Array) -> tuple[Any, ...]:
@@ -83,7 +83,7 @@ def tiny() -> tuned.Tuning:
 
 
 def wrong(results: Any, want: Any) -> str | None:
-    """Says how results differ by more than 16-bit rounding, None if they do not."""
+    """Returns how results differ by more than 16-bit rounding, None if they do not."""
     for one, other in zip(jax.tree.leaves(results), jax.tree.leaves(want), strict=True):
         one, other = (np.asarray(x, np.float64) for x in (one, other))
         live = np.isfinite(other)
@@ -211,7 +211,7 @@ class Measurement:
 
 
 def items(name: str, parent: Parent, rehearsal: bool) -> list[Item]:
-    """The one item of a part. Raises: ValueError for a name that no tuning has."""
+    """Returns the one item of a part. Raises: ValueError for a name that no tuning has."""
     if rehearsal:
         tuning, clock = tiny(), bench.wall_clock
     else:

@@ -28,7 +28,7 @@ SMI = "name,driver_version,memory.total,clocks.max.sm,power.limit"
 
 
 def smoke(spec: dict[str, Any]) -> list[Item]:
-    """What machine this is, one tiny kernel, and the rates that no kernel exceeds."""
+    """Returns items: this machine, one tiny kernel, and the rates that no kernel exceeds."""
     import jax
 
     from pallas_kernels import bench
@@ -61,7 +61,7 @@ def smoke(spec: dict[str, Any]) -> list[Item]:
 
 
 def build(spec: dict[str, Any], channel: Channel) -> list[Item]:
-    """The items of a part."""
+    """Returns the items of a part."""
     do, rehearsal = spec["do"], spec["rehearsal"]
     if do == "device":
         return []
@@ -108,7 +108,7 @@ CHANGED = {  # folder -> where its kernel is looked up
 
 
 def planted(part: str) -> str | None:
-    """The fault of this part, None without one."""
+    """Returns the planted fault of this part, None without one."""
     faults = filter(None, os.environ.get("GPU_CHECK_FAULTS", "").split(";"))
     return dict(each.rsplit(":", 1) for each in faults).get(part)
 
@@ -152,7 +152,7 @@ def _make_wrong(module: Any, name: str) -> None:
 
 
 def main() -> int:
-    """Does one part."""
+    """Runs one part."""
     channel = Channel()
     spec = channel.spec
     fault = planted(spec["part"])
