@@ -22,7 +22,7 @@ LIBRARY += [p for p in SOURCES if p.parent.parent == ROOT / "experiments"]  # no
 # `fmt` comment, and functions. These numbers only fall. `scripts/house.py` prints today's.
 LIMITS = {
     "megajax": {"banned_names": 1258, "fmt_skips": 41, "functions": 4722},
-    "pallas_kernels": {"banned_names": 326, "fmt_skips": 6},
+    "pallas_kernels": {"banned_names": 1, "fmt_skips": 6},
     "experiments": {"banned_names": 348, "fmt_skips": 10},
     "scripts": {"banned_names": 136, "fmt_skips": 10},
     "tests": {"banned_names": 1517, "fmt_skips": 76},
