@@ -52,7 +52,7 @@ class Case(Workload):
 
     @property
     def kept_CT(self) -> np.ndarray:
-        """Which chunks are kept, bool (C, T), of the kept columns in tiles; the same each time."""
+        """The chunks that are kept, bool (C, T), of the kept columns in tiles; the same each time."""
         T, C = -(-self.kept_columns.size // self.tile), -(-self.K // self.chunk)
         live = np.zeros(C * T, bool)
         share = (1 - self.sparsity / 100) / self.columns
@@ -61,7 +61,7 @@ class Case(Workload):
 
     @property
     def mask(self) -> np.ndarray:
-        """Which weights are kept, bool (K, N)."""
+        """The weights that are kept, bool (K, N)."""
         blocks = np.repeat(np.repeat(self.kept_CT, self.chunk, 0), self.tile, 1)
         mask = np.zeros((self.K, self.N), bool)
         mask[:, self.kept_columns] = blocks[: self.K, : self.kept_columns.size]
