@@ -52,7 +52,7 @@ class Case(Workload):
 
     @property
     def kept_CT(self) -> np.ndarray:
-        """The chunks that are kept, bool (C, T), of the kept columns in tiles; the same each time."""
+        """The chunks that are kept, bool (C, T), of kept columns in tiles; the same each time."""
         T, C = -(-self.kept_columns.size // self.tile), -(-self.K // self.chunk)
         live = np.zeros(C * T, bool)
         share = (1 - self.sparsity / 100) / self.columns

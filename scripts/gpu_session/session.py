@@ -37,7 +37,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Part:
-    """What one process does. file: where its rows go. args: what the worker must know.
+    """The work of one process. file: the file of its rows. args: the worker's arguments.
 
     slice_s: after so long it ends behind its present item, and goes on after the other parts.
     """
@@ -58,7 +58,7 @@ class Store:
         self.slug, self._about, self._rows = "", {}, {}
 
     def open(self, device: str, slug: str) -> None:
-        """Reads what earlier calls left of this device."""
+        """Reads the rows that earlier calls stored for this device."""
         self.slug = slug
         self._about = results.facts(device, self._layer.format(device)) | {"commit": self._commit}
         self._rows = {}
@@ -66,11 +66,11 @@ class Store:
             path.unlink()
 
     def path(self, file: str) -> Path:
-        """Returns where a file of this device lies."""
+        """Returns the path of a file of this device."""
         return self.folder / (f"{self.slug}.json" if file == TUNED else f"{self.slug}_{file}.json")
 
     def rows(self, file: str) -> list[Row]:
-        """All rows of a file."""
+        """Returns all rows of a file."""
         if file not in self._rows:
             path = self.path(file)
             self._rows[file] = json.loads(path.read_text())["rows"] if path.exists() else []
@@ -85,7 +85,7 @@ class Store:
         results.write(self.path(part.file), self._about, self._rows[part.file])
 
     def verdict(self, part: Part) -> Row:
-        """What is known of a part: its faults, what its workers skip, whether it is finished."""
+        """Returns a part's verdict: its faults, the items to skip, whether it is finished."""
         found = [row for row in self.rows(VERDICTS) if row["part"] == part.name]
         return (
             found[0]
@@ -101,24 +101,24 @@ class Store:
         )
 
     def judge(self, part: Part, verdict: Row) -> None:
-        """Keeps what is known of a part."""
+        """Stores the verdict of a part."""
         others = [row for row in self.rows(VERDICTS) if row["part"] != part.name]
         self._rows[VERDICTS] = others + [verdict]
         results.write(self.path(VERDICTS), self._about, self._rows[VERDICTS])
 
     def forget(self, parts: Sequence[Part]) -> None:
-        """Everything of these parts is to be measured again."""
+        """Drops the rows and verdicts of these parts, so that they are measured again."""
         for part in parts:
             for file, kept in ((part.file, self.rows(part.file)), (VERDICTS, self.rows(VERDICTS))):
                 self._rows[file] = [row for row in kept if row.get("part") != part.name]
 
     def done(self, part: Part) -> list[str]:
-        """The items of a part that need no second measurement."""
+        """Returns the items of a part that need no second measurement."""
         measured = {r["item"] for r in self.rows(part.file) if r.get("part") == part.name}
         return sorted(measured | self.verdict(part)["faults"].keys())
 
     def wrong(self, part: Part) -> list[str]:
-        """The items whose results were not right."""
+        """Returns the items whose results were not right."""
         rows = self.rows(part.file)
         return [r["item"] for r in rows if r.get("part") == part.name and r.get("passed") is False]
 
@@ -139,25 +139,25 @@ class Worker:
         self.child.send(spec)
 
     def go(self) -> None:
-        """Hands it the GPU."""
+        """Tells the worker that the GPU is free for it."""
         self.going_s = time.monotonic()
         self.child.send("go")
 
     def stop(self) -> None:
-        """Asks it to end behind its present item."""
+        """Asks the worker to end after its present item."""
         if not self.stopping:
             self.stopping = True
             self.child.send("stop")
 
     def note_stage(self, message: Row) -> None:
-        """Its limit counts from now on."""
+        """Notes the worker's stage, whose limit counts from now on."""
         self.stage, self.item = message["stage"], message["item"]
         self.limit_s, self.skip = message["limit_s"], message.get("skip", "")
         self.rival = message.get("rival")
         self.stage_began = time.monotonic()
 
     def note_end(self, message: Row) -> None:
-        """It has said all; whatever its exit does is nobody's fault."""
+        """Notes that the worker has sent everything; a crash at its exit is no fault."""
         self.how, self.why = message["end"], message["why"]
         self.note_stage({"stage": "exit", "item": None, "limit_s": EXIT_S})
 
@@ -166,17 +166,17 @@ class Worker:
         return self.limit_s is not None and time.monotonic() - self.stage_began > self.limit_s
 
     def beyond_slice(self) -> bool:
-        """Whether it had its share of the time."""
+        """Whether the worker has used its share of the time."""
         return self.going_s is not None and time.monotonic() - self.going_s > self.part.slice_s
 
     def kill(self, why: str, fault: bool = True) -> None:
-        """Ends the process and all that it started. fault: whether the part is to blame."""
+        """Kills the process and its children. fault: whether this counts as a fault of the part."""
         if not self.killed and self.process.poll() is None:
             self.killed, self.blamed = why, fault
         self.child.kill()
 
     def close(self) -> str:
-        """Frees what the parent holds of it; returns the end of what it printed."""
+        """Closes the parent's files of the worker and returns the end of its output."""
         self.kill("")  # what it started and left
         self.child.close()
         size = self.log.seek(0, os.SEEK_END)
@@ -282,7 +282,7 @@ class Session:
             worker.stop()
 
     def _take(self, worker: Worker) -> None:
-        """Does what the messages of a worker say."""
+        """Handles the messages of a worker."""
         part = worker.part
         for message in worker.child.receive():
             if "hello" in message:
@@ -305,7 +305,7 @@ class Session:
         print(f"{part.name}: {item}: FAILED: {why}", flush=True)
 
     def _settle(self, worker: Worker) -> None:
-        """Judges a part whose process is gone, and starts it again for what is left."""
+        """Judges a part whose process has ended, and starts it again for the items left."""
         self._take(worker)
         self._live.remove(worker)
         part, printed, failure = worker.part, worker.close(), worker.failure()
