@@ -112,7 +112,9 @@ def simulate(cfg: Config) -> int:
     rows: list[report.Row] = []
     products = report.dense_rows(models, report.numbers("rows", cfg.rows), machine)
     for row in written(products, path, about, rows):
-        took = " ".join(f"{way} {1e6 * row[f'{way}_s']:.0f}" for way in ("serial", "ring", "fused"))
+        took = " ".join(
+            f"{side} {1e6 * row[f'{side}_s']:.0f}" for side in ("serial", "ring", "fused")
+        )
         print(
             f"simulated | {row['model']} {row['kind']} m {row['m']}, {8 * row['wire_bytes']} bits "
             f"on the wire | {took} us, floor {1e6 * row['floor_s']:.0f} us | "

@@ -80,16 +80,16 @@ class Store:
         """Puts rows in the place of those of the same item."""
         about = {"part": part.name, "item": item, "commit": self._commit}
         same = lambda row: (row.get("part"), row.get("item")) == (part.name, item)  # noqa: E731
-        kept = [row for row in self.rows(part.file) if not same(row)]
-        self._rows[part.file] = kept + [row | about for row in rows]
+        others = [row for row in self.rows(part.file) if not same(row)]
+        self._rows[part.file] = others + [row | about for row in rows]
         results.write(self.path(part.file), self._about, self._rows[part.file])
 
     def verdict(self, part: Part) -> Row:
         """Returns a part's verdict: its faults, the items to skip, whether it is finished."""
-        found = [row for row in self.rows(VERDICTS) if row["part"] == part.name]
+        verdicts = [row for row in self.rows(VERDICTS) if row["part"] == part.name]
         return (
-            found[0]
-            if found
+            verdicts[0]
+            if verdicts
             else {
                 "part": part.name,
                 "verdict": "not begun",
@@ -109,8 +109,8 @@ class Store:
     def forget(self, parts: Sequence[Part]) -> None:
         """Drops the rows and verdicts of these parts, so that they are measured again."""
         for part in parts:
-            for file, kept in ((part.file, self.rows(part.file)), (VERDICTS, self.rows(VERDICTS))):
-                self._rows[file] = [row for row in kept if row.get("part") != part.name]
+            for file, rows in ((part.file, self.rows(part.file)), (VERDICTS, self.rows(VERDICTS))):
+                self._rows[file] = [row for row in rows if row.get("part") != part.name]
 
     def done(self, part: Part) -> list[str]:
         """Returns the items of a part that need no second measurement."""
