@@ -1,8 +1,8 @@
 """Which collectives of a program compiled for emulated CPU devices may overtake others.
 
-The rule is that of parallel/order.py, read from the program's text: a collective overtakes a loop,
-a branch or a call with collectives in it that comes before it in the schedule, unless it needs
-something of it.
+The rule is that of parallel/exchange.py, read from the program's text: a collective overtakes a
+loop, a branch or a call with collectives in it that comes before it in the schedule, unless it
+needs something of it.
 """
 
 import re

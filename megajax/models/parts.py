@@ -32,10 +32,13 @@ LAYERS, TOWER = "layers", "tower"  # the first words of stacked leaves
 
 
 def scan_layers(step: Callable, x: Any, stack: Tree, layers: int) -> tuple[Any, Any]:
-    """Returns what step(x, (weights of a layer, its index)) -> (x, y) makes of x, layer by layer,
-    and the stacked ys. stack: of all layers, or core.packed.LayerRuns: a scan for each, and a call
-    for a layer that is alone."""
-    runs, found = runs_of(stack, layers), []
+    """Returns (x after all layers, the stacked ys) of step(x, (weights of a layer, its index)) ->
+    (x, y).
+
+    stack: of all layers, or core.packed.LayerRuns. Each run is a scan, and a run of one layer is a
+    call.
+    """
+    runs, outputs = runs_of(stack, layers), []
     alone = jax.jit(step)  # one lowering for all layers whose weights are alike
     for part, start, stop in zip(runs.stacks, runs.starts, runs.stops, strict=True):
         if stop - start == 1:
@@ -43,20 +46,10 @@ def scan_layers(step: Callable, x: Any, stack: Tree, layers: int) -> tuple[Any, 
             ys = jax.tree.map(lambda one: one[None], y)
         else:
             x, ys = jax.lax.scan(step, x, (part, jnp.arange(start, stop)))
-        found.append(ys)
-    return x, found[0] if len(found) == 1 else jax.tree.map(lambda *y: jnp.concatenate(y), *found)
-
-
-@dataclasses.dataclass(frozen=True)
-class Stream:
-    """How the weights of stacked layers come to where they are used.
-
-    layer(stored weights, index) -> weights in use: called in each layer, in what the backward pass
-    runs again. run: as `scan_layers`, which it may replace to fetch a layer beside the one before.
-    """
-
-    layer: Callable[[Tree, jax.Array], Tree] = lambda weights, index: weights
-    run: Callable[..., tuple[jax.Array, Any]] = scan_layers
+        outputs.append(ys)
+    if len(outputs) == 1:
+        return x, outputs[0]
+    return x, jax.tree.map(lambda *y: jnp.concatenate(y), *outputs)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,6 +92,10 @@ class ModelParts:
         """
         return _stack(self.axes)
 
+    def outer(self, tree: Tree) -> Tree:
+        """Returns the members of a tree like the parameters that hold no layer of `block`."""
+        return {k: x for k, x in tree.items() if k != self.stack}
+
     def trained(self, tree: Tree) -> Tree:
         """Returns a tree like the parameters with None in the place of what is not trained."""
         return tree if self.trains is None else select(self.trains, tree)
@@ -111,34 +108,56 @@ class ModelParts:
             lambda is_trained, new, old: new if is_trained else old, self.trains, trained, params
         )
 
+    def enter(
+        self,
+        params: Tree,
+        batch: Batch,
+        key: jax.Array | None,
+        remat: Remat,
+        fetch: Callable[[Tree, jax.Array], Tree] | None = None,
+    ) -> tuple[jax.Array, Callable]:
+        """Returns (the residual stream before the first layer, the step of `scan_layers`).
+
+        fetch(stored weights, index) -> the weights in use: called in each layer, in the part that
+        the backward pass runs again; None: the weights of the stack are in use.
+        """
+        context = self.context(batch, key)
+
+        def step(x: jax.Array, layer: tuple) -> tuple[jax.Array, MoeSums | None]:
+            weights, index = layer
+            if fetch is not None:
+                weights = fetch(weights, index)
+            layer_context = context
+            if context.dropout is not None:
+                layer_key = jax.random.fold_in(context.dropout, index)
+                layer_context = dataclasses.replace(context, dropout=layer_key)
+            x, _, moe = self.block(weights, x, layer_context)
+            return x, moe
+
+        if remat != "none":
+            step = jax.checkpoint(step, policy=remat_policy(remat), prevent_cse=False)
+        with jax.named_scope("embed"):
+            return self.embed(params, batch, context), step
+
     def hidden(
         self,
         params: Tree,
         batch: Batch,
         key: jax.Array | None,
         remat: Remat,
-        stream: "Stream | None" = None,
+        fetch: Callable[[Tree, jax.Array], Tree] | None = None,
     ) -> tuple[jax.Array, MoeSums | None]:
         """Returns (the residual stream after the last block, the blocks' sums); one scan over the
-        stacked layers. stream: how these come to where they are used; None: they are there."""
-        context, stream = self.context(batch, key), stream or Stream()
-
-        def step(x: jax.Array, layer: tuple) -> tuple[jax.Array, MoeSums | None]:
-            weights, index = stream.layer(*layer), layer[1]
-            here = context
-            if context.dropout is not None:
-                here = dataclasses.replace(
-                    context, dropout=jax.random.fold_in(context.dropout, index)
-                )
-            x, _, moe = self.block(weights, x, here)
-            return x, moe
-
-        if remat != "none":
-            step = jax.checkpoint(step, policy=remat_policy(remat), prevent_cse=False)
-        with jax.named_scope("embed"):
-            x = self.embed(params, batch, context)
+        stacked layers. fetch: as of `enter`."""
+        x, step = self.enter(params, batch, key, remat, fetch)
         with jax.named_scope("blocks"):
-            return stream.run(step, x, params[self.stack], self.layers)
+            return scan_layers(step, x, params[self.stack], self.layers)
+
+    def finish(self, params: Tree, x: jax.Array, moe: MoeSums | None, batch: Batch) -> LossSums:
+        """Returns the sums over all predictions of the batch. x, moe: as of `hidden`."""
+        with jax.named_scope("head"):
+            sums = self.head_loss(params, x, batch)
+        return dataclasses.replace(sums, moe=moe)
 
     def loss(
         self,
@@ -146,15 +165,13 @@ class ModelParts:
         batch: Batch,
         key: jax.Array | None = None,
         remat: Remat = "none",
-        stream: "Stream | None" = None,
+        fetch: Callable[[Tree, jax.Array], Tree] | None = None,
     ) -> LossSums:
-        """Returns the sums over all predictions of the batch. stream: as of `hidden`."""
+        """Returns the sums over all predictions of the batch. fetch: as of `enter`."""
         if self.network is not None:
             return self.network(params, batch, key)
-        x, moe = self.hidden(params, batch, key, remat, stream)
-        with jax.named_scope("head"):
-            sums = self.head_loss(params, x, batch)
-        return dataclasses.replace(sums, moe=moe)
+        x, moe = self.hidden(params, batch, key, remat, fetch)
+        return self.finish(params, x, moe, batch)
 
     def logits(self, params: Tree, batch: Batch) -> jax.Array:
         """Returns float32 logits (B, S, padded vocabulary), all at once: for small batches."""

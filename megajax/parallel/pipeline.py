@@ -37,9 +37,25 @@ from megajax.core.tree import Tree, floating
 from megajax.layers.attention import Context
 from megajax.layers.losses import LossSums, MoeSums
 from megajax.layers.param import packed_axes
-from megajax.models.parts import Batch, ModelParts, Remat, map_words, remat_policy, select
-from megajax.parallel.exchange import PLAIN, Exchange, attach, detach, lead, led, scatter_local
-from megajax.parallel.order import Order, order_of
+from megajax.models.parts import (
+    Batch,
+    ModelParts,
+    Remat,
+    map_words,
+    remat_policy,
+    select,
+)
+from megajax.parallel.exchange import (
+    PLAIN,
+    Exchange,
+    Order,
+    add_device_dim,
+    attach,
+    detach,
+    drop_device_dim,
+    order_of,
+    scatter_local,
+)
 from megajax.schedule import build
 from megajax.schedule.ir import Table
 from megajax.schedule.route import Cells, Route, Stretch, route
@@ -430,7 +446,7 @@ Array = jax.Array
 REST = 2**16  # folded into a key for what is in no layer; layers and chunks fold their numbers
 
 
-class Turn(NamedTuple):
+class StepInputs(NamedTuple):
     """What a step gives its gradients. key: of a micro-batch, or of the wire. step: the number of
     finished steps, int32. copies: as in Exchange.copies. errors: of `first_errors`."""
 
@@ -470,7 +486,7 @@ def first_errors(exchange: Exchange | None, params: Tree, stack: str, chunks: in
 
     def local(params: Tree) -> Tree:
         moves = Moves(exchange, stack, chunks, None)
-        return lead(moves.errors_of(params))
+        return add_device_dim(moves.errors_of(params))
 
     return jax.shard_map(
         local,
@@ -487,10 +503,10 @@ class Moves:
     For code inside a shard_map over the whole mesh.
     """
 
-    def __init__(self, exchange: Exchange, stack: str, chunks: int, turn: Turn | None):
-        """stack: the member that holds the layers. chunks: of a stage. turn: None where the
+    def __init__(self, exchange: Exchange, stack: str, chunks: int, inputs: StepInputs | None):
+        """stack: the member that holds the layers. chunks: of a stage. inputs: None where the
         exchange has no codec."""
-        self._stack, self._chunks, self._turn = stack, chunks, turn
+        self._stack, self._chunks, self._turn = stack, chunks, inputs
         # One message a chunk: its layers are a dimension like any other.
         self._layers = exchange.part(lambda tree: tree[stack], lambda words: (None, *words[1:]))
         self._outer = exchange.part(
@@ -499,7 +515,7 @@ class Moves:
         self.squares = jnp.zeros((1, 2))
         self._new: dict[int, Tree] = {}
         self._new_rest: Tree = None
-        errors = None if turn is None else led(turn.errors)
+        errors = None if inputs is None else drop_device_dim(inputs.errors)
         self._errors: Any = errors and {"chunks": list(errors["chunks"]), "rest": errors["rest"]}
 
     def cut(self, layers: Tree) -> tuple[Tree, Tree]:
@@ -544,7 +560,7 @@ class Moves:
 
     def errors(self) -> Tree:
         """Returns the errors that the moves left, as TrainState.errors holds them."""
-        return lead(self._errors)
+        return add_device_dim(self._errors)
 
     def errors_of(self, params: Tree) -> Tree:
         """Returns the first errors of this device. params: its pieces of the masters."""
@@ -709,7 +725,7 @@ class Pipeline:
         route: Route,
         objective: Objective,
         *scalars: jax.Array,
-        turn: Turn | None = None,
+        inputs: StepInputs | None = None,
     ) -> Gradients:
         """Returns the loss sums of the batch, gradients stored as the parameters are, and what the
         exchange, if there is one, keeps of this step.
@@ -718,16 +734,16 @@ class Pipeline:
           `cfg.route(stages)`; an argument of the jitted function, or its arrays are constants of
           the program. objective(sums, *scalars):
           what is differentiated; it must be linear in the sums. It is also called with one
-          layer's MoeSums and zeros, and with the rest without them. turn: where there is an
+          layer's MoeSums and zeros, and with the rest without them. inputs: where there is an
           exchange.
         Of a packed leaf, whose integers have no gradient, the others are None.
         """
         self = self._of(params)
 
         def local(
-            params: Tree, batch: Batch, route: Route, turn: Turn | None, *scalars: jax.Array
+            params: Tree, batch: Batch, route: Route, inputs: StepInputs | None, *scalars: jax.Array
         ) -> Gradients:
-            return self._run(route, params, batch, lambda sums: objective(sums, *scalars), turn)
+            return self._run(route, params, batch, lambda sums: objective(sums, *scalars), inputs)
 
         copies: Any = None
         squares: Any = None
@@ -736,10 +752,10 @@ class Pipeline:
             squares = errors = self.exchange.devices
             if self.exchange.wire.difference:
                 copies = self.exchange.copied_specs()
-        given = None if turn is None else Turn(P(), P(), copies, errors)
+        given = None if inputs is None else StepInputs(P(), P(), copies, errors)
         wanted = Gradients(SUMS, self.parts.trained(self._specs), copies, squares, errors)
         return self._everywhere(local, wanted, given, *[P()] * len(scalars))(
-            params, batch, route, turn, *scalars
+            params, batch, route, inputs, *scalars
         )
 
     def sums(self, params: Tree, batch: Batch, route: Route) -> LossSums:
@@ -784,7 +800,7 @@ class Pipeline:
         params: Tree,
         batch: Batch,
         objective: Objective | None,
-        turn: Turn | None = None,
+        inputs: StepInputs | None = None,
     ) -> Gradients:
         """The program of one device: its loops, and beside them the chunks' gathers and scatters.
 
@@ -799,7 +815,7 @@ class Pipeline:
                 f"executed are {', '.join(self.functions)}"
             )
         v, stack, order = self.cfg.chunks, self.parts.stack, order_of(self.layout.mesh)
-        moves = Moves(self._exchange(objective is not None), stack, v, turn)
+        moves = Moves(self._exchange(objective is not None), stack, v, inputs)
         rest = moves.rest({k: x for k, x in params.items() if k != stack})
         cut = moves.cut(params[stack])
         first = [moves.chunk(cut, chunk) for chunk in range(route.loops[0].chunks)]

@@ -58,12 +58,6 @@ from pallas_kernels.collective import reference as plain
 TENSOR, TENSOR_AXES = "tensor", ("tensor",)
 
 
-def rest(layout: Layout, words: Words, x: jax.Array) -> PartitionSpec:
-    """Returns how a parameter rests, with the axes over which its own type says that its gradient
-    is a partial sum (parallel/exchange.py)."""
-    return layout.stored(*words).update(reduced=jax.typeof(x).sharding.spec.reduced)
-
-
 def share(layout: Layout, words: Words, tree: Tree) -> Tree:
     """Cuts `Layout.stored` to `Layout.shared`; each rank cuts its part out of its own memory.
 
@@ -71,7 +65,9 @@ def share(layout: Layout, words: Words, tree: Tree) -> Tree:
     """
     if all(layout.copies(word) == 1 for word in words):
         return tree
-    spec = rest(layout, words, jax.tree.leaves(tree)[0])
+    # With the axes over which the type of the parameter says that its gradient is a partial sum.
+    reduced = jax.typeof(jax.tree.leaves(tree)[0]).sharding.spec.reduced
+    spec = layout.stored(*words).update(reduced=reduced)
     if spec.reduced:
         return jax.tree.map(functools.partial(_share_partial, layout, words, spec), tree)
     return jax.shard_map(
@@ -466,7 +462,11 @@ def lookup(layout: Layout, pairs: Sequence[tuple[nnx.Param, Array]], dtype: Any)
     out = layout.act("batch", "seq", None, residual=True)
     width_axes, copied_axes = layout.zero_axes()
     tables = [table for table, _ in pairs]
-    specs = [rest(layout, t.get_metadata("axes"), t[...]) for t in tables]
+    stored = [layout.stored(*t.get_metadata("axes")) for t in tables]
+    specs = [
+        spec.update(reduced=jax.typeof(t[...]).sharding.spec.reduced)
+        for spec, t in zip(stored, tables, strict=True)
+    ]
     # A table that says so itself comes back as partial sums; of others the copies are summed here.
     said = set().union(*(spec.reduced for spec in specs))
     copied_axes = tuple(a for a in copied_axes if a not in said)

@@ -30,6 +30,7 @@ from megajax.core.tree import Tree
 from megajax.cost.traffic import gradient_length, weight_length
 from megajax.quant.codecs import Codec, Feedback
 from megajax.quant.qtensor import QTensor, need_key
+from pallas_kernels import tuned
 from pallas_kernels.dispatch import Implementation
 from pallas_kernels.quantize.fused_reference import BLOCK
 
@@ -44,10 +45,9 @@ from pallas_kernels.quantize.fused_reference import BLOCK
 #     add       moves the copy by what all ranks sent
 #
 # A pass of plain JAX reads and writes its arrays several times, a kernel of pallas_kernels/quantize
-# once; both give the same bits. Kernels take some codes, groups and sizes only: `why_not` tells.
-# parallel/zero.py has the messages, and the sources.
+# once; both give the same bits. Kernels take some codes, groups and sizes only (`why_not`).
 #
-# Legend: N elements of a flat buffer, R rows, C elements of a piece, W wire bytes of a row.
+# Legend: R rows of a payload.
 
 
 Array = jax.Array
@@ -67,9 +67,12 @@ def row_length(n: int, ranks: int, codec: Codec) -> int:
     return gradient_length(piece_length(n, ranks), codec.hadamard or 1, codec.inside, codec.between)
 
 
-class Coded(NamedTuple):
-    """payload_RW: a row for each receiver. bad: something that was encoded was not finite. error:
-    what the next step adds, None without feedback."""
+class Encoded(NamedTuple):
+    """The result of a pass that encodes.
+
+    payload_RW: a row for each receiver. bad: whether an element of the input was not finite. error:
+    the quantization error that the next step adds; None without feedback.
+    """
 
     payload_RW: Array
     bad: Array
@@ -77,11 +80,11 @@ class Coded(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Fed:
-    """An error of earlier steps, how it is kept, and the number of the step."""
+class Compensation:
+    """The quantization error of earlier steps, the rule by which it is kept, the step's number."""
 
     error: QTensor
-    keep: Feedback
+    feedback: Feedback
     step: Array
 
 
@@ -89,9 +92,9 @@ class Fed:
 class Passes:
     """The passes of one buffer of n elements.
 
-    nodes, ranks: that share it, of each node. kernels: which implementation runs a pass that the
-    kernel takes, as in pallas_kernels/dispatch.py; one that it does not take runs in plain JAX.
-    dtype: of the copy of the weights.
+    nodes: that share the buffer. ranks: of each node. kernels: the implementation of the passes, as
+    in pallas_kernels/dispatch.py; a pass that its kernel does not take runs in plain JAX. dtype: of
+    the copy of the weights.
     """
 
     n: int
@@ -102,19 +105,19 @@ class Passes:
     dtype: Any = jnp.float32
 
     @property
-    def whole(self) -> int:
-        """The ranks of all nodes."""
+    def size(self) -> int:
+        """The ranks of all nodes together."""
         return self.nodes * self.ranks
 
     @property
     def piece(self) -> int:
         """The elements of a rank's piece."""
-        return piece_length(self.n, self.whole)
+        return piece_length(self.n, self.size)
 
     @property
     def row(self) -> int:
         """The elements of a piece of gradients as it travels."""
-        return row_length(self.n, self.whole, self.codec)
+        return row_length(self.n, self.size, self.codec)
 
     @property
     def fetched(self) -> int:
@@ -124,7 +127,7 @@ class Passes:
     @property
     def names(self) -> tuple[Pass, ...]:
         """The passes of a step."""
-        if self.whole == 1:
+        if self.size == 1:
             return ()
         between: tuple[Pass, ...] = ("relay",) if self.nodes > 1 and self.ranks > 1 else ()
         weights: tuple[Pass, ...] = () if is_exact(self.codec.weights) else ("subtract", "add")
@@ -156,6 +159,9 @@ class Passes:
         return api.why_not(self._problem(name))
 
     def _fused(self, name: Pass) -> bool:
+        """Tells whether a kernel runs the pass, on the devices that the program is for."""
+        if self.kernels is None and tuned.target() is None:
+            return False
         if self.kernels == "reference" or self.why_not(name):
             return False
         from pallas_kernels.quantize import api
@@ -192,17 +198,17 @@ class Passes:
         levels = self._levels(name)
         form = levels[-1].format
         assert form is not None
-        found: dict[str, Any] = {"bits": form.bits, "group": form.group}
+        options: dict[str, Any] = {"bits": form.bits, "group": form.group}
         if name == "send":
             rows = (self.ranks, self.nodes) if self.ranks > 1 else (self.nodes, 1)
-            found |= {"rows": rows[0], "nodes": rows[1]}
+            options |= {"rows": rows[0], "nodes": rows[1]}
         if name in ("send", "receive"):
-            found["hadamard"] = bool(self.codec.hadamard)
+            options["hadamard"] = bool(self.codec.hadamard)
         if name == "relay":
             first = levels[0].format
             assert first is not None
-            found |= {"rows": self.nodes, "bits": first.bits, "new_bits": form.bits}
-        return found
+            options |= {"rows": self.nodes, "bits": first.bits, "new_bits": form.bits}
+        return options
 
     def _problem(self, name: Pass) -> Any:
         from pallas_kernels.quantize import problems
@@ -211,7 +217,7 @@ class Passes:
         last = self.nodes if self.nodes > 1 else self.ranks
         match name:
             case "send":
-                n = self.whole * self.row
+                n = self.size * self.row
                 return problems.hadamard_quantize(n, **options, random=random)
             case "relay":
                 n = self.nodes * self.row
@@ -222,32 +228,36 @@ class Passes:
                 return problems.subtract_quantize(
                     self.fetched, **options, random=random, dtype=self.dtype
                 )
-        n = self.whole * self.fetched
-        return problems.dequantize_add(n, **options, senders=self.whole, dtype=self.dtype)
+        n = self.size * self.fetched
+        return problems.dequantize_add(n, **options, senders=self.size, dtype=self.dtype)
 
     # ---- gradients
 
-    def send(self, x_N: Array, key: Array | None, fed: Fed | None = None) -> Coded:
+    def send(self, x_N: Array, key: Array | None, earlier: Compensation | None = None) -> Encoded:
         """The first level's payloads of a float32 buffer. key: of this rank and level."""
-        [level], shape = self._levels("send"), (self.whole, self.piece)
-        x = jnp.pad(x_N, (0, self.whole * self.piece - self.n)).reshape(shape)
+        [level], shape = self._levels("send"), (self.size, self.piece)
+        x = jnp.pad(x_N, (0, self.size * self.piece - self.n)).reshape(shape)
         x = jnp.pad(x, ((0, 0), (0, self.row - self.piece)))
-        if fed is None and self._fused("send"):
+        if earlier is None and self._fused("send"):
             payload_RW = self._kernel("send", x.reshape(-1), key=_key(level, key))
-            line = self.whole * self.row // payload_RW.shape[0]
-            return Coded(payload_RW, ~level.is_finite(payload_RW, line))
+            line = self.size * self.row // payload_RW.shape[0]
+            return Encoded(payload_RW, ~level.is_finite(payload_RW, line))
         rows = (self.ranks, self.nodes) if self.ranks > 1 else (self.nodes, 1)
         x = self.codec.transform(x).reshape(rows[1], rows[0], -1).swapaxes(0, 1)
-        return _encode(level, x.reshape(rows[0], -1), key, fed)
+        return _encode(level, x.reshape(rows[0], -1), key, earlier)
 
-    def relay(self, payload_RW: Array, key: Array | None, fed: Fed | None = None) -> Coded:
+    def relay(
+        self, payload_RW: Array, key: Array | None, earlier: Compensation | None = None
+    ) -> Encoded:
         """The second level's payloads of what the first level brought."""
         inside, between = self._levels("relay")
         n = self.nodes * self.row
-        if fed is None and self._fused("relay"):
+        if earlier is None and self._fused("relay"):
             payload_RW = self._kernel("relay", payload_RW, n, key=_key(between, key))
-            return Coded(payload_RW, ~between.is_finite(payload_RW, self.row))
-        return _encode(between, sum_rows(payload_RW, inside, n).reshape(self.nodes, -1), key, fed)
+            return Encoded(payload_RW, ~between.is_finite(payload_RW, self.row))
+        return _encode(
+            between, sum_rows(payload_RW, inside, n).reshape(self.nodes, -1), key, earlier
+        )
 
     def receive(self, payload_RW: Array) -> Array:
         """The float32 sum (row,) of what the last level brought, transformed back."""
@@ -259,7 +269,7 @@ class Passes:
     def finish(self, total: Array, rank: Array) -> Array:
         """The piece (piece,) of a row of sums: zero beyond n."""
         piece_C = total[: self.piece]
-        if self.n == self.whole * self.piece:
+        if self.n == self.size * self.piece:
             return piece_C
         # Quantized zeros come back from the transform as noise.
         return jnp.where(rank * self.piece + jnp.arange(self.piece) < self.n, piece_C, 0.0)
@@ -275,13 +285,13 @@ class Passes:
         return level.encode(main_C - lossy_C.astype(jnp.float32), key)
 
     def add(self, payload_RW: Array, copy: Array) -> Array:
-        """The copy (whole, piece), moved by all ranks' payloads, in its type."""
+        """The copy (ranks of all nodes, piece), moved by all ranks' payloads, in its type."""
         if self._fused("add"):
             copy = jnp.pad(copy, ((0, 0), (0, self.fetched - self.piece)))
             new = self._kernel("add", payload_RW, copy.reshape(-1))
-            return new.reshape(self.whole, -1)[:, : self.piece]
-        moved = self.codec.weights.decode(payload_RW, self.fetched)[:, : self.piece]
-        return (copy.astype(jnp.float32) + moved).astype(copy.dtype)
+            return new.reshape(self.size, -1)[:, : self.piece]
+        change = self.codec.weights.decode(payload_RW, self.fetched)[:, : self.piece]
+        return (copy.astype(jnp.float32) + change).astype(copy.dtype)
 
 
 def sum_rows(payload_RW: Array, codec: Codec, n: int) -> Array:
@@ -293,8 +303,8 @@ def sum_rows(payload_RW: Array, codec: Codec, n: int) -> Array:
     def add(total: Array, payload: Array) -> tuple[Array, None]:
         return total + codec.decode(payload, n), None
 
-    rest = payload_RW.shape[0] - 1
-    return lax.scan(add, codec.decode(payload_RW[0], n), payload_RW[1:], unroll=min(rest, 8))[0]
+    unroll = min(payload_RW.shape[0] - 1, 8)
+    return lax.scan(add, codec.decode(payload_RW[0], n), payload_RW[1:], unroll=unroll)[0]
 
 
 def is_exact(codec: Codec) -> bool:
@@ -307,14 +317,18 @@ def not_finite(x: Array) -> Array:
     return ~jnp.isfinite(x).all()
 
 
-def _encode(level: Codec, rows_RN: Array, key: Array | None, fed: Fed | None) -> Coded:
+def _encode(
+    level: Codec, rows_RN: Array, key: Array | None, earlier: Compensation | None
+) -> Encoded:
     bad = not_finite(rows_RN)
-    if fed is None:
-        return Coded(level.encode(rows_RN, key), bad)
-    rows_RN = fed.keep.compensate(rows_RN, fed.error)
+    if earlier is None:
+        return Encoded(level.encode(rows_RN, key), bad)
+    feedback = earlier.feedback
+    rows_RN = feedback.compensate(rows_RN, earlier.error)
     payload_RW = level.encode(rows_RN, key)
     received_RN = level.decode(payload_RW, rows_RN.shape[1])
-    return Coded(payload_RW, bad, fed.keep.update(rows_RN, received_RN, fed.error, fed.step))
+    error = feedback.update(rows_RN, received_RN, earlier.error, earlier.step)
+    return Encoded(payload_RW, bad, error)
 
 
 def _key(level: Codec, key: Array | None) -> Array | None:
@@ -337,16 +351,16 @@ BETWEEN, INSIDE = "node", "data"
 def wire_bytes(n: int, codec: Codec, nodes: int, ranks: int) -> dict[str, int]:
     """Returns the bytes of the buffer that one rank gives each collective of a step.
 
-    n: elements of the buffer. ranks: inside a node. 'inside' and 'between': of the two all-to-alls
-    of the gradients; each rank keeps 1 / R of the buffer for itself. 'weights': of what the
-    all-gather of the differences makes, all ranks' payloads together.
+    n: elements of the buffer. ranks: inside a node. 'inside' and 'between' are the inputs of the
+    two all-to-alls of the gradients, of which each rank keeps 1 / R for itself. 'weights' is the
+    result of the all-gather of the differences: the payloads of all ranks.
     """
-    own = Passes(n, codec, nodes, ranks)
-    row, gathered = own.row, own.whole * codec.weights.wire_bytes(own.fetched)
+    passes = Passes(n, codec, nodes, ranks)
+    row, gathered = passes.row, passes.size * codec.weights.wire_bytes(passes.fetched)
     return {
         "inside": ranks * codec.inside.wire_bytes(nodes * row) if ranks > 1 else 0,
         "between": nodes * codec.between.wire_bytes(row) if nodes > 1 else 0,
-        "weights": gathered if own.whole > 1 else 0,
+        "weights": gathered if passes.size > 1 else 0,
     }
 
 
@@ -356,10 +370,10 @@ def wire_bytes(n: int, codec: Codec, nodes: int, ranks: int) -> dict[str, int]:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Errors:
-    """What this rank's quantizers dropped so far (LoCo), in the few bits of the codec's feedback.
+    """The quantization errors that this rank keeps (LoCo), in the few bits of the codec's feedback.
 
-    step: int32, steps since the start. inside, between: of the rows sent at each level; None: the
-    level is skipped.
+    step: int32, steps since the start. inside, between: the errors of the rows that each level
+    sends; None: the level is skipped.
     """
 
     step: Array
@@ -411,14 +425,15 @@ def reduce_scatter(
     Raises: UserError for a buffer that is not flat and floating, or a codec without feedback;
     NotImplementedError for kernels on other GPUs than Hopper.
     """
-    _feedback(codec, state)
-    way = Way(codec, inside, between, key, implementation)
-    found = receive(send(x_N, way, state), x_N.shape[0], way, state)
-    return found.piece if state is None else (found.piece, found.state)
+    if state is not None and codec.feedback is None:
+        raise UserError(f"codec {codec.name} keeps no errors: call reduce_scatter without state=")
+    link = Link(codec, inside, between, key, implementation)
+    piece_C, state = receive(send(x_N, link, state), x_N.shape[0], link, state)
+    return piece_C if state is None else (piece_C, state)
 
 
-class Way(NamedTuple):
-    """How the gradients of a buffer travel: the arguments of `reduce_scatter`."""
+class Link(NamedTuple):
+    """What `send` and `receive` have in common: the arguments of `reduce_scatter`."""
 
     codec: Codec
     inside: str | tuple[str, ...]
@@ -427,7 +442,7 @@ class Way(NamedTuple):
     implementation: Implementation | None = None
 
     def passes(self, n: int) -> Passes:
-        """Those of a buffer of n."""
+        """Returns the passes of a buffer of n."""
         sizes = lax.axis_size(self.between), lax.axis_size(self.inside)
         return Passes(n, self.codec, *sizes, self.implementation)
 
@@ -439,54 +454,54 @@ class Way(NamedTuple):
 
 
 class Sent(NamedTuple):
-    """What lies between the two levels. rows: what the ranks inside sent to this one: payloads
-    (R, W), or with one rank the float32 buffer. bad: something here was not finite. error: of this
-    level, or None."""
+    """What lies between the two levels.
+
+    rows: the payloads (R, W) that the ranks inside a node sent to this rank; of one rank alone, its
+    float32 buffer. bad: whether an element of this rank's gradients was not finite. error: the new
+    error of the first level, or None.
+    """
 
     rows: Array
     bad: Array
     error: Any
 
 
-class Received(NamedTuple):
-    """piece: float32 (C,). state: as of reduce_scatter."""
-
-    piece: Array
-    state: Any
-
-
-def send(x_N: Array, way: Way, state: Errors | None = None) -> Sent:
+def send(x_N: Array, link: Link, state: Errors | None = None) -> Sent:
     """The first half of `reduce_scatter`, to the end of the messages inside a node."""
     _check_flat(x_N, "x_N")
-    own, x_N = way.passes(x_N.shape[0]), x_N.astype(jnp.float32)
-    if own.ranks == 1:
+    passes, x_N = link.passes(x_N.shape[0]), x_N.astype(jnp.float32)
+    if passes.ranks == 1:
         return Sent(x_N, not_finite(x_N), None)
-    fed = None if state is None else _fed(way.codec, state, state.inside)
-    coded = own.send(x_N, _fold(way.key, way.rank, 0), fed)
-    return Sent(lax.all_to_all(coded.payload_RW, way.inside, 0, 0), coded.bad, coded.error)
+    earlier = None if state is None else _compensation(link.codec, state, state.inside)
+    encoded = passes.send(x_N, _fold(link.key, link.rank, 0), earlier)
+    return Sent(lax.all_to_all(encoded.payload_RW, link.inside, 0, 0), encoded.bad, encoded.error)
 
 
-def receive(sent: Sent, n: int, way: Way, state: Errors | None = None) -> Received:
-    """The second half: sums, and between nodes messages and sums again. n: of `send`'s buffer."""
-    own, rank, bad = way.passes(n), way.rank, sent.bad
-    rows, second = sent.rows, None if state is None else state.between
-    if own.nodes > 1:
-        fed = None if state is None else _fed(way.codec, state, state.between)
-        encode = own.relay if own.ranks > 1 else own.send
-        coded = encode(rows, _fold(way.key, rank, 1), fed)
-        rows = lax.all_to_all(coded.payload_RW, way.between, 0, 0)
-        bad, second = bad | coded.bad, coded.error
-    if own.whole > 1:
-        rows = own.receive(rows)
-        bad |= not_finite(rows) if own.nodes == 1 else False
-    inside = (way.inside,) if isinstance(way.inside, str) else way.inside
-    bad = _anywhere(bad, (way.between, *inside))
-    piece_C = jnp.where(bad, jnp.nan, own.finish(rows, rank))
+def receive(
+    sent: Sent, n: int, link: Link, state: Errors | None = None
+) -> tuple[Array, Errors | None]:
+    """The second half: sums, and between nodes messages and sums again.
+
+    n: of `send`'s buffer. Returns: (the float32 piece_C, the new state).
+    """
+    passes, rank, bad = link.passes(n), link.rank, sent.bad
+    rows, error = sent.rows, None if state is None else state.between
+    if passes.nodes > 1:
+        earlier = None if state is None else _compensation(link.codec, state, state.between)
+        encode = passes.relay if passes.ranks > 1 else passes.send
+        encoded = encode(rows, _fold(link.key, rank, 1), earlier)
+        rows = lax.all_to_all(encoded.payload_RW, link.between, 0, 0)
+        bad, error = bad | encoded.bad, encoded.error
+    if passes.size > 1:
+        rows = passes.receive(rows)
+        bad |= not_finite(rows) if passes.nodes == 1 else False
+    inside = (link.inside,) if isinstance(link.inside, str) else link.inside
+    bad = lax.pmax(bad.astype(jnp.int32), (link.between, *inside)) > 0  # on any rank
+    piece_C = jnp.where(bad, jnp.nan, passes.finish(rows, rank))
     if state is None:
-        return Received(piece_C, None)
-    after = Errors(state.step + 1, sent.error, second)
-    kept = jax.tree.map(lambda old, new: jnp.where(bad, old, new), state, after)
-    return Received(piece_C, kept)
+        return piece_C, None
+    new = Errors(state.step + 1, sent.error, error)
+    return piece_C, jax.tree.map(lambda old, new: jnp.where(bad, old, new), state, new)
 
 
 # ---- weights
@@ -523,11 +538,11 @@ def gather_difference(
     rank, weights = lax.axis_index(axes), codec.weights
     if ranks == 1 or is_exact(weights):
         return all_gather(main_C, axes).reshape(-1)[:n].astype(copy_N.dtype)
-    own = Passes(n, weights, 1, ranks, implementation, copy_N.dtype)
+    passes = Passes(n, weights, 1, ranks, implementation, copy_N.dtype)
     copy = jnp.pad(copy_N, (0, ranks * length - n)).reshape(ranks, length)
     lossy_C = lax.dynamic_index_in_dim(copy, rank, keepdims=False)
-    payload_W = own.subtract(main_C, lossy_C, _fold(key, rank, 2))
-    return own.add(all_gather(payload_W, axes), copy).reshape(-1)[:n]
+    payload_W = passes.subtract(main_C, lossy_C, _fold(key, rank, 2))
+    return passes.add(all_gather(payload_W, axes), copy).reshape(-1)[:n]
 
 
 def all_gather(x: Array, axes: tuple[str, ...]) -> Array:
@@ -564,8 +579,8 @@ def copies_agree(tree: Tree, axes: tuple[str, ...]) -> Tree:
 def replicas_agree(mesh: Mesh, specs: Tree, tree: Tree) -> Tree:
     """Tells of each leaf whether all devices that hold the same part of it hold the same bits.
 
-    For code under an Explicit mesh. specs: how the leaves lie. A leaf of which every device has a
-    part of its own has nothing to differ from, so it is True.
+    For code under an Explicit mesh. specs: how the leaves lie. True for a leaf of which no two
+    devices hold the same part.
     """
 
     def others(spec: P) -> tuple[str, ...]:
@@ -576,13 +591,13 @@ def replicas_agree(mesh: Mesh, specs: Tree, tree: Tree) -> Tree:
 
     def local(tree: Tree) -> Tree:
         leaves, treedef = jax.tree.flatten(tree)
-        found = [jnp.bool_(True)] * len(leaves)
-        for group in sorted({own for own in axes if own}):
-            places = [i for i, own in enumerate(axes) if own == group]
-            same = copies_agree([leaves[i] for i in places], group)
-            for i, is_same in zip(places, same, strict=True):
-                found[i] = is_same
-        same = lax.pmin(jnp.stack(found).astype(jnp.int32), mesh.axis_names) > 0
+        same = [jnp.bool_(True)] * len(leaves)
+        for group in sorted({names for names in axes if names}):
+            places = [i for i, names in enumerate(axes) if names == group]
+            agree = copies_agree([leaves[i] for i in places], group)
+            for i, is_same in zip(places, agree, strict=True):
+                same[i] = is_same
+        same = lax.pmin(jnp.stack(same).astype(jnp.int32), mesh.axis_names) > 0
         return treedef.unflatten(list(same))
 
     call = jax.shard_map(local, mesh=mesh, in_specs=(specs,), out_specs=P(), check_vma=False)
@@ -592,26 +607,14 @@ def replicas_agree(mesh: Mesh, specs: Tree, tree: Tree) -> Tree:
 # ---- parts
 
 
-def _feedback(codec: Codec, state: "Errors | None") -> tuple[Feedback, Array] | None:
-    if state is None:
+def _compensation(codec: Codec, state: Errors, error: QTensor | None) -> Compensation | None:
+    if error is None or codec.feedback is None:
         return None
-    if codec.feedback is None:
-        raise UserError(f"codec {codec.name} keeps no errors: call reduce_scatter without state=")
-    return codec.feedback, state.step
-
-
-def _fed(codec: Codec, state: Errors, error: QTensor | None) -> Fed | None:
-    found = _feedback(codec, state)
-    return None if error is None or found is None else Fed(error, *found)
+    return Compensation(error, codec.feedback, state.step)
 
 
 def _fold(key: Array | None, rank: Array, level: int) -> Array | None:
     return None if key is None else jax.random.fold_in(jax.random.fold_in(key, rank), level)
-
-
-def _anywhere(flag: Array, axes: tuple[str, ...]) -> Array:
-    """Tells whether the flag is set on any rank."""
-    return lax.pmax(flag.astype(jnp.int32), axes) > 0
 
 
 def _check_flat(x: Array, name: str) -> None:

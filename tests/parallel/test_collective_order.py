@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from megajax.core.mesh import make_mesh
-from megajax.parallel.order import Order, hold, never, order_of
+from megajax.parallel.exchange import Order, hold, never, order_of
 from tests.overtaking import overtaking
 from tests.tiny import MODEL, MOE, run_config, step_of
 

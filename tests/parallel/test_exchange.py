@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from megajax.core.mesh import make_mesh
 from megajax.parallel import sharding, zero
-from megajax.parallel.exchange import Exchange, Wire, lead, led
+from megajax.parallel.exchange import Exchange, Wire, add_device_dim, drop_device_dim
 from megajax.quant import codec
 
 NODES = RANKS = 2
@@ -51,7 +51,7 @@ def scatterer(*which):
 
     def local(grads, step, errors):
         grads, errors = jax.tree.map(lambda x: x[0], (grads, errors))
-        return lead(own.scatter_local(grads, jax.random.key(0), step, errors))
+        return add_device_dim(own.scatter_local(grads, jax.random.key(0), step, errors))
 
     spec = dict(in_specs=(devices, P(), devices), out_specs=devices, check_vma=False)
     mesh, at = own.masters.mesh, NamedSharding(own.masters.mesh, devices)
@@ -146,7 +146,7 @@ def test_before_the_first_quantized_step_no_error_is_kept():
 
 def test_a_codec_without_feedback_has_no_errors():
     own = exchange("zeropp")
-    assert not own.keeps_errors and own.errors(None) is None and led(None) is None
+    assert not own.keeps_errors and own.errors(None) is None and drop_device_dim(None) is None
 
 
 @pytest.mark.parametrize("where", [None, "norm", "copy"])
