@@ -179,7 +179,7 @@ def make_train_step(
             differentiate = without_stages(cfg, used, exchange, objective)
             order = np.arange(parts.layers)
         rule = (optimizer or cfg.optimizer)(parts.trained(parts.axes), layout)
-        gradients = functools.partial(_gradients, cfg, task, differentiate)
+        gradients = functools.partial(_gradients, cfg, task, parts, differentiate)
         apply = functools.partial(_apply, cfg, task, pieces, parts, rule)
         stack = parts.stack if parts.layers else ""
         init_exchange = functools.partial(_init_exchange, cfg, exchange, stack)
@@ -244,6 +244,11 @@ class JointStep:
     def task(self) -> Task:
         """Returns the first model's task, whose unit the run counts."""
         return next(iter(self.steps.values())).task
+
+    @property
+    def layout(self) -> Layout:
+        """Returns the first model's layout, with which JobConfig.given_params reads weights."""
+        return next(iter(self.steps.values())).layout
 
     @property
     def rows(self) -> Mapping[str, Sequence[int]]:
@@ -443,6 +448,8 @@ def _init(
     params = rest_frozen(parts, cfg.train.frozen_dtype, parts.init(jax.random.key(seed)))
 
     def place(words: Words, x: jax.Array) -> jax.Array:
+        if parts.network is not None:  # whose modules may have been made without the layout
+            return jax.sharding.reshard(x, layout.stored(*words))
         if not is_layered(words) or layout.mesh.shape["pipe"] == 1:
             return x
         # Each layer is on its stage's devices, in the order in which the stage runs them.
@@ -556,12 +563,24 @@ def _abstract_batch(
 def _gradients(
     cfg: Any,
     task: Task,
+    parts: ModelParts,
     differentiate: Differentiate,
     state: TrainState,
     batch: Batch,
     *route: Route,
 ) -> Gradients:
-    """The gradients of one step, of all its micro-batches. route: of a pipeline."""
+    """Returns the gradients of one step, of all its micro-batches.
+
+    route: of a pipeline. Raises: UserError for a parameter that is no array.
+    """
+    leaves = jax.tree.structure(parts.abstract).flatten_up_to(state.params)
+    for (n, _), x in zip(named_leaves(parts.abstract), leaves, strict=True):
+        if not isinstance(x, jax.Array):
+            raise UserError(
+                f"{n} is a {type(x).__name__}, and a train step takes arrays: a parameter that is "
+                "not trained rests in float32 or bfloat16 (--train.freeze, --train.frozen_dtype); "
+                "quantized weights are served, not trained (docs/serving.md)"
+            )
     count = task.count(batch)
     total = jnp.maximum(count, 1).astype(jnp.float32)
     key = jax.random.fold_in(jax.random.key(cfg.train.seed), state.step)

@@ -10,6 +10,7 @@ import pytest
 
 from megajax.core.errors import UserError
 from megajax.core.tree import named_leaves
+from megajax.quant import Format, quantize
 from megajax.training.step import make_train_step
 from tests.tiny import MODEL, host_batch, on, run_config
 from tests.tolerances import GRADIENTS, LOSSES
@@ -111,6 +112,18 @@ def test_what_is_frozen_rests_in_16_bits():
         assert x.dtype == (jnp.bfloat16 if is_frozen(name) else jnp.float32), name
     losses, _, _ = run(step)
     np.testing.assert_allclose(losses, control()[0], atol=0.02)
+
+
+def test_what_is_frozen_is_an_array():
+    step = make("blocks", mesh__data=4)
+    shape = step.abstract_state.params["blocks"]["mlp"]["up"].shape
+    codes = jax.eval_shape(lambda: quantize(jnp.zeros(shape), Format(8, axis=-1)))
+    params = step.abstract_state.params
+    mlp = params["blocks"]["mlp"] | {"up": codes}
+    params = params | {"blocks": params["blocks"] | {"mlp": mlp}}
+    state = dataclasses.replace(step.abstract_state, params=params)
+    with pytest.raises(UserError, match="blocks.mlp.up is a QTensor, .*--train.frozen_dtype"):
+        step.step.lower(state, step.abstract_batch)
 
 
 def test_a_task_says_what_is_trained():

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from megajax.checkpoint.manager import CheckpointManager
 from megajax.checkpoint.trust import RECORD
@@ -16,7 +17,9 @@ from megajax.core.errors import UserError
 from megajax.data.tokenizer import ByteTokenizer
 from megajax.foreign import hf
 from megajax.training import resume
+from megajax.training.config import Config
 from megajax.training.run_dir import open_run
+from megajax.training.step import joint, make_train_step
 from megajax.training.task import TrainState
 from tests.tiny import run_config
 
@@ -171,3 +174,26 @@ def test_a_torn_configuration_is_written_anew_or_the_remedy_named(tmp_path, monk
     assert again.path == run.path and again.former is None
     again.begin(cfg, ByteTokenizer())
     assert saved.read_text() == whole
+
+
+@dataclasses.dataclass(frozen=True)
+class TwoModels(Config):
+    """A run of two decoders, of which the weights of init_from are for the second one."""
+
+    def given_params(self, layout, fresh):
+        specs = {word: layout.stored(word) for word in ("embed", "vocab")}
+        assert all(isinstance(spec, P) for spec in specs.values())
+        return fresh | {"second": jax.tree.map(jnp.ones_like, fresh["second"])}
+
+
+def test_weights_start_a_run_of_two_models(tmp_path):
+    plain = run_config(mesh__data=2)
+    members = {f.name: getattr(plain, f.name) for f in dataclasses.fields(plain)}
+    cfg = TwoModels(**members | {"init_from": "FOLDER"})
+    one = make_train_step(plain, plain.mesh.build())
+    both = joint({"first": one, "second": one}, lambda state, batch: (state, {}))
+    start = resume.begin(cfg, both, CheckpointManager(tmp_path), {})
+    assert start.how == "weights from FOLDER" and start.rows == 0
+    fresh = both.init(cfg.train.seed).params
+    jax.tree.map(np.testing.assert_array_equal, start.state.params["first"], fresh["first"])
+    assert all((np.asarray(x) == 1).all() for x in jax.tree.leaves(start.state.params["second"]))
