@@ -1,6 +1,6 @@
 """Lists the collectives of a step from the sizes of its workload and mesh, without compiling it.
 
-The list mirrors parallel/tensor.py, expert.py, context.py, tick.py and models/parts.py; tests
+The list mirrors parallel/tensor.py, expert.py, context.py, pipeline.py and models/parts.py; tests
 compare it with compiled H100 programs. Weights are sent in the compute dtype. Sequence parallelism
 gathers and scatters the residual stream around every sublayer, or once around a block whose
 attention and feed-forward layer are parallel (MegaScale section 3.1). The idle ticks of a pipeline

@@ -104,7 +104,7 @@ class ControlTokens:
 
     @functools.cached_property
     def _names(self) -> tuple[dict[int, str], Callable[[str, int | None], np.ndarray]]:
-        """({id: a name that nobody can guess}, what encodes texts with these names)."""
+        """Returns ({id: a random name}, a function that encodes texts with these names)."""
         assert isinstance(self._tokenizer, JsonTokenizer)
         secret = secrets.token_hex(16)
         names = {i: f"{MARKS[-1]}{secret}{i}{MARKS[-1]}" for i in self._ids.values()}
@@ -130,8 +130,8 @@ class ControlTokens:
             finder, ids = self._finder
             # A token that begins before the limit ends before the longest one behind it.
             part = text[begin : limit + self._longest]
-            found = finder.encode(part, add_special_tokens=False)
-            for i, (start, stop) in zip(found.ids, found.offsets, strict=True):
+            encoding = finder.encode(part, add_special_tokens=False)
+            for i, (start, stop) in zip(encoding.ids, encoding.offsets, strict=True):
                 if not i:
                     continue
                 if begin + start >= limit:

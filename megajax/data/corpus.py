@@ -77,7 +77,8 @@ def open_corpora(
 ) -> tuple[list[Corpus], Tokenizer]:
     """Returns the corpora of `data.source` and the tokenizer, from the cache where possible.
 
-    say: hears what takes long. vocab: of the model that reads the tokens; no other id is packed.
+    say: is called with a line before work that takes long. vocab: the vocabulary size of the model;
+    rows with a larger id are refused.
 
     Raises: UserError for sources and tokenizers that do not exist, cannot be read or do not fit.
     """
@@ -136,11 +137,11 @@ def _megatron_prefix(name: str) -> Path | None:
 
 
 def recorded_tokenizer(source: str) -> str | None:
-    """Returns the tokenizer that a .bin of `data.source` was made with, None where nobody knows."""
+    """Returns the tokenizer that a .bin of `data.source` was made with; None: no file states it."""
     for name, _ in parse(source):
         prefix = _megatron_prefix(name)
-        if prefix is not None and (found := _recorded(prefix)) is not None:
-            return found
+        if prefix is not None and (recorded := _recorded(prefix)) is not None:
+            return recorded
     return None
 
 

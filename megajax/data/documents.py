@@ -431,8 +431,8 @@ def _heads(
         first = length > 0 and file.read(i, 0, 1)[0] == begin
         last = length > first and file.read(i, length - 1, length)[0] == end
         text = length - int(first) - int(last)
-        kept = int((text + specials) * (1 - fraction)) - (begin is not None)
-        heads[i] = int(first) + min(max(kept, 0), text)
+        head = int((text + specials) * (1 - fraction)) - (begin is not None)
+        heads[i] = int(first) + min(max(head, 0), text)
     return heads
 
 
@@ -450,13 +450,13 @@ def _part(
     train = Split(file, learned, np.zeros_like(learned), heads[learned])
     once = np.zeros_like(cut)
     once[np.unique(keys, return_index=True)[1]] = True
-    kept = np.flatnonzero((held & ~cut) | (cut & once))
-    if not len(kept):
+    held_out = np.flatnonzero((held & ~cut) | (cut & once))
+    if not len(held_out):
         return Parted(train, None, None, copies)
-    starts = np.where(cut, heads, 0)[kept]
-    tokens = float(lengths[kept].sum())  # a tokenizer may make none of a text
-    ratio = None if sizes is None or not tokens else float(sizes[kept].sum()) / tokens
-    return Parted(train, Split(file, kept, starts, lengths[kept]), ratio, copies)
+    starts = np.where(cut, heads, 0)[held_out]
+    tokens = float(lengths[held_out].sum())  # a tokenizer may make none of a text
+    ratio = None if sizes is None or not tokens else float(sizes[held_out].sum()) / tokens
+    return Parted(train, Split(file, held_out, starts, lengths[held_out]), ratio, copies)
 
 
 def _identify(documents: Sequence[Documents]) -> tuple[list[np.ndarray], list[int | None]]:

@@ -33,7 +33,7 @@ class TokenFile:
     """Read access to a prefix: prefix.bin and prefix.idx. One sequence is one document here."""
 
     def __init__(self, prefix: str | Path, vocab: int | None = None):
-        """vocab: of the model that reads the tokens; None: ids need only be int32.
+        """vocab: the vocabulary size of the model; None: ids need only be int32.
 
         Raises: UserError when the pair is missing, damaged or of another format.
         """
@@ -128,12 +128,12 @@ class TokenFile:
 
         Raises: UserError when the file cannot be read, or was cut short since it was opened.
         """
-        found = np.empty(stop - start, self.dtype)
+        tokens = np.empty(stop - start, self.dtype)
         begin = int(self.offsets[document]) + start * self.dtype.itemsize
-        done, rest = 0, memoryview(found.view(np.uint8))
-        while done < len(rest):
+        done, buffer = 0, memoryview(tokens.view(np.uint8))
+        while done < len(buffer):
             try:
-                more = os.preadv(self._bin, [rest[done:]], begin + done)
+                more = os.preadv(self._bin, [buffer[done:]], begin + done)
             except OSError as error:
                 raise UserError(
                     f"cannot read {self.prefix}.bin: {error.strerror} (--data.source)"
@@ -145,7 +145,7 @@ class TokenFile:
                     "command goes on (--data.source)"
                 )
             done += more
-        return found
+        return tokens
 
     @property
     def nbytes(self) -> int:
@@ -162,15 +162,15 @@ class TokenFile:
         if not len(wrong):
             return
         first, largest = int(wrong[0]), int(tokens.max())
-        found = f"{self.prefix}.bin holds token id {int(tokens[first])} (document {document}, token"
-        found += f" {start + first})"
+        said = f"{self.prefix}.bin holds token id {int(tokens[first])} (document {document}, token"
+        said += f" {start + first})"
         if self.vocab is None or largest <= most:
             raise UserError(
-                f"{found}, ids are from 0 to {most}: the file is damaged, or its .idx names a wrong"
+                f"{said}, ids are from 0 to {most}: the file is damaged, or its .idx names a wrong"
                 f" width ({self.dtype}) (--data.source)"
             )
         raise UserError(
-            f"{found}, model.vocab={self.vocab} has ids 0 to {most}; the smallest vocabulary that "
+            f"{said}, model.vocab={self.vocab} has ids 0 to {most}; the smallest vocabulary that "
             f"has the ids seen so far is {largest + 1} (--model.vocab={largest + 1}, --data.source)"
         )
 

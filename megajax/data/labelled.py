@@ -148,15 +148,15 @@ def shown(labels: Sequence[str]) -> str:
 def natural_order(labels: Iterable[str]) -> tuple[str, ...]:
     """Returns the labels as a person would list them: numbers by their value; other texts by the
     alphabet, with the numbers inside them by value (class2 before class10)."""
-    found = list(labels)
-    if all(map(_is_number, found)):
-        return tuple(sorted(found, key=lambda label: (float(label), label)))
+    listed = list(labels)
+    if all(map(_is_number, listed)):
+        return tuple(sorted(listed, key=lambda label: (float(label), label)))
 
     def key(label: str) -> tuple:
         parts = re.split(r"0*([0-9]+)", label)  # texts at even places, numbers at odd ones
         return [(len(p) * (i % 2), p) for i, p in enumerate(parts)], label
 
-    return tuple(sorted(found, key=key))
+    return tuple(sorted(listed, key=key))
 
 
 def _is_number(text: str) -> bool:
@@ -212,14 +212,14 @@ def open_labelled(
 def _passages(
     cfg: LabelledConfig, seq_len: int, cache_dir: str | Path, classes: Classes | None
 ) -> LabelledSet:
-    found = open_passages(seq_len, cfg.tokenizer, cache_dir, holdout=cfg.holdout)
-    counts = [len(rows) for rows in found.train]
-    held_N = np.arange(len(found.held_out_NS)) % len(found.labels)
+    passages = open_passages(seq_len, cfg.tokenizer, cache_dir, holdout=cfg.holdout)
+    counts = [len(rows) for rows in passages.train]
+    held_N = np.arange(len(passages.held_out_NS)) % len(passages.labels)
     sides = (
-        Examples(np.concatenate(found.train), np.repeat(np.arange(len(counts)), counts)),
-        Examples(found.held_out_NS, held_N),
+        Examples(np.concatenate(passages.train), np.repeat(np.arange(len(counts)), counts)),
+        Examples(passages.held_out_NS, held_N),
     )
-    return _checked(found.labels, sides, found.tokenizer, found.vocab, cfg, classes)
+    return _checked(passages.labels, sides, passages.tokenizer, passages.vocab, cfg, classes)
 
 
 def _checked(

@@ -111,27 +111,27 @@ def open_passages(
     Raises: UserError for a package without enough text.
     """
     cfg = DataConfig(tokenizer=tokenizer)
-    whole = open_source("stdlib", cfg)
-    files = {p: [f for f in whole.files if _label(f, whole.root) == p] for p in packages}
-    cut = _with_copies(files, {p: _held_out(found, holdout) for p, found in files.items()})
+    stdlib = open_source("stdlib", cfg)
+    files = {p: [f for f in stdlib.files if _label(f, stdlib.root) == p] for p in packages}
+    cut = _with_copies(files, {p: _held_out(listed, holdout) for p, listed in files.items()})
     learned = tuple(f for p in packages for f in files[p] if f not in cut[p])
-    source = dataclasses.replace(whole, files=learned)
+    source = dataclasses.replace(stdlib, files=learned)
     tokens_of = open_tokenizer_for(cfg, [source], expand(cache_dir, "cache_dir"))
     template = Template.of(tokens_of, tokens)
     room = template.room
 
-    def passages(package: str, wanted: bool) -> np.ndarray:
-        chosen = tuple(f for f in files[package] if (f in cut[package]) == wanted)
-        documents = dataclasses.replace(whole, files=chosen).documents()
+    def passages(package: str, is_held_out: bool) -> np.ndarray:
+        chosen = tuple(f for f in files[package] if (f in cut[package]) == is_held_out)
+        documents = dataclasses.replace(stdlib, files=chosen).documents()
         rows = [
             template.row(ids[first : first + room])
             for ids in tokens_of.encode([d.text for d in documents])
             for first in range(0, ids.size - room + 1, room)
         ]
-        found = np.stack(rows) if rows else np.zeros((0, tokens), np.int32)
-        if not len(found):
+        passages_NS = np.stack(rows) if rows else np.zeros((0, tokens), np.int32)
+        if not len(passages_NS):
             raise UserError(f"the standard library's {package} holds no passage of {tokens} tokens")
-        return found.astype(np.int32)
+        return passages_NS.astype(np.int32)
 
     held = [passages(p, True) for p in packages]
     least = min(map(len, held))
@@ -152,9 +152,9 @@ def _label(file: Path, root: Path) -> str:
 
 def _with_copies(files: dict[str, list[Path]], cut: dict[str, set[Path]]) -> dict[str, set[Path]]:
     """Returns the held-out files of each label with all that have the same content."""
-    content = {f: f.read_bytes() for found in files.values() for f in found}
+    content = {f: f.read_bytes() for listed in files.values() for f in listed}
     held = {content[f] for chosen in cut.values() for f in chosen}
-    return {p: {f for f in found if content[f] in held} for p, found in files.items()}
+    return {p: {f for f in listed if content[f] in held} for p, listed in files.items()}
 
 
 def _held_out(files: list[Path], share: float) -> set[Path]:

@@ -57,14 +57,14 @@ def files_matching(root: Path, pattern: Sequence[str]) -> Iterator[Path]:
 
 def each_file_once(files: Iterable[Path]) -> tuple[Path, ...]:
     """Returns the files in order; of several names of one file, one that is no link is kept."""
-    found: dict[tuple[int, int], Path] = {}
+    by_inode: dict[tuple[int, int], Path] = {}
     for file in sorted(files, key=lambda f: (f.is_symlink(), f)):
         try:
             its = file.stat()
         except OSError as error:  # it vanished since it was listed
             raise UserError(f"cannot read {file}: {error.strerror} (--data.source)") from None
-        found.setdefault((its.st_dev, its.st_ino), file)
-    return tuple(sorted(found.values()))
+        by_inode.setdefault((its.st_dev, its.st_ino), file)
+    return tuple(sorted(by_inode.values()))
 
 
 def _walk(root: Path, pattern: tuple[str, ...], hidden: bool) -> Iterator[Path]:
@@ -76,15 +76,15 @@ def _walk(root: Path, pattern: tuple[str, ...], hidden: bool) -> Iterator[Path]:
         if place in walked or not os.path.isdir(folder):
             continue
         walked.add(place)
-        part, rest = parts[0], parts[1:]
-        if part == "**" and rest:
-            waiting.append((folder, rest))
+        part, following = parts[0], parts[1:]
+        if part == "**" and following:
+            waiting.append((folder, following))
         for path in _named(folder, part, hidden):
             mode = _mode(path)
             if stat.S_ISDIR(mode):
-                if below := parts if part == "**" else rest:
+                if below := parts if part == "**" else following:
                     (linked if path.is_symlink() else waiting).append((path, below))
-            elif not rest and stat.S_ISREG(mode):
+            elif not following and stat.S_ISREG(mode):
                 yield path
 
 
@@ -110,8 +110,8 @@ def _named(folder: Path, part: str, hidden: bool) -> list[Path]:
     except OSError as error:
         raise UserError(f"cannot list {folder}: {error.strerror} (--data.source)") from None
     hidden = hidden or part.startswith(".")
-    kept = (n for n in names if hidden or not n.startswith("."))
-    return [folder / n for n in kept if part == "**" or fnmatch.fnmatch(n, part)]
+    visible = (n for n in names if hidden or not n.startswith("."))
+    return [folder / n for n in visible if part == "**" or fnmatch.fnmatch(n, part)]
 
 
 # ---- sources
@@ -222,8 +222,8 @@ class Source:
             where = f"{file} line {number}"
             line = self._decoded(raw, where)
             if line and line.strip():
-                found = _parsed(line, where)
-                yield from self._of_object(found, where, f"{self._relative(file)}#{number}")
+                value = _parsed(line, where)
+                yield from self._of_object(value, where, f"{self._relative(file)}#{number}")
 
     def _json(self, file: Path) -> Iterator[Document]:
         """Yields the texts of a list of objects, of one object, or of an object a line."""
@@ -235,11 +235,11 @@ class Source:
         for raw in _parts(file, lines=False):
             if (text := self._decoded(raw, str(file))) is None:
                 return
-            found = _parsed(text, str(file))
-            if not isinstance(found, list):
-                yield from self._of_object(found, str(file), self._relative(file))
+            value = _parsed(text, str(file))
+            if not isinstance(value, list):
+                yield from self._of_object(value, str(file), self._relative(file))
                 return
-            for number, item in enumerate(found, 1):
+            for number, item in enumerate(value, 1):
                 where = f"{file} item {number}"
                 yield from self._of_object(item, where, f"{self._relative(file)}#{number}")
 
@@ -284,28 +284,28 @@ class Source:
             text = self._decoded(text, where)
             if text is None:
                 return
-        found = {self.text_key: text}
+        members = {self.text_key: text}
         if self.label_key is not None:
             label = values[1]
             label = label.decode(errors="replace") if isinstance(label, bytes) else label
-            found[self.label_key] = label
-        yield from self._of_object(found, where, f"{self._relative(file)}#{number}")
+            members[self.label_key] = label
+        yield from self._of_object(members, where, f"{self._relative(file)}#{number}")
 
-    def _of_object(self, found: Any, where: str, name: str) -> Iterator[Document]:
+    def _of_object(self, value: Any, where: str, name: str) -> Iterator[Document]:
         """Yields the text of a parsed object, with its label."""
-        if text := self._text_of(found, where):
-            yield Document(name, text, self._label_of(found, where))
+        if text := self._text_of(value, where):
+            yield Document(name, text, self._label_of(value, where))
 
     def _folder(self, file: Path) -> str | None:
         """Returns the name of the folder below the root that a file is in, as its label."""
         parts = file.relative_to(self.root).parts
         return parts[0] if self.label_key is not None and len(parts) > 1 else None
 
-    def _label_of(self, found: dict[str, Any], where: str) -> str | None:
+    def _label_of(self, members: dict[str, Any], where: str) -> str | None:
         """Returns the label of an object whose text was read: a string or a whole number."""
         if self.label_key is None:
             return None
-        value = found.get(self.label_key)
+        value = members.get(self.label_key)
         if not isinstance(value, str | int) or isinstance(value, bool):
             raise UserError(
                 f"{where}: member {self.label_key!r} must be a label, a string or a whole number, "
@@ -313,16 +313,16 @@ class Source:
             )
         return str(value)
 
-    def _text_of(self, found: Any, where: str) -> str | None:
+    def _text_of(self, parsed: Any, where: str) -> str | None:
         """Returns the text of a parsed object, or None where `undecodable` says to skip it."""
         key = self.text_key
-        if not isinstance(found, dict) or key not in found:
+        if not isinstance(parsed, dict) or key not in parsed:
             its = ""
-            if isinstance(found, dict):
-                members = ", ".join(repr(m)[:40] for m in list(found)[:ENDINGS])
+            if isinstance(parsed, dict):
+                members = ", ".join(repr(m)[:40] for m in list(parsed)[:ENDINGS])
                 its = f"; its members: {members or 'none'}"
             raise UserError(f"{where} has no member {key!r}{its} (--data.text_key)")
-        value = found[key]
+        value = parsed[key]
         if not isinstance(value, str):
             kind = "null" if value is None else type(value).__name__
             raise UserError(
@@ -399,7 +399,7 @@ def _check_columns(schema: Any, columns: list[str], file: Path) -> list[str]:
     """
     from pyarrow import types
 
-    names, found = schema.names, []
+    names, text_columns = schema.names, []
     for name, flag in zip(columns, ("text_key", "label_key"), strict=False):
         if names.count(name) != 1:
             its = ", ".join(str(n)[:40] for n in names[:ENDINGS])
@@ -409,8 +409,8 @@ def _check_columns(schema: Any, columns: list[str], file: Path) -> list[str]:
         texts = types.is_string(value) or types.is_large_string(value) or types.is_binary(value)
         if not texts and not (flag == "label_key" and types.is_integer(value)):
             raise UserError(f"{file}: column {name!r} has the type {kind}, no text (--data.{flag})")
-        found += [name] if texts else []
-    return found
+        text_columns += [name] if texts else []
+    return text_columns
 
 
 def _values(column: Any) -> Iterator[Any]:
@@ -541,9 +541,9 @@ def _find(name: str, key: str) -> tuple[Path, list[Path], tuple[tuple[str, int],
 
 
 def _before_magic(parts: tuple[str, ...]) -> list[str]:
-    kept = []
+    plain_parts = []
     for part in parts[:-1]:
         if glob.has_magic(part):
             break
-        kept.append(part)
-    return kept or ["."]
+        plain_parts.append(part)
+    return plain_parts or ["."]

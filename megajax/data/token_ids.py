@@ -85,13 +85,13 @@ EOS_OF_FAMILY = {"llama": 2, "mistral": 2, "mixtral": 2, "gpt2": 50256, "roberta
 
 @dataclass(frozen=True)
 class Settings:
-    """What the files beside a tokenizer say.
+    """The settings in the files of a tokenizer's folder.
 
-    tokens: {member of NAMES: its text, or None where a file says null}; a member that no file has
-    is not there. eos_ids: eos_token_id that generation stops at; None: no file has it. default_eos:
-    what else could be meant: config.json's where generation_config.json has none, else the
-    family's. silent: no file says anything about special tokens. tokenizer_class: as transformers
-    would choose it. members: of tokenizer_config.json.
+    tokens: {member of NAMES: its text; None: a file has null}; members that no file has are left
+    out. eos_ids: the values of eos_token_id, at which generation stops; None: no file has it.
+    default_eos: the ids to use instead: those of config.json if generation_config.json has none,
+    else those of the model family. silent: no file states a special token. tokenizer_class: the
+    class that transformers chooses. members: of tokenizer_config.json.
     """
 
     tokens: Mapping[str, str | None] = field(default_factory=dict)
@@ -110,19 +110,19 @@ def read_settings(folder: Path, byte_level: bool = True) -> Settings:
       its plain class. Raises: UserError for a file that is damaged.
     """
     config = _read(folder / CONFIG, MAX_BYTES)
-    found = dict(config or {})
+    members = dict(config or {})
     said = config is not None
-    if "added_tokens_decoder" not in found and (listed := _read(folder / MAP, MAX_BYTES)):
-        found |= listed
+    if "added_tokens_decoder" not in members and (listed := _read(folder / MAP, MAX_BYTES)):
+        members |= listed
         said = True
     model = _read(folder / "config.json", MAX_CONFIG) or {}
     if not isinstance(model.get("model_type", model.get("architectures")), str | list):
         model = {}  # of a run of ours
     family = model.get("model_type")
     kind = tokenizer_class(
-        found.get("tokenizer_class") or model.get("tokenizer_class"), family, byte_level
+        members.get("tokenizer_class") or model.get("tokenizer_class"), family, byte_level
     )
-    tokens = {key: _token(found[key], key, folder) for key in NAMES if key in found}
+    tokens = {key: _token(members[key], key, folder) for key in NAMES if key in members}
     if said and kind in OF_CLASS:
         for key, name in zip(("bos_token", "eos_token"), OF_CLASS[kind], strict=True):
             tokens.setdefault(key, name)
@@ -135,7 +135,7 @@ def read_settings(folder: Path, byte_level: bool = True) -> Settings:
         default = next(iter(id_list(model["eos_token_id"], folder / "config.json")), None)
     elif generation is None:
         default = EOS_OF_FAMILY.get(str(family))
-    return Settings(tokens, ids, default, not said, kind, found)
+    return Settings(tokens, ids, default, not said, kind, members)
 
 
 def tokenizer_class(named: Any, family: Any, byte_level: bool) -> str:
@@ -158,7 +158,10 @@ def tokenizer_class(named: Any, family: Any, byte_level: bool) -> str:
 
 @dataclass(frozen=True)
 class Special:
-    """The ids of a tokenizer. begin, end: of a document. ends: those that stop an answer."""
+    """The special ids of a tokenizer.
+
+    begin, end: the ids around a document. ends: the ids that end an answer.
+    """
 
     begin: int | None
     end: int | None

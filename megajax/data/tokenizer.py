@@ -45,12 +45,13 @@ type Encode = Callable[[Sequence[str]], list[np.ndarray]]
 
 
 class Tokenizer(Protocol):
-    """What the data pipeline and sampling need. begin, end: special ids of a document, or None.
+    """A tokenizer, as the data pipeline and sampling use it.
 
-    ends: ids that end an answer, `end` one of them. vocab: all ids are below it. identity: two
-    tokenizers that share it give the same ids. template: the ids that its file puts before and
-    behind a text which is one input of a model; none where it does not say. strips_space: `decode`
-    drops a space before the first word.
+    begin, end: the special ids around a document, or None. ends: the ids that end an answer, `end`
+    among them. vocab: all ids are below it. identity: two tokenizers of the same identity give the
+    same ids. template: the ids that the tokenizer's file puts before and behind a text that is one
+    input of a model; empty if the file states none. strips_space: `decode` drops a space before the
+    first word.
     """
 
     name: str
@@ -136,11 +137,11 @@ class JsonTokenizer:
         import tokenizers  # here, so that runs on bytes need not load it
 
         with _errors_of(f"{name} is not a tokenizer.json"):
-            found = files.parse_json(raw)
-            _check_lengths(found)
-            _check_normalizer(found.get("normalizer"))
+            parsed = files.parse_json(raw)
+            _check_lengths(parsed)
+            _check_normalizer(parsed.get("normalizer"))
             self._tokenizer = tokenizers.Tokenizer.from_buffer(raw)
-        self._decoder, post_processor = found.get("decoder"), found.get("post_processor")
+        self._decoder, post_processor = parsed.get("decoder"), parsed.get("post_processor")
         if callable(settings):
             settings = settings(token_ids.is_byte_level(self._decoder))
         self.raw, self.settings, self.name = raw, settings, name
@@ -162,7 +163,7 @@ class JsonTokenizer:
         self.chat_template: str | None = settings.chat_template
         content = raw + f" {self.begin} {self.end}".encode()
         self.identity = hashlib.blake2b(content, digest_size=8).hexdigest()
-        self._forbidden = self._find_forbidden(found["model"])
+        self._forbidden = self._find_forbidden(parsed["model"])
         self.strips_space = token_ids.strips_space(self._decoder)
 
     def _find_forbidden(self, model: dict[str, Any]) -> np.ndarray:
@@ -172,8 +173,8 @@ class JsonTokenizer:
         unknown = model.get("unk_id")  # Unigram's has no other way
         if unknown is None and (name := model.get("unk_token")) is not None:
             unknown = self._tokenizer.token_to_id(name)
-        found = [i for i in special if i is not None and i != unknown]
-        return np.array(sorted(found), np.int32)
+        ids = [i for i in special if i is not None and i != unknown]
+        return np.array(sorted(ids), np.int32)
 
     def encode(
         self, texts: Sequence[str], special: bool = False, most: int | None = None
@@ -234,9 +235,9 @@ class JsonTokenizer:
         """Returns how many characters to leave out (0, or the space) so that a text that is cut
         before `at` keeps its ids; None: it does not. Judged by the characters around."""
         left, right = text[max(0, at - WINDOW) : at], text[at : at + WINDOW]
-        whole, before, after, bare = encode([left + right, left, right, right[1:]])
+        joined, before, after, bare = encode([left + right, left, right, right[1:]])
         for skipped, ids in ((0, after), (1, bare)):
-            if np.array_equal(whole, np.concatenate([before, ids])):
+            if np.array_equal(joined, np.concatenate([before, ids])):
                 return skipped
         return None
 
@@ -244,14 +245,14 @@ class JsonTokenizer:
         tokenizer = self._special_too if special else self._tokenizer
         with _errors_of(f"{self.name} cannot encode"):
             batch = tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-            found = [np.array(e.ids, np.int32) for e in batch]
+            rows = [np.array(e.ids, np.int32) for e in batch]
             if special:
-                return found
+                return rows
             return [
                 _without(self._forbidden, tokenizer, text)
                 if np.isin(ids, self._forbidden).any()
                 else ids
-                for text, ids in zip(texts, found, strict=True)
+                for text, ids in zip(texts, rows, strict=True)
             ]
 
     def renamed(self, names: Mapping[int, str]) -> Callable[[str, int | None], np.ndarray]:
@@ -277,15 +278,15 @@ class JsonTokenizer:
         def encode(texts: Sequence[str]) -> list[np.ndarray]:
             with _errors_of(f"{self.name} cannot encode"):
                 batch = other.encode_batch_fast(list(texts), add_special_tokens=False)
-                found = [np.array(e.ids, np.int32) for e in batch]
+                rows = [np.array(e.ids, np.int32) for e in batch]
                 return [
                     _without(lost, other, text) if np.isin(ids, lost).any() else ids
-                    for text, ids in zip(texts, found, strict=True)
+                    for text, ids in zip(texts, rows, strict=True)
                 ]
 
         def encode_one(text: str, most: int | None) -> np.ndarray:
-            found = self._encode_long(text, encode, most).tolist()
-            return np.array([usual.get(i, i) for i in found], np.int32)
+            encoded = self._encode_long(text, encode, most).tolist()
+            return np.array([usual.get(i, i) for i in encoded], np.int32)
 
         return encode_one
 
@@ -383,9 +384,9 @@ class FileTokenizer(JsonTokenizer):
             made[CONFIG] = json.dumps({**settings.members, **named}, indent=2) + "\n"
             made[MAP] = ""
         for name in BESIDE:
-            beside = self.path.parent / name
-            if beside.is_file() and name not in made and not (folder / name).exists():
-                shutil.copyfile(beside, folder / name)
+            path = self.path.parent / name
+            if path.is_file() and name not in made and not (folder / name).exists():
+                shutil.copyfile(path, folder / name)
         self._write(folder, made)
 
 
@@ -395,23 +396,23 @@ def _without(forbidden: np.ndarray, tokenizer: Any, text: str) -> np.ndarray:
     For models whose own pieces include a special token (Unigram, WordLevel), or whose begin and end
     are not marked as special.
     """
-    found = tokenizer.encode(text, add_special_tokens=False)
-    special = np.isin(found.ids, forbidden)
-    spans = [found.offsets[i] for i in np.flatnonzero(special)]
+    encoding = tokenizer.encode(text, add_special_tokens=False)
+    special = np.isin(encoding.ids, forbidden)
+    spans = [encoding.offsets[i] for i in np.flatnonzero(special)]
     cuts = sorted({c for start, stop in spans if 0 < (c := (start + stop) // 2) < len(text)})
     if not cuts:  # nothing to cut: what is special is left out
-        return np.array(found.ids, np.int32)[~special]
+        return np.array(encoding.ids, np.int32)[~special]
     pieces = zip([0, *cuts], [*cuts, len(text)], strict=True)
     return np.concatenate([_without(forbidden, tokenizer, text[a:b]) for a, b in pieces])
 
 
-def _check_lengths(found: Any) -> None:
+def _check_lengths(parsed: Any) -> None:
     """Raises: ValueError for a token of more than LONGEST bytes.
 
     The package keeps the tokens of a Unigram model in a tree, a byte a level, and frees it by a
     recursion that overflows the stack.
     """
-    model = found.get("model") if isinstance(found, dict) else None
+    model = parsed.get("model") if isinstance(parsed, dict) else None
     vocab = model.get("vocab") if isinstance(model, dict) else None
     tokens = vocab if isinstance(vocab, dict) else ()
     if isinstance(vocab, list):  # pieces with their scores
@@ -424,14 +425,14 @@ def _check_lengths(found: Any) -> None:
             )
 
 
-def _check_normalizer(found: Any) -> None:
+def _check_normalizer(parsed: Any) -> None:
     """Raises: ValueError for a map of characters in it that says that it is larger than it is."""
-    if not isinstance(found, dict):
+    if not isinstance(parsed, dict):
         return
-    text = found.get("precompiled_charsmap")
+    text = parsed.get("precompiled_charsmap")
     if isinstance(text, str):
         vocabulary_files.check_charsmap(base64.b64decode(text))
-    parts = found.get("normalizers")
+    parts = parsed.get("normalizers")
     for part in parts if isinstance(parts, list) else ():
         _check_normalizer(part)
 
@@ -481,8 +482,8 @@ def _short(texts: Iterable[str]) -> Iterator[str]:
     for text in texts:
         begin = 0
         while len(text) - begin > PIECE:
-            found = deque(BETWEEN.finditer(text, begin + PIECE // 2, begin + PIECE), maxlen=1)
-            at = found[0].start() if found else begin + PIECE
+            gaps = deque(BETWEEN.finditer(text, begin + PIECE // 2, begin + PIECE), maxlen=1)
+            at = gaps[0].start() if gaps else begin + PIECE
             yield text[begin:at]
             begin = at
         yield text[begin:]

@@ -196,13 +196,13 @@ def _word_piece(file: Path, settings: Settings) -> bytes:
 
 def _around(made: Any, settings: Settings, *keys: str) -> list[tuple[str, int]]:
     """Returns (token, id) of special tokens that a class puts around every text."""
-    found = []
+    pairs = []
     for key in keys:
         token = settings.tokens.get(key)
         if token is None:
             raise UserError(f"tokenizer_config.json: {key} is null, and its class needs one")
-        found.append((token, made.token_to_id(token)))
-    return found
+        pairs.append((token, made.token_to_id(token)))
+    return pairs
 
 
 def _text(file: Path) -> str:
@@ -220,7 +220,7 @@ def _text(file: Path) -> str:
 def _add_tokens(made: Any, settings: Settings, more: Sequence[Any], file: Path) -> None:
     """Adds tokens in the order of transformers: added_tokens_decoder by their ids, the named
     special ones, then additional ones (more: of the file, where tokenizer_config.json has none)."""
-    said, wanted, listed = settings.members, {}, {}
+    said, ids_of, listed = settings.members, {}, {}
     decoder = said.get("added_tokens_decoder")
     legacy = file.parent / "added_tokens.json"
     if decoder is None and legacy.is_file():
@@ -232,7 +232,7 @@ def _add_tokens(made: Any, settings: Settings, more: Sequence[Any], file: Path) 
         }
     try:
         for id, token in sorted(((int(i), t) for i, t in (decoder or {}).items()), key=_first):
-            wanted[token["content"]] = id
+            ids_of[token["content"]] = id
             listed[token["content"]] = _added(token, bool(token.get("special")))
     except (TypeError, ValueError, KeyError, AttributeError):
         raise UserError(
@@ -261,7 +261,7 @@ def _add_tokens(made: Any, settings: Settings, more: Sequence[Any], file: Path) 
         added = token if not isinstance(token, str | dict) else _added(token, True)
         listed.setdefault(added.content, added)
     made.add_tokens(list(listed.values()))
-    for token, id in wanted.items():
+    for token, id in ids_of.items():
         if made.token_to_id(token) != id:
             raise UserError(
                 f"{file.parent}: added_tokens_decoder gives {token!r:.60} the id {id}, but after "
@@ -289,14 +289,14 @@ def _with_template(made: Any, settings: Settings) -> bytes:
     pairs: list[tuple[str, int] | None] = []
     for flag, key in (("add_bos_token", "bos_token"), ("add_eos_token", "eos_token")):
         token = settings.tokens.get(key)
-        wanted = settings.members.get(flag) and token is not None
-        pairs.append((str(token), made.token_to_id(token)) if wanted else None)
+        is_added = settings.members.get(flag) and token is not None
+        pairs.append((str(token), made.token_to_id(token)) if is_added else None)
     return _json(made, template(*pairs))
 
 
 def _json(made: Any, post_processor: Mapping[str, Any]) -> bytes:
-    found = json.loads(made.to_str()) | {"post_processor": post_processor}
-    return json.dumps(found, ensure_ascii=False).encode()
+    members = json.loads(made.to_str()) | {"post_processor": post_processor}
+    return json.dumps(members, ensure_ascii=False).encode()
 
 
 # ---- tokenizer.model
@@ -304,7 +304,7 @@ def _json(made: Any, post_processor: Mapping[str, Any]) -> bytes:
 
 @dataclasses.dataclass
 class Spm:
-    """What a tokenizer.model says, with the defaults of sentencepiece_model.proto."""
+    """The content of a tokenizer.model, with the defaults of sentencepiece_model.proto."""
 
     pieces: list[tuple[str, float, int]] = dataclasses.field(default_factory=list)
     model_type: int = 1  # 1: Unigram, 2: BPE, 3: words, 4: characters
@@ -344,7 +344,7 @@ _NORMALIZER = {
 
 def read_model(data: bytes) -> Spm:
     """Returns what a tokenizer.model says. Raises: ValueError for what is no such file."""
-    found = Spm()
+    model = Spm()
     for number, value in _fields(memoryview(data)):
         if number == 1:
             text, score, kind = "", 0.0, NORMAL
@@ -357,8 +357,8 @@ def read_model(data: bytes) -> Spm:
                     (score,) = struct.unpack("<f", x)
                 elif inner == 3:
                     kind = int(x)
-            found.pieces.append((text, score, kind))
-            if len(found.pieces) > MAX_PIECES:
+            model.pieces.append((text, score, kind))
+            if len(model.pieces) > MAX_PIECES:
                 raise ValueError(f"it has over {MAX_PIECES:,} pieces")
         elif number in (2, 3):
             members = _TRAINER if number == 2 else _NORMALIZER
@@ -368,14 +368,14 @@ def read_model(data: bytes) -> Spm:
                     if read in (int, bool):
                         if isinstance(x, memoryview):
                             raise ValueError(f"{name} is no number")
-                        setattr(found, name, read(x))
+                        setattr(model, name, read(x))
                     else:
                         raw = bytes(_bytes(x))
-                        setattr(found, name, raw if read is bytes else raw.decode())
-    if not found.pieces:
+                        setattr(model, name, raw if read is bytes else raw.decode())
+    if not model.pieces:
         raise ValueError("it has no pieces")
-    check_charsmap(found.charsmap)
-    return found
+    check_charsmap(model.charsmap)
+    return model
 
 
 def check_charsmap(data: bytes) -> None:
@@ -703,7 +703,7 @@ def tokenizer_json(
     model = metadata.get("tokenizer.ggml.model")
     special = _specials(metadata, tokens)
     if model == "gpt2":
-        found, adds = _byte_level_of_gguf(metadata, vocab, merges)
+        members, adds = _byte_level_of_gguf(metadata, vocab, merges)
     elif model == "llama":
         if scores is None:
             raise UserError("tokenizer.ggml.model is llama, but there are no scores of its tokens")
@@ -711,7 +711,7 @@ def tokenizer_json(
             "unknown", next((i for i, k in enumerate(kinds) if k == UNKNOWN), None)
         )
         pairs = _merges(vocab, scores, kinds, spare)
-        found, adds = _sentencepiece_of_gguf(metadata, vocab, pairs, unknown), True
+        members, adds = _sentencepiece_of_gguf(metadata, vocab, pairs, unknown), True
     else:
         raise UserError(
             f"tokenizer.ggml.model is {reprlib.repr(model):.60}; it must be gpt2 or llama"
@@ -726,7 +726,7 @@ def tokenizer_json(
         if name not in special and (there := next((n for n in usual if n in vocab), None)):
             special[name] = vocab[there]
     begin = special.get("bos") if _truth(metadata, "add_bos_token", adds) else None
-    found |= {
+    members |= {
         "version": "1.0",
         "truncation": None,
         "padding": None,
@@ -748,7 +748,7 @@ def tokenizer_json(
     texts = list(vocab)  # by their ids
     names = {f"{n}_token": texts[special[n]] if n in special else None for n in ("bos", "eos")}
     settings = Settings(names, ends, silent=False, chat_template=_template(metadata))
-    return json.dumps(found, ensure_ascii=False, default=bool).encode(), settings
+    return json.dumps(members, ensure_ascii=False, default=bool).encode(), settings
 
 
 def _ends(special: Mapping[str, int], vocab: Mapping[str, int]) -> tuple[int, ...]:
@@ -760,13 +760,13 @@ def _ends(special: Mapping[str, int], vocab: Mapping[str, int]) -> tuple[int, ..
         by_text = [name for name in by_text if name != "<|end|>"]
     if "<|tool_response>" in vocab:  # text, in Gemma 4
         by_text = [name for name in by_text if name != "</s>"]
-    found = [special[n] for n in ("eos", "eot", "eom") if n in special]
-    found += [vocab[name] for name in by_text]
+    ids = [special[n] for n in ("eos", "eot", "eom") if n in special]
+    ids += [vocab[name] for name in by_text]
     for key, texts in CODE_ENDS.items():
         there = (vocab[t] for t in texts if t in vocab)
         if (code := special.get(key, next(there, None))) is not None:
-            found.append(code)
-    return tuple(dict.fromkeys(found))
+            ids.append(code)
+    return tuple(dict.fromkeys(ids))
 
 
 def _template(metadata: Mapping[str, Any]) -> str | None:
@@ -786,7 +786,7 @@ def _truth(metadata: Mapping[str, Any], key: str, default: bool) -> bool:
 
 def _specials(metadata: Mapping[str, Any], tokens: Sequence[str]) -> dict[str, int]:
     """Returns {bos, eos, eot, eom, unknown, one of CODE_ENDS: its id} of what the file names."""
-    found = {}
+    ids = {}
     for name in ("bos", "eos", "eot", "eom", "unknown", *CODE_ENDS):
         key = f"tokenizer.ggml.{name}_token_id"
         value = metadata.get(key)
@@ -796,8 +796,8 @@ def _specials(metadata: Mapping[str, Any], tokens: Sequence[str]) -> dict[str, i
             raise UserError(
                 f"{key} is {reprlib.repr(value):.40}; tokens have the ids 0 to {len(tokens) - 1}"
             )
-        found[name] = value
-    return found
+        ids[name] = value
+    return ids
 
 
 def _byte_level_of_gguf(
@@ -810,7 +810,7 @@ def _byte_level_of_gguf(
             f"tokenizer.ggml.pre is {reprlib.repr(name):.60}; the ways of cutting words that are "
             f"known are {', '.join(_PRE)}"
         )
-    words, whole, adds = _PRE[name]
+    words, ignores_merges, adds = _PRE[name]
     pairs = []
     for merge in merges:
         left, blank, right = merge[:1], *merge[1:].partition(" ")[1:]
@@ -829,7 +829,7 @@ def _byte_level_of_gguf(
         "normalizer": {"type": "NFC"} if name in _COMPOSED else None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": cuts},
         "decoder": byte_level | {"use_regex": True},
-        "model": _bpe(vocab, pairs, ignore_merges=whole),
+        "model": _bpe(vocab, pairs, ignore_merges=ignores_merges),
     }, adds
 
 

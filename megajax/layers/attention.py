@@ -51,10 +51,10 @@ Implementation = Literal["xla", "cudnn", "varlen", "hopper"]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Context:
-    """What the blocks need to know of the tokens, the same for all layers.
+    """The facts about the tokens that blocks use, the same for all layers.
 
-    positions_BS: int32, from 0 in each segment. segments_BS: int32 or None (one segment a row);
-    below 0: dead, what pads a row. rotary: (cos_BSK, sin_BSK) float32 or None. dropout: PRNG key or
+    positions_BS: int32, from 0 in each segment. segments_BS: int32 or None (one segment a row); a
+    negative number marks padding. rotary: (cos_BSK, sin_BSK) float32 or None. dropout: PRNG key or
     None (off). causal: static; False: tokens also see what follows them, as in an encoder.
     """
 
@@ -390,8 +390,8 @@ def _cudnn(
 
     sides = None if window is None else (window - 1, 0 if query.causal else window - 1)
     packed = query.segments_BS is not None
-    found = library.reasons(q_BSHK, k_BMGK, query.causal, sides, packed=packed)
-    if memory is not query or found:
+    reasons = library.reasons(q_BSHK, k_BMGK, query.causal, sides, packed=packed)
+    if memory is not query or reasons:
         return _cudnn_masked(q_BSHK, k_BMGK, v_BMGK, query, memory, window)
     return library.packed_attention(
         q_BSHK,

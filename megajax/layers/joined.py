@@ -25,23 +25,26 @@ INPUTS = (("attention", attention.INPUTS), ("mlp", mlp.INPUTS))
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Joined(PackedWeight):
-    """One of several weights of the same input. whole: all of them as one weight (D, all columns),
-    with the first; None with the others, which have no arrays."""
+    """One of several weights that multiply the same input.
 
-    whole: PackedWeight | None = None
+    weight: of the first, all of them as one weight (D, all columns); of the others None: they have
+    no arrays.
+    """
+
+    weight: PackedWeight | None = None
 
     def astype(self, dtype: Any) -> Self:
         """See PackedWeight."""
-        return self._with(lambda whole: whole.astype(dtype))
+        return self._with(lambda weight: weight.astype(dtype))
 
     def piece(self) -> Self:
         """See PackedWeight."""
         return self._with(PackedWeight.piece)
 
     def _with(self, function: Any) -> Self:
-        if self.whole is None:
+        if self.weight is None:
             return self
-        return dataclasses.replace(self, whole=function(self.whole))
+        return dataclasses.replace(self, weight=function(self.weight))
 
     def matmul(self, x: Array, contract: int = 1, **_: Any) -> Array:
         """Raises: TypeError: only all of them together can be multiplied (`merged`)."""
@@ -50,38 +53,38 @@ class Joined(PackedWeight):
 
 def merged(weights: Sequence[Weight]) -> tuple[Weight, ...]:
     """Returns the weights, those that are joined as one. All of them are there, in their order."""
-    found = (w.whole if isinstance(w, Joined) else w for w in weights)
-    return tuple(w for w in found if w is not None)
+    joined = (w.weight if isinstance(w, Joined) else w for w in weights)
+    return tuple(w for w in joined if w is not None)
 
 
 def split(ys: Iterable[Array], weights: Sequence[Weight]) -> tuple[Array, ...]:
     """Returns each weight's product, from those of `merged(weights)`, (..., columns)."""
-    found, rest, y, at = [], iter(ys), None, 0
+    products, remaining, y, at = [], iter(ys), None, 0
     for w in weights:
         if not isinstance(w, Joined):
-            found.append(next(rest))
+            products.append(next(remaining))
             continue
-        if w.whole is not None:
-            y, at = next(rest), 0
+        if w.weight is not None:
+            y, at = next(remaining), 0
         assert y is not None
         stop = at + w.size // w.shape[0]
-        found.append(y[..., at:stop].reshape(*y.shape[:-1], *w.shape[1:]))
+        products.append(y[..., at:stop].reshape(*y.shape[:-1], *w.shape[1:]))
         at = stop
-    return tuple(found)
+    return tuple(products)
 
 
 def join_inputs(layers: Tree) -> Tree:
     """Returns layers, or a stack of them, in which packed weights of the same input are joined, if
     their type can be (PackedWeight.join). Their arrays are copied."""
-    found = dict(layers)
+    joined = dict(layers)
     for part, names in INPUTS:
-        there = [name for name in names if name in found.get(part, {})]
-        weights = [found[part][name] for name in there]
+        there = [name for name in names if name in joined.get(part, {})]
+        weights = [joined[part][name] for name in there]
         if len(weights) < 2 or not all(isinstance(w, PackedWeight) for w in weights):
             continue
-        whole = weights[0].join(weights[1:])
-        if whole is not None:
-            each = (whole, *[None] * (len(weights) - 1))
+        weight = weights[0].join(weights[1:])
+        if weight is not None:
+            each = (weight, *[None] * (len(weights) - 1))
             pairs = zip(there, weights, each, strict=True)
-            found[part] = found[part] | {n: Joined(w.shape, one) for n, w, one in pairs}
-    return found
+            joined[part] = joined[part] | {n: Joined(w.shape, one) for n, w, one in pairs}
+    return joined

@@ -223,9 +223,9 @@ def token_logprobs(
         return None, jax.checkpoint(piece)(*chunk)
 
     pieces = _strided(hidden_BSD, chunks), _strided(targets_BS, chunks)
-    _, found = jax.lax.scan(step, None, pieces)
+    _, chunked = jax.lax.scan(step, None, pieces)
 
     def joined(x: jax.Array) -> jax.Array:
         return jnp.moveaxis(x, 0, 2).reshape(targets_BS.shape)
 
-    return joined(found[0]), joined(found[1])
+    return joined(chunked[0]), joined(chunked[1])

@@ -24,8 +24,12 @@ Activation = Literal["swiglu", "gelu", "gelu_tanh"]
 
 @dataclasses.dataclass(frozen=True)
 class Nonlinearity:
-    """What an activation is. hugging_face: its names in transformers' table, ours for exports
-    first; a gated one's is the function of the gate.."""
+    """An activation.
+
+    apply: computes it, from gate and up if it is gated. hugging_face: its names in the table of
+    transformers, first the one that exports use; for a gated activation, the names of the gate's
+    function.
+    """
 
     apply: Callable[..., jax.Array]
     hugging_face: tuple[str, ...]

@@ -142,7 +142,8 @@ class Moe(nnx.Module):
             self.bias = param.constant(layout, (E,), (None,), 0.0)
 
     def __call__(self, x_BSD: jax.Array) -> tuple[jax.Array, MoeSums]:
-        """Returns what the experts add to the normalised residual stream, laid out as it is."""
+        """Returns (the experts' answers to the normalised residual stream, with its sharding; the
+        router's sums)."""
         kind = self.mlp.activation
         inputs = (self.gate, self.up) if ACTIVATIONS[kind].is_gated else (self.up,)
         weights = ExpertWeights(inputs, self.down, functools.partial(activate, kind))

@@ -102,7 +102,7 @@ def _widened(dot: Callable, x: Array, w: Array, out_dtype: Any) -> Array:
 
 
 def gather(x_BSD: Array) -> Array:
-    """Brings the residual stream into a block; without a mesh it stays as it is."""
+    """Returns the residual stream as a block reads it: the same array, without a mesh."""
     return x_BSD
 
 
@@ -230,11 +230,12 @@ def total(sums: Any) -> Any:
 
 @dataclass(frozen=True)
 class Ops:
-    """What a model calls instead of a kernel or a collective; each member can be replaced.
+    """The functions that a model calls in the place of kernels and collectives.
 
     The default of each member is the function of that name in this module, which computes on one
-    device. A network of one's own needs `matmul`, `up`, `down` and `lookup`, and for its loss
-    `gather` and `whole`. Arguments and results are those of the defaults.
+    device, and each member can be replaced. A network of one's own needs `matmul`, `up`, `down` and
+    `lookup`, and for its loss `gather` and `whole`. Arguments and results are those of the
+    defaults.
 
     matmul(x, w, contract, out_sharding, out_dtype, name): product of x with a weight in use,
       without any communication. name: of the parameter.

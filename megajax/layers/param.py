@@ -69,7 +69,7 @@ def packed_axes(axes: Tree, params: Tree) -> Tree:
 
     def words_of_leaves(words: Tree, leaves: Tree) -> Tree:
         return jax.tree.map(
-            lambda own, w: w.words(own) if isinstance(w, PackedWeight) else own,
+            lambda axes, w: w.words(axes) if isinstance(w, PackedWeight) else axes,
             words,
             leaves,
             is_leaf=is_words,

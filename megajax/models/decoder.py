@@ -3,8 +3,8 @@
 A token enters `embed`, passes `layers` equal blocks and leaves through `head_loss`. A serial block
 is x + MLP(norm(x + Attn(norm(x)))); the parallel one x + MLP(norm(x)) + Attn(norm(x)), which shares
 one norm, one gather and one scatter (MegaScale section 3.1). With experts, MLP(x) is Moe(x) plus,
-where some are shared, their MLP(x). The module knows logical words; where arrays live is Layout's
-business, how they travel is Ops'.
+where some are shared, their MLP(x). The module names dimensions by logical words: a Layout decides
+where arrays live, and Ops how they travel.
 
 Legend: B rows, S positions, D model width, V vocabulary.
 """

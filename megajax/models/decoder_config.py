@@ -130,7 +130,7 @@ class DecoderConfig(Checked, section="model"):
     @property
     def sizes(self) -> dict[str, tuple[int, str]]:
         """{logical word: (size of that dimension, the flag that sets it)}."""
-        found = {
+        sizes = {
             "embed": (self.width, "model.width"),
             "heads": (self.heads, "model.heads"),
             "kv_heads": (self.kv_heads, "model.kv_heads"),
@@ -139,11 +139,11 @@ class DecoderConfig(Checked, section="model"):
             "layers": (self.layers, "model.layers"),
         }
         if self.position == "learned":
-            found["positions"] = (self.max_positions, "model.max_positions")
+            sizes["positions"] = (self.max_positions, "model.max_positions")
         if self.moe.experts:
-            found["mlp"] = (self.moe.width, "moe.width")
-            found["expert"] = (self.moe.experts, "moe.experts")
-        return found
+            sizes["mlp"] = (self.moe.width, "moe.width")
+            sizes["expert"] = (self.moe.experts, "moe.experts")
+        return sizes
 
     @property
     def stack(self) -> Stack:

@@ -212,8 +212,8 @@ def parts(
         def once(x: jax.Array, repeat: jax.Array) -> tuple[jax.Array, None]:
             key = context.dropout
             key = None if key is None else jax.random.fold_in(key, repeat)
-            here = dataclasses.replace(context, dropout=key)
-            return nnx.merge(block_graph, weights)(x, here), None
+            layer_context = dataclasses.replace(context, dropout=key)
+            return nnx.merge(block_graph, weights)(x, layer_context), None
 
         if cfg.repeats == 1:
             return once(x, jnp.int32(0))[0], None, None
@@ -288,7 +288,7 @@ def logits(
 ) -> jax.Array:
     """Returns float32 logits_BSV of the masked-token head, 0 where rows are padded.
 
-    capacity: of packed tokens; None: compute on the padded rows.
+    capacity: the number of packed tokens; None: compute on the padded rows.
     """
     if capacity is None:
         found_BSV = parts.logits(params, pad_batch(batch, lengths_B))

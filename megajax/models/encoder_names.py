@@ -127,31 +127,31 @@ def rules(cfg: EncoderConfig) -> list[Rule]:
     """Returns one rule for each leaf. Raises: UserError when no family has this shape."""
     kind = family(cfg)
     home, names = _BLOCKS[kind]
-    found = []
+    mapped = []
     for member, theirs in zip(_MEMBERS, names, strict=True):
         dims = _DIMS.get(member)
         if dims is None:
-            found += _norm(f"blocks.{member}", f"{home}.{theirs}", "D")
+            mapped += _norm(f"blocks.{member}", f"{home}.{theirs}", "D")
         else:
-            found += _linear(f"blocks.{member}", f"{home}.{theirs}", *dims)
+            mapped += _linear(f"blocks.{member}", f"{home}.{theirs}", *dims)
     tables = {"tokens": ("word", "V"), "positions": ("position", "N"), "types": ("token_type", "Y")}
     for ours, (theirs, rows) in tables.items():
         name = f"{kind}.embeddings.{theirs}_embeddings.weight"
         if ours != "types" or cfg.types:
-            found.append(Rule(ours, name, f"{rows}W->{rows}W"))
-    found += _norm("embed_norm", f"{kind}.embeddings.LayerNorm", "W")
+            mapped.append(Rule(ours, name, f"{rows}W->{rows}W"))
+    mapped += _norm("embed_norm", f"{kind}.embeddings.LayerNorm", "W")
     if cfg.embed_width:
         name = f"{kind}.encoder.embedding_hidden_mapping_in"
-        found += _linear("widen", name, "DW->WD", "D->D")
+        mapped += _linear("widen", name, "DW->WD", "D->D")
     if cfg.head == "classify":
         dense, classes = _CLASSIFY[kind]
-        found += _linear("dense", dense, "XD->DX", "X->X")
-        return found + _linear("classes", classes, "CD->DC", "C->C")
+        mapped += _linear("dense", dense, "XD->DX", "X->X")
+        return mapped + _linear("classes", classes, "CD->DC", "C->C")
     if cfg.head == "none":
-        return found
+        return mapped
     dense, norm, bias = _MLM[kind]
-    found += _linear("dense", dense, "WD->DW", "W->W") + _norm("head_norm", norm, "W")
-    return [*found, Rule("head_bias", bias, "V->V")]
+    mapped += _linear("dense", dense, "WD->DW", "W->W") + _norm("head_norm", norm, "W")
+    return [*mapped, Rule("head_bias", bias, "V->V")]
 
 
 def _linear(ours: str, theirs: str, weight: str, bias: str) -> list[Rule]:
@@ -169,10 +169,10 @@ def _norm(ours: str, theirs: str, width: str) -> list[Rule]:
 def spellings(name: str) -> tuple[str, ...]:
     """Returns how files may call a tensor: those of a network without a head leave the family out,
     and the first BERTs call a norm's two gamma and beta."""
-    family, _, rest = name.partition(".")
-    found = (name, rest) if family in FAMILIES else (name,)
-    old = [n.replace("LayerNorm.weight", "LayerNorm.gamma") for n in found]
-    return *found, *(n.replace("LayerNorm.bias", "LayerNorm.beta") for n in old)
+    family, _, bare = name.partition(".")
+    names = (name, bare) if family in FAMILIES else (name,)
+    old = [n.replace("LayerNorm.weight", "LayerNorm.gamma") for n in names]
+    return *names, *(n.replace("LayerNorm.bias", "LayerNorm.beta") for n in old)
 
 
 def is_needless(name: str, cfg: EncoderConfig) -> bool:
@@ -210,12 +210,12 @@ def family(cfg: EncoderConfig) -> Family:
         kind = "roberta"
     elif not cfg.types:
         kind = "distilbert"
-    wanted: dict[str, Any] = {"repeats": 1, "position_offset": 0, "pooler": "tanh"}
+    fixed: dict[str, Any] = {"repeats": 1, "position_offset": 0, "pooler": "tanh"}
     if kind == "distilbert":
-        wanted |= {"pooler": "relu", "norm_eps": 1e-12}
+        fixed |= {"pooler": "relu", "norm_eps": 1e-12}
     for name in {"albert": ("repeats",), "roberta": ("position_offset",)}.get(kind, ()):
-        del wanted[name]
-    wrong = [f"{n} {getattr(cfg, n)}" for n, v in wanted.items() if getattr(cfg, n) != v]
+        del fixed[name]
+    wrong = [f"{n} {getattr(cfg, n)}" for n, v in fixed.items() if getattr(cfg, n) != v]
     if kind != "distilbert" and not cfg.types:
         wrong.append("no token types")
     if wrong:
@@ -247,50 +247,50 @@ _DISTIL_WORDS = {
 }
 
 
-def from_hf_config(found: Mapping[str, Any]) -> EncoderConfig:
+def from_hf_config(config: Mapping[str, Any]) -> EncoderConfig:
     """Returns our configuration of a config.json. Raises: UserError for what we cannot compute."""
-    members, found = found, check_members(found, FAMILIES)
-    kind = found["model_type"]
+    members, config = config, check_members(config, FAMILIES)
+    kind = config["model_type"]
     if kind == "distilbert":
-        found = found | {word: found[own] for word, own in _DISTIL_WORDS.items()}
-    head = _head(found.get("architectures") or ())
+        config = config | {word: config[theirs] for word, theirs in _DISTIL_WORDS.items()}
+    head = _head(config.get("architectures") or ())
     if head == "mlm":
-        require(found, tie_word_embeddings=True)
+        require(config, tie_word_embeddings=True)
     if head == "classify":
-        require(found, problem_type="single_label_classification")
+        require(config, problem_type="single_label_classification")
     word = "activation" if kind == "distilbert" else "hidden_act"
-    activation = spelled(word, found["hidden_act"], ("gelu", "gelu_tanh"))
-    layers = found["num_hidden_layers"]
-    groups = found["num_hidden_groups"] if kind == "albert" else layers
+    activation = spelled(word, config["hidden_act"], ("gelu", "gelu_tanh"))
+    layers = config["num_hidden_layers"]
+    groups = config["num_hidden_groups"] if kind == "albert" else layers
     if layers % groups:
         raise UserError(f"config.json: num_hidden_groups={groups} must divide {layers} layers")
     return EncoderConfig(
         layers=groups,
         repeats=layers // groups,
-        width=found["hidden_size"],
-        heads=found["num_attention_heads"],
-        mlp=found["intermediate_size"],
-        vocab=found["vocab_size"],
-        max_positions=found["max_position_embeddings"],
-        position_offset=_pad(found) + 1 if kind == "roberta" else 0,
-        types=0 if kind == "distilbert" else found["type_vocab_size"],
-        embed_width=found["embedding_size"] if kind == "albert" else 0,
+        width=config["hidden_size"],
+        heads=config["num_attention_heads"],
+        mlp=config["intermediate_size"],
+        vocab=config["vocab_size"],
+        max_positions=config["max_position_embeddings"],
+        position_offset=_pad(config) + 1 if kind == "roberta" else 0,
+        types=0 if kind == "distilbert" else config["type_vocab_size"],
+        embed_width=config["embedding_size"] if kind == "albert" else 0,
         activation=activation,  # type: ignore[arg-type]
-        norm_eps=1e-12 if kind == "distilbert" else found["layer_norm_eps"],
-        dropout=found["hidden_dropout_prob"],
+        norm_eps=1e-12 if kind == "distilbert" else config["layer_norm_eps"],
+        dropout=config["hidden_dropout_prob"],
         head=head,
         labels=len(label_names(members)) if head == "classify" else 2,
         pooler="relu" if kind == "distilbert" else "tanh",
     )
 
 
-def _pad(found: Mapping[str, Any]) -> int:
-    pad = found.get("pad_token_id")
-    if type(pad) is not int or not 0 <= pad < found["max_position_embeddings"]:
+def _pad(config: Mapping[str, Any]) -> int:
+    pad = config.get("pad_token_id")
+    if type(pad) is not int or not 0 <= pad < config["max_position_embeddings"]:
         raise UserError(
             f"config.json: pad_token_id is {pad!r:.60}; a RoBERTa counts positions from it, so it "
             "must be a whole number below max_position_embeddings="
-            f"{found['max_position_embeddings']}"
+            f"{config['max_position_embeddings']}"
         )
     return pad
 
@@ -300,14 +300,14 @@ def _head(architectures: Sequence[str]) -> Head:
     return next(named, "mlm")
 
 
-def label_names(found: Mapping[str, Any]) -> tuple[str, ...]:
+def label_names(config: Mapping[str, Any]) -> tuple[str, ...]:
     """Returns the names of a classifier's classes, in the order of their numbers; LABEL_0, LABEL_1,
     ... where config.json has none, as transformers calls them.
 
     Raises: UserError for members that contradict each other, or that do not number the classes.
     """
-    found = check_kinds(found)
-    named, count = found.get("id2label"), found.get("num_labels")
+    config = check_kinds(config)
+    named, count = config.get("id2label"), config.get("num_labels")
     if named is None:
         names = [f"LABEL_{i}" for i in range(2 if count is None else min(count, MOST_LABELS + 1))]
     else:
@@ -319,7 +319,7 @@ def label_names(found: Mapping[str, Any]) -> tuple[str, ...]:
         )
     if count not in (None, len(names)):
         raise UserError(f"config.json: num_labels={count}, but id2label has {len(names)} classes")
-    numbered = found.get("label2id")
+    numbered = config.get("label2id")
     if named is not None and numbered:
         wrong = [n for i, n in enumerate(names) if names.count(n) == 1 and numbered.get(n, i) != i]
         if wrong or len(numbered) > len(names):

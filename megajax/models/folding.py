@@ -27,12 +27,12 @@ def sources(cfg: DecoderConfig) -> dict[str, str | None]:
     """Returns {matrix of the blocks: what its inputs come out of, and can be divided; or None}."""
     is_serial = cfg.block == "serial"  # a norm that attention and MLP share has unlike inputs
     before = "blocks.attention_norm" if is_serial else None
-    found = dict.fromkeys((f"blocks.attention.{n}" for n in ("query", "key", "value")), before)
-    found["blocks.attention.out"] = VALUE if cfg.heads == cfg.kv_heads else None
+    origins = dict.fromkeys((f"blocks.attention.{n}" for n in ("query", "key", "value")), before)
+    origins["blocks.attention.out"] = VALUE if cfg.heads == cfg.kv_heads else None
     is_gated = ACTIVATIONS[cfg.activation].is_gated
     before = "blocks.mlp_norm" if is_serial else None
-    found |= dict.fromkeys(["blocks.mlp.gate", UP] if is_gated else [UP], before)
-    return found | {"blocks.mlp.down": UP if is_gated else None}
+    origins |= dict.fromkeys(["blocks.mlp.gate", UP] if is_gated else [UP], before)
+    return origins | {"blocks.mlp.down": UP if is_gated else None}
 
 
 def fold(params: Tree, cfg: DecoderConfig) -> Tree:
@@ -86,8 +86,8 @@ def _divided(leaves: Tree, name: str, scale_LN: jax.Array) -> Tree:
         return None if x is None else (x.astype(jnp.float32) / by).astype(x.dtype)
 
     q = dataclasses.replace(q, scales=divided(q.scales), zeros=divided(q.zeros))
-    found = leaves | {name: dataclasses.replace(kernel, weight=q)}
+    folded = leaves | {name: dataclasses.replace(kernel, weight=q)}
     if bias in leaves:
         b = leaves[bias]
-        found[bias] = b / scale_LN.reshape(b.shape).astype(b.dtype)
-    return found
+        folded[bias] = b / scale_LN.reshape(b.shape).astype(b.dtype)
+    return folded

@@ -73,17 +73,17 @@ def is_permuted(architecture: str, leaf: str) -> bool:
 class _Settings:
     """The settings of an architecture, each checked when it is read."""
 
-    def __init__(self, found: Mapping[str, Any], architecture: str):
-        self._found, self._prefix = found, f"{architecture}."
+    def __init__(self, metadata: Mapping[str, Any], architecture: str):
+        self._metadata, self._prefix = metadata, f"{architecture}."
         self._read: set[str] = set()
 
     def refuse(self, key: str, rule: str) -> UserError:
-        value = reprlib.repr(self._found.get(self._prefix + key))
+        value = reprlib.repr(self._metadata.get(self._prefix + key))
         return UserError(f"{self._prefix}{key} is {value:.60}, {rule}")
 
     def get(self, key: str, default: Any = None) -> Any:
         self._read.add(key)
-        return self._found.get(self._prefix + key, default)
+        return self._metadata.get(self._prefix + key, default)
 
     def count(self, key: str, default: int | None = None, most: int = MOST) -> int:
         value = self.get(key, default)
@@ -105,7 +105,7 @@ class _Settings:
 
     def check_rest(self) -> None:
         """Refuses settings that nobody read."""
-        for full in self._found:
+        for full in self._metadata:
             key = full.removeprefix(self._prefix)
             if key == full or key in self._read or key in _SILENT:
                 continue
@@ -115,9 +115,9 @@ class _Settings:
                 raise self.refuse(key, f"only {' or '.join(map(str, _NEUTRAL[key]))} is supported")
 
 
-def architecture(found: Mapping[str, Any]) -> str:
+def architecture(metadata: Mapping[str, Any]) -> str:
     """Returns the file's architecture. Raises: UserError for one that is not read here."""
-    kind = found.get("general.architecture")
+    kind = metadata.get("general.architecture")
     if kind not in ARCHITECTURES:
         raise UserError(
             f"general.architecture is {reprlib.repr(kind):.60}; it must be one of "
@@ -127,16 +127,16 @@ def architecture(found: Mapping[str, Any]) -> str:
 
 
 def from_metadata(
-    found: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], factors: np.ndarray | None
+    metadata: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], factors: np.ndarray | None
 ) -> DecoderConfig:
     """Returns our configuration of a file.
 
-    Args: found: metadata. shapes: of the file's tensors. factors: float32 (K/2,), the tensor
+    Args: metadata: of the file. shapes: of the file's tensors. factors: float32 (K/2,), the tensor
       FACTORS, or None.
     Raises: UserError for what is missing, of a wrong kind, or cannot be computed here.
     """
-    kind = architecture(found)
-    read = _Settings(found, kind)
+    kind = architecture(metadata)
+    read = _Settings(metadata, kind)
     width, heads = read.count("embedding_length"), read.count("attention.head_count")
     head_width = read.count("attention.key_length", max(1, width // heads))
     for key in ("attention.value_length", "rope.dimension_count"):
@@ -190,7 +190,7 @@ def _rope(read: _Settings, head_width: int, factors: np.ndarray | None) -> RopeC
     if factors.shape != (head_width // 2,):
         raise UserError(f"{FACTORS} has the shape {factors.shape}, not {(head_width // 2,)}")
     with np.errstate(all="ignore"):
-        wanted = frequencies(plain, head_width) / factors
+        stored = frequencies(plain, head_width) / factors
     greatest = float(factors.max(initial=1.0))
     for original in {stated, plain.original_positions}:
         if 1.0 < greatest < sys.float_info.max:
@@ -199,7 +199,7 @@ def _rope(read: _Settings, head_width: int, factors: np.ndarray | None) -> RopeC
                 factor=float(str(np.float32(greatest))),
                 original_positions=original,
             )
-            if np.allclose(frequencies(scaled, head_width), wanted, rtol=1e-5, atol=0.0):
+            if np.allclose(frequencies(scaled, head_width), stored, rtol=1e-5, atol=0.0):
                 return scaled
     if np.all(factors == 1.0):
         return plain

@@ -87,11 +87,11 @@ def spelled(member: str, word: str, known: tuple[Activation, ...]) -> Activation
     return names[word]
 
 
-def require(found: Mapping[str, Any], **wanted: Any) -> None:
+def require(config: Mapping[str, Any], **required: Any) -> None:
     """Refuses settings that change the arithmetic."""
-    for name, value in wanted.items():
-        if found.get(name, value) != value:
-            raise UserError(f"config.json: {name}={found[name]} is not supported, only {value}")
+    for name, value in required.items():
+        if config.get(name, value) != value:
+            raise UserError(f"config.json: {name}={config[name]} is not supported, only {value}")
 
 
 # ---- members of a config.json
@@ -219,24 +219,26 @@ _KINDS: dict[str, tuple[tuple[str, ...], Callable[[Any], bool]]] = {
 }
 
 
-def check_kinds(found: Any, wanted: Any = None) -> dict[str, Any]:
-    """Returns members whose kinds are right. wanted: their names, of which null counts as absent.
+def check_kinds(config: Any, only: Any = None) -> dict[str, Any]:
+    """Returns the members of a config.json without those that are null.
+
+    only: the names of the members whose kinds are checked; None: all.
 
     Raises: UserError for what is no object, and for a member of another kind than it must be.
     """
-    if not isinstance(found, Mapping):
-        raise UserError(f"config.json must hold a JSON object, not {reprlib.repr(found):.40}")
-    kept = dict(found)
+    if not isinstance(config, Mapping):
+        raise UserError(f"config.json must hold a JSON object, not {reprlib.repr(config):.40}")
+    checked = dict(config)
     for kind, (names, is_legal) in _KINDS.items():
         for name in names:
-            value = kept.get(name)
+            value = checked.get(name)
             if value is None:
-                kept.pop(name, None)
-            elif (wanted is None or name in wanted) and not is_legal(value):
+                checked.pop(name, None)
+            elif (only is None or name in only) and not is_legal(value):
                 raise UserError(
                     f"config.json: {name} is {reprlib.repr(value):.60}, it must be {kind}"
                 )
-    return kept
+    return checked
 
 
 @functools.cache
@@ -245,7 +247,7 @@ def table() -> dict[str, Any]:
     return json.loads(_TABLE.read_text())
 
 
-def check_members(found: Any, families: tuple[str, ...]) -> dict[str, Any]:
+def check_members(config: Any, families: tuple[str, ...]) -> dict[str, Any]:
     """Returns the members of a config.json with what transformers 5 takes for absent ones.
 
     A member that may be null and is, or whose default is null, is left out. families: that the
@@ -253,41 +255,41 @@ def check_members(found: Any, families: tuple[str, ...]) -> dict[str, Any]:
     Raises: UserError for another family, for a member of another kind than it must be, and for one
     that may change what the model computes and that is not read here.
     """
-    check_kinds(found, ("model_type",))
-    found = dict(found)
-    kind = found.get("model_type")
+    check_kinds(config, ("model_type",))
+    config = dict(config)
+    kind = config.get("model_type")
     if kind not in families:
         raise UserError(f"model_type {kind!r} is not one of {', '.join(families)}")
     members = table()["common"] | table()["families"][kind]["members"]
-    found = _in_one_word(found, table()["families"][kind]["other_words"], members)
-    if found.get("auto_map"):
+    config = _in_one_word(config, table()["families"][kind]["other_words"], members)
+    if config.get("auto_map"):
         raise UserError(
             "config.json: auto_map names code of the folder's own, which may compute another model "
             "and is not run here; a folder whose model is a plain one needs no auto_map"
         )
-    for name, value in found.items():
+    for name, value in config.items():
         _check_use(name, value, kind, members)
-    merged = {n: m["default"] for n, m in members.items() if m["default"] is not None} | found
+    merged = {n: m["default"] for n, m in members.items() if m["default"] is not None} | config
     return check_kinds(merged) | {"model_type": kind}
 
 
 def _in_one_word(
-    found: Mapping[str, Any], words: Mapping[str, str], members: Mapping[str, Any]
+    config: Mapping[str, Any], words: Mapping[str, str], members: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Returns members under the names that the class has; transformers takes either of two."""
-    kept = dict(found)
+    renamed = dict(config)
     for other, name in words.items():
         other, name = (name, other) if name not in members else (other, name)
-        if other not in kept:
+        if other not in renamed:
             continue
-        value = kept.pop(other)
-        if kept.get(name, value) != value or value is None:
+        value = renamed.pop(other)
+        if renamed.get(name, value) != value or value is None:
             raise UserError(
                 f"config.json: {other}={reprlib.repr(value):.40} and {name}="
-                f"{reprlib.repr(kept.get(name)):.40} are two words for one member; keep {name}"
+                f"{reprlib.repr(renamed.get(name)):.40} are two words for one member; keep {name}"
             )
-        kept[name] = value
-    return kept
+        renamed[name] = value
+    return renamed
 
 
 def _check_use(name: str, value: Any, kind: str, members: Mapping[str, Any]) -> None:
@@ -350,13 +352,13 @@ def sizes(cfg: DecoderConfig) -> dict[str, int]:
 
 
 def _attention(prefix: str, bias: str, qk_norm: bool) -> list[Rule]:
-    found = []
+    mapped = []
     for ours, theirs, heads in (
         ("query", "q_proj", "H"),
         ("key", "k_proj", "G"),
         ("value", "v_proj", "G"),
     ):
-        found.append(
+        mapped.append(
             Rule(
                 f"blocks.attention.{ours}",
                 f"{prefix}.self_attn.{theirs}.weight",
@@ -364,34 +366,34 @@ def _attention(prefix: str, bias: str, qk_norm: bool) -> list[Rule]:
             )
         )
         if bias == "qkv":
-            found.append(
+            mapped.append(
                 Rule(
                     f"blocks.attention.{ours}_bias",
                     f"{prefix}.self_attn.{theirs}.bias",
                     f"{heads}K->{heads}K",
                 )
             )
-    found.append(Rule("blocks.attention.out", f"{prefix}.self_attn.o_proj.weight", "DHK->HKD"))
+    mapped.append(Rule("blocks.attention.out", f"{prefix}.self_attn.o_proj.weight", "DHK->HKD"))
     if qk_norm:
         for ours, theirs in (("query_norm", "q_norm"), ("key_norm", "k_norm")):
             name = f"{prefix}.self_attn.{theirs}.weight"
-            found.append(Rule(f"blocks.attention.{ours}.scale", name, "K->K"))
-    return found
+            mapped.append(Rule(f"blocks.attention.{ours}.scale", name, "K->K"))
+    return mapped
 
 
 def _llama_rules(cfg: DecoderConfig) -> list[Rule]:
     """Llama and its relatives: separate torch Linears, RMSNorm."""
     layer = "model.layers.{i}"
-    found = [Rule("tokens", "model.embed_tokens.weight", "VD->VD")]
-    found += _attention(layer, cfg.bias, cfg.qk_norm)
+    mapped = [Rule("tokens", "model.embed_tokens.weight", "VD->VD")]
+    mapped += _attention(layer, cfg.bias, cfg.qk_norm)
     ours, theirs, gate, up, down = "mlp", "mlp", "gate_proj", "up_proj", "down_proj"
     if cfg.moe.experts:
         ours, home = "moe", f"{layer}.mlp"
         if family(cfg) == "mixtral":
             home, gate, up, down = f"{layer}.block_sparse_moe", "w1", "w3", "w2"
         theirs = home.removeprefix(f"{layer}.") + ".experts.{e}"
-        found.append(Rule("blocks.moe.router", f"{home}.gate.weight", "ED->DE"))
-    found += [
+        mapped.append(Rule("blocks.moe.router", f"{home}.gate.weight", "ED->DE"))
+    mapped += [
         Rule(f"blocks.{ours}.gate", f"{layer}.{theirs}.{gate}.weight", "FD->DF"),
         Rule(f"blocks.{ours}.up", f"{layer}.{theirs}.{up}.weight", "FD->DF"),
         Rule(f"blocks.{ours}.down", f"{layer}.{theirs}.{down}.weight", "DF->FD"),
@@ -400,23 +402,23 @@ def _llama_rules(cfg: DecoderConfig) -> list[Rule]:
         Rule("norm.scale", "model.norm.weight", "D->D"),
     ]
     if not cfg.tied:
-        found.append(Rule("head", "lm_head.weight", "VD->DV"))
-    return found
+        mapped.append(Rule("head", "lm_head.weight", "VD->DV"))
+    return mapped
 
 
 def _gpt2_rules(cfg: DecoderConfig) -> list[Rule]:
     """GPT-2: Conv1D weights (in, out), fused q k v, biases everywhere."""
     layer = "transformer.h.{i}"
-    found = [
+    mapped = [
         Rule("tokens", "transformer.wte.weight", "VD->VD"),
         Rule("positions", "transformer.wpe.weight", "ND->ND"),
     ]
     for part, ours in enumerate(("query", "key", "value")):
-        found += [
+        mapped += [
             Rule(f"blocks.attention.{ours}", f"{layer}.attn.c_attn.weight", "D3HK->DHK", part),
             Rule(f"blocks.attention.{ours}_bias", f"{layer}.attn.c_attn.bias", "3HK->HK", part),
         ]
-    found += [
+    mapped += [
         Rule("blocks.attention.out", f"{layer}.attn.c_proj.weight", "HKD->HKD"),
         Rule("blocks.attention.out_bias", f"{layer}.attn.c_proj.bias", "D->D"),
         Rule("blocks.mlp.up", f"{layer}.mlp.c_fc.weight", "DF->DF"),
@@ -429,13 +431,13 @@ def _gpt2_rules(cfg: DecoderConfig) -> list[Rule]:
         ("blocks.mlp_norm", f"{layer}.ln_2"),
         ("norm", "transformer.ln_f"),
     ):
-        found += [
+        mapped += [
             Rule(f"{ours}.scale", f"{theirs}.weight", "D->D"),
             Rule(f"{ours}.shift", f"{theirs}.bias", "D->D"),
         ]
     if not cfg.tied:
-        found.append(Rule("head", "lm_head.weight", "VD->DV"))
-    return found
+        mapped.append(Rule("head", "lm_head.weight", "VD->DV"))
+    return mapped
 
 
 def rules(cfg: DecoderConfig) -> list[Rule]:
@@ -462,9 +464,9 @@ def copies(cfg: DecoderConfig) -> dict[str, str]:
 
 def free(cfg: DecoderConfig) -> set[str]:
     """Returns the members that may differ from a folder whose weights are loaded."""
-    found = {"dropout", "window", "vocab_multiple", "norm_eps"} | {f"moe.{n}" for n in TRAINED}
-    found |= {"mlp"} if cfg.moe.experts else set()
-    return found | ({"max_positions"} if cfg.position != "learned" else set())
+    names = {"dropout", "window", "vocab_multiple", "norm_eps"} | {f"moe.{n}" for n in TRAINED}
+    names |= {"mlp"} if cfg.moe.experts else set()
+    return names | ({"max_positions"} if cfg.position != "learned" else set())
 
 
 def family(cfg: DecoderConfig) -> Family:
@@ -516,61 +518,61 @@ _ARCHITECTURES = {
 }
 
 
-def from_hf_config(found: Mapping[str, Any]) -> DecoderConfig:
+def from_hf_config(config: Mapping[str, Any]) -> DecoderConfig:
     """Returns our configuration of a config.json. Raises: UserError for what we cannot compute."""
-    found = check_members(found, tuple(_ARCHITECTURES))
-    kind = found["model_type"]
+    config = check_members(config, tuple(_ARCHITECTURES))
+    kind = config["model_type"]
     if kind == "gpt2":
-        return _from_gpt2(found)
-    spelled("hidden_act", found["hidden_act"], ("swiglu",))
-    heads, width = found["num_attention_heads"], found["hidden_size"]
+        return _from_gpt2(config)
+    spelled("hidden_act", config["hidden_act"], ("swiglu",))
+    heads, width = config["num_attention_heads"], config["hidden_size"]
     return DecoderConfig(
-        layers=found["num_hidden_layers"],
+        layers=config["num_hidden_layers"],
         width=width,
         heads=heads,
-        kv_heads=found.get("num_key_value_heads", heads),
-        head_width=found.get("head_dim", width // heads),
-        mlp=found["intermediate_size"],
-        vocab=found["vocab_size"],
-        norm_eps=found["rms_norm_eps"],
-        max_positions=found["max_position_embeddings"],
+        kv_heads=config.get("num_key_value_heads", heads),
+        head_width=config.get("head_dim", width // heads),
+        mlp=config["intermediate_size"],
+        vocab=config["vocab_size"],
+        norm_eps=config["rms_norm_eps"],
+        max_positions=config["max_position_embeddings"],
         bias="qkv" if kind == "qwen2" else "none",
         qk_norm=kind in ("qwen3", "qwen3_moe"),
-        window=_window(found),
-        tied=found["tie_word_embeddings"],
-        rope=_rope(found),
-        moe=_moe(found),
+        window=_window(config),
+        tied=config["tie_word_embeddings"],
+        rope=_rope(config),
+        moe=_moe(config),
     )
 
 
-def _moe(found: Mapping[str, Any]) -> MoeConfig:
+def _moe(config: Mapping[str, Any]) -> MoeConfig:
     """Reads the routing of Mixtral and Qwen3-MoE; other families have none."""
-    if found["model_type"] not in ("mixtral", "qwen3_moe"):
+    if config["model_type"] not in ("mixtral", "qwen3_moe"):
         return MoeConfig()
-    if found["model_type"] == "mixtral":
-        require(found, norm_topk_prob=True)
-        experts, width = found["num_local_experts"], found["intermediate_size"]
-        return MoeConfig(experts, found["num_experts_per_tok"], width)
-    if found.get("mlp_only_layers") not in (None, []):
+    if config["model_type"] == "mixtral":
+        require(config, norm_topk_prob=True)
+        experts, width = config["num_local_experts"], config["intermediate_size"]
+        return MoeConfig(experts, config["num_experts_per_tok"], width)
+    if config.get("mlp_only_layers") not in (None, []):
         raise UserError(
-            f"config.json: mlp_only_layers={found['mlp_only_layers']} is not supported, only none"
+            f"config.json: mlp_only_layers={config['mlp_only_layers']} is not supported, only none"
         )
-    width, normalise = found["moe_intermediate_size"], found["norm_topk_prob"]
-    experts = found["num_experts"]
-    return MoeConfig(experts, found["num_experts_per_tok"], width, normalise=normalise)
+    width, normalise = config["moe_intermediate_size"], config["norm_topk_prob"]
+    experts = config["num_experts"]
+    return MoeConfig(experts, config["num_experts_per_tok"], width, normalise=normalise)
 
 
-def _window(found: Mapping[str, Any]) -> int | None:
+def _window(config: Mapping[str, Any]) -> int | None:
     """Reads the sliding window, as each family's attention does in transformers."""
-    window, kind = found.get("sliding_window"), found["model_type"]
-    if not found.get("use_sliding_window", True):  # a member of the Qwens only
+    window, kind = config.get("sliding_window"), config["model_type"]
+    if not config.get("use_sliding_window", True):  # a member of the Qwens only
         window = None
     if kind not in ("qwen2", "qwen3"):
         return window
-    layers = found["num_hidden_layers"]
-    above = min(found["max_window_layers"], layers) if window else layers
+    layers = config["num_hidden_layers"]
+    above = min(config["max_window_layers"], layers) if window else layers
     of_layers = ["full_attention"] * above + ["sliding_attention"] * (layers - above)
-    each = found.get("layer_types", of_layers)
+    each = config.get("layer_types", of_layers)
     if len(each) != layers:
         raise UserError(f"config.json: layer_types has {len(each)} types for {layers} layers")
     if set(each) == {"full_attention"}:
@@ -591,17 +593,17 @@ def _window(found: Mapping[str, Any]) -> int | None:
 _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 
-def _rope(found: Mapping[str, Any]) -> RopeConfig:
+def _rope(config: Mapping[str, Any]) -> RopeConfig:
     """Reads rope_parameters of transformers 5, rope_theta and rope_scaling of transformers 4."""
-    both = [found[n] for n in ("rope_scaling", "rope_parameters") if found.get(n)]
+    both = [config[n] for n in ("rope_scaling", "rope_parameters") if config.get(n)]
     if len(both) == 2 and both[0] != both[1]:
         raise UserError(
             "config.json: rope_scaling and rope_parameters say two things; keep rope_parameters"
         )
-    theta = found.get("rope_theta", table()["families"][found["model_type"]]["rope_theta"])
+    theta = config.get("rope_theta", table()["families"][config["model_type"]]["rope_theta"])
     settings: dict[str, Any] = {"rope_theta": theta}
     settings |= both[0] if both else {}
-    for place in (found, settings):
+    for place in (config, settings):
         if place.get("partial_rotary_factor", 1.0) not in (None, 1.0):
             raise UserError("config.json: partial_rotary_factor is not supported, only 1.0")
     kind = settings.get("rope_type", settings.get("type", "default"))
@@ -610,8 +612,8 @@ def _rope(found: Mapping[str, Any]) -> RopeConfig:
     if kind == "llama3":
         used |= {*_LLAMA3}
         old = "original_max_position_embeddings"
-        settings.setdefault(old, found["max_position_embeddings"])
-        settings |= {old: found[old]} if old in found else {}
+        settings.setdefault(old, config["max_position_embeddings"])
+        settings |= {old: config[old]} if old in config else {}
     elif kind != "default" and not (kind == "linear" and settings.get("factor") == 1.0):
         raise UserError(f"config.json: rope_type {kind} is not supported, only default and llama3")
     used |= {"factor"} if settings.get("factor") == 1.0 else set()
@@ -633,26 +635,26 @@ def _rope(found: Mapping[str, Any]) -> RopeConfig:
     )
 
 
-def _from_gpt2(found: Mapping[str, Any]) -> DecoderConfig:
-    spelled("activation_function", found["activation_function"], ("gelu_tanh",))
-    width, heads = found["n_embd"], found["n_head"]
+def _from_gpt2(config: Mapping[str, Any]) -> DecoderConfig:
+    spelled("activation_function", config["activation_function"], ("gelu_tanh",))
+    width, heads = config["n_embd"], config["n_head"]
     if width % heads:
         raise UserError(f"config.json: n_head={heads} must divide n_embd={width}")
     return DecoderConfig(
-        layers=found["n_layer"],
+        layers=config["n_layer"],
         width=width,
         heads=heads,
         kv_heads=heads,
         head_width=width // heads,
-        mlp=found.get("n_inner", 4 * width),
-        vocab=found["vocab_size"],
+        mlp=config.get("n_inner", 4 * width),
+        vocab=config["vocab_size"],
         norm="layer",
-        norm_eps=found["layer_norm_epsilon"],
+        norm_eps=config["layer_norm_epsilon"],
         position="learned",
-        max_positions=found["n_positions"],
+        max_positions=config["n_positions"],
         activation="gelu_tanh",
         bias="all",
-        tied=found["tie_word_embeddings"],
+        tied=config["tie_word_embeddings"],
     )
 
 
@@ -711,9 +713,9 @@ def to_hf_config(cfg: DecoderConfig, dtype: str) -> dict[str, Any]:
 def _moe_to_hf(kind: Family, cfg: DecoderConfig) -> dict[str, Any]:
     moe = cfg.moe
     if kind == "mixtral":
-        own = {"num_local_experts": moe.experts, "intermediate_size": moe.width}
+        members = {"num_local_experts": moe.experts, "intermediate_size": moe.width}
     elif kind == "qwen3_moe":
-        own = {
+        members = {
             "num_experts": moe.experts,
             "moe_intermediate_size": moe.width,
             "norm_topk_prob": moe.normalise,
@@ -722,4 +724,4 @@ def _moe_to_hf(kind: Family, cfg: DecoderConfig) -> dict[str, Any]:
         }
     else:
         return {}
-    return own | {"num_experts_per_tok": moe.top_k}
+    return members | {"num_experts_per_tok": moe.top_k}

@@ -4,8 +4,8 @@ Scan, pipeline, serving and ahead-of-time compilation all reuse the same parts: 
 and `head_loss`. Parameters are nested dicts of float32 arrays. `axes` mirrors the tree with each
 leaf's logical words. A leaf of a stack of equal layers has the layers first, and its first word
 names the stack: 'layers' is the stack that `block` runs and that pipeline stages cut, 'tower' any
-further one (`as_tower`), such as a vision encoder, which `embed` or `head_loss` runs by itself. No
-code asks where in the tree a stack lies.
+further one (`as_tower`), such as a vision encoder, which `embed` or `head_loss` runs by itself. A
+stack may lie anywhere in the tree.
 """
 
 import dataclasses
@@ -288,14 +288,14 @@ def _words(axes: Tree) -> list[Words]:
 
 def _stack(axes: Tree) -> str:
     marked = {k: {is_layered(w) for w in _words(v)} for k, v in axes.items()}
-    found = [k for k, kinds in marked.items() if True in kinds]
-    if len(found) != 1 or False in marked[found[0]]:
+    stacks = [k for k, kinds in marked.items() if True in kinds]
+    if len(stacks) != 1 or False in marked[stacks[0]]:
         raise UserError(
             "a model must have one member whose leaves all have the word 'layers' first, the stack "
-            f"that `block` runs; found {', '.join(found) or 'none'}; mark further stacks by "
+            f"that `block` runs; found {', '.join(stacks) or 'none'}; mark further stacks by "
             "models.parts.as_tower"
         )
-    return found[0]
+    return stacks[0]
 
 
 def of_module(build: Callable[[jax.Array], Any], layers: int) -> ModelParts:
@@ -361,10 +361,10 @@ def of_loss(build: Callable[[jax.Array], Any]) -> ModelParts:
     def words(variable: nnx.Variable) -> nnx.Variable:
         ndim = len(variable.get_value().shape)
         has = variable.get_metadata("axes", None) or (None,) * ndim
-        kept = [w if w == "embed" else None for w in has]
-        if "embed" not in kept and ndim > 1:
-            kept[-1] = FEATURES
-        return variable.replace(tuple(kept))
+        known = [w if w == "embed" else None for w in has]
+        if "embed" not in known and ndim > 1:
+            known[-1] = FEATURES
+        return variable.replace(tuple(known))
 
     axes = jax.tree.map(words, state, is_leaf=lambda v: isinstance(v, nnx.Variable))
 
@@ -392,7 +392,7 @@ def check_params(params: Tree, parts: ModelParts, who: str) -> None:
     those that the parameters lack. Packed leaves (quantized matrices) have shapes of their own.
     Raises: UserError that begins with `who` and names the leaf.
     """
-    wanted, given = dict(named_leaves(parts.abstract)), dict(params)
+    expected, leaves = dict(named_leaves(parts.abstract)), dict(params)
     for stack, value in params.items():
         if isinstance(value, LayerRuns):
             if value.layers != parts.layers:
@@ -400,10 +400,10 @@ def check_params(params: Tree, parts: ModelParts, who: str) -> None:
                     f"{who}: the parameters have {value.layers} layers, the configuration "
                     f"{parts.layers}"
                 )
-            del given[stack]
-            wanted = {n: x for n, x in wanted.items() if not n.startswith(f"{stack}.")}
-    for n, x in named_leaves(given, lambda x: isinstance(x, PackedWeight)):
-        like = wanted.pop(n, None)
+            del leaves[stack]
+            expected = {n: x for n, x in expected.items() if not n.startswith(f"{stack}.")}
+    for n, x in named_leaves(leaves, lambda x: isinstance(x, PackedWeight)):
+        like = expected.pop(n, None)
         if like is None:
             raise UserError(f"{who}: the configuration's model has no parameter {n}")
         if not isinstance(x, PackedWeight) and tuple(x.shape) != like.shape:
@@ -411,8 +411,8 @@ def check_params(params: Tree, parts: ModelParts, who: str) -> None:
                 f"{who}: {n} has the shape {list(x.shape)}; that of the configuration's model is "
                 f"{list(like.shape)}"
             )
-    if wanted:
-        raise UserError(f"{who}: the parameters have no {next(iter(wanted))}")
+    if expected:
+        raise UserError(f"{who}: the parameters have no {next(iter(expected))}")
 
 
 def select(mask: Tree, tree: Tree) -> Tree:
@@ -421,6 +421,6 @@ def select(mask: Tree, tree: Tree) -> Tree:
     return jax.tree.map(lambda is_in, x: x if is_in else None, mask, tree)
 
 
-def map_words(function: Callable, axes: Tree, *rest: Tree) -> Tree:
+def map_words(function: Callable, axes: Tree, *others: Tree) -> Tree:
     """Maps function(words, *leaves) over the tree of words."""
-    return jax.tree.map(function, axes, *rest, is_leaf=is_words)
+    return jax.tree.map(function, axes, *others, is_leaf=is_words)

@@ -6,8 +6,8 @@ scattered one a product that gathers, and that one gather serves dw as well (Meg
 2205.05198; Flux, arXiv 2406.06858, section 3). For code inside a shard_map over `axis`, checked or
 not, whatever other axes the mesh has.
 
-Implementations: 'xla', plain collectives before or after whole products; 'ring', chunk by chunk
-(parallel/collective_matmul.py); 'fused', one kernel. None lets parallel/overlap.py choose. In all
+Implementations: 'xla', plain collectives before or after whole products; 'ring', chunk by chunk;
+'fused', one kernel. None lets parallel/overlap.py choose. In all
 of them products accumulate in float32, partial sums cross ranks in float32, and results are rounded
 once.
 
@@ -47,8 +47,8 @@ from pallas_kernels.hopper.activations import ACTIVATIONS, Spec, activate
 # step is locked: a barrier lets nothing of the next step begin before the permute and the product
 # of this one are done (compiled for H100: every permute is in flight over exactly one product).
 #
-# Both functions are for code inside a shard_map over `axis`; nothing here is differentiable, which
-# is parallel/collective_matmul.py's business. Source: looped collective einsum (Wang et al., ASPLOS
+# Both functions are for code inside a shard_map over `axis`. They have no gradients; those are in
+# the section `collective vjp`. Source: looped collective einsum (Wang et al., ASPLOS
 # 2023), the medium-grained overlap that Flux (arXiv 2406.06858) section 2 compares with.
 #
 # Legend: R ranks of the axis, N columns; arrays are (..., rows, columns), rows are cut.
@@ -85,16 +85,18 @@ def all_gather(x: Array, work: Callable[[Array], Arrays], axis: str, both_ways: 
     def step(s: int | Array, state: tuple[Arrays, Arrays], last: bool = False) -> tuple:
         chunks, outs = state
         coming = chunks if last else tuple(map(hop(axis), chunks, (-1, 1)))
-        found = work(jnp.concatenate(chunks, -2))
-        outs = outs or tuple(lax.empty((*y.shape[:-2], R * m, y.shape[-1]), y.dtype) for y in found)
+        results = work(jnp.concatenate(chunks, -2))
+        outs = outs or tuple(
+            lax.empty((*y.shape[:-2], R * m, y.shape[-1]), y.dtype) for y in results
+        )
         for (first, size), direction in zip(cuts, (1, -1), strict=False):
             row = (rank + direction * s) % R * m + first
-            pieces = (lax.slice_in_dim(y, first, first + size, axis=-2) for y in found)
+            pieces = (lax.slice_in_dim(y, first, first + size, axis=-2) for y in results)
             outs = tuple(map(lambda o, y: _put(o, y, row), outs, pieces))  # noqa: B023
         return lax.optimization_barrier((coming, outs))
 
     state = step(0, (tuple(_rows(x, *cut) for cut in cuts), ()))
-    return step(R - 1, turn(R - 1, step, state), last=True)[1]
+    return step(R - 1, run_steps(R - 1, step, state), last=True)[1]
 
 
 def reduce_scatter(
@@ -127,10 +129,10 @@ def reduce_scatter(
         return jnp.concatenate(coming, -2).astype(part.dtype) + part, xs
 
     state = lax.optimization_barrier((work(*(rows(x, 0) for x in xs)), xs))
-    return turn(R, step, state)[0]
+    return run_steps(R, step, state)[0]
 
 
-def turn[State](end: int, step: Callable[[int, State], State], state: State) -> State:
+def run_steps[State](end: int, step: Callable[[int, State], State], state: State) -> State:
     """Steps 1 to end - 1."""
     if end > UNROLLED:
         return lax.fori_loop(1, end, step, state)
@@ -183,9 +185,10 @@ def _put(out: Array, y: Array, first: int | Array) -> Array:
 
 
 class Static(NamedTuple):
-    """What is static of a call.
+    """The static arguments of a call.
 
-    both_ways: see ring.py. keep: the gathered input is a result. residual: there is one to add.
+    both_ways: a ring sends half of each chunk in each direction. keep: the gathered input is a
+    result. residual: a residual is added.
     """
 
     axis: str
@@ -220,13 +223,13 @@ def _gather_run(
         done = [b is None and static.activation is None for b in biases]
         dtypes = [x.dtype if d else jnp.float32 for d in done]
         zs = tuple(map(_add_bias, map(functools.partial(_dot, x), ws, dtypes), biases))
-        found = _activate(static.activation, zs) + (zs if keep_z else ())
-        return tuple(a.astype(x.dtype) for a in found) + ((x,) if static.keep else ())
+        results = _activate(static.activation, zs) + (zs if keep_z else ())
+        return tuple(a.astype(x.dtype) for a in results) + ((x,) if static.keep else ())
 
-    found = _gathered(x, work, static)
-    found, gathered = (found[:-1], found[-1]) if static.keep else (found, None)
-    results = 1 if static.activation == "swiglu" else len(ws)
-    return found[:results], gathered, found[results:]
+    products = _gathered(x, work, static)
+    products, gathered = (products[:-1], products[-1]) if static.keep else (products, None)
+    count = 1 if static.activation == "swiglu" else len(ws)
+    return products[:count], gathered, products[count:]
 
 
 def _gather_fused(
@@ -244,12 +247,12 @@ def _gather_fused(
 
 
 def _gather_forward(x: Any, ws: Any, biases: Any, static: Static) -> tuple:
-    wanted = any(w.perturbed for w in ws)
+    has_gradient = any(w.perturbed for w in ws)
     x, ws, biases = custom_vjp_primal_tree_values((x, ws, biases))
     keep_z = static.activation is not None
     ys, gathered, zs = _gather_run(x, ws, biases, static, keep_z)
-    kept = gathered if static.keep else x
-    return (ys, gathered), (kept if wanted else None, ws, biases, zs)
+    stored = gathered if static.keep else x
+    return (ys, gathered), (stored if has_gradient else None, ws, biases, zs)
 
 
 def _gather_backward(static: Static, saved: tuple, cotangents: tuple) -> tuple:
@@ -304,10 +307,10 @@ def _scatter_fused(
 
 
 def _scatter_forward(xs: Any, ws: Any, bias: Any, residual: Any, static: Static) -> tuple:
-    wanted = any(w.perturbed for w in ws)
+    has_gradient = any(w.perturbed for w in ws)
     xs, ws, bias, residual = custom_vjp_primal_tree_values((xs, ws, bias, residual))
     y = _scatter_run(xs, ws, bias, residual, static)
-    return y, (xs if wanted else None, ws, bias)
+    return y, (xs if has_gradient else None, ws, bias)
 
 
 def _scatter_backward(static: Static, saved: tuple, dy: Any) -> tuple:
@@ -321,15 +324,15 @@ def _scatter_backward(static: Static, saved: tuple, dy: Any) -> tuple:
 
     if static.implementation == "fused":
         none, spec = (None,) * len(ws), Spec(None, dy.dtype.name)
-        dxs, whole = kernels.fused_gather(
+        dxs, gathered_dy = kernels.fused_gather(
             dy, ws, none, axis=static.axis, spec=spec, keep=True, turned=True
         )
-        found = (*dxs, whole)
+        products = (*dxs, gathered_dy)
     else:
-        found = _gathered(dy, work, static)
-    dxs, dws = found[: len(ws)], (None,) * len(ws)
+        products = _gathered(dy, work, static)
+    dxs, dws = products[: len(ws)], (None,) * len(ws)
     if xs is not None:
-        dws = tuple(_weight_gradient(x, found[-1], w) for x, w in zip(xs, ws, strict=True))
+        dws = tuple(_weight_gradient(x, products[-1], w) for x, w in zip(xs, ws, strict=True))
     return dxs, dws, _bias_gradient(bias, dy), dy if static.residual else None
 
 
@@ -478,8 +481,8 @@ def all_gather_matmul(
     word = overlap.choose(GATHER, implementation, shape, axis, x.dtype)
     static = Static(axis, word, acc, both_ways, activation, keep=return_gathered)
     ys, gathered = run_gather(x, ws, biases, static)
-    found = ys[0] if single or activation == "swiglu" else ys
-    return (found, gathered) if return_gathered else found
+    result = ys[0] if single or activation == "swiglu" else ys
+    return (result, gathered) if return_gathered else result
 
 
 def matmul_reduce_scatter(
@@ -611,8 +614,8 @@ def _varying(axis: str, arrays: Any) -> Any:
     The gradient of what is copied over an axis is then summed over it, once. Where shard_map does
     not check, nothing is known and nothing changes: its caller sums.
     """
-    found = {a for x in jax.tree.leaves(arrays) for a in jax.typeof(x).mat.varying} | {axis}
-    return jax.tree.map(lambda x: dispatch.vary(x, found), arrays)
+    axes = {a for x in jax.tree.leaves(arrays) for a in jax.typeof(x).mat.varying} | {axis}
+    return jax.tree.map(lambda x: dispatch.vary(x, axes), arrays)
 
 
 def _pairs(op: str, x: Any, w: Any) -> tuple[Arrays, Arrays]:

@@ -119,7 +119,7 @@ def ulysses(
 
 @dataclasses.dataclass(frozen=True)
 class _Ring:
-    """What a ring knows beside its arrays."""
+    """The static arguments of ring attention. ways: devices of the ring."""
 
     axis: str
     ways: int
@@ -186,11 +186,11 @@ def _forward(
         """Adds the keys of one hop to the running (max_NBGT, sum_NBGT, out_NBGTK)."""
 
         def for_rows(_: None, piece: tuple) -> tuple[None, tuple]:
-            q_BGTK, here, sums = piece
+            q_BGTK, places, sums = piece
 
             def for_columns(sums: tuple, block: tuple) -> tuple[tuple, None]:
                 (k_BGMK, v_BGMK), there = block
-                mask_B1TM = visible(here, there, ring.window)
+                mask_B1TM = visible(places, there, ring.window)
                 add = functools.partial(_add_block, q_BGTK, k_BGMK, v_BGMK, mask_B1TM)
                 return lax.cond(mask_B1TM.any(), add, _same, *sums), None
 
@@ -239,9 +239,9 @@ def _add_block(
     )
 
 
-def _backward(ring: _Ring, kept: tuple, dout_NBGTK: Array) -> tuple:
+def _backward(ring: _Ring, saved: tuple, dout_NBGTK: Array) -> tuple:
     """The gradients of keys and values travel one hop behind them, and come home last."""
-    q_NBGTK, kv, rows, columns, out_NBGTK, log_sum_NBGT = kept
+    q_NBGTK, kv, rows, columns, out_NBGTK, log_sum_NBGT = saved
     products = dout_NBGTK.astype(jnp.float32) * out_NBGTK.astype(jnp.float32)
     queries = guard.queries(q_NBGTK, dout_NBGTK, log_sum_NBGT, products.sum(-1))
     kv = (guard.finite(kv[0]), kv[1])
@@ -253,8 +253,8 @@ def _backward(ring: _Ring, kept: tuple, dout_NBGTK: Array) -> tuple:
             (k_BGMK, v_BGMK), there = block
 
             def for_rows(dkv: tuple, piece: tuple) -> tuple[tuple, Array]:
-                query, here, dq_BGTK = piece
-                mask_B1TM = visible(here, there, ring.window)
+                query, places, dq_BGTK = piece
+                mask_B1TM = visible(places, there, ring.window)
                 add = functools.partial(_add_gradients, query, k_BGMK, v_BGMK, mask_B1TM)
                 dk, dv, dq_BGTK = lax.cond(mask_B1TM.any(), add, _same, *dkv, dq_BGTK)
                 return (dk, dv), dq_BGTK
@@ -322,7 +322,7 @@ def _dot(a: Array, b: Array, a_dim: int, b_dim: int) -> Array:
 
 
 def _same(*state: Array) -> tuple[Array, ...]:
-    """Nothing to see in this pair of blocks."""
+    """Returns its arguments: no query of this pair of blocks sees a key."""
     return state
 
 
@@ -336,9 +336,8 @@ def _zeros(like: Array, shape: tuple[int, ...]) -> Array:
 #
 # Attention of one rank's rows and heads: which kernel, and what it is given.
 #
-# For code inside a shard_map over the whole mesh: parallel/tensor.py puts one around
-# `attention_of`, parallel/tensor.py runs in one. Where the sequence is cut, parallel/context.py
-# brings queries and keys together.
+# For code inside a shard_map over the whole mesh (parallel/tensor.py). Where the sequence is cut,
+# `attend` brings queries and keys together.
 #
 # Legend: B rows, S query positions, M memory positions, H query heads, G key-value heads, K head
 # width.
@@ -372,7 +371,8 @@ def attention_of(
 def packed_shape(
     q_BSHK: Array, k_BMGK: Array, query: Context, memory: Context | None
 ) -> tuple[int, int, int] | None:
-    """What `choose_attention` is told of rows that hold segments; None for others."""
+    """Returns the `packed` of `choose_attention`: (head width, query heads of a key-value head,
+    tokens of a row) if rows hold segments, otherwise None."""
     if memory is not None or query.segments_BS is None:
         return None
     _, S, H, K = q_BSHK.shape
@@ -381,7 +381,7 @@ def packed_shape(
 
 def choose_attention(
     layout: Layout,
-    wanted: str,
+    asked: str,
     dtype: Any,
     context: ContextSpec = ContextSpec(),
     packed: tuple[int, int, int] | None = None,
@@ -393,14 +393,14 @@ def choose_attention(
     this kind of GPU. cuDNN takes the offsets of packed rows' segments on Hopper GPUs, and a mask of
     them on others (layers/attention.py), where XLA would keep the logits of every head.
 
-    Args: wanted: 'auto' or a kernel's name. packed: (head width, query heads of a key-value head,
+    Args: asked: 'auto' or a kernel's name. packed: (head width, query heads of a key-value head,
       tokens of a row) where rows hold segments; None: one sequence each, or a cache.
     """
     cut = layout.live(layout.rules.act.get("seq", ()))
     if context.kind == "ring" and cut:
         return "xla", "a ring joins its blocks itself"
-    if wanted != "auto":
-        return wanted, "asked for"  # type: ignore[return-value]
+    if asked != "auto":
+        return asked, "asked for"  # type: ignore[return-value]
     device = layout.mesh.devices.flat[0]
     if device.platform == "cpu":
         return "xla", "auto: cuDNN needs a GPU"

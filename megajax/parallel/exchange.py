@@ -83,7 +83,7 @@ def wire_of(cfg: Any) -> Wire:
 def refuse_kernels(cfg: Any, device: Any) -> None:
     """Refuses kernels that the device cannot run, or that would run no pass of the wire.
 
-    cfg: a JobConfig. device: of the run. Raises: UserError.
+    cfg: a JobConfig. device: one device of the run. Raises: UserError.
     """
     if cfg.wire == "none" or cfg.exchange.kernels in ("auto", "reference"):
         return
@@ -801,7 +801,7 @@ class Exchange:
     def receive_bucket(
         self, bucket: Bucket, sent: tuple, key: Array | None, like: Sequence[Array]
     ) -> list[Array]:
-        """Returns this rank's pieces. like: of the masters."""
+        """Returns this rank's pieces of the gradients. like: the masters, for their shapes."""
         rows, bad, leaves = drop_device_dim(sent)
         size = self._ranks(bucket) * sum(x.size for x in like)
         piece_C, _ = zero.receive(zero.Sent(rows, bad, None), size, self._link(bucket, key))
@@ -928,8 +928,8 @@ class LayerLoop:
     """Runs the layers of one step."""
 
     def __init__(self, exchange: Exchange, step: Callable, key: Array):
-        """exchange: of one layer. step(x, (weights, index)) -> (x, y). key: layers fold their
-        numbers into it."""
+        """exchange: the exchange of one layer. step(x, (weights, index)) -> (x, y). key: each layer
+        folds its number into it."""
         self._exchange, self._step, self._key = exchange, step, key
 
     def fetch(self, x: Array, masters: Tree, copies: Tree) -> tuple[Array, Any, Tree, Array]:
@@ -1010,7 +1010,10 @@ class LayerLoop:
         return x, y, detach(vjp)
 
     def _backward(self, saved: tuple, dx: Array, dys: Any, sums: Tree = None) -> tuple[Array, Tree]:
-        """saved: of `_forward`. sums: as of `leave`."""
+        """Returns (dx, the pieces of the masters' gradients).
+
+        saved: the residuals of `_forward`. sums: as in `leave`.
+        """
         masters, copies, stacked, last = saved
         count = len(jax.tree.leaves(masters)[0])
         floats, rebuild = _floating(dys)

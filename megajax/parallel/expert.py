@@ -52,19 +52,19 @@ TENSOR, EXPERT = ("tensor",), ("expert",)
 
 
 def score(
-    layout: Layout, whole: Callable, x_BSD: Array, w_DE: nnx.Param, dtype: Any = "float32"
+    layout: Layout, use: Callable, x_BSD: Array, w_DE: nnx.Param, dtype: Any = "float32"
 ) -> Array:
     """The router's product where the tokens are: no token travels, the gradient is summed once.
 
-    whole: parallel.tensor.whole.
+    use: parallel.tensor.whole.
     """
-    beside = TENSOR if layout.cuts_sequence else ()
-    return matmul(x_BSD.astype(dtype), whole(layout, w_DE, dtype, beside), name=name_of(w_DE))
+    copies = TENSOR if layout.cuts_sequence else ()
+    return matmul(x_BSD.astype(dtype), use(layout, w_DE, dtype, copies), name=name_of(w_DE))
 
 
 def expert(
     layout: Layout,
-    whole: Callable,
+    use: Callable,
     x_BSD: Array,
     dispatch: dispatch_.Dispatch,
     params: ExpertWeights,
@@ -74,11 +74,12 @@ def expert(
     context: ContextSpec,
     overlap: Overlap = "xla",
 ) -> tuple[Array, Array | None]:
-    """What `layers.dispatch.expert` computes, under a mesh.
+    """`layers.dispatch.expert` under a mesh.
 
-    context: whose order the rows have. overlap: see `choose_overlap`.
+    use: tensor.whole. context: gives the order of the tokens in a row. overlap: see
+    `choose_overlap`.
     """
-    weights = params.map(lambda w: whole(layout, w, x_BSD.dtype))
+    weights = params.map(lambda w: use(layout, w, x_BSD.dtype))
     specs = params.map(lambda w: layout.whole(*w.get_metadata("axes")))
     tokens = layout.act("batch", "seq", None, residual=True)
     slots = slots_of(x_BSD.shape[1])
@@ -106,11 +107,11 @@ def exchange(
     context: ContextSpec,
     overlap: Overlap = "xla",
 ) -> tuple[Array, Array | None]:
-    """What `expert` computes, for code inside a shard_map over the whole mesh.
+    """`expert`, for code inside a shard_map over the whole mesh.
 
     Args: x_BSD, dispatch: this device's part of the residual stream. weights: of its experts, whole
-      over the ZeRO axes. slots: Q of a whole row; None: dropless. context: whose order rows have.
-      overlap: see `choose_overlap`.
+      over the ZeRO axes. slots: Q of a whole row; None: dropless. context: gives the order of the
+      tokens in a row. overlap: see `choose_overlap`.
     Returns: as layers.dispatch.expert.
     """
     if slots is not None:
@@ -124,7 +125,7 @@ def exchange(
 
 def choose_overlap(
     layout: Layout,
-    wanted: Overlap,
+    overlap: Overlap,
     tokens: tuple[int, int, int],
     weights: ExpertWeights,
     dtype: str,
@@ -133,46 +134,47 @@ def choose_overlap(
     """Returns how a layer's tokens meet its experts; 'xla' is `_dropless`.
 
     Args: tokens: (T, A, D) of a rank. weights: of a rank.
-    Raises: NotImplementedError where what is wanted cannot run.
+    Raises: NotImplementedError where the overlap that is asked for cannot run.
     """
-    if wanted == "xla" or not layout.cuts_sequence or layout.ways(EXPERT + TENSOR) == 1:
+    if overlap == "xla" or not layout.cuts_sequence or layout.ways(EXPERT + TENSOR) == 1:
         return "xla"
     if grouped is not ops.grouped:
-        if wanted == "auto":
+        if overlap == "auto":
             return "xla"
         raise NotImplementedError(
-            f"overlap={wanted!r} knows plain products only, these experts have their own; use "
+            f"overlap={overlap!r} knows plain products only, these experts have their own; use "
             "'auto' or 'xla' (--overlap=auto)"
         )
     from megajax.parallel import expert_matmul  # with the kernels of 'fused'
 
     E, widths = weights.down.shape[0], tuple(w.shape[2] for w in weights.inputs)
     halves = _halves(layout, tokens, E, widths, dtype)
-    implementation = None if wanted == "auto" else wanted
+    implementation = None if overlap == "auto" else overlap
     return expert_matmul.choose_all(
         halves, implementation, _axes(layout), layout.mesh.abstract_mesh
     )
 
 
 def explain_overlap(
-    layout: Layout, wanted: Overlap, tokens: int, moe: MoeConfig, mlp: MlpConfig, dtype: str
+    layout: Layout, overlap: Overlap, tokens: int, moe: MoeConfig, mlp: MlpConfig, dtype: str
 ) -> str:
-    """Returns how tokens meet experts, and why. tokens: of a whole batch of rows.
+    """Returns how tokens reach experts, and why. tokens: the tokens of a batch on all devices
+    together.
 
     mlp: the shape of one expert.
     """
     if moe.mode == "capacity":
         return "xla (fixed slots travel in all-to-alls)"
-    if wanted != "auto":
-        return f"{wanted} (asked for)"
+    if overlap != "auto":
+        return f"{overlap} (asked for)"
     from megajax.parallel import expert_matmul
 
     rules = layout.rules.residual
     each = tokens // layout.ways(rules["batch"] + rules["seq"]), moe.top_k, mlp.width
     widths = (mlp.hidden // layout.ways(TENSOR),) * (2 if mlp.activation == "swiglu" else 1)
     halves = _halves(layout, each, moe.experts // layout.ways(EXPERT), widths, dtype)
-    found = expert_matmul.best(halves, _axes(layout), layout.mesh.abstract_mesh)
-    return "{} ({})".format(*found)
+    choice = expert_matmul.best(halves, _axes(layout), layout.mesh.abstract_mesh)
+    return "{} ({})".format(*choice)
 
 
 def _halves(
@@ -271,16 +273,16 @@ def _slotted(
         kept_BSA = (dispatch_.queue(experts_BSA[:, np.argsort(order_S)]) < slots)[:, order_S]
     if along:
         kept_BSA = lax.dynamic_slice_in_dim(kept_BSA, lax.axis_index(along) * S, S, 1)
-    x, d, kept = x_BSD, dispatch, kept_BSA
+    x, d, has_slot = x_BSD, dispatch, kept_BSA
     if layout.cuts_sequence:
-        x, d, kept = _gather(layout, (x, d, kept), TENSOR, 1)
+        x, d, has_slot = _gather(layout, (x, d, has_slot), TENSOR, 1)
     places = dispatch_.queue(d.experts_BSA)  # in this piece of the row: no gap before the first
     E = weights.down.shape[0] * layout.ways(axes)
     room = min(slots, x.shape[1])
-    x_END, index = dispatch_.fill(x, d.experts_BSA, kept, places, room, E)
+    x_END, index = dispatch_.fill(x, d.experts_BSA, has_slot, places, room, E)
     if axes:
         x_END = lax.all_to_all(x_END, axes, split_axis=0, concat_axis=1, tiled=True)
     y_END = dispatch_.answer(x_END, weights)
     if axes:
         y_END = lax.all_to_all(y_END, axes, split_axis=1, concat_axis=0, tiled=True)
-    return _scatter(layout, dispatch_.drain(y_END, index, d, kept)), kept_BSA
+    return _scatter(layout, dispatch_.drain(y_END, index, d, has_slot)), kept_BSA

@@ -1,13 +1,12 @@
 """An expert layer's two products with the tokens' way in them, and their gradients.
 
 One layer's two halves as COMET (arXiv 2502.19811) cuts it, so that each can hide its communication:
-rows are sorted by source rank (expert_rows.py), sums cross ranks in float32 unless told otherwise.
-The backward pass of one half is made of the other (expert_vjp.py). For code inside a shard_map over
-the axes, checked or not, whatever other axes the mesh has.
+rows are sorted by source rank, and sums cross ranks in float32 unless told otherwise. The backward
+pass of one half is made of the other. For code inside a shard_map over the axes, checked or not,
+whatever other axes the mesh has.
 
 Implementations: 'xla', plain collectives before or after whole grouped products; 'ring', rank by
-rank (expert_ring.py); 'fused', one kernel a half (pallas_kernels/expert). None lets
-expert_overlap.py choose.
+rank; 'fused', one kernel a half (pallas_kernels/expert). None lets `choose` decide.
 """
 
 import dataclasses
@@ -118,7 +117,7 @@ class Dispatch:
 
     @property
     def sizes_E(self) -> Array:
-        """Rows of each expert; rows past their sum are nobody's."""
+        """Rows of each expert. Rows past their sum belong to no expert."""
         return self.splits_RE.sum(0, dtype=jnp.int32)
 
     @property
@@ -213,9 +212,9 @@ def _lanes(home_RTA: Array, Q: int, axes: tuple[str, str | None]) -> Lanes:
     home_TA = lax.dynamic_index_in_dim(home_RTA, lax.axis_index(live(axes)), keepdims=False)
     goes_GT = (home_TA[None] == jnp.arange(groups)[:, None, None]).any(2)
     place_GT, token_GQ = _slots(goes_GT, Q)
-    beside = lax.axis_index(axes[1]) if axes[1] is not None else 0
+    tensor_rank = lax.axis_index(axes[1]) if axes[1] is not None else 0
     home_GTA = home_RTA.reshape(groups, R // groups, T, A)
-    home_GTA = lax.dynamic_index_in_dim(home_GTA, beside, axis=1, keepdims=False)
+    home_GTA = lax.dynamic_index_in_dim(home_GTA, tensor_rank, axis=1, keepdims=False)
     comes_GT = (home_GTA == me).any(2)
     counts = (x.sum(1, dtype=jnp.int32) for x in (goes_GT, comes_GT))
     return Lanes(token_GQ, place_GT, *counts)
@@ -247,8 +246,8 @@ def add_up(y_ND: Array, weight_N: Array | None, dispatch: Dispatch, acc_dtype: A
     here_PA = dispatch.index_PA < len(y_ND)
     index_PA = jnp.where(here_PA, dispatch.index_PA, 0)
     weight_PA = jnp.where(here_PA, 1.0 if weight_N is None else weight_N[index_PA], 0.0)
-    found = (index_PA, weight_PA, here_PA)
-    y_PD = dispatch_.combine(y_ND.astype(jnp.float32), *(a[None] for a in found))[0]
+    parts = (index_PA, weight_PA, here_PA)
+    y_PD = dispatch_.combine(y_ND.astype(jnp.float32), *(a[None] for a in parts))[0]
     return _back(y_PD.astype(acc_dtype), dispatch)
 
 
@@ -402,23 +401,23 @@ def describe(
 ) -> Layer:
     """Returns the Layer on a mesh of these {axis: size}. lanes: plain XLA may send in lanes."""
     groups = sizes[axes[0]]
-    beside = sizes[axes[1]] if axes[1] is not None else 1
-    reached = groups * beside - 1
+    tensor_ranks = sizes[axes[1]] if axes[1] is not None else 1
+    reached = groups * tensor_ranks - 1
     if lanes and groups > 2 * tokens[1]:
-        reached = min(reached, beside * tokens[1])
-    return Layer(*tokens, experts, hidden, groups * beside, groups, dtype, reached)
+        reached = min(reached, tensor_ranks * tokens[1])
+    return Layer(*tokens, experts, hidden, groups * tensor_ranks, groups, dtype, reached)
 
 
 def fused_reasons(op: str, layer: Layer, mesh: AbstractMesh) -> tuple[str, ...]:
     """Returns what keeps the kernel of `op`, or that of its backward pass, from running."""
     wide, deep = [layer.width] * len(layer.hidden), list(layer.hidden)
     other = COMBINE if op == DISPATCH else DISPATCH
-    found = []
+    reasons = []
     for which in (op, other):
         contracted, widths = (wide, deep) if which == DISPATCH else (deep, wide)
         why = kernels.reasons(which, contracted, widths, layer.ranks, layer.dtype, mesh)
-        found += [reason for reason in why if reason not in found]
-    return tuple(found)
+        reasons += [reason for reason in why if reason not in reasons]
+    return tuple(reasons)
 
 
 def crosses_nodes(sizes: Any, axes: tuple[str, str | None]) -> bool:
@@ -449,7 +448,7 @@ def best(
     if card is None or not device.num_cores:
         return "xla", f"nothing is known of {layer.ranks} x {device.device_kind}"
     times = [simulate(op, half, card, device.num_cores) for op, half in halves.items()]
-    plain, ring = sum(found[0] for found in times), sum(found[1] for found in times)
+    plain, ring = sum(pair[0] for pair in times), sum(pair[1] for pair in times)
     turns = sum(2 if op == COMBINE else 1 for op in halves)
     counted = ring + turns * layer.ranks * traffic.STEP_S  # steps twice, as overlap.py does
     gains = layer.rows >= overlap.ROWS and counted <= overlap.GAIN * plain
@@ -473,8 +472,8 @@ def measured(
     (word,) = words if len(words) == 1 else (None,)
     if word == "fused":
         names = [axis for axis in axes if axis is not None]
-        found = [why for op, half in halves.items() for why in fused_reasons(op, half, mesh)]
-        return None if found or clique.concurrent(mesh.shape, names) else word
+        reasons = [why for op, half in halves.items() for why in fused_reasons(op, half, mesh)]
+        return None if reasons or clique.concurrent(mesh.shape, names) else word
     return word
 
 
@@ -510,7 +509,7 @@ def simulate(op: str, layer: Layer, card: DeviceCard, cores: int) -> tuple[float
 # For code inside a shard_map over the axes; nothing here is differentiable
 # (parallel/expert_matmul.py).
 #
-# Legend: as in expert_rows.py; C choices of one rank, at most; K, F columns.
+# Legend: as of expert rows; C choices of one rank, at most; K, F columns.
 
 
 Arrays = tuple[Array, ...]
@@ -574,28 +573,28 @@ def spread(
     """
     axes = live(dispatch.axes)
     R, rank, T = lax.axis_size(axes), lax.axis_index(axes), x_TK.shape[0]
-    found, N = sources(dispatch), dispatch.order_N.shape[0]
+    by_source, N = sources(dispatch), dispatch.order_N.shape[0]
     widths = (w.shape[1 if turned else 2] for w in ws)
     hs = tuple(jnp.zeros((N, width), x_TK.dtype) for width in widths)
     outs = hs, (jnp.zeros((R * T, x_TK.shape[1]), x_TK.dtype) if keep else None)
 
     def step(s: int | Array, state: tuple[Array, Any], last: bool = False) -> tuple[Array, Any]:
-        x_TK, (hs, whole) = state
+        x_TK, (hs, all_x) = state
         coming = x_TK if last else collective_matmul.hop(axes)(x_TK, -1)
         source = (rank + s) % R
-        row_C, token_C = found.rows(source)
+        row_C, token_C = by_source.rows(source)
         x_CK, sizes_E = x_TK[token_C], dispatch.splits_RE[source]
         ys = (grouped_matmul(x_CK, w, sizes_E, transpose_rhs=turned) for w in ws)
         # Rows that are none have places past the end, all different: they are not written.
         put = {"mode": "drop", "unique_indices": True}
         hs = tuple(h.at[row_C].set(y, **put) for h, y in zip(hs, ys, strict=True))
-        if whole is not None:
-            whole = lax.dynamic_update_slice_in_dim(whole, x_TK, source * T, axis=0)
-        return lax.optimization_barrier((coming, (hs, whole)))
+        if all_x is not None:
+            all_x = lax.dynamic_update_slice_in_dim(all_x, x_TK, source * T, axis=0)
+        return lax.optimization_barrier((coming, (hs, all_x)))
 
     if R == 1:
         return step(0, (x_TK, outs), last=True)[1]
-    state = collective_matmul.turn(R - 1, step, step(0, (x_TK, outs)))
+    state = collective_matmul.run_steps(R - 1, step, step(0, (x_TK, outs)))
     return step(R - 1, state, last=True)[1]
 
 
@@ -608,14 +607,14 @@ def collect(
     """
     axes = live(dispatch.axes)
     R, rank, (T, A) = lax.axis_size(axes), lax.axis_index(axes), dispatch.choices
-    found, N = sources(dispatch), dispatch.order_N.shape[0]
+    by_source, N = sources(dispatch), dispatch.order_N.shape[0]
 
     def work(hs: Arrays, owner: int | Array) -> Array:
-        row_C, _ = found.rows(owner)
+        row_C, _ = by_source.rows(owner)
         row_C, sizes_E = jnp.minimum(row_C, N - 1), dispatch.splits_RE[owner]
         ys = (grouped_matmul(h[row_C], w, sizes_E) for h, w in zip(hs, ws, strict=True))
         y_CD = sum((y.astype(jnp.float32) for y in ys), jnp.zeros((), jnp.float32))
-        place_TA, here_TA = found.choices(owner)
+        place_TA, here_TA = by_source.choices(owner)
         weight_TA = jnp.ones((T, A), jnp.float32)
         if weight_PA is not None:
             weight_TA = lax.dynamic_slice_in_dim(weight_PA, owner * T, T)
@@ -632,7 +631,7 @@ def collect(
     first = work(hs, (rank - 1) % R)
     if R == 1:
         return first
-    return collective_matmul.turn(R, step, lax.optimization_barrier((first, hs)))[0]
+    return collective_matmul.run_steps(R, step, lax.optimization_barrier((first, hs)))[0]
 
 
 # ---- expert vjp
@@ -645,11 +644,11 @@ def collect(
 # 'xla' keeps the rows of the first half; the others send the tokens again, beside dh w^T, and
 # scatter dx beside the weights' gradient: whole products, which hide it.
 #
-# Legend: as in expert_rows.py; F width of an expert on this rank, one of several first products.
+# Legend: as of expert rows; F width of an expert on this rank, one of several first products.
 
 
 class Static(NamedTuple):
-    """What is static of a call. acc_dtype: of sums that cross ranks."""
+    """The static arguments of a call. acc_dtype: of sums that cross ranks."""
 
     implementation: Implementation
     acc_dtype: str
@@ -678,8 +677,8 @@ def _first_backward(static, saved, dhs):
         x, dhs = lax.optimization_barrier((x, dhs))
         x_ND = _rows(x, dispatch)
     # The weights' gradient stands beside the scatter, which then needs no ring.
-    whole = static._replace(implementation="xla") if static.implementation == "ring" else static
-    dx_TD = _collect(dhs, ws, None, dispatch, whole, turned=True).astype(x.dtype)
+    plain = static._replace(implementation="xla") if static.implementation == "ring" else static
+    dx_TD = _collect(dhs, ws, None, dispatch, plain, turned=True).astype(x.dtype)
     dws = tuple(_weight_gradient(x_ND, dh, w, dispatch) for dh, w in zip(dhs, ws, strict=True))
     return dx_TD, dws, None
 
@@ -721,7 +720,7 @@ def _second_backward(static, saved, dy_TD):
 second_product.defvjp(_second_forward, _second_backward)
 
 
-# ---- the ways there and back
+# ---- how rows reach their experts, and answers their tokens
 
 
 def _spread(
@@ -799,7 +798,8 @@ def _product(x_N: Array, w: Array, dispatch: Dispatch, turned: bool) -> Array:
 
 
 def _weight_gradient(x_N: Array, dy_N: Array, w: Array, dispatch: Dispatch) -> Array:
-    """x^T dy, expert by expert. The product itself is nobody's, and no program has it."""
+    """Returns x^T dy of each expert. The product of the forward pass has no use here, so XLA
+    removes it."""
     _, pull = jax.vjp(lambda w: grouped_matmul(x_N, w, dispatch.sizes_E), w)
     return pull(dy_N)[0]
 
@@ -844,7 +844,7 @@ def dispatch_grouped_matmul(
       capacity: rows that an expert takes of all ranks' tokens, first come first in the order of
         rank, token and choice; None: all that choose it.
       implementation: 'xla', plain collectives around whole products; 'ring', rank by rank, a hop
-        beside each rank's rows (expert_ring.py); 'fused', one kernel; None: chosen by shape and
+        beside each rank's rows; 'fused', one kernel; None: chosen by shape and
         device.
       acc_dtype: in which a token's gradient crosses ranks; bfloat16 halves those bytes.
     Returns: (h, Dispatch). h: (rows, f) in x's type, a tuple for several weights without 'swiglu';

@@ -155,10 +155,10 @@ def refuse_mesh(overlap: Overlap, sizes: clique.Sizes) -> None:
         why += clique.concurrent(sizes, ("expert",))
     if not why:
         return
-    given = ", ".join(f"mesh.{axis}={size}" for axis, size in sizes.items() if size > 1)
+    axes = ", ".join(f"mesh.{axis}={size}" for axis, size in sizes.items() if size > 1)
     axis, size = ("tensor", tensor) if tensor > 1 else ("expert", expert)
     raise UserError(
-        f"overlap=fused with {given}: {'; '.join(why)}; nearest: overlap=auto, or a mesh of "
+        f"overlap=fused with {axes}: {'; '.join(why)}; nearest: overlap=auto, or a mesh of "
         f"mesh.{axis}={min(size, clique.NODE)} and no other axis (--overlap, --mesh.{axis})"
     )
 
@@ -227,7 +227,8 @@ def best(
 
 
 def measured(op: str, key: tuned.Key, device: Device) -> Implementation | None:
-    """Returns what was the fastest across real ranks; None where nobody measured that."""
+    """Returns the implementation that was measured as the fastest across real ranks; None: no
+    measurement."""
     row = tuned.find(op, key, kind=device.device_kind)
     if tuned.against(row, "fused") is None:
         return "fused"

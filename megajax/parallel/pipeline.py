@@ -88,18 +88,19 @@ jax.tree_util.register_dataclass(
 class Carry(NamedTuple):
     """What goes from tick to tick.
 
-    arrived: {kind: what a neighbour sent}. values: {value of the Route: its buffer}, of chunk
-    inputs and of gradients of chunk outputs. kept: buffers of residuals, if stashed. The last place
-    of a buffer takes what nothing reads. blocks, rest: gradients so far. sums: of the loss. moe: of
-    the routers, leaves (chunks, layers of one, ...), equal on all devices of the stage; None in a
-    dense model.
+    arrived: {kind: the array that a neighbour sent}. values: {value of the Route: its buffer}, of
+    chunk inputs and of gradients of chunk outputs. residuals: buffers of residuals, if they are
+    stashed. A buffer has one place more than the Route counts, the last one: arrays that no later
+    tick reads are written there. blocks, outer: the gradients so far, of the layers and of the
+    other parameters. sums: of the loss. moe: of the routers, leaves (chunks, layers of one, ...),
+    equal on all devices of the stage; None in a dense model.
     """
 
     arrived: dict[str, jax.Array]
     values: dict[str, jax.Array]
-    kept: Tree
+    residuals: Tree
     blocks: Tree
-    rest: Tree
+    outer: Tree
     sums: LossSums
     moe: MoeSums | None
 
@@ -111,7 +112,7 @@ class Tick:
         self,
         parts: ModelParts,
         route: Route,
-        whole: Tree,
+        weights: Tree,
         batch: Batch,
         objective: Objective | None,
         *,
@@ -123,25 +124,26 @@ class Tick:
         order: Order,
         functions: Mapping[str, "Function"],
     ):
-        """Args: whole: this stage's weights in use. batch: this device's rows, leaves (U, B, ...).
+        """Makes the tick of a stage.
 
+        weights: this stage's weights in use. batch: this device's rows, leaves (U, B, ...).
         objective: what is differentiated; None: sums only. copies: devices that compute one loss
         together, each of which counts for its share. remat: of the layers inside a chunk. stashes:
-        what remat keeps lies in a buffer from F to B; else B makes it again.
-        settle(words, gradient): done to a gradient before it is added to the total. order: of the
-        work of a tick: head, send, B, send, W. functions: of the kinds.
+        residuals lie in a buffer from F to B; otherwise B computes them again. settle(words,
+        gradient): applied to a gradient before it is added to the total. order: of the work of a
+        tick: head, send, B, send, W. functions: of the kinds.
         """
         self.functions = functions
         self.parts, self.route, self.batch, self.objective = parts, route, batch, objective
         self.copies, self.settle, self.v, self.order = copies, settle, chunks, order
         self.remat, self.stashes = remat, stashes and objective is not None
         self.stage, self.stages = lax.axis_index(PIPE), lax.axis_size(PIPE)
-        self.rest = {k: x for k, x in whole.items() if k != parts.stack}
-        self.blocks = whole[parts.stack]
-        self.axes = parts.axes[parts.stack], {k: parts.axes[k] for k in self.rest}
+        self.outer = parts.outer(weights)
+        self.blocks = weights[parts.stack]
+        self.axes = parts.axes[parts.stack], {k: parts.axes[k] for k in self.outer}
         self.trains = parts.trains and (
             parts.trains[parts.stack],
-            {k: parts.trains[k] for k in self.rest},
+            {k: parts.trains[k] for k in self.outer},
         )
 
     def rows(self) -> Route:
@@ -150,18 +152,18 @@ class Tick:
 
     def start(self) -> Carry:
         """Returns the carry before the first tick: zeros."""
-        x = jax.eval_shape(self.embed, self.rest, 0)
-        blocks, rest = {}, {}
+        x = jax.eval_shape(self.embed, self.outer, 0)
+        blocks, outer = {}, {}
         if self.objective is not None:
             one = self.graded(0, floating(jax.tree.map(lambda w: w[0], self.blocks)))
             settled = functools.partial(map_words, self.settle)
             chunk = jax.eval_shape(lambda: settled(self.axes[0], one))
             blocks = jax.tree.map(lambda s: jnp.zeros((self.v, *s.shape), jnp.float32), chunk)
-            outer = jax.eval_shape(lambda: settled(self.axes[1], self.graded(1, self.rest)))
-            rest = jax.tree.map(lambda s: jnp.zeros(s.shape, jnp.float32), outer)
+            shapes = jax.eval_shape(lambda: settled(self.axes[1], self.graded(1, self.outer)))
+            outer = jax.tree.map(lambda s: jnp.zeros(s.shape, jnp.float32), shapes)
         cell = Cells(jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32), {})
-        _, kept, moe = jax.eval_shape(lambda x: self.run(cell, self.pick(cell), x), x)
-        kept = kept if self.stashes else {}
+        _, residuals, moe = jax.eval_shape(lambda x: self.run(cell, self.pick(cell), x), x)
+        residuals = residuals if self.stashes else {}
         moe = jax.tree.map(lambda s: jnp.zeros((self.v, *s.shape), s.dtype), moe)
         empty = jnp.zeros(x.shape, x.dtype)
 
@@ -169,9 +171,9 @@ class Tick:
             return jnp.zeros((places + 1, *like.shape), like.dtype)
 
         values = {value: buffer(places, x) for value, places in self.route.sizes}
-        kept = jax.tree.map(functools.partial(buffer, dict(self.route.sizes)["F"]), kept)
+        residuals = jax.tree.map(functools.partial(buffer, dict(self.route.sizes)["F"]), residuals)
         arrived = {kind.name: empty for kind in self.route.kinds if kind.sends}
-        return Carry(arrived, values, kept, blocks, rest, self.no_sums(empty), moe)
+        return Carry(arrived, values, residuals, blocks, outer, self.no_sums(empty), moe)
 
     def __call__(self, loop: Stretch, carry: Carry, row: Route) -> tuple[Carry, None]:
         """Lands what arrived, then runs each of the loop's kinds and sends its result."""
@@ -196,7 +198,7 @@ class Tick:
 
         def enter() -> jax.Array:
             entering = (self.stage == 0) & (cell.chunk == 0)
-            return jnp.where(entering, self.embed(self.rest, row.embed), x)
+            return jnp.where(entering, self.embed(self.outer, row.embed), x)
 
         if "E" in events:
             with jax.named_scope(ENTER):
@@ -204,12 +206,12 @@ class Tick:
             cell = self.order.after(cell, x)
         inputs = _put(carry.values["F"], cell.places["F"], x)
         carry = carry._replace(values=carry.values | {"F": inputs})
-        y, kept, moe = self.run(cell, self.pick(cell), x)
+        y, residuals, moe = self.run(cell, self.pick(cell), x)
         carry = carry._replace(moe=_add(carry.moe, cell, moe))
         if self.stashes:
             put = functools.partial(_put, place=cell.places["F"])
             carry = carry._replace(
-                kept=jax.tree.map(lambda b, k: put(b, value=k), carry.kept, kept)
+                residuals=jax.tree.map(lambda b, k: put(b, value=k), carry.residuals, residuals)
             )
         if "H" in events:
             carry = self.head(carry, row, y)
@@ -221,35 +223,35 @@ class Tick:
         number = row.head
         is_last = self.stage == self.stages - 1
 
-        def loss(rest: Tree, y: jax.Array) -> tuple[jax.Array, LossSums]:
+        def loss(outer: Tree, y: jax.Array) -> tuple[jax.Array, LossSums]:
             y = lax.psum(jnp.where(is_last, y, 0), PIPE)
-            sums = self.head_sums(rest, y, number)
+            sums = self.head_sums(outer, y, number)
             return self.value(sums) / self.copies, sums
 
         def value() -> LossSums:
-            return carry.sums + loss(self.rest, y)[1]
+            return carry.sums + loss(self.outer, y)[1]
 
         def gradient() -> tuple[LossSums, Tree, jax.Array]:
-            one, vjp, sums = jax.vjp(loss, self.rest, y, has_aux=True)
-            rest, dy = vjp(jnp.ones_like(one))
-            return carry.sums + sums, self.add_rest(carry.rest, rest), dy
+            one, vjp, sums = jax.vjp(loss, self.outer, y, has_aux=True)
+            outer, dy = vjp(jnp.ones_like(one))
+            return carry.sums + sums, self.add_outer(carry.outer, outer), dy
 
         if self.objective is None:
             return carry._replace(sums=lax.cond(number >= 0, value, lambda: carry.sums))
-        skip = (carry.sums, carry.rest, jnp.zeros_like(y))
+        skip = (carry.sums, carry.outer, jnp.zeros_like(y))
         with jax.named_scope(HEAD):
-            sums, rest, dy = lax.cond(number >= 0, gradient, lambda: skip)
+            sums, outer, dy = lax.cond(number >= 0, gradient, lambda: skip)
         grads = _put(carry.values["B"], jnp.where(is_last, row.head_place, -1), dy)
-        return carry._replace(sums=sums, rest=rest, values=carry.values | {"B": grads})
+        return carry._replace(sums=sums, outer=outer, values=carry.values | {"B": grads})
 
-    def head_sums(self, rest: Tree, y: jax.Array, number: Any) -> LossSums:
+    def head_sums(self, outer: Tree, y: jax.Array, number: Any) -> LossSums:
         """Returns the loss sums of a microbatch whose last layer gave y."""
-        params = rest | {self.parts.stack: self.blocks}
+        params = outer | {self.parts.stack: self.blocks}
         return self.parts.head_loss(params, y, self.piece(number))
 
     def no_sums(self, y: jax.Array) -> LossSums:
-        """Returns zeros in the place of the loss sums of a microbatch. y: of the last layer."""
-        sums = jax.eval_shape(lambda: self.head_sums(self.rest, y, 0))
+        """Returns zeros like the loss sums of a microbatch. y: an output of the last layer."""
+        sums = jax.eval_shape(lambda: self.head_sums(self.outer, y, 0))
         return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), sums)
 
     def backward(self, carry: Carry, row: Route, events: frozenset[str]) -> tuple[Carry, jax.Array]:
@@ -259,14 +261,14 @@ class Tick:
             carry = carry._replace(blocks=blocks)
 
         def leave() -> Tree:
-            vjp = jax.vjp(lambda rest: self.embed(rest, row.unembed), self.rest)[1]
-            return self.add_rest(carry.rest, *vjp(jnp.where(self.stage == 0, dx, 0)))
+            vjp = jax.vjp(lambda outer: self.embed(outer, row.unembed), self.outer)[1]
+            return self.add_outer(carry.outer, *vjp(jnp.where(self.stage == 0, dx, 0)))
 
         if "L" in events:
             with jax.named_scope(LEAVE):
-                rest = lax.cond(row.unembed >= 0, leave, lambda: carry.rest)
-            carry = carry._replace(rest=rest)
-            dx = self.order.after(dx, rest)
+                outer = lax.cond(row.unembed >= 0, leave, lambda: carry.outer)
+            carry = carry._replace(outer=outer)
+            dx = self.order.after(dx, outer)
         return carry, dx
 
     def weights(self, carry: Carry, row: Route, events: frozenset[str]) -> tuple[Carry, None]:
@@ -280,9 +282,11 @@ class Tick:
         """
         weights, context, layer = self.pick(cell), self.context(cell), self.layer()
         if self.stashes:
-            kept = jax.tree.map(lambda buffer: _take(buffer, cell.places["F"]), carry.kept)
+            residuals = jax.tree.map(
+                lambda buffer: _take(buffer, cell.places["F"]), carry.residuals
+            )
         else:
-            kept = self.run(cell, weights, _take(carry.values["F"], cell.places["F"]))[1]
+            residuals = self.run(cell, weights, _take(carry.values["F"], cell.places["F"]))[1]
         dy = _take(carry.values["B"], cell.places["B"])
         one = jax.tree.map(lambda w: w[0], weights)
         (_, moe), template = jax.eval_shape(lambda: jax.vjp(layer, one, dy, context))
@@ -290,11 +294,11 @@ class Tick:
 
         def down(state: tuple, item: tuple) -> tuple[tuple, None]:
             dy, total = state
-            index, w, kept = item
-            dw, dx, _ = attach(template, kept, w, context)((dy, share))
+            index, w, residuals = item
+            dw, dx, _ = attach(template, residuals, w, context)((dy, share))
             return (dx, self.add_layer(total, cell, index, floating(dw))), None
 
-        items = (jnp.arange(len(jax.tree.leaves(weights)[0])), weights, kept)
+        items = (jnp.arange(len(jax.tree.leaves(weights)[0])), weights, residuals)
         (dx, total), _ = lax.scan(down, (dy, carry.blocks), items, reverse=True)
         return dx, total
 
@@ -306,11 +310,11 @@ class Tick:
         pick = functools.partial(lax.dynamic_index_in_dim, index=number, keepdims=False)
         return {k: pick(x) for k, x in self.batch.items()}
 
-    def embed(self, rest: Tree, number: Any) -> jax.Array:
+    def embed(self, outer: Tree, number: Any) -> jax.Array:
         """Returns the start of a microbatch's residual stream; every stage adds its rows."""
         batch = self.piece(number)
         context = self.parts.context(batch, None)
-        return self.parts.embed(rest | {self.parts.stack: self.blocks}, batch, context)
+        return self.parts.embed(outer | {self.parts.stack: self.blocks}, batch, context)
 
     def pick(self, cell: Cells) -> Tree:
         """Returns the weights of the cell's chunk."""
@@ -345,8 +349,8 @@ class Tick:
             (y, moe), vjp = jax.vjp(layer, w, x, context)
             return y, (detach(vjp), moe)
 
-        y, (kept, moe) = lax.scan(up, x, weights)
-        return y, kept, moe
+        y, (residuals, moe) = lax.scan(up, x, weights)
+        return y, residuals, moe
 
     def value(self, sums: LossSums) -> jax.Array:
         """Returns the objective, 0 where nothing is differentiated."""
@@ -357,7 +361,7 @@ class Tick:
 
         moe: what they look like. x: an output of the last layer, for its shape. The sums are equal
         on all devices of the stage, each of which gives its share, because the gradient here is
-        that of the sum over all devices (local.py).
+        that of the sum over all devices (tensor.local_ops).
         """
         none = self.no_sums(x)
 
@@ -380,15 +384,15 @@ class Tick:
         grad = map_words(lambda words, g: self.settle(words[1:], g), self.axes[0], grad)
         return _add(total, cell, grad, index)
 
-    def add_rest(self, total: Tree, grad: Tree) -> Tree:
+    def add_outer(self, total: Tree, grad: Tree) -> Tree:
         """Adds the gradient of embedding, last norm and head."""
         grad = map_words(self.settle, self.axes[1], self.graded(1, grad))
         return jax.tree.map(lambda t, g: t + g.astype(jnp.float32), total, grad)
 
-    def send(self, x: jax.Array, way: int) -> jax.Array:
+    def send(self, x: jax.Array, direction: int) -> jax.Array:
         """Gives x to the next (1) or previous (-1) stage; the ends are joined."""
         P = self.stages
-        return lax.ppermute(x, PIPE, [(i, (i + way) % P) for i in range(P)])
+        return lax.ppermute(x, PIPE, [(i, (i + direction) % P) for i in range(P)])
 
 
 # (tick, carry, a tick of the route, events of the loop) -> (carry, what the kind sends)
@@ -407,19 +411,19 @@ def branches(route: Route) -> dict[tuple[str, int], float]:
     for loop in route.loops:
         for scope, (event, number) in numbers.items():
             if event in loop.events:
-                here = number[loop.first : loop.first + loop.ticks]
-                taken.setdefault((scope, loop.ticks), []).append(int((here >= 0).sum()))
+                ticks = number[loop.first : loop.first + loop.ticks]
+                taken.setdefault((scope, loop.ticks), []).append(int((ticks >= 0).sum()))
     return {key: sum(times) / len(times) for key, times in taken.items()}
 
 
 def _put(buffer: jax.Array, place: jax.Array, value: jax.Array) -> jax.Array:
-    """Writes at a place; -1 goes to the last one, which nobody reads."""
+    """Writes at a place. -1 writes at the last place, which no tick reads."""
     place = jnp.where(place < 0, buffer.shape[0] - 1, place)
     return lax.dynamic_update_index_in_dim(buffer, value.astype(buffer.dtype), place, 0)
 
 
 def _take(buffer: jax.Array, place: jax.Array) -> jax.Array:
-    """Reads a place; -1 gives zeros, whatever lies there (a NaN must not spread)."""
+    """Reads a place. -1 gives zeros, even if the buffer holds NaN."""
     value = lax.dynamic_index_in_dim(buffer, jnp.maximum(place, 0), keepdims=False)
     return jnp.where(place < 0, jnp.zeros_like(value), value)
 
@@ -447,8 +451,11 @@ REST = 2**16  # folded into a key for what is in no layer; layers and chunks fol
 
 
 class StepInputs(NamedTuple):
-    """What a step gives its gradients. key: of a micro-batch, or of the wire. step: the number of
-    finished steps, int32. copies: as in Exchange.copies. errors: of `first_errors`."""
+    """The arguments of a step's gradients beside parameters and batch.
+
+    key: of a micro-batch, or of the wire. step: the number of finished steps, int32. copies,
+    errors: of the TrainState.
+    """
 
     key: Any
     step: Any
@@ -457,11 +464,11 @@ class StepInputs(NamedTuple):
 
 
 class Gradients(NamedTuple):
-    """The gradients of a step and what came with them.
+    """The gradients of a step, its loss sums, and the new state of the exchange.
 
-    sums: of the loss, over the whole step. grads: stored as the parameters are, float32; None where
-    a leaf is not trained. copies, errors: of the exchange, after the step. squares: of
-    Exchange.gather; None: no exchange. count: what the step's total counts, int32.
+    sums: over the whole step. grads: float32, sharded as the parameters; None for a leaf that is
+    not trained. copies, errors: of the exchange, after the step. squares: of Exchange.gather; None:
+    no exchange. count: int32, the number of predictions of the step.
     """
 
     sums: LossSums
@@ -506,7 +513,7 @@ class Moves:
     def __init__(self, exchange: Exchange, stack: str, chunks: int, inputs: StepInputs | None):
         """stack: the member that holds the layers. chunks: of a stage. inputs: None where the
         exchange has no codec."""
-        self._stack, self._chunks, self._turn = stack, chunks, inputs
+        self._stack, self._chunks, self._inputs = stack, chunks, inputs
         # One message a chunk: its layers are a dimension like any other.
         self._layers = exchange.part(lambda tree: tree[stack], lambda words: (None, *words[1:]))
         self._outer = exchange.part(
@@ -514,13 +521,13 @@ class Moves:
         )
         self.squares = jnp.zeros((1, 2))
         self._new: dict[int, Tree] = {}
-        self._new_rest: Tree = None
+        self._new_outer: Tree = None
         errors = None if inputs is None else drop_device_dim(inputs.errors)
         self._errors: Any = errors and {"chunks": list(errors["chunks"]), "rest": errors["rest"]}
 
     def cut(self, layers: Tree) -> tuple[Tree, Tree]:
         """Returns a stage's masters, and their copies, cut into chunks (chunks, layers, ...)."""
-        copies = None if self._turn is None else self._turn.copies
+        copies = None if self._inputs is None else self._inputs.copies
         held = None if copies is None else copies[self._stack]
         return jax.tree.map(
             lambda x: x.reshape(self._chunks, x.shape[0] // self._chunks, *x.shape[1:]),
@@ -529,34 +536,34 @@ class Moves:
 
     def chunk(self, cut: tuple[Tree, Tree], chunk: int) -> Tree:
         """Returns one chunk's weights in use."""
-        mine, held = jax.tree.map(lambda x: x[chunk], cut)
-        used, self._new[chunk], more = self._layers.gather_local(mine, held, self._key(chunk))
+        masters, copies = jax.tree.map(lambda x: x[chunk], cut)
+        used, self._new[chunk], more = self._layers.gather_local(masters, copies, self._key(chunk))
         self.squares += more
         return used
 
-    def rest(self, params: Tree) -> Tree:
+    def outer(self, params: Tree) -> Tree:
         """Returns the weights in use of what is in no layer."""
-        copies = None if self._turn is None else self._turn.copies
+        copies = None if self._inputs is None else self._inputs.copies
         held = None if copies is None else {k: copies[k] for k in params}
-        used, self._new_rest, more = self._outer.gather_local(params, held, self._key(REST))
+        used, self._new_outer, more = self._outer.gather_local(params, held, self._key(REST))
         self.squares += more
         return used
 
     def scatter_chunk(self, grads: Tree, chunk: int) -> Tree:
         """Returns this rank's pieces of a chunk's summed gradients."""
         error = self._errors and self._errors["chunks"][chunk]
-        found, error = self._layers.scatter_local(grads, self._key(chunk), self._step(), error)
+        pieces, error = self._layers.scatter_local(grads, self._key(chunk), self._step(), error)
         if self._errors:
             self._errors["chunks"][chunk] = error
-        return found
+        return pieces
 
-    def scatter_rest(self, grads: Tree) -> Tree:
+    def scatter_outer(self, grads: Tree) -> Tree:
         """Returns this rank's pieces of the summed gradients of what is in no layer."""
         error = self._errors and self._errors["rest"]
-        found, error = self._outer.scatter_local(grads, self._key(REST), self._step(), error)
+        pieces, error = self._outer.scatter_local(grads, self._key(REST), self._step(), error)
         if self._errors:
             self._errors["rest"] = error
-        return found
+        return pieces
 
     def errors(self) -> Tree:
         """Returns the errors that the moves left, as TrainState.errors holds them."""
@@ -566,24 +573,24 @@ class Moves:
         """Returns the first errors of this device. params: its pieces of the masters."""
         cut, _ = self.cut(params[self._stack])
         chunks = [jax.tree.map(lambda x, c=c: x[c], cut) for c in range(self._chunks)]
-        rest = {k: x for k, x in params.items() if k != self._stack}
+        outer = {k: x for k, x in params.items() if k != self._stack}
         return {
             "chunks": [self._layers.errors_local(chunk) for chunk in chunks],
-            "rest": self._outer.errors_local(rest),
+            "rest": self._outer.errors_local(outer),
         }
 
     def copies(self) -> Tree:
         """Returns the copies that the moves made, as TrainState.copies holds them."""
-        if self._turn is None or self._turn.copies is None:
+        if self._inputs is None or self._inputs.copies is None:
             return None
         chunks = [self._new[c] for c in range(self._chunks)]
-        return self._new_rest | {self._stack: jax.tree.map(lambda *x: jnp.concatenate(x), *chunks)}
+        return self._new_outer | {self._stack: jax.tree.map(lambda *x: jnp.concatenate(x), *chunks)}
 
     def _key(self, number: int) -> Array | None:
-        return None if self._turn is None else jax.random.fold_in(self._turn.key, number)
+        return None if self._inputs is None else jax.random.fold_in(self._inputs.key, number)
 
     def _step(self) -> Array | None:
-        return None if self._turn is None else self._turn.step
+        return None if self._inputs is None else self._inputs.step
 
 
 # ---- pipeline
@@ -734,8 +741,8 @@ class Pipeline:
           `cfg.route(stages)`; an argument of the jitted function, or its arrays are constants of
           the program. objective(sums, *scalars):
           what is differentiated; it must be linear in the sums. It is also called with one
-          layer's MoeSums and zeros, and with the rest without them. inputs: where there is an
-          exchange.
+          layer's MoeSums and zeros, and with the other sums without MoeSums. inputs: for the
+          exchange, if there is one.
         Of a packed leaf, whose integers have no gradient, the others are None.
         """
         self = self._of(params)
@@ -752,14 +759,17 @@ class Pipeline:
             squares = errors = self.exchange.devices
             if self.exchange.wire.difference:
                 copies = self.exchange.copied_specs()
-        given = None if inputs is None else StepInputs(P(), P(), copies, errors)
-        wanted = Gradients(SUMS, self.parts.trained(self._specs), copies, squares, errors)
-        return self._everywhere(local, wanted, given, *[P()] * len(scalars))(
+        in_specs = None if inputs is None else StepInputs(P(), P(), copies, errors)
+        out_specs = Gradients(SUMS, self.parts.trained(self._specs), copies, squares, errors)
+        return self._everywhere(local, out_specs, in_specs, *[P()] * len(scalars))(
             params, batch, route, inputs, *scalars
         )
 
     def sums(self, params: Tree, batch: Batch, route: Route) -> LossSums:
-        """Returns the loss sums of a batch (U, B, ...). route: of the forward half of a table."""
+        """Returns the loss sums of a batch (U, B, ...).
+
+        route: of a table without backward passes.
+        """
         self = self._of(params)
 
         def local(params: Tree, batch: Batch, route: Route) -> LossSums:
@@ -785,7 +795,7 @@ class Pipeline:
 
     def _everywhere(self, local: Callable, out_specs: Any, *others: Any) -> Callable:
         rows: Any = self.batch or P(None, *self.layout.act("batch", "seq"))
-        # See local.py: gradients of sums over devices, which the checker does not know.
+        # As in tensor.local_ops: gradients of sums over devices, which the checker does not know.
         return jax.shard_map(
             local,
             mesh=self.layout.mesh,
@@ -816,14 +826,14 @@ class Pipeline:
             )
         v, stack, order = self.cfg.chunks, self.parts.stack, order_of(self.layout.mesh)
         moves = Moves(self._exchange(objective is not None), stack, v, inputs)
-        rest = moves.rest({k: x for k, x in params.items() if k != stack})
+        outer = moves.outer(self.parts.outer(params))
         cut = moves.cut(params[stack])
         first = [moves.chunk(cut, chunk) for chunk in range(route.loops[0].chunks)]
         held = _write(jax.tree.map(lambda w: jnp.zeros((v, *w.shape), w.dtype), first[0]), 0, first)
         tick = Tick(
             self.parts,
             route,
-            rest | {stack: held},
+            outer | {stack: held},
             batch,
             objective,
             chunks=v,
@@ -836,19 +846,21 @@ class Pipeline:
         )
         carry, rows, done = tick.start(), tick.rows(), {}
         local = objective is not None and self.cfg.gradients == "local"
-        here = _rows(rows, route.loops[0])
+        loop_rows = _rows(rows, route.loops[0])
         for loop, following in zip(route.loops, (*route.loops[1:], route.loops[-1]), strict=True):
             # Barriers, for the scheduler goes backwards and takes what is ready first: the gather
             # starts when the loop has all that it needs, and ends where the next loop's rows are
             # cut. That is work, so the end is ready before the loop is, which then lies between.
-            (cut, carry, held), _ = lax.optimization_barrier(((cut, carry, held), rest))
+            (cut, carry, held), _ = lax.optimization_barrier(((cut, carry, held), outer))
             coming = [moves.chunk(cut, chunk) for chunk in range(loop.chunks, following.chunks)]
             tick.blocks = held
-            here = order.after(here, (coming, done))
-            carry, _ = lax.scan(functools.partial(tick, loop), carry, here)
+            loop_rows = order.after(loop_rows, (coming, done))
+            carry, _ = lax.scan(functools.partial(tick, loop), carry, loop_rows)
             carry, rows = order.together((carry, rows))
             cut = order.after(cut, carry)
-            here, held, coming = lax.optimization_barrier((_rows(rows, following), held, coming))
+            loop_rows, held, coming = lax.optimization_barrier(
+                (_rows(rows, following), held, coming)
+            )
             held = _write(held, loop.chunks, coming)
             for chunk in loop.done if local else ():
                 grads = jax.tree.map(lambda g: g[chunk], carry.blocks)  # noqa: B023
@@ -857,7 +869,7 @@ class Pipeline:
                 grads, carry = lax.optimization_barrier((grads, carry))
                 grads, done = order.together((grads, done))
                 done[chunk] = moves.scatter_chunk(grads, chunk)
-        partial, rest = self.layout.live(self.layout.rules.partial), carry.rest
+        partial, outer = self.layout.live(self.layout.rules.partial), carry.outer
         sums = lax.psum(order.after(carry.sums, done), partial) if partial else carry.sums
         blocks, moe = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), (carry.blocks, carry.moe))
         sums = dataclasses.replace(sums, moe=moe)
@@ -865,9 +877,9 @@ class Pipeline:
             return Gradients(sums, None)
         if local:
             blocks = jax.tree.map(lambda *g: jnp.concatenate(g), *(done[c] for c in range(v)))
-            rest, _ = order.together((rest, (done, sums)))
-            rest = moves.scatter_rest(rest)
-        grads = order.after(rest | {stack: blocks}, (rest, blocks))
+            outer, _ = order.together((outer, (done, sums)))
+            outer = moves.scatter_outer(outer)
+        grads = order.after(outer | {stack: blocks}, (outer, blocks))
         grads = map_words(functools.partial(add_copies, self.layout), self.parts.axes, grads)
         squares = moves.squares if self.exchange else None
         return Gradients(sums, grads, moves.copies(), squares, moves.errors())
@@ -875,14 +887,15 @@ class Pipeline:
     # ---- weights and their gradients
 
     def _exchange(self, trains: bool) -> Exchange:
-        """What brings weights: without a codec where nothing is trained."""
+        """Returns the exchange of a program; one that does not train has no codec."""
         if self.exchange is not None and trains:
             return self.exchange
         parts = self.parts
         return Exchange(parts.axes, self.layout, self.layout, PLAIN, self.dtype, parts.trains)
 
     def _settle(self, words: tuple, grad: jax.Array | None) -> jax.Array | None:
-        """Done to a gradient before it is added to the total: its scatter, if that is asked."""
+        """Returns a gradient as it is added to the total: scattered, with --pipeline.gradients=
+        sharded."""
         if grad is None or self.cfg.gradients == "local":
             return grad
         return scatter_local(self.layout, words, grad)
@@ -905,17 +918,17 @@ def _rows(rows: Route, loop: Stretch) -> Route:
 
 def _write(held: Tree, place: int, chunks: Sequence[Tree]) -> Tree:
     """Puts chunks' weights side by side, from a place on."""
-    for index, mine in enumerate(chunks, place):
-        mine = jax.tree.map(_row_major, mine)
-        held = jax.tree.map(lambda h, w: h.at[index].set(w), held, mine)  # noqa: B023
+    for index, chunk in enumerate(chunks, place):
+        chunk = jax.tree.map(_row_major, chunk)
+        held = jax.tree.map(lambda h, w: h.at[index].set(w), held, chunk)  # noqa: B023
     return held
 
 
 def _row_major(x: jax.Array) -> jax.Array:
-    """A gather leaves the dimension that it joins outermost in memory, and loops want rows.
+    """Returns the array with its first dimension outermost in memory, as loops read it.
 
-    Left alone, XLA keeps all chunks as gathered and turns all of them around before every loop:
-    one more copy of the stage's weights.
+    A gather leaves the dimension that it joins outermost. Left alone, XLA keeps all chunks as
+    gathered and transposes all of them before every loop: one more copy of the stage's weights.
     """
     return layout.with_layout_constraint(x, layout.Layout(tuple(range(x.ndim))))
 

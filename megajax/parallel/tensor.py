@@ -5,8 +5,9 @@ products as partial sums, one reduce-scatter. The backward pass mirrors it becau
 what it is: `reduced` inputs get partial gradients, `unreduced` results are added before they
 travel. XLA inserts the collectives (Megatron sections 3 of arXiv 1909.08053 and 2205.05198;
 MegaScale section 3.2), or, with `overlap`, the products of parallel/collective_matmul.py bring
-their own, hidden (Flux, arXiv 2406.06858); those are exported here. Both, and every product with a
-packed weight, run parallel/tensor.py in a shard_map.
+their own, hidden (Flux, arXiv 2406.06858). Those, and every product with a packed weight, run in a
+shard_map. `ops` builds the Ops of code under an Explicit mesh, `local_ops` those of code that is
+inside a shard_map already, such as pipeline stages; both use the functions `inside_...`.
 
 Legend: B rows, S positions, D model width, V table rows. Of images: B images, H rows, W columns, C
 channels.
@@ -82,9 +83,9 @@ def share_inside(layout: Layout, words: Words, tree: Tree) -> Tree:
     """`share` on local arrays, inside a shard_map over the whole mesh."""
     for dim, word in enumerate(words):
         if (copies := layout.copies(word)) > 1:
-            own = lax.axis_index(TENSOR) // copies
+            rank = lax.axis_index(TENSOR) // copies
             tree = jax.tree.map(
-                lambda x, dim=dim, own=own: lax.dynamic_slice_in_dim(x, own, 1, dim), tree
+                lambda x, dim=dim, rank=rank: lax.dynamic_slice_in_dim(x, rank, 1, dim), tree
             )
     return tree
 
@@ -93,18 +94,18 @@ def _share_partial(layout: Layout, words: Words, spec: PartitionSpec, x: jax.Arr
     """`share` of an array whose gradient is a partial sum by its type, `spec`. jax 0.11.2 does not
     put such a gradient into a slice, so the transposition is written out."""
     cut = functools.partial(share_inside, layout, words)
-    whole = PartitionSpec(*spec.partitions, unreduced=spec.reduced)
+    summed = PartitionSpec(*spec.partitions, unreduced=spec.reduced)
     shared = layout.shared(*words)
-    own = layout.named(layout.stored(*words)).shard_shape(x.shape)
+    piece_shape = layout.named(layout.stored(*words)).shard_shape(x.shape)
 
     def add(dy: jax.Array) -> jax.Array:
-        dx = jax.linear_transpose(cut, jax.ShapeDtypeStruct(own, dy.dtype))(dy)[0]
+        dx = jax.linear_transpose(cut, jax.ShapeDtypeStruct(piece_shape, dy.dtype))(dy)[0]
         return lax.psum(dx, TENSOR)
 
-    def everywhere(local: Callable, given: PartitionSpec, wanted: PartitionSpec) -> Callable:
+    def everywhere(local: Callable, in_spec: PartitionSpec, out_spec: PartitionSpec) -> Callable:
         # The checker refuses partial sums inside.
         return jax.shard_map(
-            local, mesh=layout.mesh, in_specs=(given,), out_specs=wanted, check_vma=False
+            local, mesh=layout.mesh, in_specs=(in_spec,), out_specs=out_spec, check_vma=False
         )
 
     @jax.custom_vjp
@@ -112,7 +113,7 @@ def _share_partial(layout: Layout, words: Words, spec: PartitionSpec, x: jax.Arr
         return everywhere(cut, spec, shared.update(reduced=spec.reduced))(x)
 
     def backward(_: None, dy: jax.Array) -> tuple[jax.Array]:
-        return (everywhere(add, shared.update(unreduced=spec.reduced), whole)(dy),)
+        return (everywhere(add, shared.update(unreduced=spec.reduced), summed)(dy),)
 
     through.defvjp(lambda x: (through(x), None), backward)
     return through(x)
@@ -136,10 +137,10 @@ def width(layout: Layout, w: nnx.Param) -> int:
 #
 # One rank's part of a block, on local arrays: for code inside a shard_map over the whole mesh.
 #
-# parallel/tensor.py puts a shard_map around each of these; parallel/tensor.py runs in one and calls
-# them. `up` and `down` are the two ends of a sublayer with their collective before or after the
-# products, or in them (`choose_overlap`). Weights are whole over the axes that share their
-# gradient, arrays or packed, in the inputs' type.
+# `ops` puts a shard_map around each of these; `local_ops` calls them in one. `inside_up` and
+# `inside_down` are the two ends of a sublayer with their collective before or after the products,
+# or in them (`choose_overlap`). Weights are gathered over the axes that share their gradient; they
+# are arrays or packed, in the inputs' type.
 #
 # Legend: B rows, S positions, D model width, F any hidden width, V table rows.
 
@@ -147,8 +148,8 @@ def width(layout: Layout, w: nnx.Param) -> int:
 Array = jax.Array
 
 
-def own(layout: Layout, w: nnx.Param) -> Weight:
-    """Returns what this rank uses of a parameter that it stores."""
+def piece_of(layout: Layout, w: nnx.Param) -> Weight:
+    """Returns the part of a stored parameter that this rank uses."""
     return inside_piece(share_inside(layout, words_of(w), w.get_value()))
 
 
@@ -218,7 +219,7 @@ def inside_rows(w_VD: Array, ids_BS: Array, axes: tuple[str, ...]) -> Array:
 
 def choose_overlap(
     layout: Layout,
-    wanted: Overlap,
+    asked: Overlap,
     op: str,
     shape: Callable[[], overlap_.Shape],
     dtype: Any,
@@ -229,46 +230,47 @@ def choose_overlap(
 
     'xla' is the plain path, where the collective is not part of the product. It is what 'auto'
     takes where a weight is packed: nothing is known of how long a packed product takes.
-    Raises: NotImplementedError where what is wanted cannot run.
+    Raises: NotImplementedError where the overlap that is asked for cannot run.
     """
     # What is not cut has nothing to gather, and too few rows to hide a ring's hops behind.
-    alone = not layout.cuts_sequence and (op != REDUCE or wanted == "ring")
-    if wanted == "xla" or alone or not layout.live(TENSOR_AXES):
+    alone = not layout.cuts_sequence and (op != REDUCE or asked == "ring")
+    if asked == "xla" or alone or not layout.live(TENSOR_AXES):
         return "xla"
     packed = any_packed(weights)
-    if wanted == "auto" and (packed or matmul is not ops_.matmul):
+    if asked == "auto" and (packed or matmul is not ops_.matmul):
         return "xla"
     if matmul is not ops_.matmul:
         raise NotImplementedError(
-            f"overlap={wanted!r} knows plain products only, this block has its own matmul; use "
+            f"overlap={asked!r} knows plain products only, this block has its own matmul; use "
             "'auto' or 'xla' (--overlap=auto)"
         )
-    if packed and wanted == "fused":
+    if packed and asked == "fused":
         raise NotImplementedError(
             f"overlap='fused': the kernel of {op} multiplies arrays, and a weight here is packed; "
             "use 'ring', 'xla' or 'auto' (--overlap=ring)"
         )
-    implementation = None if wanted == "auto" else wanted
+    implementation = None if asked == "auto" else asked
     mesh = layout.mesh.abstract_mesh
     return overlap_.choose(op, implementation, shape(), TENSOR, dtype, mesh)
 
 
-def explain_overlap(
-    layout: Layout, wanted: Overlap, tokens: int, mlp: MlpConfig, dtype: str
-) -> str:
-    """Returns what an MLP's two products do, and why. tokens: of a whole batch of rows."""
-    if wanted != "auto":
-        return f"{wanted} (asked for)"
+def explain_overlap(layout: Layout, asked: Overlap, tokens: int, mlp: MlpConfig, dtype: str) -> str:
+    """Returns how the two products of an MLP overlap with their collectives, and why.
+
+    tokens: the tokens of a batch on all devices together.
+    """
+    if asked != "auto":
+        return f"{asked} (asked for)"
     R = layout.ways((TENSOR,))
     inside_rows = tokens // layout.ways(layout.rules.act["batch"] + layout.rules.act["seq"])
     one, ups = mlp.hidden // R, 2 if mlp.activation == "swiglu" else 1
     mesh = layout.mesh.abstract_mesh
-    found = (
+    choices = (
         overlap_.best(op, (inside_rows, mlp.width, (one,) * count), TENSOR, dtype, mesh)
         for op, count in ((GATHER, ups), (SCATTER, 1))
     )
     return ", ".join(
-        f"MLP {end} {how} ({why})" for end, (how, why) in zip(("up", "down"), found, strict=True)
+        f"MLP {end} {how} ({why})" for end, (how, why) in zip(("up", "down"), choices, strict=True)
     )
 
 
@@ -285,9 +287,9 @@ def ops(
 ) -> Ops:
     """Returns the Ops that put collectives around local compute, or into it.
 
-    attention: 'xla', 'cudnn', 'varlen', or 'auto' (`attention.choose_attention`). context: how
+    attention: 'xla', 'cudnn', 'varlen', or 'auto' (`context.choose_attention`). context: how
     queries meet the keys of other devices where the sequence is cut. overlap: of `up` and `down`
-    (`inside.choose_overlap`), and of `expert` (parallel/expert.py). codec: how weights travel to
+    (`choose_overlap`), and of `expert` (parallel/expert.py). codec: how weights travel to
     where they are used; what `lookup` and `score` read travels as it is. segments: of a row, on
     average over a device's rows, for which cuDNN's attention has room (layers/attention.py).
     Raises: UserError for an overlap that cannot run on this mesh.
@@ -298,8 +300,8 @@ def ops(
     return Ops(
         gather=functools.partial(gather, layout),
         whole=functools.partial(used, layout),
-        up=functools.partial(up, layout, overlap=overlap, whole=used),
-        down=functools.partial(down, layout, overlap=overlap, whole=used),
+        up=functools.partial(up, layout, overlap=overlap, use=used),
+        down=functools.partial(down, layout, overlap=overlap, use=used),
         lookup=functools.partial(lookup, layout),
         vector=functools.partial(vector, layout),
         attend=functools.partial(
@@ -329,21 +331,23 @@ def whole(
     layout: Layout,
     w: nnx.Param,
     dtype: Any,
-    beside: tuple[str, ...] = (),
+    copied_over: tuple[str, ...] = (),
     codec: Codec | None = None,
 ) -> Weight:
     """Cast, then gather over the ZeRO axes: the compute dtype travels, forward and backward.
 
     Copies on other nodes (hybrid sharding) are made `reduced` first, so that the backward pass
-    reduce-scatters inside the node and all-reduces only the shard between nodes. beside: axes that
-    hold copies too and that cut what the weight meets (tensor, on the residual stream). codec: of
-    what travels forward instead. A packed weight, whose pieces rest whole, is not gathered.
+    reduce-scatters inside the node and all-reduces only the shard between nodes.
+
+    copied_over: axes that hold copies too and that cut the activation which the weight multiplies
+    (tensor, on the residual stream). codec: of the message forward. A packed weight, of which every
+    rank stores its whole pieces, is not gathered.
     """
     axes = words_of(w)
     target = layout.whole(*axes)
-    target = target.update(reduced=target.reduced | set(layout.live(beside)))
+    target = target.update(reduced=target.reduced | set(layout.live(copied_over)))
     cut, copied = layout.zero_axes(*axes)
-    copied += layout.live(beside)
+    copied += layout.live(copied_over)
 
     def gathered(x: Array) -> Array:
         if cut and copied:
@@ -363,7 +367,7 @@ def up(
     matmul: Callable,
     *,
     overlap: Overlap = "xla",
-    whole: Callable = whole,
+    use: Callable = whole,
 ) -> tuple[Array, ...]:
     """Column-parallel products that share one gather."""
     values, D = [w.get_value() for w in weights], x_BSD.shape[-1]
@@ -373,7 +377,7 @@ def up(
 
     how = choose_overlap(layout, overlap, GATHER, shape, x_BSD.dtype, matmul, values)
     outs = tuple(layout.act("batch", "seq", *w.get_metadata("axes")[1:]) for w in weights)
-    used = tuple(whole(layout, w, x_BSD.dtype) for w in weights)
+    used = tuple(use(layout, w, x_BSD.dtype) for w in weights)
     names = [name_of(w) for w in weights]
     if how != "xla" or any_packed(values):
         return jax.shard_map(
@@ -400,7 +404,7 @@ def down(
     drop: Callable | None = None,
     *,
     overlap: Overlap = "xla",
-    whole: Callable = whole,
+    use: Callable = whole,
 ) -> Array:
     """Row-parallel products, added as partial sums, then one scatter to the residual stream.
 
@@ -415,7 +419,7 @@ def down(
 
     op = SCATTER if layout.cuts_sequence else REDUCE
     how = choose_overlap(layout, overlap, op, shape, xs[0].dtype, matmul, values)
-    used = tuple(whole(layout, w, x.dtype) for x, w in products)
+    used = tuple(use(layout, w, x.dtype) for x, w in products)
     names = [name_of(w) for w in weights]
     if how != "xla" or any_packed(values):
         words = [w.get_metadata("axes") for w in weights]
@@ -571,7 +575,7 @@ def local_ops(
         attend=functools.partial(
             local_attend, layout, attention=attention, context=context, segments=segments
         ),
-        vector=functools.partial(own, layout),
+        vector=functools.partial(piece_of, layout),
         vocab=VocabCut(layout.live(layout.rules.stored["vocab"])),
         expert=functools.partial(local_expert, layout, context=context, overlap=overlap),
         total=functools.partial(local_total, layout),
@@ -611,7 +615,7 @@ def local_up(
     overlap: Overlap,
 ) -> tuple[Array, ...]:
     """Column-parallel products that share one gather."""
-    used = tuple(own(layout, w).astype(x_BSD.dtype) for w in weights)
+    used = tuple(piece_of(layout, w).astype(x_BSD.dtype) for w in weights)
     (B, S, D), cut, ones = x_BSD.shape, layout.cuts_sequence, merged(used)
 
     def shape() -> overlap_.Shape:
@@ -636,7 +640,7 @@ def local_down(
     """Row-parallel products, added as partial sums, then one scatter to the residual stream; where
     tensor does not cut the sequence, every rank has the sum of all."""
     xs = tuple(x for x, _ in products)
-    used = tuple(own(layout, w).astype(x.dtype) for x, w in products)
+    used = tuple(piece_of(layout, w).astype(x.dtype) for x, w in products)
     (B, S, *_), D = xs[0].shape, used[0].shape[-1]
     cut = layout.cuts_sequence
 
@@ -682,8 +686,8 @@ def local_attend(
     """This device's rows and heads."""
     packed = context_.packed_shape(q_BSHK, k_BMGK, query, memory)
     kernel, _ = context_.choose_attention(layout, attention, q_BSHK.dtype, context, packed)
-    here = context_.attention_of(layout, kernel, context, segments)
-    return here(q_BSHK, k_BMGK, v_BMGK, query, memory, window)
+    attend_local = context_.attention_of(layout, kernel, context, segments)
+    return attend_local(q_BSHK, k_BMGK, v_BMGK, query, memory, window)
 
 
 def local_expert(

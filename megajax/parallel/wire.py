@@ -160,22 +160,22 @@ def codec(cfg: Any) -> "quant.Codec":
     Raises: UserError for a group of numbers that travel without scales.
     """
     spec = cfg.exchange if cfg.wire != "none" else WireSpec()
-    whole = cfg.wire == "sdp4bit" and cfg.zero == "full"
-    return _codec(cfg.wire, spec, "zeropp" if whole else cfg.wire)
+    is_sharded = cfg.wire == "sdp4bit" and cfg.zero == "full"
+    return _codec(cfg.wire, spec, "zeropp" if is_sharded else cfg.wire)
 
 
 @functools.cache
 def _codec(wire: Wire, spec: WireSpec, weights: Wire) -> "quant.Codec":
     """weights: the wire that says what weights travel as."""
-    own = quant.codec(wire, rounding=spec.rounding)
+    base = quant.codec(wire, rounding=spec.rounding)
     # The rounding is that of gradients only: what one gather of weights drops, the next one sends.
-    kept = quant.codec(weights).weights, own.inside, own.between
+    defaults = quant.codec(weights).weights, base.inside, base.between
     payloads = spec.weights, spec.gradients, spec.gradients
     groups = spec.weight_group, spec.inside_group, spec.between_group
     levels = []
-    for place, level, payload, group in zip(FLAGS, kept, payloads, groups, strict=True):
+    for place, level, payload, group in zip(FLAGS, defaults, payloads, groups, strict=True):
         if payload is not None:
-            rounding = "nearest" if place == "weights" else own.inside.rounding
+            rounding = "nearest" if place == "weights" else base.inside.rounding
             name = "none" if payload == "float32" else payload
             level = quant.codec(name, rounding=rounding)
         if group is not None:
@@ -187,8 +187,8 @@ def _codec(wire: Wire, spec: WireSpec, weights: Wire) -> "quant.Codec":
                 )
             level = replace(level, format=replace(level.format, group=group))
         levels.append(replace(level, name=f"{wire}.{place}"))
-    block = own.hadamard if spec.hadamard is None else BLOCK * spec.hadamard
-    return replace(own, format=None, levels=tuple(levels), hadamard=block)
+    block = base.hadamard if spec.hadamard is None else BLOCK * spec.hadamard
+    return replace(base, format=None, levels=tuple(levels), hadamard=block)
 
 
 def line(cfg: Any, unquantized: Sequence[str], sizes: Mapping[str, int]) -> str:
@@ -200,10 +200,10 @@ def line(cfg: Any, unquantized: Sequence[str], sizes: Mapping[str, int]) -> str:
     nodes, ranks = sizes[BETWEEN], math.prod(sizes[axis] for axis in INSIDE)
     if nodes * ranks == 1:
         return f"wire: {cfg.wire}; one data-parallel rank, nothing travels"
-    found, kind = codec(cfg), "differences of weights" if sends_differences(cfg) else "weights"
-    levels = [("inside a node", ranks, found.inside), ("between nodes", nodes, found.between)]
-    how = found.inside.rounding + (f", transformed by {found.hadamard}" if found.hadamard else "")
-    parts = [f"{kind} {_spell(found.weights)}"]
+    coded, kind = codec(cfg), "differences of weights" if sends_differences(cfg) else "weights"
+    levels = [("inside a node", ranks, coded.inside), ("between nodes", nodes, coded.between)]
+    how = coded.inside.rounding + (f", transformed by {coded.hadamard}" if coded.hadamard else "")
+    parts = [f"{kind} {_spell(coded.weights)}"]
     parts += [f"gradients {where} ({n}) {_spell(level)}" for where, n, level in levels if n > 1]
     text = f"wire: {cfg.wire}; {', '.join(parts)}; rounded {how}"
     if cfg.exchange.start_step:

@@ -418,7 +418,7 @@ def reduce_scatter(
       same on all ranks, another one for each step and buffer; rank and level are folded in here.
       None: for codecs that round to nearest. state: of `start`, or what the last step returned: the
       result is then (piece, state). implementation: of the passes between the messages, as in
-      pallas_kernels/dispatch.py; a pass that its kernel does not take (`passes.Passes.why_not`)
+      pallas_kernels/dispatch.py; a pass that its kernel does not take (`Passes.why_not`)
       runs in plain JAX, which gives the same bits.
     A value that is not finite, on any rank, makes every piece NaN on all of them, and the state
     stays as it was. So does a transform or a sum inside a node that leaves float32's range.

@@ -86,7 +86,7 @@ class TrainConfig(Checked, section="train"):
 
     @property
     def keeps(self) -> Remat:
-        """What the backward pass keeps, which `training.shape.resolved` chooses for `auto`."""
+        """What the backward pass stores. `training.shape.resolved` replaced `auto` before."""
         assert self.remat != "auto"
         return self.remat
 
@@ -186,7 +186,7 @@ class ProfileConfig(Checked, section="profile"):
 
 @runtime_checkable
 class ModelShape(Protocol):
-    """What a run must know of a model's shape, for its checks and its mesh.
+    """The facts about a model that a run uses for its checks and its mesh.
 
     `--train.loss_chunks=0` and plans also need `workload(rows, seq_len, dtype, phase)`, which
     returns a megajax.cost.Workload.

@@ -1,4 +1,8 @@
-"""Held-out loss, in nats a token and bits a byte."""
+"""Evaluation: held-out loss in nats a token and bits a byte, figures by class, a sampled text.
+
+`evaluate` computes the figures of some batches. `Measure` is the hook of the training loop that
+calls it and samples; `Text` is the data of a pretraining run.
+"""
 
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -30,8 +34,8 @@ MOST_SHOWN = 200  # (chosen) classes that have figures of their own
 
 
 def evaluated_rows(cfg: JobConfig) -> int:
-    """Returns how many held-out rows an evaluation reads: the same under any accumulation and on
-    any mesh, whatever the batches in which they come."""
+    """Returns the number of held-out rows that an evaluation reads. It depends neither on the mesh
+    nor on --train.accumulate."""
     return cfg.eval.batches * cfg.train.global_batch
 
 
@@ -61,33 +65,34 @@ def evaluate(
     if total is None or not count:
         return {}
     values = jax.device_get(train_step.metrics(jax.device_get(total), np.float64(count)))
-    found: dict[str, float | int | None] = {f"eval_{n}": float(x) for n, x in values.items()}
-    found[f"eval_{train_step.task.unit}"] = count
+    figures: dict[str, float | int | None] = {f"eval_{n}": float(x) for n, x in values.items()}
+    figures[f"eval_{train_step.task.unit}"] = count
     if corpora is not None:
-        found["eval_bits_per_byte"] = bits_per_byte(float(values["loss"]), corpora, rows)
+        figures["eval_bits_per_byte"] = bits_per_byte(float(values["loss"]), corpora, rows)
     if labels and "classes_3C" in total.terms:
-        found |= by_label(jax.device_get(total.classes_3C), labels)
-    return found
+        figures |= by_label(jax.device_get(total.classes_3C), labels)
+    return figures
 
 
 def by_label(classes_3C: np.ndarray, labels: Sequence[str]) -> dict[str, float | int | None]:
-    """Returns of each class eval_precision/NAME (of what is said to be of it, how much is) and
-    eval_recall/NAME (of what is of it, how much is said to be), None where nothing is, with
-    eval_examples/NAME; and eval_f1, the mean over the classes with examples of their harmonic mean.
+    """Returns eval_precision/NAME, eval_recall/NAME and eval_examples/NAME of each class, and
+    eval_f1, the mean of the F1 scores of all classes that have examples.
+
+    Precision is None if the class was never predicted, recall if it has no examples.
 
     classes_3C: as LossSums has them. Of more than MOST_SHOWN classes: eval_f1 only.
     """
-    found: dict[str, float | int | None] = {}
+    figures: dict[str, float | int | None] = {}
     means: list[float] = []
     for name, counts in zip(labels, classes_3C.T.tolist(), strict=True):
         there, said, right = counts
         if there:
             means.append(2 * right / (there + said))
         if len(labels) <= MOST_SHOWN:
-            found[f"eval_precision/{name}"] = right / said if said else None
-            found[f"eval_recall/{name}"] = right / there if there else None
-            found[f"eval_examples/{name}"] = there
-    return found | {"eval_f1": sum(means) / len(means)}
+            figures[f"eval_precision/{name}"] = right / said if said else None
+            figures[f"eval_recall/{name}"] = right / there if there else None
+            figures[f"eval_examples/{name}"] = there
+    return figures | {"eval_f1": sum(means) / len(means)}
 
 
 def bits_per_byte(

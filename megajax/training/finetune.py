@@ -88,13 +88,13 @@ class FinetuneConfig(JobConfig):
         if not self.new_head:
             return super().given_params(layout, fresh)
         like = {name: getattr(theirs, name) for name in ("head", "labels", "pooler")}
-        given = hf.load_params(self.init_from, dataclasses.replace(self.model, **like), layout)
-        return fresh | {name: x for name, x in given.items() if name not in encoder.HEAD}
+        params = hf.load_params(self.init_from, dataclasses.replace(self.model, **like), layout)
+        return fresh | {name: x for name, x in params.items() if name not in encoder.HEAD}
 
     def check_head(self, theirs: EncoderConfig) -> None:
         """Refuses to leave the head of the folder of init_from out unless `new_head` says so.
 
-        theirs: of the folder. Raises: UserError.
+        theirs: the configuration of that folder. Raises: UserError.
         """
         if self.new_head or _head(theirs) == _head(self.model):
             return
@@ -212,18 +212,18 @@ FIRST = (
 
 
 def take_encoder(
-    base: FinetuneConfig, given: Mapping[str, Any], read: Mapping[str, Any]
+    base: FinetuneConfig, typed: Mapping[str, Any], read: Mapping[str, Any]
 ) -> FinetuneConfig:
     """Returns `base` with the model and the tokenizer of the folder of init_from, if there is one.
 
     Without --preset or --config the rest is the recipe for fine-tuning. The head stays that of
     `base`; the number of a classifier's labels is the folder's, if it has one that is trained on.
-    Args: given: {dotted name: value} of the flags; read: of the file. Both go over the folder's.
+    Args: typed: {dotted name: value} of the flags; read: of the file. Both go over the folder's.
     """
-    folder = given.get("init_from", base.init_from)
-    over = given if "init_from" in given else {**read, **given}
+    folder = typed.get("init_from", base.init_from)
+    over = typed if "init_from" in typed else {**read, **typed}
     if folder is None:
-        return fit_vocabulary(base, given, read)
+        return fit_vocabulary(base, typed, read)
     if {"model.layers", "model.width", "model.vocab"} <= over.keys():
         return base
     from megajax.foreign import hf
@@ -235,19 +235,19 @@ def take_encoder(
             "decoders (--init_from)"
         )
     base = base if config.start_given() else tuned(model)
-    kept = {k: v for k, v in over.items() if k.startswith("model.")}
-    head = kept.get("model.head", base.model.head)
+    changes = {k: v for k, v in over.items() if k.startswith("model.")}
+    head = changes.get("model.head", base.model.head)
     new = over.get("new_head", base.new_head)
     loaded = not new and head == model.head == "classify"
     labels = model.labels if loaded else base.model.labels
     base = dataclasses.replace(base, model=dataclasses.replace(model, head=head, labels=labels))
-    if "data.tokenizer" not in {**read, **given}:
-        kept["data.tokenizer"] = str(need_tokenizer(folder, "init_from", "--data.tokenizer"))
+    if "data.tokenizer" not in {**read, **typed}:
+        changes["data.tokenizer"] = str(need_tokenizer(folder, "init_from", "--data.tokenizer"))
     elif "data.tokenizer" not in over and (
         tokenizer := tokenizer_file(expand(folder, "init_from"))
     ):
-        kept["data.tokenizer"] = str(tokenizer)
-    base = config.override(base, kept)
+        changes["data.tokenizer"] = str(tokenizer)
+    base = config.override(base, changes)
     dataclasses.replace(base, init_from=folder, new_head=new).check_head(model)
     return base
 
@@ -293,8 +293,8 @@ class Accuracy:
     def __call__(self, state: TrainState, finished: int) -> TrainState:
         """Evaluates and records."""
         weights = self._step.weights(state)
-        if found := evaluate(self._step, weights, self._batches(), None, labels=self._labels):
-            self._recorder.emit(finished, found | self._more)
+        if figures := evaluate(self._step, weights, self._batches(), None, labels=self._labels):
+            self._recorder.emit(finished, figures | self._more)
         return state
 
 
@@ -314,36 +314,37 @@ class Examples:
     def _open_labelled(self, console: Console, run_dir: RunDir) -> None:
         cfg, seq_len = self._cfg, self._cfg.train.seq_len
         classes = known_classes(cfg, run_dir)
-        found = open_labelled(cfg.data, seq_len, cfg.cache_dir, console.say, classes)
-        self.tokenizer, self.labels = found.tokenizer, found.labels
-        if cfg.model.labels != len(found.labels):
+        examples = open_labelled(cfg.data, seq_len, cfg.cache_dir, console.say, classes)
+        self.tokenizer, self.labels = examples.tokenizer, examples.labels
+        if cfg.model.labels != len(examples.labels):
             whose = f"data.source={cfg.data.source}" if classes is None else classes.whose
             raise UserError(
-                f"model.labels={cfg.model.labels} must be the {len(found.labels)} of {whose}: "
-                f"{shown(found.labels)} (--model.labels={len(found.labels)})"
+                f"model.labels={cfg.model.labels} must be the {len(examples.labels)} of {whose}: "
+                f"{shown(examples.labels)} (--model.labels={len(examples.labels)})"
             )
-        if cfg.model.vocab < found.vocab:
+        if cfg.model.vocab < examples.vocab:
             raise UserError(
-                f"model.vocab={cfg.model.vocab} is fewer than the {found.vocab} of data.source="
-                f"{cfg.data.source}; nearest: {found.vocab} (--model.vocab)"
+                f"model.vocab={cfg.model.vocab} is fewer than the {examples.vocab} of data.source="
+                f"{cfg.data.source}; nearest: {examples.vocab} (--model.vocab)"
             )
-        self._held_labels = found.held_out.labels_N
+        self._held_labels = examples.held_out.labels_N
         console.say(
-            f"{cfg.data.source}: {quantity(len(found.train))} examples to learn, "
-            f"{quantity(len(found.held_out))} held out ({self.tokenizer.name})"
+            f"{cfg.data.source}: {quantity(len(examples.train))} examples to learn, "
+            f"{quantity(len(examples.held_out))} held out ({self.tokenizer.name})"
         )
         whose = "of the data" if classes is None else f"of {classes.whose}"
-        named = [f"{i} {name}" for i, name in enumerate(found.labels)]
+        named = [f"{i} {name}" for i, name in enumerate(examples.labels)]
         console.say(f"classes {whose}: {shown(named)}")
-        counts = np.bincount(found.train.labels_N, minlength=len(found.labels))
-        if unseen := [name for name, n in zip(found.labels, counts, strict=True) if not n]:
+        counts = np.bincount(examples.train.labels_N, minlength=len(examples.labels))
+        if unseen := [name for name, n in zip(examples.labels, counts, strict=True) if not n]:
             console.say(f"classes without an example to learn: {shown(unseen)}")
-        self.rows: Rows = ShuffledRows(found.train, seq_len, cfg.train.seed)
+        self.rows: Rows = ShuffledRows(examples.train, seq_len, cfg.train.seed)
         self._held: Callable[[int], list[tuple[Rows, int]]] = lambda most: [
-            (FixedRows(found.held_out, seq_len), i) for i in range(min(most, len(found.held_out)))
+            (FixedRows(examples.held_out, seq_len), i)
+            for i in range(min(most, len(examples.held_out)))
         ]
         self.identity = {
-            "examples": found.fingerprint,
+            "examples": examples.fingerprint,
             "tokenizer": self.tokenizer.identity,
             "seq_len": seq_len,
             "seed": cfg.train.seed,

@@ -3,8 +3,8 @@
 The first SIGINT or SIGTERM asks the loop to save after the step it is in; the second ends the
 process at once. In a multi-host job SIGTERM goes to jax's preemption service instead, which makes
 all hosts stop at the same step. An older attempt of a supervised job, which may not save any more,
-ends at once. Garbage is collected on the same step on all hosts: a collection
-on one of thousands delays them all (MegaScale section 6.3).
+ends at once. Garbage is collected on the same step on all hosts, because a collection on one host
+delays all hosts (MegaScale section 6.3).
 """
 
 import contextlib

@@ -100,7 +100,8 @@ class Pulse:
         return y[0, 0]
 
     def launch(self, step: int, metrics: Mapping[str, jax.Array]) -> None:
-        """Puts a pulse behind a step where one is due. metrics: of that step, not waited for."""
+        """Puts a pulse behind a step if one is due. metrics: those of the step; they are not waited
+        for."""
         if step % self._every or "loss" not in metrics:
             return
         after = metrics["loss"].addressable_data(0)
@@ -143,10 +144,11 @@ class ReplicasDiffer(UserError):
 
 
 class Hook(Protocol):
-    """What happens between two steps beside training: evaluation, pruning, what a caller wants."""
+    """Work between two steps: an evaluation, pruning, or work of a caller."""
 
     def due(self, finished: int, last: bool) -> bool:
-        """Tells whether it has work after so many finished steps. last: of the run."""
+        """Tells whether the hook has work after so many finished steps. last: whether it was the
+        last step of the run."""
         ...
 
     def start(self, state: TrainState, finished: int) -> TrainState:
@@ -154,13 +156,15 @@ class Hook(Protocol):
         ...
 
     def __call__(self, state: TrainState, finished: int) -> TrainState:
-        """Does what is due; returns the state that the next step takes. It may use up the given
-        one. What is saved after a step is the state before its hooks."""
+        """Does the work that is due. Returns the state with which the next step begins.
+
+        It may donate `state`. A checkpoint of the same step was written before.
+        """
         ...
 
 
 class Step(Protocol):
-    """What the loop asks of a step. A `TrainStep` is one; a run of several models brings another.
+    """The members of a step that the loop uses. A `TrainStep` is one, a `JointStep` another.
 
     step(state, batch) -> (state, metrics), of which `loss` and `grad_norm` decide whether it is
     finite; every scalar is recorded. state: any pytree with `step`, the number of finished steps.
@@ -182,8 +186,8 @@ class Step(Protocol):
 
 
 class Batches(Protocol):
-    """Endless batches. position: what a checkpoint says of the data, a count of rows consumed.
-    rows_per_batch: by how much a batch moves it."""
+    """Endless batches. position: the number of rows consumed so far, which checkpoints store.
+    rows_per_batch: the rows that one batch consumes."""
 
     position: int
     rows_per_batch: int
@@ -195,7 +199,8 @@ class Batches(Protocol):
 
 @dataclasses.dataclass
 class Run:
-    """What the loop works on. identity: of the data. hooks: called in this order."""
+    """The objects of one run. identity: the facts about the data that a resumed run must find
+    unchanged. hooks: called in this order."""
 
     cfg: JobConfig
     train_step: Step
@@ -217,7 +222,8 @@ class Run:
 
 
 def data_state(run: Run) -> dict[str, Any]:
-    """Returns what a checkpoint says of the data: the position is one global count of rows."""
+    """Returns the description of the data for a checkpoint. Its position is one global count of
+    rows."""
     exchange = dict(run.train_step.storage.exchange)
     named = {KEPT: exchange} if exchange else {}
     return {"rows": run.loader.position} | named | run.identity
@@ -302,10 +308,10 @@ def check_replicas(run: Run, step: int) -> None:
         return
     run.checkpoints.wait()
     good = run.checkpoints.latest()
-    kept = f"last checkpoint: step {good}" if good is not None else "no checkpoint yet"
+    last = f"last checkpoint: step {good}" if good is not None else "no checkpoint yet"
     raise ReplicasDiffer(
         f"after step {step} the devices that should hold the same bits of {differ[0]} do not "
-        f"({len(differ)} of {len(same)} leaves differ); {kept} in {run.checkpoints.folder}, and "
+        f"({len(differ)} of {len(same)} leaves differ); {last} in {run.checkpoints.folder}, and "
         "nothing was saved since. A device or a link gives wrong results: start the command "
         "again, on other machines if it comes back; 0 does not look (--wire.check_every)"
     )
@@ -338,16 +344,17 @@ def _finish(run: Run, step: int, metrics: dict[str, jax.Array]) -> None:
     row |= run.timers.drain() | pulse
     run.recorder.emit(step, row | run.meter.finish(step, loss) | run.skew.finish(step))
     if not (math.isfinite(loss) and math.isfinite(norm)):
-        own = bad_leaves(run.state)
-        run.timers.has_bad_state = bool(own)  # who does not say so has it from another
-        raise NotFinite(_bad_step(run, step, loss, norm, values["leaf_norms"], own))
+        bad = bad_leaves(run.state)
+        run.timers.has_bad_state = bool(bad)  # who does not say so has it from another
+        raise NotFinite(_bad_step(run, step, loss, norm, values["leaf_norms"], bad))
 
 
 def bad_leaves(state: Tree) -> list[str]:
     """Returns the leaves of which this process's own devices hold something not finite.
 
-    A step that is not finite keeps the state before it. So what is found here was bad before that
-    step, and only where it is: what a process computes from it reaches all others, it does not.
+    A step that is not finite keeps the state before it, so a bad leaf was bad before that step. A
+    bad leaf stays on the devices that hold it, although every process computes a loss from it that
+    is not finite.
     """
 
     def is_bad(x: jax.Array) -> bool:
@@ -363,21 +370,25 @@ def _bad_step(
     loss: float,
     norm: float,
     leaf_norms: np.ndarray,
-    own: Sequence[str],
+    bad_state: Sequence[str],
 ) -> str:
     bad = [
         n for n, x in zip(run.train_step.leaf_names, leaf_norms, strict=True) if not np.isfinite(x)
     ]
-    here = f"; process {jax.process_index()} holds {own[0]} that is not finite" if own else ""
+    holder = (
+        f"; process {jax.process_index()} holds {bad_state[0]} that is not finite"
+        if bad_state
+        else ""
+    )
     leaf = f"the gradient of each leaf is finite, the norm of all is {norm}"
     if bad:
         leaf = f"first non-finite gradient: {bad[0]} ({len(bad)} of {len(leaf_norms)} leaves)"
     rows = run.loader.rows_per_batch
     run.checkpoints.wait()
     good = run.checkpoints.latest()
-    kept = f"last good checkpoint: step {good}" if good is not None else "no checkpoint yet"
+    last = f"last good checkpoint: step {good}" if good is not None else "no checkpoint yet"
     return (
-        f"step {step}: loss is {loss}; {leaf}{here}; {kept} "
+        f"step {step}: loss is {loss}; {leaf}{holder}; {last} "
         f"in {run.checkpoints.folder}; the batch held rows {(step - 1) * rows}..{step * rows - 1}. "
         "Lower --optim.lr, or look at the data"
     )

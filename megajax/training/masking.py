@@ -91,12 +91,12 @@ class PruneConfig(Checked, section="prune"):
         return self.start + self.stages * self.steps
 
     def due(self, finished: int) -> float | None:
-        """Returns the sparsity to prune to after so many finished steps; None: go on as it is.
+        """Returns the sparsity to prune to after so many finished steps; None: no stage begins.
 
         0 when the first stage begins: nothing is pruned, but the sums start anew.
         """
-        stage, rest = divmod(finished - self.start, self.steps)
-        if not self.sparsity or rest or not 0 <= stage <= self.stages:
+        stage, remainder = divmod(finished - self.start, self.steps)
+        if not self.sparsity or remainder or not 0 <= stage <= self.stages:
             return None
         if stage == self.stages:
             return self.sparsity
@@ -167,14 +167,14 @@ def mask_optimizer(
     def update(updates: Tree, state: Any, params: Tree | None = None, **_: Any) -> Any:
         if params is None:
             raise ValueError("masks need the parameters: update(grads, state, params)")
-        updates, own = inner.update(keep(state.masks, updates), state.inner, params)
+        updates, inner_state = inner.update(keep(state.masks, updates), state.inner, params)
         updates = _where(state.masks, lambda m, u, w: jnp.where(m, u, -w), updates, params)
-        return updates, state._replace(inner=own)
+        return updates, state._replace(inner=inner_state)
 
     def look(grads: Tree, state: Any, params: Tree) -> tuple[Tree, Masked]:
         grads, state = observe(state, grads, params)
-        grads, own = inner.observe(grads, state.inner, params)
-        return grads, state._replace(inner=own)
+        grads, inner_state = inner.observe(grads, state.inner, params)
+        return grads, state._replace(inner=inner_state)
 
     def mean(state: Masked, params: Tree) -> Tree:
         return keep(state.masks, inner.mean(state.inner, params))
@@ -219,7 +219,7 @@ def clear(state: Masked, params: Tree) -> tuple[Masked, Tree]:
     return Masked(state.masks, scores, inner), keep(state.masks, params)
 
 
-def _where(masks: Tree, function: Callable, tree: Tree, *rest: Tree) -> Tree:
+def _where(masks: Tree, function: Callable, tree: Tree, *others: Tree) -> Tree:
     """Maps function(mask, leaf, *leaves) over the leaves that have a mask; others stay."""
     by_name = dict(named_leaves(masks))
 
@@ -227,4 +227,4 @@ def _where(masks: Tree, function: Callable, tree: Tree, *rest: Tree) -> Tree:
         mask = by_name.get(name(path))
         return x if mask is None else function(mask, x, *more)
 
-    return jax.tree_util.tree_map_with_path(leaf, tree, *rest)
+    return jax.tree_util.tree_map_with_path(leaf, tree, *others)

@@ -103,13 +103,13 @@ def shortened(cfg: OptimConfig, steps: int) -> list[str]:
 def make_schedule(cfg: OptimConfig, steps: int) -> optax.Schedule:
     """Returns step (from 0) -> learning rate. The first step already learns."""
     warmup, decay = phases(cfg, steps)
-    rest = max(steps - warmup, 1)
+    decay_steps = max(steps - warmup, 1)
     last = cfg.lr * cfg.final
     tail = {
         "constant": optax.constant_schedule(cfg.lr),
-        "cosine": optax.cosine_decay_schedule(cfg.lr, rest, cfg.final),
-        "linear": optax.linear_schedule(cfg.lr, last, rest),
-        "wsd": optax.linear_schedule(cfg.lr, last, decay, rest - decay),
+        "cosine": optax.cosine_decay_schedule(cfg.lr, decay_steps, cfg.final),
+        "linear": optax.linear_schedule(cfg.lr, last, decay_steps),
+        "wsd": optax.linear_schedule(cfg.lr, last, decay, decay_steps - decay),
     }[cfg.schedule]
     if not warmup:
         return tail
@@ -220,16 +220,16 @@ def average_weights(inner: Optimizer, decay: float) -> Optimizer:
     def update(updates: Tree, state: Any, params: Tree | None = None, **_: Any) -> Any:
         if params is None:
             raise ValueError("a mean needs the parameters: update(grads, state, params)")
-        updates, own = inner.update(updates, state.inner, params)
+        updates, inner_state = inner.update(updates, state.inner, params)
         count = state.count + 1
         n = count.astype(jnp.float32)
         d = jnp.minimum(decay, (1 + n) / (10 + n))
         mean = jax.tree.map(lambda m, w, u: d * m + (1 - d) * (w + u), state.mean, params, updates)
-        return updates, Averaged(mean, count, own)
+        return updates, Averaged(mean, count, inner_state)
 
     def observe(grads: Tree, state: Any, params: Tree) -> tuple[Tree, Averaged]:
-        grads, own = inner.observe(grads, state.inner, params)
-        return grads, state._replace(inner=own)
+        grads, inner_state = inner.observe(grads, state.inner, params)
+        return grads, state._replace(inner=inner_state)
 
     return dataclasses.replace(
         inner, init=init, update=update, observe=observe, mean=lambda state, params: state.mean
@@ -307,25 +307,25 @@ def spread(count: int, layout: Layout | None, taken: tuple[str, ...] = ()) -> tu
     return chosen
 
 
-def route(spec: PartitionSpec, wanted: PartitionSpec, stack: int) -> list[PartitionSpec]:
-    """Returns the shardings that lead to `wanted`, one reshard each; often that is all.
+def route(spec: PartitionSpec, target: PartitionSpec, stack: int) -> list[PartitionSpec]:
+    """Returns the shardings that lead to `target`, one reshard each; often that is all.
 
     Where some of the axes that cut one inner dimension go to a stacked one and the others are not
     used any more, XLA would gather the whole array on every device ("Involuntary full
     rematerialization"). It can gather the last axes of a dimension, and move them, so: gather what
     lies behind the axes that go, move these, gather the rest.
-    Args: wanted: cuts stacked dimensions only. stack: how many there are, in front.
+    Args: target: cuts stacked dimensions only. stack: how many there are, in front.
     """
-    used = {axis for entry in wanted for axis in _axes(entry)}
-    first, then, split = list(spec[:stack]), list(wanted[:stack]), False
-    for own in map(_axes, spec[stack:]):
-        if {*own} & used and {*own} - used:
+    used = {axis for entry in target for axis in _axes(entry)}
+    first, then, split = list(spec[:stack]), list(target[:stack]), False
+    for cut in map(_axes, spec[stack:]):
+        if {*cut} & used and {*cut} - used:
             split = True
-            while own[-1] not in used:
-                own = own[:-1]
-        first.append(own or None)
-        then.append(tuple(axis for axis in own if axis not in used) or None)
-    return [PartitionSpec(*first), PartitionSpec(*then), wanted] if split else [wanted]
+            while cut[-1] not in used:
+                cut = cut[:-1]
+        first.append(cut or None)
+        then.append(tuple(axis for axis in cut if axis not in used) or None)
+    return [PartitionSpec(*first), PartitionSpec(*then), target] if split else [target]
 
 
 def _axes(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
@@ -348,12 +348,12 @@ def scale_by_muon(
             # Pipeline stages and experts keep their own slices; free axes share out the rest.
             held = [layout.live(layout.rules.stored.get(words[i] or "", ())) for i in stack]
             taken, entries = sum(held, ()), []
-            for i, own in zip(stack, held, strict=True):
-                more = spread(shape[i] // layout.ways(own), layout, taken)
+            for i, axes_at in zip(stack, held, strict=True):
+                more = spread(shape[i] // layout.ways(axes_at), layout, taken)
                 taken += more
-                entries.append((*own, *more) or None)
-            wanted = PartitionSpec(*entries, *[None] * (x.ndim - len(stack)))
-            for there in route(spec, wanted, len(stack)):
+                entries.append((*axes_at, *more) or None)
+            target = PartitionSpec(*entries, *[None] * (x.ndim - len(stack)))
+            for there in route(spec, target, len(stack)):
                 x = reshard(x, there)
         # 'embed' is one side of the matrix, all other inner dimensions the other.
         rows = shape[len(stack)] if words[len(stack)] == "embed" else -1

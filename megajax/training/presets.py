@@ -1,4 +1,4 @@
-"""Named configurations: where pretraining starts, and what a plan plans."""
+"""Named configurations of pretraining, and how a run chooses one from flags, file and weights."""
 
 import dataclasses
 from collections.abc import Callable, Mapping
@@ -135,19 +135,19 @@ TUNED = "finetune"  # the name of runs that start from given weights
 SHAPE = ("model.layers", "model.width", "model.vocab", "data.tokenizer")  # whole: a saved file
 
 
-def take_model(base: Config, given: Mapping[str, Any], read: Mapping[str, Any]) -> Config:
+def take_model(base: Config, typed: Mapping[str, Any], read: Mapping[str, Any]) -> Config:
     """Returns `base` with the defaults that other settings decide.
 
     With init_from, model and tokenizer come from that folder, and the rest from the recipe for
     fine-tuning, unless --preset or --config was typed. Else the tokenizer is the one that a .bin
     was made with.
 
-    Args: given: {dotted name: value} of the flags; read: of the file.
+    Args: typed: {dotted name: value} of the flags; read: of the file.
     """
-    folder = given.get("init_from", base.init_from)
+    folder = typed.get("init_from", base.init_from)
     if folder is None:
-        return fit_vocabulary(_take_recorded(base, given, read), given, read)
-    over = given if "init_from" in given else {**read, **given}
+        return fit_vocabulary(_take_recorded(base, typed, read), typed, read)
+    over = typed if "init_from" in typed else {**read, **typed}
     if all(name in over for name in SHAPE):
         return base
     from megajax.foreign import hf
@@ -155,32 +155,32 @@ def take_model(base: Config, given: Mapping[str, Any], read: Mapping[str, Any]) 
     model = hf.load_decoder_config(folder)
     base = base if config.start_given() else finetune(model)
     base = dataclasses.replace(base, model=model)
-    kept = {k: v for k, v in over.items() if k.startswith("model.")}
-    if "data.tokenizer" not in {**read, **given}:
-        kept["data.tokenizer"] = str(need_tokenizer(folder, "init_from", "--data.tokenizer"))
+    changes = {k: v for k, v in over.items() if k.startswith("model.")}
+    if "data.tokenizer" not in {**read, **typed}:
+        changes["data.tokenizer"] = str(need_tokenizer(folder, "init_from", "--data.tokenizer"))
     elif "data.tokenizer" not in over and (
         tokenizer := tokenizer_file(expand(folder, "init_from"))
     ):
-        kept["data.tokenizer"] = str(tokenizer)
-    return config.override(base, kept)
+        changes["data.tokenizer"] = str(tokenizer)
+    return config.override(base, changes)
 
 
-def _take_recorded(base: Config, given: Mapping[str, Any], read: Mapping[str, Any]) -> Config:
+def _take_recorded(base: Config, typed: Mapping[str, Any], read: Mapping[str, Any]) -> Config:
     """The tokenizer that scripts/tokenize.py recorded beside a .bin, unless one is chosen."""
-    chosen = "data.tokenizer" in {**read, **given}
-    recorded = recorded_tokenizer(given.get("data.source", base.data.source))
+    chosen = "data.tokenizer" in {**read, **typed}
+    recorded = recorded_tokenizer(typed.get("data.source", base.data.source))
     if chosen or base.data.tokenizer != DataConfig().tokenizer or recorded is None:
         return base
     return dataclasses.replace(base, data=dataclasses.replace(base.data, tokenizer=recorded))
 
 
-def fit_vocabulary(base: Any, given: Mapping[str, Any], read: Mapping[str, Any]) -> Any:
+def fit_vocabulary(base: Any, typed: Mapping[str, Any], read: Mapping[str, Any]) -> Any:
     """Returns `base` with a vocabulary that has room for bpe:N, unless one is chosen.
 
     A larger one stays, so that runs which had it go on. A masked-token head has one more id.
     """
-    size = bpe_size(str(given.get("data.tokenizer", base.data.tokenizer)))
-    if size is None or "model.vocab" in {**read, **given}:
+    size = bpe_size(str(typed.get("data.tokenizer", base.data.tokenizer)))
+    if size is None or "model.vocab" in {**read, **typed}:
         return base
     size += getattr(base.model, "head", None) == "mlm"
     return config.override(base, {"model.vocab": size}) if size > base.model.vocab else base

@@ -1,7 +1,7 @@
-"""What a run leaves to look at: curve.png, summary.md and .json, from metrics.jsonl.
+"""The report of a run: curve.png, summary.md and summary.json, made from metrics.jsonl.
 
-A run whose checkpoints are safe has done its work: what of this cannot be written (a full disk, a
-folder that became read-only) is told in a line, and changes no exit code.
+A run whose checkpoints are safe has done its work. If a file of the report cannot be written (a
+full disk, a folder that became read-only), the run prints why and keeps its exit code.
 """
 
 import dataclasses
@@ -96,9 +96,9 @@ def write_report(
     if sample is not None:
         lines += ["## Sample", "", "```", sample, "```", ""]
     text = "\n".join(lines).encode(errors="backslashreplace")
-    whole = json_text({**facts, "rows": [figures]})
+    data = json_text({**facts, "rows": [figures]})
     attempt("summary.md", lambda: write_whole(folder / "summary.md", text))
-    attempt("summary.json", lambda: write_whole(folder / "summary.json", whole))
+    attempt("summary.json", lambda: write_whole(folder / "summary.json", data))
     return figures
 
 
@@ -261,7 +261,7 @@ def show_start(
 
 
 def show_data(console: Console, cfg: Any, corpora: list[Corpus], tokenizer: Tokenizer) -> None:
-    """What is read and how much, and how many documents are there more than once."""
+    """Prints the corpora, their tokens, and how many documents occur more than once."""
     for c in corpora:
         held = c.held_out.tokens if c.held_out is not None else 0
         console.say(
@@ -326,7 +326,8 @@ def wire_bytes(train_step: TrainStep) -> dict[str, tuple[int, float]]:
 
 
 def show_wire(console: Console, cfg: Any, train_step: TrainStep, mesh: Mesh) -> None:
-    """What data parallelism sends in which codec, how much, and what stays as without --wire."""
+    """Prints the codecs of data parallelism, the bytes of a step, and the leaves that are not
+    quantized."""
     exchange = train_step.exchange
     if cfg.wire == "none" or exchange is None:
         return
@@ -352,7 +353,8 @@ def facts(
 ) -> dict[str, Any]:
     """Returns what a result must state beside its figures.
 
-    name: of what the configuration starts from. preset: that itself; None: flags are not stated.
+    name: of the preset, file or recipe that the configuration starts from. preset: that
+    configuration; the flags that differ from it are stated. None: flags are not stated.
     """
     device, task = mesh.devices.flat[0], train_step.task
     layer = "emulated" if device.platform == "cpu" else f"measured on {device.device_kind}"

@@ -1,4 +1,4 @@
-"""How a run begins: from its own newest checkpoint, else from given weights, else from scratch."""
+"""The first state of a run: its newest checkpoint, else given weights, else new ones."""
 
 import dataclasses
 import functools
@@ -61,9 +61,9 @@ def begin(
     """
     if memory is not None:
         like, rows = functools.partial(_like, train_step), train_step.rows
-        found = memory.take(like, checkpoints.agreed_latest(), rows)
-        if found is not None:
-            step, state, data = found
+        copy = memory.take(like, checkpoints.agreed_latest(), rows)
+        if copy is not None:
+            step, state, data = copy
             _check_data(identity, data, "the copy in memory")
             how = _resumed(step, cfg, "the copy in memory", ", from memory")
             state, note = _completed(train_step, state, data)
@@ -81,7 +81,7 @@ def begin(
     state = train_step.init(cfg.train.seed)
     if cfg.init_from is not None:
         params = train_step.storage.arranged(cfg.given_params(train_step.layout, state.params))
-        return _given(train_step, state, params, f"weights from {cfg.init_from}")
+        return _from_params(train_step, state, params, f"weights from {cfg.init_from}")
     return Start(state, 0, "initialised")
 
 
@@ -96,10 +96,12 @@ def _go_on(
         data = checkpoints.data_state(step)
     if imported := data.get("imported"):
         like = {"params": train_step.abstract_state.params}
-        rows = {n: own for n, own in train_step.rows.items() if n.startswith("params.")}
+        rows = {n: order for n, order in train_step.rows.items() if n.startswith("params.")}
         restored = checkpoints.restore(step, like=like, order=rows)
         state = train_step.init(cfg.train.seed)
-        return _given(train_step, state, restored["params"], f"weights imported from {imported}")
+        return _from_params(
+            train_step, state, restored["params"], f"weights imported from {imported}"
+        )
     how = _resumed(step, cfg, str(checkpoints.folder))
     like = _like(train_step, data)
     left_out = _holds(data) != train_step.storage.exchange
@@ -119,8 +121,8 @@ def changes(cfg: JobConfig, former: JobConfig | None, step: int) -> list[str]:
     """
     if former is None:
         return _model_changes(cfg) if cfg.init_from is not None and step == 0 else []
-    found = [d for d in config.diff(cfg, former) if d[0] != "run_dir"]
-    lines = [f"  {name}: {old} -> {new}" for name, old, new in found]
+    changed = [d for d in config.diff(cfg, former) if d[0] != "run_dir"]
+    lines = [f"  {name}: {old} -> {new}" for name, old, new in changed]
     course = _course(cfg, former, step)
     return [*course, *(["settings that differ from the former start:"] if lines else []), *lines]
 
@@ -154,8 +156,8 @@ def _model_changes(cfg: JobConfig) -> list[str]:
     theirs: Any = hf.load_config(cfg.init_from)
     if type(theirs) is not type(cfg.model):
         return []
-    found = config.diff(cfg.model, theirs)
-    lines = [f"  model.{name}: {old} -> {new}" for name, old, new in found]
+    changed = config.diff(cfg.model, theirs)
+    lines = [f"  model.{name}: {old} -> {new}" for name, old, new in changed]
     return [f"settings that differ from {cfg.init_from}:", *lines] if lines else []
 
 
@@ -188,25 +190,30 @@ def _completed(
 
     New copies are the masters in the type of compute: the same bits on all devices.
     """
-    state, held, own, notes = TrainState(**restored), _holds(data), train_step.storage.exchange, []
-    lacks = [k for k in own if own[k] is not None and getattr(state, k) is None]
+    state, held, exchange, notes = (
+        TrainState(**restored),
+        _holds(data),
+        train_step.storage.exchange,
+        [],
+    )
+    lacks = [k for k in exchange if exchange[k] is not None and getattr(state, k) is None]
     if lacks:
         made = dict(zip(("copies", "errors"), train_step.init_exchange(state.params), strict=True))
         state = dataclasses.replace(state, **{k: made[k] for k in lacks})
     if "copies" in lacks:
         was = "it has none" if held.get("copies") is None else f"it has {held['copies']} ones"
         notes.append(f"copies of the weights are made again ({was})")
-    elif held.get("copies") is not None and own.get("copies") is None:
+    elif held.get("copies") is not None and exchange.get("copies") is None:
         notes.append("its copies of the weights are not needed")
     if "errors" in lacks:
         was = "it has none" if held.get("errors") is None else "another mesh or codec"
         notes.append(f"errors of gradients begin at 0 ({was})")
-    elif held.get("errors") is not None and own.get("errors") is None:
+    elif held.get("errors") is not None and exchange.get("errors") is None:
         notes.append("its errors of gradients are dropped")
     return state, "".join(f"; {note}" for note in notes)
 
 
-def _given(train_step: TrainStep, state: TrainState, params: Any, how: str) -> Start:
+def _from_params(train_step: TrainStep, state: TrainState, params: Any, how: str) -> Start:
     """Returns a start from a first state with other parameters, which its copies and errors
     follow. how: which way it began."""
     # What is not trained may rest in fewer bits than the weights came in.
@@ -224,15 +231,15 @@ def _given(train_step: TrainStep, state: TrainState, params: Any, how: str) -> S
 
 def _resumed(step: int, cfg: JobConfig, where: str, note: str = "") -> str:
     """Returns how the run goes on. note: appended. Raises: UserError when it is past its end."""
-    wanted = cfg.train.steps
-    if step > wanted:
+    steps = cfg.train.steps
+    if step > steps:
         raise UserError(
-            f"train.steps={wanted}: {where} already has {step} steps, and a run cannot go back; "
+            f"train.steps={steps}: {where} already has {step} steps, and a run cannot go back; "
             f"give at least {step} to keep it (more to train on), or another --run_dir to begin "
             "anew (--train.steps)"
         )
-    if step == wanted:
-        note += f": all of train.steps={wanted} are done, a larger --train.steps trains on"
+    if step == steps:
+        note += f": all of train.steps={steps} are done, a larger --train.steps trains on"
     return f"resumed after step {step}{note}"
 
 

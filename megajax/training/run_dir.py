@@ -123,15 +123,15 @@ def saved_labels(folder: str | Path) -> tuple[str, ...] | None:
     if not file.is_file():
         return None
     try:
-        found = files.parse_json(files.read_bytes(file, MAX_LABELS))
+        labels = files.parse_json(files.read_bytes(file, MAX_LABELS))
     except (OSError, ValueError) as error:
         raise UserError(
             f"cannot read {file}: {error}; a list of the names of the classes, in the order of "
             "their numbers, mends it (--run_dir)"
         ) from None
-    if not (isinstance(found, list) and all(isinstance(name, str) for name in found)):
+    if not (isinstance(labels, list) and all(isinstance(name, str) for name in labels)):
         raise UserError(f"{file} must hold a list of strings, the names of classes (--run_dir)")
-    return tuple(found)
+    return tuple(labels)
 
 
 def run_path(cfg: JobConfig, experiment: str, preset: str, base: JobConfig | None = None) -> Path:

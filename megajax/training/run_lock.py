@@ -64,7 +64,11 @@ class RunLock:
         try:
             if self._file >= 0:
                 os.ftruncate(self._file, 0)
-                os.pwrite(self._file, json.dumps(_about_us(attempt)).encode(), 0)
+                since = datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
+                command = shlex.join(sys.argv)
+                about = {"host": socket.gethostname(), "pid": os.getpid(), "since": since}
+                about |= {"command": command} | (asdict(attempt) if attempt is not None else {})
+                os.pwrite(self._file, json.dumps(about).encode(), 0)
         except OSError as error:  # a full disk: the lock holds without the name of its holder
             logging.warning("%s does not name its holder: %s", self._path, error.strerror)
         # A fork shares the open file and thus the lock: a child that outlives us would keep it.
@@ -164,31 +168,24 @@ def _is_at(file: int, path: Path) -> bool:
         return False
 
 
-def _about_us(attempt: Attempt | None) -> dict[str, str | int]:
-    since = datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
-    command = shlex.join(sys.argv)
-    about = {"host": socket.gethostname(), "pid": os.getpid(), "since": since, "command": command}
-    return about | (asdict(attempt) if attempt is not None else {})
-
-
 def _lead(file: int, attempt: Attempt | None) -> int:
     """Returns by how much an attempt is newer than the holder of a lock file, 0 if that is not of
     the same supervised run."""
     try:
-        found = json.loads(os.pread(file, 1 << 16, 0))
-        if attempt is None or found["run"] != attempt.run:
+        holder = json.loads(os.pread(file, 1 << 16, 0))
+        if attempt is None or holder["run"] != attempt.run:
             return 0
-        return attempt.number - int(found["number"])
+        return attempt.number - int(holder["number"])
     except (OSError, ValueError, KeyError, TypeError):
         return 0
 
 
 def _holder(file: int) -> str:
     try:
-        found = parse_json(os.pread(file, 1 << 16, 0))
+        holder = parse_json(os.pread(file, 1 << 16, 0))
         return (
-            f"process {found['pid']} on {found['host']} since {found['since']} "
-            f"({found['command'][:500]})"
+            f"process {holder['pid']} on {holder['host']} since {holder['since']} "
+            f"({holder['command'][:500]})"
         )
     except (OSError, ValueError, KeyError, TypeError):
         return "another process"  # it has not said yet who it is

@@ -69,7 +69,7 @@ def logprobs(
 
 def _in_batches(cfg: DecoderConfig, mesh: Mesh, run: Any, layout: Any, rows: list) -> list:
     """Rows of about one length together, in shapes of powers of two."""
-    found: list[Any] = [None] * len(rows)
+    scores_of: list[Any] = [None] * len(rows)
     order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
     ways = layout.ways(BATCH_AXES)
     while order:
@@ -91,8 +91,8 @@ def _in_batches(cfg: DecoderConfig, mesh: Mesh, run: Any, layout: Any, rows: lis
             scores = np.asarray(reshard(run(jax.device_put(tokens, at)), jax.P(None, None)))
         for place, i in enumerate(taken):
             nothing = np.full(1, np.nan, np.float32)
-            found[i] = np.concatenate([nothing, scores[place, : len(rows[i]) - 1]])
-    return found
+            scores_of[i] = np.concatenate([nothing, scores[place, : len(rows[i]) - 1]])
+    return scores_of
 
 
 @functools.lru_cache(maxsize=4)
@@ -109,15 +109,15 @@ def _program(cfg: DecoderConfig, mesh: Mesh, dtype: str) -> tuple[Any, Any]:
         batch = {"tokens": tokens_BS, "positions": reshard(positions_BS, rows)}
         hidden_BSD, _ = parts.hidden(params, batch, None, "none")
         next_BS = jnp.concatenate([tokens_BS[:, 1:], tokens_BS[:, :1]], 1)
-        found = []
+        chunks = []
         for start in range(0, S, CHUNK):
             part = slice(start, start + CHUNK)
             logits = reshard(
                 parts.head(params, hidden_BSD[:, part]), layout.act("batch", None, None)
             )
-            here = jnp.arange(logits.shape[-1])[None, None] == next_BS[:, part, None]
-            logit = jnp.where(here, logits, 0.0).sum(-1)
-            found.append(logit - jax.nn.logsumexp(logits, -1))
-        return jnp.concatenate(found, 1)
+            is_next = jnp.arange(logits.shape[-1])[None, None] == next_BS[:, part, None]
+            logit = jnp.where(is_next, logits, 0.0).sum(-1)
+            chunks.append(logit - jax.nn.logsumexp(logits, -1))
+        return jnp.concatenate(chunks, 1)
 
     return layout, jax.jit(run)

@@ -1,4 +1,4 @@
-"""What the cost model must know of a run's configuration, and what a run asks the cost model.
+"""From a run's configuration to the cost model, and what the cost model decides for a run.
 
 Floor: training. Memory and time of a `StepShape` are megajax/cost's; systems/aot.py plans with it.
 """
@@ -34,11 +34,11 @@ MOST_CHUNKS = 64  # (chosen) more pieces make the head's products too small to b
 
 def step_shape(
     cfg: Any,
-    found: dict[str, int],
+    sizes: dict[str, int],
     fused_attention: bool = False,
     phase: Phase = "train",
 ) -> StepShape:
-    """Returns what the cost model must know of a configuration. found: {mesh axis: size}.
+    """Returns what the cost model must know of a configuration. sizes: {mesh axis: size}.
 
     Raises: UserError if the model's configuration has no `workload`.
     """
@@ -48,7 +48,7 @@ def step_shape(
             "memory and time are estimated; write it (megajax/cost/base.py:Workload), or leave "
             "nothing to the estimate (--train.loss_chunks=1 and not 0)"
         )
-    stages, train, pipeline = found["pipe"], cfg.train, cfg.pipeline
+    stages, train, pipeline = sizes["pipe"], cfg.train, cfg.pipeline
     schedule = Pipeline()
     if stages > 1:
         hides = pipeline.overlap == "chunk"
@@ -56,8 +56,8 @@ def step_shape(
         schedule = Pipeline(stages, pieces, pipeline.chunks, order, pipeline.stash, hides)
     return StepShape(
         load=cfg.model.workload(train.global_batch, train.seq_len, train.dtype, phase),
-        sizes=found,
-        zero_axes=tuple(a for a in sharding.zero_axes(cfg.zero) if found[a] > 1),
+        sizes=sizes,
+        zero_axes=tuple(a for a in sharding.zero_axes(cfg.zero) if sizes[a] > 1),
         accumulate=train.accumulate if phase == "train" else 1,
         remat=train.keeps,
         loss_chunks=max(train.loss_chunks, 1) if phase == "train" else 1,
@@ -86,20 +86,20 @@ def _coding(cfg: Any) -> Coding:
     )
 
 
-def with_segments(cfg: Any, rows: Any, found: dict[str, int]) -> Any:
+def with_segments(cfg: Any, rows: Any, sizes: dict[str, int]) -> Any:
     """Returns the configuration with a number of documents a row where it leaves that open (0).
 
     It is the mean over the first rows that training reads, and so many of their deviations more
     that hardly any batch of a device has more. Rows are the same in all processes, so the number
-    is, too. Args: rows: a data.loader.Rows. found: {mesh axis: size}.
+    is, too. Args: rows: a data.loader.Rows. sizes: {mesh axis: size}.
     """
     train = cfg.train
     if train.segments:
         return cfg
     first = [rows[i]["segments"] for i in range(COUNTED)]
     counts = np.array([np.count_nonzero(np.diff(s, prepend=-2) * (s >= 0)) for s in first])
-    pieces = cfg.pipeline.pieces(found["pipe"]) if found["pipe"] > 1 else train.accumulate
-    batch = max(train.global_batch // (found["node"] * found["data"] * found["expert"] * pieces), 1)
+    pieces = cfg.pipeline.pieces(sizes["pipe"]) if sizes["pipe"] > 1 else train.accumulate
+    batch = max(train.global_batch // (sizes["node"] * sizes["data"] * sizes["expert"] * pieces), 1)
     room = int(np.ceil(counts.mean() + DEVIATIONS * counts.std() / np.sqrt(batch)))
     return dataclasses.replace(cfg, train=dataclasses.replace(train, segments=max(room, 2)))
 
@@ -109,7 +109,7 @@ def is_open(cfg: Any) -> bool:
     return not cfg.train.loss_chunks or cfg.train.remat == "auto"
 
 
-def resolved(cfg: Any, found: dict[str, int], memory_bytes: int | None) -> Any:
+def resolved(cfg: Any, sizes: dict[str, int], memory_bytes: int | None) -> Any:
     """Returns the configuration with what it leaves open chosen for a GPU's memory.
 
     First rematerialisation, then the loss chunks: keeping every product spares more time than
@@ -120,11 +120,11 @@ def resolved(cfg: Any, found: dict[str, int], memory_bytes: int | None) -> Any:
         dots = dataclasses.replace(cfg, train=dataclasses.replace(train, remat="dots"))
         fits = False
         if memory_bytes is not None:
-            step = step_shape(with_chunks(dots, found, memory_bytes), found, _is_fused(train))
+            step = step_shape(with_chunks(dots, sizes, memory_bytes), sizes, _is_fused(train))
             fits = memory.bound(memory.terms(step)) <= ROOM * memory_bytes
         outputs = dataclasses.replace(cfg, train=dataclasses.replace(train, remat="outputs"))
         cfg = dots if fits else outputs
-    return with_chunks(cfg, found, memory_bytes)
+    return with_chunks(cfg, sizes, memory_bytes)
 
 
 def _is_fused(train: Any) -> bool:
@@ -132,7 +132,7 @@ def _is_fused(train: Any) -> bool:
     return train.attention != "xla" and train.dtype == "bfloat16"
 
 
-def with_chunks(cfg: Any, found: dict[str, int], memory_bytes: int | None) -> Any:
+def with_chunks(cfg: Any, sizes: dict[str, int], memory_bytes: int | None) -> Any:
     """Returns the configuration with a number of loss chunks where it leaves that open (0).
 
     The fewest pieces of the sequence with which the terms of memory fill at most ROOM of the GPU,
@@ -145,8 +145,8 @@ def with_chunks(cfg: Any, found: dict[str, int], memory_bytes: int | None) -> An
         return cfg
     chosen = 1
     if memory_bytes is not None:
-        step = step_shape(cfg, found, _is_fused(train))
-        tokens = train.seq_len // found["context"]
+        step = step_shape(cfg, sizes, _is_fused(train))
+        tokens = train.seq_len // sizes["context"]
         pieces = [n for n in range(1, MOST_CHUNKS + 1) if tokens % n == 0]
         needed = (
             memory.bound(memory.terms(dataclasses.replace(step, loss_chunks=n))) for n in pieces
@@ -200,19 +200,19 @@ def check_address(address: str) -> None:
         raise UserError(f"{error} (--checkpoint.dir)") from None
 
 
-def check_attention(wanted: str, dtype: str, device: jax.Device) -> None:
+def check_attention(attention: str, dtype: str, device: jax.Device) -> None:
     """Refuses an attention kernel that the device or the type has not. Raises: UserError."""
-    if wanted not in ("cudnn", "hopper"):
+    if attention not in ("cudnn", "hopper"):
         return
-    if device.platform == "cpu" or (wanted == "hopper" and not is_hopper(device.device_kind)):
-        needed = "an NVIDIA GPU" if wanted == "cudnn" else "a Hopper GPU"
-        found = "a CPU" if device.platform == "cpu" else device.device_kind
+    if device.platform == "cpu" or (attention == "hopper" and not is_hopper(device.device_kind)):
+        needed = "an NVIDIA GPU" if attention == "cudnn" else "a Hopper GPU"
+        machine = "a CPU" if device.platform == "cpu" else device.device_kind
         raise UserError(
-            f"train.attention={wanted} needs {needed}, found {found}; use auto, xla or varlen "
+            f"train.attention={attention} needs {needed}, found {machine}; use auto, xla or varlen "
             "(--train.attention)"
         )
     if jnp.dtype(dtype).itemsize != 2:
         raise UserError(
-            f"train.attention={wanted} needs a 16-bit type, found train.dtype={dtype}; use "
+            f"train.attention={attention} needs a 16-bit type, found train.dtype={dtype}; use "
             "train.dtype=bfloat16, or auto or xla (--train.attention, --train.dtype)"
         )

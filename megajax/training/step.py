@@ -48,14 +48,16 @@ from megajax.training.task import Leaf, Task, TrainState
 
 @dataclasses.dataclass(frozen=True)
 class StorageOrder:
-    """In which order a run holds layers and tokens, and what else a checkpoint must say of it.
+    """The order in which a run holds layers and tokens, and what a checkpoint must state of it.
 
-    layers: {leaf of a state: the model's layer at each place}, of the leaves whose layers are not
-    held in the model's order (interleaved pipeline stages); checkpoints are written in the model's
-    order by it. tokens: which token of a row lies at each of its places (context parallelism);
-    None: as they come. chunks: of a pipeline's stage. natural(tree), arranged(tree): a state or
-    parameters with the layers in the model's order, and in the run's. exchange: what a checkpoint
-    says of the copies and errors in it (JSON); a run of another exchange makes its own.
+    layers: {leaf of a state: the number of the model's layer at each place}, for the leaves whose
+    layers are not in the model's order (interleaved pipeline stages). Checkpoints are written in
+    the model's order. tokens: the number of the token at each place of a row (context parallelism);
+    None: the order of the text. chunks: the chunks of a pipeline's stage. natural(tree): returns a
+    state or parameters with the layers in the model's order. arranged(tree): returns them in the
+    order of the run. exchange: a description, in JSON, of the copies and errors that a state holds.
+    A run restores copies and errors only if its own description is the same; otherwise it makes new
+    ones.
     """
 
     layers: Mapping[str, Sequence[int]]
@@ -68,18 +70,21 @@ class StorageOrder:
 
 @dataclasses.dataclass(frozen=True)
 class TrainStep:
-    """The jitted functions of a run and what they take.
+    """The jitted functions of a run, and the shapes and shardings of their arguments.
 
-    init(seed) -> state. step(state, batch) -> (state, metrics); it donates the state, and is
-    `apply(state, gradients(state, batch))` in one program. gradients(state, batch) -> Gradients,
-    whose sums and gradients are over the whole step. apply(state, gradients) -> (state, metrics)
-    donates the state. init_exchange(params) -> (copies, errors) of a TrainState, for parameters
-    that were loaded. agree(state) -> for each leaf whether all devices with the same part of it
-    hold the same bits. evaluate(params, batch) -> LossSums. abstract_state, abstract_batch:
-    ShapeDtypeStructs with shardings; abstract_batches: of all shapes in which a batch may come.
-    leaf_names: of metrics['leaf_norms'], in its order: the
-    parameters that are trained. exchange: between masters and weights in use; None: the model
-    gathers these itself.
+    init(seed) -> state.
+    step(state, batch) -> (state, metrics): one program that computes `apply(state, gradients(state,
+      batch))`. It donates the state.
+    gradients(state, batch) -> Gradients, summed over all micro-batches and devices.
+    apply(state, gradients) -> (state, metrics): the update. It donates the state.
+    evaluate(params, batch) -> LossSums of one micro-batch.
+    init_exchange(params) -> (copies, errors) of a TrainState whose parameters were loaded.
+    agree(state) -> a bool for each leaf: whether all devices that hold the same part of the leaf
+      hold the same bits.
+    abstract_state, abstract_batch, abstract_eval_batch: ShapeDtypeStructs with shardings.
+      abstract_batches has one of each shape in which a batch may come.
+    leaf_names: the names of the trained parameters, in the order of metrics['leaf_norms'].
+    exchange: lies between the masters and the weights in use; None: the model gathers its weights.
     """
 
     task: Task
@@ -118,7 +123,7 @@ class TrainStep:
         return self.parts.joined(self.optimizer.mean(state.opt, self.parts.trained(params)), params)
 
     def metrics(self, sums: LossSums, total: Any) -> dict[str, jax.Array]:
-        """Returns what the task reports of sums over `total` predictions, `loss` among it."""
+        """Returns the task's metrics of sums over `total` predictions, with `loss` among them."""
         return _metrics(self.task, sums, total)
 
 
@@ -224,102 +229,114 @@ def make_train_step(
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class JointStep:
-    """Several models as one state, for a run whose step trains them together (`joint`).
+# ---- a step: gradients, then the update
 
-    A state's `params` and `opt` are dicts by model; `step` counts iterations of the run.
-    step(state, batch) -> (state, metrics) is the run's own, in as many programs as it likes. Other
-    members: as TrainStep's.
+
+def _gradients(
+    cfg: Any,
+    task: Task,
+    parts: ModelParts,
+    differentiate: Differentiate,
+    state: TrainState,
+    batch: Batch,
+    *route: Route,
+) -> Gradients:
+    """Returns the gradients of one step, of all its micro-batches.
+
+    route: of a pipeline. Raises: UserError for a parameter that is no array.
     """
-
-    steps: Mapping[str, TrainStep]
-    step: Callable[[TrainState, Any], tuple[TrainState, dict[str, jax.Array]]]
-    storage: StorageOrder
-    abstract_state: TrainState
-    leaf_names: tuple[str, ...]
-    exchange: None = None
-
-    @property
-    def task(self) -> Task:
-        """Returns the first model's task, whose unit the run counts."""
-        return next(iter(self.steps.values())).task
-
-    @property
-    def layout(self) -> Layout:
-        """Returns the first model's layout, with which JobConfig.given_params reads weights."""
-        return next(iter(self.steps.values())).layout
-
-    @property
-    def rows(self) -> Mapping[str, Sequence[int]]:
-        """Returns storage.layers, the `order` that CheckpointManager takes."""
-        return self.storage.layers
-
-    def init(self, seed: int) -> TrainState:
-        """Returns the first state; each model draws its parameters from a seed of its own."""
-        return self.join(
-            {name: one.init(seed + i) for i, (name, one) in enumerate(self.steps.items())}, 0
-        )
-
-    def agree(self, state: TrainState) -> TrainState:
-        """Returns for each leaf whether all devices with the same part of it hold the same bits."""
-        states = {name: one.agree(self.part(state, name)) for name, one in self.steps.items()}
-        return self.join(states, next(iter(states.values())).step)
-
-    def part(self, state: TrainState, name: str) -> TrainState:
-        """Returns one model's state, as its TrainStep takes it, which may use it up."""
-        return TrainState(state.params[name], state.opt[name], state.step + 0)
-
-    def join(self, states: Mapping[str, TrainState], step: Any) -> TrainState:
-        """Returns the state of all models. step: the number of finished iterations."""
-        return _join(states, jnp.int32(step) if isinstance(step, int) else step)
+    leaves = jax.tree.structure(parts.abstract).flatten_up_to(state.params)
+    for (n, _), x in zip(named_leaves(parts.abstract), leaves, strict=True):
+        if not isinstance(x, jax.Array):
+            raise UserError(
+                f"{n} is a {type(x).__name__}, and a train step takes arrays: a parameter that is "
+                "not trained rests in float32 or bfloat16 (--train.freeze, --train.frozen_dtype); "
+                "quantized weights are served, not trained (docs/serving.md)"
+            )
+    count = task.count(batch)
+    total = jnp.maximum(count, 1).astype(jnp.float32)
+    key = jax.random.fold_in(jax.random.key(cfg.train.seed), state.step)
+    return differentiate(state, batch, total, key, *route)._replace(count=count)
 
 
-def joint(
-    steps: Mapping[str, TrainStep],
-    step: Callable[[TrainState, Any], tuple[TrainState, dict[str, jax.Array]]],
-) -> JointStep:
-    """Returns the step of a run that trains several models.
-
-    Raises: UserError for a model with an exchange (--wire), whose copies a joint state has no room
-    for.
-    """
-    coded = [name for name, one in steps.items() if one.storage.exchange]
-    if coded:
-        raise UserError(f"wire: models in one state need --wire=none; found one on {coded[0]}")
-
-    def reorder(how: str) -> Callable[[Any], Any]:
-        def call(tree: Any) -> Any:
-            if isinstance(tree, TrainState):
-                parts = {n: TrainState(tree.params[n], tree.opt[n], tree.step) for n in steps}
-                return _join(
-                    {n: getattr(one.storage, how)(parts[n]) for n, one in steps.items()}, tree.step
-                )
-            return {n: getattr(one.storage, how)(tree[n]) for n, one in steps.items()}
-
-        return call
-
-    def renamed(leaf: str, model: str) -> str:
-        member, _, rest = leaf.partition(".")
-        return f"{member}.{model}.{rest}"
-
-    layers = {
-        renamed(leaf, name): order
-        for name, one in steps.items()
-        for leaf, order in one.storage.layers.items()
+def _apply(
+    cfg: Any,
+    task: Task,
+    pieces: int,
+    parts: ModelParts,
+    optimizer: Optimizer,
+    state: TrainState,
+    gradients: Gradients,
+) -> tuple[TrainState, dict[str, jax.Array]]:
+    """The update of one optimizer step. pieces: micro-batches of it."""
+    sums, grads, copies, lack, errors, count = gradients
+    assert count is not None
+    total, trained = jnp.maximum(count, 1).astype(jnp.float32), parts.trained(state.params)
+    grads, opt = optimizer.observe(grads, state.opt, trained)
+    squares = jnp.stack([jnp.sum(g * g) for g in jax.tree.leaves(grads)])
+    norm = jnp.sqrt(squares.sum())
+    if cfg.optim.clip > 0:
+        scale = jnp.minimum(1.0, cfg.optim.clip / jnp.maximum(norm, 1e-30))
+        grads = jax.tree.map(lambda g: g * scale, grads)
+    updates, opt = optimizer.update(grads, opt, trained)
+    params = parts.joined(optax.apply_updates(trained, updates), state.params)
+    params = parts.settle(params, sums)
+    new = TrainState(params, opt, state.step + 1, errors=errors)
+    metrics = _metrics(task, sums, total)
+    finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(norm)
+    old = dataclasses.replace(state, copies=None)
+    new = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
+    # Copies follow the masters that were there before the step, so they stand in any case.
+    new = dataclasses.replace(new, copies=copies)
+    with jax.numpy_dtype_promotion("standard"):  # optax mixes int32 and floats
+        rate = optimizer.rate(state.step)
+    metrics |= {
+        "grad_norm": norm,
+        "targets": count,
+        "lr": jnp.asarray(rate, jnp.float32),
+        "leaf_norms": jnp.sqrt(squares),
     }
-    first = next(iter(steps.values()))
-    storage = StorageOrder(
-        layers, first.storage.tokens, 1, reorder("natural"), reorder("arranged"), {}
-    )
-    states = {name: one.abstract_state for name, one in steps.items()}
-    names = tuple(f"{name}.{leaf}" for name, one in steps.items() for leaf in one.leaf_names)
-    return JointStep(steps, step, storage, _join(states, first.abstract_state.step), names)
+    if lack is not None:
+        metrics |= _wire_metrics(lack)
+    return new, metrics | _moe_metrics(sums.moe, pieces)
 
 
-def _join(states: Mapping[str, TrainState], step: Any) -> TrainState:
-    params = {name: state.params for name, state in states.items()}
-    return TrainState(params, {name: state.opt for name, state in states.items()}, step)
+def _metrics(task: Task, sums: LossSums, total: Any) -> dict[str, jax.Array]:
+    metrics = dict(task.metrics(sums, total))
+    return metrics if "loss" in metrics else {"loss": task.objective(sums, total), **metrics}
+
+
+def _wire_metrics(squares: jax.Array) -> dict[str, jax.Array]:
+    """Returns the distance of the weights in use from the masters.
+
+    wire_drift is the norm of the difference, wire_drift_relative that norm divided by the norm of
+    the masters. squares: of Exchange.gather. Every piece lies on one device of each copy, and is
+    counted once.
+    """
+    drift, norm = jnp.sqrt(squares.sum(0))
+    return {"wire_drift": drift, "wire_drift_relative": drift / jnp.maximum(norm, 1e-30)}
+
+
+def _moe_metrics(sums: MoeSums | None, batches: int) -> dict[str, jax.Array]:
+    """Returns the metrics of a mixture of experts; none for a dense model.
+
+    moe_aux and moe_z are the means of the auxiliary losses over layers and micro-batches; the
+    metric `loss` does not contain them. moe_dropped is the number of pairs of token and expert that
+    found no slot, in all layers. moe_max_load is the load of the busiest expert of any layer,
+    divided by the load of a balanced one.
+    """
+    if sums is None:
+        return {}
+    load = sums.load_E.astype(jnp.float32)
+    return {
+        "moe_aux": sums.aux.mean() / batches,
+        "moe_z": sums.z.mean() / batches,
+        "moe_dropped": sums.dropped.sum(),
+        "moe_max_load": (load / load.mean(-1, keepdims=True)).max(),
+    }
+
+
+# ---- what a step is made of
 
 
 def trained_leaves(task: Task, freeze: str | None, axes: Tree) -> Tree:
@@ -400,40 +417,7 @@ def _pipeline(
     return Pipeline(parts, layout, cfg.pipeline, dtype, cfg.train.keeps, rows, exchange)
 
 
-def _once(mesh: Mesh) -> dict[str, Any] | None:
-    """Compiler options of a program that runs once: on a CPU, optimising is not worth its time."""
-    if mesh.devices.flat[0].platform == "cpu":
-        return {"xla_backend_optimization_level": 0}
-    return None
-
-
-def _under(mesh: Mesh, function: Any, *routes: Route) -> Callable:
-    """Returns a function that runs, and is lowered, under the mesh.
-
-    routes: its last arguments; every device gets their arrays at the first call.
-    """
-    where = NamedSharding(mesh, P())
-
-    @functools.cache
-    def placed() -> tuple[Route, ...]:
-        return jax.tree.map(
-            lambda x: jax.make_array_from_callback(x.shape, where, x.__getitem__), routes
-        )
-
-    @functools.wraps(function)
-    def call(*args: Any) -> Any:
-        with jax.set_mesh(mesh):
-            return function(*args, *placed())
-
-    def lower(*args: Any) -> Any:
-        like = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), routes
-        )
-        with jax.set_mesh(mesh):
-            return function.lower(*args, *like)
-
-    call.lower = lower  # type: ignore[attr-defined]
-    return call
+# ---- the first state
 
 
 def _init(
@@ -482,23 +466,22 @@ def _init_exchange(
 
 
 def _exchange_state(cfg: Any, exchange: Exchange | None, abstract: TrainState) -> dict[str, Any]:
-    """Returns StorageOrder.exchange. Errors are those of a rank, a message and a transform: what
-    decides any of these is in it."""
+    """Returns StorageOrder.exchange. It has what decides the shape and meaning of errors: mesh,
+    chunks (which are messages) and codec."""
     if exchange is None or (abstract.copies is None and abstract.errors is None):
         return {}
-    kept = {"copies": None if abstract.copies is None else str(jnp.dtype(exchange.dtype))}
+    stated = {"copies": None if abstract.copies is None else str(jnp.dtype(exchange.dtype))}
     if abstract.errors is not None:
         sizes = dict(exchange.masters.mesh.shape)
-        kept["errors"] = repr((sizes, cfg.pipeline.chunks, exchange.wire.gradients))
-    return kept
+        stated["errors"] = repr((sizes, cfg.pipeline.chunks, exchange.wire.gradients))
+    return stated
 
 
-def _agree(mesh: Mesh, like: TrainState, state: TrainState) -> TrainState:
-    return zero.replicas_agree(mesh, jax.tree.map(lambda x: x.sharding.spec, like), state)
+# ---- orders, shapes and meshes
 
 
 def _rows(order: np.ndarray, axes: Tree, state: Tree) -> dict[str, list[int]]:
-    """Returns {leaf: order} of the leaves that stack layers; {} in the model's order."""
+    """Returns {leaf: order} of the leaves that stack layers; {} if the order is the model's."""
     if (order == np.arange(order.size)).all():
         return {}
     stacked = _stacked(order, axes)
@@ -541,7 +524,7 @@ def _with_shardings(tree: Tree, mesh: Mesh) -> Tree:
 
 
 def _spec(layout: Layout, leaf: Leaf, stacked: bool) -> P:
-    """Returns how a member of a batch lies: (B, ...), or (A, B, ...) with micro-batches."""
+    """Returns the sharding of a member of a batch: (B, ...), or (A, B, ...) with micro-batches."""
     rows = layout.act("batch", *leaf.words)
     return P(None, *rows) if stacked else rows
 
@@ -549,7 +532,11 @@ def _spec(layout: Layout, leaf: Leaf, stacked: bool) -> P:
 def _abstract_batch(
     cfg: Any, members: Mapping[str, Leaf], layout: Layout, pieces: int, stacked: bool = True
 ) -> dict[str, jax.ShapeDtypeStruct]:
-    """pieces: of a step's batch. stacked: all of them in leaves (A, B, ...), else one of them."""
+    """Returns the ShapeDtypeStructs of a batch.
+
+    pieces: the micro-batches of a step. stacked: whether the batch holds all of them, in leaves
+    (A, B, ...); otherwise it is one of them.
+    """
     stacked = stacked and pieces > 1
     rows = (pieces,) * stacked + (cfg.train.global_batch // pieces,)
     return {
@@ -560,102 +547,142 @@ def _abstract_batch(
     }
 
 
-def _gradients(
-    cfg: Any,
-    task: Task,
-    parts: ModelParts,
-    differentiate: Differentiate,
-    state: TrainState,
-    batch: Batch,
-    *route: Route,
-) -> Gradients:
-    """Returns the gradients of one step, of all its micro-batches.
+def _agree(mesh: Mesh, like: TrainState, state: TrainState) -> TrainState:
+    return zero.replicas_agree(mesh, jax.tree.map(lambda x: x.sharding.spec, like), state)
 
-    route: of a pipeline. Raises: UserError for a parameter that is no array.
+
+def _once(mesh: Mesh) -> dict[str, Any] | None:
+    """Compiler options of a program that runs once: on a CPU, optimising is not worth its time."""
+    if mesh.devices.flat[0].platform == "cpu":
+        return {"xla_backend_optimization_level": 0}
+    return None
+
+
+def _under(mesh: Mesh, function: Any, *routes: Route) -> Callable:
+    """Returns a function that runs, and is lowered, under the mesh.
+
+    routes: its last arguments; every device gets their arrays at the first call.
     """
-    leaves = jax.tree.structure(parts.abstract).flatten_up_to(state.params)
-    for (n, _), x in zip(named_leaves(parts.abstract), leaves, strict=True):
-        if not isinstance(x, jax.Array):
-            raise UserError(
-                f"{n} is a {type(x).__name__}, and a train step takes arrays: a parameter that is "
-                "not trained rests in float32 or bfloat16 (--train.freeze, --train.frozen_dtype); "
-                "quantized weights are served, not trained (docs/serving.md)"
-            )
-    count = task.count(batch)
-    total = jnp.maximum(count, 1).astype(jnp.float32)
-    key = jax.random.fold_in(jax.random.key(cfg.train.seed), state.step)
-    return differentiate(state, batch, total, key, *route)._replace(count=count)
+    where = NamedSharding(mesh, P())
+
+    @functools.cache
+    def placed() -> tuple[Route, ...]:
+        return jax.tree.map(
+            lambda x: jax.make_array_from_callback(x.shape, where, x.__getitem__), routes
+        )
+
+    @functools.wraps(function)
+    def call(*args: Any) -> Any:
+        with jax.set_mesh(mesh):
+            return function(*args, *placed())
+
+    def lower(*args: Any) -> Any:
+        like = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), routes
+        )
+        with jax.set_mesh(mesh):
+            return function.lower(*args, *like)
+
+    call.lower = lower  # type: ignore[attr-defined]
+    return call
 
 
-def _metrics(task: Task, sums: LossSums, total: Any) -> dict[str, jax.Array]:
-    found = dict(task.metrics(sums, total))
-    return found if "loss" in found else {"loss": task.objective(sums, total), **found}
+# ---- several models in one state
 
 
-def _apply(
-    cfg: Any,
-    task: Task,
-    pieces: int,
-    parts: ModelParts,
-    optimizer: Optimizer,
-    state: TrainState,
-    gradients: Gradients,
-) -> tuple[TrainState, dict[str, jax.Array]]:
-    """The update of one optimizer step. pieces: micro-batches of it."""
-    sums, grads, copies, lack, errors, count = gradients
-    assert count is not None
-    total, trained = jnp.maximum(count, 1).astype(jnp.float32), parts.trained(state.params)
-    grads, opt = optimizer.observe(grads, state.opt, trained)
-    squares = jnp.stack([jnp.sum(g * g) for g in jax.tree.leaves(grads)])
-    norm = jnp.sqrt(squares.sum())
-    if cfg.optim.clip > 0:
-        scale = jnp.minimum(1.0, cfg.optim.clip / jnp.maximum(norm, 1e-30))
-        grads = jax.tree.map(lambda g: g * scale, grads)
-    updates, opt = optimizer.update(grads, opt, trained)
-    params = parts.joined(optax.apply_updates(trained, updates), state.params)
-    params = parts.settle(params, sums)
-    new = TrainState(params, opt, state.step + 1, errors=errors)
-    metrics = _metrics(task, sums, total)
-    finite = jnp.isfinite(metrics["loss"]) & jnp.isfinite(norm)
-    old = dataclasses.replace(state, copies=None)
-    new = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
-    # Copies follow the masters that were there before the step, so they stand in any case.
-    new = dataclasses.replace(new, copies=copies)
-    with jax.numpy_dtype_promotion("standard"):  # optax mixes int32 and floats
-        rate = optimizer.rate(state.step)
-    metrics |= {
-        "grad_norm": norm,
-        "targets": count,
-        "lr": jnp.asarray(rate, jnp.float32),
-        "leaf_norms": jnp.sqrt(squares),
+@dataclasses.dataclass(frozen=True)
+class JointStep:
+    """Several models as one state, for a run whose step trains them together (`joint`).
+
+    A state's `params` and `opt` are dicts by model, and its `step` counts iterations of the run.
+    step(state, batch) -> (state, metrics): written by the run, in any number of compiled programs.
+    Other members: as TrainStep's.
+    """
+
+    steps: Mapping[str, TrainStep]
+    step: Callable[[TrainState, Any], tuple[TrainState, dict[str, jax.Array]]]
+    storage: StorageOrder
+    abstract_state: TrainState
+    leaf_names: tuple[str, ...]
+    exchange: None = None
+
+    @property
+    def task(self) -> Task:
+        """Returns the first model's task, whose unit the run counts."""
+        return next(iter(self.steps.values())).task
+
+    @property
+    def layout(self) -> Layout:
+        """Returns the first model's layout, with which JobConfig.given_params reads weights."""
+        return next(iter(self.steps.values())).layout
+
+    @property
+    def rows(self) -> Mapping[str, Sequence[int]]:
+        """Returns storage.layers, the `order` that CheckpointManager takes."""
+        return self.storage.layers
+
+    def init(self, seed: int) -> TrainState:
+        """Returns the first state; each model draws its parameters from a seed of its own."""
+        return self.join(
+            {name: one.init(seed + i) for i, (name, one) in enumerate(self.steps.items())}, 0
+        )
+
+    def agree(self, state: TrainState) -> TrainState:
+        """Returns for each leaf whether all devices with the same part of it hold the same bits."""
+        states = {name: one.agree(self.part(state, name)) for name, one in self.steps.items()}
+        return self.join(states, next(iter(states.values())).step)
+
+    def part(self, state: TrainState, name: str) -> TrainState:
+        """Returns one model's state. Its TrainStep may donate it: `step` is a copy."""
+        return TrainState(state.params[name], state.opt[name], state.step + 0)
+
+    def join(self, states: Mapping[str, TrainState], step: Any) -> TrainState:
+        """Returns the state of all models. step: the number of finished iterations."""
+        return _join(states, jnp.int32(step) if isinstance(step, int) else step)
+
+
+def joint(
+    steps: Mapping[str, TrainStep],
+    step: Callable[[TrainState, Any], tuple[TrainState, dict[str, jax.Array]]],
+) -> JointStep:
+    """Returns the step of a run that trains several models.
+
+    Raises: UserError for a model with an exchange (--wire), whose copies a joint state has no room
+    for.
+    """
+    coded = [name for name, one in steps.items() if one.storage.exchange]
+    if coded:
+        raise UserError(f"wire: models in one state need --wire=none; found one on {coded[0]}")
+
+    def reorder(how: str) -> Callable[[Any], Any]:
+        def call(tree: Any) -> Any:
+            if isinstance(tree, TrainState):
+                parts = {n: TrainState(tree.params[n], tree.opt[n], tree.step) for n in steps}
+                return _join(
+                    {n: getattr(one.storage, how)(parts[n]) for n, one in steps.items()}, tree.step
+                )
+            return {n: getattr(one.storage, how)(tree[n]) for n, one in steps.items()}
+
+        return call
+
+    def renamed(leaf: str, model: str) -> str:
+        member, _, parameter = leaf.partition(".")
+        return f"{member}.{model}.{parameter}"
+
+    layers = {
+        renamed(leaf, name): order
+        for name, one in steps.items()
+        for leaf, order in one.storage.layers.items()
     }
-    if lack is not None:
-        metrics |= _wire_metrics(lack)
-    return new, metrics | _moe_metrics(sums.moe, pieces)
+    first = next(iter(steps.values()))
+    storage = StorageOrder(
+        layers, first.storage.tokens, 1, reorder("natural"), reorder("arranged"), {}
+    )
+    states = {name: one.abstract_state for name, one in steps.items()}
+    names = tuple(f"{name}.{leaf}" for name, one in steps.items() for leaf in one.leaf_names)
+    return JointStep(steps, step, storage, _join(states, first.abstract_state.step), names)
 
 
-def _wire_metrics(squares: jax.Array) -> dict[str, jax.Array]:
-    """wire_drift: the root of the sum of squares of what the weights in use lack of the masters.
-
-    wire_drift_relative: over that of the masters. squares: as of Exchange.gather; every piece lies
-    on one device of each copy, and is counted once.
-    """
-    drift, whole = jnp.sqrt(squares.sum(0))
-    return {"wire_drift": drift, "wire_drift_relative": drift / jnp.maximum(whole, 1e-30)}
-
-
-def _moe_metrics(sums: MoeSums | None, batches: int) -> dict[str, jax.Array]:
-    """moe_aux and moe_z: means over layers and micro-batches, beside the loss, never in it.
-
-    moe_dropped: pairs of token and expert without a slot, of all layers. moe_max_load: of the
-    busiest expert of any layer, over a balanced one's.
-    """
-    if sums is None:
-        return {}
-    load = sums.load_E.astype(jnp.float32)
-    return {
-        "moe_aux": sums.aux.mean() / batches,
-        "moe_z": sums.z.mean() / batches,
-        "moe_dropped": sums.dropped.sum(),
-        "moe_max_load": (load / load.mean(-1, keepdims=True)).max(),
-    }
+def _join(states: Mapping[str, TrainState], step: Any) -> TrainState:
+    params = {name: state.params for name, state in states.items()}
+    return TrainState(params, {name: state.opt for name, state in states.items()}, step)

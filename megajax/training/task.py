@@ -26,7 +26,7 @@ Metrics = Callable[[LossSums, jax.Array], Mapping[str, jax.Array]]
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """One member of a batch. shape, words: of a row's dimensions, without the rows themselves."""
+    """One member of a batch. shape, words: the size and the word of each dimension of one row."""
 
     shape: tuple[int, ...] = ()
     words: Words = ()
@@ -43,7 +43,7 @@ def mean_metrics(sums: LossSums, total: jax.Array) -> dict[str, jax.Array]:
 
 
 def count_targets(batch: Batch) -> jax.Array:
-    """Returns how many targets of a batch count: those that are not below 0."""
+    """Returns the number of targets of a batch that are not negative."""
     return (batch["targets"] >= 0).sum()
 
 
@@ -54,23 +54,26 @@ def train_all(name: str, words: Words) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """What is trained.
+    """A model, its batch, and what a step computes of them.
 
-    parts(layout, ops): the model. Called with the layout of the mesh and the Ops that put
-    communication around a block; for the stages of a pipeline with None and the Ops of code inside
-    a shard_map. batch: {name: Leaf}.
-    objective(sums, total): what is differentiated, of the LossSums of one micro-batch and of the
-    count of the whole step; linear in the sums, so that micro-batches of any sizes add up. The
-    step adds the routers' penalty itself: the mean over micro-batches of what their blocks give.
-    metrics(sums, total): {name: scalar} that a step and an evaluation report, of the sums of the
-    whole step; without `loss` among them the objective is reported as the loss.
-    count(batch): how many predictions of a batch count, int32; the step's total, at least 1.
-    unit: what throughput counts ('tokens', 'images'). row_units: how many of them a row has; None:
-    as many as its `tokens` have places, or 1 without tokens.
+    parts(layout, ops): returns the model. It is called with the layout of the mesh and the Ops that
+      put communication around a block; for the stages of a pipeline, with None and the Ops of code
+      inside a shard_map.
+    batch: {name of a member: Leaf}. The default of `count` reads the member `targets`.
+    objective(sums, total): the scalar that is differentiated. sums: LossSums of one micro-batch.
+      total: the count of the whole step. The objective must be linear in the sums, so that
+      micro-batches of different sizes add up. The step adds the routers' penalty, the mean over
+      micro-batches.
+    metrics(sums, total): {name: scalar}, reported by a step and by an evaluation. sums: of all
+      micro-batches. If `loss` is not among the names, the objective is reported as the loss.
+    count(batch): int32, the number of predictions of a batch. The step's total is their sum, or 1
+      if that is 0. By default, the targets that are not negative are counted.
+    unit: what throughput counts ('tokens', 'images'). row_units: the units of a row; None: the
+      length of the member `tokens`, or 1 if there is no such member.
     more_batches: further shapes in which a batch may come (images on other canvases), with the
-    members of `batch`.
-    trains(name, words): whether the parameter of this dotted name is trained. One that is not has
-    no gradient, no optimizer state and no part in the gradient norm.
+      members of `batch`.
+    trains(name, words): tells whether the parameter of this dotted name is trained. A parameter
+      that is not trained has no gradient, no optimizer state and no part in the gradient norm.
     """
 
     parts: Callable[[Layout | None, Ops], ModelParts]
@@ -98,8 +101,9 @@ def token_rows(seq_len: int, *more: str) -> dict[str, Leaf]:
 
 
 def mean_loss(z_loss: float = 0.0) -> Objective:
-    """Returns the objective of a predictor: the mean over all predicted tokens of the step, so a
-    micro-batch with fewer of them weighs less. z_loss: weight of log(Z)^2."""
+    """Returns the objective of a predictor of tokens: the mean cross-entropy over all predicted
+    tokens of the step. A micro-batch with fewer predictions weighs less. z_loss: weight of
+    log(Z)^2."""
 
     def objective(sums: LossSums, total: jax.Array) -> jax.Array:
         return (sums.cross_entropy + z_loss * sums.z_squared) / total
@@ -117,10 +121,11 @@ def mean_loss(z_loss: float = 0.0) -> Objective:
 class TrainState:
     """float32 master parameters, optimizer state, and the number of finished steps (int32).
 
-    copies: what weights that travel as differences were in use at the last step, in the type of
-    compute, whole over the axes that share a gradient; None: the run keeps none. errors: what
-    codecs with feedback dropped of gradients so far, each device's own: the first dimension of all
-    leaves counts the devices of the mesh (parallel/pipeline.py, first_errors); None: no feedback.
+    copies: the weights in use at the last step, for weights that travel as differences from them,
+    in the type of compute and gathered over the axes that share a gradient; None: the run keeps no
+    copies. errors: the quantization errors of codecs with feedback; every device has its own, so
+    the first dimension of all leaves counts the devices of the mesh (parallel/pipeline.py,
+    first_errors); None: no feedback.
     """
 
     params: Tree

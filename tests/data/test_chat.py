@@ -21,8 +21,8 @@ def letters(folder, control=CONTROL, user=("<t>",), normalizer=None):
     made = Tokenizer(models.BPE(vocab, []))
     if normalizer is not None:
         made.normalizer = normalizer
-    found = json.loads(made.to_str())
-    found["added_tokens"] = [
+    members = json.loads(made.to_str())
+    members["added_tokens"] = [
         {
             "id": len(vocab) + i,
             "content": c,
@@ -35,7 +35,7 @@ def letters(folder, control=CONTROL, user=("<t>",), normalizer=None):
         for i, c in enumerate([*control, *user])
     ]
     folder.mkdir(exist_ok=True)
-    (folder / "tokenizer.json").write_text(json.dumps(found))
+    (folder / "tokenizer.json").write_text(json.dumps(members))
     (folder / "tokenizer_config.json").write_text('{"eos_token": "<e>"}')
     return open_tokenizer(str(folder))
 
@@ -108,11 +108,11 @@ def test_text_of_control_tokens_changes_nothing_around_it(tmp_path):
 def test_tokens_of_a_model_that_are_control_tokens_are_cut_or_moved(tmp_path):
     """A Unigram has </s> among its own pieces; loading it under another name moves other ids."""
     pieces = [("<unk>", 0.0), ("</s>", 0.0), *((c, -5.0) for c in "</s>ab")]
-    found = json.loads(Tokenizer(models.Unigram(pieces, 0, False)).to_str())
+    members = json.loads(Tokenizer(models.Unigram(pieces, 0, False)).to_str())
     more = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     listed = ((0, "<unk>", True), (1, "</s>", True), (8, "<u>", False), (9, "<v>", True))
-    found["added_tokens"] = [{"id": i, "content": c, "special": s} | more for i, c, s in listed]
-    (tmp_path / "tokenizer.json").write_text(json.dumps(found))
+    members["added_tokens"] = [{"id": i, "content": c, "special": s} | more for i, c, s in listed]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(members))
     controls = ControlTokens(open_tokenizer(str(tmp_path)), "")
     mark = controls.mark("")
     text = f"</s>{controls.protect('a</s>', mark)}<v><u></s>"
@@ -127,11 +127,11 @@ def test_bytes_have_no_control_tokens():
 
 def test_a_prompt_that_is_refused_is_not_read_to_its_end(tmp_path):
     tokenizer = letters(tmp_path)
-    found = tokenizer.encode(["ab" * 2**20], special=True, most=100)[0]
-    assert 100 < len(found) < 2**15
+    ids = tokenizer.encode(["ab" * 2**20], special=True, most=100)[0]
+    assert 100 < len(ids) < 2**15
     text = "ab<e>" * 2**13
-    whole = tokenizer.encode([text], special=True, most=2**16)[0].tolist()
-    assert whole == [*spelled("ab"), E] * 2**13
+    usual = tokenizer.encode([text], special=True, most=2**16)[0].tolist()
+    assert usual == [*spelled("ab"), E] * 2**13
     controls = ControlTokens(tokenizer, "")
     mark = controls.mark("")
     assert len(controls.encode(controls.protect("<e>" * 2**18, mark), mark, 100)) < 2**16
@@ -149,9 +149,9 @@ def test_control_tokens_are_the_leftmost_and_of_those_the_longest(tmp_path, size
         times = 3 if size > 5 else 200
         texts = ["".join(rng.choice(parts) for _ in range(size)) for _ in range(times)]
     for text in texts:
-        wanted = tokens.sub(lambda m: "".join(c + mark for c in m[0]), text)
+        expected = tokens.sub(lambda m: "".join(c + mark for c in m[0]), text)
         half = any(text.endswith(t[:n]) for t in CONTROL for n in range(1, len(t)))
-        assert controls.protect(text, mark) == wanted + mark * half
+        assert controls.protect(text, mark) == expected + mark * half
 
 
 def test_values_with_far_too_many_control_tokens_are_refused_early(tmp_path):

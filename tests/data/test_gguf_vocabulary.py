@@ -57,7 +57,7 @@ def run(text, at, test):
 
 def gpt2_words(text):
     """GPT-2's pattern: 's|'t|'re|'ve|'m|'ll|'d| ?L+| ?N+| ?[^ LN]+|blanks but the last|blanks."""
-    at, found = 0, []
+    at, words = 0, []
     while at < len(text):
         end = next(
             (
@@ -75,21 +75,21 @@ def gpt2_words(text):
             end = run(text, at, str.isspace)
             if end < len(text) and end - at > 1:
                 end -= 1
-        found.append(text[at:end])
+        words.append(text[at:end])
         at = end
-    return found
+    return words
 
 
 def digits_apart(text):
     """SmolLM: every number alone, then GPT-2's pattern on what is between."""
-    found, part = [], ""
+    words, part = [], ""
     for c in text:
         if is_number(c):
-            found += [*gpt2_words(part), c]
+            words += [*gpt2_words(part), c]
             part = ""
         else:
             part += c
-    return found + gpt2_words(part)
+    return words + gpt2_words(part)
 
 
 def contraction(text, at):
@@ -101,7 +101,7 @@ def contraction(text, at):
 
 def llama3_words(text, digits):
     """The pattern of Llama 3 (digits 3) and Qwen2 (digits 1)."""
-    at, found = 0, []
+    at, words = 0, []
     while at < len(text):
         c = text[at]
         lead = at + (not (is_letter(c) or is_number(c) or c in "\r\n"))
@@ -121,16 +121,16 @@ def llama3_words(text, digits):
                 end = line + 1
             else:
                 end = stop - 1 if stop < len(text) and stop - at > 1 else stop
-        found.append(text[at:end])
+        words.append(text[at:end])
         at = end
-    return found
+    return words
 
 
-def merge(word, ranks, vocab, whole):
+def merge(word, ranks, vocab, ignores_merges):
     """Byte-level BPE: the pair of the lowest rank first."""
     letters = w.byte_letters()
     parts = [letters[b] for b in word.encode()]
-    if whole and "".join(parts) in vocab:
+    if ignores_merges and "".join(parts) in vocab:
         return [vocab["".join(parts)]]
     while True:
         pairs = [(ranks.get(pair, 10**9), i) for i, pair in enumerate(itertools.pairwise(parts))]
@@ -171,10 +171,10 @@ def test_ids_are_those_of_merging_by_hand(pre, trained, seed):
     for text in [*texts(random.Random(seed), 100), " zq", "a<|bos|> b", TEXT]:
         if pre == "qwen2":
             text = unicodedata.normalize("NFC", text)
-        whole = pre == "llama-bpe"
-        wanted = [i for x in WORDS[pre](text) for i in merge(x, ranks, vocab, whole)]
-        assert tokenizer.encode([text])[0].tolist() == wanted, text
-        assert tokenizer.decode(wanted) == text
+        ignores_merges = pre == "llama-bpe"
+        expected = [i for x in WORDS[pre](text) for i in merge(x, ranks, vocab, ignores_merges)]
+        assert tokenizer.encode([text])[0].tolist() == expected, text
+        assert tokenizer.decode(expected) == text
     assert tokenizer.encode(["a<|mine|>b"])[0].tolist()[1:2] == [len(tokens) - 1]
     assert (len(tokens) - 2 in tokenizer.encode([" zq"])[0]) == (pre == "llama-bpe")
 
@@ -196,12 +196,12 @@ def test_text_is_composed_for_qwen(trained):
     ],
 )
 def test_begin_end_and_template(pre, add, begin, tmp_path):
-    found = w.vocabulary() | {"tokenizer.ggml.pre": pre}
+    metadata = w.vocabulary() | {"tokenizer.ggml.pre": pre}
     if add is not None:
-        found["tokenizer.ggml.add_bos_token"] = add
-    tokens, merges = found["tokenizer.ggml.tokens"], found["tokenizer.ggml.merges"]
-    kinds = np.array([x.value for x in found["tokenizer.ggml.token_type"]])
-    tokenizer = made(found, tokens, merges=merges, types=kinds)
+        metadata["tokenizer.ggml.add_bos_token"] = add
+    tokens, merges = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.merges"]
+    kinds = np.array([x.value for x in metadata["tokenizer.ggml.token_type"]])
+    tokenizer = made(metadata, tokens, merges=merges, types=kinds)
     assert (tokenizer.begin, tokenizer.end, tokenizer.vocab) == (begin, 261, 262)
     assert tokenizer.chat_template.startswith("{{ bos_token }}")
     assert tokenizer.settings.tokens["bos_token"] == "<|begin|>"
@@ -214,10 +214,10 @@ def test_begin_end_and_template(pre, add, begin, tmp_path):
 
 
 def test_other_ends_of_a_file_stop_answers_too(tmp_path):
-    found = w.vocabulary() | {"tokenizer.ggml.eot_token_id": 260}
-    tokens, merges = found["tokenizer.ggml.tokens"], found["tokenizer.ggml.merges"]
-    kinds = np.array([x.value for x in found["tokenizer.ggml.token_type"]])
-    tokenizer = made(found, tokens, merges=merges, types=kinds)
+    metadata = w.vocabulary() | {"tokenizer.ggml.eot_token_id": 260}
+    tokens, merges = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.merges"]
+    kinds = np.array([x.value for x in metadata["tokenizer.ggml.token_type"]])
+    tokenizer = made(metadata, tokens, merges=merges, types=kinds)
     assert (tokenizer.end, tokenizer.ends) == (261, (261, 260))
     tokenizer.copy_to(tmp_path)
     assert open_tokenizer(str(tmp_path)).ends == (261, 260)
@@ -260,14 +260,14 @@ def piece_ids(text, tokens, scores):
     vocab = {t: i for i, t in enumerate(tokens)}
     parts = list("\u2581" + text.replace(" ", "\u2581")) if text else []
     while True:
-        found = [
+        merges = [
             (-scores[vocab[a + b]], i)
             for i, (a, b) in enumerate(itertools.pairwise(parts))
             if a + b in vocab
         ]
-        if not found:
+        if not merges:
             break
-        _, i = min(found)
+        _, i = min(merges)
         parts[i : i + 2] = [parts[i] + parts[i + 1]]
     ids = []
     for part in parts:
@@ -286,9 +286,9 @@ def test_ids_are_those_of_sentencepieces_merges(seed):
     tokenizer = made(metadata, tokens, scores=scores, types=kinds)
     assert (tokenizer.begin, tokenizer.end) == (1, 2)
     for text in texts(rng, 300):
-        wanted = piece_ids(text, tokens, scores)
-        assert tokenizer.encode([text])[0].tolist() == wanted, text
-        assert tokenizer.decode(wanted) == text
+        expected = piece_ids(text, tokens, scores)
+        assert tokenizer.encode([text])[0].tolist() == expected, text
+        assert tokenizer.decode(expected) == text
     bare = made(
         metadata | {"tokenizer.ggml.add_space_prefix": False}, tokens, scores=scores, types=kinds
     )
@@ -370,10 +370,10 @@ def test_special_tokens_and_merges_of_pieces_are_limited_too():
 )
 def test_ends_by_their_text_are_those_of_llama_cpp(names, more, ends):
     """Also where a file calls them normal tokens; in a prompt they are tokens then."""
-    found = w.vocabulary() | more
-    tokens = [*found["tokenizer.ggml.tokens"], *names]
-    kinds = np.array([x.value for x in found["tokenizer.ggml.token_type"]] + [1] * len(names))
-    tokenizer = made(found, tokens, merges=found["tokenizer.ggml.merges"], types=kinds)
+    metadata = w.vocabulary() | more
+    tokens = [*metadata["tokenizer.ggml.tokens"], *names]
+    kinds = np.array([x.value for x in metadata["tokenizer.ggml.token_type"]] + [1] * len(names))
+    tokenizer = made(metadata, tokens, merges=metadata["tokenizer.ggml.merges"], types=kinds)
     assert set(tokenizer.ends) - {261} >= ends and not set(tokenizer.ends) & (
         {262, 263, 264} - ends
     )

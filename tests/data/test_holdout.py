@@ -314,14 +314,14 @@ def test_the_recorded_tokenizer_is_taken_and_another_refused(tmp_path):
     tokenizer = open_tokenizer(str(tmp_path / "bpe"))
     tokenise(open_source(str(folder), DataConfig()), tokenizer, tmp_path / "web")
     (tmp_path / "bpe" / "tokenizer.json").unlink()  # the pair can move without its origin
-    found = recorded_tokenizer(f"{tmp_path}/web.bin")
-    corpora, taken = open_all(tmp_path / "web", cache=tmp_path / "cache", tokenizer=found)
+    recorded = recorded_tokenizer(f"{tmp_path}/web.bin")
+    corpora, taken = open_all(tmp_path / "web", cache=tmp_path / "cache", tokenizer=recorded)
     assert taken.identity == tokenizer.identity and taken.end == 0
     assert corpora[0].bytes_per_token is not None
     with pytest.raises(UserError) as error:
         open_all(tmp_path / "web", cache=tmp_path / "cache")
     assert "another tokenizer than data.tokenizer=bytes" in str(error.value)
-    assert f"--data.tokenizer={found}" in str(error.value)
+    assert f"--data.tokenizer={recorded}" in str(error.value)
     tokenise(open_source(str(folder), DataConfig()), ByteTokenizer(), tmp_path / "plain")
     assert recorded_tokenizer(f"{folder}:1,{tmp_path}/plain:2") == "bytes"
     assert recorded_tokenizer(str(folder)) is None

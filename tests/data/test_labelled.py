@@ -34,9 +34,9 @@ def opened(source, cache, **changes):
     return open_labelled(LabelledConfig(source=source, holdout=0.3, **changes), 16, cache)
 
 
-def decoded(found, side):
-    texts = [found.tokenizer.decode(ids[1:]) for ids in side.tokens]
-    return list(zip(texts, (found.labels[i] for i in side.labels_N), strict=True))
+def decoded(data, side):
+    texts = [data.tokenizer.decode(ids[1:]) for ids in side.tokens]
+    return list(zip(texts, (data.labels[i] for i in side.labels_N), strict=True))
 
 
 def test_lines_and_folders_give_the_same_examples(tmp_path):
@@ -44,18 +44,16 @@ def test_lines_and_folders_give_the_same_examples(tmp_path):
     for i, (text, label) in enumerate(TEXTS):
         (tmp_path / "set" / label).mkdir(parents=True, exist_ok=True)
         (tmp_path / "set" / label / f"{i}.txt").write_text(text)
-    found = opened(lines, tmp_path / "cache"), opened(f"{tmp_path}/set", tmp_path / "cache")
-    sides = [[sorted(set(decoded(f, s))) for s in (f.train, f.held_out)] for f in found]
+    pair = opened(lines, tmp_path / "cache"), opened(f"{tmp_path}/set", tmp_path / "cache")
+    sides = [[sorted(set(decoded(f, s))) for s in (f.train, f.held_out)] for f in pair]
     assert sides[0] == sides[1]
     both = sides[0][0] + sides[0][1]
     assert sorted(both) == sorted((text[:15], label) for text, label in TEXTS)
     first = [TEXTS[0][0][:15] in {t for t, _ in side} for side in sides[0]]
     assert sorted(first) == [False, True]  # and so is its copy on one side
-    assert found[0].labels == ("a", "b") and found[0].vocab == found[0].tokenizer.vocab
-    assert (
-        found[0].fingerprint != opened(lines, tmp_path / "cache", tokenizer="bpe:300").fingerprint
-    )
-    held = found[0].held_out
+    assert pair[0].labels == ("a", "b") and pair[0].vocab == pair[0].tokenizer.vocab
+    assert pair[0].fingerprint != opened(lines, tmp_path / "cache", tokenizer="bpe:300").fingerprint
+    held = pair[0].held_out
     assert majority(held.labels_N) == max(np.bincount(held.labels_N)) / len(held)
 
 
@@ -75,9 +73,9 @@ def test_other_files_give_the_same_examples_as_lines(name, number, tmp_path):
         parquet.write_table(pyarrow.Table.from_pylist(rows), file)
     heard = []
     cfg = LabelledConfig(source=str(file.parent), holdout=0.3)
-    found = open_labelled(cfg, 16, tmp_path / "cache", heard.append)
+    data = open_labelled(cfg, 16, tmp_path / "cache", heard.append)
     assert heard == [f"data.source={file.parent}: read 1 of 2 files; not read: .pdf 1"]
-    assert found.labels == lines.labels and found.fingerprint == lines.fingerprint
+    assert data.labels == lines.labels and data.fingerprint == lines.fingerprint
 
 
 def test_rows_pad_and_name_the_label_at_the_first_token():
@@ -110,8 +108,8 @@ def test_hidden_tokens_have_the_papers_shares(seed):
     assert (row["targets"][chosen] == tokens[chosen]).all()
     assert (row["tokens"][~chosen] == tokens[~chosen]).all()
     assert (row["tokens"][chosen] == 100).mean() == pytest.approx(0.8, abs=0.06)
-    kept = row["tokens"][chosen] == tokens[chosen]
-    assert kept.mean() == pytest.approx(0.1, abs=0.04) and row["tokens"].max() == 100
+    same = row["tokens"][chosen] == tokens[chosen]
+    assert same.mean() == pytest.approx(0.1, abs=0.04) and row["tokens"].max() == 100
     assert (row["segments"] == tokens).all() and row["targets"].dtype == np.int32
 
 
@@ -143,10 +141,10 @@ def test_a_set_without_labels_is_refused(tmp_path, lines, message):
 )
 def test_labels_are_numbered_as_a_person_lists_them(tmp_path, labels, order):
     lines = [{"text": f"{i} of {k!s:.9}", "label": k} for i in range(20) for k in labels]
-    found = opened(write_lines(tmp_path, lines), tmp_path / "cache")
-    assert found.labels == tuple(order.split(" "))
-    texts = found.tokenizer.decode(found.train.tokens[0][1:]), found.train.labels_N[0]
-    assert found.labels[texts[1]].startswith(texts[0].split(" of ")[1][:3])
+    data = opened(write_lines(tmp_path, lines), tmp_path / "cache")
+    assert data.labels == tuple(order.split(" "))
+    texts = data.tokenizer.decode(data.train.tokens[0][1:]), data.train.labels_N[0]
+    assert data.labels[texts[1]].startswith(texts[0].split(" of ")[1][:3])
 
 
 @pytest.mark.parametrize(
@@ -179,11 +177,11 @@ def test_a_set_takes_the_classes_of_the_classifier(tmp_path):
     plain = opened(source, tmp_path / "cache")
     classes = Classes(("b", "never", "a"), "FOLDER", "")
     cfg = LabelledConfig(source=source, holdout=0.3)
-    found = open_labelled(cfg, 16, tmp_path / "cache", classes=classes)
-    assert found.labels == ("b", "never", "a")
+    data = open_labelled(cfg, 16, tmp_path / "cache", classes=classes)
+    assert data.labels == ("b", "never", "a")
     for side in ("train", "held_out"):
-        assert decoded(found, getattr(found, side)) == decoded(plain, getattr(plain, side))
-    assert found.fingerprint != plain.fingerprint
+        assert decoded(data, getattr(data, side)) == decoded(plain, getattr(plain, side))
+    assert data.fingerprint != plain.fingerprint
 
 
 @pytest.mark.parametrize("family", ["bert", "roberta"])
@@ -194,16 +192,16 @@ def test_rows_are_cut_as_transformers_cuts_them(family, tmp_path):
     for name, text in golden["files"].items():
         (tmp_path / name).write_text(text)
     texts = [(t, "ab"[i % 2]) for i, t in enumerate(golden["texts"]) if t]  # without a text: no row
-    wanted = {
+    expected = {
         n: [r for r, t in zip(rows, golden["texts"], strict=True) if t]
         for n, rows in golden["rows"].items()
     }
     more = [(f"a mat {i}", "ab"[i % 2]) for i in range(20)]  # so that both sides have examples
     source = write_lines(tmp_path, [{"text": t, "label": k} for t, k in texts + more])
-    for length, rows in wanted.items():
+    for length, rows in expected.items():
         cfg = LabelledConfig(source=source, holdout=0.5, tokenizer=f"{tmp_path}/tokenizer.json")
-        found = open_labelled(cfg, int(length), tmp_path / "cache")
-        ours = [list(ids) for side in (found.train, found.held_out) for ids in side.tokens]
+        data = open_labelled(cfg, int(length), tmp_path / "cache")
+        ours = [list(ids) for side in (data.train, data.held_out) for ids in side.tokens]
         assert len(ours) == len(texts + more) and all(row in ours for row in rows), length
     with pytest.raises(UserError, match="train.seq_len=2 has no room .*at least 3"):
         open_labelled(cfg, 2, tmp_path / "cache")

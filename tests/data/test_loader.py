@@ -65,9 +65,9 @@ def test_rows_may_hold_members_of_any_rank(accumulate):
     for first in (0, 16):
         batch = {k: np.asarray(v) for k, v in next(loader).items()}
         assert batch["label"].ravel().tolist() == list(range(first, first + 16))
-        found = batch["image"].reshape(16, 2, 4, 3)
+        images = batch["image"].reshape(16, 2, 4, 3)
         np.testing.assert_array_equal(
-            found, np.stack([Pictures()[first + i]["image"] for i in range(16)])
+            images, np.stack([Pictures()[first + i]["image"] for i in range(16)])
         )
 
 

@@ -109,9 +109,9 @@ def test_mixtures_keep_proportion_and_order():
     count = 3 * PATTERN // 2
     rows = [mixed[i] for i in range(count)]
     for name, share in (("a", 0.7), ("b", 0.2), ("c", 0.1)):
-        mine = [i for n, i in rows if n == name]
-        assert mine == list(range(len(mine)))  # nothing skipped, nothing repeated
-        assert len(mine) / count == pytest.approx(share, abs=0.01)
+        numbers = [i for n, i in rows if n == name]
+        assert numbers == list(range(len(numbers)))  # nothing skipped, nothing repeated
+        assert len(numbers) / count == pytest.approx(share, abs=0.01)
     assert sum(n == "c" for n, _ in rows[:PATTERN]) == round(0.1 * PATTERN)
 
 

@@ -26,13 +26,13 @@ def texts(rows):
 def test_passages_are_pieces_of_the_files_of_their_label(opened):
     root = Path(sysconfig.get_paths()["stdlib"])
     for label, rows in zip(SMALL, opened.train, strict=True):
-        found = "".join(
+        said = "".join(
             f.read_bytes().decode("latin-1") + "\0"
             for f in sorted((root / label).rglob("*.py"))
             if "test" not in f.parts
         )
         assert (rows[:, 0] == 256).all() and rows.shape[1] == 17
-        assert all(text in found for text in texts(rows)[::97])
+        assert all(text in said for text in texts(rows)[::97])
 
 
 def test_held_out_passages_are_of_held_out_files_in_turn(opened):

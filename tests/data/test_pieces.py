@@ -87,9 +87,9 @@ def test_pieces_are_what_the_tokenizer_decodes(kind, tmp_path):
             kind == "byte level" and text_of(tokenizer, ids) == tokenizer.decode(ids) == text
         )
     random = np.random.default_rng(0)
-    whole = [i for i, p in enumerate(pieces) if p is None or _is_text(p)]
+    textual = [i for i, p in enumerate(pieces) if p is None or _is_text(p)]
     for _ in range(200):
-        ids = random.choice(whole, random.integers(1, 8)).tolist()
+        ids = random.choice(textual, random.integers(1, 8)).tolist()
         assert text_of(tokenizer, ids) == tokenizer.decode(ids), ids
 
 

@@ -115,8 +115,8 @@ def test_damaged_files_are_named(tmp_path, name, content, words):
     ],
 )
 def test_damaged_gzip_files_are_named(tmp_path, name, damage):
-    whole = gzip.compress(json.dumps({"text": "several words " * 30}).encode())
-    (tmp_path / name).write_bytes(damage(whole))
+    compressed = gzip.compress(json.dumps({"text": "several words " * 30}).encode())
+    (tmp_path / name).write_bytes(damage(compressed))
     with pytest.raises(UserError, match=f"cannot read .*{name}: "):
         read(tmp_path)
 
@@ -216,10 +216,10 @@ def test_a_file_that_vanishes_or_grows_before_it_is_read(tmp_path, monkeypatch):
     stat = Path.stat
 
     def before(path, **how):  # somebody appends between the question and the reading
-        found = stat(path, **how)
+        status = stat(path, **how)
         with open(path, "a") as file:
             file.write('{"text": "two"}\n')
-        return found
+        return status
 
     with monkeypatch.context() as patch:
         patch.setattr(Path, "stat", before)
@@ -320,9 +320,9 @@ def write_parquet(path, **columns):
 def test_parquet_gives_the_text_of_every_row(tmp_path):
     texts = ["one", "zwei \u2028 drei", "", "four", "one", "five"] * 3
     write_parquet(tmp_path / "a.PARQUET", id=list(range(18)), text=texts)
-    found = read(tmp_path)
-    assert [d.text for d in found] == [t for t in texts if t]
-    assert found[0].name == "a.PARQUET#1" and found[2].name == "a.PARQUET#4"
+    documents = read(tmp_path)
+    assert [d.text for d in documents] == [t for t in texts if t]
+    assert documents[0].name == "a.PARQUET#1" and documents[2].name == "a.PARQUET#4"
     write_parquet(tmp_path / "a.PARQUET", body=pyarrow.array(texts, pyarrow.large_string()))
     assert len(read(tmp_path, text_key="body")) == 15
     write_parquet(tmp_path / "a.PARQUET", text=pyarrow.array(texts).dictionary_encode())
@@ -368,8 +368,8 @@ def test_parquet_that_fills_the_memory(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", ["x.jsonl.zst", "x.txt.zst"])
 def test_damaged_zst_files_are_named(tmp_path, name):
-    whole = packed(json.dumps({"text": "several words " * 30}).encode(), ".zst")
-    for damaged in (whole[:-5], whole[:5], b"no zstd", whole + b"tail"):
+    compressed = packed(json.dumps({"text": "several words " * 30}).encode(), ".zst")
+    for damaged in (compressed[:-5], compressed[:5], b"no zstd", compressed + b"tail"):
         (tmp_path / name).write_bytes(damaged)
         with pytest.raises(UserError, match=f"cannot read .*{name}: "):
             read(tmp_path)
@@ -377,9 +377,9 @@ def test_damaged_zst_files_are_named(tmp_path, name):
 
 @pytest.mark.parametrize("name", ["a.parquet", "a.txt.zst", "a.json.zst"])
 def test_without_pyarrow_the_extra_is_named(name, tmp_path, monkeypatch):
-    found = importlib.util.find_spec
+    find_spec = importlib.util.find_spec
     monkeypatch.setattr(
-        importlib.util, "find_spec", lambda n, *a: None if n == "pyarrow" else found(n, *a)
+        importlib.util, "find_spec", lambda n, *a: None if n == "pyarrow" else find_spec(n, *a)
     )
     (tmp_path / name).write_bytes(b"x")
     with pytest.raises(
@@ -393,9 +393,9 @@ def test_without_pyarrow_the_extra_is_named(name, tmp_path, monkeypatch):
 
 def test_every_change_of_a_parquet_file_is_read_or_named(tmp_path):
     write_parquet(tmp_path / "a.parquet", text=["one", "two", "one", "three"])
-    whole = (tmp_path / "a.parquet").read_bytes()
-    for place in range(len(whole)):
-        data = bytearray(whole)
+    content = (tmp_path / "a.parquet").read_bytes()
+    for place in range(len(content)):
+        data = bytearray(content)
         data[place] ^= 0xA5
         (tmp_path / "a.parquet").write_bytes(data)
         with contextlib.suppress(UserError):

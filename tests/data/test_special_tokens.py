@@ -53,7 +53,7 @@ def test_every_end_survives_the_copy_into_a_run(tmp_path):
 
 def test_usual_names_count_where_no_file_says_anything(tmp_path):
     train_bpe(["hello"], 300, tmp_path / "tokenizer.json")
-    for files, wanted in (
+    for files, expected in (
         ({}, (0, 1)),
         ({"tokenizer_config.json": {}}, (None, None)),
         ({"special_tokens_map.json": {"eos_token": "<|bos|>"}}, (None, 0)),
@@ -71,12 +71,12 @@ def test_usual_names_count_where_no_file_says_anything(tmp_path):
         for name, content in files.items():
             (tmp_path / name).write_text(json.dumps(content))
         tokenizer = open_tokenizer(str(tmp_path))
-        assert (tokenizer.begin, tokenizer.end) == wanted, files
+        assert (tokenizer.begin, tokenizer.end) == expected, files
     # The identity that runs on bpe:N have had, so that they resume: of the file and these ids.
     raw = (tmp_path / "tokenizer.json").read_bytes()
     (tmp_path / "config.json").unlink()
-    wanted = hashlib.blake2b(raw + b" 0 1", digest_size=8).hexdigest()
-    assert open_tokenizer(str(tmp_path)).identity == wanted
+    expected = hashlib.blake2b(raw + b" 0 1", digest_size=8).hexdigest()
+    assert open_tokenizer(str(tmp_path)).identity == expected
 
 
 @pytest.mark.parametrize(
@@ -105,8 +105,8 @@ def test_what_no_reader_could_mean_is_refused(tmp_path, files, words):
 
 def test_several_tokens_before_a_text_are_refused(tmp_path):
     train_bpe(["hello"], 300, tmp_path / "tokenizer.json")
-    found = json.loads((tmp_path / "tokenizer.json").read_text())
+    members = json.loads((tmp_path / "tokenizer.json").read_text())
     two = {"type": "Sequence", "processors": [made.post_processors(made.byte_level())["begin"]] * 2}
-    (tmp_path / "tokenizer.json").write_text(json.dumps(found | {"post_processor": two}))
+    (tmp_path / "tokenizer.json").write_text(json.dumps(members | {"post_processor": two}))
     with pytest.raises(UserError, match="puts 2 tokens before a text"):
         open_tokenizer(str(tmp_path))

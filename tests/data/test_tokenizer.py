@@ -73,8 +73,8 @@ def test_a_file_that_is_no_tokenizer_is_refused(tmp_path):
 
 def save(folder, model, special=(), **settings):
     """A tokenizer.json of a model with some special tokens."""
-    found = json.loads(Tokenizer(model).to_str()) | settings
-    found["added_tokens"] = [
+    members = json.loads(Tokenizer(model).to_str()) | settings
+    members["added_tokens"] = [
         {
             "id": i,
             "content": c,
@@ -86,7 +86,7 @@ def save(folder, model, special=(), **settings):
         }
         for i, c, s in special
     ]
-    (folder / "tokenizer.json").write_text(json.dumps(found))
+    (folder / "tokenizer.json").write_text(json.dumps(members))
     return folder
 
 
@@ -130,14 +130,14 @@ def test_a_special_token_of_one_letter_is_left_out(tmp_path):
 
 def test_documents_are_neither_cut_nor_filled(tmp_path, bpe):
     """A tokenizer.json may hold the lengths of a model's inputs."""
-    found = json.loads(bpe.read_text())
-    found["truncation"] = {
+    members = json.loads(bpe.read_text())
+    members["truncation"] = {
         "direction": "Right",
         "max_length": 3,
         "strategy": "LongestFirst",
         "stride": 0,
     }
-    found["padding"] = {
+    members["padding"] = {
         "strategy": {"Fixed": 64},
         "direction": "Right",
         "pad_to_multiple_of": None,
@@ -145,7 +145,7 @@ def test_documents_are_neither_cut_nor_filled(tmp_path, bpe):
         "pad_type_id": 0,
         "pad_token": "<|bos|>",
     }
-    (tmp_path / "tokenizer.json").write_text(json.dumps(found))
+    (tmp_path / "tokenizer.json").write_text(json.dumps(members))
     plain, limited = (open_tokenizer(str(f)).encode(TEXTS) for f in (bpe, tmp_path))
     assert [a.tolist() for a in plain] == [b.tolist() for b in limited]
 
@@ -198,10 +198,10 @@ def test_a_broken_tokenizer_is_named(tmp_path, content):
 
 def test_a_file_that_the_package_panics_over_is_refused(bpe, tmp_path, capfd):
     """Its exception is none that `except Exception` catches. The fuzzer found it."""
-    found = json.loads(bpe.read_text())
-    found["model"] |= {"continuing_subword_prefix": "#", "merges": [["h", ""]]}
-    found["model"]["vocab"][""] = 300
-    (tmp_path / "tokenizer.json").write_text(json.dumps(found))
+    members = json.loads(bpe.read_text())
+    members["model"] |= {"continuing_subword_prefix": "#", "merges": [["h", ""]]}
+    members["model"]["vocab"][""] = 300
+    (tmp_path / "tokenizer.json").write_text(json.dumps(members))
     with pytest.raises(UserError, match="is not a tokenizer.json: slice index"):
         open_tokenizer(str(tmp_path))
     assert "panicked" in capfd.readouterr().err
@@ -221,11 +221,11 @@ def test_a_token_without_end_is_refused(tmp_path):
 
 
 def test_ids_may_leave_out_a_million_but_not_more(bpe, tmp_path):
-    found = json.loads(bpe.read_text())
-    legal = len(found["model"]["vocab"]) + 1 + 2**20
+    members = json.loads(bpe.read_text())
+    legal = len(members["model"]["vocab"]) + 1 + 2**20
     for largest in (legal, legal + 1, 2**31 - 1, 2**31):
-        found["model"]["vocab"]["wide"] = largest
-        (tmp_path / "tokenizer.json").write_text(json.dumps(found))
+        members["model"]["vocab"]["wide"] = largest
+        (tmp_path / "tokenizer.json").write_text(json.dumps(members))
         if largest == legal:
             assert open_tokenizer(str(tmp_path)).vocab == legal + 1
             continue
@@ -255,9 +255,9 @@ def test_ids_are_int32():
 
 
 def test_a_bpe_with_dropout_encodes_the_same_every_time(bpe, tmp_path):
-    found = json.loads(bpe.read_text())
-    found["model"]["dropout"] = 0.5
-    (tmp_path / "tokenizer.json").write_text(json.dumps(found))
+    members = json.loads(bpe.read_text())
+    members["model"]["dropout"] = 0.5
+    (tmp_path / "tokenizer.json").write_text(json.dumps(members))
     tokenizer = open_tokenizer(str(tmp_path))
     (plain,) = open_tokenizer(str(bpe)).encode(TEXTS[:1])
     assert all(e.tolist() == plain.tolist() for e in tokenizer.encode(TEXTS[:1] * 20))
@@ -319,22 +319,22 @@ def test_long_texts_have_the_ids_that_they_have_as_a_whole(bpe, tmp_path, monkey
     if kind == "sentencepiece":
         like_sentencepiece(tmp_path)
     else:
-        found = json.loads(bpe.read_text())
+        members = json.loads(bpe.read_text())
         if kind == "metaspace":
-            found["pre_tokenizer"] = {
+            members["pre_tokenizer"] = {
                 "type": "Metaspace",
                 "replacement": "\u2581",
                 "prepend_scheme": "first",
                 "split": True,
             }
-        (tmp_path / "tokenizer.json").write_text(json.dumps(found))
+        (tmp_path / "tokenizer.json").write_text(json.dumps(members))
     opened = open_tokenizer(str(tmp_path))
-    (whole,) = opened.encode([text])
+    (ids,) = opened.encode([text])
     with monkeypatch.context() as patched:
         patched.setattr(tokenizer, "PIECE", 100)
         patched.setattr(tokenizer, "WINDOW", 60)
         parts = opened.encode([text, "short", ""])
-    assert parts[0].tolist() == whole.tolist() and len(whole) > 500
+    assert parts[0].tolist() == ids.tolist() and len(ids) > 500
     assert parts[1].tolist() == opened.encode(["short"])[0].tolist() and len(parts[2]) == 0
 
 

@@ -45,8 +45,8 @@ def test_ids_are_those_of_transformers(golden, tmp_path):
         after = [] if tokenizer.end is None else [tokenizer.end]
         encoded = tokenizer.encode(made.TEXTS)
         for text, theirs, ours in zip(made.TEXTS, ids, encoded, strict=True):
-            wanted = tokenizer.prefix() + ours.tolist()
-            assert theirs in (wanted, wanted + after), (said, text)
+            expected = tokenizer.prefix() + ours.tolist()
+            assert theirs in (expected, expected + after), (said, text)
         if end is not None and len(ids[1]) < 2:  # of an empty text: nothing, or what is around
             assert tokenizer.end == end, said
     # added_tokens_decoder says <unk>, and piece 0 is </s>: transformers adds a 321st token.
@@ -118,8 +118,8 @@ def test_a_damaged_model_is_refused_or_read(golden, seed):
     """Never a crash, whatever byte is another one."""
     rng = random.Random(seed)
     data = next(base64.b64decode(f["tokenizer.model"]["base64"]) for f, _ in golden)
-    whole = vocabulary_files.read_model(data)
-    assert whole.pieces[1] == ("<s>", 0.0, vocabulary_files.CONTROL) and whole.byte_fallback
+    model = vocabulary_files.read_model(data)
+    assert model.pieces[1] == ("<s>", 0.0, vocabulary_files.CONTROL) and model.byte_fallback
     for _ in range(300):
         changed = bytearray(data)
         for _ in range(rng.randrange(1, 4)):

@@ -42,8 +42,8 @@ def test_loops_of_links_end_and_add_nothing(folder):
 @pytest.mark.parametrize("make", [os.symlink, os.link])
 def test_a_file_that_several_names_reach_counts_once(folder, make):
     make(folder / "deep" / "b.txt", folder / "again.txt")
-    kept = "deep/b.txt" if make is os.symlink else "again.txt"
-    assert sorted([kept, "a.txt"]) == [n for n in names(f"{folder}/**/[ab]*.txt")]
+    name = "deep/b.txt" if make is os.symlink else "again.txt"
+    assert sorted([name, "a.txt"]) == [n for n in names(f"{folder}/**/[ab]*.txt")]
     assert len(names(folder)) == 4
 
 
@@ -85,10 +85,10 @@ def test_a_folder_whose_files_may_not_be_asked_for_is_named(folder, monkeypatch)
     """It can be listed, and not searched: its texts must not be left out in silence."""
     real = os.stat
 
-    def denied(path, *rest, **options):
+    def denied(path, *args, **options):
         if "deeper/" in str(path):
             raise PermissionError(13, "Permission denied")
-        return real(path, *rest, **options)
+        return real(path, *args, **options)
 
     monkeypatch.setattr(os, "stat", denied)
     with pytest.raises(UserError, match="cannot read .*deeper/c.txt: Permission denied"):

@@ -135,7 +135,7 @@ def test_runs_that_make_one_folder_at_one_time_agree(tmp_path, damaged):
 def test_folders_with_equal_names_sizes_and_times_are_not_taken_for_one_another(
     tmp_path, monkeypatch, tokenizer
 ):
-    found = []
+    folders = []
     for place, letter in (("a", "x"), ("b", "y")):
         (tmp_path / place / "text").mkdir(parents=True)
         (tmp_path / place / "text" / "t.txt").write_text(letter * 200)
@@ -143,9 +143,9 @@ def test_folders_with_equal_names_sizes_and_times_are_not_taken_for_one_another(
         monkeypatch.chdir(tmp_path / place)
         corpus, opened, _ = open_one("text", tmp_path / "cache", tokenizer=tokenizer)
         text = opened.decode(corpus.train.file.read(0, 0, int(corpus.train.stop[0])))
-        found.append((set(text), opened.identity))
-    assert [f[0] for f in found] == [{"x"}, {"y"}]
-    assert (found[0][1] == found[1][1]) == (tokenizer == "bytes")
+        folders.append((set(text), opened.identity))
+    assert [f[0] for f in folders] == [{"x"}, {"y"}]
+    assert (folders[0][1] == folders[1][1]) == (tokenizer == "bytes")
 
 
 # ---- pairs
@@ -154,11 +154,11 @@ def test_folders_with_equal_names_sizes_and_times_are_not_taken_for_one_another(
 def test_of_two_tokenisations_at_one_time_one_wins_as_a_whole(folder, tmp_path, monkeypatch):
     real, inner = corpus.publish, []
 
-    def publish(*given):
+    def publish(*args):
         if not inner:  # while the first is at its end, a second begins and finishes
             inner.append(True)
             tokenise(open_source(str(folder / "1.txt"), DataConfig()), ByteTokenizer(), prefix)
-        real(*given)
+        real(*args)
 
     prefix = tmp_path / "out" / "web"
     monkeypatch.setattr(corpus, "publish", publish)

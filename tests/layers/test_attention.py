@@ -92,11 +92,11 @@ def test_what_is_not_finite_stays_with_those_who_see_it(implementation, seed, mo
             dirty[which][0, at, 1, 3] = value
             rows_SH = np.zeros((S, H), bool)
             heads = slice(2, 4) if name in "kv" else slice(1, 2)
-            own = seen[:, at] if name in "kv" else np.arange(S) == at
-            rows_SH[:, heads] = own[:, None]
+            sees = seen[:, at] if name in "kv" else np.arange(S) == at
+            rows_SH[:, heads] = sees[:, None]
             keys_SG = (seen.T @ rows_SH.reshape(S, G, 2).any(2)) > 0
-            wanted = (rows_SH & (name != "dout"), rows_SH, keys_SG, keys_SG)
-            parts = zip(("out", "dq", "dk", "dv"), run(*dirty), clean, wanted, strict=True)
+            not_finite = (rows_SH & (name != "dout"), rows_SH, keys_SG, keys_SG)
+            parts = zip(("out", "dq", "dk", "dv"), run(*dirty), clean, not_finite, strict=True)
             for part, x, y, bad in parts:
                 x, y, about = np.asarray(x)[0], np.asarray(y)[0], (name, value, part)
                 np.testing.assert_array_equal(x[~bad], y[~bad], err_msg=str(about))

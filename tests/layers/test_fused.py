@@ -27,7 +27,7 @@ def test_settle_normalises_the_sum(kind, dropped, seed):
         norm.shift[...] = jnp.asarray(shift)
     drop = (lambda x: x * 0.5) if dropped else None
     arrays = (jnp.asarray(x) for x in (y, residual, bias))
-    found = jax.jit(lambda *x: fused.settle(norm, *x, drop))(*arrays)
+    outputs = jax.jit(lambda *x: fused.settle(norm, *x, drop))(*arrays)
 
     y, residual, bias, scale, shift = (
         x.astype(np.float64) for x in (y, residual, bias, scale, shift)
@@ -36,7 +36,7 @@ def test_settle_normalises_the_sum(kind, dropped, seed):
     if kind == "layer":
         h = h - h.mean(-1, keepdims=True)
     want = h / np.sqrt((h**2).mean(-1, keepdims=True) + 1e-5) * scale
-    np.testing.assert_allclose(found, want + (shift if kind == "layer" else 0), atol=2e-5)
+    np.testing.assert_allclose(outputs, want + (shift if kind == "layer" else 0), atol=2e-5)
 
 
 @pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "swiglu"])
@@ -50,7 +50,7 @@ def test_expand_is_product_bias_and_activation(activation, bias, seed):
     if bias:
         mlp.up_bias[...] = jnp.asarray(shift)
     x = random.normal(0, 1, (2, 5, D)).astype(np.float32)
-    found = fused.expand(mlp, jnp.asarray(x), ops.up, ops.matmul)
+    hidden = fused.expand(mlp, jnp.asarray(x), ops.up, ops.matmul)
 
     *gate, up = (x.astype(np.float64) @ np.asarray(w[...], np.float64) for w in mlp.inputs)
     up = up + shift
@@ -60,4 +60,4 @@ def test_expand_is_product_bias_and_activation(activation, bias, seed):
         want = up * (1 + np.vectorize(math.erf)(up / math.sqrt(2))) / 2
     else:
         want = up * (1 + np.tanh(math.sqrt(2 / math.pi) * (up + 0.044715 * up**3))) / 2
-    np.testing.assert_allclose(found, want, atol=2e-5)
+    np.testing.assert_allclose(hidden, want, atol=2e-5)

@@ -51,8 +51,8 @@ def test_norms(kind, dtype, seed):
     out = np.asarray(norm(jnp.asarray(x, dtype)), np.float64)
     x = np.asarray(jnp.asarray(x, dtype), np.float64)
     centred = x - x.mean(-1, keepdims=True) if kind == "layer" else x
-    wanted = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 1e-5)
-    np.testing.assert_allclose(out, wanted, atol=2e-6 if dtype == "float32" else 2e-2)
+    expected = centred / np.sqrt((centred**2).mean(-1, keepdims=True) + 1e-5)
+    np.testing.assert_allclose(out, expected, atol=2e-6 if dtype == "float32" else 2e-2)
 
 
 def test_rotation_by_complex_numbers(seed):
@@ -73,13 +73,13 @@ def test_llama3_scaling_by_the_release():
     for freq, ours in zip(500000.0 ** (-np.arange(0, 128, 2) / 128), got, strict=True):
         wavelength = 2 * np.pi / freq
         if wavelength < 8192 / 4:
-            wanted = freq
+            expected = freq
         elif wavelength > 8192 / 1:
-            wanted = freq / 8
+            expected = freq / 8
         else:
             smooth = (8192 / wavelength - 1) / (4 - 1)
-            wanted = (1 - smooth) * freq / 8 + smooth * freq
-        assert ours == pytest.approx(wanted, rel=1e-6)
+            expected = (1 - smooth) * freq / 8 + smooth * freq
+        assert ours == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 4])
@@ -105,7 +105,7 @@ def test_cross_entropy(chunks, seed):
     )
     best = z.argmax(-1)
     pairs = [(t, p) for t, p in zip(targets[valid], best[valid], strict=True)]
-    wanted = [
+    expected = [
         [
             sum(t == c for t, _ in pairs),
             sum(p == c for _, p in pairs),
@@ -113,7 +113,7 @@ def test_cross_entropy(chunks, seed):
         ]
         for c in range(V)
     ]
-    np.testing.assert_array_equal(counted.classes_3C, np.transpose(wanted))
+    np.testing.assert_array_equal(counted.classes_3C, np.transpose(expected))
 
 
 def test_chunks_do_not_change_the_gradient(seed):
@@ -179,21 +179,21 @@ def test_every_word_of_an_activation_has_code_and_its_formula():
     """The decoder's, the encoder's and the kernels' words, against Python's math."""
     z, up = np.linspace(-4, 4, 17), np.linspace(1, 2, 17)
     tanh = np.tanh(math.sqrt(2 / math.pi) * (z + 0.044715 * z**3))
-    wanted = {
+    expected = {
         "gelu": 0.5 * z * (1 + np.array([math.erf(x / math.sqrt(2)) for x in z])),
         "gelu_tanh": 0.5 * z * (1 + tanh),
         "silu": z / (1 + np.exp(-z)),
         "swiglu": z / (1 + np.exp(-z)) * up,
     }
     assert set(get_args(mlp.Activation)) == mlp.ACTIVATIONS.keys()
-    for kind, found in mlp.ACTIVATIONS.items():
-        products = (z, up) if found.is_gated else (z,)
+    for kind, nonlinearity in mlp.ACTIVATIONS.items():
+        products = (z, up) if nonlinearity.is_gated else (z,)
         arrays = tuple(jnp.asarray(x, jnp.float32) for x in products)
-        np.testing.assert_allclose(mlp.activate(kind, arrays), wanted[kind], atol=2e-6)
+        np.testing.assert_allclose(mlp.activate(kind, arrays), expected[kind], atol=2e-6)
     words = get_args(typing.get_type_hints(EncoderConfig)["activation"])
     assert words and not any(mlp.ACTIVATIONS[w].is_gated for w in words)
     assert {None, *get_args(activations.Activation)} == set(activations.ACTIVATIONS)
     for kind in get_args(activations.Activation):
-        found = activations.activate(kind, jnp.asarray(z, jnp.float32))
-        np.testing.assert_allclose(found, wanted[kind], atol=2e-6)
+        hidden = activations.activate(kind, jnp.asarray(z, jnp.float32))
+        np.testing.assert_allclose(hidden, expected[kind], atol=2e-6)
     assert set(expert_matmul.ACTIVATIONS) == {*activations.ACTIVATIONS, "swiglu"}

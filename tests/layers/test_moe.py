@@ -63,11 +63,11 @@ def test_gradients_are_finite_differences(name, seed):
     for leaf in ("router", "gate", "up", "down"):
         direction = (zero[0] | {leaf: grads[0][leaf]}, zero[1])
         slope = float((grads[0][leaf].astype(np.float64) ** 2).sum())
-        found = differences(params, x, cfg, direction, 1e-5 / slope**0.5)
-        assert found == pytest.approx(slope, rel=1e-4), leaf
+        slope_of = differences(params, x, cfg, direction, 1e-5 / slope**0.5)
+        assert slope_of == pytest.approx(slope, rel=1e-4), leaf
     slope = float((grads[1].astype(np.float64) ** 2).sum())
-    found = differences(params, x, cfg, (zero[0], grads[1]), 1e-5 / slope**0.5)
-    assert found == pytest.approx(slope, rel=1e-4)
+    slope_of = differences(params, x, cfg, (zero[0], grads[1]), 1e-5 / slope**0.5)
+    assert slope_of == pytest.approx(slope, rel=1e-4)
 
 
 @pytest.mark.parametrize("mode", ["dropless", pytest.param("capacity", marks=pytest.mark.slow)])

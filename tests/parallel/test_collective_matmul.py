@@ -62,8 +62,8 @@ def value_and_cotangents(mesh, function, inputs, cotangents, in_specs, out_specs
 
     @jax.jit
     def both(inputs, cotangents):
-        found, back = jax.vjp(sharded, *inputs)
-        return found, back(cotangents)
+        outputs, back = jax.vjp(sharded, *inputs)
+        return outputs, back(cotangents)
 
     def place(tree, specs):
         leaf = lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec))  # noqa: E731
@@ -76,11 +76,11 @@ def value_and_cotangents(mesh, function, inputs, cotangents, in_specs, out_specs
     return one
 
 
-def close(found, wanted):
+def close(actual, expected):
     def leaf(a, b):
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5 * max(1, np.abs(b).max()))
 
-    jax.tree.map(leaf, found, wanted)
+    jax.tree.map(leaf, actual, expected)
 
 
 def double(tree):
@@ -147,7 +147,7 @@ def test_gather_then_multiply(name, seed, monkeypatch):
     cotangents = dy if gated else dys, arrays(seed + 1, x.shape)[0]
 
     def function(x, ws, bias):
-        found, gathered = all_gather_matmul(
+        products, gathered = all_gather_matmul(
             x,
             ws,
             axis="tensor",
@@ -158,20 +158,20 @@ def test_gather_then_multiply(name, seed, monkeypatch):
             both_ways=case.both_ways,
         )
         # The gathered rows are equal on all ranks, each of which is given a part of their gradient.
-        return found, gathered[:, None]
+        return products, gathered[:, None]
 
     weights = P(None, "tensor")
     in_specs = (P(batch, "tensor"), (weights, weights), P("tensor"))
     out_specs = (columns if gated else (columns, columns), P(batch, "tensor"))
     each = np.zeros((2, R, *x.shape[1:]), np.float32)
     each[:, -1] = cotangents[1]
-    found, gradients = value_and_cotangents(
+    outputs, gradients = value_and_cotangents(
         mesh, function, inputs, (cotangents[0], each), in_specs, out_specs, case.check_vma
     )
-    (ys, gathered), wanted = gather_oracle(inputs, cotangents, case.activation)
-    close(found[0], ys)
-    assert (found[1] == x[:, None]).all()  # on every rank
-    close(gradients, wanted)
+    (ys, gathered), expected = gather_oracle(inputs, cotangents, case.activation)
+    close(outputs[0], ys)
+    assert (outputs[1] == x[:, None]).all()  # on every rank
+    close(gradients, expected)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -201,11 +201,11 @@ def test_multiply_then_scatter(name, seed, monkeypatch):
 
     columns, rows = P(batch, None, "tensor"), P(batch, "tensor")
     in_specs = ((columns, columns), (P("tensor"), P("tensor")), P(), rows)
-    found, gradients = value_and_cotangents(
+    outputs, gradients = value_and_cotangents(
         mesh, function, inputs, dy, in_specs, rows, case.check_vma
     )
     xs, ws, bias, residual = double(inputs)
-    close(found, sum(x @ w for x, w in zip(xs, ws, strict=True)) + bias + residual)
+    close(outputs, sum(x @ w for x, w in zip(xs, ws, strict=True)) + bias + residual)
     dxs = tuple(dy @ w.T for w in ws)
     dws = tuple(np.einsum("bmk,bmn->kn", x, dy) for x in xs)
     close(gradients, (dxs, dws, dy.sum((0, 1)), dy))
@@ -229,15 +229,15 @@ def test_multiply_then_reduce(implementation, check_vma, seed, monkeypatch):
     x, w, bias, residual, dy = arrays(seed, (2, 3, 8), (8, 5), (5,), (2, 3, 5), (2, 3, 5))
 
     def function(x, w, bias, residual):
-        rest = {"bias": bias, "residual": residual, "implementation": implementation}
-        return matmul_all_reduce(x, w, axis="tensor", **rest)
+        options = {"bias": bias, "residual": residual, "implementation": implementation}
+        return matmul_all_reduce(x, w, axis="tensor", **options)
 
     in_specs = (P("data", None, "tensor"), P("tensor"), P(), P("data"))
-    found, gradients = value_and_cotangents(
+    outputs, gradients = value_and_cotangents(
         mesh, function, (x, w, bias, residual), dy, in_specs, P("data"), check_vma
     )
     x, w, bias, residual, dy = double((x, w, bias, residual, dy))
-    close(found, x @ w + bias + residual)
+    close(outputs, x @ w + bias + residual)
     close(gradients, (dy @ w.T, np.einsum("bmk,bmn->kn", x, dy), dy.sum((0, 1)), dy))
 
 
@@ -262,8 +262,8 @@ def test_a_frozen_weight_and_one_input_of_any_rank(implementation, seed):
         def gradient(x, dy):
             return jax.vjp(lambda x: sharded(x, up_, down_), x)[1](dy)[0]
 
-        found = gradient(place(x, P("tensor")), place(dy, P("tensor")))
-    close(np.asarray(found), double(dy) @ double(down).T @ double(up).T)
+        dx = gradient(place(x, P("tensor")), place(dy, P("tensor")))
+    close(np.asarray(dx), double(dy) @ double(down).T @ double(up).T)
 
 
 @pytest.mark.parametrize("axes", ["tensor", ("data", "tensor"), ("tensor", "data")])
@@ -276,8 +276,8 @@ def test_a_hop_goes_to_the_neighbour_whatever_the_order_of_the_axes(axes):
             [collective_matmul.hop(axes)(rank, by) - (rank - by) % R for by in (1, -1)]
         )[None]
 
-    found = jax.shard_map(local, mesh=mesh, in_specs=(), out_specs=P(axes))
-    assert not jax.jit(found)().any()
+    mapped = jax.shard_map(local, mesh=mesh, in_specs=(), out_specs=P(axes))
+    assert not jax.jit(mapped)().any()
 
 
 # ---- what crosses ranks
@@ -322,7 +322,7 @@ def test_bias_and_residual_are_rounded_once():
     cast = lambda a: np.asarray(a).astype(jnp.bfloat16)  # noqa: E731
     w, residual = cast([[1024.0], [1.0]]), cast([[-1024.0]] * 2)
     for function, spec in ((matmul_reduce_scatter, P("tensor")), (matmul_all_reduce, P())):
-        found, _ = value_and_cotangents(
+        outputs, _ = value_and_cotangents(
             mesh,
             lambda x, w, b, r: function(x, w, axis="tensor", bias=b, residual=r),  # noqa: B023
             (cast(np.ones((2, 2))), w, np.full((1,), 0.25, np.float32), residual),
@@ -330,7 +330,7 @@ def test_bias_and_residual_are_rounded_once():
             (P(None, "tensor"), P("tensor"), P(), spec),
             spec,
         )
-        assert (found == 1.25).all(), function
+        assert (outputs == 1.25).all(), function
 
 
 # ---- refusals
@@ -338,7 +338,7 @@ def test_bias_and_residual_are_rounded_once():
 
 def call(function, *shapes, dtype="float32", mesh=None, **options):
     """Traces a call on ranks that each have these shapes."""
-    found = [jax.ShapeDtypeStruct(s, dtype) for s in shapes]
+    shapes_of = [jax.ShapeDtypeStruct(s, dtype) for s in shapes]
     with jax.set_mesh(mesh or make_mesh({"tensor": 4})):
         jax.eval_shape(
             jax.shard_map(
@@ -347,7 +347,7 @@ def call(function, *shapes, dtype="float32", mesh=None, **options):
                 out_specs=P(),
                 check_vma=False,
             ),
-            *found,
+            *shapes_of,
         )
 
 

@@ -39,8 +39,8 @@ def looped(order):
 
 
 def test_a_collective_that_needs_nothing_of_a_loop_is_found_and_held():
-    found = overtaking(looped(Order(False)))
-    assert [x.split(".")[0] for pair in found for x in pair] == ["%while", "%while"]
+    overtakers = overtaking(looped(Order(False)))
+    assert [x.split(".")[0] for pair in overtakers for x in pair] == ["%while", "%while"]
     assert not overtaking(looped(order_of(make_mesh(jax.devices(), {"data": 8}))))
     assert not order_of(make_mesh(jax.devices()[:1], {"data": 1})).emulated
 

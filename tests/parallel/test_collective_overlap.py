@@ -41,8 +41,8 @@ def test_the_model_of_gpt3s_first_product():
     plain = {512: 158, 1024: 307, 2048: 603, 4096: 1197, 8192: 2383, 16384: 4676}
     turned = {512: 686, 1024: 686, 2048: 686, 4096: 1008, 8192: 1975, 16384: 3907}
     for m in plain:
-        found = overlap.simulate(GATHER, (m, 12288, (6144,)), 8, "bfloat16", CARDS["H100"], 132)
-        assert [t * 1e6 for t in found] == pytest.approx([plain[m], turned[m]], abs=1)
+        times = overlap.simulate(GATHER, (m, 12288, (6144,)), 8, "bfloat16", CARDS["H100"], 132)
+        assert [t * 1e6 for t in times] == pytest.approx([plain[m], turned[m]], abs=1)
 
 
 def test_a_ring_is_chosen_where_it_clearly_gains(monkeypatch, tmp_path):
@@ -142,10 +142,10 @@ def test_nothing_asynchronous_is_compiled_where_a_kernel_may_run(monkeypatch, tm
     assert options("fused", data=4) is options("fused", kind="cpu", tensor=4) is None
     assert not any(options(word, tensor=4) for word in ("auto", "xla", "ring"))
     key = api.key(GATHER, 8, 160, 12288, 6144)
-    for link, found in (("emulated", None), ("real", overlap.IN_ORDER)):
+    for link, expected in (("emulated", None), ("real", overlap.IN_ORDER)):
         row = tables.row(GATHER, key, fastest="fused", link=link)
         tables.write(monkeypatch, tmp_path, row)
-        assert options("auto", tensor=4) == found
+        assert options("auto", tensor=4) == expected
     # Somebody else's table, no other axis; whoever asked for something else gets that.
     assert options("auto", kind=tables.A100, tensor=4) is None
     assert options("auto", data=2, tensor=4) is options("ring", tensor=4) is None
@@ -182,9 +182,9 @@ def test_one_function_knows_the_clique_of_a_kernel():
     (why,) = limits(tables.mesh(tables.H100, other=4, x=4))
     assert why == "needs a whole mesh of at most 8 GPUs, those of a node, found 16"
     layer = expert_matmul.Layer(8192, 2, 4096, 1, (1792,), 4, 4, "bfloat16", 3)
-    for sizes, found in (({"data": 2, "expert": 4}, 0), ({"data": 4, "expert": 4}, 1)):
+    for sizes, count in (({"data": 2, "expert": 4}, 0), ({"data": 4, "expert": 4}, 1)):
         mesh = tables.mesh(tables.H100, **sizes)
-        assert len(expert_matmul.fused_reasons("dispatch_grouped_matmul", layer, mesh)) == found
+        assert len(expert_matmul.fused_reasons("dispatch_grouped_matmul", layer, mesh)) == count
 
 
 def test_what_cannot_run_is_refused_or_left_to_xla(monkeypatch):
@@ -207,20 +207,20 @@ def test_what_cannot_run_is_refused_or_left_to_xla(monkeypatch):
     with pytest.raises(UserError, match="mesh.data=4, mesh.tensor=2.*data 4 may hold SMs"):
         tensor.ops(wide, overlap="fused")
 
-    def own(x, w):
+    def own_matmul(x, w):
         raise AssertionError("not called")
 
-    assert choose(lo, "auto", matmul=own) == "xla"
+    assert choose(lo, "auto", matmul=own_matmul) == "xla"
     with pytest.raises(NotImplementedError, match="plain products only.*--overlap=auto"):
-        choose(lo, "ring", matmul=own)
+        choose(lo, "ring", matmul=own_matmul)
     mlp = MlpConfig(64, 128, "swiglu", False, 0.02)
     assert tensor.explain_overlap(lo, "ring", 64, mlp, "float32") == "ring (asked for)"
     why = "xla (a CPU has nothing to hide)"
     assert tensor.explain_overlap(lo, "auto", 64, mlp, "float32") == f"MLP up {why}, MLP down {why}"
 
 
-@pytest.mark.parametrize("kept", [True, False])
-def test_fused_gradients_are_those_of_plain_collectives(kept, monkeypatch):
+@pytest.mark.parametrize("keeps", [True, False])
+def test_fused_gradients_are_those_of_plain_collectives(keeps, monkeypatch):
     """Around the kernels: everything but the kernels themselves, which are for GPUs."""
     monkeypatch.setattr(overlap, "fused_reasons", lambda *_: ())
     calls = []
@@ -248,16 +248,16 @@ def test_fused_gradients_are_those_of_plain_collectives(kept, monkeypatch):
 
     def mlp(word, *args):
         x, gate, w_up, bias, first, second, offset, residual = args
-        found = all_gather_matmul(
+        products = all_gather_matmul(
             x,
             [gate, w_up],
             axis="tensor",
             bias=[None, bias],
             activation="swiglu",
             implementation=word,
-            return_gathered=kept,
+            return_gathered=keeps,
         )
-        h = found[0] if kept else found
+        h = products[0] if keeps else products
         return matmul_reduce_scatter(
             (h, h * h),
             (first, second),
@@ -272,11 +272,11 @@ def test_fused_gradients_are_those_of_plain_collectives(kept, monkeypatch):
         y = jax.shard_map(tensor, mesh=mesh, in_specs=specs, out_specs=rows)(*args)
         return (y**2).sum()
 
-    found, want = (
+    fused, want = (
         jax.jit(jax.value_and_grad(functools.partial(loss, word), argnums=range(8)))(*args)
         for word in ("fused", "xla")
     )
-    chex.assert_trees_all_close(found, want, rtol=2e-5, atol=2e-4)
+    chex.assert_trees_all_close(fused, want, rtol=2e-5, atol=2e-4)
     assert calls == [GATHER, SCATTER, GATHER]
 
 
@@ -334,22 +334,22 @@ def mlp_program(R, axes, both_ways, gradients=False, implementation="ring"):
     ],
 )
 def test_every_hop_has_one_product_beside_it(R, axes, both_ways, permutes):
-    found = compiled_mlp(R, axes, both_ways)
-    assert {c.kind for c in found} == {"collective-permute"}
-    assert sum(c.arrays * c.executions for c in found) == permutes
-    assert all(c.is_hidden and c.axes == ("tensor",) for c in found)
+    program = compiled_mlp(R, axes, both_ways)
+    assert {c.kind for c in program} == {"collective-permute"}
+    assert sum(c.arrays * c.executions for c in program) == permutes
+    assert all(c.is_hidden and c.axes == ("tensor",) for c in program)
     # One chunk of 256 rows of one rank: none was joined with its neighbour.
-    assert {c.flops_beside for c in found} == {2 * 256 * 2048 * 8192 // R}
+    assert {c.flops_beside for c in program} == {2 * 256 * 2048 * 8192 // R}
 
 
 @pytest.mark.aot
 @pytest.mark.slow
 def test_the_backward_pass_hides_all_of_its_communication():
     """Three rings: x in, y out, dy in for dx and dw; then x again and the sum of dx beside dw."""
-    found = compiled_mlp(8, ("tensor",), both_ways=False, gradients=True)
-    assert all(c.is_hidden for c in found)
+    program = compiled_mlp(8, ("tensor",), both_ways=False, gradients=True)
+    assert all(c.is_hidden for c in program)
     arrays = collections.Counter()
-    for c in found:
+    for c in program:
         arrays[c.kind] += c.arrays
     assert arrays == {"collective-permute": 21, "all-gather": 1, "reduce-scatter": 1}
 
@@ -361,23 +361,23 @@ def test_fused_products_have_their_communication_inside(R, axes):
     """Three kernels: x in, y out, dy in for dx and dw; x again and the sum of dx are XLA's."""
     text, shape = mlp_program(R, axes, False, gradients=True, implementation="fused")
     assert text.count('custom_call_target="mosaic_gpu') == 3
-    found = hlo.collectives(text, shape)
-    assert {c.kind for c in found} <= {"all-gather", "reduce-scatter", "all-reduce"}
+    sent = hlo.collectives(text, shape)
+    assert {c.kind for c in sent} <= {"all-gather", "reduce-scatter", "all-reduce"}
     # Beside data parallelism XLA leaves x's second gather alone: nothing is claimed there.
-    assert R < 8 or all(c.is_hidden for c in found), found
+    assert R < 8 or all(c.is_hidden for c in sent), sent
 
 
 def waiting_beside(text, sizes):
     """Collectives that are in flight while a fused kernel runs, and all that are asynchronous."""
-    found = [c for c in hlo.collectives(text, sizes) if c.is_async]
-    beside = [
+    sent = [c for c in hlo.collectives(text, sizes) if c.is_async]
+    waits = [
         place.line
         for place in Module(text).places()
         if re.search(rf"({'|'.join(hlo.KINDS)})-start\(", place.line)
         and any("mosaic_gpu" in line for line in place.until_done())
     ]
     assert " async-start(" not in text  # another way to say it, which is not looked into here
-    return beside, found
+    return waits, sent
 
 
 @pytest.mark.aot
@@ -402,8 +402,8 @@ def test_a_gather_would_run_beside_a_fused_kernel(alone):
     options = overlap.IN_ORDER if alone else {}
     text = aot.compile(jax.jit(program).lower(*args), QUICK | options).as_text()
     assert text.count('custom_call_target="mosaic_gpu') == 1 and "all-gather" in text
-    beside, found = waiting_beside(text, dict(mesh.shape))
-    assert (len(beside), len(found)) == ((0, 0) if alone else (1, 1))
+    waits, sent = waiting_beside(text, dict(mesh.shape))
+    assert (len(waits), len(sent)) == ((0, 0) if alone else (1, 1))
 
 
 @pytest.mark.aot
@@ -435,7 +435,7 @@ def test_a_fused_step_has_nothing_asynchronous_that_waits(word):
     train_step = step.make_train_step(cfg, mesh)
     lowered = train_step.step.lower(train_step.abstract_state, train_step.abstract_batch)
     text = aot.compile(lowered, QUICK).as_text()
-    beside, found = waiting_beside(text, dict(mesh.shape))
-    assert not beside and bool(found) == (word == "xla")
+    waits, sent = waiting_beside(text, dict(mesh.shape))
+    assert not waits and bool(sent) == (word == "xla")
     assert ('custom_call_target="mosaic_gpu' in text) == (word == "fused")
     assert len(hlo.collectives(text, dict(mesh.shape))) > 4

@@ -144,8 +144,8 @@ def test_what_is_not_finite_stays_with_those_who_see_it(kind, ways, seed):
         heads = slice(2, 4) if name in "kv" else slice(1, 2)
         rows[:, heads] = (seen[:, at] if name in "kv" else np.arange(S) == at)[:, None]
         keys = (seen.T @ rows.reshape(S, G, 2).any(2)) > 0
-        wanted = (rows & (name != "dout"), rows, keys, keys)
-        for part, x, y, bad in zip(("out", "dq", "dk", "dv"), got, clean, wanted, strict=True):
+        not_finite = (rows & (name != "dout"), rows, keys, keys)
+        for part, x, y, bad in zip(("out", "dq", "dk", "dv"), got, clean, not_finite, strict=True):
             x, y = np.asarray(x), np.asarray(y)
             assert np.isnan(x[0][bad]).all(), (name, part)
             np.testing.assert_array_equal(x[0][~bad], y[0][~bad], err_msg=f"{name}, {part}")
@@ -217,19 +217,19 @@ def test_backward_pass_keeps_the_ring_and_does_not_run_it_again():
     with jax.set_mesh(train_step.layout.mesh):
         grad = jax.jit(jax.grad(loss))
         program = grad.trace(train_step.abstract_state.params, train_step.abstract_batch).jaxpr
-    found = list(equations(program.jaxpr))
+    operations = list(equations(program.jaxpr))
     # Four arrays (k, v, segments, positions) in the forward loop; in the backward pass four before
     # its loop, six in it (dk and dv too), two after it, two that come home.
-    assert sum(e.primitive.name == "ppermute" for e, _ in found) == 4 + 4 + 6 + 2 + 2
-    layers = [e for e, path in found if e.primitive.name == "scan" and "scan" not in path]
+    assert sum(e.primitive.name == "ppermute" for e, _ in operations) == 4 + 4 + 6 + 2 + 2
+    layers = [e for e, path in operations if e.primitive.name == "scan" and "scan" not in path]
     # Nothing of attention is made for all layers at once, before the loop over them.
-    assert all("scan" in path for e, path in found if e.primitive.name in ("ppermute", "cond"))
+    assert all("scan" in path for e, path in operations if e.primitive.name in ("ppermute", "cond"))
     # Kept of each layer: its input, what attention gave, out (one copy) and the log-sum-exp.
     forward = next(e for e in layers if e.params["length"] == cfg.model.layers)
-    kept = sum(v.aval.size for v in forward.outvars if v.aval.shape[0] == cfg.model.layers)
+    stored = sum(v.aval.size for v in forward.outvars if v.aval.shape[0] == cfg.model.layers)
     width, heads = cfg.model.width, cfg.model.heads
     tokens = cfg.train.global_batch * cfg.train.seq_len
-    assert kept == cfg.model.layers * tokens * (3 * width + heads)
+    assert stored == cfg.model.layers * tokens * (3 * width + heads)
     assert width == heads * cfg.model.head_width
 
 

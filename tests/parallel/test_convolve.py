@@ -55,13 +55,13 @@ def test_a_convolution_and_its_gradients(where, stride):
             specs = layout.stored(*w.get_metadata("axes")), layout.act("batch")
 
             def inside(stored, x):
-                whole = jax.lax.all_gather(stored, "data", axis=2, tiled=True)  # as a chunk is
+                gathered = jax.lax.all_gather(stored, "data", axis=2, tiled=True)  # as a chunk is
                 convolve = tensor.local_ops(layout).convolve
                 (_, y), (dw, dx) = jax.value_and_grad(
                     lambda w, x: (loss(w, x, convolve)[0] / 2, loss(w, x, convolve)[1]),
                     (0, 1),
                     has_aux=True,
-                )(whole, x)
+                )(gathered, x)
                 dw = jax.lax.psum_scatter(dw, "data", scatter_dimension=2, tiled=True)
                 return y, dw, jax.lax.psum(dx, "tensor")
 

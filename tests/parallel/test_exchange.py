@@ -46,28 +46,28 @@ def gradients(seed):
 @functools.cache
 def scatterer(*which):
     """Returns (gradients, step, errors) -> (pieces, errors), all with a dimension of ranks."""
-    own = exchange(*which)
-    devices = own.devices
+    one = exchange(*which)
+    devices = one.devices
 
     def local(grads, step, errors):
         grads, errors = jax.tree.map(lambda x: x[0], (grads, errors))
-        return add_device_dim(own.scatter_local(grads, jax.random.key(0), step, errors))
+        return add_device_dim(one.scatter_local(grads, jax.random.key(0), step, errors))
 
     spec = dict(in_specs=(devices, P(), devices), out_specs=devices, check_vma=False)
-    mesh, at = own.masters.mesh, NamedSharding(own.masters.mesh, devices)
+    mesh, at = one.masters.mesh, NamedSharding(one.masters.mesh, devices)
     call = jax.jit(jax.shard_map(local, mesh=mesh, **spec))
     return lambda grads, step, errors: call(jax.device_put(grads, at), jnp.int32(step), errors)
 
 
-def first_errors(own):
+def first_errors(one):
     specs = jax.tree.map(
-        lambda w: own.masters.stored(*w), WORDS, is_leaf=lambda x: type(x) is tuple
+        lambda w: one.masters.stored(*w), WORDS, is_leaf=lambda x: type(x) is tuple
     )
     params = jax.tree.map(
-        lambda x, s: jax.device_put(x[0], NamedSharding(own.masters.mesh, s)), gradients(0), specs
+        lambda x, s: jax.device_put(x[0], NamedSharding(one.masters.mesh, s)), gradients(0), specs
     )
-    with jax.set_mesh(own.masters.mesh):
-        return jax.jit(own.errors)(params)
+    with jax.set_mesh(one.masters.mesh):
+        return jax.jit(one.errors)(params)
 
 
 def buffer(grads, where):
@@ -78,13 +78,13 @@ def buffer(grads, where):
 
 def test_each_message_has_errors_of_its_own():
     """Three steps of one layer's matrices and of the table, as zero.reduce_scatter has them."""
-    own, found = exchange(), []
-    with jax.set_mesh(own.masters.mesh):
-        errors = first_errors(own)
+    the_exchange, pieces_of = exchange(), []
+    with jax.set_mesh(the_exchange.masters.mesh):
+        errors = first_errors(the_exchange)
         run = scatterer()
         for step in range(3):
             pieces, errors = run(gradients(step), step, errors)
-            found.append(jax.tree.map(np.asarray, pieces))
+            pieces_of.append(jax.tree.map(np.asarray, pieces))
     assert (
         len(errors) == 2 and errors[0].step.shape == (4, 2) and np.asarray(errors[1].step)[0] == 3
     )
@@ -98,43 +98,43 @@ def test_each_message_has_errors_of_its_own():
         state = None
         for step in range(3):
             grads = gradients(step)["blocks"] | {"table": gradients(step)["table"]}
-            mine = [grads[n] if layer is None else grads[n][:, layer] for n, _ in leaves]
-            rows = [buffer(g, where) for g, (_, where) in zip(mine, leaves, strict=True)]
+            leaf_grads = [grads[n] if layer is None else grads[n][:, layer] for n, _ in leaves]
+            rows = [buffer(g, where) for g, (_, where) in zip(leaf_grads, leaves, strict=True)]
             x = np.concatenate(rows, 2).reshape(NODES, RANKS, -1)
             if state is None:
                 first = zero.start(x.shape[-1], codec("loco"), NODES, RANKS)
                 state = jax.tree.map(lambda a: jnp.broadcast_to(a, (NODES, RANKS, *a.shape)), first)
-            wanted, state = rule(jnp.asarray(x), state)
-            wanted, begin = np.asarray(wanted).reshape(NODES * RANKS, -1), 0
-            got = found[step]["blocks"] | {"table": found[step]["table"]}
+            expected, state = rule(jnp.asarray(x), state)
+            expected, begin = np.asarray(expected).reshape(NODES * RANKS, -1), 0
+            got = pieces_of[step]["blocks"] | {"table": pieces_of[step]["table"]}
             for (name, where), row in zip(leaves, rows, strict=True):
                 part = got[name] if layer is None else got[name][:, layer]
                 flat = np.moveaxis(part, where + 1, 1).reshape(NODES * RANKS, -1)
-                np.testing.assert_array_equal(flat, wanted[:, begin : begin + row.shape[-1]])
+                np.testing.assert_array_equal(flat, expected[:, begin : begin + row.shape[-1]])
                 begin += row.shape[-1]
 
 
 def test_a_leaf_that_is_not_finite_on_one_rank_is_named_and_no_other():
-    own, grads = exchange(), gradients(5)
+    one, grads = exchange(), gradients(5)
     clean = jax.tree.map(np.copy, grads)
     grads["blocks"]["up"][3, 1, 4, 4] = np.inf
     clean["blocks"]["up"][3, 1] = 0  # on that rank only: the others send what they have
-    with jax.set_mesh(own.masters.mesh):
-        errors, run = first_errors(own), scatterer()
+    with jax.set_mesh(one.masters.mesh):
+        errors, run = first_errors(one), scatterer()
         pieces, after = run(grads, 0, errors)
-        wanted, _ = run(clean, 0, errors)
+        expected, _ = run(clean, 0, errors)
     assert np.isnan(pieces["blocks"]["up"][:, 1]).all()
     for name, x in (pieces["blocks"] | {"table": pieces["table"]}).items():
-        here = wanted["blocks"][name] if name != "table" else wanted["table"]
-        x, here = (x[:, :1], here[:, :1]) if name == "up" else (x, here)
-        np.testing.assert_array_equal(x, here)
+        piece = expected["blocks"][name] if name != "table" else expected["table"]
+        x, piece = (x[:, :1], piece[:, :1]) if name == "up" else (x, piece)
+        np.testing.assert_array_equal(x, piece)
     assert all(np.isfinite(x.astype(np.float32)).all() for x in jax.tree.leaves(after))
 
 
 def test_before_the_first_quantized_step_no_error_is_kept():
-    own = exchange("loco", 1)
-    with jax.set_mesh(own.masters.mesh):
-        errors, run = first_errors(own), scatterer("loco", 1)
+    one = exchange("loco", 1)
+    with jax.set_mesh(one.masters.mesh):
+        errors, run = first_errors(one), scatterer("loco", 1)
         pieces, same = run(gradients(1), 0, errors)
         _, after = run(gradients(1), 1, errors)
     total = np.concatenate(np.split(gradients(1)["table"].sum(0), 4, 1))
@@ -145,8 +145,8 @@ def test_before_the_first_quantized_step_no_error_is_kept():
 
 
 def test_a_codec_without_feedback_has_no_errors():
-    own = exchange("zeropp")
-    assert not own.keeps_errors and own.errors(None) is None and drop_device_dim(None) is None
+    one = exchange("zeropp")
+    assert not one.keeps_errors and one.errors(None) is None and drop_device_dim(None) is None
 
 
 @pytest.mark.parametrize("where", [None, "norm", "copy"])
@@ -168,23 +168,23 @@ def test_a_device_that_holds_other_bits_is_seen(where):
 
 
 def test_the_bytes_of_a_step_are_those_of_the_collectives_in_the_program():
-    own = exchange("zeropp")
-    mesh, grads = own.masters.mesh, jax.tree.map(lambda x: x[0], gradients(0))
+    one = exchange("zeropp")
+    mesh, grads = one.masters.mesh, jax.tree.map(lambda x: x[0], gradients(0))
     specs = jax.tree.map(
-        lambda w: own.masters.stored(*w), WORDS, is_leaf=lambda x: type(x) is tuple
+        lambda w: one.masters.stored(*w), WORDS, is_leaf=lambda x: type(x) is tuple
     )
     key = jax.random.key(0)
     with jax.set_mesh(mesh):
         at = jax.tree.map(lambda x, s: jax.device_put(x, NamedSharding(mesh, s)), grads, specs)
         gather = jax.shard_map(
-            lambda x: own.gather_local(x, None, key)[0],
+            lambda x: one.gather_local(x, None, key)[0],
             mesh=mesh,
             in_specs=(specs,),
             out_specs=P(),
             check_vma=False,
         )
         scatter = jax.shard_map(
-            lambda x: own.scatter_local(x, key, 0)[0],
+            lambda x: one.scatter_local(x, key, 0)[0],
             mesh=mesh,
             in_specs=(P(),),
             out_specs=specs,
@@ -192,7 +192,7 @@ def test_the_bytes_of_a_step_are_those_of_the_collectives_in_the_program():
         )
         sent = collectives(jax.make_jaxpr(gather)(at).jaxpr)
         sent += collectives(jax.make_jaxpr(scatter)(grads).jaxpr)
-    counted = own.wire_bytes(at)
+    counted = one.wire_bytes(at)
     assert counted["weights"][0] == sum(4 * n for kind, _, n in sent if kind == "all_gather")
     for level, axis in (("inside", "data"), ("between", "node")):
         moved = [n for kind, axes, n in sent if kind == "all_to_all" and axis in axes]
@@ -203,14 +203,14 @@ def test_the_bytes_of_a_step_are_those_of_the_collectives_in_the_program():
 
 def collectives(jaxpr, times=1):
     """Returns [(primitive, axes, bytes)] of the payloads that collectives take."""
-    found = []
+    sent = []
     for eqn in jaxpr.eqns:
         kind, x = eqn.primitive.name, eqn.invars[0].aval if eqn.invars else None
         if kind in ("all_to_all", "all_gather", "all_gather_invariant") and x.dtype == np.uint8:
             axes = eqn.params["axis_name"]
             axes = (axes,) if isinstance(axes, str) else axes
-            found.append((kind.removesuffix("_invariant"), axes, times * x.size))
+            sent.append((kind.removesuffix("_invariant"), axes, times * x.size))
         more = times * eqn.params["length"] if kind == "scan" else times
         for inner in jax.extend.core.jaxprs_in_params(eqn.params):
-            found += collectives(inner, more)
-    return found
+            sent += collectives(inner, more)
+    return sent

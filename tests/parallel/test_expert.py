@@ -56,10 +56,10 @@ def under_mesh(cfg, overlap, trace=False, **mesh):
         placed = {k: jax.device_put(v, lo.named(lo.stored(*words[k]))) for k, v in params.items()}
         with jax.set_mesh(lo.mesh):
             x = jax.device_put(x[:, order], spec)
-            found = jax.eval_shape(run, placed, x) if trace else run(placed, x)
+            outputs = jax.eval_shape(run, placed, x) if trace else run(placed, x)
         if trace:
             return None
-        (value, (y, sums)), (dw, dx) = jax.tree.map(np.asarray, found)
+        (value, (y, sums)), (dw, dx) = jax.tree.map(np.asarray, outputs)
         back = np.argsort(order)
         return (value, (y[:, back], sums)), (dw, dx[:, back])
 

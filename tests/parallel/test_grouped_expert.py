@@ -181,14 +181,14 @@ def check(case, seed, names=None):
         want, dropped = loop(case, x, weights, chosen, factor, dy)
         nowhere = (chosen < 0) | (chosen >= case.experts)
         padding = np.all(nowhere, axis=1)[:, None]
-        given = [np.where(padding, np.nan, x), *weights, np.where(nowhere, np.nan, factor)]
-        given.append(np.where(padding, np.nan, dy))
-        *given, f, d = (jnp.asarray(a, jnp.float32) for a in given)
-        y, lost, *grads = layer(case)(*given, jnp.asarray(chosen), f, d)
+        operands = [np.where(padding, np.nan, x), *weights, np.where(nowhere, np.nan, factor)]
+        operands.append(np.where(padding, np.nan, dy))
+        *operands, f, d = (jnp.asarray(a, jnp.float32) for a in operands)
+        y, lost, *grads = layer(case)(*operands, jnp.asarray(chosen), f, d)
         np.testing.assert_array_equal(lost, dropped, err_msg=name)
         for got, value in zip((y, *grads), want, strict=True):
             np.testing.assert_allclose(got, value, rtol=1e-5, atol=3e-5, err_msg=name)
-        again = layer(case)(*given, jnp.asarray(chosen), f, d)
+        again = layer(case)(*operands, jnp.asarray(chosen), f, d)
         chex.assert_trees_all_equal(again, (y, lost, *grads))
 
 
@@ -302,18 +302,18 @@ def test_rows_lie_by_expert_then_by_source_from_the_own_rank_on(case, seed):
         local, mesh=case.mesh, in_specs=(ROWS, P("expert"), ROWS, ROWS), out_specs=(ROWS, ROWS)
     )
     w = jnp.broadcast_to(jnp.arange(1.0, tokens + 1)[:, None], (case.experts, tokens, 1))
-    found, splits = jax.jit(run)(jnp.eye(tokens), w, index, jnp.ones(index.shape))
+    rows, splits = jax.jit(run)(jnp.eye(tokens), w, index, jnp.ones(index.shape))
     for rank in range(case.ranks):
         want, counts = [], np.zeros((case.ranks, E), int)
         for e in range(E):
             expert = rank // case.tensor * E + e
             chose = [n for n in range(tokens) for a in range(case.top) if index[n, a] == expert]
             for source in np.roll(np.arange(case.ranks), -rank):
-                own = [n + 1 for n in chose[: case.capacity] if n // case.tokens == source]
-                counts[source, e] = len(own)
-                want += own
+                expected = [n + 1 for n in chose[: case.capacity] if n // case.tokens == source]
+                counts[source, e] = len(expected)
+                want += expected
         np.testing.assert_array_equal(splits[rank], counts)
-        row = np.asarray(found[rank, :, 0])
+        row = np.asarray(rows[rank, :, 0])
         np.testing.assert_array_equal(row, want + [0] * (len(row) - len(want)))
 
 
@@ -390,22 +390,22 @@ BAD = {
 
 @pytest.mark.parametrize("message", BAD)
 def test_bad_input_is_explained(message):
-    given = GOOD | BAD[message]
+    arguments = GOOD | BAD[message]
 
     def local():
         h, dispatch = dispatch_grouped_matmul(
-            given["x"],
-            given["w"],
-            Routing(given["index"], given["weight"]),
+            arguments["x"],
+            arguments["w"],
+            Routing(arguments["index"], arguments["weight"]),
             expert_axis="expert",
-            activation=given["activation"],
-            capacity=given["capacity"],
-            tensor_axis=given.get("tensor_axis"),
-            acc_dtype=given.get("acc_dtype", "float32"),
+            activation=arguments["activation"],
+            capacity=arguments["capacity"],
+            tensor_axis=arguments.get("tensor_axis"),
+            acc_dtype=arguments.get("acc_dtype", "float32"),
         )
-        down = given.get("down", jnp.zeros((4, F, D)))
-        weights = given.get("weights", given["weight"])
-        return grouped_matmul_combine(given.get("h", h), down, dispatch, weights=weights)
+        down = arguments.get("down", jnp.zeros((4, F, D)))
+        weights = arguments.get("weights", arguments["weight"])
+        return grouped_matmul_combine(arguments.get("h", h), down, dispatch, weights=weights)
 
     with pytest.raises(UserError, match=message):
         jax.eval_shape(jax.shard_map(local, mesh=Case(1, 1).mesh, in_specs=(), out_specs=P()))
@@ -466,8 +466,8 @@ def test_a_choice_has_a_reason(monkeypatch, tmp_path):
         both = {dispatch: layer, combine: layer._replace(hidden=layer.hidden[:1])}
         groups = {"expert": layer.groups, "tensor": layer.ranks // layer.groups}
         sizes = {"data": 1} | groups | dict(mesh)
-        found = {op: both[op] for op in halves}
-        return expert_matmul.best(found, ("expert", "tensor"), tables.mesh(kind, **sizes))
+        answers = {op: both[op] for op in halves}
+        return expert_matmul.best(answers, ("expert", "tensor"), tables.mesh(kind, **sizes))
 
     word, why = best()
     assert word == "ring" and why.startswith("simulated, not measured")

@@ -50,12 +50,12 @@ def test_every_hop_of_a_ring_has_one_sources_product_beside_it(monkeypatch):
     R, T, D, F, E, A = 4, 256, 256, 512, 2, 2
     tables.let_kernels_win(monkeypatch)  # a kernel's FLOPs can be read beside a hop
     text, sizes = compiled_layer("ring", R, T, D, F, E, A)
-    found = hlo.collectives(text, sizes)
-    hops = [c for c in found if c.kind == "collective-permute"]
+    sent = hlo.collectives(text, sizes)
+    hops = [c for c in sent if c.kind == "collective-permute"]
     assert [c.nbytes for c in hops] == [T * D * 2] * 3 + [T * D * 4] * 3 + [T * D * 2] * 3
     assert {c.flops_beside for c in hops} == {2 * T * A * D * F} and all(c.is_hidden for c in hops)
     # The choices and weights of all ranks, which are small, come first.
-    assert all(c.is_hidden for c in found if c.nbytes > R * T * A * 8), found
+    assert all(c.is_hidden for c in sent if c.nbytes > R * T * A * 8), sent
     assert text.count('custom_call_target="mosaic_gpu') == 3 * R + 3  # dh w^T and both weights'
 
 

@@ -55,10 +55,10 @@ def both(parts, params, batch):
     return parts.logits(params, batch), jax.grad(loss)(values_of(params))
 
 
-def near(found, wanted):
-    assert max(float(jnp.abs(x).max()) for x in jax.tree.leaves(wanted)) > 1e-2
-    wanted = jax.tree.map(np.asarray, wanted)
-    chex.assert_trees_all_close(jax.tree.map(np.asarray, found), wanted, atol=1e-5, rtol=1e-5)
+def near(actual, expected):
+    assert max(float(jnp.abs(x).max()) for x in jax.tree.leaves(expected)) > 1e-2
+    expected = jax.tree.map(np.asarray, expected)
+    chex.assert_trees_all_close(jax.tree.map(np.asarray, actual), expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.slow
@@ -72,11 +72,11 @@ def test_tensor_ranks_hold_tiles_of_their_slices(overlap, cfg):
         pack = functools.partial(to_tiles, masks=masks, axes=parts.axes, layout=lo, **TILE)
         tiles = sharding.place(lo, parts.axes, pack(params))
         place = lambda x: jax.device_put(x, lo.named(lo.act("batch", "seq")))  # noqa: E731
-        found = jax.jit(lambda p, b: both(parts, p, b))(tiles, jax.tree.map(place, batch))
+        outputs = jax.jit(lambda p, b: both(parts, p, b))(tiles, jax.tree.map(place, batch))
     up = tiles["blocks"]["mlp"]["up"]
     assert up.shape == (cfg.width, cfg.mlp // 2)
     assert up.weight.values.sharding.spec == jax.P(None, "tensor")
-    near(found, (logits, values_of(pack(grads))))
+    near(outputs, (logits, values_of(pack(grads))))
 
 
 @pytest.mark.slow
@@ -103,9 +103,9 @@ def test_stages_hold_tiles_of_their_layers(gradients, overlap):
             return sums.cross_entropy / 32
 
         gradients = jax.jit(lambda p, b, route: pipe.gradients(p, b, route, mean))
-        found = gradients(tiles, pieces, pipe.cfg.route(2)).grads
+        piped = gradients(tiles, pieces, pipe.cfg.route(2)).grads
     assert tiles["blocks"]["mlp"]["up"].weight.values.sharding.spec[0] == "pipe"
-    near(values_of(found), values_of(pack(grads)))
+    near(values_of(piped), values_of(pack(grads)))
 
 
 @jax.tree_util.register_dataclass
@@ -196,9 +196,9 @@ def test_an_mlp_of_packed_weights(kind, overlap):
     close(np.asarray(dx), c + (dh * b) @ gate.T + (dh * a) @ wide["up"].T)
     close(np.asarray(grads["gate"]), np.einsum("bsd,bsf->df", x, dh * b))
     if kind == "tiles":
-        found = {"up": np.einsum("bsd,bsf->df", x, dh * a)}
-        found["down"] = np.einsum("bsf,bsd->fd", a * b, c)
-        for k, w in pack({k: np.asarray(w, np.float32) for k, w in found.items()}).items():
+        expected = {"up": np.einsum("bsd,bsf->df", x, dh * a)}
+        expected["down"] = np.einsum("bsf,bsd->fd", a * b, c)
+        for k, w in pack({k: np.asarray(w, np.float32) for k, w in expected.items()}).items():
             close(np.asarray(grads[k].weight.values), np.asarray(w.weight.values))
 
 

@@ -53,12 +53,12 @@ def run(nodes, ranks, name, implementation, bad=None):
     ],
 )
 def test_kernels_and_plain_jax_have_the_same_bits(nodes, ranks, name, bad):
-    wanted = run(nodes, ranks, name, "reference", bad)
+    plain = run(nodes, ranks, name, "reference", bad)
     with interpret.checked():
-        found = run(nodes, ranks, name, "interpret", bad)
-    np.testing.assert_array_equal(found[0], wanted[0])
-    np.testing.assert_array_equal(found[1], wanted[1])
-    pieces = wanted[0].view(np.float32)
+        kernel = run(nodes, ranks, name, "interpret", bad)
+    np.testing.assert_array_equal(kernel[0], plain[0])
+    np.testing.assert_array_equal(kernel[1], plain[1])
+    pieces = plain[0].view(np.float32)
     assert np.isnan(pieces).all() if bad is not None else np.isfinite(pieces).all()
 
 
@@ -67,8 +67,8 @@ def passes(name="sdp4bit", n=8 * WEIGHTS, nodes=2, ranks=4, **options):
     return Passes(n, used, nodes, ranks, **options)
 
 
-def reasons(own):
-    return {name: why for name in own.names if (why := "; ".join(own.why_not(name)))}
+def reasons(one):
+    return {name: why for name in one.names if (why := "; ".join(one.why_not(name)))}
 
 
 def test_every_pass_of_sdp4bit_has_a_kernel():
@@ -81,13 +81,13 @@ def test_every_pass_of_sdp4bit_has_a_kernel():
 
 def leveled(**changes):
     """sdp4bit with other levels, by name."""
-    own = codec("sdp4bit")
-    levels = {"weights": own.weights, "inside": own.inside, "between": own.between} | changes
-    return dataclasses.replace(own, levels=tuple(levels.values()))
+    base = codec("sdp4bit")
+    levels = {"weights": base.weights, "inside": base.inside, "between": base.between} | changes
+    return dataclasses.replace(base, levels=tuple(levels.values()))
 
 
 @pytest.mark.parametrize(
-    ("own", "name", "why"),
+    ("one", "name", "why"),
     [
         (passes("zeropp"), "relay", "needs codes of 8 bits, found 4"),
         (passes("loco"), "add", "bfloat16 is no code of a group"),
@@ -107,17 +107,17 @@ def leveled(**changes):
     ],
     ids=lambda x: x if isinstance(x, str) else "",
 )  # fmt: skip
-def test_why_a_pass_is_plain(own, name, why):
-    assert reasons(own)[name].startswith(why)
-    assert own.why_plain(name)[0].startswith(why.partition(";")[0])
+def test_why_a_pass_is_plain(one, name, why):
+    assert reasons(one)[name].startswith(why)
+    assert one.why_plain(name)[0].startswith(why.partition(";")[0])
     exact = passes(leveled(weights=codec("none")))
     assert exact.names == ("send", "relay", "receive")  # weights travel as they are
 
 
 def test_rows_are_filled_up_where_that_costs_little():
     """To whole tiles where these add at most 1/256; to blocks of 32 elsewhere. Exact codecs not."""
-    own = passes(n=8 * (TILE - 7))
-    assert (own.piece, own.row) == (TILE - 7, TILE) and own.fetched == own.piece
+    one = passes(n=8 * (TILE - 7))
+    assert (one.piece, one.row) == (TILE - 7, TILE) and one.fetched == one.piece
     assert passes(n=8 * (TILE - 40)).row == TILE - 32
     assert passes(n=8 * (2 * WEIGHTS - 60)).fetched == 2 * WEIGHTS
     assert passes("none", n=8 * (2 * WEIGHTS - 60)).fetched == 2 * WEIGHTS - 60

@@ -238,10 +238,10 @@ def test_interleaved_stages_hold_their_groups_and_checkpoints_know_it(tmp_path):
     assert (np.asarray(key)[2] == np.asarray(natural.params["blocks"]["attention"]["key"])[4]).all()
     manager = CheckpointManager(tmp_path)
     manager.save(1, state, order=train_step.rows).result()
-    found = manager.restore(1, like=vars(one.abstract_state))
-    assert distance(found["params"], plain.params) == 0.0
-    found = manager.restore(1, like=vars(train_step.abstract_state), order=train_step.rows)
-    assert distance(found["params"], state.params) == 0.0
+    restored = manager.restore(1, like=vars(one.abstract_state))
+    assert distance(restored["params"], plain.params) == 0.0
+    restored = manager.restore(1, like=vars(train_step.abstract_state), order=train_step.rows)
+    assert distance(restored["params"], state.params) == 0.0
 
 
 @pytest.mark.parametrize(

@@ -37,15 +37,15 @@ INTERLEAVED = dict(
 def train(model, steps, **changes):
     """Returns (metrics of each step, first gradients, last parameters), layers in their order."""
     train_step = make(model, **changes)
-    state, found, gradients = train_step.init(0), [], None
+    state, losses, gradients = train_step.init(0), [], None
     for i in range(steps):
         state, metrics = train_step.step(state, on(train_step, host_batch(i)))
-        found.append([float(metrics[k]) for k in METRICS])
+        losses.append([float(metrics[k]) for k in METRICS])
         if i == 0:  # the first moment is (1 - beta1) times the first gradient
             first = train_step.storage.natural(state.opt[0].mu)
             gradients = jax.tree.map(lambda m: np.asarray(m) / 0.1, first)
     params = jax.tree.map(np.asarray, train_step.storage.natural(state.params))
-    return np.array(found), gradients, params
+    return np.array(losses), gradients, params
 
 
 @functools.cache
@@ -142,6 +142,6 @@ def test_evaluation_counts_each_layers_load():
 def test_routers_are_not_rounded():
     layout = sharding.layout(MeshSpec(data=1).build(jax.devices()[:1]))
     weight, dtype = jnp.ones((2, 4, 8)), jnp.dtype("bfloat16")
-    whole = functools.partial(whole_local, layout)
-    assert whole(("layers", "embed", "router"), weight, dtype).dtype == jnp.float32
-    assert whole(("layers", "embed", "mlp"), weight, dtype).dtype == jnp.bfloat16
+    gather = functools.partial(whole_local, layout)
+    assert gather(("layers", "embed", "router"), weight, dtype).dtype == jnp.float32
+    assert gather(("layers", "embed", "mlp"), weight, dtype).dtype == jnp.bfloat16

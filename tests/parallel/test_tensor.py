@@ -103,7 +103,7 @@ def test_packed_rows_take_ours_where_a_table_says_so(monkeypatch, tmp_path):
     best = {"rivals": {"reference": 9.0, "cudnn": 1.5}}
     forward = tables.row(tiling.FORWARD, key, **best)
     backward = tables.row(tiling.BACKWARD, key | {"deterministic": True}, **best)
-    for rows, wanted in (
+    for rows, expected in (
         ((forward, backward), "varlen"),
         ((forward,), "cudnn"),  # the backward pass was not measured
         ((forward | {"fastest": "reference"}, backward), "cudnn"),
@@ -111,7 +111,7 @@ def test_packed_rows_take_ours_where_a_table_says_so(monkeypatch, tmp_path):
         ((forward, backward | {"correct": False}), "cudnn"),
     ):
         tables.write(monkeypatch, tmp_path, *rows)
-        assert choose("bfloat16", packed=packed)[0] == wanted
+        assert choose("bfloat16", packed=packed)[0] == expected
     tables.write(monkeypatch, tmp_path, forward, backward)
     assert choose("bfloat16", packed=(64, 4, 4096))[0] == "cudnn"  # of another head width
     tables.write(monkeypatch, tmp_path, forward, backward, kind=tables.A100)
@@ -140,11 +140,11 @@ def test_packed_attention_trains_as_xla_does(changes):
 
     def losses(attention):
         train_step = step_of(run_config(train__attention=context, **changes))
-        state, found = train_step.init(0), []
+        state, losses = train_step.init(0), []
         for i in range(4):
             state, metrics = train_step.step(state, on(train_step, host_batch(i)))
-            found.append(float(metrics["loss"]))
-        return found
+            losses.append(float(metrics["loss"]))
+        return losses
 
     want = losses("xla")
     assert want[-1] < want[0]
@@ -205,8 +205,8 @@ def test_a_codec_codes_what_is_gathered_and_no_gradient(mesh, zero):
             put(c, lo.act("batch", "seq", "mlp")),
         )
         dw, y = jax.jit(jax.grad(loss, has_aux=True))(*args)
-    whole = lo.whole("embed", "mlp")
-    assert codec.seen[:2] == [lo.stored("embed", "mlp"), whole]
+    in_use = lo.whole("embed", "mlp")
+    assert codec.seen[:2] == [lo.stored("embed", "mlp"), in_use]
     np.testing.assert_allclose(np.asarray(y), x @ w.astype(rounded).astype(float), atol=2e-5)
     np.testing.assert_allclose(np.asarray(dw), np.einsum("bsd,bsf->df", x, c), atol=2e-5)
     if mesh == {"data": 1}:

@@ -160,13 +160,13 @@ def payload_bytes(bits, group):
     ],
 )  # fmt: skip
 def test_the_codec_of_flags(values, levels, hadamard, rounding):
-    found = wire.codec(made(**values))
-    sent = [level.wire_bytes(4096) for level in (found.weights, found.inside, found.between)]
+    chosen = wire.codec(made(**values))
+    sent = [level.wire_bytes(4096) for level in (chosen.weights, chosen.inside, chosen.between)]
     assert sent == [payload_bytes(*level) for level in levels]
-    assert found.hadamard == hadamard and found.inside.rounding == rounding
-    assert not found.weights.stochastic
-    assert found.inside.stochastic is found.between.stochastic is (rounding == "stochastic")
-    assert (found.feedback is not None) is (values.get("wire") == "loco")
+    assert chosen.hadamard == hadamard and chosen.inside.rounding == rounding
+    assert not chosen.weights.stochastic
+    assert chosen.inside.stochastic is chosen.between.stochastic is (rounding == "stochastic")
+    assert (chosen.feedback is not None) is (values.get("wire") == "loco")
 
 
 @pytest.mark.parametrize(

@@ -68,12 +68,12 @@ def test_every_mesh_of_32_devices():
 def test_the_rule_to_nearest(nodes, ranks, n):
     x, _, _ = buffers(nodes, ranks, n, seed=1)
     pieces = np.asarray(summed("sdp4bit", "nearest")(x, None), np.float64)
-    wanted, bound = zero_oracle.reduce_scatter(x)
-    wanted.reshape(-1)[n:] = 0
+    expected, bound = zero_oracle.reduce_scatter(x)
+    expected.reshape(-1)[n:] = 0
     # A sum that lies between two codes may be rounded to either: the transform adds in another
     # order than a matrix does.
-    off = np.abs(pieces - wanted) > 1e-4
-    assert off.mean() < 0.05 and np.abs(pieces - wanted).max() < 1
+    off = np.abs(pieces - expected) > 1e-4
+    assert off.mean() < 0.05 and np.abs(pieces - expected).max() < 1
     check_bound(pieces, x, bound)
 
 
@@ -94,12 +94,12 @@ def test_stochastic_sums():
     nodes, ranks, n = SHAPE
     x = np.broadcast_to(buffers(1, 1, n, seed=2)[0], (nodes, ranks, n))
     run = summed("sdp4bit")
-    found = np.stack([run(x, jax.random.key(i)) for i in range(24)])
-    np.testing.assert_array_equal(found[3], run(x, jax.random.key(3)))
-    assert not found.reshape(24, -1)[:, n:].any()
+    pieces = np.stack([run(x, jax.random.key(i)) for i in range(24)])
+    np.testing.assert_array_equal(pieces[3], run(x, jax.random.key(3)))
+    assert not pieces.reshape(24, -1)[:, n:].any()
     _, bound = zero_oracle.reduce_scatter(x, rounding=1)
-    check_bound(found[0].astype(np.float64), x, bound)
-    error = found.reshape(24, -1)[:, :n] - nodes * ranks * x[0, 0].astype(np.float64)
+    check_bound(pieces[0].astype(np.float64), x, bound)
+    error = pieces.reshape(24, -1)[:, :n] - nodes * ranks * x[0, 0].astype(np.float64)
     spread = error.std(0).mean()
     assert np.abs(error.mean(0)).mean() < 1.5 * spread / np.sqrt(24)
     # Both nodes' sums are equal before the second level: one noise for both would double the error
@@ -151,16 +151,16 @@ def test_a_sum_beyond_float32_is_nan_everywhere():
 
 def test_sizes_on_the_wire():
     sdp4bit, n = codec("sdp4bit"), 2**22
-    found = zero.wire_bytes(n, sdp4bit, 2, 4)
-    assert {k: 8 * v / n for k, v in found.items()} == {
+    nbytes = zero.wire_bytes(n, sdp4bit, 2, 4)
+    assert {k: 8 * v / n for k, v in nbytes.items()} == {
         "inside": 8.25,
         "between": 4.25 / 4,
         "weights": 4 + 32 / 2048,
     }
     assert zero.wire_bytes(7, sdp4bit, 1, 1) == {"inside": 0, "between": 0, "weights": 0}
     # A piece of 126 travels as 4 blocks of the transform; 2 of them and 2 scales to each rank.
-    found = zero.wire_bytes(1003, sdp4bit, 2, 4)
-    assert found == {"inside": 4 * (256 + 8), "between": 2 * (64 + 4), "weights": 8 * (63 + 4)}
+    nbytes = zero.wire_bytes(1003, sdp4bit, 2, 4)
+    assert nbytes == {"inside": 4 * (256 + 8), "between": 2 * (64 + 4), "weights": 8 * (63 + 4)}
 
 
 # ---- errors that come back
@@ -211,21 +211,21 @@ def drift(rule, steps=500, ranks=2, length=256, rate=1e-4):
     moves = np.float32(rate * random.normal(size=(1, ranks, steps, length)))
 
     def run(main, moves):
-        here = jax.lax.axis_index("data") * length
-        mine = lambda copy: jax.lax.dynamic_slice(copy, (here,), (length,))  # noqa: E731
+        begin = jax.lax.axis_index("data") * length
+        piece_of = lambda copy: jax.lax.dynamic_slice(copy, (begin,), (length,))  # noqa: E731
 
         def step(carry, move):
             main, copy = carry
             after = main + move
             new = rule(after, main, copy)
-            return (after, new), (after - mine(new), after - mine(copy))
+            return (after, new), (after - piece_of(new), after - piece_of(copy))
 
         copy = jax.lax.all_gather(main, "data", tiled=True)
         return jax.lax.scan(step, (main, copy), moves)[1]
 
-    errors, wanted = (np.asarray(x)[0].swapaxes(0, 1) for x in virtual(run)(start, moves))
+    errors, expected = (np.asarray(x)[0].swapaxes(0, 1) for x in virtual(run)(start, moves))
     norm = lambda x: np.sqrt((x.astype(np.float64) ** 2).sum((1, 2)))  # noqa: E731
-    dropped = norm(wanted - zero_oracle.quantize(wanted, 4, 2048)[0]) / norm(wanted)
+    dropped = norm(expected - zero_oracle.quantize(expected, 4, 2048)[0]) / norm(expected)
     return norm(errors), norm(moves[0].swapaxes(0, 1)), dropped
 
 
@@ -240,8 +240,8 @@ def against_old_master(main, before, copy):
 
 def in_bfloat16(main, before, copy):
     start = jax.lax.axis_index("data") * main.shape[0]
-    here = jax.lax.dynamic_slice(copy, (start,), main.shape).astype(jnp.bfloat16)
-    difference = (main.astype(jnp.bfloat16) - here).astype(jnp.float32)
+    piece = jax.lax.dynamic_slice(copy, (start,), main.shape).astype(jnp.bfloat16)
+    difference = (main.astype(jnp.bfloat16) - piece).astype(jnp.float32)
     zeros = jnp.zeros_like(copy)
     return copy + zero.gather_difference(difference, zeros, codec("sdp4bit"))
 
@@ -265,21 +265,21 @@ def test_gathered_differences(dtype):
     nodes, ranks, n = SHAPE
     _, main, copy = buffers(nodes, ranks, n, seed=4)
     copy = jnp.asarray(copy).astype(dtype)
-    found = virtual(lambda m, c: zero.gather_difference(m, c, codec("sdp4bit")), (0, None))
-    after = np.asarray(found(main, copy).astype(jnp.float32))
+    copies = virtual(lambda m, c: zero.gather_difference(m, c, codec("sdp4bit")), (0, None))
+    after = np.asarray(copies(main, copy).astype(jnp.float32))
     assert (after == after[0, 0]).all()
     before = np.asarray(copy.astype(jnp.float32))
     padded = np.pad(before, (0, main.size - n)).reshape(nodes, ranks, -1)
     moved = zero_oracle.quantize(main - padded, 4, 2048)[0].reshape(-1)[:n]
-    wanted = np.asarray(jnp.asarray(before + moved).astype(dtype).astype(jnp.float32))
-    np.testing.assert_array_equal(after[0, 0], wanted)
+    expected = np.asarray(jnp.asarray(before + moved).astype(dtype).astype(jnp.float32))
+    np.testing.assert_array_equal(after[0, 0], expected)
 
 
 def test_a_codec_that_drops_nothing_gives_the_masters():
     nodes, ranks, n = 2, 2, 9
     _, main, copy = buffers(nodes, ranks, n)
-    found = virtual(lambda m, c: zero.gather_difference(m, c, codec("none")), (0, None))
-    np.testing.assert_array_equal(found(main, copy)[1, 1], main.ravel()[:n])
+    copies = virtual(lambda m, c: zero.gather_difference(m, c, codec("none")), (0, None))
+    np.testing.assert_array_equal(copies(main, copy)[1, 1], main.ravel()[:n])
 
 
 # ---- replicas
@@ -295,13 +295,15 @@ def test_copies_that_differ_are_found():
     def local(odd, one, both):
         return zero.copies_agree({"odd": odd, "one": (one, both)}, ("node", "data"))
 
-    found = virtual(lambda o, b: local(o, b, jnp.ones(3, jnp.bfloat16)))(x, bit)
-    wanted = {"odd": False, "one": (False, True)}
-    for answers, answer in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+    replicas = virtual(lambda o, b: local(o, b, jnp.ones(3, jnp.bfloat16)))(x, bit)
+    expected = {"odd": False, "one": (False, True)}
+    for answers, answer in zip(jax.tree.leaves(replicas), jax.tree.leaves(expected), strict=True):
         assert (np.asarray(answers) == answer).all()  # the same answer on every rank
     out = {"odd": P(), "one": (P(), P())}
-    found = sharded(lambda o, b: local(o, b, jnp.zeros((), jnp.int32)), nodes, ranks, out)(x, bit)
-    assert jax.tree.map(bool, found) == wanted
+    replicas = sharded(lambda o, b: local(o, b, jnp.zeros((), jnp.int32)), nodes, ranks, out)(
+        x, bit
+    )
+    assert jax.tree.map(bool, replicas) == expected
     # Equal numbers in another order are no copies.
     turned = np.array(x[:1, :1])
     pair = np.concatenate([turned, turned[..., ::-1]], axis=1)

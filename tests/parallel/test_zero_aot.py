@@ -55,10 +55,10 @@ def compile_text(n, name="sdp4bit"):
 @pytest.mark.parametrize("n", [2**22, 5_000_011])
 def test_bytes(n):
     text, mesh = compile_text(n)
-    found = collectives(text, dict(mesh.shape))
-    assert all(c.arrays == 1 and not c.loops for c in found)
-    by_level = {(c.kind, c.axes): c.nbytes for c in found}
-    assert len(by_level) == len(found) == 4
+    sent = collectives(text, dict(mesh.shape))
+    assert all(c.arrays == 1 and not c.loops for c in sent)
+    by_level = {(c.kind, c.axes): c.nbytes for c in sent}
+    assert len(by_level) == len(sent) == 4
     inside = by_level["all-to-all", ("data",)]
     between = by_level["all-to-all", ("node",)]
     weights = by_level["all-gather", ("node", "data")]

@@ -82,8 +82,8 @@ def test_an_evaluation_is_the_same_under_any_accumulation_and_mesh(tmp_path):
         like, most = train_step.abstract_eval_batch, evaluated_rows(cfg)
         batches = held_out_batches(corpora, like, most, train_step.storage.tokens)
         rows = held_out_rows(corpora, 16, most)
-        found = evaluate(train_step, train_step.init(0).params, batches, corpora, rows)
-        losses.append((found["eval_loss"], found["eval_tokens"]))
+        figures = evaluate(train_step, train_step.init(0).params, batches, corpora, rows)
+        losses.append((figures["eval_loss"], figures["eval_tokens"]))
     np.testing.assert_allclose(losses, losses[:1] * len(losses), rtol=1e-6)
 
 

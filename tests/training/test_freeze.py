@@ -32,8 +32,8 @@ def make(freeze=FROZEN, **changes):
 def whole_gradients():
     """Of all parameters, on one device, which the frozen run must agree with."""
     step = make(None, mesh__data=1)
-    found = step.gradients(step.init(0), on(step, host_batch(0)))
-    return dict(named_leaves(jax.device_get(found.grads)))
+    gradients = step.gradients(step.init(0), on(step, host_batch(0)))
+    return dict(named_leaves(jax.device_get(gradients.grads)))
 
 
 @functools.cache
@@ -70,8 +70,8 @@ MODES = {
 def test_what_is_frozen_has_no_gradient_and_keeps_its_bits(mode):
     step = make(**MODES[mode])
     first = dict(named_leaves(jax.device_get(step.storage.natural(step.init(0).params))))
-    found = jax.device_get(step.gradients(step.init(0), on(step, host_batch(0))).grads)
-    gradients = dict(named_leaves(step.storage.natural(found)))
+    grads = jax.device_get(step.gradients(step.init(0), on(step, host_batch(0))).grads)
+    gradients = dict(named_leaves(step.storage.natural(grads)))
     assert {*first} - {*gradients} == {n for n in first if is_frozen(n)} and len(gradients) >= 3
     assert step.leaf_names == tuple(n for n in first if not is_frozen(n))
     moments = [n for n, _ in named_leaves(step.abstract_state.opt)]

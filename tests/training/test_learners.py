@@ -146,8 +146,8 @@ def run(step, path, state=None, first=0, last=8):
     state = step.init(0) if state is None else state
     batches, metrics = Loader(Stored(path), step.abstract_batch, first * ROWS), []
     for _ in range(first, last):
-        state, found = step.step(state, next(batches))
-        metrics.append({k: np.asarray(v) for k, v in found.items()})
+        state, step_metrics = step.step(state, next(batches))
+        metrics.append({k: np.asarray(v) for k, v in step_metrics.items()})
     return metrics, state
 
 
@@ -232,12 +232,12 @@ def test_gradients_and_update_apart_are_the_step(tmp_path):
     images(tmp_path / "rows.npz")
     step = make("images")
     batch = next(Loader(Stored(tmp_path / "rows.npz"), step.abstract_batch))
-    whole, metrics = step.step(step.init(0), batch)
+    together, metrics = step.step(step.init(0), batch)
     state = step.init(0)
-    apart, found = step.apply(state, step.gradients(state, batch))
-    np.testing.assert_allclose(found["loss"], metrics["loss"], rtol=1e-6)
+    apart, apart_metrics = step.apply(state, step.gradients(state, batch))
+    np.testing.assert_allclose(apart_metrics["loss"], metrics["loss"], rtol=1e-6)
     for (leaf, a), (_, b) in zip(
-        named_leaves(apart.params), named_leaves(whole.params), strict=True
+        named_leaves(apart.params), named_leaves(together.params), strict=True
     ):
         np.testing.assert_allclose(a, b, atol=1e-5, err_msg=leaf)
 

@@ -86,32 +86,32 @@ def test_what_is_kept_learns_as_without_what_is_pruned(seed):
     masks = random_masks(seed, params)
     state, params = clear(optimizer.init(params)._replace(masks=masks), params)
     name = "blocks.mlp.up"
-    kept = np.asarray(pick(masks, [name])["blocks"]["mlp"]["up"])
-    w = np.asarray(params["blocks"]["mlp"]["up"], np.float64)[kept]
+    mask = np.asarray(pick(masks, [name])["blocks"]["mlp"]["up"])
+    w = np.asarray(params["blocks"]["mlp"]["up"], np.float64)[mask]
     m = v = np.zeros_like(w)
     for i in range(1, 6):
         grads = draw(seed + i)
-        g = np.asarray(grads["blocks"]["mlp"]["up"], np.float64)[kept]
+        g = np.asarray(grads["blocks"]["mlp"]["up"], np.float64)[mask]
         m, v = 0.9 * m + 0.1 * g, 0.95 * v + 0.05 * g * g
         direction = m / (1 - 0.9**i) / (np.sqrt(v / (1 - 0.95**i)) + 1e-8)
         w = w - 0.1 * (direction + 0.3 * w)
         updates, state = optimizer.update(grads, state, params)
         params = optax.apply_updates(params, updates)
-    np.testing.assert_allclose(np.asarray(params["blocks"]["mlp"]["up"])[kept], w, rtol=2e-4)
+    np.testing.assert_allclose(np.asarray(params["blocks"]["mlp"]["up"])[mask], w, rtol=2e-4)
 
 
 def test_scores_are_sums_of_squared_products(seed):
     optimizer = mask_optimizer(make_optimizer(OptimConfig(), 10, AXES), NAMES)
     params = draw(seed)
     state = optimizer.init(params)
-    wanted = np.zeros(SHAPES["blocks.attention.out"])
+    expected = np.zeros(SHAPES["blocks.attention.out"])
     for i in range(3):
         grads = draw(seed + i)
         _, state = observe(state, grads, params)
         g, w = (np.asarray(t["blocks"]["attention"]["out"], np.float64) for t in (grads, params))
-        wanted += (g * w) ** 2
-    found = state.scores["blocks"]["attention"]["out"]
-    np.testing.assert_allclose(np.asarray(found), wanted, rtol=1e-5)
+        expected += (g * w) ** 2
+    score = state.scores["blocks"]["attention"]["out"]
+    np.testing.assert_allclose(np.asarray(score), expected, rtol=1e-5)
     assert "norm" not in state.scores
     cleared, _ = clear(state, params)
     assert all((np.asarray(x) == 0).all() for x in jax.tree.leaves(cleared.scores))

@@ -28,10 +28,10 @@ def sampler_of(**changes):
     return step, Measure(cfg, step, [], ByteTokenizer(), NOTHING, NOTHING, NOTHING, lambda: [])
 
 
-def wanted(cfg, params):
+def expected_text(cfg, params):
     prompt = [256, *cfg.eval.prompt.encode()]
-    whole = jax.tree.map(lambda x: jax.device_put(np.asarray(x)), params)
-    ids = one_by_one(cfg.model, prompt, 9, 32, whole)
+    copy = jax.tree.map(lambda x: jax.device_put(np.asarray(x)), params)
+    ids = one_by_one(cfg.model, prompt, 9, 32, copy)
     return cfg.eval.prompt + ByteTokenizer().decode(ids[: ids.index(257)] if 257 in ids else ids)
 
 
@@ -64,4 +64,4 @@ def test_sampling_beside_training_is_the_plain_loops_and_leaves_no_memory_behind
         held = nbytes()
         text = measure.sample(state)
         assert nbytes() == held
-        assert text == wanted(measure._cfg, step.storage.natural(state.params))
+        assert text == expected_text(measure._cfg, step.storage.natural(state.params))

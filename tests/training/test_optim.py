@@ -142,9 +142,9 @@ def test_sharded_and_unsharded_agree(name, seed):
     lo = layout(mesh)
     with jax.set_mesh(mesh):
         cut = run(cfg, params, grads, sharded(lo), lo)
-    whole = run(cfg, params, grads)
+    one_device = run(cfg, params, grads)
     for k in params:
-        np.testing.assert_allclose(cut[k], whole[k], rtol=1e-5, atol=1e-6, err_msg=k)
+        np.testing.assert_allclose(cut[k], one_device[k], rtol=1e-5, atol=1e-6, err_msg=k)
 
 
 def adamw_oracle(cfg, params, grads):
@@ -235,7 +235,7 @@ def test_muon_never_gathers_a_whole_stack(sizes, seed):
 
 
 @pytest.mark.parametrize(
-    ("spec", "wanted", "between"),
+    ("spec", "target", "between"),
     [
         ((None, ("node", "data"), None), ("node",), [(None, "node", None), ("node", None, None)]),
         (
@@ -252,9 +252,9 @@ def test_muon_never_gathers_a_whole_stack(sizes, seed):
         (("pipe", "tensor", ("node", "data")), ("pipe",), []),
     ],
 )
-def test_the_way_of_a_matrix_to_its_layer(spec, wanted, between):
-    wanted = P(*wanted, *[None] * (len(spec) - len(wanted)))
-    assert route(P(*spec), wanted, 1) == [*(P(*s) for s in between), wanted]
+def test_the_way_of_a_matrix_to_its_layer(spec, target, between):
+    target = P(*target, *[None] * (len(spec) - len(target)))
+    assert route(P(*spec), target, 1) == [*(P(*s) for s in between), target]
 
 
 def test_spread_uses_axes_that_divide():
@@ -309,9 +309,9 @@ def test_a_schedule_longer_than_its_run_is_shortened_and_says_so(values, steps, 
     """The rates by hand: up to the peak in `warmup` steps, down to `final` in `decay` steps."""
     cfg = OptimConfig(lr=1.0, final=0.0, **values)
     assert phases(cfg, steps) == phases_
-    found = shortened(cfg, steps)
-    assert len(found) == len(said)
-    assert all(re.search(word, sentence) for word, sentence in zip(said, found, strict=True))
+    notes = shortened(cfg, steps)
+    assert len(notes) == len(said)
+    assert all(re.search(word, sentence) for word, sentence in zip(said, notes, strict=True))
     warmup, decay = phases_
     got = [float(make_schedule(cfg, steps)(s)) for s in range(steps + 1)]
     np.testing.assert_allclose(got[:warmup], (np.arange(warmup) + 1) / warmup, rtol=1e-6)

@@ -34,8 +34,8 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 def code(name):
     text = (ROOT / "docs" / "training.md").read_text()
-    (found,) = re.findall(rf"^<!-- {name} -->\n```python\n(.*?)^```", text, re.M | re.S)
-    return found
+    (source,) = re.findall(rf"^<!-- {name} -->\n```python\n(.*?)^```", text, re.M | re.S)
+    return source
 
 
 @pytest.fixture(scope="module")
@@ -86,12 +86,12 @@ def test_all_members_that_a_shape_lacks_are_named_at_once():
     listed = said.partition("): ")[2].split("; ")
     assert [line.partition(":")[0] for line in listed] == ["dropout", "max_positions", "sizes"]
     assert all(len(line.partition(": ")[2]) > 10 for line in listed)  # each says what it is
-    whole = dataclasses.make_dataclass(
+    module = dataclasses.make_dataclass(
         "Whole",
         [(name, object, value) for name, value in vars(Bare()).items()]
         + [("dropout", float, 0.0), ("max_positions", int, 8), ("sizes", object, None)],
     )
-    assert JobConfig(model=whole()).model.max_positions == 8
+    assert JobConfig(model=module()).model.max_positions == 8
 
 
 def test_a_shape_without_workload_says_what_needs_it(mixer):
@@ -117,8 +117,8 @@ def test_every_parameter_without_words_is_named_with_the_remedy(mixer):
     assert "trunk" not in said and "tower" not in said
     for remedy in ("megajax.layers.param.normal(", "nnx.Param(value, axes=", "kernel_metadata="):
         assert remedy in said
-    (given,) = re.findall(r"nnx.Linear\(\.\.\., (.*)\)$", said)  # the remedy, as it is written
-    words = eval(f"dict({given})")
+    (keywords,) = re.findall(r"nnx.Linear\(\.\.\., (.*)\)$", said)  # the remedy, as it is written
+    words = eval(f"dict({keywords})")
     axes = of_module(functools.partial(build, **words), 4).axes
     assert axes["foreign"]["inner"] == {"kernel": ("embed", "mlp"), "bias": ("mlp",)}
     for wrong in (("embed", "mlp", "vocab"), ["embed", "mlp"], "embed"):
@@ -158,11 +158,11 @@ def test_a_pipeline_and_tensor_ranks_train_it_as_one_device_does(mixer):
     losses, ends = [], []
     for sizes in ({"data": 1}, {"pipe": 2, "tensor": 2}):
         step = make_train_step(cfg, MeshSpec(**sizes).build(), task)
-        state, found = step.init(0), []
+        state, values = step.init(0), []
         for i in range(4):
             state, metrics = step.step(state, on(step, host_batch(i)))
-            found.append(float(metrics["loss"]))
-        losses.append(found)
+            values.append(float(metrics["loss"]))
+        losses.append(values)
         ends.append(jax.tree.map(np.asarray, step.storage.natural(state.params)))
     np.testing.assert_allclose(*losses, atol=LOSSES)
     assert losses[0][-1] < losses[0][0]
@@ -185,7 +185,9 @@ def test_the_program_trains_and_resumes(mixer, tmp_path, monkeypatch, capsys):
         exec(text.replace("steps=20", f"steps={steps}"), {"__name__": "__main__"})
         return [line for line in capsys.readouterr().out.splitlines() if "loss" in line]
 
-    whole = run("whole", 20)
-    assert len(whole) == 20 and float(whole[-1].split()[2]) < 0.8 * float(whole[0].split()[2])
-    assert run("parts", 10) + run("parts", 20) == whole
+    uninterrupted = run("whole", 20)
+    assert len(uninterrupted) == 20 and float(uninterrupted[-1].split()[2]) < 0.8 * float(
+        uninterrupted[0].split()[2]
+    )
+    assert run("parts", 10) + run("parts", 20) == uninterrupted
     assert run("whole", 20) == []  # all steps are done

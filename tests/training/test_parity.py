@@ -37,13 +37,13 @@ def train(model, steps=STEPS, **changes):
 @pytest.fixture(scope="module")
 def control():
     """One device, no accumulation, by (model, optimizer)."""
-    found = {}
+    rows = {}
 
     def get(model, optimizer):
         key = (model, optimizer)
-        if key not in found:
-            found[key] = train(model, mesh__data=1, optim__name=optimizer)
-        return found[key]
+        if key not in rows:
+            rows[key] = train(model, mesh__data=1, optim__name=optimizer)
+        return rows[key]
 
     return get
 

@@ -30,9 +30,9 @@ def test_a_pulse_is_timed_from_the_end_of_its_step(step):
     began = time.perf_counter()
     metrics = step()
     pulse.launch(2, metrics)
-    found = pulse.finish(2)
-    whole = time.perf_counter() - began
-    assert metrics["loss"].is_ready() and 0 < found["pulse_s"] < whole
+    row = pulse.finish(2)
+    elapsed = time.perf_counter() - began
+    assert metrics["loss"].is_ready() and 0 < row["pulse_s"] < elapsed
     assert pulse.finish(2) == {}
 
 

@@ -164,7 +164,7 @@ def test_a_torn_configuration_is_written_anew_or_the_remedy_named(tmp_path, monk
     cfg = run_config()
     run = open_run(cfg, "pretrain", "nano")
     run.begin(cfg, ByteTokenizer())
-    saved, whole = run.path / "config.json", (run.path / "config.json").read_text()
+    saved, json_text = run.path / "config.json", (run.path / "config.json").read_text()
     assert sorted(p.name for p in run.path.iterdir()) == ["config.json"]
     saved.write_text(text)
     with pytest.raises(UserError, match=r"is torn: delete it and give the command that began"):
@@ -173,7 +173,7 @@ def test_a_torn_configuration_is_written_anew_or_the_remedy_named(tmp_path, monk
     again = open_run(cfg, "pretrain", "nano")  # the folder is named by this configuration
     assert again.path == run.path and again.former is None
     again.begin(cfg, ByteTokenizer())
-    assert saved.read_text() == whole
+    assert saved.read_text() == json_text
 
 
 @dataclasses.dataclass(frozen=True)

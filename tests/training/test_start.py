@@ -29,10 +29,10 @@ def weights(tmp_path, monkeypatch):
     return folder
 
 
-def start(given, read=()):
+def start(typed, read=()):
     read = dict(read)
     base = config.override(Config(), read)
-    return config.override(take_model(base, given, read), given)
+    return config.override(take_model(base, typed, read), typed)
 
 
 def test_a_file_with_weights_takes_their_model_and_keeps_what_it_says(weights):
@@ -64,10 +64,10 @@ def test_both_commands_begin_from_weights_with_the_recipe_of_the_documents(
     """Without --preset or --config. The figures are also those that docs/training.md states."""
     with np.load(GOLDEN.parent / f"hf_{family}.npz") as golden:
         (tmp_path / "config.json").write_text(str(golden["config"]))
-    given = {"init_from": str(tmp_path), "data.tokenizer": "bytes", "new_head": True}
+    typed = {"init_from": str(tmp_path), "data.tokenizer": "bytes", "new_head": True}
     take, nano = {"llama": (take_model, Config), "bert": (take_encoder, finetune.nano)}[family]
     monkeypatch.setattr(config, "start_given", lambda: False)
-    cfg = take(nano(), given, {})
+    cfg = take(nano(), typed, {})
     optim, train = cfg.optim, cfg.train
     assert (optim.name, optim.lr, optim.schedule, optim.final) == ("adamw", 2e-5, "cosine", 0.0)
     assert (optim.warmup, optim.weight_decay, optim.beta2) == (10, 0.1, 0.95)
@@ -80,7 +80,7 @@ def test_both_commands_begin_from_weights_with_the_recipe_of_the_documents(
     assert "AdamW with a learning rate of 2e-5, 200 steps of 16 rows of up to 512 tokens" in page
     # --preset or --config replaces the recipe.
     monkeypatch.setattr(config, "start_given", lambda: True)
-    assert take(nano(), given, {}).optim == nano().optim
+    assert take(nano(), typed, {}).optim == nano().optim
 
 
 def test_the_presets_of_encoders_have_the_settings_of_bert(monkeypatch):
@@ -109,7 +109,7 @@ def test_a_bpe_makes_room_for_its_tokens():
     assert start({"data.tokenizer": "bpe:300"}).model.vocab == usual
     with pytest.raises(UserError, match="bpe:N needs N of at least 258"):
         start({"data.tokenizer": "bpe:3"})
-    for head, wanted in (("classify", 8192), ("mlm", 8193)):
+    for head, vocab in (("classify", 8192), ("mlm", 8193)):
         flags = {"data.tokenizer": "bpe:8192", "model.head": head}
         base = config.override(nano(), flags)
-        assert take_encoder(base, flags, {}).model.vocab == wanted
+        assert take_encoder(base, flags, {}).model.vocab == vocab

@@ -62,7 +62,7 @@ def test_micro_batches_weigh_by_their_tokens():
     batch = host_batch(0)
     batch["targets"][8:] = -1
     batch["targets"][8, 3] = 7
-    _, whole, m1 = one_step(batch)
+    _, one_batch, m1 = one_step(batch)
     _, pieces, m2 = one_step(batch, train__accumulate=2)
     assert float(m1["loss"]) == pytest.approx(float(m2["loss"]), rel=1e-6)
     assert float(m1["grad_norm"]) == pytest.approx(float(m2["grad_norm"]), rel=1e-5)

@@ -48,8 +48,8 @@ def test_of_a_large_decoder_nearly_all_bytes_travel_beside_products():
     text, mesh, _ = compiled(
         model, train__seq_len=1024, train__global_batch=64, train__loss_chunks=8
     )
-    found = [c for c in collectives(text, dict(mesh.shape)) if c.kind in KINDS]
-    assert sum(c.total for c in found if c.is_hidden) > 0.9 * sum(c.total for c in found)
+    sent = [c for c in collectives(text, dict(mesh.shape)) if c.kind in KINDS]
+    assert sum(c.total for c in sent if c.is_hidden) > 0.9 * sum(c.total for c in sent)
     assert not float_collectives(text)
 
 
@@ -58,16 +58,18 @@ def test_gradients_of_micro_batches_travel_beside_products():
     """Weights, 30 % of the bytes, come before the first micro-batch; no gradient travels as floats.
     Measured: 54 % of all bytes."""
     text, mesh, _ = compiled(DEEP, train__seq_len=256, train__global_batch=128, train__accumulate=4)
-    found = [c for c in collectives(text, dict(mesh.shape)) if c.kind in KINDS]
-    assert sum(c.total for c in found if c.is_hidden) > 0.5 * sum(c.total for c in found)
+    sent = [c for c in collectives(text, dict(mesh.shape)) if c.kind in KINDS]
+    assert sum(c.total for c in sent if c.is_hidden) > 0.5 * sum(c.total for c in sent)
     assert not float_collectives(text)
 
 
 def test_most_bytes_travel_beside_products():
     text, mesh, params = compiled(DEEP, train__seq_len=256, train__global_batch=32)
-    found = [c for c in collectives(text, dict(mesh.shape)) if c.kind in KINDS]
-    sent = sum(c.total for c in found)
-    assert sum(c.total for c in found if c.is_hidden) > 0.75 * sent  # 8 layers, whose ends are bare
+    messages = [c for c in collectives(text, dict(mesh.shape)) if c.kind in KINDS]
+    sent = sum(c.total for c in messages)
+    assert (
+        sum(c.total for c in messages if c.is_hidden) > 0.75 * sent
+    )  # 8 layers, whose ends are bare
     assert not float_collectives(text)
 
     # By hand: one message a layer and one for the table, whose lengths divide.
@@ -77,13 +79,13 @@ def test_most_bytes_travel_beside_products():
     )
     used = codec("sdp4bit")
     by_layer, once = (zero.wire_bytes(n, used, NODES, RANKS) for n in (layer, table))
-    wanted = {k: LAYERS * by_layer[k] + once[k] for k in once}
+    expected = {k: LAYERS * by_layer[k] + once[k] for k in once}
     for kind, axes, name in (
         ("all-gather", ("node", "data"), "weights"),
         ("all-to-all", ("data",), "inside"),
         ("all-to-all", ("node",), "between"),
     ):
-        bytes_ = sum(c.total for c in found if (c.kind, c.axes) == (kind, axes))
-        assert bytes_ == pytest.approx(wanted[name], rel=0.005), name
+        bytes_ = sum(c.total for c in messages if (c.kind, c.axes) == (kind, axes))
+        assert bytes_ == pytest.approx(expected[name], rel=0.005), name
     floats = 2 * (LAYERS * layer + table) / RANKS  # a rank's share in bfloat16
-    assert wanted["between"] <= 0.27 * floats
+    assert expected["between"] <= 0.27 * floats

@@ -50,14 +50,14 @@ def flat(params):
 @pytest.mark.parametrize("name", MESHES)
 def test_a_step_beside_plain_jax(name):
     """Another draw of the rounding would move the update by a tenth."""
-    wanted, loss, said = stepped("reference", MESHES[name])
+    plain, loss, said = stepped("reference", MESHES[name])
     assert not any("kernels" in line for line in said)
     with interpret.checked():
-        found, same, said = stepped("interpret", MESHES[name])
+        kernel, same, said = stepped("interpret", MESHES[name])
     passes = {"streamed": 5, "pipeline": 4}[name]  # a node of one rank relays nothing
     assert said[-1] == f"wire: kernels run {2 * passes} of {2 * passes} passes"
     assert same == pytest.approx(loss, rel=1e-6)
-    assert np.linalg.norm(found - wanted) < 0.01 * np.linalg.norm(wanted)
+    assert np.linalg.norm(kernel - plain) < 0.01 * np.linalg.norm(plain)
 
 
 @pytest.mark.slow

@@ -72,7 +72,7 @@ def test_nan_on_one_rank_is_found_and_named_and_nothing_is_saved(monkeypatch, tm
     state = dataclasses.replace(state, step=state.step + 4)
     checkpoints = CheckpointManager(tmp_path)
     checkpoints.save(4, vars(state), data_state={"rows": 64}).result()
-    before = kept(state)
+    before = persistent(state)
     loader = Loader(train_step, 64)
     meter = Meter(Work(1, 1.0, 1.0, None), cfg.train.steps)
     run = Run(cfg, train_step, state, loader, checkpoints, tmp_path, loader, None, meter, {})
@@ -85,10 +85,10 @@ def test_nan_on_one_rank_is_found_and_named_and_nothing_is_saved(monkeypatch, tm
     ((step, row),) = loader.rows
     assert step == 5 and np.isfinite(row["loss"]) and np.isnan(row["grad_norm"])
     assert checkpoints.steps() == [4]
-    assert kept(run.state) == before
+    assert persistent(run.state) == before
 
 
-def kept(state):
+def persistent(state):
     """The bytes of what a step that is refused may not change: all but copies of the weights."""
     leaves = jax.tree.leaves(dataclasses.replace(state, copies=None))
     return [np.asarray(x).tobytes() for x in leaves]

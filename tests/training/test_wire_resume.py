@@ -57,10 +57,10 @@ def resumed(request, tmp_path):
             tier.put(3, state, data, rows)
             tier.wait()
             memory = MemoryTier(tmp_path / "tier", 1)
-        found = resume.begin(run_config(**after), train_step(after), manager, {}, memory)
+        start = resume.begin(run_config(**after), train_step(after), manager, {}, memory)
         first = f"resumed after step 3{', from memory' * (memory is not None)}"
-        assert found.how.startswith(first) and found.rows == 48
-        return found.how.removeprefix(first), state, found.state
+        assert start.how.startswith(first) and start.rows == 48
+        return start.how.removeprefix(first), state, start.state
 
     return begin
 
@@ -107,20 +107,20 @@ def resumed(request, tmp_path):
 def test_a_run_goes_on_from_what_another_left(resumed, before, after, said):
     """Masters and moments are those that were left; copies and errors too, or they are new ones,
     and what several devices hold has the same bits on all of them."""
-    how, state, found = resumed(before, after)
+    how, state, changes = resumed(before, after)
     assert how == said
     step, was = train_step(after), train_step(before)
-    a, b = step.storage.natural(found), was.storage.natural(state)
+    a, b = step.storage.natural(changes), was.storage.natural(state)
     assert same((a.params, a.opt, a.step), (b.params, b.opt, b.step))
-    if found.copies is not None and COPIES in said:
-        assert same(found.copies, cast(found))
-    elif found.copies is not None:
-        assert same(a.copies, b.copies) and not same(found.copies, cast(found))
-    if found.errors is not None:
-        new, leaves = ERRORS in said, named_leaves(found.errors)
-        assert new or same(found.errors, state.errors)
+    if changes.copies is not None and COPIES in said:
+        assert same(changes.copies, cast(changes))
+    elif changes.copies is not None:
+        assert same(a.copies, b.copies) and not same(changes.copies, cast(changes))
+    if changes.errors is not None:
+        new, leaves = ERRORS in said, named_leaves(changes.errors)
+        assert new or same(changes.errors, state.errors)
         assert {np.asarray(x).any() for n, x in leaves if not n.endswith("scales")} == {not new}
-    likewise(step, found)
+    likewise(step, changes)
 
 
 @pytest.mark.parametrize("wire", [SDP, LOCO], ids=["copies", "errors"])
@@ -129,24 +129,24 @@ def test_weights_that_no_run_made(tmp_path, origin, wire):
     """Their copies are of them, not of the weights that the run would have drawn."""
     step, manager = train_step(HERE | wire), CheckpointManager(tmp_path)
     state, _ = left(tuple(sorted((HERE | NONE).items())))
-    given = jax.tree.map(lambda x: x + 1, state.params)
+    params = jax.tree.map(lambda x: x + 1, state.params)
     cfg = run_config(**HERE, **wire)
     if origin == "import":
         data = {"imported": "a folder", "rows": 0}
-        manager.save(0, {"params": given}, data_state=data).result()
+        manager.save(0, {"params": params}, data_state=data).result()
     else:
         cfg = types.SimpleNamespace(
-            train=cfg.train, init_from="a folder", given_params=lambda layout, fresh: given
+            train=cfg.train, init_from="a folder", given_params=lambda layout, fresh: params
         )
-    found = resume.begin(cfg, step, manager, {})
-    beside = {"sdp4bit": "copies of the weights are made of them"}
-    beside["loco"] = "errors of gradients begin at 0"
+    start = resume.begin(cfg, step, manager, {})
+    notes = {"sdp4bit": "copies of the weights are made of them"}
+    notes["loco"] = "errors of gradients begin at 0"
     how = "weights imported from a folder" if origin == "import" else "weights from a folder"
-    assert found.how == f"{how}; {beside[wire['wire']]}" and found.rows == 0
-    assert same(found.state.params, given)
+    assert start.how == f"{how}; {notes[wire['wire']]}" and start.rows == 0
+    assert same(start.state.params, params)
     if wire == SDP:
-        assert same(found.state.copies, cast(found.state))
-    likewise(step, found.state)
+        assert same(start.state.copies, cast(start.state))
+    likewise(step, start.state)
 
 
 def cast(state):

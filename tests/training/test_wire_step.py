@@ -91,8 +91,8 @@ def test_a_wire_that_rounds_nothing_changes_nothing(model, changes):
     gradients, losses = train(model, **changes)
     # A router's penalty is that of a micro-batch.
     pieces = changes.get("train__accumulate", 1) if model is DEEPSEEK else 1
-    wanted, expected = control(model, pieces)
-    assert apart(gradients, wanted) < GRADIENTS
+    plain_losses, expected = control(model, pieces)
+    assert apart(gradients, plain_losses) < GRADIENTS
     plain = "optim__name" not in changes
     np.testing.assert_allclose(
         losses[: 3 if plain else 1], expected[: 3 if plain else 1], atol=LOSSES
@@ -174,8 +174,8 @@ def test_few_bits_train_and_a_killed_run_goes_on_bit_for_bit(tmp_path, model, ch
     assert same((other.state.copies, other.state.errors), first)
     assert set(map(bool, jax.tree.leaves(train_step.agree(state)))) == {True}
     bad, where = damaged(state)
-    found = [n for n, same in named_leaves(train_step.agree(bad)) if not bool(same)]
-    assert found == [where]
+    differ = [n for n, same in named_leaves(train_step.agree(bad)) if not bool(same)]
+    assert differ == [where]
 
 
 def damaged(state):
