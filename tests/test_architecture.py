@@ -21,11 +21,11 @@ LIBRARY += [p for p in SOURCES if p.parent.parent == ROOT / "experiments"]  # no
 # The most that a folder may have: bindings of banned names (house.BANNED), tables packed under a
 # `fmt` comment, and functions. These numbers only fall. `scripts/house.py` prints today's.
 LIMITS = {
-    "megajax": {"banned_names": 1258, "fmt_skips": 41, "functions": 4722},
+    "megajax": {"banned_names": 4, "fmt_skips": 41, "functions": 4624},
     "pallas_kernels": {"banned_names": 1, "fmt_skips": 6},
-    "experiments": {"banned_names": 348, "fmt_skips": 10},
-    "scripts": {"banned_names": 136, "fmt_skips": 10},
-    "tests": {"banned_names": 1517, "fmt_skips": 76},
+    "experiments": {"banned_names": 0, "fmt_skips": 6},
+    "scripts": {"banned_names": 25, "fmt_skips": 7},
+    "tests": {"banned_names": 1, "fmt_skips": 65},
 }
 
 # From the ground up. A module may import its own folder and the floors below it.
