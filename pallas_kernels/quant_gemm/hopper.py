@@ -327,9 +327,9 @@ def _launch(operands, *, spec, tile, interpret, blocks):
         "bias": (grid[1] * tile.block_m,),  # read by threads, past the edge as well
     }
     inputs = {name: pad(x, sizes[name]) for name, x in operands.items() if x is not None}
-    for name in {"scales", "zeros", "bias"} & {*inputs}:
+    for name in [n for n in ("scales", "zeros", "bias") if n in inputs]:
         inputs[name] = inputs[name].astype(jnp.float32)
-    for name in {"scales", "zeros"} & {*inputs}:
+    for name in [n for n in ("scales", "zeros") if n in inputs]:
         inputs[name] = inputs[name].reshape(groups, -1, COLUMNS)
     inputs["x"] = registers.ordered(inputs["x"], spec.bits)
     words = inputs["packed"].reshape(-1, whole_N // 4, 4)
