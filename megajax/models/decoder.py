@@ -153,19 +153,17 @@ class Decoder(nnx.Module):
         """Returns float32 logits_BSV of the residual stream after the last block."""
         return self._project(x_BSD.dtype)(self.ops.gather(self.norm(x_BSD)))
 
-    def loss(self, x_BSD: jax.Array, targets_BS: jax.Array, chunks: int) -> LossSums:
-        """Returns the cross-entropy sums of the residual stream after the last block."""
-        hidden_BSD = self.ops.gather(self.norm(x_BSD))
+    def loss(
+        self, x_BSD: jax.Array, batch: parts_.Batch, chunks: int, loss: Callable | None
+    ) -> LossSums:
+        """Returns the sums of the residual stream after the last block: the cross-entropy's, or
+        those of `loss` (see `parts`)."""
+        hidden_BSD, targets_BS = self.ops.gather(self.norm(x_BSD)), batch["targets"]
         project = self._project(x_BSD.dtype)
-        return cross_entropy(hidden_BSD, targets_BS, project, chunks, self.ops.vocab)
-
-    def token_logprobs(
-        self, x_BSD: jax.Array, targets_BS: jax.Array, chunks: int
-    ) -> tuple[jax.Array, jax.Array]:
-        """Returns (log p(target), entropy) of each position, float32, 0 where nothing counts."""
-        hidden_BSD = self.ops.gather(self.norm(x_BSD))
-        project = self._project(x_BSD.dtype)
-        return token_logprobs(hidden_BSD, targets_BS, project, chunks, self.ops.vocab)
+        if loss is None:
+            return cross_entropy(hidden_BSD, targets_BS, project, chunks, self.ops.vocab)
+        tokens_BS = token_logprobs(hidden_BSD, targets_BS, project, chunks, self.ops.vocab)
+        return loss(*tokens_BS, batch)
 
 
 def ends(cfg: DecoderConfig) -> tuple[set[str], set[str]]:
@@ -181,13 +179,15 @@ def parts(
     ops: Ops | None = None,
     dtype: jnp.dtype | str = "float32",
     loss_chunks: int = 1,
-    loss: Callable[[jax.Array, jax.Array, parts_.Batch], LossSums] | None = None,
+    loss: Callable[..., LossSums] | None = None,
+    network: Callable[..., Decoder] = Decoder,
 ) -> parts_.ModelParts:
     """Returns the decoder as pure functions. Call it, and them, under the layout's mesh.
 
     dtype: of the residual stream and all matmuls. loss_chunks: pieces of the sequence whose logits
     exist at one time; must divide it. loss(logprobs_BS, entropy_BS, batch) -> LossSums: of each
-    target's log-probability and each prediction's entropy; None: the cross-entropy.
+    target's log-probability and each prediction's entropy; None: the cross-entropy. network: a
+    subclass of Decoder with another head (models/heads.py).
     Raises: UserError when the layout's mesh cannot cut the model.
     """
     ops = Ops() if ops is None else ops
@@ -196,7 +196,7 @@ def parts(
         layout.check(cfg)
 
     def build(key: jax.Array) -> Decoder:
-        return Decoder(cfg, layout, ops, rngs=nnx.Rngs(params=key))
+        return network(cfg, layout, ops, rngs=nnx.Rngs(params=key))
 
     graph, abstract, axes = parts_.split(nnx.eval_shape(lambda: build(jax.random.key(0))))
     block_graph = nnx.split(nnx.merge(graph, abstract).blocks)[0]
@@ -220,10 +220,7 @@ def parts(
         return nnx.merge(graph, params | {"blocks": abstract["blocks"]})
 
     def head_loss(params: Tree, x: jax.Array, batch: parts_.Batch) -> LossSums:
-        model, targets = merge(params), batch["targets"]
-        if loss is None:
-            return model.loss(x, targets, loss_chunks)
-        return loss(*model.token_logprobs(x, targets, loss_chunks), batch)
+        return merge(params).loss(x, batch, loss_chunks, loss)
 
     context_of = merge(abstract).context  # reads the configuration only, no parameter
     parts = parts_.ModelParts(

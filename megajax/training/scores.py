@@ -20,6 +20,7 @@ from megajax.core.mesh import MeshSpec
 from megajax.core.tree import Tree
 from megajax.models import decoder
 from megajax.models.decoder_config import DecoderConfig
+from megajax.models.heads import critic_parts
 from megajax.parallel import sharding, tensor
 from megajax.serving import tiles
 from megajax.serving.engine import check_tokens
@@ -67,8 +68,31 @@ def logprobs(
     return _in_batches(cfg, mesh, functools.partial(run, placed), layout, checked)
 
 
-def _in_batches(cfg: DecoderConfig, mesh: Mesh, run: Any, layout: Any, rows: list) -> list:
-    """Rows of about one length together, in shapes of powers of two."""
+def values(
+    cfg: DecoderConfig,
+    params: Tree,
+    rows: Sequence[Sequence[int]],
+    *,
+    mesh: Mesh | None = None,
+    dtype: str = "float32",
+) -> list[np.ndarray]:
+    """Returns a critic's values (models/heads.py) of each row's positions, float32.
+
+    Args and errors: as of `logprobs`. Entry i of a row is the value of its first i + 1 tokens.
+    """
+    checked = [check_tokens(row, cfg.vocab, f"rows[{i}]") for i, row in enumerate(rows)]
+    mesh = MeshSpec(data=1).build(jax.devices()[:1]) if mesh is None else mesh
+    layout, run = _value_program(cfg, mesh, jnp.dtype(dtype).name)
+    placed = sharding.place(layout, critic_parts(cfg).axes, params)
+    scores = _in_batches(cfg, mesh, functools.partial(run, placed), layout, checked, 0)
+    return [x[: len(row)] for x, row in zip(scores, checked, strict=True)]
+
+
+def _in_batches(
+    cfg: DecoderConfig, mesh: Mesh, run: Any, layout: Any, rows: list, first: int = 1
+) -> list:
+    """Rows of about one length together, in shapes of powers of two. first: place of a row's first
+    score; what comes before is NaN."""
     scores_of: list[Any] = [None] * len(rows)
     order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
     ways = layout.ways(BATCH_AXES)
@@ -90,8 +114,8 @@ def _in_batches(cfg: DecoderConfig, mesh: Mesh, run: Any, layout: Any, rows: lis
             at = layout.named(layout.act("batch", None))
             scores = np.asarray(reshard(run(jax.device_put(tokens, at)), jax.P(None, None)))
         for place, i in enumerate(taken):
-            nothing = np.full(1, np.nan, np.float32)
-            scores_of[i] = np.concatenate([nothing, scores[place, : len(rows[i]) - 1]])
+            nothing = np.full(first, np.nan, np.float32)
+            scores_of[i] = np.concatenate([nothing, scores[place, : len(rows[i]) - first]])
     return scores_of
 
 
@@ -119,5 +143,22 @@ def _program(cfg: DecoderConfig, mesh: Mesh, dtype: str) -> tuple[Any, Any]:
             logit = jnp.where(is_next, logits, 0.0).sum(-1)
             chunks.append(logit - jax.nn.logsumexp(logits, -1))
         return jnp.concatenate(chunks, 1)
+
+    return layout, jax.jit(run)
+
+
+@functools.lru_cache(maxsize=4)
+def _value_program(cfg: DecoderConfig, mesh: Mesh, dtype: str) -> tuple[Any, Any]:
+    """Returns (layout, (params, tokens_BS) -> values_BS)."""
+    layout = sharding.layout(mesh, "none", decode=True, model=cfg)
+    with jax.set_mesh(mesh):
+        parts = critic_parts(cfg, layout, tensor.ops(layout, "xla"), dtype)
+
+    def run(params: Tree, tokens_BS: jax.Array) -> jax.Array:
+        B, S = tokens_BS.shape
+        rows = layout.act("batch", None)
+        positions_BS = jnp.broadcast_to(jnp.arange(S, dtype=jnp.int32), (B, S))
+        batch = {"tokens": tokens_BS, "positions": reshard(positions_BS, rows)}
+        return reshard(parts.logits(params, batch)[..., 0], rows)
 
     return layout, jax.jit(run)
