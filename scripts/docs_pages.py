@@ -476,5 +476,6 @@ class Checker:
                 kinds = [n for n in parse(path).body if isinstance(n, ast.ClassDef)] if path else []
                 if path and kinds:
                     file = path.relative_to(self.root).as_posix()
-                    return self.fields_of(file, kinds[0].name, prefix)
+                    runs = [k for k in kinds if "JobConfig" in map(ast.unparse, k.bases)]
+                    return self.fields_of(file, (runs or kinds)[0].name, prefix)
         return self.fields_of("megajax/training/config.py", "Config", prefix)

@@ -477,6 +477,25 @@ def train_bpe(texts: Iterable[str], vocab: int, path: Path) -> None:
     path.write_text(tokenizer.to_str(pretty=True), encoding="utf-8")
 
 
+def write_characters(characters: str, path: Path) -> None:
+    """Writes the tokenizer.json of a small alphabet: one id a character, behind <|bos|>, <|eos|>.
+
+    Another character is left out of a text; `decode` gives the characters side by side.
+    """
+    import tokenizers
+    from tokenizers import decoders, models, pre_tokenizers
+
+    specials = ["<|bos|>", "<|eos|>"]
+    vocab = {text: i for i, text in enumerate([*specials, *dict.fromkeys(characters)])}
+    tokenizer = tokenizers.Tokenizer(models.WordLevel(vocab))
+    pattern = tokenizers.Regex(r"[\s\S]")
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(pattern, "isolated")  # type: ignore
+    tokenizer.decoder = decoders.Fuse()  # type: ignore
+    tokenizer.add_special_tokens(specials)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    files.write_whole(path, tokenizer.to_str(pretty=True))
+
+
 def _short(texts: Iterable[str]) -> Iterator[str]:
     """Yields texts in pieces of at most PIECE characters, cut between words where there are any."""
     for text in texts:

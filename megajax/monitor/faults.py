@@ -11,6 +11,7 @@ gil     C code that keeps the GIL       flood   a thread that prints for ever
 slow    slow=0.12@120:rank1: from then on, own work of 12 % of a step more
 save, evaluate    save=30@120:rank1: 30 s more in that save: a slow disk; in that evaluation
 pace    pace=0.3@1:rank1: from then on 0.3 s more in every step
+unsynced    reinforcement learning: generation keeps the weights of the step before
 
 A word @FILE instead of a fault names a file to which faults are added while the run goes on, one a
 line: each strikes in the next step of its rank, whatever step it names.
@@ -39,7 +40,7 @@ LATE = {
     "pace": 0.3,
 }  # kinds with an amount, and what it usually is
 LASTING = ("slow", "pace")  # from their step on
-KINDS = ("kill", "stop", "sleep", "gil", "exit", "nan", "data", "flood", *LATE)
+KINDS = ("kill", "stop", "sleep", "gil", "exit", "nan", "data", "flood", "unsynced", *LATE)
 _SPEC = re.compile(
     r"(\w+)(?:=(\d+(?:\.\d*)?|\.\d+))?@(\d+)(?::rank(\d+))?(?::attempt(\d+)|(:always))?"
 )
@@ -194,6 +195,7 @@ DEEDS: dict[str, Callable[[], object]] = {
     "exit": lambda: sys.exit(0),
     "data": _raise,
     "flood": _flood,
+    "unsynced": lambda: None,  # systems/hybridflow/controller.py leaves the transition out
 }
 
 

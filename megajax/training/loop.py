@@ -169,7 +169,8 @@ class Step(Protocol):
     step(state, batch) -> (state, metrics), of which `loss` and `grad_norm` decide whether it is
     finite; every scalar is recorded. state: any pytree with `step`, the number of finished steps.
     leaf_norms among the metrics and leaf_names name a bad gradient. storage: what a checkpoint says
-    of the state. agree(state): whether replicas hold the same bits.
+    of the state. agree(state): whether replicas hold the same bits. A step with a member
+    `is_synchronous` that is true returns when its work is done, and is recorded at once.
     """
 
     @property
@@ -262,6 +263,9 @@ def train(run: Run) -> Stop:
             if pending is not None:
                 _finish(run, *pending)
             pending = (step, metrics)
+            if getattr(run.train_step, "is_synchronous", False):
+                _finish(run, *pending)
+                pending = None
             stop = interrupts.asked(step)
             last = step == cfg.train.steps
             saves = stop or last or _due(step, cfg.checkpoint.every)
@@ -269,7 +273,8 @@ def train(run: Run) -> Stop:
             due = [h for h in run.hooks if h.due(step, last)] if last or not stop else []
             compares = _compares(cfg, step, saves)
             if saves or copies or due or compares or profiler.ends(step):
-                _finish(run, *pending)  # catch up, and never save or measure what is not finite
+                if pending is not None:
+                    _finish(run, *pending)  # catch up, and never save or measure what is not finite
                 pending = None
             profiler.after(step)
             if compares:

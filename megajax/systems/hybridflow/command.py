@@ -1,0 +1,334 @@
+"""What a run of reinforcement learning reads, measures and shows; and `run`, for other programs.
+
+experiments/hybridflow.py is the command. Everything that is not of reinforcement learning (folder,
+lock, checkpoints, signals, records) is systems/job.py's.
+"""
+
+import dataclasses
+import io
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from megajax.core.errors import UserError
+from megajax.core.files import expand, write_whole
+from megajax.core.tree import count
+from megajax.data.tokenizer import Tokenizer, open_tokenizer, prompt_ids, write_characters
+from megajax.monitor.console import Console, quantity
+from megajax.monitor.records import Recorder, rows_by_step
+from megajax.systems.hybridflow.batch import DataBatch
+from megajax.systems.hybridflow.config import HybridFlowConfig
+from megajax.systems.hybridflow.controller import RECIPES, Dataflow, Recipe
+from megajax.systems.hybridflow.data import Prompts, read
+from megajax.systems.hybridflow.rewards import Reward, open_rewards
+from megajax.systems.hybridflow.tasks import ALPHABET, RlTask, open_task
+from megajax.training.report import HELD_OUT, OURS
+from megajax.training.run_dir import RunDir
+from megajax.training.task import TrainState
+
+TASK_TOKENIZER = "task"  # the value of --data.tokenizer that stands for the tasks' alphabet
+SAMPLES = 8  # (chosen) answers of an evaluation that are written down
+
+
+class Problems:
+    """The prompts of a run, its tokenizer and its rewards (job.Reading)."""
+
+    labels: tuple[str, ...] = ()
+    rows: Any = None
+
+    def __init__(self, cfg: HybridFlowConfig, console: Console | None = None, run_dir: Any = None):
+        """Opens them. Raises: UserError for what is not there or does not fit together."""
+        self._cfg, rl = cfg, cfg.rl
+        task: RlTask | None = None
+        if re.search(r"\.(jsonl|json|ndjson|parquet)$", cfg.problem):
+            source: RlTask | DataBatch = read(cfg.problem)
+            if cfg.reward is None:
+                raise UserError(f"task={cfg.problem} has no rewards of its own; give --reward")
+        else:
+            source = task = open_task(cfg.problem)
+        self.tokenizer = self._open_tokenizer(task)
+        if cfg.model.vocab < self.tokenizer.vocab:
+            raise UserError(
+                f"model.vocab={cfg.model.vocab} is fewer than the {self.tokenizer.vocab} ids of "
+                f"data.tokenizer={cfg.data.tokenizer}; nearest: {self.tokenizer.vocab} "
+                "(--model.vocab)"
+            )
+        if isinstance(source, DataBatch):
+            source = self._short(source, console)
+        self.prompts = Prompts(source, cfg.train.seed, rl.holdout, cfg.problem)
+        self.rewards: list[Reward]
+        self.weights: list[float] | None = None
+        if cfg.reward is None:
+            assert task is not None
+            self.rewards = [task.reward]
+        else:
+            self.rewards = open_rewards(cfg.reward)
+            if cfg.reward_weights is not None:
+                self.weights = _numbers(cfg.reward_weights, len(self.rewards))
+        self.identity = self.prompts.identity | {"tokenizer": self.tokenizer.identity}
+        if console is not None:
+            names = ", ".join(getattr(f, "__name__", "?") for f in self.rewards)
+            console.say(
+                f"{cfg.problem}: {rl.prompts} prompts x {rl.n} responses an iteration, "
+                f"{rl.holdout:.0%} of the prompts held out; rewards: {names}"
+            )
+
+    def _open_tokenizer(self, task: RlTask | None) -> Tokenizer:
+        cfg = self._cfg
+        if cfg.data.tokenizer != TASK_TOKENIZER:
+            return open_tokenizer(cfg.data.tokenizer)
+        if task is None or task.is_text:
+            raise UserError(
+                f"task={cfg.problem} needs more than the characters of the other tasks; "
+                "use --data.tokenizer=bytes with --model.vocab=259, or a tokenizer.json"
+            )
+        path = expand(cfg.cache_dir) / "rl-alphabet" / "tokenizer.json"
+        if not path.is_file():
+            write_characters(ALPHABET, path)
+        return open_tokenizer(str(path))
+
+    def _short(self, rows: DataBatch, console: Console | None) -> DataBatch:
+        """Returns the rows with prompt_ids, those left out whose prompts are too long."""
+        chat: Any = self._chat() if any(not isinstance(p, str) for p in rows["prompts"]) else None
+        ids = [
+            prompt_ids(self.tokenizer, p) if isinstance(p, str) else chat.encode(p, {})
+            for p in rows["prompts"]
+        ]
+        most = self._cfg.rl.max_prompt
+        fits = [i for i, x in enumerate(ids) if 0 < len(x) <= most]
+        if not fits:
+            raise UserError(
+                f"{self._cfg.problem}: every prompt has more than rl.max_prompt={most} tokens, the "
+                f"shortest {min(map(len, ids))} (--rl.max_prompt)"
+            )
+        if console is not None and len(fits) < len(ids):
+            console.say(
+                f"{len(ids) - len(fits)} of {len(ids)} prompts have more than {most} tokens and "
+                "are left out (--rl.max_prompt)"
+            )
+        return rows.union(DataBatch({"prompt_ids": ids})).take(fits)
+
+    def _chat(self) -> Any:
+        """Returns what makes tokens of messages: the chat template of the tokenizer's folder.
+
+        Raises: UserError where there is none, or it does not compile.
+        """
+        from megajax.systems.open_model import chat_template
+        from megajax.systems.server.chat import Chat
+
+        name = self._cfg.data.tokenizer
+        chat = Chat(chat_template(expand(name), self.tokenizer), self.tokenizer)
+        if chat.problem:
+            raise UserError(
+                f"{self._cfg.problem} has prompts of messages, and data.tokenizer={name} has no "
+                "chat template that can be used: give a folder with one, or prompts that are "
+                "texts (--data.tokenizer)"
+            )
+        return chat
+
+    def measure(
+        self, train_step: Any, recorder: Recorder, console: Console, run_dir: RunDir
+    ) -> "Exactness":
+        """Returns the evaluations of a run."""
+        return Exactness(self._cfg, train_step, self.prompts, recorder, console, run_dir)
+
+
+def _numbers(text: str, count_: int) -> list[float]:
+    try:
+        numbers = [float(word) for word in text.split(",")]
+    except ValueError:
+        numbers = []
+    if len(numbers) != count_:
+        raise UserError(
+            f"reward_weights={text} must be {count_} numbers with commas, one for each function of "
+            "--reward (--reward_weights)"
+        )
+    return numbers
+
+
+class PromptBatches:
+    """Endless prompts, `rows_per_batch` an iteration (loop.Batches)."""
+
+    def __init__(self, cfg: HybridFlowConfig, prompts: Prompts, position: int = 0):
+        """position: of the first row."""
+        self.position, self.rows_per_batch, self._prompts = position, cfg.rl.prompts, prompts
+
+    def __next__(self) -> DataBatch:
+        """Returns the next prompts."""
+        batch = self._prompts.rows(self.position, self.rows_per_batch)
+        self.position += self.rows_per_batch
+        return batch
+
+
+class Exactness:
+    """A hook of the loop: greedy answers to held-out prompts, their scores, some of their texts."""
+
+    def __init__(
+        self,
+        cfg: HybridFlowConfig,
+        flow: Dataflow,
+        prompts: Prompts,
+        recorder: Recorder,
+        console: Console,
+        run_dir: RunDir,
+    ):
+        """Takes the held-out prompts, the same ones in each evaluation."""
+        self._cfg, self._flow, self._recorder = cfg, flow, recorder
+        self._console, self._run_dir = console, run_dir
+        size = prompts.held_out(cfg.rl.eval_prompts)
+        self._held = prompts.rows(0, size, held_out=True) if size else None
+        self.last_sample: str | None = None
+
+    def due(self, finished: int, last: bool) -> bool:
+        """Every so many iterations, and after the last one."""
+        every = self._cfg.eval.every
+        return self._held is not None and (last or (every > 0 and finished % every == 0))
+
+    def start(self, state: TrainState, finished: int) -> TrainState:
+        """Nothing is measured before the first iteration."""
+        return state
+
+    def __call__(self, state: TrainState, finished: int) -> TrainState:
+        """Evaluates, records, and writes some answers to the run's samples."""
+        assert self._held is not None
+        responses = self._flow.evaluate(state, self._held)
+        scores = np.asarray(responses["scores"])
+        exact = [
+            float(_same(c, t))
+            for c, t in zip(responses["completions"], responses["ground_truth"], strict=True)
+        ]
+        sources = np.array(responses["data_source"])
+        row: dict[str, float] = {"eval_reward": float(np.nanmean(scores))}
+        for source in dict.fromkeys(responses["data_source"]):
+            at = sources == source
+            row[f"val-core/{source}/reward"] = float(np.nanmean(scores[at]))
+            row[f"val-core/{source}/exact"] = float(np.mean(np.array(exact)[at]))
+        self._recorder.emit(finished, row)
+        lines = [
+            f"{responses['prompts'][i]!s} -> {responses['completions'][i]}   ({scores[i]:.2f})"
+            for i in range(min(SAMPLES, len(responses)))
+        ]
+        self.last_sample = "\n".join(lines)
+        file = Path(self._run_dir.samples) / f"{finished:08d}.txt"
+        if jax.process_index() == 0:
+            try:
+                file.parent.mkdir(exist_ok=True)
+                write_whole(file, self.last_sample + "\n")
+            except OSError as error:
+                self._console.say(f"cannot write {file}: {error.strerror}")
+        return state
+
+
+def _same(completion: str, truth: Any) -> bool:
+    return isinstance(truth, str) and completion.strip() == truth.strip()
+
+
+def show(console: Console, cfg: HybridFlowConfig, flow: Dataflow, mesh: Mesh) -> None:
+    """Says which models there are, where, and what the actor's transition costs."""
+    for name, pool in flow.pools.items():
+        if name == "reward":
+            continue
+        size = len(pool.devices)
+        if name in flow.abstract_state.params:
+            parameters = quantity(count(flow.abstract_state.params[name]))
+            console.say(f"{name}: {parameters} parameters on {size} devices, trained")
+        else:
+            console.say(f"{name}: on {size} devices")
+    report = flow.transition()
+    mebibytes = {k: report[k] / 2**20 for k in ("bytes", "naive", "peak")}
+    console.say(
+        f"to generation: {mebibytes['bytes']:.2f} MiB received a device (naive: "
+        f"{mebibytes['naive']:.2f}), {len(report['nodes'])} groups cross nodes, peak "
+        f"{mebibytes['peak']:.2f} MiB"
+    )
+
+
+def draw_rewards(run_dir: RunDir, console: Console) -> None:
+    """Draws the rewards of a run's metrics.jsonl: of rollouts, and of held-out greedy answers."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    rollouts = rows_by_step(run_dir.metrics, "critic/score/mean")
+    held_out = rows_by_step(run_dir.metrics, "eval_reward")
+    if not rollouts:
+        return
+    figure, axes = plt.subplots(figsize=(7, 4.2), layout="constrained")
+    steps = sorted(rollouts)
+    scores = [rollouts[s]["critic/score/mean"] for s in steps]
+    axes.plot(steps, scores, color=OURS, lw=1.4, label="rollouts, mean score")
+    title = f"mean score {np.mean(scores[-10:]):.2f} (last {len(scores[-10:])} iterations)"
+    if held_out:
+        at = sorted(held_out)
+        exact = [k for k in held_out[at[-1]] if k.endswith("/exact")]
+        axes.plot(
+            at,
+            [held_out[s]["eval_reward"] for s in at],
+            "o-",
+            color=HELD_OUT,
+            lw=1.4,
+            ms=4,
+            label="held out, greedy, mean score",
+        )
+        for key in exact:
+            source = key.split("/")[1]
+            axes.plot(
+                at,
+                [held_out[s][key] for s in at],
+                "s--",
+                color=HELD_OUT,
+                lw=1,
+                ms=4,
+                label=f"held out, greedy, {source} exact",
+            )
+            title += f",\n{source}: {held_out[at[-1]][key]:.0%} of held-out answers exact"
+    axes.set(xlabel="iteration", ylabel="score (1: right)")
+    axes.set_title(title, fontsize=11)
+    axes.grid(alpha=0.3)
+    axes.legend(frameon=False)
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=110, format="png")
+    plt.close(figure)
+    file = run_dir.path / "rewards.png"
+    try:
+        write_whole(file, picture.getvalue())
+    except OSError as error:
+        console.say(f"cannot write {file}: {error.strerror}")
+
+
+def run(recipe: Recipe | str, config: HybridFlowConfig) -> list[dict[str, Any]]:
+    """Runs the iterations of a configuration in this process, without a folder.
+
+    Args: recipe: a function as those of controller.py, or the name of one of RECIPES. config: with
+      train.steps iterations; jax's devices make its mesh.
+    Returns: the metrics of each iteration.
+    Raises: UserError for a configuration that cannot run.
+    """
+    chosen = RECIPES[recipe] if isinstance(recipe, str) else recipe
+    mesh = config.mesh.build()
+    config.check(dict(mesh.shape))
+    problems, flow = Problems(config), Dataflow(config, mesh, chosen)
+    try:
+        flow.attach(problems.prompts, problems.tokenizer, problems.rewards, problems.weights)
+        flow.begin()
+        state, history = flow.init(config.train.seed), []
+        batches = PromptBatches(config, problems.prompts)
+        for _ in range(config.train.steps):
+            state, metrics = flow.step(state, next(batches))
+            history.append(metrics)
+        return history
+    finally:
+        flow.close()
+
+
+def built(cfg: HybridFlowConfig, mesh: Mesh, problems: Problems) -> Dataflow:
+    """Returns the dataflow of a command, with what it reads."""
+    flow = Dataflow(dataclasses.replace(cfg), mesh)
+    flow.attach(problems.prompts, problems.tokenizer, problems.rewards, problems.weights)
+    flow.begin()
+    return flow
