@@ -18,9 +18,9 @@ from megajax.core.hardware import Cluster
 from megajax.cost import traffic
 from megajax.cost.base import Convention, CostModel, Op, mfu, model_flops_per_token
 from megajax.cost.kernels import Collective, Matmul, Rowwise
-from megajax.cost.memory import MOMENTS, held
+from megajax.cost.memory import held
 from megajax.cost.roofline import Group, Roofline, group_of
-from megajax.cost.step import StepShape
+from megajax.cost.step import MOMENTS, StepShape
 from megajax.cost.traffic import members
 
 

@@ -13,10 +13,9 @@ Sources: models/parts.py:remat_policy (what is kept); Megatron-LM (arXiv 2104.04
 """
 
 from megajax.cost.base import ITEMSIZE
-from megajax.cost.step import StepShape
+from megajax.cost.step import MOMENTS, StepShape
 
 MASTER = 4  # bytes of float32 masters, gradients and moments
-MOMENTS = {"adamw": 2, "lamb": 2, "muon": 1, "sgd": 1}
 # Bytes for each pair of a query and a key: XLA's attention keeps the softmax in float32 for its
 # gradient, beside its value in the compute type (read in programs compiled for H100, jax 0.11.2).
 SOFTMAX = 4

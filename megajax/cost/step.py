@@ -139,6 +139,11 @@ class Coding:
     error_bits: float = 0.0
 
 
+# Arrays of a parameter's size and float32 that an optimizer (OptimConfig.name) keeps beside it, by
+# which memory and the time of an update are estimated.
+MOMENTS = {"adamw": 2, "lamb": 2, "muon": 1, "sgd": 1}
+
+
 @dataclasses.dataclass(frozen=True)
 class StepShape:
     """One step on a mesh, which trains, or generates if the workload says so.
@@ -174,7 +179,12 @@ class StepShape:
     coding: Coding | None = None
 
     def __post_init__(self):
-        """Refuses what generation cannot do."""
+        """Refuses what generation cannot do, and an optimizer without a row in MOMENTS."""
+        if self.optimizer not in MOMENTS:
+            raise AssertionError(
+                f"no number of moments is known of the optimizer {self.optimizer!r}; add it to "
+                "megajax/cost/step.py:MOMENTS"
+            )
         for axis in ("pipe", "context"):
             if not self.trains and self.ways(axis) > 1:
                 raise UserError(

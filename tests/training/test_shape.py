@@ -1,6 +1,7 @@
 """What a run takes that it leaves to the cost model, or to its data."""
 
 import dataclasses
+import typing
 from unittest import mock
 
 import numpy as np
@@ -10,10 +11,12 @@ from megajax.core import config
 from megajax.core.errors import UserError
 from megajax.core.hardware import CARDS
 from megajax.cost import memory
+from megajax.cost.step import MOMENTS
 from megajax.models.decoder_config import PRESETS
 from megajax.training import step
 from megajax.training.config import Config
 from megajax.training.finetune import nano, nano_mlm
+from megajax.training.optim import OptimConfig
 from megajax.training.shape import ROOM, resolved, step_shape, with_chunks, with_segments
 from tests.tiny import run_config
 
@@ -114,3 +117,10 @@ def test_the_step_asks_the_gpu(monkeypatch):
     mesh = cfg.mesh.build()
     step.make_train_step(cfg, mesh)
     assert asked == [mesh] and seen.call_args.args[2] == 2**20
+
+
+def test_the_moments_of_every_optimizer_are_known():
+    assert set(MOMENTS) == set(typing.get_args(typing.get_type_hints(OptimConfig)["name"]))
+    shape = step_shape(CFG, ONE)
+    with pytest.raises(AssertionError, match="'sophia'.*MOMENTS"):
+        dataclasses.replace(shape, optimizer="sophia")
