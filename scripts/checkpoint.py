@@ -78,7 +78,7 @@ class Config(Checked):
     compression: Literal["auto", "none", "zstd"] = option(
         "auto", "compression of the arrays that are written", verbs=("reshard", "import")
     )
-    format: Literal["auto", "safetensors", "dcp", "megatron", "torch"] = option(
+    format: Literal["auto", readers.Kind] = option(
         "auto", "format of the source; auto: recognised by its files", verbs=("import",)
     )
     to: Literal["step", "safetensors"] = option("step", "format to make", verbs=("import",))

@@ -5,6 +5,8 @@ What a folder is can be seen: safetensors, torch.distributed.checkpoint (torch_f
 read when it is asked for; so writing safetensors holds one at a time, while a step of ours is saved
 from the whole state. A tensor of a kind that cannot be read is an error that names it, unless the
 caller leaves it out by name; everything that does not become a tensor or a note is listed.
+Not here: a GGUF file, which is a complete model with its tokenizer (gguf.py), and a folder of
+Hugging Face as a model (hf.py).
 """
 
 import json
@@ -37,6 +39,7 @@ from megajax.foreign.torch_files import (
     tensors,
 )
 
+# What `detect` returns and `open_foreign` opens; --format of scripts/checkpoint.py has the same.
 Kind = Literal["safetensors", "dcp", "megatron", "torch"]
 DATA_STATE = "data_state.json"  # beside exported tensors
 MAX_JSON = 2**26  # (chosen) bytes of a file of settings or notes
