@@ -21,12 +21,19 @@ NEGATIVE = -1e30  # (chosen: exp gives exactly 0 in float32, and no inf - inf)
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class MoeSums:
-    """How routing went in one block, over all tokens of a batch; members add up over batches.
+    """What the router of one block reports of a batch.
 
-    penalty: what the objective adds (weighted aux and z). aux: load-balance loss, 1 when balanced.
-    z: mean squared log-sum-exp of the scores. These are float32 scalars. dropped: int32, pairs of
-    token and expert that found no slot. load_E: int32, pairs that chose each expert. Stacked over
-    the blocks every member has the layers first.
+    If the sums of all blocks are stacked, the first dimension of each member is L.
+
+    Three members are float32 scalars and means over the tokens of the batch. penalty: the term that
+    the objective adds, a weighted sum of the other two. aux: the load-balance loss, 1 if the
+    experts have equal loads. z: the squared log-sum-exp of the scores. Two members are counts.
+    dropped: int32, the pairs of token and expert for which the expert had no slot left. load_E:
+    int32, the pairs that chose each expert.
+
+    MoeSums of micro-batches are added member by member. The sum of a mean over k micro-batches is
+    divided by k where it is used: penalty in the objective of training/step.py, aux and z in its
+    metrics.
     """
 
     penalty: jax.Array
@@ -39,7 +46,9 @@ class MoeSums:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LossSums:
-    """The sums that a model's loss returns for a batch; members add up over batches.
+    """The sums that a model's loss returns for a batch.
+
+    LossSums of micro-batches are added member by member; `moe` says how its means are treated.
 
     terms: {name: array}, named by the model. `sums.NAME` is `sums.terms["NAME"]`. count: int32, how
     many predictions the sums are over: tokens, images, whatever the model counts. moe: of all
@@ -66,7 +75,10 @@ class LossSums:
         return terms[name]
 
     def __add__(self, other: "LossSums") -> "LossSums":
-        """Adds member by member."""
+        """Returns the sums of two micro-batches together: every array is the sum of both arrays.
+
+        The members of `moe` that are means become sums of means (see MoeSums).
+        """
         return jax.tree.map(jnp.add, self, other)
 
 
@@ -184,12 +196,9 @@ def cross_entropy(
     def step(total: LossSums, chunk: tuple) -> tuple[LossSums, None]:
         return total + jax.checkpoint(piece)(*chunk), None
 
-    start = {"cross_entropy": jnp.zeros((), jnp.float32), "z_squared": jnp.zeros((), jnp.float32)}
-    if accuracy:
-        start["right"] = jnp.zeros((), jnp.int32)
-    if classes:
-        start["classes_3C"] = jnp.zeros((3, classes), jnp.int32)
-    zeros = LossSums(start, jnp.zeros((), jnp.int32))
+    # No sum's shape depends on the positions, so those of the whole sequence are those of a piece.
+    sums = jax.eval_shape(piece, hidden_BSD, targets_BS)
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), sums)
     pieces = _strided(hidden_BSD, chunks), _strided(targets_BS, chunks)
     return jax.lax.scan(step, zeros, pieces)[0]
 

@@ -132,8 +132,12 @@ def whole_local(layout: Layout, words: Words, x: Array, dtype: Any) -> Array:
     return lax.all_gather(x, axes, axis=where, tiled=True) if axes else x
 
 
-def scatter_local(layout: Layout, words: Words, grad: Array) -> Array:
-    """Returns this device's piece of a matrix's gradient, summed over the ZeRO axes."""
+def scatter_matrix(layout: Layout, words: Words, grad: Array) -> Array:
+    """Returns this device's piece of a gradient, summed over the ZeRO axes, inside a shard_map.
+
+    grad: this device's gradient of a complete parameter. Without a dimension `embed` (a vector)
+    it is returned unchanged.
+    """
     if "embed" not in words:
         return grad
     where, axes = _zero_cut(layout, words)
@@ -623,11 +627,15 @@ class Exchange:
     def scatter_local(
         self, grads: Tree, key: Array | None, step: Array | None, errors: Any = None
     ) -> tuple[Tree, Any]:
-        """`scatter`, of what `gather_local` gave. Vectors stay sums of this rank alone."""
+        """Does what `scatter` does, on local arrays inside a shard_map.
+
+        grads: gradients of the weights that `gather_local` returned. A vector's gradient is not
+        summed over ranks; the caller sums it. Returns: (pieces of the gradients, new errors).
+        """
         values, new_errors = self._values(grads), []
         summed = [None if i in self.frozen else x for i, x in enumerate(values)]
         for i in self.exact_gradients:
-            summed[i] = scatter_local(self.masters, self.words[i], values[i])
+            summed[i] = scatter_matrix(self.masters, self.words[i], values[i])
         order = order_of(self.masters.mesh)
         for number, bucket in enumerate(self.buckets):
             bucket_grads = order.after([values[i] for i in bucket.leaves], summed)

@@ -54,7 +54,7 @@ from megajax.parallel.exchange import (
     detach,
     drop_device_dim,
     order_of,
-    scatter_local,
+    scatter_matrix,
 )
 from megajax.schedule import build
 from megajax.schedule.ir import Table
@@ -898,7 +898,7 @@ class Pipeline:
         sharded."""
         if grad is None or self.cfg.gradients == "local":
             return grad
-        return scatter_local(self.layout, words, grad)
+        return scatter_matrix(self.layout, words, grad)
 
 
 def add_copies(layout: Layout, words: tuple, grad: jax.Array | None) -> jax.Array | None:
