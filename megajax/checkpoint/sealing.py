@@ -322,7 +322,14 @@ class _Memory:
 
 
 def _fingerprint(name: str, leaf: LeafSum, stored: Any, memory: _Memory) -> Print:
-    """Returns the fingerprint of a stored array. Raises: ValueError for one of another shape."""
+    """Returns the fingerprint of a stored array, which is read in slabs of rows.
+
+    The place of an element is the sum of its indices, each times the stride of its dimension
+    (core/hashes.py). `_places` has the places of a slab that begins at row 0; those of a slab that
+    begins at row `first` are larger by first * STRIDES[0], modulo 2^32. So all slabs share one
+    array of places, and `shift` is added to it.
+    Raises: ValueError for an array of another shape.
+    """
     there, shape = tuple(stored.shape), tuple(leaf.shape)
     if there != shape:
         raise ValueError(f"leaf {name} is {there} there instead of {shape}")

@@ -135,9 +135,11 @@ def lock(file: int, shared: bool = False, wait_s: float | None = 0.0) -> bool:
     """Locks an open file or folder (flock) until its descriptor is closed. The system also releases
     the lock when the process ends, however it ends.
 
-    Args: file: its descriptor. shared: whether others may hold the lock with this process. wait_s:
-      for those who hold it otherwise; None: until they release it.
-    Returns: whether it is locked; False: another process holds it.
+    Args: file: its descriptor. shared: whether other processes may hold the lock as well, if they
+      ask for it with `shared` too. wait_s: seconds to wait while another process holds the lock in
+      a way that excludes this one. 0: do not wait; None: wait without a limit, so that the function
+      returns only with the lock.
+    Returns: whether the file is locked now; False: another process still holds it.
     Raises: OSError where the file system has no locks.
     """
     # The package filelock cannot stand in. Its locks are of files that it makes, never of a folder,

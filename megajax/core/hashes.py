@@ -1,17 +1,22 @@
 """Hashes of arrays that do not depend on the order in which their elements are added up.
 
-sum over elements of h(place in the whole array, bits) modulo 2^32, twice with different h. h is a
-bijection of the bits for a given place, so a change of one element never goes unseen, and any other
-change does with a probability of 2^-64. Checkpoints seal arrays with it
-(checkpoint/sealing.py), and replicas compare their copies by it (parallel/zero.py).
+The hash of an array is sum(h(place, word)) modulo 2^32 over the words of its elements, twice with
+different functions h. For a given place, h is a bijection of the word, so a change of one word
+always changes the hash; any other change goes unseen with a probability of 2^-64. Checkpoints seal
+arrays with it (checkpoint/sealing.py), and replicas compare their copies by it (parallel/zero.py).
+
+Terms: a word is the bits of an element as uint32; an element of more than four bytes has several
+words, along one more dimension. The place of a word is a uint32 number that stands for its indices
+in the whole array: their sum, each index times the stride of its dimension, modulo 2^32. A stride
+is an odd constant.
 """
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-# Odd numbers without a pattern, one a dimension: a place is a sum of these, so shards need only
-# their offset, and no place overflows.
+# Odd numbers without a pattern, one a dimension. A place is a sum of multiples of them modulo 2^32:
+# a shard needs only the indices at which it begins, and an array may have more than 2^32 elements.
 STRIDES = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D, 0x27D4EB2F, 0x165667B1, 0xD3A2646D, 0xFD7046C5)
 WORD_STRIDE = 0xB55A4F09
 # Devices have no bitcast for parts of a byte; these widen without loss, so as such they count.
@@ -56,7 +61,7 @@ def host_words(x: np.ndarray) -> np.ndarray:
 
 
 def place_hashes(bits: jax.Array, place: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns both hashes of each word, which is where `place` says."""
+    """Returns (h1, h2) of each word, uint32 in the shape of `bits`. place: of each word, uint32."""
     key = _scramble(place)
     one = _scramble(bits ^ key)
     two = _scramble(bits * jnp.uint32(0x2545F491) + (key ^ jnp.uint32(0x5BD1E995)))

@@ -90,10 +90,11 @@ class _alone:
 
 
 def publish(scratch: Path, prefix: Path, suffixes: tuple[str, ...], last: str) -> None:
-    """Moves scratch + suffix to prefix + suffix, for files and folders; what is not there goes.
+    """Moves the files and folders scratch + suffix to prefix + suffix.
 
-    The file with the suffix `last` says that the others are complete: it appears after them.
-    Raises: FileExistsError when it exists, OSError.
+    If scratch has nothing with a suffix, an earlier file with that suffix at prefix is deleted. The
+    file with the suffix `last` is moved after all others, so its existence says that they are
+    complete. Raises: FileExistsError if prefix + last exists, OSError.
     """
     with _alone(prefix.parent):
         if os.path.lexists(f"{prefix}{last}"):

@@ -256,11 +256,16 @@ class JsonTokenizer:
             ]
 
     def renamed(self, names: Mapping[int, str]) -> Callable[[str, int | None], np.ndarray]:
-        """Returns what encodes a text in which tokens have other names: (text, most) -> ids.
+        """Returns a function (text, most) -> ids, int32, that encodes a text in which some special
+        tokens are spelled by other names. chat.py takes random names, which it puts between the
+        messages of a chat, so that no message can spell a special token.
 
-        Only the new names become these tokens; their usual text, and that of every other special
-        token, is text. Args: names: id -> new name, of ids of `added`.
-        Raises: UserError for a tokenizer whose ids have gaps that the new names would fill.
+        The new names become the tokens. The usual spellings of these tokens, and of all other
+        special tokens, are encoded as ordinary text. most: as in `encode`.
+
+        Args: names: {id: new name}, for ids of `added`.
+        Raises: UserError if a new name would get the id of an ordinary token, which happens if the
+          ids of the special tokens have gaps.
         """
         import tokenizers
 
@@ -269,6 +274,7 @@ class JsonTokenizer:
             token["content"] = names.get(token["id"], token["content"])
             ids[token["content"]] = token["id"]
         other = tokenizers.Tokenizer.from_str(json.dumps(made))
+        # The copy may number its special tokens anew: {id in the copy: id in this tokenizer}.
         usual: dict[Any, int] = {other.token_to_id(name): i for name, i in ids.items()}
         pieces = set(self._tokenizer.get_vocab(with_added_tokens=False).values())
         if any(new != old and new in pieces for new, old in usual.items()):
@@ -276,6 +282,8 @@ class JsonTokenizer:
         lost = np.array([i for i in self._forbidden if i not in usual], np.int32)
 
         def encode(texts: Sequence[str]) -> list[np.ndarray]:
+            # Ids of the copy. An id in `lost` is a special token here and an ordinary piece there;
+            # a text that has one is cut inside that piece (`_without`).
             with _errors_of(f"{self.name} cannot encode"):
                 batch = other.encode_batch_fast(list(texts), add_special_tokens=False)
                 rows = [np.array(e.ids, np.int32) for e in batch]

@@ -129,6 +129,8 @@ class _Reader:
             raise _Refused(f"it would take more than {self.budget:,} bytes of memory")
 
     def push(self, value: Any) -> None:
+        """Pushes a value and pays for its memory. Raises: _Refused if the budget is spent."""
+        # CPython has these integers once, however often they are pushed, so they cost no memory.
         if type(value) is int and 0 <= value <= 256:
             return self.stack.append(value)
         if type(value) is int and value.bit_length() > 8 * MAX_INTEGER:

@@ -126,7 +126,7 @@ def _legacy_storages(
             raise ValueError(f"storage {key[:50]!r} has two types or sizes")
 
     def nothing(*_: Any) -> None:
-        pass
+        """Stands for the functions that make tensors: only the storages are read here."""
 
     names = "_rebuild_tensor _rebuild_tensor_v2 _rebuild_parameter".split()
     builders = {f"torch._utils.{name}": nothing for name in names}

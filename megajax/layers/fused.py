@@ -29,7 +29,11 @@ def settle(
     drop: Callable | None,
     implementation: Implementation | None = None,
 ) -> jax.Array:
-    """norm(residual + drop(y + bias)) as one kernel; with dropout, which lies between, as many."""
+    """Returns norm(residual + drop(y + bias)), (B, S, D), computed by one kernel.
+
+    Dropout lies between the bias and the residual, where the kernel has no place for it: if `drop`
+    is not None, `ops.settle` computes the result as separate operations instead.
+    """
     if drop is not None:
         return ops.settle(norm, y_BSD, residual_BSD, bias, drop)
     return fused_layer_norm(
@@ -51,7 +55,10 @@ def expand(
     matmul: Callable,
     implementation: Implementation | None = None,
 ) -> jax.Array:
-    """activation(x w + bias), hidden_BSF, as one GEMM; a gated layer, which has two, as many."""
+    """Returns activation(x w + bias), hidden_BSF, computed by one GEMM with its epilogue.
+
+    A gated layer has two products, whose results are multiplied; `ops.expand` computes it instead.
+    """
     if ACTIVATIONS[mlp.cfg.activation].is_gated:
         return ops.expand(mlp, x_BSD, up, matmul)
     bias = mlp.up_bias[...] if mlp.cfg.bias else None

@@ -25,10 +25,13 @@ INPUTS = (("attention", attention.INPUTS), ("mlp", mlp.INPUTS))
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Joined(PackedWeight):
-    """One of several weights that multiply the same input.
+    """A member of a group of packed weights that multiply the same input and are stored as one.
 
-    weight: of the first, all of them as one weight (D, all columns); of the others None: they have
-    no arrays.
+    The group's first member has the stored weight, whose columns are those of all members in their
+    order; the other members have no arrays. `shape` is that of the member by itself, by which
+    `split` cuts its columns out of the product.
+
+    weight: (D, columns of all members) in the first member; None in the others.
     """
 
     weight: PackedWeight | None = None
@@ -52,7 +55,8 @@ class Joined(PackedWeight):
 
 
 def merged(weights: Sequence[Weight]) -> tuple[Weight, ...]:
-    """Returns the weights, those that are joined as one. All of them are there, in their order."""
+    """Returns the weights to multiply by: one for each group of joined weights, and the others as
+    they are, in order. weights: of one input, with all members of a group."""
     joined = (w.weight if isinstance(w, Joined) else w for w in weights)
     return tuple(w for w in joined if w is not None)
 

@@ -742,7 +742,9 @@ class Watchdog:
         detectors: Mapping[str, Maker] = DETECTORS,
         responses: Mapping[str, Kind] = RESPONSES,
     ):
-        """ranks: {host: its ranks}. period: seconds between two reports of an agent.
+        """ranks: {host: its ranks}. now: the moment at which the attempt starts, in seconds of the
+        clock by which `hear` and `judge` are called too (time.monotonic). period: seconds between
+        two reports of an agent.
 
         detectors: by name, in the order in which they decide. responses: what is done about an
         alert, by its rule.

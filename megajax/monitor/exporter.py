@@ -125,7 +125,12 @@ class Host:
 
 
 def network(file: Path) -> Iterator[Row]:
-    """Yields the bytes of each network device of a namespace. file: its net/dev."""
+    """Yields the bytes that each network device has received and sent, under node_exporter's names.
+    Nothing is yielded from a file that cannot be read.
+
+    file: net/dev of a process in /proc, which lists the devices of the process's network
+    namespace.
+    """
     with contextlib.suppress(OSError, ValueError, LookupError):
         for line in file.read_text().splitlines()[2:]:
             device, _, counters = line.partition(":")

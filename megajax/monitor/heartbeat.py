@@ -362,8 +362,10 @@ def shared_memory() -> Path:
 
 
 def claim_folder(parent: Path) -> tuple[Path, int]:
-    """Returns (a new folder, the descriptor that holds its lock until this process ends).
+    """Makes a folder in `parent`, locked so that `sweep_folders` of other processes leaves it.
 
+    Returns: (the folder, an open descriptor of it). The lock lasts until the descriptor is closed,
+      at the latest until this process ends; a caller that ignores the descriptor keeps the lock.
     Raises: OSError.
     """
     folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=parent))

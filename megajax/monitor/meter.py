@@ -45,9 +45,10 @@ class Work:
 
 
 class Meter:
-    """Turns moments into rates.
+    """Measures the steps of a training loop: throughput, MFU, wait for data, time that is left.
 
-    The loop calls `waited` around its data and `finish` after a step.
+    The loop calls `waited` with the seconds that it waited for a batch, and `finish` after each
+    step; the time between two calls of `finish` is the time of a step.
     """
 
     def __init__(self, work: Work, steps: int):
@@ -59,7 +60,8 @@ class Meter:
         self._wait = 0.0
 
     def restart(self) -> None:
-        """Leaves the time since the last step out (evaluation, a save, a sample)."""
+        """Starts the time of the next step now, after work that is no step (an evaluation, a save,
+        a sample)."""
         self._last = time.perf_counter()
 
     def waited(self, seconds: float) -> None:
@@ -67,11 +69,13 @@ class Meter:
         self._wait += seconds
 
     def finish(self, step: int, loss: float) -> dict[str, float | None]:
-        """Returns the measures of a finished step.
+        """Returns the measures of a finished step, by the names of their metrics.
 
-        mfu: Megatron's convention (all keys of a row), as published tables have it; mfu_causal:
-        keys really seen. Both None where no peak is known. step_time_s of the first step includes
-        the compilation; the ETA leaves it out.
+        mfu: model FLOPs over peak FLOPs, 0..1, in Megatron's convention (attention to all keys of a
+        row), as published tables have it. mfu_causal: the same with the keys that a token sees.
+        Both are None if no peak is known. step_time_s: seconds, of the first step with its
+        compilation. eta_s: the median step time times the remaining steps, without the first one.
+        data_wait: share of the step that waited for data. memory_gib: the peak so far.
         """
         now = time.perf_counter()
         elapsed, self._last = now - self._last, now

@@ -325,9 +325,14 @@ def figures(out: Path, run_dir: Path) -> dict[str, float]:
 
 
 def shares(out: Path) -> tuple[Path, dict[int, float], dict[str, int]] | None:
-    """Returns (the newest spans.json, what each rank does more than the usual one, the grid).
+    """Returns (the newest spans.json of a run, {rank: excess}, {axis of the grid: devices}).
 
-    None: no attempt left any. Raises: UserError when the file cannot be read or holds no spans.
+    The excess of a rank is how much longer its own work of a step takes than the usual rank's, in
+    shares of a usual step: 0.12 is 12 % (`own_share`). If the rule `slow` measured a larger excess
+    during the run, that one counts. out: the folder of a supervised run.
+
+    None: no attempt left a spans.json. Raises: UserError if the file cannot be read or has no
+    spans.
     """
     newest = max(out.glob("attempt*/spans.json"), key=os.path.getmtime, default=None)
     if newest is None:

@@ -149,12 +149,17 @@ Array = jax.Array
 
 
 def piece_of(layout: Layout, w: nnx.Param) -> Weight:
-    """Returns the part of a stored parameter that this rank uses."""
+    """Returns a parameter as the products of this tensor rank take it, inside a shard_map.
+
+    If several ranks share a stored piece of key-value heads (`Rules.copies`), each takes its part
+    of it. w: a parameter whose value is this rank's stored piece, not cut by ZeRO.
+    """
     return inside_piece(share_inside(layout, words_of(w), w.get_value()))
 
 
 def inside_piece(w: Weight) -> Weight:
-    """Returns a weight that is whole over the ZeRO axes as products take it."""
+    """Returns a local weight, not cut by ZeRO, as products take it: an array as it is, a packed
+    weight without the dimension of its pieces, of which this rank has one."""
     return w.piece() if isinstance(w, PackedWeight) else w
 
 

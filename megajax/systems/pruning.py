@@ -540,7 +540,10 @@ class Pruner:
 
 
 def starved(fractions: Mapping[str, float], cfg: PruneConfig) -> str:
-    """Returns a warning about matrices of which less than prune.remain or nothing stays, or ''."""
+    """Returns a warning about the matrices of which nothing, or less than prune.remain, stays.
+
+    fractions: {matrix: share of its weights that stays, 0..1}. Returns: '' if there is none.
+    """
     low = {n: x for n, x in fractions.items() if x == 0 or x < cfg.remain}
     if not low:
         return ""

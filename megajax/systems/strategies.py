@@ -327,13 +327,15 @@ def legal(
 
 
 class Growth:
-    """What compiled programs needed, as multiples of their bounds, by what they keep.
+    """The factors by which the memory of compiled programs exceeded its bound, for each kind.
 
-    The bound counts no fragmentation and not all that XLA copies, which differ from kind to kind.
+    The bound (memory.bound, bytes a device) counts neither fragmentation nor all copies that XLA
+    makes. Both differ with what a program keeps for its backward pass, which is its kind
+    (`_keeps`).
     """
 
     def __init__(self):
-        """Nothing is known."""
+        """Starts without any observation."""
         self._seen: dict[tuple, list[float]] = {}
 
     def learn(self, planned: Plan, bound: float) -> None:
@@ -385,11 +387,16 @@ def compile_best(
 ) -> Tries:
     """Compiles the fastest candidates until `best` of them fit, or MOST_MISFITS do not.
 
-    A program needs more memory than its bound, and other programs of its kind will too. A candidate
-    is compiled only if its bound leaves room for that growth: at first for the least growth that
-    was observed, and after each program that did not fit, for one nearer to the largest. The last
-    third of the attempts goes to the candidates that need least, so that a search with many misfits
-    still finds a plan that fits if there is one.
+    A compiled program needs more memory than the bound of its candidate, by a factor that is
+    similar in programs of one kind (Growth). The next candidate is the fastest whose bound times
+    this factor fits. The factor is the least that was observed, until a program does not fit; with
+    each one that does not, it moves towards the largest, which it reaches after half of
+    MOST_MISFITS. If no candidate fits with it, the least factor decides. After two thirds of
+    MOST_MISFITS programs that did not fit, the next candidate is the one with the least expected
+    memory instead of the fastest, so that a search with many misfits still finds a plan that fits
+    if there is one.
+
+    priced: the candidates, the fastest first.
     """
     tries, began, left = Tries(), time.process_time(), list(priced)
     try:

@@ -162,8 +162,12 @@ def nano_mlm() -> FinetuneConfig:
 
 
 def large(name: str) -> FinetuneConfig:
-    """A published encoder with the settings of BERT's fine-tuning (arXiv 1810.04805, appendix A.3:
-    rows of 128, batches of 32, 2e-5, linear decay, 10 % of warm-up)."""
+    """Returns the fine-tuning of a published encoder as a classifier.
+
+    The settings are those of BERT (arXiv 1810.04805, appendix A.3): rows of 128 tokens, 32 rows a
+    step, a learning rate of 2e-5 that rises over the first 10 % of 1,000 steps and then decays
+    linearly to 0. name: of an encoder in models/encoder_config.py, PRESETS.
+    """
     return FinetuneConfig(
         model=dataclasses.replace(MODELS[name](), head="classify"),
         train=TrainConfig(steps=1000, global_batch=32, seq_len=128, dtype="bfloat16"),

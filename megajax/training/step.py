@@ -490,10 +490,15 @@ def _rows(order: np.ndarray, axes: Tree, state: Tree) -> dict[str, list[int]]:
 
 
 def _stacked(order: np.ndarray, axes: Tree) -> Callable[[tuple, Any], bool]:
-    """Returns (path, leaf) -> whether the leaf stacks the layers that are ordered.
+    """Returns a function of (path, leaf) that tells whether the leaf has the layers as its first
+    dimension, so that its rows must follow `order`.
 
-    axes: the words of the parameters, which say what is stacked; what belongs to a parameter (a
-    moment, a mask) ends in its name.
+    Such a leaf is a parameter whose first word is `layers`, or belongs to one: the dotted path of a
+    moment or a mask ends in the name of its parameter (core/tree.py, owner). Its first dimension
+    must also have as many entries as `order`.
+
+    order: int, (L,), the model's layer at each place of the stack. axes: the words of the
+    parameters.
     """
     layered = {leaf for leaf, words in named_leaves(axes, is_words) if is_layered(words)}
     return lambda path, x: owner(path, layered) is not None and x.shape[:1] == order.shape

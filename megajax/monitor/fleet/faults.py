@@ -43,11 +43,16 @@ TYPICAL = {"compute": 0.75, "exchange": 0.15, "wait": 0.1, "load": 1.0, "alive":
 class Spec:
     """One metric of a host.
 
-    levels: driver -> what it adds at 1. surge: where a disturbance called "high" leads. white,
-    slow, offset: standard deviations of the noise of a second, of the noise with a correlation time
-    of 5 s to 15 min, and of the constant differences between machines, in shares of the span.
-    quantum: step of the readings, 0: none. counter: the exporter shows a counter, so that a restart
-    of the exporter spoils a second. log: base, levels and noise hold for the natural logarithm.
+    All values are in `unit`; if `log`, base, levels, surge, low and high are natural logarithms of
+    values in it, and the noise is added to the logarithm.
+
+    base: the reading of an idle machine. levels: {activity (DRIVERS): what is added to the base by
+    the activity at intensity 1}. surge: the value to which a move with the target "high" leads.
+    low, high: the limits of a reading. white, slow, offset: standard deviations, in shares of the
+    span, of the noise of each second, of the noise with a correlation time of 5 s to 15 min, and of
+    the constant differences between machines. quantum: readings are multiples of it; 0: they
+    are not rounded. counter: the exporter shows a counter, so that a restart of the exporter spoils
+    a second.
     """
 
     name: str
@@ -184,7 +189,8 @@ class Move(NamedTuple):
         return np.where(since_RT >= 0, self.size * envelope, 0).astype(np.float32)
 
     def level(self, spec: Spec) -> float:
-        """Returns the target in the metric's own scale (its logarithm where spec.log)."""
+        """Returns the value towards which the move leads a metric, in the metric's unit; if
+        spec.log, the natural logarithm of that value. NaN for the target 'gone'."""
         zero = spec.low if spec.log else 0.0
         levels = {"idle": spec.base, "zero": zero, "high": spec.surge, "nominal": spec.nominal}
         return levels.get(self.target, np.nan)

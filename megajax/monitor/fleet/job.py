@@ -387,7 +387,12 @@ class People:
 
 @dataclass(frozen=True)
 class Work:
-    """drivers: name (specs.DRIVERS) -> float32 (N, T) or (N, 1); one that is 0 is left out."""
+    """What each machine does in each second of a block.
+
+    drivers: {activity (faults.py, DRIVERS): its intensity, float32 (N, T), or (N, 1) if it is equal
+    in all seconds}. The intensity is 0 to 1; that of `compute` may reach 1.2. An activity that is 0
+    in the whole block is left out.
+    """
 
     drivers: dict[str, np.ndarray]
 
@@ -421,9 +426,11 @@ def people(layout: Layout, setting: Setting, seed: int) -> People:
 def work(
     tracks: dict[str, np.ndarray], who: People, setting: Setting, seed: int, second: int
 ) -> Work:
-    """Returns the drivers of the block that starts at `second`.
+    """Returns what the machines do in the block of 60 seconds that starts at `second`.
 
-    Args: tracks: of Job.window, with a margin of the same length before and after the block.
+    Args: tracks: as Job.window returns them, of the block and of as many seconds before it as after
+      it. This margin is longer than the largest skew_N, because a machine whose clock is late shows
+      what the job did at another second.
     """
     N = len(who.skew_N)
     seconds = 60

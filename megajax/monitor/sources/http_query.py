@@ -182,9 +182,16 @@ class Client:
         retries: int = 3,
         name: str = "prometheus",
     ):
-        """url: http(s)://host[:port][/prefix], without /api/v1. name: of the server, in messages.
-        Raises: UserError for an address that cannot be, for both a password and a token, and for a
-        ca_file that cannot be read."""
+        """url: http(s)://[user:password@]host[:port][/prefix], with or without /api/v1. user,
+        password, token: the server's secret, a user with a password or a token. ca_file: PEM file
+        of the authority that signed the server's certificate; None: those of the system. timeout_s:
+        seconds for one exchange, from the connection to the last byte. retries: further tries of
+        `ask` after an error that may pass. name: the kind of server, in messages and their flag.
+
+        Raises: UserError for a url that is no address of HTTP, a timeout_s that is not above 0 or
+        is infinite, negative retries, a user without a password or the reverse, a user and a token,
+        a secret with a character that no header can have, or a ca_file that cannot be read.
+        """
         try:
             self._origin, parts = _split(url)
         except ValueError:  # a UnicodeError is one
@@ -219,9 +226,8 @@ class Client:
         if not (told.isprintable() and told.isascii()):
             raise UserError("the token has a line end or another character that no header can have")
         self._tls = _context(ca_file) if scheme == "https" else None
-        self._answer_lock = (
-            threading.Lock()
-        )  # one answer at a time is values: they take most memory
+        # Parsed answers take most of the memory, so threads parse one answer at a time.
+        self._answer_lock = threading.Lock()
 
     def ask[T](
         self,

@@ -180,7 +180,9 @@ def load(name: Name, path: str | None) -> CostModel:
 def source(model: CostModel, name: Name, path: str | None, card: DeviceCard, others: str) -> str:
     """Returns a text that says where a plan's times come from.
 
-    Args: path: as in `load`. others: the source of the times that the model does not know.
+    Args: model, name, path: of the cost model, as in `load`. card: the plan's GPU. others: a text
+      for the source of the times that the model does not predict: of transfers and of operations
+      that it does not know. If a learned model does not know the GPU, these are all times.
     """
     if name == "roofline":
         return others

@@ -382,7 +382,11 @@ class Predictor:
         return [name for name in self.devices if name not in self.trained]
 
     def _name(self, card: DeviceCard) -> str | None:
-        """Returns the name of the known device that has this card; None: it is not known."""
+        """Returns the name under which the predictor knows a card's device; None: it does not.
+
+        That is the card's own name, or the name of the only known device whose card has this name.
+        If several have it (variants of one GPU), all members of the card must be equal.
+        """
         if card.name in self.devices:
             return card.name
         same = [name for name, known in self.cards.items() if known.name == card.name]

@@ -130,6 +130,12 @@ def offload(problem: Problem, bits: int) -> Rival | None:
         away.append(0 if fits >= stop - start else stop - start - (fits - 1))
 
     def of_phase(table: np.ndarray, size: int) -> list[float]:
+        """Returns the seconds that each stage takes for one micro-batch of `size` requests.
+
+        While a stage computes its layers, it copies those that rest in host memory, each with its
+        part of the cache, so the longer of the two times counts. table: seconds of one layer in
+        this phase, (devices, widths).
+        """
         share = min(size / problem.requests, 1.0)
         loaded = problem.layer_bytes[column] + problem.cache_bytes * share
         return [

@@ -348,7 +348,11 @@ def _ticks(
 
 
 def _quiet(function: Callable) -> Callable:
-    """Silences NumPy's warnings about metrics or machines without a value; the result is NaN."""
+    """Returns the function with every RuntimeWarning silenced while it runs.
+
+    NumPy gives one for each metric or machine without a value, whose median or mean is then NaN, as
+    intended. Its warnings of an overflow or a division by 0 are silenced as well.
+    """
 
     @functools.wraps(function)
     def call(*args: Any) -> Any:

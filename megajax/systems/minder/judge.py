@@ -234,6 +234,9 @@ class Judge:
         return self._judged_N(end) & ((self._worst_N <= most_N) | self._always_N)
 
     def _judged_N(self, end: float) -> np.ndarray:
+        """Returns, bool (N,), which machines may be judged at `end` (Unix seconds): those that
+        joined the job at least `grace_s` seconds before. Machines that have not been seen are not
+        among them."""
         return end - self.joined_N >= self._settings.grace_s
 
     def young_N(self) -> np.ndarray:

@@ -42,7 +42,11 @@ SMALLEST_S = 60  # (chosen) of a server that is too slow for more
 
 
 class Source(Protocol):
-    """A source of metrics."""
+    """A source of the metrics of machines, such as monitor/sources/server.py, Server.
+
+    It may have an attribute `interval_s`, the longest scrape interval in seconds: the daemon then
+    reads only samples that are older than two such intervals. Without it, 0 is assumed.
+    """
 
     def read(self, start: float, end: float) -> Samples:
         """Returns the samples of [start, end), Unix seconds."""

@@ -390,11 +390,16 @@ class Run:
             self._worker.cancel(stream)
 
     async def deltas(self) -> AsyncGenerator[tuple[int, Delta]]:
-        """Yields (number of the answer, what is new of it). Raises: ApiError, EngineFailed."""
+        """Yields (index of the answer, its new text and tokens) until all answers have ended.
+
+        Answers are numbered prompt by prompt, params.n of each. Raises: ApiError, EngineFailed.
+        """
         running = len(self._answers)
         while running:
             index, output = await self._outputs.get()
-            await asyncio.sleep(0)  # with a full queue nothing else here waits
+            # `get` does not suspend while the queue has items: without this line, a full queue
+            # could keep all other requests from running.
+            await asyncio.sleep(0)
             if isinstance(output, Exception):
                 raise output
             running -= output.finish_reason is not None

@@ -78,7 +78,11 @@ class Fields:
         self._body, self._where, self._known = body, where, set()  # type: ignore[var-annotated]
 
     def take[T](self, name: str, kind: type[T], default: Any = None) -> Any:
-        """Returns a member of one JSON type; the default for null. Raises: ApiError."""
+        """Returns the value of a member; the default if the member is missing or null.
+
+        kind: the Python type of its JSON type (KINDS). An integer is accepted as a float, a boolean
+        not as a number. `end` accepts the member afterwards. Raises: ApiError for another type.
+        """
         self._known.add(name)
         value = self._body.get(name)
         if value is None:
