@@ -28,6 +28,7 @@ from megajax.parallel import sharding
 from megajax.parallel.overlap import Overlap, refuse_fused
 from megajax.parallel.sharding import Zero
 from megajax.serving import SamplingParams
+from megajax.serving.forward import REPLICA_AXES
 from megajax.systems.open_model import OpenModel, open_model
 
 PAGE = 16  # tokens
@@ -150,6 +151,8 @@ def sample(cfg: Config, opened: OpenModel, mesh: Mesh) -> list[str]:
     tokenizer = opened.tokenizer
     prompt = prompt_ids(tokenizer, cfg.prompt, cfg.parse_special)
     running = min(cfg.samples, MOST)
+    # All answers of a request run on one replica, which needs a slot for each.
+    replicas = math.prod(mesh.shape[axis] for axis in REPLICA_AXES)
     each = -(-(len(prompt) + cfg.new_tokens) // PAGE) + 1  # and one to grow into
     engine, what, _ = opened.engine(
         mesh,
@@ -158,7 +161,7 @@ def sample(cfg: Config, opened: OpenModel, mesh: Mesh) -> list[str]:
         outlined=not cfg.tiles,
         pages=running * each + 1,
         page_size=PAGE,
-        max_batch=running,
+        max_batch=running * replicas,
         dtype=cfg.dtype,
         zero=None if zero == "none" else zero,
         overlap=cfg.overlap,

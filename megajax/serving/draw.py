@@ -191,7 +191,10 @@ def _change(logits_BV: Array, rules: Rules, changes: Changes, slot_B: Array) -> 
     x_BV = jnp.where(seen_BV, repeated_BV, x_BV)
     x_BV -= rules.frequency[:, None] * counts_BV.astype(jnp.float32)
     x_BV -= jnp.where(counts_BV > 0, rules.presence[:, None], 0.0)
-    allowed_BV = ~rules.masked[:, None] | _bits(changes.allowed_SW[rows], x_BV.shape[-1])
+    allowed_BV, vocab = ~rules.masked[:, None], x_BV.shape[-1]
+    words_BV = jnp.repeat(changes.allowed_SW[rows], 32, axis=1)[:, :vocab]
+    place_V = jnp.arange(vocab, dtype=jnp.uint32) % jnp.uint32(32)
+    allowed_BV |= (words_BV >> place_V[None] & jnp.uint32(1)).astype(bool)
     # Not NEGATIVE: a high temperature, which divides the logits, would bring that within reach.
     x_BV = jnp.where(allowed_BV, x_BV, -jnp.inf)
     early_B1 = (rules.drawn < rules.least)[:, None]
@@ -199,13 +202,6 @@ def _change(logits_BV: Array, rules: Rules, changes: Changes, slot_B: Array) -> 
     ends_BE = jnp.where(early_B1, rules.ends, NO_TOKEN)
     x_BV = x_BV.at[row_B1, ends_BE].set(-jnp.inf, mode="drop")
     return jnp.where(rules.changes[:, None], x_BV, logits_BV)
-
-
-def _bits(words_BW: Array, vocab: int) -> Array:
-    """Returns which of the bits are set, (B, vocab)."""
-    words_BV = jnp.repeat(words_BW, 32, axis=1)[:, :vocab]
-    place_V = jnp.arange(vocab, dtype=jnp.uint32) % jnp.uint32(32)
-    return (words_BV >> place_V[None] & jnp.uint32(1)).astype(bool)
 
 
 def _sample(logits_BV: Array, rules: Rules) -> Array:

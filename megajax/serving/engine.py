@@ -30,7 +30,7 @@ from megajax.serving.constraint import Constraints, Matcher
 from megajax.serving.draw import NO_TOKEN, Drawn, Rules
 from megajax.serving.params import ENDS, SamplingParams
 from megajax.serving.programs import Backend, OneMesh, Segment
-from megajax.serving.scheduler import PagePool, Plan, Scheduler
+from megajax.serving.scheduler import PagePool, Plan, Pools, Scheduler, Schedulers
 from megajax.serving.scheduler import Sequence as Running
 
 # ---- what is refused before it runs
@@ -285,9 +285,12 @@ class _Launched:
 class Engine:
     """Answers requests with one decoder on one mesh. Not thread-safe: one thread steps it.
 
-    The mesh axes tensor and expert cut the work of a step. The devices along the other axes, such
-    as data, all compute the same tokens; parameters that rest cut over these axes (zero='full') are
-    gathered layer by layer. On a mesh of several processes, all of them make the same calls.
+    The mesh axes tensor and expert cut the work of a step. The axes node, data and context cut the
+    sequences: each of their devices, or groups of devices, is a replica that runs other sequences
+    than the others; all answers of a request run on one replica. If max_batch is smaller than the
+    number of replicas, and along the axis pipe, all devices compute the same tokens. Parameters
+    that rest cut over these axes (zero='full') are gathered layer by layer. On a mesh of several
+    processes, all of them make the same calls.
     """
 
     def __init__(
@@ -315,25 +318,27 @@ class Engine:
 
         Args: params: or, on a CPU, ShapeDtypeStructs: the engine sleeps until `load` brings the
           weights, and `compile` need not wait for them. mesh: None: one device. pages: of
-          `page_size` tokens, a power of two up to 128, for all layers; None: room for max_batch
-          whole contexts, or what fits in the free memory.
-          max_batch: sequences that run at a time. dtype: of compute, weights and pages. numerics:
+          `page_size` tokens, a power of two up to 128, for all layers, on each replica; None: room
+          for its whole contexts, or what fits in the free memory. max_batch: sequences that run at
+          a time, the same number on each replica. dtype: of compute, weights and pages. numerics:
           'exact': log-probabilities are the same bits in every batch, page size, chunking, and in
           training.logprobs (serving/tiles.py). prefix_cache: prompts that begin alike share pages.
-          prefill_chunk: most tokens of a prompt in one step; None: 256 on a CPU, else 2048.
-          tokenizer: for stop strings, and its `end` stops an answer. zero: how the weights rest:
-          None: in copies of the compute type; otherwise as training has them, uncopied. overlap:
-          how tensor ranks add up; exact: 'xla'. decode_steps: tokens that a dispatch decodes where
-          nobody waits; None: 1 on a CPU, else 4; exact: 1. context: most tokens of a sequence;
-          None: the model's positions. backend: what runs the steps, in the place of mesh, dtype,
-          zero and overlap; its `place` then takes `params`.
+          prefill_chunk: most tokens of a prompt in one step of a replica; None: 256 on a CPU, else
+          2048. tokenizer: for stop strings, and its `end` stops an answer. zero: how the weights
+          rest: None: in copies of the compute type; otherwise as training has them, uncopied.
+          overlap: how tensor ranks add up; exact: 'xla'. decode_steps: tokens that a dispatch
+          decodes where nobody waits; None: 1 on a CPU, else 4; exact: 1. context: most tokens of a
+          sequence; None: the model's positions. backend: what runs the steps, in the place of mesh,
+          dtype, zero and overlap; its `place` then takes `params`.
         Raises: UserError for values that cannot be, or a mesh that cannot cut the model.
         """
         check_options(
             numerics, page_size, max_batch=max_batch, prefill_chunk=prefill_chunk, context=context
         )
         exact = numerics == "exact"
-        backend = backend or OneMesh(cfg, mesh, zero, dtype, "xla" if exact else overlap, exact)
+        backend = backend or OneMesh(
+            cfg, mesh, zero, dtype, "xla" if exact else overlap, exact, max_batch
+        )
         self.cfg, self.version, self.tokenizer, self._backend = cfg, 0, tokenizer, backend
         asleep = any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(params))
         if asleep and not backend.cpu:
@@ -342,32 +347,34 @@ class Engine:
         self._outline = backend.outline(params) if asleep else None
         self._shapes = _shapes(params)
         context = min(context or cfg.max_positions, cfg.max_positions)
-        width = -(-context // page_size)
-        pages = backend.default_pages(width * max_batch + 1, page_size) if pages is None else pages
-        self.pool = PagePool(pages, page_size, prefix_cache)
-        width = min(width, self.pool.capacity)
+        width, replicas = -(-context // page_size), backend.replicas
+        slots = -(-max_batch // replicas)  # of each replica
+        pages = backend.default_pages(width * slots + 1, page_size) if pages is None else pages
+        pools = [PagePool(pages, page_size, prefix_cache) for _ in range(replicas)]
+        width = min(width, pools[0].capacity)
         self.context = min(context, width * page_size + 1)  # prompt and answer of a sequence
         chunk = prefill_chunk or (256 if backend.cpu else 2048)
-        self.scheduler = Scheduler(
-            self.pool,
-            max_batch=max_batch,
-            budget=max(chunk, max_batch),
-            chunk=chunk,
-            context=context,
-        )
+        budget = max(chunk, slots)
+        limits = {"max_batch": slots, "budget": budget, "chunk": chunk, "context": context}
+        schedulers = [Scheduler(pool, **limits, replica=r) for r, pool in enumerate(pools)]
+        self.pool: PagePool | Pools = Pools(pools) if replicas > 1 else pools[0]
+        self.scheduler: Scheduler | Schedulers = schedulers[0]
+        if replicas > 1:
+            self.scheduler = Schedulers(schedulers, pages)
         steps = 1 if exact else decode_steps or (1 if backend.cpu else 4)
         self.programs = backend.programs(
-            slots=max_batch,
-            budget=max(chunk, max_batch),
+            slots=slots,
+            budget=budget,
             pool=(pages, page_size, width),
             exact=exact,
             steps=steps,
         )
         self._seed, self._ids = seed, itertools.count()
         self._answers: dict[Running, Answer] = {}
-        self._rules = draw.plain_rules(max_batch)
-        self._tables = np.zeros((max_batch, width), np.int32)
-        self._owners: list[Running | None] = [None] * max_batch
+        # By slot; those of the replicas follow each other.
+        self._rules = draw.plain_rules(replicas * slots)
+        self._tables = np.zeros((replicas * slots, width), np.int32)
+        self._owners: list[Running | None] = [None] * (replicas * slots)
         # What runs on the device; the second, if any, begins with the tokens that the first draws.
         self._launched: collections.deque[_Launched] = collections.deque()
         self._late: list[Output] = []
@@ -538,9 +545,14 @@ class Engine:
             return []
         launched = self._launched.popleft()
         drawn = self.programs.read(launched.drawn)
-        if drawn.scores is not None:
-            self._take_scores(launched.plan, drawn.scores)
-            drawn = dataclasses.replace(drawn, scores=None)
+        scores, drawn = drawn.scores, dataclasses.replace(drawn, scores=None)
+        if scores is not None:  # log-probabilities of prompts, of all tokens that were fed
+            first = 0
+            for sequence, start, count, _ in launched.plan.pieces:
+                answer = self._answers.get(sequence)
+                if answer is not None and answer.scores is not None:
+                    answer.take_scores(scores, first, start, count)
+                first += count
         if drawn.token.ndim == 1:
             drawn = jax.tree.map(lambda x: x[None], drawn)
         taken: dict[Running, list[int]] = {}
@@ -627,15 +639,6 @@ class Engine:
             answer.listed = len(sequence.pages)
         self._rules.drawn[slot] = drawn
         return changes
-
-    def _take_scores(self, plan: Plan, scores: draw.Drawn) -> None:
-        """Records the log-probabilities of prompts. scores: in NumPy, of all tokens of a plan."""
-        first = 0
-        for sequence, start, count, _ in plan.pieces:
-            answer = self._answers.get(sequence)
-            if answer is not None and answer.scores is not None:
-                answer.take_scores(scores, first, start, count)
-            first += count
 
     def _end(self, sequence: Running, reason: str) -> None:
         answer = self._drop(sequence)

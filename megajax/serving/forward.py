@@ -1,9 +1,9 @@
 """The forward pass of an engine: the trainer's blocks on neighbouring tokens of many sequences.
 
 One shard_map over all devices, with the local Ops that pipelines train with: each device has all
-tokens of the step, and its shard of the heads, of the feed-forward width, of the vocabulary and of
-the experts. The tokens of all sequences stand in one row, whose attention goes through pages. A
-mixture of experts drops no token, whatever its training did.
+tokens of its replica's step, and its shard of the heads, of the feed-forward width, of the
+vocabulary and of the experts. The tokens of all its sequences stand in one row, whose attention
+goes through pages. A mixture of experts drops no token, whatever its training did.
 
 Legend: T tokens of a step, B segments, D model width, V vocabulary, L layers, P pages of a layer.
 """
@@ -20,6 +20,7 @@ from jax import lax
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as PS
 
+from megajax.core.axes import Axes
 from megajax.core.layout import Layout
 from megajax.core.packed import PackedWeight, each_alone
 from megajax.core.tree import Tree
@@ -141,11 +142,11 @@ def copy(pages: Pages, pool: int, source_N: Array, target_N: Array) -> Pages:
     """Copies pages in all layers; (0, 0) copies page 0, which no sequence holds."""
     layers = pages.k.shape[0] // pool
     first_L1 = jnp.arange(layers)[:, None] * pool
-
-    def of(x: Array) -> Array:
-        return x.at[first_L1 + target_N[None]].set(x[first_L1 + source_N[None]])
-
-    return Pages(of(pages.k), of(pages.v))
+    copied = (
+        x.at[first_L1 + target_N[None]].set(x[first_L1 + source_N[None]])
+        for x in (pages.k, pages.v)
+    )
+    return Pages(*copied)
 
 
 def tokens_like(T: int, B: int, M: int) -> Tokens:
@@ -158,10 +159,25 @@ def tokens_like(T: int, B: int, M: int) -> Tokens:
 
 
 TENSOR = "tensor"
+REPLICA_AXES = ("node", "data", "context")
+
+
+def replica_axes(mesh: Mesh, sequences: int) -> Axes:
+    """Returns the mesh axes that cut an engine's sequences.
+
+    sequences: that run at a time. If there are fewer of them than replicas, no axis cuts them:
+      replicas without a sequence would make nothing faster.
+    """
+    axes = tuple(axis for axis in REPLICA_AXES if mesh.shape.get(axis, 1) > 1)
+    return axes if math.prod(mesh.shape[axis] for axis in axes) <= sequences else ()
 
 
 class Forward:
-    """The pass of one model on one mesh. `run` is for code inside `everywhere`."""
+    """The pass of one model on one mesh. `run` is for code inside `everywhere`.
+
+    replicas: how many groups of devices run different sequences. row_spec: PartitionSpec of arrays
+    whose first dimension has the rows of all replicas.
+    """
 
     def __init__(
         self,
@@ -170,8 +186,10 @@ class Forward:
         zero: sharding.Zero = "none",
         dtype: Any = "float32",
         overlap: Overlap = "auto",
+        axes: Axes = (),
     ):
-        """zero: how weights rest. overlap: how tensor ranks add up (training/config.py).
+        """zero: how weights rest. overlap: how tensor ranks add up (training/config.py). axes: of
+        `replica_axes`; (): all devices have the same sequences.
 
         Raises: UserError when the mesh cannot cut the model.
         """
@@ -182,6 +200,8 @@ class Forward:
             ops, expert=functools.partial(_experts, self.layout), total=lambda sums: sums
         )
         self.parts = decoder.parts(cfg, None, ops, dtype)
+        self.replicas = self.layout.ways(axes)
+        self.row_spec = PS(axes[0] if len(axes) == 1 else axes) if axes else PS()
 
     # ---- weights and pages at rest
 
@@ -194,9 +214,15 @@ class Forward:
         """
         if cast:
             words = packed_axes(self.parts.axes, params)
-            params = map_words(self._cast, words, params)
+            params = map_words(
+                lambda axes, w: w.astype(self.dtype) if self._narrows(axes, w) else w, words, params
+            )
         placed, stack = sharding.place(self.layout, self.parts.axes, params), self.parts.stack
-        if stack in placed and _bytes(placed[stack]) <= room:
+        size = sum(  # bytes on one device
+            math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize
+            for x in jax.tree.leaves(placed.get(stack, ()))
+        )
+        if stack in placed and size <= room:
             join = join_inputs if self.layout.copies("kv_heads") == 1 else lambda layer: layer
             placed = placed | {stack: each_alone(placed[stack], self.cfg.layers, join)}
         return placed
@@ -216,9 +242,6 @@ class Forward:
 
         return map_words(of, words, params)
 
-    def _cast(self, words: tuple, w: Any) -> Any:
-        return w.astype(self.dtype) if self._narrows(words, w) else w
-
     @staticmethod
     def _narrows(words: tuple, w: Any) -> bool:
         return not isinstance(w, PackedWeight) and exchange.is_quantized(words)
@@ -231,13 +254,15 @@ class Forward:
 
     @property
     def page_spec(self) -> PS:
-        """PartitionSpec of a pool of pages: its heads are cut over tensor."""
-        return self.layout.act(None, None, "kv_heads", None)
+        """PartitionSpec of a pool of pages: its heads are cut over tensor, its rows are those of
+        all replicas."""
+        return PS(*(self.row_spec or (None,)), *self.layout.act(None, "kv_heads", None))
 
     def pages(self, pages: int, page: int) -> Pages:
-        """Returns an empty pool of so many pages a layer, of `page` tokens each."""
+        """Returns an empty pool of so many pages a layer of each replica, of `page` tokens each."""
         shardings = self.layout.named(self.page_spec)
-        shape = self.cfg.layers, pages, page, self.heads, self.cfg.head_width, self.dtype.name
+        cfg, pages = self.cfg, self.replicas * pages
+        shape = cfg.layers, pages, page, self.heads, cfg.head_width, self.dtype.name
         out = Pages(shardings, shardings)
         return jax.jit(empty, static_argnums=tuple(range(6)), out_shardings=out)(*shape)
 
@@ -273,8 +298,8 @@ class Forward:
     ) -> tuple[Array, Pages]:
         """Returns (float32 logits_BV after the tokens rows_B, the pages with all tokens).
 
-        V is the padded vocabulary, whose padding has the logit NEGATIVE. All devices get the same
-        logits. attention: the implementation of pallas_kernels.paged_attention.
+        V is the padded vocabulary, whose padding has the logit NEGATIVE. All devices of a replica
+        get the same logits. attention: the implementation of pallas_kernels.paged_attention.
         """
         x = self.enter(params, tokens)
         x, pages = self.through(params, pages, tokens, x, attention)
@@ -329,13 +354,6 @@ class Forward:
             name: map_words(in_use, axes[name], x) for name, x in params.items() if name != stack
         }
         return self.parts.abstract | ends
-
-
-def _bytes(tree: Tree) -> int:
-    """Returns the bytes of a tree on one device."""
-    return sum(
-        math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree)
-    )
 
 
 def _experts(

@@ -100,8 +100,19 @@ class SamplingParams(Checked):
             super().__post_init__()
         except UserError as error:  # a request has no flags
             raise UserError(respell(str(error), ())) from None
+        stop = self.stop
+        listed = [stop] if isinstance(stop, str) else [] if stop is None else stop
+        if not isinstance(listed, Collection) or not all(isinstance(s, str) for s in listed):
+            raise UserError(
+                f"stop={stop!r} must be a string or a list of strings; the default is ()"
+            )
+        if "" in listed:
+            raise UserError(
+                f"stop={stop!r} must hold no empty string, which would stop at once; "
+                f"nearest: {[s for s in listed if s]}"
+            )
         for name, value in (
-            ("stop", _strings(self.stop)),
+            ("stop", tuple(listed)),
             ("stop_token_ids", _ids("stop_token_ids", self.stop_token_ids)),
             ("logit_bias", _biases(self.logit_bias)),
         ):
@@ -116,19 +127,6 @@ class SamplingParams(Checked):
                 f"min_tokens={self.min_tokens} and structured_outputs exclude each other: a "
                 "complete form may not go on; the default is 0"
             )
-
-
-def _strings(stop: Any) -> tuple[str, ...]:
-    """Returns the strings that end a continuation."""
-    listed = [stop] if isinstance(stop, str) else [] if stop is None else stop
-    if not isinstance(listed, Collection) or not all(isinstance(s, str) for s in listed):
-        raise UserError(f"stop={stop!r} must be a string or a list of strings; the default is ()")
-    if "" in listed:
-        raise UserError(
-            f"stop={stop!r} must hold no empty string, which would stop at once; "
-            f"nearest: {[s for s in listed if s]}"
-        )
-    return tuple(listed)
 
 
 def _ids(name: str, ids: Any) -> tuple[int, ...]:

@@ -4,11 +4,17 @@ Fast numerics: one program a step, for a number of tokens that is rounded up to 
 and one that decodes several tokens of every sequence without the host. Exact numerics: the step in
 tiles (serving/tiles.py), then one program that draws. `bound` says how many there can be.
 
+One program has the steps of all replicas (forward.replica_axes). The first dimension of its arrays
+has the rows of all replicas, one replica after the other, and each device gets the rows of its
+replica, in which numbers of slots, tokens and pages begin at 0.
+
 Legend: T tokens of a step, B segments, S slots (sequences that run), M pages of the longest
-sequence, V vocabulary with its padding, K steps of one dispatch.
+sequence, P pages of a layer, each of one replica; R replicas, V vocabulary with its padding, K
+steps of one dispatch.
 """
 
 import functools
+import itertools
 import math
 import threading
 from collections.abc import Sequence
@@ -40,7 +46,6 @@ COPIES = 16  # pages that one call copies
 SCORED = 128  # (chosen) tokens whose logits are in memory at a time where prompts are scored
 MASKS = 16  # sequences whose masks one call sets
 DRAWN = Drawn(PS(), PS(), PS(), PS())  # type: ignore[arg-type]
-SCORES = replace(DRAWN, scores=DRAWN)
 # (chosen) bytes of the pages of a process on CPUs: as many as of the weights, within these bounds.
 CPU_PAGES = 2**28, 2**30
 GPU_SHARE = 0.9  # (vLLM's gpu_memory_utilization) of the free memory that becomes pages
@@ -53,8 +58,9 @@ GPU_SHARE = 0.9  # (vLLM's gpu_memory_utilization) of the free memory that becom
 class Segment:
     """Neighbouring tokens of one sequence that a step feeds.
 
-    ids: of the tokens. first: position of the first one. draws: whether a token is drawn behind the
-    last one. following: the ids behind each of them, if their log-probabilities are asked for.
+    slot: of the sequence; slot s of replica r is r S + s. ids: of the tokens. first: position of
+    the first one. draws: whether a token is drawn behind the last one. following: the ids behind
+    each of them, if their log-probabilities are asked for.
     """
 
     slot: int
@@ -68,7 +74,7 @@ class Laid(NamedTuple):
     """The arrays that a step reads in addition to weights and state.
 
     rows_B: index of each segment's last token. slot_B: its slot, or S if it draws nothing. rules_B:
-    how it draws.
+    how it draws. The dimensions are R T and R B; the numbers are those of one replica.
     """
 
     tokens: forward_.Tokens
@@ -80,9 +86,9 @@ class Laid(NamedTuple):
 class Laying:
     """Writes segments into arrays of few shapes. sizes: all values of T."""
 
-    def __init__(self, slots: int, budget: int, width: int):
-        """slots: S. budget: most tokens of a step. width: M."""
-        self._slots, self._width = slots, width
+    def __init__(self, slots: int, budget: int, width: int, replicas: int = 1):
+        """slots: S. budget: most tokens of a step of one replica. width: M. replicas: R."""
+        self._slots, self._width, self._replicas = slots, width, replicas
         # Powers of two from LEAST on, the last of which holds the budget.
         sizes = [LEAST]
         while sizes[-1] < budget:
@@ -93,42 +99,73 @@ class Laying:
         """Returns the smallest T that holds so many tokens."""
         return next(size for size in self.sizes if size >= tokens)
 
+    def places(self, segments: Sequence[Segment], T: int, B: int) -> tuple[list[int], list[int]]:
+        """Returns (the row of each segment in arrays (R B,), the place of its first token in arrays
+        (R T,)). The segments of a replica follow each other."""
+        rows, firsts = [], []
+        next_row = list(range(0, self._replicas * B, B))
+        next_token = list(range(0, self._replicas * T, T))
+        for segment in segments:
+            replica = segment.slot // self._slots
+            rows.append(next_row[replica])
+            firsts.append(next_token[replica])
+            next_row[replica] += 1
+            next_token[replica] += len(segment.ids)
+        return rows, firsts
+
     def step(
         self, segments: Sequence[Segment], table_SM: np.ndarray, rules: Rules, T: int | None = None
     ) -> Laid:
-        """Returns what a step of these segments reads, in NumPy; a row for each, in their order.
+        """Returns what a step of these segments reads, in NumPy; their rows are those of `places`.
 
-        table_SM, rules: by slot. T: one of `sizes` that holds the segments; None: the smallest.
+        table_SM, rules: by slot, R S. T: one of `sizes` that holds the segments; None: the
+          smallest.
         """
-        T = T or self.size(sum(len(s.ids) for s in segments))
+        T = T or self.size(max(self.fed(segments)))
         B = min(T, self._slots)
-        tokens, at = self.tokens(segments, table_SM, T, B)
-        slot_B, rows_B = np.full(B, self._slots, np.int32), np.zeros(B, np.int32)
-        rules_B = draw.plain_rules(B)
-        used = [s.slot for s in segments]
+        tokens, rows, firsts = self.tokens(segments, table_SM, T, B)
+        slot_B = np.full(self._replicas * B, self._slots, np.int32)
+        rows_B = np.zeros(self._replicas * B, np.int32)
+        rules_B = draw.plain_rules(self._replicas * B)
+        filled, used = np.array(rows, np.intp), np.array([s.slot for s in segments], np.intp)
         for target, source in zip(fields(rules_B), fields(rules), strict=True):
-            target[: len(used)] = source[used]
-        for b, segment in enumerate(segments):
-            rows_B[b] = at[b] + len(segment.ids) - 1
+            target[filled] = source[used]
+        for row, first, segment in zip(rows, firsts, segments, strict=True):
+            rows_B[row] = first % T + len(segment.ids) - 1
             if segment.draws:
-                slot_B[b] = segment.slot
+                slot_B[row] = segment.slot % self._slots
         return Laid(tokens, rows_B, slot_B, rules_B)
 
     def tokens(
         self, segments: Sequence[Segment], table_SM: np.ndarray, T: int, B: int
-    ) -> tuple[forward_.Tokens, list[int]]:
-        """Returns (the segments' tokens side by side, where each begins)."""
-        tokens, at, where = forward_.tokens_like(T, B, self._width), 0, []
-        tokens.table_BM[: len(segments)] = table_SM[[s.slot for s in segments]]
-        for b, segment in enumerate(segments):
+    ) -> tuple[forward_.Tokens, list[int], list[int]]:
+        """Returns (the segments' tokens at their places, and these: what `places` returns)."""
+        rows, firsts = self.places(segments, T, B)
+        tokens = forward_.tokens_like(self._replicas * T, self._replicas * B, self._width)
+        tokens.table_BM[rows] = table_SM[[s.slot for s in segments]]
+        for row, first, segment in zip(rows, firsts, segments, strict=True):
             count = len(segment.ids)
-            tokens.ids_T[at : at + count] = segment.ids
-            tokens.positions_T[at : at + count] = range(segment.first, segment.first + count)
-            tokens.start_B[b], tokens.count_B[b] = at, count
-            tokens.context_B[b] = segment.first + count
-            where.append(at)
-            at += count
-        return tokens, where
+            tokens.ids_T[first : first + count] = segment.ids
+            tokens.positions_T[first : first + count] = range(segment.first, segment.first + count)
+            tokens.start_B[row], tokens.count_B[row] = first % T, count
+            tokens.context_B[row] = segment.first + count
+        return tokens, rows, firsts
+
+    def following(self, segments: Sequence[Segment], firsts: Sequence[int], T: int) -> np.ndarray:
+        """Returns the ids that follow the segments' tokens, int32 (R T,); 0 where nobody asks.
+
+        firsts: as `places` returns them."""
+        next_T = np.zeros(self._replicas * T, np.int32)
+        for first, segment in zip(firsts, segments, strict=True):
+            next_T[first : first + len(segment.following)] = segment.following
+        return next_T
+
+    def fed(self, segments: Sequence[Segment]) -> list[int]:
+        """Returns how many tokens each replica feeds."""
+        counts = [0] * self._replicas
+        for segment in segments:
+            counts[segment.slot // self._slots] += len(segment.ids)
+        return counts
 
 
 def fields(rules: Rules) -> list[np.ndarray]:
@@ -154,7 +191,7 @@ class State:
 
 
 class Programs:
-    """Runs steps. All arguments that vary are arrays of few shapes.
+    """Runs steps of all replicas. All arguments that vary are arrays of few shapes.
 
     draws: whether steps end with drawn tokens; if not, no memory is taken for `Changes`. scores:
     whether they can return the log-probabilities of prompts.
@@ -172,39 +209,51 @@ class Programs:
         exact: bool,
         steps: int,
     ):
-        """slots: S. budget: most tokens of a step. pool: pages of a layer, tokens of a page, M.
+        """slots: S. budget: most tokens of a step of one replica. pool: P, tokens of a page, M.
         steps: K."""
         self._forward, self._exact, self._slots, self.steps = forward, exact, slots, steps
+        self._replicas = forward.replicas
         self._pool, self._page, self._width = pool
-        self._laying = Laying(slots, budget, self._width)
+        self._laying = Laying(slots, budget, self._width, self._replicas)
         self.sizes = self._laying.sizes
+        self._most_rows = self._laying.size(min(slots, self.sizes[-1]))
         self._options = compiler_options(forward.overlap, forward.mesh)
-        pages = forward_.Pages(forward.page_spec, forward.page_spec)
-        scores = PS() if exact else None
-        self._specs = State(pages, Changes(*[PS()] * 4), scores, scores)
-        self._state: Any = None  # State, while there is memory for it
+        self._everywhere = functools.partial(jax.shard_map, mesh=forward.mesh, check_vma=False)
+        pages, rows = forward_.Pages(forward.page_spec, forward.page_spec), forward.row_spec
+        scores, drawn = rows if exact else None, Drawn(*[rows] * 4)  # type: ignore[arg-type]
+        self._specs = State(pages, Changes(*[rows] * 4), scores, scores)
+        # What the last call left, perhaps while it still runs; None: there is no memory for it.
+        self.state: State | None = None
         self.hold()
-        self._step = self._program(self._local_step)
-        self._several = self._program(self._local_several)
-        self._scored = self._program(self._local_scored, SCORES)
-        self._ids = forward.layout.named(PS(None))
+        self._by_step = PS(None, *rows) if rows else rows
+        self._step = self._program(self._local_step, drawn)
+        self._several = self._program(self._local_several, Drawn(*[self._by_step] * 4))
+        self._scored = self._program(self._local_scored, replace(drawn, scores=drawn))
+        self._ids = forward.layout.named(rows or PS(None))
         # A function of its own: engines would count each other's programs.
-        self._follow: Any = jax.jit(functools.partial(_follow), out_shardings=self._ids)
-        self._tile = self._program(self._local_tile, None)
-        self._scored_tile = self._program(self._local_scored_tile, DRAWN)
-        self._draw = self._on_state(self._local_draw, (DRAWN, self._specs))
-        self._copy = self._on_state(functools.partial(_copy, self._pool), self._specs)
-        self._set = self._on_state(_set, self._specs)
-        self._allow = self._on_state(_allow, self._specs)
+        follow = self._follow_each if rows else functools.partial(_follow)
+        self._follow: Any = jax.jit(follow, out_shardings=self._ids)
+        # The last argument of a scored tile is unused: the ids whose log-probabilities it returns.
+        self._tile = self._program(
+            lambda params, state, tokens, slot_T: self._local_scored_tile(
+                params, state, tokens, slot_T, slot_T * 0
+            )[1]
+        )
+        self._scored_tile = self._program(self._local_scored_tile, drawn)
+        self._draw = self._program(self._local_draw, drawn, fixed=1)
+        self._copy = self._program(functools.partial(_copy, self._pool), fixed=1)
+        self._set = self._program(_set, fixed=1, shared=3)
+        self._allow = self._program(_allow, fixed=1)
         # Steps that `prepare` compiles, by (function, T).
         self._ahead: dict[tuple[str, int], Future] = {}
 
     def hold(self) -> None:
         """Takes the memory of pages, if it has none."""
-        if self._state is None:
+        if self.state is None:
             slots, V = (self._slots, self._forward.cfg.padded_vocab) if self.draws else (1, 1)
+            slots *= self._replicas
             with jax.set_mesh(self._forward.mesh):
-                self._state = State(
+                self.state = State(
                     self._forward.pages(self._pool, self._page),
                     self._everyone(draw.no_changes(slots, V)),
                     self._everyone(jnp.zeros((slots, V))) if self._exact else None,
@@ -213,12 +262,7 @@ class Programs:
 
     def free(self) -> None:
         """Gives the memory of the pages back; what they held is lost."""
-        self._state = None
-
-    @property
-    def state(self) -> State | None:
-        """What the last call left, perhaps while it still runs."""
-        return self._state
+        self.state = None
 
     @property
     def bound(self) -> int:
@@ -246,10 +290,6 @@ class Programs:
         ahead = sum(program.done() for program in self._ahead.values())
         return ahead + sum(f._cache_size() for f in jits)
 
-    @property
-    def _most_rows(self) -> int:
-        return next(size for size in self.sizes if size >= min(self._slots, self.sizes[-1]))
-
     # ---- compiled before they are called
 
     def prepare(self, params: Tree, tokens: Sequence[int], others: bool) -> list[Future]:
@@ -273,7 +313,10 @@ class Programs:
             begin = [job for job in jobs if job[1] in sizes]
             jobs = begin + [job for job in jobs if others and job not in begin]
         self._ahead = {job: Future() for job in jobs}
-        outline = jax.tree.map(_outline, (params, self._state))
+        outline = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
+            (params, self.state),
+        )
         threading.Thread(target=self._compile, args=outline, name="compiler").start()
         return [self._ahead[job] for job in begin]
 
@@ -291,16 +334,16 @@ class Programs:
 
     def _lower(self, name: str, T: int, params: Tree, state: State) -> Any:
         """Returns the lowered program of a step, in which nothing is fed."""
-        table_SM = np.zeros((1, self._width), np.int32)
+        table_SM, rows = np.zeros((1, self._width), np.int32), self._replicas * T
         if name == "draw":
-            return self._draw.lower(state, np.zeros(T, np.int32), draw.plain_rules(T))
+            return self._draw.lower(state, np.zeros(rows, np.int32), draw.plain_rules(rows))
         if name == "tile":
-            tokens, _ = self._laying.tokens([], table_SM, T, T)
-            return self._tile.lower(params, state, tokens, np.zeros(T, np.int32))
+            tokens, _, _ = self._laying.tokens([], table_SM, T, T)
+            return self._tile.lower(params, state, tokens, np.zeros(rows, np.int32))
         laid = self._laying.step([], table_SM, draw.plain_rules(1), T)
         if name == "step":
             return self._step.lower(params, state, *laid)
-        ids_T = jax.ShapeDtypeStruct((T,), np.int32, sharding=self._ids)
+        ids_T = jax.ShapeDtypeStruct((rows,), np.int32, sharding=self._ids)
         laid = laid._replace(tokens=replace(laid.tokens, ids_T=ids_T))
         return self._several.lower(params, state, *laid)
 
@@ -330,136 +373,170 @@ class Programs:
         *,
         after: tuple[Drawn, list[int]] | None = None,
     ) -> tuple[Drawn, list[int]]:
-        """Feeds the segments and draws.
+        """Feeds the segments, which are in the order of their slots, and draws.
 
-        table_SM, rules: by slot. steps: 1, or K when every segment is one token that draws. after:
-          what a call of K steps returned that perhaps still runs, and of each segment the row whose
-          last token it feeds, in the place of the segment's own; None: its own.
-        Returns: (arrays (rows,) of Drawn, or (K, rows); the row of each segment). If a segment has
-          `following`, the arrays of scores have a row for each token, in the segments' order.
+        table_SM, rules: by slot, R S; page 1 is the first page of a replica. steps: 1, or K when
+          every segment is one token that draws. after: what a call of K steps returned that perhaps
+          still runs, and of each segment the row whose last token it feeds, in the place of the
+          segment's own; None: its own.
+        Returns: (arrays (rows,) of Drawn, or (K, rows); the row of each segment), for `read`. If a
+          segment has `following`, the arrays of scores that `read` returns have a row for each
+          token, in the segments' order.
         """
         with jax.set_mesh(self._forward.mesh):
             if self._exact:
                 return self._exact_step(params, segments, table_SM, rules)
             is_scored = any(s.following for s in segments)
             name = "several" if steps > 1 else "scored" if is_scored else "step"
-            run, T = self._ready(name, self._laying.size(sum(len(s.ids) for s in segments)))
-            laid = self._laying.step(segments, table_SM, rules, T)
+            run, T = self._ready(name, self._laying.size(max(self._laying.fed(segments))))
+            laid, B = self._laying.step(segments, table_SM, rules, T), min(T, self._slots)
+            rows, firsts = self._laying.places(segments, T, B)
             if steps > 1:  # the ids as a call before leaves them, or this would be two programs
                 tokens = laid.tokens
                 if after is None:
-                    ids_T = self._placed(tokens.ids_T)
+                    ids_T = tokens.ids_T
+                    if self._forward.mesh.is_multi_process:
+                        # device_put would compare the arrays of all processes, and wait for them.
+                        ids_T = jax.make_array_from_callback(
+                            ids_T.shape, self._ids, tokens.ids_T.__getitem__
+                        )
+                    else:
+                        ids_T = jax.device_put(ids_T, self._ids)
                 else:
                     drawn, sources = after
                     source_T = np.zeros_like(tokens.ids_T)
-                    source_T[: len(sources)] = sources
+                    source_T[firsts] = np.mod(sources, drawn.token.shape[1] // self._replicas)
                     ids_T = self._follow(drawn.token, source_T)
                 laid = laid._replace(tokens=replace(tokens, ids_T=ids_T))
-            following = (_side_by_side(segments, T),) if is_scored else ()
-            drawn, self._state = run(params, self._state, *laid, *following)
+            following = (self._laying.following(segments, firsts, T),) if is_scored else ()
+            drawn, self.state = run(params, self.state, *laid, *following)
             for part in jax.tree.leaves(drawn):
                 part.copy_to_host_async()
-            return drawn, list(range(len(segments)))
+            if is_scored:
+                drawn = replace(drawn, scores=[(drawn.scores, self._laying.fed(segments))])
+            return drawn, rows
 
     def read(self, drawn: Drawn) -> Drawn:
         """Waits for what `step` returned; returns it in NumPy."""
-        drawn = jax.tree.map(np.asarray, drawn)
-        if isinstance(drawn.scores, list):  # of each tile, and how many rows it has
-            parts = [jax.tree.map(lambda x, n=n: x[:n], tile) for tile, n in drawn.scores]
-            scores = jax.tree.map(lambda *xs: np.concatenate(xs), *parts)
-            drawn = replace(drawn, scores=scores)
+        scores, drawn = drawn.scores, jax.tree.map(np.asarray, replace(drawn, scores=None))
+        scores = jax.tree.map(np.asarray, scores)
+        if scores is not None:  # of each part of the step, with how many tokens each replica fed
+            parts = [
+                jax.tree.map(lambda x, r=r, n=counts[r]: np.split(x, self._replicas)[r][:n], part)
+                for r in range(self._replicas)
+                for part, counts in scores
+            ]
+            drawn = replace(drawn, scores=jax.tree.map(lambda *xs: np.concatenate(xs), *parts))
         return drawn
 
     def copy_pages(self, copies: Sequence[tuple[int, int]]) -> None:
-        """Copies pages in all layers, (source, target) each."""
-        for start in range(0, len(copies), COPIES):
-            pairs = np.zeros((COPIES, 2), np.int32)
-            part = copies[start : start + COPIES]
-            pairs[: len(part)] = part
+        """Copies pages in all layers, (source, target) each; page p of replica r is r P + p."""
+        parts: list[list[tuple[int, int]]] = [[] for _ in range(self._replicas)]
+        for source, target in copies:
+            parts[source // self._pool].append((source % self._pool, target % self._pool))
+        for start in range(0, max(map(len, parts)), COPIES):
+            pairs = np.zeros((2, self._replicas, COPIES), np.int32)
+            for r, part in enumerate(parts):
+                some = part[start : start + COPIES]
+                pairs[:, r, : len(some)] = np.reshape(some, (-1, 2)).T
             with jax.set_mesh(self._forward.mesh):
-                self._state = self._copy(self._state, pairs[:, 0], pairs[:, 1])
+                self.state = self._copy(self.state, *pairs.reshape(2, -1))
 
     def set_changes(self, slot: int, counts: np.ndarray, seen: np.ndarray, bias: np.ndarray):
         """What penalties and biases know of the sequence in a slot, (V,) each."""
+        slot_R = np.full(self._replicas, self._slots, np.int32)
+        slot_R[slot // self._slots] = slot % self._slots
+        at = slot_R if self._replicas > 1 else slot_R[0]
         with jax.set_mesh(self._forward.mesh):
-            self._state = self._set(self._state, np.int32(slot), counts, seen, bias)
+            self.state = self._set(self.state, at, counts, seen, bias)
 
     def set_masks(self, slots: Sequence[int], allowed_NW: np.ndarray) -> None:
         """Says which tokens the sequences in some slots may draw next, a bit a token (uint32)."""
-        for start in range(0, len(slots), MASKS):
-            part = slots[start : start + MASKS]
-            slot_N = np.full(MASKS, self._slots, np.int32)
-            rows_NW = np.zeros((MASKS, allowed_NW.shape[1]), np.uint32)
-            slot_N[: len(part)], rows_NW[: len(part)] = part, allowed_NW[start : start + MASKS]
+        parts: list[list[int]] = [[] for _ in range(self._replicas)]
+        for n, slot in enumerate(slots):
+            parts[slot // self._slots].append(n)
+        for start in range(0, max(map(len, parts)), MASKS):
+            slot_N = np.full(self._replicas * MASKS, self._slots, np.int32)
+            rows_NW = np.zeros((self._replicas * MASKS, allowed_NW.shape[1]), np.uint32)
+            for r, part in enumerate(parts):
+                for row, n in enumerate(part[start : start + MASKS], r * MASKS):
+                    slot_N[row], rows_NW[row] = slots[n] % self._slots, allowed_NW[n]
             with jax.set_mesh(self._forward.mesh):
-                self._state = self._allow(self._state, slot_N, rows_NW)
+                self.state = self._allow(self.state, slot_N, rows_NW)
 
     def _exact_step(
         self, params: Tree, segments: Sequence[Segment], table_SM: np.ndarray, rules: Rules
     ) -> tuple[Drawn, list[int]]:
         is_scored = any(s.following for s in segments)
-        scores: list[tuple[Drawn, int]] | None = [] if is_scored else None
+        scores: list[tuple[Drawn, list[int]]] | None = [] if is_scored else None
         tile, T = self._ready("scored_tile" if is_scored else "tile", tiles.TILE)
-        for part in _tiles(segments):
-            tokens, at = self._laying.tokens(part, table_SM, T, T)
-            slot_T = np.full(T, self._slots, np.int32)
-            for first, segment in zip(at, part, strict=True):
+        by_replica: list[list[Segment]] = [[] for _ in range(self._replicas)]
+        for segment in segments:
+            by_replica[segment.slot // self._slots].append(segment)
+        # Tile i has the i-th part of every replica; some have fewer parts than others.
+        for parts in itertools.zip_longest(*map(_tiles, by_replica), fillvalue=[]):
+            part = [segment for each in parts for segment in each]
+            tokens, _, firsts = self._laying.tokens(part, table_SM, T, T)
+            slot_T = np.full(self._replicas * T, self._slots, np.int32)
+            for first, segment in zip(firsts, part, strict=True):
                 if segment.draws:
-                    slot_T[first + len(segment.ids) - 1] = segment.slot
+                    slot_T[first + len(segment.ids) - 1] = segment.slot % self._slots
             if scores is None:
-                self._state = tile(params, self._state, tokens, slot_T)
+                self.state = tile(params, self.state, tokens, slot_T)
                 continue
-            next_T = _side_by_side(part, T)
-            scored, self._state = tile(params, self._state, tokens, slot_T, next_T)
-            scores.append((scored, sum(len(s.ids) for s in part)))
-        slot_S = np.full(self._slots, self._slots, np.int32)
+            next_T = self._laying.following(part, firsts, T)
+            scored, self.state = tile(params, self.state, tokens, slot_T, next_T)
+            scores.append((scored, self._laying.fed(part)))
+        slot_S = np.full(self._replicas * self._slots, self._slots, np.int32)
         drawing = [s.slot for s in segments if s.draws]
-        slot_S[drawing] = drawing
+        slot_S[drawing] = np.mod(drawing, self._slots)
         if not drawing:
-            nothing = Drawn(*(np.zeros(self._slots),) * 4, scores)  # type: ignore[arg-type]
+            nothing = Drawn(*(np.zeros(len(slot_S)),) * 4, scores)  # type: ignore[arg-type]
             return nothing, [s.slot for s in segments]
-        drawn, self._state = self._ready("draw", self._slots)[0](self._state, slot_S, rules)
+        drawn, self.state = self._ready("draw", self._slots)[0](self.state, slot_S, rules)
         return replace(drawn, scores=scores), [s.slot for s in segments]
 
     # ---- what is compiled
 
-    def _placed(self, ids_T: np.ndarray) -> Array:
-        """Returns ids on all devices. With several processes device_put would compare what each
-        of them gives, which waits for all."""
-        if not self._forward.mesh.is_multi_process:
-            return jax.device_put(ids_T, self._ids)
-        return jax.make_array_from_callback(ids_T.shape, self._ids, lambda index: ids_T[index])
-
     def _everyone(self, tree: Any) -> Any:
+        """Returns arrays on the devices: each has the rows of its replica."""
         # Spelled as the programs' results are, or a first call would count as another program.
-        named = jax.tree.map(lambda x: self._forward.layout.named(PS(*[None] * x.ndim)), tree)
-        return jax.device_put(tree, named)
+        named, first = self._forward.layout.named, self._forward.row_spec or (None,)
+        specs = jax.tree.map(lambda x: named(PS(*first, *[None] * (x.ndim - 1))), tree)
+        return jax.device_put(tree, specs)
 
-    def _program(self, local: Any, drawn: Any = DRAWN) -> Any:
-        """A jitted function of (params, state, *arrays) that every device runs alike.
+    def _program(self, local: Any, drawn: Any = None, fixed: int = 2, shared: int = 0) -> Any:
+        """A jitted function of (params, state, *arrays) that all devices of a replica run alike.
 
-        drawn: how what it returns beside the state lies; None: nothing.
+        drawn: how what it returns beside the state lies; None: nothing. fixed: 1: it has no
+        parameters. shared: how many of the last arrays are the same for all replicas.
         """
-        donated: Any = self._specs if drawn is None else (drawn, self._specs)
+        rows = self._forward.row_spec
+        out_specs: Any = self._specs if drawn is None else (drawn, self._specs)
 
-        def call(params: Tree, state: State, *others: Any) -> Any:
-            replicated = jax.tree.map(lambda _: PS(), others)
-            specs = (self._specs, *replicated)
-            return self._forward.everywhere(local, params, specs, donated)(params, state, *others)
+        def call(*args: Any) -> Any:
+            stop = len(args) - shared
+            arrays, specs = args[fixed:stop], (*map(self._forward.specs, args[: fixed - 1]),)
+            specs = *specs, self._specs, *jax.tree.map(lambda _: rows, arrays), *[PS()] * shared
+            if rows:  # on an Explicit mesh, shard_map refuses to cut what all devices have
+                arrays = jax.tree.map(
+                    lambda x: jax.sharding.reshard(x, PS(*rows, *[None] * (x.ndim - 1))), arrays
+                )
+            run = self._everywhere(local, in_specs=specs, out_specs=out_specs)
+            out = run(*args[:fixed], *arrays, *args[stop:])
+            if drawn is not None and rows and self._forward.mesh.is_multi_process:
+                # Every process reads what was drawn on all replicas.
+                out = jax.tree.map(lambda x: jax.sharding.reshard(x, PS()), out[0]), out[1]
+            return out
 
-        return jax.jit(call, donate_argnums=1, compiler_options=self._options)
+        return jax.jit(call, donate_argnums=fixed - 1, compiler_options=self._options)
 
-    def _on_state(self, local: Any, out_specs: Any) -> Any:
-        """The same without parameters."""
-
-        def call(state: State, *others: Any) -> Any:
-            specs = (self._specs, *jax.tree.map(lambda _: PS(), others))
-            mesh = self._forward.mesh
-            return jax.shard_map(
-                local, mesh=mesh, in_specs=specs, out_specs=out_specs, check_vma=False
-            )(state, *others)
-
-        return jax.jit(call, donate_argnums=0, compiler_options=self._options)
+    def _follow_each(self, token_KB: Array, source_T: Array) -> Array:
+        """`_follow` on each device, with the rows of its replica."""
+        specs = self._by_step, self._forward.row_spec
+        token_KB, source_T = map(jax.sharding.reshard, (token_KB, source_T), specs)
+        run = self._everywhere(_follow, in_specs=specs, out_specs=specs[1])
+        return run(token_KB, source_T)
 
     def _local_step(
         self,
@@ -536,11 +613,6 @@ class Programs:
         (state, _, _), drawn = jax.lax.scan(one, carry, None, length=self.steps)
         return drawn, state
 
-    def _local_tile(
-        self, params: Tree, state: State, tokens: forward_.Tokens, slot_T: Array
-    ) -> State:
-        return self._local_scored_tile(params, state, tokens, slot_T, slot_T * 0)[1]
-
     def _local_scored_tile(
         self, params: Tree, state: State, tokens: forward_.Tokens, slot_T: Array, next_T: Array
     ) -> tuple[Drawn, State]:
@@ -558,10 +630,6 @@ class Programs:
             state.logits_SV, state.log_z_S, rules, state.changes, slot_S
         )
         return drawn, replace(state, changes=changes)
-
-
-def _outline(x: Array) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
 
 
 def _tiles(segments: Sequence[Segment]) -> list[list[Segment]]:
@@ -588,15 +656,6 @@ def _tiles(segments: Sequence[Segment]) -> list[list[Segment]]:
     return parts
 
 
-def _side_by_side(segments: Sequence[Segment], T: int) -> np.ndarray:
-    """Returns the ids that follow the tokens of segments, int32 (T,); 0 where nobody asks."""
-    next_T, at = np.zeros(T, np.int32), 0
-    for segment in segments:
-        next_T[at : at + len(segment.following)] = segment.following
-        at += len(segment.ids)
-    return next_T
-
-
 def _follow(token_KB: Array, source_T: Array) -> Array:
     """Returns the tokens that a call feeds behind one of K steps."""
     return token_KB[-1][source_T]
@@ -611,9 +670,9 @@ def _set(state: State, slot: Array, counts: Array, seen: Array, bias: Array) -> 
     return replace(
         state,
         changes=Changes(
-            was.counts_SV.at[slot].set(counts),
-            was.seen_SV.at[slot].set(seen),
-            was.bias_SV.at[slot].set(bias),
+            was.counts_SV.at[slot].set(counts, mode="drop"),
+            was.seen_SV.at[slot].set(seen, mode="drop"),
+            was.bias_SV.at[slot].set(bias, mode="drop"),
             was.allowed_SW,
         ),
     )
@@ -630,7 +689,9 @@ def _allow(state: State, slot_N: Array, allowed_NW: Array) -> State:
 
 class Backend(Protocol):
     """Devices, weights and programs of an engine. cpu: whether the devices are CPUs, which decides
-    an engine's defaults."""
+    an engine's defaults. replicas: how many groups of devices run different sequences."""
+
+    replicas: int
 
     @property
     def cpu(self) -> bool: ...  # noqa: D102
@@ -645,13 +706,15 @@ class Backend(Protocol):
         ...
 
     def default_pages(self, most: int, page_size: int) -> int:
-        """Returns how many pages of all layers there is room for, `most` at most, at least 2."""
+        """Returns how many pages of all layers each replica has room for, `most` at most, at least
+        2."""
         ...
 
     def programs(
         self, *, slots: int, budget: int, pool: tuple[int, int, int], exact: bool, steps: int
     ) -> Any:
-        """Returns a Programs, or an object with its methods. Arguments: as Programs has them."""
+        """Returns a Programs, or an object with its methods. Arguments: as Programs has them, of
+        one replica."""
         ...
 
 
@@ -666,13 +729,15 @@ class OneMesh:
         dtype: Any,
         overlap: Overlap,
         exact: bool = False,
+        sequences: int = 1,
     ):
         """mesh: None: one device. zero: None: the weights are copies in the compute type. exact:
-        the programs have the loop over layers that training has. Raises: UserError when the mesh
-        cannot cut the model."""
+        the programs have the loop over layers that training has. sequences: that run at a time.
+        Raises: UserError when the mesh cannot cut the model."""
         mesh = MeshSpec(data=1).build(jax.devices()[:1]) if mesh is None else mesh
-        self._forward, self._cast = Forward(cfg, mesh, zero or "none", dtype, overlap), zero is None
-        self._exact = exact
+        axes = forward_.replica_axes(mesh, sequences)
+        self._forward = Forward(cfg, mesh, zero or "none", dtype, overlap, axes)
+        self._cast, self._exact, self.replicas = zero is None, exact, self._forward.replicas
 
     @property
     def cpu(self) -> bool:
@@ -699,7 +764,7 @@ class OneMesh:
         return self._forward.outline(params, self._cast)
 
     def default_pages(self, most: int, page_size: int) -> int:
-        """Returns for how many pages the devices of all processes have room."""
+        """Returns for how many pages every device of all processes has room."""
         mesh = self._forward.mesh
         weights = sum(x.size for x in jax.tree.leaves(self._forward.parts.abstract))
         least, most_bytes = CPU_PAGES

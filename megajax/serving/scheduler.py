@@ -19,10 +19,11 @@ import array
 import collections.abc as abc
 import hashlib
 import heapq
+import itertools
 import operator
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from megajax.core.errors import UserError
 
@@ -174,7 +175,8 @@ class Sequence:
 
     request: the id that `Scheduler.add` was called with. index: from 0 to the request's n - 1.
     tokens: of the prompt, and the drawn ones. computed: how many tokens have keys and values in
-    `pages`. slot: row of the batch while the sequence runs, else None.
+    `pages`. slot: row of the batch while the sequence runs, else None. replica: number of the
+    replica that runs it.
     """
 
     request: abc.Hashable
@@ -192,6 +194,7 @@ class Sequence:
     published: int = 0  # pages that were offered for reuse
     anew: bool = False  # no page of another request is reused for it
     weights: int = 0  # number of the weights with which its pages were begun
+    replica: int = 0
 
     def key(self, i: int, size: int) -> bytes:
         """Returns the key of its full page i. size: tokens a page. Each is computed once."""
@@ -243,9 +246,20 @@ class Plan(NamedTuple):
 class Scheduler:
     """Decides for requests that come and go what each step feeds, and who holds which page."""
 
-    def __init__(self, pool: PagePool, *, max_batch: int, budget: int, chunk: int, context: int):
+    def __init__(
+        self,
+        pool: PagePool,
+        *,
+        max_batch: int,
+        budget: int,
+        chunk: int,
+        context: int,
+        replica: int = 0,
+    ):
         """max_batch: sequences that run at a time. budget: tokens that a step feeds. chunk: tokens
         that a step feeds of one sequence. context: tokens of a sequence, drawn ones included.
+        replica: number of the replica that runs the sequences; its slots begin at replica *
+        max_batch.
 
         Raises: UserError for numbers that let nothing run.
         """
@@ -259,7 +273,9 @@ class Scheduler:
                 why = " (max_batch)" if name == "budget" else ""
                 raise UserError(f"{name}={value} must be at least {least}{why}; nearest: {least}")
         self._pool, self._budget, self._chunk, self._context = pool, budget, chunk, context
-        self._unused = list(range(max_batch))  # a heap of slots
+        self._replica = replica
+        slots = range(replica * max_batch, (replica + 1) * max_batch)
+        self._unused = list(slots)  # a heap
         self._running: dict[Sequence, None] = {}
         self._waiting: dict[Sequence, None] = {}
         self._queue: list[tuple[tuple[int, int], Sequence]] = []  # a heap; may hold cancelled ones
@@ -310,12 +326,13 @@ class Scheduler:
             sequence = Sequence(
                 id, index, tokens, max_tokens, priority, list(tokens), family, anew=anew
             )
+            sequence.replica = self._replica
             sequence.order = (self._clock - priority * AGING, self._added)
             self._added += 1
             family.alive[sequence] = self._waiting[sequence] = None
             made.append(sequence)
         family.held.update(dict.fromkeys(made[1:]))
-        self._enqueue(made[0])
+        heapq.heappush(self._queue, (made[0].order, made[0]))
         return made
 
     def plan(self, steps: int = 1) -> Plan | None:
@@ -335,7 +352,7 @@ class Scheduler:
                 budget -= 1
             else:
                 prefilling.append(sequence)
-        for sequence in sorted(prefilling, key=_order):
+        for sequence in sorted(prefilling, key=operator.attrgetter("order")):
             if not budget:
                 break
             pieces.append(self._prefill(sequence, budget))
@@ -350,7 +367,7 @@ class Scheduler:
         if not pieces:
             assert not self._waiting, "with no sequence running, the first in order fits"
             return None
-        pieces.sort(key=_slot)
+        pieces.sort(key=operator.attrgetter("sequence.slot"))
         all_feed = len(pieces) == len(self._running)
         steps = steps if steps > 1 and all_feed and self._reserve_steps(pieces, steps) else 1
         return Plan(tuple(pieces), tuple(self._copies.values()), steps)
@@ -440,14 +457,11 @@ class Scheduler:
         for sequence in self._running:
             sequence.family.ready.clear()
 
-    def _enqueue(self, sequence: Sequence) -> None:
-        heapq.heappush(self._queue, (sequence.order, sequence))
-
     def _enqueue_held(self, family: Family, count: int) -> None:
         """Lets sequences that waited for another's prompt wait for a slot."""
         for sequence in list(family.held)[:count]:
             del family.held[sequence]
-            self._enqueue(sequence)
+            heapq.heappush(self._queue, (sequence.order, sequence))
 
     def _head(self) -> Sequence | None:
         """Returns the first in order of those that wait."""
@@ -488,21 +502,18 @@ class Scheduler:
         lacking = sum(self._lacking(s, len(s.tokens)) for s in self._running)
         if lacking <= self._pool.available:
             return 0
-        last, before = sorted(self._running, key=_order), self.preemptions
+        last, before = sorted(self._running, key=operator.attrgetter("order")), self.preemptions
         while lacking > self._pool.available:
             assert len(last) > 1, "the pool has room for every request that was accepted"
             lacking -= self._lacking(last[-1], len(last[-1].tokens))
-            self._preempt(last.pop())
+            # It waits in its old place, before later ones of its priority, and is computed again.
+            sequence = last.pop()
+            self._stop(sequence)
+            sequence.computed = sequence.published = 0
+            self._waiting[sequence] = None
+            heapq.heappush(self._queue, (sequence.order, sequence))
+            self.preemptions += 1
         return self.preemptions - before
-
-    def _preempt(self, sequence: Sequence) -> None:
-        """Gives a sequence's pages back; it waits in its old place, before later ones of its
-        priority, and is computed again."""
-        self._stop(sequence)
-        sequence.computed = sequence.published = 0
-        self._waiting[sequence] = None
-        self._enqueue(sequence)
-        self.preemptions += 1
 
     def _stop(self, sequence: Sequence) -> None:
         """Takes slot and pages from a running sequence."""
@@ -605,6 +616,113 @@ class Scheduler:
         self._enqueue_held(family, len(family.held))
 
 
+# ---- replicas
+#
+# A replica is a device, or a group of devices, with the weights and a pool of pages. All replicas
+# run in the same program, so their steps start together. All answers of a request run on one
+# replica, where they share the pages of the prompt.
+
+
+class Pools:
+    """The pages of all replicas together, as an engine's users see them (PagePool)."""
+
+    def __init__(self, pools: abc.Sequence[PagePool]):
+        """pools: one a replica, all alike."""
+        self._pools, self.page_size = pools, pools[0].page_size
+        self.pages = sum(pool.pages for pool in pools)
+        self.capacity = sum(pool.capacity for pool in pools)
+
+    @property
+    def in_use(self) -> int:
+        """Returns how many pages are held."""
+        return sum(pool.in_use for pool in self._pools)
+
+
+class Schedulers:
+    """The schedulers of all replicas, with the interface of one (Scheduler).
+
+    A plan has the pieces of all replicas, by slot; its copies are of pages of the replicas laid one
+    after the other: page p of replica r is r P + p, where P is the number of pages of a replica.
+    """
+
+    def __init__(self, schedulers: abc.Sequence[Scheduler], pages: int):
+        """schedulers: by number of their replica. pages: P."""
+        self._schedulers, self._pages = schedulers, pages
+
+    @property
+    def waiting(self) -> list[Sequence]:
+        """Returns the sequences without a slot."""
+        return [sequence for each in self._schedulers for sequence in each.waiting]
+
+    @property
+    def running(self) -> list[Sequence]:
+        """Returns the sequences with a slot."""
+        return [sequence for each in self._schedulers for sequence in each.running]
+
+    @property
+    def preemptions(self) -> int:
+        """Returns how many sequences gave their pages back."""
+        return sum(each.preemptions for each in self._schedulers)
+
+    @property
+    def prefix_hits(self) -> int:
+        """Returns how many tokens were not computed since a published page had them."""
+        return sum(each.prefix_hits for each in self._schedulers)
+
+    def add(self, id: abc.Hashable, prompt: abc.Iterable[int], **options: Any) -> list[Sequence]:
+        """See Scheduler.add. The replica with the fewest sequences gets the request; of several
+        such replicas, the first."""
+        owner = next((each for each in self._schedulers if id in each._requests), None)
+        if owner is None:
+            owner = min(self._schedulers, key=lambda each: len(each.waiting) + len(each.running))
+        return owner.add(id, prompt, **options)
+
+    def plan(self, steps: int = 1) -> Plan | None:
+        """See Scheduler.plan. All replicas make the same number of steps."""
+        plans = [each.plan(steps) for each in self._schedulers]
+        if not any(plans):
+            return None
+        copies = [
+            (r * self._pages + source, r * self._pages + target)
+            for r, plan in enumerate(plans)
+            for source, target in (plan.copies if plan else ())
+        ]
+        pieces = itertools.chain.from_iterable(plan.pieces for plan in plans if plan)
+        return Plan(tuple(pieces), tuple(copies), min(plan.steps for plan in plans if plan))
+
+    def plan_after(self, plan: Plan) -> Plan | None:
+        """See Scheduler.plan_after. None also if one replica that has sequences cannot follow."""
+        pieces: list[Piece] = []
+        for r, each in enumerate(self._schedulers):
+            if not each.running and not each.waiting:
+                continue
+            part = tuple(piece for piece in plan.pieces if piece.sequence.replica == r)
+            following = each.plan_after(Plan(part, (), plan.steps))
+            if following is None:
+                return None
+            pieces += following.pieces
+        return Plan(tuple(pieces), (), plan.steps) if pieces else None
+
+    def commit(self, plan: Plan, drawn: abc.Mapping[Sequence, abc.Sequence[int]]) -> None:
+        """See Scheduler.commit."""
+        for r, each in enumerate(self._schedulers):
+            part = tuple(piece for piece in plan.pieces if piece.sequence.replica == r)
+            each.commit(Plan(part, (), plan.steps), drawn)
+
+    def finish(self, sequence: Sequence) -> None:
+        """See Scheduler.finish."""
+        self._schedulers[sequence.replica].finish(sequence)
+
+    def cancel(self, id: abc.Hashable) -> list[Sequence]:
+        """See Scheduler.cancel."""
+        return [sequence for each in self._schedulers for sequence in each.cancel(id)]
+
+    def drop_prefixes(self) -> None:
+        """See Scheduler.drop_prefixes."""
+        for each in self._schedulers:
+            each.drop_prefixes()
+
+
 def check_room(prompt: int, new: int, n: int, *, context: int, pages: int, page_size: int) -> None:
     """Refuses what can never run. prompt, new: its tokens, and those to draw. n: its answers.
     context: tokens of a sequence. pages: that one sequence can have. Raises: UserError."""
@@ -628,13 +746,3 @@ def check_room(prompt: int, new: int, n: int, *, context: int, pages: int, page_
             f"a prompt of {prompt} tokens and max_tokens={new} are {prompt + new} tokens; {what}; "
             f"nearest: {near}"
         )
-
-
-def _order(sequence: Sequence) -> tuple[int, int]:
-    return sequence.order
-
-
-def _slot(piece: Piece) -> int:
-    slot = piece.sequence.slot
-    assert slot is not None
-    return slot

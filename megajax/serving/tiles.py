@@ -56,7 +56,12 @@ class Teacher:
         params: as Forward.place returns them.
         """
         if self._run is None:
-            self._run = self._program(params)
+            specs = forward_.Pages(self.forward.page_spec, self.forward.page_spec)
+            everyone = jax.tree.map(lambda _: PS(), forward_.tokens_like(1, 1, 1))
+            run = self.forward.everywhere(
+                self._local, params, (specs, everyone, PS()), (PS(), specs)
+            )
+            self._run = jax.jit(run, donate_argnums=1)
         width = 1
         while width * PAGE < max(map(len, rows), default=0):
             width *= 2
@@ -83,18 +88,12 @@ class Teacher:
             for parts in scored
         ]
 
-    def _program(self, params: Tree) -> Any:
-        pages = forward_.Pages(self.forward.page_spec, self.forward.page_spec)
-        everyone = jax.tree.map(lambda _: PS(), forward_.tokens_like(1, 1, 1))
-
-        def local(params: Tree, pages: forward_.Pages, tokens: forward_.Tokens, next_T: Any) -> Any:
-            logits_TV, log_z_T, pages = tile(self.forward, params, pages, tokens)
-            logit_T = jnp.take_along_axis(logits_TV, next_T[:, None], 1)[:, 0]
-            return logit_T - log_z_T, pages
-
-        specs = (pages, everyone, PS())
-        run = self.forward.everywhere(local, params, specs, (PS(), pages))
-        return jax.jit(run, donate_argnums=1)
+    def _local(
+        self, params: Tree, pages: forward_.Pages, tokens: forward_.Tokens, next_T: Any
+    ) -> tuple[Any, forward_.Pages]:
+        logits_TV, log_z_T, pages = tile(self.forward, params, pages, tokens)
+        logit_T = jnp.take_along_axis(logits_TV, next_T[:, None], 1)[:, 0]
+        return logit_T - log_z_T, pages
 
 
 @functools.lru_cache(maxsize=4)

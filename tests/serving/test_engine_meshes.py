@@ -100,7 +100,8 @@ def test_sums_in_the_products_kernel_give_the_same_tokens(cfg, monkeypatch):
     monkeypatch.setattr(overlap, "best", best)
     monkeypatch.setattr(overlap, "fused_reasons", lambda *_: ())
     engine = Engine(cfg, sharp(cfg), mesh=mesh_of(data=2, tensor=4), **SMALL, **POOL)
-    assert run_all(engine, PROMPTS, 3) == [one_by_one(cfg, p, 3, 16) for p in PROMPTS]
+    prompts = [*PROMPTS, [*range(9)]]
+    assert run_all(engine, prompts, 3) == [one_by_one(cfg, p, 3, 16) for p in prompts]
     assert {n for shape in calls for n in shape} - {1} == {8, 16}  # tokens of the two programs
 
 

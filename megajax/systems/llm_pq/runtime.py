@@ -185,6 +185,7 @@ class View:
 
     steps = 1  # tokens that a call decodes of each sequence
     cpu = False  # only an engine's defaults ask, and the runtime sets these
+    replicas = 1
 
     def __init__(self, pipeline: Pipeline, slot: int, page: int):
         """slot: the first slot of the engine. page: the number before its first page."""

@@ -126,7 +126,7 @@ class _StagePrograms(Programs):
         with jax.set_mesh(self._forward.mesh):
             if not self._first:
                 x = self._everyone(x)  # from mesh to mesh
-            out, self._state = self._stage(params, self._state, None if self._first else x, *laid)
+            out, self.state = self._stage(params, self.state, None if self._first else x, *laid)
             return out
 
     def _local_stage(

@@ -23,6 +23,7 @@ from megajax.core.errors import UserError
 from megajax.core.files import expand
 from megajax.parallel.overlap import refuse_fused
 from megajax.serving import Engine
+from megajax.serving.forward import replica_axes
 from megajax.systems.open_model import MAX_TEMPLATE, ChatTemplate, OpenModel, open_model
 from megajax.systems.server import http
 from megajax.systems.server.app import Server
@@ -90,7 +91,8 @@ def load_engine(cfg: Config, opened: OpenModel) -> Engine:
     """Returns an engine on the mesh of the settings. Raises: UserError."""
     mesh = cfg.mesh.build()
     refuse_fused(cfg.overlap, mesh.devices.flat[0])
-    alike = math.prod(n for axis, n in mesh.shape.items() if axis not in ("tensor", "expert"))
+    cuts = "tensor", "expert", *replica_axes(mesh, cfg.max_batch)
+    alike = math.prod(n for axis, n in mesh.shape.items() if axis not in cuts)
     if alike > 1:
         logging.warning(
             "%d devices or groups of devices compute the same: cut the model with --mesh.tensor or "
