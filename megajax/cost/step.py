@@ -15,6 +15,7 @@ from megajax.core.axes import BATCH_AXES
 from megajax.core.errors import UserError
 from megajax.cost.base import ITEMSIZE, Op, Part, Remat, Workload, recomputed
 from megajax.cost.kernels import Attention, Embedding, Experts, Matmul, Rowwise
+from megajax.schedule.build import Schedule
 
 # ---- pipeline
 #
@@ -30,7 +31,6 @@ from megajax.cost.kernels import Attention, Embedding, Experts, Matmul, Rowwise
 # Legend: S stages, M micro-batches, v chunks of layers a stage.
 
 
-Schedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
 Stash = Literal["input", "residuals"]
 
 

@@ -57,6 +57,7 @@ from megajax.parallel.exchange import (
     scatter_matrix,
 )
 from megajax.schedule import build
+from megajax.schedule.build import Schedule
 from megajax.schedule.ir import Table
 from megajax.schedule.route import Cells, Route, Stretch, route
 
@@ -598,8 +599,6 @@ class Moves:
 
 # How sums leave the stages: the loss on all devices, the routers' with each stage's own layers.
 SUMS = LossSums(P(), P(), P(PIPE))  # type: ignore[bad-argument-type]
-
-Schedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,6 +6,8 @@ Sources: GPipe (arXiv 1811.06965), 1F1B and interleaving (Megatron-LM, arXiv 210
 MegaScale section 3.2 overlaps its transfers), zero-bubble (arXiv 2401.10241, ZB-H1).
 """
 
+from typing import Literal
+
 from megajax.core.errors import UserError, nearest_multiples
 from megajax.schedule.ir import B, F, Slot, Table, W
 
@@ -62,6 +64,8 @@ def zero_bubble(stages: int, microbatches: int, chunks: int = 1) -> Table:
     return Table("zero_bubble", stages, microbatches, 1, slots, (F, B, W))
 
 
+# The values of --pipeline.schedule. The cost of one is a closed form in cost/step.py, Pipeline.
+Schedule = Literal["gpipe", "1f1b", "interleaved", "zero_bubble"]
 BUILDERS = {
     "gpipe": gpipe,
     "1f1b": one_f_one_b,

@@ -32,9 +32,10 @@ from megajax.cost.base import CostModel
 from megajax.cost.estimate import estimate
 from megajax.cost.roofline import Roofline
 from megajax.models.parts import Remat
-from megajax.parallel.pipeline import PipelineConfig, Schedule
+from megajax.parallel.pipeline import PipelineConfig
 from megajax.parallel.sharding import ShardSpec
 from megajax.parallel.wire import WireSpec
+from megajax.schedule.build import Schedule
 from megajax.systems import aot
 from megajax.systems.aot import RESERVE_BYTES, Plan
 from megajax.training.config import Config

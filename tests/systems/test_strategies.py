@@ -18,7 +18,8 @@ from megajax.core.hardware import parse_cluster
 from megajax.core.mesh import MeshSpec
 from megajax.cost import memory
 from megajax.models.parts import Remat
-from megajax.parallel.pipeline import PipelineConfig, Schedule
+from megajax.parallel.pipeline import PipelineConfig
+from megajax.schedule.build import Schedule
 from megajax.systems import aot, strategies
 from tests.tiny import MOE, run_config
 
