@@ -60,12 +60,14 @@ def auto_map(
     devices: int,
     seconds: Callable[[str, str, int], float],
     least: Callable[[tuple[str, ...]], int],
+    among: Sequence[Sets] | None = None,
 ) -> Mapping:
     """Returns the mapping with the shortest iteration; of equal ones that with the fewest sets.
 
     Args: seconds(stage, model, n): of a model in a stage ('generate', 'prepare', 'train') on n
       devices, 0 where it does nothing, math.inf where it cannot run so. least(models) -> the fewest
-      devices that have room for these models together.
+      devices that have room for these models together. among: the placements to compare; None:
+      all.
     Raises: ValueError if no placement has room, or none can run.
     """
     if devices < 1:
@@ -73,7 +75,7 @@ def auto_map(
     timed = functools.cache(seconds)
     best: Mapping | None = None
     too_small: list[str] = []
-    for sets in placements(models):
+    for sets in placements(models) if among is None else among:
         smallest = [max(1, int(least(group))) for group in sets]
         if sum(smallest) > devices:
             too_small.append(f"{sum(smallest)} for {' | '.join('+'.join(g) for g in sets)}")
