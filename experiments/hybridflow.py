@@ -13,7 +13,7 @@ between the two layouts in every iteration. It can be stopped and continued as p
 share GPUs, and the layout of each, beside three fixed placements. Its times are ESTIMATES. The
 flags rl.* say how many prompts and tokens; those of the paper are the defaults there:
 
-    uv run experiments/hybridflow.py --map --models=actor:llama3_70b,critic:llama3_8b \
+    uv run experiments/hybridflow.py --map --models=actor:llama3_70b,critic:llama3_8b \\
         --cluster=a100:16x8
 
 --algorithm is one of ppo, grpo, dr_grpo, rloo, remax, reinforce_plus_plus, gspo, cispo, dapo.

@@ -27,6 +27,7 @@ from experiments.reports import (
     cdmpp,
     cdmpp_replay,
     gpu,
+    hybridflow_mapping,
     llm_pq,
     minder,
     overlap,
@@ -429,6 +430,9 @@ TABLES: dict[str, Callable[[], str]] = {
         for folder in ("collective", "expert")
     },
     "gpu_tuned": functools.partial(gpu.tuned, ROOT / "pallas_kernels" / "tuned"),
+    "hybridflow_mapping": functools.partial(
+        hybridflow_mapping.figures, RESULTS / "hybridflow_mapping.json"
+    ),
     "papers": papers,
     "nano_output": nano_output,
     "nano_figures": nano_figures,

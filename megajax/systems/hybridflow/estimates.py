@@ -251,15 +251,14 @@ class Estimates:
 
     def ways(self, model: str, n: int) -> int:
         """Returns into how many pieces n devices cut a model at rest: n, or n over the fewest
-        copies with which ZeRO's ranks divide the model's width."""
+        copies with which ZeRO's ranks divide the model's width, without a pipeline."""
         cfg = self.models[model]
         per_host = min(n, self.cluster.gpus_per_host)
-        pipes = divisors(cfg.layers) if model in TRAINED else [1]
-        cuts = [tensor * pipe for tensor in self._tensors(model, n) for pipe in pipes]
         for copies in divisors(n // per_host):
             pieces = n // copies
-            if any(pieces % cut == 0 and cfg.width % (pieces // cut) == 0 for cut in cuts):
-                return pieces
+            for tensor in self._tensors(model, n):
+                if pieces % tensor == 0 and cfg.width % (pieces // tensor) == 0:
+                    return pieces
         return per_host
 
     def choice(self, model: str, n: int, room: float) -> Choice | None:
@@ -300,7 +299,8 @@ class Estimates:
         for step in self._training_steps(model, n):
             bound = memory.bound(memory.terms(step))
             if bound <= self._room:
-                zero = "ZeRO-1" if step.resident else "ZeRO-3"
+                hybrid = "hybrid " if step.ways("node") > 1 else ""
+                zero = "ZeRO-1" if step.resident else f"{hybrid}ZeRO-3"
                 layout = f"{_mesh(step.sizes)}, {zero}, {step.micro_steps} micro-batches"
                 layout += f", remat {step.remat}"
                 ways = step.ways("tensor")
@@ -320,8 +320,10 @@ class Estimates:
         per_host = min(n, self.cluster.gpus_per_host)
         cluster = dataclasses.replace(self.cluster, hosts=n // per_host, gpus_per_host=per_host)
         copies = n // self.ways(model, n)
-        zeros: tuple[Zero, ...] = ("full", "optimizer") if copies == 1 else ("hybrid",)
-        for data, zero in itertools.product(divisors(n), zeros):
+        nodes: dict[Zero, int] = {"full": 1, "optimizer": 1}
+        if copies > 1:
+            nodes["hybrid"] = copies
+        for data, zero in itertools.product(divisors(n), nodes):
             # A run fills an update up with empty rows where its responses do not divide.
             train = TrainConfig(
                 global_batch=-(-self.iteration.rows // data) * data,
@@ -331,7 +333,9 @@ class Estimates:
             )
             cfg = Config(model=self.models[model], train=train, shard=ShardSpec(zero))
             legal = strategies.legal_meshes(cfg, cluster)
-            cut = {"node": copies, "data": data // copies, "context": 1, "expert": 1}
+            if data % nodes[zero]:
+                continue
+            cut = {"node": nodes[zero], "data": data // nodes[zero], "context": 1, "expert": 1}
             proposals = (
                 (proposal, sizes)
                 for mesh, sizes in legal
