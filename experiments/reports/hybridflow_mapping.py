@@ -241,10 +241,13 @@ def figures(path: Path) -> str:
     for row in result["rows"]:
         seconds = {r["placement"]: r.get("iteration_s") for r in row["placements"]}
         shown = [
-            "-" if name not in seconds else "does not fit" if not seconds[name]
+            "-"
+            if name not in seconds
+            else "does not fit"
+            if not seconds[name]
             else f"{seconds[name]:.0f}"
             for name in names
-        ]  # fmt: skip
+        ]
         lines.append(
             (
                 f"{row['figure']}: {row['actor']}, {row['critic']}",
@@ -257,9 +260,14 @@ def figures(path: Path) -> str:
             )
         )
     heads = (
-        "figure: actor and reference, critic and reward", "GPUs", *(f"{n}, s" for n in names),
-        "fastest, ours", "fastest, paper", "reproduced", "best of all placements, ours",
-    )  # fmt: skip
+        "figure: actor and reference, critic and reward",
+        "GPUs",
+        *(f"{n}, s" for n in names),
+        "fastest, ours",
+        "fastest, paper",
+        "reproduced",
+        "best of all placements, ours",
+    )
     done = sum(row["reproduced"] for row in result["rows"])
     note = f"In {done} of {len(result['rows'])} rows the paper's fastest placement is ours."
     leads = []
