@@ -78,7 +78,7 @@ def poisoned(monkeypatch):
 
     def poison(self):
         carry = start(self)
-        places = {k: getattr(carry, k) for k in ("arrived", "values", "kept")}
+        places = {k: getattr(carry, k) for k in ("arrived", "values", "residuals")}
         return carry._replace(**jax.tree.map(_to_nan, places))
 
     monkeypatch.setattr(pipeline.Tick, "start", poison)

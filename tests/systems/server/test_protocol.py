@@ -255,11 +255,11 @@ def test_what_is_refused_is_refused_before_it_costs_much(plain, tmp_path):
         {"messages": [user] * 50_000},
         {"messages": [user] * 50_000, "parse_special": True},
     ):
-        begun = time.process_time()
+        begun = time.thread_time()
         with pytest.raises(ApiError, match="context has 512 tokens") as refused:
             read.chat(body)
         assert refused.value.code == "context_length_exceeded"
-        assert time.process_time() - begun < 1
+        assert time.thread_time() - begun < 1
     with pytest.raises(ApiError, match="context has 512 tokens; the prompt has 600"):
         read.completion({"prompt": [1] * 600})
     assert len(read.tokenize({"messages": [user | {"content": control[:20_000]}]})) > 20_000
