@@ -53,8 +53,10 @@ MORE = 2**40  # (chosen) distance of the streams of prompts that replace others,
 class Models:
     """What a recipe calls: the groups, and the numbers of an iteration.
 
-    rollouts(prompts) -> responses with scores, the prompts that failed left out. critic, reference:
-    None where the algorithm has none.
+    rollouts(prompts) -> responses with scores, the prompts that failed left out. `groups` holds the
+    row of a response's prompt, except where other prompts replaced some (DAPO). greedy(prompts) ->
+    (prompts,) scores of greedy responses, NaN where a reward failed. critic, reference: None where
+    the algorithm has none.
     """
 
     cfg: HybridFlowConfig
@@ -81,10 +83,18 @@ def grpo(models: Models, prompts: DataBatch) -> tuple[DataBatch, list[Future]]:
 
 
 def remax(models: Models, prompts: DataBatch) -> tuple[DataBatch, list[Future]]:
-    """ReMax: the baseline of a response is the score of a greedy one."""
-    batch = with_references(models, models.rollouts(prompts))
+    """ReMax: the baseline of a response is the score of a greedy one. A response without one, since
+    the greedy response's reward failed, is left out."""
+    batch = models.rollouts(prompts)
+    baselines = np.asarray(models.greedy(prompts))[batch["groups"]]
+    known = np.flatnonzero(~np.isnan(baselines))
+    if not len(known):
+        raise UserError(
+            f"iteration {models.iteration}: the rewards of all greedy responses failed, so no "
+            "response has a baseline (--reward)"
+        )
+    batch, baselines = with_references(models, batch.take(known)), baselines[known]
     rewards, mask = token_rewards(models, batch)
-    baselines = models.greedy(prompts)[batch["groups"]]
     batch = with_tokens(batch, "advantages", advantages.remax(rewards, mask, baselines))
     return batch, [models.actor.update(batch, models.iteration)]
 
@@ -343,7 +353,7 @@ class Dataflow:
     def step(self, state: TrainState, batch: Any) -> tuple[TrainState, Metrics]:
         """Does an iteration: rollouts, rewards, advantages, updates.
 
-        batch: rows of prompts with prompt_ids, and `first`, the number of the first of them.
+        batch: rows of `Prompts.rows`.
         Raises: StaleWeights if responses were drawn with other weights than the state's.
         """
         began = time.perf_counter()
@@ -453,7 +463,9 @@ class Dataflow:
                 batch, same = unlike_scores(batch)
                 equal += same
             if len(batch["groups"]):
-                rounds_of_responses.append(renumbered(batch, groups))
+                # Only where rounds are joined: ReMax finds a prompt's baseline by its number.
+                batch = renumbered(batch, groups) if cfg.rule.dynamic else batch
+                rounds_of_responses.append(batch)
                 groups += len(np.unique(batch["groups"]))
             rounds += 1
             missing = rl.prompts - groups
@@ -513,7 +525,7 @@ class Dataflow:
             )
 
     def _measured(self, batch: DataBatch, models: Models) -> Metrics:
-        """Returns verl's metrics of a batch, and how far rollouts are from the trainer's pass."""
+        """Returns verl's metrics of a batch."""
         lengths = np.array([len(r) for r in batch["response_ids"]])
         prompts = np.array([len(p) for p in batch["prompt_ids"]])
         metrics: Metrics = {

@@ -5,16 +5,19 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import jax
 import numpy as np
 import pytest
 
 from megajax.core import config
+from megajax.core.errors import UserError
 from megajax.core.tree import named_leaves
 from megajax.data import tokenizer as tokenizer_
 from megajax.systems.hybridflow import DataBatch, run, tasks
 from megajax.systems.hybridflow.config import ALGORITHMS, nano, tiny
+from megajax.systems.hybridflow.controller import Dataflow, Models, remax
 from megajax.systems.hybridflow.worker import Actor, Critic, token_weights
 
 ROOT = Path(__file__).parents[3]
@@ -59,6 +62,43 @@ def test_weights_of_tokens_are_the_aggregations():
         weights = token_weights(lengths, how, most)
         ours = sum((w * x[: len(w)]).sum() for w, x in zip(weights, table, strict=True))
         assert ours == pytest.approx(want, rel=1e-5), how
+
+
+def test_remax_compares_a_response_with_its_own_prompts_greedy_one():
+    """Of four prompts, the reward of one response and of one greedy response failed."""
+    cfg = small(algorithm="remax", rl__on_error="skip", rl__n=2, rl__kl="none")
+    scores = np.array([1.0, 2.0, 3.0, np.nan, 5.0, 6.0, 7.0, 8.0], np.float32)
+    drawn = DataBatch(
+        {
+            "groups": np.repeat(np.arange(4), 2),
+            "response_ids": [[3, 1]] * 8,
+            "logprobs": [np.zeros(2, np.float32)] * 8,
+        }
+    )
+    reward, actor, sent = MagicMock(), MagicMock(), []
+    reward.score(drawn).result.return_value = {"scores": scores}
+    reward.workers = [MagicMock(errors={3: ValueError()}, metrics={})]
+    actor.update = lambda batch, iteration: sent.append(batch)
+    actor.logprobs(drawn).result = lambda: DataBatch({"trainer_logprobs": [np.zeros(2)] * 4})
+    flow = MagicMock(cfg=cfg, _groups={"reward": reward, "actor": actor})
+    flow._generate.return_value = drawn
+    flow._scored = lambda batch: Dataflow._scored(flow, batch)
+    greedy = np.array([10.0, 20.0, np.nan, 40.0], np.float32)
+    models = Models(
+        cfg,
+        actor,
+        reward,
+        None,
+        None,
+        lambda p: Dataflow._rollouts(flow, p, 1, {}),
+        lambda p: greedy,
+    )
+    remax(models, DataBatch({"prompts": list("abcd")}))
+    gains = [row[0] for row in sent[0]["advantages"]]
+    assert gains == [1.0 - 10, 2.0 - 10, 7.0 - 40, 8.0 - 40]
+    greedy[:] = np.nan
+    with pytest.raises(UserError, match="no response has a baseline"):
+        remax(models, DataBatch({"prompts": list("abcd")}))
 
 
 def rollouts(cfg):
