@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Column
 
-from megajax.monitor.records import Record
+from megajax.monitor.records import SCORE, Record
 
 STAYS_S = 5.0  # (chosen) seconds between lines that stay in a terminal
 BAR = 20  # characters of the bar
@@ -105,7 +105,9 @@ def training_line(step: int, steps: int, values: dict, width: int | None = None)
     columns = math.inf if width is None else width
     used, loss = values.get("mfu"), values["loss"]
     eta = duration(values["eta_s"]) if math.isfinite(values["eta_s"]) else "-"
+    score = values.get(SCORE)
     parts = {
+        **({} if score is None else {"score": f"score {score:.3f}"}),
         "gradient": f"grad {values['grad_norm']:.3g}",
         "speed": speed(values),
         "mfu": f"MFU {100 * used:.1f} %" if used is not None else "MFU N/A",

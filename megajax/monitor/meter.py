@@ -68,9 +68,10 @@ class Meter:
         """Adds time that the loop stood waiting for data."""
         self._wait += seconds
 
-    def finish(self, step: int, loss: float) -> dict[str, float | None]:
+    def finish(self, step: int, loss: float, units: int | None = None) -> dict[str, float | None]:
         """Returns the measures of a finished step, by the names of their metrics.
 
+        units: what the step counted; None: work.units_per_step.
         mfu: model FLOPs over peak FLOPs, 0..1, in Megatron's convention (attention to all keys of a
         row), as published tables have it. mfu_causal: the same with the keys that a token sees.
         Both are None if no peak is known. step_time_s: seconds, of the first step with its
@@ -86,7 +87,7 @@ class Meter:
             self._smooth = SMOOTHING * self._smooth + (1 - SMOOTHING) * loss
         usual = sorted(self._times)[len(self._times) // 2] if self._times else float("inf")
         wait, self._wait = self._wait, 0.0
-        rate = self.work.units_per_step / elapsed
+        rate = (self.work.units_per_step if units is None else units) / elapsed
 
         def mfu(flops: float | None) -> float | None:
             peak = self.work.peak_flops

@@ -325,6 +325,7 @@ def rows_by_step(path: Path, key: str) -> dict[int, dict[str, Any]]:
     return {row["step"]: row for row in rows if isinstance(row.get("step"), int)}
 
 
+SCORE = "critic/score/mean"  # verl's name of the mean score of reinforcement learning's rollouts
 TRAINING = ("loss", "loss_smooth", "grad_norm", "lr", "z_squared", "tokens", "targets")
 SPEED = ("tokens_per_s", "mfu", "mfu_causal", "data_wait")
 GROUPS = (

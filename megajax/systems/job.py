@@ -42,7 +42,10 @@ MINDER = "minder"  # the value of --detector
 
 
 class Measurement(Hook, Protocol):
-    """The evaluations of a run. last_sample: the newest text that the model wrote, if it writes."""
+    """The evaluations of a run. last_sample: the newest text that the model wrote, if it writes.
+
+    One whose figures are no losses has `scores` too: those of its last evaluation, by name.
+    """
 
     last_sample: str | None
 
@@ -295,7 +298,8 @@ class Job:
             facts = report.facts(cfg, self.mesh, train_step, self._name, self._preset)
             facts |= {"command": command_line()}
             sample, labels = measurement.last_sample, reading.labels
-            figures = write_report(self.run_dir.path, facts, sample, console.say, labels)
-            report.show_end(console, figures, self.run_dir, sample, labels)
+            scores = getattr(measurement, "scores", {})
+            figures = write_report(self.run_dir.path, facts, sample, console.say, labels, scores)
+            report.show_end(console, figures, self.run_dir, sample, labels, scores)
         run.checkpoints.close()
         return 0

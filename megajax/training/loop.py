@@ -344,10 +344,12 @@ def _finish(run: Run, step: int, metrics: dict[str, jax.Array]) -> None:
     values = {k: np.asarray(v) for k, v in metrics.items()}
     loss, norm = float(values["loss"]), float(values["grad_norm"])
     row = {k: v.item() for k, v in values.items() if v.ndim == 0}
-    row[run.meter.work.unit] = run.meter.work.units_per_step
+    # Steps whose sizes differ, as iterations of reinforcement learning, say how much they counted.
+    units = int(row.pop("units", run.meter.work.units_per_step))
+    row[run.meter.work.unit] = units
     run.timers.loss = loss
     row |= run.timers.drain() | pulse
-    run.recorder.emit(step, row | run.meter.finish(step, loss) | run.skew.finish(step))
+    run.recorder.emit(step, row | run.meter.finish(step, loss, units) | run.skew.finish(step))
     if not (math.isfinite(loss) and math.isfinite(norm)):
         bad = bad_leaves(run.state)
         run.timers.has_bad_state = bool(bad)  # who does not say so has it from another

@@ -27,7 +27,7 @@ from megajax.data.tokenizer import Tokenizer
 from megajax.monitor import results
 from megajax.monitor.console import Console, quantity
 from megajax.monitor.meter import Work
-from megajax.monitor.records import Jsonl, Sink, TensorBoard, Wandb, rows_by_step
+from megajax.monitor.records import SCORE, Jsonl, Sink, TensorBoard, Wandb, rows_by_step
 from megajax.parallel import expert, wire
 from megajax.parallel.context import choose_attention
 from megajax.parallel.tensor import explain_overlap
@@ -46,12 +46,14 @@ def write_report(
     sample: str | None,
     say: Callable[[str], None] = print,
     labels: Sequence[str] = (),
+    scores: Mapping[str, float] | None = None,
 ) -> dict[str, Any]:
     """Draws the curve and writes the summary. Returns the figures that the summary states.
 
     facts: name -> value lines for the head of the summary; `caption` has those under the curve.
     say: hears what could not be written, and why; nothing is raised for it.
-    labels: the names of a classifier's classes.
+    labels: the names of a classifier's classes. scores: figures of the last evaluation that are no
+    losses, by their names in metrics.jsonl.
     """
 
     def attempt(name: str, work: Callable[[], Any]) -> Any:
@@ -83,8 +85,9 @@ def write_report(
         for name in ("eval_bits_per_byte", "eval_accuracy", "eval_majority", "eval_f1"):
             if name in newest:
                 figures[name] = newest[name]
-        if scores := label_scores(newest, labels):
-            figures["labels"] = scores
+        if by_label := label_scores(newest, labels):
+            figures["labels"] = by_label
+    figures |= scores or {}
     lines = ["# Run", "", "| | |", "|---|---|"]
     plain = {name: value for name, value in (facts | figures).items() if name != "labels"}
     lines += [f"| {name} | {_show(value)} |" for name, value in plain.items()]
@@ -106,6 +109,11 @@ def unit_of(train: Mapping[int, Mapping[str, Any]]) -> str:
     """Returns what the steps of a run count: 'tokens', 'images', ..."""
     rates = (n for n in train[min(train)] if n.endswith("_per_s"))
     return next(rates, "tokens_per_s").removesuffix("_per_s")
+
+
+def is_cross_entropy(row: Mapping[str, Any], unit: str) -> bool:
+    """Tells whether a step's loss is in nats: of predictors of tokens, which have no score."""
+    return unit == "tokens" and SCORE not in row
 
 
 def _rows(metrics: Path) -> tuple[dict[int, dict], dict[int, dict]]:
@@ -148,7 +156,7 @@ def title(train: dict[int, dict], held_out: dict[int, dict]) -> str:
     """Returns what the curve claims: the summary's figures, each with the steps that it is of."""
     mean, steps = last_loss(train), sorted(train)[-LAST:]
     span = f"mean of steps {steps[0]} to {steps[-1]}" if len(steps) > 1 else f"step {steps[0]}"
-    nats = " nats" if unit_of(train) == "tokens" else ""
+    nats = " nats" if is_cross_entropy(train[min(train)], unit_of(train)) else ""
     said = f"training loss {mean:.2f}{nats} ({span})" if mean is not None else "loss not finite"
     if held_out:
         bits = held_out[max(held_out)].get("eval_bits_per_byte")
@@ -177,7 +185,8 @@ def draw_curve(
         losses = [held_out[s]["eval_loss"] for s in at]
         axes.plot(at, losses, "o-", color=HELD_OUT, lw=1.4, ms=4, label="held out")
     unit = "token" if all("eval_accuracy" not in r for r in held_out.values()) else "prediction"
-    loss = f"cross-entropy (nats per {unit})" if unit_of(train) == "tokens" else "loss"
+    in_nats = is_cross_entropy(train[min(train)], unit_of(train))
+    loss = f"cross-entropy (nats per {unit})" if in_nats else "loss"
     axes.set(xlabel="optimizer step", ylabel=loss)
     axes.set_title(title(train, held_out), fontsize=11)
     axes.grid(alpha=0.3)
@@ -375,8 +384,9 @@ def show_end(
     run_dir: RunDir,
     sample: str | None,
     labels: Sequence[str] = (),
+    scores: Mapping[str, float] | None = None,
 ) -> None:
-    """The last figures and where to look. labels: the names of a classifier's classes."""
+    """The last figures and where to look. labels, scores: as of `write_report`."""
     if sample is not None:
         console.say(f"--- sample\n{sample}\n---")
     if figures:
@@ -386,7 +396,9 @@ def show_end(
         if (accuracy := figures.get("eval_accuracy")) is not None:
             tail = f", held out {accuracy:.1%} right{at}"
         loss = figures["last_10_loss"]
-        shown = f"{loss:.4f} nats" if loss is not None else "not finite"
+        nats = "" if scores else " nats"
+        shown = f"{loss:.4f}{nats}" if loss is not None else "not finite"
+        tail += "".join(f", {name} {value:.3f}" for name, value in (scores or {}).items())
         console.say(f"done: {figures['steps']} steps, last 10 losses {shown}{tail}")
         rows = figures.get("labels", ())
         for row in rows[:MOST_CLASSES]:

@@ -4,7 +4,6 @@ experiments/hybridflow.py is the command. Everything that is not of reinforcemen
 lock, checkpoints, signals, records) is systems/job.py's.
 """
 
-import dataclasses
 import io
 import re
 from pathlib import Path
@@ -182,6 +181,7 @@ class Exactness:
         size = prompts.held_out(cfg.rl.eval_prompts)
         self._held = prompts.rows(0, size, held_out=True) if size else None
         self.last_sample: str | None = None
+        self.scores: dict[str, float] = {}
 
     def due(self, finished: int, last: bool) -> bool:
         """Every so many iterations, and after the last one."""
@@ -208,6 +208,7 @@ class Exactness:
             row[f"val-core/{source}/reward"] = float(np.nanmean(scores[at]))
             row[f"val-core/{source}/exact"] = float(np.mean(np.array(exact)[at]))
         self._recorder.emit(finished, row)
+        self.scores = row
         lines = [
             f"{responses['prompts'][i]!s} -> {responses['completions'][i]}   ({scores[i]:.2f})"
             for i in range(min(SAMPLES, len(responses)))
@@ -312,10 +313,9 @@ def run(recipe: Recipe | str, config: HybridFlowConfig) -> list[dict[str, Any]]:
     chosen = RECIPES[recipe] if isinstance(recipe, str) else recipe
     mesh = config.mesh.build()
     config.check(dict(mesh.shape))
-    problems, flow = Problems(config), Dataflow(config, mesh, chosen)
+    problems = Problems(config)
+    flow = built(config, mesh, problems, chosen)
     try:
-        flow.attach(problems.prompts, problems.tokenizer, problems.rewards, problems.weights)
-        flow.begin()
         state, history = flow.init(config.train.seed), []
         batches = PromptBatches(config, problems.prompts)
         for _ in range(config.train.steps):
@@ -326,9 +326,11 @@ def run(recipe: Recipe | str, config: HybridFlowConfig) -> list[dict[str, Any]]:
         flow.close()
 
 
-def built(cfg: HybridFlowConfig, mesh: Mesh, problems: Problems) -> Dataflow:
-    """Returns the dataflow of a command, with what it reads."""
-    flow = Dataflow(dataclasses.replace(cfg), mesh)
+def built(
+    cfg: HybridFlowConfig, mesh: Mesh, problems: Problems, recipe: Recipe | None = None
+) -> Dataflow:
+    """Returns the dataflow of a command, with what it reads. recipe: None: the algorithm's."""
+    flow = Dataflow(cfg, mesh, recipe)
     flow.attach(problems.prompts, problems.tokenizer, problems.rewards, problems.weights)
     flow.begin()
     return flow

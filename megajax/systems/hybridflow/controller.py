@@ -40,12 +40,24 @@ from megajax.systems.hybridflow.worker import (
     Rewarder,
     StaleWeights,
 )
+from megajax.training import report
 from megajax.training.step import JointStep, StorageOrder, joint
 from megajax.training.task import TrainState
 
 Metrics = dict[str, Any]
 Recipe = Callable[["Models", DataBatch], tuple[DataBatch, list[Future]]]
 KL = "kl"  # the member of opt that holds what is no model's
+STAGES = {  # (model, method) -> verl's name of the stage
+    ("actor", "generate"): "gen",
+    ("actor", "sync"): "update_weights",
+    ("actor", "logprobs"): "old_log_prob",
+    ("actor", "update"): "update_actor",
+    ("critic", "values"): "values",
+    ("critic", "update"): "update_critic",
+    ("reference", "logprobs"): "ref",
+    ("reward", "score"): "reward",
+}
+TIMED_BY_TOKEN = ("gen", "ref", "values", "update_actor", "update_critic")  # as verl has them
 MORE = 2**40  # (chosen) distance of the streams of prompts that replace others, in rows
 
 
@@ -326,10 +338,9 @@ class Dataflow:
 
     def transition(self) -> dict[str, Any]:
         """Returns the report of the policy's way to generation (reshard.HybridMesh.report)."""
-        step, cfg = self.actor.step, self.cfg
-        rows = step.rows if cfg.pipeline.chunks > 1 else None
-        return self.actor.hybrid.report(
-            step.abstract_state.params, "share", step.parts.axes, rows, cfg.train.dtype
+        actor, step = self.actor, self.actor.step
+        return actor.hybrid.report(
+            step.abstract_state.params, "share", step.parts.axes, actor.rows, self.cfg.train.dtype
         )
 
     def evaluate(self, state: TrainState, prompts: DataBatch) -> DataBatch:
@@ -365,11 +376,10 @@ class Dataflow:
             updates = np.int32((iteration - 1) * self.cfg.updates)
             where = worker.step.abstract_state.step.sharding
             worker.state = dataclasses.replace(part, step=jax.device_put(updates, where))
+        for group in self._groups.values():  # what an evaluation took is not this iteration's
+            group.take_timings()
         self._sync(iteration)
         reference = self._groups.get("reference")
-        seconds = {w.workers[0] for w in self._groups.values()}
-        for worker in seconds:
-            worker.seconds = {k: v for k, v in worker.seconds.items() if k == "update_weights"}
         metrics: Metrics = {}
         models = Models(
             self.cfg,
@@ -396,13 +406,35 @@ class Dataflow:
         metrics["loss"] = sum(r["loss"] for r in results)
         metrics["grad_norm"] = float(np.sqrt(sum(float(r["grad_norm"]) ** 2 for r in results)))
         metrics["leaf_norms"] = np.concatenate(norms)
-        for worker in seconds:
-            metrics |= {f"timing_s/{k}": v for k, v in worker.seconds.items()}
-        metrics["timing_s/step"] = time.perf_counter() - began
+        metrics |= self._timed(metrics, time.perf_counter() - began)
         states = {name: self._groups[name].workers[0].state for name in state.params}
         finished = jax.device_put(np.int32(iteration), self.abstract_state.step.sharding)
         new = self._joint.join(states, finished)
         return self._with_coefficient(new, self._answered(models, responses, metrics)), metrics
+
+    def _timed(self, measured: Metrics, seconds: float) -> Metrics:
+        """Returns verl's metrics of time. measured: those of the batch. seconds: of the iteration.
+
+        timing_s/waiting/STAGE: from a stage's call to its start, while other models had its pool's
+        devices or its arguments were being made. perf/mfu/actor: of the updates alone, in
+        Megatron's convention, over the tokens of responses and prompts, without those of padding.
+        """
+        metrics: Metrics = {"timing_s/step": seconds, "perf/time_per_step": seconds}
+        tokens, responses = measured["perf/total_num_tokens"], measured["response_length/sum"]
+        for model, group in self._groups.items():
+            for method, timing in group.take_timings().items():
+                stage = STAGES.get((model, method), f"{model}.{method}")
+                metrics[f"timing_s/{stage}"] = timing.seconds
+                metrics[f"timing_s/waiting/{stage}"] = timing.waiting
+                if stage in TIMED_BY_TOKEN:
+                    of = responses if stage == "gen" else tokens
+                    metrics[f"timing_per_token_ms/{stage}"] = 1e3 * timing.seconds / max(of, 1)
+        metrics["perf/throughput"] = tokens / seconds / self.mesh.size
+        work = report.work(self.cfg, self.task, self.actor.mesh)
+        if work.peak_flops and work.flops_megatron is not None:
+            flops = tokens * self.cfg.rl.epochs * work.flops_megatron
+            metrics["perf/mfu/actor"] = flops / metrics["timing_s/update_actor"] / work.peak_flops
+        return metrics
 
     def _answered(self, models: Models, batch: DataBatch, metrics: Metrics) -> float:
         """Returns the coefficient after an iteration, and records the divergence that it answers:
@@ -452,12 +484,14 @@ class Dataflow:
         cfg, rl = self.cfg, self.cfg.rl
         rounds_of_responses: list[DataBatch] = []
         rounds, groups, equal, failed = 0, 0, 0, 0
+        rewards: list[tuple[int, Metrics]] = []
         asked = prompts
         while True:
             seeds = self._seeds(iteration, rounds, len(asked))
             batch = self._generate(self._encode(asked), seeds, rl.n, False)
             self._check_versions(batch, iteration)
             batch, lost = self._scored(batch)
+            rewards.append((len(batch), self._groups["reward"].workers[0].metrics))
             failed += lost
             if cfg.rule.dynamic:
                 batch, same = unlike_scores(batch)
@@ -485,7 +519,7 @@ class Dataflow:
         metrics["reward/failed_prompts"] = failed
         if cfg.rule.dynamic:
             metrics |= {"train/rounds": rounds, "train/equal_scores": equal}
-        metrics |= self._groups["reward"].workers[0].metrics
+        metrics |= mean_metrics(rewards)
         if rl.check_every and iteration % rl.check_every == 0:
             metrics |= self._groups["actor"].compare(responses).result()
         return responses
@@ -530,7 +564,9 @@ class Dataflow:
         prompts = np.array([len(p) for p in batch["prompt_ids"]])
         metrics: Metrics = {
             "response_length/clip_ratio": float(np.mean([f == "length" for f in batch["finish"]])),
+            "response_length/sum": int(lengths.sum()),
             "perf/total_num_tokens": int(lengths.sum() + prompts.sum()),
+            "units": int(lengths.sum() + prompts.sum()),
             "rollout/version": models.iteration - 1,
         }
         columns = {
@@ -565,6 +601,18 @@ def unlike_scores(batch: DataBatch) -> tuple[DataBatch, int]:
     groups, scores = np.asarray(batch["groups"]), np.asarray(batch["scores"])
     equal = [g for g in np.unique(groups) if np.ptp(scores[groups == g]) == 0]
     return batch.take(np.flatnonzero(~np.isin(groups, equal))), len(equal)
+
+
+def mean_metrics(parts: Sequence[tuple[int, Metrics]]) -> Metrics:
+    """Returns the metrics of several parts of a batch as one: means by rows, under reward/. parts:
+    (rows, {name: mean}); a part without a name does not count for it."""
+    metrics: Metrics = {}
+    for name in dict.fromkeys(name for _, part in parts for name in part):
+        weighed = [(rows, part[name]) for rows, part in parts if name in part]
+        total = sum(rows for rows, _ in weighed)
+        value = sum(rows * x for rows, x in weighed) / total if total else weighed[0][1]
+        metrics[name if name.startswith("reward/") else f"reward/{name}"] = value
+    return metrics
 
 
 def renumbered(batch: DataBatch, first: int) -> DataBatch:

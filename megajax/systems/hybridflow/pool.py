@@ -21,6 +21,7 @@ arrays cuts the rows. Any other class has an instance for each device, a rank ea
 import functools
 import inspect
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -74,6 +75,14 @@ class ResourcePool:
         self.close()
 
 
+class Timing(NamedTuple):
+    """Seconds that the calls of a method took, and that they waited before: for their arguments,
+    and for the pool's devices, on which other models ran."""
+
+    seconds: float
+    waiting: float
+
+
 class WorkerGroup:
     """The workers of one class on one pool; their registered methods are called as the group's.
 
@@ -84,6 +93,7 @@ class WorkerGroup:
     def __init__(self, pool: ResourcePool, worker: type, **config: Any):
         """Args: config: of the class. Raises: what the class raises for it."""
         self.pool, self._worker = pool, worker
+        self._timings: dict[str, Timing] = {}
         names = inspect.signature(worker).parameters
 
         def make(devices: Sequence[jax.Device], rank: int) -> Any:
@@ -115,24 +125,37 @@ class WorkerGroup:
             raise AttributeError(f"no registered method {name!r}; there are {listed}")
         return lambda *args, **kwargs: self._call(name, _protocols()[protocol], args, kwargs)
 
+    def take_timings(self) -> dict[str, Timing]:
+        """Returns the timings of the methods that ran since the last time, by name."""
+        timings, self._timings = self._timings, {}
+        return timings
+
     def _call(self, name: str, protocol: Protocol, args: tuple, kwargs: dict[str, Any]) -> Future:
+        asked = time.perf_counter()
         # What is already known to be wrong is said to the caller, not to who reads the future.
         if not any(isinstance(x, Future) for x in (*args, *kwargs.values())):
             calls, told = protocol.distribute(self, *args, **kwargs)
-            return self.pool.submit(self._work, name, protocol, calls, told)
+            return self.pool.submit(self._work, name, protocol, calls, told, asked)
 
         def later() -> Any:
             known = [_awaited(x) for x in args]
             named = {k: _awaited(x) for k, x in kwargs.items()}
-            return self._work(name, protocol, *protocol.distribute(self, *known, **named))
+            return self._work(name, protocol, *protocol.distribute(self, *known, **named), asked)
 
         return self.pool.submit(later)
 
-    def _work(self, name: str, protocol: Protocol, calls: Sequence[Call], told: Any) -> Any:
+    def _work(
+        self, name: str, protocol: Protocol, calls: Sequence[Call], told: Any, asked: float
+    ) -> Any:
+        began = time.perf_counter()
         results = [
             getattr(worker, name)(*call.args, **call.kwargs)
             for worker, call in zip(self.workers, calls, strict=False)
         ]
+        before = self._timings.get(name, Timing(0.0, 0.0))
+        self._timings[name] = Timing(
+            before.seconds + time.perf_counter() - began, before.waiting + began - asked
+        )
         return protocol.collect(self, results, told)
 
 

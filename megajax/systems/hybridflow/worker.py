@@ -11,7 +11,6 @@ Source: HybridFlow section 4.1 (the worker classes and their methods).
 
 import dataclasses
 import functools
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -198,6 +197,16 @@ class _Trained:
         )
         self.state: TrainState | None = None
 
+    @property
+    def rows(self) -> Mapping[str, Sequence[int]] | None:
+        """The storage order of stacked layers, where stages are interleaved."""
+        return self.step.rows if self.cfg.pipeline.chunks > 1 else None
+
+    def _generation_weights(self) -> Tree:
+        assert self.state is not None
+        weights, axes = self.step.weights(self.state), self.step.parts.axes
+        return self.hybrid.to_generation(weights, "share", axes, self.rows, self.cfg.train.dtype)
+
     def _update(self, batch: DataBatch, columns: Sequence[str], iteration: int) -> Metrics:
         """Trains on the responses, all epochs and mini-batches. Returns the mean of the metrics."""
         cfg, rl, S = self.cfg, self.cfg.rl, self.cfg.train.seq_len
@@ -224,9 +233,9 @@ class _Trained:
                 steps.append(metrics)
         self.state = state
         values = [{k: np.asarray(v, np.float64) for k, v in m.items()} for m in steps]
-        finite = [v for v in values if np.isfinite(v["loss"]) and np.isfinite(v["grad_norm"])]
-        if len(finite) < len(values):  # the loop names step and leaf
-            return next(v for v in values if not np.isfinite(v["loss"] + v["grad_norm"]))
+        for each in values:
+            if not np.isfinite(each["loss"] + each["grad_norm"]):
+                return each  # the loop names step and leaf
         means = {k: np.mean([v[k] for v in values], axis=0) for k in values[0]}
         if "actor/logprob_difference" in means:  # of the weights that drew, before any update
             means["actor/logprob_difference"] = values[0]["actor/logprob_difference"]
@@ -269,26 +278,11 @@ class Actor(_Trained):
         self._stale: Tree = None
         self._is_faulty = "unsynced" in (cfg.fault or "")
         self.version = -1
-        self.seconds: Metrics = {}
-
-    @property
-    def axes(self) -> Tree:
-        """The words of the parameters."""
-        return self.step.parts.axes
 
     @register("one")
     def sync(self, version: int) -> None:
         """Brings the weights of `state` into the generation layout. version: of the draws."""
-        assert self.state is not None
-        began = time.perf_counter()
-        rows = self.step.rows if self.cfg.pipeline.chunks > 1 else None
-        self._weights = self.hybrid.to_generation(
-            self.step.weights(self.state),
-            "share",
-            self.axes,
-            rows,
-            self.cfg.train.dtype,
-        )
+        self._weights = self._generation_weights()
         self.version = version
         if self._is_faulty:  # shared leaves are used up by the update
             self._stale = jax.tree.map(jnp.copy, self._weights)
@@ -297,7 +291,7 @@ class Actor(_Trained):
         else:
             self._engine.load(self._weights, version)
         self._engine.version = version
-        self.seconds["update_weights"] = time.perf_counter() - began
+        jax.block_until_ready(self._weights)  # so that the transition's time is not generation's
 
     def _make_engine(self) -> Engine:
         cfg, rl = self.cfg, self.cfg.rl
@@ -344,7 +338,6 @@ class Actor(_Trained):
 
         Args: seeds: one of each row of the batch. greedy: the likeliest tokens.
         """
-        began = time.perf_counter()
         assert self._engine is not None
         rl, ends = self.cfg.rl, self.tokenizer.ends
         answers: dict[tuple[int, int], dict[str, list]] = {}
@@ -377,7 +370,6 @@ class Actor(_Trained):
             "completions": [self._text(a["tokens"]) for a in ordered],
             "groups": np.repeat(np.arange(len(batch)), n),
         }
-        self.seconds["gen"] = self.seconds.get("gen", 0.0) + time.perf_counter() - began
         return batch.repeat(n).union(DataBatch(new))
 
     def _text(self, ids: Sequence[int]) -> str:
@@ -388,30 +380,29 @@ class Actor(_Trained):
     def logprobs(self, batch: DataBatch) -> DataBatch:
         """Returns `trainer_logprobs` of the responses, by the trainer's pass in the generation
         layout; with exact numerics these are the bits of the rollouts."""
-        began = time.perf_counter()
         logprobs = token_logprobs(
             self.cfg, self._weights, batch, self.hybrid.generate, self.cfg.generate.numerics
         )
-        self.seconds["old_log_prob"] = time.perf_counter() - began
         return DataBatch({"trainer_logprobs": logprobs})
 
     @register("one")
     def update(self, batch: DataBatch, iteration: int) -> Metrics:
         """Trains on responses with columns old_logprobs and advantages."""
-        began = time.perf_counter()
         names = [n for n in self.step.task.batch if n in batch or n == "weight"]
-        metrics = self._update(batch, [n for n in names if n != "weight"], iteration)
-        self.seconds["update_actor"] = time.perf_counter() - began
-        return metrics
+        return self._update(batch, [n for n in names if n != "weight"], iteration)
+
+
+def token_ids(batch: DataBatch) -> list[list[int]]:
+    """Returns each prompt with its response behind it."""
+    return [[*p, *r] for p, r in zip(batch["prompt_ids"], batch["response_ids"], strict=True)]
 
 
 def token_logprobs(
     cfg: HybridFlowConfig, params: Tree, batch: DataBatch, mesh: Any, numerics: Any
 ) -> list[np.ndarray]:
     """Returns the log-probabilities of the responses' tokens, float32."""
-    rows = [[*p, *r] for p, r in zip(batch["prompt_ids"], batch["response_ids"], strict=True)]
     logprobs = scores.logprobs(
-        cfg.model, params, rows, mesh=mesh, dtype=cfg.train.dtype, numerics=numerics
+        cfg.model, params, token_ids(batch), mesh=mesh, dtype=cfg.train.dtype, numerics=numerics
     )
     return [x[len(p) :] for x, p in zip(logprobs, batch["prompt_ids"], strict=True)]
 
@@ -423,37 +414,26 @@ class Critic(_Trained):
         """Builds the train step."""
         hybrid = HybridMesh(devices, mesh_sizes(cfg, len(devices)), cfg.generate.sizes)
         super().__init__(cfg, hybrid, value_task(cfg), cfg.critic_lr)
-        self.seconds: Metrics = {}
 
     @register("data")
     def values(self, batch: DataBatch) -> DataBatch:
         """Returns `old_values` of the responses' tokens, each before it was written."""
-        assert self.state is not None
-        began = time.perf_counter()
-        rows = self.step.rows if self.cfg.pipeline.chunks > 1 else None
-        weights = self.hybrid.to_generation(
-            self.step.weights(self.state), "share", self.step.parts.axes, rows, self.cfg.train.dtype
-        )
-        tokens = [[*p, *r] for p, r in zip(batch["prompt_ids"], batch["response_ids"], strict=True)]
         values = scores.values(
-            self.cfg.model, weights, tokens, mesh=self.hybrid.generate, dtype=self.cfg.train.dtype
+            self.cfg.model,
+            self._generation_weights(),
+            token_ids(batch),
+            mesh=self.hybrid.generate,
+            dtype=self.cfg.train.dtype,
         )
-        self.seconds["values"] = time.perf_counter() - began
-        return DataBatch(
-            {
-                "old_values": [
-                    x[len(p) - 1 : -1] for x, p in zip(values, batch["prompt_ids"], strict=True)
-                ]
-            }
-        )
+        of_responses = [
+            x[len(p) - 1 : -1] for x, p in zip(values, batch["prompt_ids"], strict=True)
+        ]
+        return DataBatch({"old_values": of_responses})
 
     @register("one")
     def update(self, batch: DataBatch, iteration: int) -> Metrics:
         """Trains on responses with columns old_values and returns."""
-        began = time.perf_counter()
-        metrics = self._update(batch, ["old_values", "returns"], iteration)
-        self.seconds["update_critic"] = time.perf_counter() - began
-        return metrics
+        return self._update(batch, ["old_values", "returns"], iteration)
 
 
 class Reference:
@@ -465,14 +445,11 @@ class Reference:
         hybrid = HybridMesh(devices, mesh_sizes(cfg, len(devices)), cfg.generate.sizes)
         self.mesh = hybrid.generate
         self.params: Tree = None
-        self.seconds: Metrics = {}
 
     @register("data")
     def logprobs(self, batch: DataBatch) -> DataBatch:
         """Returns `ref_logprobs` of the responses' tokens."""
-        began = time.perf_counter()
         logprobs = token_logprobs(self.cfg, self.params, batch, self.mesh, "fast")
-        self.seconds["ref"] = time.perf_counter() - began
         return DataBatch({"ref_logprobs": logprobs})
 
 
@@ -486,15 +463,12 @@ class Rewarder:
         self._scorer = Scorer(functions, weights, seconds)
         self.metrics: Metrics = {}
         self.errors: dict[int, Exception] = {}
-        self.seconds: Metrics = {}
 
     @register("one")
     def score(self, batch: DataBatch) -> DataBatch:
         """Returns `scores` (B,), NaN where a function failed; `errors` and `metrics` say more."""
-        began = time.perf_counter()
         values, self.metrics, errors = self._scorer.score(batch)
         self.errors = dict(errors)
-        self.seconds["reward"] = time.perf_counter() - began
         return DataBatch({"scores": values})
 
     def close(self) -> None:

@@ -19,6 +19,7 @@ from megajax.systems.hybridflow import (
 )
 from megajax.systems.hybridflow import data as data_
 from megajax.systems.hybridflow import rewards as rewards_
+from megajax.systems.hybridflow.controller import mean_metrics
 from tests.systems.hybridflow import reward_functions as functions
 
 
@@ -127,6 +128,15 @@ def test_pools_overlap_and_models_of_one_pool_do_not():
         threads = [f.result() for f in [g.sleep(0.3) for g in groups]]
         assert 0.6 <= time.monotonic() - began < 0.85
         assert threads[0] == threads[1] != threads[2]
+        first, second, third = (g.take_timings()["sleep"] for g in groups)
+        assert first.waiting < 0.15 and third.waiting < 0.15  # of pools of their own
+        assert 0.3 <= second.waiting < 0.45 and 0.3 <= second.seconds < 0.45
+        assert groups[1].take_timings() == {}
+
+
+def test_metrics_of_parts_of_a_batch_are_weighed_by_rows():
+    parts = [(3, {"reward/exact": 1.0, "format": 0.5}), (1, {"reward/exact": 0.0})]
+    assert mean_metrics(parts) == {"reward/exact": 0.75, "reward/format": 0.5}
 
 
 def test_a_protocol_of_ones_own():

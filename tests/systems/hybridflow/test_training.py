@@ -159,7 +159,8 @@ def test_an_iteration_of_ppo_is_recorded_under_verls_names():
         critic/score/mean critic/advantages/max critic/returns/min critic/values/mean
         response_length/mean response_length/clip_ratio prompt_length/max timing_s/gen
         timing_s/reward timing_s/ref timing_s/values timing_s/update_critic timing_s/update_actor
-        timing_s/update_weights timing_s/step perf/total_num_tokens actor/reward_kl
+        timing_s/update_weights timing_s/step timing_s/waiting/update_critic
+        timing_per_token_ms/gen perf/throughput perf/total_num_tokens actor/reward_kl
         actor/kl_coefficient actor/logprob_difference loss grad_norm leaf_norms"""
     assert set(names.split()) <= set(history[0])
     assert history[0]["actor/reward_kl"] == pytest.approx(0, abs=1e-5)  # it is the reference
