@@ -11,7 +11,12 @@ gil     C code that keeps the GIL       flood   a thread that prints for ever
 slow    slow=0.12@120:rank1: from then on, own work of 12 % of a step more
 save, evaluate    save=30@120:rank1: 30 s more in that save: a slow disk; in that evaluation
 pace    pace=0.3@1:rank1: from then on 0.3 s more in every step
-unsynced    reinforcement learning: generation keeps the weights of the step before
+
+and of reinforcement learning:
+
+unsynced    generation keeps the weights of the step before
+generate, update_actor, update_critic    generate=30@3: 30 s more amid the rollouts of that
+    iteration; amid its updates of a model
 
 A word @FILE instead of a fault names a file to which faults are added while the run goes on, one a
 line: each strikes in the next step of its rank, whatever step it names.
@@ -38,6 +43,9 @@ LATE = {
     "save": 30.0,
     "evaluate": 30.0,
     "pace": 0.3,
+    "generate": 30.0,
+    "update_actor": 30.0,
+    "update_critic": 30.0,
 }  # kinds with an amount, and what it usually is
 LASTING = ("slow", "pace")  # from their step on
 KINDS = ("kill", "stop", "sleep", "gil", "exit", "nan", "data", "flood", "unsynced", *LATE)
@@ -155,6 +163,10 @@ class Injector:
                 else:
                     DEEDS[fault.kind]()
         return state
+
+    def expects(self, kind: str, step: int | None = None) -> bool:
+        """Tells whether a fault of this kind strikes this process in a step; None: in any."""
+        return any(f.kind == kind and step in (None, f.step) for f in self._faults)
 
     def _tell(self, kind: str, step: int) -> None:
         if self._emit is not None:

@@ -13,7 +13,7 @@ import pytest
 
 from megajax.core.errors import UserError
 from megajax.monitor import faults
-from megajax.monitor.faults import DEEDS, KINDS, Fault, InjectedError, Injector, parse
+from megajax.monitor.faults import DEEDS, KINDS, LATE, Fault, InjectedError, Injector, parse
 
 
 def test_the_flag():
@@ -84,6 +84,8 @@ def test_a_section_takes_longer_once(monkeypatch):
         for section in ("save", "evaluate"):
             injector.delay(section, step)
     assert slept == [7, 9]
+    assert injector.expects("evaluate") and injector.expects("save", 3)
+    assert not injector.expects("save", 4) and not injector.expects("kill")
 
 
 @pytest.mark.parametrize(
@@ -123,7 +125,7 @@ def test_a_flood_does_not_stop_the_loop():
 
 
 def test_every_kind_has_its_deed():
-    assert set(DEEDS) | {"nan", "slow", "save", "evaluate", "pace"} == set(KINDS)
+    assert set(DEEDS) | {"nan", *LATE} == set(KINDS)
 
 
 def test_faults_that_are_added_to_a_file_strike_in_the_next_step(tmp_path, monkeypatch):

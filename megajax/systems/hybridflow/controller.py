@@ -17,22 +17,26 @@ import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from absl import logging
 from jax.sharding import Mesh
 
 from megajax.core.errors import UserError
+from megajax.core.mesh import find_supervisor
 from megajax.data.tokenizer import Tokenizer, prompt_ids
 from megajax.models.heads import critic_params
 from megajax.monitor import faults
+from megajax.monitor.faults import Injector
 from megajax.systems.hybridflow import advantages, kl
 from megajax.systems.hybridflow.batch import DataBatch
 from megajax.systems.hybridflow.config import HybridFlowConfig
 from megajax.systems.hybridflow.data import Prompts
 from megajax.systems.hybridflow.pool import ResourcePool, WorkerGroup
+from megajax.systems.hybridflow.rewards import RewardError
 from megajax.systems.hybridflow.worker import (
     Actor,
     Critic,
@@ -58,6 +62,7 @@ STAGES = {  # (model, method) -> verl's name of the stage
     ("reward", "score"): "reward",
 }
 TIMED_BY_TOKEN = ("gen", "ref", "values", "update_actor", "update_critic")  # as verl has them
+FINISHED = ("stop", "length")  # the reasons of Output.finish_reason that a policy is judged by
 MORE = 2**40  # (chosen) distance of the streams of prompts that replace others, in rows
 
 
@@ -207,6 +212,15 @@ def overlong_penalty(lengths: np.ndarray, most: int, buffer: int) -> np.ndarray:
 # ---- the dataflow
 
 
+class Lost(NamedTuple):
+    """Numbers of prompts that are left out because a reward failed, or because the engine did not
+    end a response; the first cause, or nothing."""
+
+    failed: int
+    unfinished: int
+    cause: str
+
+
 class Dataflow:
     """All models of a run as one step (loop.Step): its state is a TrainState of dicts by model.
 
@@ -222,11 +236,12 @@ class Dataflow:
         self._recipe = recipe or RECIPES[cfg.rule.estimator]
         self.pools = placed_pools(cfg, list(mesh.devices.flat))
         self._groups: dict[str, WorkerGroup] = {}
-        self._faults = [f for f in faults.parse(cfg.fault) if f.kind == "unsynced"]
+        self._faults = Injector(faults.parse(cfg.fault), attempt=find_supervisor().attempt)
         self.last: DataBatch | None = None
-        actor = self._group("actor", Actor, cfg=cfg, tokenizer=_NoTokenizer())
+        shared = {"cfg": cfg, "faults": self._faults}
+        actor = self._group("actor", Actor, tokenizer=_NoTokenizer(), **shared)
         if cfg.rule.has_critic:
-            self._group("critic", Critic, cfg=cfg)
+            self._group("critic", Critic, **shared)
         if cfg.rl.kl != "none":
             self._group("reference", Reference, cfg=cfg)
         steps = {
@@ -348,7 +363,7 @@ class Dataflow:
         worker = self._groups["actor"].workers[0]
         worker.state = self._joint.part(state, "actor")
         self._groups["actor"].sync(int(state.step)).result()
-        responses = self._greedy(prompts)
+        responses = self._greedy(prompts, f"evaluation after iteration {int(state.step)}")
         self._groups["actor"].free().result()
         return responses
 
@@ -388,7 +403,7 @@ class Dataflow:
             self._groups.get("critic"),
             reference,
             lambda prompts: self._rollouts(prompts, iteration, metrics),
-            lambda prompts: self._greedy(prompts)["scores"],
+            lambda prompts: self._greedy(prompts, f"iteration {iteration}, greedy")["scores"],
             iteration,
             self._coefficient(state),
         )
@@ -453,7 +468,7 @@ class Dataflow:
 
     def _sync(self, iteration: int) -> None:
         """Brings the newest weights into the generation layout, unless a fault leaves it out."""
-        if any(fault.step == iteration for fault in self._faults) and self.actor.version >= 0:
+        if self._faults.expects("unsynced", iteration) and self.actor.version >= 0:
             self._groups["actor"].wake().result()
         else:
             self._groups["actor"].sync(iteration - 1).result()
@@ -483,20 +498,21 @@ class Dataflow:
         """Returns scored responses: of DAPO, of prompts whose responses have unlike scores."""
         cfg, rl = self.cfg, self.cfg.rl
         rounds_of_responses: list[DataBatch] = []
-        rounds, groups, equal, failed = 0, 0, 0, 0
+        rounds, groups, equal, failed, unfinished, cause = 0, 0, 0, 0, 0, ""
         rewards: list[tuple[int, Metrics]] = []
         asked = prompts
         while True:
             seeds = self._seeds(iteration, rounds, len(asked))
             batch = self._generate(self._encode(asked), seeds, rl.n, False)
             self._check_versions(batch, iteration)
-            batch, lost = self._scored(batch)
+            batch, lost = self._scored(batch, f"iteration {iteration}")
             rewards.append((len(batch), self._groups["reward"].workers[0].metrics))
-            failed += lost
+            failed, unfinished = failed + lost.failed, unfinished + lost.unfinished
+            cause = cause or lost.cause
             if cfg.rule.dynamic:
                 batch, same = unlike_scores(batch)
                 equal += same
-            if len(batch["groups"]):
+            if len(batch):
                 # Only where rounds are joined: ReMax finds a prompt's baseline by its number.
                 batch = renumbered(batch, groups) if cfg.rule.dynamic else batch
                 rounds_of_responses.append(batch)
@@ -510,13 +526,15 @@ class Dataflow:
             asked = self._prompts.rows(first, rl.prompts)
         if not rounds_of_responses:
             raise UserError(
-                f"iteration {iteration}: no prompt of {rounds} rounds has responses to learn from: "
-                f"{failed} failed, {equal} have responses of one score (--rl.dynamic_rounds, "
-                "--reward)"
+                f"iteration {iteration}: no prompt has responses to learn from: the rewards of "
+                f"{failed} failed, the engine did not end the responses to {unfinished}, {equal} "
+                f"have responses of one score, in {rounds} rounds. {cause and f'First: {cause} '}"
+                "(--reward, --rl.dynamic_rounds)"
             )
         responses = DataBatch.concatenate(rounds_of_responses)
         responses = responses.take(np.flatnonzero(np.asarray(responses["groups"]) < rl.prompts))
         metrics["reward/failed_prompts"] = failed
+        metrics["rollout/unfinished_prompts"] = unfinished
         if cfg.rule.dynamic:
             metrics |= {"train/rounds": rounds, "train/equal_scores": equal}
         metrics |= mean_metrics(rewards)
@@ -524,29 +542,59 @@ class Dataflow:
             metrics |= self._groups["actor"].compare(responses).result()
         return responses
 
-    def _scored(self, batch: DataBatch) -> tuple[DataBatch, int]:
-        """Returns (the batch with scores, prompts that were left out because a reward failed)."""
-        rl, group = self.cfg.rl, self._groups["reward"]
-        scores = np.asarray(group.score(batch).result()["scores"])
-        errors = group.workers[0].errors
-        if errors and rl.on_error == "stop":
-            raise next(iter(errors.values()))
+    def _scored(self, batch: DataBatch, where: str) -> tuple[DataBatch, Lost]:
+        """Returns (the batch with scores, without the prompts of which a response has none; what
+        was left out). where: the iteration, for messages."""
+        rl = self.cfg.rl
+        scores, lost = self._scores(batch, where)
         if self.cfg.rule.overlong:
             lengths = np.array([len(r) for r in batch["response_ids"]])
             scores = scores - overlong_penalty(lengths, rl.max_tokens, rl.overlong)
-        batch = batch.union(DataBatch({"scores": scores}))
-        groups = np.asarray(batch["groups"])
+        batch, groups = batch.union(DataBatch({"scores": scores})), np.asarray(batch["groups"])
         bad = np.unique(groups[np.isnan(scores)])
-        return batch.take(np.flatnonzero(~np.isin(groups, bad))), len(bad)
+        return batch.take(np.flatnonzero(~np.isin(groups, bad))), lost
 
-    def _greedy(self, prompts: DataBatch) -> DataBatch:
-        """Returns one scored greedy response to each prompt."""
+    def _scores(self, batch: DataBatch, where: str) -> tuple[np.ndarray, Lost]:
+        """Returns (the scores of responses, what has none). A score is NaN where the reward failed,
+        or where the engine ended the response for a reason that is none of the policy's.
+
+        Raises: RewardError for a reward that fails, unless --rl.on_error=skip.
+        """
+        group, groups = self._groups["reward"], np.asarray(batch["groups"])
+        scores = np.full(len(batch), np.nan, np.float32)
+        has_ended = np.array([finish in FINISHED for finish in batch["finish"]])
+        rows, cause = np.flatnonzero(has_ended), ""
+        if len(rows):
+            scores[rows] = group.score(batch.take(rows)).result()["scores"]
+            if errors := group.workers[0].errors:
+                cause = str(next(iter(errors.values())))
+                if self.cfg.rl.on_error == "stop":
+                    raise RewardError(
+                        f"{where}: {cause}. With --rl.on_error=skip such prompts are left out "
+                        "(--reward, --rl.on_error, --rl.reward_seconds)"
+                    )
+        if len(rows) < len(batch):
+            reason = next(finish for finish in batch["finish"] if finish not in FINISHED)
+            about = "; the policy's logits are no numbers" if reason == "error" else ""
+            cause = f"the engine ended a response with {reason!r}{about}"
+        failed, unfinished = (
+            len(np.unique(groups[np.isnan(scores) & which])) for which in (has_ended, ~has_ended)
+        )
+        if cause:
+            logging.warning(
+                "%s: prompts are left out, %d since a reward failed, %d since the engine did not "
+                "end a response; the first: %s",
+                where,
+                failed,
+                unfinished,
+                cause,
+            )
+        return scores, Lost(failed, unfinished, cause)
+
+    def _greedy(self, prompts: DataBatch, where: str) -> DataBatch:
+        """Returns one greedy response to each prompt with its score, NaN where it has none."""
         batch = self._generate(self._encode(prompts), [0] * len(prompts), 1, True)
-        scored = self._groups["reward"].score(batch).result()
-        if errors := self._groups["reward"].workers[0].errors:
-            if self.cfg.rl.on_error == "stop":
-                raise next(iter(errors.values()))
-        return batch.union(scored)
+        return batch.union(DataBatch({"scores": self._scores(batch, where)[0]}))
 
     def _check_versions(self, batch: DataBatch, iteration: int) -> None:
         versions = {v for row in batch["versions"] for v in row}

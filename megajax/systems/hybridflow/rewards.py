@@ -37,7 +37,7 @@ START_S = 120.0  # (chosen) in which a process must have imported the functions'
 Reward = Callable[..., Any]
 
 
-class RewardError(ValueError):
+class RewardError(UserError):
     """A reward failed, hung, or gave no number. The text names uid, row, function and cause."""
 
 

@@ -5,7 +5,8 @@ WorkerGroup. The actor trains on `hybrid.train` and generates on `hybrid.generat
 sets `state` before an iteration and reads it after.
 
 Columns of a batch of responses, one row each: prompt_ids, response_ids (lists of ints), logprobs
-(of the draw, float32 arrays), versions (of the weights, a token each), finish ('stop', 'length').
+(of the draw, float32 arrays), versions (of the weights, a token each), finish (why the engine ended
+it: 'stop', 'length', or 'error' and others of serving/engine.py, which no reward judges).
 Source: HybridFlow section 4.1 (the worker classes and their methods).
 """
 
@@ -25,6 +26,7 @@ from megajax.data.loader import host_rows, place
 from megajax.data.tokenizer import Tokenizer
 from megajax.layers.losses import LossSums
 from megajax.models import decoder, heads
+from megajax.monitor.faults import Injector
 from megajax.parallel.reshard import HybridMesh
 from megajax.serving.engine import Engine
 from megajax.serving.params import SamplingParams
@@ -190,8 +192,15 @@ def value_task(cfg: HybridFlowConfig) -> Task:
 class _Trained:
     """A model that is trained: its step, and updates of it on packed responses."""
 
-    def __init__(self, cfg: HybridFlowConfig, hybrid: HybridMesh, task: Task, lr: float | None):
-        self.cfg, self.hybrid, self.mesh = cfg, hybrid, hybrid.train
+    def __init__(
+        self,
+        cfg: HybridFlowConfig,
+        hybrid: HybridMesh,
+        task: Task,
+        lr: float | None,
+        faults: Injector,
+    ):
+        self.cfg, self.hybrid, self.mesh, self._faults = cfg, hybrid, hybrid.train, faults
         self.step: TrainStep = make_train_step(
             job_config(cfg, hybrid.train.size, lr), hybrid.train, task
         )
@@ -231,6 +240,8 @@ class _Trained:
                 )
                 state, metrics = self.step.step(state, self._placed(host))
                 steps.append(metrics)
+                if len(steps) == 1:
+                    self._faults.delay(f"update_{type(self).__name__.lower()}", iteration)
         self.state = state
         values = [{k: np.asarray(v, np.float64) for k, v in m.items()} for m in steps]
         for each in values:
@@ -266,17 +277,22 @@ def token_weights(lengths: Sequence[int], aggregation: str, most: int) -> list[n
 class Actor(_Trained):
     """The policy: trained, and generating. One program of each on all of the pool's devices."""
 
-    def __init__(self, cfg: HybridFlowConfig, devices: Sequence[jax.Device], tokenizer: Tokenizer):
+    def __init__(
+        self,
+        cfg: HybridFlowConfig,
+        devices: Sequence[jax.Device],
+        tokenizer: Tokenizer,
+        faults: Injector = Injector(),
+    ):
         """Builds the train step and an engine that sleeps."""
         sizes = mesh_sizes(cfg, len(devices))
         hybrid = HybridMesh(devices, sizes, cfg.generate.sizes)
-        super().__init__(cfg, hybrid, policy_task(cfg), None)
+        super().__init__(cfg, hybrid, policy_task(cfg), None, faults)
         self.tokenizer = tokenizer
         self._engine: Engine | None = None
         self._weights: Tree = None
         # Weights stay for a fault on purpose alone, which generates with them once more.
         self._stale: Tree = None
-        self._is_faulty = "unsynced" in (cfg.fault or "")
         self.version = -1
 
     @register("one")
@@ -284,7 +300,7 @@ class Actor(_Trained):
         """Brings the weights of `state` into the generation layout. version: of the draws."""
         self._weights = self._generation_weights()
         self.version = version
-        if self._is_faulty:  # shared leaves are used up by the update
+        if self._faults.expects("unsynced"):  # shared leaves are used up by the update
             self._stale = jax.tree.map(jnp.copy, self._weights)
         if self._engine is None:
             self._engine = self._make_engine()
@@ -353,7 +369,9 @@ class Actor(_Trained):
                 ),
                 id=i,
             )
-        for output in self._engine.run():
+        for number, output in enumerate(self._engine.run()):
+            if number == 0 and not greedy:
+                self._faults.delay("generate", self.version + 1)
             answer = answers.setdefault(
                 (output.request_id, output.index),
                 {"tokens": [], "logprobs": [], "versions": [], "finish": [""]},
@@ -410,10 +428,15 @@ def token_logprobs(
 class Critic(_Trained):
     """The values of what has been written so far."""
 
-    def __init__(self, cfg: HybridFlowConfig, devices: Sequence[jax.Device]):
+    def __init__(
+        self,
+        cfg: HybridFlowConfig,
+        devices: Sequence[jax.Device],
+        faults: Injector = Injector(),
+    ):
         """Builds the train step."""
         hybrid = HybridMesh(devices, mesh_sizes(cfg, len(devices)), cfg.generate.sizes)
-        super().__init__(cfg, hybrid, value_task(cfg), cfg.critic_lr)
+        super().__init__(cfg, hybrid, value_task(cfg), cfg.critic_lr, faults)
 
     @register("data")
     def values(self, batch: DataBatch) -> DataBatch:

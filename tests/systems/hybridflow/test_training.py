@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,9 @@ from megajax.core import config
 from megajax.core.errors import UserError
 from megajax.core.tree import named_leaves
 from megajax.data import tokenizer as tokenizer_
+from megajax.serving.engine import Engine
 from megajax.systems.hybridflow import DataBatch, run, tasks
+from megajax.systems.hybridflow.command import Problems, PromptBatches, built
 from megajax.systems.hybridflow.config import ALGORITHMS, nano, tiny
 from megajax.systems.hybridflow.controller import Dataflow, Models, remax
 from megajax.systems.hybridflow.worker import Actor, Critic, token_weights
@@ -73,16 +76,18 @@ def test_remax_compares_a_response_with_its_own_prompts_greedy_one():
             "groups": np.repeat(np.arange(4), 2),
             "response_ids": [[3, 1]] * 8,
             "logprobs": [np.zeros(2, np.float32)] * 8,
+            "finish": ["stop"] * 8,
         }
     )
     reward, actor, sent = MagicMock(), MagicMock(), []
-    reward.score(drawn).result.return_value = {"scores": scores}
+    reward.score.return_value.result.return_value = {"scores": scores}
     reward.workers = [MagicMock(errors={3: ValueError()}, metrics={})]
     actor.update = lambda batch, iteration: sent.append(batch)
     actor.logprobs(drawn).result = lambda: DataBatch({"trainer_logprobs": [np.zeros(2)] * 4})
     flow = MagicMock(cfg=cfg, _groups={"reward": reward, "actor": actor})
     flow._generate.return_value = drawn
-    flow._scored = lambda batch: Dataflow._scored(flow, batch)
+    flow._scores = lambda *args: Dataflow._scores(flow, *args)
+    flow._scored = lambda *args: Dataflow._scored(flow, *args)
     greedy = np.array([10.0, 20.0, np.nan, 40.0], np.float32)
     models = Models(
         cfg,
@@ -167,6 +172,33 @@ def test_an_iteration_of_ppo_is_recorded_under_verls_names():
     assert history[0]["actor/logprob_difference"] < 1e-5
     # twice 16 samples below a target of 0.05: 20 % of 16 / 10,000 less each
     assert history[1]["actor/kl_coefficient"] == pytest.approx(0.001 * (1 - 0.2 * 16 / 1e4))
+
+
+def test_responses_that_the_engine_did_not_end_are_left_out(monkeypatch, caplog):
+    """The logits are no numbers for the second prompt of iteration 1, for all of iteration 2."""
+    cfg = small(algorithm="ppo", rl__kl="reward", rl__kl_target=0.05)
+    plain, struck = Engine.run, [1]
+
+    def broken(engine):
+        for output in plain(engine):
+            if output.request_id in struck:
+                nan = [math.nan] * len(output.logprobs)
+                output = dataclasses.replace(output, logprobs=nan, finish_reason="error")
+            yield output
+
+    monkeypatch.setattr(Engine, "run", broken)
+    problems = Problems(cfg)
+    flow, batches = built(cfg, cfg.mesh.build(), problems), PromptBatches(cfg, problems.prompts)
+    try:
+        state, metrics = flow.step(flow.init(0), next(batches))
+        assert metrics["rollout/unfinished_prompts"] == 1 and metrics["reward/failed_prompts"] == 0
+        assert np.isfinite(metrics["loss"]) and "ended a response with 'error'" in caplog.text
+        assert {*np.asarray(flow.last["groups"])} == {0, 2, 3} and len(flow.last) == 12
+        struck += [0, 2, 3]
+        with pytest.raises(UserError, match="iteration 2: no prompt has .* to learn from: .* to 4"):
+            flow.step(state, next(batches))
+    finally:
+        flow.close()
 
 
 @pytest.mark.slow
