@@ -117,8 +117,9 @@ def whiten(values: ArrayLike, mask: ArrayLike) -> Array:
     PPO applies it to the advantages of `gae`. One token has no variance: its value becomes 0.
 
     Args: values: (B, S) float32. mask: (B, S) bool.
+    Raises: ValueError for shapes, dtypes and numbers that are not so.
     """
-    value_BS, mask_BS = _checked(values, mask)
+    value_BS, mask_BS = _checked(values, mask, "values")
     picked_N = value_BS[mask_BS]
     if picked_N.size < 2:
         return np.zeros(value_BS.shape, np.float32)
@@ -129,21 +130,21 @@ def whiten(values: ArrayLike, mask: ArrayLike) -> Array:
 # ---- arguments
 
 
-def _checked(rewards: ArrayLike, mask: ArrayLike) -> tuple[Array, Array]:
-    """Returns rewards in float64, 0 where masked, and the mask. Raises: ValueError."""
+def _checked(array: ArrayLike, mask: ArrayLike, name: str = "rewards") -> tuple[Array, Array]:
+    """Returns an array in float64, 0 where masked, and the mask. Raises: ValueError."""
     mask_BS = np.asarray(mask)
     if mask_BS.ndim != 2 or mask_BS.dtype != bool:
         raise ValueError(f"mask is {mask_BS.dtype} of shape {mask_BS.shape}; bool (B, S) is needed")
-    return _member(rewards, "rewards", mask_BS), mask_BS
+    return _member(array, name, mask_BS), mask_BS
 
 
 def _member(array: ArrayLike, name: str, mask_BS: Array) -> Array:
     """Returns an array of the mask's shape in float64, 0 where masked. Raises: ValueError."""
     member = np.asarray(array)
-    if member.shape != mask_BS.shape or member.dtype.kind not in "fiub":
-        raise ValueError(
-            f"{name} are {member.dtype} of shape {member.shape}; the mask has {mask_BS.shape}"
-        )
+    if member.shape != mask_BS.shape:
+        raise ValueError(f"{name} have shape {member.shape}; the mask has {mask_BS.shape}")
+    if member.dtype.kind not in "fiubV":  # V: bfloat16
+        raise ValueError(f"{name} are {member.dtype}; real numbers are needed")
     member_BS = np.where(mask_BS, member.astype(np.float64), 0.0)
     _check_finite(name, member_BS)
     return member_BS
@@ -158,9 +159,7 @@ def _check_finite(name: str, array: Array) -> None:
 def _check_unit(**numbers: float) -> None:
     for name, number in numbers.items():
         if not 0 <= number <= 1:
-            raise ValueError(
-                f"{name}={number} must be in [0, 1]; nearest: {min(max(number, 0), 1)}"
-            )
+            raise ValueError(f"{name}={number} must be in [0, 1]; nearest: {int(number > 1)}")
 
 
 def _groups(
@@ -169,7 +168,7 @@ def _groups(
     """Returns mask (B, S) and, by row: score, its group's mean, deviation and size."""
     reward_BS, mask_BS = _checked(rewards, mask)
     group_B = np.asarray(groups)
-    if group_B.shape != reward_BS.shape[:1] or group_B.dtype.kind not in "iu":
+    if group_B.shape != reward_BS.shape[:1] or (group_B.size and group_B.dtype.kind not in "iu"):
         raise ValueError(
             f"groups are {group_B.dtype} of shape {group_B.shape}; an int for each of "
             f"{len(reward_BS)} rows is needed"

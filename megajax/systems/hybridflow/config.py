@@ -34,8 +34,8 @@ Estimator = Literal["gae", "grpo", "dr_grpo", "rloo", "remax", "reinforce_plus_p
 class Algorithm:
     """What a name stands for.
 
-    estimator: of advantages (advantages.py). loss: of the policy (losses.TERMS). aggregation: of
-    its tokens; None: the flag's. clip_high: None: the flag's. dynamic: prompts whose responses all
+    estimator: of advantages (advantages.py). loss: one of losses.POLICY_LOSSES. aggregation: of its
+    tokens; None: the flag's. clip_high: None: the flag's. dynamic: prompts whose responses all
     have one score are replaced by others. overlong: long responses are punished.
     """
 

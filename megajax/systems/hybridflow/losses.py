@@ -2,7 +2,7 @@
 
 Each returns (loss, metrics): a float32 scalar and float32 scalars under verl's names. Where the
 mask is False nothing counts, NaN included, in values and in gradients. Micro-batches add up: with
-`total` of the whole batch the losses of its parts, of any sizes, sum to the loss of the whole.
+`total` of a batch the losses of its parts, of any sizes, sum to the loss of that batch.
 
 Aggregations (verl's `loss_agg_mode`) of the losses of tokens, and what they divide by:
 
@@ -15,12 +15,14 @@ Responses without a token are not counted. Legend: B responses, S positions.
 Source: verl's core_algos for the formulas; papers beside each function.
 """
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
+from jax.typing import ArrayLike
 
 AGGREGATIONS = (
     "token-mean",
@@ -28,9 +30,28 @@ AGGREGATIONS = (
     "seq-mean-token-mean",
     "seq-mean-token-sum-norm",
 )
+POLICY_LOSSES = ("ppo", "cispo", "gspo")
 LOG_RATIO = 20.0  # bound of |log ratio| (verl)
 LOG_RATIO_SEQUENCE = 10.0  # upper bound of a sequence's log ratio (verl, GSPO)
 Metrics = Mapping[str, Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Clip:
+    """Bounds of a policy's ratios: [1 - low, 1 + high]. dual: of the loss where an advantage is
+    negative, for ppo alone; None: no such bound. Raises: ValueError for what is out of range."""
+
+    low: float
+    high: float
+    dual: float | None = None
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.low <= 1 and self.high >= 0):
+            raise ValueError(
+                f"clip_low={self.low} must be in [0, 1] and clip_high={self.high} at least 0"
+            )
+        if self.dual is not None and not self.dual > 1:
+            raise ValueError(f"dual_clip={self.dual} must be above 1, or None for no such bound")
 
 
 class Terms(NamedTuple):
@@ -45,98 +66,65 @@ class Terms(NamedTuple):
     log_ratio: Array
 
 
-def ppo_terms(
-    logprobs: Array,
-    old_logprobs: Array,
-    advantages: Array,
-    mask: Array,
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float | None = 3.0,
+def policy_terms(
+    name: str,
+    logprobs: ArrayLike,
+    old_logprobs: ArrayLike,
+    advantages: ArrayLike,
+    mask: ArrayLike,
+    clip: Clip,
     mean: Callable[[Array, Array], Array] | None = None,
 ) -> Terms:
-    """The tokens' losses of `ppo`. mean: not used."""
-    logprobs, old_logprobs, advantages = _masked(mask, logprobs, old_logprobs, advantages)
-    log_ratio_BS = jnp.clip(logprobs - old_logprobs, -LOG_RATIO, LOG_RATIO)
-    ratio_BS = jnp.exp(log_ratio_BS)
-    plain_BS = -advantages * ratio_BS
-    clipped_BS = -advantages * jnp.clip(ratio_BS, 1 - clip_low, 1 + clip_high)
-    loss_BS = jnp.maximum(plain_BS, clipped_BS)
+    """The tokens' losses of a policy loss. name: one of POLICY_LOSSES.
+
+    mean(x_BS, mask) -> (B, S), the mean over each token's response: of gspo alone, for rows that
+    hold several responses; None: a row is one response.
+    """
+    mask, logprobs, old_logprobs, advantages = _masked(
+        mask, logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages
+    )
+    log_ratio_BS = logprobs - old_logprobs
+    if name == "gspo":
+        mean_BS = jax.lax.stop_gradient((mean or _row_mean)(log_ratio_BS, mask))
+        log_BS = logprobs - jax.lax.stop_gradient(logprobs) + mean_BS
+        ratio_BS = jnp.exp(jnp.minimum(log_BS, LOG_RATIO_SEQUENCE))
+    else:
+        log_ratio_BS = jnp.clip(log_ratio_BS, -LOG_RATIO, LOG_RATIO)
+        ratio_BS = jnp.exp(log_ratio_BS)
+    bounded_BS = jnp.clip(ratio_BS, 1 - clip.low, 1 + clip.high)
     lower_BS = jnp.zeros(mask.shape, bool)
-    if dual_clip is not None:
-        bound_BS = -advantages * dual_clip
+    if name == "cispo":
+        loss_BS = -jax.lax.stop_gradient(bounded_BS) * advantages * logprobs
+        return Terms(loss_BS, ratio_BS != bounded_BS, lower_BS, log_ratio_BS)
+    plain_BS, clipped_BS = -advantages * ratio_BS, -advantages * bounded_BS
+    loss_BS = jnp.maximum(plain_BS, clipped_BS)
+    if name == "ppo" and clip.dual is not None:
+        bound_BS = -advantages * clip.dual
         lower_BS = (advantages < 0) & (loss_BS > bound_BS)
         loss_BS = jnp.where(advantages < 0, jnp.minimum(loss_BS, bound_BS), loss_BS)
     return Terms(loss_BS, clipped_BS > plain_BS, lower_BS, log_ratio_BS)
 
 
-def cispo_terms(
-    logprobs: Array,
-    old_logprobs: Array,
-    advantages: Array,
-    mask: Array,
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float | None = None,
-    mean: Callable[[Array, Array], Array] | None = None,
-) -> Terms:
-    """The tokens' losses of `cispo`. dual_clip, mean: not used."""
-    logprobs, old_logprobs, advantages = _masked(mask, logprobs, old_logprobs, advantages)
-    log_ratio_BS = jnp.clip(logprobs - old_logprobs, -LOG_RATIO, LOG_RATIO)
-    ratio_BS = jnp.exp(log_ratio_BS)
-    weight_BS = jax.lax.stop_gradient(jnp.clip(ratio_BS, 1 - clip_low, 1 + clip_high))
-    loss_BS = -weight_BS * advantages * logprobs
-    return Terms(loss_BS, ratio_BS != weight_BS, jnp.zeros(mask.shape, bool), log_ratio_BS)
-
-
-def gspo_terms(
-    logprobs: Array,
-    old_logprobs: Array,
-    advantages: Array,
-    mask: Array,
-    clip_low: float,
-    clip_high: float,
-    dual_clip: float | None = None,
-    mean: Callable[[Array, Array], Array] | None = None,
-) -> Terms:
-    """The tokens' losses of `gspo`. mean(x_BS, mask) -> the mean of each token's response, (B, S);
-    None: a row is one response. dual_clip: not used."""
-    logprobs, old_logprobs, advantages = _masked(mask, logprobs, old_logprobs, advantages)
-    log_ratio_BS = logprobs - old_logprobs
-    mean_BS = jax.lax.stop_gradient((mean or _row_mean)(log_ratio_BS, mask))
-    log_BS = logprobs - jax.lax.stop_gradient(logprobs) + mean_BS
-    ratio_BS = jnp.exp(jnp.minimum(log_BS, LOG_RATIO_SEQUENCE))
-    plain_BS = -advantages * ratio_BS
-    clipped_BS = -advantages * jnp.clip(ratio_BS, 1 - clip_low, 1 + clip_high)
-    loss_BS = jnp.maximum(plain_BS, clipped_BS)
-    return Terms(loss_BS, clipped_BS > plain_BS, jnp.zeros(mask.shape, bool), log_ratio_BS)
-
-
 def value_terms(
-    values: Array, old_values: Array, returns: Array, mask: Array, clip: float
+    values: ArrayLike, old_values: ArrayLike, returns: ArrayLike, mask: ArrayLike, clip: float
 ) -> tuple[Array, Array]:
     """The tokens' (losses, whether they are clipped) of `value`."""
-    values, old_values, returns = _masked(mask, values, old_values, returns)
+    mask, values, old_values, returns = _masked(
+        mask, values=values, old_values=old_values, returns=returns
+    )
     plain_BS = jnp.square(values - returns)
     clipped_BS = jnp.square(jnp.clip(values, old_values - clip, old_values + clip) - returns)
     return 0.5 * jnp.maximum(plain_BS, clipped_BS), clipped_BS > plain_BS
-
-
-TERMS: Mapping[str, Callable[..., Terms]] = {
-    "ppo": ppo_terms,
-    "cispo": cispo_terms,
-    "gspo": gspo_terms,
-}
 
 
 # ---- a batch's loss
 
 
 def ppo(
-    logprobs: Array,
-    old_logprobs: Array,
-    advantages: Array,
-    mask: Array,
+    logprobs: ArrayLike,
+    old_logprobs: ArrayLike,
+    advantages: ArrayLike,
+    mask: ArrayLike,
     clip_low: float,
     clip_high: float,
     dual_clip: float | None = 3.0,
@@ -151,20 +139,17 @@ def ppo(
     Args: logprobs, old_logprobs, advantages: (B, S) float32. mask: (B, S) bool. dual_clip: above 1;
         None: no such bound. total: what the sum is divided by; None: this batch's own divisor.
     Returns: loss; actor/pg_clipfrac, actor/pg_clipfrac_lower, actor/ppo_kl: means over tokens.
-    Raises: ValueError for shapes, ranges and an aggregation that are not so.
+    Raises: ValueError for shapes, ranges, an aggregation and a total that are not so.
     """
-    _check_clip(clip_low, clip_high)
-    if dual_clip is not None and not dual_clip > 1:
-        raise ValueError(f"dual_clip={dual_clip} must be above 1, or None for no such bound")
-    terms = ppo_terms(logprobs, old_logprobs, advantages, mask, clip_low, clip_high, dual_clip)
-    return aggregate(terms.loss, mask, aggregation, total), _metrics(terms, mask)
+    clip = Clip(clip_low, clip_high, dual_clip)
+    return _policy("ppo", logprobs, old_logprobs, advantages, mask, clip, aggregation, total)
 
 
 def cispo(
-    logprobs: Array,
-    old_logprobs: Array,
-    advantages: Array,
-    mask: Array,
+    logprobs: ArrayLike,
+    old_logprobs: ArrayLike,
+    advantages: ArrayLike,
+    mask: ArrayLike,
     clip_low: float,
     clip_high: float,
     aggregation: str = "token-mean",
@@ -175,16 +160,15 @@ def cispo(
     -stop_gradient(clip(r, 1 - clip_low, 1 + clip_high)) A logprobs. Arguments, results and errors
     of `ppo`.
     """
-    _check_clip(clip_low, clip_high)
-    terms = cispo_terms(logprobs, old_logprobs, advantages, mask, clip_low, clip_high)
-    return aggregate(terms.loss, mask, aggregation, total), _metrics(terms, mask)
+    clip = Clip(clip_low, clip_high)
+    return _policy("cispo", logprobs, old_logprobs, advantages, mask, clip, aggregation, total)
 
 
 def gspo(
-    logprobs: Array,
-    old_logprobs: Array,
-    advantages: Array,
-    mask: Array,
+    logprobs: ArrayLike,
+    old_logprobs: ArrayLike,
+    advantages: ArrayLike,
+    mask: ArrayLike,
     clip_low: float,
     clip_high: float,
     aggregation: str = "seq-mean-token-mean",
@@ -195,16 +179,15 @@ def gspo(
     A token's ratio is exp(stop_gradient(mean log ratio - logprobs) + logprobs), so that its value
     is the response's and its gradient the token's. Arguments, results and errors of `ppo`.
     """
-    _check_clip(clip_low, clip_high)
-    terms = gspo_terms(logprobs, old_logprobs, advantages, mask, clip_low, clip_high)
-    return aggregate(terms.loss, mask, aggregation, total), _metrics(terms, mask)
+    clip = Clip(clip_low, clip_high)
+    return _policy("gspo", logprobs, old_logprobs, advantages, mask, clip, aggregation, total)
 
 
 def value(
-    values: Array,
-    old_values: Array,
-    returns: Array,
-    mask: Array,
+    values: ArrayLike,
+    old_values: ArrayLike,
+    returns: ArrayLike,
+    mask: ArrayLike,
     clip: float,
     aggregation: str = "token-mean",
     total: Array | float | None = None,
@@ -220,49 +203,83 @@ def value(
     if not clip > 0:
         raise ValueError(f"clip={clip} must be above 0; math.inf clips nothing")
     loss_BS, clipped_BS = value_terms(values, old_values, returns, mask, clip)
-    metrics = {"critic/vf_clipfrac": _mean(clipped_BS, mask)}
+    metrics = {"critic/vf_clipfrac": _mean(clipped_BS, jnp.asarray(mask))}
     return aggregate(loss_BS, mask, aggregation, total), metrics
 
 
 def aggregate(
-    loss_BS: Array, mask: Array, aggregation: str, total: Array | float | None = None
+    loss: ArrayLike, mask: ArrayLike, aggregation: str, total: Array | float | None = None
 ) -> Array:
     """Returns the losses of tokens as one number, float32: see the module's table.
 
-    Raises: ValueError for an aggregation that is not one of AGGREGATIONS.
+    Raises: ValueError for an aggregation that is not one of AGGREGATIONS, or a total that is not
+      above 0. An array may be 0: a batch without a token has loss 0, whatever it is divided by.
     """
     if aggregation not in AGGREGATIONS:
         raise ValueError(f"aggregation {aggregation!r} must be one of {', '.join(AGGREGATIONS)}")
-    (loss_BS,) = _masked(mask, loss_BS)
+    mask, loss_BS = _masked(mask, loss=loss)
     if aggregation == "seq-mean-token-mean":
         loss_BS = loss_BS / jnp.maximum(_count(mask, -1)[:, None], 1.0)
-    if total is None:  # a batch without a token has loss 0, whatever it is divided by
-        total = jnp.maximum(divisor(mask, aggregation), 1.0)
-    return loss_BS.sum() / jnp.asarray(total, jnp.float32)
+    if total is None:
+        total = divisor(mask, aggregation)
+    elif not isinstance(total, Array) and not total > 0:
+        raise ValueError(f"total={total} must be above 0; None: this batch's own divisor")
+    divided_by = jnp.asarray(total, jnp.float32)
+    return loss_BS.sum() / jnp.where(divided_by == 0, 1.0, divided_by)
 
 
-def divisor(mask: Array, aggregation: str) -> Array:
-    """Returns what the aggregation of a whole batch divides by, float32: tokens, responses or S."""
+def divisor(mask: ArrayLike, aggregation: str) -> Array:
+    """Returns what the aggregation of a batch divides by, float32: tokens, responses or S."""
+    mask = jnp.asarray(mask)
     if aggregation == "token-mean":
-        return _count(jnp.asarray(mask))
+        return _count(mask)
     if aggregation == "seq-mean-token-sum-norm":
         return jnp.asarray(mask.shape[-1], jnp.float32)
-    return _count(jnp.asarray(mask).any(axis=-1))
+    return _count(mask.any(axis=-1))
+
+
+def _policy(
+    name: str,
+    logprobs: ArrayLike,
+    old_logprobs: ArrayLike,
+    advantages: ArrayLike,
+    mask: ArrayLike,
+    clip: Clip,
+    aggregation: str,
+    total: Array | float | None,
+) -> tuple[Array, Metrics]:
+    """Returns the loss of this name and its metrics. Raises: as of `ppo`."""
+    terms = policy_terms(name, logprobs, old_logprobs, advantages, mask, clip)
+    mask = jnp.asarray(mask)
+    metrics = {
+        "actor/pg_clipfrac": _mean(terms.clipped, mask),
+        "actor/pg_clipfrac_lower": _mean(terms.lower, mask),
+        "actor/ppo_kl": _mean(-terms.log_ratio, mask),
+    }
+    return aggregate(terms.loss, mask, aggregation, total), metrics
 
 
 def _count(mask: Array, axis: int | None = None) -> Array:
-    return jnp.asarray(mask).sum(axis=axis, dtype=jnp.float32)
+    return mask.sum(axis=axis, dtype=jnp.float32)
 
 
-def _masked(mask: Array, *arrays: Array) -> tuple[Array, ...]:
-    """Returns arrays in float32 with 0 where the mask is False. Raises: ValueError."""
-    mask = jnp.asarray(mask)
-    if mask.ndim != 2 or mask.dtype != jnp.bool_:
-        raise ValueError(f"mask is {mask.dtype} of shape {mask.shape}; bool (B, S) is needed")
-    for array in arrays:
-        if jnp.shape(array) != mask.shape:
-            raise ValueError(f"an array has shape {jnp.shape(array)}; the mask has {mask.shape}")
-    return tuple(jnp.where(mask, jnp.asarray(x, jnp.float32), 0.0) for x in arrays)
+def _masked(mask: ArrayLike, **members: ArrayLike) -> list[Array]:
+    """Returns the mask, and the members in float32 with 0 where it is False. Raises: ValueError."""
+    arrays = {}
+    for name, member in {"mask": mask, **members}.items():
+        try:
+            arrays[name] = jnp.asarray(member)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{name}: an array is needed: {error}") from None
+    shape, dtype = arrays["mask"].shape, arrays["mask"].dtype
+    if len(shape) != 2 or dtype != jnp.bool_:
+        raise ValueError(f"mask is {dtype} of shape {shape}; bool (B, S) is needed")
+    for name in members:
+        x = arrays[name]
+        if x.shape != shape or jnp.iscomplexobj(x):
+            raise ValueError(f"{name}: {x.dtype} of shape {x.shape}; the mask has {shape}")
+        arrays[name] = jnp.where(arrays["mask"], x.astype(jnp.float32), 0.0)
+    return list(arrays.values())
 
 
 def _row_mean(x_BS: Array, mask: Array) -> Array:
@@ -270,22 +287,7 @@ def _row_mean(x_BS: Array, mask: Array) -> Array:
     return jnp.broadcast_to(mean_B[:, None], x_BS.shape)
 
 
-def _metrics(terms: Terms, mask: Array) -> Metrics:
-    return {
-        "actor/pg_clipfrac": _mean(terms.clipped, mask),
-        "actor/pg_clipfrac_lower": _mean(terms.lower, mask),
-        "actor/ppo_kl": _mean(-terms.log_ratio, mask),
-    }
-
-
 def _mean(x_BS: Array, mask: Array) -> Array:
     """Returns the mean over the mask, without a gradient; 0 for a mask without a token."""
     total = jnp.where(mask, x_BS.astype(jnp.float32), 0.0).sum()
     return jax.lax.stop_gradient(total / jnp.maximum(_count(mask), 1.0))
-
-
-def _check_clip(clip_low: float, clip_high: float) -> None:
-    if not (0 <= clip_low <= 1 and clip_high >= 0):
-        raise ValueError(
-            f"clip_low={clip_low} must be in [0, 1] and clip_high={clip_high} at least 0"
-        )

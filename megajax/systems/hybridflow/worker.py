@@ -91,21 +91,14 @@ def policy_task(cfg: HybridFlowConfig) -> Task:
     """
     rl, rule, S = cfg.rl, cfg.rule, cfg.train.seq_len
     has_kl = rl.kl == "loss"
+    assert rule.clip_high is not None
+    clip = losses.Clip(rl.clip_low, rule.clip_high, rl.dual_clip)
 
     def loss(logprobs_BS: jax.Array, entropy_BS: jax.Array, batch: Mapping) -> LossSums:
         mask_BS, weight_BS = batch["targets"] >= 0, batch["weight"]
         mean = response_mean(batch["segments"], S // 2) if rule.loss == "gspo" else None
-        assert rule.clip_high is not None
-        terms = losses.TERMS[rule.loss](
-            logprobs_BS,
-            batch["old_logprobs"],
-            batch["advantages"],
-            mask_BS,
-            rl.clip_low,
-            rule.clip_high,
-            rl.dual_clip,
-            mean,
-        )
+        members = logprobs_BS, batch["old_logprobs"], batch["advantages"], mask_BS
+        terms = losses.policy_terms(rule.loss, *members, clip, mean)
         sums = {
             "policy": terms.loss * weight_BS,
             "bonus": entropy_BS * weight_BS,

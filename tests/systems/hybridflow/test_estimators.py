@@ -110,7 +110,17 @@ def test_bad_batches_are_named(batch):
         (lambda: losses.ppo(r, r[:2], r, m, 0.2, 0.2), "shape"),
         (lambda: losses.gspo(r, r, r, m, -0.1, 0.2), "clip_low=-0.1"),
         (lambda: losses.value(r, r, r, m, 0.0), "clip=0.0"),
+        (lambda: losses.ppo(r, r, None, m, 0.2, 0.2), "^advantages: an array is needed"),
+        (lambda: losses.ppo(r, r * 1j, r, m, 0.2, 0.2), "^old_logprobs: complex64"),
+        (lambda: losses.ppo(r, r, r, m.astype(int), 0.2, 0.2), "bool"),
+        (lambda: losses.cispo(r, r, r, m, 0.2, 0.2, total=0), "total=0"),
+        (lambda: losses.value(r, r, r, m, 0.2, total=np.nan), "total=nan"),
+        (lambda: kl.k1(r, r[:, 0]), r"shape \(7, 6\), ref_logprobs \(7,\)"),
+        (lambda: kl.k3(r, r[:, :1]), "ref_logprobs"),
         (lambda: kl.AdaptiveController(0.1, 0.0, 10), "target=0.0"),
+        (lambda: kl.AdaptiveController(0.1, 6.0, 10).update(np.nan, 5), "kl=nan"),
+        (lambda: kl.AdaptiveController(0.1, 6.0, 10).update(0.0, 51), "steps=51 from 0 to 5 times"),
+        (lambda: kl.AdaptiveController(0.1, 6.0, 10).update(0.0, -1), "steps=-1"),
     ):
         with pytest.raises(ValueError, match=words):
             call()
@@ -248,6 +258,30 @@ def test_values(batch):
     assert metrics["critic/vf_clipfrac"] == pytest.approx(clipped, abs=1e-6)
 
 
+def test_lists_and_bfloat16_are_taken(batch):
+    m = batch["mask"]
+    names = ("logprobs", "old", "advantages")
+    expected, metrics = losses.ppo(*(batch[k] for k in names), m, 0.2, 0.28)
+    loss, same = losses.ppo(*(batch[k].tolist() for k in names), m.tolist(), 0.2, 0.28)
+    assert loss == expected and same == metrics
+    np.testing.assert_array_equal(kl.k2([1.0, 3.0], [2.0, 1.0]), [0.5, 2.0])
+    coarse = [jnp.asarray(batch[k], jnp.bfloat16) for k in ("rewards", "values")]
+    exact = [np.asarray(x, np.float32) for x in coarse]
+    np.testing.assert_array_equal(
+        advantages.gae(coarse[0], m, coarse[1], 0.9, 0.8),
+        advantages.gae(exact[0], m, exact[1], 0.9, 0.8),
+    )
+    none = np.zeros((0, 3))
+    assert advantages.grpo(none, none.astype(bool), []).shape == (0, 3)
+
+
+def test_a_step_without_a_token_has_loss_0():
+    m, x = jnp.zeros((2, 3), bool), jnp.zeros((2, 3))
+    for how in losses.AGGREGATIONS[:3]:
+        total = losses.divisor(m, how)
+        assert jax.jit(lambda t, how=how: losses.gspo(x, x, x, m, 0.2, 0.2, how, t)[0])(total) == 0
+
+
 def test_an_empty_batch_loses_nothing():
     m, x = jnp.zeros((2, 3), bool), jnp.full((2, 3), jnp.nan)
     for how in losses.AGGREGATIONS:
@@ -277,6 +311,9 @@ def test_divergences_and_their_gradients():
         gradient = jax.grad(lambda x, f=through: f(x, jnp.float32(q)).sum())(jnp.float32(p))
         np.testing.assert_allclose(gradient, p - q, atol=1e-5)
     assert kl.k3(jnp.float32(-60.0), jnp.float32(0.0)) == 10
+    near = np.float32([1e-2, 1e-3, -1e-3, 1e-4])  # as in a run's first iterations
+    d = np.float64(near)
+    np.testing.assert_allclose(kl.k3(0 * near, near), np.expm1(d) - d, rtol=2e-3)
 
 
 def test_the_coefficient_follows_its_target():
