@@ -85,8 +85,13 @@ class DataBatch:
         return DataBatch(self._columns | other._columns)
 
     def take(self, rows: Sequence[int] | np.ndarray) -> "DataBatch":
-        """Returns the rows of these numbers, in this order."""
-        index = np.asarray(rows, np.int64)
+        """Returns the rows of these numbers, in this order. Raises: IndexError, ValueError."""
+        index = np.asarray(rows)
+        if index.dtype == bool or (index.size and index.dtype.kind not in "iu"):
+            raise ValueError(f"rows are {index.dtype}; their numbers are needed (np.flatnonzero)")
+        index = index.astype(np.int64)
+        if ((index < -len(self)) | (index >= len(self))).any():  # jax would take the last row
+            raise IndexError(f"a batch of {len(self)} rows has no row {index[index >= len(self)]}")
         return DataBatch(
             {
                 name: [x[i] for i in index] if isinstance(x, list) else x[index]
@@ -99,7 +104,8 @@ class DataBatch:
 
         Raises: ValueError if n does not divide the rows: `pad` first.
         """
-        if n < 1 or len(self) % n:
+        _check_count(n=n)
+        if len(self) % n:
             raise ValueError(f"{len(self)} rows cannot be cut into {n} equal parts; pad({n}) first")
         size = len(self) // n
         return [
@@ -112,8 +118,7 @@ class DataBatch:
 
         Raises: ValueError for n below 1.
         """
-        if n < 1:
-            raise ValueError(f"n={n} must be at least 1")
+        _check_count(n=n)
         index = np.arange(len(self))
         return self.take(np.repeat(index, n) if interleave else np.tile(index, n))
 
@@ -123,8 +128,7 @@ class DataBatch:
         The rows that are appended are the first ones again, so that they are valid everywhere.
         Raises: ValueError for an empty batch, or a multiple below 1.
         """
-        if multiple < 1:
-            raise ValueError(f"multiple={multiple} must be at least 1")
+        _check_count(multiple=multiple)
         added = -len(self) % multiple
         if not added:
             if not len(self):
@@ -142,7 +146,7 @@ class DataBatch:
     def concatenate(batches: Iterable["DataBatch"]) -> "DataBatch":
         """Returns the rows of all batches, in order.
 
-        Raises: ValueError for no batch, or for batches with unlike names.
+        Raises: ValueError for no batch, or for batches with unlike names or rows.
         """
         parts = list(batches)
         if not parts:
@@ -152,13 +156,25 @@ class DataBatch:
             if set(part) != set(names):
                 odd = sorted(set(part) ^ set(names))
                 raise ValueError(f"batches have unlike columns: {odd[0]!r} is not in all of them")
-        return DataBatch({name: _joined([part[name] for part in parts]) for name in names})
+        return DataBatch({name: _joined(name, [part[name] for part in parts]) for name in names})
 
 
-def _joined(columns: Sequence[Column]) -> Column:
-    """Returns the rows of all columns, in order: a list if one of them is a list."""
+def _joined(name: str, columns: Sequence[Column]) -> Column:
+    """Returns the rows of all columns, in order: a list if one of them is a list.
+
+    Raises: ValueError for arrays whose rows are not of one shape.
+    """
+    if len(columns) == 1:
+        return columns[0]
     if any(isinstance(x, list) for x in columns):
         return [row for x in columns for row in x]
-    if all(isinstance(x, np.ndarray) for x in columns):
-        return np.concatenate(columns)
-    return np.concatenate([np.asarray(x) for x in columns])
+    try:
+        return np.concatenate([np.asarray(x) for x in columns])
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"column {name!r} cannot be put together: {error}") from None
+
+
+def _check_count(**counts: Any) -> None:
+    for name, count in counts.items():
+        if not isinstance(count, int | np.integer) or count < 1:
+            raise ValueError(f"{name}={count!r} must be a whole number, at least 1")

@@ -90,7 +90,7 @@ class WorkerGroup:
     `devices` gets the pool's, or of a rank its own one; one that takes `rank` gets its number.
     """
 
-    def __init__(self, pool: ResourcePool, worker: type, **config: Any):
+    def __init__(self, pool: ResourcePool, worker: type, /, **config: Any):
         """Args: config: of the class. Raises: what the class raises for it."""
         self.pool, self._worker = pool, worker
         self._timings: dict[str, Timing] = {}
@@ -105,7 +105,7 @@ class WorkerGroup:
         self.mesh: Mesh | None = getattr(first, "mesh", None)
         if self.mesh is None:
             more = enumerate(pool.devices[1:], 1)
-            if "devices" in names:
+            if "devices" in names and len(pool.devices) > 1:
                 first = make(pool.devices[:1], 0)
             self.workers = [first, *(make((device,), rank) for rank, device in more)]
             self.ranks = len(pool.devices)
@@ -185,12 +185,17 @@ def register_protocol(
     """Adds a protocol.
 
     Args: distribute(group, *args, **kwargs): what each rank gets, the first rank first: a Call, or
-        a tuple of its arguments. collect(group, results): the result of the call.
+        a tuple of its arguments; ranks beyond the last one are not called. collect(group, results):
+        the result of the call.
     Raises: ValueError for a name that is taken.
     """
 
     def calls(group: WorkerGroup, *args: Any, **kwargs: Any) -> tuple[list[Call], None]:
-        listed = distribute(group, *args, **kwargs)
+        listed = list(distribute(group, *args, **kwargs))
+        if len(listed) > len(group.workers):
+            raise ValueError(
+                f"protocol {name!r} gave {len(listed)} calls for {len(group.workers)} workers"
+            )
         as_tuples = [x if isinstance(x, tuple) else (x,) for x in listed]
         return [x if isinstance(x, Call) else Call(x, {}) for x in as_tuples], None
 
@@ -231,16 +236,21 @@ def _collect_data(group: WorkerGroup, results: list[Any], told: tuple[int, int])
     if all(r is None for r in results):
         return None
     if not all(isinstance(r, DataBatch) for r in results):  # bare columns
+        if not all(isinstance(r, list) or getattr(r, "ndim", 0) for r in results):
+            raise ValueError(
+                "a method under 'data' returns a DataBatch, or an array or a list with an entry a "
+                f"row, or None, on all ranks; not {', '.join(type(r).__name__ for r in results)}"
+            )
         columns = [DataBatch({"rows": r}) for r in results]
         return _collect_data(group, columns, told)["rows"]
-    joined = DataBatch.concatenate(results)
     rows, padded = told
-    if len(joined) % padded:
-        raise TypeError(
-            f"a method under 'data' made {len(joined)} rows of {padded}; a row becomes one, or "
-            "equally many"
+    rank_rows, made_rows = padded // len(results), [len(r) for r in results]
+    if len(set(made_rows)) > 1 or made_rows[0] % rank_rows:
+        raise ValueError(
+            f"a method under 'data' made {made_rows} rows of {rank_rows} on each rank; a row "
+            "becomes one, or equally many"
         )
-    return joined.unpad((padded - rows) * (len(joined) // padded))
+    return DataBatch.concatenate(results).unpad((padded - rows) * (made_rows[0] // rank_rows))
 
 
 _LOCK = threading.Lock()

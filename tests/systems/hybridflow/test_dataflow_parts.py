@@ -57,9 +57,16 @@ def test_batches():
         lambda: rows(0).pad(2),
         lambda: DataBatch.concatenate([]),
         lambda: DataBatch.concatenate([batch, more]),
+        lambda: batch.repeat(1.5),
+        lambda: batch.take(np.arange(5) > 2),
     ):
         with pytest.raises(ValueError):
             call()
+    for column in (np.arange(5), jax.numpy.arange(5), list(range(5))):
+        with pytest.raises(IndexError, match="no row .5."):
+            DataBatch({"x": column}).take([5])
+    with pytest.raises(ValueError, match="column 'x'"):
+        DataBatch.concatenate([DataBatch({"x": np.zeros((1, n))}) for n in (2, 3)])
 
 
 class Doubler:
@@ -75,6 +82,14 @@ class Doubler:
     @register("data")
     def answers(self, batch):
         return DataBatch({"x": batch.repeat(3)["x"]})
+
+    @register("data")
+    def unlike(self, batch):  # as many rows as there were, but not of each rank
+        return batch.repeat(2) if self.rank == 0 else batch.take([]) if self.rank == 1 else batch
+
+    @register("data")
+    def pair(self, batch):
+        return batch["x"], batch["x"]
 
     @register("one")
     def first(self):
@@ -110,6 +125,10 @@ def test_groups_of_workers():
         assert group.every("r").result() == ["r0", "r1", "r2", "r3"]
         with pytest.raises(ValueError, match="empty"):
             group.double(rows(0))
+        with pytest.raises(ValueError, match=r"made \[6, 0, 3, 3\] rows of 3 on each rank"):
+            group.unlike(rows(12)).result()
+        with pytest.raises(ValueError, match="not tuple, tuple"):
+            group.pair(rows(8)).result()
         with pytest.raises(AttributeError, match="double"):
             group.triple(rows())
         with pytest.raises(RuntimeError, match="no weights"):
@@ -118,6 +137,26 @@ def test_groups_of_workers():
             register("broadcast")
     with pytest.raises(ValueError, match="distinct"):
         ResourcePool([devices[0], devices[0]])
+
+
+def test_a_class_gets_its_devices_and_a_configuration_of_any_names():
+    class Held:
+        made = 0
+
+        def __init__(self, devices, pool):
+            Held.made += 1
+            self.devices, self.pool = devices, pool
+
+        @register("all")
+        def where(self):
+            return self.devices, self.pool
+
+    for count in (1, 3):
+        devices = jax.devices()[:count]
+        with ResourcePool(devices) as pool:
+            where = WorkerGroup(pool, Held, pool="swimming").where().result()
+        assert where == [((device,), "swimming") for device in devices]
+    assert Held.made == 1 + (1 + 3)  # once with all, which says whether it has a mesh
 
 
 def test_pools_overlap_and_models_of_one_pool_do_not():
@@ -150,7 +189,11 @@ def test_a_protocol_of_ones_own():
             return x * x
 
     with ResourcePool(jax.devices()[:3]) as pool:
-        assert WorkerGroup(pool, Square).square([1, 2, 3]).result() == [9, 4, 1]
+        group = WorkerGroup(pool, Square)
+        assert group.square([1, 2, 3]).result() == [9, 4, 1]
+        assert group.square([1, 2]).result() == [4, 1]
+        with pytest.raises(ValueError, match="'round' gave 4 calls for 3 workers"):
+            group.square([1, 2, 3, 4])
     with pytest.raises(ValueError, match="exists"):
         register_protocol("round", lambda group: [], lambda group, results: None)
 
