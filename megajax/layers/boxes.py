@@ -86,7 +86,7 @@ def clip(boxes: jax.Array, size: Sequence[int] | jax.Array) -> jax.Array:
 
 def anchors(
     shape: tuple[int, int],
-    stride: int | tuple[int, int],
+    stride: int | Sequence[int],
     sizes: Sequence[float],
     ratios: Sequence[float],
 ) -> jax.Array:
@@ -98,7 +98,7 @@ def anchors(
     Args: shape: (H, W). stride: pixels a cell, one number or (down, across). sizes: square roots of
         areas, pixels. ratios: heights over widths.
     """
-    down, across = stride if isinstance(stride, tuple) else (stride, stride)
+    down, across = np.broadcast_to(np.asarray(stride), (2,))
     # float32 throughout: float64 would round other corners than torchvision does.
     tall_R1 = np.sqrt(np.asarray(ratios, np.float32))[:, None]
     sizes_1S = np.asarray(sizes, np.float32)[None]
@@ -137,9 +137,8 @@ def nms(
     """
     total = boxes.shape[0]
     scores_N = _float32(scores)
-    scores_N = jnp.where(jnp.isnan(scores_N), -jnp.inf, scores_N)
     order_N = jnp.argsort(scores_N, stable=True, descending=True).astype(jnp.int32)
-    there_N = scores_N[order_N] > -jnp.inf
+    there_N = scores_N[order_N] > -jnp.inf  # False for NaN
     boxes_N4 = boxes[order_N]
     # suppresses[i, j]: box i, if it is taken, excludes the later box j.
     suppresses_NN = iou(boxes_N4, boxes_N4) > threshold
