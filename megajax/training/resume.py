@@ -239,7 +239,10 @@ def _resumed(step: int, cfg: JobConfig, where: str, note: str = "") -> str:
             "anew (--train.steps)"
         )
     if step == steps:
-        note += f": all of train.steps={steps} are done, a larger --train.steps trains on"
+        note += (
+            f": all of train.steps={steps} are done; a larger --train.steps, with --run_dir of "
+            "this folder, trains on"
+        )
     return f"resumed after step {step}{note}"
 
 

@@ -78,7 +78,8 @@ def test_a_run_without_a_whole_step_does_not_begin_anew(folder):
 def test_a_run_that_has_all_steps_or_more_says_so(folder):
     assert begin(folder, steps=11).how == "resumed after step 10"
     assert begin(folder, steps=10).how == (
-        "resumed after step 10: all of train.steps=10 are done, a larger --train.steps trains on"
+        "resumed after step 10: all of train.steps=10 are done; a larger --train.steps, with "
+        "--run_dir of this folder, trains on"
     )
     with pytest.raises(UserError, match=r"=9: .* already has 10 steps, .* \(--train.steps\)"):
         begin(folder, steps=9)

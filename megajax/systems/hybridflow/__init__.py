@@ -12,5 +12,12 @@ __getattr__, __dir__, __all__ = public(
         "batch": ("DataBatch",),
         "pool": ("ResourcePool", "WorkerGroup", "register", "register_protocol"),
         "command": ("run",),
+        "config": ("HybridFlowConfig", "nano", "tiny"),
+        "controller": (
+            "Models",
+            "token_rewards",
+            "with_references",
+            "with_tokens",
+        ),
     },
 )

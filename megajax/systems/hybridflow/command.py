@@ -13,7 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from megajax.core.errors import UserError
+from megajax.core.errors import UserError, did_you_mean
 from megajax.core.files import expand, write_whole
 from megajax.core.tree import count
 from megajax.data.tokenizer import Tokenizer, open_tokenizer, prompt_ids, write_characters
@@ -288,7 +288,7 @@ def draw_rewards(run_dir: RunDir, console: Console) -> None:
                 label=f"held out, greedy, {source} exact",
             )
             title += f",\n{source}: {held_out[at[-1]][key]:.0%} of held-out answers exact"
-    axes.set(xlabel="iteration", ylabel="score (1: right)")
+    axes.set(xlabel="iteration", ylabel="mean score")
     axes.set_title(title, fontsize=11)
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
@@ -310,6 +310,11 @@ def run(recipe: Recipe | str, config: HybridFlowConfig) -> list[dict[str, Any]]:
     Returns: the metrics of each iteration.
     Raises: UserError for a configuration that cannot run.
     """
+    if isinstance(recipe, str) and recipe not in RECIPES:
+        raise UserError(
+            f"recipe {recipe!r} must be one of {', '.join(RECIPES)}, or a function."
+            f"{did_you_mean(recipe, RECIPES)}"
+        )
     chosen = RECIPES[recipe] if isinstance(recipe, str) else recipe
     mesh = config.mesh.build()
     config.check(dict(mesh.shape))

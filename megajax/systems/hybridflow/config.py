@@ -34,17 +34,16 @@ Estimator = Literal["gae", "grpo", "dr_grpo", "rloo", "remax", "reinforce_plus_p
 class Algorithm:
     """What a name stands for.
 
-    estimator: of advantages (advantages.py). loss: one of losses.POLICY_LOSSES. aggregation: of its
-    tokens; None: the flag's. clip_high: None: the flag's. dynamic: prompts whose responses all
-    have one score are replaced by others. overlong: long responses are punished.
+    estimator: of advantages (advantages.py). loss: one of losses.POLICY_LOSSES. aggregation: of
+    its tokens, clip_high: the upper clip, where no flag says another. dynamic: prompts whose
+    responses all have one score are replaced by others.
     """
 
     estimator: Estimator
     loss: str = "ppo"
-    aggregation: str | None = None
-    clip_high: float | None = None
+    aggregation: str = "token-mean"
+    clip_high: float = 0.2
     dynamic: bool = False
-    overlong: bool = False
 
     @property
     def has_critic(self) -> bool:
@@ -67,9 +66,7 @@ ALGORITHMS: dict[str, Algorithm] = {
     "reinforce_plus_plus": Algorithm("reinforce_plus_plus"),
     "gspo": Algorithm("grpo", loss="gspo", aggregation="seq-mean-token-mean"),
     "cispo": Algorithm("grpo", loss="cispo"),
-    "dapo": Algorithm(
-        "grpo", aggregation="token-mean", clip_high=0.28, dynamic=True, overlong=True
-    ),
+    "dapo": Algorithm("grpo", clip_high=0.28, dynamic=True),
 }
 
 
@@ -90,11 +87,14 @@ class RlConfig(Checked, section="rl"):
     gamma: float = option(1.0, "discount of rewards", at_least=0, at_most=1)
     lam: float = option(1.0, "lambda of generalized advantage estimation", at_least=0, at_most=1)
     clip_low: float = option(0.2, "ratios below 1 minus this are clipped", at_least=0, at_most=1)
-    clip_high: float = option(0.2, "ratios above 1 plus this are clipped", at_least=0)
+    clip_high: float | None = option(
+        None, "ratios above 1 plus this are clipped; none: 0.28 for dapo, 0.2 else", at_least=0
+    )
     dual_clip: float = option(3.0, "bound of the loss for negative advantages", above=1)
     value_clip: float = option(0.5, "values are clipped around the old ones by this", above=0)
-    aggregation: Literal[AGGREGATIONS] = option(  # type: ignore[valid-type]
-        "token-mean", "what the losses of tokens are averaged over"
+    aggregation: Literal[AGGREGATIONS] | None = option(  # type: ignore[valid-type]
+        None,
+        "what the losses of tokens are averaged over; none: the algorithm's, token-mean for most",
     )
     entropy: float = option(0.0, "weight of the policy's entropy in the objective", at_least=0)
     kl: Literal["none", "reward", "loss"] = option(
@@ -119,7 +119,10 @@ class RlConfig(Checked, section="rl"):
         above=0,
     )
     overlong: int = option(
-        0, "tokens before max_tokens in which a penalty grows to 1 (DAPO)", "tokens", at_least=0
+        0,
+        "tokens before max_tokens in which a penalty grows to 1 (DAPO); 0: no penalty",
+        "tokens",
+        at_least=0,
     )
     dynamic_rounds: int = option(
         4, "rounds of more prompts for those whose responses all have one score (DAPO)", at_least=1
@@ -186,17 +189,17 @@ class HybridFlowConfig(JobConfig):
     placement: Literal["colocate", "split", "standalone"] = option(
         "colocate",
         "colocate: all models on all devices; split: policy and reference on one half, critic on "
-        "the other; standalone: each model on a part of its own",
+        "the other, or without a critic the reference; standalone: each model on a part of its own",
     )
 
     @property
     def rule(self) -> Algorithm:
-        """The algorithm, with what the flags decide filled in."""
-        rule = ALGORITHMS[self.algorithm]
+        """The algorithm, with what the flags say of it."""
+        rule, rl = ALGORITHMS[self.algorithm], self.rl
         return dataclasses.replace(
             rule,
-            aggregation=rule.aggregation or self.rl.aggregation,
-            clip_high=self.rl.clip_high if rule.clip_high is None else rule.clip_high,
+            aggregation=rl.aggregation or rule.aggregation,
+            clip_high=rule.clip_high if rl.clip_high is None else rl.clip_high,
         )
 
     def given_params(self, layout: Layout, fresh: Tree) -> Tree:

@@ -203,8 +203,6 @@ def token_rewards(models: Models, batch: DataBatch) -> tuple[np.ndarray, np.ndar
 def overlong_penalty(lengths: np.ndarray, most: int, buffer: int) -> np.ndarray:
     """Returns what long responses lose (DAPO, equation 13): 0 up to most - buffer tokens, then
     linearly to 1 at `most`."""
-    if not buffer:
-        return np.zeros(len(lengths), np.float32)
     over = np.clip((np.asarray(lengths) - (most - buffer)) / buffer, 0.0, 1.0)
     return over.astype(np.float32)
 
@@ -407,7 +405,13 @@ class Dataflow:
             iteration,
             self._coefficient(state),
         )
-        responses, updates = self._recipe(models, batch)
+        made = self._recipe(models, batch)
+        if not (isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], DataBatch)):
+            raise UserError(
+                "a recipe returns (the batch of responses, a list of the futures of updates); this "
+                f"one returned {type(made).__name__}"
+            )
+        responses, updates = made
         results = [future.result() for future in updates]
         self._groups["actor"].free().result()
         self.last = responses
@@ -547,7 +551,7 @@ class Dataflow:
         was left out). where: the iteration, for messages."""
         rl = self.cfg.rl
         scores, lost = self._scores(batch, where)
-        if self.cfg.rule.overlong:
+        if rl.overlong:
             lengths = np.array([len(r) for r in batch["response_ids"]])
             scores = scores - overlong_penalty(lengths, rl.max_tokens, rl.overlong)
         batch, groups = batch.union(DataBatch({"scores": scores})), np.asarray(batch["groups"])

@@ -406,6 +406,8 @@ def _load(path: str, name: str) -> Reward:
     if spec is None or spec.loader is None or not file.is_file():
         raise UserError(f"reward={path}:{name}: no Python file {file} (--reward=FILE.py:FUNCTION)")
     module = importlib.util.module_from_spec(spec)
+    if str(file.parent) not in sys.path:  # where Python finds modules of a script
+        sys.path.append(str(file.parent))
     try:
         spec.loader.exec_module(module)
     except Exception as error:

@@ -18,6 +18,7 @@ import ast
 import dataclasses
 import hashlib
 import operator
+import secrets
 from collections.abc import Callable, Mapping
 from fractions import Fraction
 from typing import Any
@@ -203,6 +204,21 @@ def _python(random: np.random.Generator) -> tuple[str, str]:
     return text.format(k=k), tests
 
 
+# Runs an answer and its tests in one process of the sandbox. What only the tests' end writes shows
+# that they were reached: an answer that ends the process ends it without.
+_JUDGE = """\
+import os, sys
+def judge(program):
+    secret, _, tests = sys.stdin.read().partition("\\n")
+    names = {{"__name__": "__main__"}}
+    exec(compile(program, "answer.py", "exec"), names)
+    exec(compile(tests, "tests.py", "exec"), names)
+    sys.stdout.flush()
+    os.write(1, secret.encode())
+judge({program!r})
+"""
+
+
 def score_python(
     data_source: str,
     solution_str: str,
@@ -211,14 +227,18 @@ def score_python(
 ) -> dict[str, float]:
     """Returns 1 if the program passes its tests in the sandbox, else 0.
 
+    A program that ends the process before its tests have run (sys.exit, os._exit) has not passed.
+    Tests compare what the program returns, so an object that claims to equal everything passes.
     ground_truth: the tests. extra_info: `prompt`, what stands before the answer; `seconds`.
     """
-    extra = extra_info or {}
-    program = f"{extra.get('prompt', '')}{solution_str}\n{ground_truth}\n"
-    result = sandbox.run(program, seconds=float(extra.get("seconds", 2.0)))
+    extra, secret = extra_info or {}, secrets.token_hex(16)
+    program = _JUDGE.format(program=f"{extra.get('prompt', '')}{solution_str}\n")
+    seconds = float(extra.get("seconds", 2.0))
+    result = sandbox.run(program, stdin=f"{secret}\n{ground_truth}\n", seconds=seconds)
+    passed = float(result.status == "ok" and result.stdout.endswith(secret))
     return {
-        "score": float(result.status == "ok"),
-        "exact": float(result.status == "ok"),
+        "score": passed,
+        "exact": passed,
         "timeouts": float(result.status == "timeout"),
     }
 

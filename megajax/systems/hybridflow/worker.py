@@ -222,7 +222,7 @@ class _Trained:
             for rows in np.array_split(order, rl.minibatches):
                 part = batch.take(rows)
                 lengths = [len(r) for r in part["response_ids"]]
-                weights = token_weights(lengths, str(aggregation), rl.max_tokens)
+                weights = token_weights(lengths, aggregation, rl.max_tokens)
                 named = {name: part[name] for name in columns} | {"weight": weights}
                 if "kl_weight" in named:
                     named["kl_weight"] = [
@@ -398,7 +398,14 @@ class Actor(_Trained):
 
     @register("one")
     def update(self, batch: DataBatch, iteration: int) -> Metrics:
-        """Trains on responses with columns old_logprobs and advantages."""
+        """Trains on responses with columns old_logprobs and advantages. Raises: UserError for a
+        batch of a recipe that lacks one."""
+        for column, by in (("old_logprobs", "with_references"), ("advantages", "with_tokens")):
+            if column not in batch:
+                raise UserError(
+                    f"the actor's update needs a column {column!r}, which {by} of "
+                    f"megajax.systems.hybridflow adds; the batch has {', '.join(batch)}"
+                )
         names = [n for n in self.step.task.batch if n in batch or n == "weight"]
         return self._update(batch, [n for n in names if n != "weight"], iteration)
 

@@ -375,6 +375,9 @@ def test_scores_of_tasks():
     prompt = {"prompt": "def f(x):\n"}
     assert tasks.score_python("", "    return x*x", "assert f(3) == 9", prompt)["score"] == 1
     assert tasks.score_python("", "    return x", "assert f(3) == 9", prompt)["score"] == 0
+    for way_out in ("raise SystemExit", "import sys\nsys.exit(0)", "import os\nos._exit(0)"):
+        answer = f"    return x\n{way_out}"
+        assert tasks.score_python("", answer, "assert f(3) == 9", prompt)["score"] == 0, way_out
     with pytest.raises(ValueError, match="copy:99"):
         tasks.open_task("copy:99")
     with pytest.raises(ValueError, match="Did you mean countdown"):

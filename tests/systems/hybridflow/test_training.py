@@ -201,6 +201,26 @@ def test_responses_that_the_engine_did_not_end_are_left_out(monkeypatch, caplog)
         flow.close()
 
 
+def test_a_recipe_of_the_documents_and_recipes_that_lack_something():
+    page = (ROOT / "docs" / "rl.md").read_text().split("<!-- recipe.py -->\n```python\n")[1]
+    code = page.split("for metrics in")[0].replace("mesh.start(", "dict(")
+    names: dict = {}
+    exec(compile(code, "recipe.py", "exec"), names)
+    cfg = small(train__steps=1, rl__clip_high=0.5, rl__overlong=2, algorithm="dapo")
+    assert cfg.rule.clip_high == 0.5 and cfg.rule.aggregation == "token-mean"
+    assert math.isfinite(run(names["median"], cfg)[0]["actor/pg_loss"])
+    for recipe, said in (
+        ("grppo", "Did you mean grpo"),
+        (lambda models, prompts: models.rollouts(prompts), "a recipe returns"),
+        (
+            lambda models, prompts: (b := models.rollouts(prompts), [models.actor.update(b, 1)]),
+            "with_references",
+        ),
+    ):
+        with pytest.raises(UserError, match=said):
+            run(recipe, cfg)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_all_algorithms_run(name):
