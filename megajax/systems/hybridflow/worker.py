@@ -91,7 +91,6 @@ def policy_task(cfg: HybridFlowConfig) -> Task:
     """
     rl, rule, S = cfg.rl, cfg.rule, cfg.train.seq_len
     has_kl = rl.kl == "loss"
-    assert rule.clip_high is not None
     clip = losses.Clip(rl.clip_low, rule.clip_high, rl.dual_clip)
 
     def loss(logprobs_BS: jax.Array, entropy_BS: jax.Array, batch: Mapping) -> LossSums:
