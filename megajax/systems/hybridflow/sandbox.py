@@ -9,7 +9,8 @@ confines itself, and only then executes the program:
                                                        the system's shared libraries and /dev/null
     seccomp                                            no socket, no new process, no other program,
                                                        no change of a file's owner, mode or times,
-                                                       none of the kernel's rarely used interfaces
+                                                       no memory that the limits do not count, none
+                                                       of the kernel's rarely used interfaces
     resource limits                                    memory, size of a file, descriptors, core
 
 The environment is empty and descriptors above 2 are closed. A program that asks for what is refused
@@ -20,6 +21,7 @@ Floor: systems. No jax. Source: HybridFlow (arXiv 2409.19256) leaves rewards to 
 as rewards need this. Linux 5.13 or later, x86-64 or aarch64.
 """
 
+import contextlib
 import ctypes
 import errno
 import os
@@ -42,6 +44,7 @@ FILES = 1024  # (chosen) files of that folder
 START = 30.0  # (chosen) seconds in which the process must have confined itself, on a busy machine
 MEMORY_EXIT = 77  # exit code of a program that ended with MemoryError
 LEAST_MEGABYTES = 64  # (measured with CPython 3.12: 40 are in use before a program begins)
+MOST_MEGABYTES = 2**20  # (chosen) a tebibyte
 
 CLONE_NEWUSER, CLONE_NEWNET, CLONE_NEWPID = 0x10000000, 0x40000000, 0x20000000
 CLONE_NEWIPC, CLONE_NEWNS, CLONE_NEWUTS = 0x08000000, 0x00020000, 0x04000000
@@ -135,7 +138,12 @@ REFUSED = {
     "removexattr": (197, 14),
     "lremovexattr": (198, 15),
     "fremovexattr": (199, 16),
+    # Memory that no limit of this process counts: segments and queues outlive its mappings.
+    "memfd_create": (319, 279),
     "memfd_secret": (447, 447),
+    "shmget": (29, 194),
+    "msgget": (68, 186),
+    "semget": (64, 190),
     "seccomp": (317, 277),
 }
 MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}  # column of REFUSED, AUDIT_ARCH
@@ -170,8 +178,13 @@ def run(source: str, *, stdin: str = "", seconds: float = 2.0, megabytes: int = 
     """
     if not (isinstance(seconds, int | float) and 0 < seconds <= 86400):
         raise ValueError(f"seconds={seconds!r} must be a number above 0, at most 86400 (a day)")
-    if not isinstance(megabytes, int) or not LEAST_MEGABYTES <= megabytes <= 2**20:
-        raise ValueError(f"megabytes={megabytes!r} must be an integer from {LEAST_MEGABYTES} on")
+    if not isinstance(megabytes, int) or not LEAST_MEGABYTES <= megabytes <= MOST_MEGABYTES:
+        raise ValueError(
+            f"megabytes={megabytes!r} must be an integer from {LEAST_MEGABYTES} to {MOST_MEGABYTES}"
+        )
+    for name, text in (("source", source), ("stdin", stdin)):
+        if not isinstance(text, str):
+            raise ValueError(f"{name} must be a str, not {type(text).__name__}")
     program, data = (text.encode("utf-8", "surrogatepass") for text in (source, stdin))
     for name, size in (("source", len(program)), ("stdin", len(data))):
         if size > SOURCE:
@@ -403,9 +416,15 @@ def _main(folder: str, megabytes: str, source: str, tell: str) -> NoReturn:
     os.close(int(tell))
     try:
         exec(compile(program, "program", "exec"), module.__dict__)
+    except SystemExit as end:  # the program's own 77 does not mean a lack of memory
+        sys.exit(1 if end.code == MEMORY_EXIT else end.code)
     except MemoryError:
+        with contextlib.suppress(BaseException):  # perhaps there is none for this, either
+            sys.stdout.flush()
+            sys.stderr.write("MemoryError\n")
+            sys.stderr.flush()
         os._exit(MEMORY_EXIT)
-    except Exception as error:  # as the interpreter prints it, without this file's frame
+    except BaseException as error:  # as the interpreter prints it, without this file's frame
         trace = error.__traceback__.tb_next if error.__traceback__ else None
         sys.excepthook(type(error), error.with_traceback(trace), trace)
         sys.exit(1)

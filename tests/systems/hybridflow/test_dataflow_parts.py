@@ -1,8 +1,10 @@
 """Batches, pools of workers, packed rows, rewards and prompts."""
 
 import json
+import re
 import threading
 import time
+import warnings
 
 import jax
 import numpy as np
@@ -341,6 +343,21 @@ def test_files_of_prompts(tmp_path):
         data_.read(tmp_path / "rows.csv")
 
 
+def test_programs_are_scored_by_their_tests():
+    row = tasks.open_task("python").row(1, 0, False, 0.2)
+    number = re.search(r"# (\d+) times x", row["prompts"])
+    assert number, "row 0 of seed 1 is a product"
+    for body, score in (
+        (f"    return {number[1]} * x", 1),
+        ("    return x", 0),
+        ("    import os; os._exit(0)", 0),
+        ("    pass\nimport sys; sys.exit(0)", 0),
+    ):
+        batch = {name: [row[name]] for name in ("data_source", "ground_truth", "extra_info")}
+        scores, _ = rewards_.score(tasks.score_python, batch | {"completions": [body]})
+        assert scores == [score], body
+
+
 @pytest.mark.parametrize("name", ["copy:3", "sort:4", "arithmetic", "countdown", "python"])
 def test_tasks_are_pure_and_hold_out_by_content(name):
     task = tasks.open_task(name)
@@ -370,8 +387,12 @@ def test_scores_of_tasks():
         ("__import__('os')", 0.0),
         ("3/(4-4)", 0.0),
         ("(" * 200, 0.0),
+        ("3or 4", 0.0),
     ):
-        assert tasks.score_countdown("", text, truth)["score"] == score, text
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            assert tasks.score_countdown("", text, truth)["score"] == score, text
+        assert not warned
     prompt = {"prompt": "def f(x):\n"}
     assert tasks.score_python("", "    return x*x", "assert f(3) == 9", prompt)["score"] == 1
     assert tasks.score_python("", "    return x", "assert f(3) == 9", prompt)["score"] == 0

@@ -21,7 +21,11 @@ def test_programs_end_as_they_would_alone():
     assert failed.status == "error"
     assert failed.stderr.splitlines()[-1] == "ZeroDivisionError: division by zero"
     assert str(pathlib.Path(sandbox.__file__).parent) not in failed.stderr
-    assert run("import sys; sys.exit(3)").status == "error"
+    for source in ("import sys; sys.exit(3)", "raise SystemExit(77)"):
+        assert run(source).status == "error"
+    stopped = run("raise KeyboardInterrupt").stderr
+    assert "KeyboardInterrupt" in stopped and sandbox.__file__ not in stopped
+    assert run("print('before'); bytearray(10**12)") == ("memory", "before\n", "MemoryError\n")
     assert run("def f(:").stderr.splitlines()[-1].startswith("SyntaxError")
     threads = "import threading\nt = threading.Thread(target=print, args=(1,)); t.start(); t.join()"
     assert run(threads).stdout == "1\n"
@@ -67,6 +71,9 @@ FORBIDDEN = {
     "an exec": "import os; os.execv('/bin/true', ['true'])",
     "a kill": "import os; os.kill({pid}, 9)",
     "namespaces": "import os; os.unshare(os.CLONE_NEWUSER)",
+    "shared memory": "import ctypes; assert ctypes.CDLL(None).shmget(0, 4096, 0o1600) >= 0",
+    "a queue": "import ctypes; assert ctypes.CDLL(None).msgget(0, 0o1600) >= 0",
+    "a file in memory": "import os; os.memfd_create('x')",
     "a priority": "import resource; resource.setrlimit(resource.RLIMIT_AS, (2**40, 2**40))",
 }
 
@@ -108,6 +115,8 @@ def test_arguments_out_of_range_are_named():
     for call, words in (
         (lambda: run("", seconds=0), "seconds=0"),
         (lambda: run("", megabytes=1), "megabytes=1"),
+        (lambda: run("", megabytes=2**21), "to 1048576"),
+        (lambda: run(b"print(1)"), "source must be a str, not bytes"),
         (lambda: run("#" * (sandbox.SOURCE + 1)), "source has"),
     ):
         with pytest.raises(ValueError, match=words):
