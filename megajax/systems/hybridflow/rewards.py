@@ -8,21 +8,28 @@ Two signatures are taken, told apart by the parameters' names:
            called for all rows
 
 `score` calls them in this process, or with a time limit in processes of their own, which are ended
-when a call takes longer. A function that cannot be sent to another process (a lambda, a closure) is
-then called in a thread, which is left alone after its time: name functions at the top of a module.
-A reward that executes what a model wrote uses sandbox.run.
+with all that they started when a call takes longer. Such a process imports the function's module,
+or the script's file: what a script does stands under `if __name__ == "__main__"`. A function that
+cannot be sent to another process (a lambda, a closure) is called in a thread, which is left alone
+after its time: name functions at the top of a module. A reward that executes what a model wrote
+uses sandbox.run.
 """
 
 import concurrent.futures
+import contextlib
+import functools
 import importlib.util
 import inspect
 import math
 import numbers
+import os
 import pickle
+import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
@@ -33,6 +40,7 @@ from megajax.core.errors import UserError
 from megajax.core.files import expand
 from megajax.systems.hybridflow.batch import DataBatch
 
+MOST = float(np.finfo(np.float32).max)
 START_S = 120.0  # (chosen) in which a process must have imported the functions' modules
 Reward = Callable[..., Any]
 
@@ -41,8 +49,8 @@ class RewardError(UserError):
     """A reward failed, hung, or gave no number. The text names uid, row, function and cause."""
 
 
-class _Late(Exception):
-    """A call that took longer than its limit."""
+class _Cause(Exception):
+    """Why a call gave no result. The text is shown as it is."""
 
 
 def score(
@@ -110,7 +118,8 @@ class Scorer:
     def close(self) -> None:
         """Ends the processes."""
         for caller in self._callers:
-            caller.close()
+            if isinstance(caller, _Process):
+                caller.close()
 
     def score(self, rows: DataBatch) -> tuple[np.ndarray, dict[str, float], dict[int, RewardError]]:
         """Returns (scores (B,) float32, metrics, errors by row).
@@ -119,7 +128,7 @@ class Scorer:
         """
         parts_FB = np.zeros((len(self._functions), len(rows)))
         errors: dict[int, RewardError] = {}
-        extras: list[dict[str, list[float]]] = []
+        extras: list[dict[str, dict[int, float]]] = []  # of each function, by key and row
         for i, name in enumerate(self._names):
             extras.append({})
             for row, result in enumerate(self._results(i, rows)):
@@ -130,7 +139,7 @@ class Scorer:
                     continue
                 parts_FB[i, row] = value
                 for key, number in more.items():
-                    extras[i].setdefault(key, []).append(number)
+                    extras[i].setdefault(key, {})[row] = number
         scores_B = np.tensordot(self._weights, parts_FB, 1)
         good_B = np.ones(len(rows), bool)
         good_B[list(errors)] = False
@@ -139,14 +148,15 @@ class Scorer:
         for i, name in enumerate(self._names):
             if good_B.any():
                 metrics[f"reward/{name}"] = float(parts_FB[i, good_B].mean())
-            for key, numbers_ in extras[i].items():
+            for key, by_row in extras[i].items():
                 shared = sum(key in other for other in extras) > 1
-                metrics[f"{name}/{key}" if shared else key] = float(np.mean(numbers_))
+                if good := [number for row, number in by_row.items() if good_B[row]]:
+                    metrics[f"{name}/{key}" if shared else key] = float(np.mean(good))
         return scores_B.astype(np.float32), metrics, errors
 
-    def _caller(self, function: Reward) -> "_Process | _Thread | _Direct":
+    def _caller(self, function: Reward) -> Callable[[Mapping[str, Any]], Any]:
         if self._timeout is None:
-            return _Direct(function)
+            return functools.partial(_called, function)
         try:
             sent = _sendable(function)
         except Exception:  # pickle raises what it likes
@@ -161,6 +171,8 @@ class Scorer:
             names = rows.keys() if takes_all else [n for n in rows.keys() if n in parameters]
             try:
                 results = call({name: list(rows[name]) for name in names})
+                if hasattr(results, "__array__"):  # of JAX or torch, too
+                    results = np.asarray(results)
                 if not isinstance(results, Sequence | np.ndarray) or len(results) != len(rows):
                     raise ValueError(f"it gave {_shown(results)} for {len(rows)} completions")
                 return [0.0 if x is None else x for x in results]
@@ -183,12 +195,8 @@ class Scorer:
         return results
 
     def _error(self, rows: DataBatch, row: int, name: str, error: Exception) -> RewardError:
-        if isinstance(error, _Late):
-            cause = f"no answer within {self._timeout:g} s"
-        else:
-            cause = f"{type(error).__name__}: {str(error)[:500]}"
-        uid = rows["uid"][row] if "uid" in rows else None
-        return RewardError(f"reward {name} on row {row} (uid {uid}): {cause}")
+        uid = _cell(rows, "uid", row)
+        return RewardError(f"reward {name} on row {row} (uid {uid}): {_text(error)}")
 
 
 def _cell(rows: DataBatch, name: str, row: int) -> Any:
@@ -204,18 +212,28 @@ def _number(result: Any) -> tuple[float, dict[str, float]]:
         if "score" not in result:
             raise ValueError(f"a dict without 'score': {_shown(result)}")
         more = {
-            str(key): float(value)
+            str(key): number
             for key, value in result.items()
-            if key != "score" and isinstance(value, numbers.Real | np.generic)
+            if key != "score" and (number := _real(value)) is not None
         }
         result = result["score"]
-    if isinstance(result, np.ndarray | np.generic) and result.shape == ():
-        result = result.item()
-    if not isinstance(result, numbers.Real):
+    number = _real(result)
+    if number is None:
         raise ValueError(f"a number is needed, not {_shown(result)}")
-    if not math.isfinite(float(result)):
-        raise ValueError(f"a finite number is needed, not {float(result)}")
-    return float(result), more
+    if not abs(number) <= MOST:
+        raise ValueError(f"a finite number is needed, not {number}")
+    return number, more
+
+
+def _real(value: Any) -> float | None:
+    """Returns a number of Python, NumPy, JAX or torch; None for what is none."""
+    if getattr(value, "shape", None) == () and hasattr(value, "item"):
+        value = value.item()
+    return float(value) if isinstance(value, numbers.Real) else None
+
+
+def _text(error: BaseException) -> str:
+    return str(error) if isinstance(error, _Cause) else f"{type(error).__name__}: {error!s:.500}"
 
 
 def _shown(value: Any) -> str:
@@ -247,17 +265,11 @@ def _parameters(function: Reward, name: str) -> tuple[set[str], bool]:
 # ---- callers: of one function, by keyword arguments
 
 
-class _Direct:
-    """Calls in this thread, without a limit."""
-
-    def __init__(self, function: Reward):
-        self._function = function
-
-    def __call__(self, arguments: Mapping[str, Any]) -> Any:
-        return self._function(**arguments)
-
-    def close(self) -> None:
-        pass
+def _called(function: Reward, arguments: Mapping[str, Any]) -> Any:
+    try:
+        return function(**arguments)
+    except SystemExit as end:  # it would end the run
+        raise _Cause(f"it called sys.exit({end.code!r})") from end
 
 
 class _Thread:
@@ -271,7 +283,7 @@ class _Thread:
 
         def work() -> None:
             try:
-                future.set_result(self._function(**arguments))
+                future.set_result(_called(self._function, arguments))
             except BaseException as error:
                 future.set_exception(error)
 
@@ -281,10 +293,7 @@ class _Thread:
         except concurrent.futures.TimeoutError as error:
             if future.done():  # the function's own TimeoutError
                 raise
-            raise _Late from error
-
-    def close(self) -> None:
-        pass
+            raise _Cause(f"no answer within {self._seconds:g} s") from error
 
 
 class _Process:
@@ -304,21 +313,17 @@ class _Process:
             self._start()
         if not self._is_importable:
             return self._thread(arguments)
-        assert self._pipe is not None and self._process is not None
+        assert self._pipe is not None
         try:
             self._pipe.send(dict(arguments))
             if not self._pipe.poll(self._seconds):
-                raise _Late
+                self.close()
+                raise _Cause(f"no answer within {self._seconds:g} s")
             is_good, result = self._pipe.recv()
-        except _Late:
-            self.close()
-            raise
         except (EOFError, OSError) as error:
-            code = self._process.wait(5)
-            self.close()
-            raise RuntimeError(f"its process ended (exit code {code})") from error
+            raise _Cause(f"its process ended (exit code {self.close()})") from error
         if not is_good:
-            raise result
+            raise _Cause(result)
         return result
 
     def _start(self) -> None:
@@ -327,7 +332,7 @@ class _Process:
             # The child finds modules where this process does, the script's folder included.
             command = (
                 f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import serve; "
-                f"serve({there.fileno()})"
+                f"serve({there.fileno()}, {os.getpid()})"
             )
             self._process = subprocess.Popen(
                 (sys.executable, "-c", command),
@@ -344,18 +349,25 @@ class _Process:
         if not self._is_importable:
             self.close()
 
-    def close(self) -> None:
+    def close(self) -> int | None:
+        """Ends the process, with those that it started. Returns its exit code."""
+        code = None
         if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            self._process = None
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            code, self._process = self._process.wait(), None
         if self._pipe is not None:
             self._pipe.close()
             self._pipe = None
+        return code
 
 
-def serve(number: int) -> None:
-    """Answers the calls that come over a socket, until it is closed. number: its descriptor."""
+def serve(number: int, parent: int) -> None:
+    """Answers the calls that come over a socket, until it is closed.
+
+    number: its descriptor. parent: the process whose end ends this one, in a call too.
+    """
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     pipe = Connection(number)
     try:
         function = pickle.loads(pipe.recv_bytes())
@@ -368,14 +380,21 @@ def serve(number: int) -> None:
             arguments = pipe.recv()
         except (EOFError, OSError):
             return
+        # An exception is sent as text: some cannot be made again from what pickle stores of them.
         try:
-            answer = True, function(**arguments)
+            answer = True, _called(function, arguments)
         except Exception as error:
-            answer = False, error
+            answer = False, _text(error)
         try:
             pipe.send(answer)
-        except Exception:  # what cannot be sent
-            pipe.send((False, RuntimeError(f"{type(answer[1]).__name__}: {answer[1]}"[:500])))
+        except Exception as error:
+            pipe.send((False, f"its result cannot be sent: {_text(error)}"))
+
+
+def _end_with(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os.killpg(os.getpid(), signal.SIGKILL)
 
 
 # ---- functions of files

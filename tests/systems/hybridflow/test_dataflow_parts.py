@@ -1,7 +1,10 @@
 """Batches, pools of workers, packed rows, rewards and prompts."""
 
 import json
+import pathlib
 import re
+import subprocess
+import sys
 import threading
 import time
 import warnings
@@ -263,6 +266,9 @@ def test_both_signatures_and_weights():
         ("text", "reward text on row 0 .uid u0.: .*a number is needed, not str"),
         ("short", "reward short on row 0 .*for 3 completions"),
         ("no_score", "reward no_score on row 0 .*without 'score'"),
+        ("odd", "reward odd on row 0 .uid u0.: Odd: odd error$"),
+        ("leave", r"reward leave on row 0 .uid u0.: it called sys.exit\(3\)"),
+        ("large", r"reward large on row 0 .*finite number is needed, not 1e\+300"),
     ],
 )
 def test_rewards_that_fail_say_whose_fault_it_is(name, words):
@@ -275,6 +281,72 @@ def test_rows_with_errors_can_be_left_out():
         scores, metrics, errors = scorer.score(scored())
     np.testing.assert_array_equal(np.isnan(scores), [False, True, False])
     assert [*errors] == [1] and metrics["reward/hang"] == 1
+
+
+def test_a_row_with_an_error_counts_in_no_metric():
+    both = [functions.verl, functions.only_short]
+    unlike = DataBatch(dict(scored()) | {"completions": ["a", "bb", "c"]})
+    with rewards_.Scorer(both) as scorer:
+        scores, metrics, errors = scorer.score(unlike)
+    assert [*errors] == [2] and np.isnan(scores[2])
+    assert metrics["length"] == 1.5 and metrics["reward/verl"] == 0.5
+
+
+def test_numbers_of_jax_are_numbers():
+    scores, metrics = rewards_.score([functions.arrays, functions.arrays_of_all], scored())
+    np.testing.assert_array_equal(scores, [0.5, 1.5, 2.5])
+    assert metrics["length"] == 3 and "text" not in metrics
+
+
+def test_sys_exit_in_a_function_ends_no_run():
+    with pytest.raises(rewards_.RewardError, match="sys.exit"):
+        rewards_.score(functions.leave, scored())
+
+
+def running(number):
+    """Whether a process exists that has not ended."""
+    try:
+        return pathlib.Path(f"/proc/{number}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def ended(path):
+    """Waits until the processes that a file names have ended."""
+    deadline = time.monotonic() + 30
+    while any(map(running, path.read_text().split())):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_what_a_late_function_started_ends_with_it(tmp_path):
+    path = tmp_path / "numbers"
+    with pytest.raises(rewards_.RewardError, match="no answer within 1 s"):
+        rewards_.score(functions.starts_another, one_row(path), timeout=1)
+    ended(path)
+
+
+def one_row(path):
+    return {"data_source": ["s"], "completions": ["c"], "ground_truth": [str(path)]}
+
+
+@pytest.mark.process
+def test_processes_of_rewards_end_with_their_run(tmp_path):
+    path = tmp_path / "numbers"
+    source = (
+        "from megajax.systems.hybridflow import rewards\n"
+        "from tests.systems.hybridflow import reward_functions\n"
+        f"rewards.score(reward_functions.starts_another, {one_row(path)}, timeout=100)\n"
+    )
+    run = subprocess.Popen([sys.executable, "-c", source], cwd=pathlib.Path(__file__).parents[3])
+    try:
+        while not path.exists() or len(path.read_text().split()) < 2:
+            assert run.poll() is None
+            time.sleep(0.05)
+    finally:
+        run.kill()
+        run.wait()
+    ended(path)
 
 
 def test_functions_that_cannot_be_called_are_refused():
