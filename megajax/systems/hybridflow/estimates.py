@@ -126,16 +126,6 @@ def parse_models(text: str) -> dict[str, str]:
     return {m: sizes[m] for m in MODELS if sizes.get(m, "none") != "none"}
 
 
-def received(nbytes: float, before: int, after: int) -> float:
-    """Returns the bytes that a device receives in a transition of `nbytes` of weights: M / after -
-    M / before (HybridFlow table 2; HybridMesh.report's `formula`).
-
-    before: into how many parts training cuts the weights, pipe x tensor, and where ZeRO cuts them
-    further, its ranks too. after: into how many generation does.
-    """
-    return nbytes / after - nbytes / before
-
-
 class Estimates:
     """`seconds` and `least` of `mapping.auto_map`, for decoders of any size on one cluster."""
 
@@ -416,7 +406,8 @@ class Estimates:
 
     def transition_s(self, n: int, tensor: int) -> float:
         """Returns the seconds in which the actor's weights, cut over devices as ZeRO cuts them,
-        are gathered for generation on `tensor`: received(M, ways, tensor) bytes of a device."""
+        are gathered for generation on `tensor`. A device receives M / tensor - M / ways of M bytes
+        (HybridFlow table 2; HybridMesh.report's `formula`)."""
         nbytes = HALF * self._load("actor", 1, 1).params / tensor
         gather = Collective("all-gather", nbytes, *self._spread("actor", n, tensor))
         return self._cost.op_time(Op("transfer", gather), self.cluster.card)[0]
