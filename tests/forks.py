@@ -94,7 +94,7 @@ class Process:
 
     def written(self) -> tuple[str, str]:
         """What the process wrote to stdout and to stderr so far."""
-        return tuple(file.read_text() for file in self._files)
+        return tuple(file.read_text() if file.exists() else "" for file in self._files)
 
 
 def _ask(request: dict) -> int | None:

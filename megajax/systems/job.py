@@ -283,6 +283,8 @@ class Job:
             stop = train(run)
         except BaseException as error:
             timers.leave(error)  # at once: a save that is under way is waited for after this
+            if isinstance(error, Exception) and jax.process_count() == 1:
+                run.checkpoints.wait()  # among several, a save may wait for one that is gone
             raise
         finally:
             recorder.close()

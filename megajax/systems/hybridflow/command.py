@@ -56,9 +56,18 @@ class Problems:
                 f"data.tokenizer={cfg.data.tokenizer}; nearest: {self.tokenizer.vocab} "
                 "(--model.vocab)"
             )
-        if isinstance(source, DataBatch):
-            source = self._short(source, console)
-        self.prompts = Prompts(source, cfg.train.seed, rl.holdout, cfg.problem)
+        chat: Any = None
+        if isinstance(source, DataBatch) and any(not isinstance(p, str) for p in source["prompts"]):
+            chat = self._chat()
+
+        def encode(prompt: Any) -> list[int]:
+            if isinstance(prompt, str):
+                return prompt_ids(self.tokenizer, prompt)
+            return chat.encode(prompt, {})
+
+        self.prompts = Prompts(
+            source, cfg.train.seed, rl.holdout, cfg.problem, encode, rl.max_prompt
+        )
         self.rewards: list[Reward]
         self.weights: list[float] | None = None
         if cfg.reward is None:
@@ -75,6 +84,8 @@ class Problems:
                 f"{cfg.problem}: {rl.prompts} prompts x {rl.n} responses an iteration, "
                 f"{rl.holdout:.0%} of the prompts held out; rewards: {names}"
             )
+            for note in self.prompts.notes:
+                console.say(note)
 
     def _open_tokenizer(self, task: RlTask | None) -> Tokenizer:
         cfg = self._cfg
@@ -89,27 +100,6 @@ class Problems:
         if not path.is_file():
             write_characters(ALPHABET, path)
         return open_tokenizer(str(path))
-
-    def _short(self, rows: DataBatch, console: Console | None) -> DataBatch:
-        """Returns the rows with prompt_ids, those left out whose prompts are too long."""
-        chat: Any = self._chat() if any(not isinstance(p, str) for p in rows["prompts"]) else None
-        ids = [
-            prompt_ids(self.tokenizer, p) if isinstance(p, str) else chat.encode(p, {})
-            for p in rows["prompts"]
-        ]
-        most = self._cfg.rl.max_prompt
-        fits = [i for i, x in enumerate(ids) if 0 < len(x) <= most]
-        if not fits:
-            raise UserError(
-                f"{self._cfg.problem}: every prompt has more than rl.max_prompt={most} tokens, the "
-                f"shortest {min(map(len, ids))} (--rl.max_prompt)"
-            )
-        if console is not None and len(fits) < len(ids):
-            console.say(
-                f"{len(ids) - len(fits)} of {len(ids)} prompts have more than {most} tokens and "
-                "are left out (--rl.max_prompt)"
-            )
-        return rows.union(DataBatch({"prompt_ids": ids})).take(fits)
 
     def _chat(self) -> Any:
         """Returns what makes tokens of messages: the chat template of the tokenizer's folder.
@@ -141,10 +131,10 @@ def _numbers(text: str, count_: int) -> list[float]:
         numbers = [float(word) for word in text.split(",")]
     except ValueError:
         numbers = []
-    if len(numbers) != count_:
+    if len(numbers) != count_ or not np.isfinite(numbers).all():
         raise UserError(
-            f"reward_weights={text} must be {count_} numbers with commas, one for each function of "
-            "--reward (--reward_weights)"
+            f"reward_weights={text} must be finite numbers with commas, one for each of the "
+            f"{count_} functions of --reward (--reward_weights)"
         )
     return numbers
 
@@ -189,25 +179,35 @@ class Exactness:
         return self._held is not None and (last or (every > 0 and finished % every == 0))
 
     def start(self, state: TrainState, finished: int) -> TrainState:
-        """Nothing is measured before the first iteration."""
-        return state
+        """Makes up for an evaluation that the run was stopped or killed before the end of."""
+        last = finished == self._cfg.train.steps
+        if not finished or not self.due(finished, last):
+            return state
+        is_done = finished in rows_by_step(self._run_dir.metrics, "eval_failed_prompts")
+        return state if is_done else self(state, finished)
 
     def __call__(self, state: TrainState, finished: int) -> TrainState:
         """Evaluates, records, and writes some answers to the run's samples."""
         assert self._held is not None
         responses = self._flow.evaluate(state, self._held)
         scores = np.asarray(responses["scores"])
-        exact = [
-            float(_same(c, t))
-            for c, t in zip(responses["completions"], responses["ground_truth"], strict=True)
-        ]
-        sources = np.array(responses["data_source"])
-        row: dict[str, float] = {"eval_reward": float(np.nanmean(scores))}
+        # Equal to a truth that is a text: exactly 1, not 0; no number where there is none to be.
+        exact = np.array(
+            [
+                float(c.strip() == t.strip()) if isinstance(t, str) else np.nan
+                for c, t in zip(responses["completions"], responses["ground_truth"], strict=True)
+            ]
+        )
+        has_score, sources = ~np.isnan(scores), np.array(responses["data_source"])
+        row: dict[str, float] = {}
+        if has_score.any():
+            row["eval_reward"] = float(scores[has_score].mean())
         for source in dict.fromkeys(responses["data_source"]):
-            at = sources == source
-            row[f"val-core/{source}/reward"] = float(np.nanmean(scores[at]))
-            row[f"val-core/{source}/exact"] = float(np.mean(np.array(exact)[at]))
-        self._recorder.emit(finished, row)
+            at = has_score & (sources == source)
+            for name, values in (("reward", scores[at]), ("exact", exact[at])):
+                if len(values) and not np.isnan(values).any():
+                    row[f"val-core/{source}/{name}"] = float(values.mean())
+        self._recorder.emit(finished, row | {"eval_failed_prompts": int((~has_score).sum())})
         self.scores = row
         lines = [
             f"{responses['prompts'][i]!s} -> {responses['completions'][i]}   ({scores[i]:.2f})"
@@ -222,10 +222,6 @@ class Exactness:
             except OSError as error:
                 self._console.say(f"cannot write {file}: {error.strerror}")
         return state
-
-
-def _same(completion: str, truth: Any) -> bool:
-    return isinstance(truth, str) and completion.strip() == truth.strip()
 
 
 def show(console: Console, cfg: HybridFlowConfig, flow: Dataflow, mesh: Mesh) -> None:

@@ -27,7 +27,7 @@ from jax.sharding import Mesh
 
 from megajax.core.errors import UserError
 from megajax.core.mesh import find_supervisor
-from megajax.data.tokenizer import Tokenizer, prompt_ids
+from megajax.data.tokenizer import Tokenizer
 from megajax.models.heads import critic_params
 from megajax.monitor import faults
 from megajax.monitor.faults import Injector
@@ -250,7 +250,6 @@ class Dataflow:
         self._joint: JointStep = joint(steps, self.step)
         self.actor: Actor = actor.workers[0]
         self._prompts: Prompts | None = None
-        self._tokenizer: Tokenizer | None = None
 
     def _group(self, name: str, worker: type, **config: Any) -> WorkerGroup:
         self._groups[name] = WorkerGroup(self.pools[name], worker, **config)
@@ -327,7 +326,7 @@ class Dataflow:
         self, prompts: Prompts, tokenizer: Tokenizer, rewards: Sequence, weights: Any
     ) -> None:
         """Gives the dataflow its prompts, its tokenizer and its rewards."""
-        self._prompts, self._tokenizer, self.actor.tokenizer = prompts, tokenizer, tokenizer
+        self._prompts, self.actor.tokenizer = prompts, tokenizer
         if "reward" not in self._groups:
             self._group(
                 "reward",
@@ -335,6 +334,7 @@ class Dataflow:
                 functions=rewards,
                 weights=weights,
                 seconds=self.cfg.rl.reward_seconds,
+                stops=self.cfg.rl.on_error == "stop",
             )
 
     def begin(self) -> None:
@@ -482,14 +482,6 @@ class Dataflow:
             return float(state.opt[KL]["coefficient"])
         return self.cfg.rl.kl_coefficient
 
-    def _encode(self, batch: DataBatch) -> DataBatch:
-        if "prompt_ids" in batch:
-            return batch
-        assert self._tokenizer is not None
-        return batch.union(
-            DataBatch({"prompt_ids": [prompt_ids(self._tokenizer, p) for p in batch["prompts"]]})
-        )
-
     def _seeds(self, iteration: int, first: int, count: int) -> list[int]:
         """Returns the seeds of the draws of some prompts of an iteration."""
         sequence = np.random.SeedSequence([self.cfg.train.seed, iteration, first])
@@ -507,7 +499,7 @@ class Dataflow:
         asked = prompts
         while True:
             seeds = self._seeds(iteration, rounds, len(asked))
-            batch = self._generate(self._encode(asked), seeds, rl.n, False)
+            batch = self._generate(asked, seeds, rl.n, False)
             self._check_versions(batch, iteration)
             batch, lost = self._scored(batch, f"iteration {iteration}")
             rewards.append((len(batch), self._groups["reward"].workers[0].metrics))
@@ -529,11 +521,15 @@ class Dataflow:
             first = MORE * rounds + (iteration - 1) * rl.prompts
             asked = self._prompts.rows(first, rl.prompts)
         if not rounds_of_responses:
+            numbers = {
+                "whose reward failed": failed,
+                "of which the engine did not end a response": unfinished,
+                "with responses of one score": equal,
+            }
+            listed = ", ".join(f"{n} {what}" for what, n in numbers.items() if n)
             raise UserError(
-                f"iteration {iteration}: no prompt has responses to learn from: the rewards of "
-                f"{failed} failed, the engine did not end the responses to {unfinished}, {equal} "
-                f"have responses of one score, in {rounds} rounds. {cause and f'First: {cause} '}"
-                "(--reward, --rl.dynamic_rounds)"
+                f"iteration {iteration}: no prompt has responses to learn from: {listed}, in "
+                f"{rounds} rounds. {cause and f'First: {cause} '}(--reward, --rl.dynamic_rounds)"
             )
         responses = DataBatch.concatenate(rounds_of_responses)
         responses = responses.take(np.flatnonzero(np.asarray(responses["groups"]) < rl.prompts))
@@ -597,7 +593,7 @@ class Dataflow:
 
     def _greedy(self, prompts: DataBatch, where: str) -> DataBatch:
         """Returns one greedy response to each prompt with its score, NaN where it has none."""
-        batch = self._generate(self._encode(prompts), [0] * len(prompts), 1, True)
+        batch = self._generate(prompts, [0] * len(prompts), 1, True)
         return batch.union(DataBatch({"scores": self._scores(batch, where)[0]}))
 
     def _check_versions(self, batch: DataBatch, iteration: int) -> None:

@@ -6,7 +6,7 @@ or a list of messages {role, content}. jsonl needs nothing; parquet needs the ex
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,13 @@ from megajax.systems.hybridflow.tasks import RlTask, is_held_out
 
 LINE = 2**22  # (chosen) bytes of a line of jsonl
 ROWS = 2**22  # (chosen) rows of a file, which are held in memory
+LOOK = 64  # (chosen) first prompts of a task, whose lengths are looked at
 COLUMNS = ("data_source", "prompts", "ground_truth", "extra_info", "uid")
+TAKEN = (  # columns that an iteration adds
+    *("prompt_ids", "response_ids", "completions", "logprobs", "versions", "finish", "groups"),
+    *("scores", "advantages", "returns", "old_values", "kl_weight"),
+    *("old_logprobs", "ref_logprobs", "trainer_logprobs"),
+)
 
 
 def read(path: str | Path) -> DataBatch:
@@ -48,6 +54,10 @@ def read(path: str | Path) -> DataBatch:
     if not more:
         raise UserError(f"{file} has no rows")
     shared = set.intersection(*(set(m) for m in more))
+    if taken := sorted(shared & {*TAKEN}):
+        raise UserError(
+            f"{file}: rows have the member {taken[0]!r}, which an iteration makes; rename it"
+        )
     return DataBatch(columns | {name: [m[name] for m in more] for name in sorted(shared)})
 
 
@@ -56,15 +66,26 @@ def _checked(row: Any, where: str, uid: str) -> dict[str, Any]:
     if not isinstance(row, Mapping):
         raise UserError(f"{where}: a row is an object, not {type(row).__name__}")
     prompt = row.get("prompt", row.get("prompts"))
-    if isinstance(prompt, list) and prompt:
+    if prompt in ("", []):
+        raise UserError(f"{where}: `prompt` is empty")
+    if isinstance(prompt, list):
         for message in prompt:
             is_message = isinstance(message, Mapping) and {"role", "content"} <= message.keys()
             if not is_message or not isinstance(message["content"], str):
                 raise UserError(
                     f"{where}: `prompt` is a text or a list of {{role, content}} of texts"
                 )
-    elif not isinstance(prompt, str) or not prompt:
+    elif not isinstance(prompt, str):
         raise UserError(f"{where}: `prompt` must be a text, or a list of {{role, content}}")
+    try:
+        json.dumps(prompt, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise UserError(
+            f"{where}: `prompt` has half of a surrogate pair, which is no text"
+        ) from None
+    extra = row.get("extra_info")
+    if not isinstance(extra, Mapping | None):
+        raise UserError(f"{where}: `extra_info` must be an object, not {type(extra).__name__}")
     model = row.get("reward_model")
     truth = row.get("ground_truth")
     if isinstance(model, Mapping):
@@ -73,7 +94,7 @@ def _checked(row: Any, where: str, uid: str) -> dict[str, Any]:
         "data_source": str(row.get("data_source", "")),
         "prompts": prompt,
         "ground_truth": truth,
-        "extra_info": dict(row.get("extra_info") or {}),
+        "extra_info": dict(extra or {}),
         "uid": str(row.get("uid", uid)),
     }
 
@@ -111,21 +132,54 @@ def _parquet(file: Path) -> Iterator[Any]:
 
 
 class Prompts:
-    """Rows by number, of a task's stream or of a file, in two parts.
+    """Rows by number, of a task's stream or of a file, in two parts, with the column prompt_ids.
 
     Row i of a part is a function of (seed, i): a file's rows come in an order of their own in each
-    epoch. identity: what must not change under a data position.
+    epoch. identity: what must not change under a data position. notes: lines on what is left out or
+    missing.
     """
 
-    def __init__(self, source: RlTask | DataBatch, seed: int, fraction: float, name: str):
+    def __init__(
+        self,
+        source: RlTask | DataBatch,
+        seed: int,
+        fraction: float,
+        name: str,
+        encode: Callable[[Any], list[int]],
+        most: int,
+    ):
         """Args: fraction: of the prompts that are held out, by their content; in (0, 1).
+          encode(prompt): its token ids. most: of these; rows with more, or none, are left out.
 
-        Raises: UserError for a file of which one part has no row.
+        Raises: UserError for a file of which one part has no row, or if no prompt is that short.
         """
-        self._source, self._seed, self._fraction = source, seed, fraction
+        self._seed, self._fraction, self._encode, self._most = seed, fraction, encode, most
         self.identity: dict[str, Any] = {"prompts": name, "seed": seed, "holdout": fraction}
+        self.notes: list[str] = []
         self._parts: tuple[np.ndarray, ...] = ()
+        if isinstance(source, RlTask):
+            first = [source.row(seed, i, False, fraction)["prompts"] for i in range(LOOK)]
+            ids, what = [encode(prompt) for prompt in first], f"the first {LOOK} prompts"
+        else:
+            ids, what = [encode(prompt) for prompt in source["prompts"]], f"{len(source)} prompts"
+        fitting = [i for i, x in enumerate(ids) if 0 < len(x) <= most]
+        if not fitting:
+            shortest = max(1, min(map(len, ids)))
+            raise UserError(
+                f"{name}: none of {what} has 1 to rl.max_prompt={most} tokens; the shortest has "
+                f"{shortest} (--rl.max_prompt)"
+            )
+        if len(fitting) < len(ids):
+            self.notes.append(
+                f"{len(ids) - len(fitting)} of {what} have more than {most} tokens, or none, and "
+                "are left out (--rl.max_prompt)"
+            )
         if isinstance(source, DataBatch):
+            source = source.union(DataBatch({"prompt_ids": ids})).take(fitting)
+            if lacking := sum(truth is None for truth in source["ground_truth"]):
+                self.notes.append(
+                    f"{lacking} of {len(source)} rows have no ground_truth: a reward gets None"
+                )
             texts = [json.dumps(p, sort_keys=True) for p in source["prompts"]]
             held = np.array([is_held_out(text, fraction) for text in texts])
             self._parts = np.flatnonzero(~held), np.flatnonzero(held)
@@ -137,13 +191,17 @@ class Prompts:
                     )
             digest = hashlib.blake2b("\0".join(texts).encode(), digest_size=16).hexdigest()
             self.identity["fingerprint"] = digest
+        self._source = source
 
     def rows(self, first: int, count: int, held_out: bool = False) -> DataBatch:
         """Returns rows first, first + 1, ... of the training part, or of the held-out one."""
         numbers = range(first, first + count)
         if isinstance(self._source, RlTask):
-            rows = [self._source.row(self._seed, i, held_out, self._fraction) for i in numbers]
-            return DataBatch({name: [row[name] for row in rows] for name in COLUMNS})
+            arguments = held_out, self._fraction, self._is_short
+            rows = [self._source.row(self._seed, i, *arguments) for i in numbers]
+            columns = {name: [row[name] for row in rows] for name in COLUMNS}
+            ids = [self._encode(prompt) for prompt in columns["prompts"]]
+            return DataBatch(columns | {"prompt_ids": ids})
         part = self._parts[held_out]
         if held_out:
             return self._source.take([part[i % len(part)] for i in numbers])
@@ -151,6 +209,9 @@ class Prompts:
         for epoch in {i // len(part) for i in numbers}:
             orders[epoch] = np.random.default_rng([self._seed, epoch]).permutation(part)
         return self._source.take([orders[i // len(part)][i % len(part)] for i in numbers])
+
+    def _is_short(self, prompt: str) -> bool:
+        return 0 < len(self._encode(prompt)) <= self._most
 
     def held_out(self, most: int) -> int:
         """Returns how many held-out rows there are, at most `most`."""

@@ -11,12 +11,13 @@ Two signatures are taken, told apart by the parameters' names:
 with all that they started when a call takes longer. Such a process imports the function's module,
 or the script's file: what a script does stands under `if __name__ == "__main__"`. A function that
 cannot be sent to another process (a lambda, a closure) is called in a thread, which is left alone
-after its time: name functions at the top of a module. A reward that executes what a model wrote
-uses sandbox.run.
+after its time: name functions at the top of a module. Of what a function prints in a process, the
+first bytes of each call are shown. A reward that executes what a model wrote uses sandbox.run.
 """
 
 import concurrent.futures
 import contextlib
+import fcntl
 import functools
 import importlib.util
 import inspect
@@ -29,12 +30,13 @@ import socket
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Mapping, Sequence
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
+from absl import logging
 
 from megajax.core.errors import UserError
 from megajax.core.files import expand
@@ -42,6 +44,7 @@ from megajax.systems.hybridflow.batch import DataBatch
 
 MOST = float(np.finfo(np.float32).max)
 START_S = 120.0  # (chosen) in which a process must have imported the functions' modules
+PRINTED = 2**16  # (chosen) bytes that are shown of what a function prints in one call
 Reward = Callable[..., Any]
 
 
@@ -72,7 +75,7 @@ def score(
     """
     batch = rows if isinstance(rows, DataBatch) else DataBatch(rows)
     with Scorer(functions, weights, timeout) as scorer:
-        scores, metrics, errors = scorer.score(batch)
+        scores, metrics, errors = scorer.score(batch, stops=True)
     if errors:
         raise next(iter(errors.values()))
     return scores, metrics
@@ -121,10 +124,13 @@ class Scorer:
             if isinstance(caller, _Process):
                 caller.close()
 
-    def score(self, rows: DataBatch) -> tuple[np.ndarray, dict[str, float], dict[int, RewardError]]:
+    def score(
+        self, rows: DataBatch, stops: bool = False
+    ) -> tuple[np.ndarray, dict[str, float], dict[int, RewardError]]:
         """Returns (scores (B,) float32, metrics, errors by row).
 
-        A row with an error has the score NaN and counts in no metric.
+        A row with an error has the score NaN and counts in no metric. stops: after the first error
+        nothing more is called, and all scores are NaN.
         """
         parts_FB = np.zeros((len(self._functions), len(rows)))
         errors: dict[int, RewardError] = {}
@@ -136,6 +142,8 @@ class Scorer:
                     value, more = _number(result)
                 except Exception as error:
                     errors.setdefault(row, self._error(rows, row, name, error))
+                    if stops:
+                        return np.full(len(rows), math.nan, np.float32), {}, errors
                     continue
                 parts_FB[i, row] = value
                 for key, number in more.items():
@@ -163,8 +171,8 @@ class Scorer:
             return _Thread(function, self._timeout)
         return _Process(sent, function, self._timeout)
 
-    def _results(self, i: int, rows: DataBatch) -> list[Any]:
-        """Returns what function i gives for each row, an exception where it failed."""
+    def _results(self, i: int, rows: DataBatch) -> Iterator[Any]:
+        """Yields what function i gives for each row, an exception where it failed."""
         parameters, takes_all = self._parameters[i]
         call = self._callers[i]
         if "completions" in parameters:  # TRL
@@ -174,11 +182,12 @@ class Scorer:
                 if hasattr(results, "__array__"):  # of JAX or torch, too
                     results = np.asarray(results)
                 if not isinstance(results, Sequence | np.ndarray) or len(results) != len(rows):
-                    raise ValueError(f"it gave {_shown(results)} for {len(rows)} completions")
-                return [0.0 if x is None else x for x in results]
+                    raise _Cause(f"it gave {_shown(results)} for {len(rows)} completions")
+                results = [0.0 if x is None else x for x in results]
             except Exception as error:
-                return [error] * len(rows)
-        results = []
+                results = [error] * len(rows)
+            yield from results
+            return
         for row in range(len(rows)):
             arguments = {
                 "data_source": _cell(rows, "data_source", row),
@@ -189,10 +198,10 @@ class Scorer:
             if not takes_all:
                 arguments = {k: v for k, v in arguments.items() if k in parameters}
             try:
-                results.append(call(arguments))
+                result = call(arguments)
             except Exception as error:
-                results.append(error)
-        return results
+                result = error
+            yield result
 
     def _error(self, rows: DataBatch, row: int, name: str, error: Exception) -> RewardError:
         uid = _cell(rows, "uid", row)
@@ -210,7 +219,7 @@ def _number(result: Any) -> tuple[float, dict[str, float]]:
     more: dict[str, float] = {}
     if isinstance(result, Mapping):
         if "score" not in result:
-            raise ValueError(f"a dict without 'score': {_shown(result)}")
+            raise _Cause(f"a dict without 'score': {_shown(result)}")
         more = {
             str(key): number
             for key, value in result.items()
@@ -219,9 +228,9 @@ def _number(result: Any) -> tuple[float, dict[str, float]]:
         result = result["score"]
     number = _real(result)
     if number is None:
-        raise ValueError(f"a number is needed, not {_shown(result)}")
+        raise _Cause(f"a number is needed, not {_shown(result)}")
     if not abs(number) <= MOST:
-        raise ValueError(f"a finite number is needed, not {number}")
+        raise _Cause(f"a finite number is needed, not {number}")
     return number, more
 
 
@@ -233,7 +242,14 @@ def _real(value: Any) -> float | None:
 
 
 def _text(error: BaseException) -> str:
-    return str(error) if isinstance(error, _Cause) else f"{type(error).__name__}: {error!s:.500}"
+    """Returns the cause of an error as one line, with the place that raised it."""
+    if isinstance(error, _Cause):
+        return str(error)
+    text = " ".join(f"{type(error).__name__}: {error}".split())[:500]
+    frames = traceback.extract_tb(error.__traceback__)
+    if not frames or isinstance(error, SyntaxError):  # its text has the place
+        return text
+    return f"{text} ({os.path.basename(frames[-1].filename)}, line {frames[-1].lineno})"
 
 
 def _shown(value: Any) -> str:
@@ -252,12 +268,13 @@ def _parameters(function: Reward, name: str) -> tuple[set[str], bool]:
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError) as error:
-        raise ValueError(f"reward {name}: its signature cannot be read: {error}") from error
+        raise UserError(f"reward {name}: its signature cannot be read: {error}") from error
     names = {p.name for p in parameters}
     if "completions" not in names and "solution_str" not in names:
-        raise ValueError(
+        raise UserError(
             f"reward {name} has the parameters {sorted(names)}; it needs (data_source, "
-            "solution_str, ground_truth, extra_info=None) or (prompts, completions, **columns)"
+            "solution_str, ground_truth, extra_info=None) or (prompts, completions, **columns) "
+            "(--reward)"
         )
     return names, any(p.kind is p.VAR_KEYWORD for p in parameters)
 
@@ -299,19 +316,25 @@ class _Thread:
 class _Process:
     """Calls in a process of its own, which is ended when it is late and started again for the next
     call. It is a new interpreter that imports the function's module: a fork of a process with
-    JAX's threads may hang, and `multiprocessing` would run the main module again."""
+    JAX's threads may hang, and `multiprocessing` would run the main module again. It ends with
+    this process, even if that is killed while a function runs (`serve`)."""
 
     def __init__(self, sent: bytes, function: Reward, seconds: float):
-        self._sent, self._seconds = sent, seconds
+        self._sent, self._function, self._seconds = sent, function, seconds
         self._thread = _Thread(function, seconds)
         self._process: subprocess.Popen | None = None
         self._pipe: Connection | None = None
-        self._is_importable = True
+        self._lifeline = -1
+        self._room = 0  # bytes of a call's output that are still shown; below 0: no more of it
+        self._refusal: str | None = None  # why it cannot load the function
 
     def __call__(self, arguments: Mapping[str, Any]) -> Any:
-        if self._process is None and self._is_importable:
+        self._room = PRINTED
+        if self._process is None and self._refusal is None:
             self._start()
-        if not self._is_importable:
+        if self._refusal is not None:
+            if isinstance(self._function, FileReward):
+                raise _Cause(f"its process cannot load it: {self._refusal}")
             return self._thread(arguments)
         assert self._pipe is not None
         try:
@@ -328,26 +351,56 @@ class _Process:
 
     def _start(self) -> None:
         parent, there = socket.socketpair()
+        read, self._lifeline = os.pipe()
         with there:
             # The child finds modules where this process does, the script's folder included.
             command = (
                 f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import serve; "
-                f"serve({there.fileno()}, {os.getpid()})"
+                f"serve({there.fileno()}, {read})"
             )
             self._process = subprocess.Popen(
-                (sys.executable, "-c", command),
-                pass_fds=(there.fileno(),),
+                (sys.executable, "-u", "-c", command),
+                pass_fds=(there.fileno(), read),
                 stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                bufsize=0,
                 start_new_session=True,
             )
+        os.close(read)
+        printed = self._process.stdout
+        threading.Thread(target=self._show, args=(printed,), daemon=True, name="prints").start()
         self._pipe = Connection(parent.detach())
-        try:  # the first word says whether it could import the function
+        try:  # the first message: why it could not import the function, or None
             self._pipe.send_bytes(self._sent)
-            self._is_importable = self._pipe.poll(START_S) and bool(self._pipe.recv())
+            late = f"not within {START_S:g} s"
+            self._refusal = self._pipe.recv() if self._pipe.poll(START_S) else late
         except (EOFError, OSError):
-            self._is_importable = False
-        if not self._is_importable:
+            self._refusal = "it ended"
+        if self._refusal is not None:
             self.close()
+            if not isinstance(self._function, FileReward):
+                logging.warning(
+                    "reward %s runs in a thread, which cannot be ended: no process can load it: %s",
+                    getattr(self._function, "__name__", "?"),
+                    self._refusal,
+                )
+
+    def _show(self, printed: BinaryIO) -> None:
+        """Writes what the process prints to standard output, as much as there is room for."""
+        with printed:
+            while piece := printed.read(2**16):
+                if self._room < 0:
+                    continue
+                text = piece[: self._room].decode(errors="replace")
+                self._room -= len(piece)
+                if self._room < 0:
+                    text += (
+                        f"\n[what a reward prints beyond {PRINTED:,} bytes a call is left out]\n"
+                    )
+                with contextlib.suppress(OSError, ValueError):  # nobody reads it
+                    sys.stdout.write(text)
+                    sys.stdout.flush()
 
     def close(self) -> int | None:
         """Ends the process, with those that it started. Returns its exit code."""
@@ -358,23 +411,29 @@ class _Process:
             code, self._process = self._process.wait(), None
         if self._pipe is not None:
             self._pipe.close()
+            os.close(self._lifeline)
             self._pipe = None
         return code
 
 
-def serve(number: int, parent: int) -> None:
+def serve(number: int, lifeline: int) -> None:
     """Answers the calls that come over a socket, until it is closed.
 
-    number: its descriptor. parent: the process whose end ends this one, in a call too.
+    number: its descriptor. lifeline: an end of a pipe into which nobody writes. When the process
+    with its other end closes it or is killed, the kernel kills this process group, even amid C code
+    that keeps the interpreter's lock, such as a regular expression.
     """
-    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
+    if sys.platform == "linux":
+        fcntl.fcntl(lifeline, fcntl.F_SETOWN, -os.getpgrp())
+        fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(lifeline, fcntl.F_SETFL, os.O_ASYNC)
     pipe = Connection(number)
     try:
         function = pickle.loads(pipe.recv_bytes())
-    except Exception:
-        pipe.send(False)
+    except Exception as error:
+        pipe.send(_text(error))
         return
-    pipe.send(True)
+    pipe.send(None)
     while True:
         try:
             arguments = pipe.recv()
@@ -391,12 +450,6 @@ def serve(number: int, parent: int) -> None:
             pipe.send((False, f"its result cannot be sent: {_text(error)}"))
 
 
-def _end_with(parent: int) -> None:
-    while os.getppid() == parent:
-        time.sleep(1.0)
-    os.killpg(os.getpid(), signal.SIGKILL)
-
-
 # ---- functions of files
 
 
@@ -408,7 +461,10 @@ class FileReward:
         cannot be loaded."""
         self.path, self.__name__ = path, name
         self._function = _load(path, name)
-        self.__signature__ = inspect.signature(self._function)
+        try:
+            self.__signature__ = inspect.signature(self._function)
+        except (TypeError, ValueError) as error:
+            raise UserError(f"reward={path}:{name}: {error} (--reward)") from error
 
     def __call__(self, **arguments: Any) -> Any:
         """Calls the function."""
@@ -429,9 +485,9 @@ def _load(path: str, name: str) -> Reward:
         sys.path.append(str(file.parent))
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UserError(
-            f"reward={path}:{name}: the file fails: {type(error).__name__}: {error} (--reward)"
+            f"reward={path}:{name}: the file fails: {_text(error)} (--reward)"
         ) from error
     function = getattr(module, name, None)
     if not callable(function):

@@ -45,17 +45,25 @@ class RlTask:
     reward: Callable[..., Mapping[str, float]]
     is_text: bool = False
 
-    def row(self, seed: int, i: int, held_out: bool, fraction: float) -> Row:
+    def row(
+        self,
+        seed: int,
+        i: int,
+        held_out: bool,
+        fraction: float,
+        takes: Callable[[str], bool] = lambda prompt: True,
+    ) -> Row:
         """Returns row i of the training stream, or of the held-out one, in verl's form.
 
-        fraction: of the prompts that are held out. Rows are drawn until one belongs to the part,
-        so a fraction of 0 has no held-out rows and one of 1 no training rows: both are refused.
+        fraction: of the prompts that are held out. takes: whether a prompt may be in the stream.
+        Rows are drawn until one belongs to the part, so a fraction of 0 has no held-out rows and
+        one of 1 no training rows: both are refused.
         """
         assert 0 < fraction < 1
         for draw in range(10_000):
             random = np.random.default_rng([seed, int(held_out), i, draw])
             prompt, truth = self.make(random)
-            if is_held_out(prompt, fraction) == held_out:
+            if is_held_out(prompt, fraction) == held_out and takes(prompt):
                 return {
                     "data_source": self.name,
                     "prompts": prompt,
@@ -65,7 +73,8 @@ class RlTask:
                 }
         raise UserError(
             f"task {self.name} has no {'held-out' if held_out else 'training'} prompt among "
-            "10,000; make it longer, or change --rl.holdout"
+            "10,000 that --rl.max_prompt has room for; make the task longer, or change these (--rl."
+            "holdout, --rl.max_prompt)"
         )
 
 
@@ -87,7 +96,8 @@ def open_task(name: str) -> RlTask:
         return _TASKS[name]
     names = ["copy:3", "sort:3", *_TASKS]
     raise UserError(
-        f"task={name} must be one of {', '.join(names)}.{did_you_mean(name, names)} (--task)"
+        f"task={name} must be one of {', '.join(names)}, or a .jsonl or .parquet file."
+        f"{did_you_mean(name, names)} (--task)"
     )
 
 

@@ -302,9 +302,13 @@ class Actor(_Trained):
         jax.block_until_ready(self._weights)  # so that the transition's time is not generation's
 
     def _make_engine(self) -> Engine:
+        """Returns the engine. Sequences for which it has no pages wait until others have ended.
+
+        Raises: UserError if its pages hold less than one sequence.
+        """
         cfg, rl = self.cfg, self.cfg.rl
         context = rl.max_prompt + rl.max_tokens
-        return Engine(
+        engine = Engine(
             cfg.model,
             self._weights,
             mesh=self.hybrid.generate,
@@ -315,6 +319,13 @@ class Actor(_Trained):
             context=context,
             prefill_chunk=max(256, context),
         )
+        if engine.context < context:
+            raise UserError(
+                f"rl.max_prompt + rl.max_tokens = {context}: the devices have memory for the keys "
+                f"and values of {engine.context} tokens; nearest: rl.max_tokens="
+                f"{max(1, engine.context - rl.max_prompt)} (--rl.max_tokens, --generate.tensor)"
+            )
+        return engine
 
     @register("one")
     def wake(self) -> None:
@@ -479,17 +490,21 @@ class Rewarder:
     """Rewards of functions, in their own processes."""
 
     def __init__(
-        self, functions: Sequence[Reward], weights: Sequence[float] | None, seconds: float
+        self,
+        functions: Sequence[Reward],
+        weights: Sequence[float] | None,
+        seconds: float,
+        stops: bool,
     ):
-        """seconds: limit of a call."""
-        self._scorer = Scorer(functions, weights, seconds)
+        """seconds: limit of a call. stops: nothing is called after the first error."""
+        self._scorer, self._stops = Scorer(functions, weights, seconds), stops
         self.metrics: Metrics = {}
         self.errors: dict[int, Exception] = {}
 
     @register("one")
     def score(self, batch: DataBatch) -> DataBatch:
         """Returns `scores` (B,), NaN where a function failed; `errors` and `metrics` say more."""
-        values, self.metrics, errors = self._scorer.score(batch)
+        values, self.metrics, errors = self._scorer.score(batch, self._stops)
         self.errors = dict(errors)
         return DataBatch({"scores": values})
 

@@ -2,6 +2,7 @@
 
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import time
@@ -90,7 +91,14 @@ def only_short(data_source, solution_str, ground_truth):
 
 
 def starts_another(data_source, solution_str, ground_truth):
-    """Writes the numbers of its process and of one that it starts, and hangs."""
+    """Writes the numbers of its process and of one that it starts, and hangs in C code that keeps
+    the interpreter's lock."""
     other = subprocess.Popen(["sleep", "100"])
     pathlib.Path(ground_truth).write_text(f"{os.getpid()} {other.pid}")
-    time.sleep(100)
+    re.match(r"(a+)+$", "a" * 60 + "b")
+
+
+def loud(data_source, solution_str, ground_truth):
+    """Prints much and leaves a process behind."""
+    print("x" * 300_000)
+    return float(subprocess.Popen(["sleep", "1000"]).pid)

@@ -1,6 +1,7 @@
 """Batches, pools of workers, packed rows, rewards and prompts."""
 
 import json
+import math
 import pathlib
 import re
 import subprocess
@@ -266,7 +267,7 @@ def test_both_signatures_and_weights():
         ("text", "reward text on row 0 .uid u0.: .*a number is needed, not str"),
         ("short", "reward short on row 0 .*for 3 completions"),
         ("no_score", "reward no_score on row 0 .*without 'score'"),
-        ("odd", "reward odd on row 0 .uid u0.: Odd: odd error$"),
+        ("odd", r"reward odd on row 0 .uid u0.: Odd: odd error \(reward_functions.py, line \d+\)$"),
         ("leave", r"reward leave on row 0 .uid u0.: it called sys.exit\(3\)"),
         ("large", r"reward large on row 0 .*finite number is needed, not 1e\+300"),
     ],
@@ -281,6 +282,17 @@ def test_rows_with_errors_can_be_left_out():
         scores, metrics, errors = scorer.score(scored())
     np.testing.assert_array_equal(np.isnan(scores), [False, True, False])
     assert [*errors] == [1] and metrics["reward/hang"] == 1
+
+
+def test_after_the_first_error_nothing_is_called():
+    def count(data_source, solution_str, ground_truth):
+        calls.append(solution_str)
+        return math.nan if solution_str == "b" else 1.0
+
+    for stops, want in ((True, ["a", "b"]), (False, ["a", "b", "c"])):
+        calls = []
+        scores, _, errors = rewards_.Scorer([count]).score(scored(), stops)
+        assert calls == want and [*errors] == [1] and np.isnan(scores).all() == stops
 
 
 def test_a_row_with_an_error_counts_in_no_metric():
@@ -330,6 +342,17 @@ def one_row(path):
     return {"data_source": ["s"], "completions": ["c"], "ground_truth": [str(path)]}
 
 
+def test_what_a_function_prints_is_bounded_and_what_it_starts_ends(capsys):
+    with rewards_.Scorer([functions.loud], timeout=60) as scorer:
+        pids, _, errors = scorer.score(scored(1))
+        out, deadline = "", time.monotonic() + 30
+        while "is left out" not in out:
+            assert not errors and time.monotonic() < deadline
+            out += capsys.readouterr().out
+    assert out.count("x") == rewards_.PRINTED
+    assert not running(int(pids[0]))
+
+
 @pytest.mark.process
 def test_processes_of_rewards_end_with_their_run(tmp_path):
     path = tmp_path / "numbers"
@@ -371,7 +394,9 @@ def test_functions_of_a_file(tmp_path):
         (f"{file}:g", r"functions \['f'\]"),
         ("f", "FILE.py:FUNCTION"),
         (f"{tmp_path}/none.py:f", "no Python file"),
+        (f"{tmp_path}/exits.py:f", r"the file fails: SystemExit: 3 \(exits.py, line 1\)"),
     ):
+        (tmp_path / "exits.py").write_text("raise SystemExit(3)")
         with pytest.raises(ValueError, match=words):
             rewards_.open_rewards(flag)
 
@@ -394,7 +419,7 @@ def test_files_of_prompts(tmp_path):
     file.write_text("\n".join(map(json.dumps, lines)))
     batch = data_.read(file)
     assert len(batch) == 40 and batch["ground_truth"][3] == "4" and batch["ability"][0] == "math"
-    prompts = data_.Prompts(batch, 0, 0.2, "rows")
+    prompts = data_.Prompts(batch, 0, 0.2, "rows", lambda prompt: [1], 8)
     texts = {part: set() for part in (False, True)}
     for part in texts:
         size = 40 if not part else prompts.held_out(100)
@@ -404,6 +429,10 @@ def test_files_of_prompts(tmp_path):
     for text, words in (
         ("[1]", "row 0: a row is an object"),
         ('{"prompt": 3}', "row 0: `prompt` must be"),
+        ('{"prompt": ""}', "row 0: `prompt` is empty"),
+        ('{"prompt": "\\ud800"}', "row 0: .* half of a surrogate pair"),
+        ('{"prompt": "a", "extra_info": "b"}', "row 0: `extra_info` must be an object, not str"),
+        ('{"prompt": "a", "scores": 1}', "the member 'scores', which an iteration makes"),
         ('{"prompt": [{"role": "user"}]}', "row 0: `prompt` is a text or a list"),
         ("{", "row 0"),
         ("", "has no rows"),
@@ -413,6 +442,34 @@ def test_files_of_prompts(tmp_path):
             data_.read(file)
     with pytest.raises(ValueError, match="must be a .jsonl"):
         data_.read(tmp_path / "rows.csv")
+
+
+def test_prompts_that_are_too_long_are_left_out_of_files_and_of_tasks():
+    """A token a character."""
+    task = tasks.open_task("arithmetic")
+    batch = DataBatch(
+        {
+            "prompts": [task.row(0, i, False, 0.2)["prompts"] for i in range(64)],
+            "ground_truth": [None] * 64,
+        }
+    )
+    lengths = [len(prompt) for prompt in batch["prompts"]]
+    assert {*lengths} >= {5, 6}
+    for source, what in ((batch, "64 prompts"), (task, "the first 64 prompts")):
+        prompts = data_.Prompts(source, 0, 0.2, "sums", list, 5)
+        left_out = sum(n > 5 for n in lengths)
+        assert prompts.notes[0].startswith(f"{left_out} of {what} have more than 5 tokens")
+        for part in (False, True):
+            rows = prompts.rows(0, 40, part)
+            assert max(map(len, rows["prompts"])) == 5
+            assert rows["prompt_ids"] == [*map(list, rows["prompts"])]
+        words = f"none of {what} has 1 to rl.max_prompt=2 tokens; the shortest has "
+        with pytest.raises(ValueError, match=words):
+            data_.Prompts(source, 0, 0.2, "sums", list, 2)
+        with pytest.raises(ValueError, match=words + "1 "):
+            data_.Prompts(source, 0, 0.2, "sums", lambda prompt: [], 2)
+    few = data_.Prompts(batch, 0, 0.2, "sums", list, 6).notes
+    assert few == ["64 of 64 rows have no ground_truth: a reward gets None"]
 
 
 def test_programs_are_scored_by_their_tests():
