@@ -1,7 +1,7 @@
 """Heads of a decoder's trunk other than the vocabulary's.
 
-Critic: one number a position, the value of what has been written so far. Its trunk is a decoder's,
-with that decoder's names, so that it can begin from the policy's weights; the head `value` begins
+Critic: one number a position, the value of the tokens up to it. Its trunk is a decoder's, with the
+same names of parameters, so that it can start from the policy's weights; the head `value` starts
 at 0.
 
 Legend: B rows, S positions, D model width.
@@ -23,7 +23,7 @@ from megajax.models import decoder
 from megajax.models.decoder_config import DecoderConfig
 from megajax.models.parts import Batch, ModelParts
 
-HEAD = "value"  # the member of a critic's parameters that a decoder has not
+HEAD = "value"  # the member of a critic's parameters that a decoder does not have
 
 
 class Critic(decoder.Decoder):

@@ -1,8 +1,8 @@
 """DataBatch: named columns of equal length that travel between the models of a dataflow.
 
 A column is an array whose first dimension counts rows, or a list with an item a row (texts, dicts).
-Every operation returns a new batch; columns are shared, not copied, where rows do not change. No
-jax: reward processes import it.
+Every operation returns a new batch; columns are shared, not copied, where rows do not change. Rows
+of jax arrays on several devices are picked on the host. No jax: reward processes import it.
 Source: HybridFlow (arXiv 2409.19256) section 4; verl's DataProto has the same operations.
 """
 
@@ -94,7 +94,7 @@ class DataBatch:
             raise IndexError(f"a batch of {len(self)} rows has no row {index[index >= len(self)]}")
         return DataBatch(
             {
-                name: [x[i] for i in index] if isinstance(x, list) else x[index]
+                name: [x[i] for i in index] if isinstance(x, list) else _on_host(x)[index]
                 for name, x in self._columns.items()
             }
         )
@@ -109,7 +109,7 @@ class DataBatch:
             raise ValueError(f"{len(self)} rows cannot be cut into {n} equal parts; pad({n}) first")
         size = len(self) // n
         return [
-            DataBatch({k: x[i * size : (i + 1) * size] for k, x in self._columns.items()})
+            DataBatch({k: _on_host(x)[i * size : (i + 1) * size] for k, x in self._columns.items()})
             for i in range(n)
         ]
 
@@ -140,7 +140,8 @@ class DataBatch:
         """Returns the batch without the last `added` rows. Raises: ValueError if it has fewer."""
         if not 0 <= added <= len(self):
             raise ValueError(f"added={added}; a batch of {len(self)} rows cannot lose so many")
-        return DataBatch({k: x[: len(self) - added] for k, x in self._columns.items()})
+        count = len(self) - added
+        return DataBatch({k: _on_host(x)[:count] for k, x in self._columns.items()})
 
     @staticmethod
     def concatenate(batches: Iterable["DataBatch"]) -> "DataBatch":
@@ -164,14 +165,20 @@ def _joined(name: str, columns: Sequence[Column]) -> Column:
 
     Raises: ValueError for arrays whose rows are not of one shape.
     """
-    if len(columns) == 1:
-        return columns[0]
     if any(isinstance(x, list) for x in columns):
         return [row for x in columns for row in x]
     try:
-        return np.concatenate([np.asarray(x) for x in columns])
+        arrays = [np.asarray(x) for x in columns]
+        return arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
     except (TypeError, ValueError) as error:
         raise ValueError(f"column {name!r} cannot be put together: {error}") from None
+
+
+def _on_host(column: Column) -> Column:
+    """Returns a column whose rows can be picked: not those of an array on several devices, whose
+    sharding jax could not always derive."""
+    is_cut = len(getattr(getattr(column, "sharding", None), "device_set", ())) > 1
+    return np.asarray(column) if is_cut else column
 
 
 def _check_count(**counts: Any) -> None:

@@ -316,6 +316,8 @@ class Estimates:
         if copies > 1:
             nodes["hybrid"] = copies
         for data, zero in itertools.product(divisors(n), nodes):
+            if data % nodes[zero]:
+                continue
             # A run fills an update up with empty rows where its responses do not divide.
             train = TrainConfig(
                 global_batch=-(-self.iteration.rows // data) * data,
@@ -325,8 +327,6 @@ class Estimates:
             )
             cfg = Config(model=self.models[model], train=train, shard=ShardSpec(zero))
             legal = strategies.legal_meshes(cfg, cluster)
-            if data % nodes[zero]:
-                continue
             cut = {"node": nodes[zero], "data": data // nodes[zero], "context": 1, "expert": 1}
             proposals = (
                 (proposal, sizes)

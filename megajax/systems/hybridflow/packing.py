@@ -1,8 +1,8 @@
 """Responses packed into rows of fixed length, for one update of a model.
 
-A response takes the tokens of its prompt and its own, in one row, as a segment. Rows and their
-length never change, so an update compiles once. Longest first, each into the row with the fewest
-tokens: rows of one device then have about as many as those of any other.
+A prompt and its response stand in one row, as one segment. The number of rows and their length
+never change, so an update compiles once. The longest response is placed first, and each goes into
+the row that has the fewest tokens, so that all devices have about the same work.
 
 Legend: B rows, S positions.
 """

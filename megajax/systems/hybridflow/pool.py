@@ -87,7 +87,8 @@ class WorkerGroup:
     """The workers of one class on one pool; their registered methods are called as the group's.
 
     ranks: how many data ranks there are. workers: the instances. A class whose constructor takes
-    `devices` gets the pool's, or of a rank its own one; one that takes `rank` gets its number.
+    `devices` gets those of the pool, and if it then has no mesh, an instance is made for each rank
+    with that rank's device. One that takes `rank` gets the rank's number.
     """
 
     def __init__(self, pool: ResourcePool, worker: type, /, **config: Any):

@@ -15,6 +15,7 @@ import jax
 import numpy as np
 import pytest
 
+from megajax.core.mesh import MeshSpec
 from megajax.systems.hybridflow import (
     DataBatch,
     ResourcePool,
@@ -164,6 +165,28 @@ def test_a_class_gets_its_devices_and_a_configuration_of_any_names():
             where = WorkerGroup(pool, Held, pool="swimming").where().result()
         assert where == [((device,), "swimming") for device in devices]
     assert Held.made == 1 + (1 + 3)  # once with all, which says whether it has a mesh
+
+
+def test_a_worker_with_a_mesh_is_called_once_for_all_rows():
+    class Program:
+        def __init__(self, devices):
+            self.mesh = MeshSpec(data=4, tensor=2).build(devices)
+
+        @register("data")
+        def double(self, batch):
+            assert len(batch) % 4 == 0
+            cut = jax.NamedSharding(self.mesh, jax.P("data"))
+            return DataBatch({"x": jax.device_put(np.asarray(batch["x"]), cut) * 2})
+
+    with ResourcePool(jax.devices()) as pool:
+        group = WorkerGroup(pool, Program)
+        assert group.ranks == 4 and len(group.workers) == 1
+        for n in (1, 4, 5):
+            x = group.double(rows(n)).result()["x"]
+            np.testing.assert_array_equal(x, 2 * np.arange(n))
+        cut = group.workers[0].double(rows(8))  # on several devices
+        for part in (cut.chunk(4)[1]["x"], cut.take([2, 3])["x"], cut.unpad(4)["x"][2:]):
+            np.testing.assert_array_equal(part, [4, 6])
 
 
 def test_pools_overlap_and_models_of_one_pool_do_not():
