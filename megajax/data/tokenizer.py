@@ -109,8 +109,14 @@ class ByteTokenizer:
 
     def decode(self, ids: Iterable[int], special: bool = False) -> str:
         """Returns the text; bytes that are not UTF-8 show as the replacement character, and special
-        ids, which have no text, as nothing."""
+        ids as nothing, or with `special` as <|256|>."""
+        if special:
+            ids = [b for i in map(int, ids) for b in (self._name(i) if i >= 256 else (i,))]
         return bytes(i for i in map(int, ids) if i < 256).decode(errors="replace")
+
+    def _name(self, i: int) -> bytes:
+        """Returns how a special id is written; an id that is none has no name."""
+        return f"<|{i}|>".encode() if i < self.vocab else b""
 
     def pieces(self) -> list[bytes | None]:
         """Returns the byte of each id; None: special."""

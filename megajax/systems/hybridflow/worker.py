@@ -388,14 +388,10 @@ class Actor(_Trained):
             "logprobs": [np.asarray(a["logprobs"], np.float32) for a in ordered],
             "versions": [a["versions"] for a in ordered],
             "finish": [a["finish"][0] for a in ordered],
-            "completions": [self._text(a["tokens"]) for a in ordered],
+            "completions": [response_text(a["tokens"], self.tokenizer) for a in ordered],
             "groups": np.repeat(np.arange(len(batch)), n),
         }
         return batch.repeat(n).union(DataBatch(new))
-
-    def _text(self, ids: Sequence[int]) -> str:
-        ids = ids[:-1] if ids and ids[-1] in self.tokenizer.ends else ids
-        return self.tokenizer.decode(ids)
 
     @register("data")
     def logprobs(self, batch: DataBatch) -> DataBatch:
@@ -423,6 +419,18 @@ class Actor(_Trained):
 def token_ids(batch: DataBatch) -> list[list[int]]:
     """Returns each prompt with its response behind it."""
     return [[*p, *r] for p, r in zip(batch["prompt_ids"], batch["response_ids"], strict=True)]
+
+
+def response_text(ids: Sequence[int], tokenizer: Tokenizer) -> str:
+    """Returns a response as rewards read it, without the token that ended it.
+
+    Other special tokens, which verl leaves out, are written out, and ids that the tokenizer does
+    not know stand behind the text. A token without text would change no score, so a bonus on
+    entropy would fill right answers with such tokens.
+    """
+    ids = ids[:-1] if ids and ids[-1] in tokenizer.ends else ids
+    unknown = "".join(f"<|{i}|>" for i in ids if i >= tokenizer.vocab)
+    return tokenizer.decode(ids, special=True) + unknown
 
 
 def token_logprobs(
