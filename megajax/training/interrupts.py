@@ -80,17 +80,20 @@ class QuietGarbage:
     def __init__(self, every: int):
         """every: steps between collections."""
         self._every = every
+        self._was_enabled = True
 
     def __enter__(self) -> "QuietGarbage":
         """Stops automatic collection."""
+        self._was_enabled = gc.isenabled()
         gc.collect()
         gc.freeze()
         gc.disable()
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Back to normal."""
-        gc.enable()
+        """Collects automatically again, if it did before."""
+        if self._was_enabled:
+            gc.enable()
         gc.unfreeze()
 
     def after(self, step: int) -> None:

@@ -1,6 +1,7 @@
 """The loop's hooks, on a step that only counts: when they are called, and with which state."""
 
 import dataclasses
+import gc
 import signal
 import types
 
@@ -9,6 +10,7 @@ import pytest
 
 from megajax.core import config
 from megajax.monitor.meter import Meter, Work
+from megajax.training.interrupts import QuietGarbage
 from megajax.training.loop import NotFinite, ReplicasDiffer, Run, train
 from megajax.training.task import TrainState
 from tests.tiny import run_config
@@ -164,3 +166,15 @@ def test_replicas_are_compared_and_nothing_is_saved_of_what_differs(every, until
         train(run)
     assert not [x for x in seen if x[0] == "save"]
     assert ("row", until) in seen and ("row", until + 1) not in seen
+
+
+@pytest.mark.parametrize("is_enabled", [True, False])
+def test_automatic_collection_is_as_before_after_training(is_enabled):
+    was_enabled = gc.isenabled()
+    try:
+        (gc.enable if is_enabled else gc.disable)()
+        with QuietGarbage(every=0):
+            assert not gc.isenabled()
+        assert gc.isenabled() == is_enabled
+    finally:
+        (gc.enable if was_enabled else gc.disable)()

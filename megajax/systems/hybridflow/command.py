@@ -25,6 +25,7 @@ from megajax.systems.hybridflow.controller import RECIPES, Dataflow, Recipe
 from megajax.systems.hybridflow.data import Prompts, read
 from megajax.systems.hybridflow.rewards import Reward, open_rewards
 from megajax.systems.hybridflow.tasks import ALPHABET, RlTask, open_task
+from megajax.training.interrupts import QuietGarbage
 from megajax.training.report import HELD_OUT, OURS
 from megajax.training.run_dir import RunDir
 from megajax.training.task import TrainState
@@ -168,15 +169,13 @@ class Exactness:
         """Takes the held-out prompts, the same ones in each evaluation."""
         self._cfg, self._flow, self._recorder = cfg, flow, recorder
         self._console, self._run_dir = console, run_dir
-        size = prompts.held_out(cfg.rl.eval_prompts)
-        self._held = prompts.rows(0, size, held_out=True) if size else None
+        self._held = held_out_prompts(cfg, prompts)
         self.last_sample: str | None = None
         self.scores: dict[str, float] = {}
 
     def due(self, finished: int, last: bool) -> bool:
         """Every so many iterations, and after the last one."""
-        every = self._cfg.eval.every
-        return self._held is not None and (last or (every > 0 and finished % every == 0))
+        return self._held is not None and is_evaluated(self._cfg, finished, last)
 
     def start(self, state: TrainState, finished: int) -> TrainState:
         """Makes up for an evaluation that the run was stopped or killed before the end of."""
@@ -189,28 +188,12 @@ class Exactness:
     def __call__(self, state: TrainState, finished: int) -> TrainState:
         """Evaluates, records, and writes some answers to the run's samples."""
         assert self._held is not None
-        responses = self._flow.evaluate(state, self._held)
-        scores = np.asarray(responses["scores"])
-        # Equal to a truth that is a text: exactly 1, not 0; no number where there is none to be.
-        exact = np.array(
-            [
-                float(c.strip() == t.strip()) if isinstance(t, str) else np.nan
-                for c, t in zip(responses["completions"], responses["ground_truth"], strict=True)
-            ]
-        )
-        has_score, sources = ~np.isnan(scores), np.array(responses["data_source"])
-        row: dict[str, float] = {}
-        if has_score.any():
-            row["eval_reward"] = float(scores[has_score].mean())
-        for source in dict.fromkeys(responses["data_source"]):
-            at = has_score & (sources == source)
-            for name, values in (("reward", scores[at]), ("exact", exact[at])):
-                if len(values) and not np.isnan(values).any():
-                    row[f"val-core/{source}/{name}"] = float(values.mean())
-        self._recorder.emit(finished, row | {"eval_failed_prompts": int((~has_score).sum())})
+        row, responses = evaluate(self._flow, state, self._held)
+        self._recorder.emit(finished, row)
         self.scores = row
         lines = [
-            f"{responses['prompts'][i]!s} -> {responses['completions'][i]}   ({scores[i]:.2f})"
+            f"{responses['prompts'][i]!s} -> {responses['completions'][i]}   "
+            f"({responses['scores'][i]:.2f})"
             for i in range(min(SAMPLES, len(responses)))
         ]
         self.last_sample = "\n".join(lines)
@@ -222,6 +205,42 @@ class Exactness:
             except OSError as error:
                 self._console.say(f"cannot write {file}: {error.strerror}")
         return state
+
+
+def held_out_prompts(cfg: HybridFlowConfig, prompts: Prompts) -> DataBatch | None:
+    """Returns the prompts of evaluations; None: rl.eval_prompts is 0."""
+    size = prompts.held_out(cfg.rl.eval_prompts)
+    return prompts.rows(0, size, held_out=True) if size else None
+
+
+def is_evaluated(cfg: HybridFlowConfig, finished: int, last: bool) -> bool:
+    """Tells whether an evaluation follows so many iterations."""
+    return last or (cfg.eval.every > 0 and finished % cfg.eval.every == 0)
+
+
+def evaluate(
+    flow: Dataflow, state: TrainState, prompts: DataBatch
+) -> tuple[dict[str, float], DataBatch]:
+    """Returns (the mean score and the fraction of exact answers by source, the greedy answers)."""
+    responses = flow.evaluate(state, prompts)
+    scores = np.asarray(responses["scores"])
+    # Equal to a truth that is a text: exactly 1, not 0; no number where there is none to be.
+    exact = np.array(
+        [
+            float(c.strip() == t.strip()) if isinstance(t, str) else np.nan
+            for c, t in zip(responses["completions"], responses["ground_truth"], strict=True)
+        ]
+    )
+    has_score, sources = ~np.isnan(scores), np.array(responses["data_source"])
+    row: dict[str, float] = {}
+    if has_score.any():
+        row["eval_reward"] = float(scores[has_score].mean())
+    for source in dict.fromkeys(responses["data_source"]):
+        at = has_score & (sources == source)
+        for name, values in (("reward", scores[at]), ("exact", exact[at])):
+            if len(values) and not np.isnan(values).any():
+                row[f"val-core/{source}/{name}"] = float(values.mean())
+    return row | {"eval_failed_prompts": int((~has_score).sum())}, responses
 
 
 def show(console: Console, cfg: HybridFlowConfig, flow: Dataflow, mesh: Mesh) -> None:
@@ -303,7 +322,8 @@ def run(recipe: Recipe | str, config: HybridFlowConfig) -> list[dict[str, Any]]:
 
     Args: recipe: a function as those of controller.py, or the name of one of RECIPES. config: with
       train.steps iterations; jax's devices make its mesh.
-    Returns: the metrics of each iteration.
+    Returns: the metrics of each iteration; those of evaluations, of every eval.every-th iteration
+      and of the last one, are among them.
     Raises: UserError for a configuration that cannot run.
     """
     if isinstance(recipe, str) and recipe not in RECIPES:
@@ -319,9 +339,16 @@ def run(recipe: Recipe | str, config: HybridFlowConfig) -> list[dict[str, Any]]:
     try:
         state, history = flow.init(config.train.seed), []
         batches = PromptBatches(config, problems.prompts)
-        for _ in range(config.train.steps):
-            state, metrics = flow.step(state, next(batches))
-            history.append(metrics)
+        held, last = held_out_prompts(config, problems.prompts), config.train.steps
+        # The engine makes many small objects: with collections at any time an iteration of nano
+        # took 0.80 CPU seconds instead of 0.30 (measured, 2026-11-29).
+        with QuietGarbage(config.log.gc_every) as garbage:
+            for finished in range(1, last + 1):
+                state, metrics = flow.step(state, next(batches))
+                if held is not None and is_evaluated(config, finished, finished == last):
+                    metrics |= evaluate(flow, state, held)[0]
+                history.append(metrics)
+                garbage.after(finished)
         return history
     finally:
         flow.close()
