@@ -5,7 +5,8 @@ CPU devices: it trains on data 2 x tensor 4, generates on data 4 x tensor 2, and
 between the two layouts in every iteration. It can be stopped and continued as pretraining can:
 
     uv run experiments/hybridflow.py
-    uv run experiments/hybridflow.py --algorithm=ppo --task=sort:3
+    uv run experiments/hybridflow.py --task=sort:3 --train.steps=200
+    uv run experiments/hybridflow.py --algorithm=ppo
     uv run experiments/hybridflow.py --algorithm=dapo --rl.overlong=2
     uv run experiments/hybridflow.py --task=PROMPTS.jsonl --reward=rewards.py:score
 

@@ -290,9 +290,8 @@ def nano() -> HybridFlowConfig:
         ),
         mesh=MeshSpec(tensor=4),
         train=TrainConfig(steps=120, global_batch=32, seq_len=48),
-        optim=OptimConfig(
-            lr=2e-3, warmup=10, schedule="constant", weight_decay=0.01, beta2=0.95, clip=1.0
-        ),
+        # (measured: at a constant rate sort:3 peaks at 83 % exact and ends at 60 %)
+        optim=OptimConfig(lr=2e-3, warmup=10, schedule="cosine", final=0.05, weight_decay=0.01),
         rl=RlConfig(
             prompts=32,
             n=8,
@@ -300,7 +299,7 @@ def nano() -> HybridFlowConfig:
             max_tokens=6,
             minibatches=2,
             clip_high=0.28,
-            entropy=0.05,  # (measured: with 0.01 one of ten digits was lost for ever)
+            entropy=0.1,  # (measured: with 0.05 the policy often stops to write one of the digits)
             lam=0.95,
         ),
         generate=GenerateSpec(tensor=2),

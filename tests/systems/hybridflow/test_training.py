@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -18,11 +19,19 @@ from megajax.core.tree import named_leaves
 from megajax.data import tokenizer as tokenizer_
 from megajax.serving.engine import Engine
 from megajax.serving.programs import OneMesh
-from megajax.systems.hybridflow import DataBatch, run, tasks
+from megajax.systems.hybridflow import (
+    DataBatch,
+    advantages,
+    run,
+    tasks,
+    token_rewards,
+    with_references,
+    with_tokens,
+)
 from megajax.systems.hybridflow.command import Problems, PromptBatches, built
 from megajax.systems.hybridflow.config import ALGORITHMS, nano, tiny
 from megajax.systems.hybridflow.controller import Dataflow, Models, remax
-from megajax.systems.hybridflow.worker import Actor, Critic, token_weights
+from megajax.systems.hybridflow.worker import Actor, Critic, response_text, token_weights
 
 ROOT = Path(__file__).parents[3]
 
@@ -52,6 +61,16 @@ def test_the_tasks_alphabet(tokenizer):
     assert ids[0] == tokenizer.begin == 0 and len(ids) == len(text) + 1
     assert tokenizer.decode(ids[1:]) == text and tokenizer.ends == (1,)
     assert tokenizer.vocab == len(tasks.ALPHABET) + 2
+
+
+def test_every_token_of_a_response_but_its_end_leaves_text(tokenizer):
+    """Else a bonus on entropy fills right answers with tokens that cost nothing."""
+    assert response_text([3, 0, 4, 1], tokenizer) == "1<|bos|>2"
+    assert response_text([3, 21, 4, 1], tokenizer) == "12<|21|>"  # the model's padding
+    assert response_text([3, 4, 5], tokenizer) == "123" and response_text([], tokenizer) == ""
+    letters = tokenizer_.ByteTokenizer()
+    assert response_text([97, 256, 98, 258, 257], letters) == "a<|256|>b<|258|>"
+    assert letters.decode([97, 256, 259]) == "a" and letters.decode([97, 259], True) == "a"
 
 
 def test_weights_of_tokens_are_the_aggregations():
@@ -275,36 +294,77 @@ def command(*flags, check=True):
     )
 
 
+def last_exact(task, tmp_path, *flags):
+    """Returns the fraction of held-out greedy answers that are exact after a run of nano."""
+    script = ROOT / "experiments" / "hybridflow.py"
+    folders = f"--run_dir={tmp_path}/a", f"--cache_dir={tmp_path}"
+    subprocess.run(
+        [sys.executable, script, f"--task={task}", *folders, *flags],
+        capture_output=True,
+        cwd=ROOT,
+        check=True,
+        env=os.environ | {"XLA_FLAGS": ""},  # optimised programs: hundreds of iterations
+    )
+    rows = map(json.loads, (tmp_path / "a" / "metrics.jsonl").read_text().splitlines())
+    return [r[f"val-core/{task}/exact"] for r in rows if f"val-core/{task}/exact" in r][-1]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
 def test_three_digits_are_copied(algorithm, seed, tmp_path):
-    """Held-out prompts, greedy: at least 95 % exact."""
-    command(
-        "--preset=nano",
-        f"--algorithm={algorithm}",
-        f"--train.seed={seed}",
-        f"--run_dir={tmp_path}/a",
-        f"--cache_dir={tmp_path}",
-    )
-    rows = map(json.loads, (tmp_path / "a" / "metrics.jsonl").read_text().splitlines())
-    exact = [r["val-core/copy:3/exact"] for r in rows if "val-core/copy:3/exact" in r]
-    assert exact[-1] >= 0.95
+    flags = f"--algorithm={algorithm}", f"--train.seed={seed}"
+    assert last_exact("copy:3", tmp_path, *flags) >= 0.95
 
 
 @pytest.mark.slow
-def test_rewards_without_a_meaning_teach_nothing(tmp_path):
-    """Constant and random rewards leave the task unlearned; a reversed advantage forgets."""
+def test_three_digits_are_sorted(tmp_path):
+    """The command of docs/rl.md."""
+    assert last_exact("sort:3", tmp_path, "--train.steps=200") >= 0.85
+
+
+def nano_on_one_device(**over):
+    """nano on one device, without decay of the learning rate, but for these flags."""
+    flags = {"mesh.data": 1, "mesh.tensor": 1, "generate.tensor": 1, "optim.schedule": "constant"}
+    return config.override(nano(), flags | {k.replace("__", "."): v for k, v in over.items()})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reward", ["same", "chance", None])
+def test_only_a_reward_that_judges_the_answer_teaches(reward, tmp_path):
+    """60 iterations with rewards of 1, with random rewards, and with the task's own."""
     file = tmp_path / "odd.py"
     file.write_text(
         "import random\n"
+        "draws = random.Random(0)\n"
         "def same(data_source, solution_str, ground_truth): return 1.0\n"
-        "def chance(data_source, solution_str, ground_truth): return random.random()\n"
+        "def chance(data_source, solution_str, ground_truth): return draws.random()\n"
     )
-    for name in ("same", "chance"):
-        cfg = config.override(
-            nano(), {"train.steps": 25, "reward": f"{file}:{name}", "cache_dir": str(tmp_path)}
-        )
-        history = run("grpo", cfg)
-        if name == "same":
-            assert all(h["actor/pg_loss"] == 0 for h in history)
+    flags = {"reward": f"{file}:{reward}"} if reward else {}
+    history = run("grpo", nano_on_one_device(train__steps=60, cache_dir=str(tmp_path), **flags))
+    exact = [h["val-core/copy:3/exact"] for h in history if "val-core/copy:3/exact" in h]
+    assert len(exact) == 3
+    if reward is None:
+        assert exact[-1] >= 0.3
+        return
+    assert max(exact) <= 0.02  # of 128 answers; a guess is right once in 10,000 times
+    advantages_ = [max(h["critic/advantages/max"], -h["critic/advantages/min"]) for h in history]
+    assert (max(advantages_) == 0) == (reward == "same")
+
+
+@pytest.mark.slow
+def test_a_reversed_advantage_unlearns():
+    """A recipe of a user: GRPO for 40 iterations, then the negative of its advantages."""
+
+    def reversed_late(models, prompts):
+        batch = with_references(models, models.rollouts(prompts))
+        rewards, mask = token_rewards(models, batch)
+        gains = advantages.grpo(rewards, mask, batch["groups"])
+        sign = 1 if models.iteration <= 40 else -1
+        batch = with_tokens(batch, "advantages", sign * gains)
+        return batch, [models.actor.update(batch, models.iteration)]
+
+    history = run(reversed_late, nano_on_one_device(train__steps=55))
+    scores = [h["critic/score/mean"] for h in history]
+    best, last = np.mean(scores[35:40]), np.mean(scores[-5:])
+    assert best >= 0.4 and last <= best / 2, scores
