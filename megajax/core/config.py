@@ -62,11 +62,14 @@ def read(path: str | Path, flag: str = "config") -> Mapping[str, Any]:
         raise UserError(f"{path} is not a configuration: {error} (--{flag})") from None
 
 
-def parse(text: str, suffix: str = ".json") -> Mapping[str, Any]:
-    """Returns what a text says. suffix: of a file's name. Raises: ValueError."""
+def parse(text: str, suffix: str = ".json", values: int = MAX_VALUES) -> Mapping[str, Any]:
+    """Returns what a text says.
+
+    Args: suffix: of a file's name. values: the most that YAML may have. Raises: ValueError.
+    """
     try:
         if suffix in (".yaml", ".yml"):
-            content = _from_yaml(text)
+            content = _from_yaml(text, values)
         else:
             toml = suffix == ".toml"
             content = tomllib.loads(text) if toml else files.parse_json(text, files.each_once)
@@ -78,7 +81,7 @@ def parse(text: str, suffix: str = ".json") -> Mapping[str, Any]:
     return content
 
 
-def _from_yaml(text: str) -> Any:
+def _from_yaml(text: str, most: int) -> Any:
     """YAML 1.1, but 1e-3 is a number as it is everywhere else, and no member may stand twice.
 
     Aliases and merges (<<) can make gigabytes of a few lines, so what they come to is counted.
@@ -90,8 +93,8 @@ def _from_yaml(text: str) -> Any:
 
         def _count(self, more: int) -> None:
             self.values += more
-            if self.values > MAX_VALUES:
-                raise ValueError(f"it has over {MAX_VALUES:,} values")
+            if self.values > most:
+                raise ValueError(f"it has over {most:,} values")
 
         def compose_node(self, parent: Any, index: Any) -> Any:
             self._count(1)

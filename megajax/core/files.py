@@ -1,13 +1,16 @@
 """Paths of users, and files that others wrote, opened and parsed within a budget.
 
 Only regular files are opened: opening a named pipe blocks until somebody writes to it, and a device
-has no end. Symbolic links are followed. JSON is read only when its values cannot take far more
-memory than its text does: `[[],[],...` takes 20 times its size. `read_object` is the reader of the
-JSON files that strangers write: one rule and one sentence for all of them; `read_arrays` is that of
+has no end. Symbolic links are followed, but by `open_below`, which opens names that a stranger
+wrote and never leaves their folder. JSON is read only when its values cannot take far more memory
+than its text does: `[[],[],...` takes 20 times its size. `read_object` is the reader of the JSON
+files that strangers write: one rule and one sentence for all of them; `read_lists` is that of JSON
+that is too long for it, whose lists it gives one element at a time; `read_arrays` is that of
 archives of arrays. Files are replaced (`write_whole`, `write_arrays`) and locked (`lock`) here, and
 nowhere else; folders are written by `new_folder`. No jax.
 """
 
+import codecs
 import contextlib
 import errno
 import fcntl
@@ -15,6 +18,7 @@ import io
 import json
 import math
 import os
+import re
 import reprlib
 import secrets
 import shutil
@@ -22,7 +26,7 @@ import stat
 import tempfile
 import time
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -37,6 +41,12 @@ ARRAYS = 2**28  # (chosen) bytes of the arrays of an archive
 ARRAYS_RATIO = 64  # (chosen: published labels pack to a 24th) times its size, where that is more
 LOOK_S = 0.01  # (chosen) between two tries to lock a file
 MARKS = (b",", b":", b"[", b"{")
+ELEMENT = 8 * 2**20  # (chosen: 160 MB of memory at worst) characters of an element of a list
+CHUNK = 2**20  # (chosen) bytes that are read at a time
+TOKEN = 16  # characters before the end of a text that is cut, where a parser may see it first
+BLANK = re.compile(r"[ \t\n\r]*")
+COMMA = re.compile(r"[ \t\n\r]*,[ \t\n\r]*")
+URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 HEADER = 2**14  # bytes that hold the header of a .npy: NumPy reads at most 10,000
 KINDS = (
     (stat.S_ISDIR, "a folder"),
@@ -52,19 +62,81 @@ def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
 
     Raises: UserError for what is no regular file; OSError as `open` does.
     """
+    return _open_regular(path, path, 0, None)
+
+
+def _open_regular(
+    name: str | os.PathLike[str], shown: object, flags: int, folder: int | None
+) -> BinaryIO:
+    """folder: a descriptor that the name is relative to. shown: the name that messages have."""
     try:
-        number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    except ValueError:  # a zero byte in the name
-        raise UserError(f"{str(path)!r:.300} is not a name that a file can have") from None
+        flags |= os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC
+        number = os.open(name, flags, dir_fd=folder)
+    except ValueError:  # a zero byte in the name, or what no encoding of names has
+        raise UserError(f"{str(shown)!r:.300} is not a name that a file can have") from None
     try:
         mode = os.fstat(number).st_mode
         if not stat.S_ISREG(mode):
             kind = next((word for test, word in KINDS if test(mode)), "no file")
-            raise UserError(f"cannot read {path}: it is {kind}; only regular files are read")
+            raise UserError(f"cannot read {shown}: it is {kind}; only regular files are read")
         return os.fdopen(number, "rb")
     except BaseException:
         os.close(number)
         raise
+
+
+class OutsideError(UserError):
+    """A name, read from a file of a stranger, that leads out of its folder, or could."""
+
+
+class LinkError(OutsideError):
+    """Such a name that goes over a symbolic link."""
+
+
+def name_below(name: str) -> str:
+    """Returns a name without empty parts, if it stays below the folder that it is looked up in.
+
+    Raises: OutsideError for an absolute name, a URL, one with `..`, and one without parts.
+    """
+    parts = [part for part in name.split("/") if part not in ("", ".")]
+    if name.startswith("/") or ".." in parts or not parts or URL.match(name):
+        raise OutsideError(f"{name!r:.300} is not a name below the folder that says it")
+    return "/".join(parts)
+
+
+def open_below(folder: Path, name: str, follow_links: bool = False) -> BinaryIO:
+    """Opens a regular file by a name that a stranger wrote, which must stay below the folder.
+
+    Args: folder: trusted; may be a link itself. name: with / between its parts. follow_links: False
+      refuses a symbolic link at any of the parts; no link can come between check and opening.
+    Raises: OutsideError as name_below does; LinkError; UserError for what is no regular file;
+      OSError as `open` does.
+    """
+    parts = name_below(name).split("/")
+    if follow_links:
+        return open_regular(folder.joinpath(*parts))
+    step = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+    number = os.open(folder, step)
+    try:
+        for part in parts[:-1]:
+            below = os.open(part, step | os.O_NOFOLLOW, dir_fd=number)
+            os.close(number)
+            number = below
+        return _open_regular(parts[-1], folder / name, os.O_NOFOLLOW, number)
+    except ValueError as error:
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"{name!r:.300} is not a name that a file can have") from None
+    except OSError as error:
+        if error.errno in (errno.ELOOP, errno.ENOTDIR) and _has_link(folder, parts):
+            raise LinkError(f"{folder / name} goes over a symbolic link") from None
+        raise
+    finally:
+        os.close(number)
+
+
+def _has_link(folder: Path, parts: Sequence[str]) -> bool:
+    return any(folder.joinpath(*parts[: i + 1]).is_symlink() for i in range(len(parts)))
 
 
 def size_of(file: BinaryIO) -> int:
@@ -303,6 +375,98 @@ def read_object(path: str | Path, most: int, flag: str = "") -> dict[str, Any]:
     if not isinstance(value, dict):
         raise UserError(f"{path} must hold a JSON object, not {reprlib.repr(value):.40}{hint}")
     return value
+
+
+def read_lists(file: BinaryIO, numbers: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields (member, element) for each element of the lists of a JSON object, in their order.
+
+    Only one element is in memory, and what the caller keeps; so there is no limit to the size of
+    the file. Members that are no lists are passed over. In an element the last of two equal names
+    counts.
+    numbers: the name of a member of elements that holds lists of numbers, however nested, which
+      nobody needs: it becomes 0, unparsed, which takes a tenth of the time.
+    Raises: ValueError when the text is no such object or breaks off, or an element has over ELEMENT
+      characters; OSError.
+    """
+    decoder = codecs.getincrementaldecoder("utf-8-sig")()
+    decode = json.JSONDecoder().raw_decode
+    # What follows the last bracket tells a list that is complete from one that is still being read.
+    # A quote inside a string has a \ before it.
+    unneeded = re.compile(
+        rf'(?<!\\)"{numbers}"\s*:\s*\[[][0-9eE.,+\-\s]*\](?=\s*(?:,\s*"|}}))' if numbers else "(?!)"
+    )
+    buffer, at = "", 0
+
+    def more() -> bool:
+        nonlocal buffer, at
+        data = file.read(max(CHUNK, len(buffer) - at))  # doubles: an element is tried few times
+        text = buffer[at:] + decoder.decode(data, final=not data)
+        buffer, at = unneeded.sub(f'"{numbers}":0', text), 0
+        return bool(data)
+
+    def mark() -> str:
+        nonlocal at
+        while True:
+            at = BLANK.match(buffer, at).end()  # type: ignore[union-attr]
+            if at < len(buffer):
+                return buffer[at]
+            if not more():
+                raise ValueError("it breaks off")
+
+    def expect(marks: str) -> str:
+        nonlocal at
+        if (mark_ := mark()) not in marks:
+            raise ValueError(f"{mark_!r} stands where one of {' '.join(marks)} must")
+        at += 1
+        return mark_
+
+    def value() -> Any:
+        nonlocal at
+        if at >= len(buffer) or buffer[at] in " \t\n\r":
+            mark()
+        ended = False
+        while True:
+            parsed, end, wrong = None, len(buffer), ""
+            try:
+                parsed, end = decode(buffer, at)
+            except RecursionError:
+                raise ValueError("it is nested too deep") from None
+            except json.JSONDecodeError as error:
+                wrong = f"{error.msg}, but there is {buffer[error.pos : error.pos + 20]!r}"
+                ended |= error.pos < len(buffer) - TOKEN and "Unterminated" not in error.msg
+            if end - at > ELEMENT:
+                raise ValueError(f"an element has over {ELEMENT:,} characters")
+            if end < len(buffer) or ended:  # a number at the end of the buffer may go on
+                if wrong:
+                    raise ValueError(wrong)
+                at = end
+                return parsed
+            ended = not more()
+
+    expect("{")
+    names: set[str] = set()
+    after = "," if mark() != "}" else expect("}")
+    while after == ",":
+        if mark() != '"':
+            raise ValueError(f"{mark()!r} stands where a name must")
+        name = value()
+        if name in names:
+            raise ValueError(f"the member {name!r:.200} comes twice")
+        names.add(name)
+        expect(":")
+        if mark() != "[":
+            value()
+        else:
+            expect("[")
+            following = "," if mark() != "]" else expect("]")
+            while following == ",":
+                yield name, value()
+                comma = COMMA.match(buffer, at)
+                if comma and comma.end() < len(buffer):  # most often, and quicker than what follows
+                    at = comma.end()
+                else:
+                    following = expect(",]")
+        after = expect(",}")
 
 
 # ---- paths

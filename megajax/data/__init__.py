@@ -1,12 +1,15 @@
-"""Text to batches: sources, tokenizers, the packed index, the loader."""
+"""Text and annotated images to batches: sources, tokenizers, rows, the loader."""
 
 from megajax.core.lazy import public
 
 __getattr__, __dir__, __all__ = public(
     __name__,
     {
+        "augment": ("AUGMENTATIONS",),
         "config": ("DataConfig",),
         "corpus": ("Corpus", "open_corpora"),
+        "detection": ("Dataset", "Example", "open_detection"),
+        "detection_rows": ("DetectionRows",),
         "indexed": ("TokenFile", "TokenWriter"),
         "loader": ("Loader", "training_rows"),
         "pack": (

@@ -67,7 +67,7 @@ class _Origin:
 
 
 class HybridMesh:
-    """Two meshes over the same devices and the way of weights between them.
+    """Two meshes over the same devices, and the moves of weights from one to the other.
 
     train, generate: Explicit meshes with the six axes of megajax. What `generate` does not cut of
     pipe, expert and tensor, and train's data and context, is its data axis; node stays node.
@@ -83,8 +83,11 @@ class HybridMesh:
             remains. generate: sizes of pipe, expert and tensor, each a divisor of train's; one
             that is left out is 1.
 
-        Raises: UserError (a ValueError) for other axes, or sizes that do not divide.
+        Raises: UserError (a ValueError) for other axes, sizes that do not divide, or devices that
+            are listed twice.
         """
+        if len(set(devices)) < max(len(devices), 1):
+            raise ValueError(f"a mesh needs distinct devices, at least one; {devices} given")
         odd = sorted(set(train) - set(MESH_AXES)) + sorted(set(generate) - set(CUT))
         if odd:
             raise ValueError(
@@ -98,7 +101,7 @@ class HybridMesh:
             )
         for axis in CUT:
             size = generate.get(axis, 1)
-            if size < 1 or sizes[axis] % size:
+            if not isinstance(size, int | np.integer) or size < 1 or sizes[axis] % size:
                 divisors = [n for n in range(1, sizes[axis] + 1) if sizes[axis] % n == 0]
                 near = min(divisors, key=lambda n: abs(n - size))
                 raise ValueError(
@@ -135,7 +138,7 @@ class HybridMesh:
         dtype: str = "bfloat16",
     ) -> Tree:
         """Returns the arrays on `.generate`: cut over pipe, expert and tensor as their shardings on
-        `.train` say, whole over everything else.
+        `.train` say, and repeated over all other axes.
 
         Args:
           params: a tree of arrays on `.train`, of any dtype, PRNG keys too.
@@ -144,27 +147,35 @@ class HybridMesh:
           axes: words of the leaves, as ModelParts.axes.
           rows: TrainStep.rows, for interleaved stages; the result has the model's order.
           dtype: of Engine's computation.
-        Raises: ValueError naming a leaf that is not on `.train`; and for interleaved stages with
-            more than one generation stage.
+        Raises: ValueError naming a leaf that is not on `.train`, or has been used up; for axes of
+            another tree; and for interleaved stages with more than one generation stage.
         """
         moves = self._moves(params, mode, axes, rows, dtype)
         leaves, treedef = jax.tree.flatten(params)
+        moved: dict[tuple[int, _Move], jax.Array] = {}  # an array may stand at several places
         for i in self._order(leaves, moves):
-            leaves[i] = self._to_generation(leaves[i], moves[i], mode)
-        return treedef.unflatten(leaves)
+            key = id(leaves[i]), moves[i]
+            if key not in moved:
+                moved[key] = self._to_generation(leaves[i], moves[i], mode)
+        moved_leaves = (moved[id(leaf), move] for leaf, move in zip(leaves, moves, strict=True))
+        return treedef.unflatten(moved_leaves)
 
     def to_training(self, params: Tree) -> Tree:
         """Returns what `to_generation` gave, sharded as before; of 'donate', used up.
 
-        Raises: ValueError naming a leaf that `to_generation` did not give.
+        Raises: ValueError naming a leaf that `to_generation` did not give, or has been used up.
         """
-        origins = {}
+        origins: dict[int, _Origin] = {}
         for leaf_name, leaf in named_leaves(params):
             origin = self._origins.get(id(leaf))
             if origin is None or origin.ref() is not leaf:
                 raise ValueError(f"{leaf_name} is not an array that to_generation gave")
+            _check_alive(leaf_name, leaf)
             origins[id(leaf)] = origin
-        return jax.tree.map(lambda x: self._to_training(x, origins[id(x)]), params)
+        leaves, treedef = jax.tree.flatten(params)
+        each = {id(leaf): leaf for leaf in leaves}
+        back = {key: self._to_training(leaf, origins[key]) for key, leaf in each.items()}
+        return treedef.unflatten(back[id(leaf)] for leaf in leaves)
 
     def report(
         self,
@@ -239,8 +250,10 @@ class HybridMesh:
                 f"interleaved stages cannot go to {self.generate.shape['pipe']} generation stages, "
                 "whose layers lie in the model's order; generate pipe=1"
             )
-        moves = []
-        for i, (leaf_name, leaf) in enumerate(named_leaves(params)):
+        named, moves = named_leaves(params), []
+        if words is not None and len(words) != len(named):
+            raise ValueError(f"axes name {len(words)} leaves; there are {len(named)}")
+        for i, (leaf_name, leaf) in enumerate(named):
             sharding = getattr(leaf, "sharding", None)
             if not isinstance(sharding, NamedSharding) or not _same(sharding.mesh, self.train):
                 raise ValueError(
@@ -248,6 +261,7 @@ class HybridMesh:
                     if sharding is not None
                     else f"{leaf_name} is not on the training mesh: it is a {type(leaf).__name__}"
                 )
+            _check_alive(leaf_name, leaf)
             dtype = leaf.dtype
             if mode == "share" and dtype == jnp.float32:
                 if words is None or is_quantized(words[i]):
@@ -393,8 +407,10 @@ def _gathers_in_pieces(joint: Mesh, move: _Move, x: Any) -> bool:
 
     XLA gathers a dimension that is not the first into memory of its own and copies that to where it
     belongs: as much temporary memory as the result. The freed axes must be the minor ones of their
-    dimension: a vocabulary that pipe and tensor cut is left to XLA.
+    dimension: a vocabulary that pipe and tensor cut is left to XLA, and so are PRNG keys.
     """
+    if jnp.issubdtype(move.dtype, jax.dtypes.prng_key):
+        return False
     freed = _freed(move)
     if not any(live for axes in freed[1:] if (live := _live(joint, axes))):
         return False
@@ -420,8 +436,8 @@ def _gathered(joint: Mesh, move: _Move, x: jax.Array) -> jax.Array:
         n * math.prod(joint.shape[a] for a in axes)
         for n, axes in zip(x.shape[1:], freed[1:], strict=True)
     ]
-    # Piece i of stage s holds rows s * rows + i * (rows // pieces) and on: of the whole, piece
-    # s * pieces + i.
+    # Piece i of stage s begins at row s * rows + i * (rows // pieces) of the leaf: among the pieces
+    # of all stages it is number s * pieces + i.
     order = np.arange(stages * pieces) if move.layers is None else np.asarray(move.layers)
     places = jnp.asarray(order.reshape(stages, pieces), jnp.int32)
 
@@ -464,6 +480,11 @@ def _rewrapped(x: jax.Array, sharding: NamedSharding) -> jax.Array:
 
 
 # ---- small questions
+
+
+def _check_alive(leaf_name: str, leaf: Any) -> None:
+    if isinstance(leaf, jax.Array) and leaf.is_deleted():
+        raise ValueError(f"{leaf_name} has been used up, by an earlier move or another program")
 
 
 def _spec(leaf: Any) -> P:

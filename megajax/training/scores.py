@@ -1,4 +1,4 @@
-"""The trainer's log-probabilities of given tokens.
+"""The trainer's log-probabilities of given tokens, and a critic's values of them.
 
 Legend: B rows, S positions, D model width, V vocabulary.
 """
@@ -49,16 +49,7 @@ def logprobs(
     """
     if numerics not in ("fast", "exact"):
         raise UserError(f"numerics={numerics!r} must be 'fast' or 'exact'")
-    checked = [check_tokens(row, cfg.vocab, f"rows[{i}]") for i, row in enumerate(rows)]
-    for i, row in enumerate(checked):
-        if len(row) > cfg.max_positions:
-            raise UserError(
-                f"rows[{i}] has {len(row)} tokens; the model has {cfg.max_positions} positions"
-            )
-    mesh = MeshSpec(data=1).build(jax.devices()[:1]) if mesh is None else mesh
-    # As the engine: nothing is dropped, and the score of a row does not depend on its padding.
-    cfg = dataclasses.replace(cfg, moe=dataclasses.replace(cfg.moe, mode="dropless"))
-    dtype = jnp.dtype(dtype).name
+    cfg, checked, mesh, dtype = _checked(cfg, rows, mesh, dtype)
     if numerics == "exact":
         teacher = tiles.teacher(cfg, mesh, dtype)
         placed = teacher.forward.place(params, cast=True)
@@ -80,12 +71,26 @@ def values(
 
     Args and errors: as of `logprobs`. Entry i of a row is the value of its first i + 1 tokens.
     """
-    checked = [check_tokens(row, cfg.vocab, f"rows[{i}]") for i, row in enumerate(rows)]
-    mesh = MeshSpec(data=1).build(jax.devices()[:1]) if mesh is None else mesh
-    layout, run = _value_program(cfg, mesh, jnp.dtype(dtype).name)
+    cfg, checked, mesh, dtype = _checked(cfg, rows, mesh, dtype)
+    layout, run = _value_program(cfg, mesh, dtype)
     placed = sharding.place(layout, critic_parts(cfg).axes, params)
-    scores = _in_batches(cfg, mesh, functools.partial(run, placed), layout, checked, 0)
-    return [x[: len(row)] for x, row in zip(scores, checked, strict=True)]
+    return _in_batches(cfg, mesh, functools.partial(run, placed), layout, checked, 0)
+
+
+def _checked(
+    cfg: DecoderConfig, rows: Sequence[Sequence[int]], mesh: Mesh | None, dtype: str
+) -> tuple[DecoderConfig, list[list[int]], Mesh, str]:
+    """Returns the arguments as programs take them. Raises: UserError."""
+    checked = [check_tokens(row, cfg.vocab, f"rows[{i}]") for i, row in enumerate(rows)]
+    for i, row in enumerate(checked):
+        if len(row) > cfg.max_positions:
+            raise UserError(
+                f"rows[{i}] has {len(row)} tokens; the model has {cfg.max_positions} positions"
+            )
+    mesh = MeshSpec(data=1).build(jax.devices()[:1]) if mesh is None else mesh
+    # As the engine: nothing is dropped, and the score of a row does not depend on its padding.
+    cfg = dataclasses.replace(cfg, moe=dataclasses.replace(cfg.moe, mode="dropless"))
+    return cfg, checked, mesh, jnp.dtype(dtype).name
 
 
 def _in_batches(

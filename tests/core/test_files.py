@@ -1,5 +1,6 @@
 """Files of strangers: kinds that block or never end, and JSON that takes much memory."""
 
+import io
 import json
 import math
 import os
@@ -206,3 +207,120 @@ def test_a_lock_is_held_by_one_or_shared_until_it_is_closed(tmp_path):
     os.close(third)
     assert files.lock(other, wait_s=None)
     os.close(other)
+
+
+# ---- names of strangers, and lists that are longer than memory
+
+
+def test_a_strangers_name_stays_below_its_folder(tmp_path):
+    folder = tmp_path / "set"
+    (folder / "a b").mkdir(parents=True)
+    (folder / "a b" / "file").write_bytes(b"inside")
+    (tmp_path / "secret").write_bytes(b"outside")
+    for name in ("a b/file", "./a b//file", "a b/./file"):
+        with files.open_below(folder, name) as file:
+            assert file.read() == b"inside"
+    outside = ["../secret", "a b/../../secret", str(tmp_path / "secret"), "file:///etc/hosts", ""]
+    for name in (*outside, "..", ".", "/", "http://x/a b/file"):
+        for follow_links in (False, True):
+            with pytest.raises(files.OutsideError, match="not a name below the folder"):
+                files.open_below(folder, name, follow_links)
+    for name in ("missing", "a b/missing", "missing/file"):
+        with pytest.raises(FileNotFoundError):
+            files.open_below(folder, name)
+    with pytest.raises(NotADirectoryError):
+        files.open_below(folder, "a b/file/more")
+    for name in ("a\0b", "\0/file", "\ud800", "\ud800/file"):
+        with pytest.raises(UserError, match="not a name that a file can have"):
+            files.open_below(folder, name)
+
+
+@pytest.mark.parametrize("linked", ["file", "folder", "outer"])
+def test_a_strangers_links_are_followed_only_when_asked(tmp_path, linked):
+    folder, place = tmp_path / "set", tmp_path / "elsewhere"
+    (folder / "outer" / "folder").mkdir(parents=True)
+    (folder / "outer" / "folder" / "file").write_bytes(b"linked")
+    at = folder / {"file": "outer/folder/file", "folder": "outer/folder", "outer": "outer"}[linked]
+    at.rename(place)
+    at.symlink_to(place)
+    (tmp_path / "link").symlink_to(folder)  # the folder itself may be one
+    for root in (folder, tmp_path / "link"):
+        with files.open_below(root, "outer/folder/file", follow_links=True) as file:
+            assert file.read() == b"linked"
+        with pytest.raises(files.LinkError, match="symbolic link"):
+            files.open_below(root, "outer/folder/file")
+
+
+LISTS = {
+    "info": {"year": 2026, "segmentation": [1]},
+    "images": [{"id": 1, "name": 'é "quoted" \\'}, {"id": -2.5e3}, None, [], "x", True, 17],
+    "none": [],
+    "annotations": [{"segmentation": [[1.5, -2e3], []], "b": [1, 2]}, {'a"segmentation': [3]}],
+    "number": 5,
+    "text": '"segmentation": [1]',
+}
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 7, 64, 10_000])
+@pytest.mark.parametrize("indent, separators", [(None, None), (None, (",", ":")), (3, None)])
+def test_lists_are_read_one_element_at_a_time(monkeypatch, chunk, indent, separators):
+    monkeypatch.setattr(files, "CHUNK", chunk)
+    text = json.dumps(LISTS, ensure_ascii=chunk > 2, indent=indent, separators=separators)
+    pairs = [(k, v) for k, values in LISTS.items() if isinstance(values, list) for v in values]
+    for head in (b"", b"\xef\xbb\xbf", b" \n"):
+        assert [*files.read_lists(io.BytesIO(head + text.encode()))] == pairs
+    pairs = [
+        (k, v | {"segmentation": 0} if k == "annotations" and "b" in v else v) for k, v in pairs
+    ]
+    assert [*files.read_lists(io.BytesIO(text.encode()), "segmentation")] == pairs
+
+
+@pytest.mark.parametrize(
+    "text, reason",
+    [
+        ("", "breaks off"),
+        ("[]", "stands where"),
+        ('{"a": [1, 2', "breaks off"),
+        ('{"a": [1 2]}', "stands where"),
+        ('{"a": [1,]}', "Expecting value"),
+        ('{"a": [{"b": tree}, ' + "5," * 2_000 + "5]}", "Expecting value, but there is 'tree"),
+        ('{"a": [1]', "breaks off"),
+        ('{"a" [1]}', "stands where"),
+        ("{5: 1}", "where a name must"),
+        ('{"a": [1], "a": [2]}', "'a' comes twice"),
+        ('{"a": [' + "[" * 100_000 + "]}", "nested too deep"),
+        ('{"a": [' + "1" * 5000 + "]}", "4300"),
+        (b'{"a": ["\xff"]}', "utf-8"),
+    ],
+)
+def test_what_is_no_object_of_lists(text, reason):
+    data = text if isinstance(text, bytes) else text.encode()
+    with pytest.raises(ValueError, match=reason):
+        list(files.read_lists(io.BytesIO(data)))
+
+
+@pytest.mark.parametrize("element", ['"' + "x" * 10_001, '{"b": [' + "1," * 9_000, "1" * 20_000])
+@pytest.mark.parametrize("end", ["", '"]}', "]}]}", "]}"])
+def test_an_element_has_a_limit_whether_it_ends_or_not(monkeypatch, element, end):
+    monkeypatch.setattr(files, "ELEMENT", 10_000)
+    monkeypatch.setattr(files, "CHUNK", 1_000)
+    for before in ("", '"y", 5, {"c": 7}, ' * 300):
+        text = ('{"a": [' + before + element + end).encode()
+        with pytest.raises(ValueError, match="over 10,000 characters|4300"):
+            list(files.read_lists(io.BytesIO(text)))
+    text = '{"a": [' + '"y", ' * 30_000 + '"' + "x" * 9_000 + '"]}'
+    assert len([*files.read_lists(io.BytesIO(text.encode()))]) == 30_001
+
+
+def test_a_long_list_takes_no_memory(monkeypatch):
+    """A number every seven bytes, as in the outlines of COCO; json.loads takes six times the text,
+    and this some blocks."""
+    monkeypatch.setattr(files, "CHUNK", 2**16)
+    outline = ",".join(f"{i % 600}.{i % 90 + 10}" for i in range(30))
+    element = f'{{"image_id": 5, "segmentation": [[{outline}]], "b": [{outline}]}},'
+    text = ('{"annotations": [' + element * 10_000 + "{}]}").encode()
+    tracemalloc.start()
+    count = sum(1 for _ in files.read_lists(io.BytesIO(text), "segmentation"))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert count == 10_001 and len(text) > 3.8e6 and peak < 6e5

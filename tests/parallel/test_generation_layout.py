@@ -145,6 +145,36 @@ def test_equal_layouts_share_their_memory():
     assert places(hybrid.to_training({"w": donated})["w"]) == first
 
 
+@pytest.mark.parametrize("spec", [P("tensor", None), P(None, "tensor"), P("pipe", "tensor")])
+def test_keys_are_moved_however_they_are_cut(spec, monkeypatch):
+    monkeypatch.setattr(reshard, "PIECE", 0)
+    hybrid = HybridMesh(jax.devices(), {"pipe": 2, "tensor": 4}, {"tensor": 2})
+    keys = jax.random.split(jax.random.key(1), (4, 8))
+    words = np.asarray(jax.random.key_data(keys))
+    tree = {"keys": jax.device_put(keys, NamedSharding(hybrid.train, spec))}
+    assert hybrid.report(tree)["bytes"] == hybrid.report(tree)["formula"] > 0
+    for mode in ("share", "donate"):
+        moved = hybrid.to_generation(tree, mode)
+        np.testing.assert_array_equal(jax.random.key_data(moved["keys"]), words)
+        back = hybrid.to_training(moved)["keys"]
+        np.testing.assert_array_equal(jax.random.key_data(back), words)
+        assert back.sharding.spec == spec
+
+
+def test_an_array_at_several_places_is_moved_once():
+    hybrid = HybridMesh(jax.devices(), {"data": 2, "tensor": 4}, {"tensor": 2})
+    x = jax.device_put(jnp.arange(64.0).reshape(8, 8), NamedSharding(hybrid.train, P("tensor")))
+    tied = hybrid.to_generation({"a": x, "b": [x]})
+    assert tied["a"] is tied["b"][0]
+    back = hybrid.to_training(tied)
+    assert back["a"] is back["b"][0]
+    np.testing.assert_array_equal(back["a"], np.arange(64.0).reshape(8, 8))
+    with pytest.raises(ValueError, match="^a has been used up"):
+        hybrid.to_generation({"a": x})
+    with pytest.raises(ValueError, match="^a has been used up"):
+        hybrid.to_training(tied)
+
+
 def test_what_cannot_be_is_named():
     devices = jax.devices()
     hybrid = HybridMesh(devices, {"pipe": 2, "tensor": 4}, {"pipe": 2, "tensor": 2})
@@ -156,6 +186,9 @@ def test_what_cannot_be_is_named():
             lambda: HybridMesh(devices, {"tensor": 4}, {"tensor": 3}),
             "tensor=3 must divide.*nearest: 2",
         ),
+        (lambda: HybridMesh(devices, {"tensor": 4}, {"tensor": 2.0}), "tensor=2.0 must divide"),
+        (lambda: HybridMesh([devices[0]] * 2, {"tensor": 2}, {}), "distinct devices"),
+        (lambda: HybridMesh([], {}, {}), "at least one"),
         (lambda: HybridMesh(devices, {"tensor": 4}, {"data": 2}), "axis 'data'"),
         (lambda: HybridMesh(devices, {"rows": 4}, {}), "axis 'rows'"),
         (lambda: HybridMesh(devices, {"tensor": 3}, {}), "3"),
@@ -163,6 +196,7 @@ def test_what_cannot_be_is_named():
         (lambda: hybrid.to_generation({"b": jnp.zeros(3)}), "^b is not on the training"),
         (lambda: hybrid.to_generation({"b": far}), "^b is not on the training"),
         (lambda: hybrid.to_generation({"a": good}, "copy"), "mode='copy'"),
+        (lambda: hybrid.to_generation([good, good], "share", [()]), "axes name 1 leaves; .* 2"),
         (lambda: hybrid.to_training({"a": good}), "^a is not an array that to_generation gave"),
         (
             lambda: hybrid.to_generation({"a": good}, rows={"params.a": range(8)}),

@@ -21,6 +21,7 @@ from megajax.systems.hybridflow.tasks import RlTask, is_held_out
 LINE = 2**22  # (chosen) bytes of a line of jsonl
 ROWS = 2**22  # (chosen) rows of a file, which are held in memory
 LOOK = 64  # (chosen) first prompts of a task, whose lengths are looked at
+MESSAGE = ("role", "content")
 COLUMNS = ("data_source", "prompts", "ground_truth", "extra_info", "uid")
 TAKEN = (  # columns that an iteration adds
     *("prompt_ids", "response_ids", "completions", "logprobs", "versions", "finish", "groups"),
@@ -70,8 +71,8 @@ def _checked(row: Any, where: str, uid: str) -> dict[str, Any]:
         raise UserError(f"{where}: `prompt` is empty")
     if isinstance(prompt, list):
         for message in prompt:
-            is_message = isinstance(message, Mapping) and {"role", "content"} <= message.keys()
-            if not is_message or not isinstance(message["content"], str):
+            is_object = isinstance(message, Mapping)
+            if not is_object or not all(isinstance(message.get(k), str) for k in MESSAGE):
                 raise UserError(
                     f"{where}: `prompt` is a text or a list of {{role, content}} of texts"
                 )
@@ -90,12 +91,13 @@ def _checked(row: Any, where: str, uid: str) -> dict[str, Any]:
     truth = row.get("ground_truth")
     if isinstance(model, Mapping):
         truth = model.get("ground_truth", truth)
+    source, number = row.get("data_source"), row.get("uid")  # None in parquet if there is none
     return {
-        "data_source": str(row.get("data_source", "")),
+        "data_source": "" if source is None else str(source),
         "prompts": prompt,
         "ground_truth": truth,
         "extra_info": dict(extra or {}),
-        "uid": str(row.get("uid", uid)),
+        "uid": uid if number is None else str(number),
     }
 
 
@@ -122,11 +124,13 @@ def _parquet(file: Path) -> Iterator[Any]:
     except ImportError:
         raise UserError(f"{file}: reading parquet needs `uv sync --extra parquet`") from None
     try:
-        with parquet.ParquetFile(file) as opened:
-            for batch in opened.iter_batches(1024):
+        with files.open_regular(file) as opened, parquet.ParquetFile(opened) as table:
+            for batch in table.iter_batches(1024):
                 yield from batch.to_pylist()
     except OSError as error:
-        raise UserError(f"cannot read {file}: {error}") from None
+        raise UserError(f"cannot read {file}: {error.strerror or error}") from None
+    except UserError:
+        raise
     except Exception as error:  # pyarrow has errors of its own
         raise UserError(f"{file} is not a parquet file: {str(error)[:200]}") from None
 

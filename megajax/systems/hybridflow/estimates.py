@@ -166,12 +166,14 @@ class Estimates:
     def best(self, among: Sequence[mapping.Sets] | None = None) -> mapping.Mapping:
         """Returns the fastest mapping on all devices of the cluster. among: as of `auto_map`.
 
-        Raises: UserError if the models do not fit.
+        Raises: UserError if the models do not fit, or the cluster is too large to compare all.
         """
         try:
             return mapping.auto_map(
                 tuple(self.models), self.cluster.devices, self.seconds, self.least, among
             )
+        except UserError:  # too many ways
+            raise
         except ValueError:
             total = self.cluster.devices * self.resting(tuple(self.models), self.cluster.devices)
             raise UserError(

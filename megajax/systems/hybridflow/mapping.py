@@ -14,13 +14,18 @@ Nothing is simulated here: `seconds` and `least` are the caller's. Exact, by enu
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 
+from megajax.core.errors import UserError
+
 STAGES = ("generate", "prepare", "train")
 Sets = tuple[tuple[str, ...], ...]
 ROWS = 2**20  # (chosen) allocations that are compared at a time
+MODELS = 10  # (chosen: 115,975 placements) models at most
+ALLOCATIONS = 2**30  # (chosen: five minutes of one core) of all placements, at most
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,11 +41,11 @@ def placements(models: Sequence[str]) -> list[Sets]:
     """Returns all partitions of the models into sets: 15 for four models (Bell numbers).
 
     Sets and their members are in the order of `models`; the placement with all models in one set
-    comes first. Raises: ValueError for no model, or one that is listed twice.
+    comes first. Raises: ValueError for no model, one that is listed twice, or more than MODELS.
     """
     names = list(models)
-    if not names or len(set(names)) < len(names):
-        raise ValueError(f"models={names} must be distinct names, at least one")
+    if not 1 <= len(set(names)) == len(names) <= MODELS:
+        raise ValueError(f"models={names} must be distinct names, from 1 to {MODELS}")
     partial: list[list[list[str]]] = [[]]
     for name in names:
         partial = [
@@ -68,19 +73,33 @@ def auto_map(
       devices, 0 where it does nothing, math.inf where it cannot run so. least(models) -> the fewest
       devices that have room for these models together. among: the placements to compare; None:
       all.
-    Raises: ValueError if no placement has room, or none can run.
+    Raises: ValueError if no placement has room, or none can run; for seconds that are no number;
+      and for more than ALLOCATIONS ways to place the models and to share the devices out.
     """
     if devices < 1:
         raise ValueError(f"devices={devices} must be at least 1")
     timed = functools.cache(seconds)
-    best: Mapping | None = None
-    too_small: list[str] = []
+    fitting: list[tuple[Sets, list[int], int]] = []
+    too_small: list[tuple[float, Sets]] = []
     for sets in placements(models) if among is None else among:
-        smallest = [max(1, int(least(group))) for group in sets]
-        if sum(smallest) > devices:
-            too_small.append(f"{sum(smallest)} for {' | '.join('+'.join(g) for g in sets)}")
-            continue
-        spare = devices - sum(smallest)
+        needed = [max(1, least(group)) for group in sets]
+        smallest = [math.ceil(n) for n in needed if n < math.inf]
+        if math.inf in needed or sum(smallest) > devices:
+            too_small.append((sum(needed), sets))
+        else:
+            fitting.append((sets, smallest, devices - sum(smallest)))
+    if not fitting:
+        fewest, sets = min(too_small, key=lambda pair: pair[0])
+        why = f"they need {fewest:g} for {_text(sets)}"
+        raise ValueError(f"{', '.join(models)} do not fit on {devices} devices: {why}")
+    ways = sum(math.comb(spare + len(sets) - 1, len(sets) - 1) for sets, _, spare in fitting)
+    if ways > ALLOCATIONS:
+        raise UserError(
+            f"{', '.join(models)} can share {devices} devices in {ways:,} ways; at most "
+            f"{ALLOCATIONS:,} are compared: give fewer devices, or fewer placements (--cluster)"
+        )
+    best: Mapping | None = None
+    for sets, smallest, spare in fitting:
         # of each set: seconds by stage and by devices above the smallest number
         tables = [
             np.array(
@@ -91,6 +110,8 @@ def auto_map(
             )
             for group, low in zip(sets, smallest, strict=True)
         ]
+        if any(np.isnan(table).any() for table in tables):
+            raise ValueError(f"seconds are no number for a model of {_text(sets)}")
         for shares_RG in _shares(spare, len(sets)):
             stages = [table[:, shares_RG[:, g]] for g, table in enumerate(tables)]
             total_R = np.maximum.reduce(stages).sum(axis=0)
@@ -101,9 +122,14 @@ def auto_map(
                 )
                 best = Mapping(sets, tuple(counts), float(total_R[row]))
     if best is None:
-        why = f"they need {too_small[0]}" if too_small else "no placement can run"
-        raise ValueError(f"{', '.join(models)} do not fit on {devices} devices: {why}")
+        raise ValueError(
+            f"{', '.join(models)} do not fit on {devices} devices: no placement can run"
+        )
     return best
+
+
+def _text(sets: Sets) -> str:
+    return " | ".join("+".join(group) for group in sets)
 
 
 def _shares(spare: int, groups: int) -> Iterator[np.ndarray]:

@@ -1,4 +1,4 @@
-"""Responses packed into rows of fixed length, balanced, for one update of a model.
+"""Responses packed into rows of fixed length, for one update of a model.
 
 A prompt and its response stand in one row, as one segment. The number of rows and their length
 never change, so an update compiles once. The longest response is placed first, and each goes into
@@ -30,8 +30,10 @@ def pack(
     Returns: tokens, targets, segments, positions: int32 (B, S), and each column, float32 (B, S).
       The target at the place before a token of a response is that token, and its column's number
       stands there too; other targets are -1. What no response fills is a segment of its own.
-    Raises: UserError if the responses do not fit.
+    Raises: UserError if the responses do not fit; ValueError for a prompt without a token.
     """
+    if empty := [i for i, prompt in enumerate(prompts) if not len(prompt)]:
+        raise ValueError(f"prompt {empty[0]} has no token, so nothing predicts its response")
     shape = rows, seq_len
     batch: Batch = {
         "tokens": np.zeros(shape, np.int32),

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import pathlib
 import re
 import subprocess
@@ -251,6 +252,8 @@ def test_packed_rows_are_balanced_and_whole():
     assert used.max() - used.min() <= 8
     with pytest.raises(ValueError, match="do not fit.*train.global_batch"):
         packing.pack(prompts, answers, {}, 1, 32)
+    with pytest.raises(ValueError, match="prompt 1 has no token"):
+        packing.pack([[1], []], [[2], [3]], {}, 1, 32)
 
 
 # ---- rewards
@@ -346,10 +349,10 @@ def running(number):
         return False
 
 
-def ended(path):
-    """Waits until the processes that a file names have ended."""
+def wait_for_the_end(*numbers):
+    """Waits until processes have ended."""
     deadline = time.monotonic() + 30
-    while any(map(running, path.read_text().split())):
+    while any(map(running, numbers)):
         assert time.monotonic() < deadline
         time.sleep(0.05)
 
@@ -358,7 +361,7 @@ def test_what_a_late_function_started_ends_with_it(tmp_path):
     path = tmp_path / "numbers"
     with pytest.raises(rewards_.RewardError, match="no answer within 1 s"):
         rewards_.score(functions.starts_another, one_row(path), timeout=1)
-    ended(path)
+    wait_for_the_end(*path.read_text().split())
 
 
 def one_row(path):
@@ -373,7 +376,7 @@ def test_what_a_function_prints_is_bounded_and_what_it_starts_ends(capsys):
             assert not errors and time.monotonic() < deadline
             out += capsys.readouterr().out
     assert out.count("x") == rewards_.PRINTED
-    assert not running(int(pids[0]))
+    wait_for_the_end(int(pids[0]))
 
 
 @pytest.mark.process
@@ -392,7 +395,7 @@ def test_processes_of_rewards_end_with_their_run(tmp_path):
     finally:
         run.kill()
         run.wait()
-    ended(path)
+    wait_for_the_end(*path.read_text().split())
 
 
 def test_functions_that_cannot_be_called_are_refused():
@@ -457,6 +460,7 @@ def test_files_of_prompts(tmp_path):
         ('{"prompt": "a", "extra_info": "b"}', "row 0: `extra_info` must be an object, not str"),
         ('{"prompt": "a", "scores": 1}', "the member 'scores', which an iteration makes"),
         ('{"prompt": [{"role": "user"}]}', "row 0: `prompt` is a text or a list"),
+        ('{"prompt": [{"role": 3, "content": "a"}]}', "row 0: `prompt` is a text or a list"),
         ("{", "row 0"),
         ("", "has no rows"),
     ):
@@ -465,6 +469,22 @@ def test_files_of_prompts(tmp_path):
             data_.read(file)
     with pytest.raises(ValueError, match="must be a .jsonl"):
         data_.read(tmp_path / "rows.csv")
+    os.mkfifo(tmp_path / "pipe.parquet")
+    with pytest.raises(ValueError, match="only regular files are read|needs `uv sync"):
+        data_.read(tmp_path / "pipe.parquet")
+
+
+def test_members_without_a_value_have_their_defaults(tmp_path):
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"prompt": "a", "data_source": null, "uid": null, "extra_info": null}')
+    batch = data_.read(file)
+    assert {name: batch[name][0] for name in batch} == {
+        "prompts": "a",
+        "data_source": "",
+        "uid": "rows.jsonl:0",
+        "extra_info": {},
+        "ground_truth": None,
+    }
 
 
 def test_prompts_that_are_too_long_are_left_out_of_files_and_of_tasks():

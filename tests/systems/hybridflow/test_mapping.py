@@ -78,3 +78,19 @@ def test_large_clusters_are_quick_and_what_does_not_fit_is_said():
         mapping.auto_map(MODELS, 4, lambda *_: 1.0, lambda models: 2 * len(models))
     with pytest.raises(ValueError, match="no placement can run"):
         mapping.auto_map(MODELS, 4, lambda *_: math.inf, len)
+
+
+def test_room_is_rounded_up_and_seconds_are_numbers():
+    def shared(models):  # models that never fit together, and need more than one device each
+        return 1.5 if len(models) == 1 else math.inf
+
+    best = mapping.auto_map(("a", "b"), 4, lambda s, m, n: 1 / n, shared)
+    assert best.sets == (("a",), ("b",)) and best.devices == (2, 2)
+    for call, words in (
+        (lambda: mapping.auto_map("ab", 3, lambda *_: 1.0, shared), r"need 3 for a \| b"),
+        (lambda: mapping.auto_map("ab", 4, lambda s, m, n: math.nan if n == 1 else 1, len), "of a"),
+        (lambda: mapping.auto_map("abcdefg", 4096, lambda *_: 1.0, len), "at most 1,073,741,824"),
+        (lambda: mapping.placements("abcdefghijk"), "from 1 to 10"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            call()
