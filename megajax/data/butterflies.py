@@ -228,8 +228,8 @@ PALETTES: tuple[tuple[str, Color, Color, Color, Color, int], ...] = (
 # What distinguishes the members of a triple: eyespots in triples of even number, else bands.
 SPOTS = (
     ("plain", ()),
-    ("one-eyed", ((-28.0, 0.66, 0.19),)),
-    ("two-eyed", ((-28.0, 0.66, 0.19), (40.0, 0.58, 0.19))),
+    ("one-eyed", ((-28.0, 0.64, 0.21),)),
+    ("two-eyed", ((-28.0, 0.64, 0.21), (40.0, 0.56, 0.21))),
 )
 BANDS = (("one-banded", 1, 0.5), ("two-banded", 2, 0.75), ("four-banded", 4, 0.75))
 # The easy species differ in everything: name, base, second, shape, bands, spots of SPOTS.
@@ -530,7 +530,7 @@ def _pose(
     there, to which this one is added.
     """
     specimen = domain == "specimen"
-    most_open, most_tilt = (0.1, 0.06) if specimen else (0.75, 0.45)
+    most_open, most_tilt = (0.1, 0.06) if specimen else (0.65, 0.38)
     heading = _between(rng, -0.06, 0.06) if specimen else _between(rng, -math.pi, math.pi)
     opening = _between(rng, 0, most_open)
     roll, pitch = (_between(rng, -most_tilt, most_tilt) for _ in range(2))
@@ -623,8 +623,11 @@ def _plan(profile: str, seed: int) -> tuple[tuple[str, tuple[int, ...]], ...]:
     pictures += [[k] for k in range(30, 34)]  # species with a single picture in the habitat
     plan = []
     for j in rng.permutation(len(pictures)):
-        several = [k for k in pictures[int(j)] for _ in range(1 + int(rng.random() < 0.35))]
-        plan.append(("habitat", tuple(several)))
+        insects: list[int] = []
+        for k in pictures[int(j)]:
+            chance = float(rng.random())  # one to three of a species
+            insects += [k] * (1 + int(chance < 0.45) + int(chance < 0.15))
+        plan.append(("habitat", tuple(insects)))
     specimens = [k for k in range(species) for _ in range(3 + (k * 7) % 5 // 2)]
     plan += [("specimen", (specimens[int(j)],)) for j in rng.permutation(len(specimens))]
     return tuple(plan)
@@ -642,7 +645,13 @@ def _layers(profile: str, seed: int, index: int) -> list[Layer]:
         size = _between(rng, small, large)
         layers += _pose(rng, species[k], size, domain, taken)
     if profile == "hard" and domain == "habitat":
-        layers += [_cover(rng, *place) for place in taken if rng.random() < 0.45]
+        for place in [place for place in taken if rng.random() < 0.45]:
+            cover = _cover(rng, *place)
+            (_, c, x), (_, s, y), _ = cover[1]  # c, s: the vector from its center to its tip
+            others = [other for other in taken if other is not place]
+            # A cover hides a part of one insect; it could hide all of a smaller one.
+            if all(math.hypot(x - a, y - b) > math.hypot(c, s) + 0.3 * n for a, b, n in others):
+                layers.append(cover)
     return layers
 
 
