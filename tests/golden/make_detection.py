@@ -1,31 +1,40 @@
-"""Makes tests/golden/detection_boxes.npz: what torchvision computes of boxes.
+"""Makes tests/golden/detection_*.npz: what torchvision computes of boxes, and with its detectors.
 
 Run it in a separate environment (it needs torchvision, which megajax does not have):
 
     python -m venv tv && tv/bin/pip install torch torchvision
-    tv/bin/python tests/golden/make_detection.py
+    PYTHONPATH=. tv/bin/python tests/golden/make_detection.py
 
-A member NAME/MEMBER of the file is an argument or a result of one case; tests/layers/
-test_image_boxes.py reads them. Made with torch 2.15.0 and torchvision 0.29.2 on a CPU.
+detection_boxes.npz: a member NAME/MEMBER is an argument or a result of one case, which
+tests/layers/test_image_boxes.py reads. detection_models.npz: the names and shapes of each state
+dict, and results; tests/torchvision_weights.py has the weights and the images. Made with torch
+2.15.0 and torchvision 0.29.2 on a CPU.
 """
 
+import json
 import pathlib
 
 import numpy as np
 import torch
-from torchvision import ops
+from torch import nn
+from torchvision import models, ops
+from torchvision.models import detection
 from torchvision.models.detection._utils import BoxCoder, Matcher
 from torchvision.models.detection.anchor_utils import AnchorGenerator
+from torchvision.models.detection.backbone_utils import resnet_fpn_backbone
 from torchvision.ops.boxes import _batched_nms_vanilla
+
+from tests import torchvision_weights
 
 FOLDER = pathlib.Path(__file__).parent
 
 
 def main() -> None:
-    """Writes the file."""
+    """Writes both files."""
     rng = np.random.default_rng(20261129)
     cases = codes(rng) | anchors() | suppression(rng) | pooling(rng) | matching(rng)
     np.savez_compressed(FOLDER / "detection_boxes.npz", **cases)
+    np.savez_compressed(FOLDER / "detection_models.npz", **backbones(), **detectors())
 
 
 def scene(rng: np.random.Generator, count: int, side: float = 100) -> np.ndarray:
@@ -134,6 +143,60 @@ def matching(rng: np.random.Generator) -> dict[str, np.ndarray]:
         for rows, name in ((slice(0, 7), "near"), (slice(0, 8), "far")):
             matched = Matcher(0.5, 0.3, best)(iou[rows].clone()).numpy()
             cases[f"match/{name}_{'best' if best else 'plain'}"] = matched
+    return cases
+
+
+def filled(module: nn.Module) -> tuple[nn.Module, np.ndarray]:
+    """Returns a module for inference with its weights, and its names and shapes as JSON."""
+    shapes = {name: tuple(x.shape) for name, x in module.state_dict().items()}
+    state = {n: torch.tensor(torchvision_weights.tensor(n, s)) for n, s in shapes.items()}
+    module.load_state_dict(state)
+    return module.eval(), np.frombuffer(json.dumps(shapes).encode(), np.uint8)
+
+
+def sample(x: torch.Tensor) -> np.ndarray:
+    """Returns at most 600 values of a map (B, C, H, W), evenly spaced in its memory."""
+    return x.reshape(-1)[:: -(-x.numel() // 600)].numpy()
+
+
+@torch.no_grad()
+def backbones() -> dict[str, np.ndarray]:
+    """Maps of classifiers' convolutions, of an image of 64 x 96 pixels."""
+    cases, read = {}, ("layer1", "layer2", "layer3", "layer4")
+    plans = [("resnet18", read), ("resnet50", read), ("vgg16", ("features.29",))]
+    for name, layers in plans:
+        module, cases[f"{name}/state"] = filled(getattr(models, name)(weights=None))
+        for layer in layers:
+            module.get_submodule(layer).register_forward_hook(
+                lambda _, __, x, key=f"{name}/{layer}": cases.update({key: sample(x)})
+            )
+        images = torch.tensor(torchvision_weights.images(1, 64, 96)).permute(0, 3, 1, 2)
+        transform = detection.transform.GeneralizedRCNNTransform
+        mean, std = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
+        module(transform(64, 96, mean, std)(list(images))[0].tensors)
+    return cases
+
+
+@torch.no_grad()
+def detectors() -> dict[str, np.ndarray]:
+    """Detections in two images of 128 x 160 pixels, and the levels of the pyramid."""
+    # Boxes of 64-bit and 32-bit programs differ by less than 1e-4 pixels with this seed.
+    small = resnet_fpn_backbone(backbone_name="resnet18", weights=None)
+    settings = {"num_classes": 5, "min_size": 128, "max_size": 160}
+    without = {"weights": None, "weights_backbone": None}
+    plans = {
+        "fpn18": detection.FasterRCNN(small, **settings),
+        "v1": detection.fasterrcnn_resnet50_fpn(**without, **settings),
+        "v2": detection.fasterrcnn_resnet50_fpn_v2(**without, **settings),
+    }
+    cases = {}
+    images = list(torch.tensor(torchvision_weights.images(2, 128, 160)).permute(0, 3, 1, 2))
+    for name, module in plans.items():
+        module, cases[f"{name}/state"] = filled(module)
+        levels = module.backbone(module.transform(images)[0].tensors)
+        cases |= {f"{name}/level{key}": sample(x) for key, x in levels.items()}
+        for i, detected in enumerate(module(images)):
+            cases |= {f"{name}/{member}{i}": x.numpy() for member, x in detected.items()}
     return cases
 
 
