@@ -1,10 +1,11 @@
 """Checkpoints of other systems as named tensors, whatever they are stored as.
 
 What a folder is can be seen: safetensors, torch.distributed.checkpoint (torch_files.py) or Megatron
-(megatron.py); a file is one of torch.save (torch_files.py). Nothing in them is run. A tensor is
-read when it is asked for; so writing safetensors holds one at a time, while a step of ours is saved
-from the whole state. A tensor of a kind that cannot be read is an error that names it, unless the
-caller leaves it out by name; everything that does not become a tensor or a note is listed.
+(megatron.py); a file is safetensors by its name, or one of torch.save (torch_files.py). Nothing in
+them is run. A tensor is read when it is asked for; so writing safetensors holds one at a time,
+while a step of ours is saved from the whole state. A tensor of a kind that cannot be read is an
+error that names it, unless the caller leaves it out by name; everything that does not become a
+tensor or a note is listed.
 Not here: a GGUF file, which is a complete model with its tokenizer (gguf.py), and a folder of
 Hugging Face as a model (hf.py).
 """
@@ -65,7 +66,7 @@ def detect(path: str | Path) -> Kind:
     """Returns what a path holds. Raises: UserError when it is nothing that can be imported."""
     folder = expand(path)
     if folder.is_file():
-        return "torch"
+        return "safetensors" if folder.suffix == ".safetensors" else "torch"
     if (folder / SINGLE).is_file() or (folder / INDEX).is_file():
         return "safetensors"
     tracker, common = "latest_checkpointed_iteration.txt", "common.pt"
@@ -250,9 +251,11 @@ def _torch(path: Path, step: int, chosen: _Selection) -> Foreign:
 
 
 def _safetensors(path: Path, step: int, chosen: _Selection) -> Foreign:
-    checkpoint = TensorFolder(path)
-    file = path / DATA_STATE
-    notes = files.read_object(file, MAX_JSON) if file.exists() else {}
+    if path.is_file():
+        checkpoint, notes = TensorFolder(path.parent, path.name, alone=True), {}
+    else:
+        checkpoint, file = TensorFolder(path), path / DATA_STATE
+        notes = files.read_object(file, MAX_JSON) if file.exists() else {}
     shapes = {name: checkpoint.kind(name) for name in checkpoint.names() if not chosen.skips(name)}
     chosen.check()
     return Foreign(shapes, checkpoint.view, step, None, notes, chosen.left_out)

@@ -37,14 +37,15 @@ SHARD_BYTES = 5 * 10**9  # (Hugging Face's default shard size)
 class TensorFolder:
     """The tensors of a Hugging Face folder, by name, as views of its files."""
 
-    def __init__(self, folder: str | Path, single_name: str = SINGLE):
+    def __init__(self, folder: str | Path, single_name: str = SINGLE, alone: bool = False):
         """Reads the headers. single_name: of the file that has all tensors, if there is no index.
 
+        alone: whether that file is read even if an index of other files lies beside it.
         Raises: UserError when there is none or one is damaged.
         """
         self.folder = Path(folder)
         index, single = self.folder / INDEX, (self.folder / single_name).is_file()
-        if index.is_file():
+        if index.is_file() and not alone:
             homes = read_index(index)
             if single and single_name not in homes.values():  # transformers would read it alone
                 raise UserError(

@@ -8,6 +8,7 @@ import pytest
 import safetensors.numpy
 
 from megajax.core.errors import UserError
+from megajax.foreign import readers
 from megajax.foreign.safetensors import INDEX, SINGLE, TensorFolder, write_folder
 
 TENSORS = {
@@ -112,6 +113,16 @@ def test_damaged_files_are_refused(tmp_path, content):
 def test_a_good_header_of_the_same_kind_is_read(tmp_path):
     (tmp_path / SINGLE).write_bytes(header(GOOD))
     assert TensorFolder(tmp_path).view("x").tolist() == [0.0] * 4
+
+
+def test_one_file_by_its_name(tmp_path):
+    """Whatever lies beside it: an index speaks of other files."""
+    (tmp_path / "weights.safetensors").write_bytes(header(GOOD))
+    (tmp_path / INDEX).write_text('{"weight_map": {"x": "model-1.safetensors"}}')
+    path = tmp_path / "weights.safetensors"
+    assert readers.detect(path) == "safetensors"
+    read = readers.open_foreign(path, "safetensors")
+    assert list(read.shapes) == ["x"] and read.view("x").tolist() == [0.0] * 4
 
 
 def test_missing_files_are_named(tmp_path):
