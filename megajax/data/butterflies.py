@@ -835,9 +835,9 @@ def protocol(
 def export(dataset: Dataset, folder: str | Path, format: str) -> Path:
     """Writes a data set as a folder that open_detection reads.
 
-    Labels of YOLO do not say which boxes are difficult, and no format says a picture's domain.
-    Pictures of VOC are JPEG, so their pixels differ by a few levels; those of COCO and YOLO are
-    PNG.
+    Labels of YOLO do not say which boxes are difficult, no format says a picture's domain, and VOC
+    has no list of classes. Pictures of VOC are JPEG, so their pixels differ a little; those of COCO
+    and YOLO are PNG.
 
     Args: folder: must not exist, or be an empty folder. format: coco, voc or yolo.
     Returns: the folder. Raises: UserError for another format, or when it cannot be written.
@@ -858,7 +858,7 @@ def _save(folder: Path, examples: Sequence[Example], suffix: str) -> Iterator[tu
     folder.mkdir()
     for number, example in enumerate(examples):
         name = f"{number:06}{suffix}"
-        Image.fromarray(example.image()).save(folder / name, quality=95)
+        Image.fromarray(example.image()).save(folder / name, quality=95, subsampling=0)
         yield name, example
 
 
