@@ -472,7 +472,7 @@ class Dataflow:
 
     def _sync(self, iteration: int) -> None:
         """Brings the newest weights into the generation layout, unless a fault leaves it out."""
-        if self._faults.expects("unsynced", iteration) and self.actor.version >= 0:
+        if self._faults.expects("unsynced", iteration) and self.actor.stale is not None:
             self._groups["actor"].wake().result()
         else:
             self._groups["actor"].sync(iteration - 1).result()

@@ -284,7 +284,7 @@ class Actor(_Trained):
         self._engine: Engine | None = None
         self._weights: Tree = None
         # Weights stay for a fault on purpose alone, which generates with them once more.
-        self._stale: Tree = None
+        self.stale: tuple[int, Tree] | None = None
         self.version = -1
 
     @register("one")
@@ -292,8 +292,9 @@ class Actor(_Trained):
         """Brings the weights of `state` into the generation layout. version: of the draws."""
         self._weights = self._generation_weights()
         self.version = version
-        if self._faults.expects("unsynced"):  # shared leaves are used up by the update
-            self._stale = jax.tree.map(jnp.copy, self._weights)
+        # Of version k - 1 iteration k draws. Shared leaves are used up by its update.
+        if self._faults.expects("unsynced", version + 2):
+            self.stale = version, jax.tree.map(jnp.copy, self._weights)
         if self._engine is None:
             self._engine = self._make_engine()
         else:
@@ -330,8 +331,9 @@ class Actor(_Trained):
     @register("one")
     def wake(self) -> None:
         """Wakes generation up with the weights that it had: what a lost transition looks like."""
-        assert self._engine is not None
-        self._engine.load(self._stale, self.version)
+        assert self._engine is not None and self.stale is not None
+        self.version, weights = self.stale
+        self._engine.load(weights, self.version)
 
     @register("one")
     def compare(self, batch: DataBatch) -> Metrics:
