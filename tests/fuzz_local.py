@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from PIL import Image
 
 from megajax.checkpoint.lease import RECORD, Attempt, Lease
 from megajax.checkpoint.steps import METADATA, StepFolder
 from megajax.core import config
 from megajax.core.errors import UserError
-from megajax.data import corpus, documents
+from megajax.data import corpus, detection, documents, images
 from megajax.data.indexed import TokenFile, TokenWriter
 from megajax.data.tokenizer import ByteTokenizer, open_tokenizer, train_bpe
 from megajax.monitor import heartbeat, timeline
@@ -230,7 +231,82 @@ def _lock(data: bytes, folder: Path) -> None:
 
 
 BINARY = (*mutations.COMMON, mutations.set_number)
+# ---- folders of annotated images
+
+COCO = {
+    "images": [{"id": 3, "file_name": "a.png", "width": 24, "height": 16}],
+    "annotations": [
+        {"image_id": 3, "category_id": 7, "bbox": [1.5, 2, 3, 4], "segmentation": [[1, 2, 3, 4]]}
+    ],
+    "categories": [{"id": 7, "name": "x"}],
+}
+VOC = """<?xml version="1.0"?><annotation><filename>a.png</filename><size><width>24</width>
+<height>16</height></size><object><name>x</name><difficult>1</difficult><bndbox><xmin>1</xmin>
+<ymin>2</ymin><xmax>3</xmax><ymax>4</ymax></bndbox></object></annotation>"""
+
+
+def _image_seeds(folder: Path) -> list[bytes]:
+    smooth = np.add.outer(np.arange(16), np.arange(24)).astype(np.uint8)
+    colors = Image.fromarray(np.stack([smooth * 6, 255 - smooth, smooth * 3], 2))
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    seeds = []
+    for kind, options in (
+        ("JPEG", {"exif": exif}),
+        ("JPEG", {"progressive": True}),
+        ("PNG", {"exif": exif}),
+        ("WebP", {"exif": exif}),
+        ("WebP", {"lossless": True}),
+        ("TIFF", {"exif": exif}),
+        ("TIFF", {"compression": "tiff_lzw"}),
+        ("BMP", {}),
+    ):
+        colors.save(folder / "image", kind, **options)
+        seeds.append((folder / "image").read_bytes())
+    for mode in ("1", "P", "LA", "RGBA"):
+        colors.convert(mode).save(folder / "image", "PNG")
+        seeds.append((folder / "image").read_bytes())
+    return seeds
+
+
+def _image(data: bytes, folder: Path) -> None:
+    (folder / "image").write_bytes(data)
+    with open(folder / "image", "rb") as file:
+        header = images.read_header(file, "image", 1.0)
+        assert images.decode(file, header, "image").shape == (*header.size, 3)
+        images.decode(file, header, "image", (1, 1))
+
+
+def _folder(kind: str, name: str) -> Callable[[bytes, Path], None]:
+    """Returns a reader of one annotation file in a folder with an image."""
+
+    def read(data: bytes, folder: Path) -> None:
+        for below in ("images/a.png", "JPEGImages/a.png", "labels/a.txt", "data.yaml", name):
+            (folder / below).parent.mkdir(parents=True, exist_ok=True)
+        for below in ("images", "JPEGImages"):
+            Image.new("RGB", (24, 16)).save(folder / below / "a.png")
+        (folder / "data.yaml").write_text("names: [x, y]")
+        (folder / name).write_bytes(data)
+        dataset = detection.open_detection(f"{kind}:{folder}", 1.0)
+        for example in dataset.examples:
+            height, width = example.size
+            assert (example.boxes >= 0).all() and (example.boxes[:, 2:] <= [width, height]).all()
+            assert (example.boxes[:, :2] < example.boxes[:, 2:]).all()
+            assert (example.labels < len(dataset.classes)).all()
+            example.image()
+        assert all(line.isprintable() for line in dataset.report())
+
+    return read
+
+
 TARGETS = {
+    "image": Target(_image_seeds, (*mutations.COMMON, mutations.set_field), _image),
+    "coco": Target(_one(COCO), mutations.TEXT, _folder("coco", "annotations/a.json")),
+    "voc": Target(_one(VOC), mutations.TEXT, _folder("voc", "Annotations/a.xml")),
+    "yolo": Target(_one("names: {0: x, 7: y}\n"), mutations.TEXT, _folder("yolo", "data.yaml")),
+    "boxes": Target(
+        _one("0 .5 .5 1 1\n1 0 0 0 1 1 1\n"), mutations.TEXT, _folder("yolo", "labels/a.txt")
+    ),
     "settings": Target(_settings_seeds, mutations.TEXT, _settings),
     "report": Target(_report_seeds, (*mutations.TEXT, mutations.edit_lines), _report),
     "spans": Target(_one(SPANS), mutations.TEXT, _spans),

@@ -23,6 +23,11 @@ LIGHT += [
     "table",
     "stats",
     "lock",
+    "image",
+    "coco",
+    "voc",
+    "yolo",
+    "boxes",
 ]
 LIGHT += [*fuzz_tables.TARGETS]
 
@@ -51,6 +56,7 @@ WELL_FORMED = {
     "idx": (150, [set_field, move_field]),
     "safetensors": (100, [_edit_header]),
     "segment": (150, [edit_json]),
+    "coco": (100, [edit_json]),
     "quantization": (100, [edit_json]),
     "spm": (40, [fuzz_tables.edit_message]),
     "merges": (80, [edit_json]),

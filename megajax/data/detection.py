@@ -40,7 +40,7 @@ from megajax.data.source import files_below
 MAX_MEGAPIXELS = 100.0
 TEXT = 4 * 2**20  # (chosen) bytes of an annotation file of one image, and of a data.yaml
 DEPTH = 32  # (chosen) elements of XML inside one another
-CLASSES = 100_000  # (chosen) of a data.yaml
+CLASSES = 25_000  # (chosen: ImageNet has 21,841) of a data.yaml
 IMAGES, BOXES = 2**24, 2**26  # (chosen) of a folder: memory for each of them is some 500 bytes
 VERIFIED = 100  # (chosen: a second or two) megapixels of a small folder, which are all decoded
 READERS = 8  # (chosen) files whose headers are read at a time: a network disk takes its time
