@@ -218,7 +218,7 @@ class _Trained:
         for epoch in range(rl.epochs):
             random = np.random.default_rng([cfg.train.seed, iteration, epoch])
             order = random.permutation(len(batch)) if rl.minibatches > 1 else np.arange(len(batch))
-            for rows in np.array_split(order, rl.minibatches):
+            for rows in np.array_split(order, min(rl.minibatches, len(batch))):
                 part = batch.take(rows)
                 lengths = [len(r) for r in part["response_ids"]]
                 weights = token_weights(lengths, aggregation, rl.max_tokens)

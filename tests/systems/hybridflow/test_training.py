@@ -244,6 +244,21 @@ def test_a_recipe_of_the_documents_and_recipes_that_lack_something():
 
 
 @pytest.mark.slow
+def test_fewer_responses_than_minibatches_make_fewer_updates(tmp_path):
+    """One of four responses has a reward; entropy is not averaged with that of no token."""
+    (tmp_path / "one.py").write_text(
+        "def f(data_source, solution_str, ground_truth, extra_info):\n"
+        "    return 1.0 if extra_info['index'] == 0 else None\n"
+    )
+    flags = {"algorithm": "ppo", "rl__n": 1, "rl__on_error": "skip", "train__steps": 1}
+    flags |= {"reward": f"{tmp_path}/one.py:f", "cache_dir": str(tmp_path)}
+    one, two = (run("gae", small(**flags, rl__minibatches=n))[0] for n in (1, 2))
+    for name in ("loss", "grad_norm", "actor/entropy", "critic/vf_loss"):
+        assert one[name] == two[name], name
+    assert one["reward/failed_prompts"] == 3
+
+
+@pytest.mark.slow
 def test_sequences_without_pages_wait_and_draw_the_same(monkeypatch):
     """Three pages for each sequence: with four, one runs at a time; two hold none."""
     flags = {"rl__max_tokens": 40, "train__seq_len": 48, "generate__numerics": "exact"}
