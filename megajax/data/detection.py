@@ -348,7 +348,7 @@ def _examples(
     number = np.full(len(seen) + 1, -1)
     for i, (result, declared) in enumerate(zip(seen, listing.declared, strict=True)):
         if result and isinstance(result[1], Header) and (is_small or not result[1].complete):
-            result = look((result[0],), pixels=True)  # one at a time: it may take a gigabyte
+            result = look((result[0],), pixels=True)  # one at a time: it may take 2 GB
         if result is None:
             continue
         name, header = result

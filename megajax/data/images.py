@@ -133,10 +133,10 @@ def _rgb(picture: Image.Image) -> np.ndarray:
     if picture.mode in ("I", "F"):
         raise ImageError(SAMPLES, f"samples of 32 bits (Pillow's mode {picture.mode}) are not read")
     if picture.has_transparency_data:
-        layer = picture.convert("RGBA")
-        ground = Image.new("RGBA", layer.size, "white")
-        picture = Image.alpha_composite(ground, layer)
-    return np.asarray(picture.convert("RGB"))
+        layer = picture if picture.mode == "RGBA" else picture.convert("RGBA")
+        picture = Image.new("RGB", layer.size, "white")
+        picture.paste(layer, mask=layer.getchannel("A"))
+    return np.asarray(picture if picture.mode == "RGB" else picture.convert("RGB"))
 
 
 def _upright(pixels: np.ndarray, orientation: int) -> np.ndarray:
