@@ -10,6 +10,7 @@ Legend: N M boxes, A anchors (rows), G true boxes (columns), H W rows and column
 C channels, K anchors a cell, P bins a side of a pooled box.
 """
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -188,8 +189,59 @@ def roi_align(
     x_NPW = _interpolation(boxes_N4[:, 0], boxes_N4[:, 2], width, size, sampling, aligned)
     y_NPH = _interpolation(boxes_N4[:, 1], boxes_N4[:, 3], height, size, sampling, aligned)
     exact = jax.lax.Precision.HIGHEST
-    rows = jnp.einsum("nyh,hwc->nywc", y_NPH, _float32(features), precision=exact)
-    return jnp.einsum("nxw,nywc->nyxc", x_NPW, rows, precision=exact).astype(features.dtype)
+    rows_NPWC = jnp.einsum("nyh,hwc->nywc", y_NPH, _float32(features), precision=exact)
+    # A product and a sum, and no batched product of small matrices: with gradients it takes less
+    # than half the time on a CPU.
+    pooled = (x_NPW[:, None, :, :, None] * rows_NPWC[:, :, None]).sum(3)
+    return pooled.astype(features.dtype)
+
+
+def roi_align_levels(
+    levels: Sequence[jax.Array],
+    boxes: jax.Array,
+    level: jax.Array,
+    size: int,
+    scales: Sequence[float],
+    sampling: int,
+    aligned: bool,
+) -> jax.Array:
+    """Returns what `roi_align` does of the map that each box reads, (N, size, size, C).
+
+    Cells are gathered: the work does not grow with the maps, as that of products does, but a sum of
+    gradients over cells has no fixed order on a GPU.
+
+    Args: levels: maps (H, W, C) of different sizes. boxes: (N, 4), pixels. level: int (N,), which
+        map. scales: of each map. The others: as of `roi_align`.
+    """
+    shapes = [x.shape[:2] for x in levels]
+    first = np.cumsum([0, *(h * w for h, w in shapes[:-1])])
+    height_N, width_N, first_N = (jnp.array(x)[level] for x in (*zip(*shapes, strict=True), first))
+    cells_TC = jnp.concatenate([x.reshape(-1, x.shape[-1]) for x in levels])
+    scale_N1 = jnp.array(scales, jnp.float32)[level][:, None]
+    boxes_N4 = _float32(boxes) * scale_N1 - (0.5 if aligned else 0.0)
+
+    def corners(side: int, cells_N: jax.Array) -> list[list[tuple[jax.Array, jax.Array]]]:
+        """Returns, of each of a bin's points on a side, both cells and their weights (N, size)."""
+        point_NPS, inside_NPS = _points(
+            boxes_N4[:, side], boxes_N4[:, side + 2], cells_N, size, sampling, aligned
+        )
+        low_NPS = jnp.floor(point_NPS)
+        part_NPS = point_NPS - low_NPS
+        low_NPS = low_NPS.astype(jnp.int32)
+        high_NPS = jnp.minimum(low_NPS + 1, cells_N[:, None, None] - 1)
+        pairs = ((low_NPS, 1 - part_NPS), (high_NPS, part_NPS))
+        weighted = [(at, jnp.where(inside_NPS, part, 0) / sampling) for at, part in pairs]
+        return [[(at[..., s], part[..., s]) for at, part in weighted] for s in range(sampling)]
+
+    total = jnp.zeros((), jnp.float32)
+    down, across = corners(1, height_N), corners(0, width_N)
+    for y_NP, down_NP in itertools.chain.from_iterable(down):
+        for x_NP, across_NP in itertools.chain.from_iterable(across):
+            cell_NPP = y_NP[:, :, None] * width_N[:, None, None] + x_NP[:, None]
+            weight_NPP = down_NP[:, :, None] * across_NP[:, None]
+            cells_NPPC = cells_TC[cell_NPP + first_N[:, None, None]]
+            total = total + weight_NPP[..., None] * _float32(cells_NPPC)
+    return total.astype(levels[0].dtype)
 
 
 def roi_pool(features: jax.Array, boxes: jax.Array, size: int, scale: float) -> jax.Array:
@@ -209,6 +261,9 @@ def roi_pool(features: jax.Array, boxes: jax.Array, size: int, scale: float) -> 
     x_NPW = _bins(cells_N4[:, 0], cells_N4[:, 2], width, size)
     y_NPH = _bins(cells_N4[:, 1], cells_N4[:, 3], height, size)
     least = jnp.array(-jnp.inf, features.dtype)
+    # The gradient of a maximum looks for equal cells. Without the barrier, XLA may compute the
+    # cells twice, with other roundings, and none is equal: 0 / 0.
+    features = jax.lax.optimization_barrier(features)
     in_rows = y_NPH[:, :, :, None, None]
     rows_NPWC = jnp.where(in_rows, features[None, None], least).max(2)
     in_bins = x_NPW[:, None, :, :, None]
@@ -262,18 +317,33 @@ def _interpolation(
     start_N: jax.Array, stop_N: jax.Array, cells: int, size: int, sampling: int, aligned: bool
 ) -> jax.Array:
     """Returns (N, size, cells): how much of each cell of one side is in each bin's mean."""
-    length_N = stop_N - start_N if aligned else jnp.maximum(stop_N - start_N, 1)
-    # Torchvision's order of operations: the last bits decide which points are outside.
-    step_N = length_N / size
-    offset_S = (jnp.arange(sampling, dtype=jnp.float32) + 0.5)[None, None]
-    bin_P = jnp.arange(size, dtype=jnp.float32)[None, :, None]
-    step_N11 = step_N[:, None, None]
-    point_NPS = start_N[:, None, None] + bin_P * step_N11 + offset_S * step_N11 / sampling
-    inside_NPS = (point_NPS >= -1) & (point_NPS <= cells)
-    point_NPS = jnp.clip(jnp.where(inside_NPS, point_NPS, 0), 0, cells - 1)
+    point_NPS, inside_NPS = _points(
+        start_N, stop_N, jnp.full(start_N.shape, cells), size, sampling, aligned
+    )
     cell_W = jnp.arange(cells, dtype=jnp.float32)
     part_NPSW = jnp.maximum(1 - jnp.abs(point_NPS[..., None] - cell_W[None, None, None]), 0)
     return jnp.where(inside_NPS[..., None], part_NPSW, 0).mean(2)
+
+
+def _points(
+    start_N: jax.Array,
+    stop_N: jax.Array,
+    cells_N: jax.Array,
+    size: int,
+    sampling: int,
+    aligned: bool,
+) -> tuple[jax.Array, jax.Array]:
+    """Returns (N, size, sampling): where the points of each bin are on one side of a map, in cells,
+    and which of them are not outside of the map. cells_N: of that side."""
+    length_N = stop_N - start_N if aligned else jnp.maximum(stop_N - start_N, 1)
+    # Torchvision's order of operations: the last bits decide which points are outside.
+    step_N11 = (length_N / size)[:, None, None]
+    offset_S = (jnp.arange(sampling, dtype=jnp.float32) + 0.5)[None, None]
+    bin_P = jnp.arange(size, dtype=jnp.float32)[None, :, None]
+    point_NPS = start_N[:, None, None] + bin_P * step_N11 + offset_S * step_N11 / sampling
+    cells_N11 = _float32(cells_N)[:, None, None]
+    inside_NPS = (point_NPS >= -1) & (point_NPS <= cells_N11)
+    return jnp.clip(jnp.where(inside_NPS, point_NPS, 0), 0, cells_N11 - 1), inside_NPS
 
 
 def _bins(first_N: jax.Array, last_N: jax.Array, cells: int, size: int) -> jax.Array:
