@@ -228,7 +228,8 @@ def _kernels(function: Callable, *args: Any) -> list[Kernel]:
 
     def visit(program: Any) -> None:
         for eqn in program.eqns:
-            inputs, outputs = ([x.aval.shape for x in xs] for xs in (eqn.invars, eqn.outvars))
+            inputs: Any = [x.aval.shape for x in eqn.invars]
+            outputs: Any = [x.aval.shape for x in eqn.outvars]
             name, params = eqn.primitive.name, eqn.params
             if name == "conv_general_dilated":
                 (rows, columns, *channels), stride = inputs[1], params["window_strides"][0]
@@ -391,10 +392,12 @@ class FasterRcnn(nnx.Module):
     def anchors(self, maps: Maps) -> list[Array]:
         """Returns each map's anchors (A, 4)."""
         sizes, ratios = _numbers(self.cfg, "anchor_sizes"), _numbers(self.cfg, "anchor_ratios")
-        return [
-            boxes.anchors(x.shape[1:3], stride, sizes[i : i + 1] if self.pyramid else sizes, ratios)
-            for i, (stride, x) in enumerate(maps.items())
-        ]
+        levels: list[Array] = []
+        for i, (stride, x) in enumerate(maps.items()):
+            height, width = x.shape[1:3]
+            sides = sizes[i : i + 1] if self.pyramid else sizes
+            levels.append(boxes.anchors((height, width), stride, sides, ratios))
+        return levels
 
     def propose(
         self, levels: list[Array], scores_A: Array, codes_A4: Array, size_2: Array
