@@ -232,14 +232,18 @@ def _kernels(function: Callable, *args: Any) -> list[Kernel]:
             outputs: Any = [x.aval.shape for x in eqn.outvars]
             name, params = eqn.primitive.name, eqn.params
             if name == "conv_general_dilated":
-                (rows, columns, *channels), stride = inputs[1], params["window_strides"][0]
-                kernel = ConvolutionKernel(*outputs[0][:3], *channels, (rows, columns), stride)
-                kernels.append(kernel)
+                (rows, columns, channels, filters), stride = inputs[1], params["window_strides"][0]
+                B, H, W, _ = outputs[0]
+                kernels.append(
+                    ConvolutionKernel(B, H, W, channels, filters, (rows, columns), stride)
+                )
             elif name == "reduce_window_max":
                 window, stride = params["window_dimensions"][1], params["window_strides"][1]
-                kernels.append(Pooling(*outputs[0], window, stride))
+                B, H, W, channels = outputs[0]
+                kernels.append(Pooling(B, H, W, channels, window, stride))
             elif name == "dot_general":
-                kernels.append(Matmul(*inputs[0], inputs[1][1]))
+                *rows, width = inputs[0]
+                kernels.append(Matmul(math.prod(rows), width, inputs[1][1]))
             for value in eqn.params.values():
                 inner = getattr(value, "jaxpr", value)
                 if hasattr(inner, "eqns"):
