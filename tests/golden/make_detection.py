@@ -182,10 +182,15 @@ def detectors() -> dict[str, np.ndarray]:
     """Detections in two images of 128 x 160 pixels, and the levels of the pyramid."""
     # Boxes of 64-bit and 32-bit programs differ by less than 1e-4 pixels with this seed.
     small = resnet_fpn_backbone(backbone_name="resnet18", weights=None)
+    head = {
+        "box_head": detection.faster_rcnn.TwoMLPHead(256 * 7 * 7, 64),
+        "box_predictor": detection.faster_rcnn.FastRCNNPredictor(64, 5),
+        "rpn_post_nms_top_n_test": 100,
+    }
     settings = {"num_classes": 5, "min_size": 128, "max_size": 160}
     without = {"weights": None, "weights_backbone": None}
     plans = {
-        "fpn18": detection.FasterRCNN(small, **settings),
+        "fpn18": detection.FasterRCNN(small, **(settings | {"num_classes": None} | head)),
         "v1": detection.fasterrcnn_resnet50_fpn(**without, **settings),
         "v2": detection.fasterrcnn_resnet50_fpn_v2(**without, **settings),
     }
