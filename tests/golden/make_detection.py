@@ -198,9 +198,12 @@ def detectors() -> dict[str, np.ndarray]:
     images = list(torch.tensor(torchvision_weights.images(2, 128, 160)).permute(0, 3, 1, 2))
     for name, module in plans.items():
         module, cases[f"{name}/state"] = filled(module)
+        module.transform.resize = lambda image, target: (image, target)
         levels = module.backbone(module.transform(images)[0].tensors)
         cases |= {f"{name}/level{key}": sample(x) for key, x in levels.items()}
-        for i, detected in enumerate(module(images)):
+        # The third image is on a canvas that is larger than it.
+        detections = module(images) + module([images[0], images[1][:, :112, :144]])[1:]
+        for i, detected in enumerate(detections):
             cases |= {f"{name}/{member}{i}": x.numpy() for member, x in detected.items()}
     return cases
 
