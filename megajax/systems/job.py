@@ -110,7 +110,7 @@ def run(kind: Kind) -> int:
     job = Job(kind, cfg, preset, mesh, timers)
     reading = kind.open(cfg, job.console, job.run_dir)
     job.done("data", "data ready")
-    documents = reading.rows if kind.build is make_train_step else None
+    documents = None if reading.tokenizer is None else reading.rows
     train_step = kind.build(job.fitted(documents), mesh)
     kind.show(job.console, cfg, train_step, mesh)
     start = job.first_state(train_step, reading)

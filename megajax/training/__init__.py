@@ -14,6 +14,7 @@ __getattr__, __dir__, __all__ = public(
             "ProfileConfig",
             "TrainConfig",
         ),
+        "detection": ("DetectConfig", "coco_ap", "voc_ap"),
         "loop": ("Run", "train"),
         "masking": ("PruneConfig",),
         "scores": ("logprobs",),

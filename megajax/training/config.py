@@ -292,6 +292,18 @@ class JobConfig(Checked):
         """Returns what is trained, for `make_train_step`; a kind of runs says it here."""
         raise NotImplementedError("give make_train_step a task, or define it in a subclass")
 
+    @property
+    def row_size(self) -> int:
+        """What decides the work of a row, as `workload` of the model takes it."""
+        return self.train.seq_len
+
+    def given_model(self) -> Any:
+        """Returns the configuration of the model of `init_from`; None: its file has none."""
+        from megajax.foreign import hf
+
+        assert self.init_from is not None
+        return hf.load_config(self.init_from)
+
     def given_params(self, layout: Layout, fresh: Tree) -> Tree:
         """Returns the weights of `init_from`, layers in the model's order. fresh: new ones."""
         from megajax.foreign import hf  # the weights' own format; unused otherwise

@@ -64,8 +64,9 @@ def write_report(
             said = f"cannot write {folder / name}: {' '.join(str(why).split())[:200]}"
             say(str(error) if isinstance(error, UserError) else said)  # it names the file
 
-    rows = attempt("curve.png, summary.md, summary.json", lambda: _rows(folder / "metrics.jsonl"))
-    train, held_out = rows or ({}, {})
+    metrics = folder / "metrics.jsonl"
+    rows = attempt("curve.png, summary.md, summary.json", lambda: _rows(metrics, labels))
+    train, held_out, by_label = rows or ({}, {}, [])
     if not train:
         return {}
     attempt("curve.png", lambda: draw_curve(folder / "curve.png", train, held_out, caption(facts)))
@@ -85,15 +86,15 @@ def write_report(
         for name in ("eval_bits_per_byte", "eval_accuracy", "eval_majority", "eval_f1"):
             if name in newest:
                 figures[name] = newest[name]
-        if by_label := label_scores(newest, labels):
-            figures["labels"] = by_label
+    if by_label:
+        figures["labels"] = by_label
     figures |= scores or {}
     lines = ["# Run", "", "| | |", "|---|---|"]
     plain = {name: value for name, value in (facts | figures).items() if name != "labels"}
     lines += [f"| {name} | {_show(value)} |" for name, value in plain.items()]
     if "labels" in figures:
-        lines += ["", "## Classes", "", "| number | class | examples | precision | recall |"]
-        lines += ["|---|---|---|---|---|"]
+        columns = [*by_label[0]]
+        lines += ["", "## Classes", "", f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
         lines += ["| " + " | ".join(map(_show, row.values())) + " |" for row in figures["labels"]]
     lines += ["", "![loss](curve.png)", ""]
     if sample is not None:
@@ -116,15 +117,24 @@ def is_cross_entropy(row: Mapping[str, Any], unit: str) -> bool:
     return unit == "tokens" and SCORE not in row
 
 
-def _rows(metrics: Path) -> tuple[dict[int, dict], dict[int, dict]]:
-    return rows_by_step(metrics, "loss"), rows_by_step(metrics, "eval_loss")
+def _rows(
+    metrics: Path, labels: Sequence[str]
+) -> tuple[dict[int, dict], dict[int, dict], list[dict[str, Any]]]:
+    """Returns the rows of steps, those of held-out losses, and the last figures of classes."""
+    of_classes = rows_by_step(metrics, f"eval_examples/{labels[0]}") if labels else {}
+    by_label = label_scores(of_classes[max(of_classes)], labels) if of_classes else []
+    return rows_by_step(metrics, "loss"), rows_by_step(metrics, "eval_loss"), by_label
 
 
 def label_scores(row: Mapping[str, Any], labels: Sequence[str]) -> list[dict[str, Any]]:
-    """Returns the figures of each class in an evaluation's row; [] where it has none."""
+    """Returns the figures of each class in an evaluation's row; [] where it has none.
+
+    examples: that are held out; precision, recall: of a classifier; ap: the average precision of a
+    detector.
+    """
+    kinds = [k for k in ("examples", "precision", "recall", "ap") if f"eval_{k}/{labels[0]}" in row]
     return [
-        {"number": i, "class": name}
-        | {kind: row.get(f"eval_{kind}/{name}") for kind in ("examples", "precision", "recall")}
+        {"number": i, "class": name} | {kind: row.get(f"eval_{kind}/{name}") for kind in kinds}
         for i, name in enumerate(labels)
         if f"eval_examples/{name}" in row
     ]
@@ -210,6 +220,7 @@ def draw_curve(
 
 
 MOST_CLASSES = 20  # (chosen) classes whose figures the end of a run lists
+SHARES = {"precision": "precision", "recall": "recall", "ap": "average precision"}
 
 
 def sinks(cfg: Any, run_dir: RunDir, console: Console) -> list[Sink]:
@@ -243,7 +254,7 @@ def work(cfg: Any, task: Task, mesh: Mesh) -> Work:
     the model says what it computes, and the devices' peak if known."""
     flops: dict[str, float | None] = {"megatron": None, "causal": None}
     if hasattr(cfg.model, "workload"):
-        load = cfg.model.workload(1, cfg.train.seq_len)
+        load = cfg.model.workload(1, cfg.row_size)
         for convention in ("megatron", "causal"):
             row = train_flops_per_token(load, convention) * load.tokens
             flops[convention] = row / task.units_per_row
@@ -402,13 +413,13 @@ def show_end(
         console.say(f"done: {figures['steps']} steps, last 10 losses {shown}{tail}")
         rows = figures.get("labels", ())
         for row in rows[:MOST_CLASSES]:
-            precision, recall = (
-                "-" if row[kind] is None else f"{row[kind]:.1%}" for kind in ("precision", "recall")
-            )
-            console.say(
-                f"  {row['class']}: {row['examples']} examples held out, precision {precision}, "
-                f"recall {recall}"
-            )
+            shares = [
+                f"{SHARES[kind]} {'-' if row[kind] is None else f'{row[kind]:.1%}'}"
+                for kind in SHARES
+                if kind in row
+            ]
+            count = row["examples"]
+            console.say(f"  {row['class']}: {count} examples held out, {', '.join(shares)}")
         if len(labels) > min(len(rows), MOST_CLASSES):
             console.say(f"  {len(labels)} classes, see summary.md")
     there = [n for n in ("summary.md", "curve.png", "metrics.jsonl") if (run_dir.path / n).exists()]

@@ -150,10 +150,7 @@ def _course(cfg: JobConfig, former: JobConfig, step: int) -> list[str]:
 
 
 def _model_changes(cfg: JobConfig) -> list[str]:
-    from megajax.foreign import hf
-
-    assert cfg.init_from is not None
-    theirs: Any = hf.load_config(cfg.init_from)
+    theirs = cfg.given_model()
     if type(theirs) is not type(cfg.model):
         return []
     changed = config.diff(cfg.model, theirs)
