@@ -9,6 +9,7 @@ __getattr__, __dir__, __all__ = public(
         "decoder_config": ("DecoderConfig",),
         "encoder": ("Encoder",),
         "encoder_config": ("EncoderConfig",),
+        "faster_rcnn": ("FasterRcnnConfig", "detector"),
         "parts": ("ModelParts", "as_tower", "of_loss", "of_module"),
     },
 )

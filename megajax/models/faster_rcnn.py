@@ -50,6 +50,7 @@ from megajax.models.resnet import (
     NormKind,
     Pyramid,
     Unit,
+    as_input,
     backbone,
     narrow,
 )
@@ -285,7 +286,7 @@ class Dense(nnx.Module):
     def __call__(self, x: Array) -> Array:
         """Returns x . kernel + bias."""
         kernel = self.kernel[...]
-        y = x.astype(kernel.dtype) @ kernel
+        y = as_input(x, kernel.dtype) @ kernel
         return y + param.broadcast(self.bias, y, y.dtype)
 
 
@@ -328,9 +329,6 @@ class Head(nnx.Module):
         x = x_BRHWC.reshape(B * R, *x_BRHWC.shape[2:])
         for i in range(len(self.units)):
             x = self.units[str(i)](x)
-        # The CPU backend of jax 0.11.2 (YNNPACK) gives NaN of finite values where it fuses pooling
-        # with two products in bfloat16.
-        x = jax.lax.optimization_barrier(x)
         x = jax.nn.relu(self.first(x.reshape(B * R, -1)))
         x = x if self.second is None else jax.nn.relu(self.second(x))
         logits, codes = (y(x).astype(jnp.float32) for y in (self.name, self.code))

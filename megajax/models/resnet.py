@@ -42,6 +42,16 @@ def narrow(channels: int, width: float) -> int:
     return channels if width == 1 else max(STEP, STEP * round(channels * width / STEP))
 
 
+def as_input(x: Array, dtype: jnp.dtype) -> Array:
+    """Returns x in the type of the kernel that it meets, in 16 bits as an array of its own.
+
+    The CPU backend of jax 0.11.2 (YNNPACK) gives garbage of finite values where it fuses a pooling
+    or a mean with two convolutions or products in bfloat16. Libraries of GPUs read arrays anyway.
+    """
+    x = x.astype(dtype)
+    return jax.lax.optimization_barrier(x) if x.dtype.itemsize == 2 else x
+
+
 class Convolution(nnx.Module):
     """A convolution with half a window of padding on each side."""
 
@@ -66,7 +76,7 @@ class Convolution(nnx.Module):
         """Returns the result in the type of the kernel."""
         kernel, half = self.kernel[...], self.window // 2
         padding = ((half, half), (half, half))
-        y_BHWO = convolution(x_BHWC.astype(kernel.dtype), kernel, (self.stride,) * 2, padding)
+        y_BHWO = convolution(as_input(x_BHWC, kernel.dtype), kernel, (self.stride,) * 2, padding)
         return y_BHWO if self.bias is None else y_BHWO + _spread(self.bias[...], y_BHWO)
 
 

@@ -281,3 +281,33 @@ def test_pooling_refuses_what_has_no_bins(size, sampling):
     if size < 1:
         with pytest.raises(ValueError, match="size=0 must be at least 1"):
             roi_pool(features, box, size, 1.0)
+
+
+@pytest.mark.parametrize("aligned", [True, False])
+def test_boxes_of_several_maps_read_each_its_own(aligned):
+    """The same as `roi_align` of that map, outside of it too, with the same gradients."""
+    rng = np.random.default_rng(7)
+    scales = (1 / 4, 1 / 8, 1 / 16)
+    levels = [jnp.float32(rng.standard_normal((int(64 * s), int(96 * s), 5))) for s in scales]
+    candidates = jnp.array(scene(rng, 30, 110) - 10)
+    level = jnp.int32(rng.integers(0, 3, 30))
+    weights = jnp.float32(rng.standard_normal((30, 4, 4, 5)))
+
+    def gathered(levels):
+        pooled = boxes.roi_align_levels(levels, candidates, level, 4, scales, 2, aligned)
+        return (pooled * weights).sum(), pooled
+
+    def one_by_one(levels):
+        maps = [
+            boxes.roi_align(x, candidates, 4, scale, 2, aligned)
+            for x, scale in zip(levels, scales, strict=True)
+        ]
+        pooled = jnp.stack(maps)[level, jnp.arange(30)]
+        return (pooled * weights).sum(), pooled
+
+    (_, ours), gradients = jax.jit(jax.value_and_grad(gathered, has_aux=True))(levels)
+    (_, theirs), expected = jax.jit(jax.value_and_grad(one_by_one, has_aux=True))(levels)
+    assert np.asarray(theirs == 0).any((1, 2, 3)).any()  # some points are outside
+    np.testing.assert_allclose(ours, theirs, atol=1e-5)
+    for ours, theirs in zip(gradients, expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-4)
