@@ -81,6 +81,7 @@ from megajax.training.task import Leaf, Task, TrainState
 
 
 Boxes = Mapping[str, Any]  # of an image
+IOU = 0.5  # (PASCAL VOC)
 POINTS = 10  # VOC 2007 reads the precision at the recalls 0, 1/10, ..., 10/10
 COCO_MEASURES = ("coco_ap", "coco_ap50", "coco_ap75")  # in the order of pycocotools
 NO_COCO = "pycocotools is not installed: uv sync --extra vision"
@@ -90,7 +91,7 @@ def voc_ap(
     truths: Sequence[Boxes],
     detections: Sequence[Boxes],
     *,
-    iou: float = 0.5,
+    iou: float = IOU,
     use_07: bool = False,
 ) -> dict[int, float]:
     """Returns {class: average precision} of the classes that have true boxes.
@@ -102,20 +103,32 @@ def voc_ap(
     Raises: ValueError for lists of unlike lengths, columns of an image that do not fit, a score
       that is not finite, or an iou outside (0, 1].
     """
+    area = _points_07 if use_07 else _area
+    return {label: area(*curve) for label, curve in _curves(truths, detections, iou).items()}
+
+
+def _curves(
+    truths: Sequence[Boxes], detections: Sequence[Boxes], iou: float
+) -> dict[int, tuple[np.ndarray, np.ndarray, int]]:
+    """Returns for each class with true boxes (right detections so far, precision so far, true
+    boxes), by score. Raises: ValueError."""
     if not 0 < iou <= 1:
         raise ValueError(f"iou={iou} must be above 0 and at most 1; VOC has 0.5")
     true, detected = _images(truths, detections)
-    listed = [labels[~difficult] for _, labels, difficult in true]
-    classes = np.unique(np.concatenate(listed)) if listed else ()
-    result: dict[int, float] = {}
-    for label in map(int, classes):
-        count = sum(int((labels == label).sum()) for labels in listed)
-        scores_N, is_right_N = _judged(label, true, detected, iou)
+    images_of: dict[int, list[int]] = {}
+    counts = Counter[int]()
+    for i, ((_, labels, difficult), (_, names, _)) in enumerate(zip(true, detected, strict=True)):
+        counts.update(labels[~difficult].tolist())
+        for label in {*labels.tolist(), *names.tolist()}:
+            images_of.setdefault(label, []).append(i)
+    curves = {}
+    for label in sorted(counts):
+        pairs = [(true[i], detected[i]) for i in images_of[label]]
+        scores_N, is_right_N = _judged(label, pairs, iou)
         order = np.argsort(-scores_N, kind="stable")
         right_N = np.cumsum(is_right_N[order])
-        precision_N = right_N / np.arange(1, len(right_N) + 1)
-        result[label] = (_points_07 if use_07 else _area)(right_N, precision_N, count)
-    return result
+        curves[label] = right_N, right_N / np.arange(1, len(right_N) + 1), counts[label]
+    return curves
 
 
 def _images(
@@ -148,15 +161,13 @@ def _columns(image: Boxes, i: int, last: str, dtype: Any) -> tuple[np.ndarray, .
 
 
 def _judged(
-    label: int, true: Sequence[tuple], detected: Sequence[tuple], iou: float
+    label: int, images: Sequence[tuple[tuple, tuple]], iou: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns (scores, 1 right or 0 wrong) of the detections of a class in all images. Those that
-    are neither are left out."""
+    """Returns (scores, 1 right or 0 wrong) of the detections of a class in these images. Those that
+    are neither are left out. images: truths and detections of each, as of `_images`."""
     scores: list[float] = []
     verdicts: list[int] = []
-    for (boxes, labels, difficult), (boxes_N4, labels_N, scores_N) in zip(
-        true, detected, strict=True
-    ):
+    for (boxes, labels, difficult), (boxes_N4, labels_N, scores_N) in images:
         truth_G4, difficult_G = boxes[labels == label], difficult[labels == label]
         is_taken_G = np.zeros(len(truth_G4), bool)
         numbers = np.flatnonzero(labels_N == label)
@@ -273,7 +284,8 @@ def judge(
         return {**image, "labels": np.where(np.isin(labels, ignored), -1, labels)}
 
     truths, detections = [*map(counted, truths)], [*map(counted, detections)]
-    area, points = (voc_ap(truths, detections, use_07=use_07) for use_07 in (False, True))
+    curves = _curves(truths, detections, IOU)
+    area, points = ({i: f(*curve) for i, curve in curves.items()} for f in (_area, _points_07))
     boxes, images, difficult = Counter[int](), Counter[int](), Counter[int]()
     for _, labels, is_difficult in _images(truths, detections)[0]:
         boxes.update(labels[~is_difficult].tolist())

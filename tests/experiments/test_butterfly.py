@@ -13,6 +13,7 @@ from PIL import Image
 from megajax.checkpoint import offline
 from tests import forks
 from tests.experiments.test_pretrain import ROOT, environment, optimized, rows, wait_for
+from tests.foreign.test_torchvision import state_dict, write
 
 pytestmark = pytest.mark.process
 
@@ -183,6 +184,27 @@ def test_a_trained_detector_judges_and_predicts(home, straight, tmp_path):
     done = butterfly("predict", names[5], *flags, f"--out={tmp_path}/none")
     assert done.returncode == 2
     assert json.loads((tmp_path / "none" / "predictions.json").read_text()) == []
+
+
+@pytest.mark.slow
+def test_weights_of_torchvision_begin_a_run(home, tmp_path):
+    """The backbone is the file's after a step that does not train it."""
+    state = state_dict("resnet18")
+    weights = write(tmp_path, state)
+    flags = [
+        "--model.maps=stride8",
+        "--model.width=1",
+        "--train.freeze=backbone",
+        "--train.steps=1",
+    ]
+    done = butterfly(*words(home, "tuned", f"--init_from={weights}", *flags))
+    assert done.returncode == 0, done.stderr
+    assert f"weights from {weights}" in done.stdout and "of them trained" in done.stdout
+    steps = offline.open_folder(home / "tuned" / "checkpoints")[0]
+    leaves = offline.StoredLeaves(steps.step(1), offline.verify(steps, 1))
+    kernel = leaves["params.backbone.stages.0.0.units.0.conv.kernel"]
+    expected = state["layer1.0.conv1.weight"].transpose(2, 3, 1, 0)
+    np.testing.assert_array_equal(np.asarray(kernel), expected)
 
 
 @pytest.mark.slow

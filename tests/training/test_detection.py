@@ -35,6 +35,7 @@ from megajax.training.detection import (
 )
 from megajax.training.run_dir import RunDir
 from megajax.training.step import make_train_step
+from tests.foreign.test_torchvision import golden, write
 from tests.tolerances import LOSSES
 
 # Of draw(seed, images=200, difficult=0) by pycocotools 2.0.11: AP, AP50, AP75.
@@ -394,6 +395,27 @@ def test_the_number_of_classes_is_that_of_the_data(sources):
     typed = {"data.source": "two domains", "protocol": "B"}
     assert detection.take_model(base, typed, {}).model.classes == 2
     assert detection.take_model(base, {"model.classes": 7}, {}).model.classes == 10
+
+
+def test_weights_of_torchvision_decide_the_network(sources, monkeypatch, tmp_path):
+    """Of names alone: a ResNet-18 with frozen norms, on the recipe for fine-tuning."""
+    names = json.loads(golden("resnet18")["state"].tobytes())
+    weights = write(tmp_path, {name: np.zeros(1, np.float32) for name in names})
+    monkeypatch.setattr(config, "start_given", lambda: False)
+    typed = {"init_from": str(weights), "data.source": "squares"}
+    cfg = config.override(detection.take_model(detection.easy(), typed, {}), typed)
+    model = cfg.model
+    assert (model.backbone, model.norm, model.width) == ("resnet18", "frozen", 1.0)
+    assert model.classes == 3 and model.maps == "fpn" and cfg.optim.lr == detection.tuned().optim.lr
+    monkeypatch.setattr(config, "start_given", lambda: True)
+    typed["model.norm"] = "group"
+    cfg = config.override(detection.take_model(detection.easy(), typed, {}), typed)
+    assert (cfg.model.norm, cfg.model.maps, cfg.model.hidden) == ("group", "stride8", 192)
+    console = Console()
+    detection.Images(tiny_config(init_from=str(weights)), console, RunDir(tmp_path / "run"))
+    assert any("is for no classes: what names regions begins anew" in x for x in console.lines)
+    with pytest.raises(UserError, match="init_from=/nowhere: there is no such file"):
+        detection.take_model(detection.easy(), {"init_from": "/nowhere"}, {})
 
 
 class Console:
