@@ -139,10 +139,10 @@ def sources(state: StateDict, leaves: Shapes) -> dict[str, Source]:
         elif leaf == "bias":
             made[name] = Source((f"{theirs}.bias",), shape, np.asarray)
         else:  # a kernel; torch has filters first, then channels, then the window
-            turn = _convolution if len(shape) == 4 else np.transpose
-            turn = _channels_last if name == "head.first.kernel" else turn
+            rearrange = _convolution if len(shape) == 4 else np.transpose
+            rearrange = _channels_last if name == "head.first.kernel" else rearrange
             stored = (shape[-1], shape[-2], *shape[:-2])
-            made[name] = Source((f"{theirs}.weight",), stored, turn)
+            made[name] = Source((f"{theirs}.weight",), stored, rearrange)
     return made
 
 

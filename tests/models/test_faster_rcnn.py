@@ -272,9 +272,13 @@ def test_detections_of_each_class_by_hand():
     np.testing.assert_array_equal(corners[:2], [[0, 0, 10, 11], [0, 0, 10, 10]])
     low = dataclasses.replace(cfg, score=0.15)
     corners, _, labels = faster_rcnn._detections(
-        low, jnp.log(chances_PY + 1e-9), jnp.zeros((4, 3, 4)), regions_P4,
-        jnp.array([True, True, True, False]), jnp.int32([40, 40]),
-    )  # fmt: skip
+        low,
+        jnp.log(chances_PY + 1e-9),
+        jnp.zeros((4, 3, 4)),
+        regions_P4,
+        jnp.array([True, True, True, False]),
+        jnp.int32([40, 40]),
+    )
     np.testing.assert_array_equal(labels[:3], [0, 1, 1])
     np.testing.assert_array_equal(corners[2], [20, 20, 30, 40])  # cut at the image's border
 

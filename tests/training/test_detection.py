@@ -477,8 +477,8 @@ class Stand(nnx.Module):
         color = batch["images"].astype("float32").mean((1, 2)) / 255
         guess = color @ self.kernel[...]
         drawn = jax.vmap(lambda row: jax.random.uniform(jax.random.fold_in(jax.random.key(0), row)))
-        wanted = batch["boxes"][:, 0] / 64 + 0.1 * drawn(batch["row"])[:, None]
-        box = ((guess - wanted) ** 2).mean(-1)
+        target = batch["boxes"][:, 0] / 64 + 0.1 * drawn(batch["row"])[:, None]
+        box = ((guess - target) ** 2).mean(-1)
         terms = {"box": box, "objectness": 0.1 * color.sum(-1)}
         sums = {name: jnp.where(counts, x, 0).sum() for name, x in terms.items()}
         return LossSums(sums, counts.sum())
