@@ -5,7 +5,6 @@ from megajax.core.lazy import public
 __getattr__, __dir__, __all__ = public(
     __name__,
     {
-        "augment": ("AUGMENTATIONS",),
         "config": ("DataConfig",),
         "corpus": ("Corpus", "open_corpora"),
         "detection": ("Dataset", "Example", "open_detection"),

@@ -124,7 +124,7 @@ def test_a_pair_that_cannot_be_read_is_named(tmp_path, monkeypatch, call, words)
     with TokenWriter(tmp_path / "x", 512) as writer:
         writer.add(np.arange(5))
 
-    def fail(*args):
+    def fail(*args, **kwargs):
         raise PermissionError(13, "denied")
 
     with monkeypatch.context() as patched, pytest.raises(UserError, match=words):
