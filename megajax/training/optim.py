@@ -124,9 +124,15 @@ def is_matrix(words: Words) -> bool:
     return ("embed" in words or FEATURES in words) and len(inner) > 1
 
 
+def is_orthogonalised(words: Words) -> bool:
+    """Tells what Muon orthogonalises: matrices between embedding and head, and kernels of a network
+    that computes its own loss, as matrices of all inputs by outputs."""
+    return is_matrix(words) and not {"vocab", "positions"} & set(words)
+
+
 def is_hidden_matrix(words: Words) -> bool:
-    """Tells the matrices between embedding and head, which Muon orthogonalises."""
-    return is_matrix(words) and not {"vocab", "positions", FEATURES} & set(words)
+    """Tells the matrices between embedding and head."""
+    return is_orthogonalised(words) and FEATURES not in words
 
 
 def _observe_nothing(grads: Tree, state: Any, params: Tree) -> tuple[Tree, Any]:
@@ -180,7 +186,7 @@ def _chain(
     if cfg.name == "lamb":
         return optax.chain(adam, decay, scale_by_trust_ratio(axes, everything), rate)
     if cfg.name == "muon":
-        labels = map_words(lambda w: "muon" if is_hidden_matrix(w) else "adam", axes)
+        labels = map_words(lambda w: "muon" if is_orthogonalised(w) else "adam", axes)
         muon = scale_by_muon(cfg.beta1, axes, layout)
         return optax.chain(optax.partition({"muon": muon, "adam": adam}, labels), decay, rate)
     return optax.chain(adam, decay, rate)
@@ -355,7 +361,8 @@ def scale_by_muon(
             target = PartitionSpec(*entries, *[None] * (x.ndim - len(stack)))
             for there in route(spec, target, len(stack)):
                 x = reshard(x, there)
-        # 'embed' is one side of the matrix, all other inner dimensions the other.
+        # 'embed', or the outputs of a kernel, are one side of the matrix, all other inner
+        # dimensions the other.
         rows = shape[len(stack)] if words[len(stack)] == "embed" else -1
         columns = shape[-1] if rows == -1 else -1
         matrix = orthogonalise(x.reshape(*shape[: len(stack)], rows, columns))

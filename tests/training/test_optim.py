@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from megajax.core.errors import UserError
 from megajax.core.mesh import MeshSpec
+from megajax.models.parts import FEATURES
 from megajax.parallel.sharding import layout
 from megajax.training.optim import (
     OptimConfig,
@@ -199,6 +200,20 @@ def test_muon_updates_matrices_layer_by_layer_and_adam_the_rest(seed):
         np.testing.assert_allclose(params[k] - got[k], 0.1 * np.sign(grads[0][k]), atol=1e-5)
 
 
+def test_muon_takes_a_kernel_as_a_matrix_of_inputs_by_outputs(seed):
+    words = {"kernel": (None, None, None, FEATURES), "scale": (None,)}
+    random = np.random.default_rng(seed)
+    params = {"kernel": random.normal(size=(3, 3, 4, 6)), "scale": random.normal(size=6)}
+    params = {n: jnp.asarray(x, jnp.float32) for n, x in params.items()}
+    grads = jax.tree.map(lambda x: x + 1, params)
+    cfg = OptimConfig(name="muon", lr=0.1, schedule="constant", warmup=0, weight_decay=0.0)
+    optimizer = make_optimizer(cfg, 10, words)
+    updates, _ = optimizer.update(grads, optimizer.init(params), params)
+    matrix = orthogonalise(grads["kernel"].reshape(36, 6)) * 0.2 * 36**0.5
+    np.testing.assert_allclose(updates["kernel"].reshape(36, 6), -0.1 * matrix, atol=2e-5)
+    np.testing.assert_allclose(updates["scale"], -0.1 * np.sign(grads["scale"]), atol=1e-5)
+
+
 def test_muon_orthogonalises_each_expert_alone(seed):
     """On a mesh whose devices hold different experts, against one matrix at a time."""
     words = ("layers", "expert", "embed", "mlp")
@@ -271,6 +286,7 @@ def test_what_counts_as_a_matrix():
     assert is_hidden_matrix(("layers", "embed", "mlp"))
     assert not is_hidden_matrix(("vocab", "embed"))
     assert not is_hidden_matrix(("positions", "embed"))
+    assert not is_hidden_matrix((None, None, None, FEATURES))  # which nobody prunes by tiles
 
 
 def rates(**settings):
