@@ -56,17 +56,20 @@ def execute(notebook: nbformat.NotebookNode) -> None:
 
 
 def words(cell: nbformat.NotebookNode) -> list[str]:
-    """Returns what a cell printed, without numbers and breaks, and the kinds of its pictures."""
-    parts = []
+    """Returns what a cell printed, without numbers and breaks, and the kinds of its pictures. A
+    kernel sends the lines of one cell in one message or in several, so they are joined."""
+    kinds, texts = [], []
     for output in cell.outputs:
         text = output.get("text", "")
         if output.output_type in ("execute_result", "display_data"):
-            kinds = sorted(kind for kind in output.data if kind != "text/plain")
-            text = output.data.get("text/plain", "") if not kinds else ""
-            parts += kinds
-        if VARIES not in cell.metadata.get("tags", ()):
-            parts.append(re.sub(r"\s+", " ", re.sub(r"[-+]?\d[\d.,]*(e[-+]?\d+)?", "#", text)))
-    return parts
+            pictures = sorted(kind for kind in output.data if kind != "text/plain")
+            text = output.data.get("text/plain", "") if not pictures else ""
+            kinds += pictures
+        texts.append(text)
+    if VARIES in cell.metadata.get("tags", ()):
+        return kinds
+    numberless = re.sub(r"[-+]?\d[\d.,]*(e[-+]?\d+)?", "#", " ".join(texts))
+    return [*kinds, " ".join(numberless.split())]
 
 
 def shrink(notebook: nbformat.NotebookNode) -> None:
