@@ -273,8 +273,8 @@ def _image(data: bytes, folder: Path) -> None:
     (folder / "image").write_bytes(data)
     with open(folder / "image", "rb") as file:
         header = images.read_header(file, "image", 1.0)
-        assert images.decode(file, header, "image").shape == (*header.size, 3)
-        images.decode(file, header, "image", (1, 1))
+        assert images.read_pixels(file, header, "image").shape == (*header.size, 3)
+        images.read_pixels(file, header, "image", (1, 1))
 
 
 def _folder(kind: str, name: str) -> Callable[[bytes, Path], None]:

@@ -34,7 +34,7 @@ from megajax.core.files import (
     read_lists,
     size_of,
 )
-from megajax.data.images import Header, ImageError, decode, read_header
+from megajax.data.images import Header, ImageError, read_header, read_pixels
 from megajax.data.source import files_below
 
 MAX_MEGAPIXELS = 100.0
@@ -312,7 +312,7 @@ class FileExample(Example):
                 header = read_header(file, shown, self.max_megapixels)
                 if header.size != self.size:
                     raise UserError(f"{shown} has changed since the folder was opened")
-                return decode(file, header, shown, least)
+                return read_pixels(file, header, shown, least)
         except OSError as error:
             raise UserError(f"cannot read {shown}: {error.strerror} (--data.source)") from None
 
@@ -401,7 +401,7 @@ def _look(
         with open_below(folder, name, follow_links) as file:
             header = read_header(file, shown, max_megapixels)
             if pixels:
-                decode(file, header, shown)
+                read_pixels(file, header, shown)
             return name, header
     except (FileNotFoundError, NotADirectoryError):
         return None

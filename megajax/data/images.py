@@ -9,21 +9,27 @@ Pixels: grey and palette images become RGB, CMYK too (without colour profiles); 
 8 stay; what is transparent shows white; of several pages or frames the first is read. Floating
 point and 32-bit samples have no known range and are not read.
 
-Legend: H rows, W columns of pixels.
+`decode` reads the bytes of a PNG, JPEG or WebP, whoever sent them. `collate` makes a batch of a
+vision-language model from tokens and pixels, with the resizing, the patches and their order of
+Qwen2-VL (arXiv 2409.12191; transformers, Qwen2VLImageProcessor).
+
+Legend: H rows, W columns of pixels; B rows of a batch, S tokens of a row, P patches of a row, Q = P
+/ merge^2 merged patches, C = 3 patch^2 values of a patch.
 """
 
 import dataclasses
 import io
+import math
 import struct
-from collections.abc import Callable, Iterator
-from typing import Any, BinaryIO
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, BinaryIO, Protocol
 
 import numpy as np
 from PIL import BmpImagePlugin, Image, JpegImagePlugin, PngImagePlugin, TiffImagePlugin
 from PIL import WebPImagePlugin as WebpImagePlugin
 
 from megajax.core.errors import UserError
-from megajax.core.files import size_of
+from megajax.data.pack import IGNORED
 
 ORIENTATION = 0x0112  # the tag of EXIF and TIFF: 1 upright, 2 to 8 mirrored or turned
 PARTS = 2**16  # (chosen) segments or chunks that a header is sought in
@@ -32,9 +38,12 @@ EXIF = 2**18  # (chosen) bytes of EXIF that are searched for the orientation
 TAIL = 2**12  # (chosen) bytes at the end of a JPEG that are searched for its end mark
 SCANS = 200  # (chosen: photographs have 10) of a progressive JPEG; each takes time like all pixels
 SLACK = 2**28  # (chosen) bytes that a file may have beyond 8 for each of its pixels
+SIDE = 2**15  # (chosen) pixels of a side of an image that `decode` reads
+NOT_SENT = "not a PNG, JPEG or WebP image"
 NOT_IMAGE = "not a JPEG, PNG, WebP, TIFF or BMP image"
 DAMAGED = "truncated or damaged image"
 TOO_LARGE = "image of too many megapixels"
+LONG = "image that is too long for its width"
 SAMPLES = "image with samples that are not read"
 
 
@@ -87,7 +96,7 @@ def read_header(file: BinaryIO, path: str, max_megapixels: float) -> Header:
     return header
 
 
-def decode(
+def read_pixels(
     file: BinaryIO, header: Header, path: str, least: tuple[int, int] | None = None
 ) -> np.ndarray:
     """Returns the image as (H, W, 3) uint8, as it is shown (EXIF).
@@ -97,8 +106,8 @@ def decode(
     Raises: ImageError when the file is damaged, or its samples are not read; OSError.
     """
     height, width = header.size
-    if size_of(file) > (most := SLACK + 8 * height * width):
-        raise ImageError(DAMAGED, f"{path} has {size_of(file):,} bytes; {most:,} are read at most")
+    if _size(file) > (most := SLACK + 8 * height * width):
+        raise ImageError(DAMAGED, f"{path} has {_size(file):,} bytes; {most:,} are read at most")
     file.seek(0)
     if header.kind == "TIFF":  # its decoder reads only the strips of the first page
         source: Any = file
@@ -122,6 +131,38 @@ def decode(
     if not least and pixels.shape[:2] != header.size:
         raise ImageError(DAMAGED, f"{path} has other pixels than its header says")
     return pixels
+
+
+def decode(data: bytes, *, max_pixels: int = 2**24) -> np.ndarray:
+    """Returns a PNG, JPEG or WebP image as (H, W, 3) uint8, as it is shown (EXIF); of several
+    frames the first.
+
+    Nothing is decoded before the header was read: its pixels bound the memory and the time.
+    Raises: ImageError, which is a UserError, for what is no such image, is truncated or damaged,
+      has more than max_pixels pixels, or a side of more than SIDE.
+    """
+    file, what = io.BytesIO(data), "the image"
+    head = bytes(data[:32])
+    if not any(begins(head) for begins, read in KINDS if read in SENT):
+        state = "it is empty" if not head else f"it begins with {head[:12]!r}"
+        raise ImageError(NOT_SENT, f"{what} is {NOT_SENT}: {state}")
+    header = read_header(file, what, math.inf)
+    height, width = header.size
+    if height * width > max_pixels or max(height, width) > SIDE:
+        raise ImageError(
+            TOO_LARGE,
+            f"{what} has {width:,} x {height:,} pixels; it may have {max_pixels:,}, and a side "
+            f"{SIDE:,}",
+        )
+    return read_pixels(file, header, what)
+
+
+def _size(file: BinaryIO) -> int:
+    """Returns the bytes of an open file or of a buffer."""
+    place = file.tell()
+    size = file.seek(0, io.SEEK_END)
+    file.seek(place)
+    return size
 
 
 def _rgb(picture: Image.Image) -> np.ndarray:
@@ -215,7 +256,7 @@ def _read_jpeg(file: BinaryIO) -> Header:
                 raise ImageError(SAMPLES, f"samples of {bits} bits are not read in a JPEG")
         elif mark == 0xE1 and not orientation and file.read(6) == b"Exif\0\0":
             orientation = _exif_orientation(file.read(max(length - 6, 0)))
-    file.seek(max(file.tell(), size_of(file) - TAIL))
+    file.seek(max(file.tell(), _size(file) - TAIL))
     return _header("JPEG", size, orientation, b"\xff\xd9" in file.read(TAIL))
 
 
@@ -275,7 +316,7 @@ def _read_webp(file: BinaryIO) -> Header:
             following += 8 + length + length % 2
     else:
         raise ValueError("its first chunk is no image")
-    return _header("WebP", (height, width), orientation, 8 + total <= size_of(file))
+    return _header("WebP", (height, width), orientation, 8 + total <= _size(file))
 
 
 def _read_tiff(file: BinaryIO) -> Header:
@@ -286,7 +327,7 @@ def _read_tiff(file: BinaryIO) -> Header:
     size, orientation = (tags.numbers(257) + (0,))[0], (tags.numbers(ORIENTATION) + (0,))[0]
     begins = tags.numbers(273) or tags.numbers(324)
     lengths = tags.numbers(279) or tags.numbers(325)
-    complete = 0 < len(begins) == len(lengths) and size_of(file) >= max(
+    complete = 0 < len(begins) == len(lengths) and _size(file) >= max(
         begin + length for begin, length in zip(begins, lengths, strict=True)
     )
     return _header("TIFF", (size, (tags.numbers(256) + (0,))[0]), orientation, complete)
@@ -302,7 +343,7 @@ def _read_bmp(file: BinaryIO) -> Header:
     else:
         raise ImageError(NOT_IMAGE, f"a header of {header} bytes is no BMP's")
     length = (width * bits + 31) // 32 * 4 * abs(height)
-    complete = packing in (0, 3) and begin + length <= size_of(file)
+    complete = packing in (0, 3) and begin + length <= _size(file)
     return _header("BMP", (abs(height), width), 1, complete)
 
 
@@ -355,3 +396,233 @@ KINDS: tuple[tuple[Callable[[bytes], bool], Callable[[BinaryIO], Header]], ...] 
     (lambda head: head.startswith((b"II*\0", b"MM\0*")), _read_tiff),
     (lambda head: head.startswith(b"BM"), _read_bmp),
 )
+SENT = (_read_jpeg, _read_png, _read_webp)  # the kinds that `decode` reads
+
+
+# ---- batches of a vision-language model
+
+ASPECT = 200  # (transformers, smart_resize) times as long as the other a side may be
+
+
+class Tower(Protocol):
+    """The members of a tower's configuration that decide patches (models/vit.py, VitConfig)."""
+
+    @property
+    def patch(self) -> int: ...  # noqa: D102
+
+    @property
+    def merge(self) -> int: ...  # noqa: D102
+
+    @property
+    def min_pixels(self) -> int: ...  # noqa: D102
+
+    @property
+    def max_pixels(self) -> int: ...  # noqa: D102
+
+
+def fit(size: tuple[int, int], tower: Tower) -> tuple[int, int]:
+    """Returns (height, width) in pixels to which an image of this (height, width) is resized:
+    multiples of patch * merge, about as many pixels, but within min_pixels and max_pixels.
+
+    Raises: ImageError for an image that is over 200 times as long as wide.
+    Source: smart_resize of transformers' Qwen2VLImageProcessor.
+    """
+    height, width = size
+    unit = tower.patch * tower.merge
+    if min(size) < 1 or max(size) > ASPECT * min(size):
+        raise ImageError(
+            LONG,
+            f"the image has {width:,} x {height:,} pixels; one side may be {ASPECT} times as long "
+            "as the other",
+        )
+    rows, columns = (round(side / unit) * unit for side in size)
+    if rows * columns > tower.max_pixels:
+        beta = math.sqrt(height * width / tower.max_pixels)
+        rows, columns = (max(unit, math.floor(side / beta / unit) * unit) for side in size)
+    elif rows * columns < tower.min_pixels:
+        beta = math.sqrt(tower.min_pixels / (height * width))
+        rows, columns = (math.ceil(side * beta / unit) * unit for side in size)
+    return rows, columns
+
+
+def patch_count(size: tuple[int, int], tower: Tower) -> int:
+    """Returns the patches of an image of this (height, width); merge^2 of them are a token."""
+    rows, columns = fit(size, tower)
+    return rows * columns // tower.patch**2
+
+
+def patchify(image: np.ndarray, tower: Tower) -> tuple[np.ndarray, np.ndarray, tuple[int, int]]:
+    """Cuts an image into patches after resizing it to `fit` (bicubic, as Qwen2-VL has it).
+
+    Args: image: (H, W, 3) uint8.
+    Returns: patches (P, C) uint8, values in the order (channel, row, column); places (P, 2) int32,
+      (row, column) of each patch in its image; (rows, columns) of merged patches. The patches of a
+      merged one follow each other.
+    """
+    if image.ndim != 3 or image.shape[2] != 3 or image.dtype != np.uint8:
+        raise ValueError(f"an image is uint8 (H, W, 3), not {image.dtype} {image.shape}")
+    height, width = fit((image.shape[0], image.shape[1]), tower)
+    if image.shape[:2] != (height, width):
+        picture = Image.fromarray(np.ascontiguousarray(image))
+        image = np.asarray(picture.resize((width, height), Image.Resampling.BICUBIC))
+    p, m = tower.patch, tower.merge
+    rows, columns = height // (p * m), width // (p * m)
+    blocks = image.reshape(rows, m, p, columns, m, p, 3).transpose(0, 3, 1, 4, 6, 2, 5)
+    numbers = np.arange(rows * m * columns * m).reshape(rows, m, columns, m).transpose(0, 2, 1, 3)
+    places = np.stack(np.divmod(numbers.ravel(), columns * m), -1).astype(np.int32)
+    return np.ascontiguousarray(blocks).reshape(-1, 3 * p * p), places, (rows, columns)
+
+
+def expanded(
+    tokens: np.ndarray,
+    grids: Sequence[tuple[int, int]],
+    image_token: int,
+    targets: np.ndarray | None = None,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Repeats the one placeholder of each image for each of its merged patches.
+
+    Args: tokens: int (n,). grids: (rows, columns) of merged patches of each image, in order.
+      targets: int (n,), what each token predicts, IGNORED for nothing; None: the token after it,
+      unless that is a placeholder.
+    Returns: tokens, targets and places (S,) int32; places: the number of the merged patch that a
+      token shows, counted over all images; -1 for text. Of an image the last token predicts what
+      the placeholder did.
+    Raises: ValueError when placeholders and images are not equally many.
+    """
+    tokens = np.asarray(tokens, np.int32).reshape(-1)
+    is_image = tokens == image_token
+    if (count := int(is_image.sum())) != len(grids):
+        raise ValueError(
+            f"{count} placeholders of images (token {image_token}) and {len(grids)} images; each "
+            "image needs one placeholder in the text, and each placeholder an image"
+        )
+    if targets is None:
+        following = np.append(tokens[1:], IGNORED)
+        targets = np.where(following == image_token, IGNORED, following)
+    targets = np.asarray(targets, np.int32).reshape(-1)
+    if targets.shape != tokens.shape:
+        raise ValueError(f"{len(targets)} targets for {len(tokens)} tokens")
+    counts = np.ones(len(tokens), np.int64)
+    counts[is_image] = [rows * columns for rows, columns in grids]
+    ends = np.cumsum(counts) - 1
+    is_image_S = np.repeat(is_image, counts)
+    targets_S = np.full(len(is_image_S), IGNORED, np.int32)
+    targets_S[ends] = targets
+    places_S = np.where(is_image_S, np.cumsum(is_image_S) - 1, -1).astype(np.int32)
+    return np.repeat(tokens, counts), targets_S, places_S
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Piece:
+    """A sample as the batch has it: tokens, targets, places (S,), rotary (S, 3), all int32; of all
+    images patches (P, C) uint8, patch_places (P, 2) int32, and images (P,) int32, the number of
+    each patch's image in the sample."""
+
+    tokens: np.ndarray
+    targets: np.ndarray
+    places: np.ndarray
+    rotary: np.ndarray
+    patches: np.ndarray
+    patch_places: np.ndarray
+    images: np.ndarray
+
+
+def piece(
+    tokens: np.ndarray, images: Sequence[np.ndarray], cfg: Any, targets: np.ndarray | None = None
+) -> Piece:
+    """Returns a sample with its images cut into patches.
+
+    Args: as of `expanded`; images: (H, W, 3) uint8 each. cfg: a VlmConfig.
+    Raises: ValueError as `expanded` and `fit` do.
+    """
+    from megajax.models.vlm import positions  # type: ignore  # readers of files need no model
+
+    tower: Tower = cfg.tower
+    cut = [patchify(image, tower) for image in images]
+    grids = [grid for _, _, grid in cut]
+    tokens_S, targets_S, places_S = expanded(tokens, grids, cfg.image_token, targets)
+    rotary_3S = positions(tokens_S, grids, cfg.image_token)
+    return Piece(
+        tokens_S,
+        targets_S,
+        places_S,
+        np.ascontiguousarray(rotary_3S.T, np.int32),
+        np.concatenate([patches for patches, _, _ in cut] or [np.zeros((0, _values(tower)), "u1")]),
+        np.concatenate([places for _, places, _ in cut] or [np.zeros((0, 2), np.int32)]),
+        np.repeat(np.arange(len(cut), dtype=np.int32), [len(patches) for patches, _, _ in cut]),
+    )
+
+
+def _values(tower: Tower) -> int:
+    return 3 * tower.patch**2
+
+
+def row_of(pieces: Sequence[Piece], tokens: int, patches: int, tower: Tower) -> dict[str, Any]:
+    """Returns a row of a batch with these samples, one after the other, and padding.
+
+    tokens, patches: S and P of the row. Each sample is a segment, counted from 1.
+    Raises: ValueError when they do not fit.
+    """
+    lengths = [len(p.tokens) for p in pieces]
+    counts = [len(p.patches) for p in pieces]
+    if sum(lengths) > tokens or sum(counts) > patches:
+        raise ValueError(
+            f"{sum(lengths)} tokens and {sum(counts)} patches do not fit {tokens} and {patches}"
+        )
+
+    def joined(name: str, size: int, fill: int, shape: tuple[int, ...] = ()) -> np.ndarray:
+        array = np.full((size, *shape), fill, np.uint8 if name == "patches" else np.int32)
+        at = 0
+        for values in (getattr(p, name) for p in pieces):
+            array[at : at + len(values)] = values
+            at += len(values)
+        return array
+
+    row = {
+        "tokens": joined("tokens", tokens, 0),
+        "targets": joined("targets", tokens, IGNORED),
+        "segments": np.full(tokens, -1, np.int32),
+        "positions": np.zeros(tokens, np.int32),
+        "places": joined("places", tokens, -1),
+        "rotary": joined("rotary", tokens, 0, (3,)),
+        "patches": joined("patches", patches, 0, (_values(tower),)),
+        "patch_places": joined("patch_places", patches, 0, (2,)),
+        "images": joined("images", patches, -1),
+    }
+    at = first = image = 0
+    for number, (p, length, count) in enumerate(zip(pieces, lengths, counts, strict=True), 1):
+        tokens_at, patches_at = slice(at, at + length), slice(first, first + count)
+        row["segments"][tokens_at] = number
+        row["positions"][tokens_at] = np.arange(length)
+        row["places"][tokens_at] += np.where(p.places >= 0, first // tower.merge**2, 0)
+        row["images"][patches_at] += image
+        at, first, image = at + length, first + count, image + len({*p.images.tolist()})
+    return row
+
+
+def collate(samples: Sequence[Mapping[str, Any]], cfg: Any) -> dict[str, np.ndarray]:
+    """Returns a batch of a vision-language model, NumPy, a row for each sample, padded to the
+    longest.
+
+    Args:
+      samples: each with tokens, ids with one cfg.image_token for each image; images, a list of
+        uint8 (H, W, 3); and perhaps targets, what each token predicts, IGNORED (-1) for nothing
+        (without: the next token, unless that is a placeholder).
+      cfg: VlmConfig.
+    Returns: tokens, targets, segments (-1: padding), positions, places (B, S) int32; rotary
+      (B, S, 3) int32; patches (B, P, C) uint8; patch_places (B, P, 2), images (B, P) int32.
+    Raises: ValueError that names the row, from 0, where placeholders and images are not equally
+      many, or an image cannot be used.
+    """
+    pieces = []
+    for number, sample in enumerate(samples):
+        try:
+            images = sample.get("images") or ()
+            pieces.append(piece(sample["tokens"], images, cfg, sample.get("targets")))
+        except ValueError as error:
+            raise ValueError(f"row {number}: {error}") from None
+    tower = cfg.tower
+    tokens = max((len(p.tokens) for p in pieces), default=0)
+    patches = max([tower.merge**2, *(len(p.patches) for p in pieces)])
+    rows = [row_of([p], tokens, patches, tower) for p in pieces]
+    return {name: np.stack([row[name] for row in rows]) for name in rows[0]} if rows else {}
