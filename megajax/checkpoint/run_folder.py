@@ -9,9 +9,9 @@ from megajax.checkpoint.trust import DamagedError
 from megajax.core.errors import UserError
 from megajax.core.layout import Layout
 from megajax.core.tree import Tree
-from megajax.models import decoder, encoder
 from megajax.models.decoder_config import DecoderConfig
 from megajax.models.encoder_config import EncoderConfig
+from megajax.models.networks import network_of
 from megajax.models.parts import map_words
 
 
@@ -30,7 +30,7 @@ def load_params(
     manager = CheckpointManager(
         checkpoints or Path(folder) / "checkpoints", keep=0, key_file=key_file
     )
-    parts = encoder.parts(cfg) if isinstance(cfg, EncoderConfig) else decoder.parts(cfg)
+    parts = network_of(cfg).parts(cfg)
 
     def like(words: tuple, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         named = layout.named(layout.stored(*words))

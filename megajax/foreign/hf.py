@@ -33,10 +33,11 @@ from megajax.foreign.safetensors import (
     write_folder,
 )
 from megajax.foreign.torch_files import BIN, TorchFolder
-from megajax.models import decoder, encoder, encoder_names, names
+from megajax.models import encoder_names, names
 from megajax.models.decoder_config import DecoderConfig
 from megajax.models.encoder_config import EncoderConfig
 from megajax.models.names import Rule, Sizes, check_members
+from megajax.models.networks import names_of, network_of
 from megajax.models.parts import ModelParts, map_words
 from megajax.parallel import exchange
 
@@ -114,7 +115,7 @@ def load_params(path: str | Path, cfg: ModelConfig, layout: Layout | None = None
     theirs = load_config(path)
     if type(theirs) is not type(cfg):
         raise UserError(f"{path} has a {type(theirs).__name__}, not a {type(cfg).__name__}")
-    maps, network = _home(cfg)
+    maps, network = names_of(cfg), network_of(cfg)
     free = maps.free(cfg)
     shaping = [
         f"{name} is {old} there, {new} here"
@@ -185,11 +186,6 @@ def make_params(
     return nest(leaves)
 
 
-def _home(cfg: ModelConfig) -> tuple[Any, Any]:
-    """Returns the modules (name map, network) of a configuration."""
-    return (encoder_names, encoder) if isinstance(cfg, EncoderConfig) else (names, decoder)
-
-
 def _leaf_words(axes: Tree) -> list[tuple]:
     words: list[tuple] = []
     map_words(words.append, axes)
@@ -198,7 +194,7 @@ def _leaf_words(axes: Tree) -> list[tuple]:
 
 def _find_tensors(files: Weights, rules: list[Rule], cfg: ModelConfig) -> dict[str, np.ndarray]:
     """Returns views of all tensors that the rules name; refuses strangers and wrong shapes."""
-    maps, _ = _home(cfg)
+    maps = names_of(cfg)
     sizes = maps.sizes(cfg)
     views, used = {}, set()
     for rule in rules:
@@ -223,7 +219,7 @@ def equal_copies(files: Weights, cfg: ModelConfig) -> set[str]:
 
     Raises: UserError for one that differs: transformers uses it then, against config.json.
     """
-    maps, _ = _home(cfg)
+    maps = names_of(cfg)
     copies = {n: original for n, original in maps.copies(cfg).items() if n in files}
     for name, original in copies.items():
         stored = next((n for n in maps.spellings(original) if n in files), original)
@@ -301,7 +297,7 @@ def save(
     """
     if dtype not in CODES:
         raise UserError(f"dtype={dtype} must be one of {', '.join(CODES)} (--dtype)")
-    leaves, (maps, _) = dict(named_leaves(params)), _home(cfg)
+    leaves, maps = dict(named_leaves(params)), names_of(cfg)
     rules = maps.rules(cfg)
     if other := sorted({r.ours for r in rules} ^ leaves.keys()):
         raise UserError(f"the parameters are not this configuration's: {', '.join(other[:5])}")
@@ -319,7 +315,7 @@ def tensors_of(
 ) -> tuple[Tensors, Callable[[str], np.ndarray]]:
     """Returns the tensors that the rules make of the leaves: {name: (shape, type)}, and a function
     that returns the tensor of a name."""
-    sizes = _home(cfg)[0].sizes(cfg)
+    sizes = names_of(cfg).sizes(cfg)
     groups: dict[str, list[Rule]] = {}
     for rule in model_rules:
         groups.setdefault(rule.theirs, []).append(rule)

@@ -28,8 +28,8 @@ from megajax.layers.attention import Context
 from megajax.layers.dispatch import Dispatch, ExpertWeights, dropless
 from megajax.layers.joined import join_inputs
 from megajax.layers.param import packed_axes
-from megajax.models import decoder
 from megajax.models.decoder_config import DecoderConfig
+from megajax.models.networks import network_of
 from megajax.models.parts import map_words, scan_layers
 from megajax.parallel import exchange, sharding, tensor
 from megajax.parallel.overlap import Overlap
@@ -199,7 +199,7 @@ class Forward:
         ops = dataclasses.replace(
             ops, expert=functools.partial(_experts, self.layout), total=lambda sums: sums
         )
-        self.parts = decoder.parts(cfg, None, ops, dtype)
+        self.parts = network_of(cfg).parts(cfg, None, ops, dtype)
         self.replicas = self.layout.ways(axes)
         self.row_spec = PS(axes[0] if len(axes) == 1 else axes) if axes else PS()
 

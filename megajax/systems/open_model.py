@@ -35,6 +35,7 @@ from megajax.foreign import hf as hf_
 from megajax.foreign import hf_quantized
 from megajax.models import decoder
 from megajax.models.decoder_config import DecoderConfig
+from megajax.models.networks import network_of
 from megajax.parallel import sharding
 from megajax.quant.formats import Format
 from megajax.quant.quantized_model import quantize_model
@@ -123,7 +124,9 @@ class OpenModel:
 
     def outline(self, packed: bool = False) -> Tree:
         """Returns the parameters as ShapeDtypeStructs. packed: as of `load_to_serve`."""
-        return self.gguf.outline(packed) if self.gguf else decoder.parts(self.cfg).abstract
+        if self.gguf is not None:
+            return self.gguf.outline(packed)
+        return network_of(self.cfg).parts(self.cfg).abstract
 
     def too_large(self, mesh: Mesh, dtype: str) -> str:
         """Returns why a GGUF file's matrices have to stay in few bits, or "" if they need not or
