@@ -43,9 +43,10 @@ def _ways(axes: tuple[str, ...], sizes: Mapping[str, int]) -> tuple[int, str]:
 
 
 def check_weights(model: Any, sizes: Mapping[str, int], rules: Rules) -> None:
-    """Refuses a mesh that cannot cut a model's weights. model: has `.sizes`."""
+    """Refuses a mesh that cannot cut a model's weights. model: has `.sizes`; a word of a further
+    stack has a name and a dot before it ('tower.heads')."""
     for word, (size, flag) in model.sizes.items():
-        axes = rules.stored.get(word, ())
+        axes = rules.stored.get(word.rpartition(".")[2], ())
         ways, spelled = _ways(axes, sizes)
         if word in rules.sharable:
             if size % ways and ways % size:

@@ -199,7 +199,9 @@ class Cache(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class AttentionConfig:
-    """Shape of one attention layer. window: keys a query may see, itself included; None: all."""
+    """Shape of one attention layer. window: keys a query may see, itself included; None: all.
+    kv_word: the logical word of the key-value heads; 'heads' where they are as many as the query
+    heads and no rule about fewer ones (Rules.copies) may touch them."""
 
     width: int
     heads: int
@@ -211,6 +213,7 @@ class AttentionConfig:
     norm_eps: float
     window: int | None
     out_std: float
+    kv_word: str = "kv_heads"
 
 
 class Attention(nnx.Module):
@@ -219,15 +222,15 @@ class Attention(nnx.Module):
     def __init__(self, cfg: AttentionConfig, layout: Layout | None, ops: "Ops", *, rngs: nnx.Rngs):
         """Makes query (D,H,K), key and value (D,G,K), out (H,K,D) and what the config adds."""
         D, H, G, K = cfg.width, cfg.heads, cfg.kv_heads, cfg.head_width
-        self.cfg, self.ops = cfg, ops
+        self.cfg, self.ops, kv = cfg, ops, cfg.kv_word
         self.query = param.normal(rngs, layout, (D, H, K), ("embed", "heads", None), 0.02)
-        self.key = param.normal(rngs, layout, (D, G, K), ("embed", "kv_heads", None), 0.02)
-        self.value = param.normal(rngs, layout, (D, G, K), ("embed", "kv_heads", None), 0.02)
+        self.key = param.normal(rngs, layout, (D, G, K), ("embed", kv, None), 0.02)
+        self.value = param.normal(rngs, layout, (D, G, K), ("embed", kv, None), 0.02)
         self.out = param.normal(rngs, layout, (H, K, D), ("heads", None, "embed"), cfg.out_std)
         if cfg.qkv_bias:
             self.query_bias = param.constant(layout, (H, K), ("heads", None), 0.0)
-            self.key_bias = param.constant(layout, (G, K), ("kv_heads", None), 0.0)
-            self.value_bias = param.constant(layout, (G, K), ("kv_heads", None), 0.0)
+            self.key_bias = param.constant(layout, (G, K), (kv, None), 0.0)
+            self.value_bias = param.constant(layout, (G, K), (kv, None), 0.0)
         if cfg.out_bias:
             self.out_bias = param.constant(layout, (D,), (None,), 0.0)
         if cfg.qk_norm:

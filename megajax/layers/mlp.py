@@ -1,7 +1,7 @@
 """The feed-forward part of a block: SwiGLU or GELU, without its two communications.
 
 Sources: GLU Variants (arXiv 2002.05202) for SwiGLU. 'gelu_tanh' is the approximation that GPT-2
-uses; 'gelu' is exact.
+uses; 'gelu' is exact; 'quick_gelu' is CLIP's approximation, x sigmoid(1.702 x).
 
 Legend: B rows, S positions, D model width, F feed-forward width.
 """
@@ -19,7 +19,7 @@ from megajax.core.layout import Layout
 from megajax.layers import param
 
 INPUTS = "gate", "up"  # the weights that read the block's input; gate: SwiGLU only
-Activation = Literal["swiglu", "gelu", "gelu_tanh"]
+Activation = Literal["swiglu", "gelu", "gelu_tanh", "quick_gelu"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +46,7 @@ ACTIVATIONS: dict[Activation, Nonlinearity] = {
         functools.partial(jax.nn.gelu, approximate=True),
         ("gelu_new", "gelu_pytorch_tanh", "gelu_fast", "gelu_python_tanh", "gelu_accurate"),
     ),
+    "quick_gelu": Nonlinearity(lambda x: x * jax.nn.sigmoid(1.702 * x), ("quick_gelu",)),
 }
 
 

@@ -11,5 +11,7 @@ __getattr__, __dir__, __all__ = public(
         "encoder_config": ("EncoderConfig",),
         "faster_rcnn": ("FasterRcnnConfig", "detector"),
         "parts": ("ModelParts", "as_tower", "of_loss", "of_module"),
+        "vit": ("VitConfig",),
+        "vlm": ("VlmConfig",),
     },
 )

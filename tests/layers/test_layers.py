@@ -183,6 +183,7 @@ def test_every_word_of_an_activation_has_code_and_its_formula():
         "gelu": 0.5 * z * (1 + np.array([math.erf(x / math.sqrt(2)) for x in z])),
         "gelu_tanh": 0.5 * z * (1 + tanh),
         "silu": z / (1 + np.exp(-z)),
+        "quick_gelu": z / (1 + np.exp(-1.702 * z)),
         "swiglu": z / (1 + np.exp(-z)) * up,
     }
     assert set(get_args(mlp.Activation)) == mlp.ACTIVATIONS.keys()

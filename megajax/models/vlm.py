@@ -1,0 +1,324 @@
+"""A vision-language model: a decoder that reads images by a vision tower and a projector.
+
+The tower (models/vit.py) reads the patches of a row's images. The projector joins each merge x
+merge square of patches to one feature of the decoder's width: LayerNorm, product, GELU, product
+(Qwen2-VL, arXiv 2409.12191, section 2.1). A token that shows a merged patch enters the residual
+stream with its feature in the place of its embedding. Rotary positions have three axes, time, row
+and column (M-RoPE, the same section); those of text are three equal numbers, which is the ordinary
+rotary embedding, to the bit.
+
+Legend: B rows, S positions, D model width, P patches of a row, Q merged patches of a row.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from megajax.core.config import Checked, group, option
+from megajax.core.errors import UserError
+from megajax.cost.base import Op, Phase, Stack, Workload
+from megajax.cost.kernels import Matmul, PatchEmbedding, Rowwise
+from megajax.layers.attention import RopeConfig
+from megajax.layers.moe import MoeConfig
+from megajax.models import decoder_config
+from megajax.models.decoder_config import DecoderConfig
+from megajax.models.vit import VitConfig
+
+# ---- shape
+
+
+@dataclasses.dataclass(frozen=True)
+class VlmConfig(Checked, section="model"):
+    """Everything that decides the parameters and the arithmetic of a vision-language model."""
+
+    decoder: DecoderConfig = group(DecoderConfig, flag="model")
+    tower: VitConfig = group(VitConfig, flag="tower")
+    image_token: int = option(
+        511, "id of the token that stands for one merged patch of an image", at_least=0
+    )
+    mrope: str | None = option(
+        "4,6,6",
+        "pairs of a head's rotary dimensions that follow time, row and column, for "
+        "model.position=rope; none: all follow the index of the token",
+    )
+
+    def __post_init__(self):
+        """Refuses a token beyond the vocabulary and sections that do not add up to a head."""
+        super().__post_init__()
+        if self.image_token >= self.decoder.vocab:
+            raise UserError(
+                f"model.image_token={self.image_token} must be below model.vocab="
+                f"{self.decoder.vocab}; nearest: {self.decoder.vocab - 1} (--model.image_token)"
+            )
+        pairs = self.decoder.head_width // 2
+        sections = self.sections
+        if sections and (len(sections) != 3 or min(sections) < 0 or sum(sections) != pairs):
+            raise UserError(
+                f"model.mrope={self.mrope} must be three numbers with the sum {pairs}, half of "
+                f"model.head_width={self.decoder.head_width}; nearest: "
+                f"{','.join(map(str, _sections(pairs)))} (--model.mrope, --model.head_width)"
+            )
+
+    @property
+    def sections(self) -> tuple[int, ...]:
+        """Pairs of rotary dimensions by axis (time, row, column); empty: one axis."""
+        if self.mrope is None or self.decoder.position != "rope":
+            return ()
+        try:
+            return tuple(int(part) for part in self.mrope.split(","))
+        except ValueError:
+            return (-1,)
+
+    # What a run asks of its model is the decoder's.
+
+    @property
+    def layers(self) -> int:
+        """Layers of the decoder, which a pipeline cuts."""
+        return self.decoder.layers
+
+    @property
+    def width(self) -> int:
+        """Width of the decoder."""
+        return self.decoder.width
+
+    @property
+    def vocab(self) -> int:
+        """Token ids that the decoder can predict."""
+        return self.decoder.vocab
+
+    @property
+    def padded_vocab(self) -> int:
+        """Rows of the embedding table."""
+        return self.decoder.padded_vocab
+
+    @property
+    def heads(self) -> int:
+        """Query heads of the decoder."""
+        return self.decoder.heads
+
+    @property
+    def kv_heads(self) -> int:
+        """Key-value heads of the decoder."""
+        return self.decoder.kv_heads
+
+    @property
+    def head_width(self) -> int:
+        """Width of one head of the decoder."""
+        return self.decoder.head_width
+
+    @property
+    def max_positions(self) -> int:
+        """Longest row that the decoder is meant for."""
+        return self.decoder.max_positions
+
+    @property
+    def position(self) -> str:
+        """How the decoder learns a token's position."""
+        return self.decoder.position
+
+    @property
+    def dropout(self) -> float:
+        """Rate of dropout of the decoder; the tower has none."""
+        return self.decoder.dropout
+
+    @property
+    def moe(self) -> MoeConfig:
+        """The decoder's mixture of experts."""
+        return self.decoder.moe
+
+    @property
+    def window(self) -> int | None:
+        """The decoder's attention window."""
+        return self.decoder.window
+
+    @property
+    def tied(self) -> bool:
+        """Whether the head is the embedding transposed."""
+        return self.decoder.tied
+
+    @property
+    def sizes(self) -> dict[str, tuple[int, str]]:
+        """{logical word: (size of that dimension, the flag that sets it)}; the tower's words begin
+        with 'tower.'."""
+        return self.decoder.sizes | self.tower.sizes
+
+    @property
+    def stack(self) -> Stack:
+        """The decoder's blocks, as the cost model sees them."""
+        return self.decoder.stack
+
+    def workload(
+        self,
+        batch: int,
+        seq_len: int,
+        dtype: str = "bfloat16",
+        phase: Phase = "train",
+        patches: int | None = None,
+    ) -> Workload:
+        """Returns the forward pass of this many rows as a list of operations, the tower's too.
+
+        patches: places for patches in a row; None: half of the row's tokens show images (chosen).
+        An image is taken to fill them, up to the largest one. phase: as DecoderConfig.workload;
+        'decode' has no tower.
+        """
+        load = self.decoder.workload(batch, seq_len, dtype, phase)
+        patches = self.tower.merged * (seq_len // 2) if patches is None else patches
+        if phase == "decode" or not patches:
+            return load
+        tower, T = self.tower, batch * patches
+        image = min(patches, tower.max_patches)
+        embed = Op(
+            "embedding",
+            PatchEmbedding(T, tower.patch, tower.channels, tower.width),
+            tower.temporal,
+            dtypes=(dtype,),
+        )
+        blocks = tower.stack.ops(batch * patches // image, image, image, dtype)
+        wide, tokens = tower.merged_width, T // tower.merged
+        project = (
+            Op("norm", Rowwise("norm", T, tower.width), dtypes=(dtype,)),
+            Op("input", Matmul(tokens, wide, wide), dtypes=(dtype,)),
+            Op("activation", Rowwise("activation", tokens, wide), dtypes=(dtype,)),
+            Op("output", Matmul(tokens, wide, self.width), dtypes=(dtype,)),
+        )
+        ops = (embed, *blocks, *project)
+        first = Workload(ops, batch, patches, tower.layers, tower.width, phase)
+        return dataclasses.replace(load, towers=(first,))
+
+
+def _sections(pairs: int) -> tuple[int, int, int]:
+    """Qwen2-VL's shares of a head: a quarter for time, the others equal."""
+    side = (pairs - pairs // 4) // 2
+    return pairs - 2 * side, side, side
+
+
+# ---- presets
+
+
+def _qwen2_vl(decoder: DecoderConfig) -> VlmConfig:
+    """Qwen2-VL (arXiv 2409.12191, table 1; config.json of its release)."""
+    return VlmConfig(
+        decoder=decoder,
+        tower=VitConfig(layers=32, width=1280, heads=16, mlp=5120),
+        image_token=151655,
+        mrope="16,24,24",
+    )
+
+
+def _vit(width: int, heads: int) -> VitConfig:
+    """Optimus' ViT (arXiv 2408.03505, section 5: widths; 48 layers and mlp = 4 x width as ViT-22B
+    has, arXiv 2302.05442, table 1; heads of 128 but for the smallest, whose 24 are chosen so that 8
+    ranks divide them)."""
+    return VitConfig(layers=48, width=width, heads=heads, mlp=4 * width, activation="gelu")
+
+
+def _optimus(tower: VitConfig, decoder: DecoderConfig) -> VlmConfig:
+    image_token = 128002 if decoder.vocab == 128256 else decoder.vocab - 1  # a reserved one
+    mrope = "16,24,24" if decoder.position == "rope" else None
+    return VlmConfig(decoder, tower, image_token, mrope)
+
+
+def _gpt(layers: int, width: int, heads: int) -> DecoderConfig:
+    """Optimus' GPT (arXiv 2408.03505, section 5: layers and width; the others as GPT-3's; the
+    vocabulary is chosen)."""
+    return DecoderConfig(
+        layers=layers,
+        width=width,
+        heads=heads,
+        kv_heads=heads,
+        head_width=width // heads,
+        mlp=4 * width,
+        vocab=51200,
+        norm="layer",
+        norm_eps=1e-5,
+        position="learned",
+        max_positions=2048,
+        activation="gelu_tanh",
+        bias="all",
+    )
+
+
+VITS: dict[str, Callable[[], VitConfig]] = {
+    "vit_3b": lambda: _vit(2304, 24),
+    "vit_5b": lambda: _vit(3072, 24),
+    "vit_11b": lambda: _vit(4096, 32),
+    "vit_22b": lambda: _vit(6144, 48),
+}
+_GPT_11B, _GPT_175B = (80, 3072, 24), (96, 12288, 96)
+_llama_70b = decoder_config.PRESETS["llama3_70b"]
+
+PRESETS: dict[str, Callable[[], VlmConfig]] = {
+    "nano": VlmConfig,
+    "qwen2_vl_2b": lambda: _qwen2_vl(
+        DecoderConfig(
+            layers=28,
+            width=1536,
+            heads=12,
+            kv_heads=2,
+            head_width=128,
+            mlp=8960,
+            vocab=151936,
+            max_positions=32768,
+            bias="qkv",
+            tied=True,
+            rope=RopeConfig(theta=1000000.0),
+        )
+    ),
+    "qwen2_vl_7b": lambda: _qwen2_vl(decoder_config.PRESETS["qwen2_7b"]()),
+    # The pairs of Optimus' experiments (arXiv 2408.03505, section 5).
+    "vit_3b_gpt_11b": lambda: _optimus(VITS["vit_3b"](), _gpt(*_GPT_11B)),
+    "vit_5b_gpt_175b": lambda: _optimus(VITS["vit_5b"](), _gpt(*_GPT_175B)),
+    "vit_11b_llama_70b": lambda: _optimus(VITS["vit_11b"](), _llama_70b()),
+    "vit_22b_llama_70b": lambda: _optimus(VITS["vit_22b"](), _llama_70b()),
+    "vit_11b_gpt_175b": lambda: _optimus(VITS["vit_11b"](), _gpt(*_GPT_175B)),
+    "vit_22b_gpt_175b": lambda: _optimus(VITS["vit_22b"](), _gpt(*_GPT_175B)),
+}
+
+
+# ---- positions
+
+
+def positions(
+    tokens: Sequence[int] | np.ndarray, grids: Sequence[tuple[int, int]], image_token: int
+) -> np.ndarray:
+    """Returns the M-RoPE positions int32 (3, S) of one sample: time, row and column.
+
+    Text counts on by one in all three. An image that begins at position p has the time p, and its
+    merged patch (row, column) the position (p + row, p + column); what follows it goes on at
+    p + max(rows, columns), one after the largest position (Qwen2-VL's get_rope_index).
+
+    Args: tokens: ids (S,), with an image_token for each merged patch. grids: (rows, columns) of the
+      merged patches of each image, in order.
+    Raises: UserError where tokens and grids do not fit each other.
+    """
+    tokens_S = np.asarray(tokens)
+    places = np.flatnonzero(tokens_S == image_token)
+    for number, (rows, columns) in enumerate(grids):
+        if min(rows, columns) < 1:
+            raise UserError(f"image {number} has {rows} x {columns} merged patches, and no place")
+    needed = sum(rows * columns for rows, columns in grids)
+    if needed != len(places):
+        raise UserError(
+            f"{len(places)} tokens are {image_token} (model.image_token), and the "
+            f"{len(grids)} images have {needed} merged patches; each merged patch needs one token"
+        )
+    out_3S = np.empty((3, len(tokens_S)), np.int32)
+    token, position, used = 0, 0, 0
+    for number, (rows, columns) in enumerate(grids):
+        size = rows * columns
+        first = int(places[used])
+        if places[used + size - 1] != first + size - 1:
+            raise UserError(
+                f"image {number} has {rows} x {columns} merged patches, and other tokens lie "
+                "between its placeholders; those of one image must follow each other"
+            )
+        position += first - token
+        out_3S[:, token:first] = np.arange(position - (first - token), position)
+        image = out_3S[:, first : first + size]
+        image[0] = position
+        image[1] = position + np.repeat(np.arange(rows), columns)
+        image[2] = position + np.tile(np.arange(columns), rows)
+        token, position, used = first + size, position + max(rows, columns), used + size
+    out_3S[:, token:] = position + np.arange(len(tokens_S) - token)
+    return out_3S
