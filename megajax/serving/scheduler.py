@@ -21,6 +21,7 @@ import hashlib
 import heapq
 import itertools
 import operator
+import struct
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -38,17 +39,30 @@ AGING = 100  # (chosen) plans of waiting that weigh as much as one unit of prior
 # page may be published under a key that names its content: the chain of hashes over its tokens and
 # all tokens before them. A later sequence that begins with the same tokens then shares the page. A
 # published page that nobody holds stays reusable until its room is needed; the least recently used
-# one goes first.
+# one goes first. All placeholders of images have one id, so the key names the images too: ids alone
+# would answer with the image of another request.
 
 
-def chain(before: bytes, tokens: abc.Sequence[int]) -> bytes:
+class Shown(NamedTuple):
+    """Tokens start to stop of a prompt, which show an image. digest: 32 bytes, which name the
+    image: its shape and its pixels."""
+
+    start: int
+    stop: int
+    digest: bytes
+
+
+def chain(before: bytes, tokens: abc.Sequence[int], images: bytes = b"") -> bytes:
     """Returns the key of a page, 32 bytes.
 
     BLAKE2b, because a prompt that collides with another one's key would read its keys and values;
     nobody knows how to make such a prompt for a cryptographic hash of 256 bits.
-    Args: before: key of the page before it, b"" for a first page. tokens: a page of ids.
+    Args: before: key of the page before it, b"" for a first page. tokens: a page of ids. images:
+      what the placeholders among them show; its length is a multiple of 48, so that no two pages
+      with different arguments hash the same bytes.
     """
-    return hashlib.blake2b(before + array.array("q", tokens).tobytes(), digest_size=32).digest()
+    content = before + array.array("q", tokens).tobytes() + images
+    return hashlib.blake2b(content, digest_size=32).digest()
 
 
 class PagePool:
@@ -195,14 +209,26 @@ class Sequence:
     anew: bool = False  # no page of another request is reused for it
     weights: int = 0  # number of the weights with which its pages were begun
     replica: int = 0
+    images: tuple[Shown, ...] = ()  # of its prompt, in order
 
     def key(self, i: int, size: int) -> bytes:
         """Returns the key of its full page i. size: tokens a page. Each is computed once."""
         keys = self.keys
         while len(keys) <= i:
-            k = len(keys)
-            keys.append(chain(keys[-1] if keys else b"", self.tokens[k * size : (k + 1) * size]))
+            start = len(keys) * size
+            before, tokens = keys[-1] if keys else b"", self.tokens[start : start + size]
+            keys.append(chain(before, tokens, self._images_of(start, start + size)))
         return keys[i]
+
+    def _images_of(self, start: int, stop: int) -> bytes:
+        """Returns what the tokens start to stop show: for each image its digest, which of its
+        tokens is the first one there, and where that lies."""
+        parts = (
+            image.digest + struct.pack("<qq", max(start - image.start, 0), image.start - start)
+            for image in self.images
+            if image.start < stop and start < image.stop
+        )
+        return b"".join(parts)
 
 
 @dataclass(eq=False, slots=True)
@@ -305,10 +331,12 @@ class Scheduler:
         n: int = 1,
         priority: int = 0,
         anew: bool = False,
+        images: abc.Sequence[Shown] = (),
     ) -> list[Sequence]:
         """Returns the n sequences of a request, which wait from now on.
 
-        anew: the prompt is computed even where other requests have computed its beginning.
+        anew: the prompt is computed even where other requests have computed its beginning. images:
+          that the prompt's placeholders show.
         Raises: UserError for a request that can never run, or whose id another one has.
         """
         if id in self._requests:
@@ -326,7 +354,7 @@ class Scheduler:
             sequence = Sequence(
                 id, index, tokens, max_tokens, priority, list(tokens), family, anew=anew
             )
-            sequence.replica = self._replica
+            sequence.replica, sequence.images = self._replica, tuple(images)
             sequence.order = (self._clock - priority * AGING, self._added)
             self._added += 1
             family.alive[sequence] = self._waiting[sequence] = None

@@ -6,7 +6,7 @@ import struct
 import pytest
 
 from megajax.core.errors import UserError
-from megajax.serving.scheduler import NOBODY, PagePool, chain
+from megajax.serving.scheduler import NOBODY, PagePool, Scheduler, Shown, chain
 
 
 def published(pool: PagePool, *keys: bytes) -> list[int]:
@@ -106,3 +106,32 @@ def test_a_key_is_the_hash_of_all_tokens_so_far():
 def test_a_pool_without_room_is_refused(pages, page_size, message):
     with pytest.raises(UserError, match=message):
         PagePool(pages, page_size)
+
+
+def reused(first, second):
+    """Tokens of a prompt that are not computed since another one's pages have them. Each prompt is
+    (ids, images)."""
+    pool = PagePool(20, 4)
+    scheduler = Scheduler(pool, max_batch=2, budget=32, chunk=32, context=40)
+    for number, (ids, images) in enumerate((first, second)):
+        (sequence,) = scheduler.add(number, ids, max_tokens=1, images=images)
+        scheduler.commit(scheduler.plan(), {sequence: [1]})
+        scheduler.finish(sequence)
+    return scheduler.prefix_hits
+
+
+def test_a_page_is_reused_with_the_same_image_and_never_with_another():
+    text, image, other = [5, 6, 7], [9] * 8, b"o" * 32
+    ids = [*text, *image, *text, *text]  # pages 0 to 2 show the image; page 3 is text
+    shown = lambda digest, start=3: [Shown(start, start + 8, digest)]  # noqa: E731
+    first = ids, shown(b"a" * 32)
+    assert reused(first, first) == 16
+    assert reused(first, (ids, shown(other))) == 0
+    assert reused(first, (ids, ())) == 0, "the same ids, drawn or written as text"
+    assert reused((ids, ()), (ids, ())) == 16
+    assert reused(first, ([*text, 8, *image, *text, 1], shown(b"a" * 32, 4))) == 0
+    # Two images of four tokens each, and one of eight, have the same ids.
+    halves = [Shown(3, 7, b"a" * 32), Shown(7, 11, b"a" * 32)]
+    assert reused(first, (ids, halves)) == 4, "the first token of an image that goes on differently"
+    # What follows an image depends on it, whatever its own page shows.
+    assert reused((ids, [Shown(3, 7, b"a" * 32), Shown(7, 11, b"b" * 32)]), (ids, halves)) == 4
