@@ -535,7 +535,7 @@ def piece(
     Args: as of `expanded`; images: (H, W, 3) uint8 each. cfg: a VlmConfig.
     Raises: ValueError as `expanded` and `fit` do.
     """
-    from megajax.models.vlm import positions  # type: ignore  # readers of files need no model
+    from megajax.models.vlm import positions  # here: readers of files need no model
 
     tower: Tower = cfg.tower
     cut = [patchify(image, tower) for image in images]

@@ -1,0 +1,66 @@
+"""Drawn questions: exact answers, contents that are held out, the same bits on every machine."""
+
+import hashlib
+
+import numpy as np
+import pytest
+
+from megajax.data.rendered import FONT, is_held_out, question
+
+
+def test_bits_are_the_same_everywhere():
+    digest = hashlib.sha256()
+    for i in range(40):
+        q = question(3, i, 0.1)
+        digest.update(f"{q.kind} {q.question} {q.answer}".encode() + q.image.tobytes())
+    assert digest.hexdigest()[:16] == "ff7000c0e36cfeb6"
+
+
+def test_sides_share_no_content_and_a_seed_repeats():
+    sides = [{question(0, i, 0.2, held).content for i in range(300)} for held in (False, True)]
+    assert sides[0].isdisjoint(sides[1])
+    assert all(is_held_out(c, 0.2) for c in sides[1])
+    a, b = question(0, 7, 0.2), question(0, 7, 0.2)
+    assert (a.image == b.image).all() and a.answer == b.answer
+    assert any((question(1, i).image != question(0, i).image).any() for i in range(4))
+    with pytest.raises(ValueError, match="without questions"):
+        question(0, 0, 0.0, held_out=True)
+
+
+def dark(image: np.ndarray) -> np.ndarray:
+    """The ink: what is darker than any ground with its noise."""
+    return image.max(-1) < 150
+
+
+def test_answers_are_what_the_images_show():
+    for i in range(400):
+        q = question(5, i)
+        ink = dark(q.image)
+        if q.kind in ("word", "number"):
+            assert q.image.shape == (28, 112, 3)
+            rows, columns = np.flatnonzero(ink.any(1)), np.flatnonzero(ink.any(0))
+            for cell, character in enumerate(q.answer):  # each as the font has it, enlarged
+                data = bytes.fromhex(FONT[character])
+                dots = np.array([[byte >> y & 1 for byte in data] for y in range(7)], bool)
+                true = dots.repeat(3, 0).repeat(3, 1)
+                shown = [
+                    ink[top : top + 21, left : left + 15]
+                    for top in range(1, 7)
+                    for left in range(3 + 28 * cell, 10 + 28 * cell)
+                ]
+                assert any(s.shape == true.shape and (s == true).all() for s in shown)
+            assert rows[-1] < 28 and columns[-1] < 28 * len(q.answer)
+        elif q.kind == "bars":
+            heights = [ink[:, 2 + 14 * k : 12 + 14 * k].any(1).sum() for k in range(4)]
+            best = max(heights) if q.question == "highest?" else min(heights)
+            assert int(q.answer) == heights.index(best) + 1 and len(set(heights)) == 4
+        else:
+            count = 0
+            for row in range(3):
+                for column in range(3):
+                    cell = ink[1 + 18 * row : 19 + 18 * row, 1 + 18 * column : 19 + 18 * column]
+                    size = cell.any(0).sum()
+                    if size:  # a square fills its box, a circle about pi / 4 of it
+                        is_square = cell.sum() > 0.9 * cell.any(0).sum() * cell.any(1).sum()
+                        count += is_square == (q.question == "squares?")
+            assert str(count) == q.answer

@@ -1,0 +1,449 @@
+"""Conversations about images: what is read, what is refused, and rows that never cut an image."""
+
+import base64
+import dataclasses
+import io
+import json
+import tarfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from megajax.core.errors import UserError
+from megajax.data.conversations import data_url, tar_members
+from megajax.data.images import collate, patchify
+from megajax.data.pack import IGNORED
+from megajax.data.tokenizer import ByteTokenizer
+from megajax.data.vision import (
+    GREY,
+    Dialogue,
+    VisionDataConfig,
+    VisionRows,
+    fixed_rows,
+    open_vision,
+    packed,
+)
+from megajax.models.vlm import VlmConfig, positions
+
+MODEL = VlmConfig()
+IMAGE = MODEL.image_token
+BEGIN, END = 256, 257
+
+
+def png(seed: int, height: int = 56, width: int = 56) -> bytes:
+    rng = np.random.default_rng(seed)
+    file = io.BytesIO()
+    Image.fromarray(rng.integers(0, 256, (height, width, 3), np.uint8)).save(file, "PNG")
+    return file.getvalue()
+
+
+def url(data: bytes) -> str:
+    return "data:image/png;base64," + base64.b64encode(data).decode()
+
+
+def asked(image: str, question: str = "what?", answer: str = "a cat") -> dict:
+    parts = [{"type": "image_url", "image_url": {"url": image}}, {"type": "text", "text": question}]
+    return {
+        "messages": [
+            {"role": "user", "content": parts},
+            {"role": "assistant", "content": answer},
+        ]
+    }
+
+
+def write_lines(path: Path, values: list) -> str:
+    path.write_text("".join(json.dumps(v) + "\n" for v in values))
+    return str(path)
+
+
+def write_tar(path: Path, members: list[tuple[str, bytes]], form: int = tarfile.GNU_FORMAT) -> str:
+    with tarfile.open(path, "w", format=form) as tar:
+        for name, data in members:
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            tar.addfile(info, io.BytesIO(data))
+    return str(path)
+
+
+def opened(source: str, seq_len: int = 64, **settings):
+    data = VisionDataConfig(**({"source": source, "holdout": 0.0} | settings))
+    return open_vision(data, seq_len, 0, MODEL, ByteTokenizer()), data
+
+
+def text_of(ids: np.ndarray) -> str:
+    return "".join("#" if i == IMAGE else chr(i) if i < 256 else "<>"[i - 256] for i in ids)
+
+
+def test_collate_gives_a_row_for_each_sample():
+    images = [np.random.default_rng(i).integers(0, 256, (56, 84, 3), np.uint8) for i in range(2)]
+    samples = [
+        {"tokens": [7, IMAGE, 8], "images": images[:1]},
+        {"tokens": [7, 8], "images": []},
+        {"tokens": [IMAGE, IMAGE, 9], "images": images, "targets": [-1, 5, 6]},
+    ]
+    batch = collate(samples, MODEL)
+    assert batch["tokens"].tolist() == [
+        [7, *[IMAGE] * 6, 8, 0, 0, 0, 0, 0],
+        [7, 8, *[0] * 11],
+        [*[IMAGE] * 12, 9],
+    ]
+    assert batch["segments"].tolist()[0] == [1] * 8 + [-1] * 5
+    assert batch["targets"].tolist() == [
+        [-1] * 6 + [8] + [-1] * 6,
+        [8] + [-1] * 12,
+        [-1] * 11 + [5, 6],
+    ]
+    assert batch["places"].tolist()[2] == [*range(12), -1]
+    assert batch["images"].tolist()[2] == [0] * 24 + [1] * 24
+    assert batch["images"].tolist()[1] == [-1] * 48
+    for row, sample in enumerate(samples):
+        at = 0
+        for number, image in enumerate(sample["images"]):
+            patches, places, _ = patchify(image, MODEL.tower)
+            span = slice(at, at := at + len(patches))
+            assert (batch["patches"][row, span] == patches).all()
+            assert (batch["patch_places"][row, span] == places).all()
+            assert (batch["images"][row, span] == number).all()
+        ids = batch["tokens"][row][batch["segments"][row] > 0]
+        true = positions(ids, [(2, 3)] * len(sample["images"]), IMAGE)
+        assert (batch["rotary"][row, : len(ids)] == true.T).all()
+    types = {name: x.dtype.name for name, x in batch.items()}
+    assert types.pop("patches") == "uint8" and {*types.values()} == {"int32"}
+    with pytest.raises(ValueError, match="^row 1: 1 placeholders .* and 0 images"):
+        collate([samples[0], {"tokens": [IMAGE], "images": []}], MODEL)
+    with pytest.raises(ValueError, match="^row 0: 0 placeholders .* and 1 images"):
+        collate([{"tokens": [3], "images": images[:1]}], MODEL)
+    with pytest.raises(ValueError, match="^row 0: .*200 times"):
+        thin = np.zeros((1, 300, 3), np.uint8)
+        collate([{"tokens": [IMAGE], "images": [thin]}], MODEL)
+
+
+def test_answers_alone_are_targets():
+    source = {
+        "messages": [
+            {"role": "system", "content": "be kind"},
+            {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "a?"}]},
+            {"role": "assistant", "content": "yes"},
+            {"role": "user", "content": "<image>b?"},
+            {"role": "assistant", "content": [{"type": "text", "text": "no"}]},
+        ],
+        "images": [url(png(0)), url(png(1))],
+    }
+    from megajax.data.conversations import Place, record
+
+    read = record(source, "it", Place(None, False))
+    tokens, targets = Dialogue(ByteTokenizer(), IMAGE).encode(read)
+    assert text_of(tokens) == "<be kind\n#a?\nyes>#b?\nno>"
+    learned = [chr(t) if t < 256 else ">" for t in targets if t >= 0]
+    assert "".join(learned) == "yes>no>"
+    assert (targets[:-1][targets[:-1] >= 0] == tokens[1:][targets[:-1] >= 0]).all()
+
+
+def test_chat_template_of_qwen2_vl(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    from megajax.data.conversations import Inline, Record, Turn
+    from megajax.data.tokenizer import open_tokenizer
+
+    names = ["<|im_start|>", "<|im_end|>", "<|vision_start|>", "<|vision_end|>", "<|image_pad|>"]
+    made = tokenizers.Tokenizer(tokenizers.models.BPE({}, []))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(False, use_regex=False)
+    made.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=300,
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=names,
+        show_progress=False,
+    )
+    made.train_from_iterator(["a"], trainer)
+    made.save(str(tmp_path / "tokenizer.json"))
+    tokenizer = open_tokenizer(str(tmp_path / "tokenizer.json"))
+    dialogue = Dialogue(tokenizer, 4)
+    turns = (Turn("user", (None, "<|image_pad|> hi")), Turn("assistant", ("yes",)))
+    tokens, targets = dialogue.encode(Record("it", turns, (Inline("a", b""),)))
+    assert tokenizer.decode(tokens, special=True) == (  # Qwen2-VL's chat_template.json
+        "<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
+        "<|im_start|>user\n<|vision_start|><|image_pad|><|vision_end|><|image_pad|> hi<|im_end|>\n"
+        "<|im_start|>assistant\nyes<|im_end|>\n"
+    )
+    assert (tokens == 4).sum() == 1  # a text never becomes a placeholder
+    assert tokenizer.decode(targets[targets >= 0], special=True) == "yes<|im_end|>"
+
+
+def test_sources_give_the_same_samples(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    files = [png(k) for k in range(3)]
+    (tmp_path / "images").mkdir()
+    for k, data in enumerate(files):
+        (tmp_path / "images" / f"{k}.png").write_bytes(data)
+    captions = [f"caption {k}" for k in range(3)]
+    sources = [
+        write_lines(
+            tmp_path / "a.jsonl",
+            [asked(url(f), "", c) for f, c in zip(files, captions, strict=True)],
+        ),
+        write_lines(
+            tmp_path / "b.jsonl", [asked(f"images/{k}.png", "", captions[k]) for k in range(3)]
+        ),
+        write_tar(
+            tmp_path / "c.tar",
+            [
+                member
+                for k, (data, caption) in enumerate(zip(files, captions, strict=True))
+                for member in ((f"x/{k:03}.png", data), (f"x/{k:03}.txt", caption.encode()))
+            ],
+        ),
+        write_tar(
+            tmp_path / ("d" * 120 + ".tar"),
+            [
+                member
+                for k, (data, caption) in enumerate(zip(files, captions, strict=True))
+                for member in (
+                    ("y" * 150 + f"/{k:03}.json", json.dumps({"caption": caption}).encode()),
+                    ("y" * 150 + f"/{k:03}.png", data),
+                    ("y" * 150 + f"/{k:03}.pkl", b"cos\nsystem\n(S'true'\ntR."),
+                )
+            ],
+            tarfile.PAX_FORMAT,
+        ),
+        str(tmp_path / "e"),
+        str(tmp_path / "f"),
+    ]
+    for folder in ("e", "f"):
+        (tmp_path / folder).mkdir()
+        for k, data in enumerate(files):
+            (tmp_path / folder / f"{k}.png").write_bytes(data)
+    for k, caption in enumerate(captions):
+        (tmp_path / "e" / f"{k}.txt").write_text(caption + "\n")
+    write_lines(
+        tmp_path / "f" / "metadata.jsonl",
+        [{"file_name": f"{k}.png", "text": captions[k]} for k in range(3)],
+    )
+    table = pyarrow.table(
+        {"image": [{"bytes": f, "path": None} for f in files], "caption": captions}
+    )
+    parquet.write_table(table, tmp_path / "g.parquet", row_group_size=2)
+    sources.append(str(tmp_path / "g.parquet"))
+    messages = [asked("unused")["messages"] for _ in files]
+    for m, caption in zip(messages, captions, strict=True):
+        m[0]["content"] = [{"type": "image"}]
+        m[1]["content"] = [{"type": "text", "text": caption}]
+    table = pyarrow.table({"messages": messages, "images": [[f] for f in files]})
+    parquet.write_table(table, tmp_path / "h.parquet")
+    sources.append(str(tmp_path / "h.parquet"))
+    for source in sources:
+        data, _ = opened(source)
+        for k, caption in enumerate(captions):
+            sample = data.train.sample(k)
+            assert text_of(sample.tokens) == f"<#\n{caption}>", source
+            true = np.asarray(Image.open(io.BytesIO(files[k])))
+            assert len(sample.images) == 1 and (sample.images[0] == true).all(), source
+    several, _ = opened(str(tmp_path / "[cd]*.tar"))
+    assert several.count == (6, 0)
+    assert list(several.problems.counts) == ["member .pkl, which is not read"]
+
+
+WRONG = {
+    "placeholder": ({"messages": [{"role": "user", "content": "<image><image>x"},
+        {"role": "assistant", "content": "y"}], "images": ["@"]}, "placeholder without an image"),
+    "image": ({"messages": [{"role": "user", "content": "x"},
+        {"role": "assistant", "content": "y"}], "images": ["@"]}, "1 of 1 images have no placeh"),
+    "no answer": ({"messages": [{"role": "user", "content": "x"}]}, "nothing to learn"),
+    "remote": (asked("https://example.com/a.png"), "URLs are not read"),
+    "file": (asked("file:///etc/passwd"), "URLs are not read"),
+    "scheme": (asked("//example.com/a.png"), "URLs are not read"),
+    "absolute": (asked("/etc/passwd"), "not a name below the folder"),
+    "outside": (asked("images/../../a.png"), "not a name below the folder"),
+    "link": (asked("link.png"), "symbolic link"),
+    "missing": (asked("nobody.png"), "cannot read nobody.png: No such file"),
+    "text": (asked("text.png"), "not a JPEG, PNG, WebP"),
+    "tiff": (asked("a.tiff"), "is a TIFF; PNG, JPEG and WebP are read"),
+    "pixels": (asked("half.png"), "truncated or damaged"),
+    "base64": (asked("data:image/png;base64,@@@"), "not base64"),
+    "svg": (asked("data:image/svg+xml;base64,PHN2Zz4="), "not a JPEG, PNG, WebP"),
+    "role": ({"messages": [{"role": "tool", "content": "x"}]}, "must have a role"),
+    "part": ({"messages": [{"role": "user", "content": [{"type": "video"}]}]}, "part of type"),
+    "empty": ({}, "it needs messages"),
+    "list": ([1], "it must be an object"),
+    "answer": ({"messages": [{"role": "assistant", "content": [{"type": "image", "image": "@"}]}]},
+        "answers are texts"),
+    "long": (asked("thin.png"), "200 times"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_data_names_the_row(name: str, tmp_path):
+    value, message = WRONG[name]
+    value = json.loads(json.dumps(value).replace('"@"', json.dumps(url(png(0)))))
+    outside = tmp_path / "outside.png"
+    outside.write_bytes(png(3))
+    folder = tmp_path / "data"
+    folder.mkdir()
+    (folder / "link.png").symlink_to(outside)
+    (folder / "text.png").write_text("hello")
+    (folder / "half.png").write_bytes(png(1)[:4000])
+    (folder / "thin.png").write_bytes(png(1, 1, 300))
+    Image.new("RGB", (30, 30)).save(folder / "a.tiff")
+    source = write_lines(folder / "a.jsonl", [asked(url(png(2))), value])
+    with pytest.raises(UserError, match=r"a\.jsonl line 2: .*" + message):
+        opened(source)
+    if name == "pixels":  # its header is right: known when it is decoded
+        return
+    data, _ = opened(source, faulty="skip")
+    assert data.count == (1, 0) and list(data.problems.counts.values()) == [1]
+
+
+def test_what_does_not_fit_is_counted_or_an_error(tmp_path):
+    values = [asked(url(png(0))), asked(url(png(1, 280, 280))), asked(url(png(2)), "x" * 80)]
+    source = write_lines(tmp_path / "a.jsonl", values)
+    data, _ = opened(source)
+    assert data.count == (1, 0)
+    assert data.problems.counts == {"sample that does not fit a row": 2}
+    assert "line 2 has 113 tokens and 400 patches" in data.problems.reasons()
+    with pytest.raises(UserError, match="line 2 has 113 tokens and 400 patches"):
+        opened(source, misfit="error")
+    with pytest.raises(UserError, match=r"data.patches=6 must be a multiple .* nearest: 4, 8"):
+        opened(source, patches=6)
+    with pytest.raises(UserError, match=r"no sample that can be used: 3 x sample that"):
+        opened(source, seq_len=8)
+
+
+def test_folders_without_captions_and_other_names_are_refused(tmp_path):
+    (tmp_path / "a.png").write_bytes(png(0))
+    with pytest.raises(UserError, match="is a folder without captions: 1 images"):
+        opened(str(tmp_path))
+    with pytest.raises(UserError, match="must be rendered, FOLDER"):
+        opened(str(tmp_path / "nothing.jsonl"))
+    (tmp_path / "a.zip").write_bytes(b"PK")
+    with pytest.raises(UserError, match="must be rendered, FOLDER"):
+        opened(str(tmp_path / "a.zip"))
+    (tmp_path / "a.tar").write_bytes(b"no tar" * 200)
+    with pytest.raises(UserError, match="damaged header"):
+        opened(str(tmp_path / "a.tar"))
+    (tmp_path / "a.jsonl").write_text("{\n")
+    with pytest.raises(UserError, match="line 1 is not JSON"):
+        opened(str(tmp_path / "a.jsonl"))
+
+
+def test_tar_members_stay_inside_of_the_file(tmp_path):
+    good = Path(write_tar(tmp_path / "a.tar", [("a.png", png(0)), ("a.txt", b"x")])).read_bytes()
+    assert [name for name, *_ in tar_members(io.BytesIO(good), "it")] == ["a.png", "a.txt"]
+    with pytest.raises(UserError, match="breaks off"):
+        list(tar_members(io.BytesIO(good[:600]), "it"))
+    for size in (b"-0000000001\0", b"77777777777\0", b"\xff" * 12):
+        head = bytearray(good[:512])
+        head[124:136] = size
+        head[148:156] = b" " * 8
+        head[148:156] = b"%06o\0 " % sum(head)
+        with pytest.raises(UserError, match="damaged header|breaks off"):
+            list(tar_members(io.BytesIO(bytes(head) + good[512:]), "it"))
+
+
+def test_data_urls_are_bounded():
+    assert data_url("data:image/png;base64,AAEC", 3) == bytes([0, 1, 2])
+    assert data_url("data:;base64,AAEC", 3) == bytes([0, 1, 2])
+    for bad in ("data:image/png,AAEC", "data:text/html;base64,AAEC", "data:" + ";a" * 200):
+        with pytest.raises(UserError, match="must begin like"):
+            data_url(bad, 10)
+    with pytest.raises(UserError, match="10 are read at most"):
+        data_url("data:image/png;base64," + "A" * 100, 10)
+
+
+def conversations(tmp_path: Path, count: int) -> str:
+    rng = np.random.default_rng(0)
+    values = []
+    for k in range(count):
+        sizes = rng.integers(1, 4, (int(rng.integers(0, 3)), 2))
+        parts: list[dict] = [
+            {"type": "image", "image": url(png(100 * k + j, 56 * int(h), 56 * int(w)))}
+            for j, (h, w) in enumerate(sizes)
+        ]
+        content = [*parts, {"type": "text", "text": "?" * int(rng.integers(1, 9))}]
+        answer = {"role": "assistant", "content": str(k)}
+        values.append({"messages": [{"role": "user", "content": content}, answer]})
+    return write_lines(tmp_path / "many.jsonl", values)
+
+
+def test_rows_hold_whole_samples_and_depend_on_seed_and_number_alone(tmp_path):
+    source = conversations(tmp_path, 40)
+    data, spec = opened(source, seq_len=96, patches=200)
+    rows = VisionRows(data.train, spec, 96, 3, MODEL)
+    count = rows.rows_per_epoch
+    assert count is not None
+    seen: list[str] = []
+    for i in range(2 * count):
+        row = rows[i]
+        assert {x.shape for x in row.values()} == {
+            (96,), (96, 3), (200, 588), (200, 2), (200,)
+        }  # fmt: skip
+        quarter = 0
+        for segment in range(1, row["segments"].max() + 1):
+            at = row["segments"] == segment
+            ids, places = row["tokens"][at], row["places"][at]
+            shown = places[places >= 0]
+            assert (ids[places >= 0] == IMAGE).all() and (ids[places < 0] != IMAGE).all()
+            assert shown.tolist() == [*range(quarter, quarter := quarter + len(shown))]
+            assert ids[0] == BEGIN and ids[-1] == END  # nothing is cut
+            assert (row["positions"][at] == np.arange(len(ids))).all()
+            seen.append(text_of(ids).rpartition("\n")[2][:-1])
+        assert quarter * 4 == (row["images"] >= 0).sum()
+        assert (np.diff(row["images"][: quarter * 4]) <= 1).all()
+    for epoch in range(2):
+        part = seen[epoch * len(data.train) : (epoch + 1) * len(data.train)]
+        assert sorted(part) == sorted(str(k) for k in range(40) if str(k) in part)
+        assert len({*part}) == len(part)
+    assert seen[: len(data.train)] != seen[len(data.train) :]
+    again = VisionRows(data.train, spec, 96, 3, MODEL)
+    for i in (count + 1, 0):
+        a, b = again[i], rows[i]
+        assert all((a[name] == b[name]).all() for name in a)
+    other = VisionRows(data.train, spec, 96, 4, MODEL)
+    assert any((other[i]["tokens"] != rows[i]["tokens"]).any() for i in range(count))
+
+
+def test_packing_fills_rows_in_order():
+    sizes = np.array([(3, 4), (3, 0), (2, 8), (5, 4), (9, 0)])
+    assert packed(range(5), sizes, (9, 8)) == [[0, 1], [2, 3][:1], [3], [4]]
+
+
+def test_an_image_is_on_one_side(tmp_path):
+    files = [png(k) for k in range(12)]
+    values = [asked(url(f), "", f"{n} {k}") for k, f in enumerate(files) for n in ("a", "b")]
+    data, _ = opened(write_lines(tmp_path / "a.jsonl", values), holdout=0.3)
+    train, held = (
+        {data_.sample(k).images[0].tobytes() for k in range(n)}
+        for data_, n in zip((data.train, data.held_out), data.count, strict=True)
+    )
+    assert train and held and train.isdisjoint(held)
+    assert sum(data.count) == 24
+
+
+def test_drawings_fill_rows_and_the_control_shows_grey():
+    data, spec = opened("rendered", holdout=0.1, patches=96)
+    rows = VisionRows(data.train, spec, 64, 0, MODEL)
+    kinds = set()
+    for i in range(20):
+        row = rows[i]
+        texts = [text_of(row["tokens"][row["segments"] == s]) for s in (1, 2)]
+        kinds |= {t.split("?")[0].split("#")[-1] for t in texts}
+        assert row["segments"].max() >= 2
+    assert kinds == {"word", "number", "circles", "squares", "highest", "lowest"}
+    blank = VisionRows(data.train, dataclasses.replace(spec, blank=True), 64, 0, MODEL)[5]
+    row = rows[5]
+    assert (blank["patches"][blank["images"] >= 0] == GREY).all()
+    assert all((blank[n] == row[n]).all() for n in row if n != "patches")
+    samples = [data.held_out.sample(k) for k in range(7)]
+    fixed = fixed_rows(samples, spec, 64, MODEL, False)
+    assert [k for _, numbers in fixed for k in numbers] == [*range(7)]
+    for row, numbers in fixed:
+        for segment, k in enumerate(numbers, 1):
+            at = row["segments"] == segment
+            targets = row["targets"][at & (row["targets"] != IGNORED)]
+            assert text_of(targets) == samples[k].answer + ">"
+    with pytest.raises(UserError, match="a drawing has .* tokens"):
+        opened("rendered", seq_len=12, holdout=0.1)
+    with pytest.raises(UserError, match="leaves no drawing"):
+        opened("rendered")
