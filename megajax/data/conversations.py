@@ -132,7 +132,7 @@ class Record:
 
 
 class Place(NamedTuple):
-    """Where the names of a record's images are looked up; no folder: nowhere."""
+    """The folder below which the names of images are looked up; None: names are refused."""
 
     folder: Path | None
     follow_links: bool
@@ -221,7 +221,7 @@ def _conversation(messages: Any, where: str, place: Place, listed: Sequence[Imag
         )
     if len(files) > IMAGES:
         raise UserError(f"a record may have {IMAGES} images")
-    if not any(turn.role == "assistant" and turn.parts for turn in turns):
+    if not any(t.role == "assistant" and t.parts for t in turns):
         raise UserError("no message of the assistant has a text, so there is nothing to learn")
     return Record(where, tuple(turns), tuple(files))
 

@@ -140,9 +140,9 @@ class Dialogue:
         if self._control is None:
             if self.tokenizer.begin is not None:
                 pieces.append(([self.tokenizer.begin], False))
-            for turn in record.turns:
-                is_answer = turn.role == "assistant"
-                pieces += [(ids, is_answer) for ids in self._contents(turn.parts, (), ())]
+            for said in record.turns:
+                is_answer = said.role == "assistant"
+                pieces += [(ids, is_answer) for ids in self._contents(said.parts, (), ())]
                 end = self.tokenizer.end
                 assert end is not None
                 pieces.append(([end], True) if is_answer else (self._ids("\n"), False))
@@ -151,11 +151,11 @@ class Dialogue:
             turns = record.turns
             if turns[0].role != "system":
                 turns = (type(turns[0])("system", (SYSTEM,)), *turns)
-            for turn in turns:
-                is_answer = turn.role == "assistant"
-                pieces.append(([start, *self._ids(f"{turn.role}\n")], False))
+            for said in turns:
+                is_answer = said.role == "assistant"
+                pieces.append(([start, *self._ids(f"{said.role}\n")], False))
                 pieces += [
-                    (ids, is_answer) for ids in self._contents(turn.parts, (before,), (behind,))
+                    (ids, is_answer) for ids in self._contents(said.parts, (before,), (behind,))
                 ]
                 pieces += [([stop], is_answer), (self._ids("\n"), False)]
         tokens = np.concatenate([np.asarray(ids, np.int32) for ids, _ in pieces])

@@ -247,10 +247,23 @@ def test_sources_give_the_same_samples(tmp_path):
 
 
 WRONG = {
-    "placeholder": ({"messages": [{"role": "user", "content": "<image><image>x"},
-        {"role": "assistant", "content": "y"}], "images": ["@"]}, "placeholder without an image"),
-    "image": ({"messages": [{"role": "user", "content": "x"},
-        {"role": "assistant", "content": "y"}], "images": ["@"]}, "1 of 1 images have no placeh"),
+    "placeholder": (
+        {
+            "messages": [
+                {"role": "user", "content": "<image><image>x"},
+                {"role": "assistant", "content": "y"},
+            ],
+            "images": ["@"],
+        },
+        "placeholder without an image",
+    ),
+    "image": (
+        {
+            "messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}],
+            "images": ["@"],
+        },
+        "1 of 1 images have no placeh",
+    ),
     "no answer": ({"messages": [{"role": "user", "content": "x"}]}, "nothing to learn"),
     "remote": (asked("https://example.com/a.png"), "URLs are not read"),
     "file": (asked("file:///etc/passwd"), "URLs are not read"),
@@ -268,10 +281,12 @@ WRONG = {
     "part": ({"messages": [{"role": "user", "content": [{"type": "video"}]}]}, "part of type"),
     "empty": ({}, "it needs messages"),
     "list": ([1], "it must be an object"),
-    "answer": ({"messages": [{"role": "assistant", "content": [{"type": "image", "image": "@"}]}]},
-        "answers are texts"),
+    "answer": (
+        {"messages": [{"role": "assistant", "content": [{"type": "image", "image": "@"}]}]},
+        "answers are texts",
+    ),
     "long": (asked("thin.png"), "200 times"),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("name", WRONG)
@@ -376,9 +391,8 @@ def test_rows_hold_whole_samples_and_depend_on_seed_and_number_alone(tmp_path):
     seen: list[str] = []
     for i in range(2 * count):
         row = rows[i]
-        assert {x.shape for x in row.values()} == {
-            (96,), (96, 3), (200, 588), (200, 2), (200,)
-        }  # fmt: skip
+        shapes = {x.shape for x in row.values()}
+        assert shapes == {(96,), (96, 3), (200, 588), (200, 2), (200,)}
         quarter = 0
         for segment in range(1, row["segments"].max() + 1):
             at = row["segments"] == segment
