@@ -2,12 +2,13 @@
 
 Run it in an environment of its own (it needs torch and transformers, which megajax does not):
 
-    python -m venv hf && hf/bin/pip install torch transformers numpy
+    python -m venv hf && hf/bin/pip install torch torchvision transformers numpy pillow
     hf/bin/python tests/golden/make_hf.py [case ...]
 
 Each file holds the config.json text, every tensor that transformers saves, the tokens and the
-float32 logits of eager attention; encoders' also token types and the lengths of padded rows.
-Made with transformers 5.23.0, torch 2.13.0.
+float32 logits of eager attention; encoders' also token types and the lengths of padded rows, and
+Qwen2-VL's what `make_vision` says.
+Made with transformers 5.23.0, torch 2.13.0; Qwen2-VL's with 5.24.0 and 2.15.0.
 """
 
 import copy
@@ -20,6 +21,7 @@ import numpy as np
 import safetensors.numpy
 import torch
 import transformers
+from transformers.vision_utils import get_vision_position_ids
 
 FOLDER = pathlib.Path(__file__).parent
 SMALL = dict(
@@ -76,11 +78,25 @@ ENCODERS = {
     ),
 }
 LENGTHS = (20, 7, 1)
+IMAGE, VIDEO, BEGIN, END = 95, 96, 93, 94  # special tokens of Qwen2-VL
+# Sizes (height, width) of each row's images; all are multiples of 28 but those that are resized.
+ROWS = {
+    "none": [],
+    "one": [(28, 28)],
+    "three": [(56, 84), (28, 28), (84, 28)],
+    "wide": [(28, 980)],
+    "resized": [(50, 75), (180, 240)],
+}
+PIXELS = {"shortest_edge": 28 * 28, "longest_edge": 28 * 28 * 36}
 
 
 def main() -> None:
     """Writes one file for each case."""
-    for name in sys.argv[1:] or [*CASES, *ENCODERS, *(f"{n}_classify" for n in ENCODERS)]:
+    every = [*CASES, *ENCODERS, *(f"{n}_classify" for n in ENCODERS), "qwen2_vl"]
+    for name in sys.argv[1:] or every:
+        if name == "qwen2_vl":
+            make_vision()
+            continue
         if name.removesuffix("_classify") in ENCODERS:
             make_encoder(name)
             continue
@@ -114,6 +130,88 @@ def make_encoder(name: str) -> None:
     with torch.no_grad():
         logits = model(tokens, attention_mask=live.long(), **options).logits
     save(name, model, logits, tokens=tokens, types=types, lengths=lengths)
+
+
+def make_vision() -> None:
+    """Writes Qwen2-VL's file: rows of tokens and images, one by one.
+
+    Of each row of ROWS: its images (H, W, 3), tokens (S,) with a placeholder for each merged patch,
+    logits (S, V), positions (3, S) by get_rope_index, grids (images, 2) of merged patches, and what
+    the image processor on Pillow makes of the images: patches uint8 (P, 588), in the order
+    (channel, y, x), before they are normalised, and their (row, column) in the image, (P, 2).
+    """
+    config = transformers.Qwen2VLConfig(
+        text_config=dict(
+            vocab_size=101,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            max_position_embeddings=256,
+            rope_parameters=dict(rope_type="default", rope_theta=1e6, mrope_section=[2, 3, 3]),
+        ),
+        vision_config=dict(depth=2, embed_dim=16, hidden_size=32, num_heads=2, mlp_ratio=2),
+        image_token_id=IMAGE,
+        video_token_id=VIDEO,
+        vision_start_token_id=BEGIN,
+        vision_end_token_id=END,
+    )
+    torch.manual_seed(0)
+    config._attn_implementation = "eager"
+    model = transformers.Qwen2VLForConditionalGeneration(config).eval().float()
+    disturb(model)
+    with torch.no_grad():
+        for p in model.parameters():  # so that the file is small
+            p.copy_((512 * p).round() / 512)
+    processor = transformers.Qwen2VLImageProcessorPil(size=PIXELS)
+    arrays = {}
+    for row, sizes in ROWS.items():
+        images = [picture(i, *size) for i, size in enumerate(sizes)]
+        arrays |= {f"{row}:image{i}": image for i, image in enumerate(images)}
+        tokens, options = list(range(3, 9)), {}
+        if images:
+            pixels = processor(images, return_tensors="pt")
+            grids = pixels["image_grid_thw"]
+            for _, rows, columns in grids.tolist():
+                tokens += [BEGIN, *[IMAGE] * (rows * columns // 4), END, rows + 10, columns % 80]
+            arrays[f"{row}:grids"] = (grids[:, 1:] // 2).numpy().astype(np.int32)
+            arrays[f"{row}:patches"] = unnormalised(processor, pixels["pixel_values"].numpy())
+            places = get_vision_position_ids(grids, 2)
+            arrays[f"{row}:patch_places"] = places.numpy().astype(np.int32)
+            options = dict(pixels)
+        tokens = torch.tensor([tokens])
+        kinds = (tokens == IMAGE).int()
+        with torch.no_grad():
+            logits = model(tokens, mm_token_type_ids=kinds, **options).logits
+        positions, _ = model.model.get_rope_index(tokens, kinds, options.get("image_grid_thw"))
+        arrays[f"{row}:tokens"] = tokens[0].numpy().astype(np.int32)
+        arrays[f"{row}:positions"] = positions[:, 0].numpy().astype(np.int32)
+        arrays[f"{row}:logits"] = logits[0].numpy()
+    with tempfile.TemporaryDirectory() as folder:
+        model.save_pretrained(folder)
+        state = safetensors.numpy.load_file(f"{folder}/model.safetensors")
+        text = (pathlib.Path(folder) / "config.json").read_text()
+    tensors = {f"tensor:{k}": v for k, v in state.items()}
+    np.savez_compressed(FOLDER / "hf_qwen2_vl.npz", config=text, **arrays, **tensors)
+
+
+def picture(number: int, height: int, width: int) -> np.ndarray:
+    """Returns a picture that compresses well, and of which no two parts are alike."""
+    y, x = np.mgrid[:height, :width].astype(float)
+    waves = [y / 19 + x / (17 + i) + np.sin(x / (23 + number)) * y / 15 for i in range(3)]
+    return np.uint8(np.stack([127.5 + 127.4 * np.sin(w + number) for w in waves], -1)) // 16 * 16
+
+
+def unnormalised(processor: object, values: np.ndarray) -> np.ndarray:
+    """Returns the pixels of an image processor's patches; both frames must be alike."""
+    frames = values.reshape(len(values), 3, 2, -1)
+    assert (frames[:, :, 0] == frames[:, :, 1]).all()
+    mean, std = (np.reshape(x, (3, 1)) for x in (processor.image_mean, processor.image_std))
+    exact = (frames[:, :, 0] * std + mean) * 255
+    pixels = np.rint(exact)
+    assert abs(pixels - exact).max() < 1e-3
+    return pixels.astype(np.uint8).reshape(len(values), -1)
 
 
 def disturb(model: torch.nn.Module) -> None:
