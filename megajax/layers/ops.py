@@ -189,6 +189,21 @@ def lookup(pairs: Sequence[tuple[nnx.Param, Array]], dtype: Any) -> Array:
     return functools.reduce(operator.add, rows)
 
 
+def spread(x: Array) -> Array:
+    """Values of the places of rows (B, S, ...), which every rank of `tensor` has, as the residual
+    stream lies: the same array, without a mesh."""
+    return x
+
+
+def place(x_BSD: Array, features_BQD: Array, places_BS: Array) -> Array:
+    """The residual stream with features in the place of tokens. places_BS: the number of the
+    feature of the row that a token shows; below 0: the token keeps what it has."""
+    # Beyond the last feature, what a text token asks for is 0, and its gradient is dropped.
+    index_BS1 = jax.numpy.where(places_BS < 0, features_BQD.shape[1], places_BS)[..., None]
+    shown_BSD = jax.numpy.take_along_axis(features_BQD, index_BS1, 1, mode="fill", fill_value=0)
+    return jax.numpy.where(places_BS[..., None] < 0, x_BSD, shown_BSD.astype(x_BSD.dtype))
+
+
 def vector(w: nnx.Param) -> Array:
     """Returns a bias of heads as the heads of this rank need it."""
     return w[...]
@@ -256,6 +271,9 @@ class Ops:
       activation.
     lookup(((table, ids), ...), dtype): the sum of the tables' rows (B, S, D), with which the
       residual stream starts.
+    spread(x): values of the places of rows (B, S, ...), as the residual stream lies.
+    place(x_BSD, features_BQD, places_BS): the residual stream with the features of images in the
+      place of tokens.
     vector(w): a stored bias of heads as the heads of this rank need it.
     attend(q_BSHK, k_BMGK, v_BMGK, query, memory, window): attention of queries to keys and values
       (layers/attention.py). query, memory: their positions and segments.
@@ -278,6 +296,8 @@ class Ops:
     settle: Callable = settle
     expand: Callable = expand
     lookup: Callable = lookup
+    spread: Callable = spread
+    place: Callable = place
     vector: Callable = vector
     attend: Callable = attend
     vocab: VocabCut = VocabCut()

@@ -6,16 +6,34 @@ Positions are rotary in two dimensions: the first half of a head's angles follow
 in its image, the second half the column (Qwen2-VL, arXiv 2409.12191, section 2.1). The projector of
 models/vlm.py reads what the last block returns.
 
-Legend: P patches of a row.
+Legend: B rows, P patches of a row, C values of a patch, D width of the tower, K pairs of rotary
+dimensions of a head.
 """
 
 import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
 
 from megajax.core.config import EPS, Checked, option
 from megajax.core.errors import UserError, nearest_multiples
+from megajax.core.layout import Layout
 from megajax.cost.base import Stack
-from megajax.layers.attention import AttentionConfig
-from megajax.layers.mlp import ACTIVATIONS, Activation, MlpConfig
+from megajax.layers import param
+from megajax.layers.attention import Attention, AttentionConfig, Context, RopeConfig, rotary
+from megajax.layers.mlp import ACTIVATIONS, Activation, Mlp, MlpConfig
+from megajax.layers.norm import Norm
+from megajax.layers.ops import Ops
+from megajax.models import parts as parts_
+
+# What CLIP subtracts from red, green and blue in [0, 1], and divides by (arXiv 2103.00020's
+# release; Qwen2-VL's image processor).
+MEAN = 0.48145466, 0.4578275, 0.40821073
+STD = 0.26862954, 0.26130258, 0.27577711
+ROPE = RopeConfig(theta=10000.0)  # of the tower's two axes (Qwen2-VL's release)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,3 +152,77 @@ class VitConfig(Checked, section="tower"):
             gated=ACTIVATIONS[self.activation].is_gated,
             causal=False,
         )
+
+
+class Block(nnx.Module):
+    """One layer: x + MLP(norm(x + Attn(norm(x)))) with biases everywhere."""
+
+    def __init__(self, cfg: VitConfig, layout: Layout | None, ops: Ops, *, rngs: nnx.Rngs):
+        """Makes two norms, attention and MLP."""
+        self.ops = ops
+        self.attention_norm = Norm("layer", cfg.width, cfg.norm_eps, layout)
+        self.attention = Attention(cfg.attention, layout, ops, rngs=rngs)
+        self.mlp_norm = Norm("layer", cfg.width, cfg.norm_eps, layout)
+        self.mlp = Mlp(cfg.feed_forward, layout, rngs=rngs)
+
+    def __call__(self, x_BPD: jax.Array, context: Context) -> jax.Array:
+        """Returns the residual stream after this layer."""
+        ops, attention, mlp = self.ops, self.attention, self.mlp
+        projected = ops.up(self.attention_norm(x_BPD), attention.inputs, ops.matmul)
+        y, _ = attention(projected, context)
+        x_BPD = ops.down(((y, attention.out),), x_BPD, ops.matmul, attention.out_bias[...])
+        hidden = mlp(ops.up(self.mlp_norm(x_BPD), mlp.inputs, ops.matmul))
+        return ops.down(((hidden, mlp.down),), x_BPD, ops.matmul, mlp.down_bias[...])
+
+
+class Tower(nnx.Module):
+    """The vision tower, from pixels to the last block's output."""
+
+    def __init__(self, cfg: VitConfig, layout: Layout | None, ops: Ops, *, rngs: nnx.Rngs):
+        """Makes the patch embedding and the stacked blocks."""
+        self.cfg, self.ops = cfg, ops
+        shape = (cfg.temporal * cfg.patch_values, cfg.width)
+        self.embed = param.normal(rngs, layout, shape, (None, "embed"), 0.02)
+        make_block = nnx.vmap(lambda r: Block(cfg, layout, ops, rngs=r))
+        self.blocks = parts_.as_tower(make_block(rngs.split(cfg.layers)))
+
+    def __call__(
+        self, batch: parts_.Batch, dtype: jnp.dtype, remat: parts_.Remat = "outputs"
+    ) -> jax.Array:
+        """Returns x_BPD of the patches, finite where they are padding.
+
+        batch: patches uint8 (B, P, C), a patch's order (channel, row, column); patch_places int32
+        (B, P, 2), a patch's (row, column) in its image; images int32 (B, P), the number of a
+        patch's image in its row, below 0: padding. remat: what the backward pass keeps of a block.
+        """
+        images_BP = batch["images"]
+        # Positions have no part in attention without causal order; any of this shape will do.
+        context = Context(images_BP, images_BP, self._tables(batch["patch_places"]), causal=False)
+        graph, stack = nnx.split(self.blocks)
+
+        def step(x_BPD: jax.Array, weights: nnx.State) -> tuple[jax.Array, None]:
+            return nnx.merge(graph, weights)(x_BPD, context), None
+
+        if remat != "none":
+            step = jax.checkpoint(step, policy=parts_.remat_policy(remat), prevent_cse=False)
+        pixels_BPN = self._frames(self.ops.spread(batch["patches"]), dtype)
+        return jax.lax.scan(step, self.ops.score(pixels_BPN, self.embed, dtype), stack)[0]
+
+    def _frames(self, patches_BPC: jax.Array, dtype: jnp.dtype) -> jax.Array:
+        """Returns normalised pixels in the order (channel, frame, row, column), each frame of a
+        kernel the same image."""
+        cfg, (B, P, _) = self.cfg, patches_BPC.shape
+        area = cfg.patch**2
+        mean, std = (np.resize(x, cfg.channels).repeat(area) for x in (MEAN, STD))
+        pixels_BPC = patches_BPC.astype(jnp.float32) / 255.0
+        mean_11C, std_11C = (jnp.asarray(x, jnp.float32)[None, None] for x in (mean, std))
+        pixels_BPC = (pixels_BPC - mean_11C) / std_11C
+        colours = jnp.split(pixels_BPC.astype(dtype), cfg.channels, -1)
+        return jnp.concatenate([c for c in colours for _ in range(cfg.temporal)], -1)
+
+    def _tables(self, places_BP2: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns (cos_BPK, sin_BPK): K / 2 angles of a patch's row, then K / 2 of its column."""
+        half = functools.partial(rotary, cfg=ROPE, head_width=self.cfg.head_width // 2)
+        pairs = zip(half(places_BP2[..., 0]), half(places_BP2[..., 1]), strict=True)
+        cos, sin = (jnp.concatenate(tables, -1) for tables in pairs)
+        return cos, sin

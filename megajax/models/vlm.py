@@ -11,19 +11,31 @@ Legend: B rows, S positions, D model width, P patches of a row, Q merged patches
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from megajax.core.config import Checked, group, option
-from megajax.core.errors import UserError
+from megajax.core.errors import UserError, nearest_multiples
+from megajax.core.layout import Layout
+from megajax.core.tree import Tree
 from megajax.cost.base import Op, Phase, Stack, Workload
 from megajax.cost.kernels import Matmul, PatchEmbedding, Rowwise
-from megajax.layers.attention import RopeConfig
+from megajax.layers import param
+from megajax.layers.attention import Context, RopeConfig, frequencies
+from megajax.layers.losses import LossSums
+from megajax.layers.mlp import activate
 from megajax.layers.moe import MoeConfig
-from megajax.models import decoder_config
+from megajax.layers.norm import Norm
+from megajax.layers.ops import Ops
+from megajax.models import decoder, decoder_config
+from megajax.models import parts as parts_
 from megajax.models.decoder_config import DecoderConfig
-from megajax.models.vit import VitConfig
+from megajax.models.vit import Tower, VitConfig
 
 # ---- shape
 
@@ -142,6 +154,11 @@ class VlmConfig(Checked, section="model"):
         """{logical word: (size of that dimension, the flag that sets it)}; the tower's words begin
         with 'tower.'."""
         return self.decoder.sizes | self.tower.sizes
+
+    @property
+    def axes(self) -> Tree:
+        """The logical words of each parameter, as ModelParts.axes has them."""
+        return parts(self).axes
 
     @property
     def stack(self) -> Stack:
@@ -322,3 +339,140 @@ def positions(
         token, position, used = first + size, position + max(rows, columns), used + size
     out_3S[:, token:] = position + np.arange(len(tokens_S) - token)
     return out_3S
+
+
+# ---- network
+
+
+class Projector(nnx.Module):
+    """From the tower's patches to features of the decoder's width, one for each merged patch."""
+
+    def __init__(self, cfg: VlmConfig, layout: Layout | None, ops: Ops, *, rngs: nnx.Rngs):
+        """Makes the norm of a patch and two products with their biases."""
+        self.cfg, self.layout, self.ops = cfg, layout, ops
+        wide, D = cfg.tower.merged_width, cfg.width
+        self.norm = Norm("layer", cfg.tower.width, 1e-6, layout)  # a constant in Qwen2-VL, too
+        self.up = param.normal(rngs, layout, (wide, wide), ("embed", "mlp"), 0.02)
+        self.up_bias = param.constant(layout, (wide,), ("mlp",), 0.0)
+        self.down = param.normal(rngs, layout, (wide, D), ("mlp", "embed"), 0.02)
+        self.down_bias = param.constant(layout, (D,), (None,), 0.0)
+
+    def __call__(self, x_BPD: jax.Array) -> jax.Array:
+        """Returns features_BQD. Neighbours that are merged follow each other in P."""
+        (B, P, _), tower, ops = x_BPD.shape, self.cfg.tower, self.ops
+        spec = self.layout.act("batch", "seq", None, residual=True) if self.layout else None
+        shape = B, P // tower.merged, tower.merged_width
+        x_BQD = jnp.reshape(self.norm(x_BPD), shape, out_sharding=spec)
+        (hidden,) = ops.up(x_BQD, (self.up,), ops.matmul)
+        hidden = activate("gelu", (hidden + param.broadcast(self.up_bias, hidden, hidden.dtype),))
+        return ops.down(((hidden, self.down),), None, ops.matmul, self.down_bias[...])
+
+
+class Vlm(decoder.Decoder):
+    """A decoder with a vision tower. Build it under the layout's mesh; use it through `parts`."""
+
+    def __init__(
+        self,
+        vision: VlmConfig,
+        remat: parts_.Remat,
+        cfg: DecoderConfig,
+        layout: Layout | None,
+        ops: Ops,
+        *,
+        rngs: nnx.Rngs,
+    ):
+        """Makes the decoder, whose parameters are those of a decoder of the same key, then tower
+        and projector. remat: what the backward pass keeps of a block of the tower."""
+        super().__init__(cfg, layout, ops, rngs=rngs)
+        self.vision, self.remat = vision, remat
+        self.tower = Tower(vision.tower, layout, ops, rngs=rngs)
+        self.projector = Projector(vision, layout, ops, rngs=rngs)
+
+    def context(self, batch: parts_.Batch, key: jax.Array | None) -> Context:
+        """Returns what all blocks share, with M-RoPE's angles if the batch has positions for it."""
+        context = super().context(batch, key)
+        if not self.vision.sections or "rotary" not in batch:
+            return context
+        freq_K = frequencies(self.cfg.rope, self.cfg.head_width)
+        cuts = np.cumsum(self.vision.sections)[:-1]
+        angle_BSK = jnp.concatenate(
+            [
+                batch["rotary"][..., i : i + 1].astype(jnp.float32) * freq[None, None]
+                for i, freq in enumerate(np.split(freq_K, cuts))
+            ],
+            -1,
+        )
+        return dataclasses.replace(context, rotary=(jnp.cos(angle_BSK), jnp.sin(angle_BSK)))
+
+    def embed(self, batch: parts_.Batch, context: Context, dtype: jnp.dtype) -> jax.Array:
+        """Returns the start of the residual stream, x_BSD, with the images' features in it."""
+        x_BSD = super().embed(batch, context, dtype)
+        if "patches" not in batch:
+            return x_BSD
+        return self.ops.place(x_BSD, self.features(batch, dtype), batch["places"])
+
+    def features(self, batch: parts_.Batch, dtype: jnp.dtype) -> jax.Array:
+        """Returns features_BQD of the merged patches of each row.
+
+        Raises: UserError for a number of patches that cannot be merged, or cut over ranks.
+        """
+        P, ways = batch["patches"].shape[1], 1
+        if self.layout is not None:
+            ways = self.layout.ways(self.layout.rules.residual["seq"])
+        check_patches(self.vision, P, ways)
+        with jax.named_scope("tower"):
+            x_BPD = self.tower(batch, dtype, self.remat)
+        with jax.named_scope("projector"):
+            return self.projector(x_BPD)
+
+
+def check_patches(cfg: VlmConfig, patches: int, tensor: int) -> None:
+    """Refuses a number of patches of a row that cannot be merged, or cut over tensor ranks.
+
+    Raises: UserError.
+    """
+    factor = cfg.tower.merged * tensor
+    if patches % factor:
+        raise UserError(
+            f"data.patches={patches} must be divisible by the {cfg.tower.merged} patches of a "
+            f"merged one x mesh.tensor {tensor} = {factor}; {nearest_multiples(patches, factor)} "
+            "(--data.patches, --mesh.tensor)"
+        )
+
+
+def parts(
+    cfg: VlmConfig,
+    layout: Layout | None = None,
+    ops: Ops | None = None,
+    dtype: jnp.dtype | str = "float32",
+    loss_chunks: int = 1,
+    loss: Callable[..., LossSums] | None = None,
+    remat: parts_.Remat = "outputs",
+) -> parts_.ModelParts:
+    """Returns the network as pure functions. Call it, and them, under the layout's mesh.
+
+    A batch has the decoder's members and, of images, `places` int32 (B, S), the number of the
+    merged patch of the row that a token shows, -1 for text; `rotary` int32 (B, S, 3), the M-RoPE
+    positions (absent: those of the text); `patches`, `patch_places` and `images` as Tower reads
+    them. A batch without patches is one of text. The members of the parameters are the decoder's,
+    `tower` and `projector`.
+
+    remat: what the backward pass keeps of a block of the tower. Other arguments: of decoder.parts.
+    Raises: UserError when the layout's mesh cannot cut the model, or cuts the sequence over
+    `context`.
+    """
+    if layout is not None:
+        layout.check(cfg)
+        check_context(layout.ways(("context",)))
+    network = functools.partial(Vlm, cfg, remat)
+    made = decoder.parts(cfg.decoder, layout, ops, dtype, loss_chunks, loss, network)
+    return dataclasses.replace(made, tower=cfg.tower.layers)
+
+
+def check_context(ways: int) -> None:
+    """Refuses context parallelism. ways: size of the mesh axis. Raises: UserError."""
+    if ways > 1:
+        raise UserError(
+            f"mesh.context={ways}: the patches of an image attend to each other on one device, so "
+            "a vision-language model cannot be cut along the sequence; use 1 (--mesh.context)"
+        )

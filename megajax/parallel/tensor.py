@@ -308,6 +308,8 @@ def ops(
         up=functools.partial(up, layout, overlap=overlap, use=used),
         down=functools.partial(down, layout, overlap=overlap, use=used),
         lookup=functools.partial(lookup, layout),
+        spread=functools.partial(spread, layout),
+        place=functools.partial(place, layout),
         vector=functools.partial(vector, layout),
         attend=functools.partial(
             attend, layout, attention=attention, context=context, segments=segments
@@ -506,6 +508,23 @@ def lookup(layout: Layout, pairs: Sequence[tuple[nnx.Param, Array]], dtype: Any)
     )(*[t[...].astype(dtype) for t in tables], *[reshard(ids, rows) for _, ids in pairs])
 
 
+def spread(layout: Layout, x: Array) -> Array:
+    """Cuts rows as the residual stream is cut. Each rank has them already."""
+    return reshard(x, layout.act("batch", "seq", *[None] * (x.ndim - 2), residual=True))
+
+
+def place(layout: Layout, x_BSD: Array, features_BQD: Array, places_BS: Array) -> Array:
+    """Gathers the features of a row, and each rank places those of its tokens; backward, their
+    gradients are reduce-scattered."""
+    stream = layout.act("batch", "seq", None, residual=True)
+    return jax.shard_map(
+        functools.partial(local_place, layout),
+        mesh=layout.mesh,
+        in_specs=(stream, stream, layout.act("batch", "seq", residual=True)),
+        out_specs=stream,
+    )(x_BSD, features_BQD, spread(layout, places_BS))
+
+
 def attend(
     layout: Layout,
     q_BSHK: Array,
@@ -577,6 +596,10 @@ def local_ops(
         up=functools.partial(local_up, layout, overlap=overlap),
         down=functools.partial(local_down, layout, overlap=overlap),
         lookup=functools.partial(local_lookup, layout),
+        spread=functools.partial(local_spread, layout),
+        place=lambda x_BSD, features_BQD, places_BS: local_place(
+            layout, x_BSD, features_BQD, local_spread(layout, places_BS)
+        ),
         attend=functools.partial(
             local_attend, layout, attention=attention, context=context, segments=segments
         ),
@@ -673,6 +696,21 @@ def local_lookup(layout: Layout, pairs: Sequence[tuple[nnx.Param, Array]], dtype
     if not cut:
         return total_BSD
     return lax.psum_scatter(total_BSD, TENSOR, scatter_dimension=1, tiled=True)
+
+
+def local_spread(layout: Layout, x: Array) -> Array:
+    """This rank's places of rows that every tensor rank has."""
+    if not layout.cuts_sequence:
+        return x
+    size = x.shape[1] // layout.ways((TENSOR,))
+    return lax.dynamic_slice_in_dim(x, lax.axis_index(TENSOR) * size, size, 1)
+
+
+def local_place(layout: Layout, x_BSD: Array, features_BQD: Array, places_BS: Array) -> Array:
+    """Places features at this device's tokens; places_BS: of these."""
+    if layout.live(TENSOR_AXES):
+        features_BQD = local_gather(layout, features_BQD)
+    return ops_.place(x_BSD, features_BQD, places_BS)
 
 
 def local_attend(

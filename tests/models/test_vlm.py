@@ -1,12 +1,21 @@
 """Vision-language models: positions, packed images, meshes, frozen parts."""
 
+import copy
+import dataclasses
+import functools
+
+import jax
 import numpy as np
 import pytest
 
 from megajax.core.errors import UserError
-from megajax.models import vlm
+from megajax.core.mesh import MeshSpec
+from megajax.core.tree import named_leaves
+from megajax.models import decoder, vlm
+from megajax.parallel import sharding
+from tests.vision_rows import IMAGE, MODEL, batch, row, sample
 
-IMAGE = 7
+TOWER = "tower", "projector"
 
 
 def walked(tokens, grids):
@@ -53,8 +62,8 @@ def test_positions_of_an_example():
 @pytest.mark.parametrize(
     "tokens, grids, said",
     [
-        ([1, IMAGE], [], "1 tokens are 7 .*0 images have 0"),
-        ([1], [(1, 1)], "0 tokens are 7 .*1 images have 1"),
+        ([1, IMAGE], [], "1 tokens are 60 .*0 images have 0"),
+        ([1], [(1, 1)], "0 tokens are 60 .*1 images have 1"),
         ([IMAGE, 1, IMAGE], [(1, 2)], "image 0 has 1 x 2 .*follow each other"),
         ([IMAGE], [(1, 1), (0, 3)], "image 1 has 0 x 3"),
     ],
@@ -99,3 +108,107 @@ def test_presets_are_those_of_their_sources(name):
 def test_shapes_that_cannot_be_are_refused(change, said):
     with pytest.raises(UserError, match=said):
         vlm.VlmConfig(**change)
+
+
+PARTS = functools.cache(lambda: vlm.parts(MODEL))
+
+
+@functools.cache
+def params():
+    """Parameters far from their initial values, so that nothing is nearly zero."""
+    fresh = PARTS().init(jax.random.key(0))
+    leaves, tree = jax.tree.flatten(fresh)
+    random = np.random.default_rng(0)
+    moved = [x + 0.1 * random.standard_normal(x.shape).astype(np.float32) for x in leaves]
+    return jax.tree.unflatten(tree, moved)
+
+
+@functools.cache
+def compiled():
+    return jax.jit(PARTS().logits)
+
+
+def logits(*rows):
+    return np.asarray(compiled()(params(), batch(rows)))
+
+
+def test_rows_of_text_are_those_of_a_decoder_to_the_bit():
+    """With empty places for patches, and without the members of images."""
+    random = np.random.default_rng(0)
+    host = batch([row([sample(random, text=9), sample(random, text=12)], 32, 64)] * 2)
+    plain = decoder.parts(MODEL.decoder)
+    text = {n: x for n, x in host.items() if n in ("tokens", "positions", "segments")}
+    expected = jax.jit(plain.logits)({k: params()[k] for k in plain.abstract}, text)
+    np.testing.assert_array_equal(compiled()(params(), host), expected)
+    np.testing.assert_array_equal(jax.jit(PARTS().logits)(params(), text), expected)
+    fresh = PARTS().init(jax.random.key(3))
+    for name, tree in plain.init(jax.random.key(3)).items():
+        jax.tree.map(np.testing.assert_array_equal, fresh[name], tree)
+
+
+def test_packed_samples_equal_one_by_one():
+    random = np.random.default_rng(1)
+    samples = [
+        sample(random, (2, 3), text=2),
+        sample(random, text=3),
+        sample(random, (1, 1), (3, 1)),
+        sample(random, (1, 2), text=1),
+    ]
+    packed = logits(row(samples, 48, 64), row(samples[::-1], 48, 64))
+    starts = np.cumsum([0, *(len(s.tokens) for s in samples)])
+    for i, one in enumerate(samples):
+        alone = logits(row([one], 48, 64), row([one], 48, 64))[0, : len(one.tokens)]
+        np.testing.assert_allclose(packed[0, starts[i] : starts[i + 1]], alone, atol=1e-5)
+        stop = starts[-1] - starts[i]
+        np.testing.assert_allclose(packed[1, stop - len(alone) : stop], alone, atol=1e-5)
+    assert np.isfinite(packed).all()
+
+
+def test_an_image_reaches_what_follows_it_in_its_sample_and_nothing_else():
+    random = np.random.default_rng(2)
+    samples = [sample(random, (1, 2), (2, 1)), sample(random, (2, 2)), sample(random, text=3)]
+    before = logits(row(samples, 48, 64), row(samples[::-1], 48, 64))
+    changed = copy.deepcopy(samples)
+    changed[0].pixels[1] = 255 - changed[0].pixels[1]  # the second image of the first sample
+    after = logits(row(changed, 48, 64), row(changed[::-1], 48, 64))
+    first = np.flatnonzero(samples[0].tokens == IMAGE)[2]
+    end = len(samples[0].tokens)
+    np.testing.assert_array_equal(after[0, :first], before[0, :first])
+    assert abs(after[0, first:end] - before[0, first:end]).max(-1).min() > 1e-4
+    np.testing.assert_array_equal(after[0, end:], before[0, end:])
+    total = sum(len(s.tokens) for s in samples)
+    np.testing.assert_array_equal(after[1, : total - end], before[1, : total - end])
+    exchanged = copy.deepcopy(samples)
+    exchanged[0].pixels.reverse()
+    swapped = logits(row(exchanged, 48, 64), row(samples, 48, 64))
+    assert abs(swapped[0, first:end] - before[0, first:end]).max(-1).min() > 1e-4
+
+
+def test_padding_has_finite_values_and_no_gradient():
+    """Pixels of padding change nothing, and a row without images gives the tower no gradient."""
+    random = np.random.default_rng(3)
+    full = row([sample(random, (2, 2), text=4)], 32, 64)
+    text = row([sample(random, text=9)], 32, 64)
+    noisy = full | {"patches": np.where(full["images"][:, None] < 0, 255, full["patches"])}
+    noisy["patch_places"] = np.where(full["images"][:, None] < 0, 7, full["patch_places"])
+    np.testing.assert_array_equal(logits(full, text), logits(noisy, text))
+    grad = jax.jit(jax.grad(lambda p, b: PARTS().loss(p, b).cross_entropy))
+    for leaf in jax.tree.leaves({k: grad(params(), batch([text, text]))[k] for k in TOWER}):
+        assert not np.asarray(leaf).any()
+    for name, leaf in named_leaves(grad(params(), batch([full, noisy]))):
+        assert np.isfinite(leaf).all() and np.asarray(leaf).any(), name
+
+
+def test_what_a_mesh_cannot_do_is_refused_with_the_flag():
+    many = MeshSpec(context=2, data=1).build(jax.devices()[:2])
+    with pytest.raises(UserError, match="mesh.context=2.*--mesh.context"):
+        vlm.parts(MODEL, sharding.layout(many, model=MODEL))
+    for tower, said in (
+        (dict(heads=2), "tower.heads=2 must be divisible by mesh.tensor 4 = 4"),
+        (dict(mlp=42), "tower.mlp=42 must be divisible by mesh.tensor 4 = 4"),
+    ):
+        cfg = dataclasses.replace(MODEL, tower=dataclasses.replace(MODEL.tower, **tower))
+        with pytest.raises(UserError, match=said):
+            sharding.layout(MeshSpec(tensor=4, data=1).build(jax.devices()[:4]), model=cfg)
+    with pytest.raises(UserError, match="data.patches=12 must be divisible by .* = 8.*nearest: 8"):
+        vlm.check_patches(MODEL, 12, 2)
