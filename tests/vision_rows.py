@@ -87,9 +87,7 @@ def row(samples, tokens, patches, cfg=MODEL):
                     n += 1
             out["patches"][patch:n], out["images"][patch:n] = pixels, image
             patch, image = n, image + 1
-        for token in range(token, stop):
-            out["rotary"][token] = position
-            position += 1
+        out["rotary"][token:stop] = position + np.arange(stop - token)[:, None]
         at = stop
     return out
 

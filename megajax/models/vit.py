@@ -211,9 +211,8 @@ class Tower(nnx.Module):
     def _frames(self, patches_BPC: jax.Array, dtype: jnp.dtype) -> jax.Array:
         """Returns normalised pixels in the order (channel, frame, row, column), each frame of a
         kernel the same image."""
-        cfg, (B, P, _) = self.cfg, patches_BPC.shape
-        area = cfg.patch**2
-        mean, std = (np.resize(x, cfg.channels).repeat(area) for x in (MEAN, STD))
+        cfg = self.cfg
+        mean, std = (np.resize(x, cfg.channels).repeat(cfg.patch**2) for x in (MEAN, STD))
         pixels_BPC = patches_BPC.astype(jnp.float32) / 255.0
         mean_11C, std_11C = (jnp.asarray(x, jnp.float32)[None, None] for x in (mean, std))
         pixels_BPC = (pixels_BPC - mean_11C) / std_11C
