@@ -67,12 +67,12 @@ def row(samples, tokens, patches, cfg=MODEL):
         stop = at + len(one.tokens)
         out["tokens"][at:stop] = one.tokens
         targets = np.append(one.tokens[1:], -1)
-        out["targets"][at:stop] = np.where(targets == IMAGE, -1, targets)
+        out["targets"][at:stop] = np.where(targets == cfg.image_token, -1, targets)
         out["segments"][at:stop] = number
         out["positions"][at:stop] = np.arange(stop - at)
         token, position, following = at, 0, [iter(np.ndindex(*g)) for g in one.grids]
         for grid, places, pixels in zip(one.grids, following, one.pixels, strict=True):
-            while out["tokens"][token] != IMAGE:
+            while out["tokens"][token] != cfg.image_token:
                 out["rotary"][token] = position
                 token, position = token + 1, position + 1
             for n, (i, j) in enumerate(places):

@@ -3,7 +3,7 @@
 Import makes every device's piece of a leaf straight from the memory-mapped files: the host never
 holds a whole leaf, let alone a model. Export streams the other way, one tensor at a time, and the
 folder appears under its name only when it is whole. What it needs to know of the families is in
-models/names.py and models/encoder_names.py.
+models/names.py, models/encoder_names.py and models/vlm_names.py.
 """
 
 import json
@@ -33,17 +33,18 @@ from megajax.foreign.safetensors import (
     write_folder,
 )
 from megajax.foreign.torch_files import BIN, TorchFolder
-from megajax.models import encoder_names, names
+from megajax.models import encoder_names, names, vlm_names
 from megajax.models.decoder_config import DecoderConfig
 from megajax.models.encoder_config import EncoderConfig
 from megajax.models.names import Rule, Sizes, check_members
 from megajax.models.networks import names_of, network_of
 from megajax.models.parts import ModelParts, map_words
+from megajax.models.vlm import VlmConfig
 from megajax.parallel import exchange
 
-ModelConfig = DecoderConfig | EncoderConfig
+ModelConfig = DecoderConfig | EncoderConfig | VlmConfig
 Weights = TensorFolder | TorchFolder
-FAMILIES = (*get_args(names.Family), *encoder_names.FAMILIES)
+FAMILIES = (*get_args(names.Family), *encoder_names.FAMILIES, *vlm_names.FAMILIES)
 MAX_CONFIG = 2**24  # (chosen) bytes of a config.json
 CODES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 ADAPTERS = ("adapter_config.json", "adapter_model.safetensors", "adapter_model.bin")  # of PEFT
@@ -65,6 +66,10 @@ def load_config(path: str | Path, flag: str = "init_from") -> ModelConfig:
     file = folder / "config.json"
     members = files_.read_object(file, MAX_CONFIG, flag)
     try:
+        if members.get("model_type") in vlm_names.FAMILIES:
+            processor = folder / vlm_names.PROCESSOR
+            stated = files_.read_object(processor, MAX_CONFIG) if processor.is_file() else None
+            return vlm_names.from_hf_config(members, stated)
         kind = check_members(members, FAMILIES)["model_type"]
         maps: Any = encoder_names if kind in encoder_names.FAMILIES else names
         return maps.from_hf_config(members)
@@ -89,8 +94,9 @@ def load_decoder_config(path: str | Path, flag: str = "init_from") -> DecoderCon
     """Reads config.json for a program that runs decoders only; else a UserError, as load_config."""
     cfg = load_config(path, flag)
     if not isinstance(cfg, DecoderConfig):
+        kind = "an encoder" if isinstance(cfg, EncoderConfig) else "a vision-language model"
         raise UserError(
-            f"{path} holds an encoder ({encoder_names.family(cfg)}); this program runs decoders: "
+            f"{path} holds {kind} ({names_of(cfg).family(cfg)}); this program runs decoders: "
             f"{', '.join(get_args(names.Family))} (--{flag})"
         )
     return cfg
@@ -304,7 +310,8 @@ def save(
     tensors, produce = tensors_of(leaves, rules, cfg, dtype)
     named = {} if labels is None else {"labels": labels}
     members = maps.to_hf_config(cfg, dtype, **named)
-    write(path, tensors, produce, members, shard_bytes, tokenizer, licences)
+    beside = maps.files(cfg) if isinstance(cfg, VlmConfig) else {}
+    write(path, tensors, produce, members, shard_bytes, tokenizer, licences, beside)
 
 
 Tensors = dict[str, tuple[tuple[int, ...], str]]  # {name: (shape, safetensors' name of the type)}
@@ -349,14 +356,17 @@ def write(
     shard_bytes: int = SHARD_BYTES,
     tokenizer: str | Path | Tokenizer | None = None,
     licences: Sequence[Path] = (),
+    beside: Mapping[str, Any] | None = None,
 ) -> None:
     """Writes tensors, config.json (`members`) and a tokenizer as a folder, whole or not at all.
 
+    beside: {name of a further file: the JSON in it}.
     Raises: UserError when the folder exists or storage fails.
     """
     target = free_folder(path)
     words = None if tokenizer is None else companions.find_tokenizer(tokenizer)
-    generates = members.get("model_type") in get_args(names.Family)
+    families = (*get_args(names.Family), *vlm_names.FAMILIES)
+    generates = members.get("model_type") in families
     if words is not None and generates:
         members = companions.special_ids(words) | dict(members)
     members = dict(members) | {"dtype": members["torch_dtype"]}  # transformers 5's name for it
@@ -366,7 +376,8 @@ def write(
         return
     with files_.new_folder(target) as folder:
         write_folder(folder, tensors, produce, shard_bytes)
-        (folder / "config.json").write_text(json.dumps(members, indent=2) + "\n")
+        for name, content in ({"config.json": members} | dict(beside or {})).items():
+            (folder / name).write_text(json.dumps(content, indent=2) + "\n")
         if words is not None:
             companions.write(words, folder, _positions(members), generates)
         companions.copy_files(licences, folder)

@@ -38,26 +38,34 @@ Sizes = Mapping[str, int]  # {letter of a rule's dims: size}
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """One leaf and its tensor, or tensors: '{i}' in `theirs` is the layer, '{e}' the expert, and
-    our leaf is stacked over both. part: of a fused tensor's '3'."""
+    """One leaf and its tensor, or tensors: '{i}' in `theirs` is the layer, '{e}' the expert, '{t}'
+    the layer of a tower, and our leaf is stacked over them. part: of a fused tensor's '3'.
+    their_dims: of the tensor's shape, where `dims` reads several of its dimensions as one."""
 
     ours: str
     theirs: str
     dims: str
     part: int | None = None
+    their_dims: str = ""
 
     def stack(self, sizes: Sizes) -> tuple[int, ...]:
         """Returns how many tensors make the leaf, by leading dimension: (), (L,) or (L, E)."""
-        return tuple(sizes[mark] for mark in ("{i}", "{e}") if mark in self.theirs)
+        return tuple(sizes["{" + mark + "}"] for mark in self._marks)
 
     def name(self, index: tuple[int, ...]) -> str:
         """Returns the name of one of the tensors."""
-        return self.theirs.format(**dict(zip("ie", index, strict=False)))
+        return self.theirs.format(**dict(zip(self._marks, index, strict=True)))
+
+    @property
+    def _marks(self) -> list[str]:
+        return [mark for mark in "iet" if "{" + mark + "}" in self.theirs]
 
     def their_shape(self, sizes: Sizes) -> tuple[int, ...]:
         """Returns the tensor's shape: heads and head width are one dimension there."""
+        if self.their_dims:
+            return tuple(sizes[c] for c in self.their_dims)
         merged = self.dims.split("->")[0]
-        for fused in ("3HK", "HK", "GK"):
+        for fused in ("3HK", "HK", "GK", "3hk", "hk"):
             if fused in merged:
                 size = int(np.prod([sizes[c] for c in fused]))
                 others = [sizes[c] for c in merged.replace(fused, "*") if c != "*"]
@@ -113,7 +121,8 @@ _COUNTS = (
     "num_local_experts", "num_experts", "num_experts_per_tok", "moe_intermediate_size",
     "original_max_position_embeddings", "n_layer", "n_embd", "n_head", "n_inner", "n_positions",
     "num_hidden_groups", "num_labels", "dim", "hidden_dim", "n_layers", "n_heads",
-    "embedding_size",
+    "embedding_size", "depth", "embed_dim", "num_heads", "mlp_ratio", "in_channels", "patch_size",
+    "spatial_merge_size", "temporal_patch_size",
 )  # fmt: skip
 _STACKED = (
     "num_hidden_layers",
@@ -122,10 +131,11 @@ _STACKED = (
     "num_local_experts",
     "num_experts",
     "num_hidden_groups",
+    "depth",
 )
 MOST = 2**31 - 1  # (chosen) of a size; the product of two is one that NumPy can count to
 MOST_STACKED = 2**14  # (chosen: ten times the deepest networks) layers, or experts
-_WHOLE = ("max_window_layers", "type_vocab_size")
+_WHOLE = ("max_window_layers", "type_vocab_size", "image_token_id")
 _POSITIVE = (
     "rms_norm_eps",
     "layer_norm_epsilon",
@@ -147,7 +157,14 @@ _TEXTS = (
     "problem_type",
 )
 _LISTS = ("layer_types", "architectures")
-_OBJECTS = ("rope_scaling", "rope_parameters", "id2label", "label2id")
+_OBJECTS = (
+    "rope_scaling",
+    "rope_parameters",
+    "id2label",
+    "label2id",
+    "text_config",
+    "vision_config",
+)
 
 READ = {
     *_COUNTS, *_WHOLE, *_POSITIVE, *_SHARES, *_FLAGS, *_TEXTS, *_LISTS, *_OBJECTS, "label2id",
@@ -172,7 +189,8 @@ INERT = {
     "pooler_size_per_head", "pooler_type", "net_structure_type", "gap_size", "num_memory_blocks",
     "down_scale_factor", "tie_weights_", "n_ctx", "unsloth_version", "unsloth_fixed",
     "transformers.js_config", "sentence_transformers", "model_max_length", "max_sequence_length",
-    "is_llama_config", "neftune_noise_alpha", "_num_labels",
+    "is_llama_config", "neftune_noise_alpha", "_num_labels", "vision_token_id", "video_token_id",
+    "vision_start_token_id", "vision_end_token_id",
 }  # fmt: skip
 # Members that a family's class does not have, and the values that say what it computes anyway.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -181,6 +199,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "is_decoder": (False,), "add_cross_attention": (False,), "pruned_heads": ({},),
     "position_embedding_type": ("absolute",), "use_bidirectional_attention": (False,),
     "n_shared_experts": (0,), "num_nextn_predict_layers": (0,), "use_mrope": (False,),
+    "in_chans": (3,), "spatial_patch_size": (14,),
 }  # fmt: skip
 # Members that transformers reads although the class does not list them, by family.
 _UNLISTED = {

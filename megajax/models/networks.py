@@ -6,14 +6,16 @@ from this one place. A new kind of network is a line in `NETWORKS`.
 
 from typing import Any
 
-from megajax.models import decoder, encoder, encoder_names, names
+from megajax.models import decoder, encoder, encoder_names, names, vlm, vlm_names
 from megajax.models.decoder_config import DecoderConfig
 from megajax.models.encoder_config import EncoderConfig
+from megajax.models.vlm import VlmConfig
 
 # {type of the configuration: (module with `parts`, module with the rules of its names)}
 NETWORKS: dict[type, tuple[Any, Any]] = {
     DecoderConfig: (decoder, names),
     EncoderConfig: (encoder, encoder_names),
+    VlmConfig: (vlm, vlm_names),
 }
 
 

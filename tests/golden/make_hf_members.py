@@ -27,6 +27,7 @@ TABLE = HERE.parents[1] / "megajax" / "models" / "hf_members.json"
 VARIANTS = HERE / "hf_variants.npz"
 DECODERS = "gpt2", "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe"
 ENCODERS = "bert", "roberta", "distilbert", "albert"
+PARTS = "qwen2_vl", "qwen2_vl_text", "qwen2_vl_vision"  # whose members alone are needed
 REMOVE = "<absent>"
 MOST = 100_000  # parameters; a variant of more has sizes by default, which no small file has
 VOCAB = 24
@@ -408,7 +409,7 @@ def encoder_variants(family: str) -> dict:
 def all_variants(table: dict) -> dict:
     """Returns {(family, name): changes}."""
     variants = {}
-    for family in (*DECODERS, *ENCODERS):
+    for family in (*DECODERS, *ENCODERS, *PARTS):
         members = table["common"] | table["families"][family]["members"]
         named = {"base": {}} | member_variants(family, members) | general_variants(family)
         activation = {"gpt2": "activation_function", "distilbert": "activation"}
@@ -449,7 +450,7 @@ def make_table() -> dict:
 
     common = fields_of(transformers.PreTrainedConfig)
     families = {}
-    for family in (*DECODERS, *ENCODERS):
+    for family in (*DECODERS, *ENCODERS, *PARTS):
         kind = CONFIG_MAPPING[family]
         members = {n: m for n, m in fields_of(kind).items() if m != common.get(n)}
         families[family] = {"members": members, "other_words": dict(kind.attribute_map)}
