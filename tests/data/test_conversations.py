@@ -25,6 +25,7 @@ from megajax.data.vision import (
     open_vision,
     packed,
 )
+from megajax.models.vit import VitConfig
 from megajax.models.vlm import VlmConfig, positions
 
 MODEL = VlmConfig()
@@ -461,3 +462,36 @@ def test_drawings_fill_rows_and_the_control_shows_grey():
         opened("rendered", seq_len=12, holdout=0.1)
     with pytest.raises(UserError, match="leaves no drawing"):
         opened("rendered")
+
+
+def test_collate_equals_the_processor_of_transformers():
+    """tests/golden/make_hf.py: ids, patches, places and positions of Qwen2-VL's own processor."""
+    golden = np.load(Path(__file__).parents[1] / "golden" / "hf_qwen2_vl.npz")
+    said = json.loads(str(golden["config"]))
+    image_token = said["image_token_id"]
+    tower = VitConfig(min_pixels=28 * 28, max_pixels=28 * 28 * 36)  # PIXELS
+    cfg = VlmConfig(tower=tower, image_token=image_token)
+    names = ["none", "one", "three", "wide", "resized"]
+    samples = []
+    for name in names:
+        ids = golden[f"{name}:tokens"]
+        repeated = (ids == image_token) & (np.append(0, ids[:-1]) == image_token)
+        images = [golden[n] for n in sorted(golden.files) if n.startswith(f"{name}:image")]
+        samples.append({"tokens": ids[~repeated], "images": images})
+    batch = collate(samples, cfg)
+    for row, name in enumerate(names):
+        ids = golden[f"{name}:tokens"]
+        size = len(ids)
+        assert (batch["tokens"][row, :size] == ids).all()
+        assert (batch["segments"][row] > 0).sum() == size
+        assert (batch["rotary"][row, :size] == golden[f"{name}:positions"].T).all()
+        if name == "none":
+            assert (batch["images"][row] == -1).all()
+            continue
+        patches = golden[f"{name}:patches"]
+        count = len(patches)
+        assert (batch["patches"][row, :count] == patches).all()
+        assert (batch["patch_places"][row, :count] == golden[f"{name}:patch_places"]).all()
+        sizes = golden[f"{name}:grids"].prod(1) * 4
+        assert (batch["images"][row, :count] == np.repeat(np.arange(len(sizes)), sizes)).all()
+        assert (batch["images"][row, count:] == -1).all()
