@@ -1,0 +1,36 @@
+"""Vision-language models: a decoder that reads images by a vision tower.
+
+With no flags a small model learns to answer questions about drawn images (words, numbers, counts,
+bars) on 8 emulated CPU devices, in minutes of two CPU cores. It can be stopped and continued as
+pretraining can; every flag of experiments/pretrain.py that does not sample text means the same
+here.
+
+    uv run experiments/optimus.py
+    uv run experiments/optimus.py --data.source=FOLDER --train.freeze=tower,projector
+    uv run --extra gpu experiments/optimus.py --init_from=HF_FOLDER --data.source=CHATS.jsonl
+
+Samples are questions about drawings, conversations or captions (docs/vision.md). The vision tower
+runs before the decoder's first block, on the same devices (--encoder.schedule=inline): the schedule
+that Optimus (arXiv 2408.03505) compares with.
+"""
+
+import megajax.core.interrupted  # noqa: F401
+
+import sys
+
+from megajax.core import config
+from megajax.systems import job
+from megajax.training.interrupts import ends_when_superseded
+from megajax.training.vision import FIRST, PRESETS, Samples, show, take_model
+
+config.define_flags(PRESETS, "nano", FIRST)
+
+
+@ends_when_superseded()
+def main() -> int:
+    """Runs the training job. Returns the exit code."""
+    return job.run(job.Kind("optimus", PRESETS, take_model, Samples, show=show))
+
+
+if __name__ == "__main__":
+    sys.exit(config.run(main))

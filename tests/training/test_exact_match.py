@@ -1,0 +1,130 @@
+"""Exact match of vision-language models: what counts, and greedy answers."""
+
+import dataclasses
+import io
+
+import jax
+import numpy as np
+import pytest
+from PIL import Image
+
+from megajax.core import config
+from megajax.core.errors import UserError
+from megajax.core.mesh import MeshSpec
+from megajax.data.tokenizer import ByteTokenizer
+from megajax.data.vision import Dialogue, Drawn, fixed_rows
+from megajax.models import vlm
+from megajax.parallel import sharding
+from megajax.training import vision
+from megajax.training.vision import Predictor, exact, greedy, most_frequent, nano, page
+
+
+def small() -> vision.VisionConfig:
+    """nano with one layer each."""
+    base = nano()
+    decoder = dataclasses.replace(base.model.decoder, layers=1, width=32, mlp=48, vocab=512)
+    tower = dataclasses.replace(base.model.tower, layers=1, width=16, heads=2, mlp=16)
+    model = dataclasses.replace(base.model, decoder=decoder, tower=tower)
+    train = dataclasses.replace(base.train, global_batch=2, seq_len=48)
+    return dataclasses.replace(base, model=model, train=train)
+
+
+CFG = small()
+
+
+def samples(count: int) -> list:
+    drawn = Drawn(Dialogue(ByteTokenizer(), CFG.model.image_token), 0, 0.1, True)
+    return [drawn.sample(k) for k in range(count)]
+
+
+def test_a_sample_counts_if_all_its_tokens_are_right():
+    row = {
+        "targets": np.array([-1, 5, 6, -1, 7, 8, -1, -1]),
+        "segments": np.array([1, 1, 1, 2, 2, 3, 3, -1]),
+    }
+    tops = np.array([[9, 5, 6, 9, 7, 9, 9, 9], [9, 5, 9, 9, 7, 8, 9, 9]])
+    right = exact(tops, [(row, [0, 1, 2]), (row, [3, 4, 5])], 6)
+    assert right.tolist() == [True, True, False, False, True, True]
+
+
+def test_the_most_frequent_answer_is_of_each_question():
+    made = samples(1)[0]
+
+    def sample(kind: str, question: str, answer: str):
+        return dataclasses.replace(made, kind=kind, question=question, answer=answer)
+
+    a = [("x", "p", "1"), ("x", "p", "1"), ("x", "p", "2"), ("y", "q", "2")]
+    assert most_frequent([sample(*s) for s in a]) == [1, 1, 0, 1]
+    assert most_frequent([sample("x", q, n) for _, q, n in a]) in ([1, 1, 0, 0], [0, 0, 1, 1])
+
+
+def test_answers_are_those_of_a_loop_that_decodes_token_by_token():
+    mesh = MeshSpec(data=4).build(jax.devices()[:4])
+    layout = sharding.layout(mesh, "full", model=CFG.model)
+    with jax.set_mesh(mesh):
+        parts = vlm.parts(CFG.model, layout)
+        stored = jax.tree.map(
+            lambda w, words: jax.sharding.NamedSharding(mesh, layout.stored(*words)),
+            parts.abstract,
+            parts.axes,
+            is_leaf=lambda x: isinstance(x, tuple),
+        )
+        params = jax.jit(parts.init, out_shardings=stored)(jax.random.key(3))
+    params = jax.tree.map(lambda w: 4 * w, params)  # answers that are not all alike
+    predictor = Predictor(CFG, layout)
+    chosen = samples(5)
+    rows = [r for r, _ in fixed_rows(chosen, CFG.data, 48, CFG.model, False)]
+    tops, nats = predictor(params, rows)
+
+    one = jax.tree.map(jax.numpy.asarray, jax.device_get(params))
+    plain = vlm.parts(CFG.model)
+    forward = jax.jit(lambda batch: plain.logits(one, batch))
+    batch = {name: np.stack([row[name] for row in rows]) for name in rows[0]}
+    logits = np.asarray(forward(batch), np.float64)[..., : CFG.model.vocab]
+    assert (tops == logits.argmax(-1))[batch["segments"] > 0].all()
+    shifted = logits - logits.max(-1, keepdims=True)
+    logs = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+    true = np.take_along_axis(logs, np.maximum(batch["targets"], 0)[..., None], -1)[..., 0]
+    np.testing.assert_allclose(nats, np.where(batch["targets"] >= 0, -true, 0), atol=2e-5)
+
+    cfg = dataclasses.replace(CFG, eval=dataclasses.replace(CFG.eval, sample_tokens=4))
+    answers = greedy(predictor, params, chosen, cfg, ByteTokenizer())
+    for sample, answer in zip(chosen, answers, strict=True):
+        row = fixed_rows([sample], CFG.data, 48, CFG.model, False)[0][0]
+        first = int(np.flatnonzero(row["targets"] >= 0)[0])
+        ids: list[int] = []
+        for at in range(first, first + 4):
+            row["segments"][: at + 1] = 1
+            row["segments"][at + 1 :] = -1
+            row["positions"][: at + 1] = np.arange(at + 1)
+            if at > first:
+                row["tokens"][at] = ids[-1]
+                row["rotary"][at] = row["rotary"][at - 1] + 1
+            logits = forward({name: x[None] for name, x in row.items()})[0, at]
+            ids.append(int(np.asarray(logits)[: CFG.model.vocab].argmax()))
+            if ids[-1] == 257:
+                ids.pop()
+                break
+        assert answer == ByteTokenizer().decode(ids)
+    assert len({*answers}) > 1
+
+
+def test_the_page_shows_each_sample():
+    chosen = samples(5)
+    answers = [s.answer for s in chosen[:3]] + ["wrong", "no"]
+    picture = np.asarray(Image.open(io.BytesIO(page(chosen, answers))).convert("RGB"))
+    assert picture.shape == (2 * 210, 4 * 300, 3)
+    green, red = ((picture == color).all(-1) for color in ((0x1A, 0x7F, 0x37), (0xCF, 0x22, 0x2E)))
+    assert green[:210, :900].any() and not green[210:].any()
+    assert red[:210, 900:].any() and red[210:, :300].any()
+
+
+def test_what_images_cannot_do_is_refused():
+    sizes = dict.fromkeys(("pipe", "node", "data", "expert", "context", "tensor"), 1)
+    CFG.check(sizes)
+    with pytest.raises(UserError, match=r"mesh.context=2: .*--mesh.context"):
+        CFG.check({**sizes, "context": 2})
+    with pytest.raises(UserError, match=r"data.patches=96 must be .*--data.patches"):
+        CFG.check({**sizes, "tensor": 16})
+    with pytest.raises(UserError, match=r"encoder.schedule=later"):
+        config.override(CFG, {"encoder.schedule": "later"})
