@@ -49,12 +49,13 @@ RANK = {name: rank for rank, names in enumerate(FLOORS) for name in names}
 # Pairs of one floor that may import each other: a script breaks what the tests' servers serve, and
 # tests check what scripts measure. A GGUF file has its tokenizer in it; a stored step is exported
 # as safetensors, and two public names of other people's files are modules of checkpoint. A replay's
-# step time comes from the simulator that times schedules.
+# step time comes from the simulator that times schedules. An engine cuts images as training does.
 SAME_FLOOR = {
     ("scripts", "tests"),
     ("tests", "scripts"),
     ("megajax.checkpoint", "megajax.foreign"),
     ("megajax.foreign", "megajax.data"),
+    ("megajax.serving", "megajax.data"),
     ("megajax.cost", "megajax.schedule"),
 }
 

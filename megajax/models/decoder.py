@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from megajax.core.errors import UserError
 from megajax.core.layout import Layout
 from megajax.core.tree import Tree
 from megajax.layers import param
@@ -130,6 +131,10 @@ class Decoder(nnx.Module):
             x_BSD = drop(x_BSD, self.cfg.dropout, key)
         return x_BSD
 
+    def features(self, batch: parts_.Batch, dtype: jnp.dtype) -> jax.Array:
+        """Returns features_BQD of the images of a batch (models/vlm.py). Raises: UserError."""
+        raise UserError("a decoder without a vision tower reads no images")
+
     def _project(self, dtype: jnp.dtype) -> Callable[[jax.Array], jax.Array]:
         """Returns hidden_BSD -> float32 logits_BSV, the vocabulary cut and its padding masked."""
         ops, layout = self.ops, self.layout
@@ -233,6 +238,7 @@ def parts(
         block=block,
         head=lambda params, x: merge(params).logits(x),
         head_loss=head_loss,
+        see=lambda params, batch: merge(params).features(batch, dtype),
     )
     has_bias = cfg.moe.experts and cfg.moe.bias_rate > 0
     return dataclasses.replace(parts, settle=move_bias) if has_bias else parts

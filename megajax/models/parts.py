@@ -63,6 +63,7 @@ class ModelParts:
     raise). head_loss(params, x, batch) -> LossSums without the blocks' part; batch: the
     micro-batch, all members. settle(params, sums of a step) -> params: what follows a rule and no
     gradient (the experts' bias), once a step.
+    see(params, batch) -> the features of images, which embed takes in their place (models/vlm.py).
     tower: the layers of a further stack (`as_tower`), which `embed` runs; 0: there is none.
     network(params, batch, key) -> LossSums: of a model without a stack (`of_loss`), in the place of
     embed, block and head_loss; layers is 0 then.
@@ -80,6 +81,7 @@ class ModelParts:
     head: Callable[..., jax.Array]
     head_loss: Callable[..., LossSums]
     settle: Callable[[Tree, LossSums], Tree] = lambda params, sums: params
+    see: Callable[..., jax.Array] | None = None
     tower: int = 0
     network: Callable[..., LossSums] | None = None
     trains: Tree = None

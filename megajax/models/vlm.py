@@ -406,10 +406,12 @@ class Vlm(decoder.Decoder):
 
     def embed(self, batch: parts_.Batch, context: Context, dtype: jnp.dtype) -> jax.Array:
         """Returns the start of the residual stream, x_BSD, with the images' features in it."""
-        x_BSD = super().embed(batch, context, dtype)
-        if "patches" not in batch:
+        x_BSD, features_BQD = super().embed(batch, context, dtype), batch.get("features")
+        if features_BQD is None and "patches" in batch:
+            features_BQD = self.features(batch, dtype)
+        if features_BQD is None:
             return x_BSD
-        return self.ops.place(x_BSD, self.features(batch, dtype), batch["places"])
+        return self.ops.place(x_BSD, features_BQD, batch["places"])
 
     def features(self, batch: parts_.Batch, dtype: jnp.dtype) -> jax.Array:
         """Returns features_BQD of the merged patches of each row.
@@ -454,8 +456,8 @@ def parts(
     A batch has the decoder's members and, of images, `places` int32 (B, S), the number of the
     merged patch of the row that a token shows, -1 for text; `rotary` int32 (B, S, 3), the M-RoPE
     positions (absent: those of the text); `patches`, `patch_places` and `images` as Tower reads
-    them. A batch without patches is one of text. The members of the parameters are the decoder's,
-    `tower` and `projector`.
+    them, or in their place `features` (B, Q, D), what `see` returned of them. A batch without these
+    is one of text. The members of the parameters are the decoder's, `tower` and `projector`.
 
     remat: what the backward pass keeps of a block of the tower. Other arguments: of decoder.parts.
     Raises: UserError when the layout's mesh cannot cut the model, or cuts the sequence over

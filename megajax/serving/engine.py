@@ -23,11 +23,13 @@ from jax.sharding import Mesh
 from megajax.core.errors import UserError
 from megajax.core.tree import Tree
 from megajax.models.decoder_config import DecoderConfig
+from megajax.models.vlm import VlmConfig
 from megajax.parallel.overlap import Overlap
 from megajax.parallel.sharding import Zero
 from megajax.serving import draw
 from megajax.serving.constraint import Constraints, Matcher
 from megajax.serving.draw import NO_TOKEN, Drawn, Rules
+from megajax.serving.images import ROOM, Images, Picture, Sight, pictures
 from megajax.serving.params import ENDS, SamplingParams
 from megajax.serving.programs import Backend, OneMesh, Segment
 from megajax.serving.scheduler import PagePool, Plan, Pools, Scheduler, Schedulers
@@ -136,10 +138,13 @@ class Answer:
         tokenizer: Tokenizer | None,
         matcher: Matcher | None = None,
         scores: list[dict[int, float] | None] | None = None,
+        images: Images | None = None,
     ):
         """words: the PRNG key of its draws, uint32 (2,). matcher: the state of its constraint, not
         shared with other answers. scores: log-probabilities of the prompt's tokens, a list that all
-        answers to the prompt share; None: they are not computed."""
+        answers to the prompt share; None: they are not computed. images: of the prompt, shared too;
+        None: the model sees none."""
+        self.images = images
         self.sequence, self.params, self.tokens = sequence, params, []  # type: ignore[var-annotated]
         # The list of pages that its row of the table shows, and how many of them: the scheduler
         # makes a new list when the sequence starts again.
@@ -295,7 +300,7 @@ class Engine:
 
     def __init__(
         self,
-        cfg: DecoderConfig,
+        cfg: DecoderConfig | VlmConfig,
         params: Tree,
         *,
         mesh: Mesh | None = None,
@@ -313,6 +318,7 @@ class Engine:
         decode_steps: int | None = None,
         context: int | None = None,
         backend: Backend | None = None,
+        image_cache: int = ROOM,
     ):
         """Places the weights and the pages.
 
@@ -329,7 +335,8 @@ class Engine:
           overlap: how tensor ranks add up; exact: 'xla'. decode_steps: tokens that a dispatch
           decodes where nobody waits; None: 1 on a CPU, else 4; exact: 1. context: most tokens of a
           sequence; None: the model's positions. backend: what runs the steps, in the place of mesh,
-          dtype, zero and overlap; its `place` then takes `params`.
+          dtype, zero and overlap; its `place` then takes `params`. image_cache: bytes of images'
+          features, of a model that sees, that are held on the host for later requests.
         Raises: UserError for values that cannot be, or a mesh that cannot cut the model.
         """
         check_options(
@@ -340,6 +347,8 @@ class Engine:
             cfg, mesh, zero, dtype, "xla" if exact else overlap, exact, max_batch
         )
         self.cfg, self.version, self.tokenizer, self._backend = cfg, 0, tokenizer, backend
+        # What reads images; None: the model sees none.
+        self.tower = backend.tower(image_cache) if isinstance(backend, OneMesh) else None
         asleep = any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(params))
         if asleep and not backend.cpu:
             raise UserError("on a GPU the room for pages is what the weights leave: give weights")
@@ -405,15 +414,20 @@ class Engine:
         params: SamplingParams = SamplingParams(),
         *,
         id: int | None = None,
+        images: Sequence[np.ndarray | Picture] = (),
     ) -> int:
         """Takes a request, which waits until a step has room for it.
 
+        prompt_tokens: with one placeholder (VlmConfig.image_token) for each image.
         id: None: the next of 0, 1, ... Without a seed of its own, a request's draws follow from the
           engine's seed and this number.
+        images: uint8 (H, W, 3) each, in the order of their placeholders, or what `see` returned.
         Returns: its id, which its outputs carry.
         Raises: UserError, with the reason, for what can never run.
         """
         prompt = check_tokens(prompt_tokens, self.cfg.vocab)
+        shown = self._images(prompt, images, params)
+        prompt = prompt if shown is None else shown.tokens
         check_bias(params, self.cfg.vocab)
         check_ends(params, self.tokenizer.ends if self.tokenizer is not None else ())
         scored = params.prompt_logprobs is not None
@@ -436,6 +450,7 @@ class Engine:
             n=params.n,
             priority=params.priority,
             anew=scored,
+            images=() if shown is None else shown.shown,
         )
         scores: list | None = [None] * len(prompt) if scored else None
         try:
@@ -443,7 +458,7 @@ class Engine:
                 words = self._seed_words(params, request, sequence.index)
                 constraint = matcher.copy() if matcher is not None else None
                 self._answers[sequence] = Answer(
-                    sequence, params, words, self.tokenizer, constraint, scores
+                    sequence, params, words, self.tokenizer, constraint, scores, shown
                 )
                 self._constrained += constraint is not None
         except BaseException:  # all of a request or nothing of it
@@ -451,6 +466,37 @@ class Engine:
                 self._drop(sequence)
             raise
         return request
+
+    def see(self, images: Sequence[np.ndarray | Picture]) -> list[Picture]:
+        """Resizes images and cuts them into patches, so that `submit` need not. Any thread may call
+        this: running requests go on meanwhile.
+
+        Raises: UserError, as `submit`.
+        """
+        if not isinstance(self.cfg, VlmConfig):
+            raise UserError(
+                f"images has {len(images)} images, and this model sees none: give a model with a "
+                "vision tower (VlmConfig), or text alone (images)"
+            )
+        return pictures(images, self.cfg.tower)
+
+    def _images(
+        self, prompt: list[int], images: Sequence[np.ndarray | Picture], params: SamplingParams
+    ) -> Images | None:
+        """Returns a prompt with its images; None: of a model that sees none. Raises: UserError."""
+        if not isinstance(self.cfg, VlmConfig) and not images:
+            return None
+        seen = self.see(images)
+        assert isinstance(self.cfg, VlmConfig)
+        made = Images(self.cfg, prompt, seen)
+        if images and len(made.tokens) + params.max_tokens > self.context:
+            shows = sum(shown.stop - shown.start for shown in made.shown)
+            raise UserError(
+                f"the prompt has {len(made.tokens)} tokens, of which {shows} show the "
+                f"{len(images)} images, and max_tokens={params.max_tokens}; the context has "
+                f"{self.context}: give fewer or smaller images, or a smaller max_tokens (images)"
+            )
+        return made
 
     def prepare(self, params: SamplingParams) -> None:
         """Compiles a request's constraint, so that `submit` need not. Any thread may call this:
@@ -490,6 +536,11 @@ class Engine:
         self._params = self._backend.place(params)
         self.version = version
         self.scheduler.drop_prefixes()
+        if self.tower is not None:
+            self.tower.forget()
+            for answer in self._answers.values():
+                if answer.images is not None:
+                    answer.images.forget()
         self.programs.hold()
 
     def sleep(self) -> None:
@@ -591,6 +642,7 @@ class Engine:
             assert slot is not None
             try:
                 changes = self._enter(sequence, slot, start + count - len(sequence.prompt))
+                sight = self._sight(sequence, start, count)
                 matcher = self._answers[sequence].matcher
                 if draws and matcher is not None:  # the bits of the tokens that it may draw
                     masks[slot] = np.zeros(draw.words(self.cfg.padded_vocab), np.uint32)
@@ -605,7 +657,7 @@ class Engine:
                 self.programs.set_changes(slot, *changes)
             ids = sequence.tokens[start : start + count] if before is None else [0]
             following = self._answers[sequence].unscored(start, count)
-            segments.append(Segment(slot, ids, start, draws, following))
+            segments.append(Segment(slot, ids, start, draws, following, sight))
             pieces.append(piece)
         if len(pieces) < len(plan.pieces):
             plan = plan._replace(pieces=tuple(pieces))
@@ -639,6 +691,13 @@ class Engine:
             answer.listed = len(sequence.pages)
         self._rules.drawn[slot] = drawn
         return changes
+
+    def _sight(self, sequence: Running, start: int, count: int) -> Sight | None:
+        """Returns what a model that sees reads of a sequence's tokens in addition to their ids."""
+        images = self._answers[sequence].images
+        if self.tower is None or images is None:
+            return None
+        return images.sight(start, count, self.tower, self._params)
 
     def _end(self, sequence: Running, reason: str) -> None:
         answer = self._drop(sequence)

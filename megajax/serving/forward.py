@@ -24,13 +24,14 @@ from megajax.core.axes import Axes
 from megajax.core.layout import Layout
 from megajax.core.packed import PackedWeight, each_alone
 from megajax.core.tree import Tree
-from megajax.layers.attention import Context
+from megajax.layers.attention import Context, attend
 from megajax.layers.dispatch import Dispatch, ExpertWeights, dropless
 from megajax.layers.joined import join_inputs
 from megajax.layers.param import packed_axes
 from megajax.models.decoder_config import DecoderConfig
 from megajax.models.networks import network_of
 from megajax.models.parts import map_words, scan_layers
+from megajax.models.vlm import VlmConfig
 from megajax.parallel import exchange, sharding, tensor
 from megajax.parallel.overlap import Overlap
 from pallas_kernels import paged_attention
@@ -59,6 +60,9 @@ class Tokens:
     ids_T, positions_T: of each token; padding has any legal values. table_BM: the pages of a
     segment's sequence, in order. start_B, count_B: index of its first token and number of its
     tokens; 0: there is no segment. context_B: length of its sequence, with these tokens.
+    Of a model that sees images, else None: rotary_T3: the rotary position (time, row, column) of
+    each token. features_TD: in the compute type, what enters the residual stream for the tokens
+    where shows_T is 1, which show images; None: no token does.
     """
 
     ids_T: Any
@@ -67,6 +71,9 @@ class Tokens:
     start_B: Any
     count_B: Any
     context_B: Any
+    rotary_T3: Any = None
+    shows_T: Any = None
+    features_TD: Any = None
 
 
 @jax.tree_util.register_dataclass
@@ -149,10 +156,15 @@ def copy(pages: Pages, pool: int, source_N: Array, target_N: Array) -> Pages:
     return Pages(*copied)
 
 
-def tokens_like(T: int, B: int, M: int) -> Tokens:
-    """Returns Tokens of zeros in NumPy: no segment, ready to be filled in."""
+def tokens_like(T: int, B: int, M: int, sees: bool = False) -> Tokens:
+    """Returns Tokens of zeros in NumPy: no segment, ready to be filled in.
+
+    sees: of a model that sees images; features_TD is None even so."""
     t, b = np.zeros(T, np.int32), np.zeros(B, np.int32)
-    return Tokens(t, t.copy(), np.zeros((B, M), np.int32), b, b.copy(), b.copy())  # type: ignore
+    tokens = Tokens(t, t.copy(), np.zeros((B, M), np.int32), b, b.copy(), b.copy())
+    if not sees:
+        return tokens
+    return dataclasses.replace(tokens, rotary_T3=np.zeros((T, 3), np.int32), shows_T=t.copy())
 
 
 # ---- forward
@@ -181,7 +193,7 @@ class Forward:
 
     def __init__(
         self,
-        cfg: DecoderConfig,
+        cfg: DecoderConfig | VlmConfig,
         mesh: Mesh,
         zero: sharding.Zero = "none",
         dtype: Any = "float32",
@@ -199,9 +211,18 @@ class Forward:
         ops = dataclasses.replace(
             ops, expert=functools.partial(_experts, self.layout), total=lambda sums: sums
         )
+        self.vlm = cfg if isinstance(cfg, VlmConfig) else None  # a model that reads images
+        if self.vlm:  # only the tower attends without pages; the logits of an image are many
+            varlen = functools.partial(attend, implementation="varlen")
+            ops = dataclasses.replace(ops, attend=varlen)
         self.parts = network_of(cfg).parts(cfg, None, ops, dtype)
         self.replicas = self.layout.ways(axes)
         self.row_spec = PS(axes[0] if len(axes) == 1 else axes) if axes else PS()
+
+    @property
+    def features(self) -> jax.ShapeDtypeStruct | None:
+        """Shape (D,) and type of what a token that shows an image enters with; None: none does."""
+        return jax.ShapeDtypeStruct((self.cfg.width,), self.dtype) if self.vlm else None
 
     # ---- weights and pages at rest
 
@@ -308,7 +329,18 @@ class Forward:
     def enter(self, params: Tree, tokens: Tokens) -> Array:
         """Returns the start of the residual stream, (1, T, D)."""
         batch, context = self._batch(tokens)
+        if tokens.features_TD is not None:
+            places_T = jnp.where(tokens.shows_T > 0, jnp.arange(len(tokens.ids_T)), -1)
+            batch |= {"features": tokens.features_TD[None], "places": places_T[None]}
         return self.parts.embed(self._ends(params), batch, context)
+
+    def see(self, params: Tree, batch: dict[str, Array]) -> Array:
+        """Returns features_BQD of the merged patches of images. Inside `everywhere`.
+
+        params: all members but the layers. batch: patches, patch_places and images
+        (models/vlm.py)."""
+        assert self.parts.see is not None
+        return self.parts.see(self._ends(params), batch)
 
     def through(
         self,
@@ -343,6 +375,8 @@ class Forward:
 
     def _batch(self, tokens: Tokens) -> tuple[dict[str, Array], Any]:
         batch = {"tokens": tokens.ids_T[None], "positions": tokens.positions_T[None]}
+        if tokens.rotary_T3 is not None:
+            batch["rotary"] = tokens.rotary_T3[None]
         return batch, self.parts.context(batch, None)
 
     def _ends(self, params: Tree) -> Tree:

@@ -33,12 +33,14 @@ from megajax.core.mesh import MeshSpec, free_bytes
 from megajax.core.tree import Tree
 from megajax.models.decoder_config import DecoderConfig
 from megajax.models.parts import check_params
+from megajax.models.vlm import VlmConfig
 from megajax.parallel.overlap import Overlap, compiler_options
 from megajax.parallel.sharding import Zero
 from megajax.serving import draw, tiles
 from megajax.serving import forward as forward_
 from megajax.serving.draw import Changes, Drawn, Rules
 from megajax.serving.forward import Forward
+from megajax.serving.images import Sight, Tower, write
 
 Array = jax.Array
 LEAST = 8  # tokens of the smallest program
@@ -60,7 +62,7 @@ class Segment:
 
     slot: of the sequence; slot s of replica r is r S + s. ids: of the tokens. first: position of
     the first one. draws: whether a token is drawn behind the last one. following: the ids behind
-    each of them, if their log-probabilities are asked for.
+    each of them, if their log-probabilities are asked for. sight: of a model that sees images.
     """
 
     slot: int
@@ -68,6 +70,7 @@ class Segment:
     first: int
     draws: bool
     following: Sequence[int] = ()
+    sight: Sight | None = None
 
 
 class Laid(NamedTuple):
@@ -86,9 +89,18 @@ class Laid(NamedTuple):
 class Laying:
     """Writes segments into arrays of few shapes. sizes: all values of T."""
 
-    def __init__(self, slots: int, budget: int, width: int, replicas: int = 1):
-        """slots: S. budget: most tokens of a step of one replica. width: M. replicas: R."""
+    def __init__(
+        self,
+        slots: int,
+        budget: int,
+        width: int,
+        replicas: int = 1,
+        features: jax.ShapeDtypeStruct | None = None,
+    ):
+        """slots: S. budget: most tokens of a step of one replica. width: M. replicas: R. features:
+        of Forward."""
         self._slots, self._width, self._replicas = slots, width, replicas
+        self._features = features
         # Powers of two from LEAST on, the last of which holds the budget.
         sizes = [LEAST]
         while sizes[-1] < budget:
@@ -141,7 +153,8 @@ class Laying:
     ) -> tuple[forward_.Tokens, list[int], list[int]]:
         """Returns (the segments' tokens at their places, and these: what `places` returns)."""
         rows, firsts = self.places(segments, T, B)
-        tokens = forward_.tokens_like(self._replicas * T, self._replicas * B, self._width)
+        R, sees = self._replicas, self._features is not None
+        tokens = forward_.tokens_like(R * T, R * B, self._width, sees)
         tokens.table_BM[rows] = table_SM[[s.slot for s in segments]]
         for row, first, segment in zip(rows, firsts, segments, strict=True):
             count = len(segment.ids)
@@ -149,6 +162,10 @@ class Laying:
             tokens.positions_T[first : first + count] = range(segment.first, segment.first + count)
             tokens.start_B[row], tokens.count_B[row] = first % T, count
             tokens.context_B[row] = segment.first + count
+        if sees:
+            sights = zip(firsts, (s.sight for s in segments), strict=True)
+            features_TD = write(tokens, sights, self._features)
+            tokens = replace(tokens, features_TD=features_TD)
         return tokens, rows, firsts
 
     def following(self, segments: Sequence[Segment], firsts: Sequence[int], T: int) -> np.ndarray:
@@ -214,7 +231,7 @@ class Programs:
         self._forward, self._exact, self._slots, self.steps = forward, exact, slots, steps
         self._replicas = forward.replicas
         self._pool, self._page, self._width = pool
-        self._laying = Laying(slots, budget, self._width, self._replicas)
+        self._laying = Laying(slots, budget, self._width, self._replicas, forward.features)
         self.sizes = self._laying.sizes
         self._most_rows = self._laying.size(min(slots, self.sizes[-1]))
         self._options = compiler_options(forward.overlap, forward.mesh)
@@ -230,6 +247,7 @@ class Programs:
         self._several = self._program(self._local_several, Drawn(*[self._by_step] * 4))
         self._scored = self._program(self._local_scored, replace(drawn, scores=drawn))
         self._ids = forward.layout.named(rows or PS(None))
+        self._blank: dict[int, Array] = {}  # features of steps that show no image, by T
         # A function of its own: engines would count each other's programs.
         follow = self._follow_each if rows else functools.partial(_follow)
         self._follow: Any = jax.jit(follow, out_shardings=self._ids)
@@ -339,12 +357,14 @@ class Programs:
             return self._draw.lower(state, np.zeros(rows, np.int32), draw.plain_rules(rows))
         if name == "tile":
             tokens, _, _ = self._laying.tokens([], table_SM, T, T)
-            return self._tile.lower(params, state, tokens, np.zeros(rows, np.int32))
+            slot_T = np.zeros(rows, np.int32)
+            return self._tile.lower(params, state, self._seen(tokens), slot_T)
         laid = self._laying.step([], table_SM, draw.plain_rules(1), T)
         if name == "step":
+            laid = laid._replace(tokens=self._seen(laid.tokens))
             return self._step.lower(params, state, *laid)
         ids_T = jax.ShapeDtypeStruct((rows,), np.int32, sharding=self._ids)
-        laid = laid._replace(tokens=replace(laid.tokens, ids_T=ids_T))
+        laid = laid._replace(tokens=replace(laid.tokens, ids_T=ids_T, shows_T=None))
         return self._several.lower(params, state, *laid)
 
     def _ready(self, name: str, T: int) -> tuple[Any, int]:
@@ -362,6 +382,26 @@ class Programs:
         return jits[name], T
 
     # ---- calls
+
+    def _put(self, x: np.ndarray) -> Array:
+        """Returns an array on the devices, cut by rows as the ids that a call leaves there."""
+        if self._forward.mesh.is_multi_process:
+            # device_put would compare the arrays of all processes, and wait for them.
+            return jax.make_array_from_callback(x.shape, self._ids, x.__getitem__)
+        return jax.device_put(x, self._ids)
+
+    def _seen(self, tokens: forward_.Tokens) -> forward_.Tokens:
+        """Returns tokens with their features on the devices: zeros where none shows an image, so
+        that this is no program of its own."""
+        like = self._forward.features
+        if like is None:
+            return tokens
+        T, features_TD = len(tokens.ids_T), tokens.features_TD
+        if features_TD is not None:
+            return replace(tokens, features_TD=self._put(features_TD))
+        if T not in self._blank:
+            self._blank[T] = self._put(np.zeros((T, *like.shape), like.dtype))
+        return replace(tokens, features_TD=self._blank[T])
 
     def step(
         self,
@@ -394,20 +434,15 @@ class Programs:
             if steps > 1:  # the ids as a call before leaves them, or this would be two programs
                 tokens = laid.tokens
                 if after is None:
-                    ids_T = tokens.ids_T
-                    if self._forward.mesh.is_multi_process:
-                        # device_put would compare the arrays of all processes, and wait for them.
-                        ids_T = jax.make_array_from_callback(
-                            ids_T.shape, self._ids, tokens.ids_T.__getitem__
-                        )
-                    else:
-                        ids_T = jax.device_put(ids_T, self._ids)
+                    ids_T = self._put(tokens.ids_T)
                 else:
                     drawn, sources = after
                     source_T = np.zeros_like(tokens.ids_T)
                     source_T[firsts] = np.mod(sources, drawn.token.shape[1] // self._replicas)
                     ids_T = self._follow(drawn.token, source_T)
-                laid = laid._replace(tokens=replace(tokens, ids_T=ids_T))
+                laid = laid._replace(tokens=replace(tokens, ids_T=ids_T, shows_T=None))
+            else:
+                laid = laid._replace(tokens=self._seen(laid.tokens))
             following = (self._laying.following(segments, firsts, T),) if is_scored else ()
             drawn, self.state = run(params, self.state, *laid, *following)
             for part in jax.tree.leaves(drawn):
@@ -477,6 +512,7 @@ class Programs:
         for parts in itertools.zip_longest(*map(_tiles, by_replica), fillvalue=[]):
             part = [segment for each in parts for segment in each]
             tokens, _, firsts = self._laying.tokens(part, table_SM, T, T)
+            tokens = self._seen(tokens)
             slot_T = np.full(self._replicas * T, self._slots, np.int32)
             for first, segment in zip(firsts, part, strict=True):
                 if segment.draws:
@@ -605,6 +641,7 @@ class Programs:
                 # this loop for several devices.
                 ids_T=jnp.concatenate([drawn.token, tokens.ids_T[B:]]),
                 positions_T=tokens.positions_T + 1,
+                rotary_T3=None if tokens.rotary_T3 is None else tokens.rotary_T3 + 1,
                 context_B=tokens.context_B + real_B,
             )
             return (state, tokens, drawn_B + 1), drawn
@@ -650,6 +687,7 @@ def _tiles(segments: Sequence[Segment]) -> list[list[Segment]]:
                 segment.first + done,
                 segment.draws and last,
                 segment.following[done : done + room],
+                segment.sight and segment.sight.part(done, done + len(part)),
             )
             parts[-1].append(piece)
             done, room = done + len(part), room - len(part)
@@ -723,7 +761,7 @@ class OneMesh:
 
     def __init__(
         self,
-        cfg: DecoderConfig,
+        cfg: DecoderConfig | VlmConfig,
         mesh: Mesh | None,
         zero: Zero | None,
         dtype: Any,
@@ -780,3 +818,7 @@ class OneMesh:
     def programs(self, **shapes: Any) -> Programs:
         """See Backend."""
         return Programs(self._forward, **shapes)
+
+    def tower(self, room: int) -> Tower | None:
+        """Returns what computes features of images; None: the model sees none. room: of Tower."""
+        return Tower(self._forward, room) if self._forward.vlm else None

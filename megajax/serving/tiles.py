@@ -10,6 +10,7 @@ of a token depend on its sequence only.
 Legend: T tokens of a tile, M pages of the longest sequence, V vocabulary with its padding.
 """
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -22,8 +23,10 @@ from jax.sharding import PartitionSpec as PS
 
 from megajax.core.tree import Tree
 from megajax.models.decoder_config import DecoderConfig
+from megajax.models.vlm import VlmConfig
 from megajax.serving import forward as forward_
 from megajax.serving.forward import Forward
+from megajax.serving.images import Images, Tower, write
 
 TILE = 32  # (chosen) tokens: a decode step of as many costs about what one token does
 PAGE = 16
@@ -44,20 +47,27 @@ def tile(
 class Teacher:
     """Computes log-probabilities of rows of tokens in the tiles in which an exact engine draws."""
 
-    def __init__(self, cfg: DecoderConfig, mesh: Mesh, dtype: Any):
+    def __init__(self, cfg: DecoderConfig | VlmConfig, mesh: Mesh, dtype: Any):
         """Raises: UserError when the mesh cannot cut the model."""
         self.forward = Forward(cfg, mesh, "none", dtype, "xla")
         self._run: Any = None
 
-    def __call__(self, params: Tree, rows: Sequence[Sequence[int]]) -> list[np.ndarray]:
+    def __call__(
+        self,
+        params: Tree,
+        rows: Sequence[Sequence[int]],
+        images: Sequence[Images] | None = None,
+    ) -> list[np.ndarray]:
         """Returns for each row the log-probability of each token given those before it, float32
         (len(row),); NaN for the first token.
 
-        params: as Forward.place returns them.
+        params: as Forward.place returns them. images: of a model that sees them, of each row, whose
+        ids then have a placeholder for each merged patch.
         """
+        forward, tower = self.forward, Tower(self.forward)
         if self._run is None:
             specs = forward_.Pages(self.forward.page_spec, self.forward.page_spec)
-            everyone = jax.tree.map(lambda _: PS(), forward_.tokens_like(1, 1, 1))
+            everyone = jax.tree.map(lambda _: PS(), self._tokens(1, 1, 1))
             run = self.forward.everywhere(
                 self._local, params, (specs, everyone, PS()), (PS(), specs)
             )
@@ -69,15 +79,20 @@ class Teacher:
         table_M = np.arange(1, width + 1, dtype=np.int32)
         scored: list[list[tuple[int, jax.Array]]] = []
         with jax.set_mesh(self.forward.mesh):
-            for row in rows:
+            for i, row in enumerate(rows):
                 scored.append([])
                 for start in range(0, len(row) - 1, TILE):
                     ids = np.asarray(row[start : start + TILE + 1], np.int32)
                     count = len(ids) - 1
-                    tokens = forward_.tokens_like(TILE, TILE, width)
+                    tokens = self._tokens(TILE, TILE, width)
                     tokens.ids_T[:count], tokens.table_BM[0] = ids[:-1], table_M
                     tokens.positions_T[:count] = np.arange(start, start + count)
                     tokens.count_B[0], tokens.context_B[0] = count, start + count
+                    if images is not None:
+                        sight = images[i].sight(start, count, tower, params)
+                        features_TD = write(tokens, [(0, sight)], forward.features)
+                        if features_TD is not None:
+                            tokens = dataclasses.replace(tokens, features_TD=features_TD)
                     next_T = np.zeros(TILE, np.int32)
                     next_T[:count] = ids[1:]
                     logprobs_T, pages = self._run(params, pages, tokens, next_T)
@@ -88,6 +103,14 @@ class Teacher:
             for parts in scored
         ]
 
+    def _tokens(self, T: int, B: int, M: int) -> forward_.Tokens:
+        """Returns Tokens of zeros, with features if the model sees images."""
+        like = self.forward.features
+        tokens = forward_.tokens_like(T, B, M, like is not None)
+        if like is None:
+            return tokens
+        return dataclasses.replace(tokens, features_TD=np.zeros((T, *like.shape), like.dtype))
+
     def _local(
         self, params: Tree, pages: forward_.Pages, tokens: forward_.Tokens, next_T: Any
     ) -> tuple[Any, forward_.Pages]:
@@ -97,6 +120,6 @@ class Teacher:
 
 
 @functools.lru_cache(maxsize=4)
-def teacher(cfg: DecoderConfig, mesh: Mesh, dtype: str) -> Teacher:
+def teacher(cfg: DecoderConfig | VlmConfig, mesh: Mesh, dtype: str) -> Teacher:
     """Returns a teacher, compiled once."""
     return Teacher(cfg, mesh, dtype)

@@ -18,21 +18,24 @@ from megajax.core.axes import BATCH_AXES
 from megajax.core.errors import UserError
 from megajax.core.mesh import MeshSpec
 from megajax.core.tree import Tree
-from megajax.models import decoder
 from megajax.models.decoder_config import DecoderConfig
 from megajax.models.heads import critic_parts
+from megajax.models.networks import network_of
+from megajax.models.vlm import VlmConfig
 from megajax.parallel import sharding, tensor
 from megajax.serving import tiles
 from megajax.serving.engine import check_tokens
+from megajax.serving.images import Images, images_batch, pictures
 
 CHUNK = 256  # positions whose logits exist at one time
 LOGITS = 2**26  # (chosen) float32 logits of a chunk of all rows of a batch, at most
 
 
 def logprobs(
-    cfg: DecoderConfig,
+    cfg: DecoderConfig | VlmConfig,
     params: Tree,
     rows: Sequence[Sequence[int]],
+    images: Sequence[Sequence[np.ndarray]] | None = None,
     *,
     mesh: Mesh | None = None,
     dtype: str = "float32",
@@ -40,23 +43,32 @@ def logprobs(
 ) -> list[np.ndarray]:
     """Returns the log-probability of each row's tokens after those before them.
 
-    Args: rows: token ids, of any lengths. mesh: None: one device. dtype: of compute. numerics:
-      'exact': the bits that `serving.Engine(..., numerics='exact')` gives on a mesh of this shape.
+    Args: rows: token ids, of any lengths, with one placeholder (VlmConfig.image_token) for each
+      image of the row. images: of each row, uint8 (H, W, 3) each; None: no row has any. mesh: None:
+      one device. dtype: of compute. numerics: 'exact': the bits that `serving.Engine(...,
+      numerics='exact')` gives on a mesh of this shape.
     Returns: one float32 array a row, as long as the row; the first entry, of a token that nothing
-      comes before, is NaN.
-    Raises: UserError for ids outside the vocabulary, rows that are too long, or a mesh that cannot
-      cut the model.
+      comes before, is NaN. The entry of a placeholder is that of the first token which shows its
+      image.
+    Raises: UserError for ids outside the vocabulary, rows that are too long, placeholders and
+      images that are not equally many, or a mesh that cannot cut the model.
     """
     if numerics not in ("fast", "exact"):
         raise UserError(f"numerics={numerics!r} must be 'fast' or 'exact'")
     cfg, checked, mesh, dtype = _checked(cfg, rows, mesh, dtype)
+    seen = _seen(cfg, checked, images)
+    tokens = checked if seen is None else [each.tokens for each in seen]
+    _check_lengths(cfg, tokens)
     if numerics == "exact":
         teacher = tiles.teacher(cfg, mesh, dtype)
-        placed = teacher.forward.place(params, cast=True)
-        return teacher(placed, checked)
-    layout, run = _program(cfg, mesh, dtype)
-    placed = sharding.place(layout, decoder.parts(cfg).axes, params)
-    return _in_batches(cfg, mesh, functools.partial(run, placed), layout, checked)
+        scores = teacher(teacher.forward.place(params, cast=True), tokens, seen)
+    else:
+        layout, run = _program(cfg, mesh, dtype)
+        placed = sharding.place(layout, network_of(cfg).parts(cfg).axes, params)
+        scores = _in_batches(cfg, mesh, functools.partial(run, placed), layout, tokens, images=seen)
+    if seen is None:
+        return scores
+    return [score[each.starts] for score, each in zip(scores, seen, strict=True)]
 
 
 def values(
@@ -72,32 +84,68 @@ def values(
     Args and errors: as of `logprobs`. Entry i of a row is the value of its first i + 1 tokens.
     """
     cfg, checked, mesh, dtype = _checked(cfg, rows, mesh, dtype)
+    _check_lengths(cfg, checked)
     layout, run = _value_program(cfg, mesh, dtype)
     placed = sharding.place(layout, critic_parts(cfg).axes, params)
     return _in_batches(cfg, mesh, functools.partial(run, placed), layout, checked, 0)
 
 
-def _checked(
-    cfg: DecoderConfig, rows: Sequence[Sequence[int]], mesh: Mesh | None, dtype: str
-) -> tuple[DecoderConfig, list[list[int]], Mesh, str]:
+def _checked[C: DecoderConfig | VlmConfig](
+    cfg: C, rows: Sequence[Sequence[int]], mesh: Mesh | None, dtype: str
+) -> tuple[C, list[list[int]], Mesh, str]:
     """Returns the arguments as programs take them. Raises: UserError."""
     checked = [check_tokens(row, cfg.vocab, f"rows[{i}]") for i, row in enumerate(rows)]
-    for i, row in enumerate(checked):
+    mesh = MeshSpec(data=1).build(jax.devices()[:1]) if mesh is None else mesh
+    # As the engine: nothing is dropped, and the score of a row does not depend on its padding.
+    moe = dataclasses.replace(cfg.moe, mode="dropless")
+    if isinstance(cfg, VlmConfig):
+        cfg = dataclasses.replace(cfg, decoder=dataclasses.replace(cfg.decoder, moe=moe))
+    else:
+        cfg = dataclasses.replace(cfg, moe=moe)
+    return cfg, checked, mesh, jnp.dtype(dtype).name
+
+
+def _check_lengths(cfg: DecoderConfig | VlmConfig, rows: Sequence[Sequence[int]]) -> None:
+    for i, row in enumerate(rows):
         if len(row) > cfg.max_positions:
             raise UserError(
                 f"rows[{i}] has {len(row)} tokens; the model has {cfg.max_positions} positions"
             )
-    mesh = MeshSpec(data=1).build(jax.devices()[:1]) if mesh is None else mesh
-    # As the engine: nothing is dropped, and the score of a row does not depend on its padding.
-    cfg = dataclasses.replace(cfg, moe=dataclasses.replace(cfg.moe, mode="dropless"))
-    return cfg, checked, mesh, jnp.dtype(dtype).name
+
+
+def _seen(
+    cfg: DecoderConfig | VlmConfig,
+    rows: Sequence[Sequence[int]],
+    images: Sequence[Sequence[np.ndarray]] | None,
+) -> list[Images] | None:
+    """Returns the rows with their images; None: the model sees none. Raises: UserError."""
+    listed = [()] * len(rows) if images is None else images
+    if len(listed) != len(rows):
+        raise UserError(f"images has {len(listed)} lists and rows {len(rows)} rows: give one a row")
+    if not isinstance(cfg, VlmConfig):
+        if any(map(len, listed)):
+            raise UserError("images: this model sees none; it has no vision tower (VlmConfig)")
+        return None
+    made = []
+    for i, (row, each) in enumerate(zip(rows, listed, strict=True)):
+        try:
+            made.append(Images(cfg, row, pictures(each, cfg.tower)))
+        except UserError as error:
+            raise UserError(f"rows[{i}]: {error}") from None
+    return made
 
 
 def _in_batches(
-    cfg: DecoderConfig, mesh: Mesh, run: Any, layout: Any, rows: list, first: int = 1
+    cfg: DecoderConfig | VlmConfig,
+    mesh: Mesh,
+    run: Any,
+    layout: Any,
+    rows: list,
+    first: int = 1,
+    images: Sequence[Images] | None = None,
 ) -> list:
     """Rows of about one length together, in shapes of powers of two. first: place of a row's first
-    score; what comes before is NaN."""
+    score; what comes before is NaN. images: of each row."""
     scores_of: list[Any] = [None] * len(rows)
     order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
     ways = layout.ways(BATCH_AXES)
@@ -115,9 +163,15 @@ def _in_batches(
         tokens = np.zeros((B, S), np.int32)
         for place, i in enumerate(taken):
             tokens[place, : len(rows[i])] = rows[i]
+        more = {}
+        if images is not None:
+            more = images_batch([images[i] for i in taken], B, S)
         with jax.set_mesh(mesh):
-            at = layout.named(layout.act("batch", None))
-            scores = np.asarray(reshard(run(jax.device_put(tokens, at)), jax.P(None, None)))
+            put = lambda x: jax.device_put(  # noqa: E731
+                x, layout.named(layout.act("batch", *[None] * (x.ndim - 1)))
+            )
+            scores = run(put(tokens), jax.tree.map(put, more))
+            scores = np.asarray(reshard(scores, jax.P(None, None)))
         for place, i in enumerate(taken):
             nothing = np.full(first, np.nan, np.float32)
             scores_of[i] = np.concatenate([nothing, scores[place, : len(rows[i]) - first]])
@@ -125,17 +179,18 @@ def _in_batches(
 
 
 @functools.lru_cache(maxsize=4)
-def _program(cfg: DecoderConfig, mesh: Mesh, dtype: str) -> tuple[Any, Any]:
-    """Returns (layout, (params, tokens_BS) -> logprobs_BS, of each next token)."""
+def _program(cfg: DecoderConfig | VlmConfig, mesh: Mesh, dtype: str) -> tuple[Any, Any]:
+    """Returns (layout, (params, tokens_BS, further members of the batch) -> logprobs_BS, of each
+    next token)."""
     layout = sharding.layout(mesh, "none", decode=True, model=cfg)
     with jax.set_mesh(mesh):
-        parts = decoder.parts(cfg, layout, tensor.ops(layout, "xla"), dtype)
+        parts = network_of(cfg).parts(cfg, layout, tensor.ops(layout, "xla"), dtype)
 
-    def run(params: Tree, tokens_BS: jax.Array) -> jax.Array:
+    def run(params: Tree, tokens_BS: jax.Array, more: dict[str, jax.Array]) -> jax.Array:
         B, S = tokens_BS.shape
         rows = layout.act("batch", None)
         positions_BS = jnp.broadcast_to(jnp.arange(S, dtype=jnp.int32), (B, S))
-        batch = {"tokens": tokens_BS, "positions": reshard(positions_BS, rows)}
+        batch = {"tokens": tokens_BS, "positions": reshard(positions_BS, rows), **more}
         hidden_BSD, _ = parts.hidden(params, batch, None, "none")
         next_BS = jnp.concatenate([tokens_BS[:, 1:], tokens_BS[:, :1]], 1)
         chunks = []
@@ -159,7 +214,7 @@ def _value_program(cfg: DecoderConfig, mesh: Mesh, dtype: str) -> tuple[Any, Any
     with jax.set_mesh(mesh):
         parts = critic_parts(cfg, layout, tensor.ops(layout, "xla"), dtype)
 
-    def run(params: Tree, tokens_BS: jax.Array) -> jax.Array:
+    def run(params: Tree, tokens_BS: jax.Array, _: dict[str, jax.Array]) -> jax.Array:
         B, S = tokens_BS.shape
         rows = layout.act("batch", None)
         positions_BS = jnp.broadcast_to(jnp.arange(S, dtype=jnp.int32), (B, S))

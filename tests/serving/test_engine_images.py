@@ -1,0 +1,176 @@
+"""Prompts with images: the engine against a loop with the whole forward pass, and itself."""
+
+import jax
+import numpy as np
+import pytest
+
+from megajax.core.errors import UserError
+from megajax.core.mesh import MeshSpec
+from megajax.models import decoder
+from megajax.serving import Engine, SamplingParams
+from megajax.training import logprobs
+from tests.image_loop import CFG, PLACEHOLDER, SMALL, one_by_one, picture, requests, sharp
+from tests.tiny import MODEL
+
+
+def answers(engine, asked, params, seed=0):
+    """Submits in random order while the engine runs. Returns [(tokens, logprobs)]."""
+    random = np.random.default_rng(seed)
+    todo, ids = list(random.permutation(len(asked))), {}
+    outcomes = [([], []) for _ in asked]
+    while todo or engine.busy:
+        for _ in range(min(len(todo), int(random.integers(0, 5)))):
+            i = todo.pop()
+            ids[engine.submit(asked[i][0], params[i], images=asked[i][1])] = i
+        for output in engine.step():
+            tokens, scores = outcomes[ids[output.request_id]]
+            tokens += output.tokens
+            scores += output.logprobs
+    assert engine.pool.in_use == 0
+    assert engine.programs.compiled <= engine.programs.bound
+    return outcomes
+
+
+def greedy(lengths):
+    return [SamplingParams(max_tokens=int(n), temperature=0) for n in lengths]
+
+
+def check_greedy(count, mesh=None, **options):
+    asked = requests(count)
+    lengths = np.random.default_rng(1).integers(1, 12, count)
+    engine = Engine(CFG, sharp(), mesh=mesh, **options)
+    outcomes = answers(engine, asked, greedy(lengths))
+    for (prompt, images), length, (tokens, _) in zip(asked, lengths, outcomes, strict=True):
+        assert tokens == one_by_one(prompt, images, length)
+    return engine, asked, outcomes
+
+
+def digests(images):
+    return {(x.shape, x.tobytes()) for x in images}
+
+
+def test_greedy_is_the_argmax_of_the_whole_pass_with_preemption_and_reuse():
+    # No room for features of other requests: each request computes an image once, whatever happens.
+    options = SMALL | {"pages": 17, "page_size": 4, "decode_steps": 3, "image_cache": 0}
+    engine, asked, outcomes = check_greedy(9, **options)
+    assert engine.scheduler.preemptions > 0
+    assert engine.scheduler.prefix_hits > 0
+    assert 0 < engine.tower.computed <= sum(len(digests(images)) for _, images in asked)
+    assert engine.tower.compiled <= 2
+    rows = [ids + tokens for (ids, _), (tokens, _) in zip(asked, outcomes, strict=True)]
+    scores = logprobs(CFG, sharp(), rows, [images for _, images in asked])
+    for row, (_, ours), want in zip(rows, outcomes, scores, strict=True):
+        assert len(want) == len(row)
+        np.testing.assert_allclose(ours, want[-len(ours) :], atol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [{}, {"tensor": 2}, {"data": 2}])
+def test_greedy_of_forty_requests(mesh):
+    count = int(np.prod(list(mesh.values()) or [1]))
+    mesh = MeshSpec(**({"data": 1} | mesh)).build(jax.devices()[:count])
+    options = SMALL | {"pages": 40, "page_size": 4, "decode_steps": 2}
+    engine, asked, _ = check_greedy(40, mesh, **options)
+    assert engine.scheduler.prefix_hits > 0
+    assert engine.scheduler.preemptions > 0 or count > 1
+    assert engine.tower.computed <= len(digests([x for _, images in asked for x in images]))
+
+
+def exact_bits(dtype, count, **options):
+    asked = requests(count, seed=2)
+    params = [
+        SamplingParams(max_tokens=7, seed=i, logit_bias={PLACEHOLDER: -100}) for i in range(count)
+    ]
+    engine = Engine(CFG, sharp(), dtype=dtype, numerics="exact", **options)
+    sampled = answers(engine, asked, params)
+    rows = [ids + tokens for (ids, _), (tokens, _) in zip(asked, sampled, strict=True)]
+    images = [images for _, images in asked]
+    exact = logprobs(CFG, sharp(), rows, images, dtype=dtype, numerics="exact")
+    for (_, scores), want in zip(sampled, exact, strict=True):
+        np.testing.assert_array_equal(np.float32(scores), want[-7:])
+    return sampled
+
+
+def test_exact_numerics_are_the_trainers_bits_in_any_batch_and_pages():
+    alone = exact_bits("bfloat16", 6, max_batch=1, page_size=8, pages=40)
+    together = exact_bits("bfloat16", 6, max_batch=6, page_size=4, pages=40, prefill_chunk=7)
+    assert alone == together
+
+
+def run(engine, prompt, images, **params):
+    """Returns the tokens of each greedy answer, and how many tokens were not computed anew."""
+    before = engine.scheduler.prefix_hits
+    params = SamplingParams(**{"max_tokens": 5, "temperature": 0} | params)
+    engine.submit(prompt, params, images=images)
+    tokens = {}
+    for output in engine.run():
+        tokens.setdefault(output.index, []).extend(output.tokens)
+    return list(tokens.values()), engine.scheduler.prefix_hits - before
+
+
+def test_the_same_text_reuses_pages_with_the_same_image_alone():
+    engine = Engine(CFG, sharp(), **SMALL, page_size=4)
+    prompt, first, second = [7, PLACEHOLDER, 8, 9, 4, 5, 6], [picture(1)], [picture(2)]
+    answer, hits = run(engine, prompt, first)
+    other, none = run(engine, prompt, second)
+    assert (hits, none) == (0, 0)
+    assert answer == [one_by_one(prompt, first, 5)] != other == [one_by_one(prompt, second, 5)]
+    assert run(engine, prompt, first) == (answer, 12)  # 9 tokens show the image
+    assert run(engine, prompt, [first[0].copy()]) == (answer, 12)
+    # The pixels in another shape are another image.
+    turned = [np.ascontiguousarray(picture(1).reshape(16, 36, 3))]
+    assert run(engine, prompt, turned)[1] == 0
+    assert engine.tower.computed == 3, "features of an image are computed once"
+    # All answers to a prompt share its image.
+    assert run(engine, [*prompt, 1], second, n=3)[0] == 3 * [one_by_one([*prompt, 1], second, 5)]
+    assert engine.tower.computed == 3
+
+
+def test_new_weights_see_images_anew():
+    engine = Engine(CFG, sharp(), **SMALL, page_size=4)
+    prompt, images = [7, PLACEHOLDER, 8], [picture(1)]
+    before, _ = run(engine, prompt, images)
+    changed = jax.tree.map(lambda x: x, sharp())
+    changed["projector"] = jax.tree.map(lambda x: -x, changed["projector"])
+    engine.load(changed, 1)
+    after, hits = run(engine, prompt, images)
+    assert hits == 0 and after != before and engine.tower.computed == 2
+
+
+@pytest.mark.parametrize(
+    "prompt, images, message",
+    [
+        ([1, PLACEHOLDER], [], r"1 placeholders of images \(token 60\) and there are 0 images"),
+        ([1, 2], [picture(0)], "0 placeholders .* 1 images: give one placeholder an image"),
+        ([PLACEHOLDER], [picture(0)] * 2, "1 placeholders .* 2 images"),
+        ([PLACEHOLDER], [np.zeros((8, 8))], r"images\[0\]: an image is uint8 \(H, W, 3\)"),
+        ([PLACEHOLDER], [np.zeros((8, 8, 4), np.uint8)], r"images\[0\]: an image is uint8"),
+        ([PLACEHOLDER], [np.zeros((0, 8, 3), np.uint8)], r"images\[0\]: the image has 8 x 0"),
+        ([PLACEHOLDER], [picture(0, 1, 900)], r"images\[0\]: .* 200 times as long"),
+        ([PLACEHOLDER] * 20, [picture(0, 32, 32)] * 20, "320 show the 20 images, .* smaller"),
+    ],
+)  # fmt: skip
+def test_images_that_do_not_fit_the_prompt_are_refused_by_name(prompt, images, message):
+    engine = _idle()
+    with pytest.raises(UserError, match=message):
+        engine.submit(prompt, images=images)
+    assert not engine.busy
+
+
+def _idle(made=[]):  # noqa: B006
+    if not made:
+        made.append(Engine(CFG, sharp(), **SMALL))
+    return made[0]
+
+
+def test_a_model_that_sees_none_refuses_images():
+    params = jax.jit(decoder.parts(MODEL).init)(jax.random.key(0))
+    engine = Engine(MODEL, params, **SMALL, context=64)
+    with pytest.raises(UserError, match="this model sees none.*VlmConfig.*images"):
+        engine.submit([1], images=[picture(0)])
+    with pytest.raises(UserError, match="this model sees none"):
+        logprobs(MODEL, params, [[1, 2]], [[picture(0)]])
+    with pytest.raises(UserError, match="images has 1 lists and rows 2 rows"):
+        logprobs(CFG, sharp(), [[1, 2], [3]], [[]])
+    with pytest.raises(UserError, match=r"rows\[1\]: prompt_tokens has 1 placeholders"):
+        logprobs(CFG, sharp(), [[1, 2], [PLACEHOLDER]])
