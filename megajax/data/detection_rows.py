@@ -1,7 +1,8 @@
 """Images with boxes as rows of a batch: fitted to a canvas, augmented, padded.
 
 Row i is a pure function of (seed, i) and of the canvas that its batch has: each epoch shows every
-example once, in an order of its own, with augmentations that follow from the row's number.
+example once, or as often as `repeats` says, in an order of its own, with augmentations that follow
+from the row's number.
 
 Legend: G boxes of a row at most, H rows and W columns of a canvas.
 """
@@ -41,6 +42,7 @@ class DetectionRows:
         augmentations: Sequence[str] = (),
         enlarge: float = 1.0,
         cache_bytes: int = 2**30,
+        repeats: np.ndarray | None = None,
     ):
         """Checks that the boxes of every example fit.
 
@@ -55,6 +57,7 @@ class DetectionRows:
             equally likely, and one of the others or none.
           enlarge: how many times larger an image may become on a canvas.
           cache_bytes: of images that stay in memory, in the size that the canvases need.
+          repeats: how often an epoch shows each example, int (as `repeats_of`); None: once.
         Raises: UserError.
         """
         unknown = [name for name in augmentations if name not in AUGMENTATIONS]
@@ -80,6 +83,8 @@ class DetectionRows:
         self._light = [name for name in augmentations if not is_geometric(name)]
         is_transposed = any(name in TRANSPOSED for name in augmentations)
         self._all_canvases = [*canvases, *(c[::-1] for c in canvases if is_transposed)]
+        counts = np.ones(len(examples), int) if repeats is None else repeats
+        self._numbers = np.repeat(np.arange(len(examples)), counts)
         self._cache = Cache(cache_bytes)
         self._damaged: set[int] = set()
 
@@ -91,15 +96,15 @@ class DetectionRows:
         """
         canvas, names = self.canvases[shape], []
         rng = np.random.default_rng(mix(self.seed or 0, i, "augmentations"))
-        epoch, number = divmod(i, len(self.examples))
+        epoch, number = divmod(i, len(self._numbers))
         if self.seed is not None:
-            key = mix(self.seed, epoch, "images")
-            number = permute(number, len(self.examples), key)
+            number = permute(number, len(self._numbers), mix(self.seed, epoch, "images"))
             for group in (self._moving, self._light):
                 if (choice := int(rng.integers(len(group) + 1))) < len(group):
                     names.append(group[choice])
         elif epoch:
             return self._padded(i, canvas)
+        number = int(self._numbers[number])
         try:
             image, boxes = self._fitted(number, canvas, names, rng)
         except ImageError as error:
@@ -162,6 +167,22 @@ class DetectionRows:
             "targets": np.array(IGNORED if image is None else 0, np.int32),
             "row": np.array(i % 2**31, np.int32),
         }
+
+
+def repeats_of(examples: Sequence[Example], threshold: float) -> np.ndarray:
+    """Returns how often an epoch shows each example so that rare classes are seen more often.
+
+    A class that a fraction f of the examples shows has the factor max(1, sqrt(threshold / f)), an
+    example the largest factor of its classes (LVIS, arXiv 1908.03195, appendix "repeat factor
+    sampling"). A fraction of a factor becomes one more or none, spread evenly over the examples.
+    Difficult boxes do not count. threshold: 0: every example once. Returns: int (examples,).
+    """
+    shown = [np.unique(example.labels[~example.difficult]) for example in examples]
+    counts = np.bincount(np.concatenate([*shown, NONE]).astype(int), minlength=1)
+    factors = np.sqrt(threshold * len(examples) / np.maximum(counts, 1))
+    each = np.array([max(1.0, *factors[labels]) if len(labels) else 1.0 for labels in shown])
+    ends = np.floor(np.cumsum(each) + 1e-9).astype(int)
+    return np.diff(ends, prepend=0)
 
 
 def fit(size: tuple[int, int], canvas: tuple[int, int], enlarge: float) -> tuple[int, int]:

@@ -9,7 +9,7 @@ from megajax.core.errors import UserError
 from megajax.data import detection_rows
 from megajax.data.augment import AUGMENTATIONS
 from megajax.data.detection import Example
-from megajax.data.detection_rows import DetectionRows, fit
+from megajax.data.detection_rows import DetectionRows, fit, repeats_of
 from megajax.data.images import ImageError
 
 
@@ -231,3 +231,19 @@ def test_rows_of_odd_images(height, width):
         boxes, (high, wide) = row["boxes"], row["sizes"]
         assert np.isfinite(boxes).all() and (boxes[:, 2:] > boxes[:, :2]).all()
         assert high >= 1 and wide >= 1 and (boxes[:, 2:] <= [wide, high]).all()
+
+
+def test_images_of_rare_classes_are_shown_more_often():
+    """Against the fractions by hand: 8 images show class 0, 2 show class 1, 1 is without boxes."""
+    common = [square(8, 8, (1, 1, 5, 5), 7) for _ in range(8)]
+    rare = [square(8, 8, (1, 1, 5, 5), 8) for _ in range(2)]
+    examples = [*common, *rare, Drawn(np.zeros((8, 8, 3), np.uint8))]
+    assert [e.labels.tolist() for e in (common[0], rare[0])] == [[0], [1]]
+    assert repeats_of(examples, 0.0).tolist() == [1] * 11
+    repeats = repeats_of(examples, 8 / 11)  # of class 0: factor 1; of class 1: sqrt(4)
+    assert repeats.tolist() == [1] * 8 + [2] * 2 + [1]
+    assert repeats_of(examples, 4.5 / 11)[8:10].tolist() == [1, 2]  # of class 1: factor 1.5
+    rows = DetectionRows(examples, [(8, 8)], 1, 5, repeats=repeats)
+    for epoch in range(3):
+        labels = [int(rows.row(13 * epoch + i, 0)["labels"][0]) for i in range(13)]
+        assert [labels.count(k) for k in (0, 1, -1)] == [8, 4, 1]
