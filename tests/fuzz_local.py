@@ -4,9 +4,12 @@ A target has good inputs, the edits that know its format, and a function that re
 project does, to the last value. UserError and OSError are answers; anything else is a finding.
 """
 
+import base64
 import contextlib
+import io
 import json
 import os
+import tarfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,9 +22,10 @@ from megajax.checkpoint.lease import RECORD, Attempt, Lease
 from megajax.checkpoint.steps import METADATA, StepFolder
 from megajax.core import config
 from megajax.core.errors import UserError
-from megajax.data import corpus, detection, documents, images
+from megajax.data import corpus, detection, documents, images, vision
 from megajax.data.indexed import TokenFile, TokenWriter
 from megajax.data.tokenizer import ByteTokenizer, open_tokenizer, train_bpe
+from megajax.models.vlm import VlmConfig
 from megajax.monitor import heartbeat, timeline
 from megajax.systems.elastic.events import Journal
 from tests import mutations
@@ -299,7 +303,74 @@ def _folder(kind: str, name: str) -> Callable[[bytes, Path], None]:
     return read
 
 
+# ---- conversations about images
+
+_CHAT = {
+    "messages": [
+        {"role": "system", "content": "s"},
+        {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "a <image> b"}]},
+        {"role": "assistant", "content": "c"},
+        {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "a.png"}}]},
+        {"role": "assistant", "content": [{"type": "text", "text": "d"}]},
+    ],
+    "images": ["a.png", "data:image/png;base64,"],
+}
+
+
+def _picture() -> bytes:
+    file = io.BytesIO()
+    Image.new("RGB", (60, 56), "red").save(file, "PNG")
+    return file.getvalue()
+
+
+def _chat_seeds(folder: Path) -> list[bytes]:
+    url = "data:image/png;base64," + base64.b64encode(_picture()).decode()
+    chat = json.dumps(_CHAT).replace("data:image/png;base64,", url)
+    return [chat.encode(), json.dumps({"file_name": "a.png", "text": "x"}).encode()]
+
+
+def _archive_seeds(folder: Path) -> list[bytes]:
+    seeds = []
+    members = {"a.png": _picture(), "a.txt": b"x", "b.json": b'{"text": "x"}', "b.png": _picture()}
+    for form in (tarfile.GNU_FORMAT, tarfile.PAX_FORMAT):
+        file = io.BytesIO()
+        with tarfile.open(fileobj=file, mode="w", format=form) as tar:
+            for name, data in members.items():
+                info = tarfile.TarInfo("x" * 120 + "/" + name)
+                info.size = len(data)
+                tar.addfile(info, io.BytesIO(data))
+        seeds.append(file.getvalue())
+    return seeds
+
+
+def _samples(name: str) -> Callable[[bytes, Path], None]:
+    """Returns a reader of a source of samples; every sample is made, and is a row."""
+
+    def read(data: bytes, folder: Path) -> None:
+        (folder / "a.png").write_bytes(_picture())
+        (folder / name).write_bytes(data)
+        spec = vision.VisionDataConfig(source=str(folder / name), holdout=0.0)
+        model = VlmConfig()
+        opened = vision.open_vision(spec, 64, 0, model, ByteTokenizer())
+        rows = vision.VisionRows(opened.train, spec, 64, 0, model)
+        for i in range(rows.rows_per_epoch or 0):
+            row = rows[i]
+            assert ((row["tokens"] == model.image_token) == (row["places"] >= 0)).all()
+            assert row["places"].max() < (row["images"] >= 0).sum() // 4
+
+    return read
+
+
+def _sent(data: bytes, folder: Path) -> None:
+    pixels = images.decode(data, max_pixels=10**6)
+    assert pixels.dtype == np.uint8 and pixels.ndim == 3 and pixels.shape[2] == 3
+    assert pixels.shape[0] * pixels.shape[1] <= 10**6
+
+
 TARGETS = {
+    "sent": Target(_image_seeds, (*mutations.COMMON, mutations.set_field), _sent),
+    "chats": Target(_chat_seeds, (*mutations.TEXT, mutations.edit_lines), _samples("a.jsonl")),
+    "archive": Target(_archive_seeds, (*mutations.COMMON, mutations.set_field), _samples("a.tar")),
     "image": Target(_image_seeds, (*mutations.COMMON, mutations.set_field), _image),
     "coco": Target(_one(COCO), mutations.TEXT, _folder("coco", "annotations/a.json")),
     "voc": Target(_one(VOC), mutations.TEXT, _folder("voc", "Annotations/a.xml")),

@@ -131,30 +131,30 @@ def _draw_number(rng: np.random.RandomState, content: str) -> tuple[np.ndarray, 
 
 
 def _shapes(rng: np.random.RandomState) -> str:
-    """Returns what nine cells hold (0 nothing, 1 a circle, 2 a square), and which is counted."""
-    counts = rng.randint(1, 5), rng.randint(0, 4)
-    cells = np.zeros(9, int)
-    cells[: counts[0]] = 1
-    cells[counts[0] : sum(counts)] = 2
+    """Returns what six cells hold (0 nothing, 1 a circle, 2 a square), and which is counted."""
+    first = 1 + rng.randint(4)
+    cells = np.zeros(6, int)
+    cells[:first] = 1
+    cells[first : first + rng.randint(4)] = 2
     if rng.randint(2):
         cells = np.array([0, 2, 1])[cells]
-    asked = 1 if (cells == 1).sum() and (rng.randint(2) or not (cells == 2).sum()) else 2
+    asked = 1 if (cells == 1).any() and (rng.randint(2) or not (cells == 2).any()) else 2
     return "".join(map(str, rng.permutation(cells))) + f" {asked}"
 
 
 def _draw_shapes(rng: np.random.RandomState, content: str) -> tuple[np.ndarray, str, str]:
     cells, asked = content.split()
-    image = _ground(rng, 2 * SIDE, 2 * SIDE)
-    y, x = np.mgrid[: 2 * SIDE, : 2 * SIDE]
+    image = _ground(rng, 2 * SIDE, 3 * SIDE)
+    y, x = np.ogrid[: 2 * SIDE, : 3 * SIDE]
     for number, form in enumerate(cells):
         row, column = divmod(number, 3)
-        radius = rng.randint(5, 8)
-        down, right = (9 + 18 * at + 1 + rng.randint(-1, 2) for at in (row, column))
+        radius = rng.randint(6, 11)
+        down, right = (SIDE * at + SIDE // 2 + rng.randint(-2, 3) for at in (row, column))
         color = _ink(rng)
         if form == "1":
             image[(y - down) ** 2 + (x - right) ** 2 <= radius**2] = color
         elif form == "2":
-            image[np.maximum(abs(y - down), abs(x - right)) <= radius - 1] = color
+            image[np.maximum(abs(y - down), abs(x - right)) < radius] = color
     return _finished(rng, image), f"{FORMS[int(asked) - 1]}?", str(cells.count(asked))
 
 

@@ -46,6 +46,7 @@ from megajax.data.images import (
     row_of,
 )
 from megajax.data.pack import IGNORED, mix, permute
+from megajax.data.source import SURROGATE
 from megajax.data.tokenizer import JsonTokenizer, Tokenizer
 
 RENDERED = "rendered"
@@ -134,8 +135,11 @@ class Dialogue:
     def encode(self, record: Record) -> tuple[np.ndarray, np.ndarray]:
         """Returns (tokens, targets), both int32 (n,); a target is IGNORED where no answer follows.
 
-        Raises: UserError for a text that contains the placeholder.
+        Raises: UserError for a text that contains the placeholder, or a lone surrogate.
         """
+        texts = [p for said in record.turns for p in said.parts if p is not None]
+        if any(SURROGATE.search(text) for text in texts):
+            raise UserError(f"{record.where}: a lone surrogate is not text (--data.source)")
         pieces: list[tuple[Sequence[int], bool]] = []
         if self._control is None:
             if self.tokenizer.begin is not None:

@@ -281,6 +281,7 @@ WRONG = {
     "role": ({"messages": [{"role": "tool", "content": "x"}]}, "must have a role"),
     "part": ({"messages": [{"role": "user", "content": [{"type": "video"}]}]}, "part of type"),
     "empty": ({}, "it needs messages"),
+    "surrogate": (asked("@", "\ud800"), "a lone surrogate"),
     "list": ([1], "it must be an object"),
     "answer": (
         {"messages": [{"role": "assistant", "content": [{"type": "image", "image": "@"}]}]},
