@@ -763,7 +763,10 @@ class Images:
                 whose = "no classes" if theirs is None else f"{theirs} classes"
                 console.say(f"{cfg.init_from} is for {whose}: what names regions begins anew")
         self.rows = detection_rows(cfg, sides.train, cfg.train.seed)
-        self.identity: dict[str, Any] = {"examples": sides.dataset.fingerprint(), "seed": cfg.train.seed}
+        self.identity: dict[str, Any] = {
+            "examples": sides.dataset.fingerprint(),
+            "seed": cfg.train.seed,
+        }
         if data.balance:
             self.identity["balance"] = data.balance  # it decides which image a row is
 
