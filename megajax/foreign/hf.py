@@ -310,8 +310,8 @@ def save(
     tensors, produce = tensors_of(leaves, rules, cfg, dtype)
     named = {} if labels is None else {"labels": labels}
     members = maps.to_hf_config(cfg, dtype, **named)
-    beside = maps.files(cfg) if isinstance(cfg, VlmConfig) else {}
-    write(path, tensors, produce, members, shard_bytes, tokenizer, licences, beside)
+    extra = maps.files(cfg) if isinstance(cfg, VlmConfig) else {}
+    write(path, tensors, produce, members, shard_bytes, tokenizer, licences, extra)
 
 
 Tensors = dict[str, tuple[tuple[int, ...], str]]  # {name: (shape, safetensors' name of the type)}
@@ -356,11 +356,11 @@ def write(
     shard_bytes: int = SHARD_BYTES,
     tokenizer: str | Path | Tokenizer | None = None,
     licences: Sequence[Path] = (),
-    beside: Mapping[str, Any] | None = None,
+    extra: Mapping[str, Any] | None = None,
 ) -> None:
     """Writes tensors, config.json (`members`) and a tokenizer as a folder, whole or not at all.
 
-    beside: {name of a further file: the JSON in it}.
+    extra: {name of a further file: the JSON in it}.
     Raises: UserError when the folder exists or storage fails.
     """
     target = free_folder(path)
@@ -376,7 +376,7 @@ def write(
         return
     with files_.new_folder(target) as folder:
         write_folder(folder, tensors, produce, shard_bytes)
-        for name, content in ({"config.json": members} | dict(beside or {})).items():
+        for name, content in ({"config.json": members} | dict(extra or {})).items():
             (folder / name).write_text(json.dumps(content, indent=2) + "\n")
         if words is not None:
             companions.write(words, folder, _positions(members), generates)

@@ -345,7 +345,7 @@ def positions(
 
 
 class Projector(nnx.Module):
-    """From the tower's patches to features of the decoder's width, one for each merged patch."""
+    """Norm, two products and GELU: what the tower returns becomes tokens of the decoder."""
 
     def __init__(self, cfg: VlmConfig, layout: Layout | None, ops: Ops, *, rngs: nnx.Rngs):
         """Makes the norm of a patch and two products with their biases."""

@@ -117,22 +117,47 @@ def test_other_spellings_of_the_tensors(layout, loaded, tmp_path):
 
 RELEASE = {
     "architectures": ["Qwen2VLForConditionalGeneration"],
-    "attention_dropout": 0.0, "bos_token_id": 151643, "eos_token_id": 151645,
-    "vision_start_token_id": 151652, "vision_end_token_id": 151653, "vision_token_id": 151654,
-    "image_token_id": 151655, "video_token_id": 151656, "hidden_act": "silu", "hidden_size": 1536,
-    "initializer_range": 0.02, "intermediate_size": 8960, "max_position_embeddings": 32768,
-    "max_window_layers": 28, "model_type": "qwen2_vl", "num_attention_heads": 12,
-    "num_hidden_layers": 28, "num_key_value_heads": 2, "rms_norm_eps": 1e-06,
-    "rope_theta": 1000000.0, "sliding_window": 32768, "tie_word_embeddings": True,
-    "torch_dtype": "bfloat16", "transformers_version": "4.41.2", "use_cache": True,
+    "attention_dropout": 0.0,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "vision_start_token_id": 151652,
+    "vision_end_token_id": 151653,
+    "vision_token_id": 151654,
+    "image_token_id": 151655,
+    "video_token_id": 151656,
+    "hidden_act": "silu",
+    "hidden_size": 1536,
+    "initializer_range": 0.02,
+    "intermediate_size": 8960,
+    "max_position_embeddings": 32768,
+    "max_window_layers": 28,
+    "model_type": "qwen2_vl",
+    "num_attention_heads": 12,
+    "num_hidden_layers": 28,
+    "num_key_value_heads": 2,
+    "rms_norm_eps": 1e-06,
+    "rope_theta": 1000000.0,
+    "sliding_window": 32768,
+    "tie_word_embeddings": True,
+    "torch_dtype": "bfloat16",
+    "transformers_version": "4.41.2",
+    "use_cache": True,
     "use_sliding_window": False,
     "vision_config": {
-        "depth": 32, "embed_dim": 1280, "mlp_ratio": 4, "num_heads": 16, "in_chans": 3,
-        "hidden_size": 1536, "patch_size": 14, "spatial_merge_size": 2, "spatial_patch_size": 14,
+        "depth": 32,
+        "embed_dim": 1280,
+        "mlp_ratio": 4,
+        "num_heads": 16,
+        "in_chans": 3,
+        "hidden_size": 1536,
+        "patch_size": 14,
+        "spatial_merge_size": 2,
+        "spatial_patch_size": 14,
         "temporal_patch_size": 2,
     },
-    "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}, "vocab_size": 151936,
-}  # fmt: skip
+    "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
+    "vocab_size": 151936,
+}
 
 
 def test_the_release_is_the_preset():
@@ -184,8 +209,11 @@ def test_limits_of_pixels_come_from_the_folder(tmp_path):
         ("text_config", {"rope_parameters": None}, "mrope_section must be stated once"),
         ("text_config", {"rope_parameters": {"mrope_section": [2, 3]}}, "it must be three whole"),
         ("text_config", {"rope_parameters": {"mrope_section": [2, 2, 2]}}, "with the sum 8"),
-        ("text_config", {"rope_parameters": {"mrope_section": [2, 3, 3], "rope_type": "yarn",
-                                             "factor": 2.0}}, "rope_type yarn is not supported"),
+        (
+            "text_config",
+            {"rope_parameters": {"mrope_section": [2, 3, 3], "rope_type": "yarn", "factor": 2.0}},
+            "rope_type yarn is not supported",
+        ),
         ("vision_config", {"hidden_act": "silu"}, "hidden_act=silu is not supported"),
         ("vision_config", {"hidden_size": 64}, "hidden_size=64 is not supported, only 32"),
         ("vision_config", {"depth": 10**9}, "depth is 1000000000, it must be a whole number"),
@@ -193,7 +221,7 @@ def test_limits_of_pixels_come_from_the_folder(tmp_path):
         ("vision_config", {"rope_parameters": {"rope_theta": 5.0}}, "rope_theta=5.0 is not supp"),
         ("vision_config", {"num_heads": 3}, "tower.width=16 must be divisible by 4 x tower.heads"),
     ],
-)  # fmt: skip
+)
 def test_what_is_not_computed_is_refused_by_name(place, changes, said, tmp_path):
     config = CONFIG | (changes if not place else {place: CONFIG[place] | changes})
     (tmp_path / "config.json").write_text(json.dumps(config))

@@ -113,8 +113,8 @@ def test_a_mesh_trains_as_one_device_does(mesh):
     ours = run(step, 20)
     np.testing.assert_allclose(ours[0], losses, atol=LONG_LOSSES)
     assert losses[-1] < losses[0] - 0.1
-    for mine, theirs in zip(ours[1], norms, strict=True):
-        for name, norm in mine.items():
+    for own_norms, theirs in zip(ours[1], norms, strict=True):
+        for name, norm in own_norms.items():
             assert abs(norm - theirs[name]) < NORMS * theirs[name] + 1e-9, name
     for name, x in ours[2].items():
         np.testing.assert_allclose(x, params[name], atol=1e-3, err_msg=name)
