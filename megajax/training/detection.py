@@ -553,7 +553,7 @@ def tiny() -> DetectConfig:
 
 
 def hard() -> DetectConfig:
-    """Thirty species of look-alikes in rich backgrounds, ten minutes of a CPU core.
+    """Thirty species of look-alikes in rich backgrounds, a quarter of an hour of a CPU core.
 
     Muon learns what AdamW has not begun to learn in these steps. Look-alikes differ by marks of a
     few pixels, so images are enlarged; canvases of three sizes bring the large specimens to the
@@ -563,7 +563,7 @@ def hard() -> DetectConfig:
     return dataclasses.replace(
         base,
         model=dataclasses.replace(base.model, anchor_sizes="24,48,96,180"),
-        train=dataclasses.replace(base.train, steps=1200, global_batch=8),
+        train=dataclasses.replace(base.train, steps=1800, global_batch=8),
         optim=dataclasses.replace(base.optim, name="muon"),
         data=dataclasses.replace(
             base.data,
