@@ -80,6 +80,11 @@ def pictures(images: Sequence[np.ndarray | Picture], tower: VitConfig) -> list[P
     return made
 
 
+def further(images: Iterable[Picture]) -> int:
+    """Returns how many tokens images have in addition to their placeholders."""
+    return sum(image.tokens - 1 for image in images)
+
+
 # ---- the images of one prompt
 
 

@@ -34,8 +34,8 @@ from megajax.foreign import gguf as gguf_
 from megajax.foreign import hf as hf_
 from megajax.foreign import hf_quantized
 from megajax.models import decoder
-from megajax.models.decoder_config import DecoderConfig
 from megajax.models.networks import network_of
+from megajax.models.vlm import VlmConfig
 from megajax.parallel import sharding
 from megajax.quant.formats import Format
 from megajax.quant.quantized_model import quantize_model
@@ -76,13 +76,14 @@ class ChatTemplate:
 class OpenModel:
     """A model whose parameters have not been read yet.
 
-    name: that of its folder or file. chat: None if the tokenizer has no chat template. outlined:
+    name: that of its folder or file. cfg: a DecoderConfig, or a VlmConfig where `open_model` was
+    told that images can be given. chat: None if the tokenizer has no chat template. outlined:
     whether `outline` knows the parameters before they are read. folder: a Hugging Face folder, in
     which there may be a generation_config.json.
     """
 
     name: str
-    cfg: DecoderConfig
+    cfg: Any
     tokenizer: Tokenizer
     chat: ChatTemplate | None
     _load: Callable[[Layout], tuple[Tree, str]]
@@ -210,6 +211,11 @@ class OpenModel:
         params, what = self.load(layout)
         if quantize == "none":
             return params, what
+        if isinstance(self.cfg, VlmConfig):
+            raise UserError(
+                f"quantize={quantize}: a vision-language model is not quantized; the default is "
+                "none (--quantize)"
+            )
         one_rank(layout)
         if any(isinstance(w, PackedWeight) for w in jax.tree.leaves(params, is_leaf=_is_packed)):
             raise UserError(f"{self.name} is packed or quantized as it is stored (--quantize)")
@@ -226,20 +232,23 @@ def open_model(
     step: int | None = None,
     tokenizer: str | None = None,
     tiles: bool = False,
+    vision: bool = False,
 ) -> OpenModel:
     """Opens the one model that is named.
 
     Args: run_dir: folder of a training run. hf: Hugging Face folder. gguf: GGUF file. step:
       checkpoint of the run; None: the latest. tokenizer: 'bytes' or a tokenizer.json; None: the
-      model's. tiles: the matrices of a pruned run become packed tiles.
-    Raises: UserError for none or several, or for a folder that cannot be read.
+      model's. tiles: the matrices of a pruned run become packed tiles. vision: a vision-language
+      model is opened too.
+    Raises: UserError for none or several, for a folder that cannot be read, or one with a model
+      that is not opened.
     """
     if sum(name is not None for name in (run_dir, hf, gguf)) != 1:
         raise UserError("give one of --run_dir, --hf and --gguf")
     if run_dir is not None:
         opened = _open_run(expand(run_dir, "run_dir"), step, tokenizer, tiles)
     elif hf is not None:
-        opened = _open_hf(expand(hf, "hf"), tokenizer)
+        opened = _open_hf(expand(hf, "hf"), tokenizer, vision)
     else:
         opened = _open_gguf(expand(gguf or "", "gguf"), tokenizer)
     check_vocabulary(opened.tokenizer, opened.cfg.vocab)
@@ -297,8 +306,10 @@ def _pack(run: RunConfig, layout: Layout, params: Tree, what: str) -> tuple[Tree
     return packed, f"{what}, {held}"
 
 
-def _open_hf(folder: Path, tokenizer: str | None) -> OpenModel:
-    cfg = hf_.load_decoder_config(folder, "hf")
+def _open_hf(folder: Path, tokenizer: str | None, vision: bool) -> OpenModel:
+    cfg: Any = hf_.load_config(folder, "hf")
+    if not (vision and isinstance(cfg, VlmConfig)):
+        cfg = hf_.load_decoder_config(folder, "hf")
     if tokenizer is None:
         need_tokenizer(folder, "hf")
 

@@ -382,7 +382,9 @@ class Run:
         params = self._job.params
         for i, prompt in enumerate(self._job.prompts):
             first = i * params.n
-            self._streams.append(await self._worker.submit(prompt, params, self._outputs, first))
+            self._streams.append(
+                await self._worker.submit(prompt, params, self._outputs, first, self._job.images)
+            )
 
     def cancel(self) -> None:
         """Ends what has not ended."""
@@ -408,7 +410,7 @@ class Run:
 
     def _usage(self) -> dict[str, int]:
         """Numbers of tokens; each prompt counts once."""
-        prompt = sum(map(len, self._job.prompts))
+        prompt = self._job.size
         drawn = sum(a.tokens for a in self._answers)
         return {
             "prompt_tokens": prompt,

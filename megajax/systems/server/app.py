@@ -7,8 +7,10 @@ or not, ends its requests, whose pages are free from the next step on.
 """
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -24,8 +26,11 @@ from megajax.systems.server.base import (
     until_gone,
     write,
 )
+from megajax.systems.server.images import LARGE_BODIES, LONGER, THREADS, has_images
 from megajax.systems.server.protocol import Job, Reader
 from megajax.systems.server.worker import Worker
+
+SHORT = 2**20  # (chosen) bytes of a body that the event loop parses; a thread parses a longer one
 
 
 class Server:
@@ -40,15 +45,21 @@ class Server:
         name: str,
         keys: Collection[str] = (),
         max_body: int = 2**22,
+        image_bytes: int = 0,
         timeout_s: float = 600,
     ):
         """name: of the model. keys: one of which a client must send; none: everybody may ask.
 
-        max_body: bytes of a request. timeout_s: of a request, from its arrival to its last token.
+        max_body: bytes of a request. image_bytes: of the images of a chat, which its body may have
+        in addition; 0: the model sees none. timeout_s: of a request, from its arrival to its last
+        token.
         """
         self._worker, self._reader, self.name, self._timeout_s = worker, reader, name, timeout_s
         self._tokenizer = worker.engine.tokenizer
         self._tokenizing = asyncio.Semaphore()  # what no model's context bounds, one at a time
+        self._max_body, self._chat_body = max_body, max_body + LONGER * image_bytes
+        self._large = asyncio.Semaphore(LARGE_BODIES)
+        self._decoding = ThreadPoolExecutor(THREADS, "images")
         self._pieces, self._born = pieces_of(self._tokenizer), int(time.time())
         self._base = Base(
             {
@@ -70,10 +81,10 @@ class Server:
     # ---- endpoints
 
     async def _completions(self, request: Request) -> Response:
-        return await self._answer(request, self._reader.completion)
+        return await self._answer(request, self._reader.completion, self._max_body)
 
     async def _chat(self, request: Request) -> Response:
-        return await self._answer(request, self._reader.chat)
+        return await self._answer(request, self._reader.chat, self._chat_body)
 
     async def _models(self, request: Request) -> Response:
         context = self._worker.engine.context
@@ -110,13 +121,33 @@ class Server:
 
     # ---- answers
 
-    async def _answer(self, request: Request, read: Callable[[dict], Job]) -> Response:
+    async def _read(
+        self, request: Request, read: Callable[[dict], Job], most: int
+    ) -> tuple[Job, str]:
+        """Returns (what a request asks for, its name of the model). most: bytes of its body.
+
+        A body with images is in memory several times until they are decoded, so few are read at a
+        time, and a few threads decode them.
+        """
+        length = request.headers.get("content-length", "")
+        is_small = most == self._max_body or (
+            length.isdecimal() and int(length[:18]) <= self._max_body
+        )
+        async with contextlib.nullcontext() if is_small else self._large:
+            raw = await self._base.body(request, most)
+            self._worker.check()
+            body = parse(raw) if len(raw) <= SHORT else await asyncio.to_thread(parse, raw)
+            del raw
+            if not has_images(body):
+                job = await asyncio.to_thread(read, body)
+            else:
+                loop = asyncio.get_running_loop()
+                job = await loop.run_in_executor(self._decoding, read, body)
+        return job, body.get("model") or self.name
+
+    async def _answer(self, request: Request, read: Callable[[dict], Job], most: int) -> Response:
         deadline = time.monotonic() + self._timeout_s
-        raw = await self._base.body(request)
-        self._worker.check()
-        body = parse(raw)
-        job = await asyncio.to_thread(read, body)
-        model = body.get("model") or self.name
+        job, model = await self._read(request, read, most)
         run = Run(self._worker, job, model, self._tokenizer, self._pieces)
         gone = asyncio.create_task(until_gone(request))
         try:

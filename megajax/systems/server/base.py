@@ -224,23 +224,27 @@ class Base:
         shown = ApiError(error.status_code, f"{error.detail}: {self._help}")
         return JSONResponse(shown.body, status_code=shown.status, headers=error.headers)
 
-    async def body(self, request: Request) -> bytes:
-        """Reads a body. Raises: ApiError for one that is too long, too slow or of another kind."""
+    async def body(self, request: Request, most: int | None = None) -> bytes:
+        """Reads a body. most: bytes that it may have; None: max_body.
+
+        Raises: ApiError for one that is too long, too slow or of another kind.
+        """
+        most = self._max_body if most is None else most
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind != "application/json":
             # A browser asks before it sends this type to another site, so no web page that somebody
             # opens can use a server on their machine.
             raise ApiError(415, "the header must be Content-Type: application/json")
-        too_long = ApiError(413, f"the body is longer than {self._max_body} bytes (--max_body)")
+        too_long = ApiError(413, f"the body is longer than {most} bytes (--max_body)")
         length = request.headers.get("content-length", "0")
-        if not length.isdecimal() or int(length[:18]) > self._max_body:
+        if not length.isdecimal() or int(length[:18]) > most:
             raise too_long
         raw = bytearray()
         try:
             async with asyncio.timeout(BODY_S):
                 async for part in request.stream():
                     raw += part
-                    if len(raw) > self._max_body:
+                    if len(raw) > most:
                         raise too_long
         except TimeoutError:
             raise ApiError(408, f"the body took more than {BODY_S} seconds") from None

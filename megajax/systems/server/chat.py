@@ -21,6 +21,7 @@ from megajax.data.chat import ControlTokens, TooLongError
 from megajax.data.tokenizer import Tokenizer
 from megajax.systems.open_model import ChatTemplate
 from megajax.systems.server.base import ApiError
+from megajax.systems.server.images import ImagePart
 
 BETWEEN = "\n"  # (vLLM, llama.cpp) joins the texts of one message
 PROBES = ("first probe", "second probe", "third probe")  # (chosen) texts of the trial's messages
@@ -35,10 +36,14 @@ class Chat:
     message of a user, or "". doubts: warnings of the trial of the template, with the refusal.
     """
 
-    def __init__(self, template: ChatTemplate | None, tokenizer: Tokenizer):
-        """template: if it is None or does not compile, every chat is refused with the reason."""
+    def __init__(
+        self, template: ChatTemplate | None, tokenizer: Tokenizer, image_token: int | None = None
+    ):
+        """template: if it is None or does not compile, every chat is refused with the reason.
+        image_token: the placeholder of an image; None: the model sees none."""
         self.problem, self.refusal, self.doubts = "", "", []  # type: ignore[var-annotated]
         self._tokenizer, self._takes_texts, self._takes_parts = tokenizer, True, False
+        self._image_token, self._takes_images = image_token, False
         source = "" if template is None else template.source
         self._controls = ControlTokens(tokenizer, source)
         if template is None:
@@ -68,7 +73,7 @@ class Chat:
         """
         self._check()
         try:
-            return self._render([self._with_content(m) for m in messages], more)
+            return self._render([self._with_content(m, "") for m in messages], more)
         except Exception as error:  # a template is a program: it can fail in any way
             raise _refused(error) from None
 
@@ -81,25 +86,34 @@ class Chat:
     ) -> list[int]:
         """Returns the token ids of a chat. Only the template writes control tokens.
 
+        An image becomes one placeholder, with what the template writes around it, if it has a form
+        for images.
+
         Args: messages, more: as of `prompt`. special: whether the text of special tokens in
           messages becomes these tokens too. most: as `Tokenizer.encode`. Raises: ApiError.
         """
         self._check()
         if most is not None and len(messages) > 2 * most:
             raise _too_long(most, f"there are {len(messages)} messages")
-        if special:
-            return self._tokenizer.encode([self.prompt(messages, more)], True, most)[0].tolist()
         controls = self._controls
         try:
-            made = [self._with_content(m) for m in messages]
-            mark = controls.mark(made, more)
-            made, more = controls.protect([made, dict(more)], mark, most)
+            # A character that no text contains stands for an image until texts are ids.
+            stand = controls.mark([self._with_content(m, "") for m in messages], more)
+            made = [self._with_content(m, stand) for m in messages]
+            mark = controls.mark(made, more, stand)
+            if not special:
+                made, more = controls.protect([made, dict(more)], mark, most)
             text = self._render(made, more)
         except TooLongError as error:
             raise _too_long(most, str(error)) from None
         except Exception as error:
             raise _refused(error) from None
-        return controls.encode(text, mark, most)
+        first, *others = text.split(stand)
+        ids = controls.encode(first, mark, most)
+        for part in others:
+            assert self._image_token is not None
+            ids += [self._image_token, *(controls.encode(part, mark, most) if part else [])]
+        return ids
 
     def _check(self) -> None:
         if self.problem:
@@ -109,8 +123,10 @@ class Chat:
         words: dict[str, Any] = {"tools": None, "documents": None, "add_generation_prompt": True}
         return self._template.render(messages=list(messages), **{**words, **self._words, **more})
 
-    def _with_content(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Returns a message whose content has the form that the template reads: text or parts."""
+    def _with_content(self, message: Mapping[str, Any], stand: str) -> Mapping[str, Any]:
+        """Returns a message whose content has the form that the template reads: text or parts.
+
+        stand: text in the place of an image for which the template has no form."""
         content = message.get("content")
         if isinstance(content, str):
             if self._takes_texts:
@@ -118,9 +134,21 @@ class Chat:
             content = [content]
         if not isinstance(content, list):
             return message
+        if self._takes_images:
+            shown = ({"type": "image"} if isinstance(part, ImagePart) else part for part in content)
+            return {**message, "content": [_text(p) if isinstance(p, str) else p for p in shown]}
+        texts: list[str] = []
+        for number, part in enumerate(content):
+            is_image = isinstance(part, ImagePart)
+            if number and not is_image and not isinstance(content[number - 1], ImagePart):
+                texts.append(part)
+            elif number:  # nothing is between a placeholder and the text beside it
+                texts[-1] += stand if is_image else part
+            else:
+                texts.append(stand if is_image else part)
         if not self._takes_parts:
-            return {**message, "content": BETWEEN.join(content)}
-        return {**message, "content": [{"type": "text", "text": text} for text in content]}
+            return {**message, "content": BETWEEN.join(texts)}
+        return {**message, "content": [_text(text) for text in texts]}
 
     # ---- the trial
 
@@ -135,13 +163,19 @@ class Chat:
         with_parts, _ = self._attempt([{"role": "user", "content": parts}])
         self._takes_parts = first in with_parts and second in with_parts and "{'" not in with_parts
         self._takes_texts = first in text or not self._takes_parts
+        if self._image_token is not None and self._takes_parts:
+            with_image, _ = self._attempt(
+                [{"role": "user", "content": [{"type": "image"}, *parts]}]
+            )
+            ids = self._tokenizer.encode([with_image], True)[0].tolist()
+            self._takes_images = ids.count(self._image_token) == 1
         if error is not None and self._takes_texts:
             self.refusal = f"the chat template refuses a message of a user: {error}"
             self.doubts.append(self.refusal)
         elif first not in text and not self._takes_parts:
             self.doubts.append("the chat template leaves out the text of a user's message")
         else:
-            text, error = self._attempt([self._with_content(m) for m in two])
+            text, error = self._attempt([self._with_content(m, "") for m in two])
             if error is not None:
                 self.doubts.append(f"the chat template refuses a second turn: {error}")
             elif third not in text:
@@ -152,6 +186,10 @@ class Chat:
             return self._render(messages, {}), None
         except Exception as error:
             return "", error
+
+
+def _text(text: str) -> dict[str, str]:
+    return {"type": "text", "text": text}
 
 
 def _too_long(most: int | None, reason: str) -> ApiError:

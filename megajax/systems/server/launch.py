@@ -21,6 +21,7 @@ from megajax.core import files
 from megajax.core import mesh as mesh_
 from megajax.core.errors import UserError
 from megajax.core.files import expand
+from megajax.models.vlm import VlmConfig
 from megajax.parallel.overlap import refuse_fused
 from megajax.serving import Engine
 from megajax.serving.forward import replica_axes
@@ -29,6 +30,7 @@ from megajax.systems.server import http
 from megajax.systems.server.app import Server
 from megajax.systems.server.base import Metrics
 from megajax.systems.server.chat import Chat
+from megajax.systems.server.images import ImageReader
 from megajax.systems.server.options import Config, EngineOptions, HttpOptions, ModelOptions
 from megajax.systems.server.protocol import Reader
 from megajax.systems.server.worker import Peers, Worker, follow
@@ -146,7 +148,8 @@ def build_server(
     parse_special, sampling: as of Reader.
     """
     tokenizer: Any = engine.tokenizer
-    chat = Chat(template, tokenizer)
+    sees = isinstance(engine.cfg, VlmConfig)
+    chat = Chat(template, tokenizer, engine.cfg.image_token if sees else None)
     for doubt in [chat.problem] * (template is not None) + chat.doubts:
         if doubt:
             logging.warning("%s; chat requests may fail (--chat_template=FILE)", doubt)
@@ -161,6 +164,7 @@ def build_server(
         strict=limits.strict_members,
         parse_special=parse_special,
         sampling=sampling,
+        images=ImageReader(engine.see if sees else None, limits, jax.process_count() > 1),
     )
     server = Server(
         worker,
@@ -169,6 +173,7 @@ def build_server(
         name=name,
         keys=keys or (),
         max_body=limits.max_body,
+        image_bytes=limits.max_image_bytes if sees else 0,
         timeout_s=limits.request_timeout_s,
     )
     return worker, server
@@ -185,6 +190,7 @@ def open_named(options: ModelOptions) -> OpenModel:
         gguf=options.gguf,
         step=options.step,
         tokenizer=options.tokenizer,
+        vision=True,
     )
 
 

@@ -78,6 +78,9 @@ class EngineOptions(Checked):
         None, "tokens that a dispatch decodes; none: 1 on a CPU, else 4", at_least=1
     )
     prefix_cache: bool = option(True, "whether prompts that begin alike share pages")
+    image_cache: int = option(
+        2**28, "features of images that are held for later requests", "bytes", at_least=0
+    )
     seed: int = option(0, "random seed of requests that give none", at_least=0, at_most=2**32 - 1)
 
 
@@ -95,6 +98,20 @@ class HttpOptions(Checked):
     )
     max_body: int = option(
         2**22, "largest body of a request; larger ones are refused with 413", "bytes", at_least=1
+    )
+    max_images: int = option(8, "largest number of images of a request", at_least=0)
+    max_image_bytes: int = option(
+        2**24, "largest size of the image files of a request together", "bytes", at_least=0
+    )
+    max_image_pixels: int = option(
+        2**24, "largest number of pixels of an image; a side has at most 32768", at_least=1
+    )
+    max_image_memory: int = option(
+        2**30,
+        "largest size of the images, resized, of all requests that run or wait; more are refused "
+        "with 429",
+        "bytes",
+        at_least=1,
     )
     strict_members: bool = option(
         False,

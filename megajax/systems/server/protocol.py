@@ -18,9 +18,12 @@ from typing import Any, Literal
 from megajax.core.errors import UserError, did_you_mean
 from megajax.data.tokenizer import prompt_ids
 from megajax.serving import SamplingParams, StructuredOutputsParams
+from megajax.serving.images import Picture, further
 from megajax.serving.params import WHOLE
 from megajax.systems.server.base import ApiError
 from megajax.systems.server.chat import Chat
+from megajax.systems.server.images import ImagePart, ImageReader, part_of
+from megajax.systems.server.options import HttpOptions
 
 STOPS = 16  # (chosen; OpenAI has 4, vLLM no limit) stop strings
 STOP = 2**10  # (chosen) characters of each: as many tokens are decoded anew with every token
@@ -177,7 +180,7 @@ class Job:
     prompts: token ids of each. echo: for each prompt, the text that its answers begin with.
     logprobs: how many likeliest tokens are listed for each token; None: no log-probabilities. ends:
     ids that end an answer and do not belong to its text. silent: the answer has no token, and only
-    the prompt is sent back.
+    the prompt is sent back. images: of the one prompt of a chat, which has a placeholder for each.
     """
 
     kind: Literal["completion", "chat"]
@@ -190,6 +193,12 @@ class Job:
     include_stop: bool
     ends: frozenset[int]
     silent: bool = False
+    images: Sequence[Picture] = ()
+
+    @property
+    def size(self) -> int:
+        """Returns the number of tokens of all prompts; each prompt counts once."""
+        return sum(map(len, self.prompts)) + further(self.images)
 
 
 class Reader:
@@ -205,13 +214,15 @@ class Reader:
         strict: bool = False,
         parse_special: bool = True,
         sampling: Mapping[str, Any] | None = None,
+        images: ImageReader | None = None,
     ):
         """names: of the model. context: most tokens of prompt and answer. strict: refuse HINTS.
 
         parse_special: whether the text of a special token in a completion's prompt is that token,
           where the request does not say. sampling: members of SamplingParams for requests that
-          do not have them.
+          do not have them. images: reads those of chats; None: the model sees none.
         """
+        self._images = images or ImageReader(None, HttpOptions())
         self._sampling = dict(sampling or {})
         self._strict = strict
         self._names, self._tokenizer, self._chat = tuple(names), tokenizer, chat
@@ -235,7 +246,7 @@ class Reader:
         """Reads a body of /v1/chat/completions. Raises: ApiError."""
         fields = Fields(body)
         self._check_model(fields)
-        prompt = self._chat_prompt(fields, self._context)
+        prompt, parts = self._chat_prompt(fields, self._context)
         listed = fields.between("top_logprobs", 0, 20, None)
         has_logprobs = fields.take("logprobs", bool, False)
         if listed is not None and not has_logprobs:
@@ -243,21 +254,23 @@ class Reader:
         most = fields.between("max_completion_tokens", 1, WHOLE, None)
         older = fields.between("max_tokens", 1, WHOLE, None)
         most = older if most is None else most
-        self._check_context(prompt, 1)
-        most = self._context - len(prompt) if most is None else most
-        return self._job(
-            fields, "chat", [prompt], most, (listed or 0) if has_logprobs else None, []
-        )
+        self._check_context(len(prompt), 1)
+        images = self._images.read(parts)
+        size = len(prompt) + further(images)
+        self._check_context(size, 1)
+        most = self._context - size if most is None else most
+        logprobs = (listed or 0) if has_logprobs else None
+        return self._job(fields, "chat", [prompt], most, logprobs, [], images)
 
     def tokenize(self, body: dict[str, Any]) -> list[int]:
         """Reads a body of /tokenize: a prompt or messages, as the endpoints above read them.
 
-        Returns: its token ids. Raises: ApiError.
+        Returns: its token ids, with one placeholder for each image. Raises: ApiError.
         """
         fields = Fields(body)
         self._check_model(fields)
         if fields.any("messages") is not None:
-            ids = self._chat_prompt(fields, None)
+            ids, _ = self._chat_prompt(fields, None)
         else:
             text = fields.take("prompt", str)
             if text is None:
@@ -302,7 +315,8 @@ class Reader:
         special = fields.take("parse_special", bool, self._special)
         return prompt_ids(self._tokenizer, text, special, begin, most)
 
-    def _chat_prompt(self, fields: Fields, most: int | None) -> list[int]:
+    def _chat_prompt(self, fields: Fields, most: int | None) -> tuple[list[int], list[ImagePart]]:
+        """Returns (token ids with one placeholder an image, the images, not decoded)."""
         more = dict(fields.take("chat_template_kwargs", dict, {}))
         more["add_generation_prompt"] = fields.take("add_generation_prompt", bool, True)
         begin = fields.take("add_special_tokens", bool, False)
@@ -310,8 +324,12 @@ class Reader:
         for name in ("tools", "functions"):
             fields.only(name, empty, "is not supported: the server calls no tools")
         fields.only("tool_choice", none_of("none", "auto"), "is not supported")
-        ids = self._chat.encode(_messages(fields), more, special, most)
-        return [*self._tokenizer.prefix(), *ids] if begin else ids
+        messages = _messages(fields)
+        contents = (m["content"] for m in messages if isinstance(m["content"], list))
+        parts = [part for content in contents for part in content if isinstance(part, ImagePart)]
+        self._images.check(parts)
+        ids = self._chat.encode(messages, more, special, most)
+        return [*self._tokenizer.prefix(), *ids] if begin else ids, parts
 
     def _check_model(self, fields: Fields) -> None:
         name = fields.take("model", str, self._names[0])
@@ -340,22 +358,23 @@ class Reader:
         for prompt in listed:
             if isinstance(prompt, str):
                 ids.append(self._prompt(fields, prompt, self._context))
-                self._check_context(ids[-1], 0)
+                self._check_context(len(ids[-1]), 0)
                 texts.append(prompt)
             else:
-                self._check_context(prompt, 0)
+                self._check_context(len(prompt), 0)
                 ids.append(prompt)
                 texts.append(self._tokenizer.decode([i for i in prompt if 0 <= i < 2**31]))
         if not all(ids):
             raise fields.error("prompt", "must have at least one token")
         return ids, texts
 
-    def _check_context(self, prompt: Sequence[int], most: int) -> None:
-        if len(prompt) + most > self._context:
+    def _check_context(self, size: int, most: int) -> None:
+        """Refuses a prompt of so many tokens. most: that it is to draw."""
+        if size + most > self._context:
             raise ApiError(
                 400,
-                f"the model's context has {self._context} tokens; the prompt has {len(prompt)}"
-                f"{' or more' if len(prompt) > self._context else ''}, and {most} more are asked "
+                f"the model's context has {self._context} tokens; the prompt has {size}"
+                f"{' or more' if size > self._context else ''}, and {most} more are asked "
                 "for: shorten the prompt, or max_tokens",
                 param="messages" if most == 1 else "max_tokens",
                 code="context_length_exceeded",
@@ -369,10 +388,11 @@ class Reader:
         most: int,
         logprobs: int | None,
         echo: list[str],
+        images: Sequence[Picture] = (),
     ) -> Job:
         silent, most = most == 0, max(most, 1)  # the engine draws at least one token
         for prompt in prompts:
-            self._check_context(prompt, most)
+            self._check_context(len(prompt) + further(images), most)
         stream = fields.take("stream", bool, False)
         options = Fields(fields.take("stream_options", dict, {}), "stream_options.")
         usage = options.take("include_usage", bool, False)
@@ -393,7 +413,8 @@ class Reader:
         ends = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
             ends |= frozenset(self._tokenizer.ends)
-        return Job(kind, prompts, params, echo, stream, usage, logprobs, include, ends, silent)
+        made = prompts, params, echo, stream, usage, logprobs, include, ends, silent, images
+        return Job(kind, *made)
 
     def _params(
         self, fields: Fields, most: int, logprobs: int | None, prompt_logprobs: int | None
@@ -422,7 +443,7 @@ class Reader:
 
 
 def _messages(fields: Fields) -> list[dict[str, Any]]:
-    """Returns the messages of a chat, whose contents are texts or lists of texts."""
+    """Returns the messages of a chat, whose contents are texts or lists of texts and images."""
     messages = fields.take("messages", list)
     if not messages:
         raise fields.error("messages", "must be a list of at least one message")
@@ -441,11 +462,14 @@ def _messages(fields: Fields) -> list[dict[str, Any]]:
             )
         content = message.get("content")
         if isinstance(content, list):
-            content = [_text_of(part) for part in content]
+            place = f"messages[{i}].content"
+            content = [
+                part_of(part, f"{place}[{k}]") or _text_of(part) for k, part in enumerate(content)
+            ]
         if None in content if isinstance(content, list) else not isinstance(content, str | None):
             raise ApiError(
                 400,
-                f"messages[{i}].content must be a text, or a list of parts with texts",
+                f"messages[{i}].content must be a text, or a list of parts with texts or image_url",
                 param=f"messages[{i}].content",
             )
         made.append({**message, "content": content or ""})

@@ -33,6 +33,7 @@ from absl import logging
 from megajax.core import mesh
 from megajax.core.errors import UserError
 from megajax.serving import Engine, Output, SamplingParams, StructuredOutputsParams
+from megajax.serving.images import Picture, further
 from megajax.systems.server.base import ApiError, EngineFailed, Metrics, stopping
 
 RATE = 64  # (chosen) answers from whose ends a waiting time is estimated
@@ -51,7 +52,7 @@ class Stream:
     """A request on its way through the engine, as the event loop sees it.
 
     outputs: queue of (number of the answer, Output), or (number, EngineFailed). first: number of
-    its first answer there.
+    its first answer there. images: of the prompt's placeholders.
     """
 
     prompt: Sequence[int]
@@ -59,6 +60,7 @@ class Stream:
     outputs: asyncio.Queue
     first: int
     accepted: asyncio.Future
+    images: Sequence[Picture] = ()
     began: float = dataclasses.field(default_factory=time.monotonic)
     # When an answer last grew, by index.
     last: dict[int, float] = dataclasses.field(default_factory=dict)
@@ -109,7 +111,7 @@ class EngineMetrics:
         """Records an output of a request, at a time of time.monotonic."""
         count, before = len(output.tokens), stream.last.get(output.index)
         if not stream.last:
-            self._prompt.inc(len(stream.prompt))
+            self._prompt.inc(len(stream.prompt) + further(stream.images))
         if count:
             self._drawn.inc(count)
             if before is None:
@@ -179,16 +181,22 @@ class Worker:
             raise stopping()
 
     async def submit(
-        self, prompt: Sequence[int], params: SamplingParams, outputs: asyncio.Queue, first: int
+        self,
+        prompt: Sequence[int],
+        params: SamplingParams,
+        outputs: asyncio.Queue,
+        first: int,
+        images: Sequence[Picture] = (),
     ) -> Stream:
-        """Returns a stream when the engine has taken the request. outputs, first: as Stream's.
+        """Returns a stream when the engine has taken the request. outputs, first, images: as
+        Stream's.
 
         Raises: ApiError when too many wait. UserError for what can never run.
         """
         if params.structured_outputs is not None:
             await asyncio.to_thread(self.engine.prepare, params)
         accepted = asyncio.get_running_loop().create_future()
-        stream = Stream(prompt, params, outputs, first, accepted)
+        stream = Stream(prompt, params, outputs, first, accepted, images)
         with self._lock:
             self.check()
             ahead = self._queued + self._load.waiting
@@ -298,7 +306,7 @@ class Worker:
 
     def _submit(self, stream: Stream) -> None:
         try:
-            stream.id = self.engine.submit(stream.prompt, stream.params)
+            stream.id = self.engine.submit(stream.prompt, stream.params, images=stream.images)
         except UserError as error:
             self._call(_settle, stream.accepted, error)
         except Exception as error:  # of this request alone: the engine has taken nothing
