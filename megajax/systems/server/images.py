@@ -71,6 +71,7 @@ class ImageReader:
     ):
         """see: Engine.see. several: whether the engine runs on several processes."""
         self._see, self._limits, self._several = see, limits, several
+        self.sees = see is not None
         self._live: weakref.WeakSet[Picture] = weakref.WeakSet()
 
     def check(self, parts: Sequence[ImagePart]) -> None:
@@ -78,8 +79,6 @@ class ImageReader:
         if not parts:
             return
         where, limits = parts[0].where, self._limits
-        if self._see is None:
-            raise _error(where, ": this model sees no images; send text alone")
         if self._several:
             raise _error(where, ": a server of several processes takes text alone")
         if len(parts) > limits.max_images:
@@ -99,7 +98,7 @@ class ImageReader:
         self.check(parts)
         made = []
         for part in parts:
-            assert self._see is not None
+            assert self._see is not None, "parts of other models are refused"
             try:
                 data = base64.b64decode(part.file, validate=True)
                 pixels = decode(data, max_pixels=self._limits.max_image_pixels)

@@ -324,7 +324,7 @@ class Reader:
         for name in ("tools", "functions"):
             fields.only(name, empty, "is not supported: the server calls no tools")
         fields.only("tool_choice", none_of("none", "auto"), "is not supported")
-        messages = _messages(fields)
+        messages = _messages(fields, self._images.sees)
         contents = (m["content"] for m in messages if isinstance(m["content"], list))
         parts = [part for content in contents for part in content if isinstance(part, ImagePart)]
         self._images.check(parts)
@@ -442,8 +442,10 @@ class Reader:
             raise ApiError(400, str(error), param=name, code="invalid_value") from None
 
 
-def _messages(fields: Fields) -> list[dict[str, Any]]:
-    """Returns the messages of a chat, whose contents are texts or lists of texts and images."""
+def _messages(fields: Fields, sees: bool) -> list[dict[str, Any]]:
+    """Returns the messages of a chat, whose contents are texts or lists of texts and images.
+
+    sees: whether the model reads images."""
     messages = fields.take("messages", list)
     if not messages:
         raise fields.error("messages", "must be a list of at least one message")
@@ -463,13 +465,13 @@ def _messages(fields: Fields) -> list[dict[str, Any]]:
         content = message.get("content")
         if isinstance(content, list):
             place = f"messages[{i}].content"
-            content = [
-                part_of(part, f"{place}[{k}]") or _text_of(part) for k, part in enumerate(content)
-            ]
+            images = [sees and part_of(part, f"{place}[{k}]") for k, part in enumerate(content)]
+            content = [image or _text_of(part) for image, part in zip(images, content, strict=True)]
         if None in content if isinstance(content, list) else not isinstance(content, str | None):
             raise ApiError(
                 400,
-                f"messages[{i}].content must be a text, or a list of parts with texts or image_url",
+                f"messages[{i}].content must be a text, or a list of parts with texts"
+                f"{' or images (image_url)' if sees else '; this model sees no images'}",
                 param=f"messages[{i}].content",
             )
         made.append({**message, "content": content or ""})
