@@ -520,7 +520,9 @@ def _move(draw: Draw, at: int, shape: tuple[int, ...], axis: int) -> tuple[Step,
 # The computation of a two-stage detector. These are the operations of Faster R-CNN (arXiv
 # 1506.01497) with a feature pyramid (arXiv 1612.03144) and RoIAlign (arXiv 1703.06870), in that
 # order: strided residual convolutions, 1x1 laterals with upsampling, scores of anchors, the best
-# boxes without their overlaps, bilinear samples inside each box, and a dense head.
+# boxes without their overlaps, bilinear samples inside each box, and a dense head. They stand for
+# models/faster_rcnn.py, which trains: the latencies that a GPU measured are of these programs, and
+# a change of the trained network must not change them.
 
 
 STRIDES = (4, 8, 16)  # of the pyramid's levels
