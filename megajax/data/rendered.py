@@ -34,7 +34,7 @@ FONT = {
 CONSONANTS, VOWELS = "BCDFGHJKLMNPQRSTVWXZ", "AEIOUY"
 SIDE = 28  # pixels of a cell: of a merged patch of the towers that ours follow
 SCALE = 3  # pixels of a dot of the font
-FORMS = ("circles", "squares")
+FORMS = ("circles", "crosses")
 BARS = 4
 
 
@@ -131,7 +131,7 @@ def _draw_number(rng: np.random.RandomState, content: str) -> tuple[np.ndarray, 
 
 
 def _shapes(rng: np.random.RandomState) -> str:
-    """Returns what six cells hold (0 nothing, 1 a circle, 2 a square), and which is counted."""
+    """Returns what six cells hold (0 nothing, 1 a circle, 2 a cross), and which is counted."""
     first = 1 + rng.randint(4)
     cells = np.zeros(6, int)
     cells[:first] = 1
@@ -154,7 +154,8 @@ def _draw_shapes(rng: np.random.RandomState, content: str) -> tuple[np.ndarray, 
         if form == "1":
             image[(y - down) ** 2 + (x - right) ** 2 <= radius**2] = color
         elif form == "2":
-            image[np.maximum(abs(y - down), abs(x - right)) < radius] = color
+            near, far = (pair(abs(y - down), abs(x - right)) for pair in (np.minimum, np.maximum))
+            image[(near <= radius // 4) & (far < radius)] = color
     return _finished(rng, image), f"{FORMS[int(asked) - 1]}?", str(cells.count(asked))
 
 

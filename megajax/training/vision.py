@@ -143,10 +143,11 @@ def nano() -> VisionConfig:
     """A small model learns to read drawings, minutes of two CPU cores."""
     return VisionConfig(
         model=MODELS["nano"](),
-        train=TrainConfig(steps=400, global_batch=32, seq_len=64),
-        optim=OptimConfig(name="muon", lr=2e-2, warmup=20, schedule="cosine", final=0.02),
-        eval=VisionEvalConfig(every=200, batches=16),
-        checkpoint=CheckpointConfig(every=200),
+        train=TrainConfig(steps=300, global_batch=16, seq_len=128, remat="none"),
+        data=VisionDataConfig(patches=144),
+        optim=OptimConfig(name="muon", lr=2e-2, warmup=15, schedule="cosine", final=0.02),
+        eval=VisionEvalConfig(every=100, batches=32),
+        checkpoint=CheckpointConfig(every=100),
         log=LogConfig(every=20),
         mesh=MeshSpec(),
         emulate_without_gpu=8,
@@ -158,8 +159,9 @@ def tiny() -> VisionConfig:
     base = nano()
     return dataclasses.replace(
         base,
-        train=dataclasses.replace(base.train, steps=6, global_batch=16),
-        eval=VisionEvalConfig(every=3, batches=2, samples=6),
+        train=dataclasses.replace(base.train, steps=6, global_batch=8, seq_len=64),
+        data=VisionDataConfig(patches=96),
+        eval=VisionEvalConfig(every=3, batches=4, samples=4, sample_tokens=6),
         checkpoint=CheckpointConfig(every=3),
         log=LogConfig(every=1),
     )

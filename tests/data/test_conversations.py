@@ -446,7 +446,7 @@ def test_drawings_fill_rows_and_the_control_shows_grey():
         texts = [text_of(row["tokens"][row["segments"] == s]) for s in (1, 2)]
         kinds |= {t.split("?")[0].split("#")[-1] for t in texts}
         assert row["segments"].max() >= 2
-    assert kinds == {"word", "number", "circles", "squares", "highest", "lowest"}
+    assert kinds == {"word", "number", "circles", "crosses", "highest", "lowest"}
     blank = VisionRows(data.train, dataclasses.replace(spec, blank=True), 64, 0, MODEL)[5]
     row = rows[5]
     assert (blank["patches"][blank["images"] >= 0] == GREY).all()
