@@ -451,21 +451,30 @@ def patch_count(size: tuple[int, int], tower: Tower) -> int:
     return rows * columns // tower.patch**2
 
 
+def fitted(image: np.ndarray, tower: Tower) -> np.ndarray:
+    """Returns an image (H, W, 3) uint8 in the size of `fit`, resized as Qwen2-VL has it (bicubic).
+
+    Raises: ValueError for another array; ImageError as `fit` does.
+    """
+    if image.ndim != 3 or image.shape[2] != 3 or image.dtype != np.uint8:
+        raise ValueError(f"an image is uint8 (H, W, 3), not {image.dtype} {image.shape}")
+    height, width = fit((image.shape[0], image.shape[1]), tower)
+    if image.shape[:2] == (height, width):
+        return image
+    picture = Image.fromarray(np.ascontiguousarray(image))
+    return np.asarray(picture.resize((width, height), Image.Resampling.BICUBIC))
+
+
 def patchify(image: np.ndarray, tower: Tower) -> tuple[np.ndarray, np.ndarray, tuple[int, int]]:
-    """Cuts an image into patches after resizing it to `fit` (bicubic, as Qwen2-VL has it).
+    """Cuts an image into patches, after resizing it (`fitted`).
 
     Args: image: (H, W, 3) uint8.
     Returns: patches (P, C) uint8, values in the order (channel, row, column); places (P, 2) int32,
       (row, column) of each patch in its image; (rows, columns) of merged patches. The patches of a
       merged one follow each other.
     """
-    if image.ndim != 3 or image.shape[2] != 3 or image.dtype != np.uint8:
-        raise ValueError(f"an image is uint8 (H, W, 3), not {image.dtype} {image.shape}")
-    height, width = fit((image.shape[0], image.shape[1]), tower)
-    if image.shape[:2] != (height, width):
-        picture = Image.fromarray(np.ascontiguousarray(image))
-        image = np.asarray(picture.resize((width, height), Image.Resampling.BICUBIC))
-    p, m = tower.patch, tower.merge
+    image = fitted(image, tower)
+    (height, width), p, m = image.shape[:2], tower.patch, tower.merge
     rows, columns = height // (p * m), width // (p * m)
     blocks = image.reshape(rows, m, p, columns, m, p, 3).transpose(0, 3, 1, 4, 6, 2, 5)
     numbers = np.arange(rows * m * columns * m).reshape(rows, m, columns, m).transpose(0, 2, 1, 3)

@@ -16,7 +16,7 @@ import concurrent.futures
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -39,6 +39,7 @@ from megajax.data.detection import Problems
 from megajax.data.images import (
     ImageError,
     Piece,
+    fitted,
     patch_count,
     piece,
     read_header,
@@ -50,6 +51,7 @@ from megajax.data.source import SURROGATE
 from megajax.data.tokenizer import JsonTokenizer, Tokenizer
 
 RENDERED = "rendered"
+TOGETHER = 1024  # (chosen) records that wait for readers at a time
 READERS = 8  # (chosen) records that are looked at in parallel: a network disk takes its time
 VERIFIED = 100  # (chosen: a second or two) megapixels of a small source, which are all decoded
 GREY = 127  # the value of all pixels in place of an image that is not shown
@@ -225,21 +227,26 @@ class Recorded:
         dialogue: Dialogue,
         numbers: Sequence[int],
         sizes: np.ndarray,
+        tower: Any,
         max_megapixels: float,
     ):
         """numbers: of the records. sizes: of each, (tokens, patches)."""
         self._source, self._dialogue, self._numbers = source, dialogue, numbers
-        self.sizes, self._max_megapixels = sizes, max_megapixels
+        self.sizes, self._tower, self._max_megapixels = sizes, tower, max_megapixels
 
     def __len__(self) -> int:
         """Number of samples."""
         return len(self._numbers)
 
     def sample(self, k: int) -> Sample:
-        """Returns a record with its images decoded. Raises: UserError naming it."""
+        """Returns a record with its images, in the size that the tower reads. Raises: UserError
+        naming it."""
         record = self._source[self._numbers[k]]
         tokens, targets = self._dialogue.encode(record)
-        images = [_pixels(image, record.where, self._max_megapixels) for image in record.images]
+        images = [
+            fitted(_pixels(image, record.where, self._max_megapixels), self._tower)
+            for image in record.images  # one at a time is in memory as it was taken
+        ]
         answers = [t.parts for t in record.turns if t.role == "assistant"]
         asked = [p for t in record.turns if t.role == "user" for p in t.parts if p is not None]
         answer = "".join(p for p in answers[-1] if p is not None)
@@ -312,16 +319,15 @@ def open_vision(
     for kind, count in source.unread.items():
         problems.add(f"{kind}, which is not read", data.source, count)
     look = functools.partial(_look, source, dialogue, model.tower, data.max_megapixels)
-    with concurrent.futures.ThreadPoolExecutor(READERS) as pool:
-        looked = [*pool.map(look, range(len(source)))]
     numbers, sizes, keys, pixels = [], [], [], 0
-    for k, result in enumerate(looked):
+    digest = hashlib.sha256()
+    for k, result in enumerate(_in_parallel(look, len(source))):
         if isinstance(result, UserError):
             if data.faulty == "error":
                 raise result
             problems.add(FAULTY, str(result))
             continue
-        tokens, patches, key, where, count = result
+        tokens, patches, key, where, count, content = result
         if tokens > seq_len or patches > data.patches:
             said = (
                 f"{where} has {tokens:,} tokens and {patches:,} patches with its images; a row has "
@@ -335,6 +341,7 @@ def open_vision(
         numbers.append(k)
         sizes.append((tokens, patches))
         keys.append(key)
+        digest.update(f"{k} {key} ".encode() + content)
         pixels += count
     if not numbers:
         raise UserError(
@@ -355,13 +362,12 @@ def open_vision(
                 dialogue,
                 [numbers[i] for i in chosen],
                 np.array([sizes[i] for i in chosen], np.int64).reshape(-1, 2),
+                model.tower,
                 data.max_megapixels,
             )
         )
     if pixels <= VERIFIED * 1e6:
         _verify(sides, data.faulty)
-    digest = hashlib.sha256(np.array([numbers, keys], np.uint64).tobytes())
-    digest.update(np.array(sizes, np.int64).tobytes())
     return VisionData(
         sides[0],
         sides[1],
@@ -394,13 +400,15 @@ def _open_rendered(
 
 def _look(
     source: Source, dialogue: Dialogue, tower: Any, max_megapixels: float, k: int
-) -> tuple[int, int, int, str, int] | UserError:
-    """Returns (tokens, patches, key, where, pixels) of a record, or what is wrong with it."""
+) -> tuple[int, int, int, str, int, bytes] | UserError:
+    """Returns (tokens, patches, key, where, pixels, hash of the texts) of a record, or what is
+    wrong with it."""
     name = f"{source.name} record {k}"
     try:
         record = source[k]
         name = record.where
-        tokens, _ = dialogue.encode(record)
+        tokens, targets = dialogue.encode(record)
+        content = hashlib.sha256(np.stack([tokens, targets]).tobytes()).digest()
         counts, keys, pixels = [], [], 0
         for image in record.images:
             try:
@@ -420,11 +428,18 @@ def _look(
             except ImageError as error:
                 raise UserError(f"{name}: {image.name}: {error}") from None
             pixels += size[0] * size[1]
-        key = mix(*keys) if keys else mix("text", tokens.tobytes().hex())
+        key = mix(*keys) if keys else mix("text", content.hex())
         shown = sum(counts) // tower.merge**2 - len(counts)
-        return len(tokens) + shown, sum(counts), key, name, pixels
+        return len(tokens) + shown, sum(counts), key, name, pixels, content
     except UserError as error:
         return error
+
+
+def _in_parallel(look: Callable[[int], Any], count: int) -> Iterator[Any]:
+    """Yields look(k) for each k below a number, in order, a block of them at a time."""
+    with concurrent.futures.ThreadPoolExecutor(READERS) as pool:
+        for first in range(0, count, TOGETHER):
+            yield from pool.map(look, range(first, min(first + TOGETHER, count)))
 
 
 def _verify(sides: Sequence[Recorded], faulty: str) -> None:
@@ -527,10 +542,19 @@ def packed(numbers: Sequence[int], sizes: np.ndarray, budgets: tuple[int, int]) 
     return rows
 
 
-def evaluated(samples: Samples, most: int) -> list[Sample]:
-    """Returns the first samples of a side, `most` at most. Raises: UserError."""
+def evaluated(samples: Samples, most: int, faulty: str = "error") -> list[Sample]:
+    """Returns the first samples of a side, `most` at most. faulty: 'skip' leaves out those that
+    cannot be read. Raises: UserError."""
     count = most if samples.sizes is None else min(most, len(samples.sizes))
-    return [samples.sample(k) for k in range(count)]
+    chosen = []
+    for k in range(count):
+        try:
+            chosen.append(samples.sample(k))
+        except UserError as error:
+            if faulty == "error":
+                raise
+            logging.warning("A sample is left out: %s", error)
+    return chosen
 
 
 def fixed_rows(

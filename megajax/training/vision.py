@@ -269,6 +269,7 @@ class Samples:
             "tokenizer": self.tokenizer.identity,
             "seq_len": train.seq_len,
             "patches": data.patches,
+            "blank": data.blank,
             "seed": train.seed,
         }
 
@@ -276,7 +277,7 @@ class Samples:
         self, train_step: TrainStep, recorder: Recorder, console: Console, run_dir: RunDir
     ) -> "ExactMatch":
         """Returns the evaluations of a run."""
-        samples = evaluated(self._held_out, evaluated_rows(self._cfg))
+        samples = evaluated(self._held_out, evaluated_rows(self._cfg), self._cfg.data.faulty)
         args = train_step, samples, self.tokenizer, recorder, console, run_dir
         return ExactMatch(self._cfg, *args)
 

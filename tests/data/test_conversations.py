@@ -21,6 +21,7 @@ from megajax.data.vision import (
     Dialogue,
     VisionDataConfig,
     VisionRows,
+    evaluated,
     fixed_rows,
     open_vision,
     packed,
@@ -418,6 +419,37 @@ def test_rows_hold_whole_samples_and_depend_on_seed_and_number_alone(tmp_path):
         assert all((a[name] == b[name]).all() for name in a)
     other = VisionRows(data.train, spec, 96, 4, MODEL)
     assert any((other[i]["tokens"] != rows[i]["tokens"]).any() for i in range(count))
+
+
+def test_damaged_pixels_leave_their_sample_out(tmp_path):
+    (tmp_path / "half.png").write_bytes(png(1, 560, 560)[:9000])
+    source = write_lines(tmp_path / "a.jsonl", [asked(url(png(0))), asked("half.png")])
+    settings: dict = {"seq_len": 640, "patches": 2400}
+    with pytest.raises(UserError, match="truncated or damaged"):
+        opened(source, **settings)
+    data, spec = opened(source, faulty="skip", **settings)
+    assert data.count == (2, 0)  # the headers are right
+    rows = VisionRows(data.train, spec, 640, 0, MODEL)
+    assert rows.rows_per_epoch == 1 and rows[0]["segments"].max() == 1
+    assert [s.answer for s in evaluated(data.train, 9, "skip")] == ["a cat"]
+    with pytest.raises(UserError, match="line 2: image 0 is truncated|line 2: half.png is trunc"):
+        evaluated(data.train, 9)
+
+
+def test_what_a_source_holds_has_a_fingerprint(tmp_path):
+    values = [asked(url(png(0))), asked(url(png(1)))]
+    prints = {opened(write_lines(tmp_path / "a.jsonl", values))[0].fingerprint}
+    for other in (
+        [values[0], asked(url(png(2)))],
+        [values[0], asked(url(png(1)), answer="a dog")],
+        [values[0], asked(url(png(1)), question="whut?")],
+        values[::-1],
+        values[:1],
+    ):
+        prints.add(opened(write_lines(tmp_path / "a.jsonl", other))[0].fingerprint)
+    assert len(prints) == 6
+    again = opened(write_lines(tmp_path / "a.jsonl", values))[0].fingerprint
+    assert again in prints
 
 
 def test_packing_fills_rows_in_order():

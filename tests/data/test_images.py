@@ -159,7 +159,7 @@ def test_fit_is_that_of_qwen2_vl():
         tower = Tower()
         size = fit((height, width), tower)
         assert size == smart_resize(height, width, 28, tower.min_pixels, tower.max_pixels)
-        assert size[0] * size[1] <= tower.max_pixels
+        assert size[0] * size[1] <= tower.max_pixels and fit(size, tower) == size
     with pytest.raises(UserError, match="200 times"):
         fit((1, 201), Tower())
 
