@@ -29,6 +29,9 @@ from megajax.monitor.records import rows_by_step
 
 PROTOCOLS, BACKBONES = ("A", "B"), ("zf", "vgg_m", "vgg16")
 TITLES = {"zf": "ZF", "vgg_m": "VGG-M", "vgg16": "VGG16"}
+# Steps of a run with each backbone: what twelve minutes of a CPU core allow (measured, 2 CPU cores,
+# 2026-11-30: 0.55, 0.95 and 1.6 CPU-s a step of 8 images), so runs are alike in time, not in steps.
+STEPS = {"zf": 1100, "vgg_m": 650, "vgg16": 380}
 PAPER_WORST = 0.60  # (arXiv 1803.06626, abstract: the mean average precision of its worst run)
 LATER = 0.797  # (IJMLC 2021, abstract: RetinaNet of the same group on the same benchmark)
 CONFIDENCE = 0.95
@@ -56,6 +59,8 @@ def run(
     if file.exists():
         return read(file)
     decided = [f"--protocol={protocol}", f"--backbone={backbone}", f"--train.seed={seed}"]
+    if not any(flag.startswith("--train.steps=") for flag in flags):
+        decided.append(f"--train.steps={STEPS[backbone]}")
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     command = [sys.executable, str(script), "train", *flags, *decided, f"--run_dir={home}"]
     with subprocess.Popen(command) as child:

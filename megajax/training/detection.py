@@ -585,7 +585,7 @@ def paper() -> DetectConfig:
     return dataclasses.replace(
         base,
         model=dataclasses.replace(base.model, backbone="vgg16", width=0.25),
-        train=dataclasses.replace(base.train, steps=600),
+        train=dataclasses.replace(base.train, steps=380),
         protocol="A",
         eval=dataclasses.replace(base.eval, every=0),
     )
