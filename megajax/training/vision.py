@@ -205,6 +205,9 @@ FIRST = (
 )
 
 
+SHAPE = ("model.decoder.layers", "model.decoder.width", "model.decoder.vocab")  # a saved file
+
+
 def take_model(
     base: VisionConfig, typed: Mapping[str, Any], read: Mapping[str, Any]
 ) -> VisionConfig:
@@ -215,7 +218,10 @@ def take_model(
     """
     folder = typed.get("init_from", base.init_from)
     over = typed if "init_from" in typed else {**read, **typed}
-    if folder is None or {"model.layers", "model.width", "model.vocab"} <= over.keys():
+    if (
+        folder is None
+        or {f"model.decoder.{n}" for n in ("layers", "width", "vocab")} <= over.keys()
+    ):
         return base
     from megajax.foreign import hf
 
@@ -227,7 +233,7 @@ def take_model(
         )
     base = base if config.start_given() else qwen2_vl_2b()
     base = dataclasses.replace(base, model=model)
-    changes = {k: v for k, v in over.items() if k.startswith(("model.", "tower."))}
+    changes = {k: v for k, v in over.items() if k.startswith("model.")}
     if "data.tokenizer" not in {**read, **typed}:
         changes["data.tokenizer"] = str(need_tokenizer(folder, "init_from", "--data.tokenizer"))
     elif "data.tokenizer" not in over and (file := tokenizer_file(expand(folder, "init_from"))):

@@ -11,12 +11,23 @@ from PIL import Image
 from megajax.core import config
 from megajax.core.errors import UserError
 from megajax.core.mesh import MeshSpec
+from megajax.core.tree import named_leaves
 from megajax.data.tokenizer import ByteTokenizer
 from megajax.data.vision import Dialogue, Drawn, fixed_rows
+from megajax.foreign import hf
 from megajax.models import vlm
 from megajax.parallel import sharding
 from megajax.training import vision
-from megajax.training.vision import Predictor, exact, greedy, most_frequent, nano, page
+from megajax.training.vision import (
+    Predictor,
+    exact,
+    greedy,
+    most_frequent,
+    nano,
+    page,
+    take_model,
+)
+from tests.foreign.test_hf import unpack
 
 
 def small() -> vision.VisionConfig:
@@ -124,7 +135,32 @@ def test_what_images_cannot_do_is_refused():
     CFG.check(sizes)
     with pytest.raises(UserError, match=r"mesh.context=2: .*--mesh.context"):
         CFG.check({**sizes, "context": 2})
-    with pytest.raises(UserError, match=r"data.patches=96 must be .*--data.patches"):
+    with pytest.raises(UserError, match=r"data.patches=144 must be .*--data.patches"):
         CFG.check({**sizes, "tensor": 16})
     with pytest.raises(UserError, match=r"encoder.schedule=later"):
         config.override(CFG, {"encoder.schedule": "later"})
+
+
+def test_a_folder_of_weights_brings_its_model(tmp_path, monkeypatch):
+    monkeypatch.setattr(config, "start_given", lambda: False)
+    unpack("qwen2_vl", tmp_path)
+    flags = {
+        "init_from": str(tmp_path),
+        "data.tokenizer": "bytes",
+        "model.tower.max_pixels": 28 * 280,
+    }
+    base = config.override(nano(), {"init_from": str(tmp_path)})
+    cfg = config.override(take_model(base, flags, {}), flags)
+    theirs = hf.load_config(tmp_path)
+    assert isinstance(theirs, vlm.VlmConfig)
+    assert dataclasses.replace(cfg.model, tower=theirs.tower) == theirs
+    assert cfg.model.tower.max_pixels == 28 * 280 and cfg.train.seq_len == 4096
+    with pytest.raises(UserError, match="has no tokenizer .*--data.tokenizer=bytes"):
+        take_model(base, {"init_from": str(tmp_path)}, {})
+    layout = sharding.layout(MeshSpec().build(jax.devices()[:1]), "full", model=cfg.model)
+    given = cfg.given_params(layout, {})
+    stored = dict(named_leaves(hf.load_params(tmp_path, theirs, layout)))
+    assert stored and all((x == stored[name]).all() for name, x in named_leaves(given))
+    unpack("llama", tmp_path / "text")
+    with pytest.raises(UserError, match="holds no vision-language model"):
+        take_model(base, {"init_from": str(tmp_path / "text"), "data.tokenizer": "bytes"}, {})
