@@ -12,6 +12,7 @@ from megajax.serving import SamplingParams
 from megajax.systems.open_model import ChatTemplate
 from megajax.systems.server.base import ApiError, write
 from megajax.systems.server.chat import Chat
+from megajax.systems.server.images import ImagePart
 from megajax.systems.server.launch import template_of
 from megajax.systems.server.options import ModelOptions
 from megajax.systems.server.protocol import Reader
@@ -122,6 +123,40 @@ def test_parts_are_joined_by_a_line_or_by_the_template(plain):
     with pytest.raises(ApiError, match="a list of parts with texts"):
         part = {"type": "image_url", "image_url": {"url": "http://x"}}
         reader(plain).chat({"messages": [{"role": "user", "content": [part]}]})
+
+
+# Of Qwen2-VL's template: the lines that write a message of parts.
+QWEN2_VL = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}"
+    "{% else %}{% for c in m.content %}{% if c.type == 'image' or 'image_url' in c %}"
+    "<|vision_start|><|image_pad|><|vision_end|>{% elif 'text' in c %}{{ c.text }}{% endif %}"
+    "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def test_an_image_is_one_placeholder_where_the_template_or_its_part_stands(tmp_path):
+    from tokenizers import Tokenizer
+
+    tokenizer(tmp_path)
+    built = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    control = ["<|vision_start|>", "<|image_pad|>", "<|vision_end|>"]
+    built.add_special_tokens(control)
+    built.save(str(tmp_path / "tokenizer.json"))
+    tokens = open_tokenizer(str(tmp_path))
+    before, pad, behind = (built.token_to_id(text) for text in control)
+    image, text = ImagePart("messages[0]", ""), "<|image_pad|>?"  # whose text stays text
+    messages = [{"role": "user", "content": ["a", image, text, image]}]
+
+    def ids(template, special=False):
+        return Chat(ChatTemplate(template, "", ""), tokens, pad).encode(messages, {}, special)
+
+    shown = [before, pad, behind]
+    said = [*spelled("user\na"), *shown, *spelled(text), *shown]
+    assert ids(QWEN2_VL) == [START, *said, END, *spelled("\n"), *ANSWER]
+    said = [*spelled("user\na"), pad, *spelled(text), pad]
+    assert ids(CHATML) == [START, *said, END, *spelled("\n"), *ANSWER]
+    assert ids(CHATML, True).count(pad) == 3
 
 
 def test_templates_are_rendered_as_transformers_does(plain):
