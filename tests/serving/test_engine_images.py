@@ -120,6 +120,9 @@ def test_the_same_text_reuses_pages_with_the_same_image_alone():
     # The pixels in another shape are another image.
     turned = [np.ascontiguousarray(picture(1).reshape(16, 36, 3))]
     assert run(engine, prompt, turned)[1] == 0
+    # Behind another text nothing is shared but the features.
+    behind = [3, PLACEHOLDER, 8]
+    assert run(engine, behind, first) == ([one_by_one(behind, first, 5)], 0)
     assert engine.tower.computed == 3, "features of an image are computed once"
     # All answers to a prompt share its image.
     assert run(engine, [*prompt, 1], second, n=3)[0] == 3 * [one_by_one([*prompt, 1], second, 5)]
