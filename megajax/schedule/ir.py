@@ -13,6 +13,7 @@ same tick: B may follow the F of the last group, because the loss stands between
 """
 
 import itertools
+from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 from os import PathLike
@@ -170,7 +171,11 @@ class Table:
     stages: the stages of the decoder, each on a group of devices. chunks: the chunks of the decoder
     on each stage. slots: Slot tuples, which are sorted into the order in which they run. kinds: the
     kinds of the slots, in the order in which they run inside a tick. extra_lanes: the lanes besides
-    the decoder.
+    the decoder. encoder_work: for each microbatch the (forward, backward) segments of its encoder,
+    which are the chunks of EF and EB; a stage has all layers of the encoder, and a microbatch's
+    segments are on one stage. (n, 0): a frozen encoder, (0, 0): no images. (): all microbatches
+    have the chunks of the encoder's lane, if there is one. With encoder_work, kinds and extra_lanes
+    that lack the encoder get it.
     """
 
     name: str
@@ -180,17 +185,48 @@ class Table:
     slots: tuple[Slot, ...]
     kinds: tuple[Kind, ...] = (F, B)
     extra_lanes: tuple[Lane, ...] = ()
+    encoder_work: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self):
+        if self.encoder_work:
+            self._add_encoder()
         rank = {kind.name: i for i, kind in enumerate(self.kinds)}
         slots = itertools.starmap(Slot, self.slots)
         ordered = sorted(slots, key=lambda s: (*s[:2], rank.get(s.kind, -1), *s[3:]))
         object.__setattr__(self, "slots", tuple(ordered))
 
+    def _add_encoder(self) -> None:
+        work = tuple((int(f), int(b)) for f, b in self.encoder_work)
+        if len(work) != self.microbatches or any(f < 0 or b not in (0, f) for f, b in work):
+            raise ValueError(
+                f"{self.name}: encoder_work={work} must have a pair (n, n), (n, 0) or (0, 0) for "
+                f"each of {self.microbatches} microbatches"
+            )
+        kinds, names = self.kinds, {kind.name for kind in self.kinds}
+        if "EF" not in names:
+            kinds = (EF, *kinds)
+        if "EB" not in names and any(b for _, b in work):
+            kinds = (*kinds, EB)
+        lanes = self.extra_lanes
+        if ENCODER not in {lane.name for lane in lanes}:
+            lanes = (*lanes, Lane(ENCODER, 1, max(1, *(f for f, _ in work))))
+        for name, value in (("encoder_work", work), ("kinds", kinds), ("extra_lanes", lanes)):
+            object.__setattr__(self, name, value)
+
     @property
     def ticks(self) -> int:
         """How many ticks it takes."""
         return self.slots[-1].tick + 1 if self.slots else 0
+
+    @property
+    def units(self) -> int:
+        """The time it takes if all slots take equally long: in lockstep a tick costs as many units
+        as its fullest stage has slots."""
+        counts = Counter((slot.tick, slot.stage) for slot in self.slots)
+        fullest: dict[int, int] = {}
+        for (tick, _), count in counts.items():
+            fullest[tick] = max(fullest.get(tick, 0), count)
+        return sum(fullest.values())
 
     @cached_property
     def tick_of(self) -> dict[Work, int]:
@@ -227,10 +263,18 @@ class Table:
         """Whether W stands apart from B; if not, B computes both gradients."""
         return "W" in self.kind_of
 
+    def groups(self, kind: str, microbatch: int) -> int:
+        """Returns on how many groups of its lane's layers a kind works for a microbatch."""
+        lane = self.lane_of[kind]
+        if lane.name == ENCODER and self.encoder_work:
+            return self.encoder_work[microbatch][self.kind_of[kind].sends < 0]
+        return lane.stages * lane.chunks
+
     def place(self, kind: str, group: int, microbatch: int) -> Work:
         """Returns the work of a kind on a group of its lane's layers; -1 is the last group."""
         lane = self.lane_of[kind]
-        chunk, stage = divmod(group % (lane.stages * lane.chunks), lane.stages)
+        group = self.groups(kind, microbatch) - 1 if group < 0 else group
+        chunk, stage = divmod(group, lane.stages)
         copy = self.copy_of.get((lane.name, microbatch), 0)
         return Work(kind, copy * lane.stages + stage, chunk, microbatch)
 
@@ -239,9 +283,13 @@ class Table:
         kind, lane = self.kind_of[work.kind], self.lane_of[work.kind]
         group = work.chunk * lane.stages + work.stage % lane.stages
         before = group - kind.sends
-        if kind.sends and 0 <= before < lane.stages * lane.chunks:
+        if kind.sends and 0 <= before < self.groups(work.kind, work.microbatch):
             return (self.place(work.kind, before, work.microbatch),)
-        sources = [self.kind_of[name] for name in kind.sources if name in self.kind_of]
+        sources = [
+            self.kind_of[name]
+            for name in kind.sources
+            if name in self.kind_of and self.groups(name, work.microbatch)
+        ]
         if not kind.sends:
             return tuple(self.place(source.name, group, work.microbatch) for source in sources)
         ends = {1: -1, 0: group, -1: 0}  # the last group that a source works on
@@ -284,6 +332,14 @@ class Table:
             numbers = slot.stage, slot.chunk, slot.microbatch
             if slot.tick < 0 or any(n not in size for n, size in zip(numbers, sizes, strict=True)):
                 raise ValueError(f"{self.name}: {tuple(slot)} is out of range")
+            if (
+                slot.chunk
+                >= self.groups(slot.kind, slot.microbatch) / self.lane_of[slot.kind].stages
+            ):
+                raise ValueError(
+                    f"{self.name}: {tuple(slot)} is out of range: the microbatch has the encoder's "
+                    f"work {self.encoder_work[slot.microbatch]}"
+                )
             if self.tick_of[slot.work] != slot.tick:
                 raise ValueError(
                     f"{self.name}: {tuple(slot)} runs again in tick {self.tick_of[slot.work]}"
@@ -293,9 +349,9 @@ class Table:
             places[slot[:3]] = slot
         required = {
             self.place(kind, group, microbatch)
-            for kind, lane in self.lane_of.items()
-            for group in range(lane.stages * lane.chunks)
+            for kind in self.kind_of
             for microbatch in range(self.microbatches)
+            for group in range(self.groups(kind, microbatch))
         }
         for slot in self.slots:
             if slot.work not in required:
@@ -357,6 +413,7 @@ class Table:
         for tick, stage, name, chunk, microbatch in self.slots:
             if name == kind:
                 changes[stage, tick] += 1
-                ends = (self.tick_of[Work(r, stage, chunk, microbatch)] for r in readers)
+                reads = [Work(reader, stage, chunk, microbatch) for reader in readers]
+                ends = (self.tick_of[work] for work in reads if work in self.tick_of)
                 changes[stage, max(ends, default=tick) + 1] -= 1
         return tuple(changes.cumsum(1).max(1).tolist())

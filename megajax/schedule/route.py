@@ -103,8 +103,8 @@ def route(table: Table, backward: bool = True, by_chunk: bool = False) -> Route:
                 lives.setdefault(value, {})[key] = arrival, tick
             landings.setdefault(value, []).append((arrival, key, needed.stage))
         if work.kind in readers:
-            ends = (when[Work(reader, *key)] for reader in readers[work.kind])
-            lives[work.kind][key] = start, max(ends)
+            reads = [Work(reader, *key) for reader in readers[work.kind]]
+            lives[work.kind][key] = start, max(when[read] for read in reads if read in when)
     places: dict[str, dict[Key, int]] = {}
     sizes = []
     for value, by_key in lives.items():

@@ -6,6 +6,7 @@ __getattr__, __dir__, __all__ = public(
     __name__,
     {
         "assign": ("Assignment",),
+        "partition": ("balance",),
         "program": ("Program", "Solution"),
     },
 )
