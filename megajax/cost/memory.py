@@ -13,17 +13,24 @@ Sources: models/parts.py:remat_policy (what is kept); Megatron-LM (arXiv 2104.04
 """
 
 from megajax.cost.base import ITEMSIZE
+from megajax.cost.kernels import PatchEmbedding
 from megajax.cost.step import MOMENTS, StepShape
 
 MASTER = 4  # bytes of float32 masters, gradients and moments
 # Bytes for each pair of a query and a key: XLA's attention keeps the softmax in float32 for its
 # gradient, beside its value in the compute type (read in programs compiled for H100, jax 0.11.2).
 SOFTMAX = 4
+# Arrays as large as a tower's residual stream that its projector keeps: the norm of the blocks'
+# result, and its inner values before and after the activation (models/vlm.py). The result itself
+# counts as one more sublayer, whose norm is an operation of the workload.
+_PROJECTOR = 3
 
 
 def terms(step: StepShape) -> dict[str, float]:
     """Returns {term: bytes a device}. Their sum, with the smaller of activations and logits left
     out, is `bound`."""
+    if step.load.towers:
+        return _with_towers(step)
     if not step.trains:
         # The memory of a prefill or of a decoded token, by what it is for. Parameters rest in the
         # compute type, or as training leaves them where ZeRO cuts them (megajax/serving/engine.py,
@@ -54,6 +61,43 @@ def terms(step: StepShape) -> dict[str, float]:
         "logits": _logits(step),
         "batch": 4 * 4 * step.rows * step.micro_steps * step.load.seq_len / step.ways("context"),
     }
+
+
+def _with_towers(step: StepShape) -> dict[str, float]:
+    """The terms of a step whose first operation is one of towers.
+
+    What a tower keeps for the backward pass lies beside what the blocks keep; in a pipeline, the
+    tower runs again when its micro-batch leaves, and what it keeps exists then only. Its working
+    set and the weights of a layer never exist together with those of a block.
+    """
+    sizes, piped = terms(step.trunk), step.pipeline.stages > 1
+    for tower in step.towers:
+        alone = terms(tower)
+        embeddings = [
+            (kernel, op.count)
+            for op in tower.load.ops
+            if isinstance(kernel := op.kernel, PatchEmbedding)
+        ]
+        # Pixels in bytes, and three numbers for the place of each patch.
+        read = sum(kernel.sizes[0] + 3 * 4 * kernel.tokens for kernel, _ in embeddings)
+        sizes["batch"] += read * step.micro_steps / tower.pieces
+        for name in ("parameters", "errors", "optimizer", "gradients"):
+            if name in alone:
+                sizes[name] = sizes.get(name, 0.0) + alone[name]
+        if step.resident or piped:
+            sizes["weights in use"] += alone["weights in use"]
+        else:
+            sizes["weights in use"] = max(sizes["weights in use"], alone["weights in use"])
+        stash = 0.0
+        if step.trains:
+            pixels = sum(kernel.sizes[0] * frames for kernel, frames in embeddings) / tower.pieces
+            pixels *= step.itemsize / step.ways("tensor")
+            stash = alone["stash"] + pixels + _PROJECTOR * residual(tower)
+        if not piped:
+            sizes["stash"] = sizes.get("stash", 0.0) + stash
+        working = alone["activations"] + (stash if piped else 0.0)
+        sizes["activations"] = max(sizes["activations"], working)
+    return sizes
 
 
 def _gradients(step: StepShape) -> float:

@@ -192,6 +192,31 @@ class StepShape:
                     f"cuts neither layers nor sequences (--mesh.{axis})"
                 )
 
+    @functools.cached_property
+    def trunk(self) -> "StepShape":
+        """The step without its towers."""
+        bare = dataclasses.replace(self.load, towers=())
+        return dataclasses.replace(self, load=bare) if self.load.towers else self
+
+    @functools.cached_property
+    def towers(self) -> tuple["StepShape", ...]:
+        """A step of each tower alone. A pipeline runs it on every stage, with its weights
+        resident."""
+        sizes = {axis: 1 if axis == "pipe" else size for axis, size in self.sizes.items()}
+        return tuple(
+            dataclasses.replace(
+                self,
+                load=tower,
+                sizes=sizes,
+                accumulate=self.micro_steps,
+                loss_chunks=1,
+                local_gradients=False,
+                pipeline=Pipeline(),
+                resident=self.resident or self.pipeline.stages > 1,
+            )
+            for tower in self.load.towers
+        )
+
     @property
     def trains(self) -> bool:
         """Whether a backward pass and an update follow."""

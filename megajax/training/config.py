@@ -14,6 +14,7 @@ from megajax.core.errors import UserError
 from megajax.core.layout import Layout
 from megajax.core.mesh import MeshSpec
 from megajax.core.tree import Tree
+from megajax.cost.base import Phase, Workload
 from megajax.data.config import DataConfig
 from megajax.models import decoder
 from megajax.models.decoder_config import DecoderConfig
@@ -296,6 +297,11 @@ class JobConfig(Checked):
     def row_size(self) -> int:
         """What decides the work of a row, as `workload` of the model takes it."""
         return self.train.seq_len
+
+    def workload(self, rows: int, phase: Phase = "train") -> Workload:
+        """Returns the forward pass of rows of this run, by the model's `workload`."""
+        model: Any = self.model
+        return model.workload(rows, self.row_size, self.train.dtype, phase)
 
     def given_model(self) -> Any:
         """Returns the configuration of the model of `init_from`; None: its file has none."""

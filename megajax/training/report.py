@@ -254,7 +254,7 @@ def work(cfg: Any, task: Task, mesh: Mesh) -> Work:
     the model says what it computes, and the devices' peak if known."""
     flops: dict[str, float | None] = {"megatron": None, "causal": None}
     if hasattr(cfg.model, "workload"):
-        load = cfg.model.workload(1, cfg.row_size)
+        load = cfg.workload(1)
         for convention in ("megatron", "causal"):
             row = train_flops_per_token(load, convention) * load.tokens
             flops[convention] = row / task.units_per_row
@@ -300,7 +300,7 @@ def show_data(console: Console, cfg: Any, corpora: list[Corpus], tokenizer: Toke
 def show_model(console: Console, cfg: Any, train_step: TrainStep, mesh: Mesh) -> None:
     """Parameters, FLOPs and bytes a device, and which kernels were chosen why."""
     state = train_step.abstract_state
-    flops = train_flops_per_token(cfg.model.workload(1, cfg.train.seq_len), "megatron")
+    flops = train_flops_per_token(cfg.workload(1), "megatron")
     held = tree.nbytes_per_device(state) / 2**30
     parts, some = train_step.parts, ""
     if parts.trains is not None:

@@ -55,7 +55,7 @@ def step_shape(
         pieces, order = pipeline.pieces(stages), pipeline.schedule
         schedule = Pipeline(stages, pieces, pipeline.chunks, order, pipeline.stash, hides)
     return StepShape(
-        load=cfg.model.workload(train.global_batch, train.seq_len, train.dtype, phase),
+        load=cfg.workload(train.global_batch, phase),
         sizes=sizes,
         zero_axes=tuple(a for a in sharding.zero_axes(cfg.zero) if sizes[a] > 1),
         accumulate=train.accumulate if phase == "train" else 1,

@@ -36,6 +36,7 @@ from megajax.core.files import expand, write_whole
 from megajax.core.layout import Layout
 from megajax.core.mesh import MeshSpec
 from megajax.core.tree import Tree, count, nbytes_per_device
+from megajax.cost.base import Phase, Workload
 from megajax.data.images import row_of
 from megajax.data.loader import host_rows, place
 from megajax.data.pack import IGNORED
@@ -130,6 +131,12 @@ class VisionConfig(JobConfig):
             "images": Leaf((patches,), (None,)),
         }
         return Task(parts, batch, mean_loss(train.z_loss))
+
+    def workload(self, rows: int, phase: Phase = "train") -> Workload:
+        """Returns the forward pass of rows of this run, with as many patches as they have room
+        for."""
+        train, patches = self.train, self.data.patches
+        return self.model.workload(rows, train.seq_len, train.dtype, phase, patches)
 
     def check(self, sizes: Mapping[str, int]) -> None:
         """Checks what JobConfig checks, and what images cannot do. Raises: UserError."""

@@ -14,6 +14,7 @@ from megajax.cost.base import Op, Workload, train_flops_per_token
 from megajax.cost.kernels import Convolution, Matmul, PatchEmbedding, Pooling, RoiAlign
 from megajax.cost.roofline import Roofline
 from megajax.cost.step import Pipeline, StepShape
+from megajax.models import vlm
 from megajax.models.decoder_config import PRESETS
 
 
@@ -110,3 +111,45 @@ def test_a_tower_counts_beside_its_decoder():
     # All of it on each stage, but for the head, which the stages share.
     assert wide.flops - alone.flops == tower.flops - 8 * 320 / 2
     assert both.cast("float32").towers[0].dtype == "float32"
+
+
+def test_the_memory_of_a_tower_by_hand():
+    """Its state beside the decoder's, and for each place of a patch what its layers keep. A
+    pipeline keeps all of it on every stage, and the activations of one micro-batch only."""
+    cfg = vlm.PRESETS["nano"]()
+    tower, rows, seq_len = cfg.tower, 8, 64
+
+    def terms(patches, pipeline=Pipeline(), **sizes):
+        load = cfg.workload(rows, seq_len, "bfloat16", patches=patches)
+        shape = StepShape(load, dict.fromkeys(MESH_AXES, 1) | sizes, ("data",), pipeline=pipeline)
+        return memory.terms(shape)
+
+    plain, few, more = terms(0), terms(256), terms(512)
+    params = sum(x.size for k in ("tower", "projector") for x in leaves(k, cfg) if x.ndim > 1)
+    assert few["parameters"] - plain["parameters"] == pytest.approx(4 * params, rel=0.02)
+    assert few["optimizer"] - plain["optimizer"] == pytest.approx(8 * params, rel=0.02)
+    # In bfloat16: of a layer its input, the result of attention and the heads; pixels of two
+    # frames; four arrays around the projector.
+    patch = 2 * (3 * tower.width * tower.layers + 2 * tower.patch_values + 4 * tower.width)
+    added = (more["stash"] - few["stash"]) / (rows * 256)
+    assert patch == pytest.approx(added, rel=0.02)
+    assert more["batch"] - few["batch"] == rows * 256 * (tower.patch_values + 12)
+    assert more["logits"] == plain["logits"]
+    piped = terms(512, Pipeline(2, 4), pipe=2)
+    alone = terms(0, Pipeline(2, 4), pipe=2)
+    assert piped["stash"] == alone["stash"]
+    assert piped["parameters"] - alone["parameters"] == few["parameters"] - plain["parameters"]
+    assert piped["activations"] >= 512 * rows / 4 * patch > alone["activations"]
+
+
+def leaves(member, cfg):
+    """Of the parameters, a layer's matrices as one array each, vectors as vectors."""
+    shapes = vlm.parts(cfg).abstract[member]
+    if "blocks" in shapes:
+        shapes = shapes | {"blocks": jax.tree.map(_unstacked, shapes["blocks"])}
+    return jax.tree.leaves(shapes)
+
+
+def _unstacked(x):
+    """Vectors of a stack count as vectors: the cost model has neither norms nor biases."""
+    return jax.ShapeDtypeStruct((x.size,), x.dtype) if x.ndim < 3 else x
