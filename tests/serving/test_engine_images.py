@@ -138,6 +138,14 @@ def test_new_weights_see_images_anew():
     engine.load(changed, 1)
     after, hits = run(engine, prompt, images)
     assert hits == 0 and after != before and engine.tower.computed == 2
+    # Of an image that is half fed, the other half has the new weights' features.
+    engine.submit([PLACEHOLDER, 8], SamplingParams(max_tokens=1), images=[picture(3, 40, 32)])
+    engine.step()  # 16 of 20 merged patches, and the next step starts
+    assert engine.tower.computed == 3
+    engine.load(sharp(), 2)
+    assert len(list(engine.run())) == 1
+    engine.submit([PLACEHOLDER], SamplingParams(max_tokens=1), images=[picture(3, 40, 32)])
+    assert len(list(engine.run())) == 1 and engine.tower.computed == 4
 
 
 @pytest.mark.parametrize(
@@ -152,7 +160,7 @@ def test_new_weights_see_images_anew():
         ([PLACEHOLDER], [picture(0, 1, 900)], r"images\[0\]: .* 200 times as long"),
         ([PLACEHOLDER] * 20, [picture(0, 32, 32)] * 20, "320 show the 20 images, .* smaller"),
     ],
-)  # fmt: skip
+)
 def test_images_that_do_not_fit_the_prompt_are_refused_by_name(prompt, images, message):
     engine = _idle()
     with pytest.raises(UserError, match=message):

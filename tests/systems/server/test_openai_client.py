@@ -1,8 +1,10 @@
 """A real server, asked by OpenAI's own client: everything that its users rely on."""
 
 import asyncio
+import base64
 import contextlib
 import dataclasses
+import io
 import json
 import os
 import re
@@ -18,10 +20,13 @@ import jax
 import openai
 import psutil
 import pytest
+from PIL import Image
 
 from megajax.data.tokenizer import FileTokenizer, train_bpe
 from megajax.foreign import hf
 from megajax.models import decoder
+from megajax.models.vlm import VlmConfig
+from tests.image_loop import TOWER, picture, sharp
 from tests.tiny import MODEL
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
@@ -373,6 +378,75 @@ def test_two_processes_serve_one_model(folder, client, tmp_path):
         follower.kill()
         follower.wait()
         log.close()
+
+
+@pytest.fixture(scope="module")
+def sees(tmp_path_factory):
+    """A folder of a vision-language model with a template that has a form for images."""
+    from tokenizers import Tokenizer
+
+    folder = tmp_path_factory.mktemp("model")
+    made, file = folder / "tiny-sees", folder / "tokenizer.json"
+    train_bpe(["hello what is in these images user assistant " * 3], 396, file)
+    built = Tokenizer.from_file(str(file))
+    built.add_special_tokens(["<|vision_start|>", "<|image_pad|>", "<|vision_end|>"])
+    text = dataclasses.replace(CFG, bias="qkv")
+    cfg = VlmConfig(text, TOWER, built.token_to_id("<|image_pad|>"), "2,1,1")
+    hf.save(sharp(cfg), cfg, made, "float32")
+    built.save(str(made / "tokenizer.json"))
+    (made / "chat_template.jinja").write_text(
+        "{% for m in messages %}<{{ m.role }}> {% for c in m.content %}{% if c.type == 'image' %}"
+        "<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ c.text }}{% endif %}{% endfor %}\n"
+        "{% endfor %}<assistant> "
+    )
+    return made
+
+
+def shown(*images, text="what?"):
+    urls = [
+        image if isinstance(image, str) else f"data:image/png;base64,{png(image)}"
+        for image in images
+    ]
+    parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    return [{"role": "user", "content": [*parts, {"type": "text", "text": text}]}]
+
+
+def png(seed):
+    file = io.BytesIO()
+    Image.fromarray(picture(seed, 40, 32)).save(file, "PNG")
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def test_images_and_their_streams(sees, tmp_path):
+    def ask(client, *images, **more):
+        options = {"max_tokens": 8, "temperature": 0, "logprobs": True} | more
+        options["model"] = "tiny-sees"
+        return client.chat.completions.create(messages=shown(*images), **options)
+
+    with served(sees, tmp_path / "log") as made, socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        listener.setblocking(False)
+        with openai.OpenAI(base_url=made.url, api_key="none", **CALM) as client:
+            one, again, other = ask(client, 1), ask(client, 1), ask(client, 2)
+            text = one.choices[0].message.content
+            scores = [[e.logprob for e in a.choices[0].logprobs.content] for a in (one, other)]
+            assert text == again.choices[0].message.content and scores[0] != scores[1]
+            assert one.usage.prompt_tokens > 20  # merged patches, and the text
+            parts = [part for part in ask(client, 1, stream=True) if part.choices]
+            assert "".join(part.choices[0].delta.content or "" for part in parts) == text
+            assert ask(client, 1, 2).usage.prompt_tokens == one.usage.prompt_tokens + 22
+            before = made.metric("prefix_cache_hits_total")
+            assert before > 0
+            for address in ("http://127.0.0.1:{}/x.png", "https://127.0.0.1:{}/x.png"):
+                with pytest.raises(openai.BadRequestError, match="opens no address"):
+                    ask(client, address.format(listener.getsockname()[1]))
+            with pytest.raises(openai.BadRequestError, match="PNG, JPEG or WebP"):
+                ask(client, "data:image/png;base64,AAAA")
+            with pytest.raises(BlockingIOError):
+                listener.accept()
+            made.settle()
+        made.end()
 
 
 def test_a_port_in_use_is_told_at_once(folder, server):

@@ -157,8 +157,9 @@ def test_no_address_and_no_file_is_opened(listener, tmp_path):
                 "opens no address"
                 in (await ask(client, "chat/completions", **asking(f"http://{host}"))).text
             )
-            for inner in (None, "data:", {}, {"url": 3}, {"url": url(saved(FIRST)), "detail": 1},
-                          {"url": url(saved(FIRST)), "file": "x"}):  # fmt: skip
+            good = url(saved(FIRST))
+            wrong = [None, "data:", {}, {"url": 3}, {"url": good, "file": "x"}]
+            for inner in [*wrong, {"url": good, "detail": 1}]:
                 part = {"type": "image_url", "image_url": inner}
                 body = {"messages": [{"role": "user", "content": [part]}], "max_tokens": 1}
                 assert (await ask(client, "chat/completions", **body)).status_code == 400, inner
