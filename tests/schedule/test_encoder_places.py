@@ -73,10 +73,13 @@ def units(slots):
 def orders(table, names=lambda m: m):
     """Each stage's decoder work in the order in which it runs."""
     return [
-        [(s.kind, s.chunk, names(s.microbatch)) for s in table.slots
-         if s.stage == stage and s.kind in ("F", "B", "W")]
+        [
+            (s.kind, s.chunk, names(s.microbatch))
+            for s in table.slots
+            if s.stage == stage and s.kind in ("F", "B", "W")
+        ]
         for stage in range(table.stages)
-    ]  # fmt: skip
+    ]
 
 
 def entered(table):
@@ -136,21 +139,24 @@ def cheapest(table, work):
         taken = []
         for s in range(P):
             takes = [0]
-            rest = order[s][counts[s] :]
-            if rest and available((homes,), counts, *rest[:1][0][:1], s, rest[0][1]):
+            later = order[s][counts[s] :]
+            if later and available((homes,), counts, *later[:1][0][:1], s, later[0][1]):
                 takes.append(1)
-                if len(rest) > 1 and rest[0][0] != rest[1][0]:
+                if len(later) > 1 and later[0][0] != later[1][0]:
                     after = tuple(c + (i == s) for i, c in enumerate(counts))
                     # The last stage's B may follow its F in one tick; nothing else may.
-                    seen = after if rest[1] == ("B", rest[0][1]) and s + 1 == P else counts
-                    if available((homes,), seen, *rest[1][:1], s, rest[1][1]):
+                    seen = after if later[1] == ("B", later[0][1]) and s + 1 == P else counts
+                    if available((homes,), seen, *later[1][:1], s, later[1][1]):
                         takes.append(2)
             ready = [m for m in range(M) if work[m][0] and m not in homes]
             back = [
-                m for m in range(M)
-                if work[m][1] and homes.get(m) == s and m not in gone
+                m
+                for m in range(M)
+                if work[m][1]
+                and homes.get(m) == s
+                and m not in gone
                 and ("B", m) in order[0][: counts[0]]
-            ]  # fmt: skip
+            ]
             taken.append([*itertools.product(takes, [None, *ready], [None, *back])])
         for choice in itertools.product(*taken):
             new = [e for _, e, _ in choice if e is not None]
