@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import pathlib
+import subprocess
 
 import jax
 import numpy as np
@@ -91,6 +92,23 @@ def test_export_is_bit_for_bit(tmp_path):
     again, params2 = hf.load(tmp_path / "ours")
     assert again == cfg
     jax.tree.map(np.testing.assert_array_equal, params, params2)
+
+
+@pytest.mark.slow
+def test_transformers_computes_the_same_from_an_export(loaded, tmp_path, request):
+    """Its own image processor with the limits of pixels that the folder states."""
+    python = request.config.getoption("--transformers_python")
+    if python is None:
+        pytest.skip("needs --transformers_python=PATH, a Python with transformers and torch")
+    cfg, params = loaded
+    tower = dataclasses.replace(cfg.tower, min_pixels=28 * 28, max_pixels=28 * 28 * 36)
+    hf.save(params, dataclasses.replace(cfg, tower=tower), tmp_path / "ours")
+    make = pathlib.Path(__file__).parents[1] / "golden" / "make_hf.py"
+    run = subprocess.run(
+        [python, make, "check", tmp_path / "ours"], capture_output=True, text=True, check=True
+    )
+    apart = json.loads(run.stdout.splitlines()[-1])
+    assert apart.keys() == {*ROWS} and max(apart.values()) < 1e-5
 
 
 @pytest.mark.parametrize("layout", ["4.52", "no head"])

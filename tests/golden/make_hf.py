@@ -4,6 +4,7 @@ Run it in an environment of its own (it needs torch and transformers, which mega
 
     python -m venv hf && hf/bin/pip install torch torchvision transformers numpy pillow
     hf/bin/python tests/golden/make_hf.py [case ...]
+    hf/bin/python tests/golden/make_hf.py check FOLDER  # logits of a Qwen2-VL that megajax wrote
 
 Each file holds the config.json text, every tensor that transformers saves, the tokens and the
 float32 logits of eager attention; encoders' also token types and the lengths of padded rows, and
@@ -92,6 +93,8 @@ PIXELS = {"shortest_edge": 28 * 28, "longest_edge": 28 * 28 * 36}
 
 def main() -> None:
     """Writes one file for each case."""
+    if sys.argv[1:2] == ["check"]:
+        return check_vision(sys.argv[2])
     every = [*CASES, *ENCODERS, *(f"{n}_classify" for n in ENCODERS), "qwen2_vl"]
     for name in sys.argv[1:] or every:
         if name == "qwen2_vl":
@@ -194,6 +197,24 @@ def make_vision() -> None:
         text = (pathlib.Path(folder) / "config.json").read_text()
     tensors = {f"tensor:{k}": v for k, v in state.items()}
     np.savez_compressed(FOLDER / "hf_qwen2_vl.npz", config=text, **arrays, **tensors)
+
+
+def check_vision(folder: str) -> None:
+    """Prints, as JSON, how far the logits of each row of the golden file are from a folder's."""
+    model = transformers.Qwen2VLForConditionalGeneration.from_pretrained(
+        folder, attn_implementation="eager"
+    ).eval()
+    processor = transformers.Qwen2VLImageProcessorPil.from_pretrained(folder)
+    golden, apart = np.load(FOLDER / "hf_qwen2_vl.npz"), {}
+    for row, sizes in ROWS.items():
+        tokens, options = torch.tensor(golden[f"{row}:tokens"])[None].long(), {}
+        if sizes:
+            images = [golden[f"{row}:image{i}"] for i in range(len(sizes))]
+            options = dict(processor(images, return_tensors="pt"))
+        with torch.no_grad():
+            logits = model(tokens, mm_token_type_ids=(tokens == IMAGE).int(), **options).logits
+        apart[row] = float(np.abs(logits[0].numpy() - golden[f"{row}:logits"]).max())
+    print(json.dumps(apart))
 
 
 def picture(number: int, height: int, width: int) -> np.ndarray:
