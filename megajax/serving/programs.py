@@ -281,6 +281,7 @@ class Programs:
     def free(self) -> None:
         """Gives the memory of the pages back; what they held is lost."""
         self.state = None
+        self._blank.clear()
 
     @property
     def bound(self) -> int:

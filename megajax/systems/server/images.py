@@ -9,6 +9,7 @@ decoded (data/images.py).
 import base64
 import binascii
 import dataclasses
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -72,7 +73,7 @@ class ImageReader:
         """see: Engine.see. several: whether the engine runs on several processes."""
         self._see, self._limits, self._several = see, limits, several
         self.sees = see is not None
-        self._live: weakref.WeakSet[Picture] = weakref.WeakSet()
+        self._lock, self._live = threading.Lock(), weakref.WeakSet[Picture]()
 
     def check(self, parts: Sequence[ImagePart]) -> None:
         """Refuses images by their number and bytes; nothing is decoded. Raises: ApiError."""
@@ -109,7 +110,10 @@ class ImageReader:
                 said = str(error).removeprefix("images[0]: ")
                 flag = " (--max_image_pixels)" if "pixels; it may have" in said else ""
                 raise _error(part.where, f": {said}{flag}") from None
-            size = sum(each.patches.nbytes for each in [*self._live, made[-1]])
+            with self._lock:
+                size = sum(each.patches.nbytes for each in [*self._live, made[-1]])
+                if size <= self._limits.max_image_memory:
+                    self._live.add(made[-1])
             if size > self._limits.max_image_memory:
                 raise ApiError(
                     429,
@@ -118,14 +122,14 @@ class ImageReader:
                     code="too_many_images",
                     headers={"Retry-After": "1"},
                 )
-            self._live.add(made[-1])
         return made
 
 
 def has_images(body: dict[str, Any]) -> bool:
     """Tells whether a body has images, which take time to decode."""
     messages = body.get("messages")
-    contents = [m.get("content") for m in messages if isinstance(m, dict)] if messages else ()
+    listed = messages if isinstance(messages, list) else ()
+    contents = [message.get("content") for message in listed if isinstance(message, dict)]
     parts = (part for content in contents if isinstance(content, list) for part in content)
     return any(isinstance(part, dict) and part.get("type") == "image_url" for part in parts)
 

@@ -20,7 +20,7 @@ from megajax.models.vlm import VlmConfig
 from megajax.serving import Engine, SamplingParams
 from megajax.systems.server import images as images_
 from tests import image_loop
-from tests.systems.server.test_app import TEMPLATE, ask, events, serving
+from tests.systems.server.test_app import ask, events, serving
 from tests.tiny import MODEL
 
 PLACEHOLDER = 260
@@ -210,7 +210,7 @@ def hostile():
     """Files by name."""
     noise = image_loop.picture(7, 64, 64)
     photo, plain, webp = saved(noise, "JPEG"), saved(noise), saved(noise, "WEBP")
-    zeros = zlib.compress(bytes(3 * 4096 * 4096), 9)
+    zeros = zlib.compress(bytes(3 * 2048 * 2048), 1)
     frames = [Image.fromarray(image_loop.picture(k, 32, 32)) for k in range(5)]
     moving = {"save_all": True, "append_images": frames[1:]}
     text = chunk(b"zTXt", b"a\0\0" + zlib.compress(bytes(10**7), 9))
@@ -302,10 +302,14 @@ def test_others_are_answered_while_an_image_is_decoded(monkeypatch):
     asyncio.run(scenario())
 
 
-@serve(chat=dataclasses.replace(TEMPLATE))
+@serve()
 async def test_the_placeholder_is_nobodys_to_write(client, worker):
     answer = await ask(client, prompt=[1, PLACEHOLDER], max_tokens=1)
     assert answer.status_code == 400
     assert "1 placeholders of images (token 260) and there are 0 images" in answer.text
-    ids = (await client.post("/tokenize", json=asking(url(b"x"), "=a") | {})).json()
-    assert ids["error"]["param"] == "max_tokens"
+    chat = {"messages": asking(url(b"x"), "=a")["messages"]}
+    ids = (await client.post("/tokenize", json=chat)).json()["tokens"]
+    assert ids == [*b"user: ", PLACEHOLDER, *b"a\nassistant: "]
+    for wrong in (5, "x", [5], [{"role": "user", "content": 5}], [[]], {"a": 1}):
+        answer = await ask(client, "chat/completions", messages=wrong)
+        assert answer.status_code == 400, wrong
