@@ -6,7 +6,7 @@ import functools
 import jax
 import numpy as np
 
-from megajax.data.images import piece, row_of
+from megajax.data.images import fitted, piece, row_of
 from megajax.models import vlm
 from megajax.models.vit import VitConfig
 from megajax.models.vlm import VlmConfig
@@ -46,7 +46,7 @@ def one_by_one(prompt, images, new, row=128, cfg=CFG):
     """Runs a whole row again for every token: the greedy continuation of a prompt with images."""
     tokens, patches = list(prompt), 4 * 64
     for _ in range(new):
-        made = piece(np.array(tokens), images, cfg)
+        made = piece(np.array(tokens), [fitted(image, cfg.tower) for image in images], cfg)
         batch = row_of([made], row, patches, cfg.tower)
         batch = {name: x[None] for name, x in batch.items() if name != "targets"}
         logits = np.asarray(_logits(cfg)(sharp(cfg), batch))[0, len(made.tokens) - 1]

@@ -204,8 +204,7 @@ def _conversation(messages: Any, where: str, place: Place, listed: Sequence[Imag
                     files.append(_image(part["image"], len(files), place))
                 parts.append(None)
                 continue
-            texts = part.split(PLACEHOLDER) if listed else [part]
-            for i, text in enumerate(texts):
+            for i, text in enumerate(part.split(PLACEHOLDER)):
                 if i:
                     take(number)
                     parts.append(None)

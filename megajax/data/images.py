@@ -456,6 +456,8 @@ def fitted(image: np.ndarray, tower: Tower) -> np.ndarray:
 
     Raises: ValueError for another array; ImageError as `fit` does.
     """
+    if not isinstance(image, np.ndarray):
+        raise ValueError(f"an image is an array uint8 (H, W, 3), not a {type(image).__name__}")
     if image.ndim != 3 or image.shape[2] != 3 or image.dtype != np.uint8:
         raise ValueError(f"an image is uint8 (H, W, 3), not {image.dtype} {image.shape}")
     height, width = fit((image.shape[0], image.shape[1]), tower)
@@ -466,15 +468,27 @@ def fitted(image: np.ndarray, tower: Tower) -> np.ndarray:
 
 
 def patchify(image: np.ndarray, tower: Tower) -> tuple[np.ndarray, np.ndarray, tuple[int, int]]:
-    """Cuts an image into patches, after resizing it (`fitted`).
+    """Cuts an image into patches, after resizing it (`fitted`): what `cut` returns of it."""
+    return cut(fitted(image, tower), tower)
 
-    Args: image: (H, W, 3) uint8.
+
+def cut(image: np.ndarray, tower: Tower) -> tuple[np.ndarray, np.ndarray, tuple[int, int]]:
+    """Cuts an image that is resized already into patches.
+
+    `fit` is asked once: of what it gives it may want another size again.
+
+    Args: image: (H, W, 3) uint8, H and W multiples of patch * merge.
     Returns: patches (P, C) uint8, values in the order (channel, row, column); places (P, 2) int32,
       (row, column) of each patch in its image; (rows, columns) of merged patches. The patches of a
       merged one follow each other.
+    Raises: ValueError for other sides.
     """
-    image = fitted(image, tower)
     (height, width), p, m = image.shape[:2], tower.patch, tower.merge
+    if min(height, width) < 1 or height % (p * m) or width % (p * m):
+        raise ValueError(
+            f"an image of {width} x {height} pixels cannot be cut into squares of {p * m}; resize "
+            "it (fitted)"
+        )
     rows, columns = height // (p * m), width // (p * m)
     blocks = image.reshape(rows, m, p, columns, m, p, 3).transpose(0, 3, 1, 4, 6, 2, 5)
     numbers = np.arange(rows * m * columns * m).reshape(rows, m, columns, m).transpose(0, 2, 1, 3)
@@ -541,14 +555,15 @@ def piece(
 ) -> Piece:
     """Returns a sample with its images cut into patches.
 
-    Args: as of `expanded`; images: (H, W, 3) uint8 each. cfg: a VlmConfig.
-    Raises: ValueError as `expanded` and `fit` do.
+    Args: as of `expanded`; images: (H, W, 3) uint8 each, as `fitted` returns them. cfg: a
+      VlmConfig.
+    Raises: ValueError as `expanded` and `cut` do.
     """
     from megajax.models.vlm import positions  # here: readers of files need no model
 
     tower: Tower = cfg.tower
-    cut = [patchify(image, tower) for image in images]
-    grids = [grid for _, _, grid in cut]
+    pictures = [cut(image, tower) for image in images]
+    grids = [grid for _, _, grid in pictures]
     tokens_S, targets_S, places_S = expanded(tokens, grids, cfg.image_token, targets)
     rotary_3S = positions(tokens_S, grids, cfg.image_token)
     return Piece(
@@ -556,9 +571,13 @@ def piece(
         targets_S,
         places_S,
         np.ascontiguousarray(rotary_3S.T, np.int32),
-        np.concatenate([patches for patches, _, _ in cut] or [np.zeros((0, _values(tower)), "u1")]),
-        np.concatenate([places for _, places, _ in cut] or [np.zeros((0, 2), np.int32)]),
-        np.repeat(np.arange(len(cut), dtype=np.int32), [len(patches) for patches, _, _ in cut]),
+        np.concatenate(
+            [patches for patches, _, _ in pictures] or [np.zeros((0, _values(tower)), "u1")]
+        ),
+        np.concatenate([places for _, places, _ in pictures] or [np.zeros((0, 2), np.int32)]),
+        np.repeat(
+            np.arange(len(pictures), dtype=np.int32), [len(patches) for patches, _, _ in pictures]
+        ),
     )
 
 
@@ -616,22 +635,45 @@ def collate(samples: Sequence[Mapping[str, Any]], cfg: Any) -> dict[str, np.ndar
     Args:
       samples: each with tokens, ids with one cfg.image_token for each image; images, a list of
         uint8 (H, W, 3); and perhaps targets, what each token predicts, IGNORED (-1) for nothing
-        (without: the next token, unless that is a placeholder).
+        (without: the next token, unless that is a placeholder). Ids are below cfg.vocab.
       cfg: VlmConfig.
     Returns: tokens, targets, segments (-1: padding), positions, places (B, S) int32; rotary
       (B, S, 3) int32; patches (B, P, C) uint8; patch_places (B, P, 2), images (B, P) int32.
-    Raises: ValueError that names the row, from 0, where placeholders and images are not equally
-      many, or an image cannot be used.
+      P is a power of two of merged patches, so that few programs are compiled, and tensor ranks
+      divide it.
+    Raises: ValueError that names the row, from 0, for what is no such sample, where placeholders
+      and images are not equally many, or an image cannot be used.
     """
-    pieces = []
+    pieces, tower = [], cfg.tower
     for number, sample in enumerate(samples):
         try:
-            images = sample.get("images") or ()
-            pieces.append(piece(sample["tokens"], images, cfg, sample.get("targets")))
-        except ValueError as error:
+            if not isinstance(sample, Mapping) or "tokens" not in sample:
+                raise ValueError("a sample needs the member tokens")
+            tokens = _ids(sample["tokens"], "tokens", 0, cfg.vocab)
+            targets = sample.get("targets")
+            if targets is not None:
+                targets = _ids(targets, "targets", IGNORED, cfg.vocab)
+            images = sample.get("images")
+            images = [fitted(image, tower) for image in (() if images is None else images)]
+            pieces.append(piece(tokens, images, cfg, targets))
+        except (TypeError, ValueError) as error:
             raise ValueError(f"row {number}: {error}") from None
-    tower = cfg.tower
     tokens = max((len(p.tokens) for p in pieces), default=0)
-    patches = max([tower.merge**2, *(len(p.patches) for p in pieces)])
+    patches, most = tower.merge**2, max((len(p.patches) for p in pieces), default=0)
+    while patches < most:
+        patches *= 2
     rows = [row_of([p], tokens, patches, tower) for p in pieces]
     return {name: np.stack([row[name] for row in rows]) for name in rows[0]} if rows else {}
+
+
+def _ids(values: Any, name: str, least: int, vocab: int) -> np.ndarray:
+    """Returns what a sample gives as ids, int32 (n,). Raises: ValueError for anything else."""
+    ids = np.asarray(values)
+    if ids.ndim != 1 or not ids.size or ids.dtype.kind not in "iu":
+        raise ValueError(
+            f"{name} must be a list of one or more whole numbers, not {ids.dtype} {ids.shape}"
+        )
+    if ids.min() < least or ids.max() >= vocab:
+        wrong = ids[(ids < least) | (ids >= vocab)][0]
+        raise ValueError(f"{name} must be in {least}..{vocab - 1}, not {wrong} (model.vocab)")
+    return ids.astype(np.int32)

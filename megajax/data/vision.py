@@ -99,8 +99,9 @@ class VisionDataConfig(Checked, section="data"):
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """tokens, targets (n,) int32, with one placeholder an image. images: (H, W, 3) uint8. kind: by
-    which results are reported. question, answer: for a person; answer is the last one."""
+    """tokens, targets (n,) int32, with one placeholder an image. images: (H, W, 3) uint8, in the
+    size that the tower reads. kind: by which results are reported. question, answer: for a person;
+    answer is the last one."""
 
     tokens: np.ndarray
     targets: np.ndarray
@@ -202,16 +203,16 @@ class Drawn:
 
     sizes = None
 
-    def __init__(self, dialogue: Dialogue, seed: int, holdout: float, held_out: bool):
+    def __init__(self, dialogue: Dialogue, seed: int, holdout: float, held_out: bool, tower: Any):
         """seed: of the drawings. holdout, held_out: as of `rendered.question`."""
-        self._dialogue, self._side = dialogue, (seed, holdout, held_out)
+        self._dialogue, self._side, self._tower = dialogue, (seed, holdout, held_out), tower
 
     def sample(self, k: int) -> Sample:
         """Returns question k."""
         seed, holdout, held_out = self._side
         q = rendered.question(seed, k, holdout, held_out)
         tokens, targets = self._encoded(q.question, q.answer)
-        return Sample(tokens, targets, [q.image], q.kind, q.question, q.answer)
+        return Sample(tokens, targets, [fitted(q.image, self._tower)], q.kind, q.question, q.answer)
 
     def _encoded(self, question: str, answer: str) -> tuple[np.ndarray, np.ndarray]:
         turns = (Turn("user", (None, question)), Turn("assistant", (answer,)))
@@ -341,7 +342,7 @@ def open_vision(
         numbers.append(k)
         sizes.append((tokens, patches))
         keys.append(key)
-        digest.update(f"{k} {key} ".encode() + content)
+        digest.update(f"{k} {key} {tokens} {patches} ".encode() + content)
         pixels += count
     if not numbers:
         raise UserError(
@@ -385,7 +386,9 @@ def _open_rendered(
         raise UserError(
             "data.holdout=0 leaves no drawing to evaluate; nearest: 0.01 (--data.holdout)"
         )
-    train, held_out = (Drawn(dialogue, seed, data.holdout, held) for held in (False, True))
+    train, held_out = (
+        Drawn(dialogue, seed, data.holdout, held, model.tower) for held in (False, True)
+    )
     for k in range(64):  # all kinds and lengths
         made = prepared(train.sample(k), model)
         if len(made.tokens) > seq_len or len(made.patches) > data.patches:

@@ -213,7 +213,7 @@ FIRST = (
 )
 
 
-SHAPE = ("model.decoder.layers", "model.decoder.width", "model.decoder.vocab")  # a saved file
+SIZES = ("patch", "merge", "min_pixels", "max_pixels")  # of the tower: they decide what rows hold
 
 
 def take_model(
@@ -283,6 +283,8 @@ class Samples:
             "tokenizer": self.tokenizer.identity,
             "seq_len": train.seq_len,
             "patches": data.patches,
+            "image_token": cfg.model.image_token,
+            **{f"tower.{n}": getattr(cfg.model.tower, n) for n in SIZES},
             "blank": data.blank,
             "seed": train.seed,
         }

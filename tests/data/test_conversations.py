@@ -13,7 +13,7 @@ from PIL import Image
 
 from megajax.core.errors import UserError
 from megajax.data.conversations import data_url, tar_members
-from megajax.data.images import collate, patchify
+from megajax.data.images import collate, patch_count, patchify
 from megajax.data.pack import IGNORED
 from megajax.data.tokenizer import ByteTokenizer
 from megajax.data.vision import (
@@ -25,6 +25,7 @@ from megajax.data.vision import (
     fixed_rows,
     open_vision,
     packed,
+    prepared,
 )
 from megajax.models.vit import VitConfig
 from megajax.models.vlm import VlmConfig, positions
@@ -98,8 +99,8 @@ def test_collate_gives_a_row_for_each_sample():
         [-1] * 11 + [5, 6],
     ]
     assert batch["places"].tolist()[2] == [*range(12), -1]
-    assert batch["images"].tolist()[2] == [0] * 24 + [1] * 24
-    assert batch["images"].tolist()[1] == [-1] * 48
+    assert batch["images"].tolist()[2] == [0] * 24 + [1] * 24 + [-1] * 16
+    assert batch["images"].tolist()[1] == [-1] * 64  # a power of two of merged ones
     for row, sample in enumerate(samples):
         at = 0
         for number, image in enumerate(sample["images"]):
@@ -120,6 +121,48 @@ def test_collate_gives_a_row_for_each_sample():
     with pytest.raises(ValueError, match="^row 0: .*200 times"):
         thin = np.zeros((1, 300, 3), np.uint8)
         collate([{"tokens": [IMAGE], "images": [thin]}], MODEL)
+
+
+def test_collate_takes_arrays_and_refuses_what_is_no_sample():
+    images = np.zeros((2, 56, 84, 3), np.uint8)
+    batch = collate([{"tokens": np.array([IMAGE, 3, IMAGE]), "images": images}], MODEL)
+    assert (batch["images"][0] == [0] * 24 + [1] * 24 + [-1] * 16).all()
+    for sample, message in (
+        ({"tokens": []}, "one or more whole numbers"),
+        ({}, "needs the member tokens"),
+        ([1, 2], "needs the member tokens"),
+        ({"tokens": [2**40]}, f"0..{MODEL.vocab - 1}, not 1099511627776"),
+        ({"tokens": [2**70]}, "whole numbers"),
+        ({"tokens": [3, -5]}, "not -5"),
+        ({"tokens": [MODEL.vocab]}, f"not {MODEL.vocab}"),
+        ({"tokens": [1.7]}, "whole numbers"),
+        ({"tokens": [[1, 2]]}, "whole numbers"),
+        ({"tokens": [1, 2], "targets": [1, -2]}, "targets must be in -1.."),
+        ({"tokens": [1, 2], "targets": [1]}, "1 targets for 2 tokens"),
+        ({"tokens": [IMAGE], "images": [Image.new("RGB", (28, 28))]}, "not a Image"),
+        ({"tokens": [IMAGE], "images": [[[[1, 2, 3]]]]}, "not a list"),
+        ({"tokens": [IMAGE], "images": 5}, "not iterable"),
+    ):
+        with pytest.raises(ValueError, match=f"^row 1: .*{message}"):
+            collate([{"tokens": [1]}, sample], MODEL)
+
+
+def test_an_image_is_resized_once(tmp_path):
+    """Sizes that `fit` makes and would change again: a record has the patches that were counted."""
+    for least, most, size in (
+        (50176, 50176, (300, 200)),
+        (3136, 3136, (70, 90)),
+        (3136, 28 * 28 * 1280, (41, 5800)),
+        (3136, 12544, (20, 4000)),
+    ):
+        tower = dataclasses.replace(MODEL.tower, min_pixels=least, max_pixels=most)
+        model = dataclasses.replace(MODEL, tower=tower)
+        source = write_lines(tmp_path / "a.jsonl", [asked(url(png(0, *size)))])
+        spec = VisionDataConfig(source=source, holdout=0.0, patches=1200)
+        data = open_vision(spec, 512, 0, model, ByteTokenizer())
+        made = prepared(data.train.sample(0), model)
+        assert [[len(made.tokens), len(made.patches)]] == data.train.sizes.tolist()
+        assert len(made.patches) == patch_count(size, tower)
 
 
 def test_answers_alone_are_targets():
@@ -265,6 +308,15 @@ WRONG = {
             "images": ["@"],
         },
         "1 of 1 images have no placeh",
+    ),
+    "no images": (
+        {
+            "messages": [
+                {"role": "user", "content": "<image>x"},
+                {"role": "assistant", "content": "y"},
+            ]
+        },
+        "placeholder without an image: the record has 0",
     ),
     "no answer": ({"messages": [{"role": "user", "content": "x"}]}, "nothing to learn"),
     "remote": (asked("https://example.com/a.png"), "URLs are not read"),
@@ -452,6 +504,15 @@ def test_what_a_source_holds_has_a_fingerprint(tmp_path):
     assert len(prints) == 6
     again = opened(write_lines(tmp_path / "a.jsonl", values))[0].fingerprint
     assert again in prints
+    tower = dataclasses.replace(MODEL.tower, min_pixels=4 * 28 * 28 * 2)  # other rows
+    other = open_vision(
+        VisionDataConfig(source=str(tmp_path / "a.jsonl"), holdout=0.0),
+        64,
+        0,
+        dataclasses.replace(MODEL, tower=tower),
+        ByteTokenizer(),
+    )
+    assert other.fingerprint not in prints
 
 
 def test_packing_fills_rows_in_order():
