@@ -30,7 +30,7 @@ from megajax.core.tree import Tree, is_words, name, named_leaves, nest, owner
 from megajax.layers.losses import LossSums, MoeSums
 from megajax.models.parts import Batch, ModelParts, is_layered, map_words
 from megajax.parallel import sharding, tensor, zero
-from megajax.parallel.exchange import PLAIN, Exchange
+from megajax.parallel.exchange import PLAIN, Exchange, Order, order_of
 from megajax.parallel.overlap import compiler_options
 from megajax.parallel.pipeline import Gradients, Pipeline, first_errors, layer_order
 from megajax.schedule.route import Route
@@ -184,6 +184,8 @@ def make_train_step(
             differentiate = without_stages(cfg, used, exchange, objective)
             order = np.arange(parts.layers)
         rule = (optimizer or cfg.optimizer)(parts.trained(parts.axes), layout)
+        if parts.tower:
+            differentiate = _counted_first(order_of(mesh), differentiate)
         gradients = functools.partial(_gradients, cfg, task, parts, differentiate)
         apply = functools.partial(_apply, cfg, task, pieces, parts, rule)
         stack = parts.stack if parts.layers else ""
@@ -257,6 +259,19 @@ def _gradients(
     total = jnp.maximum(count, 1).astype(jnp.float32)
     key = jax.random.fold_in(jax.random.key(cfg.train.seed), state.step)
     return differentiate(state, batch, total, key, *route)._replace(count=count)
+
+
+def _counted_first(order: Order, differentiate: Differentiate) -> Differentiate:
+    """Holds the batch back, on emulated devices, until the predictions of the step are counted.
+
+    The loop over a tower's layers needs nothing of that count. Its collectives overtook the sum of
+    the counts on some devices and not on others, and the run stopped with a rendezvous timeout.
+    """
+
+    def ordered(state: TrainState, batch: Batch, total: jax.Array, *more: Any) -> Gradients:
+        return differentiate(state, order.after(batch, total), total, *more)
+
+    return ordered
 
 
 def _apply(

@@ -151,11 +151,11 @@ def nano() -> VisionConfig:
     model = MODELS["nano"]()
     return VisionConfig(
         model=dataclasses.replace(model, decoder=dataclasses.replace(model.decoder, layers=2)),
-        train=TrainConfig(steps=280, global_batch=16, seq_len=128, remat="none"),
+        train=TrainConfig(steps=400, global_batch=16, seq_len=128, remat="none"),
         data=VisionDataConfig(patches=144),
         optim=OptimConfig(name="muon", lr=2e-2, warmup=15, schedule="cosine", final=0.02),
-        eval=VisionEvalConfig(every=140, batches=32),
-        checkpoint=CheckpointConfig(every=140),
+        eval=VisionEvalConfig(every=200, batches=32),
+        checkpoint=CheckpointConfig(every=200),
         log=LogConfig(every=20),
         mesh=MeshSpec(),
         emulate_without_gpu=8,
