@@ -95,7 +95,11 @@ def _with_towers(step: StepShape) -> dict[str, float]:
             stash = alone["stash"] + pixels + _PROJECTOR * residual(tower)
         if not piped:
             sizes["stash"] = sizes.get("stash", 0.0) + stash
-        working = alone["activations"] + (stash if piped else 0.0)
+        # The products after an activation, too, which a tower's memory is mostly made of: without
+        # them the terms grow 10 % slower with the patches than compiled programs (H100, 8 layers).
+        after = tower.used.output_width - tower.used.attention_width
+        inner = step.itemsize * tower.tokens * after / step.ways("tensor")
+        working = alone["activations"] + inner + (stash if piped else 0.0)
         sizes["activations"] = max(sizes["activations"], working)
     return sizes
 
