@@ -23,6 +23,7 @@ from absl import flags
 
 from experiments.faults import storm
 from experiments.reports import (
+    butterfly,
     bytecheckpoint,
     cdmpp,
     cdmpp_replay,
@@ -401,6 +402,8 @@ def papers() -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
+    "butterfly_sets": lambda: butterfly.sets(read(RESULTS / "butterfly_sets.json")),
+    "butterfly_table": lambda: butterfly.markdown(read(RESULTS / "butterfly_table.json")),
     "cdmpp_calls": functools.partial(cdmpp.calls, RESULTS / "cdmpp.json"),
     "cdmpp_kinds": functools.partial(cdmpp.kinds, RESULTS / "cdmpp_one_thread.json"),
     "cdmpp_devices": functools.partial(cdmpp.programs, RESULTS / "cdmpp_two_threads.json"),

@@ -148,3 +148,25 @@ def markdown(result: dict[str, Any]) -> str:
         "images; CPU-s: of the longest run, imports and evaluations included."
     )
     return f"{markdown_table(heads, lines)}\n\n{note}\n\n{source(result)}"
+
+
+def sets(result: dict[str, Any]) -> str:
+    """Returns the table of runs of the presets easy and hard, from a result file.
+
+    rows: preset, seed, steps, images (held out), classes (that these show), voc10, and cpu_s of the
+    run with its imports and evaluations, null where it was not recorded.
+    """
+    heads = ("preset", "seed", "steps", "held-out images", "classes", "mAP (VOC 2010)", "CPU-s")
+    lines = [
+        (
+            f"`{row['preset']}`",
+            row["seed"],
+            row["steps"],
+            row["images"],
+            row["classes"],
+            f"{row['voc10']:.3f}",
+            "not recorded" if row["cpu_s"] is None else f"{row['cpu_s']:.0f}",
+        )
+        for row in result["rows"]
+    ]
+    return f"{markdown_table(heads, lines)}\n\n{source(result)}"
