@@ -111,17 +111,25 @@ def words(vocab: int) -> int:
 
 
 def draw_tokens(
-    logits_BV: Array, log_z_B: Array, rules: Rules, changes: Changes, slot_B: Array
+    logits_BV: Array,
+    log_z_B: Array,
+    rules: Rules,
+    changes: Changes,
+    slot_B: Array,
+    never: int | None = None,
 ) -> tuple[Drawn, Changes]:
     """Returns what each sequence draws, and the changes after it.
 
     logits: float32. log_z: their log-sum-exp. slot_B: of each sequence; S: its draw is not counted.
+    never: a token that no sequence draws; None: there is none.
     """
     modified_BV = lax.cond(
         jnp.any(rules.changes),
         lambda: _change(logits_BV, rules, changes, slot_B),
         lambda: logits_BV,
     )
+    if never is not None:
+        modified_BV = jnp.where(jnp.arange(logits_BV.shape[-1]) == never, -jnp.inf, modified_BV)
     hot_B = rules.temperature >= GREEDY
     token_B = lax.cond(
         jnp.any(hot_B),

@@ -414,19 +414,20 @@ class Engine:
         params: SamplingParams = SamplingParams(),
         *,
         id: int | None = None,
-        images: Sequence[np.ndarray | Picture] = (),
+        images: Sequence[np.ndarray | Picture] | None = None,
     ) -> int:
         """Takes a request, which waits until a step has room for it.
 
         prompt_tokens: with one placeholder (VlmConfig.image_token) for each image.
         id: None: the next of 0, 1, ... Without a seed of its own, a request's draws follow from the
           engine's seed and this number.
-        images: uint8 (H, W, 3) each, in the order of their placeholders, or what `see` returned.
+        images: uint8 (H, W, 3) each, in the order of their placeholders, or what `see` returned;
+          None: there are none. The answers have no placeholder, whatever its logit.
         Returns: its id, which its outputs carry.
         Raises: UserError, with the reason, for what can never run.
         """
         prompt = check_tokens(prompt_tokens, self.cfg.vocab)
-        shown = self._images(prompt, images, params)
+        shown = self._images(prompt, () if images is None else images, params)
         prompt = prompt if shown is None else shown.tokens
         check_bias(params, self.cfg.vocab)
         check_ends(params, self.tokenizer.ends if self.tokenizer is not None else ())
@@ -478,18 +479,23 @@ class Engine:
                 f"images has {len(images)} images, and this model sees none: give a model with a "
                 "vision tower (VlmConfig), or text alone (images)"
             )
+        if self.tower is None and len(images):
+            raise UserError(
+                f"images has {len(images)} images, and this engine's backend computes no features "
+                "of images: give an engine with the default backend, or text alone (backend)"
+            )
         return pictures(images, self.cfg.tower)
 
     def _images(
         self, prompt: list[int], images: Sequence[np.ndarray | Picture], params: SamplingParams
     ) -> Images | None:
         """Returns a prompt with its images; None: of a model that sees none. Raises: UserError."""
-        if not isinstance(self.cfg, VlmConfig) and not images:
+        if not isinstance(self.cfg, VlmConfig) and not len(images):
             return None
         seen = self.see(images)
         assert isinstance(self.cfg, VlmConfig)
         made = Images(self.cfg, prompt, seen)
-        if images and len(made.tokens) + params.max_tokens > self.context:
+        if seen and len(made.tokens) + params.max_tokens > self.context:
             shows = sum(shown.stop - shown.start for shown in made.shown)
             raise UserError(
                 f"the prompt has {len(made.tokens)} tokens, of which {shows} show the "

@@ -42,8 +42,8 @@ ROOM = 2**28  # (chosen) bytes of features that are held for later requests
 class Picture:
     """An image cut into patches.
 
-    digest: SHA-256 of its shape and pixels. patches: uint8 (P, C). places: int32 (P, 2), row and
-    column of each. grid: (rows, columns) of merged patches, which are as many tokens.
+    digest: SHA-256 of its shape, grid and pixels. patches: uint8 (P, C). places: int32 (P, 2), row
+    and column of each. grid: (rows, columns) of merged patches, which are as many tokens.
     """
 
     digest: bytes
@@ -61,7 +61,7 @@ def picture(image: np.ndarray, tower: VitConfig) -> Picture:
     """Resizes an image and cuts it into patches. image: uint8 (H, W, 3). Raises: ValueError."""
     image = np.ascontiguousarray(image)
     patches, places, grid = patchify(image, tower)
-    content = hashlib.sha256(struct.pack("<3q", *image.shape))
+    content = hashlib.sha256(struct.pack("<5q", *image.shape, *grid))
     content.update(image.data)
     return Picture(content.digest(), patches, places, grid)
 
@@ -272,4 +272,5 @@ class Tower:
         with jax.set_mesh(forward.mesh):
             features_1QD = self._run(params, batch)
         self.computed += 1
-        return np.asarray(features_1QD)[0, : image.tokens]
+        # A view would hold the padding, which `features` does not count.
+        return np.asarray(features_1QD)[0, : image.tokens].copy()

@@ -229,6 +229,9 @@ class Programs:
         """slots: S. budget: most tokens of a step of one replica. pool: P, tokens of a page, M.
         steps: K."""
         self._forward, self._exact, self._slots, self.steps = forward, exact, slots, steps
+        # An answer with a placeholder would be a row that has more placeholders than images.
+        never = forward.vlm.image_token if forward.vlm else None
+        self._draw_tokens = functools.partial(draw.draw_tokens, never=never)
         self._replicas = forward.replicas
         self._pool, self._page, self._width = pool
         self._laying = Laying(slots, budget, self._width, self._replicas, forward.features)
@@ -616,7 +619,7 @@ class Programs:
         self, state: State, logits_BV: Array, slot_B: Array, rules: Rules
     ) -> tuple[Drawn, State]:
         log_z_B = jax.nn.logsumexp(logits_BV, -1)
-        drawn, changes = draw.draw_tokens(logits_BV, log_z_B, rules, state.changes, slot_B)
+        drawn, changes = self._draw_tokens(logits_BV, log_z_B, rules, state.changes, slot_B)
         return drawn, replace(state, changes=changes)
 
     def _local_several(
@@ -664,7 +667,7 @@ class Programs:
 
     def _local_draw(self, state: State, slot_S: Array, rules: Rules) -> tuple[Drawn, State]:
         assert state.logits_SV is not None and state.log_z_S is not None
-        drawn, changes = draw.draw_tokens(
+        drawn, changes = self._draw_tokens(
             state.logits_SV, state.log_z_S, rules, state.changes, slot_S
         )
         return drawn, replace(state, changes=changes)

@@ -515,7 +515,10 @@ class Scheduler:
         are too few pages, and nothing was reserved."""
         lacking = 0
         for sequence, start, count, draws in pieces:
-            if count > 1 or not draws or start + steps > self._context:
+            # A prompt may end with an image: its last token has a feature, which several steps do
+            # not read, and the rotary position behind it is not the next one.
+            shown = sequence.images and start < sequence.images[-1].stop
+            if count > 1 or not draws or shown or start + steps > self._context:
                 return False
             lacking += self._lacking(sequence, start + steps)
         if lacking > self._pool.available:

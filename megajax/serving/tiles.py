@@ -50,6 +50,7 @@ class Teacher:
     def __init__(self, cfg: DecoderConfig | VlmConfig, mesh: Mesh, dtype: Any):
         """Raises: UserError when the mesh cannot cut the model."""
         self.forward = Forward(cfg, mesh, "none", dtype, "xla")
+        self.tower = Tower(self.forward)
         self._run: Any = None
 
     def __call__(
@@ -64,7 +65,8 @@ class Teacher:
         params: as Forward.place returns them. images: of a model that sees them, of each row, whose
         ids then have a placeholder for each merged patch.
         """
-        forward, tower = self.forward, Tower(self.forward)
+        forward, tower = self.forward, self.tower
+        tower.forget()  # the weights may be new
         if self._run is None:
             specs = forward_.Pages(self.forward.page_spec, self.forward.page_spec)
             everyone = jax.tree.map(lambda _: PS(), self._tokens(1, 1, 1))

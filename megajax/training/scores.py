@@ -35,7 +35,7 @@ def logprobs(
     cfg: DecoderConfig | VlmConfig,
     params: Tree,
     rows: Sequence[Sequence[int]],
-    images: Sequence[Sequence[np.ndarray]] | None = None,
+    images: Sequence[Sequence[np.ndarray] | None] | None = None,
     *,
     mesh: Mesh | None = None,
     dtype: str = "float32",
@@ -44,9 +44,9 @@ def logprobs(
     """Returns the log-probability of each row's tokens after those before them.
 
     Args: rows: token ids, of any lengths, with one placeholder (VlmConfig.image_token) for each
-      image of the row. images: of each row, uint8 (H, W, 3) each; None: no row has any. mesh: None:
-      one device. dtype: of compute. numerics: 'exact': the bits that `serving.Engine(...,
-      numerics='exact')` gives on a mesh of this shape.
+      image of the row. images: of each row, uint8 (H, W, 3) each, or None; None: no row has any.
+      mesh: None: one device. dtype: of compute. numerics: 'exact': the bits that
+      `serving.Engine(..., numerics='exact')` gives on a mesh of this shape.
     Returns: one float32 array a row, as long as the row; the first entry, of a token that nothing
       comes before, is NaN. The entry of a placeholder is that of the first token which shows its
       image.
@@ -116,10 +116,11 @@ def _check_lengths(cfg: DecoderConfig | VlmConfig, rows: Sequence[Sequence[int]]
 def _seen(
     cfg: DecoderConfig | VlmConfig,
     rows: Sequence[Sequence[int]],
-    images: Sequence[Sequence[np.ndarray]] | None,
+    images: Sequence[Sequence[np.ndarray] | None] | None,
 ) -> list[Images] | None:
     """Returns the rows with their images; None: the model sees none. Raises: UserError."""
-    listed = [()] * len(rows) if images is None else images
+    lists = [None] * len(rows) if images is None else images
+    listed = [() if each is None else each for each in lists]
     if len(listed) != len(rows):
         raise UserError(f"images has {len(listed)} lists and rows {len(rows)} rows: give one a row")
     if not isinstance(cfg, VlmConfig):

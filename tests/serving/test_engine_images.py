@@ -1,5 +1,7 @@
 """Prompts with images: the engine against a loop with the whole forward pass, and itself."""
 
+import dataclasses
+
 import jax
 import numpy as np
 import pytest
@@ -7,9 +9,11 @@ import pytest
 from megajax.core.errors import UserError
 from megajax.core.mesh import MeshSpec
 from megajax.models import decoder
-from megajax.serving import Engine, SamplingParams
+from megajax.serving import Engine, SamplingParams, tiles
+from megajax.serving import images as images_
+from megajax.serving.programs import OneMesh
 from megajax.training import logprobs
-from tests.image_loop import CFG, PLACEHOLDER, SMALL, one_by_one, picture, requests, sharp
+from tests.image_loop import CFG, PLACEHOLDER, SMALL, TOWER, one_by_one, picture, requests, sharp
 from tests.tiny import MODEL
 
 
@@ -79,7 +83,7 @@ def test_greedy_of_forty_requests(mesh):
 def exact_bits(dtype, count, **options):
     asked = requests(count, seed=2)
     params = [
-        SamplingParams(max_tokens=7, seed=i, logit_bias={PLACEHOLDER: -100}) for i in range(count)
+        SamplingParams(max_tokens=7, seed=i, logit_bias={PLACEHOLDER: 100}) for i in range(count)
     ]
     engine = Engine(CFG, sharp(), dtype=dtype, numerics="exact", **options)
     sampled = answers(engine, asked, params)
@@ -137,6 +141,54 @@ def test_the_same_text_reuses_pages_with_the_same_image_alone():
     assert engine.tower.computed == 3
 
 
+@pytest.mark.parametrize("n", [1, 2])
+def test_several_steps_begin_behind_an_image_that_ends_the_prompt(n):
+    engine = Engine(CFG, sharp(), **SMALL | {"prefill_chunk": 18}, page_size=8, decode_steps=3)
+    # Before the last token: nothing; a chunk; a prefix of 24 tokens that another prompt had.
+    for prompt in ([7, 8, PLACEHOLDER], [*range(10), PLACEHOLDER], [*range(16), PLACEHOLDER]):
+        images = [picture(1)]
+        for _ in range(2):
+            answers, _ = run(engine, prompt, images, n=n)
+            assert answers == n * [one_by_one(prompt, images, 5)]
+    assert engine.scheduler.prefix_hits >= 24
+
+
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_no_answer_has_a_placeholder(temperature):
+    engine, rows, images = _idle(), [], [[picture(1)], None]
+    params = SamplingParams(
+        max_tokens=6, temperature=temperature, seed=1, logit_bias={PLACEHOLDER: 100}
+    )
+    for prompt, each in zip(([5, PLACEHOLDER, 8], [5, 8]), images, strict=True):
+        engine.submit(prompt, params, images=each)
+        rows.append(prompt + [token for output in engine.run() for token in output.tokens])
+    assert [row.count(PLACEHOLDER) for row in rows] == [1, 0]
+    assert list(map(len, logprobs(CFG, sharp(), rows, images))) == [9, 8]
+
+
+def test_the_digest_of_an_image_names_how_it_was_cut():
+    other = dataclasses.replace(TOWER, max_pixels=64 * 4)
+    cut = [images_.picture(picture(1), tower) for tower in (TOWER, TOWER, other)]
+    assert cut[0].digest == cut[1].digest != cut[2].digest
+
+
+def test_features_on_the_host_have_no_padding():
+    engine = _idle()
+    features_QD = engine.tower.features(engine._params, *engine.see([picture(1)]))
+    assert features_QD.shape == (9, CFG.width) and features_QD.base is None
+
+
+def test_exact_scores_compile_the_tower_once_and_see_new_weights():
+    teacher = tiles.Teacher(CFG, MeshSpec(data=1).build(jax.devices()[:1]), "float32")
+    changed = sharp() | {"projector": jax.tree.map(lambda x: -x, sharp()["projector"])}
+    scores = []
+    for params in (sharp(), sharp(), changed):
+        row = images_.Images(CFG, [7, PLACEHOLDER, 8], images_.pictures([picture(1)], TOWER))
+        scores += teacher(teacher.forward.place(params, cast=True), [row.tokens], [row])
+    assert teacher.tower.compiled == 1 and teacher.tower.computed == 3
+    assert scores[0][-1] == scores[1][-1] != scores[2][-1]
+
+
 def test_new_weights_see_images_anew():
     engine = Engine(CFG, sharp(), **SMALL, page_size=4)
     prompt, images = [7, PLACEHOLDER, 8], [picture(1)]
@@ -182,11 +234,29 @@ def _idle(made=[]):  # noqa: B006
     return made[0]
 
 
+def test_a_backend_without_a_tower_refuses_images():
+    class Other:  # a backend that is no OneMesh
+        def __init__(self, mesh):
+            self._mesh = mesh
+
+        def __getattr__(self, name):
+            return getattr(self._mesh, name)
+
+    backend = Other(OneMesh(CFG, None, None, "float32", "auto"))
+    engine = Engine(CFG, sharp(), **SMALL, backend=backend)
+    with pytest.raises(UserError, match="this engine's backend computes no features .*backend"):
+        engine.submit([PLACEHOLDER], images=[picture(0)])
+    with pytest.raises(UserError, match="this engine's backend computes no features"):
+        engine.see([picture(0)])
+
+
 def test_a_model_that_sees_none_refuses_images():
     params = jax.jit(decoder.parts(MODEL).init)(jax.random.key(0))
     engine = Engine(MODEL, params, **SMALL, context=64)
     with pytest.raises(UserError, match="this model sees none.*VlmConfig.*images"):
         engine.submit([1], images=[picture(0)])
+    engine.submit([1], SamplingParams(max_tokens=1), images=None)
+    assert len(list(engine.run())) == 1
     with pytest.raises(UserError, match="this model sees none"):
         logprobs(MODEL, params, [[1, 2]], [[picture(0)]])
     with pytest.raises(UserError, match="images has 1 lists and rows 2 rows"):
