@@ -149,10 +149,9 @@ def decode(data: bytes, *, max_pixels: int = 2**24) -> np.ndarray:
     header = read_header(file, what, math.inf)
     height, width = header.size
     if height * width > max_pixels or max(height, width) > SIDE:
+        may = f"it may have {max_pixels:,}, and" if height * width > max_pixels else "but"
         raise ImageError(
-            TOO_LARGE,
-            f"{what} has {width:,} x {height:,} pixels; it may have {max_pixels:,}, and a side "
-            f"{SIDE:,}",
+            TOO_LARGE, f"{what} has {width:,} x {height:,} pixels; {may} a side at most {SIDE:,}"
         )
     return read_pixels(file, header, what)
 

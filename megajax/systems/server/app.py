@@ -9,7 +9,7 @@ or not, ends its requests, whose pages are free from the next step on.
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Collection
+from collections.abc import AsyncIterator, Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 
 from starlette.requests import Request
@@ -17,6 +17,7 @@ from starlette.responses import JSONResponse, Response
 
 from megajax.systems.server.answers import Run, pieces_of
 from megajax.systems.server.base import (
+    BODY_S,
     ApiError,
     Base,
     EventStream,
@@ -26,7 +27,13 @@ from megajax.systems.server.base import (
     until_gone,
     write,
 )
-from megajax.systems.server.images import LARGE_BODIES, LONGER, THREADS, has_images
+from megajax.systems.server.images import (
+    LARGE_BODIES,
+    LONGER,
+    THREADS,
+    has_images,
+    url_characters,
+)
 from megajax.systems.server.protocol import Job, Reader
 from megajax.systems.server.worker import Worker
 
@@ -122,32 +129,61 @@ class Server:
     # ---- answers
 
     async def _read(
-        self, request: Request, read: Callable[[dict], Job], most: int
+        self, request: Request, read: Callable[[dict], Job], most: int, deadline: float
     ) -> tuple[Job, str]:
-        """Returns (what a request asks for, its name of the model). most: bytes of its body.
+        """Returns (what a request asks for, its name of the model). most: bytes of its body, of
+        which max_body may be no image. deadline: of time.monotonic.
 
         A body with images is in memory several times until they are decoded, so few are read at a
         time, and a few threads decode them.
         """
+        flags = "--max_body" if most == self._max_body else "--max_body, --max_image_bytes"
         length = request.headers.get("content-length", "")
         is_small = most == self._max_body or (
             length.isdecimal() and int(length[:18]) <= self._max_body
         )
-        async with contextlib.nullcontext() if is_small else self._large:
-            raw = await self._base.body(request, most)
+        async with contextlib.nullcontext() if is_small else self._reading(deadline):
+            raw = await self._base.body(request, most, flags)
             self._worker.check()
             body = parse(raw) if len(raw) <= SHORT else await asyncio.to_thread(parse, raw)
+            if len(raw) > self._max_body:
+                # Some clients escape each '/', also those of base64.
+                text = len(raw) - raw.count(b"\\/") - url_characters(body)
+                if text > self._max_body:
+                    rule = f"the limit is {self._max_body} (--max_body)"
+                    raise ApiError(413, f"the body without images has {text} bytes; {rule}")
             del raw
             if not has_images(body):
                 job = await asyncio.to_thread(read, body)
             else:
+                self._worker.check_room()  # before the work of decoding
                 loop = asyncio.get_running_loop()
                 job = await loop.run_in_executor(self._decoding, read, body)
         return job, body.get("model") or self.name
 
+    @contextlib.asynccontextmanager
+    async def _reading(self, deadline: float) -> AsyncIterator[None]:
+        """Waits until one of few large bodies may be read. Raises: ApiError where others are read
+        for too long."""
+        try:
+            async with asyncio.timeout(min(BODY_S, deadline - time.monotonic())):
+                await self._large.acquire()
+        except TimeoutError:
+            raise ApiError(
+                429,
+                f"{LARGE_BODIES} other bodies of over {self._max_body} bytes are being read "
+                "(--max_body)",
+                code="too_many_images",
+                headers={"Retry-After": "1"},
+            ) from None
+        try:
+            yield
+        finally:
+            self._large.release()
+
     async def _answer(self, request: Request, read: Callable[[dict], Job], most: int) -> Response:
         deadline = time.monotonic() + self._timeout_s
-        job, model = await self._read(request, read, most)
+        job, model = await self._read(request, read, most, deadline)
         run = Run(self._worker, job, model, self._tokenizer, self._pieces)
         gone = asyncio.create_task(until_gone(request))
         try:

@@ -224,8 +224,10 @@ class Base:
         shown = ApiError(error.status_code, f"{error.detail}: {self._help}")
         return JSONResponse(shown.body, status_code=shown.status, headers=error.headers)
 
-    async def body(self, request: Request, most: int | None = None) -> bytes:
-        """Reads a body. most: bytes that it may have; None: max_body.
+    async def body(
+        self, request: Request, most: int | None = None, flags: str = "--max_body"
+    ) -> bytes:
+        """Reads a body. most: bytes that it may have; None: max_body. flags: that set it.
 
         Raises: ApiError for one that is too long, too slow or of another kind.
         """
@@ -235,7 +237,7 @@ class Base:
             # A browser asks before it sends this type to another site, so no web page that somebody
             # opens can use a server on their machine.
             raise ApiError(415, "the header must be Content-Type: application/json")
-        too_long = ApiError(413, f"the body is longer than {most} bytes (--max_body)")
+        too_long = ApiError(413, f"the body is longer than {most} bytes ({flags})")
         length = request.headers.get("content-length", "0")
         if not length.isdecimal() or int(length[:18]) > most:
             raise too_long

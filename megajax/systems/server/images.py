@@ -7,7 +7,6 @@ decoded (data/images.py).
 """
 
 import base64
-import binascii
 import dataclasses
 import threading
 import weakref
@@ -43,10 +42,10 @@ def part_of(part: Any, where: str) -> ImagePart | None:
     inner = part.get("image_url")
     url = inner.get("url") if isinstance(inner, dict) else None
     if not isinstance(inner, dict) or not isinstance(url, str):
-        raise _error(where, "must be {'url': 'data:image/...;base64,...'}")
+        raise _error(where, " must be {'url': 'data:image/...;base64,...'}")
     unknown = next((name for name in inner if name not in ("url", "detail")), None)
     if unknown is not None:
-        raise _error(where, f"has the member {unknown!s:.80}; there are url and detail")
+        raise _error(where, f" has the member {unknown!s:.80}; there are url and detail")
     if inner.get("detail") not in (None, "auto", "low", "high"):
         raise _error(where, f".detail={inner['detail']!r:.80} must be auto, low or high")
     head, comma, file = url.partition(",")
@@ -102,14 +101,22 @@ class ImageReader:
             assert self._see is not None, "parts of other models are refused"
             try:
                 data = base64.b64decode(part.file, validate=True)
+            except ValueError as error:  # of a character outside ASCII, it is no binascii.Error
+                raise _error(part.where, f".url is no base64: {error}") from None
+            try:
                 pixels = decode(data, max_pixels=self._limits.max_image_pixels)
                 made += self._see([pixels])
-            except binascii.Error as error:
-                raise _error(part.where, f".url is no base64: {error}") from None
             except UserError as error:
                 said = str(error).removeprefix("images[0]: ")
                 flag = " (--max_image_pixels)" if "pixels; it may have" in said else ""
                 raise _error(part.where, f": {said}{flag}") from None
+            alone = sum(each.patches.nbytes for each in made)
+            if alone > self._limits.max_image_memory:
+                raise _error(
+                    part.where,
+                    f": the images of the request, resized, have {alone:,} bytes; at most "
+                    f"{self._limits.max_image_memory:,} (--max_image_memory)",
+                )
             with self._lock:
                 size = sum(each.patches.nbytes for each in [*self._live, made[-1]])
                 if size <= self._limits.max_image_memory:
@@ -127,11 +134,22 @@ class ImageReader:
 
 def has_images(body: dict[str, Any]) -> bool:
     """Tells whether a body has images, which take time to decode."""
+    return bool(_image_parts(body))
+
+
+def url_characters(body: dict[str, Any]) -> int:
+    """Returns the characters of the URLs of all images of a body, which have their files."""
+    inner = [part.get("image_url") for part in _image_parts(body)]
+    urls = [each.get("url") for each in inner if isinstance(each, dict)]
+    return sum(len(url) for url in urls if isinstance(url, str))
+
+
+def _image_parts(body: dict[str, Any]) -> list[dict[str, Any]]:
     messages = body.get("messages")
     listed = messages if isinstance(messages, list) else ()
     contents = [message.get("content") for message in listed if isinstance(message, dict)]
     parts = (part for content in contents if isinstance(content, list) for part in content)
-    return any(isinstance(part, dict) and part.get("type") == "image_url" for part in parts)
+    return [part for part in parts if isinstance(part, dict) and part.get("type") == "image_url"]
 
 
 def _error(where: str, rule: str) -> ApiError:

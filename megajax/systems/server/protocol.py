@@ -255,12 +255,22 @@ class Reader:
         older = fields.between("max_tokens", 1, WHOLE, None)
         most = older if most is None else most
         self._check_context(len(prompt), 1)
+        logprobs = (listed or 0) if has_logprobs else None
+        left = self._context - len(prompt) if most is None else most
+        job = self._job(fields, "chat", [prompt], left, logprobs, [])
+        if not parts:
+            return job
+        # Images are decoded last, when nothing else of the request is to be refused.
         images = self._images.read(parts)
         size = len(prompt) + further(images)
         self._check_context(size, 1)
         most = self._context - size if most is None else most
-        logprobs = (listed or 0) if has_logprobs else None
-        return self._job(fields, "chat", [prompt], most, logprobs, [], images)
+        self._check_context(size, most)
+        try:
+            params = dataclasses.replace(job.params, max_tokens=most)
+        except UserError as error:  # min_tokens is more than the images leave
+            raise _refused(error) from None
+        return dataclasses.replace(job, params=params, images=images)
 
     def tokenize(self, body: dict[str, Any]) -> list[int]:
         """Reads a body of /tokenize: a prompt or messages, as the endpoints above read them.
@@ -388,11 +398,10 @@ class Reader:
         most: int,
         logprobs: int | None,
         echo: list[str],
-        images: Sequence[Picture] = (),
     ) -> Job:
         silent, most = most == 0, max(most, 1)  # the engine draws at least one token
         for prompt in prompts:
-            self._check_context(len(prompt) + further(images), most)
+            self._check_context(len(prompt), most)
         stream = fields.take("stream", bool, False)
         options = Fields(fields.take("stream_options", dict, {}), "stream_options.")
         usage = options.take("include_usage", bool, False)
@@ -413,7 +422,7 @@ class Reader:
         ends = frozenset(params.stop_token_ids)
         if not params.ignore_eos:
             ends |= frozenset(self._tokenizer.ends)
-        made = prompts, params, echo, stream, usage, logprobs, include, ends, silent, images
+        made = prompts, params, echo, stream, usage, logprobs, include, ends, silent
         return Job(kind, *made)
 
     def _params(
@@ -438,8 +447,14 @@ class Reader:
                 **self._sampling | {n: value for n, value in members.items() if value is not None},
             )
         except UserError as error:
-            name = str(error).partition("=")[0].partition("[")[0].partition(" ")[0]
-            raise ApiError(400, str(error), param=name, code="invalid_value") from None
+            raise _refused(error) from None
+
+
+def _refused(error: UserError) -> ApiError:
+    """Returns the error of a request whose SamplingParams are refused, by a message that begins
+    with the name of a member."""
+    name = str(error).partition("=")[0].partition("[")[0].partition(" ")[0]
+    return ApiError(400, str(error), param=name, code="invalid_value")
 
 
 def _messages(fields: Fields, sees: bool) -> list[dict[str, Any]]:

@@ -180,6 +180,15 @@ class Worker:
         if self._stopping:
             raise stopping()
 
+    def check_room(self) -> None:
+        """Raises: ApiError where no request can be taken now, as too many wait."""
+        with self._lock:
+            self.check()
+            ahead = self._queued + self._load.waiting
+            free = max(0, self._batch - self._load.running)
+            if ahead >= self._most + free:
+                raise self._overloaded(ahead)
+
     async def submit(
         self,
         prompt: Sequence[int],
@@ -197,12 +206,8 @@ class Worker:
             await asyncio.to_thread(self.engine.prepare, params)
         accepted = asyncio.get_running_loop().create_future()
         stream = Stream(prompt, params, outputs, first, accepted, images)
-        with self._lock:
-            self.check()
-            ahead = self._queued + self._load.waiting
-            free = max(0, self._batch - self._load.running)
-            if ahead >= self._most + free:
-                raise self._overloaded(ahead)
+        with self._lock:  # its owner may enter it again
+            self.check_room()
             self._queued += params.n
             self._inbox.append(("submit", stream))
             self._lock.notify()

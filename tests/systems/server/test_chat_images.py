@@ -5,6 +5,7 @@ import base64
 import dataclasses
 import functools
 import io
+import json
 import resource
 import socket
 import struct
@@ -19,6 +20,8 @@ from megajax.data.tokenizer import ByteTokenizer
 from megajax.models.vlm import VlmConfig
 from megajax.serving import Engine, SamplingParams
 from megajax.systems.server import images as images_
+from megajax.systems.server.base import ApiError
+from megajax.systems.server.options import HttpOptions
 from tests import image_loop
 from tests.systems.server.test_app import ask, events, serving
 from tests.tiny import MODEL
@@ -179,8 +182,11 @@ async def test_number_bytes_pixels_and_memory_are_limited(client, worker):
     noise = url(saved(image_loop.picture(3, 24, 24)))
     assert "(--max_image_bytes)" in await refused(noise, noise[:-8] + "A" * 3000)
     large = url(saved(np.zeros((40, 40, 3), np.uint8)))
-    assert "pixels; it may have 1,000" in await refused(large)
-    assert "(--max_image_memory)" in await refused(noise, noise, status=429)
+    message = await refused(large)
+    assert "pixels; it may have 1,000" in message and "(--max_image_pixels)" in message
+    # The two never fit, so it would be in vain to ask again.
+    assert "(--max_image_memory)" in await refused(noise, noise)
+    assert "base64" in await refused(small[:-9] + "\xe9" + small[-8:])
     assert (await ask(client, "chat/completions", **asking(small))).status_code == 200
     # Two images of nine tokens each fit the memory alone, and not the context with this text.
     assert "the model's context" in await refused(small, "=" + "x" * 200)
@@ -313,3 +319,91 @@ async def test_the_placeholder_is_nobodys_to_write(client, worker):
     for wrong in (5, "x", [5], [{"role": "user", "content": 5}], [[]], {"a": 1}):
         answer = await ask(client, "chat/completions", messages=wrong)
         assert answer.status_code == 400, wrong
+
+
+def test_images_of_other_requests_leave_no_memory_until_they_end():
+    reader = images_.ImageReader(engine().see, HttpOptions(max_image_memory=2000))
+    part = images_.part_of(shown(url(saved(image_loop.picture(3, 24, 24))))[0], "messages[0]")
+    live = reader.read([part])
+    with pytest.raises(ApiError) as refused:
+        reader.read([part])
+    assert refused.value.status == 429
+    del live, refused
+    assert len(reader.read([part])) == 1
+    with pytest.raises(ApiError, match=r"image_url: the images of the request, resized") as refused:
+        reader.read([part, part])
+    assert refused.value.status == 400
+
+
+@pytest.mark.parametrize(
+    "inner, message",
+    [
+        (None, r"^messages\[0\].image_url must be {'url'"),
+        ({"url": "data:,", "x": 1}, r"^messages\[0\].image_url has the member x"),
+        ({"url": url(png(40000, 1))}, r" has 40,000 x 1 pixels; but a side at most 32,768$"),
+    ],
+)
+def test_messages_are_sentences(inner, message):
+    reader = images_.ImageReader(engine().see, HttpOptions())
+    with pytest.raises(ApiError, match=message):
+        reader.read([images_.part_of({"type": "image_url", "image_url": inner}, "messages[0]")])
+
+
+@serve(max_body=2000, max_image_bytes=4000)
+async def test_what_is_no_image_of_a_body_is_limited_as_others(client, worker):
+    image = url(saved(image_loop.picture(3, 24, 24)))
+    assert len(image) > 2000
+    for text, status in (("x", 200), ("x" * 2000, 413)):
+        answer = await ask(client, "chat/completions", **asking(image, "=" + text, max_tokens=1))
+        assert answer.status_code == status, answer.text
+    assert "(--max_body)" in answer.text
+    escaped = json.dumps(asking(image, "=x", max_tokens=1)).replace("/", "\\/")
+    headers = {"Content-Type": "application/json"}
+    answer = await client.post("/v1/chat/completions", content=escaped, headers=headers)
+    assert answer.status_code == 200, answer.text
+    answer = await ask(client, "chat/completions", **asking(image[:-8] + "A" * 99999, "=x"))
+    assert answer.status_code == 413 and "(--max_body, --max_image_bytes)" in answer.text
+
+
+@serve(max_body=2000, max_image_bytes=4000, request_timeout_s=0.3)
+async def test_slow_clients_stop_no_other_for_long(client, worker):
+    async def slowly():
+        await asyncio.sleep(20)
+        yield b"{}"
+
+    def send(content):
+        headers = {"Content-Type": "application/json", "Content-Length": "3000"}
+        return client.post("/v1/chat/completions", content=content, headers=headers)
+
+    slow = [asyncio.create_task(send(slowly())) for _ in range(images_.LARGE_BODIES)]
+    await asyncio.sleep(0.1)
+    answer = await asyncio.wait_for(send(b" " * 3000), 5)
+    assert answer.status_code == 429 and "4 other bodies" in answer.text
+    assert answer.headers["Retry-After"] == "1"
+    for task in slow:
+        task.cancel()
+    await asyncio.gather(*slow, return_exceptions=True)
+
+
+def test_nothing_is_decoded_for_a_request_that_is_refused(monkeypatch):
+    def never(data, **limits):
+        raise AssertionError("an image was decoded")
+
+    monkeypatch.setattr(images_, "decode", never)
+
+    async def scenario():
+        for body, status, options in (
+            ({"temperature": -1}, 400, {}),
+            ({"surprise": 1}, 400, {}),
+            ({}, 429, {"max_waiting": 0}),
+        ):
+            async with serving(to=engine(), **options) as (client, worker):
+                if status == 429:
+                    monkeypatch.setattr(worker, "check_room", functools.partial(full, worker))
+                answer = await ask(client, "chat/completions", **asking(url(b"x"), "=x", **body))
+                assert answer.status_code == status, answer.text
+
+    def full(worker):
+        raise ApiError(429, "full")
+
+    asyncio.run(scenario())
