@@ -53,6 +53,29 @@ def overtaking(text: str) -> list[tuple[str, str]]:
     return pairs
 
 
+def overtaken(text: str, kind: str) -> list[tuple[str, str]]:
+    """Returns (a collective of this kind, a loop or a call with collectives in it that comes after
+    it and may overtake it, because it needs nothing of it)."""
+    computations = _computations(text)
+
+    def holds(operation: Operation) -> bool:
+        inner = [x for call in operation.calls for x in computations.get(call, [])]
+        return any(x.kind in COLLECTIVES or holds(x) for x in inner)
+
+    pairs = []
+    for operations in computations.values():
+        needs, before = {}, []
+        for one in operations:
+            needed = set().union(*(needs.get(x, set()) for x in one.operands))
+            if one.kind not in COLLECTIVES and holds(one):
+                pairs += [(x, one.name) for x in before if x not in needed]
+            if one.kind == kind:
+                before.append(one.name)
+                needed = needed | {one.name}
+            needs[one.name] = needed
+    return pairs
+
+
 def _computations(text: str) -> dict[str, list[Operation]]:
     computations: dict[str, list[Operation]] = {}
     for line in text.splitlines():

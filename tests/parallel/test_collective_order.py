@@ -14,7 +14,9 @@ from jax.sharding import PartitionSpec as P
 
 from megajax.core.mesh import make_mesh
 from megajax.parallel.exchange import Order, hold, never, order_of
-from tests.overtaking import overtaking
+from megajax.training.step import make_train_step
+from megajax.training.vision import nano
+from tests.overtaking import overtaken, overtaking
 from tests.tiny import MODEL, MOE, run_config, step_of
 
 PIPE = dict(mesh__pipe=2, mesh__node=2, mesh__tensor=2, mesh__data=1)
@@ -86,6 +88,20 @@ def test_steps_have_their_collectives_in_order(model, changes):
     step = step_of(dataclasses.replace(run_config(**changes), model=model))
     lowered = step.step.lower(step.abstract_state, step.abstract_batch)
     assert overtaking(lowered.compile().as_text()) == []
+
+
+@pytest.mark.slow
+def test_the_loop_of_a_tower_waits_for_the_count_of_predictions():
+    """It did not, and all-reduce and all-gather met in different orders on different devices."""
+    base = nano()
+    decoder = dataclasses.replace(base.model.decoder, width=32, mlp=32)
+    tower = dataclasses.replace(base.model.tower, width=32, mlp=32)
+    model = dataclasses.replace(base.model, decoder=decoder, tower=tower)
+    optim = dataclasses.replace(base.optim, name="sgd")
+    cfg = dataclasses.replace(base, model=model, optim=optim)
+    step = make_train_step(cfg, cfg.mesh.build())
+    lowered = step.step.lower(step.abstract_state, step.abstract_batch)
+    assert overtaken(lowered.compile().as_text(), "all-reduce") == []
 
 
 @pytest.mark.slow
