@@ -199,13 +199,13 @@ def test_new_weights_see_images_anew():
     after, hits = run(engine, prompt, images)
     assert hits == 0 and after != before and engine.tower.computed == 2
     # Of an image that is half fed, the other half has the new weights' features.
-    engine.submit([PLACEHOLDER, 8], SamplingParams(max_tokens=1), images=[picture(3, 40, 32)])
-    engine.step()  # 16 of 20 merged patches, and the next step starts
-    assert engine.tower.computed == 3
+    halves = [picture(3, 40, 32), picture(4, 40, 32)]  # of 20 merged patches
+    two = [PLACEHOLDER, PLACEHOLDER, 8]
+    engine.submit(two, SamplingParams(max_tokens=1), images=halves)
+    engine.step()  # 16 tokens; the next 16 are under way
+    assert engine.tower.computed == 4
     engine.load(sharp(), 2)
-    assert len(list(engine.run())) == 1
-    engine.submit([PLACEHOLDER], SamplingParams(max_tokens=1), images=[picture(3, 40, 32)])
-    assert len(list(engine.run())) == 1 and engine.tower.computed == 4
+    assert len(list(engine.run())) == 1 and engine.tower.computed == 5
 
 
 @pytest.mark.parametrize(
