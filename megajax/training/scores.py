@@ -16,8 +16,10 @@ from jax.sharding import Mesh, reshard
 
 from megajax.core.axes import BATCH_AXES
 from megajax.core.errors import UserError
+from megajax.core.layout import Layout
 from megajax.core.mesh import MeshSpec
 from megajax.core.tree import Tree
+from megajax.layers.attention import Context
 from megajax.models.decoder_config import DecoderConfig
 from megajax.models.heads import critic_parts
 from megajax.models.networks import network_of
@@ -185,7 +187,10 @@ def _program(cfg: DecoderConfig | VlmConfig, mesh: Mesh, dtype: str) -> tuple[An
     next token)."""
     layout = sharding.layout(mesh, "none", decode=True, model=cfg)
     with jax.set_mesh(mesh):
-        parts = network_of(cfg).parts(cfg, layout, tensor.ops(layout, "xla"), dtype)
+        ops = tensor.ops(layout, "xla")
+        if isinstance(cfg, VlmConfig):
+            ops = dataclasses.replace(ops, attend=functools.partial(_attend, layout))
+        parts = network_of(cfg).parts(cfg, layout, ops, dtype)
 
     def run(params: Tree, tokens_BS: jax.Array, more: dict[str, jax.Array]) -> jax.Array:
         B, S = tokens_BS.shape
@@ -206,6 +211,13 @@ def _program(cfg: DecoderConfig | VlmConfig, mesh: Mesh, dtype: str) -> tuple[An
         return jnp.concatenate(chunks, 1)
 
     return layout, jax.jit(run)
+
+
+def _attend(layout: Layout, q: jax.Array, k: jax.Array, v: jax.Array, query: Context, *more: Any):
+    """Attention of text, or of the patches of images: segments, of which XLA would keep the logits
+    of all pairs of patches of a row."""
+    kernel = "xla" if query.segments_BS is None else "varlen"
+    return tensor.attend(layout, q, k, v, query, *more, attention=kernel)
 
 
 @functools.lru_cache(maxsize=4)
