@@ -46,6 +46,7 @@ RECORD = 64 * 2**20  # (chosen) bytes of a line of a jsonl file, and of a text
 IMAGE = 64 * 2**20  # (chosen) bytes of the file of an image
 RECORDS = 2**26  # (chosen) of a source
 IMAGES = 256  # (chosen) of a record
+SAMPLE = 2**28  # (chosen) bytes of all members of a sample of a tar
 GROUP = 2**30  # (chosen) bytes that a row group of a parquet file may unfold to
 TAR_NAMES = 2**16  # (chosen) bytes of a long name in a tar
 BLOCK, BLOCKS = 2**16, 16  # (chosen) bytes, and blocks of a large file that identify its content
@@ -95,9 +96,9 @@ class Below:
     def open(self) -> BinaryIO:
         """Opens the file. Raises: UserError, also for a name that leaves the folder; OSError."""
         file = open_below(self.folder, self.path, self.follow_links)
-        if size_of(file) > IMAGE:
+        if (size := size_of(file)) > IMAGE:
             file.close()
-            raise UserError(f"it has {size_of(file):,} bytes; {IMAGE:,} are read at most")
+            raise UserError(f"it has {size:,} bytes; {IMAGE:,} are read at most")
         return file
 
 
@@ -426,6 +427,7 @@ class Table:
         try:
             with open_regular(path) as file:
                 meta = parquet.read_metadata(file)
+            columns = [meta.schema.column(i) for i in range(len(meta.schema))]
             groups = [meta.row_group(i) for i in range(meta.num_row_groups)]
             sizes = [g.num_rows for g in groups]
             largest = max((g.total_byte_size for g in groups), default=0)
@@ -436,6 +438,12 @@ class Table:
                 f"{path} has row groups of up to {largest:,} bytes; {GROUP:,} are read at most: "
                 "write it again with smaller ones, or as tar (--data.source)"
             )
+        # As a dictionary a value is in memory once, however many rows repeat it.
+        self._texts = [
+            c.path
+            for c in columns
+            if c.physical_type == "BYTE_ARRAY" and c.path.split(".")[0] in COLUMNS
+        ]
         self._ends = np.cumsum(sizes)
         self._rows = functools.lru_cache(maxsize=2)(self._group)
 
@@ -456,7 +464,7 @@ class Table:
     def _group(self, group: int) -> Any:
         try:
             with open_regular(self._path) as raw:
-                file = self._parquet.ParquetFile(raw, pre_buffer=False)
+                file = self._parquet.ParquetFile(raw, read_dictionary=self._texts, pre_buffer=False)
                 columns = [name for name in file.schema_arrow.names if name in COLUMNS]
                 return file.read_row_group(group, columns=columns, use_threads=False)
         except (self._errors.ArrowException, OSError, ValueError) as error:
@@ -554,6 +562,13 @@ class Archive:
         where = f"{self._path} sample {printable(key.lstrip('/'))}"
         images: list[ImageFile] = []
         texts: dict[str, bytes] = {}
+        count = sum(suffix in SUFFIXES for suffix, _, _ in members)
+        total = sum(size for _, _, size in members)
+        if count > IMAGES or total > SAMPLE:  # before a byte of them is read
+            raise UserError(
+                f"{where} has {count:,} images and {total:,} bytes; a sample may have {IMAGES} "
+                f"images and {SAMPLE:,} bytes (--data.source)"
+            )
         try:
             with open_regular(self._path) as file:
                 for suffix, begin, size in members:

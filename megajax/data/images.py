@@ -103,6 +103,7 @@ def read_pixels(
 
     least: (height, width); a JPEG may be decoded at a half, a quarter or an eighth of its size when
       neither side becomes shorter than this, which takes a fraction of the time.
+    A JPEG whose data break off before its end mark decodes: what is missing is grey, or repeats.
     Raises: ImageError when the file is damaged, or its samples are not read; OSError.
     """
     height, width = header.size
@@ -166,9 +167,19 @@ def _size(file: BinaryIO) -> int:
 
 def _rgb(picture: Image.Image) -> np.ndarray:
     """Returns the pixels of an opened image as (H, W, 3) uint8, as the file has them."""
+    clear = picture.info.get("transparency")  # of a PNG in grey or RGB, the value that shows white
+    form = picture.tile[0][3] if clear is not None and picture.tile else ""
     picture.load()
+    if form in ("L;2", "L;4"):  # Pillow scales the pixels to 8 bits, and not this value
+        bits = int(form[-1])
+        picture.info["transparency"] = (clear & 2**bits - 1) * 255 // (2**bits - 1)
+    elif form == "RGB;16B":
+        raise ImageError(SAMPLES, "a transparent colour of 16-bit samples is not read")
     if picture.mode.startswith("I;16"):
-        grey_HW = (np.asarray(picture) >> 8).astype(np.uint8)
+        deep_HW = np.asarray(picture)
+        grey_HW = (deep_HW >> 8).astype(np.uint8)
+        if isinstance(clear, int):
+            grey_HW[deep_HW == clear] = 255
         return np.repeat(grey_HW[:, :, None], 3, 2)
     if picture.mode in ("I", "F"):
         raise ImageError(SAMPLES, f"samples of 32 bits (Pillow's mode {picture.mode}) are not read")
@@ -421,7 +432,8 @@ class Tower(Protocol):
 
 def fit(size: tuple[int, int], tower: Tower) -> tuple[int, int]:
     """Returns (height, width) in pixels to which an image of this (height, width) is resized:
-    multiples of patch * merge, about as many pixels, but within min_pixels and max_pixels.
+    multiples of patch * merge, about as many pixels, but within min_pixels and max_pixels. A side
+    has patch * merge at least, so that a long image may have more than max_pixels.
 
     Raises: ImageError for an image that is over 200 times as long as wide.
     Source: smart_resize of transformers' Qwen2VLImageProcessor.

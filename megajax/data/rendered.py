@@ -5,8 +5,9 @@ digits, count the shapes of one form among those of two forms, and name the high
 four bars. The letters are of one font at one size; place, colours and noise vary. A drawing follows
 from (seed, i) by integers alone, so it has the same bits on every machine.
 
-Questions are held out by their content: a word, a number, an arrangement of shapes or heights of
-bars that is held out is never drawn for training, in no colour and at no place.
+Questions are held out by what their drawing shows: a word, a number, an arrangement of shapes or
+heights of bars that is held out is never drawn for training, in no colour, at no place, and
+whatever is asked of it.
 
 Legend: H rows and W columns of pixels.
 """
@@ -36,12 +37,13 @@ SIDE = 28  # pixels of a cell: of a merged patch of the towers that ours follow
 SCALE = 3  # pixels of a dot of the font
 FORMS = ("circles", "crosses")
 BARS = 4
+DRAWS = 2**14  # (chosen: 160 times as many as a side with a hundredth of all contents needs)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Question:
-    """kind: word, number, count or bars. image: (H, W, 3) uint8. content: what decides the answer,
-    without colours, noise and jitter."""
+    """kind: word, number, count or bars. image: (H, W, 3) uint8. content: what the drawing shows,
+    without colours, noise and jitter; it decides whether the question is held out."""
 
     kind: str
     image: np.ndarray
@@ -59,19 +61,21 @@ def question(seed: int, i: int, holdout: float = 0.0, held_out: bool = False) ->
     """Returns question i of a seed, of the kind i mod 4.
 
     holdout: fraction of contents that are held out; held_out: whether the question has one of
-    these, or of the others. Raises: ValueError for a side without contents.
+    these, or of the others. Raises: ValueError for a side without contents, or with so few that
+    none is drawn.
     """
     if held_out and holdout <= 0 or not held_out and holdout >= 1:
         raise ValueError(f"holdout={holdout} leaves this side without questions (--data.holdout)")
     kind = KINDS[i % len(KINDS)]
     # NumPy promises that the stream of PCG64 and what RandomState makes of it never change.
     rng = np.random.RandomState(np.random.PCG64(mix(seed, i, "question")))
-    while True:
-        content = kind.content(rng)
-        text = f"{kind.name} {content}"
+    for _ in range(DRAWS):
+        shown, asked = kind.content(rng)
+        text = f"{kind.name} {shown}"
         if is_held_out(text, holdout) == held_out:
-            image, asked, answer = kind.draw(rng, content)
-            return Question(kind.name, image, asked, answer, text)
+            image, answer = kind.draw(rng, shown, asked)
+            return Question(kind.name, image, f"{asked}?", answer, text)
+    raise ValueError(f"holdout={holdout} leaves this side hardly a {kind.name} (--data.holdout)")
 
 
 # ---- drawing
@@ -112,25 +116,21 @@ def _text(rng: np.random.RandomState, text: str) -> np.ndarray:
     return _finished(rng, image)
 
 
-def _word(rng: np.random.RandomState) -> str:
+def _word(rng: np.random.RandomState) -> tuple[str, str]:
     letters = [CONSONANTS, VOWELS, CONSONANTS, VOWELS][: 3 + rng.randint(2)]
-    return "".join(part[rng.randint(len(part))] for part in letters)
+    return "".join(part[rng.randint(len(part))] for part in letters), "word"
 
 
-def _draw_word(rng: np.random.RandomState, content: str) -> tuple[np.ndarray, str, str]:
-    return _text(rng, content), "word?", content
-
-
-def _number(rng: np.random.RandomState) -> str:
+def _number(rng: np.random.RandomState) -> tuple[str, str]:
     digits = 2 + rng.randint(3)
-    return str(rng.randint(10 ** (digits - 1), 10**digits))
+    return str(rng.randint(10 ** (digits - 1), 10**digits)), "number"
 
 
-def _draw_number(rng: np.random.RandomState, content: str) -> tuple[np.ndarray, str, str]:
-    return _text(rng, content), "number?", content
+def _draw_text(rng: np.random.RandomState, shown: str, asked: str) -> tuple[np.ndarray, str]:
+    return _text(rng, shown), shown
 
 
-def _shapes(rng: np.random.RandomState) -> str:
+def _shapes(rng: np.random.RandomState) -> tuple[str, str]:
     """Returns what six cells hold (0 nothing, 1 a circle, 2 a cross), and which is counted."""
     first = 1 + rng.randint(4)
     cells = np.zeros(6, int)
@@ -139,11 +139,10 @@ def _shapes(rng: np.random.RandomState) -> str:
     if rng.randint(2):
         cells = np.array([0, 2, 1])[cells]
     asked = 1 if (cells == 1).any() and (rng.randint(2) or not (cells == 2).any()) else 2
-    return "".join(map(str, rng.permutation(cells))) + f" {asked}"
+    return "".join(map(str, rng.permutation(cells))), FORMS[asked - 1]
 
 
-def _draw_shapes(rng: np.random.RandomState, content: str) -> tuple[np.ndarray, str, str]:
-    cells, asked = content.split()
+def _draw_shapes(rng: np.random.RandomState, cells: str, asked: str) -> tuple[np.ndarray, str]:
     image = _ground(rng, 2 * SIDE, 3 * SIDE)
     y, x = np.ogrid[: 2 * SIDE, : 3 * SIDE]
     for number, form in enumerate(cells):
@@ -156,39 +155,39 @@ def _draw_shapes(rng: np.random.RandomState, content: str) -> tuple[np.ndarray, 
         elif form == "2":
             near, far = (pair(abs(y - down), abs(x - right)) for pair in (np.minimum, np.maximum))
             image[(near <= radius // 4) & (far < radius)] = color
-    return _finished(rng, image), f"{FORMS[int(asked) - 1]}?", str(cells.count(asked))
+    return _finished(rng, image), str(cells.count(str(FORMS.index(asked) + 1)))
 
 
-def _bars(rng: np.random.RandomState) -> str:
+def _bars(rng: np.random.RandomState) -> tuple[str, str]:
     """Returns four different heights of 1 to 12, and which is asked for."""
     heights = 1 + rng.permutation(12)[:BARS]
-    return " ".join(map(str, heights)) + f" {('lowest', 'highest')[rng.randint(2)]}"
+    return " ".join(map(str, heights)), ("lowest", "highest")[rng.randint(2)]
 
 
-def _draw_bars(rng: np.random.RandomState, content: str) -> tuple[np.ndarray, str, str]:
-    *numbers, asked = content.split()
-    heights = [int(n) for n in numbers]
+def _draw_bars(rng: np.random.RandomState, shown: str, asked: str) -> tuple[np.ndarray, str]:
+    heights = [int(n) for n in shown.split()]
     image = _ground(rng, 2 * SIDE, 2 * SIDE)
     bottom = 2 * SIDE - rng.randint(1, 4)
     for number, height in enumerate(heights):
         left = 2 + number * 14 + rng.randint(0, 3)
         image[bottom - 4 * height : bottom, left : left + 8] = _ink(rng)
     best = max(heights) if asked == "highest" else min(heights)
-    return _finished(rng, image), f"{asked}?", str(heights.index(best) + 1)
+    return _finished(rng, image), str(heights.index(best) + 1)
 
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """content(rng): what is drawn. draw(rng, content): image, question, answer."""
+    """content(rng): what is shown, and what is asked of it. draw(rng, shown, asked): image,
+    answer."""
 
     name: str
-    content: Callable[[np.random.RandomState], str]
-    draw: Callable[[np.random.RandomState, str], tuple[np.ndarray, str, str]]
+    content: Callable[[np.random.RandomState], tuple[str, str]]
+    draw: Callable[[np.random.RandomState, str, str], tuple[np.ndarray, str]]
 
 
 KINDS = (
-    Kind("word", _word, _draw_word),
-    Kind("number", _number, _draw_number),
+    Kind("word", _word, _draw_text),
+    Kind("number", _number, _draw_text),
     Kind("count", _shapes, _draw_shapes),
     Kind("bars", _bars, _draw_bars),
 )

@@ -3,7 +3,8 @@
 A source is `rendered` (rendered.py), or conversations and captions in files (conversations.py).
 When it is opened, each record is read once: its tokens are counted and the headers of its images
 read, and what cannot be used is an error, or is left out and counted. Records are held out by the
-content of their images, so that an image is on one side, whatever is said of it.
+content of their images, and those that share an image together, so that an image is on one side,
+whatever is said of it.
 
 A row holds samples until the next one would exceed its tokens or its patches. Samples are never
 cut, so that no row ends inside an image. Which samples share a row follows from the seed; each
@@ -16,6 +17,7 @@ import concurrent.futures
 import dataclasses
 import functools
 import hashlib
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -54,6 +56,7 @@ RENDERED = "rendered"
 TOGETHER = 1024  # (chosen) records that wait for readers at a time
 READERS = 8  # (chosen) records that are looked at in parallel: a network disk takes its time
 VERIFIED = 100  # (chosen: a second or two) megapixels of a small source, which are all decoded
+HOLDOUT = 0.01, 0.99  # (chosen) of drawings: a side has some of every kind
 GREY = 127  # the value of all pixels in place of an image that is not shown
 SYSTEM = "You are a helpful assistant."  # (Qwen2-VL's chat template) where a record has no system
 
@@ -320,7 +323,7 @@ def open_vision(
     for kind, count in source.unread.items():
         problems.add(f"{kind}, which is not read", data.source, count)
     look = functools.partial(_look, source, dialogue, model.tower, data.max_megapixels)
-    numbers, sizes, keys, pixels = [], [], [], 0
+    numbers, sizes, images, pixels = [], [], [], 0
     digest = hashlib.sha256()
     for k, result in enumerate(_in_parallel(look, len(source))):
         if isinstance(result, UserError):
@@ -328,7 +331,7 @@ def open_vision(
                 raise result
             problems.add(FAULTY, str(result))
             continue
-        tokens, patches, key, where, count, content = result
+        tokens, patches, shown, where, count, content = result
         if tokens > seq_len or patches > data.patches:
             said = (
                 f"{where} has {tokens:,} tokens and {patches:,} patches with its images; a row has "
@@ -341,14 +344,15 @@ def open_vision(
             continue
         numbers.append(k)
         sizes.append((tokens, patches))
-        keys.append(key)
-        digest.update(f"{k} {key} {tokens} {patches} ".encode() + content)
+        images.append(shown)
+        digest.update(f"{k} {shown} {tokens} {patches} ".encode() + content)
         pixels += count
     if not numbers:
         raise UserError(
             f"data.source={data.source} has no sample that can be used{problems.reasons()} "
             "(--data.source)"
         )
+    keys = side_keys(images)
     low, high, limit = min(keys), max(keys), int(data.holdout * 2**64)
     held = [
         bool(data.holdout) and low != high and (key < limit or key == low) and key != high
@@ -379,33 +383,57 @@ def open_vision(
     )
 
 
+def side_keys(images: Sequence[tuple[int, ...]]) -> list[int]:
+    """Returns a number for each record, the same one where records share an image, or others do
+    that join them. images: of each record the keys of its images, one at least."""
+    joined: dict[int, int] = {}  # a key -> a lesser one of the same records, or itself
+
+    def least(key: int) -> int:
+        while (over := joined.setdefault(key, key)) != key:
+            joined[key] = joined[over]
+            key = over
+        return key
+
+    for first, *others in images:
+        for other in others:
+            low, high = sorted((least(first), least(other)))
+            joined[high] = low
+    return [mix(least(keys[0])) for keys in images]
+
+
 def _open_rendered(
     data: VisionDataConfig, seq_len: int, seed: int, model: Any, dialogue: Dialogue
 ) -> VisionData:
-    if not data.holdout:
+    low, high = HOLDOUT
+    if not low <= data.holdout <= high:
+        short = "drawing to evaluate" if data.holdout < low else "drawing to learn from"
         raise UserError(
-            "data.holdout=0 leaves no drawing to evaluate; nearest: 0.01 (--data.holdout)"
+            f"data.holdout={data.holdout:g} leaves no {short}, or hardly one; nearest: "
+            f"{min(max(data.holdout, low), high)} (--data.holdout)"
         )
     train, held_out = (
         Drawn(dialogue, seed, data.holdout, held, model.tower) for held in (False, True)
     )
-    for k in range(64):  # all kinds and lengths
-        made = prepared(train.sample(k), model)
+    for k, side in itertools.product(range(64), (train, held_out)):  # all kinds and lengths
+        made = prepared(side.sample(k), model)
         if len(made.tokens) > seq_len or len(made.patches) > data.patches:
-            raise UserError(
-                f"a drawing has {len(made.tokens)} tokens and {len(made.patches)} patches; a row "
-                f"has train.seq_len={seq_len} and data.patches={data.patches} (--train.seq_len, "
-                "--data.patches)"
-            )
-    fingerprint = f"rendered {data.holdout:g}"
+            raise UserError(_beyond(made, seq_len, data.patches))
+    fingerprint = f"rendered, held out by what is shown {data.holdout:g}"
     return VisionData(train, held_out, None, Problems(), fingerprint, "drawings without end")
+
+
+def _beyond(drawing: Piece, seq_len: int, patches: int) -> str:
+    return (
+        f"a drawing has {len(drawing.tokens)} tokens and {len(drawing.patches)} patches; a row "
+        f"has train.seq_len={seq_len} and data.patches={patches} (--train.seq_len, --data.patches)"
+    )
 
 
 def _look(
     source: Source, dialogue: Dialogue, tower: Any, max_megapixels: float, k: int
-) -> tuple[int, int, int, str, int, bytes] | UserError:
-    """Returns (tokens, patches, key, where, pixels, hash of the texts) of a record, or what is
-    wrong with it."""
+) -> tuple[int, int, tuple[int, ...], str, int, bytes] | UserError:
+    """Returns (tokens, patches, keys of the images, where, pixels, hash of the texts) of a record,
+    or what is wrong with it. A record without images has a key of its texts."""
     name = f"{source.name} record {k}"
     try:
         record = source[k]
@@ -431,9 +459,9 @@ def _look(
             except ImageError as error:
                 raise UserError(f"{name}: {image.name}: {error}") from None
             pixels += size[0] * size[1]
-        key = mix(*keys) if keys else mix("text", content.hex())
+        keys = keys or [mix("text", content.hex())]
         shown = sum(counts) // tower.merge**2 - len(counts)
-        return len(tokens) + shown, sum(counts), key, name, pixels, content
+        return len(tokens) + shown, sum(counts), tuple(keys), name, pixels, content
     except UserError as error:
         return error
 
@@ -510,7 +538,7 @@ class VisionRows:
         for k in bins[number]:
             try:
                 pieces.append(prepared(self._samples.sample(k), self._model, self._data.blank))
-            except UserError as error:
+            except ImageError as error:  # a disk that fails for a moment is an error always
                 if self._data.faulty == "error":
                     raise
                 if k not in self._warned:
@@ -527,6 +555,8 @@ class VisionRows:
             made = prepared(sample, self._model, self._data.blank)
             tokens, patches = tokens + len(made.tokens), patches + len(made.patches)
             if tokens > self._seq_len or patches > self._data.patches:
+                if not pieces:
+                    raise UserError(_beyond(made, self._seq_len, self._data.patches))
                 return pieces
             pieces.append(made)
 
@@ -546,14 +576,14 @@ def packed(numbers: Sequence[int], sizes: np.ndarray, budgets: tuple[int, int]) 
 
 
 def evaluated(samples: Samples, most: int, faulty: str = "error") -> list[Sample]:
-    """Returns the first samples of a side, `most` at most. faulty: 'skip' leaves out those that
-    cannot be read. Raises: UserError."""
+    """Returns the first samples of a side, `most` at most. faulty: 'skip' leaves out those with
+    damaged images. Raises: UserError."""
     count = most if samples.sizes is None else min(most, len(samples.sizes))
     chosen = []
     for k in range(count):
         try:
             chosen.append(samples.sample(k))
-        except UserError as error:
+        except ImageError as error:
             if faulty == "error":
                 raise
             logging.warning("A sample is left out: %s", error)

@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from megajax.core.errors import UserError
-from megajax.data.conversations import data_url, tar_members
+from megajax.data.conversations import data_url, open_conversations, tar_members
 from megajax.data.images import collate, patch_count, patchify
 from megajax.data.pack import IGNORED
 from megajax.data.tokenizer import ByteTokenizer
@@ -26,6 +26,7 @@ from megajax.data.vision import (
     open_vision,
     packed,
     prepared,
+    side_keys,
 )
 from megajax.models.vit import VitConfig
 from megajax.models.vlm import VlmConfig, positions
@@ -475,6 +476,50 @@ def test_rows_hold_whole_samples_and_depend_on_seed_and_number_alone(tmp_path):
     assert any((other[i]["tokens"] != rows[i]["tokens"]).any() for i in range(count))
 
 
+def test_what_is_too_large_is_told_before_it_is_read(tmp_path, monkeypatch):
+    (tmp_path / "a.png").write_bytes(png(0))
+    source = write_lines(tmp_path / "a.jsonl", [asked("a.png")])
+    members = [(f"k.{i}.png", png(0)) for i in range(3)]
+    tar = write_tar(tmp_path / "a.tar", [*members, ("k.txt", b"a cat")])
+    opened(tar, patches=400)
+    monkeypatch.setattr("megajax.data.conversations.IMAGES", 2)
+    with pytest.raises(UserError, match=r"a\.tar sample k has 3 images .* may have 2 images"):
+        opened(tar, patches=400)
+    monkeypatch.setattr("megajax.data.conversations.IMAGES", 3)
+    monkeypatch.setattr("megajax.data.conversations.SAMPLE", 2000)
+    with pytest.raises(UserError, match=r"a\.tar sample k has .* and 2,000 bytes"):
+        opened(tar, patches=400)
+    monkeypatch.setattr("megajax.data.conversations.IMAGE", 100)
+    with pytest.raises(UserError, match=r"line 1: cannot read a.png: it has .* bytes; 100 are"):
+        opened(source)
+
+
+def test_a_value_that_rows_repeat_is_in_memory_once(tmp_path):
+    pyarrow = pytest.importorskip("pyarrow")
+    from pyarrow import parquet
+
+    file = png(0, 280, 280)
+    table = pyarrow.table({"image": [{"bytes": file}] * 300, "text": ["a cat"] * 300})
+    parquet.write_table(table, tmp_path / "a.parquet")
+    source = open_conversations(str(tmp_path / "a.parquet"))
+    before = pyarrow.total_allocated_bytes()
+    assert source[0].images[0].open().read() == file
+    assert pyarrow.total_allocated_bytes() - before < 20 * len(file)
+
+
+def test_a_disk_that_fails_leaves_no_sample_out(tmp_path):
+    for k in range(2):
+        (tmp_path / f"{k}.png").write_bytes(png(k))
+    source = write_lines(tmp_path / "a.jsonl", [asked("0.png"), asked("1.png")])
+    data, spec = opened(source, faulty="skip")
+    (tmp_path / "1.png").unlink()
+    rows = VisionRows(data.train, spec, 128, 0, MODEL)
+    with pytest.raises(UserError, match="line 2: cannot read 1.png"):
+        rows[0]
+    with pytest.raises(UserError, match="line 2: cannot read 1.png"):
+        evaluated(data.train, 9, "skip")
+
+
 def test_damaged_pixels_leave_their_sample_out(tmp_path):
     (tmp_path / "half.png").write_bytes(png(1, 560, 560)[:9000])
     source = write_lines(tmp_path / "a.jsonl", [asked(url(png(0))), asked("half.png")])
@@ -532,6 +577,26 @@ def test_an_image_is_on_one_side(tmp_path):
     assert sum(data.count) == 24
 
 
+def test_records_that_share_an_image_are_on_one_side(tmp_path):
+    """Records of one image, and of two of which the next record has one."""
+    files = [png(k, 28, 28) for k in range(60)]
+    values = []
+    for k in range(0, 60, 3):
+        for group in ([k], [k, k + 1], [k + 2, k + 1], [k + 2]):
+            parts: list = [
+                {"type": "image_url", "image_url": {"url": url(files[i])}} for i in group
+            ]
+            messages = [{"role": "user", "content": parts}, {"role": "assistant", "content": "x"}]
+            values.append({"messages": messages})
+    data, _ = opened(write_lines(tmp_path / "a.jsonl", values), holdout=0.4)
+    train, held = (
+        {image.tobytes() for k in range(n) for image in side.sample(k).images}
+        for side, n in zip((data.train, data.held_out), data.count, strict=True)
+    )
+    assert train and held and train.isdisjoint(held)
+    assert side_keys([(5, 9), (7,), (9, 7), (8,)])[:3] == side_keys([(5,)]) * 3
+
+
 def test_drawings_fill_rows_and_the_control_shows_grey():
     data, spec = opened("rendered", holdout=0.1, patches=96)
     rows = VisionRows(data.train, spec, 64, 0, MODEL)
@@ -556,8 +621,12 @@ def test_drawings_fill_rows_and_the_control_shows_grey():
             assert text_of(targets) == samples[k].answer + ">"
     with pytest.raises(UserError, match="a drawing has .* tokens"):
         opened("rendered", seq_len=12, holdout=0.1)
-    with pytest.raises(UserError, match="leaves no drawing"):
-        opened("rendered")
+    for holdout, nearest in ((0.0, 0.01), (0.0001, 0.01), (0.9999, 0.99)):
+        with pytest.raises(UserError, match=f"leaves no drawing .*; nearest: {nearest} "):
+            opened("rendered", holdout=holdout)
+    small = dataclasses.replace(spec, patches=12)
+    with pytest.raises(UserError, match="a drawing has .* data.patches=12 "):
+        VisionRows(data.train, small, 64, 0, MODEL)[0]
 
 
 def test_collate_equals_the_processor_of_transformers():

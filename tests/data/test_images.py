@@ -78,6 +78,17 @@ def test_modes_become_rgb():
     assert (decode(saved(Image.fromarray(grey), "PNG")) == grey[:, :, None]).all()
     deep = grey.astype(np.uint16) << 8 | 7
     assert (decode(saved(Image.fromarray(deep), "PNG")) == grey[:, :, None]).all()
+    for depth, data, clear, true in (
+        (2, b"\0\x1b", 1, [0, 255, 170, 255]),  # samples 0 1 2 3, of which 1 is clear
+        (4, b"\0\x01\x2f", 2, [0, 17, 255, 255]),
+        (16, b"\0\x12\x34\x12\x35\x80\0\0\0", 0x1234, [255, 0x12, 128, 0]),
+    ):
+        file = png(4, 1, zlib.compress(data), depth, 0)
+        clear_chunk = png_chunk(b"tRNS", struct.pack(">H", clear))
+        assert decode(file[:33] + clear_chunk + file[33:])[0, :, 0].tolist() == true, depth
+    file = png(1, 1, zlib.compress(bytes(7)), 16, 2)
+    with pytest.raises(UserError, match="transparent colour of 16-bit"):
+        decode(file[:33] + png_chunk(b"tRNS", bytes(6)) + file[33:])
     palette = picture().quantize(16)
     assert (decode(saved(palette, "PNG")) == np.asarray(palette.convert("RGB"))).all()
     clear = Image.new("RGBA", (6, 4), (200, 0, 0, 0))
