@@ -168,7 +168,8 @@ def _size(file: BinaryIO) -> int:
 def _rgb(picture: Image.Image) -> np.ndarray:
     """Returns the pixels of an opened image as (H, W, 3) uint8, as the file has them."""
     clear = picture.info.get("transparency")  # of a PNG in grey or RGB, the value that shows white
-    form = picture.tile[0][3] if clear is not None and picture.tile else ""
+    tiles: Any = getattr(picture, "tile", ()) if clear is not None else ()
+    form = tiles[0][3] if tiles else ""
     picture.load()
     if form in ("L;2", "L;4"):  # Pillow scales the pixels to 8 bits, and not this value
         bits = int(form[-1])

@@ -48,7 +48,7 @@ class VitConfig(Checked, section="tower"):
     merge: int = option(
         2, "side of the square of patches that the projector makes one token of", at_least=1
     )
-    channels: int = option(3, "colours of a pixel", at_least=1, at_most=4)
+    channels: int = option(3, "colours of a pixel: red, green, blue", at_least=3, at_most=3)
     temporal: int = option(
         2,
         "frames that a kernel of the patch embedding covers; an image is repeated so often",

@@ -24,7 +24,7 @@ from megajax.core.errors import UserError, nearest_multiples
 from megajax.core.layout import Layout
 from megajax.core.tree import Tree
 from megajax.cost.base import Op, Phase, Stack, Workload
-from megajax.cost.kernels import Matmul, PatchEmbedding, Rowwise
+from megajax.cost.kernels import Attention, Matmul, PatchEmbedding, Rowwise
 from megajax.layers import param
 from megajax.layers.attention import Context, RopeConfig, frequencies
 from megajax.layers.losses import LossSums
@@ -191,7 +191,18 @@ class VlmConfig(Checked, section="model"):
             tower.temporal,
             dtypes=(dtype,),
         )
-        blocks = tower.stack.ops(batch * patches // image, image, image, dtype)
+        blocks = []
+        for op in tower.stack.ops(batch, patches, patches, dtype):
+            if not isinstance(op.kernel, Attention):
+                blocks.append(op)
+                continue
+            # Images of the largest size, and one of what is left: each attends to itself.
+            for count, size in ((patches // image, image), (1, patches % image)):
+                if size:
+                    one = dataclasses.replace(
+                        op.kernel, batch=batch * count, queries=size, keys=size
+                    )
+                    blocks.append(dataclasses.replace(op, kernel=one))
         wide, tokens = tower.merged_width, T // tower.merged
         project = (
             Op("norm", Rowwise("norm", T, tower.width), dtypes=(dtype,)),

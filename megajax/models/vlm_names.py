@@ -14,17 +14,20 @@ import reprlib
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from megajax.core.errors import UserError
 from megajax.layers.mlp import ACTIVATIONS, Activation
 from megajax.models import names
 from megajax.models.names import Rule, check_kinds, check_members, require, spelled, table
-from megajax.models.vit import ROPE, VitConfig
+from megajax.models.vit import MEAN, ROPE, STD, VitConfig
 from megajax.models.vlm import VlmConfig
 
 FAMILIES = ("qwen2_vl",)
 TEXT, VISION = "qwen2_vl_text", "qwen2_vl_vision"
 PROCESSOR = "preprocessor_config.json"  # says how images are resized
 _KINDS: tuple[Activation, ...] = ("quick_gelu", "gelu", "gelu_tanh")  # that a tower may have
+_BICUBIC = 3  # Pillow's number of it
 _NORM_EPS = 1e-6  # of the tower, a constant in transformers
 
 
@@ -141,7 +144,8 @@ def from_hf_config(
     """Returns our configuration of a config.json.
 
     processor: what preprocessor_config.json holds, for the limits of an image's pixels; None: those
-    of transformers. Raises: UserError for what we cannot compute.
+    of transformers. What it says of anything else must be what data/images.py does.
+    Raises: UserError for what we cannot compute.
     """
     outer, text, vision = _parts(config)
     text, sections = _without_sections(check_members(text | {"model_type": TEXT}, (TEXT,)))
@@ -155,6 +159,7 @@ def from_hf_config(
     require(vision, hidden_size=decoder.width)
     require(vision.get("rope_parameters", {}), rope_type="axial", rope_theta=ROPE.theta)
     width = vision["embed_dim"]
+    _check_processor(processor or {}, vision)
     tower = VitConfig(
         layers=vision["depth"],
         width=width,
@@ -222,6 +227,35 @@ def _without_sections(text: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
             "numbers"
         )
     return text, sections
+
+
+def _check_processor(processor: Mapping[str, Any], vision: Mapping[str, Any]) -> None:
+    """Refuses an image processor that makes other pixels or patches of an image than ours.
+
+    Raises: UserError.
+    """
+    does = dict.fromkeys(("do_resize", "do_rescale", "do_normalize", "do_convert_rgb"), True)
+    required: dict[str, Any] = does | {
+        "patch_size": vision["patch_size"],
+        "merge_size": vision["spatial_merge_size"],
+        "temporal_patch_size": vision["temporal_patch_size"],
+        "resample": _BICUBIC,
+        "rescale_factor": 1 / 255,
+        "image_mean": list(MEAN),
+        "image_std": list(STD),
+    }
+    for name, value in required.items():
+        stated = processor.get(name)
+        if stated is None:
+            continue
+        try:
+            is_same = np.shape(stated) == np.shape(value) and np.allclose(stated, value, 1e-6, 0)
+        except (TypeError, ValueError):
+            is_same = False
+        if not is_same:
+            raise UserError(
+                f"{PROCESSOR}: {name}={reprlib.repr(stated):.60} is not supported, only {value}"
+            )
 
 
 def _pixels(processor: Mapping[str, Any]) -> dict[str, int]:

@@ -89,19 +89,27 @@ def _coding(cfg: Any) -> Coding:
 def with_segments(cfg: Any, rows: Any, sizes: dict[str, int]) -> Any:
     """Returns the configuration with a number of documents a row where it leaves that open (0).
 
-    It is the mean over the first rows that training reads, and so many of their deviations more
-    that hardly any batch of a device has more. Rows are the same in all processes, so the number
-    is, too. Args: rows: a data.loader.Rows. sizes: {mesh axis: size}.
+    Of rows with images it is that of their documents or that of their images, which are the
+    segments of the tower's attention, whichever is larger. It is the mean over the first rows that
+    training reads, and so many of their deviations more that hardly any batch of a device has more.
+    Rows are the same in all processes, so the number is, too.
+
+    Args: rows: a data.loader.Rows. sizes: {mesh axis: size}.
     """
     train = cfg.train
     if train.segments:
         return cfg
-    first = [rows[i]["segments"] for i in range(COUNTED)]
-    counts = np.array([np.count_nonzero(np.diff(s, prepend=-2) * (s >= 0)) for s in first])
+    counts = np.array([_segments(rows[i]) for i in range(COUNTED)])
     pieces = cfg.pipeline.pieces(sizes["pipe"]) if sizes["pipe"] > 1 else train.accumulate
     batch = max(train.global_batch // (sizes["node"] * sizes["data"] * sizes["expert"] * pieces), 1)
-    room = int(np.ceil(counts.mean() + DEVIATIONS * counts.std() / np.sqrt(batch)))
+    room = int(np.ceil((counts.mean(0) + DEVIATIONS * counts.std(0) / np.sqrt(batch)).max()))
     return dataclasses.replace(cfg, train=dataclasses.replace(train, segments=max(room, 2)))
+
+
+def _segments(row: Any) -> list[int]:
+    """Returns the number of documents of a row, and of its images if it may have some."""
+    ids = [row[name] for name in ("segments", "images") if name in row]
+    return [np.count_nonzero(np.diff(one, prepend=-2) * (one >= 0)) for one in ids]
 
 
 def is_open(cfg: Any) -> bool:

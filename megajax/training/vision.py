@@ -56,13 +56,15 @@ from megajax.data.vision import (
     open_vision,
     prepared,
 )
+from megajax.layers.attention import Context, attend
+from megajax.layers.ops import Ops
 from megajax.models import vlm
 from megajax.models.parts import Batch
 from megajax.models.vlm import PRESETS as MODELS
 from megajax.models.vlm import VlmConfig
 from megajax.monitor.console import Console, quantity
 from megajax.monitor.records import Recorder, rows_by_step
-from megajax.parallel.context import ContextSpec
+from megajax.parallel.context import ContextSpec, choose_attention, packed_shape
 from megajax.training.config import (
     CheckpointConfig,
     HeldOutConfig,
@@ -315,15 +317,27 @@ def show(console: Console, cfg: VisionConfig, train_step: TrainStep, mesh: Mesh)
 # ---- measure
 
 
+PLACES = 2**14  # (chosen) tokens and patches of a device's rows at a time
+LOGITS = 2**27  # (chosen) logits of a device at a time: 0.5 GiB
+DOCUMENT = 16  # (chosen: the patches of the smallest image) tokens of a segment for which is room
+
+
 class Predictor:
-    """The most likely tokens of rows by a model, on the devices of a mesh: one program."""
+    """The most likely tokens of rows by a model, on the devices of a mesh: one program.
+
+    Attention is that of the train step, which need not keep a row's patches times its patches. A
+    device has few rows at a time, and the logits of a part of them.
+    """
 
     def __init__(self, cfg: VisionConfig, layout: Layout):
         """layout: of the parameters."""
         self._mesh, model = layout.mesh, cfg.model
         spec = layout.act("batch")
         ways = layout.ways(BATCH_AXES)
-        self._rows = ways * max(1, -(-cfg.train.global_batch // ways))
+        seq_len, places = cfg.train.seq_len, cfg.train.seq_len + cfg.data.patches
+        rows = min(max(1, -(-cfg.train.global_batch // ways)), max(1, PLACES // places))
+        self._rows = ways * rows
+        size = max(1, min(seq_len, LOGITS // (rows * model.padded_vocab)))
         self._abstract = {
             name: jax.ShapeDtypeStruct(
                 (self._rows, *leaf.shape), leaf.dtype, sharding=layout.named(spec)
@@ -331,15 +345,25 @@ class Predictor:
             for name, leaf in cfg.task().batch.items()
         }
         dtype = jnp.dtype(cfg.train.dtype)
-        parts = vlm.parts(model, dtype=cfg.train.dtype)
+        attention = functools.partial(_attend, layout, cfg)
+        ops = dataclasses.replace(Ops(), attend=attention)
+        parts = vlm.parts(model, ops=ops, dtype=cfg.train.dtype)
 
-        def local(params: Tree, batch: Batch) -> tuple[jax.Array, jax.Array]:
-            logits_BSV = parts.logits(params, batch)[..., : model.vocab]
+        def scored(params: Tree, x_BSD: jax.Array, targets_BS: jax.Array) -> tuple[jax.Array, ...]:
+            logits_BSV = parts.head(params, x_BSD)[..., : model.vocab]
             top_BS = logits_BSV.argmax(-1).astype(jnp.int32)
-            at_BS1 = jnp.maximum(batch["targets"], 0)[..., None]
+            at_BS1 = jnp.maximum(targets_BS, 0)[..., None]
             true_BS = jnp.take_along_axis(logits_BSV, at_BS1, -1)[..., 0]
             nats_BS = jax.nn.logsumexp(logits_BSV, -1) - true_BS
-            return top_BS, jnp.where(batch["targets"] >= 0, nats_BS, 0.0)
+            return top_BS, jnp.where(targets_BS >= 0, nats_BS, 0.0)
+
+        def local(params: Tree, batch: Batch) -> tuple[jax.Array, ...]:
+            x_BSD, _ = parts.hidden(params, batch, None, "none")
+            pieces = [
+                scored(params, x_BSD[:, at : at + size], batch["targets"][:, at : at + size])
+                for at in range(0, seq_len, size)
+            ]
+            return tuple(jnp.concatenate(arrays, 1) for arrays in zip(*pieces, strict=True))
 
         def run(params: Tree, batch: Batch) -> tuple[jax.Array, ...]:
             used = jax.tree.map(
@@ -373,6 +397,24 @@ class Predictor:
             tops.append(np.asarray(top)[:size])
             nats.append(np.asarray(nat)[:size])
         return np.concatenate(tops), np.concatenate(nats)
+
+
+def _attend(
+    layout: Layout,
+    cfg: VisionConfig,
+    q_BSHK: jax.Array,
+    k_BMGK: jax.Array,
+    v_BMGK: jax.Array,
+    query: Context,
+    memory: Context | None = None,
+    window: int | None = None,
+) -> jax.Array:
+    """Attention of a device's rows by the kernel that the train step takes."""
+    packed = packed_shape(q_BSHK, k_BMGK, query, memory)
+    asked = cfg.train.attention
+    kernel, _ = choose_attention(layout, asked, q_BSHK.dtype, cfg.context, packed)
+    segments = max(cfg.train.segments, -(-q_BSHK.shape[1] // DOCUMENT), 2)
+    return attend(q_BSHK, k_BMGK, v_BMGK, query, memory, window, kernel, segments)
 
 
 class ExactMatch:
@@ -528,7 +570,9 @@ def greedy(
     for made, (first, room) in zip(pieces, begins, strict=True):
         size = first + 1 + room
         cut = {name: getattr(made, name)[: first + 1] for name in ("tokens", "targets", "places")}
-        following = made.rotary[first] + 1 + np.arange(room, dtype=np.int32)[:, None]
+        # Behind an image text goes on after its largest position in any axis (vlm.positions).
+        begin = made.rotary[: first + 1].max() + 1
+        following = np.repeat(begin + np.arange(room, dtype=np.int32)[:, None], 3, 1)
         longer = dataclasses.replace(
             made,
             tokens=np.append(cut["tokens"], np.zeros(room, np.int32)),

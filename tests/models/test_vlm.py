@@ -11,7 +11,7 @@ import pytest
 from megajax.core.errors import UserError
 from megajax.core.mesh import MeshSpec
 from megajax.core.tree import named_leaves
-from megajax.models import decoder, vlm
+from megajax.models import decoder, vit, vlm, vlm_names
 from megajax.parallel import sharding
 from tests.vision_rows import IMAGE, MODEL, batch, row, sample
 
@@ -108,6 +108,56 @@ def test_presets_are_those_of_their_sources(name):
 def test_shapes_that_cannot_be_are_refused(change, said):
     with pytest.raises(UserError, match=said):
         vlm.VlmConfig(**change)
+
+
+def test_all_patches_of_a_row_are_counted():
+    """1.6 images of the largest size: products of all patches, attention inside of each image."""
+    cfg = vlm.PRESETS["qwen2_vl_2b"]()
+    (tower,) = cfg.workload(1, 4096, patches=8192).towers
+    D, F, wide = 1280, 5120, 4 * 1280
+    layer = 2 * 8192 * (4 * D * D + 2 * D * F) + 4 * D * (5120**2 + 3072**2)
+    projector = 2 * 2048 * (wide * wide + wide * 1536)
+    assert tower.flops == 32 * layer + projector + 2 * 8192 * 2 * 588 * D
+    (one,) = cfg.workload(2, 4096, patches=5120).towers
+    assert tower.params == one.params
+
+
+@pytest.mark.parametrize(
+    "changes, said",
+    [
+        ({"image_mean": [0.5, 0.5, 0.5]}, "image_mean=.*0.5.* only .0.48145466"),
+        ({"image_std": [0.26862954]}, "image_std"),
+        ({"patch_size": 16}, "patch_size=16 is not supported, only 14"),
+        ({"merge_size": 1}, "merge_size=1 is not supported, only 2"),
+        ({"do_resize": False}, "do_resize=False is not supported, only True"),
+        ({"resample": "cubic"}, "resample='cubic' is not supported, only 3"),
+        (
+            {
+                "image_std": list(vit.STD),
+                "do_normalize": True,
+                "rescale_factor": 0.00392156862745098,
+            },
+            None,
+        ),
+    ],
+)
+def test_other_image_processors_are_refused(changes, said):
+    cfg = vlm.PRESETS["qwen2_vl_2b"]()
+    made = vlm_names.to_hf_config(cfg, "bfloat16")
+    processor = vlm_names.files(cfg)[vlm_names.PROCESSOR]
+    if said is None:
+        assert vlm_names.from_hf_config(made, processor | changes).tower == cfg.tower
+        return
+    with pytest.raises(UserError, match=f"preprocessor_config.json: {said}"):
+        vlm_names.from_hf_config(made, processor | changes)
+
+
+def test_images_have_three_colours():
+    made = vlm_names.to_hf_config(vlm.PRESETS["qwen2_vl_2b"](), "bfloat16")
+    made["vision_config"]["in_channels"] = 1
+    for build in (lambda: vit.VitConfig(channels=4), lambda: vlm_names.from_hf_config(made)):
+        with pytest.raises(UserError, match="channels"):
+            build()
 
 
 PARTS = functools.cache(lambda: vlm.parts(MODEL))

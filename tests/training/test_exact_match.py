@@ -13,7 +13,7 @@ from megajax.core.errors import UserError
 from megajax.core.mesh import MeshSpec
 from megajax.core.tree import named_leaves
 from megajax.data.tokenizer import ByteTokenizer
-from megajax.data.vision import Dialogue, Drawn, fixed_rows
+from megajax.data.vision import Dialogue, Drawn, Sample, fixed_rows
 from megajax.foreign import hf
 from megajax.models import vlm
 from megajax.parallel import sharding
@@ -44,7 +44,8 @@ CFG = small()
 
 
 def samples(count: int) -> list:
-    drawn = Drawn(Dialogue(ByteTokenizer(), CFG.model.image_token), 0, 0.1, True)
+    dialogue = Dialogue(ByteTokenizer(), CFG.model.image_token)
+    drawn = Drawn(dialogue, 0, 0.1, True, CFG.model.tower)
     return [drawn.sample(k) for k in range(count)]
 
 
@@ -118,6 +119,53 @@ def test_answers_are_those_of_a_loop_that_decodes_token_by_token():
                 break
         assert answer == ByteTokenizer().decode(ids)
     assert len({*answers}) > 1
+
+
+def test_evaluation_has_few_rows_and_a_part_of_the_logits_at_a_time(monkeypatch):
+    layout = sharding.layout(MeshSpec().build(jax.devices()[:1]), "full", model=CFG.model)
+    with jax.set_mesh(layout.mesh):
+        params = jax.jit(vlm.parts(CFG.model, layout).init)(jax.random.key(3))
+    rows = [r for r, _ in fixed_rows(samples(5), CFG.data, 48, CFG.model, False)]
+    tops, nats = Predictor(CFG, layout)(params, rows)
+    assert len(tops) > 1
+    monkeypatch.setattr(vision, "PLACES", 200)
+    monkeypatch.setattr(vision, "LOGITS", 11 * CFG.model.padded_vocab)
+    seen, shapes = set(), []
+
+    def traced(*args):
+        seen.add(args[-2])
+        return attend(*args)
+
+    def head(parts):
+        def sized(params, x_BSD):
+            shapes.append(x_BSD.shape[:2])
+            return parts.head(params, x_BSD)
+
+        return dataclasses.replace(parts, head=sized)
+
+    attend, make = vision.attend, vlm.parts
+    monkeypatch.setattr(vision, "attend", traced)
+    monkeypatch.setattr(vlm, "parts", lambda *args, **more: head(make(*args, **more)))
+    few = Predictor(config.override(CFG, {"train.attention": "varlen"}), layout)(params, rows)
+    assert (few[0] == tops)[np.stack([row["segments"] for row in rows]) > 0].all()
+    np.testing.assert_allclose(few[1], nats, atol=2e-5)
+    assert seen == {"varlen"}
+    assert {*shapes} == {(1, 11), (1, 4)}  # 48 = 4 x 11 + 4
+
+
+def test_an_answer_behind_an_image_goes_on_after_its_largest_position():
+    token, seen = CFG.model.image_token, []
+    image = np.zeros((56, 112, 3), np.uint8)  # 2 x 4 merged patches
+    tokens, targets = np.array([5, token, 65, 66]), np.array([-1, 65, 66, -1])
+    sample = Sample(tokens, targets, [image], "all", "", "AB")
+
+    def predictor(params, rows):
+        seen.extend(rows)
+        return np.zeros((len(rows), 48), np.int32), None
+
+    greedy(predictor, {}, [sample], CFG, ByteTokenizer())
+    assert seen[0]["places"][8:10].tolist() == [7, -1]
+    assert seen[0]["rotary"][8:11].tolist() == [[1, 2, 4], [5, 5, 5], [6, 6, 6]]
 
 
 def test_the_page_shows_each_sample():

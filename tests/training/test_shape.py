@@ -105,6 +105,9 @@ def test_slots_for_documents_are_counted_in_the_rows():
     assert with_segments(asked, rows, ONE) is asked
     one = [{"segments": np.ones(12, np.int32)}] * 256
     assert with_segments(CFG, one, ONE).train.segments == 2  # cuDNN's least
+    images = np.repeat([0, 1, 2, 3, 4, -1], 2)  # the segments of a tower's attention
+    shown = [row | {"images": images} for row in one]
+    assert with_segments(CFG, shown, ONE).train.segments == 5
 
 
 def test_the_step_asks_the_gpu(monkeypatch):
