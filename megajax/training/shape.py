@@ -109,7 +109,7 @@ def with_segments(cfg: Any, rows: Any, sizes: dict[str, int]) -> Any:
 def _segments(row: Any) -> list[int]:
     """Returns the number of documents of a row, and of its images if it may have some."""
     ids = [row[name] for name in ("segments", "images") if name in row]
-    return [np.count_nonzero(np.diff(one, prepend=-2) * (one >= 0)) for one in ids]
+    return [int(np.count_nonzero(np.diff(one, prepend=-2) * (one >= 0))) for one in ids]
 
 
 def is_open(cfg: Any) -> bool:
