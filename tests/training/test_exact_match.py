@@ -206,9 +206,9 @@ def test_a_folder_of_weights_brings_its_model(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="has no tokenizer .*--data.tokenizer=bytes"):
         take_model(base, {"init_from": str(tmp_path)}, {})
     layout = sharding.layout(MeshSpec().build(jax.devices()[:1]), "full", model=cfg.model)
-    given = cfg.given_params(layout, {})
+    loaded = cfg.given_params(layout, {})
     stored = dict(named_leaves(hf.load_params(tmp_path, theirs, layout)))
-    assert stored and all((x == stored[name]).all() for name, x in named_leaves(given))
+    assert stored and all((x == stored[name]).all() for name, x in named_leaves(loaded))
     unpack("llama", tmp_path / "text")
     with pytest.raises(UserError, match="holds no vision-language model"):
         take_model(base, {"init_from": str(tmp_path / "text"), "data.tokenizer": "bytes"}, {})
