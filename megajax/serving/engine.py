@@ -394,12 +394,15 @@ class Engine:
         the smallest and of the largest number of tokens, with which any request can begin.
 
         tokens: numbers of tokens in the place of these two. others: whether the steps of all other
-        sizes follow.
+        sizes follow, and the programs that read images.
         Returns: futures that are done when the first ones are ready.
         """
         outline = self._params if self._params is not None else self._outline
         sizes = self.programs.sizes
-        return self.programs.prepare(outline, tokens or (sizes[0], sizes[-1]), others)
+        ready = self.programs.prepare(outline, tokens or (sizes[0], sizes[-1]), others)
+        if self.tower is not None and others:
+            self.tower.prepare(outline, self.context, ready)
+        return ready
 
     # ---- requests
 

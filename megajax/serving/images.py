@@ -13,8 +13,10 @@ Legend: T tokens, D model width, P patches of an image, Q merged patches, C valu
 import hashlib
 import itertools
 import struct
+import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -217,6 +219,10 @@ def write(
 # ---- the tower
 
 
+def _is_ready(program: Future) -> bool:
+    return program.done() and not program.cancelled() and program.exception() is None
+
+
 class Tower:
     """Computes the features of images, one image a call: so they do not depend on other images.
 
@@ -228,12 +234,74 @@ class Tower:
         self._forward, self._room, self._size = forward, room, 0
         self._held: OrderedDict[bytes, np.ndarray] = OrderedDict()  # least recently used first
         self._run: Any = None
+        self._ahead: dict[int, Future] = {}  # programs that `prepare` compiles, by merged patches
         self.computed = 0
 
     @property
     def compiled(self) -> int:
         """Returns the number of its programs: one for each power of two of merged patches."""
-        return 0 if self._run is None else self._run._cache_size()
+        ahead = sum(map(_is_ready, self._ahead.values()))
+        return ahead + (0 if self._run is None else self._run._cache_size())
+
+    def prepare(self, params: Tree, context: int, after: Sequence[Future] = ()) -> list[Future]:
+        """Starts a thread that compiles the programs of all sizes, the smallest first.
+
+        params: as `features` will get them; ShapeDtypeStructs with their shardings are enough.
+        context: tokens of a prompt, at most. after: what is done before.
+        Returns: one for each program, done when it is ready. Nothing on several processes.
+        """
+        forward = self._forward
+        if forward.mesh.is_multi_process:
+            return []
+        assert forward.vlm is not None
+        tower = forward.vlm.tower
+        most = min(context, tower.max_pixels // (tower.patch * tower.merge) ** 2)
+        sizes = [LEAST]
+        while sizes[-1] < most:
+            sizes.append(2 * sizes[-1])
+        self._ahead = {size: Future() for size in sizes}
+        like = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)  # noqa: E731
+        outer = jax.tree.map(like, forward.parts.outer(params))
+        jobs = dict(self._ahead)
+        threading.Thread(
+            target=self._compile, args=(self._program(outer), outer, jobs, after), name="compiler"
+        ).start()
+        return list(jobs.values())
+
+    def _compile(
+        self, run: Any, outer: Tree, jobs: dict[int, Future], after: Sequence[Future]
+    ) -> None:
+        main = threading.main_thread()
+        while main.is_alive() and not all(job.done() for job in after):
+            wait(after, timeout=1)
+        for size, job in jobs.items():
+            # A request may have needed the program sooner, and has cancelled this.
+            if not main.is_alive() or not job.set_running_or_notify_cancel():
+                job.cancel()
+                continue
+            try:
+                with jax.set_mesh(self._forward.mesh):
+                    job.set_result(run.lower(outer, self._blank(size)).compile())
+            except Exception as error:
+                job.set_exception(error)
+
+    def _blank(self, size: int) -> dict[str, np.ndarray]:
+        """Returns a batch without an image that has room for so many merged patches."""
+        vlm = self._forward.vlm
+        assert vlm is not None
+        P = size * vlm.tower.merged
+        return {
+            "patches": np.zeros((1, P, vlm.tower.patch_values), np.uint8),
+            "patch_places": np.zeros((1, P, 2), np.int32),
+            "images": np.full((1, P), -1, np.int32),
+        }
+
+    def _program(self, outer: Tree) -> Any:
+        if self._run is None:
+            specs = ({name: PS() for name in self._blank(LEAST)},)
+            run = self._forward.everywhere(self._forward.see, outer, specs, PS())
+            self._run = jax.jit(run)
+        return self._run
 
     def features(self, params: Tree, image: Picture) -> np.ndarray:
         """Returns features_QD of an image in the compute type, in NumPy. params: of the engine."""
@@ -253,24 +321,18 @@ class Tower:
 
     def _compute(self, params: Tree, image: Picture) -> np.ndarray:
         forward, params = self._forward, self._forward.parts.outer(params)
-        assert forward.vlm is not None
         size = LEAST
         while size < image.tokens:
             size *= 2
-        P = size * forward.vlm.tower.merged
-        batch = {
-            "patches": np.zeros((1, P, image.patches.shape[1]), np.uint8),
-            "patch_places": np.zeros((1, P, 2), np.int32),
-            "images": np.full((1, P), -1, np.int32),
-        }
+        batch = self._blank(size)
         count = len(image.patches)
         batch["patches"][0, :count], batch["patch_places"][0, :count] = image.patches, image.places
         batch["images"][0, :count] = 0
-        if self._run is None:
-            specs = ({name: PS() for name in batch},)
-            self._run = jax.jit(forward.everywhere(forward.see, params, specs, PS()))
+        run, ahead = self._program(params), self._ahead.get(size)
+        if ahead is not None and not ahead.cancel():  # it is compiled, or is being compiled
+            run = ahead.result()
         with jax.set_mesh(forward.mesh):
-            features_1QD = self._run(params, batch)
+            features_1QD = run(params, batch)
         self.computed += 1
         # A view would hold the padding, which `features` does not count.
         return np.asarray(features_1QD)[0, : image.tokens].copy()

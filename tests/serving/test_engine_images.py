@@ -1,6 +1,7 @@
 """Prompts with images: the engine against a loop with the whole forward pass, and itself."""
 
 import dataclasses
+from concurrent.futures import Future, wait
 
 import jax
 import numpy as np
@@ -11,6 +12,7 @@ from megajax.core.mesh import MeshSpec
 from megajax.models import decoder
 from megajax.serving import Engine, SamplingParams, tiles
 from megajax.serving import images as images_
+from megajax.serving.forward import Forward
 from megajax.serving.programs import OneMesh
 from megajax.training import logprobs
 from tests.image_loop import CFG, PLACEHOLDER, SMALL, TOWER, one_by_one, picture, requests, sharp
@@ -176,6 +178,26 @@ def test_features_on_the_host_have_no_padding():
     engine = _idle()
     features_QD = engine.tower.features(engine._params, *engine.see([picture(1)]))
     assert features_QD.shape == (9, CFG.width) and features_QD.base is None
+
+
+def test_programs_of_images_are_compiled_before_the_first_one():
+    forward = Forward(CFG, MeshSpec(data=1).build(jax.devices()[:1]))
+    placed = forward.place(sharp(), cast=True)
+    tower, other = images_.Tower(forward), images_.Tower(forward)
+    ready = tower.prepare(forward.outline(sharp(), cast=True), context=300)
+    wait(ready)
+    assert tower.compiled == 2  # of 16 and of 32 merged patches
+    for image in images_.pictures([picture(1), picture(2, 40, 32)], TOWER):
+        np.testing.assert_array_equal(tower.features(placed, image), other.features(placed, image))
+    assert tower.compiled == other.compiled == 2
+    # What a request needs sooner is not compiled twice.
+    behind = Future()
+    later = images_.Tower(forward)
+    jobs = later.prepare(placed, 300, after=[behind])
+    later.features(placed, images_.picture(picture(1), TOWER))
+    behind.set_result(None)
+    wait(jobs)
+    assert [job.cancelled() for job in jobs] == [True, False] and later.compiled == 2
 
 
 def test_exact_scores_compile_the_tower_once_and_see_new_weights():
