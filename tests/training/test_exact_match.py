@@ -2,6 +2,7 @@
 
 import dataclasses
 import io
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -212,3 +213,17 @@ def test_a_folder_of_weights_brings_its_model(tmp_path, monkeypatch):
     unpack("llama", tmp_path / "text")
     with pytest.raises(UserError, match="holds no vision-language model"):
         take_model(base, {"init_from": str(tmp_path / "text"), "data.tokenizer": "bytes"}, {})
+
+
+def test_a_resumed_run_has_the_same_patches():
+    """What decides how an image becomes tokens is a fact of the data, of drawings too."""
+    console = SimpleNamespace(say=lambda text: None)
+
+    def identity(**changes):
+        cfg = config.override(CFG, changes)
+        return vision.Samples(cfg, console, None).identity  # type: ignore[arg-type]
+
+    base = identity()
+    for change in ({"model.tower.max_pixels": 28 * 28 * 5}, {"model.image_token": 510}):
+        assert identity(**change) != base
+    assert identity() == base
