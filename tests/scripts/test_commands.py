@@ -42,7 +42,7 @@ RULES = [
     (r"scripts/(gpu_check|tune|kernel_report|learn_h200|profile_programs|kill_saves)", "parse", ""),
     (r"scripts/(tables|figures|docs|notebooks|publish|house|mutants|frozen)", "parse", ""),
     (r"plan.py .*--(search|workload)", "parse", ""),
-    (r"experiments/(hybridflow|butterfly).py", "parse", ""),
+    (r"experiments/(hybridflow|optimus|butterfly).py", "parse", ""),
     (r"--extra gpu .*pretrain.py .*--preset=gpt2", "plan", "h100:1x1"),
     (r"pretrain.py --preset=llama3_1b", "plan", "h100:1x1"),
     (r"--extra gpu .*pretrain.py", "plan", "h100:8x8"),
