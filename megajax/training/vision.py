@@ -153,11 +153,11 @@ def nano() -> VisionConfig:
     model = MODELS["nano"]()
     return VisionConfig(
         model=dataclasses.replace(model, decoder=dataclasses.replace(model.decoder, layers=2)),
-        train=TrainConfig(steps=400, global_batch=16, seq_len=128, remat="none"),
+        train=TrainConfig(steps=500, global_batch=16, seq_len=128, remat="none"),
         data=VisionDataConfig(patches=144),
         optim=OptimConfig(name="muon", lr=2e-2, warmup=15, schedule="cosine", final=0.02),
-        eval=VisionEvalConfig(every=200, batches=32),
-        checkpoint=CheckpointConfig(every=200),
+        eval=VisionEvalConfig(every=250, batches=16),
+        checkpoint=CheckpointConfig(every=250),
         log=LogConfig(every=20),
         mesh=MeshSpec(),
         emulate_without_gpu=8,
@@ -645,7 +645,7 @@ def draw_exact(run_dir: RunDir, console: Console) -> None:
     names = {
         "eval_exact": ("with images", OURS, "o-"),
         "eval_exact_blank": ("without images", HELD_OUT, "o-"),
-        "eval_most_frequent": ("most frequent answers", "black", "--"),
+        "eval_most_frequent": ("most frequent answers", "black", "s--"),
     }
     for name, (text, color, style) in names.items():
         values = [float(rows[s].get(name, 0.0)) for s in steps]
