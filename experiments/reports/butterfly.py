@@ -29,8 +29,9 @@ from megajax.monitor.records import rows_by_step
 
 PROTOCOLS, BACKBONES = ("A", "B"), ("zf", "vgg_m", "vgg16")
 TITLES = {"zf": "ZF", "vgg_m": "VGG-M", "vgg16": "VGG16"}
-# Steps of a run with each backbone: what twelve minutes of a CPU core allow (measured, 2 CPU cores,
-# 2026-11-30: 0.55, 0.95 and 1.6 CPU-s a step of 8 images), so runs are alike in time, not in steps.
+# Steps of a run with each backbone: what twelve minutes of a CPU core allow, so runs are alike in
+# time, not in steps. ZF's are measured (2 CPU cores beside other work, 2026-11-30: 655 CPU-s);
+# the others follow from the gradients of 16 images of 128 pixels, 0.44, 0.78 and 1.32 CPU-s.
 STEPS = {"zf": 1100, "vgg_m": 650, "vgg16": 380}
 PAPER_WORST = 0.60  # (arXiv 1803.06626, abstract: the mean average precision of its worst run)
 LATER = 0.797  # (IJMLC 2021, abstract: RetinaNet of the same group on the same benchmark)

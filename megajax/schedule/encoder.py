@@ -26,7 +26,7 @@ import numpy as np
 from megajax.core.errors import UserError
 from megajax.schedule.ir import Slot, Table
 
-Work = tuple[int, int]  # (forward, backward) segments of a microbatch
+Segments = tuple[int, int]  # (forward, backward) segments of a microbatch
 
 
 class Job(NamedTuple):
@@ -40,7 +40,7 @@ class Job(NamedTuple):
 Jobs = list[list[Job]]  # of each stage, by their limits
 
 
-def place(table: Table, encoder_work: Sequence[Work]) -> Table:
+def place(table: Table, encoder_work: Sequence[Segments]) -> Table:
     """Returns the table with the encoder's work in it.
 
     The decoder's slots keep their order on every stage, and may start later; its microbatches may
@@ -55,11 +55,14 @@ def place(table: Table, encoder_work: Sequence[Work]) -> Table:
     orders = [[*range(len(work))]]
     if len({*work}) > 1:
         orders.append(_light_ends(work))
-    tables = [_placed(_renamed(table, order), work) for order in orders]
+    tables = []
+    for order in orders:
+        slots = tuple(slot._replace(microbatch=order[slot.microbatch]) for slot in table.slots)
+        tables.append(_placed(dataclasses.replace(table, slots=slots), work))
     return min(tables, key=lambda placed: placed.units)
 
 
-def _checked(table: Table, encoder_work: Sequence[Work]) -> tuple[Work, ...]:
+def _checked(table: Table, encoder_work: Sequence[Segments]) -> tuple[Segments, ...]:
     if table.extra_lanes:
         raise UserError(f"{table.name} has an encoder already; place takes a decoder's table")
     work = tuple(tuple(pair) for pair in encoder_work)
@@ -78,19 +81,13 @@ def _checked(table: Table, encoder_work: Sequence[Work]) -> tuple[Work, ...]:
     return tuple((int(f), int(b)) for f, b in work)
 
 
-def _light_ends(work: Sequence[Work]) -> list[int]:
+def _light_ends(work: Sequence[Segments]) -> list[int]:
     """Returns an order of the microbatches with those of little work at both ends."""
     by_size = sorted(range(len(work)), key=lambda m: sum(work[m]))
     return by_size[::2] + by_size[1::2][::-1]
 
 
-def _renamed(table: Table, order: Sequence[int]) -> Table:
-    """Returns the table with order[m] in the place of microbatch m."""
-    slots = (slot._replace(microbatch=order[slot.microbatch]) for slot in table.slots)
-    return dataclasses.replace(table, slots=tuple(slots))
-
-
-def _placed(table: Table, work: tuple[Work, ...]) -> Table:
+def _placed(table: Table, work: tuple[Segments, ...]) -> Table:
     """Returns the table with the encoder's work, its microbatches as they are."""
     T, P = table.ticks, table.stages
     first, last = {}, {}

@@ -223,6 +223,19 @@ MOST_CLASSES = 20  # (chosen) classes whose figures the end of a run lists
 SHARES = {"precision": "precision", "recall": "recall", "ap": "average precision"}
 
 
+def save_plot(figure: Any, file: Path, console: Console) -> None:
+    """Writes a figure of matplotlib as PNG, and closes it. A disk that fails is told, no error."""
+    import matplotlib.pyplot as plt
+
+    picture = io.BytesIO()
+    figure.savefig(picture, dpi=110, format="png")
+    plt.close(figure)
+    try:
+        write_whole(file, picture.getvalue())
+    except OSError as error:
+        console.say(f"cannot write {file}: {error.strerror}")
+
+
 def sinks(cfg: Any, run_dir: RunDir, console: Console) -> list[Sink]:
     """Returns the sinks of this process; only the first one of a job writes.
 

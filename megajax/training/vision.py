@@ -74,7 +74,7 @@ from megajax.training.config import (
 )
 from megajax.training.evaluate import evaluated_rows
 from megajax.training.optim import OptimConfig
-from megajax.training.report import HELD_OUT, OURS
+from megajax.training.report import HELD_OUT, OURS, save_plot
 from megajax.training.run_dir import RunDir
 from megajax.training.step import TrainStep
 from megajax.training.task import Leaf, Task, TrainState, mean_loss, token_rows
@@ -658,11 +658,4 @@ def draw_exact(run_dir: RunDir, console: Console) -> None:
     )
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
-    picture = io.BytesIO()
-    figure.savefig(picture, dpi=110, format="png")
-    plt.close(figure)
-    file = run_dir.path / "exact.png"
-    try:
-        write_whole(file, picture.getvalue())
-    except OSError as error:
-        console.say(f"cannot write {file}: {error.strerror}")
+    save_plot(figure, run_dir.path / "exact.png", console)

@@ -4,7 +4,6 @@ experiments/hybridflow.py is the command. Everything that is not of reinforcemen
 lock, checkpoints, signals, records) is systems/job.py's.
 """
 
-import io
 import re
 from pathlib import Path
 from typing import Any
@@ -26,7 +25,7 @@ from megajax.systems.hybridflow.data import Prompts, read
 from megajax.systems.hybridflow.rewards import Reward, open_rewards
 from megajax.systems.hybridflow.tasks import ALPHABET, RlTask, open_task
 from megajax.training.interrupts import QuietGarbage
-from megajax.training.report import HELD_OUT, OURS
+from megajax.training.report import HELD_OUT, OURS, save_plot
 from megajax.training.run_dir import RunDir
 from megajax.training.task import TrainState
 
@@ -307,14 +306,7 @@ def draw_rewards(run_dir: RunDir, console: Console) -> None:
     axes.set_title(title, fontsize=11)
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
-    picture = io.BytesIO()
-    figure.savefig(picture, dpi=110, format="png")
-    plt.close(figure)
-    file = run_dir.path / "rewards.png"
-    try:
-        write_whole(file, picture.getvalue())
-    except OSError as error:
-        console.say(f"cannot write {file}: {error.strerror}")
+    save_plot(figure, run_dir.path / "rewards.png", console)
 
 
 def run(recipe: Recipe | str, config: HybridFlowConfig) -> list[dict[str, Any]]:
