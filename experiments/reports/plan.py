@@ -176,7 +176,8 @@ def markdown(plan: Plan, search: str = "", times: str = ASSUMED) -> str:
     ]
     if plan.compiled:
         flops = plan.compiled.matmul_flops / 1e12
-        ours = (plan.step.workload.flops + plan.step.masked.flops) / 1e12
+        counts = {part: done + idle for part, (done, idle) in plan.step.counts.items()}
+        ours = plan.step.forward.times(counts).flops / 1e12
         parts.append(
             f"Matmuls of one GPU: {flops:,.4g} TFLOP in the program, {ours:,.4g} by formula."
         )

@@ -6,7 +6,7 @@ Compute times come from a CostModel, communication times from the alpha-beta mod
 (cost/roofline.py: a latency, then bytes over bandwidth). A transfer is exposed for as long as it
 takes beyond the matrix products that run at the same time. If two transfers run beside the same
 products, both are credited with all of their time, so the estimate is too fast there. In a
-pipeline, stages compute and send in idle ticks, too, as the program does (cost/step.py).
+pipeline, stages compute or wait, and send, in idle ticks, too, as the program does (cost/step.py).
 """
 
 import dataclasses
@@ -44,10 +44,10 @@ class Estimate:
     """Seconds of one step by cause, and the throughput that follows from them.
 
     communication_s: {mesh axes such as 'data' or 'node+data': seconds of all transfers over them}.
-    exposed_s: the same for what no computation hides. bubble_s: compute of a pipeline's idle ticks.
-    bubble: bubble_s over the compute of the stages' work. mfu_megatron, mfu_causal: model FLOPs
-    utilisation, 0..1, in two conventions (cost/base.py). quantize_s: the seconds in which what data
-    parallelism sends is quantized.
+    exposed_s: the same for what no computation hides. bubble_s: a pipeline's idle ticks, in which a
+    device computes or waits. bubble: bubble_s over the compute of the stages' work. mfu_megatron,
+    mfu_causal: model FLOPs utilisation, 0..1, in two conventions (cost/base.py). quantize_s: the
+    seconds in which what data parallelism sends is quantized.
     """
 
     step_s: float

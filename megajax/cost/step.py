@@ -16,6 +16,7 @@ from megajax.core.errors import UserError
 from megajax.cost.base import ITEMSIZE, Op, Part, Remat, Workload, recomputed
 from megajax.cost.kernels import Attention, Embedding, Experts, Matmul, Rowwise
 from megajax.schedule.build import Schedule
+from megajax.schedule.ir import Idle
 
 # ---- pipeline
 #
@@ -24,7 +25,9 @@ from megajax.schedule.build import Schedule
 # The kinds are F (forward), B (backward) and, if the schedule splits it off, W (gradients of the
 # weights). The program runs a schedule table tick by tick on all stages at once. If any stage has
 # work of a kind in a tick, all stages compute that kind, and the results of stages that have none
-# are masked. So the cost of a step is its number of ticks, also for stages that are idle in them.
+# are masked, or these stages skip the kind and wait. In each tick of these schedules, one stage has
+# work of all kinds that occur in it. So both modes take the same time, which is the number of
+# ticks, also for stages that are idle in them.
 # The formulas are those of the tables that schedule/build.py makes; a test compares them with the
 # tables themselves and with their lockstep times.
 #
@@ -40,7 +43,8 @@ class Pipeline:
 
     stash: what is kept from F to B. 'input': the input of a chunk, so that B runs F again;
     'residuals': what rematerialisation keeps of its layers. hides: whether the weights and
-    gradients of a chunk are sent while other chunks are computed.
+    gradients of a chunk are sent while other chunks are computed. idle: what a stage does in a slot
+    without work: it computes ('mask') or waits ('skip').
     """
 
     stages: int = 1
@@ -49,6 +53,7 @@ class Pipeline:
     schedule: Schedule = "interleaved"
     stash: Stash = "input"
     hides: bool = False
+    idle: Idle = "mask"
 
     @property
     def is_split(self) -> bool:
@@ -62,7 +67,7 @@ class Pipeline:
 
     @property
     def ticks(self) -> dict[str, int]:
-        """Ticks of a step in which the program computes each kind, F, B and (split) W.
+        """Ticks of a step in which any stage computes each kind, F, B and (split) W.
 
         A stage has `work` of each; the others are the bubble, (S - 1) / (v M) of the work
         (Megatron-LM, arXiv 2104.04473 section 2.2.2). All stages compute W at once: no bubble.
@@ -309,7 +314,7 @@ class StepShape:
         Args: forward, backward: how often one layer executes it in a forward and in a backward
         pass, the latter with what rematerialisation computes again. A pipeline adds a forward pass
         if it keeps only the inputs of chunks, and a backward pass for W. Its idle ticks count,
-        because the program computes in them.
+        because the program computes in them, or waits for the stage that does.
         """
         if not self.trains:
             return self.layers * self.accumulate * forward
@@ -349,7 +354,8 @@ class StepShape:
     def counts(self) -> dict[str, tuple[float, float]]:
         """{part: (cost of a step, cost of its pipeline's idle ticks)}, in forward passes of a part.
 
-        The head is not computed in idle ticks. Lookups in an embedding have no cost.
+        An idle tick costs its time, whether a device computes in it or waits. The head is not
+        computed in idle ticks. Lookups in an embedding have no cost.
         """
         if not self.trains:
             return {op.part: (1.0, 0.0) for op in self.forward.ops if op.part != "embedding"}
@@ -368,7 +374,9 @@ class StepShape:
 
     @property
     def masked(self) -> Workload:
-        """What one device computes in the idle ticks of its pipeline."""
+        """What one device computes in the idle ticks of its pipeline; nothing if it skips them."""
+        if self.pipeline.idle == "skip":
+            return self.forward.times({})
         return self.forward.times({part: idle for part, (_, idle) in self.counts.items()})
 
 

@@ -17,11 +17,15 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 from os import PathLike
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import numpy as np
 
 DECODER, ENCODER = "decoder", "encoder"
+
+# What a stage does in a tick of a kind that it has no work of: 'mask': it computes, and the result
+# is thrown away. 'skip': nothing, so a tick takes as long as the work of its fullest stage.
+Idle = Literal["mask", "skip"]
 
 
 @dataclass(frozen=True)
@@ -96,7 +100,7 @@ class Span(NamedTuple):
 class Timeline:
     """Tasks with the times at which they ran. resources: those whose idle time counts (the stages,
     not the links). masked: lockstep work whose result is thrown away; the device is busy with it,
-    yet it counts as idle.
+    yet it counts as idle (there is none where idle slots are skipped).
     """
 
     spans: tuple[Span, ...]

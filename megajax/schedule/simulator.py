@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 
 from megajax.core.errors import UserError
-from megajax.schedule.ir import Span, Table, Task, Timeline, Work
+from megajax.schedule.ir import Idle, Slot, Span, Table, Task, Timeline, Work
 
 Durations = Mapping[str, float] | Callable[[Task], float]
 # (a task, the others that run) -> how many times longer it takes than alone, at least 1
@@ -53,31 +53,41 @@ def simulate(table: Table, durations: Durations, transfer: float = 0) -> Timelin
     return run(planned, _stages(table))
 
 
-def lockstep(table: Table, durations: Durations) -> Timeline:
+def lockstep(table: Table, durations: Durations, idle: Idle = "mask") -> Timeline:
     """Runs the table as one SPMD program does: a tick ends when all stages have ended it.
 
-    In every tick of a phase all stages compute all kinds of the phase; what is no work of theirs is
-    masked work. Hops are taken as hidden.
-    Args and Raises: as `simulate`.
+    Hops are taken as hidden.
+    Args: idle: 'mask': in every tick of a phase all stages compute all kinds of the phase, one kind
+      after the other, and what is no work of theirs is masked work. 'skip': stages compute their
+      work alone, so a tick takes as long as the work of its fullest stage.
+    Raises: as `simulate`.
     """
-    tasks = _tasks(table, durations)
-    parts: dict[tuple[int, str], dict[int, Task]] = {}
+    tasks, stages = _tasks(table, durations), _stages(table)
+    rank = {kind: i for i, kind in enumerate(table.kind_of)}
+    # With 'mask' stages meet after every kind of a tick, with 'skip' after the tick.
+    parts: dict[tuple[int, int], list[Slot]] = {}
     for slot in table.slots:
-        parts.setdefault((slot.tick, slot.kind), {})[slot.stage] = tasks[slot.work]
+        part = slot.tick, rank[slot.kind] if idle == "mask" else 0
+        parts.setdefault(part, []).append(slot)
     spans, masked = [], []
     now: float = 0
-    rank = {kind: i for i, kind in enumerate(table.kind_of)}
-    for (tick, kind), part in sorted(parts.items(), key=lambda p: (p[0][0], rank[p[0][1]])):
-        slowest = max(part.values(), key=lambda task: task.duration)
-        for stage, resource in enumerate(_stages(table)):
-            if stage in part:
-                spans.append(Span(part[stage], now, now + part[stage].duration))
-            else:
+    for (tick, _), slots in sorted(parts.items()):
+        ends = dict.fromkeys(stages, now)
+        for slot in slots:  # of a stage in the order in which they run
+            task = tasks[slot.work]
+            start = ends[task.resource]
+            ends[task.resource] = start + task.duration
+            spans.append(Span(task, start, ends[task.resource]))
+        begin, now = now, max(ends.values())
+        if idle == "skip":
+            continue
+        kind, busy = slots[0].kind, {slot.stage for slot in slots}
+        for stage, resource in enumerate(stages):
+            if stage not in busy:
                 name = f"masked {kind} stage {stage} tick {tick}"
-                idle = Task(name, resource, (), slowest.duration, slowest.kind, stage=stage)
-                masked.append(Span(idle, now, now + idle.duration))
-        now += slowest.duration
-    return Timeline(tuple(spans), _stages(table), tuple(masked))
+                nothing = Task(name, resource, (), now - begin, kind, stage=stage)
+                masked.append(Span(nothing, begin, now))
+    return Timeline(tuple(spans), stages, tuple(masked))
 
 
 def run(

@@ -43,7 +43,8 @@ class Compiled:
     """The program of one step for one cluster.
 
     xla: {'arguments', 'temporary', 'peak': bytes a device}. state: exact bytes a device of
-    parameters and optimizer. matmul_flops: executed by one device. cpu_s: CPU seconds it took.
+    parameters and optimizer. matmul_flops: executed by one device; in a pipeline, by one that had
+    work in all slots. cpu_s: CPU seconds it took.
     attention: the kernel that it was compiled with.
     """
 
@@ -197,8 +198,11 @@ def _compile_step(cfg: Config, cluster: Cluster, attention: Literal["hopper", "x
 def _with_branches(
     collectives: Iterable[hlo.Collective], cfg: Config, stages: int
 ) -> tuple[hlo.Collective, ...]:
-    """Multiplies the collectives in a branch of a pipeline by how often its table takes the
-    branch."""
+    """Multiplies the collectives in a branch of a pipeline by how often its table takes the branch.
+
+    A slot that idle stages skip is a branch, too. It counts in every tick, because some stage takes
+    it and the others wait.
+    """
     if stages == 1:
         return tuple(collectives)
     taken = branches(cfg.pipeline.route(stages))

@@ -51,10 +51,16 @@ def test_ticks_and_bubble_are_those_of_the_table(schedule, stages, microbatches,
                 once = op.count * Roofline().op_time(op, cluster.card, "bfloat16")[0]
                 for kind, times in passes(op.part, remat, step.pipeline).items():
                     seconds[kind] += once * times / microbatches
-        busy = lockstep(table, seconds)
-        idle = busy.bubble_fraction / (1 - busy.bubble_fraction)
-        assert estimated.bubble == pytest.approx(idle)
-        assert estimated.bubble_s == pytest.approx(busy.bubble_fraction * busy.makespan)
+        for idle in ("mask", "skip"):
+            busy = lockstep(table, seconds, idle)
+            assert (idle == "skip") == (not busy.masked)
+            share = busy.bubble_fraction / (1 - busy.bubble_fraction)
+            assert estimated.bubble == pytest.approx(share)
+            assert estimated.bubble_s == pytest.approx(busy.bubble_fraction * busy.makespan)
+    skips = dataclasses.replace(step, pipeline=dataclasses.replace(step.pipeline, idle="skip"))
+    assert estimate(skips, cluster, ()) == estimated
+    assert skips.workload == step.workload
+    assert skips.masked.flops == 0 < step.masked.flops
 
 
 def test_one_stage_has_no_bubble():

@@ -250,6 +250,16 @@ def test_lockstep_by_hand():
     assert lockstep(DEEP, seconds).makespan == 4 * 1 + 3 + 2 * 2 + 1 + 2 + (1 + 1 + 3) + 4 * 3
 
 
+def test_lockstep_that_skips_by_hand():
+    """Stage 1 encodes in tick 1, beside F of stage 0: 3 s if idle slots are skipped, else 3 + 1."""
+    late = [slot._replace(tick=1) if slot[1:3] == (1, "EF") else slot for slot in COPIES.slots]
+    table = dataclasses.replace(COPIES, slots=tuple(late))
+    assert lockstep(table, SECONDS).makespan == 3 + 4 + 3 + 3 + 6 + 4
+    timeline = lockstep(table, SECONDS, "skip")
+    assert timeline.makespan == 3 + 3 + 3 + 3 + 6 + 4 and not timeline.masked
+    assert timeline.bubble_fraction == pytest.approx(1 - 26 / 44)
+
+
 def test_idle_time_of_an_encoders_table():
     timeline = simulate(COPIES, SECONDS)
     idle = bubbles.account(timeline)

@@ -248,6 +248,25 @@ def test_lockstep_adds_up_the_slowest_of_each_part(name, seed):
     assert len(timeline.masked) == len(table.free())
 
 
+@pytest.mark.parametrize("name", build.BUILDERS)
+def test_lockstep_that_skips_adds_up_the_fullest_stages(name, seed):
+    rng = random.Random(seed)
+    table = build.BUILDERS[name](3, 6, 2 if name == "interleaved" else 1)
+    spent = {slot.work: rng.randrange(1, 20) for slot in table.slots}
+    timeline = lockstep(table, lambda t: spent[t.kind, t.stage, t.chunk, t.microbatch], "skip")
+    now, expected = 0, {}
+    for tick in range(table.ticks):
+        ends = [now] * table.stages
+        for slot in sorted(table.slots, key=lambda s: "FBW".index(s.kind)):
+            if slot.tick == tick:
+                end = ends[slot.stage] + spent[slot.work]
+                expected[slot.work] = ends[slot.stage], end
+                ends[slot.stage] = end
+        now = max(ends)
+    assert as_times(timeline) == expected and timeline.makespan == now
+    assert not timeline.masked
+
+
 def test_durations_are_of_all_chunks_and_exact():
     table = build.interleaved(2, 2, 3)
     timeline = simulate(table, {"F": Fraction(1), "B": Fraction(2), "W": Fraction(1, 2)})
