@@ -149,10 +149,10 @@ class VisionConfig(JobConfig):
 
 
 def nano() -> VisionConfig:
-    """Two blocks behind a tower of two learn to read drawings, minutes of two CPU cores."""
+    """Four blocks behind a tower of two learn to read drawings, minutes of two CPU cores."""
     model = MODELS["nano"]()
     return VisionConfig(
-        model=dataclasses.replace(model, decoder=dataclasses.replace(model.decoder, layers=2)),
+        model=dataclasses.replace(model, decoder=dataclasses.replace(model.decoder, mlp=128)),
         train=TrainConfig(steps=500, global_batch=16, seq_len=128, remat="none"),
         data=VisionDataConfig(patches=144),
         optim=OptimConfig(name="muon", lr=2e-2, warmup=15, schedule="cosine", final=0.02),
