@@ -58,7 +58,7 @@ class Stretch(NamedTuple):
     done: tuple[int, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Route:
     """The whole table as arrays.
 
