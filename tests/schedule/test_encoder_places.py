@@ -16,7 +16,6 @@ from megajax.core.errors import UserError
 from megajax.schedule import build
 from megajax.schedule.encoder import place
 from megajax.schedule.ir import Slot
-from megajax.schedule.route import route
 from tests.schedule.test_route import replay
 
 

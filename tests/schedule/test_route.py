@@ -64,7 +64,7 @@ def replay(table, like=None):
                 assert places[value] >= 0, (value, s)
                 return buffers[value][s][places[value]]
 
-            def land(value, content, t=t, s=s):
+            def land(value, content, t=t, s=s, lands=lands):
                 assert plan.land[value][t, s] >= 0, (value, s)
                 buffers[value][s][plan.land[value][t, s]] = content
                 lands.add((value, s))
