@@ -19,7 +19,7 @@ Legend: U microbatches, B rows of one, S positions, D model width, P stages, T t
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -33,7 +33,7 @@ from megajax.core.axes import BATCH_AXES, MESH_AXES
 from megajax.core.config import Checked, option
 from megajax.core.errors import UserError, nearest_multiples
 from megajax.core.layout import Layout, Words
-from megajax.core.tree import Tree, floating
+from megajax.core.tree import Tree, floating, is_words
 from megajax.layers.attention import Context
 from megajax.layers.losses import LossSums, MoeSums
 from megajax.layers.param import packed_axes
@@ -72,11 +72,12 @@ from megajax.schedule.route import Cells, Route, Stretch, route
 # encoder's work is always under such a branch. In it are only collectives among ranks of one stage,
 # which all take it. The predicates of the other `cond`s are equal on all devices.
 #
-# An encoder's slots run beside the decoder's, EF in one branch with F and EB in one with B, so that
-# XLA can hide the tensor collectives of the one behind the products of the other (Optimus, arXiv
-# 2408.03505, section 4.2, does so by kernels). Its features stay on the stage that made them, which
-# adds them to its part of the embedding: the sum over stages brings them to the first one, and the
-# transposed sum brings their gradient back.
+# An encoder's slots run beside the decoder's, EF in one branch with F and EB in one with B, layers
+# of both in one loop, so that XLA can hide the tensor collectives of the one behind the products of
+# the other (Optimus, arXiv 2408.03505, section 4.2, does so by kernels). Work is therefore written
+# as generators, which yield their loops over layers. An encoder's features stay on the stage that
+# made them, which adds them to its part of the embedding: the sum over stages brings them to the
+# first one, and the transposed sum brings their gradient back.
 #
 # Legend: U microbatches, B rows of one, S positions, T ticks.
 
@@ -177,7 +178,9 @@ class Tick:
             shapes = jax.eval_shape(lambda: settled(self.axes[1], self.graded(1, self.outer)))
             outer = jax.tree.map(lambda s: jnp.zeros(s.shape, jnp.float32), shapes)
         cell = Cells(jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32), {})
-        _, residuals, moe = jax.eval_shape(lambda x: self.run(cell, self.pick(cell), x), x)
+        _, residuals, moe = jax.eval_shape(
+            lambda x: _drive([lambda: self.run(cell, self.pick(cell), x)])[0], x
+        )
         residuals = residuals if self.stashes else {}
         moe = jax.tree.map(lambda s: jnp.zeros((self.v, *s.shape), s.dtype), moe)
         empty = jnp.zeros(x.shape, x.dtype)
@@ -287,7 +290,7 @@ class Tick:
         """B: the gradient of the chunk's input and, unless W does it, of its weights; beside EB."""
         cell, seen = row.cells["B"], row.cells.get("EB")
         if "W" in row.cells:
-            jobs: list[Job] = [(self.works(cell), lambda: (self.pull(carry, cell)[0],), None)]
+            jobs: list[Job] = [(self.works(cell), lambda: self.pull(carry, cell, 0), None)]
         else:
             no_x = jnp.zeros_like(carry.arrived["B"])
             jobs = [
@@ -298,8 +301,9 @@ class Tick:
             jobs.append(
                 (seen.chunk >= 0, lambda: self.unsee(carry, seen), lambda: (carry.outer, none))
             )
-        (dx, *blocks), *made = self.together(jobs)
-        carry = carry._replace(blocks=blocks[0] if blocks else carry.blocks)
+        pulled, *made = self.together(jobs)
+        dx, blocks = (pulled, carry.blocks) if "W" in row.cells else pulled
+        carry = carry._replace(blocks=blocks)
         for outer, inner in made:
             values = carry.values | {"EB": _put(carry.values["EB"], row.land["EB"], inner)}
             carry = carry._replace(outer=outer, values=values)
@@ -328,7 +332,7 @@ class Tick:
     def weights(self, carry: Carry, row: Route, events: frozenset[str]) -> tuple[Carry, None]:
         """W: the gradient of the chunk's weights, for which the backward chain runs again."""
         cell = row.cells["W"]
-        job = self.works(cell), lambda: self.pull(carry, cell)[1], lambda: carry.blocks
+        job = self.works(cell), lambda: self.pull(carry, cell, 1), lambda: carry.blocks
         return carry._replace(blocks=self.together([job])[0]), None
 
     def works(self, cell: Cells) -> jax.Array | None:
@@ -339,13 +343,16 @@ class Tick:
         """Returns the result of each job: of those that have work, or always do, in one branch."""
         asked = [i for i, (works, _, _) in enumerate(jobs) if works is not None]
         if not asked:
-            return [run() for _, run, _ in jobs]
+            return _drive([run for _, run, _ in jobs])
 
         def branch(number: int) -> Callable[[], list[Any]]:
             idle = {i for bit, i in enumerate(asked) if not number >> bit & 1}
 
             def run_all() -> list[Any]:
-                return [_skipped(*job[1:]) if i in idle else job[1]() for i, job in enumerate(jobs)]
+                done = iter(_drive([run for i, (_, run, _) in enumerate(jobs) if i not in idle]))
+                return [
+                    _skipped(*job[1:]) if i in idle else next(done) for i, job in enumerate(jobs)
+                ]
 
             return run_all
 
@@ -354,80 +361,58 @@ class Tick:
 
     # ---- an encoder's work
 
-    def see(self, carry: Carry, cell: Cells) -> tuple[jax.Array, jax.Array]:
-        """EF: (what the next segment reads, the features of the last one); zeros for the other."""
-        x = _take(carry.values["EF"], cell.places["EF"])
-        params, run = self.segment(cell)
-        inner, features = self.seen_shapes()
+    def see(self, carry: Carry, cell: Cells) -> "Work":
+        """EF: (what the next segment reads, the features of the last one); both of any segment,
+        and what a segment has not got is written where no tick reads."""
+        segment = self.segment(cell)
+        x, _ = yield Scan(
+            lambda x, w: (segment.layer(w, x), None), segment.first(carry), segment.stack
+        )
+        features = self.seen_shapes()[1]
+        return x, self.where(segment.is_last, lambda: segment.finish(x), lambda: _zeros(features))
 
-        def of(first: bool, last: bool) -> tuple[jax.Array, jax.Array]:
-            y = run(params, x, first, last)
-            return (jnp.zeros(inner.shape, inner.dtype), y) if last else (y, _zeros(features))
-
-        return self.by_segment(cell, of)
-
-    def unsee(self, carry: Carry, cell: Cells) -> tuple[Tree, jax.Array]:
+    def unsee(self, carry: Carry, cell: Cells) -> "Work":
         """EB: (the gradients with the segment's added, that of what the segment read)."""
-        x = _take(carry.values["EF"], cell.places["EF"])
-        params, run = self.segment(cell)
+        segment = self.segment(cell)
 
-        def of(first: bool, last: bool) -> tuple[Tree, jax.Array]:
-            value = "B>EB" if last else "EB"
-            dy = _take(carry.values[value], cell.places[value])
-            pull = jax.vjp(lambda params, x: run(params, x, first, last), params, x)[1]
-            grads, dx = pull(dy)
-            return self.add_seen(carry.outer, cell, grads), dx
+        def up(x: jax.Array, w: list) -> tuple[jax.Array, tuple]:
+            y, vjp = jax.vjp(segment.layer, w, x)
+            return y, detach(vjp)
 
-        return self.by_segment(cell, of)
+        x = segment.first(carry)
+        y, residuals = yield Scan(up, x, segment.stack)
+        one = [w[0] for w in segment.stack]
+        template = jax.eval_shape(lambda: jax.vjp(segment.layer, one, x)[1])
 
-    def segment(self, cell: Cells) -> tuple[Tree, Callable[..., jax.Array]]:
-        """Returns (the encoder's weights, its stack cut to the cell's segment, run).
+        def down(state: tuple, item: tuple) -> tuple[tuple, None]:
+            (dx, total), (index, w, residuals) = state, item
+            dw, dx = attach(template, residuals, w)(dx)
+            return (dx, segment.add_layer(total, index, dw)), None
 
-        run(weights, x, first, last) -> the segment's output; first, last: whether it is the first
-        and the last one.
-        """
-        tower = self.parts.tower
-        assert tower is not None and tower.start and tower.segment and tower.finish
-        batch, size = self.rows_seen(self.piece(cell.microbatch)), tower.layers // tower.segments
-        start = jnp.maximum(cell.chunk, 0) * size
+        def finished() -> tuple[Tree, jax.Array]:
+            dy = _take(carry.values["B>EB"], cell.places["B>EB"])
+            return segment.finish_back(carry.outer, y, dy)
 
-        def cut(words: Words, w: jax.Array) -> jax.Array:
-            return lax.dynamic_slice_in_dim(w, start, size) if is_stacked(words) else w
+        def between() -> tuple[Tree, jax.Array]:
+            return carry.outer, _take(carry.values["EB"], cell.places["EB"])
 
-        weights = {m: map_words(cut, self.axes[1][m], self.outer[m]) for m in tower.members}
+        outer, dy = self.where(segment.is_last, finished, between)
+        total, ends = segment.split(outer)
+        items = jnp.arange(segment.size), segment.stack, residuals
+        (dx, total), _ = yield Scan(down, (dy, total), items, reverse=True)
+        outer = segment.joined(outer, total, ends)
+        return self.where(
+            segment.is_first, lambda: segment.start_back(outer, dx), lambda: outer
+        ), dx
 
-        def run(weights: Tree, x: jax.Array, first: bool, last: bool) -> jax.Array:
-            params = self.outer | weights
-            x = tower.start(params, batch) if first else x
-            x = tower.segment(params, x, batch)
-            return tower.finish(params, x, batch) if last and not self.late else x
+    def where(self, is_so: jax.Array, then: Callable[[], Any], otherwise: Callable[[], Any]) -> Any:
+        """Returns then() of the segments of which something is so: of a single one in any case."""
+        single = self.parts.tower.segments == 1  # type: ignore[missing-attribute]
+        return then() if single else lax.cond(is_so, then, otherwise)
 
-        return weights, run
-
-    def by_segment(self, cell: Cells, of: Callable[[bool, bool], Any]) -> Any:
-        """Returns of(first, last) for the cell's segment."""
-        last = self.parts.tower.segments - 1  # type: ignore[missing-attribute]
-        if not last:
-            return of(True, True)
-        ends = [lambda: of(True, False), lambda: of(False, True), lambda: of(False, False)]
-        index = jnp.where(cell.chunk <= 0, 0, jnp.where(cell.chunk == last, 1, 2))
-        return lax.switch(index, ends[: 2 if last == 1 else 3])
-
-    def add_seen(self, total: Tree, cell: Cells, grads: Tree) -> Tree:
-        """Adds the gradients of a segment, which `segment` cut out, to those of the encoder."""
-        tower = self.parts.tower
-        start = cell.chunk * (tower.layers // tower.segments)  # type: ignore[missing-attribute]
-
-        def add(words: Words, t: jax.Array | None, g: jax.Array) -> jax.Array | None:
-            if t is None:  # it is not trained
-                return None
-            g = self.settle(words, g).astype(jnp.float32)
-            if not is_stacked(words):
-                return t + g
-            old = lax.dynamic_slice_in_dim(t, start, g.shape[0])
-            return lax.dynamic_update_slice_in_dim(t, old + g, start, 0)
-
-        return total | {m: map_words(add, self.axes[1][m], total[m], g) for m, g in grads.items()}
+    def segment(self, cell: Cells) -> "Segment":
+        """Returns the cell's segment of the encoder."""
+        return Segment(self, cell)
 
     def rows_seen(self, batch: dict) -> dict:
         """Returns the rows of a microbatch whose images this rank sees."""
@@ -439,15 +424,9 @@ class Tick:
 
     def seen_shapes(self) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
         """Returns the shapes (of what a segment reads, of the features that are held)."""
-        cell = Cells(jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32), {})
-        params, run = self.segment(cell)
-        x = jax.eval_shape(
-            lambda p: self.parts.tower.start(  # type: ignore[missing-attribute]
-                self.outer | p, self.rows_seen(self.piece(0))
-            ),
-            params,
-        )
-        return x, jax.eval_shape(lambda p, x: run(p, x, False, True), params, x)
+        segment = Segment(self, Cells(jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32), {}))
+        x = jax.eval_shape(segment.start)
+        return x, jax.eval_shape(segment.finish, x)
 
     def held(self, carry: Carry, cell: Cells) -> tuple[jax.Array | None, jax.Array | None]:
         """Returns (the features that this stage holds of the microbatch that enters or leaves the
@@ -455,8 +434,8 @@ class Tick:
         place = cell.places.get("EF>F")
         return (None, None) if place is None else (_take(carry.values["EF>F"], place), place >= 0)
 
-    def pull(self, carry: Carry, cell: Cells) -> tuple[jax.Array, Tree]:
-        """Returns (gradient of the chunk's input, block gradients with the chunk's added).
+    def pull(self, carry: Carry, cell: Cells, which: int | None = None) -> "Work":
+        """Returns (gradient of the chunk's input, block gradients with the chunk's added), or one.
 
         Layer by layer, so that one layer's weight gradient exists at a time.
         """
@@ -465,8 +444,10 @@ class Tick:
             residuals = jax.tree.map(
                 lambda buffer: _take(buffer, cell.places["F"]), carry.residuals
             )
+            yield None  # the round in which an encoder beside it runs forward
         else:
-            residuals = self.run(cell, weights, _take(carry.values["F"], cell.places["F"]))[1]
+            x = _take(carry.values["F"], cell.places["F"])
+            residuals = (yield from self.run(cell, weights, x))[1]
         dy = _take(carry.values["B"], cell.places["B"])
         one = jax.tree.map(lambda w: w[0], weights)
         (_, moe), template = jax.eval_shape(lambda: jax.vjp(layer, one, dy, context))
@@ -479,8 +460,8 @@ class Tick:
             return (dx, self.add_layer(total, cell, index, floating(dw))), None
 
         items = (jnp.arange(len(jax.tree.leaves(weights)[0])), weights, residuals)
-        (dx, total), _ = lax.scan(down, (dy, carry.blocks), items, reverse=True)
-        return dx, total
+        pulled, _ = yield Scan(down, (dy, carry.blocks), items, reverse=True)
+        return pulled if which is None else pulled[which]
 
     # ---- pieces
 
@@ -531,9 +512,7 @@ class Tick:
             return layer
         return jax.checkpoint(layer, policy=remat_policy(self.remat), prevent_cse=False)
 
-    def run(
-        self, cell: Cells, weights: Tree, x: jax.Array
-    ) -> tuple[jax.Array, Tree, MoeSums | None]:
+    def run(self, cell: Cells, weights: Tree, x: jax.Array) -> "Work":
         """Returns (a chunk's output, what its layers' backward passes need beside weights, the
         layers' own sums)."""
         layer, context = self.layer(), self.context(cell)
@@ -542,7 +521,7 @@ class Tick:
             (y, moe), vjp = jax.vjp(layer, w, x, context)
             return y, (detach(vjp), moe)
 
-        y, (residuals, moe) = lax.scan(up, x, weights)
+        y, (residuals, moe) = yield Scan(up, x, weights)
         return y, residuals, moe
 
     def value(self, sums: LossSums) -> jax.Array:
@@ -588,13 +567,157 @@ class Tick:
         return lax.ppermute(x, PIPE, [(i, (i + direction) % P) for i in range(P)])
 
 
+class Segment:
+    """A segment of an encoder: the layers of its stack that one slot works on."""
+
+    def __init__(self, tick: Tick, cell: Cells):
+        """cell: of EF or EB; says which segment, of which microbatch."""
+        tower = tick.parts.tower
+        assert tower is not None and tower.start and tower.segment and tower.finish
+        self._tick, self._cell, self._tower = tick, cell, tower
+        self._batch = tick.rows_seen(tick.piece(cell.microbatch))
+        self._words, self._tree = jax.tree.flatten(tick.axes[1][tower.members[0]], is_leaf=is_words)
+        self.size = tower.layers // tower.segments
+        self.is_first, self.is_last = cell.chunk <= 0, cell.chunk == tower.segments - 1
+        self._at = jnp.maximum(cell.chunk, 0) * self.size
+        stack, self._ends = self.split(tick.outer)
+        self.stack = [lax.dynamic_slice_in_dim(w, self._at, self.size) for w in stack]
+
+    def split(self, outer: Tree) -> tuple[list, list]:
+        """Returns (the stacked leaves, the others) of the encoder, of a tree like the parameters
+        that are in no layer of the decoder."""
+        leaves = self._tree.flatten_up_to(outer[self._tower.members[0]])
+        pairs = [*zip(self._words, leaves, strict=True)]
+        stack = [x for words, x in pairs if is_stacked(words)]
+        return stack, [x for words, x in pairs if not is_stacked(words)]
+
+    def joined(self, outer: Tree, stack: Sequence, ends: Sequence) -> Tree:
+        """Returns `outer` with the encoder of these leaves."""
+        stacked, others = iter(stack), iter(ends)
+        leaves = [next(stacked if is_stacked(words) else others) for words in self._words]
+        return outer | {self._tower.members[0]: self._tree.unflatten(leaves)}
+
+    def layer(self, w: list, x: jax.Array) -> jax.Array:
+        """Returns the output of one layer. w: its leaves."""
+        params = self.joined(self._tick.outer, [one[None] for one in w], self._ends)
+        return self._tower.segment(params, x, self._batch)  # type: ignore[not-callable]
+
+    def start(self, ends: Sequence | None = None) -> jax.Array:
+        """Returns what the first layer reads."""
+        stack = self.split(self._tick.outer)[0]
+        params = self.joined(self._tick.outer, stack, self._ends if ends is None else ends)
+        return self._tower.start(params, self._batch)  # type: ignore[not-callable]
+
+    def finish(self, y: jax.Array, projector: Tree | None = None) -> jax.Array:
+        """Returns the features that are held of a microbatch."""
+        if self._tick.late:
+            return y
+        params = self._tick.outer
+        if projector is not None:
+            params = params | {self._tower.members[1]: projector}
+        return self._tower.finish(params, y, self._batch)  # type: ignore[not-callable]
+
+    def first(self, carry: Carry) -> jax.Array:
+        """Returns what the segment reads."""
+        x = _take(carry.values["EF"], self._cell.places["EF"])
+        return self._tick.where(self.is_first, self.start, lambda: x)
+
+    def start_back(self, total: Tree, dx: jax.Array) -> Tree:
+        """Returns the gradients with those of what `start` reads added."""
+        (ends,) = jax.vjp(self.start, self._ends)[1](dx)
+        stack, old = self.split(total)
+        words = [words for words in self._words if not is_stacked(words)]
+        return self.joined(total, stack, [*map(self._add, words, old, ends)])
+
+    def finish_back(self, total: Tree, y: jax.Array, dy: jax.Array) -> tuple[Tree, jax.Array]:
+        """Returns (the gradients with those of what `finish` reads added, that of y)."""
+        name = self._tower.members[1]
+        dy, grads = jax.vjp(self.finish, y, self._tick.outer[name])[1](dy)
+        new = map_words(self._add, self._tick.axes[1][name], total[name], grads)
+        return total | {name: new}, dy
+
+    def add_layer(self, total: list, index: jax.Array, grads: list) -> list:
+        """Returns the stacked gradients with those of a layer of the segment added."""
+        words = [words for words in self._words if is_stacked(words)]
+
+        def add(words: Words, t: jax.Array | None, g: jax.Array) -> jax.Array | None:
+            if t is None:  # it is not trained
+                return None
+            return t.at[self._at + index].add(self._tick.settle(words[1:], g).astype(jnp.float32))
+
+        return [*map(add, words, total, grads)]
+
+    def _add(self, words: Words, t: jax.Array | None, g: jax.Array) -> jax.Array | None:
+        return None if t is None else t + self._tick.settle(words, g).astype(jnp.float32)
+
+
+class Scan(NamedTuple):
+    """A loop over layers, as lax.scan takes it."""
+
+    step: Callable[[Any, Any], tuple[Any, Any]]
+    carry: Any
+    items: Any
+    reverse: bool = False
+
+
+# Work yields its loops, and None for a round without one, and gets (carry, outputs) of them.
+Work = Generator[Scan | None, Any, Any]
 # (whether there is work, None: always; what it is; what it gives where it is skipped, None: zeros)
-Job = tuple[jax.Array | None, Callable[[], Any], Callable[[], Any] | None]
+Job = tuple[jax.Array | None, Callable[[], Work], Callable[[], Any] | None]
 
 
-def _skipped(run: Callable[[], Any], idle: Callable[[], Any] | None) -> Any:
+def _drive(works: Sequence[Callable[[], Work]]) -> list[Any]:
+    """Returns the result of each work. The first loops of all are one loop, so are the second."""
+    running, results = {i: work() for i, work in enumerate(works)}, {}
+    replies: dict[int, Any] = dict.fromkeys(running)
+    while running:
+        asked: dict[int, Scan] = {}
+        for i, work in [*running.items()]:
+            try:
+                scan = work.send(replies[i])
+            except StopIteration as end:
+                results[i] = end.value
+                del running[i]
+                continue
+            replies[i] = None
+            if scan is not None:
+                asked[i] = scan
+        replies |= dict(zip(asked, _joined([*asked.values()]), strict=True))
+    return [results[i] for i in range(len(works))]
+
+
+def _joined(scans: Sequence[Scan]) -> list[tuple[Any, Any]]:
+    """Returns (carry, outputs) of each scan. All are in one direction; an iteration of the loop has
+    the same share of the layers of each."""
+    if len(scans) < 2:
+        return [lax.scan(s.step, s.carry, s.items, reverse=s.reverse) for s in scans]
+    lengths = [len(jax.tree.leaves(s.items)[0]) for s in scans]
+    times = math.gcd(*lengths)
+
+    def step(carries: list, parts: list) -> tuple[list, list]:
+        outputs = []
+        for number, (scan, part) in enumerate(zip(scans, parts, strict=True)):
+            size = lengths[number] // times
+            ys = []
+            for i in reversed(range(size)) if scan.reverse else range(size):
+                item = jax.tree.map(lambda x: x[i], part)  # noqa: B023
+                carries[number], y = scan.step(carries[number], item)
+                ys.append(y)
+            ys = ys[::-1] if scan.reverse else ys
+            outputs.append(jax.tree.map(lambda *y: jnp.stack(y), *ys))
+        return carries, outputs
+
+    items = [
+        jax.tree.map(lambda x: x.reshape(times, -1, *x.shape[1:]), scan.items) for scan in scans
+    ]
+    carries, outputs = lax.scan(step, [s.carry for s in scans], items, reverse=scans[0].reverse)
+    flat = jax.tree.map(lambda y: y.reshape(-1, *y.shape[2:]), outputs)
+    return [*zip(carries, flat, strict=True)]
+
+
+def _skipped(run: Callable[[], Work], idle: Callable[[], Any] | None) -> Any:
     """Returns what a job gives where it is skipped."""
-    return idle() if idle is not None else jax.tree.map(_zeros, jax.eval_shape(run))
+    return idle() if idle else jax.tree.map(_zeros, jax.eval_shape(lambda: _drive([run])[0]))
 
 
 def _zeros(like: jax.ShapeDtypeStruct) -> jax.Array:

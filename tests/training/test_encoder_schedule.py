@@ -87,7 +87,7 @@ def run_config(**changes):
         data=vision.VisionDataConfig(patches=P),
         optim=vision.OptimConfig(lr=2e-3, warmup=2),
     )
-    return changed(base, changes)
+    return changed(base, **changes)
 
 
 @functools.cache
