@@ -13,7 +13,7 @@ Legend: B rows, S positions, D model width, P patches of a row, Q merged patches
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -392,17 +392,17 @@ class Vlm(decoder.Decoder):
         ops: Ops,
         *,
         rngs: nnx.Rngs,
-        whole: bool = False,
+        shares: bool = False,
     ):
         """Makes the decoder, whose parameters are those of a decoder of the same key, then tower
-        and projector. remat: what the backward pass keeps of a block of the tower. whole: of
-        `parts`."""
+        and projector. remat: what the backward pass keeps of a block of the tower. shares: of
+        `Pieces`."""
         super().__init__(cfg, layout, ops, rngs=rngs)
-        self.vision, self.remat, self.shares = vision, remat, whole
-        ops = Ops(attend=ops.attend) if whole else ops
+        self.vision, self.remat, self.shares = vision, remat, shares
+        ops = Ops(attend=ops.attend) if shares else ops
         self.tower = Tower(vision.tower, layout, ops, rngs=rngs)
         self.projector = Projector(vision, layout, ops, rngs=rngs)
-        for _, variable in nnx.iter_graph((self.tower, self.projector)) if whole else ():
+        for _, variable in nnx.iter_graph((self.tower, self.projector)) if shares else ():
             if isinstance(variable, nnx.Variable):
                 axes = variable.get_metadata("axes")
                 variable.set_metadata("axes", tuple(a if a == "embed" else None for a in axes))
@@ -485,6 +485,17 @@ def check_patches(cfg: VlmConfig, patches: int, tensor: int) -> None:
         )
 
 
+class Pieces(NamedTuple):
+    """How a tower is taken apart (ModelParts.tower).
+
+    segments: equal pieces of its layers, which must be divisible by them; 0: `embed` runs it.
+    shares: every tensor rank has all weights of tower and projector, and works on some of the rows.
+    """
+
+    segments: int = 0
+    shares: bool = False
+
+
 def parts(
     cfg: VlmConfig,
     layout: Layout | None = None,
@@ -493,8 +504,7 @@ def parts(
     loss_chunks: int = 1,
     loss: Callable[..., LossSums] | None = None,
     remat: parts_.Remat = "outputs",
-    segments: int = 0,
-    whole: bool = False,
+    pieces: Pieces = Pieces(),
 ) -> parts_.ModelParts:
     """Returns the network as pure functions. Call it, and them, under the layout's mesh.
 
@@ -504,13 +514,12 @@ def parts(
     them, or in their place `features` (B, Q, D), what `see` returned of them. A batch without these
     is one of text. The members of the parameters are the decoder's, `tower` and `projector`.
 
-    remat: what the backward pass keeps of a block of the tower. segments: of ModelParts.tower; must
-    divide its layers. whole: every tensor rank has the weights of tower and projector, and works on
-    some of the rows; for a pipeline that runs the segments. Other arguments: of decoder.parts.
+    remat: what the backward pass keeps of a block of the tower. pieces: of the tower, for
+    a pipeline that runs it in slots. Other arguments: of decoder.parts.
     Raises: UserError when the layout's mesh cannot cut the model, or cuts the sequence over
     `context`, and for segments that do not divide the layers.
     """
-    layers = cfg.tower.layers
+    layers, (segments, shares) = cfg.tower.layers, pieces
     if segments and layers % segments:
         raise UserError(
             f"encoder.segments={segments} must divide tower.layers={layers}; nearest: "
@@ -530,10 +539,10 @@ def parts(
             segment=lambda params, x, batch: merge(params).segment(x, batch),
             finish=lambda params, x, batch: merge(params).finish(x, batch),
             images="images",
-            shares=whole,
+            shares=shares,
         )
 
-    network = functools.partial(Vlm, cfg, remat, whole=whole)
+    network = functools.partial(Vlm, cfg, remat, shares=shares)
     return decoder.parts(cfg.decoder, layout, ops, dtype, loss_chunks, loss, network, tower)
 
 

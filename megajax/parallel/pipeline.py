@@ -19,7 +19,7 @@ Legend: U microbatches, B rows of one, S positions, D model width, P stages, T t
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -33,7 +33,7 @@ from megajax.core.axes import BATCH_AXES, MESH_AXES
 from megajax.core.config import Checked, option
 from megajax.core.errors import UserError, nearest_multiples
 from megajax.core.layout import Layout, Words
-from megajax.core.tree import Tree, floating, is_words
+from megajax.core.tree import Tree, floating
 from megajax.layers.attention import Context
 from megajax.layers.losses import LossSums, MoeSums
 from megajax.layers.param import packed_axes
@@ -41,7 +41,6 @@ from megajax.models.parts import (
     Batch,
     ModelParts,
     Remat,
-    is_stacked,
     map_words,
     remat_policy,
     select,
@@ -57,7 +56,8 @@ from megajax.parallel.exchange import (
     order_of,
     scatter_matrix,
 )
-from megajax.schedule import build, encoder
+from megajax.parallel.slots import Job, Scan, Segment, Work, drive, skipped, take, zeros
+from megajax.schedule import build
 from megajax.schedule.build import Schedule
 from megajax.schedule.ir import DECODER, Table
 from megajax.schedule.route import Cells, Route, Stretch, route
@@ -72,12 +72,10 @@ from megajax.schedule.route import Cells, Route, Stretch, route
 # encoder's work is always under such a branch. In it are only collectives among ranks of one stage,
 # which all take it. The predicates of the other `cond`s are equal on all devices.
 #
-# An encoder's slots run beside the decoder's, EF in one branch with F and EB in one with B, layers
-# of both in one loop, so that XLA can hide the tensor collectives of the one behind the products of
-# the other (Optimus, arXiv 2408.03505, section 4.2, does so by kernels). Work is therefore written
-# as generators, which yield their loops over layers. An encoder's features stay on the stage that
-# made them, which adds them to its part of the embedding: the sum over stages brings them to the
-# first one, and the transposed sum brings their gradient back.
+# An encoder's slots run beside the decoder's, EF in one branch with F and EB in one with B
+# (parallel/slots.py). Its features stay on the stage that made them, which adds them to its part of
+# the embedding: the sum over stages brings them to the first one, and the transposed sum brings
+# their gradient back.
 #
 # Legend: U microbatches, B rows of one, S positions, T ticks.
 
@@ -179,7 +177,7 @@ class Tick:
             outer = jax.tree.map(lambda s: jnp.zeros(s.shape, jnp.float32), shapes)
         cell = Cells(jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32), {})
         _, residuals, moe = jax.eval_shape(
-            lambda x: _drive([lambda: self.run(cell, self.pick(cell), x)])[0], x
+            lambda x: drive([lambda: self.run(cell, self.pick(cell), x)])[0], x
         )
         residuals = residuals if self.stashes else {}
         moe = jax.tree.map(lambda s: jnp.zeros((self.v, *s.shape), s.dtype), moe)
@@ -217,7 +215,7 @@ class Tick:
     def forward(self, carry: Carry, row: Route, events: frozenset[str]) -> tuple[Carry, jax.Array]:
         """F: the chunk's output, beside EF. On the first stage's first chunk the tokens enter."""
         cell = row.cells["F"]
-        x = _take(carry.values["F"], cell.places["F"])
+        x = take(carry.values["F"], cell.places["F"])
 
         def enter() -> jax.Array:
             entering = (self.stage == 0) & (cell.chunk == 0)
@@ -339,19 +337,19 @@ class Tick:
         """Returns whether this stage has a slot; None: it computes in any case."""
         return cell.chunk >= 0 if self.skips else None
 
-    def together(self, jobs: Sequence["Job"]) -> list[Any]:
+    def together(self, jobs: Sequence[Job]) -> list[Any]:
         """Returns the result of each job: of those that have work, or always do, in one branch."""
         asked = [i for i, (works, _, _) in enumerate(jobs) if works is not None]
         if not asked:
-            return _drive([run for _, run, _ in jobs])
+            return drive([run for _, run, _ in jobs])
 
         def branch(number: int) -> Callable[[], list[Any]]:
             idle = {i for bit, i in enumerate(asked) if not number >> bit & 1}
 
             def run_all() -> list[Any]:
-                done = iter(_drive([run for i, (_, run, _) in enumerate(jobs) if i not in idle]))
+                done = iter(drive([run for i, (_, run, _) in enumerate(jobs) if i not in idle]))
                 return [
-                    _skipped(*job[1:]) if i in idle else next(done) for i, job in enumerate(jobs)
+                    skipped(*job[1:]) if i in idle else next(done) for i, job in enumerate(jobs)
                 ]
 
             return run_all
@@ -361,7 +359,7 @@ class Tick:
 
     # ---- an encoder's work
 
-    def see(self, carry: Carry, cell: Cells) -> "Work":
+    def see(self, carry: Carry, cell: Cells) -> Work:
         """EF: (what the next segment reads, the features of the last one); both of any segment,
         and what a segment has not got is written where no tick reads."""
         segment = self.segment(cell)
@@ -369,9 +367,9 @@ class Tick:
             lambda x, w: (segment.layer(w, x), None), segment.first(carry), segment.stack
         )
         features = self.seen_shapes()[1]
-        return x, self.where(segment.is_last, lambda: segment.finish(x), lambda: _zeros(features))
+        return x, self.where(segment.is_last, lambda: segment.finish(x), lambda: zeros(features))
 
-    def unsee(self, carry: Carry, cell: Cells) -> "Work":
+    def unsee(self, carry: Carry, cell: Cells) -> Work:
         """EB: (the gradients with the segment's added, that of what the segment read)."""
         segment = self.segment(cell)
 
@@ -390,11 +388,11 @@ class Tick:
             return (dx, segment.add_layer(total, index, dw)), None
 
         def finished() -> tuple[Tree, jax.Array]:
-            dy = _take(carry.values["B>EB"], cell.places["B>EB"])
+            dy = take(carry.values["B>EB"], cell.places["B>EB"])
             return segment.finish_back(carry.outer, y, dy)
 
         def between() -> tuple[Tree, jax.Array]:
-            return carry.outer, _take(carry.values["EB"], cell.places["EB"])
+            return carry.outer, take(carry.values["EB"], cell.places["EB"])
 
         outer, dy = self.where(segment.is_last, finished, between)
         total, ends = segment.split(outer)
@@ -410,7 +408,7 @@ class Tick:
         single = self.parts.tower.segments == 1  # type: ignore[missing-attribute]
         return then() if single else lax.cond(is_so, then, otherwise)
 
-    def segment(self, cell: Cells) -> "Segment":
+    def segment(self, cell: Cells) -> Segment:
         """Returns the cell's segment of the encoder."""
         return Segment(self, cell)
 
@@ -432,23 +430,21 @@ class Tick:
         """Returns (the features that this stage holds of the microbatch that enters or leaves the
         decoder, zeros where it has none; whether it has some); None without an encoder."""
         place = cell.places.get("EF>F")
-        return (None, None) if place is None else (_take(carry.values["EF>F"], place), place >= 0)
+        return (None, None) if place is None else (take(carry.values["EF>F"], place), place >= 0)
 
-    def pull(self, carry: Carry, cell: Cells, which: int | None = None) -> "Work":
+    def pull(self, carry: Carry, cell: Cells, which: int | None = None) -> Work:
         """Returns (gradient of the chunk's input, block gradients with the chunk's added), or one.
 
         Layer by layer, so that one layer's weight gradient exists at a time.
         """
         weights, context, layer = self.pick(cell), self.context(cell), self.layer()
         if self.stashes:
-            residuals = jax.tree.map(
-                lambda buffer: _take(buffer, cell.places["F"]), carry.residuals
-            )
+            residuals = jax.tree.map(lambda buffer: take(buffer, cell.places["F"]), carry.residuals)
             yield None  # the round in which an encoder beside it runs forward
         else:
-            x = _take(carry.values["F"], cell.places["F"])
+            x = take(carry.values["F"], cell.places["F"])
             residuals = (yield from self.run(cell, weights, x))[1]
-        dy = _take(carry.values["B"], cell.places["B"])
+        dy = take(carry.values["B"], cell.places["B"])
         one = jax.tree.map(lambda w: w[0], weights)
         (_, moe), template = jax.eval_shape(lambda: jax.vjp(layer, one, dy, context))
         share = self.share(moe, dy)
@@ -512,7 +508,7 @@ class Tick:
             return layer
         return jax.checkpoint(layer, policy=remat_policy(self.remat), prevent_cse=False)
 
-    def run(self, cell: Cells, weights: Tree, x: jax.Array) -> "Work":
+    def run(self, cell: Cells, weights: Tree, x: jax.Array) -> Work:
         """Returns (a chunk's output, what its layers' backward passes need beside weights, the
         layers' own sums)."""
         layer, context = self.layer(), self.context(cell)
@@ -567,163 +563,6 @@ class Tick:
         return lax.ppermute(x, PIPE, [(i, (i + direction) % P) for i in range(P)])
 
 
-class Segment:
-    """A segment of an encoder: the layers of its stack that one slot works on."""
-
-    def __init__(self, tick: Tick, cell: Cells):
-        """cell: of EF or EB; says which segment, of which microbatch."""
-        tower = tick.parts.tower
-        assert tower is not None and tower.start and tower.segment and tower.finish
-        self._tick, self._cell, self._tower = tick, cell, tower
-        self._batch = tick.rows_seen(tick.piece(cell.microbatch))
-        self._words, self._tree = jax.tree.flatten(tick.axes[1][tower.members[0]], is_leaf=is_words)
-        self.size = tower.layers // tower.segments
-        self.is_first, self.is_last = cell.chunk <= 0, cell.chunk == tower.segments - 1
-        self._at = jnp.maximum(cell.chunk, 0) * self.size
-        stack, self._ends = self.split(tick.outer)
-        self.stack = [lax.dynamic_slice_in_dim(w, self._at, self.size) for w in stack]
-
-    def split(self, outer: Tree) -> tuple[list, list]:
-        """Returns (the stacked leaves, the others) of the encoder, of a tree like the parameters
-        that are in no layer of the decoder."""
-        leaves = self._tree.flatten_up_to(outer[self._tower.members[0]])
-        pairs = [*zip(self._words, leaves, strict=True)]
-        stack = [x for words, x in pairs if is_stacked(words)]
-        return stack, [x for words, x in pairs if not is_stacked(words)]
-
-    def joined(self, outer: Tree, stack: Sequence, ends: Sequence) -> Tree:
-        """Returns `outer` with the encoder of these leaves."""
-        stacked, others = iter(stack), iter(ends)
-        leaves = [next(stacked if is_stacked(words) else others) for words in self._words]
-        return outer | {self._tower.members[0]: self._tree.unflatten(leaves)}
-
-    def layer(self, w: list, x: jax.Array) -> jax.Array:
-        """Returns the output of one layer. w: its leaves."""
-        params = self.joined(self._tick.outer, [one[None] for one in w], self._ends)
-        return self._tower.segment(params, x, self._batch)  # type: ignore[not-callable]
-
-    def start(self, ends: Sequence | None = None) -> jax.Array:
-        """Returns what the first layer reads."""
-        stack = self.split(self._tick.outer)[0]
-        params = self.joined(self._tick.outer, stack, self._ends if ends is None else ends)
-        return self._tower.start(params, self._batch)  # type: ignore[not-callable]
-
-    def finish(self, y: jax.Array, projector: Tree | None = None) -> jax.Array:
-        """Returns the features that are held of a microbatch."""
-        if self._tick.late:
-            return y
-        params = self._tick.outer
-        if projector is not None:
-            params = params | {self._tower.members[1]: projector}
-        return self._tower.finish(params, y, self._batch)  # type: ignore[not-callable]
-
-    def first(self, carry: Carry) -> jax.Array:
-        """Returns what the segment reads."""
-        x = _take(carry.values["EF"], self._cell.places["EF"])
-        return self._tick.where(self.is_first, self.start, lambda: x)
-
-    def start_back(self, total: Tree, dx: jax.Array) -> Tree:
-        """Returns the gradients with those of what `start` reads added."""
-        (ends,) = jax.vjp(self.start, self._ends)[1](dx)
-        stack, old = self.split(total)
-        words = [words for words in self._words if not is_stacked(words)]
-        return self.joined(total, stack, [*map(self._add, words, old, ends)])
-
-    def finish_back(self, total: Tree, y: jax.Array, dy: jax.Array) -> tuple[Tree, jax.Array]:
-        """Returns (the gradients with those of what `finish` reads added, that of y)."""
-        name = self._tower.members[1]
-        dy, grads = jax.vjp(self.finish, y, self._tick.outer[name])[1](dy)
-        new = map_words(self._add, self._tick.axes[1][name], total[name], grads)
-        return total | {name: new}, dy
-
-    def add_layer(self, total: list, index: jax.Array, grads: list) -> list:
-        """Returns the stacked gradients with those of a layer of the segment added."""
-        words = [words for words in self._words if is_stacked(words)]
-
-        def add(words: Words, t: jax.Array | None, g: jax.Array) -> jax.Array | None:
-            if t is None:  # it is not trained
-                return None
-            return t.at[self._at + index].add(self._tick.settle(words[1:], g).astype(jnp.float32))
-
-        return [*map(add, words, total, grads)]
-
-    def _add(self, words: Words, t: jax.Array | None, g: jax.Array) -> jax.Array | None:
-        return None if t is None else t + self._tick.settle(words, g).astype(jnp.float32)
-
-
-class Scan(NamedTuple):
-    """A loop over layers, as lax.scan takes it."""
-
-    step: Callable[[Any, Any], tuple[Any, Any]]
-    carry: Any
-    items: Any
-    reverse: bool = False
-
-
-# Work yields its loops, and None for a round without one, and gets (carry, outputs) of them.
-Work = Generator[Scan | None, Any, Any]
-# (whether there is work, None: always; what it is; what it gives where it is skipped, None: zeros)
-Job = tuple[jax.Array | None, Callable[[], Work], Callable[[], Any] | None]
-
-
-def _drive(works: Sequence[Callable[[], Work]]) -> list[Any]:
-    """Returns the result of each work. The first loops of all are one loop, so are the second."""
-    running, results = {i: work() for i, work in enumerate(works)}, {}
-    replies: dict[int, Any] = dict.fromkeys(running)
-    while running:
-        asked: dict[int, Scan] = {}
-        for i, work in [*running.items()]:
-            try:
-                scan = work.send(replies[i])
-            except StopIteration as end:
-                results[i] = end.value
-                del running[i]
-                continue
-            replies[i] = None
-            if scan is not None:
-                asked[i] = scan
-        replies |= dict(zip(asked, _joined([*asked.values()]), strict=True))
-    return [results[i] for i in range(len(works))]
-
-
-def _joined(scans: Sequence[Scan]) -> list[tuple[Any, Any]]:
-    """Returns (carry, outputs) of each scan. All are in one direction; an iteration of the loop has
-    the same share of the layers of each."""
-    if len(scans) < 2:
-        return [lax.scan(s.step, s.carry, s.items, reverse=s.reverse) for s in scans]
-    lengths = [len(jax.tree.leaves(s.items)[0]) for s in scans]
-    times = math.gcd(*lengths)
-
-    def step(carries: list, parts: list) -> tuple[list, list]:
-        outputs = []
-        for number, (scan, part) in enumerate(zip(scans, parts, strict=True)):
-            size = lengths[number] // times
-            ys = []
-            for i in reversed(range(size)) if scan.reverse else range(size):
-                item = jax.tree.map(lambda x: x[i], part)  # noqa: B023
-                carries[number], y = scan.step(carries[number], item)
-                ys.append(y)
-            ys = ys[::-1] if scan.reverse else ys
-            outputs.append(jax.tree.map(lambda *y: jnp.stack(y), *ys))
-        return carries, outputs
-
-    items = [
-        jax.tree.map(lambda x: x.reshape(times, -1, *x.shape[1:]), scan.items) for scan in scans
-    ]
-    carries, outputs = lax.scan(step, [s.carry for s in scans], items, reverse=scans[0].reverse)
-    flat = jax.tree.map(lambda y: y.reshape(-1, *y.shape[2:]), outputs)
-    return [*zip(carries, flat, strict=True)]
-
-
-def _skipped(run: Callable[[], Work], idle: Callable[[], Any] | None) -> Any:
-    """Returns what a job gives where it is skipped."""
-    return idle() if idle else jax.tree.map(_zeros, jax.eval_shape(lambda: _drive([run])[0]))
-
-
-def _zeros(like: jax.ShapeDtypeStruct) -> jax.Array:
-    return jnp.zeros(like.shape, like.dtype)
-
-
 def branches(route: Route) -> dict[tuple[str, int], float]:
     """Returns {(scope, ticks of a loop): how many of its ticks take the branch}.
 
@@ -744,12 +583,6 @@ def _put(buffer: jax.Array, place: jax.Array, value: jax.Array) -> jax.Array:
     """Writes at a place. -1 writes at the last place, which no tick reads."""
     place = jnp.where(place < 0, buffer.shape[0] - 1, place)
     return lax.dynamic_update_index_in_dim(buffer, value.astype(buffer.dtype), place, 0)
-
-
-def _take(buffer: jax.Array, place: jax.Array) -> jax.Array:
-    """Reads a place. -1 gives zeros, even if the buffer holds NaN."""
-    value = lax.dynamic_index_in_dim(buffer, jnp.maximum(place, 0), keepdims=False)
-    return jnp.where(place < 0, jnp.zeros_like(value), value)
 
 
 def _add(total: Tree, cell: Cells, value: Tree, *index: jax.Array) -> Tree:
@@ -1008,47 +841,6 @@ class PipelineConfig(Checked, section="pipeline"):
     def route(self, stages: int, backward: bool = True) -> Route:
         """Returns what runs when, as the program executes it."""
         return route(self.table(stages), backward, self.overlap == "chunk")
-
-
-class EncoderRoutes:
-    """The routes of a decoder's table with an encoder's work in it, which follows the batch.
-
-    A microbatch without images has no such work. All routes have the shape of that of the batch in
-    which all microbatches have images, so they share one program.
-    """
-
-    def __init__(self, table: Table, segments: int, trained: bool):
-        """table: of the decoder. trained: whether the encoder has a backward pass."""
-        self._table, self._work = table, (segments, segments if trained else 0)
-        self._full = encoder.place(table, [self._work] * table.microbatches)
-        self._full.check()
-        self.largest = route(self._full)
-        self._of = functools.lru_cache(64)(self._make)
-
-    def table(self, shown: Sequence[bool]) -> Table:
-        """Returns the table for a batch. shown: whether each microbatch has images."""
-        table = encoder.place(self._table, [self._work if s else (0, 0) for s in shown])
-        try:
-            route(table, like=self.largest)
-        except ValueError:
-            # Each microbatch's work where it is in the full table fits in any case.
-            slots = (s for s in self._full.slots if s.kind in "FBW" or shown[s.microbatch])
-            work = table.encoder_work
-            table = dataclasses.replace(self._full, slots=tuple(slots), encoder_work=work)
-        table.check()
-        return table
-
-    def _make(self, shown: tuple[bool, ...]) -> Route:
-        return route(self.table(shown), like=self.largest)
-
-    def __call__(self, images: jax.Array) -> Route:
-        """Returns the route of a batch. images: (microbatches, rows, patches), of Tower.images.
-
-        Where other processes have some of the rows, all microbatches count as having images.
-        """
-        if not isinstance(images, jax.Array) or not images.is_fully_addressable:
-            return self.largest
-        return self._of(tuple((np.asarray(images) >= 0).any((1, 2)).tolist()))
 
 
 def layer_order(layers: int, stages: int, chunks: int) -> np.ndarray:

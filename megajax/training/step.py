@@ -32,13 +32,8 @@ from megajax.models.parts import Batch, ModelParts, is_layered, map_words
 from megajax.parallel import sharding, tensor, zero
 from megajax.parallel.exchange import PLAIN, Exchange, Order, order_of
 from megajax.parallel.overlap import compiler_options
-from megajax.parallel.pipeline import (
-    EncoderRoutes,
-    Gradients,
-    Pipeline,
-    first_errors,
-    layer_order,
-)
+from megajax.parallel.pipeline import Gradients, Pipeline, first_errors, layer_order
+from megajax.parallel.slots import EncoderRoutes
 from megajax.schedule.route import Route
 from megajax.training.gradients import (
     Differentiate,

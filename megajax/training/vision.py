@@ -146,8 +146,7 @@ class VisionConfig(JobConfig):
             dtype=train.dtype,
             loss_chunks=max(train.loss_chunks, 1),
             remat=train.keeps,
-            segments=self.segments,
-            whole=self.in_bubbles and self.encoder.tensor == "whole",
+            pieces=vlm.Pieces(self.segments, self.in_bubbles and self.encoder.tensor == "whole"),
         )
         batch = token_rows(train.seq_len, "places") | {
             "rotary": Leaf((train.seq_len, 3), ("seq", None)),

@@ -13,7 +13,8 @@ from megajax.core.mesh import MeshSpec
 from megajax.core.tree import named_leaves
 from megajax.models import vlm
 from megajax.parallel import sharding, tensor
-from megajax.parallel.pipeline import EncoderRoutes, Pipeline, PipelineConfig, layer_order
+from megajax.parallel.pipeline import Pipeline, PipelineConfig, layer_order
+from megajax.parallel.slots import EncoderRoutes
 from megajax.schedule import build
 from megajax.schedule.encoder import place
 from megajax.schedule.ir import Table
@@ -40,7 +41,7 @@ def one_device():
 class Program:
     """The gradients of one pipeline's program, for tables of its microbatches."""
 
-    def __init__(self, segments=2, whole=False, trains=None, dims=(2, 2), **cfg):
+    def __init__(self, segments=2, shares=False, trains=None, dims=(2, 2), **cfg):
         pipe, ranks = dims
         mesh = MeshSpec(pipe=pipe, tensor=ranks).build(jax.devices()[: pipe * ranks])
         self.layout = layout = sharding.layout(mesh, model=SLOTS)
@@ -49,10 +50,12 @@ class Program:
         self.segments = segments
         params, batch, _ = one_device()
         with jax.set_mesh(mesh):
-            parts = vlm.parts(SLOTS, None, tensor.local_ops(layout), segments=segments, whole=whole)
+            parts = vlm.parts(
+                SLOTS, None, tensor.local_ops(layout), pieces=vlm.Pieces(segments, shares)
+            )
             if trains is not None:
-                kept = {n: n.startswith(trains) for n, _ in named_leaves(parts.abstract)}
-                names = iter(kept.values())
+                trained = {n: n.startswith(trains) for n, _ in named_leaves(parts.abstract)}
+                names = iter(trained.values())
                 mask = jax.tree.map(lambda _: next(names), parts.abstract)
                 parts = dataclasses.replace(parts, trains=mask)
             self.pipe = Pipeline(parts, layout, cfg, jnp.dtype("float32"), "full")
@@ -117,7 +120,7 @@ def test_any_table_gives_the_gradients_of_one_device():
 
 
 CASES = {
-    "weights whole over tensor": dict(whole=True),
+    "weights whole over tensor": dict(shares=True),
     "idle slots are masked": dict(idle="mask"),
     "one segment": dict(segments=1, dims=(4, 1)),
     "pipe 4 x tensor 2": dict(dims=(4, 2)),
@@ -145,10 +148,10 @@ FROZEN = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("shares", [False, True])
 @pytest.mark.parametrize("frozen", FROZEN)
-def test_what_is_frozen_has_no_gradient_and_the_others_have_theirs(frozen, whole):
-    program = Program(trains=FROZEN[frozen], whole=whole)
+def test_what_is_frozen_has_no_gradient_and_the_others_have_theirs(frozen, shares):
+    program = Program(trains=FROZEN[frozen], shares=shares)
     work = (2, 2 if "tower." in FROZEN[frozen] else 0)
     ours = program(route(place(program.decoder, [work] * M)))
     theirs = {n: x for n, x in one_device()[2].items() if n.startswith(FROZEN[frozen])}
