@@ -982,8 +982,8 @@ class Pipeline:
         known = ("F", "B", "W", "EF", "EB") if has_segments else ("F", "B", "W")
         if lost := [kind.name for kind in route.kinds if kind.name not in known]:
             raise ValueError(
-                f"the model has no work of kind {', '.join(lost)}, which the table has; the kinds "
-                f"that can be executed are {', '.join(known)}"
+                f"the model has no work for {', '.join(lost)} of the table; the kinds that can be "
+                f"executed are {', '.join(known)}"
             )
         v, stack, order = self.cfg.chunks, self.parts.stack, order_of(self.layout.mesh)
         moves = Moves(self._exchange(objective is not None), stack, v, inputs)

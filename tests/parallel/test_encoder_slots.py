@@ -19,6 +19,7 @@ from megajax.schedule import build
 from megajax.schedule.encoder import place
 from megajax.schedule.ir import Table
 from megajax.schedule.route import Route, route
+from tests.parallel.test_pipeline import poisoned  # noqa: F401
 from tests.tolerances import GRADIENTS
 from tests.vision_rows import MODEL, batch_of
 
@@ -114,7 +115,7 @@ def check_random_tables(program: Program, number: int, seed: int) -> None:
     assert program.jit._cache_size() == 1
 
 
-def test_any_table_gives_the_gradients_of_one_device():
+def test_any_table_gives_the_gradients_of_one_device(poisoned):  # noqa: F811
     """On pipe 2 x tensor 2, rows with no image, one and three; one program runs all tables."""
     check_random_tables(Program(), 3, 0)
 
