@@ -32,7 +32,7 @@ ITEMSIZE = {
 }
 Part = Literal[
     "embedding", "norm", "input", "attention", "activation", "output", "router", "experts", "head",
-    "convolution", "pooling", "update", "transfer",
+    "convolution", "pooling", "update", "transfer", "frozen",
 ]  # fmt: skip
 Phase = Literal["train", "prefill", "decode"]
 
@@ -47,7 +47,8 @@ class Op:
     that stream. weights: the number of different sets of parameters among the executions; None:
     each execution has its own; 0: the parameters belong to another operation. dtypes: of each
     operand and of the result; one name stands for all of them. uncut: the kernel before it was
-    sharded by `cut`, whose parameters all devices have together; None: it is not sharded.
+    sharded by `cut`, whose parameters all devices have together; None: it is not sharded. frozen:
+    neither its parameters nor those before it are trained, so that it has no backward pass.
     """
 
     part: Part
@@ -56,6 +57,7 @@ class Op:
     weights: float | None = None
     dtypes: tuple[str, ...] = ("bfloat16",)
     uncut: Kernel | None = None
+    frozen: bool = False
 
     @property
     def key(self) -> tuple[str, tuple, tuple[str, ...]]:
@@ -387,8 +389,9 @@ def block_flops_per_token(load: Workload) -> float:
 
 
 def train_flops_per_token(load: Workload, convention: Convention) -> float:
-    """Returns FLOPs of one token's forward and backward pass."""
-    return 3 * model_flops_per_token(load, convention)
+    """Returns FLOPs of one token's forward pass, and of its backward pass through what trains."""
+    frozen = sum(op.count * _credited(op, convention) for op in load.all_ops if op.frozen)
+    return 3 * model_flops_per_token(load, convention) - 2 * frozen / load.tokens
 
 
 def _credited(op: Op, convention: Convention) -> float:

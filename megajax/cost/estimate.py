@@ -16,7 +16,14 @@ from typing import Protocol
 
 from megajax.core.hardware import Cluster
 from megajax.cost import traffic
-from megajax.cost.base import Convention, CostModel, Op, mfu, model_flops_per_token
+from megajax.cost.base import (
+    Convention,
+    CostModel,
+    Op,
+    mfu,
+    model_flops_per_token,
+    train_flops_per_token,
+)
 from megajax.cost.kernels import Collective, Matmul, Rowwise
 from megajax.cost.memory import held
 from megajax.cost.roofline import Group, Roofline, group_of
@@ -97,7 +104,8 @@ def estimate(
     if step.trains:
         # Masters, moments and gradients are read, masters and moments written, in float32.
         arrays = 2 * (1 + MOMENTS[step.optimizer] + step.averages) + 1
-        kernel = Rowwise("update", held(step), 1, arrays - 1)
+        frozen = sum(op.params for op in step.load.all_ops if op.frozen) / step.load.params
+        kernel = Rowwise("update", held(step) * (1 - frozen), 1, arrays - 1)
         update, sigma = model.op_time(Op("update", kernel, dtypes=("float32",)), cluster.card)
     quantize, deviation = model.op_time(traffic.coding_op(step), cluster.card)
     sigma += deviation
@@ -127,8 +135,8 @@ def estimate(
     tokens, peak = step.load.tokens, cluster.card.peak(step.load.dtype)
 
     def utilisation(convention: Convention) -> float:
-        flops = (3 if step.trains else 1) * model_flops_per_token(step.load, convention)
-        return mfu(tokens / total, flops, step.devices, peak)
+        of_token = train_flops_per_token if step.trains else model_flops_per_token
+        return mfu(tokens / total, of_token(step.load, convention), step.devices, peak)
 
     return Estimate(
         total,

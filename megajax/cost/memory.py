@@ -12,6 +12,8 @@ Sources: models/parts.py:remat_policy (what is kept); Megatron-LM (arXiv 2104.04
 2205.05198 for the terms; training in float32 masters with a 16-bit compute dtype.
 """
 
+import dataclasses
+
 from megajax.cost.base import ITEMSIZE
 from megajax.cost.kernels import PatchEmbedding
 from megajax.cost.step import MOMENTS, StepShape
@@ -68,11 +70,18 @@ def _with_towers(step: StepShape) -> dict[str, float]:
 
     What a tower keeps for the backward pass lies beside what the blocks keep; in a pipeline, the
     tower runs again when its micro-batch leaves, and what it keeps exists then only. Its working
-    set and the weights of a layer never exist together with those of a block.
+    set and the weights of a layer never exist together with those of a block. A frozen tower keeps
+    nothing but what its projector reads, if that is trained.
     """
     sizes, piped = terms(step.trunk), step.pipeline.stages > 1
     for tower in step.towers:
         alone = terms(tower)
+        trained = tuple(op for op in tower.load.ops if not op.frozen)
+        is_frozen = len(trained) < len(tower.load.ops)
+        learned = alone
+        if is_frozen and step.trains:
+            load = dataclasses.replace(tower.load, ops=trained)
+            learned = terms(dataclasses.replace(tower, load=load)) if trained else {}
         embeddings = [
             (kernel, op.count)
             for op in tower.load.ops
@@ -81,15 +90,17 @@ def _with_towers(step: StepShape) -> dict[str, float]:
         # Pixels in bytes, and three numbers for the place of each patch.
         read = sum(kernel.sizes[0] + 3 * 4 * kernel.tokens for kernel, _ in embeddings)
         sizes["batch"] += read * step.micro_steps / tower.pieces
-        for name in ("parameters", "errors", "optimizer", "gradients"):
-            if name in alone:
-                sizes[name] = sizes.get(name, 0.0) + alone[name]
+        sizes["parameters"] += alone["parameters"]
+        for name in {"errors", "optimizer", "gradients"} & learned.keys():
+            sizes[name] = sizes.get(name, 0.0) + learned[name]
         if step.resident or piped:
             sizes["weights in use"] += alone["weights in use"]
         else:
             sizes["weights in use"] = max(sizes["weights in use"], alone["weights in use"])
         stash = 0.0
-        if step.trains:
+        if step.trains and is_frozen:
+            stash = (1 + _PROJECTOR) * residual(tower) if trained else 0.0
+        elif step.trains:
             pixels = sum(kernel.sizes[0] * frames for kernel, frames in embeddings) / tower.pieces
             pixels *= step.itemsize / step.ways("tensor")
             stash = alone["stash"] + pixels + _PROJECTOR * residual(tower)
@@ -99,7 +110,8 @@ def _with_towers(step: StepShape) -> dict[str, float]:
         # them the terms grow 10 % slower with the patches than compiled programs (H100, 8 layers).
         after = tower.used.output_width - tower.used.attention_width
         inner = step.itemsize * tower.tokens * after / step.ways("tensor")
-        working = alone["activations"] + inner + (stash if piped else 0.0)
+        values = alone["activations"] / (2 if is_frozen and step.trains else 1)
+        working = values + inner + (stash if piped else 0.0)
         sizes["activations"] = max(sizes["activations"], working)
     return sizes
 

@@ -362,7 +362,8 @@ class StepShape:
         pipeline = self.pipeline
         idle = {kind: ticks / pipeline.work - 1 for kind, ticks in pipeline.ticks.items()}
         counts: dict[str, tuple[float, float]] = {"head": (3.0 + (self.loss_chunks > 1), 0.0)}
-        for part in {op.part for op in self.forward.ops} - {"head", "embedding"}:
+        counts["frozen"] = (1.0, idle["F"])
+        for part in {op.part for op in self.forward.ops} - {"head", "embedding", "frozen"}:
             cost = passes(part, self.remat, pipeline, self.keeps_attention, self.rings)
             counts[part] = sum(cost.values()), sum(idle[k] * n for k, n in cost.items())
         return counts
@@ -412,7 +413,8 @@ def _forward(
     for tower in load.towers:
         for one in map(share, tower.all_ops):
             again = 1 if one.part in ("head", "embedding") else stages
-            ops.append(dataclasses.replace(one, count=one.count * again))
+            part = "frozen" if one.frozen and one.part != "embedding" else one.part
+            ops.append(dataclasses.replace(one, count=one.count * again, part=part))
     return dataclasses.replace(load, ops=tuple(ops), towers=())
 
 

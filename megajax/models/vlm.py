@@ -12,7 +12,7 @@ Legend: B rows, S positions, D model width, P patches of a row, Q merged patches
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -172,12 +172,13 @@ class VlmConfig(Checked, section="model"):
         dtype: str = "bfloat16",
         phase: Phase = "train",
         patches: int | None = None,
+        frozen: Collection[str] = (),
     ) -> Workload:
         """Returns the forward pass of this many rows as a list of operations, the tower's too.
 
         patches: places for patches in a row; None: half of the row's tokens show images (chosen).
         An image is taken to fill them, up to the largest one. phase: as DecoderConfig.workload;
-        'decode' has no tower.
+        'decode' has no tower. frozen: what is not trained, 'tower' or 'tower' and 'projector'.
         """
         load = self.decoder.workload(batch, seq_len, dtype, phase)
         patches = self.tower.merged * (seq_len // 2) if patches is None else patches
@@ -210,7 +211,12 @@ class VlmConfig(Checked, section="model"):
             Op("activation", Rowwise("activation", tokens, wide), dtypes=(dtype,)),
             Op("output", Matmul(tokens, wide, self.width), dtypes=(dtype,)),
         )
-        ops = (embed, *blocks, *project)
+        is_frozen = "tower" in frozen, "tower" in frozen and "projector" in frozen
+        ops = tuple(
+            dataclasses.replace(op, frozen=still)
+            for still, part in zip(is_frozen, ((embed, *blocks), project), strict=True)
+            for op in part
+        )
         first = Workload(ops, batch, patches, tower.layers, tower.width, phase)
         return dataclasses.replace(load, towers=(first,))
 

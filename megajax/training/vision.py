@@ -14,6 +14,7 @@ Legend: B rows of a batch, S tokens of a row, V vocabulary.
 """
 
 import dataclasses
+import fnmatch
 import functools
 import io
 from collections import Counter
@@ -138,7 +139,13 @@ class VisionConfig(JobConfig):
         """Returns the forward pass of rows of this run, with as many patches as they have room
         for."""
         train, patches = self.train, self.data.patches
-        return self.model.workload(rows, train.seq_len, train.dtype, phase, patches)
+        patterns = [p.strip() for p in (train.freeze or "").split(",") if phase == "train"]
+        frozen = [
+            name
+            for name in ("tower", "projector")
+            if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+        ]
+        return self.model.workload(rows, train.seq_len, train.dtype, phase, patches, frozen)
 
     def check(self, sizes: Mapping[str, int]) -> None:
         """Checks what JobConfig checks, and what images cannot do. Raises: UserError."""

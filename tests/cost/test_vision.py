@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from megajax.core.axes import MESH_AXES
-from megajax.core.hardware import CARDS
+from megajax.core.hardware import CARDS, parse_cluster
 from megajax.cost import memory
 from megajax.cost.base import Op, Workload, train_flops_per_token
+from megajax.cost.estimate import estimate
 from megajax.cost.kernels import Convolution, Matmul, PatchEmbedding, Pooling, RoiAlign
 from megajax.cost.roofline import Roofline
 from megajax.cost.step import Pipeline, StepShape
@@ -140,6 +141,42 @@ def test_the_memory_of_a_tower_by_hand():
     assert piped["stash"] == alone["stash"]
     assert piped["parameters"] - alone["parameters"] == few["parameters"] - plain["parameters"]
     assert piped["activations"] >= 512 * rows / 4 * patch > alone["activations"]
+
+
+def test_a_frozen_tower_has_a_forward_pass_and_its_parameters():
+    """No optimizer, no gradient, no backward pass; a projector that trains still has them."""
+    cfg = vlm.PRESETS["nano"]()
+    none, tower, both = (
+        step(cfg.workload(8, 64, "bfloat16", patches=256, frozen=frozen))
+        for frozen in ((), ("tower",), ("tower", "projector"))
+    )
+    plain = step(cfg.workload(8, 64, "bfloat16", patches=0))
+    sizes = {
+        name: sum(x.size for x in leaves(name, cfg) if x.ndim > 1)
+        for name in ("tower", "projector")
+    }
+    none_, tower_, both_, plain_ = map(memory.terms, (none, tower, both, plain))
+    for term, arrays in {"optimizer": 2, "gradients": 1}.items():
+        assert both_[term] == plain_[term]
+        added = tower_[term] - plain_[term]
+        assert added == pytest.approx(4 * arrays * sizes["projector"], rel=0.02)
+    assert tower_["parameters"] == none_["parameters"]
+    assert both_["stash"] == plain_["stash"]
+    # Of the projector: what it reads, its norm, and inner values before and after the activation.
+    patch = tower_["stash"] - plain_["stash"]
+    assert patch == 2 * 8 * 256 * 4 * cfg.tower.width < none_["stash"] - plain_["stash"]
+    once = sum(op.count * op.flops for op in both.forward.ops if op.part == "frozen")
+    spent = [case.workload.flops for case in (none, both, plain)]
+    assert spent[1] - spent[2] == once and spent[0] - spent[1] >= 2 * once
+    per_token = [train_flops_per_token(case.load, "megatron") for case in (none, tower, both)]
+    ops = none.load.towers[0].all_ops
+    forward, projected = (sum(op.count * op.flops for op in part) for part in (ops, ops[-4:]))
+    assert per_token[0] - per_token[1] == pytest.approx(2 * (forward - projected) / (8 * 64))
+    assert per_token[0] - per_token[2] == pytest.approx(2 * forward / (8 * 64))
+    seconds = [
+        estimate(case, parse_cluster("h100:1x1"), ()).step_s for case in (none, tower, both, plain)
+    ]
+    assert seconds == sorted(seconds, reverse=True)
 
 
 def leaves(member, cfg):
