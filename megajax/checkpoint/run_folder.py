@@ -13,11 +13,12 @@ from megajax.models.decoder_config import DecoderConfig
 from megajax.models.encoder_config import EncoderConfig
 from megajax.models.networks import network_of
 from megajax.models.parts import map_words
+from megajax.models.vlm import VlmConfig
 
 
 def load_params(
     folder: str | Path,
-    cfg: DecoderConfig | EncoderConfig,
+    cfg: DecoderConfig | EncoderConfig | VlmConfig,
     layout: Layout,
     step: int | None = None,
     checkpoints: str | None = None,

@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from megajax.core import config, files
+from megajax.core import files
 from megajax.core.errors import UserError
 from megajax.core.files import expand
 from megajax.core.layout import Layout
@@ -34,6 +34,7 @@ from megajax.foreign import gguf as gguf_
 from megajax.foreign import hf as hf_
 from megajax.foreign import hf_quantized
 from megajax.models import decoder
+from megajax.models.decoder_config import DecoderConfig
 from megajax.models.networks import network_of
 from megajax.models.vlm import VlmConfig
 from megajax.parallel import sharding
@@ -42,6 +43,7 @@ from megajax.quant.quantized_model import quantize_model
 from megajax.serving import Engine, SamplingParams
 from megajax.systems.prune_export import stored, to_tiles
 from megajax.training.config import Config as RunConfig
+from megajax.training.finetune import load_run
 from megajax.training.run_dir import saved_tokenizer
 
 MAX_TEMPLATE = 2**20  # (chosen) bytes of a chat template: published ones have at most some 2^13
@@ -65,11 +67,13 @@ class ChatTemplate:
     it.
 
     source: in Jinja. begin, end: the values of its variables bos_token and eos_token, or "".
+    first: token ids before the text, which a tokenizer of bytes has no text for.
     """
 
     source: str
     begin: str
     end: str
+    first: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -246,7 +250,7 @@ def open_model(
     if sum(name is not None for name in (run_dir, hf, gguf)) != 1:
         raise UserError("give one of --run_dir, --hf and --gguf")
     if run_dir is not None:
-        opened = _open_run(expand(run_dir, "run_dir"), step, tokenizer, tiles)
+        opened = _open_run(expand(run_dir, "run_dir"), step, tokenizer, tiles, vision)
     elif hf is not None:
         opened = _open_hf(expand(hf, "hf"), tokenizer, vision)
     else:
@@ -268,8 +272,21 @@ def _is_packed(x: Any) -> bool:
     return isinstance(x, PackedWeight)
 
 
-def _open_run(folder: Path, step: int | None, tokenizer: str | None, tiles: bool) -> OpenModel:
-    run = config.load_json(RunConfig, folder / "config.json", "run_dir")
+# The lines that data/vision.py:Dialogue makes of turns for a tokenizer without Qwen2-VL's control
+# tokens. The end token of an earlier answer has no text: chats of one question are as in training.
+LINES = """\
+{% for message in messages %}{{ message.content }}{{ '' if message.role == 'assistant' else '\n' }}\
+{% endfor %}"""
+
+
+def _open_run(
+    folder: Path, step: int | None, tokenizer: str | None, tiles: bool, vision: bool
+) -> OpenModel:
+    run = load_run(folder)
+    sees = isinstance(run.model, VlmConfig)
+    if not isinstance(run.model, DecoderConfig) and not (sees and vision):
+        kind = "a vision-language model, which scripts/serve.py serves" if sees else "an encoder"
+        raise UserError(f"{folder} is a run of {kind}; name the run of a decoder (--run_dir)")
 
     def load(layout: Layout) -> tuple[Tree, str]:
         # Orbax comes with it, whose import takes 0.4 s that no file of another kind needs.
@@ -282,8 +299,10 @@ def _open_run(folder: Path, step: int | None, tokenizer: str | None, tiles: bool
         return _pack(run, layout, params, what) if tiles else (params, what)
 
     named = open_tokenizer(tokenizer) if tokenizer else saved_tokenizer(folder)
-    place = expand(tokenizer) if tokenizer else folder
-    return OpenModel(folder.name, run.model, named, chat_template(place, named), load)
+    chat = chat_template(expand(tokenizer) if tokenizer else folder, named)
+    if sees and chat is None:
+        chat = ChatTemplate(LINES, "", "", () if named.begin is None else (named.begin,))
+    return OpenModel(folder.name, run.model, named, chat, load)
 
 
 def _pack(run: RunConfig, layout: Layout, params: Tree, what: str) -> tuple[Tree, str]:

@@ -199,13 +199,17 @@ PRESETS = {"nano": nano, "nano_mlm": nano_mlm} | {
 }
 
 
-def load_run(run_dir: str | Path) -> Config | FinetuneConfig:
-    """Returns the configuration of a run's folder, of a decoder or of an encoder: only an encoder
-    has a head. Raises: UserError naming the file."""
+def load_run(run_dir: str | Path) -> Any:
+    """Returns the configuration of a run's folder: an encoder's model has a head, a vision-language
+    model has a tower, and a decoder has neither. Raises: UserError naming the file."""
     file = expand(run_dir, "run_dir") / "config.json"
-    model = config.read(file, "run_dir").get("model")
-    has_head = isinstance(model, Mapping) and "head" in model
-    return config.load_json(FinetuneConfig if has_head else Config, file, "run_dir")
+    read = config.read(file, "run_dir").get("model")
+    model = read if isinstance(read, Mapping) else {}
+    if "tower" not in model:
+        return config.load_json(FinetuneConfig if "head" in model else Config, file, "run_dir")
+    from megajax.training.vision import VisionConfig  # whose modules the other runs do not need
+
+    return config.load_json(VisionConfig, file, "run_dir")
 
 
 # The flags that --help describes; the others it names.

@@ -44,7 +44,7 @@ class Chat:
         self.problem, self.refusal, self.doubts = "", "", []  # type: ignore[var-annotated]
         self._tokenizer, self._takes_texts, self._takes_parts = tokenizer, True, False
         self._image_token, self._takes_images = image_token, False
-        source = "" if template is None else template.source
+        source, self._first = ("", ()) if template is None else (template.source, template.first)
         self._controls = ControlTokens(tokenizer, source)
         if template is None:
             self.problem = (
@@ -109,7 +109,7 @@ class Chat:
         except Exception as error:
             raise _refused(error) from None
         first, *others = text.split(stand)
-        ids = controls.encode(first, mark, most)
+        ids = [*self._first, *controls.encode(first, mark, most)]
         for part in others:
             assert self._image_token is not None
             ids += [self._image_token, *(controls.encode(part, mark, most) if part else [])]

@@ -12,16 +12,25 @@ import struct
 import time
 import zlib
 
+import jax
 import numpy as np
 import pytest
 from PIL import Image
 
+from megajax.checkpoint.manager import CheckpointManager
+from megajax.core import config
+from megajax.core.errors import UserError
+from megajax.core.mesh import MeshSpec
+from megajax.data.conversations import Inline, Record, Turn
 from megajax.data.tokenizer import ByteTokenizer
+from megajax.data.vision import Dialogue
 from megajax.models.vlm import VlmConfig
 from megajax.serving import Engine, SamplingParams
+from megajax.systems.open_model import open_model
 from megajax.systems.server import images as images_
 from megajax.systems.server.base import ApiError
 from megajax.systems.server.options import HttpOptions
+from megajax.training.vision import nano
 from tests import image_loop
 from tests.systems.server.test_app import ask, events, serving
 from tests.tiny import MODEL
@@ -125,6 +134,34 @@ async def test_images_are_answered_as_the_engine_does(client, worker):
     assert not np.allclose(scores(one), scores(other), atol=1e-2)
     ids = [*spelled("user: a"), PLACEHOLDER, PLACEHOLDER, *spelled("b\nassistant: ")]
     assert np.allclose(scores(two), drawn(ids, FIRST, SECOND), atol=1e-5)
+
+
+def test_a_run_on_images_is_served_as_it_was_trained(tmp_path):
+    """Its parameters; and a chat reads the tokens that training makes of the same turns."""
+    run = dataclasses.replace(nano(), model=CFG)
+    (tmp_path / "config.json").write_text(config.to_json(run))
+    manager = CheckpointManager(tmp_path / "checkpoints")
+    manager.save(3, {"params": image_loop.sharp(CFG)}, data_state={"rows": 0})
+    manager.close()
+    with pytest.raises(UserError, match="a vision-language model, which scripts/serve.py serves"):
+        open_model(run_dir=str(tmp_path))
+    opened = open_model(run_dir=str(tmp_path), vision=True)
+    assert opened.cfg == CFG
+    params, what = opened.load_to_serve(MeshSpec().build(jax.devices()[:1]))
+    assert "step 3" in what
+    to = Engine(CFG, params, dtype="float32", max_batch=4, pages=80, tokenizer=opened.tokenizer)
+
+    async def scenario():
+        async with serving(to=to, chat=opened.chat) as (client, _):
+            asked = asking(url(saved(FIRST)), "=what?", logprobs=None, max_tokens=6)
+            return await ask(client, "chat/completions", **asked)
+
+    turns = Turn("user", (None, "what?")), Turn("assistant", ("x",))
+    record = Record("here", turns, (Inline("image", b""),))
+    tokens, _ = Dialogue(ByteTokenizer(), PLACEHOLDER).encode(record)
+    expected = image_loop.one_by_one(tokens[:-2].tolist(), [FIRST], 6, cfg=CFG)
+    message = asyncio.run(scenario()).json()["choices"][0]["message"]
+    assert message["content"] == ByteTokenizer().decode(expected)
 
 
 @pytest.fixture
