@@ -331,7 +331,7 @@ def test_times_are_the_cost_models():
         return optimus.plan(deep, CLUSTER, cut, batch=16, patches=1024, **options)[0]
 
     fast, free = best(), best(exchanges=False)
-    assert best(cost=slow).step_s > 1.2 * fast.step_s
+    assert best(cost=slow).step_s > 1.1 * fast.step_s
     assert free.step_s < fast.step_s
     tower = best(exchanges=False, tower_cost=slow)
     assert tower.decoder_s == fast.decoder_s and tower.step_s > free.step_s
