@@ -9,9 +9,13 @@ here.
     uv run experiments/optimus.py --data.source=FOLDER --train.freeze=tower,projector
     uv run --extra gpu experiments/optimus.py --init_from=HF_FOLDER --data.source=CHATS.jsonl
 
-Samples are questions about drawings, conversations or captions (docs/vision.md). The vision tower
-runs before the decoder's first block, on the same devices (--encoder.schedule=inline): the schedule
-that Optimus (arXiv 2408.03505) compares with.
+Samples are questions about drawings, conversations or captions (docs/vision.md). On pipeline stages
+the vision tower can run while they would wait, as in Optimus (arXiv 2408.03505):
+
+    uv run experiments/optimus.py --mesh.pipe=4 --mesh.data=2 --encoder.schedule=bubbles
+
+By default it runs before the decoder's first block (inline), the schedule that the paper compares
+with.
 """
 
 import megajax.core.interrupted  # noqa: F401

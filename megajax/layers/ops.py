@@ -204,6 +204,13 @@ def place(x_BSD: Array, features_BQD: Array, places_BS: Array) -> Array:
     return jax.numpy.where(places_BS[..., None] < 0, x_BSD, shown_BSD.astype(x_BSD.dtype))
 
 
+def show(
+    pairs: Sequence[tuple[nnx.Param, Array]], features_BQD: Array, places_BS: Array, dtype: Any
+) -> Array:
+    """`lookup`, and `place` of features. In local code both are one sum over devices."""
+    return place(lookup(pairs, dtype), features_BQD, places_BS)
+
+
 def vector(w: nnx.Param) -> Array:
     """Returns a bias of heads as the heads of this rank need it."""
     return w[...]
@@ -274,6 +281,8 @@ class Ops:
     spread(x): values of the places of rows (B, S, ...), as the residual stream lies.
     place(x_BSD, features_BQD, places_BS): the residual stream with the features of images in the
       place of tokens.
+    show(((table, ids), ...), features_BQD, places_BS, dtype): `lookup`, then `place`, of features
+      that lie on some devices of local code: each adds what it has, and zeros count as nothing.
     vector(w): a stored bias of heads as the heads of this rank need it.
     attend(q_BSHK, k_BMGK, v_BMGK, query, memory, window): attention of queries to keys and values
       (layers/attention.py). query, memory: their positions and segments.
@@ -298,6 +307,7 @@ class Ops:
     lookup: Callable = lookup
     spread: Callable = spread
     place: Callable = place
+    show: Callable = show
     vector: Callable = vector
     attend: Callable = attend
     vocab: VocabCut = VocabCut()

@@ -13,6 +13,7 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -120,12 +121,16 @@ class Decoder(nnx.Module):
         key = key if self.cfg.dropout > 0 else None
         return Context(positions_BS, batch.get("segments"), tables, key)
 
-    def embed(self, batch: parts_.Batch, context: Context, dtype: jnp.dtype) -> jax.Array:
-        """Returns the start of the residual stream, x_BSD."""
+    def tables(self, batch: parts_.Batch) -> list[tuple[nnx.Param, jax.Array]]:
+        """Returns the tables of the embedding, each with the rows of it that a batch reads."""
         pairs = [(self.tokens, batch["tokens"])]
         if self.cfg.position == "learned":
             pairs.append((self.positions, batch["positions"]))
-        x_BSD = self.ops.lookup(pairs, dtype)
+        return pairs
+
+    def embed(self, batch: parts_.Batch, context: Context, dtype: jnp.dtype) -> jax.Array:
+        """Returns the start of the residual stream, x_BSD."""
+        x_BSD = self.ops.lookup(self.tables(batch), dtype)
         if context.dropout is not None:
             key = jax.random.fold_in(context.dropout, self.cfg.layers)
             x_BSD = drop(x_BSD, self.cfg.dropout, key)
@@ -186,13 +191,15 @@ def parts(
     loss_chunks: int = 1,
     loss: Callable[..., LossSums] | None = None,
     network: Callable[..., Decoder] = Decoder,
+    tower: Callable[[Callable[[Tree], Any]], parts_.Tower] | None = None,
 ) -> parts_.ModelParts:
     """Returns the decoder as pure functions. Call it, and them, under the layout's mesh.
 
     dtype: of the residual stream and all matmuls. loss_chunks: pieces of the sequence whose logits
     exist at one time; must divide it. loss(logprobs_BS, entropy_BS, batch) -> LossSums: of each
     target's log-probability and each prediction's entropy; None: the cross-entropy. network: a
-    subclass of Decoder with another head (models/heads.py).
+    subclass of Decoder with another head (models/heads.py). tower(merge): its tower, if it has one;
+    merge(params) is the network with these parameters.
     Raises: UserError when the layout's mesh cannot cut the model.
     """
     ops = Ops() if ops is None else ops
@@ -234,11 +241,14 @@ def parts(
         axes=axes,
         init=init,
         context=context_of,
-        embed=lambda params, batch, context: merge(params).embed(batch, context, dtype),
+        embed=lambda params, batch, context, *features: merge(params).embed(
+            batch, context, dtype, *features
+        ),
         block=block,
         head=lambda params, x: merge(params).logits(x),
         head_loss=head_loss,
         see=lambda params, batch: merge(params).features(batch, dtype),
+        tower=tower(merge) if tower else None,
     )
     has_bias = cfg.moe.experts and cfg.moe.bias_rate > 0
     return dataclasses.replace(parts, settle=move_bias) if has_bias else parts

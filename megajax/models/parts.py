@@ -53,18 +53,44 @@ def scan_layers(step: Callable, x: Any, stack: Tree, layers: int) -> tuple[Any, 
 
 
 @dataclasses.dataclass(frozen=True)
+class Tower:
+    """A further stack of layers (`as_tower`) that makes features of images, which `embed` takes.
+
+    layers: of the stack. segments: equal pieces of it, each of them the work of one slot of a
+    pipeline's table (schedule/encoder.py); 0: `embed` runs the tower. Of a tower with segments:
+    members: of the parameters: the stack with what `start` reads, and what `finish` reads.
+    start(params, batch) -> x, what the first layer reads. segment(params, x, batch) -> x: the
+    layers that the stack in `params` holds, all or some of them. finish(params, x, batch) -> the
+    features. images: the member of a batch (..., rows, patches) that is 0 or more where there is
+    something to see. shares: whether every tensor rank has all weights, and runs start, segment and
+    finish on its share of a microbatch's rows.
+    """
+
+    layers: int
+    segments: int = 0
+    members: tuple[str, ...] = ()
+    start: Callable[..., jax.Array] | None = None
+    segment: Callable[..., jax.Array] | None = None
+    finish: Callable[..., jax.Array] | None = None
+    images: str = ""
+    shares: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
 class ModelParts:
     """A network taken apart.
 
     abstract: the parameters as ShapeDtypeStructs. axes: the logical words of each leaf.
-    context(batch, key): what all blocks need. embed(params, batch, context) -> x.
+    context(batch, key): what all blocks need. embed(params, batch, context) -> x; where a tower has
+    segments, embed(params, batch, context, features) too, for local code (parallel/tensor.py): the
+    features are zeros on the devices that have none, and all devices add up to x.
     block(layer params, x, context, cache) -> (x, cache, MoeSums or None); the step adds the
     MoeSums' penalty to the objective. head(params, x) -> float32 logits (a model without logits may
     raise). head_loss(params, x, batch) -> LossSums without the blocks' part; batch: the
     micro-batch, all members. settle(params, sums of a step) -> params: what follows a rule and no
     gradient (the experts' bias), once a step.
     see(params, batch) -> the features of images, which embed takes in their place (models/vlm.py).
-    tower: the layers of a further stack (`as_tower`), which `embed` runs; 0: there is none.
+    tower: a further stack; None: there is none.
     network(params, batch, key) -> LossSums: of a model without a stack (`of_loss`), in the place of
     embed, block and head_loss; layers is 0 then.
     trains: a tree of bools like the parameters, set by the train step: False where a leaf has no
@@ -82,7 +108,7 @@ class ModelParts:
     head_loss: Callable[..., LossSums]
     settle: Callable[[Tree, LossSums], Tree] = lambda params, sums: params
     see: Callable[..., jax.Array] | None = None
-    tower: int = 0
+    tower: Tower | None = None
     network: Callable[..., LossSums] | None = None
     trains: Tree = None
 
@@ -337,7 +363,7 @@ def of_module(build: Callable[[jax.Array], Any], layers: int) -> ModelParts:
         head_loss=lambda params, x, batch: merge(params).loss(
             x, batch["targets"] if of_targets else batch
         ),
-        tower=max(towers, default=0),
+        tower=Tower(max(towers)) if towers else None,
     )
 
 

@@ -186,14 +186,22 @@ class Tower(nnx.Module):
         make_block = nnx.vmap(lambda r: Block(cfg, layout, ops, rngs=r))
         self.blocks = parts_.as_tower(make_block(rngs.split(cfg.layers)))
 
-    def __call__(
-        self, batch: parts_.Batch, dtype: jnp.dtype, remat: parts_.Remat = "outputs"
-    ) -> jax.Array:
-        """Returns x_BPD of the patches, finite where they are padding.
+    def start(self, batch: parts_.Batch, dtype: jnp.dtype) -> jax.Array:
+        """Returns x_BPD before the first block.
 
-        batch: patches uint8 (B, P, C), a patch's order (channel, row, column); patch_places int32
-        (B, P, 2), a patch's (row, column) in its image; images int32 (B, P), the number of a
-        patch's image in its row, below 0: padding. remat: what the backward pass keeps of a block.
+        batch: patches uint8 (B, P, C), a patch's order (channel, row, column).
+        """
+        pixels_BPN = self._frames(self.ops.spread(batch["patches"]), dtype)
+        return self.ops.score(pixels_BPN, self.embed, dtype)
+
+    def __call__(
+        self, x_BPD: jax.Array, batch: parts_.Batch, remat: parts_.Remat = "outputs"
+    ) -> jax.Array:
+        """Returns x_BPD after the stacked blocks, finite where patches are padding.
+
+        batch: patch_places int32 (B, P, 2), a patch's (row, column) in its image; images int32
+        (B, P), the number of a patch's image in its row, below 0: padding. remat: what the backward
+        pass keeps of a block.
         """
         images_BP = batch["images"]
         # Positions have no part in attention without causal order; any of this shape will do.
@@ -205,8 +213,7 @@ class Tower(nnx.Module):
 
         if remat != "none":
             step = jax.checkpoint(step, policy=parts_.remat_policy(remat), prevent_cse=False)
-        pixels_BPN = self._frames(self.ops.spread(batch["patches"]), dtype)
-        return jax.lax.scan(step, self.ops.score(pixels_BPN, self.embed, dtype), stack)[0]
+        return jax.lax.scan(step, x_BPD, stack)[0]
 
     def _frames(self, patches_BPC: jax.Array, dtype: jnp.dtype) -> jax.Array:
         """Returns normalised pixels in the order (channel, frame, row, column), each frame of a

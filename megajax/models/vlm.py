@@ -13,6 +13,7 @@ Legend: B rows, S positions, D model width, P patches of a row, Q merged patches
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,7 @@ import numpy as np
 from flax import nnx
 
 from megajax.core.config import Checked, group, option
-from megajax.core.errors import UserError, nearest_multiples
+from megajax.core.errors import UserError, divisors, nearest_multiples
 from megajax.core.layout import Layout
 from megajax.core.tree import Tree
 from megajax.cost.base import Op, Phase, Stack, Workload
@@ -397,13 +398,20 @@ class Vlm(decoder.Decoder):
         ops: Ops,
         *,
         rngs: nnx.Rngs,
+        shares: bool = False,
     ):
         """Makes the decoder, whose parameters are those of a decoder of the same key, then tower
-        and projector. remat: what the backward pass keeps of a block of the tower."""
+        and projector. remat: what the backward pass keeps of a block of the tower. shares: of
+        `Pieces`."""
         super().__init__(cfg, layout, ops, rngs=rngs)
-        self.vision, self.remat = vision, remat
+        self.vision, self.remat, self.shares = vision, remat, shares
+        ops = Ops(attend=ops.attend) if shares else ops
         self.tower = Tower(vision.tower, layout, ops, rngs=rngs)
         self.projector = Projector(vision, layout, ops, rngs=rngs)
+        for _, variable in nnx.iter_graph((self.tower, self.projector)) if shares else ():
+            if isinstance(variable, nnx.Variable):
+                axes = variable.get_metadata("axes")
+                variable.set_metadata("axes", tuple(a if a == "embed" else None for a in axes))
 
     def context(self, batch: parts_.Batch, key: jax.Array | None) -> Context:
         """Returns what all blocks share, with M-RoPE's angles if the batch has positions for it."""
@@ -421,8 +429,19 @@ class Vlm(decoder.Decoder):
         )
         return dataclasses.replace(context, rotary=(jnp.cos(angle_BSK), jnp.sin(angle_BSK)))
 
-    def embed(self, batch: parts_.Batch, context: Context, dtype: jnp.dtype) -> jax.Array:
-        """Returns the start of the residual stream, x_BSD, with the images' features in it."""
+    def embed(
+        self,
+        batch: parts_.Batch,
+        context: Context,
+        dtype: jnp.dtype,
+        features_BQD: jax.Array | None = None,
+    ) -> jax.Array:
+        """Returns the start of the residual stream, x_BSD, with the images' features in it.
+
+        features_BQD: of ModelParts.embed, where a schedule runs the tower.
+        """
+        if features_BQD is not None:
+            return self.ops.show(self.tables(batch), features_BQD, batch["places"], dtype)
         x_BSD, features_BQD = super().embed(batch, context, dtype), batch.get("features")
         if features_BQD is None and "patches" in batch:
             features_BQD = self.features(batch, dtype)
@@ -439,8 +458,21 @@ class Vlm(decoder.Decoder):
         if self.layout is not None:
             ways = self.layout.ways(self.layout.rules.residual["seq"])
         check_patches(self.vision, P, ways)
+        features_BQD = self.finish(self.segment(self.start(batch, dtype), batch), batch)
+        return self.ops.spread(features_BQD) if self.shares else features_BQD
+
+    def start(self, batch: parts_.Batch, dtype: jnp.dtype) -> jax.Array:
+        """Returns what the tower's first block reads, x_BPD."""
         with jax.named_scope("tower"):
-            x_BPD = self.tower(batch, dtype, self.remat)
+            return self.tower.start(batch, dtype)
+
+    def segment(self, x_BPD: jax.Array, batch: parts_.Batch) -> jax.Array:
+        """Returns x_BPD after the tower's blocks."""
+        with jax.named_scope("tower"):
+            return self.tower(x_BPD, batch, self.remat)
+
+    def finish(self, x_BPD: jax.Array, batch: parts_.Batch) -> jax.Array:
+        """Returns features_BQD of what the tower's last block gave."""
         with jax.named_scope("projector"):
             return self.projector(x_BPD)
 
@@ -459,6 +491,17 @@ def check_patches(cfg: VlmConfig, patches: int, tensor: int) -> None:
         )
 
 
+class Pieces(NamedTuple):
+    """How a tower is taken apart (ModelParts.tower).
+
+    segments: equal pieces of its layers, which must be divisible by them; 0: `embed` runs it.
+    shares: every tensor rank has all weights of tower and projector, and works on some of the rows.
+    """
+
+    segments: int = 0
+    shares: bool = False
+
+
 def parts(
     cfg: VlmConfig,
     layout: Layout | None = None,
@@ -467,6 +510,7 @@ def parts(
     loss_chunks: int = 1,
     loss: Callable[..., LossSums] | None = None,
     remat: parts_.Remat = "outputs",
+    pieces: Pieces = Pieces(),
 ) -> parts_.ModelParts:
     """Returns the network as pure functions. Call it, and them, under the layout's mesh.
 
@@ -476,16 +520,36 @@ def parts(
     them, or in their place `features` (B, Q, D), what `see` returned of them. A batch without these
     is one of text. The members of the parameters are the decoder's, `tower` and `projector`.
 
-    remat: what the backward pass keeps of a block of the tower. Other arguments: of decoder.parts.
+    remat: what the backward pass keeps of a block of the tower. pieces: of the tower, for
+    a pipeline that runs it in slots. Other arguments: of decoder.parts.
     Raises: UserError when the layout's mesh cannot cut the model, or cuts the sequence over
-    `context`.
+    `context`, and for segments that do not divide the layers.
     """
+    layers, (segments, shares) = cfg.tower.layers, pieces
+    if segments and layers % segments:
+        raise UserError(
+            f"encoder.segments={segments} must divide tower.layers={layers}; nearest: "
+            f"{min(divisors(layers), key=lambda n: abs(n - segments))} (--encoder.segments)"
+        )
     if layout is not None:
         layout.check(cfg)
         check_context(layout.ways(("context",)))
-    network = functools.partial(Vlm, cfg, remat)
-    made = decoder.parts(cfg.decoder, layout, ops, dtype, loss_chunks, loss, network)
-    return dataclasses.replace(made, tower=cfg.tower.layers)
+    kind = jnp.dtype(dtype)
+
+    def tower(merge: Callable[[Tree], Any]) -> parts_.Tower:
+        return parts_.Tower(
+            layers,
+            segments,
+            members=("tower", "projector"),
+            start=lambda params, batch: merge(params).start(batch, kind),
+            segment=lambda params, x, batch: merge(params).segment(x, batch),
+            finish=lambda params, x, batch: merge(params).finish(x, batch),
+            images="images",
+            shares=shares,
+        )
+
+    network = functools.partial(Vlm, cfg, remat, shares=shares)
+    return decoder.parts(cfg.decoder, layout, ops, dtype, loss_chunks, loss, network, tower)
 
 
 def check_context(ways: int) -> None:

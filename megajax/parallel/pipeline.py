@@ -56,9 +56,10 @@ from megajax.parallel.exchange import (
     order_of,
     scatter_matrix,
 )
+from megajax.parallel.slots import Job, Scan, Segment, Work, drive, skipped, take, zeros
 from megajax.schedule import build
 from megajax.schedule.build import Schedule
-from megajax.schedule.ir import Table
+from megajax.schedule.ir import DECODER, Table
 from megajax.schedule.route import Cells, Route, Stretch, route
 
 # ---- tick
@@ -66,9 +67,15 @@ from megajax.schedule.route import Cells, Route, Stretch, route
 # One tick of a pipeline on one device: land, forward, head, backward, weights, send.
 #
 # The body of parallel/pipeline.py's loops, inside a shard_map over the whole mesh. A `Route` says
-# what this stage does in this tick, kind by kind, and a mapping has the function of each kind. Idle
-# slots compute on zeros and add zeros. The predicates of the `cond`s are equal on all devices, so
-# the collectives inside meet.
+# what this stage does in this tick, kind by kind. A stage without a slot of a kind computes on
+# zeros and adds zeros (--pipeline.idle=mask), or takes a branch that does nothing (skip); an
+# encoder's work is always under such a branch. In it are only collectives among ranks of one stage,
+# which all take it. The predicates of the other `cond`s are equal on all devices.
+#
+# An encoder's slots run beside the decoder's, EF in one branch with F and EB in one with B
+# (parallel/slots.py). Its features stay on the stage that made them, which adds them to its part of
+# the embedding: the sum over stages brings them to the first one, and the transposed sum brings
+# their gradient back.
 #
 # Legend: U microbatches, B rows of one, S positions, T ticks.
 
@@ -90,11 +97,11 @@ class Carry(NamedTuple):
     """What goes from tick to tick.
 
     arrived: {kind: the array that a neighbour sent}. values: {value of the Route: its buffer}, of
-    chunk inputs and of gradients of chunk outputs. residuals: buffers of residuals, if they are
-    stashed. A buffer has one place more than the Route counts, the last one: arrays that no later
-    tick reads are written there. blocks, outer: the gradients so far, of the layers and of the
-    other parameters. sums: of the loss. moe: of the routers, leaves (chunks, layers of one, ...),
-    equal on all devices of the stage; None in a dense model.
+    chunk inputs, of gradients of chunk outputs and of what an encoder makes. residuals: buffers of
+    residuals, if they are stashed. A buffer has one place more than the Route counts, the last one:
+    arrays that no later tick reads are written there. blocks, outer: the gradients so far, of the
+    layers and of the other parameters. sums: of the loss. moe: of the routers, leaves (chunks,
+    layers of one, ...), equal on all devices of the stage; None in a dense model.
     """
 
     arrived: dict[str, jax.Array]
@@ -123,7 +130,7 @@ class Tick:
         stashes: bool,
         settle: Callable[[Words, Any], Any],
         order: Order,
-        functions: Mapping[str, "Function"],
+        skips: bool,
     ):
         """Makes the tick of a stage.
 
@@ -132,9 +139,10 @@ class Tick:
         together, each of which counts for its share. remat: of the layers inside a chunk. stashes:
         residuals lie in a buffer from F to B; otherwise B computes them again. settle(words,
         gradient): applied to a gradient before it is added to the total. order: of the work of a
-        tick: head, send, B, send, W. functions: of the kinds.
+        tick: head, send, B, send, W. skips: whether a stage without work of a kind computes
+        nothing.
         """
-        self.functions = functions
+        self.skips = skips
         self.parts, self.route, self.batch, self.objective = parts, route, batch, objective
         self.copies, self.settle, self.v, self.order = copies, settle, chunks, order
         self.remat, self.stashes = remat, stashes and objective is not None
@@ -146,6 +154,11 @@ class Tick:
             parts.trains[parts.stack],
             {k: parts.trains[k] for k in self.outer},
         )
+        # Where the projector alone is trained, the embedding runs it, so that no EB is needed.
+        self.late = False
+        if "EF" in route.cells and self.trains and parts.tower is not None:
+            stack, projector = (jax.tree.leaves(parts.trains[m]) for m in parts.tower.members)
+            self.late = any(projector) and not any(stack)
 
     def rows(self) -> Route:
         """Returns the route as this stage reads it, leaves (T,), from another lane (T, P)."""
@@ -163,7 +176,9 @@ class Tick:
             shapes = jax.eval_shape(lambda: settled(self.axes[1], self.graded(1, self.outer)))
             outer = jax.tree.map(lambda s: jnp.zeros(s.shape, jnp.float32), shapes)
         cell = Cells(jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32), {})
-        _, residuals, moe = jax.eval_shape(lambda x: self.run(cell, self.pick(cell), x), x)
+        _, residuals, moe = jax.eval_shape(
+            lambda x: drive([lambda: self.run(cell, self.pick(cell), x)])[0], x
+        )
         residuals = residuals if self.stashes else {}
         moe = jax.tree.map(lambda s: jnp.zeros((self.v, *s.shape), s.dtype), moe)
         empty = jnp.zeros(x.shape, x.dtype)
@@ -171,9 +186,13 @@ class Tick:
         def buffer(places: int, like: jax.ShapeDtypeStruct) -> jax.Array:
             return jnp.zeros((places + 1, *like.shape), like.dtype)
 
-        values = {value: buffer(places, x) for value, places in self.route.sizes}
+        like = dict.fromkeys(("F", "B"), x)
+        if "EF" in self.route.cells:
+            inner, features = self.seen_shapes()
+            like |= {"EF": inner, "EB": inner, "EF>F": features, "B>EB": features}
+        values = {value: buffer(places, like[value]) for value, places in self.route.sizes}
         residuals = jax.tree.map(functools.partial(buffer, dict(self.route.sizes)["F"]), residuals)
-        arrived = {kind.name: empty for kind in self.route.kinds if kind.sends}
+        arrived = {k.name: empty for k in self.route.kinds if k.sends and k.lane == DECODER}
         return Carry(arrived, values, residuals, blocks, outer, self.no_sums(empty), moe)
 
     def __call__(self, loop: Stretch, carry: Carry, row: Route) -> tuple[Carry, None]:
@@ -181,9 +200,10 @@ class Tick:
         landed = {k: _put(carry.values[k], row.land[k], x) for k, x in carry.arrived.items()}
         carry = carry._replace(values=carry.values | landed)
         for kind in self.route.kinds:
-            if kind.name not in loop.kinds:
+            if kind.name not in loop.kinds or kind.lane != DECODER:
                 continue
-            carry, result = self.functions[kind.name](self, carry, row, loop.events)
+            work = {"F": self.forward, "B": self.backward, "W": self.weights}[kind.name]
+            carry, result = work(carry, row, loop.events)
             if result is not None:
                 sent = self.send(result, kind.sends)
                 carry = carry._replace(arrived=carry.arrived | {kind.name: sent})
@@ -193,13 +213,14 @@ class Tick:
     # ---- the kinds of work: each returns the carry and what it sends
 
     def forward(self, carry: Carry, row: Route, events: frozenset[str]) -> tuple[Carry, jax.Array]:
-        """F: the chunk's output. On the first stage's first chunk the tokens enter."""
+        """F: the chunk's output, beside EF. On the first stage's first chunk the tokens enter."""
         cell = row.cells["F"]
-        x = _take(carry.values["F"], cell.places["F"])
+        x = take(carry.values["F"], cell.places["F"])
 
         def enter() -> jax.Array:
             entering = (self.stage == 0) & (cell.chunk == 0)
-            return jnp.where(entering, self.embed(self.outer, row.embed), x)
+            embedded = self.embed(self.outer, row.embed, *self.held(carry, cell))
+            return jnp.where(entering, embedded, x)
 
         if "E" in events:
             with jax.named_scope(ENTER):
@@ -207,7 +228,15 @@ class Tick:
             cell = self.order.after(cell, x)
         inputs = _put(carry.values["F"], cell.places["F"], x)
         carry = carry._replace(values=carry.values | {"F": inputs})
-        y, residuals, moe = self.run(cell, self.pick(cell), x)
+        jobs: list[Job] = [(self.works(cell), lambda: self.run(cell, self.pick(cell), x), None)]
+        if "EF" in row.cells:
+            seen = row.cells["EF"]
+            jobs.append((seen.chunk >= 0, lambda: self.see(carry, seen), None))
+        (y, residuals, moe), *made = self.together(jobs)
+        for inner, features in made:
+            new = {"EF": inner, "EF>F": features}
+            put = {k: _put(carry.values[k], row.land[k], z) for k, z in new.items()}
+            carry = carry._replace(values=carry.values | put)
         carry = carry._replace(moe=_add(carry.moe, cell, moe))
         if self.stashes:
             put = functools.partial(_put, place=cell.places["F"])
@@ -256,39 +285,166 @@ class Tick:
         return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), sums)
 
     def backward(self, carry: Carry, row: Route, events: frozenset[str]) -> tuple[Carry, jax.Array]:
-        """B: the gradient of the chunk's input and, unless W does it, of its weights."""
-        dx, blocks = self.pull(carry, row.cells["B"])
-        if "W" not in row.cells:
-            carry = carry._replace(blocks=blocks)
+        """B: the gradient of the chunk's input and, unless W does it, of its weights; beside EB."""
+        cell, seen = row.cells["B"], row.cells.get("EB")
+        if "W" in row.cells:
+            jobs: list[Job] = [(self.works(cell), lambda: self.pull(carry, cell, 0), None)]
+        else:
+            no_x = jnp.zeros_like(carry.arrived["B"])
+            jobs = [
+                (self.works(cell), lambda: self.pull(carry, cell), lambda: (no_x, carry.blocks))
+            ]
+        if seen is not None:
+            none = jnp.zeros_like(carry.values["EB"][0])
+            jobs.append(
+                (seen.chunk >= 0, lambda: self.unsee(carry, seen), lambda: (carry.outer, none))
+            )
+        pulled, *made = self.together(jobs)
+        dx, blocks = (pulled, carry.blocks) if "W" in row.cells else pulled
+        carry = carry._replace(blocks=blocks)
+        for outer, inner in made:
+            values = carry.values | {"EB": _put(carry.values["EB"], row.land["EB"], inner)}
+            carry = carry._replace(outer=outer, values=values)
+        features, present = self.held(carry, cell)
 
-        def leave() -> Tree:
-            vjp = jax.vjp(lambda outer: self.embed(outer, row.unembed), self.outer)[1]
-            return self.add_outer(carry.outer, *vjp(jnp.where(self.stage == 0, dx, 0)))
+        def leave() -> tuple[Tree, jax.Array | None]:
+            def embed(outer: Tree, features: jax.Array | None) -> jax.Array:
+                return self.embed(outer, row.unembed, features, present)
+
+            outer, seen = jax.vjp(embed, self.outer, features)[1](jnp.where(self.stage == 0, dx, 0))
+            return self.add_outer(carry.outer, outer), seen
+
+        def stay() -> tuple[Tree, jax.Array | None]:
+            return carry.outer, jax.tree.map(jnp.zeros_like, features)
 
         if "L" in events:
             with jax.named_scope(LEAVE):
-                outer = lax.cond(row.unembed >= 0, leave, lambda: carry.outer)
+                outer, gradient = lax.cond(row.unembed >= 0, leave, stay)
             carry = carry._replace(outer=outer)
+            if seen is not None:
+                values = _put(carry.values["B>EB"], row.land["B>EB"], gradient)
+                carry = carry._replace(values=carry.values | {"B>EB": values})
             dx = self.order.after(dx, outer)
         return carry, dx
 
     def weights(self, carry: Carry, row: Route, events: frozenset[str]) -> tuple[Carry, None]:
         """W: the gradient of the chunk's weights, for which the backward chain runs again."""
-        return carry._replace(blocks=self.pull(carry, row.cells["W"])[1]), None
+        cell = row.cells["W"]
+        job = self.works(cell), lambda: self.pull(carry, cell, 1), lambda: carry.blocks
+        return carry._replace(blocks=self.together([job])[0]), None
 
-    def pull(self, carry: Carry, cell: Cells) -> tuple[jax.Array, Tree]:
-        """Returns (gradient of the chunk's input, block gradients with the chunk's added).
+    def works(self, cell: Cells) -> jax.Array | None:
+        """Returns whether this stage has a slot; None: it computes in any case."""
+        return cell.chunk >= 0 if self.skips else None
+
+    def together(self, jobs: Sequence[Job]) -> list[Any]:
+        """Returns the result of each job: of those that have work, or always do, in one branch."""
+        asked = [i for i, (works, _, _) in enumerate(jobs) if works is not None]
+        if not asked:
+            return drive([run for _, run, _ in jobs])
+
+        def branch(number: int) -> Callable[[], list[Any]]:
+            idle = {i for bit, i in enumerate(asked) if not number >> bit & 1}
+
+            def run_all() -> list[Any]:
+                done = iter(drive([run for i, (_, run, _) in enumerate(jobs) if i not in idle]))
+                return [
+                    skipped(*job[1:]) if i in idle else next(done) for i, job in enumerate(jobs)
+                ]
+
+            return run_all
+
+        bits = [jobs[i][0].astype(jnp.int32) << bit for bit, i in enumerate(asked)]  # type: ignore
+        return lax.switch(sum(bits[1:], bits[0]), [branch(n) for n in range(1 << len(asked))])
+
+    # ---- an encoder's work
+
+    def see(self, carry: Carry, cell: Cells) -> Work:
+        """EF: (what the next segment reads, the features of the last one); both of any segment,
+        and what a segment has not got is written where no tick reads."""
+        segment = self.segment(cell)
+        x, _ = yield Scan(
+            lambda x, w: (segment.layer(w, x), None), segment.first(carry), segment.stack
+        )
+        features = self.seen_shapes()[1]
+        return x, self.where(segment.is_last, lambda: segment.finish(x), lambda: zeros(features))
+
+    def unsee(self, carry: Carry, cell: Cells) -> Work:
+        """EB: (the gradients with the segment's added, that of what the segment read)."""
+        segment = self.segment(cell)
+
+        def up(x: jax.Array, w: list) -> tuple[jax.Array, tuple]:
+            y, vjp = jax.vjp(segment.layer, w, x)
+            return y, detach(vjp)
+
+        x = segment.first(carry)
+        y, residuals = yield Scan(up, x, segment.stack)
+        one = [w[0] for w in segment.stack]
+        template = jax.eval_shape(lambda: jax.vjp(segment.layer, one, x)[1])
+
+        def down(state: tuple, item: tuple) -> tuple[tuple, None]:
+            (dx, total), (index, w, residuals) = state, item
+            dw, dx = attach(template, residuals, w)(dx)
+            return (dx, segment.add_layer(total, index, dw)), None
+
+        def finished() -> tuple[Tree, jax.Array]:
+            dy = take(carry.values["B>EB"], cell.places["B>EB"])
+            return segment.finish_back(carry.outer, y, dy)
+
+        def between() -> tuple[Tree, jax.Array]:
+            return carry.outer, take(carry.values["EB"], cell.places["EB"])
+
+        outer, dy = self.where(segment.is_last, finished, between)
+        total, ends = segment.split(outer)
+        items = jnp.arange(segment.size), segment.stack, residuals
+        (dx, total), _ = yield Scan(down, (dy, total), items, reverse=True)
+        outer = segment.joined(outer, total, ends)
+        return self.where(
+            segment.is_first, lambda: segment.start_back(outer, dx), lambda: outer
+        ), dx
+
+    def where(self, is_so: jax.Array, then: Callable[[], Any], otherwise: Callable[[], Any]) -> Any:
+        """Returns then() of the segments of which something is so: of a single one in any case."""
+        single = self.parts.tower.segments == 1  # type: ignore[missing-attribute]
+        return then() if single else lax.cond(is_so, then, otherwise)
+
+    def segment(self, cell: Cells) -> Segment:
+        """Returns the cell's segment of the encoder."""
+        return Segment(self, cell)
+
+    def rows_seen(self, batch: dict) -> dict:
+        """Returns the rows of a microbatch whose images this rank sees."""
+        if not self.parts.tower.shares:  # type: ignore[missing-attribute]
+            return batch
+        rows = {len(x) // lax.axis_size("tensor") for x in batch.values()}.pop()
+        first = lax.axis_index("tensor") * rows
+        return {k: lax.dynamic_slice_in_dim(x, first, rows) for k, x in batch.items()}
+
+    def seen_shapes(self) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+        """Returns the shapes (of what a segment reads, of the features that are held)."""
+        segment = Segment(self, Cells(jnp.zeros((), jnp.int32), jnp.zeros((), jnp.int32), {}))
+        x = jax.eval_shape(segment.start)
+        return x, jax.eval_shape(segment.finish, x)
+
+    def held(self, carry: Carry, cell: Cells) -> tuple[jax.Array | None, jax.Array | None]:
+        """Returns (the features that this stage holds of the microbatch that enters or leaves the
+        decoder, zeros where it has none; whether it has some); None without an encoder."""
+        place = cell.places.get("EF>F")
+        return (None, None) if place is None else (take(carry.values["EF>F"], place), place >= 0)
+
+    def pull(self, carry: Carry, cell: Cells, which: int | None = None) -> Work:
+        """Returns (gradient of the chunk's input, block gradients with the chunk's added), or one.
 
         Layer by layer, so that one layer's weight gradient exists at a time.
         """
         weights, context, layer = self.pick(cell), self.context(cell), self.layer()
         if self.stashes:
-            residuals = jax.tree.map(
-                lambda buffer: _take(buffer, cell.places["F"]), carry.residuals
-            )
+            residuals = jax.tree.map(lambda buffer: take(buffer, cell.places["F"]), carry.residuals)
+            yield None  # the round in which an encoder beside it runs forward
         else:
-            residuals = self.run(cell, weights, _take(carry.values["F"], cell.places["F"]))[1]
-        dy = _take(carry.values["B"], cell.places["B"])
+            x = take(carry.values["F"], cell.places["F"])
+            residuals = (yield from self.run(cell, weights, x))[1]
+        dy = take(carry.values["B"], cell.places["B"])
         one = jax.tree.map(lambda w: w[0], weights)
         (_, moe), template = jax.eval_shape(lambda: jax.vjp(layer, one, dy, context))
         share = self.share(moe, dy)
@@ -300,8 +456,8 @@ class Tick:
             return (dx, self.add_layer(total, cell, index, floating(dw))), None
 
         items = (jnp.arange(len(jax.tree.leaves(weights)[0])), weights, residuals)
-        (dx, total), _ = lax.scan(down, (dy, carry.blocks), items, reverse=True)
-        return dx, total
+        pulled, _ = yield Scan(down, (dy, carry.blocks), items, reverse=True)
+        return pulled if which is None else pulled[which]
 
     # ---- pieces
 
@@ -311,11 +467,24 @@ class Tick:
         pick = functools.partial(lax.dynamic_index_in_dim, index=number, keepdims=False)
         return {k: pick(x) for k, x in self.batch.items()}
 
-    def embed(self, outer: Tree, number: Any) -> jax.Array:
-        """Returns the start of a microbatch's residual stream; every stage adds its rows."""
+    def embed(
+        self,
+        outer: Tree,
+        number: Any,
+        features: jax.Array | None = None,
+        present: jax.Array | None = None,
+    ) -> jax.Array:
+        """Returns the start of a microbatch's residual stream; every stage adds its rows, and what
+        it holds of the features. features, present: of `held`."""
         batch = self.piece(number)
         context = self.parts.context(batch, None)
-        return self.parts.embed(outer | {self.parts.stack: self.blocks}, batch, context)
+        params = outer | {self.parts.stack: self.blocks}
+        if features is None:
+            return self.parts.embed(params, batch, context)
+        if self.late and present is not None:
+            finished = self.parts.tower.finish(params, features, self.rows_seen(batch))  # type: ignore
+            features = jnp.where(present, finished, 0)
+        return self.parts.embed(params, batch, context, features)
 
     def pick(self, cell: Cells) -> Tree:
         """Returns the weights of the cell's chunk."""
@@ -339,9 +508,7 @@ class Tick:
             return layer
         return jax.checkpoint(layer, policy=remat_policy(self.remat), prevent_cse=False)
 
-    def run(
-        self, cell: Cells, weights: Tree, x: jax.Array
-    ) -> tuple[jax.Array, Tree, MoeSums | None]:
+    def run(self, cell: Cells, weights: Tree, x: jax.Array) -> Work:
         """Returns (a chunk's output, what its layers' backward passes need beside weights, the
         layers' own sums)."""
         layer, context = self.layer(), self.context(cell)
@@ -350,7 +517,7 @@ class Tick:
             (y, moe), vjp = jax.vjp(layer, w, x, context)
             return y, (detach(vjp), moe)
 
-        y, (residuals, moe) = lax.scan(up, x, weights)
+        y, (residuals, moe) = yield Scan(up, x, weights)
         return y, residuals, moe
 
     def value(self, sums: LossSums) -> jax.Array:
@@ -396,11 +563,6 @@ class Tick:
         return lax.ppermute(x, PIPE, [(i, (i + direction) % P) for i in range(P)])
 
 
-# (tick, carry, a tick of the route, events of the loop) -> (carry, what the kind sends)
-Function = Callable[[Tick, Carry, Route, frozenset[str]], tuple[Carry, jax.Array | None]]
-FUNCTIONS: Mapping[str, Function] = {"F": Tick.forward, "B": Tick.backward, "W": Tick.weights}
-
-
 def branches(route: Route) -> dict[tuple[str, int], float]:
     """Returns {(scope, ticks of a loop): how many of its ticks take the branch}.
 
@@ -421,12 +583,6 @@ def _put(buffer: jax.Array, place: jax.Array, value: jax.Array) -> jax.Array:
     """Writes at a place. -1 writes at the last place, which no tick reads."""
     place = jnp.where(place < 0, buffer.shape[0] - 1, place)
     return lax.dynamic_update_index_in_dim(buffer, value.astype(buffer.dtype), place, 0)
-
-
-def _take(buffer: jax.Array, place: jax.Array) -> jax.Array:
-    """Reads a place. -1 gives zeros, even if the buffer holds NaN."""
-    value = lax.dynamic_index_in_dim(buffer, jnp.maximum(place, 0), keepdims=False)
-    return jnp.where(place < 0, jnp.zeros_like(value), value)
 
 
 def _add(total: Tree, cell: Cells, value: Tree, *index: jax.Array) -> Tree:
@@ -615,6 +771,11 @@ class PipelineConfig(Checked, section="pipeline"):
         "what a forward pass stores; input: the chunk's input, from which the forward pass runs "
         "again before the backward pass; residuals: what --train.remat stores",
     )
+    idle: Literal["mask", "skip"] = option(
+        "mask",
+        "what a stage does in a tick in which it has no work; mask: it computes on zeros; skip: "
+        "nothing, under a branch that has run on emulated devices only",
+    )
     gradients: Literal["local", "sharded"] = option(
         "local",
         "when gradients are reduce-scattered; local: once a step; sharded: in every tick, which "
@@ -707,7 +868,7 @@ class Pipeline:
 
     dtype: of compute. remat: of the layers inside a chunk. batch: how each member of a batch
     (U, B, ...) lies; none: rows of tokens. exchange: what lies between masters and weights in use;
-    None: nothing but a cast. functions: of the kinds of a table.
+    None: nothing but a cast.
     """
 
     parts: ModelParts
@@ -717,7 +878,6 @@ class Pipeline:
     remat: Remat
     batch: Mapping[str, P] | None = None
     exchange: Exchange | None = None
-    functions: Mapping[str, Function] = dataclasses.field(default_factory=lambda: FUNCTIONS)
 
     @property
     def stages(self) -> int:
@@ -816,12 +976,14 @@ class Pipeline:
         While a loop runs, the weights of the chunk that the next one opens are gathered, and the
         gradients of the chunk that the last one finished are scattered: the first gather and the
         last scatter alone are exposed. (MegaScale section 3.2, overlapping in data parallelism.)
-        Raises: ValueError for kinds of the table that have no function.
+        Raises: ValueError for kinds of the table that the model has no work for.
         """
-        if lost := [kind.name for kind in route.kinds if kind.name not in self.functions]:
+        has_segments = self.parts.tower is not None and self.parts.tower.segments
+        known = ("F", "B", "W", "EF", "EB") if has_segments else ("F", "B", "W")
+        if lost := [kind.name for kind in route.kinds if kind.name not in known]:
             raise ValueError(
-                f"kind {', '.join(lost)} of the table has no function here; the kinds that can be "
-                f"executed are {', '.join(self.functions)}"
+                f"the model has no work for {', '.join(lost)} of the table; the kinds that can be "
+                f"executed are {', '.join(known)}"
             )
         v, stack, order = self.cfg.chunks, self.parts.stack, order_of(self.layout.mesh)
         moves = Moves(self._exchange(objective is not None), stack, v, inputs)
@@ -841,7 +1003,7 @@ class Pipeline:
             stashes=self.cfg.stash == "residuals",
             settle=self._settle,
             order=order,
-            functions=self.functions,
+            skips=self.cfg.idle == "skip",
         )
         carry, rows, done = tick.start(), tick.rows(), {}
         local = objective is not None and self.cfg.gradients == "local"

@@ -14,6 +14,7 @@ channels.
 """
 
 import functools
+import itertools
 import math
 import operator
 from collections.abc import Callable, Sequence
@@ -603,6 +604,7 @@ def local_ops(
         attend=functools.partial(
             local_attend, layout, attention=attention, context=context, segments=segments
         ),
+        show=functools.partial(local_show, layout),
         vector=functools.partial(piece_of, layout),
         vocab=VocabCut(layout.live(layout.rules.stored["vocab"])),
         expert=functools.partial(local_expert, layout, context=context, overlap=overlap),
@@ -683,12 +685,21 @@ def local_down(
 
 def local_lookup(layout: Layout, pairs: Sequence[tuple[nnx.Param, Array]], dtype: Any) -> Array:
     """Each device looks up the rows that it has; the partial sums are scattered together."""
+    return _summed(layout, _own_rows(layout, pairs, dtype))
 
-    def own_rows(table: nnx.Param, ids_BS: Array) -> Array:
+
+def _own_rows(layout: Layout, pairs: Sequence[tuple[nnx.Param, Array]], dtype: Any) -> Array:
+    """The rows of the tables that this device has, their sum; 0 for an id below 0."""
+
+    def rows(table: nnx.Param, ids_BS: Array) -> Array:
         axes = layout.live(layout.rules.stored[table.get_metadata("axes")[0]])
         return inside_rows(table[...].astype(dtype), ids_BS, axes)
 
-    total_BSD = functools.reduce(operator.add, (own_rows(*pair) for pair in pairs))
+    return functools.reduce(operator.add, itertools.starmap(rows, pairs))
+
+
+def _summed(layout: Layout, total_BSD: Array) -> Array:
+    """Adds up partial sums over the axes that cut the vocabulary, to the residual stream."""
     cut = layout.cuts_sequence
     axes = layout.live(layout.rules.stored["vocab"])
     others = [a for a in axes if a != TENSOR or not cut]
@@ -711,6 +722,36 @@ def local_place(layout: Layout, x_BSD: Array, features_BQD: Array, places_BS: Ar
     if layout.live(TENSOR_AXES):
         features_BQD = local_gather(layout, features_BQD)
     return ops_.place(x_BSD, features_BQD, places_BS)
+
+
+def local_show(
+    layout: Layout,
+    pairs: Sequence[tuple[nnx.Param, Array]],
+    features_BQD: Array,
+    places_BS: Array,
+    dtype: Any,
+) -> Array:
+    """Each device adds the features that it has to its partial sum of the embedding.
+
+    features_BQD: where tensor ranks share a row's features, this rank's, in the order of the ranks;
+    where they share the rows, those of this rank's rows. Zeros where another stage has them.
+    """
+    (B, S), (rows, Q, D), rank = places_BS.shape, features_BQD.shape, lax.axis_index(TENSOR)
+    shown_BS = places_BS >= 0
+    pairs = [(table, jnp.where(shown_BS, -1, ids_BS)) for table, ids_BS in pairs]
+    total_BSD = _own_rows(layout, pairs, dtype)
+    if rows < B:
+        places_RS = lax.dynamic_slice_in_dim(places_BS, rank * rows, rows)
+        zeros_RSD = jnp.zeros((rows, S, D), dtype)
+        placed_RSD = ops_.place(zeros_RSD, features_BQD, places_RS)
+        zeros_BSD = jnp.zeros((B, S, D), dtype)
+        placed_BSD = lax.dynamic_update_slice_in_dim(zeros_BSD, placed_RSD, rank * rows, 0)
+    else:
+        place_BS = places_BS - rank * Q
+        here_BS = shown_BS & (place_BS >= 0) & (place_BS < Q)
+        place_BS = jnp.where(here_BS, place_BS, -1)
+        placed_BSD = ops_.place(jnp.zeros((B, S, D), dtype), features_BQD, place_BS)
+    return _summed(layout, total_BSD + placed_BSD)
 
 
 def local_attend(

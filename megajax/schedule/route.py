@@ -7,7 +7,12 @@ colouring intervals, so the buffers are as small as the table allows (for 1F1B t
 the microbatches).
 
 A value is named by the kind whose work takes it: `F`, a chunk's input; `B`, the gradient of its
-output. What one lane gives another is named by both kinds, as `EF>F` and `B>EB` are.
+output. What one lane gives another is named by both kinds, as `EF>F`, the features that an encoder
+made of a microbatch, and `B>EB`, their gradient, are. An encoder's values never leave the stage
+that runs it: the decoder's embedding reads them there.
+
+A table that changes from step to step runs in one program if its arrays have one shape. `route(...,
+like=)` gives them that of another route, with ticks at the end in which nothing runs.
 
 Legend of arrays: T ticks, P stages. -1: nothing.
 """
@@ -53,17 +58,19 @@ class Stretch(NamedTuple):
     done: tuple[int, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Route:
     """The whole table as arrays.
 
-    cells: the cells of each kind. land: {value: the place for what arrives before the tick}; (T, P)
-    if it comes from the neighbour, (T, P, Q) if stage Q of another lane made it. head: (T,) the
+    cells: the cells of each kind. A stage reads `EF>F` of cells F where it holds the features of
+    the microbatch that enters the decoder in this tick, and of cells B where it still holds those
+    of the one that leaves it. land: {value: (T, P) a place}: of F and B for what the neighbour sent
+    before the tick, of an encoder's values for what the stage makes in the tick. head: (T,) the
     microbatch whose last chunk the last stage finishes in this tick; its gradient goes to the last
     stage's place head_place. embed: (T,) the microbatch that enters the decoder. unembed: (T,) the
     microbatch whose gradient leaves the decoder's first chunk. sizes: (value, places of a stage).
     kinds: the kinds in the order in which they run inside a tick. loops: the ticks, stretch by
-    stretch.
+    stretch; with an encoder one stretch of all.
     """
 
     cells: Mapping[str, Cells]
@@ -77,53 +84,56 @@ class Route:
     loops: tuple[Stretch, ...]
 
 
-def route(table: Table, backward: bool = True, by_chunk: bool = False) -> Route:
+Read = tuple[str, str, int, Key]  # the kind that reads, the value, the tick, the value's key
+
+
+def route(
+    table: Table,
+    backward: bool = True,
+    by_chunk: bool = False,
+    like: Route | None = None,
+) -> Route:
     """Returns the route of a table.
 
     backward False: its forward half alone, for evaluation. by_chunk: a new loop also begins where a
-    chunk of the decoder is used for the first time and where it has been for the last.
+    chunk of the decoder is used for the first time and where it has been for the last. like: the
+    route of a larger table, whose kinds, ticks and places this one gets.
+    Raises: ValueError for an encoder that is cut into stages, and for a table that does not fit
+    into `like`.
     """
     kinds = {k.name: k for k in table.kinds if backward or k.sends > 0}
     when = {work: tick for work, tick in table.tick_of.items() if work.kind in kinds}
+    if like is not None:
+        kinds = {k.name: k for k in like.kinds}
     T, P = max(when.values()) + 1, table.stages
-    lives: dict[str, dict[Key, tuple[int, int]]] = {k: {} for k in kinds if kinds[k].sends}
-    landings: dict[str, list[tuple[int, Key, int]]] = {}  # tick, key and the stage that made it
-    readers = {value: [k for k in kinds if value in (k, *kinds[k].reads)] for value in lives}
-    for work, tick in when.items():
-        key, start = work[1:], tick
-        for needed in table.needs(work):
-            if not table.is_sent(needed, work):
-                start = when[needed]  # made in place
-                continue
-            value, arrival = work.kind, when[needed] + 1
-            if needed.kind == work.kind:
-                start = arrival
-            else:
-                value = f"{needed.kind}>{work.kind}"
-                lives.setdefault(value, {})[key] = arrival, tick
-            landings.setdefault(value, []).append((arrival, key, needed.stage))
-        if work.kind in readers:
-            reads = [Work(reader, *key) for reader in readers[work.kind]]
-            lives[work.kind][key] = start, max(when[read] for read in reads if read in when)
+    if deep := [lane for lane in table.extra_lanes if lane.stages > 1]:
+        raise ValueError(f"{table.name}: {deep[0]}: a stage must have all layers of this network")
+    lives, reads, landings = _lives(table, kinds, when)
     places: dict[str, dict[Key, int]] = {}
-    sizes = []
+    sizes = {}
     for value, by_key in lives.items():
-        places[value], size = _places(by_key, P)
-        sizes.append((value, size))
+        places[value], sizes[value] = _places(by_key, P)
+    if like is not None:
+        T, sizes = _fitted(table, T, sizes, like)
     nothing = functools.partial(np.full, fill_value=NOTHING, dtype=np.int32)
-    cells = {}
+    names: dict[str, set[str]] = {kind: set() for kind in kinds}
     for kind in kinds:
-        read = [v for v in lives if kind in readers.get(v, ()) or v.endswith(f">{kind}")]
-        cells[kind] = Cells(nothing((T, P)), nothing((T, P)), {v: nothing((T, P)) for v in read})
+        names[kind] = {
+            v for v in lives if v in (kind, *kinds[kind].reads) or v.endswith(f">{kind}")
+        }
+    if "EF>F" in lives and "B" in kinds:
+        names["B"] |= {"EF>F"}
+    cells = {
+        kind: Cells(nothing((T, P)), nothing((T, P)), {v: nothing((T, P)) for v in sorted(values)})
+        for kind, values in names.items()
+    }
     for (kind, stage, chunk, microbatch), tick in when.items():
         cells[kind].chunk[tick, stage], cells[kind].microbatch[tick, stage] = chunk, microbatch
-        for value, place in cells[kind].places.items():
-            place[tick, stage] = places[value].get((stage, chunk, microbatch), NOTHING)
-    land = {value: nothing((T, P) if value in kinds else (T, P, P)) for value in lives}
-    for value, arrivals in landings.items():
-        for tick, key, source in arrivals:
-            at = (tick, key[0]) if value in kinds else (tick, key[0], source)
-            land[value][at] = places[value][key]
+    for kind, value, tick, key in reads:
+        cells[kind].places[value][tick, key[0]] = places[value][key]
+    land = {value: nothing((T, P)) for value in lives}
+    for value, tick, key in landings:
+        land[value][tick, key[0]] = places[value][key]
     head, head_place, embed, unembed = (nothing(T) for _ in range(4))
     for microbatch in range(table.microbatches):
         last = table.place("F", -1, microbatch)
@@ -131,9 +141,69 @@ def route(table: Table, backward: bool = True, by_chunk: bool = False) -> Route:
         if backward:
             head_place[when[last]] = places["B"][last[1:]]
             unembed[when[table.place("B", 0, microbatch)]] = microbatch
-    loops = _loops(table, cells, {"E": embed, "H": head, "L": unembed}, by_chunk)
-    runs = tuple(sizes), tuple(kinds.values()), loops
+    events = {"E": embed, "H": head, "L": unembed}
+    if any(kinds[k].lane != DECODER for k in kinds):
+        chunks = tuple(range(table.chunks))
+        present = frozenset(events if backward else ("E", "H"))
+        loops: tuple[Stretch, ...] = (Stretch(0, T, tuple(kinds), present, len(chunks), chunks),)
+    else:
+        loops = _loops(table, cells, events, by_chunk)
+    runs = tuple(sizes.items()), tuple(kinds.values()), loops
     return Route(cells, land, head, head_place, embed, unembed, *runs)
+
+
+def _lives(
+    table: Table, kinds: Mapping[str, Kind], when: Mapping[Work, int]
+) -> tuple[dict[str, dict[Key, tuple[int, int]]], list[Read], list[tuple[str, int, Key]]]:
+    """Returns (the first and the last tick of each value's stay on a stage, who reads it when, the
+    ticks in which it lands)."""
+    lives: dict[str, dict[Key, tuple[int, int]]] = {k: {} for k in kinds if kinds[k].sends}
+    reads: list[Read] = []
+    landings: list[tuple[str, int, Key]] = []
+    readers = {value: [k for k in kinds if value in (k, *kinds[k].reads)] for value in lives}
+    inner = {k for k in kinds if kinds[k].lane != DECODER}
+    for value in [f"{s}>{k}" for k in kinds for s in kinds[k].sources if s in kinds]:
+        source, _, taker = value.partition(">")
+        if kinds[source].lane != kinds[taker].lane:
+            lives[value] = {}
+    for work, tick in when.items():
+        # An encoder's first segment begins with pixels, its last gradient with that of features.
+        key, start, comes = work[1:], tick, work.kind not in inner
+        for needed in table.needs(work):
+            made = when[needed]
+            if not table.is_sent(needed, work):
+                start = made
+            elif needed.kind == work.kind:
+                start, comes = (made if work.kind in inner else made + 1), True
+                landings.append((work.kind, start, key))
+            else:
+                value = f"{needed.kind}>{work.kind}"
+                holder = (needed if needed.kind in inner else work).stage, 0, work.microbatch
+                ticks = {work.kind: tick}
+                is_last = "EB" not in table.kind_of or not table.groups("EB", work.microbatch)
+                if work.kind == "F" and is_last and "B" in kinds:
+                    ticks["B"] = when[table.place("B", 0, work.microbatch)]
+                lives[value][holder] = made, max(ticks.values())
+                landings.append((value, made, holder))
+                reads += [(kind, value, at, holder) for kind, at in ticks.items()]
+        if work.kind in readers and comes:
+            takers = {k: when.get(Work(k, *key)) for k in readers[work.kind]}
+            ticks = {k: at for k, at in takers.items() if at is not None}
+            lives[work.kind][key] = start, max(ticks.values())
+            reads += [(kind, work.kind, at, key) for kind, at in ticks.items()]
+    return lives, reads, landings
+
+
+def _fitted(
+    table: Table, ticks: int, sizes: Mapping[str, int], like: Route
+) -> tuple[int, dict[str, int]]:
+    """Returns the ticks and sizes of `like`. Raises: ValueError where they do not suffice."""
+    most, places = sum(loop.ticks for loop in like.loops), dict(like.sizes)
+    needed, limits = {"ticks": ticks, **sizes}, {"ticks": most, **places}
+    short = [f"{n} {x} of {limits.get(n, 0)}" for n, x in needed.items() if x > limits.get(n, 0)]
+    if short:
+        raise ValueError(f"{table.name} does not fit: {', '.join(short)}")
+    return most, places
 
 
 def _places(lives: dict[Key, tuple[int, int]], stages: int) -> tuple[dict[Key, int], int]:

@@ -256,7 +256,9 @@ def _pipelines(pipe: int, rows: int, layers: int) -> Iterator[PipelineConfig]:
                     continue
                 for stash in ("input", "residuals"):
                     for gradients in ("local", "sharded"):
-                        yield PipelineConfig(schedule, microbatches, chunks, stash, gradients)
+                        yield PipelineConfig(
+                            schedule, microbatches, chunks, stash, gradients=gradients
+                        )
 
 
 def _has(schedule: str, chunks: int, microbatches: int, pipe: int) -> bool:

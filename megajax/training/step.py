@@ -33,6 +33,7 @@ from megajax.parallel import sharding, tensor, zero
 from megajax.parallel.exchange import PLAIN, Exchange, Order, order_of
 from megajax.parallel.overlap import compiler_options
 from megajax.parallel.pipeline import Gradients, Pipeline, first_errors, layer_order
+from megajax.parallel.slots import EncoderRoutes
 from megajax.schedule.route import Route
 from megajax.training.gradients import (
     Differentiate,
@@ -172,6 +173,8 @@ def make_train_step(
             order = np.arange(0)
         elif stages > 1:
             routes = [(cfg.pipeline.route(stages, backward),) for backward in (True, False)]
+            if parts.tower and parts.tower.segments:
+                routes[0] = (_encoder_routes(cfg, parts, stages),)
             pipe = _pipeline(cfg, task, trains, layout, exchange)
             loss, options = pipe.sums, pipe.compiler_options
             differentiate = pipelined(pipe, objective)
@@ -450,7 +453,8 @@ def _init(
         if parts.network is not None:  # whose modules may have been made without the layout
             return jax.sharding.reshard(x, layout.stored(*words))
         if not is_layered(words) or layout.mesh.shape["pipe"] == 1:
-            return x
+            # The weights of a tower may be stored otherwise than its modules made them.
+            return jax.sharding.reshard(x, layout.stored(*words)) if parts.tower else x
         # Each layer is on its stage's devices, in the order in which the stage runs them.
         return jax.sharding.reshard(x[order], layout.stored(*words))
 
@@ -578,27 +582,41 @@ def _once(mesh: Mesh) -> dict[str, Any] | None:
     return None
 
 
-def _under(mesh: Mesh, function: Any, *routes: Route) -> Callable:
+def _encoder_routes(cfg: Any, parts: ModelParts, stages: int) -> Callable[..., Route]:
+    """Returns the route of a step whose encoder works in the pipeline's idle slots, by (state,
+    batch)."""
+    tower, trains = parts.tower, parts.trains
+    assert tower is not None
+    trained = trains is None or any(jax.tree.leaves(trains[tower.members[0]]))
+    routes = EncoderRoutes(cfg.pipeline.table(stages), tower.segments, trained)
+    return lambda state, batch: routes(batch[tower.images])
+
+
+def _under(mesh: Mesh, function: Any, *routes: Route | Callable[..., Route]) -> Callable:
     """Returns a function that runs, and is lowered, under the mesh.
 
-    routes: its last arguments; every device gets their arrays at the first call.
+    routes: its last arguments, or what makes them of the other ones; every device gets the arrays
+    of a route at its first use.
     """
     where = NamedSharding(mesh, P())
 
-    @functools.cache
-    def placed() -> tuple[Route, ...]:
+    @functools.lru_cache(64)
+    def placed(route: Route) -> Route:
         return jax.tree.map(
-            lambda x: jax.make_array_from_callback(x.shape, where, x.__getitem__), routes
+            lambda x: jax.make_array_from_callback(x.shape, where, x.__getitem__), route
         )
+
+    def of(args: tuple) -> list[Route]:
+        return [r(*args) if callable(r) else r for r in routes]
 
     @functools.wraps(function)
     def call(*args: Any) -> Any:
         with jax.set_mesh(mesh):
-            return function(*args, *placed())
+            return function(*args, *map(placed, of(args)))
 
     def lower(*args: Any) -> Any:
         like = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), routes
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), of(args)
         )
         with jax.set_mesh(mesh):
             return function.lower(*args, *like)

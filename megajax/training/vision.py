@@ -1,8 +1,9 @@
 """Training and judging vision-language models: configuration, what a run reads, its measure.
 
 A run reads samples of images and texts (data/vision.py), packed into rows, and trains models/vlm.py
-by the library's one train step. The tower runs in `embed` of the first pipeline stage
-(--encoder.schedule=inline), the schedule that Optimus (arXiv 2408.03505) compares with.
+by the library's one train step. The tower runs in `embed`, while all pipeline stages wait
+(--encoder.schedule=inline), or in the idle slots of the decoder's pipeline (bubbles), as Optimus
+(arXiv 2408.03505) has it.
 
 The measure is exact match: the fraction of held-out samples whose whole answer greedy decoding
 gives. Greedy decoding gives an answer exactly if each of its tokens, its end included, is the most
@@ -17,6 +18,7 @@ import dataclasses
 import fnmatch
 import functools
 import io
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -31,8 +33,8 @@ from PIL import Image, ImageDraw, ImageFont
 
 from megajax.core import config
 from megajax.core.axes import BATCH_AXES
-from megajax.core.config import Checked, group, option
-from megajax.core.errors import UserError
+from megajax.core.config import Checked, equal, group, option
+from megajax.core.errors import UserError, divisors, nearest_multiples
 from megajax.core.files import expand, write_whole
 from megajax.core.layout import Layout
 from megajax.core.mesh import MeshSpec
@@ -66,6 +68,11 @@ from megajax.models.vlm import VlmConfig
 from megajax.monitor.console import Console, quantity
 from megajax.monitor.records import Recorder, rows_by_step
 from megajax.parallel.context import ContextSpec, choose_attention, packed_shape
+from megajax.parallel.pipeline import PipelineConfig
+from megajax.schedule import encoder
+from megajax.schedule.ir import Table, Timeline
+from megajax.schedule.simulator import lockstep
+from megajax.schedule.trace import gantt
 from megajax.training.config import (
     CheckpointConfig,
     HeldOutConfig,
@@ -85,10 +92,24 @@ from megajax.training.task import Leaf, Task, TrainState, mean_loss, token_rows
 
 @dataclass(frozen=True)
 class EncoderScheduleConfig(Checked, section="encoder"):
-    """When the vision tower runs."""
+    """When and where the vision tower runs."""
 
-    schedule: Literal["inline"] = option(
-        "inline", "inline: before the first block of the decoder, on the same devices"
+    schedule: Literal["inline", "bubbles"] = option(
+        "inline",
+        "inline: before the first block of the decoder; bubbles: while pipeline stages would wait",
+    )
+    tensor: Literal["cut", "whole"] = option(
+        "cut",
+        "cut: the tower's matrices are cut over tensor ranks, as the decoder's are; whole: every "
+        "rank has all of them and sees some of the rows, so the tower needs no communication",
+        needs=equal("encoder.schedule", "bubbles"),
+    )
+    segments: int | None = option(
+        None,
+        "equal pieces of the tower, each of which fills one slot of a stage; none: as many as make "
+        "a piece about as long as a stage's chunk of the decoder",
+        at_least=1,
+        needs=equal("encoder.schedule", "bubbles"),
     )
 
 
@@ -126,6 +147,7 @@ class VisionConfig(JobConfig):
             dtype=train.dtype,
             loss_chunks=max(train.loss_chunks, 1),
             remat=train.keeps,
+            pieces=vlm.Pieces(self.segments, self.in_bubbles and self.encoder.tensor == "whole"),
         )
         batch = token_rows(train.seq_len, "places") | {
             "rotary": Leaf((train.seq_len, 3), ("seq", None)),
@@ -134,6 +156,28 @@ class VisionConfig(JobConfig):
             "images": Leaf((patches,), (None,)),
         }
         return Task(parts, batch, mean_loss(train.z_loss))
+
+    @property
+    def in_bubbles(self) -> bool:
+        """Whether the tower runs in the pipeline's idle slots."""
+        return self.encoder.schedule == "bubbles"
+
+    @property
+    def segments(self) -> int:
+        """The tower's pieces that a schedule places; 0: it runs inline."""
+        if not self.in_bubbles:
+            return 0
+        if self.encoder.segments is not None:
+            return self.encoder.segments
+        return min(
+            divisors(self.model.tower.layers), key=lambda n: abs(self.tower_chunks() / n - 1)
+        )
+
+    def tower_chunks(self) -> float:
+        """Returns the FLOPs of the tower, over those of a stage's chunk of the decoder."""
+        load, groups = self.workload(1), (self.mesh.pipe or 1) * self.pipeline.chunks
+        tower = sum(tower.flops for tower in load.towers)
+        return tower / (load.flops - tower) * groups
 
     def workload(self, rows: int, phase: Phase = "train") -> Workload:
         """Returns the forward pass of rows of this run, with as many patches as they have room
@@ -153,6 +197,29 @@ class VisionConfig(JobConfig):
         vlm.check_patches(self.model, self.data.patches, sizes["tensor"])
         self.model.moe.check_packed()
         super().check(sizes)
+        if self.in_bubbles:
+            self._check_bubbles(sizes)
+
+    def _check_bubbles(self, sizes: Mapping[str, int]) -> None:
+        if sizes["pipe"] == 1:
+            raise UserError(
+                "encoder.schedule=bubbles: mesh.pipe=1 has no pipeline stages that could wait; use "
+                "--mesh.pipe=2 or more, or --encoder.schedule=inline"
+            )
+        if self.pipeline.idle == "mask":
+            raise UserError(
+                "encoder.schedule=bubbles: with pipeline.idle=mask a stage that waits computes on "
+                "zeros, and nothing fits in; use --pipeline.idle=skip"
+            )
+        rows, tensor = self.train.global_batch, sizes["tensor"]
+        ways = self.pipeline.pieces(sizes["pipe"]) * math.prod(sizes[a] for a in BATCH_AXES)
+        if self.encoder.tensor == "whole" and rows % (ways * tensor):
+            raise UserError(
+                f"encoder.tensor=whole: the {tensor} tensor ranks share out the "
+                f"{rows // ways} rows that a device has of a microbatch; train.global_batch={rows} "
+                f"must be divisible by {ways * tensor}; {nearest_multiples(rows, ways * tensor)} "
+                "(--train.global_batch, --encoder.tensor=cut)"
+            )
 
 
 def nano() -> VisionConfig:
@@ -174,6 +241,7 @@ def nano() -> VisionConfig:
         checkpoint=CheckpointConfig(every=150),
         log=LogConfig(every=20),
         mesh=MeshSpec(node=2),
+        pipeline=PipelineConfig(idle="skip"),
         emulate_without_gpu=8,
     )
 
@@ -183,7 +251,7 @@ def tiny() -> VisionConfig:
     base = nano()
     return dataclasses.replace(
         base,
-        train=dataclasses.replace(base.train, steps=6, global_batch=8, seq_len=64),
+        train=dataclasses.replace(base.train, steps=6, global_batch=16, seq_len=64),
         data=VisionDataConfig(patches=96),
         eval=VisionEvalConfig(every=3, batches=4, samples=4, sample_tokens=6),
         checkpoint=CheckpointConfig(every=3),
@@ -221,6 +289,7 @@ FIRST = (
     "data.patches",
     "data.tokenizer",
     "encoder.schedule",
+    "encoder.tensor",
     "train.freeze",
     "train.steps",
     "train.global_batch",
@@ -310,6 +379,8 @@ class Samples:
     ) -> "ExactMatch":
         """Returns the evaluations of a run."""
         samples = evaluated(self._held_out, evaluated_rows(self._cfg), self._cfg.data.faulty)
+        if self._cfg.in_bubbles and jax.process_index() == 0:
+            draw_schedule(self._cfg, run_dir, console)
         args = train_step, samples, self.tokenizer, recorder, console, run_dir
         return ExactMatch(self._cfg, *args)
 
@@ -326,6 +397,47 @@ def show(console: Console, cfg: VisionConfig, train_step: TrainStep, mesh: Mesh)
         f"the projector; {nbytes_per_device(train_step.abstract_state) / 2**30:.3f} GiB of state a "
         f"device; rows of {cfg.train.seq_len} tokens and {cfg.data.patches} patches"
     )
+
+
+def schedules(cfg: VisionConfig) -> dict[str, tuple[Table, Timeline]]:
+    """Returns the tables of a step in which all microbatches have images, inline and in bubbles,
+    with their times in forward passes of a stage's chunk, by FLOPs."""
+    stages, segments, size = cfg.mesh.pipe or 1, cfg.segments, cfg.tower_chunks()
+    tower = cfg.train.freeze and "tower" in cfg.train.freeze.split(",")
+    decoder = cfg.pipeline.table(stages)
+    work = [(segments, 0 if tower else segments)] * decoder.microbatches
+    tables = {"inline": decoder, "bubbles": encoder.place(decoder, work)}
+    # A chunk's backward pass costs two forward passes, one more where it runs F again, and where a
+    # W is split off one of the two is its own. EB runs EF again.
+    again = 1 if cfg.pipeline.stash == "input" else 0
+    gradients = 1 + again if decoder.is_split else 2 + again
+    seconds = {"F": 1, "B": gradients, "W": 2 + again, "EF": size / segments}
+    seconds["EB"] = 3 * seconds["EF"]
+
+    def inline(task: Any) -> float:
+        first = task.stage == task.chunk == 0
+        more = {"F": size, "B": 0 if tower else 2 * size}.get(task.kind, 0)
+        return seconds[task.kind] + (more if first else 0)
+
+    times = {"inline": inline, "bubbles": lambda task: seconds[task.kind]}
+    return {name: (t, lockstep(t, times[name], cfg.pipeline.idle)) for name, t in tables.items()}
+
+
+def draw_schedule(cfg: VisionConfig, run_dir: RunDir, console: Console) -> None:
+    """Says what the schedule of the tower saves; draws it (schedule.svg) and writes it for Perfetto
+    (schedule.json)."""
+    made = schedules(cfg)
+    for name, (table, timeline) in made.items():
+        console.say(
+            f"encoder.schedule={name}: {table.ticks} ticks, idle {timeline.bubble_fraction:.0%}, "
+            f"{timeline.makespan:.1f} forward passes of a chunk (by FLOPs)"
+        )
+    timelines = {name: timeline for name, (_, timeline) in made.items()}
+    try:
+        gantt(timelines, run_dir.path / "schedule.svg", "forward passes of a stage's chunk")
+        timelines["bubbles"].to_perfetto(run_dir.path / "schedule.json")
+    except OSError as error:
+        console.say(f"cannot draw the schedule in {run_dir.path}: {error.strerror}")
 
 
 # ---- measure

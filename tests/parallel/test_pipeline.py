@@ -108,15 +108,21 @@ CASES = {
 
 
 @pytest.mark.parametrize(
-    ("model", "case"),
+    ("model", "case", "idle"),
     [
         # 1F1B, with experts, is a default case of test_pipeline_moe.
-        pytest.param(LEAN, "zero_bubble, pipe 2, expert 2, tensor 2", id="zero_bubble, lean"),
-        *(pytest.param(DEEP, case, id=case, marks=pytest.mark.slow) for case in CASES),
+        pytest.param(
+            LEAN, "zero_bubble, pipe 2, expert 2, tensor 2", "mask", id="zero_bubble, lean"
+        ),
+        *(
+            pytest.param(DEEP, case, idle, id=f"{case}, {idle}", marks=pytest.mark.slow)
+            for case in CASES
+            for idle in ("mask", "skip")
+        ),
     ],
 )
-def test_a_pipeline_learns_the_same(model, case, poisoned):
-    compare(train(model, STEPS, **CASES[case]), control(model))
+def test_a_pipeline_learns_the_same(model, case, idle, poisoned):
+    compare(train(model, STEPS, **CASES[case], pipeline__idle=idle), control(model))
 
 
 @pytest.mark.slow

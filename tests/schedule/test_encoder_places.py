@@ -16,7 +16,6 @@ from megajax.core.errors import UserError
 from megajax.schedule import build
 from megajax.schedule.encoder import place
 from megajax.schedule.ir import Slot
-from megajax.schedule.route import route
 from tests.schedule.test_route import replay
 
 
@@ -201,9 +200,7 @@ def test_random_tables_are_valid_and_keep_the_order(seed):
         assert fits(placed, decoder) and placed.encoder_work == tuple(work)
         renamed = {new: old for new, old in zip(entered(placed), entered(decoder), strict=True)}
         assert orders(placed, renamed.__getitem__) == orders(decoder)
-        route(placed)
-        if len({*work}) == 1 and work[0] != (0, 0):
-            replay(placed)
+        replay(placed)
 
 
 def test_check_accepts_what_the_inequalities_accept(seed):

@@ -20,65 +20,88 @@ CASES = [
 ]
 
 
-def replay(table):
+def replay(table, like=None):
     """Walks through the ticks with real buffers; every read must find the value it needs.
 
-    A value is (kind that takes it, group of layers, microbatch).
+    A value is (kind that takes it, group of layers, microbatch). The features that an encoder makes
+    are ("EF>F", microbatch), their gradient ("B>EB", microbatch).
     """
-    plan, P = route(table), table.stages
+    plan, P = route(table, like=like), table.stages
     buffers = {v: [[None] * size for _ in range(P)] for v, size in plan.sizes}
-    decoder, encoders = (table.stages, table.chunks), [lane[1:] for lane in table.extra_lanes]
-    shapes = {kind: encoders[0] if kind in ("EF", "EB") else decoder for kind in plan.cells}
+    decoder, encoder = (table.stages, table.chunks), None
+    for lane in table.extra_lanes:
+        encoder = lane[1:]
+    work = table.encoder_work or ((encoder[1],) * 2 if encoder else (0, 0),) * table.microbatches
+    trained = {s.microbatch for s in table.slots if s.kind == "EB"}
+    homes = {s.microbatch: s.stage for s in table.slots if s.kind == "EF"}
     made, done = {}, []
-    for t in range(table.ticks):
-        for value, land in plan.land.items():
-            for s, q in itertools.product(range(P), range(P)):
-                if ">" in value:
-                    place, source = land[t, s, q], (value.split(">")[0], q)
-                else:
-                    S = shapes[value][0]
-                    back = 1 if value in ("F", "EF") else -1
-                    place, source = land[t, s], (value, s // S * S + (s % S - back) % S)
-                if place >= 0:
+    for t in range(len(plan.embed)):
+        for value in {"F", "B"} & plan.land.keys():
+            for s in range(P):
+                source = value, (s - (1 if value == "F" else -1)) % P
+                if (place := plan.land[value][t, s]) >= 0:
                     buffers[value][s][place] = made[source]
         ran = {(s.stage, s.kind): (s.chunk, s.microbatch) for s in table.slots if s.tick == t}
-        made = {}
-        for s, kind in itertools.product(range(P), plan.cells):
+        made, lands = {}, set()
+        for kind, s in itertools.product(plan.cells, range(P)):
             cell = plan.cells[kind]
+            places = {v: place[t, s] for v, place in cell.places.items()}
+            if kind in ("F", "B"):
+                entering, held = plan.embed[t] if kind == "F" else plan.unembed[t], "EF>F"
+                place = places.pop(held, -1)
+                if place >= 0:
+                    assert homes[entering] == s
+                    assert buffers[held][s][place] == (held, entering)
+                elif entering >= 0 and homes.get(entering) == s:
+                    assert kind == "B" and entering in trained
             if (s, kind) not in ran:
-                places = [place[t, s] for place in cell.places.values()]
-                assert {cell.chunk[t, s], cell.microbatch[t, s], *places} == {-1}
+                assert {cell.chunk[t, s], cell.microbatch[t, s], *places.values()} <= {-1}
                 continue
             c, m = ran[s, kind]
             assert (cell.chunk[t, s], cell.microbatch[t, s]) == (c, m)
-            S, chunks = shapes[kind]
+
+            def read(value, places=places, s=s):
+                assert places[value] >= 0, (value, s)
+                return buffers[value][s][places[value]]
+
+            def land(value, content, t=t, s=s, lands=lands):
+                assert plan.land[value][t, s] >= 0, (value, s)
+                buffers[value][s][plan.land[value][t, s]] = content
+                lands.add((value, s))
+
+            if kind in ("EF", "EB"):
+                last = work[m][kind == "EB"] - 1
+                if c and (kind == "EF" or m in trained):
+                    assert read("EF") == ("EF", c, m)
+                if kind == "EF":
+                    land(*(("EF", ("EF", c + 1, m)) if c < last else ("EF>F", ("EF>F", m))))
+                else:
+                    taken = "EB" if c < last else "B>EB"
+                    assert read(taken) == (("EB", c, m) if c < last else ("B>EB", m))
+                    if c:
+                        land("EB", ("EB", c - 1, m))
+                done.append((kind, s, c, m))
+                continue
+            S, chunks = decoder
             g, last = c * S + s % S, S * chunks - 1
-
-            def read(value, cell=cell, t=t, s=s):
-                return buffers[value][s][cell.places[value][t, s]]
-
-            def put(value, content, cell=cell, t=t, s=s):
-                buffers[value][s][cell.places[value][t, s]] = content
-
             if kind == "F" and g == 0:
                 assert plan.embed[t] == m
-                if "EF" in plan.cells:
-                    assert read("EF>F") == ("EF", shapes["EF"][0] * shapes["EF"][1], m)
-                put("F", ("F", 0, m))
+                buffers["F"][s][places["F"]] = ("F", 0, m)
             if kind == "F" and g == last:
                 assert plan.head[t] == m
                 buffers["B"][s][plan.head_place[t]] = ("B", g, m)
-            if kind == "EF" and g == 0:
-                put("EF", ("EF", 0, m))
-            if kind == "EB" and g == last:
-                assert read("B>EB") == ("B", -1, m)
-                put("EB", ("EB", g, m))
             if kind == "B" and s == 0:
                 assert (plan.unembed[t] == m) == (g == 0)
-            for value in {"B": "FB", "W": "FB", "F": "F"}.get(kind, {"EF", kind}):
+                if g == 0 and m in trained:
+                    buffers["B>EB"][homes[m]][plan.land["B>EB"][t, homes[m]]] = ("B>EB", m)
+                    lands.add(("B>EB", homes[m]))
+            for value in {"B": "FB", "W": "FB", "F": "F"}.get(kind, ""):
                 assert read(value) == (value, g, m)
-            made[kind, s] = (kind, g + 1 if kind in ("F", "EF") else g - 1, m)
+            made[kind, s] = (kind, g + 1 if kind == "F" else g - 1, m)
             done.append((kind, s, c, m))
+        for value in plan.land.keys() - {"F", "B"}:
+            for s in range(P):
+                assert (plan.land[value][t, s] >= 0) == ((value, s) in lands)
     return done, plan
 
 
@@ -105,7 +128,7 @@ def test_a_place_that_is_taken_too_early_is_found():
     for cell in plan.cells.values():
         np.minimum(cell.places["F"], 0, out=cell.places["F"])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(globals(), "route", lambda _: plan)
+        patch.setitem(globals(), "route", lambda _, like: plan)
         with pytest.raises(AssertionError):
             replay(table)
 
