@@ -806,6 +806,8 @@ class PipelineConfig(Checked, section="pipeline"):
             return
         groups, pieces = stages * self.chunks, self.pieces(stages)
         self.table(stages)
+        if self.idle == "skip":
+            self._check_skip(cfg, sizes)
         if cfg.model.layers % groups:
             raise UserError(
                 f"model.layers={cfg.model.layers} must be divisible by mesh.pipe {stages} x "
@@ -830,6 +832,19 @@ class PipelineConfig(Checked, section="pipeline"):
             raise UserError(
                 f"model.dropout={cfg.model.dropout}: pipeline stages have none; use 0 "
                 "(--model.dropout, --mesh.pipe)"
+            )
+
+    def _check_skip(self, cfg: Any, sizes: Mapping[str, int]) -> None:
+        """Refuses rings: all devices take part in a permutation, and only some take a branch."""
+        if sizes["context"] > 1 and cfg.context.kind == "ring":
+            raise UserError(
+                "pipeline.idle=skip: with context.kind=ring keys travel around a ring, which needs "
+                "all stages; use --context.kind=gather or ulysses, or --pipeline.idle=mask"
+            )
+        if cfg.overlap == "ring" and sizes["tensor"] * sizes["expert"] > 1:
+            raise UserError(
+                "pipeline.idle=skip: with overlap=ring products travel around a ring, which needs "
+                "all stages; use --overlap=xla, or --pipeline.idle=mask"
             )
 
     def table(self, stages: int) -> Table:

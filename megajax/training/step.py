@@ -428,7 +428,9 @@ def _network(
 def _pipeline(
     cfg: Any, task: Task, trains: Tree, layout: Layout, exchange: Exchange | None
 ) -> Pipeline:
-    how = cfg.train.attention, cfg.context, cfg.overlap, cfg.train.segments or None
+    # A ring's permutations need all stages, and a stage that skips its slot would be missing.
+    overlap = "xla" if cfg.pipeline.idle == "skip" and cfg.overlap == "auto" else cfg.overlap
+    how = cfg.train.attention, cfg.context, overlap, cfg.train.segments or None
     parts = dataclasses.replace(task.parts(None, tensor.local_ops(layout, *how)), trains=trains)
     rows = {name: _spec(layout, leaf, True) for name, leaf in task.batch.items()}
     dtype = jnp.dtype(cfg.train.dtype)
