@@ -9,6 +9,7 @@ import pytest
 
 from megajax.core import config
 from megajax.core.errors import UserError
+from megajax.core.mesh import MeshSpec
 from megajax.core.tree import named_leaves
 from megajax.schedule.simulator import lockstep
 from megajax.training import vision
@@ -18,7 +19,7 @@ from tests.tiny import on
 from tests.tolerances import GRADIENTS, LONG_LOSSES, NORMS
 from tests.vision_rows import MODEL, batch_of
 
-BUBBLES = {"encoder.schedule": "bubbles", "mesh.pipe": 4, "mesh.data": 2}
+BUBBLES = {"encoder.schedule": "bubbles", "mesh.pipe": 4, "mesh.node": 1, "mesh.data": 2}
 
 
 def changed(base, *more, **changes):
@@ -86,6 +87,7 @@ def run_config(**changes):
         train=TrainConfig(steps=20, global_batch=16, seq_len=S),
         data=vision.VisionDataConfig(patches=P),
         optim=vision.OptimConfig(lr=2e-3, warmup=2),
+        mesh=MeshSpec(),
     )
     return changed(base, **changes)
 
