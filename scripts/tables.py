@@ -35,6 +35,7 @@ from experiments.reports import (
     sdp4bit,
     serving,
     tilewise,
+    vision,
 )
 from experiments.reports.reporting import markdown_table, read, rows_of, table
 from megajax.core import config
@@ -488,6 +489,7 @@ TABLES: dict[str, Callable[[], str]] = {
         for table in (serving.offline, serving.online, serving.numerics)
     },
     "cdmpp_replay": functools.partial(cdmpp_replay.steps_table, RESULTS / "cdmpp_replay.json"),
+    "vision_nano": functools.partial(vision.table, RESULTS / "vision_nano.json"),
     "visited": gpu.visited,
 }
 
