@@ -7,6 +7,7 @@ here.
 
     uv run experiments/optimus.py
     uv run experiments/optimus.py --data.source=FOLDER --train.freeze=tower,projector
+    uv run experiments/optimus.py --preset=paper    # simulates the paper's tables, trains nothing
     uv run --extra gpu experiments/optimus.py --init_from=HF_FOLDER --data.source=CHATS.jsonl
 
 Samples are questions about drawings, conversations or captions (docs/vision.md). On pipeline stages
@@ -22,18 +23,26 @@ import megajax.core.interrupted  # noqa: F401
 
 import sys
 
+from absl import flags
+
+from experiments.reports import optimus as report
 from megajax.core import config
 from megajax.systems import job
 from megajax.training.interrupts import ends_when_superseded
-from megajax.training.vision import FIRST, PRESETS, Samples, show, take_model
+from megajax.training.vision import FIRST, Samples, show, take_model
+from megajax.training.vision import PRESETS as TRAINED
 
+PRESETS = TRAINED | {"paper": TRAINED["nano"]}  # of paper, which trains nothing, flags alone
 config.define_flags(PRESETS, "nano", FIRST)
+OUT = flags.DEFINE_string("out", "runs/optimus", "of --preset=paper: folder for the results")
 
 
 @ends_when_superseded()
 def main() -> int:
-    """Runs the training job. Returns the exit code."""
-    return job.run(job.Kind("optimus", PRESETS, take_model, Samples, show=show))
+    """Runs the training job, or simulates the paper's. Returns the exit code."""
+    if flags.FLAGS.preset == "paper":
+        return report.paper(OUT.value)
+    return job.run(job.Kind("optimus", TRAINED, take_model, Samples, show=show))
 
 
 if __name__ == "__main__":

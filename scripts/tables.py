@@ -31,6 +31,7 @@ from experiments.reports import (
     hybridflow_mapping,
     llm_pq,
     minder,
+    optimus,
     overlap,
     sdp4bit,
     serving,
@@ -417,6 +418,17 @@ TABLES: dict[str, Callable[[], str]] = {
     "chaos": functools.partial(storm.drills, RESULTS / "chaos.json"),
     "storm": functools.partial(storm.table, RESULTS / "storm.json"),
     "storm_outside": functools.partial(storm.table, RESULTS / "storm_outside.json"),
+    "optimus_kernels": functools.partial(optimus.kernel_times, RESULTS / "optimus_simulated.json"),
+    "optimus_strong": functools.partial(optimus.strong, RESULTS / "optimus_simulated.json"),
+    "optimus_strong_two": functools.partial(
+        optimus.strong, RESULTS / "optimus_simulated.json", "two"
+    ),
+    **{
+        f"optimus_{part}": functools.partial(
+            optimus.others, RESULTS / "optimus_simulated.json", part
+        )
+        for part in ("weak", "dual", "small")
+    },
     "overlap_gather": overlap.gather,
     "overlap_ops": functools.partial(overlap.ops, RESULTS / "flux_simulated.json"),
     "overlap_layers": functools.partial(overlap.layers, RESULTS / "comet_simulated.json"),

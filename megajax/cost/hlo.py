@@ -298,7 +298,7 @@ class Module:
         )
 
     def places(self, start: str = "") -> Iterator[Place]:
-        """Yields every line that runs; branches of a conditional all count as running.
+        """Yields every line that runs; which branches of a conditional do is said by `taken`.
 
         start: the computation to begin with; "" is the entry.
         """
@@ -315,6 +315,12 @@ class Module:
         most = _MOST.search(one.attributes)
         return body, int(most[1]) if most else None
 
+    def taken(self, one: Instruction) -> list[str]:
+        """Returns the branches of a conditional that count as running: both of two, of which one
+        does nothing as a rule; of more, which do various parts of the same work, the fullest."""
+        branches = one.branches
+        return branches if len(branches) <= 2 else [max(branches, key=self.flops_of)]
+
     def _visit(self, name: str, loops: tuple[int, ...], bodies: tuple[str, ...]) -> Iterator[Place]:
         lines = self.computations.get(name, [])
         for index, line in enumerate(lines):
@@ -324,7 +330,7 @@ class Module:
             if loop := self.loop(one):
                 yield from self._visit(loop[0], (*loops, loop[1] or 1), (*bodies, loop[0]))
             elif one.opcode in CALLS:
-                for called in (*one.called, *one.branches):
+                for called in (*one.called, *self.taken(one)):
                     yield from self._visit(called, loops, bodies)
 
     def flops(self, lines: Sequence[str], computation: str) -> int:
@@ -334,7 +340,7 @@ class Module:
             if loop := self.loop(one):
                 total += (loop[1] or 1) * self.flops_of(loop[0])
             elif one.opcode in CALLS:
-                total += sum(self.flops_of(called) for called in (*one.called, *one.branches))
+                total += sum(self.flops_of(called) for called in (*one.called, *self.taken(one)))
             elif one.opcode == "dot":
                 total += dot_flops(one, self.instructions(computation))
             elif one.opcode == "custom-call":

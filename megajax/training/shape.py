@@ -53,7 +53,8 @@ def step_shape(
     if stages > 1:
         hides = pipeline.overlap == "chunk"
         pieces, order = pipeline.pieces(stages), pipeline.schedule
-        schedule = Pipeline(stages, pieces, pipeline.chunks, order, pipeline.stash, hides)
+        last = pipeline.stash, hides, pipeline.idle
+        schedule = Pipeline(stages, pieces, pipeline.chunks, order, *last)
     return StepShape(
         load=cfg.workload(train.global_batch, phase),
         sizes=sizes,

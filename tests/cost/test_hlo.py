@@ -144,3 +144,44 @@ def test_other_open_loops_say_how_often_they_turn_at_most():
     for live in (1.0, 0.5):
         module = Module(text, live)
         assert module.flops_of(module.entry) == 3 * 2 * 512 * 7 * 5
+
+
+SWITCH = """
+%none (p: bf16[6,7]) -> bf16[6,5] {
+  %z = bf16[6,5]{1,0} broadcast(%c), dimensions={}
+}
+
+%first (p: bf16[6,7]) -> bf16[6,5] {
+  %a = bf16[6,7]{1,0} parameter(0)
+  %dot.1 = bf16[6,5]{1,0} dot(%a, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+
+%second (p: bf16[6,7]) -> bf16[6,5] {
+  %b = bf16[6,3]{1,0} parameter(0)
+  %dot.2 = bf16[6,5]{1,0} dot(%b, %v), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+
+%both (p: bf16[6,7]) -> bf16[6,5] {
+  %a = bf16[6,7]{1,0} parameter(0)
+  %b = bf16[6,3]{1,0} parameter(1)
+  %dot.3 = bf16[6,5]{1,0} dot(%a, %w), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+  %dot.4 = bf16[6,5]{1,0} dot(%b, %v), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+
+ENTRY %main (p: bf16[6,7]) -> bf16[6,5] {
+  %y = bf16[6,5]{1,0} conditional(%i, %p, %p, %p, %p), branch_computations={BRANCHES}
+}
+"""
+
+
+def test_of_many_branches_the_fullest_counts():
+    """A pipeline's tick: nothing, the decoder's work, the encoder's, or both. Of two, both do."""
+    for branches, flops in (
+        ("%none, %first, %second, %both", 2 * 6 * 5 * (7 + 3)),
+        ("%none, %first", 2 * 6 * 5 * 7),
+        ("%first, %second", 2 * 6 * 5 * (7 + 3)),
+    ):
+        module = Module(SWITCH.replace("BRANCHES", branches))
+        assert module.flops_of(module.entry) == flops
+        dots = [place.line for place in module.places() if " dot(" in place.line]
+        assert len(dots) == branches.count("first") + branches.count("second")
