@@ -360,6 +360,32 @@ def others(path: Path, part: str) -> str:
     return f"{markdown_table(heads, lines)}\n\n{source(result)}"
 
 
+def executed(path: Path) -> str:
+    """Returns the table of a run of each schedule.
+
+    rows: schedule, ticks, idle and passes (forward passes of a chunk, by FLOPs; as the run says
+    them), steps, the held-out loss, the share of exact answers, cpu_s of the whole run.
+    """
+    result = read(path)
+    heads = (
+        "tower", "ticks of a step", "stages idle, by FLOPs", "forward passes of a chunk, by FLOPs",
+        "held-out loss, nats", "exact match", "CPU-s of the run",
+    )  # fmt: skip
+    lines = [
+        (
+            row["schedule"],
+            row["ticks"],
+            f"{row['idle']:.0%}",
+            f"{row['passes']:.1f}",
+            f"{row['loss']:.3f}",
+            f"{row['exact']:.1%} of {row['images']}",
+            f"{row['cpu_s']:.0f}",
+        )
+        for row in result["rows"]
+    ]
+    return f"{markdown_table(heads, lines)}\n\n{source(result)}"
+
+
 def kernel_times(path: Path) -> str:
     """Returns the table of what the simulated kernels take."""
     result = read(path)
