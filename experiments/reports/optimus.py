@@ -79,11 +79,18 @@ def cases() -> list[Case]:
     large = "vit_22b_gpt_175b"
     out = [
         Case(
-            "strong", f"{n:,} GPUs", large, hopper(n), Degrees(8, 8, n // 64, 12), 1536, 2, (),
+            "strong",
+            f"{n:,} GPUs",
+            large,
+            hopper(n),
+            Degrees(8, 8, n // 64, 12),
+            1536,
+            2,
+            (),
             *times,
         )
         for n, *times in strong
-    ]  # fmt: skip
+    ]
     out += [
         Case("weak", name, model, hopper(n), Degrees(p, 8, n // (8 * p), v), batch, 2)
         for name, model, n, p, v, batch in weak
@@ -285,7 +292,7 @@ def draw(path: Path) -> str:
 # ---- tables
 
 
-def _beside(ours: float, theirs: float | None, digits: int = 2) -> str:
+def _pair(ours: float, theirs: float | None, digits: int = 2) -> str:
     return f"{ours:.{digits}f}" + ("" if theirs is None else f" ({theirs:.{digits}f})")
 
 
@@ -303,9 +310,9 @@ def strong(path: Path, efficiency: str = "one") -> str:
             (
                 f"{row['gpus']:,}",
                 row["microbatches"],
-                _beside(row["balanced_s"], theirs["balanced_s"]),
-                _beside(row["optimus_s"], theirs["optimus_s"]),
-                _beside(
+                _pair(row["balanced_s"], theirs["balanced_s"]),
+                _pair(row["optimus_s"], theirs["optimus_s"]),
+                _pair(
                     row["balanced_s"] / row["optimus_s"],
                     theirs["balanced_s"] / theirs["optimus_s"],
                 ),
@@ -317,10 +324,17 @@ def strong(path: Path, efficiency: str = "one") -> str:
             )
         )
     heads = (
-        "GPUs", "microbatches", "balanced, s", "Optimus, s", "times faster",
-        "in bubbles, coarse, %", "in bubbles, fine, %", "decoder alone, s",
-        "with the encoder's exchange, s", "encoder: stages x tensor",
-    )  # fmt: skip
+        "GPUs",
+        "microbatches",
+        "balanced, s",
+        "Optimus, s",
+        "times faster",
+        "in bubbles, coarse, %",
+        "in bubbles, fine, %",
+        "decoder alone, s",
+        "with the encoder's exchange, s",
+        "encoder: stages x tensor",
+    )
     return f"{markdown_table(heads, lines)}\n\n{source(result)}"
 
 
@@ -342,10 +356,10 @@ def others(path: Path, part: str) -> str:
                 row["name"],
                 row["gpus"],
                 row["microbatches"],
-                _beside(row["optimus_s"], step),
-                _beside(row["balanced_s"] / row["optimus_s"], before and step and before / step),
-                _beside(row["uniform_s"] / row["optimus_s"], None),
-                _beside(row["megatron_s"] / row["optimus_s"], reported),
+                _pair(row["optimus_s"], step),
+                _pair(row["balanced_s"] / row["optimus_s"], before and step and before / step),
+                _pair(row["uniform_s"] / row["optimus_s"], None),
+                _pair(row["megatron_s"] / row["optimus_s"], reported),
                 _percent(row["coarse"], None),
                 _percent(row["fine"], None),
                 f"{row['exchanged_s']:.2f}",
@@ -353,10 +367,18 @@ def others(path: Path, part: str) -> str:
             )
         )
     heads = (
-        "networks", "GPUs", "microbatches", "Optimus, s", "times balanced", "times uniform",
-        "times Megatron", "coarse, %", "fine, %", "with the encoder's exchange, s",
+        "networks",
+        "GPUs",
+        "microbatches",
+        "Optimus, s",
+        "times balanced",
+        "times uniform",
+        "times Megatron",
+        "coarse, %",
+        "fine, %",
+        "with the encoder's exchange, s",
         "encoder: stages x tensor",
-    )  # fmt: skip
+    )
     return f"{markdown_table(heads, lines)}\n\n{source(result)}"
 
 
@@ -393,7 +415,7 @@ def kernel_times(path: Path) -> str:
         (
             ", ".join(str(share) for share in result["matmul"][row["efficiency"]]),
             *(
-                _beside(scale * row[name], scale * row["reported"][name], digits)
+                _pair(scale * row[name], scale * row["reported"][name], digits)
                 for name, scale, digits in (
                     ("forward_s", 1e3, 1),
                     ("backward_s", 1e3, 1),
@@ -404,7 +426,9 @@ def kernel_times(path: Path) -> str:
         for row in rows_of(result, part="kernels")
     ]
     heads = (
-        "share of the peak: decoder, encoder", "block of ViT-22B forward, ms", "backward, ms",
+        "share of the peak: decoder, encoder",
+        "block of ViT-22B forward, ms",
+        "backward, ms",
         "collective of GPT-175B, us",
-    )  # fmt: skip
+    )
     return f"{markdown_table(heads, lines)}\n\n{source(result)}"
