@@ -102,14 +102,14 @@ class EncoderScheduleConfig(Checked, section="encoder"):
         "cut",
         "cut: the tower's matrices are cut over tensor ranks, as the decoder's are; whole: every "
         "rank has all of them and sees some of the rows, so the tower needs no communication",
-        needs=equal("encoder.schedule", "bubbles"),
+        needs=equal("schedule", "bubbles"),
     )
     segments: int | None = option(
         None,
         "equal pieces of the tower, each of which fills one slot of a stage; none: as many as make "
         "a piece about as long as a stage's chunk of the decoder",
         at_least=1,
-        needs=equal("encoder.schedule", "bubbles"),
+        needs=equal("schedule", "bubbles"),
     )
 
 

@@ -3,6 +3,8 @@
 import pytest
 
 from megajax.core import config
+from megajax.systems.hybridflow import config as hybridflow
+from megajax.training import detection, finetune, vision
 from megajax.training.config import Config
 from megajax.training.presets import PRESETS
 
@@ -65,3 +67,14 @@ def test_presets_and_files_are_silent():
         assert list(config.idle(make(), {}, FLAGS)) == []
     saved = config.from_json(Config, '{"context": {"kind": "gather"}, "moe": {"top_k": 4}}')
     assert saved.model.moe.top_k == 4 and list(config.idle(saved, {}, FLAGS)) == []
+
+
+@pytest.mark.parametrize(
+    "preset", [PRESETS["nano"], finetune.nano, vision.nano, detection.tiny, hybridflow.tiny]
+)
+def test_what_a_flag_needs_is_a_member_of_the_configuration(preset):
+    """Each flag alone, at its default: what there is to say of it can be said."""
+    cfg = preset()
+    flags = config.flag_names(type(cfg))
+    for name, _, _ in config.leaves(type(cfg)):
+        assert len([*config.idle(cfg, {name: config.get(cfg, name)}, flags)]) <= 1
