@@ -1,0 +1,11 @@
+"""QSync (arXiv 2407.02327): one training job on unlike GPUs, each kind with its own precisions."""
+
+from megajax.core.lazy import public
+
+__getattr__, __dir__, __all__ = public(
+    __name__,
+    {
+        "graph": ("Node", "Graph"),
+        "replayer": ("replay",),
+    },
+)
