@@ -5,7 +5,9 @@ from megajax.core.lazy import public
 __getattr__, __dir__, __all__ = public(
     __name__,
     {
+        "allocator": ("allocate",),
         "graph": ("Node", "Graph"),
+        "precisions": ("Precisions",),
         "replayer": ("replay",),
     },
 )
