@@ -597,15 +597,10 @@ def _fused_sums(operands: tuple[Any, ...], axis: str, acc: str) -> Array:
     return kernels.fused_reduce(x, w, bias, residual, axis=axis, acc=acc)
 
 
-def _fused_forward(operands: tuple[Any, ...], axis: str, acc: str) -> tuple[Array, tuple[Any, ...]]:
-    return _fused_sums(operands, axis, acc), operands
-
-
-def _fused_backward(axis: str, acc: str, operands: tuple[Any, ...], dy: Array) -> tuple[Any, ...]:
-    return jax.vjp(lambda operands: _all_sums(operands, axis, acc), operands)[1](dy)
-
-
-_fused_sums.defvjp(_fused_forward, _fused_backward)
+_fused_sums.defvjp(
+    lambda operands, axis, acc: (_fused_sums(operands, axis, acc), operands),
+    lambda axis, acc, operands, dy: jax.vjp(lambda o: _all_sums(o, axis, acc), operands)[1](dy),
+)
 
 
 def _varying(axis: str, arrays: Any) -> Any:
@@ -705,10 +700,6 @@ def _packed_up(x_BSD: Array, weights: tuple[Weight, ...], axis: str) -> Arrays:
     return all_gather(x_BSD, lambda x: _products(x, weights), axis, both_ways=False)
 
 
-def _packed_up_forward(x_BSD: Array, weights: tuple[Weight, ...], axis: str) -> tuple:
-    return _packed_up(x_BSD, weights, axis), (x_BSD, weights)
-
-
 def _packed_up_backward(axis: str, saved: tuple, dys: Arrays) -> tuple:
     """Whole products, as of arrays (`_gather_backward`): dx is scattered beside dw."""
     x_BSD, weights = saved
@@ -716,7 +707,10 @@ def _packed_up_backward(axis: str, saved: tuple, dys: Arrays) -> tuple:
     return plain.scatter(dx.astype(jnp.float32), axis).astype(dx.dtype), dweights
 
 
-_packed_up.defvjp(_packed_up_forward, _packed_up_backward)
+_packed_up.defvjp(
+    lambda x_BSD, weights, axis: (_packed_up(x_BSD, weights, axis), (x_BSD, weights)),
+    _packed_up_backward,
+)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
@@ -727,16 +721,15 @@ def _packed_down(xs: Arrays, weights: tuple[Weight, ...], axis: str) -> Array:
     return y_BSD.astype(xs[0].dtype)
 
 
-def _packed_down_forward(xs: Arrays, weights: tuple[Weight, ...], axis: str) -> tuple:
-    return _packed_down(xs, weights, axis), (xs, weights)
-
-
 def _packed_down_backward(axis: str, saved: tuple, dy_BSD: Array) -> tuple:
     xs, weights = saved
     return jax.vjp(_sum, xs, weights)[1](plain.gather(dy_BSD, axis))
 
 
-_packed_down.defvjp(_packed_down_forward, _packed_down_backward)
+_packed_down.defvjp(
+    lambda xs, weights, axis: (_packed_down(xs, weights, axis), (xs, weights)),
+    _packed_down_backward,
+)
 
 
 def _products(x_BSD: Array, weights: tuple[Weight, ...]) -> Arrays:

@@ -1,4 +1,4 @@
-"""Numbers in few bits: formats, quantized arrays and models, codecs for collectives."""
+"""Numbers in few bits: formats, quantized arrays and models, products, codecs for collectives."""
 
 from megajax.core.lazy import public
 
@@ -14,6 +14,7 @@ __getattr__, __dir__, __all__ = public(
         "formats": ("Format",),
         "indicators": ("sensitivity",),
         "compensated": ("gptq",),
+        "products": ("matmul",),
         "qtensor": (
             "QTensor",
             "dequantize",

@@ -78,16 +78,17 @@ def power_of_two(size: Any) -> int:
     return power
 
 
-def floating(op: str, x: Any) -> Array:
+def floating(op: str, x: Any, name: str = "x") -> Array:
     """Returns an array of a floating type as jax has it. Raises: UserError."""
     if not (hasattr(x, "shape") and hasattr(x, "dtype")):
         raise UserError(
-            f"{op}: x must be a jax or NumPy array, got {type(x).__name__}; write "
-            "jnp.asarray(x, jnp.float32)"
+            f"{op}: {name} must be a jax or NumPy array, got {type(x).__name__}; write "
+            f"jnp.asarray({name}, jnp.float32)"
         )
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise UserError(
-            f"{op}: x must be of a floating type, got {x.dtype}; write x.astype(jnp.float32)"
+            f"{op}: {name} must be of a floating type, got {x.dtype}; write "
+            f"{name}.astype(jnp.float32)"
         )
     return jnp.asarray(x)
 

@@ -72,7 +72,11 @@ def quantize_model(
         raise UserError(
             f"quantize_model: cfg must be a decoder's configuration, got a {type(cfg).__name__}"
         )
-    each = [_along_inputs(fmt) for fmt in layer_formats(formats, cfg.layers)]
+    # One spelling of the axis, so that equal formats are equal.
+    each = [
+        dataclasses.replace(fmt, axis=0) if fmt is not None and fmt.axis in (None, -2) else fmt
+        for fmt in layer_formats(formats, cfg.layers)
+    ]
     if method not in METHODS:
         raise UserError(
             f"method={method!r} must be among {', '.join(METHODS)}."
@@ -214,11 +218,6 @@ def layer_formats(formats: Formats, layers: int) -> list[Format | None]:
         if fmt is not None and not isinstance(fmt, Format):
             raise UserError(f"formats[{i}]={fmt!r} must be a megajax.quant.Format or None")
     return each
-
-
-def _along_inputs(fmt: Format | None) -> Format | None:
-    """Returns the format by its one spelling, so that equal ones are equal."""
-    return dataclasses.replace(fmt, axis=0) if fmt is not None and fmt.axis in (None, -2) else fmt
 
 
 def matrices(axes: Tree) -> list[str]:
