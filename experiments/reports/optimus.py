@@ -390,9 +390,14 @@ def executed(path: Path) -> str:
     """
     result = read(path)
     heads = (
-        "tower", "ticks of a step", "stages idle, by FLOPs", "forward passes of a chunk, by FLOPs",
-        "held-out loss, nats", "exact match", "CPU-s of the run",
-    )  # fmt: skip
+        "tower",
+        "ticks of a step",
+        "stages idle, by FLOPs",
+        "forward passes of a chunk, by FLOPs",
+        "held-out loss, nats",
+        "exact match",
+        "CPU-s of the run",
+    )
     lines = [
         (
             row["schedule"],
