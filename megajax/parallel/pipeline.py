@@ -771,11 +771,6 @@ class PipelineConfig(Checked, section="pipeline"):
         "what a forward pass stores; input: the chunk's input, from which the forward pass runs "
         "again before the backward pass; residuals: what --train.remat stores",
     )
-    idle: Literal["mask", "skip"] = option(
-        "mask",
-        "what a stage does in a tick in which it has no work; mask: it computes on zeros; skip: "
-        "nothing, under a branch that has run on emulated devices only",
-    )
     gradients: Literal["local", "sharded"] = option(
         "local",
         "when gradients are reduce-scattered; local: once a step; sharded: in every tick, which "
@@ -785,6 +780,11 @@ class PipelineConfig(Checked, section="pipeline"):
         "chunk",
         "chunk: the weights of a chunk are gathered, and its gradients scattered, during the "
         "ticks of other chunks",
+    )
+    idle: Literal["mask", "skip"] = option(
+        "mask",
+        "what a stage does in a tick in which it has no work; mask: it computes on zeros; skip: "
+        "nothing, under a branch that has run on emulated devices only",
     )
 
     def pieces(self, stages: int) -> int:
