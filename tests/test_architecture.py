@@ -142,8 +142,6 @@ JAX_FREE = (
     "megajax.systems.minder.run",
     "megajax.systems.qsync.allocator",
     "megajax.systems.qsync.graph",
-    "megajax.systems.qsync.precisions",
-    "megajax.systems.qsync.replayer",
 )
 
 

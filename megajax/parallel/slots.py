@@ -211,23 +211,22 @@ class EncoderRoutes:
         self._full = encoder.place(table, [self._work] * table.microbatches)
         self._full.check()
         self.largest = route(self._full)
-        self._of = functools.lru_cache(64)(self._make)
+        self._of = functools.lru_cache(64)(lambda shown: self.planned(shown)[1])
 
-    def table(self, shown: Sequence[bool]) -> Table:
-        """Returns the table for a batch. shown: whether each microbatch has images."""
+    def planned(self, shown: Sequence[bool]) -> tuple[Table, Route]:
+        """Returns the table for a batch, and its route. shown: whether each microbatch has
+        images."""
         table = encoder.place(self._table, [self._work if s else (0, 0) for s in shown])
+        table.check()
         try:
-            route(table, like=self.largest)
+            return table, route(table, like=self.largest)
         except ValueError:
             # Each microbatch's work where it is in the full table fits in any case.
             slots = (s for s in self._full.slots if s.kind in "FBW" or shown[s.microbatch])
             work = table.encoder_work
             table = dataclasses.replace(self._full, slots=tuple(slots), encoder_work=work)
-        table.check()
-        return table
-
-    def _make(self, shown: tuple[bool, ...]) -> Route:
-        return route(self.table(shown), like=self.largest)
+            table.check()
+            return table, route(table, like=self.largest)
 
     def __call__(self, images: jax.Array) -> Route:
         """Returns the route of a batch. images: (microbatches, rows, patches), of Tower.images.

@@ -183,13 +183,18 @@ class VisionConfig(JobConfig):
         """Returns the forward pass of rows of this run, with as many patches as they have room
         for."""
         train, patches = self.train, self.data.patches
-        patterns = [p.strip() for p in (train.freeze or "").split(",") if phase == "train"]
-        frozen = [
+        frozen = self.frozen if phase == "train" else ()
+        return self.model.workload(rows, train.seq_len, train.dtype, phase, patches, frozen)
+
+    @property
+    def frozen(self) -> tuple[str, ...]:
+        """Those of 'tower' and 'projector' that --train.freeze names whole."""
+        patterns = [pattern.strip() for pattern in (self.train.freeze or "").split(",")]
+        return tuple(
             name
             for name in ("tower", "projector")
             if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
-        ]
-        return self.model.workload(rows, train.seq_len, train.dtype, phase, patches, frozen)
+        )
 
     def check(self, sizes: Mapping[str, int]) -> None:
         """Checks what JobConfig checks, and what images cannot do. Raises: UserError."""
@@ -404,9 +409,8 @@ def schedules(cfg: VisionConfig) -> dict[str, tuple[Table, Timeline]]:
     """Returns the tables of a step in which all microbatches have images, inline and in bubbles,
     with their times in forward passes of a stage's chunk, by FLOPs."""
     stages, segments, size = cfg.mesh.pipe or 1, cfg.segments, cfg.tower_chunks()
-    tower = cfg.train.freeze and "tower" in cfg.train.freeze.split(",")
-    decoder = cfg.pipeline.table(stages)
-    work = [(segments, 0 if tower else segments)] * decoder.microbatches
+    decoder, backward = cfg.pipeline.table(stages), 0 if "tower" in cfg.frozen else 1
+    work = [(segments, backward * segments)] * decoder.microbatches
     tables = {"inline": decoder, "bubbles": encoder.place(decoder, work)}
     # A chunk's backward pass costs two forward passes, one more where it runs F again, and where a
     # W is split off one of the two is its own. EB runs EF again.
@@ -417,7 +421,7 @@ def schedules(cfg: VisionConfig) -> dict[str, tuple[Table, Timeline]]:
 
     def inline(task: Any) -> float:
         first = task.stage == task.chunk == 0
-        more = {"F": size, "B": 0 if tower else 2 * size}.get(task.kind, 0)
+        more = {"F": size, "B": 2 * backward * size}.get(task.kind, 0)
         return seconds[task.kind] + (more if first else 0)
 
     times = {"inline": inline, "bubbles": lambda task: seconds[task.kind]}

@@ -175,4 +175,4 @@ def test_microbatches_without_images_have_no_work():
     assert {*seen[seen >= 0].tolist()} == {0, 2, 3, 4, 6, 7}
     assert (routes(jnp.asarray(images * 0 - 1)).cells["EF"].chunk < 0).all()
     for work in ([True] * 8, [False] * 8, [True, False] * 4, [False] * 7 + [True]):
-        assert routes.table(work).units <= routes.table([True] * 8).units
+        assert routes.planned(work)[0].units <= routes.planned([True] * 8)[0].units

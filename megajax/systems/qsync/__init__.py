@@ -6,8 +6,6 @@ __getattr__, __dir__, __all__ = public(
     __name__,
     {
         "allocator": ("allocate",),
-        "graph": ("Node", "Graph"),
-        "precisions": ("Precisions",),
-        "replayer": ("replay",),
+        "graph": ("Node", "Graph", "Precisions", "replay"),
     },
 )

@@ -1,17 +1,30 @@
 """The work of a training step on one kind of device, by the precision of each operation.
 
 A `Graph` is the local data-flow graph of QSync (arXiv 2407.02327): nodes with their seconds and
-saved bytes in every precision, and the gradient exchange in buckets. replayer.py gives a step its
-time, allocator.py chooses the precisions. All kinds of a job compute the same step, each on its
-share of the batch, and exchange the same buckets. Plain numbers, no jax.
+saved bytes in every precision, and the gradient exchange in buckets. `replay` gives a step its
+time, `Precisions` holds what each kind computes in, and allocator.py chooses it. All kinds of a job
+compute the same step, each on its share of the batch, and exchange the same buckets. Plain numbers,
+no jax.
+
+Each kind runs its graph forward, then backward in reverse. Where the two ends of an edge differ in
+precision, each pass casts once, within the time of the node that reads. A bucket of gradients is
+exchanged when every kind has all of its gradients and the bucket before it is over; it takes the
+seconds of the slowest kind. The steps are tasks of schedule/simulator.py. Not counted: the
+optimizer's update, and how much an exchange slows the computation beside it.
 """
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from os import PathLike
+from pathlib import Path
+from typing import NamedTuple, Self
 
-from megajax.core.errors import UserError, did_you_mean
+from megajax.core import files
+from megajax.core.errors import UserError, did_you_mean, unwritable
+from megajax.schedule import simulator
+from megajax.schedule.ir import Task
 
 # From the narrowest to the widest: an operation without a choice takes its widest input's.
 PRECISIONS = ("int8", "fp8", "float16", "bfloat16", "float32")
@@ -161,3 +174,110 @@ def check_kinds(graphs: Mapping[str, Graph]) -> None:
     if len(set(counts.values())) > 1:
         shown = ", ".join(f"{kind}: {count}" for kind, count in counts.items())
         raise UserError(f"all kinds must exchange the same buckets; their numbers differ ({shown})")
+
+
+# ---- replay
+
+
+class Replay(NamedTuple):
+    """A step.
+
+    step_s: seconds until all kinds and buckets have ended. casts: {kind: edges (from, to) that are
+    cast, in the forward order of `to`}. memory: {kind: bytes that the forward pass saves}.
+    """
+
+    step_s: float
+    casts: dict[str, list[tuple[str, str]]]
+    memory: dict[str, float]
+
+
+def replay(graphs: Mapping[str, Graph], precisions: Mapping[str, Mapping[str, str]]) -> Replay:
+    """Returns the step of all kinds, each with its own precisions.
+
+    Args: precisions: {kind: {node: precision}} of all nodes that have a choice.
+    Raises: UserError for kinds, nodes or precisions that do not fit the graphs.
+    """
+    check_kinds(graphs)
+    if unlike := set(graphs) ^ set(precisions):
+        kind = min(unlike)
+        problem = "lack" if kind in graphs else "have too many:"
+        raise UserError(f"the precisions {problem} kind {kind}.{did_you_mean(kind, graphs)}")
+    tasks: list[Task] = []
+    casts, memory = {}, {}
+    for kind, graph in graphs.items():
+        row = graph.precisions(precisions[kind], kind)
+        casts[kind] = [
+            (name, node.name)
+            for node in graph.nodes
+            for name in node.inputs
+            if row[name] != row[node.name]
+        ]
+        memory[kind] = sum(node.saved_bytes[row[node.name]] for node in graph.nodes)
+        cast_s = dict.fromkeys(row, 0.0)
+        for source, reader in casts[kind]:
+            cast_s[reader] += graph.edge_cast_s(source)
+        for letter, nodes in (("F", graph.nodes), ("B", graph.nodes[::-1])):
+            for node in nodes:
+                table = node.forward_s if letter == "F" else node.backward_s
+                seconds = table[row[node.name]] + cast_s[node.name]
+                name = f"{letter} {kind!r} {node.name!r}"
+                tasks.append(Task(name, f"kind {kind!r}", (), seconds, letter))
+    for number, buckets in enumerate(
+        zip(*(graph.buckets for graph in graphs.values()), strict=True)
+    ):
+        deps = tuple(
+            f"B {kind!r} {name!r}"
+            for kind, (names, _) in zip(graphs, buckets, strict=True)
+            for name in names
+        )
+        seconds = max(seconds for _, seconds in buckets)
+        tasks.append(Task(f"bucket {number}", "network", deps, seconds, "COMM"))
+    return Replay(float(simulator.run(tasks, ()).end), casts, memory)
+
+
+# ---- precisions and their file
+
+
+FORMAT = "megajax precisions 1"
+MOST = 16 * 2**20  # (chosen) bytes of a file: 100,000 nodes and more
+
+
+class Precisions(dict[str, dict[str, str]]):
+    """{kind: {node: precision}}, of the nodes that have a choice.
+
+    gap: an exact allocation's sum of omega may be so much above the least one, as a fraction of the
+    sum; 0: it is the least. Infinite: nothing is proven, as of a greedy allocation, of a file, and
+    where the time ended before the shortest step was known.
+    """
+
+    gap = float("inf")
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Replaces a JSON file. Raises: UserError when it cannot be written."""
+        try:
+            files.write_whole(Path(path), files.json_text({"format": FORMAT, "precisions": self}))
+        except OSError as error:
+            raise unwritable(f"cannot write {path}: {error.strerror}", error) from None
+
+    @classmethod
+    def load(cls, path: str | PathLike[str]) -> Self:
+        """Returns what `save` wrote. Raises: UserError naming a file that is none, or damaged."""
+        value = files.read_object(Path(path), MOST)
+        if value.get("format") != FORMAT:
+            raise UserError(
+                f"{path} is no file of precisions: its format is {value.get('format')!r:.60}, not "
+                f"{FORMAT!r}"
+            )
+        rows = value.get("precisions")
+        if set(value) != {"format", "precisions"} or not isinstance(rows, dict) or not rows:
+            raise UserError(f"{path} is damaged: it must hold 'precisions' of at least one kind")
+        for kind, row in rows.items():
+            if not isinstance(row, dict):
+                raise UserError(f"{path} is damaged: kind {kind!r:.60} has {row!r:.60}")
+            for name, precision in row.items():
+                if precision not in PRECISIONS:
+                    raise UserError(
+                        f"{path} is damaged: {name!r:.60} of kind {kind!r:.60} has "
+                        f"{precision!r:.60}; it must be one of {', '.join(PRECISIONS)}"
+                    )
+        return cls(rows)
