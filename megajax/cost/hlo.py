@@ -159,6 +159,18 @@ class Instruction:
         return re.findall(r"(?:calls|to_apply)=%?([\w.\-]+)", self.attributes)
 
     @property
+    def trips(self) -> int | None:
+        """How often a while runs its body, or None if the compiler does not know."""
+        match = re.search(r'known_trip_count":\{"n":"(\d+)"', self.attributes)
+        return int(match[1]) if match else None
+
+    @property
+    def received(self) -> tuple[Array, ...]:
+        """The results of a collective; its -start has the operands before them."""
+        half = len(self.arrays) // 2 if self.opcode.endswith("-start") else 0
+        return self.arrays[half:]
+
+    @property
     def branches(self) -> list[str]:
         """Names of a conditional's computations, in the order of the index that chooses one.
 
@@ -308,8 +320,8 @@ class Module:
         """Returns (body, trip count) of a while; None for a count that the program does not say."""
         if one.opcode != "while" or not (body := one.get("body")):
             return None
-        if count := re.search(r'known_trip_count":\{"n":"(\d+)"', one.attributes):
-            return body, int(count[1])
+        if (count := one.trips) is not None:
+            return body, count
         if steps := _STEPS.search(one.attributes):
             return body, max(round(self._live_rows * int(steps[1])), 1)
         most = _MOST.search(one.attributes)
@@ -496,41 +508,61 @@ def _op_name(place: Place) -> str:
 
 
 def device_groups(line: str, devices: int) -> tuple[tuple[int, ...], ...]:
-    """Returns the first group of devices of a collective's line, or all pairs of a permute.
+    """Returns the first group of devices of a collective's line, or all pairs of a permute."""
+    groups = replica_groups(line, devices)
+    return groups if "source_target_pairs=" in line else groups[:1]
+
+
+def replica_groups(line: str, devices: int) -> tuple[tuple[int, ...], ...]:
+    """Returns all groups of devices of a collective's line, or all pairs of a permute.
 
     XLA spells replica_groups in four ways: over a named mesh, as an iota with a transposition, as
     lists, and empty for all devices.
     """
-    if match := re.search(r"source_target_pairs=\{(\{[\d,{}\s]*\})\}", line):
-        return tuple(tuple(ints(p)) for p in re.findall(r"\{([\d,]+)\}", match[1]))
-    if match := re.search(r"replica_groups=mesh\[([^\]]*)\] ?\{([^}]*)\}", line):
-        return (_mesh_group(match[1], match[2]),)
-    pattern = r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?"
-    if match := re.search(pattern, line):
-        ids = np.arange(math.prod(ints(match[2]))).reshape(ints(match[2]))
-        ids = ids.transpose(ints(match[3])) if match[3] else ids
-        return (tuple(ids.reshape(ints(match[1]))[0].tolist()),)
-    if match := re.search(r"replica_groups=\{\{([\d,]+)", line):
-        return (tuple(ints(match[1])),)
-    return (tuple(range(devices)),)
+    match = _SPELLED.search(line)
+    groups = _groups(match[1]) if match else ()
+    return groups or (tuple(range(devices)),)
 
 
-def _mesh_group(mesh: str, axes: str) -> tuple[int, ...]:
-    """Returns the first group of replica_groups that name a mesh: mesh['a'=4,'b'=8] {'a','b':(2)4}.
+_SPELLED = re.compile(
+    r"(?:source_target_pairs|replica_groups)="
+    r"(\{\{[\d,{}\s]*\}\}|mesh\[[^\]]*\] ?\{[^}]*\}|\[[\d,]+\]<=\[[\d,]+\](?:T\([\d,]+\))?)"
+)
+
+
+@functools.lru_cache(maxsize=256)
+def _groups(text: str) -> tuple[tuple[int, ...], ...]:
+    """Returns the groups that a text spells as a mesh, as an iota or as lists."""
+    if text.startswith("mesh"):
+        ids = _mesh_groups(*text.removeprefix("mesh[").split("]", 1))
+    elif "<=" in text:
+        shape, dims, *order = (ints(part) for part in re.findall(r"[\d,]*\d", text))
+        ids = np.arange(math.prod(dims)).reshape(dims).transpose(*order or [None]).reshape(shape)
+    else:
+        return tuple(tuple(ints(group)) for group in re.findall(r"\{([\d,]+)\}", text))
+    return tuple(map(tuple, ids.tolist()))
+
+
+def _mesh_groups(mesh: str, axes: str) -> np.ndarray:
+    """Returns the groups, one a row, of a named mesh: 'a'=4,'b'=8 and {'a','b':(2)4}.
 
     Here a group spans the axis a and a part of the axis b. `(2)4` means that b is split into
     factors, outermost first, and that the part is the factor of size 4 after a factor of size 2.
     """
-    chosen = {m[0]: m[1:] for m in re.findall(r"'(\w+)'(?::\((\d+)\)(\d+))?", axes)}
+    listed = re.findall(r"'(\w+)'(?::\((\d+)\)(\d+))?", axes)
     shape: list[int] = []
-    picks: list[slice | int] = []
+    places: dict[tuple[str, str], int] = {}
     for name, ways in ((n, int(s)) for n, s in re.findall(r"'(\w+)'=(\d+)", mesh)):
-        before, part = (int(i) if i else 0 for i in chosen.get(name, ("", "")))
-        factors = [before, part, ways // (before * part)] if part else [ways]
-        shape += factors
-        picks += [0, slice(None), 0] if part else [slice(None) if name in chosen else 0]
-    ids = np.arange(math.prod(shape)).reshape(shape)
-    return tuple(ids[tuple(picks)].ravel().tolist())
+        before = 1
+        for first, part in sorted((int(f or 1), int(p or ways)) for n, f, p in listed if n == name):
+            shape += [first // before, part]
+            places[name, str(first)] = len(shape) - 1
+            before = first * part
+        shape.append(ways // before)
+    spanned = [places[name, first or "1"] for name, first, _ in listed]
+    others = [place for place in range(len(shape)) if place not in spanned]
+    ids = np.arange(math.prod(shape)).reshape(shape).transpose(*others, *spanned)
+    return ids.reshape(-1, math.prod(shape[place] for place in spanned))
 
 
 # ---- traps

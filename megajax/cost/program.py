@@ -185,9 +185,7 @@ class _Reader:
         self, one: Instruction, around: Mapping[str, Instruction], executions: float
     ) -> OpRecord:
         read_arrays = [a for n in one.operands if n in around for a in around[n].arrays]
-        made = [a for a in one.arrays if a.dtype not in ("token",)]
-        if one.opcode.endswith("-start") and len(made) > 1:
-            made = made[len(made) // 2 :]
+        made = [a for a in one.received if a.dtype != "token"]
         groups = device_groups(one.attributes, self._devices)
         ranks = len(groups[0]) if one.opcode != "collective-permute" else 2
         array = max(made or read_arrays, key=lambda a: a.nbytes, default=one.array)

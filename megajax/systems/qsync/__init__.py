@@ -7,5 +7,6 @@ __getattr__, __dir__, __all__ = public(
     {
         "allocator": ("allocate",),
         "graph": ("Node", "Graph", "Precisions", "replay"),
+        "programs": ("check_programs", "check_sequences", "sequence"),
     },
 )
