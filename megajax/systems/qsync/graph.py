@@ -123,7 +123,8 @@ class Graph:
     def precisions(self, chosen: Mapping[str, str], kind: str) -> dict[str, str]:
         """Returns the precision of every node.
 
-        Args: chosen: of the nodes that have a choice. kind: the name of this graph, for messages.
+        Args: chosen: of the nodes that have a choice; those with one precision may be missing.
+          kind: the name of this graph, for messages.
         Raises: UserError for a node that is unknown, lacks a choice or must not have this one.
         """
         if unknown := [name for name in chosen if name not in self.by_name]:
@@ -135,9 +136,9 @@ class Graph:
             inputs = (row[name] for name in node.inputs)
             precision = max(inputs, key=RANK.__getitem__, default="float32")
             if node.omega is not None:
-                if node.name not in chosen:
+                if node.name not in chosen and len(node.omega) > 1:
                     raise UserError(f"kind {kind}: no precision is given for {node.name}")
-                precision = chosen[node.name]
+                precision = chosen.get(node.name, next(iter(node.omega)))
                 _check_precision(precision, f"kind {kind}: {node.name}", node.omega)
             elif chosen.get(node.name, precision) != precision:
                 raise UserError(
@@ -194,7 +195,7 @@ class Replay(NamedTuple):
 def replay(graphs: Mapping[str, Graph], precisions: Mapping[str, Mapping[str, str]]) -> Replay:
     """Returns the step of all kinds, each with its own precisions.
 
-    Args: precisions: {kind: {node: precision}} of all nodes that have a choice.
+    Args: precisions: {kind: {node: precision}} of all nodes that may have several.
     Raises: UserError for kinds, nodes or precisions that do not fit the graphs.
     """
     check_kinds(graphs)

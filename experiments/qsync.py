@@ -1,0 +1,239 @@
+"""QSync (arXiv 2407.02327): one training job on unlike GPUs, the weak ones with fewer bits.
+
+    uv run experiments/qsync.py plan --cluster=v100:2,t4:2
+    uv run experiments/qsync.py plan --preset=paper
+
+All devices compute the same step, each on its rows of the batch, and wait for each other. So the
+weak kinds compute some matrix products in fewer bits. `plan` chooses these products: the ones that
+add the least error to the gradients (the sum of omega) among the plans with the shortest step. It
+prints this plan beside full precision, one precision for all products of the weak kinds, and uneven
+batches (rows in proportion to speed), and writes OUT/precisions.json for experiments/pretrain.py,
+OUT/qsync.json, .svg and .png. The strong kinds (--strong) always compute in full precision.
+
+`profile` trains a few steps on one CPU device, collects the operands and gradients of every
+product, and writes OUT/omega.json with the error of each product in each precision. Without
+--omega, `plan` assumes equal relative errors of normal numbers, so that only precision and depth
+tell products apart.
+
+Step times are ESTIMATES: a SIMULATED step of seconds from a cost model (--cost). Flags of a run
+(--model.layers, --train.global_batch) are those of pretraining. Exit code 2: a flag or a file is
+wrong, or no plan fits the memory.
+"""
+
+import megajax.core.interrupted  # noqa: F401
+
+import dataclasses
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from experiments.reports import qsync as report
+from megajax.core import config
+from megajax.core.config import equal, group, option
+from megajax.core.errors import UserError, did_you_mean
+from megajax.core.files import expand
+from megajax.core.hardware import Link, parse_mixed
+from megajax.core.mesh import MeshSpec
+from megajax.models.decoder_config import DecoderConfig
+from megajax.models.encoder_config import PRESETS as ENCODERS
+from megajax.monitor import results
+from megajax.systems.qsync import profile
+from megajax.training import presets
+from megajax.training.config import Config, JobConfig, TrainConfig
+from megajax.training.finetune import FinetuneConfig
+
+VERBS = ("profile", "plan")
+PLAN = ("plan",)
+PROFILE = ("profile",)
+
+
+@dataclass(frozen=True)
+class QSyncConfig(Config):
+    """A training run, and the unlike devices that it is planned for."""
+
+    model: DecoderConfig = group(DecoderConfig, needs=equal("encoder", None))
+    encoder: str | None = option(
+        None, "encoder that is trained, in the place of the decoder of --model; none: that decoder"
+    )
+    cluster: str = option("v100:2,t4:2", "the devices, kind:GPUS,kind:GPUS", verbs=PLAN)
+    memory: str = option(
+        "all",
+        "share of their memory that kinds may fill, kind:SHARE,...; all: the whole memory; several "
+        "cases, each planned, stand between semicolons",
+        verbs=PLAN,
+    )
+    strong: str = option(
+        "fastest",
+        "kinds that compute in full precision alone, joined by commas; fastest: the kind with the "
+        "shortest step",
+        verbs=PLAN,
+    )
+    network: float = option(
+        100.0, "link of each device to the others, one direction", "Gbit/s", above=0, verbs=PLAN
+    )
+    buckets: Literal["step", "layer"] = option(
+        "step",
+        "when gradients are exchanged: all after the backward pass, or those of each layer",
+        verbs=PLAN,
+    )
+    int8_backward: Literal["bfloat16", "float16"] = option(
+        "bfloat16",
+        "data type of the backward products of int8; where a card does not compute in it, XLA "
+        "widens them to float32. float16: as the paper's kernels, not ours",
+        verbs=PLAN,
+    )
+    omega: str | None = option(
+        None, "file that `profile` wrote, with the errors of products; none: assumed", verbs=PLAN
+    )
+    gamma: float = option(
+        1.0, "weight of the errors of forward passes beside those of backward passes", at_least=0
+    )
+    cost: Literal["roofline", "learned", "table"] = option(
+        "roofline", "source of the times of operations, as of experiments/plan.py", verbs=PLAN
+    )
+    cost_file: str | None = option(
+        None,
+        "file of the predictor, or files of tables, one for each kind, with commas",
+        verbs=PLAN,
+    )
+    form: Literal["exact", "paper"] = option(
+        "exact", "formula of the errors, of variances or as the authors' code has it", verbs=PROFILE
+    )
+    warm_up: int = option(8, "steps that are trained before the profile", at_least=0, verbs=PROFILE)
+    batches: int = option(2, "batches that are profiled", at_least=1, verbs=PROFILE)
+    out: str = results.out_option("qsync")
+
+    def __post_init__(self) -> None:
+        """Refuses encoders, clusters and shares of memory that do not exist."""
+        super().__post_init__()
+        if self.encoder is not None and self.encoder not in ENCODERS:
+            near = did_you_mean(self.encoder, ENCODERS)
+            raise UserError(
+                f"encoder={self.encoder} must be one of {', '.join(ENCODERS)}.{near} (--encoder)"
+            )
+        parse_mixed(self.cluster)
+        self.shares()
+
+    def job(self) -> JobConfig:
+        """Returns the training run."""
+        if self.encoder is None:
+            return self
+        return FinetuneConfig(
+            model=dataclasses.replace(ENCODERS[self.encoder](), head="mlm"),
+            mesh=self.mesh,
+            shard=self.shard,
+            train=self.train,
+            optim=self.optim,
+            wire=self.wire,
+            cache_dir=self.cache_dir,
+        )
+
+    def shares(self) -> list[dict[str, float]]:
+        """Returns {kind: share of its memory} of each case. Raises: UserError."""
+        kinds = {card.name.lower() for card in parse_mixed(self.cluster).cards}
+        cases: list[dict[str, float]] = []
+        for text in self.memory.split(";"):
+            case: dict[str, float] = {}
+            for part in () if text.strip() in ("", "all") else text.split(","):
+                kind, _, share = part.partition(":")
+                kind = kind.strip().lower()
+                if kind not in kinds:
+                    near = did_you_mean(kind, kinds)
+                    raise UserError(
+                        f"memory={self.memory}: {kind!r} must be of {', '.join(sorted(kinds))}."
+                        f"{near} (--memory, --cluster)"
+                    )
+                try:
+                    case[kind] = float(share)
+                except ValueError:
+                    case[kind] = 0.0
+                if not 0 < case[kind] <= 1:
+                    raise UserError(
+                        f"memory={self.memory}: the share of {kind} is {share!r} and must be above "
+                        f"0 and at most 1, e.g. {kind}:0.3 (--memory)"
+                    )
+            cases.append(case)
+        return cases
+
+
+def _run(name: str) -> Callable[[], QSyncConfig]:
+    """Returns a preset of pretraining, whose mesh cuts the batch alone."""
+
+    def preset() -> QSyncConfig:
+        base = presets.PRESETS[name]()
+        members = {field.name: getattr(base, field.name) for field in dataclasses.fields(base)}
+        return QSyncConfig(**(members | {"mesh": MeshSpec(), "emulate_without_gpu": 1}))
+
+    preset.__doc__ = f"The run {name} of pretraining on two V100 and two T4."
+    return preset
+
+
+def paper() -> QSyncConfig:
+    """QSync's clusters A and B: BERT base on 16 V100 and 16 T4, which may fill 30 % in B.
+
+    24 rows a GPU and 384 tokens: (the authors' BERT on SQuAD; 384: assumed, its usual length).
+    """
+    return dataclasses.replace(
+        _run("gpt2")(),
+        encoder="bert_base",
+        cluster="v100:16,t4:16",
+        memory="all;t4:0.7",
+        int8_backward="float16",
+        train=TrainConfig(global_batch=24 * 32, seq_len=384, remat="none"),
+    )
+
+
+def take(base: Any, typed: Mapping[str, Any], read: Mapping[str, Any]) -> Any:
+    """Returns `base` as pretraining does, with the model that --init_from names."""
+    taken = presets.take_model(base, typed, read)
+    if isinstance(taken, QSyncConfig):
+        return taken
+    members = {field.name: getattr(taken, field.name) for field in dataclasses.fields(taken)}
+    return QSyncConfig(**members)
+
+
+def plan(cfg: QSyncConfig) -> int:
+    """Writes OUT/precisions.json and the comparison."""
+    folder = results.writable_folder(cfg.out)
+    job, cluster = cfg.job(), parse_mixed(cfg.cluster, Link(cfg.network * 1e9 / 8, 14e-6))
+    omega = None if cfg.omega is None else profile.load(expand(cfg.omega, "omega"))
+    about = results.facts(cluster.name, "simulated estimate") | {
+        "preset": config.start_name(),
+        "model": cfg.encoder or "decoder",
+        "times": cfg.cost if cfg.cost_file is None else f"{cfg.cost} {cfg.cost_file}",
+        "omega": "assumed" if omega is None else "profiled",
+        "int8_backward": cfg.int8_backward,
+    }
+    rows: list[dict[str, Any]] = []
+    for number, shares in enumerate(cfg.shares()):
+        case = report.Case(job, cluster, shares, omega, cfg)
+        made, chosen = case.rows()
+        rows += made
+        name = "precisions.json" if number == 0 else f"precisions_{number + 1}.json"
+        chosen.save(folder / name)
+        results.write(folder / "qsync.json", about, rows)
+        print(report.text(made, about), flush=True)
+        print(folder / name)
+    report.draw(rows, folder / "qsync")
+    print(folder / "qsync.json")
+    return 0
+
+
+def main(verb: str = "") -> int:
+    """Does what the word says."""
+    call = config.choose(verb, {"plan": plan})
+    cfg, base = config.from_flags(PRESETS, take, verb)
+    for name, old, new in config.diff(cfg, base):
+        print(f"{name}: {old} -> {new}")
+    return call(cfg)
+
+
+PRESETS = {"tiny": _run("nano"), "paper": paper}
+PRESETS |= {name: _run(name) for name in presets.PRESETS if name != "nano"}
+config.define_flags(
+    PRESETS, "tiny", ("preset", "config", "cluster", "memory", "omega", "train.global_batch"), VERBS
+)
+
+if __name__ == "__main__":
+    sys.exit(config.run(main, optional=1))
