@@ -33,10 +33,16 @@ from megajax.monitor.records import Record, Value
 #
 # Of all ranks only those furthest behind can be late; who is ahead waits for them rightly, however
 # long. So `since` of every other rank is now.
+#
+# In a job on unlike GPUs (systems/qsync) every rank says of which kind its devices are, as a record
+# `device_kind`, when it starts. Speeds are compared among ranks of one kind: a weak device is not
+# slow, and a strong one that waits for it has done nothing wrong. A rank that is the only one of
+# its kind is compared with its past. Without such records all ranks are of one kind.
 
 
 FACTOR = 5.0  # (chosen) times the longest time seen in a section, before it counts as a stall
 WINDOW = 20  # (chosen) steps whose median counts, for stragglers and traffic
+KIND = "device_kind"  # the record in which a rank says of which kind its devices are
 TOLD = (0, 143, 130)  # codes of a process that came to its end: done, or saved because told to
 
 
@@ -90,6 +96,11 @@ class Rank:
         return _number(self.values.get(name), 0.0)
 
     @property
+    def kind(self) -> str:
+        """The kind of its devices; "": it said none."""
+        return str(self.values.get(KIND, ""))
+
+    @property
     def section(self) -> str:
         """Name of the section of a step that it is in."""
         return str(self.values.get("section", "start"))
@@ -141,6 +152,11 @@ class Host:
     values: dict[str, Value] = field(default_factory=dict)
     counted: float | None = None  # bytes through its network at that step
     per_step: deque[float] = field(default_factory=lambda: deque(maxlen=WINDOW))
+
+    @property
+    def kind(self) -> str:
+        """The kinds of its ranks' devices, one as a rule."""
+        return ",".join(sorted({r.kind for r in self.ranks}))
 
     def number_of(self, name: str, otherwise: float = 0.0) -> float:
         """Returns the last value of a name; `otherwise` before the first one."""
@@ -240,6 +256,13 @@ class Job:
     def is_up(self) -> bool:
         """Tells whether every rank has reached a step, as far as ranks publish their progress."""
         return all(r.step > 0 for r in self.ranks.values())
+
+    def by_kind(self) -> dict[str, list[Rank]]:
+        """Returns the ranks by the kind of their devices."""
+        kinds: dict[str, list[Rank]] = {}
+        for rank in self.ranks.values():
+            kinds.setdefault(rank.kind, []).append(rank)
+        return kinds
 
     def behind(self) -> list[Rank]:
         """Returns the living ranks that are furthest behind."""
@@ -550,21 +573,31 @@ class Log(Rule):
 
 
 class Straggler(Rule):
-    """A rank whose own work takes longer than that of the others."""
+    """A rank whose own work takes longer than that of the others of its kind."""
+
+    def __init__(self, job: Job):
+        """job: the state of the attempt that is watched."""
+        super().__init__(job)
+        self._first: dict[int, float] = {}  # work of the only rank of a kind, when first judged
 
     def watch(self, records: Sequence[Record]) -> list[Alert]:
         """Returns an alert a rank."""
-        ranks = list(self._job.ranks.values())
+        ranks, kinds = list(self._job.ranks.values()), self._job.by_kind()
         if len(ranks) < 2 or any(len(r.times) < WINDOW for r in ranks):
             return []
         work_s = {r.number: statistics.median(o for o, _ in r.times) for r in ranks}
         step_s = statistics.median(s for r in ranks for _, s in r.times)
-        usual = statistics.median_low(work_s.values())
         alerts = []
         for r in ranks:
+            peers, than = kinds[r.kind], "the others'"
+            usual = statistics.median_low(work_s[peer.number] for peer in peers)
+            if len(peers) == 1:
+                usual, than = self._first.setdefault(r.number, usual), "it did at first"
+            elif len(kinds) > 1:
+                than = f"that of the others of kind {r.kind}"
             more = (work_s[r.number] - usual) / step_s
             if self.is_new(r.number, more > STRAGGLER):
-                message = f"its own work takes {100 * more:.0f} % of a step longer than the others'"
+                message = f"its own work takes {100 * more:.0f} % of a step longer than {than}"
                 alerts.append(self._job.alert("straggler", [r], message))
         return alerts
 
@@ -707,7 +740,9 @@ class Hang(Rule):
             idle = [r for r in back if r.number_of("cpu_cores") < IDLE]
             late = busy if len(busy) == 1 and len(idle) == len(back) - 1 else []
             how = f"it computes while the others wait, all in {back[0].section!r}"
-            allowed = job.allowed(back[0].section, self._after)
+            # Devices of another kind may rightly wait for it.
+            peers = any(busy[:1] and r.kind == busy[0].kind for r in idle)
+            allowed = job.allowed(back[0].section, self._after if peers else None)
         if any(r.section not in BRIEF for r in live):
             late = []  # of those ahead, some are in what takes long
         places = {r.number: r.since for r in late}

@@ -36,7 +36,8 @@ from megajax.monitor.records import Record
 # section 5.1 compares ranks with each other, NVRx with their own past too; Minder section 4.3:
 # continuity). What slows all ranks, or slows nobody's step, names nobody. A rank that was slow from
 # the start has no past to grow from; the rule `straggler` compares it with the others. No jax
-# import.
+# import. The others are those whose devices are of the same kind (detectors.py). The only rank of a
+# kind is compared with its past alone.
 #
 # Legend: M measures, R ranks, W ticks of the continuity, P ticks before it.
 
@@ -83,6 +84,8 @@ class OwnWork:
         self._step: deque[float] = deque(maxlen=ticks + PAST)
         self._work: deque[np.ndarray] = deque(maxlen=ticks + PAST)
         self._named: set[int] = set()
+        self._kinds = ("",) * ranks
+        self.first_pulse_s: dict[str, float] = {}  # by kind, the median of the first tick
         self.share_R = np.zeros(ranks)
 
     @property
@@ -90,6 +93,14 @@ class OwnWork:
         """How long a step usually took before the last ticks; None: not known yet."""
         past = list(self._step)[: -self._ticks]
         return float(np.median(past)) if len(past) >= LEAST_PAST else None
+
+    def meet(self, kinds_R: Sequence[str]) -> None:
+        """Takes the kind of each rank's devices. Where one has changed, another attempt has placed
+        the ranks differently, and all that was remembered is forgotten."""
+        if tuple(kinds_R) != self._kinds:
+            self._kinds = tuple(kinds_R)
+            for known in (self._at, self._step, self._work, self._named, self.first_pulse_s):
+                known.clear()
 
     def tick(self, at: float, step_s: float, work_MR: np.ndarray) -> list[Slow]:
         """Takes the medians of a tick that began at `at`; returns the ranks that are newly named.
@@ -146,12 +157,14 @@ class OwnWork:
         now = float(np.median(step_T[-W:]))
         return Slow(r, list(self._at)[onset], MEASURES[m], more, before_s, now)
 
-    @staticmethod
-    def _grown(work_TMR: np.ndarray, W: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    def _grown(self, work_TMR: np.ndarray, W: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Returns (growth over the past before the last W ticks, growth beyond the others', noise
         of that in the past, (M, R))."""
         grown_TMR = work_TMR - np.nanmedian(work_TMR[:-W], axis=0)
-        excess_TMR = grown_TMR - _others(grown_TMR)
+        excess_TMR, kinds_R = np.empty_like(grown_TMR), np.array(self._kinds)
+        for kind in np.unique(kinds_R):
+            peers_TMP = grown_TMR[:, :, kinds_R == kind]
+            excess_TMR[:, :, kinds_R == kind] = peers_TMP - _others(peers_TMP)
         noise_MR = 1.4826 * np.nanmedian(np.abs(excess_TMR[:-W]), axis=0)
         noise_MR = np.fmax(noise_MR, np.nanmedian(noise_MR, axis=1, keepdims=True))
         return grown_TMR, excess_TMR, noise_MR
@@ -264,7 +277,15 @@ class SlowRank(Rule):
         steps_s = [statistics.median(x) for x in v["step"].values()]
         step_s = statistics.median(steps_s)
         self.steps_s.append(step_s)
+        self.work.meet([self._job.ranks[number].kind for number in self._numbers])
         pulses = {r: statistics.median(x) for r, x in v["pulse"].items()}
+        if len(kinds := self._job.by_kind()) > 1:  # in units of what its kind usually takes
+            for kind, ranks in kinds.items():
+                if known := [pulses[r.number] for r in ranks if r.number in pulses]:
+                    usual = self.work.first_pulse_s.setdefault(kind, statistics.median(known))
+                    pulses |= {
+                        r.number: pulses[r.number] / usual for r in ranks if r.number in pulses
+                    }
         usual = statistics.median(pulses.values()) if pulses else 1.0
         work_MR = np.full((3, len(self._numbers)), np.nan)
         for k, number in enumerate(self._numbers):
@@ -303,10 +324,13 @@ class SlowRank(Rule):
         return self._job.alert("slow", ranks, message)
 
     def differences(self, host: str) -> list[str]:
-        """Returns in which metrics a host differs from the others in this tick, in words."""
+        """Returns in which metrics a host differs from the others of its kind in this tick, in
+        words."""
         apart: list[tuple[float, str]] = []
+        kinds = {name: one.kind for name, one in self._job.hosts.items()}
         for name, by_host in self._hosts.items():
-            values = {h: _level(name, x) for h, x in by_host.items()}
+            alike = {h: x for h, x in by_host.items() if kinds.get(h) == kinds.get(host)}
+            values = {h: _level(name, x) for h, x in alike.items()}
             if host not in values or len(values) < 3:
                 continue
             others = [x for h, x in values.items() if h != host]

@@ -21,6 +21,7 @@ import time
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from megajax.systems.elastic.wire import Door, dial, family, join_address
@@ -161,22 +162,26 @@ def run(folder: Path) -> dict[str, float | str]:
 
 
 def failing(
-    results: Mapping[str, Mapping[str, float | str] | None], named: Collection[str]
+    results: Mapping[str, Mapping[str, float | str] | None],
+    named: Collection[str],
+    kinds: Mapping[str, str] = MappingProxyType({}),
 ) -> dict[str, str]:
     """Returns {host: why} of those that fail.
 
-    Speeds are compared between hosts of one job, because nobody knows what a host should reach.
-    Only hosts that the fault named may fail for a low speed: the load of a neighbour may slow the
-    others. results: {host: its results, or None if it never answered}. named: the hosts of the
-    fault.
+    Speeds are compared between hosts of one job and one kind, because nobody knows what a host
+    should reach. Only hosts that the fault named may fail for a low speed: the load of a neighbour
+    may slow the others. results: {host: its results, or None if it never answered}. named: the
+    hosts of the fault. kinds: {host: the kind of its devices}; hosts that have none are of one.
     """
     bad = {host: "its self-checks never ended" for host, r in results.items() if r is None}
     for host, result in results.items():
+        kind = kinds.get(host, "")
+        alike = [r for other, r in results.items() if r and kinds.get(other, "") == kind]
         for name, figure in (result or {}).items():
             if isinstance(figure, str):
                 bad[host] = f"{name}: {figure}"
                 continue
-            said = [f for r in results.values() if r and isinstance(f := r.get(name), float)]
+            said = [f for r in alike if isinstance(f := r.get(name), float)]
             usual = statistics.median(said)
             slow = figure < min(SLOW * usual, ENOUGH.get(name, 0.0)) and len(said) >= COMPARED
             if slow and host in named:
@@ -332,11 +337,16 @@ def check_links(agents: Agents, hosts: Sequence[Any]) -> dict[Pair, float | str]
     return figures
 
 
-def failing_links(links: Mapping[Pair, float | str], named: Collection[str]) -> dict[str, str]:
+def failing_links(
+    links: Mapping[Pair, float | str],
+    named: Collection[str],
+    kinds: Mapping[str, str] = MappingProxyType({}),
+) -> dict[str, str]:
     """Returns {host: why} of hosts whose links are bad.
 
     links: MB/s of each link, or what is wrong with it. named: the hosts of the fault; no other
-    host is to blame for links that are only slow.
+    host is to blame for links that are only slow. kinds: as of `failing`; a link is slow if it is
+    slow for both of its hosts.
     """
     by_host: dict[str, list[Pair]] = {}
     for pair in links:
@@ -344,9 +354,12 @@ def failing_links(links: Mapping[Pair, float | str], named: Collection[str]) -> 
             by_host.setdefault(host, []).append(pair)
     speed = {p: 0.0 if isinstance(f, str) else f for p, f in links.items()}
     # Of each host the best link: one bad host makes two links of three slow.
-    usual = statistics.median([max(speed[p] for p in pairs) for pairs in by_host.values()] or [0.0])
-    least = min(SLOW_LINK * usual, FAST_LINK)
-    bad = {p for p, f in links.items() if isinstance(f, str) or f < least}
+    best: dict[str, list[float]] = {}
+    for host, pairs in by_host.items():
+        best.setdefault(kinds.get(host, ""), []).append(max(speed[p] for p in pairs))
+    usual = {host: statistics.median(best[kinds.get(host, "")]) for host in by_host}
+    least = {p: min(*(SLOW_LINK * usual[host] for host in p), FAST_LINK) for p in links}
+    bad = {p for p, f in links.items() if isinstance(f, str) or f < least[p]}
     guilty_hosts = {}
     for host, pairs in by_host.items():
         others = [p[0] if p[1] == host else p[1] for p in pairs]
@@ -354,7 +367,7 @@ def failing_links(links: Mapping[Pair, float | str], named: Collection[str]) -> 
         guilty = bad.issuperset(pairs) and all(set(by_host[o]) - bad for o in others)
         if guilty and (broken or host in named):
             said = links[pairs[0]]
-            how = said if isinstance(said, str) else f"{said:.3g} MB/s, usually {usual:.3g}"
+            how = said if isinstance(said, str) else f"{said:.3g} MB/s, usually {usual[host]:.3g}"
             guilty_hosts[host] = f"links to {', '.join(others)}: {how}"
     return guilty_hosts
 
@@ -367,11 +380,15 @@ Results = dict[str, dict[str, float | str] | None]  # by host, by check
 
 
 def check_all(
-    agents: Agents, named: Collection[str], stop: Callable[[], bool]
+    agents: Agents,
+    named: Collection[str],
+    stop: Callable[[], bool],
+    kinds: Mapping[str, str] = MappingProxyType({}),
 ) -> tuple[dict[str, str], Results, dict[str, float | str]] | None:
     """Asks all hosts to check themselves, and then their links.
 
-    named: the hosts of the fault; no other is bad for being slow. stop: nobody goes on.
+    named: the hosts of the fault; no other is bad for being slow. stop: nobody goes on. kinds:
+    {host: the kind of its devices}, as far as an attempt has said it.
     Returns: ({bad host: why}, the results of each host, MB/s of each link or what is wrong with
     it); None: it was stopped.
     """
@@ -380,13 +397,15 @@ def check_all(
     if stop():
         return None
     results = {h.name: r for h, r in zip(present, replies, strict=True) if agents.has(h)}
-    bad = failing(results, named)
+    bad = failing(results, named, kinds)
     sound = [h for h in present if h.name not in bad and agents.has(h)]
     links = check_links(agents, sound)
-    if failing_links(links, named):  # once more: a host that was frozen for a moment is not bad
+    if failing_links(
+        links, named, kinds
+    ):  # once more: a host that was frozen for a moment is not bad
         damaged = {pair: figure for pair, figure in links.items() if figure == DAMAGED}
         links = check_links(agents, sound) | damaged
     gone = {h.name for h in sound if not agents.has(h)}  # an agent that ended says nothing
     sure = {pair: figure for pair, figure in links.items() if gone.isdisjoint(pair)}
     between = {" - ".join(pair): figure for pair, figure in links.items()}
-    return bad | failing_links(sure, named), results, between
+    return bad | failing_links(sure, named, kinds), results, between

@@ -396,6 +396,7 @@ class Driver:
         self._team: list[Host] = []
         self._verdict = Verdict(None, "nothing has happened yet")
         self._dog: Watchdog | None = None
+        self._kinds: dict[str, str] = {}  # of the devices of hosts, as far as attempts said it
         self._evict: str | None = None
         self._unable: Action | None = None
         self._step = self._first = 0
@@ -601,6 +602,9 @@ class Driver:
 
     def _recover(self, fault: Action) -> int | None:
         """Brings the job to rest and decides. Returns the exit code, None to try again."""
+        if self._dog is not None:
+            hosts = self._dog.job.hosts.values()
+            self._kinds |= {host.name: host.kind for host in hosts if host.kind}
         self._dog = None
         self._record(fault.rule if fault.rule in NO_FAULTS else "fault", fault)
         for host in [h for h in self._team if fault.rule == "silence" and h.name in fault.hosts]:
@@ -615,7 +619,9 @@ class Driver:
         if not (
             says_nothing or self.signals
         ):  # a full disk and a frozen driver say nothing of hosts
-            checked = checks.check_all(self._hosts, fault.hosts, lambda: bool(self.signals))
+            checked = checks.check_all(
+                self._hosts, fault.hosts, lambda: bool(self.signals), self._kinds
+            )
             if checked is not None:
                 bad, results, links = checked
                 self._journal.event("checked", results=results, links=links)

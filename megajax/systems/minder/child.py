@@ -15,12 +15,13 @@ import contextlib
 import dataclasses
 import json
 import queue
+import re
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -28,9 +29,12 @@ from megajax.core.errors import UserError
 from megajax.core.worker import Worker
 from megajax.monitor.alerts import Alert
 from megajax.monitor.records import Record
-from megajax.monitor.samples import Samples, concat
+from megajax.monitor.samples import Samples, concat, of_machines
 from megajax.monitor.slow_rank import METRICS
 from megajax.monitor.sources import from_records, prometheus
+
+if TYPE_CHECKING:
+    from megajax.systems.minder.detector import Runner
 
 # ---- the end of the driver or the trainer
 
@@ -82,12 +86,13 @@ class Child:
         if rows:
             self._put(rows)
 
-    def begin(self, hosts: Sequence[str]) -> None:
+    def begin(self, hosts: Sequence[str], kinds: Mapping[str, str] | None = None) -> None:
         """Tells the child the hosts of an attempt; hosts that are not among them leave the job.
 
-        The machines of a Prometheus server are matched with these names.
+        The machines of a Prometheus server are matched with these names. kinds: {host: the kind of
+        its devices}; hosts are compared within their kind. None: as told before.
         """
-        self._put({"hosts": [*hosts]})
+        self._put({"hosts": [*hosts], "kinds": kinds})
 
     def _put(self, what: Any) -> None:
         try:
@@ -254,6 +259,52 @@ def renamed(samples: Samples, hosts: dict[str, str]) -> Samples:
     return dataclasses.replace(named, notes=samples.notes)
 
 
+class Judges:
+    """A detector for each kind of devices, which compares the hosts of that kind."""
+
+    def __init__(self, make: Callable[[], "Runner"]):
+        """make: returns a runner whose detector has seen no job."""
+        self._make = make
+        self._kinds: dict[str, str] = {}
+        self._runners = {"": make()}  # all hosts, until they say of which kind they are
+
+    def begin(self, gone: Sequence[str], kinds: Mapping[str, str] | None) -> None:
+        """Takes the hosts that left the job, and what `Child.begin` tells about the others."""
+        before, self._kinds = self._kinds, self._kinds if kinds is None else dict(kinds)
+        for kind, runner in self._runners.items():
+            for host in {*gone, *before, *self._kinds}:
+                if host in gone or self._kinds.get(host, "") != kind:
+                    runner.detector.leave(host)
+
+    def judge(self, window: Samples) -> tuple[list[Alert], list[str], dict[str, float]]:
+        """Returns (new alerts, notes, {host: newest score}) of a window."""
+        hosts: dict[str, list[str]] = {}
+        for host in dict.fromkeys((*window.machines, *self._kinds)):
+            hosts.setdefault(self._kinds.get(host, ""), []).append(host)
+        alerts, notes, scores = [], [], {}
+        for kind, names in hosts.items() or [("", [])]:
+            if kind not in self._runners:
+                self._runners[kind] = self._make()
+            runner, part = self._runners[kind], window
+            if len(hosts) > 1:
+                chosen = of_machines(window, "|".join(map(re.escape, names)))
+                part = dataclasses.replace(chosen, notes=window.notes)
+            named, about, error = runner.judge(part)
+            if error is not None:
+                foreseen = isinstance(error, UserError)
+                about = [
+                    f"{error}" if foreseen else f"the detector begins anew after {error!r:.200}"
+                ]
+            alerts += named
+            notes += [f"{kind}: {note}" if kind else note for note in about]
+            scores |= runner.detector.scores
+        return alerts, notes, scores
+
+    def is_new(self, note: str) -> bool:
+        """Tells whether a note is new."""
+        return self._runners[""].is_new(note)
+
+
 def main() -> int:
     """Judges until standard input ends. Returns the exit code."""
     from megajax.systems.minder.detector import Detector, Profile, Runner
@@ -261,7 +312,7 @@ def main() -> int:
     options = json.loads(sys.stdin.readline())
     profile = Profile.load(options["model"])
     settings = dataclasses.replace(profile.settings, **options["settings"])
-    runner = Runner(lambda: Detector(profile, settings))
+    judges = Judges(lambda: Runner(lambda: Detector(profile, settings)))
     server = None
     if options["server"] is not None:
         server = prometheus(**options["server"], metrics=profile.metrics)
@@ -278,8 +329,7 @@ def main() -> int:
             if isinstance(told, list):
                 feed.add(told)
             else:
-                for host in feed.begin(told["hosts"]):
-                    runner.detector.leave(host)
+                judges.begin(feed.begin(told["hosts"]), told["kinds"])
             if time.monotonic() < due or not lines.empty():
                 continue
         except queue.Empty:
@@ -288,14 +338,11 @@ def main() -> int:
         window = feed.window(time.time())
         if window is None:
             continue
-        alerts, about, error = runner.judge(window)
-        if error is not None:
-            foreseen = isinstance(error, UserError)
-            about = [f"{error}" if foreseen else f"the detector begins anew after {error!r:.200}"]
+        alerts, about, scores = judges.judge(window)
         line = {
             "alerts": [alert.measured for alert in alerts],
-            "notes": [note for note in (*feed.notes, *about) if runner.is_new(note)],
-            "scores": dict(runner.detector.scores),
+            "notes": [note for note in (*feed.notes, *about) if judges.is_new(note)],
+            "scores": scores,
         }
         feed.notes = []
         print(json.dumps(line), flush=True)

@@ -30,7 +30,17 @@ from megajax.core.errors import UserError
 from megajax.core.files import expand
 from megajax.monitor import alerts, heartbeat
 from megajax.monitor.alerts import COURSE, MACHINE, Action, Alert, Kind
-from megajax.monitor.detectors import DETECTORS, NEEDED, Hang, Job, Limits, Maker, Watchdog, choose
+from megajax.monitor.detectors import (
+    DETECTORS,
+    KIND,
+    NEEDED,
+    Hang,
+    Job,
+    Limits,
+    Maker,
+    Watchdog,
+    choose,
+)
 from megajax.monitor.heartbeat import Heartbeat
 from megajax.monitor.meter import HostMeter
 from megajax.monitor.minder_config import MinderConfig
@@ -235,6 +245,7 @@ class _Attempt:
         self._run, self._job, self.size = run, job, len(job.ranks)
         self._hang = Hang(job, o.hang_s)
         self._slow = SlowRank(job, o.continuity_s, work, run.emit)
+        self._kinds: dict[str, str] = dict.fromkeys(job.hosts, "")
         self._is_judged = False
 
     def watch(self, records: Sequence[Record]) -> list[Alert]:
@@ -257,6 +268,10 @@ class _Attempt:
         child = self._run.child
         if child is None:
             return []
+        kinds = {name: host.kind for name, host in self._job.hosts.items()}
+        if kinds != self._kinds:
+            self._kinds = kinds
+            child.begin([*kinds], kinds)
         child.send(records)
         alerts, notes, scores = child.take()
         for note in notes:
@@ -403,7 +418,7 @@ class InRun:
         report = meter.records(host, self._folder)
         with self._guard:
             report += [r for r in self._records if r.device is None]
-            self._records = []
+            self._records = [r for r in self._records if r.name == KIND]  # a report may be missed
         progress = heartbeat.read(self._progress)
         if progress is not None:
             seen = {n: getattr(progress, n) for n in PROGRESS} | meter.process(os.getpid())

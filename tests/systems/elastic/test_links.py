@@ -70,6 +70,21 @@ def test_one_bad_host_is_named_and_a_bad_link_alone_names_nobody(count):
         assert all(checks.failing_links(good | {p: "no answer"}, hosts) == {} for p in pairs)
 
 
+def test_links_of_a_weak_kind_are_slow_rightly():
+    """A cluster of four fast hosts has a network of 1,000 MB/s, one of four weak hosts 10."""
+    hosts = [f"h{i}" for i in range(8)]
+    kinds = {host: "L4" if i >= 4 else "H100" for i, host in enumerate(hosts)}
+    pairs = [(a, b) for i, a in enumerate(hosts) for b in hosts[i + 1 :]]
+    figures = {p: 1000.0 if max(p) < "h4" else 10.0 for p in pairs}
+    assert checks.failing_links(figures, hosts, kinds) == {}
+    weak = figures | {p: 1.0 for p in pairs if "h6" in p}
+    assert list(checks.failing_links(weak, hosts, kinds)) == ["h6"]
+    strong = figures | {p: 10.0 for p in pairs if "h1" in p and max(p) < "h4"}
+    assert checks.failing_links(strong, hosts, kinds) == {}  # as fast as what weak hosts reach
+    broken = figures | {p: "no answer" for p in pairs if "h1" in p}
+    assert list(checks.failing_links(broken, (), kinds)) == ["h1"]
+
+
 def test_two_hosts_cannot_tell_whose_link_it_is():
     assert (
         checks.failing_links({("a", "b"): "no answer"}, "ab") == {} == checks.failing_links({}, ())

@@ -198,6 +198,19 @@ def test_hosts_are_compared_and_silence_is_an_answer():
     assert list(checks.failing(all_, ("a",))) == ["d"]  # the fault names another one
     assert checks.failing({"c": slow}, "c") == {}  # nobody to compare with
     assert checks.failing({"a": good, "c": slow}, "c") == {}  # nobody knows which is wrong
+
+
+def test_speeds_are_compared_among_hosts_of_one_kind():
+    good, weak = {"disk": 100.0}, {"disk": 12.0}
+    hosts = {"a": good, "b": good, "c": good, "u": weak, "v": weak, "w": weak}
+    kinds = {name: "L4" if name in "uvw" else "H100" for name in hosts}
+    assert list(checks.failing(hosts, "abcuvw", {})) == ["u", "v", "w"]
+    assert checks.failing(hosts, "abcuvw", kinds) == {}
+    worse = hosts | {"u": {"disk": 2.0}}
+    assert list(checks.failing(worse, "abcuvw", kinds)) == ["u"]
+    del worse["v"], worse["w"]
+    assert checks.failing(worse, "abcu", kinds) == {}  # the only one of its kind
+    assert list(checks.failing(worse | {"u": {"disk": "I/O error"}}, (), kinds)) == ["u"]
     busy = good | {"loopback": 101.0}  # faster than any fault, however fast the others are
     fast = good | {"loopback": 2950.0}
     assert checks.failing({"a": fast, "b": fast, "c": busy}, "c") == {}

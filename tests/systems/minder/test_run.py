@@ -17,7 +17,7 @@ from megajax.monitor.slow_rank import RecordFile
 from megajax.monitor.sources import from_records, read
 from megajax.monitor.sources.http_query import Unavailable
 from megajax.systems.minder import run
-from megajax.systems.minder.child import Child, Feed, host_of
+from megajax.systems.minder.child import Child, Feed, Judges, host_of
 from megajax.systems.minder.detector import without_numbers
 from scripts import supervise
 from tests.monitor.test_watchdog import Stream
@@ -252,6 +252,49 @@ def test_a_server_of_other_machines_is_said():
     feed.add([list(r) for r in machine_records(2, 20, 1e9) if r.time >= 1e9])
     shown = {m for _, m, c, _ in feed.window(1e9 + 19).rows() if c == "cpu_usage"}
     assert shown == {"h0", "h1", "node1:9100", "node2:9100"}
+
+
+class Notebook:
+    """A runner that says which machines it saw, and that any with a load above 0.9 is odd."""
+
+    def __init__(self):
+        self.detector, self.seen, self.left = self, set(), []
+        self.scores = {}
+
+    def leave(self, machine):
+        self.left.append(machine)
+        self.scores.pop(machine, None)
+
+    def judge(self, window):
+        load = {m: v for _, m, c, v in window.rows() if c == "cpu_usage"}
+        self.seen, self.scores = set(load), self.scores | load
+        return [m for m, v in load.items() if v > 0.9], [f"{len(load)} machines"], None
+
+    def is_new(self, note):
+        return True
+
+
+def test_the_metrics_of_hosts_are_compared_within_their_kind():
+    made = []
+    judges = Judges(lambda: made.append(Notebook()) or made[-1])
+    window = from_records(machine_records(6, 20, 1e9, sick=4))
+    alerts, notes, scores = judges.judge(window)
+    assert (alerts, notes, set(scores)) == (["h4"], ["6 machines"], {f"h{i}" for i in range(6)})
+    kinds = {f"h{h}": "H100" if h < 3 else "L4" for h in range(6)}
+    judges.begin([], kinds)
+    alerts, notes, scores = judges.judge(window)
+    assert [sorted(one.seen) for one in made[1:]] == [["h0", "h1", "h2"], ["h3", "h4", "h5"]]
+    assert alerts == ["h4"] and notes == ["H100: 3 machines", "L4: 3 machines"]
+    assert sorted(made[0].left) == sorted(kinds) and set(scores) == set(kinds)
+    judges.begin(["h5"], None)  # the next attempt, before its processes say of which kind they are
+    judges.judge(from_records(machine_records(5, 20, 2e9)))
+    assert sorted(made[2].left) == ["h0", "h1", "h2", "h5"] and made[1].seen == {"h0", "h1", "h2"}
+    silent = from_records([r for r in machine_records(5, 20, 2e9) if r.host < "h3"])
+    judges.judge(silent)
+    assert made[2].seen == set()  # it hears that its hosts are silent
+    judges.begin([], dict.fromkeys(kinds, "L4"))
+    judges.judge(window)
+    assert made[2].seen == set(kinds) and len(made) == 3
 
 
 @pytest.mark.slow
