@@ -35,14 +35,14 @@ class Fleet(Stream):
         self.slow = SlowRank(job, 20.0, self.work, self.emitted.extend)
         return self.slow
 
-    def train(self, steps, own=None, device=None, slack=1.0):
+    def train(self, steps, host=None, device=None, slack=1.0):
         """Trains; returns what is said, [(rule, ranks)]."""
         said = []
         for _ in range(steps):
             self.step += 1
             noise_2R = 1 + 0.02 * self.random.standard_normal((2, len(self.kinds)))
             own_s = [
-                OWN_S[kind] * (own or {}).get(rank, 1.0) * noise_2R[0, rank]
+                OWN_S[kind] * (host or {}).get(rank, 1.0) * noise_2R[0, rank]
                 for rank, kind in enumerate(self.kinds)
             ]
             factors = [(device or {}).get(rank, 1.0) * x for rank, x in enumerate(noise_2R[1])]
@@ -66,7 +66,7 @@ def test_a_weak_rank_is_no_fault(kinds, seed):
 def test_a_weak_rank_with_twice_its_own_work_is_named(kinds, seed):
     fleet, last = Fleet(kinds, seed), len(kinds) - 1
     assert fleet.train(50) == []
-    said = fleet.train(50, own={last: 2.0})
+    said = fleet.train(50, host={last: 2.0})
     assert sorted(said) == [("slow", (last,)), ("straggler", (last,))]
 
 
@@ -89,7 +89,7 @@ def test_what_slows_all_kinds_names_nobody(kinds, seed):
     fleet = Fleet(kinds, seed)
     fleet.train(50)
     assert fleet.train(50, slack=1.5) == []  # the network of all
-    assert fleet.train(60, own=dict.fromkeys(range(len(kinds)), 1.2), slack=1.5) == []
+    assert fleet.train(60, host=dict.fromkeys(range(len(kinds)), 1.2), slack=1.5) == []
 
 
 @pytest.mark.parametrize("kinds", FLEETS)
@@ -129,7 +129,7 @@ def test_ranks_that_a_restart_places_otherwise_have_no_past(seed):
     assert Fleet(kinds, seed, work=work).train(50) == []
     again = Fleet(kinds[::-1], seed + 1, work=work)
     assert again.train(50, slack=1.3) == []  # and the network is slower
-    assert again.train(50, own={0: 2.0}, slack=1.3)[-1] == ("slow", (0,))
+    assert again.train(50, host={0: 2.0}, slack=1.3)[-1] == ("slow", (0,))
     third = Fleet(kinds[::-1], seed, work=work)  # this one keeps its past
     assert ("slow", (1,)) in third.train(30, device={1: 6.0}, slack=1.3)
 
@@ -140,7 +140,7 @@ def test_ranks_of_one_kind_are_as_ranks_without_kinds(ranks, seed):
     said, shares = [], []
     for says in (False, "H100"):
         fleet = Fleet(("H100",) * ranks, seed, says)
-        one = fleet.train(50, own={0: 1.3})
+        one = fleet.train(50, host={0: 1.3})
         one += fleet.train(50, device={ranks - 1: 1.4})
         said.append(one)
         shares.append([r.value for r in fleet.emitted])
