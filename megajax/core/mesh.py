@@ -217,16 +217,23 @@ def count_gpus() -> int:
     return count.value
 
 
-def start(emulate: int | None = None, emulate_default: int | None = None) -> None:
+def start(
+    emulate: int | None = None, emulate_default: int | None = None, unlike: bool = False
+) -> None:
     """Prepares jax: emulation, then the multi-host runtime if a cluster started this process.
 
     Args:
       emulate: number of CPU devices of this process; None: real devices.
       emulate_default: what `emulate` becomes when this machine has no GPU.
+      unlike: the job's processes compile unlike programs. Each tunes all of its kernels then: XLA
+        would share the tuning out, and a process would wait for ever for another program's.
     Raises: UserError when the devices cannot be set up as asked.
     """
     if emulate is None and count_gpus() == 0:
         emulate = emulate_default or 1
+    if unlike:
+        flags = os.environ.get("XLA_FLAGS", ""), "--xla_gpu_shard_autotuning=false"
+        os.environ["XLA_FLAGS"] = " ".join(flags).strip()
     if emulate is None:
         set_memory_share()
     else:
@@ -339,6 +346,19 @@ def meet(place: str) -> None:
     """
     if (store := job_store()) is not None:
         store.wait_at_barrier(place, int(1000 * MEET_S))
+
+
+def tell_all(place: str, text: str) -> list[str]:
+    """Returns the texts that the processes of this job gave for a place, in their order.
+
+    Every process of the job must call it. Raises: as `meet`.
+    """
+    if (store := job_store()) is None:
+        return [text]
+    store.key_value_set(f"{place}/{jax.process_index()}", text, allow_overwrite=True)
+    meet(place)
+    texts = {int(key.rsplit("/", 1)[1]): value for key, value in store.key_value_dir_get(place)}
+    return [texts[rank] for rank in range(jax.process_count())]
 
 
 def job_store() -> Any:

@@ -131,6 +131,16 @@ def runs_of(stack: Tree, layers: int) -> LayerRuns:
     return stack if isinstance(stack, LayerRuns) else LayerRuns((stack,), (0,), layers)
 
 
+def split_runs(stack: Tree, layers: int, starts: Sequence[int]) -> LayerRuns:
+    """Returns a stack of layers, or runs of them, as runs that begin at these layers too."""
+    runs = runs_of(stack, layers)
+    firsts = tuple(sorted({*runs.starts, *starts}))
+    if firsts == runs.starts:
+        return runs
+    bounds = zip(firsts, (*firsts[1:], layers), strict=True)
+    return LayerRuns(tuple(slice_layers(stack, a, b) for a, b in bounds), firsts, layers)
+
+
 def map_runs(function: Callable[..., Any], stack: Tree) -> Tree:
     """Returns function(stack), or the runs of function(stack of each run)."""
     if not isinstance(stack, LayerRuns):

@@ -17,8 +17,9 @@ where its value is packed.
 """
 
 import functools
+import math
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -99,6 +100,56 @@ def _widened(dot: Callable, x: Array, w: Array, out_dtype: Any) -> Array:
 
     wide.defvjp(lambda x, w: (wide(x, w), (x, w)), backward)
     return wide(x, w)
+
+
+@dataclass(frozen=True)
+class LowPrecision:
+    """A `matmul` that multiplies some parameters in few bits (quant/products.py).
+
+    Its operands are local arrays, because a scale is that of what one device multiplies: `up` and
+    `down` call it inside a shard_map. It returns x's type; no history is kept between steps.
+
+    precisions: by the parameter's name. A tuple has a precision for each kind of device, of which
+    kind() tells, on each device, the number; every device compiles the products of all kinds then.
+    """
+
+    precisions: Mapping[str, Any]
+    kind: Callable[[], Array] | None = None
+
+    def takes(self, names: Sequence[str | None]) -> bool:
+        """Tells whether a product of one of these parameters has few bits."""
+        return any(name in self.precisions for name in names)
+
+    def __call__(
+        self,
+        x: Array,
+        w: Weight,
+        contract: int = 1,
+        out_sharding: Spec = None,
+        out_dtype: Any = None,
+        name: str | None = None,
+    ) -> Array:
+        """Returns what `matmul` does, of rounded operands where the parameter is one of these."""
+        if name not in self.precisions or isinstance(w, PackedWeight):
+            return matmul(x, w, contract, out_sharding, out_dtype, name)
+        from megajax.quant import products  # not for runs without
+
+        assert out_sharding is None and out_dtype in (None, x.dtype)
+        chosen, outputs = self.precisions[name], w.shape[contract:]
+        x_xK = x.reshape(*x.shape[: x.ndim - contract], math.prod(w.shape[:contract]))
+        w_KN = w.reshape(x_xK.shape[-1], math.prod(outputs))
+        of_kinds = (chosen,) if isinstance(chosen, str) else chosen
+        different = sorted(set(of_kinds))
+        ways = [functools.partial(products.matmul, precision=one) for one in different]  # type: ignore
+        if len(ways) == 1:
+            y_xN = ways[0](x_xK, w_KN)
+        else:
+            assert self.kind is not None
+            number = jax.numpy.array([different.index(one) for one in of_kinds])[self.kind()]
+            # Cast outside the branches, which only some devices take: the transpose is a sum over
+            # devices.
+            y_xN = jax.lax.switch(number, ways, *products.varying(x_xK, w_KN))
+        return y_xN.reshape(*x_xK.shape[:-1], *outputs)
 
 
 def gather(x_BSD: Array) -> Array:

@@ -20,7 +20,7 @@ from flax import nnx
 
 from megajax.core.errors import UserError
 from megajax.core.layout import Words
-from megajax.core.packed import LayerRuns, PackedWeight, runs_of
+from megajax.core.packed import LayerRuns, PackedWeight, split_runs
 from megajax.core.tree import Tree, is_words, named_leaves
 from megajax.layers.attention import Context
 from megajax.layers.losses import LossSums, MoeSums
@@ -31,21 +31,26 @@ Remat = Literal["none", "full", "outputs", "dots"]
 LAYERS, TOWER = "layers", "tower"  # the first words of stacked leaves
 
 
-def scan_layers(step: Callable, x: Any, stack: Tree, layers: int) -> tuple[Any, Any]:
+def scan_layers(
+    step: Callable | Mapping[int, Callable], x: Any, stack: Tree, layers: int
+) -> tuple[Any, Any]:
     """Returns (x after all layers, the stacked ys) of step(x, (weights of a layer, its index)) ->
     (x, y).
 
-    stack: of all layers, or core.packed.LayerRuns. Each run is a scan, and a run of one layer is a
+    step: of all layers, or {first layer of a run: its step}. stack: of all layers, or
+    core.packed.LayerRuns. Each run of equal steps and stacks is a scan, and a run of one layer is a
     call.
     """
-    runs, outputs = runs_of(stack, layers), []
-    alone = jax.jit(step)  # one lowering for all layers whose weights are alike
+    steps = step if isinstance(step, Mapping) else {0: step}
+    runs, outputs = split_runs(stack, layers, tuple(steps)), []
+    alone = {first: jax.jit(one) for first, one in steps.items()}  # lowered once for equal weights
     for part, start, stop in zip(runs.stacks, runs.starts, runs.stops, strict=True):
+        first = max(first for first in steps if first <= start)
         if stop - start == 1:
-            x, y = alone(x, (jax.tree.map(lambda w: w[0], part), jnp.int32(start)))
+            x, y = alone[first](x, (jax.tree.map(lambda w: w[0], part), jnp.int32(start)))
             ys = jax.tree.map(lambda one: one[None], y)
         else:
-            x, ys = jax.lax.scan(step, x, (part, jnp.arange(start, stop)))
+            x, ys = jax.lax.scan(steps[first], x, (part, jnp.arange(start, stop)))
         outputs.append(ys)
     if len(outputs) == 1:
         return x, outputs[0]
@@ -95,6 +100,8 @@ class ModelParts:
     embed, block and head_loss; layers is 0 then.
     trains: a tree of bools like the parameters, set by the train step: False where a leaf has no
     gradient; None: all leaves are trained.
+    runs: {number of a run's first layer: its block}, of layers that compute unlike others; the
+    parameters stay one stack. Empty: `block` runs all layers.
     """
 
     layers: int
@@ -111,6 +118,7 @@ class ModelParts:
     tower: Tower | None = None
     network: Callable[..., LossSums] | None = None
     trains: Tree = None
+    runs: Mapping[int, Callable] = dataclasses.field(default_factory=dict)
 
     @property
     def stack(self) -> str:
@@ -143,7 +151,7 @@ class ModelParts:
         key: jax.Array | None,
         remat: Remat,
         fetch: Callable[[Tree, jax.Array], Tree] | None = None,
-    ) -> tuple[jax.Array, Callable]:
+    ) -> tuple[jax.Array, Any]:
         """Returns (the residual stream before the first layer, the step of `scan_layers`).
 
         fetch(stored weights, index) -> the weights in use: called in each layer, in the part that
@@ -151,7 +159,7 @@ class ModelParts:
         """
         context = self.context(batch, key)
 
-        def step(x: jax.Array, layer: tuple) -> tuple[jax.Array, MoeSums | None]:
+        def step(block: Callable, x: jax.Array, layer: tuple) -> tuple[jax.Array, MoeSums | None]:
             weights, index = layer
             if fetch is not None:
                 weights = fetch(weights, index)
@@ -159,13 +167,18 @@ class ModelParts:
             if context.dropout is not None:
                 layer_key = jax.random.fold_in(context.dropout, index)
                 layer_context = dataclasses.replace(context, dropout=layer_key)
-            x, _, moe = self.block(weights, x, layer_context)
+            x, _, moe = block(weights, x, layer_context)
             return x, moe
 
-        if remat != "none":
-            step = jax.checkpoint(step, policy=remat_policy(remat), prevent_cse=False)
+        def stored(block: Callable) -> Callable:
+            one = functools.partial(step, block)
+            if remat == "none":
+                return one
+            return jax.checkpoint(one, policy=remat_policy(remat), prevent_cse=False)
+
+        steps = {first: stored(block) for first, block in self.runs.items()}
         with jax.named_scope("embed"):
-            return self.embed(params, batch, context), step
+            return self.embed(params, batch, context), steps or stored(self.block)
 
     def hidden(
         self,

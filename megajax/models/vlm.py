@@ -405,7 +405,7 @@ class Vlm(decoder.Decoder):
         `Pieces`."""
         super().__init__(cfg, layout, ops, rngs=rngs)
         self.vision, self.remat, self.shares = vision, remat, shares
-        ops = Ops(attend=ops.attend) if shares else ops
+        ops = Ops(matmul=ops.matmul, attend=ops.attend) if shares else ops
         self.tower = Tower(vision.tower, layout, ops, rngs=rngs)
         self.projector = Projector(vision, layout, ops, rngs=rngs)
         for _, variable in nnx.iter_graph((self.tower, self.projector)) if shares else ():

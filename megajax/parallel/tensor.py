@@ -36,7 +36,7 @@ from megajax.layers.dispatch import Dispatch, ExpertWeights
 from megajax.layers.joined import merged, split
 from megajax.layers.losses import VocabCut
 from megajax.layers.mlp import MlpConfig
-from megajax.layers.ops import Codec, Ops, coded, convolution, join
+from megajax.layers.ops import Codec, LowPrecision, Ops, coded, convolution, join
 from megajax.layers.param import Weight, any_packed, name_of, words_of
 from megajax.parallel import context as context_
 from megajax.parallel import expert as expert_
@@ -290,6 +290,7 @@ def ops(
     overlap: Overlap = "xla",
     codec: Codec | None = None,
     segments: int | None = None,
+    matmul: Callable = ops_.matmul,
 ) -> Ops:
     """Returns the Ops that put collectives around local compute, or into it.
 
@@ -298,16 +299,20 @@ def ops(
     (`choose_overlap`), and of `expert` (parallel/expert.py). codec: how weights travel to
     where they are used; what `lookup` and `score` read travels as it is. segments: of a row, on
     average over a device's rows, for which cuDNN's attention has room (layers/attention.py).
+    matmul: the local product; with LowPrecision, whose products no ring and no fused kernel knows,
+    `up` and `down` do not overlap.
     Raises: UserError for an overlap that cannot run on this mesh.
     """
     overlap_.refuse_fused(overlap, layout.mesh.abstract_mesh.abstract_device)
     overlap_.refuse_mesh(overlap, layout.mesh.shape)
     used = functools.partial(whole, codec=codec)
+    products = overlap if matmul is ops_.matmul else "xla"
     return Ops(
+        matmul=matmul,
         gather=functools.partial(gather, layout),
         whole=functools.partial(used, layout),
-        up=functools.partial(up, layout, overlap=overlap, use=used),
-        down=functools.partial(down, layout, overlap=overlap, use=used),
+        up=functools.partial(up, layout, overlap=products, use=used),
+        down=functools.partial(down, layout, overlap=products, use=used),
         lookup=functools.partial(lookup, layout),
         spread=functools.partial(spread, layout),
         place=functools.partial(place, layout),
@@ -387,7 +392,7 @@ def up(
     outs = tuple(layout.act("batch", "seq", *w.get_metadata("axes")[1:]) for w in weights)
     used = tuple(use(layout, w, x_BSD.dtype) for w in weights)
     names = [name_of(w) for w in weights]
-    if how != "xla" or any_packed(values):
+    if how != "xla" or any_packed(values) or _is_local(matmul, names):
         return jax.shard_map(
             lambda x, ws: inside_up(
                 x, tuple(map(inside_piece, ws)), matmul, how, layout.cuts_sequence, names
@@ -429,7 +434,7 @@ def down(
     how = choose_overlap(layout, overlap, op, shape, xs[0].dtype, matmul, values)
     used = tuple(use(layout, w, x.dtype) for x, w in products)
     names = [name_of(w) for w in weights]
-    if how != "xla" or any_packed(values):
+    if how != "xla" or any_packed(values) or _is_local(matmul, names):
         words = [w.get_metadata("axes") for w in weights]
         y_BSD = jax.shard_map(
             lambda xs, ws: inside_down(
@@ -451,6 +456,11 @@ def down(
     y_BSD = functools.reduce(operator.add, terms)  # not sum(): it starts from a plain 0
     y_BSD = reshard(y_BSD, layout.act("batch", "seq", None, residual=True))
     return join(y_BSD, residual_BSD, bias, drop)
+
+
+def _is_local(matmul: Callable, names: Sequence[str | None]) -> bool:
+    """Tells whether a product of these parameters takes local arrays alone."""
+    return isinstance(matmul, LowPrecision) and matmul.takes(names)
 
 
 def _specs(layout: Layout, weights: Sequence[nnx.Param]) -> tuple:
@@ -590,12 +600,16 @@ def local_ops(
     context: ContextSpec = ContextSpec(),
     overlap: Overlap = "xla",
     segments: int | None = None,
+    matmul: Callable = ops_.matmul,
 ) -> Ops:
-    """Returns the Ops of local code. attention, context, overlap, segments: as in tensor.ops."""
+    """Returns the Ops of local code. attention, context, overlap, segments, matmul: as in
+    tensor.ops."""
+    products = overlap if matmul is ops_.matmul else "xla"
     return Ops(
+        matmul=matmul,
         gather=functools.partial(local_gather, layout),
-        up=functools.partial(local_up, layout, overlap=overlap),
-        down=functools.partial(local_down, layout, overlap=overlap),
+        up=functools.partial(local_up, layout, overlap=products),
+        down=functools.partial(local_down, layout, overlap=products),
         lookup=functools.partial(local_lookup, layout),
         spread=functools.partial(local_spread, layout),
         place=lambda x_BSD, features_BQD, places_BS: local_place(

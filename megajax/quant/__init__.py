@@ -14,6 +14,7 @@ __getattr__, __dir__, __all__ = public(
         "formats": ("Format",),
         "indicators": ("sensitivity",),
         "compensated": ("gptq",),
+        "precisions": ("Precisions",),
         "products": ("matmul",),
         "qtensor": (
             "QTensor",

@@ -92,18 +92,26 @@ def matmul(
             f"matmul: precision='int8' sums at most {MOST_INPUTS} products in int32, got K={K}; "
             "cut K into parts, or use 'fp8'"
         )
-    # As autodiff does for a plain product: the transpose of this cast adds up the gradients of an
-    # operand that all devices of a shard_map's axis share.
-    varying = [jax.typeof(a).manual_axis_type.varying for a in (x_xK, w_KN)]
-    axes = frozenset.union(*varying)
-    x_xK, w_KN = (
-        lax.pcast(a, tuple(axes - over), to="varying") if axes - over else a
-        for a, over in zip((x_xK, w_KN), varying, strict=True)
-    )
+    x_xK, w_KN = varying(x_xK, w_KN)
     rule = (precision, scaling, x_xK.dtype, w_KN.dtype)
     x_MK = x_xK.reshape(math.prod(x_xK.shape[:-1]), K)
     y_MN = _product(rule, x_MK, w_KN, key if precision == "int8" else None)
     return y_MN.reshape(*x_xK.shape[:-1], N)
+
+
+def varying(x_xK: Array, w_KN: Array) -> tuple[Array, Array]:
+    """Returns both operands as different on all devices over which one of them differs.
+
+    As autodiff does for a plain product: the transpose of this cast adds up the gradients of an
+    operand that all devices of a shard_map's axis share.
+    """
+    over = [jax.typeof(a).manual_axis_type.varying for a in (x_xK, w_KN)]
+    axes = frozenset.union(*over)
+    x_xK, w_KN = (
+        lax.pcast(a, tuple(axes - axes_of), to="varying") if axes - axes_of else a
+        for a, axes_of in zip((x_xK, w_KN), over, strict=True)
+    )
+    return x_xK, w_KN
 
 
 def _forward(rule: tuple, x_MK: Array, w_KN: Array, key: Array | None) -> tuple[Array, tuple]:

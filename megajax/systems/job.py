@@ -29,7 +29,7 @@ from megajax.monitor.faults import Injector
 from megajax.monitor.meter import Meter
 from megajax.monitor.records import Recorder, Sink, keep_standard_streams
 from megajax.monitor.timers import Timers
-from megajax.training import report, resume, shape
+from megajax.training import precision, report, resume, shape
 from megajax.training.loop import Batches, Hook, Pulse, Run, train
 from megajax.training.presets import TUNED, start_name
 from megajax.training.report import write_report
@@ -130,7 +130,7 @@ def start_timers() -> tuple[Timers, Phases]:
 def start_devices(cfg: Any, preset: Any) -> tuple[Any, Mesh]:
     """Starts jax on this process's devices. Returns (the configuration with the mesh that they
     make, that mesh). Raises: UserError for a configuration that cannot run on it."""
-    mesh_.start(cfg.emulate, cfg.emulate_without_gpu)
+    mesh_.start(cfg.emulate, cfg.emulate_without_gpu, unlike=cfg.precisions is not None)
     cfg = dataclasses.replace(cfg, mesh=mesh_.fit(cfg.mesh, preset.mesh, jax.device_count()))
     cfg.check(cfg.mesh.sizes(jax.device_count()))
     mesh = cfg.mesh.build()
@@ -152,6 +152,7 @@ class Job:
         start_timers. Raises: UserError for a folder that is in use or holds another run."""
         self.cfg, self.mesh, self._supervision = cfg, mesh, mesh_.find_supervisor()
         self._timers, self._phases = clocks
+        self._kinds = precision.agree(cfg)
         self._progress = None  # the file of the timers that a thread of this process watches
         if cfg.detector == MINDER and self._supervision.progress is None:
             from megajax.systems.minder.run import watched_timers
@@ -240,6 +241,13 @@ class Job:
         recorder.emit(int(start.state.step), self._phases.seconds | sent)
         return recorder
 
+    def _check_program(self, compiled: Any) -> None:
+        """Refuses a job on unlike devices whose programs would wait for each other for ever."""
+        if self._kinds:
+            from megajax.systems.qsync.programs import compare_job
+
+            compare_job(compiled, self._kinds)
+
     def train(
         self,
         train_step: TrainStep,
@@ -278,6 +286,7 @@ class Job:
             faults=Injector(faults.parse(cfg.fault), rank, attempt, recorder.emit),
             memory=self.memory,
             pulse=Pulse(pulse_every) if pulse_every else None,
+            check_program=self._check_program,
         )
         try:
             stop = train(run)

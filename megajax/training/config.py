@@ -27,6 +27,7 @@ from megajax.parallel.overlap import Overlap, refuse_mesh
 from megajax.parallel.pipeline import PipelineConfig
 from megajax.parallel.sharding import ShardSpec, Zero, rules
 from megajax.parallel.wire import COPIES, Wire, WireSpec
+from megajax.quant.precisions import RANK
 from megajax.training.masking import PruneConfig, chosen, mask_optimizer
 from megajax.training.optim import OptimConfig, Optimizer, make_optimizer
 from megajax.training.task import Task, mean_loss, token_rows
@@ -47,6 +48,11 @@ class TrainConfig(Checked, section="train"):
     accumulate: int = option(1, "micro-batches of a step, one after the other", at_least=1)
     dtype: Literal["float32", "bfloat16"] = option(
         "float32", "data type of computation; the master weights are float32"
+    )
+    precision: Literal["none", "float32", "bfloat16", "float16", "fp8", "int8"] = option(
+        "none",
+        "operands of the layers' matrix products, forward and backward, scaled by their largest "
+        "magnitudes (quant/products.py); none: of train.dtype, unscaled",
     )
     remat: Literal["none", "full", "outputs", "dots", "auto"] = option(
         "outputs",
@@ -265,6 +271,17 @@ class JobConfig(Checked):
     fault: str | None = option(
         None, "faults to cause on purpose, e.g. kill@120:rank1 (monitor/faults.py)"
     )
+    precisions: str | None = option(
+        None,
+        "file with the precision of each matrix product on each kind of device, for a job on "
+        "unlike GPUs (docs/unlike_gpus.md); sets --shard.zero=optimizer; none: all compute alike",
+    )
+    kind: str | None = option(
+        None,
+        "kind of this process's devices, a name in --precisions; A,B: equal parts of the devices "
+        "of one process play several kinds; none: the name of the GPU's card",
+        needs=other_than("precisions", None),
+    )
     cache_dir: str = option(
         "~/.cache/megajax", "folder for tokenised corpora, tokenizers and compiled programs"
     )
@@ -273,7 +290,8 @@ class JobConfig(Checked):
     def zero(self) -> Zero:
         """How far parameters, gradients and optimizer state are cut, with `auto` resolved."""
         if self.shard.zero == "auto":
-            return "optimizer" if self.wire in COPIES else "full"
+            copies = self.wire in COPIES or self.precisions is not None
+            return "optimizer" if copies else "full"
         return self.shard.zero
 
     def check(self, sizes: Mapping[str, int]) -> None:
@@ -285,9 +303,37 @@ class JobConfig(Checked):
         refuse_mesh(self.overlap, sizes)
         check.check(self, sizes, rules(self.zero))
         wire_.check(self, sizes)
+        self._check_precision(sizes)
         self.pipeline.check(self, sizes)
         self.prune.check(self.train.steps)
         self.minder.check(self.prometheus)
+
+    def _check_precision(self, sizes: Mapping[str, int]) -> None:
+        """Refuses products that would be wider than their operands, and unlike devices where their
+        programs would have unlike collectives."""
+        train = self.train
+        if train.precision != "none" and RANK[train.precision] > RANK[train.dtype]:
+            raise UserError(
+                f"train.precision={train.precision} is wider than train.dtype={train.dtype}, in "
+                f"which the operands come; nearest: {train.dtype} (--train.precision)"
+            )
+        if self.precisions is None:
+            return
+        if train.precision != "none":
+            raise UserError(
+                f"train.precision={train.precision}: --precisions gives every product its "
+                "precision; leave one of them out (--train.precision, --precisions)"
+            )
+        if self.zero != "optimizer":
+            raise UserError(
+                f"shard.zero={self.shard.zero}: the weights of unlike devices must travel in one "
+                "type, with --shard.zero=optimizer, which --precisions sets (--shard.zero)"
+            )
+        if sizes["pipe"] > 1:
+            raise UserError(
+                f"mesh.pipe={sizes['pipe']}: --precisions needs all layers on every device; "
+                "nearest: 1 (--mesh.pipe)"
+            )
 
     def task(self) -> Task:
         """Returns what is trained, for `make_train_step`; a kind of runs says it here."""

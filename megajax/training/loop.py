@@ -201,7 +201,8 @@ class Batches(Protocol):
 @dataclasses.dataclass
 class Run:
     """The objects of one run. identity: the facts about the data that a resumed run must find
-    unchanged. hooks: called in this order."""
+    unchanged. hooks: called in this order. check_program: of a job of several processes, refuses
+    the compiled step before it runs."""
 
     cfg: JobConfig
     train_step: Step
@@ -220,6 +221,7 @@ class Run:
     memory: MemoryTier | None = None
     pulse: Pulse | None = None
     stopped_by: int | None = None
+    check_program: Callable[[Any], None] = lambda compiled: None
 
 
 def data_state(run: Run) -> dict[str, Any]:
@@ -253,7 +255,7 @@ def train(run: Run) -> Stop:
             timers.enter("launch" if step > first else "compile", step)
             if step == first and jax.process_count() > 1:
                 # The program is kept for the call below.
-                run.train_step.step.lower(run.state, batch).compile()  # type: ignore
+                run.check_program(run.train_step.step.lower(run.state, batch).compile())  # type: ignore
                 mesh.meet(f"before step {first}")
             run.state, metrics = run.train_step.step(run.state, batch)
             if run.pulse is not None:

@@ -31,7 +31,7 @@ from megajax.monitor.records import SCORE, Jsonl, Sink, TensorBoard, Wandb, rows
 from megajax.parallel import expert, wire
 from megajax.parallel.context import choose_attention
 from megajax.parallel.tensor import explain_overlap
-from megajax.training import optim
+from megajax.training import optim, precision
 from megajax.training.run_dir import RunDir
 from megajax.training.step import TrainStep
 from megajax.training.task import Task
@@ -329,10 +329,14 @@ def show_model(console: Console, cfg: Any, train_step: TrainStep, mesh: Mesh) ->
         train_step.layout, cfg.train.attention, cfg.train.dtype, cfg.context, packed
     )
     console.say(f"attention: {kernel} ({why})")
+    if line := precision.explain(cfg, train_step.parts):
+        console.say(f"precision: {line}")
     if mesh.shape["tensor"] > 1 and model.feed_forward.hidden:
         tokens = math.prod(train_step.abstract_batch["tokens"].shape[-2:])
         mlp = model.feed_forward
-        why = explain_overlap(train_step.layout, cfg.overlap, tokens, mlp, cfg.train.dtype)
+        plain = cfg.train.precision == "none" and cfg.precisions is None
+        overlap = cfg.overlap if plain else "xla"
+        why = explain_overlap(train_step.layout, overlap, tokens, mlp, cfg.train.dtype)
         console.say(f"overlap: {why}")
     moe = getattr(model, "moe", None)  # an encoder has none
     if moe is not None and moe.experts and mesh.shape["expert"] * mesh.shape["tensor"] > 1:

@@ -14,6 +14,7 @@ import difflib
 import fnmatch
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -27,6 +28,7 @@ from megajax.core.errors import UserError
 from megajax.core.layout import Layout, Words
 from megajax.core.mesh import memory_bytes
 from megajax.core.tree import Tree, is_words, name, named_leaves, nest, owner
+from megajax.layers import ops as ops_
 from megajax.layers.losses import LossSums, MoeSums
 from megajax.models.parts import Batch, ModelParts, is_layered, map_words
 from megajax.parallel import sharding, tensor, zero
@@ -43,6 +45,7 @@ from megajax.training.gradients import (
     without_stages,
 )
 from megajax.training.optim import Optimizer
+from megajax.training.precision import products_of
 from megajax.training.shape import is_open, resolved
 from megajax.training.task import Leaf, Task, TrainState
 
@@ -150,16 +153,14 @@ def make_train_step(
     stages = mesh.shape["pipe"]
     pieces = cfg.pipeline.pieces(stages) if stages > 1 else cfg.train.accumulate
     with jax.set_mesh(mesh):
-        how = functools.partial(
-            tensor.ops,
-            attention=cfg.train.attention,
-            context=cfg.context,
-            overlap=cfg.overlap,
-            segments=cfg.train.segments or None,
+        plain = _parts(cfg, task, layout)
+        trains = trained_leaves(task, cfg.train.freeze, plain.axes)
+        plain = dataclasses.replace(plain, trains=trains)
+        products, runs = products_of(cfg, plain, layout)
+        of_layout = functools.partial(
+            _parts, cfg, task, trains=trains, products=products, runs=runs
         )
-        parts = task.parts(layout, how(layout))
-        trains = trained_leaves(task, cfg.train.freeze, parts.axes)
-        parts = dataclasses.replace(parts, trains=trains)
+        parts = of_layout(layout) if runs or products is not ops_.matmul else plain
 
         def objective(sums: LossSums, total: jax.Array) -> jax.Array:
             value = task.objective(sums, total)
@@ -175,15 +176,15 @@ def make_train_step(
             routes = [(cfg.pipeline.route(stages, backward),) for backward in (True, False)]
             if parts.tower and parts.tower.segments:
                 routes[0] = (_encoder_routes(cfg, parts, stages),)
-            pipe = _pipeline(cfg, task, trains, layout, exchange)
-            loss, options = pipe.sums, pipe.compiler_options
+            make = functools.partial(_pipeline, cfg, task, trains, layout, exchange)
+            pipe = make(products)
+            loss, options = make().sums, pipe.compiler_options
             differentiate = pipelined(pipe, objective)
             order = layer_order(parts.layers, stages, cfg.pipeline.chunks)
         else:
             if exchange is not None:
-                used = task.parts(exchange.used, how(exchange.used))
-                used = dataclasses.replace(used, trains=trains)
-            loss = parts.loss
+                used = of_layout(exchange.used)
+            loss = plain.loss
             differentiate = without_stages(cfg, used, exchange, objective)
             order = np.arange(parts.layers)
         rule = (optimizer or cfg.optimizer)(parts.trained(parts.axes), layout)
@@ -209,7 +210,7 @@ def make_train_step(
         gradients=under_mesh(jax.jit(gradients, compiler_options=options), *routes[0]),
         apply=under_mesh(jax.jit(apply, donate_argnums=0, compiler_options=options)),
         evaluate=under_mesh(jax.jit(loss, compiler_options=options), *routes[1]),
-        parts=parts,
+        parts=plain,
         layout=layout,
         optimizer=rule,
         storage=StorageOrder(
@@ -425,13 +426,41 @@ def _network(
     return LocalNetwork(parts, layout, exchange, rows, pieces, dtype)
 
 
+def _parts(
+    cfg: Any,
+    task: Task,
+    layout: Layout,
+    trains: Tree = None,
+    products: Callable = ops_.matmul,
+    runs: Mapping[int, Callable] = MappingProxyType({}),
+) -> ModelParts:
+    """Returns a task's parts under the mesh. products, runs: of training/precision.py."""
+    how = functools.partial(
+        tensor.ops,
+        layout,
+        attention=cfg.train.attention,
+        context=cfg.context,
+        overlap=cfg.overlap,
+        segments=cfg.train.segments or None,
+    )
+    blocks = {i: task.parts(layout, how(matmul=one)).block for i, one in runs.items()}
+    parts = task.parts(layout, how(matmul=products))
+    return dataclasses.replace(parts, trains=trains, runs=blocks)
+
+
 def _pipeline(
-    cfg: Any, task: Task, trains: Tree, layout: Layout, exchange: Exchange | None
+    cfg: Any,
+    task: Task,
+    trains: Tree,
+    layout: Layout,
+    exchange: Exchange | None,
+    products: Callable = ops_.matmul,
 ) -> Pipeline:
     # A ring's permutations need all stages, and a stage that skips its slot would be missing.
     overlap = "xla" if cfg.pipeline.idle == "skip" and cfg.overlap == "auto" else cfg.overlap
     how = cfg.train.attention, cfg.context, overlap, cfg.train.segments or None
-    parts = dataclasses.replace(task.parts(None, tensor.local_ops(layout, *how)), trains=trains)
+    parts = task.parts(None, tensor.local_ops(layout, *how, matmul=products))
+    parts = dataclasses.replace(parts, trains=trains)
     rows = {name: _spec(layout, leaf, True) for name, leaf in task.batch.items()}
     dtype = jnp.dtype(cfg.train.dtype)
     return Pipeline(parts, layout, cfg.pipeline, dtype, cfg.train.keeps, rows, exchange)

@@ -73,6 +73,7 @@ from megajax.schedule import encoder
 from megajax.schedule.ir import Table, Timeline
 from megajax.schedule.simulator import lockstep
 from megajax.schedule.trace import gantt
+from megajax.training import precision
 from megajax.training.config import (
     CheckpointConfig,
     HeldOutConfig,
@@ -403,6 +404,8 @@ def show(console: Console, cfg: VisionConfig, train_step: TrainStep, mesh: Mesh)
         f"the projector; {nbytes_per_device(train_step.abstract_state) / 2**30:.3f} GiB of state a "
         f"device; rows of {cfg.train.seq_len} tokens and {cfg.data.patches} patches"
     )
+    if line := precision.explain(cfg, parts):
+        console.say(f"precision: {line}")
 
 
 def schedules(cfg: VisionConfig) -> dict[str, tuple[Table, Timeline]]:

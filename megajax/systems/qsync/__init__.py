@@ -5,8 +5,8 @@ from megajax.core.lazy import public
 __getattr__, __dir__, __all__ = public(
     __name__,
     {
-        "allocator": ("allocate",),
-        "graph": ("Node", "Graph", "Precisions", "replay"),
+        "allocator": ("allocate", "Precisions"),
+        "graph": ("Node", "Graph", "replay"),
         "programs": ("check_programs", "check_sequences", "sequence"),
     },
 )

@@ -19,8 +19,9 @@ from typing import Literal
 import numpy as np
 
 from megajax.core.errors import UserError, did_you_mean
+from megajax.quant.precisions import PRECISIONS, RANK, Precisions
 from megajax.search.program import Program
-from megajax.systems.qsync.graph import PRECISIONS, RANK, Graph, Precisions, check_kinds
+from megajax.systems.qsync.graph import Graph, check_kinds
 
 SLACK = 1e-9  # of the shortest step, for sums of floats in another order
 EXACT_S = 60.0  # (chosen) seconds of all programs together

@@ -2,9 +2,9 @@
 
 A `Graph` is the local data-flow graph of QSync (arXiv 2407.02327): nodes with their seconds and
 saved bytes in every precision, and the gradient exchange in buckets. `replay` gives a step its
-time, `Precisions` holds what each kind computes in, and allocator.py chooses it. All kinds of a job
-compute the same step, each on its share of the batch, and exchange the same buckets. Plain numbers,
-no jax.
+time, `Precisions` (quant/precisions.py) holds what each kind computes in, and allocator.py chooses
+it. All kinds of a job compute the same step, each on its share of the batch, and exchange the same
+buckets. Plain numbers, no jax.
 
 Each kind runs its graph forward, then backward in reverse. Where the two ends of an edge differ in
 precision, each pass casts once, within the time of the node that reads. A bucket of gradients is
@@ -17,18 +17,12 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from os import PathLike
-from pathlib import Path
-from typing import NamedTuple, Self
+from typing import NamedTuple
 
-from megajax.core import files
-from megajax.core.errors import UserError, did_you_mean, unwritable
+from megajax.core.errors import UserError, did_you_mean
+from megajax.quant.precisions import PRECISIONS, RANK
 from megajax.schedule import simulator
 from megajax.schedule.ir import Task
-
-# From the narrowest to the widest: an operation without a choice takes its widest input's.
-PRECISIONS = ("int8", "fp8", "float16", "bfloat16", "float32")
-RANK = {precision: rank for rank, precision in enumerate(PRECISIONS)}
 
 
 @dataclass(frozen=True)
@@ -234,51 +228,3 @@ def replay(graphs: Mapping[str, Graph], precisions: Mapping[str, Mapping[str, st
         seconds = max(seconds for _, seconds in buckets)
         tasks.append(Task(f"bucket {number}", "network", deps, seconds, "COMM"))
     return Replay(float(simulator.run(tasks, ()).end), casts, memory)
-
-
-# ---- precisions and their file
-
-
-FORMAT = "megajax precisions 1"
-MOST = 16 * 2**20  # (chosen) bytes of a file: 100,000 nodes and more
-
-
-class Precisions(dict[str, dict[str, str]]):
-    """{kind: {node: precision}}, of the nodes that have a choice.
-
-    gap: an exact allocation's sum of omega may be so much above the least one, as a fraction of the
-    sum; 0: it is the least. Infinite: nothing is proven, as of a greedy allocation, of a file, and
-    where the time ended before the shortest step was known.
-    """
-
-    gap = float("inf")
-
-    def save(self, path: str | PathLike[str]) -> None:
-        """Replaces a JSON file. Raises: UserError when it cannot be written."""
-        try:
-            files.write_whole(Path(path), files.json_text({"format": FORMAT, "precisions": self}))
-        except OSError as error:
-            raise unwritable(f"cannot write {path}: {error.strerror}", error) from None
-
-    @classmethod
-    def load(cls, path: str | PathLike[str]) -> Self:
-        """Returns what `save` wrote. Raises: UserError naming a file that is none, or damaged."""
-        value = files.read_object(Path(path), MOST)
-        if value.get("format") != FORMAT:
-            raise UserError(
-                f"{path} is no file of precisions: its format is {value.get('format')!r:.60}, not "
-                f"{FORMAT!r}"
-            )
-        rows = value.get("precisions")
-        if set(value) != {"format", "precisions"} or not isinstance(rows, dict) or not rows:
-            raise UserError(f"{path} is damaged: it must hold 'precisions' of at least one kind")
-        for kind, row in rows.items():
-            if not isinstance(row, dict):
-                raise UserError(f"{path} is damaged: kind {kind!r:.60} has {row!r:.60}")
-            for name, precision in row.items():
-                if precision not in PRECISIONS:
-                    raise UserError(
-                        f"{path} is damaged: {name!r:.60} of kind {kind!r:.60} has "
-                        f"{precision!r:.60}; it must be one of {', '.join(PRECISIONS)}"
-                    )
-        return cls(rows)

@@ -17,22 +17,28 @@ Not compared: communication inside our own kernels, whose ranks share a node and
 two arrays of one shape hold the same parameter.
 """
 
+import base64
 import functools
 import hashlib
 import itertools
 import json
 import math
 import re
+import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import jax
+
+from megajax.core import mesh
 from megajax.core.errors import UserError
 from megajax.cost.hlo import CALLS, Array, Instruction, Module, replica_groups
 from megajax.cost.program_work import COLLECTIVES
 
 type Row = str | list[Any]  # the text of a collective, or [count, rows]
 
+PLACE = "megajax_programs"  # of the job's store
 SPELLED = 64  # devices whose groups are spelled out in a row; of more, a digest (chosen)
 _COPIES = ("parameter", "convert", "copy", "bitcast", "tuple", "get-tuple-element")
 
@@ -76,6 +82,38 @@ def check_sequences(sequences: Mapping[str, Sequence[Row]]) -> None:
             "not what is exchanged, and all kinds need the same jax and the same XLA_FLAGS "
             "(--precisions)"
         )
+
+
+def compare_job(compiled: Any, kinds: Sequence[str]) -> None:
+    """Compares this process's program with those of all others of its job, which must call it too.
+
+    kinds: of each process. Raises: UserError in every process, as check_programs.
+    """
+    rows, error = [], ""
+    try:
+        rows = sequence(compiled)
+    except UserError as problem:
+        error = str(problem)
+    text = json.dumps(rows)
+    record = {"digest": hashlib.sha256(text.encode()).hexdigest(), "error": error}
+    said = [json.loads(one) for one in mesh.tell_all(f"{PLACE}_digests", json.dumps(record))]
+    for rank, one in enumerate(said):
+        if one["error"]:
+            raise UserError(f"the program of process {rank} ({kinds[rank]}): {one['error']}")
+    digests = [one["digest"] for one in said]
+    if len(set(digests)) == 1:
+        return
+    # One process of each program tells the others what is in it.
+    first = digests.index(record["digest"]) == jax.process_index()
+    packed = base64.b64encode(zlib.compress(text.encode())).decode() if first else ""
+    texts = mesh.tell_all(f"{PLACE}_rows", packed)
+    check_sequences(
+        {
+            f"{kinds[rank]} (process {rank})": json.loads(zlib.decompress(base64.b64decode(one)))
+            for rank, one in enumerate(texts)
+            if one
+        }
+    )
 
 
 def _difference(sequences: Mapping[str, Sequence[Row]]) -> str:

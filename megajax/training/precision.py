@@ -1,0 +1,219 @@
+"""In how many bits the products of a run's layers are computed, and on which devices.
+
+Without a flag all products are of --train.dtype. --train.precision gives the products of all layers
+one of the five precisions of quant/products.py. --precisions=FILE gives each kind of device its
+own, product by product: QSync (arXiv 2407.02327), where weak devices compute some products in few
+bits so that no strong device waits for them. Every process compiles the common step with the row of
+its kind; the collectives are the same, so all devices exchange the same gradients and hold the same
+parameters. In one process that plays several kinds (--kind=A,B), a device branches at each product.
+
+A product of a layer is named like its parameter, with the layer's number after the stack's name:
+blocks.3.attention.query. Norms, attention, routers, experts, tables, head and losses stay in
+--train.dtype, and so do evaluations and samples, which measure the parameters.
+
+The layers run in runs of equal precisions; the parameters stay one stack. Runs begin at the same
+layers for all kinds of the file, so that all programs have the same loops.
+"""
+
+import collections
+import functools
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from megajax.core import mesh as mesh_
+from megajax.core.axes import BATCH_AXES
+from megajax.core.errors import UserError, did_you_mean
+from megajax.core.hardware import find_card
+from megajax.core.layout import Layout, Words
+from megajax.core.tree import is_words, named_leaves
+from megajax.layers import ops
+from megajax.layers.ops import LowPrecision
+from megajax.models.parts import ModelParts, is_layered, is_stacked
+from megajax.quant.precisions import RANK, Precisions
+
+PLACE = "megajax_kinds"  # of the job's store: what each process says of itself
+
+
+def products_of(
+    cfg: Any, parts: ModelParts, layout: Layout
+) -> tuple[Callable, dict[int, Callable]]:
+    """Returns the local products of a run: (those of all layers, {the first layer of a run of
+    layers: its products, in their place}).
+
+    Args: cfg: a JobConfig. parts: of its model. layout: of its mesh.
+    Raises: UserError for a model without layers, and a file of another model.
+    """
+    train = cfg.train
+    if train.precision == "none" and cfg.precisions is None:
+        return ops.matmul, {}
+    if not parts.layers:
+        flag = "--train.precision" if cfg.precisions is None else "--precisions"
+        raise UserError(f"{flag}: this model computes its loss by itself and has no layers to name")
+    if cfg.precisions is None:
+        names = (n for n, words in named_leaves(parts.axes, is_words) if is_product(words))
+        return LowPrecision(dict.fromkeys(names, train.precision)), {}
+    names = [
+        n
+        for n, words in named_leaves(parts.axes, is_words)
+        if is_layered(words) and is_product(words)
+    ]
+    file, kinds = load(cfg)
+    check_names(file, names, parts, cfg.precisions)
+
+    def row(kind: str, layer: int) -> tuple[str, ...]:
+        """The precisions of a layer, none of them wider than what the operands come in."""
+        nodes = (file[kind][node_name(name, layer)] for name in names)
+        return tuple(min(node, train.dtype, key=RANK.__getitem__) for node in nodes)
+
+    rows = [tuple(row(kind, i) for kind in file) for i in range(parts.layers)]
+    numbers = [list(file).index(kind) for kind in kinds]
+    runs: dict[int, Callable] = {}
+    for i in range(parts.layers):
+        if i and rows[i] == rows[i - 1]:
+            continue
+        of_kinds = [rows[i][number] for number in numbers]
+        chosen = of_kinds[0] if len(kinds) == 1 else list(zip(*of_kinds, strict=True))
+        table = dict(zip(names, chosen, strict=True))
+        runs[i] = LowPrecision(table, functools.partial(_number, layout, len(kinds)))
+    return ops.matmul, runs
+
+
+def explain(cfg: Any, parts: ModelParts) -> str:
+    """Returns a line on which products have few bits, and what stays as it is; '' without."""
+    asked, dtype = cfg.train.precision, cfg.train.dtype
+    if asked == "none" and cfg.precisions is None:
+        return ""
+    words = [words for _, words in named_leaves(parts.axes, is_words)]
+    line = f"{asked} operands in the layers' products"
+    if cfg.precisions is not None:
+        file, kinds = load(cfg)
+        rows = (f"{kind}: {shown(file[kind])}" for kind in kinds)
+        line = f"{', '.join(rows)} ({cfg.precisions})"
+    if any("expert" in axes for axes in words):
+        line += f"; experts stay in {dtype}"
+    if cfg.overlap in ("ring", "fused"):
+        line += f"; --overlap={cfg.overlap} multiplies plain operands, so they overlap as xla"
+    return f"{line}; all else in {dtype}"
+
+
+def shown(row: Mapping[str, str]) -> str:
+    """Returns how many products of a row have which precision."""
+    counts = collections.Counter(row.values())
+    return ", ".join(f"{counts[one]} {one}" for one in sorted(counts, key=RANK.__getitem__))
+
+
+def is_product(words: Words) -> bool:
+    """Tells a matrix of a stack of layers that is multiplied by tokens: no bias, norm, router or
+    expert."""
+    is_other = "expert" in words or "router" in words
+    return is_stacked(words) and len(words) > 2 and "embed" in words and not is_other
+
+
+def node_name(name: str, layer: int) -> str:
+    """Returns the name of a product: that of its parameter with the layer after the stack."""
+    stack, _, member = name.partition(".")
+    return f"{stack}.{layer}.{member}"
+
+
+def _number(layout: Layout, kinds: int) -> jax.Array:
+    """Returns the number of this device's kind, inside a shard_map: equal parts of the ranks of
+    data parallelism, in their order, are the kinds of a process that plays several."""
+    ranks = layout.ways(BATCH_AXES)
+    return lax.axis_index(BATCH_AXES) * kinds // ranks if ranks > 1 else jnp.int32(0)
+
+
+# ---- the file, and the kinds of a job
+
+
+def load(cfg: Any) -> tuple[Precisions, tuple[str, ...]]:
+    """Returns (the file of --precisions, the kinds that this process's devices are).
+
+    Raises: UserError for a damaged file, a kind that it lacks, and kinds that do not divide the
+    devices.
+    """
+    file = Precisions.load(cfg.precisions)
+    if cfg.kind is None:
+        card = find_card(jax.local_devices()[0].device_kind)
+        named = [kind for kind in file if card and kind.lower() == card.name.lower()]
+        if not named:
+            raise UserError(
+                f"{cfg.precisions} has no kind for this {jax.local_devices()[0].device_kind}, it "
+                f"has {', '.join(file)}; name one of them (--kind={next(iter(file))})"
+            )
+        return file, (named[0],)
+    kinds = tuple(cfg.kind.split(","))
+    for kind in kinds:
+        if kind not in file:
+            raise UserError(
+                f"kind={cfg.kind}: {cfg.precisions} has no kind {kind!r}, it has "
+                f"{', '.join(file)}.{did_you_mean(kind, file)} (--kind)"
+            )
+    if len(kinds) > 1 and jax.process_count() > 1:
+        raise UserError(
+            f"kind={cfg.kind}: each process of a job has one kind; give it {kinds[0]} or another "
+            f"one of them (--kind={kinds[0]})"
+        )
+    return file, kinds
+
+
+def check_names(file: Precisions, names: Sequence[str], parts: ModelParts, path: str) -> None:
+    """Raises: UserError where the products of a file are not those of the model."""
+    expected = {node_name(name, i) for name in names for i in range(parts.layers)}
+    for kind, row in file.items():
+        for unlike in (row.keys() - expected, expected - row.keys()):
+            if unlike:
+                node = min(unlike)
+                says = "is no product of this model" if node in row else "is missing"
+                raise UserError(
+                    f"{path} is of another model: of kind {kind}, {node} {says}, which has "
+                    f"{parts.layers} layers with {', '.join(n.partition('.')[2] for n in names)}."
+                    f"{did_you_mean(node, expected) if node in row else ''} (--precisions)"
+                )
+
+
+def agree(cfg: Any) -> tuple[str, ...]:
+    """Returns the kind of each process of the job, in their order; () without --precisions.
+
+    A process that cannot read its file, or has another one, stops the whole job before anything is
+    compiled. Raises: UserError in every process.
+    """
+    store = mesh_.job_store()
+    record = {"digest": "", "kind": "", "error": ""}
+    if cfg.precisions is not None:
+        try:
+            file, kinds = load(cfg)
+            digest = hashlib.sha256(json.dumps(file, sort_keys=True).encode()).hexdigest()
+            record |= {"digest": digest, "kind": ",".join(kinds)}
+        except UserError as error:
+            record["error"] = str(error)
+            if store is None:
+                raise
+    if store is None:
+        return (record["kind"],) if cfg.precisions is not None else ()
+    said = [json.loads(text) for text in mesh_.tell_all(PLACE, json.dumps(record))]
+    if any(one["digest"] or one["error"] for one in said):
+        check_said(said)
+    return tuple(one["kind"] for one in said) if cfg.precisions is not None else ()
+
+
+def check_said(said: Sequence[Mapping[str, str]]) -> None:
+    """Refuses a job whose processes do not compute by one file. said: what each of them says."""
+    for rank, one in enumerate(said):
+        if one["error"]:
+            raise UserError(f"process {rank}: {one['error']}")
+        if not one["digest"]:
+            raise UserError(
+                f"process {rank} has no --precisions, others have; give all processes of the job "
+                "the same file, each with its own --kind"
+            )
+        if one["digest"] != said[0]["digest"]:
+            raise UserError(
+                f"process {rank} (kind {one['kind']}) has another file of precisions than process "
+                f"0 (kind {said[0]['kind']}); give both the same (--precisions)"
+            )
