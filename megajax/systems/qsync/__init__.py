@@ -8,5 +8,6 @@ __getattr__, __dir__, __all__ = public(
         "allocator": ("allocate", "Precisions"),
         "graph": ("Node", "Graph", "replay"),
         "programs": ("check_programs", "check_sequences", "sequence"),
+        "rounding": ("Statistics", "Variance", "statistics", "variance", "indicator"),
     },
 )
