@@ -6,6 +6,7 @@ __getattr__, __dir__, __all__ = public(
     __name__,
     {
         "allocator": ("allocate", "Precisions"),
+        "divergence": ("check_collectives",),
         "graph": ("Node", "Graph", "replay"),
         "programs": ("check_programs", "check_sequences", "sequence"),
         "rounding": ("Statistics", "Variance", "statistics", "variance", "indicator"),
