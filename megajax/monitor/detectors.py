@@ -587,11 +587,11 @@ class Straggler(Rule):
             return []
         work_s = {r.number: statistics.median(o for o, _ in r.times) for r in ranks}
         step_s = statistics.median(s for r in ranks for _, s in r.times)
+        medians = {k: statistics.median_low(work_s[r.number] for r in kinds[k]) for k in kinds}
         alerts = []
         for r in ranks:
-            peers, than = kinds[r.kind], "the others'"
-            usual = statistics.median_low(work_s[peer.number] for peer in peers)
-            if len(peers) == 1:
+            usual, than = medians[r.kind], "the others'"
+            if len(kinds[r.kind]) == 1:
                 usual, than = self._first.setdefault(r.number, usual), "it did at first"
             elif len(kinds) > 1:
                 than = f"that of the others of kind {r.kind}"

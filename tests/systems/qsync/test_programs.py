@@ -5,11 +5,14 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from megajax.core.errors import UserError
 from megajax.systems.qsync import check_programs, check_sequences, sequence
+from pallas_kernels import aot
 
 HEAD = """HloModule jit_step, is_scheduled=true, num_partitions=4
 
@@ -196,9 +199,9 @@ def test_rows_travel_as_text():
 # ---- what jax compiles
 
 
-def compiled(product, reduced=jnp.float32, length=3):
+def compiled(product, reduced=jnp.float32, length=3, mesh=None):
     """A scan of products in some precision, summed over 'data', with a gather after it."""
-    mesh = jax.make_mesh((4, 2), ("data", "tensor"))
+    mesh = mesh or jax.make_mesh((4, 2), ("data", "tensor"))
 
     def step(x_BD, w_DD):
         def layer(x_BD, _):
@@ -210,7 +213,7 @@ def compiled(product, reduced=jnp.float32, length=3):
 
     shapes = jax.ShapeDtypeStruct((4, 8), jnp.float32), jax.ShapeDtypeStruct((8, 8), jnp.float32)
     mapped = jax.shard_map(step, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
-    return jax.jit(mapped).lower(*shapes).compile()
+    return aot.compile(jax.jit(mapped).lower(*shapes))
 
 
 def test_compiled_programs_of_unlike_precisions():
@@ -225,3 +228,18 @@ def test_compiled_programs_of_unlike_precisions():
     assert "collective 4 on" in refused(full, compiled(jnp.float32, length=4))
     message = refused(full, compiled(jnp.bfloat16, jnp.int32))
     assert re.search(r"collective 1 on: H100: .*f32\[4,8\].*; L4: .*s32\[4,8\]", message)
+
+
+@pytest.mark.aot
+def test_programs_for_h100s():
+    """Two nodes of four: starts and dones, the names of kernels and the schedules differ."""
+    devices = np.array(aot.devices(2, 4)).reshape(4, 2)
+    mesh = jax.sharding.Mesh(devices, ("data", "tensor"), axis_types=(AxisType.Explicit,) * 2)
+    full, half = (compiled(product, mesh=mesh) for product in (jnp.float32, jnp.bfloat16))
+    assert "-start(" in full.as_text() and full.as_text() != half.as_text()
+    check_programs({"H100": full, "L4": half})
+    rows = sequence(full)
+    assert rows == sequence(compiled(jnp.float32))  # as on the CPU
+    low = compiled(jnp.bfloat16, jnp.bfloat16, mesh=mesh)
+    message = refused(full, low)
+    assert re.search(r"collective 1 on: H100: .*f32\[4,8\].*; L4: .*bf16\[4,8\]", message)
