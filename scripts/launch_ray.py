@@ -8,12 +8,20 @@ continues it. After a failure all processes are started again, at most --restart
 not started again after wrong flags (exit code 2) and when another run has taken over (76), but they
 are when the last save failed (75). With --supervise, scripts/supervise.py restarts the processes
 instead: its driver runs here and an agent on every host, and it also finds processes that hang.
+
+    uv run --extra ray scripts/launch_ray.py --kinds=H100:2x8,L4:4x8 --precisions=FILE ...
+
+--kinds is for a job on unlike GPUs: 2 hosts of 8 H100s and 4 hosts of 8 L4s. A kind is placed on
+nodes with the resource accelerator_type:NAME, which Ray gives to nodes with GPUs that it knows, and
+`ray start --resources` to others. Each process gets --kind=NAME. With --supervise all processes run
+one command without it, and the file must name kinds as their cards.
 """
 
 import megajax.core.interrupted  # noqa: F401
 
 import argparse
 import os
+import re
 import secrets
 import signal
 import socket
@@ -22,7 +30,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megajax.core.errors import SUPERSEDED
 
@@ -39,6 +47,51 @@ def environment(coordinator: str, hosts: int, host: int) -> dict[str, str]:
         "JAX_NUM_PROCESSES": str(hosts),
         "JAX_PROCESS_ID": str(host),
     }
+
+
+class Kind(NamedTuple):
+    """Hosts of one kind. name: of the kind of their GPUs; None: all hosts of the job are alike."""
+
+    name: str | None
+    hosts: int
+    gpus: int
+
+    @property
+    def bundle(self) -> dict[str, float]:
+        """What a host takes of a Ray node. The resource of a kind is there once a node."""
+        resource = {} if self.name is None else {f"accelerator_type:{self.name}": 0.001}
+        return {"CPU": 1, "GPU": self.gpus, **resource}
+
+    @property
+    def flags(self) -> list[str]:
+        """The trainer's flags that are those of this kind alone."""
+        return [] if self.name is None else [f"--kind={self.name}"]
+
+
+def kinds_of(settings: argparse.Namespace) -> list[Kind]:
+    """Returns the kinds of hosts. Raises: ValueError for words of another form."""
+    if settings.kinds is None:
+        return [Kind(None, settings.hosts or 1, 8 if settings.gpus is None else settings.gpus)]
+    words = [re.fullmatch(r"([\w.-]+):(\d+)x(\d+)", w) for w in settings.kinds.split(",")]
+    kinds = [Kind(w[1], int(w[2]), int(w[3])) for w in words if w is not None]
+    names = {kind.name for kind in kinds}
+    if len(names) < len(words) or any(kind.hosts < 1 for kind in kinds):
+        raise ValueError(
+            f"kinds={settings.kinds} must be different names with hosts and GPUs of a host, such "
+            "as H100:2x8,L4:4x8 (--kinds)"
+        )
+    return kinds
+
+
+def jobs(
+    coordinator: str, places: Sequence[Kind], flags: Sequence[str]
+) -> list[tuple[list[str], dict[str, str]]]:
+    """Returns (command, environment) of the process of each host. places: the kinds of hosts."""
+    trainer = [sys.executable, str(TRAINER), "--told_code=143", *flags]
+    return [
+        ([*trainer, *kind.flags], environment(coordinator, len(places), i))
+        for i, kind in enumerate(places)
+    ]
 
 
 class Host:
@@ -159,10 +212,13 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter, allow_abbrev=False
     )
+    parser.add_argument("--hosts", type=int, help="number of hosts, with one process each; [1]")
+    parser.add_argument("--gpus", type=int, help="GPUs of each host; [8]")
     parser.add_argument(
-        "--hosts", type=int, default=1, help="number of hosts, with one process each"
+        "--kinds",
+        metavar="NAME:HOSTSxGPUS,...",
+        help="in place of --hosts and --gpus: the hosts of each kind of GPU",
     )
-    parser.add_argument("--gpus", type=int, default=8, help="GPUs of each host")
     parser.add_argument("--address", default="auto", help="address of the Ray cluster")
     parser.add_argument("--restarts", type=int, default=3, help="most restarts of the job")
     parser.add_argument(
@@ -170,8 +226,15 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     )
     settings, flags = parser.parse_known_args(argv)
     for name, least in (("hosts", 1), ("gpus", 0), ("restarts", 0)):
-        if getattr(settings, name) < least:
-            parser.error(f"{name}={getattr(settings, name)} must be at least {least} (--{name})")
+        value = getattr(settings, name)
+        if value is not None and value < least:
+            parser.error(f"{name}={value} must be at least {least} (--{name})")
+        if value is not None and settings.kinds is not None and name != "restarts":
+            parser.error(f"{name}={value} and kinds={settings.kinds}: leave one out (--{name})")
+    try:
+        kinds_of(settings)
+    except ValueError as error:
+        parser.error(str(error))
     return settings, flags
 
 
@@ -188,17 +251,17 @@ def main(argv: Sequence[str]) -> int:
         print("error: launch_ray needs the package: uv sync --extra ray", file=sys.stderr)
         return 2
     ray.init(address=settings.address)
-    bundle = {"CPU": 1, "GPU": settings.gpus}
-    group = placement_group([bundle] * settings.hosts, strategy="STRICT_SPREAD")
+    places = [kind for kind in kinds_of(settings) for _ in range(kind.hosts)]
+    group = placement_group([kind.bundle for kind in places], strategy="STRICT_SPREAD")
     ray.get(group.ready())
     actor = ray.remote(Host)
     hosts = [
         actor.options(
             num_cpus=1,
-            num_gpus=settings.gpus,
+            num_gpus=kind.gpus,
             scheduling_strategy=PlacementGroupSchedulingStrategy(group, i),
         ).remote()
-        for i in range(settings.hosts)
+        for i, kind in enumerate(places)
     ]
 
     def each(method: str, *args: Any) -> list[Any]:
@@ -206,9 +269,8 @@ def main(argv: Sequence[str]) -> int:
 
     def start() -> None:
         coordinator = ray.get(hosts[0].address.remote())
-        command = [sys.executable, str(TRAINER), "--told_code=143", *flags]
-        envs = [environment(coordinator, len(hosts), i) for i in range(len(hosts))]
-        ray.get([h.start.remote(command, e) for h, e in zip(hosts, envs, strict=True)])
+        started = zip(hosts, jobs(coordinator, places, flags), strict=True)
+        ray.get([host.start.remote(*job) for host, job in started])
 
     signals: list[int] = []
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -10,6 +10,14 @@
 # that another has taken over (76) are not tried again. PYTHON: the interpreter.
 # SUPERVISE=1: scripts/supervise.py runs the job on SUPERVISE_HOSTS of its nodes (default: all; the
 # rest are hot spares), restarts it after a fault, and a requeued job avoids the nodes it excluded.
+#
+# A job on unlike GPUs is a heterogeneous job, a component for each kind. The options below count for
+# the first one; KINDS names the kinds in the order of the components (--kind of each):
+#
+#   KINDS=H100,L4 sbatch --nodes=2 : --nodes=4 --ntasks-per-node=1 --gpus-per-node=8 --exclusive \
+#     scripts/launch_slurm.sh --precisions=FILE --preset=llama3_8b ...
+#
+# With SUPERVISE=1 all hosts run one command: no KINDS, the file then names kinds as their cards.
 #SBATCH --job-name=megajax
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node=8
@@ -26,6 +34,20 @@ cd "${SLURM_SUBMIT_DIR:-$(dirname "$0")/..}" || exit 1
 
 python=${PYTHON:-.venv/bin/python}
 asked= told= step=
+components=${SLURM_HET_SIZE:-1} nodes=${SLURM_NNODES:-} kinds=() groups=()
+[[ -z ${KINDS:-} ]] || IFS=, read -ra kinds <<<"$KINDS"
+if [[ -n ${KINDS:-} && (${#kinds[@]} != "$components" || -n ${SUPERVISE:-}) ]]; then
+  echo "error: KINDS=$KINDS must name a kind for each component of the job, of which there are" \
+    "$components (sbatch ... : ...), and cannot be combined with SUPERVISE" >&2
+  exit 2
+fi
+if [[ $components -gt 1 ]]; then
+  nodes=0 groups=("--het-group=0-$((components - 1))")
+  for ((i = 0; i < components; i++)); do
+    count=SLURM_NNODES_HET_GROUP_$i
+    nodes=$((nodes + ${!count}))
+  done
+fi
 # The trap comes before the step: a SIGTERM between the two would end this shell, and not the run.
 trap 'asked=1; tell' TERM
 tell() {
@@ -39,19 +61,34 @@ tell() {
     scancel --signal=TERM "$SLURM_JOB_ID"
   fi
 }
+address=$(hostname):$((20000 + SLURM_JOB_ID % 20000))
 if [[ -n ${SUPERVISE:-} ]]; then
   out=runs/supervised/slurm-$SLURM_JOB_ID
-  address=$(hostname):$((20000 + SLURM_JOB_ID % 20000))
   MEGAJAX_TOKEN=$("$python" -c 'import secrets; print(secrets.token_hex(16))')
   export MEGAJAX_TOKEN
-  srun --ntasks-per-node=1 --kill-on-bad-exit=0 \
+  srun ${groups[@]+"${groups[@]}"} --ntasks-per-node=1 --kill-on-bad-exit=0 \
     "$python" scripts/supervise.py --agent="$address" &
   "$python" scripts/supervise.py --agents=elsewhere --listen="0.0.0.0:${address##*:}" \
-    --hosts="${SUPERVISE_HOSTS:-$SLURM_NNODES}" --out="$out" \
+    --hosts="${SUPERVISE_HOSTS:-$nodes}" --out="$out" \
     -- "$python" experiments/pretrain.py "$@" &
   step=$!
+elif [[ $components -gt 1 ]]; then
+  # One step, whose tasks are numbered through all components. jax would read from SLURM_LOCALID that
+  # there is one process a GPU.
+  export JAX_COORDINATOR_ADDRESS=$address
+  task='unset SLURM_LOCALID
+    JAX_NUM_PROCESSES=$SLURM_NTASKS JAX_PROCESS_ID=$SLURM_PROCID exec "$@"'
+  words=()
+  for ((i = 0; i < components; i++)); do
+    [[ $i == 0 ]] || words+=(:)
+    words+=("--het-group=$i" --ntasks-per-node=1 --kill-on-bad-exit=1 bash -c "$task" task)
+    words+=("$python" experiments/pretrain.py --told_code=143 "$@" ${kinds[i]:+"--kind=${kinds[i]}"})
+  done
+  srun "${words[@]}" &
+  step=$!
 else
-  srun --ntasks-per-node=1 --kill-on-bad-exit=1 "$python" experiments/pretrain.py --told_code=143 "$@" &
+  srun --ntasks-per-node=1 --kill-on-bad-exit=1 "$python" experiments/pretrain.py --told_code=143 "$@" \
+    ${kinds[0]:+"--kind=${kinds[0]}"} &
   step=$!
 fi
 [[ -z $asked || -n $told ]] || tell

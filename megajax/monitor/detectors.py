@@ -22,7 +22,7 @@ from typing import Protocol
 from megajax.core.errors import SUPERSEDED, UserError, did_you_mean
 from megajax.monitor.alerts import RESPONSES, Action, Alert, Cause, Kind, respond
 from megajax.monitor.heartbeat import CODES, EXPIRED
-from megajax.monitor.records import Record, Value
+from megajax.monitor.records import KIND, Record, Value
 
 # ---- what the records of a job say so far: how far each rank is, and since when
 #
@@ -42,7 +42,6 @@ from megajax.monitor.records import Record, Value
 
 FACTOR = 5.0  # (chosen) times the longest time seen in a section, before it counts as a stall
 WINDOW = 20  # (chosen) steps whose median counts, for stragglers and traffic
-KIND = "device_kind"  # the record in which a rank says of which kind its devices are
 TOLD = (0, 143, 130)  # codes of a process that came to its end: done, or saved because told to
 
 

@@ -47,6 +47,9 @@ class Record(NamedTuple):
     value: Value
 
 
+KIND = "device_kind"  # the record in which a rank says, at its start, of which kind its devices are
+
+
 class Sink(Protocol):
     """A receiver of the records of one moment."""
 

@@ -238,7 +238,9 @@ class Job:
             sinks.append(InRun(*args, console.say))
         recorder = Recorder(sinks, jax.process_index(), console.say)
         sent = {name: float(nbytes) for name, (nbytes, _) in report.wire_bytes(train_step).items()}
-        recorder.emit(int(start.state.step), self._phases.seconds | sent)
+        # Detectors compare this process with those of its kind (monitor/detectors.py).
+        kind = {records.KIND: self._kinds[jax.process_index()]} if self._kinds else {}
+        recorder.emit(int(start.state.step), self._phases.seconds | sent | kind)
         return recorder
 
     def _check_program(self, compiled: Any) -> None:

@@ -7,7 +7,8 @@ that all others wait for it in every step; that is no fault.
 import numpy as np
 import pytest
 
-from megajax.monitor.detectors import DETECTORS, KIND, Hang, Limits
+from megajax.monitor.detectors import DETECTORS, Hang, Limits
+from megajax.monitor.records import KIND
 from megajax.monitor.slow_rank import OwnWork, SlowRank
 from tests.monitor.test_watchdog import Stream
 

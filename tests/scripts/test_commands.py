@@ -31,7 +31,11 @@ NEEDS_SERVICE = ("scripts/serve", "minder.py watch", "--prometheus", "agent_metr
 # parse: its flags are legal together. ci: .ci/run has this command. outside: another program, or
 # one that would change this machine; only its syntax is checked.
 RULES = [
-    (r"^(git|pip|curl|sbatch|srun|kubectl|mpirun|cp|SUPERVISE=1 sbatch) ?", "outside", ""),
+    (
+        r"^(git|pip|curl|sbatch|srun|kubectl|mpirun|cp|sed|(SUPERVISE|KINDS)=[A-Z0-9,]+ sbatch) ?",
+        "outside",
+        "",
+    ),
     (r"MEGAJAX_TOKEN=SECRET srun ", "outside", ""),
     (r"^uv (sync|run (--extra \w+ )?(pytest|scripts/check.sh|--with))", "outside", ""),
     (r"^uv run --group docs mkdocs (serve|build)", "outside", ""),

@@ -3,6 +3,8 @@
 import importlib.util
 import os
 import pathlib
+import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -142,6 +144,70 @@ def test_slurm_job_under_supervision_avoids_what_the_driver_excluded(slurm, tmp_
     assert out.endswith("scontrol update JobId=7 ExcNodeList=bad1,bad2\nscontrol requeue 7\n"), out
 
 
+# Starts every task of every component, as srun numbers them, one after the other.
+HET_SRUN = """#!/usr/bin/env python3
+import os, subprocess, sys
+parts, nodes = [[]], [2, 1]
+for word in sys.argv[1:]:
+    parts.append([]) if word == ":" else parts[-1].append(word)
+rank = 0
+for part, count in zip(parts, nodes, strict=True):
+    first = part.index("bash")
+    print("srun", *part[:first], flush=True)
+    for _ in range(count):
+        env = {"SLURM_PROCID": str(rank), "SLURM_NTASKS": "3", "SLURM_LOCALID": "0"}
+        subprocess.run(part[first:], env=os.environ | env, check=True)
+        rank += 1
+"""
+TRAINER = """#!/usr/bin/env bash
+echo "$JAX_PROCESS_ID of $JAX_NUM_PROCESSES at $JAX_COORDINATOR_ADDRESS ${SLURM_LOCALID-no}: $*"
+"""
+HET = {"SLURM_HET_SIZE": "2", "SLURM_NNODES_HET_GROUP_0": "2", "SLURM_NNODES_HET_GROUP_1": "1"}
+
+
+def test_slurm_job_with_two_components_is_one_job_of_two_kinds(slurm, tmp_path):
+    for name, text in (("srun", HET_SRUN), ("python", TRAINER)):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    job = slurm(0, PYTHON=f"{tmp_path}/python", KINDS="H100,L4", **HET)
+    out, err = job.communicate(timeout=60)
+    assert job.returncode == 0, err
+    each = f"of 3 at {socket.gethostname()}:20007 no: experiments/pretrain.py --told_code=143"
+    flags = "--preset=nano --eval.prompt=two words"
+    assert out.splitlines() == [
+        "srun --het-group=0 --ntasks-per-node=1 --kill-on-bad-exit=1",
+        f"0 {each} {flags} --kind=H100",
+        f"1 {each} {flags} --kind=H100",
+        "srun --het-group=1 --ntasks-per-node=1 --kill-on-bad-exit=1",
+        f"2 {each} {flags} --kind=L4",
+    ]
+    out, _ = slurm(0, PYTHON=f"{tmp_path}/python", **HET).communicate(timeout=60)
+    assert "--kind" not in out and out.count("experiments/pretrain.py") == 3
+
+
+def test_slurm_job_with_two_components_under_supervision(slurm, tmp_path):
+    (tmp_path / "python").write_text(PYTHON)
+    (tmp_path / "python").chmod(0o755)
+    job = slurm(0, PYTHON=f"{tmp_path}/python", SUPERVISE="1", **HET)
+    out, err = job.communicate(timeout=60)
+    assert "srun --het-group=0-1 --ntasks-per-node=1" in out and "--hosts=3" in out, err
+
+
+@pytest.mark.parametrize(
+    "env",
+    [{"KINDS": "H100,L4"}, {"KINDS": "H100", **HET}, {"KINDS": "A,B", "SUPERVISE": "1", **HET}],
+)
+def test_slurm_job_with_kinds_that_are_not_its_components(slurm, env):
+    job = slurm(0, **env)
+    out, err = job.communicate(timeout=60)
+    assert job.returncode == 2 and f"error: KINDS={env['KINDS']} must" in err and not out
+
+
+def test_slurm_job_with_one_kind(slurm):
+    out, _ = slurm(0, KINDS="H100").communicate(timeout=60)
+    assert out.endswith("--eval.prompt=two words --kind=H100\n")
+
+
 def test_jobset_gives_every_pod_what_the_mesh_reads():
     jobset = yaml.safe_load((SCRIPTS / "launch_k8s.yaml").read_text())
     (job,) = jobset["spec"]["replicatedJobs"]
@@ -162,6 +228,40 @@ def test_jobset_gives_every_pod_what_the_mesh_reads():
     assert container["command"] == ["python", "experiments/pretrain.py"]
     assert "--told_code=143" in container["args"]  # 0 would count as done
     assert (SCRIPTS.parent / container["command"][1]).is_file()
+
+
+def test_jobset_with_two_groups_is_one_job_of_two_kinds(tmp_path):
+    """As its header says: every process has a number of its own, and all have one coordinator."""
+    text = (SCRIPTS / "launch_k8s.yaml").read_text()
+    (command,) = re.findall(r"^#   (sed .*) \| kubectl", text, re.MULTILINE)
+    rendered = subprocess.run(shlex.split(command), cwd=SCRIPTS.parent, capture_output=True)
+    jobset, plain = yaml.safe_load(rendered.stdout), yaml.safe_load(text)
+    assert len(plain["spec"]["replicatedJobs"]) == 1 and "--kind" not in str(plain)
+    processes, cards = {}, set()
+    for job in jobset["spec"]["replicatedJobs"]:
+        spec = job["template"]["spec"]
+        pod = spec["template"]["spec"]
+        (container,) = pod["containers"]
+        assert spec["completionMode"] == "Indexed" and spec["parallelism"] == spec["completions"]
+        assert spec["podFailurePolicy"]["rules"][0]["onExitCodes"]["values"] == [2, 70, 76]
+        cards.add(pod["nodeSelector"]["nvidia.com/gpu.product"])
+        for index in range(spec["completions"]):
+            env = {e["name"]: e.get("value", str(index)) for e in container["env"]}
+            (tmp_path / "python").write_text('#!/bin/sh\necho "$JAX_PROCESS_ID $*"\n')
+            (tmp_path / "python").chmod(0o755)
+            env |= {"PATH": f"{tmp_path}:{os.environ['PATH']}", "JOB_COMPLETION_INDEX": str(index)}
+            done = subprocess.run(
+                [*container["command"], *container["args"]], env=env, capture_output=True, text=True
+            )
+            number, script, *flags = done.stdout.split()
+            assert script == "experiments/pretrain.py" and "--told_code=143" in flags
+            cluster = find_cluster(env | {"JAX_PROCESS_ID": number})
+            (kind,) = (f for f in flags if f.startswith("--kind="))
+            processes[cluster.process] = kind
+            assert cluster.processes == 6 and "--precisions=/runs/precisions.json" in flags
+            assert cluster.coordinator == "megajax-hosts-0-0.megajax:8476"
+    assert processes == {i: "--kind=H100" if i < 4 else "--kind=L4" for i in range(6)}
+    assert len(cards) == 2
 
 
 # ---- Ray
@@ -190,11 +290,42 @@ def test_ray_script_explains_itself_and_its_package():
 def test_ray_flags_of_the_trainer_pass_through(ray_script):
     settings, flags = ray_script.parse(["--hosts=2", "--mesh.tensor=8", "--gpus", "4", "--res=1"])
     assert (settings.hosts, settings.gpus, settings.restarts) == (2, 4, 3)
+    assert ray_script.kinds_of(ray_script.parse([])[0]) == [(None, 1, 8)]
     assert flags == ["--mesh.tensor=8", "--res=1"]
     with pytest.raises(SystemExit):
         ray_script.parse(["--hosts=0"])
     cluster = find_cluster(ray_script.environment("a:1", 2, 1))
     assert (cluster.coordinator, cluster.processes, cluster.process) == ("a:1", 2, 1)
+
+
+def test_ray_job_of_two_kinds(ray_script):
+    """Two hosts of 8 H100s and one of 4 L4s: a bundle, a number and a kind for each."""
+    settings, flags = ray_script.parse(["--kinds=H100:2x8,L4:1x4", "--precisions=p.json"])
+    kinds = ray_script.kinds_of(settings)
+    assert [(kind.name, kind.hosts) for kind in kinds] == [("H100", 2), ("L4", 1)]
+    h100 = {"CPU": 1, "GPU": 8, "accelerator_type:H100": 0.001}
+    assert [k.bundle for k in kinds] == [h100, {"CPU": 1, "GPU": 4, "accelerator_type:L4": 0.001}]
+    started = ray_script.jobs("a:1", [kinds[0], kinds[0], kinds[1]], flags)
+    for i, (command, env) in enumerate(started):
+        assert command[2:] == [
+            "--told_code=143",
+            "--precisions=p.json",
+            f"--kind={kinds[i // 2].name}",
+        ]
+        assert env["JAX_PROCESS_ID"] == str(i) and env["JAX_NUM_PROCESSES"] == "3"
+    alone, flags = ray_script.parse(["--hosts=2", "--gpus=4", "--x=1"])
+    (kind,) = ray_script.kinds_of(alone)
+    assert (kind.hosts, kind.bundle) == (2, {"CPU": 1, "GPU": 4})
+    assert ray_script.jobs("a:1", [kind], flags)[0][0][2:] == ["--told_code=143", "--x=1"]
+
+
+@pytest.mark.parametrize(
+    "flags", ["--kinds=H100", "--kinds=A:0x8", "--kinds=A:1x8,A:2x8", "--kinds=A:1x8 --hosts=2"]
+)
+def test_ray_kinds_of_another_form(ray_script, flags, capsys):
+    with pytest.raises(SystemExit):
+        ray_script.parse(flags.split())
+    assert "kinds=" in capsys.readouterr().err
 
 
 def job_of(ray_script, programs):

@@ -30,21 +30,11 @@ from megajax.core.errors import UserError
 from megajax.core.files import expand
 from megajax.monitor import alerts, heartbeat
 from megajax.monitor.alerts import COURSE, MACHINE, Action, Alert, Kind
-from megajax.monitor.detectors import (
-    DETECTORS,
-    KIND,
-    NEEDED,
-    Hang,
-    Job,
-    Limits,
-    Maker,
-    Watchdog,
-    choose,
-)
+from megajax.monitor.detectors import DETECTORS, NEEDED, Hang, Job, Limits, Maker, Watchdog, choose
 from megajax.monitor.heartbeat import Heartbeat
 from megajax.monitor.meter import HostMeter
 from megajax.monitor.minder_config import MinderConfig
-from megajax.monitor.records import Lines, Record, newest, parse, without_host
+from megajax.monitor.records import KIND, Lines, Record, newest, parse, without_host
 from megajax.monitor.slow_rank import TICKS, OwnWork, RecordFile, SlowRank
 from megajax.monitor.timers import Timers
 from megajax.systems.elastic.events import Journal
