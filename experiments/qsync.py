@@ -1,6 +1,8 @@
 """QSync (arXiv 2407.02327): one training job on unlike GPUs, the weak ones with fewer bits.
 
     uv run experiments/qsync.py plan --cluster=v100:2,t4:2
+    uv run experiments/qsync.py profile
+    uv run experiments/qsync.py plan --cluster=v100:2,t4:2 --omega=runs/qsync/omega.json
     uv run experiments/qsync.py plan --preset=paper
 
 All devices compute the same step, each on its rows of the batch, and wait for each other. So the
@@ -30,11 +32,13 @@ from typing import Any, Literal
 
 from experiments.reports import qsync as report
 from megajax.core import config
+from megajax.core import mesh as mesh_
 from megajax.core.config import equal, group, option
 from megajax.core.errors import UserError, did_you_mean
 from megajax.core.files import expand
 from megajax.core.hardware import Link, parse_mixed
 from megajax.core.mesh import MeshSpec
+from megajax.data.config import LabelledConfig
 from megajax.models.decoder_config import DecoderConfig
 from megajax.models.encoder_config import PRESETS as ENCODERS
 from megajax.monitor import results
@@ -86,8 +90,11 @@ class QSyncConfig(Config):
     omega: str | None = option(
         None, "file that `profile` wrote, with the errors of products; none: assumed", verbs=PLAN
     )
-    gamma: float = option(
-        1.0, "weight of the errors of forward passes beside those of backward passes", at_least=0
+    gamma: float | None = option(
+        None,
+        "weight of the errors of forward passes beside those of backward passes; none: 1 where "
+        "errors are assumed, 1 / N^2 in a profile of N predictions a batch",
+        at_least=0,
     )
     cost: Literal["roofline", "learned", "table"] = option(
         "roofline", "source of the times of operations, as of experiments/plan.py", verbs=PLAN
@@ -101,7 +108,8 @@ class QSyncConfig(Config):
         "exact", "formula of the errors, of variances or as the authors' code has it", verbs=PROFILE
     )
     warm_up: int = option(8, "steps that are trained before the profile", at_least=0, verbs=PROFILE)
-    batches: int = option(2, "batches that are profiled", at_least=1, verbs=PROFILE)
+    batches: int = option(2, "number of batches that are profiled", at_least=1, verbs=PROFILE)
+    rows: int = option(8, "rows of a batch of the profile", at_least=1, verbs=PROFILE)
     out: str = results.out_option("qsync")
 
     def __post_init__(self) -> None:
@@ -126,6 +134,7 @@ class QSyncConfig(Config):
             train=self.train,
             optim=self.optim,
             wire=self.wire,
+            data=LabelledConfig(**vars(self.data)),
             cache_dir=self.cache_dir,
         )
 
@@ -220,9 +229,30 @@ def plan(cfg: QSyncConfig) -> int:
     return 0
 
 
+def measure(cfg: QSyncConfig) -> int:
+    """Writes OUT/omega.json."""
+    from experiments.reports import qsync_profile
+
+    folder = results.writable_folder(cfg.out)
+    mesh_.start(1)  # no GPU is used
+    job = cfg.job()
+    train = dataclasses.replace(
+        job.train, global_batch=cfg.rows, accumulate=1, remat="none", loss_chunks=1
+    )
+    job = dataclasses.replace(job, train=train, mesh=MeshSpec())
+    stats, predictions = qsync_profile.measured(job, cfg.warm_up, cfg.batches)
+    gamma = cfg.gamma if cfg.gamma is not None else 1 / predictions**2
+    made = profile.errors(stats, job.model.layers, train.dtype, gamma, cfg.form)
+    facts = results.facts("one CPU device", "measured") | {"form": cfg.form, "gamma": f"{gamma:g}"}
+    profile.save(folder / "omega.json", made, facts | {"preset": config.start_name()})
+    print(qsync_profile.text(made))
+    print(folder / "omega.json")
+    return 0
+
+
 def main(verb: str = "") -> int:
     """Does what the word says."""
-    call = config.choose(verb, {"plan": plan})
+    call = config.choose(verb, {"profile": measure, "plan": plan})
     cfg, base = config.from_flags(PRESETS, take, verb)
     for name, old, new in config.diff(cfg, base):
         print(f"{name}: {old} -> {new}")

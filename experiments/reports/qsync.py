@@ -73,7 +73,7 @@ class Case:
             cluster.devices,
             cluster.link,
             omega,
-            options.gamma,
+            1.0 if options.gamma is None else options.gamma,
             options.buckets,
             options.int8_backward,
         )

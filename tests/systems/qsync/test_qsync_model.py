@@ -2,9 +2,10 @@
 
 import dataclasses
 import functools
-import json
+import itertools
 
 import jax
+import numpy as np
 import pytest
 
 from megajax.core.errors import UserError
@@ -20,7 +21,7 @@ from megajax.models.decoder_config import DecoderConfig
 from megajax.models.encoder_config import EncoderConfig
 from megajax.models.parts import is_layered
 from megajax.quant import products as quant_products
-from megajax.systems.qsync import Precisions, allocate, model, profile, replay
+from megajax.systems.qsync import Precisions, allocate, model, replay
 from megajax.training.config import Config, TrainConfig
 from megajax.training.finetune import FinetuneConfig
 from megajax.training.presets import PRESETS
@@ -182,19 +183,24 @@ def test_options_are_what_the_card_computes_in():
         graph(wide, T4)
 
 
-def test_a_strong_kind_stays_full_and_more_memory_never_lowers_a_precision():
-    cfg = run("nano", remat="none", seq_len=512)
+def test_a_strong_kind_stays_full_and_more_memory_never_makes_a_plan_worse():
+    cfg = run("parallel", remat="none", seq_len=512)
     graphs = {"v100": graph(cfg, V100, is_strong=True), "t4": graph(cfg, T4)}
     narrow = replay(graphs, {k: uniform(g, "int8") for k, g in graphs.items()}).memory["t4"]
     full = replay(graphs, {k: uniform(g, "float32") for k, g in graphs.items()}).memory["t4"]
     assert narrow < full
-    errors = []
-    for share in (0.05, 0.3, 0.6, 1.0):
+    plans = []
+    for share in (0.05, 0.6, 1.0):
         limit = {"t4": narrow + share * (full - narrow)}
         plan = allocate(graphs, {"v100": 2, "t4": 2}, memory=limit, method="exact")
         assert {plan["v100"][n] for n in model.products(graphs["v100"])} == {"float32"}
-        errors.append(sum(graphs["t4"].by_name[n].omega[p] for n, p in plan["t4"].items()))
-    assert errors == sorted(errors, reverse=True) and errors[0] > errors[-1]
+        errors = sum(graphs["t4"].by_name[n].omega[p] for n, p in plan["t4"].items())
+        plans.append((replay(graphs, plan).step_s, errors))
+    # A shorter step comes first: with more memory it may have more errors.
+    for (step_s, errors), (next_s, next_errors) in itertools.pairwise(plans):
+        assert next_s <= step_s * (1 + 1e-9)
+        assert next_s < step_s * (1 - 1e-9) or next_errors <= errors
+    assert plans[0][1] > plans[-1][1]
 
 
 def test_omega_weighs_depth_and_falls_with_bits():
@@ -207,8 +213,6 @@ def test_omega_weighs_depth_and_falls_with_bits():
     assert first["int8"] == pytest.approx(4 * forward + 1 * backward)
     assert last["int8"] == pytest.approx(1 * forward + 4 * backward)
     # Rounding float16 to nearest, by brute force: the mean square of the relative error.
-    import numpy as np
-
     x = np.random.default_rng(0).standard_normal(200_000)
     error = ((x.astype(np.float16) - x) ** 2).mean() / (x**2).mean()
     assert model.assumed_errors("float16", 1)[0] / 2 == pytest.approx(error, rel=0.1)
@@ -234,18 +238,6 @@ def test_what_cannot_be_planned_is_refused():
         graph(dataclasses.replace(cfg, mesh=MeshSpec(tensor=2)))
     with pytest.raises(UserError, match=r"profile.*blocks\.0\.attention\.query"):
         graph(cfg, omega={})
-
-
-def test_a_profile_is_read_as_written_and_damage_is_told(tmp_path):
-    path, errors = tmp_path / "omega.json", {"blocks.0.mlp.up": {"int8": 0.5, "float16": 1e-6}}
-    profile.save(path, errors, {"device": "cpu"})
-    assert profile.load(path) == errors
-    text = json.loads(path.read_text())
-    damaged = ({"a": {"int9": 1}}, {"a": {"int8": -1}}, {"a": {"int8": True}}, {})
-    for change in ({"format": "x"}, *({"omega": rows} for rows in damaged)):
-        path.write_text(json.dumps(text | change))
-        with pytest.raises(UserError, match="omega.json"):
-            profile.load(path)
 
 
 def test_the_plan_loads(tmp_path):
