@@ -206,7 +206,10 @@ def plan(cfg: QSyncConfig) -> int:
     """Writes OUT/precisions.json and the comparison."""
     folder = results.writable_folder(cfg.out)
     job, cluster = cfg.job(), parse_mixed(cfg.cluster, Link(cfg.network * 1e9 / 8, 14e-6))
-    omega = None if cfg.omega is None else profile.load(expand(cfg.omega, "omega"))
+    try:
+        omega = None if cfg.omega is None else profile.load(expand(cfg.omega, "omega"))
+    except UserError as error:
+        raise UserError(f"{error} (--omega)") from None
     about = results.facts(cluster.name, "simulated estimate") | {
         "preset": config.start_name(),
         "model": cfg.encoder or "decoder",

@@ -33,6 +33,7 @@ from experiments.reports import (
     minder,
     optimus,
     overlap,
+    qsync,
     sdp4bit,
     serving,
     tilewise,
@@ -512,6 +513,7 @@ TABLES: dict[str, Callable[[], str]] = {
         }.items()
     },
     **minder.tables(RESULTS),
+    **qsync.tables(RESULTS),
     **{
         f"serving_{table.__name__}": functools.partial(table, RESULTS / "serving.json")
         for table in (serving.offline, serving.online, serving.numerics)

@@ -10,11 +10,11 @@ import dataclasses
 import functools
 import heapq
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from experiments.reports.reporting import panels, save
+from experiments.reports.reporting import panels, save, table
 from megajax.core.errors import UserError
 from megajax.core.files import expand
 from megajax.core.hardware import MixedCluster
@@ -63,6 +63,7 @@ class Case:
                 f"train.accumulate); nearest: {near}, {near + least} (--train.global_batch)"
             )
         model.check(job)
+        job = dataclasses.replace(job, precisions="precisions.json")  # as the run will be checked
         sizes = job.mesh.sizes(cluster.devices)
         job.check(sizes)
         room = min(self.shares[kind] * card.memory_bytes for kind, card in self.cards.items())
@@ -159,6 +160,7 @@ class Case:
             rows.append(self._row(f"{precision} in weak kinds", graphs, even, chosen))
         memory = {kind: max(self.limit(kind, even[kind]), 0.0) for kind in self.cards}
         best = Precisions()
+        self._check_room(graphs, rows, even)
         for name, method in ((GREEDY, "greedy"), (EXACT, "exact")):
             plan = allocate(graphs, self.devices, memory=memory, method=method)
             best = Precisions(
@@ -166,6 +168,22 @@ class Case:
             )
             rows.append(self._row(name, graphs, even, best) | {"gap": plan.gap})
         return rows, best
+
+    def _check_room(
+        self, graphs: Mapping[str, Graph], rows: Sequence[Row], even: Mapping[str, float]
+    ) -> None:
+        """Raises: UserError where a kind has no room for the narrowest values that it may save."""
+        for kind, graph in graphs.items():
+            room = self.limit(kind, even[kind])
+            least = sum(min(node.saved_bytes.values()) for node in graph.nodes)
+            if least > room:
+                fewest = min(row["memory_bytes"][kind] for row in rows if row["rows"] == even)
+                raise UserError(
+                    f"no plan fits {kind}: {even[kind]:g} rows take {fewest / 1e9:.2f} GB or more, "
+                    f"and a step may fill {rows[0]['room_bytes'][kind] / 1e9:.2f} GB; give fewer "
+                    "rows, more memory, or save less for the backward pass "
+                    "(--train.global_batch, --memory, --train.remat)"
+                )
 
     def _row(
         self,
@@ -255,7 +273,7 @@ def text(rows: Sequence[Row], about: Mapping[str, Any]) -> str:
                 + ("" if row["fits"] else " DOES NOT FIT"),
                 "rows": ", ".join(f"{kind} {n:g}" for kind, n in row["rows"].items()),
                 "products": "; ".join(
-                    f"{kind} " + ", ".join(f"{n} {p}" for p, n in sorted(counts.items()))
+                    f"{kind} {_counts(counts)}"
                     for kind, counts in kinds.items()
                     if kind not in row["strong"]
                 ),
@@ -303,3 +321,41 @@ def _case(row: Row) -> str:
         f"{kind} with {100 * n:g} % of its memory" for kind, n in row["shares"].items()
     )
     return row["cluster"] + (f", {shares}" if shares else "")
+
+
+# ---- tables of documents
+
+
+def plans(path: Path) -> str:
+    """Returns the ways to run each case beside each other."""
+
+    def precisions(row: Row) -> str:
+        weak = (kind for kind in row["precisions"] if kind not in row["strong"])
+        return "; ".join(_counts(row["precisions"][kind]) for kind in weak)
+
+    def memory(row: Row) -> str:
+        weak = [kind for kind in row["precisions"] if kind not in row["strong"]]
+        sizes = (f"{row['memory_bytes'][kind] / 1e9:.1f} GB" for kind in weak)
+        return ", ".join(sizes) + ("" if row["fits"] else ", does not fit")
+
+    return table(
+        path,
+        {
+            "cluster": _case,
+            "way": "method",
+            "step, ms": lambda row: round(1e3 * row["step_s"]),
+            "sum of omega": lambda row: f"{row['omega']:.2g}",
+            "memory of a weak device": memory,
+            "rows of a device": lambda row: "/".join(f"{n:g}" for n in row["rows"].values()),
+            "products of the weak kind": precisions,
+        },
+    )
+
+
+def _counts(counts: Mapping[str, int]) -> str:
+    return ", ".join(f"{n} {p}" for p, n in sorted(counts.items()))
+
+
+def tables(results: Path) -> dict[str, Callable[[], str]]:
+    """Returns {name of a table: a function that returns it}."""
+    return {"qsync_plans": functools.partial(plans, results / "qsync.json")}

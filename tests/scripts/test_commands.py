@@ -52,12 +52,14 @@ RULES = [
     (r"--extra gpu .*pretrain.py", "plan", "h100:8x8"),
     (r"plan.py ", "plan", ""),
     (r"--extra gpu|--preset=(paper|long|storm)|--extra aot|MEGATRON|\.gguf|--gguf", "parse", ""),
+    (r"experiments/qsync.py profile", "parse", ""),
+    (r"experiments/qsync.py plan .*--omega", "parse", ""),
     (r"experiments/llm_pq.py .*--run|cdmpp.py|minder.py|llm_pq_quality", "parse", ""),
     (r"pretrain.py .*--prune", "run", "--train.steps=8 --prune.stages=1 --prune.steps=2"),
     (r"(pretrain|finetune).py", "run", "--train.steps=2"),
     (r"experiments/(bytetransformer|flux|comet|tilewise|sdp4bit|bytecheckpoint).py$", "ci", ""),
     (r"experiments/flux.py --part=exact", "parse", ""),  # the first part of what .ci/run has
-    (r"experiments/(schedules|llm_pq).py", "run", ""),
+    (r"experiments/(schedules|llm_pq|qsync).py", "run", ""),
     (r"checkpoint.py inspect", "run", "--step=2"),
     (r"generate.py .*--tiles", "parse", ""),  # of a run that was pruned
     (r"scripts/(checkpoint|hf|generate|tokenize|quantize).py", "run", ""),

@@ -174,7 +174,7 @@ def load(path: str | PathLike[str]) -> dict[str, dict[str, float]]:
     if value.get("format") != FORMAT:
         raise UserError(
             f"{path} is no profile of products: its format is {value.get('format')!r:.60}, not "
-            f"{FORMAT!r} (--omega)"
+            f"{FORMAT!r}"
         )
     rows = value.get("omega")
     if not isinstance(rows, dict) or not rows:
