@@ -216,6 +216,7 @@ def plan(cfg: QSyncConfig) -> int:
         "times": cfg.cost if cfg.cost_file is None else f"{cfg.cost} {cfg.cost_file}",
         "omega": "assumed" if omega is None else "profiled",
         "int8_backward": cfg.int8_backward,
+        "paper": report.PAPER,
     }
     rows: list[dict[str, Any]] = []
     for number, shares in enumerate(cfg.shares()):
@@ -228,6 +229,8 @@ def plan(cfg: QSyncConfig) -> int:
         print(report.text(made, about), flush=True)
         print(folder / name)
     report.draw(rows, folder / "qsync")
+    if about["preset"] == "paper":
+        print(report.PAPER)
     print(folder / "qsync.json")
     return 0
 
