@@ -42,6 +42,7 @@ from megajax.data.config import LabelledConfig
 from megajax.models.decoder_config import DecoderConfig
 from megajax.models.encoder_config import PRESETS as ENCODERS
 from megajax.monitor import results
+from megajax.systems.cdmpp import backend
 from megajax.systems.qsync import profile
 from megajax.training import presets
 from megajax.training.config import Config, JobConfig, TrainConfig
@@ -221,6 +222,9 @@ def plan(cfg: QSyncConfig) -> int:
     rows: list[dict[str, Any]] = []
     for number, shares in enumerate(cfg.shares()):
         case = report.Case(job, cluster, shares, omega, cfg)
+        for kind, card in case.cards.items() if number == 0 else ():
+            if said := backend.unknown(case.costs[kind], card):
+                print(said)
         made, chosen = case.rows()
         rows += made
         name = "precisions.json" if number == 0 else f"precisions_{number + 1}.json"
