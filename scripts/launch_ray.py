@@ -9,12 +9,12 @@ not started again after wrong flags (exit code 2) and when another run has taken
 are when the last save failed (75). With --supervise, scripts/supervise.py restarts the processes
 instead: its driver runs here and an agent on every host, and it also finds processes that hang.
 
-    uv run --extra ray scripts/launch_ray.py --kinds=H100:2x8,L4:4x8 --precisions=FILE ...
+    uv run --extra ray scripts/launch_ray.py --kinds=h100:2x8,l4:4x8 --precisions=FILE ...
 
 --kinds is for a job on unlike GPUs: 2 hosts of 8 H100s and 4 hosts of 8 L4s. A kind is placed on
-nodes with the resource accelerator_type:NAME, which Ray gives to nodes with GPUs that it knows, and
-`ray start --resources` to others. Each process gets --kind=NAME. With --supervise all processes run
-one command without it, and the file must name kinds as their cards.
+nodes with the resource accelerator_type:NAME, in capitals, which Ray gives to nodes with GPUs that
+it knows, and `ray start --resources` to others. Each process gets --kind=NAME. With --supervise all
+processes run one command without it, and the file must name kinds as their cards.
 """
 
 import megajax.core.interrupted  # noqa: F401
@@ -59,7 +59,7 @@ class Kind(NamedTuple):
     @property
     def bundle(self) -> dict[str, float]:
         """What a host takes of a Ray node. The resource of a kind is there once a node."""
-        resource = {} if self.name is None else {f"accelerator_type:{self.name}": 0.001}
+        resource = {} if self.name is None else {f"accelerator_type:{self.name.upper()}": 0.001}
         return {"CPU": 1, "GPU": self.gpus, **resource}
 
     @property
@@ -78,7 +78,7 @@ def kinds_of(settings: argparse.Namespace) -> list[Kind]:
     if len(names) < len(words) or any(kind.hosts < 1 for kind in kinds):
         raise ValueError(
             f"kinds={settings.kinds} must be different names with hosts and GPUs of a host, such "
-            "as H100:2x8,L4:4x8 (--kinds)"
+            "as h100:2x8,l4:4x8 (--kinds)"
         )
     return kinds
 

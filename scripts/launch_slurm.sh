@@ -14,7 +14,7 @@
 # A job on unlike GPUs is a heterogeneous job, a component for each kind. The options below count for
 # the first one; KINDS names the kinds in the order of the components (--kind of each):
 #
-#   KINDS=H100,L4 sbatch --nodes=2 : --nodes=4 --ntasks-per-node=1 --gpus-per-node=8 --exclusive \
+#   KINDS=h100,l4 sbatch --nodes=2 : --nodes=4 --ntasks-per-node=1 --gpus-per-node=8 --exclusive \
 #     scripts/launch_slurm.sh --precisions=FILE --preset=llama3_8b ...
 #
 # With SUPERVISE=1 all hosts run one command: no KINDS, the file then names kinds as their cards.

@@ -32,7 +32,7 @@ NEEDS_SERVICE = ("scripts/serve", "minder.py watch", "--prometheus", "agent_metr
 # one that would change this machine; only its syntax is checked.
 RULES = [
     (
-        r"^(git|pip|curl|sbatch|srun|kubectl|mpirun|cp|sed|(SUPERVISE|KINDS)=[A-Z0-9,]+ sbatch) ?",
+        r"^(git|pip|curl|sbatch|srun|kubectl|mpirun|cp|sed|(SUPERVISE|KINDS)=[\w,]+ sbatch) ?",
         "outside",
         "",
     ),

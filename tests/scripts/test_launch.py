@@ -260,7 +260,7 @@ def test_jobset_with_two_groups_is_one_job_of_two_kinds(tmp_path):
             processes[cluster.process] = kind
             assert cluster.processes == 6 and "--precisions=/runs/precisions.json" in flags
             assert cluster.coordinator == "megajax-hosts-0-0.megajax:8476"
-    assert processes == {i: "--kind=H100" if i < 4 else "--kind=L4" for i in range(6)}
+    assert processes == {i: "--kind=h100" if i < 4 else "--kind=l4" for i in range(6)}
     assert len(cards) == 2
 
 
@@ -300,9 +300,9 @@ def test_ray_flags_of_the_trainer_pass_through(ray_script):
 
 def test_ray_job_of_two_kinds(ray_script):
     """Two hosts of 8 H100s and one of 4 L4s: a bundle, a number and a kind for each."""
-    settings, flags = ray_script.parse(["--kinds=H100:2x8,L4:1x4", "--precisions=p.json"])
+    settings, flags = ray_script.parse(["--kinds=h100:2x8,l4:1x4", "--precisions=p.json"])
     kinds = ray_script.kinds_of(settings)
-    assert [(kind.name, kind.hosts) for kind in kinds] == [("H100", 2), ("L4", 1)]
+    assert [(kind.name, kind.hosts) for kind in kinds] == [("h100", 2), ("l4", 1)]
     h100 = {"CPU": 1, "GPU": 8, "accelerator_type:H100": 0.001}
     assert [k.bundle for k in kinds] == [h100, {"CPU": 1, "GPU": 4, "accelerator_type:L4": 0.001}]
     started = ray_script.jobs("a:1", [kinds[0], kinds[0], kinds[1]], flags)
