@@ -111,6 +111,8 @@ class LowPrecision:
 
     precisions: by the parameter's name. A tuple has a precision for each kind of device, of which
     kind() tells, on each device, the number; every device compiles the products of all kinds then.
+    kind: of a job on unlike devices, which exchange operands and results in one type: XLA would
+    round before a collective what one kind rounds after it.
     """
 
     precisions: Mapping[str, Any]
@@ -140,6 +142,8 @@ class LowPrecision:
         w_KN = w.reshape(x_xK.shape[-1], math.prod(outputs))
         of_kinds = (chosen,) if isinstance(chosen, str) else chosen
         different = sorted(set(of_kinds))
+        if self.kind is not None:
+            x_xK = jax.lax.optimization_barrier(x_xK)
         ways = [functools.partial(products.matmul, precision=one) for one in different]  # type: ignore
         if len(ways) == 1:
             y_xN = ways[0](x_xK, w_KN)
@@ -149,6 +153,8 @@ class LowPrecision:
             # Cast outside the branches, which only some devices take: the transpose is a sum over
             # devices.
             y_xN = jax.lax.switch(number, ways, *products.varying(x_xK, w_KN))
+        if self.kind is not None:
+            y_xN = jax.lax.optimization_barrier(y_xN)
         return y_xN.reshape(*x_xK.shape[:-1], *outputs)
 
 

@@ -266,6 +266,7 @@ class Exchange:
     wire: Wire
     dtype: Any
     trains: Tree = None
+    is_ordered: bool = False
 
     def part(self, pick: Callable[[Tree], Tree], words: Callable[[Words], Words]) -> Self:
         """Returns the exchange of a part of the tree, whose leaves have other words."""
@@ -453,20 +454,24 @@ class Exchange:
         weights, new, squares = through(params, copies, key, step)
         return weights, *lax.stop_gradient((new, squares))
 
-    def gather(self, params: Tree, copies: Tree, key: Array) -> tuple[Tree, Tree, Array]:
+    def gather(
+        self, params: Tree, copies: Tree, key: Array, after: Tree = None
+    ) -> tuple[Tree, Tree, Array]:
         """Returns (the weights in use, the new copies, squares (devices, 2): each device's part of
         the sum of what the weights still lack of the masters, and of these).
 
-        params: the masters. copies: as `copies` gave them or the last step did.
+        params: the masters. copies: as `copies` gave them or the last step did. after: sums of all
+        devices that an ordered exchange waits for.
         """
         masters = self._values(params)
         old = self._values(copies) if self.wire.difference else []
         weights, new = list(masters), list(old)
         squares = reshard(jnp.zeros((self.masters.mesh.size, 2)), self.devices)
-        previous = None
+        previous = self._start(after)
         for i in self.exact:
             w = masters[i].astype(self.dtype) if is_quantized(self.words[i]) else masters[i]
-            weights[i] = reshard(w, self._in_use(i))
+            stored = self.masters.stored(*self.words[i])
+            weights[i], previous = self._sent(previous, w, stored, self._in_use(i))
         for number, bucket in enumerate(self.buckets):
             pieces = [masters[i] for i in bucket.leaves]
             bucket_copies = [old[i] for i in bucket.leaves] if old else None
@@ -568,20 +573,27 @@ class Exchange:
 
     # ---- gradients out, all at once
 
-    def scatter(self, grads: Tree, key: Array, step: Array, errors: Any = None) -> tuple[Tree, Any]:
+    def scatter(
+        self, grads: Tree, key: Array, step: Array, errors: Any = None, after: Tree = None
+    ) -> tuple[Tree, Any]:
         """Returns (the gradients of the masters, float32, cut as these; the new errors).
 
         grads: of the weights in use, partial sums on each rank where `gather` says so. errors: as
-        `errors` gave them or the last step did; None: nothing is fed back.
+        `errors` gave them or the last step did; None: nothing is fed back. after: as of `gather`.
         """
         values = self._values(grads)
         specs = [self.masters.stored(*words) for words in self.words]
         live = [i for i in range(len(values)) if i not in self.frozen]
+        if self.is_ordered and after is not None:
+            start, partial = self._start(after), [self._sums(i) for i in live]
+            values = dict(
+                zip(live, self._after(start, [values[i] for i in live], partial), strict=True)
+            )
         previous = self._token([values[i] for i in live], [self._sums(i) for i in live])
-        summed: list[Any] = [None] * len(values)
+        summed: list[Any] = [None] * len(specs)
         new_errors = []
         for i in self.exact_gradients:
-            summed[i] = reshard(values[i], specs[i])
+            summed[i], previous = self._sent(previous, values[i], self._sums(i), specs[i])
         for number, bucket in enumerate(self.buckets):
 
             def local(
@@ -866,11 +878,30 @@ class Exchange:
         """The leaves, None where a tree has None: integers of packed weights have no gradient."""
         return self._structure.flatten_up_to(tree)
 
-    # ---- shard_maps, ordered on emulated devices: a token is `never` of each device, or None
+    # ---- messages in one order: a token is `never` of each device, or None where none is kept
+
+    @property
+    def _keeps_order(self) -> bool:
+        return self.is_ordered or order_of(self.masters.mesh).emulated
+
+    def _start(self, after: Tree) -> Array | None:
+        """Returns the token of sums that every device has."""
+        if not self.is_ordered or after is None:
+            return None
+        leaves = jax.tree.leaves(after)
+        return self._token(leaves, [P()] * len(leaves))
+
+    def _sent(self, token: Array | None, x: Array, spec: P, to: P) -> tuple[Array, Array | None]:
+        """Returns (x, which lies by `spec`, as it lies by `to`; the token after it). In an ordered
+        exchange x waits for the token."""
+        if not self.is_ordered:
+            return reshard(x, to), token
+        moved = reshard(self._after(token, [x], [spec])[0], to)
+        return moved, self._token([moved], [to])
 
     def _in_order(self, local: Callable, in_specs: tuple, out_specs: Any) -> Callable:
         """Returns (token of what comes before, *args) -> (what `local` returns, its token)."""
-        if not order_of(self.masters.mesh).emulated:
+        if not self._keeps_order:
             call = self._everywhere(local, in_specs, out_specs)
             return lambda _, *args: (call(*args), None)
 
@@ -882,7 +913,7 @@ class Exchange:
 
     def _token(self, values: list, specs: list[P]) -> Array | None:
         """Returns the token of all values."""
-        if not order_of(self.masters.mesh).emulated:
+        if not self._keeps_order:
             return None
         return self._everywhere(lambda x: never(x)[None], (specs,), self.devices)(values)
 
@@ -890,7 +921,7 @@ class Exchange:
         """Returns the values, which then depend on the token."""
         if token is None:
             return values
-        plain = [P(*spec.partitions) for spec in specs]
+        plain = [P(*spec.partitions, unreduced=spec.unreduced) for spec in specs]
         ordered = self._everywhere(
             lambda token, values: hold(values, token[0]), (self.devices, plain), plain
         )(token, [reshard(x, spec) for x, spec in zip(values, plain, strict=True)])

@@ -163,9 +163,12 @@ def refuse_mesh(overlap: Overlap, sizes: clique.Sizes) -> None:
     )
 
 
-def compiler_options(overlap: Overlap, mesh: Mesh) -> dict[str, Any] | None:
+def compiler_options(overlap: Overlap, mesh: Mesh, unlike: bool = False) -> dict[str, Any] | None:
     """Returns what to compile a program with whose products may be fused: jax.jit(compiler_options=
     ...). None: nothing special.
+
+    unlike: other processes compile other products between the same collectives. The scheduler that
+    hides collectives orders them by how long it takes the products to be.
 
     A kernel fills all SMs of a GPU and waits for its peers. An asynchronous collective of the same
     program, of the head or of a gradient, holds SMs on one GPU and waits for another on which the
@@ -174,6 +177,8 @@ def compiler_options(overlap: Overlap, mesh: Mesh) -> dict[str, Any] | None:
     nothing there.
     """
     device, sizes = mesh.devices.flat[0], mesh.shape
+    if unlike and device.platform != "cpu":
+        return {"xla_gpu_enable_latency_hiding_scheduler": False}
     alone = any(sizes[a] > 1 and not clique.concurrent(sizes, (a,)) for a in ("tensor", "expert"))
     if device.platform == "cpu" or not alone:
         return None

@@ -282,6 +282,12 @@ class JobConfig(Checked):
         "of one process play several kinds; none: the name of the GPU's card",
         needs=other_than("precisions", None),
     )
+    play: str | None = option(
+        None,
+        "rates of a device that this process plays by waiting at each product, by precision in "
+        "GFLOP/s: float32:20,int8:80; none: as fast as it can",
+        needs=other_than("precisions", None),
+    )
     cache_dir: str = option(
         "~/.cache/megajax", "folder for tokenised corpora, tokenizers and compiled programs"
     )

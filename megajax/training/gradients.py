@@ -74,7 +74,8 @@ def exchange_of(cfg: Any, parts: ModelParts, layout: Layout) -> Exchange | None:
         return None
     used = sharding.layout(layout.mesh, "none", model=cfg.model)
     dtype = jnp.dtype(cfg.train.dtype)
-    return Exchange(parts.axes, layout, used, wire_of(cfg), dtype, parts.trains)
+    ordered = cfg.precisions is not None
+    return Exchange(parts.axes, layout, used, wire_of(cfg), dtype, parts.trains, ordered)
 
 
 def without_stages(
@@ -204,9 +205,9 @@ def gathered(exchange: Exchange, gradients: Callable[..., tuple[LossSums, Tree]]
 
     def differentiate(state: TrainState, batch: Batch, total: Array, key: Array) -> Gradients:
         wire_key = jax.random.fold_in(key, WIRE)
-        used, copies, squares = exchange.gather(state.params, state.copies, wire_key)
+        used, copies, squares = exchange.gather(state.params, state.copies, wire_key, total)
         sums, grads = gradients(used, batch, total, StepInputs(key, state.step))
-        grads, errors = exchange.scatter(grads, wire_key, state.step, state.errors)
+        grads, errors = exchange.scatter(grads, wire_key, state.step, state.errors, sums)
         return Gradients(sums, grads, copies, squares, errors)
 
     return differentiate

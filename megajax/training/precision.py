@@ -19,11 +19,17 @@ import collections
 import functools
 import hashlib
 import json
+import math
+import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from megajax.core import mesh as mesh_
@@ -65,6 +71,7 @@ def products_of(
     ]
     file, kinds = load(cfg)
     check_names(file, names, parts, cfg.precisions)
+    rates = rates_of(cfg, file, kinds)
 
     def row(kind: str, layer: int) -> tuple[str, ...]:
         """The precisions of a layer, none of them wider than what the operands come in."""
@@ -80,7 +87,8 @@ def products_of(
         of_kinds = [rows[i][number] for number in numbers]
         chosen = of_kinds[0] if len(kinds) == 1 else list(zip(*of_kinds, strict=True))
         table = dict(zip(names, chosen, strict=True))
-        runs[i] = LowPrecision(table, functools.partial(_number, layout, len(kinds)))
+        number = functools.partial(_number, layout, len(kinds))
+        runs[i] = Paced(table, number, rates) if rates else LowPrecision(table, number)
     return ops.matmul, runs
 
 
@@ -126,6 +134,81 @@ def _number(layout: Layout, kinds: int) -> jax.Array:
     data parallelism, in their order, are the kinds of a process that plays several."""
     ranks = layout.ways(BATCH_AXES)
     return lax.axis_index(BATCH_AXES) * kinds // ranks if ranks > 1 else jnp.int32(0)
+
+
+# ---- a device that is played by waiting
+
+
+@dataclass(frozen=True)
+class Paced(LowPrecision):
+    """Products that take as long as on a device of other rates, for emulated jobs: after each one
+    the process waits for the time that the device would compute, and once more, for two products,
+    in the backward pass. What this machine takes itself comes on top.
+
+    rates: FLOP/s by precision.
+    """
+
+    rates: Mapping[str, float] = MappingProxyType({})
+    busy: Any = field(default_factory=threading.Lock)  # a device computes one product at a time
+
+    def __call__(self, x: jax.Array, w: Any, *more: Any, name: str | None = None, **named: Any):
+        """Returns what LowPrecision does, later."""
+        y = super().__call__(x, w, *more, name=name, **named)
+        if name not in self.precisions:
+            return y
+        inputs = x.size * w.size // max(y.size, 1)  # K^2, of (M K)(K N) / (M N)
+        seconds = 2 * y.size * math.isqrt(inputs) / self.rates[self.precisions[name]]
+        return waited(y, self.busy, seconds, 2 * seconds)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
+def waited(x: jax.Array, busy: Any, forward_s: float, backward_s: float) -> jax.Array:
+    """Returns x, so many seconds later; its gradient too, after so many others."""
+    return _after(x, busy, forward_s)
+
+
+waited.defvjp(
+    lambda x, busy, forward_s, backward_s: (_after(x, busy, forward_s), None),
+    lambda busy, forward_s, backward_s, _, dy: (_after(dy, busy, backward_s),),
+)
+
+
+def _after(x: jax.Array, busy: Any, seconds: float) -> jax.Array:
+    def wait(_: Any) -> Any:
+        with busy:
+            time.sleep(seconds)
+        return np.zeros((), np.int32)
+
+    done = jax.pure_callback(wait, jax.ShapeDtypeStruct((), jnp.int32), x.reshape(-1)[0])
+    return jnp.where(done == 0, x, jnp.nan)  # so that nothing that reads x comes earlier
+
+
+def rates_of(cfg: Any, file: Precisions, kinds: Sequence[str]) -> dict[str, float]:
+    """Returns the FLOP/s of --play by precision; {} without. Raises: UserError for rates that are
+    none, or are missing for a precision that is used."""
+    if cfg.play is None:
+        return {}
+    rates: dict[str, float] = {}
+    for part in cfg.play.split(","):
+        name, _, number = part.partition(":")
+        try:
+            rates[name.strip()] = 1e9 * float(number)
+        except ValueError:
+            rates[name.strip()] = 0.0
+        if name.strip() not in RANK or not 0 < rates[name.strip()] < math.inf:
+            raise UserError(
+                f"play={cfg.play}: {part!r} must be a precision ({', '.join(RANK)}) and a rate in "
+                "GFLOP/s, e.g. float32:20,int8:80 (--play)"
+            )
+    used = {min(p, cfg.train.dtype, key=RANK.__getitem__) for k in kinds for p in file[k].values()}
+    if lacking := sorted(used - rates.keys()):
+        raise UserError(
+            f"play={cfg.play}: no rate of {lacking[0]}, in which kind {kinds[0]} computes; add "
+            f"{lacking[0]}:20 (--play)"
+        )
+    if len(kinds) > 1:
+        raise UserError(f"play={cfg.play}: a process with the kinds {cfg.kind} plays none (--play)")
+    return rates
 
 
 # ---- the file, and the kinds of a job

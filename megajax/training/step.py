@@ -167,7 +167,8 @@ def make_train_step(
             return value if sums.moe is None else value + sums.moe.penalty.sum() / pieces
 
         exchange, used = exchange_of(cfg, parts, layout), parts
-        options, routes = compiler_options(cfg.overlap, mesh), [(), ()]
+        options = compiler_options(cfg.overlap, mesh, cfg.precisions is not None)
+        routes: list[tuple] = [(), ()]
         if parts.network is not None:
             network = _network(cfg, task, parts, layout, exchange, pieces)
             loss, differentiate = network.sums, network.differentiate(objective)

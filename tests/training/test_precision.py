@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import time
 
 import jax
 import numpy as np
@@ -169,6 +170,41 @@ def test_a_file_that_does_not_fit_is_refused(file, tmp_path):
     (tmp_path / "half.json").write_text(json.dumps({"format": "megajax precisions 1"})[:-3])
     with pytest.raises(UserError, match="half.json"):
         precision.agree(of(precisions=str(tmp_path / "half.json"), kind="weak"))
+
+
+@pytest.mark.parametrize(
+    "play, says",
+    [
+        ("int8", "'int8' must be a precision"),
+        ("float32:0", "'float32:0' must be a precision"),
+        ("float32:1e400", "must be a precision"),
+        ("float8:1", "'float8:1' must be a precision"),
+        ("float32:10,int8:20", "no rate of float16, in which kind weak computes"),
+    ],
+)
+def test_rates_that_are_none_are_refused(play, says, file):
+    cfg = run_config(precisions=file, kind="weak", play=play)
+    with pytest.raises(UserError, match=says):
+        precision.rates_of(cfg, *precision.load(cfg))
+
+
+def test_a_played_device_takes_its_time(file):
+    # 2 M K N FLOPs forward and twice as many backward, one product after the other.
+    flops = sum(3 * 2 * 256 * x.size for n, x in weights().items() if n.endswith(PRODUCTS))
+    changes = dict(mesh__data=1, precisions=file, kind="strong", train__remat="none")
+    times = {}
+    for play in (None, f"float32:{flops / 1e9 / 0.5}"):
+        step = make(**changes, play=play)
+        state, batch = step.init(0), on(step, host_batch(0))
+        step.gradients(state, batch).count.block_until_ready()
+        began = time.perf_counter()
+        jax.block_until_ready(step.gradients(state, batch))
+        times[play is None] = time.perf_counter() - began
+    assert times[False] - times[True] >= 0.45
+
+
+def weights():
+    return dict(named_leaves(decoder.parts(STACK, None, None, "float32").abstract))
 
 
 def test_a_job_has_one_file():
