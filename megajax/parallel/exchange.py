@@ -593,7 +593,8 @@ class Exchange:
         summed: list[Any] = [None] * len(specs)
         new_errors = []
         for i in self.exact_gradients:
-            summed[i], previous = self._sent(previous, values[i], self._sums(i), specs[i])
+            moved, previous = self._sent(previous, values[i], self._sums(i), specs[i])
+            summed[i] = moved.astype(jnp.float32)
         for number, bucket in enumerate(self.buckets):
 
             def local(
@@ -647,7 +648,8 @@ class Exchange:
         values, new_errors = self._values(grads), []
         summed = [None if i in self.frozen else x for i, x in enumerate(values)]
         for i in self.exact_gradients:
-            summed[i] = scatter_matrix(self.masters, self.words[i], values[i])
+            piece = scatter_matrix(self.masters, self.words[i], values[i])
+            summed[i] = piece.astype(jnp.float32)
         order = order_of(self.masters.mesh)
         for number, bucket in enumerate(self.buckets):
             bucket_grads = order.after([values[i] for i in bucket.leaves], summed)
@@ -769,7 +771,7 @@ class Exchange:
         masters = self._values(like)
         summed: list[Any] = [None] * len(masters)
         for i, x in zip(self.exact_gradients, sent["exact"], strict=True):
-            summed[i] = x
+            summed[i] = x.astype(masters[i].dtype)
         for number, bucket in enumerate(self.buckets):
             shapes = [masters[i] for i in bucket.leaves]
             pieces = self._everywhere(

@@ -170,3 +170,11 @@ def test_a_layout_that_does_not_know_the_model_is_refused():
     layout = sharding.layout(MeshSpec(tensor=4).build())
     with pytest.raises(UserError, match="model.kv_heads=2 is shared by 4 .*model=cfg"):
         decoder.parts(dataclasses.replace(MODEL, kv_heads=2), layout)
+
+
+def test_gradients_are_float32_whatever_computes():
+    """Weights are copied before the layers, whose gradients leave one layer after the other."""
+    changes = dict(shard__zero="optimizer", train__dtype="bfloat16")
+    step = step_of(run_config(mesh__data=4, **changes))
+    grads = step.gradients.lower(step.abstract_state, step.abstract_batch).out_info.grads
+    assert {x.dtype for x in jax.tree.leaves(grads)} == {np.dtype("float32")}
