@@ -73,7 +73,7 @@ def main() -> int:
     # The loop, from the first row that no step has consumed. It saves checkpoints, stops after a
     # signal, and at the end writes the report.
     batch, order = train_step.abstract_batch, train_step.storage.tokens
-    loader = Loader(text.rows, batch, start.rows, cfg.data.prefetch, order)
+    loader = Loader(text.rows, batch, start.rows, cfg.data.prefetch, order, train_step.share)
     return run.train(train_step, start, loader, recorder, measure, text)
 
 

@@ -48,12 +48,11 @@ class ShapedRows(Protocol):
 
 
 class Share(NamedTuple):
-    """The part of each batch that a loader gives: `count` rows from the one numbered `first`, of
-    the `total` rows of the whole batch. Loaders with shares of their own feed processes that train
-    on unequal parts of one batch."""
+    """The part of each batch that a loader gives. numbers: of its rows, among the `total` rows of
+    the whole batch, in the order in which the abstract batch has them. Loaders with shares of their
+    own feed processes that train on unequal parts of one batch."""
 
-    first: int
-    count: int
+    numbers: np.ndarray
     total: int
 
 
@@ -100,11 +99,11 @@ class Loader(Iterator[dict[str, jax.Array]]):
         self._shape_of = shape_of or (lambda number: 0)
         first_row = _row(rows, position, 0 if shape_of else None)
         held, self._indices = _shares(shapes[0], first_row)
-        first, count, total = share or (0, held, held)
-        if not (0 <= first and count == held and first + count <= total):
+        within, total = share or (np.arange(held), held)
+        if within.shape != (held,) or not ((0 <= within) & (within < total))[self._indices].all():
             raise ValueError(
-                f"share {(first, count, total)}: the batch has {held} rows, so count must be "
-                f"{held}, and first + count at most total"
+                f"share {share}: the batch has {held} rows, so it must number {held}, those of "
+                "this host from 0 to total - 1"
             )
         self._shapes, self._order, self.position, self.rows_per_batch = (
             shapes,
@@ -115,7 +114,7 @@ class Loader(Iterator[dict[str, jax.Array]]):
         start = position // total
 
         def numbers(n: int) -> np.ndarray:
-            return position + n * total + first + self._indices
+            return position + n * total + within[self._indices]
 
         def row(i: int, n: int) -> dict[str, np.ndarray]:
             return _row(rows, i, shape_of(start + n) if shape_of else None)

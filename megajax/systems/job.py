@@ -36,6 +36,7 @@ from megajax.training.report import write_report
 from megajax.training.run_dir import RunDir, command_line, open_run, run_path
 from megajax.training.run_lock import lock_run
 from megajax.training.shape import is_open, resolved, with_segments
+from megajax.training.shares import rows_of_ranks
 from megajax.training.step import TrainStep, make_train_step
 
 MINDER = "minder"  # the value of --detector
@@ -72,9 +73,8 @@ class Reading(Protocol):
 
 def row_batches(cfg: Any, reading: Reading, step: TrainStep, position: int) -> Loader:
     """Returns the batches of a run that reads rows."""
-    return Loader(
-        reading.rows, step.abstract_batch, position, cfg.data.prefetch, step.storage.tokens
-    )
+    how = cfg.data.prefetch, step.storage.tokens, step.share
+    return Loader(reading.rows, step.abstract_batch, position, *how)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,7 +130,7 @@ def start_timers() -> tuple[Timers, Phases]:
 def start_devices(cfg: Any, preset: Any) -> tuple[Any, Mesh]:
     """Starts jax on this process's devices. Returns (the configuration with the mesh that they
     make, that mesh). Raises: UserError for a configuration that cannot run on it."""
-    mesh_.start(cfg.emulate, cfg.emulate_without_gpu, unlike=cfg.precisions is not None)
+    mesh_.start(cfg.emulate, cfg.emulate_without_gpu, unlike=cfg.is_unlike)
     cfg = dataclasses.replace(cfg, mesh=mesh_.fit(cfg.mesh, preset.mesh, jax.device_count()))
     cfg.check(cfg.mesh.sizes(jax.device_count()))
     mesh = cfg.mesh.build()
@@ -153,6 +153,9 @@ class Job:
         self.cfg, self.mesh, self._supervision = cfg, mesh, mesh_.find_supervisor()
         self._timers, self._phases = clocks
         self._kinds = precision.agree(cfg)
+        # Of each data-parallel rank: the rows of a step if all ranks took as many as that one.
+        rows = rows_of_ranks(cfg, mesh, self._kinds)
+        self._batches = [len(rows) * n for n in rows]
         self._progress = None  # the file of the timers that a thread of this process watches
         if cfg.detector == MINDER and self._supervision.progress is None:
             from megajax.systems.minder.run import watched_timers
@@ -202,9 +205,9 @@ class Job:
         """
         built, sizes = self.cfg, dict(self.mesh.shape)
         if rows is not None and self.mesh.devices.flat[0].platform != "cpu":
-            built = with_segments(self.cfg, rows, sizes)
+            built = with_segments(self.cfg, rows, sizes, min(self._batches))
         if is_open(built):
-            built = resolved(built, sizes, mesh_.memory_bytes(self.mesh))
+            built = resolved(built, sizes, mesh_.memory_bytes(self.mesh), max(self._batches))
         for name, _, value in config.diff(built, self.cfg):
             self.console.say(f"{name}: {value}, chosen for this data and GPU")
         return built
@@ -248,7 +251,8 @@ class Job:
         if self._kinds:
             from megajax.systems.qsync.programs import compare_job
 
-            compare_job(compiled, self._kinds)
+            processes = [device.process_index for device in self.mesh.devices.flat]
+            compare_job(compiled, self._kinds, processes)
 
     def train(
         self,

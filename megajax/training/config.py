@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from megajax.core import check
-from megajax.core.config import Checked, above, equal, group, option, other_than
+from megajax.core.config import Checked, Needs, above, equal, group, option, other_than
 from megajax.core.errors import UserError
 from megajax.core.layout import Layout
 from megajax.core.mesh import MeshSpec
@@ -28,6 +28,7 @@ from megajax.parallel.pipeline import PipelineConfig
 from megajax.parallel.sharding import ShardSpec, Zero, rules
 from megajax.parallel.wire import COPIES, Wire, WireSpec
 from megajax.quant.precisions import RANK
+from megajax.training import shares
 from megajax.training.masking import PruneConfig, chosen, mask_optimizer
 from megajax.training.optim import OptimConfig, Optimizer, make_optimizer
 from megajax.training.task import Task, mean_loss, token_rows
@@ -278,9 +279,19 @@ class JobConfig(Checked):
     )
     kind: str | None = option(
         None,
-        "kind of this process's devices, a name in --precisions; A,B: equal parts of the devices "
-        "of one process play several kinds; none: the name of the GPU's card",
-        needs=other_than("precisions", None),
+        "kind of this process's devices, a name in --precisions or --shares; A,B: equal parts of "
+        "the devices of one process play several kinds; none: the name of the GPU's card",
+        needs=Needs(
+            ("precisions", "shares"),
+            "to be set",
+            lambda *values: any(x is not None for x in values),
+        ),
+    )
+    shares: str | None = option(
+        None,
+        "rows that a device of each kind takes of a step, relative to the others, e.g. "
+        "strong:3,weak:1 (docs/unlike_gpus.md); sets --shard.zero=optimizer; none: all take as "
+        "many",
     )
     play: str | None = option(
         None,
@@ -296,9 +307,13 @@ class JobConfig(Checked):
     def zero(self) -> Zero:
         """How far parameters, gradients and optimizer state are cut, with `auto` resolved."""
         if self.shard.zero == "auto":
-            copies = self.wire in COPIES or self.precisions is not None
-            return "optimizer" if copies else "full"
+            return "optimizer" if self.wire in COPIES or self.is_unlike else "full"
         return self.shard.zero
+
+    @property
+    def is_unlike(self) -> bool:
+        """Whether the processes of a job may compile unlike programs."""
+        return self.precisions is not None or self.shares is not None
 
     def check(self, sizes: Mapping[str, int]) -> None:
         """Refuses what cannot run on a mesh of these {axis: size}, before anything compiles.
@@ -309,35 +324,41 @@ class JobConfig(Checked):
         refuse_mesh(self.overlap, sizes)
         check.check(self, sizes, rules(self.zero))
         wire_.check(self, sizes)
-        self._check_precision(sizes)
+        self._check_precision()
+        self._check_unlike(sizes)
         self.pipeline.check(self, sizes)
         self.prune.check(self.train.steps)
         self.minder.check(self.prometheus)
 
-    def _check_precision(self, sizes: Mapping[str, int]) -> None:
-        """Refuses products that would be wider than their operands, and unlike devices where their
-        programs would have unlike collectives."""
+    def _check_precision(self) -> None:
+        """Refuses products that would be wider than their operands."""
         train = self.train
         if train.precision != "none" and RANK[train.precision] > RANK[train.dtype]:
             raise UserError(
                 f"train.precision={train.precision} is wider than train.dtype={train.dtype}, in "
                 f"which the operands come; nearest: {train.dtype} (--train.precision)"
             )
-        if self.precisions is None:
-            return
-        if train.precision != "none":
+        if train.precision != "none" and self.precisions is not None:
             raise UserError(
                 f"train.precision={train.precision}: --precisions gives every product its "
                 "precision; leave one of them out (--train.precision, --precisions)"
             )
+
+    def _check_unlike(self, sizes: Mapping[str, int]) -> None:
+        """Refuses unlike devices where their programs would have unlike collectives."""
+        if not self.is_unlike:
+            return
+        if self.shares is not None:
+            shares.parse(self.shares)
+        flag = "--shares" if self.precisions is None else "--precisions"
         if self.zero != "optimizer":
             raise UserError(
                 f"shard.zero={self.shard.zero}: the weights of unlike devices must travel in one "
-                "type, with --shard.zero=optimizer, which --precisions sets (--shard.zero)"
+                f"type, with --shard.zero=optimizer, which {flag} sets (--shard.zero)"
             )
         if sizes["pipe"] > 1:
             raise UserError(
-                f"mesh.pipe={sizes['pipe']}: --precisions needs all layers on every device; "
+                f"mesh.pipe={sizes['pipe']}: {flag} needs all layers on every device; "
                 "nearest: 1 (--mesh.pipe)"
             )
 

@@ -22,7 +22,7 @@ import json
 import math
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
@@ -42,6 +42,7 @@ from megajax.layers import ops
 from megajax.layers.ops import LowPrecision
 from megajax.models.parts import ModelParts, is_layered, is_stacked
 from megajax.quant.precisions import RANK, Precisions
+from megajax.training import shares
 
 PLACE = "megajax_kinds"  # of the job's store: what each process says of itself
 
@@ -221,28 +222,36 @@ def load(cfg: Any) -> tuple[Precisions, tuple[str, ...]]:
     devices.
     """
     file = Precisions.load(cfg.precisions)
+    return file, kinds_of(cfg, file, cfg.precisions)
+
+
+def kinds_of(cfg: Any, known: Collection[str], where: str) -> tuple[str, ...]:
+    """Returns the kinds that this process's devices are. known: those that `where` has.
+
+    Raises: UserError for a kind that is not known.
+    """
     if cfg.kind is None:
         card = find_card(jax.local_devices()[0].device_kind)
-        named = [kind for kind in file if card and kind.lower() == card.name.lower()]
+        named = [kind for kind in known if card and kind.lower() == card.name.lower()]
         if not named:
             raise UserError(
-                f"{cfg.precisions} has no kind for this {jax.local_devices()[0].device_kind}, it "
-                f"has {', '.join(file)}; name one of them (--kind={next(iter(file))})"
+                f"{where} has no kind for this {jax.local_devices()[0].device_kind}, it has "
+                f"{', '.join(known)}; name one of them (--kind={next(iter(known))})"
             )
-        return file, (named[0],)
+        return (named[0],)
     kinds = tuple(cfg.kind.split(","))
     for kind in kinds:
-        if kind not in file:
+        if kind not in known:
             raise UserError(
-                f"kind={cfg.kind}: {cfg.precisions} has no kind {kind!r}, it has "
-                f"{', '.join(file)}.{did_you_mean(kind, file)} (--kind)"
+                f"kind={cfg.kind}: {where} has no kind {kind!r}, it has {', '.join(known)}."
+                f"{did_you_mean(kind, known)} (--kind)"
             )
     if len(kinds) > 1 and jax.process_count() > 1:
         raise UserError(
             f"kind={cfg.kind}: each process of a job has one kind; give it {kinds[0]} or another "
             f"one of them (--kind={kinds[0]})"
         )
-    return file, kinds
+    return kinds
 
 
 def check_names(file: Precisions, names: Sequence[str], parts: ModelParts, path: str) -> None:
@@ -261,42 +270,55 @@ def check_names(file: Precisions, names: Sequence[str], parts: ModelParts, path:
 
 
 def agree(cfg: Any) -> tuple[str, ...]:
-    """Returns the kind of each process of the job, in their order; () without --precisions.
+    """Returns the kind of each process of the job, in their order; () without --precisions and
+    --shares.
 
-    A process that cannot read its file, or has another one, stops the whole job before anything is
-    compiled. Raises: UserError in every process.
+    A process that cannot read its file, or has another one or other shares, stops the whole job
+    before anything is compiled. Raises: UserError in every process.
     """
     store = mesh_.job_store()
-    record = {"digest": "", "kind": "", "error": ""}
-    if cfg.precisions is not None:
-        try:
+    record = {"precisions": "", "shares": cfg.shares or "", "kind": "", "error": ""}
+    try:
+        if cfg.precisions is not None:
             file, kinds = load(cfg)
             digest = hashlib.sha256(json.dumps(file, sort_keys=True).encode()).hexdigest()
-            record |= {"digest": digest, "kind": ",".join(kinds)}
-        except UserError as error:
-            record["error"] = str(error)
-            if store is None:
-                raise
+            record |= {"precisions": digest, "kind": ",".join(kinds)}
+        if cfg.shares is not None:
+            kinds = kinds_of(cfg, shares.parse(cfg.shares), f"shares={cfg.shares}")
+            if len(kinds) > 1:
+                raise UserError(
+                    f"kind={cfg.kind}: with --shares a process has one kind, because its program "
+                    "has equal rows on all devices; start one process for each kind, or leave "
+                    f"--shares out (--kind={kinds[0]}, --shares)"
+                )
+            record["kind"] = kinds[0]
+    except UserError as error:
+        record["error"] = str(error)
+        if store is None:
+            raise
     if store is None:
-        return (record["kind"],) if cfg.precisions is not None else ()
+        return (record["kind"],) if cfg.is_unlike else ()
     said = [json.loads(text) for text in mesh_.tell_all(PLACE, json.dumps(record))]
-    if any(one["digest"] or one["error"] for one in said):
-        check_said(said)
-    return tuple(one["kind"] for one in said) if cfg.precisions is not None else ()
+    check_said(said)
+    return tuple(one["kind"] for one in said) if cfg.is_unlike else ()
 
 
 def check_said(said: Sequence[Mapping[str, str]]) -> None:
-    """Refuses a job whose processes do not compute by one file. said: what each of them says."""
+    """Refuses a job whose processes do not compute by one file and one --shares. said: what each of
+    them says."""
     for rank, one in enumerate(said):
         if one["error"]:
             raise UserError(f"process {rank}: {one['error']}")
-        if not one["digest"]:
+    for flag, what in (("precisions", "file of precisions"), ("shares", "text of shares")):
+        for rank, one in enumerate(said):
+            if one[flag] == said[0][flag]:
+                continue
+            if not one[flag] or not said[0][flag]:
+                raise UserError(
+                    f"process {0 if one[flag] else rank} has no --{flag}, others have; give all "
+                    "processes of the job the same, each with its own --kind"
+                )
             raise UserError(
-                f"process {rank} has no --precisions, others have; give all processes of the job "
-                "the same file, each with its own --kind"
-            )
-        if one["digest"] != said[0]["digest"]:
-            raise UserError(
-                f"process {rank} (kind {one['kind']}) has another file of precisions than process "
-                f"0 (kind {said[0]['kind']}); give both the same (--precisions)"
+                f"process {rank} (kind {one['kind']}) has another {what} than process 0 (kind "
+                f"{said[0]['kind']}); give both the same (--{flag})"
             )

@@ -17,6 +17,7 @@ import jax
 from jax.sharding import Mesh
 
 from megajax.core import config, tree
+from megajax.core.axes import BATCH_AXES
 from megajax.core.errors import UserError, unwritable
 from megajax.core.files import json_text, write_whole
 from megajax.core.hardware import find_card
@@ -331,6 +332,10 @@ def show_model(console: Console, cfg: Any, train_step: TrainStep, mesh: Mesh) ->
     console.say(f"attention: {kernel} ({why})")
     if line := precision.explain(cfg, train_step.parts):
         console.say(f"precision: {line}")
+    if (share := train_step.share) is not None:
+        each = share.numbers.size // train_step.layout.ways(BATCH_AXES)
+        of_step = f"{each} of the {share.total} rows of a step"
+        console.say(f"shares: {cfg.shares}; a data-parallel rank of this process takes {of_step}")
     if mesh.shape["tensor"] > 1 and model.feed_forward.hidden:
         tokens = math.prod(train_step.abstract_batch["tokens"].shape[-2:])
         mlp = model.feed_forward

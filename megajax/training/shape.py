@@ -87,7 +87,7 @@ def _coding(cfg: Any) -> Coding:
     )
 
 
-def with_segments(cfg: Any, rows: Any, sizes: dict[str, int]) -> Any:
+def with_segments(cfg: Any, rows: Any, sizes: dict[str, int], batch: int | None = None) -> Any:
     """Returns the configuration with a number of documents a row where it leaves that open (0).
 
     Of rows with images it is that of their documents or that of their images, which are the
@@ -95,15 +95,17 @@ def with_segments(cfg: Any, rows: Any, sizes: dict[str, int]) -> Any:
     training reads, and so many of their deviations more that hardly any batch of a device has more.
     Rows are the same in all processes, so the number is, too.
 
-    Args: rows: a data.loader.Rows. sizes: {mesh axis: size}.
+    Args: rows: a data.loader.Rows. sizes: {mesh axis: size}. batch: the rows of a step, if all
+      devices took as few as the one that takes fewest; None: train.global_batch.
     """
     train = cfg.train
     if train.segments:
         return cfg
     counts = np.array([_segments(rows[i]) for i in range(COUNTED)])
     pieces = cfg.pipeline.pieces(sizes["pipe"]) if sizes["pipe"] > 1 else train.accumulate
-    batch = max(train.global_batch // (sizes["node"] * sizes["data"] * sizes["expert"] * pieces), 1)
-    room = int(np.ceil((counts.mean(0) + DEVIATIONS * counts.std(0) / np.sqrt(batch)).max()))
+    ways = sizes["node"] * sizes["data"] * sizes["expert"]
+    each = max((batch or train.global_batch) // (ways * pieces), 1)
+    room = int(np.ceil((counts.mean(0) + DEVIATIONS * counts.std(0) / np.sqrt(each)).max()))
     return dataclasses.replace(cfg, train=dataclasses.replace(train, segments=max(room, 2)))
 
 
@@ -118,13 +120,21 @@ def is_open(cfg: Any) -> bool:
     return not cfg.train.loss_chunks or cfg.train.remat == "auto"
 
 
-def resolved(cfg: Any, sizes: dict[str, int], memory_bytes: int | None) -> Any:
+def resolved(
+    cfg: Any, sizes: dict[str, int], memory_bytes: int | None, batch: int | None = None
+) -> Any:
     """Returns the configuration with what it leaves open chosen for a GPU's memory.
 
     First rematerialisation, then the loss chunks: keeping every product spares more time than
-    logits in one piece do. memory_bytes: as in `with_chunks`.
+    logits in one piece do. memory_bytes: as in `with_chunks`. batch: the rows of a step, if all
+    devices took as many as the one that takes most; None: train.global_batch.
     """
     train = cfg.train
+    if batch not in (None, train.global_batch):
+        fullest = dataclasses.replace(cfg, train=dataclasses.replace(train, global_batch=batch))
+        chosen = resolved(fullest, sizes, memory_bytes).train
+        chosen = dataclasses.replace(chosen, global_batch=train.global_batch)
+        return dataclasses.replace(cfg, train=chosen)
     if train.remat == "auto":
         dots = dataclasses.replace(cfg, train=dataclasses.replace(train, remat="dots"))
         fits = False

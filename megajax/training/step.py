@@ -28,6 +28,7 @@ from megajax.core.errors import UserError
 from megajax.core.layout import Layout, Words
 from megajax.core.mesh import memory_bytes
 from megajax.core.tree import Tree, is_words, name, named_leaves, nest, owner
+from megajax.data.loader import Share
 from megajax.layers import ops as ops_
 from megajax.layers.losses import LossSums, MoeSums
 from megajax.models.parts import Batch, ModelParts, is_layered, map_words
@@ -37,6 +38,7 @@ from megajax.parallel.overlap import compiler_options
 from megajax.parallel.pipeline import Gradients, Pipeline, first_errors, layer_order
 from megajax.parallel.slots import EncoderRoutes
 from megajax.schedule.route import Route
+from megajax.training import shares
 from megajax.training.gradients import (
     Differentiate,
     LocalNetwork,
@@ -45,7 +47,7 @@ from megajax.training.gradients import (
     without_stages,
 )
 from megajax.training.optim import Optimizer
-from megajax.training.precision import products_of
+from megajax.training.precision import agree, products_of
 from megajax.training.shape import is_open, resolved
 from megajax.training.task import Leaf, Task, TrainState
 
@@ -86,9 +88,11 @@ class TrainStep:
     agree(state) -> a bool for each leaf: whether all devices that hold the same part of the leaf
       hold the same bits.
     abstract_state, abstract_batch, abstract_eval_batch: ShapeDtypeStructs with shardings.
-      abstract_batches has one of each shape in which a batch may come.
+      abstract_batches has one of each shape in which a batch may come. With --shares a batch to
+      train on gives every device the rows that this process's devices have.
     leaf_names: the names of the trained parameters, in the order of metrics['leaf_norms'].
     exchange: lies between the masters and the weights in use; None: the model gathers its weights.
+    share: the `share` that Loader takes.
     """
 
     task: Task
@@ -109,6 +113,7 @@ class TrainStep:
     init_exchange: Callable[[Tree], tuple[Tree, Tree]]
     agree: Callable[[TrainState], TrainState]
     exchange: Exchange | None = None
+    share: Share | None = None
 
     @property
     def rows(self) -> Mapping[str, Sequence[int]]:
@@ -145,15 +150,18 @@ def make_train_step(
     Raises: UserError for a mesh that cannot cut the model, and for a --train.freeze that names no
       parameter, or all of them.
     """
+    rows = shares.rows_of_ranks(cfg, mesh, agree(cfg) if cfg.shares else ())
     if is_open(cfg):
-        cfg = resolved(cfg, dict(mesh.shape), memory_bytes(mesh))
+        cfg = resolved(cfg, dict(mesh.shape), memory_bytes(mesh), len(rows) * max(rows))
     task = cfg.task() if task is None else task
     layout = sharding.layout(mesh, cfg.zero, model=cfg.model)
     cfg.check(mesh.shape)
     stages = mesh.shape["pipe"]
     pieces = cfg.pipeline.pieces(stages) if stages > 1 else cfg.train.accumulate
+    share = shares.share_of(mesh, rows, pieces) if cfg.shares else None
     with jax.set_mesh(mesh):
         plain = _parts(cfg, task, layout)
+        shares.check(cfg, task, plain)
         trains = trained_leaves(task, cfg.train.freeze, plain.axes)
         plain = dataclasses.replace(plain, trains=trains)
         products, runs = products_of(cfg, plain, layout)
@@ -167,7 +175,7 @@ def make_train_step(
             return value if sums.moe is None else value + sums.moe.penalty.sum() / pieces
 
         exchange, used = exchange_of(cfg, parts, layout), parts
-        options = compiler_options(cfg.overlap, mesh, cfg.precisions is not None)
+        options = compiler_options(cfg.overlap, mesh, cfg.is_unlike)
         routes: list[tuple] = [(), ()]
         if parts.network is not None:
             network = _network(cfg, task, parts, layout, exchange, pieces)
@@ -204,6 +212,7 @@ def make_train_step(
         return apply(state, gradients(state, batch, *route))
 
     under_mesh = functools.partial(_under, mesh)
+    of_rows = functools.partial(_abstract_batch, cfg, layout=layout, pieces=pieces)
     return TrainStep(
         task=task,
         init=under_mesh(jax.jit(init, static_argnums=0, compiler_options=_once(mesh))),
@@ -223,16 +232,14 @@ def make_train_step(
             exchange=_exchange_state(cfg, exchange, abstract),
         ),
         abstract_state=abstract,
-        abstract_batch=_abstract_batch(cfg, task.batch, layout, pieces),
-        abstract_eval_batch=_abstract_batch(cfg, task.batch, layout, pieces, stages > 1),
-        abstract_batches=tuple(
-            _abstract_batch(cfg, members, layout, pieces)
-            for members in (task.batch, *task.more_batches)
-        ),
+        abstract_batch=of_rows(task.batch, share=share),
+        abstract_eval_batch=of_rows(task.batch, stacked=stages > 1),
+        abstract_batches=tuple(of_rows(m, share=share) for m in (task.batch, *task.more_batches)),
         leaf_names=tuple(n for n, _ in named_leaves(parts.trained(abstract.params))),
         init_exchange=under_mesh(jax.jit(init_exchange, compiler_options=_once(mesh))),
         agree=under_mesh(jax.jit(functools.partial(_agree, mesh, abstract))),
         exchange=exchange,
+        share=share,
     )
 
 
@@ -586,18 +593,25 @@ def _spec(layout: Layout, leaf: Leaf, stacked: bool) -> P:
 
 
 def _abstract_batch(
-    cfg: Any, members: Mapping[str, Leaf], layout: Layout, pieces: int, stacked: bool = True
+    cfg: Any,
+    members: Mapping[str, Leaf],
+    layout: Layout,
+    pieces: int,
+    stacked: bool = True,
+    share: Share | None = None,
 ) -> dict[str, jax.ShapeDtypeStruct]:
     """Returns the ShapeDtypeStructs of a batch.
 
     pieces: the micro-batches of a step. stacked: whether the batch holds all of them, in leaves
-    (A, B, ...); otherwise it is one of them.
+    (A, B, ...); otherwise it is one of them. share: of this process; None: all devices take as many
+    rows.
     """
     stacked = stacked and pieces > 1
-    rows = (pieces,) * stacked + (cfg.train.global_batch // pieces,)
+    rows = cfg.train.global_batch if share is None else share.numbers.size
+    outer = (pieces,) * stacked + (rows // pieces,)
     return {
         name: jax.ShapeDtypeStruct(
-            (*rows, *leaf.shape), leaf.dtype, sharding=layout.named(_spec(layout, leaf, stacked))
+            (*outer, *leaf.shape), leaf.dtype, sharding=layout.named(_spec(layout, leaf, stacked))
         )
         for name, leaf in members.items()
     }

@@ -292,14 +292,14 @@ def test_batches_of_several_shapes_and_shares():
             assert x.shape == (6, (4, 6)[shape_of(number)], 2)
             np.testing.assert_array_equal(x[:, 0, 0], 6 * number + np.arange(6))
     parts = [
-        Loader(Canvases(), [abstract(4, n)], 12, share=Share(at, n, 6), shape_of=lambda n: 0)
-        for at, n in ((0, 2), (2, 4))
+        Loader(Canvases(), [abstract(4, rows.size)], 12, share=Share(rows, 6), shape_of=lambda n: 0)
+        for rows in (np.arange(2), np.arange(2, 6))
     ]
     rows = np.concatenate([np.asarray(next(p)["images"])[:, 0, 0] for p in parts])
     np.testing.assert_array_equal(rows, 12 + np.arange(6))
     assert [p.position for p in parts] == [18, 18]
-    with pytest.raises(ValueError, match="count must be 4"):
-        Loader(Canvases(), [abstract(4, 4)], share=Share(0, 2, 6), shape_of=lambda n: 0)
+    with pytest.raises(ValueError, match="must number 4"):
+        Loader(Canvases(), [abstract(4, 4)], share=Share(np.arange(2), 6), shape_of=lambda n: 0)
 
 
 def test_sgd_and_the_mean_of_the_weights(tmp_path):

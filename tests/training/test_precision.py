@@ -208,11 +208,12 @@ def weights():
 
 
 def test_a_job_has_one_file():
-    one = {"digest": "a", "kind": "strong", "error": ""}
+    one = {"precisions": "a", "shares": "", "kind": "strong", "error": ""}
     precision.check_said([one, one | {"kind": "weak"}])
     for other, says in (
-        ({"digest": "b", "kind": "weak"}, "process 1 .kind weak. has another file"),
-        ({"digest": ""}, "process 1 has no --precisions"),
+        ({"precisions": "b", "kind": "weak"}, "process 1 .kind weak. has another file"),
+        ({"precisions": ""}, "process 1 has no --precisions"),
+        ({"shares": "strong:3,weak:1"}, "process 0 has no --shares"),
         ({"error": "file.json is damaged"}, "process 1: file.json is damaged"),
     ):
         with pytest.raises(UserError, match=says):

@@ -229,6 +229,11 @@ class HybridFlowConfig(JobConfig):
     def check(self, sizes: Mapping[str, int]) -> None:
         """Checks what JobConfig checks, and what an iteration needs. Raises: UserError."""
         super().check(sizes)
+        if self.shares is not None:
+            raise UserError(
+                f"shares={self.shares}: reinforcement learning packs responses into even rows; "
+                "leave it out (--shares)"
+            )
         rl, rule = self.rl, self.rule
         if rule.has_groups and rl.n < 2:
             raise UserError(

@@ -57,17 +57,19 @@ def check_programs(programs: Mapping[str, Any]) -> None:
     check_sequences(rows)
 
 
-def sequence(compiled: Any) -> list[Row]:
+def sequence(compiled: Any, kinds: Sequence[str] = ()) -> list[Row]:
     """Returns the collectives that a program runs, in the order of their starts, as JSON can hold.
 
-    Args: compiled: a `jax.stages.Compiled`, or the text of its module.
+    Args: compiled: a `jax.stages.Compiled`, or the text of its module. kinds: of each device of the
+      program; collectives all of whose groups have devices of one kind are left out. ():
+      none are.
     Raises: UserError if the order depends on values: a loop of unknown length has a collective, or
       the branches of a conditional have unlike ones.
     """
     text = compiled if isinstance(compiled, str) else compiled.as_text()
     module = Module(text)
     counts = re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", text.split("\n", 1)[0])
-    return _Reader(module, math.prod(map(int, counts))).rows(module.entry)
+    return _Reader(module, math.prod(map(int, counts)), kinds).rows(module.entry)
 
 
 def check_sequences(sequences: Mapping[str, Sequence[Row]]) -> None:
@@ -78,20 +80,23 @@ def check_sequences(sequences: Mapping[str, Sequence[Row]]) -> None:
     if unlike := _difference(sequences):
         raise UserError(
             f"the programs of the kinds of devices differ from {unlike}; every process must start "
-            "the same collectives in the same order: the precisions of a kind may change products, "
-            "not what is exchanged, and all kinds need the same jax and the same XLA_FLAGS "
-            "(--precisions)"
+            "the same collectives in the same order: the precisions and rows of a kind may change "
+            "products, not what kinds exchange, and all of them need the same jax and the same "
+            "XLA_FLAGS (--precisions, --shares)"
         )
 
 
-def compare_job(compiled: Any, kinds: Sequence[str]) -> None:
+def compare_job(compiled: Any, kinds: Sequence[str], processes: Sequence[int]) -> None:
     """Compares this process's program with those of all others of its job, which must call it too.
 
-    kinds: of each process. Raises: UserError in every process, as check_programs.
+    Processes of one kind must run the same collectives. Those of several kinds must run the same
+    ones among their devices: with --shares, activations that tensor ranks exchange have the rows of
+    their own kind. kinds: of each process. processes: of each device, in the order of the mesh.
+    Raises: UserError in every process, as check_programs.
     """
-    rows, error = [], ""
+    rows, error = [[], []], ""
     try:
-        rows = sequence(compiled)
+        rows = [sequence(compiled), sequence(compiled, [kinds[rank] for rank in processes])]
     except UserError as problem:
         error = str(problem)
     text = json.dumps(rows)
@@ -107,13 +112,15 @@ def compare_job(compiled: Any, kinds: Sequence[str]) -> None:
     first = digests.index(record["digest"]) == jax.process_index()
     packed = base64.b64encode(zlib.compress(text.encode())).decode() if first else ""
     texts = mesh.tell_all(f"{PLACE}_rows", packed)
-    check_sequences(
-        {
-            f"{kinds[rank]} (process {rank})": json.loads(zlib.decompress(base64.b64decode(one)))
-            for rank, one in enumerate(texts)
-            if one
-        }
-    )
+    told = {
+        rank: json.loads(zlib.decompress(base64.b64decode(one)))
+        for rank, one in enumerate(texts)
+        if one
+    }
+    names = {rank: f"{kinds[rank]} (process {rank})" for rank in told}
+    for kind in dict.fromkeys(kinds):
+        check_sequences({names[r]: full for r, (full, _) in told.items() if kinds[r] == kind})
+    check_sequences({names[r]: among for r, (_, among) in told.items()})
 
 
 def _difference(sequences: Mapping[str, Sequence[Row]]) -> str:
@@ -147,8 +154,8 @@ def _expanded(rows: Sequence[Row]) -> Iterator[str]:
 class _Reader:
     """Reads the collectives of a module's computations, each computation once."""
 
-    def __init__(self, module: Module, devices: int):
-        self._module, self._devices = module, devices
+    def __init__(self, module: Module, devices: int, kinds: Sequence[str]):
+        self._module, self._devices, self._kinds = module, devices, kinds
         self.rows = functools.cache(self._computation)
 
     def _computation(self, name: str) -> list[Row]:
@@ -195,6 +202,8 @@ class _Reader:
         groups = sorted(replica_groups(one.attributes, self._devices))
         pairs = "source_target_pairs=" in one.attributes
         if "is_host_transfer=true" in one.attributes or pairs and all(a == b for a, b in groups):
+            return []
+        if self._kinds and all(len({self._kinds[i] for i in group}) == 1 for group in groups):
             return []
         kind = one.opcode.removesuffix("-start")
         reducer = self._module.instructions(one.called[0]).values() if one.called else ()

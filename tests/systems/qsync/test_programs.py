@@ -68,7 +68,7 @@ def test_names_and_channels_do_not_count():
 def test_order_and_missing_ones():
     swapped = refused(module(SUM, SUM, GATHER), module(SUM, GATHER, SUM))
     assert f"collective 2 on (the same ones follow in unlike orders): H100: {SUMS}" in swapped
-    assert f"L4: {GATHERS};" in swapped and "(--precisions)" in swapped
+    assert f"L4: {GATHERS};" in swapped and "(--precisions, --shares)" in swapped
     missing = refused(module(SUM, GATHER), module(SUM))
     assert f"collective 2 on: H100: {GATHERS}; L4: no more;" in missing
 
@@ -243,3 +243,15 @@ def test_programs_for_h100s():
     low = compiled(jnp.bfloat16, jnp.bfloat16, mesh=mesh)
     message = refused(full, low)
     assert re.search(r"collective 1 on: H100: .*f32\[4,8\].*; L4: .*bf16\[4,8\]", message)
+
+
+def test_what_stays_within_a_kind_need_not_be_equal():
+    """Devices 0, 1 and 2, 3 are of one kind each: pairs (0, 1), (2, 3) never meet the others."""
+    within = SUM.replace("{{0,2},{1,3}}", "{{0,1},{2,3}}")
+    kinds = ("strong", "strong", "weak", "weak")
+    assert sequence(module(within, SUM, within, GATHER), kinds) == [SUMS, GATHERS]
+    mixed = within.replace("{2,3}", "{3,2}"), within.replace("{{0,1},{2,3}}", "{{0,3},{1,2}}")
+    assert len(sequence(module(*mixed), kinds)) == 1
+    assert len(sequence(module(within), ("strong", "weak", "weak", "weak"))) == 1
+    moves = "%c = f32[8]{0} collective-permute(%p), source_target_pairs={{0,1},{2,3}}"
+    assert sequence(module(moves), kinds) == [] != sequence(module(moves))
