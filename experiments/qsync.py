@@ -4,6 +4,8 @@
     uv run experiments/qsync.py profile
     uv run experiments/qsync.py plan --cluster=v100:2,t4:2 --omega=runs/qsync/omega.json
     uv run experiments/qsync.py plan --preset=paper
+    uv run experiments/qsync.py run
+    uv run experiments/qsync.py losses --seeds=3
 
 All devices compute the same step, each on its rows of the batch, and wait for each other. So the
 weak kinds compute some matrix products in fewer bits. `plan` chooses these products: the ones that
@@ -17,9 +19,18 @@ product, and writes OUT/omega.json with the error of each product in each precis
 --omega, `plan` assumes equal relative errors of normal numbers, so that only precision and depth
 tell products apart.
 
-Step times are ESTIMATES: a SIMULATED step of seconds from a cost model (--cost). Flags of a run
-(--model.layers, --train.global_batch) are those of pretraining. Exit code 2: a flag or a file is
-wrong, or no plan fits the memory.
+`run` starts two real processes on this machine's CPU, as one job. They play a strong and a weak
+device (--strong_rates, --weak_rates) by waiting at each product, and train each of --ways with
+--seeds: full precision, float16 or int8 in all products of the weak process, QSync's plan, and
+uneven batches. It prints and draws each way's step, and its held-out loss after equal steps and
+after equal time; and how well the step of --held_out random plans was predicted.
+
+`losses` trains the decoder on one CPU device with every --train.precision and writes the held-out
+losses to OUT/qsync_losses.json.
+
+Step times of `plan` are ESTIMATES: a SIMULATED step of seconds from a cost model (--cost). Flags of
+a run (--model.layers, --train.global_batch) are those of pretraining. Exit code 2: a flag or a file
+is wrong, or no plan fits the memory.
 """
 
 import megajax.core.interrupted  # noqa: F401
@@ -28,9 +39,11 @@ import dataclasses
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from experiments.reports import qsync as report
+from experiments.reports import qsync_run as playing
 from megajax.core import config
 from megajax.core import mesh as mesh_
 from megajax.core.config import equal, group, option
@@ -48,9 +61,11 @@ from megajax.training import presets
 from megajax.training.config import Config, JobConfig, TrainConfig
 from megajax.training.finetune import FinetuneConfig
 
-VERBS = ("profile", "plan")
+VERBS = ("profile", "plan", "run", "losses")
 PLAN = ("plan",)
 PROFILE = ("profile",)
+RUN = ("run",)
+LOSSES = ("losses",)
 
 
 @dataclass(frozen=True)
@@ -108,9 +123,31 @@ class QSyncConfig(Config):
     form: Literal["exact", "paper"] = option(
         "exact", "formula of the errors, of variances or as the authors' code has it", verbs=PROFILE
     )
-    warm_up: int = option(8, "steps that are trained before the profile", at_least=0, verbs=PROFILE)
-    batches: int = option(2, "number of batches that are profiled", at_least=1, verbs=PROFILE)
-    rows: int = option(8, "rows of a batch of the profile", at_least=1, verbs=PROFILE)
+    warm_up: int = option(
+        8, "steps that are trained before the profile", at_least=0, verbs=PROFILE + RUN
+    )
+    batches: int = option(2, "number of batches that are profiled", at_least=1, verbs=PROFILE + RUN)
+    rows: int = option(8, "rows of a batch of the profile", at_least=1, verbs=PROFILE + RUN)
+    strong_rates: str = option(
+        "float32:50",
+        "rates that the strong process plays, by precision in GFLOP/s",
+        verbs=RUN,
+    )
+    weak_rates: str = option(
+        "float32:25,float16:40,int8:65",
+        "rates that the weak process plays, by precision in GFLOP/s",
+        verbs=RUN,
+    )
+    ways: str = option(
+        ",".join(playing.WAYS),
+        "ways to train: full precision, float16 or int8 in all products of the weak process, "
+        "QSync's plan, uneven batches",
+        verbs=RUN,
+    )
+    seeds: int = option(1, "runs of each way, or of each precision", at_least=1, verbs=RUN + LOSSES)
+    held_out: int = option(
+        1, "random plans whose predicted step is compared with a job's", at_least=0, verbs=RUN
+    )
     out: str = results.out_option("qsync")
 
     def __post_init__(self) -> None:
@@ -122,7 +159,12 @@ class QSyncConfig(Config):
                 f"encoder={self.encoder} must be one of {', '.join(ENCODERS)}.{near} (--encoder)"
             )
         parse_mixed(self.cluster)
-        self.shares()
+        if unknown := [name for name in self.ways.split(",") if name not in playing.WAYS]:
+            raise UserError(
+                f"ways={self.ways}: {unknown[0]!r} must be of {', '.join(playing.WAYS)}."
+                f"{did_you_mean(unknown[0], playing.WAYS)} (--ways)"
+            )
+        self.memory_shares()
 
     def job(self) -> JobConfig:
         """Returns the training run."""
@@ -139,7 +181,7 @@ class QSyncConfig(Config):
             cache_dir=self.cache_dir,
         )
 
-    def shares(self) -> list[dict[str, float]]:
+    def memory_shares(self) -> list[dict[str, float]]:
         """Returns {kind: share of its memory} of each case. Raises: UserError."""
         kinds = {card.name.lower() for card in parse_mixed(self.cluster).cards}
         cases: list[dict[str, float]] = []
@@ -194,6 +236,22 @@ def paper() -> QSyncConfig:
     )
 
 
+def played() -> QSyncConfig:
+    """Five ways to train nano with three seeds by two processes, and twelve plans held out: an hour
+    of two CPU cores, which wait most of it."""
+    base = _run("nano")()
+    return dataclasses.replace(
+        base,
+        train=dataclasses.replace(base.train, steps=120, global_batch=16),
+        optim=dataclasses.replace(base.optim, schedule="constant"),
+        eval=dataclasses.replace(base.eval, every=10, batches=8),
+        strong_rates="float32:12.5",
+        weak_rates="float32:6.25,float16:10,int8:16",
+        seeds=3,
+        held_out=12,
+    )
+
+
 def take(base: Any, typed: Mapping[str, Any], read: Mapping[str, Any]) -> Any:
     """Returns `base` as pretraining does, with the model that --init_from names."""
     taken = presets.take_model(base, typed, read)
@@ -220,7 +278,7 @@ def plan(cfg: QSyncConfig) -> int:
         "paper": report.PAPER,
     }
     rows: list[dict[str, Any]] = []
-    for number, shares in enumerate(cfg.shares()):
+    for number, shares in enumerate(cfg.memory_shares()):
         case = report.Case(job, cluster, shares, omega, cfg)
         for kind, card in case.cards.items() if number == 0 else ():
             if said := backend.unknown(case.costs[kind], card):
@@ -244,6 +302,16 @@ def measure(cfg: QSyncConfig) -> int:
     from experiments.reports import qsync_profile
 
     folder = results.writable_folder(cfg.out)
+    made = profiled(cfg, folder)
+    print(qsync_profile.text(made))
+    print(folder / "omega.json")
+    return 0
+
+
+def profiled(cfg: QSyncConfig, folder: Path) -> profile.Errors:
+    """Returns the errors of all products, which FOLDER/omega.json has then."""
+    from experiments.reports import qsync_profile
+
     mesh_.start(1)  # no GPU is used
     job = cfg.job()
     train = dataclasses.replace(
@@ -255,21 +323,52 @@ def measure(cfg: QSyncConfig) -> int:
     made = profile.errors(stats, job.model.layers, train.dtype, gamma, cfg.form)
     facts = results.facts("one CPU device", "measured") | {"form": cfg.form, "gamma": f"{gamma:g}"}
     profile.save(folder / "omega.json", made, facts | {"preset": config.start_name()})
-    print(qsync_profile.text(made))
-    print(folder / "omega.json")
+    return made
+
+
+def play(cfg: QSyncConfig) -> int:
+    """Trains each way by two processes. Writes OUT/qsync_run.json, .svg and .png."""
+    folder = results.writable_folder(cfg.out)
+    players = playing.Players(cfg, folder / "jobs")
+    omega = profiled(cfg, folder) if cfg.omega is None else profile.load(expand(cfg.omega, "omega"))
+    players.calibrate()
+    replays = players.held_out(cfg.held_out)
+    rows = playing.judged(players.ways(cfg.ways.split(","), cfg.seeds, omega))
+    about = results.facts("2 processes of a CPU", "emulated: rates are played by waiting") | {
+        "preset": config.start_name(),
+        "rates": f"strong {cfg.strong_rates}; weak {cfg.weak_rates} (GFLOP/s)",
+        "steps": cfg.train.steps,
+        "seeds": cfg.seeds,
+        "replays": replays,
+    }
+    results.write(folder / "qsync_run.json", about, rows)
+    print(playing.text(rows, replays))
+    playing.draw(rows, folder / "qsync_run")
+    print(folder / "qsync_run.json")
+    return 0
+
+
+def train(cfg: QSyncConfig) -> int:
+    """Writes OUT/qsync_losses.json."""
+    folder = results.writable_folder(cfg.out)
+    members = {f.name: getattr(cfg, f.name) for f in dataclasses.fields(Config)}
+    rows = playing.by_precision(Config(**members), folder / "jobs", cfg.seeds)
+    about = results.facts("1 CPU device", "emulated") | {"preset": config.start_name()}
+    results.write(folder / "qsync_losses.json", about | {"steps": cfg.train.steps}, rows)
+    print(folder / "qsync_losses.json")
     return 0
 
 
 def main(verb: str = "") -> int:
     """Does what the word says."""
-    call = config.choose(verb, {"profile": measure, "plan": plan})
+    call = config.choose(verb, {"profile": measure, "plan": plan, "run": play, "losses": train})
     cfg, base = config.from_flags(PRESETS, take, verb)
     for name, old, new in config.diff(cfg, base):
         print(f"{name}: {old} -> {new}")
     return call(cfg)
 
 
-PRESETS = {"tiny": _run("nano"), "paper": paper}
+PRESETS = {"tiny": _run("nano"), "paper": paper, "played": played}
 PRESETS |= {name: _run(name) for name in presets.PRESETS if name != "nano"}
 config.define_flags(
     PRESETS, "tiny", ("preset", "config", "cluster", "memory", "omega", "train.global_batch"), VERBS

@@ -117,7 +117,10 @@ MADE = ("pallas_kernels/tuned", "runs/", "summary.md", "plan.md")  # appear when
 PRETRAIN = "pretrain.py"  # these launchers hand it the flags that are not theirs
 ADDS = ("add", "add_argument")  # how scripts call argparse's method
 LAUNCHERS = ("launch_ray.py", "launch_slurm.sh")
-OPTIONS = {"megajax/systems/minder/run.py": ("MinderConfig", "minder.")}  # made in a loop
+OPTIONS = {
+    "megajax/systems/minder/run.py": ("MinderConfig", "minder."),  # made in a loop
+    "experiments/qsync.py": ("QSyncConfig", ""),  # a class beside the Config that it extends
+}
 SHARED = {"tune.py": "scripts/gpu_check.py", "supervise.py": "megajax/systems/minder/run.py"}
 # Words of other programs and formats that documents mention in backticks.
 FOREIGN = {

@@ -34,6 +34,7 @@ from experiments.reports import (
     optimus,
     overlap,
     qsync,
+    qsync_run,
     sdp4bit,
     serving,
     tilewise,
@@ -514,6 +515,7 @@ TABLES: dict[str, Callable[[], str]] = {
     },
     **minder.tables(RESULTS),
     **qsync.tables(RESULTS),
+    **qsync_run.tables(RESULTS),
     **{
         f"serving_{table.__name__}": functools.partial(table, RESULTS / "serving.json")
         for table in (serving.offline, serving.online, serving.numerics)

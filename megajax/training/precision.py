@@ -184,13 +184,13 @@ def _after(x: jax.Array, busy: Any, seconds: float) -> jax.Array:
     return jnp.where(done == 0, x, jnp.nan)  # so that nothing that reads x comes earlier
 
 
-def rates_of(cfg: Any, file: Precisions, kinds: Sequence[str]) -> dict[str, float]:
-    """Returns the FLOP/s of --play by precision; {} without. Raises: UserError for rates that are
-    none, or are missing for a precision that is used."""
-    if cfg.play is None:
-        return {}
+def parsed_rates(text: str, flag: str) -> dict[str, float]:
+    """Returns {precision: FLOP/s} of float32:20,int8:80, in GFLOP/s. flag: whose value it is.
+
+    Raises: UserError for what is no precision with a rate.
+    """
     rates: dict[str, float] = {}
-    for part in cfg.play.split(","):
+    for part in text.split(","):
         name, _, number = part.partition(":")
         try:
             rates[name.strip()] = 1e9 * float(number)
@@ -198,9 +198,18 @@ def rates_of(cfg: Any, file: Precisions, kinds: Sequence[str]) -> dict[str, floa
             rates[name.strip()] = 0.0
         if name.strip() not in RANK or not 0 < rates[name.strip()] < math.inf:
             raise UserError(
-                f"play={cfg.play}: {part!r} must be a precision ({', '.join(RANK)}) and a rate in "
-                "GFLOP/s, e.g. float32:20,int8:80 (--play)"
+                f"{flag}={text}: {part!r} must be a precision ({', '.join(RANK)}) and a rate in "
+                f"GFLOP/s, e.g. float32:20,int8:80 (--{flag})"
             )
+    return rates
+
+
+def rates_of(cfg: Any, file: Precisions, kinds: Sequence[str]) -> dict[str, float]:
+    """Returns the FLOP/s of --play by precision; {} without. Raises: UserError for rates that are
+    none, or are missing for a precision that is used."""
+    if cfg.play is None:
+        return {}
+    rates = parsed_rates(cfg.play, "play")
     used = {min(p, cfg.train.dtype, key=RANK.__getitem__) for k in kinds for p in file[k].values()}
     if lacking := sorted(used - rates.keys()):
         raise UserError(

@@ -52,7 +52,7 @@ RULES = [
     (r"--extra gpu .*pretrain.py", "plan", "h100:8x8"),
     (r"plan.py ", "plan", ""),
     (r"--extra gpu|--preset=(paper|long|storm)|--extra aot|MEGATRON|\.gguf|--gguf", "parse", ""),
-    (r"experiments/qsync.py profile", "parse", ""),
+    (r"experiments/qsync.py (profile|run|losses)", "parse", ""),
     (r"experiments/qsync.py plan .*--omega", "parse", ""),
     (r"experiments/llm_pq.py .*--run|cdmpp.py|minder.py|llm_pq_quality", "parse", ""),
     (r"pretrain.py .*--prune", "run", "--train.steps=8 --prune.stages=1 --prune.steps=2"),
