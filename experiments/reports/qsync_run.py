@@ -14,6 +14,7 @@ import dataclasses
 import functools
 import json
 import random
+import shutil
 import socket
 import statistics
 import subprocess
@@ -178,14 +179,12 @@ class Players:
         plays: str = STRONG,
         shares: str = "",
     ) -> Path:
-        """Runs a job to its end. Returns its folder, which stays; a job that ended is not repeated.
+        """Runs a job to its end, unless it did so before. Returns its run's folder.
 
         plays: whose rates the first process has. Raises: UserError when a process fails.
         """
         folder = self.folder / name
         run = folder / "run"
-        if (folder / "done").exists():
-            return run
         folder.mkdir(parents=True, exist_ok=True)
         Precisions({kind: dict(row) for kind, row in plan.items()}).save(folder / "precisions.json")
         cfg = dataclasses.replace(
@@ -224,33 +223,34 @@ class Players:
         chosen = allocate(graphs, dict.fromkeys(KINDS, 1), memory={}, method="exact")
         plans = {FULL: self.uniform("float32"), UNEVEN: self.uniform("float32"), QSYNC: chosen}
         plans |= {precision: self.uniform(precision) for precision in NARROW}
+        shares = {method: self._shares() if method == UNEVEN else "" for method in names}
+        runs: dict[str, list[Path]] = {method: [] for method in names}
+        for seed in range(seeds):
+            for method in names:
+                changes = {"train.seed": seed}
+                run = self.start(f"{method}-{seed}", plans[method], changes, shares=shares[method])
+                runs[method].append(run)
+                print(
+                    f"{method}, seed {seed}: a step takes {statistics.median(step_times(run)):.3f} "
+                    f"s, held-out loss {losses(run)[-1][1]:.4f}",
+                    flush=True,
+                )
         rows = []
         for method in names:
-            plan = plans[method]
-            shares = self._shares() if method == UNEVEN else ""
-            step_s, curves = [], []
-            for seed in range(seeds):
-                run = self.start(f"{method}-{seed}", plan, {"train.seed": seed}, shares=shares)
-                step_s.append(statistics.median(step_times(run)))
-                curves.append(losses(run))
-            predicted = None if shares else replay(graphs, plan).step_s
-            counts = {p: list(plan[WEAK].values()).count(p) for p in self.machine_s}
+            weak = plans[method][WEAK]
+            counts = {p: list(weak.values()).count(p) for p in self.machine_s}
+            step_s = [statistics.median(step_times(run)) for run in runs[method]]
+            predicted = None if shares[method] else replay(graphs, plans[method]).step_s
             rows.append(
                 {
                     "way": method,
                     "products": {p: n for p, n in counts.items() if n},
-                    "shares": shares,
-                    "omega": sum(omega.get(n, {}).get(p, 0.0) for n, p in plan[WEAK].items()),
+                    "shares": shares[method],
+                    "omega": sum(omega.get(n, {}).get(p, 0.0) for n, p in weak.items()),
                     "step_s": statistics.median(step_s),
                     "predicted_s": predicted,
-                    "curves": curves,
+                    "curves": [losses(run) for run in runs[method]],
                 }
-            )
-            last = [curve[-1][1] for curve in curves]
-            print(
-                f"{method}: a step takes {rows[-1]['step_s']:.3f} s, held-out loss "
-                f"{', '.join(f'{x:.4f}' for x in last)}",
-                flush=True,
             )
         return rows
 
@@ -265,8 +265,16 @@ class Players:
 def run_job(folder: Path, commands: Sequence[tuple[Sequence[str], Mapping[str, str]]]) -> None:
     """Runs processes of experiments/pretrain.py, with these (flags, environment), to their ends.
 
-    FOLDER/done says that they all ended well. Raises: UserError when one fails.
+    FOLDER/done says with which flags and precisions they ended well; the same ones are not run
+    again. Raises: UserError when one fails.
     """
+    file = folder / "precisions.json"
+    job = json.dumps([[flags for flags, _ in commands], file.exists() and file.read_text()])
+    done = folder / "done"
+    if done.exists() and done.read_text() == job:
+        return
+    for name in ("run", "done"):
+        shutil.rmtree(folder / name) if (folder / name).is_dir() else (folder / name).unlink(True)
     processes = []
     for rank, (flags, more) in enumerate(commands):
         with open(folder / f"rank{rank}.log", "w") as log:
@@ -298,7 +306,7 @@ def run_job(folder: Path, commands: Sequence[tuple[Sequence[str], Mapping[str, s
         raise UserError(
             f"process {bad} ended with code {codes[bad]}: {''.join(lines[-1:])} ({log})"
         )
-    (folder / "done").touch()
+    done.write_text(job)
 
 
 def by_precision(job: Config, folder: Path, seeds: int) -> list[dict[str, Any]]:
@@ -309,18 +317,17 @@ def by_precision(job: Config, folder: Path, seeds: int) -> list[dict[str, Any]]:
         last = []
         for seed in range(seeds):
             one = folder / f"{precision}-{seed}"
-            if not (one / "done").exists():
-                one.mkdir(parents=True, exist_ok=True)
-                changes = {
-                    "train.precision": precision,
-                    "train.seed": seed,
-                    "mesh": MeshSpec(),
-                    "emulate": 1,
-                    "run_dir": str(one / "run"),
-                    "checkpoint.every": 0,
-                    "eval.sample_tokens": 0,
-                }
-                run_job(one, [(config.spell(config.override(job, changes), base), {})])
+            one.mkdir(parents=True, exist_ok=True)
+            changes = {
+                "train.precision": precision,
+                "train.seed": seed,
+                "emulate": 1,
+                "run_dir": str(one / "run"),
+                "checkpoint.every": 0,
+                "eval.sample_tokens": 0,
+            }
+            alone = dataclasses.replace(config.override(job, changes), mesh=MeshSpec())
+            run_job(one, [(config.spell(alone, base), {})])
             last.append(losses(one / "run")[-1][1])
         rows.append({"precision": precision, "losses": last})
         print(precision, ", ".join(f"{x:.4f}" for x in last), flush=True)
