@@ -12,7 +12,7 @@ import dataclasses
 import math
 import os
 import re
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -359,6 +359,27 @@ def tell_all(place: str, text: str) -> list[str]:
     meet(place)
     texts = {int(key.rsplit("/", 1)[1]): value for key, value in store.key_value_dir_get(place)}
     return [texts[rank] for rank in range(jax.process_count())]
+
+
+@contextlib.contextmanager
+def together(place: str) -> Iterator[None]:
+    """Lets all processes of the job come through what is inside, or none: a UserError of one of
+    them ends the job, where the others would wait for that process in their next collective.
+
+    Inside must be no collective. Every process of the job must call it. place: as of `meet`.
+    Raises: the UserError of this process, or else one with the text of another process's.
+    """
+    problem: UserError | None = None
+    try:
+        yield
+    except UserError as error:
+        problem = error
+    texts = tell_all(place, "" if problem is None else str(problem))
+    if problem is not None:
+        raise problem
+    for rank, text in enumerate(texts):
+        if text:
+            raise UserError(f"process {rank}: {text}")
 
 
 def job_store() -> Any:

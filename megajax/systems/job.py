@@ -131,9 +131,10 @@ def start_devices(cfg: Any, preset: Any) -> tuple[Any, Mesh]:
     """Starts jax on this process's devices. Returns (the configuration with the mesh that they
     make, that mesh). Raises: UserError for a configuration that cannot run on it."""
     mesh_.start(cfg.emulate, cfg.emulate_without_gpu, unlike=cfg.is_unlike)
-    cfg = dataclasses.replace(cfg, mesh=mesh_.fit(cfg.mesh, preset.mesh, jax.device_count()))
-    cfg.check(cfg.mesh.sizes(jax.device_count()))
-    mesh = cfg.mesh.build()
+    with mesh_.together("megajax_configuration"):
+        cfg = dataclasses.replace(cfg, mesh=mesh_.fit(cfg.mesh, preset.mesh, jax.device_count()))
+        cfg.check(cfg.mesh.sizes(jax.device_count()))
+        mesh = cfg.mesh.build()
     mesh_.cache_programs(cfg.cache_dir)
     return cfg, mesh
 

@@ -280,7 +280,8 @@ class JobConfig(Checked):
     kind: str | None = option(
         None,
         "kind of this process's devices, a name in --precisions or --shares; A,B: equal parts of "
-        "the devices of one process play several kinds; none: the name of the GPU's card",
+        "the job's processes, or of the devices of a single process; none: the name of the GPU's "
+        "card",
         needs=Needs(
             ("precisions", "shares"),
             "to be set",

@@ -5,7 +5,8 @@ one of the five precisions of quant/products.py. --precisions=FILE gives each ki
 own, product by product: QSync (arXiv 2407.02327), where weak devices compute some products in few
 bits so that no strong device waits for them. Every process compiles the common step with the row of
 its kind; the collectives are the same, so all devices exchange the same gradients and hold the same
-parameters. In one process that plays several kinds (--kind=A,B), a device branches at each product.
+parameters. With several kinds (--kind=A,B), equal parts of the processes have one each. In one
+process that plays several kinds, a device branches at each product.
 
 A product of a layer is named like its parameter, with the layer's number after the stack's name:
 blocks.3.attention.query. Norms, attention, routers, experts, tables, head and losses stay in
@@ -34,7 +35,7 @@ from jax import lax
 
 from megajax.core import mesh as mesh_
 from megajax.core.axes import BATCH_AXES
-from megajax.core.errors import UserError, did_you_mean
+from megajax.core.errors import UserError, did_you_mean, nearest_divisors
 from megajax.core.hardware import find_card
 from megajax.core.layout import Layout, Words
 from megajax.core.tree import is_words, named_leaves
@@ -72,6 +73,7 @@ def products_of(
     ]
     file, kinds = load(cfg)
     check_names(file, names, parts, cfg.precisions)
+    check_parts(cfg.kind, kinds, layout.ways(BATCH_AXES), "data-parallel ranks")
     rates = rates_of(cfg, file, kinds)
 
     def row(kind: str, layer: int) -> tuple[str, ...]:
@@ -101,9 +103,9 @@ def explain(cfg: Any, parts: ModelParts) -> str:
     words = [words for _, words in named_leaves(parts.axes, is_words)]
     line = f"{asked} operands in the layers' products"
     if cfg.precisions is not None:
-        file, kinds = load(cfg)
-        rows = (f"{kind}: {shown(file[kind])}" for kind in kinds)
-        line = f"{', '.join(rows)} ({cfg.precisions})"
+        file = Precisions.load(cfg.precisions)
+        rows = (f"{kind}: {shown(row)}" for kind, row in file.items())
+        line = f"{'; '.join(rows)} ({cfg.precisions})"
     if any("expert" in axes for axes in words):
         line += f"; experts stay in {dtype}"
     if cfg.overlap in ("ring", "fused"):
@@ -227,8 +229,7 @@ def rates_of(cfg: Any, file: Precisions, kinds: Sequence[str]) -> dict[str, floa
 def load(cfg: Any) -> tuple[Precisions, tuple[str, ...]]:
     """Returns (the file of --precisions, the kinds that this process's devices are).
 
-    Raises: UserError for a damaged file, a kind that it lacks, and kinds that do not divide the
-    devices.
+    Raises: UserError for a damaged file, and as kinds_of.
     """
     file = Precisions.load(cfg.precisions)
     return file, kinds_of(cfg, file, cfg.precisions)
@@ -237,7 +238,9 @@ def load(cfg: Any) -> tuple[Precisions, tuple[str, ...]]:
 def kinds_of(cfg: Any, known: Collection[str], where: str) -> tuple[str, ...]:
     """Returns the kinds that this process's devices are. known: those that `where` has.
 
-    Raises: UserError for a kind that is not known.
+    Of several kinds (--kind=A,B), equal parts of a job's processes, in their order, have one each;
+    a process that is alone has all of them.
+    Raises: UserError for a kind that is not known, and kinds that do not divide the processes.
     """
     if cfg.kind is None:
         card = find_card(jax.local_devices()[0].device_kind)
@@ -255,12 +258,20 @@ def kinds_of(cfg: Any, known: Collection[str], where: str) -> tuple[str, ...]:
                 f"kind={cfg.kind}: {where} has no kind {kind!r}, it has {', '.join(known)}."
                 f"{did_you_mean(kind, known)} (--kind)"
             )
-    if len(kinds) > 1 and jax.process_count() > 1:
-        raise UserError(
-            f"kind={cfg.kind}: each process of a job has one kind; give it {kinds[0]} or another "
-            f"one of them (--kind={kinds[0]})"
-        )
+    if (processes := jax.process_count()) > 1:
+        check_parts(cfg.kind, kinds, processes, "processes of the job")
+        kinds = (kinds[jax.process_index() * len(kinds) // processes],)
     return kinds
+
+
+def check_parts(kind: str, kinds: Sequence[str], count: int, of: str) -> None:
+    """Raises: UserError where so many processes or ranks are not equal parts of these kinds."""
+    if count % len(kinds):
+        raise UserError(
+            f"kind={kind}: {len(kinds)} kinds must divide the {count} {of} into equal parts; "
+            f"number of kinds: {nearest_divisors(count, len(kinds))}; a kind may be named several "
+            "times (--kind)"
+        )
 
 
 def check_names(file: Precisions, names: Sequence[str], parts: ModelParts, path: str) -> None:
@@ -290,6 +301,7 @@ def agree(cfg: Any) -> tuple[str, ...]:
     try:
         if cfg.precisions is not None:
             file, kinds = load(cfg)
+            rates_of(cfg, file, kinds)
             digest = hashlib.sha256(json.dumps(file, sort_keys=True).encode()).hexdigest()
             record |= {"precisions": digest, "kind": ",".join(kinds)}
         if cfg.shares is not None:

@@ -639,7 +639,7 @@ def _encoder_routes(cfg: Any, parts: ModelParts, stages: int) -> Callable[..., R
 
 
 def _under(mesh: Mesh, function: Any, *routes: Route | Callable[..., Route]) -> Callable:
-    """Returns a function that runs, and is lowered, under the mesh.
+    """Returns a function that runs, and is traced or lowered, under the mesh.
 
     routes: its last arguments, or what makes them of the other ones; every device gets the arrays
     of a route at its first use.
@@ -660,14 +660,15 @@ def _under(mesh: Mesh, function: Any, *routes: Route | Callable[..., Route]) -> 
         with jax.set_mesh(mesh):
             return function(*args, *map(placed, of(args)))
 
-    def lower(*args: Any) -> Any:
+    def stage(method: str, *args: Any) -> Any:
         like = jax.tree.map(
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), of(args)
         )
         with jax.set_mesh(mesh):
-            return function.lower(*args, *like)
+            return getattr(function, method)(*args, *like)
 
-    call.lower = lower  # type: ignore[attr-defined]
+    for method in ("trace", "lower"):
+        setattr(call, method, functools.partial(stage, method))
     return call
 
 

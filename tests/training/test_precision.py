@@ -13,6 +13,7 @@ from megajax.core.errors import UserError
 from megajax.core.tree import is_words, named_leaves
 from megajax.models import decoder
 from megajax.quant import Precisions
+from megajax.systems.qsync import check_collectives
 from megajax.training import precision
 from megajax.training.step import make_train_step
 from tests.tiny import DEEPSEEK, MODEL, RICH, host_batch, on, run_config
@@ -74,6 +75,24 @@ def test_each_device_computes_as_its_kind(file):
         for i in range(LAYERS)
     ]
     assert 0.3 > error[0] > 2 * error[1] > 1e-4, error
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        dict(mesh__data=2, mesh__tensor=2),
+        pytest.param(dict(mesh__data=2, train__accumulate=2), marks=pytest.mark.slow),
+        pytest.param(dict(mesh__data=2, wire="sdp4bit"), marks=pytest.mark.slow),
+    ],
+    ids=["tensor", "accumulated", "wire"],
+)
+def test_no_device_leaves_others_waiting_in_a_branch(changes, tmp_path):
+    one = dataclasses.replace(MODEL, layers=1)
+    weak = row(lambda i: "float16", 1) | {"blocks.0.mlp.up": "int8"}
+    path = str(tmp_path / "file.json")
+    Precisions({"strong": row(lambda i: "float32", 1), "weak": weak}).save(path)
+    step = make(one, precisions=path, kind="strong,weak", **changes)
+    check_collectives(step.step, step.abstract_state, step.abstract_batch)
 
 
 @functools.cache
@@ -167,9 +186,31 @@ def test_a_file_that_does_not_fit_is_refused(file, tmp_path):
     short.save(tmp_path / "short.json")
     with pytest.raises(UserError, match="blocks.2.attention.key is missing"):
         make(STACK, mesh__data=1, precisions=str(tmp_path / "short.json"), kind="weak")
+    with pytest.raises(UserError, match="2 kinds must divide the 1 data-parallel"):
+        make(STACK, mesh__data=1, precisions=file, kind="strong,weak")
     (tmp_path / "half.json").write_text(json.dumps({"format": "megajax precisions 1"})[:-3])
     with pytest.raises(UserError, match="half.json"):
         precision.agree(of(precisions=str(tmp_path / "half.json"), kind="weak"))
+
+
+def test_equal_parts_of_the_processes_play_the_kinds(file, monkeypatch):
+    def kinds(named, processes):
+        monkeypatch.setattr(jax, "process_count", lambda: processes)
+        played = []
+        for rank in range(processes):
+            monkeypatch.setattr(jax, "process_index", lambda rank=rank: rank)
+            _, (kind,) = precision.load(run_config(precisions=file, kind=named))
+            played.append(kind)
+        return played
+
+    assert kinds("strong,weak", 2) == ["strong", "weak"]
+    assert kinds("weak,strong", 6) == 3 * ["weak"] + 3 * ["strong"]
+    assert kinds("strong,strong,weak", 3) == ["strong", "strong", "weak"]
+    assert kinds("weak", 3) == 3 * ["weak"]
+    with pytest.raises(UserError, match="2 kinds must divide the 3 processes of the job into equ"):
+        kinds("strong,weak", 3)
+    with pytest.raises(UserError, match="3 kinds must divide the 4 processes.*nearest: 2, 4"):
+        kinds("strong,weak,weak", 4)
 
 
 @pytest.mark.parametrize(

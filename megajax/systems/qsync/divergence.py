@@ -96,12 +96,14 @@ class Scope(NamedTuple):
 def check_collectives(f: Callable[..., Any], *args: Any) -> None:
     """Checks that no device can leave others waiting in a collective of f(*args).
 
-    Args: f: traced, not run; with the derivatives that it takes, inside jax.set_mesh if it needs a
-        mesh. args: arrays, or their shapes and shardings (jax.ShapeDtypeStruct).
+    Args: f: traced, not run, by its method `trace` if it has one, as a TrainStep's functions do;
+        with the derivatives that it takes, inside jax.set_mesh if it needs a mesh. args: arrays, or
+        their shapes and shardings (jax.ShapeDtypeStruct).
     Raises: UserError that names the collective, its branch or loop, the axes and both source lines.
       Branch 0 of a cond is what runs where the predicate is false.
     """
-    jaxpr = jax.make_jaxpr(f)(*args).jaxpr
+    traced: Any = f.trace(*args) if hasattr(f, "trace") else jax.make_jaxpr(f)(*args)
+    jaxpr = getattr(traced.jaxpr, "jaxpr", traced.jaxpr)
     _outputs(jaxpr, [NONE] * len(jaxpr.invars), Scope({}))
 
 
