@@ -15,6 +15,7 @@ from megajax.core.errors import UserError, unwritable
 PRECISIONS = ("int8", "fp8", "float16", "bfloat16", "float32")
 RANK = {precision: rank for rank, precision in enumerate(PRECISIONS)}
 FORMAT = "megajax precisions 1"
+KIND = 100  # (chosen) characters of a kind's name
 MOST = 16 * 2**20  # (chosen) bytes of a file: 100,000 nodes and more
 
 
@@ -48,6 +49,11 @@ class Precisions(dict[str, dict[str, str]]):
         if set(value) != {"format", "precisions"} or not isinstance(rows, dict) or not rows:
             raise UserError(f"{path} is damaged: it must hold 'precisions' of at least one kind")
         for kind, row in rows.items():
+            if not (kind.isprintable() and "," not in kind and 0 < len(kind) <= KIND):
+                raise UserError(
+                    f"{path} is damaged: kind {kind!r:.60} must have 1 to {KIND} printable "
+                    "characters and no comma (--kind)"
+                )
             if not isinstance(row, dict):
                 raise UserError(f"{path} is damaged: kind {kind!r:.60} has {row!r:.60}")
             for name, precision in row.items():

@@ -33,14 +33,15 @@ FREE = (
     "emulate_without_gpu", "run_dir", "init_from", "cache_dir", "optim", "train.steps",
     "train.accumulate", "train.remat", "train.loss_chunks", "train.attention", "train.dtype",
     "train.segments", "train.global_batch", "new_head", "data.prefetch", "data.cache_gib",
-    "data.test", "fault", "told_code", "kind", "shares",
+    "data.test", "fault", "told_code",
+    "precisions", "kind", "shares", "play", "train.precision",
     "overlap", "wire", "exchange", "generate", "placement", "rl.on_error", "rl.reward_seconds",
     "rl.eval_prompts", "rl.check_every",
 )  # fmt: skip
 FIXED = ("optim.name", "optim.ema")  # among those: another optimizer has another state
 NOT_IN_NAME = (
     "run_dir", "log", "profile", "cache_dir", "data.prefetch", "data.cache_gib", "data.hash_gib",
-    "fault", "kind", "shares",
+    "fault", "kind", "shares", "play",
     "told_code", "checkpoint.memory_every_steps", "checkpoint.dir", "checkpoint.verify_saves",
     "checkpoint.key_file", "train.segments", "rl.on_error", "rl.reward_seconds",
 )  # fmt: skip

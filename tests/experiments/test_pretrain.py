@@ -128,8 +128,8 @@ def load_config(folder):
 def restore(folder, step, cfg=None):
     """Returns (train step, state, data state) of a checkpoint on the mesh of `cfg`."""
     cfg = cfg or load_config(folder)
-    other = Config()  # what changes no program: one train step for all folders of a mesh
-    same = ("run_dir", "eval", "checkpoint", "emulate")
+    other = Config()  # what changes no state: one train step for all folders of a mesh
+    same = ("run_dir", "eval", "checkpoint", "emulate", "play")
     train_step = step_of(dataclasses.replace(cfg, **{k: getattr(other, k) for k in same}))
     manager = CheckpointManager(folder / "checkpoints", keep=0)
     restored = manager.restore(step, like=vars(train_step.abstract_state))

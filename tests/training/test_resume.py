@@ -151,7 +151,15 @@ def test_what_differs_from_the_folder_of_the_weights_is_listed(tmp_path):
 def test_what_may_change_between_the_starts_of_a_run(tmp_path):
     cfg = run_config(run_dir=str(tmp_path))
     (tmp_path / "config.json").write_text(config.to_json(cfg))
-    for free in ({"overlap": "xla"}, {"optim__lr": 0.5}, {"mesh__tensor": 2}, {"eval__batches": 3}):
+    unlike = {"precisions": "other.json", "kind": "weak", "play": "int8:20"}
+    for free in (
+        {"overlap": "xla"},
+        {"optim__lr": 0.5},
+        {"mesh__tensor": 2},
+        {"eval__batches": 3},
+        {"train__precision": "int8"},
+        unlike,
+    ):
         open_run(run_config(run_dir=str(tmp_path), **free), "pretrain", "nano")
     for fixed in ({"optim__name": "lamb"}, {"model__activation": "gelu"}, {"train__seed": 1}):
         name = next(iter(fixed)).replace("__", ".")

@@ -237,6 +237,11 @@ def test_a_file_gives_back_what_was_saved_and_a_damaged_one_is_refused_by_name(t
         "at least one kind": json.dumps({**json.loads(text), "precisions": {}}),
         "kind 't4' has 'int8'": json.dumps({**json.loads(text), "precisions": {"t4": "int8"}}),
         "JSON object": "[1]",
+        "comes twice": text.replace('"t4": {', '"t4": {}, "t4": {'),
+        "INT8.*must be one of int8": text.replace('"int8"', '"INT8"'),
+        "1 to 100 printable": text.replace("t4", "t4\\n"),
+        "kind 'ttttt.* printable": text.replace("t4", "t" * 10_000),
+        "no comma": text.replace("t4", "t4,v100"),
     }
     for words, content in wrong.items():
         path.write_text(content)
