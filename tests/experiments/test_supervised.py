@@ -60,7 +60,7 @@ FOUND = [
 ]
 
 
-def supervise(home, folder, *flags, processes=2):
+def supervise(home, folder, *flags, processes=2, options=()):
     command = [
         sys.executable,
         str(ROOT / "scripts" / "supervise.py"),
@@ -73,6 +73,7 @@ def supervise(home, folder, *flags, processes=2):
         "--period_s=0.5",
         "--backoff_s=0.1",
         f"--out={folder}/out",
+        *options,
         "--",
         sys.executable,
         str(ROOT / "experiments" / "pretrain.py"),
