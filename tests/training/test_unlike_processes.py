@@ -19,7 +19,8 @@ ROOT = pathlib.Path(__file__).parent.parent.parent
 PRODUCTS = tuple("attention.query attention.key attention.value attention.out".split())
 PRODUCTS += ("mlp.gate", "mlp.up", "mlp.down")
 STEPS = {"none": 50, "sdp4bit": 20}  # by --wire
-# Steps in which the losses of a job and of one process are the same to 1e-6 (measured: 8).
+# Steps in which the losses of a job and of one process must be the same to 1e-6 (measured: all are
+# the same to the bit; elsewhere sums may have another order, and a code another rounding).
 ALIKE = 3
 
 
@@ -139,12 +140,10 @@ def test_all_hold_the_same_bits_after_each_step(job, wire):
 def test_two_processes_compute_as_one_that_plays_both(job, wire):
     path, of = job
     ours, theirs = of(wire, 0), train(str(path), wire)
-    print([float(np.linalg.norm(g - theirs[0][n]) / np.linalg.norm(g)) for n, g in ours[0].items()])
     for name, grad in ours[0].items():
         assert np.linalg.norm(grad - theirs[0][name]) <= 1e-6 * np.linalg.norm(grad), name
     pairs = zip(*([float.fromhex(x) for x in one[1]] for one in (ours, theirs)), strict=True)
     apart = [abs(a - b) / abs(b) for a, b in pairs]
-    print(apart)
     assert max(apart[:ALIKE]) <= 1e-6, apart
     assert max(apart) <= 1e-2, apart
 
