@@ -128,6 +128,13 @@ class QSyncConfig(Config):
     )
     batches: int = option(2, "number of batches that are profiled", at_least=1, verbs=PROFILE + RUN)
     rows: int = option(8, "rows of a batch of the profile", at_least=1, verbs=PROFILE + RUN)
+    plans: int = option(
+        0,
+        "random plans of which the sum of omega is compared with what they do to the loss and to "
+        "its gradients (OUT/qsync_ranks.json)",
+        at_least=0,
+        verbs=PROFILE,
+    )
     strong_rates: str = option(
         "float32:50",
         "rates that the strong process plays, by precision in GFLOP/s",
@@ -318,11 +325,25 @@ def profiled(cfg: QSyncConfig, folder: Path) -> profile.Errors:
         job.train, global_batch=cfg.rows, accumulate=1, remat="none", loss_chunks=1
     )
     job = dataclasses.replace(job, train=train, mesh=MeshSpec())
-    stats, predictions = qsync_profile.measured(job, cfg.warm_up, cfg.batches)
-    gamma = cfg.gamma if cfg.gamma is not None else 1 / predictions**2
-    made = profile.errors(stats, job.model.layers, train.dtype, gamma, cfg.form)
+    one = qsync_profile.measured(job, cfg.warm_up, cfg.batches)
+    gamma = cfg.gamma if cfg.gamma is not None else 1 / one.predictions**2
+    made = profile.errors(one.stats, job.model.layers, train.dtype, gamma, cfg.form)
     facts = results.facts("one CPU device", "measured") | {"form": cfg.form, "gamma": f"{gamma:g}"}
     profile.save(folder / "omega.json", made, facts | {"preset": config.start_name()})
+    if cfg.plans:
+        omegas = {
+            "exact": profile.errors(one.stats, job.model.layers, train.dtype, gamma, "exact"),
+            "paper": profile.errors(one.stats, job.model.layers, train.dtype, 1.0, "paper"),
+        }
+        rows = qsync_profile.ranks(one.task, one.params, one.batches, omegas, cfg.plans)
+        about = facts | {"plans": cfg.plans, "preset": config.start_name()}
+        results.write(folder / "qsync_ranks.json", about, rows)
+        for row in rows:
+            print(
+                f"{row['form']}: over {cfg.plans} random plans the sum of omega has the rank "
+                f"correlation {row['loss']:.2f} with the change of the loss, and "
+                f"{row['gradients']:.2f} with the squared error of the gradients"
+            )
     return made
 
 
