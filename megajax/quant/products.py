@@ -1,4 +1,4 @@
-"""Products whose operands have few bits, forward and backward: QSync (arXiv 2407.02327), section 2.
+"""Products whose operands have few bits, forward and backward: QSync (arXiv 2407.02327).
 
 An operand is quantized where it is multiplied, with scales of its own largest magnitudes (no
 history of earlier steps), and the sum is taken in float32 or int32. For y = x w, whose gradient is
