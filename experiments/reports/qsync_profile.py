@@ -111,7 +111,7 @@ class Chosen:
         if name is None or name not in self.names:
             return ops.matmul(x, w, contract, out_sharding, out_dtype, name)
         ways = [ops.LowPrecision({name: precision}) for precision in CHOICES]
-        calls = [functools.partial(way, contract=contract, name=name) for way in ways]
+        calls = [functools.partial(one, contract=contract, name=name) for one in ways]
         return jax.lax.switch(self.numbers[self.names.index(name)], calls, x, w)
 
 
