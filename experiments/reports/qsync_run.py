@@ -472,7 +472,7 @@ def replays(path: Path) -> str:
     result = read(path)
     count, mean, most = replayed(result)
     return (
-        f"Rates in GFLOP/s: {result['rates']}. Replay of {count} random plans that were not "
+        f"Rates: {result['rates']}. Replay of {count} random plans that were not "
         f"calibrated: off by {mean:.1f} % on average and {most:.1f} % at most."
     )
 
