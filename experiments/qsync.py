@@ -391,9 +391,12 @@ def main(verb: str = "") -> int:
 
 PRESETS = {"tiny": _run("nano"), "paper": paper, "played": played}
 PRESETS |= {name: _run(name) for name in presets.PRESETS if name != "nano"}
-config.define_flags(
-    PRESETS, "tiny", ("preset", "config", "cluster", "memory", "omega", "train.global_batch"), VERBS
-)
 
-if __name__ == "__main__":
+if __name__ == "__main__":  # others import the configuration
+    config.define_flags(
+        PRESETS,
+        "tiny",
+        ("preset", "config", "cluster", "memory", "omega", "train.global_batch"),
+        VERBS,
+    )
     sys.exit(config.run(main, optional=1))

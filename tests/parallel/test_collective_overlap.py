@@ -131,11 +131,11 @@ def test_fused_kernels_are_refused_where_they_could_wait_for_ever(sizes, words):
 
 
 def test_nothing_asynchronous_is_compiled_where_a_kernel_may_run(monkeypatch, tmp_path):
-    def options(word, kind=tables.H100, **sizes):
+    def options(word, kind=tables.H100, unlike=False, **sizes):
         device = types.SimpleNamespace(platform="cpu" if kind == "cpu" else "gpu", device_kind=kind)
         sizes = {"pipe": 1, "data": 1, "expert": 1, "tensor": 1} | sizes
         mesh = types.SimpleNamespace(devices=np.array([device], object), shape=sizes)
-        return overlap.compiler_options(word, mesh)
+        return overlap.compiler_options(word, mesh, unlike)
 
     for axis in ("tensor", "expert"):
         assert options("fused", **{axis: 4}) == overlap.IN_ORDER
@@ -146,6 +146,10 @@ def test_nothing_asynchronous_is_compiled_where_a_kernel_may_run(monkeypatch, tm
         row = tables.row(GATHER, key, fastest="fused", link=link)
         tables.write(monkeypatch, tmp_path, row)
         assert options("auto", tensor=4) == expected
+    # Unlike programs: nothing that orders collectives by how long other work takes.
+    unordered = {"xla_gpu_enable_latency_hiding_scheduler": False}
+    assert options("auto", unlike=True, data=8) == options("xla", unlike=True) == unordered
+    assert options("auto", kind="cpu", unlike=True) is None
     # Somebody else's table, no other axis; whoever asked for something else gets that.
     assert options("auto", kind=tables.A100, tensor=4) is None
     assert options("auto", data=2, tensor=4) is options("ring", tensor=4) is None
@@ -169,10 +173,10 @@ def test_programs_are_compiled_with_these_options(monkeypatch):
     cfg = run_config(mesh__tensor=2, mesh__data=1, overlap="ring")
     mesh = cfg.mesh.build()
     step.make_train_step(cfg, mesh)
-    assert (asked, got["{'marked': 1}"]) == ([("ring", mesh)], 4)
+    assert (asked, got["{'marked': 1}"]) == ([("ring", mesh, False)], 4)
     params = decoder.parts(cfg.model).init(jax.random.key(0))
     Engine(cfg.model, params, mesh=mesh, pages=3, overlap="ring")
-    assert (asked, got["{'marked': 1}"]) == ([("ring", mesh)] * 2, 4 + 9)
+    assert (asked, got["{'marked': 1}"]) == ([("ring", mesh, False), ("ring", mesh)], 4 + 9)
 
 
 def test_one_function_knows_the_clique_of_a_kernel():
