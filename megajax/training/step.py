@@ -165,9 +165,8 @@ def make_train_step(
         trains = trained_leaves(task, cfg.train.freeze, plain.axes)
         plain = dataclasses.replace(plain, trains=trains)
         products, runs = products_of(cfg, plain, layout)
-        of_layout = functools.partial(
-            _parts, cfg, task, trains=trains, products=products, runs=runs
-        )
+        how = {"trains": trains, "products": products, "runs": runs}
+        of_layout = functools.partial(_parts, cfg, task, **how)
         parts = of_layout(layout) if runs or products is not ops_.matmul else plain
 
         def objective(sums: LossSums, total: jax.Array) -> jax.Array:
@@ -187,7 +186,8 @@ def make_train_step(
                 routes[0] = (_encoder_routes(cfg, parts, stages),)
             make = functools.partial(_pipeline, cfg, task, trains, layout, exchange)
             pipe = make(products)
-            loss, options = make().sums, pipe.compiler_options
+            plainly = pipe if products is ops_.matmul else make()
+            loss, options = plainly.sums, pipe.compiler_options
             differentiate = pipelined(pipe, objective)
             order = layer_order(parts.layers, stages, cfg.pipeline.chunks)
         else:
