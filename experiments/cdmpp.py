@@ -362,7 +362,8 @@ def replay() -> int:
     fitted: dict[str, Any] = {} if path is None else {path.stem: Predictor.load(path)}
     for part in ("parts", "walls") if MEASURED.value is None else ():
         print(f"{part}:", flush=True)  # the second finds what the first has compiled
-        if code := subprocess.run([sys.executable, *sys.argv, f"--only={part}"]).returncode:
+        command = [sys.executable, __file__, *sys.argv[1:], f"--only={part}"]
+        if code := subprocess.run(command).returncode:
             return code
     source = folder if MEASURED.value is None else expand(MEASURED.value, "measured")
     measured = cdmpp_replay.Measured.load_from(source)

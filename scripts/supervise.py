@@ -47,6 +47,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megajax.core import script
 from megajax.core.config import Limits as Range
 from megajax.core.config import check_number
 from megajax.core.errors import UserError, did_you_mean
@@ -93,8 +94,8 @@ class Parser(argparse.ArgumentParser):
 def flags_of() -> Parser:
     """Returns the flags of this script, by what they are about."""
     parser = Parser(
-        usage="supervise.py [flags] -- COMMAND",
-        description=__doc__,
+        usage="%(prog)s [flags] -- COMMAND",
+        description=script.as_started(__doc__ or ""),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
@@ -202,7 +203,9 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, tuple[str, ...]]:
             setattr(settings, name, str(expand(path, name)))
     check(settings)
     if not (command or settings.agent or settings.evict or settings.readmit or settings.report):
-        raise UserError("no command: supervise.py [settings] -- uv run experiments/pretrain.py ...")
+        raise UserError(
+            "no command: it stands behind --, e.g. supervise -- megajax train --preset=gpt2"
+        )
     return settings, tuple(command)
 
 
@@ -391,7 +394,7 @@ def main(argv: Sequence[str], detectors: Mapping[str, Maker] = DETECTORS) -> int
     """
     try:
         settings, command = parse(argv)
-        settings.again = shlex.join([sys.argv[0], *argv])
+        settings.again = f"{script.command_words()} {shlex.join(argv)}"
         if settings.report:
             return report(settings)
         if settings.evict or settings.readmit:

@@ -229,8 +229,11 @@ def start(
         would share the tuning out, and a process would wait for ever for another program's.
     Raises: UserError when the devices cannot be set up as asked.
     """
+    job = find_cluster()
     if emulate is None and count_gpus() == 0:
         emulate = emulate_default or 1
+        if job is not None and job.shares_devices:
+            emulate = max(emulate // (job.processes or 1), 1)
     if unlike:
         flags = os.environ.get("XLA_FLAGS", ""), "--xla_gpu_shard_autotuning=false"
         os.environ["XLA_FLAGS"] = " ".join(flags).strip()
@@ -246,7 +249,7 @@ def start(
             raise UserError(
                 f"emulate={emulate} must be set before jax touches a device (--emulate)"
             ) from error
-    if job := find_cluster():
+    if job is not None:
         _join(job)
 
 
@@ -277,13 +280,18 @@ def find_supervisor(env: Mapping[str, str] | None = None) -> Supervision:
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """How the launcher describes this process. None: jax's own detection asks the cluster."""
+    """How the launcher describes this process. None: jax's own detection asks the cluster.
+
+    shares_devices: all processes are of this machine and divide its devices
+    (systems/elastic/local.py).
+    """
 
     launcher: str
     processes: int | None
     process: int | None = None
     coordinator: str | None = None
     one_process_a_host: bool = False
+    shares_devices: bool = False
 
 
 def find_cluster(env: Mapping[str, str] | None = None) -> Job | None:
@@ -302,6 +310,7 @@ def find_cluster(env: Mapping[str, str] | None = None) -> Job | None:
             int(env["JAX_NUM_PROCESSES"]),
             int(env["JAX_PROCESS_ID"]),
             env["JAX_COORDINATOR_ADDRESS"],
+            shares_devices="MEGAJAX_ONE_HOST" in env,
         )
     if "SLURM_STEP_NODELIST" in env and int(env.get("SLURM_NTASKS", 1)) > 1:
         tasks = env.get("SLURM_STEP_TASKS_PER_NODE", "")
@@ -315,11 +324,27 @@ def find_cluster(env: Mapping[str, str] | None = None) -> Job | None:
     return None
 
 
+def share_of(gpus: int, process: int, processes: int) -> list[int]:
+    """Returns the GPUs of one of the processes that divide those of this machine.
+
+    Raises: UserError when they cannot be divided.
+    """
+    if gpus % processes:
+        raise UserError(
+            f"processes={processes} must divide the {gpus} GPUs of this machine; "
+            f"{nearest_divisors(gpus, processes)} (--processes)"
+        )
+    each = gpus // processes
+    return list(range(process * each, (process + 1) * each))
+
+
 def _join(job: Job) -> None:
     """Starts jax.distributed; who we are comes from the launcher through jax's own detection."""
     local = None
     if job.one_process_a_host and (gpus := count_gpus()):
         local = list(range(gpus))  # else jax assumes one process a GPU and hides all but one
+    if job.shares_devices and (gpus := count_gpus()):
+        local = share_of(gpus, job.process or 0, job.processes or 1)
     logging.info("Joining the %s job.", job.launcher)
     try:
         jax.distributed.initialize(

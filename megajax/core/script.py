@@ -7,10 +7,12 @@ import io
 import os
 import re
 import select
+import shlex
 import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from absl import app, flags
@@ -127,7 +129,7 @@ def show(full: bool) -> str:
     )
     others = [_row(known[name]) for name in sorted(known) if name not in script_flags]
     others = list(dict.fromkeys(others))  # a short name is the same flag once more
-    return text(sys.modules["__main__"].__doc__ or "", page, others, full)
+    return text(as_started(sys.modules["__main__"].__doc__ or ""), page, others, full)
 
 
 def spell(value: Any) -> str:
@@ -192,6 +194,34 @@ def _names(flags: Iterable[str]) -> str:
         subsequent_indent="  ",
         break_on_hyphens=False,
     )
+
+
+# ---- how the program was started
+
+
+def command_words() -> str:
+    """Returns the words that start this program in a shell.
+
+    They are sys.argv[0] where the command `megajax` runs the program (megajax/commands.py), and `uv
+    run FILE` otherwise.
+    """
+    name = sys.argv[0]
+    return shlex.join(["uv", "run", name]) if name.endswith(".py") else name
+
+
+def command_line() -> str:
+    """Returns the command that was typed, to type again."""
+    return " ".join([command_words(), *map(shlex.quote, sys.argv[1:])])
+
+
+def as_started(text: str) -> str:
+    """Returns a text of the running program with its file as it was started: `megajax hf` for
+    `uv run scripts/hf.py`."""
+    file = getattr(sys.modules["__main__"], "__file__", None)
+    if sys.argv[0].endswith(".py") or not file:
+        return text
+    name = re.escape("/".join(Path(file).parts[-2:]))
+    return re.sub(rf"(uv run (--(extra|group) \S+ )*)?{name}", lambda _: sys.argv[0], text)
 
 
 # ---- start and end

@@ -22,6 +22,8 @@ Row = Mapping[str, Any]
 
 def commit() -> str:
     """Returns the short commit of the source, '+' if it was changed, '' outside a checkout."""
+    if not (Path(__file__).parents[2] / ".git").exists():
+        return ""  # installed, perhaps below a repository of the user's
     try:
         done = subprocess.run(
             ["git", "describe", "--always", "--exclude=*", "--dirty=+"],

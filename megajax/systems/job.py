@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 from megajax.checkpoint.lease import Attempt
 from megajax.checkpoint.manager import CheckpointManager
 from megajax.checkpoint.memory_tier import MemoryTier
-from megajax.core import config
+from megajax.core import config, script
 from megajax.core import mesh as mesh_
 from megajax.data.loader import Loader
 from megajax.data.tokenizer import Tokenizer
@@ -33,7 +33,7 @@ from megajax.training import precision, report, resume, shape
 from megajax.training.loop import Batches, Hook, Pulse, Run, train
 from megajax.training.presets import TUNED, start_name
 from megajax.training.report import write_report
-from megajax.training.run_dir import RunDir, command_line, open_run, run_path
+from megajax.training.run_dir import RunDir, open_run, run_path
 from megajax.training.run_lock import lock_run
 from megajax.training.shape import is_open, resolved, with_segments
 from megajax.training.shares import rows_of_ranks
@@ -309,12 +309,12 @@ class Job:
             timers.enter("told", step)
             run.checkpoints.close()
             console.say(f"stopped after step {step}; saved. Continue with:")
-            console.say(f"  {command_line()}")
+            console.say(f"  {script.command_line()}")
             return 128 + signal.SIGINT if run.stopped_by == signal.SIGINT else cfg.told_code
         timers.enter("end", step)
         if rank == 0:
             facts = report.facts(cfg, self.mesh, train_step, self._name, self._preset)
-            facts |= {"command": command_line()}
+            facts |= {"command": script.command_line()}
             sample, labels = measurement.last_sample, reading.labels
             scores = getattr(measurement, "scores", {})
             figures = write_report(self.run_dir.path, facts, sample, console.say, labels, scores)

@@ -10,8 +10,6 @@ Before the fingerprint stand the preset and what differs from it: nano-layers_2-
 import dataclasses
 import json
 import re
-import shlex
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -242,8 +240,3 @@ def saved_tokenizer(folder: str | Path) -> Tokenizer:
 def is_imported(path: Path) -> bool:
     """Tells a folder that holds imported weights only, step 0, from a run that has trained."""
     return [p.name for p in (path / "checkpoints").glob("[0-9]*")] == ["0"]
-
-
-def command_line() -> str:
-    """Returns the command that was typed, to type again."""
-    return shlex.join(["uv", "run", *sys.argv])

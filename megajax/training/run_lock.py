@@ -17,9 +17,7 @@ import atexit
 import contextlib
 import json
 import os
-import shlex
 import socket
-import sys
 import time
 from dataclasses import asdict
 from datetime import datetime
@@ -31,6 +29,7 @@ from absl import logging
 from jax.experimental import multihost_utils
 
 from megajax.checkpoint.lease import Attempt, SupersededError
+from megajax.core import script
 from megajax.core.errors import TemporaryError, UserError, unwritable
 from megajax.core.files import lock, parse_json
 
@@ -65,7 +64,7 @@ class RunLock:
             if self._file >= 0:
                 os.ftruncate(self._file, 0)
                 since = datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
-                command = shlex.join(sys.argv)
+                command = script.command_line()
                 about = {"host": socket.gethostname(), "pid": os.getpid(), "since": since}
                 about |= {"command": command} | (asdict(attempt) if attempt is not None else {})
                 os.pwrite(self._file, json.dumps(about).encode(), 0)

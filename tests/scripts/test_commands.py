@@ -15,6 +15,7 @@ import sys
 
 import pytest
 
+from megajax import commands as verbs
 from megajax.core import config
 from megajax.core.hardware import parse_cluster
 from megajax.systems import aot
@@ -23,7 +24,7 @@ from tests import forks
 
 ROOT = pathlib.Path(__file__).parent.parent.parent
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
-PROGRAMS = "uv|pip|git|curl|sbatch|srun|kubectl|mpirun|python3?|cp|bash|for"
+PROGRAMS = "uv|megajax|pip|git|curl|sbatch|srun|kubectl|mpirun|python3?|cp|bash|for"
 COMMAND = re.compile(rf"(\$ )?([A-Z_]+=\S+ )*({PROGRAMS}) ")
 NEEDS_SERVICE = ("scripts/serve", "minder.py watch", "--prometheus", "agent_metrics.py")
 
@@ -37,6 +38,7 @@ RULES = [
         "",
     ),
     (r"MEGAJAX_TOKEN=SECRET srun ", "outside", ""),
+    (r"^(uv run )?megajax (help|VERB|COMMAND|--)", "outside", ""),
     (r"^uv (sync|run (--extra \w+ )?(pytest|scripts/check.sh|--with))", "outside", ""),
     (r"^uv run --group docs mkdocs (serve|build)", "outside", ""),
     (r"^for id in 0 1", "run", ""),
@@ -97,6 +99,16 @@ if "preset" in flags.FLAGS and "--init_from" not in " ".join(argv):
 """
 
 
+def as_file(command: str) -> str:
+    """Returns a command with the program's file in place of `megajax VERB`."""
+
+    def file(match: re.Match) -> str:
+        known = verbs.VERBS.get(match[1])
+        return match[0] if known is None else f"uv run {known[0]}"
+
+    return re.sub(r"(?:uv run )?\bmegajax ([a-z]+)( --processes=\d+)?", file, command)
+
+
 def commands_of(text: str) -> list[str]:
     """Returns the commands of a page: of its shell blocks, and of its inline code."""
     lines = []
@@ -110,8 +122,8 @@ def commands_of(text: str) -> list[str]:
                     if COMMAND.match(f"{part} "):
                         lines.append(" ".join(part.split()))
     plain = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
-    lines += [" ".join(c.split()) for c in re.findall(r"`(uv run [^`]+)`", plain)]
-    return lines
+    inline = re.findall(r"`((?:uv run|megajax) [^`]+)`", plain)
+    return [as_file(line) for line in (*lines, *(" ".join(c.split()) for c in inline))]
 
 
 def commands() -> dict[str, str]:

@@ -297,23 +297,32 @@ def run(command: list[str], log: Path, env: Mapping[str, str]) -> tuple[subproce
     The command is killed when this process dies. Returns: it, and its output, which nobody takes
     before `follow`: a process with threads should not fork. Raises: OSError: no such program.
     """
-    agent, output = os.getpid(), Output(log)
+    output = Output(log)
     try:
-        popen = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=output.writer,
-            stderr=subprocess.STDOUT,
-            env=env,
-            start_new_session=True,
-            preexec_fn=lambda: _die_with(agent),
-        )
+        popen = tied(command, env, output.writer)
     except BaseException:
         os.close(output.writer)
         output.close()
         raise
     os.close(output.writer)
     return popen, output
+
+
+def tied(command: list[str], env: Mapping[str, str], output: int | None = None) -> subprocess.Popen:
+    """Starts a command in a session of its own, which is killed when this process dies.
+
+    output: the descriptor that it prints to; None: those of this process.
+    """
+    agent = os.getpid()
+    return subprocess.Popen(
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=None if output is None else subprocess.STDOUT,
+        env=env,
+        start_new_session=True,
+        preexec_fn=lambda: _die_with(agent),
+    )
 
 
 def _die_with(agent: int) -> None:

@@ -237,9 +237,9 @@ class Speaker:
 # ---- the folder of a driver: events, logs and evidence of one job, of one driver at a time
 
 
-def new_folder() -> Path:
-    """Returns a folder of this driver alone, named by the time."""
-    parent = Path("runs/supervised").absolute()
+def new_folder(kind: str = "supervised") -> Path:
+    """Returns a folder of this driver alone in runs/KIND, named by the time."""
+    parent = Path("runs", kind).absolute()
     parent.mkdir(parents=True, exist_ok=True)
     name = time.strftime("%Y%m%d-%H%M%S")
     for other in ("", *(f"-{i}" for i in range(2, 1000))):

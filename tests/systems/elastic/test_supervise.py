@@ -517,7 +517,7 @@ def test_mistakes_are_explained():
     assert code == 2 and "grid=data=3 must be" in err
     assert call() == (
         2,
-        "error: no command: supervise.py [settings] -- uv run experiments/pretrain.py ...\n",
+        "error: no command: it stands behind --, e.g. supervise -- megajax train --preset=gpt2\n",
     )
     code, err = call("--hosts=0", "--", "true")
     assert code == 2 and "hosts=0 must be at least 1; nearest: 1 (--hosts)" in err
