@@ -1,5 +1,5 @@
 """The language server's endpoints: /v1/completions, /v1/chat/completions, /v1/models, /tokenize,
-/detokenize, /health, /metrics.
+/detokenize, and those of every server (base.py).
 
 A body is read up to a limit, becomes a Job (protocol.py), each of whose prompts is a request of the
 engine (worker.py), whose outputs become the response (answers.py). A client that leaves, streaming
@@ -81,7 +81,8 @@ class Server:
             metrics,
             keys=keys,
             max_body=max_body,
-            help="see /v1/models and docs/serving.md",
+            help="see /docs and docs/serving.md",
+            examples=reader.examples(),
         )
         self.app = self._base.app
 
@@ -101,6 +102,7 @@ class Server:
             "created": self._born,
             "owned_by": "megajax",
             "max_model_len": context,
+            "endpoints": ["/v1/chat/completions"] * self._reader.chats + ["/v1/completions"],
         }
         name = request.path_params.get("name")
         if name is None:

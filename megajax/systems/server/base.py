@@ -24,7 +24,10 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+import megajax
 from megajax.core.errors import UserError
+from megajax.systems.server.openapi import Example, document
+from megajax.systems.server.pages import PAGES, Page, pages
 
 BODY_S = 30  # (chosen) for a client to send its body
 GONE = 499  # (nginx) status of a request whose client has closed; nobody reads it
@@ -150,20 +153,32 @@ class Base:
         keys: Collection[str] = (),
         max_body: int = 2**22,
         help: str = "",
+        examples: Mapping[str, Example] | None = None,
     ):
         """endpoints: {path: (method, handler)}; /health and /metrics are added, and need no key.
         keys: one of which a client must send; none: everybody may ask. max_body: bytes of a
-        request. help: where a client reads which paths there are."""
+        request. help: where a client reads which paths there are. examples: a body of each path
+        that takes one, as a reader has read it; with them there are /version and pages, too."""
         self._work, self._metrics, self._help = work, metrics, help
         self._keys = [hashlib.sha256(key.encode()).digest() for key in keys]
         self._max_body = max_body
+        if examples is not None:
+            endpoints = {**endpoints, "/version": ("GET", self._version)}
         routes = [
             Route(path, self._guard(path, handle), methods=[method])
             for path, (method, handle) in endpoints.items()
         ]
         routes += [Route("/health", self._health), Route("/metrics", self._measured)]
+        if examples is not None:
+            methods = [(path, method) for path, (method, _) in endpoints.items()]
+            methods += [(path, "GET") for path in ("/health", "/metrics", *PAGES)]
+            shown = pages(document(methods, examples, bool(keys)))
+            routes += [Route(path, self._show(path, page)) for path, page in shown.items()]
         app = Starlette(routes=routes, exception_handlers={HTTPException: self._no_route})
         self.app = _with_one_length(app)
+
+    async def _version(self, _: Request) -> Response:
+        return JSONResponse({"version": megajax.__version__})
 
     async def _health(self, _: Request) -> Response:
         try:
@@ -175,6 +190,13 @@ class Base:
     async def _measured(self, _: Request) -> Response:
         page, kind = self._metrics.text()
         return Response(page, headers={"Content-Type": kind})
+
+    def _show(self, path: str, page: Page) -> Handler:
+        async def show(_: Request) -> Response:
+            self._metrics.count(path, 200)
+            return page.response()
+
+        return show
 
     def _guard(self, path: str, handle: Handler) -> Handler:
         """Checks the key, and makes a response of what is raised."""

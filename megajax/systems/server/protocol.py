@@ -9,6 +9,7 @@ models heed (HINTS), unless the server is told to refuse those. The limits of nu
 SamplingParams.
 """
 
+import copy
 import dataclasses
 import itertools
 import re
@@ -23,6 +24,7 @@ from megajax.serving.params import WHOLE
 from megajax.systems.server.base import ApiError
 from megajax.systems.server.chat import Chat
 from megajax.systems.server.images import ImagePart, ImageReader, part_of
+from megajax.systems.server.openapi import Example
 from megajax.systems.server.options import HttpOptions
 
 STOPS = 16  # (chosen; OpenAI has 4, vLLM no limit) stop strings
@@ -60,6 +62,14 @@ HINTS: dict[str, tuple[Any, ...]] = {
     "early_stopping": (False,), "spaces_between_special_tokens": (True,),
     "continue_final_message": (False,), "return_token_ids": (False,), "detokenize": (True,),
 }  # fmt: skip
+JSON = {
+    bool: "boolean",
+    int: "integer",
+    float: "number",
+    str: "string",
+    list: "array",
+    dict: "object",
+}
 KINDS = {
     bool: "true or false",
     int: "a whole number",
@@ -79,6 +89,8 @@ class Fields:
     def __init__(self, body: dict[str, Any], where: str = ""):
         """where: prefix of the names in messages, with a dot."""
         self._body, self._where, self._known = body, where, set()  # type: ignore[var-annotated]
+        # Of an openapi.Example: the schema of each member that is asked for.
+        self._seen: dict[str, dict[str, Any]] = getattr(body, "seen", {})
 
     def take[T](self, name: str, kind: type[T], default: Any = None) -> Any:
         """Returns the value of a member; the default if the member is missing or null.
@@ -86,7 +98,7 @@ class Fields:
         kind: the Python type of its JSON type (KINDS). An integer is accepted as a float, a boolean
         not as a number. `end` accepts the member afterwards. Raises: ApiError for another type.
         """
-        self._known.add(name)
+        self._note(name, type=JSON[kind], default=default)
         value = self._body.get(name)
         if value is None:
             return default
@@ -97,12 +109,13 @@ class Fields:
 
     def any(self, name: str) -> Any:
         """Returns a member of any type, or None."""
-        self._known.add(name)
+        self._note(name)
         return self._body.get(name)
 
     def between(self, name: str, low: int, high: int, default: int | None) -> Any:
         """Returns a whole number in a range."""
         value = self.take(name, int, default)
+        self._note(name, minimum=low, maximum=high)
         if value is not None and not low <= value <= high:
             raise self.error(name, f"must be from {low} to {high}")
         return value
@@ -110,12 +123,18 @@ class Fields:
     def only(self, name: str, legal: Callable[[Any], bool], words: str) -> None:
         """Refuses a member unless its value is legal, or null. words: why."""
         value = self.any(name)
+        self._note(name, **getattr(legal, "schema", {}))
         if value is not None and not legal(value):
             raise self.error(name, words)
 
     def ignore(self, *names: str) -> None:
         """Accepts members whatever their values."""
-        self._known.update(names)
+        for name in names:
+            self._note(name)
+
+    def _note(self, name: str, **schema: Any) -> None:
+        self._known.add(name)
+        self._seen.setdefault(name, {}).update(schema)
 
     def end(self) -> None:
         """Raises: ApiError for a member that has not been taken."""
@@ -137,6 +156,8 @@ class Fields:
     def strings(self, name: str, most: int, longest: int) -> list[str]:
         """Returns a member that is a string or a list of some. longest: characters of each."""
         value = self.any(name)
+        text = {"type": "string", "maxLength": longest}
+        self._note(name, anyOf=[text, {"type": "array", "items": text, "maxItems": most}])
         listed = [] if value is None else [value] if isinstance(value, str) else value
         if not isinstance(listed, list) or not all(isinstance(s, str) for s in listed):
             raise self.error(name, "must be a string or a list of strings")
@@ -162,6 +183,7 @@ def none_of(*values: Any) -> Callable[[Any], bool]:
     def legal(value: Any) -> bool:
         return any(type(value) is type(v) and value == v for v in values)
 
+    legal.schema = {"enum": [*values]}  # type: ignore[attr-defined]
     return legal
 
 
@@ -169,6 +191,8 @@ def empty(value: Any) -> bool:
     """Whether a value is an empty list or object."""
     return isinstance(value, Collection) and not value
 
+
+empty.schema = {"enum": [[], {}]}  # type: ignore[attr-defined]
 
 # ---- requests
 
@@ -227,6 +251,11 @@ class Reader:
         self._strict = strict
         self._names, self._tokenizer, self._chat = tuple(names), tokenizer, chat
         self._context, self._special = context, parse_special
+
+    @property
+    def chats(self) -> bool:
+        """Whether the model has a chat template."""
+        return not self._chat.problem
 
     def completion(self, body: dict[str, Any]) -> Job:
         """Reads a body of /v1/completions. Raises: ApiError."""
@@ -317,6 +346,27 @@ class Reader:
                     code="invalid_value",
                 )
         return self._tokenizer.decode(ids, special=True)
+
+    def examples(self) -> dict[str, Example]:
+        """Returns {path: a body that has been read}, for the document of the endpoints."""
+        reader, message = copy.copy(self), {"role": "user", "content": "x"}
+        reader._chat = _AnyChat()  # type: ignore  # the members are the same without a template
+        text = Example(prompt="x", stream_options=Example(), structured_outputs=Example(regex="x"))
+        chat = Example(**{n: text[n] for n in text if n != "prompt"}, messages=[message])
+        tokenize, ids = Example(messages=[message]), Example(tokens=[])
+        reader.completion(text)
+        reader.chat(chat)
+        reader.tokenize(tokenize)
+        del tokenize["messages"]
+        tokenize["prompt"] = "x"
+        reader.tokenize(tokenize)
+        reader.detokenize(ids)
+        return {
+            "/v1/completions": text,
+            "/v1/chat/completions": chat,
+            "/tokenize": tokenize,
+            "/detokenize": ids,
+        }
 
     # ---- parts
 
@@ -448,6 +498,13 @@ class Reader:
             )
         except UserError as error:
             raise _refused(error) from None
+
+
+class _AnyChat:
+    """A chat template in the place of the model's, for examples."""
+
+    def encode(self, *_: Any) -> list[int]:
+        return [0]
 
 
 def _refused(error: UserError) -> ApiError:
