@@ -133,9 +133,13 @@ def _values(schema: dict[str, Any]) -> str:
     if "items" in schema:
         words += f" of {_values(schema['items'])}"
     limits = {
-        "minimum": "at least", "exclusiveMinimum": "above", "maximum": "at most",
-        "minLength": "length at least", "maxLength": "length at most",
-        "minItems": "at least", "maxItems": "at most",
+        "minimum": "at least",
+        "exclusiveMinimum": "above",
+        "maximum": "at most",
+        "minLength": "length at least",
+        "maxLength": "length at most",
+        "minItems": "at least",
+        "maxItems": "at most",
     }
     said = [f"{text} {schema[key]:g}" for key, text in limits.items() if key in schema]
     return html.escape(", ".join([words, *said]))
