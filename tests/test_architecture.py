@@ -43,8 +43,9 @@ FLOORS = [
     {"megajax.models"},
     {"megajax.parallel"},
     {"megajax.serving", "megajax.data", "megajax.checkpoint", "megajax.foreign", "megajax.monitor"},
-    {"megajax.training"},
+    {"megajax.training", "megajax.evaluation"},
     {"megajax.systems"},
+    {"megajax.llm"},
     {"experiments"},
     {"scripts", "tests"},
 ]

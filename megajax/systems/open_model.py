@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -44,7 +44,7 @@ from megajax.serving import Engine, SamplingParams
 from megajax.systems.prune_export import stored, to_tiles
 from megajax.training.config import Config as RunConfig
 from megajax.training.finetune import load_run
-from megajax.training.run_dir import saved_tokenizer
+from megajax.training.run_dir import MAX_CONFIG, saved_tokenizer
 
 MAX_TEMPLATE = 2**20  # (chosen) bytes of a chat template: published ones have at most some 2^13
 
@@ -257,6 +257,31 @@ def open_model(
         opened = _open_gguf(expand(gguf or "", "gguf"), tokenizer)
     check_vocabulary(opened.tokenizer, opened.cfg.vocab)
     return opened
+
+
+def kind_of(path: str | Path) -> Literal["run_dir", "hf", "gguf"]:
+    """Returns which argument of `open_model` a path is, by what is in it.
+
+    Raises: UserError for what is no folder of a run, no Hugging Face folder and no GGUF file.
+    """
+    place = expand(path)
+    if place.is_dir():
+        if not (place / "config.json").is_file():
+            models = sorted(file.name for file in place.glob("*.gguf"))
+            near = f"; nearest: {place / models[0]}" if models else ""
+            raise UserError(
+                f"{place} has no config.json, so it is neither the folder of a run nor a Hugging "
+                f"Face folder{near}"
+            )
+        said = files.read_object(place / "config.json", MAX_CONFIG)
+        return "run_dir" if isinstance(said.get("model"), dict) else "hf"
+    try:
+        with files.open_regular(place) as file:
+            if file.read(4) == b"GGUF":
+                return "gguf"
+    except OSError as error:
+        raise UserError(f"cannot read {place}: {error.strerror}") from None
+    raise UserError(f"{place} is no GGUF file; give one, the folder of a run or a Hugging Face one")
 
 
 def one_rank(layout: Layout) -> None:
