@@ -28,6 +28,7 @@ VERBS = {
     "train": ("experiments/pretrain.py", "train a decoder on text, from random or loaded weights"),
     "finetune": ("experiments/finetune.py", "train an encoder: labels, or hidden tokens"),
     "generate": ("scripts/generate.py", "write text with a run, a folder or a GGUF file"),
+    "evaluate": ("scripts/evaluate.py", "measure perplexity, multiple choice and exact match"),
     "serve": ("scripts/serve.py", "serve a model over HTTP, with OpenAI's interface"),
     "plan": ("experiments/plan.py", "plan a training run for a cluster that is not here"),
     "checkpoint": ("scripts/checkpoint.py", "list, check, compare, reshard, convert checkpoints"),
