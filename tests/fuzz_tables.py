@@ -326,15 +326,14 @@ def edit_template(rng: random.Random, data: bytes) -> bytes:
 
 
 def _templates(folder: Path) -> list[bytes]:
-    from megajax.systems.server import chat  # noqa: F401
+    from megajax.data import chat  # noqa: F401
 
     return [t.encode() for t in TEMPLATES]
 
 
 def _template(data: bytes, folder: Path) -> None:
     """A template that its file or tokenizer_config.json holds, in the trial and in a chat."""
-    from megajax.systems import open_model
-    from megajax.systems.server.chat import ApiError, Chat
+    from megajax.data.chat import Chat, chat_template
 
     file = Path(os.environ.get("TMPDIR", "/tmp")) / f"fuzz-chat-{os.getppid()}.json"
     if not file.exists():
@@ -342,9 +341,9 @@ def _template(data: bytes, folder: Path) -> None:
     (folder / "tokenizer.json").symlink_to(file)
     (folder / "chat_template.jinja").write_bytes(data)
     tokenizer = open_tokenizer(str(folder))
-    chat = Chat(open_model.chat_template(folder, tokenizer), tokenizer)
-    with contextlib.suppress(ApiError):
-        chat.encode([{"role": "user", "content": "hello <|eos|>"}], {})
+    chat = Chat(chat_template(folder, tokenizer), tokenizer)
+    with contextlib.suppress(UserError):
+        chat.encode([{"role": "user", "content": "hello <|eos|>"}])
 
 
 # ---- tables of metrics and of texts

@@ -22,7 +22,7 @@ from megajax.core.layout import Layout
 from megajax.core.mesh import describe, free_bytes
 from megajax.core.packed import PackedWeight
 from megajax.core.tree import Tree
-from megajax.data import tokenizer as tokenizer_
+from megajax.data.chat import ChatTemplate, bos_and_eos, chat_template
 from megajax.data.token_ids import GENERATION
 from megajax.data.tokenizer import (
     Tokenizer,
@@ -46,8 +46,6 @@ from megajax.training.config import Config as RunConfig
 from megajax.training.finetune import load_run
 from megajax.training.run_dir import MAX_CONFIG, saved_tokenizer
 
-MAX_TEMPLATE = 2**20  # (chosen) bytes of a chat template: published ones have at most some 2^13
-
 # (vLLM, ModelConfig.get_diff_sampling_param) members of generation_config.json that a server takes
 # as defaults of requests, and their keys in a GGUF file (llama.cpp, LLM_KV_GENERAL_SAMPLING_*).
 SAMPLING = {
@@ -59,21 +57,6 @@ SAMPLING = {
 }
 BITS = {"int8": 8, "int4": 4, "int3": 3}
 GROUP = 128  # (GPTQ and AWQ, the papers' group) inputs that share a scale
-
-
-@dataclass(frozen=True)
-class ChatTemplate:
-    """A program that turns the messages of a chat into a prompt, as Hugging Face's tokenizers store
-    it.
-
-    source: in Jinja. begin, end: the values of its variables bos_token and eos_token, or "".
-    first: token ids before the text, which a tokenizer of bytes has no text for.
-    """
-
-    source: str
-    begin: str
-    end: str
-    first: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -397,47 +380,5 @@ def _open_gguf(file: Path, tokenizer: str | None) -> OpenModel:
         )
     named, chat = opened.tokenizer(), None
     if named.chat_template:
-        chat = ChatTemplate(named.chat_template, *_words(named))
+        chat = ChatTemplate(named.chat_template, *bos_and_eos(named))
     return OpenModel(file.name, opened.cfg, named, chat, load, gguf=opened)
-
-
-def chat_template(path: Path, tokenizer: Tokenizer) -> ChatTemplate | None:
-    """Returns the chat template in the folder of a tokenizer.json: chat_template.jinja, or the
-    member chat_template of tokenizer_config.json; if that has several, the one named 'default'.
-
-    path: the tokenizer.json or its folder.
-    Raises: UserError for a file that cannot be read or a template that is no text.
-    """
-    folder = path if path.is_dir() else path.parent
-    if tokenizer.name == "bytes" or not folder.is_dir():
-        return None
-    begin, end = _words(tokenizer)
-    file = folder / tokenizer_.TEMPLATE
-    if file.is_file():
-        try:
-            source: Any = files.read_bytes(file, MAX_TEMPLATE).decode()
-        except OSError as error:
-            raise UserError(f"cannot read {file}: {error.strerror} (--tokenizer)") from None
-        except UnicodeDecodeError as error:
-            raise UserError(f"{file} is no text in UTF-8: {error} (--tokenizer)") from None
-        return ChatTemplate(source, begin, end)
-    file = folder / tokenizer_.CONFIG
-    if not file.is_file():
-        return None
-    source = files.read_object(file, tokenizer_.MAX_BYTES, "tokenizer").get("chat_template")
-    if isinstance(source, list):
-        named = {t.get("name"): t.get("template") for t in source if isinstance(t, dict)}
-        source = named.get("default")
-    if source is not None and not isinstance(source, str):
-        raise UserError(
-            f"{file}: chat_template is no text; it must be a Jinja template, or a list of objects "
-            "with the members name and template (--tokenizer)"
-        )
-    return ChatTemplate(source, begin, end) if source else None
-
-
-def _words(tokenizer: Tokenizer) -> tuple[str, str]:
-    """Returns the texts of bos_token and eos_token, "" for one that is missing."""
-    settings: Any = getattr(tokenizer, "settings", None)
-    tokens = {} if settings is None else settings.tokens
-    return tokens.get("bos_token") or "", tokens.get("eos_token") or ""

@@ -63,7 +63,7 @@ class Problems:
         def encode(prompt: Any) -> list[int]:
             if isinstance(prompt, str):
                 return prompt_ids(self.tokenizer, prompt)
-            return chat.encode(prompt, {})
+            return chat.encode(prompt)
 
         self.prompts = Prompts(
             source, cfg.train.seed, rl.holdout, cfg.problem, encode, rl.max_prompt
@@ -106,8 +106,7 @@ class Problems:
 
         Raises: UserError where there is none, or it does not compile.
         """
-        from megajax.systems.open_model import chat_template
-        from megajax.systems.server.chat import Chat
+        from megajax.data.chat import Chat, chat_template
 
         name = self._cfg.data.tokenizer
         chat = Chat(chat_template(expand(name), self.tokenizer), self.tokenizer)

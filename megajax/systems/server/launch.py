@@ -21,11 +21,12 @@ from megajax.core import files
 from megajax.core import mesh as mesh_
 from megajax.core.errors import UserError
 from megajax.core.files import expand
+from megajax.data.chat import MAX_TEMPLATE, ChatTemplate, read_template
 from megajax.models.vlm import VlmConfig
 from megajax.parallel.overlap import refuse_fused
 from megajax.serving import Engine
 from megajax.serving.forward import replica_axes
-from megajax.systems.open_model import MAX_TEMPLATE, ChatTemplate, OpenModel, open_model
+from megajax.systems.open_model import OpenModel, open_model
 from megajax.systems.server import http
 from megajax.systems.server.app import Server
 from megajax.systems.server.base import Metrics
@@ -215,11 +216,7 @@ def template_of(options: ModelOptions, opened: OpenModel) -> ChatTemplate | None
     if options.chat_template is None:
         return opened.chat
     path = expand(options.chat_template, "chat_template")
-    try:
-        source = files.read_bytes(path, MAX_TEMPLATE).decode()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"cannot read {path}: {error} (--chat_template)") from None
-    default = opened.chat
+    source, default = read_template(path, "chat_template"), opened.chat
     template = ChatTemplate(
         source, default.begin if default else "", default.end if default else ""
     )

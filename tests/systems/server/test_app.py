@@ -12,11 +12,11 @@ import jsonschema
 import numpy as np
 import pytest
 
+from megajax.data.chat import ChatTemplate
 from megajax.data.tokenizer import ByteTokenizer
 from megajax.models import decoder
 from megajax.serving import Engine
 from megajax.serving import engine as engine_
-from megajax.systems.open_model import ChatTemplate
 from megajax.systems.server.launch import build_server
 from megajax.systems.server.options import HttpOptions
 from tests.systems.server import asgi

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import pytest
 
 from megajax.core.errors import UserError
+from megajax.data.chat import ChatTemplate
 from megajax.data.tokenizer import open_tokenizer
 from megajax.serving import SamplingParams
-from megajax.systems.open_model import ChatTemplate
 from megajax.systems.server.base import ApiError, write
 from megajax.systems.server.chat import Chat
 from megajax.systems.server.images import ImagePart
