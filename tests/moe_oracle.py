@@ -1,5 +1,6 @@
 """A mixture of experts as a loop over tokens in float64 NumPy, and what its tests share."""
 
+import dataclasses
 import functools
 
 import jax
@@ -12,18 +13,27 @@ from megajax.layers.ops import Ops
 
 D, F = 16, 8
 MLP = MlpConfig(width=D, hidden=F, activation="swiglu", bias=False, down_std=0.03)
+# Biases of router and experts, and the clamped activation, of which the clamps are in use.
+BIASED = dataclasses.replace(MLP, activation="swiglu_clamped", bias=True)
 
 
-def build(cfg: MoeConfig, layout=None, ops=None):
+def build(cfg: MoeConfig, layout=None, ops=None, mlp=MLP):
     """Returns (graph, parameters) with weights far from 0. Call it under the layout's mesh."""
-    moe = Moe(cfg, MLP, layout, ops or Ops(), rngs=nnx.Rngs(0))
+    moe = Moe(cfg, mlp, layout, ops or Ops(), rngs=nnx.Rngs(0))
     graph, state = nnx.split(moe)
-    return graph, jax.tree.map(lambda a: 20 * a if a.ndim == 3 else 50 * a, nnx.to_pure_dict(state))
+    params = nnx.to_pure_dict(state)
+    params = jax.tree.map(lambda a: 20 * a if a.ndim == 3 else 50 * a, params)
+    if mlp.bias:
+        random = np.random.default_rng(0)
+        for name in ("router_bias", "gate_bias", "up_bias", "down_bias"):
+            params[name] += random.standard_normal(params[name].shape).astype(np.float32)
+        params["gate"] *= 4
+    return graph, params
 
 
 def one_token(x, w, cfg: MoeConfig):
     """Returns (chosen experts, their weights), best first."""
-    logits = x @ w["router"]
+    logits = x @ w["router"] + w.get("router_bias", 0.0)
     if cfg.score == "softmax":
         scores = np.exp(logits - logits.max()) / np.exp(logits - logits.max()).sum()
     else:
@@ -54,8 +64,14 @@ def loop(params, x_BSD, cfg: MoeConfig):
                 if slots is not None and taken[e] > slots:
                     dropped += 1
                     continue
-                gate = x @ w["gate"][e]
-                y[b, s] += weight * (gate / (1 + np.exp(-gate)) * (x @ w["up"][e])) @ w["down"][e]
+                gate, up = x @ w["gate"][e], x @ w["up"][e]
+                if "gate_bias" in w:  # GPT-OSS's experts
+                    gate = np.minimum(gate + w["gate_bias"][e], 7)
+                    up = np.clip(up + w["up_bias"][e], -7, 7) + 1
+                    hidden = gate / (1 + np.exp(-1.702 * gate)) * up
+                    y[b, s] += weight * (hidden @ w["down"][e] + w["down_bias"][e])
+                else:
+                    y[b, s] += weight * (gate / (1 + np.exp(-gate)) * up) @ w["down"][e]
     return y, dropped, load
 
 

@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import math
 from numbers import Integral
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -188,10 +188,18 @@ class Cache(Protocol):
     """Keys and values of tokens that one layer has seen before (serving/forward.py)."""
 
     def attend(
-        self, q: jax.Array, k: jax.Array, v: jax.Array, context: Context, window: int | None
+        self,
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array | None,
+        context: Context,
+        window: int | None,
+        sinks: jax.Array | None = None,
     ) -> "tuple[jax.Array, Cache]":
         """Keeps k_BSGK and v_BSGK of new tokens, and attends from q_BSHK to them and those before.
 
+        v: None: the keys are the values. sinks: (H,) float32, a logit of each head in the
+        softmax's sum that has no value.
         Returns: (y_BSHK, the cache with these tokens).
         """
         ...
@@ -201,7 +209,8 @@ class Cache(Protocol):
 class AttentionConfig:
     """Shape of one attention layer. window: keys a query may see, itself included; None: all.
     kv_word: the logical word of the key-value heads; 'heads' where they are as many as the query
-    heads and no rule about fewer ones (Rules.copies) may touch them."""
+    heads and no rule about fewer ones (Rules.copies) may touch them. sinks: whether each head has a
+    learned logit in the softmax's sum that has no value (GPT-OSS)."""
 
     width: int
     heads: int
@@ -214,6 +223,7 @@ class AttentionConfig:
     window: int | None
     out_std: float
     kv_word: str = "kv_heads"
+    sinks: bool = False
 
 
 class Attention(nnx.Module):
@@ -236,11 +246,17 @@ class Attention(nnx.Module):
         if cfg.qk_norm:
             self.query_norm = Norm("rms", K, cfg.norm_eps, layout)
             self.key_norm = Norm("rms", K, cfg.norm_eps, layout)
+        if cfg.sinks:
+            self.sinks = param.constant(layout, (H,), ("heads",), 0.0)
 
     @property
     def inputs(self) -> tuple[nnx.Param, ...]:
         """The weights that read the block's input."""
         return tuple(getattr(self, name) for name in INPUTS)
+
+    def project(self, x_BSD: jax.Array) -> tuple[jax.Array, ...]:
+        """Returns q_BSHK, k_BSGK, v_BSGK of the block's input, without biases."""
+        return self.ops.up(x_BSD, self.inputs, self.ops.matmul)
 
     def __call__(
         self,
@@ -263,9 +279,17 @@ class Attention(nnx.Module):
             q, k = self.query_norm(q), self.key_norm(k)
         if context.rotary is not None:
             q, k = rotate(q, context.rotary), rotate(k, context.rotary)
+        if not self.cfg.sinks:
+            if cache is not None:
+                return cache.attend(q, k, v, context, self.cfg.window)
+            return self.ops.attend(q, k, v, context, None, self.cfg.window), None
+        sinks = self.ops.vector(self.sinks)
         if cache is not None:
-            return cache.attend(q, k, v, context, self.cfg.window)
-        return self.ops.attend(q, k, v, context, None, self.cfg.window), None
+            return cache.attend(q, k, v, context, self.cfg.window, sinks)
+        y, lse = self.ops.attend(q, k, v, context, None, self.cfg.window, return_lse=True)
+        # A sink s joins the denominator: e^lse becomes e^lse + e^s.
+        share_BSH = jax.nn.sigmoid(lse - param.broadcast(sinks, lse, lse.dtype))
+        return y * share_BSH[..., None].astype(y.dtype), None
 
 
 # ---- the default of Ops.attend: XLA's, cuDNN's fused kernel, or ours over packed tokens
@@ -280,7 +304,8 @@ def attend(
     window: int | None = None,
     implementation: Implementation = "xla",
     segments: int | None = None,
-) -> jax.Array:
+    return_lse: bool = False,
+) -> Any:
     """softmax(q k^T / sqrt(K)) v over the visible keys, softmax in float32.
 
     Args: memory: the keys' positions and segments; None: the query's own. implementation: 'xla'
@@ -288,13 +313,15 @@ def attend(
       'varlen' does the work of each segment's own tokens only, and dead tokens get 0; it runs what
       was measured best on this kind of GPU. 'hopper' is 'varlen' by our Hopper kernel in any case.
       segments: for 'cudnn', of a row, on average over the batch; None: one for 64 tokens
-      (library.room). More are as right, and slower.
-    Returns: out_BSHK in q's dtype. What the backward pass needs of it is named 'attended' for the
-      remat policies. Every query must see a key; itself, where M holds it. Inf or NaN in a key or
-      value makes NaN the queries that see it, and no others; so it is with gradients, except that
-      'cudnn' with a memory of its own leaves those rows out of them.
-    Raises: NotImplementedError for 'varlen' and 'hopper' with a memory of their own, and for
-      'hopper' where its kernel cannot run; UserError for a window that
+      (library.room). More are as right, and slower. return_lse: also return the log of the
+      softmax's denominators; 'cudnn' gives none.
+    Returns: out_BSHK in q's dtype, or (out_BSHK, lse_BSH float32); both differentiable. What the
+      backward pass needs of them is named 'attended' for the remat policies. Every query must see
+      a key; itself, where M holds it. Inf or NaN in a key or value makes NaN the queries that see
+      it, and no others; so it is with gradients, except that 'cudnn' with a memory of its own
+      leaves those rows out of them.
+    Raises: NotImplementedError for 'varlen' and 'hopper' with a memory of their own, for 'hopper'
+      where its kernel cannot run, and for 'cudnn' with return_lse; UserError for a window that
       is not a positive integer; TypeError for forward mode (jax.jvp). Second derivatives of 'xla'
       go through jax.grad, and jax.jvp of jax.grad.
     """
@@ -305,6 +332,13 @@ def attend(
     kernels = {"xla": _xla, "cudnn": cudnn, "varlen": _varlen, "hopper": ours}
     if implementation not in kernels:
         raise UserError(f"attention implementation={implementation!r}; there are {[*kernels]}")
+    if return_lse:
+        if implementation == "cudnn":
+            raise NotImplementedError(
+                "attention 'cudnn' gives no log-sum-exp, which attention sinks need; use 'varlen', "
+                "'xla' or 'auto' (--train.attention)"
+            )
+        kernels = {n: functools.partial(k, return_lse=True) for n, k in kernels.items()}
     with arguments.reverse_only(f"attention {implementation!r}"):
         return kernels[implementation](q_BSHK, k_BMGK, v_BMGK, query, memory, window)
 
@@ -316,24 +350,34 @@ def _xla(
     query: Context,
     memory: Context,
     window: int | None,
-) -> jax.Array:
+    return_lse: bool = False,
+) -> Any:
     B, S, H, K = q_BSHK.shape
     G = k_BMGK.shape[2]
     q_BSGRK = q_BSHK.reshape(B, S, G, H // G, K)
     arrays = dispatch.alike((q_BSGRK, k_BMGK, v_BMGK, visible(query, memory, window)))
-    (out_BSHK,) = named(jnp.moveaxis(_masked(*arrays), 1, 2).reshape(B, S, H, K))
-    return out_BSHK
+    out = _masked(*arrays, return_lse)
+    if not return_lse:
+        (out_BSHK,) = named(jnp.moveaxis(out, 1, 2).reshape(B, S, H, K))
+        return out_BSHK
+    out_BSHK, lse_BSH = (jnp.moveaxis(x, 1, 2) for x in out)
+    return named(out_BSHK.reshape(B, S, H, K), lse_BSH.reshape(B, S, H))
 
 
 # A rule of its own, for autodiff's would multiply the zeros of hidden pairs by what other segments
 # hold (pallas_kernels/attention/guard.py says how that stays out).
-@jax.custom_vjp
-def _masked(q_BSGRK: Array, k_BMGK: Array, v_BMGK: Array, mask_B1SM: Array) -> Array:
-    """Returns out_BGSRK; Inf and NaN of a key reach the queries that see it, and no others."""
-    return _masked_forward(q_BSGRK, k_BMGK, v_BMGK, mask_B1SM)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _masked(
+    q_BSGRK: Array, k_BMGK: Array, v_BMGK: Array, mask_B1SM: Array, return_lse: bool
+) -> Any:
+    """Returns out_BGSRK, or (out_BGSRK, lse_BGSR); Inf and NaN of a key reach the queries that see
+    it, and no others."""
+    return _masked_forward(q_BSGRK, k_BMGK, v_BMGK, mask_B1SM, return_lse)[0]
 
 
-def _masked_forward(q_BSGRK: Array, k_BMGK: Array, v_BMGK: Array, mask_B1SM: Array) -> tuple:
+def _masked_forward(
+    q_BSGRK: Array, k_BMGK: Array, v_BMGK: Array, mask_B1SM: Array, return_lse: bool
+) -> tuple:
     q_BSGRK, (k_BMGK, v_BMGK) = guard.mark(q_BSGRK), guard.keys(k_BMGK, v_BMGK)
     logits_BGSRM = _logits(q_BSGRK, k_BMGK)
     logits_BGSRM = jnp.where(mask_B1SM[:, :, :, None], logits_BGSRM, NEGATIVE)
@@ -342,11 +386,15 @@ def _masked_forward(q_BSGRK: Array, k_BMGK: Array, v_BMGK: Array, mask_B1SM: Arr
     # A key that is not finite makes all weights of a row NaN. Asked of the weights, not of the
     # output: remat would multiply by the values a second time for it.
     fine_BGSR1 = jnp.isfinite(weights_BGSRM[..., :1])
-    return out_BGSRK, (q_BSGRK, k_BMGK, v_BMGK, mask_B1SM, weights_BGSRM, fine_BGSR1)
+    saved = q_BSGRK, k_BMGK, v_BMGK, mask_B1SM, weights_BGSRM, fine_BGSR1
+    if return_lse:
+        return (out_BGSRK, jax.nn.logsumexp(logits_BGSRM, -1)), saved
+    return out_BGSRK, saved
 
 
-def _masked_backward(saved: tuple, dout_BGSRK: Array) -> tuple:
+def _masked_backward(return_lse: bool, saved: tuple, cotangents: Any) -> tuple:
     q_BSGRK, k_BMGK, v_BMGK, mask_B1SM, weights_BGSRM, fine_BGSR1 = saved
+    dout_BGSRK, dlse_BGSR = cotangents if return_lse else (cotangents, None)
     seen_B1S1M = mask_B1SM[:, :, :, None]
     fine_BGSR1 = fine_BGSR1 & jnp.isfinite(dout_BGSRK).all(-1, keepdims=True)
     dout_BGSRK = jnp.where(fine_BGSR1, dout_BGSRK, jnp.zeros((), dout_BGSRK.dtype))
@@ -356,6 +404,8 @@ def _masked_backward(saved: tuple, dout_BGSRK: Array) -> tuple:
     dweights_BGSRM, dv_BMGK = mix(dout_BGSRK)
     dweights_BGSRM = jnp.where(seen_B1S1M, dweights_BGSRM.astype(jnp.float32), 0.0)
     mean_BGSR1 = (weights_BGSRM * dweights_BGSRM).sum(-1, keepdims=True)
+    if dlse_BGSR is not None:  # the derivative of the log-sum-exp by a logit is its weight
+        mean_BGSR1 -= dlse_BGSR[..., None]
     dlogits_BGSRM = jnp.where(seen_B1S1M, weights_BGSRM * (dweights_BGSRM - mean_BGSR1), 0.0)
     logits = jax.vjp(_logits, guard.finite(q_BSGRK), guard.finite(k_BMGK))[1]
     return *logits(dlogits_BGSRM), dv_BMGK, None
@@ -451,7 +501,8 @@ def _varlen(
     memory: Context,
     window: int | None,
     kernel: dispatch.Implementation | None = None,
-) -> jax.Array:
+    return_lse: bool = False,
+) -> Any:
     """kernel: None is what pallas_kernels.dispatch chooses for this device; segments are runs of
     equal ids."""
     if memory is not query:
@@ -460,7 +511,7 @@ def _varlen(
             "with a cache or cut rows"
         )
     ids_BS = query.segments_BS
-    out_BSHK = pallas_kernels.packed_attention(
+    out = pallas_kernels.packed_attention(
         q_BSHK,
         k_BMGK,
         v_BMGK,
@@ -468,6 +519,6 @@ def _varlen(
         causal=query.causal,
         window=None if window is None else (window - 1, window - 1),
         implementation=kernel,
+        return_lse=return_lse,
     )
-    assert not isinstance(out_BSHK, tuple)  # it is where the log-sum-exp is asked for
-    return out_BSHK
+    return (out[0], out[1].transpose(0, 2, 1)) if isinstance(out, tuple) else out

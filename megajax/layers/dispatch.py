@@ -13,7 +13,7 @@ experts a token, N pairs of token and expert in the experts' order, Q slots an e
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -39,17 +39,25 @@ class ExpertWeights:
     """Feed-forward weights stacked over experts: nnx.Params at rest, or arrays in use.
 
     inputs: each (E,D,F). down: (E,F,D). activate: from the products with `inputs`, each (...,F), to
-    the hidden values.
+    the hidden values. biases: of the products with `inputs`, each (E,F); (): there are none.
     """
 
     inputs: tuple[Any, ...]
     down: Any
     activate: Callable[[tuple[Array, ...]], Array]
+    biases: tuple[Any, ...] = ()
 
     def map(self, function: Callable[[Any], Any]) -> "ExpertWeights":
         """Returns the weights with a function applied to each."""
-        inputs = tuple(map(function, self.inputs))
-        return dataclasses.replace(self, inputs=inputs, down=function(self.down))
+        inputs, biases = tuple(map(function, self.inputs)), tuple(map(function, self.biases))
+        return dataclasses.replace(self, inputs=inputs, down=function(self.down), biases=biases)
+
+    def hidden(self, products: Sequence[Array], bias_of: Callable[[Array], Array]) -> Array:
+        """Returns the hidden values of the products with `inputs`. bias_of(bias_EF): the bias of
+        each row of a product."""
+        if self.biases:
+            products = [x + bias_of(b) for x, b in zip(products, self.biases, strict=True)]
+        return self.activate(tuple(products))
 
 
 def expert(
@@ -91,7 +99,11 @@ def dropless(
     order_N = jnp.argsort(own_N, stable=True)
     sizes_E = (own_N[:, None] == jnp.arange(E)[None]).sum(0, dtype=jnp.int32)
     x_ND = x_BSD.reshape(T, -1)[order_N[: T * min(A, E)] // A]
-    hidden_NF = weights.activate(tuple(grouped(x_ND, w, sizes_E) for w in weights.inputs))
+    products = tuple(grouped(x_ND, w, sizes_E) for w in weights.inputs)
+    # Rows behind the span's last pair have any expert's bias: nothing reads them.
+    hidden_NF = weights.hidden(
+        products, lambda b_EF: b_EF[jnp.minimum(own_N[order_N[: len(x_ND)]], E - 1)]
+    )
     y_ND = grouped(hidden_NF, weights.down, sizes_E)
     here_BSA = (own_N < E).reshape(B, S, A)
     index_BSA = jnp.argsort(order_N).reshape(B, S, A)  # the inverse permutation
@@ -139,7 +151,8 @@ def answer(x_END: Array, weights: ExpertWeights) -> Array:
     def product(x: Array, w: Array) -> Array:
         return jax.lax.dot_general(x, w, (((2,), (1,)), ((0,), (0,))))
 
-    return product(weights.activate(tuple(product(x_END, w) for w in weights.inputs)), weights.down)
+    products = tuple(product(x_END, w) for w in weights.inputs)
+    return product(weights.hidden(products, lambda b_EF: b_EF[:, None]), weights.down)
 
 
 def drain(y_END: Array, index_BSA: Array, dispatch: Dispatch, kept_BSA: Array) -> Array:

@@ -1,7 +1,8 @@
 """The feed-forward part of a block: SwiGLU or GELU, without its two communications.
 
 Sources: GLU Variants (arXiv 2002.05202) for SwiGLU. 'gelu_tanh' is the approximation that GPT-2
-uses; 'gelu' is exact; 'quick_gelu' is CLIP's approximation, x sigmoid(1.702 x).
+uses; 'gelu' is exact; 'quick_gelu' is CLIP's approximation, x sigmoid(1.702 x). 'swiglu_clamped' is
+GPT-OSS's: that approximation of the clamped gate, times the clamped other product plus one.
 
 Legend: B rows, S positions, D model width, F feed-forward width.
 """
@@ -19,7 +20,9 @@ from megajax.core.layout import Layout
 from megajax.layers import param
 
 INPUTS = "gate", "up"  # the weights that read the block's input; gate: SwiGLU only
-Activation = Literal["swiglu", "gelu", "gelu_tanh", "quick_gelu"]
+Activation = Literal["swiglu", "swiglu_clamped", "gelu", "gelu_tanh", "quick_gelu"]
+# (GPT-OSS, config.json: swiglu_limit and swiglu_alpha) of 'swiglu_clamped'.
+LIMIT, STEEPNESS = 7.0, 1.702
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,9 +39,16 @@ class Nonlinearity:
     is_gated: bool = False
 
 
+def _clamped(gate: jax.Array, up: jax.Array) -> jax.Array:
+    """gate sigmoid(1.702 gate) (up + 1), gate clamped to at most 7 and up to [-7, 7]."""
+    gate, up = jnp.minimum(gate, LIMIT), jnp.clip(up, -LIMIT, LIMIT)
+    return gate * jax.nn.sigmoid(STEEPNESS * gate) * (up + 1.0)
+
+
 # Every word of Activation is here (tests/layers/test_mlp.py), so that none is computed as another.
 ACTIVATIONS: dict[Activation, Nonlinearity] = {
     "swiglu": Nonlinearity(lambda gate, up: jax.nn.silu(gate) * up, ("silu", "swish"), True),
+    "swiglu_clamped": Nonlinearity(_clamped, ("silu", "swish"), True),
     "gelu": Nonlinearity(
         functools.partial(jax.nn.gelu, approximate=False), ("gelu", "gelu_python")
     ),

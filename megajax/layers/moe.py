@@ -4,9 +4,8 @@ A token goes to top_k of `experts` feed-forward networks; which ones, and with w
 Dispatch (layers/dispatch.py, with the compute). Sources: Switch (arXiv 2101.03961 section 2.2, load
 balance), ST-MoE (arXiv 2202.08906 section 2.2, router z-loss), Mixtral (arXiv 2401.04088 section
 2.1), DeepSeek-V3 (arXiv 2412.19437 section 2.1.2: sigmoid scores, groups, expert bias, shared
-experts, which the block computes as an ordinary MLP beside this layer). Every layer is alike: dense
-first layers, which DeepSeek has, are left out because the stack of layers is scanned. Experts have
-no biases.
+experts, which the block computes as an ordinary MLP beside this layer), GPT-OSS (model card, arXiv
+2508.10925 section 2: biases of router and experts).
 
 Legend: B rows, S positions, D model width, F width of an expert, E experts, A active experts a
 token, G groups of experts, L layers.
@@ -54,6 +53,15 @@ class MoeConfig(Checked, section="moe"):
     )
     top_groups: int = option(
         1, "number of groups that a token may use", needs=above(1, "groups"), at_least=1
+    )
+    dense_layers: int = option(
+        0,
+        "number of further blocks before those with experts, which have an ordinary feed-forward "
+        "layer (DeepSeek-V3's first_k_dense_replace)",
+        at_least=0,
+    )
+    dense_width: int = option(
+        128, "feed-forward width of these blocks", needs=above(0, "dense_layers"), at_least=1
     )
     mode: Literal["dropless", "capacity"] = option(
         "dropless", "how tokens reach experts; capacity: each expert has a fixed number of slots"
@@ -128,7 +136,8 @@ class Moe(nnx.Module):
     ):
         """Makes router (D,E), up and, for SwiGLU, gate (E,D,F), down (E,F,D), and bias (E,).
 
-        mlp: the shape of one expert.
+        mlp: the shape of one expert. With mlp.bias, also router_bias (E,), up_bias and gate_bias
+        (E,F) and down_bias (E,D).
         """
         D, F, E = mlp.width, mlp.hidden, cfg.experts
         self.cfg, self.mlp, self.ops = cfg, mlp, ops
@@ -140,15 +149,28 @@ class Moe(nnx.Module):
         self.down = param.normal(rngs, layout, (E, F, D), ("expert", "mlp", "embed"), mlp.down_std)
         if cfg.bias_rate > 0:
             self.bias = param.constant(layout, (E,), (None,), 0.0)
+        if mlp.bias:
+            self.router_bias = param.constant(layout, (E,), (None,), 0.0)
+            self.up_bias = param.constant(layout, (E, F), ("expert", "mlp"), 0.0)
+            if ACTIVATIONS[mlp.activation].is_gated:
+                self.gate_bias = param.constant(layout, (E, F), ("expert", "mlp"), 0.0)
+            # Words of a router: the product with it is where the tokens are, as the router's is.
+            self.down_bias = param.constant(layout, (E, D), ("router", "embed"), 0.0)
 
     def __call__(self, x_BSD: jax.Array) -> tuple[jax.Array, MoeSums]:
         """Returns (the experts' answers to the normalised residual stream, with its sharding; the
         router's sums)."""
         kind = self.mlp.activation
         inputs = (self.gate, self.up) if ACTIVATIONS[kind].is_gated else (self.up,)
-        weights = ExpertWeights(inputs, self.down, functools.partial(activate, kind))
+        biases = ()
+        if self.mlp.bias:
+            is_gated = ACTIVATIONS[kind].is_gated
+            biases = (self.gate_bias, self.up_bias) if is_gated else (self.up_bias,)
+        weights = ExpertWeights(inputs, self.down, functools.partial(activate, kind), biases)
         with jax.named_scope("router"):
             scores_BSE = self.ops.score(x_BSD, self.router)
+            if self.mlp.bias:
+                scores_BSE += param.broadcast(self.router_bias, scores_BSE, scores_BSE.dtype)
             bias_11E = None
             if self.cfg.bias_rate > 0:
                 bias_11E = param.broadcast(self.bias, scores_BSE, scores_BSE.dtype)
@@ -157,6 +179,9 @@ class Moe(nnx.Module):
             y_BSD, kept_BSA = self.ops.expert(
                 x_BSD, dispatch, weights, self.cfg.slots, self.ops.grouped
             )
+        if self.mlp.bias:  # the answers are sums of the width's parts; the bias counts once
+            weights_BSE = by_expert(dispatch, kept_BSA, self.cfg.experts)
+            y_BSD += self.ops.score(weights_BSE, self.down_bias).astype(y_BSD.dtype)
         if kept_BSA is not None:
             dropped = self.ops.total((~kept_BSA).sum(dtype=jnp.int32))
             sums = dataclasses.replace(sums, dropped=dropped)
@@ -206,6 +231,15 @@ def route(
         load_E=load_E,
     )
     return Dispatch(experts_BSA, cfg.scale * weights_BSA), sums
+
+
+def by_expert(dispatch: Dispatch, kept_BSA: jax.Array | None, experts: int) -> jax.Array:
+    """Returns the weight of each expert's answer for each token, weights_BSE. kept_BSA: as of
+    layers.dispatch.expert."""
+    hot_BSAE = dispatch.experts_BSA[..., None] == jnp.arange(experts)[None, None, None]
+    if kept_BSA is not None:
+        hot_BSAE &= kept_BSA[..., None]
+    return jnp.where(hot_BSAE, dispatch.weights_BSA[..., None], 0.0).sum(2)
 
 
 def _open(cfg: MoeConfig, choice_BSE: jax.Array) -> jax.Array:

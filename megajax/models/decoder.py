@@ -24,6 +24,7 @@ from megajax.core.layout import Layout
 from megajax.core.tree import Tree
 from megajax.layers import param
 from megajax.layers.attention import Attention, Cache, Context, rotary
+from megajax.layers.latent import LatentAttention
 from megajax.layers.losses import (
     LossSums,
     MoeSums,
@@ -50,7 +51,11 @@ class Block(nnx.Module):
         self.attention_norm = norm()
         if cfg.block == "serial":
             self.mlp_norm = norm()
-        self.attention = Attention(cfg.attention, layout, ops, rngs=rngs)
+        if cfg.latent.rank:
+            attention: Any = LatentAttention(cfg.latent_attention, layout, ops, rngs=rngs)
+        else:
+            attention = Attention(cfg.attention, layout, ops, rngs=rngs)
+        self.attention = attention
         self.moe = Moe(cfg.moe, cfg.expert, layout, ops, rngs=rngs) if cfg.moe.experts else None
         shape = cfg.feed_forward
         self.mlp = Mlp(shape, layout, rngs=rngs) if shape.hidden else None
@@ -78,7 +83,7 @@ class Block(nnx.Module):
                 answers, sums = self.moe(normed)
                 x_BSD = join(answers, x_BSD, drop=drop_at(2))
             return ops.down(products, x_BSD, ops.matmul, bias, drop_at(0)), cache, sums
-        y, cache = attention(ops.up(normed, attention.inputs, ops.matmul), context, cache)
+        y, cache = attention(attention.project(normed), context, cache)
         x_BSD = ops.down(((y, attention.out),), x_BSD, ops.matmul, out_bias, drop_at(0))
         normed = self.mlp_norm(x_BSD)
         if self.moe is not None:
@@ -103,6 +108,9 @@ class Decoder(nnx.Module):
             self.positions = param.normal(rngs, layout, shape, ("positions", "embed"), 0.01)
         make_block = nnx.vmap(lambda r: Block(cfg, layout, ops, rngs=r))
         self.blocks = make_block(rngs.split(cfg.layers))
+        if cfg.moe.dense_layers:
+            make_dense = nnx.vmap(lambda r: Block(cfg.dense, layout, ops, rngs=r))
+            self.dense = parts_.as_tower(make_dense(rngs.split(cfg.moe.dense_layers)))
         self.norm = Norm(cfg.norm, D, cfg.norm_eps, layout)
         if not cfg.tied:
             self.head = param.normal(rngs, layout, (D, V), ("embed", "vocab"), 0.02)
@@ -117,7 +125,7 @@ class Decoder(nnx.Module):
         positions_BS = batch["positions"]
         tables = None
         if self.cfg.position == "rope":
-            tables = rotary(positions_BS, self.cfg.rope, self.cfg.head_width)
+            tables = rotary(positions_BS, self.cfg.rope, self.cfg.rotary_width)
         key = key if self.cfg.dropout > 0 else None
         return Context(positions_BS, batch.get("segments"), tables, key)
 
@@ -180,6 +188,7 @@ def ends(cfg: DecoderConfig) -> tuple[set[str], set[str]]:
     """Returns the members of the parameters beside the layers: those that `embed` reads, and those
     that `head` and `head_loss` read. A tied table is in both."""
     first = {"tokens", "positions"} if cfg.position == "learned" else {"tokens"}
+    first |= {"dense"} if cfg.moe.dense_layers else set()
     return first, {"norm", "tokens" if cfg.tied else "head"}
 
 
@@ -234,6 +243,17 @@ def parts(
     def head_loss(params: Tree, x: jax.Array, batch: parts_.Batch) -> LossSums:
         return merge(params).loss(x, batch, loss_chunks, loss)
 
+    def embed(params: Tree, batch: parts_.Batch, context: Context, *features: jax.Array) -> Any:
+        return merge(params).embed(batch, context, dtype, *features)
+
+    prelude = None
+    if cfg.moe.dense_layers:
+        dense_graph = nnx.split(nnx.merge(graph, abstract).dense)[0]
+
+        def dense_block(weights: Tree, x: jax.Array, *others: Any) -> tuple:
+            return nnx.merge(dense_graph, weights)(x, *others)
+
+        prelude = parts_.Prelude("dense", cfg.moe.dense_layers, dense_block, embed)
     context_of = merge(abstract).context  # reads the configuration only, no parameter
     parts = parts_.ModelParts(
         layers=cfg.layers,
@@ -241,14 +261,13 @@ def parts(
         axes=axes,
         init=init,
         context=context_of,
-        embed=lambda params, batch, context, *features: merge(params).embed(
-            batch, context, dtype, *features
-        ),
+        embed=prelude.embed if prelude else embed,
         block=block,
         head=lambda params, x: merge(params).logits(x),
         head_loss=head_loss,
         see=lambda params, batch: merge(params).features(batch, dtype),
         tower=tower(merge) if tower else None,
+        prelude=prelude,
     )
     has_bias = cfg.moe.experts and cfg.moe.bias_rate > 0
     return dataclasses.replace(parts, settle=move_bias) if has_bias else parts

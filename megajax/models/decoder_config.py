@@ -14,6 +14,7 @@ from megajax.core.tree import Tree
 from megajax.cost.base import Op, Phase, Routed, Stack, Workload, lookup
 from megajax.cost.kernels import Matmul
 from megajax.layers.attention import AttentionConfig, RopeConfig
+from megajax.layers.latent import LatentConfig, LatentShape
 from megajax.layers.mlp import ACTIVATIONS, Activation, MlpConfig
 from megajax.layers.moe import MoeConfig
 
@@ -22,7 +23,9 @@ from megajax.layers.moe import MoeConfig
 class DecoderConfig(Checked, section="model"):
     """Everything that decides the parameters and the arithmetic of a decoder."""
 
-    layers: int = option(4, "number of equal blocks", at_least=1)
+    layers: int = option(
+        4, "number of equal blocks; moe.dense_layers adds others before them", at_least=1
+    )
     width: int = option(128, "model width D", at_least=1)
     heads: int = option(4, "number of query heads H", at_least=1)
     kv_heads: int = option(
@@ -52,6 +55,10 @@ class DecoderConfig(Checked, section="model"):
     activation: Activation = option("swiglu", "activation function of the feed-forward layer")
     bias: Literal["none", "qkv", "all"] = option("none", "projections that have a bias")
     qk_norm: bool = option(False, "RMSNorm on each query and key head")
+    sinks: bool = option(
+        False,
+        "a learned logit for each head in the sum of the attention's softmax, which has no value",
+    )
     window: int | None = option(
         None,
         "length of a sliding attention window, the token itself included; none: full attention",
@@ -63,6 +70,7 @@ class DecoderConfig(Checked, section="model"):
         0.0, "dropout rate on the embedding and on each sublayer's output", at_least=0, below=1
     )
     rope: RopeConfig = group(RopeConfig, needs=equal("position", "rope"))
+    latent: LatentConfig = group(LatentConfig)
     moe: MoeConfig = group(MoeConfig, flag="moe", needs=above(0, "moe.experts"))
 
     def __post_init__(self):
@@ -78,10 +86,47 @@ class DecoderConfig(Checked, section="model"):
                 f"model.head_width={self.head_width} must be even for rotary positions; "
                 f"nearest: {self.head_width - 1}, {self.head_width + 1} (--model.head_width)"
             )
-        if self.moe.experts and self.bias == "all":
+        if self.moe.experts and self.moe.shared and self.bias == "all":
             raise UserError(
-                "model.bias=all: experts have no biases; use none or qkv (--model.bias)"
+                f"model.bias=all: shared experts have no biases, and moe.shared={self.moe.shared}; "
+                "use none or qkv, or moe.shared=0 (--model.bias, --moe.shared)"
             )
+        if self.latent.rank:
+            self._check_latent()
+
+    def _check_latent(self) -> None:
+        """Refuses latent attention of other forms than DeepSeek-V3's."""
+        rotary, value, width = self.latent.rotary, self.latent.value, self.head_width
+        for wrong, problem in (
+            (self.block != "serial", "model.block=parallel: use serial (--model.block)"),
+            (
+                self.position != "rope",
+                f"model.position={self.position}: use rope (--model.position)",
+            ),
+            (self.bias != "none", f"model.bias={self.bias}: use none (--model.bias)"),
+            (self.qk_norm, "model.qk_norm=true: use false (--model.qk_norm)"),
+            (self.sinks, "model.sinks=true: use false (--model.sinks)"),
+            (
+                self.kv_heads != self.heads,
+                f"model.kv_heads={self.kv_heads}: every head has its own keys; use "
+                f"{self.heads} (--model.kv_heads)",
+            ),
+            (
+                rotary % 2 or rotary >= width,
+                f"model.latent.rotary={rotary} must be even and below model.head_width={width}, of "
+                f"which it is a part; nearest: {max(2, min(rotary, width - 1) // 2 * 2)} "
+                "(--model.latent.rotary)",
+            ),
+            (
+                value > width,
+                f"model.latent.value={value} must be at most model.head_width={width}; nearest: "
+                f"{width} (--model.latent.value)",
+            ),
+        ):
+            if wrong:
+                raise UserError(
+                    f"latent attention (model.latent.rank={self.latent.rank}): {problem}"
+                )
 
     @property
     def axes(self) -> Tree:
@@ -94,6 +139,37 @@ class DecoderConfig(Checked, section="model"):
     def padded_vocab(self) -> int:
         """Rows of the embedding table."""
         return -(-self.vocab // self.vocab_multiple) * self.vocab_multiple
+
+    @property
+    def depth(self) -> int:
+        """Number of all blocks."""
+        return self.layers + self.moe.dense_layers
+
+    @property
+    def dense(self) -> "DecoderConfig":
+        """The blocks before those with experts, as a decoder of their own."""
+        plain = MoeConfig()
+        return dataclasses.replace(self, layers=self.depth, mlp=self.moe.dense_width, moe=plain)
+
+    @property
+    def rotary_width(self) -> int:
+        """Numbers of a head that are rotated."""
+        return self.latent.rotary if self.latent.rank else self.head_width
+
+    @property
+    def cached(self) -> tuple[int, int, int]:
+        """What a cache holds of a token: (key heads, numbers of one, numbers of one's values). With
+        latent attention all heads share one key, whose first numbers are the value."""
+        if self.latent.rank:
+            return 1, self.latent.rank + self.latent.rotary, 0
+        return self.kv_heads, self.head_width, self.head_width
+
+    @property
+    def latent_attention(self) -> LatentShape:
+        """The shape of a layer of latent attention."""
+        return LatentShape(
+            self.width, self.heads, self.head_width, self.latent, self.window, self._out_std
+        )
 
     @property
     def attention(self) -> AttentionConfig:
@@ -109,6 +185,7 @@ class DecoderConfig(Checked, section="model"):
             norm_eps=self.norm_eps,
             window=self.window,
             out_std=self._out_std,
+            sinks=self.sinks,
         )
 
     @property
@@ -121,11 +198,12 @@ class DecoderConfig(Checked, section="model"):
     @property
     def expert(self) -> MlpConfig:
         """The shape of one routed expert."""
-        return MlpConfig(self.width, self.moe.width, self.activation, False, self._out_std)
+        bias = self.bias == "all"
+        return MlpConfig(self.width, self.moe.width, self.activation, bias, self._out_std)
 
     @property
     def _out_std(self) -> float:
-        return 0.02 / (2 * self.layers) ** 0.5  # GPT-2: the residual stream grows with depth
+        return 0.02 / (2 * self.depth) ** 0.5  # GPT-2: the residual stream grows with depth
 
     @property
     def sizes(self) -> dict[str, tuple[int, str]]:
@@ -143,6 +221,12 @@ class DecoderConfig(Checked, section="model"):
         if self.moe.experts:
             sizes["mlp"] = (self.moe.width, "moe.width")
             sizes["expert"] = (self.moe.experts, "moe.experts")
+        if self.moe.experts and self.moe.dense_layers:
+            sizes["dense.mlp"] = (self.moe.dense_width, "moe.dense_width")
+        if self.latent.rank:  # which ZeRO cuts as it cuts the width
+            sizes["latent.embed"] = (self.latent.rank, "model.latent.rank")
+            if self.latent.query_rank is not None:
+                sizes["query_latent.embed"] = (self.latent.query_rank, "model.latent.query_rank")
         return sizes
 
     @property

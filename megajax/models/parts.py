@@ -82,6 +82,42 @@ class Tower:
 
 
 @dataclasses.dataclass(frozen=True)
+class Prelude:
+    """Layers before those of `ModelParts.block`, with other leaves: DeepSeek-V3's dense ones.
+
+    `ModelParts.embed` runs them, so that a train step and a pipeline know nothing of them: all
+    stages of a pipeline compute them, beside the embedding, and hold their weights. What has a
+    cache calls `start`, then `block` layer by layer. member: of the parameters, a stack that
+    `as_tower` marked. start(params, batch, context, *features) -> x before them.
+    """
+
+    member: str
+    layers: int
+    block: Callable[..., tuple[jax.Array, Any, MoeSums | None]]
+    start: Callable[..., jax.Array]
+
+    def embed(
+        self, params: Tree, batch: Batch, context: Context, *features: jax.Array
+    ) -> jax.Array:
+        """Returns the residual stream after them. The backward pass computes them again."""
+        x = self.start(params, batch, context, *features)
+
+        def layer(x: jax.Array, item: tuple) -> tuple[jax.Array, None]:
+            weights, index = item
+            at = context
+            if context.dropout is not None:
+                at = dataclasses.replace(
+                    context, dropout=jax.random.fold_in(context.dropout, index)
+                )
+            return self.block(weights, x, at)[0], None
+
+        # Behind the numbers that the other layers and the embedding fold into the key.
+        first = jnp.arange(self.layers) + 2**20
+        layer = jax.checkpoint(layer, prevent_cse=False)
+        return jax.lax.scan(layer, x, (params[self.member], first))[0]
+
+
+@dataclasses.dataclass(frozen=True)
 class ModelParts:
     """A network taken apart.
 
@@ -102,6 +138,7 @@ class ModelParts:
     gradient; None: all leaves are trained.
     runs: {number of a run's first layer: its block}, of layers that compute unlike others; the
     parameters stay one stack. Empty: `block` runs all layers.
+    prelude: layers that `embed` runs; None: there are none.
     """
 
     layers: int
@@ -119,6 +156,7 @@ class ModelParts:
     network: Callable[..., LossSums] | None = None
     trains: Tree = None
     runs: Mapping[int, Callable] = dataclasses.field(default_factory=dict)
+    prelude: Prelude | None = None
 
     @property
     def stack(self) -> str:

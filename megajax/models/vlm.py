@@ -64,6 +64,12 @@ class VlmConfig(Checked, section="model"):
                 f"model.image_token={self.image_token} must be below model.vocab="
                 f"{self.decoder.vocab}; nearest: {self.decoder.vocab - 1} (--model.image_token)"
             )
+        if self.decoder.latent.rank or self.decoder.moe.dense_layers:
+            raise UserError(
+                f"model.latent.rank={self.decoder.latent.rank} and moe.dense_layers="
+                f"{self.decoder.moe.dense_layers} must be 0 in a model that reads images "
+                "(--model.latent.rank, --moe.dense_layers)"
+            )
         pairs = self.decoder.head_width // 2
         sections = self.sections
         if sections and (len(sections) != 3 or min(sections) < 0 or sum(sections) != pairs):

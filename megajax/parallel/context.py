@@ -77,19 +77,20 @@ def attend(
     query: Context,
     window: int | None,
     kernel: attention.Implementation,
-) -> Array:
+    return_lse: bool = False,
+) -> Any:
     """Attention of this device's tokens to those of all devices of a mesh axis.
 
     Args: kind: as ContextSpec's. query: of the own tokens. kernel: of ulysses and gather.
-    Returns: out_BSHK in q's dtype.
+    Returns: out_BSHK in q's dtype, or (out_BSHK, lse_BSH).
     """
     if kind == "ring":
-        return ring(axis, q_BSHK, k_BSGK, v_BSGK, query, window)
+        return ring(axis, q_BSHK, k_BSGK, v_BSGK, query, window, return_lse)
     everyone = jax.tree.map(lambda x: lax.all_gather(x, axis, axis=1, tiled=True), query)
     if kind == "ulysses":
-        return ulysses(axis, q_BSHK, k_BSGK, v_BSGK, everyone, window, kernel)
+        return ulysses(axis, q_BSHK, k_BSGK, v_BSGK, everyone, window, kernel, return_lse)
     k, v = (lax.all_gather(x, axis, axis=1, tiled=True) for x in (k_BSGK, v_BSGK))
-    return attention.attend(q_BSHK, k, v, query, everyone, window, kernel)
+    return attention.attend(q_BSHK, k, v, query, everyone, window, kernel, return_lse=return_lse)
 
 
 def ulysses(
@@ -100,7 +101,8 @@ def ulysses(
     everyone: Context,
     window: int | None,
     kernel: attention.Implementation,
-) -> Array:
+    return_lse: bool = False,
+) -> Any:
     """Whole rows of H / ways heads. Key-value heads are repeated where there are too few.
 
     everyone: positions and segments of whole rows. H must divide by the axis (core.check).
@@ -110,8 +112,8 @@ def ulysses(
     swap = functools.partial(lax.all_to_all, axis_name=axis, tiled=True)
     k, v = (jnp.repeat(x, copies, axis=2) if copies > 1 else x for x in (k_BSGK, v_BSGK))
     q, k, v = (swap(x, split_axis=2, concat_axis=1) for x in (q_BSHK, k, v))
-    out = attention.attend(q, k, v, everyone, everyone, window, kernel)
-    return swap(out, split_axis=1, concat_axis=2)
+    out = attention.attend(q, k, v, everyone, everyone, window, kernel, return_lse=return_lse)
+    return jax.tree.map(lambda x: swap(x, split_axis=1, concat_axis=2), out)
 
 
 # ---- ring
@@ -124,6 +126,7 @@ class _Ring:
     axis: str
     ways: int
     window: int | None
+    return_lse: bool = False
 
     def rotate(self, tree: Any) -> Any:
         """Sends to the next device what came from the one before."""
@@ -132,8 +135,14 @@ class _Ring:
 
 
 def ring(
-    axis: str, q_BSHK: Array, k_BSGK: Array, v_BSGK: Array, query: Context, window: int | None
-) -> Array:
+    axis: str,
+    q_BSHK: Array,
+    k_BSGK: Array,
+    v_BSGK: Array,
+    query: Context,
+    window: int | None,
+    return_lse: bool = False,
+) -> Any:
     """Ring attention, exact, with a backward pass that keeps q, k, v, out and log-sum-exp only.
 
     A hop works in blocks of the own tokens and skips a pair of blocks that sees nothing, so causal
@@ -151,11 +160,15 @@ def ring(
 
     memory = jax.tree.map(cut, dataclasses.replace(query, rotary=None, dropout=None))
     rows = jax.tree.map(lambda x_NBS: jnp.repeat(x_NBS, R, axis=2), memory)
-    spec = _Ring(axis, lax.axis_size(axis), window)
+    spec = _Ring(axis, lax.axis_size(axis), window, return_lse)
     with arguments.reverse_only("ring attention"):
         out = _attend(spec, *dispatch.alike((q_NBGTK, (k, v), rows, memory)))
-    out = out.reshape(N, B, G, S // N, R, K)
-    return out.transpose(1, 0, 3, 2, 4, 5).reshape(B, S, H, K)
+
+    def joined(x: Array) -> Array:
+        x = x.reshape(N, B, G, S // N, R, -1)
+        return x.transpose(1, 0, 3, 2, 4, 5).reshape(B, S, H, -1)
+
+    return (joined(out[0]), joined(out[1])[..., 0]) if return_lse else joined(out)
 
 
 def _block(tokens: int) -> int:
@@ -167,14 +180,15 @@ def _block(tokens: int) -> int:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(
     ring: _Ring, q_NBGTK: Array, kv: tuple[Array, Array], rows: Context, columns: Context
-) -> Array:
-    """out_NBGTK. kv: (k_NBGMK, v_NBGMK). rows, columns: places of queries and keys."""
+) -> Any:
+    """out_NBGTK, or (out_NBGTK, lse_NBGT). kv: (k_NBGMK, v_NBGMK). rows, columns: places of queries
+    and keys."""
     return _forward(ring, q_NBGTK, kv, rows, columns)[0]
 
 
 def _forward(
     ring: _Ring, q_NBGTK: Array, kv: tuple[Array, Array], rows: Context, columns: Context
-) -> tuple[Array, tuple]:
+) -> tuple[Any, tuple]:
     # Inf and NaN of a key reach the queries that see it, and no others (guard.py).
     q_NBGTK, kv = guard.mark(q_NBGTK), guard.keys(*kv)
     residuals = (q_NBGTK, kv, rows, columns)
@@ -210,7 +224,7 @@ def _forward(
     # Names for the remat policies: with both kept, the backward pass runs no hop of this again.
     out = checkpoint_name((out / total[..., None]).astype(q_NBGTK.dtype), "attended")
     log_sum = checkpoint_name(high + jnp.log(total), "attended")
-    return out, (*residuals, out, log_sum)
+    return (out, log_sum) if ring.return_lse else out, (*residuals, out, log_sum)
 
 
 def _add_block(
@@ -239,11 +253,15 @@ def _add_block(
     )
 
 
-def _backward(ring: _Ring, saved: tuple, dout_NBGTK: Array) -> tuple:
+def _backward(ring: _Ring, saved: tuple, cotangents: Any) -> tuple:
     """The gradients of keys and values travel one hop behind them, and come home last."""
     q_NBGTK, kv, rows, columns, out_NBGTK, log_sum_NBGT = saved
+    dout_NBGTK, dlse_NBGT = cotangents if ring.return_lse else (cotangents, None)
     products = dout_NBGTK.astype(jnp.float32) * out_NBGTK.astype(jnp.float32)
-    queries = guard.queries(q_NBGTK, dout_NBGTK, log_sum_NBGT, products.sum(-1))
+    delta_NBGT = products.sum(-1)
+    if dlse_NBGT is not None:
+        delta_NBGT -= dlse_NBGT
+    queries = guard.queries(q_NBGTK, dout_NBGTK, log_sum_NBGT, delta_NBGT)
     kv = (guard.finite(kv[0]), kv[1])
 
     def give(dq: Array, keys: tuple) -> tuple[Array, tuple]:
@@ -353,17 +371,19 @@ def attention_of(
     kernel: attention.Implementation,
     spec: ContextSpec,
     segments: int | None = None,
-) -> Callable[..., Array]:
+    return_lse: bool = False,
+) -> Callable[..., Any]:
     """Returns the attention of one device's arrays. spec: how they meet those of other devices.
-    segments: of a row, as in layers.attention.attend; unused where the sequence is cut."""
+    segments, return_lse: as in layers.attention.attend; segments is unused where the sequence is
+    cut."""
     cut = layout.live(layout.rules.act.get("seq", ()))
 
     def attend_local(
         q: Array, k: Array, v: Array, query: Context, memory: Context | None, window: int | None
-    ) -> Array:
+    ) -> Any:
         if cut:
-            return attend(spec.kind, cut[0], q, k, v, query, window, kernel)
-        return attention.attend(q, k, v, query, memory, window, kernel, segments)
+            return attend(spec.kind, cut[0], q, k, v, query, window, kernel, return_lse)
+        return attention.attend(q, k, v, query, memory, window, kernel, segments, return_lse)
 
     return attend_local
 
@@ -385,6 +405,7 @@ def choose_attention(
     dtype: Any,
     context: ContextSpec = ContextSpec(),
     packed: tuple[int, int, int] | None = None,
+    return_lse: bool = False,
 ) -> tuple[attention.Implementation, str]:
     """Returns (the attention kernel, why).
 
@@ -394,7 +415,8 @@ def choose_attention(
     them on others (layers/attention.py), where XLA would keep the logits of every head.
 
     Args: asked: 'auto' or a kernel's name. packed: (head width, query heads of a key-value head,
-      tokens of a row) where rows hold segments; None: one sequence each, or a cache.
+      tokens of a row) where rows hold segments; None: one sequence each, or a cache. return_lse:
+      whether the log-sum-exp is asked for, which cuDNN does not give.
     """
     cut = layout.live(layout.rules.act.get("seq", ()))
     if context.kind == "ring" and cut:
@@ -406,6 +428,10 @@ def choose_attention(
         return "xla", "auto: cuDNN needs a GPU"
     if jnp.dtype(dtype).itemsize != 2:
         return "xla", "auto: cuDNN needs a 16-bit type"
+    if return_lse:
+        if cut and context.kind == "gather":
+            return "xla", "auto: attention sinks need the log-sum-exp of queries with other keys"
+        return "varlen", "auto: attention sinks need the log-sum-exp, which cuDNN does not give"
     fused = "auto: fused, 16-bit type on a GPU"
     if packed is None:
         return "cudnn", fused

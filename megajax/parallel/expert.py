@@ -40,7 +40,7 @@ from megajax.core.layout import Layout
 from megajax.layers import dispatch as dispatch_
 from megajax.layers import ops
 from megajax.layers.dispatch import ExpertWeights
-from megajax.layers.mlp import MlpConfig
+from megajax.layers.mlp import ACTIVATIONS, MlpConfig
 from megajax.layers.moe import MoeConfig
 from megajax.layers.ops import matmul
 from megajax.layers.param import name_of
@@ -89,12 +89,20 @@ def expert(
     # Without a cut sequence (decoding) the result is equal over context and tensor, which the
     # checker cannot see through a gather; nothing differentiates that case.
     return jax.shard_map(
-        lambda x, d, inputs, down: inside(x, d, ExpertWeights(inputs, down, params.activate)),
+        lambda x, d, inputs, down, biases: inside(
+            x, d, ExpertWeights(inputs, down, params.activate, biases)
+        ),
         mesh=layout.mesh,
-        in_specs=(tokens, tokens, specs.inputs, specs.down),
+        in_specs=(tokens, tokens, specs.inputs, specs.down, specs.biases),
         out_specs=(tokens, None if slots is None else tokens),
         check_vma=layout.cuts_sequence,
-    )(reshard(x_BSD, tokens), reshard(dispatch, tokens), weights.inputs, weights.down)
+    )(
+        reshard(x_BSD, tokens),
+        reshard(dispatch, tokens),
+        weights.inputs,
+        weights.down,
+        weights.biases,
+    )
 
 
 def exchange(
@@ -138,6 +146,13 @@ def choose_overlap(
     """
     if overlap == "xla" or not layout.cuts_sequence or layout.ways(EXPERT + TENSOR) == 1:
         return "xla"
+    if weights.biases:
+        if overlap == "auto":
+            return "xla"
+        raise NotImplementedError(
+            f"overlap={overlap!r} adds no biases of experts, and these have some; use 'auto' or "
+            "'xla' (--overlap=auto)"
+        )
     if grouped is not ops.grouped:
         if overlap == "auto":
             return "xla"
@@ -167,11 +182,13 @@ def explain_overlap(
         return "xla (fixed slots travel in all-to-alls)"
     if overlap != "auto":
         return f"{overlap} (asked for)"
+    if mlp.bias:
+        return "xla (auto: the experts have biases)"
     from megajax.parallel import expert_matmul
 
     rules = layout.rules.residual
     each = tokens // layout.ways(rules["batch"] + rules["seq"]), moe.top_k, mlp.width
-    widths = (mlp.hidden // layout.ways(TENSOR),) * (2 if mlp.activation == "swiglu" else 1)
+    widths = (mlp.hidden // layout.ways(TENSOR),) * (1 + ACTIVATIONS[mlp.activation].is_gated)
     halves = _halves(layout, each, moe.experts // layout.ways(EXPERT), widths, dtype)
     choice = expert_matmul.best(halves, _axes(layout), layout.mesh.abstract_mesh)
     return "{} ({})".format(*choice)

@@ -35,7 +35,7 @@ from megajax.layers.attention import Context
 from megajax.layers.dispatch import Dispatch, ExpertWeights
 from megajax.layers.joined import merged, split
 from megajax.layers.losses import VocabCut
-from megajax.layers.mlp import MlpConfig
+from megajax.layers.mlp import ACTIVATIONS, MlpConfig
 from megajax.layers.ops import Codec, LowPrecision, Ops, coded, convolution, join
 from megajax.layers.param import Weight, any_packed, name_of, words_of
 from megajax.parallel import context as context_
@@ -269,7 +269,7 @@ def explain_overlap(layout: Layout, asked: Overlap, tokens: int, mlp: MlpConfig,
         return f"{asked} (asked for)"
     R = layout.ways((TENSOR,))
     inside_rows = tokens // layout.ways(layout.rules.act["batch"] + layout.rules.act["seq"])
-    one, ups = mlp.hidden // R, 2 if mlp.activation == "swiglu" else 1
+    one, ups = mlp.hidden // R, 1 + ACTIVATIONS[mlp.activation].is_gated
     mesh = layout.mesh.abstract_mesh
     choices = (
         overlap_.best(op, (inside_rows, mlp.width, (one,) * count), TENSOR, dtype, mesh)
@@ -548,7 +548,8 @@ def attend(
     attention: str = "auto",
     context: ContextSpec = ContextSpec(),
     segments: int | None = None,
-) -> Array:
+    return_lse: bool = False,
+) -> Any:
     """This device's rows and heads, in a shard_map: a kernel sees plain local arrays.
 
     Where the sequence is cut, parallel.context brings queries and keys together.
@@ -567,14 +568,17 @@ def attend(
     heads = layout.act("batch", "seq", "heads", None)
     kv = layout.act("batch", "seq", "kv_heads", None)
     packed = context_.packed_shape(q_BSHK, k_BMGK, query, memory)
-    kernel, _ = context_.choose_attention(layout, attention, q_BSHK.dtype, context, packed)
+    kernel, _ = context_.choose_attention(
+        layout, attention, q_BSHK.dtype, context, packed, return_lse
+    )
+    run = context_.attention_of(layout, kernel, context, segments, return_lse)
     # A custom kernel does not say over which axes its result varies, so the check is XLA's only.
     # All live axes cut an operand, so nothing rests on it (tests/parallel/test_tensor.py).
     return jax.shard_map(
-        functools.partial(context_.attention_of(layout, kernel, context, segments), window=window),
+        functools.partial(run, window=window),
         mesh=layout.mesh,
         in_specs=(heads, kv, kv, rows, rows),
-        out_specs=heads,
+        out_specs=(heads, layout.act("batch", "seq", "heads")) if return_lse else heads,
         check_vma=kernel == "xla",
     )(q_BSHK, k_BMGK, v_BMGK, query, memory)
 
@@ -780,11 +784,14 @@ def local_attend(
     attention: str,
     context: ContextSpec,
     segments: int | None = None,
-) -> Array:
+    return_lse: bool = False,
+) -> Any:
     """This device's rows and heads."""
     packed = context_.packed_shape(q_BSHK, k_BMGK, query, memory)
-    kernel, _ = context_.choose_attention(layout, attention, q_BSHK.dtype, context, packed)
-    attend_local = context_.attention_of(layout, kernel, context, segments)
+    kernel, _ = context_.choose_attention(
+        layout, attention, q_BSHK.dtype, context, packed, return_lse
+    )
+    attend_local = context_.attention_of(layout, kernel, context, segments, return_lse)
     return attend_local(q_BSHK, k_BMGK, v_BMGK, query, memory, window)
 
 

@@ -79,16 +79,18 @@ class Tokens:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Pages:
-    """The pool: k, v (L P, page, G, K)."""
+    """The pool: k, v (L P, page, G, K); of latent attention k (L P, page, 1, R + P), the latent
+    and the rotary key, and v is empty."""
 
     k: Any
     v: Any
 
 
-def empty(layers: int, pages: int, page: int, heads: int, width: int, dtype: str) -> Pages:
-    """Returns pages of zeros. heads: of one device, or of all."""
-    shape = (layers * pages, page, heads, width)
-    return Pages(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+def empty(
+    layers: int, pages: int, page: int, heads: int, widths: tuple[int, int], dtype: str
+) -> Pages:
+    """Returns pages of zeros. heads: of one device, or of all. widths: of a key and of a value."""
+    return Pages(*(jnp.zeros((layers * pages, page, heads, width), dtype) for width in widths))
 
 
 def rows_of(tokens: Tokens, page: int) -> tuple[Array, Array]:
@@ -121,25 +123,32 @@ class PagedCache:
     implementation: Any = dataclasses.field(default=None, metadata={"static": True})
 
     def attend(
-        self, q: Array, k: Array, v: Array, context: Context, window: int | None
+        self,
+        q: Array,
+        k: Array,
+        v: Array | None,
+        context: Context,
+        window: int | None,
+        sinks: Array | None = None,
     ) -> "tuple[Array, PagedCache]":
         """Writes k and v of (1, T, G, K) and attends from q of (1, T, H, K)."""
         first, pages = self.layer * self.pool, self.pages
         at = first + self.rows[0], self.rows[1]
         written = Pages(
             pages.k.at[at].set(k[0].astype(pages.k.dtype)),
-            pages.v.at[at].set(v[0].astype(pages.v.dtype)),
+            pages.v if v is None else pages.v.at[at].set(v[0].astype(pages.v.dtype)),
         )
         t = self.tokens
         y_THK = paged_attention(
             q[0],
             written.k,
-            written.v,
+            written.k if v is None else written.v,
             t.table_BM + first,
             t.start_B,
             t.count_B,
             t.context_B,
             window=None if window is None else (window - 1, 0),
+            sinks_H=sinks,
             implementation=self.implementation,
         )
         return y_THK[None], dataclasses.replace(self, pages=written)
@@ -212,6 +221,7 @@ class Forward:
             ops, expert=functools.partial(_experts, self.layout), total=lambda sums: sums
         )
         self.vlm = cfg if isinstance(cfg, VlmConfig) else None  # a model that reads images
+        self.decoder = cfg.decoder if isinstance(cfg, VlmConfig) else cfg
         if self.vlm:  # only the tower attends without pages; the logits of an image are many
             varlen = functools.partial(attend, implementation="varlen")
             ops = dataclasses.replace(ops, attend=varlen)
@@ -270,27 +280,35 @@ class Forward:
     @property
     def heads(self) -> int:
         """Number of key-value heads of all devices: more than the model's if tensor ranks share
-        heads."""
+        heads. Of latent attention, whose one head every rank has, 1."""
+        if self.decoder.latent.rank:
+            return 1
         return self.cfg.kv_heads * self.layout.copies("kv_heads")
 
     @property
     def page_spec(self) -> PS:
         """PartitionSpec of a pool of pages: its heads are cut over tensor, its rows are those of
         all replicas."""
-        return PS(*(self.row_spec or (None,)), *self.layout.act(None, "kv_heads", None))
+        heads = None if self.decoder.latent.rank else "kv_heads"
+        return PS(*(self.row_spec or (None,)), *self.layout.act(None, heads, None))
 
     def pages(self, pages: int, page: int) -> Pages:
         """Returns an empty pool of so many pages a layer of each replica, of `page` tokens each."""
         shardings = self.layout.named(self.page_spec)
-        cfg, pages = self.cfg, self.replicas * pages
-        shape = cfg.layers, pages, page, self.heads, cfg.head_width, self.dtype.name
+        cfg, pages = self.decoder, self.replicas * pages
+        shape = cfg.depth, pages, page, self.heads, cfg.cached[1:], self.dtype.name
         out = Pages(shardings, shardings)
         return jax.jit(empty, static_argnums=tuple(range(6)), out_shardings=out)(*shape)
 
     def page_bytes(self, page: int) -> int:
         """Bytes of one page of all layers on one device."""
-        heads = self.heads // self.layout.ways(self.layout.rules.act["kv_heads"])
-        return 2 * self.cfg.layers * page * heads * self.cfg.head_width * self.dtype.itemsize
+        ways = (
+            1 if self.decoder.latent.rank else self.layout.ways(self.layout.rules.act["kv_heads"])
+        )
+        heads = self.heads // ways
+        return (
+            self.decoder.depth * page * heads * sum(self.decoder.cached[1:]) * self.dtype.itemsize
+        )
 
     # ---- programs
 
@@ -332,7 +350,9 @@ class Forward:
         if tokens.features_TD is not None:
             places_T = jnp.where(tokens.shows_T > 0, jnp.arange(len(tokens.ids_T)), -1)
             batch |= {"features": tokens.features_TD[None], "places": places_T[None]}
-        return self.parts.embed(self._ends(params), batch, context)
+        prelude = self.parts.prelude
+        embed = prelude.start if prelude else self.parts.embed
+        return embed(self._ends(params), batch, context)
 
     def see(self, params: Tree, batch: dict[str, Array]) -> Array:
         """Returns features_BQD of the merged patches of images. Inside `everywhere`.
@@ -353,19 +373,26 @@ class Forward:
         """Returns (the residual stream x (1, T, D) after all layers, the pages with all tokens)."""
         parts, stack, layers = self.parts, self.parts.stack, self.cfg.layers
         context = self._batch(tokens)[1]
-        pool = pages.k.shape[0] // layers
+        pool = pages.k.shape[0] // self.decoder.depth
         rows = rows_of(tokens, pages.k.shape[1])
         in_use = functools.partial(exchange.whole_local, self.layout, dtype=self.dtype)
 
-        def layer(carry: tuple, stacked: tuple) -> tuple:
+        def step(block: Any, axes: Tree, first: int, carry: tuple, stacked: tuple) -> tuple:
             x, pages = carry
-            axes = packed_axes(parts.axes[stack], stacked[0])  # layers may be unlike
+            axes = packed_axes(axes, stacked[0])  # layers may be unlike
             weights = map_words(lambda words, w: in_use(words[1:], w), axes, stacked[0])
-            cache = PagedCache(pages, stacked[1], tokens, rows, pool, attention)
-            x, cache, _ = parts.block(weights, x, context, cache)
+            number = stacked[1] + first if first else stacked[1]
+            cache = PagedCache(pages, number, tokens, rows, pool, attention)
+            x, cache, _ = block(weights, x, context, cache)
             return (x, cache.pages), None
 
-        return scan_layers(layer, (x, pages), params[stack], layers)[0]
+        carry, first = (x, pages), 0
+        if (before := parts.prelude) is not None:
+            layer = functools.partial(step, before.block, parts.axes[before.member], 0)
+            carry = scan_layers(layer, carry, params[before.member], before.layers)[0]
+            first = before.layers
+        layer = functools.partial(step, parts.block, parts.axes[stack], first)
+        return scan_layers(layer, carry, params[stack], layers)[0]
 
     def leave(self, params: Tree, x: Array, rows_B: Array) -> Array:
         """Returns logits_BV of the residual stream after the last layer, as `run` does."""

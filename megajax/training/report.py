@@ -327,7 +327,12 @@ def show_model(console: Console, cfg: Any, train_step: TrainStep, mesh: Mesh) ->
     kv_heads = model.kv_heads * train_step.layout.copies("kv_heads")
     packed = model.head_width, model.heads // kv_heads, cfg.train.seq_len
     kernel, why = choose_attention(
-        train_step.layout, cfg.train.attention, cfg.train.dtype, cfg.context, packed
+        train_step.layout,
+        cfg.train.attention,
+        cfg.train.dtype,
+        cfg.context,
+        packed,
+        getattr(model, "sinks", False),
     )
     console.say(f"attention: {kernel} ({why})")
     if line := precision.explain(cfg, train_step.parts):

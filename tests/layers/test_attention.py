@@ -231,3 +231,45 @@ def test_attention_has_slots_for_as_many_documents_as_are_said():
         text = grad.trace(q, k, k, ids).lower(lowering_platforms=("cuda",)).as_text()
         sums = re.findall(r"tensor<(\d+)x32x4096xf32>", text)  # log-sum-exps: a row for each slot
         assert max(map(int, sums)) == slots
+
+
+@pytest.mark.parametrize("implementation", ["xla", "varlen"])
+def test_log_sum_exp_and_its_gradient(implementation, seed):
+    """Of grouped heads with a window and two segments, against the formula in float64."""
+    random = np.random.default_rng(seed)
+    q, k, v = (random.standard_normal((2, 9, heads, 8)) for heads in (4, 2, 2))
+    segments = np.array([[0] * 4 + [1] * 5, [0] * 7 + [1] * 2], np.int32)
+    places = np.concatenate([np.r_[:4, :5], np.r_[:7, :2]]).reshape(2, 9).astype(np.int32)
+    query = Context(jnp.asarray(places), jnp.asarray(segments))
+    same = segments[:, :, None] == segments[:, None]
+    back = places[:, :, None] - places[:, None]
+    seen = (same & (back >= 0) & (back < 3))[:, None]
+
+    def formula(q, k, v, xp):
+        k, v = (xp.repeat(x, 2, 2) for x in (k, v))
+        logits = xp.where(seen, xp.einsum("bshk,bmhk->bhsm", q, k) / 8**0.5, -1e30)
+        high = logits.max(-1, keepdims=True)
+        weights = xp.exp(logits - high)
+        total = weights.sum(-1, keepdims=True)
+        y = xp.einsum("bhsm,bmhk->bshk", weights / total, v)
+        return y, xp.moveaxis((xp.log(total) + high)[..., 0], 1, 2)
+
+    def ours(q, k, v):
+        return attend(q, k, v, query, None, 3, implementation, return_lse=True)
+
+    def mixed(function):  # both results with all their elements in it
+        def value(*x):
+            weighed = [
+                (jnp.cos(y) * np.arange(y.size, dtype="f").reshape(y.shape)) for y in function(*x)
+            ]
+            return sum(y.sum() for y in weighed)
+
+        return value
+
+    arrays = [jnp.asarray(x, "float32") for x in (q, k, v)]
+    for got, want in zip(ours(*arrays), formula(q, k, v, np), strict=True):
+        np.testing.assert_allclose(got, want, atol=1e-5)
+    got = jax.grad(mixed(ours), (0, 1, 2))(*arrays)
+    want = jax.grad(mixed(lambda *x: formula(*x, jnp)), (0, 1, 2))(*arrays)
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a, b, atol=2e-5 * np.abs(b).max())

@@ -13,7 +13,7 @@ from megajax.core.errors import UserError
 from megajax.layers.moe import MoeConfig, balance
 from megajax.models import decoder
 from megajax.training.scores import logprobs
-from tests.moe_oracle import build, differences, gradients, loop, tokens
+from tests.moe_oracle import BIASED, build, differences, gradients, loop, tokens
 from tests.tiny import MODEL, run_config
 
 PLAIN = MoeConfig(experts=8, top_k=2)
@@ -50,6 +50,25 @@ def test_a_loop_over_tokens(name, seed):
     np.testing.assert_allclose(y, want, atol=1e-5)
     assert int(sums.dropped) == dropped and (dropped > 0) == (cfg.mode == "capacity")
     np.testing.assert_array_equal(sums.load_E, load)
+
+
+@pytest.mark.parametrize("name", ["top 2", pytest.param("capacity", marks=pytest.mark.slow)])
+def test_biases_of_router_and_experts(name, seed):
+    """Against the loop, and the gradients of the biases against finite differences."""
+    cfg, x = CASES[name], tokens(seed)
+    graph, params = build(cfg, mlp=BIASED)
+    y, sums = run(params, x, graph)
+    want, dropped, _ = loop(params, x, cfg)
+    assert np.abs(np.asarray(x) @ np.asarray(params["gate"])[0]).max() > 7
+    np.testing.assert_allclose(y, want, atol=1e-5 * np.abs(want).max())
+    assert int(sums.dropped) == dropped
+    grads = gradients(params, x, graph)
+    zero = jax.tree.map(np.zeros_like, grads)
+    for leaf in ("router_bias", "gate_bias", "up_bias", "down_bias"):
+        slope = float((grads[0][leaf].astype(np.float64) ** 2).sum())
+        direction = (zero[0] | {leaf: grads[0][leaf]}, zero[1])
+        slope_of = differences(params, x, cfg, direction, 1e-6 / slope**0.5)
+        assert slope_of == pytest.approx(slope, rel=1e-3), leaf
 
 
 @pytest.mark.parametrize("name", ["top 2", "deepseek", "capacity"])
