@@ -133,7 +133,8 @@ class ModelParts:
     see(params, batch) -> the features of images, which embed takes in their place (models/vlm.py).
     tower: a further stack; None: there is none.
     network(params, batch, key) -> LossSums: of a model without a stack (`of_loss`), in the place of
-    embed, block and head_loss; layers is 0 then.
+    embed, block and head_loss; layers is 0 then. module(params) -> the Flax module with these
+    values, to evaluate: of a plain network (models/plain.py); None: of others.
     trains: a tree of bools like the parameters, set by the train step: False where a leaf has no
     gradient; None: all leaves are trained.
     runs: {number of a run's first layer: its block}, of layers that compute unlike others; the
@@ -154,6 +155,7 @@ class ModelParts:
     see: Callable[..., jax.Array] | None = None
     tower: Tower | None = None
     network: Callable[..., LossSums] | None = None
+    module: Callable[[Tree], Any] | None = None
     trains: Tree = None
     runs: Mapping[int, Callable] = dataclasses.field(default_factory=dict)
     prelude: Prelude | None = None
@@ -447,20 +449,28 @@ def of_loss(build: Callable[[jax.Array], Any]) -> ModelParts:
 
     axes = jax.tree.map(words, state, is_leaf=lambda v: isinstance(v, nnx.Variable))
 
+    return parts_of_network(
+        abstract=nnx.to_pure_dict(state),
+        axes=nnx.to_pure_dict(axes),
+        init=lambda key: nnx.to_pure_dict(nnx.state(build(key))),
+        network=lambda params, batch, key: nnx.merge(graph, params).loss(batch, key),
+    )
+
+
+def parts_of_network(**members: Any) -> ModelParts:
+    """Returns the parts of a network that computes its loss by itself. members: of ModelParts."""
+
     def missing(*_: Any) -> Any:
         raise UserError("a network that computes its own loss has no blocks and no logits")
 
     return ModelParts(
         layers=0,
-        abstract=nnx.to_pure_dict(state),
-        axes=nnx.to_pure_dict(axes),
-        init=lambda key: nnx.to_pure_dict(nnx.state(build(key))),
         context=missing,
         embed=missing,
         block=missing,
         head=missing,
         head_loss=missing,
-        network=lambda params, batch, key: nnx.merge(graph, params).loss(batch, key),
+        **members,
     )
 
 

@@ -25,6 +25,7 @@ __getattr__, __dir__, __all__ = public(
             "Task",
             "mean_loss",
             "mean_metrics",
+            "plain_task",
             "token_rows",
             "TrainState",
         ),

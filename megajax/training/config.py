@@ -222,10 +222,25 @@ class ModelShape(Protocol):
 
 
 @dataclass(frozen=True)
+class NoShape:
+    """The shape of a model that a mesh does not cut: a plain network, whose rows are no sequences
+    and that has no stack."""
+
+    @property
+    def sizes(self) -> Mapping[str, tuple[int, str]]:
+        """Returns no dimensions."""
+        return {}
+
+    layers = 0
+    max_positions = 0
+    dropout = 0.0
+
+
+@dataclass(frozen=True)
 class JobConfig(Checked):
     """How a model is trained, whatever it is: what all training runs share."""
 
-    model: ModelShape
+    model: ModelShape = NoShape()
     mesh: MeshSpec = group(MeshSpec, resets=True)
     shard: ShardSpec = group(ShardSpec)
     pipeline: PipelineConfig = group(PipelineConfig, needs=above(1, "mesh.pipe"))

@@ -388,7 +388,11 @@ class LocalNetwork:
         if copies is None and exchange.wire.difference:  # an evaluation: nothing is quantized
             exchange = dataclasses.replace(exchange, wire=PLAIN)
         used, new, squares = exchange.gather_local(params, copies, key)
-        cast = lambda x: x.astype(self.dtype if x.ndim > 1 else x.dtype)  # noqa: E731
+
+        def cast(x: Array) -> Array:
+            is_matrix = x.ndim > 1 and jnp.issubdtype(x.dtype, jnp.floating)
+            return x.astype(self.dtype) if is_matrix else x
+
         return jax.tree.map(cast, used), new, squares
 
     def _total(self, sums: LossSums) -> LossSums:

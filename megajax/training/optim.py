@@ -9,6 +9,10 @@ one learning rate and weight decay serve all leaves; WSD arXiv 2404.06395.
 """
 
 import dataclasses
+import importlib
+import os
+import re
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -19,11 +23,13 @@ import optax
 from jax.sharding import PartitionSpec, reshard
 
 from megajax.core.config import EPS, Checked, equal, option, other_than
+from megajax.core.errors import UserError, did_you_mean
 from megajax.core.layout import Layout, Words
-from megajax.core.tree import Tree
+from megajax.core.tree import Tree, named_leaves
 from megajax.models.parts import FEATURES, LAYERS, TOWER, map_words
 
 STACK_WORDS = (LAYERS, TOWER, "expert")  # dimensions that count independent weights
+NAMES = ("adamw", "lamb", "muon", "sgd")  # the optimizers of this file
 SLOWEST = 0.99999  # (chosen) decay of a moment: nearer to 1, float32 makes it 1 and divides by 0
 
 
@@ -31,7 +37,11 @@ SLOWEST = 0.99999  # (chosen) decay of a moment: nearer to 1, float32 makes it 1
 class OptimConfig(Checked, section="optim"):
     """Optimizer and schedule."""
 
-    name: Literal["adamw", "lamb", "muon", "sgd"] = option("adamw", "optimizer")
+    name: str = option(
+        "adamw",
+        "optimizer: adamw, lamb, muon, sgd, or MODULE:FUNCTION, a function of the learning rate "
+        "that returns an optax transformation, as optax:lion",
+    )
     lr: float = option(3e-3, "peak learning rate", at_least=0)
     schedule: Literal["cosine", "linear", "wsd", "constant"] = option(
         "cosine", "course of the learning rate after the warm-up"
@@ -73,6 +83,15 @@ class OptimConfig(Checked, section="optim"):
         at_least=0,
         at_most=SLOWEST,
     )
+
+    def __post_init__(self):
+        """Refuses a name that is neither one of the library's nor MODULE:FUNCTION."""
+        super().__post_init__()
+        if self.name not in NAMES and not re.fullmatch(r"[\w.]+:\w+", self.name):
+            raise UserError(
+                f"optim.name={self.name} must be one of {', '.join(NAMES)}, or MODULE:FUNCTION, as "
+                f"optax:lion.{did_you_mean(self.name, NAMES)} (--optim.name)"
+            )
 
 
 def phases(cfg: OptimConfig, steps: int) -> tuple[int, int]:
@@ -135,6 +154,11 @@ def is_hidden_matrix(words: Words) -> bool:
     return is_orthogonalised(words) and FEATURES not in words
 
 
+def unknown_rate(step: Any) -> jax.Array:
+    """Is the rate of an optimizer that does not say its learning rate: a step reports none."""
+    return jnp.float32(jnp.nan)
+
+
 def _observe_nothing(grads: Tree, state: Any, params: Tree) -> tuple[Tree, Any]:
     return grads, state
 
@@ -146,13 +170,14 @@ class Optimizer:
     What happens between gradients and update wraps one (training/masking.py).
     observe(grads, state, params) -> (grads, state): called first, before the norm is taken and
     gradients are clipped. rate(step) -> the learning rate that is reported. mean(state, params) ->
-    the weights that evaluations use.
+    the weights that evaluations use. is_foreign: it was made from any optax transformation.
     """
 
     init: Callable[[Tree], Any]
     update: Callable[..., tuple[Tree, Any]]
     observe: Callable[[Tree, Any, Tree], tuple[Tree, Any]] = _observe_nothing
-    rate: optax.Schedule = lambda step: jnp.nan
+    rate: optax.Schedule = unknown_rate
+    is_foreign: bool = False
     mean: Callable[[Any, Tree], Tree] = lambda state, params: params
 
 
@@ -169,7 +194,10 @@ def make_optimizer(
     of the configuration. Gradients must already be clipped.
     """
     schedule = make_schedule(cfg, steps) if schedule is None else schedule
-    optimizer = Optimizer(*_chain(cfg, axes, layout, schedule), rate=schedule)
+    if cfg.name in NAMES:
+        optimizer = Optimizer(*_chain(cfg, axes, layout, schedule), rate=schedule)
+    else:
+        optimizer = of_optax(imported(cfg.name, schedule), schedule)
     return average_weights(optimizer, cfg.ema) if cfg.ema else optimizer
 
 
@@ -190,6 +218,99 @@ def _chain(
         muon = scale_by_muon(cfg.beta1, axes, layout)
         return optax.chain(optax.partition({"muon": muon, "adam": adam}, labels), decay, rate)
     return optax.chain(adam, decay, rate)
+
+
+def of_optax(
+    transformation: optax.GradientTransformation, rate: optax.Schedule = unknown_rate
+) -> Optimizer:
+    """Returns an optax transformation, which has its learning rate in itself, as an Optimizer. It
+    sees the arrays of all devices, so that a norm over a parameter is that of the parameter."""
+
+    def init(params: Tree) -> Any:
+        with jax.numpy_dtype_promotion("standard"):
+            return transformation.init(params)
+
+    return Optimizer(init, _promoting(transformation).update, rate=rate, is_foreign=True)
+
+
+def optimizer_of(make: Any, axes: Tree, layout: Layout) -> Optimizer:
+    """Returns the optimizer that `make` is or makes. make: an optax transformation, or a function
+    (words of the parameters, layout) -> Optimizer."""
+    return of_optax(make) if isinstance(make, optax.GradientTransformation) else make(axes, layout)
+
+
+def imported(name: str, schedule: optax.Schedule) -> optax.GradientTransformation:
+    """Returns what MODULE:FUNCTION makes of a learning rate. The module may lie in the working
+    directory. It is imported only if the command line has the name: a file of settings may be a
+    stranger's.
+
+    Raises: UserError for a name that is not on the command line, and for a module, a function or a
+      result that is not there or not usable.
+    """
+    if not any(name == argument.rpartition("=")[2] for argument in sys.argv[1:]):
+        raise UserError(
+            f"optim.name={name} is not on the command line, and code is run only where it is; "
+            f"repeat it there: --optim.name={name}. A program of your own gives make_train_step "
+            "the optax transformation itself (--optim.name)"
+        )
+    module, _, function = name.partition(":")
+    sys.path.append(os.getcwd())
+    try:
+        make = getattr(importlib.import_module(module), function)
+    except ImportError as error:
+        raise UserError(
+            f"optim.name={name}: the module {module} cannot be imported: {error}. It must lie in "
+            "the working directory or be installed (--optim.name)"
+        ) from error
+    except AttributeError:
+        raise UserError(
+            f"optim.name={name}: the module {module} has no function {function} (--optim.name)"
+        ) from None
+    finally:
+        sys.path.remove(os.getcwd())
+    try:
+        made = make(schedule)
+    except TypeError as error:
+        raise UserError(
+            f"optim.name={name}: {function}(learning_rate) raised {error}; the function takes the "
+            "learning rate, a function of the step, alone (--optim.name)"
+        ) from error
+    if not isinstance(made, optax.GradientTransformation):
+        raise UserError(
+            f"optim.name={name}: {function}(learning_rate) returned a {type(made).__name__}; it "
+            "must return an optax.GradientTransformation (--optim.name)"
+        )
+    return made
+
+
+def check_update(optimizer: Optimizer, params: Tree, opt: Tree) -> None:
+    """Refuses a foreign optimizer whose update does not trace on parameters cut over the mesh, or
+    has not the shape of each parameter. params, opt: abstract. Call it under the mesh.
+
+    Raises: UserError.
+    """
+    if not optimizer.is_foreign:
+        return
+    grads = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32, sharding=x.sharding), params
+    )
+    try:
+        updates, new = jax.eval_shape(optimizer.update, grads, opt, params)
+    except Exception as error:
+        first = str(error).strip().partition("\n")[0]
+        raise UserError(
+            f"the optimizer cannot update parameters that are cut over devices: {first:.300}; "
+            "--shard.zero=none keeps a copy of each on every device (--shard.zero)"
+        ) from error
+    for tree, like, what in ((updates, params, "update"), (new, opt, "state")):
+        if jax.tree.structure(tree) != jax.tree.structure(like):
+            raise UserError(f"the optimizer returned another tree than it got as its {what}")
+        for (name, x), (_, y) in zip(named_leaves(tree), named_leaves(like), strict=True):
+            if x.shape != y.shape:
+                raise UserError(
+                    f"the optimizer returned {name} of the shape {x.shape} as its {what}; it must "
+                    f"stay {y.shape}"
+                )
 
 
 def _promoting(inner: optax.GradientTransformation) -> optax.GradientTransformation:
@@ -363,7 +484,8 @@ def scale_by_muon(
                 x = reshard(x, there)
         # 'embed', or the outputs of a kernel, are one side of the matrix, all other inner
         # dimensions the other.
-        rows = shape[len(stack)] if words[len(stack)] == "embed" else -1
+        is_first = words[len(stack)] == "embed" and FEATURES not in words
+        rows = shape[len(stack)] if is_first else -1
         columns = shape[-1] if rows == -1 else -1
         matrix = orthogonalise(x.reshape(*shape[: len(stack)], rows, columns))
         matrix = matrix * (0.2 * max(matrix.shape[-2:]) ** 0.5)  # Moonlight: RMS 0.2, as Adam's

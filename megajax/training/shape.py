@@ -17,7 +17,7 @@ from megajax.core.errors import UserError
 from megajax.core.files import check_writable, expand
 from megajax.cost import memory
 from megajax.cost.base import Phase
-from megajax.cost.step import Coding, Pipeline, StepShape
+from megajax.cost.step import MOMENTS, Coding, Pipeline, StepShape
 from megajax.parallel import sharding, wire
 from megajax.parallel.exchange import refuse_kernels
 from megajax.parallel.overlap import refuse_fused
@@ -62,7 +62,7 @@ def step_shape(
         accumulate=train.accumulate if phase == "train" else 1,
         remat=train.keeps,
         loss_chunks=max(train.loss_chunks, 1) if phase == "train" else 1,
-        optimizer=cfg.optim.name,
+        optimizer=cfg.optim.name if cfg.optim.name in MOMENTS else "adamw",  # (chosen) two moments
         averages=cfg.optim.ema > 0,
         fused_attention=fused_attention,
         local_gradients=stages > 1 and pipeline.gradients == "local",

@@ -46,10 +46,10 @@ from megajax.training.gradients import (
     pipelined,
     without_stages,
 )
-from megajax.training.optim import Optimizer
+from megajax.training.optim import Optimizer, check_update, optimizer_of, unknown_rate
 from megajax.training.precision import agree, products_of
 from megajax.training.shape import is_open, resolved
-from megajax.training.task import Leaf, Task, TrainState
+from megajax.training.task import Leaf, Task, TrainState, count_in_loss
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,15 +140,15 @@ def make_train_step(
     cfg: Any,
     mesh: Mesh,
     task: Task | None = None,
-    optimizer: Callable[[Tree, Layout], Optimizer] | None = None,
+    optimizer: Callable[[Tree, Layout], Optimizer] | optax.GradientTransformation | None = None,
 ) -> TrainStep:
     """Builds the step of a configuration on a mesh.
 
-    Args: cfg: a training.config.JobConfig. task: what is trained; None: what the configuration
-      itself describes, `cfg.task()`. optimizer(words of the trained parameters, layout): None: that
-      of the configuration, `cfg.optimizer`.
-    Raises: UserError for a mesh that cannot cut the model, and for a --train.freeze that names no
-      parameter, or all of them.
+    Args: cfg: a training.config.JobConfig. task: what is trained; None: `cfg.task()`. optimizer: an
+      optax transformation, which gets clipped gradients (--optim.clip), or a function (words of the
+      trained parameters, layout) -> Optimizer; None: `cfg.optimizer`.
+    Raises: UserError for a mesh that cannot cut the model, a --train.freeze that names no parameter
+      or all of them, and an optimizer that cannot update the parameters.
     """
     rows = shares.rows_of_ranks(cfg, mesh, agree(cfg) if cfg.shares else ())
     if is_open(cfg):
@@ -176,10 +176,10 @@ def make_train_step(
         exchange, used = exchange_of(cfg, parts, layout), parts
         options = compiler_options(cfg.overlap, mesh, cfg.is_unlike)
         routes: list[tuple] = [(), ()]
+        order = np.arange(parts.layers)
         if parts.network is not None:
             network = _network(cfg, task, parts, layout, exchange, pieces)
             loss, differentiate = network.sums, network.differentiate(objective)
-            order = np.arange(0)
         elif stages > 1:
             routes = [(cfg.pipeline.route(stages, backward),) for backward in (True, False)]
             if parts.tower and parts.tower.segments:
@@ -195,8 +195,7 @@ def make_train_step(
                 used = of_layout(exchange.used)
             loss = plain.loss
             differentiate = without_stages(cfg, used, exchange, objective)
-            order = np.arange(parts.layers)
-        rule = (optimizer or cfg.optimizer)(parts.trained(parts.axes), layout)
+        rule = optimizer_of(optimizer or cfg.optimizer, parts.trained(parts.axes), layout)
         if parts.tower:
             differentiate = _counted_first(order_of(mesh), differentiate)
         gradients = functools.partial(_gradients, cfg, task, parts, differentiate)
@@ -205,6 +204,7 @@ def make_train_step(
         init_exchange = functools.partial(_init_exchange, cfg, exchange, stack)
         init = functools.partial(_init, cfg, parts, layout, rule, order, init_exchange)
         abstract = _with_shardings(jax.eval_shape(init, 0), mesh)
+        check_update(rule, parts.trained(abstract.params), abstract.opt)
 
     def step(
         state: TrainState, batch: Batch, *route: Route
@@ -267,10 +267,30 @@ def _gradients(
                 "not trained rests in float32 or bfloat16 (--train.freeze, --train.frozen_dtype); "
                 "quantized weights are served, not trained (docs/serving.md)"
             )
+    _check_members(task, parts, batch)
+    key = jax.random.fold_in(jax.random.key(cfg.train.seed), state.step)
+    if task.count is count_in_loss:
+        summed = differentiate(state, batch, jnp.float32(1), key, *route)
+        count = summed.sums.count
+        scale = 1 / jnp.maximum(count, 1).astype(jnp.float32)
+        return summed._replace(count=count, grads=jax.tree.map(lambda g: g * scale, summed.grads))
     count = task.count(batch)
     total = jnp.maximum(count, 1).astype(jnp.float32)
-    key = jax.random.fold_in(jax.random.key(cfg.train.seed), state.step)
     return differentiate(state, batch, total, key, *route)._replace(count=count)
+
+
+def _check_members(task: Task, parts: ModelParts, batch: Batch) -> None:
+    """Refuses a batch without a member of the task and, of a network that computes its own loss,
+    one with others. Raises: UserError."""
+    lacks = [n for n in task.batch if n not in batch]
+    more = [n for n in batch if n not in task.batch] if parts.network is not None else []
+    if lacks or more:
+        said = [f"lacks {', '.join(lacks)}"] * bool(lacks)
+        said += [f"has {', '.join(more)} besides"] * bool(more)
+        raise UserError(
+            f"the batch {' and '.join(said)}; the members of the task are {', '.join(task.batch)} "
+            "(Task.batch)"
+        )
 
 
 def _counted_first(order: Order, differentiate: Differentiate) -> Differentiate:
@@ -315,14 +335,10 @@ def _apply(
     new = jax.tree.map(lambda a, b: jnp.where(finite, a, b), new, old)
     # Copies follow the masters that were there before the step, so they stand in any case.
     new = dataclasses.replace(new, copies=copies)
-    with jax.numpy_dtype_promotion("standard"):  # optax mixes int32 and floats
-        rate = optimizer.rate(state.step)
-    metrics |= {
-        "grad_norm": norm,
-        "targets": count,
-        "lr": jnp.asarray(rate, jnp.float32),
-        "leaf_norms": jnp.sqrt(squares),
-    }
+    metrics |= {"grad_norm": norm, "targets": count, "leaf_norms": jnp.sqrt(squares)}
+    if optimizer.rate is not unknown_rate:
+        with jax.numpy_dtype_promotion("standard"):  # optax mixes int32 and floats
+            metrics["lr"] = jnp.asarray(optimizer.rate(state.step), jnp.float32)
     if lack is not None:
         metrics |= _wire_metrics(lack)
     return new, metrics | _moe_metrics(sums.moe, pieces)

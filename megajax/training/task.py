@@ -18,6 +18,7 @@ from megajax.core.layout import Layout, Words
 from megajax.core.tree import Tree
 from megajax.layers.losses import LossSums
 from megajax.layers.ops import Ops
+from megajax.models import plain
 from megajax.models.parts import Batch, ModelParts
 
 Objective = Callable[[LossSums, jax.Array], jax.Array]
@@ -47,6 +48,12 @@ def count_targets(batch: Batch) -> jax.Array:
     return (batch["targets"] >= 0).sum()
 
 
+def count_in_loss(batch: Batch) -> jax.Array:
+    """Says that the loss counts the predictions (LossSums.count), so that they are not known before
+    it. A step then calls the objective with the total 1 and divides the gradients."""
+    raise AssertionError("the count is that of the loss")
+
+
 def train_all(name: str, words: Words) -> bool:
     """Says of every parameter that it is trained."""
     return True
@@ -67,7 +74,8 @@ class Task:
     metrics(sums, total): {name: scalar}, reported by a step and by an evaluation. sums: of all
       micro-batches. If `loss` is not among the names, the objective is reported as the loss.
     count(batch): int32, the number of predictions of a batch. The step's total is their sum, or 1
-      if that is 0. By default, the targets that are not negative are counted.
+      if that is 0. By default, the targets that are not negative are counted. `count_in_loss`: the
+      loss counts, and the objective is a sum divided by the total.
     unit: what throughput counts ('tokens', 'images'). row_units: the units of a row; None: the
       length of the member `tokens`, or 1 if there is no such member.
     more_batches: further shapes in which a batch may come (images on other canvases), with the
@@ -92,6 +100,38 @@ class Task:
         if self.row_units is not None:
             return self.row_units
         return self.batch["tokens"].shape[0] if "tokens" in self.batch else 1
+
+
+def plain_task(
+    build: plain.Build, loss: plain.Loss, batch: Mapping[str, Leaf], unit: str = "rows"
+) -> Task:
+    """Returns the task of a plain Flax NNX module, which needs no words and no Ops.
+
+    It trains data-parallel with any --shard.zero; other axes of the mesh are refused.
+
+    Args: build(rngs): returns the module. loss(module, batch): returns ({'loss': float, ...}, int):
+      sums over the rows of the batch, and how many rows or predictions they are over. What is
+      minimised is `loss` divided by the count of the whole step; each sum is reported divided by
+      it. A loss sees the rows of one device, and the module in the mode of training or evaluation.
+      batch: the members of a batch, each with the shape and type of one row. unit: what the count
+      counts.
+    Raises: UserError for a module whose variables cannot be trained.
+    """
+    network = plain.PlainNetwork(build, loss)
+    network.parts()  # refuses now what cannot be trained
+    return Task(
+        network.parts,
+        batch,
+        objective=lambda sums, total: sums.loss / total,
+        metrics=lambda sums, total: {
+            n: x.astype(total.dtype) / total
+            for n, x in sums.terms.items()
+            if not n.startswith(plain.VARIABLE)
+        },
+        count=count_in_loss,
+        unit=unit,
+        trains=network.trains,
+    )
 
 
 def token_rows(seq_len: int, *more: str) -> dict[str, Leaf]:

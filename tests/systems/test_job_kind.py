@@ -21,7 +21,7 @@ from megajax.core import config
 from megajax.core.config import Checked, group, option
 from megajax.systems import job
 from megajax.training import JobConfig, OptimConfig, TrainConfig, joint, make_train_step
-from resnet import task
+from shapes import task
 
 @dataclasses.dataclass(frozen=True)
 class ResNetConfig(Checked, section="model"):
@@ -57,11 +57,11 @@ class Batches:
         size = (8, 12)[number % 2]
         self.position += 8
         x = random.integers(0, 256, (8, size, size, 3), dtype=np.uint8)
-        return {"images": x, "targets": (x[:, 0, 0, 0] % 4).astype(np.int32)}
+        return {"image": x, "label": (x[:, 0, 0, 0] % 4).astype(np.int32)}
 
 def build(cfg, mesh):
-    first = make_train_step(cfg, mesh, task(cfg.model, 12))
-    second = make_train_step(cfg, mesh, task(cfg.model, 12))
+    first = make_train_step(cfg, mesh, task)
+    second = make_train_step(cfg, mesh, task)
     def step(state, batch):
         after, states, found = state.step + 1, {}, {}
         for name in whole.steps:
@@ -85,9 +85,9 @@ sys.exit(config.run(lambda: job.run(KIND)))
 
 def run(folder, out, *flags):
     (folder / "learn.py").write_text(COMMAND)
-    text = (ROOT / "docs" / "training.md").read_text()
-    code = text.split("<!-- resnet.py -->\n```python\n")[1].split("```")[0]
-    (folder / "resnet.py").write_text(code)
+    text = (ROOT / "docs" / "own_networks.md").read_text()
+    code = text.split("<!-- shapes.py -->\n```python\n")[1].split("```")[0]
+    (folder / "shapes.py").write_text(code)
     command = [sys.executable, folder / "learn.py", folder, f"--run_dir={out}", "--emulate=2"]
     env = os.environ | {"PYTHONPATH": str(ROOT), "XLA_FLAGS": ""}
     return subprocess.run([*command, *flags], env=env, capture_output=True, text=True)

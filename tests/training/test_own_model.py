@@ -1,4 +1,4 @@
-"""A network that the library does not know, as docs/training.md shows it: both files run here."""
+"""A network with words of its own, as docs/own_networks.md shows it: both files run here."""
 
 import dataclasses
 import functools
@@ -33,7 +33,7 @@ ROOT = pathlib.Path(__file__).parents[2]
 
 
 def code(name):
-    text = (ROOT / "docs" / "training.md").read_text()
+    text = (ROOT / "docs" / "own_networks.md").read_text()
     (source,) = re.findall(rf"^<!-- {name} -->\n```python\n(.*?)^```", text, re.M | re.S)
     return source
 
@@ -139,7 +139,7 @@ def test_a_variable_that_is_no_parameter_is_named(mixer):
 
 def test_each_member_of_ops_is_documented():
     """In its docstring and in the table of the page on networks of one's own."""
-    page = (ROOT / "docs" / "training.md").read_text()
+    page = (ROOT / "docs" / "own_networks.md").read_text()
     about = inspect.getdoc(Ops) or ""
     for field in dataclasses.fields(Ops):
         assert re.search(rf"^{field.name}[(:]", about, re.M) or f" {field.name}(" in about

@@ -111,6 +111,25 @@ class Work(Protocol):
     def check(self) -> None: ...  # noqa: D102
 
 
+class Immediate:
+    """The work of a server whose handlers answer by themselves: there is nothing to begin, to wait
+    for or to fail."""
+
+    live, failure = 0, None
+
+    def __init__(self) -> None:
+        """Makes the event, which nothing sets."""
+        self.failed = asyncio.Event()
+
+    def start(self) -> None:
+        """Begins nothing."""
+
+    stop = abort = check = start
+
+    async def join(self) -> None:
+        """Waits for nothing."""
+
+
 class Metrics:
     """The metrics of a server, for Prometheus: the answered HTTP requests, and those that its work
     adds. Each server has a registry, so that several can run in one process.
