@@ -176,6 +176,8 @@ class Workload:
             ops[i] = dataclasses.replace(
                 op, kernel=dataclasses.replace(kernel, kv_heads=kernel.kv_heads * copies)
             )
+            if isinstance(self.ops[i - 1].kernel, Attention):  # of other layers, same product
+                continue
             before = max(j for j in range(i) if ops[j].part == "input")
             product: Any = ops[before].kernel
             ops[before] = dataclasses.replace(
@@ -461,7 +463,8 @@ class Stack:
     hidden: feed-forward width; with a mixture of experts, that of the shared experts (0: none).
     gated: whether the feed-forward layer has two input matrices. parallel: whether attention and
     feed-forward layer read the same input, with one gather and one scatter of the residual stream.
-    window: the largest number of keys that a query attends to; None: all. repeats: how often each
+    window: the largest number of keys that a query attends to; None: all. windows: (window, share
+    of the layers) where layers differ in it; empty: all have `window`. repeats: how often each
     block is applied. routed: the routed experts; None: there are none.
     """
 
@@ -477,6 +480,7 @@ class Stack:
     window: int | None = None
     repeats: int = 1
     routed: Routed | None = None
+    windows: tuple[tuple[int | None, float], ...] = ()
 
     def ops(self, rows: int, queries: int, keys: int, dtype: str = "bfloat16") -> tuple[Op, ...]:
         """Returns the blocks' operations in their order.
@@ -494,23 +498,19 @@ class Stack:
         def norm(times: int) -> Op:
             return dataclasses.replace(op("norm", Rowwise("norm", T, D)), count=times * L)
 
-        attention = Attention(
-            rows,
-            queries,
-            keys,
-            self.heads,
-            self.kv_heads,
-            self.head_width,
-            self.causal,
-            self.window,
-        )
-        attend = op("attention", attention)
+        def attention(window: int | None, share: float) -> Op:
+            seen = min(window or keys, keys) if queries == 1 else keys  # of a cache
+            sizes = self.heads, self.kv_heads, self.head_width
+            kernel = Attention(rows, queries, seen, *sizes, self.causal, window)
+            return dataclasses.replace(op("attention", kernel), count=share * L)
+
+        attend = [attention(*one) for one in self.windows or ((self.window, 1),)]
         activate = op("activation", Rowwise("activation", T, hidden, 1 + self.gated))
         if self.parallel:
             return (
                 norm(1),
                 op("input", Matmul(T, D, asked + 2 * stored + into)),
-                attend,
+                *attend,
                 activate,
                 op("output", Matmul(T, asked + hidden, D)),
                 *self._experts(T, queries, op),
@@ -527,7 +527,7 @@ class Stack:
         return (
             norm(2),
             op("input", Matmul(T, D, asked + 2 * stored)),
-            attend,
+            *attend,
             op("output", Matmul(T, asked, D)),
             *dense,
             *self._experts(T, queries, op),

@@ -56,6 +56,8 @@ class Context:
     positions_BS: int32, from 0 in each segment. segments_BS: int32 or None (one segment a row); a
     negative number marks padding. rotary: (cos_BSK, sin_BSK) float32 or None. dropout: PRNG key or
     None (off). causal: static; False: tokens also see what follows them, as in an encoder.
+    local: the tables of layers of the kind 'local' (`Kind`). kind: int32, the number of the layer's
+    kind, where one block runs layers of several; None elsewhere.
     """
 
     positions_BS: jax.Array
@@ -63,6 +65,8 @@ class Context:
     rotary: tuple[jax.Array, jax.Array] | None = None
     dropout: jax.Array | None = None
     causal: bool = dataclasses.field(default=True, metadata={"static": True})
+    local: tuple[jax.Array, jax.Array] | None = None
+    kind: jax.Array | None = None
 
 
 def visible(query: Context, memory: Context, window: int | None) -> jax.Array:
@@ -121,6 +125,13 @@ class RopeConfig(Checked, section="model.rope"):
     """Frequencies of rotary embeddings, and their scaling."""
 
     theta: float = option(10000.0, "base of the frequencies of rotary embeddings", at_least=1)
+    local_theta: float | None = option(
+        None,
+        "base of the frequencies in layers with a window of a model.pattern, which have no scaling "
+        "then; none: as in the others",
+        needs=other_than("pattern", None),
+        at_least=1,
+    )
     factor: float = option(
         1.0, "Llama 3 scaling: divisor of low frequencies; 1: no scaling", at_least=1
     )
@@ -206,11 +217,22 @@ class Cache(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
+class Kind:
+    """What layers of one stack may differ in. window: keys a query may see, itself included; None:
+    all. tables: the member of Context that turns queries and keys; 'none': they are not turned."""
+
+    window: int | None = None
+    tables: Literal["rotary", "local", "none"] = "rotary"
+
+
+@dataclasses.dataclass(frozen=True)
 class AttentionConfig:
     """Shape of one attention layer. window: keys a query may see, itself included; None: all.
     kv_word: the logical word of the key-value heads; 'heads' where they are as many as the query
     heads and no rule about fewer ones (Rules.copies) may touch them. sinks: whether each head has a
-    learned logit in the softmax's sum that has no value (GPT-OSS)."""
+    learned logit in the softmax's sum that has no value (GPT-OSS). kinds: of the layers of a stack,
+    in the place of `window`; with several, Context.kind says which one a layer has. (): there is
+    one."""
 
     width: int
     heads: int
@@ -224,6 +246,7 @@ class AttentionConfig:
     out_std: float
     kv_word: str = "kv_heads"
     sinks: bool = False
+    kinds: tuple[Kind, ...] = ()
 
 
 class Attention(nnx.Module):
@@ -277,16 +300,35 @@ class Attention(nnx.Module):
             )
         if self.cfg.qk_norm:
             q, k = self.query_norm(q), self.key_norm(k)
-        if context.rotary is not None:
-            q, k = rotate(q, context.rotary), rotate(k, context.rotary)
-        if not self.cfg.sinks:
-            if cache is not None:
-                return cache.attend(q, k, v, context, self.cfg.window)
-            return self.ops.attend(q, k, v, context, None, self.cfg.window), None
-        sinks = self.ops.vector(self.sinks)
+        sinks = self.ops.vector(self.sinks) if self.cfg.sinks else None
+        kinds = self.cfg.kinds or (Kind(self.cfg.window),)
+        ways = [functools.partial(self._attend, kind) for kind in kinds]
+        if len(ways) == 1:
+            return ways[0](q, k, v, context, cache, sinks)
+        assert context.kind is not None, "a block of several kinds needs Context.kind"
+        return jax.lax.switch(context.kind, ways, q, k, v, context, cache, sinks)
+
+    def _attend(
+        self,
+        kind: Kind,
+        q: Array,
+        k: Array,
+        v: Array,
+        context: Context,
+        cache: Cache | None,
+        sinks: Array | None,
+    ) -> tuple[jax.Array, Cache | None]:
+        """Turns q and k by their positions and attends, as layers of this kind do."""
+        tables = None if kind.tables == "none" else getattr(context, kind.tables)
+        if tables is not None:
+            q, k = rotate(q, tables), rotate(k, tables)
+        context = dataclasses.replace(context, local=None, kind=None)  # no facts about tokens
         if cache is not None:
-            return cache.attend(q, k, v, context, self.cfg.window, sinks)
-        y, lse = self.ops.attend(q, k, v, context, None, self.cfg.window, return_lse=True)
+            more = () if sinks is None else (sinks,)
+            return cache.attend(q, k, v, context, kind.window, *more)
+        if sinks is None:
+            return self.ops.attend(q, k, v, context, None, kind.window), None
+        y, lse = self.ops.attend(q, k, v, context, None, kind.window, return_lse=True)
         # A sink s joins the denominator: e^lse becomes e^lse + e^s.
         share_BSH = jax.nn.sigmoid(lse - param.broadcast(sinks, lse, lse.dtype))
         return y * share_BSH[..., None].astype(y.dtype), None

@@ -23,7 +23,7 @@ from megajax.core.errors import UserError
 from megajax.core.layout import Layout
 from megajax.core.tree import Tree
 from megajax.layers import param
-from megajax.layers.attention import Attention, Cache, Context, rotary
+from megajax.layers.attention import Attention, Cache, Context, RopeConfig, rotary
 from megajax.layers.latent import LatentAttention
 from megajax.layers.losses import (
     LossSums,
@@ -126,8 +126,12 @@ class Decoder(nnx.Module):
         tables = None
         if self.cfg.position == "rope":
             tables = rotary(positions_BS, self.cfg.rope, self.cfg.rotary_width)
+        local = None
+        if tables is not None and self.cfg.rope.local_theta and "w" in self.cfg.letters:
+            plain = RopeConfig(theta=self.cfg.rope.local_theta)
+            local = rotary(positions_BS, plain, self.cfg.rotary_width)
         key = key if self.cfg.dropout > 0 else None
-        return Context(positions_BS, batch.get("segments"), tables, key)
+        return Context(positions_BS, batch.get("segments"), tables, key, local=local)
 
     def tables(self, batch: parts_.Batch) -> list[tuple[nnx.Param, jax.Array]]:
         """Returns the tables of the embedding, each with the rows of it that a batch reads."""
@@ -222,6 +226,14 @@ def parts(
     graph, abstract, axes = parts_.split(nnx.eval_shape(lambda: build(jax.random.key(0))))
     block_graph = nnx.split(nnx.merge(graph, abstract).blocks)[0]
 
+    def block_of(letter: str) -> Callable:
+        """Returns the block of the layers of one kind, which alone is static in it."""
+        like = dataclasses.replace(
+            cfg, pattern=letter, window=cfg.window if letter == "w" else None
+        )
+        of_kind = parts(like, layout, ops, dtype, network=network)
+        return of_kind.block
+
     def init(key: jax.Array) -> Tree:
         return nnx.to_pure_dict(nnx.state(build(key)))
 
@@ -255,7 +267,7 @@ def parts(
 
         prelude = parts_.Prelude("dense", cfg.moe.dense_layers, dense_block, embed)
     context_of = merge(abstract).context  # reads the configuration only, no parameter
-    parts = parts_.ModelParts(
+    parts_of = parts_.ModelParts(
         layers=cfg.layers,
         abstract=abstract,
         axes=axes,
@@ -269,5 +281,8 @@ def parts(
         tower=tower(merge) if tower else None,
         prelude=prelude,
     )
+    if cfg.layer_kinds:
+        blocks = tuple(block_of(letter) for letter in sorted(set(cfg.letters)))
+        parts_of = dataclasses.replace(parts_of, kinds=cfg.layer_kinds, blocks=blocks)
     has_bias = cfg.moe.experts and cfg.moe.bias_rate > 0
-    return dataclasses.replace(parts, settle=move_bias) if has_bias else parts
+    return dataclasses.replace(parts_of, settle=move_bias) if has_bias else parts_of

@@ -5,18 +5,22 @@ tensor-parallel size divides; logits of the added rows are masked.
 """
 
 import dataclasses
+import reprlib
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from megajax.core.config import EPS, Checked, above, equal, group, option
 from megajax.core.errors import UserError, nearest_divisors
 from megajax.core.tree import Tree
 from megajax.cost.base import Op, Phase, Routed, Stack, Workload, lookup
 from megajax.cost.kernels import Matmul
-from megajax.layers.attention import AttentionConfig, RopeConfig
+from megajax.layers.attention import AttentionConfig, Kind, RopeConfig
 from megajax.layers.latent import LatentConfig, LatentShape
 from megajax.layers.mlp import ACTIVATIONS, Activation, MlpConfig
 from megajax.layers.moe import MoeConfig
+
+LETTERS = "w", "f", "n"  # of DecoderConfig.pattern
+MOST_LETTERS = 2**14  # (chosen) as many as the layers of a config.json that is read
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,6 +69,11 @@ class DecoderConfig(Checked, section="model"):
         "tokens",
         at_least=1,
     )
+    pattern: str | None = option(
+        None,
+        "kinds of the layers, a letter for each, repeated over all: w with the sliding window, f "
+        "with full attention, n with full attention and without rotary positions; none: all alike",
+    )
     tied: bool = option(True, "the head is the embedding transposed")
     dropout: float = option(
         0.0, "dropout rate on the embedding and on each sublayer's output", at_least=0, below=1
@@ -86,6 +95,7 @@ class DecoderConfig(Checked, section="model"):
                 f"model.head_width={self.head_width} must be even for rotary positions; "
                 f"nearest: {self.head_width - 1}, {self.head_width + 1} (--model.head_width)"
             )
+        self._check_pattern()
         if self.moe.experts and self.moe.shared and self.bias == "all":
             raise UserError(
                 f"model.bias=all: shared experts have no biases, and moe.shared={self.moe.shared}; "
@@ -127,6 +137,58 @@ class DecoderConfig(Checked, section="model"):
                 raise UserError(
                     f"latent attention (model.latent.rank={self.latent.rank}): {problem}"
                 )
+
+    def _check_pattern(self) -> None:
+        """Refuses letters that mean nothing, and a window that no layer has, or that none sets."""
+        if self.pattern is None:
+            return
+        shown = f"model.pattern={reprlib.repr(self.pattern)}"
+        if not self.pattern or set(self.pattern) - set(LETTERS) or len(self.pattern) > MOST_LETTERS:
+            raise UserError(
+                f"{shown} must be one to {MOST_LETTERS} of the letters {', '.join(LETTERS)}; for "
+                "example wwwwwf, or none (--model.pattern)"
+            )
+        if self.latent.rank or self.moe.dense_layers:
+            raise UserError(
+                f"{shown}: with model.latent.rank={self.latent.rank} and moe.dense_layers="
+                f"{self.moe.dense_layers} layers are of one kind; use none (--model.pattern)"
+            )
+        if "n" in self.pattern and self.position != "rope":
+            raise UserError(
+                f"{shown}: the letter n takes rotary positions away, and model.position="
+                f"{self.position}; use f and w, or --model.position=rope (--model.pattern)"
+            )
+        if ("w" in self.pattern) != (self.window is not None):
+            raise UserError(
+                f"{shown} and model.window={self.window}: layers of the letter w have the window; "
+                "set both, or none of the two (--model.pattern, --model.window)"
+            )
+
+    @property
+    def letters(self) -> str:
+        """The letter of each layer's kind, as `pattern` has them; '' where it is None."""
+        pattern = self.pattern or ""
+        return (pattern * -(-self.layers // max(1, len(pattern))))[: self.layers]
+
+    @property
+    def layer_kinds(self) -> tuple[int, ...]:
+        """The number of each layer's kind in `attention.kinds`; empty where all are alike."""
+        present = sorted(set(self.letters))
+        return tuple(map(present.index, self.letters)) if len(present) > 1 else ()
+
+    @property
+    def windows(self) -> tuple[tuple[int | None, float], ...]:
+        """(window, share of the layers) of a pattern; empty: all layers have `window`."""
+        if self.pattern is None:
+            return ()
+        narrow = self.letters.count("w") / self.layers
+        return tuple((w, part) for w, part in ((self.window, narrow), (None, 1 - narrow)) if part)
+
+    def part(self, start: int, stop: int) -> Self:
+        """Returns the configuration of a model of the layers from `start` on and before `stop`."""
+        pattern = self.letters[start:stop] or None
+        window = self.window if pattern is None or "w" in pattern else None
+        return dataclasses.replace(self, layers=stop - start, pattern=pattern, window=window)
 
     @property
     def axes(self) -> Tree:
@@ -186,7 +248,14 @@ class DecoderConfig(Checked, section="model"):
             window=self.window,
             out_std=self._out_std,
             sinks=self.sinks,
+            kinds=self._kinds,
         )
+
+    @property
+    def _kinds(self) -> tuple[Kind, ...]:
+        local = "rotary" if self.rope.local_theta is None else "local"
+        kinds = {"f": Kind(), "n": Kind(tables="none"), "w": Kind(self.window, local)}
+        return tuple(kinds[letter] for letter in sorted(set(self.letters)))
 
     @property
     def feed_forward(self) -> MlpConfig:
@@ -247,6 +316,7 @@ class DecoderConfig(Checked, section="model"):
             gated=ACTIVATIONS[self.activation].is_gated,
             parallel=self.block == "parallel",
             window=self.window,
+            windows=self.windows,
             routed=routed,
         )
 
@@ -259,7 +329,6 @@ class DecoderConfig(Checked, section="model"):
         one token a row, which attends to seq_len tokens in the cache, itself included.
         """
         queries = 1 if phase == "decode" else seq_len
-        keys = min(self.window or seq_len, seq_len) if phase == "decode" else seq_len
         tokens = batch * queries
         scored = tokens if phase == "train" else batch
         tables = [lookup(tokens, self.vocab, self.width, dtype)]
@@ -267,7 +336,7 @@ class DecoderConfig(Checked, section="model"):
             tables.append(lookup(tokens, self.max_positions, self.width, dtype))
         sets = 0 if self.tied else 1
         head = Op("head", Matmul(scored, self.width, self.vocab), 1, sets, (dtype,))
-        blocks = self.stack.ops(batch, queries, keys, dtype)
+        blocks = self.stack.ops(batch, queries, seq_len, dtype)
         return Workload((*tables, *blocks, head), batch, queries, self.layers, self.width, phase)
 
 

@@ -11,7 +11,7 @@ stack may lie anywhere in the tree.
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -20,7 +20,7 @@ from flax import nnx
 
 from megajax.core.errors import UserError
 from megajax.core.layout import Words
-from megajax.core.packed import LayerRuns, PackedWeight, split_runs
+from megajax.core.packed import LayerRuns, PackedWeight, slice_layers, split_runs
 from megajax.core.tree import Tree, is_words, named_leaves
 from megajax.layers.attention import Context
 from megajax.layers.losses import LossSums, MoeSums
@@ -29,32 +29,71 @@ from pallas_kernels.attention.names import SAVED
 Batch = Mapping[str, jax.Array]  # of tokens: tokens, targets, segments, positions, int32 (B, S)
 Remat = Literal["none", "full", "outputs", "dots"]
 LAYERS, TOWER = "layers", "tower"  # the first words of stacked leaves
+Steps = Callable | Mapping[int, Callable | tuple[Callable, ...]]  # of `scan_layers`
+LONGEST = 8  # (chosen) steps that one iteration of a loop over layers has, unrolled
 
 
-def scan_layers(
-    step: Callable | Mapping[int, Callable], x: Any, stack: Tree, layers: int
-) -> tuple[Any, Any]:
+def scan_layers(step: Steps, x: Any, stack: Tree, layers: int) -> tuple[Any, Any]:
     """Returns (x after all layers, the stacked ys) of step(x, (weights of a layer, its index)) ->
     (x, y).
 
-    step: of all layers, or {first layer of a run: its step}. stack: of all layers, or
-    core.packed.LayerRuns. Each run of equal steps and stacks is a scan, and a run of one layer is a
-    call.
+    step: of all layers, or {first layer of a run: its step, or a tuple of steps that its layers
+    have one after the other, repeated}. stack: of all layers, or core.packed.LayerRuns. Each run of
+    equal steps and stacks is a scan, whose iteration has a layer, or a layer for each step of a
+    tuple. A run of one layer, and the layers that are left over by tuples, are calls.
     """
     steps = step if isinstance(step, Mapping) else {0: step}
+    cycles = {first: one if isinstance(one, tuple) else (one,) for first, one in steps.items()}
     runs, outputs = split_runs(stack, layers, tuple(steps)), []
-    alone = {first: jax.jit(one) for first, one in steps.items()}  # lowered once for equal weights
+    # Lowered once for equal weights.
+    alone = {one: jax.jit(one) for cycle in cycles.values() for one in cycle}
     for part, start, stop in zip(runs.stacks, runs.starts, runs.stops, strict=True):
         first = max(first for first in steps if first <= start)
-        if stop - start == 1:
-            x, y = alone[first](x, (jax.tree.map(lambda w: w[0], part), jnp.int32(start)))
-            ys = jax.tree.map(lambda one: one[None], y)
-        else:
-            x, ys = jax.lax.scan(steps[first], x, (part, jnp.arange(start, stop)))
-        outputs.append(ys)
+        cycle = cycles[first]
+        cycle = cycle[(start - first) % len(cycle) :] + cycle[: (start - first) % len(cycle)]
+        looped = (stop - start) // len(cycle) * len(cycle)
+        looped = looped if looped > len(cycle) else 0
+        if looped and len(cycle) == 1:
+            x, ys = jax.lax.scan(cycle[0], x, (part, jnp.arange(start, stop)))
+            outputs.append(ys)
+        elif looped:
+            x, ys = _scan_cycles(cycle, x, slice_layers(part, 0, looped), start)
+            outputs.append(ys)
+        for i in range(looped, stop - start):
+            one = alone[cycle[i % len(cycle)]]
+            x, y = one(x, (jax.tree.map(lambda w: w[i], part), jnp.int32(start + i)))  # noqa: B023
+            outputs.append(jax.tree.map(lambda one: one[None], y))
     if len(outputs) == 1:
         return x, outputs[0]
     return x, jax.tree.map(lambda *y: jnp.concatenate(y), *outputs)
+
+
+def _scan_cycles(steps: tuple[Callable, ...], x: Any, stack: Tree, start: int) -> tuple[Any, Any]:
+    """`scan_layers` of a stack whose number of layers is a multiple of the number of steps."""
+    cycles = jax.tree.map(lambda w: w.reshape(-1, len(steps), *w.shape[1:]), stack)
+    firsts = start + len(steps) * jnp.arange(jax.tree.leaves(cycles)[0].shape[0])
+
+    def cycle(x: Any, item: tuple) -> tuple[Any, Any]:
+        weights, first = item
+        ys = []
+        for i, step in enumerate(steps):
+            layer = jax.tree.map(lambda w: w[i], weights)  # noqa: B023
+            x, y = step(x, (layer, first + i))
+            ys.append(y)
+        return x, jax.tree.map(lambda *y: jnp.stack(y), *ys)
+
+    x, ys = jax.lax.scan(cycle, x, (cycles, firsts))
+    return x, jax.tree.map(lambda y: y.reshape(-1, *y.shape[2:]), ys)
+
+
+def cycles_of(kinds: Sequence[int]) -> list[tuple[int, tuple[int, ...]]]:
+    """Returns (first layer of a run, the kinds of its layers, which repeat) for the kinds of all
+    layers: one run where they repeat soon enough, else runs of equal kinds."""
+    count = len(kinds)
+    for period in range(1, min(LONGEST, count // 2) + 1):
+        if all(kinds[i] == kinds[i - period] for i in range(period, count)):
+            return [(0, tuple(kinds[:period]))]
+    return [(i, (kind,)) for i, kind in enumerate(kinds) if not i or kinds[i - 1] != kind]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,6 +179,9 @@ class ModelParts:
     runs: {number of a run's first layer: its block}, of layers that compute unlike others; the
     parameters stay one stack. Empty: `block` runs all layers.
     prelude: layers that `embed` runs; None: there are none.
+    kinds, blocks: of layers of several kinds (layers.attention.Kind): the number of each layer's
+    kind, and the block of each kind. `block` runs the layer whose kind Context.kind is. Both are
+    empty where layers are alike.
     """
 
     layers: int
@@ -159,6 +201,8 @@ class ModelParts:
     trains: Tree = None
     runs: Mapping[int, Callable] = dataclasses.field(default_factory=dict)
     prelude: Prelude | None = None
+    kinds: tuple[int, ...] = ()
+    blocks: tuple[Callable, ...] = ()
 
     @property
     def stack(self) -> str:
@@ -167,6 +211,17 @@ class ModelParts:
         Raises: UserError when it is not one member with nothing else in it.
         """
         return _stack(self.axes)
+
+    def block_of(self, layer: int) -> Callable:
+        """Returns the block of one layer, which needs no Context.kind."""
+        return self.blocks[self.kinds[layer]] if self.kinds else self.block
+
+    def steps(self, step_of: Callable[[Callable], Callable]) -> Steps:
+        """Returns the steps of `scan_layers`. step_of(block): of the layers that a block runs."""
+        if self.runs or not self.kinds:
+            return {i: step_of(block) for i, block in self.runs.items()} or step_of(self.block)
+        steps = [*map(step_of, self.blocks)]
+        return {i: tuple(steps[kind] for kind in cycle) for i, cycle in cycles_of(self.kinds)}
 
     def outer(self, tree: Tree) -> Tree:
         """Returns the members of a tree like the parameters that hold no layer of `block`."""
@@ -216,9 +271,9 @@ class ModelParts:
                 return one
             return jax.checkpoint(one, policy=remat_policy(remat), prevent_cse=False)
 
-        steps = {first: stored(block) for first, block in self.runs.items()}
+        steps = self.steps(stored)
         with jax.named_scope("embed"):
-            return self.embed(params, batch, context), steps or stored(self.block)
+            return self.embed(params, batch, context), steps
 
     def hidden(
         self,

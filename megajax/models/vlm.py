@@ -59,6 +59,11 @@ class VlmConfig(Checked, section="model"):
     def __post_init__(self):
         """Refuses a token beyond the vocabulary and sections that do not add up to a head."""
         super().__post_init__()
+        if self.decoder.pattern is not None:
+            raise UserError(
+                f"model.pattern={self.decoder.pattern}: the layers of a vision-language model's "
+                "decoder are alike; use none (--model.pattern)"
+            )
         if self.image_token >= self.decoder.vocab:
             raise UserError(
                 f"model.image_token={self.image_token} must be below model.vocab="

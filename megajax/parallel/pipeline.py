@@ -445,17 +445,20 @@ class Tick:
             x = take(carry.values["F"], cell.places["F"])
             residuals = (yield from self.run(cell, weights, x))[1]
         dy = take(carry.values["B"], cell.places["B"])
-        one = jax.tree.map(lambda w: w[0], weights)
-        (_, moe), template = jax.eval_shape(lambda: jax.vjp(layer, one, dy, context))
+        one, kind = jax.tree.map(lambda w: w[0], (weights, self.kinds(cell)))
+        like = dataclasses.replace(context, kind=kind)
+        (_, moe), template = jax.eval_shape(lambda: jax.vjp(layer, one, dy, like))
         share = self.share(moe, dy)
 
         def down(state: tuple, item: tuple) -> tuple[tuple, None]:
             dy, total = state
-            index, w, residuals = item
-            dw, dx, _ = attach(template, residuals, w, context)((dy, share))
+            index, w, kind, residuals = item
+            of_layer = dataclasses.replace(context, kind=kind)
+            dw, dx, _ = attach(template, residuals, w, of_layer)((dy, share))
             return (dx, self.add_layer(total, cell, index, floating(dw))), None
 
-        items = (jnp.arange(len(jax.tree.leaves(weights)[0])), weights, residuals)
+        kinds = self.kinds(cell)
+        items = (jnp.arange(len(jax.tree.leaves(weights)[0])), weights, kinds, residuals)
         pulled, _ = yield Scan(down, (dy, carry.blocks), items, reverse=True)
         return pulled if which is None else pulled[which]
 
@@ -493,6 +496,15 @@ class Tick:
             lambda x: lax.dynamic_index_in_dim(x, index, keepdims=False), self.blocks
         )
 
+    def kinds(self, cell: Cells) -> jax.Array | None:
+        """Returns the kind of each layer of the cell's chunk; None where layers are alike."""
+        if not self.parts.kinds:
+            return None
+        chunk = jnp.maximum(cell.chunk, 0)
+        return jnp.reshape(jnp.array(self.parts.kinds), (self.v, self.stages, -1))[
+            chunk, self.stage
+        ]
+
     def context(self, cell: Cells) -> Context:
         """Returns what the blocks need of the cell's microbatch."""
         return self.parts.context(self.piece(cell.microbatch), None)
@@ -513,11 +525,12 @@ class Tick:
         layers' own sums)."""
         layer, context = self.layer(), self.context(cell)
 
-        def up(x: jax.Array, w: Tree) -> tuple[jax.Array, tuple]:
-            (y, moe), vjp = jax.vjp(layer, w, x, context)
+        def up(x: jax.Array, item: tuple) -> tuple[jax.Array, tuple]:
+            w, kind = item
+            (y, moe), vjp = jax.vjp(layer, w, x, dataclasses.replace(context, kind=kind))
             return y, (detach(vjp), moe)
 
-        y, (residuals, moe) = yield Scan(up, x, weights)
+        y, (residuals, moe) = yield Scan(up, x, (weights, self.kinds(cell)))
         return y, residuals, moe
 
     def value(self, sums: LossSums) -> jax.Array:
@@ -828,10 +841,21 @@ class PipelineConfig(Checked, section="pipeline"):
                 f"train.accumulate={cfg.train.accumulate}: with pipeline stages a step is cut by "
                 "--pipeline.microbatches; use 1 (--train.accumulate)"
             )
+        if getattr(cfg.model, "layer_kinds", ()):
+            self._check_kinds(cfg, sizes)
         if cfg.model.dropout > 0:
             raise UserError(
                 f"model.dropout={cfg.model.dropout}: pipeline stages have none; use 0 "
                 "(--model.dropout, --mesh.pipe)"
+            )
+
+    def _check_kinds(self, cfg: Any, sizes: Mapping[str, int]) -> None:
+        """Refuses rings: stages may be at layers of different kinds, which take other branches."""
+        if sizes["context"] > 1 and cfg.context.kind == "ring":
+            raise UserError(
+                f"model.pattern={cfg.model.pattern}: with context.kind=ring keys travel around a "
+                "ring, which needs all stages in one kind of layer; use --context.kind=gather or "
+                "ulysses, or no stages (--context.kind, --mesh.pipe)"
             )
 
     def _check_skip(self, cfg: Any, sizes: Mapping[str, int]) -> None:

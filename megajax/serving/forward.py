@@ -377,7 +377,7 @@ class Forward:
         rows = rows_of(tokens, pages.k.shape[1])
         in_use = functools.partial(exchange.whole_local, self.layout, dtype=self.dtype)
 
-        def step(block: Any, axes: Tree, first: int, carry: tuple, stacked: tuple) -> tuple:
+        def step(axes: Tree, first: int, block: Any, carry: tuple, stacked: tuple) -> tuple:
             x, pages = carry
             axes = packed_axes(axes, stacked[0])  # layers may be unlike
             weights = map_words(lambda words, w: in_use(words[1:], w), axes, stacked[0])
@@ -388,11 +388,12 @@ class Forward:
 
         carry, first = (x, pages), 0
         if (before := parts.prelude) is not None:
-            layer = functools.partial(step, before.block, parts.axes[before.member], 0)
+            layer = functools.partial(step, parts.axes[before.member], 0, before.block)
             carry = scan_layers(layer, carry, params[before.member], before.layers)[0]
             first = before.layers
-        layer = functools.partial(step, parts.block, parts.axes[stack], first)
-        return scan_layers(layer, carry, params[stack], layers)[0]
+        layer = functools.partial(step, parts.axes[stack], first)
+        steps = parts.steps(lambda block: functools.partial(layer, block))
+        return scan_layers(steps, carry, params[stack], layers)[0]
 
     def leave(self, params: Tree, x: Array, rows_B: Array) -> Array:
         """Returns logits_BV of the residual stream after the last layer, as `run` does."""

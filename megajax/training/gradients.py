@@ -7,7 +7,7 @@ sharded    fully sharded masters: each layer's weights are fetched in what the b
            again, and its gradients leave by the transposition of that fetch.
 gathered   all weights arrive first, all gradients leave last: with error feedback, because a
            backward pass cannot return the errors that it leaves, with a first quantized step, and
-           where layers compute in runs of unlike precisions.
+           where layers compute in runs of unlike precisions, or are of several kinds.
 streamed   one micro-batch of copied weights: each layer's weights arrive during the work of the
            layer before it, and each layer's gradients leave while the layer before it is
            differentiated. What arrived is kept for the backward pass.
@@ -96,7 +96,7 @@ def without_stages(
             return Gradients(*gradients(state.params, batch, total, StepInputs(key, state.step)))
 
         return of_masters
-    if exchange.keeps_errors or exchange.wire.start_step or parts.runs:
+    if exchange.keeps_errors or exchange.wire.start_step or parts.runs or parts.kinds:
         return gathered(exchange, scanned(parts, plain, value, pieces))
     if pieces > 1:
         earlier = scanned(parts, plain, value, pieces - 1, is_stacked=True)

@@ -63,6 +63,11 @@ def products_of(
     if not parts.layers:
         flag = "--train.precision" if cfg.precisions is None else "--precisions"
         raise UserError(f"{flag}: this model computes its loss by itself and has no layers to name")
+    if cfg.precisions is not None and parts.kinds:
+        raise UserError(
+            f"--precisions={cfg.precisions}: the layers of this model are of several kinds "
+            "(model.pattern), and then all layers have one precision; use --train.precision"
+        )
     if cfg.precisions is None:
         names = (n for n, words in named_leaves(parts.axes, is_words) if is_product(words))
         return LowPrecision(dict.fromkeys(names, train.precision)), {}

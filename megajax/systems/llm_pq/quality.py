@@ -98,13 +98,14 @@ def calibrate(
         contexts.append(context)
     if not streams:
         raise UserError("calibration: there is no batch of text; give one at least")
-    step = jax.jit(functools.partial(_layer, parts, watched))
+    blocks = {parts.block_of(i): i for i in range(cfg.layers)}
+    steps = {one: jax.jit(functools.partial(_layer, one, watched)) for one in blocks}
     statistics: list[Mapping[str, Statistics]] = []
     for layer in range(cfg.layers):
         weights = jax.tree.map(lambda w, i=layer: w[i], params[parts.stack])
         total: Any = None
         for i, (x, context) in enumerate(zip(streams, contexts, strict=True)):
-            streams[i], sums = step(weights, x, context)
+            streams[i], sums = steps[parts.block_of(layer)](weights, x, context)
             total = sums if total is None else jax.tree.map(jnp.add, total, sums)
         statistics.append(jax.tree.map(np.asarray, total))
     stacked: dict[str, Statistics] = {}
@@ -192,7 +193,7 @@ def _embed(parts: Any, params: Tree, tokens_BS: Array) -> tuple[Array, Any]:
 
 
 def _layer(
-    parts: Any, watched: list[str], weights: Tree, x_BSD: Array, context: Any
+    block: Any, watched: list[str], weights: Tree, x_BSD: Array, context: Any
 ) -> tuple[Array, dict[str, Statistics]]:
     """Returns the stream after a layer, and the sums of each distinct input of its products.
 
@@ -207,7 +208,7 @@ def _layer(
         n = name(path)
         return _Watched(w.shape, w, functools.partial(told, n)) if n in watched else w
 
-    y_BSD, _, _ = parts.block(jax.tree_util.tree_map_with_path(leaf, weights), x_BSD, context)
+    y_BSD, _, _ = block(jax.tree_util.tree_map_with_path(leaf, weights), x_BSD, context)
     inputs = {
         " ".join(names): x.reshape(*x.shape[: x.ndim - contract], -1)
         for x, contract, names in seen.values()

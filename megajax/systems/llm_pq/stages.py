@@ -161,7 +161,7 @@ class Stage:
         wrap: Wrap | None = None,
     ):
         """Places its weights. cfg: that of the complete model. devices: as `mesh_of` takes them."""
-        part = dataclasses.replace(cfg, layers=place.stop - place.start)
+        part = cfg.part(place.start, place.stop)
         self._forward = Forward(part, mesh_of(devices), dtype=dtype)
         self._weights = self._forward.place(weights, cast=True)
         self._place, self._wrap = place, wrap

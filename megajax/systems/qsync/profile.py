@@ -92,6 +92,9 @@ def operands(
     total = jnp.maximum(task.count(batch), 1).astype(jnp.float32)
     context = parts.context(batch, None)
 
+    if parts.kinds:
+        raise UserError("layers of several kinds (model.pattern) are not profiled; use one kind")
+
     def run(weights: Tree, x: Array, zeros: Mapping[str, Array]) -> tuple[Any, Any]:
         """Returns ((x after the layer, penalties of its router), the products)."""
         tap.zeros, tap.products = zeros, {}
