@@ -312,8 +312,15 @@ def classify(
         x_BSD, _ = parts.hidden(params, pad_batch(batch, lengths_B), None, "none")
         return parts.head(params, x_BSD[:, :1])[:, 0]
     packed, info = pack_batch(batch, lengths_B, capacity)
+    return classify_packed(parts, params, packed, info.cu_seqlens[:-1])
+
+
+def classify_packed(
+    parts: parts_.ModelParts, params: Tree, packed: parts_.Batch, starts_B: jax.Array
+) -> jax.Array:
+    """Returns what `classify` does, of one row of packed tokens. starts_B: where texts begin."""
     x_1TD, _ = parts.hidden(params, packed, None, "none")
-    return parts.head(params, x_1TD[:, info.cu_seqlens[:-1]])[0]
+    return parts.head(params, x_1TD[:, starts_B])[0]
 
 
 def embed(
@@ -337,3 +344,21 @@ def embed(
     live_BS = jnp.arange(S)[None] < lengths_B[:, None]
     mean_BD = jnp.mean(x_BSD.astype(jnp.float32), axis=1, where=live_BS[..., None])
     return mean_BD / jnp.linalg.norm(mean_BD, axis=-1, keepdims=True)
+
+
+def embed_packed(
+    parts: parts_.ModelParts, params: Tree, packed: parts_.Batch, starts_B: jax.Array, pooling: str
+) -> jax.Array:
+    """Returns a float32 vector of each text of one row of packed tokens, (B, D).
+
+    Args: packed: with the numbers of the texts as segments. starts_B: the first token of each.
+      pooling: 'mean' of what the last block gives for the text's tokens, or 'cls', that of the
+      first one. A text without tokens has no meaning: ignore it.
+    """
+    x_TD = parts.hidden(params, packed, None, "none")[0][0].astype(jnp.float32)
+    if pooling == "cls":
+        return x_TD[starts_B]
+    numbers_B = jnp.arange(starts_B.shape[0])
+    live_BT = (packed["segments"] == numbers_B[:, None]).astype(jnp.float32)
+    sums_BD = jnp.matmul(live_BT, x_TD, precision=jax.lax.Precision.HIGHEST)
+    return sums_BD / jnp.maximum(live_BT.sum(axis=1, keepdims=True), 1)

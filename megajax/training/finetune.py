@@ -137,7 +137,14 @@ def nano() -> FinetuneConfig:
     """Two blocks learn from which package of Python's library a passage of 48 tokens comes."""
     return FinetuneConfig(
         model=EncoderConfig(
-            layers=2, vocab=1152, max_positions=128, types=0, dropout=0.1, head="classify", labels=8
+            layers=2,
+            vocab=1152,
+            max_positions=128,
+            types=0,
+            dropout=0.1,
+            head="classify",
+            labels=8,
+            pooler="relu",  # with which a run is exported as DistilBERT
         ),
         mesh=MeshSpec(tensor=2),
         train=TrainConfig(steps=60, global_batch=64, seq_len=48),

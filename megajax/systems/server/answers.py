@@ -408,8 +408,8 @@ class Run:
             if (delta := self._answers[index].add(output)) is not None:
                 yield index, delta
 
-    def _usage(self) -> dict[str, int]:
-        """Numbers of tokens; each prompt counts once."""
+    def usage(self) -> dict[str, int]:
+        """Returns the numbers of tokens so far; each prompt counts once."""
         prompt = self._job.size
         drawn = sum(a.tokens for a in self._answers)
         return {
@@ -426,7 +426,7 @@ class Run:
                 parts[index].append(delta)
 
         def work() -> str:
-            return write(self._shapes.complete(parts, self._usage()))
+            return write(self._shapes.complete(parts, self.usage()))
 
         listed = sum(len(delta.entries) for answer in parts for delta in answer)
         return work() if listed < LARGE else await asyncio.to_thread(work)
@@ -440,4 +440,4 @@ class Run:
             async for index, delta in deltas:
                 yield json.dumps(self._shapes.part(index, delta), ensure_ascii=False)
         if self._job.usage:
-            yield json.dumps(self._shapes.last(self._usage()))
+            yield json.dumps(self._shapes.last(self.usage()))

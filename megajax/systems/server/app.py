@@ -54,12 +54,13 @@ class Server:
         max_body: int = 2**22,
         image_bytes: int = 0,
         timeout_s: float = 600,
+        log: bool = False,
     ):
         """name: of the model. keys: one of which a client must send; none: everybody may ask.
 
         max_body: bytes of a request. image_bytes: of the images of a chat, which its body may have
         in addition; 0: the model sees none. timeout_s: of a request, from its arrival to its last
-        token.
+        token. log: print a line for each request.
         """
         self._worker, self._reader, self.name, self._timeout_s = worker, reader, name, timeout_s
         self._tokenizer = worker.engine.tokenizer
@@ -83,6 +84,7 @@ class Server:
             max_body=max_body,
             help="see /docs and docs/serving.md",
             examples=reader.examples(),
+            log=log,
         )
         self.app = self._base.app
 
@@ -187,6 +189,7 @@ class Server:
         deadline = time.monotonic() + self._timeout_s
         job, model = await self._read(request, read, most, deadline)
         run = Run(self._worker, job, model, self._tokenizer, self._pieces)
+        request.scope["usage"] = run.usage
         gone = asyncio.create_task(until_gone(request))
         try:
             await in_time(run.submit(), gone, deadline)

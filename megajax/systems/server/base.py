@@ -31,6 +31,7 @@ from megajax.systems.server.pages import PAGES, Page, pages
 
 BODY_S = 30  # (chosen) for a client to send its body
 GONE = 499  # (nginx) status of a request whose client has closed; nobody reads it
+PATH = 100  # (chosen) characters of a path in the log
 WRITTEN = 2**10  # (chosen) members of a list that are written at a time
 Handler = Callable[[Request], Awaitable[Response]]
 
@@ -173,11 +174,13 @@ class Base:
         max_body: int = 2**22,
         help: str = "",
         examples: Mapping[str, Example] | None = None,
+        log: bool = False,
     ):
         """endpoints: {path: (method, handler)}; /health and /metrics are added, and need no key.
         keys: one of which a client must send; none: everybody may ask. max_body: bytes of a
         request. help: where a client reads which paths there are. examples: a body of each path
-        that takes one, as a reader has read it; with them there are /version and pages, too."""
+        that takes one, as a reader has read it; with them there are /version and pages, too.
+        log: print a line for each request."""
         self._work, self._metrics, self._help = work, metrics, help
         self._keys = [hashlib.sha256(key.encode()).digest() for key in keys]
         self._max_body = max_body
@@ -194,7 +197,7 @@ class Base:
             shown = pages(document(methods, examples, bool(keys)))
             routes += [Route(path, self._show(path, page)) for path, page in shown.items()]
         app = Starlette(routes=routes, exception_handlers={HTTPException: self._no_route})
-        self.app = _with_one_length(app)
+        self.app = _with_one_length(_logged(app) if log else app)
 
     async def _version(self, _: Request) -> Response:
         return JSONResponse({"version": megajax.__version__})
@@ -307,6 +310,43 @@ def _with_one_length(app: Any) -> Any:
         await app(scope, receive, send)
 
     return checked
+
+
+QUIET = ("/health", "/metrics")  # asked every few seconds by programs
+
+
+def _logged(app: Any) -> Any:
+    """Prints a line when a request has been answered: method, path, status, numbers of tokens of
+    prompt and answer, seconds. Nothing of what it says: a text may be confidential."""
+
+    async def logged(scope: Any, receive: Any, send: Any) -> None:
+        begun, status = time.monotonic(), GONE
+
+        async def note(message: Any) -> None:
+            nonlocal status
+            status = message.get("status", status)
+            await send(message)
+
+        try:
+            await app(scope, receive, note)
+        finally:
+            seconds = time.monotonic() - begun
+            if scope["type"] == "http" and not (scope["path"] in QUIET and status == 200):
+                print(_line(scope, status, seconds), flush=True)
+
+    return logged
+
+
+def _line(scope: Any, status: int, seconds: float) -> str:
+    """Returns a request's line in the log. scope["usage"] returns its numbers of tokens."""
+    path = scope["path"][:PATH].encode("unicode_escape").decode()  # a client writes it
+    words = [time.strftime("%H:%M:%S"), scope["method"], path, str(status)]
+    usage = scope["usage"]() if "usage" in scope else {}
+    drawn = usage.get("completion_tokens", 0)
+    if usage:
+        words.append(f"{usage['prompt_tokens']} tokens in, {drawn} out,")
+    words.append(f"{seconds:.2f} s")
+    return " ".join(words) + (f", {drawn / seconds:.1f} tokens/s" if drawn and seconds else "")
 
 
 # ---- JSON

@@ -15,9 +15,11 @@ import errno
 import functools
 import os
 import resource
+import select
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -76,6 +78,40 @@ def most_connections() -> int:
     most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     used = len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else SPARE
     return max(ROUND, min(most, 2**20) - used - SPARE)
+
+
+STARTING = b'{"status": "starting", "error": {"message": "the server is starting", "type": \
+"server_error", "param": null, "code": "starting"}}'
+WAIT_S = 1  # (chosen) for the request of a client that connects while the server starts
+
+
+@contextlib.contextmanager
+def starting(made: socket.socket) -> Iterator[None]:
+    """Answers whoever connects with 503 and the status `starting`, in a thread, until the block
+    ends: a model is read and compiled for a while after the socket is open."""
+    head = (
+        "HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json\r\nRetry-After: 5\r\n"
+        f"Content-Length: {len(STARTING)}\r\nConnection: close\r\n\r\n"
+    ).encode()
+    ended = threading.Event()
+
+    def answer() -> None:
+        while not ended.is_set():
+            if not select.select([made], [], [], WAIT_S / 4)[0]:
+                continue
+            with contextlib.suppress(OSError), made.accept()[0] as client:
+                client.settimeout(WAIT_S)
+                client.recv(2**16)
+                client.sendall(head + STARTING)
+                client.shutdown(socket.SHUT_WR)
+
+    thread = threading.Thread(target=answer, name="starting", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 class _Http(uvicorn.Server):

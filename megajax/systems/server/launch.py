@@ -26,11 +26,13 @@ from megajax.models.vlm import VlmConfig
 from megajax.parallel.overlap import refuse_fused
 from megajax.serving import Engine
 from megajax.serving.forward import replica_axes
+from megajax.systems.encoder import OpenEncoder, open_encoder
 from megajax.systems.open_model import OpenModel, open_model
 from megajax.systems.server import http
 from megajax.systems.server.app import Server
-from megajax.systems.server.base import Metrics
+from megajax.systems.server.base import Metrics, Work
 from megajax.systems.server.chat import Chat
+from megajax.systems.server.encoders import EncoderServer, EncoderWork
 from megajax.systems.server.images import ImageReader
 from megajax.systems.server.options import Config, EngineOptions, HttpOptions, ModelOptions
 from megajax.systems.server.protocol import Reader
@@ -50,7 +52,11 @@ def run(cfg: Config) -> int:
         if made is None:
             follow(load_engine(cfg, open_named(cfg)))
             return 0
-        worker, server = open_server(cfg)
+        with http.starting(made):
+            encoder = open_encoder(
+                run_dir=cfg.run_dir, hf=cfg.hf, step=cfg.step, tokenizer=cfg.tokenizer
+            )
+            worker, server = open_server(cfg) if encoder is None else serve_encoder(cfg, encoder)
         code = asyncio.run(_serve(cfg, worker, server, made))
     if code:  # an orderly end would wait for a compilation, and for the other processes
         sys.stdout.flush()
@@ -59,7 +65,7 @@ def run(cfg: Config) -> int:
     return code
 
 
-async def _serve(cfg: Config, worker: Worker, server: Server, made: socket.socket) -> int:
+async def _serve(cfg: Config, worker: Work, server: Any, made: socket.socket) -> int:
     # A full collection of garbage stops all threads, and visits each of the 270,000 objects of
     # modules and programs: 0.16 CPU-s, and over a second on a busy machine (measured, 2 CPU cores,
     # 2026-11-29). These objects live as long as the process, so later collections skip them.
@@ -126,11 +132,46 @@ def load_engine(cfg: Config, opened: OpenModel) -> Engine:
         f"{what}; context {engine.context} tokens, {engine.pool.capacity} pages of "
         f"{engine.pool.page_size}, at most {engine.programs.bound} programs"
     )
-    for program in first:
+    for number, program in enumerate(first, 1):
         program.result()
+        say(f"program {number} of {len(first)} is compiled")
     if first:
-        say(f"{len(first)} programs are compiled; those of other sizes follow beside requests")
+        say("programs of other sizes follow beside requests")
     return engine
+
+
+# Settings of the engine and of chats, which an encoder does not heed.
+OF_DECODERS = ("gguf", "quantize", "weights", "chat_template", "context", "numerics", "mesh")
+
+
+def serve_encoder(cfg: Config, opened: OpenEncoder) -> tuple[EncoderWork, EncoderServer]:
+    """Reads an encoder. Returns (its work, which the event loop has to start, the application).
+
+    Raises: UserError for settings that only the server of a decoder has.
+    """
+    for name in OF_DECODERS:
+        if getattr(cfg, name) != getattr(Config(), name):
+            raise UserError(
+                f"{name}={getattr(cfg, name)}: {opened.name} is an encoder, which one device "
+                f"computes in float32; leave --{name} out"
+            )
+    begun = time.monotonic()
+
+    def say(text: str) -> None:
+        print(f"{time.monotonic() - begun:6.1f} s: {text}", flush=True)
+
+    say(f"reading {opened.name}, an encoder")
+    encoder = opened.load()
+    encoder.compile(say)
+    work = EncoderWork(encoder, cfg.max_waiting)
+    server = EncoderServer(
+        work,
+        name=cfg.served_model_name or opened.name,
+        keys=read_keys(cfg.api_key_file),
+        limits=cfg,
+        parse_special=cfg.parse_special,
+    )
+    return work, server
 
 
 def build_server(
@@ -176,6 +217,7 @@ def build_server(
         max_body=limits.max_body,
         image_bytes=limits.max_image_bytes if sees else 0,
         timeout_s=limits.request_timeout_s,
+        log=limits.request_log,
     )
     return worker, server
 

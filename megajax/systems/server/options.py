@@ -113,6 +113,11 @@ class HttpOptions(Checked):
         "bytes",
         at_least=1,
     )
+    request_log: bool = option(
+        True,
+        "print a line for each request: method, path, status, numbers of tokens, seconds; never "
+        "its text",
+    )
     strict_members: bool = option(
         False,
         "refuse members of requests that no answer here depends on (reasoning_effort, verbosity, "

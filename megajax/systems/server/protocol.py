@@ -194,6 +194,19 @@ def empty(value: Any) -> bool:
 
 empty.schema = {"enum": [[], {}]}  # type: ignore[attr-defined]
 
+
+def check_model(fields: Fields, names: Sequence[str]) -> None:
+    """Refuses a request for a model of another name. Raises: ApiError."""
+    name = fields.take("model", str, names[0])
+    if name not in names:
+        raise ApiError(
+            404,
+            f"the model {name!r:.200} does not exist; this server has {names[0]!r}",
+            param="model",
+            code="model_not_found",
+        )
+
+
 # ---- requests
 
 
@@ -260,7 +273,7 @@ class Reader:
     def completion(self, body: dict[str, Any]) -> Job:
         """Reads a body of /v1/completions. Raises: ApiError."""
         fields = Fields(body)
-        self._check_model(fields)
+        check_model(fields, self._names)
         prompts, texts = self._prompts(fields)
         logprobs = fields.between("logprobs", 0, 20, None)
         echo = fields.take("echo", bool, False)
@@ -274,7 +287,7 @@ class Reader:
     def chat(self, body: dict[str, Any]) -> Job:
         """Reads a body of /v1/chat/completions. Raises: ApiError."""
         fields = Fields(body)
-        self._check_model(fields)
+        check_model(fields, self._names)
         prompt, parts = self._chat_prompt(fields, self._context)
         listed = fields.between("top_logprobs", 0, 20, None)
         has_logprobs = fields.take("logprobs", bool, False)
@@ -307,7 +320,7 @@ class Reader:
         Returns: its token ids, with one placeholder for each image. Raises: ApiError.
         """
         fields = Fields(body)
-        self._check_model(fields)
+        check_model(fields, self._names)
         if fields.any("messages") is not None:
             ids, _ = self._chat_prompt(fields, None)
         else:
@@ -324,7 +337,7 @@ class Reader:
         Raises: ApiError, also for a text of more than TEXT characters, which few ids can have.
         """
         fields = Fields(body)
-        self._check_model(fields)
+        check_model(fields, self._names)
         ids, most = fields.take("tokens", list), self._tokenizer.vocab - 1
         fields.end()
         if ids is None or (ids and not is_ids(ids)) or not all(0 <= i <= most for i in ids):
@@ -390,16 +403,6 @@ class Reader:
         self._images.check(parts)
         ids = self._chat.encode(messages, more, special, most)
         return [*self._tokenizer.prefix(), *ids] if begin else ids, parts
-
-    def _check_model(self, fields: Fields) -> None:
-        name = fields.take("model", str, self._names[0])
-        if name not in self._names:
-            raise ApiError(
-                404,
-                f"the model {name!r:.200} does not exist; this server has {self._names[0]!r}",
-                param="model",
-                code="model_not_found",
-            )
 
     def _prompts(self, fields: Fields) -> tuple[list[list[int]], list[str]]:
         """Returns (token ids, texts) of each prompt."""
