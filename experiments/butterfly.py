@@ -35,7 +35,7 @@ import jax
 from absl import flags
 
 from experiments.reports import butterfly as report
-from experiments.reports.reporting import read, written
+from experiments.reports.reporting import closing, read, written
 from megajax.core import config, script
 from megajax.core import mesh as mesh_
 from megajax.core.errors import UserError, did_you_mean, unwritable
@@ -71,7 +71,10 @@ KIND = job.Kind(
 @ends_when_superseded()
 def train() -> int:
     """Runs the training job. Returns the exit code."""
-    return job.run(KIND)
+    code = job.run(KIND)
+    if code == 0:
+        print(closing(config.start_name()))
+    return code
 
 
 def saved(cfg: DetectConfig, typed: Mapping[str, Any], read: Mapping[str, Any]) -> DetectConfig:

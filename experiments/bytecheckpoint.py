@@ -39,6 +39,7 @@ from jax.sharding import PartitionSpec as P
 
 from experiments.reports import bytecheckpoint as report
 from experiments.reports.bytecheckpoint import seconds
+from experiments.reports.reporting import closing
 from megajax.checkpoint.manager import CheckpointManager
 from megajax.core import config
 from megajax.core import mesh as mesh_
@@ -233,6 +234,7 @@ def main() -> int:
     print(f"{path}, .svg and .png")
     print(f"{report.draw(measured, path, nbytes / 1e6)}. The paper's factor is of a cluster with a")
     print("remote file system, ours of this machine's disk.")
+    print(closing(config.start_name()))
     return 0
 
 

@@ -30,6 +30,7 @@ import jax
 import numpy as np
 
 from experiments.reports import bytetransformer as report
+from experiments.reports.reporting import closing
 from megajax.core import config
 from megajax.core import mesh as mesh_
 from megajax.core.config import Checked, group, option
@@ -185,6 +186,7 @@ def main() -> int:
     draw(rows, path.with_suffix(""), on_gpu)  # 6 figure
     print(f"{path}, .svg and .png")
     print(report.conclusion(rows, on_gpu))
+    print(closing(config.start_name()))
     return int(not all(row["passed"] for row in rows if row["part"] == "exact"))
 
 

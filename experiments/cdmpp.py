@@ -48,6 +48,7 @@ from absl import flags
 from experiments.reports import cdmpp as report
 from experiments.reports import cdmpp_replay
 from experiments.reports.cdmpp import Split, SplitChoice, unique_rows
+from experiments.reports.reporting import closing
 from megajax.core import config
 from megajax.core import mesh as mesh_
 from megajax.core.errors import UserError, did_you_mean
@@ -299,6 +300,7 @@ def predict() -> int:
     print(
         f"{folder}/step.json, step_trace.json (opens in ui.perfetto.dev); {spent:.1f} s to predict"
     )
+    print(closing(config.start_name()))
     return 0
 
 
@@ -373,6 +375,7 @@ def replay() -> int:
         fitted["learned"] = fit(free, SEED.value)
         fitted["learned"].save(folder / "learned.npz")
     cdmpp_replay.write(folder, measured, fitted)
+    print(closing(CONFIGURATIONS.value))
     return 0
 
 

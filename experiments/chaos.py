@@ -40,7 +40,7 @@ import numpy as np
 from experiments.faults import storm as storms
 from experiments.faults.strikes import FEW, FROM_OUTSIDE
 from experiments.faults.strikes import KINDS as KINDS_OUTSIDE
-from experiments.reports.reporting import panels, save
+from experiments.reports.reporting import closing, panels, save
 from megajax.core import config, mesh
 from megajax.core.config import Checked, option
 from megajax.core.errors import UserError, did_you_mean
@@ -259,6 +259,7 @@ def main() -> int:
         f"{title}. MegaScale reports over 90 % of effective training time in weeks of training; "
         "faults come too often here, and the steps are too few, to compare with that."
     )
+    print(closing(config.start_name()))
     return 0 if ok else 1
 
 

@@ -27,6 +27,7 @@ import sys
 
 from absl import flags
 
+from experiments.reports.reporting import closing
 from megajax.core import config
 from megajax.core import mesh as mesh_
 from megajax.core.errors import UserError
@@ -84,6 +85,8 @@ def main() -> int:
     finally:
         flow.close()
     command.draw_rewards(run.run_dir, run.console)
+    if code == 0:
+        run.console.say(closing(config.start_name()))
     return code
 
 

@@ -40,6 +40,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from experiments.reports import llm_pq as report
+from experiments.reports.reporting import closing
 from megajax.core import config
 from megajax.core import mesh as mesh_
 from megajax.core.config import Checked, equal, option
@@ -185,6 +186,7 @@ def run_cases() -> bool:
     print(folder / "llm_pq.json")
     if opened is not None and not is_interrupted:
         serve(cfg, opened, folder)
+    print(closing(config.start_name()))
     return is_interrupted
 
 

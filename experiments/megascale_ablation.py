@@ -17,6 +17,7 @@ import dataclasses
 import sys
 from dataclasses import dataclass
 
+from experiments.reports.reporting import closing
 from megajax.core import config
 from megajax.core.hardware import parse_cluster
 from megajax.cost.estimate import estimate
@@ -121,6 +122,14 @@ def main() -> int:
         f"{steps[0]['paper']} to {steps[-1]['paper']}."
     )
     print(path)
+    print(
+        closing(
+            "default",
+            paper=f"{steps[0]['paper']} to {steps[-1]['paper']}",
+            ours=f"{steps[0]['ours']} to {steps[-1]['ours']}",
+            source="MFU, simulated",
+        )
+    )
     return 0
 
 

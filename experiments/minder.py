@@ -30,6 +30,7 @@ from typing import Any
 
 from experiments.reports import minder as report
 from experiments.reports import minder_unlike, minder_watch
+from experiments.reports.reporting import closing
 from megajax.core import config, mesh
 from megajax.core.config import Checked, group, option
 from megajax.core.errors import UserError
@@ -232,7 +233,9 @@ def main(verb: str = "") -> int:
     if verb == "unlike":
         minder_unlike.measure(cfg.unlike, cfg.train.steps, cfg.out, _say)
         return 0
-    return demonstrate(cfg)
+    code = demonstrate(cfg)
+    print(closing(config.start_name()))
+    return code
 
 
 PRESETS = {"tiny": tiny, "paper": full}

@@ -26,6 +26,7 @@ import sys
 from absl import flags
 
 from experiments.reports import optimus as report
+from experiments.reports.reporting import closing
 from megajax.core import config
 from megajax.systems import job
 from megajax.training.interrupts import ends_when_superseded
@@ -42,7 +43,10 @@ def main() -> int:
     """Runs the training job, or simulates the paper's. Returns the exit code."""
     if flags.FLAGS.preset == "paper":
         return report.paper(OUT.value)
-    return job.run(job.Kind("optimus", TRAINED, take_model, Samples, show=show))
+    code = job.run(job.Kind("optimus", TRAINED, take_model, Samples, show=show))
+    if code == 0:
+        print(closing(config.start_name()))
+    return code
 
 
 if __name__ == "__main__":

@@ -51,7 +51,9 @@ from megajax.training.presets import FIRST, PRESETS, take_model
 
 config.define_flags(PRESETS, "nano", FIRST)
 CLUSTER = flags.DEFINE_string("cluster", "h100:1x8", "cluster to plan for, kind:HOSTSxGPUS")
-OUT = flags.DEFINE_string("out", None, "folder for plan.md, plan.json and plan.png; none: print")
+OUT = flags.DEFINE_string(
+    "out", None, "folder for plan.md, plan.json, plan.png and pipeline.svg; none: print"
+)
 SEARCH = flags.DEFINE_boolean(
     "search", False, "search meshes and schedules, rank them and compile the best few"
 )

@@ -44,6 +44,7 @@ from typing import Any, Literal
 
 from experiments.reports import qsync as report
 from experiments.reports import qsync_run as playing
+from experiments.reports.reporting import closing
 from megajax.core import config
 from megajax.core import mesh as mesh_
 from megajax.core.config import equal, group, option
@@ -386,7 +387,10 @@ def main(verb: str = "") -> int:
     cfg, base = config.from_flags(PRESETS, take, verb)
     for name, old, new in config.diff(cfg, base):
         print(f"{name}: {old} -> {new}")
-    return call(cfg)
+    code = call(cfg)
+    if not code and verb != "profile":
+        print(closing(config.start_name()))
+    return code
 
 
 PRESETS = {"tiny": _run("nano"), "paper": paper, "played": played}

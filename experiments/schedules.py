@@ -15,6 +15,7 @@ import megajax.core.interrupted  # noqa: F401
 import sys
 from dataclasses import dataclass
 
+from experiments.reports.reporting import closing
 from megajax.core import config
 from megajax.core.config import Checked, option
 from megajax.core.errors import UserError, nearest_multiples
@@ -102,6 +103,7 @@ def main() -> int:
         + "."
     )
     print(f"{out}/schedules.json and .svg")
+    print(closing(config.start_name()))
     return 0
 
 

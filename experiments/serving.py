@@ -26,7 +26,7 @@ import jax
 import numpy as np
 
 from experiments.reports import serving as report
-from experiments.reports.reporting import written
+from experiments.reports.reporting import closing, written
 from experiments.reports.serving import MODES, Mode, Request
 from megajax.core import config
 from megajax.core import mesh as mesh_
@@ -250,6 +250,7 @@ def main() -> int:
     report.draw(rows, path.with_suffix(""))
     print(f"{path}, .svg and .png")
     print(conclusion(cfg, rows))
+    print(closing(config.start_name()))
     return 0
 
 

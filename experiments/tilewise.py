@@ -35,6 +35,7 @@ import jax
 import numpy as np
 
 from experiments.reports import tilewise as report
+from experiments.reports.reporting import closing
 from megajax.core import config, files
 from megajax.core import mesh as mesh_
 from megajax.core.config import Checked, option
@@ -303,6 +304,7 @@ def main() -> int:
         code = 130
     finish(cfg, path, about, list(rows.values()), folder / "passages-0.npz")
     print(f"{path}, .svg and .png")
+    print(closing(config.start_name()))
     return code
 
 

@@ -31,14 +31,18 @@ VERBS = {
     "evaluate": ("scripts/evaluate.py", "measure perplexity, multiple choice and exact match"),
     "serve": ("scripts/serve.py", "serve a model over HTTP, with OpenAI's interface"),
     "plan": ("experiments/plan.py", "plan a training run for a cluster that is not here"),
+    "compare": ("scripts/compare.py", "one table and one plot of several runs"),
     "checkpoint": ("scripts/checkpoint.py", "list, check, compare, reshard, convert checkpoints"),
     "hf": ("scripts/hf.py", "import and export Hugging Face folders and GGUF files"),
     "tokenize": ("scripts/tokenize.py", "write the tokens of a text to a file, once for many runs"),
     "quantize": ("scripts/quantize.py", "quantize a model's weights by GPTQ or AWQ"),
+    "experiments": ("scripts/run_experiments.py", "list the experiments, one a paper; run them"),
     "supervise": ("scripts/supervise.py", "restart a run on one or more hosts after failures"),
 }
 # What trains or computes in one job of several processes.
 IN_PROCESSES = ("train", "finetune", "generate")
+# What imports for seconds before it prints; on a terminal, a line says meanwhile what has begun.
+SLOW = ("train", "finetune", "generate", "evaluate", "serve", "plan", "hf", "quantize")
 HELP = ("help", "--help", "-h", "-help", "--helpfull", "-?")
 
 
@@ -111,10 +115,24 @@ def _run(verb: str, words: Sequence[str]) -> int:
                 return local.run(count, command, os.environ)
             name.append(f"--processes={count}")
     file = ROOT / VERBS[verb][0]
+    if verb == "experiments" and flags and not flags[0].startswith("-"):
+        file = _experiment(flags.pop(0))
+        name.append(file.stem)
     if not file.is_file():
         raise UserError(f"this installation lacks the program of {verb}, {file}")
+    if not any(flag in HELP for flag in flags) and sys.stderr.isatty() and verb in SLOW:
+        print(f"megajax {megajax.__version__}: {verb}", file=sys.stderr)
     execute(file, shlex.join(name), flags)
     return 0
+
+
+def _experiment(name: str) -> Path:
+    """Returns the program of an experiment. Raises: UserError."""
+    files = {file.stem: file for file in sorted((ROOT / "experiments").glob("*.py"))}
+    if name not in files:
+        near = did_you_mean(name, files) or " megajax experiments lists them"
+        raise UserError(f"there is no experiment {name!r}.{near}")
+    return files[name]
 
 
 def _processes(words: Sequence[str]) -> tuple[int | None, list[str]]:

@@ -186,3 +186,15 @@ def test_ctrl_c_reaches_every_process(tmp_path):
     os.kill(job.pid, signal.SIGINT)
     _, errors = job.communicate(timeout=20)
     assert (job.returncode, errors) == (130, "")
+
+
+def test_an_experiment_is_run_by_its_name(console, monkeypatch):
+    monkeypatch.setattr(commands, "typed", lambda: ["megajax"])
+    _, _, _, executed = console("experiments", "flux", "--part=exact")
+    assert executed == [
+        (ROOT / "experiments/flux.py", "megajax experiments flux", ["--part=exact"])
+    ]
+    _, _, _, executed = console("experiments", "--run")
+    assert executed == [(ROOT / "scripts/run_experiments.py", "megajax experiments", ["--run"])]
+    code, _, errors, _ = console("experiments", "flx")
+    assert (code, errors) == (2, "error: there is no experiment 'flx'. Did you mean flux?\n")

@@ -6,6 +6,7 @@ Every time and rate in them is an estimate and carries the word 'estimate'.
 import dataclasses
 import functools
 import json
+import math
 import shlex
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -24,6 +25,8 @@ from megajax.cost.roofline import Roofline
 from megajax.cost.step import StepShape
 from megajax.monitor import results
 from megajax.monitor.console import quantity
+from megajax.schedule import simulate
+from megajax.schedule.trace import gantt
 from megajax.systems.aot import RESERVE_BYTES, Plan
 from megajax.systems.strategies import Ranking
 from megajax.training.config import Config
@@ -158,6 +161,8 @@ def markdown(plan: Plan, search: str = "", times: str = ASSUMED) -> str:
     """Returns the whole plan. search: the section on how it was chosen. times: their source."""
     parts = ["# Plan", verdict(plan), headline(plan).replace("\n", "\n\n")]
     parts += [search] if search else []
+    if picture := mesh_picture(plan):
+        parts += ["## Mesh", f"```\n{picture}\n```"]
     parts += ["## Memory of a GPU", markdown_table(("term", "bytes", "source"), _memory(plan))]
     if plan.compiled:
         collectives = plan.compiled.collectives
@@ -276,6 +281,62 @@ def sending(plan: Plan) -> list[str]:
     return [*parts, about]
 
 
+HOSTS = 4  # (chosen) hosts that the picture of a mesh shows one by one
+MOST_SLOTS = 24  # (chosen) micro-batches that the picture of a pipeline shows
+
+
+def mesh_picture(plan: Plan) -> str:
+    """Returns which coordinates of the mesh each GPU has, a host a line; '' for one GPU.
+
+    GPUs are numbered host by host, and the last axis of the mesh changes from one to the next. What
+    all GPUs of a host share stands behind its line.
+    """
+    sizes = {axis: n for axis, n in plan.step.sizes.items() if n > 1}
+    each, total = plan.cluster.gpus_per_host, math.prod(sizes.values())
+    if not sizes:
+        return ""
+
+    def places(gpu: int) -> dict[str, int]:
+        at: dict[str, int] = {}
+        for axis, n in reversed(sizes.items()):
+            gpu, at[axis] = divmod(gpu, n)
+        return {axis: at[axis] for axis in sizes}
+
+    lines, hosts = [], -(-total // each)
+    shown = list(range(hosts)) if hosts <= HOSTS + 1 else [*range(HOSTS - 1), hosts - 1]
+    for host in shown:
+        coordinates = [places(gpu) for gpu in range(host * each, min((host + 1) * each, total))]
+        inside = [axis for axis in sizes if len({at[axis] for at in coordinates}) > 1]
+        cells = [" ".join(f"{axis[0]}{at[axis]}" for axis in inside) for at in coordinates]
+        wide = max(map(len, cells))
+        shared = ", ".join(f"{axis} {coordinates[0][axis]}" for axis in sizes if axis not in inside)
+        row = "|".join(cell.center(wide + 2) for cell in cells)
+        lines.append(f"host {host:<{len(str(hosts))}} [{row}] {shared}".rstrip())
+        if host == HOSTS - 2 and len(shown) < hosts:
+            lines.append(f"... {hosts - HOSTS} more hosts")
+    letters = ", ".join(f"{axis[0]}: {axis} of {n}" for axis, n in sizes.items())
+    return "\n".join([*lines, f"({letters})"])
+
+
+def pipeline_picture(plan: Plan, path: Path) -> bool:
+    """Draws the order in which stages do forward and backward passes, if there are several.
+
+    Passes last as long as one another there; the time of a step is estimated elsewhere. Tells
+    whether a picture was drawn.
+    """
+    stages, pipeline = plan.step.sizes["pipe"], plan.cfg.pipeline
+    if stages == 1:
+        return False
+    pieces = pipeline.pieces(stages)
+    few = min(pieces, max(MOST_SLOTS // stages, 1) * stages)
+    table = dataclasses.replace(pipeline, microbatches=few).table(stages)
+    line = simulate(table, {"F": 1.0, "B": 1.0, "W": 1.0})
+    cut = "" if few == pieces else f", the first {few}"
+    title = f"{pipeline.schedule}: {stages} stages, {pieces} micro-batches{cut}"
+    gantt({title: line}, path, "forward passes of a stage")
+    return True
+
+
 def draw(plan: Plan, path: Path) -> None:
     """Draws memory by term beside XLA's peak, and the estimated step time by part."""
     figure, (left, right) = panels(2, size=(10, 4))
@@ -316,7 +377,7 @@ def write(
     search: Mapping[str, Any] | None = None,
     times: str = ASSUMED,
 ) -> None:
-    """Writes plan.md, plan.json and plan.png.
+    """Writes plan.md, plan.json and plan.png, and of several stages pipeline.svg.
 
     section, search: text and figures of the search that chose the plan.
     """
@@ -324,6 +385,7 @@ def write(
     (folder / "plan.md").write_text(markdown(plan, section, times))
     (folder / "plan.json").write_text(to_json(plan, search))
     draw(plan, folder / "plan.png")
+    pipeline_picture(plan, folder / "pipeline.svg")
 
 
 def _memory(plan: Plan) -> list[tuple]:

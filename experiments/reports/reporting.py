@@ -18,6 +18,7 @@ from megajax.monitor import results
 Row = dict[str, Any]
 # Heading of a column -> member of a row, or a function of the row.
 Columns = Mapping[str, str | Callable[[Row], Any]]
+NOT_JUDGED = "{}: shows that it runs, no claim is judged"  # the last line of a small preset
 LETTER = 0.075  # inches of a letter of the title, DejaVu Sans of 10 points: the mean of English
 
 
@@ -67,6 +68,17 @@ def wilson(hits: int, of: int) -> list[float]:
     middle = (p + z * z / (2 * of)) / (1 + z * z / of)
     half = z / (1 + z * z / of) * math.sqrt(p * (1 - p) / of + z * z / (4 * of * of))
     return [float(max(middle - half, 0)), float(min(middle + half, 1))]
+
+
+def closing(preset: str, *, paper: str = "", ours: str = "", source: str = "") -> str:
+    """Returns the last line of an experiment: the paper's number beside ours, or that none is
+    judged.
+
+    source: how our number was obtained. preset: what the command started from.
+    """
+    if not ours:
+        return NOT_JUDGED.format(preset)
+    return f"paper {paper}, ours {ours} ({source})"
 
 
 # ---- tables

@@ -28,6 +28,8 @@ HEAVY = (
     "matplotlib",
     "optax",
     "orbax",
+    "PIL",
+    "rich",
     "scipy",
     "tensorstore",
 )
