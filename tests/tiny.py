@@ -7,6 +7,7 @@ import jax
 import numpy as np
 
 from megajax.core import config
+from megajax.layers.latent import LatentConfig
 from megajax.layers.moe import MoeConfig
 from megajax.models.decoder_config import DecoderConfig
 from megajax.training.config import Config, EvalConfig, TrainConfig
@@ -48,6 +49,24 @@ DEEPSEEK = dataclasses.replace(
         top_groups=2,
         bias_rate=1e-3,
     ),
+)
+# DeepSeek-V3 whole: latent attention, a dense layer first. GPT-OSS: sinks, biases, two kinds of
+# layers.
+LATENT = dataclasses.replace(
+    MODEL,
+    head_width=12,
+    latent=LatentConfig(rank=16, query_rank=24, rotary=4, value=8),
+    moe=dataclasses.replace(DEEPSEEK.moe, shared=1, dense_layers=1, dense_width=48),
+)
+SINKS = dataclasses.replace(
+    MODEL,
+    kv_heads=2,
+    bias="all",
+    sinks=True,
+    pattern="wf",
+    window=5,
+    activation="swiglu_clamped",
+    moe=MoeConfig(experts=4, top_k=2, width=32),
 )
 
 

@@ -457,6 +457,17 @@ class Routed:
 
 
 @dataclasses.dataclass(frozen=True)
+class Latent:
+    """The sizes of latent attention (layers/latent.py): ranks of the latents, of which queries may
+    have none, numbers of the rotary key, and the width of a head's values."""
+
+    rank: int
+    query_rank: int | None
+    rotary: int
+    value: int
+
+
+@dataclasses.dataclass(frozen=True)
 class Stack:
     """The sizes of a stack of equal transformer blocks.
 
@@ -465,7 +476,8 @@ class Stack:
     feed-forward layer read the same input, with one gather and one scatter of the residual stream.
     window: the largest number of keys that a query attends to; None: all. windows: (window, share
     of the layers) where layers differ in it; empty: all have `window`. repeats: how often each
-    block is applied. routed: the routed experts; None: there are none.
+    block is applied. routed: the routed experts; None: there are none. latent: of a serial block
+    whose attention is latent; None: it is not.
     """
 
     layers: int
@@ -480,6 +492,7 @@ class Stack:
     window: int | None = None
     repeats: int = 1
     routed: Routed | None = None
+    latent: Latent | None = None
     windows: tuple[tuple[int | None, float], ...] = ()
 
     def ops(self, rows: int, queries: int, keys: int, dtype: str = "bfloat16") -> tuple[Op, ...]:
@@ -501,6 +514,8 @@ class Stack:
         def attention(window: int | None, share: float) -> Op:
             seen = min(window or keys, keys) if queries == 1 else keys  # of a cache
             sizes = self.heads, self.kv_heads, self.head_width
+            if self.latent and queries == 1:  # all heads attend to the cached latents
+                sizes = self.heads, 1, self.latent.rank + self.latent.rotary
             kernel = Attention(rows, queries, seen, *sizes, self.causal, window)
             return dataclasses.replace(op("attention", kernel), count=share * L)
 
@@ -524,9 +539,17 @@ class Stack:
             if hidden
             else ()
         )
+        inputs = [op("input", Matmul(T, D, asked + 2 * stored))]
+        if latent := self.latent:
+            down = latent.rank + latent.rotary + (latent.query_rank or asked)
+            made = self.heads * (self.head_width - latent.rotary + latent.value)
+            inputs = [op("input", Matmul(T, D, down)), op("input", Matmul(T, latent.rank, made))]
+            if latent.query_rank is not None:
+                inputs.append(op("input", Matmul(T, latent.query_rank, asked)))
+            asked = self.heads * latent.value
         return (
             norm(2),
-            op("input", Matmul(T, D, asked + 2 * stored)),
+            *inputs,
             *attend,
             op("output", Matmul(T, asked, D)),
             *dense,

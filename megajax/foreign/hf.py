@@ -14,6 +14,7 @@ from typing import Any, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
+from absl import logging
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -24,7 +25,7 @@ from megajax.core.files import expand
 from megajax.core.layout import Layout
 from megajax.core.tree import Tree, named_leaves, nest
 from megajax.data.tokenizer import Tokenizer
-from megajax.foreign import companions
+from megajax.foreign import companions, mxfp4
 from megajax.foreign.safetensors import (
     INDEX,
     SHARD_BYTES,
@@ -132,7 +133,11 @@ def load_params(path: str | Path, cfg: ModelConfig, layout: Layout | None = None
         raise UserError(f"{path} has another model: {'; '.join(shaping)} (--init_from)")
     files = open_weights(expand(path))
     settings = files_.read_object(expand(path) / "config.json", MAX_CONFIG)
-    if settings.get("quantization_config") or any(n.endswith(".qweight") for n in files.names()):
+    quantization = settings.get("quantization_config")
+    if is_mxfp4(quantization):
+        if not isinstance(theirs, DecoderConfig) or names.family(theirs) != "gpt_oss":
+            raise UserError(f"{path}: experts in MXFP4 are read of gpt_oss alone (--init_from)")
+    elif quantization or any(n.endswith(".qweight") for n in files.names()):
         raise UserError(
             f"{path} is quantized (quantization_config); only what runs a model reads it "
             "(scripts/serve.py, scripts/generate.py: foreign.hf_quantized.load)"
@@ -141,9 +146,18 @@ def load_params(path: str | Path, cfg: ModelConfig, layout: Layout | None = None
     tensors = _find_tensors(files, rules, theirs)
 
     def read(rule: Rule, index: tuple[int, ...], inner: tuple[slice, ...]) -> np.ndarray:
-        return rule.to_ours(tensors[rule.name(index)], sizes)[inner]
+        tensor = tensors[rule.name(index)]
+        if isinstance(tensor, mxfp4.Packed):
+            return tensor.part(inner, (0, 1) if rule.part is None else (rule.part, 2))
+        return rule.to_ours(tensor, sizes)[inner]
 
     return make_params(network.parts(cfg), rules, sizes, read, layout)
+
+
+def is_mxfp4(quantization: Any) -> bool:
+    """Tells whether a quantization_config says that experts are in MXFP4, which `load_params`
+    dequantizes."""
+    return isinstance(quantization, dict) and quantization.get("quant_method") == mxfp4.METHOD
 
 
 def open_weights(folder: Path) -> Weights:
@@ -198,19 +212,38 @@ def _leaf_words(axes: Tree) -> list[tuple]:
     return words
 
 
-def _find_tensors(files: Weights, rules: list[Rule], cfg: ModelConfig) -> dict[str, np.ndarray]:
+def _find_tensors(
+    files: Weights, rules: list[Rule], cfg: ModelConfig
+) -> dict[str, np.ndarray | mxfp4.Packed]:
     """Returns views of all tensors that the rules name; refuses strangers and wrong shapes."""
     maps = names_of(cfg)
     sizes = maps.sizes(cfg)
-    views, used = {}, set()
+    views: dict[str, np.ndarray | mxfp4.Packed] = {}
+    used = set()
     for rule in rules:
         for index in np.ndindex(rule.stack(sizes)):
             name = rule.name(index)
             stored = next((n for n in maps.spellings(name) if n in files), name)
+            halves = [stored + end for end in (mxfp4.BLOCKS, mxfp4.SCALES)]
+            if stored not in files and halves[0] in files:
+                packed = mxfp4.Packed(stored, *map(files.view, halves))
+                packed.check(rule.their_shape(sizes))
+                views[name] = packed
+                used.update(halves)
+                continue
             views[name] = files.view(stored)
             check_tensor(files, stored, rule.their_shape(sizes))
             used.add(stored)
     used |= equal_copies(files, cfg)
+    if isinstance(cfg, DecoderConfig):
+        more = sorted(n for n in files.names() if names.predicts_more(n, cfg))
+        if more:
+            logging.warning(
+                "%s: %d tensors of layers that predict further tokens are not read (%s, ...)",
+                files.folder,
+                len(more),
+                more[0],
+            )
     strangers = [n for n in files.names() if n not in used and not maps.is_needless(n, cfg)]
     if strangers:
         raise UserError(
@@ -406,7 +439,7 @@ def join(rules: list[Rule], pieces: list[np.ndarray], sizes: Sizes) -> np.ndarra
     views = [r.to_theirs(p) for r, p in zip(rules, pieces, strict=True)]
     theirs = rules[0].dims.split("->")[0]
     if rules[0].part is not None:
-        joined = np.stack(views, theirs.index("3"))
+        joined = np.stack(views, theirs.index(rules[0].fused))
     else:
         joined = views[0][tuple(slice(sizes[c]) for c in theirs)]
     return joined.reshape(rules[0].their_shape(sizes))

@@ -558,7 +558,8 @@ OLDER = ("quantize_config.json", "quant_config.json")
 
 
 def settings(path: str | Path, flag: str = "hf") -> Settings | None:
-    """Returns the quantization settings of a folder's config.json; None: it is not quantized.
+    """Returns the quantization settings of a folder's config.json; None: it is not quantized, or
+    its experts are in MXFP4, which hf.load_params dequantizes.
 
     If config.json says nothing, a file of OLDER is read.
     Raises: UserError for a form that is not supported, and for several such files.
@@ -577,7 +578,7 @@ def settings(path: str | Path, flag: str = "hf") -> Settings | None:
         if section.get("quant_method") is None:
             is_awq = file.name == OLDER[1] or "w_bit" in section
             section |= {"quant_method": "awq" if is_awq else "gptq"}
-    if section is None:
+    if section is None or hf.is_mxfp4(section):
         return None
     if not isinstance(section, dict):
         raise UserError(f"{file}: {SECTION} must be an object")

@@ -12,7 +12,7 @@ from typing import Any, Literal, Self
 from megajax.core.config import EPS, Checked, above, equal, group, option
 from megajax.core.errors import UserError, nearest_divisors
 from megajax.core.tree import Tree
-from megajax.cost.base import Op, Phase, Routed, Stack, Workload, lookup
+from megajax.cost.base import Latent, Op, Phase, Routed, Stack, Workload, lookup
 from megajax.cost.kernels import Matmul
 from megajax.layers.attention import AttentionConfig, Kind, RopeConfig
 from megajax.layers.latent import LatentConfig, LatentShape
@@ -101,6 +101,11 @@ class DecoderConfig(Checked, section="model"):
                 f"model.bias=all: shared experts have no biases, and moe.shared={self.moe.shared}; "
                 "use none or qkv, or moe.shared=0 (--model.bias, --moe.shared)"
             )
+        if self.moe.experts and self.moe.dense_layers and self.pattern is not None:
+            raise UserError(
+                f"model.pattern={self.pattern}: with moe.dense_layers={self.moe.dense_layers} all "
+                "layers have one kind; use none (--model.pattern, --moe.dense_layers)"
+            )
         if self.latent.rank:
             self._check_latent()
 
@@ -116,6 +121,7 @@ class DecoderConfig(Checked, section="model"):
             (self.bias != "none", f"model.bias={self.bias}: use none (--model.bias)"),
             (self.qk_norm, "model.qk_norm=true: use false (--model.qk_norm)"),
             (self.sinks, "model.sinks=true: use false (--model.sinks)"),
+            (self.pattern is not None, f"model.pattern={self.pattern}: use none (--model.pattern)"),
             (
                 self.kv_heads != self.heads,
                 f"model.kv_heads={self.kv_heads}: every head has its own keys; use "
@@ -318,6 +324,7 @@ class DecoderConfig(Checked, section="model"):
             window=self.window,
             windows=self.windows,
             routed=routed,
+            latent=Latent(**dataclasses.asdict(self.latent)) if self.latent.rank else None,
         )
 
     def workload(
@@ -337,6 +344,9 @@ class DecoderConfig(Checked, section="model"):
         sets = 0 if self.tied else 1
         head = Op("head", Matmul(scored, self.width, self.vocab), 1, sets, (dtype,))
         blocks = self.stack.ops(batch, queries, seq_len, dtype)
+        if self.moe.experts and self.moe.dense_layers:
+            before = dataclasses.replace(self.dense.stack, layers=self.moe.dense_layers)
+            blocks = *before.ops(batch, queries, seq_len, dtype), *blocks
         return Workload((*tables, *blocks, head), batch, queries, self.layers, self.width, phase)
 
 

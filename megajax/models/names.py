@@ -1,15 +1,19 @@
 """Hugging Face name maps: our leaves <-> their tensors, and our configuration <-> config.json.
 
 Of the decoders; encoder_names.py has the encoders'. Families: gpt2, llama, mistral (llama with a
-window), qwen2, qwen3, mixtral, qwen3_moe.
+window), qwen2, qwen3, mixtral, qwen3_moe, gpt_oss, deepseek_v3.
 
 Legend: D width, F feed-forward (of one expert, where there are any), E experts, H query heads, G
-key-value heads, K head width, V vocabulary, N positions, 3 the fused q, k, v of GPT-2.
+key-value heads, K head width, V vocabulary, N positions, 3 the fused q, k, v of GPT-2, 2 the fused
+gate and up of GPT-OSS. Of DeepSeek-V3: Q, R ranks of the latents, L latent with the rotary key, U
+width of a head's values, W of its key without the rotary part and its values, Z, Y feed-forward
+widths of the first layers and of the shared experts.
 """
 
 import dataclasses
 import functools
 import json
+import re
 import reprlib
 import sys
 from collections.abc import Callable, Mapping
@@ -20,7 +24,8 @@ import numpy as np
 
 from megajax.core.errors import UserError
 from megajax.layers.attention import RopeConfig
-from megajax.layers.mlp import ACTIVATIONS, Activation
+from megajax.layers.latent import LatentConfig
+from megajax.layers.mlp import ACTIVATIONS, LIMIT, STEEPNESS, Activation
 from megajax.layers.moe import MoeConfig
 from megajax.models.decoder_config import DecoderConfig
 
@@ -39,14 +44,16 @@ Sizes = Mapping[str, int]  # {letter of a rule's dims: size}
 @dataclasses.dataclass(frozen=True)
 class Rule:
     """One leaf and its tensor, or tensors: '{i}' in `theirs` is the layer, '{e}' the expert, '{t}'
-    the layer of a tower, and our leaf is stacked over them. part: of a fused tensor's '3'.
-    their_dims: of the tensor's shape, where `dims` reads several of its dimensions as one."""
+    the layer of a tower, and our leaf is stacked over them. part: of a fused tensor's '3' or '2'.
+    their_dims: of the tensor's shape, where `dims` reads several of its dimensions as one. first:
+    the number that the leaf's first layer '{i}' has there."""
 
     ours: str
     theirs: str
     dims: str
     part: int | None = None
     their_dims: str = ""
+    first: int = 0
 
     def stack(self, sizes: Sizes) -> tuple[int, ...]:
         """Returns how many tensors make the leaf, by leading dimension: (), (L,) or (L, E)."""
@@ -54,7 +61,15 @@ class Rule:
 
     def name(self, index: tuple[int, ...]) -> str:
         """Returns the name of one of the tensors."""
-        return self.theirs.format(**dict(zip(self._marks, index, strict=True)))
+        numbers = dict(zip(self._marks, index, strict=True))
+        if "i" in numbers:
+            numbers["i"] += self.first
+        return self.theirs.format(**numbers)
+
+    @property
+    def fused(self) -> str:
+        """The letter of `dims` that counts the parts of a fused tensor."""
+        return "2" if "2" in self.dims else "3"
 
     @property
     def _marks(self) -> list[str]:
@@ -65,7 +80,7 @@ class Rule:
         if self.their_dims:
             return tuple(sizes[c] for c in self.their_dims)
         merged = self.dims.split("->")[0]
-        for fused in ("3HK", "HK", "GK", "3hk", "hk"):
+        for fused in ("3HK", "HK", "GK", "3hk", "hk", "HW", "HU", "F2"):
             if fused in merged:
                 size = int(np.prod([sizes[c] for c in fused]))
                 others = [sizes[c] for c in merged.replace(fused, "*") if c != "*"]
@@ -77,14 +92,15 @@ class Rule:
         theirs, ours = self.dims.split("->")
         view = tensor.reshape([sizes[c] for c in theirs])
         if self.part is not None:
-            view = view[(slice(None),) * theirs.index("3") + (self.part,)]
-            theirs = theirs.replace("3", "")
+            view = view[(slice(None),) * theirs.index(self.fused) + (self.part,)]
+            theirs = theirs.replace(self.fused, "")
         return view.transpose([theirs.index(c) for c in ours])
 
     def to_theirs(self, array: np.ndarray) -> np.ndarray:
-        """Returns one piece of our leaf with their order of dimensions (the '3' left out)."""
+        """Returns one piece of our leaf with their order of dimensions (that of the parts left
+        out)."""
         theirs, ours = self.dims.split("->")
-        return array.transpose([ours.index(c) for c in theirs.replace("3", "")])
+        return array.transpose([ours.index(c) for c in theirs.replace(self.fused, "")])
 
 
 def spelled(member: str, word: str, known: tuple[Activation, ...]) -> Activation:
@@ -122,7 +138,8 @@ _COUNTS = (
     "original_max_position_embeddings", "n_layer", "n_embd", "n_head", "n_inner", "n_positions",
     "num_hidden_groups", "num_labels", "dim", "hidden_dim", "n_layers", "n_heads",
     "embedding_size", "depth", "embed_dim", "num_heads", "mlp_ratio", "in_channels", "patch_size",
-    "spatial_merge_size", "temporal_patch_size",
+    "spatial_merge_size", "temporal_patch_size", "n_routed_experts", "q_lora_rank", "kv_lora_rank",
+    "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "n_group", "topk_group",
 )  # fmt: skip
 _STACKED = (
     "num_hidden_layers",
@@ -130,12 +147,21 @@ _STACKED = (
     "n_layers",
     "num_local_experts",
     "num_experts",
+    "n_routed_experts",
     "num_hidden_groups",
     "depth",
 )
 MOST = 2**31 - 1  # (chosen) of a size; the product of two is one that NumPy can count to
 MOST_STACKED = 2**14  # (chosen: ten times the deepest networks) layers, or experts
-_WHOLE = ("max_window_layers", "type_vocab_size", "image_token_id")
+_WHOLE = (
+    "max_window_layers",
+    "type_vocab_size",
+    "image_token_id",
+    "n_shared_experts",
+    "first_k_dense_replace",
+    "num_nextn_predict_layers",
+    "num_mtp_layers",
+)
 _POSITIVE = (
     "rms_norm_eps",
     "layer_norm_epsilon",
@@ -144,9 +170,12 @@ _POSITIVE = (
     "factor",
     "low_freq_factor",
     "high_freq_factor",
+    "routed_scaling_factor",
+    "swiglu_alpha",
+    "swiglu_limit",
 )
 _SHARES = ("hidden_dropout_prob", "dropout")
-_FLAGS = ("tie_word_embeddings", "norm_topk_prob", "use_sliding_window")
+_FLAGS = ("tie_word_embeddings", "norm_topk_prob", "use_sliding_window", "rope_interleave")
 _TEXTS = (
     "model_type",
     "hidden_act",
@@ -190,6 +219,7 @@ INERT = {
     "down_scale_factor", "tie_weights_", "n_ctx", "unsloth_version", "unsloth_fixed",
     "transformers.js_config", "sentence_transformers", "model_max_length", "max_sequence_length",
     "is_llama_config", "neftune_noise_alpha", "_num_labels", "vision_token_id", "video_token_id",
+    "seq_aux", "aux_loss_alpha",
     "vision_start_token_id", "vision_end_token_id",
 }  # fmt: skip
 # Members that a family's class does not have, and the values that say what it computes anyway.
@@ -206,6 +236,23 @@ _UNLISTED = {
     "qwen2": {"head_dim"},
     "qwen3_moe": {"head_dim"},
     "mixtral": {"norm_topk_prob"},
+    "gpt_oss": {"experts_per_token", "initial_context_length"},
+    "deepseek_v3": {
+        "scoring_func",
+        "topk_method",
+        "moe_layer_freq",
+        "ep_size",
+        "head_dim",
+        "qk_head_dim",
+    },
+}
+# Code of published folders that transformers has, and does not run unless it is told to.
+KNOWN_CODE = {
+    "deepseek_v3": {
+        "configuration_deepseek.DeepseekV3Config",
+        "modeling_deepseek.DeepseekV3Model",
+        "modeling_deepseek.DeepseekV3ForCausalLM",
+    }
 }
 _IGNORED = {"qwen3_moe": {"max_window_layers"}}  # which its published files have
 _ROPE = {"rope_scaling", "rope_theta", "original_max_position_embeddings", "partial_rotary_factor"}
@@ -281,13 +328,16 @@ def check_members(config: Any, families: tuple[str, ...]) -> dict[str, Any]:
         raise UserError(f"model_type {kind!r} is not one of {', '.join(families)}")
     members = table()["common"] | table()["families"][kind]["members"]
     config = _in_one_word(config, table()["families"][kind]["other_words"], members)
-    if config.get("auto_map"):
+    code = config.get("auto_map")
+    is_known = isinstance(code, dict) and {*map(str, code.values())} <= KNOWN_CODE.get(kind, set())
+    if code and not is_known:
         raise UserError(
             "config.json: auto_map names code of the folder's own, which may compute another model "
             "and is not run here; a folder whose model is a plain one needs no auto_map"
         )
     for name, value in config.items():
-        _check_use(name, value, kind, members)
+        if name != "auto_map":
+            _check_use(name, value, kind, members)
     merged = {n: m["default"] for n, m in members.items() if m["default"] is not None} | config
     return check_kinds(merged) | {"model_type": kind}
 
@@ -342,7 +392,9 @@ def _check_use(name: str, value: Any, kind: str, members: Mapping[str, Any]) -> 
 # ---- tensors of the decoders
 
 
-Family = Literal["gpt2", "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe"]
+Family = Literal[
+    "gpt2", "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3"
+]
 
 # Buffers that older checkpoints carry: masks of GPT-2, the others' rotary frequencies.
 BUFFERS = {"gpt2": (".attn.bias", ".attn.masked_bias")}
@@ -367,6 +419,15 @@ def sizes(cfg: DecoderConfig) -> dict[str, int]:
         "V": cfg.vocab,
         "N": cfg.max_positions,
         "3": 3,
+        "2": 2,
+        "{t}": cfg.moe.dense_layers,
+        "Z": cfg.moe.dense_width,
+        "Y": cfg.moe.shared * cfg.moe.width,
+        "Q": cfg.latent.query_rank or cfg.width,
+        "R": cfg.latent.rank,
+        "L": cfg.latent.rank + cfg.latent.rotary,
+        "W": cfg.head_width - cfg.latent.rotary + cfg.latent.value,
+        "U": cfg.latent.value,
     }
 
 
@@ -384,7 +445,7 @@ def _attention(prefix: str, bias: str, qk_norm: bool) -> list[Rule]:
                 f"{heads}KD->D{heads}K",
             )
         )
-        if bias == "qkv":
+        if bias != "none":
             mapped.append(
                 Rule(
                     f"blocks.attention.{ours}_bias",
@@ -393,6 +454,8 @@ def _attention(prefix: str, bias: str, qk_norm: bool) -> list[Rule]:
                 )
             )
     mapped.append(Rule("blocks.attention.out", f"{prefix}.self_attn.o_proj.weight", "DHK->HKD"))
+    if bias == "all":
+        mapped.append(Rule("blocks.attention.out_bias", f"{prefix}.self_attn.o_proj.bias", "D->D"))
     if qk_norm:
         for ours, theirs in (("query_norm", "q_norm"), ("key_norm", "k_norm")):
             name = f"{prefix}.self_attn.{theirs}.weight"
@@ -423,6 +486,98 @@ def _llama_rules(cfg: DecoderConfig) -> list[Rule]:
     if not cfg.tied:
         mapped.append(Rule("head", "lm_head.weight", "VD->DV"))
     return mapped
+
+
+def _norms_and_ends(cfg: DecoderConfig, ours: str, layer: str, first: int = 0) -> list[Rule]:
+    """The norms of a stack, and what is in no layer: as Llama has them."""
+    mapped = [
+        Rule("tokens", "model.embed_tokens.weight", "VD->VD"),
+        Rule("norm.scale", "model.norm.weight", "D->D"),
+        Rule("head", "lm_head.weight", "VD->DV"),
+        Rule(
+            f"{ours}.attention_norm.scale",
+            f"{layer}.input_layernorm.weight",
+            "D->D",
+            None,
+            "",
+            first,
+        ),
+        Rule(
+            f"{ours}.mlp_norm.scale",
+            f"{layer}.post_attention_layernorm.weight",
+            "D->D",
+            None,
+            "",
+            first,
+        ),
+    ]
+    return [rule for rule in mapped if rule.ours != "head" or not cfg.tied]
+
+
+def _gpt_oss_rules(cfg: DecoderConfig) -> list[Rule]:
+    """GPT-OSS: biases everywhere, sinks, experts stacked in one tensor a layer."""
+    layer = "model.layers.{i}"
+    mapped = _norms_and_ends(cfg, "blocks", layer) + _attention(layer, "all", False)
+    mapped.append(Rule("blocks.attention.sinks", f"{layer}.self_attn.sinks", "H->H"))
+    for ours, theirs, dims, part in (
+        ("router", "router.weight", "ED->DE", None),
+        ("router_bias", "router.bias", "E->E", None),
+        ("gate", "experts.gate_up_proj", "EDF2->EDF", 0),
+        ("up", "experts.gate_up_proj", "EDF2->EDF", 1),
+        ("gate_bias", "experts.gate_up_proj_bias", "EF2->EF", 0),
+        ("up_bias", "experts.gate_up_proj_bias", "EF2->EF", 1),
+        ("down", "experts.down_proj", "EFD->EFD", None),
+        ("down_bias", "experts.down_proj_bias", "ED->ED", None),
+    ):
+        mapped.append(Rule(f"blocks.moe.{ours}", f"{layer}.mlp.{theirs}", dims, part))
+    return mapped
+
+
+def _deepseek_rules(cfg: DecoderConfig) -> list[Rule]:
+    """DeepSeek-V3: latent attention, dense first layers, then experts with a shared one."""
+    first = cfg.moe.dense_layers
+    mapped = _norms_and_ends(cfg, "blocks", "model.layers.{i}", first)
+    stacks = [("blocks", "model.layers.{i}", first)]
+    if first:
+        mapped += _norms_and_ends(cfg, "dense", "model.layers.{t}")[-2:]
+        stacks.append(("dense", "model.layers.{t}", 0))
+    for ours, layer, number in stacks:
+        leaves = [
+            ("attention.latent", "self_attn.kv_a_proj_with_mqa.weight", "LD->DL"),
+            ("attention.latent_norm.scale", "self_attn.kv_a_layernorm.weight", "R->R"),
+            ("attention.key_value", "self_attn.kv_b_proj.weight", "HWR->RHW"),
+            ("attention.out", "self_attn.o_proj.weight", "DHU->HUD"),
+        ]
+        query = "q_proj"
+        if cfg.latent.query_rank is not None:
+            query = "q_b_proj"
+            leaves += [
+                ("attention.query_latent", "self_attn.q_a_proj.weight", "QD->DQ"),
+                ("attention.query_norm.scale", "self_attn.q_a_layernorm.weight", "Q->Q"),
+            ]
+        leaves.append(("attention.query", f"self_attn.{query}.weight", "HKQ->QHK"))
+        width, shared = ("Z", "mlp") if ours == "dense" else ("Y", "mlp.shared_experts")
+        leaves += _gated("mlp", shared, width)
+        if ours == "blocks":
+            leaves += [
+                ("moe.router", "mlp.gate.weight", "ED->DE"),
+                ("moe.bias", "mlp.gate.e_score_correction_bias", "E->E"),
+                *_gated("moe", "mlp.experts.{e}", "F"),
+            ]
+        mapped += [
+            Rule(f"{ours}.{leaf}", f"{layer}.{theirs}", dims, None, "", number)
+            for leaf, theirs, dims in leaves
+        ]
+    return mapped
+
+
+def _gated(ours: str, theirs: str, width: str) -> list[tuple[str, str, str]]:
+    """The three matrices of a gated feed-forward layer. width: its letter."""
+    return [
+        (f"{ours}.gate", f"{theirs}.gate_proj.weight", f"{width}D->D{width}"),
+        (f"{ours}.up", f"{theirs}.up_proj.weight", f"{width}D->D{width}"),
+        (f"{ours}.down", f"{theirs}.down_proj.weight", f"D{width}->{width}D"),
+    ]
 
 
 def _gpt2_rules(cfg: DecoderConfig) -> list[Rule]:
@@ -461,7 +616,8 @@ def _gpt2_rules(cfg: DecoderConfig) -> list[Rule]:
 
 def rules(cfg: DecoderConfig) -> list[Rule]:
     """Returns one rule for each leaf. Raises: UserError when no family has this shape."""
-    return _gpt2_rules(cfg) if family(cfg) == "gpt2" else _llama_rules(cfg)
+    special = {"gpt2": _gpt2_rules, "gpt_oss": _gpt_oss_rules, "deepseek_v3": _deepseek_rules}
+    return special.get(family(cfg), _llama_rules)(cfg)
 
 
 def spellings(name: str) -> tuple[str, ...]:
@@ -472,7 +628,14 @@ def spellings(name: str) -> tuple[str, ...]:
 
 def is_needless(name: str, cfg: DecoderConfig) -> bool:
     """Tells whether a tensor of a checkpoint is a buffer that transformers does not load either."""
-    return name.endswith(BUFFERS.get(family(cfg), FREQUENCIES))
+    return name.endswith(BUFFERS.get(family(cfg), FREQUENCIES)) or predicts_more(name, cfg)
+
+
+def predicts_more(name: str, cfg: DecoderConfig) -> bool:
+    """Tells whether a tensor is of DeepSeek-V3's layers behind the last one, which predict further
+    tokens (num_nextn_predict_layers) and have no part in the logits."""
+    number = re.match(r"(?:model\.)?layers\.(\d{1,9})\.", name)
+    return bool(cfg.latent.rank and number and int(number[1]) >= cfg.depth)
 
 
 def copies(cfg: DecoderConfig) -> dict[str, str]:
@@ -485,6 +648,8 @@ def free(cfg: DecoderConfig) -> set[str]:
     """Returns the members that may differ from a folder whose weights are loaded."""
     names = {"dropout", "window", "vocab_multiple", "norm_eps"} | {f"moe.{n}" for n in TRAINED}
     names |= {"mlp"} if cfg.moe.experts else set()
+    names |= {"moe.bias_rate"} if cfg.latent.rank else set()  # above 0 in this family
+    names |= set() if cfg.moe.dense_layers else {"moe.dense_width"}
     return names | ({"max_positions"} if cfg.position != "learned" else set())
 
 
@@ -497,6 +662,8 @@ def family(cfg: DecoderConfig) -> Family:
         "all",
     )
     like_llama = (cfg.norm, cfg.position, cfg.activation) == ("rms", "rope", "swiglu")
+    if cfg.latent.rank or cfg.sinks:
+        return _newer_family(cfg)
     if cfg.block == "serial" and like_gpt2 and not cfg.qk_norm and cfg.window is None:
         if cfg.kv_heads == cfg.heads and cfg.heads * cfg.head_width == cfg.width:
             return "gpt2"
@@ -515,10 +682,35 @@ def family(cfg: DecoderConfig) -> Family:
             return "qwen2"
         if cfg.bias == "none" and not cfg.qk_norm:
             return "llama" if cfg.window is None else "mistral"
-    raise UserError(
+    raise _no_family(cfg)
+
+
+def _newer_family(cfg: DecoderConfig) -> Family:
+    """`family` of latent attention or sinks."""
+    told = ("experts", "top_k", "width", *TRAINED)
+    if cfg.latent.rank:
+        told += ("shared", "normalise", "scale", "groups", "top_groups", "bias_rate")
+        told += ("dense_layers", "dense_width")
+        plain, kind = MoeConfig(score="sigmoid"), "deepseek_v3"
+        fits = (cfg.activation, cfg.window) == ("swiglu", None) and cfg.moe.shared > 0
+        fits = fits and cfg.moe.bias_rate > 0
+    else:
+        plain, kind = MoeConfig(), "gpt_oss"
+        fits = (cfg.activation, cfg.bias, cfg.qk_norm) == ("swiglu_clamped", "all", False)
+        fits = fits and "n" not in cfg.letters
+    alike = dataclasses.replace(plain, **{n: getattr(cfg.moe, n) for n in told})
+    fits = fits and (cfg.block, cfg.norm, cfg.position) == ("serial", "rms", "rope")
+    if fits and cfg.moe.experts and cfg.moe == alike:
+        return kind
+    raise _no_family(cfg)
+
+
+def _no_family(cfg: DecoderConfig) -> UserError:
+    return UserError(
         f"no Hugging Face family has this shape: block {cfg.block}, norm {cfg.norm}, position "
         f"{cfg.position}, activation {cfg.activation}, bias {cfg.bias}, qk_norm {cfg.qk_norm}, "
-        f"window {cfg.window}, moe {cfg.moe if cfg.moe.experts else 'none'}; "
+        f"window {cfg.window}, sinks {cfg.sinks}, latent rank {cfg.latent.rank}, moe "
+        f"{cfg.moe if cfg.moe.experts else 'none'}; "
         f"{', '.join(get_args(Family))} can be written"
     )
 
@@ -534,6 +726,8 @@ _ARCHITECTURES = {
     "qwen3": "Qwen3ForCausalLM",
     "mixtral": "MixtralForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
+    "deepseek_v3": "DeepseekV3ForCausalLM",
 }
 
 
@@ -545,6 +739,12 @@ def from_hf_config(config: Mapping[str, Any]) -> DecoderConfig:
         return _from_gpt2(config)
     spelled("hidden_act", config["hidden_act"], ("swiglu",))
     heads, width = config["num_attention_heads"], config["hidden_size"]
+    if kind == "deepseek_v3":
+        return _from_deepseek(config)
+    pattern, window = _alternating(config) if kind == "gpt_oss" else (None, _window(config))
+    if kind == "gpt_oss":
+        require(config, swiglu_limit=LIMIT, swiglu_alpha=STEEPNESS, attention_bias=True)
+        require(config, experts_per_token=config["num_experts_per_tok"])
     return DecoderConfig(
         layers=config["num_hidden_layers"],
         width=width,
@@ -555,20 +755,74 @@ def from_hf_config(config: Mapping[str, Any]) -> DecoderConfig:
         vocab=config["vocab_size"],
         norm_eps=config["rms_norm_eps"],
         max_positions=config["max_position_embeddings"],
-        bias="qkv" if kind == "qwen2" else "none",
+        activation="swiglu_clamped" if kind == "gpt_oss" else "swiglu",
+        bias="qkv" if kind == "qwen2" else "all" if kind == "gpt_oss" else "none",
+        sinks=kind == "gpt_oss",
         qk_norm=kind in ("qwen3", "qwen3_moe"),
-        window=_window(config),
+        pattern=pattern,
+        window=window,
         tied=config["tie_word_embeddings"],
         rope=_rope(config),
         moe=_moe(config),
     )
 
 
+# (DeepSeek-V3, arXiv 2412.19437 section 4.2) how far a step moves an expert's bias.
+_BIAS_RATE = 1e-3
+
+
+def _from_deepseek(config: Mapping[str, Any]) -> DecoderConfig:
+    """Reads the config.json of DeepSeek-V3."""
+    require(config, rope_interleave=True, attention_bias=False, scoring_func="sigmoid")
+    require(config, topk_method="noaux_tc", moe_layer_freq=1, ep_size=1)
+    layers, first = config["num_hidden_layers"], config["first_k_dense_replace"]
+    heads, rotary = config["num_attention_heads"], config["qk_rope_head_dim"]
+    if first >= layers:
+        raise UserError(
+            f"config.json: first_k_dense_replace={first} must be below num_hidden_layers={layers}: "
+            "a model without experts is not read in this family"
+        )
+    width = config["qk_nope_head_dim"] + rotary
+    require(config, num_key_value_heads=heads, head_dim=rotary, qk_head_dim=width)
+    return DecoderConfig(
+        layers=layers - first,
+        width=config["hidden_size"],
+        heads=heads,
+        kv_heads=heads,
+        head_width=width,
+        vocab=config["vocab_size"],
+        norm_eps=config["rms_norm_eps"],
+        max_positions=config["max_position_embeddings"],
+        tied=config["tie_word_embeddings"],
+        rope=_rope(config),
+        latent=LatentConfig(
+            rank=config["kv_lora_rank"],
+            query_rank=config.get("q_lora_rank"),
+            rotary=rotary,
+            value=config["v_head_dim"],
+        ),
+        moe=MoeConfig(
+            experts=config["n_routed_experts"],
+            top_k=config["num_experts_per_tok"],
+            width=config["moe_intermediate_size"],
+            shared=config["n_shared_experts"],
+            score="sigmoid",
+            normalise=config["norm_topk_prob"],
+            scale=float(config["routed_scaling_factor"]),
+            groups=config["n_group"],
+            top_groups=config["topk_group"],
+            bias_rate=_BIAS_RATE,
+            dense_layers=first,
+            dense_width=config["intermediate_size"],
+        ),
+    )
+
+
 def _moe(config: Mapping[str, Any]) -> MoeConfig:
-    """Reads the routing of Mixtral and Qwen3-MoE; other families have none."""
-    if config["model_type"] not in ("mixtral", "qwen3_moe"):
+    """Reads the routing of Mixtral, GPT-OSS and Qwen3-MoE; other families have none."""
+    if config["model_type"] not in ("mixtral", "qwen3_moe", "gpt_oss"):
         return MoeConfig()
-    if config["model_type"] == "mixtral":
+    if config["model_type"] != "qwen3_moe":
         require(config, norm_topk_prob=True)
         experts, width = config["num_local_experts"], config["intermediate_size"]
         return MoeConfig(experts, config["num_experts_per_tok"], width)
@@ -579,6 +833,26 @@ def _moe(config: Mapping[str, Any]) -> MoeConfig:
     width, normalise = config["moe_intermediate_size"], config["norm_topk_prob"]
     experts = config["num_experts"]
     return MoeConfig(experts, config["num_experts_per_tok"], width, normalise=normalise)
+
+
+def _alternating(config: Mapping[str, Any]) -> tuple[str | None, int | None]:
+    """Reads (DecoderConfig.pattern, the window) of GPT-OSS, whose layers have a window in turn."""
+    layers, window = config["num_hidden_layers"], config.get("sliding_window")
+    kinds = {"sliding_attention": "w", "full_attention": "f"}
+    turns = [[*kinds][i % 2] for i in range(layers)]
+    each = config.get("layer_types", turns)
+    if len(each) != layers or not kinds.keys() >= set(each):
+        raise UserError(
+            f"config.json: layer_types must be {layers} of {', '.join(kinds)}, not "
+            f"{reprlib.repr(each)}"
+        )
+    letters = "".join(kinds[kind] for kind in each)
+    if "w" in letters and window is None:
+        raise UserError("config.json: layer_types says sliding_attention, and there is no window")
+    if len(set(letters)) == 1:
+        return None, window if letters[0] == "w" else None
+    period = next(n for n in range(1, layers + 1) if letters == (letters[:n] * layers)[:layers])
+    return letters[:period], window
 
 
 def _window(config: Mapping[str, Any]) -> int | None:
@@ -706,13 +980,17 @@ def to_hf_config(cfg: DecoderConfig, dtype: str) -> dict[str, Any]:
             "high_freq_factor": cfg.rope.high_freq_factor,
             "original_max_position_embeddings": cfg.rope.original_positions,
         }
-    window = {"sliding_window": cfg.window}
+    window: dict[str, Any] = {"sliding_window": cfg.window}
+    if kind == "gpt_oss":
+        words = {"w": "sliding_attention", "f": "full_attention"}
+        letters = cfg.letters or ("f" if cfg.window is None else "w") * cfg.layers
+        window["layer_types"] = [words[letter] for letter in letters]
     if kind.startswith("qwen"):
         window |= {"use_sliding_window": cfg.window is not None, "max_window_layers": 0}
     return (
         common
         | rope
-        | (window if kind != "llama" else {})
+        | (window if kind not in ("llama", "deepseek_v3") else {})
         | {
             "num_hidden_layers": cfg.layers,
             "hidden_size": cfg.width,
@@ -723,7 +1001,7 @@ def to_hf_config(cfg: DecoderConfig, dtype: str) -> dict[str, Any]:
             "rms_norm_eps": cfg.norm_eps,
             "max_position_embeddings": cfg.max_positions,
             "hidden_act": ACTIVATIONS[cfg.activation].hugging_face[0],
-            "attention_bias": False,
+            "attention_bias": kind == "gpt_oss",
         }
         | _moe_to_hf(kind, cfg)
     )
@@ -731,8 +1009,32 @@ def to_hf_config(cfg: DecoderConfig, dtype: str) -> dict[str, Any]:
 
 def _moe_to_hf(kind: Family, cfg: DecoderConfig) -> dict[str, Any]:
     moe = cfg.moe
-    if kind == "mixtral":
+    if kind in ("mixtral", "gpt_oss"):
         members = {"num_local_experts": moe.experts, "intermediate_size": moe.width}
+        if kind == "gpt_oss":
+            members |= {"swiglu_limit": LIMIT, "swiglu_alpha": STEEPNESS}
+    elif kind == "deepseek_v3":
+        latent = cfg.latent
+        members = {
+            "num_hidden_layers": cfg.depth,
+            "intermediate_size": moe.dense_width,
+            "first_k_dense_replace": moe.dense_layers,
+            "q_lora_rank": latent.query_rank,
+            "kv_lora_rank": latent.rank,
+            "qk_rope_head_dim": latent.rotary,
+            "qk_nope_head_dim": cfg.head_width - latent.rotary,
+            "v_head_dim": latent.value,
+            "head_dim": latent.rotary,
+            "n_routed_experts": moe.experts,
+            "n_shared_experts": moe.shared,
+            "moe_intermediate_size": moe.width,
+            "norm_topk_prob": moe.normalise,
+            "routed_scaling_factor": moe.scale,
+            "n_group": moe.groups,
+            "topk_group": moe.top_groups,
+            "rope_interleave": True,
+            "num_nextn_predict_layers": 0,
+        }
     elif kind == "qwen3_moe":
         members = {
             "num_experts": moe.experts,

@@ -223,7 +223,7 @@ def layer_formats(formats: Formats, layers: int) -> list[Format | None]:
 def matrices(axes: Tree) -> list[str]:
     """Returns the names of the leaves that are quantized: matrices of stacked layers.
 
-    Raises: UserError for experts, whose products are grouped.
+    Raises: UserError for experts, whose products are grouped, and for latent attention.
     """
     quantized = [
         (n, w)
@@ -231,6 +231,8 @@ def matrices(axes: Tree) -> list[str]:
         if w[:1] == (LAYERS,) and len(w) > 2 and "embed" in w and "router" not in w
     ]
     for n, w in quantized:
+        if n.endswith(".attention.latent"):
+            raise UserError(f"{n}: latent attention splits its matrices, which no QTensor can be")
         if "expert" in w:
             raise UserError(
                 f"{n}: experts are multiplied by grouped products, which take no QTensor"

@@ -80,7 +80,7 @@ class Tokens:
 @dataclasses.dataclass(frozen=True)
 class Pages:
     """The pool: k, v (L P, page, G, K); of latent attention k (L P, page, 1, R + P), the latent
-    and the rotary key, and v is empty."""
+    and the rotary key, and v is None."""
 
     k: Any
     v: Any
@@ -89,8 +89,10 @@ class Pages:
 def empty(
     layers: int, pages: int, page: int, heads: int, widths: tuple[int, int], dtype: str
 ) -> Pages:
-    """Returns pages of zeros. heads: of one device, or of all. widths: of a key and of a value."""
-    return Pages(*(jnp.zeros((layers * pages, page, heads, width), dtype) for width in widths))
+    """Returns pages of zeros. heads: of one device, or of all. widths: of a key and of a value; 0:
+    there are no values."""
+    k, v = (jnp.zeros((layers * pages, page, heads, w), dtype) if w else None for w in widths)
+    return Pages(k, v)
 
 
 def rows_of(tokens: Tokens, page: int) -> tuple[Array, Array]:
@@ -136,7 +138,7 @@ class PagedCache:
         at = first + self.rows[0], self.rows[1]
         written = Pages(
             pages.k.at[at].set(k[0].astype(pages.k.dtype)),
-            pages.v if v is None else pages.v.at[at].set(v[0].astype(pages.v.dtype)),
+            None if v is None else pages.v.at[at].set(v[0].astype(pages.v.dtype)),
         )
         t = self.tokens
         y_THK = paged_attention(
@@ -158,11 +160,9 @@ def copy(pages: Pages, pool: int, source_N: Array, target_N: Array) -> Pages:
     """Copies pages in all layers; (0, 0) copies page 0, which no sequence holds."""
     layers = pages.k.shape[0] // pool
     first_L1 = jnp.arange(layers)[:, None] * pool
-    copied = (
-        x.at[first_L1 + target_N[None]].set(x[first_L1 + source_N[None]])
-        for x in (pages.k, pages.v)
+    return jax.tree.map(
+        lambda x: x.at[first_L1 + target_N[None]].set(x[first_L1 + source_N[None]]), pages
     )
-    return Pages(*copied)
 
 
 def tokens_like(T: int, B: int, M: int, sees: bool = False) -> Tokens:

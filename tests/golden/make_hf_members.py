@@ -26,6 +26,7 @@ HERE = pathlib.Path(__file__).parent
 TABLE = HERE.parents[1] / "megajax" / "models" / "hf_members.json"
 VARIANTS = HERE / "hf_variants.npz"
 DECODERS = "gpt2", "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe"
+TABLED = "gpt_oss", "deepseek_v3"  # decoders without variants (make_hf_experts.py)
 ENCODERS = "bert", "roberta", "distilbert", "albert"
 PARTS = "qwen2_vl", "qwen2_vl_text", "qwen2_vl_vision"  # whose members alone are needed
 REMOVE = "<absent>"
@@ -450,7 +451,7 @@ def make_table() -> dict:
 
     common = fields_of(transformers.PreTrainedConfig)
     families = {}
-    for family in (*DECODERS, *ENCODERS, *PARTS):
+    for family in (*DECODERS, *TABLED, *ENCODERS, *PARTS):
         kind = CONFIG_MAPPING[family]
         members = {n: m for n, m in fields_of(kind).items() if m != common.get(n)}
         families[family] = {"members": members, "other_words": dict(kind.attribute_map)}

@@ -4,40 +4,12 @@ import dataclasses
 
 import pytest
 
-from megajax.layers.latent import LatentConfig
-from megajax.layers.moe import MoeConfig
 from tests.parallel import test_pipeline_moe
 from tests.parallel.test_pipeline import poisoned
-from tests.tiny import MODEL
+from tests.tiny import LATENT, SINKS
 
 __all__ = ["poisoned"]  # the fixture, shared
 
-LATENT = dataclasses.replace(
-    MODEL,
-    head_width=12,
-    latent=LatentConfig(rank=16, query_rank=24, rotary=4, value=8),
-    moe=MoeConfig(
-        experts=8,
-        top_k=3,
-        width=16,
-        shared=1,
-        score="sigmoid",
-        scale=2.5,
-        groups=4,
-        top_groups=2,
-        bias_rate=1e-3,
-        dense_layers=1,
-        dense_width=48,
-    ),
-)
-SINKS = dataclasses.replace(
-    MODEL,
-    kv_heads=2,
-    bias="all",
-    sinks=True,
-    activation="swiglu_clamped",
-    moe=MoeConfig(experts=4, top_k=2, width=32),
-)
 SLOTS = dataclasses.replace(
     SINKS,
     moe=dataclasses.replace(SINKS.moe, mode="capacity", capacity_factor=0.8, share_slots=True),

@@ -19,7 +19,7 @@ from megajax.systems.pruning import prune
 from megajax.training.masking import chosen, keep, pick
 from pallas_kernels.collective import api
 from tests.plain_loop import SMALL, check_greedy, one_by_one, run_all, sharp
-from tests.tiny import DEEPSEEK, MODEL, MOE, MQA, RICH
+from tests.tiny import DEEPSEEK, LATENT, MODEL, MOE, MQA, RICH, SINKS
 
 POOL = {"pages": 40, "page_size": 4}
 PROMPTS = [[5, 6, 7], [9], [1, 2, 3, 4, 5]]
@@ -36,6 +36,8 @@ PROMPTS = [[5, 6, 7], [9], [1, 2, 3, 4, 5]]
         pytest.param(MOE, {"expert": 4, "tensor": 2}, "full", marks=pytest.mark.slow),
         pytest.param(DEEPSEEK, {"expert": 4, "tensor": 2}, None, marks=pytest.mark.slow),
         pytest.param(MOE, {"data": 2, "expert": 2, "tensor": 2}, "full", marks=pytest.mark.slow),
+        pytest.param(LATENT, {"data": 2, "expert": 2, "tensor": 2}, "full", marks=pytest.mark.slow),
+        pytest.param(SINKS, {"data": 2, "expert": 2, "tensor": 2}, None, marks=pytest.mark.slow),
     ],
 )
 def test_greedy_of_other_models_on_meshes(cfg, mesh, zero):
