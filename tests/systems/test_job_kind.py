@@ -112,4 +112,4 @@ def test_two_models_in_one_state_are_killed_and_resumed(tmp_path):
     rows = [json.loads(x) for x in (tmp_path / "whole" / "metrics.jsonl").read_text().splitlines()]
     steps = [r for r in rows if "loss" in r]
     assert len(steps) == 6 and all(r["images"] == 8 for r in steps)
-    assert {"first_classification", "second_accuracy", "images_per_s"} <= {*steps[0]}
+    assert {"first_accuracy", "second_accuracy", "images_per_s"} <= {*steps[0]}
