@@ -113,9 +113,9 @@ def dpo_task(model: DecoderConfig, train: TrainConfig, beta: float) -> Task:
     and of the rejected answer by the model before training. beta: as of DpoConfig."""
 
     def loss(logprobs_BS: jax.Array, entropy_BS: jax.Array, batch: Batch) -> LossSums:
-        sides = of_sides(logprobs_BS, batch["targets"] >= 0, batch)
-        rewards = (beta * (x - batch[n]) for x, n in zip(sides, REFERENCE, strict=True))
-        return pair_sums(*rewards, batch)
+        chosen_B, rejected_B = of_sides(logprobs_BS, batch["targets"] >= 0, batch)
+        chosen_B, rejected_B = chosen_B - batch[REFERENCE[0]], rejected_B - batch[REFERENCE[1]]
+        return pair_sums(beta * chosen_B, beta * rejected_B, batch)
 
     parts = functools.partial(
         decoder.parts,
@@ -233,7 +233,7 @@ def reference_logprobs(
     rows = [side.tokens.tolist() for side in flat]
     scored = scores.logprobs(model, params, rows, mesh=mesh, dtype=dtype)
     sums = [x[side.mask].sum(dtype=np.float64) for x, side in zip(scored, flat, strict=True)]
-    return np.float32(sums).reshape(-1, 2)
+    return np.array(sums, np.float32).reshape(-1, 2)
 
 
 class PairRows:
