@@ -198,3 +198,16 @@ def test_an_experiment_is_run_by_its_name(console, monkeypatch):
     assert executed == [(ROOT / "scripts/run_experiments.py", "megajax experiments", ["--run"])]
     code, _, errors, _ = console("experiments", "flx")
     assert (code, errors) == (2, "error: there is no experiment 'flx'. Did you mean flux?\n")
+
+
+def test_programs_and_extras_are_named_as_they_are_used_here(monkeypatch):
+    text = "uv run --extra aot experiments/plan.py; scripts/hf.py export; experiments/flux.py x.py"
+    monkeypatch.setattr(sys, "argv", ["scripts/hf.py"])
+    assert script.as_started(text) == text
+    monkeypatch.setattr(sys, "argv", ["/a/bin/megajax hf"])
+    monkeypatch.setattr(sys.modules["__main__"], "__file__", "/b/scripts/hf.py", raising=False)
+    named = "megajax plan; megajax hf export; megajax experiments flux x.py"
+    assert script.as_started(text) == named.replace("megajax", "/a/bin/megajax")
+    assert script.as_started("uv sync --extra serve") == "uv sync --extra serve"
+    monkeypatch.setattr(script, "__file__", "/site/megajax/core/script.py")
+    assert script.as_started("uv sync --extra serve") == "pip install 'megajax[serve]'"

@@ -741,7 +741,7 @@ def run(main: Callable[..., Any], positional: int = 0, optional: int = 0) -> Non
         except UserError as error:
             hint = f" (exit code {TEMPORARY}: a later start may work)"
             print(
-                f"error: {respell(str(error), list(flags.FLAGS))}"
+                f"error: {respell(script.as_started(str(error)), list(flags.FLAGS))}"
                 f"{hint if error.exit_code == TEMPORARY else ''}",
                 file=sys.stderr,
             )

@@ -129,7 +129,7 @@ def show(full: bool) -> str:
     )
     others = [_row(known[name]) for name in sorted(known) if name not in script_flags]
     others = list(dict.fromkeys(others))  # a short name is the same flag once more
-    return text(as_started(sys.modules["__main__"].__doc__ or ""), page, others, full)
+    return as_started(text(sys.modules["__main__"].__doc__ or "", page, others, full))
 
 
 def spell(value: Any) -> str:
@@ -215,13 +215,29 @@ def command_line() -> str:
 
 
 def as_started(text: str) -> str:
-    """Returns a text of the running program with its file as it was started: `megajax hf` for
-    `uv run scripts/hf.py`."""
-    file = getattr(sys.modules["__main__"], "__file__", None)
-    if sys.argv[0].endswith(".py") or not file:
+    """Returns a text as the command `megajax` shows it: `megajax hf` for `uv run scripts/hf.py`.
+
+    The running program is named as it was started. In an installation, pip installs extras.
+    """
+    if sys.argv[0].endswith(".py"):
         return text
-    name = re.escape("/".join(Path(file).parts[-2:]))
-    return re.sub(rf"(uv run (--(extra|group) \S+ )*)?{name}", lambda _: sys.argv[0], text)
+    from megajax.commands import VERBS  # not at the top: it starts programs, which import this
+
+    file = Path(getattr(sys.modules["__main__"], "__file__", None) or "")
+    start = f"{sys.argv[0].rpartition('megajax ')[0]}megajax"
+    names = {name: f"{start} {verb}" for verb, (name, _) in VERBS.items()}
+    names["/".join(file.parts[-2:])] = sys.argv[0]
+    if not (Path(__file__).parents[2] / "pyproject.toml").exists():
+        text = re.sub(r"uv sync --extra (\w+)", r"pip install 'megajax[\1]'", text)
+
+    def named(match: re.Match) -> str:
+        experiment = match[3].removeprefix("experiments/").removesuffix(".py")
+        other = f"{start} experiments {experiment}" if experiment != match[3] else match[0]
+        return names.get(match[3], other)
+
+    return re.sub(
+        r"(uv run (--(?:extra|group) \S+ )*)?((?:experiments|scripts)/\w+\.py)", named, text
+    )
 
 
 # ---- start and end
