@@ -26,7 +26,7 @@ ROOT = _PROGRAMS if _PROGRAMS.is_dir() else Path(__file__).parent.parent
 # Verb -> (its file, what it does).
 VERBS = {
     "train": ("experiments/pretrain.py", "train a decoder on text, from random or loaded weights"),
-    "finetune": ("experiments/finetune.py", "train an encoder: labels, or hidden tokens"),
+    "finetune": ("experiments/finetune.py", "fine-tune: chats, labels, or hidden tokens"),
     "generate": ("scripts/generate.py", "write text with a run, a folder or a GGUF file"),
     "evaluate": ("scripts/evaluate.py", "measure perplexity, multiple choice and exact match"),
     "serve": ("scripts/serve.py", "serve a model over HTTP, with OpenAI's interface"),

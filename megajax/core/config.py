@@ -639,29 +639,40 @@ def _describe(field: dataclasses.Field) -> str:
 
 
 def define_flags(
-    presets: Presets, default: str, first: tuple[str, ...] = (), verbs: Sequence[str] = ()
+    presets: Presets,
+    default: str,
+    first: tuple[str, ...] = (),
+    verbs: Sequence[str] = (),
+    also: Sequence[type] = (),
 ) -> None:
     """Defines --preset, --config and one flag for each leaf of the presets' Config class.
 
-    first: the flags that --help describes when it cannot describe all; empty: those of no group.
-    verbs: those of the script, where its own flags begin their descriptions with verbs.
+    also: the classes of presets that have another one, and so other flags. A flag that a preset's
+    class lacks is refused. first: the flags that --help describes when it cannot describe all;
+    empty: those of no group. verbs: those of the script, where its own flags begin their
+    descriptions with verbs.
     """
     base = presets[default]()
     names = Literal[tuple(presets)]  # type: ignore[valid-type]
     start = script.Start(Parser(names), None, "preset", default, "configuration to start from")
     start.verbs = verbs
+    start.others = set()
     start.pages = {name: functools.partial(_page, presets, name, first) for name in presets}
     flags.DEFINE_flag(start)
     about = "file (.json, .yaml or .toml) to start from"
     if len(presets) > 1:
         about += "; a value that it lacks is that of --preset, if that is given, else the default"
     flags.DEFINE(Parser(str | None), "config", None, about)
-    shown = flag_names(type(base))
-    for name, hint, field in leaves(type(base)):
-        if hint is bool:
-            flags.DEFINE_boolean(shown[name], None, _describe(field))
-        else:
-            flags.DEFINE(Parser(hint), shown[name], None, _describe(field))
+    for cls in (type(base), *also):
+        shown = flag_names(cls)
+        for name, hint, field in leaves(cls):
+            if shown[name] in start.others:
+                continue
+            start.others.add(shown[name])
+            if hint is bool:
+                flags.DEFINE_boolean(shown[name], None, _describe(field))
+            else:
+                flags.DEFINE(Parser(hint), shown[name], None, _describe(field))
 
 
 def from_flags(
@@ -673,21 +684,38 @@ def from_flags(
     """Returns (the configuration, the preset or file that it started from).
 
     Args: adapt(base, given flags, members of the file) -> base: what one says about the others'
-      defaults. verb: what the script is asked to do. warn: of given flags that have no effect.
+      defaults. A base of another class is adapted once more, with that one's flags. verb: what
+      the script is asked to do. warn: of given flags that have no effect.
     Raises: UserError when a value or a combination is illegal.
     """
     values = flags.FLAGS
     base, read = presets[values.preset](), {}
     if values.config is not None:
         base, read = _load(base if values["preset"].present else type(base)(), values.config)
-    names = flag_names(type(base)).items()
-    settings = {name: values[flag].value for name, flag in names if values[flag].present}
+    settings = _typed(type(base))
     if adapt is not None:
-        base = adapt(base, settings, read)
+        before, base = type(base), adapt(base, settings, read)
+        if type(base) is not before:
+            settings = _typed(type(base))
+            base = adapt(base, settings, read)
+    start: Any = values["preset"]
+    strange = start.others - set(flag_names(type(base)).values())
+    if typed := [flag for flag in sorted(strange) if values[flag].present]:
+        raise UserError(
+            f"--{typed[0]} is not for this kind of run ({type(base).__name__}); leave it out, or "
+            f"choose another --preset (--{typed[0]})"
+        )
     cfg = _overlay(base, settings)
     for sentence in idle(cfg, settings, flag_names(type(cfg)), verb) if warn else ():
         logging.warning("%s", sentence)
     return cfg, base
+
+
+def _typed(cls: type) -> dict[str, Any]:
+    """Returns {dotted name: value} of the typed flags of a class."""
+    values = flags.FLAGS
+    names = flag_names(cls).items()
+    return {name: values[flag].value for name, flag in names if values[flag].present}
 
 
 def start_name() -> str:

@@ -67,9 +67,10 @@ class Start(flags.Flag):
     """--preset; it knows the page of every preset, because that shows other values.
 
     verbs: all verbs of the script. The description of a flag that only some of them read may begin
-    with these: "train, watch: ...".
+    with these: "train, watch: ...". others: the flags of all presets.
     """
 
+    others: set[str]
     pages: Mapping[str, Callable[[], Page]] = {}
     verbs: Sequence[str] = ()
 

@@ -235,8 +235,12 @@ def read_template(file: Path, flag: str) -> str:
 
 def bos_and_eos(tokenizer: Tokenizer) -> tuple[str, str]:
     """Returns the texts of bos_token and eos_token, "" for one that is missing."""
-    settings: Any = getattr(tokenizer, "settings", None)
-    tokens = {} if settings is None else settings.tokens
+    if not isinstance(tokenizer, JsonTokenizer):
+        return "", ""
+    tokens, added = tokenizer.settings.tokens, tokenizer.added()
+    if tokenizer.settings.silent:  # a bare tokenizer.json, whose tokens have usual names
+        begin, end = (added.get(i, ("",))[0] for i in (tokenizer.begin, tokenizer.end))  # type: ignore
+        return begin, end
     return tokens.get("bos_token") or "", tokens.get("eos_token") or ""
 
 

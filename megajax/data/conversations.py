@@ -17,6 +17,8 @@ refused. No pickle is read.
 A conversation has `messages`, each with `role` and `content`, as OpenAI's API has them: a text, or
 parts {"type": "text", "text"}, {"type": "image_url", "image_url": {"url"}} and {"type": "image"}.
 A part without an image, or <image> in a text, takes the next one of the record's list `images`.
+Instead of `messages` it may have `conversations` of ShareGPT, each with `from` and `value`
+(`messages_of`). chats.py reads conversations without images from the same files.
 """
 
 import base64
@@ -29,7 +31,7 @@ import io
 import os
 import re
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Protocol
 
@@ -50,7 +52,9 @@ SAMPLE = 2**28  # (chosen) bytes of all members of a sample of a tar
 GROUP = 2**30  # (chosen) bytes that a row group of a parquet file may unfold to
 TAR_NAMES = 2**16  # (chosen) bytes of a long name in a tar
 BLOCK, BLOCKS = 2**16, 16  # (chosen) bytes, and blocks of a large file that identify its content
-COLUMNS = ("messages", "images", "image", "file_name", "text", "caption")  # of a record
+COLUMNS = (  # of a record
+    "messages", "conversations", "system", "images", "image", "file_name", "text", "caption",
+)  # fmt: skip
 PLACEHOLDER = "<image>"
 ROLES = ("system", "user", "assistant")
 SOURCES = "rendered, FOLDER, FILE.jsonl, FILE.parquet or FILES.tar"
@@ -155,8 +159,8 @@ def record(value: Any, where: str, place: Place, images: Sequence[ImageFile] = (
         if listed is not None and (not isinstance(listed, list) or len(listed) > IMAGES):
             raise UserError(f"images must be a list of at most {IMAGES} images")
         files = [*images, *(_image(x, i, place) for i, x in enumerate(listed or ()))]
-        if value.get("messages") is not None:
-            return _conversation(value["messages"], where, place, files)
+        if (messages := messages_of(value)) is not None:
+            return _conversation(messages, where, place, files)
         caption = next((value[k] for k in ("text", "caption") if value.get(k) is not None), None)
         if not isinstance(caption, str) or not caption.strip() or not files:
             members = ", ".join(f"{k!r:.40}" for k in list(value)[:8]) or "none"
@@ -167,6 +171,62 @@ def record(value: Any, where: str, place: Place, images: Sequence[ImageFile] = (
         return captioned(where, files, caption)
     except UserError as error:
         raise UserError(f"{where}: {error} (--data.source)") from None
+
+
+# (ShareGPT, and LLaMA-Factory for what calls tools) {from: role}.
+SPEAKERS = {
+    "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant",
+    "chatgpt": "assistant", "bing": "assistant", "bard": "assistant", "model": "assistant",
+    "system": "system", "tool": "tool", "observation": "tool", "function_call": "assistant",
+}  # fmt: skip
+
+
+def messages_of(
+    value: Mapping[str, Any], names: Sequence[str] = ("messages", "conversations")
+) -> list[Any] | None:
+    """Returns the messages of a record as OpenAI's API has them; None: it has none.
+
+    What a message holds is not checked, but for those of ShareGPT, which are made anew.
+    names: of the members that may hold the messages. Raises: UserError.
+    """
+    name = next((n for n in names if value.get(n) is not None), None)
+    if name is None:
+        return None
+    listed = value[name]
+    if not isinstance(listed, list) or not listed:
+        raise UserError(f"{name} must be a list with a message or more")
+    messages = []
+    for number, said in enumerate(listed):
+        if not isinstance(said, Mapping) or "role" in said or "from" not in said:
+            messages.append(said)
+            continue
+        speaker, text = said["from"], said.get("value")
+        role = SPEAKERS.get(speaker) if isinstance(speaker, str) else None
+        if role is None or not isinstance(text, str):
+            raise UserError(
+                f"{name}[{number}] must have a value, which is a text, and a from of "
+                f"{', '.join(SPEAKERS)}, not {speaker!r:.40}"
+            )
+        message: dict[str, Any] = {"role": role, "content": text}
+        if speaker == "function_call":
+            message = {"role": role, "content": "", "tool_calls": _calls(text, number)}
+        messages.append(message)
+    above = value.get("system")
+    if isinstance(above, str) and above.strip():
+        messages.insert(0, {"role": "system", "content": above})
+    return messages
+
+
+def _calls(text: str, number: int) -> list[dict[str, Any]]:
+    """Returns the tool calls that a function_call of ShareGPT writes as JSON. Raises: UserError."""
+    try:
+        read = parse_json(text)
+    except ValueError as error:
+        raise UserError(f"conversations[{number}] is a function_call of no JSON: {error}") from None
+    calls = read if isinstance(read, list) else [read]
+    if not all(isinstance(c, dict) and isinstance(c.get("name"), str) for c in calls):
+        raise UserError(f"conversations[{number}] is a function_call without a name")
+    return [{"type": "function", "function": call} for call in calls]
 
 
 def captioned(where: str, files: Sequence[ImageFile], caption: str) -> Record:
@@ -366,13 +426,17 @@ class Several:
         return self._sources[number][k - (int(self._ends[number - 1]) if number else 0)]
 
 
+Read = Callable[[Any, str, Place], Any]  # (value, where, place) -> a record
+
+
 class Lines:
     """The lines of a jsonl file. Images lie below its folder."""
 
-    def __init__(self, path: Path, follow_links: bool):
-        """Raises: UserError for a line that is too long; OSError."""
+    def __init__(self, path: Path, follow_links: bool, read: Read = record):
+        """read: makes a record of a line's value. Raises: UserError for a line that is too long;
+        OSError."""
         self.name, self.unread = str(path), {}
-        self._path, self._place = path, Place(path.parent, follow_links)
+        self._path, self._place, self._read = path, Place(path.parent, follow_links), read
         self._starts: list[tuple[int, int, int]] = []  # line number, first byte, bytes
         with open_regular(path) as file:
             begin = 0
@@ -404,15 +468,22 @@ class Lines:
             raise
         except ValueError as error:
             raise UserError(f"{where} is not JSON: {error} (--data.source)") from None
-        return record(value, where, self._place)
+        return self._read(value, where, self._place)
 
 
 class Table:
     """The rows of a parquet file, of which a row group at a time is in memory. Images are columns
     of bytes, data: URLs, or lie below its folder."""
 
-    def __init__(self, path: Path, follow_links: bool):
-        """Raises: UserError when it is damaged, or a row group is too large."""
+    def __init__(
+        self,
+        path: Path,
+        follow_links: bool,
+        read: Read = record,
+        columns: Sequence[str] = COLUMNS,
+    ):
+        """read: makes a record of a row. columns: that are read. Raises: UserError when the file is
+        damaged, or a row group is too large."""
         try:
             import pyarrow
             from pyarrow import parquet
@@ -424,10 +495,11 @@ class Table:
         self.name, self.unread = str(path), {}
         self._path, self._place, self._errors = path, Place(path.parent, follow_links), pyarrow
         self._parquet, self._lock = parquet, threading.Lock()
+        self._read, self._columns = read, columns
         try:
             with open_regular(path) as file:
                 meta = parquet.read_metadata(file)
-            columns = [meta.schema.column(i) for i in range(len(meta.schema))]
+            leaves = [meta.schema.column(i) for i in range(len(meta.schema))]
             groups = [meta.row_group(i) for i in range(meta.num_row_groups)]
             sizes = [g.num_rows for g in groups]
             largest = max((g.total_byte_size for g in groups), default=0)
@@ -441,8 +513,8 @@ class Table:
         # As a dictionary a value is in memory once, however many rows repeat it.
         self._texts = [
             c.path
-            for c in columns
-            if c.physical_type == "BYTE_ARRAY" and c.path.split(".")[0] in COLUMNS
+            for c in leaves
+            if c.physical_type == "BYTE_ARRAY" and c.path.split(".")[0] in columns
         ]
         self._ends = np.cumsum(sizes)
         self._rows = functools.lru_cache(maxsize=2)(self._group)
@@ -459,13 +531,13 @@ class Table:
             value = table.slice(k - first, 1).to_pylist()[0]
         except (self._errors.ArrowException, IndexError, ValueError) as error:
             raise self._damaged(error) from None
-        return record(value, f"{self._path} row {k + 1}", self._place)
+        return self._read(value, f"{self._path} row {k + 1}", self._place)
 
     def _group(self, group: int) -> Any:
         try:
             with open_regular(self._path) as raw:
                 file = self._parquet.ParquetFile(raw, read_dictionary=self._texts, pre_buffer=False)
-                columns = [name for name in file.schema_arrow.names if name in COLUMNS]
+                columns = [name for name in file.schema_arrow.names if name in self._columns]
                 return file.read_row_group(group, columns=columns, use_threads=False)
         except (self._errors.ArrowException, OSError, ValueError) as error:
             raise self._damaged(error) from None

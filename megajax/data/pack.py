@@ -149,6 +149,29 @@ def permute(i: int, n: int, key: int) -> int:
             return i
 
 
+def packed(
+    numbers: Sequence[int], sizes: np.ndarray, budgets: Sequence[int], open_rows: int = 1
+) -> list[list[int]]:
+    """Returns the samples of each row, none of them cut: in this order, each into the first of the
+    last rows that has room for it, else into a new one.
+
+    Args: sizes: (n, k) by sample number. budgets: (k,) of a row, which every sample keeps to.
+      open_rows: how many of the last rows may still take a sample.
+    """
+    rows: list[list[int]] = []
+    left = np.zeros((open_rows, len(budgets)), np.int64)  # of the last rows, the oldest first
+    for k in numbers:
+        fitting = np.flatnonzero((sizes[k] <= left).all(1))
+        first = int(fitting[0]) if len(fitting) else open_rows
+        if first == open_rows:
+            rows.append([])
+            left = np.concatenate([left[1:], np.array([budgets], np.int64)])
+            first = open_rows - 1
+        rows[first - open_rows].append(k)
+        left[first] -= sizes[k]
+    return rows
+
+
 # ---- mixtures
 #
 # Weighted mixtures of row sequences, in exact proportion and without state: a fixed pattern of

@@ -48,7 +48,7 @@ from megajax.data.images import (
     read_pixels,
     row_of,
 )
-from megajax.data.pack import IGNORED, mix, permute
+from megajax.data.pack import IGNORED, mix, packed, permute
 from megajax.data.source import SURROGATE
 from megajax.data.tokenizer import JsonTokenizer, Tokenizer
 
@@ -559,20 +559,6 @@ class VisionRows:
                     raise UserError(_beyond(made, self._seq_len, self._data.patches))
                 return pieces
             pieces.append(made)
-
-
-def packed(numbers: Sequence[int], sizes: np.ndarray, budgets: tuple[int, int]) -> list[list[int]]:
-    """Returns the samples of each row: in this order, each into the last row if it fits there, else
-    into a new one. sizes: (n, 2) by sample number. budgets: tokens and patches of a row."""
-    rows: list[list[int]] = []
-    left = np.zeros(2, np.int64)
-    for k in numbers:
-        if not rows or (sizes[k] > left).any():
-            rows.append([])
-            left = np.array(budgets, np.int64)
-        rows[-1].append(k)
-        left = left - sizes[k]
-    return rows
 
 
 def evaluated(samples: Samples, most: int, faulty: str = "error") -> list[Sample]:

@@ -82,7 +82,8 @@ class Kind:
     """What differs between training commands.
 
     name: of the command, and of the folder that holds its runs. presets: {name: configuration}; a
-    run that starts from the weights of --init_from prints how it differs from the first. take: the
+    run that starts from the weights of --init_from prints how it differs from the first of its
+    class. take: the
     `take` of config.from_flags. open(cfg, console, run_dir): opens the data and describes it on the
     console. build(cfg, mesh): makes the step, of one compiled program or of several (loop.Step).
     batches(cfg, reading, step, position): makes the batches that follow a position in the data.
@@ -165,7 +166,8 @@ class Job:
         self._name = name = start_name(cfg)
         # Of a recipe that --init_from brings, all that differs from the first preset is shown, and
         # the folder's name says nothing of it.
-        base = next(iter(kind.presets.values()))() if name == TUNED else preset
+        like = (made for make in kind.presets.values() if type(made := make()) is type(cfg))
+        base = next(like) if name == TUNED else preset
         named = None if name == TUNED else preset
         self._preset = preset
         path = run_path(cfg, kind.name, name, named)

@@ -137,18 +137,30 @@ class Measure:
         self._batches = batches
         self._engine: Engine | None = None
         self.last_sample: str | None = None
-        self._prompt = self._encode_prompt() if cfg.eval.sample_tokens else []
+        text, self._prompt = self._encode_prompt() if cfg.eval.sample_tokens else ("", [])
+        self._shown = text
 
-    def _encode_prompt(self) -> list[int]:
+    def _encode_prompt(self) -> tuple[str, list[int]]:
+        """Returns the text that the sample continues, and its ids."""
         cfg, tokenizer = self._cfg, self._tokenizer
-        prompt = prompt_ids(tokenizer, cfg.eval.prompt)
-        if not 0 < len(prompt) < cfg.model.max_positions:
+        prompt = self.prompt() or (cfg.eval.prompt, prompt_ids(tokenizer, cfg.eval.prompt))
+        if not 0 < len(prompt[1]) < cfg.model.max_positions:
             raise UserError(
-                f"eval.prompt of {len(prompt)} tokens must have from 1 to "
+                f"eval.prompt of {len(prompt[1])} tokens must have from 1 to "
                 f"{cfg.model.max_positions - 1}, below model.max_positions; eval.sample_tokens=0 "
                 "samples nothing (--eval.prompt, --eval.sample_tokens)"
             )
         return prompt
+
+    def prompt(self) -> tuple[str, list[int]] | None:
+        """Returns a prompt other than eval.prompt's text, with its ids; None: there is none."""
+        return None
+
+    def figures(self, state: TrainState) -> dict[str, float | int | None]:
+        """Returns the figures of the held-out rows."""
+        seq_len = self._cfg.train.seq_len
+        rows = held_out_rows(self._corpora, seq_len, evaluated_rows(self._cfg))
+        return evaluate(self._step, self._step.weights(state), self._batches(), self._corpora, rows)
 
     def due(self, finished: int, last: bool) -> bool:
         """Every so many steps, and after the last one."""
@@ -161,10 +173,7 @@ class Measure:
 
     def __call__(self, state: TrainState, step: int) -> TrainState:
         """Evaluates, records, samples."""
-        seq_len = self._cfg.train.seq_len
-        rows = held_out_rows(self._corpora, seq_len, evaluated_rows(self._cfg))
-        row = evaluate(self._step, self._step.weights(state), self._batches(), self._corpora, rows)
-        if row:
+        if row := self.figures(state):
             self._recorder.emit(step, row)
         if self._cfg.eval.sample_tokens:
             self.last_sample = self.sample(state)
@@ -214,7 +223,7 @@ class Measure:
         self._engine.sleep()
         if ids[-1] in self._tokenizer.ends:
             ids.pop()
-        return cfg.eval.prompt + self._tokenizer.decode(ids)
+        return self._shown + self._tokenizer.decode(ids)
 
 
 # ---- text

@@ -34,12 +34,13 @@ from megajax.data.labelled import (
 from megajax.data.loader import Rows, finite_batches, held_out, training_rows
 from megajax.data.tokenizer import need_tokenizer, tokenizer_file
 from megajax.models import encoder
+from megajax.models.decoder_config import DecoderConfig
 from megajax.models.encoder_config import PRESETS as MODELS
 from megajax.models.encoder_config import EncoderConfig, Head
 from megajax.models.parts import Batch
 from megajax.monitor.console import Console, quantity
 from megajax.monitor.records import Recorder
-from megajax.training import presets, report, resume
+from megajax.training import chats, presets, report, resume
 from megajax.training.config import (
     CheckpointConfig,
     Config,
@@ -201,17 +202,21 @@ def tuned(model: EncoderConfig) -> FinetuneConfig:
     return FinetuneConfig(model=model, eval=evaluation, **shared)
 
 
-PRESETS = {"nano": nano, "nano_mlm": nano_mlm} | {
+PRESETS: dict[str, Callable[[], Any]] = {"nano": nano, "nano_mlm": nano_mlm, **chats.PRESETS} | {
     name: (lambda name=name: large(name)) for name in MODELS if name != "nano"
 }
 
 
 def load_run(run_dir: str | Path) -> Any:
     """Returns the configuration of a run's folder: an encoder's model has a head, a vision-language
-    model has a tower, and a decoder has neither. Raises: UserError naming the file."""
+    model has a tower, and a decoder has neither; one that learns chats has a chat_template beside
+    its model. Raises: UserError naming the file."""
     file = expand(run_dir, "run_dir") / "config.json"
-    read = config.read(file, "run_dir").get("model")
+    said = config.read(file, "run_dir")
+    read = said.get("model")
     model = read if isinstance(read, Mapping) else {}
+    if "chat_template" in said:
+        return config.load_json(chats.ChatsConfig, file, "run_dir")
     if "tower" not in model:
         return config.load_json(FinetuneConfig if "head" in model else Config, file, "run_dir")
     from megajax.training.vision import VisionConfig  # whose modules the other runs do not need
@@ -222,8 +227,31 @@ def load_run(run_dir: str | Path) -> Any:
 # The flags that --help describes; the others it names.
 FIRST = (
     "preset", "config", "run_dir", "init_from", "model.head", "data.source", "data.label_key",
-    "data.tokenizer", "train.steps", "train.global_batch", "train.seq_len", "optim.lr",
+    "data.tokenizer", "chat_template", "show_masks", "train.steps", "train.global_batch",
+    "train.seq_len", "optim.lr",
 )  # fmt: skip
+
+
+def take(base: Any, typed: Mapping[str, Any], read: Mapping[str, Any]) -> Any:
+    """Returns `base` with what init_from says, of an encoder or of a decoder that learns chats.
+
+    Which of them is trained follows from the preset or the file; without these from the model of
+    init_from. Args: as of take_encoder.
+    """
+    source = typed.get("init_from")
+    if isinstance(base, FinetuneConfig) and source is not None and not config.start_given():
+        model = chats.model_of(source)
+        if isinstance(model, DecoderConfig):
+            return chats.tuned(model)
+    if isinstance(base, chats.ChatsConfig):
+        return chats.take_chats(base, typed, read)
+    return take_encoder(base, typed, read)
+
+
+def open_reading(cfg: Any, console: Console, run_dir: RunDir) -> Any:
+    """Opens the data of a run: conversations, labelled texts, or text with hidden tokens."""
+    kind = chats.ChatReading if isinstance(cfg, chats.ChatsConfig) else Examples
+    return kind(cfg, console, run_dir)
 
 
 def take_encoder(
@@ -246,8 +274,8 @@ def take_encoder(
     model = hf.load_config(folder)
     if not isinstance(model, EncoderConfig):
         raise UserError(
-            f"{folder} holds a decoder; this program trains encoders, experiments/pretrain.py "
-            "decoders (--init_from)"
+            f"{folder} holds a decoder, and the preset an encoder; --preset=chat teaches it chats, "
+            "experiments/pretrain.py text (--init_from, --preset)"
         )
     base = base if config.start_given() else tuned(model)
     changes = {k: v for k, v in over.items() if k.startswith("model.")}

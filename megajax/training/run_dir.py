@@ -19,7 +19,7 @@ from absl import logging
 from megajax.core import config, files
 from megajax.core.errors import UserError, unwritable
 from megajax.core.files import expand
-from megajax.data.tokenizer import ByteTokenizer, FileTokenizer, Tokenizer, open_tokenizer
+from megajax.data.tokenizer import ByteTokenizer, JsonTokenizer, Tokenizer, open_tokenizer
 from megajax.training.config import JobConfig
 
 MAX_CONFIG = 2**24  # (chosen) bytes of a config.json
@@ -76,7 +76,7 @@ class RunDir:
         saved, text = self.path / "config.json", config.to_json(cfg)
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            if isinstance(tokenizer, FileTokenizer):
+            if isinstance(tokenizer, JsonTokenizer):
                 tokenizer.copy_to(self.path)
             if labels and not self._has_labels(labels):
                 files.write_whole(self.path / LABELS, json.dumps(list(labels), indent=2) + "\n")
