@@ -414,10 +414,10 @@ class Checker:
             if isinstance(first, ast.JoinedStr):
                 found |= _spelled(tree, first)
             if called.endswith("define_flags"):
-                found |= {"preset", "config"} | self.fields_of(file, "Config")
                 also = next((k.value for k in node.keywords if k.arg == "also"), None)
-                for other in also.elts if isinstance(also, ast.Tuple) else ():
-                    found |= self.fields_of(file, ast.unparse(other))
+                others = also.elts if isinstance(also, ast.Tuple) else []
+                classes = ["Config", *map(ast.unparse, others)]
+                found |= {"preset", "config"}.union(*(self.fields_of(file, c) for c in classes))
         return frozenset(found)
 
     def fields_of(self, file: str, name: str, prefix: str = "") -> set[str]:

@@ -43,9 +43,8 @@ QUIZ = "quiz"
 ROLES = ("system", "user", "assistant", "tool")
 MEMBERS = ("name", "tool_calls", "tool_call_id", "reasoning_content")  # of a message, as they are
 COLUMNS = (
-    "messages", "conversations", "system", "tools", "instruction", "input", "output", "history",
-    "prompt", "chosen", "rejected",
-)  # fmt: skip
+    "messages conversations system tools instruction input output history prompt chosen rejected"
+).split()
 FILES = "quiz, FILE.jsonl, FILE.json or FILE.parquet"
 MAX_FILE = 2**30  # (chosen) bytes of a .json file, which is read as one value
 OPEN_ROWS = 32  # (chosen) rows that may still take a conversation while rows are packed

@@ -53,8 +53,8 @@ GROUP = 2**30  # (chosen) bytes that a row group of a parquet file may unfold to
 TAR_NAMES = 2**16  # (chosen) bytes of a long name in a tar
 BLOCK, BLOCKS = 2**16, 16  # (chosen) bytes, and blocks of a large file that identify its content
 COLUMNS = (  # of a record
-    "messages", "conversations", "system", "images", "image", "file_name", "text", "caption",
-)  # fmt: skip
+    "messages conversations system images image file_name text caption"
+).split()
 PLACEHOLDER = "<image>"
 ROLES = ("system", "user", "assistant")
 SOURCES = "rendered, FOLDER, FILE.jsonl, FILE.parquet or FILES.tar"
@@ -174,11 +174,11 @@ def record(value: Any, where: str, place: Place, images: Sequence[ImageFile] = (
 
 
 # (ShareGPT, and LLaMA-Factory for what calls tools) {from: role}.
-SPEAKERS = {
-    "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant",
-    "chatgpt": "assistant", "bing": "assistant", "bard": "assistant", "model": "assistant",
-    "system": "system", "tool": "tool", "observation": "tool", "function_call": "assistant",
-}  # fmt: skip
+SPEAKERS = (
+    {"human": "user", "user": "user", "system": "system"}
+    | dict.fromkeys(("gpt", "assistant", "chatgpt", "bing", "bard", "model"), "assistant")
+    | {"function_call": "assistant", "tool": "tool", "observation": "tool"}
+)
 
 
 def messages_of(

