@@ -150,6 +150,7 @@ def flatten(
                 pass  # YAML: a group whose members are all comments
             else:
                 place = names.get(name, name)
+                value = tuple(value) if isinstance(value, list) else value
                 flat[place] = None if place in optional and value == "none" else value
 
     visit(said, "", 1)
@@ -227,6 +228,8 @@ class Member:
             return -(2**63) < value < 2**63 and self.limits.allows(value)
         if kind is float and self.base is float:
             return math.isfinite(value) and self.limits.allows(value)
+        if self.base == STRINGS:
+            return is_strings(value)
         return value in self.choices if kind is str and self.choices else kind is self.base
 
     def check(self, name: str, flag: str, value: Any) -> None:
@@ -245,7 +248,7 @@ def members(cls: type) -> tuple[Member, ...]:
     for field in dataclasses.fields(cls):
         base, _ = alternatives(hint := hints[field.name])
         choices = typing.get_args(base) if typing.get_origin(base) is Literal else ()
-        if choices or isinstance(base, type):
+        if choices or isinstance(base, type) or base == STRINGS:
             limits = field.metadata.get("limits", Limits())
             checked.append(Member(field, hint, base, choices, limits))
     return tuple(checked)
@@ -288,6 +291,14 @@ def check_number(name: str, flag: str, value: Any, limits: Limits, default: Any)
     raise UserError(f"{name}={value} must be {rule}; {advice} (--{flag})")
 
 
+STRINGS = tuple[str, ...]  # the hint of a list of words, which flags separate by commas
+
+
+def is_strings(value: Any) -> bool:
+    """Tells a tuple of strings."""
+    return isinstance(value, tuple) and all(isinstance(word, str) for word in value)
+
+
 def alternatives(hint: Any) -> tuple[Any, bool]:
     """Returns (the type without None, whether None is allowed)."""
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
@@ -308,6 +319,9 @@ def check_type(name: str, flag: str, value: Any, hint: Any) -> None:
             raise UserError(
                 f"{name}={value} must be one of {listed}.{did_you_mean(value, choices)} (--{flag})"
             )
+    elif base == STRINGS:
+        if not is_strings(value):
+            raise UserError(f"{name}={value!r} must be a tuple of strings (--{flag})")
     elif base is float:
         if not isinstance(value, numbers.Real) or isinstance(value, bool):
             raise UserError(f"{name}={value!r} must be a number (--{flag})")
@@ -340,7 +354,13 @@ def _is_whole(value: Any) -> bool:
 # ---- parsers of flags
 
 
-WORDS = {int: "an integer", float: "a number", str: "text", bool: "true or false"}
+WORDS = {
+    int: "an integer",
+    float: "a number",
+    str: "text",
+    bool: "true or false",
+    STRINGS: "words separated by commas",
+}
 
 
 class Parser(flags.ArgumentParser):
@@ -365,6 +385,8 @@ class Parser(flags.ArgumentParser):
         try:
             if self.base is bool:
                 return {"true": True, "false": False}[str(argument).lower()]
+            if self.base == STRINGS:
+                return tuple(word for part in argument.split(",") if (word := part.strip()))
             return self.base(argument)
         except (KeyError, ValueError):
             raise ValueError(f"must be {self.syntactic_help}") from None

@@ -10,10 +10,13 @@ mesh:
 So a piece is packed by itself, from the slice that a tensor rank multiplies, and no collective has
 to cut through a format. Axes that share a gradient (ZeRO) hold copies: a packed weight is small.
 
+A `LowRank` is a weight with a low-rank sum beside it. Its arrays are ordinary leaves with words of
+their own, so storage, exchanges and checkpoints treat them as any parameter.
+
 Layers whose leaves differ in type or shape cannot be one stack: `LayerRuns` has a stack for each
 run of layers that are alike.
 
-Legend: D model width, F any hidden width.
+Legend: D model width, F any hidden width, R rank.
 """
 
 import abc
@@ -24,6 +27,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Self
 
 import jax
+import jax.numpy as jnp
 
 from megajax.core.errors import UserError
 from megajax.core.layout import Words
@@ -100,6 +104,71 @@ def cut_word(axes: Words) -> str:
     """Returns the word of a matrix's dimension that tensor parallelism cuts: the one beside the
     model's width."""
     return next(w for w in axes if w not in (None, "embed", "layers"))
+
+
+RANK = "rank"  # the word of a low-rank sum's inner dimension, which no mesh axis cuts
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LowRank:
+    """base + a b scale: a weight, and what is added to it (LoRA, arXiv 2106.09685, section 4.1).
+
+    Not a PackedWeight, whose arrays are all cut into the pieces of tensor ranks: of an input's
+    weight b is cut and a is not, of an output's weight a is cut and b is not. Each of the three has
+    words of its own instead (`words`), and a tree of words has a LowRank of words in its place.
+
+    base: an array or a PackedWeight, with dimensions of the inputs, then of the outputs. a: (...
+    inputs, R). b: (R, ... outputs). Stacked layers are the first dimension of all. scale: static.
+    rows: which of the R each row of x multiplies, bool (... rows of x, R), where one weight serves
+    several adapters (serving/adapters.py); None: all.
+    """
+
+    base: Any
+    a: Any
+    b: Any
+    scale: float = dataclasses.field(metadata={"static": True})
+    rows: Any = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the dense array, of one layer."""
+        return (*self.a.shape[:-1], *self.b.shape[1:])
+
+    @property
+    def ndim(self) -> int:
+        """Dimensions of the dense array, of one layer."""
+        return self.a.ndim + self.b.ndim - 2
+
+    @property
+    def size(self) -> int:
+        """Elements of the dense array, of one layer."""
+        return math.prod(self.shape)
+
+    def astype(self, dtype: Any) -> Self:
+        """Returns the weight in the form that products with inputs of this type use."""
+        base, a, b = (x.astype(dtype) for x in (self.base, self.a, self.b))
+        return dataclasses.replace(self, base=base, a=a, b=b)
+
+    def words(self, axes: Words) -> Self:
+        """Returns the words of each array. axes: of the dense leaf, its layers included."""
+        n = axes.count("layers")
+        stack, inner = axes[:n], axes[n:]
+        inputs = 1 if inner[0] == "embed" else len(inner) - 1
+        return dataclasses.replace(
+            self,
+            base=self.base.words(axes) if isinstance(self.base, PackedWeight) else axes,
+            a=(*stack, *inner[:inputs], RANK),
+            b=(*stack, RANK, *inner[inputs:]),
+        )
+
+    def add(self, y: Array, x: Array, contract: int, product: Callable[..., Array]) -> Array:
+        """Returns y + (x a) b scale of local arrays, in y's type. y: x base. product: as
+        `Ops.matmul` multiplies arrays."""
+        inner = product(x, self.a.astype(x.dtype), contract)
+        if self.rows is not None:
+            inner = jnp.where(self.rows, inner, 0)
+        return y + (product(inner, self.b.astype(x.dtype)) * self.scale).astype(y.dtype)
 
 
 @jax.tree_util.register_dataclass

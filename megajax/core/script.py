@@ -135,6 +135,8 @@ def show(full: bool) -> str:
 
 def spell(value: Any) -> str:
     """Returns a value as one types it behind a flag."""
+    if isinstance(value, tuple):
+        return ",".join(value)
     return str(value).lower() if value is None or isinstance(value, bool) else str(value)
 
 

@@ -194,8 +194,15 @@ def write_folder(
     tensors: Mapping[str, tuple[tuple[int, ...], str]],
     produce: Callable[[str], np.ndarray],
     shard_bytes: int = SHARD_BYTES,
+    single: str | None = None,
 ) -> None:
-    """Writes {name: (shape, dtype code)}; produce(name) is called once each, in file order."""
+    """Writes {name: (shape, dtype code)}; produce(name) is called once each, in file order.
+
+    single: name of the one file that has all tensors; None: SINGLE, or several with an index.
+    """
+    if single is not None:
+        _write_file(folder / single, list(tensors), tensors, produce)
+        return
     shards: list[list[str]] = [[]]
     filled = 0
     for name, (shape, code) in tensors.items():

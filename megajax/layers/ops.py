@@ -28,11 +28,11 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
 import pallas_kernels
-from megajax.core.packed import PackedWeight
+from megajax.core.packed import LowRank, PackedWeight
 from megajax.layers.attention import attend
 from megajax.layers.dispatch import expert
 from megajax.layers.losses import VocabCut
-from megajax.layers.param import Weight, name_of
+from megajax.layers.param import Weight, name_of, of_each
 
 Array = jax.Array
 Spec = Any  # a PartitionSpec that a Layout gave, or None; models never look inside
@@ -70,6 +70,9 @@ def matmul(
     if isinstance(w, PackedWeight):
         assert out_sharding is None
         return w.matmul(x, contract).astype(out_dtype or x.dtype)
+    if isinstance(w, LowRank):
+        assert out_sharding is None
+        return w.add(matmul(x, w.base, contract, None, out_dtype), x, contract, matmul)
     dims = (tuple(range(x.ndim - contract, x.ndim)), tuple(range(contract)))
     dot = functools.partial(
         jax.lax.dot_general, dimension_numbers=(dims, ((), ())), out_sharding=out_sharding
@@ -131,7 +134,11 @@ class LowPrecision:
         out_dtype: Any = None,
         name: str | None = None,
     ) -> Array:
-        """Returns what `matmul` does, of rounded operands where the parameter is one of these."""
+        """Returns what `matmul` does, of rounded operands where the parameter is one of these; of a
+        low-rank weight the base has few bits."""
+        if isinstance(w, LowRank):
+            y = self(x, w.base, contract, out_sharding, out_dtype, name)
+            return w.add(y, x, contract, matmul)
         if name not in self.precisions or isinstance(w, PackedWeight):
             return matmul(x, w, contract, out_sharding, out_dtype, name)
         from megajax.quant import products  # not for runs without
@@ -170,6 +177,8 @@ def whole(w: nnx.Param, dtype: Any, codec: Codec | None = None) -> Weight:
     a packed weight has none.
     """
     value = w.get_value()
+    if isinstance(value, LowRank):
+        return of_each(whole, w, dtype)
     if isinstance(value, PackedWeight):
         return value.piece().astype(dtype)
     return value.astype(dtype) if codec is None else coded(codec, value, dtype)

@@ -7,8 +7,9 @@ device makes only its own piece. A product takes an array as its weight, or one 
 core/packed.py.
 """
 
+import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -16,11 +17,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from megajax.core.layout import Layout, Words
-from megajax.core.packed import PackedWeight, map_runs
+from megajax.core.packed import LowRank, PackedWeight, map_runs
 from megajax.core.tree import Tree, is_words
 
 Array = jax.Array
-Weight = Array | PackedWeight
+Weight = Array | PackedWeight | LowRank
 
 
 def broadcast(vector: nnx.Param | jax.Array, x: jax.Array, dtype: Any) -> jax.Array:
@@ -45,13 +46,28 @@ def constant(layout: Layout | None, shape: tuple[int, ...], axes: Words, value: 
 
 def any_packed(weights: Sequence[Weight]) -> bool:
     """Tells whether a product of these has to take more than arrays."""
-    return any(isinstance(w, PackedWeight) for w in weights)
+    return any(isinstance(w, PackedWeight | LowRank) for w in weights)
 
 
-def words_of(w: nnx.Param) -> Words:
-    """Returns the words of a parameter's array, or of the first dimensions of a packed one's."""
-    axes, value = w.get_metadata("axes"), w.get_value()
-    return value.words(axes) if isinstance(value, PackedWeight) else axes
+def words_of(w: nnx.Param) -> Any:
+    """Returns the words of a parameter's array, or of the first dimensions of a packed one's; of a
+    LowRank a LowRank of them."""
+    return _words(w.get_metadata("axes"), w.get_value())
+
+
+def _words(axes: Words, value: Weight) -> Any:
+    return value.words(axes) if isinstance(value, PackedWeight | LowRank) else axes
+
+
+def of_each(function: Callable[..., Any], w: nnx.Param, *args: Any) -> Weight:
+    """Returns function(w, *args), or the LowRank of function(each of its parameters, *args)."""
+    value = w.get_value()
+    if not isinstance(value, LowRank):
+        return function(w, *args)
+    words = value.words(w.get_metadata("axes"))
+    words = dataclasses.replace(words, base=w.get_metadata("axes"))  # a packed base makes its own
+    parts = {n: nnx.Param(getattr(value, n), axes=getattr(words, n)) for n in ("base", "a", "b")}
+    return dataclasses.replace(value, **{n: function(x, *args) for n, x in parts.items()})
 
 
 def name_of(w: nnx.Param) -> str | None:
@@ -69,7 +85,7 @@ def packed_axes(axes: Tree, params: Tree) -> Tree:
 
     def words_of_leaves(words: Tree, leaves: Tree) -> Tree:
         return jax.tree.map(
-            lambda axes, w: w.words(axes) if isinstance(w, PackedWeight) else axes,
+            _words,
             words,
             leaves,
             is_leaf=is_words,

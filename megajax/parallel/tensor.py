@@ -13,6 +13,7 @@ Legend: B rows, S positions, D model width, V table rows. Of images: B images, H
 channels.
 """
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -28,8 +29,8 @@ from jax.sharding import PartitionSpec, reshard
 from jax.sharding import PartitionSpec as P
 
 from megajax.core.layout import Layout, Words
-from megajax.core.packed import PackedWeight
-from megajax.core.tree import Tree
+from megajax.core.packed import RANK, LowRank, PackedWeight
+from megajax.core.tree import Tree, is_words
 from megajax.layers import ops as ops_
 from megajax.layers.attention import Context
 from megajax.layers.dispatch import Dispatch, ExpertWeights
@@ -37,7 +38,7 @@ from megajax.layers.joined import merged, split
 from megajax.layers.losses import VocabCut
 from megajax.layers.mlp import ACTIVATIONS, MlpConfig
 from megajax.layers.ops import Codec, LowPrecision, Ops, coded, convolution, join
-from megajax.layers.param import Weight, any_packed, name_of, words_of
+from megajax.layers.param import Weight, any_packed, name_of, of_each, words_of
 from megajax.parallel import context as context_
 from megajax.parallel import expert as expert_
 from megajax.parallel import overlap as overlap_
@@ -128,6 +129,7 @@ def vector(layout: Layout, w: nnx.Param) -> jax.Array:
 def width(layout: Layout, w: nnx.Param) -> int:
     """Returns the elements of a weight that one tensor rank uses."""
     value = w.get_value()
+    value = value.base if isinstance(value, LowRank) else value
     if isinstance(value, PackedWeight):
         return value.size
     copies = math.prod(layout.copies(word) for word in w.get_metadata("axes"))
@@ -155,12 +157,16 @@ def piece_of(layout: Layout, w: nnx.Param) -> Weight:
     If several ranks share a stored piece of key-value heads (`Rules.copies`), each takes its part
     of it. w: a parameter whose value is this rank's stored piece, not cut by ZeRO.
     """
+    if isinstance(w.get_value(), LowRank):
+        return of_each(functools.partial(piece_of, layout), w)
     return inside_piece(share_inside(layout, words_of(w), w.get_value()))
 
 
 def inside_piece(w: Weight) -> Weight:
     """Returns a local weight, not cut by ZeRO, as products take it: an array as it is, a packed
     weight without the dimension of its pieces, of which this rank has one."""
+    if isinstance(w, LowRank):
+        return dataclasses.replace(w, base=inside_piece(w.base))
     return w.piece() if isinstance(w, PackedWeight) else w
 
 
@@ -356,7 +362,10 @@ def whole(
     (tensor, on the residual stream). codec: of the message forward. A packed weight, of which every
     rank stores its whole pieces, is not gathered.
     """
+    if isinstance(w.get_value(), LowRank):
+        return of_each(lambda part: whole(layout, part, dtype, copied_over), w)
     axes = words_of(w)
+    copied_over = copied_over or _copied(layout, axes)
     target = layout.whole(*axes)
     target = target.update(reduced=target.reduced | set(layout.live(copied_over)))
     cut, copied = layout.zero_axes(*axes)
@@ -465,7 +474,20 @@ def _is_local(matmul: Callable, names: Sequence[str | None]) -> bool:
 
 def _specs(layout: Layout, weights: Sequence[nnx.Param]) -> tuple:
     """How weights lie that `whole` returned."""
-    return tuple(layout.whole(*words_of(w)) for w in weights)
+    words = tuple(words_of(w) for w in weights)
+
+    def spec(axes: Words) -> PartitionSpec:
+        used = layout.whole(*axes)
+        return used.update(reduced=used.reduced | set(layout.live(_copied(layout, axes))))
+
+    return jax.tree.map(spec, words, is_leaf=is_words)
+
+
+def _copied(layout: Layout, words: Words) -> tuple[str, ...]:
+    """Returns the axes that hold copies of an adapter's matrix although they cut what it multiplies
+    or makes; none of another parameter."""
+    is_cut = any(TENSOR in layout.rules.act.get(word or "", ()) for word in words)
+    return TENSOR_AXES if RANK in words and not is_cut else ()
 
 
 def _rows(layout: Layout, x: Array) -> int:

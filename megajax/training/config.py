@@ -18,6 +18,7 @@ from megajax.cost.base import Phase, Workload
 from megajax.data.config import DataConfig
 from megajax.models import decoder
 from megajax.models.decoder_config import DecoderConfig
+from megajax.models.lora import LoraConfig
 from megajax.models.parts import Remat
 from megajax.monitor import faults
 from megajax.monitor.minder_config import MinderConfig
@@ -248,6 +249,7 @@ class JobConfig(Checked):
     train: TrainConfig = group(TrainConfig)
     optim: OptimConfig = group(OptimConfig)
     prune: PruneConfig = group(PruneConfig, needs=above(0, "prune.sparsity"))
+    lora: LoraConfig = group(LoraConfig)
     data: DataConfig = group(DataConfig)
     eval: HeldOutConfig = group(HeldOutConfig)
     checkpoint: CheckpointConfig = group(CheckpointConfig)
@@ -341,6 +343,7 @@ class JobConfig(Checked):
         check.check(self, sizes, rules(self.zero))
         wire_.check(self, sizes)
         self._check_precision()
+        self._check_adapters()
         self._check_unlike(sizes)
         self.pipeline.check(self, sizes)
         self.prune.check(self.train.steps)
@@ -358,6 +361,15 @@ class JobConfig(Checked):
             raise UserError(
                 f"train.precision={train.precision}: --precisions gives every product its "
                 "precision; leave one of them out (--train.precision, --precisions)"
+            )
+
+    def _check_adapters(self) -> None:
+        """Refuses what would change weights under adapters that were trained for them."""
+        if self.lora.rank and self.prune.sparsity:
+            raise UserError(
+                f"prune.sparsity={self.prune.sparsity}: with --lora.rank={self.lora.rank} the "
+                "matrices rest, and nothing of them is pruned; nearest: 0 (--prune.sparsity, "
+                "--lora.rank)"
             )
 
     def _check_unlike(self, sizes: Mapping[str, int]) -> None:

@@ -25,6 +25,7 @@ from jax.sharding import PartitionSpec, reshard
 from megajax.core.config import EPS, Checked, equal, option, other_than
 from megajax.core.errors import UserError, did_you_mean
 from megajax.core.layout import Layout, Words
+from megajax.core.packed import RANK
 from megajax.core.tree import Tree, named_leaves
 from megajax.models.parts import FEATURES, LAYERS, TOWER, map_words
 
@@ -137,10 +138,10 @@ def make_schedule(cfg: OptimConfig, steps: int) -> optax.Schedule:
 
 
 def is_matrix(words: Words) -> bool:
-    """Tells matrices, kernels of convolutions and embeddings, which decay, from norms and biases,
-    which do not."""
+    """Tells matrices, those of adapters too, kernels of convolutions and embeddings, which decay,
+    from norms and biases, which do not."""
     inner = [w for w in words if w not in STACK_WORDS]
-    return ("embed" in words or FEATURES in words) and len(inner) > 1
+    return not {"embed", FEATURES, RANK}.isdisjoint(words) and len(inner) > 1
 
 
 def is_orthogonalised(words: Words) -> bool:
@@ -482,9 +483,9 @@ def scale_by_muon(
             target = PartitionSpec(*entries, *[None] * (x.ndim - len(stack)))
             for there in route(spec, target, len(stack)):
                 x = reshard(x, there)
-        # 'embed', or the outputs of a kernel, are one side of the matrix, all other inner
-        # dimensions the other.
-        is_first = words[len(stack)] == "embed" and FEATURES not in words
+        # 'embed', an adapter's rank or the outputs of a kernel are one side of the matrix, all
+        # other inner dimensions the other.
+        is_first = words[len(stack)] in ("embed", RANK) and FEATURES not in words
         rows = shape[len(stack)] if is_first else -1
         columns = shape[-1] if rows == -1 else -1
         matrix = orthogonalise(x.reshape(*shape[: len(stack)], rows, columns))

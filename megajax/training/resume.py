@@ -17,6 +17,7 @@ from megajax.core.errors import UserError
 from megajax.core.tree import named_leaves
 from megajax.data.corpus import Corpus
 from megajax.data.tokenizer import Tokenizer
+from megajax.models import lora
 from megajax.training.config import JobConfig
 from megajax.training.optim import make_schedule
 from megajax.training.step import TrainStep
@@ -80,7 +81,10 @@ def begin(
         )
     state = train_step.init(cfg.train.seed)
     if cfg.init_from is not None:
-        params = train_step.storage.arranged(cfg.given_params(train_step.layout, state.params))
+        dense = cfg.given_params(train_step.layout, lora.strip(state.params))
+        params = train_step.storage.arranged(dense)
+        if cfg.lora.rank:
+            params = train_step.adopt(params, state.params)
         return _from_params(train_step, state, params, f"weights from {cfg.init_from}")
     return Start(state, 0, "initialised")
 

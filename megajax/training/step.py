@@ -27,10 +27,12 @@ from jax.sharding import PartitionSpec as P
 from megajax.core.errors import UserError
 from megajax.core.layout import Layout, Words
 from megajax.core.mesh import memory_bytes
-from megajax.core.tree import Tree, is_words, name, named_leaves, nest, owner
+from megajax.core.packed import PackedWeight
+from megajax.core.tree import Tree, is_words, name, named_leaves, owner
 from megajax.data.loader import Share
 from megajax.layers import ops as ops_
 from megajax.layers.losses import LossSums, MoeSums
+from megajax.models import lora
 from megajax.models.parts import Batch, ModelParts, is_layered, map_words
 from megajax.parallel import sharding, tensor, zero
 from megajax.parallel.exchange import PLAIN, Exchange, Order, order_of
@@ -131,6 +133,17 @@ class TrainStep:
         params = state.params
         return self.parts.joined(self.optimizer.mean(state.opt, self.parts.trained(params)), params)
 
+    def adopt(self, params: Tree, fresh: Tree) -> Tree:
+        """Returns the parameters of a run that begins from loaded ones, in the order of the run.
+        With adapters the loaded ones become their bases, and the adapters are the fresh ones."""
+        bare, cfg = self.task.bare, self.task.adapters
+        if bare is None:
+            return params
+        with jax.set_mesh(self.layout.mesh):
+            axes = bare.parts(self.layout, ops_.Ops()).axes
+            bases = jax.jit(lambda params: lora.at_rest(params, axes, cfg, self.layout))
+            return lora.with_base(fresh, bases(params))
+
     def metrics(self, sums: LossSums, total: Any) -> dict[str, jax.Array]:
         """Returns the task's metrics of sums over `total` predictions, with `loss` among them."""
         return _metrics(self.task, sums, total)
@@ -153,7 +166,7 @@ def make_train_step(
     rows = shares.rows_of_ranks(cfg, mesh, agree(cfg) if cfg.shares else ())
     if is_open(cfg):
         cfg = resolved(cfg, dict(mesh.shape), memory_bytes(mesh), len(rows) * max(rows))
-    task = cfg.task() if task is None else task
+    task = (cfg.task() if task is None else task).with_adapters(cfg.lora)
     layout = sharding.layout(mesh, cfg.zero, model=cfg.model)
     cfg.check(mesh.shape)
     stages = mesh.shape["pipe"]
@@ -165,8 +178,9 @@ def make_train_step(
         trains = trained_leaves(task, cfg.train.freeze, plain.axes)
         plain = dataclasses.replace(plain, trains=trains)
         products, runs = products_of(cfg, plain, layout)
-        how = {"trains": trains, "products": products, "runs": runs}
-        of_layout = functools.partial(_parts, cfg, task, **how)
+        of_layout = functools.partial(
+            _parts, cfg, task, trains=trains, products=products, runs=runs
+        )
         parts = of_layout(layout) if runs or products is not ops_.matmul else plain
 
         def objective(sums: LossSums, total: jax.Array) -> jax.Array:
@@ -200,8 +214,7 @@ def make_train_step(
             differentiate = _counted_first(order_of(mesh), differentiate)
         gradients = functools.partial(_gradients, cfg, task, parts, differentiate)
         apply = functools.partial(_apply, cfg, task, pieces, parts, rule)
-        stack = parts.stack if parts.layers else ""
-        init_exchange = functools.partial(_init_exchange, cfg, exchange, stack)
+        init_exchange = functools.partial(_init_exchange, cfg, exchange, parts)
         init = functools.partial(_init, cfg, parts, layout, rule, order, init_exchange)
         abstract = _with_shardings(jax.eval_shape(init, 0), mesh)
         check_update(rule, parts.trained(abstract.params), abstract.opt)
@@ -409,7 +422,9 @@ def trained_leaves(task: Task, freeze: str | None, axes: Tree) -> Tree:
         raise UserError(
             f"train.freeze={freeze or 'none'}: no parameter is left to train (--train.freeze)"
         )
-    return None if all(trains.values()) else nest(trains)
+    if all(trains.values()):
+        return None
+    return jax.tree.structure(axes, is_leaf=is_words).unflatten(trains.values())
 
 
 def _matches(name: str, pattern: str) -> bool:
@@ -511,9 +526,12 @@ def _init(
             # The weights of a tower may be stored otherwise than its modules made them.
             return jax.sharding.reshard(x, layout.stored(*words)) if parts.tower else x
         # Each layer is on its stage's devices, in the order in which the stage runs them.
-        return jax.sharding.reshard(x[order], layout.stored(*words))
+        return x.at[order].get(out_sharding=layout.stored(*words))
 
-    params = map_words(place, parts.axes, params)
+    def place_all(words: Words, w: Tree) -> Tree:  # of a packed weight, all of its arrays
+        return jax.tree.map(functools.partial(place, words), w)
+
+    params = map_words(place_all, parts.axes, params)
     step = jnp.zeros((), jnp.int32)
     return TrainState(params, optimizer.init(parts.trained(params)), step, *init_exchange(params))
 
@@ -522,19 +540,21 @@ def rest_frozen(parts: ModelParts, dtype: str, params: Tree) -> Tree:
     """Returns the parameters with those that are not trained, if float32, in the dtype."""
     if parts.trains is None:
         return params
-    return jax.tree.map(
-        lambda is_trained, x: x if is_trained or x.dtype != jnp.float32 else x.astype(dtype),
-        parts.trains,
-        params,
-    )
+
+    def of(is_trained: bool, w: Any) -> Any:
+        is_wide = not isinstance(w, PackedWeight) and w.dtype == jnp.float32
+        return w.astype(dtype) if is_wide and not is_trained else w
+
+    return jax.tree.map(of, parts.trains, params)
 
 
 def _init_exchange(
-    cfg: Any, exchange: Exchange | None, stack: str, params: Tree
+    cfg: Any, exchange: Exchange | None, parts: ModelParts, params: Tree
 ) -> tuple[Tree, Tree]:
     """Returns the copies and the errors with which masters begin."""
     if exchange is None:
         return None, None
+    stack = parts.stack if parts.layers else ""
     chunks = cfg.pipeline.chunks if exchange.masters.mesh.shape["pipe"] > 1 else None
     return exchange.copies(params), first_errors(exchange, params, stack, chunks)
 
@@ -575,7 +595,14 @@ def _stacked(order: np.ndarray, axes: Tree) -> Callable[[tuple, Any], bool]:
     parameters.
     """
     layered = {leaf for leaf, words in named_leaves(axes, is_words) if is_layered(words)}
-    return lambda path, x: owner(path, layered) is not None and x.shape[:1] == order.shape
+    layered |= {leaf for leaf, words in lora.adapters(axes).items() if is_layered(words.a)}
+
+    def is_stacked(path: tuple, x: Any) -> bool:
+        # The arrays of a packed weight, and an adapter's, lie below the name of their parameter.
+        owned = any(owner(path[:i], layered) is not None for i in range(len(path), 0, -1))
+        return owned and x.shape[:1] == order.shape
+
+    return is_stacked
 
 
 def _reorder(order: np.ndarray, axes: Tree) -> Callable[[Any], Any]:

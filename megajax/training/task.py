@@ -18,7 +18,8 @@ from megajax.core.layout import Layout, Words
 from megajax.core.tree import Tree
 from megajax.layers.losses import LossSums
 from megajax.layers.ops import Ops
-from megajax.models import plain
+from megajax.models import lora, plain
+from megajax.models.lora import LoraConfig
 from megajax.models.parts import Batch, ModelParts
 
 Objective = Callable[[LossSums, jax.Array], jax.Array]
@@ -82,6 +83,7 @@ class Task:
       members of `batch`.
     trains(name, words): tells whether the parameter of this dotted name is trained. A parameter
       that is not trained has no gradient, no optimizer state and no part in the gradient norm.
+    bare, adapters: of what `with_adapters` returned, the task without them, and what they are.
     """
 
     parts: Callable[[Layout | None, Ops], ModelParts]
@@ -93,6 +95,22 @@ class Task:
     row_units: int | None = None
     more_batches: Sequence[Mapping[str, Leaf]] = ()
     trains: Callable[[str, Words], bool] = train_all
+    bare: "Task | None" = None
+    adapters: LoraConfig = LoraConfig()
+
+    def with_adapters(self, cfg: LoraConfig) -> "Task":
+        """Returns the task of training adapters alone; of a rank of 0 itself. Raises, when its
+        parts are made: UserError for modules that the model does not have."""
+        if not cfg.rank:
+            return self
+
+        def parts(layout: Layout | None, ops: Ops) -> ModelParts:
+            return lora.adapt_parts(self.parts(layout, ops), cfg, layout)
+
+        def trains(name: str, words: Words) -> bool:
+            return lora.learns(name, words) and self.trains(name, words)
+
+        return dataclasses.replace(self, parts=parts, trains=trains, bare=self, adapters=cfg)
 
     @property
     def units_per_row(self) -> int:

@@ -234,6 +234,11 @@ class HybridFlowConfig(JobConfig):
                 f"shares={self.shares}: reinforcement learning packs responses into even rows; "
                 "leave it out (--shares)"
             )
+        if self.lora.rank:
+            raise UserError(
+                f"lora.rank={self.lora.rank}: reinforcement learning trains all weights; nearest: "
+                "0 (--lora.rank)"
+            )
         rl, rule = self.rl, self.rule
         if rule.has_groups and rl.n < 2:
             raise UserError(
