@@ -45,12 +45,12 @@ class Console:
         self.out = out or RichConsole(highlight=False, soft_wrap=True, quiet=quiet)
         self._steps, self._every = steps, max(every, 1)
         self._progress: Progress | None = None
-        self._last_line = -math.inf
+        self._last_line, self._unsaid = -math.inf, ""  # what only the live line shows
         if self.out.is_terminal:
             self._has_bar = self.out.width >= BAR_FROM
             columns = [BarColumn(bar_width=BAR)] if self._has_bar else []
             text = TextColumn("{task.description}", table_column=Column(no_wrap=True))
-            self._progress = Progress(*columns, text, console=self.out)
+            self._progress = Progress(*columns, text, console=self.out, transient=True)
             self._task = self._progress.add_task("compiling", total=steps)
             self._progress.start()
 
@@ -77,10 +77,11 @@ class Console:
     def _show(self, step: int, values: dict) -> None:
         if self._progress is not None:
             room = self.out.width - 1  # a full line may wrap
-            now = time.perf_counter()
+            now, self._unsaid = time.perf_counter(), training_line(step, self._steps, values, room)
             if now >= self._last_line + STAYS_S or step == self._steps:
                 self._last_line = now
-                self.say(training_line(step, self._steps, values, room))
+                self.say(self._unsaid)
+                self._unsaid = ""
             line = training_line(step, self._steps, values, room - (BAR + 1) * self._has_bar)
             self._progress.update(self._task, completed=step, description=escape(line))
         elif step % self._every == 0 or step in (1, self._steps):
@@ -91,9 +92,12 @@ class Console:
         self.out.print(message, markup=False)
 
     def close(self) -> None:
-        """Leaves the last line standing."""
+        """Removes the live line; what it showed last stays as a line."""
         if self._progress is not None:
             self._progress.stop()
+            if self._unsaid:
+                self.say(self._unsaid)
+                self._unsaid = ""
 
 
 def training_line(step: int, steps: int, values: dict, width: int | None = None) -> str:
