@@ -886,9 +886,22 @@ def _window(config: Mapping[str, Any]) -> int | None:
 _LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
 
 
+# (transformers, GptOssConfig) where the config.json of gpt_oss says nothing.
+_GPT_OSS_ROPE = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "truncate": False,
+    "original_max_position_embeddings": 4096,
+}
+
+
 def _rope(config: Mapping[str, Any]) -> RopeConfig:
     """Reads rope_parameters of transformers 5, rope_theta and rope_scaling of transformers 4."""
     both = [config[n] for n in ("rope_scaling", "rope_parameters") if config.get(n)]
+    if not both and config["model_type"] == "gpt_oss":
+        both = [_GPT_OSS_ROPE]
     if len(both) == 2 and both[0] != both[1]:
         raise UserError(
             "config.json: rope_scaling and rope_parameters say two things; keep rope_parameters"
@@ -982,6 +995,8 @@ def to_hf_config(cfg: DecoderConfig, dtype: str) -> dict[str, Any]:
         }
     window: dict[str, Any] = {"sliding_window": cfg.window}
     if kind == "gpt_oss":
+        if rope["rope_scaling"] is None:  # null would be the family's own scaling
+            rope["rope_scaling"] = {"rope_type": "default", "rope_theta": cfg.rope.theta}
         words = {"w": "sliding_attention", "f": "full_attention"}
         letters = cfg.letters or ("f" if cfg.window is None else "w") * cfg.layers
         window["layer_types"] = [words[letter] for letter in letters]
