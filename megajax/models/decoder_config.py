@@ -101,11 +101,6 @@ class DecoderConfig(Checked, section="model"):
                 f"model.bias=all: shared experts have no biases, and moe.shared={self.moe.shared}; "
                 "use none or qkv, or moe.shared=0 (--model.bias, --moe.shared)"
             )
-        if self.moe.experts and self.moe.dense_layers and self.pattern is not None:
-            raise UserError(
-                f"model.pattern={self.pattern}: with moe.dense_layers={self.moe.dense_layers} all "
-                "layers have one kind; use none (--model.pattern, --moe.dense_layers)"
-            )
         if self.latent.rank:
             self._check_latent()
 
@@ -121,7 +116,6 @@ class DecoderConfig(Checked, section="model"):
             (self.bias != "none", f"model.bias={self.bias}: use none (--model.bias)"),
             (self.qk_norm, "model.qk_norm=true: use false (--model.qk_norm)"),
             (self.sinks, "model.sinks=true: use false (--model.sinks)"),
-            (self.pattern is not None, f"model.pattern={self.pattern}: use none (--model.pattern)"),
             (
                 self.kv_heads != self.heads,
                 f"model.kv_heads={self.kv_heads}: every head has its own keys; use "
@@ -422,6 +416,64 @@ def _mixtral_8x7b() -> DecoderConfig:
     )
 
 
+def _deepseek(**changes) -> DecoderConfig:
+    """DeepSeek-V3 (arXiv 2412.19437 section 4.2), without the layer that predicts a second token.
+    The rate of the experts' bias is that of the paper, its config.json has none."""
+    values: dict[str, Any] = dict(
+        layers=58,
+        width=7168,
+        heads=128,
+        kv_heads=128,
+        head_width=192,
+        vocab=129280,
+        max_positions=163840,
+        tied=False,
+        latent=LatentConfig(rank=512, query_rank=1536, rotary=64, value=128),
+        moe=MoeConfig(
+            experts=256,
+            top_k=8,
+            width=2048,
+            shared=1,
+            score="sigmoid",
+            scale=2.5,
+            groups=8,
+            top_groups=4,
+            aux_loss=1e-4,
+            bias_rate=1e-3,
+            dense_layers=3,
+            dense_width=18432,
+        ),
+    )
+    return DecoderConfig(**(values | changes))
+
+
+def _moonlight() -> DecoderConfig:
+    """Moonlight 16B-A3B (arXiv 2502.16982; sizes of its config.json): DeepSeek-V3's layers."""
+    return _deepseek(
+        layers=26,
+        width=2048,
+        heads=16,
+        kv_heads=16,
+        vocab=163840,
+        norm_eps=1e-5,
+        max_positions=8192,
+        rope=RopeConfig(theta=50000.0),
+        latent=LatentConfig(rank=512, rotary=64, value=128),
+        moe=MoeConfig(
+            experts=64,
+            top_k=6,
+            width=1408,
+            shared=2,
+            score="sigmoid",
+            scale=2.446,
+            aux_loss=1e-3,
+            bias_rate=1e-3,
+            dense_layers=1,
+            dense_width=11264,
+        ),
+    )
+
+
 def _megascale(layers: int, width: int, heads: int) -> DecoderConfig:
     """MegaScale section 6.1. The paper gives no window: 1024 is (chosen, half its sequence)."""
     return DecoderConfig(
@@ -464,6 +516,7 @@ PRESETS: dict[str, Callable[[], DecoderConfig]] = {
     "qwen3_30b_a3b": lambda: _qwen(
         48, 2048, 32, 4, 6144, qk_norm=True, moe=MoeConfig(experts=128, top_k=8, width=768)
     ),
+    "moonlight_16b_a3b": _moonlight,
     "megascale_175b": lambda: _megascale(96, 12288, 128),
     "megascale_530b": lambda: _megascale(105, 20480, 160),
 }

@@ -2,6 +2,7 @@
 
 import json
 import pathlib
+import re
 
 import jax
 import jax.numpy as jnp
@@ -91,6 +92,45 @@ def test_written_folders_are_read_again(folder, tmp_path):
     hf.save(params, cfg, tmp_path / "written")
     again, back = hf.load(tmp_path / "written")
     assert again == cfg
+    jax.tree.map(np.testing.assert_array_equal, back, params)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "words"),
+    [
+        ("deepseek_v3", {"rope_interleave": False}, "rope_interleave=False is not supported"),
+        ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func=softmax is not supported"),
+        ("deepseek_v3", {"attention_bias": True}, "attention_bias=True is not supported"),
+        ("deepseek_v3", {"first_k_dense_replace": 3}, "must be below num_hidden_layers=3"),
+        ("deepseek_v3", {"index_topk": 8}, "index_topk=8 is no member"),
+        ("deepseek_v3", {"auto_map": {"AutoModel": "modeling_other.Model"}}, "auto_map names code"),
+        ("deepseek_v3", {"kv_lora_rank": 0}, "kv_lora_rank is 0"),
+        ("gpt_oss", {"swiglu_limit": 5.0}, "swiglu_limit=5.0 is not supported"),
+        ("gpt_oss", {"layer_types": ["full_attention"]}, "layer_types must be 2 of"),
+        ("gpt_oss", {"sliding_window": None}, "there is no window"),
+        ("gpt_oss", {"attention_bias": False}, "attention_bias=False is not supported"),
+    ],
+)
+def test_what_is_not_computed_is_refused(kind, changes, words):
+    with np.load(GOLDEN / f"hf_{kind}.npz") as golden:
+        config = json.loads(str(golden["config"]))
+    with pytest.raises(UserError, match=re.escape(words)):
+        names.from_hf_config(config | changes)
+
+
+@pytest.mark.parametrize("folder", ["deepseek_v3"], indirect=True)
+def test_layers_that_predict_more_are_left_out(folder, caplog):
+    """They are behind the last one; published folders name their code too, which is built in."""
+    golden, path = folder
+    cfg, params = hf.load(path)
+    more = {"tensor:model.layers.3.eh_proj.weight": np.zeros((2, 2), np.float32)}
+    config = json.loads(str(golden["config"])) | {"num_nextn_predict_layers": 1}
+    config.pop("num_mtp_layers", None)
+    config["auto_map"] = {"AutoModel": "modeling_deepseek.DeepseekV3Model"}
+    write(path, golden | more | {"config": json.dumps(config)}, "tensor:")
+    again, back = hf.load(path)
+    assert again == cfg
+    assert "1 tensors of layers that predict further tokens are not read" in caplog.text
     jax.tree.map(np.testing.assert_array_equal, back, params)
 
 

@@ -12,7 +12,7 @@ from megajax.core.errors import UserError
 from megajax.models import decoder
 from megajax.models.decoder_config import PRESETS, DecoderConfig
 from megajax.models.parts import map_words
-from tests.tiny import MODEL, RICH, host_batch
+from tests.tiny import LATENT, MODEL, RICH, host_batch
 
 GQA = dataclasses.replace(MODEL, kv_heads=2, position="none", tied=False)
 
@@ -111,7 +111,8 @@ def test_words_name_every_dimension():
     ("name", "millions"),
     [("gpt2", 124.4), ("gpt2_medium", 354.8), ("gpt2_large", 774.0), ("gpt2_xl", 1557.6),
      ("llama3_1b", 1235.8), ("llama3_8b", 8030.3), ("llama3_70b", 70553.7),
-     ("qwen2_0p5b", 494.0), ("qwen2_7b", 7615.6), ("qwen3_0p6b", 596.0), ("qwen3_8b", 8190.7)],
+     ("qwen2_0p5b", 494.0), ("qwen2_7b", 7615.6), ("qwen3_0p6b", 596.0), ("qwen3_8b", 8190.7),
+     ("moonlight_16b_a3b", 15960.1)],
 )  # fmt: skip
 def test_presets_have_the_published_size(name, millions):
     cfg = dataclasses.replace(PRESETS[name](), vocab_multiple=1)
@@ -132,6 +133,16 @@ def test_megascale_sizes():
         ({"window": 0}, "model.window=0 must be at least 1"),
         ({"dropout": 1.0}, "--model.dropout"),
         ({"layers": 0}, "--model.layers"),
+        (
+            {"latent": LATENT.latent, "head_width": 4},
+            "model.latent.rotary=4 must be even and below",
+        ),
+        ({"latent": LATENT.latent, "head_width": 6}, "model.latent.value=8 must be at most"),
+        ({"latent": LATENT.latent, "bias": "qkv", "head_width": 32}, "model.bias=qkv: use none"),
+        ({"latent": LATENT.latent, "kv_heads": 2}, "use 4 (--model.kv_heads)"),
+        ({"latent": LATENT.latent, "block": "parallel"}, "use serial (--model.block)"),
+        ({"moe": LATENT.moe, "bias": "all"}, "shared experts have no biases"),
+        ({"moe": LATENT.moe, "pattern": "wf", "window": 3}, "layers are of one kind"),
     ],
 )
 def test_impossible_shapes_are_refused(changes, words):

@@ -10,6 +10,7 @@ import pytest
 
 from megajax.core.errors import UserError
 from megajax.core.mesh import MeshSpec
+from megajax.layers.latent import LatentConfig
 from megajax.models import decoder
 from megajax.models.decoder_config import PRESETS
 from megajax.parallel import collective_matmul, overlap, sharding
@@ -55,11 +56,23 @@ def test_greedy_of_every_preset_at_a_small_size(name):
     moe = full.moe
     if moe.experts:
         moe = dataclasses.replace(
-            moe, experts=min(moe.experts, 8), top_k=min(moe.top_k, 3), width=48
+            moe,
+            experts=min(moe.experts, 8),
+            top_k=min(moe.top_k, 3),
+            width=48,
+            groups=min(moe.groups, 4),
+            top_groups=min(moe.top_groups, 2),
+            dense_layers=min(moe.dense_layers, 1),
+            dense_width=48,
         )
+    latent = full.latent
+    if latent.rank:
+        small = LatentConfig(rank=16, query_rank=latent.query_rank and 24, rotary=4, value=8)
+        full = dataclasses.replace(full, head_width=12, latent=small)
+    head_width = 12 if latent.rank else 8
     cfg = dataclasses.replace(
-        full, layers=2, width=32, heads=2 * groups, kv_heads=2, head_width=8, mlp=64, vocab=61,
-        vocab_multiple=16, max_positions=64, moe=moe, window=full.window and 9,
+        full, layers=2, width=32, heads=2 * groups, kv_heads=2, head_width=head_width, mlp=64,
+        vocab=61, vocab_multiple=16, max_positions=64, moe=moe, window=full.window and 9,
     )  # fmt: skip
     check_greedy(cfg, 8, 24, 48, **SMALL, **POOL)
 
