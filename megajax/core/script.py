@@ -335,7 +335,10 @@ ANSWERS = {
         "--train.steps and --train.global_batch say how many rows are read",
     ("packing", "group_by_length", "pad_to_max_length"):
         "rows of --train.seq_len tokens are packed without a flag where the task allows it",
-    ("torch_compile", "compile", "tf32", "local_rank", "ddp_backend", "nproc_per_node"):
+    ("processes", "num_processes", "nproc_per_node", "nproc"):
+        "the command megajax starts several processes of one job, behind train, finetune or "
+        "generate; other launchers are in docs/training.md",
+    ("torch_compile", "compile", "tf32", "local_rank", "ddp_backend"):
         "jax compiles and finds the devices; there is nothing to say (--emulate emulates some)",
 }  # fmt: skip
 
