@@ -28,6 +28,7 @@ VERBS = {
     "train": ("experiments/pretrain.py", "train a decoder on text, from random or loaded weights"),
     "finetune": ("experiments/finetune.py", "fine-tune: chats, labels, or hidden tokens"),
     "generate": ("scripts/generate.py", "write text with a run, a folder or a GGUF file"),
+    "chat": ("scripts/chat.py", "talk with a model, or with a server, in the terminal"),
     "evaluate": ("scripts/evaluate.py", "measure perplexity, multiple choice and exact match"),
     "serve": ("scripts/serve.py", "serve a model over HTTP, with OpenAI's interface"),
     "plan": ("experiments/plan.py", "plan a training run for a cluster that is not here"),

@@ -137,8 +137,27 @@ class LLM:
         """
         if params.get("n", 1) != 1:
             raise UserError(f"n={params['n']} must be 1: a chat has one answer")
-        ids = self._chat(messages)
+        ids = self.prompt(messages)
         return self._answer([ids], params, "messages")[0][0]
+
+    def prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+        """Returns the token ids of a chat, up to where the assistant answers. Raises: UserError."""
+        if self._template is None:
+            raise UserError(
+                f"{self.name} has no chat template: use generate, or name a model with one"
+            )
+        if not isinstance(messages, list | tuple) or not messages:
+            raise UserError("messages must be a list with at least one message")
+        for number, message in enumerate(messages):
+            legal = isinstance(message, Mapping) and isinstance(message.get("role"), str)
+            if not legal or not isinstance(message.get("content"), str):
+                raise UserError(f"messages[{number}] must have a role and a content, both texts")
+        from megajax.systems.server.base import ApiError
+
+        try:
+            return self._renderer.encode(messages, {}, False, self.engine.context)
+        except ApiError as error:
+            raise UserError(error.message) from None
 
     def logprobs(self, texts: str | Sequence[str], **windows: Any) -> list[np.ndarray]:
         """Returns for each text the log-probability of each of its tokens after the first, float32.
@@ -174,25 +193,6 @@ class LLM:
         from megajax.systems.server.chat import Chat  # which needs jinja2
 
         return Chat(self._template, self.tokenizer)
-
-    def _chat(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """Returns the ids of a chat. Raises: UserError."""
-        if self._template is None:
-            raise UserError(
-                f"{self.name} has no chat template: use generate, or name a model with one"
-            )
-        if not isinstance(messages, list | tuple) or not messages:
-            raise UserError("messages must be a list with at least one message")
-        for number, message in enumerate(messages):
-            legal = isinstance(message, Mapping) and isinstance(message.get("role"), str)
-            if not legal or not isinstance(message.get("content"), str):
-                raise UserError(f"messages[{number}] must have a role and a content, both texts")
-        from megajax.systems.server.base import ApiError
-
-        try:
-            return self._renderer.encode(messages, {}, False, self.engine.context)
-        except ApiError as error:
-            raise UserError(error.message) from None
 
 
 def _sort(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -21,7 +21,7 @@ from jax.sharding import Mesh
 from megajax.core import config
 from megajax.core import mesh as mesh_
 from megajax.core.axes import ZERO_AXES
-from megajax.core.config import Checked, above, group, option, other_than
+from megajax.core.config import Checked, group, option, other_than
 from megajax.core.errors import UserError
 from megajax.data.tokenizer import prompt_ids
 from megajax.parallel import sharding
@@ -29,43 +29,11 @@ from megajax.parallel.overlap import Overlap, refuse_fused
 from megajax.parallel.sharding import Zero
 from megajax.serving import SamplingParams
 from megajax.serving.forward import REPLICA_AXES
+from megajax.serving.params import Sampling
 from megajax.systems.open_model import OpenModel, open_model
 
 PAGE = 16  # tokens
 MOST = 64  # (chosen) samples that are continued at a time
-
-
-@dataclass(frozen=True)
-class Sampling(Checked, section="sampling"):
-    """How a token is chosen; names and meanings are those of serving.SamplingParams."""
-
-    temperature: float = option(0.8, "divides the logits; 0: greedy", at_least=0)
-    top_k: int = option(
-        0, "only the k likeliest tokens; 0 or -1: all", needs=above(0, "temperature"), at_least=-1
-    )
-    top_p: float = option(
-        1.0,
-        "only the likeliest tokens that together have this probability",
-        needs=above(0, "temperature"),
-        above=0,
-        at_most=1,
-    )
-    min_p: float = option(
-        0.0,
-        "only tokens at least this likely relative to the likeliest",
-        needs=above(0, "temperature"),
-        at_least=0,
-        at_most=1,
-    )
-    repetition_penalty: float = option(
-        1.0, "divides positive logits of tokens seen before; 1: off", above=0
-    )
-    presence_penalty: float = option(
-        0.0, "subtracted from logits of tokens already written", at_least=-2, at_most=2
-    )
-    frequency_penalty: float = option(
-        0.0, "subtracted for each time a token was written", at_least=-2, at_most=2
-    )
 
 
 @dataclass(frozen=True)

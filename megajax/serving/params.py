@@ -12,7 +12,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from megajax.core.config import Checked, option
+from megajax.core.config import Checked, above, option
 from megajax.core.errors import UserError, respell
 from megajax.serving.constraint import StructuredOutputsParams
 
@@ -178,3 +178,36 @@ def _biases(biases: Any) -> dict[int, float]:
             )
         numbered[number] = float(bias)
     return numbered
+
+
+@dataclass(frozen=True)
+class Sampling(Checked, section="sampling"):
+    """The flags of scripts that draw text: how a token is chosen. Meanings are SamplingParams'."""
+
+    temperature: float = option(0.8, "divides the logits; 0: greedy", at_least=0)
+    top_k: int = option(
+        0, "only the k likeliest tokens; 0 or -1: all", needs=above(0, "temperature"), at_least=-1
+    )
+    top_p: float = option(
+        1.0,
+        "only the likeliest tokens that together have this probability",
+        needs=above(0, "temperature"),
+        above=0,
+        at_most=1,
+    )
+    min_p: float = option(
+        0.0,
+        "only tokens at least this likely relative to the likeliest",
+        needs=above(0, "temperature"),
+        at_least=0,
+        at_most=1,
+    )
+    repetition_penalty: float = option(
+        1.0, "divides positive logits of tokens seen before; 1: off", above=0
+    )
+    presence_penalty: float = option(
+        0.0, "subtracted from logits of tokens already written", at_least=-2, at_most=2
+    )
+    frequency_penalty: float = option(
+        0.0, "subtracted for each time a token was written", at_least=-2, at_most=2
+    )

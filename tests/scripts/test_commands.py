@@ -27,7 +27,13 @@ ROOT = pathlib.Path(__file__).parent.parent.parent
 PAGES = [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]
 PROGRAMS = "uv|megajax|pip|git|curl|sbatch|srun|kubectl|mpirun|python3?|cp|bash|for"
 COMMAND = re.compile(rf"(\$ )?([A-Z_]+=\S+ )*({PROGRAMS}) ")
-NEEDS_SERVICE = ("scripts/serve", "minder.py watch", "--prometheus", "agent_metrics.py")
+NEEDS_SERVICE = (
+    "scripts/serve",
+    "scripts/chat",
+    "minder.py watch",
+    "--prometheus",
+    "agent_metrics.py",
+)
 
 # run: with further flags that make it small. plan: the planner says that it fits the cluster.
 # parse: its flags are legal together. ci: .ci/run has this command. outside: another program, or

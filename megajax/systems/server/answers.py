@@ -23,6 +23,7 @@ from megajax.core.errors import UserError
 from megajax.serving import Output
 from megajax.systems.server.base import ApiError, stopping, write
 from megajax.systems.server.protocol import Job
+from megajax.systems.server.tools import CallReader
 from megajax.systems.server.worker import Stream, Worker
 
 LARGE = 2**10  # (chosen) tokens of an answer that a thread writes
@@ -130,11 +131,13 @@ class Entry:
 
 @dataclasses.dataclass(frozen=True)
 class Delta:
-    """The growth of an answer. reason: 'stop' or 'length' if the answer ended, else None."""
+    """The growth of an answer. reason: 'stop', 'length' or 'tool_calls' if the answer ended, else
+    None. calls: of functions, as OpenAI's objects."""
 
     text: str
     entries: list[Entry]
     reason: str | None
+    calls: Sequence[dict[str, Any]] = ()
 
 
 class Answer:
@@ -160,6 +163,7 @@ class Answer:
         self._stopper = Stopper(job.params.stop, job.include_stop)
         self._decoded, self._shown = len(echo), 0
         self._pending: list[Entry] = []
+        self._reader = None if job.form is None else CallReader(job.form, job.names)
         self.tokens = 0
         self.reason: str | None = None
 
@@ -207,10 +211,17 @@ class Answer:
             shown += self._stopper.add(self._decoder.finish()) + self._stopper.finish()
         self.reason = "stop" if self._stopper.stopped else reason
         self._shown += len(shown)
-        entries = self._release()
+        entries, calls = self._release(), []
+        if self._reader is not None:
+            shown = self._reader.add(shown)
+            if self.reason is not None:
+                held, calls = self._reader.finish()
+                shown += held
+            if calls:
+                self.reason = "tool_calls"
         if not shown and not entries and self.reason is None:
             return None
-        return Delta(shown, entries, self.reason)
+        return Delta(shown, entries, self.reason, calls)
 
     def _of_prompt(self, scores: Sequence[dict[int, float] | None]) -> Iterator[Entry]:
         """Yields the entries of the prompt's tokens."""
@@ -260,7 +271,10 @@ class Shapes:
             text, entries = "".join(d.text for d in parts), [e for d in parts for e in d.entries]
             choice: dict[str, Any] = {"index": index, "logprobs": self._logprobs(entries)}
             if self._job.kind == "chat":
-                choice["message"] = {"role": "assistant", "content": text, "refusal": None}
+                calls = [call for d in parts for call in d.calls]
+                content = text if text or not calls else None
+                message = {"role": "assistant", "content": content, "refusal": None}
+                choice["message"] = message | ({"tool_calls": calls} if calls else {})
             else:
                 choice["text"] = text
             choices.append(choice | {"finish_reason": parts[-1].reason})
@@ -275,7 +289,12 @@ class Shapes:
     def part(self, index: int, delta: Delta) -> dict[str, Any]:
         """Returns the part of a stream that sends a delta."""
         text = delta.text
-        chat = {"delta": {"content": text} if text or delta.reason is None else {}}
+        chat: dict[str, dict[str, Any]] = {
+            "delta": {"content": text} if text or delta.reason is None else {}
+        }
+        if delta.calls:
+            calls = [{"index": i, **call} for i, call in enumerate(delta.calls)]
+            chat["delta"] = {**chat["delta"], "tool_calls": calls}
         body = chat if self._job.kind == "chat" else {"text": text}
         return self._chunk(index, body, delta.entries, delta.reason)
 

@@ -34,6 +34,7 @@ from megajax.systems.server.images import (
     has_images,
     url_characters,
 )
+from megajax.systems.server.options import HttpOptions
 from megajax.systems.server.protocol import Job, Reader
 from megajax.systems.server.worker import Worker
 
@@ -51,17 +52,17 @@ class Server:
         *,
         name: str,
         keys: Collection[str] = (),
-        max_body: int = 2**22,
+        limits: HttpOptions | None = None,
         image_bytes: int = 0,
-        timeout_s: float = 600,
-        log: bool = False,
     ):
         """name: of the model. keys: one of which a client must send; none: everybody may ask.
 
-        max_body: bytes of a request. image_bytes: of the images of a chat, which its body may have
-        in addition; 0: the model sees none. timeout_s: of a request, from its arrival to its last
-        token. log: print a line for each request.
+        limits: of a request: its bytes, and the time from its arrival to its last token.
+        image_bytes: of the images of a chat, which its body may have in addition; 0: the model sees
+        none.
         """
+        limits = limits or HttpOptions()
+        max_body, timeout_s = limits.max_body, limits.request_timeout_s
         self._worker, self._reader, self.name, self._timeout_s = worker, reader, name, timeout_s
         self._tokenizer = worker.engine.tokenizer
         self._tokenizing = asyncio.Semaphore()  # what no model's context bounds, one at a time
@@ -84,7 +85,7 @@ class Server:
             max_body=max_body,
             help="see /docs and docs/serving.md",
             examples=reader.examples(),
-            log=log,
+            log=limits.request_log,
         )
         self.app = self._base.app
 

@@ -11,11 +11,12 @@ from megajax.data import chat as chat_
 from megajax.data.chat import ChatTemplate, Messages, TooLongError
 from megajax.data.tokenizer import Tokenizer
 from megajax.systems.server.base import ApiError
+from megajax.systems.server.tools import form_of
 
 
 class Chat:
     """A chat template that refuses with answers of HTTP. problem, refusal, doubts: as of
-    data.chat.Chat."""
+    data.chat.Chat. form: of the calls of functions; None: the template has no tools."""
 
     def __init__(
         self, template: ChatTemplate | None, tokenizer: Tokenizer, image_token: int | None = None
@@ -24,6 +25,7 @@ class Chat:
         self._chat = chat_.Chat(template, tokenizer, image_token)
         self.problem, self.refusal = self._chat.problem, self._chat.refusal
         self.doubts = self._chat.doubts
+        self.form = None if template is None else form_of(template.source)
         if template is None:
             self.problem = (
                 "this model has no chat template; use /v1/completions, or start the server with "

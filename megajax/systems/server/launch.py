@@ -214,10 +214,8 @@ def build_server(
         metrics,
         name=name,
         keys=keys or (),
-        max_body=limits.max_body,
+        limits=limits,
         image_bytes=limits.max_image_bytes if sees else 0,
-        timeout_s=limits.request_timeout_s,
-        log=limits.request_log,
     )
     return worker, server
 

@@ -97,6 +97,22 @@ SCHEMAS: dict[str, Schema] = {
             },
         },
     },
+    "Tool": {
+        "type": "object",
+        "required": ["type", "function"],
+        "properties": {
+            "type": {"const": "function"},
+            "function": {
+                "type": "object",
+                "required": ["name"],
+                "properties": {
+                    "name": {"type": "string", "pattern": "^[a-zA-Z0-9_-]{1,64}$"},
+                    "description": {"type": ["string", "null"]},
+                    "parameters": {"type": ["object", "null"]},
+                },
+            },
+        },
+    },
     "ResponseFormat": {
         "type": "object",
         "required": ["type"],
@@ -114,6 +130,7 @@ SHAPES: dict[str, Schema] = {
     "stop_token_ids": listed({"type": "integer", "minimum": 0, "maximum": WHOLE}),
     "tokens": listed({"type": "integer", "minimum": 0}),
     "best_of": {"type": "integer", "minimum": 1},
+    "tools": listed(ref("Tool"), maxItems=128),
     "response_format": ref("ResponseFormat"),
     "logit_bias": {
         "type": "object",
@@ -152,7 +169,7 @@ ABOUT = {
     "best_of": "must equal n: no answer is dropped",
     "skip_special_tokens": "whether special tokens have no text, as here",
     "tools": "functions that the model may ask to be called",
-    "tool_choice": "auto, none, required or a function",
+    "tool_choice": "auto: the model decides; none: as without tools",
     "input": "a text, token ids, or a list of one of them",
     "encoding_format": "form of a vector: a list of numbers, or float32 in base64",
     "dimensions": "length of the vector, which has to be the model's",

@@ -26,6 +26,7 @@ from megajax.systems.server.chat import Chat
 from megajax.systems.server.images import ImagePart, ImageReader, part_of
 from megajax.systems.server.openapi import Example
 from megajax.systems.server.options import HttpOptions
+from megajax.systems.server.tools import Form, check_calls, check_tools
 
 STOPS = 16  # (chosen; OpenAI has 4, vLLM no limit) stop strings
 STOP = 2**10  # (chosen) characters of each: as many tokens are decoded anew with every token
@@ -218,6 +219,7 @@ class Job:
     logprobs: how many likeliest tokens are listed for each token; None: no log-probabilities. ends:
     ids that end an answer and do not belong to its text. silent: the answer has no token, and only
     the prompt is sent back. images: of the one prompt of a chat, which has a placeholder for each.
+    form, names: of the calls of functions that are read in answers; None: none are.
     """
 
     kind: Literal["completion", "chat"]
@@ -231,6 +233,8 @@ class Job:
     ends: frozenset[int]
     silent: bool = False
     images: Sequence[Picture] = ()
+    form: Form | None = None
+    names: frozenset[str] = frozenset()
 
     @property
     def size(self) -> int:
@@ -289,6 +293,7 @@ class Reader:
         fields = Fields(body)
         check_model(fields, self._names)
         prompt, parts = self._chat_prompt(fields, self._context)
+        names = frozenset(tool["function"]["name"] for tool in self._tools(fields))
         listed = fields.between("top_logprobs", 0, 20, None)
         has_logprobs = fields.take("logprobs", bool, False)
         if listed is not None and not has_logprobs:
@@ -300,6 +305,7 @@ class Reader:
         logprobs = (listed or 0) if has_logprobs else None
         left = self._context - len(prompt) if most is None else most
         job = self._job(fields, "chat", [prompt], left, logprobs, [])
+        job = dataclasses.replace(job, form=self._chat.form if names else None, names=names)
         if not parts:
             return job
         # Images are decoded last, when nothing else of the request is to be refused.
@@ -394,15 +400,29 @@ class Reader:
         more["add_generation_prompt"] = fields.take("add_generation_prompt", bool, True)
         begin = fields.take("add_special_tokens", bool, False)
         special = fields.take("parse_special", bool, False)
-        for name in ("tools", "functions"):
-            fields.only(name, empty, "is not supported: the server calls no tools")
-        fields.only("tool_choice", none_of("none", "auto"), "is not supported")
+        fields.only("functions", empty, "is not supported: give tools")
+        if tools := self._tools(fields):
+            more["tools"] = tools
         messages = _messages(fields, self._images.sees)
         contents = (m["content"] for m in messages if isinstance(m["content"], list))
         parts = [part for content in contents for part in content if isinstance(part, ImagePart)]
         self._images.check(parts)
         ids = self._chat.encode(messages, more, special, most)
         return [*self._tokenizer.prefix(), *ids] if begin else ids, parts
+
+    def _tools(self, fields: Fields) -> list[dict[str, Any]]:
+        """Returns the functions that the model may ask to be called. Raises: ApiError."""
+        tools = fields.take("tools", list, [])
+        rule = "is not supported: it may be auto or none, since the model decides"
+        fields.only("tool_choice", none_of("none", "auto"), rule)
+        if not tools or fields.any("tool_choice") == "none":
+            return []
+        if self._chat.form is None:
+            raise ApiError(
+                400, "tools: the model's chat template has none", param="tools", code="no_tools"
+            )
+        check_tools(tools)
+        return tools
 
     def _prompts(self, fields: Fields) -> tuple[list[list[int]], list[str]]:
         """Returns (token ids, texts) of each prompt."""
@@ -506,6 +526,8 @@ class Reader:
 class _AnyChat:
     """A chat template in the place of the model's, for examples."""
 
+    form = None
+
     def encode(self, *_: Any) -> list[int]:
         return [0]
 
@@ -549,6 +571,7 @@ def _messages(fields: Fields, sees: bool) -> list[dict[str, Any]]:
                 f"{' or images (image_url)' if sees else '; this model sees no images'}",
                 param=f"messages[{i}].content",
             )
+        check_calls(message, f"messages[{i}]")
         made.append({**message, "content": content or ""})
     return made
 

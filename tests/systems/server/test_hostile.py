@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from tests.systems import test_encoder
+from tests.systems import test_encoder_server as encoders
 from tests.systems.server.test_app import serving
 
 JSON = {"Content-Type": "application/json"}
@@ -52,10 +52,10 @@ async def send(client, path, raw):
 @pytest.mark.parametrize("head", [False, True])
 def test_an_encoder_survives(tmp_path, head):
     path, other = ("/v1/embeddings", "/v1/classify")[:: -1 if head else 1]
-    test_encoder.save(tmp_path / "m", head)
+    encoders.save(tmp_path / "m", head)
 
     async def scenario():
-        async with test_encoder.serving(tmp_path / "m", max_body=2**18) as (client, work):
+        async with encoders.serving(tmp_path / "m", max_body=2**18) as (client, work):
             count = 0
             for raw in bodies("input"):
                 await send(client, path, raw)
@@ -74,8 +74,8 @@ def test_an_encoder_survives(tmp_path, head):
 
 def test_an_input_of_too_many_tokens_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr("megajax.systems.server.encoders.TOKENS", 100)
-    test_encoder.save(tmp_path / "m", False)
-    answers = test_encoder.ask(
+    encoders.save(tmp_path / "m", False)
+    answers = encoders.ask(
         tmp_path / "m",
         "/v1/embeddings",
         [{"input": ["x" * 31] * 4}, {"input": "x" * 99, "truncate": False}],

@@ -23,19 +23,8 @@ from tests.models.test_minilm import TEXTS, vector
 from tests.models.test_minilm import folder as minilm  # noqa: F401
 from tests.systems.server import asgi
 
-CFG = EncoderConfig(
-    layers=1,
-    width=16,
-    heads=2,
-    mlp=32,
-    vocab=259,
-    vocab_multiple=1,
-    max_positions=32,
-    types=0,
-    head="classify",
-    labels=3,
-    pooler="relu",
-)
+SIZES = {"layers": 1, "width": 16, "heads": 2, "mlp": 32, "vocab": 259, "vocab_multiple": 1}
+CFG = EncoderConfig(**SIZES, max_positions=32, types=0, head="classify", labels=3, pooler="relu")
 LABELS = ("bad", "fair", "good")
 SAID = ["x", "", "naïve café", "a text that is longer than the thirty-two tokens that are read"]
 
