@@ -23,6 +23,7 @@ from jax.sharding import Mesh
 from megajax.core import mesh as mesh_
 from megajax.core.axes import MESH_AXES
 from megajax.core.errors import UserError, did_you_mean
+from megajax.data.chat import Chat
 from megajax.data.tokenizer import prompt_ids
 from megajax.evaluation import generate, token_logprobs
 from megajax.serving import Engine, SamplingParams
@@ -189,9 +190,7 @@ class LLM:
         return generate(self.engine, ids, asked, name)
 
     @functools.cached_property
-    def _renderer(self) -> Any:
-        from megajax.systems.server.chat import Chat  # which needs jinja2
-
+    def _renderer(self) -> Chat:
         return Chat(self._template, self.tokenizer)
 
 
