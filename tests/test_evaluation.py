@@ -13,8 +13,9 @@ from megajax import evaluation
 from megajax.core.errors import UserError
 from megajax.data.tokenizer import ByteTokenizer
 from megajax.serving import Engine, SamplingParams
+from megajax.training.evaluate import evaluate
 from tests.plain_loop import _logits, one_by_one, sharp
-from tests.tiny import MODEL
+from tests.tiny import MODEL, on, run_config, step_of
 
 CFG = dataclasses.replace(MODEL, vocab=259, max_positions=48)
 ROW = 64  # tokens of the oracle's rows: one program
@@ -261,3 +262,21 @@ def test_one_row_has_no_standard_error():
     score = evaluation.Score(6.0, 3, 5)
     assert evaluation.ratio_error([score, score]) == (2.0, 0.0)
     assert math.isnan(evaluation.ratio_error([score]).error)
+
+
+@pytest.mark.slow
+def test_rows_of_ids_have_the_held_out_loss_of_training():
+    train_step = step_of(run_config())
+    params = train_step.weights(train_step.init(3))
+    rows = np.random.default_rng(3).integers(0, 61, (16, 17)).astype(np.int32)
+    host = {
+        "tokens": rows[:, :-1],
+        "targets": rows[:, 1:],
+        "segments": np.ones((16, 16), np.int32),
+        "positions": np.tile(np.arange(16, dtype=np.int32), (16, 1)),
+    }
+    figures = evaluate(train_step, params, [on(train_step, host)], None)
+    ours = Engine(MODEL, params, dtype="float32", tokenizer=NoBegin(), max_batch=4, pages=20)
+    nats, _ = evaluation.perplexity(ours, rows.tolist())
+    assert nats == pytest.approx(figures["eval_loss"], abs=1e-5)
+    assert figures["eval_tokens"] == 256

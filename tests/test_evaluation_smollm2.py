@@ -18,7 +18,7 @@ from tests import task_files
 
 pytestmark = pytest.mark.slow
 ROOT = pathlib.Path(__file__).parent.parent
-ROWS, WINDOW, STRIDE = 24, 256, 100
+ROWS, WINDOW, STRIDE = 12, 128, 50
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +32,7 @@ def folder(tmp_path_factory):
     for verb in (["import", str(file), "run"], ["export", "run", "hf"]):
         subprocess.run([sys.executable, ROOT / "scripts" / "hf.py", *verb], cwd=made, check=True)
     task_files.write(made, ROWS)
-    (made / "text.txt").write_text((ROOT / "LICENSE").read_text()[:3000])
+    (made / "text.txt").write_text((ROOT / "LICENSE").read_text()[:1500])
     return made
 
 

@@ -39,15 +39,16 @@ def choice_sum(model, tokenizer, prompt, choice):
     if spaces:
         prompt, choice = prompt[:-spaces], prompt[-spaces:] + choice
     both, first = tokenizer(prompt + choice)["input_ids"], len(tokenizer(prompt)["input_ids"])
-    log_p = torch.log_softmax(model(torch.tensor([both])).logits[0].double(), -1)
-    return sum(float(log_p[place - 1, both[place]]) for place in range(first, len(both)))
+    logits = model(torch.tensor([both]), logits_to_keep=len(both) - first + 1).logits[0]
+    log_p = torch.log_softmax(logits.double(), -1)
+    return sum(float(log_p[k, token]) for k, token in enumerate(both[first:]))
 
 
 def main(folder, text, window, stride, *tasks):
     """Prints the object."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)  # two threads of a busy machine wait for each other
     ids = tokenizer(pathlib.Path(text).read_text(), return_tensors="pt")["input_ids"]
     with torch.no_grad():
         nats, tokens = windows(model, ids, int(window), int(stride))
