@@ -66,7 +66,7 @@ def test_numbers_are_those_of_the_harness(folder, llm):
     from lm_eval.tasks import TaskManager
 
     manager = TaskManager(include_path=str(folder), include_defaults=False)
-    found = lm_eval.simple_evaluate(
+    results = lm_eval.simple_evaluate(
         model=evaluation.lm_eval_model(llm.engine),
         tasks=["names", "modules"],
         task_manager=manager,
@@ -76,5 +76,5 @@ def test_numbers_are_those_of_the_harness(folder, llm):
         _, rows = evaluation.read_task(folder / f"{name}.jsonl")
         for metric, norm in (("acc", "none"), ("acc_norm", "characters")):
             value, error = evaluation.choices(llm.engine, rows, norm=norm)
-            print(name, metric, value, error, found[name])
-            assert found[name][f"{metric},none"] == pytest.approx(value)
+            print(name, metric, value, error, results[name])
+            assert results[name][f"{metric},none"] == pytest.approx(value)

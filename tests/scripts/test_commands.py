@@ -72,6 +72,7 @@ RULES = [
     (r"experiments/(schedules|llm_pq|qsync).py", "run", ""),
     (r"checkpoint.py inspect", "run", "--step=2"),
     (r"generate.py .*--tiles", "parse", ""),  # of a run that was pruned
+    (r"scripts/evaluate.py", "parse", ""),  # test_evaluate_script.py runs it
     (r"scripts/(checkpoint|compare|hf|generate|tokenize|quantize).py", "run", ""),
 ]
 # What a command writes to has the name of something that others read.

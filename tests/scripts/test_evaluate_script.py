@@ -32,9 +32,7 @@ def test_a_table_is_printed_and_continued(place):
     done = run(["a.jsonl"], f"--texts={place / 't.txt'}")
     assert done.returncode == 0, done.stderr
     lines = [line.split("  ")[0:1] + line.split()[-1:] for line in done.stdout.splitlines()[2:]]
-    assert lines == [
-        ["t.txt", "219"], ["t.txt", "219"], ["t.txt", "219"], ["a.jsonl", "5"], ["a.jsonl", "5"],
-    ]  # fmt: skip
+    assert lines == [["t.txt", "219"]] * 3 + [["a.jsonl", "5"]] * 2
     before = json.loads((place / "out.json").read_text())["results"]
     done = run(["a.jsonl", "b.jsonl"])
     after = json.loads((place / "out.json").read_text())["results"]
