@@ -153,12 +153,7 @@ class LLM:
             legal = isinstance(message, Mapping) and isinstance(message.get("role"), str)
             if not legal or not isinstance(message.get("content"), str):
                 raise UserError(f"messages[{number}] must have a role and a content, both texts")
-        from megajax.systems.server.base import ApiError
-
-        try:
-            return self._renderer.encode(messages, {}, False, self.engine.context)
-        except ApiError as error:
-            raise UserError(error.message) from None
+        return self._renderer.encode(messages, {}, False, self.engine.context)
 
     def logprobs(self, texts: str | Sequence[str], **windows: Any) -> list[np.ndarray]:
         """Returns for each text the log-probability of each of its tokens after the first, float32.
