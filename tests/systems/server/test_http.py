@@ -13,6 +13,7 @@ import pytest
 from megajax.systems.server import http
 from megajax.systems.server.launch import build_server
 from megajax.systems.server.options import HttpOptions
+from tests.systems.server import asgi
 from tests.systems.server.test_app import TEMPLATE, engine
 
 HEALTH = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
@@ -262,3 +263,37 @@ def test_accepted_sockets_send_at_once():
             await asyncio.sleep(0)
 
     asyncio.run(check())
+
+
+def test_whoever_connects_while_the_server_starts_is_told_so():
+    made = http.listen("127.0.0.1", 0)
+    with made:
+        with http.starting(made), socket.create_connection(made.getsockname()[:2]) as client:
+            client.sendall(HEALTH)
+            answer = b"".join(iter(lambda: client.recv(4096), b""))
+        head, _, body = answer.partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 503 ") and json.loads(body)["status"] == "starting"
+        assert f"Content-Length: {len(body)}".encode() in head
+
+
+def test_a_line_of_the_log_has_no_text(capsys):
+    async def scenario():
+        limits = HttpOptions(request_log=True)
+        worker, server = build_server(engine(), "tiny", TEMPLATE, limits, max_batch=4)
+        worker.start()
+        async with asgi.client(server.app) as client:
+            body = {"prompt": "secret", "max_tokens": 3, "ignore_eos": True}
+            await client.post("/v1/completions", json=body)
+            async with client.stream("POST", "/v1/completions", json=body | {"stream": True}) as s:
+                await s.aread()
+            await client.get("/health")
+            await client.get("/x%0a12:00 POST")
+        worker.stop()
+        await worker.join()
+
+    asyncio.run(scenario())
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 3 and "secret" not in "".join(lines)
+    for line in lines[:2]:
+        assert " POST /v1/completions 200 7 tokens in, 3 out, " in line
+    assert " GET /x\\n12:00 POST 404 " in lines[2]
