@@ -109,7 +109,7 @@ def conversation(value: Any, where: str, place: Place | None = None) -> Conversa
         listed = messages_of(value)
         if listed is None:
             listed = _instruction(value)
-        made = Conversation(where, checked_messages(listed), _tools(value.get("tools")))
+        made = Conversation(where, checked_messages(listed), tools_of(value.get("tools")))
         if not any(m["role"] == "assistant" for m in made.messages):
             raise UserError("no message is the assistant's, so there is nothing to learn")
         return made
@@ -192,7 +192,8 @@ def _instruction(value: Mapping[str, Any]) -> list[dict[str, Any]]:
     return [*made, {"role": "user", "content": text}, {"role": "assistant", "content": answer}]
 
 
-def _tools(value: Any) -> list[Any] | None:
+def tools_of(value: Any) -> list[Any] | None:
+    """Returns the tools of a conversation, or None. Raises: UserError."""
     if isinstance(value, str) and value.strip():
         try:
             value = files.parse_json(value)

@@ -56,7 +56,9 @@ class Reading(Protocol):
 
     tokenizer: of its texts; None: it reads none. labels: the names of a classifier's classes in the
     order of their numbers; empty: the run trains no classifier. rows: what `row_batches` makes
-    batches of. identity: the facts about the data that a resumed run must find unchanged.
+    batches of. identity: the facts about the data that a resumed run must find unchanged. One that
+    computes something with the first state has prepare(train_step, state, run_dir) too, which is
+    called before `measure`.
     """
 
     tokenizer: Tokenizer | None
@@ -115,6 +117,9 @@ def run(kind: Kind) -> int:
     train_step = kind.build(job.fitted(documents), mesh)
     kind.show(job.console, cfg, train_step, mesh)
     start = job.first_state(train_step, reading)
+    if (prepare := getattr(reading, "prepare", None)) is not None:
+        prepare(train_step, start.state, job.run_dir)
+        job.done("reference", "data prepared")
     recorder = job.recorder(train_step, start)
     measurement = reading.measure(train_step, recorder, job.console, job.run_dir)
     batches = kind.batches(cfg, reading, train_step, start.rows)

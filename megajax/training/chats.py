@@ -12,13 +12,13 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
 
 from megajax.core import config, files
-from megajax.core.config import above, group, option
+from megajax.core.config import Checked, above, equal, group, option
 from megajax.core.errors import UserError
 from megajax.core.files import expand
 from megajax.core.layout import Layout
@@ -45,6 +45,7 @@ from megajax.data.tokenizer import (
 )
 from megajax.models.decoder_config import PRESETS as MODELS
 from megajax.models.decoder_config import DecoderConfig
+from megajax.models.heads import critic_params
 from megajax.monitor.console import Console, quantity
 from megajax.monitor.records import Recorder
 from megajax.training import presets
@@ -54,7 +55,7 @@ from megajax.training.optim import OptimConfig
 from megajax.training.presets import fit_vocabulary
 from megajax.training.run_dir import RunDir
 from megajax.training.step import TrainStep
-from megajax.training.task import TrainState
+from megajax.training.task import Task, TrainState
 
 # Templates that --chat_template names. chatml: that of many published models, whose tokens the
 # tokenizer must have. plain: for any tokenizer with an end token.
@@ -92,11 +93,28 @@ class ChatEvalConfig(EvalConfig, section="eval"):
 
 
 @dataclass(frozen=True)
+class DpoConfig(Checked, section="dpo"):
+    """Direct preference optimisation (training/preference.py)."""
+
+    beta: float = option(
+        0.1,
+        "weight of the reward: the larger, the closer the model stays to what it was",
+        at_least=1e-6,
+    )
+
+
+@dataclass(frozen=True)
 class ChatsConfig(Config):
-    """A whole run of a decoder that learns chats."""
+    """A whole run of a decoder that learns chats, or which of two answers people prefer."""
 
     data: ChatDataConfig = group(ChatDataConfig)  # type: ignore[bad-override]
     eval: ChatEvalConfig = group(ChatEvalConfig)
+    objective: Literal["sft", "dpo", "reward"] = option(
+        "sft",
+        "sft: the answers of conversations; dpo: to give the chosen answer of a pair rather than "
+        "the rejected one; reward: a number for a conversation, larger with the chosen answer",
+    )
+    dpo: DpoConfig = group(DpoConfig, needs=equal("objective", "dpo"))
     chat_template: str | None = option(
         None,
         "chat template: a file in Jinja, or chatml or plain, which are built in; none: that of the "
@@ -106,6 +124,26 @@ class ChatsConfig(Config):
         False, "print one row, its learnt tokens in green or in brackets, and end"
     )
 
+    def task(self) -> Task:
+        """Returns what the objective trains."""
+        from megajax.training import preference  # which reads runs of this kind
+
+        if self.objective == "dpo":
+            return preference.dpo_task(self.model, self.train, self.dpo.beta)
+        if self.objective == "reward":
+            return preference.reward_task(self.model, self.train)
+        return super().task()
+
+    def check(self, sizes: Mapping[str, int]) -> None:
+        """Checks what Config checks, and that each device has whole rows of pairs where a pipeline
+        adds them up. Raises: UserError."""
+        super().check(sizes)
+        if self.objective != "sft" and sizes["pipe"] > 1 and sizes["context"] > 1:
+            raise UserError(
+                f"mesh.context={sizes['context']}: objective={self.objective} adds up the tokens "
+                "of an answer, which pipeline stages do on whole rows; use 1 (--mesh.context)"
+            )
+
     def given_model(self) -> Any:
         """Returns the configuration of the model of `init_from`."""
         assert self.init_from is not None
@@ -114,9 +152,11 @@ class ChatsConfig(Config):
     def given_params(self, layout: Layout, fresh: Tree) -> Tree:
         """Returns the weights of `init_from`, also of a GGUF file."""
         assert self.init_from is not None
-        if not _is_gguf(self.init_from):
-            return super().given_params(layout, fresh)
-        return _gguf(self.init_from).params(layout)
+        if _is_gguf(self.init_from):
+            params = _gguf(self.init_from).params(layout)
+        else:
+            params = super().given_params(layout, fresh)
+        return critic_params(params, fresh) if self.objective == "reward" else params
 
 
 def _is_gguf(name: str) -> bool:
@@ -235,6 +275,33 @@ def open_chat(cfg: ChatsConfig, tokenizer: Tokenizer) -> Chat:
     return made
 
 
+def tokenizer_of(
+    cfg: ChatsConfig, sources: Sequence[tuple[str, float, Any]], cache: Path
+) -> Tokenizer:
+    """Returns the tokenizer of a run; bpe:N is trained on its sources. Raises: UserError."""
+    name = cfg.data.tokenizer
+    if bpe_size(name) is not None:
+        name = str(chats_.trained_tokenizer(cfg.data, sources, cache))
+    made: Tokenizer = _gguf(name).tokenizer() if _is_gguf(name) else open_tokenizer(name)
+    check_vocabulary(made, cfg.model.vocab)
+    return made
+
+
+def keep_template(run_dir: RunDir, chat: Chat, tokenizer: Tokenizer, console: Console) -> None:
+    """Writes the chat template into the folder of a run, if that can be written."""
+    if jax.process_index() == 0:
+        try:
+            write_template(run_dir.path, chat, tokenizer)
+        except OSError as error:
+            console.say(f"cannot write the chat template to {run_dir.path}: {error.strerror}")
+
+
+def show_masks(row: Mapping[str, Any], tokenizer: Tokenizer) -> None:
+    """Prints a row, what is learnt of it in green or in brackets, and ends the process."""
+    print(marked(row, tokenizer, COLOURS if sys.stdout.isatty() else ("[", "]")))
+    raise SystemExit(0)
+
+
 def write_template(folder: Path, chat: Chat, tokenizer: Tokenizer) -> None:
     """Writes the template beside the tokenizer of a run, and the token that ends its answers among
     those at which generation stops. Raises: OSError."""
@@ -306,14 +373,8 @@ class ChatReading:
         """Opens what the run reads, and says what it holds."""
         cache = expand(cfg.cache_dir, "cache_dir")
         sources = chats_.open_sources(cfg.data)
-        name = cfg.data.tokenizer
-        if bpe_size(name) is not None:
-            name = str(chats_.trained_tokenizer(cfg.data, sources, cache))
         self._cfg, self._console = cfg, console
-        self.tokenizer: Tokenizer = (
-            _gguf(name).tokenizer() if _is_gguf(name) else open_tokenizer(name)
-        )
-        check_vocabulary(self.tokenizer, cfg.model.vocab)
+        self.tokenizer: Tokenizer = tokenizer_of(cfg, sources, cache)
         self.chat = open_chat(cfg, self.tokenizer)
         seq_len, seed = cfg.train.seq_len, cfg.train.seed
         self.sets: list[ChatSet] = chats_.open_chats(
@@ -321,9 +382,7 @@ class ChatReading:
         )
         self.rows: Any = chats_.training_rows(self.sets, seq_len, seed)
         if cfg.show_masks:
-            terminal = sys.stdout.isatty()
-            print(marked(self.rows[0], self.tokenizer, COLOURS if terminal else ("[", "]")))
-            raise SystemExit(0)
+            show_masks(self.rows[0], self.tokenizer)
         for s in self.sets:
             self._describe(s)
         self.identity = {
@@ -363,11 +422,7 @@ class ChatReading:
         self, train_step: TrainStep, recorder: Recorder, console: Console, run_dir: RunDir
     ) -> Measure:
         """Returns the evaluations of a run; writes the chat template beside its tokenizer."""
-        if jax.process_index() == 0:
-            try:
-                write_template(run_dir.path, self.chat, self.tokenizer)
-            except OSError as error:
-                console.say(f"cannot write the chat template to {run_dir.path}: {error.strerror}")
+        keep_template(run_dir, self.chat, self.tokenizer, console)
         corpora: Sequence[Any] = ()
         nothing = functools.partial(iter, ())
         more = corpora, self.tokenizer, recorder, console, run_dir, nothing

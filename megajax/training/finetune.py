@@ -249,7 +249,12 @@ def take(base: Any, typed: Mapping[str, Any], read: Mapping[str, Any]) -> Any:
 
 
 def open_reading(cfg: Any, console: Console, run_dir: RunDir) -> Any:
-    """Opens the data of a run: conversations, labelled texts, or text with hidden tokens."""
+    """Opens the data of a run: conversations, pairs of them, labelled texts, or text with hidden
+    tokens."""
+    if isinstance(cfg, chats.ChatsConfig) and cfg.objective != "sft":
+        from megajax.training.preference import PreferenceReading  # which measures as this does
+
+        return PreferenceReading(cfg, console, run_dir)
     kind = chats.ChatReading if isinstance(cfg, chats.ChatsConfig) else Examples
     return kind(cfg, console, run_dir)
 

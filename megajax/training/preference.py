@@ -16,43 +16,47 @@ Legend: B rows, S positions, 2 sides: chosen, rejected; N pairs.
 
 import dataclasses
 import functools
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from megajax.core.config import Checked, option
+from megajax.core import files
 from megajax.core.errors import UserError
+from megajax.core.files import expand
 from megajax.core.tree import Tree
+from megajax.data import chats, quiz
 from megajax.data.chat import Chat, learnt_row
-from megajax.data.pack import IGNORED, mix, permute
+from megajax.data.documents import is_held_out, token_key
+from megajax.data.loader import finite_batches
+from megajax.data.pack import IGNORED, mix, parse, permute
 from megajax.data.tokenizer import Tokenizer
 from megajax.layers.losses import LossSums
 from megajax.models import decoder, heads
 from megajax.models.decoder_config import DecoderConfig
 from megajax.models.parts import Batch
+from megajax.monitor.console import Console, quantity
+from megajax.monitor.records import Recorder
+from megajax.training import chats as chats_
 from megajax.training import scores
 from megajax.training.config import TrainConfig
-from megajax.training.task import Leaf, Task, token_rows
+from megajax.training.evaluate import evaluated_rows
+from megajax.training.finetune import Accuracy
+from megajax.training.run_dir import RunDir
+from megajax.training.step import TrainStep
+from megajax.training.task import Leaf, Task, TrainState, token_rows
 
-Objective = Literal["sft", "dpo", "reward"]
 Messages = list[dict[str, Any]]
 REFERENCE = ("reference_chosen", "reference_rejected")  # members of a row
 
 
-@dataclass(frozen=True)
-class DpoConfig(Checked, section="dpo"):
-    """Direct preference optimisation."""
-
-    beta: float = option(
-        0.1,
-        "weight of the distance from the reference: the larger, the less the model may change",
-        at_least=1e-6,
-    )
+STORED = "reference.npz"  # in the folder of a run of DPO
 
 
 # ---- the losses
@@ -110,7 +114,7 @@ def _task(parts: Any, batch: Mapping[str, Leaf]) -> Task:
 
 def dpo_task(model: DecoderConfig, train: TrainConfig, beta: float) -> Task:
     """Returns what DPO trains. A row has the members REFERENCE: the log probabilities of the chosen
-    and of the rejected answer by the model before training. beta: as of DpoConfig."""
+    and of the rejected answer by the model before training. beta: as of chats.DpoConfig."""
 
     def loss(logprobs_BS: jax.Array, entropy_BS: jax.Array, batch: Batch) -> LossSums:
         chosen_B, rejected_B = of_sides(logprobs_BS, batch["targets"] >= 0, batch)
@@ -157,6 +161,79 @@ class Pair:
     def messages(self) -> Messages:
         """The texts from which a tokenizer is trained."""
         return [*self.chosen, *self.rejected[self.shared :]]
+
+
+def pair(value: Any, where: str, place: Any = None) -> Pair:
+    """Returns the pair that a value of JSON, or a row of a table, describes.
+
+    `chosen` and `rejected` are whole conversations, or answers to `prompt`, which is a text or
+    messages. An answer is a text or messages. Raises: UserError that begins with `where`.
+    """
+    try:
+        if not isinstance(value, Mapping):
+            raise UserError(f"it must be an object with chosen and rejected, not {value!r:.60}")
+        lacks = [name for name in ("chosen", "rejected") if value.get(name) in (None, "", [])]
+        if lacks:
+            members = ", ".join(f"{k!r:.40}" for k in list(value)[:8]) or "none"
+            raise UserError(f"it has no {' and no '.join(lacks)}; its members: {members}")
+        asked = _messages(value.get("prompt"), "user", "prompt")
+        sides = [_answered(asked, value[name], name) for name in ("chosen", "rejected")]
+        both = zip(*sides, strict=False)
+        shared = next((i for i, (a, b) in enumerate(both) if a != b), min(map(len, sides)))
+        if sides[0] == sides[1]:
+            raise UserError("chosen and rejected are equal, so there is nothing to prefer")
+        if shared == min(map(len, sides)):
+            raise UserError("one of chosen and rejected is the beginning of the other")
+        if not shared:
+            raise UserError(
+                "chosen and rejected begin with different messages; both must answer one"
+            )
+        return Pair(where, sides[0], sides[1], shared, chats.tools_of(value.get("tools")))
+    except UserError as error:
+        raise UserError(f"{where}: {error} (--data.source)") from None
+
+
+def _messages(value: Any, role: str, name: str) -> Messages:
+    """Returns messages; a text is one of this role. Raises: UserError."""
+    if value in (None, "", []):
+        return []
+    if isinstance(value, str):
+        value = [{"role": role, "content": value}]
+    if not isinstance(value, list):
+        raise UserError(f"{name} must be a text or a list of messages, not {value!r:.60}")
+    try:
+        return chats.checked_messages(value)
+    except UserError as error:
+        raise UserError(f"{name}: {error}") from None
+
+
+def _answered(asked: Messages, value: Any, name: str) -> Messages:
+    """Returns a conversation: a complete one, or a prompt with an answer. Raises: UserError."""
+    answer = _messages(value, "assistant", name)
+    if answer[0]["role"] == "assistant":
+        if not asked:
+            raise UserError(
+                f"{name} is an answer, and there is no prompt; give prompt, or whole conversations"
+            )
+        answer = [*asked, *answer]
+    if answer[-1]["role"] != "assistant":
+        raise UserError(f"{name} must end with a message of the assistant")
+    return answer
+
+
+def made_pair(k: int) -> dict[str, Any]:
+    """Returns pair k of the made set (data/quiz.py): the taught form of an answer is preferred to
+    one that guesses."""
+    *asked, answer = quiz.messages(k)
+    guess = "I guess " + answer["content"].removeprefix(quiz.FORM)
+    return {"prompt": asked, "chosen": answer["content"], "rejected": guess}
+
+
+def open_pairs(name: str) -> Any:
+    """Returns the pairs of a file, or of the made set, as a sequence. Raises: UserError."""
+    if name == chats.QUIZ:
+        return chats.Listed(name, [made_pair(k) for k in range(quiz.SIZE)], pair)
+    return chats.open_source(name, pair)
 
 
 class Side(NamedTuple):
@@ -249,3 +326,139 @@ class PairRows:
         if self._seed is not None:
             place = permute(place, len(self.pairs), mix(self._seed, epoch, "pairs"))
         return self.pairs.row(place, self.seq_len)
+
+
+# ---- what a run reads and measures
+
+
+class PreferenceReading:
+    """The pairs of a run (systems/job.py: Reading). They are tokenised at each start and held in
+    memory. Which pairs are held out is decided by what is asked in them."""
+
+    labels: tuple[str, ...] = ()
+
+    def __init__(self, cfg: Any, console: Console, run_dir: RunDir):
+        """cfg: a ChatsConfig. Opens what the run reads, and says what it holds."""
+        if len(parse(cfg.data.source)) > 1:
+            raise UserError(
+                f"data.source={cfg.data.source}: pairs are read from one file; join the files "
+                "(--data.source)"
+            )
+        source = open_pairs(cfg.data.source)
+        self._cfg, self._console = cfg, console
+        cache = expand(cfg.cache_dir, "cache_dir")
+        is_made = (
+            cfg.data.source == chats.QUIZ
+        )  # with the tokenizer of the chats that it is made of
+        texts = chats.open_sources(cfg.data) if is_made else [(source.name, 1.0, source)]
+        self.tokenizer: Tokenizer = chats_.tokenizer_of(cfg, texts, cache)
+        self.chat = chats_.open_chat(cfg, self.tokenizer)
+        seq_len, seed, is_reward = cfg.train.seq_len, cfg.train.seed, cfg.objective == "reward"
+        sides: dict[bool, list[tuple[Side, Side]]] = {False: [], True: []}
+        state, left_out = 0, {"that cannot be used": 0, "longer than a row": 0}
+        for k in range(len(source)):
+            try:
+                one: Pair = source[k]
+                both = sides_of(one, self.tokenizer, self.chat)
+            except UserError:
+                if cfg.data.faulty == "error":
+                    raise
+                left_out["that cannot be used"] += 1
+                continue
+            size = sum(len(side.tokens) for side in both)
+            if size > seq_len:
+                if cfg.data.too_long == "error":
+                    raise UserError(
+                        f"{one.where}: both sides have {size:,} tokens; a row of train.seq_len="
+                        f"{seq_len:,} holds them together (--train.seq_len, --data.too_long)"
+                    )
+                left_out["longer than a row"] += 1
+                continue
+            asked = json.dumps(one.chosen[: one.shared], ensure_ascii=False, sort_keys=True)
+            sides[is_held_out(asked, cfg.data.holdout)].append(both)
+            state = mix(state, *(token_key(s.tokens * 2 + s.mask) for s in both))
+        if not sides[False]:
+            said = ", ".join(f"{n:,} {what}" for what, n in left_out.items() if n) or "no pairs"
+            raise UserError(
+                f"data.source={cfg.data.source} has no pair to learn from: {said} "
+                "(--data.source, --train.seq_len, --data.holdout)"
+            )
+        self.train, self.held_out = (Pairs(sides[held], None, is_reward) for held in (False, True))
+        if cfg.show_masks:
+            row = self.train.row(0, seq_len)
+            chats_.show_masks(row | {"segments": row["segments"] + 1}, self.tokenizer)
+        console.say(
+            f"{source.name}: {quantity(len(self.train))} pairs to learn, "
+            f"{quantity(len(self.held_out))} held out ({self.tokenizer.name})"
+        )
+        for what, count in left_out.items():
+            if count:
+                console.say(f"{source.name}: {count:,} pairs {what} are left out")
+        self.rows: Any = PairRows(self.train, seq_len, seed)
+        self.identity = {
+            "pairs": f"{state:016x} {cfg.data.holdout:g}",
+            "tokenizer": self.tokenizer.identity,
+            "seq_len": seq_len,
+            "seed": seed,
+            "objective": cfg.objective,
+        }
+
+    def prepare(self, train_step: TrainStep, state: TrainState, run_dir: RunDir) -> None:
+        """Gives DPO's pairs their log probabilities by the model before training: those that the
+        run stored, else computed with the first state.
+
+        Raises: UserError for a run that goes on and has lost them.
+        """
+        if self._cfg.objective != "dpo":
+            return
+        file, count = run_dir.path / STORED, len(self.train) + len(self.held_out)
+        reference = self._stored(file, count)
+        if reference is None:
+            if int(state.step):
+                raise UserError(
+                    f"{file} is missing or of other pairs: it has the log probabilities by the "
+                    "model before training, which a run that goes on cannot compute; restore it, "
+                    "or give another --run_dir"
+                )
+            self._console.say(f"computing the log probabilities of {count:,} pairs")
+            params, model = train_step.storage.natural(state.params), self._cfg.model
+            mesh, dtype = train_step.layout.mesh, self._cfg.train.dtype
+            reference = np.concatenate(
+                [
+                    reference_logprobs(model, params, pairs, mesh, dtype)
+                    for pairs in (self.train, self.held_out)
+                ]
+            )
+            if jax.process_index() == 0:
+                key = np.array(self._key, np.uint64)
+                files.write_arrays(file, {"reference": reference, "key": key})
+        self.train.reference = reference[: len(self.train)]
+        self.held_out.reference = reference[len(self.train) :]
+
+    @property
+    def _key(self) -> int:
+        return mix(*map(str, self.identity.values()))
+
+    def _stored(self, file: Path, count: int) -> np.ndarray | None:
+        """Returns the stored log probabilities; None: there are none of these pairs."""
+        if not file.is_file():
+            return None
+        arrays = files.read_arrays(file, "reference of a run")
+        reference, key = arrays.get("reference"), arrays.get("key")
+        if reference is None or key is None or reference.shape != (count, 2):
+            return None
+        return reference.astype(np.float32) if key.size == 1 and int(key) == self._key else None
+
+    def measure(
+        self, train_step: TrainStep, recorder: Recorder, console: Console, run_dir: RunDir
+    ) -> Accuracy:
+        """Returns the evaluations of a run; writes the chat template beside its tokenizer."""
+        chats_.keep_template(run_dir, self.chat, self.tokenizer, console)
+        like, cfg = train_step.abstract_eval_batch, self._cfg
+        held = PairRows(self.held_out, cfg.train.seq_len, None)
+        rows = [(held, i) for i in range(min(evaluated_rows(cfg), len(self.held_out)))]
+
+        def batches() -> Any:
+            return finite_batches(rows, like, train_step.storage.tokens)
+
+        return Accuracy(train_step, recorder, cfg.eval.every, batches, {}, ())

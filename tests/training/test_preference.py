@@ -1,12 +1,17 @@
 """DPO and reward models: losses against NumPy in float64, whole steps against another path."""
 
 import dataclasses
+import json
+import pathlib
+import subprocess
+import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from megajax.core.errors import UserError
 from megajax.core.mesh import MeshSpec
 from megajax.core.tree import named_leaves
 from megajax.data.loader import Loader, finite_batches
@@ -20,6 +25,7 @@ from megajax.training.step import make_train_step
 from tests.tiny import MODEL
 from tests.tolerances import LOSSES
 
+ROOT = pathlib.Path(__file__).parents[2]
 S, ROWS, BETA = 32, 8, 0.5
 
 
@@ -225,3 +231,88 @@ def test_each_mesh_learns_as_one_device(objective, mesh):
         named_leaves(step.storage.natural(state.params)), named_leaves(ends.params), strict=True
     ):
         np.testing.assert_allclose(x, y, atol=5e-3, err_msg=leaf)
+
+
+# ---- pairs of files
+
+ASKED = [{"role": "user", "content": "two?"}]
+ONE, TWO = ([{"role": "assistant", "content": x}] for x in ("1", "2"))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"prompt": "two?", "chosen": "2", "rejected": "1"},
+        {"prompt": ASKED, "chosen": TWO, "rejected": ONE},
+        {"chosen": ASKED + TWO, "rejected": ASKED + ONE},
+        {"prompt": "two?", "chosen": ASKED + TWO, "rejected": ASKED + ONE},
+        {"prompt": ASKED, "chosen": "2", "rejected": ONE, "score_chosen": 9.5},
+    ],
+)
+def test_each_form_of_a_pair(value):
+    made = preference.pair(value, "a.jsonl line 1")
+    assert (made.chosen, made.rejected, made.shared) == (ASKED + TWO, ASKED + ONE, 1)
+    assert made.messages == ASKED + TWO + ONE
+
+
+@pytest.mark.parametrize(
+    "value, said",
+    [
+        ([1], "it must be an object with chosen and rejected"),
+        ({"messages": ASKED}, "it has no chosen and no rejected; its members: 'messages'"),
+        ({"prompt": "a", "chosen": "b", "rejected": ""}, "it has no rejected"),
+        ({"chosen": "b", "rejected": "c"}, "chosen is an answer, and there is no prompt"),
+        ({"prompt": "a", "chosen": "b", "rejected": "b"}, "chosen and rejected are equal"),
+        ({"prompt": 3, "chosen": "b", "rejected": "c"}, "prompt must be a text or a list of"),
+        ({"prompt": "a", "chosen": [7], "rejected": "c"}, "chosen: message 0 must have a role"),
+        ({"chosen": ASKED, "rejected": ASKED + ONE}, "chosen must end with a message of the ass"),
+        (
+            {"chosen": ASKED + TWO, "rejected": [{"role": "user", "content": "b"}, *ONE]},
+            "begin with different messages",
+        ),
+        (
+            {"chosen": ASKED + TWO, "rejected": ASKED + TWO + ASKED + ONE},
+            "one of chosen and rejected is the beginning of the other",
+        ),
+        ({"prompt": "a", "chosen": "\ud800", "rejected": "c"}, "a lone surrogate"),
+    ],
+)
+def test_a_pair_of_another_form_is_refused(value, said):
+    with pytest.raises(UserError, match=f"a.jsonl line 1: .*{said}.*--data.source"):
+        preference.pair(value, "a.jsonl line 1")
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_a_run_of_dpo_moves_held_out_pairs_and_resumes(tmp_path):
+    """The command, in its own processes: the reference is computed once and kept; a run that has
+    lost it is refused."""
+    pairs = [preference.made_pair(k) for k in range(0, 300)]
+    pairs[0] |= {"rejected": pairs[0]["chosen"]}  # equal sides
+    lines = [json.dumps(pair) for pair in pairs]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(lines))
+    flags = ["--preset=chat", "--objective=dpo", f"--data.source={tmp_path / 'pairs.jsonl'}"]
+    flags += [f"--cache_dir={tmp_path / 'cache'}", f"--run_dir={tmp_path / 'run'}", "--emulate=2"]
+    flags += ["--optim.lr=2e-3", "--model.layers=2", "--eval.every=4", "--train.steps=8"]
+    flags += ["--optim.schedule=constant"]
+
+    def run(*more):
+        command = [sys.executable, ROOT / "experiments" / "finetune.py", *flags, *more]
+        return subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+
+    refused = run()
+    assert refused.returncode == 2 and "line 1: chosen and rejected are equal" in refused.stderr
+    done = run("--data.faulty=skip")
+    assert done.returncode == 0, done.stderr
+    assert "1 pairs that cannot be used are left out" in done.stdout
+    rows = [json.loads(x) for x in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    losses = [row["loss"] for row in rows if "loss" in row]
+    assert losses[0] == pytest.approx(np.log(2), abs=1e-3)
+    held = [row for row in rows if "eval_accuracy" in row]
+    assert held[-1]["eval_accuracy"] > 0.9 and held[-1]["eval_loss"] < 0.5
+    more = run("--data.faulty=skip", "--train.steps=10")
+    assert more.returncode == 0 and "resumed after step 8" in more.stdout, more.stderr
+    assert "computing the log probabilities" not in more.stdout
+    (tmp_path / "run" / preference.STORED).unlink()
+    lost = run("--data.faulty=skip", "--train.steps=12")
+    assert lost.returncode == 2 and "reference.npz is missing or of other pairs" in lost.stderr
