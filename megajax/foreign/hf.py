@@ -37,7 +37,8 @@ from megajax.foreign.torch_files import BIN, TorchFolder
 from megajax.models import encoder_names, names, vlm_names
 from megajax.models.decoder_config import DecoderConfig
 from megajax.models.encoder_config import EncoderConfig
-from megajax.models.names import Rule, Sizes, check_members
+from megajax.models.hf_members import check_members
+from megajax.models.names import Rule, Sizes
 from megajax.models.networks import names_of, network_of
 from megajax.models.parts import ModelParts, map_words
 from megajax.models.vlm import VlmConfig
@@ -143,6 +144,8 @@ def load_params(path: str | Path, cfg: ModelConfig, layout: Layout | None = None
             "(scripts/serve.py, scripts/generate.py: foreign.hf_quantized.load)"
         )
     rules, sizes = maps.rules(theirs), maps.sizes(theirs)
+    if isinstance(theirs, DecoderConfig):
+        rules = names.as_stored(rules, set(files.names()))
     tensors = _find_tensors(files, rules, theirs)
 
     def read(rule: Rule, index: tuple[int, ...], inner: tuple[slice, ...]) -> np.ndarray:
@@ -438,7 +441,10 @@ def join(rules: list[Rule], pieces: list[np.ndarray], sizes: Sizes) -> np.ndarra
     several rules name the tensor, without padding rows."""
     views = [r.to_theirs(p) for r, p in zip(rules, pieces, strict=True)]
     theirs = rules[0].dims.split("->")[0]
-    if rules[0].part is not None:
+    if rules[0].rows:
+        ordered = sorted(zip(rules, views, strict=True), key=lambda pair: pair[0].part or 0)
+        joined = np.concatenate([v.reshape(-1, v.shape[-1]) for _, v in ordered])
+    elif rules[0].part is not None:
         joined = np.stack(views, theirs.index(rules[0].fused))
     else:
         joined = views[0][tuple(slice(sizes[c]) for c in theirs)]

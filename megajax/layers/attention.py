@@ -22,7 +22,7 @@ import numpy as np
 from flax import nnx
 
 import pallas_kernels
-from megajax.core.config import Checked, option, other_than
+from megajax.core.config import Checked, equal, option, other_than
 from megajax.core.errors import UserError
 from megajax.core.layout import Layout
 from megajax.layers import param
@@ -109,15 +109,23 @@ def reach(window: int | None) -> int | None:
     return int(window) if window < FARTHEST else None
 
 
-# ---- rotary position embedding, with Llama 3's frequency scaling
+# ---- rotary position embedding, with the scalings of checkpoints for long contexts
 #
-# Sources: RoFormer (arXiv 2104.09864) section 3; Llama 3.1 release for the scaling: frequencies
-# with wavelengths beyond the original context are divided by `factor`, short ones kept, those
-# between interpolated. The rotation pairs dimension i with i + K/2, as Hugging Face checkpoints
+# Sources: RoFormer (arXiv 2104.09864) section 3. llama3: Llama 3.1's release: frequencies with
+# wavelengths beyond the original context are divided by `factor`, short ones kept, those between
+# interpolated. linear: arXiv 2306.15595. yarn: arXiv 2309.00071. longrope: arXiv 2402.13753.
+# dynamic, and what each paper leaves open: transformers 5, whose values these are. The rotation
+# pairs dimension i with i + K/2 of the part of a head that is rotated, as Hugging Face checkpoints
 # expect.
+#
+# dynamic and longrope depend on the length of the sequence. transformers takes the last position of
+# a batch, and turns cached keys never again. Here it is the length of the rows that a program is
+# built for: a training row, or the longest sequence that an engine takes (`RopeConfig.at`).
 
 
 SCALED = other_than("factor", 1.0)
+LLAMA3, YARN, LONGROPE = (equal("scaling", name) for name in ("llama3", "yarn", "longrope"))
+MOST_FACTORS = 2**12  # (chosen) of longrope, one for each pair of numbers of a head
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,60 +141,215 @@ class RopeConfig(Checked, section="model.rope"):
         at_least=1,
     )
     factor: float = option(
-        1.0, "Llama 3 scaling: divisor of low frequencies; 1: no scaling", at_least=1
+        1.0,
+        "how many times longer than the original context a context may be; 1: no scaling",
+        at_least=1,
+    )
+    scaling: Literal["llama3", "linear", "dynamic", "yarn", "longrope"] = option(
+        "llama3",
+        "how frequencies are scaled, as transformers' rope_type says; longrope with factor 1 too",
+    )
+    partial: float = option(
+        1.0, "share of a head's numbers that are rotated, the first ones", at_least=0.001, at_most=1
     )
     low_freq_factor: float = option(
         1.0,
         "Llama 3 scaling: wavelengths above original_positions divided by this are scaled",
-        needs=SCALED,
+        needs=LLAMA3,
         above=0,
     )
     high_freq_factor: float = option(
         4.0,
         "Llama 3 scaling: wavelengths below original_positions divided by this are not scaled",
-        needs=SCALED,
+        needs=LLAMA3,
         above=0,
     )
     original_positions: int = option(
-        8192, "Llama 3 scaling: context before scaling", "tokens", needs=SCALED, at_least=1
+        8192, "context before scaling", "tokens", needs=other_than("scaling", "linear"), at_least=1
+    )
+    attention_factor: float | None = option(
+        None,
+        "factor of cosines and sines; none: from `factor`",
+        needs=equal("scaling", "yarn", "longrope"),
+        above=0,
+    )
+    beta_fast: float = option(
+        32.0,
+        "yarn: rotations in the original context above which nothing is scaled",
+        needs=YARN,
+        above=0,
+    )
+    beta_slow: float = option(
+        1.0,
+        "yarn: rotations in the original context below which all is scaled",
+        needs=YARN,
+        above=0,
+    )
+    mscale: float | None = option(
+        None,
+        "yarn: with mscale_all_dim, their quotient is the attention factor",
+        needs=YARN,
+        at_least=0,
+    )
+    mscale_all_dim: float | None = option(None, "yarn: see mscale", needs=YARN, at_least=0)
+    truncate: bool = option(True, "yarn: round the bounds of the interpolation", needs=YARN)
+    short_factors: str | None = option(
+        None,
+        "longrope: divisors of the frequencies, with commas between, up to original_positions",
+        needs=LONGROPE,
+    )
+    long_factors: str | None = option(
+        None, "longrope: the same of longer rows; none: as the short ones", needs=LONGROPE
     )
 
     def __post_init__(self):
-        """Refuses an interpolation between two equal or exchanged wavelengths."""
+        """Refuses an interpolation between two equal or exchanged wavelengths, and factors that are
+        no positive numbers."""
         super().__post_init__()
+        for name in ("short_factors", "long_factors"):
+            factors_of(name, getattr(self, name))
+        if self.scaling == "longrope" and self.short_factors is None:
+            raise UserError(
+                "model.rope.scaling=longrope needs model.rope.short_factors, numbers with commas "
+                "between, one for each pair of a head's numbers (--model.rope.short_factors)"
+            )
         low, high = self.low_freq_factor, self.high_freq_factor
-        if self.factor != 1.0 and high <= low:
+        if self.factor != 1.0 and self.scaling == "llama3" and high <= low:
             raise UserError(
                 f"model.rope.high_freq_factor={high} must be above model.rope.low_freq_factor="
                 f"{low}; the default is 4.0 (--model.rope.high_freq_factor)"
             )
 
+    @property
+    def is_scaled(self) -> bool:
+        """Tells whether frequencies differ from RoFormer's."""
+        says_factor = self.scaling == "yarn" and self.attention_factor is not None
+        return self.factor != 1.0 or self.scaling == "longrope" or says_factor
 
-def frequencies(cfg: RopeConfig, head_width: int) -> np.ndarray:
-    """Returns the K/2 angular frequencies, float32, radians a position."""
-    freq = cfg.theta ** (-np.arange(0, head_width, 2, dtype=np.float64) / head_width)
-    if cfg.factor != 1.0:
-        turns = cfg.original_positions * freq / (2 * math.pi)  # full turns in the old context
+    @property
+    def depends_on_length(self) -> bool:
+        """Tells whether frequencies depend on the length of a row."""
+        return self.is_scaled and self.scaling in ("dynamic", "longrope")
+
+    def at(self, length: int, width: int) -> "RopeConfig":
+        """Returns the embedding of rows of this many tokens, which depends on no length.
+
+        width: the numbers of a head that are rotated.
+        """
+        if not self.depends_on_length:
+            return self
+        is_longer = length > self.original_positions
+        if self.scaling == "longrope":
+            chosen = self.long_factors if is_longer else None
+            short = chosen or self.short_factors
+            return dataclasses.replace(self, short_factors=short, long_factors=None)
+        longer = self.factor * length / self.original_positions - (self.factor - 1)
+        grown = longer ** (width / (width - 2)) if is_longer and width > 2 else 1.0
+        return RopeConfig(self.theta * grown, self.local_theta, partial=self.partial)
+
+
+def factors_of(name: str, text: str | None) -> list[float] | None:
+    """Returns the numbers of longrope's factors. Raises: UserError for what is no positive one."""
+    if text is None:
+        return None
+    words = text.split(",")
+    try:
+        if len(words) > MOST_FACTORS:
+            raise ValueError
+        values = [float(word) for word in words]
+    except ValueError:
+        values = []
+    if not values or not all(math.isfinite(x) and x > 0 for x in values):
+        raise UserError(
+            f"model.rope.{name}={text:.40} must be at most {MOST_FACTORS} finite numbers above 0 "
+            f"with commas between, like 1.0,1.1 (--model.rope.{name})"
+        )
+    return values
+
+
+def frequencies(cfg: RopeConfig, width: int, length: int | None = None) -> np.ndarray:
+    """Returns the width / 2 angular frequencies, float32, radians a position.
+
+    length: tokens of a row; None: at most the original context.
+    Raises: UserError for longrope's factors of another head.
+    """
+    cfg = cfg.at(cfg.original_positions if length is None else length, width)
+    freq = cfg.theta ** (-np.arange(0, width, 2, dtype=np.float64) / width)
+    if not cfg.is_scaled:
+        return freq.astype(np.float32)
+    if cfg.scaling == "longrope":
+        factors = np.asarray(factors_of("short_factors", cfg.short_factors))
+        if factors.size != freq.size:
+            raise UserError(
+                f"model.rope.short_factors or long_factors has {factors.size} numbers; a head of "
+                f"which {width} numbers are rotated needs {freq.size} (--model.rope.short_factors)"
+            )
+        return (freq / factors).astype(np.float32)
+    unscaled = np.zeros_like(freq)  # the share that is not scaled
+    if cfg.scaling == "llama3":
+        rotations = cfg.original_positions * freq / (2 * math.pi)  # in the old context
         low, high = cfg.low_freq_factor, cfg.high_freq_factor
-        keep = np.clip((turns - low) / (high - low), 0.0, 1.0)
-        freq = keep * freq + (1 - keep) * freq / cfg.factor
-    return freq.astype(np.float32)
+        unscaled = np.clip((rotations - low) / (high - low), 0.0, 1.0)
+    elif cfg.scaling == "yarn":
+        unscaled = 1 - _ramp(cfg, width)
+    return (unscaled * freq + (1 - unscaled) * freq / cfg.factor).astype(np.float32)
+
+
+def _ramp(cfg: RopeConfig, width: int) -> np.ndarray:
+    """Returns yarn's share of interpolation of each frequency."""
+
+    def place(rotations: float) -> float:
+        """The number of the frequency that makes so many rotations in the original context."""
+        wavelength = cfg.original_positions / (rotations * 2 * math.pi)
+        return width * math.log(wavelength) / (2 * math.log(cfg.theta))
+
+    low, high = place(cfg.beta_fast), place(cfg.beta_slow)
+    if cfg.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, width - 1)
+    high += 0.001 if low == high else 0.0  # as transformers, against a division by 0
+    return np.clip((np.arange(width // 2) - low) / (high - low), 0.0, 1.0)
+
+
+def table_factor(cfg: RopeConfig) -> float:
+    """Returns the factor of cosines and sines."""
+    if not cfg.is_scaled or cfg.scaling not in ("yarn", "longrope"):
+        return 1.0
+    if cfg.attention_factor is not None:
+        return cfg.attention_factor
+    if cfg.factor == 1.0:
+        return 1.0
+    grown = math.log(cfg.factor)
+    if cfg.scaling == "longrope":
+        return math.sqrt(1 + grown / math.log(cfg.original_positions))
+    if cfg.mscale and cfg.mscale_all_dim:
+        return (0.1 * cfg.mscale * grown + 1) / (0.1 * cfg.mscale_all_dim * grown + 1)
+    return 0.1 * grown + 1
 
 
 def rotary(
-    positions_BS: jax.Array, cfg: RopeConfig, head_width: int
+    positions_BS: jax.Array, cfg: RopeConfig, width: int, length: int | None = None
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns (cos_BSK, sin_BSK) in float32, K = head_width / 2, made once for all layers."""
-    freq_11K = frequencies(cfg, head_width)[None, None]
+    """Returns (cos_BSK, sin_BSK) in float32, K = width / 2, made once for all layers.
+
+    length: tokens of a row, for the scalings that depend on it; None: S.
+    """
+    freq_11K = frequencies(cfg, width, length or positions_BS.shape[1])[None, None]
     angle_BSK = positions_BS[..., None].astype(jnp.float32) * freq_11K
-    return jnp.cos(angle_BSK), jnp.sin(angle_BSK)
+    factor = table_factor(cfg)
+    if factor == 1.0:
+        return jnp.cos(angle_BSK), jnp.sin(angle_BSK)
+    return jnp.cos(angle_BSK) * factor, jnp.sin(angle_BSK) * factor
 
 
 def rotate(x_BSHK: jax.Array, tables: tuple[jax.Array, jax.Array]) -> jax.Array:
-    """Returns x rotated by its positions' angles, in x's dtype."""
+    """Returns x rotated by its positions' angles, in x's dtype. Tables for a part of a head rotate
+    its first numbers."""
     cos, sin = (t[:, :, None].astype(x_BSHK.dtype) for t in tables)
-    a, b = jnp.split(x_BSHK, 2, -1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
+    width = 2 * cos.shape[-1]
+    a, b = jnp.split(x_BSHK[..., :width], 2, -1)
+    after = [x_BSHK[..., width:]] if width < x_BSHK.shape[-1] else []
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin, *after], -1)
 
 
 # ---- parameters
@@ -232,7 +395,8 @@ class AttentionConfig:
     heads and no rule about fewer ones (Rules.copies) may touch them. sinks: whether each head has a
     learned logit in the softmax's sum that has no value (GPT-OSS). kinds: of the layers of a stack,
     in the place of `window`; with several, Context.kind says which one a layer has. (): there is
-    one."""
+    one. norm, norm_over: of queries and keys, each head by itself or all together. query_scale:
+    what logits are divided by the square root of; None: the head width."""
 
     width: int
     heads: int
@@ -245,8 +409,29 @@ class AttentionConfig:
     window: int | None
     out_std: float
     kv_word: str = "kv_heads"
+    norm: Literal["rms", "rms_plus_one"] = "rms"
+    norm_over: Literal["head", "width"] = "head"
+    query_scale: float | None = None
     sinks: bool = False
     kinds: tuple[Kind, ...] = ()
+
+
+class HeadsNorm(nnx.Module):
+    """RMSNorm of all heads of a token together (OLMo 2), which tensor ranks may cut."""
+
+    def __init__(self, heads: int, width: int, word: str, eps: float, layout: Layout | None):
+        """Makes the scale (heads, width), 1. word: the logical word of the heads."""
+        self.eps = eps
+        self.scale = param.constant(layout, (heads, width), (word, None), 1.0)
+
+    def __call__(self, x_BSHK: jax.Array, ops: "Ops") -> jax.Array:
+        """Returns x normalised, in x's dtype."""
+        y = x_BSHK.astype(jnp.float32)
+        count = jnp.float32(math.prod(y.shape[2:]))
+        # Ranks that share a key-value head count it each, among the squares and the elements.
+        squares, count = ops.over_heads(((y * y).sum((-2, -1), keepdims=True), count))
+        y = y * jax.lax.rsqrt(squares / count + self.eps)
+        return (y * param.broadcast(ops.vector(self.scale), y, y.dtype)).astype(x_BSHK.dtype)
 
 
 class Attention(nnx.Module):
@@ -267,8 +452,13 @@ class Attention(nnx.Module):
         if cfg.out_bias:
             self.out_bias = param.constant(layout, (D,), (None,), 0.0)
         if cfg.qk_norm:
-            self.query_norm = Norm("rms", K, cfg.norm_eps, layout)
-            self.key_norm = Norm("rms", K, cfg.norm_eps, layout)
+            over_all = cfg.norm_over == "width"
+            self.query_norm, self.key_norm = (
+                HeadsNorm(count, K, word, cfg.norm_eps, layout)
+                if over_all
+                else Norm(cfg.norm, K, cfg.norm_eps, layout)
+                for count, word in ((H, "heads"), (G, kv))
+            )
         if cfg.sinks:
             self.sinks = param.constant(layout, (H,), ("heads",), 0.0)
 
@@ -299,7 +489,10 @@ class Attention(nnx.Module):
                 for x, b in ((q, self.query_bias), (k, self.key_bias), (v, self.value_bias))
             )
         if self.cfg.qk_norm:
-            q, k = self.query_norm(q), self.key_norm(k)
+            more = (self.ops,) if self.cfg.norm_over == "width" else ()
+            q, k = self.query_norm(q, *more), self.key_norm(k, *more)
+        if self.cfg.query_scale is not None:
+            q = q * (self.cfg.head_width / self.cfg.query_scale) ** 0.5
         sinks = self.ops.vector(self.sinks) if self.cfg.sinks else None
         kinds = self.cfg.kinds or (Kind(self.cfg.window),)
         ways = [functools.partial(self._attend, kind) for kind in kinds]

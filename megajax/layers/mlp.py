@@ -20,7 +20,7 @@ from megajax.core.layout import Layout
 from megajax.layers import param
 
 INPUTS = "gate", "up"  # the weights that read the block's input; gate: SwiGLU only
-Activation = Literal["swiglu", "swiglu_clamped", "gelu", "gelu_tanh", "quick_gelu"]
+Activation = Literal["swiglu", "geglu_tanh", "swiglu_clamped", "gelu", "gelu_tanh", "quick_gelu"]
 # (GPT-OSS, config.json: swiglu_limit and swiglu_alpha) of 'swiglu_clamped'.
 LIMIT, STEEPNESS = 7.0, 1.702
 
@@ -49,6 +49,11 @@ def _clamped(gate: jax.Array, up: jax.Array) -> jax.Array:
 ACTIVATIONS: dict[Activation, Nonlinearity] = {
     "swiglu": Nonlinearity(lambda gate, up: jax.nn.silu(gate) * up, ("silu", "swish"), True),
     "swiglu_clamped": Nonlinearity(_clamped, ("silu", "swish"), True),
+    "geglu_tanh": Nonlinearity(
+        lambda gate, up: jax.nn.gelu(gate, approximate=True) * up,
+        ("gelu_pytorch_tanh", "gelu_new", "gelu_fast", "gelu_python_tanh", "gelu_accurate"),
+        True,
+    ),
     "gelu": Nonlinearity(
         functools.partial(jax.nn.gelu, approximate=False), ("gelu", "gelu_python")
     ),

@@ -316,6 +316,14 @@ def total(sums: Any) -> Any:
     return sums
 
 
+def over_heads(sums: Any) -> Any:
+    """Adds a tree of sums over heads up over the devices that have other heads of these tokens.
+
+    Global arrays have them all.
+    """
+    return sums
+
+
 @dataclass(frozen=True)
 class Ops:
     """The functions that a model calls in the place of kernels and collectives.
@@ -361,6 +369,7 @@ class Ops:
     expert(x_BSD, dispatch, params, slots_of, grouped): every token's weighted sum of its experts'
       answers (layers/dispatch.py).
     total(sums): a tree of sums over this rank's tokens, added up over all ranks.
+    over_heads(sums): a tree of sums over this rank's heads, added up over all ranks' heads.
     """
 
     matmul: Callable = matmul
@@ -382,3 +391,4 @@ class Ops:
     convolve: Callable = convolve
     expert: Callable = expert
     total: Callable = total
+    over_heads: Callable = over_heads

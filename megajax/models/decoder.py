@@ -35,7 +35,7 @@ from megajax.layers.losses import (
 from megajax.layers.mlp import Mlp, drop, dropper
 from megajax.layers.moe import Moe, balance
 from megajax.layers.norm import Norm
-from megajax.layers.ops import Ops, join
+from megajax.layers.ops import Ops, add, join
 from megajax.layers.param import name_of
 from megajax.models import parts as parts_
 from megajax.models.decoder_config import DecoderConfig
@@ -48,9 +48,12 @@ class Block(nnx.Module):
         """Makes one norm (parallel) or two (serial), attention and MLP."""
         self.cfg, self.ops = cfg, ops
         norm = functools.partial(Norm, cfg.norm, cfg.width, cfg.norm_eps, layout)
-        self.attention_norm = norm()
-        if cfg.block == "serial":
-            self.mlp_norm = norm()
+        if cfg.norms != "after":
+            self.attention_norm = norm()
+            if cfg.block == "serial":
+                self.mlp_norm = norm()
+        if cfg.norms != "before":
+            self.attention_after, self.mlp_after = norm(), norm()
         if cfg.latent.rank:
             attention: Any = LatentAttention(cfg.latent_attention, layout, ops, rngs=rngs)
         else:
@@ -69,6 +72,8 @@ class Block(nnx.Module):
         drop_at = functools.partial(dropper, context.dropout, self.cfg.dropout)  # of a place
         out_bias = attention.out_bias[...] if attention.cfg.out_bias else None
         down_bias = mlp.down_bias[...] if mlp and mlp.cfg.bias else None
+        if self.cfg.norms != "before":
+            return self._sandwiched(x_BSD, context, cache)
         normed = self.attention_norm(x_BSD)
         if self.cfg.block == "parallel":
             weights = attention.inputs + (mlp.inputs if mlp else ())
@@ -93,6 +98,29 @@ class Block(nnx.Module):
             hidden = mlp(ops.up(normed, mlp.inputs, ops.matmul))
             x_BSD = ops.down(((hidden, mlp.down),), x_BSD, ops.matmul, down_bias, drop_at(1))
         return x_BSD, cache, sums
+
+    def _sandwiched(
+        self, x_BSD: jax.Array, context: Context, cache: Cache | None
+    ) -> tuple[jax.Array, Cache | None, None]:
+        """The layer whose sublayers' outputs are normalised: x + norm(Attn(norm(x))), where the
+        inner norm may be missing, and the same with the MLP."""
+        ops, attention, mlp = self.ops, self.attention, self.mlp
+        has_before = self.cfg.norms == "both"
+        assert mlp is not None
+
+        def end(product: tuple, bias: Any, norm: Norm, x_BSD: jax.Array, place: int) -> jax.Array:
+            y_BSD = ops.down((product,), None, ops.matmul, bias, None)
+            drop_at = dropper(context.dropout, self.cfg.dropout, place)
+            return add(norm(y_BSD), x_BSD, None, drop_at)
+
+        out_bias = attention.out_bias[...] if attention.cfg.out_bias else None
+        down_bias = mlp.down_bias[...] if mlp.cfg.bias else None
+        normed = self.attention_norm(x_BSD) if has_before else x_BSD
+        y, cache = attention(attention.project(normed), context, cache)
+        x_BSD = end((y, attention.out), out_bias, self.attention_after, x_BSD, 0)
+        normed = self.mlp_norm(x_BSD) if has_before else x_BSD
+        hidden = mlp(ops.up(normed, mlp.inputs, ops.matmul))
+        return end((hidden, mlp.down), down_bias, self.mlp_after, x_BSD, 1), cache, None
 
 
 class Decoder(nnx.Module):
@@ -143,6 +171,8 @@ class Decoder(nnx.Module):
     def embed(self, batch: parts_.Batch, context: Context, dtype: jnp.dtype) -> jax.Array:
         """Returns the start of the residual stream, x_BSD."""
         x_BSD = self.ops.lookup(self.tables(batch), dtype)
+        if self.cfg.embed_scaled:
+            x_BSD = x_BSD * jnp.asarray(self.cfg.width**0.5, dtype)
         if context.dropout is not None:
             key = jax.random.fold_in(context.dropout, self.cfg.layers)
             x_BSD = drop(x_BSD, self.cfg.dropout, key)

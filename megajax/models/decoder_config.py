@@ -18,6 +18,7 @@ from megajax.layers.attention import AttentionConfig, Kind, RopeConfig
 from megajax.layers.latent import LatentConfig, LatentShape
 from megajax.layers.mlp import ACTIVATIONS, Activation, MlpConfig
 from megajax.layers.moe import MoeConfig
+from megajax.layers.norm import NormKind
 
 LETTERS = "w", "f", "n"  # of DecoderConfig.pattern
 MOST_LETTERS = 2**14  # (chosen) as many as the layers of a config.json that is read
@@ -48,7 +49,14 @@ class DecoderConfig(Checked, section="model"):
         "serial",
         "attention, then the feed-forward layer, or both at a time (MegaScale section 3.1)",
     )
-    norm: Literal["rms", "layer"] = option("rms", "kind of normalisation")
+    norm: NormKind = option(
+        "rms", "kind of normalisation; rms_plus_one: RMSNorm, its scale stored less 1 (Gemma)"
+    )
+    norms: Literal["before", "after", "both"] = option(
+        "before",
+        "what is normalised of attention and of the feed-forward layer: before: inputs, after: "
+        "outputs",
+    )
     norm_eps: float = option(1e-6, "number that the norm adds to the variance", at_least=EPS)
     position: Literal["rope", "learned", "none"] = option(
         "rope", "how the model learns a token's position"
@@ -59,6 +67,19 @@ class DecoderConfig(Checked, section="model"):
     activation: Activation = option("swiglu", "activation function of the feed-forward layer")
     bias: Literal["none", "qkv", "all"] = option("none", "projections that have a bias")
     qk_norm: bool = option(False, "RMSNorm on each query and key head")
+    qk_norm_over: Literal["head", "width"] = option(
+        "head",
+        "what this norm is taken over: each head, or all heads of a token together (OLMo 2)",
+        needs=equal("qk_norm", True),
+    )
+    query_scale: float | None = option(
+        None,
+        "logits of attention are divided by the square root of this; none: the head width",
+        above=0,
+    )
+    embed_scaled: bool = option(
+        False, "the embedding is multiplied by the square root of the width"
+    )
     sinks: bool = option(
         False,
         "a learned logit for each head in the sum of the attention's softmax, which has no value",
@@ -96,6 +117,7 @@ class DecoderConfig(Checked, section="model"):
                 f"nearest: {self.head_width - 1}, {self.head_width + 1} (--model.head_width)"
             )
         self._check_pattern()
+        self._check_norms()
         if self.moe.experts and self.moe.shared and self.bias == "all":
             raise UserError(
                 f"model.bias=all: shared experts have no biases, and moe.shared={self.moe.shared}; "
@@ -137,6 +159,26 @@ class DecoderConfig(Checked, section="model"):
                 raise UserError(
                     f"latent attention (model.latent.rank={self.latent.rank}): {problem}"
                 )
+
+    def _check_norms(self) -> None:
+        """Refuses norms that a block cannot have, and a rotated part of a head that is odd."""
+        if self.norms != "before" and (
+            self.block == "parallel" or self.moe.experts or self.latent.rank
+        ):
+            raise UserError(
+                f"model.norms={self.norms}: a parallel block, one with experts and one with latent "
+                "attention have their norms before; use before (--model.norms)"
+            )
+        if (self.qk_norm_over == "width" or self.query_scale is not None) and self.latent.rank:
+            raise UserError(
+                "model.qk_norm_over=width and model.query_scale: latent attention has neither; use "
+                "head and none (--model.qk_norm_over, --model.query_scale)"
+            )
+        if self.position == "rope" and self.rotary_width % 2:
+            raise UserError(
+                f"model.rope.partial={self.rope.partial} of model.head_width={self.head_width} is "
+                f"{self.rotary_width} numbers, which must be even (--model.rope.partial)"
+            )
 
     def _check_pattern(self) -> None:
         """Refuses letters that mean nothing, and a window that no layer has, or that none sets."""
@@ -184,6 +226,12 @@ class DecoderConfig(Checked, section="model"):
         narrow = self.letters.count("w") / self.layers
         return tuple((w, part) for w, part in ((self.window, narrow), (None, 1 - narrow)) if part)
 
+    def at(self, length: int) -> Self:
+        """Returns the configuration for rows of this many tokens: scalings of rotary embeddings
+        that depend on the length are settled."""
+        rope = self.rope.at(length, self.rotary_width)
+        return self if rope == self.rope else dataclasses.replace(self, rope=rope)
+
     def part(self, start: int, stop: int) -> Self:
         """Returns the configuration of a model of the layers from `start` on and before `stop`."""
         pattern = self.letters[start:stop] or None
@@ -216,7 +264,7 @@ class DecoderConfig(Checked, section="model"):
     @property
     def rotary_width(self) -> int:
         """Numbers of a head that are rotated."""
-        return self.latent.rotary if self.latent.rank else self.head_width
+        return self.latent.rotary if self.latent.rank else int(self.head_width * self.rope.partial)
 
     @property
     def cached(self) -> tuple[int, int, int]:
@@ -249,6 +297,9 @@ class DecoderConfig(Checked, section="model"):
             out_std=self._out_std,
             sinks=self.sinks,
             kinds=self._kinds,
+            norm="rms_plus_one" if self.norm == "rms_plus_one" else "rms",
+            norm_over=self.qk_norm_over,
+            query_scale=self.query_scale,
         )
 
     @property
@@ -495,6 +546,91 @@ def _megascale(layers: int, width: int, heads: int) -> DecoderConfig:
     )
 
 
+def _gemma3(layers: int, width: int, heads: int, kv_heads: int, mlp: int, **changes):
+    """Gemma 3's text models (arXiv 2503.19786, section 2 and table 1; config.json of the releases,
+    of which the 270M's came later): five layers with a window for one without."""
+    values: dict[str, Any] = dict(
+        layers=layers,
+        width=width,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_width=256,
+        mlp=mlp,
+        vocab=262144,
+        norm="rms_plus_one",
+        norms="both",
+        max_positions=32768,
+        activation="geglu_tanh",
+        qk_norm=True,
+        embed_scaled=True,
+        window=512,
+        pattern="wwwwwf",
+        rope=RopeConfig(theta=1000000.0, local_theta=10000.0),
+    )
+    return DecoderConfig(**(values | changes))
+
+
+def _olmo2(layers: int, width: int, heads: int, mlp: int) -> DecoderConfig:
+    """OLMo 2 (arXiv 2501.00656, table 1 and section 2; config.json of the releases)."""
+    return DecoderConfig(
+        layers=layers,
+        width=width,
+        heads=heads,
+        kv_heads=heads,
+        head_width=128,
+        mlp=mlp,
+        vocab=100352,
+        norms="after",
+        max_positions=4096,
+        qk_norm=True,
+        qk_norm_over="width",
+        tied=False,
+        rope=RopeConfig(theta=500000.0),
+    )
+
+
+def _smollm3_3b() -> DecoderConfig:
+    """SmolLM3 3B (model card and config.json): every fourth layer has no rotary positions."""
+    return DecoderConfig(
+        layers=36,
+        width=2048,
+        heads=16,
+        kv_heads=4,
+        head_width=128,
+        mlp=11008,
+        vocab=128256,
+        max_positions=65536,
+        pattern="fffn",
+        rope=RopeConfig(theta=5000000.0),
+    )
+
+
+def _phi4(layers: int, width: int, heads: int, kv_heads: int, mlp: int, **changes) -> DecoderConfig:
+    """Phi-4 (arXiv 2412.08905, section 3), Phi-4-mini (arXiv 2503.01743, section 2.1), and
+    config.json of the releases."""
+    values: dict[str, Any] = dict(
+        layers=layers,
+        width=width,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_width=128,
+        mlp=mlp,
+        norm_eps=1e-5,
+    )
+    return DecoderConfig(**(values | changes))
+
+
+# Phi-4-mini's config.json: divisors of the 48 frequencies in rows of more than 4,096 tokens.
+PHI4_MINI_LONG = (
+    "1.0,1.118320672,1.250641126,1.398617824,1.564103225,1.74916897,1.956131817,2.187582649,"
+    "2.446418898,2.735880826,3.059592084,3.421605075,3.826451687,4.279200023,4.785517845,"
+    "5.351743533,5.984965424,6.693110555,7.485043894,8.370679318,9.36110372,10.4687158,11.70738129,"
+    "13.09260651,14.64173252,16.37415215,18.31155283,20.47818807,22.90118105,25.61086418,"
+    "28.64115884,32.03,32.1,32.13,32.23,32.6,32.61,32.64,32.66,32.7,32.71,32.93,32.97,33.28,33.49,"
+    "33.5,44.16,47.77"
+)
+
+
 PRESETS: dict[str, Callable[[], DecoderConfig]] = {
     "nano": DecoderConfig,
     "gpt2": lambda: _gpt2(12, 768, 12),
@@ -517,6 +653,49 @@ PRESETS: dict[str, Callable[[], DecoderConfig]] = {
         48, 2048, 32, 4, 6144, qk_norm=True, moe=MoeConfig(experts=128, top_k=8, width=768)
     ),
     "moonlight_16b_a3b": _moonlight,
+    "gemma3_270m": lambda: _gemma3(18, 640, 4, 1, 2048),
+    "gemma3_1b": lambda: _gemma3(26, 1152, 4, 1, 6912),
+    "gemma3_4b": lambda: _gemma3(
+        34,
+        2560,
+        8,
+        4,
+        10240,
+        vocab=262208,
+        max_positions=131072,
+        window=1024,
+        rope=RopeConfig(theta=1000000.0, local_theta=10000.0, factor=8.0, scaling="linear"),
+    ),
+    "olmo2_1b": lambda: _olmo2(16, 2048, 16, 8192),
+    "olmo2_7b": lambda: _olmo2(32, 4096, 32, 11008),
+    "smollm3_3b": _smollm3_3b,
+    "phi4_14b": lambda: _phi4(
+        40,
+        5120,
+        40,
+        10,
+        17920,
+        vocab=100352,
+        max_positions=16384,
+        tied=False,
+        rope=RopeConfig(theta=250000.0),
+    ),
+    "phi4_mini": lambda: _phi4(
+        32,
+        3072,
+        24,
+        8,
+        8192,
+        vocab=200064,
+        rope=RopeConfig(
+            factor=32.0,
+            scaling="longrope",
+            partial=0.75,
+            original_positions=4096,
+            short_factors=",".join(["1.0"] * 48),
+            long_factors=PHI4_MINI_LONG,
+        ),
+    ),
     "megascale_175b": lambda: _megascale(96, 12288, 128),
     "megascale_530b": lambda: _megascale(105, 20480, 160),
 }

@@ -15,7 +15,8 @@ from typing import Any, Literal, get_args
 from megajax.core.errors import UserError
 from megajax.layers.mlp import ACTIVATIONS
 from megajax.models.encoder_config import EncoderConfig, Head
-from megajax.models.names import Rule, check_kinds, check_members, require, spelled
+from megajax.models.hf_members import check_kinds, check_members, require, spelled
+from megajax.models.names import Rule
 
 Family = Literal["bert", "roberta", "distilbert", "albert"]
 FAMILIES = get_args(Family)

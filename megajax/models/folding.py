@@ -25,7 +25,8 @@ VALUE, UP = "blocks.attention.value", "blocks.mlp.up"
 
 def sources(cfg: DecoderConfig) -> dict[str, str | None]:
     """Returns {matrix of the blocks: what its inputs come out of, and can be divided; or None}."""
-    is_serial = cfg.block == "serial"  # a norm that attention and MLP share has unlike inputs
+    # A norm that attention and MLP share has unlike inputs; a scale stored less 1 is not divided.
+    is_serial = cfg.block == "serial" and cfg.norms != "after" and cfg.norm != "rms_plus_one"
     before = "blocks.attention_norm" if is_serial else None
     origins = dict.fromkeys((f"blocks.attention.{n}" for n in ("query", "key", "value")), before)
     origins["blocks.attention.out"] = VALUE if cfg.heads == cfg.kv_heads else None

@@ -17,7 +17,7 @@ from megajax.core.errors import UserError
 from megajax.layers.attention import RopeConfig, frequencies
 from megajax.layers.moe import MoeConfig
 from megajax.models.decoder_config import DecoderConfig
-from megajax.models.names import MOST, MOST_STACKED
+from megajax.models.hf_members import MOST, MOST_STACKED
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3moe")
 FACTORS = "rope_freqs.weight"  # what the rotary frequencies are divided by: Llama 3's scaling

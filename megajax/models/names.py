@@ -1,7 +1,7 @@
 """Hugging Face name maps: our leaves <-> their tensors, and our configuration <-> config.json.
 
 Of the decoders; encoder_names.py has the encoders'. Families: gpt2, llama, mistral (llama with a
-window), qwen2, qwen3, mixtral, qwen3_moe, gpt_oss, deepseek_v3.
+window), qwen2, qwen3, mixtral, qwen3_moe, gpt_oss, deepseek_v3, gemma3_text, olmo2, smollm3, phi3.
 
 Legend: D width, F feed-forward (of one expert, where there are any), E experts, H query heads, G
 key-value heads, K head width, V vocabulary, N positions, 3 the fused q, k, v of GPT-2, 2 the fused
@@ -11,23 +11,25 @@ widths of the first layers and of the shared experts.
 """
 
 import dataclasses
-import functools
-import json
 import re
-import reprlib
-import sys
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Container, Mapping
 from typing import Any, Literal, get_args
 
 import numpy as np
 
 from megajax.core.errors import UserError
-from megajax.layers.attention import RopeConfig
+from megajax.layers.attention import RopeConfig, factors_of
 from megajax.layers.latent import LatentConfig
 from megajax.layers.mlp import ACTIVATIONS, LIMIT, STEEPNESS, Activation
 from megajax.layers.moe import MoeConfig
 from megajax.models.decoder_config import DecoderConfig
+from megajax.models.hf_members import (
+    check_kinds,
+    check_members,
+    require,
+    spelled,
+    table,
+)
 
 # ---- rules
 #
@@ -46,7 +48,8 @@ class Rule:
     """One leaf and its tensor, or tensors: '{i}' in `theirs` is the layer, '{e}' the expert, '{t}'
     the layer of a tower, and our leaf is stacked over them. part: of a fused tensor's '3' or '2'.
     their_dims: of the tensor's shape, where `dims` reads several of its dimensions as one. first:
-    the number that the leaf's first layer '{i}' has there."""
+    the number that the leaf's first layer '{i}' has there. rows: of a tensor that holds the rows of
+    several leaves: the letters of each part's rows; `part` says which one the leaf is."""
 
     ours: str
     theirs: str
@@ -54,6 +57,7 @@ class Rule:
     part: int | None = None
     their_dims: str = ""
     first: int = 0
+    rows: tuple[str, ...] = ()
 
     def stack(self, sizes: Sizes) -> tuple[int, ...]:
         """Returns how many tensors make the leaf, by leading dimension: (), (L,) or (L, E)."""
@@ -79,6 +83,9 @@ class Rule:
         """Returns the tensor's shape: heads and head width are one dimension there."""
         if self.their_dims:
             return tuple(sizes[c] for c in self.their_dims)
+        if self.rows:
+            inputs = self.dims.split("->")[0][len(self.rows[0]) :]
+            return (sum(self.row_counts(sizes)), *(sizes[c] for c in inputs))
         merged = self.dims.split("->")[0]
         for fused in ("3HK", "HK", "GK", "3hk", "hk", "HW", "HU", "F2"):
             if fused in merged:
@@ -87,11 +94,19 @@ class Rule:
                 return (size, *others) if merged.startswith(fused) else (*others, size)
         return tuple(sizes[c] for c in merged)
 
+    def row_counts(self, sizes: Sizes) -> list[int]:
+        """Returns the rows of each part of a tensor that holds several leaves."""
+        return [int(np.prod([sizes[c] for c in part])) for part in self.rows]
+
     def to_ours(self, tensor: np.ndarray, sizes: Sizes) -> np.ndarray:
         """Returns their tensor as a view in our shape (of one layer, of one expert)."""
         theirs, ours = self.dims.split("->")
+        if self.rows and self.part is not None:
+            counts = self.row_counts(sizes)
+            first = sum(counts[: self.part])
+            tensor = tensor[first : first + counts[self.part]]
         view = tensor.reshape([sizes[c] for c in theirs])
-        if self.part is not None:
+        if self.part is not None and not self.rows:
             view = view[(slice(None),) * theirs.index(self.fused) + (self.part,)]
             theirs = theirs.replace(self.fused, "")
         return view.transpose([theirs.index(c) for c in ours])
@@ -103,297 +118,23 @@ class Rule:
         return array.transpose([ours.index(c) for c in theirs.replace(self.fused, "")])
 
 
-def spelled(member: str, word: str, known: tuple[Activation, ...]) -> Activation:
-    """Returns the activation that transformers calls `word`. Raises: UserError for another one."""
-    names = {w: a for a in known for w in ACTIVATIONS[a].hugging_face}
-    if word not in names:
-        raise UserError(f"config.json: {member}={word} is not supported, only {', '.join(names)}")
-    return names[word]
-
-
-def require(config: Mapping[str, Any], **required: Any) -> None:
-    """Refuses settings that change the arithmetic."""
-    for name, value in required.items():
-        if config.get(name, value) != value:
-            raise UserError(f"config.json: {name}={config[name]} is not supported, only {value}")
-
-
-# ---- members of a config.json
-#
-# Members of a config.json are read, inert, or refused by name.
-#
-# hf_members.json has what transformers' own configuration classes have: each family's members,
-# their defaults and which may be null (tests/golden/make_hf_members.py writes it). A member that is
-# absent gets the default of its family; a null one must be one that may be null. What a name map
-# reads is in READ, what changes no product of a forward pass is in INERT. Every other member must
-# have its default, and a member that the class does not have is refused, unless NEUTRAL lists its
-# value: forks compute by such members, and transformers itself reads some of them.
-
-
-_TABLE = Path(__file__).with_name("hf_members.json")
-_COUNTS = (
-    "num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim",
-    "intermediate_size", "vocab_size", "max_position_embeddings", "sliding_window",
-    "num_local_experts", "num_experts", "num_experts_per_tok", "moe_intermediate_size",
-    "original_max_position_embeddings", "n_layer", "n_embd", "n_head", "n_inner", "n_positions",
-    "num_hidden_groups", "num_labels", "dim", "hidden_dim", "n_layers", "n_heads",
-    "embedding_size", "depth", "embed_dim", "num_heads", "mlp_ratio", "in_channels", "patch_size",
-    "spatial_merge_size", "temporal_patch_size", "n_routed_experts", "q_lora_rank", "kv_lora_rank",
-    "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "n_group", "topk_group",
-)  # fmt: skip
-_STACKED = (
-    "num_hidden_layers",
-    "n_layer",
-    "n_layers",
-    "num_local_experts",
-    "num_experts",
-    "n_routed_experts",
-    "num_hidden_groups",
-    "depth",
-)
-MOST = 2**31 - 1  # (chosen) of a size; the product of two is one that NumPy can count to
-MOST_STACKED = 2**14  # (chosen: ten times the deepest networks) layers, or experts
-_WHOLE = (
-    "max_window_layers",
-    "type_vocab_size",
-    "image_token_id",
-    "n_shared_experts",
-    "first_k_dense_replace",
-    "num_nextn_predict_layers",
-    "num_mtp_layers",
-)
-_POSITIVE = (
-    "rms_norm_eps",
-    "layer_norm_epsilon",
-    "layer_norm_eps",
-    "rope_theta",
-    "factor",
-    "low_freq_factor",
-    "high_freq_factor",
-    "routed_scaling_factor",
-    "swiglu_alpha",
-    "swiglu_limit",
-)
-_SHARES = ("hidden_dropout_prob", "dropout")
-_FLAGS = ("tie_word_embeddings", "norm_topk_prob", "use_sliding_window", "rope_interleave")
-_TEXTS = (
-    "model_type",
-    "hidden_act",
-    "activation",
-    "activation_function",
-    "rope_type",
-    "type",
-    "problem_type",
-)
-_LISTS = ("layer_types", "architectures")
-_OBJECTS = (
-    "rope_scaling",
-    "rope_parameters",
-    "id2label",
-    "label2id",
-    "text_config",
-    "vision_config",
-)
-
-READ = {
-    *_COUNTS, *_WHOLE, *_POSITIVE, *_SHARES, *_FLAGS, *_TEXTS, *_LISTS, *_OBJECTS, "label2id",
-    "mlp_only_layers", "pad_token_id", "partial_rotary_factor", "quantization_config",
-}  # fmt: skip
-# Members without a part in what a forward pass computes: training, generation, loading, history.
-INERT = {
-    "_name_or_path", "name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache",
-    "output_hidden_states", "output_attentions", "return_dict", "use_return_dict", "torchscript",
-    "chunk_size_feed_forward", "initializer_range", "initializer_factor", "bos_token_id",
-    "eos_token_id", "sep_token_id", "cls_token_id", "mask_token_id", "unk_token_id",
-    "decoder_start_token_id", "finetuning_task", "task_specific_params", "tokenizer_class",
-    "prefix", "gradient_checkpointing", "language", "license", "output_past", "use_bfloat16",
-    "tf_legacy_loss", "attn_implementation", "_attn_implementation", "_commit_hash",
-    "_attn_implementation_autoset", "attention_implementation", "experts_implementation",
-    "attention_dropout", "attention_probs_dropout_prob", "attn_pdrop", "embd_pdrop", "resid_pdrop",
-    "classifier_dropout", "classifier_dropout_prob", "qa_dropout", "seq_classif_dropout",
-    "summary_type", "summary_use_proj", "summary_activation", "summary_proj_to_labels",
-    "summary_first_dropout", "predict_special_tokens", "reorder_and_upcast_attn", "pretraining_tp",
-    "router_aux_loss_coef", "router_jitter_noise", "output_router_logits", "sinusoidal_pos_embds",
-    "directionality", "pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers",
-    "pooler_size_per_head", "pooler_type", "net_structure_type", "gap_size", "num_memory_blocks",
-    "down_scale_factor", "tie_weights_", "n_ctx", "unsloth_version", "unsloth_fixed",
-    "transformers.js_config", "sentence_transformers", "model_max_length", "max_sequence_length",
-    "is_llama_config", "neftune_noise_alpha", "_num_labels", "vision_token_id", "video_token_id",
-    "seq_aux", "aux_loss_alpha",
-    "vision_start_token_id", "vision_end_token_id",
-}  # fmt: skip
-# Members that a family's class does not have, and the values that say what it computes anyway.
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "attention_bias": (False,), "mlp_bias": (False,), "bias": (False,), "qkv_bias": (False,),
-    "use_qk_norm": (False,), "rope_interleaved": (False,), "is_causal": (True,),
-    "is_decoder": (False,), "add_cross_attention": (False,), "pruned_heads": ({},),
-    "position_embedding_type": ("absolute",), "use_bidirectional_attention": (False,),
-    "n_shared_experts": (0,), "num_nextn_predict_layers": (0,), "use_mrope": (False,),
-    "in_chans": (3,), "spatial_patch_size": (14,),
-}  # fmt: skip
-# Members that transformers reads although the class does not list them, by family.
-_UNLISTED = {
-    "qwen2": {"head_dim"},
-    "qwen3_moe": {"head_dim"},
-    "mixtral": {"norm_topk_prob"},
-    "gpt_oss": {"experts_per_token", "initial_context_length"},
-    "deepseek_v3": {
-        "scoring_func",
-        "topk_method",
-        "moe_layer_freq",
-        "ep_size",
-        "head_dim",
-        "qk_head_dim",
-    },
-}
-# Code of published folders that transformers has, and does not run unless it is told to.
-KNOWN_CODE = {
-    "deepseek_v3": {
-        "configuration_deepseek.DeepseekV3Config",
-        "modeling_deepseek.DeepseekV3Model",
-        "modeling_deepseek.DeepseekV3ForCausalLM",
-    }
-}
-_IGNORED = {"qwen3_moe": {"max_window_layers"}}  # which its published files have
-_ROPE = {"rope_scaling", "rope_theta", "original_max_position_embeddings", "partial_rotary_factor"}
-
-
-def _is_number(x: Any) -> bool:
-    # A comparison, which is False for NaN and takes whole numbers that no float holds.
-    is_number = isinstance(x, int | float) and not isinstance(x, bool)
-    return is_number and abs(x) <= sys.float_info.max
-
-
-def _is_whole(x: Any) -> bool:
-    return isinstance(x, int) and not isinstance(x, bool)
-
-
-def _is_texts(x: Any) -> bool:
-    return isinstance(x, list) and all(isinstance(word, str) for word in x)
-
-
-_KINDS: dict[str, tuple[tuple[str, ...], Callable[[Any], bool]]] = {
-    f"a whole number in [1, {MOST}]": (_COUNTS, lambda x: _is_whole(x) and 1 <= x <= MOST),
-    f"a whole number in [1, {MOST_STACKED}]": (_STACKED, lambda x: x <= MOST_STACKED),
-    f"a whole number in [0, {MOST}]": (_WHOLE, lambda x: _is_whole(x) and 0 <= x <= MOST),
-    "a finite number above 0": (_POSITIVE, lambda x: _is_number(x) and x > 0),
-    "a number in [0, 1)": (_SHARES, lambda x: _is_number(x) and 0 <= x < 1),
-    "true or false": (_FLAGS, lambda x: isinstance(x, bool)),
-    "a string": (_TEXTS, lambda x: isinstance(x, str)),
-    "a list of strings": (_LISTS, _is_texts),
-    "an object": (_OBJECTS, lambda x: isinstance(x, dict)),
-}
-
-
-def check_kinds(config: Any, only: Any = None) -> dict[str, Any]:
-    """Returns the members of a config.json without those that are null.
-
-    only: the names of the members whose kinds are checked; None: all.
-
-    Raises: UserError for what is no object, and for a member of another kind than it must be.
-    """
-    if not isinstance(config, Mapping):
-        raise UserError(f"config.json must hold a JSON object, not {reprlib.repr(config):.40}")
-    checked = dict(config)
-    for kind, (names, is_legal) in _KINDS.items():
-        for name in names:
-            value = checked.get(name)
-            if value is None:
-                checked.pop(name, None)
-            elif (only is None or name in only) and not is_legal(value):
-                raise UserError(
-                    f"config.json: {name} is {reprlib.repr(value):.60}, it must be {kind}"
-                )
-    return checked
-
-
-@functools.cache
-def table() -> dict[str, Any]:
-    """Returns what hf_members.json holds."""
-    return json.loads(_TABLE.read_text())
-
-
-def check_members(config: Any, families: tuple[str, ...]) -> dict[str, Any]:
-    """Returns the members of a config.json with what transformers 5 takes for absent ones.
-
-    A member that may be null and is, or whose default is null, is left out. families: that the
-    caller knows.
-    Raises: UserError for another family, for a member of another kind than it must be, and for one
-    that may change what the model computes and that is not read here.
-    """
-    check_kinds(config, ("model_type",))
-    config = dict(config)
-    kind = config.get("model_type")
-    if kind not in families:
-        raise UserError(f"model_type {kind!r} is not one of {', '.join(families)}")
-    members = table()["common"] | table()["families"][kind]["members"]
-    config = _in_one_word(config, table()["families"][kind]["other_words"], members)
-    code = config.get("auto_map")
-    is_known = isinstance(code, dict) and {*map(str, code.values())} <= KNOWN_CODE.get(kind, set())
-    if code and not is_known:
-        raise UserError(
-            "config.json: auto_map names code of the folder's own, which may compute another model "
-            "and is not run here; a folder whose model is a plain one needs no auto_map"
-        )
-    for name, value in config.items():
-        if name != "auto_map":
-            _check_use(name, value, kind, members)
-    merged = {n: m["default"] for n, m in members.items() if m["default"] is not None} | config
-    return check_kinds(merged) | {"model_type": kind}
-
-
-def _in_one_word(
-    config: Mapping[str, Any], words: Mapping[str, str], members: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Returns members under the names that the class has; transformers takes either of two."""
-    renamed = dict(config)
-    for other, name in words.items():
-        other, name = (name, other) if name not in members else (other, name)
-        if other not in renamed:
-            continue
-        value = renamed.pop(other)
-        if renamed.get(name, value) != value or value is None:
-            raise UserError(
-                f"config.json: {other}={reprlib.repr(value):.40} and {name}="
-                f"{reprlib.repr(renamed.get(name)):.40} are two words for one member; keep {name}"
-            )
-        renamed[name] = value
-    return renamed
-
-
-def _check_use(name: str, value: Any, kind: str, members: Mapping[str, Any]) -> None:
-    """Refuses a member that is not read and may change what is computed."""
-    if name in INERT or name in table()["generation"] or name in _IGNORED.get(kind, ()):
-        return
-    shown = f"config.json: {name}={reprlib.repr(value):.60}"
-    if name not in members and value is None:
-        return
-    if name in members:
-        if value is None and not members[name]["null"]:
-            raise UserError(f"{shown.replace('=None', ' is null')}, which transformers refuses too")
-        if value is None or name in READ or value == members[name]["default"]:
-            return
-        raise UserError(f"{shown} is not supported, only {members[name]['default']}")
-    has_rope = "rope_parameters" in members
-    if name in _UNLISTED.get(kind, ()) or name in ("num_labels", "quantization_config"):
-        return
-    if name == "model_type" or (has_rope and name in _ROPE):
-        return
-    if name in NEUTRAL:
-        if not any(value == v and type(value) is type(v) for v in NEUTRAL[name]):
-            raise UserError(f"{shown} is not supported, only {NEUTRAL[name][0]}")
-        return
-    raise UserError(
-        f"{shown} is no member of transformers' configuration of {kind}, so it may stand for "
-        "arithmetic that is not done here; if it changes nothing, remove it from config.json"
-    )
-
-
 # ---- tensors of the decoders
 
 
 Family = Literal[
-    "gpt2", "llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3"
+    "gpt2",
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "mixtral",
+    "qwen3_moe",
+    "gpt_oss",
+    "deepseek_v3",
+    "gemma3_text",
+    "olmo2",
+    "smollm3",
+    "phi3",
 ]
 
 # Buffers that older checkpoints carry: masks of GPT-2, the others' rotary frequencies.
@@ -431,7 +172,7 @@ def sizes(cfg: DecoderConfig) -> dict[str, int]:
     }
 
 
-def _attention(prefix: str, bias: str, qk_norm: bool) -> list[Rule]:
+def _attention(prefix: str, bias: str, qk_norm: str | None) -> list[Rule]:
     mapped = []
     for ours, theirs, heads in (
         ("query", "q_proj", "H"),
@@ -457,17 +198,61 @@ def _attention(prefix: str, bias: str, qk_norm: bool) -> list[Rule]:
     if bias == "all":
         mapped.append(Rule("blocks.attention.out_bias", f"{prefix}.self_attn.o_proj.bias", "D->D"))
     if qk_norm:
-        for ours, theirs in (("query_norm", "q_norm"), ("key_norm", "k_norm")):
+        for ours, theirs, heads in (("query_norm", "q_norm", "H"), ("key_norm", "k_norm", "G")):
             name = f"{prefix}.self_attn.{theirs}.weight"
-            mapped.append(Rule(f"blocks.attention.{ours}.scale", name, "K->K"))
+            dims = "K->K" if qk_norm == "head" else f"{heads}K->{heads}K"
+            mapped.append(Rule(f"blocks.attention.{ours}.scale", name, dims))
     return mapped
+
+
+FUSED = {  # of Phi-3: {our leaf: (their tensor, rows of its parts, which one)}
+    "blocks.attention.query": ("self_attn.qkv_proj", ("HK", "GK", "GK"), 0),
+    "blocks.attention.key": ("self_attn.qkv_proj", ("HK", "GK", "GK"), 1),
+    "blocks.attention.value": ("self_attn.qkv_proj", ("HK", "GK", "GK"), 2),
+    "blocks.mlp.gate": ("mlp.gate_up_proj", ("F", "F"), 0),
+    "blocks.mlp.up": ("mlp.gate_up_proj", ("F", "F"), 1),
+}
+
+
+def fused(model_rules: list[Rule]) -> list[Rule]:
+    """Returns the rules of a model without biases with Phi-3's joined matrices."""
+
+    def of(rule: Rule) -> Rule:
+        if rule.ours not in FUSED:
+            return rule
+        name, rows, part = FUSED[rule.ours]
+        theirs = f"model.layers.{{i}}.{name}.weight"
+        return dataclasses.replace(rule, theirs=theirs, rows=rows, part=part)
+
+    return [of(rule) for rule in model_rules]
+
+
+def as_stored(model_rules: list[Rule], stored: Container[str]) -> list[Rule]:
+    """Returns the rules with joined matrices where a folder has them. stored: its tensors."""
+    is_joined = any(n in stored for n in spellings("model.layers.0.self_attn.qkv_proj.weight"))
+    return fused(model_rules) if is_joined else model_rules
+
+
+def _norm_rules(cfg: DecoderConfig, layer: str) -> list[Rule]:
+    """The norms of a layer: post_attention_layernorm is of the residual stream in Llama, and of
+    attention's output where sublayers have norms after them."""
+    if cfg.norms == "before":
+        theirs = {"attention_norm": "input", "mlp_norm": "post_attention"}
+    else:
+        theirs = {"attention_after": "post_attention", "mlp_after": "post_feedforward"}
+    if cfg.norms == "both":
+        theirs |= {"attention_norm": "input", "mlp_norm": "pre_feedforward"}
+    return [
+        Rule(f"blocks.{ours}.scale", f"{layer}.{name}_layernorm.weight", "D->D")
+        for ours, name in theirs.items()
+    ]
 
 
 def _llama_rules(cfg: DecoderConfig) -> list[Rule]:
     """Llama and its relatives: separate torch Linears, RMSNorm."""
     layer = "model.layers.{i}"
     mapped = [Rule("tokens", "model.embed_tokens.weight", "VD->VD")]
-    mapped += _attention(layer, cfg.bias, cfg.qk_norm)
+    mapped += _attention(layer, cfg.bias, cfg.qk_norm_over if cfg.qk_norm else None)
     ours, theirs, gate, up, down = "mlp", "mlp", "gate_proj", "up_proj", "down_proj"
     if cfg.moe.experts:
         ours, home = "moe", f"{layer}.mlp"
@@ -479,8 +264,7 @@ def _llama_rules(cfg: DecoderConfig) -> list[Rule]:
         Rule(f"blocks.{ours}.gate", f"{layer}.{theirs}.{gate}.weight", "FD->DF"),
         Rule(f"blocks.{ours}.up", f"{layer}.{theirs}.{up}.weight", "FD->DF"),
         Rule(f"blocks.{ours}.down", f"{layer}.{theirs}.{down}.weight", "DF->FD"),
-        Rule("blocks.attention_norm.scale", f"{layer}.input_layernorm.weight", "D->D"),
-        Rule("blocks.mlp_norm.scale", f"{layer}.post_attention_layernorm.weight", "D->D"),
+        *_norm_rules(cfg, layer),
         Rule("norm.scale", "model.norm.weight", "D->D"),
     ]
     if not cfg.tied:
@@ -517,7 +301,7 @@ def _norms_and_ends(cfg: DecoderConfig, ours: str, layer: str, first: int = 0) -
 def _gpt_oss_rules(cfg: DecoderConfig) -> list[Rule]:
     """GPT-OSS: biases everywhere, sinks, experts stacked in one tensor a layer."""
     layer = "model.layers.{i}"
-    mapped = _norms_and_ends(cfg, "blocks", layer) + _attention(layer, "all", False)
+    mapped = _norms_and_ends(cfg, "blocks", layer) + _attention(layer, "all", None)
     mapped.append(Rule("blocks.attention.sinks", f"{layer}.self_attn.sinks", "H->H"))
     for ours, theirs, dims, part in (
         ("router", "router.weight", "ED->DE", None),
@@ -617,7 +401,8 @@ def _gpt2_rules(cfg: DecoderConfig) -> list[Rule]:
 def rules(cfg: DecoderConfig) -> list[Rule]:
     """Returns one rule for each leaf. Raises: UserError when no family has this shape."""
     special = {"gpt2": _gpt2_rules, "gpt_oss": _gpt_oss_rules, "deepseek_v3": _deepseek_rules}
-    return special.get(family(cfg), _llama_rules)(cfg)
+    mapped = special.get(family(cfg), _llama_rules)(cfg)
+    return fused(mapped) if family(cfg) == "phi3" else mapped
 
 
 def spellings(name: str) -> tuple[str, ...]:
@@ -653,6 +438,42 @@ def free(cfg: DecoderConfig) -> set[str]:
     return names | ({"max_positions"} if cfg.position != "learned" else set())
 
 
+def _unlike_llama(cfg: DecoderConfig) -> bool:
+    """Tells whether a model has what no family has that Llama's names and members describe."""
+    return (
+        cfg.norms != "before"
+        or cfg.embed_scaled
+        or cfg.query_scale is not None
+        or (cfg.qk_norm and cfg.qk_norm_over == "width")
+        or cfg.rope.partial != 1.0
+        or cfg.rope.local_theta is not None
+        or "n" in cfg.letters
+    )
+
+
+def _later_family(cfg: DecoderConfig) -> Family | None:
+    """Returns Gemma 3, OLMo 2, SmolLM3 or Phi-3 for a model of its shape."""
+    is_plain = (cfg.block, cfg.position, cfg.bias) == ("serial", "rope", "none")
+    if not is_plain or cfg.moe.experts or cfg.latent.rank or cfg.sinks:
+        return None
+    form = cfg.norm, cfg.norms, cfg.activation, cfg.qk_norm and cfg.qk_norm_over
+    if form == ("rms_plus_one", "both", "geglu_tanh", "head"):
+        has_bases = "w" not in cfg.letters or cfg.rope.local_theta is not None
+        is_gemma = cfg.embed_scaled and has_bases and "n" not in cfg.letters
+        return "gemma3_text" if is_gemma and cfg.rope.partial == 1.0 and cfg.pattern else None
+    if cfg.embed_scaled or cfg.query_scale is not None or cfg.rope.local_theta is not None:
+        return None
+    is_full = cfg.rope.partial == 1.0 and cfg.window is None
+    if form == ("rms", "after", "swiglu", "width"):
+        return "olmo2" if is_full and cfg.pattern is None else None
+    if form != ("rms", "before", "swiglu", False):
+        return None
+    if "n" in cfg.letters:
+        return "smollm3" if is_full else None
+    is_phi = cfg.rope.partial != 1.0 or cfg.rope.scaling == "longrope"
+    return "phi3" if is_phi and cfg.pattern is None else None
+
+
 def family(cfg: DecoderConfig) -> Family:
     """Returns the Hugging Face model type of this shape. Raises: UserError when there is none."""
     like_gpt2 = (cfg.norm, cfg.position, cfg.activation, cfg.bias) == (
@@ -661,7 +482,10 @@ def family(cfg: DecoderConfig) -> Family:
         "gelu_tanh",
         "all",
     )
+    if (later := _later_family(cfg)) is not None:
+        return later
     like_llama = (cfg.norm, cfg.position, cfg.activation) == ("rms", "rope", "swiglu")
+    like_llama &= not _unlike_llama(cfg)
     if cfg.latent.rank or cfg.sinks:
         return _newer_family(cfg)
     if cfg.block == "serial" and like_gpt2 and not cfg.qk_norm and cfg.window is None:
@@ -680,7 +504,7 @@ def family(cfg: DecoderConfig) -> Family:
             return "qwen3"
         if cfg.bias == "qkv" and not cfg.qk_norm:
             return "qwen2"
-        if cfg.bias == "none" and not cfg.qk_norm:
+        if cfg.bias == "none" and not cfg.qk_norm and len(set(cfg.letters)) < 2:
             return "llama" if cfg.window is None else "mistral"
     raise _no_family(cfg)
 
@@ -728,6 +552,10 @@ _ARCHITECTURES = {
     "qwen3_moe": "Qwen3MoeForCausalLM",
     "gpt_oss": "GptOssForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "olmo2": "Olmo2ForCausalLM",
+    "smollm3": "SmolLM3ForCausalLM",
+    "phi3": "Phi3ForCausalLM",
 }
 
 
@@ -737,32 +565,44 @@ def from_hf_config(config: Mapping[str, Any]) -> DecoderConfig:
     kind = config["model_type"]
     if kind == "gpt2":
         return _from_gpt2(config)
-    spelled("hidden_act", config["hidden_act"], ("swiglu",))
+    word = "hidden_activation" if kind == "gemma3_text" else "hidden_act"
+    known: Activation = "geglu_tanh" if kind == "gemma3_text" else "swiglu"
+    spelled(word, config[word], (known,))
     heads, width = config["num_attention_heads"], config["hidden_size"]
     if kind == "deepseek_v3":
         return _from_deepseek(config)
-    pattern, window = _alternating(config) if kind == "gpt_oss" else (None, _window(config))
     if kind == "gpt_oss":
         require(config, swiglu_limit=LIMIT, swiglu_alpha=STEEPNESS, attention_bias=True)
         require(config, experts_per_token=config["num_experts_per_tok"])
+        known = "swiglu_clamped"
+    head_width = config.get("head_dim", width // heads)
+    window, pattern = _kinds(config)
+    more: dict[str, Any] = {}
+    if kind == "gemma3_text":
+        scalar = config["query_pre_attn_scalar"]
+        more = {"norm": "rms_plus_one", "norms": "both", "embed_scaled": True}
+        more |= {"query_scale": None if scalar == head_width else float(scalar)}
+    elif kind == "olmo2":
+        more = {"norms": "after", "qk_norm_over": "width"}
     return DecoderConfig(
+        **more,
         layers=config["num_hidden_layers"],
         width=width,
         heads=heads,
         kv_heads=config.get("num_key_value_heads", heads),
-        head_width=config.get("head_dim", width // heads),
+        head_width=head_width,
+        activation=known,
         mlp=config["intermediate_size"],
         vocab=config["vocab_size"],
         norm_eps=config["rms_norm_eps"],
         max_positions=config["max_position_embeddings"],
-        activation="swiglu_clamped" if kind == "gpt_oss" else "swiglu",
         bias="qkv" if kind == "qwen2" else "all" if kind == "gpt_oss" else "none",
         sinks=kind == "gpt_oss",
-        qk_norm=kind in ("qwen3", "qwen3_moe"),
-        pattern=pattern,
+        qk_norm=kind in ("qwen3", "qwen3_moe", "gemma3_text", "olmo2"),
         window=window,
+        pattern=pattern,
         tied=config["tie_word_embeddings"],
-        rope=_rope(config),
+        rope=_gemma_rope(config) if kind == "gemma3_text" else _rope(config),
         moe=_moe(config),
     )
 
@@ -835,55 +675,112 @@ def _moe(config: Mapping[str, Any]) -> MoeConfig:
     return MoeConfig(experts, config["num_experts_per_tok"], width, normalise=normalise)
 
 
-def _alternating(config: Mapping[str, Any]) -> tuple[str | None, int | None]:
-    """Reads (DecoderConfig.pattern, the window) of GPT-OSS, whose layers have a window in turn."""
-    layers, window = config["num_hidden_layers"], config.get("sliding_window")
-    kinds = {"sliding_attention": "w", "full_attention": "f"}
-    turns = [[*kinds][i % 2] for i in range(layers)]
-    each = config.get("layer_types", turns)
-    if len(each) != layers or not kinds.keys() >= set(each):
-        raise UserError(
-            f"config.json: layer_types must be {layers} of {', '.join(kinds)}, not "
-            f"{reprlib.repr(each)}"
-        )
-    letters = "".join(kinds[kind] for kind in each)
-    if "w" in letters and window is None:
-        raise UserError("config.json: layer_types says sliding_attention, and there is no window")
-    if len(set(letters)) == 1:
-        return None, window if letters[0] == "w" else None
-    period = next(n for n in range(1, layers + 1) if letters == (letters[:n] * layers)[:layers])
-    return letters[:period], window
+FULL, SLIDING = "full_attention", "sliding_attention"  # of layer_types
 
 
-def _window(config: Mapping[str, Any]) -> int | None:
-    """Reads the sliding window, as each family's attention does in transformers."""
+def _kinds(config: Mapping[str, Any]) -> tuple[int | None, str | None]:
+    """Reads (window, pattern), as each family's attention does in transformers."""
     window, kind = config.get("sliding_window"), config["model_type"]
+    layers = config["num_hidden_layers"]
+    if kind == "smollm3":
+        return None, _without_positions(config, layers)
     if not config.get("use_sliding_window", True):  # a member of the Qwens only
         window = None
-    if kind not in ("qwen2", "qwen3"):
-        return window
-    layers = config["num_hidden_layers"]
-    above = min(config["max_window_layers"], layers) if window else layers
-    of_layers = ["full_attention"] * above + ["sliding_attention"] * (layers - above)
+    if kind not in ("qwen2", "qwen3", "gemma3_text", "gpt_oss"):
+        return window, None
+    if kind == "gemma3_text":
+        every = config.get("sliding_window_pattern", 6)
+        of_layers = [FULL if (i + 1) % every == 0 else SLIDING for i in range(layers)]
+    elif kind == "gpt_oss":
+        of_layers = [(SLIDING, FULL)[i % 2] for i in range(layers)]
+    else:
+        above = min(config["max_window_layers"], layers) if window else layers
+        of_layers = [FULL] * above + [SLIDING] * (layers - above)
     each = config.get("layer_types", of_layers)
     if len(each) != layers:
         raise UserError(f"config.json: layer_types has {len(each)} types for {layers} layers")
-    if set(each) == {"full_attention"}:
-        return None
-    if set(each) != {"sliding_attention"}:
+    if strange := set(each) - {FULL, SLIDING}:
         raise UserError(
-            f"config.json: layer_types of {sorted(set(each))} are not supported; all layers must "
-            "be full_attention or all sliding_attention: a window on some layers only is not read"
+            f"config.json: layer_types of {', '.join(sorted(strange)):.60} are not supported, only "
+            f"{FULL} and {SLIDING}"
         )
-    if window is None:
+    if SLIDING in each and window is None:
         raise UserError(
             "config.json: layer_types says sliding_attention, and there is no window: "
             "use_sliding_window is false or sliding_window is null"
         )
-    return window
+    letters = "".join("f" if one == FULL else "w" for one in each)
+    window = window if "w" in letters else None
+    if len(set(letters)) == 1 and kind != "gemma3_text":
+        return window, None
+    return window, shortest(letters)
 
 
-_LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+def _without_positions(config: Mapping[str, Any], layers: int) -> str | None:
+    """Reads SmolLM3's layers without rotary positions, as a pattern."""
+    if config.get("use_sliding_window") and config.get("sliding_window") is not None:
+        raise UserError(
+            "config.json: use_sliding_window=true is not supported for smollm3, only false"
+        )
+    every = config["no_rope_layer_interval"]
+    has = config.get("no_rope_layers", [int((i + 1) % every != 0) for i in range(layers)])
+    if len(has) != layers:
+        raise UserError(f"config.json: no_rope_layers has {len(has)} numbers for {layers} layers")
+    types = config.get("layer_types", [FULL] * layers)
+    if len(types) != layers or set(types) != {FULL}:
+        raise UserError(
+            f"config.json: layer_types must be {FULL} for each of {layers} layers of smollm3"
+        )
+    letters = "".join("f" if one else "n" for one in has)
+    return shortest(letters) if "n" in letters else None
+
+
+def shortest(letters: str) -> str:
+    """Returns the shortest pattern whose repetition these letters begin."""
+    count = len(letters)
+    return next(
+        letters[:n] for n in range(1, count + 1) if (letters[:n] * count)[:count] == letters
+    )
+
+
+_ORIGINAL = "original_max_position_embeddings"
+_LLAMA3 = ("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL)
+# {rope_type: (members that it must have, those that it may have)}
+_SCALINGS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "default": ((), ()),
+    "linear": (("factor",), ()),
+    "dynamic": (("factor",), ()),
+    "llama3": (_LLAMA3, ()),
+    "yarn": (
+        ("factor", _ORIGINAL),
+        ("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
+    ),
+    "longrope": (("short_factor", "long_factor", _ORIGINAL), ("factor", "attention_factor")),
+}
+
+
+def _gemma_rope(config: Mapping[str, Any]) -> RopeConfig:
+    """Reads rotary settings of full and of sliding layers, in the forms of transformers 4 and 5."""
+    nested = config.get("rope_parameters") or {}
+    if strange := sorted(set(nested) - {FULL, SLIDING}):
+        raise UserError(
+            f"config.json: rope_parameters has {', '.join(strange[:5]):.60}; it must have "
+            f"{FULL} and {SLIDING}, each with its own settings"
+        )
+    full, local = (nested.get(n) or {} for n in (FULL, SLIDING))
+    if not isinstance(full, dict) or not isinstance(local, dict):
+        raise UserError("config.json: rope_parameters must hold objects")
+    bases = {"rope_theta": config.get("rope_theta", 1e6)}
+    rope = _rope({**config, **bases, "rope_parameters": full})
+    bases = {"rope_theta": config.get("rope_local_base_freq", 1e4)}
+    plain = {n: config[n] for n in ("model_type", "max_position_embeddings")}
+    near = _rope({**plain, **bases, "rope_parameters": local})
+    if near.is_scaled:
+        raise UserError(
+            f"config.json: rope_type {local.get('rope_type')} of {SLIDING} is not supported, only "
+            "default"
+        )
+    return dataclasses.replace(rope, local_theta=near.theta)
 
 
 # (transformers, GptOssConfig) where the config.json of gpt_oss says nothing.
@@ -906,39 +803,88 @@ def _rope(config: Mapping[str, Any]) -> RopeConfig:
         raise UserError(
             "config.json: rope_scaling and rope_parameters say two things; keep rope_parameters"
         )
-    theta = config.get("rope_theta", table()["families"][config["model_type"]]["rope_theta"])
+    family_of, longest = config["model_type"], config["max_position_embeddings"]
+    theta = config.get("rope_theta", table()["families"][family_of].get("rope_theta"))
     settings: dict[str, Any] = {"rope_theta": theta}
     settings |= both[0] if both else {}
-    for place in (config, settings):
-        if place.get("partial_rotary_factor", 1.0) not in (None, 1.0):
-            raise UserError("config.json: partial_rotary_factor is not supported, only 1.0")
+    partial = settings.get("partial_rotary_factor") or config.get("partial_rotary_factor") or 1.0
+    if partial != 1.0 and family_of != "phi3":
+        raise UserError("config.json: partial_rotary_factor is not supported, only 1.0")
     kind = settings.get("rope_type", settings.get("type", "default"))
+    kind = "longrope" if kind == "su" and family_of == "phi3" else kind
     settings = check_kinds(settings)
-    used = {"rope_theta", "rope_type", "type", "partial_rotary_factor"}
-    if kind == "llama3":
-        used |= {*_LLAMA3}
-        old = "original_max_position_embeddings"
-        settings.setdefault(old, config["max_position_embeddings"])
-        settings |= {old: config[old]} if old in config else {}
-    elif kind != "default" and not (kind == "linear" and settings.get("factor") == 1.0):
-        raise UserError(f"config.json: rope_type {kind} is not supported, only default and llama3")
+    if kind not in _SCALINGS or (family_of == "phi3" and kind not in ("default", "longrope")):
+        raise UserError(
+            f"config.json: rope_type {kind} is not supported for {family_of}, only "
+            f"{'default, longrope' if family_of == 'phi3' else ', '.join(_SCALINGS)}"
+        )
+    needed, optional = _SCALINGS[kind]
+    if _ORIGINAL in needed:
+        settings.setdefault(_ORIGINAL, longest)
+        settings |= {_ORIGINAL: config[_ORIGINAL]} if _ORIGINAL in config else {}
+    if family_of == "deepseek_v3" and settings.get("mscale_all_dim"):
+        raise UserError(
+            "config.json: mscale_all_dim is not supported for deepseek_v3, whose logits it scales; "
+            "only 0"
+        )
+    if lacking := [n for n in needed if n not in settings]:
+        raise UserError(f"config.json: rope_type {kind} lacks {', '.join(lacking)}")
+    used = {"rope_theta", "rope_type", "type", "partial_rotary_factor", *needed, *optional}
     used |= {"factor"} if settings.get("factor") == 1.0 else set()
-    if lacking := [n for n in _LLAMA3 if kind == "llama3" and n not in settings]:
-        raise UserError(f"config.json: rope_type llama3 lacks {', '.join(lacking)}")
     if strange := sorted(n for n in settings if n not in used and settings[n] is not None):
         raise UserError(
             f"config.json: {', '.join(strange[:5])} of the rotary settings is not read for "
             f"rope_type {kind}, so it may stand for arithmetic that is not done here"
         )
-    if kind != "llama3" or settings["factor"] == 1.0:
-        return RopeConfig(theta=float(settings["rope_theta"]))
-    return RopeConfig(
-        theta=float(settings["rope_theta"]),
-        factor=float(settings["factor"]),
-        low_freq_factor=float(settings["low_freq_factor"]),
-        high_freq_factor=float(settings["high_freq_factor"]),
-        original_positions=int(settings["original_max_position_embeddings"]),
-    )
+    plain = RopeConfig(theta=float(settings["rope_theta"]), partial=float(partial))
+    factor = settings.get("factor", longest / settings.get(_ORIGINAL, longest))
+    says_factor = settings.get("attention_factor") is not None
+    if kind == "default" or (factor == 1.0 and kind != "longrope" and not says_factor):
+        return plain
+    original = longest if kind == "dynamic" else settings.get(_ORIGINAL, plain.original_positions)
+    named: dict[str, Any] = {n: settings[n] for n in (*needed, *optional) if n in settings}
+    named |= {"factor": float(factor), "scaling": kind, "original_positions": original}
+    named.pop(_ORIGINAL, None)
+    if kind == "longrope":
+        for name in ("short_factor", "long_factor"):
+            named[f"{name}s"] = ",".join(map(repr, map(float, named.pop(name))))
+    floats = ("low_freq_factor", "high_freq_factor", "attention_factor", "beta_fast", "beta_slow")
+    for name in (*floats, "mscale", "mscale_all_dim"):
+        if name in named:
+            named[name] = float(named[name])
+    return dataclasses.replace(plain, **named)
+
+
+def _rope_to_hf(cfg: DecoderConfig, kind: Family) -> dict[str, Any]:
+    """Returns the members about rotary positions, in the form that transformers 4 and 5 read."""
+    rope = cfg.rope
+    members: dict[str, Any] = {"rope_theta": rope.theta, "rope_scaling": None}
+    if kind == "gemma3_text":
+        members["rope_local_base_freq"] = rope.local_theta or rope.theta
+    if kind == "phi3":
+        members["partial_rotary_factor"] = rope.partial
+    if not rope.is_scaled:
+        return members
+    scaling: dict[str, Any] = {"rope_type": rope.scaling, "factor": rope.factor}
+    if rope.scaling == "dynamic" and rope.original_positions != cfg.max_positions:
+        raise UserError(
+            f"model.rope.original_positions={rope.original_positions}: transformers takes "
+            f"model.max_positions={cfg.max_positions} for it with the scaling dynamic; make them "
+            "equal (--model.rope.original_positions)"
+        )
+    if rope.scaling in ("llama3", "yarn", "longrope"):
+        scaling[_ORIGINAL] = rope.original_positions
+    if rope.scaling == "llama3":
+        scaling |= {n: getattr(rope, n) for n in ("low_freq_factor", "high_freq_factor")}
+    if rope.scaling in ("yarn", "longrope"):
+        optional = {n: getattr(rope, n) for n in _SCALINGS[rope.scaling][1]}
+        scaling |= {n: value for n, value in optional.items() if value is not None}
+    if rope.scaling == "longrope":
+        short = factors_of("short_factors", rope.short_factors)
+        long = factors_of("long_factors", rope.long_factors) or short
+        scaling |= {"short_factor": short, "long_factor": long}
+        members[_ORIGINAL] = rope.original_positions
+    return members | {"rope_scaling": scaling}
 
 
 def _from_gpt2(config: Mapping[str, Any]) -> DecoderConfig:
@@ -984,28 +930,23 @@ def to_hf_config(cfg: DecoderConfig, dtype: str) -> dict[str, Any]:
             "layer_norm_epsilon": cfg.norm_eps,
             "activation_function": ACTIVATIONS[cfg.activation].hugging_face[0],
         }
-    rope: dict[str, Any] = {"rope_theta": cfg.rope.theta, "rope_scaling": None}
-    if cfg.rope.factor != 1.0:
-        rope["rope_scaling"] = {
-            "rope_type": "llama3",
-            "factor": cfg.rope.factor,
-            "low_freq_factor": cfg.rope.low_freq_factor,
-            "high_freq_factor": cfg.rope.high_freq_factor,
-            "original_max_position_embeddings": cfg.rope.original_positions,
-        }
+    rope = _rope_to_hf(cfg, kind)
     window: dict[str, Any] = {"sliding_window": cfg.window}
     if kind == "gpt_oss":
         if rope["rope_scaling"] is None:  # null would be the family's own scaling
             rope["rope_scaling"] = {"rope_type": "default", "rope_theta": cfg.rope.theta}
-        words = {"w": "sliding_attention", "f": "full_attention"}
+        words = {"w": SLIDING, "f": FULL}
         letters = cfg.letters or ("f" if cfg.window is None else "w") * cfg.layers
         window["layer_types"] = [words[letter] for letter in letters]
     if kind.startswith("qwen"):
         window |= {"use_sliding_window": cfg.window is not None, "max_window_layers": 0}
+        types = {"w": SLIDING, "f": FULL}
+        if cfg.layer_kinds:
+            window["layer_types"] = [types[letter] for letter in cfg.letters]
     return (
         common
         | rope
-        | (window if kind not in ("llama", "deepseek_v3") else {})
+        | (window if kind not in ("llama", "olmo2", "smollm3", "deepseek_v3") else {})
         | {
             "num_hidden_layers": cfg.layers,
             "hidden_size": cfg.width,
@@ -1015,11 +956,30 @@ def to_hf_config(cfg: DecoderConfig, dtype: str) -> dict[str, Any]:
             "intermediate_size": cfg.mlp,
             "rms_norm_eps": cfg.norm_eps,
             "max_position_embeddings": cfg.max_positions,
-            "hidden_act": ACTIVATIONS[cfg.activation].hugging_face[0],
+            **(
+                {"hidden_act": ACTIVATIONS[cfg.activation].hugging_face[0]}
+                if kind != "gemma3_text"
+                else {}
+            ),
             "attention_bias": kind == "gpt_oss",
         }
         | _moe_to_hf(kind, cfg)
+        | _later_to_hf(kind, cfg)
     )
+
+
+def _later_to_hf(kind: Family, cfg: DecoderConfig) -> dict[str, Any]:
+    """Returns the members that only Gemma 3 or SmolLM3 has."""
+    if kind == "smollm3":
+        return {"no_rope_layers": [int(letter != "n") for letter in cfg.letters]}
+    if kind != "gemma3_text":
+        return {}
+    scalar = cfg.query_scale or cfg.head_width
+    return {
+        "hidden_activation": ACTIVATIONS[cfg.activation].hugging_face[0],
+        "query_pre_attn_scalar": int(scalar) if scalar == int(scalar) else scalar,
+        "layer_types": [SLIDING if letter == "w" else FULL for letter in cfg.letters],
+    }
 
 
 def _moe_to_hf(kind: Family, cfg: DecoderConfig) -> dict[str, Any]:

@@ -228,7 +228,7 @@ class Tower(nnx.Module):
 
     def _tables(self, places_BP2: jax.Array) -> tuple[jax.Array, jax.Array]:
         """Returns (cos_BPK, sin_BPK): K / 2 angles of a patch's row, then K / 2 of its column."""
-        half = functools.partial(rotary, cfg=ROPE, head_width=self.cfg.head_width // 2)
+        half = functools.partial(rotary, cfg=ROPE, width=self.cfg.head_width // 2)
         pairs = zip(half(places_BP2[..., 0]), half(places_BP2[..., 1]), strict=True)
         cos, sin = (jnp.concatenate(tables, -1) for tables in pairs)
         return cos, sin

@@ -59,6 +59,11 @@ class VlmConfig(Checked, section="model"):
     def __post_init__(self):
         """Refuses a token beyond the vocabulary and sections that do not add up to a head."""
         super().__post_init__()
+        if self.decoder.rope.partial != 1.0 or self.decoder.rope.depends_on_length:
+            raise UserError(
+                "model.rope.partial and model.rope.scaling=longrope or dynamic are for models that "
+                "read text only; use 1 and another scaling (--model.rope.partial)"
+            )
         if self.decoder.pattern is not None:
             raise UserError(
                 f"model.pattern={self.decoder.pattern}: the layers of a vision-language model's "

@@ -19,7 +19,16 @@ import numpy as np
 from megajax.core.errors import UserError
 from megajax.layers.mlp import ACTIVATIONS, Activation
 from megajax.models import names
-from megajax.models.names import Rule, check_kinds, check_members, require, spelled, table
+from megajax.models.hf_members import (
+    INERT,
+    MOST,
+    check_kinds,
+    check_members,
+    require,
+    spelled,
+    table,
+)
+from megajax.models.names import Rule
 from megajax.models.vit import MEAN, ROPE, STD, VitConfig
 from megajax.models.vlm import VlmConfig
 
@@ -188,7 +197,7 @@ def _parts(config: Mapping[str, Any]) -> tuple[dict, dict, dict]:
     text = {name: outer.pop(name) for name in flat & outer.keys()}
     if nested:
         for name, value in text.items():  # transformers reads the inner one alone
-            if name not in names.INERT and nested.get(name, value) != value:
+            if name not in INERT and nested.get(name, value) != value:
                 raise UserError(
                     f"config.json: {name}={reprlib.repr(value):.40} and text_config.{name}="
                     f"{reprlib.repr(nested[name]):.40} are two words for one member; keep that of "
@@ -221,7 +230,7 @@ def _without_sections(text: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
         )
     sections = stated[0]
     is_list = isinstance(sections, list) and len(sections) == 3
-    if not is_list or not all(type(n) is int and 0 <= n <= names.MOST for n in sections):
+    if not is_list or not all(type(n) is int and 0 <= n <= MOST for n in sections):
         raise UserError(
             f"config.json: mrope_section is {reprlib.repr(sections):.60}, it must be three whole "
             "numbers"
@@ -267,10 +276,10 @@ def _pixels(processor: Mapping[str, Any]) -> dict[str, int]:
         "max_pixels": processor.get("max_pixels", size.get("longest_edge")),
     }
     for name, value in limits.items():
-        if value is not None and (type(value) is not int or not 1 <= value <= names.MOST):
+        if value is not None and (type(value) is not int or not 1 <= value <= MOST):
             raise UserError(
                 f"{PROCESSOR}: {name} is {reprlib.repr(value):.60}, it must be a whole number in "
-                f"[1, {names.MOST}]"
+                f"[1, {MOST}]"
             )
     return {name: value for name, value in limits.items() if value is not None}
 

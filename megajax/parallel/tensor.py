@@ -646,6 +646,7 @@ def local_ops(
         ),
         show=functools.partial(local_show, layout),
         vector=functools.partial(piece_of, layout),
+        over_heads=lambda sums: lax.psum(sums, TENSOR) if layout.live((TENSOR,)) else sums,
         vocab=VocabCut(layout.live(layout.rules.stored["vocab"])),
         expert=functools.partial(local_expert, layout, context=context, overlap=overlap),
         total=functools.partial(local_total, layout),

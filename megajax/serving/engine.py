@@ -343,8 +343,10 @@ class Engine:
             numerics, page_size, max_batch=max_batch, prefill_chunk=prefill_chunk, context=context
         )
         exact = numerics == "exact"
+        asked = min(context or cfg.max_positions, cfg.max_positions)
+        settled = cfg.at(asked) if isinstance(cfg, DecoderConfig) else cfg
         backend = backend or OneMesh(
-            cfg, mesh, zero, dtype, "xla" if exact else overlap, exact, max_batch
+            settled, mesh, zero, dtype, "xla" if exact else overlap, exact, max_batch
         )
         self.cfg, self.version, self.tokenizer, self._backend = cfg, 0, tokenizer, backend
         # What reads images; None: the model sees none.
@@ -355,7 +357,7 @@ class Engine:
         self._params: Tree | None = None if asleep else backend.place(params)
         self._outline = backend.outline(params) if asleep else None
         self._shapes = _shapes(params)
-        context = min(context or cfg.max_positions, cfg.max_positions)
+        context = asked
         width, replicas = -(-context // page_size), backend.replicas
         slots = -(-max_batch // replicas)  # of each replica
         pages = backend.default_pages(width * slots + 1, page_size) if pages is None else pages

@@ -444,6 +444,9 @@ class Config(JobConfig):
         """Returns the decoder with the next token as its target."""
         train = self.train
         parts = functools.partial(
-            decoder.parts, self.model, dtype=train.dtype, loss_chunks=max(train.loss_chunks, 1)
+            decoder.parts,
+            self.model.at(train.seq_len),
+            dtype=train.dtype,
+            loss_chunks=max(train.loss_chunks, 1),
         )
         return Task(parts, token_rows(train.seq_len), mean_loss(train.z_loss))

@@ -26,7 +26,8 @@ RANGES = {
         model.layers model.width model.heads model.kv_heads model.head_width model.mlp model.vocab
         model.vocab_multiple model.max_positions model.window model.rope.original_positions
         model.moe.top_k model.moe.width model.moe.groups model.moe.top_groups
-        model.rope.theta model.rope.factor
+        model.latent.query_rank model.latent.value model.moe.dense_width
+        model.rope.theta model.rope.local_theta model.rope.factor
         mesh.pipe mesh.node mesh.data mesh.expert mesh.context mesh.tensor
         pipeline.microbatches pipeline.chunks prune.stages prune.steps prune.tile prune.chunk
         emulate emulate_without_gpu minder.hang_s""",
@@ -37,16 +38,20 @@ RANGES = {
         prune.start data.prefetch data.hash_gib eval.every eval.batches
         eval.sample_tokens eval.temperature
         checkpoint.every checkpoint.keep checkpoint.memory_every_steps log.every log.gc_every
+        model.rope.mscale model.rope.mscale_all_dim model.latent.rank model.moe.dense_layers
         exchange.start_step exchange.check_every minder.evictions_per_day minder.pulse_every""",
+    (2, INF, True): "model.latent.rotary",
     (32, INF, True): "exchange.weight_group exchange.inside_group exchange.between_group",
     (10, 900, True): "minder.continuity_s",
     (0, SEED, True): "train.seed",
     (0, 255, True): "told_code",
+    (0.001, 1, True): "model.rope.partial",
     (0, 1, True): "optim.final optim.decay",
     (0, 0.99999, True): "optim.beta1 optim.beta2 optim.ema",
     (0, INF, False): """
         minder.clear_s minder.strict
-        model.rope.low_freq_factor model.rope.high_freq_factor model.moe.scale
+        model.rope.low_freq_factor model.rope.high_freq_factor model.moe.scale model.query_scale
+        model.rope.attention_factor model.rope.beta_fast model.rope.beta_slow
         model.moe.capacity_factor""",
     (1e-30, INF, True): "optim.eps model.norm_eps",
 }
@@ -127,7 +132,10 @@ def test_every_number_that_is_declared_has_a_bound(folder):
         (lambda: OptimConfig(lr=np.float32("inf")), "optim.lr=inf must be a finite number"),
         (lambda: OptimConfig(lr=False), "optim.lr=False must be a number (--optim.lr)"),
         (lambda: DecoderConfig(tied=1), "model.tied=1 must be of type bool (--model.tied)"),
-        (lambda: DecoderConfig(norm="RMS"), "must be one of rms, layer. Did you mean rms? (--mod"),
+        (
+            lambda: DecoderConfig(norm="RMS"),
+            "must be one of rms, layer, rms_plus_one. Did you mean rms? (--mod",
+        ),
         (lambda: DecoderConfig(norm=["rms"]), "model.norm=['rms'] must be one of rms, layer"),
         (lambda: DecoderConfig(rope=None), "model.rope=None must be of type RopeConfig"),
         (lambda: DecoderConfig(moe={"experts": 8}), "must be of type MoeConfig (--model.moe)"),

@@ -206,7 +206,8 @@ def test_decoders_without_their_head_have_no_prefix(name, tmp_path):
         ({"model_type": "mamba"}, "model_type 'mamba' is not one of"),
         ({"hidden_act": "gelu"}, "hidden_act=gelu is not supported, only silu"),
         ({"attention_bias": True}, "attention_bias=True is not supported"),
-        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type yarn is not supported"),
+        ({"rope_parameters": {"rope_type": "yarn"}}, "rope_type yarn lacks factor"),
+        ({"rope_parameters": {"rope_type": "mrope"}}, "rope_type mrope is not supported"),
         ({"intermediate_size": 96}, "has shape"),
         ({"num_hidden_layers": 3}, "has no tensor model.layers.2"),
         ({"num_hidden_layers": 1}, "tensors that this family does not know: model.layers.1"),
@@ -232,7 +233,7 @@ def test_missing_pieces_are_named(tmp_path):
         hf.load(tmp_path)
 
 
-def test_a_window_on_some_layers_is_refused(tmp_path):
+def test_a_window_on_some_layers_is_a_pattern(tmp_path):
     unpack("qwen2", tmp_path)
     edit(
         tmp_path,
@@ -240,8 +241,9 @@ def test_a_window_on_some_layers_is_refused(tmp_path):
         sliding_window=4,
         layer_types=["full_attention", "sliding_attention"],
     )
-    with pytest.raises(UserError, match="some layers only"):
-        hf.load(tmp_path)
+    cfg = hf.load_config(tmp_path)
+    assert (cfg.pattern, cfg.window) == ("fw", 4)
+    assert names.from_hf_config(names.to_hf_config(cfg, "float32")) == cfg
 
 
 @pytest.mark.parametrize(

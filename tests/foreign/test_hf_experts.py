@@ -106,7 +106,7 @@ def test_written_folders_are_read_again(folder, tmp_path):
         ("deepseek_v3", {"auto_map": {"AutoModel": "modeling_other.Model"}}, "auto_map names code"),
         ("deepseek_v3", {"kv_lora_rank": 0}, "kv_lora_rank is 0"),
         ("gpt_oss", {"swiglu_limit": 5.0}, "swiglu_limit=5.0 is not supported"),
-        ("gpt_oss", {"layer_types": ["full_attention"]}, "layer_types must be 2 of"),
+        ("gpt_oss", {"layer_types": ["full_attention"]}, "layer_types has 1 types for 2 layers"),
         ("gpt_oss", {"sliding_window": None}, "there is no window"),
         ("gpt_oss", {"attention_bias": False}, "attention_bias=False is not supported"),
     ],

@@ -185,6 +185,7 @@ def test_every_word_of_an_activation_has_code_and_its_formula():
         "silu": z / (1 + np.exp(-z)),
         "quick_gelu": z / (1 + np.exp(-1.702 * z)),
         "swiglu": z / (1 + np.exp(-z)) * up,
+        "geglu_tanh": 0.5 * z * (1 + tanh) * up,
         "swiglu_clamped": z / (1 + np.exp(-1.702 * z)) * (up + 1),
     }
     assert set(get_args(mlp.Activation)) == mlp.ACTIVATIONS.keys()

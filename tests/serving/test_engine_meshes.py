@@ -10,6 +10,7 @@ import pytest
 
 from megajax.core.errors import UserError
 from megajax.core.mesh import MeshSpec
+from megajax.layers.attention import RopeConfig
 from megajax.layers.latent import LatentConfig
 from megajax.models import decoder
 from megajax.models.decoder_config import PRESETS
@@ -70,8 +71,10 @@ def test_greedy_of_every_preset_at_a_small_size(name):
         small = LatentConfig(rank=16, query_rank=latent.query_rank and 24, rotary=4, value=8)
         full = dataclasses.replace(full, head_width=12, latent=small)
     head_width = 12 if latent.rank else 8
+    rope = full.rope if full.rope.scaling != "longrope" else RopeConfig(partial=full.rope.partial)
     cfg = dataclasses.replace(
-        full, layers=2, width=32, heads=2 * groups, kv_heads=2, head_width=head_width, mlp=64,
+        full, rope=rope, layers=2, width=32,
+        heads=2 * groups, kv_heads=2, head_width=head_width, mlp=64,
         vocab=61, vocab_multiple=16, max_positions=64, moe=moe, window=full.window and 9,
     )  # fmt: skip
     check_greedy(cfg, 8, 24, 48, **SMALL, **POOL)
