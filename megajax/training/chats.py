@@ -182,7 +182,7 @@ def model_of(init_from: str) -> Any:
 
 
 def chat() -> ChatsConfig:
-    """A decoder of 0.5 M parameters learns the form of the answers of a made set."""
+    """A decoder of 0.9 M parameters learns the form of the answers of a made set."""
     model = dataclasses.replace(MODELS["nano"](), vocab=512)
     return ChatsConfig(
         model=model,
