@@ -143,6 +143,11 @@ class ChatsConfig(Config):
                 f"mesh.context={sizes['context']}: objective={self.objective} adds up the tokens "
                 "of an answer, which pipeline stages do on whole rows; use 1 (--mesh.context)"
             )
+        if self.objective == "reward" and self.lora.rank:
+            raise UserError(
+                f"lora.rank={self.lora.rank}: objective=reward trains a head, which adapters leave "
+                "as it is; nearest: 0 (--lora.rank)"
+            )
 
     def given_model(self) -> Any:
         """Returns the configuration of the model of `init_from`."""

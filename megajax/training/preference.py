@@ -38,7 +38,7 @@ from megajax.data.loader import finite_batches
 from megajax.data.pack import IGNORED, mix, parse, permute
 from megajax.data.tokenizer import Tokenizer
 from megajax.layers.losses import LossSums
-from megajax.models import decoder, heads
+from megajax.models import decoder, heads, lora
 from megajax.models.decoder_config import DecoderConfig
 from megajax.models.parts import Batch
 from megajax.monitor.console import Console, quantity
@@ -421,7 +421,8 @@ class PreferenceReading:
                     "or give another --run_dir"
                 )
             self._console.say(f"computing the log probabilities of {count:,} pairs")
-            params, model = train_step.storage.natural(state.params), self._cfg.model
+            params = lora.strip(train_step.storage.natural(state.params))
+            model = self._cfg.model
             mesh, dtype = train_step.layout.mesh, self._cfg.train.dtype
             reference = np.concatenate(
                 [
