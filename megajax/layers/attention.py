@@ -327,6 +327,14 @@ def table_factor(cfg: RopeConfig) -> float:
     return 0.1 * grown + 1
 
 
+def logit_factor(cfg: RopeConfig) -> float:
+    """Returns the factor of latent attention's logits (DeepSeek-V3's modeling code): yarn's
+    mscale_all_dim makes them larger, as its attention factor makes queries and keys elsewhere."""
+    if not (cfg.is_scaled and cfg.scaling == "yarn" and cfg.mscale_all_dim):
+        return 1.0
+    return (0.1 * cfg.mscale_all_dim * math.log(cfg.factor) + 1) ** 2
+
+
 def rotary(
     positions_BS: jax.Array, cfg: RopeConfig, width: int, length: int | None = None
 ) -> tuple[jax.Array, jax.Array]:

@@ -14,7 +14,7 @@ from megajax.core.errors import UserError, nearest_divisors
 from megajax.core.tree import Tree
 from megajax.cost.base import Latent, Op, Phase, Routed, Stack, Workload, lookup
 from megajax.cost.kernels import Matmul
-from megajax.layers.attention import AttentionConfig, Kind, RopeConfig
+from megajax.layers.attention import AttentionConfig, Kind, RopeConfig, logit_factor
 from megajax.layers.latent import LatentConfig, LatentShape
 from megajax.layers.mlp import ACTIVATIONS, Activation, MlpConfig
 from megajax.layers.moe import MoeConfig
@@ -278,7 +278,13 @@ class DecoderConfig(Checked, section="model"):
     def latent_attention(self) -> LatentShape:
         """The shape of a layer of latent attention."""
         return LatentShape(
-            self.width, self.heads, self.head_width, self.latent, self.window, self._out_std
+            self.width,
+            self.heads,
+            self.head_width,
+            self.latent,
+            self.window,
+            self._out_std,
+            logit_factor(self.rope),
         )
 
     @property
@@ -495,7 +501,33 @@ def _deepseek(**changes) -> DecoderConfig:
             dense_width=18432,
         ),
     )
+    values["rope"] = RopeConfig(
+        factor=40.0, scaling="yarn", original_positions=4096, mscale=1.0, mscale_all_dim=1.0
+    )
     return DecoderConfig(**(values | changes))
+
+
+def _gpt_oss(layers: int, experts: int) -> DecoderConfig:
+    """GPT-OSS (model card, arXiv 2508.10925 section 2; sizes of its config.json)."""
+    return DecoderConfig(
+        layers=layers,
+        width=2880,
+        heads=64,
+        kv_heads=8,
+        head_width=64,
+        vocab=201088,
+        norm_eps=1e-5,
+        activation="swiglu_clamped",
+        bias="all",
+        sinks=True,
+        window=128,
+        pattern="wf",
+        tied=False,
+        rope=RopeConfig(
+            theta=150000.0, factor=32.0, scaling="yarn", original_positions=4096, truncate=False
+        ),
+        moe=MoeConfig(experts=experts, top_k=4, width=2880),
+    )
 
 
 def _moonlight() -> DecoderConfig:
@@ -653,6 +685,9 @@ PRESETS: dict[str, Callable[[], DecoderConfig]] = {
         48, 2048, 32, 4, 6144, qk_norm=True, moe=MoeConfig(experts=128, top_k=8, width=768)
     ),
     "moonlight_16b_a3b": _moonlight,
+    "deepseek_v3": _deepseek,
+    "gpt_oss_20b": lambda: _gpt_oss(24, 32),
+    "gpt_oss_120b": lambda: _gpt_oss(36, 128),
     "gemma3_270m": lambda: _gemma3(18, 640, 4, 1, 2048),
     "gemma3_1b": lambda: _gemma3(26, 1152, 4, 1, 6912),
     "gemma3_4b": lambda: _gemma3(

@@ -822,11 +822,6 @@ def _rope(config: Mapping[str, Any]) -> RopeConfig:
     if _ORIGINAL in needed:
         settings.setdefault(_ORIGINAL, longest)
         settings |= {_ORIGINAL: config[_ORIGINAL]} if _ORIGINAL in config else {}
-    if family_of == "deepseek_v3" and settings.get("mscale_all_dim"):
-        raise UserError(
-            "config.json: mscale_all_dim is not supported for deepseek_v3, whose logits it scales; "
-            "only 0"
-        )
     if lacking := [n for n in needed if n not in settings]:
         raise UserError(f"config.json: rope_type {kind} lacks {', '.join(lacking)}")
     used = {"rope_theta", "rope_type", "type", "partial_rotary_factor", *needed, *optional}

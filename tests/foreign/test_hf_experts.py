@@ -58,10 +58,29 @@ def test_logits_gradients_and_the_answer(folder):
     np.testing.assert_allclose(logits, golden["logits"], atol=2e-4)
     check_gradients(cfg, gradients, golden)
 
+    check_answer(cfg, params, tokens, golden["answer"])
+
+
+def check_answer(cfg, params, tokens, answer):
     engine = Engine(cfg, params, dtype="float32", page_size=4, max_batch=1, context=32)
-    sampling = SamplingParams(max_tokens=len(golden["answer"]), temperature=0)
+    sampling = SamplingParams(max_tokens=len(answer), temperature=0)
     engine.submit(tokens[0, :PROMPT].tolist(), sampling)
-    assert [t for out in engine.run() for t in out.tokens] == golden["answer"].tolist()
+    assert [t for out in engine.run() for t in out.tokens] == answer.tolist()
+
+
+def test_yarn(folder, tmp_path):
+    """Tables of both families, and the factor of DeepSeek-V3's logits; also once written again."""
+    golden, path = folder
+    write(path, golden | {"config": golden["yarn_config"]}, "tensor:")
+    cfg, params = hf.load(path)
+    tokens = jnp.asarray(golden["tokens"])
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    logits = decoder.parts(cfg).logits(params, {"tokens": tokens, "positions": positions})
+    assert np.abs(golden["yarn_logits"] - golden["logits"]).max() > 1
+    np.testing.assert_allclose(logits[..., : cfg.vocab], golden["yarn_logits"], atol=2e-4)
+    check_answer(cfg, params, golden["tokens"], golden["yarn_answer"])
+    hf.save(params, cfg, tmp_path / "written")
+    assert hf.load_config(tmp_path / "written") == cfg
 
 
 def path_family(golden):

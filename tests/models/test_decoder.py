@@ -112,7 +112,8 @@ def test_words_name_every_dimension():
     [("gpt2", 124.4), ("gpt2_medium", 354.8), ("gpt2_large", 774.0), ("gpt2_xl", 1557.6),
      ("llama3_1b", 1235.8), ("llama3_8b", 8030.3), ("llama3_70b", 70553.7),
      ("qwen2_0p5b", 494.0), ("qwen2_7b", 7615.6), ("qwen3_0p6b", 596.0), ("qwen3_8b", 8190.7),
-     ("moonlight_16b_a3b", 15960.1),
+     ("moonlight_16b_a3b", 15960.1), ("deepseek_v3", 671026.4),
+     ("gpt_oss_20b", 20914.8), ("gpt_oss_120b", 116829.2),
      ("gemma3_270m", 268.1), ("gemma3_1b", 999.9), ("gemma3_4b", 3880.3), ("olmo2_1b", 1484.9),
      ("olmo2_7b", 7298.6), ("smollm3_3b", 3075.1), ("phi4_14b", 14659.5), ("phi4_mini", 3836.0)],
 )  # fmt: skip
