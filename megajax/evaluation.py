@@ -425,12 +425,19 @@ def is_text(value: Any) -> bool:
 
 
 def check_row(row: Any, name: str, kind: str = "") -> str:
-    """Returns the kind of a row: 'choices' or 'target'. kind: which it must be; "": either.
+    """Returns the kind of a row: 'choices', 'target' or 'label'. kind: which it must be; "": any.
 
     Raises: UserError that begins with its name for what is no row.
     """
     if not isinstance(row, Mapping):
         raise UserError(f"{name} must be an object with the members prompt and {kind or 'choices'}")
+    if kind == "label" or (not kind and "prompt" not in row and "label" in row):
+        for member in ("text", "label"):
+            if not is_text(row.get(member)) or not row[member]:
+                raise UserError(
+                    f"{name}: {member}={row.get(member)!r:.80} must be a text, not empty"
+                )
+        return "label"
     if not is_text(row.get("prompt")):
         raise UserError(f"{name}: prompt={row.get('prompt')!r:.80} must be a text")
     has = [member for member in ("choices", "target") if row.get(member) is not None]
@@ -458,8 +465,8 @@ def check_row(row: Any, name: str, kind: str = "") -> str:
 
 
 def read_task(path: str | Path, flag: str = "tasks") -> tuple[str, list[dict[str, Any]]]:
-    """Returns (the kind of its rows: 'choices' or 'target', the rows) of a file with a JSON object
-    a line; empty lines are left out.
+    """Returns (the kind of its rows: 'choices', 'target' or 'label', the rows) of a file with a
+    JSON object a line; empty lines are left out.
 
     flag: which named the file. Raises: UserError with the number of a line that is wrong.
     """

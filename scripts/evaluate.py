@@ -1,13 +1,14 @@
-"""Evaluates a language model: perplexity of texts, multiple choice, exact match.
+"""Evaluates a language model: perplexity, multiple choice, exact match; or a classifier of texts.
 
 uv run scripts/evaluate.py --run_dir=RUN --texts=TEXT/
 uv run scripts/evaluate.py --hf=FOLDER --tasks=TASK.jsonl --few_shot=5 --out=results.json
 uv run scripts/evaluate.py --gguf=FILE --tasks=A.jsonl,B.jsonl
+uv run scripts/evaluate.py --run_dir=CLASSIFIER --tasks=LABELLED.jsonl
 
 A line of a task is {"prompt": ..., "choices": [...], "answer": index} or {"prompt": ...,
-"target": ...}. The metrics are those of lm-evaluation-harness (megajax/evaluation.py,
-docs/evaluation.md). A file of --out is written after each task; the same command reads it again and
-skips the tasks that are in it.
+"target": ...}; for an encoder that learned labels it is {"text": ..., "label": ...}. The metrics
+are those of lm-evaluation-harness (megajax/evaluation.py, docs/evaluation.md). A file of --out is
+written after each task; the same command reads it again and skips the tasks that are in it.
 Exit code 2: a flag or a line of a file is wrong.
 """
 
@@ -33,6 +34,7 @@ from megajax.core.errors import UserError
 from megajax.data.config import DataConfig
 from megajax.data.documents import is_held_out
 from megajax.data.source import open_source
+from megajax.systems.encoder import OpenEncoder, open_encoder
 from megajax.systems.open_model import open_model
 
 PART = 64  # (chosen) rows between two lines of progress
@@ -106,6 +108,14 @@ def main() -> int:
     if cfg.texts is None and cfg.tasks is None:
         raise UserError("there is nothing to evaluate: give texts or tasks (--texts, --tasks)")
     tasks = [(name, *read(cfg, name)) for name in listed(cfg.tasks, "tasks")]
+    encoder = open_encoder(run_dir=cfg.run_dir, hf=cfg.hf, step=cfg.step, tokenizer=cfg.tokenizer)
+    if encoder is not None:
+        return classify(cfg, encoder, tasks)
+    if labelled := [name for name, kind, _ in tasks if kind == "label"]:
+        raise UserError(
+            f"{labelled[0]} has texts with labels, which an encoder that learned labels predicts; "
+            "a decoder needs rows with a prompt (--tasks)"
+        )
     sources = [(name, texts_of(cfg, name)) for name in listed(cfg.texts, "texts")]
     opened = open_model(
         run_dir=cfg.run_dir, hf=cfg.hf, gguf=cfg.gguf, step=cfg.step, tokenizer=cfg.tokenizer
@@ -146,6 +156,10 @@ def listed(names: str | None, flag: str) -> list[str]:
 def read(cfg: Config, name: str) -> tuple[str, list[dict[str, Any]]]:
     """Returns (the kind of a task's rows, its first rows with their examples)."""
     kind, rows = evaluation.read_task(name)
+    if kind == "label":
+        if cfg.few_shot:
+            raise UserError(f"{name} has texts with labels, which take no examples (--few_shot=0)")
+        return kind, rows[: cfg.limit]
     try:
         return kind, evaluation.few_shot(rows, cfg.few_shot, cfg.seed)[: cfg.limit]
     except UserError as error:
@@ -204,6 +218,50 @@ def exact(cfg: Config, llm: LLM, name: str, rows: list[dict[str, Any]]) -> list[
         name, rows, lambda part: evaluation.matched(llm.engine, part, max_tokens=cfg.new_tokens)
     )
     return [metric("exact_match", *evaluation.mean(right), len(rows))]
+
+
+def classify(
+    cfg: Config, opened: OpenEncoder, tasks: list[tuple[str, str, list[dict[str, Any]]]]
+) -> int:
+    """Prints the accuracy of a classifier, and the precision and recall of each class."""
+    if not opened.labels:
+        raise UserError(f"{opened.name} makes vectors, no labels; there is nothing to evaluate")
+    for name, kind, rows in tasks:
+        unknown = [row["label"] for row in rows if row.get("label") not in opened.labels]
+        if kind != "label" or unknown:
+            has = f"the label {unknown[0]!r:.80}" if kind == "label" else f"rows with {kind}"
+            raise UserError(
+                f"{name} has {has}; {opened.name} needs rows with a text and one of its "
+                f"{len(opened.labels)} labels: {', '.join(opened.labels):.300} (--tasks)"
+            )
+    if cfg.texts is not None:
+        raise UserError(f"texts={cfg.texts}: {opened.name} is a classifier of texts (--texts)")
+    results = Results(cfg)
+    mesh_.start(cfg.emulate)
+    mesh_.cache_programs(cfg.cache_dir)
+    encoder = opened.load()
+    for name, _, rows in tasks:
+        if not results.have(name, rows):
+            chances = in_parts(
+                name, rows, lambda part: [*encoder([encoder.row(r["text"])[0] for r in part])]
+            )
+            answers = [opened.labels[int(each.argmax())] for each in chances]
+            results.add(name, of_classes(opened.labels, [r["label"] for r in rows], answers))
+    print(table(results.rows))
+    return 0
+
+
+def of_classes(labels: Sequence[str], truth: Sequence[str], answers: Sequence[str]) -> list[Result]:
+    """Returns the accuracy, and the precision and recall of each class that occurs. A precision
+    without an answer of that class, and a recall without a row of it, are not listed."""
+    right = [a == t for a, t in zip(answers, truth, strict=True)]
+    rows = [metric("acc", *evaluation.mean(right), len(right))]
+    for label in labels:
+        for word, chosen in (("precision", answers), ("recall", truth)):
+            hits = [r for r, c in zip(right, chosen, strict=True) if c == label]
+            if hits:
+                rows.append(metric(f"{word} {label}", *evaluation.mean(hits), len(hits)))
+    return rows
 
 
 def metric(label: str, value: float, error: float, n: int) -> Result:

@@ -7,6 +7,7 @@ import pytest
 
 from tests import forks, task_files
 from tests import gguf_writer as w
+from tests.systems import test_encoder_server
 
 
 @pytest.fixture
@@ -47,6 +48,36 @@ def test_a_wrong_line_is_refused_before_the_model_is_read(place):
     (place / "a.jsonl").write_text('\n{"prompt": "a", "choices": ["b", "c"], "answer": 2}\n')
     done = forks.run("scripts/evaluate.py", "--gguf=none", f"--tasks={place / 'a.jsonl'}")
     assert done.returncode == 2 and "a.jsonl, line 2: answer=2 must be" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.process
+def test_a_classifier_is_judged_on_labelled_texts(tmp_path):
+    folder, file = test_encoder_server.save(tmp_path / "model"), tmp_path / "set.jsonl"
+    truth = ["good", "bad", "good", "fair"]
+    rows = [{"text": f"text {i}", "label": label} for i, label in enumerate(truth)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = f"--hf={folder}", f"--tasks={file}", f"--cache_dir={tmp_path}"
+    done = forks.run("scripts/evaluate.py", *flags, f"--out={tmp_path / 'out.json'}")
+    assert done.returncode == 0, done.stderr
+    encoder = test_encoder_server.open_encoder(hf=str(folder)).load()
+    chances = encoder([encoder.row(row["text"])[0] for row in rows])
+    answers = [encoder.labels[i] for i in chances.argmax(-1)]
+    results = json.loads((tmp_path / "out.json").read_text())["results"]
+    values = {row["metric"]: (row["value"], row["n"]) for row in results}
+    right = [a == t for a, t in zip(answers, truth, strict=True)]
+    expected = {"acc": (sum(right) / 4, 4)}
+    for label in encoder.labels:
+        if n := truth.count(label):
+            both = sum(a == t == label for a, t in zip(answers, truth, strict=True))
+            expected[f"recall {label}"] = both / n, n
+        if n := answers.count(label):
+            both = sum(a == t == label for a, t in zip(answers, truth, strict=True))
+            expected[f"precision {label}"] = both / n, n
+    assert values == expected
+    file.write_text('{"text": "x", "label": "superb"}\n')
+    done = forks.run("scripts/evaluate.py", *flags)
+    assert done.returncode == 2 and "one of its 3 labels: bad, fair, good" in done.stderr
 
 
 def test_generated_tasks_have_their_answers():
