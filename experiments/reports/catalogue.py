@@ -49,7 +49,7 @@ ENTRIES = {
         ("experiments/hybridflow.py --preset=tiny --run_dir={out}/hybridflow --cache_dir={cache}",),
     ),
     "butterfly": Entry(
-        "Butterfly detector, arXiv 2018",
+        "Butterfly detector, arXiv 1803.06626",
         "a detector learns drawn butterflies, and is judged",
         (
             "experiments/butterfly.py train --preset=tiny --run_dir={out}/butterfly "
