@@ -43,7 +43,7 @@ VERBS = {
 # What trains or computes in one job of several processes.
 IN_PROCESSES = ("train", "finetune", "generate")
 # What imports for seconds before it prints; on a terminal, a line says meanwhile what has begun.
-SLOW = ("train", "finetune", "generate", "evaluate", "serve", "plan", "hf", "quantize")
+SLOW = ("train", "finetune", "generate", "chat", "evaluate", "serve", "plan", "hf", "quantize")
 HELP = ("help", "--help", "-h", "-help", "--helpfull", "-?")
 
 
