@@ -964,11 +964,15 @@ def to_hf_config(cfg: DecoderConfig, dtype: str) -> dict[str, Any]:
 
 
 def _later_to_hf(kind: Family, cfg: DecoderConfig) -> dict[str, Any]:
-    """Returns the members that only Gemma 3 or SmolLM3 has."""
+    """Returns the members that only Gemma 3, SmolLM3 or Phi-3 has."""
+    members: dict[str, Any] = {}
+    default = table()["families"][kind]["members"].get("pad_token_id", {}).get("default")
+    if kind in ("smollm3", "phi3") and default >= cfg.vocab:  # transformers refuses such an id
+        members["pad_token_id"] = None
     if kind == "smollm3":
-        return {"no_rope_layers": [int(letter != "n") for letter in cfg.letters]}
+        members["no_rope_layers"] = [int(letter != "n") for letter in cfg.letters]
     if kind != "gemma3_text":
-        return {}
+        return members
     scalar = cfg.query_scale or cfg.head_width
     return {
         "hidden_activation": ACTIVATIONS[cfg.activation].hugging_face[0],
