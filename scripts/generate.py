@@ -23,6 +23,7 @@ from megajax.core import mesh as mesh_
 from megajax.core.axes import ZERO_AXES
 from megajax.core.config import Checked, group, option, other_than
 from megajax.core.errors import UserError
+from megajax.core.files import expand
 from megajax.data.tokenizer import prompt_ids
 from megajax.parallel import sharding
 from megajax.parallel.overlap import Overlap, refuse_fused
@@ -33,6 +34,7 @@ from megajax.serving.params import Sampling
 from megajax.systems.open_model import OpenModel, open_model
 
 PAGE = 16  # tokens
+ADAPTER = "adapter"  # its name in the engine
 MOST = 64  # (chosen) samples that are continued at a time
 
 
@@ -54,6 +56,7 @@ class Config(Checked):
         "multiply the matrices of a pruned run as packed tiles",
         needs=other_than("run_dir", None),
     )
+    adapter: str | None = option(None, "PEFT folder of an adapter for the model; none: no adapter")
     tokenizer: str | None = option(None, "bytes or a tokenizer.json; none: the model's own")
     prompt: str = option("def ", "text to continue")
     parse_special: bool = option(
@@ -133,6 +136,7 @@ def sample(cfg: Config, opened: OpenModel, mesh: Mesh) -> list[str]:
         dtype=cfg.dtype,
         zero=None if zero == "none" else zero,
         overlap=cfg.overlap,
+        **({"adapters": {ADAPTER: expand(cfg.adapter, "adapter")}} if cfg.adapter else {}),
     )
     print(what)
     asked = SamplingParams(
@@ -142,7 +146,7 @@ def sample(cfg: Config, opened: OpenModel, mesh: Mesh) -> list[str]:
         **{f.name: getattr(cfg.sampling, f.name) for f in dataclasses.fields(cfg.sampling)},
     )
     try:
-        engine.submit(prompt, asked)
+        engine.submit(prompt, asked, adapter=ADAPTER if cfg.adapter else None)
     except UserError as error:
         raise UserError(f"{error} (--prompt, --new_tokens)") from None
     answers: list[list[int]] = [[] for _ in range(cfg.samples)]

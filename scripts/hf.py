@@ -28,7 +28,7 @@ from megajax.core.tree import count
 from megajax.data.config import DataConfig
 from megajax.data.labelled import shown
 from megajax.data.tokenizer import check_vocabulary, need_tokenizer
-from megajax.foreign import companions, gguf, hf
+from megajax.foreign import companions, gguf, hf, peft
 from megajax.parallel import sharding
 from megajax.training.finetune import load_run
 from megajax.training.presets import finetune
@@ -44,6 +44,12 @@ class Config(Checked):
     )
     dtype: Literal["float32", "bfloat16", "float16"] = option(
         "float32", "data type of the tensors", verbs=("export",)
+    )
+    adapters: Literal["merged", "peft"] = option(
+        "merged",
+        "form of a run with --lora.rank; merged: its weights with the adapters added; peft: "
+        "adapter_config.json and adapter_model.safetensors alone, for PEFT",
+        verbs=("export",),
     )
     tokenizer: str | None = option(
         None,
@@ -97,8 +103,19 @@ def export_run(cfg: Config, run_dir: str, target: str) -> None:
     layout = sharding.layout(cfg.mesh.build(), model=run.model)
     key = cfg.key_file or run.checkpoint.key_file
     params, step = load_params(
-        expand(run_dir), run.model, layout, cfg.step, run.checkpoint.dir, key
+        expand(run_dir),
+        run.model,
+        layout,
+        cfg.step,
+        run.checkpoint.dir,
+        key,
+        run.lora,
+        merged=cfg.adapters == "merged",
     )
+    if cfg.adapters == "peft":
+        peft.save(params, run.lora, target, run.init_from)
+        print(f"the adapters of step {step} of {run_dir} are in {target}, as PEFT reads them")
+        return
     words = companions.find_tokenizer(cfg.tokenizer or saved_tokenizer(run_dir))
     check_vocabulary(words, run.model.vocab)
     licences = companions.licences([run_dir, run.init_from])

@@ -9,8 +9,10 @@ from megajax.checkpoint.trust import DamagedError
 from megajax.core.errors import UserError
 from megajax.core.layout import Layout
 from megajax.core.tree import Tree
+from megajax.models import lora
 from megajax.models.decoder_config import DecoderConfig
 from megajax.models.encoder_config import EncoderConfig
+from megajax.models.lora import LoraConfig
 from megajax.models.networks import network_of
 from megajax.models.parts import map_words
 from megajax.models.vlm import VlmConfig
@@ -23,19 +25,28 @@ def load_params(
     step: int | None = None,
     checkpoints: str | None = None,
     key_file: str | None = None,
+    adapters: LoraConfig = LoraConfig(),
+    merged: bool = True,
 ) -> tuple[Tree, int]:
     """Returns (parameters as the layout stores them, their step). Raises: UserError if none.
 
     checkpoints: where they are, when not in the run's folder. key_file: that signs what counts.
+    adapters: of the run. merged: whether they are merged into the weights; otherwise the parameters
+      have them beside.
     """
     manager = CheckpointManager(
         checkpoints or Path(folder) / "checkpoints", keep=0, key_file=key_file
     )
     parts = network_of(cfg).parts(cfg)
+    if adapters.rank:
+        with jax.set_mesh(layout.mesh):  # which decides the pieces of packed matrices
+            parts = lora.adapt_parts(parts, adapters, layout)
 
     def like(words: tuple, x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         named = layout.named(layout.stored(*words))
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=named)
+        return jax.tree.map(  # of a packed weight, all of its arrays
+            lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=named), x
+        )
 
     abstract = {"params": map_words(like, parts.axes, parts.abstract)}
     while True:
@@ -43,7 +54,8 @@ def load_params(
         if chosen is None:
             raise UserError(f"{folder} has no checkpoint yet (--run_dir)")
         try:
-            return manager.restore(chosen, like=abstract, partial=True)["params"], chosen
+            params = manager.restore(chosen, like=abstract, partial=True)["params"]
+            return lora.merge(params) if adapters.rank and merged else params, chosen
         except DamagedError:
             if step is not None or chosen in manager.steps():
                 raise  # else a run that goes on removed it, and has a newer one

@@ -20,7 +20,7 @@ from flax import nnx
 
 from megajax.core.errors import UserError
 from megajax.core.layout import Words
-from megajax.core.packed import LayerRuns, PackedWeight, slice_layers, split_runs
+from megajax.core.packed import LayerRuns, LowRank, PackedWeight, slice_layers, split_runs
 from megajax.core.tree import Tree, is_words, named_leaves
 from megajax.layers.attention import Context
 from megajax.layers.losses import LossSums, MoeSums
@@ -546,7 +546,8 @@ def check_params(params: Tree, parts: ModelParts, who: str) -> None:
                 )
             del leaves[stack]
             expected = {n: x for n, x in expected.items() if not n.startswith(f"{stack}.")}
-    for n, x in named_leaves(leaves, lambda x: isinstance(x, PackedWeight)):
+    for n, x in named_leaves(leaves, lambda x: isinstance(x, PackedWeight | LowRank)):
+        x = x.base if isinstance(x, LowRank) else x
         like = expected.pop(n, None)
         if like is None:
             raise UserError(f"{who}: the configuration's model has no parameter {n}")

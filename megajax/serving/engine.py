@@ -11,8 +11,9 @@ beside decoding (Sarathi-Serve, arXiv 2403.02310). Names are vLLM's.
 import collections
 import dataclasses
 import itertools
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import jax
@@ -27,6 +28,7 @@ from megajax.models.vlm import VlmConfig
 from megajax.parallel.overlap import Overlap
 from megajax.parallel.sharding import Zero
 from megajax.serving import draw
+from megajax.serving.adapters import Adapters
 from megajax.serving.constraint import Constraints, Matcher
 from megajax.serving.draw import NO_TOKEN, Drawn, Rules
 from megajax.serving.images import ROOM, Images, Picture, Sight, pictures
@@ -319,6 +321,7 @@ class Engine:
         context: int | None = None,
         backend: Backend | None = None,
         image_cache: int = ROOM,
+        adapters: Mapping[str, Tree | str | Path] | None = None,
     ):
         """Places the weights and the pages.
 
@@ -337,6 +340,8 @@ class Engine:
           sequence; None: the model's positions. backend: what runs the steps, in the place of mesh,
           dtype, zero and overlap; its `place` then takes `params`. image_cache: bytes of images'
           features, of a model that sees, that are held on the host for later requests.
+          adapters: {name: parameters with adapters, or a PEFT folder}, of which a request may name
+          one (`submit`); what lies under them is `params` for all.
         Raises: UserError for values that cannot be, or a mesh that cannot cut the model.
         """
         check_options(
@@ -351,6 +356,11 @@ class Engine:
         self.cfg, self.version, self.tokenizer, self._backend = cfg, 0, tokenizer, backend
         # What reads images; None: the model sees none.
         self.tower = backend.tower(image_cache) if isinstance(backend, OneMesh) else None
+        axes = backend.axes if isinstance(backend, OneMesh) else {}
+        if adapters and not axes:
+            raise UserError("adapters need the default backend (adapters, backend)")
+        self.adapters = Adapters(adapters or {}, params, axes)
+        params = self.adapters.over(params)
         asleep = any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(params))
         if asleep and not backend.cpu:
             raise UserError("on a GPU the room for pages is what the weights leave: give weights")
@@ -379,6 +389,7 @@ class Engine:
             pool=(pages, page_size, width),
             exact=exact,
             steps=steps,
+            **({"adapters": len(adapters)} if adapters else {}),
         )
         self._seed, self._ids = seed, itertools.count()
         self._answers: dict[Running, Answer] = {}
@@ -420,6 +431,7 @@ class Engine:
         *,
         id: int | None = None,
         images: Sequence[np.ndarray | Picture] | None = None,
+        adapter: str | None = None,
     ) -> int:
         """Takes a request, which waits until a step has room for it.
 
@@ -428,6 +440,7 @@ class Engine:
           engine's seed and this number.
         images: uint8 (H, W, 3) each, in the order of their placeholders, or what `see` returned;
           None: there are none. The answers have no placeholder, whatever its logit.
+        adapter: name of one of the engine's; None: the base answers.
         Returns: its id, which its outputs carry.
         Raises: UserError, with the reason, for what can never run.
         """
@@ -447,6 +460,7 @@ class Engine:
                 f"stop={list(params.stop)} needs a tokenizer: give the engine one, or "
                 "stop_token_ids (tokenizer)"
             )
+        number = self.adapters.number(adapter)
         matcher = self._matcher(params)
         request = next(self._ids) if id is None else id
         sequences = self.scheduler.add(
@@ -457,6 +471,7 @@ class Engine:
             priority=params.priority,
             anew=scored,
             images=() if shown is None else shown.shown,
+            **({"adapter": number} if number else {}),
         )
         scores: list | None = [None] * len(prompt) if scored else None
         try:
@@ -542,6 +557,7 @@ class Engine:
         version: of the tokens drawn from now on.
         Raises: UserError for another model's parameters.
         """
+        params = self.adapters.over(params)
         if _shapes(params) != self._shapes:
             raise UserError("load: these parameters are not of the engine's model (params)")
         self._params = self._backend.place(params)
@@ -668,7 +684,7 @@ class Engine:
                 self.programs.set_changes(slot, *changes)
             ids = sequence.tokens[start : start + count] if before is None else [0]
             following = self._answers[sequence].unscored(start, count)
-            segments.append(Segment(slot, ids, start, draws, following, sight))
+            segments.append(Segment(slot, ids, start, draws, following, sight, sequence.adapter))
             pieces.append(piece)
         if len(pieces) < len(plan.pieces):
             plan = plan._replace(pieces=tuple(pieces))

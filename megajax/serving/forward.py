@@ -34,6 +34,7 @@ from megajax.models.parts import map_words, scan_layers
 from megajax.models.vlm import VlmConfig
 from megajax.parallel import exchange, sharding, tensor
 from megajax.parallel.overlap import Overlap
+from megajax.serving.adapters import choose
 from pallas_kernels import paged_attention
 
 # ---- paged
@@ -63,6 +64,8 @@ class Tokens:
     Of a model that sees images, else None: rotary_T3: the rotary position (time, row, column) of
     each token. features_TD: in the compute type, what enters the residual stream for the tokens
     where shows_T is 1, which show images; None: no token does.
+    Of an engine with adapters, else None: adapter_T: number of each token's, 0: none
+    (serving/adapters.py). adapters: how many the engine has.
     """
 
     ids_T: Any
@@ -74,6 +77,8 @@ class Tokens:
     rotary_T3: Any = None
     shows_T: Any = None
     features_TD: Any = None
+    adapter_T: Any = None
+    adapters: int = dataclasses.field(default=0, metadata={"static": True})
 
 
 @jax.tree_util.register_dataclass
@@ -165,12 +170,14 @@ def copy(pages: Pages, pool: int, source_N: Array, target_N: Array) -> Pages:
     )
 
 
-def tokens_like(T: int, B: int, M: int, sees: bool = False) -> Tokens:
+def tokens_like(T: int, B: int, M: int, sees: bool = False, adapters: int = 0) -> Tokens:
     """Returns Tokens of zeros in NumPy: no segment, ready to be filled in.
 
-    sees: of a model that sees images; features_TD is None even so."""
+    sees: of a model that sees images; features_TD is None even so. adapters: of the engine."""
     t, b = np.zeros(T, np.int32), np.zeros(B, np.int32)
     tokens = Tokens(t, t.copy(), np.zeros((B, M), np.int32), b, b.copy(), b.copy())
+    if adapters:
+        tokens = dataclasses.replace(tokens, adapter_T=t.copy(), adapters=adapters)
     if not sees:
         return tokens
     return dataclasses.replace(tokens, rotary_T3=np.zeros((T, 3), np.int32), shows_T=t.copy())
@@ -381,6 +388,7 @@ class Forward:
             x, pages = carry
             axes = packed_axes(axes, stacked[0])  # layers may be unlike
             weights = map_words(lambda words, w: in_use(words[1:], w), axes, stacked[0])
+            weights = choose(weights, tokens.adapter_T, tokens.adapters)
             number = stacked[1] + first if first else stacked[1]
             cache = PagedCache(pages, number, tokens, rows, pool, attention)
             x, cache, _ = block(weights, x, context, cache)

@@ -63,6 +63,7 @@ class Segment:
     slot: of the sequence; slot s of replica r is r S + s. ids: of the tokens. first: position of
     the first one. draws: whether a token is drawn behind the last one. following: the ids behind
     each of them, if their log-probabilities are asked for. sight: of a model that sees images.
+    adapter: number of the request's, 0: none.
     """
 
     slot: int
@@ -71,6 +72,7 @@ class Segment:
     draws: bool
     following: Sequence[int] = ()
     sight: Sight | None = None
+    adapter: int = 0
 
 
 class Laid(NamedTuple):
@@ -96,11 +98,12 @@ class Laying:
         width: int,
         replicas: int = 1,
         features: jax.ShapeDtypeStruct | None = None,
+        adapters: int = 0,
     ):
         """slots: S. budget: most tokens of a step of one replica. width: M. replicas: R. features:
         of Forward."""
         self._slots, self._width, self._replicas = slots, width, replicas
-        self._features = features
+        self._features, self._adapters = features, adapters
         # Powers of two from LEAST on, the last of which holds the budget.
         sizes = [LEAST]
         while sizes[-1] < budget:
@@ -154,7 +157,7 @@ class Laying:
         """Returns (the segments' tokens at their places, and these: what `places` returns)."""
         rows, firsts = self.places(segments, T, B)
         R, sees = self._replicas, self._features is not None
-        tokens = forward_.tokens_like(R * T, R * B, self._width, sees)
+        tokens = forward_.tokens_like(R * T, R * B, self._width, sees, self._adapters)
         tokens.table_BM[rows] = table_SM[[s.slot for s in segments]]
         for row, first, segment in zip(rows, firsts, segments, strict=True):
             count = len(segment.ids)
@@ -162,6 +165,8 @@ class Laying:
             tokens.positions_T[first : first + count] = range(segment.first, segment.first + count)
             tokens.start_B[row], tokens.count_B[row] = first % T, count
             tokens.context_B[row] = segment.first + count
+            if self._adapters:
+                tokens.adapter_T[first : first + count] = segment.adapter
         if sees:
             sights = zip(firsts, (s.sight for s in segments), strict=True)
             features_TD = write(tokens, sights, self._features)
@@ -225,16 +230,19 @@ class Programs:
         pool: tuple[int, int, int],
         exact: bool,
         steps: int,
+        adapters: int = 0,
     ):
         """slots: S. budget: most tokens of a step of one replica. pool: P, tokens of a page, M.
-        steps: K."""
+        steps: K. adapters: that requests may name."""
         self._forward, self._exact, self._slots, self.steps = forward, exact, slots, steps
         # An answer with a placeholder would be a row that has more placeholders than images.
         never = forward.vlm.image_token if forward.vlm else None
         self._draw_tokens = functools.partial(draw.draw_tokens, never=never)
         self._replicas = forward.replicas
         self._pool, self._page, self._width = pool
-        self._laying = Laying(slots, budget, self._width, self._replicas, forward.features)
+        self._laying = Laying(
+            slots, budget, self._width, self._replicas, forward.features, adapters
+        )
         self.sizes = self._laying.sizes
         self._most_rows = self._laying.size(min(slots, self.sizes[-1]))
         self._options = compiler_options(forward.overlap, forward.mesh)
@@ -692,6 +700,7 @@ def _tiles(segments: Sequence[Segment]) -> list[list[Segment]]:
                 segment.draws and last,
                 segment.following[done : done + room],
                 segment.sight and segment.sight.part(done, done + len(part)),
+                segment.adapter,
             )
             parts[-1].append(piece)
             done, room = done + len(part), room - len(part)
@@ -822,6 +831,11 @@ class OneMesh:
     def programs(self, **shapes: Any) -> Programs:
         """See Backend."""
         return Programs(self._forward, **shapes)
+
+    @property
+    def axes(self) -> Tree:
+        """The words of the model's parameters."""
+        return self._forward.parts.axes
 
     def tower(self, room: int) -> Tower | None:
         """Returns what computes features of images; None: the model sees none. room: of Tower."""

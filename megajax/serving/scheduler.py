@@ -210,6 +210,7 @@ class Sequence:
     weights: int = 0  # number of the weights with which its pages were begun
     replica: int = 0
     images: tuple[Shown, ...] = ()  # of its prompt, in order
+    adapter: int = 0  # number of it, which its keys and values depend on; 0: none
 
     def key(self, i: int, size: int) -> bytes:
         """Returns the key of its full page i. size: tokens a page. Each is computed once."""
@@ -217,7 +218,10 @@ class Sequence:
         while len(keys) <= i:
             start = len(keys) * size
             before, tokens = keys[-1] if keys else b"", self.tokens[start : start + size]
-            keys.append(chain(before, tokens, self._images_of(start, start + size)))
+            more = self._images_of(start, start + size)
+            if self.adapter:
+                more += struct.pack("<q", self.adapter)
+            keys.append(chain(before, tokens, more))
         return keys[i]
 
     def _images_of(self, start: int, stop: int) -> bytes:
@@ -332,11 +336,13 @@ class Scheduler:
         priority: int = 0,
         anew: bool = False,
         images: abc.Sequence[Shown] = (),
+        adapter: int = 0,
     ) -> list[Sequence]:
         """Returns the n sequences of a request, which wait from now on.
 
         anew: the prompt is computed even where other requests have computed its beginning. images:
-          that the prompt's placeholders show.
+          that the prompt's placeholders show. adapter: its number; requests of another one reuse
+          none of its pages.
         Raises: UserError for a request that can never run, or whose id another one has.
         """
         if id in self._requests:
@@ -355,6 +361,7 @@ class Scheduler:
                 id, index, tokens, max_tokens, priority, list(tokens), family, anew=anew
             )
             sequence.replica, sequence.images = self._replica, tuple(images)
+            sequence.adapter = adapter
             sequence.order = (self._clock - priority * AGING, self._added)
             self._added += 1
             family.alive[sequence] = self._waiting[sequence] = None

@@ -176,7 +176,7 @@ def _open_run(folder: Path, step: int | None, tokenizer: str | None) -> OpenEnco
         from megajax.checkpoint.run_folder import load_params  # Orbax comes with it
 
         key = run.checkpoint.key_file
-        return load_params(folder, run.model, _layout(), step, run.checkpoint.dir, key)[0]
+        return load_params(folder, run.model, _layout(), step, run.checkpoint.dir, key, run.lora)[0]
 
     return OpenEncoder(folder.name, run.model, named, labels, Pooling(run.train.seq_len), load)
 

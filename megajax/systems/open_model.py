@@ -301,7 +301,7 @@ def _open_run(
         from megajax.checkpoint.run_folder import load_params
 
         params, chosen = load_params(
-            folder, run.model, layout, step, run.checkpoint.dir, run.checkpoint.key_file
+            folder, run.model, layout, step, run.checkpoint.dir, run.checkpoint.key_file, run.lora
         )
         what = f"{folder}, step {chosen}"
         return _pack(run, layout, params, what) if tiles else (params, what)

@@ -402,7 +402,9 @@ class Run:
         for i, prompt in enumerate(self._job.prompts):
             first = i * params.n
             self._streams.append(
-                await self._worker.submit(prompt, params, self._outputs, first, self._job.images)
+                await self._worker.submit(
+                    prompt, params, self._outputs, first, self._job.images, self._job.adapter
+                )
             )
 
     def cancel(self) -> None:

@@ -99,7 +99,8 @@ class Server:
 
     async def _models(self, request: Request) -> Response:
         context = self._worker.engine.context
-        model = {
+        name = request.path_params.get("name")
+        base = {
             "id": self.name,
             "object": "model",
             "created": self._born,
@@ -107,12 +108,14 @@ class Server:
             "max_model_len": context,
             "endpoints": ["/v1/chat/completions"] * self._reader.chats + ["/v1/completions"],
         }
-        name = request.path_params.get("name")
+        names = self._worker.engine.adapters.names
+        models = [base, *(base | {"id": one, "parent": self.name} for one in names)]
         if name is None:
-            return JSONResponse({"object": "list", "data": [model]})
-        if name != self.name:
-            raise ApiError(404, f"the model {name!r:.200} does not exist", code="model_not_found")
-        return JSONResponse(model)
+            return JSONResponse({"object": "list", "data": models})
+        for model in models:
+            if model["id"] == name:
+                return JSONResponse(model)
+        raise ApiError(404, f"the model {name!r:.200} does not exist", code="model_not_found")
 
     async def _tokenize(self, request: Request) -> Response:
         body = parse(await self._base.body(request))

@@ -10,7 +10,7 @@ import socket
 import stat
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +121,8 @@ def load_engine(cfg: Config, opened: OpenModel) -> Engine:
             packed = True
     say(f"reading {opened.name}, compiling the first programs")
     options = {f.name: getattr(cfg, f.name) for f in dataclasses.fields(EngineOptions)}
+    if folders := adapter_folders(cfg.adapter, cfg.served_model_name or opened.name):
+        options["adapters"] = folders
     engine, what, first = opened.engine(
         mesh,
         lambda: opened.load_to_serve(mesh, cfg.quantize, cfg.dtype, packed),
@@ -138,6 +140,31 @@ def load_engine(cfg: Config, opened: OpenModel) -> Engine:
     if first:
         say("programs of other sizes follow beside requests")
     return engine
+
+
+def adapter_folders(listed: Sequence[str], base: str) -> dict[str, Path]:
+    """Returns {name: PEFT folder} of NAME=FOLDER words. base: name of the model under them.
+
+    Raises: UserError for another word, a name that stands twice or is the model's, and several
+      processes, whose peers are not told a request's adapter.
+    """
+    folders: dict[str, Path] = {}
+    for word in listed:
+        name, _, folder = word.partition("=")
+        if not name or not folder:
+            raise UserError(
+                f"adapter={word!r:.200} must be NAME=FOLDER, or several separated by commas "
+                "(--adapter=style=adapters/style)"
+            )
+        if name in folders or name == base:
+            raise UserError(
+                f"adapter={name}: two models have this name; requests choose by it (--adapter, "
+                "--served_model_name)"
+            )
+        folders[name] = expand(folder, "adapter")
+    if folders and jax.process_count() > 1:
+        raise UserError("adapter: a server of several processes has none (--adapter)")
+    return folders
 
 
 # Settings of the engine and of chats, which an encoder does not heed.
@@ -199,7 +226,7 @@ def build_server(
     peers = Peers() if jax.process_count() > 1 else None
     worker = Worker(engine, metrics, limits.max_waiting, max_batch, peers)
     reader = Reader(
-        [name],
+        [name, *engine.adapters.names],
         tokenizer,
         chat,
         engine.context,

@@ -47,6 +47,11 @@ class ModelOptions(Checked):
     served_model_name: str | None = option(
         None, "name of the model in requests; none: that of its folder or file"
     )
+    adapter: tuple[str, ...] = option(
+        (),
+        "PEFT folders that are served beside the model, as NAME=FOLDER separated by commas; a "
+        "request chooses one by its model",
+    )
 
 
 @dataclass(frozen=True)

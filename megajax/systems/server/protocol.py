@@ -196,16 +196,21 @@ def empty(value: Any) -> bool:
 empty.schema = {"enum": [[], {}]}  # type: ignore[attr-defined]
 
 
-def check_model(fields: Fields, names: Sequence[str]) -> None:
-    """Refuses a request for a model of another name. Raises: ApiError."""
+def check_model(fields: Fields, names: Sequence[str]) -> str | None:
+    """Returns the adapter that a request names as its model; None: the base, the first of names.
+
+    Raises: ApiError for a model of another name.
+    """
     name = fields.take("model", str, names[0])
     if name not in names:
         raise ApiError(
             404,
-            f"the model {name!r:.200} does not exist; this server has {names[0]!r}",
+            f"the model {name!r:.200} does not exist; this server has "
+            f"{', '.join(map(repr, names))}",
             param="model",
             code="model_not_found",
         )
+    return None if name == names[0] else name
 
 
 # ---- requests
@@ -220,6 +225,7 @@ class Job:
     ids that end an answer and do not belong to its text. silent: the answer has no token, and only
     the prompt is sent back. images: of the one prompt of a chat, which has a placeholder for each.
     form, names: of the calls of functions that are read in answers; None: none are.
+    adapter: that answers; None: the base.
     """
 
     kind: Literal["completion", "chat"]
@@ -235,6 +241,7 @@ class Job:
     images: Sequence[Picture] = ()
     form: Form | None = None
     names: frozenset[str] = frozenset()
+    adapter: str | None = None
 
     @property
     def size(self) -> int:
@@ -257,7 +264,9 @@ class Reader:
         sampling: Mapping[str, Any] | None = None,
         images: ImageReader | None = None,
     ):
-        """names: of the model. context: most tokens of prompt and answer. strict: refuse HINTS.
+        """names: of the model, then of its adapters. context: most tokens of prompt and answer.
+
+        strict: refuse HINTS.
 
         parse_special: whether the text of a special token in a completion's prompt is that token,
           where the request does not say. sampling: members of SamplingParams for requests that
@@ -277,7 +286,7 @@ class Reader:
     def completion(self, body: dict[str, Any]) -> Job:
         """Reads a body of /v1/completions. Raises: ApiError."""
         fields = Fields(body)
-        check_model(fields, self._names)
+        adapter = check_model(fields, self._names)
         prompts, texts = self._prompts(fields)
         logprobs = fields.between("logprobs", 0, 20, None)
         echo = fields.take("echo", bool, False)
@@ -286,12 +295,13 @@ class Reader:
         most = fields.between("max_tokens", 0, WHOLE, 16)
         if most == 0 and not echo:
             raise fields.error("max_tokens", "must be at least 1, or 0 with echo=true")
-        return self._job(fields, "completion", prompts, most, logprobs, texts if echo else [])
+        job = self._job(fields, "completion", prompts, most, logprobs, texts if echo else [])
+        return dataclasses.replace(job, adapter=adapter)
 
     def chat(self, body: dict[str, Any]) -> Job:
         """Reads a body of /v1/chat/completions. Raises: ApiError."""
         fields = Fields(body)
-        check_model(fields, self._names)
+        adapter = check_model(fields, self._names)
         prompt, parts = self._chat_prompt(fields, self._context)
         names = frozenset(tool["function"]["name"] for tool in self._tools(fields))
         listed = fields.between("top_logprobs", 0, 20, None)
@@ -305,7 +315,8 @@ class Reader:
         logprobs = (listed or 0) if has_logprobs else None
         left = self._context - len(prompt) if most is None else most
         job = self._job(fields, "chat", [prompt], left, logprobs, [])
-        job = dataclasses.replace(job, form=self._chat.form if names else None, names=names)
+        form = self._chat.form if names else None
+        job = dataclasses.replace(job, form=form, names=names, adapter=adapter)
         if not parts:
             return job
         # Images are decoded last, when nothing else of the request is to be refused.

@@ -53,6 +53,7 @@ class Stream:
 
     outputs: queue of (number of the answer, Output), or (number, EngineFailed). first: number of
     its first answer there. images: of the prompt's placeholders.
+    adapter: that answers; None: the base.
     """
 
     prompt: Sequence[int]
@@ -61,6 +62,7 @@ class Stream:
     first: int
     accepted: asyncio.Future
     images: Sequence[Picture] = ()
+    adapter: str | None = None
     began: float = dataclasses.field(default_factory=time.monotonic)
     # When an answer last grew, by index.
     last: dict[int, float] = dataclasses.field(default_factory=dict)
@@ -196,16 +198,17 @@ class Worker:
         outputs: asyncio.Queue,
         first: int,
         images: Sequence[Picture] = (),
+        adapter: str | None = None,
     ) -> Stream:
-        """Returns a stream when the engine has taken the request. outputs, first, images: as
-        Stream's.
+        """Returns a stream when the engine has taken the request. outputs, first, images, adapter:
+        as Stream's.
 
         Raises: ApiError when too many wait. UserError for what can never run.
         """
         if params.structured_outputs is not None:
             await asyncio.to_thread(self.engine.prepare, params)
         accepted = asyncio.get_running_loop().create_future()
-        stream = Stream(prompt, params, outputs, first, accepted, images)
+        stream = Stream(prompt, params, outputs, first, accepted, images, adapter)
         with self._lock:  # its owner may enter it again
             self.check_room()
             self._queued += params.n
@@ -311,7 +314,9 @@ class Worker:
 
     def _submit(self, stream: Stream) -> None:
         try:
-            stream.id = self.engine.submit(stream.prompt, stream.params, images=stream.images)
+            stream.id = self.engine.submit(
+                stream.prompt, stream.params, images=stream.images, adapter=stream.adapter
+            )
         except UserError as error:
             self._call(_settle, stream.accepted, error)
         except Exception as error:  # of this request alone: the engine has taken nothing

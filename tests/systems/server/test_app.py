@@ -12,12 +12,14 @@ import jsonschema
 import numpy as np
 import pytest
 
+from megajax.core.errors import UserError
 from megajax.data.chat import ChatTemplate
 from megajax.data.tokenizer import ByteTokenizer
-from megajax.models import decoder
+from megajax.models import decoder, lora
+from megajax.models.lora import LoraConfig
 from megajax.serving import Engine
 from megajax.serving import engine as engine_
-from megajax.systems.server.launch import build_server
+from megajax.systems.server.launch import adapter_folders, build_server
 from megajax.systems.server.options import HttpOptions
 from tests.systems.server import asgi
 from tests.tiny import MODEL
@@ -34,8 +36,17 @@ KEY = "0123456789abcdef"
 
 
 @functools.cache
+def base():
+    return jax.jit(decoder.parts(CFG).init)(jax.random.key(0))
+
+
+@functools.cache
 def engine():
-    params = jax.jit(decoder.parts(CFG).init)(jax.random.key(0))
+    return with_adapters()
+
+
+def with_adapters(**adapters):
+    params = base()
     return Engine(
         CFG,
         params,
@@ -45,6 +56,7 @@ def engine():
         page_size=8,
         pages=80,
         tokenizer=ByteTokenizer(),
+        adapters=adapters,
     )
 
 
@@ -637,6 +649,42 @@ async def test_what_a_client_breaks_off_is_no_traceback(client, worker):
     }
     response = await client.post("/v1/completions", content=b"{}", headers=headers)
     assert response.status_code == 400 and "not both" in response.json()["error"]["message"]
+
+
+def test_a_request_chooses_an_adapter_by_its_model():
+    async def scenario():
+        params, _ = lora.adapt(base(), decoder.parts(CFG).axes, LoraConfig(2), jax.random.key(1))
+        params = jax.tree.map(
+            lambda w: dataclasses.replace(w, b=w.b + 0.3) if lora.is_low_rank(w) else w,
+            params,
+            is_leaf=lora.is_low_rank,
+        )
+        made = with_adapters(style=params)
+        body = dict(prompt="abc", max_tokens=6, temperature=0, ignore_eos=True)
+        async with serving() as (client, _):
+            plain = (await ask(client, **body)).json()
+        async with serving(to=made) as (client, _):
+            listed = (await client.get("/v1/models")).json()["data"]
+            assert [(m["id"], m.get("parent")) for m in listed] == [
+                ("tiny", None),
+                ("style", "tiny"),
+            ]
+            assert (await client.get("/v1/models/style")).json() == listed[1]
+            of_base, of_style = [
+                (await ask(client, **body, model=m)).json() for m in ("tiny", "style")
+            ]
+            assert of_base["choices"] == plain["choices"]
+            assert of_style["model"] == "style" and of_style["choices"] != plain["choices"]
+            answer = await client.post("/v1/completions", json=body | {"model": "other"})
+            assert answer.status_code == 404 and "'style'" in answer.json()["error"]["message"]
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("word", ["style", "=F", "style=", "tiny=F"])
+def test_adapters_are_name_and_folder(word):
+    with pytest.raises(UserError, match="adapter="):
+        adapter_folders([word], "tiny")
 
 
 @serve
