@@ -22,6 +22,10 @@ FAMILIES = "gpt_oss", "deepseek_v3"
 PROMPT = 5  # tokens of the first row, to which the answer is
 
 
+def seldom(name):
+    return pytest.param(name, marks=pytest.mark.slow)
+
+
 @pytest.fixture(params=FAMILIES)
 def folder(request, tmp_path):
     """(what the golden file holds, the folder that transformers would have saved)."""
@@ -38,6 +42,7 @@ def write(folder, golden, kind):
     safetensors.numpy.save_file(tensors, folder / "model.safetensors")
 
 
+@pytest.mark.parametrize("folder", [seldom("gpt_oss"), "deepseek_v3"], indirect=True)
 def test_logits_gradients_and_the_answer(folder):
     golden, path = folder
     cfg, params = hf.load(path)
@@ -68,6 +73,7 @@ def check_answer(cfg, params, tokens, answer):
     assert [t for out in engine.run() for t in out.tokens] == answer.tolist()
 
 
+@pytest.mark.parametrize("folder", ["gpt_oss", seldom("deepseek_v3")], indirect=True)
 def test_yarn(folder, tmp_path):
     """Tables of both families, and the factor of DeepSeek-V3's logits; also once written again."""
     golden, path = folder
