@@ -336,6 +336,12 @@ class ChatMeasure(Measure):
         self._reading = reading
         super().__init__(cfg, *args)
 
+    def start(self, state: TrainState, finished: int) -> TrainState:
+        """Measures a loaded model before its first step, beside which training is judged."""
+        if not finished and self._cfg.init_from and (row := self.figures(state)):
+            self._recorder.emit(0, row)
+        return state
+
     def prompt(self) -> tuple[str, list[int]] | None:
         """Returns the prompt of eval.prompt, or of the first held-out conversation."""
         reading, asked = self._reading, self._cfg.eval.prompt

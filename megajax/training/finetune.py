@@ -323,10 +323,13 @@ class Accuracy:
         batches: Callable[[], Iterable[Batch]],
         more: dict[str, float],
         labels: tuple[str, ...],
+        first: bool = False,
     ):
         """every: steps between evaluations; 0: at the end. batches: the same ones at every call.
         more: what is recorded beside each evaluation. labels: the names of a classifier's classes.
+        first: evaluate before the first step too.
         """
+        self._first = first
         self._step, self._recorder, self._every = train_step, recorder, every
         self._batches, self._more, self._labels = batches, more, labels
 
@@ -335,8 +338,8 @@ class Accuracy:
         return last or (self._every > 0 and finished % self._every == 0)
 
     def start(self, state: TrainState, finished: int) -> TrainState:
-        """Nothing is measured before the first step."""
-        return state
+        """Before the first step of a run, evaluates what it begins with if `first` says so."""
+        return self(state, 0) if self._first and not finished else state
 
     def __call__(self, state: TrainState, finished: int) -> TrainState:
         """Evaluates and records."""

@@ -462,4 +462,5 @@ class PreferenceReading:
         def batches() -> Any:
             return finite_batches(rows, like, train_step.storage.tokens)
 
-        return Accuracy(train_step, recorder, cfg.eval.every, batches, {}, ())
+        first = cfg.init_from is not None
+        return Accuracy(train_step, recorder, cfg.eval.every, batches, {}, (), first)
