@@ -42,7 +42,7 @@ def test_no_default_writes_over_committed_results(script, monkeypatch):
     (presets,) = declared
     outs += [getattr(make(), "out", None) for make in presets.values()]
     for out in outs:
-        assert out in (None, f"runs/{Path(script).stem}"), script
+        assert out in (None, f"runs/{Path(script).stem.removeprefix('run_')}"), script
         if out is not None:
             assert not (ROOT / out).is_relative_to(COMMITTED)
 
