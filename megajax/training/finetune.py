@@ -338,7 +338,7 @@ class Accuracy:
         return last or (self._every > 0 and finished % self._every == 0)
 
     def start(self, state: TrainState, finished: int) -> TrainState:
-        """Before the first step of a run, evaluates what it begins with if `first` says so."""
+        """If `first` says so, evaluates what a run begins with, before its first step."""
         return self(state, 0) if self._first and not finished else state
 
     def __call__(self, state: TrainState, finished: int) -> TrainState:
