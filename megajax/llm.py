@@ -1,7 +1,7 @@
 """A language model to use from Python: chat, generate, score.
 
     from megajax import LLM
-    llm = LLM("runs/pretrain/nano-...")        # or a Hugging Face folder, or a GGUF file
+    llm = LLM("runs/pretrain/nano-...")        # or a Hugging Face folder, ORG/NAME, a GGUF file
     llm.generate("def ", max_tokens=64, temperature=0.8)
     llm.chat([{"role": "user", "content": "What is the capital of Italy?"}])
 
@@ -54,9 +54,10 @@ class LLM:
         """Opens the model and reads its parameters.
 
         Args: path_or_run: the folder of a training run, a Hugging Face folder or a GGUF file, told
-          apart by what is in it; or what systems.open_model returns. step: checkpoint of the run;
-          None: the latest. tokenizer: 'bytes' or a tokenizer.json; None: the model's. quantize:
-          format to which the blocks' matrices are rounded. sampling_defaults: 'model': parameters
+          apart by what is in it, or ORG/NAME at huggingface.co; or what systems.open_model returns.
+          step: checkpoint of the run; None: the latest. tokenizer: 'bytes' or a tokenizer.json;
+          None: the model's. quantize: format to which the blocks' matrices are rounded.
+          sampling_defaults: 'model': parameters
           that a call leaves out are those that the model's files recommend, if they do. emulate:
           CPU devices to emulate, before jax has touched a device. cache_dir: folder for compiled
           programs, unless jax has one; None: none is kept. options: of the engine: context

@@ -33,7 +33,9 @@ class Config(Checked):
     """The model to talk with, and how it answers."""
 
     run_dir: str | None = option(None, "folder of a run")
-    hf: str | None = option(None, "Hugging Face folder (config.json, safetensors, tokenizer.json)")
+    hf: str | None = option(
+        None, "Hugging Face folder (config.json, safetensors, tokenizer.json) or ORG/NAME"
+    )
     gguf: str | None = option(None, "GGUF file, which has its tokenizer and chat template")
     url: str | None = option(None, "address of a server with OpenAI's interface")
     api_key_file: str | None = option(

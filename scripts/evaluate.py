@@ -47,7 +47,9 @@ class Config(Checked):
     """The model, and on what it is evaluated."""
 
     run_dir: str | None = option(None, "folder of a run")
-    hf: str | None = option(None, "Hugging Face folder (config.json, safetensors, tokenizer.json)")
+    hf: str | None = option(
+        None, "Hugging Face folder (config.json, safetensors, tokenizer.json) or ORG/NAME"
+    )
     gguf: str | None = option(None, "GGUF file of a Llama-like model, with its tokenizer")
     step: int | None = option(
         None,

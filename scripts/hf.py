@@ -23,7 +23,7 @@ from megajax.core import config
 from megajax.core import mesh as mesh_
 from megajax.core.config import Checked, group, option
 from megajax.core.errors import UserError
-from megajax.core.files import expand, write_whole
+from megajax.core.files import expand, model_folder, write_whole
 from megajax.core.tree import count
 from megajax.data.config import DataConfig
 from megajax.data.labelled import shown
@@ -75,7 +75,8 @@ def import_folder(cfg: Config, source: str, run_dir: str) -> None:
     manager = CheckpointManager(target / "checkpoints", keep=0, key_file=cfg.key_file)
     if steps := [step for step in manager.steps() if step]:  # 0: of an import that was stopped
         raise UserError(f"{target} already holds the steps {steps} of a run; name a new folder")
-    opened = gguf.GgufModel(source) if expand(source).is_file() else None
+    folder = model_folder(source, "import")
+    opened = gguf.GgufModel(source) if folder.is_file() else None
     model = opened.cfg if opened else hf.load_decoder_config(source)  # a run trains decoders
     layout = sharding.layout(cfg.mesh.build(), model=model)
     if opened is None and cfg.tokenizer is None:
@@ -85,7 +86,7 @@ def import_folder(cfg: Config, source: str, run_dir: str) -> None:
     if opened and cfg.tokenizer is None:
         opened.tokenizer().copy_to(target)
     elif cfg.tokenizer != "bytes":
-        companions.copy_tokenizer(cfg.tokenizer or source, target)
+        companions.copy_tokenizer(cfg.tokenizer or folder, target)
     if cfg.tokenizer != "bytes":
         data = DataConfig(tokenizer=str((target / "tokenizer.json").absolute()))
     if opened is None:  # what others may do with the weights, and what they are

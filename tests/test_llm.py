@@ -85,7 +85,7 @@ def test_kinds_of_models(tmp_path, file):
         assert kind_of(tmp_path) == kind
     with pytest.raises(UserError, match="no GGUF file"):
         kind_of(tmp_path / "config.json")
-    with pytest.raises(UserError, match="cannot read .*none"):
+    with pytest.raises(UserError, match="none does not exist: give a folder"):
         kind_of(tmp_path / "none")
     with pytest.raises(UserError, match=r"no config.json.*nearest: .*small\.gguf"):
         kind_of(file.parent)

@@ -6,7 +6,8 @@ wrote and never leaves their folder. JSON is read only when its values cannot ta
 than its text does: `[[],[],...` takes 20 times its size. `read_object` is the reader of the JSON
 files that strangers write: one rule and one sentence for all of them; `read_lists` is that of JSON
 that is too long for it, whose lists it gives one element at a time; `read_arrays` is that of
-archives of arrays. Files are replaced (`write_whole`, `write_arrays`) and locked (`lock`) here, and
+archives of arrays. `model_folder` is the one place that downloads: a model that is named as at
+huggingface.co. Files are replaced (`write_whole`, `write_arrays`) and locked (`lock`) here, and
 nowhere else; folders are written by `new_folder`. No jax.
 """
 
@@ -14,6 +15,7 @@ import codecs
 import contextlib
 import errno
 import fcntl
+import functools
 import io
 import json
 import math
@@ -32,7 +34,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from megajax.core.errors import UserError, unwritable
+from megajax.core.errors import TemporaryError, UserError, unwritable
 
 SLACK = 64 * 2**20  # (chosen) bytes of memory that any file may take
 GROWTH = 10  # (chosen) bytes of memory that one byte of a file may take beyond that
@@ -46,6 +48,13 @@ CHUNK = 2**20  # (chosen) bytes that are read at a time
 TOKEN = 16  # characters before the end of a text that is cut, where a parser may see it first
 BLANK = re.compile(r"[ \t\n\r]*")
 COMMA = re.compile(r"[ \t\n\r]*,[ \t\n\r]*")
+MODEL_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*/[A-Za-z0-9][A-Za-z0-9_.-]*")
+MODEL_FILES = (  # patterns of what is read of a model at huggingface.co: no pickles, no other forms
+    "*.json *.safetensors *.model *.jinja merges.txt vocab.txt chat_template* "
+    "LICENSE* LICENCE* COPYING* NOTICE* USE_POLICY* README.md"
+).split()
+UNREAD_FILES = ("*/*", "consolidated*")  # other forms of the same weights
+FILE_ENDS = (".gguf", ".json", ".safetensors", ".bin", ".pt", ".pth")  # a path, not a model's name
 URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 HEADER = 2**14  # bytes that hold the header of a .npy: NumPy reads at most 10,000
 KINDS = (
@@ -489,6 +498,62 @@ def expand(name: str | Path, flag: str | None = None) -> Path:
     except OSError as error:
         raise UserError(f"{label}: {error.strerror}{hint}") from None
     return path
+
+
+def model_folder(name: str | Path, flag: str | None = None) -> Path:
+    """Returns the folder of a model: an existing path as it is, else of ORG/NAME the snapshot.
+
+    A snapshot is downloaded into the cache of huggingface_hub, unless it is there; the settings of
+    that library (HF_HOME, HF_HUB_OFFLINE, a login) count. A process asks for a name once.
+    flag: which gave the name.
+    Raises: UserError for what is neither, a model that cannot be read, and a failing network.
+    """
+    path = expand(name, flag)
+    if path.exists():
+        return path
+    label, hint = (f"{flag}={name}", f" (--{flag})") if flag else (str(name), "")
+    if not MODEL_NAME.fullmatch(str(name)) or str(name).endswith(FILE_ENDS):
+        raise UserError(
+            f"{label} does not exist: give a folder with config.json, or ORG/NAME of a model at "
+            f"huggingface.co{hint}"
+        )
+    return _snapshot(str(name), label, hint)
+
+
+@functools.cache
+def _snapshot(name: str, label: str, hint: str) -> Path:
+    import huggingface_hub  # takes 0.3 s, and no folder needs it
+    from huggingface_hub import constants, errors
+
+    try:
+        folder = huggingface_hub.snapshot_download(
+            name, allow_patterns=list[str](MODEL_FILES), ignore_patterns=list(UNREAD_FILES)
+        )
+        return Path(folder)
+    except errors.GatedRepoError:
+        raise UserError(
+            f"{label} is no folder here, and the model of that name is open to those alone "
+            f"who accept its terms: do so at {constants.ENDPOINT}/{name}, then run `hf auth login`"
+            f"{hint}"
+        ) from None
+    except errors.RepositoryNotFoundError:
+        raise UserError(
+            f"{label} is neither a folder nor a model at {constants.ENDPOINT} that this user "
+            f"may read; for a private one run `hf auth login`{hint}"
+        ) from None
+    except Exception as error:  # a network fails with the classes of several libraries
+        if constants.HF_HUB_OFFLINE:
+            raise UserError(
+                f"{label} is no folder here, and no complete copy of that model is in the "
+                f"cache {constants.HF_HUB_CACHE}; HF_HUB_OFFLINE forbids to download it: unset "
+                f"that, or run `hf download {name}` where there is a network{hint}"
+            ) from None
+        cause = error.__cause__ or error
+        reason = (str(cause) or type(cause).__name__).splitlines()[0]
+        raise TemporaryError(
+            f"{label} is no folder here, and the model of that name cannot be downloaded "
+            f"from {constants.ENDPOINT}: {reason:.200}{hint}"
+        ) from None
 
 
 def check_writable(folder: Path, flag: str, make: bool = False) -> None:

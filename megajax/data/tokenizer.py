@@ -24,7 +24,7 @@ from absl import logging
 
 from megajax.core import files
 from megajax.core.errors import UserError
-from megajax.core.files import expand
+from megajax.core.files import expand, model_folder
 from megajax.data import token_ids, vocabulary_files
 from megajax.data.token_ids import CONFIG, GENERATION, MAP, MAX_BYTES, MOST, Settings
 
@@ -561,7 +561,7 @@ def need_tokenizer(folder: str | Path, flag: str, chosen: str = "--tokenizer") -
     Args: flag: which named the folder. chosen: the flag that names another tokenizer.
     Raises: UserError where there is none: the ids of a model are never taken for bytes unasked.
     """
-    file = tokenizer_file(expand(folder, flag))
+    file = tokenizer_file(model_folder(folder, flag))
     if file is None:
         raise UserError(
             f"{flag}={folder} has no tokenizer ({FILES}): say what its tokens are ({chosen}=bytes, "

@@ -13,7 +13,7 @@ from typing import Any
 
 from megajax.core import files
 from megajax.core.errors import UserError
-from megajax.core.files import expand
+from megajax.core.files import expand, model_folder
 from megajax.data import token_ids
 from megajax.data.token_ids import CONFIG, GENERATION, MAP, MAX_BYTES, byte_alphabet
 from megajax.data.tokenizer import (
@@ -169,7 +169,11 @@ def licences(folders: Iterable[str | Path | None]) -> list[Path]:
     """Returns the licences and model cards of folders, the first of each name."""
     files_by_name: dict[str, Path] = {}
     for folder in folders:
-        if folder is None or not (place := expand(folder)).is_dir():
+        try:
+            place = None if folder is None else model_folder(folder, "init_from")
+        except UserError:  # a folder that was removed, or no network
+            continue
+        if place is None or not place.is_dir():
             continue
         for pattern in LICENCES:
             for file in sorted(place.glob(pattern)):

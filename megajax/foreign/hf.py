@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from megajax.core import config as config_
 from megajax.core import files as files_
 from megajax.core.errors import UserError
-from megajax.core.files import expand
+from megajax.core.files import expand, model_folder
 from megajax.core.layout import Layout
 from megajax.core.tree import Tree, named_leaves, nest
 from megajax.data.tokenizer import Tokenizer
@@ -54,11 +54,11 @@ COMPARED_ROWS = 4096  # (chosen) rows of a table that are in memory as float32 a
 
 
 def load_config(path: str | Path, flag: str = "init_from") -> ModelConfig:
-    """Reads a folder's config.json. flag: which named the folder.
+    """Reads the config.json of a folder, or of ORG/NAME. flag: which named it.
 
     Raises: UserError when it is missing or not supported.
     """
-    folder = expand(path)
+    folder = model_folder(path, flag)
     if adapters := [name for name in ADAPTERS if (folder / name).exists()]:
         raise UserError(
             f"{folder} has an adapter ({', '.join(adapters)}), which transformers would add to the "
@@ -84,7 +84,7 @@ def load_config(path: str | Path, flag: str = "init_from") -> ModelConfig:
 
 def load_labels(path: str | Path, flag: str = "init_from") -> tuple[str, ...]:
     """Returns the names of the classes of a folder's classifier, as encoder_names.label_names."""
-    file = expand(path) / "config.json"
+    file = model_folder(path, flag) / "config.json"
     try:
         return encoder_names.label_names(files_.read_object(file, MAX_CONFIG, flag))
     except UserError as error:
@@ -132,8 +132,9 @@ def load_params(path: str | Path, cfg: ModelConfig, layout: Layout | None = None
     ]
     if shaping:
         raise UserError(f"{path} has another model: {'; '.join(shaping)} (--init_from)")
-    files = open_weights(expand(path))
-    settings = files_.read_object(expand(path) / "config.json", MAX_CONFIG)
+    folder = model_folder(path, "init_from")
+    files = open_weights(folder)
+    settings = files_.read_object(folder / "config.json", MAX_CONFIG)
     quantization = settings.get("quantization_config")
     if is_mxfp4(quantization):
         if not isinstance(theirs, DecoderConfig) or names.family(theirs) != "gpt_oss":

@@ -19,7 +19,7 @@ import numpy as np
 
 from megajax.core import files
 from megajax.core.errors import UserError
-from megajax.core.files import expand
+from megajax.core.files import expand, model_folder
 from megajax.core.tree import Tree
 from megajax.data.passages import Template
 from megajax.data.tokenizer import Tokenizer, check_vocabulary, need_tokenizer, open_tokenizer
@@ -162,7 +162,9 @@ def open_encoder(
     """
     if run_dir is not None:
         return _open_run(expand(run_dir, "run_dir"), step, tokenizer)
-    return None if hf is None else _open_folder(expand(hf, "hf"), tokenizer)
+    if hf is None:
+        return None
+    return _open_folder(model_folder(hf, "hf"), tokenizer, expand(hf, "hf").name)
 
 
 def _open_run(folder: Path, step: int | None, tokenizer: str | None) -> OpenEncoder | None:
@@ -181,7 +183,7 @@ def _open_run(folder: Path, step: int | None, tokenizer: str | None) -> OpenEnco
     return OpenEncoder(folder.name, run.model, named, labels, Pooling(run.train.seq_len), load)
 
 
-def _open_folder(folder: Path, tokenizer: str | None) -> OpenEncoder | None:
+def _open_folder(folder: Path, tokenizer: str | None, name: str) -> OpenEncoder | None:
     cfg = hf.load_config(folder, "hf")
     if not isinstance(cfg, EncoderConfig):
         return None
@@ -194,7 +196,7 @@ def _open_folder(folder: Path, tokenizer: str | None) -> OpenEncoder | None:
     def load() -> Tree:
         return hf.load_params(folder, cfg)
 
-    return OpenEncoder(folder.name, cfg, named, labels, read_pooling(folder, cfg), load)
+    return OpenEncoder(name, cfg, named, labels, read_pooling(folder, cfg), load)
 
 
 def _layout() -> Any:

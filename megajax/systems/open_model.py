@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 
 from megajax.core import files
 from megajax.core.errors import UserError
-from megajax.core.files import expand
+from megajax.core.files import expand, model_folder
 from megajax.core.layout import Layout
 from megajax.core.mesh import describe, free_bytes
 from megajax.core.packed import PackedWeight
@@ -223,10 +223,10 @@ def open_model(
 ) -> OpenModel:
     """Opens the one model that is named.
 
-    Args: run_dir: folder of a training run. hf: Hugging Face folder. gguf: GGUF file. step:
-      checkpoint of the run; None: the latest. tokenizer: 'bytes' or a tokenizer.json; None: the
-      model's. tiles: the matrices of a pruned run become packed tiles. vision: a vision-language
-      model is opened too.
+    Args: run_dir: folder of a training run. hf: Hugging Face folder, or ORG/NAME. gguf: GGUF
+      file. step: checkpoint of the run; None: the latest. tokenizer: 'bytes' or a tokenizer.json;
+      None: the model's. tiles: the matrices of a pruned run become packed tiles. vision: a
+      vision-language model is opened too.
     Raises: UserError for none or several, for a folder that cannot be read, or one with a model
       that is not opened.
     """
@@ -235,7 +235,7 @@ def open_model(
     if run_dir is not None:
         opened = _open_run(expand(run_dir, "run_dir"), step, tokenizer, tiles, vision)
     elif hf is not None:
-        opened = _open_hf(expand(hf, "hf"), tokenizer, vision)
+        opened = _open_hf(model_folder(hf, "hf"), tokenizer, vision, expand(hf, "hf").name)
     else:
         opened = _open_gguf(expand(gguf or "", "gguf"), tokenizer)
     check_vocabulary(opened.tokenizer, opened.cfg.vocab)
@@ -245,9 +245,10 @@ def open_model(
 def kind_of(path: str | Path) -> Literal["run_dir", "hf", "gguf"]:
     """Returns which argument of `open_model` a path is, by what is in it.
 
-    Raises: UserError for what is no folder of a run, no Hugging Face folder and no GGUF file.
+    Raises: UserError for what is no folder of a run, no Hugging Face folder, no GGUF file and no
+      ORG/NAME.
     """
-    place = expand(path)
+    place = model_folder(path)
     if place.is_dir():
         if not (place / "config.json").is_file():
             models = sorted(file.name for file in place.glob("*.gguf"))
@@ -333,7 +334,7 @@ def _pack(run: RunConfig, layout: Layout, params: Tree, what: str) -> tuple[Tree
     return packed, f"{what}, {held}"
 
 
-def _open_hf(folder: Path, tokenizer: str | None, vision: bool) -> OpenModel:
+def _open_hf(folder: Path, tokenizer: str | None, vision: bool, name: str) -> OpenModel:
     cfg: Any = hf_.load_config(folder, "hf")
     if not (vision and isinstance(cfg, VlmConfig)):
         cfg = hf_.load_decoder_config(folder, "hf")
@@ -352,7 +353,7 @@ def _open_hf(folder: Path, tokenizer: str | None, vision: bool) -> OpenModel:
     named = open_tokenizer(tokenizer or str(folder))
     place = expand(tokenizer) if tokenizer else folder
     return OpenModel(
-        folder.name,
+        name,
         cfg,
         named,
         chat_template(place, named),

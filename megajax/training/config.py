@@ -282,7 +282,9 @@ class JobConfig(Checked):
         1, "value of --emulate where no GPU is found", needs=equal("emulate", None), at_least=1
     )
     run_dir: str | None = option(None, "folder of the run; none: runs/<experiment>/<preset>-...")
-    init_from: str | None = option(None, "Hugging Face folder whose weights start the run")
+    init_from: str | None = option(
+        None, "Hugging Face folder, or ORG/NAME at huggingface.co, whose weights start the run"
+    )
     told_code: int = option(
         0, "exit code of a run that SIGTERM made save and stop", at_least=0, at_most=255
     )

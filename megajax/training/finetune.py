@@ -16,7 +16,7 @@ import numpy as np
 from megajax.core import config
 from megajax.core.config import group, option, other_than
 from megajax.core.errors import UserError
-from megajax.core.files import expand
+from megajax.core.files import expand, model_folder
 from megajax.core.layout import Layout
 from megajax.core.mesh import MeshSpec
 from megajax.core.tree import Tree
@@ -292,7 +292,7 @@ def take_encoder(
     if "data.tokenizer" not in {**read, **typed}:
         changes["data.tokenizer"] = str(need_tokenizer(folder, "init_from", "--data.tokenizer"))
     elif "data.tokenizer" not in over and (
-        tokenizer := tokenizer_file(expand(folder, "init_from"))
+        tokenizer := tokenizer_file(model_folder(folder, "init_from"))
     ):
         changes["data.tokenizer"] = str(tokenizer)
     base = config.override(base, changes)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from megajax.core import config
-from megajax.core.files import expand
+from megajax.core.files import model_folder
 from megajax.core.mesh import MeshSpec
 from megajax.data.config import DataConfig
 from megajax.data.corpus import recorded_tokenizer
@@ -159,7 +159,7 @@ def take_model(base: Config, typed: Mapping[str, Any], read: Mapping[str, Any]) 
     if "data.tokenizer" not in {**read, **typed}:
         changes["data.tokenizer"] = str(need_tokenizer(folder, "init_from", "--data.tokenizer"))
     elif "data.tokenizer" not in over and (
-        tokenizer := tokenizer_file(expand(folder, "init_from"))
+        tokenizer := tokenizer_file(model_folder(folder, "init_from"))
     ):
         changes["data.tokenizer"] = str(tokenizer)
     return config.override(base, changes)

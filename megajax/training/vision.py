@@ -35,7 +35,7 @@ from megajax.core import config
 from megajax.core.axes import BATCH_AXES
 from megajax.core.config import Checked, equal, group, option
 from megajax.core.errors import UserError, divisors, nearest_multiples
-from megajax.core.files import expand, write_whole
+from megajax.core.files import model_folder, write_whole
 from megajax.core.layout import Layout
 from megajax.core.mesh import MeshSpec
 from megajax.core.tree import Tree, count, nbytes_per_device
@@ -336,7 +336,9 @@ def take_model(
     changes = {k: v for k, v in over.items() if k.startswith("model.")}
     if "data.tokenizer" not in {**read, **typed}:
         changes["data.tokenizer"] = str(need_tokenizer(folder, "init_from", "--data.tokenizer"))
-    elif "data.tokenizer" not in over and (file := tokenizer_file(expand(folder, "init_from"))):
+    elif "data.tokenizer" not in over and (
+        file := tokenizer_file(model_folder(folder, "init_from"))
+    ):
         changes["data.tokenizer"] = str(file)
     return config.override(base, changes)
 

@@ -13,7 +13,9 @@ class ModelOptions(Checked):
     """The model that is served, and how it is opened."""
 
     run_dir: str | None = option(None, "folder of a run; none: the newest nano run of runs/")
-    hf: str | None = option(None, "Hugging Face folder (config.json, safetensors, tokenizer.json)")
+    hf: str | None = option(
+        None, "Hugging Face folder (config.json, safetensors, tokenizer.json) or ORG/NAME"
+    )
     gguf: str | None = option(None, "GGUF file, which has its tokenizer and chat template")
     step: int | None = option(
         None,
