@@ -1,7 +1,8 @@
 """What a chat model learns: conversations in files, as rows of tokens with the answers as targets.
 
-  FILE.jsonl, .json, .parquet   a conversation a line, an element of the list, or a row
-  quiz                          a small set that is made here (quiz.py)
+  FILE.jsonl, .json     a conversation a line (also packed: .gz, .zst), or an element of the list
+  FILE.parquet, .arrow  a conversation a row; also a folder that save_to_disk of datasets wrote
+  quiz                  a small set that is made here (quiz.py)
 
 A conversation is `messages` of OpenAI's API (role, content; tool_calls, tool messages, and `tools`
 beside them), `conversations` of ShareGPT (from, value), or Alpaca's `instruction`, `input` and
@@ -31,12 +32,21 @@ from megajax.core.config import Checked, option
 from megajax.core.errors import UserError
 from megajax.core.files import expand
 from megajax.data import quiz
+from megajax.data.arrow import folder_files
 from megajax.data.chat import Chat, ChatRow, conversation_rows
-from megajax.data.conversations import Lines, Place, Source, Table, messages_of
+from megajax.data.conversations import (
+    Arrow,
+    Lines,
+    Place,
+    Several,
+    Source,
+    Table,
+    messages_of,
+)
 from megajax.data.documents import is_whole, make_folder, text_key
 from megajax.data.indexed import TokenFile, TokenWriter
 from megajax.data.pack import IGNORED, MixedRows, mix, packed, parse, permute
-from megajax.data.source import SURROGATE
+from megajax.data.source import PACKED, SURROGATE, check_pyarrow, file_parts
 from megajax.data.tokenizer import Tokenizer, bpe_size, train_bpe
 
 QUIZ = "quiz"
@@ -45,8 +55,11 @@ MEMBERS = ("name", "tool_calls", "tool_call_id", "reasoning_content")  # of a me
 COLUMNS = (
     "messages conversations system tools instruction input output history prompt chosen rejected"
 ).split()
-FILES = "quiz, FILE.jsonl, FILE.json or FILE.parquet"
-MAX_FILE = 2**30  # (chosen) bytes of a .json file, which is read as one value
+FILES = (
+    "quiz, FILE.jsonl (also .gz or .zst), FILE.json, FILE.parquet, FILE.arrow or a folder of "
+    "save_to_disk"
+)
+MAX_FILE = 2**30  # (chosen) bytes of a .json file or of unpacked lines, which memory holds
 OPEN_ROWS = 32  # (chosen) rows that may still take a conversation while rows are packed
 FORMAT = 1  # of the cache
 PAD = 0  # the id of what no conversation fills; segments say that it is dead
@@ -59,8 +72,8 @@ class ChatDataConfig(Checked, section="data"):
 
     source: str = option(
         QUIZ,
-        "quiz: a small made set; or conversations in a .jsonl, .json or .parquet file; or a "
-        "mixture a:0.7,b:0.3 of names without commas",
+        "quiz: a small made set; or conversations in a .jsonl, .json, .parquet or .arrow file or a "
+        "folder of save_to_disk; or a mixture a:0.7,b:0.3 of names without commas",
     )
     tokenizer: str = option(
         "bpe:512", "bpe:N (trained here, cached), a tokenizer.json, its folder, or a .gguf file"
@@ -223,6 +236,38 @@ class Listed:
         return self._read(self._values[k], where, Place(None, False))
 
 
+class PackedLines:
+    """The lines of a .jsonl.gz or .jsonl.zst, unpacked in memory."""
+
+    unread: Mapping[str, int] = {}
+
+    def __init__(self, path: Path, read: Callable):
+        """Raises: UserError when it cannot be unpacked, or is too large."""
+        self.name, self._read, self._lines = str(path), read, []
+        left = MAX_FILE
+        for number, line in enumerate(file_parts(path, lines=True), 1):
+            left -= len(line)
+            if left < 0:
+                raise UserError(
+                    f"{path} unfolds to over {MAX_FILE:,} bytes, which are read at most: unfold it "
+                    "(--data.source)"
+                )
+            if line.strip():
+                self._lines.append((number, line))
+
+    def __len__(self) -> int:
+        return len(self._lines)
+
+    def __getitem__(self, k: int) -> Any:
+        number, line = self._lines[k]
+        where = f"{self.name} line {number}"
+        try:
+            value = files.parse_json(line.decode())
+        except ValueError as error:
+            raise UserError(f"{where} is not JSON: {error} (--data.source)") from None
+        return self._read(value, where, Place(None, False))
+
+
 def open_source(name: str, read: Callable[..., Any] = conversation) -> Source:
     """Returns the records of a file, or of the made set.
 
@@ -234,11 +279,21 @@ def open_source(name: str, read: Callable[..., Any] = conversation) -> Source:
         return Listed(QUIZ, [{"messages": quiz.messages(k)} for k in range(quiz.SIZE)], read)
     path = expand(name, "data.source")
     try:
-        if not path.is_file():
+        if not path.exists():
             raise UserError(f"data.source={name} must be {FILES}; it does not exist")
-        suffix = path.suffix.lower()
-        if suffix == ".jsonl":
-            source: Any = Lines(path, False, read)
+        suffix = "".join(path.suffixes[-2:] if path.suffix in PACKED else path.suffixes[-1:])
+        suffix = suffix.lower()
+        source: Any
+        if path.is_dir():
+            tables = [Arrow(file, read, COLUMNS) for file in folder_files(path)]
+            source = Several(name, tables)
+        elif suffix == ".arrow":
+            source = Arrow(path, read, COLUMNS)
+        elif suffix in {f".jsonl{end}" for end in PACKED}:
+            check_pyarrow(path)
+            source = PackedLines(path, read)
+        elif suffix == ".jsonl":
+            source = Lines(path, False, read)
         elif suffix == ".parquet":
             source = Table(path, False, read, COLUMNS)
         elif suffix == ".json":
@@ -292,8 +347,9 @@ def _state(name: str) -> str:
     if name == QUIZ:
         return f"{QUIZ} {[quiz.messages(k) for k in (0, 1, 2)]}"
     path = expand(name, "data.source")
-    stat = path.stat()
-    return f"{path.resolve()} {stat.st_size} {stat.st_mtime_ns}"
+    listed = folder_files(path) if path.is_dir() else [path]
+    stats = [file.stat() for file in listed]
+    return " ".join([f"{path.resolve()}", *(f"{s.st_size} {s.st_mtime_ns}" for s in stats)])
 
 
 # ---- tokenised

@@ -12,8 +12,9 @@ class DataConfig(Checked, section="data"):
 
     source: str = option(
         "stdlib",
-        "stdlib, site-packages, a folder, a glob, a file (txt md py jsonl json parquet, .gz .zst), "
-        "a Megatron prefix (x.bin with x.idx), or a mixture a:0.7,b:0.3 of names without commas",
+        "stdlib, site-packages, a folder, a glob, a file (txt md py jsonl json parquet arrow, .gz "
+        ".zst), a Megatron prefix (x.bin with x.idx), or a mixture a:0.7,b:0.3 of names without "
+        "commas",
     )
     tokenizer: str = option("bytes", "bytes, bpe:N (trained here, cached), or a tokenizer.json")
     holdout: float = option(

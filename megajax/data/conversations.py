@@ -39,6 +39,7 @@ import numpy as np
 
 from megajax.core.errors import UserError
 from megajax.core.files import expand, name_below, open_below, open_regular, parse_json, size_of
+from megajax.data.arrow import VALUES, ArrowFile, count_values
 from megajax.data.detection import printable
 from megajax.data.source import files_below
 
@@ -545,6 +546,46 @@ class Table:
     def _damaged(self, error: Exception) -> UserError:
         said = (str(error).splitlines() or [type(error).__name__])[0][:200]
         return UserError(f"cannot read {self._path}: {said} (--data.source)")
+
+
+class Arrow:
+    """The rows of an arrow file, which is mapped."""
+
+    def __init__(self, path: Path, read: Read, columns: Sequence[str]):
+        """As Table. Raises: UserError when the file is damaged, compressed, or has none of the
+        columns."""
+        self.name, self.unread, self._read = str(path), {}, read
+        self._file = ArrowFile(path)
+        names = self._file.names
+        chosen = [name for name in names if name in columns]
+        if not chosen or len(set(chosen)) < len(chosen):
+            its = ", ".join(str(n)[:40] for n in names[:8]) or "none"
+            raise UserError(
+                f"{path} needs columns of {', '.join(columns)}, each once; its columns: {its} "
+                "(--data.source)"
+            )
+        self._batches = [batch for batch in self._file.batches(chosen) if len(batch)]
+        self._ends = np.cumsum([len(batch) for batch in self._batches])
+
+    def __len__(self) -> int:
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    def __getitem__(self, k: int) -> Record:
+        number = int(np.searchsorted(self._ends, k, side="right"))
+        first = int(self._ends[number - 1]) if number else 0
+        row = self._batches[number].slice(k - first, 1)
+        where = f"{self.name} row {k + 1}"
+        try:
+            if (values := sum(map(count_values, row.columns))) > VALUES:
+                raise UserError(
+                    f"{where} has {values:,} values; {VALUES:,} are read at most (--data.source)"
+                )
+            value = row.to_pylist()[0]
+        except UserError:
+            raise
+        except ValueError as error:  # pyarrow's own errors too
+            raise self._file.damaged(error) from None
+        return self._read(value, where, Place(None, False))
 
 
 def _open_folder(folder: Path, follow_links: bool) -> Source:

@@ -2,9 +2,9 @@
 
 A source lists its files first (so that a missing or empty one fails at once) and reads them one by
 one later. A document is one text file, one line of a jsonl file, one object of a json file or one
-row of a parquet file. What is not read is counted by its ending (Source.coverage). Symbolic links
-are followed, and a file that several names reach is read once. Nothing is downloaded and
-no text leaves the machine. Parquet files and .zst files need pyarrow, an extra.
+row of a parquet or arrow file. What is not read is counted by its ending (Source.coverage).
+Symbolic links are followed, and a file that several names reach is read once. Nothing is downloaded
+and no text leaves the machine. Parquet, arrow and .zst files need pyarrow, an extra.
 """
 
 import contextlib
@@ -30,6 +30,7 @@ from absl import logging
 
 from megajax.core.errors import UserError, did_you_mean
 from megajax.core.files import expand, open_regular, parse_json
+from megajax.data.arrow import ArrowFile, is_data
 from megajax.data.config import DataConfig
 
 # ---- walks over folders
@@ -118,7 +119,8 @@ def _named(folder: Path, part: str, hidden: bool) -> list[Path]:
 
 
 READING = 2  # how a file becomes texts: part of every fingerprint of a source
-SUFFIXES = (".txt", ".md", ".py", ".jsonl", ".json", ".parquet")
+SUFFIXES = (".txt", ".md", ".py", ".jsonl", ".json", ".parquet", ".arrow")
+TABLES = (".parquet", ".arrow")  # which pyarrow reads
 PACKED = (".gz", ".zst")
 SURROGATE = re.compile("[\ud800-\udfff]")
 GZIP_SLACK = 8 * 2**20  # (chosen) bytes that any compressed file may unfold to
@@ -193,8 +195,10 @@ class Source:
                 yield from self._json(file)
             elif kind == ".parquet":
                 yield from self._rows(file)
+            elif kind == ".arrow":
+                yield from self._arrow_rows(file)
             else:
-                for raw in _parts(file, lines=False):
+                for raw in file_parts(file, lines=False):
                     if text := self._decoded(raw, str(file)):
                         yield Document(self._relative(file), text, self._folder(file))
 
@@ -218,7 +222,7 @@ class Source:
     def _lines(self, file: Path) -> Iterator[Document]:
         """Yields the lines' texts. One line at a time is in memory, and one is skipped."""
         # JSON lines end with \n alone: text lines would also end at U+2028, which JSON allows.
-        for number, raw in enumerate(_parts(file, lines=True), 1):
+        for number, raw in enumerate(file_parts(file, lines=True), 1):
             where = f"{file} line {number}"
             line = self._decoded(raw, where)
             if line and line.strip():
@@ -227,12 +231,12 @@ class Source:
 
     def _json(self, file: Path) -> Iterator[Document]:
         """Yields the texts of a list of objects, of one object, or of an object a line."""
-        with contextlib.closing(_parts(file, lines=True)) as lines:
+        with contextlib.closing(file_parts(file, lines=True)) as lines:
             first = next((raw for raw in lines if raw.strip()), b"").strip()
         if first.startswith((b"{", b"\xef\xbb\xbf{")) and first.endswith(b"}"):
             yield from self._lines(file)
             return
-        for raw in _parts(file, lines=False):
+        for raw in file_parts(file, lines=False):
             if (text := self._decoded(raw, str(file))) is None:
                 return
             value = _parsed(text, str(file))
@@ -277,6 +281,21 @@ class Source:
         except (pyarrow.ArrowException, UnicodeDecodeError, KeyError) as error:
             said = str(error).splitlines()[0][:200]
             raise UserError(f"cannot read {file}: {said} (--data.source)") from None
+
+    def _arrow_rows(self, file: Path) -> Iterator[Document]:
+        """Yields the texts of an arrow file. The file is mapped."""
+        columns = [self.text_key, *([] if self.label_key is None else [self.label_key])]
+        arrow = ArrowFile(file)
+        _check_columns(arrow.schema, columns, file)
+        left = most = GZIP_SLACK + GZIP_GROWTH * file.stat().st_size
+        number = 0
+        for batch in arrow.batches(columns):
+            for values in zip(*map(_values, batch.columns), strict=True):
+                number += 1
+                left -= len(values[0] or b"") + 1  # of a dictionary, many rows share a value
+                if left < 0:
+                    raise _bomb(file, most, "write it again as jsonl")
+                yield from self._of_row(values, file, number)
 
     def _of_row(self, values: tuple, file: Path, number: int) -> Iterator[Document]:
         where, text = f"{file} row {number}", values[0]
@@ -359,17 +378,16 @@ def open_source(name: str, cfg: DataConfig) -> Source:
             f"data.source={name} has no {', '.join(SUFFIXES)} file (nor {' or '.join(PACKED)} of "
             f"one):{has} convert the texts to one of these (--data.source)"
         )
-    if importlib.util.find_spec("pyarrow") is None:
-        for file in files:
-            _check_pyarrow(file)
+    for file in files:
+        check_pyarrow(file)
     files = each_file_once(files)
     return Source(name, root, files, cfg.undecodable, cfg.text_key, unread=unread)
 
 
-def _check_pyarrow(file: Path) -> None:
-    """Raises UserError for a file that only pyarrow reads. It is called where pyarrow is absent."""
+def check_pyarrow(file: Path) -> None:
+    """Raises UserError for a file that only pyarrow reads, where pyarrow is absent."""
     packed = file.suffix.lower() == ".zst"
-    if packed or _suffix(file) == ".parquet":
+    if (packed or _suffix(file) in TABLES) and importlib.util.find_spec("pyarrow") is None:
         other = "unfold it with zstd -d" if packed else "convert it to jsonl"
         raise UserError(
             f"{file} needs the package pyarrow: uv sync --extra parquet; or {other} (--data.source)"
@@ -395,7 +413,7 @@ def _parsed(text: str, where: str) -> Any:
 def _check_columns(schema: Any, columns: list[str], file: Path) -> list[str]:
     """Returns those of the columns that hold text, not numbers.
 
-    Raises: UserError for a parquet file without the columns of text and label, or of other types.
+    Raises: UserError for a table without the columns of text and label, or of other types.
     """
     from pyarrow import types
 
@@ -452,7 +470,7 @@ def _opened(file: Path) -> Iterator[BinaryIO | gzip.GzipFile | io.BufferedReader
         raise UserError(f"cannot read {file}: {error} (--data.source)") from None
 
 
-def _parts(file: Path, lines: bool) -> Generator[bytes]:
+def file_parts(file: Path, lines: bool) -> Generator[bytes]:
     """Yields the lines of a file, or all of it as one part. Raises: UserError."""
     is_packed = file.suffix.lower() in PACKED
     with _opened(file) as stream:
@@ -477,7 +495,9 @@ def _suffix(file: Path) -> str:
 def _is_read(file: Path) -> bool:
     """Tells by its ending whether a file is one of texts."""
     inner = _suffix(file)
-    return inner in SUFFIXES and not (inner == ".parquet" and file.suffix.lower() in PACKED)
+    if inner in TABLES and (file.suffix.lower() in PACKED or not is_data(file)):
+        return False
+    return inner in SUFFIXES
 
 
 def _ending(file: Path) -> str:

@@ -146,7 +146,9 @@ def test_another_text_key(tmp_path):
 
 
 def test_missing_and_empty_sources(tmp_path):
-    with pytest.raises(UserError, match="has no .txt, .md, .py, .jsonl, .json, .parquet file"):
+    with pytest.raises(
+        UserError, match="has no .txt, .md, .py, .jsonl, .json, .parquet, .arrow file"
+    ):
         read(tmp_path)
     with pytest.raises(UserError, match="Did you mean stdlib?"):
         read("stdlb")
